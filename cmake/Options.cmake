@@ -1,0 +1,37 @@
+# What can be chosen, and the flags every target of ours gets.
+find_program(LOGITD_NVCC nvcc HINTS /usr/local/cuda/bin)
+if(LOGITD_NVCC)
+  set(LOGITD_CUDA_DEFAULT ON)
+else()
+  set(LOGITD_CUDA_DEFAULT OFF)
+endif()
+option(LOGITD_CUDA "Build the CUDA backend" ${LOGITD_CUDA_DEFAULT})
+option(LOGITD_TESTS "Build the tests" ON)
+option(LOGITD_FUZZ "Build the libFuzzer targets (clang only)" OFF)
+option(LOGITD_CCACHE "Compile through ccache where it is installed" ON)
+set(LOGITD_CUDA_ARCHITECTURES "80;89;90a;100" CACHE STRING "CUDA architectures; 90a alone is enough for Hopper")
+set(LOGITD_SANITIZE "" CACHE STRING "Sanitizers for -fsanitize=, e.g. address,undefined or thread")
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+
+if(LOGITD_CCACHE)
+  find_program(LOGITD_CCACHE_PROGRAM ccache)
+  if(LOGITD_CCACHE_PROGRAM)
+    set(CMAKE_C_COMPILER_LAUNCHER ${LOGITD_CCACHE_PROGRAM})
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${LOGITD_CCACHE_PROGRAM})
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${LOGITD_CCACHE_PROGRAM})
+  endif()
+endif()
+
+if(LOGITD_SANITIZE)
+  add_compile_options($<$<COMPILE_LANGUAGE:C,CXX>:-fsanitize=${LOGITD_SANITIZE}>
+                      $<$<COMPILE_LANGUAGE:C,CXX>:-fno-omit-frame-pointer>
+                      $<$<COMPILE_LANGUAGE:C,CXX>:-fno-sanitize-recover=all>)
+  add_link_options(-fsanitize=${LOGITD_SANITIZE})
+endif()

@@ -1,0 +1,84 @@
+// A device as the engine sees it: slabs that are host memory and device memory at once, and streams that run ops.
+#ifndef LOGITD_KERNELS_BACKEND_H_
+#define LOGITD_KERNELS_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/softmax_topk.h"
+
+namespace logitd {
+
+struct DeviceInfo {
+  std::string backend;  // "cpu" or "cuda"
+  std::string name;     // "NVIDIA H200", or the CPU's SIMD target and thread count
+  int64_t memory_bytes = 0;
+};
+
+// A piece of host memory with its counterpart on the device. On CUDA `host` is pinned; on the CPU both are one address.
+struct Slab {
+  std::byte* host = nullptr;
+  std::byte* device = nullptr;
+  size_t bytes = 0;
+};
+
+// Where the time of the work since the last Wait went, by the device's own clock.
+struct StreamTimes {
+  int64_t h2d_ns = 0;
+  int64_t kernel_ns = 0;
+  int64_t d2h_ns = 0;
+};
+
+// An in-order queue of copies and ops with its own scratch memory. Used by one thread at a time.
+//
+// Calls enqueue and return (the CPU backend computes before it returns). Order of use between two Waits: Upload*, ops,
+// Download*. Errors: INTERNAL, the device is lost and the process must end; UNAVAILABLE, this work failed and later
+// work may succeed.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+
+  // Copies slab bytes [offset, offset + bytes) from host to device, or back.
+  virtual absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) = 0;
+  virtual absl::Status Download(const Slab& slab, size_t offset, size_t bytes) = 0;
+
+  // One method per op.
+  virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) = 0;
+
+  // Blocks until all that was enqueued is done.
+  virtual absl::StatusOr<StreamTimes> Wait() = 0;
+};
+
+// Thread-safe. Outlives its streams and slabs.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const DeviceInfo& device() const = 0;
+
+  // RESOURCE_EXHAUSTED when there is no memory for it.
+  virtual absl::StatusOr<Slab> AllocateSlab(size_t bytes) = 0;
+  virtual void FreeSlab(const Slab& slab) = 0;
+  virtual absl::StatusOr<std::unique_ptr<Stream>> CreateStream() = 0;
+};
+
+struct BackendOptions {
+  int device = 0;       // CUDA device ordinal
+  int cpu_threads = 0;  // threads of the CPU backend, shared by its streams; 0 = all the process may use
+};
+
+// kind: "cpu", "cuda", or "auto" (CUDA where a device answers, else the CPU).
+// INVALID_ARGUMENT: unknown kind. UNAVAILABLE: the backend is not in this build, or no device answers.
+absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind, const BackendOptions& options);
+
+// The two behind CreateBackend; the CUDA one exists in builds with CUDA alone.
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& options);
+absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions& options);
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_BACKEND_H_

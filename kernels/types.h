@@ -1,0 +1,51 @@
+// Words every op shares: element types, views of tensors, and what became of a row.
+#ifndef LOGITD_KERNELS_TYPES_H_
+#define LOGITD_KERNELS_TYPES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace logitd {
+
+// Element type of a tensor. All ops compute in fp32 whatever they are given.
+enum class DType : uint8_t { kF32, kF16, kBF16 };
+
+constexpr size_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+constexpr std::string_view Name(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return "f32";
+    case DType::kF16: return "f16";
+    case DType::kBF16: return "bf16";
+  }
+  return "unknown";
+}
+
+// A matrix in the memory of the backend that runs the op. Owns nothing. Only element alignment is asked of `data`.
+struct TensorView {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t row_stride = 0;  // elements, >= cols
+};
+
+// Largest vocabulary any op takes.
+inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
+
+// What became of one row. A faulty row never harms another.
+enum class RowCode : int32_t {
+  kOk = 0,
+  kNanLogit = 1,      // a logit is NaN; the row's other outputs are unspecified
+  kEmptySupport = 2,  // every logit is -inf: there is no distribution
+};
+
+struct RowStatus {
+  RowCode code = RowCode::kOk;
+  int32_t position = -1;  // kNanLogit: the lowest vocabulary index that is NaN; otherwise -1
+};
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_TYPES_H_

@@ -1,0 +1,76 @@
+// The only gate. Decides, from headers alone, whether a call may send its message now, later, or not at all.
+#ifndef LOGITD_SERVER_ENGINE_ADMISSION_H_
+#define LOGITD_SERVER_ENGINE_ADMISSION_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace logitd::engine {
+
+class Metrics;
+
+struct AdmissionOptions {
+  int64_t max_request_bytes = int64_t{64} << 20;  // largest message
+  int64_t max_held_bytes = int64_t{1} << 30;      // messages in host memory, all calls together
+  int max_waiting_calls = 1024;                   // calls whose headers came but for whose message there is no room yet
+  absl::Duration retry_delay = absl::Milliseconds(50);  // what a refused caller is told to wait
+};
+
+// Thread-safe. A message's size is not known before it is received, so a call is charged max_request_bytes until its
+// message is here, then what the message really holds, until the payload has been copied into a slab or the call ends.
+// The sum of charges never exceeds max_held_bytes. Calls without room wait unread, in order (the transport's flow control
+// holds their bytes at the peer); calls beyond max_waiting_calls are refused.
+class Admission {
+ public:
+  // The room a call holds. Gives it back when destroyed. Movable; used by one thread at a time.
+  class Ticket {
+   public:
+    Ticket() = default;
+    Ticket(Ticket&& other) noexcept;
+    Ticket& operator=(Ticket&& other) noexcept;
+    ~Ticket();
+    // The message is here and holds `bytes` (<= what is held): gives the rest back.
+    void ShrinkTo(int64_t bytes);
+    int64_t bytes() const { return bytes_; }
+
+   private:
+    friend class Admission;
+    Ticket(Admission* admission, int64_t bytes) : admission_(admission), bytes_(bytes) {}
+    Admission* admission_ = nullptr;
+    int64_t bytes_ = 0;
+  };
+
+  using Ready = absl::AnyInvocable<void(absl::StatusOr<Ticket>)>;
+  using WaiterId = uint64_t;
+
+  explicit Admission(const AdmissionOptions& options, Metrics* metrics);
+  ~Admission();
+
+  // Runs `ready` exactly once unless Abandon gets there first: at once and on this thread when the answer is known, else
+  // on the thread that makes room. Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while
+  // waiting), RESOURCE_EXHAUSTED (the line is full; the text has held, allowed and retry delay).
+  // Returns 0 when `ready` has run, else an id for Abandon.
+  WaiterId Enter(absl::Time deadline, Ready ready);
+
+  // The call is gone. True: `ready` will never run. False: it has run or is running.
+  bool Abandon(WaiterId id);
+
+  // From here on Enter answers UNAVAILABLE, and so do all who wait. Held tickets stay good.
+  void BeginDrain();
+  bool draining() const;
+  int64_t held_bytes() const;
+  const AdmissionOptions& options() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_ADMISSION_H_
