@@ -1,0 +1,154 @@
+#include "server/config.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <limits>
+#include <ostream>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_format.h"
+#include "server/rpc/rpc_server.h"
+
+namespace logitd {
+namespace {
+
+constexpr int kUsageError = 2;
+
+constexpr const char* kDescription =
+    "logitd: softmax, top-K and sampling over logits, behind gRPC.\n\n"
+    "  logitd                                        on 127.0.0.1:7450, on a GPU if one answers\n"
+    "  logitd --listen 0.0.0.0:7450 --listen unix:/run/logitd.sock\n"
+    "  logitd --backend cpu --cpu-threads 8\n\n"
+    "Sizes take units (64MiB, 1GiB; factors of 1024), durations too (200us, 30s). Every flag can "
+    "be\n"
+    "given as an environment variable: --slab-bytes is LOGITD_SLAB_BYTES. A flag wins.\n"
+    "SIGTERM or SIGINT drains: health goes NOT_SERVING, new calls get UNAVAILABLE, admitted calls\n"
+    "finish, exit 0. A second signal hastens it. Exit 2: bad usage. Exit 3: the device was lost.\n";
+
+constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // what gRPC can be told
+
+std::string EnvironmentName(std::string flag) {
+  flag.erase(0, 2);
+  std::replace(flag.begin(), flag.end(), '-', '_');
+  std::transform(flag.begin(), flag.end(), flag.begin(), ::toupper);
+  return "LOGITD_" + flag;
+}
+
+// One option with the habits of all: environment name, default in the help.
+template <typename T>
+CLI::Option* Add(CLI::App& app, const std::string& flag, T* value, const std::string& help) {
+  return app.add_option(flag, *value, help)->envname(EnvironmentName(flag))->capture_default_str();
+}
+
+void AddSize(CLI::App& app, const std::string& flag, int64_t* value, const std::string& help) {
+  Add(app, flag, value, help)->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))->type_name("SIZE");
+}
+
+void AddDuration(CLI::App& app, const std::string& flag, absl::Duration* value,
+                 const std::string& help) {
+  app.add_option_function<std::string>(
+         flag,
+         [flag, value](const std::string& text) {
+           if (!absl::ParseDuration(text, value) || *value < absl::ZeroDuration()) {
+             throw CLI::ValidationError(
+                 flag, absl::StrFormat("got \"%s\", allowed: a duration of 0 or more, like 200us, "
+                                       "1.5s or inf",
+                                       text));
+           }
+         },
+         help)
+      ->envname(EnvironmentName(flag))
+      ->default_str(absl::FormatDuration(*value))
+      ->type_name("DURATION");
+}
+
+// What single flags cannot know of each other.
+void CheckTogether(const Config& config) {
+  const auto refuse = [](const std::string& flag, const std::string& text) {
+    throw CLI::ValidationError(flag, text);
+  };
+  const int64_t message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
+  if (message > kMaxMessage) {
+    refuse("--max-request-bytes",
+           absl::StrFormat(
+               "got %d, allowed: at most %d with --max-batch-rows %d", config.max_request_bytes,
+               config.max_request_bytes - (message - kMaxMessage), config.max_batch_rows));
+  }
+  if (config.slab_bytes < config.max_request_bytes) {
+    refuse("--slab-bytes",
+           absl::StrFormat("got %d, allowed: at least --max-request-bytes, which is %d",
+                           config.slab_bytes, config.max_request_bytes));
+  }
+  if (config.max_held_bytes < message) {
+    refuse("--max-held-bytes",
+           absl::StrFormat("got %d, allowed: at least %d, one message of --max-request-bytes",
+                           config.max_held_bytes, message));
+  }
+  if (config.listen.empty()) refuse("--listen", "got nothing, allowed: one address or more");
+  for (const std::string& address : config.listen) {
+    if (address.empty() ||
+        (!absl::StartsWith(address, "unix:") && address.find(':') == std::string::npos)) {
+      refuse("--listen", absl::StrFormat("got \"%s\", allowed: HOST:PORT or unix:PATH", address));
+    }
+  }
+}
+
+}  // namespace
+
+std::string_view Version() { return LOGITD_VERSION; }
+
+std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config, std::ostream& out,
+                               std::ostream& err) {
+  CLI::App app(kDescription, "logitd");
+  app.set_version_flag("--version", std::string("logitd ") + std::string(Version()));
+  app.get_formatter()->column_width(34);
+
+  Add(app, "--listen", &config->listen,
+      "Where to serve: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+  Add(app, "--backend", &config->backend, "auto takes CUDA where a device answers, else the CPU")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  Add(app, "--device", &config->device, "CUDA device")->check(CLI::NonNegativeNumber);
+  Add(app, "--cpu-threads", &config->cpu_threads,
+      "Threads of the CPU backend; 0 = all the process may use")
+      ->check(CLI::Range(0, 4096));
+  Add(app, "--streams", &config->streams, "Batches that run at once")->check(CLI::Range(1, 64));
+  AddSize(app, "--slab-bytes", &config->slab_bytes,
+          "Payload of one batch, and as much again for its answers; two slabs a stream");
+  AddSize(app, "--max-request-bytes", &config->max_request_bytes,
+          "Largest payload of one request; larger ones are refused");
+  AddSize(app, "--max-held-bytes", &config->max_held_bytes,
+          "Host memory for messages being received, waiting or being answered, all calls together; "
+          "calls beyond it wait unread");
+  Add(app, "--max-waiting-calls", &config->max_waiting_calls,
+      "Calls that may wait so; more are refused with RESOURCE_EXHAUSTED")
+      ->check(CLI::Range(0, 1 << 20));
+  Add(app, "--max-batch-rows", &config->max_batch_rows,
+      "Rows of one batch, and of the largest request")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
+  AddDuration(app, "--max-batch-delay", &config->max_batch_delay,
+              "How long a batch may wait for company though a stream is free");
+  AddDuration(app, "--receive-timeout", &config->receive_timeout,
+              "How long a peer may take to send its message, and then to take its answer");
+  AddDuration(app, "--drain-grace", &config->drain_grace,
+              "How long admitted calls may take to finish after SIGTERM");
+  Add(app, "--metrics-listen", &config->metrics_listen,
+      "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one); empty = none")
+      ->type_name("ADDRESS");
+  Add(app, "--log-level", &config->log_level, "Least severe line that is logged")
+      ->check(CLI::IsMember({"debug", "info", "warn", "error", "off"}));
+  Add(app, "--log-format", &config->log_format, "On standard error: text, or a JSON object a line")
+      ->check(CLI::IsMember({"text", "json"}));
+
+  try {
+    app.parse(argc, argv);
+    CheckTogether(*config);
+  } catch (const CLI::ParseError& error) {
+    const int code = app.exit(error, out, err);
+    return code == 0 ? 0 : kUsageError;
+  }
+  return std::nullopt;
+}
+
+}  // namespace logitd

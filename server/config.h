@@ -1,0 +1,45 @@
+// What the operator chose: flags, and environment variables where a flag is not given.
+#ifndef LOGITD_SERVER_CONFIG_H_
+#define LOGITD_SERVER_CONFIG_H_
+
+#include <cstdint>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace logitd {
+
+struct Config {
+  std::vector<std::string> listen = {"127.0.0.1:7450"};
+  std::string backend = "auto";
+  int device = 0;
+  int cpu_threads = 0;
+  int streams = 2;
+  int64_t slab_bytes = int64_t{64} << 20;
+  int64_t max_request_bytes = int64_t{64} << 20;
+  int64_t max_held_bytes = int64_t{1} << 30;
+  int max_waiting_calls = 1024;
+  int64_t max_batch_rows = 65536;
+  absl::Duration max_batch_delay = absl::ZeroDuration();
+  absl::Duration receive_timeout = absl::Seconds(30);
+  absl::Duration drain_grace = absl::Seconds(30);
+  std::string metrics_listen = "127.0.0.1:9464";
+  std::string log_level = "info";
+  std::string log_format = "text";
+};
+
+// Semantic version of this build.
+std::string_view Version();
+
+// Fills `config`. A value means that the process is to end with it: 0 after --help or --version
+// (text on `out`), 2 when something is wrong (what, got, allowed on `err`).
+std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config, std::ostream& out,
+                               std::ostream& err);
+
+}  // namespace logitd
+
+#endif  // LOGITD_SERVER_CONFIG_H_

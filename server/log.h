@@ -1,0 +1,16 @@
+// Where log lines go, and how they look.
+#ifndef LOGITD_SERVER_LOG_H_
+#define LOGITD_SERVER_LOG_H_
+
+#include <string>
+
+namespace logitd {
+
+// Sends spdlog's default logger, and what gRPC has to say, to standard error. `level`: debug, info,
+// warn, error or off. `format`: "text", or "json" for one object a line with time, level and
+// message. Before the first thread.
+void SetUpLogging(const std::string& level, const std::string& format);
+
+}  // namespace logitd
+
+#endif  // LOGITD_SERVER_LOG_H_

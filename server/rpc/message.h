@@ -1,0 +1,38 @@
+// A received message as the transport left it: slices, held until released.
+#ifndef LOGITD_SERVER_RPC_MESSAGE_H_
+#define LOGITD_SERVER_RPC_MESSAGE_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <vector>
+
+#include "server/rpc/wire.h"
+
+namespace logitd::rpc {
+
+// Owns the slices; `pieces` points into them and is good until Release or destruction. Not
+// thread-safe.
+class Message {
+ public:
+  Message() = default;
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+
+  // Takes the slices of `buffer`, which is empty afterwards.
+  void Take(grpc::ByteBuffer* buffer);
+  // Gives the memory back.
+  void Release();
+
+  Pieces pieces() const { return pieces_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::vector<grpc::Slice> slices_;
+  std::vector<Piece> pieces_;
+  size_t bytes_ = 0;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_MESSAGE_H_

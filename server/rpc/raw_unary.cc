@@ -1,0 +1,188 @@
+#include "server/rpc/raw_unary.h"
+
+#include <grpcpp/impl/codegen/server_callback_handlers.h>
+#include <grpcpp/impl/rpc_method.h>
+#include <grpcpp/impl/rpc_service_method.h>
+#include <grpcpp/server_context.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace logitd::rpc {
+
+grpc::Status ToGrpc(const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
+}
+
+int CallTracker::alive() const {
+  absl::MutexLock lock(&mutex_);
+  return alive_;
+}
+
+bool CallTracker::WaitNone(absl::Time deadline) const {
+  absl::MutexLock lock(&mutex_);
+  const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return alive_ == 0; };
+  return mutex_.AwaitWithDeadline(absl::Condition(&none), deadline);
+}
+
+RawUnaryCall::RawUnaryCall(grpc::CallbackServerContext* context, CallTracker* tracker)
+    : context_(context), tracker_(tracker) {}
+
+RawUnaryCall::~RawUnaryCall() = default;
+
+absl::Time RawUnaryCall::deadline() const {
+  const auto deadline = context_->deadline();
+  return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture()
+                                                                  : absl::FromChrono(deadline);
+}
+
+void RawUnaryCall::Start() {
+  self_ = shared_from_this();
+  {
+    absl::MutexLock lock(&tracker_->mutex_);
+    ++tracker_->alive_;
+  }
+  OnHeaders();
+}
+
+void RawUnaryCall::Receive() {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (finished_) return;
+    starting_read_ =
+        true;  // a Finish that comes meanwhile is left to us: no read may start after it
+  }
+  tracker_->peer_watch_.Watch(
+      &peer_watch_, [call = weak_from_this(), timeout = tracker_->peer_watch_.timeout()] {
+        if (auto alive = call.lock()) {
+          alive->Finish(absl::DeadlineExceededError(absl::StrFormat(
+              "message not received within %s of being asked for", absl::FormatDuration(timeout))));
+        }
+      });
+  StartRead(&in_);
+  bool finish = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    starting_read_ = false;
+    finish = may_end_;
+  }
+  if (finish) FinishNow();
+}
+
+void RawUnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response,
+                          absl::Duration retry_delay) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (finished_) return;
+    finished_ = true;
+    status_ = ToGrpc(status);
+    out_.Swap(&response);
+    if (absl::IsResourceExhausted(status) && retry_delay > absl::ZeroDuration()) {
+      context_->AddTrailingMetadata("grpc-retry-pushback-ms",
+                                    absl::StrCat(absl::ToInt64Milliseconds(retry_delay)));
+    }
+  }
+  OnFinish(status.code());
+  bool left_to_reader = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    may_end_ = true;
+    left_to_reader = starting_read_;
+  }
+  if (!left_to_reader) FinishNow();
+}
+
+void RawUnaryCall::FinishNow() {
+  if (status_.ok()) {
+    // Started before the write: afterwards the call may be over.
+    tracker_->peer_watch_.Watch(&peer_watch_, [call = weak_from_this()] {
+      if (auto alive = call.lock()) alive->TryCancel();
+    });
+    StartWriteAndFinish(&out_, grpc::WriteOptions(), status_);
+  } else {
+    ServerBidiReactor::Finish(status_);
+  }
+}
+
+// Reads the one message, then looks for the end of the stream behind it while the message is being
+// worked on. An honest unary stub sends both at once; a peer that sends a second message gets what
+// the gRPC status code table prescribes.
+void RawUnaryCall::OnReadDone(bool ok) {
+  if (have_message_) {
+    if (ok) {
+      Finish(absl::UnimplementedError(
+          "a second request message on a unary method: exactly one is allowed"));
+    }
+    return;
+  }
+  tracker_->peer_watch_.Unwatch(&peer_watch_);
+  if (!ok) {
+    // Half-closed without a message; or the call is gone, and then nobody sees this status.
+    Finish(
+        absl::UnimplementedError("no request message on a unary method: exactly one is required"));
+    return;
+  }
+  have_message_ = true;
+  grpc::ByteBuffer message;
+  message.Swap(&in_);
+  bool look_on = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!finished_) look_on = starting_read_ = true;
+  }
+  if (!look_on) return;
+  StartRead(&in_);
+  bool finish = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    starting_read_ = false;
+    finish = may_end_;
+  }
+  if (finish) {
+    FinishNow();
+    return;
+  }
+  OnMessage(std::move(message));
+}
+
+void RawUnaryCall::OnCancel() {
+  Finish(absl::CancelledError("call cancelled"));
+  OnGone();
+}
+
+void RawUnaryCall::TryCancel() {
+  absl::MutexLock lock(&mutex_);
+  if (!done_) context_->TryCancel();
+}
+
+void RawUnaryCall::OnDone() {
+  {
+    absl::MutexLock lock(&mutex_);
+    done_ = true;
+  }
+  tracker_->peer_watch_.Unwatch(&peer_watch_);
+  CallTracker* const tracker = tracker_;
+  self_.reset();  // may delete this
+  absl::MutexLock lock(&tracker->mutex_);
+  --tracker->alive_;
+}
+
+void RawUnaryService::AddRawUnary(const std::string& method, Factory factory) {
+  names_.push_back(std::make_unique<std::string>(method));
+  const auto handler = [factory = std::move(factory)](grpc::CallbackServerContext* context)
+      -> grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* {
+    std::shared_ptr<RawUnaryCall> call = factory(context);
+    call->Start();
+    return call.get();
+  };
+  AddMethod(new grpc::internal::RpcServiceMethod(
+      names_.back()->c_str(), grpc::internal::RpcMethod::BIDI_STREAMING, nullptr));
+  MarkMethodRawCallback(
+      static_cast<int>(names_.size()) - 1,
+      new grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, grpc::ByteBuffer>(handler));
+}
+
+}  // namespace logitd::rpc

@@ -1,0 +1,150 @@
+#include "server/rpc/rpc_server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/types.h"
+#include "server/rpc/raw_unary.h"
+#include "server/rpc/services.h"
+
+namespace logitd::rpc {
+namespace {
+
+constexpr const char* kServices[] = {"logitd.v1.Sampler", "logitd.v1.Server"};
+
+// Small fields of a message: so much for itself, and so much for each row.
+constexpr int64_t kHeaderBytes = int64_t{64} << 10;
+constexpr int64_t kHeaderBytesPerRow = 16;
+
+v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& device,
+                             const engine::AdmissionOptions& admission,
+                             const engine::EngineOptions& engine) {
+  v1::GetInfoResponse info;
+  info.set_version(options.version);
+  info.set_backend(device.backend);
+  info.mutable_device()->set_name(device.name);
+  info.mutable_device()->set_memory_bytes(device.memory_bytes);
+  v1::Limits* limits = info.mutable_limits();
+  limits->set_max_request_bytes(options.max_request_bytes);
+  limits->set_max_held_bytes(admission.max_held_bytes);
+  limits->set_max_batch_rows(engine.max_batch_rows);
+  limits->set_max_vocab(kMaxVocab);
+  limits->set_max_answer_bytes(engine.slab_answer_bytes);
+  limits->set_streams(engine.streams);
+  v1::Op* op = info.add_ops();
+  op->set_name("softmax_topk");
+  op->set_method("logitd.v1.Sampler/TopK");
+  for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) op->add_dtypes(dtype);
+  return info;
+}
+
+class RpcServerImpl final : public RpcServer {
+ public:
+  RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
+                engine::Admission* admission, engine::Engine* engine, engine::Metrics* metrics)
+      : tracker_(options.peer_timeout),
+        sampler_(
+            {.admission = admission, .engine = engine, .metrics = metrics, .tracker = &tracker_}),
+        info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
+
+  ~RpcServerImpl() override {
+    if (server_ != nullptr) Shutdown(absl::Now());
+  }
+
+  absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
+    static std::once_flag plugins;
+    std::call_once(plugins, [] {
+      grpc::EnableDefaultHealthCheckService(true);
+      grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    });
+    grpc::ServerBuilder builder;
+    builder.RegisterService(&sampler_);
+    builder.RegisterService(&info_);
+    builder.SetMaxReceiveMessageSize(static_cast<int>(
+        std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
+    builder.SetMaxSendMessageSize(-1);
+    // A compressed message is refused by its headers, not inflated to see how large it is.
+    builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+    builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
+    // With BDP probing a call that is not read yet still takes in as much as the connection's
+    // window has grown to: tens of MB a connection. Without it, 64 KiB.
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    // Two servers on one port would share its calls, to everyone's surprise.
+    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+    std::vector<int> ports(options.listen.size(), 0);
+    for (size_t i = 0; i < options.listen.size(); ++i) {
+      builder.AddListeningPort(options.listen[i], grpc::InsecureServerCredentials(), &ports[i]);
+    }
+    server_ = builder.BuildAndStart();
+    // BuildAndStart binds them in order and gives up at the first that fails.
+    const auto failed = std::find(ports.begin(), ports.end(), 0);
+    if (failed != ports.end()) {
+      return absl::UnavailableError(
+          absl::StrFormat("cannot listen on %s: taken, not permitted, or not an address",
+                          options.listen[static_cast<size_t>(failed - ports.begin())]));
+    }
+    if (server_ == nullptr) return absl::UnavailableError("the gRPC server did not start");
+    for (size_t i = 0; i < ports.size(); ++i) {
+      listening_.push_back(Bound(options.listen[i], ports[i]));
+    }
+    SetServing(true);
+    return absl::OkStatus();
+  }
+
+  const std::vector<std::string>& listening() const override { return listening_; }
+
+  void SetServing(bool serving) override {
+    grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
+    health->SetServingStatus(serving);
+    for (const char* service : kServices) health->SetServingStatus(service, serving);
+  }
+
+  int calls() const override { return tracker_.alive(); }
+
+  void Shutdown(absl::Time deadline) override {
+    server_->Shutdown(absl::ToChronoTime(deadline));
+    server_.reset();
+  }
+
+ private:
+  // "127.0.0.1:0" -> "127.0.0.1:40123"
+  static std::string Bound(const std::string& address, int port) {
+    if (absl::StartsWith(address, "unix")) return address;
+    return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+  }
+
+  CallTracker tracker_;
+  SamplerService sampler_;
+  ServerService info_;
+  std::unique_ptr<grpc::Server> server_;
+  std::vector<std::string> listening_;
+};
+
+}  // namespace
+
+int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows) {
+  return max_request_bytes + kHeaderBytes + kHeaderBytesPerRow * max_batch_rows;
+}
+
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options,
+                                                            const DeviceInfo& device,
+                                                            engine::Admission* admission,
+                                                            engine::Engine* engine,
+                                                            engine::Metrics* metrics) {
+  auto server = std::make_unique<RpcServerImpl>(options, device, admission, engine, metrics);
+  if (absl::Status status = server->Listen(options, admission->options()); !status.ok()) {
+    return status;
+  }
+  return server;
+}
+
+}  // namespace logitd::rpc

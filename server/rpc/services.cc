@@ -1,0 +1,37 @@
+#include "server/rpc/services.h"
+
+#include <memory>
+#include <utility>
+
+#include "server/rpc/topk_codec.h"
+
+namespace logitd::rpc {
+namespace {
+
+template <typename Codec>
+RawUnaryService::Factory JobMethod(const CallEnvironment& environment) {
+  return [environment](grpc::CallbackServerContext* context) {
+    return std::make_shared<JobCall>(context, environment, std::make_unique<Codec>());
+  };
+}
+
+}  // namespace
+
+SamplerService::SamplerService(const CallEnvironment& environment) {
+  AddRawUnary("/logitd.v1.Sampler/TopK", JobMethod<TopKCodec>(environment));
+}
+
+ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* admission)
+    : info_(std::move(info)), admission_(admission) {}
+
+grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* context,
+                                                 const v1::GetInfoRequest*,
+                                                 v1::GetInfoResponse* response) {
+  *response = info_;
+  response->set_draining(admission_->draining());
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(grpc::Status::OK);
+  return reactor;
+}
+
+}  // namespace logitd::rpc

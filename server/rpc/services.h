@@ -1,0 +1,35 @@
+// The services, one per proto file.
+#ifndef LOGITD_SERVER_RPC_SERVICES_H_
+#define LOGITD_SERVER_RPC_SERVICES_H_
+
+#include "logitd/v1/server.grpc.pb.h"
+#include "server/engine/admission.h"
+#include "server/rpc/job_call.h"
+#include "server/rpc/raw_unary.h"
+
+namespace logitd::rpc {
+
+// logitd.v1.Sampler
+class SamplerService final : public RawUnaryService {
+ public:
+  explicit SamplerService(const CallEnvironment& environment);
+};
+
+// logitd.v1.Server
+class ServerService final : public v1::Server::CallbackService {
+ public:
+  // `info` is what GetInfo answers, but for `draining`, which `admission` knows.
+  ServerService(v1::GetInfoResponse info, const engine::Admission* admission);
+
+  grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,
+                                    const v1::GetInfoRequest* request,
+                                    v1::GetInfoResponse* response) override;
+
+ private:
+  const v1::GetInfoResponse info_;
+  const engine::Admission* const admission_;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_SERVICES_H_

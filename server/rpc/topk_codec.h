@@ -1,0 +1,54 @@
+// Sampler.TopK: proto <-> softmax_topk job.
+#ifndef LOGITD_SERVER_RPC_TOPK_CODEC_H_
+#define LOGITD_SERVER_RPC_TOPK_CODEC_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/softmax_topk.h"
+#include "server/engine/job.h"
+#include "server/rpc/job_call.h"
+#include "server/rpc/wire.h"
+
+namespace logitd::rpc {
+
+// Planes of the op, in this order.
+enum TopKPlane : size_t { kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs, kTopKPlanes };
+
+extern const engine::OpTraits kSoftmaxTopKTraits;
+
+// TopKRequest as it lies in the message.
+struct TopKFields {
+  int32_t dtype = 0;  // logitd.v1.DType
+  int64_t rows = 0;
+  int64_t vocab = 0;
+  ByteRange logits;
+  Int32List k;
+  FloatList temperature;
+};
+
+// As ParseMessage. Checks the encoding alone, not the values.
+absl::Status ParseTopKFields(Pieces pieces, size_t max_list, TopKFields* fields);
+
+class TopKCodec final : public OpCodec {
+ public:
+  const engine::OpTraits& op() const override { return kSoftmaxTopKTraits; }
+  absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
+  int64_t answer_bytes() const override { return answer_bytes_; }
+  void CopyPayload(Pieces pieces, std::byte* dst, size_t row_stride) override;
+  void WriteParams(std::byte* dst, int64_t first_entry) override;
+  grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> planes,
+                          const CallTimes& times) override;
+
+ private:
+  int32_t k_of(int64_t row) const { return fields_.k[fields_.k.size() == 1 ? 0 : row]; }
+  float temperature_of(int64_t row) const;
+
+  TopKFields fields_;
+  size_t row_bytes_ = 0;
+  int64_t answer_bytes_ = 0;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_TOPK_CODEC_H_

@@ -1,0 +1,155 @@
+// Reads protobuf messages where they lie: in the slices the transport delivered, without assembling
+// them.
+//
+// A message is described by a table of fields (see Field), so that the next one costs a table. What
+// is accepted and what the fields hold equals the generated parser of protobuf 3.21 (proto3
+// semantics): fields in any order, unknown fields and groups skipped, the last value of a singular
+// field wins, repeated numbers packed or not and in several runs. tests/fuzz compares the two. A
+// `bytes` field is located, not copied.
+//
+// Nothing here owns memory or is thread-safe.
+#ifndef LOGITD_SERVER_RPC_WIRE_H_
+#define LOGITD_SERVER_RPC_WIRE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <variant>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+
+namespace logitd::rpc {
+
+// The message, piece after piece. Pieces may be empty.
+using Piece = absl::Span<const std::byte>;
+using Pieces = absl::Span<const Piece>;
+
+// A run of message bytes: `bytes` of them from byte `offset` of piece `piece` on, over as many
+// pieces as it takes.
+struct ByteRange {
+  size_t piece = 0;
+  size_t offset = 0;
+  size_t bytes = 0;
+};
+
+// Copies `rows` rows of `row_bytes` bytes out of `range`, row r to dst + r * row_stride. Bytes
+// between rows are left alone. The range must hold rows * row_bytes bytes. One memcpy a contiguous
+// run.
+void CopyRows(Pieces pieces, const ByteRange& range, int64_t rows, size_t row_bytes, std::byte* dst,
+              size_t row_stride);
+
+// One value for all rows or one a row; the first is the usual case.
+using Int32List = absl::InlinedVector<int32_t, 2>;
+using FloatList = absl::InlinedVector<float, 2>;
+
+// One field of message M: where it goes decides what it is. int32_t and int64_t are varints (int32,
+// int64, enum).
+template <typename M>
+struct Field {
+  uint32_t number;
+  std::string_view name;
+  std::variant<int32_t M::*, int64_t M::*, ByteRange M::*, Int32List M::*, FloatList M::*> member;
+};
+
+// A place in a message, moving forward. Errors are INVALID_ARGUMENT with the offset in the message.
+class WireReader {
+ public:
+  explicit WireReader(Pieces pieces);
+
+  size_t position() const { return position_; }
+  size_t remaining() const { return total_ - position_; }
+
+  // Each returns false, and leaves the place unspecified, when the message ends first or the
+  // encoding is not valid.
+  bool ReadVarint(uint64_t* value);
+  bool ReadTag(uint32_t* tag);
+  bool ReadLength(size_t* length);  // at most what remains
+  bool Read(void* dst, size_t bytes);
+  bool Skip(size_t bytes);
+  // Skips the value whose tag was `tag`, groups with all that is in them; no group deeper than
+  // `depth`.
+  bool SkipValue(uint32_t tag, int depth);
+  // The next `bytes` bytes; does not move.
+  ByteRange Here(size_t bytes) const;
+
+ private:
+  bool ReadVarintSlow(int max_bytes, uint64_t* value);
+  // Moves to the next piece that has bytes.
+  void NextPiece();
+
+  Pieces pieces_;
+  size_t piece_ = 0;
+  const std::byte* at_ = nullptr;   // in pieces_[piece_]
+  const std::byte* end_ = nullptr;  // of pieces_[piece_]
+  size_t position_ = 0;
+  size_t total_ = 0;
+};
+
+namespace internal {
+
+enum class WireType : uint32_t {
+  kVarint = 0,
+  kFixed64 = 1,
+  kLength = 2,
+  kStart = 3,
+  kEnd = 4,
+  kFixed32 = 5
+};
+
+inline constexpr int kMaxGroupDepth = 100;
+
+constexpr WireType TypeOf(uint32_t tag) { return static_cast<WireType>(tag & 7); }
+
+absl::Status Malformed(std::string_view field, size_t offset);
+absl::Status TooLong(std::string_view field, size_t max_list);
+
+// Each reads one occurrence. kSkip: the wire type is not one the field takes; generated code then
+// treats the field as unknown, and so do we.
+enum class Outcome { kRead, kSkip, kBad, kTooLong };
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int32_t* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int64_t* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList* value);
+
+}  // namespace internal
+
+// Fills `message` from `pieces`. Fields not in `fields` are skipped. INVALID_ARGUMENT naming the
+// field and the offset at which its occurrence starts, when the message is not valid protobuf.
+template <typename M>
+absl::Status ParseMessage(Pieces pieces, absl::Span<const Field<M>> fields, size_t max_list,
+                          M* message) {
+  WireReader reader(pieces);
+  while (reader.remaining() > 0) {
+    const size_t start = reader.position();
+    uint32_t tag = 0;
+    if (!reader.ReadTag(&tag)) return internal::Malformed("tag", start);
+    const uint32_t number = tag >> 3;
+    internal::Outcome outcome = internal::Outcome::kSkip;
+    std::string_view name = "unknown field";
+    for (const Field<M>& field : fields) {
+      if (field.number != number) continue;
+      name = field.name;
+      outcome = std::visit(
+          [&](auto member) {
+            return internal::ReadValue(reader, internal::TypeOf(tag), max_list,
+                                       &(message->*member));
+          },
+          field.member);
+      break;
+    }
+    if (outcome == internal::Outcome::kSkip) {
+      outcome = reader.SkipValue(tag, internal::kMaxGroupDepth) ? internal::Outcome::kRead
+                                                                : internal::Outcome::kBad;
+    }
+    if (outcome == internal::Outcome::kTooLong) return internal::TooLong(name, max_list);
+    if (outcome == internal::Outcome::kBad) return internal::Malformed(name, start);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_WIRE_H_
