@@ -1,0 +1,394 @@
+#include "client/client.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <random>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/synchronization/notification.h"
+#include "client/codec.h"
+
+namespace logitd::client {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
+constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
+constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
+constexpr char kHealthWatchMethod[] = "/grpc.health.v1.Health/Watch";
+constexpr char kPushbackKey[] = "grpc-retry-pushback-ms";
+
+absl::Status ToAbsl(const grpc::Status& status) {
+  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+}
+
+bool IsRetryable(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsResourceExhausted(status);
+}
+
+// Signals, through the end of its life, that gRPC holds no slice of the caller's memory any more.
+struct ReleaseSignal {
+  explicit ReleaseSignal(std::shared_ptr<absl::Notification> released)
+      : released(std::move(released)) {}
+  ~ReleaseSignal() { released->Notify(); }
+  std::shared_ptr<absl::Notification> released;
+};
+
+// One unary call on a completion queue of its own: the calling thread does the socket's work
+// itself, which saves the two thread hops of the callback API.
+struct Attempt {
+  absl::Status status;
+  grpc::ByteBuffer response;
+  std::optional<int64_t> pushback_ms;
+  absl::Duration round_trip;
+};
+
+// Waits for `released` and keeps polling meanwhile: with no poller the pending write would not
+// move.
+void WaitForRelease(absl::Notification& released, grpc::CompletionQueue& cq) {
+  while (!released.WaitForNotificationWithTimeout(absl::Microseconds(200))) {
+    void* tag;
+    bool ok;
+    cq.AsyncNext(&tag, &ok, std::chrono::system_clock::now() + std::chrono::milliseconds(1));
+  }
+}
+
+absl::Status CheckAddress(const std::string& address) {
+  if (absl::StartsWith(address, "unix:") && address.size() > 5) return absl::OkStatus();
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  if (colon != std::string::npos && colon > 0 &&
+      absl::SimpleAtoi(absl::string_view(address).substr(colon + 1), &port) && port > 0 &&
+      port <= 65535) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrFormat("address is \"%s\"; allowed: HOST:PORT or unix:PATH", address));
+}
+
+std::string EncodeHealthRequest(const std::string& service) {
+  std::string out;
+  if (service.empty()) return out;
+  google::protobuf::io::StringOutputStream stream(&out);
+  google::protobuf::io::CodedOutputStream coded(&stream);
+  coded.WriteTag(1 << 3 | 2);  // HealthCheckRequest.service
+  coded.WriteVarint32(service.size());
+  coded.WriteString(service);
+  return out;
+}
+
+// HealthCheckResponse has one field: status = 1, an enum. A default value is not on the wire.
+absl::StatusOr<ServingStatus> DecodeHealthResponse(const grpc::ByteBuffer& response) {
+  grpc::Slice slice;
+  if (!response.Valid() || !response.DumpToSingleSlice(&slice).ok()) {
+    return absl::InternalError("the health answer could not be read");
+  }
+  if (slice.size() == 0) return ServingStatus::kUnknown;
+  google::protobuf::io::CodedInputStream in(slice.begin(), static_cast<int>(slice.size()));
+  uint32_t value = 0;
+  if (in.ReadTag() != (1 << 3 | 0) || !in.ReadVarint32(&value) || value > 3) {
+    return absl::InternalError("the health answer is not a grpc.health.v1.HealthCheckResponse");
+  }
+  return static_cast<ServingStatus>(value);
+}
+
+grpc::ByteBuffer BufferOf(const std::string& bytes) {
+  grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
+  grpc::ChannelArguments args;
+  args.SetMaxReceiveMessageSize(-1);
+  args.SetMaxSendMessageSize(-1);
+  args.SetInt(GRPC_ARG_ENABLE_RETRIES,
+              0);  // ours know the server's delay and the caller's deadline
+  args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a Client is a connection
+  args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);          // tensors do not go through a web proxy
+  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
+  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5000);
+  // Keepalive also sets TCP_USER_TIMEOUT, without which a peer that stopped reading holds our
+  // payload for ever.
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60000);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), args);
+}
+
+}  // namespace
+
+absl::string_view ServingStatusName(ServingStatus status) {
+  switch (status) {
+    case ServingStatus::kServing:
+      return "SERVING";
+    case ServingStatus::kNotServing:
+      return "NOT_SERVING";
+    case ServingStatus::kServiceUnknown:
+      return "SERVICE_UNKNOWN";
+    case ServingStatus::kUnknown:
+      break;
+  }
+  return "UNKNOWN";
+}
+
+struct Client::Impl {
+  explicit Impl(ClientOptions o)
+      : options(std::move(o)), channel(MakeChannel(options.address)), stub(channel) {}
+
+  // Clears `request`, so that gRPC alone holds its slices, and waits for `released`, if any.
+  Attempt Call(const char* method, grpc::ByteBuffer* request, absl::Time deadline,
+               absl::Notification* released) {
+    Attempt attempt;
+    grpc::CompletionQueue cq;
+    {
+      grpc::ClientContext context;
+      context.set_deadline(absl::ToChronoTime(deadline));
+      grpc::Status status;
+      const Clock::time_point start = Clock::now();
+      auto call = stub.PrepareUnaryCall(&context, method, *request, &cq);
+      request->Clear();
+      call->StartCall();
+      call->Finish(&attempt.response, &status, &attempt);
+      void* tag;
+      bool ok;
+      cq.Next(&tag, &ok);
+      attempt.round_trip = absl::FromChrono(Clock::now() - start);
+      attempt.status = ToAbsl(status);
+      if (!status.ok()) {
+        const auto& trailers = context.GetServerTrailingMetadata();
+        if (auto it = trailers.find(kPushbackKey); it != trailers.end()) {
+          int64_t ms = -1;  // not a number: not to be tried again, as gRPC's own retries have it
+          if (!absl::SimpleAtoi(absl::string_view(it->second.data(), it->second.size()), &ms)) {
+            ms = -1;
+          }
+          attempt.pushback_ms = ms;
+        }
+      }
+    }
+    if (released != nullptr) WaitForRelease(*released, cq);
+    cq.Shutdown();
+    void* tag;
+    bool ok;
+    while (cq.Next(&tag, &ok)) {
+    }
+    return attempt;
+  }
+
+  // Runs `once(deadline)` until it succeeds, may not be tried again, or time is up.
+  template <typename Once>
+  Attempt CallWithRetries(Once once, int* attempts) {
+    const absl::Time deadline = absl::Now() + options.deadline;
+    const int max_attempts = options.retry.max_attempts;
+    absl::Duration backoff = options.retry.initial_backoff;
+    std::minstd_rand random(std::random_device{}());
+    std::uniform_real_distribution<double> jitter(0.5, 1.0);
+    for (*attempts = 1;; ++*attempts) {
+      Attempt attempt = once(deadline);
+      if (attempt.status.ok() || !IsRetryable(attempt.status)) return attempt;
+      std::string why;
+      if (*attempts >= max_attempts) {
+        if (max_attempts > 1) why = absl::StrFormat("gave up after %d attempts", max_attempts);
+      } else if (attempt.pushback_ms.has_value() && *attempt.pushback_ms < 0) {
+        why = "the server asks not to retry";
+      } else {
+        const absl::Duration delay = attempt.pushback_ms.has_value()
+                                         ? absl::Milliseconds(*attempt.pushback_ms)
+                                         : backoff * jitter(random);
+        if (absl::Now() + delay < deadline) {
+          absl::SleepFor(delay);
+          backoff = std::min(backoff * 2, options.retry.max_backoff);
+          continue;
+        }
+        why = absl::StrFormat("attempt %d; the next, in %s, would pass the deadline", *attempts,
+                              absl::FormatDuration(delay));
+      }
+      if (!why.empty()) {
+        attempt.status = absl::Status(attempt.status.code(),
+                                      absl::StrCat(attempt.status.message(), " (", why, ")"));
+      }
+      return attempt;
+    }
+  }
+
+  absl::Status CheckSize(const grpc::ByteBuffer& request) const {
+    if (options.max_message_bytes > 0 &&
+        static_cast<int64_t>(request.Length()) > options.max_message_bytes) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("request of %d bytes, max_message_bytes is %d", request.Length(),
+                          options.max_message_bytes));
+    }
+    return absl::OkStatus();
+  }
+
+  const ClientOptions options;
+  const std::shared_ptr<grpc::Channel> channel;
+  grpc::GenericStub stub;
+};
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Create(ClientOptions options) {
+  if (absl::Status status = CheckAddress(options.address); !status.ok()) return status;
+  if (options.retry.max_attempts < 1) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "retry.max_attempts is %d; allowed: 1 or more", options.retry.max_attempts));
+  }
+  if (options.deadline <= absl::ZeroDuration() || options.deadline > absl::Hours(24 * 365)) {
+    return absl::InvalidArgumentError(absl::StrFormat("deadline is %s; allowed: above 0, to a year",
+                                                      absl::FormatDuration(options.deadline)));
+  }
+  return std::unique_ptr<Client>(new Client(std::make_unique<Impl>(std::move(options))));
+}
+
+Client::Client(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Client::~Client() = default;
+const ClientOptions& Client::options() const { return impl_->options; }
+
+absl::StatusOr<TopKResult> Client::TopK(const TopKRequest& request) {
+  absl::Status refused;
+  auto once = [&](absl::Time deadline) {
+    std::shared_ptr<const void> owner = request.owner;
+    std::shared_ptr<absl::Notification> released;
+    if (owner == nullptr) {
+      released = std::make_shared<absl::Notification>();
+      owner = std::make_shared<ReleaseSignal>(released);
+    }
+    absl::StatusOr<grpc::ByteBuffer> buffer = EncodeTopKRequest(request, std::move(owner));
+    if (buffer.ok()) {
+      if (absl::Status size = impl_->CheckSize(*buffer); !size.ok()) buffer = size;
+    }
+    if (!buffer.ok()) return Attempt{.status = buffer.status()};
+    return impl_->Call(kTopKMethod, &*buffer, deadline, released.get());
+  };
+  int attempts = 0;
+  Attempt attempt = impl_->CallWithRetries(once, &attempts);
+  if (!attempt.status.ok()) return attempt.status;
+  absl::StatusOr<TopKResult> result = DecodeTopKResponse(&attempt.response);
+  if (result.ok()) {
+    result->round_trip = attempt.round_trip;
+    result->attempts = attempts;
+  }
+  return result;
+}
+
+void Client::TopKAsync(const TopKRequest& request,
+                       std::function<void(absl::StatusOr<TopKResult>)> done) {
+  if (request.owner == nullptr) {
+    done(absl::InvalidArgumentError("TopKAsync needs the payload's owner"));
+    return;
+  }
+  absl::StatusOr<grpc::ByteBuffer> buffer = EncodeTopKRequest(request, request.owner);
+  if (buffer.ok()) {
+    if (absl::Status size = impl_->CheckSize(*buffer); !size.ok()) buffer = size;
+  }
+  if (!buffer.ok()) {
+    done(buffer.status());
+    return;
+  }
+  struct Call {
+    grpc::ClientContext context;
+    grpc::ByteBuffer request;
+    grpc::ByteBuffer response;
+    Clock::time_point start;
+    std::function<void(absl::StatusOr<TopKResult>)> done;
+  };
+  auto call = std::make_shared<Call>();
+  call->request.Swap(&*buffer);
+  call->start = Clock::now();
+  call->done = std::move(done);
+  call->context.set_deadline(absl::ToChronoTime(absl::Now() + impl_->options.deadline));
+  impl_->stub.UnaryCall(&call->context, kTopKMethod, {}, &call->request, &call->response,
+                        [call](grpc::Status status) {
+                          const absl::Duration round_trip =
+                              absl::FromChrono(Clock::now() - call->start);
+                          if (!status.ok()) {
+                            call->done(ToAbsl(status));
+                            return;
+                          }
+                          absl::StatusOr<TopKResult> result = DecodeTopKResponse(&call->response);
+                          if (result.ok()) {
+                            result->round_trip = round_trip;
+                            result->attempts = 1;
+                          }
+                          call->done(std::move(result));
+                        });
+}
+
+absl::StatusOr<v1::GetInfoResponse> Client::Info() {
+  int attempts = 0;
+  Attempt attempt = impl_->CallWithRetries(
+      [&](absl::Time deadline) {
+        grpc::ByteBuffer request = BufferOf(v1::GetInfoRequest().SerializeAsString());
+        return impl_->Call(kInfoMethod, &request, deadline, nullptr);
+      },
+      &attempts);
+  if (!attempt.status.ok()) return attempt.status;
+  v1::GetInfoResponse info;
+  grpc::ProtoBufferReader reader(&attempt.response);
+  if (!reader.status().ok() || !info.ParseFromZeroCopyStream(&reader)) {
+    return absl::InternalError("the server's answer is not a logitd.v1.GetInfoResponse");
+  }
+  return info;
+}
+
+absl::StatusOr<ServingStatus> Client::Health(const std::string& service) {
+  int attempts = 0;
+  Attempt attempt = impl_->CallWithRetries(
+      [&](absl::Time deadline) {
+        grpc::ByteBuffer request = BufferOf(EncodeHealthRequest(service));
+        return impl_->Call(kHealthCheckMethod, &request, deadline, nullptr);
+      },
+      &attempts);
+  if (!attempt.status.ok()) return attempt.status;
+  return DecodeHealthResponse(attempt.response);
+}
+
+absl::Status Client::WatchHealth(const std::string& service,
+                                 const std::function<bool(ServingStatus)>& on_change) {
+  grpc::CompletionQueue cq;
+  grpc::ClientContext context;
+  auto wait = [&cq] {
+    void* tag;
+    bool ok = false;
+    return cq.Next(&tag, &ok) && ok;
+  };
+  absl::Status result;
+  bool stopped = false;
+  auto stream = impl_->stub.PrepareCall(&context, kHealthWatchMethod, &cq);
+  stream->StartCall(nullptr);
+  if (wait()) {
+    stream->WriteLast(BufferOf(EncodeHealthRequest(service)), grpc::WriteOptions(), nullptr);
+    bool more = wait();
+    while (more && !stopped) {
+      grpc::ByteBuffer message;
+      stream->Read(&message, nullptr);
+      more = wait();
+      if (!more) break;
+      absl::StatusOr<ServingStatus> status = DecodeHealthResponse(message);
+      if (!status.ok()) result = status.status();
+      stopped = !status.ok() || !on_change(*status);
+    }
+  }
+  if (stopped) context.TryCancel();
+  grpc::Status status;
+  stream->Finish(&status, nullptr);
+  wait();
+  cq.Shutdown();
+  while (wait()) {
+  }
+  return stopped ? result : ToAbsl(status);
+}
+
+}  // namespace logitd::client

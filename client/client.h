@@ -1,0 +1,118 @@
+// The C++ client of logitd: one channel to one server, calls with deadlines and retries, and
+// tensors that travel from the caller's memory to the socket without a copy of ours in between.
+#ifndef LOGITD_CLIENT_CLIENT_H_
+#define LOGITD_CLIENT_CLIENT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "logitd/v1/server.pb.h"
+#include "logitd/v1/types.pb.h"
+
+namespace logitd::client {
+
+struct RetryOptions {
+  int max_attempts = 4;  // tries in all, the first included; 1 or more
+  absl::Duration initial_backoff = absl::Milliseconds(20);
+  absl::Duration max_backoff = absl::Seconds(1);
+};
+
+struct ClientOptions {
+  std::string address = "127.0.0.1:7450";       // HOST:PORT or unix:PATH
+  absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
+  RetryOptions retry;
+  int64_t max_message_bytes = 0;  // larger requests are refused here, unsent; 0: no limit of ours
+};
+
+struct TopKRequest {
+  v1::DType dtype = v1::DTYPE_F32;
+  int64_t rows = 0;
+  int64_t vocab = 0;
+  // The logits [rows, vocab], little-endian: one piece, or several that follow each other (e.g. one
+  // a row). Not copied. Who keeps the bytes alive, and how long: see `owner`.
+  std::vector<absl::string_view> logits;
+  std::vector<int32_t> k;          // one for all rows, or one a row; 1..vocab
+  std::vector<float> temperature;  // one for all rows, or one a row; finite, > 0; empty means 1
+  // gRPC may still hold the payload after a call has ended by deadline. With an owner, gRPC shares
+  // it and the call returns at once. Without, TopK returns only when gRPC has let go, so that stack
+  // memory is safe; a peer that neither reads nor closes can then hold the call past its deadline,
+  // over TCP for 20 s at most.
+  std::shared_ptr<const void> owner;
+};
+
+struct TopKResult {
+  std::vector<int32_t> k;        // [rows], entries of each row
+  std::vector<int64_t> offsets;  // [rows + 1], row i's entries are [offsets[i], offsets[i + 1])
+  std::vector<int32_t> indices;  // [sum k], most probable first, equal logits by ascending id
+  std::vector<float> probs;      // [sum k], of the full softmax
+  std::vector<float> logsumexp;  // [rows], natural log, of logits / temperature
+  std::vector<v1::RowStatus> status;     // [rows]
+  std::vector<int32_t> status_position;  // [rows], lowest NaN's token id, else -1
+  v1::Timings timings;                   // the server's clocks
+  absl::Duration round_trip;             // this client's clock, last attempt alone
+  int attempts = 0;
+
+  int64_t rows() const { return static_cast<int64_t>(k.size()); }
+  absl::Span<const int32_t> RowIndices(int64_t row) const {
+    return absl::MakeConstSpan(indices).subspan(offsets[row], k[row]);
+  }
+  absl::Span<const float> RowProbs(int64_t row) const {
+    return absl::MakeConstSpan(probs).subspan(offsets[row], k[row]);
+  }
+};
+
+// Values of grpc.health.v1.HealthCheckResponse.ServingStatus.
+enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
+absl::string_view ServingStatusName(ServingStatus status);  // "SERVING", ...
+
+// Thread-safe: any method from any thread, calls at the same time share one connection.
+//
+// Errors are the server's, code and text, with the number of attempts appended where there was more
+// than one. UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the server's
+// `grpc-retry-pushback-ms` where it sent one (negative: not at all), otherwise after an exponential
+// backoff with jitter; never past the deadline.
+class Client {
+ public:
+  // INVALID_ARGUMENT: an address or option that cannot work. Connects at the first call, not here.
+  static absl::StatusOr<std::unique_ptr<Client>> Create(ClientOptions options);
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  absl::StatusOr<TopKResult> TopK(const TopKRequest& request);
+
+  // One attempt, no retries. `done` runs once, on a gRPC thread, and must not block. The payload
+  // needs an owner: INVALID_ARGUMENT (through `done`, before this returns) without. Calls in flight
+  // must end before the Client does.
+  void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
+
+  absl::StatusOr<v1::GetInfoResponse> Info();
+
+  // grpc.health.v1.Health/Check. NOT_FOUND: the server does not know the service. "" is the server
+  // as a whole.
+  absl::StatusOr<ServingStatus> Health(const std::string& service = "");
+
+  // grpc.health.v1.Health/Watch: calls `on_change` with the present status and every later one
+  // until it returns false (OK) or the stream ends (the stream's error). No deadline.
+  absl::Status WatchHealth(const std::string& service,
+                           const std::function<bool(ServingStatus)>& on_change);
+
+  const ClientOptions& options() const;
+
+ private:
+  struct Impl;
+  explicit Client(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace logitd::client
+
+#endif  // LOGITD_CLIENT_CLIENT_H_

@@ -1,0 +1,392 @@
+#include "client/tensor_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+
+namespace logitd::client {
+namespace {
+
+constexpr size_t kMaxSafetensorsHeader = 100'000'000;  // the format's own limit
+
+struct Mapping {
+  ~Mapping() {
+    if (data != nullptr) munmap(data, size);
+  }
+  void* data = nullptr;
+  size_t size = 0;
+  absl::string_view bytes() const { return {static_cast<const char*>(data), size}; }
+};
+
+absl::Status Bad(const std::string& path, absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat(path, ": ", what));
+}
+
+absl::StatusOr<std::shared_ptr<const Mapping>> Map(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    return absl::Status(absl::ErrnoToStatusCode(errno), absl::StrCat(path, ": ", strerror(errno)));
+  }
+  auto mapping = std::make_shared<Mapping>();
+  absl::Status status;
+  struct stat info;
+  if (fstat(fd, &info) != 0) {
+    status = Bad(path, strerror(errno));
+  } else if (!S_ISREG(info.st_mode)) {
+    status = Bad(path, "not a regular file");
+  } else if (info.st_size == 0) {
+    status = Bad(path, "empty file");
+  } else {
+    void* data = mmap(nullptr, info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (data == MAP_FAILED) {
+      status = Bad(path, absl::StrCat("cannot be mapped: ", strerror(errno)));
+    } else {
+      mapping->data = data;
+      mapping->size = info.st_size;
+    }
+  }
+  close(fd);
+  if (!status.ok()) return status;
+  return mapping;
+}
+
+std::string ShapeName(const std::vector<int64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
+}
+
+// Bytes of a tensor; nothing where that overflows or a dimension is negative.
+std::optional<uint64_t> TensorBytes(const std::vector<int64_t>& shape, uint64_t element) {
+  uint64_t bytes = element;
+  for (int64_t dim : shape) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(dim), &bytes)) {
+      return std::nullopt;
+    }
+  }
+  return bytes;
+}
+
+// What numpy writes before the data: a Python dict literal of three keys. Reads exactly that
+// grammar.
+class NpyHeaderParser {
+ public:
+  explicit NpyHeaderParser(absl::string_view text) : text_(text) {}
+
+  // An empty string on success, otherwise what is wrong.
+  std::string Parse() {
+    if (!Take('{')) return "header is not a dict";
+    while (!Take('}')) {
+      std::string key;
+      if (!String(&key)) return "a header key is not a string";
+      if (!Take(':')) return absl::StrFormat("no ':' after header key '%s'", key);
+      bool ok = true;
+      bool twice = false;
+      if (key == "descr") {
+        twice = std::exchange(has_descr, true);
+        ok = String(&descr);
+      } else if (key == "fortran_order") {
+        twice = std::exchange(has_order, true);
+        ok = Bool(&fortran_order);
+      } else if (key == "shape") {
+        twice = std::exchange(has_shape, true);
+        ok = Tuple(&shape);
+      } else {
+        return absl::StrFormat("unknown header key '%s'", key);
+      }
+      if (!ok) return absl::StrFormat("header key '%s' has a value that is not understood", key);
+      if (twice) return absl::StrFormat("header key '%s' twice", key);
+      if (!Take(',') && Peek() != '}') return "header is not a dict";
+    }
+    if (Peek() != '\0') return "text after the header's dict";
+    if (!has_descr || !has_order || !has_shape) {
+      return "header lacks one of 'descr', 'fortran_order', 'shape'";
+    }
+    return "";
+  }
+
+  std::string descr;
+  bool fortran_order = false;
+  std::vector<int64_t> shape;
+
+ private:
+  char Peek() {
+    while (!text_.empty() && (text_[0] == ' ' || text_[0] == '\n')) text_.remove_prefix(1);
+    return text_.empty() ? '\0' : text_[0];
+  }
+  bool Take(char c) {
+    if (Peek() != c || text_.empty()) return false;
+    text_.remove_prefix(1);
+    return true;
+  }
+  bool String(std::string* out) {
+    const char quote = Peek();
+    if (quote != '\'' && quote != '"') return false;
+    const size_t end = text_.find(quote, 1);
+    if (end == absl::string_view::npos) return false;
+    *out = std::string(text_.substr(1, end - 1));
+    text_.remove_prefix(end + 1);
+    return true;
+  }
+  bool Bool(bool* out) {
+    Peek();
+    if (absl::ConsumePrefix(&text_, "True")) {
+      *out = true;
+      return true;
+    }
+    *out = false;
+    return absl::ConsumePrefix(&text_, "False");
+  }
+  bool Tuple(std::vector<int64_t>* out) {
+    if (!Take('(')) return false;
+    while (!Take(')')) {
+      Peek();
+      size_t digits = 0;
+      while (digits < text_.size() && absl::ascii_isdigit(text_[digits])) ++digits;
+      int64_t dim;
+      if (!absl::SimpleAtoi(text_.substr(0, digits), &dim)) return false;
+      out->push_back(dim);
+      text_.remove_prefix(digits);
+      if (!Take(',') && Peek() != ')') return false;
+    }
+    return true;
+  }
+
+  absl::string_view text_;
+  bool has_descr = false;
+  bool has_order = false;
+  bool has_shape = false;
+};
+
+absl::StatusOr<FileTensor> OpenNpy(const std::string& path) {
+  absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
+  if (!mapping.ok()) return mapping.status();
+  const absl::string_view file = (*mapping)->bytes();
+  if (file.size() < 10 || !absl::StartsWith(file, "\x93NUMPY")) {
+    return Bad(path, "not an npy file: no \\x93NUMPY at its start");
+  }
+  auto byte = [&](size_t i) { return static_cast<uint64_t>(static_cast<uint8_t>(file[i])); };
+  const int major = static_cast<int>(byte(6));
+  if (major < 1 || major > 3) {
+    return Bad(path, absl::StrFormat("npy version %d; allowed: 1, 2, 3", major));
+  }
+  const size_t start = major == 1 ? 10 : 12;
+  if (file.size() < start) return Bad(path, "ends inside the npy header length");
+  uint64_t length = byte(8) | byte(9) << 8;
+  if (major > 1) length |= byte(10) << 16 | byte(11) << 24;
+  if (length > file.size() - start) {
+    return Bad(path,
+               absl::StrFormat("npy header of %d bytes in a file of %d", length, file.size()));
+  }
+  NpyHeaderParser header(file.substr(start, length));
+  if (std::string fault = header.Parse(); !fault.empty()) return Bad(path, fault);
+
+  FileTensor tensor;
+  if (header.descr == "<f4") {
+    tensor.dtype = v1::DTYPE_F32;
+  } else if (header.descr == "<f2") {
+    tensor.dtype = v1::DTYPE_F16;
+  } else {
+    return Bad(path, absl::StrFormat("dtype '%s'; allowed: '<f4', '<f2' (little-endian float32, "
+                                     "float16); bfloat16 goes into a .safetensors file",
+                                     header.descr));
+  }
+  if (header.fortran_order) {
+    return Bad(path, "Fortran order; allowed: C order (save numpy.ascontiguousarray(x))");
+  }
+  tensor.shape = std::move(header.shape);
+  tensor.bytes = file.substr(start + length);
+  const std::optional<uint64_t> need = TensorBytes(tensor.shape, DTypeSize(tensor.dtype));
+  if (!need.has_value() || *need != tensor.bytes.size()) {
+    return Bad(path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
+                                     ShapeName(tensor.shape), DTypeShortName(tensor.dtype),
+                                     tensor.bytes.size()));
+  }
+  tensor.mapping = *mapping;
+  return tensor;
+}
+
+struct DTypeRow {
+  absl::string_view name;
+  uint64_t bytes;
+  v1::DType dtype;  // UNSPECIFIED: known to the format, not read here
+};
+constexpr DTypeRow kSafetensorsDTypes[] = {
+    {"F32", 4, v1::DTYPE_F32},          {"F16", 2, v1::DTYPE_F16},
+    {"BF16", 2, v1::DTYPE_BF16},        {"F64", 8, v1::DTYPE_UNSPECIFIED},
+    {"I64", 8, v1::DTYPE_UNSPECIFIED},  {"I32", 4, v1::DTYPE_UNSPECIFIED},
+    {"I16", 2, v1::DTYPE_UNSPECIFIED},  {"I8", 1, v1::DTYPE_UNSPECIFIED},
+    {"U64", 8, v1::DTYPE_UNSPECIFIED},  {"U32", 4, v1::DTYPE_UNSPECIFIED},
+    {"U16", 2, v1::DTYPE_UNSPECIFIED},  {"U8", 1, v1::DTYPE_UNSPECIFIED},
+    {"BOOL", 1, v1::DTYPE_UNSPECIFIED},
+};
+
+const DTypeRow* FindSafetensorsDType(absl::string_view name) {
+  for (const DTypeRow& row : kSafetensorsDTypes) {
+    if (row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+// A non-negative integer of at most 63 bits.
+std::optional<int64_t> ToSize(const nlohmann::json& value) {
+  if (!value.is_number_unsigned() || value.get<uint64_t>() >> 63 != 0) return std::nullopt;
+  return static_cast<int64_t>(value.get<uint64_t>());
+}
+
+}  // namespace
+
+int64_t DTypeSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
+
+absl::string_view DTypeShortName(v1::DType dtype) {
+  switch (dtype) {
+    case v1::DTYPE_F32:
+      return "f32";
+    case v1::DTYPE_F16:
+      return "f16";
+    case v1::DTYPE_BF16:
+      return "bf16";
+    default:
+      return "unspecified";
+  }
+}
+
+absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
+  absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
+  if (!mapping.ok()) return mapping.status();
+  const absl::string_view file = (*mapping)->bytes();
+  if (file.size() < 8) return Bad(path, "shorter than the 8 bytes of a safetensors header length");
+  uint64_t length = 0;
+  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(file[i]);
+  if (length > file.size() - 8) {
+    return Bad(path,
+               absl::StrFormat("header length %d, but the file has %d bytes", length, file.size()));
+  }
+  if (length > kMaxSafetensorsHeader) {
+    return Bad(path,
+               absl::StrFormat("header length %d; allowed: to %d", length, kMaxSafetensorsHeader));
+  }
+  const absl::string_view text = file.substr(8, length);
+  const absl::string_view data = file.substr(8 + length);
+  const nlohmann::json header =
+      nlohmann::json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  if (!header.is_object()) return Bad(path, "header is not a JSON object");
+
+  SafetensorsFile out;
+  out.path_ = path;
+  for (const auto& [name, value] : header.items()) {
+    if (name == "__metadata__") continue;
+    auto bad = [&, &name = name](absl::string_view what) {
+      return Bad(path, absl::StrCat("tensor '", name, "': ", what));
+    };
+    if (!value.is_object()) return bad("not a JSON object");
+    const auto dtype = value.find("dtype");
+    const auto shape = value.find("shape");
+    const auto offsets = value.find("data_offsets");
+    if (dtype == value.end() || !dtype->is_string()) return bad("no dtype");
+    if (shape == value.end() || !shape->is_array()) return bad("no shape");
+    if (offsets == value.end() || !offsets->is_array() || offsets->size() != 2) {
+      return bad("no data_offsets [begin, end]");
+    }
+    Entry entry;
+    entry.dtype = dtype->get<std::string>();
+    for (const nlohmann::json& dim : *shape) {
+      const std::optional<int64_t> size = ToSize(dim);
+      if (!size.has_value()) return bad("a dimension of shape is not a size");
+      entry.tensor.shape.push_back(*size);
+    }
+    const std::optional<int64_t> begin = ToSize((*offsets)[0]);
+    const std::optional<int64_t> end = ToSize((*offsets)[1]);
+    if (!begin.has_value() || !end.has_value() || *begin > *end ||
+        static_cast<uint64_t>(*end) > data.size()) {
+      return bad(absl::StrFormat("data_offsets %s outside the file's %d data bytes",
+                                 offsets->dump(), data.size()));
+    }
+    const uint64_t have = *end - *begin;
+    if (const DTypeRow* row = FindSafetensorsDType(entry.dtype)) {
+      entry.tensor.dtype = row->dtype;
+      const std::optional<uint64_t> need = TensorBytes(entry.tensor.shape, row->bytes);
+      if (!need.has_value() || *need != have) {
+        return bad(absl::StrFormat("shape %s of %s disagrees with its %d data bytes",
+                                   ShapeName(entry.tensor.shape), entry.dtype, have));
+      }
+    }
+    entry.tensor.bytes = data.substr(*begin, have);
+    entry.tensor.mapping = *mapping;
+    out.entries_.emplace(name, std::move(entry));
+  }
+  if (out.entries_.empty()) return Bad(path, "no tensor in the file");
+  return out;
+}
+
+std::vector<std::string> SafetensorsFile::names() const {
+  std::vector<std::string> names;
+  names.reserve(entries_.size());
+  for (const auto& [name, entry] : entries_) names.push_back(name);
+  return names;
+}
+
+absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name) const {
+  const auto it = entries_.find(name);
+  if (it == entries_.end()) {
+    return absl::NotFoundError(absl::StrFormat("%s: no tensor '%s'; there are: %s", path_, name,
+                                               absl::StrJoin(names(), ", ")));
+  }
+  if (it->second.tensor.dtype == v1::DTYPE_UNSPECIFIED) {
+    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: F32, F16, BF16", name,
+                                      it->second.dtype));
+  }
+  return it->second.tensor;
+}
+
+absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
+  constexpr absl::string_view kSafetensors = ".safetensors";
+  absl::StatusOr<FileTensor> tensor = absl::InvalidArgumentError(
+      absl::StrFormat("\"%s\": allowed: FILE.npy, FILE.safetensors, FILE.safetensors:NAME", spec));
+  const size_t split = spec.rfind(absl::StrCat(kSafetensors, ":"));
+  if (absl::EndsWith(spec, ".npy")) {
+    tensor = OpenNpy(spec);
+  } else if (absl::EndsWith(spec, kSafetensors) || split != std::string::npos) {
+    std::string name;
+    std::string path = spec;
+    if (split != std::string::npos) {
+      path = spec.substr(0, split + kSafetensors.size());
+      name = spec.substr(path.size() + 1);
+    }
+    absl::StatusOr<SafetensorsFile> file = SafetensorsFile::Open(path);
+    if (!file.ok()) return file.status();
+    if (split == std::string::npos) {
+      const std::vector<std::string> names = file->names();
+      if (names.size() != 1) {
+        return Bad(path,
+                   absl::StrFormat("%d tensors in the file; name one, e.g. %s:%s. There are: %s",
+                                   names.size(), path, names[0], absl::StrJoin(names, ", ")));
+      }
+      name = names[0];
+    }
+    tensor = file->Find(name);
+  }
+  if (!tensor.ok()) return tensor;
+  if (tensor->shape.size() == 1) tensor->shape.insert(tensor->shape.begin(), 1);
+  if (tensor->shape.size() != 2 || tensor->shape[0] == 0 || tensor->shape[1] == 0) {
+    return Bad(spec, absl::StrFormat("shape %s; allowed: [rows,vocab] or [vocab], nothing empty",
+                                     ShapeName(tensor->shape)));
+  }
+  return tensor;
+}
+
+}  // namespace logitd::client

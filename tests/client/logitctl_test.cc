@@ -1,0 +1,335 @@
+// Runs the logitctl binary against the fake server.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <google/protobuf/util/json_util.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "logitd/v1/sampler.pb.h"
+#include "tests/client/fake_server.h"
+#include "tests/client/test_files.h"
+#include "tests/client/test_model.h"
+
+namespace logitd {
+namespace {
+
+using ::logitd::testing::BytesOf;
+using ::logitd::testing::FakeServer;
+using ::logitd::testing::NpyF32;
+using ::logitd::testing::Safetensors;
+using ::logitd::testing::TempDir;
+using ::logitd::testing::TinyModel;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::FloatNear;
+using ::testing::HasSubstr;
+
+// Beside this test, as in the build directory; $LOGITCTL names another.
+std::string Binary() {
+  if (const char* path = std::getenv("LOGITCTL")) return path;
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "logitctl";
+}
+
+struct Ran {
+  int code = -1;
+  std::string out;
+  std::string err;
+};
+
+// Killed after 60 s. `on_output` runs after every piece of stdout.
+Ran Logitctl(std::vector<std::string> args,
+             const std::function<void(const std::string&)>& on_output = nullptr) {
+  args.insert(args.begin(), Binary());
+  std::vector<char*> argv;
+  for (std::string& arg : args) argv.push_back(arg.data());
+  argv.push_back(nullptr);
+  std::array<int, 2> out;
+  std::array<int, 2> err;
+  EXPECT_EQ(pipe2(out.data(), O_CLOEXEC), 0);
+  EXPECT_EQ(pipe2(err.data(), O_CLOEXEC), 0);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, out[1], 1);
+  posix_spawn_file_actions_adddup2(&actions, err[1], 2);
+  pid_t pid = 0;
+  if (posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ) != 0) {
+    ADD_FAILURE() << "cannot run " << argv[0];
+  }
+  posix_spawn_file_actions_destroy(&actions);
+  close(out[1]);
+  close(err[1]);
+  Ran ran;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  std::array<pollfd, 2> fds = {pollfd{out[0], POLLIN, 0}, pollfd{err[0], POLLIN, 0}};
+  int open = 2;
+  bool late = false;
+  while (open > 0) {
+    if (!late && std::chrono::steady_clock::now() > end) {
+      late = true;
+      if (pid != 0) kill(pid, SIGKILL);
+      ADD_FAILURE() << "logitctl took more than 60 s";
+    }
+    poll(fds.data(), fds.size(), 200);
+    for (pollfd& fd : fds) {
+      if (fd.fd < 0 || fd.revents == 0) continue;
+      char buffer[4096];
+      const ssize_t n = read(fd.fd, buffer, sizeof(buffer));
+      if (n <= 0) {
+        fd.fd = -1;
+        --open;
+        continue;
+      }
+      (fd.fd == out[0] ? ran.out : ran.err).append(buffer, n);
+      if (fd.fd == out[0] && on_output != nullptr) on_output(ran.out);
+    }
+  }
+  close(out[0]);
+  close(err[0]);
+  int status = 0;
+  if (pid != 0) waitpid(pid, &status, 0);
+  ran.code = pid != 0 && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return ran;
+}
+
+const std::vector<float> kLogits = {0.0f, 0.69314718f, 1.60943791f};  // softmax: 1/8, 2/8, 5/8
+
+TEST(LogitctlTest, HelpTeaches) {
+  const Ran help = Logitctl({"--help"});
+  EXPECT_EQ(help.code, 0);
+  EXPECT_THAT(help.out, AllOf(HasSubstr("Exit codes:"), HasSubstr("logitctl topk --logits"),
+                              HasSubstr("health")));
+  const Ran topk = Logitctl({"topk", "--help"});
+  EXPECT_EQ(topk.code, 0);
+  EXPECT_THAT(topk.out, AllOf(HasSubstr("--temperature"), HasSubstr("LOGITD_ADDR"),
+                              HasSubstr("127.0.0.1:7450")));
+}
+
+TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
+  TempDir dir;
+  const std::string npy = dir.Write("a.npy", NpyF32(1, 3, kLogits));
+  struct Case {
+    std::vector<std::string> args;
+    const char* error;
+  };
+  const Case cases[] = {
+      {{}, "subcommand"},
+      {{"dance"}, "A subcommand is required"},
+      {{"topk"}, "Exactly 1 option from [--logits,--text] is required"},
+      {{"topk", "--logits", npy, "--text", "x"}, "and 2 were given"},
+      {{"topk", "--logits", npy, "--k", "x"}, "--k"},
+      {{"topk", "--logits", npy, "--k", "0"}, "--k is 0; allowed: 1 to the vocabulary's 3"},
+      {{"topk", "--logits", npy, "--k", "4"}, "--k is 4; allowed: 1 to the vocabulary's 3"},
+      {{"topk", "--logits", npy, "--k", "1", "--temperature", "0"}, "--temperature is 0; allowed"},
+      {{"topk", "--logits", npy, "--k", "1", "--temperature", "nan"},
+       "--temperature is nan; allowed"},
+      {{"topk", "--logits", npy, "--k", "1", "--format", "xml"}, "--format"},
+      {{"topk", "--logits", npy, "--k", "1", "--addr", "nowhere"},
+       "address is \"nowhere\"; allowed: HOST:PORT or unix:PATH"},
+      {{"topk", "--logits", dir.path("none.npy"), "--k", "1"}, "none.npy: No such file"},
+      {{"topk", "--logits", dir.Write("b.npy", "x"), "--k", "1"}, "not an npy file"},
+      {{"topk", "--text", "x", "--model", dir.path("none")}, "none/config.json"},
+      {{"info", "--deadline", "-1"}, "--deadline"},
+  };
+  for (const Case& test : cases) {
+    const Ran ran = Logitctl(test.args);
+    EXPECT_EQ(ran.code, 2) << test.error;
+    EXPECT_THAT(ran.err, HasSubstr(test.error));
+    EXPECT_EQ(ran.out, "");
+  }
+}
+
+TEST(LogitctlTest, JsonIsTheProtosOwn) {
+  FakeServer server;
+  TempDir dir;
+  std::vector<float> logits = kLogits;
+  logits.insert(logits.end(), {1.0f, std::nanf(""), 1.0f});
+  const std::string npy = dir.Write("a.npy", NpyF32(2, 3, logits));
+  const Ran ran = Logitctl(
+      {"topk", "--addr", server.address(), "--logits", npy, "--k", "2", "--format", "json"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  v1::TopKResponse response;
+  const auto status =
+      google::protobuf::util::JsonStringToMessage(ran.out, &response);  // unknown keys fail
+  ASSERT_TRUE(status.ok()) << status.ToString() << ran.out;
+  EXPECT_THAT(response.k(), ElementsAre(2, 2));
+  EXPECT_THAT(std::vector<int>(response.indices().begin(), response.indices().begin() + 2),
+              ElementsAre(2, 1));
+  EXPECT_NEAR(response.probs(0), 0.625, 1e-6);
+  EXPECT_NEAR(response.logsumexp(0), std::log(8.0), 1e-6);
+  EXPECT_TRUE(std::isnan(response.logsumexp(1)));
+  EXPECT_THAT(response.status_position(), ElementsAre(-1, 1));
+  EXPECT_EQ(response.timings().kernel_ns(), 5000);
+  const nlohmann::json json = nlohmann::json::parse(ran.out);
+  EXPECT_EQ(json["status"], nlohmann::json({"ROW_STATUS_OK", "ROW_STATUS_NAN_LOGIT"}));
+  EXPECT_EQ(json["logsumexp"][1], "NaN");
+  EXPECT_EQ(json["timings"]["total_ns"], 6230);
+}
+
+TEST(LogitctlTest, TableIsForPeople) {
+  FakeServer server;
+  TempDir dir;
+  std::vector<float> logits = kLogits;
+  logits.insert(logits.end(), {1.0f, std::nanf(""), 1.0f});
+  const std::string file = dir.Write(
+      "a.safetensors",
+      Safetensors(
+          R"({"other":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}})",
+          BytesOf(logits)));
+  const Ran ran =
+      Logitctl({"topk", "--addr", server.address(), "--logits", file + ":x", "--k", "1"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, AllOf(HasSubstr("rank"), HasSubstr("     0     1        2        0.625"),
+                             HasSubstr("     1  NAN_LOGIT at token 1"), HasSubstr("kernel 5.0 us"),
+                             HasSubstr("round trip")));
+}
+
+TEST(LogitctlTest, TheAddressComesFromTheEnvironmentToo) {
+  FakeServer server;
+  setenv("LOGITD_ADDR", server.address().c_str(), 1);
+  const Ran ran = Logitctl({"info", "--format", "json"});
+  unsetenv("LOGITD_ADDR");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  v1::GetInfoResponse info;
+  const auto status = google::protobuf::util::JsonStringToMessage(ran.out, &info);
+  ASSERT_TRUE(status.ok()) << status.ToString();
+  EXPECT_EQ(info.version(), "1.2.3");
+  EXPECT_EQ(info.limits().streams(), 2);
+  EXPECT_THAT(info.ops(0).dtypes(), ElementsAre(v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16));
+}
+
+TEST(LogitctlTest, InfoTable) {
+  TempDir dir;
+  FakeServer server(nullptr, dir.path("socket"));
+  const Ran ran = Logitctl({"info", "--addr", "unix:" + dir.path("socket")});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out,
+              AllOf(HasSubstr("logitd 1.2.3"), HasSubstr("softmax_topk"), HasSubstr("bf16")));
+}
+
+TEST(LogitctlTest, BigFilesGoInPiecesThatFit) {
+  struct Case {
+    const char* name;
+    void (*limit)(v1::Limits&);
+    int requests;
+  };
+  const Case cases[] = {
+      {"by_bytes", [](v1::Limits& l) { l.set_max_request_bytes(128 + 3 * 400 + 399); }, 4},
+      {"by_rows", [](v1::Limits& l) { l.set_max_batch_rows(4); }, 3},
+      {"by_answer", [](v1::Limits& l) { l.set_max_answer_bytes(150); }, 3},
+      {"no_limits", [](v1::Limits& l) { l.Clear(); }, 1},
+  };
+  std::vector<float> logits(10 * 100, 0.0f);
+  for (int row = 0; row < 10; ++row) logits[row * 100 + 7 * row] = 9.0f;
+  TempDir dir;
+  const std::string npy = dir.Write("a.npy", NpyF32(10, 100, logits));
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.name);
+    FakeServer server;
+    test.limit(*server.info().mutable_limits());
+    const Ran ran = Logitctl(
+        {"topk", "--addr", server.address(), "--logits", npy, "--k", "2", "--format", "json"});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    const nlohmann::json json = nlohmann::json::parse(ran.out);
+    for (int row = 0; row < 10; ++row) EXPECT_EQ(json["indices"][2 * row], 7 * row);
+    EXPECT_EQ(json["k"].size(), 10u);
+    EXPECT_EQ(json["timings"]["kernel_ns"], 5000 * test.requests);
+    EXPECT_EQ(server.calls(), test.requests);
+    if (server.info().limits().max_request_bytes() > 0) {
+      EXPECT_LE(server.largest_request(), server.info().limits().max_request_bytes());
+    }
+  }
+}
+
+TEST(LogitctlTest, ARowThatNeverFitsIsBadInput) {
+  FakeServer server;
+  server.info().mutable_limits()->set_max_request_bytes(100);
+  TempDir dir;
+  const Ran ran = Logitctl({"topk", "--addr", server.address(), "--logits",
+                            dir.Write("a.npy", NpyF32(1, 3, kLogits)), "--k", "1"});
+  EXPECT_EQ(ran.code, 2);
+  EXPECT_THAT(ran.err, HasSubstr("one row of 12 bytes"));
+  EXPECT_EQ(server.calls(), 0);
+}
+
+TEST(LogitctlTest, ContinuesAPrompt) {
+  FakeServer server;
+  TempDir dir;
+  TinyModel tiny;
+  tiny.tensors["lm_head.bias"].values['\n'] = 5.0f;  // the likeliest, whatever the prompt
+  const std::string model = tiny.Write(dir);
+  const std::vector<std::string> args = {
+      "topk", "--addr", server.address(), "--text", "abc", "--model", model, "--k", "2"};
+  const Ran table = Logitctl(args);
+  ASSERT_EQ(table.code, 0) << table.err;
+  EXPECT_THAT(table.out, AllOf(HasSubstr("\"\\n\""), HasSubstr("round trip")));
+  std::vector<std::string> with_json = args;
+  with_json.insert(with_json.end(), {"--format", "json"});
+  const Ran json = Logitctl(with_json);
+  ASSERT_EQ(json.code, 0) << json.err;
+  EXPECT_EQ(nlohmann::json::parse(json.out)["text"][0], "\n");
+}
+
+TEST(LogitctlTest, ARefusedCallIs1) {
+  FakeServer server([](int, grpc::ServerContext*, const v1::TopKRequest&, v1::TopKResponse*) {
+    return grpc::Status(grpc::INVALID_ARGUMENT, "vocab is 3; allowed: 7");
+  });
+  TempDir dir;
+  const Ran ran = Logitctl({"topk", "--addr", server.address(), "--logits",
+                            dir.Write("a.npy", NpyF32(1, 3, kLogits)), "--k", "1"});
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_THAT(ran.err, HasSubstr("logitctl: INVALID_ARGUMENT: vocab is 3; allowed: 7"));
+  EXPECT_EQ(ran.out, "");
+}
+
+TEST(LogitctlTest, NobodyThereIs3WithAHint) {
+  std::string address;
+  {
+    FakeServer gone;
+    address = gone.address();
+  }
+  for (const char* command : {"info", "health"}) {
+    const Ran ran = Logitctl({command, "--addr", address});
+    EXPECT_EQ(ran.code, 3) << command;
+    EXPECT_THAT(ran.err,
+                AllOf(HasSubstr("UNAVAILABLE"), HasSubstr("is logitd running at " + address)));
+  }
+}
+
+TEST(LogitctlTest, HealthSaysItByExitCode) {
+  FakeServer server;
+  Ran ran = Logitctl({"health", "--addr", server.address()});
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_EQ(ran.out, "SERVING\n");
+  server.SetServing(false);
+  ran = Logitctl({"health", "--addr", server.address(), "--format", "json"});
+  EXPECT_EQ(ran.code, 3);
+  EXPECT_EQ(ran.out, "{\"status\":\"NOT_SERVING\"}\n");
+  EXPECT_EQ(Logitctl({"health", "--addr", server.address(), "--service", "nothing"}).code, 1);
+}
+
+TEST(LogitctlTest, HealthWatchPrintsChangesUntilTheServerGoes) {
+  FakeServer server;
+  const Ran ran =
+      Logitctl({"health", "--watch", "--addr", server.address()}, [&](const std::string& out) {
+        if (out == "SERVING\n") server.SetServing(false);
+        if (out == "SERVING\nNOT_SERVING\n") server.Shutdown();
+      });
+  EXPECT_EQ(ran.out, "SERVING\nNOT_SERVING\n");
+  EXPECT_EQ(ran.code, 3) << ran.err;
+}
+
+}  // namespace
+}  // namespace logitd

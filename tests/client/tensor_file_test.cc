@@ -1,0 +1,308 @@
+#include "client/tensor_file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "tests/client/test_files.h"
+
+namespace logitd::client {
+namespace {
+
+using ::logitd::testing::BytesOf;
+using ::logitd::testing::LittleEndian;
+using ::logitd::testing::Npy;
+using ::logitd::testing::Safetensors;
+using ::logitd::testing::TempDir;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+const std::string kSixFloats = BytesOf<float>({1, 2, 3, 4, 5, 6});
+
+struct GoodCase {
+  const char* name;
+  const char* file;
+  std::string content;
+  v1::DType dtype;
+  std::vector<int64_t> shape;
+  std::string bytes;
+  const char* tensor = "";  // after the file's name
+};
+
+std::string NpyHeader(const std::string& descr, const std::string& order,
+                      const std::string& shape) {
+  return "{'descr': '" + descr + "', 'fortran_order': " + order + ", 'shape': " + shape +
+         ", }   \n";
+}
+
+const GoodCase kGood[] = {
+    {"npy_1",
+     "a.npy",
+     Npy(NpyHeader("<f4", "False", "(2, 3)"), kSixFloats),
+     v1::DTYPE_F32,
+     {2, 3},
+     kSixFloats},
+    {"npy_2",
+     "a.npy",
+     Npy(NpyHeader("<f4", "False", "(3, 2)"), kSixFloats, 2),
+     v1::DTYPE_F32,
+     {3, 2},
+     kSixFloats},
+    {"npy_3",
+     "a.npy",
+     Npy(NpyHeader("<f4", "False", "(3, 2)"), kSixFloats, 3),
+     v1::DTYPE_F32,
+     {3, 2},
+     kSixFloats},
+    {"npy_half",
+     "a.npy",
+     Npy(NpyHeader("<f2", "False", "(1, 3)"), "abcdef"),
+     v1::DTYPE_F16,
+     {1, 3},
+     "abcdef"},
+    {"npy_vector_is_one_row",
+     "a.npy",
+     Npy(NpyHeader("<f4", "False", "(6,)"), kSixFloats),
+     v1::DTYPE_F32,
+     {1, 6},
+     kSixFloats},
+    {"npy_keys_in_any_order",
+     "a.npy",
+     Npy("{\"shape\":(2,3),'descr':'<f4','fortran_order':False}", kSixFloats),
+     v1::DTYPE_F32,
+     {2, 3},
+     kSixFloats},
+    {"safetensors_f32",
+     "a.safetensors",
+     Safetensors(R"({"x":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}})", kSixFloats),
+     v1::DTYPE_F32,
+     {2, 3},
+     kSixFloats},
+    {"safetensors_bf16_padded_header",
+     "a.safetensors",
+     Safetensors(R"({"x":{"dtype":"BF16","shape":[3],"data_offsets":[0,6]}}   )", "abcdef"),
+     v1::DTYPE_BF16,
+     {1, 3},
+     "abcdef"},
+    {"safetensors_metadata_is_no_tensor",
+     "a.safetensors",
+     Safetensors(
+         R"({"__metadata__":{"format":"pt"},"x":{"dtype":"F16","shape":[1,1],"data_offsets":[0,2]}})",
+         "ab"),
+     v1::DTYPE_F16,
+     {1, 1},
+     "ab"},
+    {"safetensors_by_name",
+     "a.safetensors",
+     Safetensors(
+         R"({"x":{"dtype":"F16","shape":[1],"data_offsets":[0,2]},"y":{"dtype":"F16","shape":[2],"data_offsets":[2,6]}})",
+         "abcdef"),
+     v1::DTYPE_F16,
+     {1, 2},
+     "cdef",
+     ":y"},
+    {"safetensors_name_with_colon",
+     "a.safetensors",
+     Safetensors(R"({"x:1":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}})", "ab"),
+     v1::DTYPE_F16,
+     {1, 1},
+     "ab",
+     ":x:1"},
+    {"safetensors_beside_an_unread_dtype",
+     "a.safetensors",
+     Safetensors(
+         R"({"n":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"x":{"dtype":"F16","shape":[1],"data_offsets":[8,10]}})",
+         "01234567ab"),
+     v1::DTYPE_F16,
+     {1, 1},
+     "ab",
+     ":x"},
+};
+
+TEST(TensorFileTest, ReadsWhatIsAllowed) {
+  TempDir dir;
+  for (const GoodCase& test : kGood) {
+    SCOPED_TRACE(test.name);
+    const std::string path = dir.Write(test.file, test.content) + test.tensor;
+    absl::StatusOr<FileTensor> tensor = LoadMatrix(path);
+    ASSERT_TRUE(tensor.ok()) << tensor.status();
+    EXPECT_EQ(tensor->dtype, test.dtype);
+    EXPECT_EQ(tensor->shape, test.shape);
+    EXPECT_EQ(tensor->bytes, test.bytes);
+  }
+}
+
+struct BadCase {
+  const char* name;
+  const char* file;
+  std::string content;
+  const char* error;  // a part of the text
+  const char* tensor = "";
+};
+
+std::string BadNpy(const std::string& header) { return Npy(header, kSixFloats); }
+std::string OneTensor(const std::string& value) {
+  return Safetensors("{\"x\":" + value + "}", kSixFloats);
+}
+
+const BadCase kBad[] = {
+    {"unknown_extension", "a.bin", "x", "allowed: FILE.npy, FILE.safetensors"},
+    {"npy_empty", "a.npy", "", "empty file"},
+    {"npy_other_magic", "a.npy", std::string(64, 'x'), "not an npy file"},
+    {"npy_only_magic", "a.npy", "\x93NUMPY", "not an npy file"},
+    {"npy_version_9", "a.npy", Npy("{}", "", 9), "npy version 9; allowed: 1, 2, 3"},
+    {"npy_2_cut_in_length", "a.npy", std::string("\x93NUMPY\x02\x00\x01\x00", 10),
+     "ends inside the npy header length"},
+    {"npy_header_past_end", "a.npy", std::string("\x93NUMPY\x01\x00\xff\xff{", 11),
+     "npy header of 65535 bytes in a file of 11"},
+    {"npy_2_header_of_4_gib", "a.npy", std::string("\x93NUMPY\x02\x00\xff\xff\xff\xff{}", 14),
+     "npy header of 4294967295 bytes"},
+    {"npy_header_not_dict", "a.npy", BadNpy("[1, 2]"), "header is not a dict"},
+    {"npy_header_unclosed", "a.npy", BadNpy("{'descr': '<f4', "), "a header key is not a string"},
+    {"npy_string_unclosed", "a.npy", BadNpy("{'descr': '<f4"),
+     "'descr' has a value that is not understood"},
+    {"npy_key_missing", "a.npy", BadNpy("{'descr': '<f4', 'shape': (6,)}"), "header lacks one of"},
+    {"npy_key_twice", "a.npy", BadNpy("{'descr': '<f4', 'descr': '<f4'}"),
+     "header key 'descr' twice"},
+    {"npy_key_unknown", "a.npy", BadNpy("{'colour': 'red'}"), "unknown header key 'colour'"},
+    {"npy_no_colon", "a.npy", BadNpy("{'descr' '<f4'}"), "no ':' after header key 'descr'"},
+    {"npy_text_after_dict", "a.npy", BadNpy(NpyHeader("<f4", "False", "(6,)") + "x"),
+     "text after the header's dict"},
+    {"npy_structured_dtype", "a.npy",
+     BadNpy("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (6,)}"),
+     "'descr' has a value that is not understood"},
+    {"npy_big_endian", "a.npy", BadNpy(NpyHeader(">f4", "False", "(6,)")),
+     "dtype '>f4'; allowed: '<f4', '<f2'"},
+    {"npy_double", "a.npy", BadNpy(NpyHeader("<f8", "False", "(3,)")), "dtype '<f8'; allowed"},
+    {"npy_integers", "a.npy", BadNpy(NpyHeader("<i4", "False", "(6,)")), "dtype '<i4'; allowed"},
+    {"npy_fortran", "a.npy", BadNpy(NpyHeader("<f4", "True", "(2, 3)")),
+     "Fortran order; allowed: C order"},
+    {"npy_fortran_order_1", "a.npy", BadNpy(NpyHeader("<f4", "1", "(2, 3)")),
+     "'fortran_order' has a value"},
+    {"npy_negative_dim", "a.npy", BadNpy(NpyHeader("<f4", "False", "(-2, -3)")),
+     "'shape' has a value"},
+    {"npy_dim_past_int64", "a.npy", BadNpy(NpyHeader("<f4", "False", "(99999999999999999999,)")),
+     "'shape' has a value"},
+    {"npy_shape_overflows", "a.npy", BadNpy(NpyHeader("<f4", "False", "(4611686018427387904, 4)")),
+     "disagrees with the 24 data bytes"},
+    {"npy_cut", "a.npy", Npy(NpyHeader("<f4", "False", "(2, 4)"), kSixFloats),
+     "shape [2,4] of f32 disagrees with the 24 data bytes"},
+    {"npy_too_long", "a.npy", Npy(NpyHeader("<f4", "False", "(2, 2)"), kSixFloats),
+     "shape [2,2] of f32 disagrees with the 24 data bytes"},
+    {"npy_three_dims", "a.npy", BadNpy(NpyHeader("<f4", "False", "(1, 2, 3)")),
+     "shape [1,2,3]; allowed: [rows,vocab] or [vocab]"},
+    {"npy_scalar", "a.npy", Npy(NpyHeader("<f4", "False", "()"), "abcd"), "shape []; allowed"},
+    {"npy_no_rows", "a.npy", Npy(NpyHeader("<f4", "False", "(0, 6)"), ""), "shape [0,6]; allowed"},
+    {"safetensors_short", "a.safetensors", "1234567", "shorter than the 8 bytes"},
+    {"safetensors_header_past_end", "a.safetensors", LittleEndian(100, 8) + "{}",
+     "header length 100, but the file has 10 bytes"},
+    {"safetensors_header_of_all_ones", "a.safetensors", LittleEndian(~uint64_t{0}, 8) + "{}",
+     "header length 18446744073709551615"},
+    {"safetensors_not_json", "a.safetensors", Safetensors("{x}", ""),
+     "header is not a JSON object"},
+    {"safetensors_array", "a.safetensors", Safetensors("[]", ""), "header is not a JSON object"},
+    {"safetensors_deep_nesting", "a.safetensors", Safetensors(std::string(200000, '['), ""),
+     "header is not a JSON object"},
+    {"safetensors_no_tensor", "a.safetensors", Safetensors("{}", ""), "no tensor in the file"},
+    {"safetensors_entry_not_object", "a.safetensors", OneTensor("7"),
+     "tensor 'x': not a JSON object"},
+    {"safetensors_no_dtype", "a.safetensors", OneTensor(R"({"shape":[6],"data_offsets":[0,24]})"),
+     "tensor 'x': no dtype"},
+    {"safetensors_no_shape", "a.safetensors", OneTensor(R"({"dtype":"F32","data_offsets":[0,24]})"),
+     "tensor 'x': no shape"},
+    {"safetensors_no_offsets", "a.safetensors", OneTensor(R"({"dtype":"F32","shape":[6]})"),
+     "tensor 'x': no data_offsets"},
+    {"safetensors_one_offset", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[6],"data_offsets":[0]})"), "tensor 'x': no data_offsets"},
+    {"safetensors_offsets_past_end", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[7],"data_offsets":[0,28]})"),
+     "data_offsets [0,28] outside the file's 24 data bytes"},
+    {"safetensors_offsets_backwards", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[1],"data_offsets":[8,4]})"),
+     "data_offsets [8,4] outside"},
+    {"safetensors_offset_negative", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[6],"data_offsets":[-4,20]})"),
+     "data_offsets [-4,20] outside"},
+    {"safetensors_offset_fraction", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[6],"data_offsets":[0,24.0]})"),
+     "data_offsets [0,24.0] outside"},
+    {"safetensors_offset_past_int64", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[6],"data_offsets":[0,18446744073709551615]})"),
+     "outside the file's 24 data bytes"},
+    {"safetensors_dim_negative", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[-6],"data_offsets":[0,24]})"),
+     "a dimension of shape is not a size"},
+    {"safetensors_shape_disagrees", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[5],"data_offsets":[0,24]})"),
+     "shape [5] of F32 disagrees with its 24 data bytes"},
+    {"safetensors_shape_overflows", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]})"),
+     "disagrees with its 0 data bytes"},
+    {"safetensors_dtype_not_read", "a.safetensors",
+     OneTensor(R"({"dtype":"F64","shape":[3],"data_offsets":[0,24]})"),
+     "tensor 'x' has dtype F64; allowed: F32, F16, BF16"},
+    {"safetensors_dtype_unknown", "a.safetensors",
+     OneTensor(R"({"dtype":"Q3","shape":[3],"data_offsets":[0,24]})"),
+     "tensor 'x' has dtype Q3; allowed"},
+    {"safetensors_name_needed", "a.safetensors",
+     Safetensors(
+         R"({"x":{"dtype":"F16","shape":[1],"data_offsets":[0,2]},"y":{"dtype":"F16","shape":[1],"data_offsets":[2,4]}})",
+         "abcd"),
+     "There are: x, y"},
+    {"safetensors_name_unknown", "a.safetensors",
+     OneTensor(R"({"dtype":"F32","shape":[6],"data_offsets":[0,24]})"),
+     "no tensor 'z'; there are: x", ":z"},
+};
+
+TEST(TensorFileTest, NamesTheFault) {
+  TempDir dir;
+  for (const BadCase& test : kBad) {
+    SCOPED_TRACE(test.name);
+    const std::string path = dir.Write(test.file, test.content) + test.tensor;
+    absl::StatusOr<FileTensor> tensor = LoadMatrix(path);
+    ASSERT_FALSE(tensor.ok());
+    EXPECT_THAT(std::string(tensor.status().message()), HasSubstr(test.error));
+  }
+}
+
+// Whatever prefix of a good file is there, reading stays inside the map (ASan and the kernel
+// watch).
+TEST(TensorFileTest, EveryPrefixOfAGoodFileIsRefused) {
+  TempDir dir;
+  for (const GoodCase& test : kGood) {
+    for (size_t size = 0; size < test.content.size(); ++size) {
+      const std::string path = dir.Write(test.file, test.content.substr(0, size)) + test.tensor;
+      EXPECT_FALSE(LoadMatrix(path).ok()) << test.name << " cut to " << size;
+    }
+  }
+}
+
+TEST(TensorFileTest, SaysWhatIsWrongWithThePath) {
+  TempDir dir;
+  EXPECT_EQ(LoadMatrix(dir.path("none.npy")).status().code(), absl::StatusCode::kNotFound);
+  std::filesystem::create_directory(dir.path("folder.npy"));
+  EXPECT_THAT(std::string(LoadMatrix(dir.path("folder.npy")).status().message()),
+              HasSubstr("not a regular file"));
+}
+
+TEST(TensorFileTest, TheMappingLivesAsLongAsATensor) {
+  TempDir dir;
+  FileTensor tensor;
+  {
+    absl::StatusOr<SafetensorsFile> file = SafetensorsFile::Open(dir.Write(
+        "a.safetensors",
+        Safetensors(
+            R"({"b":{"dtype":"F16","shape":[1],"data_offsets":[0,2]},"a":{"dtype":"F16","shape":[],"data_offsets":[2,4]}})",
+            "abcd")));
+    ASSERT_TRUE(file.ok()) << file.status();
+    EXPECT_THAT(file->names(), ElementsAre("a", "b"));
+    tensor = *file->Find("b");
+  }
+  EXPECT_EQ(tensor.bytes, "ab");
+}
+
+}  // namespace
+}  // namespace logitd::client
