@@ -1,0 +1,99 @@
+// The CPU as a device: slabs are plain memory, copies are nothing, an op is done when its call
+// returns.
+#include "kernels/backend.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "kernels/cpu/softmax_topk.h"
+#include "kernels/cpu/thread_pool.h"
+
+namespace logitd {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+class CpuStream : public Stream {
+ public:
+  explicit CpuStream(cpu::ThreadPool* pool) : pool_(pool) {}
+
+  absl::Status Upload(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
+  absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
+
+  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
+    const auto start = std::chrono::steady_clock::now();
+    cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_);
+    const auto spent = std::chrono::steady_clock::now() - start;
+    times_.kernel_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
+
+ private:
+  cpu::ThreadPool* pool_;
+  cpu::SketchScratch softmax_topk_scratch_;
+  StreamTimes times_;
+};
+
+class CpuBackend : public Backend {
+ public:
+  explicit CpuBackend(int threads) : pool_(threads) {
+    info_.backend = "cpu";
+    info_.name =
+        absl::StrFormat("%s, %d thread%s", cpu::SimdTarget(), threads, threads == 1 ? "" : "s");
+    info_.memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  }
+
+  const DeviceInfo& device() const override { return info_; }
+
+  // Mapped rather than malloc'd: page-aligned, and a size that cannot be had fails here and not on
+  // first touch of the allocator's own structures.
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
+    void* data = MAP_FAILED;
+    if (bytes <= static_cast<size_t>(std::numeric_limits<int64_t>::max())) {
+      data = mmap(nullptr, MappedBytes(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                  -1, 0);
+    }
+    if (data == MAP_FAILED) {
+      return absl::ResourceExhaustedError(absl::StrFormat(
+          "slab: no memory for %d bytes; the machine has %d", bytes, info_.memory_bytes));
+    }
+    // Advice only: a kernel without huge pages gives small ones.
+    (void)madvise(data, MappedBytes(bytes), MADV_HUGEPAGE);
+    auto* address = static_cast<std::byte*>(data);
+    return Slab{.host = address, .device = address, .bytes = bytes};
+  }
+
+  void FreeSlab(const Slab& slab) override { munmap(slab.host, MappedBytes(slab.bytes)); }
+
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
+    return std::make_unique<CpuStream>(&pool_);
+  }
+
+ private:
+  // mmap takes no empty ranges.
+  static size_t MappedBytes(size_t bytes) { return bytes == 0 ? 1 : bytes; }
+
+  cpu::ThreadPool pool_;
+  DeviceInfo info_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& options) {
+  if (options.cpu_threads < 0 || options.cpu_threads > kMaxThreads) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("cpu_threads: got %d, allowed 0..%d", options.cpu_threads, kMaxThreads));
+  }
+  return std::make_unique<CpuBackend>(options.cpu_threads == 0 ? cpu::UsableCores()
+                                                               : options.cpu_threads);
+}
+
+}  // namespace logitd
