@@ -61,11 +61,11 @@ TEST(CheckSoftmaxTopKTest, SaysFieldValueAndAllowedRange) {
        ""},
       {"unknown_dtype", [](Asked& a) { a.request.dtype = static_cast<DType>(7); },
        "dtype: got 7, allowed f32, f16, bf16"},
-      {"no_rows", [](Asked& a) { a.request.rows = 0; }, "rows: got 0, allowed 1..45880648679498"},
+      {"no_rows", [](Asked& a) { a.request.rows = 0; }, "rows: got 0, allowed 1..45881031681431"},
       {"negative_rows", [](Asked& a) { a.request.rows = -1; },
-       "rows: got -1, allowed 1..45880648679498"},
+       "rows: got -1, allowed 1..45881031681431"},
       {"rows_whose_bytes_overflow", [](Asked& a) { a.request.rows = kMost / 2; },
-       "rows: got 4611686018427387903, allowed 1..45880648679498"},
+       "rows: got 4611686018427387903, allowed 1..45881031681431"},
       {"no_vocab", [](Asked& a) { a.request.vocab = 0; }, "vocab: got 0, allowed 1..1048576"},
       {"negative_vocab", [](Asked& a) { a.request.vocab = -5; },
        "vocab: got -5, allowed 1..1048576"},
@@ -117,7 +117,7 @@ TEST(CheckSoftmaxTopKTest, SaysFieldValueAndAllowedRange) {
   };
   for (const CheckCase& c : cases) {
     const absl::Status got = Check(c);
-    EXPECT_EQ(got.message(), c.want) << c.name;
+    EXPECT_EQ(std::string(got.message()), c.want) << c.name;
     EXPECT_EQ(got.code(),
               c.want.empty() ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
         << c.name;
