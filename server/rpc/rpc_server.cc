@@ -3,6 +3,7 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/resource_quota.h>
 
 #include <algorithm>
 #include <limits>
@@ -20,6 +21,9 @@ namespace logitd::rpc {
 namespace {
 
 constexpr const char* kServices[] = {"logitd.v1.Sampler", "logitd.v1.Server"};
+
+// Of the transport's quota beyond held messages: read buffers, unread calls, other services.
+constexpr int64_t kQuotaSlack = int64_t{128} << 20;
 
 // Small fields of a message: so much for itself, and so much for each row.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
@@ -78,6 +82,14 @@ class RpcServerImpl final : public RpcServer {
     // With BDP probing a call that is not read yet still takes in as much as the connection's
     // window has grown to: tens of MB a connection. Without it, 64 KiB.
     builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    // A peer that lies about its message is not held by admission: core takes in the whole of an
+    // oversized message before it refuses it. The quota bounds what all peers together can make
+    // core hold; beyond it core resets streams. Honest calls stay within max_held_bytes and never
+    // meet it.
+    grpc::ResourceQuota quota("logitd");
+    quota.Resize(
+        static_cast<size_t>(admission.max_held_bytes + admission.max_held_bytes / 4 + kQuotaSlack));
+    builder.SetResourceQuota(quota);
     // Two servers on one port would share its calls, to everyone's surprise.
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     std::vector<int> ports(options.listen.size(), 0);

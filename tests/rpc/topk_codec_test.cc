@@ -1,0 +1,239 @@
+// Sampler.TopK's codec: proto in, job parts out, and back.
+#include "server/rpc/topk_codec.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "logitd/v1/sampler.pb.h"
+
+namespace logitd::rpc {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int64_t kMaxRows = 100;
+
+v1::TopKRequest Request(int64_t rows, int64_t vocab, std::vector<int32_t> k,
+                        std::vector<float> temperature = {}) {
+  v1::TopKRequest request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(rows);
+  request.set_vocab(vocab);
+  std::string logits(static_cast<size_t>(rows * vocab) * sizeof(float), '\0');
+  for (size_t i = 0; i < logits.size(); ++i) logits[i] = static_cast<char>(i);
+  request.set_logits(logits);
+  for (const int32_t value : k) request.add_k(value);
+  for (const float value : temperature) request.add_temperature(value);
+  return request;
+}
+
+struct Parsed {
+  explicit Parsed(const v1::TopKRequest& request, int64_t max_rows = kMaxRows)
+      : bytes(request.SerializeAsString()),
+        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
+        status(codec.Parse(pieces(), max_rows, &spec)) {}
+
+  Pieces pieces() const { return Pieces(&piece, 1); }
+
+  std::string bytes;
+  Piece piece;
+  TopKCodec codec;
+  engine::JobSpec spec;
+  absl::Status status;
+};
+
+TEST(TopKCodecTest, OneKForAllRows) {
+  Parsed p(Request(3, 5, {2}));
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &kSoftmaxTopKTraits);
+  EXPECT_EQ(p.spec.key.dtype, DType::kF32);
+  EXPECT_EQ(p.spec.key.row_elements, 5);
+  EXPECT_EQ(p.spec.rows, 3);
+  EXPECT_EQ(p.spec.entries, 6);
+  EXPECT_EQ(p.spec.max_row_entries, 2);
+}
+
+TEST(TopKCodecTest, KAndTemperaturePerRowReachTheParameters) {
+  Parsed p(Request(3, 5, {2, 1, 5}, {0.5f, 1.0f, 2.0f}));
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.entries, 8);
+  EXPECT_EQ(p.spec.max_row_entries, 5);
+  SoftmaxTopKRow rows[3];
+  p.codec.WriteParams(reinterpret_cast<std::byte*>(rows), 100);
+  EXPECT_EQ(rows[0].first_entry, 100);
+  EXPECT_EQ(rows[1].first_entry, 102);
+  EXPECT_EQ(rows[2].first_entry, 103);
+  EXPECT_EQ(rows[0].temperature, 0.5f);
+  EXPECT_EQ(rows[2].temperature, 2.0f);
+  EXPECT_EQ(rows[1].k, 1);
+  EXPECT_EQ(rows[2].k, 5);
+}
+
+TEST(TopKCodecTest, NoTemperatureIsOne) {
+  Parsed p(Request(2, 5, {1}));
+  SoftmaxTopKRow rows[2];
+  p.codec.WriteParams(reinterpret_cast<std::byte*>(rows), 0);
+  EXPECT_EQ(rows[0].temperature, 1.0f);
+  EXPECT_EQ(rows[1].temperature, 1.0f);
+}
+
+TEST(TopKCodecTest, PayloadReachesItsStride) {
+  const v1::TopKRequest request = Request(2, 3, {1});
+  Parsed p(request);
+  std::vector<char> slab(2 * 16, '.');
+  p.codec.CopyPayload(p.pieces(), reinterpret_cast<std::byte*>(slab.data()), 16);
+  EXPECT_EQ(std::string(slab.data(), 12), request.logits().substr(0, 12));
+  EXPECT_EQ(std::string(slab.data() + 12, 4), "....");
+  EXPECT_EQ(std::string(slab.data() + 16, 12), request.logits().substr(12));
+}
+
+struct Bad {
+  const char* name;
+  void (*change)(v1::TopKRequest*);
+  const char* text;
+};
+
+class TopKCodecRefuses : public ::testing::TestWithParam<Bad> {};
+
+TEST_P(TopKCodecRefuses, NamingTheField) {
+  v1::TopKRequest request = Request(2, 4, {2});
+  GetParam().change(&request);
+  Parsed p(request);
+  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
+  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, TopKCodecRefuses,
+    ::testing::Values(
+        Bad{"no_dtype", [](v1::TopKRequest* r) { r->clear_dtype(); }, "dtype: got 0"},
+        Bad{"dtype_of_the_future",
+            [](v1::TopKRequest* r) { r->set_dtype(static_cast<v1::DType>(9)); }, "dtype: got 9"},
+        Bad{"no_logits", [](v1::TopKRequest* r) { r->clear_logits(); }, "logits"},
+        Bad{"dtype_disagrees_with_bytes", [](v1::TopKRequest* r) { r->set_dtype(v1::DTYPE_F16); },
+            "logits"},
+        Bad{"rows_0", [](v1::TopKRequest* r) { r->set_rows(0); }, "rows"},
+        Bad{"rows_negative", [](v1::TopKRequest* r) { r->set_rows(-2); }, "rows"},
+        Bad{"rows_that_overflow", [](v1::TopKRequest* r) { r->set_rows(int64_t{1} << 62); },
+            "rows"},
+        Bad{"vocab_negative", [](v1::TopKRequest* r) { r->set_vocab(-4); }, "vocab"},
+        Bad{"vocab_beyond_2_20", [](v1::TopKRequest* r) { r->set_vocab((1 << 20) + 1); }, "vocab"},
+        Bad{"no_k", [](v1::TopKRequest* r) { r->clear_k(); }, "k"},
+        Bad{"k_0", [](v1::TopKRequest* r) { r->set_k(0, 0); }, "k"},
+        Bad{"k_beyond_vocab", [](v1::TopKRequest* r) { r->set_k(0, 5); }, "k"},
+        Bad{"three_k_for_two_rows",
+            [](v1::TopKRequest* r) {
+              r->add_k(1);
+              r->add_k(1);
+            },
+            "k"},
+        Bad{"more_k_than_any_batch_has_rows",
+            [](v1::TopKRequest* r) {
+              for (int64_t i = 0; i < kMaxRows; ++i) r->add_k(1);
+            },
+            "k: more than 100 values"},
+        Bad{"temperature_0", [](v1::TopKRequest* r) { r->add_temperature(0); }, "temperature"},
+        Bad{"temperature_nan", [](v1::TopKRequest* r) { r->add_temperature(std::nanf("")); },
+            "temperature"}),
+    [](const auto& info) { return info.param.name; });
+
+template <typename T>
+absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
+  return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
+TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
+  Parsed p(Request(3, 200, {1, 200, 2}));
+  ASSERT_TRUE(p.status.ok());
+  std::vector<float> logsumexp = {1.5f, -2.5f, 3.0f};
+  std::vector<RowStatus> status = {{}, {RowCode::kNanLogit, 77}, {RowCode::kEmptySupport, -1}};
+  std::vector<int32_t> indices(203);
+  std::vector<float> probs(203);
+  for (int i = 0; i < 203; ++i) {
+    indices[i] = 1000 - i;
+    probs[i] = 1.0f / static_cast<float>(i + 1);
+  }
+  const absl::Span<const std::byte> planes[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
+                                                Bytes(probs)};
+  const grpc::ByteBuffer buffer = p.codec.Encode(planes, {.receive_ns = 1,
+                                                          .total_ns = int64_t{1} << 40,
+                                                          .job = {.copy_ns = 2,
+                                                                  .queue_ns = 3,
+                                                                  .h2d_ns = 0,
+                                                                  .kernel_ns = 5,
+                                                                  .d2h_ns = 6,
+                                                                  .batch_rows = 7}});
+  EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
+  grpc::Slice slice;
+  ASSERT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
+  v1::TopKResponse response;
+  ASSERT_TRUE(response.ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
+  EXPECT_THAT(response.k(), ElementsAre(1, 200, 2));
+  EXPECT_EQ(std::vector<int32_t>(response.indices().begin(), response.indices().end()), indices);
+  EXPECT_EQ(std::vector<float>(response.probs().begin(), response.probs().end()), probs);
+  EXPECT_THAT(response.logsumexp(), ElementsAre(1.5f, -2.5f, 3.0f));
+  EXPECT_THAT(response.status(), ElementsAre(v1::ROW_STATUS_OK, v1::ROW_STATUS_NAN_LOGIT,
+                                             v1::ROW_STATUS_EMPTY_SUPPORT));
+  EXPECT_THAT(response.status_position(), ElementsAre(-1, 77, -1));
+  EXPECT_EQ(response.timings().receive_ns(), 1);
+  EXPECT_EQ(response.timings().copy_ns(), 2);
+  EXPECT_EQ(response.timings().queue_ns(), 3);
+  EXPECT_EQ(response.timings().h2d_ns(), 0);
+  EXPECT_EQ(response.timings().kernel_ns(), 5);
+  EXPECT_EQ(response.timings().d2h_ns(), 6);
+  EXPECT_EQ(response.timings().batch_rows(), 7);
+  EXPECT_EQ(response.timings().total_ns(), int64_t{1} << 40);
+  // Byte for byte what generated code would have sent.
+  EXPECT_EQ(response.SerializeAsString(),
+            std::string(reinterpret_cast<const char*>(slice.begin()), slice.size()));
+}
+
+// Keeps what it is asked to run.
+class RecordingStream final : public Stream {
+ public:
+  absl::Status Upload(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
+  absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
+  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
+    last = args;
+    return absl::OkStatus();
+  }
+  absl::StatusOr<StreamTimes> Wait() override { return StreamTimes(); }
+
+  SoftmaxTopKArgs last;
+};
+
+TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
+  alignas(16) std::byte memory[64];
+  std::byte* const planes[] = {memory, memory + 8, memory + 16, memory + 32};
+  RecordingStream stream;
+  ASSERT_TRUE(kSoftmaxTopKTraits
+                  .enqueue(stream, {.dtype = DType::kBF16,
+                                    .rows = 3,
+                                    .row_elements = 5,
+                                    .row_stride = 16,
+                                    .payload = memory + 48,
+                                    .params = memory + 40,
+                                    .max_entries = 4,
+                                    .planes = planes})
+                  .ok());
+  EXPECT_EQ(stream.last.logits.data, memory + 48);
+  EXPECT_EQ(stream.last.logits.dtype, DType::kBF16);
+  EXPECT_EQ(stream.last.logits.rows, 3);
+  EXPECT_EQ(stream.last.logits.cols, 5);
+  EXPECT_EQ(stream.last.logits.row_stride, 8);
+  EXPECT_EQ(stream.last.max_k, 4);
+  EXPECT_EQ(static_cast<const void*>(stream.last.rows), memory + 40);
+  EXPECT_EQ(static_cast<const void*>(stream.last.logsumexp), planes[kTopKLogsumexp]);
+  EXPECT_EQ(static_cast<const void*>(stream.last.status), planes[kTopKStatus]);
+  EXPECT_EQ(static_cast<const void*>(stream.last.indices), planes[kTopKIndices]);
+  EXPECT_EQ(static_cast<const void*>(stream.last.probs), planes[kTopKProbs]);
+  EXPECT_EQ(kSoftmaxTopKTraits.planes[kTopKStatus].bytes, sizeof(RowStatus));
+}
+
+}  // namespace
+}  // namespace logitd::rpc
