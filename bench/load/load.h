@@ -1,0 +1,71 @@
+// The load generator: one scenario is one shape of request sent in one way for one while.
+#ifndef LOGITD_BENCH_LOAD_LOAD_H_
+#define LOGITD_BENCH_LOAD_LOAD_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "logitd/v1/types.pb.h"
+
+namespace logitd::bench {
+
+struct Scenario {
+  std::string name;
+  int64_t rows = 1;
+  int64_t vocab = 131072;
+  int k = 64;
+  v1::DType dtype = v1::DTYPE_F32;
+  int connections = 1;
+  // Closed loop (rate 0): every connection keeps this many requests in flight. Open loop: not used.
+  int in_flight = 1;
+  // Open loop: requests a second over all connections, with exponential gaps, sent whether or not
+  // earlier ones have come back. A latency counts from the moment the request was due, not from
+  // when it was sent, so that a stalled server cannot hide the requests it kept from being sent
+  // (coordinated omission).
+  double rate = 0;
+  // Closed loop: come back after the server's delay when refused; the latency then includes the
+  // waits. Otherwise a refusal is an error like any other.
+  bool retry = false;
+  absl::Duration warmup = absl::Seconds(1);
+  absl::Duration duration = absl::Seconds(5);
+  absl::Duration deadline =
+      absl::Seconds(30);  // of one request; also how long a scenario may overrun
+
+  int64_t payload_bytes() const;
+};
+
+// One answered request.
+struct Sample {
+  int64_t latency_ns;     // from the start, or in an open loop from when it was due
+  int64_t round_trip_ns;  // of the last attempt
+  v1::Timings timings;
+};
+
+struct Measured {
+  Scenario scenario;
+  double seconds = 0;           // the window in which answers counted
+  std::vector<Sample> samples;  // answers OK inside the window, in no order
+  std::map<std::string, int64_t>
+      errors;  // by status code; NOT_SENT: too many were already in flight
+  int64_t retries = 0;
+  int64_t server_peak_bytes = 0;  // resident, during the scenario; 0: not known
+};
+
+// Runs one scenario against `address`. `server_pid` (0: not known) is the server's process on this
+// machine, whose peak of resident memory is read. Fails only for options that cannot work; a failed
+// call is a count in `errors`.
+absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string& address,
+                                     int server_pid);
+
+// Exact: the sample at rank ceil(p * n) of the sorted values, p in (0, 1]. HdrHistogram would bound
+// the memory of a long run, but Debian 12 has no package of its C library; a run of ours records a
+// few million values at most.
+int64_t Percentile(std::vector<int64_t>& values, double p);
+
+}  // namespace logitd::bench
+
+#endif  // LOGITD_BENCH_LOAD_LOAD_H_

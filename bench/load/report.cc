@@ -1,0 +1,164 @@
+#include "bench/load/report.h"
+
+#include <fstream>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "client/tensor_file.h"
+
+namespace logitd::bench {
+namespace {
+
+using nlohmann::ordered_json;
+
+// Of every answer, one figure.
+template <typename Get>
+std::vector<int64_t> Column(const Measured& measured, Get get) {
+  std::vector<int64_t> values;
+  values.reserve(measured.samples.size());
+  for (const Sample& sample : measured.samples) values.push_back(get(sample));
+  return values;
+}
+
+template <typename Get>
+int64_t Median(const Measured& measured, Get get) {
+  std::vector<int64_t> values = Column(measured, get);
+  return Percentile(values, 0.5);
+}
+
+ordered_json Percentiles(std::vector<int64_t> values) {
+  ordered_json out;
+  constexpr std::pair<const char*, double> kPoints[] = {
+      {"p50", 0.5}, {"p90", 0.9}, {"p99", 0.99}, {"p99_9", 0.999}, {"max", 1.0}};
+  for (const auto& [name, p] : kPoints) out[name] = Percentile(values, p);
+  return out;
+}
+
+std::string CpuModel() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(info, line)) {
+    if (line.rfind("model name", 0) != 0) continue;
+    return std::string(absl::StripAsciiWhitespace(line.substr(line.find(':') + 1)));
+  }
+  return "unknown";
+}
+
+double Micros(const ordered_json& ns) { return ns.get<double>() / 1e3; }
+
+}  // namespace
+
+ordered_json Summarise(const Measured& measured) {
+  const Scenario& scenario = measured.scenario;
+  const double requests = static_cast<double>(measured.samples.size());
+  const double rate = requests / measured.seconds;
+  const double bytes = static_cast<double>(scenario.payload_bytes());
+  const int64_t take_ns = Median(
+      measured, [](const Sample& s) { return s.timings.receive_ns() + s.timings.copy_ns(); });
+  ordered_json errors = ordered_json::object();
+  for (const auto& [code, count] : measured.errors) errors[code] = count;
+  ordered_json out = {
+      {"name", scenario.name},
+      {"mode", scenario.rate > 0 ? "open" : "closed"},
+      {"connections", scenario.connections},
+      {"in_flight", scenario.in_flight},
+      {"offered_per_s", scenario.rate},
+      {"rows", scenario.rows},
+      {"vocab", scenario.vocab},
+      {"k", scenario.k},
+      {"dtype", client::DTypeShortName(scenario.dtype)},
+      {"payload_bytes", scenario.payload_bytes()},
+      {"seconds", measured.seconds},
+      {"answers", measured.samples.size()},
+      {"errors", errors},
+      {"retries", measured.retries},
+      {"requests_per_s", rate},
+      {"rows_per_s", rate * static_cast<double>(scenario.rows)},
+      {"payload_gb_per_s", rate * bytes / 1e9},
+      // What the server's own clock says of the way from socket to pinned memory, by the median
+      // request.
+      {"receive_copy_gb_per_s", take_ns > 0 ? bytes / static_cast<double>(take_ns) : 0.0},
+      {"latency_ns", Percentiles(Column(measured, [](const Sample& s) { return s.latency_ns; }))},
+      {"round_trip_minus_kernel_ns",
+       Percentiles(Column(
+           measured, [](const Sample& s) { return s.round_trip_ns - s.timings.kernel_ns(); }))},
+      {"median_ns",
+       {{"receive", Median(measured, [](const Sample& s) { return s.timings.receive_ns(); })},
+        {"copy", Median(measured, [](const Sample& s) { return s.timings.copy_ns(); })},
+        {"queue", Median(measured, [](const Sample& s) { return s.timings.queue_ns(); })},
+        {"h2d", Median(measured, [](const Sample& s) { return s.timings.h2d_ns(); })},
+        {"kernel", Median(measured, [](const Sample& s) { return s.timings.kernel_ns(); })},
+        {"d2h", Median(measured, [](const Sample& s) { return s.timings.d2h_ns(); })},
+        {"total", Median(measured, [](const Sample& s) { return s.timings.total_ns(); })},
+        {"round_trip", Median(measured, [](const Sample& s) { return s.round_trip_ns; })}}},
+      {"median_batch_rows",
+       Median(measured, [](const Sample& s) -> int64_t { return s.timings.batch_rows(); })},
+  };
+  if (measured.server_peak_bytes > 0)
+    out["server_peak_resident_bytes"] = measured.server_peak_bytes;
+  return out;
+}
+
+std::string TableHeader() {
+  return absl::StrFormat("%-22s %-6s %7s %9s %9s %7s %9s %9s %9s %9s %9s %9s\n", "scenario", "loop",
+                         "conn x n", "req/s", "rows/s", "GB/s", "p50 us", "p90", "p99", "p99.9",
+                         "max", "added p50");
+}
+
+std::string TableLines(const ordered_json& s) {
+  const ordered_json& latency = s["latency_ns"];
+  const ordered_json& median = s["median_ns"];
+  const std::string load =
+      s["mode"] == "open"
+          ? absl::StrFormat("%d", s["connections"].get<int>())
+          : absl::StrFormat("%dx%d", s["connections"].get<int>(), s["in_flight"].get<int>());
+  std::string out =
+      absl::StrFormat("%-22s %-6s %8s %9.1f %9.0f %7.2f %9.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n",
+                      s["name"].get<std::string>(), s["mode"].get<std::string>(), load,
+                      s["requests_per_s"].get<double>(), s["rows_per_s"].get<double>(),
+                      s["payload_gb_per_s"].get<double>(), Micros(latency["p50"]),
+                      Micros(latency["p90"]), Micros(latency["p99"]), Micros(latency["p99_9"]),
+                      Micros(latency["max"]), Micros(s["round_trip_minus_kernel_ns"]["p50"]));
+  absl::StrAppendFormat(
+      &out,
+      "    medians, us: receive %.1f, copy %.1f, queue %.1f, h2d %.1f, kernel %.1f, d2h %.1f, "
+      "total %.1f, round trip %.1f; receive+copy %.2f GB/s; batch of %d rows\n",
+      Micros(median["receive"]), Micros(median["copy"]), Micros(median["queue"]),
+      Micros(median["h2d"]), Micros(median["kernel"]), Micros(median["d2h"]),
+      Micros(median["total"]), Micros(median["round_trip"]),
+      s["receive_copy_gb_per_s"].get<double>(), s["median_batch_rows"].get<int64_t>());
+  std::string notes;
+  if (s["retries"] != 0) absl::StrAppendFormat(&notes, " retries %d", s["retries"].get<int64_t>());
+  for (const auto& [code, count] : s["errors"].items()) {
+    absl::StrAppendFormat(&notes, " %s %d", code, count.get<int64_t>());
+  }
+  if (s.contains("server_peak_resident_bytes")) {
+    absl::StrAppendFormat(&notes, " server peak %.1f MiB",
+                          s["server_peak_resident_bytes"].get<double>() / (1 << 20));
+  }
+  if (!notes.empty()) absl::StrAppend(&out, "   ", notes, "\n");
+  return out;
+}
+
+ordered_json Provenance(const v1::GetInfoResponse& info, const std::string& address) {
+  return {
+      {"date", absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", absl::Now(), absl::UTCTimeZone())},
+      {"client", {{"cpu", CpuModel()}, {"cpus", std::thread::hardware_concurrency()}}},
+      {"server",
+       {{"address", address},
+        {"version", info.version()},
+        {"backend", info.backend()},
+        {"device", info.device().name()},
+        {"streams", info.limits().streams()},
+        {"max_held_bytes", info.limits().max_held_bytes()},
+        {"max_request_bytes", info.limits().max_request_bytes()}}},
+  };
+}
+
+}  // namespace logitd::bench
