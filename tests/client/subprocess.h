@@ -1,0 +1,24 @@
+// Runs our own binaries, as a shell would.
+#ifndef LOGITD_TESTS_CLIENT_SUBPROCESS_H_
+#define LOGITD_TESTS_CLIENT_SUBPROCESS_H_
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace logitd::testing {
+
+struct Ran {
+  int code = -1;
+  std::string out;
+  std::string err;
+};
+
+// Runs the binary `name`, which lies beside the test as it does in the build directory. Killed, and
+// the test failed, after 60 s. `on_output` runs after every piece of stdout with all of it so far.
+Ran RunBinary(const std::string& name, std::vector<std::string> args,
+              const std::function<void(const std::string&)>& on_output = nullptr);
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_CLIENT_SUBPROCESS_H_
