@@ -16,7 +16,7 @@ class Metrics;
 
 struct AdmissionOptions {
   int64_t max_request_bytes = int64_t{64} << 20;  // largest message
-  int64_t max_held_bytes = int64_t{1} << 30;      // messages in host memory, all calls together
+  int64_t max_held_bytes = int64_t{1} << 30;      // messages in host memory, all calls together; >= max_request_bytes
   int max_waiting_calls = 1024;                   // calls whose headers came but for whose message there is no room yet
   absl::Duration retry_delay = absl::Milliseconds(50);  // what a refused caller is told to wait
 };
@@ -48,11 +48,13 @@ class Admission {
   using Ready = absl::AnyInvocable<void(absl::StatusOr<Ticket>)>;
   using WaiterId = uint64_t;
 
+  // `metrics` may be null; otherwise it outlives this.
   explicit Admission(const AdmissionOptions& options, Metrics* metrics);
+  // Answers those who still wait with UNAVAILABLE. Every ticket must be gone by now.
   ~Admission();
 
   // Runs `ready` exactly once unless Abandon gets there first: at once and on this thread when the answer is known, else
-  // on the thread that makes room. Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while
+  // on a thread that makes room, or on a timer's. No lock is held; `ready` may call back, and should be brief. Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while
   // waiting), RESOURCE_EXHAUSTED (the line is full; the text has held, allowed and retry delay).
   // Returns 0 when `ready` has run, else an id for Abandon.
   WaiterId Enter(absl::Time deadline, Ready ready);

@@ -24,6 +24,8 @@ struct EngineOptions {
   int64_t max_batch_rows = 65536;
   absl::Duration max_batch_delay = absl::ZeroDuration();  // how long an open batch may wait for company though a stream is free
   int copy_threads = 2;                             // copy payloads of jobs that had to wait for a slab
+  size_t max_param_bytes = 64;                      // largest OpTraits::param_bytes
+  absl::Duration idle_spin = absl::Microseconds(30);  // how long one idle stream polls before it sleeps
 };
 
 // Thread-safe. Everything it will ever need (slabs, arenas, threads) is allocated by Create; nothing per job.
@@ -44,10 +46,11 @@ class Engine {
   //   DEADLINE_EXCEEDED  passed before its batch was sealed; nothing was computed for it
   //   CANCELLED          Cancel came before its batch was sealed
   //   UNAVAILABLE        the device failed for its batch, or the engine has stopped
+  //   INVALID_ARGUMENT   CheckFits would have said so
   virtual void Submit(std::shared_ptr<Job> job) = 0;
 
-  // The caller of `job` is gone. If its batch is not sealed yet its rows are dropped and Done(CANCELLED) runs (soon, not
-  // necessarily in this call); otherwise it completes as usual.
+  // The caller of `job` is gone. If its batch is not sealed yet its rows are dropped and Done(CANCELLED) runs (in this
+  // call, or soon after on another thread); otherwise it completes as usual.
   virtual void Cancel(const Job& job) = 0;
 
   // Waits until every submitted job is done, or until `deadline`. True: nothing is left.

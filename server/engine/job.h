@@ -2,8 +2,10 @@
 #ifndef LOGITD_SERVER_ENGINE_JOB_H_
 #define LOGITD_SERVER_ENGINE_JOB_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 
 #include "absl/status/status.h"
@@ -13,6 +15,8 @@
 #include "kernels/types.h"
 
 namespace logitd::engine {
+
+struct Batch;
 
 // A sealed batch as an op sees it, in the memory of the backend. Row r of the payload starts at
 // payload + r * row_stride; its parameters at params + r * OpTraits::param_bytes.
@@ -67,7 +71,8 @@ struct JobTimes {
   int32_t batch_rows = 0;
 };
 
-// One admitted request. Implemented above the engine; the engine calls it from its own threads, or from inside Submit.
+// One admitted request. Implemented above the engine; the engine calls it from its own threads, or from inside Submit
+// or Cancel. Submitted once.
 class Job {
  public:
   virtual ~Job() = default;
@@ -86,6 +91,36 @@ class Job {
   // Done returns. Otherwise `planes` is empty. No lock of the engine is held.
   virtual void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> planes,
                     const JobTimes& times) = 0;
+
+ private:
+  friend class Batcher;
+
+  // Where the job is: the engine's own note, kept here so that a job costs it no allocation and no look-up.
+  struct Place {
+    enum class State : uint8_t {
+      kNew,      // not submitted
+      kPending,  // no slab has room
+      kPlaced,   // has rows in a batch; its payload waits for a copy thread
+      kCopying,  // a thread is inside CopyPayload
+      kCopied,   // in its batch, to run with it
+      kDone,     // ended, or about to
+    };
+    // Written under the batcher's lock, but for the last step, kDone, which the stream takes before it gives the batch back.
+    std::atomic<State> state = State::kNew;
+    bool dropped = false;     // while kCopying: ends with `why` as soon as the copy returns
+    absl::StatusCode why = absl::StatusCode::kOk;
+    size_t slot = 0;          // index in the batch
+    Batch* batch = nullptr;   // from kPlaced on
+    uint64_t sequence = 0;    // order of arrival
+    int64_t submitted_ns = 0;
+    int64_t copy_ns = 0;
+    Job* previous = nullptr;  // neighbours in the one list the job is in
+    Job* next = nullptr;
+    Job* key_previous = nullptr;  // neighbours among pending jobs of the same key
+    Job* key_next = nullptr;
+    std::shared_ptr<Job> self;    // keeps the job from Submit to Done
+  };
+  Place place_;
 };
 
 }  // namespace logitd::engine

@@ -1,0 +1,86 @@
+// A batch: rows of jobs of one key, gathered in one slab.
+//
+// The slab, from its start: the payload, row r at r * row_stride; from the 16-byte border after the
+// last row that runs, the parameters, so that one upload covers both; from a fixed offset, the
+// outputs, laid out when the batch runs (per-row planes first, then per-entry planes, each on a
+// 16-byte border), so that one download covers them.
+#ifndef LOGITD_SERVER_ENGINE_BATCH_H_
+#define LOGITD_SERVER_ENGINE_BATCH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "server/engine/engine.h"
+#include "server/engine/job.h"
+
+namespace logitd::engine {
+
+inline constexpr size_t kAlignment = 16;  // of rows, parameters and planes
+inline constexpr size_t kMaxPlanes = 16;  // outputs of an op
+
+constexpr size_t AlignUp(size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+inline size_t RowBytes(const BatchKey& key) {
+  return static_cast<size_t>(key.row_elements) * SizeOf(key.dtype);
+}
+inline size_t RowStride(const BatchKey& key) { return AlignUp(RowBytes(key)); }
+
+// Where the regions of a slab lie. The limits of EngineOptions count what clients send and get; the
+// borders come on top.
+struct SlabLayout {
+  explicit SlabLayout(const EngineOptions& options);
+  size_t answer_offset;
+  size_t bytes;
+};
+
+// What a job takes of a batch.
+struct JobSize {
+  int64_t payload_bytes = 0;
+  int64_t answer_bytes = 0;
+};
+
+// Both saturate at INT64_MAX.
+JobSize SizeOfJob(const JobSpec& spec);
+
+// See Engine::CheckFits.
+absl::Status CheckFits(const JobSpec& spec, const JobSize& size, const EngineOptions& options);
+
+// A job's rows in a batch.
+struct Slot {
+  Job* job = nullptr;  // null: dropped; the rows are skipped
+  int64_t first_row = 0;
+  int64_t rows = 0;
+};
+
+struct KeyQueue;
+
+// Guarded by the batcher's lock, except while kRunning: then it belongs to the stream that took it.
+struct Batch {
+  enum class State : uint8_t {
+    kFree,
+    kOpen,    // jobs of its key may join
+    kSealed,  // complete; ready to run when `copying` is 0
+    kRunning,
+  };
+  Slab slab;
+  State state = State::kFree;
+  BatchKey key;
+  KeyQueue* queue = nullptr;
+  uint64_t sequence = 0;  // of its oldest job
+  int64_t opened_ns = 0;
+  int64_t rows = 0;  // reserved, those of dropped jobs included; so are the next two
+  int64_t payload_bytes = 0;
+  int64_t answer_bytes = 0;
+  int copying = 0;  // payload copies not finished, or not begun
+  int copied = 0;   // payload copies finished
+  int live = 0;     // slots with a job
+  std::vector<Slot> slots;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_BATCH_H_

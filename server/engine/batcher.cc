@@ -1,0 +1,596 @@
+#include "server/engine/batcher.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "absl/hash/hash.h"
+#include "absl/time/clock.h"
+#include "server/engine/metrics.h"
+
+namespace logitd::engine {
+namespace {
+
+// Keys kept though nothing of theirs is here: clients come back with the vocabulary they had.
+constexpr size_t kMaxIdleKeys = 256;
+
+// Counts the threads inside a public call, from before its first touch of the object to after its
+// last.
+class CallerScope {
+ public:
+  explicit CallerScope(std::atomic<int>& callers) : callers_(callers) {
+    callers_.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~CallerScope() { callers_.fetch_sub(1, std::memory_order_release); }
+
+ private:
+  std::atomic<int>& callers_;
+};
+
+}  // namespace
+
+int64_t MonotonicNanos() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+size_t Batcher::KeyHash::operator()(const BatchKey& key) const {
+  return absl::HashOf(key.op, key.dtype, key.row_elements);
+}
+
+void Batcher::JobList::PushBack(Job* job) {
+  job->place_.previous = last;
+  job->place_.next = nullptr;
+  (last != nullptr ? last->place_.next : first) = job;
+  last = job;
+  ++size;
+}
+
+void Batcher::JobList::Remove(Job* job) {
+  Job::Place& place = job->place_;
+  (place.previous != nullptr ? place.previous->place_.next : first) = place.next;
+  (place.next != nullptr ? place.next->place_.previous : last) = place.previous;
+  --size;
+}
+
+Job* Batcher::JobList::PopFront() {
+  Job* job = first;
+  if (job != nullptr) Remove(job);
+  return job;
+}
+
+Batcher::Batcher(const EngineOptions& options, const std::vector<Slab>& slabs, Metrics* metrics)
+    : options_(options),
+      max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
+      idle_spin_ns_(absl::ToInt64Nanoseconds(options.idle_spin)),
+      metrics_(metrics),
+      batches_(slabs.size()) {
+  for (size_t i = 0; i < slabs.size(); ++i) batches_[i].slab = slabs[i];
+  if (metrics_ != nullptr) metrics_->SetSlabs(static_cast<int64_t>(slabs.size()));
+}
+
+// ---- the way in ----
+
+void Batcher::Submit(std::shared_ptr<Job> submitted) {
+  CallerScope scope(callers_);
+  Job* job = submitted.get();
+  Job::Place& place = job->place_;
+  const JobSpec& spec = job->spec();
+  const JobSize size = SizeOfJob(spec);
+  if (absl::Status fits = CheckFits(spec, size, options_); !fits.ok()) {
+    return job->Done(fits, {}, JobTimes{});
+  }
+  place.submitted_ns = MonotonicNanos();
+  place.self = std::move(submitted);
+
+  JobList ended;
+  std::byte* to = nullptr;
+  const size_t row_stride = RowStride(spec.key);
+  {
+    MutexLock lock(mutex_);
+    place.sequence = next_sequence_++;
+    ++unfinished_;
+    if (closed_) {
+      place.state = Job::Place::State::kDone;
+      place.why = absl::StatusCode::kUnavailable;
+      ended.PushBack(job);
+    } else {
+      KeyQueue* queue = QueueOf(spec.key);
+      if (queue->open != nullptr && !Fits(*queue->open, spec, size)) {
+        Seal(queue->open);
+        if (SealForIdleStreams() > 0) WakeStream();
+      }
+      if (queue->open == nullptr) {
+        // Where jobs wait there is no free slab: see PlacePending.
+        if (Batch* batch = FreeBatch()) Open(batch, queue, *job);
+      }
+      if (queue->open != nullptr) {
+        Batch* batch = queue->open;
+        to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
+        Reserve(batch, job, spec, size);
+        place.state = Job::Place::State::kCopying;
+      } else {
+        PushPending(queue, job);
+        // An open batch gives up its max_batch_delay when jobs wait for slabs.
+        if (SealForIdleStreams() > 0) WakeStream();
+      }
+      if (spec.deadline < next_expiry_) {
+        next_expiry_ = spec.deadline;
+        timer_wake_.Signal();
+      }
+    }
+    Publish();
+  }
+  if (to != nullptr) {
+    Copy(job, to, row_stride);
+  } else {
+    End(ended);
+  }
+}
+
+bool Batcher::Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const {
+  return batch.rows + spec.rows <= options_.max_batch_rows &&
+         batch.payload_bytes + size.payload_bytes <= options_.slab_payload_bytes &&
+         batch.answer_bytes + size.answer_bytes <= options_.slab_answer_bytes;
+}
+
+KeyQueue* Batcher::QueueOf(const BatchKey& key) {
+  auto it = queues_.find(key);
+  if (it == queues_.end()) {
+    if (queues_.size() >= kMaxIdleKeys) {
+      absl::erase_if(queues_, [](const auto& entry) {
+        return entry.second->open == nullptr && entry.second->first == nullptr;
+      });
+    }
+    it = queues_.emplace(key, std::make_unique<KeyQueue>()).first;
+    it->second->key = key;
+  }
+  return it->second.get();
+}
+
+Batch* Batcher::FreeBatch() {
+  for (Batch& batch : batches_) {
+    if (batch.state == Batch::State::kFree) return &batch;
+  }
+  return nullptr;
+}
+
+void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& oldest) {
+  batch->state = Batch::State::kOpen;
+  batch->key = queue->key;
+  batch->queue = queue;
+  batch->sequence = oldest.place_.sequence;
+  batch->opened_ns = oldest.place_.submitted_ns;
+  batch->rows = 0;
+  batch->payload_bytes = 0;
+  batch->answer_bytes = 0;
+  batch->copying = 0;
+  batch->copied = 0;
+  batch->live = 0;
+  batch->slots.clear();
+  queue->open = batch;
+}
+
+void Batcher::Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize& size) {
+  job->place_.batch = batch;
+  job->place_.slot = batch->slots.size();
+  batch->slots.push_back({.job = job, .first_row = batch->rows, .rows = spec.rows});
+  batch->rows += spec.rows;
+  batch->payload_bytes += size.payload_bytes;
+  batch->answer_bytes += size.answer_bytes;
+  ++batch->copying;
+  ++batch->live;
+  ++open_jobs_;
+  if (batch->rows == options_.max_batch_rows) Seal(batch);
+}
+
+void Batcher::Seal(Batch* batch) {
+  batch->state = Batch::State::kSealed;
+  batch->queue->open = nullptr;
+}
+
+void Batcher::PushPending(KeyQueue* queue, Job* job) {
+  Job::Place& place = job->place_;
+  place.state = Job::Place::State::kPending;
+  pending_.PushBack(job);
+  place.key_previous = queue->last;
+  place.key_next = nullptr;
+  (queue->last != nullptr ? queue->last->place_.key_next : queue->first) = job;
+  queue->last = job;
+}
+
+void Batcher::RemovePending(KeyQueue* queue, Job* job) {
+  Job::Place& place = job->place_;
+  pending_.Remove(job);
+  (place.key_previous != nullptr ? place.key_previous->place_.key_next : queue->first) =
+      place.key_next;
+  (place.key_next != nullptr ? place.key_next->place_.key_previous : queue->last) =
+      place.key_previous;
+}
+
+// Called whenever a slab becomes free, so that a free slab means that no job waits for one.
+void Batcher::PlacePending() {
+  while (pending_.first != nullptr) {
+    Batch* batch = FreeBatch();
+    if (batch == nullptr) return;
+    KeyQueue* queue = QueueOf(pending_.first->spec().key);
+    Open(batch, queue, *queue->first);
+    while (queue->first != nullptr && queue->open != nullptr) {
+      Job* job = queue->first;
+      const JobSpec& spec = job->spec();
+      const JobSize size = SizeOfJob(spec);
+      if (!Fits(*batch, spec, size)) {
+        Seal(batch);
+        break;
+      }
+      RemovePending(queue, job);
+      Reserve(batch, job, spec, size);
+      job->place_.state = Job::Place::State::kPlaced;
+      to_copy_.PushBack(job);
+      copy_wake_.Signal();
+    }
+  }
+}
+
+void Batcher::Copy(Job* job, std::byte* to, size_t row_stride) {
+  const int64_t start = MonotonicNanos();
+  job->CopyPayload(to, row_stride);
+  const int64_t end = MonotonicNanos();
+
+  Job::Place& place = job->place_;
+  JobList ended;
+  {
+    MutexLock lock(mutex_);
+    Batch* batch = place.batch;
+    place.copy_ns = end - start;
+    --batch->copying;
+    ++batch->copied;
+    if (place.dropped) {
+      place.state = Job::Place::State::kDone;
+      ended.PushBack(job);
+      ReleaseIfEmpty(batch);
+    } else {
+      place.state = Job::Place::State::kCopied;
+    }
+    // A stream that sleeps through max_batch_delay learns of the new batch by being woken once.
+    if (SealForIdleStreams() > 0 || (max_batch_delay_ns_ > 0 && batch->copied == 1)) WakeStream();
+    if (ended.first != nullptr) Publish();
+  }
+  End(ended);
+}
+
+void Batcher::CopyLoop() {
+  mutex_.Lock();
+  while (true) {
+    Job* job = to_copy_.PopFront();
+    if (job != nullptr) {
+      Job::Place& place = job->place_;
+      place.state = Job::Place::State::kCopying;
+      const Batch& batch = *place.batch;
+      const size_t row_stride = RowStride(batch.key);
+      std::byte* to =
+          batch.slab.host + static_cast<size_t>(batch.slots[place.slot].first_row) * row_stride;
+      mutex_.Unlock();
+      Copy(job, to, row_stride);
+      mutex_.Lock();
+    } else if (stopping_) {
+      break;
+    } else {
+      copy_wake_.Wait(mutex_);
+    }
+  }
+  mutex_.Unlock();
+}
+
+// ---- streams ----
+
+// Jobs wait for slabs: whatever holds one without running should run.
+bool Batcher::IsDue(const Batch& batch, int64_t now_ns) const {
+  return max_batch_delay_ns_ == 0 || pending_.first != nullptr ||
+         now_ns - batch.opened_ns >= max_batch_delay_ns_;
+}
+
+// Seals as many open batches as idle streams could take, oldest first. One whose payloads are all
+// in place is sealed if a stream would run it now. One of which some are still being copied is
+// sealed if a stream would otherwise have nothing to look forward to: sealed, it waits for those
+// copies alone, not for newcomers'. Returns how many are ready to run, or 0 when no stream is idle.
+int Batcher::SealForIdleStreams() {
+  if (idle_streams_ == 0) return 0;
+  const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+  int ready = 0;
+  int sealed = 0;
+  for (const Batch& batch : batches_) {
+    if (batch.state != Batch::State::kSealed) continue;
+    ++sealed;
+    if (batch.copying == 0) ++ready;
+  }
+  for (const bool complete : {true, false}) {
+    while ((complete ? ready : sealed) < idle_streams_) {
+      Batch* oldest = nullptr;
+      for (Batch& batch : batches_) {
+        if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
+            (batch.copying == 0) == complete && IsDue(batch, now_ns) &&
+            (oldest == nullptr || batch.sequence < oldest->sequence)) {
+          oldest = &batch;
+        }
+      }
+      if (oldest == nullptr) break;
+      Seal(oldest);
+      ++sealed;
+      if (complete) ++ready;
+    }
+  }
+  return ready;
+}
+
+// An open batch counts if it is complete and due: were only sealed ones looked at, a key whose
+// batches keep filling up would always be first.
+Batch* Batcher::TakeOldest() {
+  const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+  Batch* oldest = nullptr;
+  for (Batch& batch : batches_) {
+    const bool ready = batch.state == Batch::State::kSealed ||
+                       (batch.state == Batch::State::kOpen && IsDue(batch, now_ns));
+    if (ready && batch.copying == 0 && batch.live > 0 &&
+        (oldest == nullptr || batch.sequence < oldest->sequence)) {
+      oldest = &batch;
+    }
+  }
+  if (oldest == nullptr) return nullptr;
+  if (oldest->state == Batch::State::kOpen) Seal(oldest);
+  oldest->state = Batch::State::kRunning;
+  open_jobs_ -= oldest->live;
+  return oldest;
+}
+
+// When max_batch_delay will next be over for an open batch. One for which it is over already waits
+// for a copy, whose end wakes a stream.
+absl::Time Batcher::NextDue() const {
+  if (max_batch_delay_ns_ == 0) return absl::InfiniteFuture();
+  const int64_t now_ns = MonotonicNanos();
+  absl::Duration wait = absl::InfiniteDuration();
+  for (const Batch& batch : batches_) {
+    if (batch.state != Batch::State::kOpen || IsDue(batch, now_ns)) continue;
+    wait = std::min(wait, absl::Nanoseconds(batch.opened_ns + max_batch_delay_ns_ - now_ns));
+  }
+  return absl::Now() + wait;
+}
+
+void Batcher::WakeStream() {
+  wakes_.fetch_add(1, std::memory_order_relaxed);
+  if (!spinning_) stream_wake_.Signal();
+}
+
+Batch* Batcher::Next(Batch* finished) {
+  MutexLock lock(mutex_);
+  if (finished != nullptr) {
+    unfinished_ -= finished->live;
+    if (unfinished_ == 0) all_done_.SignalAll();
+    Release(finished);
+  }
+  ++idle_streams_;
+  bool spun = idle_spin_ns_ == 0;
+  Batch* batch = nullptr;
+  while (!stopping_) {
+    batch = TakeOldest();
+    if (batch != nullptr) break;
+    SealForIdleStreams();
+    if (!spun && !spinning_) {
+      // The next request of a busy client comes within microseconds; a sleeping thread takes longer
+      // than that to wake.
+      spun = spinning_ = true;
+      const uint32_t seen = wakes_.load(std::memory_order_relaxed);
+      mutex_.Unlock();
+      const int64_t until = MonotonicNanos() + idle_spin_ns_;
+      while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
+      }
+      mutex_.Lock();
+      spinning_ = false;
+    } else {
+      Publish();
+      stream_wake_.WaitUntil(mutex_, NextDue());
+    }
+  }
+  --idle_streams_;
+  // One wake may stand for several batches.
+  if (batch != nullptr && SealForIdleStreams() > 0) WakeStream();
+  Publish();
+  return batch;
+}
+
+void Batcher::Finish(Job* job, const absl::Status& status,
+                     absl::Span<const absl::Span<const std::byte>> planes, int64_t taken_ns,
+                     JobTimes* times) {
+  Job::Place& place = job->place_;
+  times->copy_ns = place.copy_ns;
+  times->queue_ns = taken_ns - place.submitted_ns - place.copy_ns;
+  place.state.store(Job::Place::State::kDone, std::memory_order_relaxed);
+  const std::shared_ptr<Job> self = std::move(place.self);
+  self->Done(status, planes, *times);
+}
+
+void Batcher::Release(Batch* batch) {
+  batch->state = Batch::State::kFree;
+  PlacePending();
+}
+
+void Batcher::ReleaseIfEmpty(Batch* batch) {
+  if (batch->live > 0 || batch->copying > 0) return;
+  if (batch->state == Batch::State::kOpen) batch->queue->open = nullptr;
+  Release(batch);
+}
+
+// ---- the ways out ----
+
+// Takes a job out of wherever it waits. Nothing happens to one that is running or done.
+void Batcher::Drop(Job* job, absl::StatusCode why, JobList& ended) {
+  using State = Job::Place::State;
+  Job::Place& place = job->place_;
+  const State state = place.state;
+  if (state == State::kNew || state == State::kDone || place.dropped) return;
+  if (state == State::kPending) {
+    RemovePending(QueueOf(job->spec().key), job);
+    place.state = State::kDone;
+    place.why = why;
+    ended.PushBack(job);
+    return;
+  }
+  Batch* batch = place.batch;
+  if (batch->state == Batch::State::kRunning) return;
+  batch->slots[place.slot].job = nullptr;
+  --batch->live;
+  --open_jobs_;
+  place.why = why;
+  if (state == State::kCopying) {
+    place.dropped = true;
+    return;
+  }
+  if (state == State::kPlaced) {
+    to_copy_.Remove(job);
+    --batch->copying;
+  }
+  place.state = State::kDone;
+  ended.PushBack(job);
+  ReleaseIfEmpty(batch);
+}
+
+// Drops every job that waits and whose deadline is not after `due_by`, and finds the next deadline
+// of the others.
+void Batcher::DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended) {
+  bool again = true;
+  while (again) {  // a drop may free a slab, and so move jobs to where this pass has already been
+    again = false;
+    next_expiry_ = absl::InfiniteFuture();
+    const auto visit = [&](Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      const absl::Time deadline = job->spec().deadline;
+      if (deadline <= due_by) {
+        Drop(job, why, ended);
+        again = true;
+      } else {
+        next_expiry_ = std::min(next_expiry_, deadline);
+      }
+    };
+    for (Job* job = pending_.first; job != nullptr;) {
+      Job* next = job->place_.next;
+      visit(job);
+      job = next;
+    }
+    for (Batch& batch : batches_) {
+      if (batch.state != Batch::State::kOpen && batch.state != Batch::State::kSealed) continue;
+      for (size_t i = 0; i < batch.slots.size(); ++i) {
+        if (batch.slots[i].job != nullptr) visit(batch.slots[i].job);
+      }
+    }
+  }
+  // A dropped copy may have been the last one a sealed batch waited for.
+  if (SealForIdleStreams() > 0) WakeStream();
+}
+
+void Batcher::End(JobList& ended) {
+  if (ended.first == nullptr) return;
+  std::string unavailable;
+  {
+    MutexLock lock(mutex_);
+    unavailable = closed_message_;
+  }
+  const int64_t now_ns = MonotonicNanos();
+  int64_t count = 0;
+  while (Job* job = ended.PopFront()) {
+    Job::Place& place = job->place_;
+    absl::Status status;
+    switch (place.why) {
+      case absl::StatusCode::kCancelled:
+        status = absl::CancelledError("cancelled before it ran");
+        break;
+      case absl::StatusCode::kDeadlineExceeded:
+        status = absl::DeadlineExceededError("the deadline passed before a stream was free");
+        break;
+      default:
+        status = absl::UnavailableError(unavailable);
+    }
+    JobTimes times;
+    Finish(job, status, {}, now_ns, &times);
+    ++count;
+  }
+  MutexLock lock(mutex_);
+  unfinished_ -= count;
+  if (unfinished_ == 0) all_done_.SignalAll();
+}
+
+void Batcher::Cancel(const Job& job) {
+  CallerScope scope(callers_);
+  JobList ended;
+  {
+    MutexLock lock(mutex_);
+    // The caller sees the job as constant; the engine's note in it is not the caller's.
+    Drop(const_cast<Job*>(&job), absl::StatusCode::kCancelled, ended);
+    if (SealForIdleStreams() > 0) WakeStream();
+    Publish();
+  }
+  End(ended);
+}
+
+void Batcher::ExpireLoop() {
+  mutex_.Lock();
+  while (!stopping_) {
+    const absl::Time now = absl::Now();
+    if (next_expiry_ > now) {
+      timer_wake_.WaitUntil(mutex_, next_expiry_);
+      continue;
+    }
+    JobList ended;
+    DropAll(absl::StatusCode::kDeadlineExceeded, now, ended);
+    Publish();
+    mutex_.Unlock();
+    End(ended);
+    mutex_.Lock();
+  }
+  mutex_.Unlock();
+}
+
+void Batcher::Close(std::string_view message) {
+  JobList ended;
+  {
+    MutexLock lock(mutex_);
+    if (!closed_) closed_message_ = std::string(message);
+    closed_ = true;
+    DropAll(absl::StatusCode::kUnavailable, absl::InfiniteFuture(), ended);
+    Publish();
+  }
+  End(ended);
+}
+
+void Batcher::Stop() {
+  Close("the engine has stopped");
+  MutexLock lock(mutex_);
+  stopping_ = true;
+  stream_wake_.SignalAll();
+  copy_wake_.SignalAll();
+  timer_wake_.SignalAll();
+}
+
+void Batcher::WaitForCallers() {
+  while (callers_.load(std::memory_order_acquire) > 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+bool Batcher::WaitIdle(absl::Time deadline) {
+  CallerScope scope(callers_);
+  MutexLock lock(mutex_);
+  while (unfinished_ > 0 && absl::Now() < deadline) all_done_.WaitUntil(mutex_, deadline);
+  return unfinished_ == 0;
+}
+
+void Batcher::Publish() {
+  if (metrics_ == nullptr) return;
+  int64_t slabs = 0;
+  for (const Batch& batch : batches_) slabs += batch.state != Batch::State::kFree ? 1 : 0;
+  metrics_->SetSlabsInUse(slabs);
+  metrics_->SetQueuedJobs(pending_.size);
+  metrics_->SetOpenJobs(open_jobs_);
+}
+
+}  // namespace logitd::engine

@@ -1,0 +1,154 @@
+// The batcher: which job lies in which batch, and which batch runs next. Owns no threads; those of
+// the engine call it.
+#ifndef LOGITD_SERVER_ENGINE_BATCHER_H_
+#define LOGITD_SERVER_ENGINE_BATCHER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "server/engine/batch.h"
+#include "server/engine/job.h"
+#include "server/engine/sync.h"
+
+namespace logitd::engine {
+
+class Metrics;
+
+// Nanoseconds of a clock that never goes back.
+int64_t MonotonicNanos();
+
+// Jobs of one key that wait for a slab, in order, and the batch that others may join. Never both: a
+// job that does not fit seals the open batch.
+struct KeyQueue {
+  BatchKey key;
+  Batch* open = nullptr;
+  Job* first = nullptr;
+  Job* last = nullptr;
+};
+
+// Thread-safe. One lock; no job is called under it.
+//
+// Order. Whoever waits longest goes first: streams take the batch with the oldest first job; a free
+// slab goes to the oldest job without one, and those of its key that fit come along. So no key
+// starves another.
+//
+// Sealing. A batch is sealed when a job of its key does not fit, when it is exactly full of rows,
+// and when a stream is idle, max_batch_delay is over (or jobs wait for slabs) and at least one
+// payload is in place. It runs when all its payloads are in place: a batch stays open while its
+// first payload is copied, since nothing could run yet.
+class Batcher {
+ public:
+  // One batch per slab. `metrics` may be null. Both outlive this.
+  Batcher(const EngineOptions& options, const std::vector<Slab>& slabs, Metrics* metrics);
+
+  // See Engine.
+  void Submit(std::shared_ptr<Job> job);
+  void Cancel(const Job& job);
+  bool WaitIdle(absl::Time deadline);
+
+  // For stream threads: gives `finished` back (null at first; every job in it was finished), and
+  // waits for the next batch, which is the caller's until it is given back. Null: the engine stops.
+  Batch* Next(Batch* finished);
+
+  // For stream threads: runs Done of a job of a batch that is theirs. The job may be gone
+  // afterwards. `times`: all but those the batcher knows, which are added: copy_ns and, from
+  // `taken_ns`, queue_ns.
+  static void Finish(Job* job, const absl::Status& status,
+                     absl::Span<const absl::Span<const std::byte>> planes, int64_t taken_ns,
+                     JobTimes* times);
+
+  // For copy threads: copies payloads of jobs that had to wait for a slab, until Stop.
+  void CopyLoop();
+
+  // For the timer thread: ends jobs that wait beyond their deadline, until Stop.
+  void ExpireLoop();
+
+  // From here on every job that is not running ends with UNAVAILABLE and `message`. The first
+  // message stays.
+  void Close(std::string_view message);
+
+  // Close, and the loops end as soon as what they are at is done.
+  void Stop();
+
+  // Returns when no other thread is inside Submit, Cancel or WaitIdle. After Stop.
+  void WaitForCallers();
+
+ private:
+  struct KeyHash {
+    size_t operator()(const BatchKey& key) const;
+  };
+
+  // Jobs linked through Place::previous and next.
+  struct JobList {
+    void PushBack(Job* job);
+    void Remove(Job* job);
+    Job* PopFront();
+    Job* first = nullptr;
+    Job* last = nullptr;
+    int64_t size = 0;
+  };
+
+  bool Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const;
+  KeyQueue* QueueOf(const BatchKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Open(Batch* batch, KeyQueue* queue, const Job& oldest) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize& size)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Seal(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Release(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ReleaseIfEmpty(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PlacePending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PushPending(KeyQueue* queue, Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RemovePending(KeyQueue* queue, Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Drop(Job* job, absl::StatusCode why, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Copy(Job* job, std::byte* to, size_t row_stride);
+  void End(JobList& ended);
+  bool IsDue(const Batch& batch, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Batch* TakeOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Time NextDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WakeStream() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const EngineOptions options_;
+  const int64_t max_batch_delay_ns_;
+  const int64_t idle_spin_ns_;
+  Metrics* const metrics_;
+
+  Mutex mutex_;
+  CondVar stream_wake_;
+  CondVar copy_wake_;
+  CondVar timer_wake_;
+  CondVar all_done_;
+  std::vector<Batch> batches_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<BatchKey, std::unique_ptr<KeyQueue>, KeyHash> queues_ ABSL_GUARDED_BY(mutex_);
+  JobList pending_ ABSL_GUARDED_BY(mutex_);  // without a slab, all keys
+  JobList to_copy_ ABSL_GUARDED_BY(mutex_);  // kPlaced
+  uint64_t next_sequence_ ABSL_GUARDED_BY(mutex_) = 1;
+  int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, Done has not returned
+  int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
+  int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
+  bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // one of them polls wakes_
+  absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) =
+      absl::InfiniteFuture();  // no waiting job's deadline is before it
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string closed_message_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<uint32_t> wakes_ = 0;
+  std::atomic<int> callers_ = 0;  // threads inside the public calls that are not our own
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_BATCHER_H_

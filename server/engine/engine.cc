@@ -1,0 +1,168 @@
+#include "server/engine/engine.h"
+
+#include <atomic>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/engine/batch.h"
+#include "server/engine/batcher.h"
+#include "server/engine/metrics.h"
+#include "server/engine/run_batch.h"
+#include "spdlog/spdlog.h"
+
+namespace logitd::engine {
+namespace {
+
+// Slabs that go back to the backend, also when Create fails halfway.
+class SlabPool {
+ public:
+  explicit SlabPool(Backend* backend) : backend_(backend) {}
+  ~SlabPool() {
+    for (const Slab& slab : slabs_) backend_->FreeSlab(slab);
+  }
+  SlabPool(const SlabPool&) = delete;
+  SlabPool& operator=(const SlabPool&) = delete;
+
+  absl::Status Add(size_t bytes) {
+    absl::StatusOr<Slab> slab = backend_->AllocateSlab(bytes);
+    if (slab.ok()) slabs_.push_back(*slab);
+    return slab.status();
+  }
+  const std::vector<Slab>& slabs() const { return slabs_; }
+
+ private:
+  Backend* const backend_;
+  std::vector<Slab> slabs_;
+};
+
+// The threads: one per stream, the copy threads and the timer, all inside the batcher's loops.
+class ThreadedEngine final : public Engine {
+ public:
+  ThreadedEngine(std::unique_ptr<SlabPool> slabs, std::vector<std::unique_ptr<Stream>> streams,
+                 const EngineOptions& options, Metrics* metrics,
+                 absl::AnyInvocable<void(absl::Status)> on_device_lost)
+      : options_(options),
+        layout_(options),
+        metrics_(metrics),
+        on_device_lost_(std::move(on_device_lost)),
+        slabs_(std::move(slabs)),
+        streams_(std::move(streams)),
+        batcher_(options_, slabs_->slabs(), metrics) {
+    for (const auto& stream : streams_) {
+      threads_.emplace_back([this, stream = stream.get()] { StreamLoop(*stream); });
+    }
+    for (int i = 0; i < options_.copy_threads; ++i) {
+      threads_.emplace_back([this] { batcher_.CopyLoop(); });
+    }
+    threads_.emplace_back([this] { batcher_.ExpireLoop(); });
+  }
+
+  ~ThreadedEngine() override { Stop(); }
+
+  absl::Status CheckFits(const JobSpec& spec) const override {
+    return engine::CheckFits(spec, SizeOfJob(spec), options_);
+  }
+  void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
+  void Cancel(const Job& job) override { batcher_.Cancel(job); }
+  bool WaitIdle(absl::Time deadline) override { return batcher_.WaitIdle(deadline); }
+
+  void Stop() override {
+    std::call_once(stop_once_, [this] {
+      batcher_.Stop();
+      for (std::thread& thread : threads_) thread.join();
+      batcher_.WaitForCallers();
+    });
+  }
+
+  const EngineOptions& options() const override { return options_; }
+
+ private:
+  void StreamLoop(Stream& stream) {
+    Batch* batch = nullptr;
+    while ((batch = batcher_.Next(batch)) != nullptr) {
+      const std::string_view op = batch->key.op->name;
+      JobTimes oldest;
+      const absl::Status status = RunBatch(
+          stream, layout_, *batch,
+          [this](const absl::Status& cause) {
+            batcher_.Close(absl::StrCat("the device is lost: ", cause.message()));
+          },
+          &oldest);
+      if (status.ok()) {
+        if (metrics_ != nullptr && oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
+        continue;
+      }
+      const bool lost = absl::IsInternal(status);
+      if (metrics_ != nullptr) metrics_->CountDeviceError(lost);
+      spdlog::error("batch of {} with {} rows failed: {}", op, oldest.batch_rows,
+                    status.ToString());
+      // Last, since the owner may end the process in it: by now the jobs have their answers.
+      if (lost && !device_lost_.exchange(true)) on_device_lost_(status);
+    }
+  }
+
+  const EngineOptions options_;
+  const SlabLayout layout_;
+  Metrics* const metrics_;
+  absl::AnyInvocable<void(absl::Status)> on_device_lost_;
+  std::atomic<bool> device_lost_ = false;
+  const std::unique_ptr<SlabPool> slabs_;
+  const std::vector<std::unique_ptr<Stream>> streams_;
+  Batcher batcher_;
+  std::once_flag stop_once_;
+  std::vector<std::thread> threads_;
+};
+
+absl::Status CheckOptions(const EngineOptions& options) {
+  struct Range {
+    std::string_view name;
+    int64_t value;
+    int64_t low;
+    int64_t high;
+  };
+  constexpr int64_t kMaxBytes = int64_t{1} << 40;
+  const Range ranges[] = {
+      {"streams", options.streams, 1, 64},
+      {"slabs_per_stream", options.slabs_per_stream, 1, 64},
+      {"slab_payload_bytes", options.slab_payload_bytes, 1, kMaxBytes},
+      {"slab_answer_bytes", options.slab_answer_bytes, 1, kMaxBytes},
+      {"max_batch_rows", options.max_batch_rows, 1, int64_t{1} << 24},
+      {"copy_threads", options.copy_threads, 1, 256},
+      {"max_param_bytes", static_cast<int64_t>(options.max_param_bytes), 1, 1 << 16},
+  };
+  for (const Range& range : ranges) {
+    if (range.value < range.low || range.value > range.high) {
+      return absl::InvalidArgumentError(absl::StrFormat("%s: %d, allowed %d..%d", range.name,
+                                                        range.value, range.low, range.high));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
+    Backend* backend, const EngineOptions& options, Metrics* metrics,
+    absl::AnyInvocable<void(absl::Status)> on_device_lost) {
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  auto slabs = std::make_unique<SlabPool>(backend);
+  const SlabLayout layout(options);
+  for (int i = 0; i < options.streams * options.slabs_per_stream; ++i) {
+    if (absl::Status status = slabs->Add(layout.bytes); !status.ok()) return status;
+  }
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (int i = 0; i < options.streams; ++i) {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();
+    if (!stream.ok()) return stream.status();
+    streams.push_back(*std::move(stream));
+  }
+  return std::make_unique<ThreadedEngine>(std::move(slabs), std::move(streams), options, metrics,
+                                          std::move(on_device_lost));
+}
+
+}  // namespace logitd::engine

@@ -1,0 +1,561 @@
+#include "server/engine/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <map>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/engine/metrics.h"
+#include "spdlog/spdlog.h"
+#include "tests/engine/fake_backend.h"
+#include "tests/engine/test_job.h"
+
+namespace logitd::engine {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Small slabs, so that tests can fill them, and one stream, so that they can keep it busy.
+EngineOptions SmallOptions() {
+  EngineOptions options;
+  options.streams = 1;
+  options.slabs_per_stream = 4;
+  options.slab_payload_bytes = 4096;
+  options.slab_answer_bytes = 4096;
+  options.max_batch_rows = 64;
+  return options;
+}
+
+// The engine logs every batch the device fails; here that is many, and expected.
+[[maybe_unused]] const bool kQuiet = [] {
+  spdlog::set_level(spdlog::level::off);
+  return true;
+}();
+
+// A gate that one job's copy waits at.
+class Gate {
+ public:
+  void Pass() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    reached_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return open_; });
+  }
+  void WaitUntilReached() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return reached_; });
+  }
+  void Open() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool reached_ = false;
+  bool open_ = false;
+};
+
+// Runs a script, one step per line:
+//   x VxR [kN] [due=MS] [slow]  submits job x: R rows of V elements, N entries per row (1); its
+//   deadline MS from now;
+//                               slow: from a thread of its own, its copy waits for "copy x"
+//   copying x / copy x          waits until the slow copy of x has begun / lets it go on
+//   hold / go                   the device's op blocks / goes on
+//   ops N                       waits until the device has begun N batches
+//   fail upload|op|wait unavailable|internal   the next batch to get there fails
+//   cancel x, wait x            cancels x; waits until x is done
+//   sleep MS, idle              waits; waits until nothing is left
+//   stop                        stops the engine, from a thread of its own
+class Harness {
+ public:
+  explicit Harness(const EngineOptions& options, Metrics* metrics = nullptr) {
+    auto engine = Engine::Create(&backend_, options, metrics, [this](absl::Status status) {
+      lost_.fetch_add(1);
+      EXPECT_TRUE(absl::IsInternal(status)) << status;
+    });
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+  }
+
+  ~Harness() {
+    backend_.Release();
+    for (auto& [name, gate] : gates_) gate.Open();
+    for (std::thread& thread : threads_) thread.join();
+    engine_.reset();
+    EXPECT_EQ(backend_.live_slabs(), 0);
+    for (auto& [name, job] : jobs_) {
+      EXPECT_EQ(job->dones(), 1) << "job " << name;
+      EXPECT_FALSE(job->misused()) << "job " << name;
+    }
+  }
+
+  void Run(const std::string& script) {
+    std::istringstream lines(script);
+    for (std::string line; std::getline(lines, line);) {
+      std::istringstream in(line);
+      const std::vector<std::string> words{std::istream_iterator<std::string>(in), {}};
+      if (!words.empty()) Step(words);
+    }
+  }
+
+  // "a|bc": the batches in the order they began.
+  std::string Batches() {
+    return absl::StrJoin(backend_.log(), "|", [](std::string* out, const FakeBackend::Ran& ran) {
+      absl::StrAppend(out, ran.tags);
+    });
+  }
+
+  // "a:OK b:CANCELLED", those that are done.
+  std::string Outcomes() {
+    std::vector<std::string> outcomes;
+    for (auto& [name, job] : jobs_) {
+      const std::optional<absl::Status> status = job->status();
+      if (!status.has_value()) continue;
+      outcomes.push_back(absl::StrCat(name, ":", absl::StatusCodeToString(status->code())));
+    }
+    return absl::StrJoin(outcomes, " ");
+  }
+
+  FakeBackend& backend() { return backend_; }
+  Engine& engine() { return *engine_; }
+  TestJob& job(const std::string& name) { return *jobs_.at(name); }
+  int lost() const { return lost_; }
+
+ private:
+  void Step(const std::vector<std::string>& words) {
+    const std::string& verb = words[0];
+    const std::string what = words.size() > 1 ? words[1] : "";
+    int number = 0;
+    if (verb == "hold") {
+      backend_.Hold();
+    } else if (verb == "go") {
+      backend_.Release();
+    } else if (verb == "ops" && absl::SimpleAtoi(what, &number)) {
+      backend_.WaitForOps(static_cast<size_t>(number));
+    } else if (verb == "sleep" && absl::SimpleAtoi(what, &number)) {
+      absl::SleepFor(absl::Milliseconds(number));
+    } else if (verb == "copying") {
+      gates_[what].WaitUntilReached();
+    } else if (verb == "copy") {
+      gates_[what].Open();
+    } else if (verb == "cancel") {
+      engine_->Cancel(*jobs_.at(what));
+    } else if (verb == "wait") {
+      jobs_.at(what)->Wait().IgnoreError();
+    } else if (verb == "idle") {
+      EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+    } else if (verb == "stop") {
+      threads_.emplace_back([this] { engine_->Stop(); });
+    } else if (verb == "fail") {
+      const FaultPoint point = what == "upload" ? FaultPoint::kUpload
+                               : what == "op"   ? FaultPoint::kOp
+                                                : FaultPoint::kWait;
+      backend_.FailNext(point, words.at(2) == "internal" ? absl::InternalError("sticky")
+                                                         : absl::UnavailableError("hiccup"));
+    } else {
+      Submit(words);
+    }
+  }
+
+  void Submit(const std::vector<std::string>& words) {
+    const std::string& name = words[0];
+    TestJob::Shape shape{.tag = static_cast<uint32_t>(name[0])};
+    const std::vector<std::string> dims = absl::StrSplit(words.at(1), 'x');
+    ASSERT_TRUE(name.size() == 1 && absl::SimpleAtoi(dims.at(0), &shape.row_elements) &&
+                absl::SimpleAtoi(dims.at(1), &shape.rows))
+        << absl::StrJoin(words, " ");
+    bool slow = false;
+    for (size_t i = 2; i < words.size(); ++i) {
+      int number = 0;
+      if (words[i] == "slow") {
+        slow = true;
+      } else if (words[i][0] == 'k' && absl::SimpleAtoi(words[i].substr(1), &number)) {
+        shape.entries_per_row = number;
+      } else if (words[i].rfind("due=", 0) == 0 && absl::SimpleAtoi(words[i].substr(4), &number)) {
+        shape.deadline = absl::Now() + absl::Milliseconds(number);
+      } else {
+        FAIL() << "unknown word " << words[i];
+      }
+    }
+    auto job = std::make_shared<TestJob>(shape);
+    jobs_[name] = job;
+    if (slow) {
+      job->before_copy = [gate = &gates_[name]] { gate->Pass(); };
+      threads_.emplace_back([this, job] { engine_->Submit(job); });
+    } else {
+      engine_->Submit(job);
+    }
+  }
+
+  FakeBackend backend_;
+  std::atomic<int> lost_ = 0;
+  std::map<std::string, std::shared_ptr<TestJob>> jobs_;
+  std::map<std::string, Gate> gates_;
+  std::unique_ptr<Engine> engine_;
+  std::vector<std::thread> threads_;
+};
+
+struct Scenario {
+  const char* name;
+  const char* script;
+  const char* batches;
+  const char* outcomes;
+  void (*change)(EngineOptions& options) = [](EngineOptions&) {};
+  int lost = 0;
+};
+
+void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
+
+const Scenario kScenarios[] = {
+    // ---- batching ----
+    {"alone_it_runs_at_once", "a 4x2 k3\n wait a", "a", "a:OK"},
+    {"jobs_of_one_key_share_a_batch_while_the_stream_is_busy",
+     "hold\n a 4x1\n ops 1\n b 4x2 k0\n c 4x1\n d 4x3 k2\n go\n idle", "a|bcd",
+     "a:OK b:OK c:OK d:OK"},
+    {"keys_do_not_mix", "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n d 4x1\n go\n idle", "a|bd|c",
+     "a:OK b:OK c:OK d:OK"},
+    {"odd_rows_lie_on_their_borders", "hold\n a 3x5 k2\n ops 1\n b 3x3\n c 3x4 k3\n go\n idle",
+     "a|bc", "a:OK b:OK c:OK"},
+    {"streams_run_at_once", "hold\n a 4x1\n ops 1\n b 4x1\n ops 2\n go\n idle", "a|b", "a:OK b:OK",
+     [](EngineOptions& o) { o.streams = 2; }},
+    // ---- sealing ----
+    {"rows_seal", "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x1\n go\n idle", "a|b|cd",
+     "a:OK b:OK c:OK d:OK", [](EngineOptions& o) { o.max_batch_rows = 4; }},
+    {"payload_bytes_seal", "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x1\n go\n idle", "a|b|cd",
+     "a:OK b:OK c:OK d:OK", [](EngineOptions& o) { o.slab_payload_bytes = 4 * 16; }},
+    {"answer_bytes_seal", "hold\n a 4x1\n ops 1\n b 4x1 k7\n c 4x1 k5\n go\n idle", "a|b|c",
+     "a:OK b:OK c:OK", [](EngineOptions& o) { o.slab_answer_bytes = 12 + 7 * 4; }},
+    {"max_batch_delay_gathers_company", "a 4x1\n b 4x1\n idle", "ab", "a:OK b:OK",
+     [](EngineOptions& o) { o.max_batch_delay = absl::Milliseconds(50); }},
+    {"max_batch_delay_ends_alone", "a 4x1\n wait a", "a", "a:OK",
+     [](EngineOptions& o) { o.max_batch_delay = absl::Milliseconds(5); }},
+    {"a_full_batch_does_not_wait_for_max_batch_delay", "a 4x1\n b 4x1\n idle", "ab", "a:OK b:OK",
+     [](EngineOptions& o) {
+       o.max_batch_delay = absl::Hours(10);
+       o.max_batch_rows = 2;
+     }},
+    {"a_job_without_a_slab_ends_max_batch_delay",
+     "a 4x1\n b 5x1\n wait a\n c 6x1\n wait b\n stop\n idle", "a|b", "a:OK b:OK c:UNAVAILABLE",
+     [](EngineOptions& o) {
+       o.max_batch_delay = absl::Hours(10);
+       o.slabs_per_stream = 1;
+     }},
+    {"an_idle_stream_takes_who_is_ready_and_waits_for_copies_of_who_was_there",
+     "z 4x1\n idle\n a 4x1 slow\n copying a\n b 4x1\n c 4x1\n wait c\n copy a\n idle", "z|c|ab",
+     "a:OK b:OK c:OK z:OK"},
+    // ---- order ----
+    {"a_key_that_keeps_filling_up_does_not_starve_another",
+     "hold\n a 4x1\n ops 1\n b 4x2\n c 5x1\n d 4x2\n e 4x2\n go\n idle", "a|b|c|d|e",
+     "a:OK b:OK c:OK d:OK e:OK",
+     [](EngineOptions& o) {
+       o.max_batch_rows = 2;
+       o.slabs_per_stream = 6;
+     }},
+    {"jobs_without_a_slab_go_oldest_first_and_take_their_key_along",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n d 4x1\n e 5x2\n go\n idle", "a|bd|ce",
+     "a:OK b:OK c:OK d:OK e:OK", [](EngineOptions& o) { o.slabs_per_stream = 1; }},
+    {"one_key_without_slabs_fills_as_many_batches_as_it_takes",
+     "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x2\n e 4x1\n go\n idle", "a|b|cd|e",
+     "a:OK b:OK c:OK d:OK e:OK",
+     [](EngineOptions& o) {
+       o.slabs_per_stream = 1;
+       o.max_batch_rows = 4;
+     }},
+    // ---- cancel ----
+    {"a_cancelled_job_in_the_middle_is_skipped",
+     "hold\n a 4x1\n ops 1\n b 4x1 k2\n c 4x2 k5\n d 4x1 k3\n cancel c\n wait c\n go\n idle",
+     "a|b.d", "a:OK b:OK c:CANCELLED d:OK"},
+    {"cancelled_jobs_at_the_ends_take_no_rows",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 4x2 k2\n d 4x1\n cancel b\n cancel d\n go\n idle", "a|c",
+     "a:OK b:CANCELLED c:OK d:CANCELLED"},
+    {"a_batch_of_cancelled_jobs_does_not_run",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 4x1\n cancel c\n cancel b\n go\n idle", "a",
+     "a:OK b:CANCELLED c:CANCELLED"},
+    {"a_batch_of_cancelled_jobs_frees_its_slab",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n cancel b\n go\n idle", "a|c", "a:OK b:CANCELLED c:OK",
+     [](EngineOptions& o) { o.slabs_per_stream = 2; }},
+    {"cancel_without_a_slab",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 4x1\n cancel b\n wait b\n go\n idle", "a|c",
+     "a:OK b:CANCELLED c:OK", [](EngineOptions& o) { o.slabs_per_stream = 1; }},
+    {"cancel_while_its_payload_is_copied_ends_after_the_copy",
+     "a 4x1 slow\n copying a\n cancel a\n cancel a\n copy a\n idle", "", "a:CANCELLED"},
+    {"cancel_of_the_last_copy_lets_the_batch_run",
+     "a 4x1\n wait a\n b 4x1 slow\n copying b\n c 4x1\n cancel b\n copy b\n idle", "a|c",
+     "a:OK b:CANCELLED c:OK"},
+    {"cancel_of_what_runs_or_is_done_changes_nothing",
+     "hold\n a 4x1\n ops 1\n cancel a\n go\n wait a\n cancel a\n idle\n cancel a", "a", "a:OK"},
+    // ---- deadlines ----
+    {"deadline_passes_in_an_open_batch_while_the_stream_is_busy",
+     "hold\n a 4x1\n ops 1\n b 4x1 due=20\n c 4x1 due=60000\n wait b\n go\n idle", "a|c",
+     "a:OK b:DEADLINE_EXCEEDED c:OK"},
+    {"deadline_passes_without_a_slab",
+     "hold\n a 4x1\n ops 1\n b 4x1 due=60000\n c 4x1 due=20\n wait c\n go\n idle", "a|b",
+     "a:OK b:OK c:DEADLINE_EXCEEDED", [](EngineOptions& o) { o.slabs_per_stream = 1; }},
+    {"an_earlier_deadline_overtakes",
+     "hold\n a 4x1\n ops 1\n b 4x1 due=60000\n c 4x1 due=20\n d 4x1 due=5\n wait d\n wait c\n go\n "
+     "idle",
+     "a|b", "a:OK b:OK c:DEADLINE_EXCEEDED d:DEADLINE_EXCEEDED"},
+    {"a_deadline_already_passed_runs_nothing", "a 4x1 due=-5\n idle", "", "a:DEADLINE_EXCEEDED"},
+    {"deadline_while_its_payload_is_copied_ends_after_the_copy",
+     "a 4x1 due=10 slow\n copying a\n sleep 30\n copy a\n idle", "", "a:DEADLINE_EXCEEDED"},
+    // ---- faults ----
+    {"upload_fails_once", "fail upload unavailable\n a 4x1\n wait a\n b 4x1\n idle", "b",
+     "a:UNAVAILABLE b:OK"},
+    {"op_fails_once_for_its_batch_alone",
+     "hold\n fail op unavailable\n a 4x1\n ops 1\n b 4x1\n go\n idle", "a|b", "a:UNAVAILABLE b:OK"},
+    {"wait_fails_once", "fail wait unavailable\n a 4x1\n wait a\n b 4x1\n idle", "a|b",
+     "a:UNAVAILABLE b:OK"},
+    {"a_lost_device_ends_all_there_is_and_all_to_come",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n fail wait internal\n go\n idle\n d 4x1\n idle", "a",
+     "a:UNAVAILABLE b:UNAVAILABLE c:UNAVAILABLE d:UNAVAILABLE",
+     [](EngineOptions& o) { o.slabs_per_stream = 2; }, 1},
+    {"a_device_is_lost_once",
+     "hold\n a 4x1\n ops 1\n b 4x1\n ops 2\n fail wait internal\n fail wait internal\n go\n idle",
+     "a|b", "a:UNAVAILABLE b:UNAVAILABLE", [](EngineOptions& o) { o.streams = 2; }, 1},
+    // ---- the end ----
+    {"stop_ends_who_waits_and_lets_finish_who_runs",
+     "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n stop\n wait b\n wait c\n d 4x1\n wait d\n go\n idle",
+     "a", "a:OK b:UNAVAILABLE c:UNAVAILABLE d:UNAVAILABLE",
+     [](EngineOptions& o) { o.slabs_per_stream = 2; }},
+    {"stop_waits_for_a_copy", "a 4x1 slow\n copying a\n stop\n sleep 10\n copy a\n wait a", "",
+     "a:UNAVAILABLE"},
+    {"what_can_never_fit_is_refused", "a 4x65\n b 2000x1\n c 4x1 k2000\n d 4x0\n idle", "",
+     "a:INVALID_ARGUMENT b:INVALID_ARGUMENT c:INVALID_ARGUMENT d:INVALID_ARGUMENT"},
+};
+
+class EngineScenarioTest : public ::testing::TestWithParam<Scenario> {};
+
+TEST_P(EngineScenarioTest, Runs) {
+  const Scenario& scenario = GetParam();
+  EngineOptions options = SmallOptions();
+  scenario.change(options);
+  Harness harness(options);
+  harness.Run(scenario.script);
+  EXPECT_EQ(harness.Batches(), scenario.batches);
+  EXPECT_EQ(harness.Outcomes(), scenario.outcomes);
+  EXPECT_EQ(harness.lost(), scenario.lost);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, EngineScenarioTest, ::testing::ValuesIn(kScenarios),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST(EngineTest, DroppedPayloadIsNotUploaded) {
+  EngineOptions options = SmallOptions();
+  options.slab_payload_bytes = 8 << 20;
+  Harness harness(options);
+  // 1 MiB dropped at the front, 2 MiB in the middle.
+  harness.Run(
+      "hold\n a 4x1\n ops 1\n b 65536x4\n c 65536x1\n d 65536x8\n e 65536x2\n cancel b\n cancel "
+      "d\n "
+      "go\n idle");
+  EXPECT_EQ(harness.Batches(), "a|c.e");
+  EXPECT_EQ(harness.backend().log()[1].uploaded_bytes, 3 * 65536 * 4 + 11 * sizeof(DigestRow));
+}
+
+TEST(EngineTest, TimesAreOfTheJobAndItsBatch) {
+  Harness harness(SmallOptions());
+  harness.Run("hold\n a 4x1\n ops 1\n b 4x2\n c 4x3\n sleep 20\n go\n idle");
+  const JobTimes times = harness.job("b").times();
+  EXPECT_EQ(times.batch_rows, 5);
+  EXPECT_EQ(times.h2d_ns, 1);
+  EXPECT_EQ(times.kernel_ns, 2);
+  EXPECT_EQ(times.d2h_ns, 3);
+  EXPECT_GE(times.queue_ns, 20'000'000);
+  EXPECT_EQ(harness.job("a").times().batch_rows, 1);
+}
+
+TEST(EngineTest, WaitIdleGivesUpAtItsDeadline) {
+  Harness harness(SmallOptions());
+  EXPECT_TRUE(harness.engine().WaitIdle(absl::InfinitePast()));
+  harness.Run("hold\n a 4x1\n ops 1");
+  EXPECT_FALSE(harness.engine().WaitIdle(absl::Now() + absl::Milliseconds(5)));
+  harness.Run("go\n idle");
+}
+
+TEST(EngineTest, CheckFitsNamesValueAndLimit) {
+  Harness harness(SmallOptions());
+  struct Case {
+    int64_t row_elements, rows, entries;
+    const char* message;
+  };
+  const Case cases[] = {
+      {4, 1, 1, ""},
+      {4, 64, 64, ""},
+      {4, 65, 1, "rows: 65, allowed 1..64"},
+      {4, -1, 1, "rows: -1, allowed 1..64"},
+      {1025, 1, 1, "payload: 1 rows of 1025 f32 elements are 4100 bytes, allowed 1..4096"},
+      {0, 1, 1, "payload: 1 rows of 0 f32 elements are 0 bytes, allowed 1..4096"},
+      {int64_t{1} << 62, 2, 1, "are 9223372036854775807 bytes, allowed 1..4096"},
+      {4, 1, 1022, "answer: 1 rows with 1022 entries in all are 4100 bytes, allowed 0..4096"},
+      {4, 1, -1, "answer: 1 rows with -1 entries in all are 9223372036854775807 bytes"},
+  };
+  for (const Case& c : cases) {
+    JobSpec spec;
+    spec.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = c.row_elements};
+    spec.rows = c.rows;
+    spec.entries = c.entries;
+    const absl::Status status = harness.engine().CheckFits(spec);
+    EXPECT_EQ(status.ok(), *c.message == '\0') << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(c.message));
+  }
+}
+
+TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
+  FakeBackend backend;
+  EngineOptions options = SmallOptions();
+  options.streams = 0;
+  const auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
+  EXPECT_EQ(engine.status().message(), "streams: 0, allowed 1..64");
+}
+
+// ---- storms: many threads, every way to end, exactly one Done with a right answer ----
+
+struct Storm {
+  const char* name;
+  double unavailable;  // share of device calls that fail
+  int lost_after;      // device calls until the device is lost; 0: never
+  bool stop_in_the_middle;
+};
+
+void PrintTo(const Storm& storm, std::ostream* out) { *out << storm.name; }
+
+class EngineStormTest : public ::testing::TestWithParam<std::tuple<Storm, uint32_t>> {};
+
+TEST_P(EngineStormTest, EveryJobEndsOnce) {
+  const auto& [storm, seed] = GetParam();
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  constexpr int kThreads = 4;
+  constexpr int kJobs = 250;
+
+  FakeBackend backend;
+  std::atomic<int> calls = 0;
+  backend.SetFaults([&calls, &storm = storm, seed = seed](FaultPoint) -> absl::Status {
+    const int call = calls.fetch_add(1);
+    if (storm.lost_after > 0 && call >= storm.lost_after) return absl::InternalError("sticky");
+    std::minstd_rand random(seed + static_cast<uint32_t>(call) * 7919);
+    random.discard(3);
+    if (std::uniform_real_distribution<>()(random) >= storm.unavailable) return absl::OkStatus();
+    return absl::UnavailableError("hiccup");
+  });
+  backend.SetOpTime(std::chrono::microseconds(50));
+  EngineOptions options = SmallOptions();
+  options.streams = 2;
+  options.slabs_per_stream = 2;
+  options.max_batch_rows = 16;
+  options.slab_payload_bytes = 256;
+  options.slab_answer_bytes = 512;
+  if (seed % 2 == 0) options.max_batch_delay = absl::Microseconds(200);
+  std::atomic<int> lost = 0;
+  auto engine = Engine::Create(&backend, options, nullptr, [&](absl::Status) { ++lost; });
+  ASSERT_TRUE(engine.ok()) << engine.status();
+
+  std::vector<std::vector<std::shared_ptr<TestJob>>> jobs(kThreads);
+  for (auto& mine : jobs) mine.resize(kJobs);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t, seed = seed] {
+      std::mt19937 random(seed * 1000 + static_cast<uint32_t>(t));
+      const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+      for (int i = 0; i < kJobs; ++i) {
+        TestJob::Shape shape{.tag = 1 + static_cast<uint32_t>(t * kJobs + i),
+                             .row_elements = 3 + below(3),
+                             .rows = 1 + below(5),
+                             .entries_per_row = static_cast<int32_t>(below(4))};
+        if (below(4) == 0) shape.deadline = absl::Now() + absl::Microseconds(below(2000));
+        auto job = std::make_shared<TestJob>(shape);
+        jobs[t][i] = job;
+        if (below(8) == 0) job->before_copy = [] { std::this_thread::yield(); };
+        (*engine)->Submit(job);
+        if (below(3) == 0) (*engine)->Cancel(*jobs[t][below(static_cast<uint32_t>(i) + 1)]);
+        if (below(16) == 0) absl::SleepFor(absl::Microseconds(below(300)));
+      }
+    });
+  }
+  std::thread stopper;
+  if (storm.stop_in_the_middle) {
+    stopper = std::thread([&] {
+      backend.WaitForOps(20);
+      (*engine)->Stop();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (stopper.joinable()) stopper.join();
+  EXPECT_TRUE((*engine)->WaitIdle(absl::Now() + absl::Seconds(20)));
+  (*engine)->Stop();
+
+  std::map<absl::StatusCode, int> ends;
+  for (const auto& mine : jobs) {
+    for (const auto& job : mine) {
+      ASSERT_EQ(job->dones(), 1);
+      ASSERT_FALSE(job->misused());
+      ASSERT_EQ(job.use_count(), 1) << "the engine still holds it";
+      ++ends[job->status()->code()];
+    }
+  }
+  for (const auto& [code, count] : ends) {
+    EXPECT_THAT(code, ::testing::AnyOf(absl::StatusCode::kOk, absl::StatusCode::kCancelled,
+                                       absl::StatusCode::kDeadlineExceeded,
+                                       absl::StatusCode::kUnavailable));
+  }
+  EXPECT_GT(ends[absl::StatusCode::kOk], 0);
+  EXPECT_EQ(ends[absl::StatusCode::kUnavailable] > 0,
+            storm.unavailable > 0 || storm.lost_after > 0 || storm.stop_in_the_middle);
+  EXPECT_EQ(lost, storm.lost_after > 0 ? 1 : 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, EngineStormTest,
+                         ::testing::Combine(::testing::Values(Storm{"calm_device", 0, 0, false},
+                                                              Storm{"hiccups", 0.03, 0, false},
+                                                              Storm{"lost", 0.01, 100, false},
+                                                              Storm{"stopped", 0, 0, true}),
+                                            ::testing::Values(1u, 2u, 3u, 4u)),
+                         [](const auto& info) {
+                           return absl::StrCat(std::get<0>(info.param).name, "_",
+                                               std::get<1>(info.param));
+                         });
+
+// What a job pays besides the device: printed, and held to a bound that only a wrong design would
+// miss.
+TEST(EngineTest, AddsLittleToAOneRowJob) {
+  EngineOptions options;
+  options.slab_payload_bytes = 1 << 20;
+  options.slab_answer_bytes = 1 << 20;
+  FakeBackend backend;
+  auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  for (const absl::Duration pause : {absl::ZeroDuration(), absl::Microseconds(200)}) {
+    std::vector<double> micros;
+    for (int i = 0; i < 1000; ++i) {
+      auto job = std::make_shared<TestJob>(TestJob::Shape{});
+      const auto start = std::chrono::steady_clock::now();
+      std::chrono::steady_clock::time_point end;
+      job->on_done = [&end](const absl::Status&) { end = std::chrono::steady_clock::now(); };
+      (*engine)->Submit(job);
+      ASSERT_TRUE(job->Wait().ok());
+      micros.push_back(std::chrono::duration<double, std::micro>(end - start).count());
+      if (pause > absl::ZeroDuration()) absl::SleepFor(pause);
+    }
+    std::sort(micros.begin(), micros.end());
+    std::printf("[ MEASURED ] Submit to Done, one row, pause of %s: p50 %.1f us, p99 %.1f us\n",
+                absl::FormatDuration(pause).c_str(), micros[500], micros[990]);
+    EXPECT_LT(micros[500], 2000);
+  }
+}
+
+}  // namespace
+}  // namespace logitd::engine

@@ -1,0 +1,111 @@
+// A device for tests: its memory is apart from the host's, so that only what is uploaded can be
+// computed on; its op can be held, slowed and made to fail; and it keeps a log of what it ran.
+#ifndef LOGITD_TESTS_ENGINE_FAKE_BACKEND_H_
+#define LOGITD_TESTS_ENGINE_FAKE_BACKEND_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "server/engine/job.h"
+
+namespace logitd::engine {
+
+// Parameters of a row of the op "digest". All zero: skip the row.
+struct DigestRow {
+  int64_t first_entry;
+  int32_t entries;
+  uint32_t tag;  // which job the row is of; not 0
+};
+
+// What the op answers: per row a checksum of its payload, per entry one element of it, per row its
+// tag.
+uint64_t Checksum(const std::byte* row, size_t bytes);
+inline uint32_t EntryOf(const std::byte* row, int64_t row_elements, int32_t entry) {
+  uint32_t element;
+  std::memcpy(&element, row + (entry % row_elements) * sizeof(element), sizeof(element));
+  return element + static_cast<uint32_t>(entry);
+}
+
+inline constexpr Plane kDigestPlanes[] = {{Plane::Per::kRow, sizeof(uint64_t)},
+                                          {Plane::Per::kEntry, sizeof(uint32_t)},
+                                          {Plane::Per::kRow, sizeof(uint32_t)}};
+extern const OpTraits kDigest;
+
+// Where in a batch's run something goes wrong.
+enum class FaultPoint { kUpload, kOp, kWait };
+
+class FakeBackend final : public Backend {
+ public:
+  // One batch that ran, or tried to.
+  struct Ran {
+    std::string tags;  // of its rows, runs of one tag as one letter
+    int64_t rows = 0;
+    size_t uploaded_bytes = 0;
+  };
+
+  const DeviceInfo& device() const override { return info_; }
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override;
+  void FreeSlab(const Slab& slab) override;
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override;
+
+  // Ops block from Hold to Release.
+  void Hold();
+  void Release();
+  // Every op takes this long.
+  void SetOpTime(std::chrono::microseconds time);
+  // The next batch to reach `point` fails there with `status`.
+  void FailNext(FaultPoint point, absl::Status status);
+  // Asked at every point of every batch; wins over FailNext when not OK. Set before any stream
+  // runs.
+  void SetFaults(std::function<absl::Status(FaultPoint)> faults) { faults_ = std::move(faults); }
+
+  // Waits until `count` ops have begun since the start.
+  void WaitForOps(size_t count);
+  std::vector<Ran> log();
+  int live_slabs();
+
+ private:
+  friend class FakeStream;
+  absl::Status Fault(FaultPoint point);
+  void BeginOp(Ran ran);
+
+  DeviceInfo info_{.backend = "fake", .name = "fake"};
+  std::function<absl::Status(FaultPoint)> faults_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool held_ = false;
+  std::chrono::microseconds op_time_{0};
+  std::vector<std::pair<FaultPoint, absl::Status>> next_faults_;
+  std::vector<Ran> log_;
+  int live_slabs_ = 0;
+};
+
+class FakeStream final : public Stream {
+ public:
+  explicit FakeStream(FakeBackend* backend) : backend_(backend) {}
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override;
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
+  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override;
+  absl::StatusOr<StreamTimes> Wait() override;
+  absl::Status Digest(const BatchView& batch);
+
+ private:
+  FakeBackend* const backend_;
+  size_t uploaded_bytes_ = 0;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_TESTS_ENGINE_FAKE_BACKEND_H_

@@ -1,0 +1,137 @@
+// A job of the fake device's op that checks its own answer.
+#ifndef LOGITD_TESTS_ENGINE_TEST_JOB_H_
+#define LOGITD_TESTS_ENGINE_TEST_JOB_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "server/engine/job.h"
+#include "tests/engine/fake_backend.h"
+
+namespace logitd::engine {
+
+// Thread-safe, but for the hooks, which are set before Submit.
+class TestJob final : public Job {
+ public:
+  struct Shape {
+    uint32_t tag = 'a';
+    int64_t row_elements = 4;
+    int64_t rows = 1;
+    int32_t entries_per_row = 1;
+    absl::Time deadline = absl::InfiniteFuture();
+  };
+
+  explicit TestJob(const Shape& shape) : shape_(shape) {
+    spec_.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = shape.row_elements};
+    spec_.rows = shape.rows;
+    spec_.entries = shape.rows * shape.entries_per_row;
+    spec_.max_row_entries = shape.entries_per_row;
+    spec_.deadline = shape.deadline;
+  }
+
+  std::function<void()> before_copy;
+  std::function<void(const absl::Status&)> on_done;
+
+  const JobSpec& spec() const override { return spec_; }
+
+  void CopyPayload(std::byte* dst, size_t row_stride) override {
+    if (before_copy) before_copy();
+    if (copies_++ > 0 || dones_ > 0) misused_ = true;
+    for (int64_t r = 0; r < spec_.rows; ++r) {
+      const std::vector<uint32_t> row = Row(r);
+      std::memcpy(dst + static_cast<size_t>(r) * row_stride, row.data(), row.size() * 4);
+    }
+  }
+
+  void WriteParams(std::byte* dst, int64_t first_entry) override {
+    if (params_++ > 0 || copies_ != 1 || dones_ > 0) misused_ = true;
+    for (int64_t r = 0; r < spec_.rows; ++r) {
+      const DigestRow row{first_entry + r * shape_.entries_per_row, shape_.entries_per_row,
+                          shape_.tag};
+      std::memcpy(dst + static_cast<size_t>(r) * sizeof(row), &row, sizeof(row));
+    }
+  }
+
+  void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> planes,
+            const JobTimes& times) override {
+    if (dones_++ > 0) misused_ = true;
+    if (status.ok() ? !IsRight(planes) || times.batch_rows < spec_.rows : !planes.empty()) {
+      misused_ = true;
+    }
+    if (times.queue_ns < 0 || times.copy_ns < 0) misused_ = true;
+    if (on_done) on_done(status);
+    std::lock_guard<std::mutex> lock(mutex_);
+    status_ = status;
+    times_ = times;
+    done_.notify_all();
+  }
+
+  // Blocks until Done.
+  absl::Status Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return status_.has_value(); });
+    return *status_;
+  }
+  // Nothing before Done.
+  std::optional<absl::Status> status() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return status_;
+  }
+  JobTimes times() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return times_;
+  }
+  int dones() const { return dones_; }
+  // A call of the engine came twice, too late or out of order, or an answer was not this job's.
+  bool misused() const { return misused_; }
+
+ private:
+  std::vector<uint32_t> Row(int64_t r) const {
+    std::vector<uint32_t> row(static_cast<size_t>(spec_.key.row_elements));
+    uint32_t x = shape_.tag * 2654435761u + static_cast<uint32_t>(r) * 40503u;
+    for (uint32_t& element : row) element = x = x * 1664525u + 1013904223u;
+    return row;
+  }
+
+  bool IsRight(absl::Span<const absl::Span<const std::byte>> planes) const {
+    const auto rows = static_cast<size_t>(spec_.rows);
+    if (planes.size() != 3 || planes[0].size() != rows * 8 ||
+        planes[1].size() != static_cast<size_t>(spec_.entries) * 4 ||
+        planes[2].size() != rows * 4) {
+      return false;
+    }
+    for (size_t r = 0; r < rows; ++r) {
+      const std::vector<uint32_t> row = Row(static_cast<int64_t>(r));
+      const auto* bytes = reinterpret_cast<const std::byte*>(row.data());
+      const uint64_t sum = Checksum(bytes, row.size() * 4);
+      if (std::memcmp(planes[0].data() + r * 8, &sum, 8) != 0) return false;
+      if (std::memcmp(planes[2].data() + r * 4, &shape_.tag, 4) != 0) return false;
+      for (int32_t e = 0; e < shape_.entries_per_row; ++e) {
+        const uint32_t want = EntryOf(bytes, spec_.key.row_elements, e);
+        const size_t at = r * static_cast<size_t>(shape_.entries_per_row) + static_cast<size_t>(e);
+        if (std::memcmp(planes[1].data() + at * 4, &want, 4) != 0) return false;
+      }
+    }
+    return true;
+  }
+
+  const Shape shape_;
+  JobSpec spec_;
+  std::atomic<int> copies_ = 0;
+  std::atomic<int> params_ = 0;
+  std::atomic<int> dones_ = 0;
+  std::atomic<bool> misused_ = false;
+  std::mutex mutex_;
+  std::condition_variable done_;
+  std::optional<absl::Status> status_;
+  JobTimes times_;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_TESTS_ENGINE_TEST_JOB_H_
