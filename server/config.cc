@@ -134,7 +134,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   AddDuration(app, "--drain-grace", &config->drain_grace,
               "How long admitted calls may take to finish after SIGTERM");
   Add(app, "--metrics-listen", &config->metrics_listen,
-      "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one); empty = none")
+      "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one); off = none")
       ->type_name("ADDRESS");
   Add(app, "--log-level", &config->log_level, "Least severe line that is logged")
       ->check(CLI::IsMember({"debug", "info", "warn", "error", "off"}));

@@ -27,7 +27,7 @@ struct Config {
   absl::Duration max_batch_delay = absl::ZeroDuration();
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
-  std::string metrics_listen = "127.0.0.1:9464";
+  std::string metrics_listen = "127.0.0.1:9464";  // or "off"
   std::string log_level = "info";
   std::string log_format = "text";
 };

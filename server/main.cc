@@ -135,7 +135,7 @@ int Run(const Config& config) {
       config.max_batch_rows, config.slab_bytes, config.streams);
 
   std::unique_ptr<prometheus::Exposer> exposer;
-  if (!config.metrics_listen.empty()) {
+  if (config.metrics_listen != "off") {
     try {
       exposer = std::make_unique<prometheus::Exposer>(config.metrics_listen);
     } catch (const std::exception& error) {

@@ -1,8 +1,12 @@
 #include "server/rpc/services.h"
 
+#include <google/protobuf/descriptor.h>
+
 #include <memory>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "logitd/v1/sampler.pb.h"
 #include "server/rpc/topk_codec.h"
 
 namespace logitd::rpc {
@@ -18,7 +22,13 @@ RawUnaryService::Factory JobMethod(const CallEnvironment& environment) {
 }  // namespace
 
 SamplerService::SamplerService(const CallEnvironment& environment) {
-  AddRawUnary("/logitd.v1.Sampler/TopK", JobMethod<TopKCodec>(environment));
+  // Going by the descriptor also links it in, for reflection to serve.
+  const google::protobuf::ServiceDescriptor* const service =
+      v1::TopKRequest::descriptor()->file()->FindServiceByName("Sampler");
+  const auto name = [service](const char* method) {
+    return absl::StrCat("/", service->full_name(), "/", service->FindMethodByName(method)->name());
+  };
+  AddRawUnary(name("TopK"), JobMethod<TopKCodec>(environment));
 }
 
 ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* admission)

@@ -1,0 +1,746 @@
+// The server as its callers meet it: a process, sockets, protobuf. Nothing of ours on the client's
+// side.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "logitd/v1/sampler.grpc.pb.h"
+#include "logitd/v1/server.grpc.pb.h"
+#include "tests/e2e/peers.h"
+#include "tests/e2e/server_process.h"
+
+namespace logitd::e2e {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr const char* kHeld = "logitd_held_bytes";
+constexpr const char* kWaiting = "logitd_waiting_calls";
+
+// Room for one message at a time: payloads of 8 MiB and the small fields beside.
+const std::vector<std::string> kRoomForOne = {"--max-request-bytes=8MiB", "--slab-bytes=8MiB",
+                                              "--max-batch-rows=1024", "--max-held-bytes=9MiB"};
+
+std::vector<std::string> With(std::vector<std::string> flags, std::vector<std::string> more) {
+  flags.insert(flags.end(), more.begin(), more.end());
+  return flags;
+}
+
+std::vector<float> RandomLogits(size_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, 3.0f);
+  std::vector<float> logits(size);
+  for (float& logit : logits) logit = normal(random);
+  return logits;
+}
+
+grpc::Status TopK(const std::shared_ptr<grpc::Channel>& channel, const v1::TopKRequest& request,
+                  v1::TopKResponse* response, absl::Duration deadline = absl::Seconds(30)) {
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + deadline));
+  return v1::Sampler::NewStub(channel)->TopK(&context, request, response);
+}
+
+// Judges `response` for `logits` [rows, vocab] against sums in double precision.
+void ExpectRight(const std::vector<float>& logits, int64_t rows, const std::vector<int>& k,
+                 const std::vector<float>& temperature, const v1::TopKResponse& response) {
+  const auto vocab = static_cast<int64_t>(logits.size()) / rows;
+  ASSERT_EQ(response.k_size(), rows);
+  ASSERT_EQ(response.logsumexp_size(), rows);
+  ASSERT_EQ(response.status_size(), rows);
+  ASSERT_EQ(response.status_position_size(), rows);
+  int entry = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = logits.data() + row * vocab;
+    const int row_k = k[k.size() == 1 ? 0 : row];
+    const double t = temperature.empty() ? 1.0 : temperature[temperature.size() == 1 ? 0 : row];
+    std::vector<int> order(static_cast<size_t>(vocab));
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [x](int a, int b) { return x[a] > x[b]; });
+    const double max = x[order[0]] / t;
+    double sum = 0;
+    for (int64_t i = 0; i < vocab; ++i) sum += std::exp(x[i] / t - max);
+    ASSERT_EQ(response.k(static_cast<int>(row)), row_k);
+    EXPECT_EQ(response.status(static_cast<int>(row)), v1::ROW_STATUS_OK);
+    EXPECT_EQ(response.status_position(static_cast<int>(row)), -1);
+    EXPECT_NEAR(response.logsumexp(static_cast<int>(row)), max + std::log(sum),
+                2e-6 * std::max(1.0, std::fabs(max + std::log(sum))));
+    for (int i = 0; i < row_k; ++i, ++entry) {
+      ASSERT_EQ(response.indices(entry), order[i]) << "row " << row << " place " << i;
+      const double prob = std::exp(x[order[i]] / t - max) / sum;
+      ASSERT_NEAR(response.probs(entry), prob, 4e-6 * prob) << "row " << row << " place " << i;
+    }
+  }
+  EXPECT_EQ(response.indices_size(), entry);
+  EXPECT_EQ(response.probs_size(), entry);
+}
+
+// --- right answers
+// -------------------------------------------------------------------------------------------------
+
+class TransportTest : public ::testing::TestWithParam<bool> {
+ protected:
+  static void SetUpTestSuite() { server_ = new ServerProcess(); }
+  static void TearDownTestSuite() {
+    server_->Signal(SIGTERM);
+    EXPECT_EQ(server_->Wait(absl::Seconds(20)), 0) << server_->Log();
+    delete server_;
+  }
+  std::string address() const { return GetParam() ? server_->unix_socket() : server_->tcp(); }
+
+  static ServerProcess* server_;
+};
+ServerProcess* TransportTest::server_ = nullptr;
+
+INSTANTIATE_TEST_SUITE_P(All, TransportTest, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "unix" : "tcp"; });
+
+TEST_P(TransportTest, AnswersAreRight) {
+  const auto channel = Connect(address());
+  for (const auto& [rows, vocab] :
+       {std::pair<int64_t, int64_t>{1, 1}, {1, 1000}, {7, 333}, {3, 50257}}) {
+    const std::vector<float> logits = RandomLogits(static_cast<size_t>(rows * vocab), 11);
+    const int k = static_cast<int>(std::min<int64_t>(vocab, 20));
+    v1::TopKResponse response;
+    const grpc::Status status = TopK(channel, Request(logits, rows, k), &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    ExpectRight(logits, rows, {k}, {}, response);
+  }
+}
+
+TEST_P(TransportTest, KAndTemperaturePerRow) {
+  const std::vector<float> logits = RandomLogits(4 * 1000, 12);
+  const std::vector<int> k = {1, 1000, 3, 64};
+  const std::vector<float> temperature = {0.5f, 1.0f, 2.0f, 0.1f};
+  v1::TopKRequest request = Request(logits, 4, 1);
+  request.mutable_k()->Assign(k.begin(), k.end());
+  request.mutable_temperature()->Assign(temperature.begin(), temperature.end());
+  v1::TopKResponse response;
+  ASSERT_TRUE(TopK(Connect(address()), request, &response).ok());
+  ExpectRight(logits, 4, k, temperature, response);
+}
+
+TEST_P(TransportTest, HalfTypes) {
+  // bf16 and f16 hold small integers exactly.
+  std::vector<float> logits(64);
+  std::string bf16, f16;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = static_cast<float>((i * 29) % 64) / 4.0f;
+    const uint32_t bits = std::bit_cast<uint32_t>(logits[i]);
+    const auto upper = static_cast<uint16_t>(bits >> 16);
+    uint16_t half = 0;
+    if (logits[i] != 0) {
+      half =
+          static_cast<uint16_t>((((bits >> 23) & 0xff) - 127 + 15) << 10 | ((bits >> 13) & 0x3ff));
+    }
+    bf16.append(reinterpret_cast<const char*>(&upper), 2);
+    f16.append(reinterpret_cast<const char*>(&half), 2);
+  }
+  for (const auto& [dtype, bytes] : {std::pair{v1::DTYPE_BF16, bf16}, {v1::DTYPE_F16, f16}}) {
+    v1::TopKRequest request = Request(logits, 2, 5);
+    request.set_dtype(dtype);
+    request.set_logits(bytes);
+    v1::TopKResponse response;
+    const grpc::Status status = TopK(Connect(address()), request, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    ExpectRight(logits, 2, {5}, {}, response);
+  }
+}
+
+TEST_P(TransportTest, OneBadRowHarmsNoOther) {
+  std::vector<float> logits = RandomLogits(3 * 100, 13);
+  logits[100 + 42] = std::numeric_limits<float>::quiet_NaN();
+  v1::TopKResponse response;
+  ASSERT_TRUE(TopK(Connect(address()), Request(logits, 3, 2), &response).ok());
+  EXPECT_EQ(response.status(0), v1::ROW_STATUS_OK);
+  EXPECT_EQ(response.status(1), v1::ROW_STATUS_NAN_LOGIT);
+  EXPECT_EQ(response.status_position(1), 42);
+  EXPECT_EQ(response.status(2), v1::ROW_STATUS_OK);
+}
+
+TEST_P(TransportTest, TimingsAddUp) {
+  v1::TopKResponse response;
+  const absl::Time start = absl::Now();
+  ASSERT_TRUE(TopK(Connect(address()), Request(RandomLogits(8 * 50257, 1), 8, 5), &response).ok());
+  const int64_t wall = absl::ToInt64Nanoseconds(absl::Now() - start);
+  const v1::Timings& t = response.timings();
+  EXPECT_GT(t.copy_ns(), 0);
+  EXPECT_GT(t.kernel_ns(), 0);
+  EXPECT_GE(t.receive_ns(), 0);
+  EXPECT_EQ(t.h2d_ns(), 0);
+  EXPECT_GE(t.batch_rows(), 8);
+  EXPECT_LE(t.receive_ns() + t.copy_ns() + t.queue_ns() + t.kernel_ns(), t.total_ns());
+  EXPECT_LE(t.total_ns(), wall);
+}
+
+TEST_P(TransportTest, BadRequestsAreToldWhy) {
+  const auto channel = Connect(address());
+  v1::TopKRequest request = Request({1, 2, 3, 4}, 2, 3);
+  v1::TopKResponse response;
+  grpc::Status status = TopK(channel, request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("k"));
+  request.set_k(0, 1);
+  request.set_rows(3);
+  status = TopK(channel, request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("logits"));
+
+  GenericCall malformed(channel, kTopK);
+  grpc::ByteBuffer answer;
+  status = malformed.Unary(ToBuffer("\x10\x01\x7a\x7fxyz"), &answer);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("logits at byte 2"));
+}
+
+TEST_P(TransportTest, FieldsInAnyOrderTwiceAndUnknown) {
+  const std::vector<float> logits = {3, 1, 2};
+  const std::string payload(reinterpret_cast<const char*>(logits.data()), 12);
+  GenericCall call(Connect(address()), kTopK);
+  grpc::ByteBuffer answer;
+  const grpc::Status status =
+      call.Unary(ToBuffer("\x7a\x02xx"                // logits, to be replaced
+                          "\x80\x01\x02"              // k, not packed
+                          "\x18\x03\x10\x09\x10\x01"  // vocab, rows, rows again
+                          "\x4b\x08\x01\x4c"          // an unknown group
+                          "\x7a\x0c" +
+                          payload + "\x08\x01"),
+                 &answer);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  v1::TopKResponse response;
+  ASSERT_TRUE(response.ParseFromString(ToString(answer)));
+  ExpectRight(logits, 1, {2}, {}, response);
+}
+
+TEST_P(TransportTest, ExactlyOneRequestMessage) {
+  const auto channel = Connect(address());
+  const grpc::ByteBuffer message =
+      ToBuffer(Request(RandomLogits(1000, 1), 1, 1).SerializeAsString());
+  grpc::ByteBuffer answer;
+  GenericCall none(channel, kTopK);
+  ASSERT_TRUE(none.Start());
+  none.WritesDone();
+  EXPECT_FALSE(none.Read(&answer));
+  EXPECT_EQ(none.Finish().error_code(), grpc::StatusCode::UNIMPLEMENTED);
+
+  // Two in one go: refused, or (if the answer was faster) as good as one.
+  GenericCall two(channel, kTopK);
+  ASSERT_TRUE(two.Start());
+  if (two.Write(message)) two.Write(message, /*last=*/true);
+  two.Read(&answer);
+  const grpc::Status status = two.Finish();
+  EXPECT_THAT(status.error_code(), AnyOf(grpc::StatusCode::UNIMPLEMENTED, grpc::StatusCode::OK));
+}
+
+TEST_P(TransportTest, CompressedMessagesAreRefused) {
+  const auto channel = Connect(address());
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_GZIP, GRPC_COMPRESS_DEFLATE}) {
+    grpc::ClientContext context;
+    context.set_compression_algorithm(algorithm);
+    v1::TopKResponse response;
+    const grpc::Status status = v1::Sampler::NewStub(channel)->TopK(
+        &context, Request(std::vector<float>(4096), 1, 1), &response);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED) << status.error_message();
+  }
+}
+
+TEST_P(TransportTest, InfoHealthAndReflection) {
+  const auto channel = Connect(address());
+  grpc::ClientContext context;
+  v1::GetInfoResponse info;
+  ASSERT_TRUE(v1::Server::NewStub(channel)->GetInfo(&context, {}, &info).ok());
+  EXPECT_EQ(info.backend(), "cpu");
+  EXPECT_FALSE(info.version().empty());
+  EXPECT_FALSE(info.draining());
+  EXPECT_EQ(info.limits().max_request_bytes(), 64 * kMiB);
+  EXPECT_EQ(info.limits().max_vocab(), 1 << 20);
+  ASSERT_EQ(info.ops_size(), 1);
+  EXPECT_EQ(info.ops(0).method(), "logitd.v1.Sampler/TopK");
+
+  grpc::ByteBuffer answer;
+  for (const std::string service : {"", "logitd.v1.Sampler", "logitd.v1.Server"}) {
+    const std::string request =
+        service.empty()
+            ? ""
+            : absl::StrCat("\x0a", std::string(1, static_cast<char>(service.size())), service);
+    GenericCall check(channel, "/grpc.health.v1.Health/Check");
+    ASSERT_TRUE(check.Unary(ToBuffer(request), &answer).ok()) << service;
+    EXPECT_EQ(ToString(answer), "\x08\x01") << service;  // SERVING
+  }
+
+  const std::string reflect = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  GenericCall list(channel, reflect);
+  ASSERT_TRUE(list.Unary(ToBuffer(std::string("\x3a\x00", 2)), &answer).ok());
+  EXPECT_THAT(ToString(answer), HasSubstr("logitd.v1.Sampler"));
+  EXPECT_THAT(ToString(answer), HasSubstr("grpc.health.v1.Health"));
+  GenericCall describe(channel, reflect);
+  const std::string symbol = "logitd.v1.Sampler.TopK";
+  ASSERT_TRUE(describe
+                  .Unary(ToBuffer(absl::StrCat(
+                             "\x22", std::string(1, static_cast<char>(symbol.size())), symbol)),
+                         &answer)
+                  .ok());
+  EXPECT_THAT(ToString(answer), HasSubstr("TopKRequest"));
+  EXPECT_THAT(ToString(answer), HasSubstr("temperature"));
+}
+
+// --- many callers
+// --------------------------------------------------------------------------------------------------
+
+TEST(LoadTest, ConcurrentCallersShareBatchesAndGetTheirOwnAnswers) {
+  ServerProcess server({"--max-batch-delay=2ms"});
+  constexpr int kThreads = 12;
+  constexpr int kCalls = 30;
+  std::atomic<int> shared{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      const auto channel = Connect(thread % 2 == 0 ? server.tcp() : server.unix_socket());
+      for (int call = 0; call < kCalls; ++call) {
+        const int rows = 1 + (thread + call) % 3;
+        const std::vector<float> logits = RandomLogits(static_cast<size_t>(rows) * 512,
+                                                       static_cast<uint32_t>(thread * 100 + call));
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, Request(logits, rows, 1 + call % 7), &response);
+        ASSERT_TRUE(status.ok()) << status.error_message();
+        ExpectRight(logits, rows, {1 + call % 7}, {}, response);
+        shared += response.timings().batch_rows() > rows;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(shared.load(), 0) << "no batch was shared";
+  EXPECT_EQ(server.Metric("logitd_requests_total{code=\"OK\",op=\"softmax_topk\"}"),
+            kThreads * kCalls);
+  EXPECT_LT(server.Metric("logitd_batches_total{op=\"softmax_topk\"}"), kThreads * kCalls);
+  EXPECT_EQ(server.Metric(kHeld), 0);
+}
+
+TEST(LoadTest, MetricsMatchWhatWasDone) {
+  ServerProcess server;
+  const auto channel = Connect(server.tcp());
+  v1::TopKResponse response;
+  for (int i = 0; i < 5; ++i)
+    ASSERT_TRUE(TopK(channel, Request(RandomLogits(300, 1), 3, 1), &response).ok());
+  EXPECT_FALSE(TopK(channel, Request({1, 2}, 1, 3), &response).ok());
+  EXPECT_EQ(server.Metric("logitd_requests_total{code=\"OK\",op=\"softmax_topk\"}"), 5);
+  EXPECT_EQ(server.Metric("logitd_requests_total{code=\"INVALID_ARGUMENT\",op=\"softmax_topk\"}"),
+            1);
+  EXPECT_EQ(server.Metric("logitd_rows_total{op=\"softmax_topk\"}"), 15);
+  EXPECT_EQ(server.Metric("logitd_refused_total{reason=\"invalid\"}"), 1);
+  EXPECT_EQ(server.Metric("logitd_request_seconds_count{op=\"softmax_topk\"}"), 6);
+  EXPECT_EQ(server.Metric("logitd_draining"), 0);
+}
+
+TEST(LoadTest, CancelledCallsLeaveNothingBehind) {
+  ServerProcess server(kRoomForOne);
+  for (int round = 0; round < 5; ++round) {
+    ManyCalls calls(server.tcp(), 8);
+    for (int i = 0; i < 8; ++i) calls.Start(i, LargeRequest(30));
+    absl::SleepFor(absl::Milliseconds(1 + 4 * round));
+    calls.CancelAll();
+    for (const grpc::Status& status : calls.WaitAll()) {
+      EXPECT_THAT(status.error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::OK));
+    }
+  }
+  EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+  EXPECT_TRUE(server.WaitForMetric(kWaiting, '=', 0));
+  v1::TopKResponse response;
+  EXPECT_TRUE(TopK(Connect(server.tcp()), Request({1, 2}, 1, 1), &response).ok());
+}
+
+// --- bounded memory
+// ------------------------------------------------------------------------------------------------
+
+TEST(MemoryTest, ManyLargeRequestsStayWithinTheFlag) {
+  ServerProcess server({"--max-request-bytes=16MiB", "--slab-bytes=16MiB", "--max-batch-rows=1024",
+                        "--max-held-bytes=40MiB", "--streams=1"});
+  const auto touch = [&] {  // slabs are faulted in by use; they are not what is measured
+    ManyCalls calls(server.tcp(), 4);
+    for (int i = 0; i < 4; ++i) calls.Start(i, LargeRequest(64));
+    calls.WaitAll();
+  };
+  touch();
+  const int64_t before = server.RssBytes();
+  ManyCalls calls(server.tcp(), 64);
+  for (int i = 0; i < 64; ++i) calls.Start(i, LargeRequest(64));
+  int ok = 0;
+  for (const grpc::Status& status : calls.WaitAll()) {
+    ok += status.ok();
+    EXPECT_THAT(status.error_code(),
+                AnyOf(grpc::StatusCode::OK, grpc::StatusCode::RESOURCE_EXHAUSTED))
+        << status.error_message();
+  }
+  EXPECT_EQ(ok, 64);  // they waited in line, unread
+  const int64_t grown = server.PeakRssBytes() - before;
+  RecordProperty("grown_mib", static_cast<int>(grown / kMiB));
+  // 64 x 16 MiB = 1 GiB were sent. Held: 40 MiB. Beside: 64 KiB for each unread call, and what
+  // malloc keeps.
+  EXPECT_LT(grown, 100 * kMiB) << "grew by " << grown / kMiB << " MiB";
+}
+
+TEST(MemoryTest, UnreadCallsAreHeldAtThePeer) {
+  ServerProcess server(
+      {"--max-request-bytes=64MiB", "--max-batch-rows=1024", "--max-held-bytes=65MiB"});
+  GenericCall holder(Connect(server.tcp()),
+                     kTopK);  // has the only room there is, and sends nothing
+  ASSERT_TRUE(holder.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  const int64_t before = server.RssBytes();
+  ManyCalls calls(server.tcp(), 32);
+  for (int i = 0; i < 32; ++i) calls.Start(i, LargeRequest(256));  // 64 MiB each
+  ASSERT_TRUE(server.WaitForMetric(kWaiting, '=', 32));
+  absl::SleepFor(absl::Seconds(1));  // time enough to send it all, if anyone took it
+  const int64_t grown = server.PeakRssBytes() - before;
+  RecordProperty("grown_mib", static_cast<int>(grown / kMiB));
+  EXPECT_LT(grown, 24 * kMiB) << "grew by " << grown / kMiB << " MiB";
+  calls.CancelAll();
+  calls.WaitAll();
+  EXPECT_TRUE(server.WaitForMetric(kWaiting, '=', 0));
+}
+
+TEST(MemoryTest, CallsWaitingOnOneConnectionDoNotBlockItsAdmittedCall) {
+  ServerProcess server(kRoomForOne);
+  const auto channel = Connect(server.tcp());
+  GenericCall holder(channel, kTopK);
+  ASSERT_TRUE(holder.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  std::vector<std::thread> waiting;
+  std::atomic<int> ok{0};
+  for (int i = 0; i < 16; ++i) {
+    waiting.emplace_back([&] {
+      GenericCall call(channel, kTopK);
+      grpc::ByteBuffer answer;
+      ok += call.Unary(LargeRequest(20), &answer).ok();
+    });
+  }
+  EXPECT_TRUE(server.WaitForMetric(kWaiting, '=', 16));
+  grpc::ByteBuffer answer;
+  EXPECT_TRUE(holder.Write(LargeRequest(20), /*last=*/true));
+  EXPECT_TRUE(holder.Read(&answer));
+  EXPECT_TRUE(holder.Finish().ok());
+  for (std::thread& thread : waiting) thread.join();
+  EXPECT_EQ(ok.load(), 16);
+}
+
+TEST(MemoryTest, BombIsNotInflated) {
+  ServerProcess server;
+  const int64_t before = server.RssBytes();
+  {
+    v1::TopKRequest request;
+    request.set_logits(std::string(200 * kMiB, '\0'));
+    grpc::ClientContext context;
+    context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
+    v1::TopKResponse response;
+    const grpc::Status status =
+        v1::Sampler::NewStub(Connect(server.tcp()))->TopK(&context, request, &response);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED) << status.error_message();
+  }
+  const int64_t grown = server.PeakRssBytes() - before;
+  RecordProperty("grown_mib", static_cast<int>(grown / kMiB));
+  EXPECT_LT(grown, 16 * kMiB) << "grew by " << grown / kMiB << " MiB";
+}
+
+TEST(MemoryTest, OversizedMessagesAreRefusedAndTheLiarIsCutOff) {
+  ServerProcess server(kRoomForOne);
+  const int64_t before = server.RssBytes();
+  const auto channel = Connect(server.tcp());
+  grpc::ByteBuffer answer;
+  GenericCall large(channel, kTopK);
+  EXPECT_EQ(large.Unary(LargeRequest(40), &answer).error_code(),
+            grpc::StatusCode::RESOURCE_EXHAUSTED);
+  GenericCall huge(channel, kTopK);  // 1 GiB
+  EXPECT_EQ(huge.Unary(LargeRequest(4096), &answer).error_code(),
+            grpc::StatusCode::RESOURCE_EXHAUSTED);
+  const int64_t grown = server.PeakRssBytes() - before;
+  RecordProperty("grown_mib", static_cast<int>(grown / kMiB));
+  EXPECT_LT(grown, 192 * kMiB) << "grew by " << grown / kMiB << " MiB";
+  v1::TopKResponse response;
+  EXPECT_TRUE(TopK(Connect(server.tcp()), Request({1, 2}, 1, 1), &response).ok());
+}
+
+TEST(MemoryTest, LargerThanABatchIsInvalid) {
+  ServerProcess server({"--max-batch-rows=4"});
+  v1::TopKResponse response;
+  const grpc::Status status =
+      TopK(Connect(server.tcp()), Request(std::vector<float>(50), 5, 1), &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("4"));
+}
+
+// --- waiting, deadlines, peers that misbehave
+// ----------------------------------------------------------------------
+
+TEST(WaitingTest, FullLineIsRefusedWithADelay) {
+  ServerProcess server(With(kRoomForOne, {"--max-waiting-calls=1"}));
+  const auto channel = Connect(server.tcp());
+  GenericCall holder(channel, kTopK);
+  ASSERT_TRUE(holder.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  GenericCall waits(channel, kTopK);
+  ASSERT_TRUE(waits.Start());
+  ASSERT_TRUE(server.WaitForMetric(kWaiting, '=', 1));
+  grpc::ClientContext context;
+  v1::TopKResponse response;
+  const grpc::Status status =
+      v1::Sampler::NewStub(channel)->TopK(&context, Request({1, 2}, 1, 1), &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  const auto& trailers = context.GetServerTrailingMetadata();
+  const auto delay = trailers.find("grpc-retry-pushback-ms");
+  ASSERT_NE(delay, trailers.end());
+  EXPECT_GT(std::stoi(std::string(delay->second.data(), delay->second.size())), 0);
+}
+
+TEST(WaitingTest, DeadlineIsKeptInTheLine) {
+  ServerProcess server(kRoomForOne);
+  const auto channel = Connect(server.tcp());
+  GenericCall holder(channel, kTopK);
+  ASSERT_TRUE(holder.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  v1::TopKResponse response;
+  const absl::Time start = absl::Now();
+  const grpc::Status status =
+      TopK(channel, Request({1, 2}, 1, 1), &response, absl::Milliseconds(100));
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  EXPECT_TRUE(server.WaitForMetric(kWaiting, '=', 0));
+}
+
+TEST(WaitingTest, PeerThatSendsNoMessageLosesItsRoom) {
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=300ms"}));
+  const auto channel = Connect(server.tcp());
+  GenericCall stalls(channel, kTopK);
+  ASSERT_TRUE(stalls.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  v1::TopKResponse response;
+  EXPECT_TRUE(TopK(channel, Request({1, 2}, 1, 1), &response).ok());  // waits for the room
+  grpc::ByteBuffer answer;
+  EXPECT_FALSE(stalls.Read(&answer));
+  const grpc::Status status = stalls.Finish();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_THAT(status.error_message(), HasSubstr("300ms"));
+}
+
+TEST(WaitingTest, PeerThatStopsInTheMiddleLosesItsRoom) {
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=300ms"}));
+  BarePeer peer(server.port());
+  peer.SendHeaders(kTopK);
+  peer.SendMessage(5000, "\x10\x01", /*end_stream=*/false);
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  EXPECT_TRUE(peer.WaitForFrame(1, absl::Seconds(5)));
+  EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+}
+
+TEST(WaitingTest, PeerThatTakesNoAnswerIsCutOff) {
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=300ms"}));
+  BarePeer peer(server.port(), /*window=*/0);
+  peer.SendHeaders(kTopK);
+  const std::string request = Request(RandomLogits(4000, 1), 1, 4000).SerializeAsString();
+  peer.SendMessage(static_cast<uint32_t>(request.size()), request, /*end_stream=*/true);
+  ASSERT_TRUE(
+      server.WaitForMetric("logitd_requests_total{code=\"OK\",op=\"softmax_topk\"}", '=', 1));
+  EXPECT_GT(server.Metric(kHeld), 0);  // the answer waits for the peer
+  EXPECT_TRUE(peer.WaitForFrame(3, absl::Seconds(5)));
+  EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+}
+
+TEST(WaitingTest, TruncatedAndVanishedPeers) {
+  ServerProcess server(kRoomForOne);
+  {
+    BarePeer truncated(server.port());
+    truncated.SendHeaders(kTopK);
+    truncated.SendMessage(5000, "\x10\x01", /*end_stream=*/true);
+    EXPECT_TRUE(truncated.WaitForFrame(1, absl::Seconds(5)));  // trailers
+  }
+  for (int i = 0; i < 10; ++i) {
+    BarePeer vanishes(server.port());
+    vanishes.SendHeaders(kTopK);
+    vanishes.SendMessage(5000000, std::string(1000, 'x'), /*end_stream=*/false);
+    if (i % 2 == 0) {
+      ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+    }
+  }
+  EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+  v1::TopKResponse response;
+  EXPECT_TRUE(TopK(Connect(server.tcp()), Request({1, 2}, 1, 1), &response).ok());
+}
+
+TEST(WaitingTest, SecondMessageIsRefusedWhileTheFirstWaits) {
+  // The batch waits longer than it takes to see the second message.
+  ServerProcess server({"--max-batch-delay=2s"});
+  GenericCall two(Connect(server.tcp()), kTopK);
+  const grpc::ByteBuffer message = ToBuffer(Request({1, 2}, 1, 1).SerializeAsString());
+  ASSERT_TRUE(two.Start());
+  ASSERT_TRUE(two.Write(message));
+  ASSERT_TRUE(two.Write(message, /*last=*/true));
+  grpc::ByteBuffer answer;
+  EXPECT_FALSE(two.Read(&answer));
+  const grpc::Status status = two.Finish();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_THAT(status.error_message(), HasSubstr("second"));
+}
+
+// --- start and end
+// -------------------------------------------------------------------------------------------------
+
+TEST(LifeTest, DrainFinishesWhatIsAdmittedAndRefusesTheRest) {
+  ServerProcess server(kRoomForOne);
+  const auto channel = Connect(server.tcp());
+  GenericCall admitted(channel, kTopK);
+  ASSERT_TRUE(admitted.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  GenericCall waits(channel, kTopK);
+  ASSERT_TRUE(waits.Start());
+  ASSERT_TRUE(server.WaitForMetric(kWaiting, '=', 1));
+
+  server.Signal(SIGTERM);
+  ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
+  grpc::ByteBuffer answer;
+  EXPECT_FALSE(waits.Read(&answer));
+  EXPECT_EQ(waits.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  v1::TopKResponse response;
+  EXPECT_EQ(TopK(channel, Request({1, 2}, 1, 1), &response).error_code(),
+            grpc::StatusCode::UNAVAILABLE);
+  GenericCall health(channel, "/grpc.health.v1.Health/Check");
+  ASSERT_TRUE(health.Unary(ToBuffer(""), &answer).ok());
+  EXPECT_EQ(ToString(answer), "\x08\x02");  // NOT_SERVING
+  grpc::ClientContext context;
+  v1::GetInfoResponse info;
+  ASSERT_TRUE(v1::Server::NewStub(channel)->GetInfo(&context, {}, &info).ok());
+  EXPECT_TRUE(info.draining());
+
+  const std::vector<float> logits = {1, 3, 2};
+  ASSERT_TRUE(admitted.Write(ToBuffer(Request(logits, 1, 3).SerializeAsString()), /*last=*/true));
+  ASSERT_TRUE(admitted.Read(&answer));
+  EXPECT_TRUE(admitted.Finish().ok());
+  ASSERT_TRUE(response.ParseFromString(ToString(answer)));
+  ExpectRight(logits, 1, {3}, {}, response);
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+}
+
+TEST(LifeTest, SecondSignalHastens) {
+  ServerProcess server(kRoomForOne);
+  const auto channel = Connect(server.tcp());
+  GenericCall stalls(channel, kTopK);
+  ASSERT_TRUE(stalls.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  server.Signal(SIGINT);
+  ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
+  EXPECT_FALSE(server.Wait(absl::Milliseconds(300)).has_value()) << "did not wait for the call";
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+}
+
+TEST(LifeTest, GraceEnds) {
+  ServerProcess server(With(kRoomForOne, {"--drain-grace=200ms"}));
+  GenericCall stalls(Connect(server.tcp()), kTopK);
+  ASSERT_TRUE(stalls.Start());
+  ASSERT_TRUE(server.WaitForMetric(kHeld, '>', 0));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+  EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
+}
+
+TEST(LifeTest, WatchersOfHealthSeeTheDrainAndDoNotHoldItUp) {
+  ServerProcess server;
+  GenericCall watch(Connect(server.tcp()), "/grpc.health.v1.Health/Watch");
+  ASSERT_TRUE(watch.Start());
+  ASSERT_TRUE(watch.Write(ToBuffer(""), /*last=*/true));
+  grpc::ByteBuffer answer;
+  ASSERT_TRUE(watch.Read(&answer));
+  EXPECT_EQ(ToString(answer), "\x08\x01");
+  server.Signal(SIGTERM);
+  ASSERT_TRUE(watch.Read(&answer));
+  EXPECT_EQ(ToString(answer), "\x08\x02");
+  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+}
+
+TEST(LifeTest, DrainUnderLoadAnswersEveryCall) {
+  ServerProcess server;
+  std::atomic<int> ok{0};
+  std::atomic<int> refused{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&] {
+      const auto channel = Connect(server.tcp());
+      const v1::TopKRequest request = Request(RandomLogits(4 * 5000, 1), 4, 10);
+      for (int i = 0; i < 100000; ++i) {
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, request, &response);
+        if (!status.ok()) {
+          EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
+          ++refused;
+          return;
+        }
+        ++ok;
+      }
+    });
+  }
+  absl::SleepFor(absl::Milliseconds(300));
+  server.Signal(SIGTERM);
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  EXPECT_GT(ok.load(), 0);
+  EXPECT_EQ(refused.load(), 4);
+  EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
+}
+
+struct Usage {
+  const char* name;
+  std::vector<std::string> flags;
+  int exit_code;
+  const char* text;
+};
+
+class UsageTest : public ::testing::TestWithParam<Usage> {};
+
+TEST_P(UsageTest, EndsWithTheCodeAndSaysWhy) {
+  const Ended ended = RunToEnd(GetParam().flags);
+  EXPECT_EQ(ended.exit_code, GetParam().exit_code) << ended.text;
+  EXPECT_THAT(ended.text, HasSubstr(GetParam().text));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, UsageTest,
+    ::testing::Values(Usage{"help", {"--help"}, 0, "--max-held-bytes"},
+                      Usage{"version", {"--version"}, 0, "logitd 0."},
+                      Usage{"unknown_flag", {"--frobnicate"}, 2, "--frobnicate"},
+                      Usage{"unknown_backend", {"--backend=tpu"}, 2, "--backend"},
+                      Usage{"slab_below_request", {"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
+                      Usage{
+                          "held_below_request", {"--max-held-bytes=64MiB"}, 2, "--max-held-bytes"},
+                      Usage{"not_a_duration", {"--receive-timeout=soon"}, 2, "--receive-timeout"},
+                      Usage{"not_an_address", {"--listen=nowhere"}, 2, "--listen"},
+                      Usage{"address_not_ours",
+                            {"--backend=cpu", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
+                            1,
+                            "192.0.2.1:7450"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(LifeTest, TakenPortIsAnErrorNotAShare) {
+  ServerProcess server;
+  const Ended ended =
+      RunToEnd({"--backend=cpu", "--listen=" + server.tcp(), "--metrics-listen=off"});
+  EXPECT_EQ(ended.exit_code, 1) << ended.text;
+  EXPECT_THAT(ended.text, HasSubstr(server.tcp()));
+}
+
+}  // namespace
+}  // namespace logitd::e2e

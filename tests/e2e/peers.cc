@@ -1,0 +1,259 @@
+#include "tests/e2e/peers.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "absl/time/clock.h"
+
+namespace logitd::e2e {
+namespace {
+
+void* Tag(size_t i) { return reinterpret_cast<void*>(i); }
+
+void AppendVarint(std::string* out, uint64_t value) {
+  for (; value >= 0x80; value >>= 7) out->push_back(static_cast<char>(value | 0x80));
+  out->push_back(static_cast<char>(value));
+}
+
+void AppendBigEndian(std::string* out, uint32_t value, int bytes) {
+  for (int i = bytes - 1; i >= 0; --i) out->push_back(static_cast<char>(value >> (8 * i)));
+}
+
+}  // namespace
+
+std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetMaxReceiveMessageSize(-1);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+grpc::ByteBuffer ToBuffer(std::string_view bytes) {
+  const grpc::Slice slice(bytes.data(), bytes.size());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+std::string ToString(const grpc::ByteBuffer& buffer) {
+  std::vector<grpc::Slice> slices;
+  std::string text;
+  if (!buffer.Dump(&slices).ok()) return text;
+  for (const grpc::Slice& slice : slices) {
+    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
+  return text;
+}
+
+v1::TopKRequest Request(const std::vector<float>& logits, int64_t rows, int k) {
+  v1::TopKRequest request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(rows);
+  request.set_vocab(static_cast<int64_t>(logits.size()) / rows);
+  request.set_logits(logits.data(), logits.size() * sizeof(float));
+  request.add_k(k);
+  return request;
+}
+
+grpc::ByteBuffer LargeRequest(int64_t rows) {
+  static const auto* const zeros = new std::vector<float>(65536);
+  v1::TopKRequest request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(rows);
+  request.set_vocab(65536);
+  request.add_k(1);
+  std::string head = request.SerializeAsString();
+  AppendVarint(&head, v1::TopKRequest::kLogitsFieldNumber << 3 | 2);
+  AppendVarint(&head, static_cast<uint64_t>(rows * kLargeRowBytes));
+  std::vector<grpc::Slice> slices = {grpc::Slice(head)};
+  for (int64_t row = 0; row < rows; ++row) {
+    slices.emplace_back(const_cast<float*>(zeros->data()), zeros->size() * sizeof(float),
+                        grpc::Slice::STATIC_SLICE);
+  }
+  return grpc::ByteBuffer(slices.data(), slices.size());
+}
+
+GenericCall::GenericCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
+                         absl::Duration deadline)
+    : channel_(std::move(channel)), stub_(channel_) {
+  context_.set_deadline(absl::ToChronoTime(absl::Now() + deadline));
+  call_ = stub_.PrepareCall(&context_, method, &queue_);
+}
+
+GenericCall::~GenericCall() {
+  if (!finished_) context_.TryCancel();
+  queue_.Shutdown();
+  void* tag = nullptr;
+  for (bool ok = false; queue_.Next(&tag, &ok);) {
+  }
+}
+
+bool GenericCall::Next() {
+  void* tag = nullptr;
+  bool ok = false;
+  return queue_.Next(&tag, &ok) && ok;
+}
+
+bool GenericCall::Start() {
+  call_->StartCall(Tag(1));
+  return Next();
+}
+
+bool GenericCall::Write(const grpc::ByteBuffer& message, bool last) {
+  grpc::WriteOptions options;
+  if (last) options.set_last_message();
+  call_->Write(message, options, Tag(1));
+  return Next();
+}
+
+bool GenericCall::WritesDone() {
+  call_->WritesDone(Tag(1));
+  return Next();
+}
+
+bool GenericCall::Read(grpc::ByteBuffer* message) {
+  call_->Read(message, Tag(1));
+  return Next();
+}
+
+grpc::Status GenericCall::Finish() {
+  grpc::Status status;
+  call_->Finish(&status, Tag(1));
+  Next();
+  finished_ = true;
+  return status;
+}
+
+grpc::Status GenericCall::Unary(const grpc::ByteBuffer& message, grpc::ByteBuffer* answer) {
+  if (Start() && Write(message, /*last=*/true)) Read(answer);
+  return Finish();
+}
+
+struct ManyCalls::Call {
+  explicit Call(const std::shared_ptr<grpc::Channel>& channel) : stub(channel) {}
+  grpc::GenericStub stub;
+  grpc::ClientContext context;
+  grpc::ByteBuffer answer;
+  grpc::Status status;
+  std::unique_ptr<grpc::GenericClientAsyncResponseReader> reader;
+};
+
+ManyCalls::ManyCalls(const std::string& address, int connections) {
+  for (int i = 0; i < connections; ++i) channels_.push_back(Connect(address));
+  poller_ = std::thread([this] {
+    void* tag = nullptr;
+    for (bool ok = false; queue_.Next(&tag, &ok);) {
+      absl::MutexLock lock(&mutex_);
+      ++ended_;
+    }
+  });
+}
+
+ManyCalls::~ManyCalls() {
+  CancelAll();
+  WaitAll();
+  queue_.Shutdown();
+  poller_.join();
+}
+
+void ManyCalls::Start(int i, const grpc::ByteBuffer& message, absl::Duration deadline) {
+  auto call = std::make_unique<Call>(channels_[static_cast<size_t>(i)]);
+  call->context.set_deadline(absl::ToChronoTime(absl::Now() + deadline));
+  call->reader = call->stub.PrepareUnaryCall(&call->context, kTopK, message, &queue_);
+  call->reader->StartCall();
+  call->reader->Finish(&call->answer, &call->status, Tag(1));
+  calls_.push_back(std::move(call));
+}
+
+void ManyCalls::CancelAll() {
+  for (const auto& call : calls_) call->context.TryCancel();
+}
+
+std::vector<grpc::Status> ManyCalls::WaitAll() {
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto all = [this]()
+                         ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return ended_ == calls_.size(); };
+    mutex_.Await(absl::Condition(&all));
+  }
+  std::vector<grpc::Status> statuses;
+  for (const auto& call : calls_) statuses.push_back(call->status);
+  return statuses;
+}
+
+BarePeer::BarePeer(int port, uint32_t window)
+    : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
+    throw std::runtime_error("connect: " + std::string(std::strerror(errno)));
+  }
+  const std::string_view preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+  send(fd_, preface.data(), preface.size(), MSG_NOSIGNAL);
+  std::string settings;
+  AppendBigEndian(&settings, 4, 2);  // SETTINGS_INITIAL_WINDOW_SIZE
+  AppendBigEndian(&settings, window, 4);
+  SendFrame(4, 0, 0, settings);
+}
+
+BarePeer::~BarePeer() { close(fd_); }
+
+void BarePeer::SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload) {
+  std::string frame;
+  AppendBigEndian(&frame, static_cast<uint32_t>(payload.size()), 3);
+  frame.push_back(static_cast<char>(type));
+  frame.push_back(static_cast<char>(flags));
+  AppendBigEndian(&frame, stream, 4);
+  frame += payload;
+  send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL);
+}
+
+void BarePeer::SendHeaders(const std::string& method) {
+  std::string block = "\x83\x86";  // :method POST, :scheme http
+  const auto add = [&block](std::string_view head, std::string_view value) {
+    block += head;
+    block.push_back(static_cast<char>(value.size()));
+    block += value;
+  };
+  add("\x04", method);                  // :path
+  add("\x01", "localhost");             // :authority
+  add("\x0f\x10", "application/grpc");  // content-type
+  add(std::string_view("\0\x02te", 4), "trailers");
+  SendFrame(1, 4 /* END_HEADERS */, 1, block);
+}
+
+void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_stream) {
+  std::string message(1, '\0');  // not compressed
+  AppendBigEndian(&message, claimed, 4);
+  message += body;
+  SendFrame(0, end_stream ? 1 : 0, 1, message);
+}
+
+bool BarePeer::WaitForFrame(uint8_t type, absl::Duration timeout) {
+  const absl::Time end = absl::Now() + timeout;
+  std::string bytes;
+  while (absl::Now() < end) {
+    while (bytes.size() >= 9) {
+      const auto byte = [&bytes](size_t i) { return static_cast<uint8_t>(bytes[i]); };
+      const size_t size = size_t{byte(0)} << 16 | size_t{byte(1)} << 8 | byte(2);
+      if (byte(3) == type && byte(8) == 1) return true;
+      if (bytes.size() < 9 + size) break;
+      bytes.erase(0, 9 + size);
+    }
+    pollfd waiting = {fd_, POLLIN, 0};
+    if (poll(&waiting, 1, 20) <= 0) continue;
+    char buffer[4096];
+    const ssize_t got = recv(fd_, buffer, sizeof(buffer), 0);
+    if (got <= 0) return false;
+    bytes.append(buffer, static_cast<size_t>(got));
+  }
+  return false;
+}
+
+}  // namespace logitd::e2e

@@ -1,0 +1,75 @@
+// The real server as a subprocess on ports of its own choosing.
+#ifndef LOGITD_TESTS_E2E_SERVER_PROCESS_H_
+#define LOGITD_TESTS_E2E_SERVER_PROCESS_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace logitd::e2e {
+
+// What a run of the binary to its end left.
+struct Ended {
+  int exit_code = -1;
+  std::string text;  // both outputs
+};
+
+// Path of the server: $LOGITD_BINARY, else `logitd` beside the test or in ../bin.
+std::string ServerBinary();
+
+// Runs the server with `flags` until it ends by itself.
+Ended RunToEnd(const std::vector<std::string>& flags);
+
+// Not thread-safe, but for Metric.
+class ServerProcess {
+ public:
+  // Starts it on the CPU backend, on a TCP port, a Unix socket and a metrics port, `flags` beside;
+  // waits until it listens.
+  explicit ServerProcess(std::vector<std::string> flags = {});
+  // Kills it if it still runs.
+  ~ServerProcess();
+  ServerProcess(const ServerProcess&) = delete;
+  ServerProcess& operator=(const ServerProcess&) = delete;
+
+  const std::string& tcp() const { return tcp_; }                  // "127.0.0.1:PORT"
+  const std::string& unix_socket() const { return unix_socket_; }  // "unix:PATH"
+  int port() const;
+
+  void Signal(int signal);
+  // The exit code, or nullopt if it still runs after `timeout`; 128 + n if signal n ended it.
+  std::optional<int> Wait(absl::Duration timeout);
+
+  // Resident memory now, and the most it ever was.
+  int64_t RssBytes() const { return StatusBytes("VmRSS:"); }
+  int64_t PeakRssBytes() const { return StatusBytes("VmHWM:"); }
+
+  // The metrics page, and one sample of it by its name with labels as printed; -1 if there is none.
+  std::string Scrape() const;
+  double Metric(const std::string& sample) const;
+  // True once the sample satisfies `what`: '=' or '>' and `value`. False after `timeout`.
+  bool WaitForMetric(const std::string& sample, char what, double value,
+                     absl::Duration timeout = absl::Seconds(10)) const;
+
+  std::string Log() const;
+
+ private:
+  int64_t StatusBytes(const std::string& key) const;
+
+  std::string directory_;
+  std::string log_path_;
+  std::string unix_socket_;
+  std::string tcp_;
+  int metrics_port_ = 0;
+  pid_t pid_ = -1;
+  std::optional<int> exit_code_;
+};
+
+}  // namespace logitd::e2e
+
+#endif  // LOGITD_TESTS_E2E_SERVER_PROCESS_H_
