@@ -5,7 +5,7 @@
 # base must be the same distribution as its build base, since libc and libstdc++ come from there.
 ARG BASE=debian:12-slim
 ARG CUDA_BUILD_BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
-ARG CUDA_BASE=nvidia/cuda:13.0.0-runtime-ubuntu24.04
+ARG CUDA_BASE=nvidia/cuda:13.0.0-base-ubuntu24.04
 
 FROM ${BASE} AS build-cpu
 WORKDIR /src
