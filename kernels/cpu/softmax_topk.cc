@@ -27,6 +27,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <type_traits>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/softmax_topk.cc"
@@ -95,6 +96,10 @@ inline int32_t KeyIndex(uint64_t key) {
 
 inline int64_t CellCount(int64_t vocab) { return (vocab + kCellElements - 1) / kCellElements; }
 
+// How far ahead memory is asked for. The hardware does not look across pages; half a page won among
+// 0.5 to 8 KiB. A prefetch behind the row's end is harmless.
+constexpr int64_t kAheadBytes = 2048;
+
 // One row of the op.
 struct Row {
   const void* logits;
@@ -130,10 +135,25 @@ using DF = hn::CappedTag<float, kMaxLanes>;
 using DI = hn::RebindToSigned<DF>;
 using VF = hn::Vec<DF>;
 
+// Whether PromoteTo reads f16 by an instruction. Highway 1.0's substitute for it takes infinities
+// and NaN for finite.
+constexpr bool kHardwareF16 = HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2;
+
 template <typename T>
 HWY_INLINE VF LoadF32(DF d, const T* from) {
   if constexpr (std::is_same_v<T, float>) {
     return hn::LoadU(d, from);
+  } else if constexpr (std::is_same_v<T, hwy::float16_t> && !kHardwareF16) {
+    const hn::RebindToUnsigned<DF> du;
+    const auto half = hn::PromoteTo(
+        du, hn::LoadU(hn::Rebind<uint16_t, DF>(), reinterpret_cast<const uint16_t*>(from)));
+    const auto size = hn::And(half, hn::Set(du, 0x7fff));
+    const auto sign = hn::ShiftLeft<16>(hn::Sub(half, size));
+    // As the bits of a float, the size is 2^-112 of what it means, subnormals included.
+    const VF value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(size)), hn::Set(d, 0x1p112f));
+    // All ones in f16's exponent stand for all ones in f32's.
+    const VF special = hn::IfThenElseZero(hn::Ge(value, hn::Set(d, 65536.0f)), hn::Set(d, kInf));
+    return hn::Or(hn::Or(value, special), hn::BitCast(d, sign));
   } else {
     return hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, DF>(), from));
   }
@@ -225,18 +245,21 @@ HWY_NOINLINE float CountPlusInf(const T* cell) {
   return static_cast<float>(count);
 }
 
-// Max and sum of one cell of 1024 elements, and its group maxima. A NaN leaves a NaN sum.
-template <typename T>
-HWY_INLINE void SketchCell(const T* HWY_RESTRICT cell, const Exponent& e,
-                           float* HWY_RESTRICT as_f32, float* HWY_RESTRICT out_max,
-                           float* HWY_RESTRICT out_sum, float* HWY_RESTRICT coarse,
-                           float* HWY_RESTRICT fine) {
-  const DF d;
-  const int64_t lanes = hn::Lanes(d);
-  const int64_t block = kFineGroup * lanes;
-  VF max = hn::Set(d, -kInf);
-  VF total = hn::Zero(d);
-  for (int64_t i = 0; i < kCellElements; i += block) {
+// The first look at a cell: maxima, and a sum whose only use is that a NaN shows in it.
+class CellReader {
+ public:
+  HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)), total_(hn::Zero(DF())) {}
+
+  // The next kFineGroup vectors, from element i on; `as_f32` keeps them for the second look unless
+  // T is float.
+  template <typename T>
+  HWY_INLINE void Read(const T* HWY_RESTRICT cell, int64_t i, float* HWY_RESTRICT as_f32,
+                       float* HWY_RESTRICT fine) {
+    const DF d;
+    const int64_t lanes = hn::Lanes(d);
+    const char* ahead = reinterpret_cast<const char*>(cell + i) + kAheadBytes;
+    const int64_t bytes = kFineGroup * lanes * static_cast<int64_t>(sizeof(T));
+    for (int64_t b = 0; b < bytes; b += 64) hwy::Prefetch(ahead + b);
     VF v[kFineGroup];
     for (int64_t j = 0; j < kFineGroup; ++j) {
       v[j] = LoadF32(d, cell + i + j * lanes);
@@ -247,57 +270,106 @@ HWY_INLINE void SketchCell(const T* HWY_RESTRICT cell, const Exponent& e,
     const VF s01 = hn::Add(v[0], v[1]), s23 = hn::Add(v[2], v[3]);
     const VF s45 = hn::Add(v[4], v[5]), s67 = hn::Add(v[6], v[7]);
     const VF m = hn::Max(hn::Max(m01, m23), hn::Max(m45, m67));
-    total = hn::Add(total, hn::Add(hn::Add(s01, s23), hn::Add(s45, s67)));
     hn::StoreU(m, d, fine + i / kFineGroup);
-    max = hn::Max(max, m);
+    max_ = hn::Max(max_, m);
+    total_ = hn::Add(total_, hn::Add(hn::Add(s01, s23), hn::Add(s45, s67)));
   }
-  hn::StoreU(max, d, coarse);
-  // A sum is NaN where an element is, or where infinities of both signs meet: then look closer.
-  if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(total))) && HasNan(cell)) {
-    *out_max = -kInf;
-    *out_sum = std::numeric_limits<float>::quiet_NaN();
-    return;
-  }
-  const float cell_max = hn::GetLane(hn::MaxOfLanes(d, max));
-  *out_max = cell_max;
-  if (HWY_UNLIKELY(std::isinf(cell_max))) {
-    *out_sum = cell_max > 0 ? CountPlusInf(cell) : 0.0f;
-    return;
-  }
-  const float* HWY_RESTRICT x = as_f32;
-  if constexpr (std::is_same_v<T, float>) x = cell;
-  const VF shrink = hn::Set(d, kShrink);
-  const VF top = hn::Set(d, cell_max * kShrink);
-  const VF slope = hn::Set(d, e.slope);
-  const VF floor = hn::Set(d, e.floor);
-  VF s0 = hn::Zero(d), s1 = s0, s2 = s0, s3 = s0;
-  constexpr int64_t kBytes = sizeof(T);
-  const char* next = reinterpret_cast<const char*>(cell + kCellElements);
-  for (int64_t i = 0; i < kCellElements; i += 4 * lanes) {
-    // The cell after this one comes from memory while this one is computed on. A prefetch past the
-    // end is harmless.
-    for (int64_t b = 0; b < 4 * lanes * kBytes; b += 64) hwy::Prefetch(next + i * kBytes + b);
-    const VF x0 = hn::LoadU(d, x + i), x1 = hn::LoadU(d, x + i + lanes);
-    const VF x2 = hn::LoadU(d, x + i + 2 * lanes), x3 = hn::LoadU(d, x + i + 3 * lanes);
-    s0 = AddExp(d, hn::MulSub(x0, shrink, top), slope, floor, s0);
-    s1 = AddExp(d, hn::MulSub(x1, shrink, top), slope, floor, s1);
-    s2 = AddExp(d, hn::MulSub(x2, shrink, top), slope, floor, s2);
-    s3 = AddExp(d, hn::MulSub(x3, shrink, top), slope, floor, s3);
-  }
-  *out_sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
-}
 
+  // Writes the cell's maxima. Returns whether its sum of exp is still to be computed; if not,
+  // writes that too.
+  template <typename T>
+  HWY_INLINE bool Finish(const T* cell, float* out_max, float* out_sum, float* coarse) const {
+    const DF d;
+    hn::StoreU(max_, d, coarse);
+    // A sum is NaN where an element is, or where infinities of both signs meet: then look closer.
+    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(total_))) && HasNan(cell)) {
+      *out_max = -kInf;
+      *out_sum = std::numeric_limits<float>::quiet_NaN();
+      return false;
+    }
+    *out_max = hn::GetLane(hn::MaxOfLanes(d, max_));
+    if (HWY_LIKELY(std::isfinite(*out_max))) return true;
+    *out_sum = *out_max > 0 ? CountPlusInf(cell) : 0.0f;
+    return false;
+  }
+
+ private:
+  VF max_, total_;
+};
+
+// The second look: the sum of exp against the cell's maximum, which is finite.
+class CellSummer {
+ public:
+  HWY_INLINE CellSummer(const Exponent& e, float max)
+      : top_(hn::Set(DF(), max * kShrink)),
+        slope_(hn::Set(DF(), e.slope)),
+        floor_(hn::Set(DF(), e.floor)),
+        s0_(hn::Zero(DF())),
+        s1_(s0_),
+        s2_(s0_),
+        s3_(s0_) {}
+
+  // Adds the next kFineGroup vectors.
+  HWY_INLINE void Add(const float* HWY_RESTRICT x) {
+    const DF d;
+    const int64_t lanes = hn::Lanes(d);
+    const VF shrink = hn::Set(d, kShrink);
+    for (int64_t j = 0; j < kFineGroup; j += 4) {
+      const VF x0 = hn::LoadU(d, x + j * lanes), x1 = hn::LoadU(d, x + (j + 1) * lanes);
+      const VF x2 = hn::LoadU(d, x + (j + 2) * lanes), x3 = hn::LoadU(d, x + (j + 3) * lanes);
+      s0_ = AddExp(d, hn::MulSub(x0, shrink, top_), slope_, floor_, s0_);
+      s1_ = AddExp(d, hn::MulSub(x1, shrink, top_), slope_, floor_, s1_);
+      s2_ = AddExp(d, hn::MulSub(x2, shrink, top_), slope_, floor_, s2_);
+      s3_ = AddExp(d, hn::MulSub(x3, shrink, top_), slope_, floor_, s3_);
+    }
+  }
+
+  HWY_INLINE float Sum() const {
+    return hn::GetLane(hn::SumOfLanes(DF(), hn::Add(hn::Add(s0_, s1_), hn::Add(s2_, s3_))));
+  }
+
+ private:
+  VF top_, slope_, floor_;
+  VF s0_, s1_, s2_, s3_;
+};
+
+// A cell is read while the one before it is summed: loads from memory in the shadow of arithmetic.
 template <typename T>
 void SketchTyped(const Row& row, int64_t begin, int64_t end) {
-  const DF d;
-  const int64_t lanes = hn::Lanes(d);
+  const int64_t lanes = hn::Lanes(DF());
+  const int64_t block = kFineGroup * lanes;
   const Exponent e = MakeExponent(row.ask.temperature);
+  const T* logits = static_cast<const T*>(row.logits);
+  const RowSketch& sketch = row.sketch;
   HWY_ALIGN T padded[kCellElements];
-  HWY_ALIGN float as_f32[kCellElements];
-  for (int64_t c = begin; c < end; ++c) {
-    const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
-    SketchCell(cell, e, as_f32, row.sketch.max + c, row.sketch.sum + c,
-               row.sketch.coarse + c * lanes, row.sketch.fine + c * kFinePerCell);
+  HWY_ALIGN float as_f32[2][std::is_same_v<T, float> ? 1 : kCellElements];
+
+  const T* cell = nullptr;  // the one to sum, if `pending`
+  bool pending = false;
+  for (int64_t c = begin; c <= end; ++c) {
+    const T* next = c < end ? CellAt(logits, row.vocab, c, padded) : nullptr;
+    float* next_f32 = as_f32[c % 2];
+    const float* cell_f32 = as_f32[(c + 1) % 2];
+    if constexpr (std::is_same_v<T, float>) cell_f32 = cell;
+    float* fine = sketch.fine + c * kFinePerCell;
+    CellReader reader;
+    if (pending) {
+      CellSummer summer(e, sketch.max[c - 1]);
+      if (next != nullptr) {
+        for (int64_t i = 0; i < kCellElements; i += block) {
+          reader.Read(next, i, next_f32, fine);
+          summer.Add(cell_f32 + i);
+        }
+      } else {
+        for (int64_t i = 0; i < kCellElements; i += block) summer.Add(cell_f32 + i);
+      }
+      sketch.sum[c - 1] = summer.Sum();
+    } else if (next != nullptr) {
+      for (int64_t i = 0; i < kCellElements; i += block) reader.Read(next, i, next_f32, fine);
+    }
+    if (next == nullptr) return;
+    pending = reader.Finish(next, sketch.max + c, sketch.sum + c, sketch.coarse + c * lanes);
+    cell = next;
   }
 }
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "hwy/targets.h"
 #include "kernels/backend.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/softmax_topk_cases.h"
@@ -67,6 +68,32 @@ TEST_F(SoftmaxTopKCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRows) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(wrong, 0);
+}
+
+// Each instruction set this machine has, one after another: widths differ, so do the cells' inner
+// orders.
+TEST(SoftmaxTopKTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
+  for (int64_t targets = hwy::SupportedTargets(); targets != 0; targets &= targets - 1) {
+    hwy::SetSupportedTargetsForTest(targets & -targets);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    auto backend = CreateBackend("cpu", {.cpu_threads = 2}).value();
+    auto runner = OpRunner::Create(backend.get()).value();
+    SCOPED_TRACE(backend->device().name);
+    for (const TopKClaim& claim : TopKClaims()) {
+      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
+    }
+    uint64_t n = 0;
+    for (const TopKCase& c : FillCases()) {
+      if (c.vocab > 10000 && ++n % 5 != 0) continue;
+      EXPECT_EQ(FirstDifference(*runner, c), "");
+    }
+    for (const InvarianceCase& c : InvarianceCases()) {
+      if (c.vocab > 40000) continue;
+      EXPECT_EQ(BrokenInvariance(*runner, c), "");
+    }
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
 }  // namespace
