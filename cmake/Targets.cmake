@@ -5,7 +5,7 @@ function(logitd_compile_options target)
   target_include_directories(${target} PUBLIC ${CMAKE_SOURCE_DIR})
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror;-Wno-unused-parameter;-Wno-missing-field-initializers>
-    $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=-Wall;--expt-relaxed-constexpr>)
+    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--Werror=all-warnings;-Xcompiler=-Wall;--expt-relaxed-constexpr>)
 endfunction()
 
 function(logitd_glob out)
@@ -36,9 +36,9 @@ function(logitd_executable name)
   logitd_compile_options(${name})
 endfunction()
 
-# Adds a directory of .cu and .cc files to a library, and tells its users that CUDA is in.
+# Adds a directory's .cu files to a target, and tells its users that CUDA is in.
 function(logitd_cuda_sources name dir)
-  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${dir}/*.cu ${CMAKE_SOURCE_DIR}/${dir}/*.cc)
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${dir}/*.cu)
   target_sources(${name} PRIVATE ${sources})
   target_compile_definitions(${name} PUBLIC LOGITD_WITH_CUDA=1)
   target_link_libraries(${name} PUBLIC CUDA::cudart_static)

@@ -1,0 +1,170 @@
+// CPU side of the kernel bench: every thread reads its share; inputs rotate over a buffer larger than the caches.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "bench/kernels/device.h"
+#include "kernels/backend.h"
+#include "kernels/status_macros.h"
+
+namespace logitd::bench {
+namespace {
+
+constexpr size_t kBufferBytes = size_t{2} << 30;
+constexpr int kRuns = 15;
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+double MicrosecondsSince(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// Runs body(thread, threads) on every core at once, `kRuns` times; the median in microseconds.
+template <class Body>
+double TimeOnAllCores(Body body) {
+  const int threads = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<double> us;
+  for (int run = 0; run < kRuns; ++run) {
+    const auto begin = std::chrono::steady_clock::now();
+    std::vector<std::thread> workers;
+    for (int t = 1; t < threads; ++t) workers.emplace_back([&, t] { body(t, threads); });
+    body(0, threads);
+    for (std::thread& worker : workers) worker.join();
+    us.push_back(MicrosecondsSince(begin));
+  }
+  return Median(us);
+}
+
+uint64_t SumWords(const uint64_t* words, size_t n) {
+  uint64_t sums[32] = {};  // a whole vector loop: the compiler keeps several loads in flight
+  for (size_t i = 0; i + 32 <= n; i += 32) {
+    for (int j = 0; j < 32; ++j) sums[j] ^= words[i + j];
+  }
+  uint64_t all = 0;
+  for (uint64_t sum : sums) all ^= sum;
+  return all;
+}
+
+class CpuDevice final : public Device {
+ public:
+  absl::Status Init() {
+    auto backend = CreateCpuBackend({});
+    if (!backend.ok()) return backend.status();
+    backend_ = *std::move(backend);
+    auto stream = backend_->CreateStream();
+    if (!stream.ok()) return stream.status();
+    stream_ = *std::move(stream);
+    auto slab = backend_->AllocateSlab(kBufferBytes);
+    if (!slab.ok()) return slab.status();
+    slab_ = *slab;
+    // A few million normals, repeated: drawing 2 GiB of them would take longer than the bench.
+    std::mt19937_64 random(1);
+    std::normal_distribution<float> normal;
+    normals_.resize(size_t{3} << 20);
+    for (float& x : normals_) x = normal(random);
+    return absl::OkStatus();
+  }
+
+  ~CpuDevice() override {
+    stream_.reset();
+    if (slab_.host != nullptr) backend_->FreeSlab(slab_);
+  }
+
+  std::string name() const override { return backend_->device().name; }
+
+  absl::StatusOr<double> ReadCeiling() override {
+    Fill(DType::kF32);
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(slab_.host);
+    const size_t n = kBufferBytes / 8;
+    std::atomic<uint64_t> sink{0};
+    const double us = TimeOnAllCores([&](int t, int threads) {
+      const size_t begin = n / threads * t;
+      sink ^= SumWords(words + begin, n / threads);
+    });
+    return kBufferBytes / us * 1e6;
+  }
+
+  absl::StatusOr<double> CopyCeiling() override {
+    Fill(DType::kF32);
+    const size_t half = kBufferBytes / 2;
+    const double us = TimeOnAllCores([&](int t, int threads) {
+      const size_t share = half / threads;
+      std::memcpy(slab_.host + half + share * t, slab_.host + share * t, share);
+    });
+    return kBufferBytes / us * 1e6;
+  }
+
+  absl::StatusOr<double> TimeTopK(const TopKCase& c) override {
+    Fill(c.dtype);
+    const size_t entries = static_cast<size_t>(c.rows) * c.k;
+    std::vector<SoftmaxTopKRow> rows(c.rows);
+    for (int64_t i = 0; i < c.rows; ++i) rows[i] = {.first_entry = i * c.k, .temperature = 1.0f, .k = c.k};
+    std::vector<int32_t> indices(entries);
+    std::vector<float> probs(entries), logsumexp(c.rows);
+    std::vector<RowStatus> status(c.rows);
+    SoftmaxTopKArgs args{.logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.row_stride},
+                         .rows = rows.data(),
+                         .max_k = c.k,
+                         .indices = indices.data(),
+                         .probs = probs.data(),
+                         .logsumexp = logsumexp.data(),
+                         .status = status.data()};
+    const size_t bytes = static_cast<size_t>(c.rows) * c.row_stride * SizeOf(c.dtype);
+    const size_t parts = std::max<size_t>(1, kBufferBytes / bytes);
+    std::vector<double> us;
+    for (int run = 0; run < kRuns + 2; ++run) {
+      args.logits.data = slab_.host + run % parts * bytes;
+      const auto begin = std::chrono::steady_clock::now();
+      LOGITD_RETURN_IF_ERROR(stream_->SoftmaxTopK(args));
+      if (auto times = stream_->Wait(); !times.ok()) return times.status();
+      if (run >= 2) us.push_back(MicrosecondsSince(begin));
+    }
+    return Median(us);
+  }
+
+ private:
+  void Fill(DType dtype) {
+    if (filled_ && filled_dtype_ == dtype) return;
+    std::vector<uint16_t> halves(normals_.size());
+    const std::byte* source = reinterpret_cast<const std::byte*>(normals_.data());
+    size_t bytes = normals_.size() * 4;
+    if (dtype != DType::kF32) {  // bf16 by truncation; read as f16 the same bits are ordinary numbers too
+      for (size_t i = 0; i < normals_.size(); ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, &normals_[i], 4);
+        halves[i] = static_cast<uint16_t>(bits >> 16);
+      }
+      source = reinterpret_cast<const std::byte*>(halves.data());
+      bytes = halves.size() * 2;
+    }
+    for (size_t at = 0; at < kBufferBytes; at += bytes) {
+      std::memcpy(slab_.host + at, source, std::min(bytes, kBufferBytes - at));
+    }
+    filled_ = true;
+    filled_dtype_ = dtype;
+  }
+
+  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<Stream> stream_;
+  Slab slab_;
+  std::vector<float> normals_;
+  bool filled_ = false;
+  DType filled_dtype_ = DType::kF32;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice() {
+  auto device = std::make_unique<CpuDevice>();
+  LOGITD_RETURN_IF_ERROR(device->Init());
+  return device;
+}
+
+}  // namespace logitd::bench

@@ -1,0 +1,217 @@
+// CUDA side of the kernel bench. An op is timed as it runs in service: launches in a row on one stream, replayed from a
+// graph so that the host is not what is measured, each on another part of a buffer of random normals larger than L2.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "bench/kernels/device.h"
+#include "kernels/cuda/ops.h"
+#include "kernels/status_macros.h"
+
+namespace logitd::bench {
+namespace {
+
+absl::Status ToStatus(cudaError_t error) {
+  return error == cudaSuccess ? absl::OkStatus() : absl::InternalError(cudaGetErrorString(error));
+}
+
+constexpr size_t kBufferBytes = size_t{4} << 30;
+constexpr int kReplays = 25;
+constexpr size_t kWarmReadBytes = size_t{1} << 30;
+
+__device__ uint32_t Mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+template <class T>
+__global__ void FillNormal(T* out, size_t n) {
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
+    const uint32_t high = static_cast<uint32_t>(i >> 32);
+    const float u = (Mix(static_cast<uint32_t>(i) * 2 + 1 + high) + 0.5f) * 0x1p-32f;
+    const float v = (Mix(static_cast<uint32_t>(i) * 2 + 2 + high) + 0.5f) * 0x1p-32f;
+    out[i] = static_cast<T>(sqrtf(-2.0f * logf(u)) * cospif(2.0f * v));
+  }
+}
+
+__global__ void ReadAll(const uint4* in, size_t n, uint32_t* sink) {
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  uint32_t all = 0;
+  size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + 3 * step < n; i += 4 * step) {
+    const uint4 a = __ldcs(in + i), b = __ldcs(in + i + step), c = __ldcs(in + i + 2 * step), d = __ldcs(in + i + 3 * step);
+    all ^= a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+  }
+  for (; i < n; i += step) {
+    const uint4 a = __ldcs(in + i);
+    all ^= a.x ^ a.y ^ a.z ^ a.w;
+  }
+  if (all == 0x12345678u) *sink = all;
+}
+
+__global__ void CopyAll(const uint4* in, uint4* out, size_t n) {
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + 3 * step < n; i += 4 * step) {
+    const uint4 a = __ldcs(in + i), b = __ldcs(in + i + step), c = __ldcs(in + i + 2 * step), d = __ldcs(in + i + 3 * step);
+    __stcs(out + i, a);
+    __stcs(out + i + step, b);
+    __stcs(out + i + 2 * step, c);
+    __stcs(out + i + 3 * step, d);
+  }
+  for (; i < n; i += step) __stcs(out + i, __ldcs(in + i));
+}
+
+class CudaDevice final : public Device {
+ public:
+  absl::Status Init() {
+    cudaDeviceProp properties;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, 0)));
+    name_ = properties.name;
+    scratch_.multiprocessors = properties.multiProcessorCount;
+    scratch_.bytes = cuda::Scratch::kMinBytes;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreate(&stream_)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&buffer_, kBufferBytes)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes)));
+    return ToStatus(cudaMemset(scratch_.data, 0, scratch_.bytes));
+  }
+
+  ~CudaDevice() override {
+    cudaFree(scratch_.data);
+    cudaFree(buffer_);
+    cudaStreamDestroy(stream_);
+  }
+
+  std::string name() const override { return name_; }
+
+  absl::StatusOr<double> ReadCeiling() override {
+    LOGITD_RETURN_IF_ERROR(Fill(DType::kF32));
+    const size_t n = kBufferBytes / sizeof(uint4);
+    auto us = Time(1, [&](int) {
+      ReadAll<<<scratch_.multiprocessors * 8, 512, 0, stream_>>>(reinterpret_cast<const uint4*>(buffer_), n,
+                                                                reinterpret_cast<uint32_t*>(scratch_.data));
+      return cudaGetLastError();
+    });
+    if (!us.ok()) return us.status();
+    return kBufferBytes / *us * 1e6;
+  }
+
+  absl::StatusOr<double> CopyCeiling() override {
+    LOGITD_RETURN_IF_ERROR(Fill(DType::kF32));
+    const size_t n = kBufferBytes / 2 / sizeof(uint4);
+    uint4* words = reinterpret_cast<uint4*>(buffer_);
+    auto us = Time(1, [&](int) {
+      CopyAll<<<scratch_.multiprocessors * 8, 512, 0, stream_>>>(words, words + n, n);
+      return cudaGetLastError();
+    });
+    if (!us.ok()) return us.status();
+    return kBufferBytes / *us * 1e6;
+  }
+
+  absl::StatusOr<double> TimeTopK(const TopKCase& c) override {
+    LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
+    std::vector<SoftmaxTopKRow> rows(c.rows);
+    for (int64_t i = 0; i < c.rows; ++i) rows[i] = {.first_entry = i * c.k, .temperature = 1.0f, .k = c.k};
+    const size_t entries = static_cast<size_t>(c.rows) * c.k;
+    std::byte* out = nullptr;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&out, entries * 8 + c.rows * (12 + sizeof(SoftmaxTopKRow)))));
+    SoftmaxTopKArgs args;
+    SoftmaxTopKRow* device_rows = reinterpret_cast<SoftmaxTopKRow*>(out);
+    args.rows = device_rows;
+    args.status = reinterpret_cast<RowStatus*>(device_rows + c.rows);
+    args.logsumexp = reinterpret_cast<float*>(args.status + c.rows);
+    args.probs = args.logsumexp + c.rows;
+    args.indices = reinterpret_cast<int32_t*>(args.probs + entries);
+    args.max_k = c.k;
+    args.logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.row_stride};
+    LOGITD_RETURN_IF_ERROR(ToStatus(
+        cudaMemcpyAsync(device_rows, rows.data(), rows.size() * sizeof(rows[0]), cudaMemcpyHostToDevice, stream_)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamSynchronize(stream_)));
+
+    // Enough launches that the buffer is walked through, so that none finds its input in L2.
+    const size_t bytes = static_cast<size_t>(c.rows) * c.row_stride * SizeOf(c.dtype);
+    const int parts = static_cast<int>(std::max<size_t>(1, kBufferBytes / bytes));
+    const int launches = std::clamp<int>(static_cast<int>(kWarmReadBytes / bytes), 2, 200);
+    auto us = Time(launches, [&](int i) {
+      args.logits.data = buffer_ + static_cast<size_t>(next_part_ + i) % parts * bytes;
+      return cuda::SoftmaxTopK(args, scratch_, stream_);
+    });
+    next_part_ += launches;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaFree(out)));
+    return us;
+  }
+
+ private:
+  absl::Status Fill(DType dtype) {
+    if (filled_ && filled_dtype_ == dtype) return absl::OkStatus();
+    const size_t n = kBufferBytes / SizeOf(dtype);
+    const int blocks = scratch_.multiprocessors * 8;
+    if (dtype == DType::kF32) FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<float*>(buffer_), n);
+    if (dtype == DType::kF16) FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__half*>(buffer_), n);
+    if (dtype == DType::kBF16) FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__nv_bfloat16*>(buffer_), n);
+    filled_ = true;
+    filled_dtype_ = dtype;
+    return ToStatus(cudaStreamSynchronize(stream_));
+  }
+
+  // Median time of one of `launches` launches, in microseconds.
+  template <class Launch>
+  absl::StatusOr<double> Time(int launches, Launch launch) {
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t begin, end;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)));
+    absl::Status launched = absl::OkStatus();
+    for (int i = 0; i < launches && launched.ok(); ++i) launched.Update(ToStatus(launch(i)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(stream_, &graph)));
+    LOGITD_RETURN_IF_ERROR(launched);
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaGraphInstantiate(&exec, graph, 0)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreate(&begin)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreate(&end)));
+    std::vector<double> us;
+    for (int i = 0; i < kReplays + 3; ++i) {
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(begin, stream_)));
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaGraphLaunch(exec, stream_)));
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(end, stream_)));
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventSynchronize(end)));
+      float ms = 0;
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventElapsedTime(&ms, begin, end)));
+      if (i >= 3) us.push_back(ms * 1e3 / launches);
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
+    return us[us.size() / 2];
+  }
+
+  std::string name_;
+  cudaStream_t stream_ = nullptr;
+  std::byte* buffer_ = nullptr;
+  cuda::Scratch scratch_;
+  bool filled_ = false;
+  DType filled_dtype_ = DType::kF32;
+  size_t next_part_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    return absl::UnavailableError("no CUDA device answers");
+  }
+  auto device = std::make_unique<CudaDevice>();
+  LOGITD_RETURN_IF_ERROR(device->Init());
+  return device;
+}
+
+}  // namespace logitd::bench

@@ -1,0 +1,178 @@
+// The CUDA backend: pinned slabs with device mirrors, streams with an arena and four events.
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/ops.h"
+#include "kernels/status_macros.h"
+
+namespace logitd {
+namespace {
+
+// Errors after which the context still works: the call was refused, nothing ran wild.
+bool Recoverable(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue ||
+         error == cudaErrorInvalidConfiguration || error == cudaErrorLaunchOutOfResources;
+}
+
+absl::Status ToStatus(cudaError_t error, std::string_view what) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  cudaGetLastError();
+  const std::string text = absl::StrFormat("CUDA: %s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+  return Recoverable(error) ? absl::UnavailableError(text) : absl::InternalError(text);
+}
+
+class CudaStream final : public Stream {
+ public:
+  static absl::StatusOr<std::unique_ptr<Stream>> Create(int device, int multiprocessors) {
+    auto stream = std::unique_ptr<CudaStream>(new CudaStream(device));
+    LOGITD_RETURN_IF_ERROR(stream->Init(multiprocessors));
+    return stream;
+  }
+
+  ~CudaStream() override {
+    cudaSetDevice(device_);
+    for (cudaEvent_t event : events_) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    cudaFree(scratch_.data);
+  }
+
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    return ToStatus(cudaMemcpyAsync(slab.device + offset, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
+                    "upload");
+  }
+
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    return ToStatus(cudaMemcpyAsync(slab.host + offset, slab.device + offset, bytes, cudaMemcpyDeviceToHost, stream_),
+                    "download");
+  }
+
+  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::SoftmaxTopK(args, scratch_, stream_), "softmax_topk");
+  }
+
+  absl::StatusOr<StreamTimes> Wait() override {
+    LOGITD_RETURN_IF_ERROR(Enter(kDone));
+    phase_ = kIdle;
+    // A decode batch takes tens of microseconds: poll first, for the wake-up of a blocked thread costs as much.
+    const absl::Time poll_until = absl::Now() + kPollFor;
+    cudaError_t state;
+    while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady && absl::Now() < poll_until) {
+    }
+    if (state == cudaErrorNotReady) state = cudaEventSynchronize(events_[kDone]);
+    LOGITD_RETURN_IF_ERROR(ToStatus(state, "batch"));
+    StreamTimes times;
+    LOGITD_RETURN_IF_ERROR(Between(kUploading, kComputing, times.h2d_ns));
+    LOGITD_RETURN_IF_ERROR(Between(kComputing, kDownloading, times.kernel_ns));
+    LOGITD_RETURN_IF_ERROR(Between(kDownloading, kDone, times.d2h_ns));
+    return times;
+  }
+
+ private:
+  // An event marks where each phase starts.
+  enum Phase { kUploading, kComputing, kDownloading, kDone, kPhases, kIdle = -1 };
+  static constexpr absl::Duration kPollFor = absl::Microseconds(200);
+
+  explicit CudaStream(int device) : device_(device) {}
+
+  absl::Status Init(int multiprocessors) {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create stream"));
+    for (cudaEvent_t& event : events_) {
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
+    }
+    scratch_.bytes = cuda::Scratch::kMinBytes;
+    scratch_.multiprocessors = multiprocessors;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
+    return ToStatus(cudaMemset(scratch_.data, 0, cuda::Scratch::kCounterBytes), "clear scratch");
+  }
+
+  // Records the events of every phase up to `phase` that has not begun yet.
+  absl::Status Enter(Phase phase) {
+    if (phase_ == kIdle) LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    while (phase_ < phase) {
+      phase_ = static_cast<Phase>(phase_ + 1);
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(events_[phase_], stream_), "record event"));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Between(Phase begin, Phase end, int64_t& ns) {
+    float ms = 0;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventElapsedTime(&ms, events_[begin], events_[end]), "read event"));
+    ns = static_cast<int64_t>(static_cast<double>(ms) * 1e6);
+    return absl::OkStatus();
+  }
+
+  const int device_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t events_[kPhases] = {};
+  Phase phase_ = kIdle;
+  cuda::Scratch scratch_;
+};
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int device, const cudaDeviceProp& properties) : device_(device), properties_(properties) {
+    info_.backend = "cuda";
+    info_.name = properties.name;
+    info_.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+  }
+
+  const DeviceInfo& device() const override { return info_; }
+
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    Slab slab{.bytes = bytes};
+    if (cudaMallocHost(&slab.host, bytes) != cudaSuccess || cudaMalloc(&slab.device, bytes) != cudaSuccess) {
+      cudaGetLastError();
+      FreeSlab(slab);
+      return absl::ResourceExhaustedError(absl::StrFormat("CUDA: no memory for a slab of %d bytes", bytes));
+    }
+    return slab;
+  }
+
+  void FreeSlab(const Slab& slab) override {
+    cudaSetDevice(device_);
+    if (slab.host != nullptr) cudaFreeHost(slab.host);
+    if (slab.device != nullptr) cudaFree(slab.device);
+  }
+
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
+    return CudaStream::Create(device_, properties_.multiProcessorCount);
+  }
+
+ private:
+  const int device_;
+  const cudaDeviceProp properties_;
+  DeviceInfo info_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions& options) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    return absl::UnavailableError("backend cuda: no CUDA device answers");
+  }
+  if (options.device < 0 || options.device >= count) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("device: got %d, allowed 0..%d", options.device, count - 1));
+  }
+  cudaDeviceProp properties;
+  LOGITD_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, options.device), "read device properties"));
+  return std::make_unique<CudaBackend>(options.device, properties);
+}
+
+}  // namespace logitd

@@ -1,0 +1,29 @@
+// Launchers of the CUDA ops, and the scratch memory they share. They enqueue and return: no allocation, no
+// synchronisation, no logging. Pointers in the arguments are device memory.
+#ifndef LOGITD_KERNELS_CUDA_OPS_H_
+#define LOGITD_KERNELS_CUDA_OPS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "kernels/softmax_topk.h"
+
+namespace logitd::cuda {
+
+// Device memory of one stream, used by one op at a time. The first kCounterBytes are zero between ops: a kernel that
+// counts there leaves zeros behind.
+struct Scratch {
+  static constexpr size_t kCounterBytes = size_t{16} << 10;
+  static constexpr size_t kMinBytes = size_t{96} << 20;  // enough for one row of any op at its largest
+
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+  int multiprocessors = 0;
+};
+
+cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream);
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_OPS_H_
