@@ -11,21 +11,22 @@
 namespace logitd::testing {
 namespace {
 
-Backend* CudaOrNull() {
-  static Backend* const backend = [] {
-    auto cuda = CreateBackend("cuda", {});
-    if (cuda.ok()) return cuda->release();
-    std::printf("no CUDA device: every test skipped\n");
-    return static_cast<Backend*>(nullptr);
-  }();
-  return backend;
+// The backend, or why there is none. Made once: a context is slow to make.
+const absl::StatusOr<std::unique_ptr<Backend>>& Cuda() {
+  static const auto& cuda = *new auto(CreateBackend("cuda", {}));
+  return cuda;
 }
 
 class SoftmaxTopKGpuTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (CudaOrNull() == nullptr) GTEST_SKIP() << "no CUDA device";
-    runner_ = OpRunner::Create(CudaOrNull()).value();
+    if (absl::IsUnavailable(Cuda().status())) GTEST_SKIP() << Cuda().status();
+    ASSERT_TRUE(Cuda().ok()) << Cuda().status();
+    runner_ = OpRunner::Create(Cuda()->get()).value();
+  }
+
+  static void SetUpTestSuite() {
+    if (absl::IsUnavailable(Cuda().status())) std::printf("no CUDA device: every test skipped\n");
   }
 
   std::unique_ptr<OpRunner> runner_;
@@ -49,7 +50,7 @@ TEST_F(SoftmaxTopKGpuTest, ARowsBitsDoNotDependOnItsCompany) {
 }
 
 TEST_F(SoftmaxTopKGpuTest, BitsAreTheSameRunAfterRunAndOnEveryStream) {
-  auto other = OpRunner::Create(CudaOrNull()).value();
+  auto other = OpRunner::Create(Cuda()->get()).value();
   for (const InvarianceCase& c : InvarianceCases()) {
     const Company company{.rows = 3, .place = 2, .others_k = 4};
     const RowBits want = BitsInCompany(*runner_, c, company).value();
