@@ -87,8 +87,11 @@ class Events {
 };
 
 // Messages of megabytes come and go; giving their memory back to the system and faulting it in
-// again each time halves the rate from socket to slab.
+// again each time halves the rate from socket to slab. Few arenas, because what one keeps free
+// another cannot use: with one for each thread the process would keep several times what it ever
+// held at once.
 void TuneMalloc() {
+  mallopt(M_ARENA_MAX, 2);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 256 << 20);
   mallopt(M_TOP_PAD, 16 << 20);

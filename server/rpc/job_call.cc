@@ -106,7 +106,7 @@ void JobCall::OnFinish(absl::StatusCode code) {
 }
 
 void JobCall::CopyPayload(std::byte* dst, size_t row_stride) {
-  codec_->CopyPayload(message_.pieces(), dst, row_stride);
+  environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
   message_.Release();
   HoldAtMost(codec_->answer_bytes());
 }

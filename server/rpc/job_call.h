@@ -17,6 +17,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/job.h"
 #include "server/engine/metrics.h"
+#include "server/rpc/copier.h"
 #include "server/rpc/message.h"
 #include "server/rpc/raw_unary.h"
 
@@ -45,8 +46,10 @@ class OpCodec {
   // Of the answer, once parsed; never less than Encode's.
   virtual int64_t answer_bytes() const = 0;
 
-  // As engine::Job. `pieces` are those Parse saw.
-  virtual void CopyPayload(Pieces pieces, std::byte* dst, size_t row_stride) = 0;
+  // Where the payload lies in the pieces Parse saw.
+  virtual Payload payload() const = 0;
+
+  // As engine::Job.
   virtual void WriteParams(std::byte* dst, int64_t first_entry) = 0;
 
   // The answer, from the job's own slice of each plane.
@@ -60,6 +63,7 @@ struct CallEnvironment {
   engine::Engine* engine;
   engine::Metrics* metrics;
   CallTracker* tracker;
+  Copier* copier;
 };
 
 class JobCall final : public RawUnaryCall, public engine::Job {

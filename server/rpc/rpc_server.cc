@@ -56,8 +56,11 @@ class RpcServerImpl final : public RpcServer {
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
                 engine::Admission* admission, engine::Engine* engine, engine::Metrics* metrics)
       : tracker_(options.peer_timeout),
-        sampler_(
-            {.admission = admission, .engine = engine, .metrics = metrics, .tracker = &tracker_}),
+        sampler_({.admission = admission,
+                  .engine = engine,
+                  .metrics = metrics,
+                  .tracker = &tracker_,
+                  .copier = &copier_}),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -135,6 +138,7 @@ class RpcServerImpl final : public RpcServer {
   }
 
   CallTracker tracker_;
+  Copier copier_;
   SamplerService sampler_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;

@@ -130,10 +130,6 @@ float TopKCodec::temperature_of(int64_t row) const {
   return t[t.size() == 1 ? 0 : static_cast<size_t>(row)];
 }
 
-void TopKCodec::CopyPayload(Pieces pieces, std::byte* dst, size_t row_stride) {
-  CopyRows(pieces, fields_.logits, fields_.rows, row_bytes_, dst, row_stride);
-}
-
 void TopKCodec::WriteParams(std::byte* dst, int64_t first_entry) {
   for (int64_t row = 0; row < fields_.rows; ++row) {
     const SoftmaxTopKRow params = {

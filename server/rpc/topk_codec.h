@@ -35,7 +35,9 @@ class TopKCodec final : public OpCodec {
   const engine::OpTraits& op() const override { return kSoftmaxTopKTraits; }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   int64_t answer_bytes() const override { return answer_bytes_; }
-  void CopyPayload(Pieces pieces, std::byte* dst, size_t row_stride) override;
+  Payload payload() const override {
+    return {.range = fields_.logits, .rows = fields_.rows, .row_bytes = row_bytes_};
+  }
   void WriteParams(std::byte* dst, int64_t first_entry) override;
   grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> planes,
                           const CallTimes& times) override;

@@ -20,32 +20,6 @@ constexpr int kMaxTagBytes = 5;
 
 }  // namespace
 
-void CopyRows(Pieces pieces, const ByteRange& range, int64_t rows, size_t row_bytes, std::byte* dst,
-              size_t row_stride) {
-  if (row_stride == row_bytes) {  // one long row
-    row_bytes *= static_cast<size_t>(rows);
-    rows = 1;
-  }
-  size_t piece = range.piece;
-  size_t offset = range.offset;
-  for (int64_t row = 0; row < rows; ++row) {
-    std::byte* to = dst + static_cast<size_t>(row) * row_stride;
-    size_t left = row_bytes;
-    while (left > 0) {
-      if (offset == pieces[piece].size()) {
-        ++piece;
-        offset = 0;
-        continue;
-      }
-      const size_t run = std::min(left, pieces[piece].size() - offset);
-      std::memcpy(to, pieces[piece].data() + offset, run);
-      to += run;
-      offset += run;
-      left -= run;
-    }
-  }
-}
-
 WireReader::WireReader(Pieces pieces) : pieces_(pieces) {
   for (const Piece& piece : pieces) total_ += piece.size();
   if (!pieces_.empty()) {

@@ -34,12 +34,6 @@ struct ByteRange {
   size_t bytes = 0;
 };
 
-// Copies `rows` rows of `row_bytes` bytes out of `range`, row r to dst + r * row_stride. Bytes
-// between rows are left alone. The range must hold rows * row_bytes bytes. One memcpy a contiguous
-// run.
-void CopyRows(Pieces pieces, const ByteRange& range, int64_t rows, size_t row_bytes, std::byte* dst,
-              size_t row_stride);
-
 // One value for all rows or one a row; the first is the usual case.
 using Int32List = absl::InlinedVector<int32_t, 2>;
 using FloatList = absl::InlinedVector<float, 2>;

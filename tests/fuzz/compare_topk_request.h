@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
+#include "server/rpc/copier.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/wire.h"
 
@@ -66,8 +67,9 @@ inline std::string Disagreement(std::string_view bytes, Pieces pieces) {
                         fields.temperature.size());
   }
   std::string logits(fields.logits.bytes, '\0');
-  CopyRows(pieces, fields.logits, 1, logits.size(), reinterpret_cast<std::byte*>(logits.data()),
-           logits.size());
+  Copier(/*helpers=*/0)
+      .Copy(pieces, {.range = fields.logits, .rows = 1, .row_bytes = logits.size()},
+            reinterpret_cast<std::byte*>(logits.data()), logits.size());
   if (logits != expected.logits()) {
     return absl::StrCat("logits of ", expected.logits().size(), " bytes, ours of ", logits.size());
   }

@@ -86,7 +86,8 @@ TEST(TopKCodecTest, PayloadReachesItsStride) {
   const v1::TopKRequest request = Request(2, 3, {1});
   Parsed p(request);
   std::vector<char> slab(2 * 16, '.');
-  p.codec.CopyPayload(p.pieces(), reinterpret_cast<std::byte*>(slab.data()), 16);
+  Copier(/*helpers=*/0)
+      .Copy(p.pieces(), p.codec.payload(), reinterpret_cast<std::byte*>(slab.data()), 16);
   EXPECT_EQ(std::string(slab.data(), 12), request.logits().substr(0, 12));
   EXPECT_EQ(std::string(slab.data() + 12, 4), "....");
   EXPECT_EQ(std::string(slab.data() + 16, 12), request.logits().substr(12));

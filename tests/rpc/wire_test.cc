@@ -126,23 +126,6 @@ TEST(WireTest, ListsAreBounded) {
   EXPECT_FALSE(Parse("\x8a\x01\x08\x00\x00\x80\x3f\x00\x00\x80\x3f"s, &two_of_one, 1).ok());
 }
 
-TEST(WireTest, CopiesRowsAcrossPiecesToTheirStride) {
-  const std::string bytes =
-      "\x7a\x06"
-      "abcdef";
-  for (size_t most = 1; most <= bytes.size(); ++most) {
-    const std::vector<Piece> pieces = testing::Cut(bytes, most, 7);
-    TopKFields fields;
-    ASSERT_TRUE(ParseTopKFields(pieces, 10, &fields).ok());
-    std::string out(12, '.');
-    CopyRows(pieces, fields.logits, 3, 2, reinterpret_cast<std::byte*>(out.data()), 4);
-    EXPECT_EQ(out, "ab..cd..ef..") << most;
-    out.assign(6, '.');
-    CopyRows(pieces, fields.logits, 3, 2, reinterpret_cast<std::byte*>(out.data()), 2);
-    EXPECT_EQ(out, "abcdef") << most;
-  }
-}
-
 // Writes messages as no encoder would but every decoder must take them.
 class RandomMessage {
  public:

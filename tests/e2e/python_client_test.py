@@ -1,0 +1,132 @@
+"""A Python client made from the proto files alone, against the real server.
+
+usage: python_client_test.py SERVER [unittest arguments]. Exits with 77 (skipped) where grpcio or protobuf is missing.
+"""
+
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+try:
+    import grpc
+    import google.protobuf  # noqa: F401
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+SERVER = sys.argv.pop(1)
+PROTOS = pathlib.Path(__file__).resolve().parents[2] / "proto"
+
+
+def generate(directory):
+    subprocess.run(
+        ["protoc", f"-I{PROTOS}", f"--python_out={directory}", f"--grpc_python_out={directory}",
+         f"--plugin=protoc-gen-grpc_python={shutil.which('grpc_python_plugin')}",
+         *map(str, sorted(PROTOS.glob("logitd/v1/*.proto")))],
+        check=True)
+    sys.path.insert(0, directory)
+
+
+def top_k(row, k, temperature=1.0):
+    """The definition, in double precision."""
+    scaled = [x / temperature for x in row]
+    high = max(scaled)
+    total = sum(math.exp(x - high) for x in scaled)
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+    return order, [math.exp(scaled[i] - high) / total for i in order], high + math.log(total)
+
+
+class PythonClientTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.directory = tempfile.mkdtemp()
+        generate(cls.directory)
+        cls.log_path = os.path.join(cls.directory, "log")
+        cls.socket = f"unix:{cls.directory}/socket"
+        with open(cls.log_path, "wb") as log:
+            cls.server = subprocess.Popen(
+                [SERVER, "--backend=cpu", "--listen=127.0.0.1:0", f"--listen={cls.socket}",
+                 "--metrics-listen=off"], stderr=log)
+        listening = None
+        end = time.monotonic() + 30
+        while listening is None:
+            if time.monotonic() > end or cls.server.poll() is not None:
+                raise RuntimeError(pathlib.Path(cls.log_path).read_text())
+            listening = re.search(r"listening on (\S+) .*\n", pathlib.Path(cls.log_path).read_text())
+            time.sleep(0.01)
+        cls.tcp = listening.group(1)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.send_signal(signal.SIGTERM)
+        try:
+            code = cls.server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            cls.server.kill()
+            code = cls.server.wait()
+        shutil.rmtree(cls.directory)
+        assert code == 0, code
+
+    def stub(self, address):
+        from logitd.v1 import sampler_pb2_grpc
+        channel = grpc.insecure_channel(address)
+        self.addCleanup(channel.close)
+        return sampler_pb2_grpc.SamplerStub(channel)
+
+    def test_answers_are_right(self):
+        from logitd.v1 import sampler_pb2
+        rows = [[math.sin(7 * i * (r + 1)) * 5 for i in range(500)] for r in range(3)]
+        payload = struct.pack("<1500f", *(x for row in rows for x in row))
+        rows = [struct.unpack_from("<500f", payload, 2000 * r) for r in range(3)]
+        ks, temperatures = [1, 10, 500], [1.0, 0.5, 2.0]
+        for address in (self.tcp, self.socket):
+            response = self.stub(address).TopK(
+                sampler_pb2.TopKRequest(dtype="DTYPE_F32", rows=3, vocab=500, logits=payload, k=ks,
+                                        temperature=temperatures), timeout=30)
+            self.assertEqual(list(response.k), ks)
+            entry = 0
+            for r, (row, k, temperature) in enumerate(zip(rows, ks, temperatures)):
+                order, probs, logsumexp = top_k(row, k, temperature)
+                self.assertEqual(list(response.indices[entry:entry + k]), order)
+                for got, want in zip(response.probs[entry:entry + k], probs):
+                    self.assertAlmostEqual(got / want, 1, delta=1e-5)
+                self.assertAlmostEqual(response.logsumexp[r], logsumexp, delta=1e-5 * abs(logsumexp))
+                entry += k
+            self.assertGreater(response.timings.total_ns, 0)
+
+    def test_errors_have_code_and_text(self):
+        from logitd.v1 import sampler_pb2
+        with self.assertRaises(grpc.RpcError) as caught:
+            self.stub(self.tcp).TopK(
+                sampler_pb2.TopKRequest(dtype="DTYPE_F32", rows=1, vocab=3, logits=b"1234", k=[1]),
+                timeout=30)
+        self.assertEqual(caught.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+        self.assertIn("logits", caught.exception.details())
+
+    def test_compression_is_refused(self):
+        from logitd.v1 import sampler_pb2
+        with self.assertRaises(grpc.RpcError) as caught:
+            self.stub(self.tcp).TopK(
+                sampler_pb2.TopKRequest(dtype="DTYPE_F32", rows=1, vocab=1000, logits=bytes(4000), k=[1]),
+                timeout=30, compression=grpc.Compression.Gzip)
+        self.assertEqual(caught.exception.code(), grpc.StatusCode.UNIMPLEMENTED)
+
+    def test_info(self):
+        from logitd.v1 import server_pb2, server_pb2_grpc
+        with grpc.insecure_channel(self.tcp) as channel:
+            info = server_pb2_grpc.ServerStub(channel).GetInfo(server_pb2.GetInfoRequest(), timeout=30)
+        self.assertEqual(info.backend, "cpu")
+        self.assertEqual(info.ops[0].name, "softmax_topk")
+
+
+if __name__ == "__main__":
+    unittest.main()
