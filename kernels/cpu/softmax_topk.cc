@@ -1,4 +1,4 @@
-// softmax_topk on the CPU: one streaming read of a row leaves a sketch; the answer is picked from it.
+// softmax_topk on the CPU: one streaming read of a row leaves a sketch; the answer is picked there.
 //
 //   sketch: a row is cut into cells of 1024 elements. Per cell, while it is in L1: the maximum, the
 //           maxima of groups of 8 and of 1024 / lanes elements, then the sum of exp against the
