@@ -1,4 +1,5 @@
-// The only gate. Decides, from headers alone, whether a call may send its message now, later, or not at all.
+// The only gate. Decides, from headers alone, whether a call may send its message now, later, or
+// not at all.
 #ifndef LOGITD_SERVER_ENGINE_ADMISSION_H_
 #define LOGITD_SERVER_ENGINE_ADMISSION_H_
 
@@ -16,15 +17,18 @@ class Metrics;
 
 struct AdmissionOptions {
   int64_t max_request_bytes = int64_t{64} << 20;  // largest message
-  int64_t max_held_bytes = int64_t{1} << 30;      // messages in host memory, all calls together; >= max_request_bytes
-  int max_waiting_calls = 1024;                   // calls whose headers came but for whose message there is no room yet
+  // Messages in host memory, all calls together; >= max_request_bytes.
+  int64_t max_held_bytes = int64_t{1} << 30;
+  // Calls whose headers came but for whose message there is no room yet.
+  int max_waiting_calls = 1024;
   absl::Duration retry_delay = absl::Milliseconds(50);  // what a refused caller is told to wait
 };
 
-// Thread-safe. A message's size is not known before it is received, so a call is charged max_request_bytes until its
-// message is here, then what the message really holds, until the payload has been copied into a slab or the call ends.
-// The sum of charges never exceeds max_held_bytes. Calls without room wait unread, in order (the transport's flow control
-// holds their bytes at the peer); calls beyond max_waiting_calls are refused.
+// Thread-safe. A message's size is not known before it is received, so a call is charged
+// max_request_bytes until its message is here, then what the message really holds, until the
+// payload has been copied into a slab or the call ends. The sum of charges never exceeds
+// max_held_bytes. Calls without room wait unread, in order (the transport's flow control holds
+// their bytes at the peer); calls beyond max_waiting_calls are refused.
 class Admission {
  public:
   // The room a call holds. Gives it back when destroyed. Movable; used by one thread at a time.
@@ -53,10 +57,12 @@ class Admission {
   // Answers those who still wait with UNAVAILABLE. Every ticket must be gone by now.
   ~Admission();
 
-  // Runs `ready` exactly once unless Abandon gets there first: at once and on this thread when the answer is known, else
-  // on a thread that makes room, or on a timer's. No lock is held; `ready` may call back, and should be brief. Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while
-  // waiting), RESOURCE_EXHAUSTED (the line is full; the text has held, allowed and retry delay).
-  // Returns 0 when `ready` has run, else an id for Abandon.
+  // Runs `ready` exactly once unless Abandon gets there first: at once and on this thread when the
+  // answer is known, else on a thread that makes room, or on a timer's. No lock is held; `ready`
+  // may call back, and should be brief. Returns 0 when `ready` has run, else an id for Abandon.
+  //
+  // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while waiting),
+  // RESOURCE_EXHAUSTED (the line is full; the text has held, allowed and retry delay).
   WaiterId Enter(absl::Time deadline, Ready ready);
 
   // The call is gone. True: `ready` will never run. False: it has run or is running.

@@ -44,6 +44,12 @@ JobSize SizeOfJob(const JobSpec& spec) {
 }
 
 absl::Status CheckFits(const JobSpec& spec, const JobSize& size, const EngineOptions& options) {
+  const OpTraits& op = *spec.key.op;
+  if (op.param_bytes > options.max_param_bytes || op.planes.size() > kMaxPlanes) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "op %s: %d bytes of parameters a row and %d outputs, allowed %d and %d", op.name,
+        op.param_bytes, op.planes.size(), options.max_param_bytes, kMaxPlanes));
+  }
   if (spec.rows < 1 || spec.rows > options.max_batch_rows) {
     return absl::InvalidArgumentError(
         absl::StrFormat("rows: %d, allowed 1..%d", spec.rows, options.max_batch_rows));

@@ -385,6 +385,7 @@ Batch* Batcher::Next(Batch* finished) {
       mutex_.Unlock();
       const int64_t until = MonotonicNanos() + idle_spin_ns_;
       while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
+        std::this_thread::yield();  // on few cores, who would wake us may need this one
       }
       mutex_.Lock();
       spinning_ = false;
@@ -394,8 +395,12 @@ Batch* Batcher::Next(Batch* finished) {
     }
   }
   --idle_streams_;
-  // One wake may stand for several batches.
-  if (batch != nullptr && SealForIdleStreams() > 0) WakeStream();
+  // One wake may stand for several batches; and where batches may be delayed, another must keep the
+  // time now.
+  if (batch != nullptr && idle_streams_ > 0 &&
+      (SealForIdleStreams() > 0 || max_batch_delay_ns_ > 0)) {
+    WakeStream();
+  }
   Publish();
   return batch;
 }

@@ -35,7 +35,7 @@ struct KeyQueue {
   Job* last = nullptr;
 };
 
-// Thread-safe. One lock; no job is called under it.
+// Thread-safe. One lock; of a job nothing but spec() is called under it.
 //
 // Order. Whoever waits longest goes first: streams take the batch with the oldest first job; a free
 // slab goes to the oldest job without one, and those of its key that fit come along. So no key
@@ -140,8 +140,8 @@ class Batcher {
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
   int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
   bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // one of them polls wakes_
-  absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) =
-      absl::InfiniteFuture();  // no waiting job's deadline is before it
+  // No waiting job's deadline is before it.
+  absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::string closed_message_ ABSL_GUARDED_BY(mutex_);

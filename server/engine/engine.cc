@@ -134,6 +134,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
       {"max_batch_rows", options.max_batch_rows, 1, int64_t{1} << 24},
       {"copy_threads", options.copy_threads, 1, 256},
       {"max_param_bytes", static_cast<int64_t>(options.max_param_bytes), 1, 1 << 16},
+      {"max_batch_delay in microseconds", absl::ToInt64Microseconds(options.max_batch_delay), 0,
+       absl::ToInt64Microseconds(absl::Hours(24))},
+      {"idle_spin in microseconds", absl::ToInt64Microseconds(options.idle_spin), 0, 10000},
   };
   for (const Range& range : ranges) {
     if (range.value < range.low || range.value > range.high) {

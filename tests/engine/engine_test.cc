@@ -249,6 +249,13 @@ const Scenario kScenarios[] = {
        o.max_batch_delay = absl::Hours(10);
        o.max_batch_rows = 2;
      }},
+    {"max_batch_delay_ends_on_another_stream_while_one_runs",
+     "hold\n a 4x1\n b 5x2\n ops 2\n go\n idle", "b|a", "a:OK b:OK",
+     [](EngineOptions& o) {
+       o.streams = 2;
+       o.max_batch_delay = absl::Milliseconds(30);
+       o.max_batch_rows = 2;
+     }},
     {"a_job_without_a_slab_ends_max_batch_delay",
      "a 4x1\n b 5x1\n wait a\n c 6x1\n wait b\n stop\n idle", "a|b", "a:OK b:OK c:UNAVAILABLE",
      [](EngineOptions& o) {
@@ -415,12 +422,43 @@ TEST(EngineTest, CheckFitsNamesValueAndLimit) {
   }
 }
 
-TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
-  FakeBackend backend;
+TEST(EngineTest, AnOpThatFitsNoSlabIsRefused) {
   EngineOptions options = SmallOptions();
-  options.streams = 0;
-  const auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
-  EXPECT_EQ(engine.status().message(), "streams: 0, allowed 1..64");
+  options.max_param_bytes = 8;
+  Harness harness(options);
+  harness.Run("a 4x1");
+  EXPECT_EQ(harness.job("a").Wait().message(),
+            "op digest: 16 bytes of parameters a row and 3 outputs, allowed 8 and 16");
+}
+
+TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
+  struct Case {
+    void (*change)(EngineOptions& options);
+    const char* message;
+  };
+  const Case cases[] = {
+      {[](EngineOptions& o) { o.streams = 0; }, "streams: 0, allowed 1..64"},
+      {[](EngineOptions& o) { o.slab_payload_bytes = -1; },
+       "slab_payload_bytes: -1, allowed 1..1099511627776"},
+      {[](EngineOptions& o) { o.max_batch_delay = absl::Microseconds(-1); },
+       "max_batch_delay in microseconds: -1, allowed 0..86400000000"},
+  };
+  for (const Case& c : cases) {
+    FakeBackend backend;
+    EngineOptions options = SmallOptions();
+    c.change(options);
+    const auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
+    EXPECT_EQ(engine.status().message(), c.message);
+    EXPECT_EQ(backend.live_slabs(), 0);
+  }
+}
+
+TEST(EngineTest, SlabsGoBackWhenThereIsNoMemoryForAll) {
+  FakeBackend backend;
+  backend.LimitSlabs(3);
+  const auto engine = Engine::Create(&backend, SmallOptions(), nullptr, [](absl::Status) {});
+  EXPECT_TRUE(absl::IsResourceExhausted(engine.status())) << engine.status();
+  EXPECT_EQ(backend.live_slabs(), 0);
 }
 
 // ---- storms: many threads, every way to end, exactly one Done with a right answer ----

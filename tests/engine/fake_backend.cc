@@ -35,6 +35,7 @@ const OpTraits kDigest = {
 
 absl::StatusOr<Slab> FakeBackend::AllocateSlab(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (live_slabs_ == max_slabs_) return absl::ResourceExhaustedError("no memory for a slab");
   ++live_slabs_;
   Slab slab{.host = static_cast<std::byte*>(std::malloc(bytes)),
             .device = static_cast<std::byte*>(std::malloc(bytes)),

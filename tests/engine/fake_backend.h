@@ -60,6 +60,8 @@ class FakeBackend final : public Backend {
   void FreeSlab(const Slab& slab) override;
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override;
 
+  // There is memory for so many slabs.
+  void LimitSlabs(int slabs) { max_slabs_ = slabs; }
   // Ops block from Hold to Release.
   void Hold();
   void Release();
@@ -90,6 +92,7 @@ class FakeBackend final : public Backend {
   std::vector<std::pair<FaultPoint, absl::Status>> next_faults_;
   std::vector<Ran> log_;
   int live_slabs_ = 0;
+  int max_slabs_ = 1 << 20;
 };
 
 class FakeStream final : public Stream {
