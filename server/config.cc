@@ -23,7 +23,12 @@ constexpr const char* kDescription =
     "be\n"
     "given as an environment variable: --slab-bytes is LOGITD_SLAB_BYTES. A flag wins.\n"
     "SIGTERM or SIGINT drains: health goes NOT_SERVING, new calls get UNAVAILABLE, admitted calls\n"
-    "finish, exit 0. A second signal hastens it. Exit 2: bad usage. Exit 3: the device was lost.\n";
+    "finish, exit 0. A second signal hastens it. Exit 1: could not start, 2: bad usage, 3: the "
+    "device\n"
+    "was lost.\n\n"
+    "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned where there is a GPU), and at "
+    "most\n"
+    "about 1.25 x --max-held-bytes + 128 MiB for all that peers make the server hold.\n";
 
 constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // what gRPC can be told
 
@@ -67,6 +72,10 @@ void CheckTogether(const Config& config) {
   const auto refuse = [](const std::string& flag, const std::string& text) {
     throw CLI::ValidationError(flag, text);
   };
+  if (config.max_request_bytes == 0) refuse("--max-request-bytes", "got 0, allowed: 1 or more");
+  if (config.receive_timeout == absl::ZeroDuration()) {
+    refuse("--receive-timeout", "got 0, allowed: more than 0, or inf");
+  }
   const int64_t message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
   if (message > kMaxMessage) {
     refuse("--max-request-bytes",
