@@ -1,8 +1,8 @@
 # Two images from one file:
 #   docker build --target cpu  -t logitd:cpu .
 #   docker build --target cuda -t logitd:cuda .
-# The build stages make the relocatable dist/ of scripts/bundle; a runtime stage is a base image plus that. Each runtime
-# base must be the same distribution as its build base, since libc and libstdc++ come from there.
+# A build stage compiles the two programs and lists the packages of the shared libraries they use; a runtime stage is a base
+# image plus those packages and programs. So each runtime base must be the same distribution as its build base.
 ARG BASE=debian:12-slim
 ARG CUDA_BUILD_BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
 ARG CUDA_BASE=nvidia/cuda:13.0.0-base-ubuntu24.04
@@ -15,7 +15,8 @@ COPY . .
 ARG JOBS
 RUN cmake --preset release -DLOGITD_CUDA=OFF -DLOGITD_TESTS=OFF -DLOGITD_CCACHE=OFF \
     && cmake --build --preset release --parallel ${JOBS} --target logitd logitctl \
-    && scripts/bundle --build build/release --out /dist logitd logitctl
+    && install -D --strip --target-directory=/dist/bin build/release/logitd build/release/logitctl \
+    && deploy/runtime-packages /dist/bin/logitd /dist/bin/logitctl > /dist/packages
 
 FROM ${CUDA_BUILD_BASE} AS build-cuda
 WORKDIR /src
@@ -25,11 +26,15 @@ COPY . .
 ARG JOBS
 RUN cmake --preset release -DLOGITD_CUDA=ON -DLOGITD_TESTS=OFF -DLOGITD_CCACHE=OFF \
     && cmake --build --preset release --parallel ${JOBS} --target logitd logitctl \
-    && scripts/bundle --build build/release --out /dist logitd logitctl
+    && install -D --strip --target-directory=/dist/bin build/release/logitd build/release/logitctl \
+    && deploy/runtime-packages /dist/bin/logitd /dist/bin/logitctl > /dist/packages
 
 FROM ${CUDA_BASE} AS cuda
-COPY --from=build-cuda /dist /opt/logitd
-ENV PATH=/opt/logitd/bin:${PATH}
+COPY --from=build-cuda /dist/packages /tmp/packages
+RUN apt-get update -qq \
+    && xargs -a /tmp/packages apt-get install -y -qq --no-install-recommends \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb /tmp/packages
+COPY --from=build-cuda /dist/bin /usr/local/bin
 USER 65532:65532
 EXPOSE 7450 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["logitctl", "health"]
@@ -37,8 +42,11 @@ ENTRYPOINT ["logitd"]
 CMD ["--listen", "0.0.0.0:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cuda"]
 
 FROM ${BASE} AS cpu
-COPY --from=build-cpu /dist /opt/logitd
-ENV PATH=/opt/logitd/bin:${PATH}
+COPY --from=build-cpu /dist/packages /tmp/packages
+RUN apt-get update -qq \
+    && xargs -a /tmp/packages apt-get install -y -qq --no-install-recommends \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb /tmp/packages
+COPY --from=build-cpu /dist/bin /usr/local/bin
 USER 65532:65532
 EXPOSE 7450 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s CMD ["logitctl", "health"]
