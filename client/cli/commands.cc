@@ -189,7 +189,13 @@ int RunHealth(const CommonFlags& common, const HealthFlags& flags) {
     return true;
   };
   if (flags.watch) {
-    return CallFailed((*client)->WatchHealth(flags.service, print), common.address);
+    const absl::Status ended = (*client)->WatchHealth(flags.service, print);
+    // The watch ends with the server: however politely it leaves, nobody serves there any more.
+    if (ended.ok() || absl::IsCancelled(ended)) {
+      Complain("the server has ended the watch");
+      return kExitUnavailable;
+    }
+    return CallFailed(ended, common.address);
   }
   absl::StatusOr<client::ServingStatus> status = (*client)->Health(flags.service);
   if (!status.ok()) return CallFailed(status.status(), common.address);

@@ -68,8 +68,16 @@ TEST(EncodeTest, GeneratedCodeReadsWhatWeWrite) {
        .k = {1, 2, 1 << 20},
        .temperature = {0.5f, std::numeric_limits<float>::infinity()}},
       {.dtype = v1::DTYPE_F16, .rows = 1, .vocab = 1, .logits = {""}, .k = {-1}},
-      {.dtype = v1::DTYPE_F16, .rows = 1, .vocab = 1, .logits = {first.substr(0, 127)}, .k = {1}},
-      {.dtype = v1::DTYPE_F16, .rows = 1, .vocab = 1, .logits = {first.substr(0, 128)}, .k = {1}},
+      {.dtype = v1::DTYPE_F16,
+       .rows = 1,
+       .vocab = 1,
+       .logits = {absl::string_view(first).substr(0, 127)},
+       .k = {1}},
+      {.dtype = v1::DTYPE_F16,
+       .rows = 1,
+       .vocab = 1,
+       .logits = {absl::string_view(first).substr(0, 128)},
+       .k = {1}},
   };
   for (const TopKRequest& request : cases) {
     absl::StatusOr<grpc::ByteBuffer> buffer = EncodeTopKRequest(request, nullptr);

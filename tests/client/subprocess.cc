@@ -11,6 +11,8 @@
 #include <array>
 #include <chrono>
 #include <filesystem>
+#include <thread>
+#include <utility>
 
 namespace logitd::testing {
 namespace {
@@ -19,14 +21,25 @@ std::string PathOf(const std::string& name) {
   return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
 }
 
-}  // namespace
-
-Ran RunBinary(const std::string& name, std::vector<std::string> args,
-              const std::function<void(const std::string&)>& on_output) {
+// 0 and a failed test where it cannot be started.
+pid_t Spawn(const std::string& name, std::vector<std::string> args,
+            const posix_spawn_file_actions_t* actions) {
   args.insert(args.begin(), PathOf(name));
   std::vector<char*> argv;
   for (std::string& arg : args) argv.push_back(arg.data());
   argv.push_back(nullptr);
+  pid_t pid = 0;
+  if (posix_spawn(&pid, argv[0], actions, nullptr, argv.data(), environ) != 0) {
+    ADD_FAILURE() << "cannot run " << argv[0];
+    return 0;
+  }
+  return pid;
+}
+
+}  // namespace
+
+Ran RunBinary(const std::string& name, std::vector<std::string> args,
+              const std::function<void(const std::string&)>& on_output) {
   std::array<int, 2> out;
   std::array<int, 2> err;
   EXPECT_EQ(pipe2(out.data(), O_CLOEXEC), 0);
@@ -35,10 +48,7 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, out[1], 1);
   posix_spawn_file_actions_adddup2(&actions, err[1], 2);
-  pid_t pid = 0;
-  if (posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ) != 0) {
-    ADD_FAILURE() << "cannot run " << argv[0];
-  }
+  const pid_t pid = Spawn(name, std::move(args), &actions);
   posix_spawn_file_actions_destroy(&actions);
   close(out[1]);
   close(err[1]);
@@ -73,6 +83,21 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   if (pid != 0) waitpid(pid, &status, 0);
   ran.code = pid != 0 && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   return ran;
+}
+
+Daemon::Daemon(const std::string& name, std::vector<std::string> args)
+    : pid_(Spawn(name, std::move(args), nullptr)) {}
+
+Daemon::~Daemon() {
+  if (pid_ == 0) return;
+  kill(pid_, SIGTERM);
+  for (int i = 0; i < 2000; ++i) {
+    if (waitpid(pid_, nullptr, WNOHANG) == pid_) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  ADD_FAILURE() << "the daemon did not stop within 20 s of SIGTERM";
+  kill(pid_, SIGKILL);
+  waitpid(pid_, nullptr, 0);
 }
 
 }  // namespace logitd::testing

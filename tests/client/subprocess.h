@@ -19,6 +19,19 @@ struct Ran {
 Ran RunBinary(const std::string& name, std::vector<std::string> args,
               const std::function<void(const std::string&)>& on_output = nullptr);
 
+// A binary of ours that keeps running: started here, asked to stop by SIGTERM at the end, killed 20
+// s later.
+class Daemon {
+ public:
+  Daemon(const std::string& name, std::vector<std::string> args);
+  ~Daemon();
+  Daemon(const Daemon&) = delete;
+  Daemon& operator=(const Daemon&) = delete;
+
+ private:
+  int pid_ = 0;
+};
+
 }  // namespace logitd::testing
 
 #endif  // LOGITD_TESTS_CLIENT_SUBPROCESS_H_
