@@ -31,7 +31,10 @@ bool CallTracker::WaitNone(absl::Time deadline) const {
 RawUnaryCall::RawUnaryCall(grpc::CallbackServerContext* context, CallTracker* tracker)
     : context_(context), tracker_(tracker) {}
 
-RawUnaryCall::~RawUnaryCall() = default;
+RawUnaryCall::~RawUnaryCall() {
+  // A Receive that came after OnDone has been watched in vain.
+  tracker_->peer_watch_.Unwatch(&peer_watch_);
+}
 
 absl::Time RawUnaryCall::deadline() const {
   const auto deadline = context_->deadline();
@@ -48,13 +51,30 @@ void RawUnaryCall::Start() {
   OnHeaders();
 }
 
-void RawUnaryCall::Receive() {
+bool RawUnaryCall::Read() {
   {
     absl::MutexLock lock(&mutex_);
-    if (finished_) return;
-    starting_read_ =
-        true;  // a Finish that comes meanwhile is left to us: no read may start after it
+    if (finished_) return false;
+    ++starting_reads_;
   }
+  StartRead(&in_);
+  bool end = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    --starting_reads_;
+    end = ClaimEnd();
+  }
+  if (end) FinishNow();
+  return !end;
+}
+
+bool RawUnaryCall::ClaimEnd() {
+  if (ended_ || !may_end_ || starting_reads_ > 0) return false;
+  ended_ = true;
+  return true;
+}
+
+void RawUnaryCall::Receive() {
   tracker_->peer_watch_.Watch(
       &peer_watch_, [call = weak_from_this(), timeout = tracker_->peer_watch_.timeout()] {
         if (auto alive = call.lock()) {
@@ -62,14 +82,7 @@ void RawUnaryCall::Receive() {
               "message not received within %s of being asked for", absl::FormatDuration(timeout))));
         }
       });
-  StartRead(&in_);
-  bool finish = false;
-  {
-    absl::MutexLock lock(&mutex_);
-    starting_read_ = false;
-    finish = may_end_;
-  }
-  if (finish) FinishNow();
+  Read();
 }
 
 void RawUnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response,
@@ -86,13 +99,13 @@ void RawUnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response,
     }
   }
   OnFinish(status.code());
-  bool left_to_reader = false;
+  bool end = false;
   {
     absl::MutexLock lock(&mutex_);
     may_end_ = true;
-    left_to_reader = starting_read_;
+    end = ClaimEnd();
   }
-  if (!left_to_reader) FinishNow();
+  if (end) FinishNow();
 }
 
 void RawUnaryCall::FinishNow() {
@@ -128,23 +141,7 @@ void RawUnaryCall::OnReadDone(bool ok) {
   have_message_ = true;
   grpc::ByteBuffer message;
   message.Swap(&in_);
-  bool look_on = false;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (!finished_) look_on = starting_read_ = true;
-  }
-  if (!look_on) return;
-  StartRead(&in_);
-  bool finish = false;
-  {
-    absl::MutexLock lock(&mutex_);
-    starting_read_ = false;
-    finish = may_end_;
-  }
-  if (finish) {
-    FinishNow();
-    return;
-  }
+  if (!Read()) return;
   OnMessage(std::move(message));
 }
 

@@ -86,6 +86,10 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
   friend class RawUnaryService;
 
   void Start();
+  // Starts a read unless the call is finished. False: it is, and nothing is left to do.
+  bool Read();
+  // True for the one caller that is to run FinishNow.
+  bool ClaimEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishNow();
   void TryCancel();
   void OnReadDone(bool ok) override;
@@ -100,9 +104,13 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
   grpc::ByteBuffer in_;        // the transport writes it between StartRead and OnReadDone
 
   absl::Mutex mutex_;
-  bool starting_read_ ABSL_GUARDED_BY(mutex_) = false;
+  // Threads inside StartRead. More than one when the message is there before the first StartRead
+  // returns. The last of them ends a call that was finished meanwhile: no read may start after the
+  // transport's Finish.
+  int starting_reads_ ABSL_GUARDED_BY(mutex_) = 0;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   bool may_end_ ABSL_GUARDED_BY(mutex_) = false;  // finished, and told to OnFinish
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;    // given to the transport
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   // Set by the winner of Finish, read by whoever then calls FinishNow.
   grpc::Status status_;
