@@ -4,7 +4,8 @@
 
 namespace logitd {
 
-absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind, const BackendOptions& options) {
+absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind,
+                                                       const BackendOptions& options) {
   if (kind == "cpu") return CreateCpuBackend(options);
 #if LOGITD_WITH_CUDA
   if (kind == "cuda") return CreateCudaBackend(options);
@@ -13,10 +14,12 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind, co
     return cuda.ok() ? std::move(cuda) : CreateCpuBackend(options);
   }
 #else
-  if (kind == "cuda") return absl::UnavailableError("backend cuda: this build has the CPU backend alone");
+  if (kind == "cuda")
+    return absl::UnavailableError("backend cuda: this build has the CPU backend alone");
   if (kind == "auto") return CreateCpuBackend(options);
 #endif
-  return absl::InvalidArgumentError(absl::StrFormat("backend: got \"%s\", allowed: auto, cpu, cuda", kind));
+  return absl::InvalidArgumentError(
+      absl::StrFormat("backend: got \"%s\", allowed: auto, cpu, cuda", kind));
 }
 
 }  // namespace logitd

@@ -1,4 +1,5 @@
-// A device as the engine sees it: slabs that are host memory and device memory at once, and streams that run ops.
+// A device as the engine sees it: slabs that are host memory and device memory at once, and streams
+// that run ops.
 #ifndef LOGITD_KERNELS_BACKEND_H_
 #define LOGITD_KERNELS_BACKEND_H_
 
@@ -20,7 +21,8 @@ struct DeviceInfo {
   int64_t memory_bytes = 0;
 };
 
-// A piece of host memory with its counterpart on the device. On CUDA `host` is pinned; on the CPU both are one address.
+// A piece of host memory with its counterpart on the device. On CUDA `host` is pinned; on the CPU
+// both are one address.
 struct Slab {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
@@ -36,9 +38,9 @@ struct StreamTimes {
 
 // An in-order queue of copies and ops with its own scratch memory. Used by one thread at a time.
 //
-// Calls enqueue and return (the CPU backend computes before it returns). Order of use between two Waits: Upload*, ops,
-// Download*. Errors: INTERNAL, the device is lost and the process must end; UNAVAILABLE, this work failed and later
-// work may succeed.
+// Calls enqueue and return (the CPU backend computes before it returns). Order of use between two
+// Waits: Upload*, ops, Download*. Errors: INTERNAL, the device is lost and the process must end;
+// UNAVAILABLE, this work failed and later work may succeed.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -67,13 +69,16 @@ class Backend {
 };
 
 struct BackendOptions {
-  int device = 0;       // CUDA device ordinal
-  int cpu_threads = 0;  // threads of the CPU backend, shared by its streams; 0 = all the process may use
+  int device = 0;  // CUDA device ordinal
+  int cpu_threads =
+      0;  // threads of the CPU backend, shared by its streams; 0 = all the process may use
 };
 
 // kind: "cpu", "cuda", or "auto" (CUDA where a device answers, else the CPU).
-// INVALID_ARGUMENT: unknown kind. UNAVAILABLE: the backend is not in this build, or no device answers.
-absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind, const BackendOptions& options);
+// INVALID_ARGUMENT: unknown kind. UNAVAILABLE: the backend is not in this build, or no device
+// answers.
+absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind,
+                                                       const BackendOptions& options);
 
 // The two behind CreateBackend; the CUDA one exists in builds with CUDA alone.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& options);

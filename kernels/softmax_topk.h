@@ -1,4 +1,5 @@
-// softmax_topk: the K most probable tokens of every row, with their probabilities under the full softmax.
+// softmax_topk: the K most probable tokens of every row, with their probabilities under the full
+// softmax.
 #ifndef LOGITD_KERNELS_SOFTMAX_TOPK_H_
 #define LOGITD_KERNELS_SOFTMAX_TOPK_H_
 
@@ -10,50 +11,53 @@
 
 namespace logitd {
 
-// What one row asks for, and where its answer goes. All bytes zero means: skip this row, write nothing for it.
+// What one row asks for, and where its answer goes. All bytes zero means: skip this row, write
+// nothing for it.
 struct SoftmaxTopKRow {
   int64_t first_entry;  // the row's k answers go to entries [first_entry, first_entry + k)
   float temperature;    // finite, > 0
   int32_t k;            // 1..vocab; 0 = skip the row
 };
 
-// Writes, for every row of `logits`, its k most probable tokens under softmax(logits / temperature).
+// Writes, for every row of `logits`, its k most probable tokens under softmax(logits /
+// temperature).
 //
 // Order: descending logit; equal logits (-0 equals +0) by ascending index.
 // Probabilities are those of the full softmax over the row, not renormalised over the k.
-// -inf has probability 0 and is returned only when fewer than k other logits remain. A row of -inf alone is
-// kEmptySupport: indices 0..k-1, probabilities 0, logsumexp -inf.
-// +inf counts as certain: n of them share probability 1/n each, all else has 0, logsumexp is +inf.
-// NaN anywhere in a row: kNanLogit with the lowest NaN index; the row's other outputs are unspecified.
-// A row's bits depend on that row, its k and its temperature alone; not on the batch, its place in it, the row
-// stride, the alignment or the stream. Bits may differ between backends and between SIMD widths or GPU
+// -inf has probability 0 and is returned only when fewer than k other logits remain. A row of -inf
+// alone is kEmptySupport: indices 0..k-1, probabilities 0, logsumexp -inf. +inf counts as certain:
+// n of them share probability 1/n each, all else has 0, logsumexp is +inf. NaN anywhere in a row:
+// kNanLogit with the lowest NaN index; the row's other outputs are unspecified. A row's bits depend
+// on that row, its k and its temperature alone; not on the batch, its place in it, the row stride,
+// the alignment or the stream. Bits may differ between backends and between SIMD widths or GPU
 // architectures; indices agree everywhere, |probability error| <= 4e-6 relative (plus 1e-37), and
 // |logsumexp error| <= 2e-6 max(1, |logsumexp|), against double precision.
 // Source: Milakov & Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct SoftmaxTopKArgs {
-  TensorView logits;           // [rows, vocab], f32 | f16 | bf16
-  const SoftmaxTopKRow* rows;  // [rows]
-  int32_t max_k = 0;           // >= every row's k; picks the variant, never the bits
-  int32_t* indices = nullptr;  // [entries]
-  float* probs = nullptr;      // [entries]
-  float* logsumexp = nullptr;  // [rows], natural log, of logits / temperature
-  RowStatus* status = nullptr; // [rows]
+  TensorView logits;            // [rows, vocab], f32 | f16 | bf16
+  const SoftmaxTopKRow* rows;   // [rows]
+  int32_t max_k = 0;            // >= every row's k; picks the variant, never the bits
+  int32_t* indices = nullptr;   // [entries]
+  float* probs = nullptr;       // [entries]
+  float* logsumexp = nullptr;   // [rows], natural log, of logits / temperature
+  RowStatus* status = nullptr;  // [rows]
 };
 
-// What a caller may ask for, as it came over a border: one value of k and temperature for all rows, or one per row.
+// What a caller may ask for, as it came over a border: one value of k and temperature for all rows,
+// or one per row.
 struct SoftmaxTopKRequest {
   DType dtype = DType::kF32;
   int64_t rows = 0;
   int64_t vocab = 0;
-  int64_t payload_bytes = 0;              // must be rows * vocab * SizeOf(dtype)
-  absl::Span<const int32_t> k;            // 1 or `rows` values, each 1..vocab
-  absl::Span<const float> temperature;    // 0 (all 1.0), 1 or `rows` values, each finite and > 0
+  int64_t payload_bytes = 0;            // must be rows * vocab * SizeOf(dtype)
+  absl::Span<const int32_t> k;          // 1 or `rows` values, each 1..vocab
+  absl::Span<const float> temperature;  // 0 (all 1.0), 1 or `rows` values, each finite and > 0
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the value and what is allowed. Shared by both backends; below it nothing
-// is checked again.
+// OK, or INVALID_ARGUMENT naming the field, the value and what is allowed. Shared by both backends;
+// below it nothing is checked again.
 absl::Status CheckSoftmaxTopK(const SoftmaxTopKRequest& request);
 
 }  // namespace logitd

@@ -15,14 +15,18 @@ constexpr size_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 constexpr std::string_view Name(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return "f32";
-    case DType::kF16: return "f16";
-    case DType::kBF16: return "bf16";
+    case DType::kF32:
+      return "f32";
+    case DType::kF16:
+      return "f16";
+    case DType::kBF16:
+      return "bf16";
   }
   return "unknown";
 }
 
-// A matrix in the memory of the backend that runs the op. Owns nothing. Only element alignment is asked of `data`.
+// A matrix in the memory of the backend that runs the op. Owns nothing. Only element alignment is
+// asked of `data`.
 struct TensorView {
   const void* data = nullptr;
   DType dtype = DType::kF32;

@@ -124,7 +124,7 @@ TEST_F(LogitdTest, LogitctlSendsAFileLargerThanOneRequest) {
 
 // The demo: prompt, hidden states, logits, the server's top tokens, text.
 TEST_F(LogitdTest, TheDemoModelContinuesAPrompt) {
-  const std::string model_dir = LOGITD_SOURCE_DIR "/demo/model";
+  const std::string model_dir = ::logitd::testing::DemoModel();
   const std::string prompt = "It is a truth universally";
   const Ran ran = RunBinary("logitctl", {"topk", "--addr", address_, "--text", prompt, "--model",
                                          model_dir, "--k", "10", "--format", "json"});
