@@ -93,7 +93,6 @@ void ExpectRight(const std::vector<float>& logits, int64_t rows, const std::vect
 }
 
 // --- right answers
-// -------------------------------------------------------------------------------------------------
 
 class TransportTest : public ::testing::TestWithParam<bool> {
  protected:
@@ -302,7 +301,6 @@ TEST_P(TransportTest, InfoHealthAndReflection) {
 }
 
 // --- many callers
-// --------------------------------------------------------------------------------------------------
 
 TEST(LoadTest, ConcurrentCallersShareBatchesAndGetTheirOwnAnswers) {
   ServerProcess server({"--max-batch-delay=2ms"});
@@ -368,7 +366,6 @@ TEST(LoadTest, CancelledCallsLeaveNothingBehind) {
 }
 
 // --- bounded memory
-// ------------------------------------------------------------------------------------------------
 
 TEST(MemoryTest, ManyLargeRequestsStayWithinTheFlag) {
   ServerProcess server({"--max-request-bytes=16MiB", "--slab-bytes=16MiB", "--max-batch-rows=1024",
@@ -477,6 +474,17 @@ TEST(MemoryTest, OversizedMessagesAreRefusedAndTheLiarIsCutOff) {
   EXPECT_TRUE(TopK(Connect(server.tcp()), Request({1, 2}, 1, 1), &response).ok());
 }
 
+// Also where a batch and the transport would take more.
+TEST(MemoryTest, PayloadLimitIsExact) {
+  ServerProcess server({"--max-request-bytes=4000", "--slab-bytes=1MiB"});
+  const auto channel = Connect(server.tcp());
+  v1::TopKResponse response;
+  EXPECT_TRUE(TopK(channel, Request(std::vector<float>(1000), 1, 1), &response).ok());
+  const grpc::Status status = TopK(channel, Request(std::vector<float>(1001), 1, 1), &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("4004 bytes, allowed 1..4000"));
+}
+
 TEST(MemoryTest, LargerThanABatchIsInvalid) {
   ServerProcess server({"--max-batch-rows=4"});
   v1::TopKResponse response;
@@ -487,7 +495,6 @@ TEST(MemoryTest, LargerThanABatchIsInvalid) {
 }
 
 // --- waiting, deadlines, peers that misbehave
-// ----------------------------------------------------------------------
 
 TEST(WaitingTest, FullLineIsRefusedWithADelay) {
   ServerProcess server(With(kRoomForOne, {"--max-waiting-calls=1"}));
@@ -599,7 +606,6 @@ TEST(WaitingTest, SecondMessageIsRefusedWhileTheFirstWaits) {
 }
 
 // --- start and end
-// -------------------------------------------------------------------------------------------------
 
 TEST(LifeTest, DrainFinishesWhatIsAdmittedAndRefusesTheRest) {
   ServerProcess server(kRoomForOne);
