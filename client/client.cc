@@ -119,9 +119,11 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
               0);  // ours know the server's delay and the caller's deadline
   args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a Client is a connection
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);          // tensors do not go through a web proxy
-  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  // Calls fail at once between two tries to connect, so these bound how long a server that has come
+  // back goes unseen. The "minimum" is how long one try may take.
+  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
-  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5000);
+  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 250);
   // Keepalive also sets TCP_USER_TIMEOUT, without which a peer that stopped reading holds our
   // payload for ever.
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60000);

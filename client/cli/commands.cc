@@ -69,13 +69,11 @@ absl::StatusOr<std::unique_ptr<Client>> Connect(const CommonFlags& common) {
 
 // The rows one request may carry by the server's limits; a limit of 0 is none. 0: not even one.
 int64_t RowsPerRequest(const v1::Limits& limits, int64_t row_bytes, int k) {
-  constexpr int64_t kFieldBytes = 128;  // everything in the message but payload
   const int64_t answer_row_bytes = int64_t{k} * 8 + 16;
   int64_t rows = std::numeric_limits<int32_t>::max() / row_bytes;  // protobuf carries 2 GiB
   if (limits.max_batch_rows() > 0) rows = std::min(rows, limits.max_batch_rows());
   if (limits.max_request_bytes() > 0) {
-    rows =
-        std::min(rows, std::max<int64_t>(0, limits.max_request_bytes() - kFieldBytes) / row_bytes);
+    rows = std::min(rows, limits.max_request_bytes() / row_bytes);
   }
   if (limits.max_answer_bytes() > 0) {
     rows = std::min(rows, limits.max_answer_bytes() / answer_row_bytes);

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include "absl/strings/str_format.h"
+
 namespace logitd::rpc {
 namespace {
 
@@ -64,7 +66,7 @@ void JobCall::OnMessage(grpc::ByteBuffer message) {
     Finish(status);
     return;
   }
-  if (absl::Status status = environment_.engine->CheckFits(spec_); !status.ok()) {
+  if (absl::Status status = CheckFits(); !status.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
     Finish(status);
     return;
@@ -85,6 +87,16 @@ void JobCall::OnMessage(grpc::ByteBuffer message) {
     gone = gone_;
   }
   if (gone) environment_.engine->Cancel(*this);
+}
+
+// A batch may take more than one request, and the transport counts the small fields as well.
+absl::Status JobCall::CheckFits() const {
+  const auto payload_bytes = static_cast<int64_t>(codec_->payload().range.bytes);
+  if (payload_bytes > environment_.max_payload_bytes) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "payload: %d bytes, allowed 1..%d", payload_bytes, environment_.max_payload_bytes));
+  }
+  return environment_.engine->CheckFits(spec_);
 }
 
 void JobCall::OnGone() {

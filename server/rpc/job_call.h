@@ -64,6 +64,7 @@ struct CallEnvironment {
   engine::Metrics* metrics;
   CallTracker* tracker;
   Copier* copier;
+  int64_t max_payload_bytes;
 };
 
 class JobCall final : public RawUnaryCall, public engine::Job {
@@ -87,6 +88,7 @@ class JobCall final : public RawUnaryCall, public engine::Job {
   std::shared_ptr<JobCall> Self();
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
 
+  absl::Status CheckFits() const;
   void HoldAtMost(int64_t bytes);
 
   const CallEnvironment environment_;

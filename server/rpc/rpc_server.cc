@@ -60,7 +60,8 @@ class RpcServerImpl final : public RpcServer {
                   .engine = engine,
                   .metrics = metrics,
                   .tracker = &tracker_,
-                  .copier = &copier_}),
+                  .copier = &copier_,
+                  .max_payload_bytes = options.max_request_bytes}),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {

@@ -19,7 +19,7 @@ namespace logitd::rpc {
 struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
-  int64_t max_request_bytes = 0;                    // payload; reported by GetInfo
+  int64_t max_request_bytes = 0;                    // payload; also what GetInfo says
   absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, and to take an answer
 };
 

@@ -388,6 +388,26 @@ TEST(RetryTest, NobodyListeningIsUnavailable) {
   EXPECT_EQ(client->Info().status().code(), absl::StatusCode::kUnavailable);
 }
 
+// A decode loop must not stand idle for seconds because its server was restarted.
+TEST(RetryTest, AServerThatComesUpLaterIsFoundSoon) {
+  TempDir dir;
+  const std::string path = dir.path("late.sock");
+  auto client = Connect("unix:" + path, {.retry = {.max_attempts = 1}});
+  const absl::Time absent_until = absl::Now() + absl::Seconds(6);
+  while (absl::Now() < absent_until) {
+    ASSERT_EQ(client->Info().status().code(), absl::StatusCode::kUnavailable);
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  FakeServer server(nullptr, path);
+  const absl::Time up = absl::Now();
+  while (!client->Info().ok() && absl::Now() - up < absl::Seconds(10)) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  const absl::Duration took = absl::Now() - up;
+  RecordProperty("milliseconds", static_cast<int>(absl::ToInt64Milliseconds(took)));
+  EXPECT_LT(took, absl::Seconds(1));
+}
+
 // Life of the payload. 64 MiB do not fit the windows of a server that does not read, so that gRPC
 // holds the payload when the deadline comes; the memory is freed at once, and AddressSanitizer
 // watches.

@@ -159,7 +159,7 @@ TEST(LogitctlTest, BigFilesGoInPiecesThatFit) {
     int requests;
   };
   const Case cases[] = {
-      {"by_bytes", [](v1::Limits& l) { l.set_max_request_bytes(128 + 3 * 400 + 399); }, 4},
+      {"by_bytes", [](v1::Limits& l) { l.set_max_request_bytes(3 * 400 + 399); }, 4},
       {"by_rows", [](v1::Limits& l) { l.set_max_batch_rows(4); }, 3},
       {"by_answer", [](v1::Limits& l) { l.set_max_answer_bytes(150); }, 3},
       {"no_limits", [](v1::Limits& l) { l.Clear(); }, 1},
@@ -188,7 +188,7 @@ TEST(LogitctlTest, BigFilesGoInPiecesThatFit) {
 
 TEST(LogitctlTest, ARowThatNeverFitsIsBadInput) {
   FakeServer server;
-  server.info().mutable_limits()->set_max_request_bytes(100);
+  server.info().mutable_limits()->set_max_request_bytes(11);
   TempDir dir;
   const Ran ran = Logitctl({"topk", "--addr", server.address(), "--logits",
                             dir.Write("a.npy", NpyF32(1, 3, kLogits)), "--k", "1"});

@@ -320,7 +320,7 @@ const Scenario kScenarios[] = {
     {"a_deadline_already_passed_runs_nothing", "a 4x1 due=-5\n idle", "", "a:DEADLINE_EXCEEDED"},
     {"deadline_while_its_payload_is_copied_ends_after_the_copy",
      "a 4x1 due=10 slow\n copying a\n sleep 30\n copy a\n idle", "", "a:DEADLINE_EXCEEDED"},
-    // ---- faults ----
+    // ---- faults; that the stream is waited for after each, the device checks itself ----
     {"upload_fails_once", "fail upload unavailable\n a 4x1\n wait a\n b 4x1\n idle", "b",
      "a:UNAVAILABLE b:OK"},
     {"op_fails_once_for_its_batch_alone",

@@ -116,7 +116,13 @@ void FakeBackend::BeginOp(Ran ran) {
   if (time.count() > 0) std::this_thread::sleep_for(time);
 }
 
+void FakeStream::Enter(Phase phase) {
+  Require(phase_ <= phase, "work of a batch before Wait has ended the one before it");
+  phase_ = phase;
+}
+
 absl::Status FakeStream::Upload(const Slab& slab, size_t offset, size_t bytes) {
+  Enter(kUploading);
   if (absl::Status status = backend_->Fault(FaultPoint::kUpload); !status.ok()) return status;
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
   std::memcpy(slab.device + offset, slab.host + offset, bytes);
@@ -125,6 +131,7 @@ absl::Status FakeStream::Upload(const Slab& slab, size_t offset, size_t bytes) {
 }
 
 absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes) {
+  Enter(kDownloading);
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
   std::memcpy(slab.host + offset, slab.device + offset, bytes);
   return absl::OkStatus();
@@ -135,12 +142,14 @@ absl::Status FakeStream::SoftmaxTopK(const SoftmaxTopKArgs& args) {
 }
 
 absl::StatusOr<StreamTimes> FakeStream::Wait() {
+  phase_ = kIdle;
   uploaded_bytes_ = 0;
   if (absl::Status status = backend_->Fault(FaultPoint::kWait); !status.ok()) return status;
   return StreamTimes{.h2d_ns = 1, .kernel_ns = 2, .d2h_ns = 3};
 }
 
 absl::Status FakeStream::Digest(const BatchView& batch) {
+  Enter(kComputing);
   FakeBackend::Ran ran{.rows = batch.rows, .uploaded_bytes = uploaded_bytes_};
   const auto* params = reinterpret_cast<const DigestRow*>(batch.params);
   for (int64_t r = 0; r < batch.rows; ++r) {

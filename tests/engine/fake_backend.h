@@ -95,6 +95,8 @@ class FakeBackend final : public Backend {
   int max_slabs_ = 1 << 20;
 };
 
+// Holds its user to the order of Stream: uploads, ops, downloads, then Wait, also after an error;
+// anything else aborts.
 class FakeStream final : public Stream {
  public:
   explicit FakeStream(FakeBackend* backend) : backend_(backend) {}
@@ -105,7 +107,11 @@ class FakeStream final : public Stream {
   absl::Status Digest(const BatchView& batch);
 
  private:
+  enum Phase { kIdle, kUploading, kComputing, kDownloading };
+  void Enter(Phase phase);
+
   FakeBackend* const backend_;
+  Phase phase_ = kIdle;
   size_t uploaded_bytes_ = 0;
 };
 

@@ -1,0 +1,192 @@
+#include "server/serve.h"
+
+#include <malloc.h>
+#include <poll.h>
+#include <signal.h>
+#include <spdlog/spdlog.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "prometheus/exposer.h"
+#include "prometheus/registry.h"
+#include "server/engine/admission.h"
+#include "server/engine/engine.h"
+#include "server/engine/metrics.h"
+#include "server/rpc/rpc_server.h"
+#include "server/rpc/topk_codec.h"
+
+namespace logitd {
+namespace {
+
+constexpr int kCannotStart = 1;
+constexpr int kDeviceLost = 3;
+
+constexpr absl::Duration kPoll = absl::Milliseconds(10);
+// For answers already encoded to reach their peers, and for streams that have no end (health
+// Watch).
+constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
+// How long the process may take to end after the device was lost, whatever hangs in its driver.
+constexpr unsigned kDeviceLostSeconds = 10;
+
+// What the main thread waits for. Made before any other thread, so that all of them inherit the
+// blocked signals.
+class Events {
+ public:
+  enum Kind { kNothing, kSignal, kLost };
+
+  Events() {
+    signal(SIGPIPE, SIG_IGN);
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+    signal_ = signalfd(-1, &signals, SFD_CLOEXEC);
+    lost_ = eventfd(0, EFD_CLOEXEC);
+  }
+  ~Events() {
+    close(signal_);
+    close(lost_);
+  }
+
+  // Any thread.
+  void DeviceLost() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(lost_, &one, sizeof(one));
+  }
+
+  Kind Wait(absl::Duration timeout) {
+    pollfd fds[] = {{signal_, POLLIN, 0}, {lost_, POLLIN, 0}};
+    const int ms = timeout == absl::InfiniteDuration()
+                       ? -1
+                       : static_cast<int>(absl::ToInt64Milliseconds(timeout));
+    if (poll(fds, 2, ms) <= 0) return kNothing;
+    if (fds[1].revents != 0) return kLost;
+    signalfd_siginfo info;
+    [[maybe_unused]] const ssize_t taken = read(signal_, &info, sizeof(info));
+    return kSignal;
+  }
+
+ private:
+  int signal_;
+  int lost_;
+};
+
+// Messages of megabytes come and go; giving their memory back to the system and faulting it in
+// again each time halves the rate from socket to slab. Few arenas, because what one keeps free
+// another cannot use: with one for each thread the process would keep several times what it ever
+// held at once.
+void TuneMalloc() {
+  mallopt(M_ARENA_MAX, 2);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  mallopt(M_TOP_PAD, 16 << 20);
+}
+
+int CannotStart(const absl::Status& status) {
+  spdlog::error("cannot start: {}", status.ToString());
+  return kCannotStart;
+}
+
+}  // namespace
+
+int Serve(const Config& config, MakeBackend make_backend) {
+  Events events;
+  TuneMalloc();
+  spdlog::info("logitd {}", Version());
+
+  absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend();
+  if (!backend.ok()) return CannotStart(backend.status());
+  const DeviceInfo& device = (*backend)->device();
+  spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
+
+  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name};
+  engine::Metrics metrics(ops);
+  engine::Admission admission(
+      {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
+       .max_held_bytes = config.max_held_bytes,
+       .max_waiting_calls = config.max_waiting_calls},
+      &metrics);
+  absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
+      engine::Engine::Create(backend->get(),
+                             {.streams = config.streams,
+                              .slab_payload_bytes = config.slab_bytes,
+                              .slab_answer_bytes = config.slab_bytes,
+                              .max_batch_rows = config.max_batch_rows,
+                              .max_batch_delay = config.max_batch_delay},
+                             &metrics, [&events](const absl::Status& status) {
+                               spdlog::error("device lost: {}", status.ToString());
+                               events.DeviceLost();
+                             });
+  if (!engine.ok()) return CannotStart(engine.status());
+  spdlog::info(
+      "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, streams {}",
+      config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
+      config.max_batch_rows, config.slab_bytes, config.streams);
+
+  std::unique_ptr<prometheus::Exposer> exposer;
+  if (config.metrics_listen != "off") {
+    try {
+      exposer = std::make_unique<prometheus::Exposer>(config.metrics_listen);
+    } catch (const std::exception& error) {
+      return CannotStart(absl::UnavailableError(
+          absl::StrCat("metrics: cannot listen on ", config.metrics_listen, ": ", error.what())));
+    }
+    exposer->RegisterCollectable(metrics.registry());
+    spdlog::info("metrics on {}:{}",
+                 config.metrics_listen.substr(0, config.metrics_listen.rfind(':')),
+                 absl::StrJoin(exposer->GetListeningPorts(), ","));
+  }
+
+  absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
+      rpc::RpcServer::Start({.listen = config.listen,
+                             .version = std::string(Version()),
+                             .max_request_bytes = config.max_request_bytes,
+                             .peer_timeout = config.receive_timeout},
+                            device, &admission, engine->get(), &metrics);
+  if (!server.ok()) return CannotStart(server.status());
+  spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
+
+  Events::Kind event = Events::kNothing;
+  while (event == Events::kNothing) event = events.Wait(absl::InfiniteDuration());
+
+  (*server)->SetServing(false);
+  admission.BeginDrain();
+  if (event == Events::kSignal) {
+    spdlog::info("draining: {} calls to finish, at most {}", (*server)->calls(),
+                 absl::FormatDuration(config.drain_grace));
+    const absl::Time end = absl::Now() + config.drain_grace;
+    event = Events::kNothing;
+    while ((*server)->calls() > 0 && absl::Now() < end && event == Events::kNothing) {
+      event = events.Wait(kPoll);
+    }
+  }
+  const int cut = (*server)->calls();
+  if (event == Events::kLost) {
+    alarm(kDeviceLostSeconds);
+    (*server)->Shutdown(absl::Now() + kLastWrites);
+    spdlog::error("ended: the device was lost");
+    // Tearing down what stands on a lost device can hang or crash.
+    std::_Exit(kDeviceLost);
+  }
+  (*server)->Shutdown(cut > 0 ? absl::Now() : absl::Now() + kLastWrites);
+  (*engine)->Stop();
+  // Its HTTP server takes two seconds to end; the process ends it faster. It holds the registry
+  // weakly.
+  [[maybe_unused]] static prometheus::Exposer* const left_to_exit = exposer.release();
+  spdlog::info("drained: {} calls cut short", cut);
+  return EXIT_SUCCESS;
+}
+
+}  // namespace logitd

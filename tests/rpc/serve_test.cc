@@ -1,0 +1,140 @@
+#include "server/serve.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "client/client.h"
+#include "kernels/backend.h"
+#include "server/log.h"
+
+namespace logitd {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ExitedWithCode;
+using ::testing::HasSubstr;
+
+// The CPU, until it is said to be lost.
+class DoomedStream final : public Stream {
+ public:
+  DoomedStream(std::unique_ptr<Stream> stream, const std::atomic<bool>* lost)
+      : stream_(std::move(stream)), lost_(lost) {}
+
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    return stream_->Upload(slab, offset, bytes);
+  }
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    return stream_->Download(slab, offset, bytes);
+  }
+  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
+    return stream_->SoftmaxTopK(args);
+  }
+  absl::StatusOr<StreamTimes> Wait() override {
+    if (*lost_) return absl::InternalError("fell off the bus");
+    return stream_->Wait();
+  }
+
+ private:
+  const std::unique_ptr<Stream> stream_;
+  const std::atomic<bool>* const lost_;
+};
+
+class DoomedBackend final : public Backend {
+ public:
+  DoomedBackend(std::unique_ptr<Backend> backend, const std::atomic<bool>* lost)
+      : backend_(std::move(backend)), lost_(lost) {}
+
+  const DeviceInfo& device() const override { return backend_->device(); }
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
+  void FreeSlab(const Slab& slab) override { backend_->FreeSlab(slab); }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream();
+    if (!stream.ok()) return stream.status();
+    return std::make_unique<DoomedStream>(*std::move(stream), lost_);
+  }
+
+ private:
+  const std::unique_ptr<Backend> backend_;
+  const std::atomic<bool>* const lost_;
+};
+
+std::string Address(const std::string& directory) { return "unix:" + directory + "/socket"; }
+
+// What callers see, line by line on standard error.
+void CallAndLose(const std::string& directory, std::atomic<bool>* lost) {
+  auto client =
+      client::Client::Create({.address = Address(directory), .retry = {.max_attempts = 1}});
+  while (!(*client)->Info().ok()) absl::SleepFor(absl::Milliseconds(5));
+  // Connected; and nobody is left to clean up when the process ends.
+  std::filesystem::remove_all(directory);
+  std::thread([&client = **client] {
+    client
+        .WatchHealth("",
+                     [](client::ServingStatus status) {
+                       const std::string name(client::ServingStatusName(status));
+                       std::fprintf(stderr, "health %s\n", name.c_str());
+                       return true;
+                     })
+        .IgnoreError();
+  }).detach();
+  const std::vector<float> logits = {1, 3, 2};
+  const client::TopKRequest request = {
+      .dtype = v1::DTYPE_F32,
+      .rows = 1,
+      .vocab = 3,
+      .logits = {{reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float)}},
+      .k = {1}};
+  for (const char* call : {"before", "losing", "after"}) {
+    const absl::Status status = (*client)->TopK(request).status();
+    std::fprintf(stderr, "%s: %s\n", call, status.ToString().c_str());
+    *lost = true;
+  }
+  pause();  // the main thread ends the process
+}
+
+void ServeOnADeviceThatIsLost() {
+  alarm(60);
+  std::string directory = ::testing::TempDir() + "/logitd_serve_XXXXXX";
+  if (mkdtemp(directory.data()) == nullptr) std::abort();
+  Config config;
+  config.listen = {Address(directory)};
+  config.metrics_listen = "off";
+  config.slab_bytes = config.max_request_bytes = 1 << 20;
+  SetUpLogging("info", "text");
+  std::atomic<bool> lost = false;
+  const int code = Serve(config, [&] {
+    // By now Serve has done what must come before threads.
+    std::thread(CallAndLose, directory, &lost).detach();
+    return std::make_unique<DoomedBackend>(*CreateCpuBackend({.cpu_threads = 1}), &lost);
+  });
+  std::_Exit(code);
+}
+
+TEST(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(ServeOnADeviceThatIsLost(), ExitedWithCode(3),
+              AllOf(HasSubstr("health SERVING"), HasSubstr("before: OK"),
+                    HasSubstr("losing: UNAVAILABLE: the device failed: fell off the bus"),
+                    HasSubstr("after: UNAVAILABLE"), HasSubstr("health NOT_SERVING"),
+                    HasSubstr("ended: the device was lost")));
+}
+
+TEST(ServeTest, ABackendThatCannotBeHadIsAnError) {
+  EXPECT_EQ(Serve({}, [] { return absl::UnavailableError("no device answers"); }), 1);
+}
+
+}  // namespace
+}  // namespace logitd
