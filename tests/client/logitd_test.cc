@@ -16,6 +16,7 @@
 #include "tests/client/fake_server.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
+#include "tests/tree.h"
 
 namespace logitd {
 namespace {
@@ -124,7 +125,7 @@ TEST_F(LogitdTest, LogitctlSendsAFileLargerThanOneRequest) {
 
 // The demo: prompt, hidden states, logits, the server's top tokens, text.
 TEST_F(LogitdTest, TheDemoModelContinuesAPrompt) {
-  const std::string model_dir = ::logitd::testing::DemoModel();
+  const std::string model_dir = ::logitd::testing::InTree("demo/model");
   const std::string prompt = "It is a truth universally";
   const Ran ran = RunBinary("logitctl", {"topk", "--addr", address_, "--text", prompt, "--model",
                                          model_dir, "--k", "10", "--format", "json"});

@@ -85,11 +85,6 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   return ran;
 }
 
-std::string DemoModel() {
-  const std::string bundled = PathOf("../demo/model");
-  return std::filesystem::exists(bundled) ? bundled : LOGITD_SOURCE_DIR "/demo/model";
-}
-
 Daemon::Daemon(const std::string& name, std::vector<std::string> args)
     : pid_(Spawn(name, std::move(args), nullptr)) {}
 

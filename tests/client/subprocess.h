@@ -19,10 +19,6 @@ struct Ran {
 Ran RunBinary(const std::string& name, std::vector<std::string> args,
               const std::function<void(const std::string&)>& on_output = nullptr);
 
-// Directory of the demo's language model: ../demo/model beside the test in a bundle, else the
-// source tree's.
-std::string DemoModel();
-
 // A binary of ours that keeps running: started here, asked to stop by SIGTERM at the end, killed 20
 // s later.
 class Daemon {

@@ -14,6 +14,7 @@
 
 #include "server/rpc/encode.h"
 #include "tests/fuzz/compare_topk_request.h"
+#include "tests/tree.h"
 
 namespace logitd::rpc {
 namespace {
@@ -312,7 +313,7 @@ TEST(WireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
 
 TEST(WireTest, CorpusOfTheFuzzer) {
   const std::filesystem::path corpus =
-      std::filesystem::path(LOGITD_SOURCE_DIR) / "tests/fuzz/corpus/topk_request_fuzz";
+      ::logitd::testing::InTree("tests/fuzz/corpus/topk_request_fuzz");
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(corpus)) {
     std::ifstream file(entry.path(), std::ios::binary);
