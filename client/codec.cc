@@ -38,7 +38,7 @@ std::vector<T> ToVector(const Repeated& field) {
 }  // namespace
 
 absl::StatusOr<grpc::ByteBuffer> EncodeTopKRequest(const TopKRequest& request,
-                                                   std::shared_ptr<const void> owner) {
+                                                   const std::shared_ptr<const void>& owner) {
   v1::TopKRequest fields;
   fields.set_dtype(request.dtype);
   fields.set_rows(request.rows);

@@ -17,7 +17,7 @@ namespace logitd::client {
 // until gRPC drops it. The payload comes last, so that a server has read all it must judge before
 // the first payload byte. INVALID_ARGUMENT: 2 GiB or more, which protobuf cannot carry.
 absl::StatusOr<grpc::ByteBuffer> EncodeTopKRequest(const TopKRequest& request,
-                                                   std::shared_ptr<const void> owner);
+                                                   const std::shared_ptr<const void>& owner);
 
 // Consumes `response`. INTERNAL: not a TopKResponse, or one whose fields disagree in size.
 absl::StatusOr<TopKResult> DecodeTopKResponse(grpc::ByteBuffer* response);

@@ -127,7 +127,7 @@ class LanguageModel::Loader {
     return matrix;
   }
 
-  void Fail(std::string text) {
+  void Fail(const std::string& text) {
     if (status_.ok()) status_ = absl::InvalidArgumentError(text);
   }
 

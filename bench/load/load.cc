@@ -138,7 +138,7 @@ void OpenLoop(const Scenario& scenario, const TopKRequest& request,
     // behind.
     const bool counts = window.Holds(due);
     clients[i % clients.size()]->TopKAsync(
-        request, [&shard, &outstanding, counts, due](absl::StatusOr<TopKResult> result) {
+        request, [&shard, &outstanding, counts, due](const absl::StatusOr<TopKResult>& result) {
           if (counts) {
             absl::MutexLock lock(&shard.mutex);
             shard.recorder.Record(result, due, Clock::now());

@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
+#include <exception>
 #include <fstream>
 #include <map>
 #include <string>
@@ -172,4 +173,9 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace logitd::bench
 
-int main(int argc, char** argv) { return logitd::bench::Main(argc, argv); }
+int main(int argc, char** argv) try {
+  return logitd::bench::Main(argc, argv);
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "load_bench: %s\n", error.what());
+  return 1;
+}

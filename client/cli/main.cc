@@ -1,5 +1,7 @@
 // logitctl: asks a logitd from the command line.
 #include <CLI/CLI.hpp>
+#include <exception>
+#include <iostream>
 #include <string>
 
 #include "client/cli/commands.h"
@@ -29,7 +31,7 @@ sent in several requests of whole rows; the phases of the timings are then sums.
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   using namespace logitd::cli;
   CLI::App app("logitctl: asks a logitd, the server that turns logits into tokens.", "logitctl");
   app.footer(kFooter);
@@ -89,4 +91,7 @@ int main(int argc, char** argv) {
   if (topk_command->parsed()) return RunTopK(common, topk);
   if (info_command->parsed()) return RunInfo(common);
   return RunHealth(common, health);
+} catch (const std::exception& error) {
+  std::cerr << "logitctl: " << error.what() << "\n";
+  return logitd::cli::kExitCallFailed;
 }

@@ -56,9 +56,9 @@ void JobCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   Receive();
 }
 
-void JobCall::OnMessage(grpc::ByteBuffer message) {
+void JobCall::OnMessage(grpc::ByteBuffer* message) {
   receive_ns_ = NowNs() - started_ns_;
-  message_.Take(&message);
+  message_.Take(message);
   if (absl::Status status =
           codec_->Parse(message_.pieces(), environment_.engine->options().max_batch_rows, &spec_);
       !status.ok()) {

@@ -81,7 +81,7 @@ class JobCall final : public RawUnaryCall, public engine::Job {
 
  private:
   void OnHeaders() override;
-  void OnMessage(grpc::ByteBuffer message) override;
+  void OnMessage(grpc::ByteBuffer* message) override;
   void OnGone() override;
   void OnFinish(absl::StatusCode code) override;
 

@@ -142,7 +142,7 @@ void RawUnaryCall::OnReadDone(bool ok) {
   grpc::ByteBuffer message;
   message.Swap(&in_);
   if (!Read()) return;
-  OnMessage(std::move(message));
+  OnMessage(&message);
 }
 
 void RawUnaryCall::OnCancel() {

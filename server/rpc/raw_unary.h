@@ -75,8 +75,8 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
 
  protected:
   virtual void OnHeaders() = 0;
-  // The one message. May Finish.
-  virtual void OnMessage(grpc::ByteBuffer message) = 0;
+  // The one message, to be emptied or left. May Finish.
+  virtual void OnMessage(grpc::ByteBuffer* message) = 0;
   // The peer has gone, the deadline has passed or the server is shutting down.
   virtual void OnGone() = 0;
   // Once, when the status is known.

@@ -456,7 +456,7 @@ TEST(AsyncTest, RunsDoneOnceWithTheResult) {
   logits.reset();
   absl::Notification done;
   absl::StatusOr<TopKResult> got = absl::UnknownError("");
-  client->TopKAsync(request, [&](absl::StatusOr<TopKResult> result) {
+  client->TopKAsync(request, [&](const absl::StatusOr<TopKResult>& result) {
     got = std::move(result);
     done.Notify();
   });
@@ -472,7 +472,8 @@ TEST(AsyncTest, NeedsAnOwner) {
   FakeServer server;
   auto client = Connect(server.address());
   absl::Status status;
-  client->TopKAsync(OneRow(), [&](absl::StatusOr<TopKResult> result) { status = result.status(); });
+  client->TopKAsync(OneRow(),
+                    [&](const absl::StatusOr<TopKResult>& result) { status = result.status(); });
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
 }
 
@@ -483,7 +484,7 @@ TEST(AsyncTest, DoesNotRetry) {
   request.owner = std::make_shared<int>(0);  // kLogits outlives everything
   absl::Notification done;
   absl::Status status;
-  client->TopKAsync(request, [&](absl::StatusOr<TopKResult> result) {
+  client->TopKAsync(request, [&](const absl::StatusOr<TopKResult>& result) {
     status = result.status();
     done.Notify();
   });

@@ -14,7 +14,6 @@
 namespace logitd::client {
 namespace {
 
-using ::logitd::testing::BytesOf;
 using ::logitd::testing::TempDir;
 using ::logitd::testing::TinyModel;
 using ::testing::ElementsAre;
@@ -31,7 +30,7 @@ TEST(LanguageModelTest, TokenizesByTheLongestMatch) {
   EXPECT_THAT(model->Tokenize(""), IsEmpty());
   EXPECT_THAT(model->Tokenize("\xe9"), ElementsAre(0xe9));
   EXPECT_THAT(model->Tokenize("<bos>"), ElementsAre('<', 'b', 'o', 's', '>'));
-  const std::string text = std::string("abc\0 \xff abab", 12);
+  const std::string text = std::string("abc\0 \xff abab", 11);
   EXPECT_EQ(model->Detokenize(model->Tokenize(text)), text);
   EXPECT_EQ(model->Detokenize({258, 'a'}), "a");
 }

@@ -29,7 +29,6 @@ using ::logitd::testing::TempDir;
 using ::logitd::testing::TinyModel;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
-using ::testing::FloatNear;
 using ::testing::HasSubstr;
 
 Ran Logitctl(const std::vector<std::string>& args,

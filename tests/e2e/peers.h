@@ -92,7 +92,7 @@ class BarePeer {
  public:
   // Connects to 127.0.0.1:`port` and says hello; `window`: how much of an answer it is ready to
   // take.
-  BarePeer(int port, uint32_t window = 65535);
+  explicit BarePeer(int port, uint32_t window = 65535);
   // Vanishes without a word.
   ~BarePeer();
 

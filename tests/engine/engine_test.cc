@@ -84,7 +84,7 @@ class Gate {
 class Harness {
  public:
   explicit Harness(const EngineOptions& options, Metrics* metrics = nullptr) {
-    auto engine = Engine::Create(&backend_, options, metrics, [this](absl::Status status) {
+    auto engine = Engine::Create(&backend_, options, metrics, [this](const absl::Status& status) {
       lost_.fetch_add(1);
       EXPECT_TRUE(absl::IsInternal(status)) << status;
     });
@@ -447,7 +447,7 @@ TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
     FakeBackend backend;
     EngineOptions options = SmallOptions();
     c.change(options);
-    const auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
+    const auto engine = Engine::Create(&backend, options, nullptr, [](const absl::Status&) {});
     EXPECT_EQ(engine.status().message(), c.message);
     EXPECT_EQ(backend.live_slabs(), 0);
   }
@@ -456,7 +456,7 @@ TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
 TEST(EngineTest, SlabsGoBackWhenThereIsNoMemoryForAll) {
   FakeBackend backend;
   backend.LimitSlabs(3);
-  const auto engine = Engine::Create(&backend, SmallOptions(), nullptr, [](absl::Status) {});
+  const auto engine = Engine::Create(&backend, SmallOptions(), nullptr, [](const absl::Status&) {});
   EXPECT_TRUE(absl::IsResourceExhausted(engine.status())) << engine.status();
   EXPECT_EQ(backend.live_slabs(), 0);
 }
@@ -499,7 +499,7 @@ TEST_P(EngineStormTest, EveryJobEndsOnce) {
   options.slab_answer_bytes = 512;
   if (seed % 2 == 0) options.max_batch_delay = absl::Microseconds(200);
   std::atomic<int> lost = 0;
-  auto engine = Engine::Create(&backend, options, nullptr, [&](absl::Status) { ++lost; });
+  auto engine = Engine::Create(&backend, options, nullptr, [&](const absl::Status&) { ++lost; });
   ASSERT_TRUE(engine.ok()) << engine.status();
 
   std::vector<std::vector<std::shared_ptr<TestJob>>> jobs(kThreads);
@@ -574,7 +574,7 @@ TEST(EngineTest, AddsLittleToAOneRowJob) {
   options.slab_payload_bytes = 1 << 20;
   options.slab_answer_bytes = 1 << 20;
   FakeBackend backend;
-  auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
+  auto engine = Engine::Create(&backend, options, nullptr, [](const absl::Status&) {});
   ASSERT_TRUE(engine.ok()) << engine.status();
   for (const absl::Duration pause : {absl::ZeroDuration(), absl::Microseconds(200)}) {
     std::vector<double> micros;

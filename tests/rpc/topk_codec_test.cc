@@ -18,8 +18,8 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kMaxRows = 100;
 
-v1::TopKRequest Request(int64_t rows, int64_t vocab, std::vector<int32_t> k,
-                        std::vector<float> temperature = {}) {
+v1::TopKRequest Request(int64_t rows, int64_t vocab, const std::vector<int32_t>& k,
+                        const std::vector<float>& temperature = {}) {
   v1::TopKRequest request;
   request.set_dtype(v1::DTYPE_F32);
   request.set_rows(rows);
