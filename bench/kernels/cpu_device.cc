@@ -1,4 +1,5 @@
-// CPU side of the kernel bench: every thread reads its share; inputs rotate over a buffer larger than the caches.
+// CPU side of the kernel bench: every thread reads its share; inputs rotate over a buffer larger
+// than the caches.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -23,7 +24,8 @@ double Median(std::vector<double> values) {
 }
 
 double MicrosecondsSince(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin)
+      .count();
 }
 
 // Runs body(thread, threads) on every core at once, `kRuns` times; the median in microseconds.
@@ -105,17 +107,19 @@ class CpuDevice final : public Device {
     Fill(c.dtype);
     const size_t entries = static_cast<size_t>(c.rows) * c.k;
     std::vector<SoftmaxTopKRow> rows(c.rows);
-    for (int64_t i = 0; i < c.rows; ++i) rows[i] = {.first_entry = i * c.k, .temperature = 1.0f, .k = c.k};
+    for (int64_t i = 0; i < c.rows; ++i)
+      rows[i] = {.first_entry = i * c.k, .temperature = 1.0f, .k = c.k};
     std::vector<int32_t> indices(entries);
     std::vector<float> probs(entries), logsumexp(c.rows);
     std::vector<RowStatus> status(c.rows);
-    SoftmaxTopKArgs args{.logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.row_stride},
-                         .rows = rows.data(),
-                         .max_k = c.k,
-                         .indices = indices.data(),
-                         .probs = probs.data(),
-                         .logsumexp = logsumexp.data(),
-                         .status = status.data()};
+    SoftmaxTopKArgs args{
+        .logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.row_stride},
+        .rows = rows.data(),
+        .max_k = c.k,
+        .indices = indices.data(),
+        .probs = probs.data(),
+        .logsumexp = logsumexp.data(),
+        .status = status.data()};
     const size_t bytes = static_cast<size_t>(c.rows) * c.row_stride * SizeOf(c.dtype);
     const size_t parts = std::max<size_t>(1, kBufferBytes / bytes);
     std::vector<double> us;
@@ -135,7 +139,8 @@ class CpuDevice final : public Device {
     std::vector<uint16_t> halves(normals_.size());
     const std::byte* source = reinterpret_cast<const std::byte*>(normals_.data());
     size_t bytes = normals_.size() * 4;
-    if (dtype != DType::kF32) {  // bf16 by truncation; read as f16 the same bits are ordinary numbers too
+    if (dtype !=
+        DType::kF32) {  // bf16 by truncation; read as f16 the same bits are ordinary numbers too
       for (size_t i = 0; i < normals_.size(); ++i) {
         uint32_t bits;
         std::memcpy(&bits, &normals_[i], 4);

@@ -1,5 +1,6 @@
-// CUDA side of the kernel bench. An op is timed as it runs in service: launches in a row on one stream, replayed from a
-// graph so that the host is not what is measured, each on another part of a buffer of random normals larger than L2.
+// CUDA side of the kernel bench. An op is timed as it runs in service: launches in a row on one
+// stream, replayed from a graph so that the host is not what is measured, each on another part of a
+// buffer of random normals larger than L2.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -45,8 +46,10 @@ __global__ void ReadAll(const uint4* in, size_t n, uint32_t* sink) {
   uint32_t all = 0;
   size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (; i + 3 * step < n; i += 4 * step) {
-    const uint4 a = __ldcs(in + i), b = __ldcs(in + i + step), c = __ldcs(in + i + 2 * step), d = __ldcs(in + i + 3 * step);
-    all ^= a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+    const uint4 a = __ldcs(in + i), b = __ldcs(in + i + step), c = __ldcs(in + i + 2 * step),
+                d = __ldcs(in + i + 3 * step);
+    all ^= a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^
+           d.w;
   }
   for (; i < n; i += step) {
     const uint4 a = __ldcs(in + i);
@@ -59,7 +62,8 @@ __global__ void CopyAll(const uint4* in, uint4* out, size_t n) {
   const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
   size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (; i + 3 * step < n; i += 4 * step) {
-    const uint4 a = __ldcs(in + i), b = __ldcs(in + i + step), c = __ldcs(in + i + 2 * step), d = __ldcs(in + i + 3 * step);
+    const uint4 a = __ldcs(in + i), b = __ldcs(in + i + step), c = __ldcs(in + i + 2 * step),
+                d = __ldcs(in + i + 3 * step);
     __stcs(out + i, a);
     __stcs(out + i + step, b);
     __stcs(out + i + 2 * step, c);
@@ -94,8 +98,8 @@ class CudaDevice final : public Device {
     LOGITD_RETURN_IF_ERROR(Fill(DType::kF32));
     const size_t n = kBufferBytes / sizeof(uint4);
     auto us = Time(1, [&](int) {
-      ReadAll<<<scratch_.multiprocessors * 8, 512, 0, stream_>>>(reinterpret_cast<const uint4*>(buffer_), n,
-                                                                reinterpret_cast<uint32_t*>(scratch_.data));
+      ReadAll<<<scratch_.multiprocessors * 8, 512, 0, stream_>>>(
+          reinterpret_cast<const uint4*>(buffer_), n, reinterpret_cast<uint32_t*>(scratch_.data));
       return cudaGetLastError();
     });
     if (!us.ok()) return us.status();
@@ -117,10 +121,12 @@ class CudaDevice final : public Device {
   absl::StatusOr<double> TimeTopK(const TopKCase& c) override {
     LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
     std::vector<SoftmaxTopKRow> rows(c.rows);
-    for (int64_t i = 0; i < c.rows; ++i) rows[i] = {.first_entry = i * c.k, .temperature = 1.0f, .k = c.k};
+    for (int64_t i = 0; i < c.rows; ++i)
+      rows[i] = {.first_entry = i * c.k, .temperature = 1.0f, .k = c.k};
     const size_t entries = static_cast<size_t>(c.rows) * c.k;
     std::byte* out = nullptr;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&out, entries * 8 + c.rows * (12 + sizeof(SoftmaxTopKRow)))));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaMalloc(&out, entries * 8 + c.rows * (12 + sizeof(SoftmaxTopKRow)))));
     SoftmaxTopKArgs args;
     SoftmaxTopKRow* device_rows = reinterpret_cast<SoftmaxTopKRow*>(out);
     args.rows = device_rows;
@@ -130,8 +136,8 @@ class CudaDevice final : public Device {
     args.indices = reinterpret_cast<int32_t*>(args.probs + entries);
     args.max_k = c.k;
     args.logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.row_stride};
-    LOGITD_RETURN_IF_ERROR(ToStatus(
-        cudaMemcpyAsync(device_rows, rows.data(), rows.size() * sizeof(rows[0]), cudaMemcpyHostToDevice, stream_)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(
+        device_rows, rows.data(), rows.size() * sizeof(rows[0]), cudaMemcpyHostToDevice, stream_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamSynchronize(stream_)));
 
     // Enough launches that the buffer is walked through, so that none finds its input in L2.
@@ -152,9 +158,12 @@ class CudaDevice final : public Device {
     if (filled_ && filled_dtype_ == dtype) return absl::OkStatus();
     const size_t n = kBufferBytes / SizeOf(dtype);
     const int blocks = scratch_.multiprocessors * 8;
-    if (dtype == DType::kF32) FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<float*>(buffer_), n);
-    if (dtype == DType::kF16) FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__half*>(buffer_), n);
-    if (dtype == DType::kBF16) FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__nv_bfloat16*>(buffer_), n);
+    if (dtype == DType::kF32)
+      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<float*>(buffer_), n);
+    if (dtype == DType::kF16)
+      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__half*>(buffer_), n);
+    if (dtype == DType::kBF16)
+      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__nv_bfloat16*>(buffer_), n);
     filled_ = true;
     filled_dtype_ = dtype;
     return ToStatus(cudaStreamSynchronize(stream_));
@@ -166,7 +175,8 @@ class CudaDevice final : public Device {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     cudaEvent_t begin, end;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)));
     absl::Status launched = absl::OkStatus();
     for (int i = 0; i < launches && launched.ok(); ++i) launched.Update(ToStatus(launch(i)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(stream_, &graph)));

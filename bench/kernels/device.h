@@ -1,4 +1,5 @@
-// What the bench needs of a device: its own ceilings, and the median time of one op over inputs that defeat the caches.
+// What the bench needs of a device: its own ceilings, and the median time of one op over inputs
+// that defeat the caches.
 #ifndef LOGITD_BENCH_KERNELS_DEVICE_H_
 #define LOGITD_BENCH_KERNELS_DEVICE_H_
 

@@ -1,4 +1,5 @@
-// kernel_bench: every op as a share of its floor, the floor taken from the device's own ceilings in the same run.
+// kernel_bench: every op as a share of its floor, the floor taken from the device's own ceilings in
+// the same run.
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
@@ -12,7 +13,8 @@
 namespace logitd::bench {
 namespace {
 
-// What a peer takes for the same work on an H200, and what we set out to reach there (microseconds).
+// What a peer takes for the same work on an H200, and what we set out to reach there
+// (microseconds).
 struct Anchor {
   const char* peer = nullptr;
   double peer_us = 0;
@@ -26,23 +28,41 @@ struct Entry {
   Anchor h200;
 };
 
-constexpr TopKCase Packed(int64_t rows, int64_t vocab, DType dtype, int32_t k) { return {rows, vocab, dtype, k, vocab}; }
+constexpr TopKCase Packed(int64_t rows, int64_t vocab, DType dtype, int32_t k) {
+  return {rows, vocab, dtype, k, vocab};
+}
 
 const Entry kCuda[] = {
-    {"classic: GPT-2 vocabulary, rows packed so that most are misaligned", Packed(8192, 50257, DType::kF32, 10),
+    {"classic: GPT-2 vocabulary, rows packed so that most are misaligned",
+     Packed(8192, 50257, DType::kF32, 10),
      {"torch softmax+topk", 6191, 420, 0.90}},
-    {"classic, rows padded to 16 bytes as the server lays them", {8192, 50257, DType::kF32, 10, 50260},
+    {"classic, rows padded to 16 bytes as the server lays them",
+     {8192, 50257, DType::kF32, 10, 50260},
      {"torch softmax+topk", 6191, 420, 0.90}},
-    {"decode, large batch", Packed(512, 131072, DType::kF32, 64), {"FlashInfer top-k + softmax", 430, 70, 0.85}},
-    {"decode, large batch, bf16", Packed(512, 131072, DType::kBF16, 64), {"FlashInfer top-k + softmax", 476, 38, 0.80}},
+    {"decode, large batch",
+     Packed(512, 131072, DType::kF32, 64),
+     {"FlashInfer top-k + softmax", 430, 70, 0.85}},
+    {"decode, large batch, bf16",
+     Packed(512, 131072, DType::kBF16, 64),
+     {"FlashInfer top-k + softmax", 476, 38, 0.80}},
     {"decode, large batch, f16", Packed(512, 131072, DType::kF16, 64), {}},
-    {"large K", Packed(512, 131072, DType::kF32, 1024), {"CUB batched top-k (no softmax, unsorted)", 332, 90, 0.65}},
-    {"scoring, small K", Packed(2048, 131072, DType::kF32, 10), {"FlashInfer top-k + softmax", 1602, 275, 0}},
-    {"decode, medium batch", Packed(64, 131072, DType::kF32, 64), {"CUB batched top-k (no softmax, unsorted)", 49, 14, 0}},
+    {"large K",
+     Packed(512, 131072, DType::kF32, 1024),
+     {"CUB batched top-k (no softmax, unsorted)", 332, 90, 0.65}},
+    {"scoring, small K",
+     Packed(2048, 131072, DType::kF32, 10),
+     {"FlashInfer top-k + softmax", 1602, 275, 0}},
+    {"decode, medium batch",
+     Packed(64, 131072, DType::kF32, 64),
+     {"CUB batched top-k (no softmax, unsorted)", 49, 14, 0}},
     {"decode, medium batch, bf16", Packed(64, 131072, DType::kBF16, 64), {}},
-    {"decode, one row", Packed(1, 131072, DType::kF32, 64), {"CUB batched top-k (no softmax, unsorted)", 21, 8, 0}},
+    {"decode, one row",
+     Packed(1, 131072, DType::kF32, 64),
+     {"CUB batched top-k (no softmax, unsorted)", 21, 8, 0}},
     {"decode, one row, bf16", Packed(1, 131072, DType::kBF16, 64), {}},
-    {"classifier head: many short rows", Packed(65536, 1000, DType::kF32, 10), {"torch softmax+topk", 2338, 70, 0}},
+    {"classifier head: many short rows",
+     Packed(65536, 1000, DType::kF32, 10),
+     {"torch softmax+topk", 2338, 70, 0}},
     {"short rows, packed off alignment", Packed(65536, 1001, DType::kF32, 10), {}},
     {"rows of 4096", Packed(16384, 4096, DType::kF32, 50), {}},
     {"between one wave and two", Packed(300, 131072, DType::kF32, 64), {}},
@@ -61,20 +81,25 @@ const Entry kCpu[] = {
 };
 
 std::string Shape(const TopKCase& c) {
-  return absl::StrFormat("%dx%d %s K=%d%s", c.rows, c.vocab, Name(c.dtype), c.k, c.row_stride == c.vocab ? "" : " padded");
+  return absl::StrFormat("%dx%d %s K=%d%s", c.rows, c.vocab, Name(c.dtype), c.k,
+                         c.row_stride == c.vocab ? "" : " padded");
 }
 
 int Main(int argc, char** argv) {
-  CLI::App app("Times every op on one device and prints it as a share of its floor: one read of the logits at the rate of "
-               "a plain read measured in the same run.");
+  CLI::App app(
+      "Times every op on one device and prints it as a share of its floor: one read of the logits "
+      "at the rate of "
+      "a plain read measured in the same run.");
   std::string backend = "auto", json_path, only, commit;
-  app.add_option("--backend", backend, "auto, cpu or cuda")->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  app.add_option("--backend", backend, "auto, cpu or cuda")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   app.add_option("--json", json_path, "also write the results there");
   app.add_option("--only", only, "entries whose shape contains this text, e.g. K=64");
   app.add_option("--commit", commit, "commit the figures belong to, for the JSON");
   CLI11_PARSE(app, argc, argv);
 
-  absl::StatusOr<std::unique_ptr<Device>> device = absl::UnavailableError("this build has the CPU backend alone");
+  absl::StatusOr<std::unique_ptr<Device>> device =
+      absl::UnavailableError("this build has the CPU backend alone");
 #if LOGITD_WITH_CUDA
   if (backend != "cpu") device = CreateCudaDevice();
 #endif
@@ -90,13 +115,18 @@ int Main(int argc, char** argv) {
     std::cerr << "kernel_bench: " << (read.ok() ? copy.status() : read.status()) << "\n";
     return 1;
   }
-  absl::PrintF("%s: read %.2f GB/s, copy %.2f GB/s\n\n", (*device)->name(), *read / 1e9, *copy / 1e9);
-  absl::PrintF("%-36s %10s %10s %9s %7s %8s %9s  %s\n", "softmax_topk", "us", "floor us", "GB/s", "share", "goal us",
-               "peer us", "peer (on an H200)");
-  nlohmann::json out = {{"device", (*device)->name()}, {"commit", commit}, {"read_bytes_per_s", *read},
-                        {"copy_bytes_per_s", *copy}, {"entries", nlohmann::json::array()}};
+  absl::PrintF("%s: read %.2f GB/s, copy %.2f GB/s\n\n", (*device)->name(), *read / 1e9,
+               *copy / 1e9);
+  absl::PrintF("%-36s %10s %10s %9s %7s %8s %9s  %s\n", "softmax_topk", "us", "floor us", "GB/s",
+               "share", "goal us", "peer us", "peer (on an H200)");
+  nlohmann::json out = {{"device", (*device)->name()},
+                        {"commit", commit},
+                        {"read_bytes_per_s", *read},
+                        {"copy_bytes_per_s", *copy},
+                        {"entries", nlohmann::json::array()}};
   int failed = 0;
-  const absl::Span<const Entry> entries = cuda ? absl::MakeConstSpan(kCuda) : absl::MakeConstSpan(kCpu);
+  const absl::Span<const Entry> entries =
+      cuda ? absl::MakeConstSpan(kCuda) : absl::MakeConstSpan(kCpu);
   for (const Entry& entry : entries) {
     const TopKCase& c = entry.shape;
     if (!only.empty() && Shape(c).find(only) == std::string::npos) continue;
@@ -108,14 +138,24 @@ int Main(int argc, char** argv) {
     }
     const double bytes = static_cast<double>(c.rows) * c.vocab * SizeOf(c.dtype);
     const double floor_us = bytes / *read * 1e6;
-    const auto number = [](double value) { return value == 0 ? std::string("-") : absl::StrFormat("%.0f", value); };
-    absl::PrintF("%-36s %10.2f %10.2f %9.1f %6.1f%% %8s %9s  %s\n", Shape(c), *us, floor_us, bytes / *us / 1e3,
-                 100 * floor_us / *us, number(entry.h200.goal_us), number(entry.h200.peer_us),
-                 entry.h200.peer == nullptr ? "" : entry.h200.peer);
-    out["entries"].push_back({{"op", "softmax_topk"}, {"why", entry.name}, {"rows", c.rows}, {"vocab", c.vocab},
-                              {"dtype", std::string(Name(c.dtype))}, {"k", c.k}, {"row_stride", c.row_stride},
-                              {"us", *us}, {"floor_us", floor_us}, {"share_of_floor", floor_us / *us},
-                              {"goal_us", entry.h200.goal_us}, {"goal_share", entry.h200.goal_share},
+    const auto number = [](double value) {
+      return value == 0 ? std::string("-") : absl::StrFormat("%.0f", value);
+    };
+    absl::PrintF("%-36s %10.2f %10.2f %9.1f %6.1f%% %8s %9s  %s\n", Shape(c), *us, floor_us,
+                 bytes / *us / 1e3, 100 * floor_us / *us, number(entry.h200.goal_us),
+                 number(entry.h200.peer_us), entry.h200.peer == nullptr ? "" : entry.h200.peer);
+    out["entries"].push_back({{"op", "softmax_topk"},
+                              {"why", entry.name},
+                              {"rows", c.rows},
+                              {"vocab", c.vocab},
+                              {"dtype", std::string(Name(c.dtype))},
+                              {"k", c.k},
+                              {"row_stride", c.row_stride},
+                              {"us", *us},
+                              {"floor_us", floor_us},
+                              {"share_of_floor", floor_us / *us},
+                              {"goal_us", entry.h200.goal_us},
+                              {"goal_share", entry.h200.goal_share},
                               {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
                               {"peer_us_h200", entry.h200.peer_us}});
   }

@@ -23,7 +23,8 @@ bool Recoverable(cudaError_t error) {
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
   cudaGetLastError();
-  const std::string text = absl::StrFormat("CUDA: %s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+  const std::string text = absl::StrFormat("CUDA: %s: %s (%s)", what, cudaGetErrorString(error),
+                                           cudaGetErrorName(error));
   return Recoverable(error) ? absl::UnavailableError(text) : absl::InternalError(text);
 }
 
@@ -46,13 +47,15 @@ class CudaStream final : public Stream {
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    return ToStatus(cudaMemcpyAsync(slab.device + offset, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
+    return ToStatus(cudaMemcpyAsync(slab.device + offset, slab.host + offset, bytes,
+                                    cudaMemcpyHostToDevice, stream_),
                     "upload");
   }
 
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-    return ToStatus(cudaMemcpyAsync(slab.host + offset, slab.device + offset, bytes, cudaMemcpyDeviceToHost, stream_),
+    return ToStatus(cudaMemcpyAsync(slab.host + offset, slab.device + offset, bytes,
+                                    cudaMemcpyDeviceToHost, stream_),
                     "download");
   }
 
@@ -64,10 +67,12 @@ class CudaStream final : public Stream {
   absl::StatusOr<StreamTimes> Wait() override {
     LOGITD_RETURN_IF_ERROR(Enter(kDone));
     phase_ = kIdle;
-    // A decode batch takes tens of microseconds: poll first, for the wake-up of a blocked thread costs as much.
+    // A decode batch takes tens of microseconds: poll first, for the wake-up of a blocked thread
+    // costs as much.
     const absl::Time poll_until = absl::Now() + kPollFor;
     cudaError_t state;
-    while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady && absl::Now() < poll_until) {
+    while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady &&
+           absl::Now() < poll_until) {
     }
     if (state == cudaErrorNotReady) state = cudaEventSynchronize(events_[kDone]);
     LOGITD_RETURN_IF_ERROR(ToStatus(state, "batch"));
@@ -87,13 +92,16 @@ class CudaStream final : public Stream {
 
   absl::Status Init(int multiprocessors) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create stream"));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create stream"));
     for (cudaEvent_t& event : events_) {
-      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
     }
     scratch_.bytes = cuda::Scratch::kMinBytes;
     scratch_.multiprocessors = multiprocessors;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
     return ToStatus(cudaMemset(scratch_.data, 0, cuda::Scratch::kCounterBytes), "clear scratch");
   }
 
@@ -109,7 +117,8 @@ class CudaStream final : public Stream {
 
   absl::Status Between(Phase begin, Phase end, int64_t& ns) {
     float ms = 0;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventElapsedTime(&ms, events_[begin], events_[end]), "read event"));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaEventElapsedTime(&ms, events_[begin], events_[end]), "read event"));
     ns = static_cast<int64_t>(static_cast<double>(ms) * 1e6);
     return absl::OkStatus();
   }
@@ -123,7 +132,8 @@ class CudaStream final : public Stream {
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(int device, const cudaDeviceProp& properties) : device_(device), properties_(properties) {
+  CudaBackend(int device, const cudaDeviceProp& properties)
+      : device_(device), properties_(properties) {
     info_.backend = "cuda";
     info_.name = properties.name;
     info_.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
@@ -134,10 +144,12 @@ class CudaBackend final : public Backend {
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     Slab slab{.bytes = bytes};
-    if (cudaMallocHost(&slab.host, bytes) != cudaSuccess || cudaMalloc(&slab.device, bytes) != cudaSuccess) {
+    if (cudaMallocHost(&slab.host, bytes) != cudaSuccess ||
+        cudaMalloc(&slab.device, bytes) != cudaSuccess) {
       cudaGetLastError();
       FreeSlab(slab);
-      return absl::ResourceExhaustedError(absl::StrFormat("CUDA: no memory for a slab of %d bytes", bytes));
+      return absl::ResourceExhaustedError(
+          absl::StrFormat("CUDA: no memory for a slab of %d bytes", bytes));
     }
     return slab;
   }
@@ -171,7 +183,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions&
         absl::StrFormat("device: got %d, allowed 0..%d", options.device, count - 1));
   }
   cudaDeviceProp properties;
-  LOGITD_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, options.device), "read device properties"));
+  LOGITD_RETURN_IF_ERROR(
+      ToStatus(cudaGetDeviceProperties(&properties, options.device), "read device properties"));
   return std::make_unique<CudaBackend>(options.device, properties);
 }
 

@@ -1,5 +1,5 @@
-// Launchers of the CUDA ops, and the scratch memory they share. They enqueue and return: no allocation, no
-// synchronisation, no logging. Pointers in the arguments are device memory.
+// Launchers of the CUDA ops, and the scratch memory they share. They enqueue and return: no
+// allocation, no synchronisation, no logging. Pointers in the arguments are device memory.
 #ifndef LOGITD_KERNELS_CUDA_OPS_H_
 #define LOGITD_KERNELS_CUDA_OPS_H_
 
@@ -11,11 +11,12 @@
 
 namespace logitd::cuda {
 
-// Device memory of one stream, used by one op at a time. The first kCounterBytes are zero between ops: a kernel that
-// counts there leaves zeros behind.
+// Device memory of one stream, used by one op at a time. The first kCounterBytes are zero between
+// ops: a kernel that counts there leaves zeros behind.
 struct Scratch {
   static constexpr size_t kCounterBytes = size_t{16} << 10;
-  static constexpr size_t kMinBytes = size_t{96} << 20;  // enough for one row of any op at its largest
+  static constexpr size_t kMinBytes = size_t{96}
+                                      << 20;  // enough for one row of any op at its largest
 
   std::byte* data = nullptr;
   size_t bytes = 0;

@@ -1,14 +1,17 @@
-// Choosing the largest of many keys, by one block: a threshold by narrowing bins, then a sort of what is left.
+// Choosing the largest of many keys, by one block: a threshold by narrowing bins, then a sort of
+// what is left.
 #ifndef LOGITD_KERNELS_CUDA_SELECT_CUH_
 #define LOGITD_KERNELS_CUDA_SELECT_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/cell.cuh"
 
 namespace logitd::cuda {
 
-// A float as an unsigned integer of the same order; -0 as +0. NaN orders somewhere: callers flag it apart.
+// A float as an unsigned integer of the same order; -0 as +0. NaN orders somewhere: callers flag it
+// apart.
 __device__ inline uint32_t OrderedBits(float x) {
   const uint32_t bits = __float_as_uint(x + 0.0f);
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
@@ -22,14 +25,18 @@ using Key = uint64_t;
 __device__ inline Key MakeKey(float x, int32_t index) {
   return static_cast<Key>(OrderedBits(x)) << 32 | static_cast<uint32_t>(~index);
 }
-__device__ inline float KeyLogit(Key key) { return FromOrderedBits(static_cast<uint32_t>(key >> 32)); }
-__device__ inline int32_t KeyIndex(Key key) { return static_cast<int32_t>(~static_cast<uint32_t>(key)); }
+__device__ inline float KeyLogit(Key key) {
+  return FromOrderedBits(static_cast<uint32_t>(key >> 32));
+}
+__device__ inline int32_t KeyIndex(Key key) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(key));
+}
 
 constexpr int kBins = 256;
 
 // Shared memory of a selection.
 struct SelectScratch {
-  static constexpr int kMaxWarps = 8;
+  static constexpr int kMaxWarps = 16;
   uint64_t low[kMaxWarps];
   uint64_t high[kMaxWarps];
   uint64_t edge;
@@ -56,17 +63,20 @@ __device__ inline uint64_t WarpMax(uint64_t v) {
 __device__ inline uint32_t WarpMin(uint32_t v) { return __reduce_min_sync(kFullWarp, v); }
 __device__ inline uint32_t WarpMax(uint32_t v) { return __reduce_max_sync(kFullWarp, v); }
 
-// Lowest and highest of n >= 1 keys, and all bins zero. Called by all threads; ends with a barrier passed.
+// Lowest and highest of n >= 1 keys, and all bins zero. Called by all threads; ends with a barrier
+// passed.
 template <int kThreads, class AnyKey>
-__device__ void FindRange(const AnyKey* keys, int n, SelectScratch& s, uint64_t& low, uint64_t& high) {
+__device__ void FindRange(const AnyKey* keys, int n, SelectScratch& s, uint64_t& low,
+                          uint64_t& high) {
   static_assert(kThreads / 32 <= SelectScratch::kMaxWarps);
   const int thread = threadIdx.x;
-  AnyKey own_low = ~AnyKey{0};
-  AnyKey own_high = 0;
-#pragma unroll 2
+  using Wide = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
+  Wide own_low = ~Wide{0};
+  Wide own_high = 0;
+#pragma unroll 4
   for (int i = thread; i < n; i += kThreads) {
-    own_low = min(own_low, keys[i]);
-    own_high = max(own_high, keys[i]);
+    own_low = min(own_low, Wide{keys[i]});
+    own_high = max(own_high, Wide{keys[i]});
   }
   own_low = WarpMin(own_low);
   own_high = WarpMax(own_high);
@@ -85,12 +95,15 @@ __device__ void FindRange(const AnyKey* keys, int n, SelectScratch& s, uint64_t&
   }
 }
 
-// A key t with k <= |{i < n: keys[i] >= t}| <= k + slack, or the k-th largest key where equal keys allow no such t.
-// 1 <= k <= n. Called by all threads of the block; ends with a barrier passed. Key is uint32_t or uint64_t.
+// A key t with k <= |{i < n: keys[i] >= t}| <= k + slack, or the k-th largest key where equal keys
+// allow no such t. 1 <= k <= n. Called by all threads of the block; ends with a barrier passed.
+// AnyKey is an unsigned integer.
 //
-// Bins span the range that is left, so the first pass resolves 1/256 of the keys' own spread, whatever the values.
+// Bins span the range that is left, so the first pass resolves 1/256 of the keys' own spread,
+// whatever the values.
 template <int kThreads, class AnyKey>
-__device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k, int slack, SelectScratch& s) {
+__device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k, int slack,
+                                               SelectScratch& s) {
   const int thread = threadIdx.x;
   const int lane = thread & 31;
   uint64_t low, high;
@@ -99,8 +112,8 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
 #pragma unroll 1
   while (true) {
     const int shift = BitsToShift(high - low, 8);
-  #pragma unroll 2
-  for (int i = thread; i < n; i += kThreads) {
+#pragma unroll 2
+    for (int i = thread; i < n; i += kThreads) {
       const uint64_t key = keys[i];
       if (key >= low && key <= high) atomicAdd(&s.bins[(key - low) >> shift], 1u);
     }
@@ -146,8 +159,9 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
   return static_cast<AnyKey>(low);
 }
 
-// Keeps, in place, the keys that `keep` says yes to; returns how many. `counter` is shared memory of the block's own.
-// Called by all threads; ends with a barrier passed. The order of what is kept is not defined.
+// Keeps, in place, the keys that `keep` says yes to; returns how many. `counter` is shared memory
+// of the block's own. Called by all threads; ends with a barrier passed. The order of what is kept
+// is not defined.
 template <int kThreads, class Keep>
 __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
   constexpr int kPerThread = 4;
@@ -171,26 +185,37 @@ __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
   return counter;
 }
 
-// Calls emit(rank, key) for each of the n distinct keys, rank 0 the largest. `spare` is room for n keys more, used above
-// kRankDirectly keys. Called by all threads; the caller passes a barrier before the keys change.
+// Calls emit(rank, key) for each of the n distinct keys, rank 0 the largest. `keys` is 16-byte
+// aligned and has room for 64 keys more; `spare` is room for n keys, used above kRankDirectly keys.
+// Called by all threads; the caller passes a barrier before the keys change.
 constexpr int kRankDirectly = 256;
 
 template <int kThreads, class Emit>
-__device__ void EmitByRank(const Key* keys, int n, Key* spare, SelectScratch& s, Emit emit) {
+__device__ void EmitByRank(Key* keys, int n, Key* spare, SelectScratch& s, Emit emit) {
   const int thread = threadIdx.x;
   if (n <= kRankDirectly) {
-    // A key is ranked by as many neighbouring lanes as there are threads for it.
+    // A key is ranked by as many neighbouring lanes as there are threads for it, two keys a load.
     int parts = 1;
     while (parts < 32 && 2 * parts * n <= kThreads) parts *= 2;
+    const int chunk = (n + 2 * parts - 1) / (2 * parts);  // pairs of keys a part looks at
+    __syncthreads();
+    if (thread < 2 * parts * chunk - n) keys[n + thread] = 0;  // below every key
+    __syncthreads();
     const int part = thread % parts;
+    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(keys) + part * chunk;
 #pragma unroll 1
     for (int base = 0; base < n; base += kThreads / parts) {  // all lanes stay for the shuffles
       const int i = base + thread / parts;
       const Key mine = i < n ? keys[i] : 0;
       int rank = 0;
-#pragma unroll 4
-      for (int j = part; j < n; j += parts) rank += keys[j] > mine;
-      for (int offset = 1; offset < parts; offset *= 2) rank += __shfl_xor_sync(kFullWarp, rank, offset);
+#pragma unroll 8
+      for (int j = 0; j < chunk; ++j) {
+        const ulonglong2 pair = pairs[j];
+        rank += pair.x > mine;
+        rank += pair.y > mine;
+      }
+      for (int offset = 1; offset < parts; offset *= 2)
+        rank += __shfl_xor_sync(kFullWarp, rank, offset);
       if (part == 0 && i < n) emit(rank, mine);
     }
     return;

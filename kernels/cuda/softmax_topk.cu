@@ -1,19 +1,24 @@
-// softmax_topk: one read of the logits; a threshold that only rises; survivors ranked at the end.
+// softmax_topk: one read of the logits leaves a sketch on chip; the few groups that matter are
+// looked at again.
 //
-// A warp takes a cell of 1024 logits into registers, folds it into (max, sum) and offers the block what is not below its
-// threshold. The first round of cells sets the threshold: the k-th largest of many group maxima bounds the k-th logit from
-// below. When the pool of candidates overflows, the k-th largest of those in it is the new threshold and the cells still
-// in registers are offered again. Cells merge in one order whatever the grid, so the variants below give the same bits:
-//   warp per row    vocab <= 1024, k <= 32
-//   block per row   many rows
-//   blocks per row  few rows: each leaves its candidates and cells in scratch; the last to finish merges
-//   sorted          k > 1024: statistics by the above, then CUB's radix sort of (row, logit)
+// A warp takes a cell of 1024 logits into registers, folds it into (max, sum), and leaves the
+// maxima of its groups of 16 (8 for k above 128), 16 bits each, in shared memory. No barrier, no
+// branch on the data: the loop is loads, maxima and exponentials. Then a floor is found that at
+// least k logits reach: r lanes of each of w warps have seen one, r * w >= k; or, for larger k, the
+// k-th largest group maximum. Groups that reach it are read again, about k of them, and what is not
+// below the floor is ranked. Cells merge in one order whatever the grid, so all variants give the
+// same bits:
 //
-// Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row. 512 x 131072 f32: 268 MB, 62 us at 4.34 TB/s.
-// Limited by: HBM for many rows; for one row by the latency of launch, load, select and merge in a chain.
+//   warp per row     vocab <= 1024, k <= 32
+//   block per row    many rows
+//   blocks per row   few rows; each leaves candidates and cells in scratch, the last one merges
+//   sorted           k > 1024: statistics as above, then CUB's radix sort of (row, logit)
+//
+// Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "absl/types/span.h"
 #include "kernels/cuda/cell.cuh"
@@ -24,7 +29,6 @@ namespace logitd::cuda {
 namespace {
 
 constexpr int kWarpRowMaxK = 32;
-constexpr int kSmallK = 128;
 constexpr int kMaxPooledK = 1024;
 
 struct Params {
@@ -38,13 +42,14 @@ struct Params {
   float* probs;
   float* logsumexp;
   RowStatus* status;
-  bool statistics_only;  // the sorted variant brings indices and probs
+  bool statistics_only;   // the sorted variant brings indices and probs
+  int32_t list_capacity;  // candidates a block may leave: k and some slack
   // Scratch of the split variant.
   uint32_t* arrived;  // [rows], zero between launches
   Stats* cell_stats;  // [rows, cells]
   Stats* row_stats;   // [rows], for the sorted variant; else null
   Key* split_floor;   // [rows, splits], no key below it is among the row's k largest
-  Key* split_keys;    // [rows, splits, kListCapacity], unused places 0
+  Key* split_keys;    // [rows, splits, list_capacity], unused places 0
 };
 
 // What is decided about a row once its statistics are known.
@@ -53,9 +58,12 @@ struct RowResult {
   float inverse_sum;
   Exponential exponential;
 
-  __device__ RowResult(Stats row, float c) : stats(row), inverse_sum(1.0f / row.sum), exponential(row.max, c) {}
+  __device__ RowResult(Stats row, float c)
+      : stats(row), inverse_sum(1.0f / row.sum), exponential(row.max, c) {}
   __device__ bool Empty() const { return stats.max == -kInfinity; }
-  __device__ float Probability(float x) const { return Empty() ? 0.0f : exponential(x) * inverse_sum; }
+  __device__ float Probability(float x) const {
+    return Empty() ? 0.0f : exponential(x) * inverse_sum;
+  }
 };
 
 // The lowest index whose logit is NaN, by one warp. `first` is where to begin.
@@ -70,8 +78,9 @@ __device__ __noinline__ int FindNan(const T* row, int first, int vocab, int lane
 
 // Writes logsumexp and status, by one warp. `cell_is_nan(i)` tells whether cell i holds a NaN.
 template <class T, class CellIsNan>
-__device__ inline void WriteRow(const Params& p, int64_t row_index, const T* row, const SoftmaxTopKRow& ask,
-                                const RowResult& result, int lane, CellIsNan cell_is_nan) {
+__device__ inline void WriteRow(const Params& p, int64_t row_index, const T* row,
+                                const SoftmaxTopKRow& ask, const RowResult& result, int lane,
+                                CellIsNan cell_is_nan) {
   RowStatus status{RowCode::kOk, -1};
   float logsumexp = result.exponential.LogSum(result.stats.sum, ask.temperature);
   if (isnan(result.stats.sum)) {
@@ -89,7 +98,8 @@ __device__ inline void WriteRow(const Params& p, int64_t row_index, const T* row
   }
 }
 
-// ---- warp per row ----------------------------------------------------------------------------------------------------
+// ---- warp per row
+// ----------------------------------------------------------------------------------------------------
 
 constexpr int kWarpRowWarps = 8;
 constexpr int kWarpRowPool = 64;
@@ -105,13 +115,15 @@ __device__ __noinline__ void EmitByExtraction(const T* row, int vocab, int k, in
       if (key < ceiling) best = max(best, key);
     }
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(kFullWarp, best, offset));
+    for (int offset = 16; offset > 0; offset /= 2)
+      best = max(best, __shfl_xor_sync(kFullWarp, best, offset));
     if (lane == 0) emit(rank, best);
     ceiling = best;
   }
 }
 
-constexpr int kWarpRowStages = 3;
+constexpr int kWarpRowStages = 2;
+constexpr int kWarpRowResident = 3;  // blocks per multiprocessor
 template <class T>
 struct WarpRowShared {
   typename CellRing<T, kWarpRowStages>::Storage rings[kWarpRowWarps];
@@ -120,7 +132,8 @@ struct WarpRowShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kWarpRowWarps * 32, 2) WarpRowKernel(const __grid_constant__ Params p, int64_t rows) {
+__global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
+    WarpRowKernel(const __grid_constant__ Params p, int64_t rows) {
   extern __shared__ uint4 dynamic[];
   WarpRowShared<T>& s = *reinterpret_cast<WarpRowShared<T>*>(dynamic);
   const int lane = threadIdx.x & 31;
@@ -131,8 +144,13 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, 2) WarpRowKernel(const __g
   const T* logits = static_cast<const T*>(p.logits);
   CellRing<T, kWarpRowStages> ring(s.rings[warp], lane);
   const auto push = [&](int64_t row) {
-    // A row nobody asks for is copied too: its parameters would have to be waited for before its copy could start.
-    ring.Push(logits + row * p.row_stride, row < rows ? p.vocab : 0);
+    // A row nobody asks for is copied too: its parameters would have to be waited for before its
+    // copy could start.
+    if (row < rows) {
+      ring.Push(logits + row * p.row_stride, p.vocab);
+    } else {
+      ring.PushNothing();
+    }
   };
 #pragma unroll
   for (int stage = 0; stage < kWarpRowStages; ++stage) push(begin + stage * step);
@@ -146,14 +164,14 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, 2) WarpRowKernel(const __g
     float x[kLaneElements];
     ring.Pop(row, p.vocab, x);
     if (ask.k == 0) {
-      __syncwarp();
       push(row_index + kWarpRowStages * step);
       continue;
     }
 
     const float c = kLog2E / ask.temperature;
     float group_max[kGroups];
-    const RowResult result(CellStats(x, c, group_max), c);  // merging a single cell leaves its bits alone
+    const Stats cell = MergeLanes(LaneStats(x, c, group_max), c);
+    const RowResult result(cell, c);  // merging a single cell would leave its bits alone
     WriteRow<T>(p, row_index, row, ask, result, lane, [](int) { return true; });
     const auto emit = [&](int rank, Key key) {
       p.indices[ask.first_entry + rank] = KeyIndex(key);
@@ -161,26 +179,32 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, 2) WarpRowKernel(const __g
     };
 
     // The k-th largest of the 32 lane maxima: at least k logits are not below it.
-    float sorted = fmaxf(fmaxf(group_max[0], group_max[1]), fmaxf(group_max[2], group_max[3]));
+    const float lane_max =
+        fmaxf(fmaxf(group_max[0], group_max[1]), fmaxf(group_max[2], group_max[3]));
+    const float sorted = WarpSortDescending(lane_max, lane);
+    const float floor = __shfl_sync(kFullWarp, sorted, ask.k - 1);
+    uint32_t reached = 0;  // bit e: the lane's e-th element
 #pragma unroll
-    for (int size = 2; size <= 32; size *= 2) {
+    for (int g = 0; g < kGroups; ++g) {
+      if (!__any_sync(kFullWarp, group_max[g] >= floor)) continue;
 #pragma unroll
-      for (int stride = size / 2; stride > 0; stride /= 2) {
-        const float other = __shfl_xor_sync(kFullWarp, sorted, stride);
-        const bool want_max = ((lane & size) == 0) == ((lane & stride) == 0);
-        sorted = want_max ? fmaxf(sorted, other) : fminf(sorted, other);
+      for (int e = g * kGroupElements; e < (g + 1) * kGroupElements; ++e) {
+        if (x[e] >= floor) reached |= 1u << e;
       }
     }
-    const float floor = __shfl_sync(kFullWarp, sorted, ask.k - 1);
     if (lane == 0) s.counts[warp] = 0;
     __syncwarp();
-    for (uint32_t bits = NotBelow(x, group_max, floor); bits != 0; bits &= bits - 1) {
-      const int i = CellIndex<T>(lane, __ffs(bits) - 1);
-      if (i >= p.vocab) continue;
-      const int at = atomicAdd(&s.counts[warp], 1);
-      if (at < kWarpRowPool) pool[at] = MakeKey(ring.At(i), i);
+    int at = WarpReserve(&s.counts[warp], __popc(reached), lane);
+#pragma unroll 1
+    for (; reached != 0; reached &= reached - 1) {
+      const int i = CellIndex<T>(lane, __ffs(reached) - 1);
+      // A key for a place beyond the row is the lowest of all; it is counted, and never among the
+      // k.
+      if (at < kWarpRowPool) pool[at] = i < p.vocab ? MakeKey(ring.At(row, i), i) : 0;
+      ++at;
     }
     __syncwarp();
+    push(row_index + kWarpRowStages * step);
     const int n = s.counts[warp];
     if (n > kWarpRowPool || n < ask.k) {  // n < k: the row holds NaN
       EmitByExtraction<T>(row, p.vocab, ask.k, lane, emit);
@@ -193,55 +217,60 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, 2) WarpRowKernel(const __g
       }
     }
     __syncwarp();
-    push(row_index + kWarpRowStages * step);
   }
 }
 
-// ---- block per row, blocks per row -----------------------------------------------------------------------------------
+// ---- block per row, blocks per row
+// -----------------------------------------------------------------------------------
 
-// A pool holds what may still be among the k largest. After an overflow at most k + slack of its keys stay.
+constexpr int kMaxItemCells = 256;  // cells a block sketches; longer rows are split
+
+// What the block needs after its read of a row.
 template <int kMax>
 struct PoolShape {
-  static constexpr int kPool = kMax <= kSmallK ? 1024 : 4 * kMax;
-  static constexpr int kListCapacity = kMax + kMax / 4;
-  static_assert(2 * kListCapacity <= kPool);
+  static constexpr int kMaxK = kMax;
+  static constexpr int kPool = kMax <= 128 ? 1024 : 4096;  // candidates
+  static constexpr int kHits = kPool / 2;                  // groups to look at again
+  static constexpr int kLaneGroups =
+      kMax <= 128 ? 2 : 4;  // groups of a lane's part of a cell, in the sketch
+  static constexpr int kGroupsOfCell = 32 * kLaneGroups;
+  static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
+  using Sketch =
+      std::conditional_t<kLaneGroups == 2, uint32_t, uint2>;  // a lane's group maxima, 16 bits each
+  struct Shared {
+    SelectScratch select;
+    int count;  // keys in the pool; more than kPool: it overflowed
+    int kept;
+    int hit_count;
+    bool overflowed;
+    bool last;
+    float warp_floor[SelectScratch::kMaxWarps];
+    uint16_t hits[kHits];  // groups of the item, kGroupsOfCell a cell
+    alignas(16) Key pool[kPool];
+  };
 };
-using SmallPool = PoolShape<kSmallK>;
-using LargePool = PoolShape<kMaxPooledK>;
+using SmallPool = PoolShape<128>;
+using LargePool = PoolShape<1024>;
 
-// Warps, stages and resident blocks: about 100 KB on their way per multiprocessor, in what shared memory the pool leaves.
-template <class T, class Shape, int kBlockWarps>
+template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int kResidentBlocks>
 struct BlockShape {
   using Element = T;
-  using Pool = Shape;
+  using Pool = PoolShapeOfBlock;
+  using Ring = CellRing<T, kRingStages>;
   static constexpr int kWarps = kBlockWarps;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr bool kWide = sizeof(T) == 4;
-  static constexpr bool kLarge = Shape::kPool > 1024;
-  static constexpr int kStages = kWarps < 8 ? 2 : kWide ? (kLarge ? 2 : 3) : 4;
-  static constexpr int kResident = kWarps < 8 ? 5 : kWide || kLarge ? 2 : 3;
+  static constexpr int kStages = kRingStages;
+  static constexpr int kResident = kResidentBlocks;  // per multiprocessor
+  union Shared {  // the ring's memory is the pool's once the row has been read
+    typename Ring::Storage rings[kWarps];
+    typename Pool::Shared pool;
+  };
 };
 
 template <class Shape>
-struct PoolShared {
-  SelectScratch select;
-  int count;
-  int kept;
-  bool overflowed;
-  bool last;
-  Key pool[Shape::kPool];
-};
-
-template <class Block>
-struct BlockShared : PoolShared<typename Block::Pool> {
-  typename CellRing<typename Block::Element, Block::kStages>::Storage rings[Block::kWarps];
-};
-
-// The pool lies first in the block's dynamic shared memory.
-template <class Shape>
-__device__ inline PoolShared<Shape>& Pool() {
+__device__ inline typename Shape::Shared& Pool() {
   extern __shared__ uint4 dynamic[];
-  return *reinterpret_cast<PoolShared<Shape>*>(dynamic);
+  return *reinterpret_cast<typename Shape::Shared*>(dynamic);
 }
 
 // No key below `key` can be among the k largest. A logit below `logit` gives such a key.
@@ -254,316 +283,439 @@ struct Floor {
     key = to;
     logit = KeyLogit(to);
   }
-  // Every key still to come has a higher index than any seen. So where the floor is a key of the row (it has an index), an
-  // equal logit is not enough any more: rows of equal logits stay on the fast path.
+  __device__ void RaiseToLogit(float to) {
+    if (to > logit) Raise(static_cast<Key>(OrderedBits(to)) << 32);
+  }
+  // Every key still to come has a higher index than any seen. So where the floor is a key of the
+  // row (it has an index), an equal logit is not enough any more: rows of equal logits are not
+  // looked at again.
   __device__ void OnlyLaterFollow() {
-    if (static_cast<uint32_t>(key) != 0) logit = FromOrderedBits(static_cast<uint32_t>(key >> 32) + 1);
+    if (static_cast<uint32_t>(key) != 0)
+      logit = FromOrderedBits(static_cast<uint32_t>(key >> 32) + 1);
   }
 };
 
 __device__ inline int SlackOf(int k) { return max(k / 4, 8); }
 
-// Pool size at which raising the floor pays.
-template <class Shape>
-__device__ inline int SettleAt(int k) {
-  return min(Shape::kPool * 3 / 4, max(4 * k, 128));
-}
+// A logit's place in the order, coarse: what the sketch keeps of a group's maximum.
+__device__ inline uint32_t Coarse(float x) { return OrderedBits(x) >> 16; }
 
-// False: the pool wants settling; the key may or may not be in it.
-template <class Shape>
-__device__ inline bool Offer(Key key, int settle_at) {
-  PoolShared<Shape>& s = Pool<Shape>();
-  const int at = atomicAdd(&s.count, 1);
-  if (at < Shape::kPool) s.pool[at] = key;
-  return at < settle_at;
-}
-
-// Called by all threads after a barrier, when an Offer of the round wanted it: drops what is below about the k-th largest
-// key of the pool, and returns that key. Had the pool overflowed, then of the round's keys (index >= first_index) none is
-// kept, and s.overflowed tells that the round must be offered again, to the raised floor.
+// Called by all threads after a barrier: drops what is below about the k-th largest key of the
+// pool, and returns that key. Had the pool overflowed, then of the round's keys (index >=
+// first_index) none is kept, and s.overflowed tells that the round must be offered again, to the
+// raised floor.
 template <int kThreads, class Shape>
 __device__ __noinline__ Key Settle(int k, int first_index) {
-  PoolShared<Shape>& s = Pool<Shape>();
+  auto& s = Pool<Shape>();
   const int n = min(s.count, Shape::kPool);
   const bool overflowed = s.count > Shape::kPool;
   const Key floor = SelectThreshold<kThreads>(s.pool, n, k, SlackOf(k), s.select);
   if (threadIdx.x == 0) s.overflowed = overflowed;
-  CompactKeys<kThreads>(s.pool, n, s.count,
-                        [&](Key held) { return held >= floor && !(overflowed && KeyIndex(held) >= first_index); });
+  CompactKeys<kThreads>(s.pool, n, s.count, [&](Key held) {
+    return held >= floor && !(overflowed && KeyIndex(held) >= first_index);
+  });
   return floor;
 }
 
-// At most kListCapacity keys stay; returns how many.
-template <int kThreads, class Shape>
-__device__ __noinline__ int Trim(int k) {
-  PoolShared<Shape>& s = Pool<Shape>();
+// Reads again the groups of cells [first_cell, last_cell) of the item that reach the floor, and
+// offers their logits to the pool. False: more groups than Shape::kHits reach it; nothing was
+// offered. Ends with a barrier passed.
+template <class T, int kThreads, class Shape>
+__device__ __noinline__ bool OfferGroups(const T* item, int item_begin, int item_elements,
+                                         const typename Shape::Sketch* sketch, int first_cell,
+                                         int last_cell, Floor floor) {
+  auto& s = Pool<Shape>();
+  const int thread = threadIdx.x;
+  if (thread == 0) s.hit_count = 0;
   __syncthreads();
+  // A floor of NaN (nothing can follow +inf) is above all.
+  const uint32_t edge = floor.logit == floor.logit ? OrderedBits(floor.logit) & 0xffff0000u : ~0u;
+  constexpr int kAtOnceScanned = 32 / Shape::kLaneGroups;
+#pragma unroll 1
+  for (int round = first_cell * 32; round < last_cell * 32; round += kAtOnceScanned * kThreads) {
+    const int begin = round + thread;
+    uint32_t reached = 0;  // bit j * kLaneGroups + g
+#pragma unroll
+    for (int j = 0; j < kAtOnceScanned; ++j) {
+      const int i = begin + j * kThreads;
+      if (i >= last_cell * 32) break;
+      const typename Shape::Sketch maxima = sketch[i];
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(&maxima);
+#pragma unroll
+      for (int w = 0; w < Shape::kLaneGroups / 2; ++w) {
+        if ((words[w] << 16) >= edge) reached |= 1u << (j * Shape::kLaneGroups + 2 * w);
+        if (words[w] >= edge) reached |= 2u << (j * Shape::kLaneGroups + 2 * w);
+      }
+    }
+    int at = WarpReserve(&s.hit_count, __popc(reached), thread % 32);
+#pragma unroll 1
+    for (; reached != 0; reached &= reached - 1) {
+      const int bit = __ffs(reached) - 1;
+      if (at < Shape::kHits) {
+        s.hits[at] = static_cast<uint16_t>((begin + bit / Shape::kLaneGroups * kThreads) *
+                                               Shape::kLaneGroups +
+                                           bit % Shape::kLaneGroups);
+      }
+      ++at;
+    }
+  }
+  __syncthreads();
+  const int hits = s.hit_count;
+  __syncthreads();
+  if (hits > Shape::kHits) return false;
+  // kElements neighbouring threads to a group.
+  constexpr int kAtOnce = Shape::kElements / 2;
+  constexpr int kTogether = kThreads / Shape::kElements;
+  const int e = thread % Shape::kElements;
+#pragma unroll 1
+  for (int round = 0; round < hits; round += kAtOnce * kTogether) {
+    float x[kAtOnce];
+    int index[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = round + j * kTogether + thread / Shape::kElements;
+      index[j] = item_elements;
+      if (at < hits) {
+        const uint32_t group = s.hits[at];
+        const int lane = group / Shape::kLaneGroups % 32;
+        index[j] = group / Shape::kGroupsOfCell * kCell +
+                   CellIndex<T>(lane, group % Shape::kLaneGroups * Shape::kElements + e);
+      }
+      x[j] = index[j] < item_elements ? ToFloat(item[index[j]]) : 0.0f;
+    }
+    uint32_t reached = 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (index[j] < item_elements && x[j] >= floor.logit &&
+          MakeKey(x[j], item_begin + index[j]) >= floor.key) {
+        reached |= 1u << j;
+      }
+    }
+    int at = WarpReserve(&s.count, __popc(reached), thread % 32);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if ((reached >> j & 1) == 0) continue;
+      if (at < Shape::kPool) s.pool[at] = MakeKey(x[j], item_begin + index[j]);
+      ++at;
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+// Fills the pool with candidates: all of the item's k largest among them. Returns the floor they
+// are not below.
+template <class T, int kThreads, class Shape>
+__device__ __noinline__ Key Gather(const T* item, int item_begin, int item_elements,
+                                   const typename Shape::Sketch* sketch, Floor floor, int k) {
+  auto& s = Pool<Shape>();
+  const int cells = (item_elements + kCell - 1) / kCell;
+  if (threadIdx.x == 0) s.count = 0;
+  if (floor.key == 0 && k <= cells * Shape::kGroupsOfCell) {
+    // The k-th largest of the sketch: at least k groups, so k logits, reach it.
+    const uint32_t coarse =
+        SelectThreshold<kThreads>(reinterpret_cast<const uint16_t*>(sketch),
+                                  cells * Shape::kGroupsOfCell, k, k / 8, s.select);
+    if (coarse > Coarse(-kInfinity)) floor.Raise(static_cast<Key>(coarse) << 48);
+  }
+  if (OfferGroups<T, kThreads, Shape>(item, item_begin, item_elements, sketch, 0, cells, floor) &&
+      s.count <= Shape::kPool) {
+    return floor.key;
+  }
+  // Many equal logits, or few groups for a large k: cells in order, and only what is later and
+  // higher goes on.
+  __syncthreads();
+  if (threadIdx.x == 0) s.count = 0;
+  constexpr int kStep = Shape::kHits / Shape::kGroupsOfCell;
+#pragma unroll 1
+  for (int cell = 0; cell < cells; cell += kStep) {
+    bool again = true;
+    while (again) {
+      OfferGroups<T, kThreads, Shape>(item, item_begin, item_elements, sketch, cell,
+                                      min(cell + kStep, cells), floor);
+      again = false;
+      if (s.count > Shape::kPool / 2) {
+        __syncthreads();
+        floor.Raise(Settle<kThreads, Shape>(k, item_begin + cell * kCell));
+        again = s.overflowed;
+      }
+    }
+    floor.OnlyLaterFollow();
+  }
+  __syncthreads();
+  return floor.key;
+}
+
+// Drops keys of the pool until at most `capacity` stay, all of the k largest among them. Returns
+// how many.
+template <int kThreads, class Shape>
+__device__ __noinline__ int Trim(int k, int capacity) {
+  auto& s = Pool<Shape>();
   const int n = s.count;
-  if (n <= Shape::kListCapacity) return n;
-  const Key floor = SelectThreshold<kThreads>(s.pool, n, k, SlackOf(k), s.select);
+  if (n <= capacity) return n;
+  const Key floor =
+      SelectThreshold<kThreads>(s.pool, n, k, min(SlackOf(k), capacity - k), s.select);
   return CompactKeys<kThreads>(s.pool, n, s.kept, [&](Key held) { return held >= floor; });
 }
 
-// The k-th largest of the round's group maxima: at least k logits are not below it. 0: no floor.
 template <int kThreads, class Shape>
-__device__ __noinline__ uint32_t SeedFloor(float g0, float g1, float g2, float g3, int k) {
-  static_assert(sizeof(Pool<Shape>().pool) >= kThreads * kGroups * sizeof(uint32_t));
-  PoolShared<Shape>& s = Pool<Shape>();
-  uint32_t* seeds = reinterpret_cast<uint32_t*>(s.pool) + threadIdx.x;
-  seeds[0] = g0 > -kInfinity ? OrderedBits(g0) : 0;
-  seeds[kThreads] = g1 > -kInfinity ? OrderedBits(g1) : 0;
-  seeds[2 * kThreads] = g2 > -kInfinity ? OrderedBits(g2) : 0;
-  seeds[3 * kThreads] = g3 > -kInfinity ? OrderedBits(g3) : 0;
-  __syncthreads();
-  return SelectThreshold<kThreads>(reinterpret_cast<const uint32_t*>(s.pool), kThreads * kGroups, k, SlackOf(k), s.select);
-}
-
-template <int kThreads, class Shape>
-__device__ __noinline__ void EmitRow(int32_t* indices, float* probs, int k, int n, Stats row_stats, float c) {
-  PoolShared<Shape>& s = Pool<Shape>();
+__device__ __noinline__ void EmitRow(int32_t* indices, float* probs, int k, int n, Stats row_stats,
+                                     float c) {
+  auto& s = Pool<Shape>();
   const RowResult result(row_stats, c);
-  EmitByRank<kThreads>(s.pool, n, s.pool + Shape::kListCapacity, s.select, [&](int rank, Key key) {
+  EmitByRank<kThreads>(s.pool, n, s.pool + Shape::kPool / 2, s.select, [&](int rank, Key key) {
     if (rank >= k) return;
     indices[rank] = KeyIndex(key);
     probs[rank] = result.Probability(KeyLogit(key));
   });
 }
 
-// Brings what the blocks of a row left in scratch together: cells into `cells`, candidates into the pool.
+// Brings what the blocks of a row left in scratch together: cells into `cells`, candidates into the
+// pool.
 template <int kThreads, class Shape>
-__device__ __noinline__ void GatherSplits(const Params& p, int64_t row_index, int k, Floor floor, Stats* cells) {
-  PoolShared<Shape>& s = Pool<Shape>();
-  const float2* stats = reinterpret_cast<const float2*>(p.cell_stats + row_index * p.cells);
-#pragma unroll 4
+__device__ __noinline__ void GatherSplits(const Params& p, int row_index, int k, Stats* cells) {
+  auto& s = Pool<Shape>();
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kAtOnce = 8;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t first_item = static_cast<int64_t>(row_index) * p.splits;
+  const Key* keys = p.split_keys + first_item * p.list_capacity;
+  const int total = p.statistics_only ? 0 : p.splits * p.list_capacity;
+  const float2* stats =
+      reinterpret_cast<const float2*>(p.cell_stats + static_cast<int64_t>(row_index) * p.cells);
+  if (threadIdx.x == 0) s.count = 0;
+  Key held[kAtOnce];  // on their way while the floor is found
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    held[i] = at < total ? __ldcg(keys + at) : 0;
+  }
+  Key highest = 0;  // the best of the blocks' floors
+  if (total > 0) {
+    for (int i = lane; i < p.splits; i += 32)
+      highest = max(highest, __ldcg(&p.split_floor[first_item + i]));
+  }
+  float thread_best = -kInfinity;
   for (int i = threadIdx.x; i < p.cells; i += kThreads) {
     const float2 pair = __ldcg(stats + i);
     cells[i] = {pair.x, pair.y};
+    thread_best = fmaxf(thread_best, pair.x);
   }
-  if (p.statistics_only) return;
-  const int64_t first_item = row_index * p.splits;
-  Key highest = 0;
-  for (int i = threadIdx.x & 31; i < p.splits; i += 32) highest = max(highest, __ldcg(&p.split_floor[first_item + i]));
-  const Key* keys = p.split_keys + first_item * Shape::kListCapacity;
-  const int total = p.splits * Shape::kListCapacity;
-  constexpr int kAtOnce = 8;
+  Floor floor;
+  floor.Raise(WarpMax(highest));
+  // As in a block: r threads of each of w warps have a cell with a maximum that reaches the floor,
+  // r * w >= k.
+  const int active_warps = min(kWarps, (p.cells + 31) / 32);
+  const int floor_rank = (k + active_warps - 1) / active_warps;
+  if (floor_rank <= 16) {
+    const float sorted = WarpSortDescending(thread_best, lane);
+    if (lane == floor_rank - 1) s.warp_floor[warp] = sorted;
+  }
+  __syncthreads();
+  if (floor_rank <= 16) {
+    const float lowest = lane < active_warps ? s.warp_floor[lane] : kInfinity;
+    floor.RaiseToLogit(-WarpMax(-lowest));
+  }
 #pragma unroll 1
-  for (int begin = 0; begin < total; begin += kThreads * kAtOnce) {
-    Key held[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
-      held[i] = at < total ? __ldcg(keys + at) : 0;
-    }
-    if (begin == 0) floor.Raise(WarpMax(highest));
+  for (int round = 0; round < total;) {
     bool lost;
     do {
       // What got in stays in when the pool is settled, so it is not offered again.
-      bool room = true;
+      uint32_t reached = 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (held[i] != 0 && held[i] >= floor.key) reached |= 1u << i;
+      }
+      int at = WarpReserve(&s.count, __popc(reached), lane);
       lost = false;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (held[i] == 0 || held[i] < floor.key) continue;
-        const int at = atomicAdd(&s.count, 1);
+        if ((reached >> i & 1) == 0) continue;
         if (at < Shape::kPool) {
           s.pool[at] = held[i];
           held[i] = 0;
         } else {
           lost = true;
         }
-        room &= at < Shape::kPool * 3 / 4;
+        ++at;
       }
       lost = __syncthreads_or(lost);
-      if (__syncthreads_or(!room)) floor.Raise(Settle<kThreads, Shape>(k, p.vocab));
+      if (s.count > Shape::kPool / 2) {
+        __syncthreads();
+        floor.Raise(Settle<kThreads, Shape>(k, p.vocab));
+      }
+      if (lost || round + kThreads * kAtOnce < total) __syncthreads();
     } while (lost);
+    round += kThreads * kAtOnce;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = round + i * kThreads + static_cast<int>(threadIdx.x);
+      held[i] = at < total ? __ldcg(keys + at) : 0;
+    }
   }
 }
 
 template <class Block>
-__global__ void __launch_bounds__(Block::kThreads, Block::kResident) BlockRowKernel(const __grid_constant__ Params p,
-                                                                                    int rows) {
+__global__ void __launch_bounds__(Block::kThreads, Block::kResident)
+    BlockRowKernel(const __grid_constant__ Params p) {
   using T = typename Block::Element;
   using Shape = typename Block::Pool;
   constexpr int kThreads = Block::kThreads;
-  constexpr int kWarps = Block::kWarps;
-  constexpr int kStages = Block::kStages;
-  constexpr int kRound = kWarps * kCell;
+  constexpr int kRound = Block::kWarps * kCell;
   extern __shared__ uint4 dynamic[];
-  BlockShared<Block>& s = *reinterpret_cast<BlockShared<Block>*>(dynamic);
-  Stats* own_cells = reinterpret_cast<Stats*>(&s + 1);  // [cells]
+  typename Block::Shared& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
+  Stats* cells = reinterpret_cast<Stats*>(&shared + 1);  // [cells]
+  typename Shape::Sketch* sketch = reinterpret_cast<typename Shape::Sketch*>(
+      cells + p.cells + p.cells % 2);  // [cells of the item, 32]
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const bool select = !p.statistics_only;
+  const int row_index = p.splits == 1 ? blockIdx.x : blockIdx.x / p.splits;
+  const int split = blockIdx.x - row_index * p.splits;
+  const int begin = p.cells * split / p.splits * kCell;
+  const int end = min(p.cells * (split + 1) / p.splits * kCell, p.vocab);
+  const T* row = static_cast<const T*>(p.logits) + row_index * p.row_stride;
 
-  // An item is one split of one row; a block takes every gridDim.x-th.
-  struct Item {
-    int row;
-    int first;  // element
-    int end;    // element, a cell border or beyond the vocabulary
-  };
-  const int items = rows * p.splits;
-  const auto item_at = [&](int index) -> Item {
-    if (p.splits == 1) return {index, 0, p.cells * kCell};
-    const int row = index / p.splits;
-    const int split = index - row * p.splits;
-    return {row, p.cells * split / p.splits * kCell, p.cells * (split + 1) / p.splits * kCell};
-  };
-  const auto row_at = [&](int row) { return static_cast<const T*>(p.logits) + row * p.row_stride; };
-
-  // The ring runs ahead of the row at work, across its end into the block's next item, so that loads go on while the row
-  // is being finished. A row nobody asks for is copied too: its parameters come too late to know.
-  CellRing<T, kStages> ring(s.rings[warp], lane);
-  int ahead_index = blockIdx.x;
-  const T* ahead = nullptr;
-  int ahead_first = 0, ahead_end = 0;
-  const auto enter_ahead = [&] {
-    for (; ahead_index < items; ahead_index += gridDim.x) {
-      const Item item = item_at(ahead_index);
-      ahead_first = item.first + warp * kCell;
-      ahead_end = item.end;
-      ahead = row_at(item.row) + ahead_first;
-      if (ahead_first < ahead_end) return;
-    }
-    ahead_first = p.vocab;  // nothing left: pushes take their turn only
-  };
+  // Copies start before the row's parameters are here.
+  typename Block::Ring ring(shared.rings[warp], lane);
+  int left = end - begin - warp * kCell;  // elements from `ahead` on
+  const T* ahead = row + (end - left);
   const auto push = [&] {
-    ring.Push(ahead, p.vocab - ahead_first);
-    if (ahead_index >= items) return;
+    if (left <= 0) return ring.PushNothing();
+    ring.Push(ahead, left);
     ahead += kRound;
-    ahead_first += kRound;
-    if (ahead_first >= ahead_end) {
-      ahead_index += gridDim.x;
-      enter_ahead();
-    }
+    left -= kRound;
   };
-  enter_ahead();
-#pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) push();
-  SoftmaxTopKRow next = p.rows[item_at(blockIdx.x).row];
-
-#pragma unroll 1
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item = item_at(index);
-    const SoftmaxTopKRow ask = next;
-    if (index + gridDim.x < items) next = p.rows[item_at(index + gridDim.x).row];
-    const T* row = row_at(item.row);
-    const float c = kLog2E / ask.temperature;
-    const int settle_at = SettleAt<Shape>(ask.k);
-    Floor floor;
-    __syncthreads();  // the row before is finished
-    if (threadIdx.x == 0) s.count = 0;
-
-#pragma unroll 1
-    for (int begin = item.first; begin < item.end; begin += kRound) {
-      const int first = begin + warp * kCell;
-      const bool mine = first < item.end;
-      float x[kLaneElements];
-      float group_max[kGroups];
-      if (mine) {
-        ring.Pop(row + first, p.vocab - first, x);
-        const Stats stats = CellStats(x, c, group_max);
-        if (lane == 0) {
-          Stats* cells = p.splits == 1 ? own_cells : p.cell_stats + static_cast<int64_t>(item.row) * p.cells;
-          cells[first / kCell] = stats;
-        }
-      } else {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) group_max[g] = -kInfinity;
-      }
-      if (select && ask.k > 0) {
-        // The registers are read before anything is called, so that nothing has to keep them: the rare second look, after
-        // the floor was set or raised, is at shared memory.
-        const bool seed = begin == item.first && ask.k <= kThreads * kGroups / 4;
-        uint32_t bits = mine && !seed ? NotBelow(x, group_max, floor.logit) : 0;
-        if (seed) {
-          const uint32_t seeded =
-              SeedFloor<kThreads, Shape>(group_max[0], group_max[1], group_max[2], group_max[3], ask.k);
-          if (seeded != 0) floor.Raise(static_cast<Key>(seeded) << 32);
-          if (mine) bits = ring.NotBelow(floor.logit);
-        }
-        while (true) {
-          bool room = true;
+  for (int stage = 0; stage < Block::kStages; ++stage) push();
+  const SoftmaxTopKRow ask = p.rows[row_index];
+  if (ask.k == 0) {
+    WaitAsync<0>();
+    return;
+  }
+  const float c = kLog2E / ask.temperature;
+  float lane_best = -kInfinity;
+  // A cell's lanes are merged a turn late, so that the shuffles overlap with the next cell's
+  // arithmetic.
+  Stats late{-kInfinity, 0.0f};
+  Stats* late_to = nullptr;
+  const auto merge_late = [&] {
+    const Stats stats = MergeLanes(late, c);
+    if (lane == 0 && late_to != nullptr) *late_to = stats;
+  };
+  Stats* cells_to =
+      (p.splits == 1 ? cells : p.cell_stats + static_cast<int64_t>(row_index) * p.cells) +
+      begin / kCell + warp;
+  typename Shape::Sketch* sketch_to = sketch + warp * 32 + lane;
 #pragma unroll 1
-          for (; bits != 0; bits &= bits - 1) {
-            const int i = CellIndex<T>(lane, __ffs(bits) - 1);
-            const Key key = MakeKey(ring.At(i), first + i);
-            if (first + i < p.vocab && key >= floor.key) room &= Offer<Shape>(key, settle_at);
-          }
-          if (!__syncthreads_or(!room)) break;
-          floor.Raise(Settle<kThreads, Shape>(ask.k, begin));
-          if (!s.overflowed) break;
-          if (mine) bits = ring.NotBelow(floor.logit);
-        }
-        floor.OnlyLaterFollow();
-      }
-      if (mine) {
-        __syncwarp();
-        push();
-      }
+  for (int first = begin + warp * kCell; first < end; first += kRound) {
+    float x[kLaneElements];
+    float group_max[kGroups];
+    ring.Pop(row + first, end - first, x);
+    push();
+    merge_late();
+    late = LaneStats(x, c, group_max);
+    late_to = cells_to;
+    cells_to += Block::kWarps;
+    lane_best = fmaxf(lane_best, late.max);
+    if constexpr (Shape::kLaneGroups == 2) {
+      *sketch_to = __byte_perm(OrderedBits(fmaxf(group_max[0], group_max[1])),
+                               OrderedBits(fmaxf(group_max[2], group_max[3])), 0x7632);
+    } else {
+      *sketch_to = {__byte_perm(OrderedBits(group_max[0]), OrderedBits(group_max[1]), 0x7632),
+                    __byte_perm(OrderedBits(group_max[2]), OrderedBits(group_max[3]), 0x7632)};
     }
-    if (ask.k == 0) continue;
+    sketch_to += Block::kWarps * 32;
+  }
+  merge_late();
+  WaitAsync<0>();
+  __syncthreads();  // from here on the ring's memory is the pool's
+  typename Shape::Shared& s = shared.pool;
 
+  if (select) {
+    // Lanes of each warp that must be at or above a floor, so that k logits of the item are.
+    const int active_warps = min(Block::kWarps, (end - begin + kCell - 1) / kCell);
+    const int floor_rank = (ask.k + active_warps - 1) / active_warps;
+    Floor floor;
+    if (floor_rank <= 16) {
+      const float sorted = WarpSortDescending(lane_best, lane);
+      if (lane == floor_rank - 1) s.warp_floor[warp] = sorted;
+      __syncthreads();
+      const float lowest = lane < active_warps ? s.warp_floor[lane] : kInfinity;
+      floor.RaiseToLogit(-WarpMax(-lowest));
+    }
+    const Key reached =
+        Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
     if (p.splits > 1) {
-      // Leave what this block knows to the last block of the row, which takes it from there.
-      if (select) {
-        const int n = Trim<kThreads, Shape>(ask.k);
-        Key* list = p.split_keys + static_cast<int64_t>(index) * Shape::kListCapacity;
-        for (int i = threadIdx.x; i < Shape::kListCapacity; i += kThreads) list[i] = i < n ? s.pool[i] : 0;
-        if (threadIdx.x == 0) p.split_floor[index] = floor.key;
-      }
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        s.last = atomicAdd(&p.arrived[item.row], 1u) == static_cast<uint32_t>(p.splits - 1);
-        if (s.last) p.arrived[item.row] = 0;
-        s.count = 0;
-      }
-      __syncthreads();
-      if (!s.last) continue;
-      __threadfence();
-      GatherSplits<kThreads, Shape>(p, item.row, ask.k, floor, own_cells);
+      const int n = Trim<kThreads, Shape>(ask.k, p.list_capacity);
+      Key* list = p.split_keys + static_cast<int64_t>(blockIdx.x) * p.list_capacity;
+      for (int i = threadIdx.x; i < p.list_capacity; i += kThreads) list[i] = i < n ? s.pool[i] : 0;
+      if (threadIdx.x == 0) p.split_floor[blockIdx.x] = reached;
     }
-
-    const int n = select ? Trim<kThreads, Shape>(ask.k) : 0;
+  }
+  if (p.splits > 1) {
+    // The last block of the row to get here takes it from what all have left in scratch.
     __syncthreads();
-    const RowResult result(MergeCells(p.cells, c, lane, [&](int i) { return own_cells[i]; }), c);
-    if (warp == 0) {
-      WriteRow<T>(p, item.row, row, ask, result, lane, [&](int i) { return isnan(own_cells[i].sum); });
+    if (threadIdx.x == 0) {
+      __threadfence();  // the block's writes come before its arrival
+      s.last = atomicAdd(&p.arrived[row_index], 1u) == static_cast<uint32_t>(p.splits - 1);
+      if (s.last) p.arrived[row_index] = 0;
+      __threadfence();
     }
-    if (select) {
-      EmitRow<kThreads, Shape>(p.indices + ask.first_entry, p.probs + ask.first_entry, ask.k, n, result.stats, c);
-    }
+    __syncthreads();
+    if (!s.last) return;
+    GatherSplits<kThreads, Shape>(p, row_index, ask.k, cells);
+  }
+
+  const int n = select ? Trim<kThreads, Shape>(ask.k, Shape::kPool / 2) : 0;
+  const RowResult result(MergeCells(p.cells, c, lane, [&](int i) { return cells[i]; }), c);
+  if (warp == 0)
+    WriteRow<T>(p, row_index, row, ask, result, lane, [&](int i) { return isnan(cells[i].sum); });
+  if (select) {
+    EmitRow<kThreads, Shape>(p.indices + ask.first_entry, p.probs + ask.first_entry, ask.k, n,
+                             result.stats, c);
   }
 }
 
-// ---- sorted ----------------------------------------------------------------------------------------------------------
+// ---- sorted
+// ----------------------------------------------------------------------------------------------------------
 
-using SortKey = uint64_t;  // row << 32 | complement of the logit's ordered bits: ascending is most probable first
+using SortKey = uint64_t;  // row << 32 | complement of the logit's ordered bits: ascending is most
+                           // probable first
 
 template <class T>
-__global__ void SortKeysKernel(Params p, int64_t first_row, int64_t elements, SortKey* keys, int32_t* values) {
+__global__ void SortKeysKernel(Params p, int64_t first_row, int64_t elements, SortKey* keys,
+                               int32_t* values) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += step) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < elements;
+       i += step) {
     const int64_t row = i / p.vocab;
     const int32_t column = static_cast<int32_t>(i % p.vocab);
     const T* logits = static_cast<const T*>(p.logits) + (first_row + row) * p.row_stride;
-    keys[i] = static_cast<SortKey>(row) << 32 | static_cast<uint32_t>(~OrderedBits(ToFloat(logits[column])));
+    keys[i] = static_cast<SortKey>(row) << 32 |
+              static_cast<uint32_t>(~OrderedBits(ToFloat(logits[column])));
     values[i] = column;
   }
 }
 
-__global__ void EmitSortedKernel(Params p, int64_t first_row, const SortKey* keys, const int32_t* values) {
+__global__ void EmitSortedKernel(Params p, int64_t first_row, const SortKey* keys,
+                                 const int32_t* values) {
   const int64_t row = blockIdx.y;
   const SoftmaxTopKRow ask = p.rows[first_row + row];
   if (ask.k == 0) return;
   const RowResult result(p.row_stats[first_row + row], kLog2E / ask.temperature);
-  for (int rank = blockIdx.x * blockDim.x + threadIdx.x; rank < ask.k; rank += gridDim.x * blockDim.x) {
+  for (int rank = blockIdx.x * blockDim.x + threadIdx.x; rank < ask.k;
+       rank += gridDim.x * blockDim.x) {
     const int64_t at = row * p.vocab + rank;
     p.indices[ask.first_entry + rank] = values[at];
-    p.probs[ask.first_entry + rank] = result.Probability(FromOrderedBits(~static_cast<uint32_t>(keys[at])));
+    p.probs[ask.first_entry + rank] =
+        result.Probability(FromOrderedBits(~static_cast<uint32_t>(keys[at])));
   }
 }
 
-// ---- launch ----------------------------------------------------------------------------------------------------------
+// ---- launch
+// ----------------------------------------------------------------------------------------------------------
 
 // Hands out pieces of scratch, each aligned for any use here.
 class Carver {
@@ -590,26 +742,31 @@ cudaError_t LaunchWarpRow(const Params& p, int64_t rows, int multiprocessors, cu
   const cudaError_t error =
       cudaFuncSetAttribute(&WarpRowKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = std::min<int64_t>((rows + kWarpRowWarps - 1) / kWarpRowWarps, 2 * multiprocessors);
+  const int64_t blocks = std::min<int64_t>((rows + kWarpRowWarps - 1) / kWarpRowWarps,
+                                           kWarpRowResident * multiprocessors);
   WarpRowKernel<T><<<static_cast<unsigned>(blocks), kWarpRowWarps * 32, kShared, stream>>>(p, rows);
   return cudaGetLastError();
 }
 
 template <class Block>
-cudaError_t LaunchBlockRow(const Params& p, int64_t rows, int multiprocessors, cudaStream_t stream) {
-  const int shared = static_cast<int>(sizeof(BlockShared<Block>) + p.cells * sizeof(Stats));
-  const cudaError_t error =
-      cudaFuncSetAttribute(&BlockRowKernel<Block>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+cudaError_t LaunchBlockRow(const Params& p, int64_t rows, int, cudaStream_t stream) {
+  const int item_cells = (p.cells + p.splits - 1) / p.splits;
+  const int shared =
+      static_cast<int>(sizeof(typename Block::Shared) + (p.cells + p.cells % 2) * sizeof(Stats) +
+                       item_cells * 32 * sizeof(typename Block::Pool::Sketch));
+  const cudaError_t error = cudaFuncSetAttribute(
+      &BlockRowKernel<Block>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = std::min<int64_t>(rows * p.splits, Block::kResident * multiprocessors);
-  BlockRowKernel<Block><<<static_cast<unsigned>(blocks), Block::kThreads, shared, stream>>>(p, static_cast<int>(rows));
+  BlockRowKernel<Block>
+      <<<static_cast<unsigned>(rows * p.splits), Block::kThreads, shared, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t LaunchSortKeys(const Params& p, int64_t first_row, int64_t elements, SortKey* keys, int32_t* values,
-                           cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((elements + 255) / 256, 132 * 16));
+cudaError_t LaunchSortKeys(const Params& p, int64_t first_row, int64_t elements, SortKey* keys,
+                           int32_t* values, cudaStream_t stream) {
+  const unsigned blocks =
+      static_cast<unsigned>(std::min<int64_t>((elements + 255) / 256, 132 * 16));
   SortKeysKernel<T><<<blocks, 256, 0, stream>>>(p, first_row, elements, keys, values);
   return cudaGetLastError();
 }
@@ -622,22 +779,26 @@ struct Variant {
   int32_t max_k;
   int32_t warps;     // of a block
   int32_t resident;  // blocks per multiprocessor; 0: rows are never split over blocks
-  int32_t list_capacity;
   Launch launch;
 };
 
-template <class T, class Shape, int kWarps>
-constexpr Variant BlockRowVariant(int32_t max_vocab, int32_t max_k) {
-  using Block = BlockShape<T, Shape, kWarps>;
-  return {max_vocab, max_k, kWarps, Block::kResident, Shape::kListCapacity, &LaunchBlockRow<Block>};
+template <class Block>
+constexpr Variant BlockRowVariant(int32_t max_vocab) {
+  return {max_vocab, Block::Pool::kMaxK, Block::kWarps, Block::kResident, &LaunchBlockRow<Block>};
 }
 
+// Warps, stages and resident blocks are what measured best on an H200.
+template <class T>
+constexpr bool kWide = sizeof(T) == 4;
+template <class T>
+using UsualBlock = BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 5>;
+template <class T>
+using LargeKBlock = BlockShape<T, LargePool, 16, kWide<T> ? 1 : 2, 2>;
 template <class T>
 constexpr Variant kVariants[] = {
-    {kCell, kWarpRowMaxK, kWarpRowWarps, 0, 0, &LaunchWarpRow<T>},
-    BlockRowVariant<T, SmallPool, 4>(4 * kCell, kSmallK),
-    BlockRowVariant<T, SmallPool, 8>(static_cast<int32_t>(kMaxVocab), kSmallK),
-    BlockRowVariant<T, LargePool, 8>(static_cast<int32_t>(kMaxVocab), kMaxPooledK),
+    {kCell, kWarpRowMaxK, kWarpRowWarps, 0, &LaunchWarpRow<T>},
+    BlockRowVariant<UsualBlock<T>>(static_cast<int32_t>(kMaxVocab)),
+    BlockRowVariant<LargeKBlock<T>>(static_cast<int32_t>(kMaxVocab)),
 };
 
 struct TypeRow {
@@ -652,44 +813,34 @@ constexpr TypeRow kTypes[] = {
     {DType::kBF16, kVariants<__nv_bfloat16>, &LaunchSortKeys<__nv_bfloat16>},
 };
 
-// Blocks a row is split over. Blocks stay and take items in turn, so what counts is how full the last turn is; a split
-// costs a merge, so the fewest that come within a twentieth of the best.
+// Blocks a row is split over: one where the rows alone fill the device, else as many as are
+// resident at once.
 int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, int multiprocessors) {
   if (variant.resident == 0) return 1;
-  const int64_t blocks = static_cast<int64_t>(variant.resident) * multiprocessors;
-  const int32_t most = static_cast<int32_t>(
-      std::min<int64_t>((cells + variant.warps - 1) / variant.warps, 2 * blocks / rows + 1));
-  int32_t best = 1;
-  double best_share = 0;
-  for (int32_t splits = 1; splits <= most; ++splits) {
-    const int64_t items = rows * splits;
-    const double share = static_cast<double>(items) / static_cast<double>((items + blocks - 1) / blocks * blocks);
-    if (share > best_share + 0.05) {
-      best = splits;
-      best_share = share;
-    }
-  }
-  return best;
+  const int32_t least = (cells + kMaxItemCells - 1) / kMaxItemCells;
+  const int32_t most = std::max(least, (cells + variant.warps - 1) / variant.warps);
+  const int64_t wanted = static_cast<int64_t>(variant.resident) * multiprocessors / rows;
+  return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
 }
 
-cudaError_t RunVariant(Params p, int64_t rows, int32_t k, const TypeRow& type, Carver carver, const Scratch& scratch,
-                       cudaStream_t stream) {
+cudaError_t RunVariant(Params p, int64_t rows, int32_t k, const TypeRow& type, Carver carver,
+                       const Scratch& scratch, cudaStream_t stream) {
   const Variant* variant = type.variants.data();
   while (variant->max_vocab < p.vocab || variant->max_k < k) ++variant;
   p.splits = SplitsOf(rows, p.cells, *variant, scratch.multiprocessors);
   if (p.splits > 1) {
     const size_t slots = static_cast<size_t>(rows) * p.splits;
+    p.list_capacity = k + std::max(k / 4, 32);
     p.arrived = reinterpret_cast<uint32_t*>(scratch.data);
     p.cell_stats = carver.Take<Stats>(static_cast<size_t>(rows) * p.cells);
     p.split_floor = carver.Take<Key>(slots);
-    p.split_keys = carver.Take<Key>(slots * variant->list_capacity);
-    if (p.split_keys == nullptr || rows * sizeof(uint32_t) > Scratch::kCounterBytes) p.splits = 1;
+    p.split_keys = carver.Take<Key>(slots * p.list_capacity);
   }
   return variant->launch(p, rows, scratch.multiprocessors, stream);
 }
 
-cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver, const Scratch& scratch,
-                      cudaStream_t stream) {
+cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver,
+                      const Scratch& scratch, cudaStream_t stream) {
   // Rows per pass: as many as scratch holds, in keys and values twice and what CUB asks beside.
   constexpr int64_t kMaxPass = 4096;
   const int64_t bytes_per_row = int64_t{2} * p.vocab * (sizeof(SortKey) + sizeof(int32_t));
@@ -699,13 +850,16 @@ cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver
   p.statistics_only = true;
   cudaError_t error = RunVariant(p, rows, 1, type, carver, scratch, stream);
   if (error != cudaSuccess) return error;
-  cub::DoubleBuffer<SortKey> keys(carver.Take<SortKey>(pass * p.vocab), carver.Take<SortKey>(pass * p.vocab));
-  cub::DoubleBuffer<int32_t> values(carver.Take<int32_t>(pass * p.vocab), carver.Take<int32_t>(pass * p.vocab));
+  cub::DoubleBuffer<SortKey> keys(carver.Take<SortKey>(pass * p.vocab),
+                                  carver.Take<SortKey>(pass * p.vocab));
+  cub::DoubleBuffer<int32_t> values(carver.Take<int32_t>(pass * p.vocab),
+                                    carver.Take<int32_t>(pass * p.vocab));
   int row_bits = 0;
   while ((int64_t{1} << row_bits) < pass) ++row_bits;
   size_t temp_bytes = 0;
-  error = cub::DeviceRadixSort::SortPairs(nullptr, temp_bytes, keys, values, static_cast<int>(pass * p.vocab), 0,
-                                          32 + row_bits, stream);
+  error =
+      cub::DeviceRadixSort::SortPairs(nullptr, temp_bytes, keys, values,
+                                      static_cast<int>(pass * p.vocab), 0, 32 + row_bits, stream);
   if (error != cudaSuccess) return error;
   std::byte* temp = carver.Take<std::byte>(temp_bytes);
   if (temp == nullptr) return cudaErrorMemoryAllocation;
@@ -714,8 +868,8 @@ cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver
     const int64_t elements = count * p.vocab;
     error = type.sort_keys(p, first, elements, keys.Current(), values.Current(), stream);
     if (error != cudaSuccess) return error;
-    error = cub::DeviceRadixSort::SortPairs(temp, temp_bytes, keys, values, static_cast<int>(elements), 0,
-                                            32 + row_bits, stream);
+    error = cub::DeviceRadixSort::SortPairs(temp, temp_bytes, keys, values,
+                                            static_cast<int>(elements), 0, 32 + row_bits, stream);
     if (error != cudaSuccess) return error;
     const dim3 grid(std::min((p.vocab + 255) / 256, 64), static_cast<unsigned>(count));
     EmitSortedKernel<<<grid, 256, 0, stream>>>(p, first, keys.Current(), values.Current());
@@ -741,7 +895,8 @@ cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cud
   p.probs = args.probs;
   p.logsumexp = args.logsumexp;
   p.status = args.status;
-  const Carver carver(scratch.data + Scratch::kCounterBytes, scratch.bytes - Scratch::kCounterBytes);
+  const Carver carver(scratch.data + Scratch::kCounterBytes,
+                      scratch.bytes - Scratch::kCounterBytes);
   if (args.max_k <= kMaxPooledK) {
     return RunVariant(p, args.logits.rows, args.max_k, *type, carver, scratch, stream);
   }
