@@ -111,7 +111,7 @@ function(logitd_fuzz_targets dir)
     target_compile_options(${name} PRIVATE -fsanitize=fuzzer)
     target_link_options(${name} PRIVATE -fsanitize=fuzzer)
     target_link_libraries(${name} PRIVATE ${ARGN})
-    add_test(NAME ${name} COMMAND ${name} -runs=20000 -max_total_time=60
+    add_test(NAME ${name} COMMAND ${name} -runs=200000 -max_total_time=30
              ${CMAKE_BINARY_DIR}/corpus_${name} ${CMAKE_SOURCE_DIR}/${dir}/corpus/${name})
     file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/corpus_${name})
     set_tests_properties(${name} PROPERTIES LABELS "fuzz")
