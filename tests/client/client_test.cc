@@ -457,7 +457,7 @@ TEST(AsyncTest, RunsDoneOnceWithTheResult) {
   absl::Notification done;
   absl::StatusOr<TopKResult> got = absl::UnknownError("");
   client->TopKAsync(request, [&](const absl::StatusOr<TopKResult>& result) {
-    got = std::move(result);
+    got = result;
     done.Notify();
   });
   request.owner.reset();
