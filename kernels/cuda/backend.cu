@@ -65,8 +65,9 @@ class CudaStream final : public Stream {
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
-    LOGITD_RETURN_IF_ERROR(Enter(kDone));
-    phase_ = kIdle;
+    const absl::Status entered = Enter(kDone);
+    phase_ = kIdle;  // whatever comes of it, the next work starts afresh
+    LOGITD_RETURN_IF_ERROR(entered);
     // A decode batch takes tens of microseconds: poll first, for the wake-up of a blocked thread
     // costs as much.
     const absl::Time poll_until = absl::Now() + kPollFor;

@@ -55,16 +55,38 @@ struct Params {
 // What is decided about a row once its statistics are known.
 struct RowResult {
   Stats stats;
-  float inverse_sum;
   Exponential exponential;
+  double scale;  // log2(e) / temperature
+  float weight;  // of an element at the maximum: what makes its exponential a probability
 
-  __device__ RowResult(Stats row, float c)
-      : stats(row), inverse_sum(1.0f / row.sum), exponential(row.max, c) {}
+  __device__ RowResult(Stats row, float temperature)
+      : stats(row), exponential(row.max, kLog2E / temperature) {
+    scale = 1.4426950408889634 / temperature;
+    // Plain sums are relative to 2^-shift, which is not quite the maximum.
+    const float at_max =
+        exponential.plain ? exp2f(fmaf(row.max, exponential.c, exponential.shift)) : 1.0f;
+    weight = at_max / row.sum;
+  }
+  __device__ bool Nan() const { return isnan(stats.sum); }
   __device__ bool Empty() const { return stats.max == -kInfinity; }
+  // In double up to the power of two: in the far tail a rounded exponent would cost digits.
   __device__ float Probability(float x) const {
-    return Empty() ? 0.0f : exponential(x) * inverse_sum;
+    if (Empty()) return 0.0f;
+    if (x == stats.max) return weight;
+    const double power = fmax((static_cast<double>(x) - stats.max) * scale, -1000.0);
+    const double whole = rint(power);
+    return scalbnf(exp2f(static_cast<float>(power - whole)) * weight, static_cast<int>(whole));
   }
 };
+
+// A row that holds NaN still owns its entries: nothing of an earlier batch may be read there.
+__device__ inline void EmitNothing(const Params& p, const SoftmaxTopKRow& ask, int thread,
+                                   int threads) {
+  for (int i = thread; i < ask.k; i += threads) {
+    p.indices[ask.first_entry + i] = -1;
+    p.probs[ask.first_entry + i] = 0.0f;
+  }
+}
 
 // The lowest index whose logit is NaN, by one warp. `first` is where to begin.
 template <class T>
@@ -171,7 +193,8 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     const float c = kLog2E / ask.temperature;
     float group_max[kGroups];
     const Stats cell = MergeLanes(LaneStats(x, c, group_max), c);
-    const RowResult result(cell, c);  // merging a single cell would leave its bits alone
+    const RowResult result(cell,
+                           ask.temperature);  // merging a single cell would leave its bits alone
     WriteRow<T>(p, row_index, row, ask, result, lane, [](int) { return true; });
     const auto emit = [&](int rank, Key key) {
       p.indices[ask.first_entry + rank] = KeyIndex(key);
@@ -206,7 +229,9 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     __syncwarp();
     push(row_index + kWarpRowStages * step);
     const int n = s.counts[warp];
-    if (n > kWarpRowPool || n < ask.k) {  // n < k: the row holds NaN
+    if (result.Nan()) {
+      EmitNothing(p, ask, lane, 32);
+    } else if (n > kWarpRowPool) {
       EmitByExtraction<T>(row, p.vocab, ask.k, lane, emit);
     } else {
       for (int i = lane; i < n; i += 32) {
@@ -460,9 +485,9 @@ __device__ __noinline__ int Trim(int k, int capacity) {
 
 template <int kThreads, class Shape>
 __device__ __noinline__ void EmitRow(int32_t* indices, float* probs, int k, int n, Stats row_stats,
-                                     float c) {
+                                     float temperature) {
   auto& s = Pool<Shape>();
-  const RowResult result(row_stats, c);
+  const RowResult result(row_stats, temperature);
   EmitByRank<kThreads>(s.pool, n, s.pool + Shape::kPool / 2, s.select, [&](int rank, Key key) {
     if (rank >= k) return;
     indices[rank] = KeyIndex(key);
@@ -669,13 +694,14 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   }
 
   const int n = select ? Trim<kThreads, Shape>(ask.k, Shape::kPool / 2) : 0;
-  const RowResult result(MergeCells(p.cells, c, lane, [&](int i) { return cells[i]; }), c);
+  const RowResult result(MergeCells(p.cells, c, lane, [&](int i) { return cells[i]; }),
+                         ask.temperature);
   if (warp == 0)
     WriteRow<T>(p, row_index, row, ask, result, lane, [&](int i) { return isnan(cells[i].sum); });
-  if (select) {
-    EmitRow<kThreads, Shape>(p.indices + ask.first_entry, p.probs + ask.first_entry, ask.k, n,
-                             result.stats, c);
-  }
+  if (!select) return;
+  if (result.Nan()) return EmitNothing(p, ask, threadIdx.x, kThreads);
+  EmitRow<kThreads, Shape>(p.indices + ask.first_entry, p.probs + ask.first_entry, ask.k, n,
+                           result.stats, ask.temperature);
 }
 
 // ---- sorted
@@ -704,7 +730,9 @@ __global__ void EmitSortedKernel(Params p, int64_t first_row, const SortKey* key
   const int64_t row = blockIdx.y;
   const SoftmaxTopKRow ask = p.rows[first_row + row];
   if (ask.k == 0) return;
-  const RowResult result(p.row_stats[first_row + row], kLog2E / ask.temperature);
+  const RowResult result(p.row_stats[first_row + row], ask.temperature);
+  if (result.Nan())
+    return EmitNothing(p, ask, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
   for (int rank = blockIdx.x * blockDim.x + threadIdx.x; rank < ask.k;
        rank += gridDim.x * blockDim.x) {
     const int64_t at = row * p.vocab + rank;
@@ -750,12 +778,16 @@ cudaError_t LaunchWarpRow(const Params& p, int64_t rows, int multiprocessors, cu
 
 template <class Block>
 cudaError_t LaunchBlockRow(const Params& p, int64_t rows, int, cudaStream_t stream) {
-  const int item_cells = (p.cells + p.splits - 1) / p.splits;
-  const int shared =
-      static_cast<int>(sizeof(typename Block::Shared) + (p.cells + p.cells % 2) * sizeof(Stats) +
-                       item_cells * 32 * sizeof(typename Block::Pool::Sketch));
-  const cudaError_t error = cudaFuncSetAttribute(
-      &BlockRowKernel<Block>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const auto shared_for = [](int cells, int item_cells) {
+    return static_cast<int>(sizeof(typename Block::Shared) + (cells + cells % 2) * sizeof(Stats) +
+                            item_cells * 32 * sizeof(typename Block::Pool::Sketch));
+  };
+  const int shared = shared_for(p.cells, (p.cells + p.splits - 1) / p.splits);
+  // The most any launch asks for: the attribute belongs to the kernel, and other streams launch it
+  // at the same time.
+  const cudaError_t error =
+      cudaFuncSetAttribute(&BlockRowKernel<Block>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           shared_for(static_cast<int>(kMaxVocab) / kCell, kMaxItemCells));
   if (error != cudaSuccess) return error;
   BlockRowKernel<Block>
       <<<static_cast<unsigned>(rows * p.splits), Block::kThreads, shared, stream>>>(p);
