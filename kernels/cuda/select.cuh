@@ -151,7 +151,8 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
     low = s.edge;
     above = s.above;
     if (s.reached <= k + slack || shift == 0) break;
-    high = min(high, low + ((uint64_t{1} << shift) - 1));
+    high = low +
+           min(high - low, (uint64_t{1} << shift) - 1);  // no sum wraps, +inf keys are near the top
     for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
     __syncthreads();
   }
