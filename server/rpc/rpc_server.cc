@@ -6,6 +6,7 @@
 #include <grpcpp/resource_quota.h>
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
+#include "server/rpc/hang_up.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/services.h"
 
@@ -65,7 +67,7 @@ class RpcServerImpl final : public RpcServer {
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
-    if (server_ != nullptr) Shutdown(absl::Now());
+    if (server_ != nullptr) Shutdown();
   }
 
   absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
@@ -128,8 +130,9 @@ class RpcServerImpl final : public RpcServer {
 
   int calls() const override { return tracker_.alive(); }
 
-  void Shutdown(absl::Time deadline) override {
-    server_->Shutdown(absl::ToChronoTime(deadline));
+  void Shutdown() override {
+    HangUp(listening_);
+    server_->Shutdown(std::chrono::system_clock::now());
     server_.reset();
   }
 
