@@ -332,6 +332,28 @@ TEST(LoadTest, ConcurrentCallersShareBatchesAndGetTheirOwnAnswers) {
   EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
 }
 
+// A stream is woken while such a payload is being copied.
+TEST(LoadTest, ConcurrentCallersOfHalfAMegabyte) {
+  ServerProcess server;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      const auto channel = Connect(thread % 2 == 0 ? server.tcp() : server.unix_socket());
+      const int rows = 1 + thread % 3;
+      const std::vector<float> logits =
+          RandomLogits(static_cast<size_t>(rows) * 50257, static_cast<uint32_t>(thread));
+      for (int call = 0; call < 30; ++call) {
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, Request(logits, rows, 5), &response);
+        ASSERT_TRUE(status.ok()) << status.error_message();
+        if (call % 10 == 0) ExpectRight(logits, rows, {5}, {}, response);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+}
+
 TEST(LoadTest, MetricsMatchWhatWasDone) {
   ServerProcess server;
   const auto channel = Connect(server.tcp());
