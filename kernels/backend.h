@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 
 namespace logitd {
@@ -51,6 +52,7 @@ class Stream {
 
   // One method per op.
   virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) = 0;
+  virtual absl::Status Sample(const SampleArgs& args) = 0;
 
   // Blocks until all that was enqueued is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;

@@ -43,7 +43,7 @@ struct SampleRow {
   int64_t first_extra_entry;  // answers [first_extra_entry, first_extra_entry + extra_count)
   int32_t active;             // 1; 0 = skip the row
   float temperature;          // finite, >= 0; 0 = the highest logit, nothing random
-  int32_t top_k;              // 0..vocab; 0 = off
+  int32_t top_k;              // 0..vocab; 0 and vocab = off
   float top_p;                // (0, 1]; 1 = off
   float min_p;                // [0, 1]; 0 = off
   float repetition;           // finite, > 0; 1 = off

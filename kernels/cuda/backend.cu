@@ -63,6 +63,9 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::SoftmaxTopK(args, scratch_, stream_), "softmax_topk");
   }
+  absl::Status Sample(const SampleArgs& args) override {
+    return absl::UnimplementedError("sample: this backend has no kernel for it; use --backend cpu");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);

@@ -203,6 +203,7 @@ class RecordingStream final : public Stream {
     last = args;
     return absl::OkStatus();
   }
+  absl::Status Sample(const SampleArgs&) override { return absl::InternalError("another op"); }
   absl::StatusOr<StreamTimes> Wait() override { return StreamTimes(); }
 
   SoftmaxTopKArgs last;
