@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
+#include "kernels/verify.h"
 
 namespace logitd {
 
@@ -53,6 +54,7 @@ class Stream {
   // One method per op.
   virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) = 0;
   virtual absl::Status Sample(const SampleArgs& args) = 0;
+  virtual absl::Status Verify(const VerifyArgs& args) = 0;
 
   // Blocks until all that was enqueued is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;

@@ -37,6 +37,12 @@ constexpr uint64_t UniformBits(uint64_t seed, uint64_t position) {
   return block.word[0] | uint64_t{block.word[1]} << 32;
 }
 
+// Another 64 uniform bits of the same position, for the test of a draft.
+constexpr uint64_t CoinBits(uint64_t seed, uint64_t position) {
+  const PhiloxBlock block = Philox4x32(seed, position, 0);
+  return block.word[2] | uint64_t{block.word[3]} << 32;
+}
+
 // floor(a * b / 2^64).
 constexpr uint64_t MulHigh(uint64_t a, uint64_t b) {
   const uint64_t a0 = static_cast<uint32_t>(a), a1 = a >> 32;

@@ -14,6 +14,7 @@
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/softmax_topk.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/cpu/verify.h"
 
 namespace logitd {
 namespace {
@@ -32,6 +33,9 @@ class CpuStream : public Stream {
   }
   absl::Status Sample(const SampleArgs& args) override {
     return Timed([&] { cpu::Sample(args, *pool_); });
+  }
+  absl::Status Verify(const VerifyArgs& args) override {
+    return Timed([&] { cpu::Verify(args, *pool_); });
   }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }

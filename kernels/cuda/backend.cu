@@ -66,6 +66,9 @@ class CudaStream final : public Stream {
   absl::Status Sample(const SampleArgs& args) override {
     return absl::UnimplementedError("sample: this backend has no kernel for it; use --backend cpu");
   }
+  absl::Status Verify(const VerifyArgs& args) override {
+    return absl::UnimplementedError("verify: this backend has no kernel for it; use --backend cpu");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);

@@ -15,6 +15,7 @@
 #include "kernels/backend.h"
 #include "kernels/draw.h"
 #include "kernels/sample.h"
+#include "tests/kernels/chi_square.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/sample_cases.h"
 #include "tests/kernels/sample_reference.h"
@@ -30,28 +31,6 @@ constexpr int64_t kDraws = int64_t{1} << 16;
 constexpr int64_t kDraws = int64_t{1} << 20;
 #endif
 constexpr int64_t kBatchRows = 256;  // whose copies stay in the cache
-
-// The chance that a chi-square variable of `freedom` degrees exceeds x: the regularised upper
-// incomplete gamma function Q(freedom / 2, x / 2), by its series or its continued fraction.
-double ChiSquareTail(double x, double freedom) {
-  const double a = freedom / 2, z = x / 2;
-  const double scale = std::exp(-z + a * std::log(z) - std::lgamma(a));
-  if (z < a + 1) {
-    double term = 1 / a, sum = term;
-    for (double n = a + 1; term > sum * 1e-16; ++n) sum += term *= z / n;
-    return 1 - sum * scale;
-  }
-  double b = z + 1 - a, c = 1e300, d = 1 / b, h = d;
-  for (int i = 1; i < 1000; ++i) {
-    const double an = -i * (i - a);
-    b += 2;
-    d = 1 / (an * d + b);
-    c = b + an / c;
-    h *= d * c;
-    if (std::fabs(d * c - 1) < 1e-15) break;
-  }
-  return scale * h;
-}
 
 TEST(ChiSquareTailTest, AgreesWithTables) {
   EXPECT_NEAR(ChiSquareTail(3.841459, 1), 0.05, 1e-7);
