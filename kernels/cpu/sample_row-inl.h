@@ -220,6 +220,54 @@ inline float* WeightsOf(const uint64_t* keys, int64_t count, float max, const Ex
   return weights;
 }
 
+// Keys of all logits that are `least` or more, which is not -inf, in index order. Returns how many.
+// Pick is for few of them, this is for many.
+template <typename T>
+int64_t PickMany(const Row& row, float least, uint64_t* keys) {
+  const DF d;
+  const hn::CappedTag<uint64_t, kMaxLanes / 2> d64;
+  const hn::Rebind<float, decltype(d64)> df;
+  const hn::Rebind<uint32_t, decltype(d64)> du;
+  const hn::Rebind<int32_t, decltype(d64)> di;
+  const int64_t lanes = hn::Lanes(d64);
+  const auto below = hn::Set(d64, MakeKey(least, std::numeric_limits<uint32_t>::max()) - 1);
+  const auto sign = hn::Set(du, 0x80000000u);
+  HWY_ALIGN T padded[kCellElements];
+  HWY_ALIGN float values[kCellElements];
+  int64_t count = 0;
+  for (int64_t c = 0; c < CellCount(row.vocab); ++c) {
+    if (row.sketch.max[c] < least) continue;
+    const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
+    for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
+      hn::Store(LoadF32(d, cell + i), d, values + i);
+    }
+    for (int64_t i = 0; i < kCellElements; i += lanes) {
+      // MakeKey, lane by lane: adding 0 makes +0 of -0.
+      const auto bits = hn::BitCast(di, hn::Add(hn::Load(df, values + i), hn::Zero(df)));
+      const auto negative = hn::BitCast(du, hn::BroadcastSignBit(bits));
+      const auto order = hn::Xor(hn::BitCast(du, bits), hn::Or(negative, sign));
+      const auto index = hn::Iota(du, static_cast<uint32_t>(c * kCellElements + i));
+      const auto key =
+          hn::Or(hn::ShiftLeft<32>(hn::PromoteTo(d64, order)), hn::PromoteTo(d64, hn::Not(index)));
+      count += static_cast<int64_t>(hn::CompressStore(key, hn::Gt(key, below), d64, keys + count));
+    }
+  }
+  return count;
+}
+
+// `keys` has room for the row and one vector.
+inline int64_t PickManyOf(const Row& row, float least, uint64_t* keys) {
+  switch (row.dtype) {
+    case DType::kF32:
+      return PickMany<float>(row, least, keys);
+    case DType::kF16:
+      return PickMany<hwy::float16_t>(row, least, keys);
+    case DType::kBF16:
+      return PickMany<hwy::bfloat16_t>(row, least, keys);
+  }
+  return 0;
+}
+
 // The key that ends the shortest prefix of the sorted tokens with mass `need`; kLowestKey where all
 // of them have less.
 inline uint64_t LastOfSorted(const uint64_t* keys, const float* weights, int64_t count,
@@ -232,29 +280,29 @@ inline uint64_t LastOfSorted(const uint64_t* keys, const float* weights, int64_t
   return kLowestKey;
 }
 
-// The same for tokens in any order: histograms of mass over leading bits of the keys, each over the
-// members of the last one's decisive bin.
+// The same for tokens in any order, with keys in [low, high]: histograms of mass over leading bits
+// of the keys, each over the members of the last one's decisive bin.
 inline uint64_t LastOfUnsorted(const uint64_t* keys, const float* weights, int64_t count,
-                               uint64_t need, float max, const Exponent& e,
-                               SampleScratch& scratch) {
+                               uint64_t low, uint64_t high, uint64_t need, float max,
+                               const Exponent& e, SampleScratch& scratch) {
   uint64_t* kept = scratch.narrow_keys.Get(count);
   float* kept_weights = scratch.narrow_weights.Get(count);
   uint64_t* bins = scratch.bins.Get(1 << kBinBits);
   while (count > kSortable) {
-    const auto [least, most] = std::minmax_element(keys, keys + count);
-    const uint64_t low = *least, range = *most - low;
     int shift = 0;
-    while (range >> shift >> kBinBits != 0) ++shift;
+    while ((high - low) >> shift >> kBinBits != 0) ++shift;
     std::fill_n(bins, 1 << kBinBits, 0);
     for (int64_t i = 0; i < count; ++i) bins[(keys[i] - low) >> shift] += FixedWeight(weights[i]);
-    int64_t bin = static_cast<int64_t>(range >> shift);
+    int64_t bin = static_cast<int64_t>((high - low) >> shift);
     while (bin >= 0 && bins[bin] < need) need -= bins[bin--];
     if (bin < 0) return kLowestKey;
+    low += static_cast<uint64_t>(bin) << shift;
+    high = low + ((uint64_t{1} << shift) - 1);
     int64_t members = 0;
     for (int64_t i = 0; i < count; ++i) {
-      if (static_cast<int64_t>((keys[i] - low) >> shift) != bin) continue;
       kept[members] = keys[i];
-      kept_weights[members++] = weights[i];
+      kept_weights[members] = weights[i];
+      members += keys[i] >= low && keys[i] <= high;
     }
     keys = kept;
     weights = kept_weights;
@@ -273,7 +321,9 @@ struct Candidates {
   int64_t count;
   uint64_t last;
 
-  uint64_t Weight(int64_t i) const { return keys[i] >= last ? FixedWeight(weights[i]) : 0; }
+  uint64_t Weight(int64_t i) const {
+    return FixedWeight(weights[i]) & (uint64_t{0} - uint64_t{keys[i] >= last});
+  }
   uint64_t Total() const {
     uint64_t total = 0;
     for (int64_t i = 0; i < count; ++i) total += Weight(i);
@@ -355,7 +405,7 @@ inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
   const float least = max == kInf     ? kInf
                       : ask.min_p > 0 ? MinPFloor(max, ask.temperature, ask.min_p)
                                       : -FLT_MAX;
-  uint64_t* keys = scratch.keys.Get(row.vocab);
+  uint64_t* keys = scratch.keys.Get(row.vocab + kMaxLanes);
   if (TopKIsOn(ask, row.vocab)) {
     int64_t count = TopKeys(row, ask.top_k, max, least, keys, scratch.sorter);
     const float* weights = WeightsOf(keys, count, max, e, scratch.weights);
@@ -380,12 +430,13 @@ inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
     }
     weighty = WeightyFloor(max, ask.temperature, least);
   }
-  const int64_t count = Pick(row, weighty, row.vocab, keys);
+  const int64_t count = PickManyOf(row, weighty, keys);
   const float* weights = WeightsOf(keys, count, max, e, scratch.weights);
   uint64_t last = MakeKey(least, std::numeric_limits<uint32_t>::max());
   if (ask.top_p < 1) {
     if (ask.min_p > 0) need = MassNeeded(ask.top_p, FixedSum(weights, count));
-    last = std::max(last, LastOfUnsorted(keys, weights, count, need, max, e, scratch));
+    const uint64_t low = MakeKey(weighty, row.vocab), high = MakeKey(max, 0);
+    last = std::max(last, LastOfUnsorted(keys, weights, count, low, high, need, max, e, scratch));
   }
   return {.keys = keys, .weights = weights, .count = count, .last = last};
 }

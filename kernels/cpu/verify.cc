@@ -60,7 +60,7 @@ namespace logitd::cpu::HWY_NAMESPACE {
 
 // All that may be drawn from the row, as a list.
 Candidates ListAll(const Row& row, const SampleRow& ask, float max, SampleScratch& scratch) {
-  uint64_t* keys = scratch.keys.Get(row.vocab);
+  uint64_t* keys = scratch.keys.Get(row.vocab + kMaxLanes);
   if (ask.temperature == 0) {
     Pick(row, max, 1, keys);
     float* weight = scratch.weights.Get(1);
@@ -69,7 +69,7 @@ Candidates ListAll(const Row& row, const SampleRow& ask, float max, SampleScratc
   }
   if (IsFiltered(ask, row.vocab)) return ListFiltered(row, ask, max, scratch);
   const float least = max == kInf ? kInf : WeightyFloor(max, ask.temperature, -FLT_MAX);
-  const int64_t count = Pick(row, least, row.vocab, keys);
+  const int64_t count = PickManyOf(row, least, keys);
   const float* weights =
       WeightsOf(keys, count, max, MakeExponent(ask.temperature), scratch.weights);
   return {.keys = keys, .weights = weights, .count = count, .last = kLowestKey};
