@@ -184,7 +184,7 @@ struct Support {
   double temperature;
   double log_sum;  // of exp((x - max) / temperature); of +inf, of their number
 
-  // 0 where not in the support.
+  // -inf where not in the support.
   double Logprob(float x, int64_t index) const {
     if (x == -kInf || MakeKey(x, index) < last) return -std::numeric_limits<double>::infinity();
     if (max == kInf) return x == kInf ? -log_sum : -std::numeric_limits<double>::infinity();
