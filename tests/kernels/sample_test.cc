@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
+#include <random>
+#include <vector>
 
 #include "hwy/targets.h"
 #include "kernels/backend.h"
@@ -27,6 +30,25 @@ TEST_F(SampleCpuTest, KeepsEveryClaim) {
 
 TEST_F(SampleCpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
   for (const SampleCase& c : SampleCases()) ASSERT_EQ(FirstDifference(*runner_, c), "");
+}
+
+// n of 8192 equal tokens are n / 8192 of the mass, exactly: whatever borders the search for the
+// last token has, it must not be off by one.
+TEST_F(SampleCpuTest, TopPOfEqualTokensKeepsExactlyItsShare) {
+  const int64_t rows = 300, vocab = 8192, least = 4000;
+  HostTensor tensor(DType::kF32, rows, vocab, vocab, 0);
+  SampleBatch batch;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < vocab; ++c) tensor.Set(r, c, 1.5f);
+    batch.rows.push_back(PlainRow());
+    batch.rows.back().top_p = static_cast<float>(least + r) / vocab;
+    batch.rows.back().logprob_mode = LogprobMode::kProcessed;
+  }
+  const SampleAnswer got = runner_->Sample(tensor, batch).value();
+  for (int64_t r = 0; r < rows; ++r) {
+    EXPECT_FLOAT_EQ(got.logprobs[r], -std::log(static_cast<float>(least + r)));
+    EXPECT_LT(got.tokens[r], least + r);
+  }
 }
 
 TEST_F(SampleCpuTest, ARowsBitsDoNotDependOnItsCompany) {
