@@ -77,8 +77,8 @@ static_assert(sizeof(SampleRow) == 120);
 // is -inf: a ban wins. Temperature 0: after step 3 the highest logit, the lowest index of equals;
 // 5 to 8 leave it alone. -inf is never drawn and is in no support. +inf is certain: only the +inf
 // of a row are its support, with equal weights. Equal logits (-0 equals +0) rank by ascending
-// index. No filter has a cap on candidates; sampling from the whole row draws any token at its
-// true rate, however rare.
+// index. No filter has a cap on candidates. Every token is drawn at its true rate, to a relative
+// 4e-6 and an absolute 2^-43.
 //
 // Weights (kernels/draw.h has the constants). A filtered row (5, 6 or 7 is on): integers
 // w_i = round(exp(z_i - max) * 2^43), so every sum is exact; step 7's whole is the integers' sum

@@ -95,6 +95,16 @@ def first_above(weights, target):
     return token, close
 
 
+def prefix_masses(cells, top, temperature):
+    """P_0 = 0, then P_c for every cell."""
+    prefix = [0.0]
+    for cell in cells:
+        m = max(cell)
+        mass = sum(weight(v, m, temperature) for v in cell) * weight(m, top, temperature) if m > -INF else 0.0
+        prefix.append(prefix[-1] + mass)
+    return prefix
+
+
 def sample(row):
     """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, and the row as edited."""
     sent = [of_bits(bits) for bits in row["logits"]]
@@ -112,13 +122,9 @@ def sample(row):
     bits = uniform_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
 
+    cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
+    prefix = prefix_masses(cells, top, temperature)
     if k is None and top_p == 1 and min_p == 0:
-        cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
-        prefix = [0.0]
-        for cell in cells:
-            m = max(cell)
-            mass = sum(weight(v, m, temperature) for v in cell) * weight(m, top, temperature) if m > -INF else 0.0
-            prefix.append(prefix[-1] + mass)
         reach = (bits >> 11) * 2.0**-53 * prefix[-1]
         c = next(c for c in range(len(cells)) if prefix[c + 1] > reach)
         w = [fixed(weight(v, max(cells[c]), temperature)) for v in cells[c]]
@@ -137,6 +143,8 @@ def sample(row):
     ends = [len(kept)]
     if top_p < 1:
         total, mass, ends = sum(w.values()), 0, []
+        if k is None and min_p == 0:
+            total = math.floor(prefix[-1] * 2.0**43)
         for n, i in enumerate(kept, start=1):
             before, mass = mass, mass + w[i]
             if before < (top_p + SHIFT) * total and mass >= (top_p - SHIFT) * total:
