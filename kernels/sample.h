@@ -69,9 +69,8 @@ static_assert(sizeof(SampleRow) == 120);
 //   6. top_k        keeps the first k by (x descending, index ascending)
 //   7. top_p        keeps the shortest prefix, in that order, whose share of the weight of what 5
 //                   and 6 left is >= top_p; one token at least
-//   8. draw         the lowest i of what 7 left, in index order, with
-//                   sum_{j <= i} w_j > UniformBits(seed, position) / 2^64 * sum w,  w = exp(z -
-//                   max)
+//   8. draw         with w = exp(z - max), the lowest i of what 7 left, in index order, with
+//                   sum_{j <= i} w_j > UniformBits(seed, position) / 2^64 * sum w
 //
 // Steps 1 and 2 round to f32 after every operation; where infinities of both signs meet, the result
 // is -inf: a ban wins. Temperature 0: after step 3 the highest logit, the lowest index of equals;
