@@ -5,6 +5,7 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <atomic>
 #include <iterator>
 #include <memory>
 
@@ -32,10 +33,11 @@ class JsonMessage final : public spdlog::custom_flag_formatter {
   }
 };
 
+std::atomic<bool> grpc_is_ending = false;
+
 void LogGrpc(gpr_log_func_args* args) {
-  const auto level =
-      args->severity == GPR_LOG_SEVERITY_ERROR ? spdlog::level::warn : spdlog::level::debug;
-  spdlog::log(level, "grpc: {}", args->message);
+  const bool warn = args->severity == GPR_LOG_SEVERITY_ERROR && !grpc_is_ending;
+  spdlog::log(warn ? spdlog::level::warn : spdlog::level::debug, "grpc: {}", args->message);
 }
 
 }  // namespace
@@ -56,5 +58,7 @@ void SetUpLogging(const std::string& level, const std::string& format) {
   spdlog::set_default_logger(std::move(logger));
   gpr_set_log_function(&LogGrpc);
 }
+
+void GrpcIsEnding() { grpc_is_ending = true; }
 
 }  // namespace logitd

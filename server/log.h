@@ -11,6 +11,10 @@ namespace logitd {
 // message. Before the first thread.
 void SetUpLogging(const std::string& level, const std::string& format);
 
+// From here on what gRPC has to say is for debugging: it takes the end of its sockets for errors.
+// Any thread.
+void GrpcIsEnding();
+
 }  // namespace logitd
 
 #endif  // LOGITD_SERVER_LOG_H_

@@ -23,6 +23,7 @@
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/metrics.h"
+#include "server/log.h"
 #include "server/rpc/rpc_server.h"
 #include "server/rpc/topk_codec.h"
 
@@ -33,8 +34,8 @@ constexpr int kCannotStart = 1;
 constexpr int kDeviceLost = 3;
 
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
-// For answers already encoded to reach their peers, and for streams that have no end (health
-// Watch).
+// For answers already encoded to reach their peers, and for those who watch the health to hear of
+// it. Calls that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
 // How long the process may take to end after the device was lost, whatever hangs in its driver.
 constexpr unsigned kDeviceLostSeconds = 10;
@@ -175,12 +176,15 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const int cut = (*server)->calls();
   if (event == Events::kLost) {
     alarm(kDeviceLostSeconds);
-    (*server)->Shutdown(absl::Now() + kLastWrites);
+    absl::SleepFor(kLastWrites);
     spdlog::error("ended: the device was lost");
-    // Tearing down what stands on a lost device can hang or crash.
+    // Tearing down what stands on a lost device can hang or crash. The end of the process hangs up
+    // on every peer.
     std::_Exit(kDeviceLost);
   }
-  (*server)->Shutdown(cut > 0 ? absl::Now() : absl::Now() + kLastWrites);
+  if (cut == 0) absl::SleepFor(kLastWrites);
+  GrpcIsEnding();
+  (*server)->Shutdown();
   (*engine)->Stop();
   // Its HTTP server takes two seconds to end; the process ends it faster. It holds the registry
   // weakly. Volatile, because a compiler drops a static nobody reads, and leak checkers miss it

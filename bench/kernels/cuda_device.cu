@@ -79,6 +79,8 @@ class CudaDevice final : public Device {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, 0)));
     name_ = properties.name;
     scratch_.multiprocessors = properties.multiProcessorCount;
+    scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
+    scratch_.clusters = properties.major >= 9;
     scratch_.bytes = cuda::Scratch::kMinBytes;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreate(&stream_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&buffer_, kBufferBytes)));

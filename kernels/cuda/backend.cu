@@ -30,9 +30,10 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
 
 class CudaStream final : public Stream {
  public:
-  static absl::StatusOr<std::unique_ptr<Stream>> Create(int device, int multiprocessors) {
+  static absl::StatusOr<std::unique_ptr<Stream>> Create(int device,
+                                                        const cudaDeviceProp& properties) {
     auto stream = std::unique_ptr<CudaStream>(new CudaStream(device));
-    LOGITD_RETURN_IF_ERROR(stream->Init(multiprocessors));
+    LOGITD_RETURN_IF_ERROR(stream->Init(properties));
     return stream;
   }
 
@@ -97,7 +98,7 @@ class CudaStream final : public Stream {
 
   explicit CudaStream(int device) : device_(device) {}
 
-  absl::Status Init(int multiprocessors) {
+  absl::Status Init(const cudaDeviceProp& properties) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create stream"));
@@ -106,7 +107,9 @@ class CudaStream final : public Stream {
           ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
     }
     scratch_.bytes = cuda::Scratch::kMinBytes;
-    scratch_.multiprocessors = multiprocessors;
+    scratch_.multiprocessors = properties.multiProcessorCount;
+    scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
+    scratch_.clusters = properties.major >= 9;
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
     return ToStatus(cudaMemset(scratch_.data, 0, cuda::Scratch::kCounterBytes), "clear scratch");
@@ -168,7 +171,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
-    return CudaStream::Create(device_, properties_.multiProcessorCount);
+    return CudaStream::Create(device_, properties_);
   }
 
  private:

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace logitd::cuda {
 
@@ -22,8 +23,18 @@ constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr int kCell = 1024;
 constexpr int kLaneElements = kCell / 32;
-constexpr int kGroups = 4;  // a lane's elements in groups, each with its own maximum
-constexpr int kGroupElements = kLaneElements / kGroups;
+constexpr int kSums = 4;  // a lane adds its elements up in this many chains
+constexpr int kSumElements = kLaneElements / kSums;
+
+// A float as an unsigned integer of the same order; -0 as +0. NaN orders somewhere: callers flag it
+// apart.
+__device__ inline uint32_t OrderedBits(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+__device__ inline float FromOrderedBits(uint32_t ordered) {
+  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+}
 
 template <class T>
 constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte load
@@ -38,37 +49,40 @@ __device__ inline float ToFloat(float x) { return x; }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }
 __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// A lane's elements of a cell, as they lie in memory.
 template <class T>
-__device__ inline void Unpack(uint4 v, float* x);
+struct LaneCell {
+  static constexpr int kPerWord = 4 / sizeof(T);
+  uint32_t words[kLaneElements / kPerWord];
 
-template <>
-__device__ inline void Unpack<float>(uint4 v, float* x) {
-  x[0] = __uint_as_float(v.x);
-  x[1] = __uint_as_float(v.y);
-  x[2] = __uint_as_float(v.z);
-  x[3] = __uint_as_float(v.w);
-}
-
-template <>
-__device__ inline void Unpack<__nv_bfloat16>(uint4 v, float* x) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = __uint_as_float(words[i] << 16);
-    x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  __device__ float operator[](int e) const {  // e is known when the loop around it is unrolled
+    const uint32_t word = words[e / kPerWord];
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    } else {
+      return ToFloat(__ushort_as_half(static_cast<uint16_t>(e % 2 == 0 ? word : word >> 16)));
+    }
   }
-}
 
-template <>
-__device__ inline void Unpack<__half>(uint4 v, float* x) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  // The largest of `count` elements from `first` on; -inf where all are NaN.
+  __device__ float Max(int first, int count) const {
+    if constexpr (sizeof(T) == 4) {
+      float max = (*this)[first];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-    x[2 * i] = pair.x;
-    x[2 * i + 1] = pair.y;
+      for (int e = 1; e < count; ++e) max = fmaxf(max, (*this)[first + e]);
+      return fmaxf(max, -kInfinity);
+    } else {
+      using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+      Pair max = reinterpret_cast<const Pair&>(words[first / 2]);
+#pragma unroll
+      for (int e = 2; e < count; e += 2)
+        max = __hmax2(max, reinterpret_cast<const Pair&>(words[(first + e) / 2]));
+      return fmaxf(fmaxf(ToFloat(max.x), ToFloat(max.y)), -kInfinity);
+    }
   }
-}
+};
 
 // Copies 16 bytes into shared memory behind the thread's back; only the first `valid` are read, the
 // rest become zero.
@@ -83,35 +97,40 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A warp's own queue of cells on their way from device to shared memory. Any alignment: whole
-// 16-byte blocks are copied, and the shift to the element's border happens on the way into
-// registers. Every call is made by the whole warp, and there is one Pop for each Push.
+// A warp's own queue of cells on their way from device to shared memory. Any alignment: whole lines
+// of 128 bytes keep their place in the line, and the shift to the element's border happens on the
+// way into registers. Every call is made by the whole warp, and there is one Pop for each Push.
 template <class T, int kStages>
 class CellRing {
  public:
   static constexpr int kBlocks = kCell / kVector<T>;  // of 16 bytes
-  static constexpr int kSlotBlocks =
-      kBlocks + 2;  // a misaligned cell touches one more, and is read past by a word
-  using Storage = uint4[kStages][kSlotBlocks];
+  static constexpr int kLineBlocks = 8;               // of a line
+  struct alignas(128) Storage {
+    uint4 slots[kStages][kBlocks + kLineBlocks];  // a misaligned cell touches one line more
+  };
 
-  __device__ CellRing(Storage& slots, int lane) : slots_(slots), lane_(lane) {}
+  __device__ CellRing(Storage& storage, int lane) : slots_(storage.slots), lane_(lane) {}
 
-  // Starts the copy of elements [0, count) from `first`, 1 <= count.
+  // Starts the copy of elements [0, count) from `first`, 1 <= count. Reads no block of 16 bytes in
+  // which there is none of them, and no byte beyond the last.
   __device__ void Push(const T* first, int count) {
     uint4* slot = slots_[push_] + lane_;
-    const int misaligned = Misaligned(first);
-    const char* base = reinterpret_cast<const char*>(first) - misaligned + 16 * lane_;
-    if (misaligned == 0 && count >= kCell) {
+    const int offset = InLine(first);
+    const char* base = reinterpret_cast<const char*>(first) - offset + 16 * lane_;
+    const int left =  // bytes from the lane's first block to the end of what is copied
+        offset + min(count, kCell) * static_cast<int>(sizeof(T)) - 16 * lane_;
+    if (count >= kCell) {
+      constexpr int kWhole = kBlocks / 32;
+      if (16 * lane_ + 15 >= offset) CopyAsync16(slot, base, 16);
 #pragma unroll
-      for (int v = 0; v < kBlocks / 32; ++v) CopyAsync16(slot + 32 * v, base + 512 * v, 16);
+      for (int v = 1; v < kWhole; ++v) CopyAsync16(slot + 32 * v, base + 512 * v, 16);
+      if (left > 512 * kWhole)
+        CopyAsync16(slot + 32 * kWhole, base + 512 * kWhole, min(16, left - 512 * kWhole));
     } else {
-      const int left = misaligned + min(count, kCell) * static_cast<int>(sizeof(T)) - 16 * lane_;
+      if (16 * lane_ + 15 >= offset && left > 0) CopyAsync16(slot, base, min(16, left));
 #pragma unroll
-      for (int v = 0; v < kBlocks / 32; ++v) {
+      for (int v = 1; v <= kBlocks / 32; ++v) {
         if (left > 512 * v) CopyAsync16(slot + 32 * v, base + 512 * v, min(16, left - 512 * v));
-      }
-      if (lane_ == 0 && left > kBlocks * 16) {
-        CopyAsync16(slot + kBlocks, base + 16 * kBlocks, left - kBlocks * 16);
       }
     }
     PushNothing();
@@ -124,22 +143,41 @@ class CellRing {
   }
 
   // Waits for the oldest of kStages cells and loads it; places from `count` on are -inf.
-  __device__ void Pop(const T* first, int count, float (&x)[kLaneElements]) {
+  __device__ void Pop(const T* first, int count, LaneCell<T>& x) {
     WaitAsync<kStages - 1>();
-    const uint4* slot = slots_[pop_] + lane_;
-    const int misaligned = Misaligned(first);
+    char* cell = reinterpret_cast<char*>(slots_[pop_]) + InLine(first);
     if (count < kCell) {
-      T* cell = reinterpret_cast<T*>(reinterpret_cast<char*>(slots_[pop_]) + misaligned);
       __syncwarp();
 #pragma unroll 1
-      for (int i = count + lane_; i < kCell; i += 32) cell[i] = static_cast<T>(-kInfinity);
+      for (int i = count + lane_; i < kCell; i += 32)
+        reinterpret_cast<T*>(cell)[i] = static_cast<T>(-kInfinity);
     }
     __syncwarp();
+    const int misaligned = InLine(first) % 16;
+    const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane_;
     if (misaligned == 0) {
 #pragma unroll
-      for (int v = 0; v < kBlocks / 32; ++v) Unpack<T>(slot[32 * v], x + v * kVector<T>);
+      for (int v = 0; v < kBlocks / 32; ++v) {
+        const uint4 block = blocks[32 * v];
+        x.words[4 * v] = block.x;
+        x.words[4 * v + 1] = block.y;
+        x.words[4 * v + 2] = block.z;
+        x.words[4 * v + 3] = block.w;
+      }
     } else {
-      ReadMisaligned(misaligned, x);
+      switch (misaligned / 4) {
+        case 0:
+          ReadMisaligned<0>(blocks, misaligned, x);
+          break;
+        case 1:
+          ReadMisaligned<1>(blocks, misaligned, x);
+          break;
+        case 2:
+          ReadMisaligned<2>(blocks, misaligned, x);
+          break;
+        default:
+          ReadMisaligned<3>(blocks, misaligned, x);
+      }
     }
     pop_ = pop_ + 1 == kStages ? 0 : pop_ + 1;
     __syncwarp();  // the slot may be copied into again
@@ -148,39 +186,45 @@ class CellRing {
   // Element i of the cell that the last Pop brought, which lies at `first`; until the next Push.
   __device__ float At(const T* first, int i) const {
     const char* slot = reinterpret_cast<const char*>(slots_[pop_ == 0 ? kStages - 1 : pop_ - 1]);
-    return ToFloat(reinterpret_cast<const T*>(slot + Misaligned(first))[i]);
+    return ToFloat(reinterpret_cast<const T*>(slot + InLine(first))[i]);
   }
 
  private:
-  __device__ void ReadMisaligned(int misaligned, float (&x)[kLaneElements]) {
-    if constexpr (sizeof(T) == 4) {
-      const T* cell =
-          reinterpret_cast<const T*>(reinterpret_cast<const char*>(slots_[pop_]) + misaligned);
-      // Neighbouring lanes are 16 bytes apart, so a word at a time meets each bank four times;
-      // still far from the limit.
+  // Elements that begin in word kWord of a block: its words from there on, and of the next block
+  // those before. Loads are as wide as stays within a block.
+  template <int kWord>
+  __device__ static void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
+    constexpr int kNeeded = sizeof(T) == 4 ? 4 : 5;
 #pragma unroll
-      for (int e = 0; e < kLaneElements; ++e) x[e] = cell[CellIndex<T>(lane_, e)];
-    } else {
-      const uint32_t shift = misaligned % 4 * 8;
-      const uint32_t* words =
-          reinterpret_cast<const uint32_t*>(slots_[pop_] + lane_) + misaligned / 4;
+    for (int v = 0; v < kBlocks / 32; ++v) {
+      uint32_t words[8];
 #pragma unroll
-      for (int v = 0; v < kBlocks / 32; ++v) {
-        uint32_t w[5];
+      for (int w = kWord; w < kWord + kNeeded; ++w) {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(blocks + 32 * v) + w;
+        if (w % 2 == 0 && w + 1 < kWord + kNeeded) {
+          const uint2 two = *reinterpret_cast<const uint2*>(from);
+          words[w] = two.x;
+          words[w + 1] = two.y;
+        } else if (w % 2 == 0 || w == kWord) {
+          words[w] = *from;
+        }
+      }
 #pragma unroll
-        for (int i = 0; i < 5; ++i) w[i] = words[128 * v + i];
-        Unpack<T>({__funnelshift_r(w[0], w[1], shift), __funnelshift_r(w[1], w[2], shift),
-                   __funnelshift_r(w[2], w[3], shift), __funnelshift_r(w[3], w[4], shift)},
-                  x + v * kVector<T>);
+      for (int i = 0; i < 4; ++i) {
+        x.words[4 * v + i] = sizeof(T) == 4
+                                 ? words[kWord + i]
+                                 : __funnelshift_r(words[kWord + i], words[kWord + i + 1],
+                                                   static_cast<uint32_t>(misaligned % 4 * 8));
       }
     }
   }
 
-  __device__ static int Misaligned(const T* p) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15);
+  // Place of an address in its line of 128 bytes.
+  __device__ static int InLine(const T* p) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 127);
   }
 
-  Storage& slots_;
+  uint4 (&slots_)[kStages][kBlocks + kLineBlocks];
   const int lane_;
   int push_ = 0;
   int pop_ = 0;
@@ -275,45 +319,29 @@ struct Stats {
   float sum;
 };
 
-// A lane's share of a cell: its own maximum and its sum relative to that. No lane waits for another
-// here.
-__device__ inline Stats LaneStats(const float (&x)[kLaneElements], float c,
-                                  float (&group_max)[kGroups]) {
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    group_max[g] = x[g * kGroupElements];
-#pragma unroll
-    for (int e = 1; e < kGroupElements; ++e)
-      group_max[g] = fmaxf(group_max[g], x[g * kGroupElements + e]);
-    group_max[g] = fmaxf(group_max[g], -kInfinity);  // a group of NaN alone has no maximum
-  }
-  const float max = fmaxf(fmaxf(group_max[0], group_max[1]), fmaxf(group_max[2], group_max[3]));
+// A lane's share of a cell: its sum relative to its own maximum, which is given. No lane waits for
+// another here.
+template <class T>
+__device__ inline Stats LaneStats(const LaneCell<T>& x, float max, float c) {
   // Relative to 0 where all is -inf: the sum is 0 either way, and masked rows stay on the plain
   // path.
   const Exponential exponential(max == -kInfinity ? 0.0f : max, c);
-  float sums[kGroups];
+  float sums[kSums];
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
   if (__all_sync(kFullWarp, exponential.plain)) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      sums[g] = exponential.Plain(x[g * kGroupElements]);
-#pragma unroll
-      for (int e = 1; e < kGroupElements; ++e)
-        sums[g] += exponential.Plain(x[g * kGroupElements + e]);
-    }
+    for (int e = 0; e < kLaneElements; ++e) sums[e / kSumElements] += exponential.Plain(x[e]);
   } else {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      sums[g] = 0.0f;
-#pragma unroll
-      for (int e = 0; e < kGroupElements; ++e) sums[g] += exponential(x[g * kGroupElements + e]);
-    }
+    for (int e = 0; e < kLaneElements; ++e) sums[e / kSumElements] += exponential(x[e]);
   }
   return {max, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
 
 // The whole cell's statistics from its lanes', the same in every lane.
 __device__ inline Stats MergeLanes(Stats lane, float c) {
-  const float max = WarpMax(lane.max);
+  const float max = FromOrderedBits(__reduce_max_sync(kFullWarp, OrderedBits(lane.max)));
   return {max, WarpSum(lane.sum * Exponential(max, c).Factor(lane.max))};
 }
 

@@ -21,6 +21,8 @@ struct Scratch {
   std::byte* data = nullptr;
   size_t bytes = 0;
   int multiprocessors = 0;
+  int block_shared_bytes = 0;  // the most dynamic shared memory a block may ask for
+  bool clusters = false;       // blocks of a cluster can share memory: sm_90 and newer
 };
 
 cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream);

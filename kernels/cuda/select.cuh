@@ -10,16 +10,6 @@
 
 namespace logitd::cuda {
 
-// A float as an unsigned integer of the same order; -0 as +0. NaN orders somewhere: callers flag it
-// apart.
-__device__ inline uint32_t OrderedBits(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);
-  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
-}
-__device__ inline float FromOrderedBits(uint32_t ordered) {
-  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
-}
-
 // A token as a key: larger logit first, then lower index. All keys of a row differ.
 using Key = uint64_t;
 __device__ inline Key MakeKey(float x, int32_t index) {
@@ -95,28 +85,72 @@ __device__ void FindRange(const AnyKey* keys, int n, SelectScratch& s, uint64_t&
   }
 }
 
+// Calls visit(key) for the thread's share of n keys. 16-bit keys come eight at a time: aligned to
+// 16 bytes, n a multiple of 8.
+template <int kThreads, class AnyKey, class Visit>
+__device__ inline void VisitKeys(const AnyKey* keys, int n, Visit visit) {
+  if constexpr (sizeof(AnyKey) == 2) {
+    const uint4* blocks = reinterpret_cast<const uint4*>(keys);
+#pragma unroll 2
+    for (int i = static_cast<int>(threadIdx.x); i < n / 8; i += kThreads) {
+      const uint4 block = blocks[i];
+      const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        visit(words[w] & 0xffffu);
+        visit(words[w] >> 16);
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) visit(keys[i]);
+  }
+}
+
 // A key t with k <= |{i < n: keys[i] >= t}| <= k + slack, or the k-th largest key where equal keys
 // allow no such t. 1 <= k <= n. Called by all threads of the block; ends with a barrier passed.
 // AnyKey is an unsigned integer.
 //
 // Bins span the range that is left, so the first pass resolves 1/256 of the keys' own spread,
-// whatever the values.
+// whatever the values. What lies below every thread's best (or second best) key is not looked at:
+// the k-th largest is not there.
 template <int kThreads, class AnyKey>
 __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k, int slack,
                                                SelectScratch& s) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kWarps <= SelectScratch::kMaxWarps);
+  using Wide = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
   const int thread = threadIdx.x;
-  const int lane = thread & 31;
-  uint64_t low, high;
-  FindRange<kThreads>(keys, n, s, low, high);
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  Wide best = 0;
+  Wide second = 0;
+  VisitKeys<kThreads>(keys, n, [&](Wide key) {
+    second = max(second, min(best, key));
+    best = max(best, key);
+  });
+  const Wide warp_low = WarpMin(k <= kThreads ? best : k <= 2 * kThreads ? second : Wide{0});
+  const Wide warp_high = WarpMax(best);
+  if (lane == 0) {
+    s.low[warp] = warp_low;
+    s.high[warp] = warp_high;
+  }
+  for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
+  __syncthreads();
+  Wide low = static_cast<Wide>(s.low[0]);
+  Wide high = static_cast<Wide>(s.high[0]);
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    low = min(low, static_cast<Wide>(s.low[w]));
+    high = max(high, static_cast<Wide>(s.high[w]));
+  }
   int above = 0;  // keys > high
 #pragma unroll 1
   while (true) {
     const int shift = BitsToShift(high - low, 8);
-#pragma unroll 2
-    for (int i = thread; i < n; i += kThreads) {
-      const uint64_t key = keys[i];
+    VisitKeys<kThreads>(keys, n, [&](Wide key) {
       if (key >= low && key <= high) atomicAdd(&s.bins[(key - low) >> shift], 1u);
-    }
+    });
     __syncthreads();
     if (thread < 32) {  // from the top bin down: the bin in which the count reaches k
       constexpr int kPerLane = kBins / 32;
@@ -139,7 +173,7 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
 #pragma unroll
         for (int b = 0; b < kPerLane; ++b) {
           if (before < k && before + counts[b] >= k) {
-            s.edge = low + (static_cast<uint64_t>(top - b) << shift);
+            s.edge = low + (static_cast<Wide>(top - b) << shift);
             s.above = before;
             s.reached = before + counts[b];
           }
@@ -148,11 +182,11 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
       }
     }
     __syncthreads();
-    low = s.edge;
+    low = static_cast<Wide>(s.edge);
     above = s.above;
     if (s.reached <= k + slack || shift == 0) break;
-    high = low +
-           min(high - low, (uint64_t{1} << shift) - 1);  // no sum wraps, +inf keys are near the top
+    high =
+        low + min(high - low, (Wide{1} << shift) - 1);  // no sum wraps, +inf keys are near the top
     for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
     __syncthreads();
   }

@@ -9,22 +9,29 @@
 // below the floor is ranked. Cells merge in one order whatever the grid, so all variants give the
 // same bits:
 //
-//   warp per row     vocab <= 1024, k <= 32
-//   block per row    many rows
-//   blocks per row   few rows; each leaves candidates and cells in scratch, the last one merges
-//   sorted           k > 1024: statistics as above, then CUB's radix sort of (row, logit)
+//   warp per row      vocab <= 1024, k <= 32
+//   cluster per row   up to 64 rows: its blocks meet in the first one's shared memory (sm_90)
+//   block per row     many rows
+//   blocks per row    else; each leaves candidates and cells in scratch, the last one merges
+//   sorted            k > 1024: statistics as above, then CUB's radix sort of (row, logit)
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
-// Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 86%
-// padded to 16 bytes and 82% packed; 512 x 131072 k 64, 73% f32, 59% bf16; k 1024, 48%.
-// Limited by: the chain of latencies that ends a row (floor, second look, rank, merge), about 10
-// us, which other blocks hide only in part; for few rows it is nearly all of the time. bf16: issue
-// slots. Tried and dropped: candidates pushed to a pool inside the loop (divergence and a barrier a
-// round); persistent blocks whose ring runs into the next row (registers; no gain); one stage of 8
-// warps.
+// Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 91%
+// padded and 90% packed; 2048 x 131072 k 10, 92%; 512 x 131072 k 64, 77% f32, 66% bf16; k 1024,
+// 48%; 64 rows 19 us; one row 11 us. Limited by: HBM while a row is read (a cell keeps its place in
+// the lines of 128 bytes on its way to shared memory: without that, a tenth less); then by the
+// chain of latencies that ends a row (floor, second look, rank, merge), about 10 us, which other
+// blocks hide only in part: nearly all of the time for few rows, and the tail of a launch whose
+// blocks all end together. Tried and dropped: candidates pushed to a pool inside the loop
+// (divergence and a barrier a round); persistent blocks whose ring runs into the next row
+// (registers; no gain); persistent blocks of streaming warps with groups of finishing warps behind
+// them (both sides slower than blocks that hide each other, 8192 x 50257 11% slower); two cells at
+// once in a warp (35% slower); prefetching the groups of the second look into L2 (nothing); one
+// stage of 8 warps.
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
 #include "absl/types/span.h"
@@ -67,8 +74,9 @@ struct RowResult {
   float weight;  // of an element at the maximum: what makes its exponential a probability
 
   __device__ RowResult(Stats row, float temperature)
-      : stats(row), exponential(row.max, kLog2E / temperature) {
-    scale = 1.4426950408889634 / temperature;
+      : stats(row),
+        exponential(row.max, kLog2E / temperature),
+        scale(1.4426950408889634 / temperature) {
     // Plain sums are relative to 2^-shift, which is not quite the maximum.
     const float at_max =
         exponential.plain ? exp2f(fmaf(row.max, exponential.c, exponential.shift)) : 1.0f;
@@ -152,7 +160,7 @@ __device__ __noinline__ void EmitByExtraction(const T* row, int vocab, int k, in
 }
 
 constexpr int kWarpRowStages = 2;
-constexpr int kWarpRowResident = 3;  // blocks per multiprocessor
+constexpr int kWarpRowResident = 2;  // blocks per multiprocessor
 template <class T>
 struct WarpRowShared {
   typename CellRing<T, kWarpRowStages>::Storage rings[kWarpRowWarps];
@@ -163,7 +171,7 @@ struct WarpRowShared {
 template <class T>
 __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     WarpRowKernel(const __grid_constant__ Params p, int64_t rows) {
-  extern __shared__ uint4 dynamic[];
+  extern __shared__ __align__(128) uint4 dynamic[];
   WarpRowShared<T>& s = *reinterpret_cast<WarpRowShared<T>*>(dynamic);
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
@@ -190,7 +198,7 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     const SoftmaxTopKRow ask = next;
     if (row_index + step < rows) next = p.rows[row_index + step];
     const T* row = logits + row_index * p.row_stride;
-    float x[kLaneElements];
+    LaneCell<T> x;
     ring.Pop(row, p.vocab, x);
     if (ask.k == 0) {
       push(row_index + kWarpRowStages * step);
@@ -198,8 +206,8 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     }
 
     const float c = kLog2E / ask.temperature;
-    float group_max[kGroups];
-    const Stats cell = MergeLanes(LaneStats(x, c, group_max), c);
+    const float lane_max = x.Max(0, kLaneElements);
+    const Stats cell = MergeLanes(LaneStats(x, lane_max, c), c);
     const RowResult result(cell,
                            ask.temperature);  // merging a single cell would leave its bits alone
     WriteRow<T>(p, row_index, row, ask, result, lane, [](int) { return true; });
@@ -209,18 +217,12 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     };
 
     // The k-th largest of the 32 lane maxima: at least k logits are not below it.
-    const float lane_max =
-        fmaxf(fmaxf(group_max[0], group_max[1]), fmaxf(group_max[2], group_max[3]));
     const float sorted = WarpSortDescending(lane_max, lane);
     const float floor = __shfl_sync(kFullWarp, sorted, ask.k - 1);
     uint32_t reached = 0;  // bit e: the lane's e-th element
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (!__any_sync(kFullWarp, group_max[g] >= floor)) continue;
-#pragma unroll
-      for (int e = g * kGroupElements; e < (g + 1) * kGroupElements; ++e) {
-        if (x[e] >= floor) reached |= 1u << e;
-      }
+    for (int e = 0; e < kLaneElements; ++e) {
+      if (x[e] >= floor) reached |= 1u << e;
     }
     if (lane == 0) s.counts[warp] = 0;
     __syncwarp();
@@ -252,10 +254,39 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
   }
 }
 
+// ---- clusters: blocks that see each other's shared memory, where the device has them
+// ---------------------------------------------------------------------------
+
+// The first half of a barrier of the cluster, and the second; what was written before the one is
+// seen after the other.
+__device__ inline void ClusterArrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+__device__ inline void ClusterWait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+// The same place in the shared memory of the cluster's block `rank`.
+template <class U>
+__device__ inline U* InBlock(U* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  U* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+  return there;
+#else
+  return shared;
+#endif
+}
+
 // ---- block per row, blocks per row
 // -----------------------------------------------------------------------------------
 
 constexpr int kMaxItemCells = 256;  // cells a block sketches; longer rows are split
+
+constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
 
 // What the block needs after its read of a row.
 template <int kMax>
@@ -279,13 +310,21 @@ struct PoolShape {
     float warp_floor[SelectScratch::kMaxWarps];
     uint16_t hits[kHits];  // groups of the item, kGroupsOfCell a cell
     alignas(16) Key pool[kPool];
+    // Candidates of the cluster's blocks.
+    static constexpr int kInbox = kPool / kMaxClusterBlocks;
+    Key inbox[kMaxClusterBlocks][kInbox];
+    int inbox_counts[kMaxClusterBlocks];
   };
 };
 using SmallPool = PoolShape<128>;
 using LargePool = PoolShape<1024>;
 
-template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int kResidentBlocks>
+// kInCluster: a split row's blocks are a cluster, and leave what they found in its first block's
+// shared memory, not in scratch.
+template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int kResidentBlocks,
+          bool kInCluster = false>
 struct BlockShape {
+  static constexpr bool kCluster = kInCluster;
   using Element = T;
   using Pool = PoolShapeOfBlock;
   using Ring = CellRing<T, kRingStages>;
@@ -293,15 +332,20 @@ struct BlockShape {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kRingStages;
   static constexpr int kResident = kResidentBlocks;  // per multiprocessor
-  union Shared {  // the ring's memory is the pool's once the row has been read
-    typename Ring::Storage rings[kWarps];
-    typename Pool::Shared pool;
+  struct Shared {
+    union {  // the ring's memory is the pool's once the row has been read
+      typename Ring::Storage rings[kWarps];
+      typename Pool::Shared pool;
+    };
+    // Of the cluster: never the ring's, for its blocks do not end their reading together.
+    float warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
+    float row_floor;
   };
 };
 
 template <class Shape>
 __device__ inline typename Shape::Shared& Pool() {
-  extern __shared__ uint4 dynamic[];
+  extern __shared__ __align__(128) uint4 dynamic[];
   return *reinterpret_cast<typename Shape::Shared*>(dynamic);
 }
 
@@ -349,6 +393,32 @@ __device__ __noinline__ Key Settle(int k, int first_index) {
   return floor;
 }
 
+// Place in the item of the e-th element of a group of the sketch.
+template <class T, class Shape>
+__device__ inline int GroupIndex(uint32_t group, int e) {
+  return group / Shape::kGroupsOfCell * kCell +
+         CellIndex<T>(group / Shape::kLaneGroups % 32,
+                      group % Shape::kLaneGroups * Shape::kElements + e);
+}
+
+// 16 bytes from `first`, of which only the first `valid` elements may be read.
+template <class T>
+__device__ inline uint4 LoadVector(const T* first, bool aligned, int valid) {
+  if (aligned && valid >= kVector<T>) return *reinterpret_cast<const uint4*>(first);
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int e = 0; e < kVector<T>; ++e) {
+    if (e >= valid) continue;
+    if constexpr (sizeof(T) == 4) {
+      words[e] = __float_as_uint(first[e]);
+    } else {
+      const uint32_t bits = reinterpret_cast<const uint16_t*>(first)[e];
+      words[e / 2] |= bits << (e % 2 * 16);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 // Reads again the groups of cells [first_cell, last_cell) of the item that reach the floor, and
 // offers their logits to the pool. False: more groups than Shape::kHits reach it; nothing was
 // offered. Ends with a barrier passed.
@@ -362,72 +432,82 @@ __device__ __noinline__ bool OfferGroups(const T* item, int item_begin, int item
   __syncthreads();
   // A floor of NaN (nothing can follow +inf) is above all.
   const uint32_t edge = floor.logit == floor.logit ? OrderedBits(floor.logit) & 0xffff0000u : ~0u;
-  constexpr int kAtOnceScanned = 32 / Shape::kLaneGroups;
+  constexpr int kWordsOfLane = Shape::kLaneGroups / 2;  // two groups a word
+  constexpr int kWordsAtOnce = 16;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(sketch);
+  const int last_word = last_cell * 32 * kWordsOfLane;
 #pragma unroll 1
-  for (int round = first_cell * 32; round < last_cell * 32; round += kAtOnceScanned * kThreads) {
-    const int begin = round + thread;
-    uint32_t reached = 0;  // bit j * kLaneGroups + g
+  for (int round = first_cell * 32 * kWordsOfLane + thread; round < last_word;
+       round += kWordsAtOnce * kThreads) {
+    uint32_t reached = 0;  // bit 2 * j: the lower half of word j
 #pragma unroll
-    for (int j = 0; j < kAtOnceScanned; ++j) {
-      const int i = begin + j * kThreads;
-      if (i >= last_cell * 32) break;
-      const typename Shape::Sketch maxima = sketch[i];
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(&maxima);
-#pragma unroll
-      for (int w = 0; w < Shape::kLaneGroups / 2; ++w) {
-        if ((words[w] << 16) >= edge) reached |= 1u << (j * Shape::kLaneGroups + 2 * w);
-        if (words[w] >= edge) reached |= 2u << (j * Shape::kLaneGroups + 2 * w);
-      }
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      const int i = round + j * kThreads;
+      const uint32_t maxima = i < last_word ? words[i] : 0;
+      if (maxima << 16 >= edge) reached |= 1u << (2 * j);
+      if (maxima >= edge) reached |= 2u << (2 * j);
     }
-    int at = WarpReserve(&s.hit_count, __popc(reached), thread % 32);
+    if (reached == 0) continue;
+    int at = atomicAdd(&s.hit_count, __popc(reached));
 #pragma unroll 1
     for (; reached != 0; reached &= reached - 1) {
       const int bit = __ffs(reached) - 1;
-      if (at < Shape::kHits) {
-        s.hits[at] = static_cast<uint16_t>((begin + bit / Shape::kLaneGroups * kThreads) *
-                                               Shape::kLaneGroups +
-                                           bit % Shape::kLaneGroups);
-      }
+      const int hit = 2 * (round + bit / 2 * kThreads) + bit % 2;
+      if (at < Shape::kHits) s.hits[at] = static_cast<uint16_t>(hit);
       ++at;
     }
   }
   __syncthreads();
   const int hits = s.hit_count;
-  __syncthreads();
   if (hits > Shape::kHits) return false;
-  // kElements neighbouring threads to a group.
-  constexpr int kAtOnce = Shape::kElements / 2;
-  constexpr int kTogether = kThreads / Shape::kElements;
-  const int e = thread % Shape::kElements;
+  // A thread takes a vector of 16 bytes, so neighbouring threads share a group. All of a round's
+  // loads are under way at once.
+  constexpr int kVectors = Shape::kElements / kVector<T>;
+  constexpr int kTogether = kThreads / kVectors;
+  constexpr int kTaken = kThreads > 256 ? 8 : 16;  // elements of a thread in a round
+  constexpr int kAtOnce = kTaken / kVector<T>;
+  const bool aligned = (reinterpret_cast<uintptr_t>(item) & 15) == 0;
 #pragma unroll 1
-  for (int round = 0; round < hits; round += kAtOnce * kTogether) {
-    float x[kAtOnce];
+  for (int round = thread / kVectors; round < hits; round += kAtOnce * kTogether) {
+    LaneCell<T> x;  // the first kTaken elements of it
     int index[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int at = round + j * kTogether + thread / Shape::kElements;
-      index[j] = item_elements;
-      if (at < hits) {
-        const uint32_t group = s.hits[at];
-        const int lane = group / Shape::kLaneGroups % 32;
-        index[j] = group / Shape::kGroupsOfCell * kCell +
-                   CellIndex<T>(lane, group % Shape::kLaneGroups * Shape::kElements + e);
-      }
-      x[j] = index[j] < item_elements ? ToFloat(item[index[j]]) : 0.0f;
-    }
     uint32_t reached = 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (index[j] < item_elements && x[j] >= floor.logit &&
-          MakeKey(x[j], item_begin + index[j]) >= floor.key) {
-        reached |= 1u << j;
+      const int at = round + j * kTogether;
+      uint4 vector = {};
+      index[j] = 0;
+      if (at < hits) {
+        const uint32_t hit = s.hits[at];
+        index[j] = GroupIndex<T, Shape>(hit, thread % kVectors * kVector<T>);
+        const int valid = item_elements - index[j];
+        vector = LoadVector(item + index[j], aligned, valid);
+        reached |= ((1u << max(0, min(valid, kVector<T>))) - 1) << (j * kVector<T>);
+      }
+      x.words[4 * j] = vector.x;
+      x.words[4 * j + 1] = vector.y;
+      x.words[4 * j + 2] = vector.z;
+      x.words[4 * j + 3] = vector.w;
+    }
+#pragma unroll
+    for (int e = 0; e < kTaken; ++e) {
+      if (!(x[e] >= floor.logit)) reached &= ~(1u << e);
+    }
+    const auto key = [&](int e) {
+      return MakeKey(x[e], item_begin + index[e / kVector<T>] + e % kVector<T>);
+    };
+    if (static_cast<uint32_t>(floor.key) != 0) {  // equal logits are told apart by index
+#pragma unroll
+      for (int e = 0; e < kTaken; ++e) {
+        if (key(e) < floor.key) reached &= ~(1u << e);
       }
     }
-    int at = WarpReserve(&s.count, __popc(reached), thread % 32);
+    if (reached == 0) continue;
+    int at = atomicAdd(&s.count, __popc(reached));
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if ((reached >> j & 1) == 0) continue;
-      if (at < Shape::kPool) s.pool[at] = MakeKey(x[j], item_begin + index[j]);
+    for (int e = 0; e < kTaken; ++e) {
+      if ((reached >> e & 1) == 0) continue;
+      if (at < Shape::kPool) s.pool[at] = key(e);
       ++at;
     }
   }
@@ -588,6 +668,56 @@ __device__ __noinline__ void GatherSplits(const Params& p, int row_index, int k,
   }
 }
 
+// A logit that at least k of the row reach: of the r-th best lanes of all the cluster's warps, the
+// m-th best, r * m >= k. Called by all threads; passes a barrier of the cluster.
+template <class Block>
+__device__ __noinline__ float ClusterFloor(float lane_best, int block, int blocks, int k) {
+  constexpr int kMaxWarps = kMaxClusterBlocks * Block::kWarps;
+  extern __shared__ __align__(128) uint4 dynamic[];
+  auto& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
+  float* bests = shared.warp_bests;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int warps = blocks * Block::kWarps;
+  const int r = min(32, (2 * k + warps - 1) / warps);
+  const int m = (k + r - 1) / r;
+  const float best = __shfl_sync(kFullWarp, WarpSortDescending(lane_best, lane), r - 1);
+  if (lane < blocks) *InBlock(&bests[block * Block::kWarps + warp], lane) = best;
+  if (threadIdx.x == 0) shared.row_floor = -kInfinity;
+  ClusterArrive();
+  ClusterWait();
+  // Ranked by as many neighbouring lanes as there are threads for a value.
+  constexpr int kParts = Block::kThreads / kMaxWarps;
+  static_assert(kParts >= 1 && kMaxWarps % (4 * kParts) == 0);
+  const int own = threadIdx.x / kParts;
+  const int part = threadIdx.x % kParts;
+  const float mine = own < warps ? bests[own] : -kInfinity;
+  int rank = 0;
+#pragma unroll 8
+  for (int i = part; i < warps; i += kParts)
+    rank += bests[i] > mine || (bests[i] == mine && i < own);
+#pragma unroll
+  for (int offset = 1; offset < kParts; offset *= 2)
+    rank += __shfl_xor_sync(kFullWarp, rank, offset);
+  if (part == 0 && own < warps && rank == m - 1) shared.row_floor = mine;
+  __syncthreads();
+  return shared.row_floor;
+}
+
+// Puts what the cluster's blocks have sent to the first one into its pool.
+template <int kThreads, class Shape>
+__device__ inline void OpenInbox(int blocks) {
+  auto& s = Pool<Shape>();
+  int n = 0;
+  for (int block = 0; block < blocks; ++block) {
+    const int count = s.inbox_counts[block];
+    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = s.inbox[block][i];
+    n += count;
+  }
+  if (threadIdx.x == 0) s.count = n;
+  __syncthreads();
+}
+
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
     BlockRowKernel(const __grid_constant__ Params p) {
@@ -595,7 +725,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   using Shape = typename Block::Pool;
   constexpr int kThreads = Block::kThreads;
   constexpr int kRound = Block::kWarps * kCell;
-  extern __shared__ uint4 dynamic[];
+  extern __shared__ __align__(128) uint4 dynamic[];
+  if constexpr (Block::kCluster) ClusterArrive();
   typename Block::Shared& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
   Stats* cells = reinterpret_cast<Stats*>(&shared + 1);  // [cells]
   typename Shape::Sketch* sketch = reinterpret_cast<typename Shape::Sketch*>(
@@ -609,7 +740,9 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   const int end = min(p.cells * (split + 1) / p.splits * kCell, p.vocab);
   const T* row = static_cast<const T*>(p.logits) + row_index * p.row_stride;
 
-  // Copies start before the row's parameters are here.
+  // Asked for first, or its answer would come behind all the copies; needed only once they are
+  // under way.
+  const SoftmaxTopKRow ask = p.rows[row_index];
   typename Block::Ring ring(shared.rings[warp], lane);
   int left = end - begin - warp * kCell;  // elements from `ahead` on
   const T* ahead = row + (end - left);
@@ -621,7 +754,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   };
 #pragma unroll
   for (int stage = 0; stage < Block::kStages; ++stage) push();
-  const SoftmaxTopKRow ask = p.rows[row_index];
+  if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.k == 0) {
     WaitAsync<0>();
     return;
@@ -636,24 +769,33 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
     const Stats stats = MergeLanes(late, c);
     if (lane == 0 && late_to != nullptr) *late_to = stats;
   };
-  Stats* cells_to =
-      (p.splits == 1 ? cells : p.cell_stats + static_cast<int64_t>(row_index) * p.cells) +
-      begin / kCell + warp;
+  Stats* row_cells = cells;  // where the row's cells are brought together
+  if constexpr (Block::kCluster) {
+    row_cells = InBlock(cells, 0);
+  } else if (p.splits > 1) {
+    row_cells = p.cell_stats + static_cast<int64_t>(row_index) * p.cells;
+  }
+  Stats* cells_to = row_cells + begin / kCell + warp;
   typename Shape::Sketch* sketch_to = sketch + warp * 32 + lane;
 #pragma unroll 1
   for (int first = begin + warp * kCell; first < end; first += kRound) {
-    float x[kLaneElements];
-    float group_max[kGroups];
+    LaneCell<T> x;
     ring.Pop(row + first, end - first, x);
     push();
     merge_late();
-    late = LaneStats(x, c, group_max);
+    float group_max[Shape::kLaneGroups];
+    float lane_max = -kInfinity;
+#pragma unroll
+    for (int g = 0; g < Shape::kLaneGroups; ++g) {
+      group_max[g] = x.Max(g * Shape::kElements, Shape::kElements);
+      lane_max = fmaxf(lane_max, group_max[g]);
+    }
+    late = LaneStats(x, lane_max, c);
     late_to = cells_to;
     cells_to += Block::kWarps;
-    lane_best = fmaxf(lane_best, late.max);
+    lane_best = fmaxf(lane_best, lane_max);
     if constexpr (Shape::kLaneGroups == 2) {
-      *sketch_to = __byte_perm(OrderedBits(fmaxf(group_max[0], group_max[1])),
-                               OrderedBits(fmaxf(group_max[2], group_max[3])), 0x7632);
+      *sketch_to = __byte_perm(OrderedBits(group_max[0]), OrderedBits(group_max[1]), 0x7632);
     } else {
       *sketch_to = {__byte_perm(OrderedBits(group_max[0]), OrderedBits(group_max[1]), 0x7632),
                     __byte_perm(OrderedBits(group_max[2]), OrderedBits(group_max[3]), 0x7632)};
@@ -665,39 +807,56 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   __syncthreads();  // from here on the ring's memory is the pool's
   typename Shape::Shared& s = shared.pool;
 
-  if (select) {
-    // Lanes of each warp that must be at or above a floor, so that k logits of the item are.
-    const int active_warps = min(Block::kWarps, (end - begin + kCell - 1) / kCell);
-    const int floor_rank = (ask.k + active_warps - 1) / active_warps;
-    Floor floor;
-    if (floor_rank <= 16) {
-      const float sorted = WarpSortDescending(lane_best, lane);
-      if (lane == floor_rank - 1) s.warp_floor[warp] = sorted;
-      __syncthreads();
-      const float lowest = lane < active_warps ? s.warp_floor[lane] : kInfinity;
-      floor.RaiseToLogit(-WarpMax(-lowest));
+  if constexpr (Block::kCluster) {
+    if (select) {
+      Floor floor;
+      floor.RaiseToLogit(ClusterFloor<Block>(lane_best, split, p.splits, ask.k));
+      Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
+      const int n = Trim<kThreads, Shape>(ask.k, Shape::Shared::kInbox);
+      Key* inbox = InBlock(s.inbox[split], 0);
+      for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
+      if (threadIdx.x == 0) *InBlock(&s.inbox_counts[split], 0) = n;
     }
-    const Key reached =
-        Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
+    ClusterArrive();
+    ClusterWait();
+    if (split != 0) return;
+    if (select) OpenInbox<kThreads, Shape>(p.splits);
+  } else {
+    if (select) {
+      // Lanes of each warp that must be at or above a floor, so that k logits of the item are.
+      const int active_warps = min(Block::kWarps, (end - begin + kCell - 1) / kCell);
+      const int floor_rank = (ask.k + active_warps - 1) / active_warps;
+      Floor floor;
+      if (floor_rank <= 16) {
+        const float sorted = WarpSortDescending(lane_best, lane);
+        if (lane == floor_rank - 1) s.warp_floor[warp] = sorted;
+        __syncthreads();
+        const float lowest = lane < active_warps ? s.warp_floor[lane] : kInfinity;
+        floor.RaiseToLogit(-WarpMax(-lowest));
+      }
+      const Key reached =
+          Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
+      if (p.splits > 1) {
+        const int n = Trim<kThreads, Shape>(ask.k, p.list_capacity);
+        Key* list = p.split_keys + static_cast<int64_t>(blockIdx.x) * p.list_capacity;
+        for (int i = threadIdx.x; i < p.list_capacity; i += kThreads)
+          list[i] = i < n ? s.pool[i] : 0;
+        if (threadIdx.x == 0) p.split_floor[blockIdx.x] = reached;
+      }
+    }
     if (p.splits > 1) {
-      const int n = Trim<kThreads, Shape>(ask.k, p.list_capacity);
-      Key* list = p.split_keys + static_cast<int64_t>(blockIdx.x) * p.list_capacity;
-      for (int i = threadIdx.x; i < p.list_capacity; i += kThreads) list[i] = i < n ? s.pool[i] : 0;
-      if (threadIdx.x == 0) p.split_floor[blockIdx.x] = reached;
+      // The last block of the row to get here takes it from what all have left in scratch.
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        __threadfence();  // the block's writes come before its arrival
+        s.last = atomicAdd(&p.arrived[row_index], 1u) == static_cast<uint32_t>(p.splits - 1);
+        if (s.last) p.arrived[row_index] = 0;
+        __threadfence();
+      }
+      __syncthreads();
+      if (!s.last) return;
+      GatherSplits<kThreads, Shape>(p, row_index, ask.k, cells);
     }
-  }
-  if (p.splits > 1) {
-    // The last block of the row to get here takes it from what all have left in scratch.
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();  // the block's writes come before its arrival
-      s.last = atomicAdd(&p.arrived[row_index], 1u) == static_cast<uint32_t>(p.splits - 1);
-      if (s.last) p.arrived[row_index] = 0;
-      __threadfence();
-    }
-    __syncthreads();
-    if (!s.last) return;
-    GatherSplits<kThreads, Shape>(p, row_index, ask.k, cells);
   }
 
   const int n = select ? Trim<kThreads, Shape>(ask.k, Shape::kPool / 2) : 0;
@@ -772,33 +931,54 @@ class Carver {
 };
 
 template <class T>
-cudaError_t LaunchWarpRow(const Params& p, int64_t rows, int multiprocessors, cudaStream_t stream) {
+cudaError_t LaunchWarpRow(const Params& p, int64_t rows, const Scratch& scratch,
+                          cudaStream_t stream) {
   constexpr int kShared = sizeof(WarpRowShared<T>);
   const cudaError_t error =
       cudaFuncSetAttribute(&WarpRowKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   const int64_t blocks = std::min<int64_t>((rows + kWarpRowWarps - 1) / kWarpRowWarps,
-                                           kWarpRowResident * multiprocessors);
+                                           kWarpRowResident * scratch.multiprocessors);
   WarpRowKernel<T><<<static_cast<unsigned>(blocks), kWarpRowWarps * 32, kShared, stream>>>(p, rows);
   return cudaGetLastError();
 }
 
+// Dynamic shared memory of a block: rings or pool, a row's statistics, an item's sketch.
 template <class Block>
-cudaError_t LaunchBlockRow(const Params& p, int64_t rows, int, cudaStream_t stream) {
-  const auto shared_for = [](int cells, int item_cells) {
-    return static_cast<int>(sizeof(typename Block::Shared) + (cells + cells % 2) * sizeof(Stats) +
-                            item_cells * 32 * sizeof(typename Block::Pool::Sketch));
-  };
-  const int shared = shared_for(p.cells, (p.cells + p.splits - 1) / p.splits);
-  // The most any launch asks for: the attribute belongs to the kernel, and other streams launch it
-  // at the same time.
+int SharedBytes(int cells, int item_cells) {
+  return static_cast<int>(sizeof(typename Block::Shared) + (cells + cells % 2) * sizeof(Stats) +
+                          item_cells * 32 * sizeof(typename Block::Pool::Sketch));
+}
+
+// The most cells of an item that a block can hold the sketch of, for rows of `cells` cells; 0 where
+// the device's shared memory does not even hold its rings.
+template <class Block>
+int MaxItemCells(int cells, const Scratch& scratch) {
+  const int bytes = scratch.block_shared_bytes - SharedBytes<Block>(cells, 0);
+  return std::clamp<int>(bytes / static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)), 0,
+                         kMaxItemCells);
+}
+
+template <class Block>
+cudaError_t LaunchBlockRow(const Params& p, int64_t rows, const Scratch& scratch,
+                           cudaStream_t stream) {
+  // The most any launch may ask for: the attribute belongs to the kernel, and other streams launch
+  // it at the same time.
   const cudaError_t error =
       cudaFuncSetAttribute(&BlockRowKernel<Block>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           shared_for(static_cast<int>(kMaxVocab) / kCell, kMaxItemCells));
+                           scratch.block_shared_bytes);
   if (error != cudaSuccess) return error;
-  BlockRowKernel<Block>
-      <<<static_cast<unsigned>(rows * p.splits), Block::kThreads, shared, stream>>>(p);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(rows * p.splits));
+  config.blockDim = dim3(Block::kThreads);
+  config.dynamicSmemBytes = SharedBytes<Block>(p.cells, (p.cells + p.splits - 1) / p.splits);
+  config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = Block::kCluster ? 1 : 0;
+  return cudaLaunchKernelEx(&config, &BlockRowKernel<Block>, p);
 }
 
 template <class T>
@@ -810,34 +990,55 @@ cudaError_t LaunchSortKeys(const Params& p, int64_t first_row, int64_t elements,
   return cudaGetLastError();
 }
 
-using Launch = cudaError_t (*)(const Params&, int64_t rows, int multiprocessors, cudaStream_t);
+using Launch = cudaError_t (*)(const Params&, int64_t rows, const Scratch&, cudaStream_t);
 
-// By row length and k: the first variant whose limits hold is taken.
+constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max();
+constexpr int32_t kFewRows = 64;
+
+// By number of rows, row length, k and the device's shared memory: the first variant whose limits
+// hold is taken.
 struct Variant {
   int32_t max_vocab;
+  int64_t max_rows;
   int32_t max_k;
   int32_t warps;     // of a block
   int32_t resident;  // blocks per multiprocessor; 0: rows are never split over blocks
   Launch launch;
+  int (*max_item_cells)(int cells, const Scratch&);
+  bool cluster = false;  // a row's blocks are a cluster
 };
 
 template <class Block>
-constexpr Variant BlockRowVariant(int32_t max_vocab) {
-  return {max_vocab, Block::Pool::kMaxK, Block::kWarps, Block::kResident, &LaunchBlockRow<Block>};
+constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
+  return {static_cast<int32_t>(kMaxVocab),
+          max_rows,
+          Block::Pool::kMaxK,
+          Block::kWarps,
+          Block::kResident,
+          &LaunchBlockRow<Block>,
+          &MaxItemCells<Block>,
+          Block::kCluster};
 }
 
 // Warps, stages and resident blocks are what measured best on an H200.
 template <class T>
 constexpr bool kWide = sizeof(T) == 4;
 template <class T>
-using UsualBlock = BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 5>;
+using UsualBlock = BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 6>;
 template <class T>
-using LargeKBlock = BlockShape<T, LargePool, 16, kWide<T> ? 1 : 2, 2>;
+using FewRowsBlock = BlockShape<T, SmallPool, 16, 2, 1, true>;
+template <class T>
+using LargeKBlock = BlockShape<T, LargePool, 8, 2, 2>;
+template <class T>
+using SmallMemoryBlock = BlockShape<T, LargePool, 4, 2, 1>;
 template <class T>
 constexpr Variant kVariants[] = {
-    {kCell, kWarpRowMaxK, kWarpRowWarps, 0, &LaunchWarpRow<T>},
-    BlockRowVariant<UsualBlock<T>>(static_cast<int32_t>(kMaxVocab)),
-    BlockRowVariant<LargeKBlock<T>>(static_cast<int32_t>(kMaxVocab)),
+    {kCell, kAnyRows, kWarpRowMaxK, kWarpRowWarps, 0, &LaunchWarpRow<T>,
+     [](int, const Scratch&) { return 1; }},
+    BlockRowVariant<FewRowsBlock<T>>(kFewRows),
+    BlockRowVariant<UsualBlock<T>>(),
+    BlockRowVariant<LargeKBlock<T>>(),
+    BlockRowVariant<SmallMemoryBlock<T>>(),
 };
 
 struct TypeRow {
@@ -854,28 +1055,50 @@ constexpr TypeRow kTypes[] = {
 
 // Blocks a row is split over: one where the rows alone fill the device, else as many as are
 // resident at once.
-int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, int multiprocessors) {
+int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scratch& scratch) {
   if (variant.resident == 0) return 1;
-  const int32_t least = (cells + kMaxItemCells - 1) / kMaxItemCells;
-  const int32_t most = std::max(least, (cells + variant.warps - 1) / variant.warps);
-  const int64_t wanted = static_cast<int64_t>(variant.resident) * multiprocessors / rows;
+  const int32_t largest = variant.max_item_cells(cells, scratch);
+  const int32_t least = (cells + largest - 1) / largest;
+  const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
+  const int32_t most =
+      std::max(least, variant.cluster ? std::min(worth, kMaxClusterBlocks) : worth);
+  const int64_t wanted = static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
   return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
 }
 
 cudaError_t RunVariant(Params p, int64_t rows, int32_t k, const TypeRow& type, Carver carver,
                        const Scratch& scratch, cudaStream_t stream) {
   const Variant* variant = type.variants.data();
-  while (variant->max_vocab < p.vocab || variant->max_k < k) ++variant;
-  p.splits = SplitsOf(rows, p.cells, *variant, scratch.multiprocessors);
-  if (p.splits > 1) {
-    const size_t slots = static_cast<size_t>(rows) * p.splits;
-    p.list_capacity = k + std::max(k / 4, 32);
-    p.arrived = reinterpret_cast<uint32_t*>(scratch.data);
-    p.cell_stats = carver.Take<Stats>(static_cast<size_t>(rows) * p.cells);
-    p.split_floor = carver.Take<Key>(slots);
-    p.split_keys = carver.Take<Key>(slots * p.list_capacity);
+  while (variant->max_vocab < p.vocab || variant->max_rows < rows || variant->max_k < k ||
+         variant->max_item_cells(p.cells, scratch) == 0 ||
+         (variant->cluster && !scratch.clusters)) {
+    ++variant;
   }
-  return variant->launch(p, rows, scratch.multiprocessors, stream);
+  p.splits = SplitsOf(rows, p.cells, *variant, scratch);
+  if (p.splits == 1 || variant->cluster) return variant->launch(p, rows, scratch, stream);
+  // Split rows leave candidates in scratch: as many rows a launch as it has room and counters for.
+  p.list_capacity = k + std::max(k / 2, 64);
+  const int64_t row_bytes = p.cells * static_cast<int64_t>(sizeof(Stats)) +
+                            p.splits * (p.list_capacity + 1) * static_cast<int64_t>(sizeof(Key));
+  const int64_t pass = std::min<int64_t>({rows, Scratch::kCounterBytes / sizeof(uint32_t),
+                                          static_cast<int64_t>(scratch.bytes) / 2 / row_bytes});
+  const size_t slots = static_cast<size_t>(pass) * p.splits;
+  p.arrived = reinterpret_cast<uint32_t*>(scratch.data);
+  p.cell_stats = carver.Take<Stats>(static_cast<size_t>(pass) * p.cells);
+  p.split_floor = carver.Take<Key>(slots);
+  p.split_keys = carver.Take<Key>(slots * p.list_capacity);
+  for (int64_t first = 0; first < rows; first += pass) {
+    Params part = p;
+    part.logits = static_cast<const std::byte*>(p.logits) +
+                  first * p.row_stride * static_cast<int64_t>(SizeOf(type.dtype));
+    part.rows += first;
+    part.logsumexp += first;
+    part.status += first;
+    if (p.row_stats != nullptr) part.row_stats += first;
+    const cudaError_t error = variant->launch(part, std::min(pass, rows - first), scratch, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver,

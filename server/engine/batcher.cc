@@ -15,6 +15,13 @@ namespace {
 // Keys kept though nothing of theirs is here: clients come back with the vocabulary they had.
 constexpr size_t kMaxIdleKeys = 256;
 
+// Payloads whose copy takes about as long as a sleeping thread takes to wake: a stream is woken
+// when it begins, and awaits its end awake. That takes 30 us of 400 off a call of 512 KiB on two
+// quiet cores, nothing on busy ones. Smaller ones are in place before anyone is awake, larger ones
+// keep a core busy.
+constexpr int64_t kMinBriefCopyBytes = int64_t{128} << 10;
+constexpr int64_t kMaxBriefCopyBytes = int64_t{1} << 20;
+
 // Counts the threads inside a public call, from before its first touch of the object to after its
 // last.
 class CallerScope {
@@ -87,6 +94,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
 
   JobList ended;
   std::byte* to = nullptr;
+  bool brief = false;
   const size_t row_stride = RowStride(spec.key);
   {
     MutexLock lock(mutex_);
@@ -111,6 +119,16 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
         to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
         Reserve(batch, job, spec, size);
         place.state = Job::Place::State::kCopying;
+        brief = idle_spin_ns_ > 0 && max_batch_delay_ns_ == 0 &&
+                size.payload_bytes >= kMinBriefCopyBytes &&
+                size.payload_bytes <= kMaxBriefCopyBytes;
+        if (brief) {
+          ++brief_copies_;
+          if (idle_streams_ > 0 && !roused_) {
+            WakeStream();
+            roused_ = !spinning_;
+          }
+        }
       } else {
         PushPending(queue, job);
         // An open batch gives up its max_batch_delay when jobs wait for slabs.
@@ -124,7 +142,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
     Publish();
   }
   if (to != nullptr) {
-    Copy(job, to, row_stride);
+    Copy(job, to, row_stride, brief);
   } else {
     End(ended);
   }
@@ -234,7 +252,7 @@ void Batcher::PlacePending() {
   }
 }
 
-void Batcher::Copy(Job* job, std::byte* to, size_t row_stride) {
+void Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief) {
   const int64_t start = MonotonicNanos();
   job->CopyPayload(to, row_stride);
   const int64_t end = MonotonicNanos();
@@ -247,6 +265,7 @@ void Batcher::Copy(Job* job, std::byte* to, size_t row_stride) {
     place.copy_ns = end - start;
     --batch->copying;
     ++batch->copied;
+    if (brief) --brief_copies_;
     if (place.dropped) {
       place.state = Job::Place::State::kDone;
       ended.PushBack(job);
@@ -273,7 +292,7 @@ void Batcher::CopyLoop() {
       std::byte* to =
           batch.slab.host + static_cast<size_t>(batch.slots[place.slot].first_row) * row_stride;
       mutex_.Unlock();
-      Copy(job, to, row_stride);
+      Copy(job, to, row_stride, /*brief=*/false);
       mutex_.Lock();
     } else if (stopping_) {
       break;
@@ -360,7 +379,7 @@ absl::Time Batcher::NextDue() const {
 
 void Batcher::WakeStream() {
   wakes_.fetch_add(1, std::memory_order_relaxed);
-  if (!spinning_) stream_wake_.Signal();
+  if (!spinning_ && !roused_) stream_wake_.Signal();
 }
 
 Batch* Batcher::Next(Batch* finished) {
@@ -377,9 +396,9 @@ Batch* Batcher::Next(Batch* finished) {
     batch = TakeOldest();
     if (batch != nullptr) break;
     SealForIdleStreams();
-    if (!spun && !spinning_) {
+    if ((!spun || brief_copies_ > 0) && !spinning_) {
       // The next request of a busy client comes within microseconds; a sleeping thread takes longer
-      // than that to wake.
+      // than that to wake. One whose payload is being copied is awaited awake.
       spun = spinning_ = true;
       const uint32_t seen = wakes_.load(std::memory_order_relaxed);
       mutex_.Unlock();
@@ -392,6 +411,7 @@ Batch* Batcher::Next(Batch* finished) {
     } else {
       Publish();
       stream_wake_.WaitUntil(mutex_, NextDue());
+      roused_ = false;
     }
   }
   --idle_streams_;

@@ -112,7 +112,7 @@ class Batcher {
   void Drop(Job* job, absl::StatusCode why, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Copy(Job* job, std::byte* to, size_t row_stride);
+  void Copy(Job* job, std::byte* to, size_t row_stride, bool brief);
   void End(JobList& ended);
   bool IsDue(const Batch& batch, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -140,6 +140,8 @@ class Batcher {
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
   int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
   bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // one of them polls wakes_
+  bool roused_ ABSL_GUARDED_BY(mutex_) = false;     // one of them was woken for a brief copy
+  int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;    // they run, and their batches will be next
   // No waiting job's deadline is before it.
   absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;

@@ -6,6 +6,7 @@
 #include <grpcpp/resource_quota.h>
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
+#include "server/rpc/hang_up.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/services.h"
 
@@ -65,7 +67,7 @@ class RpcServerImpl final : public RpcServer {
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
-    if (server_ != nullptr) Shutdown(absl::Now());
+    if (server_ != nullptr) Shutdown();
   }
 
   absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
@@ -85,8 +87,11 @@ class RpcServerImpl final : public RpcServer {
     builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
     // With BDP probing a call that is not read yet still takes in as much as the connection's
     // window has grown to: tens of MB a connection. Without it, 64 KiB.
-    // Tried for the way from socket to slab, and left out as noise: a first window of 1 MiB, frames
-    // of 1 and 16 MiB, least reads of 64 KiB. Two copies by the kernel, 5 GB/s each, are the cost.
+    // The rest of a larger message costs a round trip more, 80 us on two cores; LOOKAHEAD_BYTES
+    // does not spare it, for without the probe gRPC 1.51 keeps the connection's own window at 64
+    // KiB. Left out as noise, for the way from socket to slab and for one row alike: frames of 1
+    // and 16 MiB, reads of at least 64 KiB, of 1 and of 4 MiB; and Abseil without its deadlock
+    // checks. A bare socket is no faster at 16 MiB: the kernel's two copies are the cost.
     builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
     // A peer that lies about its message is not held by admission: core takes in the whole of an
     // oversized message before it refuses it. The quota bounds what all peers together can make
@@ -128,8 +133,9 @@ class RpcServerImpl final : public RpcServer {
 
   int calls() const override { return tracker_.alive(); }
 
-  void Shutdown(absl::Time deadline) override {
-    server_->Shutdown(absl::ToChronoTime(deadline));
+  void Shutdown() override {
+    HangUp(listening_);
+    server_->Shutdown(std::chrono::system_clock::now());
     server_.reset();
   }
 

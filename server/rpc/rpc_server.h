@@ -49,8 +49,10 @@ class RpcServer {
   // Calls of the Sampler that are not over.
   virtual int calls() const = 0;
 
-  // Stops listening, ends what is not over by `deadline`, returns when nothing runs. Once.
-  virtual void Shutdown(absl::Time deadline) = 0;
+  // Stops listening, hangs up on every peer and returns when nothing runs. To the peers, a call
+  // that is not over, or still comes, is UNAVAILABLE; to calls here it is as if their callers had
+  // gone. Once.
+  virtual void Shutdown() = 0;
 };
 
 }  // namespace logitd::rpc

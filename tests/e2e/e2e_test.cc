@@ -29,6 +29,7 @@ namespace {
 
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr const char* kHeld = "logitd_held_bytes";
@@ -328,6 +329,28 @@ TEST(LoadTest, ConcurrentCallersShareBatchesAndGetTheirOwnAnswers) {
   EXPECT_EQ(server.Metric("logitd_requests_total{code=\"OK\",op=\"softmax_topk\"}"),
             kThreads * kCalls);
   EXPECT_LT(server.Metric("logitd_batches_total{op=\"softmax_topk\"}"), kThreads * kCalls);
+  EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+}
+
+// A stream is woken while such a payload is being copied.
+TEST(LoadTest, ConcurrentCallersOfHalfAMegabyte) {
+  ServerProcess server;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      const auto channel = Connect(thread % 2 == 0 ? server.tcp() : server.unix_socket());
+      const int rows = 1 + thread % 3;
+      const std::vector<float> logits =
+          RandomLogits(static_cast<size_t>(rows) * 50257, static_cast<uint32_t>(thread));
+      for (int call = 0; call < 30; ++call) {
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, Request(logits, rows, 5), &response);
+        ASSERT_TRUE(status.ok()) << status.error_message();
+        if (call % 10 == 0) ExpectRight(logits, rows, {5}, {}, response);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
   EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
 }
 
@@ -663,6 +686,7 @@ TEST(LifeTest, GraceEnds) {
   server.Signal(SIGTERM);
   EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
   EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
+  EXPECT_EQ(stalls.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST(LifeTest, WatchersOfHealthSeeTheDrainAndDoNotHoldItUp) {
@@ -707,6 +731,32 @@ TEST(LifeTest, DrainUnderLoadAnswersEveryCall) {
   EXPECT_GT(ok.load(), 0);
   EXPECT_EQ(refused.load(), 4);
   EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
+}
+
+TEST(LifeTest, CallsThatComeAsItEndsAreUnavailable) {
+  ServerProcess server;
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      const std::string address = thread % 2 == 0 ? server.tcp() : server.unix_socket();
+      auto channel = Connect(address);
+      const v1::TopKRequest request = Request(RandomLogits(1000, 1), 1, 10);
+      while (!over) {
+        if (thread < 2) channel = Connect(address);  // newcomers; the others keep a connection
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, request, &response);
+        EXPECT_THAT(status.error_code(), AnyOf(grpc::StatusCode::OK, grpc::StatusCode::UNAVAILABLE))
+            << status.error_message();
+      }
+    });
+  }
+  absl::SleepFor(absl::Milliseconds(100));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  over = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(server.Log(), Not(HasSubstr("warn")));
 }
 
 struct Usage {
