@@ -112,14 +112,16 @@ struct SampleArgs {
   const SampleBias* bias = nullptr;      // all rows' together
   const int32_t* extra_ids = nullptr;    // token ids whose log-probability is asked for
   const uint32_t* mask_words = nullptr;  // all rows' masks together
-  int32_t* tokens = nullptr;             // [rows]
-  float* logprobs = nullptr;             // [rows], natural log, of the token
-  int32_t* ranks = nullptr;              // [rows], of the token, from 1
-  float* logsumexp = nullptr;            // [rows], natural log, of the row as sent
-  int32_t* top_ids = nullptr;            // [top entries]
-  float* top_logprobs = nullptr;         // [top entries]
-  float* extra_logprobs = nullptr;       // [extra entries], in the order asked
-  RowStatus* status = nullptr;           // [rows]
+  // False: no row has bias, penalties or a mask. Picks the variant, never the bits.
+  bool edited = true;
+  int32_t* tokens = nullptr;        // [rows]
+  float* logprobs = nullptr;        // [rows], natural log, of the token
+  int32_t* ranks = nullptr;         // [rows], of the token, from 1
+  float* logsumexp = nullptr;       // [rows], natural log, of the row as sent
+  int32_t* top_ids = nullptr;       // [top entries]
+  float* top_logprobs = nullptr;    // [top entries]
+  float* extra_logprobs = nullptr;  // [extra entries], in the order asked
+  RowStatus* status = nullptr;      // [rows]
 };
 
 // What a caller may ask for, as it came over a border. `first_*_entry` of the rows are not looked

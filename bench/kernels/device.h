@@ -44,9 +44,7 @@ class Device {
   virtual absl::StatusOr<double> ReadCeiling() = 0;  // a read of far more than the caches hold
   virtual absl::StatusOr<double> CopyCeiling() = 0;  // bytes read plus bytes written, per second
   virtual absl::StatusOr<double> TimeTopK(const TopKCase& c) = 0;
-  virtual absl::StatusOr<double> TimeSample(const SampleCase& c) {
-    return absl::UnimplementedError("no sample on this device");
-  }
+  virtual absl::StatusOr<double> TimeSample(const SampleCase& c) = 0;
 };
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();

@@ -107,6 +107,14 @@ constexpr SampleEntry kSample[] = {
     {"unfiltered, temperature 0.8", {64, 131072, DType::kF32, Asking(0.8f, 0, 1, 0), {}}},
     {"top-p 0.9 alone, flat row", {64, 131072, DType::kF32, Asking(1, 0, 0.9f, 0), {}}},
     {"top-k 50, top-p 0.9, one row", {1, 131072, DType::kF32, Asking(1, 50, 0.9f, 0), {}}},
+    {"with temperature, 20 top log-probs",
+     {1, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {}}},
+    {"with temperature, 20 top log-probs",
+     {512, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {}}},
+    {"with history 4096, mask",
+     {512, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {.history = 4096, .mask = true}}},
+    {"unfiltered", {512, 131072, DType::kF32, Asking(1, 0, 1, 0), {}}},
+    {"top-p 0.9 alone, flat row", {512, 131072, DType::kF32, Asking(1, 0, 0.9f, 0), {}}},
 };
 
 std::string Shape(const SampleEntry& entry) {

@@ -65,10 +65,12 @@ class CudaStream final : public Stream {
     return ToStatus(cuda::SoftmaxTopK(args, scratch_, stream_), "softmax_topk");
   }
   absl::Status Sample(const SampleArgs& args) override {
-    return absl::UnimplementedError("sample: this backend has no kernel for it; use --backend cpu");
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::Sample(args, scratch_, stream_), "sample");
   }
   absl::Status Verify(const VerifyArgs& args) override {
-    return absl::UnimplementedError("verify: this backend has no kernel for it; use --backend cpu");
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::Verify(args, scratch_, stream_), "verify");
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
