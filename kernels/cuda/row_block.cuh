@@ -491,6 +491,19 @@ __device__ __noinline__ float ClusterFloor(float lane_best, int block, int block
   return shared.row_floor;
 }
 
+// Sends the k largest keys of the block's pool, and what else comes with them, to the first block
+// of the cluster. Called by all threads; passes a barrier of the cluster.
+template <int kThreads, class Shape>
+__device__ inline void SendToFirst(int k, int block) {
+  auto& s = Pool<Shape>();
+  const int n = Trim<kThreads, Shape>(k, Shape::Shared::kInbox);
+  Key* inbox = InBlock(s.inbox[block], 0);
+  for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
+  if (threadIdx.x == 0) *InBlock(&s.inbox_counts[block], 0) = n;
+  ClusterArrive();
+  ClusterWait();
+}
+
 // Puts what the cluster's blocks have sent to the first one into its pool.
 template <int kThreads, class Shape>
 __device__ inline void OpenInbox(int blocks) {

@@ -29,11 +29,14 @@ namespace {
 constexpr int kListed = 128;     // tokens that come sorted
 constexpr int kDrawBins = 1024;  // of a histogram
 constexpr int kEditThreads = 512;
+constexpr int64_t kFewRows = 64;
+constexpr int kStaticShared = 1024;
 
 struct Params {
   SampleArgs args;
   int64_t first_row;
   int32_t cells;     // of a row
+  int32_t blocks;    // of a row's cluster
   float* edited;     // [rows of the launch, vocab]; null: no row is edited
   uint32_t* counts;  // [rows of the launch, vocab], zero between launches
   // verify: drafts and what became of them; null in sample.
@@ -123,30 +126,27 @@ struct DrawShared {
   int32_t found;
 };
 
-template <class T>
-struct DrawBlock : BlockShape<T, SmallPool, 4, 2, 3> {
-  using Base = BlockShape<T, SmallPool, 4, 2, 3>;
-  struct Finish {
-    typename SmallPool::Shared pool;
-    DrawShared draw;
-  };
-};
+// Many rows: a block each. Few rows: a cluster each, whose first block draws.
+template <class T, bool kInCluster>
+using DrawBlock = std::conditional_t<kInCluster, BlockShape<T, SmallPool, 16, 2, 1, true>,
+                                     BlockShape<T, SmallPool, 4, 2, 3>>;
 
-constexpr int kThreads = DrawBlock<float>::kThreads;
-constexpr int kWarps = DrawBlock<float>::kWarps;
+struct DrawFinish {
+  typename SmallPool::Shared pool;
+  DrawShared draw;
+};
 
 // The rings of both element types, then the pool and what draws.
-template <class T>
+template <class T, bool kInCluster>
 union DrawMemory {
-  typename DrawBlock<T>::Base::Shared stream;
-  typename DrawBlock<float>::Base::Shared edited_stream;
-  typename DrawBlock<T>::Finish finish;
+  typename DrawBlock<T, kInCluster>::Shared stream;
+  typename DrawBlock<float, kInCluster>::Shared edited_stream;
+  DrawFinish finish;
 };
 
-template <class T>
-__device__ inline DrawMemory<T>& Memory() {
+__device__ inline DrawFinish& Finish() {
   extern __shared__ __align__(128) uint4 dynamic[];
-  return *reinterpret_cast<DrawMemory<T>*>(dynamic);
+  return *reinterpret_cast<DrawFinish*>(dynamic);
 }
 
 __device__ inline uint64_t BlockSum(uint64_t v, DrawShared& s) {
@@ -156,8 +156,7 @@ __device__ inline uint64_t BlockSum(uint64_t v, DrawShared& s) {
   if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = v;
   __syncthreads();
   uint64_t sum = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += s.warp_sums[w];
+  for (int w = 0; w < blockDim.x / 32; ++w) sum += s.warp_sums[w];
   return sum;
 }
 
@@ -188,30 +187,51 @@ struct Weigher {
 
 // The row after edits: as sent where there are none.
 template <class T>
-struct Logits {
+class Logits {
+ public:
+  __device__ Logits(const T* as_sent, int count) : sent(as_sent), vocab(count) {}
+
   const T* sent;
-  const float* edited;  // null: none
+  const float* edited = nullptr;
   int vocab;
 
   __device__ float operator[](int i) const {
     return edited != nullptr ? edited[i] : ToFloat(sent[i]);
   }
 
-  // Calls visit(x, i) for the thread's share of elements [begin, end).
+  // Calls visit(x, i) for the thread's share of elements [begin, end); begin is a multiple of 8.
   template <class Visit>
   __device__ void Each(int begin, int end, int thread, int threads, Visit visit) const {
-    constexpr int kAtOnce = 8;
-    for (int base = begin + thread; base < end; base += kAtOnce * threads) {
-      float x[kAtOnce];
+    if (edited != nullptr) {
+      EachOf(edited, begin, end, thread, threads, visit);
+    } else {
+      EachOf(sent, begin, end, thread, threads, visit);
+    }
+  }
+
+ private:
+  template <class Element, class Visit>
+  __device__ static void EachOf(const Element* from, int begin, int end, int thread, int threads,
+                                Visit visit) {
+    constexpr int kAtOnce = 4;
+    constexpr int kEach = kVector<Element>;
+    const bool aligned = (reinterpret_cast<uintptr_t>(from) & 15) == 0;
+#pragma unroll 1
+    for (int base = begin + kEach * thread; base < end; base += kAtOnce * kEach * threads) {
+      uint4 vectors[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int i = base + j * threads;
-        x[j] = i < end ? (*this)[i] : 0.0f;
+        const int i = base + j * kEach * threads;
+        vectors[j] = i < end ? LoadVector(from + i, aligned, end - i) : uint4{};
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const int i = base + j * threads;
-        if (i < end) visit(x[j], i);
+        const uint32_t words[4] = {vectors[j].x, vectors[j].y, vectors[j].z, vectors[j].w};
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const int i = base + j * kEach * threads + e;
+          if (i < end) visit(WordElement<Element>(words, e), i);
+        }
       }
     }
   }
@@ -250,10 +270,10 @@ __device__ inline float MinPFloor(float max, float temperature, float min_p) {
 // The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
 // measure(x) adds up to `need` or more; kLowestKey where all of them have less. Called by all
 // threads.
-template <class T, class Measure>
+template <int kThreads, class T, class Measure>
 __device__ __noinline__ Key LastOfPrefix(const Logits<T>& row, Key low, Key high, uint64_t need,
                                          Measure measure) {
-  auto& memory = Memory<T>().finish;
+  DrawFinish& memory = Finish();
   DrawShared& s = memory.draw;
   auto& pool = memory.pool;
   const int thread = threadIdx.x;
@@ -363,11 +383,11 @@ __device__ inline uint64_t SumOfCell(const Logits<T>& row, int begin, int end, W
 template <class T, class Weigh>
 __device__ __noinline__ uint64_t SumByCells(const Logits<T>& row, uint64_t* cell_sums,
                                             Weigh weigh) {
-  DrawShared& s = Memory<T>().finish.draw;
+  DrawShared& s = Finish().draw;
   const int cells = (row.vocab + kCell - 1) / kCell;
   uint64_t total = 0;
   __syncthreads();
-  for (int c = threadIdx.x / 32; c < cells; c += kWarps) {
+  for (int c = threadIdx.x / 32; c < cells; c += blockDim.x / 32) {
     const uint64_t sum = SumOfCell(row, c * kCell, min(row.vocab, (c + 1) * kCell), weigh);
     if (threadIdx.x % 32 == 0) cell_sums[c] = sum;
     total += threadIdx.x % 32 == 0 ? sum : 0;
@@ -379,7 +399,7 @@ __device__ __noinline__ uint64_t SumByCells(const Logits<T>& row, uint64_t* cell
 template <class T, class Weigh>
 __device__ __noinline__ int TokenByCells(const Logits<T>& row, const uint64_t* cell_sums,
                                          uint64_t target, Weigh weigh) {
-  DrawShared& s = Memory<T>().finish.draw;
+  DrawShared& s = Finish().draw;
   const int cells = (row.vocab + kCell - 1) / kCell;
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -505,29 +525,50 @@ template <class T>
 __device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask,
                                    const Logits<T>& row, const Support& support,
                                    const DrawShared& s) {
-  for (int i = threadIdx.x; i < ask.top_logprobs; i += kThreads) {
+  for (int i = threadIdx.x; i < ask.top_logprobs; i += blockDim.x) {
     const int id = KeyIndex(s.sorted[i]);
     args.top_ids[ask.first_top_entry + i] = id;
     args.top_logprobs[ask.first_top_entry + i] = support.Logprob(KeyLogit(s.sorted[i]), id);
   }
-  for (int i = threadIdx.x; i < ask.extra_count; i += kThreads) {
+  for (int i = threadIdx.x; i < ask.extra_count; i += blockDim.x) {
     const int id = args.extra_ids[ask.first_extra + i];
     args.extra_logprobs[ask.first_extra_entry + i] = support.Logprob(row[id], id);
   }
 }
 
-// Leaves the first `count` <= kListed tokens of the row just read in s.sorted, in order. Called by
-// all threads after a barrier; passes one at its end.
-template <class T, class Element>
-__device__ inline void List(const Element* row, int vocab, int cells,
+// The part of a row that a block reads: all of it, or its share in a cluster.
+struct Part {
+  int block;
+  int blocks;
+  int begin;  // a cell's border
+  int end;
+
+  __device__ int cells() const { return (end - begin + kCell - 1) / kCell; }
+};
+
+// Leaves the first `count` <= kListed tokens of the row just read in s.sorted of the first block,
+// in order; by then, all that the cluster's blocks wrote there is there. Called by all threads
+// after a barrier; passes one at its end.
+template <class Block>
+__device__ inline void List(const typename Block::Element* row, const Part& part,
                             const typename SmallPool::Sketch* sketch, float lane_best, int count) {
-  using Block = typename DrawBlock<Element>::Base;
-  DrawShared& s = Memory<T>().finish.draw;
-  Floor floor;
-  floor.RaiseToLogit(BlockFloor<Block>(lane_best, cells, count));
-  Gather<Element, kThreads, SmallPool>(row, 0, vocab, sketch, floor, count);
-  const int n = Trim<kThreads, SmallPool>(count, SmallPool::kPool / 2);
+  constexpr int kThreads = Block::kThreads;
+  DrawShared& s = Finish().draw;
   auto& pool = Pool<SmallPool>();
+  Floor floor;
+  if constexpr (Block::kCluster) {
+    floor.RaiseToLogit(ClusterFloor<Block>(lane_best, part.block, part.blocks, count));
+  } else {
+    floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.cells(), count));
+  }
+  Gather<typename Block::Element, kThreads, SmallPool>(row + part.begin, part.begin,
+                                                       part.end - part.begin, sketch, floor, count);
+  if constexpr (Block::kCluster) {
+    SendToFirst<kThreads, SmallPool>(count, part.block);
+    if (part.block != 0) return;
+    OpenInbox<kThreads, SmallPool>(part.blocks);
+  }
+  const int n = Trim<kThreads, SmallPool>(count, SmallPool::kPool / 2);
   EmitByRank<kThreads>(pool.pool, n, pool.pool + SmallPool::kPool / 2, pool.select,
                        [&](int rank, Key key) {
                          if (rank < count) s.sorted[rank] = key;
@@ -536,6 +577,19 @@ __device__ inline void List(const Element* row, int vocab, int cells,
 }
 
 // ---- a row -------------------------------------------------------------------------------------
+
+// Of the row as sent, at temperature 1.
+__device__ inline Support RawSupport(Stats raw) {
+  Support support{kLowestKey, raw.max, 1.0, 0.0};
+  if (raw.max == -kInfinity) return support;
+  support.log_sum = log(static_cast<double>(raw.sum));
+  const Exponential exponential(raw.max, kLog2E);
+  if (exponential.plain) {  // relative to 2^-shift, which is not quite the maximum
+    support.log_sum -=
+        (static_cast<double>(raw.max) * kLog2E + exponential.shift) * 0.6931471805599453;
+  }
+  return support;
+}
 
 // What the filters leave, found among the listed tokens. count = 0: not all of it is there.
 struct Short {
@@ -582,89 +636,66 @@ __device__ inline Short ShortSupport(const SampleRow& ask, int listed, int kept,
   return result;
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 3) SampleRowKernel(const __grid_constant__ Params p) {
+template <class T, bool kInCluster>
+__global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
+                                  DrawBlock<T, kInCluster>::kResident)
+    SampleRowKernel(const __grid_constant__ Params p) {
+  using Block = DrawBlock<T, kInCluster>;
+  using EditedBlock = DrawBlock<float, kInCluster>;
+  constexpr int kThreads = Block::kThreads;
+  extern __shared__ __align__(128) uint4 dynamic[];
+  auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster>*>(dynamic);
+  if constexpr (kInCluster) ClusterArrive();
   const SampleArgs& args = p.args;
-  const int64_t r = p.first_row + blockIdx.x;
+  const int place = static_cast<int>(blockIdx.x) / p.blocks;  // of the row, in the launch
+  const int64_t r = p.first_row + place;
   const SampleRow& ask = args.rows[r];
   const int vocab = static_cast<int>(args.logits.cols);
   const int lane = threadIdx.x % 32;
-  auto& memory = Memory<T>();
+  Part part;
+  part.block = static_cast<int>(blockIdx.x) - place * p.blocks;
+  part.blocks = p.blocks;
+  part.begin = p.cells * part.block / p.blocks * kCell;
+  part.end = min(p.cells * (part.block + 1) / p.blocks * kCell, vocab);
   DrawShared& s = memory.finish.draw;
   Stats* raw_cells = reinterpret_cast<Stats*>(&memory + 1);  // [cells]
   Stats* cells = raw_cells + p.cells + p.cells % 2;          // [cells], at the row's temperature
   auto* sketch = reinterpret_cast<SmallPool::Sketch*>(cells + p.cells + p.cells % 2);
   const T* sent = static_cast<const T*>(args.logits.data) + r * args.logits.row_stride;
+  const auto in_first = [](Stats* here) { return kInCluster ? InBlock(here, 0) : here; };
 
-  RowStream<typename DrawBlock<T>::Base> stream(memory.stream, sent, 0, vocab);
+  RowStream<Block> stream(memory.stream, sent, part.begin, part.end);
+  if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.active == 0) return stream.Abandon();
   const bool edited = IsEdited(ask);
   const bool greedy = ask.temperature == 0;
   const bool filtered = IsFiltered(ask, vocab);
+  const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
   // Sums at the row's temperature: lists have sums of their own.
   const bool sums_needed = !TopKIsOn(ask, vocab) && ask.min_p == 0 && !greedy;
   const float c = kLog2E / (sums_needed ? fmaxf(ask.temperature, 0x1p-118f) : 1.0f);
   const bool twice = !edited && sums_needed && ask.temperature != 1;
-  float lane_best =
-      stream.template Run<true>(kLog2E, raw_cells, sketch, c, twice ? cells : nullptr);
+  float lane_best = stream.template Run<true>(kLog2E, in_first(raw_cells), sketch, c,
+                                              twice ? in_first(cells) : nullptr);
   __syncthreads();  // from here on the rings' memory is the pool's
 
-  const Stats raw = MergeCells(p.cells, kLog2E, lane, [&](int i) { return raw_cells[i]; });
-  const Exponential raw_exponential(raw.max, kLog2E);
-  const bool nan = isnan(raw.sum);
-  if (threadIdx.x < 32) {
-    RowStatus status{RowCode::kOk, -1};
-    float logsumexp = raw.max == -kInfinity ? -kInfinity : raw_exponential.LogSum(raw.sum, 1.0f);
-    if (nan) {
-      int cell = 0;
-      while (cell + 1 < p.cells && !isnan(raw_cells[cell].sum)) ++cell;
-      status = {RowCode::kNanLogit, FindNan(sent, cell * kCell, vocab, lane)};
-      logsumexp = __int_as_float(0x7fffffff);
-    }
-    if (lane == 0) {
-      args.logsumexp[r] = logsumexp;
-      args.status[r] = status;
-    }
-  }
-  if (nan) {
-    __syncthreads();
-    return Refuse(args, r, ask, args.status[r], threadIdx.x, kThreads);
-  }
-  const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
-  // Relative to the sum of what exponentials the row's statistics have: its maximum.
-  Support raw_support{kLowestKey, raw.max, 1.0, 0.0};
-  if (raw.max == kInfinity) {
-    raw_support.log_sum = log(static_cast<double>(raw.sum));
-  } else if (raw.max > -kInfinity) {
-    raw_support.log_sum = log(static_cast<double>(raw.sum)) -
-                          (raw_exponential.plain ? (static_cast<double>(raw_exponential.shift) +
-                                                    static_cast<double>(raw.max) * kLog2E) *
-                                                       0.6931471805599453
-                                                 : 0.0);
-  }
-
-  Logits<T> row{sent, nullptr, vocab};
-  float peak = raw.max;
-  const Stats* sums = twice ? cells : raw_cells;
-  const Logits<T> raw_row = row;
+  const Logits<T> raw_row(sent, vocab);
+  Logits<T> row = raw_row;
   if (edited) {
-    if (is_raw && raw.max > -kInfinity) {
-      if (ask.top_logprobs > 0) {
-        List<T>(sent, vocab, p.cells, sketch, lane_best, ask.top_logprobs);
+    if (is_raw) {
+      // The row as sent is reported before its sketch makes way.
+      List<Block>(sent, part, sketch, lane_best, max(1, ask.top_logprobs));
+      if (part.block == 0) {
+        const Stats raw = MergeCells(p.cells, kLog2E, lane, [&](int i) { return raw_cells[i]; });
+        ReportLists(args, ask, raw_row, RawSupport(raw), s);
       }
-      ReportLists(args, ask, raw_row, raw_support, s);
       __syncthreads();
     }
-    row.edited = p.edited + static_cast<int64_t>(blockIdx.x) * vocab;
-    RowStream<typename DrawBlock<float>::Base> again(memory.edited_stream, row.edited, 0, vocab);
-    lane_best = again.Run(c, cells, sketch);
+    row.edited = p.edited + static_cast<int64_t>(place) * vocab;
+    RowStream<EditedBlock> again(memory.edited_stream, row.edited, part.begin, part.end);
+    lane_best = again.Run(c, in_first(cells), sketch);
     __syncthreads();
-    peak = MergeCells(p.cells, c, lane, [&](int i) { return cells[i]; }).max;
-    sums = cells;
   }
-  if (peak == -kInfinity)
-    return Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, kThreads);
-
   // The first tokens, sorted: for the report, and where the filters leave no more.
   const bool lists_are_sorted = !is_raw || !edited;  // the mode's logits are those just read
   int listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
@@ -674,11 +705,37 @@ __global__ void __launch_bounds__(kThreads, 3) SampleRowKernel(const __grid_cons
     listed = kListed;
   }
   listed = min(listed, vocab);
-  if (row.edited != nullptr) {
-    List<T>(row.edited, vocab, p.cells, sketch, lane_best, listed);
+  if (edited) {
+    List<EditedBlock>(row.edited, part, sketch, lane_best, listed);
   } else {
-    List<T>(sent, vocab, p.cells, sketch, lane_best, listed);
+    List<Block>(sent, part, sketch, lane_best, listed);
   }
+  if (part.block != 0) return;
+
+  const Stats raw = MergeCells(p.cells, kLog2E, lane, [&](int i) { return raw_cells[i]; });
+  const Support raw_support = RawSupport(raw);
+  if (isnan(raw.sum)) {
+    __shared__ int position;
+    if (threadIdx.x < 32) {
+      int cell = 0;
+      while (cell + 1 < p.cells && !isnan(raw_cells[cell].sum)) ++cell;
+      const int found = FindNan(sent, cell * kCell, vocab, lane);
+      if (lane == 0) position = found;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) args.logsumexp[r] = __int_as_float(0x7fffffff);
+    return Refuse(args, r, ask, {RowCode::kNanLogit, position}, threadIdx.x, kThreads);
+  }
+  if (threadIdx.x == 0) {
+    args.logsumexp[r] =
+        raw.max == -kInfinity ? -kInfinity : Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);
+    args.status[r] = {RowCode::kOk, -1};
+  }
+  const Stats* sums = twice || edited ? cells : raw_cells;
+  const float peak =
+      edited ? MergeCells(p.cells, c, lane, [&](int i) { return cells[i]; }).max : raw.max;
+  if (peak == -kInfinity)
+    return Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, kThreads);
 
   const Weigher weigh(peak, ask.temperature);
   const uint64_t bits = UniformBits(ask.seed, ask.position);
@@ -748,8 +805,8 @@ __global__ void __launch_bounds__(kThreads, 3) SampleRowKernel(const __grid_cons
       const Key high = MakeKey(peak, 0);
       Key last = low;
       if (TopKIsOn(ask, vocab)) {
-        last = max(last, LastOfPrefix(row, low, high, static_cast<uint64_t>(ask.top_k),
-                                      [](float) { return uint64_t{1}; }));
+        last = max(last, LastOfPrefix<kThreads>(row, low, high, static_cast<uint64_t>(ask.top_k),
+                                                [](float) { return uint64_t{1}; }));
       }
       if (ask.top_p < 1) {
         const Key floor = last;
@@ -757,7 +814,8 @@ __global__ void __launch_bounds__(kThreads, 3) SampleRowKernel(const __grid_cons
             whole_by_cells ? whole_of_cells : SumByCells(row, cell_sums, [=](float x, int i) {
               return MakeKey(x, i) >= floor ? weigh(x) : uint64_t{0};
             });
-        last = max(last, LastOfPrefix(row, floor, high, MassNeeded(ask.top_p, whole), weigh));
+        last = max(last,
+                   LastOfPrefix<kThreads>(row, floor, high, MassNeeded(ask.top_p, whole), weigh));
       }
       support.last = last;
       const auto weigh_support = [=](float x, int i) {
@@ -857,16 +915,42 @@ __global__ void JudgeKernel(const __grid_constant__ Params p, const VerifySequen
 
 // ---- launch ------------------------------------------------------------------------------------
 
+template <class T, bool kInCluster>
+int SharedBytes(const Params& p) {
+  const int part_cells = (p.cells + p.blocks - 1) / p.blocks;
+  return static_cast<int>(sizeof(DrawMemory<T, kInCluster>) +
+                          2 * (p.cells + p.cells % 2) * sizeof(Stats) +
+                          part_cells * 32 * sizeof(SmallPool::Sketch));
+}
+
+template <class T, bool kInCluster>
+cudaError_t LaunchPass(const Params& p, unsigned rows, const Scratch& scratch,
+                       cudaStream_t stream) {
+  const auto kernel = &SampleRowKernel<T, kInCluster>;
+  const int shared = SharedBytes<T, kInCluster>(p);
+  // The most any launch may ask for, as for softmax_topk; less what the kernel has statically.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           scratch.block_shared_bytes - kStaticShared);
+  if (error != cudaSuccess) return error;
+  if (shared > scratch.block_shared_bytes - kStaticShared) return cudaErrorNotSupported;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(rows * p.blocks);
+  config.blockDim = dim3(DrawBlock<T, kInCluster>::kThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(p.blocks), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = kInCluster ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
 template <class T>
 cudaError_t LaunchRows(Params p, const Scratch& scratch, Carver carver, cudaStream_t stream) {
   const int64_t vocab = p.args.logits.cols;
-  const int shared =
-      static_cast<int>(sizeof(DrawMemory<T>) + 2 * (p.cells + p.cells % 2) * sizeof(Stats) +
-                       p.cells * 32 * sizeof(SmallPool::Sketch));
-  if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
-  cudaError_t error = cudaFuncSetAttribute(
-      &SampleRowKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, scratch.block_shared_bytes);
-  if (error != cudaSuccess) return error;
+  cudaError_t error = cudaSuccess;
   const int64_t rows = p.args.logits.rows;
   // Edited rows lie in scratch: as many rows a pass as it has room for.
   int64_t pass = rows;
@@ -889,8 +973,16 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, Carver carver, cudaStre
       CopyMaskedKernel<T><<<dim3(parts, count), kEditThreads, 0, stream>>>(p);
       EditKernel<<<count, kEditThreads, 0, stream>>>(p);
     }
-    SampleRowKernel<T><<<count, kThreads, shared, stream>>>(p);
-    error = cudaGetLastError();
+    const bool few = scratch.clusters && rows <= kFewRows;
+    if (few) {
+      const int32_t worth = (p.cells + DrawBlock<T, true>::kWarps - 1) / DrawBlock<T, true>::kWarps;
+      p.blocks = static_cast<int32_t>(std::clamp<int64_t>(scratch.multiprocessors / rows, 1,
+                                                          std::min(worth, kMaxClusterBlocks)));
+      error = LaunchPass<T, true>(p, count, scratch, stream);
+    } else {
+      p.blocks = 1;
+      error = LaunchPass<T, false>(p, count, scratch, stream);
+    }
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -386,13 +386,11 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
       Floor floor;
       floor.RaiseToLogit(ClusterFloor<Block>(lane_best, split, p.splits, ask.k));
       Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
-      const int n = Trim<kThreads, Shape>(ask.k, Shape::Shared::kInbox);
-      Key* inbox = InBlock(s.inbox[split], 0);
-      for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
-      if (threadIdx.x == 0) *InBlock(&s.inbox_counts[split], 0) = n;
+      SendToFirst<kThreads, Shape>(ask.k, split);
+    } else {
+      ClusterArrive();
+      ClusterWait();
     }
-    ClusterArrive();
-    ClusterWait();
     if (split != 0) return;
     if (select) OpenInbox<kThreads, Shape>(p.splits);
   } else {
