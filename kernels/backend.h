@@ -11,7 +11,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
+#include "kernels/verify.h"
 
 namespace logitd {
 
@@ -51,6 +53,8 @@ class Stream {
 
   // One method per op.
   virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) = 0;
+  virtual absl::Status Sample(const SampleArgs& args) = 0;
+  virtual absl::Status Verify(const VerifyArgs& args) = 0;
 
   // Blocks until all that was enqueued is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;

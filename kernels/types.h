@@ -42,7 +42,8 @@ inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 enum class RowCode : int32_t {
   kOk = 0,
   kNanLogit = 1,      // a logit is NaN; the row's other outputs are unspecified
-  kEmptySupport = 2,  // every logit is -inf: there is no distribution
+  kEmptySupport = 2,  // every logit is -inf, as sent or after masks: there is no distribution
+  kNotReached = 3,    // verify: an earlier draft of the sequence was refused; nothing was drawn
 };
 
 struct RowStatus {

@@ -133,6 +133,52 @@ class CpuDevice final : public Device {
     return Median(us);
   }
 
+  absl::StatusOr<double> TimeSample(const SampleCase& c) override {
+    Fill(c.dtype);
+    const size_t top_entries = static_cast<size_t>(c.rows) * c.row.top_logprobs;
+    const int64_t words = MaskWords(c.vocab);
+    std::mt19937_64 random(1);
+    std::vector<SampleRow> rows(c.rows, c.row);
+    std::vector<int32_t> history(c.rows * c.lists.history);
+    for (int32_t& id : history) id = static_cast<int32_t>(random() % c.vocab);
+    std::vector<uint32_t> mask_words(c.lists.mask ? c.rows * words : 0);
+    for (uint32_t& word : mask_words) word = static_cast<uint32_t>(random());
+    for (int64_t i = 0; i < c.rows; ++i) {
+      rows[i].seed = i;
+      rows[i].first_history = i * c.lists.history;
+      rows[i].history_count = c.lists.history;
+      rows[i].first_mask_word = c.lists.mask ? i * words : -1;
+      rows[i].first_top_entry = i * c.row.top_logprobs;
+    }
+    std::vector<int32_t> tokens(c.rows), ranks(c.rows), top_ids(top_entries);
+    std::vector<float> logprobs(c.rows), logsumexp(c.rows), top_logprobs(top_entries);
+    std::vector<RowStatus> status(c.rows);
+    SampleArgs args{
+        .logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.vocab},
+        .rows = rows.data(),
+        .history = history.data(),
+        .mask_words = mask_words.data(),
+        .tokens = tokens.data(),
+        .logprobs = logprobs.data(),
+        .ranks = ranks.data(),
+        .logsumexp = logsumexp.data(),
+        .top_ids = top_ids.data(),
+        .top_logprobs = top_logprobs.data(),
+        .status = status.data()};
+    const size_t bytes = static_cast<size_t>(c.rows) * c.vocab * SizeOf(c.dtype);
+    const size_t parts = std::max<size_t>(1, kBufferBytes / bytes);
+    std::vector<double> us;
+    for (int run = 0; run < kRuns + 2; ++run) {
+      args.logits.data = slab_.host + run % parts * bytes;
+      for (SampleRow& row : rows) ++row.position;
+      const auto begin = std::chrono::steady_clock::now();
+      LOGITD_RETURN_IF_ERROR(stream_->Sample(args));
+      if (auto times = stream_->Wait(); !times.ok()) return times.status();
+      if (run >= 2) us.push_back(MicrosecondsSince(begin));
+    }
+    return Median(us);
+  }
+
  private:
   void Fill(DType dtype) {
     if (filled_ && filled_dtype_ == dtype) return;

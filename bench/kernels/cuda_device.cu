@@ -6,6 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <random>
+#include <type_traits>
 #include <vector>
 
 #include "absl/strings/str_format.h"
@@ -71,6 +73,23 @@ __global__ void CopyAll(const uint4* in, uint4* out, size_t n) {
   }
   for (; i < n; i += step) __stcs(out + i, __ldcs(in + i));
 }
+
+// Device memory that is handed out in pieces, each aligned for any use here.
+class DeviceBlock {
+ public:
+  ~DeviceBlock() { cudaFree(data_); }
+  cudaError_t Allocate(size_t bytes) { return cudaMalloc(&data_, bytes); }
+  template <class U>
+  U* Take(size_t count) {
+    U* piece = reinterpret_cast<U*>(data_ + at_);
+    at_ += (count * sizeof(U) + 255) / 256 * 256;
+    return piece;
+  }
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t at_ = 0;
+};
 
 class CudaDevice final : public Device {
  public:
@@ -152,6 +171,59 @@ class CudaDevice final : public Device {
     });
     next_part_ += launches;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaFree(out)));
+    return us;
+  }
+
+  absl::StatusOr<double> TimeSample(const SampleCase& c) override {
+    LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
+    const size_t rows = static_cast<size_t>(c.rows);
+    const size_t words = c.lists.mask ? rows * MaskWords(c.vocab) : 0;
+    const size_t history_count = rows * c.lists.history;
+    const size_t top_entries = rows * c.row.top_logprobs;
+    std::mt19937_64 random(1);
+    std::vector<int32_t> history(history_count);
+    for (int32_t& id : history) id = static_cast<int32_t>(random() % c.vocab);
+    std::vector<uint32_t> mask(words);
+    for (uint32_t& word : mask) word = static_cast<uint32_t>(random());
+    std::vector<SampleRow> params(rows, c.row);
+    for (size_t i = 0; i < rows; ++i) {
+      params[i].seed = i;
+      params[i].first_history = static_cast<int64_t>(i) * c.lists.history;
+      params[i].history_count = c.lists.history;
+      params[i].first_mask_word = c.lists.mask ? static_cast<int64_t>(i) * MaskWords(c.vocab) : -1;
+      params[i].first_top_entry = static_cast<int64_t>(i) * c.row.top_logprobs;
+    }
+    DeviceBlock block;
+    const auto copy_in = [&](const auto& values) {
+      using Value = typename std::decay_t<decltype(values)>::value_type;
+      Value* to = block.Take<Value>(values.size());
+      if (to != nullptr && !values.empty())
+        cudaMemcpy(to, values.data(), values.size() * sizeof(Value), cudaMemcpyHostToDevice);
+      return to;
+    };
+    LOGITD_RETURN_IF_ERROR(ToStatus(block.Allocate(rows * (sizeof(SampleRow) + 64) + words * 4 +
+                                                   history_count * 4 + top_entries * 8 + 8192)));
+    SampleArgs args;
+    args.logits = {.dtype = c.dtype, .rows = c.rows, .cols = c.vocab, .row_stride = c.vocab};
+    args.rows = copy_in(params);
+    args.history = copy_in(history);
+    args.mask_words = copy_in(mask);
+    args.edited = c.lists.mask || c.lists.history > 0;
+    args.tokens = block.Take<int32_t>(rows);
+    args.logprobs = block.Take<float>(rows);
+    args.ranks = block.Take<int32_t>(rows);
+    args.logsumexp = block.Take<float>(rows);
+    args.status = block.Take<RowStatus>(rows);
+    args.top_ids = block.Take<int32_t>(top_entries);
+    args.top_logprobs = block.Take<float>(top_entries);
+    const size_t bytes = rows * c.vocab * SizeOf(c.dtype);
+    const int parts = static_cast<int>(std::max<size_t>(1, kBufferBytes / bytes));
+    const int launches = std::clamp<int>(static_cast<int>(kWarmReadBytes / bytes), 2, 200);
+    auto us = Time(launches, [&](int i) {
+      args.logits.data = buffer_ + static_cast<size_t>(next_part_ + i) % parts * bytes;
+      return cuda::Sample(args, scratch_, stream_);
+    });
+    next_part_ += launches;
     return us;
   }
 

@@ -80,6 +80,48 @@ const Entry kCpu[] = {
     {"short rows", Packed(32768, 1000, DType::kF32, 10), {}},
 };
 
+struct SampleEntry {
+  const char* name;  // why it is there
+  SampleCase shape;
+};
+
+constexpr SampleRow Asking(float temperature, int32_t top_k, float top_p, int32_t top_logprobs) {
+  return {.active = 1,
+          .temperature = temperature,
+          .top_k = top_k,
+          .top_p = top_p,
+          .repetition = 1.1f,  // of what history there is
+          .top_logprobs = top_logprobs};
+}
+
+// What frontends send, alone and together.
+constexpr SampleEntry kSample[] = {
+    {"top-k 50, top-p 0.9", {64, 131072, DType::kF32, Asking(1, 50, 0.9f, 0), {}}},
+    {"top-k 50, top-p 0.9, bf16", {64, 131072, DType::kBF16, Asking(1, 50, 0.9f, 0), {}}},
+    {"with temperature, 20 top log-probs",
+     {64, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {}}},
+    {"with history 4096, mask",
+     {64, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {.history = 4096, .mask = true}}},
+    {"greedy", {64, 131072, DType::kF32, Asking(0, 0, 1, 0), {}}},
+    {"unfiltered", {64, 131072, DType::kF32, Asking(1, 0, 1, 0), {}}},
+    {"unfiltered, temperature 0.8", {64, 131072, DType::kF32, Asking(0.8f, 0, 1, 0), {}}},
+    {"top-p 0.9 alone, flat row", {64, 131072, DType::kF32, Asking(1, 0, 0.9f, 0), {}}},
+    {"top-k 50, top-p 0.9, one row", {1, 131072, DType::kF32, Asking(1, 50, 0.9f, 0), {}}},
+    {"with temperature, 20 top log-probs",
+     {1, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {}}},
+    {"with temperature, 20 top log-probs",
+     {512, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {}}},
+    {"with history 4096, mask",
+     {512, 131072, DType::kF32, Asking(0.8f, 64, 0.9f, 20), {.history = 4096, .mask = true}}},
+    {"unfiltered", {512, 131072, DType::kF32, Asking(1, 0, 1, 0), {}}},
+    {"top-p 0.9 alone, flat row", {512, 131072, DType::kF32, Asking(1, 0, 0.9f, 0), {}}},
+};
+
+std::string Shape(const SampleEntry& entry) {
+  return absl::StrFormat("%dx%d %s %s", entry.shape.rows, entry.shape.vocab,
+                         Name(entry.shape.dtype), entry.name);
+}
+
 std::string Shape(const TopKCase& c) {
   return absl::StrFormat("%dx%d %s K=%d%s", c.rows, c.vocab, Name(c.dtype), c.k,
                          c.row_stride == c.vocab ? "" : " padded");
@@ -158,6 +200,29 @@ int Main(int argc, char** argv) {
                               {"goal_share", entry.h200.goal_share},
                               {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
                               {"peer_us_h200", entry.h200.peer_us}});
+  }
+  absl::PrintF("\n%-60s %10s %10s %9s %7s\n", "sample", "us", "floor us", "GB/s", "share");
+  for (const SampleEntry& entry : kSample) {
+    const SampleCase& c = entry.shape;
+    if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
+    const auto us = (*device)->TimeSample(c);
+    if (!us.ok()) {
+      absl::PrintF("%-60s %s\n", Shape(entry), us.status().ToString());
+      ++failed;
+      continue;
+    }
+    const double bytes = static_cast<double>(c.rows) * c.vocab * SizeOf(c.dtype);
+    const double floor_us = bytes / *read * 1e6;
+    absl::PrintF("%-60s %10.2f %10.2f %9.1f %6.1f%%\n", Shape(entry), *us, floor_us,
+                 bytes / *us / 1e3, 100 * floor_us / *us);
+    out["entries"].push_back({{"op", "sample"},
+                              {"why", entry.name},
+                              {"rows", c.rows},
+                              {"vocab", c.vocab},
+                              {"dtype", std::string(Name(c.dtype))},
+                              {"us", *us},
+                              {"floor_us", floor_us},
+                              {"share_of_floor", floor_us / *us}});
   }
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
   return failed == 0 ? 0 : 1;

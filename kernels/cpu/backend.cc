@@ -11,8 +11,10 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "kernels/cpu/sample.h"
 #include "kernels/cpu/softmax_topk.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/cpu/verify.h"
 
 namespace logitd {
 namespace {
@@ -27,16 +29,27 @@ class CpuStream : public Stream {
   absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
-    const auto start = std::chrono::steady_clock::now();
-    cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_);
-    const auto spent = std::chrono::steady_clock::now() - start;
-    times_.kernel_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
-    return absl::OkStatus();
+    return Timed([&] { cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_); });
+  }
+  absl::Status Sample(const SampleArgs& args) override {
+    return Timed([&] { cpu::Sample(args, *pool_); });
+  }
+  absl::Status Verify(const VerifyArgs& args) override {
+    return Timed([&] { cpu::Verify(args, *pool_); });
   }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
  private:
+  template <typename Op>
+  absl::Status Timed(const Op& op) {
+    const auto start = std::chrono::steady_clock::now();
+    op();
+    const auto spent = std::chrono::steady_clock::now() - start;
+    times_.kernel_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
+    return absl::OkStatus();
+  }
+
   cpu::ThreadPool* pool_;
   cpu::SketchScratch softmax_topk_scratch_;
   StreamTimes times_;

@@ -1,18 +1,10 @@
 // softmax_topk on the CPU: one streaming read of a row leaves a sketch; the answer is picked there.
 //
-//   sketch: a row is cut into cells of 1024 elements. Per cell, while it is in L1: the maximum, the
-//           maxima of groups of 8 and of 1024 / lanes elements, then the sum of exp against the
-//           cell's own maximum.
-//   fold:   the cells' sums are brought to the row's maximum and added in cell order: logsumexp.
-//   bound:  the k-th largest group maximum is a lower bound of the k-th largest logit, as each
-//           group holds one that large. Found by bisection over the maxima. No row is adversarial:
-//           fewer than k groups lie above an exact bound, whatever the order of the values.
-//   pick:   groups that reach the bound are looked at again; their logits above it, and the first k
-//           equal to it, become 64-bit keys (order of the value, then of the index), and are
-//           sorted.
+//   sketch: maxima, and sums of exp against them, cell by cell of 1024 elements (sketch.h).
+//   fold:   the cells' sums give logsumexp.
+//   pick:   what reaches a lower bound of the k-th largest logit (sketch-inl.h) is sorted.
 //
-// Cells are counted from the row's start and every step has one fixed order, so a row's bits do not
-// depend on who computed which cell: many rows go a row to a thread, few rows are split by cells.
+// Many rows go a row to a thread, few rows are split by cells; the bits are the same.
 //
 // Cost at 64 x 131072 f32, k = 64: reads 33.6 MB once, which is the floor. The second look takes
 // about 70 blocks of 128 elements a row, out of L2.
@@ -32,94 +24,19 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <type_traits>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/softmax_topk.cc"
-#include "hwy/cache_control.h"
 #include "hwy/contrib/sort/vqsort.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+#include "kernels/cpu/sketch-inl.h"
 
 #ifndef LOGITD_KERNELS_CPU_SOFTMAX_TOPK_ONCE_
 #define LOGITD_KERNELS_CPU_SOFTMAX_TOPK_ONCE_
 
 namespace logitd::cpu {
-
-constexpr int64_t kFineGroup = 8;  // elements under one fine maximum
-constexpr int64_t kFinePerCell = kCellElements / kFineGroup;
-constexpr int64_t kMaxLanes = 16;  // also the most coarse maxima a cell has
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-// exp((x - max) / temperature) as 2^(slope * (x * kShrink - max * kShrink)).
-// Shrinking first keeps the difference of any two floats finite, at no cost: it is a fused
-// multiply-subtract.
-constexpr float kShrink = 1.0f / 256;
-struct Exponent {
-  float slope;      // 256 log2(e) / temperature, high part
-  float slope_low;  // what rounding took from it; used where single probabilities are returned
-  // Of shrunk differences. In a sum, less than 2^-120 counts as that: no subnormal is ever
-  // computed, which would cost a hundred times the instruction. A single probability is 0 below
-  // 2^-126.
-  float floor;
-  float nothing;
-};
-
-// Temperatures below 2^-118 act as 2^-118: slope stays finite, and only logits that differ by less
-// than 1e-33 could tell.
-inline Exponent MakeExponent(float temperature) {
-  const double slope = 256 * 1.4426950408889634 / std::max(double{temperature}, 0x1p-118);
-  Exponent e;
-  e.slope = static_cast<float>(slope);
-  e.slope_low = static_cast<float>(slope - e.slope);
-  e.floor = static_cast<float>(-120 / slope);
-  e.nothing = static_cast<float>(-126 / slope);
-  return e;
-}
-
-// Signed integers in the order of the floats; its own inverse. -0 comes right below +0.
-inline int32_t OrderedBits(int32_t bits) { return bits >= 0 ? bits : bits ^ 0x7fffffff; }
-
-inline int32_t BitsOf(float x) {
-  int32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-inline float FloatOf(int32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-// Larger keys come first in the answer: larger logits, then lower indices. -0 becomes +0.
-inline uint64_t MakeKey(float x, int64_t index) {
-  const uint32_t order = static_cast<uint32_t>(OrderedBits(BitsOf(x + 0.0f))) ^ 0x80000000u;
-  return uint64_t{order} << 32 | (0xffffffffu - static_cast<uint32_t>(index));
-}
-inline float KeyLogit(uint64_t key) {
-  return FloatOf(OrderedBits(static_cast<int32_t>(static_cast<uint32_t>(key >> 32) ^ 0x80000000u)));
-}
-inline int32_t KeyIndex(uint64_t key) {
-  return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(key));
-}
-
-inline int64_t CellCount(int64_t vocab) { return (vocab + kCellElements - 1) / kCellElements; }
-
-// How far ahead memory is asked for. The hardware does not look across pages; half a page won among
-// 0.5 to 8 KiB. A prefetch behind the row's end is harmless.
-constexpr int64_t kAheadBytes = 2048;
-
-// One row of the op.
-struct Row {
-  const void* logits;
-  DType dtype;
-  int64_t vocab;
-  SoftmaxTopKRow ask;
-  RowSketch sketch;
-};
 
 // Scratch of one thread.
 struct ThreadScratch {
@@ -143,403 +60,20 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-using DF = hn::CappedTag<float, kMaxLanes>;
-using DI = hn::RebindToSigned<DF>;
-using VF = hn::Vec<DF>;
-
-// Whether PromoteTo reads f16 by an instruction. Highway 1.0's substitute for it takes infinities
-// and NaN for finite.
-constexpr bool kHardwareF16 = HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2;
-
-template <typename T>
-HWY_INLINE VF LoadF32(DF d, const T* from) {
-  if constexpr (std::is_same_v<T, float>) {
-    return hn::LoadU(d, from);
-  } else if constexpr (std::is_same_v<T, hwy::float16_t> && !kHardwareF16) {
-    const hn::RebindToUnsigned<DF> du;
-    const auto half = hn::PromoteTo(
-        du, hn::LoadU(hn::Rebind<uint16_t, DF>(), reinterpret_cast<const uint16_t*>(from)));
-    const auto size = hn::And(half, hn::Set(du, 0x7fff));
-    const auto sign = hn::ShiftLeft<16>(hn::Sub(half, size));
-    // As the bits of a float, the size is 2^-112 of what it means, subnormals included.
-    const VF value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(size)), hn::Set(d, 0x1p112f));
-    // All ones in f16's exponent stand for all ones in f32's.
-    const VF special = hn::IfThenElseZero(hn::Ge(value, hn::Set(d, 65536.0f)), hn::Set(d, kInf));
-    return hn::Or(hn::Or(value, special), hn::BitCast(d, sign));
-  } else {
-    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, DF>(), from));
-  }
-}
-
-template <typename T>
-T MinusInf() {
-  const uint32_t bits = std::is_same_v<T, float>            ? 0xff800000u
-                        : std::is_same_v<T, hwy::float16_t> ? 0xfc00u
-                                                            : 0xff80u;
-  T value;
-  std::memcpy(&value, &bits, sizeof(value));  // the low bytes: little-endian
-  return value;
-}
-
-// The elements of cell `c`: in place, or for the row's last few in `padded`, filled up with -inf.
-template <typename T>
-HWY_INLINE const T* CellAt(const T* logits, int64_t vocab, int64_t c, T* padded) {
-  const int64_t begin = c * kCellElements;
-  const int64_t count = vocab - begin;
-  if (count >= kCellElements) return logits + begin;
-  std::memcpy(padded, logits + begin, count * sizeof(T));
-  std::fill(padded + count, padded + kCellElements, MinusInf<T>());
-  return padded;
-}
-
-// 2^f for |f| <= 1/2, relative error 1e-7; exactly 1 at 0. Minimax for the relative error, by
-// Lawson iteration.
-HWY_INLINE VF Exp2Poly(DF d, VF f) {
-  VF p = hn::Set(d, 0.00132647273f);
-  p = hn::MulAdd(p, f, hn::Set(d, 0.00967151299f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.0555073358f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.240222424f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.693147004f));
-  return hn::MulAdd(p, f, hn::Set(d, 1.0f));
-}
-
-// Adding this to n leaves n + 127 in the low bits: an exponent field after a shift.
-constexpr float kRound = 12582912.0f + 127.0f;
-
-HWY_INLINE VF PowerOf2(DF d, VF rounded) {
-  const DI di;
-  return hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(di, rounded)));
-}
-
-// sum + 2^(slope * shrunk), shrunk in [floor, 0].
-HWY_INLINE VF AddExp(DF d, VF shrunk, VF slope, VF floor, VF sum) {
-  const VF round = hn::Set(d, kRound);
-  const VF y = hn::Max(shrunk, floor);
-  const VF t = hn::MulAdd(y, slope, round);
-  const VF f = hn::MulSub(y, slope, hn::Sub(t, round));
-  return hn::MulAdd(Exp2Poly(d, f), PowerOf2(d, t), sum);
-}
-
-// The same power for single results: also carries what rounding takes from the difference and from
-// the slope, which y = -80 would otherwise multiply. 0 below the floor.
-HWY_INLINE VF PreciseExp(DF d, VF x, VF max, const Exponent& e) {
-  const VF round = hn::Set(d, kRound);
-  const VF slope = hn::Set(d, e.slope);
-  const VF a = hn::Mul(x, hn::Set(d, kShrink));
-  const VF b = hn::Mul(max, hn::Set(d, kShrink));
-  const VF y = hn::Sub(a, b);
-  const auto keep = hn::Ge(y, hn::Set(d, e.nothing));
-  const VF back = hn::Sub(y, a);
-  const VF lost = hn::Sub(hn::Sub(a, hn::Sub(y, back)), hn::Add(b, back));
-  const VF t = hn::MulAdd(y, slope, round);
-  VF f = hn::MulSub(y, slope, hn::Sub(t, round));
-  f = hn::Add(f, hn::MulAdd(lost, slope, hn::Mul(y, hn::Set(d, e.slope_low))));
-  return hn::IfThenElseZero(keep, hn::Mul(Exp2Poly(d, f), PowerOf2(d, t)));
-}
-
-template <typename T>
-HWY_NOINLINE bool HasNan(const T* cell) {
-  const DF d;
-  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
-    if (!hn::AllFalse(d, hn::IsNaN(LoadF32(d, cell + i)))) return true;
-  }
-  return false;
-}
-
-template <typename T>
-HWY_NOINLINE float CountPlusInf(const T* cell) {
-  const DF d;
-  size_t count = 0;
-  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
-    count += hn::CountTrue(d, hn::Eq(LoadF32(d, cell + i), hn::Set(d, kInf)));
-  }
-  return static_cast<float>(count);
-}
-
-// The first look at a cell: maxima, and a sum whose only use is that a NaN shows in it.
-class CellReader {
- public:
-  HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)), total_(hn::Zero(DF())) {}
-
-  // The next kFineGroup vectors, from element i on; `as_f32` keeps them for the second look unless
-  // T is float.
-  template <typename T>
-  HWY_INLINE void Read(const T* HWY_RESTRICT cell, int64_t i, float* HWY_RESTRICT as_f32,
-                       float* HWY_RESTRICT fine) {
-    const DF d;
-    const int64_t lanes = hn::Lanes(d);
-    const char* ahead = reinterpret_cast<const char*>(cell + i) + kAheadBytes;
-    const int64_t bytes = kFineGroup * lanes * static_cast<int64_t>(sizeof(T));
-    for (int64_t b = 0; b < bytes; b += 64) hwy::Prefetch(ahead + b);
-    VF v[kFineGroup];
-    for (int64_t j = 0; j < kFineGroup; ++j) {
-      v[j] = LoadF32(d, cell + i + j * lanes);
-      if constexpr (!std::is_same_v<T, float>) hn::StoreU(v[j], d, as_f32 + i + j * lanes);
-    }
-    const VF m01 = hn::Max(v[0], v[1]), m23 = hn::Max(v[2], v[3]);
-    const VF m45 = hn::Max(v[4], v[5]), m67 = hn::Max(v[6], v[7]);
-    const VF s01 = hn::Add(v[0], v[1]), s23 = hn::Add(v[2], v[3]);
-    const VF s45 = hn::Add(v[4], v[5]), s67 = hn::Add(v[6], v[7]);
-    const VF m = hn::Max(hn::Max(m01, m23), hn::Max(m45, m67));
-    hn::StoreU(m, d, fine + i / kFineGroup);
-    max_ = hn::Max(max_, m);
-    total_ = hn::Add(total_, hn::Add(hn::Add(s01, s23), hn::Add(s45, s67)));
-  }
-
-  // Writes the cell's maxima. Returns whether its sum of exp is still to be computed; if not,
-  // writes that too.
-  template <typename T>
-  HWY_INLINE bool Finish(const T* cell, float* out_max, float* out_sum, float* coarse) const {
-    const DF d;
-    hn::StoreU(max_, d, coarse);
-    // A sum is NaN where an element is, or where infinities of both signs meet: then look closer.
-    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(total_))) && HasNan(cell)) {
-      *out_max = -kInf;
-      *out_sum = std::numeric_limits<float>::quiet_NaN();
-      return false;
-    }
-    *out_max = hn::GetLane(hn::MaxOfLanes(d, max_));
-    if (HWY_LIKELY(std::isfinite(*out_max))) return true;
-    *out_sum = *out_max > 0 ? CountPlusInf(cell) : 0.0f;
-    return false;
-  }
-
- private:
-  VF max_, total_;
-};
-
-// The second look: the sum of exp against the cell's maximum, which is finite.
-class CellSummer {
- public:
-  HWY_INLINE CellSummer(const Exponent& e, float max)
-      : top_(hn::Set(DF(), max * kShrink)),
-        slope_(hn::Set(DF(), e.slope)),
-        floor_(hn::Set(DF(), e.floor)),
-        s0_(hn::Zero(DF())),
-        s1_(s0_),
-        s2_(s0_),
-        s3_(s0_) {}
-
-  // Adds the next kFineGroup vectors.
-  HWY_INLINE void Add(const float* HWY_RESTRICT x) {
-    const DF d;
-    const int64_t lanes = hn::Lanes(d);
-    const VF shrink = hn::Set(d, kShrink);
-    for (int64_t j = 0; j < kFineGroup; j += 4) {
-      const VF x0 = hn::LoadU(d, x + j * lanes), x1 = hn::LoadU(d, x + (j + 1) * lanes);
-      const VF x2 = hn::LoadU(d, x + (j + 2) * lanes), x3 = hn::LoadU(d, x + (j + 3) * lanes);
-      s0_ = AddExp(d, hn::MulSub(x0, shrink, top_), slope_, floor_, s0_);
-      s1_ = AddExp(d, hn::MulSub(x1, shrink, top_), slope_, floor_, s1_);
-      s2_ = AddExp(d, hn::MulSub(x2, shrink, top_), slope_, floor_, s2_);
-      s3_ = AddExp(d, hn::MulSub(x3, shrink, top_), slope_, floor_, s3_);
-    }
-  }
-
-  HWY_INLINE float Sum() const {
-    return hn::GetLane(hn::SumOfLanes(DF(), hn::Add(hn::Add(s0_, s1_), hn::Add(s2_, s3_))));
-  }
-
- private:
-  VF top_, slope_, floor_;
-  VF s0_, s1_, s2_, s3_;
-};
-
-// A cell is read while the one before it is summed: loads from memory in the shadow of arithmetic.
-template <typename T>
-void SketchTyped(const Row& row, int64_t begin, int64_t end) {
-  const int64_t lanes = hn::Lanes(DF());
-  const int64_t block = kFineGroup * lanes;
-  const Exponent e = MakeExponent(row.ask.temperature);
-  const T* logits = static_cast<const T*>(row.logits);
-  const RowSketch& sketch = row.sketch;
-  HWY_ALIGN T padded[kCellElements];
-  HWY_ALIGN float as_f32[2][std::is_same_v<T, float> ? 1 : kCellElements];
-
-  const T* cell = nullptr;  // the one to sum, if `pending`
-  bool pending = false;
-  for (int64_t c = begin; c <= end; ++c) {
-    const T* next = c < end ? CellAt(logits, row.vocab, c, padded) : nullptr;
-    float* next_f32 = as_f32[c % 2];
-    const float* cell_f32 = as_f32[(c + 1) % 2];
-    if constexpr (std::is_same_v<T, float>) cell_f32 = cell;
-    float* fine = sketch.fine + c * kFinePerCell;
-    CellReader reader;
-    if (pending) {
-      CellSummer summer(e, sketch.max[c - 1]);
-      if (next != nullptr) {
-        for (int64_t i = 0; i < kCellElements; i += block) {
-          reader.Read(next, i, next_f32, fine);
-          summer.Add(cell_f32 + i);
-        }
-      } else {
-        for (int64_t i = 0; i < kCellElements; i += block) summer.Add(cell_f32 + i);
-      }
-      sketch.sum[c - 1] = summer.Sum();
-    } else if (next != nullptr) {
-      for (int64_t i = 0; i < kCellElements; i += block) reader.Read(next, i, next_f32, fine);
-    }
-    if (next == nullptr) return;
-    pending = reader.Finish(next, sketch.max + c, sketch.sum + c, sketch.coarse + c * lanes);
-    cell = next;
-  }
-}
-
-// Fills cells [begin, end) of the row's sketch.
-void SketchCells(const Row& row, int64_t begin, int64_t end) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return SketchTyped<float>(row, begin, end);
-    case DType::kF16:
-      return SketchTyped<hwy::float16_t>(row, begin, end);
-    case DType::kBF16:
-      return SketchTyped<hwy::bfloat16_t>(row, begin, end);
-  }
-}
-
-// A value that at least k of maxima[0, count) reach; few more than k, unless ties force it. count
-// >= k is a multiple of the lanes. `top` is the largest of them.
-float Bound(const float* maxima, int64_t count, int64_t k, float top) {
-  const DF d;
-  const DI di;
-  const int64_t lanes = hn::Lanes(d);
-  const int64_t enough = k + k / 8;
-  int64_t low = OrderedBits(BitsOf(-kInf));              // reached by all
-  int64_t high = int64_t{OrderedBits(BitsOf(top))} + 1;  // reached by too few
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    const VF value = hn::Set(d, FloatOf(OrderedBits(static_cast<int32_t>(middle))));
-    auto minus_reached = hn::Zero(di);
-    for (int64_t i = 0; i < count; i += lanes) {
-      const auto reaches = hn::Ge(hn::LoadU(d, maxima + i), value);
-      minus_reached = hn::Add(minus_reached, hn::BitCast(di, hn::VecFromMask(d, reaches)));
-    }
-    const int64_t reached = -int64_t{hn::GetLane(hn::SumOfLanes(di, minus_reached))};
-    if (reached < k) {
-      high = middle;
-      continue;
-    }
-    low = middle;
-    if (reached <= enough) break;
-  }
-  return FloatOf(OrderedBits(static_cast<int32_t>(low)));
-}
-
-// Keys of all logits above `bound` and of the first k equal to it. Returns how many; k or more.
-template <typename T>
-int64_t PickTyped(const Row& row, float bound, uint64_t* keys) {
-  const DF d;
-  const int64_t lanes = hn::Lanes(d);
-  const VF vbound = hn::Set(d, bound);
-  const int64_t cells = CellCount(row.vocab);
-  HWY_ALIGN T padded[kCellElements];
-  HWY_ALIGN float values[kMaxLanes];
-  uint8_t bits[8] = {};
-  int64_t count = 0;
-  int64_t ties_left = row.ask.k;
-  for (int64_t c = 0; c < cells; ++c) {
-    if (ties_left > 0 ? row.sketch.max[c] < bound : row.sketch.max[c] <= bound) continue;
-    const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
-    const float* fine = row.sketch.fine + c * kFinePerCell;
-    for (int64_t i = 0; i < kCellElements; i += kFineGroup * lanes) {
-      const VF group = hn::LoadU(d, fine + i / kFineGroup);
-      if (hn::AllFalse(d, ties_left > 0 ? hn::Ge(group, vbound) : hn::Gt(group, vbound))) continue;
-      for (int64_t j = i; j < i + kFineGroup * lanes; j += lanes) {
-        const VF x = LoadF32(d, cell + j);
-        const auto hit = ties_left > 0 ? hn::Ge(x, vbound) : hn::Gt(x, vbound);
-        hn::StoreMaskBits(d, hit, bits);
-        uint32_t left;
-        std::memcpy(&left, bits, sizeof(left));
-        if (left == 0) continue;
-        hn::StoreU(x, d, values);
-        for (; left != 0; left &= left - 1) {
-          const int lane = hwy::Num0BitsBelowLS1Bit_Nonzero32(left);
-          const int64_t index = c * kCellElements + j + lane;
-          if (index >= row.vocab) return count;  // the padding, which a bound of -inf lets in
-          if (values[lane] == bound && ties_left-- <= 0) continue;
-          keys[count++] = MakeKey(values[lane], index);
-        }
-      }
-    }
-  }
-  return count;
-}
-
-int64_t Pick(const Row& row, float bound, uint64_t* keys) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return PickTyped<float>(row, bound, keys);
-    case DType::kF16:
-      return PickTyped<hwy::float16_t>(row, bound, keys);
-    case DType::kBF16:
-      return PickTyped<hwy::bfloat16_t>(row, bound, keys);
-  }
-  return 0;
-}
-
-template <typename T>
-int32_t FirstNan(const Row& row, int64_t c) {
-  const DF d;
-  HWY_ALIGN T padded[kCellElements];
-  const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
-  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
-    const intptr_t lane = hn::FindFirstTrue(d, hn::IsNaN(LoadF32(d, cell + i)));
-    if (lane >= 0) return static_cast<int32_t>(c * kCellElements + i + lane);
-  }
-  return -1;
-}
-
-int32_t FirstNanOf(const Row& row, int64_t c) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return FirstNan<float>(row, c);
-    case DType::kF16:
-      return FirstNan<hwy::float16_t>(row, c);
-    case DType::kBF16:
-      return FirstNan<hwy::bfloat16_t>(row, c);
-  }
-  return -1;
-}
-
-// Sum of the cells' sums, brought to the row's maximum, in a fixed order. max is finite.
-float FoldSums(const Row& row, int64_t cells, float max, const Exponent& e) {
-  const DF d;
-  VF sum = hn::Zero(d);
-  for (int64_t c = 0; c < cells; c += hn::Lanes(d)) {
-    const VF factor = PreciseExp(d, hn::LoadU(d, row.sketch.max + c), hn::Set(d, max), e);
-    sum = hn::MulAdd(hn::LoadU(d, row.sketch.sum + c), factor, sum);
-  }
-  return hn::GetLane(hn::SumOfLanes(d, sum));
-}
-
 // Turns the finished sketch of a row into its answer.
-void FinishRow(const Row& row, ThreadScratch& scratch, const RowAnswer& out) {
+void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswer& out) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
-  const int64_t cells = CellCount(row.vocab);
-  const int64_t k = row.ask.k;
-  // The sketch has room for whole vectors of cells; the last one is filled up with cells of
-  // nothing.
-  for (int64_t c = cells; c % kMaxLanes != 0; ++c) {
-    row.sketch.max[c] = -kInf;
-    row.sketch.sum[c] = 0;
-  }
-  VF vmax = hn::Set(d, -kInf);
-  auto nan = hn::FirstN(d, 0);
-  for (int64_t c = 0; c < cells; c += lanes) {
-    vmax = hn::Max(vmax, hn::LoadU(d, row.sketch.max + c));
-    nan = hn::Or(nan, hn::IsNaN(hn::LoadU(d, row.sketch.sum + c)));
-  }
-  if (HWY_UNLIKELY(!hn::AllFalse(d, nan))) {
-    int64_t c = 0;
-    while (!std::isnan(row.sketch.sum[c])) ++c;
-    *out.status = {RowCode::kNanLogit, FirstNanOf(row, c)};
+  const Peak peak = FindPeak(row);
+  if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
+    *out.status = {RowCode::kNanLogit, FirstNanOf(row, peak.nan_cell)};
     // Unspecified by the contract, but never what the memory held for somebody else.
     *out.logsumexp = std::numeric_limits<float>::quiet_NaN();
     std::fill(out.indices, out.indices + k, -1);
     std::fill(out.probs, out.probs + k, 0.0f);
     return;
   }
-  const float max = hn::GetLane(hn::MaxOfLanes(d, vmax));
+  const float max = peak.max;
   if (HWY_UNLIKELY(max == -kInf)) {
     *out.status = {RowCode::kEmptySupport, -1};
     *out.logsumexp = -kInf;
@@ -549,31 +83,13 @@ void FinishRow(const Row& row, ThreadScratch& scratch, const RowAnswer& out) {
   }
   *out.status = {RowCode::kOk, -1};
 
-  const Exponent e = MakeExponent(row.ask.temperature);
-  float sum = 0;
-  if (HWY_UNLIKELY(max == kInf)) {
-    for (int64_t c = 0; c < cells; ++c) sum += row.sketch.max[c] == kInf ? row.sketch.sum[c] : 0;
-    *out.logsumexp = kInf;
-  } else {
-    sum = FoldSums(row, cells, max, e);
-    *out.logsumexp = static_cast<float>(double{max} / row.ask.temperature + std::log(double{sum}));
-  }
-
-  // Coarse maxima give a bound for a fraction of the work, where there are enough of them; where
-  // even the fine ones are too few, -inf lets everything in.
-  float bound = -kInf;
-  if (const int64_t maxima = cells * lanes; k + k / 2 <= maxima) {
-    bound = Bound(row.sketch.coarse, maxima, k, max);
-  } else if (k + k / 8 <= cells * kFinePerCell) {
-    bound = Bound(row.sketch.fine, cells * kFinePerCell, k, max);
-  }
+  const Exponent e = MakeExponent(row.temperature);
+  const float sum = TotalSum(row, max, e);
+  *out.logsumexp = max == kInf
+                       ? kInf
+                       : static_cast<float>(double{max} / row.temperature + std::log(double{sum}));
   uint64_t* keys = scratch.keys.Get(row.vocab);
-  int64_t count = Pick(row, bound, keys);
-  if (count > 2 * k + 128) {
-    std::nth_element(keys, keys + k, keys + count, std::greater<>());
-    count = k;
-  }
-  scratch.sorter(keys, static_cast<size_t>(count), hwy::SortDescending());
+  TopKeys(row, k, max, -kInf, keys, scratch.sorter);
 
   HWY_ALIGN float x[kMaxLanes];
   HWY_ALIGN float probs[kMaxLanes];
@@ -619,29 +135,21 @@ ThreadScratch& ScratchOfThisThread() {
   return scratch;
 }
 
-// The sketch of row `slot` among `slots` in `scratch`.
-RowSketch SketchAt(SketchScratch& scratch, int64_t slots, int64_t slot, int64_t vocab) {
-  const int64_t cells = hwy::RoundUpTo(CellCount(vocab), kMaxLanes);
-  return {.max = scratch.max.Get(slots * cells) + slot * cells,
-          .sum = scratch.sum.Get(slots * cells) + slot * cells,
-          .coarse = scratch.coarse.Get(slots * cells * kMaxLanes) + slot * cells * kMaxLanes,
-          .fine = scratch.fine.Get(slots * cells * kFinePerCell) + slot * cells * kFinePerCell};
-}
-
 Row RowAt(const SoftmaxTopKArgs& args, int64_t r) {
   const TensorView& logits = args.logits;
   const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
   return {.logits = static_cast<const std::byte*>(logits.data) + offset,
           .dtype = logits.dtype,
           .vocab = logits.cols,
-          .ask = args.rows[r]};
+          .temperature = args.rows[r].temperature};
 }
 
 void Finish(const SoftmaxTopKArgs& args, int64_t r, const Row& row) {
+  const SoftmaxTopKRow& ask = args.rows[r];
   HWY_DYNAMIC_DISPATCH(FinishRow)
-  (row, ScratchOfThisThread(),
-   {.indices = args.indices + row.ask.first_entry,
-    .probs = args.probs + row.ask.first_entry,
+  (row, ask.k, ScratchOfThisThread(),
+   {.indices = args.indices + ask.first_entry,
+    .probs = args.probs + ask.first_entry,
     .logsumexp = args.logsumexp + r,
     .status = args.status + r});
 }
@@ -658,8 +166,8 @@ void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& s
     const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
     pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
       for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
+        if (args.rows[r].k == 0) continue;
         Row row = RowAt(args, r);
-        if (row.ask.k == 0) continue;
         row.sketch = SketchAt(ScratchOfThisThread().sketch, 1, 0, vocab);
         HWY_DYNAMIC_DISPATCH(SketchCells)(row, 0, cells);
         Finish(args, r, row);
@@ -671,15 +179,15 @@ void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& s
   SketchAt(scratch, rows, 0, vocab);
   const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
+    if (args.rows[item / per_row].k == 0) return;
     Row row = RowAt(args, item / per_row);
-    if (row.ask.k == 0) return;
     row.sketch = SketchAt(scratch, rows, item / per_row, vocab);
     const int64_t begin = item % per_row * kItemCells;
     HWY_DYNAMIC_DISPATCH(SketchCells)(row, begin, std::min(cells, begin + kItemCells));
   });
   pool.ParallelFor(rows, [&](int64_t r) {
+    if (args.rows[r].k == 0) return;
     Row row = RowAt(args, r);
-    if (row.ask.k == 0) return;
     row.sketch = SketchAt(scratch, rows, r, vocab);
     Finish(args, r, row);
   });

@@ -64,6 +64,14 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::SoftmaxTopK(args, scratch_, stream_), "softmax_topk");
   }
+  absl::Status Sample(const SampleArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::Sample(args, scratch_, stream_), "sample");
+  }
+  absl::Status Verify(const VerifyArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::Verify(args, scratch_, stream_), "verify");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);

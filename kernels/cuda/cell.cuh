@@ -49,22 +49,26 @@ __device__ inline float ToFloat(float x) { return x; }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }
 __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// Element e of what lies in memory as these words; e is known when the loop around it is unrolled.
+template <class T>
+__device__ inline float WordElement(const uint32_t* words, int e) {
+  const uint32_t word = words[e * sizeof(T) / 4];
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(word);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u);
+  } else {
+    return ToFloat(__ushort_as_half(static_cast<uint16_t>(e % 2 == 0 ? word : word >> 16)));
+  }
+}
+
 // A lane's elements of a cell, as they lie in memory.
 template <class T>
 struct LaneCell {
   static constexpr int kPerWord = 4 / sizeof(T);
   uint32_t words[kLaneElements / kPerWord];
 
-  __device__ float operator[](int e) const {  // e is known when the loop around it is unrolled
-    const uint32_t word = words[e / kPerWord];
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(word);
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      return __uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u);
-    } else {
-      return ToFloat(__ushort_as_half(static_cast<uint16_t>(e % 2 == 0 ? word : word >> 16)));
-    }
-  }
+  __device__ float operator[](int e) const { return WordElement<T>(words, e); }
 
   // The largest of `count` elements from `first` on; -inf where all are NaN.
   __device__ float Max(int first, int count) const {

@@ -7,7 +7,9 @@
 
 #include <cstddef>
 
+#include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
+#include "kernels/verify.h"
 
 namespace logitd::cuda {
 
@@ -25,7 +27,30 @@ struct Scratch {
   bool clusters = false;       // blocks of a cluster can share memory: sm_90 and newer
 };
 
+// Hands out pieces of scratch, each aligned for any use here.
+class Carver {
+ public:
+  explicit Carver(const Scratch& scratch)
+      : at_(scratch.data + Scratch::kCounterBytes), left_(scratch.bytes - Scratch::kCounterBytes) {}
+  size_t left() const { return left_; }
+  template <class U>
+  U* Take(size_t count) {
+    const size_t bytes = (count * sizeof(U) + 255) / 256 * 256;
+    if (bytes > left_) return nullptr;
+    U* piece = reinterpret_cast<U*>(at_);
+    at_ += bytes;
+    left_ -= bytes;
+    return piece;
+  }
+
+ private:
+  std::byte* at_;
+  size_t left_;
+};
+
 cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream);
+cudaError_t Sample(const SampleArgs& args, const Scratch& scratch, cudaStream_t stream);
+cudaError_t Verify(const VerifyArgs& args, const Scratch& scratch, cudaStream_t stream);
 
 }  // namespace logitd::cuda
 

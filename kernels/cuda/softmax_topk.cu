@@ -37,6 +37,7 @@
 #include "absl/types/span.h"
 #include "kernels/cuda/cell.cuh"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/row_block.cuh"
 #include "kernels/cuda/select.cuh"
 
 namespace logitd::cuda {
@@ -101,16 +102,6 @@ __device__ inline void EmitNothing(const Params& p, const SoftmaxTopKRow& ask, i
     p.indices[ask.first_entry + i] = -1;
     p.probs[ask.first_entry + i] = 0.0f;
   }
-}
-
-// The lowest index whose logit is NaN, by one warp. `first` is where to begin.
-template <class T>
-__device__ __noinline__ int FindNan(const T* row, int first, int vocab, int lane) {
-  int position = vocab;
-  for (int i = first + lane; i < min(first + kCell, vocab); i += 32) {
-    if (isnan(ToFloat(row[i]))) position = min(position, i);
-  }
-  return __reduce_min_sync(kFullWarp, position);
 }
 
 // Writes logsumexp and status, by one warp. `cell_is_nan(i)` tells whether cell i holds a NaN.
@@ -254,322 +245,6 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
   }
 }
 
-// ---- clusters: blocks that see each other's shared memory, where the device has them
-// ---------------------------------------------------------------------------
-
-// The first half of a barrier of the cluster, and the second; what was written before the one is
-// seen after the other.
-__device__ inline void ClusterArrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive;" ::: "memory");
-#endif
-}
-__device__ inline void ClusterWait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
-// The same place in the shared memory of the cluster's block `rank`.
-template <class U>
-__device__ inline U* InBlock(U* shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  U* there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-  return there;
-#else
-  return shared;
-#endif
-}
-
-// ---- block per row, blocks per row
-// -----------------------------------------------------------------------------------
-
-constexpr int kMaxItemCells = 256;  // cells a block sketches; longer rows are split
-
-constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
-
-// What the block needs after its read of a row.
-template <int kMax>
-struct PoolShape {
-  static constexpr int kMaxK = kMax;
-  static constexpr int kPool = kMax <= 128 ? 1024 : 4096;  // candidates
-  static constexpr int kHits = kPool / 2;                  // groups to look at again
-  static constexpr int kLaneGroups =
-      kMax <= 128 ? 2 : 4;  // groups of a lane's part of a cell, in the sketch
-  static constexpr int kGroupsOfCell = 32 * kLaneGroups;
-  static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
-  using Sketch =
-      std::conditional_t<kLaneGroups == 2, uint32_t, uint2>;  // a lane's group maxima, 16 bits each
-  struct Shared {
-    SelectScratch select;
-    int count;  // keys in the pool; more than kPool: it overflowed
-    int kept;
-    int hit_count;
-    bool overflowed;
-    bool last;
-    float warp_floor[SelectScratch::kMaxWarps];
-    uint16_t hits[kHits];  // groups of the item, kGroupsOfCell a cell
-    alignas(16) Key pool[kPool];
-    // Candidates of the cluster's blocks.
-    static constexpr int kInbox = kPool / kMaxClusterBlocks;
-    Key inbox[kMaxClusterBlocks][kInbox];
-    int inbox_counts[kMaxClusterBlocks];
-  };
-};
-using SmallPool = PoolShape<128>;
-using LargePool = PoolShape<1024>;
-
-// kInCluster: a split row's blocks are a cluster, and leave what they found in its first block's
-// shared memory, not in scratch.
-template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int kResidentBlocks,
-          bool kInCluster = false>
-struct BlockShape {
-  static constexpr bool kCluster = kInCluster;
-  using Element = T;
-  using Pool = PoolShapeOfBlock;
-  using Ring = CellRing<T, kRingStages>;
-  static constexpr int kWarps = kBlockWarps;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStages = kRingStages;
-  static constexpr int kResident = kResidentBlocks;  // per multiprocessor
-  struct Shared {
-    union {  // the ring's memory is the pool's once the row has been read
-      typename Ring::Storage rings[kWarps];
-      typename Pool::Shared pool;
-    };
-    // Of the cluster: never the ring's, for its blocks do not end their reading together.
-    float warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
-    float row_floor;
-  };
-};
-
-template <class Shape>
-__device__ inline typename Shape::Shared& Pool() {
-  extern __shared__ __align__(128) uint4 dynamic[];
-  return *reinterpret_cast<typename Shape::Shared*>(dynamic);
-}
-
-// No key below `key` can be among the k largest. A logit below `logit` gives such a key.
-struct Floor {
-  Key key = 0;
-  float logit = -kInfinity;
-
-  __device__ void Raise(Key to) {
-    if (to <= key) return;
-    key = to;
-    logit = KeyLogit(to);
-  }
-  __device__ void RaiseToLogit(float to) {
-    if (to > logit) Raise(static_cast<Key>(OrderedBits(to)) << 32);
-  }
-  // Every key still to come has a higher index than any seen. So where the floor is a key of the
-  // row (it has an index), an equal logit is not enough any more: rows of equal logits are not
-  // looked at again.
-  __device__ void OnlyLaterFollow() {
-    if (static_cast<uint32_t>(key) != 0)
-      logit = FromOrderedBits(static_cast<uint32_t>(key >> 32) + 1);
-  }
-};
-
-__device__ inline int SlackOf(int k) { return max(k / 4, 8); }
-
-// A logit's place in the order, coarse: what the sketch keeps of a group's maximum.
-__device__ inline uint32_t Coarse(float x) { return OrderedBits(x) >> 16; }
-
-// Called by all threads after a barrier: drops what is below about the k-th largest key of the
-// pool, and returns that key. Had the pool overflowed, then of the round's keys (index >=
-// first_index) none is kept, and s.overflowed tells that the round must be offered again, to the
-// raised floor.
-template <int kThreads, class Shape>
-__device__ __noinline__ Key Settle(int k, int first_index) {
-  auto& s = Pool<Shape>();
-  const int n = min(s.count, Shape::kPool);
-  const bool overflowed = s.count > Shape::kPool;
-  const Key floor = SelectThreshold<kThreads>(s.pool, n, k, SlackOf(k), s.select);
-  if (threadIdx.x == 0) s.overflowed = overflowed;
-  CompactKeys<kThreads>(s.pool, n, s.count, [&](Key held) {
-    return held >= floor && !(overflowed && KeyIndex(held) >= first_index);
-  });
-  return floor;
-}
-
-// Place in the item of the e-th element of a group of the sketch.
-template <class T, class Shape>
-__device__ inline int GroupIndex(uint32_t group, int e) {
-  return group / Shape::kGroupsOfCell * kCell +
-         CellIndex<T>(group / Shape::kLaneGroups % 32,
-                      group % Shape::kLaneGroups * Shape::kElements + e);
-}
-
-// 16 bytes from `first`, of which only the first `valid` elements may be read.
-template <class T>
-__device__ inline uint4 LoadVector(const T* first, bool aligned, int valid) {
-  if (aligned && valid >= kVector<T>) return *reinterpret_cast<const uint4*>(first);
-  uint32_t words[4] = {};
-#pragma unroll
-  for (int e = 0; e < kVector<T>; ++e) {
-    if (e >= valid) continue;
-    if constexpr (sizeof(T) == 4) {
-      words[e] = __float_as_uint(first[e]);
-    } else {
-      const uint32_t bits = reinterpret_cast<const uint16_t*>(first)[e];
-      words[e / 2] |= bits << (e % 2 * 16);
-    }
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
-// Reads again the groups of cells [first_cell, last_cell) of the item that reach the floor, and
-// offers their logits to the pool. False: more groups than Shape::kHits reach it; nothing was
-// offered. Ends with a barrier passed.
-template <class T, int kThreads, class Shape>
-__device__ __noinline__ bool OfferGroups(const T* item, int item_begin, int item_elements,
-                                         const typename Shape::Sketch* sketch, int first_cell,
-                                         int last_cell, Floor floor) {
-  auto& s = Pool<Shape>();
-  const int thread = threadIdx.x;
-  if (thread == 0) s.hit_count = 0;
-  __syncthreads();
-  // A floor of NaN (nothing can follow +inf) is above all.
-  const uint32_t edge = floor.logit == floor.logit ? OrderedBits(floor.logit) & 0xffff0000u : ~0u;
-  constexpr int kWordsOfLane = Shape::kLaneGroups / 2;  // two groups a word
-  constexpr int kWordsAtOnce = 16;
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(sketch);
-  const int last_word = last_cell * 32 * kWordsOfLane;
-#pragma unroll 1
-  for (int round = first_cell * 32 * kWordsOfLane + thread; round < last_word;
-       round += kWordsAtOnce * kThreads) {
-    uint32_t reached = 0;  // bit 2 * j: the lower half of word j
-#pragma unroll
-    for (int j = 0; j < kWordsAtOnce; ++j) {
-      const int i = round + j * kThreads;
-      const uint32_t maxima = i < last_word ? words[i] : 0;
-      if (maxima << 16 >= edge) reached |= 1u << (2 * j);
-      if (maxima >= edge) reached |= 2u << (2 * j);
-    }
-    if (reached == 0) continue;
-    int at = atomicAdd(&s.hit_count, __popc(reached));
-#pragma unroll 1
-    for (; reached != 0; reached &= reached - 1) {
-      const int bit = __ffs(reached) - 1;
-      const int hit = 2 * (round + bit / 2 * kThreads) + bit % 2;
-      if (at < Shape::kHits) s.hits[at] = static_cast<uint16_t>(hit);
-      ++at;
-    }
-  }
-  __syncthreads();
-  const int hits = s.hit_count;
-  if (hits > Shape::kHits) return false;
-  // A thread takes a vector of 16 bytes, so neighbouring threads share a group. All of a round's
-  // loads are under way at once.
-  constexpr int kVectors = Shape::kElements / kVector<T>;
-  constexpr int kTogether = kThreads / kVectors;
-  constexpr int kTaken = kThreads > 256 ? 8 : 16;  // elements of a thread in a round
-  constexpr int kAtOnce = kTaken / kVector<T>;
-  const bool aligned = (reinterpret_cast<uintptr_t>(item) & 15) == 0;
-#pragma unroll 1
-  for (int round = thread / kVectors; round < hits; round += kAtOnce * kTogether) {
-    LaneCell<T> x;  // the first kTaken elements of it
-    int index[kAtOnce];
-    uint32_t reached = 0;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int at = round + j * kTogether;
-      uint4 vector = {};
-      index[j] = 0;
-      if (at < hits) {
-        const uint32_t hit = s.hits[at];
-        index[j] = GroupIndex<T, Shape>(hit, thread % kVectors * kVector<T>);
-        const int valid = item_elements - index[j];
-        vector = LoadVector(item + index[j], aligned, valid);
-        reached |= ((1u << max(0, min(valid, kVector<T>))) - 1) << (j * kVector<T>);
-      }
-      x.words[4 * j] = vector.x;
-      x.words[4 * j + 1] = vector.y;
-      x.words[4 * j + 2] = vector.z;
-      x.words[4 * j + 3] = vector.w;
-    }
-#pragma unroll
-    for (int e = 0; e < kTaken; ++e) {
-      if (!(x[e] >= floor.logit)) reached &= ~(1u << e);
-    }
-    const auto key = [&](int e) {
-      return MakeKey(x[e], item_begin + index[e / kVector<T>] + e % kVector<T>);
-    };
-    if (static_cast<uint32_t>(floor.key) != 0) {  // equal logits are told apart by index
-#pragma unroll
-      for (int e = 0; e < kTaken; ++e) {
-        if (key(e) < floor.key) reached &= ~(1u << e);
-      }
-    }
-    if (reached == 0) continue;
-    int at = atomicAdd(&s.count, __popc(reached));
-#pragma unroll
-    for (int e = 0; e < kTaken; ++e) {
-      if ((reached >> e & 1) == 0) continue;
-      if (at < Shape::kPool) s.pool[at] = key(e);
-      ++at;
-    }
-  }
-  __syncthreads();
-  return true;
-}
-
-// Fills the pool with candidates: all of the item's k largest among them. Returns the floor they
-// are not below.
-template <class T, int kThreads, class Shape>
-__device__ __noinline__ Key Gather(const T* item, int item_begin, int item_elements,
-                                   const typename Shape::Sketch* sketch, Floor floor, int k) {
-  auto& s = Pool<Shape>();
-  const int cells = (item_elements + kCell - 1) / kCell;
-  if (threadIdx.x == 0) s.count = 0;
-  if (floor.key == 0 && k <= cells * Shape::kGroupsOfCell) {
-    // The k-th largest of the sketch: at least k groups, so k logits, reach it.
-    const uint32_t coarse =
-        SelectThreshold<kThreads>(reinterpret_cast<const uint16_t*>(sketch),
-                                  cells * Shape::kGroupsOfCell, k, k / 8, s.select);
-    if (coarse > Coarse(-kInfinity)) floor.Raise(static_cast<Key>(coarse) << 48);
-  }
-  if (OfferGroups<T, kThreads, Shape>(item, item_begin, item_elements, sketch, 0, cells, floor) &&
-      s.count <= Shape::kPool) {
-    return floor.key;
-  }
-  // Many equal logits, or few groups for a large k: cells in order, and only what is later and
-  // higher goes on.
-  __syncthreads();
-  if (threadIdx.x == 0) s.count = 0;
-  constexpr int kStep = Shape::kHits / Shape::kGroupsOfCell;
-#pragma unroll 1
-  for (int cell = 0; cell < cells; cell += kStep) {
-    bool again = true;
-    while (again) {
-      OfferGroups<T, kThreads, Shape>(item, item_begin, item_elements, sketch, cell,
-                                      min(cell + kStep, cells), floor);
-      again = false;
-      if (s.count > Shape::kPool / 2) {
-        __syncthreads();
-        floor.Raise(Settle<kThreads, Shape>(k, item_begin + cell * kCell));
-        again = s.overflowed;
-      }
-    }
-    floor.OnlyLaterFollow();
-  }
-  __syncthreads();
-  return floor.key;
-}
-
-// Drops keys of the pool until at most `capacity` stay, all of the k largest among them. Returns
-// how many.
-template <int kThreads, class Shape>
-__device__ __noinline__ int Trim(int k, int capacity) {
-  auto& s = Pool<Shape>();
-  const int n = s.count;
-  if (n <= capacity) return n;
-  const Key floor =
-      SelectThreshold<kThreads>(s.pool, n, k, min(SlackOf(k), capacity - k), s.select);
-  return CompactKeys<kThreads>(s.pool, n, s.kept, [&](Key held) { return held >= floor; });
-}
-
 template <int kThreads, class Shape>
 __device__ __noinline__ void EmitRow(int32_t* indices, float* probs, int k, int n, Stats row_stats,
                                      float temperature) {
@@ -668,63 +343,12 @@ __device__ __noinline__ void GatherSplits(const Params& p, int row_index, int k,
   }
 }
 
-// A logit that at least k of the row reach: of the r-th best lanes of all the cluster's warps, the
-// m-th best, r * m >= k. Called by all threads; passes a barrier of the cluster.
-template <class Block>
-__device__ __noinline__ float ClusterFloor(float lane_best, int block, int blocks, int k) {
-  constexpr int kMaxWarps = kMaxClusterBlocks * Block::kWarps;
-  extern __shared__ __align__(128) uint4 dynamic[];
-  auto& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
-  float* bests = shared.warp_bests;
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warps = blocks * Block::kWarps;
-  const int r = min(32, (2 * k + warps - 1) / warps);
-  const int m = (k + r - 1) / r;
-  const float best = __shfl_sync(kFullWarp, WarpSortDescending(lane_best, lane), r - 1);
-  if (lane < blocks) *InBlock(&bests[block * Block::kWarps + warp], lane) = best;
-  if (threadIdx.x == 0) shared.row_floor = -kInfinity;
-  ClusterArrive();
-  ClusterWait();
-  // Ranked by as many neighbouring lanes as there are threads for a value.
-  constexpr int kParts = Block::kThreads / kMaxWarps;
-  static_assert(kParts >= 1 && kMaxWarps % (4 * kParts) == 0);
-  const int own = threadIdx.x / kParts;
-  const int part = threadIdx.x % kParts;
-  const float mine = own < warps ? bests[own] : -kInfinity;
-  int rank = 0;
-#pragma unroll 8
-  for (int i = part; i < warps; i += kParts)
-    rank += bests[i] > mine || (bests[i] == mine && i < own);
-#pragma unroll
-  for (int offset = 1; offset < kParts; offset *= 2)
-    rank += __shfl_xor_sync(kFullWarp, rank, offset);
-  if (part == 0 && own < warps && rank == m - 1) shared.row_floor = mine;
-  __syncthreads();
-  return shared.row_floor;
-}
-
-// Puts what the cluster's blocks have sent to the first one into its pool.
-template <int kThreads, class Shape>
-__device__ inline void OpenInbox(int blocks) {
-  auto& s = Pool<Shape>();
-  int n = 0;
-  for (int block = 0; block < blocks; ++block) {
-    const int count = s.inbox_counts[block];
-    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = s.inbox[block][i];
-    n += count;
-  }
-  if (threadIdx.x == 0) s.count = n;
-  __syncthreads();
-}
-
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
     BlockRowKernel(const __grid_constant__ Params p) {
   using T = typename Block::Element;
   using Shape = typename Block::Pool;
   constexpr int kThreads = Block::kThreads;
-  constexpr int kRound = Block::kWarps * kCell;
   extern __shared__ __align__(128) uint4 dynamic[];
   if constexpr (Block::kCluster) ClusterArrive();
   typename Block::Shared& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
@@ -743,67 +367,17 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   // Asked for first, or its answer would come behind all the copies; needed only once they are
   // under way.
   const SoftmaxTopKRow ask = p.rows[row_index];
-  typename Block::Ring ring(shared.rings[warp], lane);
-  int left = end - begin - warp * kCell;  // elements from `ahead` on
-  const T* ahead = row + (end - left);
-  const auto push = [&] {
-    if (left <= 0) return ring.PushNothing();
-    ring.Push(ahead, left);
-    ahead += kRound;
-    left -= kRound;
-  };
-#pragma unroll
-  for (int stage = 0; stage < Block::kStages; ++stage) push();
+  RowStream<Block> stream(shared, row, begin, end);
   if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
-  if (ask.k == 0) {
-    WaitAsync<0>();
-    return;
-  }
+  if (ask.k == 0) return stream.Abandon();
   const float c = kLog2E / ask.temperature;
-  float lane_best = -kInfinity;
-  // A cell's lanes are merged a turn late, so that the shuffles overlap with the next cell's
-  // arithmetic.
-  Stats late{-kInfinity, 0.0f};
-  Stats* late_to = nullptr;
-  const auto merge_late = [&] {
-    const Stats stats = MergeLanes(late, c);
-    if (lane == 0 && late_to != nullptr) *late_to = stats;
-  };
   Stats* row_cells = cells;  // where the row's cells are brought together
   if constexpr (Block::kCluster) {
     row_cells = InBlock(cells, 0);
   } else if (p.splits > 1) {
     row_cells = p.cell_stats + static_cast<int64_t>(row_index) * p.cells;
   }
-  Stats* cells_to = row_cells + begin / kCell + warp;
-  typename Shape::Sketch* sketch_to = sketch + warp * 32 + lane;
-#pragma unroll 1
-  for (int first = begin + warp * kCell; first < end; first += kRound) {
-    LaneCell<T> x;
-    ring.Pop(row + first, end - first, x);
-    push();
-    merge_late();
-    float group_max[Shape::kLaneGroups];
-    float lane_max = -kInfinity;
-#pragma unroll
-    for (int g = 0; g < Shape::kLaneGroups; ++g) {
-      group_max[g] = x.Max(g * Shape::kElements, Shape::kElements);
-      lane_max = fmaxf(lane_max, group_max[g]);
-    }
-    late = LaneStats(x, lane_max, c);
-    late_to = cells_to;
-    cells_to += Block::kWarps;
-    lane_best = fmaxf(lane_best, lane_max);
-    if constexpr (Shape::kLaneGroups == 2) {
-      *sketch_to = __byte_perm(OrderedBits(group_max[0]), OrderedBits(group_max[1]), 0x7632);
-    } else {
-      *sketch_to = {__byte_perm(OrderedBits(group_max[0]), OrderedBits(group_max[1]), 0x7632),
-                    __byte_perm(OrderedBits(group_max[2]), OrderedBits(group_max[3]), 0x7632)};
-    }
-    sketch_to += Block::kWarps * 32;
-  }
-  merge_late();
-  WaitAsync<0>();
+  const float lane_best = stream.Run(c, row_cells, sketch);
   __syncthreads();  // from here on the ring's memory is the pool's
   typename Shape::Shared& s = shared.pool;
 
@@ -812,28 +386,17 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
       Floor floor;
       floor.RaiseToLogit(ClusterFloor<Block>(lane_best, split, p.splits, ask.k));
       Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
-      const int n = Trim<kThreads, Shape>(ask.k, Shape::Shared::kInbox);
-      Key* inbox = InBlock(s.inbox[split], 0);
-      for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
-      if (threadIdx.x == 0) *InBlock(&s.inbox_counts[split], 0) = n;
+      SendToFirst<kThreads, Shape>(ask.k, split);
+    } else {
+      ClusterArrive();
+      ClusterWait();
     }
-    ClusterArrive();
-    ClusterWait();
     if (split != 0) return;
     if (select) OpenInbox<kThreads, Shape>(p.splits);
   } else {
     if (select) {
-      // Lanes of each warp that must be at or above a floor, so that k logits of the item are.
-      const int active_warps = min(Block::kWarps, (end - begin + kCell - 1) / kCell);
-      const int floor_rank = (ask.k + active_warps - 1) / active_warps;
       Floor floor;
-      if (floor_rank <= 16) {
-        const float sorted = WarpSortDescending(lane_best, lane);
-        if (lane == floor_rank - 1) s.warp_floor[warp] = sorted;
-        __syncthreads();
-        const float lowest = lane < active_warps ? s.warp_floor[lane] : kInfinity;
-        floor.RaiseToLogit(-WarpMax(-lowest));
-      }
+      floor.RaiseToLogit(BlockFloor<Block>(lane_best, (end - begin + kCell - 1) / kCell, ask.k));
       const Key reached =
           Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
       if (p.splits > 1) {
@@ -911,25 +474,6 @@ __global__ void EmitSortedKernel(Params p, int64_t first_row, const SortKey* key
 // ---- launch
 // ----------------------------------------------------------------------------------------------------------
 
-// Hands out pieces of scratch, each aligned for any use here.
-class Carver {
- public:
-  Carver(std::byte* data, size_t bytes) : at_(data), left_(bytes) {}
-  template <class U>
-  U* Take(size_t count) {
-    const size_t bytes = (count * sizeof(U) + 255) / 256 * 256;
-    if (bytes > left_) return nullptr;
-    U* piece = reinterpret_cast<U*>(at_);
-    at_ += bytes;
-    left_ -= bytes;
-    return piece;
-  }
-
- private:
-  std::byte* at_;
-  size_t left_;
-};
-
 template <class T>
 cudaError_t LaunchWarpRow(const Params& p, int64_t rows, const Scratch& scratch,
                           cudaStream_t stream) {
@@ -941,22 +485,6 @@ cudaError_t LaunchWarpRow(const Params& p, int64_t rows, const Scratch& scratch,
                                            kWarpRowResident * scratch.multiprocessors);
   WarpRowKernel<T><<<static_cast<unsigned>(blocks), kWarpRowWarps * 32, kShared, stream>>>(p, rows);
   return cudaGetLastError();
-}
-
-// Dynamic shared memory of a block: rings or pool, a row's statistics, an item's sketch.
-template <class Block>
-int SharedBytes(int cells, int item_cells) {
-  return static_cast<int>(sizeof(typename Block::Shared) + (cells + cells % 2) * sizeof(Stats) +
-                          item_cells * 32 * sizeof(typename Block::Pool::Sketch));
-}
-
-// The most cells of an item that a block can hold the sketch of, for rows of `cells` cells; 0 where
-// the device's shared memory does not even hold its rings.
-template <class Block>
-int MaxItemCells(int cells, const Scratch& scratch) {
-  const int bytes = scratch.block_shared_bytes - SharedBytes<Block>(cells, 0);
-  return std::clamp<int>(bytes / static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)), 0,
-                         kMaxItemCells);
 }
 
 template <class Block>
@@ -1157,8 +685,7 @@ cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cud
   p.probs = args.probs;
   p.logsumexp = args.logsumexp;
   p.status = args.status;
-  const Carver carver(scratch.data + Scratch::kCounterBytes,
-                      scratch.bytes - Scratch::kCounterBytes);
+  const Carver carver(scratch);
   if (args.max_k <= kMaxPooledK) {
     return RunVariant(p, args.logits.rows, args.max_k, *type, carver, scratch, stream);
   }

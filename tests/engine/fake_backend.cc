@@ -141,6 +141,14 @@ absl::Status FakeStream::SoftmaxTopK(const SoftmaxTopKArgs& args) {
   return absl::UnimplementedError("the fake device has one op, digest");
 }
 
+absl::Status FakeStream::Sample(const SampleArgs& args) {
+  return absl::UnimplementedError("the fake device has one op, digest");
+}
+
+absl::Status FakeStream::Verify(const VerifyArgs& args) {
+  return absl::UnimplementedError("the fake device has one op, digest");
+}
+
 absl::StatusOr<StreamTimes> FakeStream::Wait() {
   phase_ = kIdle;
   uploaded_bytes_ = 0;

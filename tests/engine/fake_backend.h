@@ -103,6 +103,8 @@ class FakeStream final : public Stream {
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override;
+  absl::Status Sample(const SampleArgs& args) override;
+  absl::Status Verify(const VerifyArgs& args) override;
   absl::StatusOr<StreamTimes> Wait() override;
   absl::Status Digest(const BatchView& batch);
 

@@ -28,6 +28,43 @@ struct TopKAnswer {
   StreamTimes times;
 };
 
+// What a call of sample is given besides the logits: the rows' parameters, and lists they point
+// into.
+struct SampleBatch {
+  std::vector<SampleRow> rows;
+  std::vector<int32_t> history;
+  std::vector<SampleBias> bias;
+  std::vector<int32_t> extra_ids;
+  std::vector<uint32_t> mask_words;
+  int64_t top_entries = 0;
+  int64_t extra_entries = 0;
+};
+
+// What lies in memory after a call of sample, sentinels as in TopKAnswer.
+struct SampleAnswer {
+  std::vector<int32_t> tokens;  // [rows]
+  std::vector<float> logprobs;
+  std::vector<int32_t> ranks;
+  std::vector<float> logsumexp;
+  std::vector<RowStatus> status;
+  std::vector<int32_t> top_ids;  // [top entries]
+  std::vector<float> top_logprobs;
+  std::vector<float> extra_logprobs;  // [extra entries]
+};
+
+// What a call of verify is given besides.
+struct VerifyBatch {
+  std::vector<VerifyDraft> drafts;
+  std::vector<int32_t> draft_ids;
+  std::vector<float> draft_probs;
+  std::vector<VerifySequence> sequences;
+};
+
+struct VerifyAnswer {
+  SampleAnswer rows;
+  std::vector<int32_t> accepted;  // [sequences]
+};
+
 class OpRunner {
  public:
   // Fails with the backend's own status. `backend` outlives the runner.
@@ -93,6 +130,55 @@ class OpRunner {
     return answer;
   }
 
+  // One call of sample.
+  absl::StatusOr<SampleAnswer> Sample(const HostTensor& logits, const SampleBatch& batch) {
+    Layout layout;
+    const SamplePlaces at = Place(layout, logits, batch);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    SampleAnswer answer = Put(at, logits, batch);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->Sample(ArgsAt(at, logits)));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.tokens, layout.bytes - at.tokens));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of verify.
+  absl::StatusOr<VerifyAnswer> Verify(const HostTensor& logits, const SampleBatch& batch,
+                                      const VerifyBatch& verify) {
+    Layout layout;
+    const size_t at_drafts = layout.Add(verify.drafts.size() * sizeof(VerifyDraft));
+    const size_t at_ids = layout.Add(verify.draft_ids.size() * sizeof(int32_t));
+    const size_t at_probs = layout.Add(verify.draft_probs.size() * sizeof(float));
+    const size_t at_sequences = layout.Add(verify.sequences.size() * sizeof(VerifySequence));
+    const SamplePlaces at = Place(layout, logits, batch);
+    const size_t at_accepted = layout.Add(verify.sequences.size() * sizeof(int32_t));
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    VerifyAnswer answer;
+    answer.accepted.assign(verify.sequences.size(), TopKAnswer::kUnwrittenIndex);
+    answer.rows = Put(at, logits, batch);
+    Put(at_drafts, absl::MakeConstSpan(verify.drafts));
+    Put(at_ids, absl::MakeConstSpan(verify.draft_ids));
+    Put(at_probs, absl::MakeConstSpan(verify.draft_probs));
+    Put(at_sequences, absl::MakeConstSpan(verify.sequences));
+    Put(at_accepted, absl::MakeConstSpan(answer.accepted));
+    const VerifyArgs args{.sample = ArgsAt(at, logits),
+                          .drafts = At<const VerifyDraft>(at_drafts),
+                          .draft_ids = At<const int32_t>(at_ids),
+                          .draft_probs = At<const float>(at_probs),
+                          .sequences = At<const VerifySequence>(at_sequences),
+                          .sequence_count = static_cast<int64_t>(verify.sequences.size()),
+                          .accepted = At<int32_t>(at_accepted)};
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->Verify(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.tokens, layout.bytes - at.tokens));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer.rows);
+    Fetch(at_accepted, answer.accepted);
+    return answer;
+  }
+
  private:
   struct Layout {
     size_t bytes = 0;
@@ -102,6 +188,93 @@ class OpRunner {
       return at;
     }
   };
+
+  // Where the arguments and answers of sample lie in the slab; answers last.
+  struct SamplePlaces {
+    size_t logits, rows, history, bias, extra_ids, mask_words;
+    size_t tokens, logprobs, ranks, logsumexp, status, top_ids, top_logprobs, extra_logprobs;
+  };
+
+  static SamplePlaces Place(Layout& layout, const HostTensor& logits, const SampleBatch& batch) {
+    const size_t rows = batch.rows.size();
+    return {.logits = layout.Add(logits.bytes().size()),
+            .rows = layout.Add(rows * sizeof(SampleRow)),
+            .history = layout.Add(batch.history.size() * sizeof(int32_t)),
+            .bias = layout.Add(batch.bias.size() * sizeof(SampleBias)),
+            .extra_ids = layout.Add(batch.extra_ids.size() * sizeof(int32_t)),
+            .mask_words = layout.Add(batch.mask_words.size() * sizeof(uint32_t)),
+            .tokens = layout.Add(rows * sizeof(int32_t)),
+            .logprobs = layout.Add(rows * sizeof(float)),
+            .ranks = layout.Add(rows * sizeof(int32_t)),
+            .logsumexp = layout.Add(rows * sizeof(float)),
+            .status = layout.Add(rows * sizeof(RowStatus)),
+            .top_ids = layout.Add(batch.top_entries * sizeof(int32_t)),
+            .top_logprobs = layout.Add(batch.top_entries * sizeof(float)),
+            .extra_logprobs = layout.Add(batch.extra_entries * sizeof(float))};
+  }
+
+  // Returns the sentinels that lie where the answers will.
+  SampleAnswer Put(const SamplePlaces& at, const HostTensor& logits, const SampleBatch& batch) {
+    const size_t rows = batch.rows.size();
+    constexpr int32_t kIndex = TopKAnswer::kUnwrittenIndex;
+    constexpr float kFloat = TopKAnswer::kUnwrittenFloat;
+    SampleAnswer answer;
+    answer.tokens.assign(rows, kIndex);
+    answer.logprobs.assign(rows, kFloat);
+    answer.ranks.assign(rows, kIndex);
+    answer.logsumexp.assign(rows, kFloat);
+    answer.status.assign(rows, {RowCode::kOk, kIndex});
+    answer.top_ids.assign(batch.top_entries, kIndex);
+    answer.top_logprobs.assign(batch.top_entries, kFloat);
+    answer.extra_logprobs.assign(batch.extra_entries, kFloat);
+    Put(at.logits, logits.bytes());
+    Put(at.rows, absl::MakeConstSpan(batch.rows));
+    Put(at.history, absl::MakeConstSpan(batch.history));
+    Put(at.bias, absl::MakeConstSpan(batch.bias));
+    Put(at.extra_ids, absl::MakeConstSpan(batch.extra_ids));
+    Put(at.mask_words, absl::MakeConstSpan(batch.mask_words));
+    Put(at.tokens, absl::MakeConstSpan(answer.tokens));
+    Put(at.logprobs, absl::MakeConstSpan(answer.logprobs));
+    Put(at.ranks, absl::MakeConstSpan(answer.ranks));
+    Put(at.logsumexp, absl::MakeConstSpan(answer.logsumexp));
+    Put(at.status, absl::MakeConstSpan(answer.status));
+    Put(at.top_ids, absl::MakeConstSpan(answer.top_ids));
+    Put(at.top_logprobs, absl::MakeConstSpan(answer.top_logprobs));
+    Put(at.extra_logprobs, absl::MakeConstSpan(answer.extra_logprobs));
+    return answer;
+  }
+
+  SampleArgs ArgsAt(const SamplePlaces& at, const HostTensor& logits) const {
+    return {.logits = {.data = slab_.device + at.logits + logits.offset_bytes(),
+                       .dtype = logits.dtype(),
+                       .rows = logits.rows(),
+                       .cols = logits.cols(),
+                       .row_stride = logits.row_stride()},
+            .rows = At<const SampleRow>(at.rows),
+            .history = At<const int32_t>(at.history),
+            .bias = At<const SampleBias>(at.bias),
+            .extra_ids = At<const int32_t>(at.extra_ids),
+            .mask_words = At<const uint32_t>(at.mask_words),
+            .tokens = At<int32_t>(at.tokens),
+            .logprobs = At<float>(at.logprobs),
+            .ranks = At<int32_t>(at.ranks),
+            .logsumexp = At<float>(at.logsumexp),
+            .top_ids = At<int32_t>(at.top_ids),
+            .top_logprobs = At<float>(at.top_logprobs),
+            .extra_logprobs = At<float>(at.extra_logprobs),
+            .status = At<RowStatus>(at.status)};
+  }
+
+  void Fetch(const SamplePlaces& at, SampleAnswer& answer) {
+    Fetch(at.tokens, answer.tokens);
+    Fetch(at.logprobs, answer.logprobs);
+    Fetch(at.ranks, answer.ranks);
+    Fetch(at.logsumexp, answer.logsumexp);
+    Fetch(at.status, answer.status);
+    Fetch(at.top_ids, answer.top_ids);
+    Fetch(at.top_logprobs, answer.top_logprobs);
+    Fetch(at.extra_logprobs, answer.extra_logprobs);
+  }
 
   OpRunner(Backend* backend, std::unique_ptr<Stream> stream)
       : backend_(backend), stream_(std::move(stream)) {}
@@ -113,6 +286,11 @@ class OpRunner {
     if (!slab.ok()) return slab.status();
     slab_ = *slab;
     return absl::OkStatus();
+  }
+
+  template <typename T>
+  T* At(size_t offset) const {
+    return reinterpret_cast<T*>(slab_.device + offset);
   }
 
   template <typename T>

@@ -43,6 +43,8 @@ class DoomedStream final : public Stream {
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
     return stream_->SoftmaxTopK(args);
   }
+  absl::Status Sample(const SampleArgs& args) override { return stream_->Sample(args); }
+  absl::Status Verify(const VerifyArgs& args) override { return stream_->Verify(args); }
   absl::StatusOr<StreamTimes> Wait() override {
     if (*lost_) return absl::InternalError("fell off the bus");
     return stream_->Wait();

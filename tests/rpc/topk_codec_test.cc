@@ -203,6 +203,8 @@ class RecordingStream final : public Stream {
     last = args;
     return absl::OkStatus();
   }
+  absl::Status Sample(const SampleArgs&) override { return absl::InternalError("another op"); }
+  absl::Status Verify(const VerifyArgs&) override { return absl::InternalError("another op"); }
   absl::StatusOr<StreamTimes> Wait() override { return StreamTimes(); }
 
   SoftmaxTopKArgs last;

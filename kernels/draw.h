@@ -1,0 +1,73 @@
+// The random number behind a draw, and the integer arithmetic that turns it into a token. Every
+// backend includes this file, so that a draw is replayed bit by bit; docs/semantics.md says the
+// same in words.
+#ifndef LOGITD_KERNELS_DRAW_H_
+#define LOGITD_KERNELS_DRAW_H_
+
+#include <cstdint>
+
+namespace logitd {
+
+// 128 bits of Philox4x32-10.
+struct PhiloxBlock {
+  uint32_t word[4];
+};
+
+// Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC'11.
+constexpr PhiloxBlock Philox4x32(uint64_t key, uint64_t counter_low, uint64_t counter_high) {
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  uint32_t c0 = static_cast<uint32_t>(counter_low), c1 = static_cast<uint32_t>(counter_low >> 32);
+  uint32_t c2 = static_cast<uint32_t>(counter_high), c3 = static_cast<uint32_t>(counter_high >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53u} * c0;
+    const uint64_t b = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(b);
+    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(a);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The 64 uniform bits of the draw at `position` of the sequence `seed`.
+constexpr uint64_t UniformBits(uint64_t seed, uint64_t position) {
+  const PhiloxBlock block = Philox4x32(seed, position, 0);
+  return block.word[0] | uint64_t{block.word[1]} << 32;
+}
+
+// Another 64 uniform bits of the same position, for the test of a draft.
+constexpr uint64_t CoinBits(uint64_t seed, uint64_t position) {
+  const PhiloxBlock block = Philox4x32(seed, position, 0);
+  return block.word[2] | uint64_t{block.word[3]} << 32;
+}
+
+// floor(a * b / 2^64).
+constexpr uint64_t MulHigh(uint64_t a, uint64_t b) {
+  const uint64_t a0 = static_cast<uint32_t>(a), a1 = a >> 32;
+  const uint64_t b0 = static_cast<uint32_t>(b), b1 = b >> 32;
+  const uint64_t middle = a1 * b0 + (a0 * b0 >> 32);
+  return a1 * b1 + (middle >> 32) + ((a0 * b1 + static_cast<uint32_t>(middle)) >> 32);
+}
+
+// Weights of tokens are integers: exp((x - max) / temperature) * 2^43, rounded to nearest, ties to
+// even. Sums of at most 2^20 of them are exact in 64 bits, in any order.
+inline constexpr int kWeightBits = 43;
+inline constexpr double kWeightOne = double{int64_t{1} << kWeightBits};
+
+// The integer a sum must exceed for its token to be drawn: floor(bits / 2^64 * total), < total.
+constexpr uint64_t DrawTarget(uint64_t bits, uint64_t total) { return MulHigh(bits, total); }
+
+// The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total). top_p
+// < 1.
+constexpr uint64_t MassNeeded(float top_p, uint64_t total) {
+  // Exact from 2^-40 up. What is cut below that cannot tell: the first token weighs 2^43 of less
+  // than 2^63.
+  const uint64_t fraction = static_cast<uint64_t>(top_p * 0x1p64f);
+  return MulHigh(fraction, total) + (fraction * total != 0);
+}
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_DRAW_H_

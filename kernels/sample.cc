@@ -1,0 +1,131 @@
+#include "kernels/sample.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "kernels/checks.h"
+#include "kernels/status_macros.h"
+
+namespace logitd {
+namespace {
+
+absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t least,
+                      int64_t most) {
+  if (got >= least && got <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %d at row %d, allowed %d..%d", field, got, row, least, most));
+}
+
+absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
+                        std::string_view allowed) {
+  if (good) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %g at row %d, allowed %s", field, got, row, allowed));
+}
+
+// [first, first + count) lies in [0, size), and count in [0, most].
+absl::Status CheckSlice(std::string_view field, size_t row, int64_t first, int64_t count,
+                        int64_t most, size_t size) {
+  LOGITD_RETURN_IF_ERROR(CheckInt(absl::StrFormat("%s count", field), row, count, 0, most));
+  const int64_t total = static_cast<int64_t>(size);
+  if (count == 0 || (first >= 0 && first <= total - count)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got entries [%d, %d + %d) at row %d, allowed inside the %d sent", field,
+                      first, first, count, row, total));
+}
+
+// An empty slice may start anywhere.
+template <typename T>
+absl::Span<const T> Slice(absl::Span<const T> all, int64_t first, int64_t count) {
+  return count == 0 ? absl::Span<const T>() : all.subspan(first, count);
+}
+
+absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32_t> ids,
+                      int64_t vocab) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= 0 && ids[i] < vocab) continue;
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%s: got token %d at row %d, entry %d, allowed 0..%d", field, ids[i], row, i, vocab - 1));
+  }
+  return absl::OkStatus();
+}
+
+// Values are numbers, ids are tokens, and none is named twice: the sum would depend on their order.
+absl::Status CheckBias(size_t row, absl::Span<const SampleBias> bias, int64_t vocab) {
+  std::vector<int32_t> ids(bias.size());
+  for (size_t i = 0; i < bias.size(); ++i) {
+    ids[i] = bias[i].id;
+    LOGITD_RETURN_IF_ERROR(CheckFloat("logit_bias", row, bias[i].value, !std::isnan(bias[i].value),
+                                      "numbers and infinities"));
+  }
+  LOGITD_RETURN_IF_ERROR(CheckIds("logit_bias", row, ids, vocab));
+  if (!std::is_sorted(ids.begin(), ids.end())) std::sort(ids.begin(), ids.end());
+  const auto twice = std::adjacent_find(ids.begin(), ids.end());
+  if (twice == ids.end()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "logit_bias: got token %d twice at row %d, allowed one bias for a token", *twice, row));
+}
+
+absl::Status CheckRow(const SampleRequest& request, size_t r) {
+  const SampleRow& row = request.params[r];
+  const int64_t vocab = request.vocab;
+  LOGITD_RETURN_IF_ERROR(CheckInt("active", r, row.active, 1, 1));
+  LOGITD_RETURN_IF_ERROR(CheckFloat("temperature", r, row.temperature,
+                                    std::isfinite(row.temperature) && row.temperature >= 0,
+                                    "finite and >= 0"));
+  LOGITD_RETURN_IF_ERROR(CheckInt("top_k", r, row.top_k, 0, vocab));
+  LOGITD_RETURN_IF_ERROR(
+      CheckFloat("top_p", r, row.top_p, row.top_p > 0 && row.top_p <= 1, "> 0 and <= 1"));
+  LOGITD_RETURN_IF_ERROR(
+      CheckFloat("min_p", r, row.min_p, row.min_p >= 0 && row.min_p <= 1, ">= 0 and <= 1"));
+  LOGITD_RETURN_IF_ERROR(CheckFloat("repetition_penalty", r, row.repetition,
+                                    std::isfinite(row.repetition) && row.repetition > 0,
+                                    "finite and > 0"));
+  LOGITD_RETURN_IF_ERROR(
+      CheckFloat("presence_penalty", r, row.presence, std::isfinite(row.presence), "finite"));
+  LOGITD_RETURN_IF_ERROR(
+      CheckFloat("frequency_penalty", r, row.frequency, std::isfinite(row.frequency), "finite"));
+  LOGITD_RETURN_IF_ERROR(
+      CheckInt("top_logprobs", r, row.top_logprobs, 0, std::min<int64_t>(kMaxTopLogprobs, vocab)));
+  if (row.logprob_mode != LogprobMode::kRaw && row.logprob_mode != LogprobMode::kProcessed) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("logprob_mode: got %d at row %d, allowed raw, processed",
+                        static_cast<int>(row.logprob_mode), r));
+  }
+  LOGITD_RETURN_IF_ERROR(CheckSlice("history", r, row.first_history, row.history_count, kMaxHistory,
+                                    request.history.size()));
+  LOGITD_RETURN_IF_ERROR(
+      CheckIds("history", r, Slice(request.history, row.first_history, row.history_count), vocab));
+  LOGITD_RETURN_IF_ERROR(
+      CheckSlice("logit_bias", r, row.first_bias, row.bias_count, vocab, request.bias.size()));
+  LOGITD_RETURN_IF_ERROR(CheckBias(r, Slice(request.bias, row.first_bias, row.bias_count), vocab));
+  LOGITD_RETURN_IF_ERROR(CheckSlice("extra_ids", r, row.first_extra, row.extra_count, kMaxExtraIds,
+                                    request.extra_ids.size()));
+  LOGITD_RETURN_IF_ERROR(
+      CheckIds("extra_ids", r, Slice(request.extra_ids, row.first_extra, row.extra_count), vocab));
+  if (row.first_mask_word == -1) return absl::OkStatus();
+  return CheckSlice("allowed_tokens", r, row.first_mask_word, MaskWords(vocab), MaskWords(vocab),
+                    request.mask_words.size());
+}
+
+}  // namespace
+
+absl::Status CheckSample(const SampleRequest& request) {
+  LOGITD_RETURN_IF_ERROR(CheckLogits({.dtype = request.dtype,
+                                      .rows = request.rows,
+                                      .vocab = request.vocab,
+                                      .payload_bytes = request.payload_bytes}));
+  if (request.params.size() != static_cast<size_t>(request.rows)) {
+    return absl::InvalidArgumentError(absl::StrFormat("params: got %d values, allowed %d (rows)",
+                                                      request.params.size(), request.rows));
+  }
+  for (size_t r = 0; r < request.params.size(); ++r) {
+    LOGITD_RETURN_IF_ERROR(CheckRow(request, r));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace logitd

@@ -1,0 +1,94 @@
+#include "kernels/verify.h"
+
+#include "absl/strings/str_format.h"
+#include "kernels/status_macros.h"
+
+namespace logitd {
+namespace {
+
+absl::Status OutsideOf(std::string_view field, int64_t row, int64_t first, int64_t count,
+                       size_t size) {
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got entries [%d, %d + %d) at row %d, allowed inside the %d sent", field,
+                      first, first, count, row, size));
+}
+
+bool IsInside(int64_t first, int64_t count, size_t size) {
+  return first >= 0 && first <= static_cast<int64_t>(size) - count;
+}
+
+absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
+  const VerifyDraft& draft = request.drafts[r];
+  const int64_t vocab = request.sample.vocab;
+  if (draft.token < 0 || draft.token >= vocab) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("draft: got token %d at row %d, allowed 0..%d", draft.token, r, vocab - 1));
+  }
+  switch (draft.kind) {
+    case DraftKind::kGreedy:
+      return absl::OkStatus();
+    case DraftKind::kDense:
+      if (IsInside(draft.first_prob, vocab, request.draft_probs.size())) return absl::OkStatus();
+      return OutsideOf("draft_probs", r, draft.first_prob, vocab, request.draft_probs.size());
+    case DraftKind::kList:
+      break;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrFormat("draft kind: got %d at row %d, allowed greedy, list, dense",
+                          static_cast<int>(draft.kind), r));
+  }
+  if (draft.count < 1 || draft.count > vocab) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("draft count: got %d at row %d, allowed 1..%d", draft.count, r, vocab));
+  }
+  if (!IsInside(draft.first_prob, draft.count, request.draft_probs.size())) {
+    return OutsideOf("draft_probs", r, draft.first_prob, draft.count, request.draft_probs.size());
+  }
+  if (!IsInside(draft.first_id, draft.count, request.draft_ids.size())) {
+    return OutsideOf("draft_ids", r, draft.first_id, draft.count, request.draft_ids.size());
+  }
+  bool has_token = false;
+  int32_t least = 0;
+  for (int32_t id : request.draft_ids.subspan(draft.first_id, draft.count)) {
+    if (id < least || id >= vocab) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("draft_ids: got token %d at row %d, allowed ascending, here %d..%d", id,
+                          r, least, vocab - 1));
+    }
+    least = id + 1;
+    has_token |= id == draft.token;
+  }
+  if (has_token) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("draft: got token %d at row %d, allowed one of its %d draft_ids", draft.token,
+                      r, draft.count));
+}
+
+}  // namespace
+
+absl::Status CheckVerify(const VerifyRequest& request) {
+  LOGITD_RETURN_IF_ERROR(CheckSample(request.sample));
+  if (request.drafts.size() != static_cast<size_t>(request.sample.rows)) {
+    return absl::InvalidArgumentError(absl::StrFormat("drafts: got %d values, allowed %d (rows)",
+                                                      request.drafts.size(), request.sample.rows));
+  }
+  int64_t next = 0;
+  for (size_t s = 0; s < request.sequences.size(); ++s) {
+    const VerifySequence& sequence = request.sequences[s];
+    const int64_t left = request.sample.rows - next;
+    if (sequence.first_row != next || sequence.rows < 1 || sequence.rows > left) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "sequences: got rows [%d, %d + %d) at sequence %d, allowed from row %d, 1..%d of them",
+          sequence.first_row, sequence.first_row, sequence.rows, s, next, left));
+    }
+    for (int64_t r = next; r + 1 < next + sequence.rows; ++r) {
+      LOGITD_RETURN_IF_ERROR(CheckDraft(request, r));
+    }
+    next += sequence.rows;
+  }
+  if (next == request.sample.rows) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("sequences: got %d rows, allowed %d (rows)", next, request.sample.rows));
+}
+
+}  // namespace logitd

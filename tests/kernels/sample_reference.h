@@ -1,0 +1,280 @@
+// sample by its contract, in double precision: sort everything, add everything up. Borders that f32
+// rounding may move are known, and every answer on either side of one is accepted.
+#ifndef LOGITD_TESTS_KERNELS_SAMPLE_REFERENCE_H_
+#define LOGITD_TESTS_KERNELS_SAMPLE_REFERENCE_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "kernels/draw.h"
+#include "tests/kernels/op_runner.h"
+#include "tests/kernels/reference.h"
+
+namespace logitd::testing {
+
+// The share of a sum that f32 rounding may shift.
+inline constexpr double kShift = 4e-6;
+
+// Logits in an order, with weights: one of the distributions a row has.
+struct Ranked {
+  std::vector<float> x;
+  std::vector<int32_t> order;  // token ids by (x descending, id ascending)
+  std::vector<int32_t> rank;   // the reverse, from 1
+
+  explicit Ranked(std::vector<float> logits)
+      : x(std::move(logits)), order(x.size()), rank(x.size()) {
+    // A row with NaN is refused; only the sort needs an order.
+    std::replace_if(
+        x.begin(), x.end(), [](float v) { return std::isnan(v); }, -kInf);
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(),
+              [this](int32_t a, int32_t b) { return x[a] != x[b] ? x[a] > x[b] : a < b; });
+    for (size_t i = 0; i < order.size(); ++i) rank[order[i]] = static_cast<int32_t>(i) + 1;
+  }
+  float max() const { return x[order[0]]; }
+  double Weight(int32_t id, double temperature) const {
+    if (x[id] == -kInf) return 0;
+    if (max() == kInf) return x[id] == kInf ? 1 : 0;
+    return std::exp((double{x[id]} - max()) / temperature);
+  }
+};
+
+// Step 1 to 3 of the contract.
+inline std::vector<float> EditedLogits(const std::vector<float>& sent, const SampleRow& ask,
+                                       const SampleBatch& batch) {
+  std::vector<float> x = sent;
+  const auto settle = [](float v) { return std::isnan(v) ? -kInf : v; };
+  for (int32_t i = 0; i < ask.bias_count; ++i) {
+    const SampleBias& bias = batch.bias[ask.first_bias + i];
+    x[bias.id] = settle(x[bias.id] + bias.value);
+  }
+  std::map<int32_t, int> seen;
+  for (int32_t i = 0; i < ask.history_count; ++i) ++seen[batch.history[ask.first_history + i]];
+  for (const auto& [id, count] : seen) {
+    volatile float v = x[id];  // every step rounds
+    v = v > 0 ? v / ask.repetition : v * ask.repetition;
+    volatile const float often = ask.frequency * static_cast<float>(count);
+    v = settle(v - often);
+    v = v - ask.presence;
+    x[id] = v;
+  }
+  for (size_t i = 0; ask.first_mask_word >= 0 && i < x.size(); ++i) {
+    if ((batch.mask_words[ask.first_mask_word + i / 32] >> (i % 32) & 1) == 0) x[i] = -kInf;
+  }
+  return x;
+}
+
+// What may be drawn: the first `count` of the processed order.
+struct ReferenceSupport {
+  int64_t count;
+  double sum;  // of weights
+};
+
+class ReferenceSample {
+ public:
+  ReferenceSample(std::vector<float> sent, const SampleRow& ask, const SampleBatch& batch)
+      : ask_(ask), raw_(sent), processed_(EditedLogits(sent, ask, batch)) {
+    for (size_t i = 0; i < sent.size(); ++i) {
+      if (!std::isnan(sent[i])) continue;
+      status_ = {RowCode::kNanLogit, static_cast<int32_t>(i)};
+      return;
+    }
+    for (int32_t id : raw_.order) raw_sum_ += raw_.Weight(id, 1);
+    if (processed_.max() == -kInf) {
+      status_ = {RowCode::kEmptySupport, -1};
+      return;
+    }
+    FindSupports();
+  }
+
+  RowStatus status() const { return status_; }
+  double logsumexp() const { return raw_.max() + std::log(raw_sum_); }
+  const std::vector<ReferenceSupport>& supports() const { return supports_; }
+  const Ranked& processed() const { return processed_; }
+
+  double Temperature() const { return ask_.temperature == 0 ? 1.0 : double{ask_.temperature}; }
+
+  // Probabilities of all tokens under supports()[0].
+  std::vector<double> Probabilities() const {
+    std::vector<double> p(processed_.x.size());
+    for (int64_t i = 0; i < supports_[0].count; ++i) {
+      p[processed_.order[i]] =
+          processed_.Weight(processed_.order[i], Temperature()) / supports_[0].sum;
+    }
+    return p;
+  }
+
+  double Logprob(const ReferenceSupport& support, int32_t id) const {
+    const bool raw = ask_.logprob_mode == LogprobMode::kRaw;
+    const Ranked& of = raw ? raw_ : processed_;
+    const double weight = of.Weight(id, raw ? 1 : Temperature());
+    if (of.x[id] == -kInf || (of.max() == kInf && weight == 0)) return -kInf;
+    if (!raw && processed_.rank[id] > support.count) return -kInf;
+    const double log_weight =
+        of.max() == kInf ? 0 : (double{of.x[id]} - of.max()) / (raw ? 1 : Temperature());
+    return log_weight - std::log(raw ? raw_sum_ : support.sum);
+  }
+
+  // Whether `token` is what the bits point at in `support`, or so close that rounding decides.
+  bool Accepts(const ReferenceSupport& support, int32_t token) const {
+    if (ask_.temperature == 0) return token == processed_.order[0];
+    std::vector<int32_t> ids(processed_.order.begin(), processed_.order.begin() + support.count);
+    std::sort(ids.begin(), ids.end());
+    const double reach =
+        std::ldexp(static_cast<double>(UniformBits(ask_.seed, ask_.position)), -64);
+    const double slack = ids.size() == 1 ? 0 : kShift;
+    double before = 0;
+    for (int32_t id : ids) {
+      const double share = processed_.Weight(id, Temperature()) / support.sum;
+      if (id == token) {
+        return share > 0 && before - slack <= reach && reach < before + share + slack;
+      }
+      before += share;
+    }
+    return false;
+  }
+
+  // "" where row r of the answer is right for one of the supports.
+  std::string Difference(const SampleAnswer& got, int64_t r, const SampleBatch& batch) const {
+    std::string first;
+    if (const std::string difference = StatusDifference(got, r); !difference.empty()) {
+      return difference;
+    }
+    if (status_.code != RowCode::kOk) return RefusedDifference(got, r);
+    for (const ReferenceSupport& support : supports_) {
+      const std::string difference = Difference(support, got, r, batch);
+      if (difference.empty()) return "";
+      if (first.empty()) first = difference;
+    }
+    return first;
+  }
+
+ private:
+  void FindSupports() {
+    const double t = Temperature();
+    const std::vector<int32_t>& order = processed_.order;
+    if (ask_.temperature == 0) {
+      supports_ = {{1, 1.0}};
+      return;
+    }
+    const auto vocab = static_cast<int64_t>(order.size());
+    int64_t count = 0;
+    double total = 0, whole = 0;
+    const double least =
+        ask_.min_p > 0 ? processed_.max() + t * std::log(double{ask_.min_p}) : -kInf;
+    const int64_t k = ask_.top_k == 0 ? vocab : ask_.top_k;
+    for (int32_t id : order) {
+      const bool drawable =
+          processed_.x[id] > -kInf && (processed_.max() < kInf || processed_.x[id] == kInf);
+      if (!drawable || count == k || processed_.x[id] < least) break;
+      ++count;
+      total += processed_.Weight(id, t);
+    }
+    if (ask_.top_p == 1) {
+      supports_ = {{count, total}};
+      return;
+    }
+    // The prefix that reaches top_p, and those that do by a rounding.
+    for (int64_t i = 0; i < count; ++i) {
+      const double before = whole;
+      whole += processed_.Weight(order[i], t);
+      if (before >= (ask_.top_p + kShift) * total && i > 0) break;
+      if (whole >= (ask_.top_p - kShift) * total || i + 1 == count)
+        supports_.push_back({i + 1, whole});
+    }
+    // The exact one first.
+    const auto exact = std::find_if(supports_.begin(), supports_.end(), [&](const auto& s) {
+      return s.sum >= ask_.top_p * total || s.count == count;
+    });
+    if (exact != supports_.end()) std::iter_swap(supports_.begin(), exact);
+  }
+
+  std::string StatusDifference(const SampleAnswer& got, int64_t r) const {
+    const RowStatus status = got.status[r];
+    if (status.code == status_.code && status.position == status_.position) return "";
+    return absl::StrFormat("status: got code %d position %d, want code %d position %d",
+                           static_cast<int>(status.code), status.position,
+                           static_cast<int>(status_.code), status_.position);
+  }
+
+  std::string RefusedDifference(const SampleAnswer& got, int64_t r) const {
+    bool right = got.tokens[r] == -1 && got.logprobs[r] == -kInf && got.ranks[r] == 0;
+    right &= status_.code == RowCode::kNanLogit ? std::isnan(got.logsumexp[r])
+                                                : LogSumExpAgrees(got.logsumexp[r], logsumexp());
+    for (int32_t i = 0; i < ask_.top_logprobs; ++i) {
+      right &= got.top_ids[ask_.first_top_entry + i] == -1 &&
+               got.top_logprobs[ask_.first_top_entry + i] == -kInf;
+    }
+    for (int32_t i = 0; i < ask_.extra_count; ++i) {
+      right &= got.extra_logprobs[ask_.first_extra_entry + i] == -kInf;
+    }
+    return right ? "" : "a refused row has answers";
+  }
+
+  static std::string LogprobDifference(std::string_view field, int64_t at, float got, double want) {
+    // The double may lie beyond what a float holds; then infinity is right.
+    const auto rounded = static_cast<float>(want);
+    const bool agrees = std::isinf(rounded)
+                            ? got == rounded
+                            : std::fabs(got - want) <= 4e-6 * std::max(1.0, std::fabs(want));
+    return agrees ? "" : absl::StrFormat("%s %d: got %.9g, want %.12g", field, at, got, want);
+  }
+
+  std::string Difference(const ReferenceSupport& support, const SampleAnswer& got, int64_t r,
+                         const SampleBatch& batch) const {
+    const int32_t token = got.tokens[r];
+    if (token < 0 || token >= static_cast<int64_t>(raw_.x.size())) {
+      return absl::StrFormat("token: got %d", token);
+    }
+    if (!Accepts(support, token)) {
+      return absl::StrFormat("token: got %d (rank %d of %d)", token, processed_.rank[token],
+                             support.count);
+    }
+    const Ranked& mode = ask_.logprob_mode == LogprobMode::kRaw ? raw_ : processed_;
+    if (got.ranks[r] != mode.rank[token]) {
+      return absl::StrFormat("rank: got %d, want %d", got.ranks[r], mode.rank[token]);
+    }
+    if (!LogSumExpAgrees(got.logsumexp[r], logsumexp())) {
+      return absl::StrFormat("logsumexp: got %.9g, want %.12g", got.logsumexp[r], logsumexp());
+    }
+    std::string difference =
+        LogprobDifference("logprob of token", token, got.logprobs[r], Logprob(support, token));
+    for (int32_t i = 0; i < ask_.top_logprobs && difference.empty(); ++i) {
+      const int32_t id = got.top_ids[ask_.first_top_entry + i];
+      if (id != mode.order[i]) {
+        return absl::StrFormat("top id %d: got %d, want %d", i, id, mode.order[i]);
+      }
+      difference = LogprobDifference("top logprob", i, got.top_logprobs[ask_.first_top_entry + i],
+                                     Logprob(support, id));
+    }
+    for (int32_t i = 0; i < ask_.extra_count && difference.empty(); ++i) {
+      const int32_t id = batch.extra_ids[ask_.first_extra + i];
+      difference = LogprobDifference(
+          "extra logprob", i, got.extra_logprobs[ask_.first_extra_entry + i], Logprob(support, id));
+    }
+    return difference;
+  }
+
+  const SampleRow ask_;
+  const Ranked raw_;
+  const Ranked processed_;
+  RowStatus status_;
+  double raw_sum_ = 0;
+  std::vector<ReferenceSupport> supports_;  // the exact one first
+};
+
+inline std::vector<float> RowOf(const HostTensor& tensor, int64_t r) {
+  std::vector<float> x(tensor.cols());
+  for (int64_t c = 0; c < tensor.cols(); ++c) x[c] = tensor.At(r, c);
+  return x;
+}
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_SAMPLE_REFERENCE_H_

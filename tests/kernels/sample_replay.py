@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Draws the tokens of `sample` again, by the text of docs/semantics.md and Python's standard library alone.
+
+    tests/kernels/sample_replay.py PATH_OF_KERNELS_TEST
+
+Runs that test's dump of rows, parameters and tokens, and replays every row. Python's exp is in double precision, so
+where a border lies within 4e-6 of a row's mass the tokens on both sides of it are right; that may be so for one row
+in a hundred, and the others must agree.
+"""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+
+INF = math.inf
+NAN_LOGIT, EMPTY_SUPPORT = 1, 2
+SHIFT = 4e-6  # what f32 rounding may move a border by, as a share of the mass
+
+
+def f32(x):
+    """x rounded to f32: a result of one operation on f32 values, rounded once more, is that operation in f32."""
+    if math.isnan(x) or math.isinf(x):
+        return x
+    try:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+    except OverflowError:
+        return math.copysign(INF, x)
+
+
+def of_bits(bits):
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def philox4x32(key, counter):
+    """Ten rounds over four 32-bit words of counter with two of key."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def uniform_bits(seed, position):
+    out = philox4x32((seed & 0xFFFFFFFF, seed >> 32), (position & 0xFFFFFFFF, position >> 32, 0, 0))
+    return out[0] | out[1] << 32
+
+
+def edited(x, row):
+    """Bias, penalties, mask; f32 after every step; a ban where infinities of both signs meet."""
+    x = list(x)
+
+    def settled(v):
+        return -INF if math.isnan(v) else v
+
+    for token, bits in zip(row["bias_ids"], row["bias_values"]):
+        x[token] = settled(f32(x[token] + of_bits(bits)))
+    repetition, presence, frequency = (of_bits(row[name]) for name in ("repetition", "presence", "frequency"))
+    counts = {}
+    for token in row["history"]:
+        counts[token] = counts.get(token, 0) + 1
+    for token, count in counts.items():
+        v = x[token]
+        v = f32(v / repetition) if v > 0 else f32(v * repetition)
+        v = settled(f32(v - f32(frequency * count)))
+        x[token] = f32(v - presence)
+    if row["mask"]:
+        x = [v if row["mask"][i // 32] >> (i % 32) & 1 else -INF for i, v in enumerate(x)]
+    return x
+
+
+def weight(x, top, temperature):
+    if top == INF:
+        return 1.0 if x == INF else 0.0
+    return math.exp((x - top) / temperature) if x > -INF else 0.0
+
+
+def fixed(w):
+    return round(w * 2.0**43)  # to nearest, ties to even
+
+
+def first_above(weights, target):
+    """The lowest i whose prefix sum exceeds the target, and the tokens a shift of the border reaches."""
+    total, mass, token, close = sum(weights), 0, None, set()
+    for i, w in enumerate(weights):
+        if w and mass - SHIFT * total <= target < mass + w + SHIFT * total:
+            close.add(i)
+        mass += w
+        if token is None and mass > target:
+            token = i
+    return token, close
+
+
+def prefix_masses(cells, top, temperature):
+    """P_0 = 0, then P_c for every cell."""
+    prefix = [0.0]
+    for cell in cells:
+        m = max(cell)
+        mass = sum(weight(v, m, temperature) for v in cell) * weight(m, top, temperature) if m > -INF else 0.0
+        prefix.append(prefix[-1] + mass)
+    return prefix
+
+
+def sample(row):
+    """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, and the row as edited."""
+    sent = [of_bits(bits) for bits in row["logits"]]
+    for i, v in enumerate(sent):
+        if math.isnan(v):
+            return (NAN_LOGIT, i), set(), False, None
+    x = edited(sent, row)
+    top = max(x)
+    if top == -INF:
+        return (EMPTY_SUPPORT, -1), set(), False, x
+    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
+    temperature, top_p, min_p = of_bits(row["temperature"]), of_bits(row["top_p"]), of_bits(row["min_p"])
+    if temperature == 0:
+        return (0, -1), {order[0]}, False, x
+    bits = uniform_bits(row["seed"], row["position"])
+    k = row["top_k"] if 0 < row["top_k"] < len(x) else None
+
+    cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
+    prefix = prefix_masses(cells, top, temperature)
+    if k is None and top_p == 1 and min_p == 0:
+        reach = (bits >> 11) * 2.0**-53 * prefix[-1]
+        c = next(c for c in range(len(cells)) if prefix[c + 1] > reach)
+        w = [fixed(weight(v, max(cells[c]), temperature)) for v in cells[c]]
+        part = (reach - prefix[c]) / (prefix[c + 1] - prefix[c])
+        token, _ = first_above(w, min(int(part * sum(w)), sum(w) - 1))
+        # Which tokens are close is a question to the row as a whole.
+        _, close = first_above([weight(v, top, temperature) for v in x], reach)
+        return (0, -1), close | {c * 1024 + token}, len(close) > 1, x
+
+    kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
+    if min_p > 0:
+        kept = [i for i in kept if x[i] == top or x[i] - top >= temperature * math.log(min_p)]
+    kept = kept[:k]
+    w = {i: fixed(weight(x[i], top, temperature)) for i in kept}
+    tokens, shaky = set(), False
+    ends = [len(kept)]
+    if top_p < 1:
+        total, mass, ends = sum(w.values()), 0, []
+        if k is None and min_p == 0:
+            total = math.floor(prefix[-1] * 2.0**43)
+        for n, i in enumerate(kept, start=1):
+            before, mass = mass, mass + w[i]
+            if before < (top_p + SHIFT) * total and mass >= (top_p - SHIFT) * total:
+                ends.append(n)
+        ends = ends or [len(kept)]
+    for end in ends:
+        support = sorted(kept[:end])
+        masses = [w[i] for i in support]
+        token, close = first_above(masses, bits * sum(masses) >> 64)
+        tokens |= {support[i] for i in close | {token}}
+    shaky = len(tokens) > 1
+    return (0, -1), tokens, shaky, x
+
+
+def faults(row):
+    status, tokens, shaky, x = sample(row)
+    got = (row["code"], row["status_position"])
+    if got != status:
+        return [f"status {got}, want {status}"], shaky
+    if status[0] != 0:
+        return ([] if row["token"] == -1 else [f"token {row['token']} of a refused row"]), shaky
+    token = row["token"]
+    if token not in tokens:
+        return [f"token {token}, want {sorted(tokens)}"], shaky
+    of = [of_bits(bits) for bits in row["logits"]] if row["raw"] else x
+    rank = 1 + sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))
+    found = [] if row["rank"] == rank else [f"rank {row['rank']}, want {rank}"]
+    if row["raw"]:
+        top = max(of)
+        total = sum(weight(v, top, 1) for v in of)
+        if top == INF:
+            want = -math.log(total) if of[token] == INF else -INF
+        else:
+            want = of[token] - top - math.log(total)
+        got = of_bits(row["logprob"])
+        if not (got == f32(want) or abs(got - want) <= 4e-6 * max(1, abs(want))):
+            found.append(f"logprob {got}, want {want}")
+    return found, shaky
+
+
+def main():
+    # Random123's known answer: the generator is the published one.
+    assert philox4x32((0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)) == [
+        0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "rows.json")
+        command = [sys.argv[1], "--gtest_filter=SampleDumpTest.*", "--gtest_brief=1"]
+        subprocess.run(command, env={**os.environ, "LOGITD_SAMPLE_DUMP": path}, check=True)
+        with open(path) as file:
+            rows = [json.loads(line) for line in file]
+    shaky = wrong = 0
+    for number, row in enumerate(rows):
+        found, unsure = faults(row)
+        shaky += unsure
+        wrong += bool(found)
+        for fault in found:
+            print(f"row {number}, {len(row['logits'])} tokens: {fault}")
+    print(f"{len(rows)} rows replayed: {wrong} wrong, {shaky} where rounding decides")
+    return 1 if wrong or len(rows) < 1000 or shaky * 100 > len(rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+// verify on the CPU backend, and what CheckVerify says.
+#include "kernels/verify.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/draw.h"
+#include "tests/kernels/chi_square.h"
+#include "tests/kernels/op_runner.h"
+#include "tests/kernels/sample_cases.h"
+#include "tests/kernels/sample_reference.h"
+
+namespace logitd::testing {
+namespace {
+
+class VerifyCpuTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Backend> backend_ = CreateBackend("cpu", {.cpu_threads = 2}).value();
+  std::unique_ptr<OpRunner> runner_ = OpRunner::Create(backend_.get()).value();
+};
+
+HostTensor Tensor(const std::vector<std::vector<float>>& rows) {
+  HostTensor tensor(DType::kF32, rows.size(), rows[0].size(), rows[0].size(), 0);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    for (size_t c = 0; c < rows[r].size(); ++c) tensor.Set(r, c, rows[r][c]);
+  }
+  return tensor;
+}
+
+// Seed 0, position 0: coin 0.6055, bits 0.8805.
+struct VerifyClaim {
+  const char* name;
+  std::vector<float> target;  // logits of the row with the draft
+  int32_t draft;
+  DraftKind kind;
+  std::vector<float> q;
+  float temperature;
+  int32_t accepted;
+  int32_t token;
+};
+
+TEST_F(VerifyCpuTest, KeepsEveryClaim) {
+  ASSERT_NEAR(std::ldexp(CoinBits(0, 0), -64), 0.6055, 1e-4);
+  const float ln2 = std::log(2.0f);
+  const std::vector<VerifyClaim> claims = {
+      {"more_likely_than_drafted_is_accepted",
+       {0, 0},
+       0,
+       DraftKind::kDense,
+       {0.25f, 0.75f},
+       1,
+       1,
+       0},
+      {"ratio_above_the_coin_is_accepted", {0, 0}, 0, DraftKind::kDense, {0.8f, 0.2f}, 1, 1, 0},
+      {"ratio_below_the_coin_is_refused", {0, 0}, 0, DraftKind::kDense, {0.9f, 0.1f}, 1, 0, 1},
+      // p is 1/4, 1/4, 1/2; what q left is 1/3 and 2/3 of the last two, and the bits are 0.8805.
+      {"another_is_drawn_from_what_q_left", {0, 0, ln2}, 0, DraftKind::kDense, {1, 0, 0}, 1, 0, 2},
+      {"a_draft_outside_the_support_is_refused",
+       {-kInf, 0},
+       0,
+       DraftKind::kDense,
+       {0.01f, 0.99f},
+       1,
+       0,
+       1},
+      {"greedy_target_accepts_its_own_choice", {1, 2}, 1, DraftKind::kDense, {0.5f, 0.5f}, 0, 1, 1},
+      {"greedy_target_refuses_all_else", {1, 2}, 0, DraftKind::kDense, {0.99f, 0.01f}, 0, 0, 1},
+      // The bits point at token 1.
+      {"greedy_draft_that_would_be_drawn", {0, 0}, 1, DraftKind::kGreedy, {}, 1, 1, 1},
+      {"greedy_draft_that_would_not", {0, 0}, 0, DraftKind::kGreedy, {}, 1, 0, 1},
+      {"q_that_is_no_number_is_nothing", {0, 0}, 0, DraftKind::kDense, {kNan, 1}, 1, 1, 0},
+  };
+  for (const VerifyClaim& claim : claims) {
+    SampleBatch batch{.rows = {PlainRow(), PlainRow()}};
+    batch.rows[0].temperature = claim.temperature;
+    VerifyBatch verify{.drafts = {{.token = claim.draft, .kind = claim.kind}, {}},
+                       .draft_probs = claim.q,
+                       .sequences = {{.first_row = 0, .rows = 2}}};
+    std::vector<float> next(claim.target.size(), -kInf);
+    next[0] = 0;  // the token after an accepted draft is 0
+    auto got = runner_->Verify(Tensor({claim.target, next}), batch, verify).value();
+    EXPECT_EQ(got.accepted[0], claim.accepted) << claim.name;
+    EXPECT_EQ(got.rows.tokens[0], claim.token) << claim.name;
+    EXPECT_EQ(got.rows.tokens[1], claim.accepted == 1 ? 0 : -1) << claim.name;
+    EXPECT_EQ(got.rows.status[1].code, claim.accepted == 1 ? RowCode::kOk : RowCode::kNotReached)
+        << claim.name;
+  }
+}
+
+TEST_F(VerifyCpuTest, ARefusedRowEndsItsSequenceAndNoOther) {
+  SampleBatch batch;
+  batch.rows.resize(5, PlainRow());
+  const VerifyDraft zero{.token = 0};
+  const VerifyBatch verify{.drafts = {zero, zero, zero, zero, zero},
+                           .sequences = {{.first_row = 0, .rows = 3}, {.first_row = 3, .rows = 2}}};
+  const auto got =
+      runner_
+          ->Verify(Tensor({{9, -kInf}, {kNan, 0}, {0, 0}, {9, -kInf}, {9, -kInf}}), batch, verify)
+          .value();
+  EXPECT_EQ(got.accepted, (std::vector<int32_t>{1, 1}));
+  EXPECT_EQ(got.rows.tokens, (std::vector<int32_t>{0, -1, -1, 0, 0}));
+  EXPECT_EQ(got.rows.status[1].code, RowCode::kNanLogit);
+  EXPECT_EQ(got.rows.status[2].code, RowCode::kNotReached);
+  EXPECT_EQ(got.rows.status[4].code, RowCode::kOk);
+}
+
+// Greedy drafts: whatever the parameters, what comes out is what sample gives row by row.
+TEST_F(VerifyCpuTest, GreedyDraftsGiveTheTokensOfSample) {
+  for (const int64_t vocab : {5, 1000, 5000}) {
+    const int64_t rows = 90;
+    HostTensor tensor(DType::kF32, rows, vocab, vocab + 1, 1);
+    SampleBatch batch;
+    std::mt19937_64 random(vocab);
+    for (int64_t r = 0; r < rows; ++r) {
+      FillRow(tensor, r, Fill::kNormal, 11);
+      AddRandomRow(batch, vocab, random);
+      batch.rows.back().active = 1;
+      batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
+    }
+    const SampleAnswer alone = runner_->Sample(tensor, batch).value();
+    VerifyBatch verify;
+    for (int64_t r = 0; r < rows; ++r) {
+      const bool right = random() % 3 != 0 && alone.tokens[r] >= 0;
+      verify.drafts.push_back(
+          {.token = static_cast<int32_t>(right ? alone.tokens[r] : random() % vocab)});
+    }
+    for (int64_t first = 0; first < rows;) {
+      const auto count = static_cast<int32_t>(std::min<int64_t>(rows - first, 1 + random() % 6));
+      verify.sequences.push_back({.first_row = first, .rows = count});
+      first += count;
+    }
+    const VerifyAnswer got = runner_->Verify(tensor, batch, verify).value();
+    for (size_t s = 0; s < verify.sequences.size(); ++s) {
+      const VerifySequence& sequence = verify.sequences[s];
+      int32_t want = 0;
+      while (want + 1 < sequence.rows && verify.drafts[sequence.first_row + want].token ==
+                                             alone.tokens[sequence.first_row + want]) {
+        ++want;
+      }
+      ASSERT_EQ(got.accepted[s], want) << "vocab " << vocab << " sequence " << s;
+      for (int64_t r = sequence.first_row; r < sequence.first_row + sequence.rows; ++r) {
+        if (r <= sequence.first_row + want) {
+          EXPECT_EQ(SampleBits(got.rows, batch.rows[r], r), SampleBits(alone, batch.rows[r], r));
+        } else {
+          EXPECT_EQ(got.rows.status[r].code, RowCode::kNotReached);
+          EXPECT_EQ(got.rows.tokens[r], -1);
+        }
+      }
+    }
+  }
+}
+
+struct DistributionCase {
+  const char* name;
+  DraftKind kind;
+  void (*change)(SampleRow&);
+  bool peaked;  // q is far from p
+};
+
+// 2^20 sequences of two drafts from q: the first token is of p, so is the second where the first
+// draft was accepted, and so on; drafts are accepted at the rate sum min(p, q). Each of the tests
+// rings falsely once in a million.
+TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr int64_t kSequences = int64_t{1} << 15;
+#else
+  constexpr int64_t kSequences = int64_t{1} << 20;
+#endif
+  constexpr int64_t kBatch = 1024, kVocab = 12, kRows = 3;
+  const std::vector<DistributionCase> cases = {
+      {"dense", DraftKind::kDense, [](SampleRow&) {}, false},
+      {"dense_filtered", DraftKind::kDense,
+       [](SampleRow& row) {
+         row.temperature = 0.8f;
+         row.top_k = 6;
+         row.top_p = 0.9f;
+       },
+       true},
+      {"list", DraftKind::kList, [](SampleRow& row) { row.min_p = 0.05f; }, false},
+      {"greedy", DraftKind::kGreedy, [](SampleRow&) {}, true},
+  };
+  for (const DistributionCase& c : cases) {
+    std::mt19937_64 random(77);
+    const auto uniform = [&random] { return static_cast<double>(random() >> 11) * 0x1p-53; };
+    HostTensor tensor(DType::kF32, kBatch * kRows, kVocab, kVocab, 0);
+    std::vector<std::vector<float>> logits(kRows, std::vector<float>(kVocab));
+    std::vector<std::vector<double>> p;
+    SampleBatch batch;
+    for (std::vector<float>& row : logits) {
+      for (float& x : row) x = static_cast<float>(4 * uniform());
+    }
+    for (int64_t r = 0; r < kBatch * kRows; ++r) {
+      for (int64_t i = 0; i < kVocab; ++i) tensor.Set(r, i, logits[r % kRows][i]);
+      batch.rows.push_back(PlainRow());
+      batch.rows.back().seed = 31;
+      c.change(batch.rows.back());
+    }
+    for (const std::vector<float>& row : logits) {
+      p.push_back(ReferenceSample(row, batch.rows[0], batch).Probabilities());
+    }
+    // One q for all: a softmax of other numbers, over every second token where it is a list.
+    std::vector<float> q(kVocab);
+    for (int64_t i = 0; i < kVocab; ++i) {
+      const double drafted = std::exp((c.peaked ? 6 : 2) * uniform());
+      q[i] = c.kind == DraftKind::kList && i % 2 == 1 ? 0.0f : static_cast<float>(drafted);
+    }
+    const float q_sum = std::accumulate(q.begin(), q.end(), 0.0f);
+    for (float& x : q) x /= q_sum;
+    VerifyBatch verify{.draft_probs = q};
+    if (c.kind == DraftKind::kList) {
+      verify.draft_probs.clear();
+      for (int32_t i = 0; i < kVocab; i += 2) {
+        verify.draft_ids.push_back(i);
+        verify.draft_probs.push_back(q[i]);
+      }
+    }
+    const auto count = static_cast<int32_t>(verify.draft_ids.size());
+    verify.drafts.resize(kBatch * kRows, {.count = count, .kind = c.kind});
+    for (int64_t s = 0; s < kBatch; ++s) {
+      verify.sequences.push_back({.first_row = s * kRows, .rows = kRows});
+    }
+    std::vector<std::vector<double>> counts(kRows, std::vector<double>(kVocab));
+    std::vector<double> tried(kRows), accepted(kRows);
+    for (int64_t first = 0; first < kSequences; first += kBatch) {
+      for (int64_t r = 0; r < kBatch * kRows; ++r) {
+        batch.rows[r].position = first * kRows + r;
+        double reach = uniform();
+        int32_t draft = 0;
+        while (draft + 1 < kVocab && (reach -= q[draft]) >= 0) ++draft;
+        while (q[draft] == 0) --draft;
+        verify.drafts[r].token = draft;
+      }
+      const VerifyAnswer got = runner_->Verify(tensor, batch, verify).value();
+      for (int64_t s = 0; s < kBatch; ++s) {
+        for (int32_t i = 0; i <= got.accepted[s]; ++i) {
+          ++counts[i][got.rows.tokens[s * kRows + i]];
+          ++tried[i];
+          accepted[i] += i < got.accepted[s];
+        }
+      }
+    }
+    for (int64_t i = 0; i < kRows; ++i) {
+      double chi_square = 0, overlap = 0;
+      int cells = 0;
+      for (int64_t t = 0; t < kVocab; ++t) {
+        const double want = p[i][t] * tried[i];
+        overlap += c.kind == DraftKind::kGreedy ? p[i][t] * q[t] : std::min(p[i][t], double{q[t]});
+        if (want == 0) {
+          EXPECT_EQ(counts[i][t], 0) << c.name << " token " << t;
+          continue;
+        }
+        chi_square += (counts[i][t] - want) * (counts[i][t] - want) / want;
+        ++cells;
+      }
+      EXPECT_GT(ChiSquareTail(chi_square, cells - 1), 1e-6) << c.name << " place " << i;
+      if (i + 1 == kRows) continue;
+      const double want = overlap * tried[i];
+      const double off = accepted[i] - want;
+      EXPECT_GT(ChiSquareTail(off * off / want + off * off / (tried[i] - want), 1), 1e-6)
+          << c.name << " place " << i << ": accepted " << accepted[i] << " of " << want;
+    }
+  }
+}
+
+struct Asked {
+  VerifyRequest request;
+  std::vector<SampleRow> params;
+  std::vector<VerifyDraft> drafts;
+  std::vector<int32_t> draft_ids = {1, 5, 9};
+  std::vector<float> draft_probs = std::vector<float>(10, 0.1f);
+  std::vector<VerifySequence> sequences = {{.first_row = 0, .rows = 2},
+                                           {.first_row = 2, .rows = 1}};
+};
+
+struct CheckCase {
+  const char* name;
+  std::function<void(Asked&)> change;
+  std::string want;  // "" = allowed
+};
+
+TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
+  const std::vector<CheckCase> cases = {
+      {"greedy", [](Asked&) {}, ""},
+      {"list", [](Asked& a) { a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList}; },
+       ""},
+      {"dense", [](Asked& a) { a.drafts[0] = {.token = 9, .kind = DraftKind::kDense}; }, ""},
+      {"last_rows_have_no_draft", [](Asked& a) { a.drafts[1].token = a.drafts[2].token = -9; }, ""},
+      {"sample_is_checked_too", [](Asked& a) { a.params[2].top_p = 0; },
+       "top_p: got 0 at row 2, allowed > 0 and <= 1"},
+      {"a_draft_for_each_row", [](Asked& a) { a.drafts.pop_back(); },
+       "drafts: got 2 values, allowed 3 (rows)"},
+      {"token_outside_the_vocabulary", [](Asked& a) { a.drafts[0].token = 10; },
+       "draft: got token 10 at row 0, allowed 0..9"},
+      {"unknown_kind", [](Asked& a) { a.drafts[0].kind = static_cast<DraftKind>(3); },
+       "draft kind: got 3 at row 0, allowed greedy, list, dense"},
+      {"empty_list", [](Asked& a) { a.drafts[0].kind = DraftKind::kList; },
+       "draft count: got 0 at row 0, allowed 1..10"},
+      {"list_without_ids",
+       [](Asked& a) { a.drafts[0] = {.token = 5, .count = 4, .kind = DraftKind::kList}; },
+       "draft_ids: got entries [0, 0 + 4) at row 0, allowed inside the 3 sent"},
+      {"dense_without_all",
+       [](Asked& a) { a.drafts[0] = {.first_prob = 1, .kind = DraftKind::kDense}; },
+       "draft_probs: got entries [1, 1 + 10) at row 0, allowed inside the 10 sent"},
+      {"list_not_ascending",
+       [](Asked& a) {
+         a.draft_ids = {1, 5, 5};
+         a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList};
+       },
+       "draft_ids: got token 5 at row 0, allowed ascending, here 6..9"},
+      {"list_without_its_token",
+       [](Asked& a) { a.drafts[0] = {.token = 2, .count = 3, .kind = DraftKind::kList}; },
+       "draft: got token 2 at row 0, allowed one of its 3 draft_ids"},
+      {"a_gap_between_sequences", [](Asked& a) { a.sequences[1].first_row = 3; },
+       "sequences: got rows [3, 3 + 1) at sequence 1, allowed from row 2, 1..1 of them"},
+      {"rows_of_no_sequence", [](Asked& a) { a.sequences.pop_back(); },
+       "sequences: got 2 rows, allowed 3 (rows)"},
+  };
+  for (const CheckCase& c : cases) {
+    Asked asked;
+    asked.request.sample = {.dtype = DType::kF32, .rows = 3, .vocab = 10, .payload_bytes = 120};
+    asked.params.resize(3, PlainRow());
+    asked.drafts.resize(3);
+    c.change(asked);
+    asked.request.sample.params = asked.params;
+    asked.request.drafts = asked.drafts;
+    asked.request.draft_ids = asked.draft_ids;
+    asked.request.draft_probs = asked.draft_probs;
+    asked.request.sequences = asked.sequences;
+    const absl::Status got = CheckVerify(asked.request);
+    EXPECT_EQ(std::string(got.message()), c.want) << c.name;
+  }
+}
+
+}  // namespace
+}  // namespace logitd::testing
