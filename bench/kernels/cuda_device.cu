@@ -100,7 +100,7 @@ class CudaDevice final : public Device {
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
     scratch_.clusters = properties.major >= 9;
-    scratch_.bytes = cuda::Scratch::kMinBytes;
+    scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreate(&stream_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&buffer_, kBufferBytes)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes)));

@@ -108,7 +108,7 @@ class CudaStream final : public Stream {
       LOGITD_RETURN_IF_ERROR(
           ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
     }
-    scratch_.bytes = cuda::Scratch::kMinBytes;
+    scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
     scratch_.clusters = properties.major >= 9;

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 
 #include "kernels/sample.h"
@@ -19,6 +20,11 @@ struct Scratch {
   static constexpr size_t kCounterBytes = size_t{16} << 10;
   static constexpr size_t kMinBytes = size_t{96}
                                       << 20;  // enough for one row of any op at its largest
+
+  // A share of the device's memory: rows that an op works on in scratch go in fewer passes.
+  static constexpr size_t BytesFor(size_t device_bytes) {
+    return std::clamp(device_bytes / 64, kMinBytes, size_t{1} << 30);
+  }
 
   std::byte* data = nullptr;
   size_t bytes = 0;

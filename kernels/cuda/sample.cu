@@ -38,7 +38,7 @@ struct Params {
   int32_t cells;     // of a row
   int32_t blocks;    // of a row's cluster
   float* edited;     // [rows of the launch, vocab]; null: no row is edited
-  uint32_t* counts;  // [rows of the launch, vocab], zero between launches
+  uint32_t* counts;  // [rows of the launch, vocab], of tokens in the history
   // verify: drafts and what became of them; null in sample.
   const VerifyDraft* drafts;
   const int32_t* draft_ids;
@@ -75,14 +75,16 @@ __global__ void CopyMaskedKernel(const __grid_constant__ Params p) {
   const uint32_t* mask =
       ask.first_mask_word < 0 ? nullptr : p.args.mask_words + ask.first_mask_word;
   float* to = p.edited + blockIdx.y * vocab;
+  uint32_t* counts = PenaltiesAreOn(ask) ? p.counts + blockIdx.y * vocab : nullptr;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < vocab;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const bool allowed = mask == nullptr || (mask[i / 32] >> (i % 32) & 1) != 0;
     to[i] = allowed ? ToFloat(row[i]) : -kInfinity;
+    if (counts != nullptr) counts[i] = 0;
   }
 }
 
-// Bias and penalties, after the copy: -inf stays -inf through all of it. Leaves the counts zero.
+// Bias and penalties, after the copy: -inf stays -inf through all of it.
 __global__ void EditKernel(const __grid_constant__ Params p) {
   const SampleRow& ask = p.args.rows[p.first_row + blockIdx.x];
   if (ask.active == 0 || !IsEdited(ask)) return;
@@ -961,8 +963,6 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, Carver carver, cudaStre
     p.edited = carver.Take<float>(pass * vocab);
     p.counts = carver.Take<uint32_t>(pass * vocab);
     if (p.counts == nullptr) return cudaErrorMemoryAllocation;
-    error = cudaMemsetAsync(p.counts, 0, pass * vocab * sizeof(uint32_t), stream);
-    if (error != cudaSuccess) return error;
   }
   for (int64_t first = 0; first < rows; first += pass) {
     p.first_row = first;
