@@ -123,11 +123,12 @@ void JobCall::CopyPayload(std::byte* dst, size_t row_stride) {
   HoldAtMost(codec_->answer_bytes());
 }
 
-void JobCall::WriteParams(std::byte* dst, int64_t first_entry) {
-  codec_->WriteParams(dst, first_entry);
+void JobCall::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
+  codec_->WriteInputs(inputs, first);
 }
 
-void JobCall::Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> planes,
+void JobCall::Done(const absl::Status& status,
+                   absl::Span<const absl::Span<const std::byte>> outputs,
                    const engine::JobTimes& times) {
   if (!status.ok()) {
     Finish(status, {}, environment_.admission->options().retry_delay);
@@ -137,9 +138,9 @@ void JobCall::Done(const absl::Status& status, absl::Span<const absl::Span<const
     absl::MutexLock lock(&mutex_);
     if (gone_) return;  // nobody to encode for
   }
-  Finish(status,
-         codec_->Encode(
-             planes, {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times}));
+  Finish(status, codec_->Encode(
+                     outputs,
+                     {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times}));
 }
 
 void JobCall::HoldAtMost(int64_t bytes) {

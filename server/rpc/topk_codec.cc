@@ -14,26 +14,28 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr engine::Plane kPlanes[kTopKPlanes] = {
-    {engine::Plane::Per::kRow, sizeof(float)},      // kTopKLogsumexp
-    {engine::Plane::Per::kRow, sizeof(RowStatus)},  // kTopKStatus
-    {engine::Plane::Per::kEntry, sizeof(int32_t)},  // kTopKIndices
-    {engine::Plane::Per::kEntry, sizeof(float)},    // kTopKProbs
+constexpr engine::Array kInputs[] = {{kTopKRows, sizeof(SoftmaxTopKRow)}};
+
+constexpr engine::Array kOutputs[kTopKOutputs] = {
+    {kTopKRows, sizeof(float)},       // kTopKLogsumexp
+    {kTopKRows, sizeof(RowStatus)},   // kTopKStatus
+    {kTopKEntries, sizeof(int32_t)},  // kTopKIndices
+    {kTopKEntries, sizeof(float)},    // kTopKProbs
 };
 
 absl::Status EnqueueSoftmaxTopK(Stream& stream, const engine::BatchView& batch) {
   return stream.SoftmaxTopK({
       .logits = {.data = batch.payload,
                  .dtype = batch.dtype,
-                 .rows = batch.rows,
+                 .rows = batch.rows(),
                  .cols = batch.row_elements,
                  .row_stride = static_cast<int64_t>(batch.row_stride / SizeOf(batch.dtype))},
-      .rows = reinterpret_cast<const SoftmaxTopKRow*>(batch.params),
-      .max_k = batch.max_entries,
-      .indices = reinterpret_cast<int32_t*>(batch.planes[kTopKIndices]),
-      .probs = reinterpret_cast<float*>(batch.planes[kTopKProbs]),
-      .logsumexp = reinterpret_cast<float*>(batch.planes[kTopKLogsumexp]),
-      .status = reinterpret_cast<RowStatus*>(batch.planes[kTopKStatus]),
+      .rows = reinterpret_cast<const SoftmaxTopKRow*>(batch.inputs[0]),
+      .max_k = batch.max_row_entries,
+      .indices = reinterpret_cast<int32_t*>(batch.outputs[kTopKIndices]),
+      .probs = reinterpret_cast<float*>(batch.outputs[kTopKProbs]),
+      .logsumexp = reinterpret_cast<float*>(batch.outputs[kTopKLogsumexp]),
+      .status = reinterpret_cast<RowStatus*>(batch.outputs[kTopKStatus]),
   });
 }
 
@@ -84,8 +86,8 @@ size_t WriteTimings(const CallTimes& times, uint8_t* at) {
 
 const engine::OpTraits kSoftmaxTopKTraits = {
     .name = "softmax_topk",
-    .param_bytes = sizeof(SoftmaxTopKRow),
-    .planes = kPlanes,
+    .inputs = kInputs,
+    .outputs = kOutputs,
     .enqueue = &EnqueueSoftmaxTopK,
 };
 
@@ -111,16 +113,16 @@ absl::Status TopKCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* 
   }));
   row_bytes_ = static_cast<size_t>(fields_.vocab) * SizeOf(pair->dtype);
   spec->key = {.op = &kSoftmaxTopKTraits, .dtype = pair->dtype, .row_elements = fields_.vocab};
-  spec->rows = fields_.rows;
+  spec->counts[kTopKRows] = fields_.rows;
   if (fields_.k.size() == 1) {
-    spec->entries = fields_.rows * fields_.k[0];
+    spec->counts[kTopKEntries] = fields_.rows * fields_.k[0];
     spec->max_row_entries = fields_.k[0];
   } else {
-    spec->entries = std::accumulate(fields_.k.begin(), fields_.k.end(), int64_t{0});
+    spec->counts[kTopKEntries] = std::accumulate(fields_.k.begin(), fields_.k.end(), int64_t{0});
     spec->max_row_entries = *std::max_element(fields_.k.begin(), fields_.k.end());
   }
-  answer_bytes_ = static_cast<int64_t>(kEntryBytes) * spec->entries +
-                  static_cast<int64_t>(kMaxRowBytes) * spec->rows + 7 * kLengthHead + kMaxTimings;
+  answer_bytes_ = static_cast<int64_t>(kEntryBytes) * spec->counts[kTopKEntries] +
+                  static_cast<int64_t>(kMaxRowBytes) * spec->rows() + 7 * kLengthHead + kMaxTimings;
   return absl::OkStatus();
 }
 
@@ -130,7 +132,9 @@ float TopKCodec::temperature_of(int64_t row) const {
   return t[t.size() == 1 ? 0 : static_cast<size_t>(row)];
 }
 
-void TopKCodec::WriteParams(std::byte* dst, int64_t first_entry) {
+void TopKCodec::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
+  std::byte* dst = inputs[0];
+  int64_t first_entry = first[kTopKEntries];
   for (int64_t row = 0; row < fields_.rows; ++row) {
     const SoftmaxTopKRow params = {
         .first_entry = first_entry, .temperature = temperature_of(row), .k = k_of(row)};
@@ -142,13 +146,13 @@ void TopKCodec::WriteParams(std::byte* dst, int64_t first_entry) {
 
 // By hand into one slice: the packed fixed-width fields, nearly all of the answer, are copied from
 // the slab as they are.
-grpc::ByteBuffer TopKCodec::Encode(absl::Span<const absl::Span<const std::byte>> planes,
+grpc::ByteBuffer TopKCodec::Encode(absl::Span<const absl::Span<const std::byte>> outputs,
                                    const CallTimes& times) {
   const int64_t rows = fields_.rows;
-  const absl::Span<const std::byte> logsumexp = planes[kTopKLogsumexp];
-  const absl::Span<const std::byte> indices = planes[kTopKIndices];
-  const absl::Span<const std::byte> probs = planes[kTopKProbs];
-  const auto* status = reinterpret_cast<const RowStatus*>(planes[kTopKStatus].data());
+  const absl::Span<const std::byte> logsumexp = outputs[kTopKLogsumexp];
+  const absl::Span<const std::byte> indices = outputs[kTopKIndices];
+  const absl::Span<const std::byte> probs = outputs[kTopKProbs];
+  const auto* status = reinterpret_cast<const RowStatus*>(outputs[kTopKStatus].data());
 
   grpc::Slice slice(static_cast<size_t>(answer_bytes_));
   auto* const begin = const_cast<uint8_t*>(slice.begin());
