@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "server/engine/batch.h"
 
 namespace logitd::rpc {
 namespace {
@@ -72,8 +73,10 @@ void JobCall::OnMessage(grpc::ByteBuffer* message) {
     return;
   }
   // An answer can be larger than its request, and a peer may be slow to take it.
+  message_.KeepOnly(codec_->payload().range);
   HoldAtMost(
-      std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes, codec_->answer_bytes()));
+      std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes + codec_->list_bytes(),
+               codec_->answer_bytes()));
   {
     absl::MutexLock lock(&mutex_);
     if (gone_) return;
@@ -91,10 +94,11 @@ void JobCall::OnMessage(grpc::ByteBuffer* message) {
 
 // A batch may take more than one request, and the transport counts the small fields as well.
 absl::Status JobCall::CheckFits() const {
-  const auto payload_bytes = static_cast<int64_t>(codec_->payload().range.bytes);
+  const int64_t payload_bytes = engine::SizeOfJob(spec_).payload_bytes;
   if (payload_bytes > environment_.max_payload_bytes) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "payload: %d bytes, allowed 1..%d", payload_bytes, environment_.max_payload_bytes));
+    return absl::InvalidArgumentError(absl::StrFormat("payload and lists: %d bytes, allowed 1..%d",
+                                                      payload_bytes,
+                                                      environment_.max_payload_bytes));
   }
   return environment_.engine->CheckFits(spec_);
 }
@@ -120,11 +124,12 @@ void JobCall::OnFinish(absl::StatusCode code) {
 void JobCall::CopyPayload(std::byte* dst, size_t row_stride) {
   environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
   message_.Release();
-  HoldAtMost(codec_->answer_bytes());
+  HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
 }
 
 void JobCall::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
   codec_->WriteInputs(inputs, first);
+  HoldAtMost(codec_->answer_bytes());
 }
 
 void JobCall::Done(const absl::Status& status,

@@ -46,6 +46,9 @@ class OpCodec {
   // Of the answer, once parsed; never less than Encode's.
   virtual int64_t answer_bytes() const = 0;
 
+  // Of what it has copied out of the message and keeps until WriteInputs, once parsed.
+  virtual int64_t list_bytes() const { return 0; }
+
   // Where the payload lies in the pieces Parse saw.
   virtual Payload payload() const = 0;
 
