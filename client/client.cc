@@ -27,6 +27,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
+constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
+constexpr char kVerifyMethod[] = "/logitd.v1.Sampler/Verify";
 constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
 constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
 constexpr char kHealthWatchMethod[] = "/grpc.health.v1.Health/Watch";
@@ -231,6 +233,38 @@ struct Client::Impl {
     }
   }
 
+  // A unary call with retries, whose payload stays the caller's.
+  template <typename Request, typename Result>
+  absl::StatusOr<Result> CallWithLogits(const char* method, const Request& request,
+                                        absl::StatusOr<grpc::ByteBuffer> (*encode)(
+                                            const Request&, const std::shared_ptr<const void>&),
+                                        absl::StatusOr<Result> (*decode)(grpc::ByteBuffer*)) {
+    auto once = [&](absl::Time deadline) {
+      std::shared_ptr<const void> owner = request.owner;
+      std::shared_ptr<absl::Notification> released;
+      if (owner == nullptr) {
+        released = std::make_shared<absl::Notification>();
+        owner = std::make_shared<ReleaseSignal>(released);
+      }
+      absl::StatusOr<grpc::ByteBuffer> buffer = encode(request, owner);
+      owner.reset();  // from here on the slices alone share it
+      if (buffer.ok()) {
+        if (absl::Status size = CheckSize(*buffer); !size.ok()) buffer = size;
+      }
+      if (!buffer.ok()) return Attempt{.status = buffer.status()};
+      return Call(method, &*buffer, deadline, released.get());
+    };
+    int attempts = 0;
+    Attempt attempt = CallWithRetries(once, &attempts);
+    if (!attempt.status.ok()) return attempt.status;
+    absl::StatusOr<Result> result = decode(&attempt.response);
+    if (result.ok()) {
+      result->round_trip = attempt.round_trip;
+      result->attempts = attempts;
+    }
+    return result;
+  }
+
   absl::Status CheckSize(const grpc::ByteBuffer& request) const {
     if (options.max_message_bytes > 0 &&
         static_cast<int64_t>(request.Length()) > options.max_message_bytes) {
@@ -264,31 +298,15 @@ Client::~Client() = default;
 const ClientOptions& Client::options() const { return impl_->options; }
 
 absl::StatusOr<TopKResult> Client::TopK(const TopKRequest& request) {
-  absl::Status refused;
-  auto once = [&](absl::Time deadline) {
-    std::shared_ptr<const void> owner = request.owner;
-    std::shared_ptr<absl::Notification> released;
-    if (owner == nullptr) {
-      released = std::make_shared<absl::Notification>();
-      owner = std::make_shared<ReleaseSignal>(released);
-    }
-    absl::StatusOr<grpc::ByteBuffer> buffer = EncodeTopKRequest(request, owner);
-    owner.reset();  // from here on the slices alone share it
-    if (buffer.ok()) {
-      if (absl::Status size = impl_->CheckSize(*buffer); !size.ok()) buffer = size;
-    }
-    if (!buffer.ok()) return Attempt{.status = buffer.status()};
-    return impl_->Call(kTopKMethod, &*buffer, deadline, released.get());
-  };
-  int attempts = 0;
-  Attempt attempt = impl_->CallWithRetries(once, &attempts);
-  if (!attempt.status.ok()) return attempt.status;
-  absl::StatusOr<TopKResult> result = DecodeTopKResponse(&attempt.response);
-  if (result.ok()) {
-    result->round_trip = attempt.round_trip;
-    result->attempts = attempts;
-  }
-  return result;
+  return impl_->CallWithLogits(kTopKMethod, request, EncodeTopKRequest, DecodeTopKResponse);
+}
+
+absl::StatusOr<SampleResult> Client::Sample(const SampleRequest& request) {
+  return impl_->CallWithLogits(kSampleMethod, request, EncodeSampleRequest, DecodeSampleResponse);
+}
+
+absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
+  return impl_->CallWithLogits(kVerifyMethod, request, EncodeVerifyRequest, DecodeVerifyResponse);
 }
 
 void Client::TopKAsync(const TopKRequest& request,

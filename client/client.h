@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/server.pb.h"
 #include "logitd/v1/types.pb.h"
 
@@ -69,6 +70,35 @@ struct TopKResult {
   }
 };
 
+// Logits with the parameters of Sample or Verify.
+template <typename Params>
+struct LogitsRequest {
+  v1::DType dtype = v1::DTYPE_F32;
+  int64_t rows = 0;
+  int64_t vocab = 0;
+  std::vector<absl::string_view> logits;  // as in TopKRequest; and so is `owner`
+  // Every field of the message but those above; theirs here are not looked at. sampler.proto has
+  // units, defaults and limits.
+  Params params;
+  std::shared_ptr<const void> owner;
+};
+using SampleRequest = LogitsRequest<v1::SampleRequest>;
+using VerifyRequest = LogitsRequest<v1::VerifyRequest>;
+
+// The server's message, whose arrays agree with each other in size, and where rows start in it.
+template <typename Answer>
+struct SampledResult {
+  Answer answer;
+  std::vector<int64_t> top_offsets;  // [rows + 1], row i's are [top_offsets[i], top_offsets[i + 1])
+  std::vector<int64_t> extra_offsets;  // [rows + 1], likewise
+  absl::Duration round_trip;           // this client's clock, last attempt alone
+  int attempts = 0;
+
+  int64_t rows() const { return answer.tokens_size(); }
+};
+using SampleResult = SampledResult<v1::SampleResponse>;
+using VerifyResult = SampledResult<v1::VerifyResponse>;
+
 // Values of grpc.health.v1.HealthCheckResponse.ServingStatus.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
 absl::string_view ServingStatusName(ServingStatus status);  // "SERVING", ...
@@ -88,6 +118,8 @@ class Client {
   Client& operator=(const Client&) = delete;
 
   absl::StatusOr<TopKResult> TopK(const TopKRequest& request);
+  absl::StatusOr<SampleResult> Sample(const SampleRequest& request);
+  absl::StatusOr<VerifyResult> Verify(const VerifyRequest& request);
 
   // One attempt, no retries. `done` runs once, on a gRPC thread, and must not block. The payload
   // needs an owner: INVALID_ARGUMENT (through `done`, before this returns) without. Calls in flight

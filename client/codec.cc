@@ -35,6 +35,96 @@ std::vector<T> ToVector(const Repeated& field) {
   return out;
 }
 
+constexpr int kLogitsFieldNumber = v1::TopKRequest::kLogitsFieldNumber;  // of every request
+static_assert(kLogitsFieldNumber == int{v1::SampleRequest::kLogitsFieldNumber});
+static_assert(kLogitsFieldNumber == int{v1::VerifyRequest::kLogitsFieldNumber});
+
+// `header`: all fields but the logits.
+absl::StatusOr<grpc::ByteBuffer> AppendLogits(std::string header,
+                                              const std::vector<absl::string_view>& logits,
+                                              const std::shared_ptr<const void>& owner) {
+  uint64_t payload = 0;
+  for (absl::string_view piece : logits) payload += piece.size();
+  const uint64_t total = header.size() + payload;
+  constexpr uint64_t kMaxMessage = std::numeric_limits<int32_t>::max() - 16;  // protobuf's own
+  if (total > kMaxMessage) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "request of %d bytes is more than one message carries (%d); send fewer rows a call", total,
+        kMaxMessage));
+  }
+  uint8_t prefix[16];
+  uint8_t* end = CodedOutputStream::WriteTagToArray(
+      WireFormatLite::MakeTag(kLogitsFieldNumber, WireFormatLite::WIRETYPE_LENGTH_DELIMITED),
+      prefix);
+  end = CodedOutputStream::WriteVarint32ToArray(static_cast<uint32_t>(payload), end);
+  header.append(reinterpret_cast<const char*>(prefix), end - prefix);
+
+  std::vector<grpc::Slice> slices;
+  slices.reserve(1 + logits.size());
+  slices.emplace_back(header);
+  for (absl::string_view piece : logits) {
+    if (!piece.empty()) slices.push_back(SliceOver(piece, owner));
+  }
+  return grpc::ByteBuffer(slices.data(), slices.size());
+}
+
+template <typename Params>
+absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& request,
+                                               const std::shared_ptr<const void>& owner) {
+  Params fields = request.params;
+  fields.set_dtype(request.dtype);
+  fields.set_rows(request.rows);
+  fields.set_vocab(request.vocab);
+  fields.clear_logits();
+  return AppendLogits(fields.SerializeAsString(), request.logits, owner);
+}
+
+template <typename Message>
+bool ParseMessage(grpc::ByteBuffer* buffer, Message* message) {
+  grpc::ProtoBufferReader reader(buffer);
+  return reader.status().ok() && message->ParseFromZeroCopyStream(&reader);
+}
+
+// Running sums of `counts` from 0. False: one is negative.
+template <typename Counts>
+bool Offsets(const Counts& counts, std::vector<int64_t>* offsets) {
+  offsets->assign(1, 0);
+  offsets->reserve(counts.size() + 1);
+  for (int32_t count : counts) {
+    if (count < 0) return false;
+    offsets->push_back(offsets->back() + count);
+  }
+  return true;
+}
+
+template <typename Answer>
+absl::StatusOr<SampledResult<Answer>> DecodeSampled(grpc::ByteBuffer* response) {
+  SampledResult<Answer> result;
+  Answer& answer = result.answer;
+  const std::string& name = Answer::descriptor()->full_name();
+  if (!ParseMessage(response, &answer)) {
+    return absl::InternalError(absl::StrFormat("the server's answer is not a %s", name));
+  }
+  response->Clear();
+  const int rows = answer.tokens_size();
+  bool good = Offsets(answer.top_count(), &result.top_offsets) &&
+              Offsets(answer.extra_count(), &result.extra_offsets);
+  for (int size :
+       {answer.logprobs_size(), answer.ranks_size(), answer.logsumexp_size(), answer.status_size(),
+        answer.status_position_size(), answer.top_count_size(), answer.extra_count_size()}) {
+    good &= size == rows;
+  }
+  if (!good || answer.top_ids_size() != result.top_offsets.back() ||
+      answer.top_logprobs_size() != result.top_offsets.back() ||
+      answer.extra_logprobs_size() != result.extra_offsets.back()) {
+    return absl::InternalError(absl::StrFormat(
+        "the server's answer disagrees with itself: a %s of %d rows with %d top_ids and %d "
+        "extra_logprobs",
+        name, rows, answer.top_ids_size(), answer.extra_logprobs_size()));
+  }
+  return result;
+}
+
 }  // namespace
 
 absl::StatusOr<grpc::ByteBuffer> EncodeTopKRequest(const TopKRequest& request,
@@ -45,42 +135,32 @@ absl::StatusOr<grpc::ByteBuffer> EncodeTopKRequest(const TopKRequest& request,
   fields.set_vocab(request.vocab);
   fields.mutable_k()->Add(request.k.begin(), request.k.end());
   fields.mutable_temperature()->Add(request.temperature.begin(), request.temperature.end());
-  std::string header = fields.SerializeAsString();
+  return AppendLogits(fields.SerializeAsString(), request.logits, owner);
+}
 
-  uint64_t payload = 0;
-  for (absl::string_view piece : request.logits) payload += piece.size();
-  const uint64_t total = header.size() + payload;
-  constexpr uint64_t kMaxMessage = std::numeric_limits<int32_t>::max() - 16;  // protobuf's own
-  if (total > kMaxMessage) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "request of %d bytes is more than one message carries (%d); send fewer rows a call", total,
-        kMaxMessage));
-  }
-  uint8_t prefix[16];
-  uint8_t* end = CodedOutputStream::WriteTagToArray(
-      WireFormatLite::MakeTag(v1::TopKRequest::kLogitsFieldNumber,
-                              WireFormatLite::WIRETYPE_LENGTH_DELIMITED),
-      prefix);
-  end = CodedOutputStream::WriteVarint32ToArray(static_cast<uint32_t>(payload), end);
-  header.append(reinterpret_cast<const char*>(prefix), end - prefix);
+absl::StatusOr<grpc::ByteBuffer> EncodeSampleRequest(const SampleRequest& request,
+                                                     const std::shared_ptr<const void>& owner) {
+  return EncodeRequest(request, owner);
+}
 
-  std::vector<grpc::Slice> slices;
-  slices.reserve(1 + request.logits.size());
-  slices.emplace_back(header);
-  for (absl::string_view piece : request.logits) {
-    if (!piece.empty()) slices.push_back(SliceOver(piece, owner));
-  }
-  return grpc::ByteBuffer(slices.data(), slices.size());
+absl::StatusOr<grpc::ByteBuffer> EncodeVerifyRequest(const VerifyRequest& request,
+                                                     const std::shared_ptr<const void>& owner) {
+  return EncodeRequest(request, owner);
+}
+
+absl::StatusOr<SampleResult> DecodeSampleResponse(grpc::ByteBuffer* response) {
+  return DecodeSampled<v1::SampleResponse>(response);
+}
+
+absl::StatusOr<VerifyResult> DecodeVerifyResponse(grpc::ByteBuffer* response) {
+  return DecodeSampled<v1::VerifyResponse>(response);
 }
 
 absl::StatusOr<TopKResult> DecodeTopKResponse(grpc::ByteBuffer* response) {
   google::protobuf::Arena arena;
   auto* message = google::protobuf::Arena::CreateMessage<v1::TopKResponse>(&arena);
-  {
-    grpc::ProtoBufferReader reader(response);
-    if (!reader.status().ok() || !message->ParseFromZeroCopyStream(&reader)) {
-      return absl::InternalError("the server's answer is not a logitd.v1.TopKResponse");
-    }
+  if (!ParseMessage(response, message)) {
+    return absl::InternalError("the server's answer is not a logitd.v1.TopKResponse");
   }
   response->Clear();
   TopKResult result;

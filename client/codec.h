@@ -19,8 +19,15 @@ namespace logitd::client {
 absl::StatusOr<grpc::ByteBuffer> EncodeTopKRequest(const TopKRequest& request,
                                                    const std::shared_ptr<const void>& owner);
 
+absl::StatusOr<grpc::ByteBuffer> EncodeSampleRequest(const SampleRequest& request,
+                                                     const std::shared_ptr<const void>& owner);
+absl::StatusOr<grpc::ByteBuffer> EncodeVerifyRequest(const VerifyRequest& request,
+                                                     const std::shared_ptr<const void>& owner);
+
 // Consumes `response`. INTERNAL: not a TopKResponse, or one whose fields disagree in size.
 absl::StatusOr<TopKResult> DecodeTopKResponse(grpc::ByteBuffer* response);
+absl::StatusOr<SampleResult> DecodeSampleResponse(grpc::ByteBuffer* response);
+absl::StatusOr<VerifyResult> DecodeVerifyResponse(grpc::ByteBuffer* response);
 
 }  // namespace logitd::client
 

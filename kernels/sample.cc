@@ -69,6 +69,36 @@ absl::Status CheckBias(size_t row, absl::Span<const SampleBias> bias, int64_t vo
       "logit_bias: got token %d twice at row %d, allowed one bias for a token", *twice, row));
 }
 
+// Rows may share a list: what has been looked at for the row before need not be again.
+bool SameSlice(const SampleRequest& request, size_t r, int64_t SampleRow::*first,
+               int32_t SampleRow::*count) {
+  if (r == 0) return false;
+  const SampleRow& row = request.params[r];
+  const SampleRow& before = request.params[r - 1];
+  return row.*first == before.*first && row.*count == before.*count;
+}
+
+absl::Status CheckHistory(const SampleRequest& request, size_t r) {
+  const SampleRow& row = request.params[r];
+  if (SameSlice(request, r, &SampleRow::first_history, &SampleRow::history_count)) {
+    return absl::OkStatus();
+  }
+  LOGITD_RETURN_IF_ERROR(CheckSlice("history", r, row.first_history, row.history_count, kMaxHistory,
+                                    request.history.size()));
+  return CheckIds("history", r, Slice(request.history, row.first_history, row.history_count),
+                  request.vocab);
+}
+
+absl::Status CheckBiases(const SampleRequest& request, size_t r) {
+  const SampleRow& row = request.params[r];
+  if (SameSlice(request, r, &SampleRow::first_bias, &SampleRow::bias_count)) {
+    return absl::OkStatus();
+  }
+  LOGITD_RETURN_IF_ERROR(CheckSlice("logit_bias", r, row.first_bias, row.bias_count, request.vocab,
+                                    request.bias.size()));
+  return CheckBias(r, Slice(request.bias, row.first_bias, row.bias_count), request.vocab);
+}
+
 absl::Status CheckRow(const SampleRequest& request, size_t r) {
   const SampleRow& row = request.params[r];
   const int64_t vocab = request.vocab;
@@ -95,13 +125,8 @@ absl::Status CheckRow(const SampleRequest& request, size_t r) {
         absl::StrFormat("logprob_mode: got %d at row %d, allowed raw, processed",
                         static_cast<int>(row.logprob_mode), r));
   }
-  LOGITD_RETURN_IF_ERROR(CheckSlice("history", r, row.first_history, row.history_count, kMaxHistory,
-                                    request.history.size()));
-  LOGITD_RETURN_IF_ERROR(
-      CheckIds("history", r, Slice(request.history, row.first_history, row.history_count), vocab));
-  LOGITD_RETURN_IF_ERROR(
-      CheckSlice("logit_bias", r, row.first_bias, row.bias_count, vocab, request.bias.size()));
-  LOGITD_RETURN_IF_ERROR(CheckBias(r, Slice(request.bias, row.first_bias, row.bias_count), vocab));
+  LOGITD_RETURN_IF_ERROR(CheckHistory(request, r));
+  LOGITD_RETURN_IF_ERROR(CheckBiases(request, r));
   LOGITD_RETURN_IF_ERROR(CheckSlice("extra_ids", r, row.first_extra, row.extra_count, kMaxExtraIds,
                                     request.extra_ids.size()));
   LOGITD_RETURN_IF_ERROR(

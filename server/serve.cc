@@ -25,7 +25,9 @@
 #include "server/engine/metrics.h"
 #include "server/log.h"
 #include "server/rpc/rpc_server.h"
+#include "server/rpc/sample_codec.h"
 #include "server/rpc/topk_codec.h"
+#include "server/rpc/verify_codec.h"
 
 namespace logitd {
 namespace {
@@ -112,7 +114,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const DeviceInfo& device = (*backend)->device();
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
-  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name};
+  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name, rpc::kSampleTraits.name,
+                                  rpc::kVerifyTraits.name};
   engine::Metrics metrics(ops);
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),

@@ -3,7 +3,10 @@
 #ifndef LOGITD_CLIENT_CLI_COMMANDS_H_
 #define LOGITD_CLIENT_CLI_COMMANDS_H_
 
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace logitd::cli {
 
@@ -28,6 +31,38 @@ struct TopKFlags {
   int k = 10;
   float temperature = 1;
 };
+
+// Parameters of Sample; what is not given stays as the parameter file has it, or off.
+struct SamplingFlags {
+  std::string params;  // a file: logitd.v1.SampleRequest in protobuf's JSON
+  std::optional<uint64_t> seed;
+  std::optional<float> temperature, top_p, min_p;
+  std::optional<float> repetition_penalty, presence_penalty, frequency_penalty;
+  std::optional<int32_t> top_k, top_logprobs;
+  std::vector<std::string> logit_bias;  // ID=VALUE
+  std::vector<int32_t> allow;           // ids of the only tokens that may be drawn; empty: all
+};
+
+struct SampleFlags {
+  std::string logits;  // a file; or
+  std::string text;    // a prompt, and
+  std::string model = "demo/model";
+  SamplingFlags sampling;
+  std::optional<uint64_t> position;
+  std::vector<int32_t> history;
+  std::vector<int32_t> extra_ids;
+  std::string logprob_mode;  // "raw", "processed", or not given
+};
+int RunSample(const CommonFlags& common, const SampleFlags& flags);
+
+struct GenerateFlags {
+  std::string text;
+  std::string model = "demo/model";
+  int tokens = 64;
+  bool details = false;
+  SamplingFlags sampling;
+};
+int RunGenerate(const CommonFlags& common, const GenerateFlags& flags);
 
 int RunTopK(const CommonFlags& common, const TopKFlags& flags);
 int RunInfo(const CommonFlags& common);

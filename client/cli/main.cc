@@ -12,6 +12,9 @@ constexpr char kFooter[] = R"(Examples:
   logitctl topk --logits logits.npy --k 5
   logitctl topk --logits batch.safetensors:logits --k 50 --temperature 0.7 --format json
   logitctl topk --text "It is a truth universally" --model demo/model --k 10
+  logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
+  logitctl sample --logits logits.npy --params params.json --format json
+  logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8 --top-p 0.9
   logitctl info --addr unix:/run/logitd.sock
   logitctl health --watch
 
@@ -28,6 +31,44 @@ Probabilities are of the full softmax of logits / temperature. JSON has the keys
 logitd.v1.TopKResponse: row i's tokens are entries [k_0 + ... + k_(i-1), + k_i) of indices and
 probs; with --text there is one more key, text. A file larger than the server takes at once is
 sent in several requests of whole rows; the phases of the timings are then sums.)";
+
+constexpr char kSampleHelp[] =
+    R"(One token out of every row of a tensor of logits, or after a prompt.
+
+In this order: logit bias, penalties, allowed tokens, temperature, min-p, top-k, top-p, draw. A seed
+and a position always draw the same. Parameters come as flags, for all rows, or from a JSON file
+with the keys of logitd.v1.SampleRequest, whose lists may differ from row to row; a flag wins over
+the file. JSON out has the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
+
+constexpr char kGenerateHelp[] =
+    R"(A prompt continued, token by token, as they are drawn.
+
+The language model of --model runs here, the server draws: one call a token, positions counted from
+0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.)";
+
+void AddSampling(CLI::App* command, logitd::cli::SamplingFlags* flags) {
+  command->add_option("--params", flags->params,
+                      "a JSON file of parameters, e.g. {\"top_k\": [50], \"top_p\": [0.9]}");
+  command->add_option("--seed", flags->seed, "of the random numbers; 0 if not given");
+  command->add_option("--temperature", flags->temperature,
+                      "divides the logits; 0: always the highest; 1 if not given");
+  command->add_option("--top-k", flags->top_k, "keeps the k most probable; 0: all");
+  command->add_option("--top-p", flags->top_p,
+                      "keeps the most probable that reach this share; 1: all");
+  command->add_option("--min-p", flags->min_p,
+                      "keeps those of this share of the most probable one; 0: all");
+  command->add_option("--repetition-penalty", flags->repetition_penalty,
+                      "divides positive logits of tokens seen, multiplies negative ones; 1: off");
+  command->add_option("--presence-penalty", flags->presence_penalty,
+                      "off the logits of tokens seen; 0: off");
+  command->add_option("--frequency-penalty", flags->frequency_penalty,
+                      "off the logits of tokens for each time they were seen; 0: off");
+  command->add_option("--logit-bias", flags->logit_bias, "ID=VALUE, added to a logit; repeatable")
+      ->delimiter(',');
+  command->add_option("--allow", flags->allow, "the only tokens that may be drawn: ID,ID,...")
+      ->delimiter(',');
+  command->add_option("--top-logprobs", flags->top_logprobs, "how many top tokens to report");
+}
 
 }  // namespace
 
@@ -71,6 +112,45 @@ int main(int argc, char** argv) try {
       ->capture_default_str();
   add_common(topk_command);
 
+  SampleFlags sample;
+  CLI::App* sample_command = app.add_subcommand("sample", kSampleHelp);
+  CLI::Option_group* sample_input = sample_command->add_option_group("input", "one of");
+  sample_input->add_option("--logits", sample.logits,
+                           "FILE.npy, FILE.safetensors or FILE.safetensors:NAME, as for topk");
+  sample_input->add_option("--text", sample.text, "a prompt, for the language model of --model");
+  sample_input->require_option(1);
+  sample_command->add_option("--model", sample.model, "directory of the language model for --text")
+      ->capture_default_str();
+  AddSampling(sample_command, &sample.sampling);
+  sample_command->add_option("--position", sample.position,
+                             "place in the seed's sequence of random numbers; 0 if not given");
+  sample_command
+      ->add_option("--history", sample.history,
+                   "ids the penalties are over: ID,ID,...; with --text the prompt's if not given")
+      ->delimiter(',');
+  sample_command
+      ->add_option("--extra-ids", sample.extra_ids,
+                   "ids whose log-probability to report: ID,ID,...")
+      ->delimiter(',');
+  sample_command
+      ->add_option("--logprob-mode", sample.logprob_mode,
+                   "raw: of the logits as sent; processed: of what may be drawn")
+      ->check(CLI::IsMember({"raw", "processed"}));
+  add_common(sample_command);
+
+  GenerateFlags generate;
+  CLI::App* generate_command = app.add_subcommand("generate", kGenerateHelp);
+  generate_command->add_option("--text", generate.text, "the prompt")->required();
+  generate_command->add_option("--model", generate.model, "directory of the language model")
+      ->capture_default_str();
+  generate_command->add_option("--tokens", generate.tokens, "how many to draw")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  generate_command->add_flag("--details", generate.details,
+                             "a line for every token, with --top-logprobs of what it was drawn of");
+  AddSampling(generate_command, &generate.sampling);
+  add_common(generate_command);
+
   CLI::App* info_command =
       app.add_subcommand("info", "What the server is: version, backend, device, limits, ops.");
   add_common(info_command);
@@ -89,6 +169,8 @@ int main(int argc, char** argv) try {
     return app.exit(error) == 0 ? kExitOk : kExitBadInput;
   }
   if (topk_command->parsed()) return RunTopK(common, topk);
+  if (sample_command->parsed()) return RunSample(common, sample);
+  if (generate_command->parsed()) return RunGenerate(common, generate);
   if (info_command->parsed()) return RunInfo(common);
   return RunHealth(common, health);
 } catch (const std::exception& error) {

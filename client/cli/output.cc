@@ -50,6 +50,40 @@ void Join(const std::vector<T>& from, std::vector<T>* to) {
   to->insert(to->end(), from.begin(), from.end());
 }
 
+ordered_json TimingsJson(const v1::Timings& t) {
+  return {{"receive_ns", t.receive_ns()}, {"copy_ns", t.copy_ns()},     {"queue_ns", t.queue_ns()},
+          {"h2d_ns", t.h2d_ns()},         {"kernel_ns", t.kernel_ns()}, {"d2h_ns", t.d2h_ns()},
+          {"batch_rows", t.batch_rows()}, {"total_ns", t.total_ns()}};
+}
+
+std::string TimingsLine(const v1::Timings& t) {
+  return absl::StrFormat(
+      "server: receive %s, copy %s, queue %s, h2d %s, kernel %s, d2h %s, total %s (batch of %d "
+      "rows)\n",
+      Time(t.receive_ns()), Time(t.copy_ns()), Time(t.queue_ns()), Time(t.h2d_ns()),
+      Time(t.kernel_ns()), Time(t.d2h_ns()), Time(t.total_ns()), t.batch_rows());
+}
+
+// A token may be half a character: what is not UTF-8 becomes U+FFFD.
+std::string Line(const ordered_json& json) {
+  return json.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+template <typename Repeated>
+auto Vector(const Repeated& field) {
+  return std::vector<typename Repeated::value_type>(field.begin(), field.end());
+}
+
+std::string Quoted(const std::string& text) {
+  return absl::StrCat("\"", absl::CHexEscape(text), "\"");
+}
+
+std::string StatusText(v1::RowStatus status, int32_t position) {
+  std::string out(absl::StripPrefix(v1::RowStatus_Name(status), "ROW_STATUS_"));
+  if (position >= 0) absl::StrAppendFormat(&out, " at token %d", position);
+  return out;
+}
+
 }  // namespace
 
 void Append(client::TopKResult part, TopKOutput* output) {
@@ -90,19 +124,10 @@ std::string TopKJson(const TopKOutput& output) {
       {"logsumexp", FloatsJson(result.logsumexp)},
       {"status", status},
       {"status_position", result.status_position},
-      {"timings",
-       {{"receive_ns", result.timings.receive_ns()},
-        {"copy_ns", result.timings.copy_ns()},
-        {"queue_ns", result.timings.queue_ns()},
-        {"h2d_ns", result.timings.h2d_ns()},
-        {"kernel_ns", result.timings.kernel_ns()},
-        {"d2h_ns", result.timings.d2h_ns()},
-        {"batch_rows", result.timings.batch_rows()},
-        {"total_ns", result.timings.total_ns()}}},
+      {"timings", TimingsJson(result.timings)},
   };
   if (!output.text.empty()) out["text"] = output.text;
-  // A token may be half a character: what is not UTF-8 becomes U+FFFD.
-  return out.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return Line(out);
 }
 
 std::string TopKTable(const TopKOutput& output) {
@@ -111,13 +136,8 @@ std::string TopKTable(const TopKOutput& output) {
                                     output.text.empty() ? "" : "  text");
   for (int64_t row = 0; row < result.rows(); ++row) {
     if (result.status[row] != v1::ROW_STATUS_OK) {
-      absl::StrAppendFormat(
-          &out, "%6d  %s", row,
-          absl::StripPrefix(v1::RowStatus_Name(result.status[row]), "ROW_STATUS_"));
-      if (result.status_position[row] >= 0) {
-        absl::StrAppendFormat(&out, " at token %d", result.status_position[row]);
-      }
-      out += '\n';
+      absl::StrAppendFormat(&out, "%6d  %s\n", row,
+                            StatusText(result.status[row], result.status_position[row]));
       continue;
     }
     for (int32_t rank = 0; rank < result.k[row]; ++rank) {
@@ -125,22 +145,120 @@ std::string TopKTable(const TopKOutput& output) {
       absl::StrAppendFormat(&out, "%6d %5d %8d %12.6g", row, rank + 1, result.indices[entry],
                             result.probs[entry]);
       if (!output.text.empty()) {
-        absl::StrAppendFormat(&out, "  \"%s\"", absl::CHexEscape(output.text[entry]));
+        absl::StrAppend(&out, "  ", Quoted(output.text[entry]));
       }
       out += '\n';
     }
   }
-  const v1::Timings& t = result.timings;
-  absl::StrAppendFormat(&out,
-                        "server: receive %s, copy %s, queue %s, h2d %s, kernel %s, d2h %s, total "
-                        "%s (batch of %d rows)\n",
-                        Time(t.receive_ns()), Time(t.copy_ns()), Time(t.queue_ns()),
-                        Time(t.h2d_ns()), Time(t.kernel_ns()), Time(t.d2h_ns()), Time(t.total_ns()),
-                        t.batch_rows());
+  out += TimingsLine(result.timings);
   absl::StrAppendFormat(&out, "client: round trip %s, requests %d, attempts %d\n",
                         Time(absl::ToDoubleNanoseconds(result.round_trip)), output.requests,
                         result.attempts);
   return out;
+}
+
+std::string SampleJson(const SampleOutput& output) {
+  const v1::SampleResponse& a = output.result->answer;
+  ordered_json status = ordered_json::array();
+  for (int row : a.status()) status.push_back(v1::RowStatus_Name(static_cast<v1::RowStatus>(row)));
+  ordered_json out = {
+      {"tokens", Vector(a.tokens())},
+      {"logprobs", FloatsJson(Vector(a.logprobs()))},
+      {"ranks", Vector(a.ranks())},
+      {"logsumexp", FloatsJson(Vector(a.logsumexp()))},
+      {"status", status},
+      {"status_position", Vector(a.status_position())},
+      {"top_count", Vector(a.top_count())},
+      {"top_ids", Vector(a.top_ids())},
+      {"top_logprobs", FloatsJson(Vector(a.top_logprobs()))},
+      {"extra_count", Vector(a.extra_count())},
+      {"extra_logprobs", FloatsJson(Vector(a.extra_logprobs()))},
+      {"timings", TimingsJson(a.timings())},
+  };
+  if (!output.text.empty()) {
+    out["text"] = output.text;
+    out["top_text"] = output.top_text;
+  }
+  return Line(out);
+}
+
+std::string SampleTable(const SampleOutput& output) {
+  const client::SampleResult& result = *output.result;
+  const v1::SampleResponse& a = result.answer;
+  std::string out = absl::StrFormat("%6s %8s %6s %12s%s\n", "row", "token", "rank", "logprob",
+                                    output.text.empty() ? "" : "  text");
+  for (int row = 0; row < static_cast<int>(result.rows()); ++row) {
+    if (a.status(row) != v1::ROW_STATUS_OK) {
+      absl::StrAppendFormat(&out, "%6d  %s\n", row,
+                            StatusText(a.status(row), a.status_position(row)));
+      continue;
+    }
+    absl::StrAppendFormat(&out, "%6d %8d %6d %12.6g", row, a.tokens(row), a.ranks(row),
+                          a.logprobs(row));
+    if (!output.text.empty()) absl::StrAppend(&out, "  ", Quoted(output.text[row]));
+    out += '\n';
+    for (int64_t e = result.top_offsets[row]; e < result.top_offsets[row + 1]; ++e) {
+      const int entry = static_cast<int>(e);
+      absl::StrAppendFormat(&out, "%6s %8d %6d %12.6g", "top", a.top_ids(entry),
+                            e - result.top_offsets[row] + 1, a.top_logprobs(entry));
+      if (!output.top_text.empty()) absl::StrAppend(&out, "  ", Quoted(output.top_text[entry]));
+      out += '\n';
+    }
+    for (int64_t e = result.extra_offsets[row]; e < result.extra_offsets[row + 1]; ++e) {
+      absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g\n", "asked", "", "",
+                            a.extra_logprobs(static_cast<int>(e)));
+    }
+  }
+  out += TimingsLine(a.timings());
+  absl::StrAppendFormat(&out, "client: round trip %s, attempts %d\n",
+                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.attempts);
+  return out;
+}
+
+void Generated::Add(const client::SampleResult& result, const std::string& token_text) {
+  const v1::SampleResponse& a = result.answer;
+  tokens.push_back(a.tokens(0));
+  logprobs.push_back(a.logprobs(0));
+  ranks.push_back(a.ranks(0));
+  text += token_text;
+  server_ns += a.timings().total_ns();
+  kernel_ns += a.timings().kernel_ns();
+  round_trip += result.round_trip;
+}
+
+std::string TokenLineHead() {
+  return absl::StrFormat("%6s %8s %6s %10s  %s\n", "place", "token", "rank", "logprob", "text");
+}
+
+std::string TokenLine(int position, const client::SampleResult& result, const std::string& text,
+                      const std::vector<std::string>& top_text) {
+  const v1::SampleResponse& a = result.answer;
+  std::string out = absl::StrFormat("%6d %8d %6d %10.4f  %s", position, a.tokens(0), a.ranks(0),
+                                    a.logprobs(0), Quoted(text));
+  for (size_t i = 0; i < top_text.size(); ++i) {
+    absl::StrAppendFormat(&out, "%s %s %.2f", i == 0 ? "   of" : ",", Quoted(top_text[i]),
+                          std::exp(a.top_logprobs(static_cast<int>(i))));
+  }
+  return out + "\n";
+}
+
+std::string GeneratedLine(const Generated& generated) {
+  const double tokens = std::max<double>(1, static_cast<double>(generated.tokens.size()));
+  double logprob = 0;
+  for (float value : generated.logprobs) logprob += value;
+  return absl::StrFormat(
+      "%d tokens, mean logprob %.3f; of each: kernel %s, server %s, round trip %s\n",
+      generated.tokens.size(), logprob / tokens, Time(generated.kernel_ns / tokens),
+      Time(generated.server_ns / tokens),
+      Time(absl::ToDoubleNanoseconds(generated.round_trip) / tokens));
+}
+
+std::string GeneratedJson(const Generated& generated, const std::string& prompt) {
+  return Line({{"prompt", prompt},
+               {"text", generated.text},
+               {"tokens", generated.tokens},
+               {"logprobs", FloatsJson(generated.logprobs)},
+               {"ranks", generated.ranks}});
 }
 
 std::string InfoJson(const v1::GetInfoResponse& info) {
@@ -165,7 +283,7 @@ std::string InfoJson(const v1::GetInfoResponse& info) {
       {"ops", ops},
       {"draining", info.draining()},
   };
-  return out.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return Line(out);
 }
 
 std::string InfoTable(const v1::GetInfoResponse& info, const std::string& address) {

@@ -27,6 +27,35 @@ void Append(client::TopKResult part, TopKOutput* output);
 std::string TopKJson(const TopKOutput& output);
 std::string TopKTable(const TopKOutput& output);
 
+// What came of one logitctl sample.
+struct SampleOutput {
+  const client::SampleResult* result = nullptr;
+  std::vector<std::string> text;      // bytes of every token; empty: not known
+  std::vector<std::string> top_text;  // and of every top token
+};
+// As TopKJson, of a logitd.v1.SampleResponse; where text is known two more keys, "text" and
+// "top_text".
+std::string SampleJson(const SampleOutput& output);
+std::string SampleTable(const SampleOutput& output);
+
+// What came of one logitctl generate, token by token.
+struct Generated {
+  void Add(const client::SampleResult& result, const std::string& text);
+
+  std::vector<int32_t> tokens;
+  std::vector<float> logprobs;
+  std::vector<int32_t> ranks;
+  std::string text;
+  int64_t server_ns = 0;
+  int64_t kernel_ns = 0;
+  absl::Duration round_trip;
+};
+std::string TokenLineHead();
+std::string TokenLine(int position, const client::SampleResult& result, const std::string& text,
+                      const std::vector<std::string>& top_text);
+std::string GeneratedLine(const Generated& generated);
+std::string GeneratedJson(const Generated& generated, const std::string& prompt);
+
 std::string InfoJson(const v1::GetInfoResponse& info);
 std::string InfoTable(const v1::GetInfoResponse& info, const std::string& address);
 

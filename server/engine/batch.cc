@@ -20,50 +20,62 @@ int64_t SaturatingAdd(int64_t a, int64_t b) {
   return __builtin_add_overflow(a, b, &sum) ? kHuge : sum;
 }
 
+int64_t BytesOf(const Array& array, const JobSpec& spec) {
+  return SaturatingMultiply(spec.counts[array.axis], static_cast<int64_t>(array.bytes));
+}
+
 }  // namespace
 
 SlabLayout::SlabLayout(const EngineOptions& options) {
   const size_t rows = static_cast<size_t>(options.max_batch_rows);
   const size_t payload = static_cast<size_t>(options.slab_payload_bytes) + rows * kAlignment;
-  answer_offset = AlignUp(payload) + AlignUp(rows * options.max_param_bytes);
+  answer_offset =
+      AlignUp(payload) + AlignUp(rows * options.max_param_bytes) + kMaxArrays * kAlignment;
   bytes = answer_offset + AlignUp(static_cast<size_t>(options.slab_answer_bytes)) +
-          kMaxPlanes * kAlignment;
+          kMaxArrays * kAlignment;
 }
 
 JobSize SizeOfJob(const JobSpec& spec) {
   JobSize size;
   const auto element_bytes = static_cast<int64_t>(SizeOf(spec.key.dtype));
   size.payload_bytes =
-      SaturatingMultiply(spec.rows, SaturatingMultiply(spec.key.row_elements, element_bytes));
-  for (const Plane& plane : spec.key.op->planes) {
-    const int64_t count = plane.per == Plane::Per::kRow ? spec.rows : spec.entries;
-    size.answer_bytes = SaturatingAdd(size.answer_bytes,
-                                      SaturatingMultiply(count, static_cast<int64_t>(plane.bytes)));
+      SaturatingMultiply(spec.rows(), SaturatingMultiply(spec.key.row_elements, element_bytes));
+  for (const Array& array : spec.key.op->inputs) {
+    if (array.axis != kRowAxis) {
+      size.payload_bytes = SaturatingAdd(size.payload_bytes, BytesOf(array, spec));
+    }
+  }
+  for (const Array& array : spec.key.op->outputs) {
+    size.answer_bytes = SaturatingAdd(size.answer_bytes, BytesOf(array, spec));
   }
   return size;
 }
 
 absl::Status CheckFits(const JobSpec& spec, const JobSize& size, const EngineOptions& options) {
   const OpTraits& op = *spec.key.op;
-  if (op.param_bytes > options.max_param_bytes || op.planes.size() > kMaxPlanes) {
+  size_t param_bytes = 0;
+  for (const Array& array : op.inputs) param_bytes += array.axis == kRowAxis ? array.bytes : 0;
+  if (param_bytes > options.max_param_bytes || op.inputs.size() > kMaxArrays ||
+      op.outputs.size() > kMaxArrays) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "op %s: %d bytes of parameters a row and %d outputs, allowed %d and %d", op.name,
-        op.param_bytes, op.planes.size(), options.max_param_bytes, kMaxPlanes));
+        "op %s: %d bytes of parameters a row, %d inputs and %d outputs, allowed %d, %d and %d",
+        op.name, param_bytes, op.inputs.size(), op.outputs.size(), options.max_param_bytes,
+        kMaxArrays, kMaxArrays));
   }
-  if (spec.rows < 1 || spec.rows > options.max_batch_rows) {
+  if (spec.rows() < 1 || spec.rows() > options.max_batch_rows) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("rows: %d, allowed 1..%d", spec.rows, options.max_batch_rows));
+        absl::StrFormat("rows: %d, allowed 1..%d", spec.rows(), options.max_batch_rows));
   }
   if (size.payload_bytes < 1 || size.payload_bytes > options.slab_payload_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("payload: %d rows of %d %s elements are %d bytes, allowed 1..%d", spec.rows,
-                        spec.key.row_elements, Name(spec.key.dtype), size.payload_bytes,
-                        options.slab_payload_bytes));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "payload: %d rows of %d %s elements and their lists are %d bytes, allowed 1..%d",
+        spec.rows(), spec.key.row_elements, Name(spec.key.dtype), size.payload_bytes,
+        options.slab_payload_bytes));
   }
   if (size.answer_bytes > options.slab_answer_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("answer: %d rows with %d entries in all are %d bytes, allowed 0..%d",
-                        spec.rows, spec.entries, size.answer_bytes, options.slab_answer_bytes));
+    return absl::InvalidArgumentError(absl::StrFormat("answer: %d bytes for %d rows, allowed 0..%d",
+                                                      size.answer_bytes, spec.rows(),
+                                                      options.slab_answer_bytes));
   }
   return absl::OkStatus();
 }

@@ -1,9 +1,9 @@
 // A batch: rows of jobs of one key, gathered in one slab.
 //
 // The slab, from its start: the payload, row r at r * row_stride; from the 16-byte border after the
-// last row that runs, the parameters, so that one upload covers both; from a fixed offset, the
-// outputs, laid out when the batch runs (per-row planes first, then per-entry planes, each on a
-// 16-byte border), so that one download covers them.
+// last row that runs, the other inputs, so that one upload covers all; from a fixed offset, the
+// outputs, so that one download covers them. Arrays are laid out when the batch runs, one after
+// another, each on a 16-byte border.
 #ifndef LOGITD_SERVER_ENGINE_BATCH_H_
 #define LOGITD_SERVER_ENGINE_BATCH_H_
 
@@ -17,8 +17,8 @@
 
 namespace logitd::engine {
 
-inline constexpr size_t kAlignment = 16;  // of rows, parameters and planes
-inline constexpr size_t kMaxPlanes = 16;  // outputs of an op
+inline constexpr size_t kAlignment = 16;  // of rows and arrays
+inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
 
 constexpr size_t AlignUp(size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -39,7 +39,7 @@ struct SlabLayout {
 
 // What a job takes of a batch.
 struct JobSize {
-  int64_t payload_bytes = 0;
+  int64_t payload_bytes = 0;  // lists (input arrays of other axes than the rows) included
   int64_t answer_bytes = 0;
 };
 

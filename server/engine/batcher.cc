@@ -149,7 +149,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
 }
 
 bool Batcher::Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const {
-  return batch.rows + spec.rows <= options_.max_batch_rows &&
+  return batch.rows + spec.rows() <= options_.max_batch_rows &&
          batch.payload_bytes + size.payload_bytes <= options_.slab_payload_bytes &&
          batch.answer_bytes + size.answer_bytes <= options_.slab_answer_bytes;
 }
@@ -194,8 +194,8 @@ void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& oldest) {
 void Batcher::Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize& size) {
   job->place_.batch = batch;
   job->place_.slot = batch->slots.size();
-  batch->slots.push_back({.job = job, .first_row = batch->rows, .rows = spec.rows});
-  batch->rows += spec.rows;
+  batch->slots.push_back({.job = job, .first_row = batch->rows, .rows = spec.rows()});
+  batch->rows += spec.rows();
   batch->payload_bytes += size.payload_bytes;
   batch->answer_bytes += size.answer_bytes;
   ++batch->copying;
@@ -426,14 +426,14 @@ Batch* Batcher::Next(Batch* finished) {
 }
 
 void Batcher::Finish(Job* job, const absl::Status& status,
-                     absl::Span<const absl::Span<const std::byte>> planes, int64_t taken_ns,
+                     absl::Span<const absl::Span<const std::byte>> outputs, int64_t taken_ns,
                      JobTimes* times) {
   Job::Place& place = job->place_;
   times->copy_ns = place.copy_ns;
   times->queue_ns = taken_ns - place.submitted_ns - place.copy_ns;
   place.state.store(Job::Place::State::kDone, std::memory_order_relaxed);
   const std::shared_ptr<Job> self = std::move(place.self);
-  self->Done(status, planes, *times);
+  self->Done(status, outputs, *times);
 }
 
 void Batcher::Release(Batch* batch) {

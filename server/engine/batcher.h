@@ -63,7 +63,7 @@ class Batcher {
   // afterwards. `times`: all but those the batcher knows, which are added: copy_ns and, from
   // `taken_ns`, queue_ns.
   static void Finish(Job* job, const absl::Status& status,
-                     absl::Span<const absl::Span<const std::byte>> planes, int64_t taken_ns,
+                     absl::Span<const absl::Span<const std::byte>> outputs, int64_t taken_ns,
                      JobTimes* times);
 
   // For copy threads: copies payloads of jobs that had to wait for a slab, until Stop.

@@ -19,15 +19,15 @@ class Metrics;
 struct EngineOptions {
   int streams = 2;           // batches that run at once
   int slabs_per_stream = 2;  // one fills while the other runs
-  // Payload of a batch, and so of the largest request.
+  // Payload of a batch with its lists, and so of the largest request.
   int64_t slab_payload_bytes = int64_t{64} << 20;
   // Outputs of a batch, and so of the largest request.
   int64_t slab_answer_bytes = int64_t{64} << 20;
   int64_t max_batch_rows = 65536;
   // How long an open batch may wait for company though a stream is free.
   absl::Duration max_batch_delay = absl::ZeroDuration();
-  int copy_threads = 2;         // copy payloads of jobs that had to wait for a slab
-  size_t max_param_bytes = 64;  // largest OpTraits::param_bytes
+  int copy_threads = 2;          // copy payloads of jobs that had to wait for a slab
+  size_t max_param_bytes = 160;  // of a row, in the input arrays of the largest op
   // How long one idle stream polls before it sleeps: a thread that sleeps takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);
 };

@@ -3,6 +3,7 @@
 #ifndef LOGITD_SERVER_ENGINE_JOB_H_
 #define LOGITD_SERVER_ENGINE_JOB_H_
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -19,31 +20,40 @@ namespace logitd::engine {
 
 struct Batch;
 
+// What an op's arrays have elements for: axis 0 is the rows, the others (answers, ids of lists,
+// words of masks, ...) are the op's own.
+inline constexpr size_t kRowAxis = 0;
+inline constexpr size_t kMaxAxes = 10;
+
+// A number for each axis: of elements, or of the first element. Axes an op does not have are 0.
+using AxisCounts = std::array<int64_t, kMaxAxes>;
+
 // A sealed batch as an op sees it, in the memory of the backend. Row r of the payload starts at
-// payload + r * row_stride; its parameters at params + r * OpTraits::param_bytes.
+// payload + r * row_stride.
 struct BatchView {
   DType dtype;
-  int64_t rows;
+  AxisCounts counts;  // dropped jobs count on the row axis alone
   int64_t row_elements;
   size_t row_stride;  // bytes, a multiple of 16
   const std::byte* payload;
-  const std::byte* params;
-  int32_t max_entries;                  // largest entry count of any row
-  absl::Span<std::byte* const> planes;  // one per OpTraits::planes, each 16-byte aligned
+  int32_t max_row_entries;               // largest JobSpec::max_row_entries
+  absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
+  absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
+
+  int64_t rows() const { return counts[kRowAxis]; }
 };
 
-// One output array of an op.
-struct Plane {
-  enum class Per { kRow, kEntry };
-  Per per;
-  size_t bytes;  // per row, or per entry
+// One array of an op: so many bytes for each element of an axis.
+struct Array {
+  size_t axis;
+  size_t bytes;
 };
 
 // How an op travels through the engine. One static object per op, compared by address.
 struct OpTraits {
-  std::string_view name;           // label in metrics and logs
-  size_t param_bytes;              // per row; all zero bytes = skip the row
-  absl::Span<const Plane> planes;  // outputs, in the order the job gets them back
+  std::string_view name;            // label in metrics and logs
+  absl::Span<const Array> inputs;   // beside the payload; those of rows: all zero bytes = skip it
+  absl::Span<const Array> outputs;  // in the order the job gets them back
   absl::Status (*enqueue)(Stream& stream, const BatchView& batch);
 };
 
@@ -57,10 +67,11 @@ struct BatchKey {
 
 struct JobSpec {
   BatchKey key;
-  int64_t rows = 0;
-  int64_t entries = 0;  // over all rows, e.g. the sum of k
-  int32_t max_row_entries = 0;
+  AxisCounts counts = {};       // elements on every axis, e.g. rows, and the sum of k
+  int32_t max_row_entries = 0;  // e.g. the largest k
   absl::Time deadline = absl::InfiniteFuture();
+
+  int64_t rows() const { return counts[kRowAxis]; }
 };
 
 struct JobTimes {
@@ -81,19 +92,20 @@ class Job {
   // Constant from Submit on.
   virtual const JobSpec& spec() const = 0;
 
-  // Copies the payload to `dst`, row r to dst + r * row_stride. At most once, before WriteParams.
+  // Copies the payload to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
   // The job may free its copy of the payload afterwards.
   virtual void CopyPayload(std::byte* dst, size_t row_stride) = 0;
 
-  // Writes rows * param_bytes at `dst`; the job's entries start at `first_entry` in the batch's
-  // entry planes. At most once.
-  virtual void WriteParams(std::byte* dst, int64_t first_entry) = 0;
+  // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements
+  // start at first[axis] on every axis: what it says of places in arrays counts from there. At most
+  // once.
+  virtual void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) = 0;
 
-  // Exactly once, whatever happens. OK: `planes` holds the job's own slice of each output plane,
-  // host memory valid until Done returns. Otherwise `planes` is empty. No lock of the engine is
+  // Exactly once, whatever happens. OK: `outputs` holds the job's own slice of each output array,
+  // host memory valid until Done returns. Otherwise `outputs` is empty. No lock of the engine is
   // held.
   virtual void Done(const absl::Status& status,
-                    absl::Span<const absl::Span<const std::byte>> planes,
+                    absl::Span<const absl::Span<const std::byte>> outputs,
                     const JobTimes& times) = 0;
 
  private:

@@ -16,7 +16,8 @@ namespace {
 // it: a second copy costs about as much as this takes on the bus.
 constexpr size_t kWorthSkippingBytes = size_t{256} << 10;
 
-using PlaneArray = std::array<std::byte*, kMaxPlanes>;
+using Pointers = std::array<std::byte*, kMaxArrays>;
+using Offsets = std::array<size_t, kMaxArrays>;
 
 // What is left of a batch when dropped jobs are taken off both its ends.
 struct Extent {
@@ -57,44 +58,64 @@ Extent FindExtent(const Batch& batch) {
 struct Plan {
   Extent extent;
   size_t row_stride = 0;
-  size_t params_offset = 0;
+  AxisCounts counts = {};
+  int32_t max_row_entries = 0;
+  Offsets inputs = {};
   size_t upload_end = 0;
-  int64_t entries = 0;
-  int32_t max_entries = 0;
+  Offsets outputs = {};
   size_t answer_end = 0;
-  std::array<size_t, kMaxPlanes> plane_offsets = {};
 };
 
-// Writes the parameters behind the payload and lays out the outputs.
+// Lays `arrays` out from `offset` on. Returns where they end.
+size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t offset,
+              Offsets* offsets) {
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    (*offsets)[i] = AlignUp(offset);
+    offset = (*offsets)[i] + static_cast<size_t>(counts[arrays[i].axis]) * arrays[i].bytes;
+  }
+  return offset;
+}
+
+// Where in its array a job's slice starts.
+size_t SliceOffset(const Array& array, const AxisCounts& first) {
+  return static_cast<size_t>(first[array.axis]) * array.bytes;
+}
+
+// The elements of a job are followed by those of the next, but its rows keep their places.
+void Advance(const JobSpec& spec, AxisCounts* first) {
+  for (size_t axis = kRowAxis + 1; axis < kMaxAxes; ++axis) (*first)[axis] += spec.counts[axis];
+}
+
+// Writes the inputs behind the payload and lays out the outputs.
 Plan Prepare(const Batch& batch, const SlabLayout& layout, const Extent& extent) {
   const OpTraits& op = *batch.key.op;
   Plan plan{.extent = extent, .row_stride = RowStride(batch.key)};
-  plan.params_offset = static_cast<size_t>(extent.end_row) * plan.row_stride;
-  plan.upload_end = plan.params_offset + static_cast<size_t>(extent.rows()) * op.param_bytes;
-  std::byte* params = batch.slab.host + plan.params_offset;
+  plan.counts[kRowAxis] = extent.rows();
+  for (size_t i = extent.first_slot; i < extent.end_slot; ++i) {
+    if (batch.slots[i].job == nullptr) continue;
+    const JobSpec& spec = batch.slots[i].job->spec();
+    Advance(spec, &plan.counts);
+    plan.max_row_entries = std::max(plan.max_row_entries, spec.max_row_entries);
+  }
+  plan.upload_end = LayOut(op.inputs, plan.counts,
+                           static_cast<size_t>(extent.end_row) * plan.row_stride, &plan.inputs);
+  plan.answer_end = LayOut(op.outputs, plan.counts, layout.answer_offset, &plan.outputs);
+
+  AxisCounts first = {};
+  Pointers inputs;
   for (size_t i = extent.first_slot; i < extent.end_slot; ++i) {
     const Slot& slot = batch.slots[i];
-    std::byte* to =
-        params + static_cast<size_t>(slot.first_row - extent.first_row) * op.param_bytes;
-    if (slot.job == nullptr) {
-      std::memset(to, 0, static_cast<size_t>(slot.rows) * op.param_bytes);
-      continue;
+    first[kRowAxis] = slot.first_row - extent.first_row;
+    for (size_t a = 0; a < op.inputs.size(); ++a) {
+      inputs[a] = batch.slab.host + plan.inputs[a] + SliceOffset(op.inputs[a], first);
+      if (slot.job == nullptr && op.inputs[a].axis == kRowAxis) {
+        std::memset(inputs[a], 0, static_cast<size_t>(slot.rows) * op.inputs[a].bytes);
+      }
     }
-    const JobSpec& spec = slot.job->spec();
-    slot.job->WriteParams(to, plan.entries);
-    plan.entries += spec.entries;
-    plan.max_entries = std::max(plan.max_entries, spec.max_row_entries);
+    if (slot.job == nullptr) continue;
+    slot.job->WriteInputs(absl::MakeConstSpan(inputs.data(), op.inputs.size()), first);
+    Advance(slot.job->spec(), &first);
   }
-  size_t offset = layout.answer_offset;
-  for (const Plane::Per per : {Plane::Per::kRow, Plane::Per::kEntry}) {
-    const int64_t count = per == Plane::Per::kRow ? extent.rows() : plan.entries;
-    for (size_t i = 0; i < op.planes.size(); ++i) {
-      if (op.planes[i].per != per) continue;
-      plan.plane_offsets[i] = offset;
-      offset = AlignUp(offset + static_cast<size_t>(count) * op.planes[i].bytes);
-    }
-  }
-  plan.answer_end = offset;
   return plan;
 }
 
@@ -127,19 +148,19 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
                      const Plan& plan) {
   LOGITD_RETURN_IF_ERROR(Upload(stream, batch, plan));
   const OpTraits& op = *batch.key.op;
-  PlaneArray planes;
-  for (size_t i = 0; i < op.planes.size(); ++i) {
-    planes[i] = batch.slab.device + plan.plane_offsets[i];
-  }
+  Pointers inputs;
+  Pointers outputs;
+  for (size_t i = 0; i < op.inputs.size(); ++i) inputs[i] = batch.slab.device + plan.inputs[i];
+  for (size_t i = 0; i < op.outputs.size(); ++i) outputs[i] = batch.slab.device + plan.outputs[i];
   const BatchView view{
       .dtype = batch.key.dtype,
-      .rows = plan.extent.rows(),
+      .counts = plan.counts,
       .row_elements = batch.key.row_elements,
       .row_stride = plan.row_stride,
       .payload = batch.slab.device + static_cast<size_t>(plan.extent.first_row) * plan.row_stride,
-      .params = batch.slab.device + plan.params_offset,
-      .max_entries = plan.max_entries,
-      .planes = absl::MakeConstSpan(planes.data(), op.planes.size()),
+      .max_row_entries = plan.max_row_entries,
+      .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
+      .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
   };
   LOGITD_RETURN_IF_ERROR(op.enqueue(stream, view));
   return stream.Download(batch.slab, layout.answer_offset, plan.answer_end - layout.answer_offset);
@@ -173,27 +194,25 @@ absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
     if (absl::IsInternal(status)) lost(status);
   }
 
-  const absl::Span<const Plane> planes = batch.key.op->planes;
-  std::array<absl::Span<const std::byte>, kMaxPlanes> slices;
-  int64_t first_entry = 0;
+  const absl::Span<const Array> outputs = batch.key.op->outputs;
+  std::array<absl::Span<const std::byte>, kMaxArrays> slices;
+  AxisCounts first = {};
   for (size_t i = extent.first_slot; i < extent.end_slot; ++i) {
     const Slot& slot = batch.slots[i];
     if (slot.job == nullptr) continue;
-    const int64_t entries = slot.job->spec().entries;
-    for (size_t p = 0; p < planes.size(); ++p) {
-      const bool per_row = planes[p].per == Plane::Per::kRow;
-      const int64_t first = per_row ? slot.first_row - extent.first_row : first_entry;
-      const int64_t count = per_row ? slot.rows : entries;
-      slices[p] = absl::MakeConstSpan(
-          batch.slab.host + plan.plane_offsets[p] + static_cast<size_t>(first) * planes[p].bytes,
-          static_cast<size_t>(count) * planes[p].bytes);
+    const JobSpec& spec = slot.job->spec();
+    first[kRowAxis] = slot.first_row - extent.first_row;
+    for (size_t a = 0; a < outputs.size(); ++a) {
+      slices[a] =
+          absl::MakeConstSpan(batch.slab.host + plan.outputs[a] + SliceOffset(outputs[a], first),
+                              static_cast<size_t>(spec.counts[outputs[a].axis]) * outputs[a].bytes);
     }
+    Advance(spec, &first);  // the job may be gone after Finish
     JobTimes job_times = times;
     Batcher::Finish(slot.job, answer,
-                    absl::MakeConstSpan(slices.data(), status.ok() ? planes.size() : 0), taken_ns,
+                    absl::MakeConstSpan(slices.data(), status.ok() ? outputs.size() : 0), taken_ns,
                     &job_times);
     if (i == extent.first_slot) *oldest = job_times;
-    first_entry += entries;
   }
   return status;
 }

@@ -13,7 +13,7 @@
 namespace logitd::engine {
 
 // Runs a batch that belongs to the calling thread: jobs beyond their deadline are ended first, the
-// others' parameters are written, payload and parameters uploaded, the op run, the outputs
+// others' inputs are written, payload and inputs uploaded, the op run, the outputs
 // downloaded, and every job ended. The slab is quiet when this returns. Where all jobs are late,
 // nothing runs.
 //

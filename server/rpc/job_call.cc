@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "server/engine/batch.h"
 
 namespace logitd::rpc {
 namespace {
@@ -72,8 +73,10 @@ void JobCall::OnMessage(grpc::ByteBuffer* message) {
     return;
   }
   // An answer can be larger than its request, and a peer may be slow to take it.
+  message_.KeepOnly(codec_->payload().range);
   HoldAtMost(
-      std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes, codec_->answer_bytes()));
+      std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes + codec_->list_bytes(),
+               codec_->answer_bytes()));
   {
     absl::MutexLock lock(&mutex_);
     if (gone_) return;
@@ -91,10 +94,11 @@ void JobCall::OnMessage(grpc::ByteBuffer* message) {
 
 // A batch may take more than one request, and the transport counts the small fields as well.
 absl::Status JobCall::CheckFits() const {
-  const auto payload_bytes = static_cast<int64_t>(codec_->payload().range.bytes);
+  const int64_t payload_bytes = engine::SizeOfJob(spec_).payload_bytes;
   if (payload_bytes > environment_.max_payload_bytes) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "payload: %d bytes, allowed 1..%d", payload_bytes, environment_.max_payload_bytes));
+    return absl::InvalidArgumentError(absl::StrFormat("payload and lists: %d bytes, allowed 1..%d",
+                                                      payload_bytes,
+                                                      environment_.max_payload_bytes));
   }
   return environment_.engine->CheckFits(spec_);
 }
@@ -120,14 +124,16 @@ void JobCall::OnFinish(absl::StatusCode code) {
 void JobCall::CopyPayload(std::byte* dst, size_t row_stride) {
   environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
   message_.Release();
+  HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
+}
+
+void JobCall::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
+  codec_->WriteInputs(inputs, first);
   HoldAtMost(codec_->answer_bytes());
 }
 
-void JobCall::WriteParams(std::byte* dst, int64_t first_entry) {
-  codec_->WriteParams(dst, first_entry);
-}
-
-void JobCall::Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> planes,
+void JobCall::Done(const absl::Status& status,
+                   absl::Span<const absl::Span<const std::byte>> outputs,
                    const engine::JobTimes& times) {
   if (!status.ok()) {
     Finish(status, {}, environment_.admission->options().retry_delay);
@@ -137,9 +143,9 @@ void JobCall::Done(const absl::Status& status, absl::Span<const absl::Span<const
     absl::MutexLock lock(&mutex_);
     if (gone_) return;  // nobody to encode for
   }
-  Finish(status,
-         codec_->Encode(
-             planes, {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times}));
+  Finish(status, codec_->Encode(
+                     outputs,
+                     {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times}));
 }
 
 void JobCall::HoldAtMost(int64_t bytes) {

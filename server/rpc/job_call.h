@@ -46,14 +46,18 @@ class OpCodec {
   // Of the answer, once parsed; never less than Encode's.
   virtual int64_t answer_bytes() const = 0;
 
+  // Of what it has copied out of the message and keeps until WriteInputs, once parsed.
+  virtual int64_t list_bytes() const { return 0; }
+
   // Where the payload lies in the pieces Parse saw.
   virtual Payload payload() const = 0;
 
   // As engine::Job.
-  virtual void WriteParams(std::byte* dst, int64_t first_entry) = 0;
+  virtual void WriteInputs(absl::Span<std::byte* const> inputs,
+                           const engine::AxisCounts& first) = 0;
 
-  // The answer, from the job's own slice of each plane.
-  virtual grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> planes,
+  // The answer, from the job's own slice of each output array.
+  virtual grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> outputs,
                                   const CallTimes& times) = 0;
 };
 
@@ -75,8 +79,8 @@ class JobCall final : public RawUnaryCall, public engine::Job {
   // engine::Job
   const engine::JobSpec& spec() const override { return spec_; }
   void CopyPayload(std::byte* dst, size_t row_stride) override;
-  void WriteParams(std::byte* dst, int64_t first_entry) override;
-  void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> planes,
+  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
+  void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> outputs,
             const engine::JobTimes& times) override;
 
  private:

@@ -1,5 +1,7 @@
 #include "server/rpc/message.h"
 
+#include <algorithm>
+
 namespace logitd::rpc {
 
 void Message::Take(grpc::ByteBuffer* buffer) {
@@ -15,6 +17,22 @@ void Message::Take(grpc::ByteBuffer* buffer) {
   for (const grpc::Slice& slice : slices_) {
     pieces_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
     bytes_ += slice.size();
+  }
+}
+
+void Message::KeepOnly(const ByteRange& range) {
+  size_t left = range.bytes;
+  size_t offset = range.offset;
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    const size_t size = pieces_[i].size();
+    if (i >= range.piece && left > 0) {
+      left -= std::min(left, size - offset);
+      offset = 0;
+    } else {
+      slices_[i] = grpc::Slice();
+      pieces_[i] = {};
+      bytes_ -= size;
+    }
   }
 }
 

@@ -21,6 +21,8 @@ class Message {
 
   // Takes the slices of `buffer`, which is empty afterwards.
   void Take(grpc::ByteBuffer* buffer);
+  // Gives back the memory of every slice that has nothing of `range`, which stays where it is.
+  void KeepOnly(const ByteRange& range);
   // Gives the memory back.
   void Release();
 

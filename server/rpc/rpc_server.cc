@@ -17,19 +17,33 @@
 #include "kernels/types.h"
 #include "server/rpc/hang_up.h"
 #include "server/rpc/raw_unary.h"
+#include "server/rpc/sample_codec.h"
 #include "server/rpc/services.h"
+#include "server/rpc/topk_codec.h"
+#include "server/rpc/verify_codec.h"
 
 namespace logitd::rpc {
 namespace {
 
 constexpr const char* kServices[] = {"logitd.v1.Sampler", "logitd.v1.Server"};
 
+// What GetInfo says is served.
+struct Method {
+  const engine::OpTraits* op;
+  const char* name;
+};
+constexpr Method kMethods[] = {
+    {&kSoftmaxTopKTraits, "logitd.v1.Sampler/TopK"},
+    {&kSampleTraits, "logitd.v1.Sampler/Sample"},
+    {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
+};
+
 // Of the transport's quota beyond held messages: read buffers, unread calls, other services.
 constexpr int64_t kQuotaSlack = int64_t{128} << 20;
 
 // Small fields of a message: so much for itself, and so much for each row.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
-constexpr int64_t kHeaderBytesPerRow = 16;
+constexpr int64_t kHeaderBytesPerRow = 128;
 
 v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& device,
                              const engine::AdmissionOptions& admission,
@@ -46,10 +60,12 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
   limits->set_max_vocab(kMaxVocab);
   limits->set_max_answer_bytes(engine.slab_answer_bytes);
   limits->set_streams(engine.streams);
-  v1::Op* op = info.add_ops();
-  op->set_name("softmax_topk");
-  op->set_method("logitd.v1.Sampler/TopK");
-  for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) op->add_dtypes(dtype);
+  for (const Method& method : kMethods) {
+    v1::Op* op = info.add_ops();
+    op->set_name(std::string(method.op->name));
+    op->set_method(method.name);
+    for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) op->add_dtypes(dtype);
+  }
   return info;
 }
 

@@ -7,7 +7,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
+#include "server/rpc/sample_codec.h"
 #include "server/rpc/topk_codec.h"
+#include "server/rpc/verify_codec.h"
 
 namespace logitd::rpc {
 namespace {
@@ -29,6 +31,8 @@ SamplerService::SamplerService(const CallEnvironment& environment) {
     return absl::StrCat("/", service->full_name(), "/", service->FindMethodByName(method)->name());
   };
   AddRawUnary(name("TopK"), JobMethod<TopKCodec>(environment));
+  AddRawUnary(name("Sample"), JobMethod<SampleCodec>(environment));
+  AddRawUnary(name("Verify"), JobMethod<VerifyCodec>(environment));
 }
 
 ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* admission)

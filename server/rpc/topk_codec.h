@@ -12,8 +12,9 @@
 
 namespace logitd::rpc {
 
-// Planes of the op, in this order.
-enum TopKPlane : size_t { kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs, kTopKPlanes };
+// Axes and arrays of the op.
+enum TopKAxis : size_t { kTopKRows = engine::kRowAxis, kTopKEntries };
+enum TopKOutput : size_t { kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs, kTopKOutputs };
 
 extern const engine::OpTraits kSoftmaxTopKTraits;
 
@@ -38,8 +39,8 @@ class TopKCodec final : public OpCodec {
   Payload payload() const override {
     return {.range = fields_.logits, .rows = fields_.rows, .row_bytes = row_bytes_};
   }
-  void WriteParams(std::byte* dst, int64_t first_entry) override;
-  grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> planes,
+  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
+  grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> outputs,
                           const CallTimes& times) override;
 
  private:

@@ -136,6 +136,18 @@ ByteRange WireReader::Here(size_t bytes) const {
           .bytes = bytes};
 }
 
+void CopyRange(Pieces pieces, const ByteRange& range, void* dst) {
+  auto* to = static_cast<std::byte*>(dst);
+  size_t left = range.bytes;
+  size_t offset = range.offset;
+  for (size_t i = range.piece; left > 0; ++i, offset = 0) {
+    const size_t run = std::min(left, pieces[i].size() - offset);
+    std::memcpy(to, pieces[i].data() + offset, run);
+    to += run;
+    left -= run;
+  }
+}
+
 namespace internal {
 
 absl::Status Malformed(std::string_view field, size_t offset) {
@@ -186,16 +198,42 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List*
   return !packed || reader.position() == end ? Outcome::kRead : Outcome::kBad;
 }
 
-Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList* value) {
+namespace {
+
+// Packed or not, of a type whose bytes are those on the wire.
+template <typename List>
+Outcome ReadFixed(WireReader& reader, WireType type, size_t max_list, List* value) {
+  using T = typename List::value_type;
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  const WireType single = sizeof(T) == 4 ? WireType::kFixed32 : WireType::kFixed64;
   const bool packed = type == WireType::kLength;
-  if (!packed && type != WireType::kFixed32) return Outcome::kSkip;
-  size_t length = sizeof(float);
+  if (!packed && type != single) return Outcome::kSkip;
+  size_t length = sizeof(T);
   if (packed && !reader.ReadLength(&length)) return Outcome::kBad;
-  if (length % sizeof(float) != 0 || length > reader.remaining()) return Outcome::kBad;
+  if (length % sizeof(T) != 0 || length > reader.remaining()) return Outcome::kBad;
   const size_t old = value->size();
-  if (length / sizeof(float) > max_list - old) return Outcome::kTooLong;
-  value->resize(old + length / sizeof(float));
+  if (length / sizeof(T) > max_list - old) return Outcome::kTooLong;
+  if (!packed && value->capacity() == old) value->reserve(2 * old + 2);
+  value->resize(old + length / sizeof(T));
   return reader.Read(value->data() + old, length) ? Outcome::kRead : Outcome::kBad;
+}
+
+}  // namespace
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Uint64List* value) {
+  return ReadFixed(reader, type, max_list, value);
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList* value) {
+  return ReadFixed(reader, type, max_list, value);
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, IdList* value) {
+  return ReadFixed(reader, type, std::numeric_limits<size_t>::max(), value);
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ValueList* value) {
+  return ReadFixed(reader, type, std::numeric_limits<size_t>::max(), value);
 }
 
 }  // namespace internal

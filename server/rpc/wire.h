@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <string_view>
 #include <variant>
+#include <vector>
 
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
@@ -34,9 +35,15 @@ struct ByteRange {
   size_t bytes = 0;
 };
 
-// One value for all rows or one a row; the first is the usual case.
-using Int32List = absl::InlinedVector<int32_t, 2>;
+// One value for all rows or one a row; the first is the usual case. No more values than rows are
+// read.
+using Int32List = absl::InlinedVector<int32_t, 2>;    // varints
+using Uint64List = absl::InlinedVector<uint64_t, 2>;  // fixed64
 using FloatList = absl::InlinedVector<float, 2>;
+
+// Values that rows have any number of. The message's size is their only bound.
+using IdList = std::vector<int32_t>;  // sfixed32
+using ValueList = std::vector<float>;
 
 // One field of message M: where it goes decides what it is. int32_t and int64_t are varints (int32,
 // int64, enum).
@@ -44,8 +51,13 @@ template <typename M>
 struct Field {
   uint32_t number;
   std::string_view name;
-  std::variant<int32_t M::*, int64_t M::*, ByteRange M::*, Int32List M::*, FloatList M::*> member;
+  std::variant<int32_t M::*, int64_t M::*, ByteRange M::*, Int32List M::*, Uint64List M::*,
+               FloatList M::*, IdList M::*, ValueList M::*>
+      member;
 };
+
+// Copies what lies at `range` to `dst`.
+void CopyRange(Pieces pieces, const ByteRange& range, void* dst);
 
 // A place in a message, moving forward. Errors are INVALID_ARGUMENT with the offset in the message.
 class WireReader {
@@ -106,7 +118,10 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int32_t* v
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int64_t* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Uint64List* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, IdList* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ValueList* value);
 
 }  // namespace internal
 

@@ -1,7 +1,10 @@
 // The client library and logitctl against the real server, as a process of its own.
 #include <gmock/gmock.h>
+#include <google/protobuf/util/json_util.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -28,6 +31,9 @@ using ::logitd::testing::Ran;
 using ::logitd::testing::ReferenceTopK;
 using ::logitd::testing::RunBinary;
 using ::logitd::testing::TempDir;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 class LogitdTest : public ::testing::Test {
  protected:
@@ -150,6 +156,137 @@ TEST_F(LogitdTest, TheDemoModelContinuesAPrompt) {
     EXPECT_NEAR(json["probs"][i], want.probs(i), 1e-5);
     EXPECT_EQ(json["text"][i], model->TokenBytes(want.indices(i)));
   }
+}
+
+// Seed 0: 0.8805 at position 0, 0.3621 at position 1, as fractions of the total weight.
+TEST_F(LogitdTest, SamplesAsTheDefinitionSays) {
+  const std::string row = BytesOf<float>({std::log(0.5f), std::log(0.25f), std::log(0.25f)});
+  client::SampleRequest request = {.rows = 2, .vocab = 3, .logits = {row, row}};
+  request.params.add_seed(0);
+  for (uint64_t position : {0, 1}) request.params.add_position(position);
+  for (int n : {0, 2}) request.params.add_top_logprobs(n);
+  for (int id : {0, 1}) request.params.add_extra_ids(id);
+  const absl::StatusOr<client::SampleResult> got = client_->Sample(request);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_THAT(got->answer.tokens(), ElementsAre(2, 0));
+  EXPECT_THAT(got->top_offsets, ElementsAre(0, 0, 2));
+  EXPECT_THAT(got->extra_offsets, ElementsAre(0, 2, 4));
+  EXPECT_NEAR(got->answer.extra_logprobs(3), std::log(0.25), 1e-5);
+  EXPECT_GT(got->round_trip, absl::ZeroDuration());
+  EXPECT_EQ(got->attempts, 1);
+
+  request.params.clear_seed();
+  EXPECT_THAT(std::string(client_->Sample(request).status().message()), HasSubstr("seed: none"));
+}
+
+TEST_F(LogitdTest, VerifiesDrafts) {
+  const std::string row = BytesOf<float>({1, 3, 2});
+  client::VerifyRequest request = {.rows = 3, .vocab = 3, .logits = {row, row, row}};
+  request.params.add_temperature(0);
+  request.params.add_sequence_rows(3);
+  for (int draft : {1, 2}) request.params.add_drafts(draft);
+  const absl::StatusOr<client::VerifyResult> got = client_->Verify(request);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_THAT(got->answer.accepted(), ElementsAre(1));
+  EXPECT_THAT(got->answer.tokens(), ElementsAre(1, 1, -1));
+}
+
+TEST_F(LogitdTest, LogitctlSamples) {
+  const std::string npy = dir_.Write(
+      "a.npy", testing::NpyF32(2, 3, {std::log(0.5f), std::log(0.25f), std::log(0.25f), 1, 2, 3}));
+  const Ran json =
+      RunBinary("logitctl", {"sample", "--addr", address_, "--logits", npy, "--seed", "0",
+                             "--extra-ids", "0", "--top-logprobs", "2", "--format", "json"});
+  ASSERT_EQ(json.code, 0) << json.err;
+  v1::SampleResponse response;
+  const auto status = google::protobuf::util::JsonStringToMessage(json.out, &response);
+  ASSERT_TRUE(status.ok()) << status.ToString() << json.out;
+  EXPECT_EQ(response.tokens(0), 2);
+  EXPECT_THAT(response.top_ids(), ElementsAre(0, 1, 2, 1));
+
+  const std::string params =
+      dir_.Write("p.json", R"({"temperature": [0], "logit_bias_ids": [0], "logit_bias": [9],
+                    "logit_bias_count": [0, 1]})");
+  const Ran table =
+      RunBinary("logitctl", {"sample", "--addr", address_, "--logits", npy, "--params", params});
+  ASSERT_EQ(table.code, 0) << table.err;
+  EXPECT_THAT(table.out, AllOf(HasSubstr("     0        0      1"),
+                               HasSubstr("     1        0      3"), HasSubstr("round trip")));
+  const Ran flags =
+      RunBinary("logitctl", {"sample", "--addr", address_, "--logits", npy, "--params", params,
+                             "--allow", "1,2", "--logit-bias", "2=-inf"});
+  ASSERT_EQ(flags.code, 0) << flags.err;
+  EXPECT_THAT(flags.out, AllOf(HasSubstr("     0        1"), HasSubstr("     1        1")));
+}
+
+TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
+  const std::string npy = dir_.Write("a.npy", testing::NpyF32(1, 3, {1, 2, 3}));
+  struct Case {
+    std::vector<std::string> flags;
+    int code;
+    const char* error;
+  };
+  const Case cases[] = {
+      {{"--top-p", "1.5"}, 1, "top_p: got 1.5 at row 0, allowed > 0 and <= 1"},
+      {{"--top-k", "4"}, 1, "top_k: got 4 at row 0, allowed 0..3"},
+      {{"--params", dir_.Write("q.json", R"({"logit_bias": [1]})")},
+       1,
+       "logit_bias: got 1 values for 0 logit_bias_ids"},
+      {{"--params", dir_.Write("r.json", R"({"topk": [1]})")}, 2, "r.json is not a"},
+      {{"--params", dir_.Write("s.json", R"({"rows": 1})")}, 2, "s.json has dtype, rows"},
+      {{"--params", dir_.path("none")}, 2, "none cannot be read"},
+      {{"--logit-bias", "5"}, 2, "--logit-bias is \"5\"; allowed: ID=VALUE"},
+      {{"--allow", "3"}, 2, "--allow has token 3; allowed: 0..2"},
+      {{"--logprob-mode", "cooked"}, 2, "--logprob-mode"},
+  };
+  for (const Case& test : cases) {
+    std::vector<std::string> args = {"sample", "--addr", address_, "--logits", npy};
+    args.insert(args.end(), test.flags.begin(), test.flags.end());
+    const Ran ran = RunBinary("logitctl", args);
+    EXPECT_EQ(ran.code, test.code) << test.error;
+    EXPECT_THAT(ran.err, HasSubstr(test.error));
+  }
+}
+
+TEST_F(LogitdTest, LogitctlGeneratesTheSameTextForASeed) {
+  const std::string model = testing::InTree("demo/model").string();
+  const auto generate = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> args = {"generate", "--addr",   address_,        "--model",
+                                     model,      "--text",   "It is a truth", "--tokens",
+                                     "12",       "--format", "json"};
+    args.insert(args.end(), more.begin(), more.end());
+    const Ran ran = RunBinary("logitctl", args);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return ran.out;
+  };
+  const std::string first = generate({"--seed", "7", "--temperature", "0.8", "--top-p", "0.9"});
+  EXPECT_EQ(generate({"--seed", "7", "--temperature", "0.8", "--top-p", "0.9"}), first);
+  EXPECT_NE(generate({"--seed", "8", "--temperature", "0.8", "--top-p", "0.9"}), first);
+  const nlohmann::json json = nlohmann::json::parse(first);
+  EXPECT_EQ(json["tokens"].size(), 12u);
+  // Greedy is what the model itself finds most probable.
+  const nlohmann::json greedy = nlohmann::json::parse(generate({"--temperature", "0"}));
+  auto local = client::LanguageModel::Load(model);
+  ASSERT_TRUE(local.ok()) << local.status();
+  client::LanguageModel::State state = local->InitialState();
+  std::vector<float> hidden = local->Step(state, local->bos_token_id());
+  for (int32_t token : local->Tokenize("It is a truth")) hidden = local->Step(state, token);
+  for (const int32_t token : greedy["tokens"].get<std::vector<int32_t>>()) {
+    std::vector<float> logits = local->Logits(hidden);
+    logits[static_cast<size_t>(local->bos_token_id())] = -1e30f;
+    EXPECT_EQ(token, std::max_element(logits.begin(), logits.end()) - logits.begin());
+    hidden = local->Step(state, token);
+  }
+
+  const Ran live = RunBinary(
+      "logitctl", {"generate", "--addr", address_, "--model", model, "--text", "It is a truth",
+                   "--tokens", "12", "--seed", "7", "--temperature", "0.8", "--top-p", "0.9"});
+  EXPECT_THAT(live.out, AllOf(HasSubstr("It is a truth" + json["text"].get<std::string>() + "\n"),
+                              HasSubstr("12 tokens, mean logprob")));
+  const Ran details =
+      RunBinary("logitctl", {"generate", "--addr", address_, "--model", model, "--text", "It",
+                             "--tokens", "3", "--details", "--top-logprobs", "2"});
+  EXPECT_THAT(details.out, AllOf(HasSubstr("place"), HasSubstr("   of \"")));
 }
 
 }  // namespace

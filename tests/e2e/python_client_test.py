@@ -103,6 +103,21 @@ class PythonClientTest(unittest.TestCase):
                 entry += k
             self.assertGreater(response.timings.total_ns, 0)
 
+    def test_sampled_tokens_are_those_of_the_definition(self):
+        from logitd.v1 import sampler_pb2
+        # Seed 0: 0.8805 at position 0, 0.3621 at position 1, 0.6937 at position 4, as fractions of the total weight.
+        probs = [0.5, 0.25, 0.25]
+        payload = struct.pack("<9f", *(math.log(p) for _ in range(3) for p in probs))
+        for address in (self.tcp, self.socket):
+            response = self.stub(address).Sample(
+                sampler_pb2.SampleRequest(dtype="DTYPE_F32", rows=3, vocab=3, logits=payload, seed=[0],
+                                          position=[0, 1, 4], top_p=[1, 1, 0.6], top_logprobs=[3]), timeout=30)
+            self.assertEqual(list(response.tokens), [2, 0, 1])
+            self.assertEqual(list(response.ranks), [3, 1, 2])
+            self.assertEqual(list(response.top_ids), [0, 1, 2] * 3)
+            for got, token in zip(response.logprobs, response.tokens):
+                self.assertAlmostEqual(got, math.log(probs[token]), delta=1e-5)
+
     def test_errors_have_code_and_text(self):
         from logitd.v1 import sampler_pb2
         with self.assertRaises(grpc.RpcError) as caught:

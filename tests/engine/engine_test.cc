@@ -71,8 +71,8 @@ class Gate {
 };
 
 // Runs a script, one step per line:
-//   x VxR [kN] [due=MS] [slow]  submits job x: R rows of V elements, N entries per row (1); its
-//   deadline MS from now;
+//   x VxR [kN] [nN] [due=MS] [slow]  submits job x: R rows of V elements, N entries per row (1), a
+//                               list of N notes per row (0); its deadline MS from now;
 //                               slow: from a thread of its own, its copy waits for "copy x"
 //   copying x / copy x          waits until the slow copy of x has begun / lets it go on
 //   hold / go                   the device's op blocks / goes on
@@ -186,6 +186,8 @@ class Harness {
         slow = true;
       } else if (words[i][0] == 'k' && absl::SimpleAtoi(words[i].substr(1), &number)) {
         shape.entries_per_row = number;
+      } else if (words[i][0] == 'n' && absl::SimpleAtoi(words[i].substr(1), &number)) {
+        shape.notes_per_row = number;
       } else if (words[i].rfind("due=", 0) == 0 && absl::SimpleAtoi(words[i].substr(4), &number)) {
         shape.deadline = absl::Now() + absl::Milliseconds(number);
       } else {
@@ -343,6 +345,15 @@ const Scenario kScenarios[] = {
      "a:UNAVAILABLE"},
     {"what_can_never_fit_is_refused", "a 4x65\n b 2000x1\n c 4x1 k2000\n d 4x0\n idle", "",
      "a:INVALID_ARGUMENT b:INVALID_ARGUMENT c:INVALID_ARGUMENT d:INVALID_ARGUMENT"},
+    // Every job judges its own answer, and with it where its lists were.
+    {"lists_of_strangers_follow_each_other",
+     "hold\n z 8x1\n ops 1\n a 4x2 n3 k2\n b 4x1\n c 4x3 n5\n d 4x2 n1 k3\n e 4x1 n7\n cancel c\n "
+     "cancel e\n go\n idle",
+     "z|ab.d", "a:OK b:OK c:CANCELLED d:OK e:CANCELLED z:OK"},
+    // 4096 bytes: 16 + 4 * 1000 of a, 16 + 4 * 10 of b, and not the same again of c.
+    {"a_full_list_closes_a_batch",
+     "hold\n z 8x1\n ops 1\n a 4x1 n1000\n b 4x1 n10\n c 4x1 n10\n go\n idle", "z|ab|c",
+     "a:OK b:OK c:OK z:OK"},
 };
 
 class EngineScenarioTest : public ::testing::TestWithParam<Scenario> {};
@@ -397,25 +408,27 @@ TEST(EngineTest, WaitIdleGivesUpAtItsDeadline) {
 TEST(EngineTest, CheckFitsNamesValueAndLimit) {
   Harness harness(SmallOptions());
   struct Case {
-    int64_t row_elements, rows, entries;
+    int64_t row_elements, rows, entries, notes;
     const char* message;
   };
   const Case cases[] = {
-      {4, 1, 1, ""},
-      {4, 64, 64, ""},
-      {4, 65, 1, "rows: 65, allowed 1..64"},
-      {4, -1, 1, "rows: -1, allowed 1..64"},
-      {1025, 1, 1, "payload: 1 rows of 1025 f32 elements are 4100 bytes, allowed 1..4096"},
-      {0, 1, 1, "payload: 1 rows of 0 f32 elements are 0 bytes, allowed 1..4096"},
-      {int64_t{1} << 62, 2, 1, "are 9223372036854775807 bytes, allowed 1..4096"},
-      {4, 1, 1022, "answer: 1 rows with 1022 entries in all are 4100 bytes, allowed 0..4096"},
-      {4, 1, -1, "answer: 1 rows with -1 entries in all are 9223372036854775807 bytes"},
+      {4, 1, 1, 0, ""},
+      {4, 64, 64, 0, ""},
+      {4, 65, 1, 0, "rows: 65, allowed 1..64"},
+      {4, -1, 1, 0, "rows: -1, allowed 1..64"},
+      {1025, 1, 1, 0, "payload: 1 rows of 1025 f32 elements and their lists are 4100 bytes"},
+      {1000, 1, 1, 24, ""},
+      {1000, 1, 1, 25, "and their lists are 4100 bytes, allowed 1..4096"},
+      {4, 1, 1, -1, "and their lists are 9223372036854775807 bytes, allowed 1..4096"},
+      {0, 1, 1, 0, "payload: 1 rows of 0 f32 elements and their lists are 0 bytes"},
+      {int64_t{1} << 62, 2, 1, 0, "are 9223372036854775807 bytes, allowed 1..4096"},
+      {4, 1, 1022, 0, "answer: 4100 bytes for 1 rows, allowed 0..4096"},
+      {4, 1, -1, 0, "answer: 9223372036854775807 bytes for 1 rows"},
   };
   for (const Case& c : cases) {
     JobSpec spec;
     spec.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = c.row_elements};
-    spec.rows = c.rows;
-    spec.entries = c.entries;
+    spec.counts = {c.rows, c.entries, c.notes};
     const absl::Status status = harness.engine().CheckFits(spec);
     EXPECT_EQ(status.ok(), *c.message == '\0') << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.message));
@@ -427,8 +440,9 @@ TEST(EngineTest, AnOpThatFitsNoSlabIsRefused) {
   options.max_param_bytes = 8;
   Harness harness(options);
   harness.Run("a 4x1");
-  EXPECT_EQ(harness.job("a").Wait().message(),
-            "op digest: 16 bytes of parameters a row and 3 outputs, allowed 8 and 16");
+  EXPECT_EQ(
+      harness.job("a").Wait().message(),
+      "op digest: 32 bytes of parameters a row, 2 inputs and 3 outputs, allowed 8, 16 and 16");
 }
 
 TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
@@ -513,7 +527,8 @@ TEST_P(EngineStormTest, EveryJobEndsOnce) {
         TestJob::Shape shape{.tag = 1 + static_cast<uint32_t>(t * kJobs + i),
                              .row_elements = 3 + below(3),
                              .rows = 1 + below(5),
-                             .entries_per_row = static_cast<int32_t>(below(4))};
+                             .entries_per_row = static_cast<int32_t>(below(4)),
+                             .notes_per_row = static_cast<int32_t>(below(6))};
         if (below(4) == 0) shape.deadline = absl::Now() + absl::Microseconds(below(2000));
         auto job = std::make_shared<TestJob>(shape);
         jobs[t][i] = job;

@@ -25,8 +25,8 @@ uint64_t Checksum(const std::byte* row, size_t bytes) {
 
 const OpTraits kDigest = {
     .name = "digest",
-    .param_bytes = sizeof(DigestRow),
-    .planes = kDigestPlanes,
+    .inputs = kDigestInputs,
+    .outputs = kDigestOutputs,
     .enqueue =
         [](Stream& stream, const BatchView& batch) {
           return static_cast<FakeStream&>(stream).Digest(batch);
@@ -158,25 +158,28 @@ absl::StatusOr<StreamTimes> FakeStream::Wait() {
 
 absl::Status FakeStream::Digest(const BatchView& batch) {
   Enter(kComputing);
-  FakeBackend::Ran ran{.rows = batch.rows, .uploaded_bytes = uploaded_bytes_};
-  const auto* params = reinterpret_cast<const DigestRow*>(batch.params);
-  for (int64_t r = 0; r < batch.rows; ++r) {
+  FakeBackend::Ran ran{.rows = batch.rows(), .uploaded_bytes = uploaded_bytes_};
+  const auto* params = reinterpret_cast<const DigestRow*>(batch.inputs[0]);
+  const auto* notes = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
+  for (int64_t r = 0; r < batch.rows(); ++r) {
     const char tag = params[r].tag == 0 ? '.' : static_cast<char>(params[r].tag);
     if (ran.tags.empty() || ran.tags.back() != tag) ran.tags.push_back(tag);
   }
   backend_->BeginOp(std::move(ran));
   if (absl::Status status = backend_->Fault(FaultPoint::kOp); !status.ok()) return status;
 
-  auto* sums = reinterpret_cast<uint64_t*>(batch.planes[0]);
-  auto* entries = reinterpret_cast<uint32_t*>(batch.planes[1]);
-  auto* tags = reinterpret_cast<uint32_t*>(batch.planes[2]);
+  auto* sums = reinterpret_cast<uint64_t*>(batch.outputs[0]);
+  auto* entries = reinterpret_cast<uint32_t*>(batch.outputs[1]);
+  auto* tags = reinterpret_cast<uint32_t*>(batch.outputs[2]);
   const size_t row_bytes = static_cast<size_t>(batch.row_elements) * SizeOf(batch.dtype);
-  for (int64_t r = 0; r < batch.rows; ++r) {
+  for (int64_t r = 0; r < batch.rows(); ++r) {
     if (params[r].tag == 0) continue;
-    Require(params[r].entries <= batch.max_entries, "max_entries is too small");
+    Require(params[r].entries <= batch.max_row_entries, "max_row_entries is too small");
     const std::byte* row = batch.payload + static_cast<size_t>(r) * batch.row_stride;
     sums[r] = Checksum(row, row_bytes);
     tags[r] = params[r].tag;
+    Require(params[r].first_note + params[r].notes <= batch.counts[kDigestNotes], "a foreign note");
+    for (int32_t n = 0; n < params[r].notes; ++n) tags[r] += notes[params[r].first_note + n];
     for (int32_t e = 0; e < params[r].entries; ++e) {
       entries[params[r].first_entry + e] = EntryOf(row, batch.row_elements, e);
     }

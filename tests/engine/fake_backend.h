@@ -25,12 +25,17 @@ namespace logitd::engine {
 // Parameters of a row of the op "digest". All zero: skip the row.
 struct DigestRow {
   int64_t first_entry;
+  int64_t first_note;
   int32_t entries;
+  int32_t notes;
   uint32_t tag;  // which job the row is of; not 0
+  uint32_t unused;
 };
 
+enum DigestAxis : size_t { kDigestRows = kRowAxis, kDigestEntries, kDigestNotes };
+
 // What the op answers: per row a checksum of its payload, per entry one element of it, per row its
-// tag.
+// tag plus the sum of its notes.
 uint64_t Checksum(const std::byte* row, size_t bytes);
 inline uint32_t EntryOf(const std::byte* row, int64_t row_elements, int32_t entry) {
   uint32_t element;
@@ -38,9 +43,11 @@ inline uint32_t EntryOf(const std::byte* row, int64_t row_elements, int32_t entr
   return element + static_cast<uint32_t>(entry);
 }
 
-inline constexpr Plane kDigestPlanes[] = {{Plane::Per::kRow, sizeof(uint64_t)},
-                                          {Plane::Per::kEntry, sizeof(uint32_t)},
-                                          {Plane::Per::kRow, sizeof(uint32_t)}};
+inline constexpr Array kDigestInputs[] = {{kDigestRows, sizeof(DigestRow)},
+                                          {kDigestNotes, sizeof(uint32_t)}};
+inline constexpr Array kDigestOutputs[] = {{kDigestRows, sizeof(uint64_t)},
+                                           {kDigestEntries, sizeof(uint32_t)},
+                                           {kDigestRows, sizeof(uint32_t)}};
 extern const OpTraits kDigest;
 
 // Where in a batch's run something goes wrong.

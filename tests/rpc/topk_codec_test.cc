@@ -47,24 +47,29 @@ struct Parsed {
   absl::Status status;
 };
 
+void WriteRows(TopKCodec* codec, SoftmaxTopKRow* rows, int64_t first_entry) {
+  std::byte* const inputs[] = {reinterpret_cast<std::byte*>(rows)};
+  codec->WriteInputs(inputs, {0, first_entry});
+}
+
 TEST(TopKCodecTest, OneKForAllRows) {
   Parsed p(Request(3, 5, {2}));
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(p.spec.key.op, &kSoftmaxTopKTraits);
   EXPECT_EQ(p.spec.key.dtype, DType::kF32);
   EXPECT_EQ(p.spec.key.row_elements, 5);
-  EXPECT_EQ(p.spec.rows, 3);
-  EXPECT_EQ(p.spec.entries, 6);
+  EXPECT_EQ(p.spec.rows(), 3);
+  EXPECT_EQ(p.spec.counts[kTopKEntries], 6);
   EXPECT_EQ(p.spec.max_row_entries, 2);
 }
 
 TEST(TopKCodecTest, KAndTemperaturePerRowReachTheParameters) {
   Parsed p(Request(3, 5, {2, 1, 5}, {0.5f, 1.0f, 2.0f}));
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.entries, 8);
+  EXPECT_EQ(p.spec.counts[kTopKEntries], 8);
   EXPECT_EQ(p.spec.max_row_entries, 5);
   SoftmaxTopKRow rows[3];
-  p.codec.WriteParams(reinterpret_cast<std::byte*>(rows), 100);
+  WriteRows(&p.codec, rows, 100);
   EXPECT_EQ(rows[0].first_entry, 100);
   EXPECT_EQ(rows[1].first_entry, 102);
   EXPECT_EQ(rows[2].first_entry, 103);
@@ -77,7 +82,7 @@ TEST(TopKCodecTest, KAndTemperaturePerRowReachTheParameters) {
 TEST(TopKCodecTest, NoTemperatureIsOne) {
   Parsed p(Request(2, 5, {1}));
   SoftmaxTopKRow rows[2];
-  p.codec.WriteParams(reinterpret_cast<std::byte*>(rows), 0);
+  WriteRows(&p.codec, rows, 0);
   EXPECT_EQ(rows[0].temperature, 1.0f);
   EXPECT_EQ(rows[1].temperature, 1.0f);
 }
@@ -159,16 +164,16 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
     indices[i] = 1000 - i;
     probs[i] = 1.0f / static_cast<float>(i + 1);
   }
-  const absl::Span<const std::byte> planes[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
-                                                Bytes(probs)};
-  const grpc::ByteBuffer buffer = p.codec.Encode(planes, {.receive_ns = 1,
-                                                          .total_ns = int64_t{1} << 40,
-                                                          .job = {.copy_ns = 2,
-                                                                  .queue_ns = 3,
-                                                                  .h2d_ns = 0,
-                                                                  .kernel_ns = 5,
-                                                                  .d2h_ns = 6,
-                                                                  .batch_rows = 7}});
+  const absl::Span<const std::byte> outputs[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
+                                                 Bytes(probs)};
+  const grpc::ByteBuffer buffer = p.codec.Encode(outputs, {.receive_ns = 1,
+                                                           .total_ns = int64_t{1} << 40,
+                                                           .job = {.copy_ns = 2,
+                                                                   .queue_ns = 3,
+                                                                   .h2d_ns = 0,
+                                                                   .kernel_ns = 5,
+                                                                   .d2h_ns = 6,
+                                                                   .batch_rows = 7}});
   EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
   grpc::Slice slice;
   ASSERT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
@@ -212,17 +217,18 @@ class RecordingStream final : public Stream {
 
 TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   alignas(16) std::byte memory[64];
-  std::byte* const planes[] = {memory, memory + 8, memory + 16, memory + 32};
+  std::byte* const inputs[] = {memory + 40};
+  std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
   RecordingStream stream;
   ASSERT_TRUE(kSoftmaxTopKTraits
                   .enqueue(stream, {.dtype = DType::kBF16,
-                                    .rows = 3,
+                                    .counts = {3, 9},
                                     .row_elements = 5,
                                     .row_stride = 16,
                                     .payload = memory + 48,
-                                    .params = memory + 40,
-                                    .max_entries = 4,
-                                    .planes = planes})
+                                    .max_row_entries = 4,
+                                    .inputs = inputs,
+                                    .outputs = outputs})
                   .ok());
   EXPECT_EQ(stream.last.logits.data, memory + 48);
   EXPECT_EQ(stream.last.logits.dtype, DType::kBF16);
@@ -231,11 +237,11 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(stream.last.logits.row_stride, 8);
   EXPECT_EQ(stream.last.max_k, 4);
   EXPECT_EQ(static_cast<const void*>(stream.last.rows), memory + 40);
-  EXPECT_EQ(static_cast<const void*>(stream.last.logsumexp), planes[kTopKLogsumexp]);
-  EXPECT_EQ(static_cast<const void*>(stream.last.status), planes[kTopKStatus]);
-  EXPECT_EQ(static_cast<const void*>(stream.last.indices), planes[kTopKIndices]);
-  EXPECT_EQ(static_cast<const void*>(stream.last.probs), planes[kTopKProbs]);
-  EXPECT_EQ(kSoftmaxTopKTraits.planes[kTopKStatus].bytes, sizeof(RowStatus));
+  EXPECT_EQ(static_cast<const void*>(stream.last.logsumexp), outputs[kTopKLogsumexp]);
+  EXPECT_EQ(static_cast<const void*>(stream.last.status), outputs[kTopKStatus]);
+  EXPECT_EQ(static_cast<const void*>(stream.last.indices), outputs[kTopKIndices]);
+  EXPECT_EQ(static_cast<const void*>(stream.last.probs), outputs[kTopKProbs]);
+  EXPECT_EQ(kSoftmaxTopKTraits.outputs[kTopKStatus].bytes, sizeof(RowStatus));
 }
 
 }  // namespace

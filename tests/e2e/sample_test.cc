@@ -1,0 +1,250 @@
+// Sampler.Sample and Sampler.Verify as generated code meets them.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "logitd/v1/sampler.grpc.pb.h"
+#include "tests/e2e/peers.h"
+#include "tests/e2e/server_process.h"
+
+namespace logitd::e2e {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+template <typename Request>
+Request Of(const std::vector<float>& logits, int64_t rows) {
+  Request request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(rows);
+  request.set_vocab(static_cast<int64_t>(logits.size()) / rows);
+  request.set_logits(
+      std::string(reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float)));
+  return request;
+}
+
+std::unique_ptr<grpc::ClientContext> Context() {
+  auto context = std::make_unique<grpc::ClientContext>();
+  context->set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  return context;
+}
+
+grpc::Status Sample(v1::Sampler::Stub& stub, const v1::SampleRequest& request,
+                    v1::SampleResponse* response) {
+  return stub.Sample(Context().get(), request, response);
+}
+
+std::vector<float> Normal(size_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, 2.0f);
+  std::vector<float> logits(size);
+  for (float& logit : logits) logit = normal(random);
+  return logits;
+}
+
+// What was answered, without how long it took.
+std::string Bits(v1::SampleResponse response) {
+  response.clear_timings();
+  return response.SerializeAsString();
+}
+
+class SampleTransportTest : public ::testing::TestWithParam<bool> {
+ protected:
+  static void SetUpTestSuite() { server_ = new ServerProcess(); }
+  static void TearDownTestSuite() {
+    server_->Signal(SIGTERM);
+    EXPECT_EQ(server_->Wait(absl::Seconds(20)), 0) << server_->Log();
+    delete server_;
+  }
+
+  static ServerProcess* server_;
+  const std::unique_ptr<v1::Sampler::Stub> stub_ =
+      v1::Sampler::NewStub(Connect(GetParam() ? server_->unix_socket() : server_->tcp()));
+};
+ServerProcess* SampleTransportTest::server_ = nullptr;
+
+INSTANTIATE_TEST_SUITE_P(All, SampleTransportTest, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "unix" : "tcp"; });
+
+// The random bits of seed 0, as fractions: 0.8805 at position 0, 0.3621 at 1, 0.6937 at 4.
+TEST_P(SampleTransportTest, TokensAreThoseOfTheSemanticsPage) {
+  // Probabilities 0.5, 0.25, 0.25, in five rows.
+  std::vector<float> logits;
+  for (int row = 0; row < 5; ++row) {
+    for (double p : {0.5, 0.25, 0.25}) logits.push_back(static_cast<float>(std::log(p)));
+  }
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 5);
+  request.add_seed(0);
+  for (uint64_t position : {0, 1, 4, 0, 0}) request.add_position(position);
+  for (float temperature : {1.0f, 1.0f, 1.0f, 0.0f, 1.0f}) request.add_temperature(temperature);
+  for (int k : {0, 0, 0, 0, 2}) request.add_top_k(k);  // the last of 2/3 and 1/3
+  request.add_top_logprobs(1);
+  request.add_extra_ids(2);
+  v1::SampleResponse response;
+  const grpc::Status status = Sample(*stub_, request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.tokens(), ElementsAre(2, 0, 1, 0, 1));
+  EXPECT_THAT(response.ranks(), ElementsAre(3, 1, 2, 1, 2));
+  EXPECT_THAT(response.top_ids(), ElementsAre(0, 0, 0, 0, 0));
+  for (int row = 0; row < 5; ++row) {
+    EXPECT_NEAR(response.logprobs(row), std::log(response.tokens(row) == 0 ? 0.5 : 0.25), 1e-5);
+    EXPECT_NEAR(response.top_logprobs(row), std::log(0.5), 1e-5);
+    EXPECT_NEAR(response.extra_logprobs(row), std::log(0.25), 1e-5);
+    EXPECT_NEAR(response.logsumexp(row), 0, 1e-5);
+  }
+  EXPECT_GT(response.timings().total_ns(), 0);
+}
+
+TEST_P(SampleTransportTest, ListsOfEveryKindReachTheirRows) {
+  const std::vector<float> row = {5, 4, 3, 2};
+  std::vector<float> logits;
+  for (int r = 0; r < 5; ++r) logits.insert(logits.end(), row.begin(), row.end());
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 5);
+  request.add_temperature(0);
+  for (int n : {0, 1, 0, 0, 0}) request.add_logit_bias_count(n);
+  request.add_logit_bias_ids(3);
+  request.add_logit_bias(10);
+  for (int n : {0, 0, 3, 0, 0}) request.add_history_count(n);
+  for (int id : {0, 0, 1}) request.add_history(id);
+  request.add_frequency_penalty(1);  // 5 - 2, 4 - 1, 3: a tie, to the lower id
+  request.add_presence_penalty(0.5);  // which 2 then wins
+  for (int mask : {-1, -1, -1, 0, 1}) request.add_allowed_tokens_mask(mask);
+  request.set_allowed_tokens(std::string("\x0a\0\0\0\x00\0\0\0", 8));
+  v1::SampleResponse response;
+  const grpc::Status status = Sample(*stub_, request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.tokens(), ElementsAre(0, 3, 2, 1, -1));
+  EXPECT_EQ(response.status(4), v1::ROW_STATUS_EMPTY_SUPPORT);
+}
+
+TEST_P(SampleTransportTest, OneBadRowHarmsNoOther) {
+  std::vector<float> logits = Normal(300, 3);
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 3);
+  request.add_seed(9);
+  v1::SampleResponse good;
+  ASSERT_TRUE(Sample(*stub_, request, &good).ok());
+  logits[150] = std::numeric_limits<float>::quiet_NaN();
+  v1::SampleRequest damaged = Of<v1::SampleRequest>(logits, 3);
+  damaged.add_seed(9);
+  v1::SampleResponse response;
+  ASSERT_TRUE(Sample(*stub_, damaged, &response).ok());
+  EXPECT_EQ(response.status(1), v1::ROW_STATUS_NAN_LOGIT);
+  EXPECT_EQ(response.status_position(1), 50);
+  EXPECT_EQ(response.tokens(1), -1);
+  for (int row : {0, 2}) {
+    EXPECT_EQ(response.tokens(row), good.tokens(row));
+    EXPECT_EQ(response.logprobs(row), good.logprobs(row));
+  }
+}
+
+TEST_P(SampleTransportTest, ContradictionsAreToldWhichAndWhy) {
+  v1::SampleRequest request = Of<v1::SampleRequest>({1, 2, 3}, 1);
+  v1::SampleResponse response;
+  grpc::Status status = Sample(*stub_, request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("seed: none sent, but temperature is 1 at row 0"));
+  request.add_seed(1);
+  request.add_allowed_tokens_mask(0);
+  status = Sample(*stub_, request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("allowed_tokens holds 0 masks"));
+}
+
+TEST_P(SampleTransportTest, VerifyOfGreedyDraftsEmitsTheTokensOfSample) {
+  constexpr int kVocab = 50, kDrafts = 5;
+  const std::vector<float> logits = Normal((kDrafts + 1) * kVocab, 4);
+  v1::SampleRequest sample = Of<v1::SampleRequest>(logits, kDrafts + 1);
+  sample.add_seed(77);
+  for (int i = 0; i <= kDrafts; ++i) sample.add_position(static_cast<uint64_t>(i));
+  v1::SampleResponse drawn;
+  ASSERT_TRUE(Sample(*stub_, sample, &drawn).ok());
+
+  v1::VerifyRequest verify = Of<v1::VerifyRequest>(logits, kDrafts + 1);
+  *verify.mutable_seed() = sample.seed();
+  *verify.mutable_position() = sample.position();
+  verify.add_sequence_rows(kDrafts + 1);
+  for (int i = 0; i < kDrafts; ++i) verify.add_drafts(drawn.tokens(i));
+  verify.set_drafts(3, (drawn.tokens(3) + 1) % kVocab);  // the target would not have drawn it
+  v1::VerifyResponse response;
+  const grpc::Status status = stub_->Verify(Context().get(), verify, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.accepted(), ElementsAre(3));
+  EXPECT_THAT(response.tokens(), ElementsAre(drawn.tokens(0), drawn.tokens(1), drawn.tokens(2),
+                                             drawn.tokens(3), -1, -1));
+  EXPECT_EQ(response.status(3), v1::ROW_STATUS_OK);
+  EXPECT_EQ(response.status(4), v1::ROW_STATUS_NOT_REACHED);
+}
+
+// A request that draws on everything; its size and lists vary with `i`.
+v1::SampleRequest Varied(int i) {
+  const int rows = 1 + i % 3;
+  const int vocab = 700;
+  v1::SampleRequest request =
+      Of<v1::SampleRequest>(Normal(static_cast<size_t>(rows) * vocab, static_cast<uint32_t>(i)), rows);
+  request.add_seed(static_cast<uint64_t>(i));
+  request.add_position(3);
+  request.add_temperature(0.9f);
+  request.add_top_k(40 + i);
+  request.add_top_p(0.9f);
+  request.add_repetition_penalty(1.3f);
+  for (int n = 0; n < i % 5; ++n) request.add_history((7 * n + i) % vocab);
+  for (int n = 0; n < i % 4; ++n) {
+    request.add_logit_bias_ids(n + i);
+    request.add_logit_bias(1.5f);
+  }
+  for (int n = 0; n < i % 3; ++n) request.add_extra_ids(n);
+  request.add_top_logprobs(i % 6);
+  if (i % 2 == 1) request.set_allowed_tokens(std::string((vocab + 31) / 32 * 4, '\x77'));
+  request.add_logprob_mode(i % 2 == 0 ? v1::LOGPROB_MODE_RAW : v1::LOGPROB_MODE_PROCESSED);
+  return request;
+}
+
+TEST(SampleLoadTest, BitsAreTheSameAloneAndAmongStrangers) {
+  constexpr int kKinds = 12;
+  std::vector<std::string> alone;
+  {
+    ServerProcess server;
+    const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+    for (int i = 0; i < kKinds; ++i) {
+      v1::SampleResponse response;
+      const grpc::Status status = Sample(*stub, Varied(i), &response);
+      ASSERT_TRUE(status.ok()) << status.error_message();
+      alone.push_back(Bits(response));
+    }
+  }
+  ServerProcess server({"--max-batch-delay=2ms"});
+  std::atomic<int> shared{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kKinds; ++thread) {
+    threads.emplace_back([&, thread] {
+      const auto stub =
+          v1::Sampler::NewStub(Connect(thread % 2 == 0 ? server.tcp() : server.unix_socket()));
+      for (int call = 0; call < 20; ++call) {
+        const int i = (thread + call) % kKinds;
+        v1::SampleResponse response;
+        const grpc::Status status = Sample(*stub, Varied(i), &response);
+        ASSERT_TRUE(status.ok()) << status.error_message();
+        EXPECT_EQ(Bits(response), alone[static_cast<size_t>(i)]) << i;
+        shared += response.timings().batch_rows() > response.tokens_size();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(shared.load(), 0) << "no batch was shared";
+  EXPECT_EQ(server.Metric("logitd_requests_total{code=\"OK\",op=\"sample\"}"), kKinds * 20);
+}
+
+}  // namespace
+}  // namespace logitd::e2e

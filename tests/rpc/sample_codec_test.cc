@@ -1,0 +1,493 @@
+// The codecs of Sampler.Sample and Sampler.Verify: proto in, job parts out, and back.
+#include "server/rpc/sample_codec.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "logitd/v1/sampler.pb.h"
+#include "server/rpc/verify_codec.h"
+#include "tests/fuzz/compare_sample_request.h"
+#include "tests/tree.h"
+
+namespace logitd::rpc {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr int64_t kMaxRows = 100;
+
+template <typename Request>
+Request Plain(int64_t rows, int64_t vocab) {
+  Request request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(rows);
+  request.set_vocab(vocab);
+  request.set_logits(std::string(static_cast<size_t>(rows * vocab) * sizeof(float), '\1'));
+  request.add_seed(1);
+  return request;
+}
+
+template <typename Codec, typename Request>
+struct ParsedAs {
+  explicit ParsedAs(const Request& request)
+      : bytes(request.SerializeAsString()),
+        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
+        status(codec.Parse(Pieces(&piece, 1), kMaxRows, &spec)) {}
+
+  // What the codec writes, array after array.
+  std::vector<std::vector<std::byte>> Inputs(const engine::AxisCounts& first = {}) {
+    std::vector<std::vector<std::byte>> arrays;
+    std::vector<std::byte*> inputs;
+    for (const engine::Array& array : codec.op().inputs) {
+      arrays.emplace_back(static_cast<size_t>(spec.counts[array.axis]) * array.bytes);
+      inputs.push_back(arrays.back().data());
+    }
+    codec.WriteInputs(inputs, first);
+    return arrays;
+  }
+
+  std::string bytes;
+  Piece piece;
+  Codec codec;
+  engine::JobSpec spec;
+  absl::Status status;
+};
+using Parsed = ParsedAs<SampleCodec, v1::SampleRequest>;
+using ParsedVerify = ParsedAs<VerifyCodec, v1::VerifyRequest>;
+
+template <typename T>
+std::vector<T> As(const std::vector<std::byte>& bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
+  Parsed p(Plain<v1::SampleRequest>(2, 5));
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &kSampleTraits);
+  EXPECT_EQ(p.spec.key.row_elements, 5);
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2}));
+  const auto rows = As<SampleRow>(p.Inputs()[kSampleInRows]);
+  for (const SampleRow& row : rows) {
+    EXPECT_EQ(row.active, 1);
+    EXPECT_EQ(row.seed, 1u);
+    EXPECT_EQ(row.position, 0u);
+    EXPECT_EQ(row.temperature, 1.0f);
+    EXPECT_EQ(row.top_k, 0);
+    EXPECT_EQ(row.top_p, 1.0f);
+    EXPECT_EQ(row.min_p, 0.0f);
+    EXPECT_EQ(row.repetition, 1.0f);
+    EXPECT_EQ(row.presence, 0.0f);
+    EXPECT_EQ(row.frequency, 0.0f);
+    EXPECT_EQ(row.first_mask_word, -1);
+    EXPECT_EQ(row.top_logprobs, 0);
+    EXPECT_EQ(row.logprob_mode, LogprobMode::kRaw);
+  }
+}
+
+TEST(SampleCodecTest, EveryParameterReachesItsRow) {
+  v1::SampleRequest request = Plain<v1::SampleRequest>(2, 40);
+  request.clear_seed();
+  for (uint64_t seed : {uint64_t{7}, uint64_t{1} << 63}) request.add_seed(seed);
+  for (uint64_t position : {3, 4}) request.add_position(position);
+  for (float t : {0.5f, 0.0f}) request.add_temperature(t);
+  for (int k : {5, 40}) request.add_top_k(k);
+  for (float p : {0.9f, 0.25f}) request.add_top_p(p);
+  for (float p : {0.1f, 0.2f}) request.add_min_p(p);
+  for (float p : {1.1f, 1.2f}) request.add_repetition_penalty(p);
+  for (float p : {2.1f, 2.2f}) request.add_presence_penalty(p);
+  for (float p : {-3.1f, 3.2f}) request.add_frequency_penalty(p);
+  for (int n : {2, 3}) request.add_top_logprobs(n);
+  request.add_logprob_mode(v1::LOGPROB_MODE_RAW);
+  request.add_logprob_mode(v1::LOGPROB_MODE_PROCESSED);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.counts[kSampleTopEntries], 5);
+  const auto rows = As<SampleRow>(p.Inputs({0, 0, 0, 0, 0, 100, 0})[kSampleInRows]);
+  EXPECT_EQ(rows[0].seed, 7u);
+  EXPECT_EQ(rows[1].seed, uint64_t{1} << 63);
+  EXPECT_EQ(rows[1].position, 4u);
+  EXPECT_EQ(rows[0].temperature, 0.5f);
+  EXPECT_EQ(rows[1].temperature, 0.0f);
+  EXPECT_EQ(rows[1].top_k, 40);
+  EXPECT_EQ(rows[0].top_p, 0.9f);
+  EXPECT_EQ(rows[1].min_p, 0.2f);
+  EXPECT_EQ(rows[0].repetition, 1.1f);
+  EXPECT_EQ(rows[1].presence, 2.2f);
+  EXPECT_EQ(rows[0].frequency, -3.1f);
+  EXPECT_EQ(rows[0].first_top_entry, 100);
+  EXPECT_EQ(rows[1].first_top_entry, 102);
+  EXPECT_EQ(rows[1].top_logprobs, 3);
+  EXPECT_EQ(rows[1].logprob_mode, LogprobMode::kProcessed);
+}
+
+v1::SampleRequest WithLists() {
+  v1::SampleRequest request = Plain<v1::SampleRequest>(2, 40);
+  for (int n : {3, 1}) request.add_history_count(n);
+  for (int id : {5, 5, 6, 7}) request.add_history(id);
+  for (int id : {1, 2}) request.add_logit_bias_ids(id);  // no counts: every row's
+  for (float v : {0.5f, -std::numeric_limits<float>::infinity()}) request.add_logit_bias(v);
+  request.add_extra_count(2);  // one count: every row's
+  for (int id : {8, 9}) request.add_extra_ids(id);
+  request.set_allowed_tokens(std::string("\xff\xff\xff\xff\x0f\0\0\0", 8));
+  for (int mask : {-1, 0}) request.add_allowed_tokens_mask(mask);
+  return request;
+}
+
+TEST(SampleCodecTest, ListsOfARowAndSharedOnesCountFromTheJobsPlaceInTheBatch) {
+  Parsed p(WithLists());
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 4, 2, 2, 2, 0, 4}));
+  const int64_t before = p.codec.list_bytes();
+  const auto arrays = p.Inputs({10, 20, 30, 40, 50, 60, 70});
+  EXPECT_LT(p.codec.list_bytes(), before);
+  const auto rows = As<SampleRow>(arrays[kSampleInRows]);
+  EXPECT_EQ(rows[0].first_history, 20);
+  EXPECT_EQ(rows[0].history_count, 3);
+  EXPECT_EQ(rows[1].first_history, 23);
+  EXPECT_EQ(rows[1].history_count, 1);
+  for (const SampleRow& row : rows) {
+    EXPECT_EQ(row.first_bias, 30);
+    EXPECT_EQ(row.bias_count, 2);
+    EXPECT_EQ(row.first_extra, 40);
+    EXPECT_EQ(row.extra_count, 2);
+  }
+  EXPECT_EQ(rows[0].first_mask_word, -1);
+  EXPECT_EQ(rows[1].first_mask_word, 50);
+  EXPECT_EQ(rows[0].first_extra_entry, 70);
+  EXPECT_EQ(rows[1].first_extra_entry, 72);
+  EXPECT_THAT(As<int32_t>(arrays[kSampleInHistory]), ElementsAre(5, 5, 6, 7));
+  const auto bias = As<SampleBias>(arrays[kSampleInBias]);
+  EXPECT_EQ(bias[1].id, 2);
+  EXPECT_EQ(bias[0].value, 0.5f);
+  EXPECT_THAT(As<int32_t>(arrays[kSampleInExtraIds]), ElementsAre(8, 9));
+  EXPECT_THAT(As<uint32_t>(arrays[kSampleInMaskWords]), ElementsAre(0xffffffffu, 15u));
+}
+
+struct Bad {
+  const char* name;
+  void (*change)(v1::SampleRequest* request);
+  const char* text;
+};
+
+class SampleCodecRefuses : public ::testing::TestWithParam<Bad> {};
+
+TEST_P(SampleCodecRefuses, SayingWhichAndWhy) {
+  v1::SampleRequest request = WithLists();
+  GetParam().change(&request);
+  Parsed p(request);
+  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
+  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+}
+
+using R = v1::SampleRequest*;
+INSTANTIATE_TEST_SUITE_P(
+    All, SampleCodecRefuses,
+    ::testing::Values(
+        Bad{"dtype", [](R r) { r->set_dtype(v1::DTYPE_UNSPECIFIED); }, "dtype: got 0"},
+        Bad{"bytes_disagree", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
+        Bad{"vocab_0", [](R r) { r->set_vocab(0); }, "vocab"},
+        Bad{"randomness_without_a_seed", [](R r) { r->clear_seed(); },
+            "seed: none sent, but temperature is 1 at row 0"},
+        Bad{"three_seeds_for_two_rows",
+            [](R r) {
+              r->add_seed(1);
+              r->add_seed(1);
+            },
+            "seed: got 3 values, allowed none, 1 or 2 (rows)"},
+        Bad{"temperature_negative", [](R r) { r->add_temperature(-1); }, "temperature: got -1"},
+        Bad{"top_k_beyond_vocab", [](R r) { r->add_top_k(41); }, "top_k: got 41 at row 0"},
+        Bad{"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
+        Bad{"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
+        Bad{"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
+        Bad{"top_logprobs_beyond", [](R r) { r->add_top_logprobs(129); }, "top_logprobs: got 129"},
+        Bad{"top_logprobs_negative", [](R r) { r->add_top_logprobs(-1); }, "top_logprobs: got -1"},
+        Bad{"unknown_mode",
+            [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
+            "logprob_mode: got 7"},
+        Bad{"counts_that_do_not_add_up", [](R r) { r->set_history_count(0, 2); },
+            "history_count: adds up to 3, but history has 4 values"},
+        Bad{"count_negative",
+            [](R r) {
+              r->set_history_count(0, 5);
+              r->set_history_count(1, -1);
+            },
+            "history_count: got -1 at row 1"},
+        Bad{"counts_without_a_list", [](R r) { r->clear_history(); },
+            "history_count: adds up to 4, but history has 0 values"},
+        Bad{"one_count_of_a_part", [](R r) { r->set_extra_count(0, 1); },
+            "extra_count: adds up to 1, but extra has 2 values"},
+        Bad{"history_token_beyond", [](R r) { r->set_history(3, 40); },
+            "history: got token 40 at row 1, entry 0, allowed 0..39"},
+        Bad{"biases_without_ids", [](R r) { r->clear_logit_bias_ids(); },
+            "logit_bias: got 2 values for 0 logit_bias_ids"},
+        Bad{"bias_twice", [](R r) { r->set_logit_bias_ids(1, 1); }, "logit_bias: got token 1 twice"},
+        Bad{"half_a_mask", [](R r) { r->set_allowed_tokens("1234"); },
+            "allowed_tokens: got 4 bytes, allowed a multiple of 8"},
+        Bad{"mask_index_without_masks", [](R r) { r->clear_allowed_tokens(); },
+            "allowed_tokens_mask: got 0 at row 1, allowed -1..-1: allowed_tokens holds 0 masks"},
+        Bad{"masks_of_nobody",
+            [](R r) {
+              r->clear_allowed_tokens_mask();
+              r->set_allowed_tokens(std::string(24, '\xff'));
+            },
+            "allowed_tokens: got 3 masks without allowed_tokens_mask"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(SampleCodecTest, AGreedyRequestNeedsNoSeed) {
+  v1::SampleRequest request = Plain<v1::SampleRequest>(2, 40);
+  request.clear_seed();
+  request.add_temperature(0);
+  EXPECT_TRUE(Parsed(request).status.ok());
+}
+
+TEST(SampleCodecTest, ASharedListCountsForEveryRow) {
+  v1::SampleRequest request = Plain<v1::SampleRequest>(100, 1);
+  for (int i = 0; i < 167773; ++i) request.add_history(0);  // 100 of them: just above 2^24
+  EXPECT_THAT(std::string(Parsed(request).status.message()),
+              HasSubstr("history: got 16777300 values over all rows, allowed 0..16777216"));
+}
+
+TEST(SampleCodecTest, MoreRowsThanABatchAreRefusedBeforeTheyCostMemory) {
+  EXPECT_THAT(std::string(Parsed(Plain<v1::SampleRequest>(101, 1)).status.message()),
+              HasSubstr("rows: 101, allowed 1..100"));
+}
+
+template <typename T>
+absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
+  return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
+std::string Answer(const grpc::ByteBuffer& buffer) {
+  grpc::Slice slice;
+  EXPECT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
+  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
+}
+
+// Outputs of WithLists() and 2 and 0 top tokens.
+struct Outputs {
+  std::vector<int32_t> tokens = {3, -1}, ranks = {1, 0}, top_ids = {3, 4}, accepted = {1};
+  std::vector<float> logprobs = {-0.5f, -INFINITY}, logsumexp = {2.5f, NAN},
+                     top_logprobs = {-0.5f, -1.5f}, extra = {-1, -2, -3, -4};
+  std::vector<RowStatus> status = {{}, {RowCode::kNanLogit, 17}};
+  const std::vector<absl::Span<const std::byte>> spans = {
+      Bytes(tokens), Bytes(logprobs),     Bytes(ranks), Bytes(logsumexp), Bytes(status),
+      Bytes(top_ids), Bytes(top_logprobs), Bytes(extra), Bytes(accepted)};
+};
+
+template <typename Response>
+void ExpectOutputs(const Response& response) {
+  EXPECT_THAT(response.tokens(), ElementsAre(3, -1));
+  EXPECT_THAT(response.logprobs(), ElementsAre(-0.5f, -INFINITY));
+  EXPECT_THAT(response.ranks(), ElementsAre(1, 0));
+  EXPECT_EQ(response.logsumexp(0), 2.5f);
+  EXPECT_THAT(response.status(), ElementsAre(v1::ROW_STATUS_OK, v1::ROW_STATUS_NAN_LOGIT));
+  EXPECT_THAT(response.status_position(), ElementsAre(-1, 17));
+  EXPECT_THAT(response.top_count(), ElementsAre(2, 0));
+  EXPECT_THAT(response.top_ids(), ElementsAre(3, 4));
+  EXPECT_THAT(response.top_logprobs(), ElementsAre(-0.5f, -1.5f));
+  EXPECT_THAT(response.extra_count(), ElementsAre(2, 2));
+  EXPECT_THAT(response.extra_logprobs(), ElementsAre(-1, -2, -3, -4));
+  EXPECT_EQ(response.timings().total_ns(), 9);
+}
+
+TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
+  v1::SampleRequest request = WithLists();
+  for (int n : {2, 0}) request.add_top_logprobs(n);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  p.Inputs();
+  const Outputs outputs;
+  const std::string bytes = Answer(p.codec.Encode(
+      absl::MakeConstSpan(outputs.spans).first(kSampleOutputs), {.receive_ns = 1, .total_ns = 9}));
+  EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
+  v1::SampleResponse response;
+  ASSERT_TRUE(response.ParseFromString(bytes));
+  ExpectOutputs(response);
+  EXPECT_EQ(response.SerializeAsString(), bytes);
+}
+
+// Four rows of two sequences: drafts by a list and greedy; then one row alone; then a dense one.
+v1::VerifyRequest Drafts() {
+  v1::VerifyRequest request = Plain<v1::VerifyRequest>(6, 4);
+  for (int rows : {3, 1, 2}) request.add_sequence_rows(rows);
+  for (int draft : {2, 0, 3}) request.add_drafts(draft);
+  for (v1::DraftKind kind : {v1::DRAFT_KIND_LIST, v1::DRAFT_KIND_GREEDY, v1::DRAFT_KIND_DENSE}) {
+    request.add_draft_kind(kind);
+  }
+  request.add_draft_count(2);
+  for (int id : {1, 2}) request.add_draft_ids(id);
+  const std::vector<float> probs = {0.25f, 0.75f, 0.1f, 0.2f, 0.3f, 0.4f};
+  request.set_draft_probs(std::string(reinterpret_cast<const char*>(probs.data()), 24));
+  return request;
+}
+
+TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
+  ParsedVerify p(Drafts());
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &kVerifyTraits);
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
+  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 20, 30, 40});
+  const auto sequences = As<VerifySequence>(arrays[kVerifyInSequences]);
+  EXPECT_EQ(sequences[0].first_row, 10);
+  EXPECT_EQ(sequences[1].first_row, 13);
+  EXPECT_EQ(sequences[2].first_row, 14);
+  EXPECT_EQ(sequences[2].rows, 2);
+  const auto drafts = As<VerifyDraft>(arrays[kVerifyInDrafts]);
+  EXPECT_EQ(drafts[0].token, 2);
+  EXPECT_EQ(drafts[0].kind, DraftKind::kList);
+  EXPECT_EQ(drafts[0].first_id, 20);
+  EXPECT_EQ(drafts[0].first_prob, 30);
+  EXPECT_EQ(drafts[0].count, 2);
+  EXPECT_EQ(drafts[1].token, 0);
+  EXPECT_EQ(drafts[1].kind, DraftKind::kGreedy);
+  EXPECT_EQ(drafts[4].token, 3);
+  EXPECT_EQ(drafts[4].kind, DraftKind::kDense);
+  EXPECT_EQ(drafts[4].first_prob, 32);
+  EXPECT_THAT(As<int32_t>(arrays[kVerifyInDraftIds]), ElementsAre(1, 2));
+  EXPECT_THAT(As<float>(arrays[kVerifyInDraftProbs]),
+              ElementsAre(0.25f, 0.75f, 0.1f, 0.2f, 0.3f, 0.4f));
+}
+
+TEST(VerifyCodecTest, NoKindsMeanGreedyDrafts) {
+  v1::VerifyRequest request = Plain<v1::VerifyRequest>(2, 4);
+  request.add_sequence_rows(2);
+  request.add_drafts(1);
+  ParsedVerify p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(As<VerifyDraft>(p.Inputs()[kVerifyInDrafts])[0].kind, DraftKind::kGreedy);
+}
+
+struct BadVerify {
+  const char* name;
+  void (*change)(v1::VerifyRequest* request);
+  const char* text;
+};
+
+class VerifyCodecRefuses : public ::testing::TestWithParam<BadVerify> {};
+
+TEST_P(VerifyCodecRefuses, SayingWhichAndWhy) {
+  v1::VerifyRequest request = Drafts();
+  GetParam().change(&request);
+  ParsedVerify p(request);
+  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
+  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+}
+
+using V = v1::VerifyRequest*;
+INSTANTIATE_TEST_SUITE_P(
+    All, VerifyCodecRefuses,
+    ::testing::Values(
+        BadVerify{"what_sample_refuses_too", [](V r) { r->add_top_k(5); }, "top_k: got 5"},
+        BadVerify{"no_sequences", [](V r) { r->clear_sequence_rows(); },
+                  "sequence_rows: adds up to 0, allowed is 6 (rows)"},
+        BadVerify{"sequence_of_nothing", [](V r) { r->set_sequence_rows(1, 0); },
+                  "sequence_rows: got 0 at sequence 1, allowed 1..3"},
+        BadVerify{"more_rows_than_sent", [](V r) { r->set_sequence_rows(2, 3); },
+                  "sequence_rows: got 3 at sequence 2, allowed 1..2"},
+        BadVerify{"a_draft_too_many", [](V r) { r->add_drafts(1); },
+                  "drafts: got 4 values, allowed 3: rows 6 less sequences 3"},
+        BadVerify{"draft_beyond_vocab", [](V r) { r->set_drafts(1, 4); }, "draft: got token 4"},
+        BadVerify{"draft_not_in_its_list", [](V r) { r->set_drafts(0, 3); },
+                  "draft: got token 3 at row 0, allowed one of its 2 draft_ids"},
+        BadVerify{"list_out_of_order", [](V r) { r->set_draft_ids(1, 1); }, "allowed ascending"},
+        BadVerify{"two_kinds_for_three_drafts", [](V r) { r->mutable_draft_kind()->RemoveLast(); },
+                  "draft_kind: got 2 values, allowed none, 1 or 3 (drafts)"},
+        BadVerify{"unknown_kind",
+                  [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
+                  "draft kind: got 3 at row 1"},
+        BadVerify{"lists_without_counts", [](V r) { r->clear_draft_count(); },
+                  "draft_count: got 0 values, but draft 0 is list 0"},
+        BadVerify{"counts_without_lists",
+                  [](V r) {
+                    r->clear_draft_kind();
+                    r->clear_draft_ids();
+                    r->clear_draft_probs();
+                  },
+                  "draft_count: got 1 values for 0 drafts of DRAFT_KIND_LIST"},
+        BadVerify{"ids_too_few", [](V r) { r->mutable_draft_ids()->RemoveLast(); },
+                  "draft_ids: got 1 values, but draft_count asks for 2"},
+        BadVerify{"probabilities_of_greedy_drafts",
+                  [](V r) { r->set_draft_kind(2, v1::DRAFT_KIND_GREEDY); },
+                  "draft_probs: got 6 values, but draft_kind and draft_count ask for 2"},
+        BadVerify{"half_a_float", [](V r) { r->mutable_draft_probs()->pop_back(); },
+                  "draft_probs: got 23 bytes"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
+  v1::VerifyRequest request = Plain<v1::VerifyRequest>(2, 40);
+  request.add_sequence_rows(2);
+  request.add_drafts(3);
+  for (int n : {2, 0}) request.add_top_logprobs(n);
+  for (int id : {8, 9}) request.add_extra_ids(id);
+  ParsedVerify p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  p.Inputs();
+  const Outputs outputs;
+  const std::string bytes = Answer(p.codec.Encode(outputs.spans, {.receive_ns = 1, .total_ns = 9}));
+  EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
+  v1::VerifyResponse response;
+  ASSERT_TRUE(response.ParseFromString(bytes));
+  ExpectOutputs(response);
+  EXPECT_THAT(response.accepted(), ElementsAre(1));
+  EXPECT_EQ(response.SerializeAsString(), bytes);
+}
+
+// --- the reader, with generated code as the judge
+
+TEST(SampleWireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
+  const std::string sample = WithLists().SerializeAsString();
+  for (size_t size = 0; size <= sample.size(); ++size) {
+    EXPECT_EQ(testing::SampleRequestDisagreement(std::string_view(sample).substr(0, size)), "");
+  }
+  const std::string verify = Drafts().SerializeAsString();
+  for (size_t size = 0; size <= verify.size(); ++size) {
+    EXPECT_EQ(testing::VerifyRequestDisagreement(std::string_view(verify).substr(0, size)), "");
+  }
+}
+
+TEST(SampleWireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
+  const std::string messages[] = {WithLists().SerializeAsString(), Drafts().SerializeAsString()};
+  uint32_t random = 20;
+  for (int i = 0; i < 4000; ++i) {
+    std::string bytes = messages[i % 2];
+    for (int damage = 0; damage < 1 + i % 3; ++damage) {
+      random = random * 1664525u + 1013904223u;
+      bytes[(random >> 8) % bytes.size()] = static_cast<char>(random >> 4);
+    }
+    EXPECT_EQ(testing::SampleRequestDisagreement(bytes), "") << "damage " << i;
+    EXPECT_EQ(testing::VerifyRequestDisagreement(bytes), "") << "damage " << i;
+  }
+}
+
+TEST(SampleWireTest, CorpusOfTheFuzzers) {
+  for (const bool verify : {false, true}) {
+    int files = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(::logitd::testing::InTree(
+             verify ? "tests/fuzz/corpus/verify_request_fuzz"
+                    : "tests/fuzz/corpus/sample_request_fuzz"))) {
+      std::ifstream in(entry.path(), std::ios::binary);
+      const std::string bytes{std::istreambuf_iterator<char>(in), {}};
+      EXPECT_EQ(verify ? testing::VerifyRequestDisagreement(bytes)
+                       : testing::SampleRequestDisagreement(bytes),
+                "")
+          << entry.path();
+      ++files;
+    }
+    EXPECT_GT(files, 10);
+  }
+}
+
+}  // namespace
+}  // namespace logitd::rpc
