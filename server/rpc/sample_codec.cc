@@ -50,8 +50,8 @@ T ValueAt(const List& values, int64_t row, T otherwise) {
 
 // Cuts a list of `size` values into the rows' own, or gives it whole to every row.
 absl::Status CutList(std::string_view name, const Int32List& counts, size_t size,
-                     absl::Span<SampleRow> rows, int64_t SampleRow::* first,
-                     int32_t SampleRow::* count) {
+                     absl::Span<SampleRow> rows, int64_t SampleRow::*first,
+                     int32_t SampleRow::*count) {
   const auto total = static_cast<int64_t>(size);
   const auto row_count = static_cast<int64_t>(rows.size());
   LOGITD_RETURN_IF_ERROR(CheckCount(absl::StrFormat("%s_count", name), counts, row_count));
@@ -69,9 +69,9 @@ absl::Status CutList(std::string_view name, const Int32List& counts, size_t size
     if (!shared || r + 1 == row_count) next += own;
   }
   if (next != total) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s_count: adds up to %d, but %s has %d values: allowed is their number", name, next, name,
-        total));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s_count: adds up to %d, but %s has %d values: allowed is their number",
+                        name, next, name, total));
   }
   const int64_t listed = shared ? total * row_count : total;
   if (listed > kMaxListedValues) {
@@ -121,14 +121,14 @@ absl::Status SampleBody::Build(Pieces pieces, int64_t max_rows, SampleFields* fi
                                engine::JobSpec* spec) {
   LOGITD_RETURN_IF_ERROR(ReadDType(fields->dtype, &dtype_));
   vocab_ = fields->vocab;
-  LOGITD_RETURN_IF_ERROR(CheckLogits({.dtype = dtype_,
-                                      .rows = fields->rows,
-                                      .vocab = vocab_,
-                                      .payload_bytes = static_cast<int64_t>(fields->logits.bytes)}));
+  LOGITD_RETURN_IF_ERROR(
+      CheckLogits({.dtype = dtype_,
+                   .rows = fields->rows,
+                   .vocab = vocab_,
+                   .payload_bytes = static_cast<int64_t>(fields->logits.bytes)}));
   const int64_t rows = fields->rows;
   if (rows > max_rows) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("rows: %d, allowed 1..%d", rows, max_rows));
+    return absl::InvalidArgumentError(absl::StrFormat("rows: %d, allowed 1..%d", rows, max_rows));
   }
   payload_ = {.range = fields->logits,
               .rows = rows,
@@ -257,8 +257,8 @@ SampleRequest SampleBody::request() const {
 }
 
 int64_t SampleBody::list_bytes() const {
-  return static_cast<int64_t>(rows_.size() * sizeof(SampleRow) +
-                              history_.size() * sizeof(int32_t) + bias_.size() * sizeof(SampleBias) +
+  return static_cast<int64_t>(rows_.size() * sizeof(SampleRow) + history_.size() * sizeof(int32_t) +
+                              bias_.size() * sizeof(SampleBias) +
                               extra_ids_.size() * sizeof(int32_t) +
                               mask_words_.size() * sizeof(uint32_t));
 }
