@@ -7,17 +7,21 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <optional>
 #include <random>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "client/codec.h"
 
@@ -29,6 +33,7 @@ using Clock = std::chrono::steady_clock;
 constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
 constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
 constexpr char kVerifyMethod[] = "/logitd.v1.Sampler/Verify";
+constexpr char kSampleStreamMethod[] = "/logitd.v1.Sampler/SampleStream";
 constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
 constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
 constexpr char kHealthWatchMethod[] = "/grpc.health.v1.Health/Watch";
@@ -155,6 +160,76 @@ absl::string_view ServingStatusName(ServingStatus status) {
   }
   return "UNKNOWN";
 }
+
+namespace {
+
+// Over the typed stream of gRPC's synchronous API, with raw messages on both sides.
+class RawSampleStream final : public SampleStream {
+ public:
+  using Stream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+  using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
+
+  explicit RawSampleStream(const std::shared_ptr<grpc::Channel>& channel)
+      : method_(kSampleStreamMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel),
+        stream_(Factory::Create(channel.get(), method_, &context_)) {}
+
+  ~RawSampleStream() override {
+    context_.TryCancel();
+    if (!ended_) stream_->Finish();
+  }
+
+  absl::Status Write(const SampleRequest& request) override {
+    std::shared_ptr<const void> owner = request.owner;
+    absl::StatusOr<grpc::ByteBuffer> buffer;
+    if (owner != nullptr) {
+      buffer = EncodeSampleRequest(request, owner);
+    } else {
+      auto copy = std::make_shared<std::string>();
+      for (absl::string_view piece : request.logits) copy->append(piece.data(), piece.size());
+      SampleRequest owned = request;
+      owned.logits = {*copy};
+      buffer = EncodeSampleRequest(owned, copy);
+    }
+    if (!buffer.ok()) return buffer.status();
+    {
+      absl::MutexLock lock(&mutex_);
+      written_.push_back(Clock::now());
+    }
+    if (stream_->Write(*buffer)) return absl::OkStatus();
+    return absl::UnavailableError("the stream has ended; Read tells why");
+  }
+
+  void WritesDone() override { stream_->WritesDone(); }
+
+  absl::StatusOr<SampleResult> Read() override {
+    grpc::ByteBuffer message;
+    if (!ended_ && stream_->Read(&message)) {
+      absl::StatusOr<SampleResult> result = DecodeSampleResponse(&message);
+      absl::MutexLock lock(&mutex_);
+      if (result.ok() && !written_.empty()) {
+        result->round_trip = absl::FromChrono(Clock::now() - written_.front());
+        result->attempts = 1;
+        written_.pop_front();
+      }
+      return result;
+    }
+    if (!ended_) end_status_ = ToAbsl(stream_->Finish());
+    ended_ = true;
+    if (end_status_.ok()) return absl::OutOfRangeError("the stream has ended");
+    return end_status_;
+  }
+
+ private:
+  grpc::ClientContext context_;
+  const grpc::internal::RpcMethod method_;
+  const std::unique_ptr<Stream> stream_;
+  bool ended_ = false;       // the reader's
+  absl::Status end_status_;  // the reader's
+  absl::Mutex mutex_;
+  std::deque<Clock::time_point> written_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
 
 struct Client::Impl {
   explicit Impl(ClientOptions o)
@@ -303,6 +378,10 @@ absl::StatusOr<TopKResult> Client::TopK(const TopKRequest& request) {
 
 absl::StatusOr<SampleResult> Client::Sample(const SampleRequest& request) {
   return impl_->CallWithLogits(kSampleMethod, request, EncodeSampleRequest, DecodeSampleResponse);
+}
+
+std::unique_ptr<SampleStream> Client::OpenSampleStream() {
+  return std::make_unique<RawSampleStream>(impl_->channel);
 }
 
 absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {

@@ -103,6 +103,25 @@ using VerifyResult = SampledResult<v1::VerifyResponse>;
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
 absl::string_view ServingStatusName(ServingStatus status);  // "SERVING", ...
 
+// A call of SampleStream: requests go out with Write, their answers come back with Read, in order.
+// The server takes a few requests at once and leaves further ones unread, so that Write then blocks
+// until Read has taken answers: a decode loop writes and reads in turn, or keeps a few under way.
+// No deadline and no retries. One thread may write while another reads. Ended and cancelled when
+// destroyed.
+class SampleStream {
+ public:
+  virtual ~SampleStream() = default;
+
+  // Copies the payload of a request without an owner. UNAVAILABLE: the stream has ended, and Read
+  // tells why.
+  virtual absl::Status Write(const SampleRequest& request) = 0;
+  virtual void WritesDone() = 0;
+
+  // The next answer; its round_trip is from its Write. Where the stream has ended, how: the
+  // server's status, or OUT_OF_RANGE after the last answer.
+  virtual absl::StatusOr<SampleResult> Read() = 0;
+};
+
 // Thread-safe: any method from any thread, calls at the same time share one connection.
 //
 // Errors are the server's, code and text, with the number of attempts appended where there was more
@@ -120,6 +139,9 @@ class Client {
   absl::StatusOr<TopKResult> TopK(const TopKRequest& request);
   absl::StatusOr<SampleResult> Sample(const SampleRequest& request);
   absl::StatusOr<VerifyResult> Verify(const VerifyRequest& request);
+
+  // Does not wait for the server; the first Write or Read does. Ends before the Client does.
+  std::unique_ptr<SampleStream> OpenSampleStream();
 
   // One attempt, no retries. `done` runs once, on a gRPC thread, and must not block. The payload
   // needs an owner: INVALID_ARGUMENT (through `done`, before this returns) without. Calls in flight

@@ -167,6 +167,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
 
   (*server)->SetServing(false);
   admission.BeginDrain();
+  (*server)->Drain();
   if (event == Events::kSignal) {
     spdlog::info("draining: {} calls to finish, at most {}", (*server)->calls(),
                  absl::FormatDuration(config.drain_grace));

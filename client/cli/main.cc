@@ -43,8 +43,8 @@ the file. JSON out has the keys of logitd.v1.SampleResponse; with --text also te
 constexpr char kGenerateHelp[] =
     R"(A prompt continued, token by token, as they are drawn.
 
-The language model of --model runs here, the server draws: one call a token, positions counted from
-0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.)";
+The language model of --model runs here, the server draws: a message of one stream for each token,
+positions counted from 0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.)";
 
 void AddSampling(CLI::App* command, logitd::cli::SamplingFlags* flags) {
   command->add_option("--params", flags->params,

@@ -79,9 +79,8 @@ absl::StatusOr<v1::SampleRequest> MakeParams(const SamplingFlags& flags, int64_t
       float value = 0;
       if (sides.size() != 2 || !absl::SimpleAtoi(sides[0], &id) ||
           !absl::SimpleAtof(sides[1], &value)) {
-        return absl::InvalidArgumentError(
-            absl::StrFormat("--logit-bias is \"%s\"; allowed: ID=VALUE, like 17=-2.5 or 17=-inf",
-                            pair));
+        return absl::InvalidArgumentError(absl::StrFormat(
+            "--logit-bias is \"%s\"; allowed: ID=VALUE, like 17=-2.5 or 17=-inf", pair));
       }
       params.add_logit_bias_ids(id);
       params.add_logit_bias(value);
@@ -185,6 +184,10 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
   absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
   if (!client.ok()) return BadInput(client.status());
 
+  // Calls are retried, streams are not: a server that is not there yet is waited for here.
+  if (const absl::Status there = (*client)->Info().status(); !there.ok()) {
+    return CallFailed(there, common.address);
+  }
   client::LanguageModel::State state = model->InitialState();
   std::vector<float> hidden = model->Step(state, model->bos_token_id());
   const std::vector<int32_t> prompt = model->Tokenize(flags.text);
@@ -207,13 +210,16 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
   if (!json && flags.details) Print(TokenLineHead());
   LiveText text;
   Generated generated;
+  const std::unique_ptr<client::SampleStream> stream = (*client)->OpenSampleStream();
   for (int i = 0; i < flags.tokens; ++i) {
     const std::vector<float> logits = model->Logits(hidden);
     request.logits = {
         {reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float)}};
     request.params.clear_position();
     request.params.add_position(static_cast<uint64_t>(i));
-    absl::StatusOr<client::SampleResult> result = (*client)->Sample(request);
+    absl::Status sent = stream->Write(request);
+    absl::StatusOr<client::SampleResult> result = stream->Read();
+    if (result.ok() && !sent.ok()) result = sent;
     if (!result.ok()) {
       if (live) Print("\n");
       return CallFailed(result.status(), common.address);
@@ -221,8 +227,8 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
     const v1::SampleResponse& answer = result->answer;
     if (answer.status(0) != v1::ROW_STATUS_OK) {
       if (live) Print("\n");
-      Complain(absl::StrFormat("no token at position %d: %s", i,
-                               v1::RowStatus_Name(answer.status(0))));
+      Complain(
+          absl::StrFormat("no token at position %d: %s", i, v1::RowStatus_Name(answer.status(0))));
       return kExitCallFailed;
     }
     const int32_t token = answer.tokens(0);

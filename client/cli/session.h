@@ -1,4 +1,5 @@
-// What the subcommands of logitctl share: complaints, the connection, logits from a file or a prompt.
+// What the subcommands of logitctl share: complaints, the connection, logits from a file or a
+// prompt.
 #ifndef LOGITD_CLIENT_CLI_SESSION_H_
 #define LOGITD_CLIENT_CLI_SESSION_H_
 

@@ -12,8 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/types.h"
+#include "server/rpc/codec.h"
 #include "server/rpc/encode.h"
-#include "server/rpc/job_call.h"
 
 namespace logitd::rpc {
 
@@ -24,7 +24,8 @@ absl::Status ReadDType(int32_t wire, DType* dtype);
 inline constexpr size_t kMaxLengthHead = 2 * kMaxVarintSize;
 inline constexpr size_t kMaxStatusBytes = 1 + sizeof(int32_t);  // of a row, by WriteStatus
 inline constexpr size_t kMaxTimingsBytes = 8 * (1 + kMaxVarintSize);
-inline constexpr size_t kMaxFixedBytes = 3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads below
+inline constexpr size_t kMaxFixedBytes =
+    3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads below
 
 // A packed field of fixed-width values, copied as they are. Empty: nothing.
 void WriteArray(WireWriter& writer, uint32_t number, absl::Span<const std::byte> values);

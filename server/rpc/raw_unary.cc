@@ -6,6 +6,7 @@
 #include <grpcpp/server_context.h>
 
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -28,6 +29,36 @@ bool CallTracker::WaitNone(absl::Time deadline) const {
   return mutex_.AwaitWithDeadline(absl::Condition(&none), deadline);
 }
 
+void CallTracker::Add(const void* key, std::weak_ptr<DrainedCall> drained) {
+  bool draining = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    ++alive_;
+    drained_[key] = drained;
+    draining = draining_;
+  }
+  if (!draining) return;
+  if (auto call = drained.lock()) call->OnDrain();
+}
+
+void CallTracker::Remove(const void* key) {
+  absl::MutexLock lock(&mutex_);
+  --alive_;
+  drained_.erase(key);
+}
+
+void CallTracker::Drain() {
+  std::vector<std::shared_ptr<DrainedCall>> calls;
+  {
+    absl::MutexLock lock(&mutex_);
+    draining_ = true;
+    for (const auto& [key, drained] : drained_) {
+      if (auto call = drained.lock()) calls.push_back(std::move(call));
+    }
+  }
+  for (const auto& call : calls) call->OnDrain();
+}
+
 RawUnaryCall::RawUnaryCall(grpc::CallbackServerContext* context, CallTracker* tracker)
     : context_(context), tracker_(tracker) {}
 
@@ -36,8 +67,10 @@ RawUnaryCall::~RawUnaryCall() {
   tracker_->peer_watch_.Unwatch(&peer_watch_);
 }
 
-absl::Time RawUnaryCall::deadline() const {
-  const auto deadline = context_->deadline();
+absl::Time RawUnaryCall::deadline() const { return DeadlineOf(*context_); }
+
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
+  const auto deadline = context.deadline();
   return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture()
                                                                   : absl::FromChrono(deadline);
 }
@@ -168,18 +201,22 @@ void RawUnaryCall::OnDone() {
 }
 
 void RawUnaryService::AddRawUnary(const std::string& method, Factory factory) {
+  AddRawStream(method,
+               [factory = std::move(factory)](grpc::CallbackServerContext* context) -> Reactor* {
+                 std::shared_ptr<RawUnaryCall> call = factory(context);
+                 call->Start();
+                 return call.get();
+               });
+}
+
+void RawUnaryService::AddRawStream(const std::string& method,
+                                   std::function<Reactor*(grpc::CallbackServerContext*)> start) {
   names_.push_back(std::make_unique<std::string>(method));
-  const auto handler = [factory = std::move(factory)](grpc::CallbackServerContext* context)
-      -> grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* {
-    std::shared_ptr<RawUnaryCall> call = factory(context);
-    call->Start();
-    return call.get();
-  };
   AddMethod(new grpc::internal::RpcServiceMethod(
       names_.back()->c_str(), grpc::internal::RpcMethod::BIDI_STREAMING, nullptr));
-  MarkMethodRawCallback(
-      static_cast<int>(names_.size()) - 1,
-      new grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, grpc::ByteBuffer>(handler));
+  MarkMethodRawCallback(static_cast<int>(names_.size()) - 1,
+                        new grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, grpc::ByteBuffer>(
+                            std::move(start)));
 }
 
 }  // namespace logitd::rpc

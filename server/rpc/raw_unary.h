@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -29,8 +30,15 @@
 
 namespace logitd::rpc {
 
-// What raw unary calls of one server share: how many are alive, and how long a peer may take to
-// send its message. Thread-safe. Outlives its calls.
+// A call that stays when the server drains unless it is told.
+class DrainedCall {
+ public:
+  virtual ~DrainedCall() = default;
+  virtual void OnDrain() = 0;
+};
+
+// What calls of one server share: how many are alive, and how long a peer may take to send its
+// message. Thread-safe. Outlives its calls.
 class CallTracker {
  public:
   // `peer_timeout` runs from the moment a message is asked for, and anew from the moment an answer
@@ -41,11 +49,21 @@ class CallTracker {
   // True: no call was alive at some moment before `deadline`.
   bool WaitNone(absl::Time deadline) const;
 
+  // A call is alive from Add to Remove with the same key. One that `drained` says is told to drain,
+  // at once if the server does already.
+  void Add(const void* key, std::weak_ptr<DrainedCall> drained);
+  void Remove(const void* key);
+  void Drain();
+
+  Watchdog& peer_watch() { return peer_watch_; }
+
  private:
   friend class RawUnaryCall;
 
   mutable absl::Mutex mutex_;
   int alive_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::flat_hash_map<const void*, std::weak_ptr<DrainedCall>> drained_ ABSL_GUARDED_BY(mutex_);
   Watchdog peer_watch_;
 };
 
@@ -117,7 +135,7 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
   grpc::ByteBuffer out_;
 };
 
-// A service whose methods are raw unary. Register it with a ServerBuilder.
+// A service whose methods are raw. Register it with a ServerBuilder.
 class RawUnaryService : public grpc::Service {
  public:
   using Factory = std::function<std::shared_ptr<RawUnaryCall>(grpc::CallbackServerContext*)>;
@@ -126,12 +144,18 @@ class RawUnaryService : public grpc::Service {
   // `method`: e.g. "/logitd.v1.Sampler/TopK". Before the service is registered.
   void AddRawUnary(const std::string& method, Factory factory);
 
+  // A bidirectional stream of raw messages.
+  using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
+  void AddRawStream(const std::string& method,
+                    std::function<Reactor*(grpc::CallbackServerContext*)> start);
+
  private:
   // The transport keeps pointers to the names.
   std::vector<std::unique_ptr<std::string>> names_;
 };
 
 grpc::Status ToGrpc(const absl::Status& status);
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context);  // InfiniteFuture: none
 
 }  // namespace logitd::rpc
 

@@ -35,6 +35,7 @@ struct Method {
 constexpr Method kMethods[] = {
     {&kSoftmaxTopKTraits, "logitd.v1.Sampler/TopK"},
     {&kSampleTraits, "logitd.v1.Sampler/Sample"},
+    {&kSampleTraits, "logitd.v1.Sampler/SampleStream"},
     {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
 };
 
@@ -146,6 +147,8 @@ class RpcServerImpl final : public RpcServer {
     health->SetServingStatus(serving);
     for (const char* service : kServices) health->SetServingStatus(service, serving);
   }
+
+  void Drain() override { tracker_.Drain(); }
 
   int calls() const override { return tracker_.alive(); }
 

@@ -46,6 +46,10 @@ class RpcServer {
   // What grpc.health.v1 answers, for the server and for each service.
   virtual void SetServing(bool serving) = 0;
 
+  // Streams that wait for their peers are ended, with UNAVAILABLE; busy ones when what was read is
+  // answered.
+  virtual void Drain() = 0;
+
   // Calls of the Sampler that are not over.
   virtual int calls() const = 0;
 

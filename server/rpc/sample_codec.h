@@ -12,8 +12,8 @@
 #include "absl/types/span.h"
 #include "kernels/sample.h"
 #include "server/engine/job.h"
+#include "server/rpc/codec.h"
 #include "server/rpc/encode.h"
-#include "server/rpc/job_call.h"
 #include "server/rpc/wire.h"
 
 namespace logitd::rpc {
@@ -60,14 +60,14 @@ inline constexpr std::array<engine::Array, kSampleInputs> kSampleInputArrays = {
 }};
 
 inline constexpr std::array<engine::Array, kSampleOutputs> kSampleOutputArrays = {{
-    {kSampleRows, sizeof(int32_t)},          // kSampleTokens
-    {kSampleRows, sizeof(float)},            // kSampleLogprobs
-    {kSampleRows, sizeof(int32_t)},          // kSampleRanks
-    {kSampleRows, sizeof(float)},            // kSampleLogsumexp
-    {kSampleRows, sizeof(RowStatus)},        // kSampleStatus
-    {kSampleTopEntries, sizeof(int32_t)},    // kSampleTopIds
-    {kSampleTopEntries, sizeof(float)},      // kSampleTopLogprobs
-    {kSampleExtraEntries, sizeof(float)},    // kSampleExtraLogprobs
+    {kSampleRows, sizeof(int32_t)},        // kSampleTokens
+    {kSampleRows, sizeof(float)},          // kSampleLogprobs
+    {kSampleRows, sizeof(int32_t)},        // kSampleRanks
+    {kSampleRows, sizeof(float)},          // kSampleLogsumexp
+    {kSampleRows, sizeof(RowStatus)},      // kSampleStatus
+    {kSampleTopEntries, sizeof(int32_t)},  // kSampleTopIds
+    {kSampleTopEntries, sizeof(float)},    // kSampleTopLogprobs
+    {kSampleExtraEntries, sizeof(float)},  // kSampleExtraLogprobs
 }};
 
 extern const engine::OpTraits kSampleTraits;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
+#include "server/rpc/job_stream.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/verify_codec.h"
@@ -32,6 +33,11 @@ SamplerService::SamplerService(const CallEnvironment& environment) {
   };
   AddRawUnary(name("TopK"), JobMethod<TopKCodec>(environment));
   AddRawUnary(name("Sample"), JobMethod<SampleCodec>(environment));
+  AddRawStream(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
+    return std::make_shared<JobStream>(context, environment,
+                                       [] { return std::make_unique<SampleCodec>(); })
+        ->Start();
+  });
   AddRawUnary(name("Verify"), JobMethod<VerifyCodec>(environment));
 }
 

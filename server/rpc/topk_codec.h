@@ -7,7 +7,7 @@
 
 #include "kernels/softmax_topk.h"
 #include "server/engine/job.h"
-#include "server/rpc/job_call.h"
+#include "server/rpc/codec.h"
 #include "server/rpc/wire.h"
 
 namespace logitd::rpc {

@@ -118,8 +118,8 @@ absl::Status VerifyCodec::BuildSequences(const Int32List& sequence_rows) {
     next += rows;
   }
   if (next == body_.rows()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrFormat(
-      "sequence_rows: adds up to %d, allowed is %d (rows)", next, body_.rows()));
+  return absl::InvalidArgumentError(
+      absl::StrFormat("sequence_rows: adds up to %d, allowed is %d (rows)", next, body_.rows()));
 }
 
 absl::Status VerifyCodec::BuildDrafts(Pieces pieces, VerifyFields* fields) {
@@ -131,9 +131,8 @@ absl::Status VerifyCodec::BuildDrafts(Pieces pieces, VerifyFields* fields) {
   }
   const Int32List& kinds = fields->draft_kind;
   if (kinds.size() > 1 && static_cast<int64_t>(kinds.size()) != draft_count) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("draft_kind: got %d values, allowed none, 1 or %d (drafts)", kinds.size(),
-                        draft_count));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "draft_kind: got %d values, allowed none, 1 or %d (drafts)", kinds.size(), draft_count));
   }
   if (fields->draft_probs.bytes % sizeof(float) != 0) {
     return absl::InvalidArgumentError(absl::StrFormat(
@@ -201,11 +200,10 @@ absl::Status VerifyCodec::BuildDrafts(Pieces pieces, VerifyFields* fields) {
 }
 
 int64_t VerifyCodec::list_bytes() const {
-  return body_.list_bytes() +
-         static_cast<int64_t>(drafts_.size() * sizeof(VerifyDraft) +
-                              sequences_.size() * sizeof(VerifySequence) +
-                              draft_ids_.size() * sizeof(int32_t) +
-                              draft_probs_.size() * sizeof(float));
+  return body_.list_bytes() + static_cast<int64_t>(drafts_.size() * sizeof(VerifyDraft) +
+                                                   sequences_.size() * sizeof(VerifySequence) +
+                                                   draft_ids_.size() * sizeof(int32_t) +
+                                                   draft_probs_.size() * sizeof(float));
 }
 
 int64_t VerifyCodec::answer_bytes() const {

@@ -8,7 +8,7 @@
 
 #include "kernels/verify.h"
 #include "server/engine/job.h"
-#include "server/rpc/job_call.h"
+#include "server/rpc/codec.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/wire.h"
 

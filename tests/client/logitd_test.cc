@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -177,6 +178,68 @@ TEST_F(LogitdTest, SamplesAsTheDefinitionSays) {
 
   request.params.clear_seed();
   EXPECT_THAT(std::string(client_->Sample(request).status().message()), HasSubstr("seed: none"));
+}
+
+TEST_F(LogitdTest, AStreamAnswersInOrderWithTheBitsOfUnaryCalls) {
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal(0, 3);
+  std::vector<float> logits(2000);
+  for (float& logit : logits) logit = normal(random);
+  const std::string row = BytesOf(logits);
+  client::SampleRequest request = {.rows = 1, .vocab = 2000, .logits = {row}};
+  request.params.add_seed(3);
+  request.params.add_top_logprobs(2);
+  const auto at = [&](int position) {
+    request.params.clear_position();
+    request.params.add_position(static_cast<uint64_t>(position));
+    return request;
+  };
+  const auto bits = [](v1::SampleResponse answer) {
+    answer.clear_timings();
+    return answer.SerializeAsString();
+  };
+  const auto stream = client_->OpenSampleStream();
+  constexpr int kMessages = 40;
+  std::thread writer([&] {
+    for (int i = 0; i < kMessages; ++i) {
+      client::SampleRequest message = request;
+      message.params.add_position(static_cast<uint64_t>(i));
+      EXPECT_TRUE(stream->Write(message).ok());
+    }
+    stream->WritesDone();
+  });
+  std::vector<std::string> answers;
+  for (int i = 0; i < kMessages; ++i) {
+    const absl::StatusOr<client::SampleResult> got = stream->Read();
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_GT(got->round_trip, absl::ZeroDuration());
+    answers.push_back(bits(got->answer));
+  }
+  writer.join();
+  EXPECT_TRUE(absl::IsOutOfRange(stream->Read().status())) << stream->Read().status();
+  for (int i = 0; i < kMessages; ++i) {
+    const absl::StatusOr<client::SampleResult> alone = client_->Sample(at(i));
+    ASSERT_TRUE(alone.ok()) << alone.status();
+    EXPECT_EQ(bits(alone->answer), answers[static_cast<size_t>(i)]) << i;
+  }
+}
+
+TEST_F(LogitdTest, AStreamEndsWithTheStatusOfTheRequestThatIsRefused) {
+  const std::string row = BytesOf<float>({1, 2, 3});
+  client::SampleRequest request = {.rows = 1, .vocab = 3, .logits = {row}};
+  request.params.add_temperature(0);
+  const auto stream = client_->OpenSampleStream();
+  ASSERT_TRUE(stream->Write(request).ok());
+  request.params.set_temperature(0, -1);
+  request.params.add_seed(1);
+  ASSERT_TRUE(stream->Write(request).ok());
+  const absl::StatusOr<client::SampleResult> first = stream->Read();
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_THAT(first->answer.tokens(), ElementsAre(2));
+  const absl::Status second = stream->Read().status();
+  EXPECT_TRUE(absl::IsInvalidArgument(second)) << second;
+  EXPECT_THAT(std::string(second.message()), HasSubstr("temperature: got -1"));
+  EXPECT_EQ(stream->Read().status(), second);
 }
 
 TEST_F(LogitdTest, VerifiesDrafts) {

@@ -271,7 +271,7 @@ TEST_P(TransportTest, InfoHealthAndReflection) {
   EXPECT_FALSE(info.draining());
   EXPECT_EQ(info.limits().max_request_bytes(), 64 * kMiB);
   EXPECT_EQ(info.limits().max_vocab(), 1 << 20);
-  ASSERT_EQ(info.ops_size(), 3);
+  ASSERT_EQ(info.ops_size(), 4);
   EXPECT_EQ(info.ops(0).method(), "logitd.v1.Sampler/TopK");
 
   grpc::ByteBuffer answer;

@@ -118,7 +118,7 @@ TEST_P(SampleTransportTest, ListsOfEveryKindReachTheirRows) {
   request.add_logit_bias(10);
   for (int n : {0, 0, 3, 0, 0}) request.add_history_count(n);
   for (int id : {0, 0, 1}) request.add_history(id);
-  request.add_frequency_penalty(1);  // 5 - 2, 4 - 1, 3: a tie, to the lower id
+  request.add_frequency_penalty(1);   // 5 - 2, 4 - 1, 3: a tie, to the lower id
   request.add_presence_penalty(0.5);  // which 2 then wins
   for (int mask : {-1, -1, -1, 0, 1}) request.add_allowed_tokens_mask(mask);
   request.set_allowed_tokens(std::string("\x0a\0\0\0\x00\0\0\0", 8));
@@ -187,12 +187,110 @@ TEST_P(SampleTransportTest, VerifyOfGreedyDraftsEmitsTheTokensOfSample) {
   EXPECT_EQ(response.status(4), v1::ROW_STATUS_NOT_REACHED);
 }
 
+// --- streams
+
+TEST_P(SampleTransportTest, AStreamOfGeneratedCode) {
+  const auto context = Context();
+  const auto stream = stub_->SampleStream(context.get());
+  const std::vector<float> logits = Normal(500, 5);
+  for (int position = 0; position < 20; ++position) {
+    v1::SampleRequest request = Of<v1::SampleRequest>(logits, 1);
+    request.add_seed(6);
+    request.add_position(static_cast<uint64_t>(position));
+    ASSERT_TRUE(stream->Write(request));
+    v1::SampleResponse streamed;
+    ASSERT_TRUE(stream->Read(&streamed));
+    v1::SampleResponse unary;
+    ASSERT_TRUE(Sample(*stub_, request, &unary).ok());
+    EXPECT_EQ(Bits(streamed), Bits(unary));
+  }
+  stream->WritesDone();
+  v1::SampleResponse none;
+  EXPECT_FALSE(stream->Read(&none));
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+// 8 MiB a message, written without waiting for answers.
+TEST(SampleStreamTest, LargeMessagesAreAllAnsweredAndTheirRoomGivenBack) {
+  ServerProcess server;
+  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+  const auto context = Context();
+  const auto stream = stub->SampleStream(context.get());
+  v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(8 * 65536 * 4), 8);
+  request.add_temperature(0);
+  constexpr int kMessages = 20;
+  std::thread writer([&] {
+    for (int i = 0; i < kMessages && stream->Write(request); ++i) {
+    }
+    stream->WritesDone();
+  });
+  int answers = 0;
+  v1::SampleResponse response;
+  while (stream->Read(&response)) ++answers;
+  writer.join();
+  EXPECT_EQ(answers, kMessages);
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+}
+
+TEST(SampleStreamTest, ACancelledStreamLeavesNothingBehind) {
+  ServerProcess server;
+  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+  for (int i = 0; i < 20; ++i) {
+    const auto context = Context();
+    const auto stream = stub->SampleStream(context.get());
+    v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(100000), 1);
+    request.add_temperature(0);
+    for (int message = 0; message < i % 7; ++message) stream->Write(request);
+    context->TryCancel();
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+}
+
+TEST(SampleStreamTest, AnIdleStreamHoldsLittleAndDoesNotDelayTheDrain) {
+  ServerProcess server({"--drain-grace=60s"});
+  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+  const auto context = Context();
+  const auto stream = stub->SampleStream(context.get());
+  v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(1000), 1);
+  request.add_temperature(0);
+  ASSERT_TRUE(stream->Write(request));
+  v1::SampleResponse response;
+  ASSERT_TRUE(stream->Read(&response));
+  // For the next message: what the first one took, 4000 bytes and a read buffer, not the largest.
+  const absl::Time end = absl::Now() + absl::Seconds(10);
+  double held = 0;
+  do {
+    held = server.Metric("logitd_held_bytes");
+  } while ((held < 4000 || held > 20000) && absl::Now() < end);
+  EXPECT_GT(held, 4000);
+  EXPECT_LT(held, 20000);
+  server.Signal(SIGTERM);
+  EXPECT_FALSE(stream->Read(&response));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+}
+
+TEST(SampleStreamTest, AStreamWithoutAMessageIsGivenUp) {
+  ServerProcess server({"--receive-timeout=100ms"});
+  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+  const auto context = Context();
+  const auto stream = stub->SampleStream(context.get());
+  v1::SampleResponse response;
+  EXPECT_FALSE(stream->Read(&response));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+}
+
 // A request that draws on everything; its size and lists vary with `i`.
 v1::SampleRequest Varied(int i) {
   const int rows = 1 + i % 3;
   const int vocab = 700;
-  v1::SampleRequest request =
-      Of<v1::SampleRequest>(Normal(static_cast<size_t>(rows) * vocab, static_cast<uint32_t>(i)), rows);
+  v1::SampleRequest request = Of<v1::SampleRequest>(
+      Normal(static_cast<size_t>(rows) * vocab, static_cast<uint32_t>(i)), rows);
   request.add_seed(static_cast<uint64_t>(i));
   request.add_position(3);
   request.add_temperature(0.9f);

@@ -1,5 +1,6 @@
 // The hand-written readers of SampleRequest and VerifyRequest against the generated ones: same
-// bytes in, same verdict and same fields out; and what the codecs then write stays where it belongs.
+// bytes in, same verdict and same fields out; and what the codecs then write stays where it
+// belongs.
 #ifndef LOGITD_TESTS_FUZZ_COMPARE_SAMPLE_REQUEST_H_
 #define LOGITD_TESTS_FUZZ_COMPARE_SAMPLE_REQUEST_H_
 

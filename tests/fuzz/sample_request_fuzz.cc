@@ -1,5 +1,5 @@
-// Any bytes: the hand-written reader of SampleRequest accepts and reads what generated code does, and
-// the codec writes no further than it said.
+// Any bytes: the hand-written reader of SampleRequest accepts and reads what generated code does,
+// and the codec writes no further than it said.
 #include <cstdio>
 #include <cstdlib>
 

@@ -213,8 +213,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
         Bad{"top_logprobs_beyond", [](R r) { r->add_top_logprobs(129); }, "top_logprobs: got 129"},
         Bad{"top_logprobs_negative", [](R r) { r->add_top_logprobs(-1); }, "top_logprobs: got -1"},
-        Bad{"unknown_mode",
-            [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
+        Bad{"unknown_mode", [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
             "logprob_mode: got 7"},
         Bad{"counts_that_do_not_add_up", [](R r) { r->set_history_count(0, 2); },
             "history_count: adds up to 3, but history has 4 values"},
@@ -232,7 +231,8 @@ INSTANTIATE_TEST_SUITE_P(
             "history: got token 40 at row 1, entry 0, allowed 0..39"},
         Bad{"biases_without_ids", [](R r) { r->clear_logit_bias_ids(); },
             "logit_bias: got 2 values for 0 logit_bias_ids"},
-        Bad{"bias_twice", [](R r) { r->set_logit_bias_ids(1, 1); }, "logit_bias: got token 1 twice"},
+        Bad{"bias_twice", [](R r) { r->set_logit_bias_ids(1, 1); },
+            "logit_bias: got token 1 twice"},
         Bad{"half_a_mask", [](R r) { r->set_allowed_tokens("1234"); },
             "allowed_tokens: got 4 bytes, allowed a multiple of 8"},
         Bad{"mask_index_without_masks", [](R r) { r->clear_allowed_tokens(); },
@@ -282,7 +282,7 @@ struct Outputs {
                      top_logprobs = {-0.5f, -1.5f}, extra = {-1, -2, -3, -4};
   std::vector<RowStatus> status = {{}, {RowCode::kNanLogit, 17}};
   const std::vector<absl::Span<const std::byte>> spans = {
-      Bytes(tokens), Bytes(logprobs),     Bytes(ranks), Bytes(logsumexp), Bytes(status),
+      Bytes(tokens),  Bytes(logprobs),     Bytes(ranks), Bytes(logsumexp), Bytes(status),
       Bytes(top_ids), Bytes(top_logprobs), Bytes(extra), Bytes(accepted)};
 };
 
@@ -404,8 +404,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadVerify{"list_out_of_order", [](V r) { r->set_draft_ids(1, 1); }, "allowed ascending"},
         BadVerify{"two_kinds_for_three_drafts", [](V r) { r->mutable_draft_kind()->RemoveLast(); },
                   "draft_kind: got 2 values, allowed none, 1 or 3 (drafts)"},
-        BadVerify{"unknown_kind",
-                  [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
+        BadVerify{"unknown_kind", [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
                   "draft kind: got 3 at row 1"},
         BadVerify{"lists_without_counts", [](V r) { r->clear_draft_count(); },
                   "draft_count: got 0 values, but draft 0 is list 0"},
@@ -474,9 +473,9 @@ TEST(SampleWireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
 TEST(SampleWireTest, CorpusOfTheFuzzers) {
   for (const bool verify : {false, true}) {
     int files = 0;
-    for (const auto& entry : std::filesystem::directory_iterator(::logitd::testing::InTree(
-             verify ? "tests/fuzz/corpus/verify_request_fuzz"
-                    : "tests/fuzz/corpus/sample_request_fuzz"))) {
+    for (const auto& entry : std::filesystem::directory_iterator(
+             ::logitd::testing::InTree(verify ? "tests/fuzz/corpus/verify_request_fuzz"
+                                              : "tests/fuzz/corpus/sample_request_fuzz"))) {
       std::ifstream in(entry.path(), std::ios::binary);
       const std::string bytes{std::istreambuf_iterator<char>(in), {}};
       EXPECT_EQ(verify ? testing::VerifyRequestDisagreement(bytes)

@@ -1,0 +1,81 @@
+#include "server/rpc/message_job.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "server/engine/batch.h"
+
+namespace logitd::rpc {
+namespace {
+
+// Slices point into the transport's read buffers; a small message keeps a whole one of them.
+constexpr int64_t kReadBufferBytes = 8192;
+
+}  // namespace
+
+int64_t NowNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+MessageJob::MessageJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
+    : environment_(environment), codec_(std::move(codec)) {}
+
+absl::Status MessageJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
+  spec_.deadline = deadline;
+  message_.Take(message);
+  if (absl::Status status =
+          codec_->Parse(message_.pieces(), environment_.engine->options().max_batch_rows, &spec_);
+      !status.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    return status;
+  }
+  if (absl::Status status = CheckFits(); !status.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
+    return status;
+  }
+  message_.KeepOnly(codec_->payload().range);
+  return absl::OkStatus();
+}
+
+// A batch may take more than one request, and the transport counts the small fields as well.
+absl::Status MessageJob::CheckFits() const {
+  const int64_t payload_bytes = engine::SizeOfJob(spec_).payload_bytes;
+  if (payload_bytes > environment_.max_payload_bytes) {
+    return absl::InvalidArgumentError(absl::StrFormat("payload and lists: %d bytes, allowed 1..%d",
+                                                      payload_bytes,
+                                                      environment_.max_payload_bytes));
+  }
+  return environment_.engine->CheckFits(spec_);
+}
+
+// An answer can be larger than its request, and a peer may be slow to take it.
+int64_t MessageJob::needed_bytes() const {
+  return std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes + codec_->list_bytes(),
+                  codec_->answer_bytes());
+}
+
+void MessageJob::SetTicket(engine::Admission::Ticket ticket) {
+  ticket_ = std::move(ticket);
+  HoldAtMost(needed_bytes());
+}
+
+void MessageJob::CopyPayload(std::byte* dst, size_t row_stride) {
+  environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
+  message_.Release();
+  HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
+}
+
+void MessageJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
+  codec_->WriteInputs(inputs, first);
+  HoldAtMost(codec_->answer_bytes());
+}
+
+void MessageJob::HoldAtMost(int64_t bytes) {
+  if (bytes < ticket_.bytes()) ticket_.ShrinkTo(bytes);
+}
+
+}  // namespace logitd::rpc
