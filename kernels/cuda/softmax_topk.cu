@@ -28,7 +28,7 @@
 // them (both sides slower than blocks that hide each other, 8192 x 50257 11% slower); two cells at
 // once in a warp (35% slower); prefetching the groups of the second look into L2 (nothing); one
 // stage of 8 warps.
-// Warp per row, 65536 x 1000 f32 k 10: 72 us, 740 instructions a row, limited by their issue (67%
+// Warp per row, 65536 x 1000 f32 k 10: 73 us, 725 instructions a row, limited by their issue (67%
 // of the cycles, at 24 warps a multiprocessor) and by the few rows left at the end. Tried and
 // dropped: one stage and 32 warps of 64 registers (spills; slower); rows dealt out beforehand (77
 // us: warps are not equally fast), or in turns within blocks of 8 warps (77 us); a row's keys
@@ -206,6 +206,17 @@ __device__ inline uint32_t Reached(const LaneCell<T>& x, CoarsePair<T> floor) {
   return reached;
 }
 
+// As Reached(), of the elements themselves.
+template <class T>
+__device__ inline uint32_t ReachedExactly(const LaneCell<T>& x, float floor) {
+  uint32_t reached = 0;
+#pragma unroll
+  for (int e = 0; e < kLaneElements; ++e) {
+    if (x[e] >= floor) reached |= 1u << (e / 2 + e % 2 * 16);
+  }
+  return reached;
+}
+
 // Place in the cell of what Reached() tells of lane `place` / 32 by bit `place` % 32.
 template <class T>
 __device__ inline int ReachedIndex(uint32_t place) {
@@ -372,10 +383,19 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     uint32_t reached =
         Reached<T>(x, CoarsePairOf<T>(CoarseBits<T>(FromOrderedBits(floor)) * 0x10001u));
     int n = 0;
+    bool exact = sizeof(T) == 2;
 #pragma unroll 1
     while (true) {  // the lanes' candidates, one of each lane a round
       const uint32_t lanes = __ballot_sync(kFullWarp, reached != 0);
-      if (lanes == 0) break;
+      if (lanes == 0) {
+        if (exact || n <= kWarpRowPool) break;
+        // Logits far from zero for their spread: coarsely all alike.
+        exact = true;
+        n = 0;
+        reached =
+            ReachedExactly<T>(x, __shfl_sync(kFullWarp, WarpSortDescending(lane_max, lane), k - 1));
+        continue;
+      }
       const int at = n + __popc(lanes & ((1u << lane) - 1));
       if (reached != 0 && at < kWarpRowPool)
         places[at] = static_cast<uint16_t>(lane << 5 | (31 - __clz(reached & -reached)));
