@@ -28,11 +28,10 @@
 // them (both sides slower than blocks that hide each other, 8192 x 50257 11% slower); two cells at
 // once in a warp (35% slower); prefetching the groups of the second look into L2 (nothing); one
 // stage of 8 warps.
-// Warp per row, 65536 x 1000 f32 k 10: 73 us, 725 instructions a row, limited by their issue (67%
-// of the cycles, at 24 warps a multiprocessor) and by the few rows left at the end. Tried and
-// dropped: one stage and 32 warps of 64 registers (spills; slower); rows dealt out beforehand (77
-// us: warps are not equally fast), or in turns within blocks of 8 warps (77 us); a row's keys
-// ranked 4 instructions a key instead of 3 (nothing).
+// Warp per row, 65536 x 1000 f32 k 10: 73 us, 725 instructions a row, issued in 67% of the cycles
+// by 24 warps a multiprocessor. Tried and dropped: one stage and 32 warps of 64 registers (spills;
+// slower); blocks of 8 warps, rows dealt out beforehand or in turns (77 us both); a row's keys
+// ranked in 4 instructions a key instead of 3 (nothing).
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
