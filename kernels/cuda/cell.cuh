@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 namespace logitd::cuda {
 
@@ -140,6 +141,21 @@ class CellRing {
     PushNothing();
   }
 
+  // Push, in fewer instructions where a cell ends anywhere.
+  __device__ void PushShort(const T* first, int count) {
+    const int offset = InLine(first);
+    const char* base = reinterpret_cast<const char*>(first) - offset;
+    const unsigned bytes = offset + min(count, kCell) * static_cast<unsigned>(sizeof(T));
+    const int whole = static_cast<int>(bytes / 16) - lane_;  // blocks from the lane's first
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(slots_[push_])) + 16 * lane_;
+    if (whole > 0 && 16 * lane_ + 15 >= offset) CopyBlock<0>(to, base + 16 * lane_);
+    CopyBlocks(std::make_integer_sequence<int, kBlocks / 32>(), to, base + 16 * lane_, whole);
+    const int tail = static_cast<int>(bytes % 16);
+    if (tail != 0 && lane_ == 0)
+      CopyAsync16(slots_[push_] + bytes / 16, base + (bytes - tail), tail);
+    PushNothing();
+  }
+
   // Takes a turn without copying.
   __device__ void PushNothing() {
     CommitAsync();
@@ -187,6 +203,38 @@ class CellRing {
     __syncwarp();  // the slot may be copied into again
   }
 
+  // Pop with one way to read misaligned words, which leaves the aligned ones in the registers they
+  // came to: fewer instructions and registers, more shared memory cycles where misaligned.
+  __device__ void PopShort(const T* first, int count, LaneCell<T>& x) {
+    if constexpr (sizeof(T) != 4) {
+      Pop(first, count, x);
+    } else {
+      WaitAsync<kStages - 1>();
+      char* cell = reinterpret_cast<char*>(slots_[pop_]) + InLine(first);
+      __syncwarp();
+      uint32_t* words = reinterpret_cast<uint32_t*>(cell);
+#pragma unroll 1
+      for (int i = count + lane_; i < kCell; i += 32) words[i] = __float_as_uint(-kInfinity);
+      __syncwarp();
+      words += 4 * lane_;
+      if (InLine(first) % 16 == 0) {
+#pragma unroll
+        for (int v = 0; v < kBlocks / 32; ++v) {
+          const uint4 block = reinterpret_cast<const uint4*>(words)[32 * v];
+          x.words[4 * v] = block.x;
+          x.words[4 * v + 1] = block.y;
+          x.words[4 * v + 2] = block.z;
+          x.words[4 * v + 3] = block.w;
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < kLaneElements; ++e) x.words[e] = words[e / 4 * 128 + e % 4];
+      }
+      pop_ = pop_ + 1 == kStages ? 0 : pop_ + 1;
+      __syncwarp();  // the slot may be copied into again
+    }
+  }
+
   // Element i of the cell that the last Pop brought, which lies at `first`; until the next Push.
   __device__ float At(const T* first, int i) const {
     const char* slot = reinterpret_cast<const char*>(slots_[pop_ == 0 ? kStages - 1 : pop_ - 1]);
@@ -194,6 +242,19 @@ class CellRing {
   }
 
  private:
+  // Copies block v of the lane's; the address in shared memory is computed once whatever v.
+  template <int v>
+  __device__ static void CopyBlock(uint32_t to, const char* from) {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(from),
+                 "n"(512 * v)
+                 : "memory");
+  }
+  template <int... v>
+  __device__ static void CopyBlocks(std::integer_sequence<int, v...>, uint32_t to, const char* from,
+                                    int whole) {
+    ((whole > 32 * (v + 1) ? CopyBlock<v + 1>(to, from) : void()), ...);
+  }
+
   // Elements that begin in word kWord of a block: its words from there on, and of the next block
   // those before. Loads are as wide as stays within a block.
   template <int kWord>

@@ -28,6 +28,10 @@
 // them (both sides slower than blocks that hide each other, 8192 x 50257 11% slower); two cells at
 // once in a warp (35% slower); prefetching the groups of the second look into L2 (nothing); one
 // stage of 8 warps.
+// Warp per row, 65536 x 1000 f32 k 10: 73 us, 725 instructions a row, issued in 67% of the cycles
+// by 24 warps a multiprocessor. Tried and dropped: one stage and 32 warps of 64 registers (spills;
+// slower); blocks of 8 warps, rows dealt out beforehand or in turns (77 us both); a row's keys
+// ranked in 4 instructions a key instead of 3 (nothing).
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
@@ -75,14 +79,16 @@ struct RowResult {
   float weight;  // of an element at the maximum: what makes its exponential a probability
 
   __device__ RowResult(Stats row, float temperature)
-      : stats(row),
-        exponential(row.max, kLog2E / temperature),
-        scale(1.4426950408889634 / temperature) {
+      : RowResult(row, kLog2E / temperature, Scale(temperature)) {}
+  // For one who keeps what depends on the temperature alone.
+  __device__ RowResult(Stats row, float c, double scale_of_row)
+      : stats(row), exponential(row.max, c), scale(scale_of_row) {
     // Plain sums are relative to 2^-shift, which is not quite the maximum.
     const float at_max =
         exponential.plain ? exp2f(fmaf(row.max, exponential.c, exponential.shift)) : 1.0f;
     weight = at_max / row.sum;
   }
+  __device__ static double Scale(float temperature) { return 1.4426950408889634 / temperature; }
   __device__ bool Nan() const { return isnan(stats.sum); }
   __device__ bool Empty() const { return stats.max == -kInfinity; }
   // In double up to the power of two: in the far tail a rounded exponent would cost digits.
@@ -91,7 +97,11 @@ struct RowResult {
     if (x == stats.max) return weight;
     const double power = fmax((static_cast<double>(x) - stats.max) * scale, -1000.0);
     const double whole = rint(power);
-    return scalbnf(exp2f(static_cast<float>(power - whole)) * weight, static_cast<int>(whole));
+    const float scaled = exp2f(static_cast<float>(power - whole)) * weight;
+    const int exponent = static_cast<int>(whole);
+    // The same bits: a product with a power of two is rounded as scalbnf rounds.
+    return exponent >= -126 ? scaled * __int_as_float((exponent + 127) << 23)
+                            : scalbnf(scaled, exponent);
   }
 };
 
@@ -129,35 +139,135 @@ __device__ inline void WriteRow(const Params& p, int64_t row_index, const T* row
 // ---- warp per row
 // ----------------------------------------------------------------------------------------------------
 
-constexpr int kWarpRowWarps = 8;
+constexpr int kWarpRowWarps = 24;
 constexpr int kWarpRowPool = 64;
-
-// The row's largest keys one at a time: right for any row, used when equal logits flood the pool.
-template <class T, class Emit>
-__device__ __noinline__ void EmitByExtraction(const T* row, int vocab, int k, int lane, Emit emit) {
-  Key ceiling = ~Key{0};
-  for (int rank = 0; rank < k; ++rank) {
-    Key best = 0;
-    for (int i = lane; i < vocab; i += 32) {
-      const Key key = MakeKey(ToFloat(row[i]), i);
-      if (key < ceiling) best = max(best, key);
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      best = max(best, __shfl_xor_sync(kFullWarp, best, offset));
-    if (lane == 0) emit(rank, best);
-    ceiling = best;
-  }
-}
-
 constexpr int kWarpRowStages = 2;
-constexpr int kWarpRowResident = 2;  // blocks per multiprocessor
+constexpr int kWarpRowResident = 1;  // blocks per multiprocessor
+// A row whose statistics wait to be written.
+struct EndedRow {
+  Stats cell;
+  uint32_t turn;
+};
 template <class T>
 struct WarpRowShared {
   typename CellRing<T, kWarpRowStages>::Storage rings[kWarpRowWarps];
   Key pools[kWarpRowWarps][kWarpRowPool];
-  int counts[kWarpRowWarps];
+  uint4 maxima[kWarpRowWarps][4];                // of the lanes, 16 bits each
+  uint16_t places[kWarpRowWarps][kWarpRowPool];  // lane << 5 | bit, of candidates
+  EndedRow ended[kWarpRowWarps][32];
+  uint32_t next_turn;
 };
+
+// Two logits coarsely, 16 bits each, where order stays order: f32 loses its lower half, which may
+// make what differs equal.
+template <class T>
+using CoarsePair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+template <class T>
+__device__ inline CoarsePair<T> CoarsePairOf(uint32_t bits) {
+  return reinterpret_cast<const CoarsePair<T>&>(bits);
+}
+
+// 16 bits of a logit.
+template <class T>
+__device__ inline uint16_t CoarseBits(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half_as_ushort(__float2half_rn(x));  // exact, x was one
+  } else {
+    return static_cast<uint16_t>(__float_as_uint(x) >> 16);
+  }
+}
+
+// Which of the lane's elements are coarsely >= `floor` (both halves of it the same): bit w for
+// element 2 w, bit 16 + w for element 2 w + 1.
+template <class T>
+__device__ inline uint32_t Reached(const LaneCell<T>& x, CoarsePair<T> floor) {
+  uint32_t reached = 0;
+#pragma unroll
+  for (int w = 0; w < kLaneElements / 2; ++w) {
+    uint32_t pair;
+    if constexpr (sizeof(T) == 4) {
+      pair = __byte_perm(x.words[2 * w], x.words[2 * w + 1], 0x7632);
+    } else {
+      pair = x.words[w];
+    }
+    reached |= __hge2_mask(CoarsePairOf<T>(pair), floor) & (0x10001u << w);
+  }
+  return reached;
+}
+
+// As Reached(), of the elements themselves.
+template <class T>
+__device__ inline uint32_t ReachedExactly(const LaneCell<T>& x, float floor) {
+  uint32_t reached = 0;
+#pragma unroll
+  for (int e = 0; e < kLaneElements; ++e) {
+    if (x[e] >= floor) reached |= 1u << (e / 2 + e % 2 * 16);
+  }
+  return reached;
+}
+
+// Place in the cell of what Reached() tells of lane `place` / 32 by bit `place` % 32.
+template <class T>
+__device__ inline int ReachedIndex(uint32_t place) {
+  return CellIndex<T>(place >> 5, (place & 15) << 1 | (place >> 4 & 1));
+}
+
+// How many of the 32 lanes' values, 16 bits each in `maxima`, are above the lane's own.
+template <class T>
+__device__ inline int LanesAbove(const uint4* maxima, uint16_t mine) {
+  const CoarsePair<T> own = CoarsePairOf<T>(mine * 0x10001u);
+  CoarsePair<T> sums[2] = {CoarsePairOf<T>(0), CoarsePairOf<T>(0)};
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {
+    const uint4 four = maxima[v];
+    sums[0] = __hadd2(sums[0], __hgt2(CoarsePairOf<T>(four.x), own));
+    sums[1] = __hadd2(sums[1], __hgt2(CoarsePairOf<T>(four.y), own));
+    sums[0] = __hadd2(sums[0], __hgt2(CoarsePairOf<T>(four.z), own));
+    sums[1] = __hadd2(sums[1], __hgt2(CoarsePairOf<T>(four.w), own));
+  }
+  const CoarsePair<T> sum = __hadd2(sums[0], sums[1]);
+  return static_cast<int>(ToFloat(sum.x) + ToFloat(sum.y));
+}
+
+// rank -= key > mine, by the borrow of mine - key.
+__device__ inline void CountAbove(Key key, Key mine, int& rank) {
+  asm("{\n\t"
+      ".reg .u32 low;\n\t"
+      "sub.cc.u32 low, %1, %3;\n\t"
+      "subc.cc.u32 low, %2, %4;\n\t"
+      "subc.u32 %0, %0, 0;\n\t"
+      "}"
+      : "+r"(rank)
+      : "r"(static_cast<uint32_t>(mine)), "r"(static_cast<uint32_t>(mine >> 32)),
+        "r"(static_cast<uint32_t>(key)), "r"(static_cast<uint32_t>(key >> 32)));
+}
+
+// A row that ends in a way few do: it holds a NaN, or equal logits flood the pool; then its largest
+// keys are found one at a time. Right for any row.
+template <class T>
+__device__ __noinline__ void FinishOddRow(const Params& p, int64_t row_index, Stats stats,
+                                          int lane) {
+  const SoftmaxTopKRow ask = p.rows[row_index];
+  const T* row = static_cast<const T*>(p.logits) + row_index * p.row_stride;
+  const RowResult result(stats, ask.temperature);
+  WriteRow<T>(p, row_index, row, ask, result, lane, [](int) { return true; });
+  if (result.Nan()) return EmitNothing(p, ask, lane, 32);
+  Key ceiling = ~Key{0};
+  for (int rank = 0; rank < ask.k; ++rank) {
+    Key best = 0;
+    for (int i = lane; i < p.vocab; i += 32) {
+      const Key key = MakeKey(ToFloat(row[i]), i);
+      if (key < ceiling) best = max(best, key);
+    }
+    best = WarpMax(best);
+    if (lane == 0) {
+      p.indices[ask.first_entry + rank] = KeyIndex(best);
+      p.probs[ask.first_entry + rank] = result.Probability(KeyLogit(best));
+    }
+    ceiling = best;
+  }
+}
 
 template <class T>
 __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
@@ -167,82 +277,166 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   Key* pool = s.pools[warp];
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarpRowWarps;
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kWarpRowWarps + warp;
+  uint16_t* places = s.places[warp];
+  // A block's rows are those of its own turns; a warp takes the next turn when it can, for warps
+  // do not run equally fast.
+  const auto row_of = [](uint32_t turn) {
+    return blockIdx.x + static_cast<int64_t>(turn) * gridDim.x;
+  };
   const T* logits = static_cast<const T*>(p.logits);
   CellRing<T, kWarpRowStages> ring(s.rings[warp], lane);
   const auto push = [&](int64_t row) {
     // A row nobody asks for is copied too: its parameters would have to be waited for before its
     // copy could start.
     if (row < rows) {
-      ring.Push(logits + row * p.row_stride, p.vocab);
+      ring.PushShort(logits + row * p.row_stride, p.vocab);
     } else {
       ring.PushNothing();
     }
   };
-#pragma unroll
-  for (int stage = 0; stage < kWarpRowStages; ++stage) push(begin + stage * step);
-  SoftmaxTopKRow next{};
-  if (begin < rows) next = p.rows[begin];
+  static_assert(kWarpRowStages == 2);
+  uint32_t turn = warp;
+  uint32_t following = kWarpRowWarps + warp;
+  push(row_of(turn));
+  push(row_of(following));
+  if (threadIdx.x == 0) s.next_turn = kWarpRowWarps * kWarpRowStages;
+  __syncthreads();
+  int next_k = 0;
+  float next_temperature = 0.0f;
+  const auto prefetch = [&](int64_t row) {
+    if (row >= rows) return;
+    next_k = p.rows[row].k;
+    next_temperature = p.rows[row].temperature;
+  };
+  prefetch(row_of(turn));
+  float temperature = 0.0f;  // of c and scale
+  float c = 0.0f;
+  double scale = 0.0;
+  // Statistics of rows that ended wait here: 32 logarithms cost as much as one.
+  EndedRow* ended = s.ended[warp];
+  constexpr Stats kNothing{0.0f, -1.0f};  // the row's entries were written, or nobody asks
+  int count = 0;
+  const auto write_ended = [&] {
+    __syncwarp();
+    const Stats cell = lane < count ? ended[lane].cell : kNothing;
+    if (cell.sum < 0.0f) return;
+    const int64_t row_index = row_of(ended[lane].turn);
+    const float row_temperature = p.rows[row_index].temperature;
+    const RowResult result(cell, row_temperature);
+    p.logsumexp[row_index] =
+        result.Empty() ? -kInfinity : result.exponential.LogSum(cell.sum, row_temperature);
+    p.status[row_index] = {result.Empty() ? RowCode::kEmptySupport : RowCode::kOk, -1};
+    if (p.row_stats != nullptr) p.row_stats[row_index] = cell;
+  };
 
-  for (int64_t row_index = begin; row_index < rows; row_index += step) {
-    const SoftmaxTopKRow ask = next;
-    if (row_index + step < rows) next = p.rows[row_index + step];
+  const auto advance = [&] {  // the current row's slot of the ring is free
+    turn = following;
+    if (lane == 0) following = atomicAdd(&s.next_turn, 1u);
+    following = __shfl_sync(kFullWarp, following, 0);
+    push(row_of(following));
+  };
+#pragma unroll 1
+  while (true) {
+    const int64_t row_index = row_of(turn);
+    if (row_index >= rows) break;
+    const int k = next_k;
+    const float asked_temperature = next_temperature;
+    prefetch(row_of(following));
     const T* row = logits + row_index * p.row_stride;
     LaneCell<T> x;
-    ring.Pop(row, p.vocab, x);
-    if (ask.k == 0) {
-      push(row_index + kWarpRowStages * step);
+    ring.PopShort(row, p.vocab, x);
+    if (count == 32) {
+      write_ended();
+      count = 0;
+      __syncwarp();
+    }
+    ++count;
+    if (k == 0) {
+      if (lane == 0) ended[count - 1] = {kNothing, turn};
+      advance();
       continue;
     }
+    if (asked_temperature != temperature) {
+      temperature = asked_temperature;
+      c = kLog2E / temperature;
+      scale = RowResult::Scale(temperature);
+    }
 
-    const float c = kLog2E / ask.temperature;
+    // At least k logits are not below the k-th largest of the 32 lane maxima, nor below anything
+    // that equals it coarsely.
     const float lane_max = x.Max(0, kLaneElements);
-    const Stats cell = MergeLanes(LaneStats(x, lane_max, c), c);
-    const RowResult result(cell,
-                           ask.temperature);  // merging a single cell would leave its bits alone
-    WriteRow<T>(p, row_index, row, ask, result, lane, [](int) { return true; });
-    const auto emit = [&](int rank, Key key) {
-      p.indices[ask.first_entry + rank] = KeyIndex(key);
-      p.probs[ask.first_entry + rank] = result.Probability(KeyLogit(key));
-    };
-
-    // The k-th largest of the 32 lane maxima: at least k logits are not below it.
-    const float sorted = WarpSortDescending(lane_max, lane);
-    const float floor = __shfl_sync(kFullWarp, sorted, ask.k - 1);
-    uint32_t reached = 0;  // bit e: the lane's e-th element
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      if (x[e] >= floor) reached |= 1u << e;
-    }
-    if (lane == 0) s.counts[warp] = 0;
+    const uint16_t coarse = CoarseBits<T>(lane_max);
+    reinterpret_cast<uint16_t*>(s.maxima[warp])[lane] = coarse;
     __syncwarp();
-    int at = WarpReserve(&s.counts[warp], __popc(reached), lane);
+    const bool among = LanesAbove<T>(s.maxima[warp], coarse) < k;
+    const uint32_t floor = __reduce_min_sync(kFullWarp, among ? OrderedBits(lane_max) : ~0u);
+    uint32_t reached =
+        Reached<T>(x, CoarsePairOf<T>(CoarseBits<T>(FromOrderedBits(floor)) * 0x10001u));
+    int n = 0;
+    bool exact = sizeof(T) == 2;
 #pragma unroll 1
-    for (; reached != 0; reached &= reached - 1) {
-      const int i = CellIndex<T>(lane, __ffs(reached) - 1);
-      // A key for a place beyond the row is the lowest of all; it is counted, and never among the
-      // k.
-      if (at < kWarpRowPool) pool[at] = i < p.vocab ? MakeKey(ring.At(row, i), i) : 0;
-      ++at;
-    }
-    __syncwarp();
-    push(row_index + kWarpRowStages * step);
-    const int n = s.counts[warp];
-    if (result.Nan()) {
-      EmitNothing(p, ask, lane, 32);
-    } else if (n > kWarpRowPool) {
-      EmitByExtraction<T>(row, p.vocab, ask.k, lane, emit);
-    } else {
-      for (int i = lane; i < n; i += 32) {
-        const Key mine = pool[i];
-        int rank = 0;
-        for (int j = 0; j < n; ++j) rank += pool[j] > mine;
-        if (rank < ask.k) emit(rank, mine);
+    while (true) {  // the lanes' candidates, one of each lane a round
+      const uint32_t lanes = __ballot_sync(kFullWarp, reached != 0);
+      if (lanes == 0) {
+        if (exact || n <= kWarpRowPool) break;
+        // Logits far from zero for their spread: coarsely all alike.
+        exact = true;
+        n = 0;
+        reached =
+            ReachedExactly<T>(x, __shfl_sync(kFullWarp, WarpSortDescending(lane_max, lane), k - 1));
+        continue;
       }
+      const int at = n + __popc(lanes & ((1u << lane) - 1));
+      if (reached != 0 && at < kWarpRowPool)
+        places[at] = static_cast<uint16_t>(lane << 5 | (31 - __clz(reached & -reached)));
+      reached &= reached - 1;
+      n += __popc(lanes);
     }
     __syncwarp();
+    // Merging a single cell would leave its bits alone.
+    const Stats cell = MergeLanes(LaneStats(x, lane_max, c), c);
+    // A place beyond the row has the lowest key of all, and is never among the k.
+    const auto key_at = [&](int at) {
+      const int i = ReachedIndex<T>(places[at]);
+      return at < n && i < p.vocab ? MakeKey(ring.At(row, i), i) : 0;
+    };
+    const bool odd = isnan(cell.sum) || n > kWarpRowPool;
+    if (lane == 0) ended[count - 1] = {odd ? kNothing : cell, turn};
+    if (odd) {
+      advance();
+      FinishOddRow<T>(p, row_index, cell, lane);
+      continue;
+    }
+    Key mine = lane < n ? key_at(lane) : 0;
+    pool[lane] = mine;
+    if (n > 32) pool[lane + 32] = key_at(lane + 32);
+    __syncwarp();
+    advance();
+    const int64_t first_entry = p.rows[row_index].first_entry;
+    const RowResult result(cell, c, scale);
+#pragma unroll 1
+    for (int base = 0;; base += 32) {
+      const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(pool);
+      int rank = 0;
+#pragma unroll 1
+      for (int j = 0; j < n; j += 4) {  // zeros follow the n-th
+        const ulonglong2 first = *pairs++;
+        const ulonglong2 second = *pairs++;
+        CountAbove(first.x, mine, rank);
+        CountAbove(first.y, mine, rank);
+        CountAbove(second.x, mine, rank);
+        CountAbove(second.y, mine, rank);
+      }
+      rank = -rank;
+      if (base + lane < n && rank < k) {
+        p.indices[first_entry + rank] = KeyIndex(mine);
+        p.probs[first_entry + rank] = result.Probability(KeyLogit(mine));
+      }
+      if (base + 32 >= n) break;
+      mine = pool[lane + 32];
+    }
   }
+  write_ended();
 }
 
 template <int kThreads, class Shape>
@@ -481,8 +675,7 @@ cudaError_t LaunchWarpRow(const Params& p, int64_t rows, const Scratch& scratch,
   const cudaError_t error =
       cudaFuncSetAttribute(&WarpRowKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = std::min<int64_t>((rows + kWarpRowWarps - 1) / kWarpRowWarps,
-                                           kWarpRowResident * scratch.multiprocessors);
+  const int64_t blocks = std::min<int64_t>(rows, kWarpRowResident * scratch.multiprocessors);
   WarpRowKernel<T><<<static_cast<unsigned>(blocks), kWarpRowWarps * 32, kShared, stream>>>(p, rows);
   return cudaGetLastError();
 }
@@ -562,7 +755,9 @@ using SmallMemoryBlock = BlockShape<T, LargePool, 4, 2, 1>;
 template <class T>
 constexpr Variant kVariants[] = {
     {kCell, kAnyRows, kWarpRowMaxK, kWarpRowWarps, 0, &LaunchWarpRow<T>,
-     [](int, const Scratch&) { return 1; }},
+     [](int, const Scratch& scratch) {
+       return scratch.block_shared_bytes < static_cast<int>(sizeof(WarpRowShared<T>)) ? 0 : 1;
+     }},
     BlockRowVariant<FewRowsBlock<T>>(kFewRows),
     BlockRowVariant<UsualBlock<T>>(),
     BlockRowVariant<LargeKBlock<T>>(),
