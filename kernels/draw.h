@@ -59,13 +59,14 @@ inline constexpr double kWeightOne = double{int64_t{1} << kWeightBits};
 // The integer a sum must exceed for its token to be drawn: floor(bits / 2^64 * total), < total.
 constexpr uint64_t DrawTarget(uint64_t bits, uint64_t total) { return MulHigh(bits, total); }
 
-// The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total). top_p
-// < 1.
+// The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total), 1 at
+// least. 0 < top_p < 1.
 constexpr uint64_t MassNeeded(float top_p, uint64_t total) {
   // Exact from 2^-40 up. What is cut below that cannot tell: the first token weighs 2^43 of less
   // than 2^63.
   const uint64_t fraction = static_cast<uint64_t>(top_p * 0x1p64f);
-  return MulHigh(fraction, total) + (fraction * total != 0);
+  const uint64_t mass = MulHigh(fraction, total) + (fraction * total != 0);
+  return mass == 0 ? 1 : mass;
 }
 
 }  // namespace logitd

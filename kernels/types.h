@@ -41,7 +41,7 @@ inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 // What became of one row. A faulty row never harms another.
 enum class RowCode : int32_t {
   kOk = 0,
-  kNanLogit = 1,      // a logit is NaN; the row's other outputs are unspecified
+  kNanLogit = 1,      // a logit is NaN; what else is written, the op says
   kEmptySupport = 2,  // every logit is -inf, as sent or after masks: there is no distribution
   kNotReached = 3,    // verify: an earlier draft of the sequence was refused; nothing was drawn
 };

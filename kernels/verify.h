@@ -43,12 +43,13 @@ struct VerifySequence {
 //
 // With p the distribution that `sample` would draw a row from, by all of the row's parameters, and
 // q the draft's: rows are gone through in order.
-//   kGreedy  t is the token `sample` draws from the row. The draft is accepted where it is t, else
-//   t is
-//            the one more. So tokens are, bit by bit, those of `sample` called token by token.
-//   others   the draft d is accepted with probability min(1, p_d / q_d); else the one more is drawn
-//            from max(p - q, 0), normalised.
-//   after the last draft the one more is what `sample` draws from the last row.
+//
+//   kGreedy: t is the token `sample` draws from the row. The draft is accepted where it is t, else
+//     t is the one more. So tokens are, bit by bit, those of `sample` called token by token.
+//   others: the draft d is accepted with probability min(1, p_d / q_d); else the one more is drawn
+//     from max(p - q, 0), normalised.
+//
+// After the last draft the one more is what `sample` draws from the last row.
 // Either way each token has probability p given those before it, provided that d was drawn from q
 // and that q does not depend on the row's random bits.
 //
@@ -77,7 +78,7 @@ struct VerifyArgs {
   const VerifyDraft* drafts = nullptr;        // [rows]
   const int32_t* draft_ids = nullptr;         // all lists together
   const float* draft_probs = nullptr;         // all probabilities together
-  const VerifySequence* sequences = nullptr;  // [sequence_count]
+  const VerifySequence* sequences = nullptr;  // [sequence_count]; every active row is in one
   int64_t sequence_count = 0;
   int32_t* accepted = nullptr;  // [sequence_count], drafts accepted; the one more is at that row
 };

@@ -17,7 +17,8 @@ namespace {
 // Errors after which the context still works: the call was refused, nothing ran wild.
 bool Recoverable(cudaError_t error) {
   return error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue ||
-         error == cudaErrorInvalidConfiguration || error == cudaErrorLaunchOutOfResources;
+         error == cudaErrorInvalidConfiguration || error == cudaErrorLaunchOutOfResources ||
+         error == cudaErrorNotSupported;
 }
 
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
@@ -114,7 +115,8 @@ class CudaStream final : public Stream {
     scratch_.clusters = properties.major >= 9;
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
-    return ToStatus(cudaMemset(scratch_.data, 0, cuda::Scratch::kCounterBytes), "clear scratch");
+    return ToStatus(cudaMemsetAsync(scratch_.data, 0, cuda::Scratch::kCounterBytes, stream_),
+                    "clear scratch");
   }
 
   // Records the events of every phase up to `phase` that has not begun yet.

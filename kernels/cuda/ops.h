@@ -18,8 +18,7 @@ namespace logitd::cuda {
 // ops: a kernel that counts there leaves zeros behind.
 struct Scratch {
   static constexpr size_t kCounterBytes = size_t{16} << 10;
-  static constexpr size_t kMinBytes = size_t{96}
-                                      << 20;  // enough for one row of any op at its largest
+  static constexpr size_t kMinBytes = size_t{96} << 20;  // one row of any op at its largest
 
   // A share of the device's memory: rows that an op works on in scratch go in fewer passes.
   static constexpr size_t BytesFor(size_t device_bytes) {

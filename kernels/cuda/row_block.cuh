@@ -54,7 +54,7 @@ __device__ inline U* InBlock(U* shared, int rank) {
 
 // ---- blocks ------------------------------------------------------------------------------------
 
-constexpr int kMaxItemCells = 256;  // cells a block sketches; longer rows are split
+constexpr int kMaxItemCells = 256;  // cells a softmax_topk block sketches; longer rows are split
 
 constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
 

@@ -4,20 +4,24 @@
 //   read    cells at temperature 1 (logsumexp, NaN) and, where the draw is from the whole row, at
 //           the row's own; the sketch
 //   filter  the largest 128 come sorted from the sketch. They hold what a top_k to 128, a min_p or
-//   a
-//           top_p usually leaves. What they do not hold is found exactly by histograms, of counts
-//           or of integer mass, over ever narrower ranges of keys: no sort, no cap
+//           a top_p usually leaves. A flat top_p takes two more looks: a histogram of approximate
+//           mass that tells which logits may be the last, then exact sums of what is above them.
+//           What neither finds is found by histograms, of counts or of integer mass, over ever
+//           narrower ranges of keys: no sort, no cap
 //   draw    over the short list; or a cell by sums, then a token of it
-//   report  log-probabilities; ranks beyond the list by another look at the row
+//   report  log-probabilities; a rank beyond the list by the groups of the sketch that reach it
 //
 // Every sum that decides is of integers, or in one order fixed by the row, so a row's bits depend
 // on the row alone (kernels/draw.h, kernels/sample.h).
 //
 // Cost: reads rows * vocab * sizeof(T) once; an edited row is read twice and written once more; a
-// flat top_p reads a row five times, a rank beyond the list once more.
+// flat top_p reads a row twice more (where the last logit is one of very many that are nearly
+// equal, up to nine times), a rank beyond the list what reaches it of the row. verify with draft
+// probabilities reads a row once more, and twice more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; measured in
 // bench/results/h200/kernels.json.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/row_block.cuh"
@@ -27,10 +31,12 @@ namespace logitd::cuda {
 namespace {
 
 constexpr int kListed = 128;     // tokens that come sorted
-constexpr int kDrawBins = 1024;  // of a histogram
+constexpr int kDrawBins = 1024;  // of a histogram of keys
+constexpr int kMassBins = 2048;  // of a histogram of approximate mass
 constexpr int kEditThreads = 512;
 constexpr int64_t kFewRows = 64;
-constexpr int kStaticShared = 1024;
+// OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
+static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
 
 struct Params {
   SampleArgs args;
@@ -113,19 +119,25 @@ __global__ void EditKernel(const __grid_constant__ Params p) {
 // ---- what a block knows of its row -------------------------------------------------------------
 
 struct DrawShared {
-  uint64_t bin_mass[kDrawBins];
+  union {
+    uint64_t bin_mass[kDrawBins];
+    uint32_t bin_share[kMassBins];
+  };
   uint32_t bin_count[kDrawBins];
   uint64_t warp_sums[SelectScratch::kMaxWarps];
   uint64_t weights[kListed];
   Key sorted[kListed];  // the largest, in order
   Key key;              // what one thread tells the others
   uint64_t mass;
-  uint64_t base;
   double reach;
   int32_t token;
   int32_t cell;
   int32_t count;
   int32_t found;
+  // The rank is looked for by all blocks of a cluster: of a token, -1 for none, and its logit.
+  int32_t ranked_token;
+  float ranked_logit;
+  int32_t rank;
 };
 
 // Many rows: a block each. Few rows: a cluster each, whose first block draws.
@@ -174,16 +186,16 @@ __device__ inline uint64_t WarpPrefix(uint64_t v, int lane) {  // inclusive
 // Integer weights of logits (kernels/draw.h).
 struct Weigher {
   float max;
-  float temperature;
+  float rate;  // 1 / temperature
 
-  __device__ Weigher(float row_max, float row_temperature)
-      : max(row_max), temperature(fmaxf(row_temperature, 0x1p-118f)) {}
+  __device__ Weigher(float row_max, float temperature)
+      : max(row_max), rate(1.0f / fmaxf(temperature, 0x1p-118f)) {}
   __device__ uint64_t operator()(float x) const {
     if (x == max) return uint64_t{1} << kWeightBits;
     if (max == kInfinity || x == -kInfinity) return 0;
-    const float power = __fdiv_rn(__fsub_rn(x, max), temperature);
+    const float power = __fmul_rn(__fsub_rn(x, max), rate);
     if (power < -87.0f) return 0;
-    return __double2ull_rn(static_cast<double>(expf(power)) * kWeightOne);
+    return __float2ull_rn(expf(power) * static_cast<float>(kWeightOne));  // the product is exact
   }
 };
 
@@ -215,7 +227,7 @@ class Logits {
   template <class Element, class Visit>
   __device__ static void EachOf(const Element* from, int begin, int end, int thread, int threads,
                                 Visit visit) {
-    constexpr int kAtOnce = 4;
+    constexpr int kAtOnce = 8;
     constexpr int kEach = kVector<Element>;
     const bool aligned = (reinterpret_cast<uintptr_t>(from) & 15) == 0;
 #pragma unroll 1
@@ -437,11 +449,11 @@ __device__ inline void PrefixOfCells(const Stats* cells, int count, float max, f
                                      uint64_t bits, DrawShared& s) {
   const int lane = threadIdx.x % 32;
   const Exponential exponential(max, c);
-  const auto through_of = [&](int base, double before) {
-    const int i = base + lane;
-    double own = 0;
-    if (i < count && cells[i].max != -kInfinity)
-      own = static_cast<double>(cells[i].sum) * exponential.Factor(cells[i].max);
+  const auto own_of = [&](int i) {
+    if (i >= count || cells[i].max == -kInfinity) return 0.0;
+    return static_cast<double>(cells[i].sum) * exponential.Factor(cells[i].max);
+  };
+  const auto through_of = [&](double own, double before) {
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const double other = __shfl_up_sync(kFullWarp, own, offset);
@@ -450,8 +462,10 @@ __device__ inline void PrefixOfCells(const Stats* cells, int count, float max, f
     return before + own;
   };
   double total = 0;
-  for (int base = 0; base < count; base += 32)
-    total = __shfl_sync(kFullWarp, through_of(base, total), 31);
+  for (int base = 0; base < count; base += 32) {
+    const double through = through_of(own_of(base + lane), total);
+    total = __shfl_sync(kFullWarp, through, min(31, count - 1 - base));
+  }
   // Plain sums are relative to 2^-shift, which is not quite the maximum.
   const float at_max =
       exponential.plain ? exp2f(fmaf(max, exponential.c, exponential.shift)) : 1.0f;
@@ -459,21 +473,159 @@ __device__ inline void PrefixOfCells(const Stats* cells, int count, float max, f
   if (!find) return;
   const double reach = static_cast<double>(bits >> 11) * 0x1p-53 * total;
   double before = 0;
+  int last = 0;  // of the cells that weigh anything
   for (int base = 0; base < count; base += 32) {
-    const double through = through_of(base, before);
-    const unsigned over = __ballot_sync(kFullWarp, base + lane < count && through > reach);
+    const double own = own_of(base + lane);
+    const double through = through_of(own, before);
+    const double previous = __shfl_up_sync(kFullWarp, through, 1);
+    const unsigned weighs = __ballot_sync(kFullWarp, own > 0);
+    const unsigned over = __ballot_sync(kFullWarp, own > 0 && through > reach);
     if (over != 0) {
-      const int first = __ffs(over) - 1;
-      const double previous = __shfl_up_sync(kFullWarp, through, 1);
-      if (lane == first) {
+      if (lane == __ffs(over) - 1) {
         const double from = lane == 0 ? before : previous;
         s.cell = base + lane;
-        s.mass = static_cast<uint64_t>(__double_as_longlong((reach - from) / (through - from)));
+        s.mass = static_cast<uint64_t>(
+            __double_as_longlong(fmin(fmax((reach - from) / (through - from), 0.0), 1.0)));
       }
       return;
     }
+    if (weighs != 0) last = base + 31 - __clz(weighs);
     before = __shfl_sync(kFullWarp, through, 31);
   }
+  if (lane == 0) {  // a rounding below the end
+    s.cell = last;
+    s.mass = static_cast<uint64_t>(__double_as_longlong(1.0));
+  }
+}
+
+// The shortest prefix of keys that reaches a mass, its tokens' sums left by cells.
+struct Nucleus {
+  Key last;  // of the prefix; kLowestKey: not found
+  uint64_t total;
+};
+
+// Of the row's keys from `floor` up, which weigh `whole` in all, those that reach `need`. The first
+// look adds up approximate shares in bins of logits: that leaves a bin or two in which the last key
+// can be. The second adds up what is above them exactly, and collects the keys between. Not found
+// where those are too many, or the mass needed is nearly the whole. Called by all threads.
+template <int kThreads, class T>
+__device__ __noinline__ Nucleus FindNucleus(const Logits<T>& row, Key floor, const Weigher& weigh,
+                                            uint64_t whole, uint64_t need, uint64_t* cell_sums) {
+  DrawFinish& memory = Finish();
+  DrawShared& s = memory.draw;
+  auto& pool = memory.pool;
+  const Nucleus none{kLowestKey, 0};
+  const float peak = weigh.max;
+  if (peak == kInfinity || need >= whole) return none;
+  const int thread = threadIdx.x;
+  const int lane = thread % 32;
+  // All logits further than this below the peak weigh less, together, than may be left out.
+  const float spare = static_cast<float>(static_cast<double>(whole - need) / kWeightOne);
+  const float depth = logf(2.0f * static_cast<float>(row.vocab) / spare);
+  const float bins_a_logit = kMassBins * weigh.rate / depth;
+  const auto bin_of = [=](float x) {
+    return min(kMassBins - 1, __float2int_rz((peak - x) * bins_a_logit));
+  };
+  const float floor_logit = KeyLogit(floor);
+  const auto is_in = [=](float x, int i) {
+    return x > floor_logit || (x == floor_logit && MakeKey(x, i) >= floor);
+  };
+  constexpr float kShares = 0x1p31f;
+  const float scale = kShares * static_cast<float>(kWeightOne / static_cast<double>(whole));
+  const float c = kLog2E * weigh.rate;
+  __syncthreads();
+  for (int b = thread; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
+  if (thread == 0) {
+    s.found = kMassBins;     // the first bin in which the last key can be
+    s.cell = kMassBins - 1;  // the last one
+    s.key = kLowestKey;
+    pool.count = 0;
+  }
+  __syncthreads();
+  row.Each(0, row.vocab, thread, kThreads, [&](float x, int i) {
+    const uint32_t share = __float2uint_rz(Exp2((x - peak) * c) * scale);
+    if (share != 0 && is_in(x, i)) atomicAdd(&s.bin_share[bin_of(x)], share);
+  });
+  __syncthreads();
+  if (thread < 32) {
+    // Each share is rounded down, and off by the roundings of its exponential and of `whole`.
+    const uint64_t slack = static_cast<uint64_t>(row.vocab) + (uint64_t{1} << 15);
+    const uint64_t middle =
+        static_cast<uint64_t>(static_cast<double>(need) / static_cast<double>(whole) * kShares);
+    const uint64_t least = middle > slack ? middle - slack : 0;
+    const uint64_t most = middle + slack;
+    constexpr int kPerLane = kMassBins / 32;
+    const uint32_t* shares = s.bin_share + lane * kPerLane;
+    uint64_t sum = 0;
+    for (int b = 0; b < kPerLane; ++b) sum += shares[b];
+    uint64_t before = WarpPrefix(sum, lane) - sum;
+    if (before < most && before + sum >= least) {
+      for (int b = 0; b < kPerLane; ++b) {
+        const uint64_t through = before + shares[b];
+        if (through >= least && (before < least || lane + b == 0)) s.found = lane * kPerLane + b;
+        if (through >= most && before < most) s.cell = lane * kPerLane + b;
+        before = through;
+      }
+    }
+  }
+  __syncthreads();
+  const int first = s.found;
+  const int last = s.cell;
+  const int cells = (row.vocab + kCell - 1) / kCell;
+  uint64_t above = 0;
+  for (int cell = thread / 32; cell < cells; cell += kThreads / 32) {
+    uint64_t sum = 0;
+    row.Each(cell * kCell, min(row.vocab, (cell + 1) * kCell), lane, 32, [&](float x, int i) {
+      const int bin = bin_of(x);
+      if (bin > last || !is_in(x, i)) return;
+      if (bin < first) {
+        sum += weigh(x);
+      } else {
+        const int at = atomicAdd(&pool.count, 1);
+        if (at < SmallPool::kPool / 2) pool.pool[at] = MakeKey(x, i);
+      }
+    });
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    if (lane == 0) {
+      cell_sums[cell] = sum;
+      above += sum;
+    }
+  }
+  above = BlockSum(above, s);
+  const int n = pool.count;
+  if (n > SmallPool::kPool / 2 || above >= need) return none;
+  Key* sorted = reinterpret_cast<Key*>(s.bin_share);  // the bins are done with
+  EmitByRank<kThreads>(pool.pool, n, pool.pool + SmallPool::kPool / 2, pool.select,
+                       [&](int rank, Key key) { sorted[rank] = key; });
+  __syncthreads();
+  if (thread < 32) {
+    uint64_t before = above;
+    for (int base = 0; base < n; base += 32) {
+      const int i = base + lane;
+      const uint64_t through = before + WarpPrefix(i < n ? weigh(KeyLogit(sorted[i])) : 0, lane);
+      const unsigned reached = __ballot_sync(kFullWarp, i < n && through >= need);
+      if (reached != 0) {
+        if (lane == __ffs(reached) - 1) {
+          s.key = sorted[i];
+          s.mass = through;
+          s.count = i + 1;
+        }
+        break;
+      }
+      before = __shfl_sync(kFullWarp, through, 31);
+    }
+  }
+  __syncthreads();
+  const Nucleus nucleus{s.key, s.mass};
+  if (nucleus.last == kLowestKey) return none;
+  for (int i = thread; i < s.count; i += kThreads) {
+    const uint64_t weight = weigh(KeyLogit(sorted[i]));
+    atomicAdd(reinterpret_cast<unsigned long long*>(&cell_sums[KeyIndex(sorted[i]) / kCell]),
+              weight);
+  }
+  __syncthreads();
+  return nucleus;
 }
 
 // What a draft was drawn from, as integers of the target's scale.
@@ -522,6 +674,61 @@ __device__ inline void Refuse(const SampleArgs& args, int64_t r, const SampleRow
     args.extra_logprobs[ask.first_extra_entry + i] = -kInfinity;
 }
 
+// The part of a row that a block reads: all of it, or its share in a cluster.
+struct Part {
+  int block;
+  int blocks;
+  int begin;  // a cell's border
+  int end;
+
+  __device__ int cells() const { return (end - begin + kCell - 1) / kCell; }
+};
+
+// The thread's count of tokens in the part that are no later in the order than `token` with logit
+// x. Only groups that reach it are looked at, by the part's sketch of these logits; by null, all.
+template <int kThreads, class Element>
+__device__ int CountFromOf(const Element* row, const Part& part, const SmallPool::Sketch* sketch,
+                           float x, int token) {
+  constexpr int kVectors = kLaneElements / kVector<Element>;
+  const int lane = threadIdx.x % 32;
+  const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
+  const uint32_t edge = OrderedBits(x) & 0xffff0000u;
+  int count = 0;
+#pragma unroll 1
+  for (int cell = threadIdx.x / 32; cell < part.cells(); cell += kThreads / 32) {
+    const uint32_t maxima = sketch != nullptr ? sketch[cell * 32 + lane] : ~0u;
+    const bool reaches[2] = {maxima << 16 >= edge, maxima >= edge};
+    const int first = part.begin + cell * kCell;
+    uint4 vectors[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
+      vectors[v] = reaches[2 * v / kVectors] && i < part.end
+                       ? LoadVector(row + i, aligned, part.end - i)
+                       : uint4{};
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
+      const uint32_t words[4] = {vectors[v].x, vectors[v].y, vectors[v].z, vectors[v].w};
+      const int valid = reaches[2 * v / kVectors] ? part.end - i : 0;
+#pragma unroll
+      for (int e = 0; e < kVector<Element>; ++e) {
+        const float other = WordElement<Element>(words, e);
+        count += e < valid && (other > x || (other == x && i + e <= token));
+      }
+    }
+  }
+  return count;
+}
+
+template <int kThreads, class T>
+__device__ __noinline__ int CountFrom(const Logits<T>& row, const Part& part,
+                                      const SmallPool::Sketch* sketch, float x, int token) {
+  return row.edited != nullptr ? CountFromOf<kThreads>(row.edited, part, sketch, x, token)
+                               : CountFromOf<kThreads>(row.sent, part, sketch, x, token);
+}
+
 // Writes the top tokens and the asked ids, of logits whose first tokens are in s.sorted.
 template <class T>
 __device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask,
@@ -537,16 +744,6 @@ __device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask,
     args.extra_logprobs[ask.first_extra_entry + i] = support.Logprob(row[id], id);
   }
 }
-
-// The part of a row that a block reads: all of it, or its share in a cluster.
-struct Part {
-  int block;
-  int blocks;
-  int begin;  // a cell's border
-  int end;
-
-  __device__ int cells() const { return (end - begin + kCell - 1) / kCell; }
-};
 
 // Leaves the first `count` <= kListed tokens of the row just read in s.sorted of the first block,
 // in order; by then, all that the cluster's blocks wrote there is there. Called by all threads
@@ -707,26 +904,41 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
     listed = kListed;
   }
   listed = min(listed, vocab);
+  const Logits<T>& mode_row = is_raw ? raw_row : row;
+  const SmallPool::Sketch* mode_sketch = lists_are_sorted ? sketch : nullptr;
+  if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
   if (edited) {
     List<EditedBlock>(row.edited, part, sketch, lane_best, listed);
   } else {
     List<Block>(sent, part, sketch, lane_best, listed);
   }
-  if (part.block != 0) return;
+  // In a cluster, once its blocks know the token: each adds what it finds in its part of the row.
+  const auto rank_in_part = [&] {
+    const int count =
+        CountFrom<kThreads>(mode_row, part, mode_sketch, s.ranked_logit, s.ranked_token);
+    const int sum = static_cast<int>(BlockSum(count, s));
+    if (threadIdx.x == 0) atomicAdd(InBlock(&s.rank, 0), sum);
+    ClusterArrive();
+  };
+  if (part.block != 0) {
+    ClusterArrive();
+    ClusterWait();
+    if (s.ranked_token >= 0) rank_in_part();
+    return;
+  }
 
   const Stats raw = MergeCells(p.cells, kLog2E, lane, [&](int i) { return raw_cells[i]; });
   const Support raw_support = RawSupport(raw);
   if (isnan(raw.sum)) {
-    __shared__ int position;
     if (threadIdx.x < 32) {
       int cell = 0;
       while (cell + 1 < p.cells && !isnan(raw_cells[cell].sum)) ++cell;
       const int found = FindNan(sent, cell * kCell, vocab, lane);
-      if (lane == 0) position = found;
+      if (lane == 0) s.found = found;
     }
     __syncthreads();
     if (threadIdx.x == 0) args.logsumexp[r] = __int_as_float(0x7fffffff);
-    return Refuse(args, r, ask, {RowCode::kNanLogit, position}, threadIdx.x, kThreads);
+    return Refuse(args, r, ask, {RowCode::kNanLogit, s.found}, threadIdx.x, kThreads);
   }
   if (threadIdx.x == 0) {
     args.logsumexp[r] =
@@ -810,20 +1022,25 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
         last = max(last, LastOfPrefix<kThreads>(row, low, high, static_cast<uint64_t>(ask.top_k),
                                                 [](float) { return uint64_t{1}; }));
       }
+      bool summed = false;
       if (ask.top_p < 1) {
         const Key floor = last;
         const uint64_t whole =
             whole_by_cells ? whole_of_cells : SumByCells(row, cell_sums, [=](float x, int i) {
               return MakeKey(x, i) >= floor ? weigh(x) : uint64_t{0};
             });
-        last = max(last,
-                   LastOfPrefix<kThreads>(row, floor, high, MassNeeded(ask.top_p, whole), weigh));
+        const uint64_t need = MassNeeded(ask.top_p, whole);
+        const Nucleus nucleus = FindNucleus<kThreads>(row, floor, weigh, whole, need, cell_sums);
+        summed = nucleus.last != kLowestKey;
+        total = nucleus.total;
+        last = summed ? nucleus.last
+                      : max(last, LastOfPrefix<kThreads>(row, floor, high, need, weigh));
       }
       support.last = last;
       const auto weigh_support = [=](float x, int i) {
         return MakeKey(x, i) >= last ? weigh(x) : uint64_t{0};
       };
-      total = SumByCells(row, cell_sums, weigh_support);
+      if (!summed) total = SumByCells(row, cell_sums, weigh_support);
       token = TokenByCells(row, cell_sums, DrawTarget(bits, total), weigh_support);
     }
     support.log_sum = log(static_cast<double>(total) / kWeightOne);
@@ -865,18 +1082,34 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   }
 
   // The rank, in the mode's logits.
-  const Logits<T>& mode_row = is_raw ? raw_row : row;
   const Support& mode_support = is_raw ? raw_support : support;
   const float x = mode_row[token];
   const Key key = MakeKey(x, token);
+  const bool rank_is_listed = lists_are_sorted && key >= s.sorted[listed - 1];
   int rank = 0;
-  if (lists_are_sorted && key >= s.sorted[listed - 1]) {
+  if (rank_is_listed) {
     for (int i = threadIdx.x; i < listed; i += kThreads) rank += s.sorted[i] >= key;
-  } else {
-    mode_row.Each(0, vocab, threadIdx.x, kThreads,
-                  [&](float other, int i) { rank += MakeKey(other, i) >= key; });
+    rank = static_cast<int>(BlockSum(rank, s));
   }
-  rank = static_cast<int>(BlockSum(rank, s));
+  if constexpr (kInCluster) {
+    if (!rank_is_listed) {
+      if (threadIdx.x < part.blocks) {
+        *InBlock(&s.ranked_logit, threadIdx.x) = x;
+        *InBlock(&s.ranked_token, threadIdx.x) = token;
+      }
+      if (threadIdx.x == 0) s.rank = 0;
+    }
+    ClusterArrive();
+    ClusterWait();
+    if (!rank_is_listed) {
+      rank_in_part();
+      ClusterWait();
+      rank = s.rank;
+    }
+  } else if (!rank_is_listed) {
+    rank =
+        static_cast<int>(BlockSum(CountFrom<kThreads>(mode_row, part, mode_sketch, x, token), s));
+  }
   if (threadIdx.x == 0) {
     args.tokens[r] = token;
     args.logprobs[r] = mode_support.Logprob(x, token);
@@ -930,12 +1163,11 @@ cudaError_t LaunchPass(const Params& p, unsigned rows, const Scratch& scratch,
                        cudaStream_t stream) {
   const auto kernel = &SampleRowKernel<T, kInCluster>;
   const int shared = SharedBytes<T, kInCluster>(p);
-  // The most any launch may ask for, as for softmax_topk; less what the kernel has statically.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           scratch.block_shared_bytes - kStaticShared);
+  if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
+  // The most any launch may ask for, as for softmax_topk.
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, scratch.block_shared_bytes);
   if (error != cudaSuccess) return error;
-  if (shared > scratch.block_shared_bytes - kStaticShared) return cudaErrorNotSupported;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(rows * p.blocks);
   config.blockDim = dim3(DrawBlock<T, kInCluster>::kThreads);
@@ -947,6 +1179,21 @@ cudaError_t LaunchPass(const Params& p, unsigned rows, const Scratch& scratch,
   config.attrs = &cluster;
   config.numAttrs = kInCluster ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+// Blocks of a row's cluster; 0: a block alone takes the row.
+template <class T>
+int32_t ClusterBlocks(Params p, int64_t rows, const Scratch& scratch) {
+  if (!scratch.clusters || rows > kFewRows) return 0;
+  constexpr int kWarps = DrawBlock<T, true>::kWarps;
+  const int32_t worth = (p.cells + kWarps - 1) / kWarps;
+  p.blocks = static_cast<int32_t>(
+      std::clamp<int64_t>(scratch.multiprocessors / rows, 1, std::min(worth, kMaxClusterBlocks)));
+  while (SharedBytes<T, true>(p) > scratch.block_shared_bytes) {
+    if (p.blocks == kMaxClusterBlocks) return 0;
+    ++p.blocks;  // more of them for the row's sketch
+  }
+  return p.blocks;
 }
 
 template <class T>
@@ -972,17 +1219,13 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, Carver carver, cudaStre
           std::clamp<int64_t>(vocab / (kEditThreads * 8), 1, scratch.multiprocessors));
       CopyMaskedKernel<T><<<dim3(parts, count), kEditThreads, 0, stream>>>(p);
       EditKernel<<<count, kEditThreads, 0, stream>>>(p);
+      error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
     }
-    const bool few = scratch.clusters && rows <= kFewRows;
-    if (few) {
-      const int32_t worth = (p.cells + DrawBlock<T, true>::kWarps - 1) / DrawBlock<T, true>::kWarps;
-      p.blocks = static_cast<int32_t>(std::clamp<int64_t>(scratch.multiprocessors / rows, 1,
-                                                          std::min(worth, kMaxClusterBlocks)));
-      error = LaunchPass<T, true>(p, count, scratch, stream);
-    } else {
-      p.blocks = 1;
-      error = LaunchPass<T, false>(p, count, scratch, stream);
-    }
+    const int32_t cluster = ClusterBlocks<T>(p, rows, scratch);
+    p.blocks = std::max(cluster, 1);
+    error = cluster > 0 ? LaunchPass<T, true>(p, count, scratch, stream)
+                        : LaunchPass<T, false>(p, count, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -1015,7 +1258,7 @@ cudaError_t Sample(const SampleArgs& args, const Scratch& scratch, cudaStream_t 
 }
 
 cudaError_t Verify(const VerifyArgs& args, const Scratch& scratch, cudaStream_t stream) {
-  if (args.sequence_count == 0) return cudaSuccess;
+  if (args.sequence_count == 0 || args.sample.logits.rows == 0) return cudaSuccess;
   Params p = ParamsOf(args.sample);
   Carver carver(scratch);
   p.drafts = args.drafts;
@@ -1030,7 +1273,9 @@ cudaError_t Verify(const VerifyArgs& args, const Scratch& scratch, cudaStream_t 
       static_cast<unsigned>((args.sequence_count + kMarkThreads - 1) / kMarkThreads);
   MarkDraftsKernel<<<blocks, kMarkThreads, 0, stream>>>(args.sequences, args.sequence_count,
                                                         has_draft);
-  const cudaError_t error = Launch(p, scratch, carver, stream);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  error = Launch(p, scratch, carver, stream);
   if (error != cudaSuccess) return error;
   JudgeKernel<<<static_cast<unsigned>(args.sequence_count), 128, 0, stream>>>(p, args.sequences,
                                                                               args.accepted);

@@ -136,8 +136,7 @@ __device__ inline void WriteRow(const Params& p, int64_t row_index, const T* row
   }
 }
 
-// ---- warp per row
-// ----------------------------------------------------------------------------------------------------
+// ---- warp per row ------------------------------------------------------------------------------
 
 constexpr int kWarpRowWarps = 24;
 constexpr int kWarpRowPool = 64;
@@ -627,8 +626,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
                            result.stats, ask.temperature);
 }
 
-// ---- sorted
-// ----------------------------------------------------------------------------------------------------------
+// ---- sorted ------------------------------------------------------------------------------------
 
 using SortKey = uint64_t;  // row << 32 | complement of the logit's ordered bits: ascending is most
                            // probable first
@@ -665,8 +663,7 @@ __global__ void EmitSortedKernel(Params p, int64_t first_row, const SortKey* key
   }
 }
 
-// ---- launch
-// ----------------------------------------------------------------------------------------------------------
+// ---- launch ------------------------------------------------------------------------------------
 
 template <class T>
 cudaError_t LaunchWarpRow(const Params& p, int64_t rows, const Scratch& scratch,
@@ -704,9 +701,9 @@ cudaError_t LaunchBlockRow(const Params& p, int64_t rows, const Scratch& scratch
 
 template <class T>
 cudaError_t LaunchSortKeys(const Params& p, int64_t first_row, int64_t elements, SortKey* keys,
-                           int32_t* values, cudaStream_t stream) {
+                           int32_t* values, int multiprocessors, cudaStream_t stream) {
   const unsigned blocks =
-      static_cast<unsigned>(std::min<int64_t>((elements + 255) / 256, 132 * 16));
+      static_cast<unsigned>(std::min<int64_t>((elements + 255) / 256, multiprocessors * 16));
   SortKeysKernel<T><<<blocks, 256, 0, stream>>>(p, first_row, elements, keys, values);
   return cudaGetLastError();
 }
@@ -767,7 +764,7 @@ constexpr Variant kVariants[] = {
 struct TypeRow {
   DType dtype;
   absl::Span<const Variant> variants;
-  cudaError_t (*sort_keys)(const Params&, int64_t, int64_t, SortKey*, int32_t*, cudaStream_t);
+  cudaError_t (*sort_keys)(const Params&, int64_t, int64_t, SortKey*, int32_t*, int, cudaStream_t);
 };
 
 constexpr TypeRow kTypes[] = {
@@ -851,7 +848,8 @@ cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver
   for (int64_t first = 0; first < rows; first += pass) {
     const int64_t count = std::min(pass, rows - first);
     const int64_t elements = count * p.vocab;
-    error = type.sort_keys(p, first, elements, keys.Current(), values.Current(), stream);
+    error = type.sort_keys(p, first, elements, keys.Current(), values.Current(),
+                           scratch.multiprocessors, stream);
     if (error != cudaSuccess) return error;
     error = cub::DeviceRadixSort::SortPairs(temp, temp_bytes, keys, values,
                                             static_cast<int>(elements), 0, 32 + row_bits, stream);
@@ -867,6 +865,7 @@ cudaError_t RunSorted(Params p, int64_t rows, const TypeRow& type, Carver carver
 }  // namespace
 
 cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream) {
+  if (args.logits.rows == 0) return cudaSuccess;
   const TypeRow* type = kTypes;
   while (type->dtype != args.logits.dtype) ++type;
   Params p{};

@@ -213,6 +213,22 @@ inline const std::vector<SampleClaim>& SampleClaims() {
        1,
        {},
        {}},
+      {"top_p_keeps_one_token_at_least_of_more_than_are_listed",
+       std::vector<float>(200, 0.0f),
+       With(kAt088,
+            [](SampleRow& row) {
+              row.min_p = 0.5f;
+              row.top_p = 1e-45f;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       0,
+       0,
+       1,
+       {},
+       {}},
       // Of the first two, 0.5 and 0.25, the first has 2/3: enough. Of the whole row it would not
       // be.
       {"top_p_is_of_what_top_k_left",
