@@ -108,8 +108,8 @@ static_assert(sizeof(SampleRow) == 120);
 struct SampleArgs {
   TensorView logits;                     // [rows, vocab], f32 | f16 | bf16
   const SampleRow* rows = nullptr;       // [rows]
-  const int32_t* history = nullptr;      // token ids, all rows' together
-  const SampleBias* bias = nullptr;      // all rows' together
+  const int32_t* history = nullptr;      // token ids, all rows' together; null: no row has any
+  const SampleBias* bias = nullptr;      // all rows' together; null: no row has any
   const int32_t* extra_ids = nullptr;    // token ids whose log-probability is asked for
   const uint32_t* mask_words = nullptr;  // all rows' masks together
   // False: no row has bias, penalties or a mask. Picks the variant, never the bits.

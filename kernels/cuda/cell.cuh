@@ -102,6 +102,24 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// A lane's part of the cell at `cell` in shared memory.
+__device__ inline void LoadCell(const float* cell, int lane, LaneCell<float>& x) {
+  const float* part = cell + 4 * lane;
+  if (reinterpret_cast<uintptr_t>(part) % 16 == 0) {
+#pragma unroll
+    for (int v = 0; v < kLaneElements / 4; ++v) {
+      const uint4 block = reinterpret_cast<const uint4*>(part)[32 * v];
+      x.words[4 * v] = block.x;
+      x.words[4 * v + 1] = block.y;
+      x.words[4 * v + 2] = block.z;
+      x.words[4 * v + 3] = block.w;
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) x.words[e] = __float_as_uint(part[e / 4 * 128 + e % 4]);
+  }
+}
+
 // A warp's own queue of cells on their way from device to shared memory. Any alignment: whole lines
 // of 128 bytes keep their place in the line, and the shift to the element's border happens on the
 // way into registers. Every call is made by the whole warp, and there is one Pop for each Push.
@@ -216,23 +234,17 @@ class CellRing {
 #pragma unroll 1
       for (int i = count + lane_; i < kCell; i += 32) words[i] = __float_as_uint(-kInfinity);
       __syncwarp();
-      words += 4 * lane_;
-      if (InLine(first) % 16 == 0) {
-#pragma unroll
-        for (int v = 0; v < kBlocks / 32; ++v) {
-          const uint4 block = reinterpret_cast<const uint4*>(words)[32 * v];
-          x.words[4 * v] = block.x;
-          x.words[4 * v + 1] = block.y;
-          x.words[4 * v + 2] = block.z;
-          x.words[4 * v + 3] = block.w;
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < kLaneElements; ++e) x.words[e] = words[e / 4 * 128 + e % 4];
-      }
+      LoadCell(reinterpret_cast<const float*>(words), lane_, x);
       pop_ = pop_ + 1 == kStages ? 0 : pop_ + 1;
       __syncwarp();  // the slot may be copied into again
     }
+  }
+
+  // The cell that the last Pop brought, which lies at `first`, in shared memory: of any alignment,
+  // and the warp's until the next Push.
+  __device__ T* Cell(const T* first) {
+    char* slot = reinterpret_cast<char*>(slots_[pop_ == 0 ? kStages - 1 : pop_ - 1]);
+    return reinterpret_cast<T*>(slot + InLine(first));
   }
 
   // Element i of the cell that the last Pop brought, which lies at `first`; until the next Push.

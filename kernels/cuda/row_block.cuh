@@ -58,18 +58,19 @@ constexpr int kMaxItemCells = 256;  // cells a softmax_topk block sketches; long
 
 constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
 
-// What the block needs after its read of a row.
-template <int kMax>
+// What the block needs after its read of a row: the pool, for up to kMax keys, and the sketch.
+// kLaneGroups: groups of a lane's part of a cell, in the sketch.
+template <int kMax, int kGroupsOfLane = kMax <= 128 ? 2 : 4>
 struct PoolShape {
   static constexpr int kMaxK = kMax;
   static constexpr int kPool = kMax <= 128 ? 1024 : 4096;  // candidates
   static constexpr int kHits = kPool / 2;                  // groups to look at again
-  static constexpr int kLaneGroups =
-      kMax <= 128 ? 2 : 4;  // groups of a lane's part of a cell, in the sketch
+  static constexpr int kLaneGroups = kGroupsOfLane;
   static constexpr int kGroupsOfCell = 32 * kLaneGroups;
   static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
-  using Sketch =
-      std::conditional_t<kLaneGroups == 2, uint32_t, uint2>;  // a lane's group maxima, 16 bits each
+  // A lane's group maxima, 16 bits each.
+  using Sketch = std::conditional_t<kLaneGroups == 1, uint16_t,
+                                    std::conditional_t<kLaneGroups == 2, uint32_t, uint2>>;
   struct Shared {
     SelectScratch select;
     int count;  // keys in the pool; more than kPool: it overflowed
@@ -202,12 +203,12 @@ __device__ __noinline__ bool OfferGroups(const T* item, int item_begin, int item
   __syncthreads();
   // A floor of NaN (nothing can follow +inf) is above all.
   const uint32_t edge = floor.logit == floor.logit ? OrderedBits(floor.logit) & 0xffff0000u : ~0u;
-  constexpr int kWordsOfLane = Shape::kLaneGroups / 2;  // two groups a word
+  constexpr int kWordsOfCell = Shape::kGroupsOfCell / 2;  // two groups a word
   constexpr int kWordsAtOnce = 16;
   const uint32_t* words = reinterpret_cast<const uint32_t*>(sketch);
-  const int last_word = last_cell * 32 * kWordsOfLane;
+  const int last_word = last_cell * kWordsOfCell;
 #pragma unroll 1
-  for (int round = first_cell * 32 * kWordsOfLane + thread; round < last_word;
+  for (int round = first_cell * kWordsOfCell + thread; round < last_word;
        round += kWordsAtOnce * kThreads) {
     uint32_t reached = 0;  // bit 2 * j: the lower half of word j
 #pragma unroll
@@ -353,11 +354,11 @@ class RowStream {
   __device__ RowStream(typename Block::Shared& shared, const T* row, int begin, int end)
       : ring_(shared.rings[threadIdx.x / 32], threadIdx.x % 32),
         lane_(threadIdx.x % 32),
-        first_(begin + static_cast<int>(threadIdx.x) / 32 * kCell),
+        at_(begin + static_cast<int>(threadIdx.x) / 32 * kCell),
         end_(end),
         row_(row),
-        ahead_(row + first_),
-        left_(end - first_) {
+        ahead_(row + at_),
+        left_(end - at_) {
 #pragma unroll
     for (int stage = 0; stage < Block::kStages; ++stage) Push();
   }
@@ -385,7 +386,7 @@ class RowStream {
     };
     typename Pool::Sketch* sketch_to = sketch + threadIdx.x;
 #pragma unroll 1
-    for (int first = first_; first < end_; first += kRound) {
+    for (int first = at_; first < end_; first += kRound) {
       LaneCell<T> x;
       ring_.Pop(row_ + first, end_ - first, x);
       Push();
@@ -416,6 +417,23 @@ class RowStream {
     return lane_best;
   }
 
+  // In place of Run, cell by cell: Next, as long as there is one, and Release. In between the cell
+  // lies in shared memory too, the warp's to change.
+  __device__ bool Next(LaneCell<T>& x) {
+    if (at_ >= end_) {
+      WaitAsync<0>();
+      return false;
+    }
+    ring_.Pop(row_ + at_, end_ - at_, x);
+    return true;
+  }
+  __device__ int first() const { return at_; }  // element of the row
+  __device__ T* InShared() { return ring_.Cell(row_ + at_); }
+  __device__ void Release() {
+    at_ += kRound;
+    Push();
+  }
+
   // In place of Run: nothing is asked of the row.
   __device__ void Abandon() { WaitAsync<0>(); }
 
@@ -431,7 +449,7 @@ class RowStream {
 
   typename Block::Ring ring_;
   const int lane_;
-  const int first_;
+  int at_;
   const int end_;
   const T* row_;
   const T* ahead_;

@@ -1,8 +1,9 @@
 // sample and verify: a block reads a row once, as softmax_topk does, and draws from what it kept.
 //
-//   edit    rows with bias, penalties or a mask are written, edited, to scratch in f32 first
 //   read    cells at temperature 1 (logsumexp, NaN) and, where the draw is from the whole row, at
-//           the row's own; the sketch
+//           the row's own; the sketch. Bias and penalties, which a kernel before has sorted by
+//           cells, and the mask are applied on the way, and the edited row goes to scratch in f32,
+//           for later looks
 //   filter  the largest 128 come sorted from the sketch. They hold what a top_k to 128, a min_p or
 //           a top_p usually leaves. A flat top_p takes two more looks: a histogram of approximate
 //           mass that tells which logits may be the last, then exact sums of what is above them.
@@ -14,8 +15,8 @@
 // Every sum that decides is of integers, or in one order fixed by the row, so a row's bits depend
 // on the row alone (kernels/draw.h, kernels/sample.h).
 //
-// Cost: reads rows * vocab * sizeof(T) once; an edited row is read twice and written once more; a
-// flat top_p reads a row twice more (where the last logit is one of very many that are nearly
+// Cost: reads rows * vocab * sizeof(T) once; an edited row is also written once, in f32; a flat
+// top_p reads a row twice more (where the last logit is one of very many that are nearly
 // equal, up to nine times), a rank beyond the list what reaches it of the row. verify with draft
 // probabilities reads a row once more, and twice more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; measured in
@@ -33,7 +34,7 @@ namespace {
 constexpr int kListed = 128;     // tokens that come sorted
 constexpr int kDrawBins = 1024;  // of a histogram of keys
 constexpr int kMassBins = 2048;  // of a histogram of approximate mass
-constexpr int kEditThreads = 512;
+constexpr int kPatchThreads = 512;
 constexpr int64_t kFewRows = 64;
 // OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
 static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
@@ -41,10 +42,14 @@ static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
 struct Params {
   SampleArgs args;
   int64_t first_row;
-  int32_t cells;     // of a row
-  int32_t blocks;    // of a row's cluster
-  float* edited;     // [rows of the launch, vocab]; null: no row is edited
-  uint32_t* counts;  // [rows of the launch, vocab], of tokens in the history
+  int32_t cells;   // of a row
+  int32_t blocks;  // of a row's cluster
+  // Of edited rows, in scratch: [rows of the launch, edited_stride] each.
+  float* edited;       // null: no row is edited
+  uint32_t* counts;    // of tokens in the history, while patches are made
+  float* bias_values;  // null: no row has bias
+  int64_t edited_stride;
+  int* patch_counts;  // [rows of the launch, cells]
   // verify: drafts and what became of them; null in sample.
   const VerifyDraft* drafts;
   const int32_t* draft_ids;
@@ -59,8 +64,11 @@ __device__ inline bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
 __device__ inline bool PenaltiesAreOn(const SampleRow& ask) {
   return ask.history_count > 0 && (ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0);
 }
+__device__ inline bool HasPatches(const SampleRow& ask) {
+  return ask.bias_count > 0 || PenaltiesAreOn(ask);
+}
 __device__ inline bool IsEdited(const SampleRow& ask) {
-  return ask.first_mask_word >= 0 || ask.bias_count > 0 || PenaltiesAreOn(ask);
+  return ask.first_mask_word >= 0 || HasPatches(ask);
 }
 __device__ inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
   return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
@@ -68,53 +76,132 @@ __device__ inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
 
 // ---- edit --------------------------------------------------------------------------------------
 
+// A token to edit, in its cell: 10 bits of place, whether it has a bias, its count in the history.
+constexpr uint32_t kPatchCount = (1u << 21) - 1;
+constexpr uint32_t kPatchBias = 1u << 21;
+constexpr int kPatchPlace = 22;
+static_assert(kMaxHistory <= kPatchCount && kCell == 1 << (32 - kPatchPlace));
+
+// Sorts what a row's bias and history edit by cells, a patch for each token. Patches of a cell lie
+// where its edited logits will, for they are read before those are written. A block a row. Tokens
+// are counted in a table in shared memory, where they are too many for it in device memory.
+struct PatchTable {
+  static constexpr int kMaxSlots = 8192;
+  static constexpr int kMaxTokens = kMaxSlots * 3 / 4;
+  static constexpr uint32_t kFree = ~0u;
+  uint32_t tokens[kMaxSlots];
+  uint32_t counts[kMaxSlots];
+  int patches_of_cell[kMaxVocab / kCell];
+
+  // `slots`: a power of two.
+  __device__ void Add(uint32_t token, uint32_t count, uint32_t slots) {
+    uint32_t slot = __umulhi(token * 2654435761u, slots);
+    while (true) {
+      const uint32_t held = atomicCAS(&tokens[slot], kFree, token);
+      if (held == kFree || held == token) break;
+      slot = (slot + 1) & (slots - 1);
+    }
+    atomicAdd(&counts[slot], count);
+  }
+};
+
+__global__ void __launch_bounds__(kPatchThreads) PatchKernel(const __grid_constant__ Params p) {
+  extern __shared__ uint4 dynamic[];
+  auto& table = *reinterpret_cast<PatchTable*>(dynamic);
+  const SampleRow& ask = p.args.rows[p.first_row + blockIdx.x];
+  if (ask.active == 0 || !HasPatches(ask)) return;
+  const int64_t at = blockIdx.x * p.edited_stride;
+  uint32_t* counts = p.counts + at;
+  uint32_t* patches = reinterpret_cast<uint32_t*>(p.edited + at);
+  const SampleBias* bias = p.args.bias + ask.first_bias;
+  const int32_t* history = p.args.history + ask.first_history;
+  const int history_count = PenaltiesAreOn(ask) ? ask.history_count : 0;
+  const int bias_count = ask.bias_count;
+  const int thread = threadIdx.x;
+  const bool tabled = history_count <= PatchTable::kMaxTokens - bias_count;
+  const auto patch = [&](int token, uint32_t count) {
+    const int cell = token / kCell;
+    patches[cell * kCell + atomicAdd(&table.patches_of_cell[cell], 1)] =
+        static_cast<uint32_t>(token % kCell) << kPatchPlace | count;
+  };
+  for (int cell = thread; cell < p.cells; cell += kPatchThreads) table.patches_of_cell[cell] = 0;
+  for (int i = thread; i < bias_count; i += kPatchThreads)
+    p.bias_values[at + bias[i].id] = bias[i].value;
+  if (tabled) {
+    int slots = kPatchThreads;
+    while (slots * 3 / 4 < history_count + bias_count) slots *= 2;
+    for (int i = thread; i < slots; i += kPatchThreads) {
+      table.tokens[i] = PatchTable::kFree;
+      table.counts[i] = 0;
+    }
+    __syncthreads();
+    for (int i = thread; i < history_count; i += kPatchThreads) table.Add(history[i], 1, slots);
+    for (int i = thread; i < bias_count; i += kPatchThreads)
+      table.Add(bias[i].id, kPatchBias, slots);
+    __syncthreads();
+    for (int i = thread; i < slots; i += kPatchThreads) {
+      if (table.tokens[i] != PatchTable::kFree)
+        patch(static_cast<int>(table.tokens[i]), table.counts[i]);
+    }
+  } else {
+    for (int i = thread; i < history_count; i += kPatchThreads) counts[history[i]] = 0;
+    for (int i = thread; i < bias_count; i += kPatchThreads) counts[bias[i].id] = 0;
+    __syncthreads();
+    for (int i = thread; i < history_count; i += kPatchThreads) atomicAdd(&counts[history[i]], 1u);
+    for (int i = thread; i < bias_count; i += kPatchThreads)
+      atomicAdd(&counts[bias[i].id], kPatchBias);
+    __syncthreads();
+    const auto patch_once = [&](int token) {
+      const uint32_t count = atomicExch(&counts[token], 0u);
+      if (count != 0) patch(token, count);  // else another of the same token has it
+    };
+    for (int i = thread; i < history_count; i += kPatchThreads) patch_once(history[i]);
+    for (int i = thread; i < bias_count; i += kPatchThreads) patch_once(bias[i].id);
+  }
+  __syncthreads();
+  for (int cell = thread; cell < p.cells; cell += kPatchThreads)
+    p.patch_counts[static_cast<int64_t>(blockIdx.x) * p.cells + cell] = table.patches_of_cell[cell];
+}
+
 // Where infinities of both signs met, the ban wins.
 __device__ inline float BanIfNan(float x) { return isnan(x) ? -kInfinity : x; }
 
-template <class T>
-__global__ void CopyMaskedKernel(const __grid_constant__ Params p) {
-  const SampleRow& ask = p.args.rows[p.first_row + blockIdx.y];
-  if (ask.active == 0 || !IsEdited(ask)) return;
-  const int64_t vocab = p.args.logits.cols;
-  const T* row = static_cast<const T*>(p.args.logits.data) +
-                 (p.first_row + blockIdx.y) * p.args.logits.row_stride;
-  const uint32_t* mask =
-      ask.first_mask_word < 0 ? nullptr : p.args.mask_words + ask.first_mask_word;
-  float* to = p.edited + blockIdx.y * vocab;
-  uint32_t* counts = PenaltiesAreOn(ask) ? p.counts + blockIdx.y * vocab : nullptr;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < vocab;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const bool allowed = mask == nullptr || (mask[i / 32] >> (i % 32) & 1) != 0;
-    to[i] = allowed ? ToFloat(row[i]) : -kInfinity;
-    if (counts != nullptr) counts[i] = 0;
-  }
-}
+// A row's edits, for the warps that read it.
+struct Edits {
+  const uint32_t* mask;      // null: none
+  const int* patch_counts;   // of cells; null: no patches
+  const float* bias_values;  // of tokens, where a patch says so
+  float* edited;             // the row after edits; until a cell is written, its patches
+  int vocab;
+  float repetition;
+  float presence;
+  float frequency;
 
-// Bias and penalties, after the copy: -inf stays -inf through all of it.
-__global__ void EditKernel(const __grid_constant__ Params p) {
-  const SampleRow& ask = p.args.rows[p.first_row + blockIdx.x];
-  if (ask.active == 0 || !IsEdited(ask)) return;
-  const int64_t vocab = p.args.logits.cols;
-  float* to = p.edited + blockIdx.x * vocab;
-  for (int i = threadIdx.x; i < ask.bias_count; i += blockDim.x) {
-    const SampleBias bias = p.args.bias[ask.first_bias + i];
-    to[bias.id] = BanIfNan(__fadd_rn(to[bias.id], bias.value));
+  __device__ int PatchesOf(int first) const {
+    return patch_counts != nullptr && first < vocab ? patch_counts[first / kCell] : 0;
   }
-  if (!PenaltiesAreOn(ask)) return;
-  uint32_t* counts = p.counts + blockIdx.x * vocab;
-  const int32_t* history = p.args.history + ask.first_history;
-  for (int i = threadIdx.x; i < ask.history_count; i += blockDim.x)
-    atomicAdd(&counts[history[i]], 1u);
-  __syncthreads();
-  for (int i = threadIdx.x; i < ask.history_count; i += blockDim.x) {
-    const uint32_t count = atomicExch(&counts[history[i]], 0u);
-    if (count == 0) continue;  // another of the same token has it
-    float x = to[history[i]];
-    x = x > 0 ? __fdiv_rn(x, ask.repetition) : __fmul_rn(x, ask.repetition);
-    x = BanIfNan(__fsub_rn(x, __fmul_rn(ask.frequency, static_cast<float>(count))));
-    to[history[i]] = __fsub_rn(x, ask.presence);
+  __device__ uint32_t PatchAt(int first, int i) const {
+    return reinterpret_cast<const uint32_t*>(edited)[first + i];
   }
-}
+  // The lane's word of the mask of the cell at `first`.
+  __device__ uint32_t MaskWord(int first, int lane) const {
+    const int word = first / 32 + lane;
+    return mask != nullptr && word < MaskWords(vocab) ? mask[word] : ~0u;
+  }
+  // Applies a patch to the cell at `first`, which lies at `values`: -inf stays -inf through it.
+  __device__ void Apply(uint32_t patch, int first, float* values) const {
+    const int place = static_cast<int>(patch >> kPatchPlace);
+    const uint32_t count = patch & kPatchCount;
+    float x = values[place];
+    if ((patch & kPatchBias) != 0) x = BanIfNan(__fadd_rn(x, bias_values[first + place]));
+    if (count != 0) {
+      x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
+      x = BanIfNan(__fsub_rn(x, __fmul_rn(frequency, static_cast<float>(count))));
+      x = __fsub_rn(x, presence);
+    }
+    values[place] = x;
+  }
+};
 
 // ---- what a block knows of its row -------------------------------------------------------------
 
@@ -143,18 +230,29 @@ struct DrawShared {
 // Many rows: a block each. Few rows: a cluster each, whose first block draws.
 template <class T, bool kInCluster>
 using DrawBlock = std::conditional_t<kInCluster, BlockShape<T, SmallPool, 16, 2, 1, true>,
-                                     BlockShape<T, SmallPool, 4, 2, 3>>;
+                                     BlockShape<T, SmallPool, 4, 2, 4>>;
+
+// An edited row has two sketches, of groups twice as large: as sent, and after edits.
+using EditPool = PoolShape<128, 1>;
+static_assert(2 * sizeof(EditPool::Sketch) == sizeof(SmallPool::Sketch) &&
+              sizeof(EditPool::Shared) == sizeof(SmallPool::Shared));
+template <class T, bool kInCluster>
+using EditBlock = std::conditional_t<kInCluster, BlockShape<T, EditPool, 16, 2, 1, true>,
+                                     BlockShape<T, EditPool, 4, 2, 4>>;
 
 struct DrawFinish {
   typename SmallPool::Shared pool;
   DrawShared draw;
 };
 
-// The rings of both element types, then the pool and what draws.
+// The rings, and of 16-bit rows a cell of each warp as floats; then the pool and what draws.
 template <class T, bool kInCluster>
 union DrawMemory {
-  typename DrawBlock<T, kInCluster>::Shared stream;
-  typename DrawBlock<float, kInCluster>::Shared edited_stream;
+  using Block = DrawBlock<T, kInCluster>;
+  struct {
+    typename Block::Shared stream;
+    float cells[sizeof(T) == 2 ? Block::kWarps : 1][sizeof(T) == 2 ? kCell : 1];
+  };
   DrawFinish finish;
 };
 
@@ -191,18 +289,79 @@ struct Weigher {
   __device__ Weigher(float row_max, float temperature)
       : max(row_max), rate(1.0f / fmaxf(temperature, 0x1p-118f)) {}
   __device__ uint64_t operator()(float x) const {
-    if (x == max) return uint64_t{1} << kWeightBits;
-    if (max == kInfinity || x == -kInfinity) return 0;
+    if (max == kInfinity) return x == max ? uint64_t{1} << kWeightBits : 0;
+    return __float2ull_rn(BeforeRounding(x));
+  }
+  // Of a finite maximum.
+  __device__ float BeforeRounding(float x) const {
     const float power = __fmul_rn(__fsub_rn(x, max), rate);
-    if (power < -87.0f) return 0;
-    return __float2ull_rn(expf(power) * static_cast<float>(kWeightOne));  // the product is exact
+    return expf(power) * static_cast<float>(kWeightOne);  // the product is exact
   }
 };
 
+// Adds up to kLaneElements weights as Weigher rounds them, without conversions, which are slow: in
+// two parts, each rounded by adding a float whose last place is one.
+class WeightSum {
+ public:
+  __device__ void Add(float before_rounding) {
+    const float high = __fmaf_rn(before_rounding, 0x1p-22f, kRound);
+    high_ += __float_as_uint(high) - __float_as_uint(kRound);
+    const float low = __fmaf_rn(__fsub_rn(high, kRound), -0x1p22f, before_rounding);  // exact
+    low_ += static_cast<int32_t>(__float_as_uint(__fadd_rn(low, kRound)) - __float_as_uint(kRound));
+  }
+  __device__ uint64_t total() const {
+    return (static_cast<uint64_t>(high_) << 22) + static_cast<uint64_t>(int64_t{low_});
+  }
+
+ private:
+  static constexpr float kRound = 0x1.8p23f;
+  uint32_t high_ = 0;
+  int32_t low_ = 0;
+};
+
+// The lane's part of the cell at `first` of a row, from device memory; -inf from `end` on, and in a
+// half of it that is not wanted.
+template <class Element>
+__device__ inline void ReadCell(const Element* row, int first, int end, bool low, bool high,
+                                LaneCell<Element>& x) {
+  constexpr int kVectors = kLaneElements / kVector<Element>;
+  constexpr uint32_t kNothing = sizeof(Element) == 4                     ? 0xff800000u
+                                : std::is_same_v<Element, __nv_bfloat16> ? 0xff80ff80u
+                                                                         : 0xfc00fc00u;
+  const int lane = threadIdx.x % 32;
+  const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
+  const bool whole = aligned && first + kCell <= end;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
+    const bool wanted = 2 * v < kVectors ? low : high;
+    uint4 words{kNothing, kNothing, kNothing, kNothing};
+    if (whole) {
+      if (wanted) words = *reinterpret_cast<const uint4*>(row + i);
+    } else if (wanted && i < end) {
+      words = LoadVector(row + i, aligned, end - i);
+      uint32_t* parts[4] = {&words.x, &words.y, &words.z, &words.w};
+#pragma unroll
+      for (int e = 0; e < kVector<Element>; ++e) {
+        if (i + e < end) continue;
+        uint32_t& part = *parts[e * sizeof(Element) / 4];
+        const uint32_t bits = sizeof(Element) == 4 ? ~0u : e % 2 == 0 ? 0xffffu : 0xffff0000u;
+        part = (part & ~bits) | (kNothing & bits);
+      }
+    }
+    x.words[4 * v] = words.x;
+    x.words[4 * v + 1] = words.y;
+    x.words[4 * v + 2] = words.z;
+    x.words[4 * v + 3] = words.w;
+  }
+}
+
 // The row after edits: as sent where there are none.
-template <class T>
+template <class T, bool kMayBeEdited>
 class Logits {
  public:
+  static constexpr bool kEditable = kMayBeEdited;
+
   __device__ Logits(const T* as_sent, int count) : sent(as_sent), vocab(count) {}
 
   const T* sent;
@@ -210,20 +369,42 @@ class Logits {
   int vocab;
 
   __device__ float operator[](int i) const {
-    return edited != nullptr ? edited[i] : ToFloat(sent[i]);
+    if constexpr (kEditable) {
+      if (edited != nullptr) return edited[i];
+    }
+    return ToFloat(sent[i]);
+  }
+
+  // Calls visit(x, first) for every cell that is the warp's: x is the lane's part of it, -inf
+  // beyond the row; `first` is the cell's first element.
+  template <class Visit>
+  __device__ void EachCell(int warp, int warps, Visit visit) const {
+    if constexpr (kEditable) {
+      if (edited != nullptr) return EachCellOf(edited, warp, warps, visit);
+    }
+    EachCellOf(sent, warp, warps, visit);
   }
 
   // Calls visit(x, i) for the thread's share of elements [begin, end); begin is a multiple of 8.
   template <class Visit>
   __device__ void Each(int begin, int end, int thread, int threads, Visit visit) const {
-    if (edited != nullptr) {
-      EachOf(edited, begin, end, thread, threads, visit);
-    } else {
-      EachOf(sent, begin, end, thread, threads, visit);
+    if constexpr (kEditable) {
+      if (edited != nullptr) return EachOf(edited, begin, end, thread, threads, visit);
     }
+    EachOf(sent, begin, end, thread, threads, visit);
   }
 
  private:
+  template <class Element, class Visit>
+  __device__ void EachCellOf(const Element* row, int warp, int warps, Visit visit) const {
+#pragma unroll 1
+    for (int first = warp * kCell; first < vocab; first += warps * kCell) {
+      LaneCell<Element> x;
+      ReadCell(row, first, vocab, true, true, x);
+      visit(x, first);
+    }
+  }
+
   template <class Element, class Visit>
   __device__ static void EachOf(const Element* from, int begin, int end, int thread, int threads,
                                 Visit visit) {
@@ -284,8 +465,8 @@ __device__ inline float MinPFloor(float max, float temperature, float min_p) {
 // The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
 // measure(x) adds up to `need` or more; kLowestKey where all of them have less. Called by all
 // threads.
-template <int kThreads, class T, class Measure>
-__device__ __noinline__ Key LastOfPrefix(const Logits<T>& row, Key low, Key high, uint64_t need,
+template <int kThreads, class Row, class Measure>
+__device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint64_t need,
                                          Measure measure) {
   DrawFinish& memory = Finish();
   DrawShared& s = memory.draw;
@@ -368,8 +549,8 @@ __device__ __noinline__ Key LastOfPrefix(const Logits<T>& row, Key low, Key high
 
 // The lowest token of elements [begin, end) of the row, at most a cell, with a sum of weigh(x, i)
 // up to it of more than target. By one warp.
-template <class T, class Weigh>
-__device__ inline int TokenOfCell(const Logits<T>& row, int begin, int end, uint64_t target,
+template <class Row, class Weigh>
+__device__ inline int TokenOfCell(const Row& row, int begin, int end, uint64_t target,
                                   Weigh weigh) {
   const int lane = threadIdx.x % 32;
   uint64_t before = 0;
@@ -383,8 +564,8 @@ __device__ inline int TokenOfCell(const Logits<T>& row, int begin, int end, uint
   return end - 1;
 }
 
-template <class T, class Weigh>
-__device__ inline uint64_t SumOfCell(const Logits<T>& row, int begin, int end, Weigh weigh) {
+template <class Row, class Weigh>
+__device__ inline uint64_t SumOfCell(const Row& row, int begin, int end, Weigh weigh) {
   const int lane = threadIdx.x % 32;
   uint64_t sum = 0;
   row.Each(begin, end, lane, 32, [&](float x, int i) { sum += weigh(x, i); });
@@ -394,9 +575,8 @@ __device__ inline uint64_t SumOfCell(const Logits<T>& row, int begin, int end, W
 }
 
 // The sum of weigh(x, i) over the row; sums of cells are left in cell_sums. Called by all threads.
-template <class T, class Weigh>
-__device__ __noinline__ uint64_t SumByCells(const Logits<T>& row, uint64_t* cell_sums,
-                                            Weigh weigh) {
+template <class Row, class Weigh>
+__device__ __noinline__ uint64_t SumByCells(const Row& row, uint64_t* cell_sums, Weigh weigh) {
   DrawShared& s = Finish().draw;
   const int cells = (row.vocab + kCell - 1) / kCell;
   uint64_t total = 0;
@@ -410,9 +590,9 @@ __device__ __noinline__ uint64_t SumByCells(const Logits<T>& row, uint64_t* cell
 }
 
 // The lowest token with a sum of more than target, from the sums of cells. Called by all threads.
-template <class T, class Weigh>
-__device__ __noinline__ int TokenByCells(const Logits<T>& row, const uint64_t* cell_sums,
-                                         uint64_t target, Weigh weigh) {
+template <class Row, class Weigh>
+__device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_sums, uint64_t target,
+                                         Weigh weigh) {
   DrawShared& s = Finish().draw;
   const int cells = (row.vocab + kCell - 1) / kCell;
   __syncthreads();
@@ -508,8 +688,8 @@ struct Nucleus {
 // look adds up approximate shares in bins of logits: that leaves a bin or two in which the last key
 // can be. The second adds up what is above them exactly, and collects the keys between. Not found
 // where those are too many, or the mass needed is nearly the whole. Called by all threads.
-template <int kThreads, class T>
-__device__ __noinline__ Nucleus FindNucleus(const Logits<T>& row, Key floor, const Weigher& weigh,
+template <int kThreads, class Row>
+__device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, const Weigher& weigh,
                                             uint64_t whole, uint64_t need, uint64_t* cell_sums) {
   DrawFinish& memory = Finish();
   DrawShared& s = memory.draw;
@@ -523,13 +703,12 @@ __device__ __noinline__ Nucleus FindNucleus(const Logits<T>& row, Key floor, con
   const float spare = static_cast<float>(static_cast<double>(whole - need) / kWeightOne);
   const float depth = logf(2.0f * static_cast<float>(row.vocab) / spare);
   const float bins_a_logit = kMassBins * weigh.rate / depth;
-  const auto bin_of = [=](float x) {
-    return min(kMassBins - 1, __float2int_rz((peak - x) * bins_a_logit));
+  const auto bin_of = [=](float x) {  // rounded by adding a float whose last place is one
+    const float place = fminf((peak - x) * bins_a_logit, kMassBins - 1.0f);
+    return static_cast<int>(__float_as_uint(__fadd_rn(place, 0x1p23f)) & 0x7fffffu);
   };
   const float floor_logit = KeyLogit(floor);
-  const auto is_in = [=](float x, int i) {
-    return x > floor_logit || (x == floor_logit && MakeKey(x, i) >= floor);
-  };
+  const auto is_out = [=](float x, int i) { return MakeKey(x, i) < floor; };
   constexpr float kShares = 0x1p31f;
   const float scale = kShares * static_cast<float>(kWeightOne / static_cast<double>(whole));
   const float c = kLog2E * weigh.rate;
@@ -542,9 +721,15 @@ __device__ __noinline__ Nucleus FindNucleus(const Logits<T>& row, Key floor, con
     pool.count = 0;
   }
   __syncthreads();
-  row.Each(0, row.vocab, thread, kThreads, [&](float x, int i) {
-    const uint32_t share = __float2uint_rz(Exp2((x - peak) * c) * scale);
-    if (share != 0 && is_in(x, i)) atomicAdd(&s.bin_share[bin_of(x)], share);
+  const int warp = thread / 32;
+  row.EachCell(warp, kThreads / 32, [&]<class Element>(const LaneCell<Element>& x, int begin) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const uint32_t share = __float2uint_rz(Exp2((x[e] - peak) * c) * scale);
+      if (share == 0 || x[e] < floor_logit) continue;
+      if (x[e] == floor_logit && is_out(x[e], begin + CellIndex<Element>(lane, e))) continue;
+      atomicAdd(&s.bin_share[bin_of(x[e])], share);
+    }
   });
   __syncthreads();
   if (thread < 32) {
@@ -571,27 +756,34 @@ __device__ __noinline__ Nucleus FindNucleus(const Logits<T>& row, Key floor, con
   __syncthreads();
   const int first = s.found;
   const int last = s.cell;
-  const int cells = (row.vocab + kCell - 1) / kCell;
   uint64_t above = 0;
-  for (int cell = thread / 32; cell < cells; cell += kThreads / 32) {
-    uint64_t sum = 0;
-    row.Each(cell * kCell, min(row.vocab, (cell + 1) * kCell), lane, 32, [&](float x, int i) {
-      const int bin = bin_of(x);
-      if (bin > last || !is_in(x, i)) return;
-      if (bin < first) {
-        sum += weigh(x);
-      } else {
-        const int at = atomicAdd(&pool.count, 1);
-        if (at < SmallPool::kPool / 2) pool.pool[at] = MakeKey(x, i);
-      }
-    });
+  row.EachCell(warp, kThreads / 32, [&]<class Element>(const LaneCell<Element>& x, int begin) {
+    WeightSum weights;
+    uint32_t between = 0;  // elements whose bin is neither above nor below
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const int bin = bin_of(x[e]);
+      const bool is_above = bin < first && x[e] > floor_logit;
+      weights.Add(is_above ? weigh.BeforeRounding(x[e]) : 0.0f);
+      // A tie with the floor is looked at again, wherever it is.
+      if (bin <= last && x[e] >= floor_logit && !is_above) between |= 1u << e;
+    }
+    uint64_t sum = weights.total();
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      if ((between >> e & 1) == 0) continue;
+      const int i = begin + CellIndex<Element>(lane, e);
+      if (is_out(x[e], i)) continue;
+      const int at = atomicAdd(&pool.count, 1);
+      if (at < SmallPool::kPool / 2) pool.pool[at] = MakeKey(x[e], i);
+    }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
     if (lane == 0) {
-      cell_sums[cell] = sum;
+      cell_sums[begin / kCell] = sum;
       above += sum;
     }
-  }
+  });
   above = BlockSum(above, s);
   const int n = pool.count;
   if (n > SmallPool::kPool / 2 || above >= need) return none;
@@ -685,55 +877,47 @@ struct Part {
 };
 
 // The thread's count of tokens in the part that are no later in the order than `token` with logit
-// x. Only groups that reach it are looked at, by the part's sketch of these logits; by null, all.
-template <int kThreads, class Element>
-__device__ int CountFromOf(const Element* row, const Part& part, const SmallPool::Sketch* sketch,
-                           float x, int token) {
-  constexpr int kVectors = kLaneElements / kVector<Element>;
+// x. Only groups that reach it are looked at, by the part's sketch of these logits.
+template <int kThreads, class Element, class Sketch>
+__device__ int CountFromOf(const Element* row, const Part& part, const Sketch* sketch, float x,
+                           int token) {
   const int lane = threadIdx.x % 32;
-  const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
   const uint32_t edge = OrderedBits(x) & 0xffff0000u;
   int count = 0;
 #pragma unroll 1
   for (int cell = threadIdx.x / 32; cell < part.cells(); cell += kThreads / 32) {
-    const uint32_t maxima = sketch != nullptr ? sketch[cell * 32 + lane] : ~0u;
-    const bool reaches[2] = {maxima << 16 >= edge, maxima >= edge};
+    const uint32_t maxima = sketch[cell * 32 + lane];
+    const bool low = maxima << 16 >= edge;
     const int first = part.begin + cell * kCell;
-    uint4 vectors[kVectors];
+    LaneCell<Element> others;
+    ReadCell(row, first, part.end, low, sizeof(Sketch) == 2 ? low : maxima >= edge, others);
+    bool ties = false;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
-      vectors[v] = reaches[2 * v / kVectors] && i < part.end
-                       ? LoadVector(row + i, aligned, part.end - i)
-                       : uint4{};
+    for (int e = 0; e < kLaneElements; ++e) {
+      count += others[e] > x;
+      ties |= others[e] == x;
     }
+    if (!ties) continue;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
-      const uint32_t words[4] = {vectors[v].x, vectors[v].y, vectors[v].z, vectors[v].w};
-      const int valid = reaches[2 * v / kVectors] ? part.end - i : 0;
-#pragma unroll
-      for (int e = 0; e < kVector<Element>; ++e) {
-        const float other = WordElement<Element>(words, e);
-        count += e < valid && (other > x || (other == x && i + e <= token));
-      }
-    }
+    for (int e = 0; e < kLaneElements; ++e)
+      count += others[e] == x && first + CellIndex<Element>(lane, e) <= token;
   }
   return count;
 }
 
-template <int kThreads, class T>
-__device__ __noinline__ int CountFrom(const Logits<T>& row, const Part& part,
-                                      const SmallPool::Sketch* sketch, float x, int token) {
-  return row.edited != nullptr ? CountFromOf<kThreads>(row.edited, part, sketch, x, token)
-                               : CountFromOf<kThreads>(row.sent, part, sketch, x, token);
+template <int kThreads, class Row, class Sketch>
+__device__ __noinline__ int CountFrom(const Row& row, const Part& part, const Sketch* sketch,
+                                      float x, int token) {
+  if constexpr (Row::kEditable) {
+    if (row.edited != nullptr) return CountFromOf<kThreads>(row.edited, part, sketch, x, token);
+  }
+  return CountFromOf<kThreads>(row.sent, part, sketch, x, token);
 }
 
 // Writes the top tokens and the asked ids, of logits whose first tokens are in s.sorted.
-template <class T>
-__device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask,
-                                   const Logits<T>& row, const Support& support,
-                                   const DrawShared& s) {
+template <class Row>
+__device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask, const Row& row,
+                                   const Support& support, const DrawShared& s) {
   for (int i = threadIdx.x; i < ask.top_logprobs; i += blockDim.x) {
     const int id = KeyIndex(s.sorted[i]);
     args.top_ids[ask.first_top_entry + i] = id;
@@ -745,30 +929,118 @@ __device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask,
   }
 }
 
+// Reads the warp's cells of an edited row: writes the statistics of what was sent, at temperature
+// 1, and of what the edits leave, at scale c, with a sketch of each; and the edited logits to
+// scratch. `cell_floats`: the warp's cell as floats, of 16-bit rows. Leaves the largest logits the
+// lane has seen.
+template <class Block, class T>
+__device__ __forceinline__ void ReadEdited(RowStream<Block>& stream, const Edits& edits, int begin,
+                                           float c, Stats* raw_cells, Stats* cells,
+                                           EditPool::Sketch* raw_sketch, EditPool::Sketch* sketch,
+                                           float* cell_floats, float& raw_best, float& best) {
+  const int lane = threadIdx.x % 32;
+  constexpr int kRound = Block::kWarps * kCell;
+  int patch_count = edits.PatchesOf(stream.first());
+  uint32_t patch = lane < patch_count ? edits.PatchAt(stream.first(), lane) : 0;
+  uint32_t word = edits.MaskWord(stream.first(), lane);
+  raw_best = -kInfinity;
+  best = -kInfinity;
+  LaneCell<T> x;
+  while (stream.Next(x)) {
+    const int first = stream.first();
+    const int count = patch_count;
+    const float raw_max = x.Max(0, kLaneElements);
+    const Stats raw = LaneStats(x, raw_max, kLog2E);
+    LaneCell<float> y;
+    const auto apply = [&](float* values) {
+      if (lane < count) edits.Apply(patch, first, values);
+      for (int i = lane + 32; i < count; i += 32)
+        edits.Apply(edits.PatchAt(first, i), first, values);
+      __syncwarp();
+      LoadCell(values, lane, y);
+      __syncwarp();
+    };
+    if constexpr (sizeof(T) == 4) {
+      if (count > 0) {
+        apply(stream.InShared());
+      } else {
+        y = x;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kLaneElements; e += 4) {
+        *reinterpret_cast<float4*>(cell_floats + CellIndex<T>(lane, e)) = {x[e], x[e + 1], x[e + 2],
+                                                                           x[e + 3]};
+      }
+      __syncwarp();
+      apply(cell_floats);
+    }
+    stream.Release();
+    const uint32_t word_here = word;
+    const int next = first + kRound;
+    patch_count = edits.PatchesOf(next);
+    patch = lane < patch_count ? edits.PatchAt(next, lane) : 0;
+    word = edits.MaskWord(next, lane);
+    if (edits.mask != nullptr) {
+#pragma unroll
+      for (int v = 0; v < kLaneElements / 4; ++v) {
+        const uint32_t allowed =
+            __shfl_sync(kFullWarp, word_here, 4 * v + lane / 8) >> (lane % 8 * 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if ((allowed & 1u << e) == 0) y.words[4 * v + e] = __float_as_uint(-kInfinity);
+        }
+      }
+    }
+    uint4* to = reinterpret_cast<uint4*>(edits.edited + first) + lane;
+    const bool whole = first + kCell <= edits.vocab;
+#pragma unroll
+    for (int v = 0; v < kLaneElements / 4; ++v) {
+      // Rows are padded to whole vectors.
+      if (whole || first + CellIndex<float>(lane, 4 * v) < edits.vocab)
+        to[32 * v] = {y.words[4 * v], y.words[4 * v + 1], y.words[4 * v + 2], y.words[4 * v + 3]};
+    }
+    const float max = y.Max(0, kLaneElements);
+    const Stats raw_of_cell = MergeLanes(raw, kLog2E);
+    const Stats of_cell = MergeLanes(LaneStats(y, max, c), c);
+    if (lane == 0) {
+      raw_cells[first / kCell] = raw_of_cell;
+      cells[first / kCell] = of_cell;
+    }
+    const int at = (first - begin) / 32 + lane;
+    raw_sketch[at] = static_cast<EditPool::Sketch>(OrderedBits(raw_max) >> 16);
+    sketch[at] = static_cast<EditPool::Sketch>(OrderedBits(max) >> 16);
+    raw_best = fmaxf(raw_best, raw_max);
+    best = fmaxf(best, max);
+  }
+}
+
 // Leaves the first `count` <= kListed tokens of the row just read in s.sorted of the first block,
 // in order; by then, all that the cluster's blocks wrote there is there. Called by all threads
 // after a barrier; passes one at its end.
 template <class Block>
 __device__ inline void List(const typename Block::Element* row, const Part& part,
-                            const typename SmallPool::Sketch* sketch, float lane_best, int count) {
+                            const typename Block::Pool::Sketch* sketch, float lane_best,
+                            int count) {
+  using Shape = typename Block::Pool;
   constexpr int kThreads = Block::kThreads;
   DrawShared& s = Finish().draw;
-  auto& pool = Pool<SmallPool>();
+  auto& pool = Pool<Shape>();
   Floor floor;
   if constexpr (Block::kCluster) {
     floor.RaiseToLogit(ClusterFloor<Block>(lane_best, part.block, part.blocks, count));
   } else {
     floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.cells(), count));
   }
-  Gather<typename Block::Element, kThreads, SmallPool>(row + part.begin, part.begin,
-                                                       part.end - part.begin, sketch, floor, count);
+  Gather<typename Block::Element, kThreads, Shape>(row + part.begin, part.begin,
+                                                   part.end - part.begin, sketch, floor, count);
   if constexpr (Block::kCluster) {
-    SendToFirst<kThreads, SmallPool>(count, part.block);
+    SendToFirst<kThreads, Shape>(count, part.block);
     if (part.block != 0) return;
-    OpenInbox<kThreads, SmallPool>(part.blocks);
+    OpenInbox<kThreads, Shape>(part.blocks);
   }
-  const int n = Trim<kThreads, SmallPool>(count, SmallPool::kPool / 2);
-  EmitByRank<kThreads>(pool.pool, n, pool.pool + SmallPool::kPool / 2, pool.select,
+  const int n = Trim<kThreads, Shape>(count, Shape::kPool / 2);
+  EmitByRank<kThreads>(pool.pool, n, pool.pool + Shape::kPool / 2, pool.select,
                        [&](int rank, Key key) {
                          if (rank < count) s.sorted[rank] = key;
                        });
@@ -835,12 +1107,11 @@ __device__ inline Short ShortSupport(const SampleRow& ask, int listed, int kept,
   return result;
 }
 
-template <class T, bool kInCluster>
+template <class T, bool kInCluster, bool kEditable>
 __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
                                   DrawBlock<T, kInCluster>::kResident)
     SampleRowKernel(const __grid_constant__ Params p) {
   using Block = DrawBlock<T, kInCluster>;
-  using EditedBlock = DrawBlock<float, kInCluster>;
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
   auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster>*>(dynamic);
@@ -851,6 +1122,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const SampleRow& ask = args.rows[r];
   const int vocab = static_cast<int>(args.logits.cols);
   const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   Part part;
   part.block = static_cast<int>(blockIdx.x) - place * p.blocks;
   part.blocks = p.blocks;
@@ -866,7 +1138,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   RowStream<Block> stream(memory.stream, sent, part.begin, part.end);
   if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.active == 0) return stream.Abandon();
-  const bool edited = IsEdited(ask);
+  const bool edited = kEditable && IsEdited(ask);
   const bool greedy = ask.temperature == 0;
   const bool filtered = IsFiltered(ask, vocab);
   const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
@@ -874,29 +1146,47 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const bool sums_needed = !TopKIsOn(ask, vocab) && ask.min_p == 0 && !greedy;
   const float c = kLog2E / (sums_needed ? fmaxf(ask.temperature, 0x1p-118f) : 1.0f);
   const bool twice = !edited && sums_needed && ask.temperature != 1;
-  float lane_best = stream.template Run<true>(kLog2E, in_first(raw_cells), sketch, c,
-                                              twice ? in_first(cells) : nullptr);
+  // Of an edited row, two sketches in the place of one.
+  auto* raw_sketch = reinterpret_cast<EditPool::Sketch*>(sketch);
+  auto* edited_sketch = raw_sketch + part.cells() * 32;
+  float lane_best, edited_best;
+  if (edited) {
+    const int64_t at = place * p.edited_stride;
+    const Edits edits{
+        ask.first_mask_word < 0 ? nullptr : args.mask_words + ask.first_mask_word,
+        HasPatches(ask) ? p.patch_counts + static_cast<int64_t>(place) * p.cells : nullptr,
+        p.bias_values + at,
+        p.edited + at,
+        vocab,
+        ask.repetition,
+        ask.presence,
+        ask.frequency};
+    ReadEdited<Block, T>(stream, edits, part.begin, c, in_first(raw_cells), in_first(cells),
+                         raw_sketch, edited_sketch, memory.cells[sizeof(T) == 2 ? warp : 0],
+                         lane_best, edited_best);
+  } else {
+    lane_best = stream.template Run<true>(kLog2E, in_first(raw_cells), sketch, c,
+                                          twice ? in_first(cells) : nullptr);
+  }
   __syncthreads();  // from here on the rings' memory is the pool's
 
-  const Logits<T> raw_row(sent, vocab);
-  Logits<T> row = raw_row;
+  using Row = Logits<T, kEditable>;
+  const Row raw_row(sent, vocab);
+  Row row = raw_row;
   if (edited) {
+    row.edited = p.edited + place * p.edited_stride;
     if (is_raw) {
-      // The row as sent is reported before its sketch makes way.
-      List<Block>(sent, part, sketch, lane_best, max(1, ask.top_logprobs));
+      // The lists of the row as sent are reported first.
+      List<EditBlock<T, kInCluster>>(sent, part, raw_sketch, lane_best, max(1, ask.top_logprobs));
       if (part.block == 0) {
         const Stats raw = MergeCells(p.cells, kLog2E, lane, [&](int i) { return raw_cells[i]; });
         ReportLists(args, ask, raw_row, RawSupport(raw), s);
       }
       __syncthreads();
     }
-    row.edited = p.edited + static_cast<int64_t>(place) * vocab;
-    RowStream<EditedBlock> again(memory.edited_stream, row.edited, part.begin, part.end);
-    lane_best = again.Run(c, in_first(cells), sketch);
-    __syncthreads();
   }
   // The first tokens, sorted: for the report, and where the filters leave no more.
-  const bool lists_are_sorted = !is_raw || !edited;  // the mode's logits are those just read
+  const bool lists_are_sorted = !is_raw || !edited;  // of the mode's logits
   int listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
   if (TopKIsOn(ask, vocab)) {
     listed = max(listed, min(ask.top_k, kListed));
@@ -904,19 +1194,22 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
     listed = kListed;
   }
   listed = min(listed, vocab);
-  const Logits<T>& mode_row = is_raw ? raw_row : row;
-  const SmallPool::Sketch* mode_sketch = lists_are_sorted ? sketch : nullptr;
+  const Row& mode_row = is_raw ? raw_row : row;
   if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
   if (edited) {
-    List<EditedBlock>(row.edited, part, sketch, lane_best, listed);
+    List<EditBlock<float, kInCluster>>(row.edited, part, edited_sketch, edited_best, listed);
   } else {
     List<Block>(sent, part, sketch, lane_best, listed);
   }
+  // The thread's count of tokens in the block's part that are no later than this one.
+  const auto count_from = [&](float logit, int last) {
+    return !edited  ? CountFrom<kThreads>(mode_row, part, sketch, logit, last)
+           : is_raw ? CountFrom<kThreads>(mode_row, part, raw_sketch, logit, last)
+                    : CountFrom<kThreads>(mode_row, part, edited_sketch, logit, last);
+  };
   // In a cluster, once its blocks know the token: each adds what it finds in its part of the row.
   const auto rank_in_part = [&] {
-    const int count =
-        CountFrom<kThreads>(mode_row, part, mode_sketch, s.ranked_logit, s.ranked_token);
-    const int sum = static_cast<int>(BlockSum(count, s));
+    const int sum = static_cast<int>(BlockSum(count_from(s.ranked_logit, s.ranked_token), s));
     if (threadIdx.x == 0) atomicAdd(InBlock(&s.rank, 0), sum);
     ClusterArrive();
   };
@@ -1107,8 +1400,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
       rank = s.rank;
     }
   } else if (!rank_is_listed) {
-    rank =
-        static_cast<int>(BlockSum(CountFrom<kThreads>(mode_row, part, mode_sketch, x, token), s));
+    rank = static_cast<int>(BlockSum(count_from(x, token), s));
   }
   if (threadIdx.x == 0) {
     args.tokens[r] = token;
@@ -1158,10 +1450,10 @@ int SharedBytes(const Params& p) {
                           part_cells * 32 * sizeof(SmallPool::Sketch));
 }
 
-template <class T, bool kInCluster>
+template <class T, bool kInCluster, bool kEditable>
 cudaError_t LaunchPass(const Params& p, unsigned rows, const Scratch& scratch,
                        cudaStream_t stream) {
-  const auto kernel = &SampleRowKernel<T, kInCluster>;
+  const auto kernel = &SampleRowKernel<T, kInCluster, kEditable>;
   const int shared = SharedBytes<T, kInCluster>(p);
   if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
   // The most any launch may ask for, as for softmax_topk.
@@ -1206,26 +1498,35 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, Carver carver, cudaStre
   if (p.args.edited) {
     constexpr int64_t kMaxPass = 4096;
     const int64_t room = static_cast<int64_t>(carver.left()) * 9 / 10;
-    pass = std::clamp<int64_t>(room / (vocab * 8), 1, std::min(rows, kMaxPass));
-    p.edited = carver.Take<float>(pass * vocab);
-    p.counts = carver.Take<uint32_t>(pass * vocab);
-    if (p.counts == nullptr) return cudaErrorMemoryAllocation;
+    p.edited_stride = (vocab + 31) / 32 * 32;
+    const int64_t row_bytes = p.edited_stride * (p.args.bias == nullptr ? 8 : 12) + p.cells * 4;
+    pass = std::clamp<int64_t>(room / row_bytes, 1, std::min(rows, kMaxPass));
+    p.edited = carver.Take<float>(pass * p.edited_stride);
+    p.counts = carver.Take<uint32_t>(pass * p.edited_stride);
+    if (p.args.bias != nullptr) p.bias_values = carver.Take<float>(pass * p.edited_stride);
+    p.patch_counts = carver.Take<int>(pass * p.cells);
+    if (p.patch_counts == nullptr) return cudaErrorMemoryAllocation;
+    error = cudaFuncSetAttribute(&PatchKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 sizeof(PatchTable));
+    if (error != cudaSuccess) return error;
   }
   for (int64_t first = 0; first < rows; first += pass) {
     p.first_row = first;
     const unsigned count = static_cast<unsigned>(std::min(pass, rows - first));
     if (p.args.edited) {
-      const unsigned parts = static_cast<unsigned>(
-          std::clamp<int64_t>(vocab / (kEditThreads * 8), 1, scratch.multiprocessors));
-      CopyMaskedKernel<T><<<dim3(parts, count), kEditThreads, 0, stream>>>(p);
-      EditKernel<<<count, kEditThreads, 0, stream>>>(p);
-      error = cudaGetLastError();
-      if (error != cudaSuccess) return error;
+      if (p.args.history != nullptr || p.args.bias != nullptr) {
+        PatchKernel<<<count, kPatchThreads, sizeof(PatchTable), stream>>>(p);
+        error = cudaGetLastError();
+        if (error != cudaSuccess) return error;
+      }
     }
     const int32_t cluster = ClusterBlocks<T>(p, rows, scratch);
     p.blocks = std::max(cluster, 1);
-    error = cluster > 0 ? LaunchPass<T, true>(p, count, scratch, stream)
-                        : LaunchPass<T, false>(p, count, scratch, stream);
+    const auto launch =
+        cluster > 0     ? p.args.edited ? &LaunchPass<T, true, true> : &LaunchPass<T, true, false>
+            : p.args.edited ? &LaunchPass<T, false, true>
+                        : &LaunchPass<T, false, false>;
+    error = launch(p, count, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

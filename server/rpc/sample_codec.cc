@@ -90,6 +90,12 @@ const engine::OpTraits kSampleTraits = {
     .enqueue = &EnqueueSample,
 };
 
+// An input array, or null where the batch has nothing for it.
+template <class T>
+static const T* InputOrNull(const engine::BatchView& batch, int array, int axis) {
+  return batch.counts[axis] == 0 ? nullptr : reinterpret_cast<const T*>(batch.inputs[array]);
+}
+
 SampleArgs SampleArgsOf(const engine::BatchView& batch) {
   return {
       .logits = {.data = batch.payload,
@@ -98,8 +104,8 @@ SampleArgs SampleArgsOf(const engine::BatchView& batch) {
                  .cols = batch.row_elements,
                  .row_stride = static_cast<int64_t>(batch.row_stride / SizeOf(batch.dtype))},
       .rows = reinterpret_cast<const SampleRow*>(batch.inputs[kSampleInRows]),
-      .history = reinterpret_cast<const int32_t*>(batch.inputs[kSampleInHistory]),
-      .bias = reinterpret_cast<const SampleBias*>(batch.inputs[kSampleInBias]),
+      .history = InputOrNull<int32_t>(batch, kSampleInHistory, kSampleHistory),
+      .bias = InputOrNull<SampleBias>(batch, kSampleInBias, kSampleBias),
       .extra_ids = reinterpret_cast<const int32_t*>(batch.inputs[kSampleInExtraIds]),
       .mask_words = reinterpret_cast<const uint32_t*>(batch.inputs[kSampleInMaskWords]),
       .edited = batch.counts[kSampleHistory] > 0 || batch.counts[kSampleBias] > 0 ||
