@@ -535,7 +535,8 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
     row.presence = one_in(2) ? 0.6f : 0;
     row.frequency = one_in(2) ? -0.3f : 0.1f;
     row.first_history = static_cast<int64_t>(batch.history.size());
-    row.history_count = static_cast<int32_t>(random() % 300);
+    const uint64_t most = vocab > 4096 && one_in(3) ? 20000 : 300;
+    row.history_count = static_cast<int32_t>(random() % most);
     const int32_t favourite = id();
     for (int32_t i = 0; i < row.history_count; ++i) {
       batch.history.push_back(one_in(3) ? favourite : id());
