@@ -10,8 +10,8 @@
 //
 // Measured: bench/results/cpu/kernels.json, two cores, 16 lanes, as shares of a bare read: top-k 50
 // and top-p 0.9 68% (bf16 48%), greedy 78%, unfiltered 55%, at another temperature 43%, with 4096
-// tokens of history and a mask 20%, top-p 0.9 alone over a flat row 5.6%. NumPy takes 50 times as
-// long for the first of these on the same cores, and 43 times for the last.
+// tokens of history and a mask 20%, top-p 0.9 alone over a flat row 5.6%. NumPy takes 30 times as
+// long for the first of these (bench/peers/sample_numpy.py, bench/results/cpu/sample_numpy.json).
 //
 // Tried and dropped: the flat top-p's list by a loop over mask bits, and its histograms' range by a
 // search for the least and largest key (2.3%).
