@@ -905,13 +905,29 @@ __device__ int CountFromOf(const Element* row, const Part& part, const Sketch* s
   return count;
 }
 
-template <int kThreads, class Row, class Sketch>
-__device__ __noinline__ int CountFrom(const Row& row, const Part& part, const Sketch* sketch,
-                                      float x, int token) {
+// How many tokens of the part are no later in the order than `token` with logit x: one by one where
+// few groups of the part's sketch of these logits reach it. Called by all threads.
+template <int kThreads, class Shape, class Row>
+__device__ __noinline__ int CountFrom(const Row& row, const Part& part,
+                                      const typename Shape::Sketch* sketch, float x, int token) {
+  auto& pool = Pool<Shape>();
+  const auto count_of = [&]<class Element>(const Element* elements) {
+    __syncthreads();
+    if (threadIdx.x == 0) pool.count = 0;
+    Floor floor;
+    floor.Raise(MakeKey(x, token));
+    if (OfferGroups<Element, kThreads, Shape>(elements + part.begin, part.begin,
+                                              part.end - part.begin, sketch, 0, part.cells(),
+                                              floor)) {
+      return pool.count;
+    }
+    const int count = CountFromOf<kThreads>(elements, part, sketch, x, token);
+    return static_cast<int>(BlockSum(count, Finish().draw));
+  };
   if constexpr (Row::kEditable) {
-    if (row.edited != nullptr) return CountFromOf<kThreads>(row.edited, part, sketch, x, token);
+    if (row.edited != nullptr) return count_of(row.edited);
   }
-  return CountFromOf<kThreads>(row.sent, part, sketch, x, token);
+  return count_of(row.sent);
 }
 
 // Writes the top tokens and the asked ids, of logits whose first tokens are in s.sorted.
@@ -1201,15 +1217,19 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   } else {
     List<Block>(sent, part, sketch, lane_best, listed);
   }
-  // The thread's count of tokens in the block's part that are no later than this one.
+  // How many tokens of the block's part are no later than this one.
   const auto count_from = [&](float logit, int last) {
-    return !edited  ? CountFrom<kThreads>(mode_row, part, sketch, logit, last)
-           : is_raw ? CountFrom<kThreads>(mode_row, part, raw_sketch, logit, last)
-                    : CountFrom<kThreads>(mode_row, part, edited_sketch, logit, last);
+    if constexpr (kEditable) {
+      if (edited) {
+        return CountFrom<kThreads, EditPool>(mode_row, part, is_raw ? raw_sketch : edited_sketch,
+                                             logit, last);
+      }
+    }
+    return CountFrom<kThreads, SmallPool>(mode_row, part, sketch, logit, last);
   };
   // In a cluster, once its blocks know the token: each adds what it finds in its part of the row.
   const auto rank_in_part = [&] {
-    const int sum = static_cast<int>(BlockSum(count_from(s.ranked_logit, s.ranked_token), s));
+    const int sum = count_from(s.ranked_logit, s.ranked_token);
     if (threadIdx.x == 0) atomicAdd(InBlock(&s.rank, 0), sum);
     ClusterArrive();
   };
@@ -1400,7 +1420,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
       rank = s.rank;
     }
   } else if (!rank_is_listed) {
-    rank = static_cast<int>(BlockSum(count_from(x, token), s));
+    rank = count_from(x, token);
   }
   if (threadIdx.x == 0) {
     args.tokens[r] = token;
