@@ -10,8 +10,19 @@
 // Weights lie in the result itself where it is f32, else in scratch of the thread: one row, 4 MiB
 // at most. Backward: one pass for sum y dy, one for the gradient.
 //
-// Cost at [32, 1024, 1024] f32: reads and writes 268 MB once each, which is the floor; causal rows
+// Cost at [16, 1024, 1024] f32: reads and writes 67 MB once each, which is the floor; causal rows
 // 0.75 of that, as the zeros must be written.
+//
+// Limited by: memory for f32; by arithmetic for f16 and bf16 (37 instructions a vector) and for
+// rows in cache; by latencies for rows of a few vectors.
+//
+// Measured: one core of a Sapphire Rapids at 2.6 GHz, 16 lanes, 1 GB of tensors in rotation, by
+// processor time, where a bare copy loop moves 26.5 GB/s: f32 13.3, causal 9.8, rows in L2 29; bf16
+// 9.1, causal 7.1, under a bool mask 8.4, rows of 131072 8.5. Backward: f32 15.3, bf16 13.8.
+//
+// Tried and dropped, as GB/s of f32 and bf16: no prefetch of the row that follows (11.5, 8.0;
+// causal 7.5, 5.4); prefetching the result for writing (12.2, 9.2; causal 10.5, 7.7); weights of
+// f32 rows in scratch as well (11.8).
 #include "kernels/cpu/attention_softmax.h"
 
 #include <algorithm>

@@ -735,6 +735,28 @@ inline std::vector<AttentionCase> BroadcastCases() {
   return cases;
 }
 
+inline std::vector<AttentionCase> LongestRowCases() {
+  std::vector<AttentionCase> cases;
+  for (Hide hide : {Hide::kNone, Hide::kWideWindow}) {
+    cases.push_back({.shape = {.batch = 1,
+                               .heads = 1,
+                               .queries = kMaxKeys,
+                               .keys = kMaxKeys,
+                               .first_row = kMaxKeys - 1,
+                               .rows = 1},
+                     .dtype = DType::kBF16,
+                     .out_dtype = DType::kBF16,
+                     .hide = hide});
+  }
+  return cases;
+}
+
+// More rows than a backend holds parts of d_sinks at once.
+inline AttentionCase ManySinkRows() {
+  return {.shape = {.batch = 30, .heads = 5, .queries = 1000, .keys = 3, .rows = 150000},
+          .sinks = true};
+}
+
 // Every kind of row x type, short, over several cells, and behind a window.
 inline std::vector<AttentionCase> AttentionFillCases() {
   std::vector<AttentionCase> cases;

@@ -65,16 +65,7 @@ TEST_F(AttentionSoftmaxCpuTest, AMaskMayBeSharedOverBatchHeadsAndQueries) {
 }
 
 TEST_F(AttentionSoftmaxCpuTest, TheLongestRowAgreesWithDoublePrecision) {
-  for (Hide hide : {Hide::kNone, Hide::kWideWindow}) {
-    const AttentionCase c{.shape = {.batch = 1,
-                                    .heads = 1,
-                                    .queries = kMaxKeys,
-                                    .keys = kMaxKeys,
-                                    .first_row = kMaxKeys - 1,
-                                    .rows = 1},
-                          .dtype = DType::kBF16,
-                          .out_dtype = DType::kBF16,
-                          .hide = hide};
+  for (const AttentionCase& c : LongestRowCases()) {
     EXPECT_EQ(FirstDifference(*runner_, c, kNoMore), "");
     EXPECT_EQ(FirstGradientDifference(*runner_, c), "");
   }
@@ -124,12 +115,8 @@ TEST_F(AttentionSoftmaxCpuTest, SinksOfHeadsWithoutARowHaveNoGradient) {
   EXPECT_EQ(got.d_sinks[2], 0.0);
 }
 
-// More rows than parts of d_sinks are held at once.
 TEST_F(AttentionSoftmaxCpuTest, SinkGradientsOfManyRowsAddUp) {
-  const AttentionCase c{
-      .shape = {.batch = 30, .heads = 5, .queries = 1000, .keys = 3, .rows = 150000},
-      .sinks = true};
-  EXPECT_EQ(FirstGradientDifference(*runner_, c), "");
+  EXPECT_EQ(FirstGradientDifference(*runner_, ManySinkRows()), "");
 }
 
 // Bits and not the like: the sum over rows has one order.
