@@ -235,7 +235,7 @@ struct Weigher {
   VF shift, low;
   hn::Vec<DI> top;
 
-  HWY_INLINE Weigher(const Cell& cell)
+  explicit HWY_INLINE Weigher(const Cell& cell)
       : shift(hn::Set(DF(), cell.shift)),
         low(hn::Set(DF(), kWhole + cell.exponent - 125)),
         top(hn::BitCast(DI(), hn::Set(DF(), kWhole + cell.exponent))) {}
