@@ -17,9 +17,6 @@ const absl::StatusOr<std::unique_ptr<Backend>>& Cuda() {
   return cuda;
 }
 
-// The scale is multiplied with log2(e) before it meets a score, which rounds once more.
-constexpr int kOnceMore = 1;
-
 class AttentionSoftmaxGpuTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -49,7 +46,7 @@ TEST_F(AttentionSoftmaxGpuTest, KeepsEveryClaimOfGradients) {
 
 TEST_F(AttentionSoftmaxGpuTest, EveryShapeAgreesWithDoublePrecision) {
   for (const AttentionCase& c : AttentionShapeCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, kOnceMore), "");
+    ASSERT_EQ(FirstDifference(*runner_, c, /*x_roundings=*/0), "");
   }
 }
 
@@ -61,20 +58,20 @@ TEST_F(AttentionSoftmaxGpuTest, EveryGradientAgreesWithDoublePrecision) {
 
 TEST_F(AttentionSoftmaxGpuTest, EveryKindOfRowAgreesWithDoublePrecision) {
   for (const AttentionCase& c : AttentionFillCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, kOnceMore), "");
+    ASSERT_EQ(FirstDifference(*runner_, c, /*x_roundings=*/0), "");
     ASSERT_EQ(FirstGradientDifference(*runner_, c), "");
   }
 }
 
 TEST_F(AttentionSoftmaxGpuTest, AMaskMayBeSharedOverBatchHeadsAndQueries) {
   for (const AttentionCase& c : BroadcastCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, kOnceMore), "");
+    ASSERT_EQ(FirstDifference(*runner_, c, /*x_roundings=*/0), "");
   }
 }
 
 TEST_F(AttentionSoftmaxGpuTest, TheLongestRowAgreesWithDoublePrecision) {
   for (const AttentionCase& c : LongestRowCases()) {
-    EXPECT_EQ(FirstDifference(*runner_, c, kOnceMore), "");
+    EXPECT_EQ(FirstDifference(*runner_, c, /*x_roundings=*/0), "");
     EXPECT_EQ(FirstGradientDifference(*runner_, c), "");
   }
 }
