@@ -121,9 +121,71 @@ constexpr SampleEntry kSample[] = {
 struct AttentionEntry {
   const char* name;  // why it is there
   AttentionCase shape;
+  Anchor h200 = {};
 };
 
 constexpr AttentionWindow kCausal = {.left = AttentionWindow::kUnbounded, .right = 0};
+
+constexpr AttentionCase Attention(int64_t heads, int64_t length, DType dtype,
+                                  AttentionWindow window = {}, MaskKind mask = MaskKind::kNone) {
+  return {1, heads, length, length, dtype, window, mask};
+}
+
+constexpr AttentionCase Backward(int64_t heads, int64_t length, DType dtype,
+                                 AttentionWindow window = {}) {
+  return {1, heads, length, length, dtype, window, MaskKind::kNone, /*backward=*/true};
+}
+
+const AttentionEntry kCudaAttention[] = {
+    // What peers were measured at.
+    {"causal, decode batch", Attention(32, 128, DType::kBF16, kCausal), {nullptr, 0, 6, 0}},
+    {"causal", Attention(32, 512, DType::kBF16, kCausal), {"torch.compile", 18, 8, 0}},
+    {"causal", Attention(32, 1024, DType::kBF16, kCausal), {"torch.compile", 44, 27, 0}},
+    {"causal", Attention(32, 2048, DType::kBF16, kCausal), {"torch.compile", 365, 105, 0}},
+    {"causal", Attention(32, 4096, DType::kBF16, kCausal), {"torch.compile", 1436, 415, 0.90}},
+    {"causal", Attention(8, 8192, DType::kBF16, kCausal), {"eager", 33638, 420, 0.90}},
+    {"causal", Attention(8, 16384, DType::kBF16, kCausal), {"Apex, Megatron", 21582, 1700, 0.90}},
+    // A gigabyte and more of each form.
+    {"causal", Attention(1024, 512, DType::kBF16, kCausal), {nullptr, 0, 0, 0.80}},
+    {"causal", Attention(256, 1024, DType::kBF16, kCausal), {nullptr, 0, 0, 0.90}},
+    {"causal", Attention(64, 2048, DType::kBF16, kCausal), {nullptr, 0, 0, 0.90}},
+    {"causal", Attention(2, 32768, DType::kBF16, kCausal), {}},
+    {"causal", Attention(1, 65536, DType::kBF16, kCausal), {nullptr, 0, 0, 0.80}},
+    {"window of 256", Attention(32, 4096, DType::kBF16, {255, 0}), {}},
+    {"unmasked", Attention(65536, 64, DType::kBF16), {nullptr, 0, 0, 0.92}},
+    {"unmasked", Attention(16384, 128, DType::kBF16), {nullptr, 0, 0, 0.92}},
+    {"unmasked", Attention(1024, 512, DType::kBF16), {nullptr, 0, 0, 0.92}},
+    {"unmasked", Attention(256, 1024, DType::kBF16), {nullptr, 0, 0, 0.92}},
+    {"unmasked", Attention(32, 4096, DType::kBF16), {nullptr, 0, 0, 0.92}},
+    {"unmasked", Attention(4, 16384, DType::kBF16), {nullptr, 0, 0, 0.92}},
+    {"unmasked, long rows", {1, 1, 16384, 65536, DType::kBF16}, {nullptr, 0, 0, 0.92}},
+    {"unmasked, long rows", {1, 1, 8192, 131072, DType::kBF16}, {}},
+    {"unmasked, longest rows", {1, 1, 1024, 1 << 20, DType::kBF16}, {}},
+    {"unmasked, rows off alignment", Attention(256, 1023, DType::kBF16), {}},
+    {"causal, rows off alignment", Attention(16, 4097, DType::kBF16, kCausal), {}},
+    {"bool mask", Attention(256, 1024, DType::kBF16, {}, MaskKind::kBool), {nullptr, 0, 0, 0.85}},
+    {"bool mask", Attention(32, 4096, DType::kBF16, {}, MaskKind::kBool), {nullptr, 0, 0, 0.85}},
+    {"bool mask", Attention(4, 16384, DType::kBF16, {}, MaskKind::kBool), {nullptr, 0, 0, 0.85}},
+    {"additive mask", Attention(32, 4096, DType::kBF16, {}, MaskKind::kAdditive), {}},
+    {"causal, f16", Attention(32, 4096, DType::kF16, kCausal), {nullptr, 0, 0, 0.90}},
+    {"causal, f32", Attention(512, 512, DType::kF32, kCausal), {nullptr, 0, 0, 0.80}},
+    {"causal, f32", Attention(128, 1024, DType::kF32, kCausal), {nullptr, 0, 0, 0.90}},
+    {"causal, f32", Attention(16, 4096, DType::kF32, kCausal), {nullptr, 0, 0, 0.90}},
+    {"causal, f32", Attention(2, 16384, DType::kF32, kCausal), {nullptr, 0, 0, 0.90}},
+    {"unmasked, f32", Attention(16, 4096, DType::kF32), {nullptr, 0, 0, 0.92}},
+    {"bool mask, f32",
+     Attention(16, 4096, DType::kF32, {}, MaskKind::kBool),
+     {nullptr, 0, 0, 0.85}},
+    {"backward", Backward(65536, 64, DType::kBF16), {"Apex", 372, 0, 0.88}},
+    {"backward", Backward(256, 1024, DType::kBF16), {nullptr, 0, 0, 0.88}},
+    {"backward", Backward(16, 4096, DType::kBF16), {"Apex", 766, 0, 0.88}},
+    {"backward", Backward(8, 16384, DType::kBF16), {"Apex", 22267, 0, 0.88}},
+    {"backward, causal", Backward(256, 1024, DType::kBF16, kCausal), {nullptr, 0, 0, 0.88}},
+    {"backward, causal", Backward(16, 4096, DType::kBF16, kCausal), {nullptr, 0, 0, 0.88}},
+    {"backward, causal", Backward(4, 16384, DType::kBF16, kCausal), {nullptr, 0, 0, 0.88}},
+    {"backward, f32", Backward(16, 4096, DType::kF32), {nullptr, 0, 0, 0.88}},
+    {"backward, rows off alignment", Backward(256, 1023, DType::kBF16), {}},
+};
 
 const AttentionEntry kCpuAttention[] = {
     {"unmasked", {1, 16, 1024, 1024, DType::kF32, {}}},
@@ -159,6 +221,11 @@ std::string Shape(const AttentionEntry& entry) {
 std::string Shape(const SampleEntry& entry) {
   return absl::StrFormat("%dx%d %s %s", entry.shape.rows, entry.shape.vocab,
                          Name(entry.shape.dtype), entry.name);
+}
+
+// Of the table; none is 0.
+std::string Number(double value) {
+  return value == 0 ? std::string("-") : absl::StrFormat("%.0f", value);
 }
 
 std::string Shape(const TopKCase& c) {
@@ -242,12 +309,9 @@ int Main(int argc, char** argv) {
     }
     const double bytes = static_cast<double>(c.rows) * c.vocab * SizeOf(c.dtype);
     const double floor_us = bytes / *read * 1e6;
-    const auto number = [](double value) {
-      return value == 0 ? std::string("-") : absl::StrFormat("%.0f", value);
-    };
     absl::PrintF("%-36s %10.2f %10.2f %9.1f %6.1f%% %8s %9s  %s\n", Shape(c), *us, floor_us,
-                 bytes / *us / 1e3, 100 * floor_us / *us, number(entry.h200.goal_us),
-                 number(entry.h200.peer_us), entry.h200.peer == nullptr ? "" : entry.h200.peer);
+                 bytes / *us / 1e3, 100 * floor_us / *us, Number(entry.h200.goal_us),
+                 Number(entry.h200.peer_us), entry.h200.peer == nullptr ? "" : entry.h200.peer);
     out["entries"].push_back({{"op", "softmax_topk"},
                               {"why", entry.name},
                               {"rows", c.rows},
@@ -286,11 +350,10 @@ int Main(int argc, char** argv) {
                               {"floor_us", floor_us},
                               {"share_of_floor", floor_us / *us}});
   }
-  absl::PrintF("\n%-60s %10s %10s %9s %7s\n", "attention_softmax", "us", "floor us", "GB/s",
-               "share");
-  // CUDA has none of these yet.
+  absl::PrintF("\n%-60s %10s %10s %9s %7s %8s %9s  %s\n", "attention_softmax", "us", "floor us",
+               "GB/s", "share", "goal us", "peer us", "peer (on an H200)");
   for (const AttentionEntry& entry :
-       cuda ? absl::Span<const AttentionEntry>() : absl::MakeConstSpan(kCpuAttention)) {
+       cuda ? absl::MakeConstSpan(kCudaAttention) : absl::MakeConstSpan(kCpuAttention)) {
     const AttentionCase& c = entry.shape;
     if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
     const auto us = (*device)->TimeAttention(c);
@@ -300,8 +363,9 @@ int Main(int argc, char** argv) {
       continue;
     }
     const double floor_us = c.FloorBytes() / *copy * 1e6;
-    absl::PrintF("%-60s %10.2f %10.2f %9.1f %6.1f%%\n", Shape(entry), *us, floor_us,
-                 c.FloorBytes() / *us / 1e3, 100 * floor_us / *us);
+    absl::PrintF("%-60s %10.2f %10.2f %9.1f %6.1f%% %8s %9s  %s\n", Shape(entry), *us, floor_us,
+                 c.FloorBytes() / *us / 1e3, 100 * floor_us / *us, Number(entry.h200.goal_us),
+                 Number(entry.h200.peer_us), entry.h200.peer == nullptr ? "" : entry.h200.peer);
     out["entries"].push_back(
         {{"op", c.backward ? "attention_softmax_backward" : "attention_softmax"},
          {"why", entry.name},
@@ -314,7 +378,11 @@ int Main(int argc, char** argv) {
          {"mask", std::string(Name(c.mask))},
          {"us", *us},
          {"floor_us", floor_us},
-         {"share_of_floor", floor_us / *us}});
+         {"share_of_floor", floor_us / *us},
+         {"goal_us", entry.h200.goal_us},
+         {"goal_share", entry.h200.goal_share},
+         {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
+         {"peer_us_h200", entry.h200.peer_us}});
   }
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
   return failed == 0 ? 0 : 1;
