@@ -43,6 +43,14 @@ __global__ void FillNormal(T* out, size_t n) {
   }
 }
 
+// A quarter of the mask hides its key.
+template <class T>
+__global__ void FillMask(T* out, size_t n, T hides, T shows) {
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step)
+    out[i] = Mix(static_cast<uint32_t>(i)) % 4 == 0 ? hides : shows;
+}
+
 __global__ void ReadAll(const uint4* in, size_t n, uint32_t* sink) {
   const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
   uint32_t all = 0;
@@ -227,20 +235,90 @@ class CudaDevice final : public Device {
     return us;
   }
 
+  absl::StatusOr<double> TimeAttention(const AttentionCase& c) override {
+    const int64_t rows = c.rows();
+    const size_t bytes = (static_cast<size_t>(rows * c.keys) * SizeOf(c.dtype) + 255) / 256 * 256;
+    const size_t tensors = c.backward ? 3 : 2;
+    const size_t parts = std::max<size_t>(1, kBufferBytes / (tensors * bytes));
+    const size_t mask_elements = static_cast<size_t>(c.batch * c.queries * c.keys);
+    const size_t mask_bytes = c.mask == MaskKind::kNone   ? 0
+                              : c.mask == MaskKind::kBool ? mask_elements
+                                                          : mask_elements * SizeOf(c.dtype);
+    DeviceBlock block;
+    LOGITD_RETURN_IF_ERROR(ToStatus(block.Allocate(parts * tensors * bytes + mask_bytes +
+                                                   rows * (sizeof(RowStatus) + 4) + 4096)));
+    std::byte* data = block.Take<std::byte>(parts * tensors * bytes);
+    FillWith(c.dtype, data, parts * tensors * bytes);
+    std::byte* mask = block.Take<std::byte>(mask_bytes);
+    FillMaskOf(c, mask, mask_elements);
+    float* logsumexp = block.Take<float>(rows);
+    RowStatus* status = block.Take<RowStatus>(rows);
+    const AttentionShape shape = {
+        .batch = c.batch, .heads = c.heads, .queries = c.queries, .keys = c.keys, .rows = rows};
+    const int launches = std::clamp<int>(
+        static_cast<int>(static_cast<double>(kWarmReadBytes) / c.FloorBytes()), 1, 200);
+    auto us = Time(launches, [&](int i) {
+      std::byte* at = data + static_cast<size_t>(i) % parts * tensors * bytes;
+      const auto tensor = [&](int t) {
+        return TensorView{at + t * bytes, c.dtype, rows, c.keys, c.keys};
+      };
+      const MutableTensorView to = {at + (tensors - 1) * bytes, c.dtype, rows, c.keys, c.keys};
+      if (c.backward) {
+        return cuda::AttentionSoftmaxBackward({.shape = shape,
+                                               .probs = tensor(0),
+                                               .d_probs = tensor(1),
+                                               .window = c.window,
+                                               .d_scores = to,
+                                               .status = status},
+                                              scratch_, stream_);
+      }
+      return cuda::AttentionSoftmax({.shape = shape,
+                                     .scores = tensor(0),
+                                     .window = c.window,
+                                     .mask = {.kind = c.mask,
+                                              .dtype = c.dtype,
+                                              .data = mask,
+                                              .batch_stride = c.queries * c.keys,
+                                              .query_stride = c.keys},
+                                     .probs = to,
+                                     .logsumexp = logsumexp,
+                                     .status = status},
+                                    scratch_, stream_);
+    });
+    return us;
+  }
+
  private:
   absl::Status Fill(DType dtype) {
     if (filled_ && filled_dtype_ == dtype) return absl::OkStatus();
-    const size_t n = kBufferBytes / SizeOf(dtype);
-    const int blocks = scratch_.multiprocessors * 8;
-    if (dtype == DType::kF32)
-      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<float*>(buffer_), n);
-    if (dtype == DType::kF16)
-      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__half*>(buffer_), n);
-    if (dtype == DType::kBF16)
-      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__nv_bfloat16*>(buffer_), n);
+    FillWith(dtype, buffer_, kBufferBytes);
     filled_ = true;
     filled_dtype_ = dtype;
     return ToStatus(cudaStreamSynchronize(stream_));
+  }
+
+  void FillWith(DType dtype, std::byte* data, size_t bytes) {
+    const size_t n = bytes / SizeOf(dtype);
+    const int blocks = scratch_.multiprocessors * 8;
+    if (dtype == DType::kF32)
+      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<float*>(data), n);
+    if (dtype == DType::kF16)
+      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__half*>(data), n);
+    if (dtype == DType::kBF16)
+      FillNormal<<<blocks, 512, 0, stream_>>>(reinterpret_cast<__nv_bfloat16*>(data), n);
+  }
+
+  void FillMaskOf(const AttentionCase& c, std::byte* mask, size_t n) {
+    const int blocks = scratch_.multiprocessors * 8;
+    const auto fill = [&](auto hides) {
+      using T = decltype(hides);
+      FillMask<<<blocks, 512, 0, stream_>>>(reinterpret_cast<T*>(mask), n, hides, T{});
+    };
+    if (c.mask == MaskKind::kBool) fill(uint8_t{1});
+    if (c.mask != MaskKind::kAdditive) return;
+    if (c.dtype == DType::kF32) fill(uint32_t{0xff800000});  // -inf, by its bits
+    if (c.dtype == DType::kF16) fill(uint16_t{0xfc00});
+    if (c.dtype == DType::kBF16) fill(uint16_t{0xff80});
   }
 
   // Median time of one of `launches` launches, in microseconds.

@@ -73,6 +73,15 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::Verify(args, scratch_, stream_), "verify");
   }
+  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::AttentionSoftmax(args, scratch_, stream_), "attention_softmax");
+  }
+  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::AttentionSoftmaxBackward(args, scratch_, stream_),
+                    "attention_softmax_backward");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "kernels/attention_softmax.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
@@ -56,6 +57,10 @@ class Carver {
 cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t Sample(const SampleArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t Verify(const VerifyArgs& args, const Scratch& scratch, cudaStream_t stream);
+cudaError_t AttentionSoftmax(const AttentionSoftmaxArgs& args, const Scratch& scratch,
+                             cudaStream_t stream);
+cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
+                                     const Scratch& scratch, cudaStream_t stream);
 
 }  // namespace logitd::cuda
 

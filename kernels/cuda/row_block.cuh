@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/cell.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/select.cuh"
 
@@ -26,37 +27,9 @@ __device__ __noinline__ int FindNan(const T* row, int first, int vocab, int lane
   return __reduce_min_sync(kFullWarp, position);
 }
 
-// ---- clusters: blocks that see each other's shared memory, where the device has them -----------
-
-// The first half of a barrier of the cluster, and the second; what was written before the one is
-// seen after the other.
-__device__ inline void ClusterArrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive;" ::: "memory");
-#endif
-}
-__device__ inline void ClusterWait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
-// The same place in the shared memory of the cluster's block `rank`.
-template <class U>
-__device__ inline U* InBlock(U* shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  U* there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-  return there;
-#else
-  return shared;
-#endif
-}
-
 // ---- blocks ------------------------------------------------------------------------------------
 
 constexpr int kMaxItemCells = 256;  // cells a softmax_topk block sketches; longer rows are split
-
-constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
 
 // What the block needs after its read of a row: the pool, for up to kMax keys, and the sketch.
 // kLaneGroups: groups of a lane's part of a cell, in the sketch.
