@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 
@@ -172,6 +173,25 @@ TEST(AdmissionTest, RoomMadeOnAnotherThreadWakesTheLine) {
   EXPECT_TRUE(b.Wait().ok());
   EXPECT_FALSE(admission.Abandon(b.id()));
   b.Leave();
+}
+
+TEST(AdmissionTest, RoomGivenBackLaterIsToldOnAnotherThread) {
+  Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
+  Caller first;
+  first.Enter(admission);
+  std::thread::id told;
+  absl::Notification done;
+  admission.Enter(absl::InfiniteFuture(), [&](absl::StatusOr<Admission::Ticket> answer) {
+    EXPECT_TRUE(answer.ok());
+    told = std::this_thread::get_id();
+    done.Notify();
+  });
+  Admission::Ticket ticket = std::move(first.ticket());
+  ticket.GiveBackLater();
+  EXPECT_EQ(ticket.bytes(), 0);
+  ticket.GiveBackLater();  // nothing is left to give
+  done.WaitForNotification();
+  EXPECT_NE(told, std::this_thread::get_id());
 }
 
 TEST(AdmissionTest, ALineThatDropsItsTicketsAtOnceDoesNotNest) {

@@ -166,14 +166,15 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   }
   const absl::Span<const std::byte> outputs[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
                                                  Bytes(probs)};
-  const grpc::ByteBuffer buffer = p.codec.Encode(outputs, {.receive_ns = 1,
-                                                           .total_ns = int64_t{1} << 40,
-                                                           .job = {.copy_ns = 2,
-                                                                   .queue_ns = 3,
-                                                                   .h2d_ns = 0,
-                                                                   .kernel_ns = 5,
-                                                                   .d2h_ns = 6,
-                                                                   .batch_rows = 7}});
+  const grpc::ByteBuffer buffer =
+      p.codec.Encode({.outputs = outputs}, {.receive_ns = 1,
+                                            .total_ns = int64_t{1} << 40,
+                                            .job = {.copy_ns = 2,
+                                                    .queue_ns = 3,
+                                                    .h2d_ns = 0,
+                                                    .kernel_ns = 5,
+                                                    .d2h_ns = 6,
+                                                    .batch_rows = 7}});
   EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
   grpc::Slice slice;
   ASSERT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
