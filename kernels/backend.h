@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/attention_softmax.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
@@ -55,6 +56,8 @@ class Stream {
   virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) = 0;
   virtual absl::Status Sample(const SampleArgs& args) = 0;
   virtual absl::Status Verify(const VerifyArgs& args) = 0;
+  virtual absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) = 0;
+  virtual absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) = 0;
 
   // Blocks until all that was enqueued is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;

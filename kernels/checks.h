@@ -3,11 +3,18 @@
 #define LOGITD_KERNELS_CHECKS_H_
 
 #include <cstdint>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "kernels/types.h"
 
 namespace logitd {
+
+// OK where `dtype` is one there is, else INVALID_ARGUMENT naming the field.
+absl::Status CheckDType(std::string_view field, DType dtype);
+
+// OK where `got` is in [least, most], else INVALID_ARGUMENT naming the field and both.
+absl::Status CheckRange(std::string_view field, int64_t got, int64_t least, int64_t most);
 
 // A batch of logits as it came over a border.
 struct LogitsShape {

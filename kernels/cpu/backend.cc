@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "kernels/cpu/attention_softmax.h"
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/softmax_topk.h"
 #include "kernels/cpu/thread_pool.h"
@@ -37,6 +38,12 @@ class CpuStream : public Stream {
   absl::Status Verify(const VerifyArgs& args) override {
     return Timed([&] { cpu::Verify(args, *pool_); });
   }
+  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
+    return Timed([&] { cpu::AttentionSoftmax(args, *pool_); });
+  }
+  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
+    return Timed([&] { cpu::AttentionSoftmaxBackward(args, *pool_, sink_scratch_); });
+  }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
@@ -52,6 +59,7 @@ class CpuStream : public Stream {
 
   cpu::ThreadPool* pool_;
   cpu::SketchScratch softmax_topk_scratch_;
+  cpu::Buffer<double> sink_scratch_;
   StreamTimes times_;
 };
 

@@ -22,39 +22,12 @@
 #include "hwy/cache_control.h"
 #include "hwy/contrib/sort/vqsort.h"
 #include "hwy/highway.h"
+#include "kernels/cpu/lanes-inl.h"
 #include "kernels/cpu/sketch.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
-
-using DF = hn::CappedTag<float, kMaxLanes>;
-using DI = hn::RebindToSigned<DF>;
-using VF = hn::Vec<DF>;
-
-// Whether PromoteTo reads f16 by an instruction. Highway 1.0's substitute for it takes infinities
-// and NaN for finite.
-constexpr bool kHardwareF16 = HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2;
-
-template <typename T>
-HWY_INLINE VF LoadF32(DF d, const T* from) {
-  if constexpr (std::is_same_v<T, float>) {
-    return hn::LoadU(d, from);
-  } else if constexpr (std::is_same_v<T, hwy::float16_t> && !kHardwareF16) {
-    const hn::RebindToUnsigned<DF> du;
-    const auto half = hn::PromoteTo(
-        du, hn::LoadU(hn::Rebind<uint16_t, DF>(), reinterpret_cast<const uint16_t*>(from)));
-    const auto size = hn::And(half, hn::Set(du, 0x7fff));
-    const auto sign = hn::ShiftLeft<16>(hn::Sub(half, size));
-    // As the bits of a float, the size is 2^-112 of what it means, subnormals included.
-    const VF value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(size)), hn::Set(d, 0x1p112f));
-    // All ones in f16's exponent stand for all ones in f32's.
-    const VF special = hn::IfThenElseZero(hn::Ge(value, hn::Set(d, 65536.0f)), hn::Set(d, kInf));
-    return hn::Or(hn::Or(value, special), hn::BitCast(d, sign));
-  } else {
-    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, DF>(), from));
-  }
-}
 
 template <typename T>
 T MinusInf() {
@@ -75,17 +48,6 @@ HWY_INLINE const T* CellAt(const T* logits, int64_t vocab, int64_t c, T* padded)
   std::memcpy(padded, logits + begin, count * sizeof(T));
   std::fill(padded + count, padded + kCellElements, MinusInf<T>());
   return padded;
-}
-
-// 2^f for |f| <= 1/2, relative error 1e-7; exactly 1 at 0. Minimax for the relative error, by
-// Lawson iteration.
-HWY_INLINE VF Exp2Poly(DF d, VF f) {
-  VF p = hn::Set(d, 0.00132647273f);
-  p = hn::MulAdd(p, f, hn::Set(d, 0.00967151299f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.0555073358f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.240222424f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.693147004f));
-  return hn::MulAdd(p, f, hn::Set(d, 1.0f));
 }
 
 // Adding this to n leaves n + 127 in the low bits: an exponent field after a shift.

@@ -10,30 +10,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
-#include <memory>
 
+#include "kernels/cpu/lanes.h"
 #include "kernels/types.h"
 
 namespace logitd::cpu {
-
-// Memory that grows to the largest size asked for and stays. Growing loses the contents. Not
-// thread-safe.
-template <typename T>
-class Buffer {
- public:
-  T* Get(int64_t count) {
-    if (count > capacity_) {
-      data_.reset(new T[count]);
-      capacity_ = count;
-    }
-    return data_.get();
-  }
-
- private:
-  std::unique_ptr<T[]> data_;
-  int64_t capacity_ = 0;
-};
 
 // Elements of a row that one fixed code path reduces, counted from the row's start. A row's bits
 // follow from its cells, so they do not depend on which threads computed them.
@@ -55,8 +36,6 @@ struct SketchScratch {
 
 inline constexpr int64_t kFineGroup = 8;  // elements under one fine maximum
 inline constexpr int64_t kFinePerCell = kCellElements / kFineGroup;
-inline constexpr int64_t kMaxLanes = 16;  // also the most coarse maxima a cell has
-inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // exp((x - max) / temperature) as 2^(slope * (x * kShrink - max * kShrink)).
 // Shrinking first keeps the difference of any two floats finite, at no cost: it is a fused

@@ -149,6 +149,14 @@ absl::Status FakeStream::Verify(const VerifyArgs& args) {
   return absl::UnimplementedError("the fake device has one op, digest");
 }
 
+absl::Status FakeStream::AttentionSoftmax(const AttentionSoftmaxArgs& args) {
+  return absl::UnimplementedError("the fake device has one op, digest");
+}
+
+absl::Status FakeStream::AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) {
+  return absl::UnimplementedError("the fake device has one op, digest");
+}
+
 absl::StatusOr<StreamTimes> FakeStream::Wait() {
   phase_ = kIdle;
   uploaded_bytes_ = 0;

@@ -113,6 +113,8 @@ class FakeStream final : public Stream {
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override;
   absl::Status Sample(const SampleArgs& args) override;
   absl::Status Verify(const VerifyArgs& args) override;
+  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override;
+  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override;
   absl::StatusOr<StreamTimes> Wait() override;
   absl::Status Digest(const BatchView& batch);
   // Any op: waits and fails as the backend says, then runs `body`.

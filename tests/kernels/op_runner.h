@@ -65,6 +65,42 @@ struct VerifyAnswer {
   std::vector<int32_t> accepted;  // [sequences]
 };
 
+// What a call of attention_softmax is given. `args` has all but the memory, which is here.
+struct AttentionCall {
+  AttentionSoftmaxArgs args;
+  HostTensor scores;
+  std::vector<std::byte> mask;
+  size_t mask_offset_bytes = 0;  // of its first element from an aligned address
+  std::vector<float> sinks;      // empty: none
+  HostTensor probs;  // its type, stride and offset; what it holds shows where not written
+  bool in_place = false;
+  bool want_logsumexp = true;
+};
+
+struct AttentionAnswer {
+  HostTensor probs;
+  std::vector<float> logsumexp;
+  std::vector<RowStatus> status;
+};
+
+// What a call of its backward is given.
+struct AttentionBackwardCall {
+  enum class Output { kApart, kOverProbs, kOverDProbs };
+  AttentionSoftmaxBackwardArgs args;
+  HostTensor probs;
+  HostTensor d_probs;
+  std::vector<float> sinks;
+  std::vector<float> logsumexp;
+  HostTensor d_scores;
+  Output output = Output::kApart;
+};
+
+struct AttentionBackwardAnswer {
+  HostTensor d_scores;
+  std::vector<double> d_sinks;
+  std::vector<RowStatus> status;
+};
+
 class OpRunner {
  public:
   // Fails with the backend's own status. `backend` outlives the runner.
@@ -179,6 +215,97 @@ class OpRunner {
     return answer;
   }
 
+  // One call of attention_softmax.
+  absl::StatusOr<AttentionAnswer> AttentionSoftmax(const AttentionCall& call) {
+    const int64_t rows = call.args.shape.rows;
+    Layout layout;
+    const size_t at_mask = layout.Add(call.mask_offset_bytes + call.mask.size());
+    const size_t at_sinks = layout.Add(call.sinks.size() * sizeof(float));
+    const size_t at_scores = layout.Add(call.scores.bytes().size());
+    const size_t at_probs = call.in_place ? at_scores : layout.Add(call.probs.bytes().size());
+    const size_t at_logsumexp = layout.Add(rows * sizeof(float));
+    const size_t at_status = layout.Add(rows * sizeof(RowStatus));
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+
+    AttentionAnswer answer{.probs = call.in_place ? call.scores : call.probs};
+    answer.logsumexp.assign(rows, TopKAnswer::kUnwrittenFloat);
+    answer.status.assign(rows, {RowCode::kOk, TopKAnswer::kUnwrittenIndex});
+    Put(at_mask + call.mask_offset_bytes, absl::MakeConstSpan(call.mask));
+    Put(at_sinks, absl::MakeConstSpan(call.sinks));
+    Put(at_scores, call.scores.bytes());
+    Put(at_probs, answer.probs.bytes());
+    Put(at_logsumexp, absl::MakeConstSpan(answer.logsumexp));
+    Put(at_status, absl::MakeConstSpan(answer.status));
+
+    AttentionSoftmaxArgs args = call.args;
+    args.scores = ViewAt(at_scores, call.scores);
+    args.mask.data = slab_.device + at_mask + call.mask_offset_bytes;
+    args.sinks = call.sinks.empty() ? nullptr : At<const float>(at_sinks);
+    args.probs = MutableViewAt(at_probs, answer.probs);
+    args.logsumexp = call.want_logsumexp ? At<float>(at_logsumexp) : nullptr;
+    args.status = At<RowStatus>(at_status);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->AttentionSoftmax(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_scores, layout.bytes - at_scores));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at_probs, answer.probs.mutable_bytes());
+    Fetch(at_logsumexp, answer.logsumexp);
+    Fetch(at_status, answer.status);
+    return answer;
+  }
+
+  // One call of its backward.
+  absl::StatusOr<AttentionBackwardAnswer> AttentionSoftmaxBackward(
+      const AttentionBackwardCall& call) {
+    using Output = AttentionBackwardCall::Output;
+    const int64_t rows = call.args.shape.rows;
+    const int64_t heads = call.args.shape.heads;
+    Layout layout;
+    const size_t at_sinks = layout.Add(call.sinks.size() * sizeof(float));
+    const size_t at_logsumexp = layout.Add(call.logsumexp.size() * sizeof(float));
+    const size_t at_probs = layout.Add(call.probs.bytes().size());
+    const size_t at_d_probs = layout.Add(call.d_probs.bytes().size());
+    const size_t at_d_scores = call.output == Output::kApart
+                                   ? layout.Add(call.d_scores.bytes().size())
+                               : call.output == Output::kOverProbs ? at_probs
+                                                                   : at_d_probs;
+    const size_t at_d_sinks = layout.Add(heads * sizeof(double));
+    const size_t at_status = layout.Add(rows * sizeof(RowStatus));
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+
+    AttentionBackwardAnswer answer{.d_scores = call.output == Output::kApart       ? call.d_scores
+                                               : call.output == Output::kOverProbs ? call.probs
+                                                                                   : call.d_probs};
+    answer.d_sinks.assign(heads, TopKAnswer::kUnwrittenFloat);
+    answer.status.assign(rows, {RowCode::kOk, TopKAnswer::kUnwrittenIndex});
+    Put(at_sinks, absl::MakeConstSpan(call.sinks));
+    Put(at_logsumexp, absl::MakeConstSpan(call.logsumexp));
+    Put(at_probs, call.probs.bytes());
+    Put(at_d_probs, call.d_probs.bytes());
+    Put(at_d_scores, answer.d_scores.bytes());
+    Put(at_d_sinks, absl::MakeConstSpan(answer.d_sinks));
+    Put(at_status, absl::MakeConstSpan(answer.status));
+
+    AttentionSoftmaxBackwardArgs args = call.args;
+    args.probs = ViewAt(at_probs, call.probs);
+    args.d_probs = ViewAt(at_d_probs, call.d_probs);
+    args.d_scores = MutableViewAt(at_d_scores, answer.d_scores);
+    if (!call.sinks.empty()) {
+      args.sinks = At<const float>(at_sinks);
+      args.logsumexp = At<const float>(at_logsumexp);
+      args.d_sinks = At<double>(at_d_sinks);
+    }
+    args.status = At<RowStatus>(at_status);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->AttentionSoftmaxBackward(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_probs, layout.bytes - at_probs));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at_d_scores, answer.d_scores.mutable_bytes());
+    Fetch(at_d_sinks, answer.d_sinks);
+    Fetch(at_status, answer.status);
+    return answer;
+  }
+
  private:
   struct Layout {
     size_t bytes = 0;
@@ -286,6 +413,21 @@ class OpRunner {
     if (!slab.ok()) return slab.status();
     slab_ = *slab;
     return absl::OkStatus();
+  }
+
+  TensorView ViewAt(size_t at, const HostTensor& tensor) const {
+    return {.data = slab_.device + at + tensor.offset_bytes(),
+            .dtype = tensor.dtype(),
+            .rows = tensor.rows(),
+            .cols = tensor.cols(),
+            .row_stride = tensor.row_stride()};
+  }
+  MutableTensorView MutableViewAt(size_t at, const HostTensor& tensor) const {
+    return {.data = slab_.device + at + tensor.offset_bytes(),
+            .dtype = tensor.dtype(),
+            .rows = tensor.rows(),
+            .cols = tensor.cols(),
+            .row_stride = tensor.row_stride()};
   }
 
   template <typename T>

@@ -80,6 +80,7 @@ class HostTensor {
   int64_t row_stride() const { return row_stride_; }
   size_t offset_bytes() const { return offset_ * SizeOf(dtype_); }
   absl::Span<const std::byte> bytes() const { return bytes_; }  // from the aligned address on
+  std::vector<std::byte>& mutable_bytes() { return bytes_; }
 
   // Rounded to the tensor's type.
   void Set(int64_t r, int64_t c, float value) {

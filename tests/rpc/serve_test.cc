@@ -45,6 +45,12 @@ class DoomedStream final : public Stream {
   }
   absl::Status Sample(const SampleArgs& args) override { return stream_->Sample(args); }
   absl::Status Verify(const VerifyArgs& args) override { return stream_->Verify(args); }
+  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
+    return stream_->AttentionSoftmax(args);
+  }
+  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
+    return stream_->AttentionSoftmaxBackward(args);
+  }
   absl::StatusOr<StreamTimes> Wait() override {
     if (*lost_) return absl::InternalError("fell off the bus");
     return stream_->Wait();

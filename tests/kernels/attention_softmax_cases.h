@@ -1,0 +1,714 @@
+// What attention_softmax must do on every backend: answers by hand, parity with double precision,
+// and bits that depend on the row alone. One table for the CPU and the GPU.
+#ifndef LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
+#define LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "tests/kernels/attention_softmax_reference.h"
+#include "tests/kernels/op_runner.h"
+#include "tests/kernels/reference.h"
+
+namespace logitd::testing {
+
+inline constexpr DType kAttentionDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+inline constexpr int64_t kNoLimit = AttentionWindow::kUnbounded;
+inline constexpr AttentionWindow kCausal = {kNoLimit, 0};
+
+// ---- Answers by hand
+// -----------------------------------------------------------------------------------------------
+
+// f32, every row of the tensor. Logs of whole numbers make probabilities that are simple fractions.
+struct AttentionClaim {
+  const char* name;
+  std::array<int64_t, 4> shape;  // batch, heads, queries, keys
+  std::vector<float> scores;
+  std::vector<float> probs;
+  std::vector<float> logsumexp;        // [rows]
+  std::vector<RowStatus> status = {};  // [rows]; none: all OK
+  float scale = 1;
+  AttentionWindow window = {};
+  MaskKind mask = MaskKind::kNone;
+  std::vector<float> mask_values = {};            // bool: 0 or 1
+  std::array<int64_t, 3> mask_shape = {1, 1, 1};  // batch, heads, queries
+  std::vector<float> sinks = {};
+};
+
+inline const std::vector<AttentionClaim>& AttentionClaims() {
+  static const float kLn2 = std::log(2.0f), kLn3 = std::log(3.0f), kLn4 = std::log(4.0f);
+  static const float kMost = std::numeric_limits<float>::max();
+  constexpr RowStatus kOk = {};
+  constexpr RowStatus kEmpty = {RowCode::kEmptySupport, -1};
+  static const auto& claims = *new std::vector<AttentionClaim>{
+      {"one_key_is_certain", {1, 1, 1, 1}, {-3}, {1}, {-3}},
+      {"equal_scores_share", {1, 1, 1, 4}, {5, 5, 5, 5}, {.25f, .25f, .25f, .25f}, {5 + kLn4}},
+      {"scale_multiplies", {1, 1, 1, 2}, {0, 2}, {.25f, .75f}, {kLn4}, {}, kLn3 / 2},
+      {"negative_scale_turns_the_order",
+       {1, 1, 1, 2},
+       {0, kLn3},
+       {.75f, .25f},
+       {std::log(4 / 3.0f)},
+       {},
+       -1},
+      {"scale_zero_shares", {1, 1, 1, 2}, {7, 9}, {.5f, .5f}, {kLn2}, {}, 0},
+      {"causal_square_sees_the_past_and_itself",
+       {1, 1, 3, 3},
+       {0, kNan, kNan, 0, kLn3, kNan, 0, 0, kLn2},
+       {1, 0, 0, .25f, .75f, 0, .25f, .25f, .5f},
+       {0, kLn4, kLn4},
+       {},
+       1,
+       kCausal},
+      {"causal_aligns_the_last_query_with_the_last_key",
+       {1, 1, 2, 4},
+       {0, 0, kLn2, kNan, 0, 0, 0, kLn3},
+       {.25f, .25f, .5f, 0, 1 / 6.0f, 1 / 6.0f, 1 / 6.0f, .5f},
+       {kLn4, std::log(6.0f)},
+       {},
+       1,
+       kCausal},
+      {"causal_with_more_queries_than_keys_leaves_the_first_empty",
+       {1, 1, 4, 2},
+       {1, 1, 1, 1, 3, kNan, 0, kLn3},
+       {0, 0, 0, 0, 1, 0, .25f, .75f},
+       {-kInf, -kInf, 3, kLn4},
+       {kEmpty, kEmpty, kOk, kOk},
+       1,
+       kCausal},
+      {"window_has_both_its_ends",
+       {1, 1, 4, 4},
+       {0, 0, 9, 9, 0, 0, 0, 9, 9, 0, 0, 0, 9, 9, 0, 0},
+       {.5f, .5f, 0, 0, 1 / 3.0f, 1 / 3.0f, 1 / 3.0f, 0, 0, 1 / 3.0f, 1 / 3.0f, 1 / 3.0f, 0, 0, .5f,
+        .5f},
+       {kLn2, kLn3, kLn3, kLn2},
+       {},
+       1,
+       {1, 1}},
+      {"window_of_nothing_but_itself",
+       {1, 1, 2, 2},
+       {4, kNan, kNan, 5},
+       {1, 0, 0, 1},
+       {4, 5},
+       {},
+       1,
+       {0, 0}},
+      {"left_alone_forgets_the_past",
+       {1, 1, 3, 3},
+       {0, 0, 0, 9, 0, 0, 9, 9, 0},
+       {1 / 3.0f, 1 / 3.0f, 1 / 3.0f, 0, .5f, .5f, 0, 0, 1},
+       {kLn3, kLn2, 0},
+       {},
+       1,
+       {0, kNoLimit}},
+      {"the_largest_windows_are_no_window",
+       {1, 1, 3, 2},
+       {0, 0, 0, kLn3, 0, 0},
+       {.5f, .5f, .25f, .75f, .5f, .5f},
+       {kLn2, kLn4, kLn2},
+       {},
+       1,
+       {std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max()}},
+      {"a_window_may_miss_the_keys_on_the_left",
+       {1, 1, 5, 2},
+       {1, 1, 1, 1, 1, 1, 1, 1, 0, 0},
+       {0, 0, 0, 0, 0, 0, 1, 0, .5f, .5f},
+       {-kInf, -kInf, -kInf, 1, kLn2},
+       {kEmpty, kEmpty, kEmpty, kOk, kOk},
+       1,
+       {1, 0}},
+      {"bool_mask_hides_even_nan",
+       {1, 1, 1, 4},
+       {0, kNan, kLn3, kInf},
+       {.25f, 0, .75f, 0},
+       {kLn4},
+       {},
+       1,
+       {},
+       MaskKind::kBool,
+       {0, 1, 0, 1}},
+      {"bool_mask_of_everything_is_zeros",
+       {1, 1, 2, 2},
+       {1, 2, 0, 0},
+       {0, 0, .5f, .5f},
+       {-kInf, kLn2},
+       {kEmpty, kOk},
+       1,
+       {},
+       MaskKind::kBool,
+       {1, 1, 0, 0},
+       {1, 1, 2}},
+      {"additive_mask_comes_after_the_scale",
+       {1, 1, 1, 2},
+       {0, kLn3},
+       {2 / 11.0f, 9 / 11.0f},
+       {std::log(11.0f)},
+       {},
+       2,
+       {},
+       MaskKind::kAdditive,
+       {kLn2, 0}},
+      {"additive_minus_inf_is_masked_even_over_nan_and_inf",
+       {1, 1, 1, 4},
+       {kNan, 0, kInf, 0},
+       {0, .5f, 0, .5f},
+       {kLn2},
+       {},
+       1,
+       {},
+       MaskKind::kAdditive,
+       {-kInf, 0, -kInf, 0}},
+      {"additive_lowest_number_leaves_nothing",
+       {1, 1, 1, 3},
+       {5, 0, 0},
+       {0, .5f, .5f},
+       {kLn2},
+       {},
+       1,
+       {},
+       MaskKind::kAdditive,
+       {-kMost, 0, 0}},
+      {"additive_lowest_number_everywhere_still_shares",
+       {1, 1, 1, 2},
+       {0, 0},
+       {.5f, .5f},
+       {-kMost},
+       {},
+       1,
+       {},
+       MaskKind::kAdditive,
+       {-kMost, -kMost}},
+      {"additive_plus_inf_is_certain",
+       {1, 1, 1, 3},
+       {0, 5, 0},
+       {.5f, 0, .5f},
+       {kInf},
+       {},
+       1,
+       {},
+       MaskKind::kAdditive,
+       {kInf, 0, kInf}},
+      {"additive_nan_is_flagged",
+       {1, 1, 1, 3},
+       {0, 0, 0},
+       {0, kNan, kNan},
+       {kNan},
+       {{RowCode::kNanLogit, 2}},
+       1,
+       {},
+       MaskKind::kAdditive,
+       {-kInf, 0, kNan}},
+      {"mask_and_window_both_hide",
+       {1, 1, 2, 3},
+       {0, 0, 9, 9, 0, kLn3},
+       {.5f, .5f, 0, 0, .25f, .75f},
+       {kLn2, kLn4},
+       {},
+       1,
+       kCausal,
+       MaskKind::kBool,
+       {0, 0, 0, 1, 0, 0},
+       {1, 1, 2}},
+      {"mask_differs_by_batch_alone",
+       {2, 2, 1, 2},
+       {0, 0, 0, 0, 0, 0, 0, 0},
+       {1, 0, 1, 0, 0, 1, 0, 1},
+       {0, 0, 0, 0},
+       {},
+       1,
+       {},
+       MaskKind::kBool,
+       {0, 1, 1, 0},
+       {2, 1, 1}},
+      {"mask_differs_by_head_alone",
+       {2, 2, 1, 2},
+       {0, 0, 0, 0, 0, 0, 0, 0},
+       {1, 0, 0, 1, 1, 0, 0, 1},
+       {0, 0, 0, 0},
+       {},
+       1,
+       {},
+       MaskKind::kBool,
+       {0, 1, 1, 0},
+       {1, 2, 1}},
+      {"sink_zero_is_softmax_off_by_one",
+       {1, 1, 2, 2},
+       {0, kLn2, -kInf, 0},
+       {.25f, .5f, 0, .5f},
+       {kLn4, kLn2},
+       {},
+       1,
+       {},
+       MaskKind::kNone,
+       {},
+       {1, 1, 1},
+       {0}},
+      {"each_head_has_its_sink",
+       {1, 2, 1, 1},
+       {0, 0},
+       {.25f, 1},
+       {kLn4, 0},
+       {},
+       1,
+       {},
+       MaskKind::kNone,
+       {},
+       {1, 1, 1},
+       {kLn3, -kInf}},
+      {"sink_is_not_scaled",
+       {1, 1, 1, 1},
+       {0},
+       {.25f},
+       {kLn4},
+       {},
+       5,
+       {},
+       MaskKind::kNone,
+       {},
+       {1, 1, 1},
+       {kLn3}},
+      {"sink_takes_all_where_no_key_is_seen",
+       {1, 2, 1, 2},
+       {kNan, kNan, kNan, kNan},
+       {0, 0, 0, 0},
+       {2, -kInf},
+       {kOk, kEmpty},
+       1,
+       {},
+       MaskKind::kBool,
+       {1, 1},
+       {1, 1, 1},
+       {2, -kInf}},
+      {"a_large_sink_leaves_nothing",
+       {1, 1, 1, 2},
+       {0, 0},
+       {0, 0},
+       {3e38f},
+       {},
+       1,
+       {},
+       MaskKind::kNone,
+       {},
+       {1, 1, 1},
+       {3e38f}},
+      {"a_far_sink_takes_nothing",
+       {1, 1, 1, 2},
+       {0, 0},
+       {.5f, .5f},
+       {kLn2},
+       {},
+       1,
+       {},
+       MaskKind::kNone,
+       {},
+       {1, 1, 1},
+       {-3e38f}},
+      {"minus_inf_has_nothing", {1, 1, 1, 3}, {-kInf, 0, 0}, {0, .5f, .5f}, {kLn2}},
+      {"minus_inf_alone_is_empty", {1, 1, 1, 2}, {-kInf, -kInf}, {0, 0}, {-kInf}, {kEmpty}},
+      {"plus_inf_share_all", {1, 1, 1, 4}, {kInf, 5, kInf, -kInf}, {.5f, 0, .5f, 0}, {kInf}},
+      {"plus_inf_beats_the_sink",
+       {1, 1, 1, 2},
+       {kInf, 0},
+       {1, 0},
+       {kInf},
+       {},
+       1,
+       {},
+       MaskKind::kNone,
+       {},
+       {1, 1, 1},
+       {3e38f}},
+      {"overflow_of_the_scale_counts_as_inf", {1, 1, 1, 2}, {3e38f, 0}, {1, 0}, {kInf}, {}, 10},
+      {"nan_spoils_its_row_alone",
+       {1, 1, 3, 2},
+       {0, 0, 1, kNan, 0, kLn3},
+       {.5f, .5f, kNan, kNan, .25f, .75f},
+       {kLn2, kNan, kLn4},
+       {kOk, {RowCode::kNanLogit, 1}, kOk}},
+      {"nan_is_only_where_a_key_is_seen",
+       {1, 1, 2, 4},
+       {1, kNan, kNan, 1, 1, 1, 1, 1},
+       {0, kNan, kNan, 0, 0, 0, .5f, .5f},
+       {kNan, 1 + kLn2},
+       {{RowCode::kNanLogit, 1}, kOk},
+       1,
+       {1, 0}},
+      {"nan_beats_plus_inf",
+       {1, 1, 1, 3},
+       {kInf, -kInf, kNan},
+       {kNan, kNan, kNan},
+       {kNan},
+       {{RowCode::kNanLogit, 2}}},
+      {"scale_zero_of_an_infinity_is_nan",
+       {1, 1, 1, 2},
+       {1, kInf},
+       {kNan, kNan},
+       {kNan},
+       {{RowCode::kNanLogit, 1}},
+       0},
+      {"far_apart_is_not_nan", {1, 1, 1, 2}, {-3e38f, 3e38f}, {0, 1}, {3e38f}},
+      {"large_scores_keep_their_differences",
+       {1, 1, 1, 2},
+       {1048576, 1048577},
+       {0.26894142f, 0.73105858f},
+       {1048577.3f}},
+      {"far_tail_keeps_its_digits", {1, 1, 1, 2}, {19, -45}, {1, 1.60381089e-28f}, {19}},
+  };
+  return claims;
+}
+
+// A tensor of the values, row by row; padding as HostTensor's.
+inline HostTensor TensorOf(DType dtype, int64_t rows, int64_t cols, int64_t stride_extra,
+                           int64_t offset, absl::Span<const float> values) {
+  HostTensor tensor(dtype, rows, cols, cols + stride_extra, offset);
+  for (size_t i = 0; i < values.size(); ++i) tensor.Set(i / cols, i % cols, values[i]);
+  return tensor;
+}
+
+inline HostTensor EmptyTensor(DType dtype, int64_t rows, int64_t cols, int64_t stride_extra,
+                              int64_t offset) {
+  return TensorOf(dtype, rows, cols, stride_extra, offset, {});
+}
+
+inline void AppendElement(DType dtype, float value, std::vector<std::byte>& to) {
+  const uint32_t bits = dtype == DType::kF32   ? BitsOf(value)
+                        : dtype == DType::kF16 ? F16Bits(value)
+                                               : Bf16Bits(value);
+  for (size_t b = 0; b < SizeOf(dtype); ++b) to.push_back(std::byte(bits >> (8 * b)));
+}
+
+inline AttentionCall CallOf(const AttentionClaim& claim) {
+  const auto [batch, heads, queries, keys] = claim.shape;
+  const int64_t rows = batch * heads * queries;
+  AttentionCall call{.scores = TensorOf(DType::kF32, rows, keys, 0, 0, claim.scores),
+                     .sinks = claim.sinks,
+                     .probs = EmptyTensor(DType::kF32, rows, keys, 0, 0)};
+  AttentionSoftmaxArgs& args = call.args;
+  args.shape = {.batch = batch, .heads = heads, .queries = queries, .keys = keys, .rows = rows};
+  args.scale = claim.scale;
+  args.window = claim.window;
+  args.mask.kind = claim.mask;
+  const auto [mask_batch, mask_heads, mask_queries] = claim.mask_shape;
+  args.mask.query_stride = mask_queries > 1 ? keys : 0;
+  args.mask.head_stride = mask_heads > 1 ? mask_queries * keys : 0;
+  args.mask.batch_stride = mask_batch > 1 ? mask_heads * mask_queries * keys : 0;
+  for (float value : claim.mask_values) {
+    if (claim.mask == MaskKind::kBool) {
+      call.mask.push_back(std::byte(value == 0 ? 0 : 128));
+    } else {
+      AppendElement(DType::kF32, value, call.mask);
+    }
+  }
+  return call;
+}
+
+// "" where the backend keeps the claim, else what it did instead. The table's floats are rounded;
+// the tolerance is wide enough for that.
+inline std::string BrokenClaim(OpRunner& runner, const AttentionClaim& claim) {
+  const auto got = runner.AttentionSoftmax(CallOf(claim));
+  if (!got.ok()) return got.status().ToString();
+  const int64_t keys = claim.shape[3];
+  for (size_t r = 0; r < claim.logsumexp.size(); ++r) {
+    const RowStatus want = claim.status.empty() ? RowStatus{} : claim.status[r];
+    if (std::string status = DescribeStatus(got->status[r], want); !status.empty()) {
+      return absl::StrFormat("row %d: %s", r, status);
+    }
+    const auto agrees = [](float a, float b, double error) {
+      if (std::isnan(b)) return std::isnan(a);
+      return std::isinf(b) || b == 0 ? a == b : std::fabs(double{a} - b) <= error;
+    };
+    const float lse = claim.logsumexp[r];
+    if (!agrees(got->logsumexp[r] + 0.0f, lse, 2e-6 * std::max(1.0f, std::fabs(lse))) &&
+        !(lse == 0 && std::fabs(got->logsumexp[r]) <= 2e-6)) {
+      return absl::StrFormat("row %d: logsumexp: got %.9g, want %.9g", r, got->logsumexp[r], lse);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      const float p = got->probs.At(r, j), w = claim.probs[r * keys + j];
+      if (!agrees(p, w, 4e-6 * w)) {
+        return absl::StrFormat("row %d key %d: got p %.9g, want %.9g, %d ulps", r, j, p, w,
+                               UlpsApart(p, w));
+      }
+    }
+  }
+  return "";
+}
+
+// ---- Parity with double precision
+// ----------------------------------------------------------------------------------
+
+// Which keys a case hides, and how.
+enum class Hide {
+  kNone,
+  kCausal,
+  kWindow,      // 40 to the left, 3 to the right
+  kWideWindow,  // 5000 to the left, 0 to the right
+  kBool,
+  kAdditive,
+  kCausalAndBool,
+  kWindowAndAdditive,
+};
+inline constexpr Hide kAllHides[] = {
+    Hide::kNone, Hide::kCausal,   Hide::kWindow,        Hide::kWideWindow,
+    Hide::kBool, Hide::kAdditive, Hide::kCausalAndBool, Hide::kWindowAndAdditive};
+
+inline std::string_view Name(Hide hide) {
+  static constexpr std::string_view kNames[] = {
+      "none", "causal",   "window",          "wide_window",
+      "bool", "additive", "causal_and_bool", "window_and_additive"};
+  return kNames[static_cast<int>(hide)];
+}
+
+inline AttentionWindow WindowOf(Hide hide) {
+  if (hide == Hide::kCausal || hide == Hide::kCausalAndBool) return kCausal;
+  if (hide == Hide::kWindow || hide == Hide::kWindowAndAdditive) return {40, 3};
+  return hide == Hide::kWideWindow ? AttentionWindow{5000, 0} : AttentionWindow{};
+}
+
+inline MaskKind MaskOf(Hide hide) {
+  if (hide == Hide::kBool || hide == Hide::kCausalAndBool) return MaskKind::kBool;
+  return hide == Hide::kAdditive || hide == Hide::kWindowAndAdditive ? MaskKind::kAdditive
+                                                                     : MaskKind::kNone;
+}
+
+struct AttentionCase {
+  AttentionShape shape;
+  DType dtype = DType::kF32;
+  DType out_dtype = DType::kF32;
+  Hide hide = Hide::kNone;
+  DType mask_dtype = DType::kF32;
+  bool mask_by_batch = true, mask_by_head = true, mask_by_query = true;
+  float scale = 0.7f;
+  bool sinks = false;
+  Fill fill = Fill::kNormal;
+  int64_t stride_extra = 0;  // elements between the end of a row and the next
+  int64_t offset = 0;        // elements from an aligned address to the first row
+  bool in_place = false;
+  uint64_t seed = 1;
+};
+
+inline std::string Describe(const AttentionCase& c) {
+  const AttentionShape& s = c.shape;
+  return absl::StrFormat(
+      "attention_softmax [%d, %d, %d, %d] rows %d+%d %s to %s hide=%s mask=%s by %s%s%s scale=%g "
+      "sinks=%d fill=%s stride=+%d offset=%d in_place=%d seed=%d",
+      s.batch, s.heads, s.queries, s.keys, s.first_row, s.rows, Name(c.dtype), Name(c.out_dtype),
+      Name(c.hide), Name(c.mask_dtype), c.mask_by_batch ? "b" : "", c.mask_by_head ? "h" : "",
+      c.mask_by_query ? "q" : "", c.scale, c.sinks, Name(c.fill), c.stride_extra, c.offset,
+      c.in_place, c.seed);
+}
+
+// The same bits for the same numbers, whatever the order they are asked in.
+inline uint64_t Mix(uint64_t seed, uint64_t n) {
+  uint64_t x = (seed + 1) * 0x9e3779b97f4a7c15u + n * 0xd1342543de82ef95u;
+  x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
+  x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
+  return x ^ x >> 32;
+}
+
+// Fills in the mask of `call`: of what its strides span, the part that its rows need.
+inline void MakeMask(const AttentionCase& c, AttentionCall& call) {
+  AttentionMask& mask = call.args.mask;
+  const AttentionShape& shape = c.shape;
+  mask.kind = MaskOf(c.hide);
+  if (mask.kind == MaskKind::kNone) return;
+  mask.dtype = c.mask_dtype;
+  const int64_t mask_queries = c.mask_by_query ? shape.queries : 1;
+  const int64_t mask_heads = c.mask_by_head ? shape.heads : 1;
+  mask.query_stride = c.mask_by_query ? shape.keys : 0;
+  mask.head_stride = c.mask_by_head ? mask_queries * shape.keys : 0;
+  mask.batch_stride = c.mask_by_batch ? mask_heads * mask_queries * shape.keys : 0;
+  int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    const RowIndex at = IndexOf(shape, r);
+    const int64_t row =
+        at.b * mask.batch_stride + at.h * mask.head_stride + at.i * mask.query_stride;
+    begin = std::min(begin, row);
+    end = std::max(end, row + shape.keys);
+  }
+  mask.origin = begin;
+  call.mask_offset_bytes = mask.kind == MaskKind::kBool ? c.offset : c.offset * SizeOf(mask.dtype);
+  for (int64_t e = begin; e < end; ++e) {
+    // One row in seven hides everything, one in seven nothing, the others a quarter.
+    const uint64_t row = Mix(c.seed, e / shape.keys) % 7;
+    const uint64_t bits = Mix(c.seed + 77, e);
+    const bool hidden = row == 0 || (row > 1 && bits % 4 == 0);
+    if (mask.kind == MaskKind::kBool) {
+      call.mask.push_back(std::byte(hidden ? 1 + bits / 4 % 255 : 0));
+      continue;
+    }
+    const float value = static_cast<float>(bits >> 40) / (1 << 22) - 2;
+    const float nothing = bits / 4 % 8 == 0 ? -1e9f : -kInf;
+    AppendElement(mask.dtype, hidden ? nothing : value, call.mask);
+  }
+}
+
+inline AttentionCall CallOf(const AttentionCase& c) {
+  const AttentionShape& shape = c.shape;
+  AttentionCall call{
+      .scores = EmptyTensor(c.dtype, shape.rows, shape.keys, c.stride_extra, c.offset),
+      .probs = EmptyTensor(c.out_dtype, shape.rows, shape.keys, c.stride_extra / 2, c.offset + 1),
+      .in_place = c.in_place};
+  for (int64_t r = 0; r < shape.rows; ++r) FillRow(call.scores, r, c.fill, c.seed);
+  call.args.shape = shape;
+  call.args.scale = c.scale;
+  call.args.window = WindowOf(c.hide);
+  MakeMask(c, call);
+  if (c.sinks) {
+    for (int64_t h = 0; h < shape.heads; ++h) {
+      call.sinks.push_back(h % 3 == 1 ? -kInf : static_cast<float>(h % 5) * 1.5f - 1);
+    }
+  }
+  return call;
+}
+
+// The first place between two rows, or before the first, that was written.
+inline std::string WrittenOutside(const HostTensor& before, const HostTensor& after) {
+  const int64_t size = static_cast<int64_t>(SizeOf(after.dtype()));
+  for (int64_t b = 0; b < static_cast<int64_t>(after.bytes().size()); ++b) {
+    const int64_t element = b / size - static_cast<int64_t>(after.offset_bytes()) / size;
+    if (element >= 0 && element % after.row_stride() < after.cols()) continue;
+    if (after.bytes()[b] != before.bytes()[b]) {
+      return absl::StrFormat("wrote element %d, which is in no row", element);
+    }
+  }
+  return "";
+}
+
+// "" where every row agrees with the reference and nothing else was written, else the first that
+// does not.
+inline std::string FirstDifference(OpRunner& runner, const AttentionCase& c, int x_roundings) {
+  const AttentionCall call = CallOf(c);
+  const auto got = runner.AttentionSoftmax(call);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  for (int64_t r = 0; r < c.shape.rows; ++r) {
+    const std::string difference = DescribeDifference(call, r, *got, x_roundings);
+    if (!difference.empty()) return absl::StrFormat("%s: row %d: %s", Describe(c), r, difference);
+  }
+  const std::string outside = WrittenOutside(c.in_place ? call.scores : call.probs, got->probs);
+  return outside.empty() ? "" : absl::StrFormat("%s: %s", Describe(c), outside);
+}
+
+// What the gradient of a case is asked for: probs as the reference has them, any gradient of them.
+// Gradients of 16-bit probs have their type; of f32 probs, the next type by the seed.
+inline AttentionBackwardCall BackwardOf(const AttentionCase& c) {
+  const AttentionShape& shape = c.shape;
+  const DType out_dtype = c.dtype == DType::kF32 ? kAttentionDTypes[c.seed / 3 % 3] : c.dtype;
+  const AttentionCall forward = CallOf(c);
+  AttentionBackwardCall call{
+      .probs = EmptyTensor(c.dtype, shape.rows, shape.keys, c.stride_extra, c.offset),
+      .d_probs =
+          EmptyTensor(c.dtype, shape.rows, shape.keys, c.stride_extra + c.seed % 2, c.offset),
+      .sinks = forward.sinks,
+      .d_scores = EmptyTensor(out_dtype, shape.rows, shape.keys, c.stride_extra / 2, c.offset + 1)};
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    const AttentionRowAnswer answer = ReferenceAttentionRow(forward, r);
+    call.logsumexp.push_back(static_cast<float>(answer.logsumexp));
+    for (int64_t j = 0; j < shape.keys; ++j) {
+      call.probs.Set(r, j, static_cast<float>(answer.probs[j]));
+    }
+    FillRow(call.d_probs, r, Fill::kUniform, c.seed + 5);
+    // Where y is 0, what is there does not matter.
+    for (int64_t j = 0; j < shape.keys; ++j) {
+      if (call.probs.At(r, j) == 0 && Mix(c.seed, j) % 3 == 0) call.d_probs.Set(r, j, kNan);
+    }
+  }
+  call.args.shape = shape;
+  call.args.scale = c.scale;
+  call.args.window = WindowOf(c.hide);
+  if (c.in_place && c.dtype == out_dtype) {
+    call.output = c.seed % 2 == 0 ? AttentionBackwardCall::Output::kOverProbs
+                                  : AttentionBackwardCall::Output::kOverDProbs;
+  }
+  return call;
+}
+
+inline std::string FirstGradientDifference(OpRunner& runner, const AttentionCase& c) {
+  const AttentionBackwardCall call = BackwardOf(c);
+  const auto got = runner.AttentionSoftmaxBackward(call);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  for (int64_t r = 0; r < c.shape.rows; ++r) {
+    const std::string difference = DescribeDifference(call, r, *got);
+    if (!difference.empty()) {
+      return absl::StrFormat("backward of %s: row %d: %s", Describe(c), r, difference);
+    }
+  }
+  using Output = AttentionBackwardCall::Output;
+  const std::string outside = WrittenOutside(call.output == Output::kApart       ? call.d_scores
+                                             : call.output == Output::kOverProbs ? call.probs
+                                                                                 : call.d_probs,
+                                             got->d_scores);
+  if (!outside.empty()) return absl::StrFormat("backward of %s: %s", Describe(c), outside);
+  if (call.sinks.empty()) return "";
+  const std::vector<double> want = ReferenceSinkGradient(call);
+  for (size_t h = 0; h < want.size(); ++h) {
+    const bool good = std::isnan(want[h])
+                          ? std::isnan(got->d_sinks[h])
+                          : std::fabs(got->d_sinks[h] - want[h]) <= 4e-6 * c.shape.rows;
+    if (!good) {
+      return absl::StrFormat("backward of %s: d_sinks of head %d: got %.12g, want %.12g",
+                             Describe(c), h, got->d_sinks[h], want[h]);
+    }
+  }
+  return "";
+}
+
+// Every number of keys x what is hidden x type; output types, strides, offsets, sinks, scales and
+// fills take turns. Of tensors that are large, a few rows, among them the last of one head and the
+// first of the next.
+inline std::vector<AttentionCase> AttentionShapeCases() {
+  static constexpr int64_t kKeys[] = {1,    3,    16,   17,   63,    64,    100,   1000,
+                                      1024, 4096, 4097, 8192, 16384, 65537, 131072};
+  static constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
+  static constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
+  static constexpr float kScales[] = {0.7f, 1, 0.08838835f, -0.5f};
+  static constexpr Fill kFills[] = {Fill::kNormal,      Fill::kUniform,        Fill::kNormal,
+                                    Fill::kWithNan,     Fill::kMostlyMinusInf, Fill::kNormal,
+                                    Fill::kWithPlusInf, Fill::kAllEqual,       Fill::kOneHot};
+  std::vector<AttentionCase> cases;
+  uint64_t n = 0;
+  for (int64_t keys : kKeys) {
+    for (Hide hide : kAllHides) {
+      for (DType dtype : kAttentionDTypes) {
+        ++n;
+        AttentionCase c{.dtype = dtype, .hide = hide, .seed = n};
+        if (keys <= 100) {
+          const int64_t queries[] = {keys, keys + 3, std::max<int64_t>(1, keys / 2), 1};
+          c.shape = {.batch = 2, .heads = 3, .queries = queries[n % 4], .keys = keys};
+          if (c.shape.queries > 20) c.shape.batch = c.shape.heads = 1;
+          c.shape.rows = c.shape.batch * c.shape.heads * c.shape.queries;
+        } else {
+          const int64_t queries = n % 4 == 1 ? keys / 2 : n % 4 == 2 ? keys + 5 : keys;
+          const int64_t rows = keys < 8000 ? 5 : 3;
+          c.shape = {.batch = 2, .heads = 2, .queries = queries, .keys = keys};
+          const int64_t firsts[] = {0, queries / 2, 2 * queries - 2, 4 * queries - rows};
+          c.shape.first_row = firsts[n % 4];
+          c.shape.rows = rows;
+          c.mask_by_query = keys < 8000;  // else the part between two heads is gigabytes
+        }
+        c.out_dtype = n % 3 == 0 ? DType::kF32 : dtype;
+        c.in_place = c.out_dtype == dtype && n % 5 == 0;
+        c.mask_dtype = kAttentionDTypes[n / 2 % 3];
+        c.mask_by_batch = n % 5 != 1;
+        c.mask_by_head = n % 7 != 1;
+        c.scale = kScales[n % 4];
+        c.sinks = n % 3 == 1;
+        c.fill = kFills[n % std::size(kFills)];
+        c.stride_extra = kStrides[n % 5];
+        c.offset = kOffsets[n % 7];
+        cases.push_back(c);
+      }
+    }
+  }
+  return cases;
+}
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
