@@ -224,8 +224,7 @@ class AloneTest : public ::testing::Test {
   }
 
   double Gauge(const std::string& name) {
-    const std::string text =
-        prometheus::TextSerializer().Serialize(metrics_.registry()->Collect());
+    const std::string text = prometheus::TextSerializer().Serialize(metrics_.registry()->Collect());
     const size_t at = text.find("\n" + name + " ");
     return at == std::string::npos ? -1 : std::stod(text.substr(at + name.size() + 2));
   }
