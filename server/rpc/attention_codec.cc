@@ -174,8 +174,7 @@ MaskExtent FindMaskExtent(const AttentionShape& shape, const AttentionMask& mask
     const int64_t rows = std::min(shape.queries - query, end_row - row);
     const int64_t start = item * mask.batch_stride + head * mask.head_stride;
     extent.first = std::min(extent.first, start + query * mask.query_stride);
-    extent.end =
-        std::max(extent.end, start + (query + rows - 1) * mask.query_stride + shape.keys);
+    extent.end = std::max(extent.end, start + (query + rows - 1) * mask.query_stride + shape.keys);
     row += rows;
   }
   return extent;
@@ -356,9 +355,9 @@ absl::Status AttentionCodec::ReadMask(const ByteRange& mask, AttentionSoftmaxReq
   view.kind = static_cast<MaskKind>(header_.mask_kind);
   const bool has_mask = view.kind != MaskKind::kNone;
   if (shape.size() != (has_mask ? 4 : 0)) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "mask_shape: got %d values, allowed %d with mask_kind %d", shape.size(), has_mask ? 4 : 0,
-        header_.mask_kind));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("mask_shape: got %d values, allowed %d with mask_kind %d", shape.size(),
+                        has_mask ? 4 : 0, header_.mask_kind));
   }
   if (view.kind == MaskKind::kAdditive) {
     LOGITD_RETURN_IF_ERROR(ReadDType(header_.mask_dtype, &view.dtype, "mask_dtype"));
@@ -401,8 +400,7 @@ absl::Status AttentionCodec::CheckMaskRows(size_t bytes) {
 void AttentionCodec::FillSpec(const AttentionFields& fields, engine::JobSpec* spec) {
   const int64_t rows = call_.shape.rows;
   const auto sinks = static_cast<int64_t>(header_.sinks.size());
-  const int64_t out_bytes =
-      rows * call_.shape.keys * static_cast<int64_t>(SizeOf(call_.out_dtype));
+  const int64_t out_bytes = rows * call_.shape.keys * static_cast<int64_t>(SizeOf(call_.out_dtype));
   spec->key = {.op = &op(), .dtype = dtype_, .row_elements = call_.shape.keys};
   spec->counts[kAttentionRows] = rows;
   spec->counts[kAttentionOutBytes] = out_bytes;
@@ -424,8 +422,8 @@ void AttentionCodec::FillSpec(const AttentionFields& fields, engine::JobSpec* sp
 }
 
 void AttentionCodec::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts&) {
-  MoveOut(header_.sinks, inputs[backward() ? size_t{kAttentionBackwardInSinks}
-                                           : size_t{kAttentionInSinks}]);
+  MoveOut(header_.sinks,
+          inputs[backward() ? size_t{kAttentionBackwardInSinks} : size_t{kAttentionInSinks}]);
 }
 
 // The large array comes last, in a slice of its own: where it lies, if it is kept there.
@@ -433,9 +431,8 @@ grpc::ByteBuffer AttentionCodec::Encode(const engine::JobAnswer& answer, const C
   const absl::Span<const std::byte> large = answer.outputs[0];
   const absl::Span<const std::byte> status_bytes =
       answer.outputs[backward() ? size_t{kAttentionBackwardStatus} : size_t{kAttentionStatus}];
-  const absl::Span<const RowStatus> status(
-      reinterpret_cast<const RowStatus*>(status_bytes.data()),
-      status_bytes.size() / sizeof(RowStatus));
+  const absl::Span<const RowStatus> status(reinterpret_cast<const RowStatus*>(status_bytes.data()),
+                                           status_bytes.size() / sizeof(RowStatus));
   grpc::ByteBuffer head =
       WriteMessage(answer_bytes_ - static_cast<int64_t>(large.size()), [&](WireWriter& writer) {
         WriteHead(writer, call_, status);

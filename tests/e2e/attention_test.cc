@@ -84,7 +84,8 @@ std::string Encode(v1::DType dtype, const std::vector<double>& values) {
       } else if (exponent >= 31) {
         out = sign | 0x7c00;
       } else {
-        out = exponent <= 0 ? sign : sign | static_cast<uint32_t>(exponent) << 10 | (bits >> 13 & 0x3ff);
+        out = exponent <= 0 ? sign
+                            : sign | static_cast<uint32_t>(exponent) << 10 | (bits >> 13 & 0x3ff);
       }
     }
     bytes.append(reinterpret_cast<const char*>(&out), Width(dtype));
@@ -128,11 +129,11 @@ Expected Softmax(const v1::AttentionSoftmaxRequest& r) {
       double x = scale * scores[static_cast<size_t>(row * keys + key)];
       if (r.mask_kind() != v1::MASK_KIND_NONE) {
         const auto& shape = r.mask_shape();
-        const int64_t place = (((shape[0] == 1 ? 0 : item) * shape[1] + (shape[1] == 1 ? 0 : head)) *
-                                   shape[2] +
-                               (shape[2] == 1 ? 0 : query)) *
-                                  keys +
-                              key;
+        const int64_t place =
+            (((shape[0] == 1 ? 0 : item) * shape[1] + (shape[1] == 1 ? 0 : head)) * shape[2] +
+             (shape[2] == 1 ? 0 : query)) *
+                keys +
+            key;
         if (r.mask_kind() == v1::MASK_KIND_BOOL) {
           if (r.mask()[static_cast<size_t>(place)] != 0) continue;
         } else {
@@ -262,20 +263,31 @@ TEST_P(AttentionTransportTest, EveryFormOfMaskInEveryTypeIsTheDefinition) {
          r->set_window_left(2);
          r->set_window_right(1);
        }},
-      {"bool_for_all", [](Request* r) { AddMask(v1::MASK_KIND_BOOL, {}, {1, 1, 1, 9}, 1, r); }},
-      {"bool_of_items", [](Request* r) { AddMask(v1::MASK_KIND_BOOL, {}, {2, 1, 5, 9}, 2, r); }},
+      {"bool_for_all",
+       [](Request* r) {
+         AddMask(v1::MASK_KIND_BOOL, {}, {1, 1, 1, 9}, 1, r);
+       }},
+      {"bool_of_items",
+       [](Request* r) {
+         AddMask(v1::MASK_KIND_BOOL, {}, {2, 1, 5, 9}, 2, r);
+       }},
       {"bool_full_causal",
        [](Request* r) {
          AddMask(v1::MASK_KIND_BOOL, {}, {2, 3, 5, 9}, 3, r);
          r->set_window_right(0);
        }},
       {"additive_f32",
-       [](Request* r) { AddMask(v1::MASK_KIND_ADDITIVE, v1::DTYPE_F32, {1, 3, 5, 9}, 4, r); }},
+       [](Request* r) {
+         AddMask(v1::MASK_KIND_ADDITIVE, v1::DTYPE_F32, {1, 3, 5, 9}, 4, r);
+       }},
       {"additive_bf16",
-       [](Request* r) { AddMask(v1::MASK_KIND_ADDITIVE, v1::DTYPE_BF16, {2, 3, 1, 9}, 5, r); }},
+       [](Request* r) {
+         AddMask(v1::MASK_KIND_ADDITIVE, v1::DTYPE_BF16, {2, 3, 1, 9}, 5, r);
+       }},
       {"sinks",
        [](Request* r) {
-         for (float sink : {0.0f, 3.5f, -std::numeric_limits<float>::infinity()}) r->add_sinks(sink);
+         for (float sink : {0.0f, 3.5f, -std::numeric_limits<float>::infinity()})
+           r->add_sinks(sink);
          AddMask(v1::MASK_KIND_BOOL, {}, {1, 1, 5, 9}, 6, r);
        }},
   };
@@ -374,9 +386,11 @@ TEST_P(AttentionTransportTest, TheGradientIsTheAnalyticOne) {
       for (size_t row = 0; row < 20; ++row) {
         double dot = 0;
         for (size_t k = 0; k < 7; ++k) dot += y[row * 7 + k] * dy[row * 7 + k];
-        for (size_t k = 0; k < 7; ++k) dx[row * 7 + k] = 0.5 * y[row * 7 + k] * (dy[row * 7 + k] - dot);
+        for (size_t k = 0; k < 7; ++k)
+          dx[row * 7 + k] = 0.5 * y[row * 7 + k] * (dy[row * 7 + k] - dot);
         const size_t head = row / 5 % 2;
-        if (sinks) d_sinks[head] -= std::exp(forward.sinks(static_cast<int>(head)) - lse[row]) * dot;
+        if (sinks)
+          d_sinks[head] -= std::exp(forward.sinks(static_cast<int>(head)) - lse[row]) * dot;
       }
       ExpectNear(dtype, response.d_scores(), dx, /*floor=*/1e-5);
       ASSERT_EQ(response.d_sinks_size(), sinks ? 2 : 0);
@@ -474,8 +488,8 @@ v1::AttentionSoftmaxBackwardRequest Chunk(const v1::AttentionSoftmaxBackwardRequ
   chunk.set_probs(whole.probs().substr(at, bytes));
   chunk.set_d_probs(whole.d_probs().substr(at, bytes));
   if (!whole.logsumexp().empty()) {
-    chunk.set_logsumexp(whole.logsumexp().substr(static_cast<size_t>(first) * 4,
-                                                 static_cast<size_t>(rows) * 4));
+    chunk.set_logsumexp(
+        whole.logsumexp().substr(static_cast<size_t>(first) * 4, static_cast<size_t>(rows) * 4));
   }
   return chunk;
 }
@@ -680,8 +694,8 @@ TEST(AttentionPeerTest, ThoseWhoDoNotReadDoNotStopTheOthersAndAreCutOff) {
   const v1::AttentionSoftmaxRequest request = Random(v1::DTYPE_F32, 1, 1, 2000, 4096, 1);
   std::deque<UnreadCall> unread;
   for (int i = 0; i < 3; ++i) unread.emplace_back(server.tcp(), request);
-  ASSERT_TRUE(server.WaitForMetric(
-      "logitd_requests_total{code=\"OK\",op=\"attention_softmax\"}", '=', 3));
+  ASSERT_TRUE(
+      server.WaitForMetric("logitd_requests_total{code=\"OK\",op=\"attention_softmax\"}", '=', 3));
   // Two slabs, one stream: one answer stays in its slab, the other two were copied out of theirs.
   EXPECT_EQ(server.Metric("logitd_slabs_kept"), 1);
   EXPECT_GT(server.Metric("logitd_held_bytes"), 3 * 2000 * 4096 * 4);
@@ -709,8 +723,7 @@ TEST(AttentionPeerTest, TheServerNamesTheOpAndCountsIt) {
   ServerProcess server;
   const auto stub = v1::Attention::NewStub(Connect(server.tcp()));
   v1::AttentionSoftmaxResponse response;
-  ASSERT_TRUE(
-      stub->Softmax(Context().get(), Random(v1::DTYPE_F32, 2, 3, 4, 5, 1), &response).ok());
+  ASSERT_TRUE(stub->Softmax(Context().get(), Random(v1::DTYPE_F32, 2, 3, 4, 5, 1), &response).ok());
   EXPECT_EQ(response.timings().batch_rows(), 24);
   EXPECT_GT(response.timings().total_ns(), 0);
   EXPECT_TRUE(server.WaitForMetric("logitd_rows_total{op=\"attention_softmax\"}", '=', 24));

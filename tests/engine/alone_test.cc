@@ -2,6 +2,7 @@
 // answers that are kept beyond Done.
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -12,7 +13,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -124,14 +124,14 @@ class ShiftJob final : public Job {
         outputs_.assign(answer.outputs.begin(), answer.outputs.end());
       }
       status_ = status;
+      dones_.fetch_add(1);
     }
-    dones_.fetch_add(1);
-    done_.Notify();
+    done_.notify_all();
   }
 
   absl::Status Wait() {
-    done_.WaitForNotification();
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return dones_ > 0; });
     return status_;
   }
   bool could_keep() {
@@ -178,8 +178,8 @@ class ShiftJob final : public Job {
   JobSpec spec_;
   std::atomic<int> dones_ = 0;
   std::atomic<bool> misused_ = false;
-  absl::Notification done_;
   std::mutex mutex_;
+  std::condition_variable done_;
   absl::Status status_;
   bool could_keep_ = false;
   std::shared_ptr<const void> kept_;

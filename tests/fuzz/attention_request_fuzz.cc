@@ -1,5 +1,5 @@
-// Any bytes: the hand-written readers of AttentionSoftmaxRequest and AttentionSoftmaxBackwardRequest
-// accept and read what generated code does, and nothing else.
+// Any bytes: the hand-written readers of AttentionSoftmaxRequest and
+// AttentionSoftmaxBackwardRequest accept and read what generated code does, and nothing else.
 #include <cstdio>
 #include <cstdlib>
 

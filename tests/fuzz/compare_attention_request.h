@@ -33,8 +33,7 @@ inline bool SameInt(bool has, int64_t expected, const std::optional<int64_t>& ou
 }
 
 template <typename Request>
-void CompareShared(const Request& expected, const AttentionFields& ours,
-                   FieldComparison* compare) {
+void CompareShared(const Request& expected, const AttentionFields& ours, FieldComparison* compare) {
   compare->Note("dtype", ours.dtype == static_cast<int>(expected.dtype()));
   compare->Note("batch", ours.batch == expected.batch());
   compare->Note("heads", ours.heads == expected.heads());
@@ -141,8 +140,8 @@ std::string AttentionDisagreement(AttentionDirection direction, std::string_view
 // Empty if the two agree on `bytes` as either request, in one piece, byte by byte, and in two ways
 // between.
 inline std::string AttentionDisagreement(std::string_view bytes) {
-  std::string text = AttentionDisagreement<v1::AttentionSoftmaxRequest>(
-      AttentionDirection::kForward, bytes);
+  std::string text =
+      AttentionDisagreement<v1::AttentionSoftmaxRequest>(AttentionDirection::kForward, bytes);
   if (!text.empty()) return "forward: " + text;
   text = AttentionDisagreement<v1::AttentionSoftmaxBackwardRequest>(AttentionDirection::kBackward,
                                                                     bytes);

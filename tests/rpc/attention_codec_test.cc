@@ -158,9 +158,9 @@ TEST(AttentionCodecTest, AMaskIsStridedAsItsShapeSays) {
     std::vector<int64_t> shape;
     int64_t batch, head, query;
   };
-  for (const Case& c : {Case{{1, 1, 1, 5}, 0, 0, 0}, Case{{2, 3, 4, 5}, 60, 20, 5},
-                        Case{{1, 3, 4, 5}, 0, 20, 5}, Case{{2, 1, 4, 5}, 20, 0, 5},
-                        Case{{2, 3, 1, 5}, 15, 5, 0}, Case{{1, 1, 4, 5}, 0, 0, 5}}) {
+  for (const Case& c :
+       {Case{{1, 1, 1, 5}, 0, 0, 0}, Case{{2, 3, 4, 5}, 60, 20, 5}, Case{{1, 3, 4, 5}, 0, 20, 5},
+        Case{{2, 1, 4, 5}, 20, 0, 5}, Case{{2, 3, 1, 5}, 15, 5, 0}, Case{{1, 1, 4, 5}, 0, 0, 5}}) {
     const Forward request = BoolMasked(c.shape);
     const Parsed p(request);
     ASSERT_TRUE(p.status.ok()) << p.status;
@@ -266,8 +266,8 @@ TEST(AttentionCodecTest, AMessageOfAStreamBringsTheMaskRowsItUses) {
     tensor->next_row = c.rows_before;
     Forward message;
     message.set_scores(Numbered(10 * c.rows));
-    message.set_mask(request.mask().substr(static_cast<size_t>(5 * c.first),
-                                           static_cast<size_t>(5 * c.count)));
+    message.set_mask(
+        request.mask().substr(static_cast<size_t>(5 * c.first), static_cast<size_t>(5 * c.count)));
     const AttentionTensor before = *tensor;
     const Parsed p(message, tensor);
     ASSERT_TRUE(p.status.ok()) << p.status;
@@ -275,10 +275,10 @@ TEST(AttentionCodecTest, AMessageOfAStreamBringsTheMaskRowsItUses) {
     EXPECT_EQ(p.Copied(kAttentionInMask), message.mask());
     *tensor = before;
     message.set_mask(message.mask() + "x");
-    EXPECT_THAT(std::string(Parsed(message, tensor).status.message()),
-                HasSubstr(absl::StrCat("mask: got ", 5 * c.count + 1, " bytes, allowed ",
-                                       5 * c.count, ": rows ", c.first, " to ",
-                                       c.first + c.count - 1)));
+    EXPECT_THAT(
+        std::string(Parsed(message, tensor).status.message()),
+        HasSubstr(absl::StrCat("mask: got ", 5 * c.count + 1, " bytes, allowed ", 5 * c.count,
+                               ": rows ", c.first, " to ", c.first + c.count - 1)));
   }
 }
 
@@ -340,8 +340,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"window_negative", [](Forward* r) { r->set_window_left(-1); },
             "window_left: got -1, allowed 0 or more, or not set"},
         Bad{"mask_kind_of_the_future",
-            [](Forward* r) { r->set_mask_kind(static_cast<v1::MaskKind>(3)); },
-            "mask_kind: got 3"},
+            [](Forward* r) { r->set_mask_kind(static_cast<v1::MaskKind>(3)); }, "mask_kind: got 3"},
         Bad{"mask_without_kind", [](Forward* r) { r->clear_mask_kind(); },
             "mask_shape: got 4 values, allowed 0"},
         Bad{"mask_bytes_without_kind",
@@ -350,17 +349,26 @@ INSTANTIATE_TEST_SUITE_P(
               r->clear_mask_shape();
             },
             "mask: got 20 bytes, allowed 0"},
-        Bad{"mask_shape_of_two", [](Forward* r) { SetMaskShape({4, 5}, r); },
+        Bad{"mask_shape_of_two",
+            [](Forward* r) {
+              SetMaskShape({4, 5}, r);
+            },
             "mask_shape: got 2 values, allowed 4"},
-        Bad{"mask_shape_that_fits_nothing", [](Forward* r) { SetMaskShape({1, 2, 4, 5}, r); },
+        Bad{"mask_shape_that_fits_nothing",
+            [](Forward* r) {
+              SetMaskShape({1, 2, 4, 5}, r);
+            },
             "mask_shape: got 2 for heads, allowed 1, 3"},
-        Bad{"mask_shape_negative", [](Forward* r) { SetMaskShape({1, 1, -4, 5}, r); },
+        Bad{"mask_shape_negative",
+            [](Forward* r) {
+              SetMaskShape({1, 1, -4, 5}, r);
+            },
             "mask_shape: got -4"},
         Bad{"mask_short", [](Forward* r) { r->mutable_mask()->pop_back(); }, "mask: got 19 bytes"},
         Bad{"mask_dtype_of_a_bool", [](Forward* r) { r->set_mask_dtype(v1::DTYPE_F16); },
             "mask_dtype: got 2, allowed with MASK_KIND_ADDITIVE alone"},
-        Bad{"additive_without_dtype",
-            [](Forward* r) { r->set_mask_kind(v1::MASK_KIND_ADDITIVE); }, "mask_dtype: got 0"},
+        Bad{"additive_without_dtype", [](Forward* r) { r->set_mask_kind(v1::MASK_KIND_ADDITIVE); },
+            "mask_dtype: got 0"},
         Bad{"sinks_of_two_for_three_heads",
             [](Forward* r) {
               r->add_sinks(0);
