@@ -1,5 +1,6 @@
 #include "server/rpc/rpc_server.h"
 
+#include <grpc/grpc.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -97,8 +98,12 @@ class RpcServerImpl final : public RpcServer {
   }
 
   absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
-    static std::once_flag plugins;
-    std::call_once(plugins, [] {
+    static std::once_flag once;
+    std::call_once(once, [] {
+      // Never taken back: the library's own end waits, for up to ten seconds after a large answer,
+      // for a thread that polls on behalf of a socket that was full and that nothing wakes. The
+      // process ends it faster.
+      grpc_init();
       grpc::EnableDefaultHealthCheckService(true);
       grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     });
