@@ -36,9 +36,10 @@ absl::Status CheckTypes(const AttentionSoftmaxRequest& request) {
   // 16-bit probabilities may grow, f32 gradients may shrink.
   const DType wide = request.backward ? request.dtype : request.out_dtype;
   if (wide == DType::kF32) return absl::OkStatus();
+  const bool may_grow = !request.backward && request.dtype != DType::kF32;
   return absl::InvalidArgumentError(absl::StrFormat("out_dtype: got %s, allowed %s%s",
                                                     Name(request.out_dtype), Name(request.dtype),
-                                                    request.backward ? "" : ", f32"));
+                                                    may_grow ? ", f32" : ""));
 }
 
 absl::Status CheckPayload(const AttentionSoftmaxRequest& request) {

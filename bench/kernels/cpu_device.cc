@@ -179,6 +179,68 @@ class CpuDevice final : public Device {
     return Median(us);
   }
 
+  absl::StatusOr<double> TimeAttention(const AttentionCase& c) override {
+    Fill(c.dtype);
+    const int64_t rows = c.rows();
+    const size_t bytes = static_cast<size_t>(rows * c.keys) * SizeOf(c.dtype);
+    const size_t tensors = c.backward ? 3 : 2;
+    std::vector<RowStatus> status(rows);
+    std::vector<std::byte> mask(c.mask == MaskKind::kNone
+                                    ? 0
+                                    : c.batch * c.queries * c.keys *
+                                          (c.mask == MaskKind::kBool ? 1 : SizeOf(c.dtype)));
+    std::mt19937_64 random(1);
+    const size_t element = c.mask == MaskKind::kBool ? 1 : SizeOf(c.dtype);
+    for (size_t i = 0; i < mask.size() / element; ++i) {
+      const uint64_t bits = random();
+      if (c.mask == MaskKind::kBool) {
+        mask[i] = std::byte(bits % 4 == 0);
+      } else {  // as f32, f16 and bf16 alike: a minus infinity's bits, or a small number's
+        const uint32_t value = bits % 4 != 0            ? 0
+                               : c.dtype == DType::kF32 ? 0xff800000u
+                               : c.dtype == DType::kF16 ? 0xfc00u
+                                                        : 0xff80u;
+        std::memcpy(&mask[i * element], &value, element);
+      }
+    }
+    const AttentionShape shape = {
+        .batch = c.batch, .heads = c.heads, .queries = c.queries, .keys = c.keys, .rows = rows};
+    const size_t parts = std::max<size_t>(1, kBufferBytes / (tensors * bytes));
+    std::vector<double> us;
+    for (int run = 0; run < kRuns + 2; ++run) {
+      std::byte* at = slab_.host + run % parts * tensors * bytes;
+      const auto tensor = [&](int i) {
+        return TensorView{at + i * bytes, c.dtype, rows, c.keys, c.keys};
+      };
+      const MutableTensorView to = {at + (tensors - 1) * bytes, c.dtype, rows, c.keys, c.keys};
+      const auto begin = std::chrono::steady_clock::now();
+      if (c.backward) {
+        LOGITD_RETURN_IF_ERROR(stream_->AttentionSoftmaxBackward({.shape = shape,
+                                                                  .probs = tensor(0),
+                                                                  .d_probs = tensor(1),
+                                                                  .window = c.window,
+                                                                  .d_scores = to,
+                                                                  .status = status.data()}));
+      } else {
+        LOGITD_RETURN_IF_ERROR(
+            stream_->AttentionSoftmax({.shape = shape,
+                                       .scores = tensor(0),
+                                       .window = c.window,
+                                       .mask = {.kind = c.mask,
+                                                .dtype = c.dtype,
+                                                .data = mask.data(),
+                                                .batch_stride = c.queries * c.keys,
+                                                .query_stride = c.keys},
+                                       .probs = to,
+                                       .status = status.data()}));
+      }
+      if (auto times = stream_->Wait(); !times.ok()) return times.status();
+      if (run >= 2) us.push_back(MicrosecondsSince(begin));
+    }
+    filled_ = false;  // results lie where the normals were
+    return Median(us);
+  }
+
  private:
   void Fill(DType dtype) {
     if (filled_ && filled_dtype_ == dtype) return;

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/attention_softmax.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
 
@@ -36,6 +37,24 @@ struct SampleCase {
   SampleLists lists;
 };
 
+// All rows of a tensor of scores; a mask is [batch, 1, queries, keys], which the heads share, a
+// quarter of it hidden. Backward: probs and their gradient in, the gradient of the scores out, all
+// of one type.
+struct AttentionCase {
+  int64_t batch;
+  int64_t heads;
+  int64_t queries;
+  int64_t keys;
+  DType dtype;
+  AttentionWindow window;
+  MaskKind mask = MaskKind::kNone;  // kAdditive: in dtype
+  bool backward = false;
+
+  int64_t rows() const { return batch * heads * queries; }
+  // The fewest bytes that move: what the rows see is read, all keys are written.
+  double FloorBytes() const;
+};
+
 // Times are medians in microseconds; rates are bytes per second.
 class Device {
  public:
@@ -45,6 +64,7 @@ class Device {
   virtual absl::StatusOr<double> CopyCeiling() = 0;  // bytes read plus bytes written, per second
   virtual absl::StatusOr<double> TimeTopK(const TopKCase& c) = 0;
   virtual absl::StatusOr<double> TimeSample(const SampleCase& c) = 0;
+  virtual absl::StatusOr<double> TimeAttention(const AttentionCase& c) = 0;
 };
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();

@@ -1,6 +1,7 @@
 // kernel_bench: every op as a share of its floor, the floor taken from the device's own ceilings in
 // the same run.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -117,6 +118,44 @@ constexpr SampleEntry kSample[] = {
     {"top-p 0.9 alone, flat row", {512, 131072, DType::kF32, Asking(1, 0, 0.9f, 0), {}}},
 };
 
+struct AttentionEntry {
+  const char* name;  // why it is there
+  AttentionCase shape;
+};
+
+constexpr AttentionWindow kCausal = {.left = AttentionWindow::kUnbounded, .right = 0};
+
+const AttentionEntry kCpuAttention[] = {
+    {"unmasked", {1, 16, 1024, 1024, DType::kF32, {}}},
+    {"unmasked, bf16", {1, 16, 1024, 1024, DType::kBF16, {}}},
+    {"unmasked, f16", {1, 16, 1024, 1024, DType::kF16, {}}},
+    {"causal", {1, 16, 1024, 1024, DType::kF32, kCausal}},
+    {"causal, bf16", {1, 16, 1024, 1024, DType::kBF16, kCausal}},
+    {"window of 256", {1, 16, 1024, 1024, DType::kBF16, {255, 0}}},
+    {"bool mask", {1, 16, 1024, 1024, DType::kBF16, {}, MaskKind::kBool}},
+    {"additive mask", {1, 16, 1024, 1024, DType::kBF16, {}, MaskKind::kAdditive}},
+    {"short rows", {64, 16, 64, 64, DType::kBF16, kCausal}},
+    {"odd rows", {1, 16, 1001, 1001, DType::kBF16, kCausal}},
+    {"long rows", {1, 1, 128, 131072, DType::kBF16, {}}},
+    {"longest rows, f32", {1, 1, 16, 1 << 20, DType::kF32, {}}},
+    {"backward, causal",
+     {1, 16, 1024, 1024, DType::kF32, kCausal, MaskKind::kNone, /*backward=*/true}},
+    {"backward, causal, bf16",
+     {1, 16, 1024, 1024, DType::kBF16, kCausal, MaskKind::kNone, /*backward=*/true}},
+    {"backward, long rows, bf16",
+     {1, 1, 128, 131072, DType::kBF16, {}, MaskKind::kNone, /*backward=*/true}},
+};
+
+std::string_view Name(MaskKind kind) {
+  return kind == MaskKind::kNone ? "none" : kind == MaskKind::kBool ? "bool" : "additive";
+}
+
+std::string Shape(const AttentionEntry& entry) {
+  const AttentionCase& c = entry.shape;
+  return absl::StrFormat("attention [%d,%d,%d,%d] %s %s", c.batch, c.heads, c.queries, c.keys,
+                         Name(c.dtype), entry.name);
+}
+
 std::string Shape(const SampleEntry& entry) {
   return absl::StrFormat("%dx%d %s %s", entry.shape.rows, entry.shape.vocab,
                          Name(entry.shape.dtype), entry.name);
@@ -127,11 +166,34 @@ std::string Shape(const TopKCase& c) {
                          c.row_stride == c.vocab ? "" : " padded");
 }
 
+}  // namespace
+
+double AttentionCase::FloorBytes() const {
+  double seen = 0;
+  for (int64_t i = 0; i < queries; ++i) {
+    const int64_t aligned = i + keys - queries;
+    const bool all_left = window.left == AttentionWindow::kUnbounded;
+    const bool all_right = window.right == AttentionWindow::kUnbounded;
+    const int64_t begin = all_left ? 0 : std::max<int64_t>(0, aligned - window.left);
+    const int64_t end = all_right ? keys : std::min(keys, aligned + window.right + 1);
+    seen += static_cast<double>(std::max<int64_t>(0, end - begin));
+  }
+  const double size = static_cast<double>(SizeOf(dtype));
+  const double tensors = static_cast<double>(batch * heads);
+  const double mask_size = mask == MaskKind::kNone ? 0 : mask == MaskKind::kBool ? 1 : size;
+  const double written = static_cast<double>(queries) * static_cast<double>(keys);
+  return tensors * size * ((backward ? 2 : 1) * seen + written) +
+         static_cast<double>(batch) * mask_size * seen;
+}
+
+namespace {
+
 int Main(int argc, char** argv) {
   CLI::App app(
-      "Times every op on one device and prints it as a share of its floor: one read of the logits "
-      "at the rate of "
-      "a plain read measured in the same run.");
+      "Times every op on one device and prints it as a share of its floor, at rates measured in "
+      "the "
+      "same run: one read of the logits at the rate of a plain read; for attention, the bytes that "
+      "must be read and written at the rate of a plain copy.");
   std::string backend = "auto", json_path, only, commit;
   app.add_option("--backend", backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
@@ -223,6 +285,36 @@ int Main(int argc, char** argv) {
                               {"us", *us},
                               {"floor_us", floor_us},
                               {"share_of_floor", floor_us / *us}});
+  }
+  absl::PrintF("\n%-60s %10s %10s %9s %7s\n", "attention_softmax", "us", "floor us", "GB/s",
+               "share");
+  // CUDA has none of these yet.
+  for (const AttentionEntry& entry :
+       cuda ? absl::Span<const AttentionEntry>() : absl::MakeConstSpan(kCpuAttention)) {
+    const AttentionCase& c = entry.shape;
+    if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
+    const auto us = (*device)->TimeAttention(c);
+    if (!us.ok()) {
+      absl::PrintF("%-60s %s\n", Shape(entry), us.status().ToString());
+      ++failed;
+      continue;
+    }
+    const double floor_us = c.FloorBytes() / *copy * 1e6;
+    absl::PrintF("%-60s %10.2f %10.2f %9.1f %6.1f%%\n", Shape(entry), *us, floor_us,
+                 c.FloorBytes() / *us / 1e3, 100 * floor_us / *us);
+    out["entries"].push_back(
+        {{"op", c.backward ? "attention_softmax_backward" : "attention_softmax"},
+         {"why", entry.name},
+         {"batch", c.batch},
+         {"heads", c.heads},
+         {"queries", c.queries},
+         {"keys", c.keys},
+         {"dtype", std::string(Name(c.dtype))},
+         {"window", {c.window.left, c.window.right}},
+         {"mask", std::string(Name(c.mask))},
+         {"us", *us},
+         {"floor_us", floor_us},
+         {"share_of_floor", floor_us / *us}});
   }
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
   return failed == 0 ? 0 : 1;

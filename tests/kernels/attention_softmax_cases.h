@@ -483,6 +483,7 @@ struct AttentionCase {
   DType out_dtype = DType::kF32;
   Hide hide = Hide::kNone;
   DType mask_dtype = DType::kF32;
+  bool finite_bans = true;  // additive masks hide some keys by -1e9 instead of -inf
   bool mask_by_batch = true, mask_by_head = true, mask_by_query = true;
   float scale = 0.7f;
   bool sinks = false;
@@ -543,8 +544,8 @@ inline void MakeMask(const AttentionCase& c, AttentionCall& call) {
       call.mask.push_back(std::byte(hidden ? 1 + bits / 4 % 255 : 0));
       continue;
     }
-    const float value = static_cast<float>(bits >> 40) / (1 << 22) - 2;
-    const float nothing = bits / 4 % 8 == 0 ? -1e9f : -kInf;
+    const float value = static_cast<float>(bits >> 48) / (1 << 14) - 2;
+    const float nothing = c.finite_bans && bits / 4 % 8 == 0 ? -1e9f : -kInf;
     AppendElement(mask.dtype, hidden ? nothing : value, call.mask);
   }
 }
@@ -707,6 +708,519 @@ inline std::vector<AttentionCase> AttentionShapeCases() {
     }
   }
   return cases;
+}
+
+// Every way to share a mask over batch, heads and queries, of every kind.
+inline std::vector<AttentionCase> BroadcastCases() {
+  std::vector<AttentionCase> cases;
+  uint64_t n = 1000;
+  for (Hide hide : {Hide::kBool, Hide::kAdditive, Hide::kCausalAndBool}) {
+    for (DType mask_dtype : kAttentionDTypes) {
+      if (MaskOf(hide) == MaskKind::kBool && mask_dtype != DType::kF32) continue;
+      for (int shared = 0; shared < 8; ++shared) {
+        AttentionCase c{.shape = {.batch = 2, .heads = 3, .queries = 5, .keys = 70, .rows = 30},
+                        .dtype = kAttentionDTypes[n % 3],
+                        .out_dtype = DType::kF32,
+                        .hide = hide,
+                        .mask_dtype = mask_dtype,
+                        .mask_by_batch = (shared & 1) == 0,
+                        .mask_by_head = (shared & 2) == 0,
+                        .mask_by_query = (shared & 4) == 0,
+                        .offset = static_cast<int64_t>(n % 5),
+                        .seed = ++n};
+        cases.push_back(c);
+      }
+    }
+  }
+  return cases;
+}
+
+inline std::vector<AttentionCase> LongestRowCases() {
+  std::vector<AttentionCase> cases;
+  for (Hide hide : {Hide::kNone, Hide::kWideWindow}) {
+    cases.push_back({.shape = {.batch = 1,
+                               .heads = 1,
+                               .queries = kMaxKeys,
+                               .keys = kMaxKeys,
+                               .first_row = kMaxKeys - 1,
+                               .rows = 1},
+                     .dtype = DType::kBF16,
+                     .out_dtype = DType::kBF16,
+                     .hide = hide});
+  }
+  return cases;
+}
+
+// More rows than a backend holds parts of d_sinks at once.
+inline AttentionCase ManySinkRows() {
+  return {.shape = {.batch = 30, .heads = 5, .queries = 1000, .keys = 3, .rows = 150000},
+          .sinks = true};
+}
+
+// Every kind of row x type, short, over several cells, and behind a window.
+inline std::vector<AttentionCase> AttentionFillCases() {
+  std::vector<AttentionCase> cases;
+  uint64_t n = 2000;
+  for (Fill fill : kAllFills) {
+    for (DType dtype : kAttentionDTypes) {
+      for (int64_t keys : {33, 1025, 5000}) {
+        for (Hide hide : {Hide::kNone, Hide::kCausal, Hide::kAdditive}) {
+          AttentionCase c{.shape = {.batch = 2, .heads = 2, .queries = 2, .keys = keys, .rows = 8},
+                          .dtype = dtype,
+                          .out_dtype = n % 2 == 0 ? DType::kF32 : dtype,
+                          .hide = hide,
+                          .scale = n % 3 == 0 ? -1.0f : 1.0f,
+                          .sinks = n % 2 == 0,
+                          .fill = fill,
+                          .stride_extra = static_cast<int64_t>(n % 3),
+                          .seed = n};
+          cases.push_back(c);
+          ++n;
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+// ---- Gradients by hand
+// ---------------------------------------------------------------------------------------------
+
+// f32, [1, heads, queries, keys], every row.
+struct GradientClaim {
+  const char* name;
+  std::array<int64_t, 3> shape;  // heads, queries, keys
+  std::vector<float> probs;
+  std::vector<float> d_probs;
+  std::vector<float> d_scores;
+  std::vector<RowStatus> status = {};  // [rows]; none: all OK
+  float scale = 1;
+  AttentionWindow window = {};
+  std::vector<float> sinks = {};
+  std::vector<float> logsumexp = {};
+  std::vector<double> d_sinks = {};
+};
+
+inline const std::vector<GradientClaim>& GradientClaims() {
+  static const float kLn2 = std::log(2.0f), kLn4 = std::log(4.0f);
+  constexpr RowStatus kOk = {};
+  static const auto& claims = *new std::vector<GradientClaim>{
+      {"certain_rows_have_none", {1, 1, 1}, {1}, {5}, {0}},
+      {"what_one_gains_others_lose", {1, 1, 2}, {.25f, .75f}, {1, 0}, {.1875f, -.1875f}},
+      {"scale_multiplies", {1, 1, 2}, {.25f, .75f}, {1, 0}, {-.375f, .375f}, {}, -2},
+      {"a_constant_gradient_of_probs_is_none", {1, 1, 2}, {.5f, .5f}, {3, 3}, {0, 0}},
+      {"nothing_is_looked_at_where_a_prob_is_zero",
+       {1, 1, 4},
+       {.25f, 0, .75f, 0},
+       {1, kNan, 0, kInf},
+       {.1875f, 0, -.1875f, 0}},
+      {"a_row_of_zeros_has_zeros", {1, 1, 2}, {0, 0}, {kNan, kInf}, {0, 0}},
+      {"outside_the_window_nothing_is_read",
+       {1, 2, 2},
+       {1, kNan, .25f, .75f},
+       {0, kNan, 1, 0},
+       {0, 0, .1875f, -.1875f},
+       {},
+       1,
+       {-1, 0}},
+      {"nan_prob_spoils_its_row_alone",
+       {1, 3, 2},
+       {.25f, .75f, .5f, kNan, .25f, .75f},
+       {1, 0, 0, 0, 1, 0},
+       {.1875f, -.1875f, kNan, kNan, .1875f, -.1875f},
+       {kOk, {RowCode::kNanLogit, 1}, kOk}},
+      {"nan_gradient_spoils_all_but_zero_probs",
+       {1, 1, 4},
+       {0, .5f, .5f, 0},
+       {kNan, 1, kNan, kNan},
+       {0, kNan, kNan, 0},
+       {{RowCode::kNanLogit, 2}}},
+      {"infinities_of_both_signs_are_no_nan_of_the_callers",
+       {1, 1, 3},
+       {0, .5f, .5f},
+       {0, kInf, -kInf},
+       {0, kNan, kNan}},
+      // Softmax off by one of {0, ln 2}: 1/4 and 1/2, the sink has the last 1/4.
+      {"the_sink_loses_what_all_keys_gain",
+       {1, 1, 2},
+       {.25f, .5f},
+       {4, 2},
+       {.5f, 0},
+       {},
+       1,
+       {},
+       {0},
+       {kLn4},
+       {-.5}},
+      {"the_sinks_own_score_is_not_scaled",
+       {1, 1, 2},
+       {.25f, .5f},
+       {4, 2},
+       {1.5f, 0},
+       {},
+       3,
+       {},
+       {0},
+       {kLn4},
+       {-.5}},
+      {"sinks_add_up_over_their_heads_rows_and_minus_inf_has_none",
+       {2, 2, 1},
+       {.5f, .5f, 1, 1},
+       {2, 4, 1, 1},
+       {.5f, 1, 0, 0},
+       {},
+       1,
+       {},
+       {0, -kInf},
+       {kLn2, kLn2, 0, 0},
+       {-1.5, 0}},
+      {"rows_without_keys_or_with_infinite_ones_add_nothing_to_a_sink",
+       {1, 2, 1},
+       {0, 1},
+       {5, 7},
+       {0, 0},
+       {},
+       1,
+       {},
+       {2},
+       {2, kInf},
+       {0}},
+      {"nan_spoils_its_heads_sink_alone",
+       {2, 1, 1},
+       {kNan, .5f},
+       {1, 2},
+       {kNan, .5f},
+       {{RowCode::kNanLogit, 0}, kOk},
+       1,
+       {},
+       {0, 0},
+       {kNan, kLn2},
+       {kNan, -.5}},
+  };
+  return claims;
+}
+
+inline std::string BrokenClaim(OpRunner& runner, const GradientClaim& claim) {
+  const auto [heads, queries, keys] = claim.shape;
+  const int64_t rows = heads * queries;
+  AttentionBackwardCall call{.probs = TensorOf(DType::kF32, rows, keys, 0, 0, claim.probs),
+                             .d_probs = TensorOf(DType::kF32, rows, keys, 0, 0, claim.d_probs),
+                             .sinks = claim.sinks,
+                             .logsumexp = claim.logsumexp,
+                             .d_scores = EmptyTensor(DType::kF32, rows, keys, 0, 0)};
+  call.args.shape = {.batch = 1, .heads = heads, .queries = queries, .keys = keys, .rows = rows};
+  call.args.scale = claim.scale;
+  call.args.window = claim.window;
+  const auto got = runner.AttentionSoftmaxBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  const auto agrees = [](double a, double b) {
+    return std::isnan(b) ? std::isnan(a) : b == 0 ? a == b : std::fabs(a - b) <= 1e-6;
+  };
+  for (int64_t r = 0; r < rows; ++r) {
+    const RowStatus want = claim.status.empty() ? RowStatus{} : claim.status[r];
+    if (std::string status = DescribeStatus(got->status[r], want); !status.empty()) {
+      return absl::StrFormat("row %d: %s", r, status);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      const float g = got->d_scores.At(r, j), w = claim.d_scores[r * keys + j];
+      if (!agrees(g, w)) return absl::StrFormat("row %d key %d: got %.9g, want %.9g", r, j, g, w);
+    }
+  }
+  for (size_t h = 0; h < claim.d_sinks.size(); ++h) {
+    if (agrees(got->d_sinks[h], claim.d_sinks[h])) continue;
+    return absl::StrFormat("d_sinks of head %d: got %.12g, want %.12g", h, got->d_sinks[h],
+                           claim.d_sinks[h]);
+  }
+  return "";
+}
+
+// "" where the backend's gradients are those of sum w y by small steps of every score and sink. The
+// steps and the scale are powers of two, so that no x is rounded.
+inline std::string BrokenFiniteDifferences(OpRunner& runner, const AttentionCase& c) {
+  constexpr double kStep = 0x1p-10;
+  AttentionCall forward = CallOf(c);
+  const AttentionShape& shape = c.shape;
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    for (int64_t j = 0; j < shape.keys; ++j) {
+      forward.scores.Set(r, j,
+                         static_cast<float>(Mix(c.seed, r * shape.keys + j) % 4096) * 0x1p-10f);
+    }
+  }
+  AttentionBackwardCall backward{
+      .probs = EmptyTensor(DType::kF32, shape.rows, shape.keys, 0, 0),
+      .d_probs = EmptyTensor(DType::kF32, shape.rows, shape.keys, 0, 0),
+      .sinks = forward.sinks,
+      .d_scores = EmptyTensor(DType::kF32, shape.rows, shape.keys, 0, 0)};
+  backward.args.shape = shape;
+  backward.args.scale = c.scale;
+  backward.args.window = forward.args.window;
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    FillRow(backward.d_probs, r, Fill::kUniform, c.seed);
+    const AttentionRowAnswer answer = ReferenceAttentionRow(forward, r);
+    backward.logsumexp.push_back(static_cast<float>(answer.logsumexp));
+    for (int64_t j = 0; j < shape.keys; ++j) {
+      backward.probs.Set(r, j, static_cast<float>(answer.probs[j]));
+    }
+  }
+  const auto row_loss = [&](int64_t r) {
+    const AttentionRowAnswer answer = ReferenceAttentionRow(forward, r);
+    double loss = 0;
+    for (int64_t j = 0; j < shape.keys; ++j) {
+      loss += answer.probs[j] * backward.d_probs.At(r, j);
+    }
+    return loss;
+  };
+  const auto loss = [&] {
+    double all = 0;
+    for (int64_t r = 0; r < shape.rows; ++r) all += row_loss(r);
+    return all;
+  };
+  const auto got = runner.AttentionSoftmaxBackward(backward);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    for (int64_t j = 0; j < shape.keys; ++j) {
+      const float score = forward.scores.At(r, j);
+      forward.scores.Set(r, j, static_cast<float>(score + kStep));
+      const double above = row_loss(r);
+      forward.scores.Set(r, j, static_cast<float>(score - kStep));
+      const double want = (above - row_loss(r)) / (2 * kStep);
+      forward.scores.Set(r, j, score);
+      const float g = got->d_scores.At(r, j);
+      if (std::fabs(g - want) <= 1e-5) continue;
+      return absl::StrFormat("%s: row %d key %d: got %.9g, by steps %.9g", Describe(c), r, j, g,
+                             want);
+    }
+  }
+  for (size_t h = 0; h < forward.sinks.size(); ++h) {
+    const float sink = forward.sinks[h];
+    forward.sinks[h] = static_cast<float>(sink + kStep);
+    const double above = loss();
+    forward.sinks[h] = static_cast<float>(sink - kStep);
+    const double want = (above - loss()) / (2 * kStep);
+    forward.sinks[h] = sink;
+    if (std::fabs(got->d_sinks[h] - want) <= 1e-5) continue;
+    return absl::StrFormat("%s: d_sinks of head %d: got %.9g, by steps %.9g", Describe(c), h,
+                           got->d_sinks[h], want);
+  }
+  return "";
+}
+
+inline std::vector<AttentionCase> FiniteDifferenceCases() {
+  std::vector<AttentionCase> cases;
+  uint64_t n = 3000;
+  for (Hide hide : kAllHides) {
+    for (bool sinks : {false, true}) {
+      for (int64_t queries : {3, 9}) {
+        cases.push_back(
+            {.shape = {.batch = 2, .heads = 2, .queries = queries, .keys = 6, .rows = 4 * queries},
+             .hide = hide,
+             .finite_bans = false,
+             .scale = queries == 3 ? 0.5f : -2.0f,
+             .sinks = sinks,
+             .seed = ++n});
+      }
+    }
+  }
+  return cases;
+}
+
+// ---- Bits that depend on the row alone
+// -----------------------------------------------------------------------------
+
+// How a piece of a tensor's rows lies in memory.
+struct RowLayout {
+  int64_t stride_extra = 0;
+  int64_t offset = 0;
+  bool in_place = false;
+};
+
+inline void CopyRow(const HostTensor& from, int64_t from_row, HostTensor& to, int64_t to_row) {
+  for (int64_t j = 0; j < from.cols(); ++j) to.Set(to_row, j, from.At(from_row, j));
+}
+
+inline HostTensor RowsOf(const HostTensor& from, int64_t first, int64_t rows,
+                         const RowLayout& layout) {
+  HostTensor to = EmptyTensor(from.dtype(), rows, from.cols(), layout.stride_extra, layout.offset);
+  for (int64_t r = 0; r < rows; ++r) CopyRow(from, first + r, to, r);
+  return to;
+}
+
+inline bool SameRow(const HostTensor& a, int64_t a_row, const HostTensor& b, int64_t b_row) {
+  for (int64_t j = 0; j < a.cols(); ++j) {
+    const float x = a.At(a_row, j), y = b.At(b_row, j);
+    if (BitsOf(x) != BitsOf(y) && !(std::isnan(x) && std::isnan(y))) return false;
+  }
+  return true;
+}
+
+inline bool SameStatus(RowStatus a, RowStatus b) {
+  return a.code == b.code && a.position == b.position;
+}
+
+inline bool SameNumber(float a, float b) {
+  return BitsOf(a) == BitsOf(b) || (std::isnan(a) && std::isnan(b));
+}
+
+// "" where the rows [first, first + rows) of the case, as a call of their own, have the bits they
+// have in `whole`, the answer to all.
+inline std::string BrokenPiece(OpRunner& runner, const AttentionCase& c, const AttentionCall& all,
+                               const AttentionAnswer& whole, int64_t first, int64_t rows,
+                               const RowLayout& layout) {
+  AttentionCase piece = c;
+  piece.shape.first_row += first;
+  piece.shape.rows = rows;
+  piece.offset = layout.offset;
+  AttentionCall call{
+      .args = all.args,
+      .scores = RowsOf(all.scores, first, rows, layout),
+      .sinks = all.sinks,
+      .probs = EmptyTensor(c.out_dtype, rows, c.shape.keys, layout.stride_extra, layout.offset),
+      .in_place = layout.in_place && c.dtype == c.out_dtype,
+      .want_logsumexp = true};
+  call.args.shape = piece.shape;
+  MakeMask(piece, call);
+  const auto got = runner.AttentionSoftmax(call);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < rows; ++r) {
+    if (SameRow(whole.probs, first + r, got->probs, r) &&
+        SameNumber(whole.logsumexp[first + r], got->logsumexp[r]) &&
+        SameStatus(whole.status[first + r], got->status[r])) {
+      continue;
+    }
+    return absl::StrFormat(
+        "%s: row %d has other bits in a call of rows %d+%d, stride +%d, offset "
+        "%d, in place %d",
+        Describe(c), first + r, first, rows, layout.stride_extra, layout.offset, layout.in_place);
+  }
+  return "";
+}
+
+inline std::string BrokenGradientPiece(OpRunner& runner, const AttentionCase& c,
+                                       const AttentionBackwardCall& all,
+                                       const AttentionBackwardAnswer& whole, int64_t first,
+                                       int64_t rows, const RowLayout& layout) {
+  AttentionBackwardCall call{
+      .args = all.args,
+      .probs = RowsOf(all.probs, first, rows, layout),
+      .d_probs = RowsOf(all.d_probs, first, rows, layout),
+      .sinks = all.sinks,
+      .logsumexp = {all.logsumexp.begin() + first, all.logsumexp.begin() + first + rows},
+      .d_scores = EmptyTensor(all.d_scores.dtype(), rows, c.shape.keys, layout.stride_extra + 1,
+                              layout.offset + 1)};
+  if (layout.in_place && all.d_scores.dtype() == c.dtype) {
+    call.output = AttentionBackwardCall::Output::kOverDProbs;
+  }
+  call.args.shape.first_row += first;
+  call.args.shape.rows = rows;
+  const auto got = runner.AttentionSoftmaxBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < rows; ++r) {
+    if (SameRow(whole.d_scores, first + r, got->d_scores, r) &&
+        SameStatus(whole.status[first + r], got->status[r])) {
+      continue;
+    }
+    return absl::StrFormat("backward of %s: row %d has other bits in a call of rows %d+%d",
+                           Describe(c), first + r, first, rows);
+  }
+  return "";
+}
+
+// "" where rows have the same bits in one call as in calls of `rows` rows, forward and backward.
+inline std::string BrokenChunks(OpRunner& runner, const AttentionCase& c, int64_t rows,
+                                const RowLayout& layout) {
+  const AttentionCall all = CallOf(c);
+  const AttentionBackwardCall backward = BackwardOf(c);
+  const auto whole = runner.AttentionSoftmax(all);
+  if (!whole.ok()) return whole.status().ToString();
+  const auto gradient = runner.AttentionSoftmaxBackward(backward);
+  if (!gradient.ok()) return gradient.status().ToString();
+  for (int64_t first = 0; first < c.shape.rows; first += rows) {
+    const int64_t here = std::min(rows, c.shape.rows - first);
+    std::string broken = BrokenPiece(runner, c, all, *whole, first, here, layout);
+    if (broken.empty()) {
+      broken = BrokenGradientPiece(runner, c, backward, *gradient, first, here, layout);
+    }
+    if (!broken.empty()) return broken;
+  }
+  return "";
+}
+
+inline std::vector<AttentionCase> AttentionInvarianceCases() {
+  std::vector<AttentionCase> cases;
+  uint64_t n = 4000;
+  for (int64_t keys : {5, 100, 1000, 1500, 4097, 20000}) {
+    for (Hide hide : kAllHides) {
+      const int64_t queries = keys < 1000 ? 7 : 3;
+      ++n;
+      AttentionCase c{
+          .shape = {.batch = 2, .heads = keys < 1000 ? 3 : 1, .queries = queries, .keys = keys},
+          .dtype = kAttentionDTypes[n % 3],
+          .out_dtype = n % 2 == 0 ? DType::kF32 : kAttentionDTypes[n % 3],
+          .hide = hide,
+          .mask_dtype = kAttentionDTypes[n / 2 % 3],
+          .mask_by_batch = n % 4 != 0,
+          .sinks = n % 2 == 0,
+          .fill = n % 4 == 3 ? Fill::kWithNan : Fill::kNormal,
+          .seed = n};
+      c.shape.rows = c.shape.batch * c.shape.heads * queries;
+      cases.push_back(c);
+    }
+  }
+  return cases;
+}
+
+// The row (1, 2, i) of a [2, 3, queries, keys] tensor, as the only batch and head of another: ""
+// where its bits are the same. Its neighbours differ, and its mask and sink are shared with none.
+inline std::string BrokenCompany(OpRunner& runner, const AttentionCase& c) {
+  const AttentionCall all = CallOf(c);
+  const auto whole = runner.AttentionSoftmax(all);
+  if (!whole.ok()) return whole.status().ToString();
+  const AttentionShape& shape = c.shape;
+  for (int64_t b = 0; b < shape.batch; ++b) {
+    for (int64_t h = 0; h < shape.heads; ++h) {
+      const int64_t first = (b * shape.heads + h) * shape.queries;
+      AttentionCall alone{.args = all.args,
+                          .scores = RowsOf(all.scores, first, shape.queries, {.offset = 1}),
+                          .mask = all.mask,
+                          .mask_offset_bytes = all.mask_offset_bytes,
+                          .probs = EmptyTensor(c.out_dtype, shape.queries, shape.keys, 0, 2)};
+      alone.args.shape.batch = alone.args.shape.heads = 1;
+      alone.args.shape.rows = shape.queries;
+      // The mask's element of (0, 0, i, j) is now that of (b, h, i, j).
+      alone.args.mask.origin -= b * all.args.mask.batch_stride + h * all.args.mask.head_stride;
+      if (!all.sinks.empty()) alone.sinks = {all.sinks[h]};
+      const auto got = runner.AttentionSoftmax(alone);
+      if (!got.ok()) return got.status().ToString();
+      for (int64_t i = 0; i < shape.queries; ++i) {
+        if (!SameRow(whole->probs, first + i, got->probs, i) ||
+            !SameNumber(whole->logsumexp[first + i], got->logsumexp[i]) ||
+            !SameStatus(whole->status[first + i], got->status[i])) {
+          return absl::StrFormat("%s: row %d of batch %d, head %d has other bits alone",
+                                 Describe(c), i, b, h);
+        }
+      }
+    }
+  }
+  return "";
+}
+
+// "" where 16-bit probs are f32 probs, rounded.
+inline std::string BrokenRounding(OpRunner& runner, AttentionCase c) {
+  c.in_place = false;
+  c.out_dtype = c.dtype;
+  const auto narrow = runner.AttentionSoftmax(CallOf(c));
+  if (!narrow.ok()) return narrow.status().ToString();
+  c.out_dtype = DType::kF32;
+  const auto wide = runner.AttentionSoftmax(CallOf(c));
+  if (!wide.ok()) return wide.status().ToString();
+  for (int64_t r = 0; r < c.shape.rows; ++r) {
+    for (int64_t j = 0; j < c.shape.keys; ++j) {
+      const float p = wide->probs.At(r, j), q = narrow->probs.At(r, j);
+      if (SameNumber(RoundedTo(c.dtype, p), q)) continue;
+      return absl::StrFormat("%s: row %d key %d: %.9g became %.9g", Describe(c), r, j, p, q);
+    }
+  }
+  return "";
 }
 
 }  // namespace logitd::testing

@@ -2,10 +2,15 @@
 #include "kernels/attention_softmax.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <atomic>
+#include <cmath>
 #include <memory>
+#include <thread>
 #include <vector>
 
+#include "hwy/targets.h"
 #include "kernels/backend.h"
 #include "tests/kernels/attention_softmax_cases.h"
 #include "tests/kernels/op_runner.h"
@@ -19,15 +24,24 @@ class AttentionSoftmaxCpuTest : public ::testing::Test {
   std::unique_ptr<OpRunner> runner_ = OpRunner::Create(backend_.get()).value();
 };
 
+// The x of this backend are rounded as the reference's.
+constexpr int kNoMore = 0;
+
 TEST_F(AttentionSoftmaxCpuTest, KeepsEveryClaim) {
   for (const AttentionClaim& claim : AttentionClaims()) {
     EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
   }
 }
 
+TEST_F(AttentionSoftmaxCpuTest, KeepsEveryClaimOfGradients) {
+  for (const GradientClaim& claim : GradientClaims()) {
+    EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
+  }
+}
+
 TEST_F(AttentionSoftmaxCpuTest, EveryShapeAgreesWithDoublePrecision) {
   for (const AttentionCase& c : AttentionShapeCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, /*x_roundings=*/0), "");
+    ASSERT_EQ(FirstDifference(*runner_, c, kNoMore), "");
   }
 }
 
@@ -35,6 +49,253 @@ TEST_F(AttentionSoftmaxCpuTest, EveryGradientAgreesWithDoublePrecision) {
   for (const AttentionCase& c : AttentionShapeCases()) {
     ASSERT_EQ(FirstGradientDifference(*runner_, c), "");
   }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, EveryKindOfRowAgreesWithDoublePrecision) {
+  for (const AttentionCase& c : AttentionFillCases()) {
+    ASSERT_EQ(FirstDifference(*runner_, c, kNoMore), "");
+    ASSERT_EQ(FirstGradientDifference(*runner_, c), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, AMaskMayBeSharedOverBatchHeadsAndQueries) {
+  for (const AttentionCase& c : BroadcastCases()) {
+    ASSERT_EQ(FirstDifference(*runner_, c, kNoMore), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, TheLongestRowAgreesWithDoublePrecision) {
+  for (const AttentionCase& c : LongestRowCases()) {
+    EXPECT_EQ(FirstDifference(*runner_, c, kNoMore), "");
+    EXPECT_EQ(FirstGradientDifference(*runner_, c), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, GradientsAreWhatSmallStepsFind) {
+  for (const AttentionCase& c : FiniteDifferenceCases()) {
+    ASSERT_EQ(BrokenFiniteDifferences(*runner_, c), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, ChunksHaveTheBitsOfOneCall) {
+  for (const AttentionCase& c : AttentionInvarianceCases()) {
+    ASSERT_EQ(BrokenChunks(*runner_, c, 1, {.stride_extra = 3, .offset = 5}), "");
+    ASSERT_EQ(BrokenChunks(*runner_, c, 4, {.offset = 1, .in_place = true}), "");
+    ASSERT_EQ(BrokenChunks(*runner_, c, c.shape.rows, {.stride_extra = 8}), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, ARowsBitsDoNotDependOnItsCompany) {
+  for (const AttentionCase& c : AttentionInvarianceCases()) {
+    ASSERT_EQ(BrokenCompany(*runner_, c), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, SixteenBitResultsAreTheF32OnesRounded) {
+  for (const AttentionCase& c : AttentionFillCases()) {
+    if (c.dtype == DType::kF32) continue;
+    ASSERT_EQ(BrokenRounding(*runner_, c), "");
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, LogsumexpMayBeLeftOut) {
+  AttentionCall call = CallOf(AttentionClaims()[0]);
+  call.want_logsumexp = false;
+  const AttentionAnswer got = runner_->AttentionSoftmax(call).value();
+  EXPECT_EQ(got.probs.At(0, 0), 1.0f);
+  EXPECT_EQ(got.logsumexp[0], TopKAnswer::kUnwrittenFloat);
+}
+
+TEST_F(AttentionSoftmaxCpuTest, SinksOfHeadsWithoutARowHaveNoGradient) {
+  AttentionCase c{
+      .shape = {.batch = 1, .heads = 3, .queries = 4, .keys = 9, .first_row = 4, .rows = 4},
+      .sinks = true};
+  const AttentionBackwardAnswer got = runner_->AttentionSoftmaxBackward(BackwardOf(c)).value();
+  EXPECT_EQ(got.d_sinks[0], 0.0);
+  EXPECT_EQ(got.d_sinks[2], 0.0);
+}
+
+TEST_F(AttentionSoftmaxCpuTest, SinkGradientsOfManyRowsAddUp) {
+  EXPECT_EQ(FirstGradientDifference(*runner_, ManySinkRows()), "");
+}
+
+// Bits and not the like: the sum over rows has one order.
+TEST_F(AttentionSoftmaxCpuTest, BitsDoNotDependOnTheNumberOfThreads) {
+  for (int threads : {1, 3, 7}) {
+    auto backend = CreateBackend("cpu", {.cpu_threads = threads}).value();
+    auto runner = OpRunner::Create(backend.get()).value();
+    for (const AttentionCase& c : AttentionInvarianceCases()) {
+      const AttentionCall call = CallOf(c);
+      const AttentionAnswer want = runner_->AttentionSoftmax(call).value();
+      ASSERT_EQ(BrokenPiece(*runner, c, call, want, 0, c.shape.rows, {}), "") << threads;
+      const AttentionBackwardCall backward = BackwardOf(c);
+      const AttentionBackwardAnswer gradient = runner_->AttentionSoftmaxBackward(backward).value();
+      ASSERT_EQ(BrokenGradientPiece(*runner, c, backward, gradient, 0, c.shape.rows, {}), "")
+          << threads;
+      const auto again = runner->AttentionSoftmaxBackward(backward).value();
+      if (c.fill == Fill::kWithNan) continue;
+      ASSERT_EQ(again.d_sinks, gradient.d_sinks) << threads;
+    }
+  }
+}
+
+TEST_F(AttentionSoftmaxCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRows) {
+  const AttentionCase c = AttentionInvarianceCases().back();
+  const AttentionCall call = CallOf(c);
+  const AttentionAnswer want = runner_->AttentionSoftmax(call).value();
+  std::vector<std::thread> callers;
+  std::atomic<int> wrong{0};
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      auto runner = OpRunner::Create(backend_.get()).value();
+      for (int i = 0; i < 4; ++i) {
+        if (!BrokenPiece(*runner, c, call, want, t, 2, {.offset = t}).empty()) ++wrong;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+// Pages of memory with pages around them that nobody may touch.
+class GuardedPages {
+ public:
+  explicit GuardedPages(int64_t pages) : bytes_((pages + 2) * kPage) {
+    base_ = static_cast<std::byte*>(
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    EXPECT_NE(base_, MAP_FAILED);
+    Forbid(-1, 1);
+    Forbid(pages, 1);
+  }
+  ~GuardedPages() { munmap(base_, bytes_); }
+  GuardedPages(const GuardedPages&) = delete;
+  GuardedPages& operator=(const GuardedPages&) = delete;
+
+  void Forbid(int64_t first_page, int64_t pages) {
+    EXPECT_EQ(mprotect(begin() + first_page * kPage, pages * kPage, PROT_NONE), 0);
+  }
+  std::byte* begin() const { return base_ + kPage; }
+  std::byte* end() const { return base_ + bytes_ - kPage; }
+
+  static constexpr int64_t kPage = 4096;
+
+ private:
+  size_t bytes_;
+  std::byte* base_;
+};
+
+TEST(AttentionSoftmaxMemoryTest, KeysOutsideTheWindowAreNotRead) {
+  auto backend = CreateBackend("cpu", {.cpu_threads = 1}).value();
+  auto stream = backend->CreateStream().value();
+  // One row of four pages; what it sees is the third.
+  constexpr int64_t kKeys = 4096, kPageKeys = 1024;
+  GuardedPages scores(4), mask(4), d_probs(4);
+  for (GuardedPages* pages : {&scores, &mask, &d_probs}) {
+    pages->Forbid(0, 2);
+    pages->Forbid(3, 1);
+  }
+  std::vector<float> probs(kKeys, 1.0f);
+  float logsumexp = 0;
+  RowStatus status;
+  const AttentionShape shape = {.batch = 1,
+                                .heads = 1,
+                                .queries = kKeys,
+                                .keys = kKeys,
+                                .first_row = 2 * kPageKeys + 500,
+                                .rows = 1};
+  const AttentionWindow window = {500, kPageKeys - 501};
+  ASSERT_TRUE(stream
+                  ->AttentionSoftmax({.shape = shape,
+                                      .scores = {scores.begin(), DType::kF32, 1, kKeys, kKeys},
+                                      .window = window,
+                                      .mask = {.kind = MaskKind::kAdditive, .data = mask.begin()},
+                                      .probs = {probs.data(), DType::kF32, 1, kKeys, kKeys},
+                                      .logsumexp = &logsumexp,
+                                      .status = &status})
+                  .ok());
+  EXPECT_NEAR(logsumexp, std::log(1024.0f), 1e-5);
+  for (int64_t j = 0; j < kKeys; ++j) {
+    ASSERT_EQ(probs[j], j / kPageKeys == 2 ? 1 / 1024.0f : 0.0f) << j;
+  }
+  std::vector<float> d_scores(kKeys, 1.0f);
+  ASSERT_TRUE(
+      stream
+          ->AttentionSoftmaxBackward({.shape = shape,
+                                      .probs = {scores.begin(), DType::kF32, 1, kKeys, kKeys},
+                                      .d_probs = {d_probs.begin(), DType::kF32, 1, kKeys, kKeys},
+                                      .window = window,
+                                      .d_scores = {d_scores.data(), DType::kF32, 1, kKeys, kKeys},
+                                      .status = &status})
+          .ok());
+  EXPECT_EQ(d_scores, std::vector<float>(kKeys, 0.0f));
+}
+
+// Rows that begin right behind a forbidden page, or end right before one.
+TEST(AttentionSoftmaxMemoryTest, NothingOutsideTheTensorsIsTouched) {
+  auto backend = CreateBackend("cpu", {.cpu_threads = 1}).value();
+  auto stream = backend->CreateStream().value();
+  for (DType dtype : kAttentionDTypes) {
+    for (int64_t keys : {1, 5, 31, 100, 500}) {
+      for (bool at_end : {false, true}) {
+        GuardedPages scores(1), mask(1), probs(1), d_probs(1);
+        const auto place = [&](const GuardedPages& pages, int64_t bytes) {
+          return at_end ? pages.end() - bytes : pages.begin();
+        };
+        const int64_t row = keys * static_cast<int64_t>(SizeOf(dtype));
+        RowStatus status[2];
+        const AttentionShape shape = {
+            .batch = 1, .heads = 1, .queries = 2, .keys = keys, .rows = 2};
+        const TensorView from = {place(scores, 2 * row), dtype, 2, keys, keys};
+        const MutableTensorView to = {place(probs, 2 * row), dtype, 2, keys, keys};
+        ASSERT_TRUE(stream
+                        ->AttentionSoftmax({.shape = shape,
+                                            .scores = from,
+                                            .mask = {.kind = MaskKind::kBool,
+                                                     .data = place(mask, 2 * keys),
+                                                     .query_stride = keys},
+                                            .probs = to,
+                                            .status = status})
+                        .ok());
+        ASSERT_TRUE(stream
+                        ->AttentionSoftmaxBackward(
+                            {.shape = shape,
+                             .probs = {to.data, dtype, 2, keys, keys},
+                             .d_probs = {place(d_probs, 2 * row), dtype, 2, keys, keys},
+                             .d_scores = to,
+                             .status = status})
+                        .ok());
+      }
+    }
+  }
+}
+
+// Each instruction set this machine has, one after another. Those without a fused multiply-add
+// round a masked x once more.
+TEST(AttentionSoftmaxTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
+  for (int64_t targets = hwy::SupportedTargets(); targets != 0; targets &= targets - 1) {
+    hwy::SetSupportedTargetsForTest(targets & -targets);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    auto backend = CreateBackend("cpu", {.cpu_threads = 2}).value();
+    auto runner = OpRunner::Create(backend.get()).value();
+    SCOPED_TRACE(backend->device().name);
+    for (const AttentionClaim& claim : AttentionClaims()) {
+      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
+    }
+    for (const GradientClaim& claim : GradientClaims()) {
+      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
+    }
+    for (const AttentionCase& c : AttentionShapeCases()) {
+      if (c.shape.keys > 5000) continue;
+      ASSERT_EQ(FirstDifference(*runner, c, /*x_roundings=*/1), "");
+      ASSERT_EQ(FirstGradientDifference(*runner, c), "");
+    }
+    for (const AttentionCase& c : AttentionFillCases()) {
+      if (c.shape.keys >= 5000) continue;
+      ASSERT_EQ(BrokenRounding(*runner, c), "");
+    }
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
 }  // namespace
