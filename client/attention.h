@@ -35,7 +35,7 @@ struct AttentionWindow {
 
 struct AttentionMask {
   v1::MaskKind kind = v1::MASK_KIND_NONE;
-  v1::DType dtype = v1::DTYPE_UNSPECIFIED;          // of MASK_KIND_ADDITIVE
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;      // of MASK_KIND_ADDITIVE
   std::array<int64_t, 4> shape = {0, 0, 0, 0};  // [batch or 1, heads or 1, queries or 1, keys]
   absl::string_view bytes;
 };
@@ -49,8 +49,9 @@ struct AttentionSoftmaxRequest {
   float scale = 1;
   AttentionWindow window;
   AttentionMask mask;
-  std::vector<float> sinks;                         // none, or one a head
-  v1::DType out_dtype = v1::DTYPE_UNSPECIFIED;      // of the probs: `dtype`, which is also the default, or f32
+  std::vector<float> sinks;  // none, or one a head
+  v1::DType out_dtype =
+      v1::DTYPE_UNSPECIFIED;  // of the probs: `dtype`, which is also the default, or f32
   bool want_logsumexp = false;
   absl::Span<char> probs;  // where the answer goes, of exactly its size; empty: to the result
   std::shared_ptr<const void> owner;
@@ -63,10 +64,11 @@ struct AttentionSoftmaxBackwardRequest {
   absl::string_view d_probs;
   float scale = 1;
   AttentionWindow window;
-  std::vector<float> sinks;             // as of the forward
-  absl::Span<const float> logsumexp;    // [rows], where there are sinks
-  v1::DType out_dtype = v1::DTYPE_UNSPECIFIED;  // of d_scores: `dtype`, also the default; of f32, any
-  absl::Span<char> d_scores;            // as AttentionSoftmaxRequest::probs
+  std::vector<float> sinks;           // as of the forward
+  absl::Span<const float> logsumexp;  // [rows], where there are sinks
+  v1::DType out_dtype =
+      v1::DTYPE_UNSPECIFIED;  // of d_scores: `dtype`, also the default; of f32, any
+  absl::Span<char> d_scores;  // as AttentionSoftmaxRequest::probs
   std::shared_ptr<const void> owner;
 };
 
@@ -81,12 +83,12 @@ struct AttentionFault {
 
 struct AttentionResult {
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // of the answer
-  std::string values;             // the answer, where the request had no room for it
-  std::vector<float> logsumexp;   // [rows], where wanted
-  std::vector<double> d_sinks;    // [heads], of a gradient with sinks
-  std::vector<AttentionFault> faults;  // by ascending row
-  v1::Timings timings;   // the server's clocks; of several messages: phases summed, largest batch
-  int messages = 0;      // that the tensor went in
+  std::string values;                       // the answer, where the request had no room for it
+  std::vector<float> logsumexp;             // [rows], where wanted
+  std::vector<double> d_sinks;              // [heads], of a gradient with sinks
+  std::vector<AttentionFault> faults;       // by ascending row
+  v1::Timings timings;  // the server's clocks; of several messages: phases summed, largest batch
+  int messages = 0;     // that the tensor went in
   absl::Duration round_trip;  // this client's clock, last attempt alone
   int attempts = 0;
 };

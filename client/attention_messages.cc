@@ -171,8 +171,7 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(Tensor tensor, const v
     // An answer of the input's type is written over it, and does not count.
     int64_t row = kAnswerRowBytes;
     if (t.out_dtype != t.dtype) row += messages.out_row_bytes();
-    const int64_t left =
-        limits.max_answer_bytes() - t.sinks * static_cast<int64_t>(sizeof(double));
+    const int64_t left = limits.max_answer_bytes() - t.sinks * static_cast<int64_t>(sizeof(double));
     rows = std::min(rows, left / row);
   }
   if (messages.Cut(std::min(largest, message_bytes), rows).ok()) return messages;
@@ -288,8 +287,8 @@ absl::Status AttentionMessages::Cut(int64_t max_bytes, int64_t max_rows) {
     };
     if (chunk.rows > of_head && bytes() > max_bytes) chunk.rows = of_head;
     if (chunk.rows > 0 && bytes() > max_bytes) {
-      chunk.rows = query_rows ? max_bytes / (row_bytes() + mask_row)
-                              : (max_bytes - mask_row) / row_bytes();
+      chunk.rows =
+          query_rows ? max_bytes / (row_bytes() + mask_row) : (max_bytes - mask_row) / row_bytes();
     }
     if (chunk.rows < 1) {
       return absl::InvalidArgumentError(absl::StrFormat(

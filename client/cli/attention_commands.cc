@@ -34,10 +34,10 @@ std::array<int64_t, 4> FourSizes(const std::vector<int64_t>& shape) {
 absl::StatusOr<client::FileTensor> LoadRows(absl::string_view flag, const std::string& file) {
   absl::StatusOr<client::FileTensor> tensor = client::LoadTensor(file);
   if (tensor.ok() && tensor->shape.size() < 2) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: %s has shape [%d]; allowed: [queries,keys], [heads,queries,keys] or "
-        "[batch,heads,queries,keys]",
-        flag, file, tensor->shape[0]));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s: %s has shape [%d]; allowed: [queries,keys], [heads,queries,keys] or "
+                        "[batch,heads,queries,keys]",
+                        flag, file, tensor->shape[0]));
   }
   return tensor;
 }
@@ -47,7 +47,7 @@ client::AttentionShape ShapeOf(const client::FileTensor& tensor) {
   return {.batch = sizes[0], .heads = sizes[1], .queries = sizes[2], .keys = sizes[3]};
 }
 
-// "L,R", each a number or inf.
+// "L,R", each a number, or inf or -1.
 absl::StatusOr<client::AttentionWindow> ParseWindow(const std::string& text, bool causal) {
   client::AttentionWindow window;
   if (causal) window.right = 0;
@@ -61,13 +61,13 @@ absl::StatusOr<client::AttentionWindow> ParseWindow(const std::string& text, boo
   for (size_t i = 0; good && i < 2; ++i) {
     int64_t keys = 0;
     if (sides[i] == "inf") continue;
-    good = absl::SimpleAtoi(sides[i], &keys) && keys >= 0;
-    (i == 0 ? window.left : window.right) = keys;
+    good = absl::SimpleAtoi(sides[i], &keys) && keys >= -1;
+    if (keys >= 0) (i == 0 ? window.left : window.right) = keys;
   }
   if (good) return window;
   return absl::InvalidArgumentError(absl::StrFormat(
       "--window is \"%s\"; allowed: L,R, how many keys a query sees to its left and right, each 0 "
-      "or more, or inf",
+      "or more, or inf (also -1)",
       text));
 }
 
@@ -129,8 +129,7 @@ int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
   };
   client::FileTensor mask;
   if (flags.mask != "none" && flags.mask != "causal") {
-    absl::StatusOr<client::FileTensor> loaded =
-        client::LoadTensor(flags.mask, /*allow_bool=*/true);
+    absl::StatusOr<client::FileTensor> loaded = client::LoadTensor(flags.mask, /*allow_bool=*/true);
     if (!loaded.ok()) return BadInput(loaded.status());
     mask = *std::move(loaded);
     request.mask = {.kind = mask.boolean ? v1::MASK_KIND_BOOL : v1::MASK_KIND_ADDITIVE,
@@ -138,8 +137,8 @@ int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
                     .shape = FourSizes(mask.shape),
                     .bytes = mask.bytes};
   }
-  for (const auto& [file, dtype] : {std::pair{flags.out, request.out_dtype},
-                                    {flags.logsumexp, v1::DTYPE_F32}}) {
+  for (const auto& [file, dtype] :
+       {std::pair{flags.out, request.out_dtype}, {flags.logsumexp, v1::DTYPE_F32}}) {
     if (file.empty()) continue;
     if (absl::Status status = client::CheckSavable(file, dtype); !status.ok()) {
       return BadInput(status);
@@ -149,8 +148,7 @@ int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
   if (!client.ok()) return BadInput(client.status());
   const absl::StatusOr<client::AttentionResult> result = (*client)->AttentionSoftmax(request);
   if (!result.ok()) return CallFailed(result.status(), common.address);
-  absl::Status saved =
-      client::SaveTensor(flags.out, result->dtype, scores->shape, result->values);
+  absl::Status saved = client::SaveTensor(flags.out, result->dtype, scores->shape, result->values);
   if (saved.ok() && !flags.logsumexp.empty()) {
     std::vector<int64_t> shape = scores->shape;
     shape.pop_back();
@@ -169,10 +167,10 @@ int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& fl
   const absl::StatusOr<client::FileTensor> d_probs = LoadRows("--d-probs", flags.d_probs);
   if (!d_probs.ok()) return BadInput(d_probs.status());
   if (d_probs->shape != probs->shape || d_probs->dtype != probs->dtype) {
-    return BadInput(absl::InvalidArgumentError(absl::StrFormat(
-        "--d-probs: [%s] of %s; allowed: as --probs, [%s] of %s",
-        absl::StrJoin(d_probs->shape, ","), client::DTypeShortName(d_probs->dtype),
-        absl::StrJoin(probs->shape, ","), client::DTypeShortName(probs->dtype))));
+    return BadInput(absl::InvalidArgumentError(
+        absl::StrFormat("--d-probs: [%s] of %s; allowed: as --probs, [%s] of %s",
+                        absl::StrJoin(d_probs->shape, ","), client::DTypeShortName(d_probs->dtype),
+                        absl::StrJoin(probs->shape, ","), client::DTypeShortName(probs->dtype))));
   }
   const absl::StatusOr<client::AttentionWindow> window = ParseWindow(flags.window, flags.causal);
   if (!window.ok()) return BadInput(window.status());

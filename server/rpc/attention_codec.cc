@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -141,15 +140,6 @@ int64_t SaturatingProduct(std::initializer_list<int64_t> sizes) {
     if (size < 0 || __builtin_mul_overflow(product, size, &product)) return kHuge;
   }
   return product;
-}
-
-absl::Status ReadWindow(std::string_view name, const std::optional<int64_t>& wire, int64_t* side) {
-  if (wire.has_value() && *wire < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("%s: got %d, allowed 0 or more, or not set: no bound", name, *wire));
-  }
-  *side = wire.value_or(AttentionWindow::kUnbounded);
-  return absl::OkStatus();
 }
 
 int32_t ToWire(DType dtype) {
@@ -330,8 +320,8 @@ absl::Status AttentionCodec::ReadParameters(AttentionSoftmaxRequest* request) {
     LOGITD_RETURN_IF_ERROR(ReadDType(header_.out_dtype, &call_.out_dtype, "out_dtype"));
   }
   call_.scale = header_.scale.value_or(1.0f);
-  LOGITD_RETURN_IF_ERROR(ReadWindow("window_left", header_.window_left, &call_.window.left));
-  LOGITD_RETURN_IF_ERROR(ReadWindow("window_right", header_.window_right, &call_.window.right));
+  call_.window = {.left = header_.window_left.value_or(AttentionWindow::kUnbounded),
+                  .right = header_.window_right.value_or(AttentionWindow::kUnbounded)};
   *request = {.shape = call_.shape,
               .dtype = dtype_,
               .out_dtype = call_.out_dtype,
