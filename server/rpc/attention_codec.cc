@@ -302,7 +302,8 @@ absl::Status AttentionCodec::ReadRows(size_t bytes) {
                  .queries = header_.queries,
                  .keys = header_.keys,
                  .rows = total};
-  if (tensor_ == nullptr) return absl::OkStatus();
+  const bool sized = total > 0 && header_.keys > 0 && header_.keys <= kMaxKeys;
+  if (tensor_ == nullptr || !sized) return absl::OkStatus();
   call_.shape.first_row = tensor_->next_row;
   call_.shape.rows = static_cast<int64_t>(bytes / row_bytes_);
   const int64_t left = total - call_.shape.first_row;

@@ -304,6 +304,20 @@ TEST(AttentionCodecTest, AStreamIsToldWhatDoesNotContinueIt) {
   EXPECT_THAT(refusal(message), HasSubstr("row 20 of a tensor sets the shape or a parameter"));
 }
 
+TEST(AttentionCodecTest, AStreamsShapeIsCheckedAsACallsIs) {
+  const auto refusal = [](void (*change)(Forward*)) {
+    Forward message = Scores();
+    message.set_scores(Numbered(10));
+    change(&message);
+    return std::string(Parsed(message, std::make_shared<AttentionTensor>()).status.message());
+  };
+  EXPECT_EQ(refusal([](Forward*) {}), "");
+  EXPECT_THAT(refusal([](Forward* r) { r->set_keys(0); }), HasSubstr("keys: got 0"));
+  EXPECT_THAT(refusal([](Forward* r) { r->set_keys(1 << 21); }), HasSubstr("keys: got 2097152"));
+  EXPECT_THAT(refusal([](Forward* r) { r->set_batch(0); }), HasSubstr("batch: got 0"));
+  EXPECT_THAT(refusal([](Forward* r) { r->set_queries(-1); }), HasSubstr("queries: got -1"));
+}
+
 // --- refusals
 
 struct Bad {
