@@ -23,6 +23,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "client/attention_messages.h"
 #include "client/codec.h"
 
 namespace logitd::client {
@@ -34,6 +35,11 @@ constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
 constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
 constexpr char kVerifyMethod[] = "/logitd.v1.Sampler/Verify";
 constexpr char kSampleStreamMethod[] = "/logitd.v1.Sampler/SampleStream";
+// [backward]
+constexpr const char* kAttentionMethods[] = {"/logitd.v1.Attention/Softmax",
+                                             "/logitd.v1.Attention/SoftmaxBackward"};
+constexpr const char* kAttentionStreamMethods[] = {"/logitd.v1.Attention/SoftmaxStream",
+                                                   "/logitd.v1.Attention/SoftmaxBackwardStream"};
 constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
 constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
 constexpr char kHealthWatchMethod[] = "/grpc.health.v1.Health/Watch";
@@ -63,6 +69,16 @@ struct Attempt {
   std::optional<int64_t> pushback_ms;
   absl::Duration round_trip;
 };
+
+// What the server says of trying again, if anything.
+std::optional<int64_t> PushbackOf(const grpc::ClientContext& context) {
+  const auto& trailers = context.GetServerTrailingMetadata();
+  const auto it = trailers.find(kPushbackKey);
+  if (it == trailers.end()) return std::nullopt;
+  int64_t ms = -1;  // not a number: not to be tried again, as gRPC's own retries have it
+  if (!absl::SimpleAtoi(absl::string_view(it->second.data(), it->second.size()), &ms)) ms = -1;
+  return ms;
+}
 
 // Waits for `released` and keeps polling meanwhile: with no poller the pending write would not
 // move.
@@ -254,16 +270,7 @@ struct Client::Impl {
       cq.Next(&tag, &ok);
       attempt.round_trip = absl::FromChrono(Clock::now() - start);
       attempt.status = ToAbsl(status);
-      if (!status.ok()) {
-        const auto& trailers = context.GetServerTrailingMetadata();
-        if (auto it = trailers.find(kPushbackKey); it != trailers.end()) {
-          int64_t ms = -1;  // not a number: not to be tried again, as gRPC's own retries have it
-          if (!absl::SimpleAtoi(absl::string_view(it->second.data(), it->second.size()), &ms)) {
-            ms = -1;
-          }
-          attempt.pushback_ms = ms;
-        }
-      }
+      if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
     }
     if (released != nullptr) WaitForRelease(*released, cq);
     cq.Shutdown();
@@ -272,6 +279,155 @@ struct Client::Impl {
     while (cq.Next(&tag, &ok)) {
     }
     return attempt;
+  }
+
+  // A stream of all messages of a tensor, written as the server takes them while answers are read,
+  // all by the calling thread.
+  Attempt Stream(const char* method, AttentionMessages* messages, std::shared_ptr<const void> owner,
+                 absl::Time deadline, absl::Notification* released) {
+    Attempt attempt;
+    grpc::CompletionQueue cq;
+    {
+      grpc::ClientContext context;
+      context.set_deadline(absl::ToChronoTime(deadline));
+      const Clock::time_point start = Clock::now();
+      auto call = stub.PrepareCall(&context, method, &cq);
+      enum Step { kStart, kWrite, kRead, kFinish };
+      int steps[] = {kStart, kWrite, kRead, kFinish};
+      int sent = 0;
+      int taken = 0;
+      grpc::ByteBuffer answer;
+      grpc::Status status;
+      absl::Status wrong;
+      const auto write = [&] {
+        const bool last = sent + 1 == messages->size();
+        const grpc::ByteBuffer message = messages->Encode(sent++, owner);
+        if (last) owner.reset();  // from here on the slices alone share it
+        grpc::WriteOptions options;
+        if (last) options.set_last_message();
+        call->Write(message, options, &steps[kWrite]);
+      };
+      call->StartCall(&steps[kStart]);
+      int pending = 1;
+      bool finishing = false;
+      while (pending > 0) {
+        void* tag;
+        bool ok;
+        cq.Next(&tag, &ok);
+        --pending;
+        const int step = *static_cast<int*>(tag);
+        if (step == kFinish) continue;
+        if (step == kRead && ok) {
+          if (wrong.ok() && taken < messages->size()) {
+            wrong = messages->Take(taken++, &answer);
+          } else if (wrong.ok()) {
+            wrong = absl::InternalError("the server sent more answers than there were messages");
+          }
+          if (!wrong.ok()) context.TryCancel();
+        }
+        if (step == kWrite && ok && sent < messages->size()) {
+          write();
+          ++pending;
+        }
+        if (step == kStart && ok) {
+          write();
+          ++pending;
+        }
+        if (step != kWrite && ok) {
+          call->Read(&answer, &steps[kRead]);
+          ++pending;
+        } else if (step != kWrite && !finishing) {
+          call->Finish(&status, &steps[kFinish]);
+          ++pending;
+          finishing = true;
+        }
+      }
+      owner.reset();
+      attempt.round_trip = absl::FromChrono(Clock::now() - start);
+      attempt.status = wrong.ok() ? ToAbsl(status) : wrong;
+      if (attempt.status.ok() && taken < messages->size()) {
+        attempt.status = absl::InternalError(
+            absl::StrFormat("the server sent %d answers to %d messages", taken, messages->size()));
+      }
+      if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
+    }
+    if (released != nullptr) WaitForRelease(*released, cq);
+    cq.Shutdown();
+    void* tag;
+    bool ok;
+    while (cq.Next(&tag, &ok)) {
+    }
+    return attempt;
+  }
+
+  absl::StatusOr<v1::GetInfoResponse> Info() {
+    int attempts = 0;
+    Attempt attempt = CallWithRetries(
+        [&](absl::Time deadline) {
+          grpc::ByteBuffer request = BufferOf(v1::GetInfoRequest().SerializeAsString());
+          return Call(kInfoMethod, &request, deadline, nullptr);
+        },
+        &attempts);
+    if (!attempt.status.ok()) return attempt.status;
+    v1::GetInfoResponse info;
+    grpc::ProtoBufferReader reader(&attempt.response);
+    if (!reader.status().ok() || !info.ParseFromZeroCopyStream(&reader)) {
+      return absl::InternalError("the server's answer is not a logitd.v1.GetInfoResponse");
+    }
+    return info;
+  }
+
+  // Of the server, asked for once.
+  absl::StatusOr<v1::Limits> Limits() {
+    {
+      absl::MutexLock lock(&mutex);
+      if (limits.has_value()) return *limits;
+    }
+    absl::StatusOr<v1::GetInfoResponse> info = Info();
+    if (!info.ok()) return info.status();
+    absl::MutexLock lock(&mutex);
+    limits = info->limits();
+    return *limits;
+  }
+
+  template <typename Request>
+  absl::StatusOr<AttentionResult> Attention(const Request& request) {
+    const absl::StatusOr<v1::Limits> of_server = Limits();
+    if (!of_server.ok()) return of_server.status();
+    int64_t message_bytes = options.attention_message_bytes;
+    if (options.max_message_bytes > 0) {
+      message_bytes = std::min(message_bytes, options.max_message_bytes);
+    }
+    absl::StatusOr<AttentionMessages> messages =
+        AttentionMessages::Plan(request, *of_server, message_bytes);
+    if (!messages.ok()) return messages.status();
+    const size_t backward = messages->backward() ? 1 : 0;
+    auto once = [&](absl::Time deadline) {
+      messages->Begin();
+      std::shared_ptr<const void> owner = request.owner;
+      std::shared_ptr<absl::Notification> released;
+      if (owner == nullptr) {
+        released = std::make_shared<absl::Notification>();
+        owner = std::make_shared<ReleaseSignal>(released);
+      }
+      if (messages->size() > 1) {
+        return Stream(kAttentionStreamMethods[backward], &*messages, std::move(owner), deadline,
+                      released.get());
+      }
+      grpc::ByteBuffer message = messages->Encode(0, owner);
+      owner.reset();
+      if (absl::Status size = CheckSize(message); !size.ok()) return Attempt{.status = size};
+      Attempt attempt = Call(kAttentionMethods[backward], &message, deadline, released.get());
+      if (attempt.status.ok()) attempt.status = messages->Take(0, &attempt.response);
+      return attempt;
+    };
+    int attempts = 0;
+    Attempt attempt = CallWithRetries(once, &attempts);
+    if (!attempt.status.ok()) return attempt.status;
+    AttentionResult result = messages->Finish();
+    result.round_trip = attempt.round_trip;
+    result.attempts = attempts;
+    return result;
   }
 
   // Runs `once(deadline)` until it succeeds, may not be tried again, or time is up.
@@ -353,6 +509,8 @@ struct Client::Impl {
   const ClientOptions options;
   const std::shared_ptr<grpc::Channel> channel;
   grpc::GenericStub stub;
+  absl::Mutex mutex;
+  std::optional<v1::Limits> limits ABSL_GUARDED_BY(mutex);
 };
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Create(ClientOptions options) {
@@ -386,6 +544,15 @@ std::unique_ptr<SampleStream> Client::OpenSampleStream() {
 
 absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
   return impl_->CallWithLogits(kVerifyMethod, request, EncodeVerifyRequest, DecodeVerifyResponse);
+}
+
+absl::StatusOr<AttentionResult> Client::AttentionSoftmax(const AttentionSoftmaxRequest& request) {
+  return impl_->Attention(request);
+}
+
+absl::StatusOr<AttentionResult> Client::AttentionSoftmaxBackward(
+    const AttentionSoftmaxBackwardRequest& request) {
+  return impl_->Attention(request);
 }
 
 void Client::TopKAsync(const TopKRequest& request,
@@ -431,22 +598,7 @@ void Client::TopKAsync(const TopKRequest& request,
                         });
 }
 
-absl::StatusOr<v1::GetInfoResponse> Client::Info() {
-  int attempts = 0;
-  Attempt attempt = impl_->CallWithRetries(
-      [&](absl::Time deadline) {
-        grpc::ByteBuffer request = BufferOf(v1::GetInfoRequest().SerializeAsString());
-        return impl_->Call(kInfoMethod, &request, deadline, nullptr);
-      },
-      &attempts);
-  if (!attempt.status.ok()) return attempt.status;
-  v1::GetInfoResponse info;
-  grpc::ProtoBufferReader reader(&attempt.response);
-  if (!reader.status().ok() || !info.ParseFromZeroCopyStream(&reader)) {
-    return absl::InternalError("the server's answer is not a logitd.v1.GetInfoResponse");
-  }
-  return info;
-}
+absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(); }
 
 absl::StatusOr<ServingStatus> Client::Health(const std::string& service) {
   int attempts = 0;

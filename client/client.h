@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/attention.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/server.pb.h"
 #include "logitd/v1/types.pb.h"
@@ -31,6 +32,9 @@ struct ClientOptions {
   absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
   RetryOptions retry;
   int64_t max_message_bytes = 0;  // larger requests are refused here, unsent; 0: no limit of ours
+  // Attention: larger tensors go as a stream of messages of about this size, of which the server
+  // works on some while others travel.
+  int64_t attention_message_bytes = int64_t{8} << 20;
 };
 
 struct TopKRequest {
@@ -139,6 +143,12 @@ class Client {
   absl::StatusOr<TopKResult> TopK(const TopKRequest& request);
   absl::StatusOr<SampleResult> Sample(const SampleRequest& request);
   absl::StatusOr<VerifyResult> Verify(const VerifyRequest& request);
+
+  // Tensors of any size: see ClientOptions::attention_message_bytes; what the server takes at once
+  // is asked of it before the first. A stream that has to be tried again starts over.
+  absl::StatusOr<AttentionResult> AttentionSoftmax(const AttentionSoftmaxRequest& request);
+  absl::StatusOr<AttentionResult> AttentionSoftmaxBackward(
+      const AttentionSoftmaxBackwardRequest& request);
 
   // Does not wait for the server; the first Write or Read does. Ends before the Client does.
   std::unique_ptr<SampleStream> OpenSampleStream();

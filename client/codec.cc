@@ -19,14 +19,6 @@ namespace {
 using google::protobuf::internal::WireFormatLite;
 using google::protobuf::io::CodedOutputStream;
 
-// A slice over memory that `owner` keeps alive.
-grpc::Slice SliceOver(absl::string_view bytes, std::shared_ptr<const void> owner) {
-  using Owner = std::shared_ptr<const void>;
-  return grpc::Slice(
-      const_cast<char*>(bytes.data()), bytes.size(),
-      [](void* shared) { delete static_cast<Owner*>(shared); }, new Owner(std::move(owner)));
-}
-
 template <typename T, typename Repeated>
 std::vector<T> ToVector(const Repeated& field) {
   std::vector<T> out;
@@ -126,6 +118,13 @@ absl::StatusOr<SampledResult<Answer>> DecodeSampled(grpc::ByteBuffer* response) 
 }
 
 }  // namespace
+
+grpc::Slice SliceOver(absl::string_view bytes, std::shared_ptr<const void> owner) {
+  using Owner = std::shared_ptr<const void>;
+  return grpc::Slice(
+      const_cast<char*>(bytes.data()), bytes.size(),
+      [](void* shared) { delete static_cast<Owner*>(shared); }, new Owner(std::move(owner)));
+}
 
 absl::StatusOr<grpc::ByteBuffer> EncodeTopKRequest(const TopKRequest& request,
                                                    const std::shared_ptr<const void>& owner) {

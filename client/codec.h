@@ -3,14 +3,19 @@
 #define LOGITD_CLIENT_CODEC_H_
 
 #include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
 
 #include <memory>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/client.h"
 
 namespace logitd::client {
+
+// A slice over memory that `owner` keeps alive.
+grpc::Slice SliceOver(absl::string_view bytes, std::shared_ptr<const void> owner);
 
 // The request as one small slice (every field but the payload, then the payload's tag and length)
 // and one slice per piece of the payload over the caller's own memory. Each of those shares `owner`

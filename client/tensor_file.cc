@@ -5,8 +5,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -172,7 +174,7 @@ class NpyHeaderParser {
   bool has_shape = false;
 };
 
-absl::StatusOr<FileTensor> OpenNpy(const std::string& path) {
+absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
   absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
   if (!mapping.ok()) return mapping.status();
   const absl::string_view file = (*mapping)->bytes();
@@ -200,20 +202,24 @@ absl::StatusOr<FileTensor> OpenNpy(const std::string& path) {
     tensor.dtype = v1::DTYPE_F32;
   } else if (header.descr == "<f2") {
     tensor.dtype = v1::DTYPE_F16;
+  } else if (header.descr == "|b1" && allow_bool) {
+    tensor.boolean = true;
   } else {
     return Bad(path, absl::StrFormat("dtype '%s'; allowed: '<f4', '<f2' (little-endian float32, "
-                                     "float16); bfloat16 goes into a .safetensors file",
-                                     header.descr));
+                                     "float16)%s; bfloat16 goes into a .safetensors file",
+                                     header.descr, allow_bool ? ", '|b1' (bool)" : ""));
   }
   if (header.fortran_order) {
     return Bad(path, "Fortran order; allowed: C order (save numpy.ascontiguousarray(x))");
   }
   tensor.shape = std::move(header.shape);
   tensor.bytes = file.substr(start + length);
-  const std::optional<uint64_t> need = TensorBytes(tensor.shape, DTypeSize(tensor.dtype));
+  const std::optional<uint64_t> need =
+      TensorBytes(tensor.shape, tensor.boolean ? 1 : DTypeSize(tensor.dtype));
   if (!need.has_value() || *need != tensor.bytes.size()) {
     return Bad(path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
-                                     ShapeName(tensor.shape), DTypeShortName(tensor.dtype),
+                                     ShapeName(tensor.shape),
+                                     tensor.boolean ? "bool" : DTypeShortName(tensor.dtype),
                                      tensor.bytes.size()));
   }
   tensor.mapping = *mapping;
@@ -340,26 +346,30 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
-absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name) const {
+absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name, bool allow_bool) const {
   const auto it = entries_.find(name);
   if (it == entries_.end()) {
     return absl::NotFoundError(absl::StrFormat("%s: no tensor '%s'; there are: %s", path_, name,
                                                absl::StrJoin(names(), ", ")));
   }
-  if (it->second.tensor.dtype == v1::DTYPE_UNSPECIFIED) {
-    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: F32, F16, BF16", name,
-                                      it->second.dtype));
+  FileTensor tensor = it->second.tensor;
+  tensor.boolean = allow_bool && it->second.dtype == "BOOL";
+  if (tensor.dtype == v1::DTYPE_UNSPECIFIED && !tensor.boolean) {
+    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: F32, F16, BF16%s", name,
+                                      it->second.dtype, allow_bool ? ", BOOL" : ""));
   }
-  return it->second.tensor;
+  return tensor;
 }
 
-absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
+namespace {
+
+absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
   constexpr absl::string_view kSafetensors = ".safetensors";
   absl::StatusOr<FileTensor> tensor = absl::InvalidArgumentError(
       absl::StrFormat("\"%s\": allowed: FILE.npy, FILE.safetensors, FILE.safetensors:NAME", spec));
   const size_t split = spec.rfind(absl::StrCat(kSafetensors, ":"));
   if (absl::EndsWith(spec, ".npy")) {
-    tensor = OpenNpy(spec);
+    tensor = OpenNpy(spec, allow_bool);
   } else if (absl::EndsWith(spec, kSafetensors) || split != std::string::npos) {
     std::string name;
     std::string path = spec;
@@ -378,8 +388,15 @@ absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
       }
       name = names[0];
     }
-    tensor = file->Find(name);
+    tensor = file->Find(name, allow_bool);
   }
+  return tensor;
+}
+
+}  // namespace
+
+absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
+  absl::StatusOr<FileTensor> tensor = Open(spec, /*allow_bool=*/false);
   if (!tensor.ok()) return tensor;
   if (tensor->shape.size() == 1) tensor->shape.insert(tensor->shape.begin(), 1);
   if (tensor->shape.size() != 2 || tensor->shape[0] == 0 || tensor->shape[1] == 0) {
@@ -387,6 +404,64 @@ absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
                                      ShapeName(tensor->shape)));
   }
   return tensor;
+}
+
+absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool) {
+  absl::StatusOr<FileTensor> tensor = Open(spec, allow_bool);
+  if (!tensor.ok()) return tensor;
+  const std::vector<int64_t>& shape = tensor->shape;
+  if (shape.empty() || shape.size() > 4 || std::count(shape.begin(), shape.end(), 0) > 0) {
+    return Bad(spec, absl::StrFormat("shape %s; allowed: 1 to 4 dimensions, none empty",
+                                     ShapeName(shape)));
+  }
+  return tensor;
+}
+
+absl::Status CheckSavable(const std::string& path, v1::DType dtype) {
+  if (absl::EndsWith(path, ".safetensors")) return absl::OkStatus();
+  if (!absl::EndsWith(path, ".npy")) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("\"%s\": allowed: FILE.npy, FILE.safetensors", path));
+  }
+  if (dtype == v1::DTYPE_BF16) {
+    return Bad(path, "npy files have no bfloat16; allowed: FILE.safetensors, or another dtype");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SaveTensor(const std::string& path, v1::DType dtype, const std::vector<int64_t>& shape,
+                        absl::string_view bytes) {
+  if (absl::Status status = CheckSavable(path, dtype); !status.ok()) return status;
+  std::string head;
+  if (absl::EndsWith(path, ".npy")) {
+    std::string header =
+        absl::StrFormat("{'descr': '%s', 'fortran_order': False, 'shape': (%s,), }",
+                        dtype == v1::DTYPE_F32 ? "<f4" : "<f2", absl::StrJoin(shape, ", "));
+    constexpr size_t kPrefix = 10;
+    constexpr size_t kBorder = 64;  // the data starts on one
+    header.append(kBorder - 1 - (kPrefix + header.size()) % kBorder, ' ');
+    header += '\n';
+    head = absl::StrCat(absl::string_view("\x93NUMPY\x01\0", 8),
+                        std::string(1, static_cast<char>(header.size() & 0xff)),
+                        std::string(1, static_cast<char>(header.size() >> 8)), header);
+  } else {
+    const char* name = dtype == v1::DTYPE_F32 ? "F32" : dtype == v1::DTYPE_F16 ? "F16" : "BF16";
+    std::string header =
+        nlohmann::json(
+            {{"tensor",
+              {{"dtype", name}, {"shape", shape}, {"data_offsets", {size_t{0}, bytes.size()}}}}})
+            .dump();
+    header.append((8 - header.size() % 8) % 8, ' ');
+    for (int i = 0; i < 8; ++i) head += static_cast<char>(header.size() >> 8 * i & 0xff);
+    head += header;
+  }
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  out.write(head.data(), static_cast<std::streamsize>(head.size()));
+  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  out.close();
+  if (!out)
+    return absl::Status(absl::ErrnoToStatusCode(errno), absl::StrCat(path, ": ", strerror(errno)));
+  return absl::OkStatus();
 }
 
 }  // namespace logitd::client

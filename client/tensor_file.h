@@ -25,9 +25,10 @@ absl::string_view DTypeShortName(v1::DType dtype);  // "f32", "f16", "bf16"
 // A tensor in a mapped file. Copies are cheap and share the mapping, which lives as long as any of
 // them.
 struct FileTensor {
-  v1::DType dtype = v1::DTYPE_UNSPECIFIED;
-  std::vector<int64_t> shape;  // outermost first
-  absl::string_view bytes;     // row-major, little-endian, of any alignment
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // UNSPECIFIED of booleans
+  bool boolean = false;                     // one byte each, 0 or not
+  std::vector<int64_t> shape;               // outermost first
+  absl::string_view bytes;                  // row-major, little-endian, of any alignment
   std::shared_ptr<const void> mapping;
 };
 
@@ -40,8 +41,9 @@ class SafetensorsFile {
   // In ascending order.
   std::vector<std::string> names() const;
 
-  // NOT_FOUND lists the names there are. INVALID_ARGUMENT: a dtype other than F32, F16 and BF16.
-  absl::StatusOr<FileTensor> Find(const std::string& name) const;
+  // NOT_FOUND lists the names there are. INVALID_ARGUMENT: a dtype other than F32, F16, BF16 and,
+  // where that is allowed, BOOL.
+  absl::StatusOr<FileTensor> Find(const std::string& name, bool allow_bool = false) const;
 
  private:
   struct Entry {
@@ -55,6 +57,18 @@ class SafetensorsFile {
 // A matrix of logits from FILE.npy, FILE.safetensors (one tensor in it) or FILE.safetensors:NAME.
 // Shape [rows, vocab]; a 1-D tensor is one row. npy: '<f4' or '<f2' in C order.
 absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec);
+
+// A tensor of 1 to 4 dimensions, none empty, from the same files. With `allow_bool` also booleans:
+// npy '|b1', safetensors BOOL.
+absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool = false);
+
+// Writes FILE.npy (f32, f16) or FILE.safetensors, one tensor called "tensor" in it, in place of
+// what is there. INVALID_ARGUMENT as CheckSavable.
+absl::Status SaveTensor(const std::string& path, v1::DType dtype, const std::vector<int64_t>& shape,
+                        absl::string_view bytes);
+
+// INVALID_ARGUMENT: another ending, or bf16 to npy, which has none.
+absl::Status CheckSavable(const std::string& path, v1::DType dtype);
 
 }  // namespace logitd::client
 

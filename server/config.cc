@@ -134,7 +134,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "Calls that may wait so; more are refused with RESOURCE_EXHAUSTED")
       ->check(CLI::Range(0, 1 << 20));
   Add(app, "--max-batch-rows", &config->max_batch_rows,
-      "Rows of one batch, and of the largest request")
+      "Rows of one batch, and of the largest request; attention's are bounded by bytes alone")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
   AddDuration(app, "--max-batch-delay", &config->max_batch_delay,
               "How long a batch may wait for company though a stream is free");

@@ -24,6 +24,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
+#include "server/rpc/attention_codec.h"
 #include "server/rpc/rpc_server.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/topk_codec.h"
@@ -115,7 +116,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
   const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name, rpc::kSampleTraits.name,
-                                  rpc::kVerifyTraits.name};
+                                  rpc::kVerifyTraits.name, rpc::kAttentionSoftmaxTraits.name,
+                                  rpc::kAttentionSoftmaxBackwardTraits.name};
   engine::Metrics metrics(ops);
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),

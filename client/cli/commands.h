@@ -64,6 +64,31 @@ struct GenerateFlags {
 };
 int RunGenerate(const CommonFlags& common, const GenerateFlags& flags);
 
+struct SoftmaxFlags {
+  std::string scores;
+  std::string mask = "none";  // "none", "causal" or a file
+  std::string window;         // "L,R"; empty: none
+  float scale = 1;
+  std::string sinks;      // a file, or none
+  std::string out_dtype;  // "f32", "f16", "bf16", or that of the input
+  std::string out;        // files that are written; those empty are not
+  std::string logsumexp;
+};
+int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags);
+
+struct SoftmaxBackwardFlags {
+  std::string probs;
+  std::string d_probs;
+  bool causal = false;
+  std::string window;
+  float scale = 1;
+  std::string sinks;
+  std::string logsumexp;
+  std::string out_dtype;
+  std::string out;
+};
+int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& flags);
+
 int RunTopK(const CommonFlags& common, const TopKFlags& flags);
 int RunInfo(const CommonFlags& common);
 

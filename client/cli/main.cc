@@ -15,6 +15,8 @@ constexpr char kFooter[] = R"(Examples:
   logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
   logitctl sample --logits logits.npy --params params.json --format json
   logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8 --top-p 0.9
+  logitctl softmax --scores scores.npy --mask causal --scale 0.125 --out probs.npy
+  logitctl softmax-backward --probs probs.npy --d-probs d.npy --scale 0.125 --causal --out g.npy
   logitctl info --addr unix:/run/logitd.sock
   logitctl health --watch
 
@@ -45,6 +47,24 @@ constexpr char kGenerateHelp[] =
 
 The language model of --model runs here, the server draws: a message of one stream for each token,
 positions counted from 0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.)";
+
+constexpr char kSoftmaxHelp[] =
+    R"(Attention: softmax(scale * scores + mask) of every row of a tensor of scores, into a file.
+
+Files are FILE.npy (f32, f16), FILE.safetensors or FILE.safetensors:NAME (also bf16), of shape
+[queries,keys], [heads,queries,keys] or [batch,heads,queries,keys]. A mask is booleans, true where a
+key is hidden, or floats that are added to the scaled scores; its sizes are those of the scores or
+1, and what it lacks in front is 1. Where queries and keys differ in number, the last query is
+aligned with the last key. Hidden keys get exactly 0; a row that sees none is zeros, and is listed.
+A tensor larger than the server takes at once is streamed; the phases of the timings are then
+sums.)";
+
+constexpr char kSoftmaxBackwardHelp[] =
+    R"(The gradient of softmax: from probabilities and the gradient for them to that for the scores.
+
+Files and shapes as in logitctl softmax, scale and window as they were there. Its mask is not asked
+for: where a probability is 0, so is the gradient. With --sinks, --logsumexp is what logitctl softmax
+wrote, and the gradient for the sinks is printed.)";
 
 void AddSampling(CLI::App* command, logitd::cli::SamplingFlags* flags) {
   command->add_option("--params", flags->params,
@@ -151,6 +171,42 @@ int main(int argc, char** argv) try {
   AddSampling(generate_command, &generate.sampling);
   add_common(generate_command);
 
+  const auto add_attention = [](CLI::App* command, auto* flags) {
+    command->add_option("--window", flags->window,
+                        "L,R: keys a query sees to its left and right; inf: no bound");
+    command->add_option("--scale", flags->scale, "multiplies the scores")->capture_default_str();
+    command->add_option("--sinks", flags->sinks,
+                        "a file [heads], f32: a logit a head that takes its share; 0 is softmax "
+                        "off by one");
+    command
+        ->add_option("--out-dtype", flags->out_dtype,
+                     "of the answer; that of the input if not given")
+        ->check(CLI::IsMember({"f32", "f16", "bf16"}));
+    command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors to write")->required();
+  };
+
+  SoftmaxFlags softmax;
+  CLI::App* softmax_command = app.add_subcommand("softmax", kSoftmaxHelp);
+  softmax_command->add_option("--scores", softmax.scores, "the scores, a file")->required();
+  softmax_command->add_option("--mask", softmax.mask, "none, causal, or a file of bool or float")
+      ->capture_default_str();
+  add_attention(softmax_command, &softmax);
+  softmax_command->add_option("--logsumexp", softmax.logsumexp,
+                              "a file to write, f32: the rows' log-sum-exp, sinks included");
+  add_common(softmax_command);
+
+  SoftmaxBackwardFlags backward;
+  CLI::App* backward_command = app.add_subcommand("softmax-backward", kSoftmaxBackwardHelp);
+  backward_command->add_option("--probs", backward.probs, "what softmax answered, a file")
+      ->required();
+  backward_command->add_option("--d-probs", backward.d_probs, "the gradient for it, a file")
+      ->required();
+  backward_command->add_flag("--causal", backward.causal, "the mask was causal");
+  add_attention(backward_command, &backward);
+  backward_command->add_option("--logsumexp", backward.logsumexp,
+                               "the rows' log-sum-exp, a file; with --sinks");
+  add_common(backward_command);
+
   CLI::App* info_command =
       app.add_subcommand("info", "What the server is: version, backend, device, limits, ops.");
   add_common(info_command);
@@ -171,6 +227,8 @@ int main(int argc, char** argv) try {
   if (topk_command->parsed()) return RunTopK(common, topk);
   if (sample_command->parsed()) return RunSample(common, sample);
   if (generate_command->parsed()) return RunGenerate(common, generate);
+  if (softmax_command->parsed()) return RunSoftmax(common, softmax);
+  if (backward_command->parsed()) return RunSoftmaxBackward(common, backward);
   if (info_command->parsed()) return RunInfo(common);
   return RunHealth(common, health);
 } catch (const std::exception& error) {

@@ -9,6 +9,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "client/tensor_file.h"
 
@@ -261,6 +262,57 @@ std::string GeneratedJson(const Generated& generated, const std::string& prompt)
                {"ranks", generated.ranks}});
 }
 
+std::string AttentionJson(const AttentionOutput& output) {
+  const client::AttentionResult& result = *output.result;
+  ordered_json rows = ordered_json::array();
+  ordered_json status = ordered_json::array();
+  ordered_json positions = ordered_json::array();
+  for (const client::AttentionFault& fault : result.faults) {
+    rows.push_back(fault.row);
+    status.push_back(v1::RowStatus_Name(fault.status));
+    positions.push_back(fault.position);
+  }
+  ordered_json out = {{"shape", output.shape},  {"dtype", v1::DType_Name(result.dtype)},
+                      {"out", output.file},     {"fault_rows", rows},
+                      {"fault_status", status}, {"fault_positions", positions}};
+  if (!result.d_sinks.empty()) {
+    ordered_json& sinks = out["d_sinks"] = ordered_json::array();
+    for (double value : result.d_sinks) {
+      sinks.push_back(std::isfinite(value) ? ordered_json(value)
+                                           : FloatJson(static_cast<float>(value)));
+    }
+  }
+  out["messages"] = result.messages;
+  out["timings"] = TimingsJson(result.timings);
+  return Line(out);
+}
+
+std::string AttentionTable(const AttentionOutput& output) {
+  constexpr size_t kShown = 10;
+  const client::AttentionResult& result = *output.result;
+  std::string out = absl::StrFormat("[%s] %s to %s\n", absl::StrJoin(output.shape, ","),
+                                    client::DTypeShortName(result.dtype), output.file);
+  for (size_t i = 0; i < std::min(kShown, result.faults.size()); ++i) {
+    const client::AttentionFault& fault = result.faults[i];
+    absl::StrAppendFormat(&out, "row %d: %s", fault.row,
+                          absl::StripPrefix(v1::RowStatus_Name(fault.status), "ROW_STATUS_"));
+    if (fault.position >= 0) absl::StrAppendFormat(&out, " at key %d", fault.position);
+    out += '\n';
+  }
+  if (result.faults.size() > kShown) {
+    absl::StrAppendFormat(&out, "and %d more rows that are not OK\n",
+                          result.faults.size() - kShown);
+  }
+  for (size_t head = 0; head < result.d_sinks.size(); ++head) {
+    absl::StrAppendFormat(&out, "d_sink of head %d: %g\n", head, result.d_sinks[head]);
+  }
+  out += TimingsLine(result.timings);
+  absl::StrAppendFormat(&out, "client: round trip %s, messages %d, attempts %d\n",
+                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages,
+                        result.attempts);
+  return out;
+}
+
 std::string InfoJson(const v1::GetInfoResponse& info) {
   ordered_json ops = ordered_json::array();
   for (const v1::Op& op : info.ops()) {
@@ -279,7 +331,8 @@ std::string InfoJson(const v1::GetInfoResponse& info) {
         {"max_batch_rows", limits.max_batch_rows()},
         {"max_vocab", limits.max_vocab()},
         {"max_answer_bytes", limits.max_answer_bytes()},
-        {"streams", limits.streams()}}},
+        {"streams", limits.streams()},
+        {"max_keys", limits.max_keys()}}},
       {"ops", ops},
       {"draining", info.draining()},
   };
@@ -293,9 +346,10 @@ std::string InfoTable(const v1::GetInfoResponse& info, const std::string& addres
   absl::StrAppendFormat(&out, "backend  %s: %s, %s\n", info.backend(), info.device().name(),
                         Bytes(info.device().memory_bytes()));
   absl::StrAppendFormat(
-      &out, "limits   request %s, answer %s, rows %d, vocab %d; in flight %s, streams %d\n",
+      &out,
+      "limits   request %s, answer %s, rows %d, vocab %d, keys %d; in flight %s, streams %d\n",
       Bytes(limits.max_request_bytes()), Bytes(limits.max_answer_bytes()), limits.max_batch_rows(),
-      limits.max_vocab(), Bytes(limits.max_held_bytes()), limits.streams());
+      limits.max_vocab(), limits.max_keys(), Bytes(limits.max_held_bytes()), limits.streams());
   for (const v1::Op& op : info.ops()) {
     absl::StrAppendFormat(&out, "op       %s by %s:", op.name(), op.method());
     for (int dtype : op.dtypes()) {

@@ -56,6 +56,15 @@ std::string TokenLine(int position, const client::SampleResult& result, const st
 std::string GeneratedLine(const Generated& generated);
 std::string GeneratedJson(const Generated& generated, const std::string& prompt);
 
+// What came of one logitctl softmax or softmax-backward, beside the file.
+struct AttentionOutput {
+  const client::AttentionResult* result = nullptr;
+  std::vector<int64_t> shape;
+  std::string file;
+};
+std::string AttentionJson(const AttentionOutput& output);
+std::string AttentionTable(const AttentionOutput& output);
+
 std::string InfoJson(const v1::GetInfoResponse& info);
 std::string InfoTable(const v1::GetInfoResponse& info, const std::string& address);
 

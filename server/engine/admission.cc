@@ -122,6 +122,13 @@ struct Admission::State {
     std::vector<Answer> answers;
     mutex.Lock();
     while (!stopping) {
+      if (given_back > 0) {
+        const int64_t bytes = std::exchange(given_back, 0);
+        mutex.Unlock();
+        Release(bytes);
+        mutex.Lock();
+        continue;
+      }
       timer_due = deadlines.empty() ? absl::InfiniteFuture() : deadlines.begin()->first;
       const absl::Time now = absl::Now();
       if (timer_due > now) {
@@ -146,6 +153,7 @@ struct Admission::State {
 
   mutable Mutex mutex;
   int64_t held ABSL_GUARDED_BY(mutex) = 0;
+  int64_t given_back ABSL_GUARDED_BY(mutex) = 0;  // still part of `held`; the timer releases it
   bool draining ABSL_GUARDED_BY(mutex) = false;
   bool stopping ABSL_GUARDED_BY(mutex) = false;
   bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of Release
@@ -177,6 +185,14 @@ void Admission::Ticket::ShrinkTo(int64_t bytes) {
   if (admission_ == nullptr || freed <= 0) return;
   bytes_ = bytes;
   admission_->state_->Release(freed);
+}
+
+void Admission::Ticket::GiveBackLater() {
+  if (admission_ == nullptr || bytes_ == 0) return;
+  State& state = *admission_->state_;
+  MutexLock lock(state.mutex);
+  state.given_back += std::exchange(bytes_, 0);
+  state.timer_wake.Signal();
 }
 
 Admission::Admission(const AdmissionOptions& options, Metrics* metrics)

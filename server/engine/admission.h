@@ -40,6 +40,9 @@ class Admission {
     ~Ticket();
     // The message is here and holds `bytes` (<= what is held): gives the rest back.
     void ShrinkTo(int64_t bytes);
+    // Gives all back, but those it makes room for hear of it on the admission's own thread: for
+    // callers deep inside the transport, where nothing of a call may be done.
+    void GiveBackLater();
     int64_t bytes() const { return bytes_; }
 
    private:

@@ -26,6 +26,15 @@ int64_t BytesOf(const Array& array, const JobSpec& spec) {
 
 }  // namespace
 
+size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t offset,
+              size_t* offsets) {
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    offsets[i] = AlignUp(offset);
+    offset = offsets[i] + static_cast<size_t>(counts[arrays[i].axis]) * arrays[i].bytes;
+  }
+  return offset;
+}
+
 SlabLayout::SlabLayout(const EngineOptions& options) {
   const size_t rows = static_cast<size_t>(options.max_batch_rows);
   const size_t payload = static_cast<size_t>(options.slab_payload_bytes) + rows * kAlignment;
@@ -45,7 +54,7 @@ JobSize SizeOfJob(const JobSpec& spec) {
       size.payload_bytes = SaturatingAdd(size.payload_bytes, BytesOf(array, spec));
     }
   }
-  for (const Array& array : spec.key.op->outputs) {
+  for (const Array& array : spec.key.op->outputs.subspan(spec.in_place ? 1 : 0)) {
     size.answer_bytes = SaturatingAdd(size.answer_bytes, BytesOf(array, spec));
   }
   return size;
@@ -62,7 +71,7 @@ absl::Status CheckFits(const JobSpec& spec, const JobSize& size, const EngineOpt
         op.name, param_bytes, op.inputs.size(), op.outputs.size(), options.max_param_bytes,
         kMaxArrays, kMaxArrays));
   }
-  if (spec.rows() < 1 || spec.rows() > options.max_batch_rows) {
+  if (spec.rows() < 1 || (!op.alone && spec.rows() > options.max_batch_rows)) {
     return absl::InvalidArgumentError(
         absl::StrFormat("rows: %d, allowed 1..%d", spec.rows(), options.max_batch_rows));
   }

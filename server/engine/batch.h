@@ -3,7 +3,8 @@
 // The slab, from its start: the payload, row r at r * row_stride; from the 16-byte border after the
 // last row that runs, the other inputs, so that one upload covers all; from a fixed offset, the
 // outputs, so that one download covers them. Arrays are laid out when the batch runs, one after
-// another, each on a 16-byte border.
+// another, each on a 16-byte border. The first output of a job that runs in place takes that of the
+// payload.
 #ifndef LOGITD_SERVER_ENGINE_BATCH_H_
 #define LOGITD_SERVER_ENGINE_BATCH_H_
 
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "server/engine/engine.h"
 #include "server/engine/job.h"
@@ -27,7 +29,13 @@ constexpr size_t AlignUp(size_t bytes) {
 inline size_t RowBytes(const BatchKey& key) {
   return static_cast<size_t>(key.row_elements) * SizeOf(key.dtype);
 }
-inline size_t RowStride(const BatchKey& key) { return AlignUp(RowBytes(key)); }
+inline size_t RowStride(const BatchKey& key) {
+  return key.op->alone ? RowBytes(key) : AlignUp(RowBytes(key));
+}
+
+// Lays `arrays` out from `offset` on, each on a 16-byte border. Returns where they end.
+size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t offset,
+              size_t* offsets);
 
 // Where the regions of a slab lie. The limits of EngineOptions count what clients send and get; the
 // borders come on top.
@@ -65,6 +73,7 @@ struct Batch {
     kOpen,    // jobs of its key may join
     kSealed,  // complete; ready to run when `copying` is 0
     kRunning,
+    kKept,  // ran; its job still keeps the answer
   };
   Slab slab;
   State state = State::kFree;
@@ -75,9 +84,10 @@ struct Batch {
   int64_t rows = 0;  // reserved, those of dropped jobs included; so are the next two
   int64_t payload_bytes = 0;
   int64_t answer_bytes = 0;
-  int copying = 0;  // payload copies not finished, or not begun
-  int copied = 0;   // payload copies finished
-  int live = 0;     // slots with a job
+  int copying = 0;    // payload copies not finished, or not begun
+  int copied = 0;     // payload copies finished
+  int live = 0;       // slots with a job
+  bool kept = false;  // by the job, from Keep to TakeBack
   std::vector<Slot> slots;
 };
 

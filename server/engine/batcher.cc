@@ -73,7 +73,13 @@ Batcher::Batcher(const EngineOptions& options, const std::vector<Slab>& slabs, M
       max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
       idle_spin_ns_(absl::ToInt64Nanoseconds(options.idle_spin)),
       metrics_(metrics),
+      max_kept_(static_cast<int64_t>(slabs.size()) - options.streams),
+      desk_(std::make_shared<ReturnDesk>()),
       batches_(slabs.size()) {
+  {
+    MutexLock lock(desk_->mutex);
+    desk_->batcher = this;
+  }
   for (size_t i = 0; i < slabs.size(); ++i) batches_[i].slab = slabs[i];
   if (metrics_ != nullptr) metrics_->SetSlabs(static_cast<int64_t>(slabs.size()));
 }
@@ -87,7 +93,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
   const JobSpec& spec = job->spec();
   const JobSize size = SizeOfJob(spec);
   if (absl::Status fits = CheckFits(spec, size, options_); !fits.ok()) {
-    return job->Done(fits, {}, JobTimes{});
+    return job->Done(fits, JobAnswer{}, JobTimes{});
   }
   place.submitted_ns = MonotonicNanos();
   place.self = std::move(submitted);
@@ -187,6 +193,7 @@ void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& oldest) {
   batch->copying = 0;
   batch->copied = 0;
   batch->live = 0;
+  batch->kept = false;
   batch->slots.clear();
   queue->open = batch;
 }
@@ -201,7 +208,7 @@ void Batcher::Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize
   ++batch->copying;
   ++batch->live;
   ++open_jobs_;
-  if (batch->rows == options_.max_batch_rows) Seal(batch);
+  if (batch->rows == options_.max_batch_rows || spec.key.op->alone) Seal(batch);
 }
 
 void Batcher::Seal(Batch* batch) {
@@ -387,7 +394,11 @@ Batch* Batcher::Next(Batch* finished) {
   if (finished != nullptr) {
     unfinished_ -= finished->live;
     if (unfinished_ == 0) all_done_.SignalAll();
-    Release(finished);
+    if (finished->kept) {
+      finished->state = Batch::State::kKept;
+    } else {
+      Release(finished);
+    }
   }
   ++idle_streams_;
   bool spun = idle_spin_ns_ == 0;
@@ -425,15 +436,50 @@ Batch* Batcher::Next(Batch* finished) {
   return batch;
 }
 
-void Batcher::Finish(Job* job, const absl::Status& status,
-                     absl::Span<const absl::Span<const std::byte>> outputs, int64_t taken_ns,
-                     JobTimes* times) {
+void Batcher::Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
+                     int64_t taken_ns, JobTimes* times) {
   Job::Place& place = job->place_;
   times->copy_ns = place.copy_ns;
   times->queue_ns = taken_ns - place.submitted_ns - place.copy_ns;
   place.state.store(Job::Place::State::kDone, std::memory_order_relaxed);
   const std::shared_ptr<Job> self = std::move(place.self);
-  self->Done(status, outputs, *times);
+  self->Done(status, answer, *times);
+}
+
+std::shared_ptr<const void> Batcher::Keep(Batch* batch) {
+  {
+    MutexLock lock(mutex_);
+    if (kept_ == max_kept_) return nullptr;
+    ++kept_;
+    batch->kept = true;
+    Publish();
+  }
+  return {batch->slab.host, [desk = desk_, batch](const void*) {
+            MutexLock lock(desk->mutex);
+            if (desk->batcher != nullptr) desk->batcher->TakeBack(batch);
+          }};
+}
+
+void Batcher::TakeBack(Batch* batch) {
+  MutexLock lock(mutex_);
+  batch->kept = false;
+  if (--kept_ == 0) all_back_.SignalAll();
+  // Dropped within Done, it is the stream that gives the batch back.
+  if (batch->state == Batch::State::kKept) Release(batch);
+  Publish();
+}
+
+bool Batcher::WaitForKept(absl::Time deadline) {
+  {
+    MutexLock lock(mutex_);
+    while (kept_ > 0 && absl::Now() < deadline) all_back_.WaitUntil(mutex_, deadline);
+  }
+  {
+    MutexLock lock(desk_->mutex);
+    desk_->batcher = nullptr;
+  }
+  MutexLock lock(mutex_);
+  return kept_ == 0;
 }
 
 void Batcher::Release(Batch* batch) {
@@ -536,7 +582,7 @@ void Batcher::End(JobList& ended) {
         status = absl::UnavailableError(unavailable);
     }
     JobTimes times;
-    Finish(job, status, {}, now_ns, &times);
+    Finish(job, status, JobAnswer{}, now_ns, &times);
     ++count;
   }
   MutexLock lock(mutex_);
@@ -614,6 +660,7 @@ void Batcher::Publish() {
   int64_t slabs = 0;
   for (const Batch& batch : batches_) slabs += batch.state != Batch::State::kFree ? 1 : 0;
   metrics_->SetSlabsInUse(slabs);
+  metrics_->SetSlabsKept(kept_);
   metrics_->SetQueuedJobs(pending_.size);
   metrics_->SetOpenJobs(open_jobs_);
 }

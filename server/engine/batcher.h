@@ -59,12 +59,15 @@ class Batcher {
   // waits for the next batch, which is the caller's until it is given back. Null: the engine stops.
   Batch* Next(Batch* finished);
 
+  // For stream threads: JobAnswer::keep of a batch that is theirs. Null if one slab less would not
+  // leave each stream one. It may outlive the batcher.
+  std::shared_ptr<const void> Keep(Batch* batch);
+
   // For stream threads: runs Done of a job of a batch that is theirs. The job may be gone
   // afterwards. `times`: all but those the batcher knows, which are added: copy_ns and, from
   // `taken_ns`, queue_ns.
-  static void Finish(Job* job, const absl::Status& status,
-                     absl::Span<const absl::Span<const std::byte>> outputs, int64_t taken_ns,
-                     JobTimes* times);
+  static void Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
+                     int64_t taken_ns, JobTimes* times);
 
   // For copy threads: copies payloads of jobs that had to wait for a slab, until Stop.
   void CopyLoop();
@@ -82,10 +85,21 @@ class Batcher {
   // Returns when no other thread is inside Submit, Cancel or WaitIdle. After Stop.
   void WaitForCallers();
 
+  // Waits until no answer is kept, or until `deadline`. True: none is. False: whoever drops one
+  // later does not touch the batcher, and the slabs must stay. After Stop.
+  bool WaitForKept(absl::Time deadline);
+
  private:
   struct KeyHash {
     size_t operator()(const BatchKey& key) const;
   };
+
+  // The way of kept answers back to the batcher, which they may outlive.
+  struct ReturnDesk {
+    Mutex mutex;
+    Batcher* batcher ABSL_GUARDED_BY(mutex);
+  };
+  void TakeBack(Batch* batch);
 
   // Jobs linked through Place::previous and next.
   struct JobList {
@@ -125,12 +139,15 @@ class Batcher {
   const int64_t max_batch_delay_ns_;
   const int64_t idle_spin_ns_;
   Metrics* const metrics_;
+  const int64_t max_kept_;  // slabs
+  const std::shared_ptr<ReturnDesk> desk_;
 
   Mutex mutex_;
   CondVar stream_wake_;
   CondVar copy_wake_;
   CondVar timer_wake_;
   CondVar all_done_;
+  CondVar all_back_;
   std::vector<Batch> batches_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<BatchKey, std::unique_ptr<KeyQueue>, KeyHash> queues_ ABSL_GUARDED_BY(mutex_);
   JobList pending_ ABSL_GUARDED_BY(mutex_);  // without a slab, all keys
@@ -138,6 +155,7 @@ class Batcher {
   uint64_t next_sequence_ ABSL_GUARDED_BY(mutex_) = 1;
   int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, Done has not returned
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
+  int64_t kept_ ABSL_GUARDED_BY(mutex_) = 0;        // slabs
   int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
   bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // one of them polls wakes_
   bool roused_ ABSL_GUARDED_BY(mutex_) = false;     // one of them was woken for a brief copy

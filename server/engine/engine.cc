@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
 #include "server/engine/batch.h"
 #include "server/engine/batcher.h"
 #include "server/engine/metrics.h"
@@ -17,6 +18,9 @@
 
 namespace logitd::engine {
 namespace {
+
+// For kept answers, when the engine ends: the transport drops them when it has hung up.
+constexpr absl::Duration kPatience = absl::Seconds(5);
 
 // Slabs that go back to the backend, also when Create fails halfway.
 class SlabPool {
@@ -33,6 +37,8 @@ class SlabPool {
     if (slab.ok()) slabs_.push_back(*slab);
     return slab.status();
   }
+  // Lets the slabs be: somebody uses them still.
+  void Leave() { slabs_.clear(); }
   const std::vector<Slab>& slabs() const { return slabs_; }
 
  private:
@@ -62,7 +68,14 @@ class ThreadedEngine final : public Engine {
     threads_.emplace_back([this] { batcher_.ExpireLoop(); });
   }
 
-  ~ThreadedEngine() override { Stop(); }
+  ~ThreadedEngine() override {
+    Stop();
+    if (!batcher_.WaitForKept(absl::Now() + kPatience)) {
+      spdlog::error("answers are kept {} s after the end; their slabs are left to them",
+                    absl::ToInt64Seconds(kPatience));
+      slabs_->Leave();
+    }
+  }
 
   absl::Status CheckFits(const JobSpec& spec) const override {
     return engine::CheckFits(spec, SizeOfJob(spec), options_);
@@ -92,7 +105,7 @@ class ThreadedEngine final : public Engine {
           [this](const absl::Status& cause) {
             batcher_.Close(absl::StrCat("the device is lost: ", cause.message()));
           },
-          &oldest);
+          [this, batch] { return batcher_.Keep(batch); }, &oldest);
       if (status.ok()) {
         if (metrics_ != nullptr && oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
         continue;

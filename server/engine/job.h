@@ -34,11 +34,12 @@ struct BatchView {
   DType dtype;
   AxisCounts counts;  // dropped jobs count on the row axis alone
   int64_t row_elements;
-  size_t row_stride;  // bytes, a multiple of 16
+  size_t row_stride;  // bytes, a multiple of 16; of an op that is alone, those of a row
   const std::byte* payload;
   int32_t max_row_entries;               // largest JobSpec::max_row_entries
   absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
   absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
+  const void* call;                      // JobSpec::call where the op is alone, else null
 
   int64_t rows() const { return counts[kRowAxis]; }
 };
@@ -55,6 +56,10 @@ struct OpTraits {
   absl::Span<const Array> inputs;   // beside the payload; those of rows: all zero bytes = skip it
   absl::Span<const Array> outputs;  // in the order the job gets them back
   absl::Status (*enqueue)(Stream& stream, const BatchView& batch);
+  // A batch of it is one job: for ops whose calls have more to themselves (shapes, masks) than rows
+  // can tell, and are large enough to fill a device. Its rows lie without padding, and bytes alone
+  // bound their number.
+  bool alone = false;
 };
 
 // Jobs with equal keys may share a batch.
@@ -70,6 +75,10 @@ struct JobSpec {
   AxisCounts counts = {};       // elements on every axis, e.g. rows, and the sum of k
   int32_t max_row_entries = 0;  // e.g. the largest k
   absl::Time deadline = absl::InfiniteFuture();
+  // Of an op that is alone. `in_place`: the first output is written over the payload, and costs no
+  // bytes of answer. `call`: what `enqueue` needs to know of the job; good until Done.
+  bool in_place = false;
+  const void* call = nullptr;
 
   int64_t rows() const { return counts[kRowAxis]; }
 };
@@ -83,6 +92,18 @@ struct JobTimes {
   int32_t batch_rows = 0;
 };
 
+// What a job that went well is given.
+struct JobAnswer {
+  // The job's own slice of each output array, in host memory. Valid until Done returns, or for as
+  // long as a copy of `keep` lives.
+  absl::Span<const absl::Span<const std::byte>> outputs;
+  // Keeps the slab of a job that was alone in it from the next batch: for answers worth sending
+  // from where they lie. Null where too many slabs are kept already, so that those who are slow to
+  // take their answers do not stop the others. May be dropped on any thread, under any lock but the
+  // engine's own; the engine waits for it when it is destroyed.
+  std::shared_ptr<const void> keep;
+};
+
 // One admitted request. Implemented above the engine; the engine calls it from its own threads, or
 // from inside Submit or Cancel. Submitted once.
 class Job {
@@ -93,7 +114,8 @@ class Job {
   virtual const JobSpec& spec() const = 0;
 
   // Copies the payload to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
-  // The job may free its copy of the payload afterwards.
+  // The job may free its copy of the payload afterwards. One that is alone may fill its inputs here
+  // too, which lie where LayOut puts them behind the payload.
   virtual void CopyPayload(std::byte* dst, size_t row_stride) = 0;
 
   // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements
@@ -101,12 +123,9 @@ class Job {
   // once.
   virtual void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) = 0;
 
-  // Exactly once, whatever happens. OK: `outputs` holds the job's own slice of each output array,
-  // host memory valid until Done returns. Otherwise `outputs` is empty. No lock of the engine is
-  // held.
-  virtual void Done(const absl::Status& status,
-                    absl::Span<const absl::Span<const std::byte>> outputs,
-                    const JobTimes& times) = 0;
+  // Exactly once, whatever happens. Where `status` is not OK, `answer` is empty. No lock of the
+  // engine is held.
+  virtual void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) = 0;
 
  private:
   friend class Batcher;

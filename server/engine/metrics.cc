@@ -93,6 +93,8 @@ struct Metrics::Series {
                            "Jobs with a place in a batch that does not run yet.")),
         slabs_in_use(AddGauge(registry, "logitd_slabs_in_use", "Slabs that hold a batch.")),
         slabs(AddGauge(registry, "logitd_slabs", "Slabs there are.")),
+        slabs_kept(
+            AddGauge(registry, "logitd_slabs_kept", "Slabs that hold an answer on its way.")),
         draining(AddGauge(registry, "logitd_draining", "1 from the start of the drain.")),
         batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())),
         queue(AddHistogram(registry, "logitd_batch_queue_seconds",
@@ -133,6 +135,7 @@ struct Metrics::Series {
   Gauge& open_jobs;
   Gauge& slabs_in_use;
   Gauge& slabs;
+  Gauge& slabs_kept;
   Gauge& draining;
   Histogram& batch_rows;
   Histogram& queue;
@@ -185,6 +188,7 @@ void Metrics::SetQueuedJobs(int64_t jobs) { series_->queued_jobs.Set(jobs); }
 void Metrics::SetOpenJobs(int64_t jobs) { series_->open_jobs.Set(jobs); }
 void Metrics::SetSlabsInUse(int64_t slabs) { series_->slabs_in_use.Set(slabs); }
 void Metrics::SetSlabs(int64_t slabs) { series_->slabs.Set(slabs); }
+void Metrics::SetSlabsKept(int64_t slabs) { series_->slabs_kept.Set(slabs); }
 void Metrics::SetDraining(bool draining) { series_->draining.Set(draining ? 1 : 0); }
 
 }  // namespace logitd::engine

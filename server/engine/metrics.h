@@ -13,6 +13,7 @@
 //   logitd_queued_jobs                           jobs without a place in a slab
 //   logitd_open_jobs                             jobs with a place, whose batch does not run yet
 //   logitd_slabs_in_use, logitd_slabs            slabs that hold a batch, and all there are
+//   logitd_slabs_kept                            those of them that hold an answer on its way
 //   logitd_draining                              1 from the start of the drain
 // Histograms, one observation per call
 //   logitd_request_seconds{op}          from headers to status
@@ -80,6 +81,7 @@ class Metrics {
   void SetOpenJobs(int64_t jobs);
   void SetSlabsInUse(int64_t slabs);
   void SetSlabs(int64_t slabs);
+  void SetSlabsKept(int64_t slabs);
   void SetDraining(bool draining);
 
  private:

@@ -35,8 +35,8 @@ void EndLate(Batch& batch, int64_t taken_ns) {
     if (slot.job == nullptr || slot.job->spec().deadline > now) continue;
     JobTimes times;
     Batcher::Finish(slot.job,
-                    absl::DeadlineExceededError("the deadline passed before a stream was free"), {},
-                    taken_ns, &times);
+                    absl::DeadlineExceededError("the deadline passed before a stream was free"),
+                    JobAnswer{}, taken_ns, &times);
     slot.job = nullptr;
   }
 }
@@ -60,21 +60,13 @@ struct Plan {
   size_t row_stride = 0;
   AxisCounts counts = {};
   int32_t max_row_entries = 0;
+  bool in_place = false;
+  const void* call = nullptr;
   Offsets inputs = {};
   size_t upload_end = 0;
   Offsets outputs = {};
   size_t answer_end = 0;
 };
-
-// Lays `arrays` out from `offset` on. Returns where they end.
-size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t offset,
-              Offsets* offsets) {
-  for (size_t i = 0; i < arrays.size(); ++i) {
-    (*offsets)[i] = AlignUp(offset);
-    offset = (*offsets)[i] + static_cast<size_t>(counts[arrays[i].axis]) * arrays[i].bytes;
-  }
-  return offset;
-}
 
 // Where in its array a job's slice starts.
 size_t SliceOffset(const Array& array, const AxisCounts& first) {
@@ -96,10 +88,17 @@ Plan Prepare(const Batch& batch, const SlabLayout& layout, const Extent& extent)
     const JobSpec& spec = batch.slots[i].job->spec();
     Advance(spec, &plan.counts);
     plan.max_row_entries = std::max(plan.max_row_entries, spec.max_row_entries);
+    if (op.alone) {
+      plan.in_place = spec.in_place;
+      plan.call = spec.call;
+    }
   }
-  plan.upload_end = LayOut(op.inputs, plan.counts,
-                           static_cast<size_t>(extent.end_row) * plan.row_stride, &plan.inputs);
-  plan.answer_end = LayOut(op.outputs, plan.counts, layout.answer_offset, &plan.outputs);
+  plan.upload_end =
+      LayOut(op.inputs, plan.counts, static_cast<size_t>(extent.end_row) * plan.row_stride,
+             plan.inputs.data());
+  const size_t in_place = plan.in_place ? 1 : 0;  // outputs, at offset 0 of the payload
+  plan.answer_end = LayOut(op.outputs.subspan(in_place), plan.counts, layout.answer_offset,
+                           plan.outputs.data() + in_place);
 
   AxisCounts first = {};
   Pointers inputs;
@@ -161,15 +160,22 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
       .max_row_entries = plan.max_row_entries,
       .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
       .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
+      .call = plan.call,
   };
   LOGITD_RETURN_IF_ERROR(op.enqueue(stream, view));
+  if (plan.in_place) {
+    const Array& first = op.outputs[0];
+    LOGITD_RETURN_IF_ERROR(
+        stream.Download(batch.slab, 0, static_cast<size_t>(plan.counts[first.axis]) * first.bytes));
+  }
   return stream.Download(batch.slab, layout.answer_offset, plan.answer_end - layout.answer_offset);
 }
 
 }  // namespace
 
 absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
-                      absl::FunctionRef<void(const absl::Status&)> lost, JobTimes* oldest) {
+                      absl::FunctionRef<void(const absl::Status&)> lost,
+                      absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest) {
   *oldest = JobTimes{};
   const int64_t taken_ns = MonotonicNanos();
   EndLate(batch, taken_ns);
@@ -209,9 +215,12 @@ absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
     }
     Advance(spec, &first);  // the job may be gone after Finish
     JobTimes job_times = times;
-    Batcher::Finish(slot.job, answer,
-                    absl::MakeConstSpan(slices.data(), status.ok() ? outputs.size() : 0), taken_ns,
-                    &job_times);
+    JobAnswer given;
+    if (status.ok()) {
+      given.outputs = absl::MakeConstSpan(slices.data(), outputs.size());
+      if (batch.key.op->alone) given.keep = keep();
+    }
+    Batcher::Finish(slot.job, answer, given, taken_ns, &job_times);
     if (i == extent.first_slot) *oldest = job_times;
   }
   return status;

@@ -3,6 +3,7 @@
 #define LOGITD_SERVER_ENGINE_RUN_BATCH_H_
 
 #include <cstddef>
+#include <memory>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -19,9 +20,11 @@ namespace logitd::engine {
 //
 // Returns how the device did: OK, UNAVAILABLE (this batch failed) or INTERNAL (the device is lost);
 // in the last two cases the jobs got UNAVAILABLE, and `lost` ran before they did if it was
-// INTERNAL. `oldest`: the times of the oldest job that ran; batch_rows is 0 if none did.
+// INTERNAL. `keep` is asked for JobAnswer::keep of a job that was alone. `oldest`: the times of the
+// oldest job that ran; batch_rows is 0 if none did.
 absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
-                      absl::FunctionRef<void(const absl::Status&)> lost, JobTimes* oldest);
+                      absl::FunctionRef<void(const absl::Status&)> lost,
+                      absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest);
 
 }  // namespace logitd::engine
 

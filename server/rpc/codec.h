@@ -44,13 +44,17 @@ class OpCodec {
   // Where the payload lies in the pieces Parse saw.
   virtual Payload payload() const = 0;
 
+  // Of an op that is alone: where inputs lie that are copied with the payload, as they are. In the
+  // order of op().inputs, the first of them; the others are for WriteInputs.
+  virtual absl::Span<const ByteRange> copied_inputs() const { return {}; }
+
   // As engine::Job.
   virtual void WriteInputs(absl::Span<std::byte* const> inputs,
                            const engine::AxisCounts& first) = 0;
 
-  // The answer, from the job's own slice of each output array.
-  virtual grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                                  const CallTimes& times) = 0;
+  // The message, from the job's own slice of each output array. With `answer.keep` it may refer to
+  // them.
+  virtual grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
 };
 
 }  // namespace logitd::rpc

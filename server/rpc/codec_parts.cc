@@ -26,12 +26,12 @@ static_assert(sizeof(RowStatus) == 8);
 
 }  // namespace
 
-absl::Status ReadDType(int32_t wire, DType* dtype) {
+absl::Status ReadDType(int32_t wire, DType* dtype, std::string_view field) {
   const auto* pair = std::find_if(std::begin(kDTypes), std::end(kDTypes),
                                   [&](const DTypePair& d) { return d.wire == wire; });
   if (pair == std::end(kDTypes)) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "dtype: got %d, allowed DTYPE_F32 (1), DTYPE_F16 (2), DTYPE_BF16 (3)", wire));
+        "%s: got %d, allowed DTYPE_F32 (1), DTYPE_F16 (2), DTYPE_BF16 (3)", field, wire));
   }
   *dtype = pair->dtype;
   return absl::OkStatus();

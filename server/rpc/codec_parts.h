@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -17,8 +18,8 @@
 
 namespace logitd::rpc {
 
-// `wire`: a logitd.v1.DType. INVALID_ARGUMENT naming what is allowed.
-absl::Status ReadDType(int32_t wire, DType* dtype);
+// `wire`: a logitd.v1.DType. INVALID_ARGUMENT naming `field` and what is allowed.
+absl::Status ReadDType(int32_t wire, DType* dtype, std::string_view field = "dtype");
 
 // Upper bounds, to size an answer by.
 inline constexpr size_t kMaxLengthHead = 2 * kMaxVarintSize;

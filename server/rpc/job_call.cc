@@ -77,8 +77,7 @@ void JobCall::OnFinish(absl::StatusCode code) {
                                       static_cast<double>(NowNs() - started_ns_) * 1e-9);
 }
 
-void JobCall::Done(const absl::Status& status,
-                   absl::Span<const absl::Span<const std::byte>> outputs,
+void JobCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
                    const engine::JobTimes& times) {
   if (!status.ok()) {
     Finish(status, {}, environment().admission->options().retry_delay);
@@ -89,7 +88,7 @@ void JobCall::Done(const absl::Status& status,
     if (gone_) return;  // nobody to encode for
   }
   Finish(status, codec().Encode(
-                     outputs,
+                     WithTicket(answer),
                      {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times}));
 }
 

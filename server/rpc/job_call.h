@@ -3,7 +3,6 @@
 #ifndef LOGITD_SERVER_RPC_JOB_CALL_H_
 #define LOGITD_SERVER_RPC_JOB_CALL_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -11,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/types/span.h"
 #include "server/engine/admission.h"
 #include "server/engine/job.h"
 #include "server/rpc/codec.h"
@@ -26,7 +24,7 @@ class JobCall final : public RawUnaryCall, public MessageJob {
           std::unique_ptr<OpCodec> codec);
 
   // engine::Job
-  void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> outputs,
+  void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override;
 
  private:

@@ -23,11 +23,12 @@ class JobStream::Item final : public MessageJob {
   using MessageJob::needed_bytes;
   using MessageJob::SetTicket;
 
-  void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> outputs,
+  void Done(const absl::Status& status, const engine::JobAnswer& given,
             const engine::JobTimes& times) override {
     grpc::ByteBuffer encoded;
     if (status.ok()) {
-      encoded = codec().Encode(outputs, {.total_ns = NowNs() - started_ns_, .job = times});
+      encoded =
+          codec().Encode(WithTicket(given), {.total_ns = NowNs() - started_ns_, .job = times});
     }
     End(status, &encoded);
   }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "absl/container/inlined_vector.h"
+
 namespace logitd::rpc {
 
 void Message::Take(grpc::ByteBuffer* buffer) {
@@ -20,19 +22,21 @@ void Message::Take(grpc::ByteBuffer* buffer) {
   }
 }
 
-void Message::KeepOnly(const ByteRange& range) {
-  size_t left = range.bytes;
-  size_t offset = range.offset;
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    const size_t size = pieces_[i].size();
-    if (i >= range.piece && left > 0) {
-      left -= std::min(left, size - offset);
-      offset = 0;
-    } else {
-      slices_[i] = grpc::Slice();
-      pieces_[i] = {};
-      bytes_ -= size;
+void Message::KeepOnly(absl::Span<const ByteRange> ranges) {
+  absl::InlinedVector<bool, 16> wanted(pieces_.size(), false);
+  for (const ByteRange& range : ranges) {
+    size_t left = range.bytes;
+    size_t offset = range.offset;
+    for (size_t i = range.piece; left > 0; ++i, offset = 0) {
+      wanted[i] = true;
+      left -= std::min(left, pieces_[i].size() - offset);
     }
+  }
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    if (wanted[i]) continue;
+    bytes_ -= pieces_[i].size();
+    slices_[i] = grpc::Slice();
+    pieces_[i] = {};
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "absl/types/span.h"
 #include "server/rpc/wire.h"
 
 namespace logitd::rpc {
@@ -21,8 +22,8 @@ class Message {
 
   // Takes the slices of `buffer`, which is empty afterwards.
   void Take(grpc::ByteBuffer* buffer);
-  // Gives back the memory of every slice that has nothing of `range`, which stays where it is.
-  void KeepOnly(const ByteRange& range);
+  // Gives back the memory of every slice that has nothing of `ranges`, which stay where they are.
+  void KeepOnly(absl::Span<const ByteRange> ranges);
   // Gives the memory back.
   void Release();
 

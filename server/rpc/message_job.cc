@@ -1,9 +1,11 @@
 #include "server/rpc/message_job.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_format.h"
 #include "server/engine/batch.h"
 
@@ -12,6 +14,18 @@ namespace {
 
 // Slices point into the transport's read buffers; a small message keeps a whole one of them.
 constexpr int64_t kReadBufferBytes = 8192;
+
+// Smaller answers are copied out of their slab: that takes less time than a peer does to take them.
+constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
+
+// What an answer that is sent from where it lies holds until the transport drops it.
+struct Kept {
+  Kept(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
+      : slab(std::move(slab)), ticket(std::move(ticket)) {}
+  ~Kept() { ticket.GiveBackLater(); }
+  const std::shared_ptr<const void> slab;
+  engine::Admission::Ticket ticket;
+};
 
 }  // namespace
 
@@ -37,7 +51,9 @@ absl::Status MessageJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
     return status;
   }
-  message_.KeepOnly(codec_->payload().range);
+  absl::InlinedVector<ByteRange, 4> wanted = {codec_->payload().range};
+  for (const ByteRange& range : codec_->copied_inputs()) wanted.push_back(range);
+  message_.KeepOnly(wanted);
   return absl::OkStatus();
 }
 
@@ -65,6 +81,17 @@ void MessageJob::SetTicket(engine::Admission::Ticket ticket) {
 
 void MessageJob::CopyPayload(std::byte* dst, size_t row_stride) {
   environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
+  const absl::Span<const ByteRange> copied = codec_->copied_inputs();
+  if (!copied.empty()) {
+    std::array<size_t, engine::kMaxArrays> offsets;
+    engine::LayOut(spec_.key.op->inputs, spec_.counts,
+                   static_cast<size_t>(spec_.rows()) * row_stride, offsets.data());
+    for (size_t i = 0; i < copied.size(); ++i) {
+      environment_.copier->Copy(message_.pieces(),
+                                {.range = copied[i], .rows = 1, .row_bytes = copied[i].bytes},
+                                dst + offsets[i], copied[i].bytes);
+    }
+  }
   message_.Release();
   HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
 }
@@ -72,6 +99,14 @@ void MessageJob::CopyPayload(std::byte* dst, size_t row_stride) {
 void MessageJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
   codec_->WriteInputs(inputs, first);
   HoldAtMost(codec_->answer_bytes());
+}
+
+engine::JobAnswer MessageJob::WithTicket(const engine::JobAnswer& answer) {
+  if (answer.keep == nullptr || codec_->answer_bytes() < kMinKeptBytes) {
+    return {.outputs = answer.outputs};
+  }
+  return {.outputs = answer.outputs,
+          .keep = std::make_shared<Kept>(answer.keep, std::move(ticket_))};
 }
 
 void MessageJob::HoldAtMost(int64_t bytes) {

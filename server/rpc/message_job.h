@@ -55,6 +55,10 @@ class MessageJob : public engine::Job {
   // What the message holds from here on, or its answer, whichever is more.
   int64_t needed_bytes() const;
 
+  // `answer`, whose `keep` now keeps the ticket as well; without it, where it is less than a slab
+  // is worth.
+  engine::JobAnswer WithTicket(const engine::JobAnswer& answer);
+
   // Pays for the message, then for the answer. The job gives back what it does not need any more.
   void SetTicket(engine::Admission::Ticket ticket);
   const engine::Admission::Ticket& ticket() const { return ticket_; }

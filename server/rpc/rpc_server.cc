@@ -1,5 +1,6 @@
 #include "server/rpc/rpc_server.h"
 
+#include <grpc/grpc.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -15,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
+#include "server/rpc/attention_codec.h"
 #include "server/rpc/hang_up.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/sample_codec.h"
@@ -25,7 +27,8 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Sampler", "logitd.v1.Server"};
+constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Sampler",
+                                     "logitd.v1.Server"};
 
 // What GetInfo says is served.
 struct Method {
@@ -37,6 +40,10 @@ constexpr Method kMethods[] = {
     {&kSampleTraits, "logitd.v1.Sampler/Sample"},
     {&kSampleTraits, "logitd.v1.Sampler/SampleStream"},
     {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
+    {&kAttentionSoftmaxTraits, "logitd.v1.Attention/Softmax"},
+    {&kAttentionSoftmaxTraits, "logitd.v1.Attention/SoftmaxStream"},
+    {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackward"},
+    {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackwardStream"},
 };
 
 // Of the transport's quota beyond held messages: read buffers, unread calls, other services.
@@ -61,6 +68,7 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
   limits->set_max_vocab(kMaxVocab);
   limits->set_max_answer_bytes(engine.slab_answer_bytes);
   limits->set_streams(engine.streams);
+  limits->set_max_keys(kMaxKeys);
   for (const Method& method : kMethods) {
     v1::Op* op = info.add_ops();
     op->set_name(std::string(method.op->name));
@@ -75,12 +83,14 @@ class RpcServerImpl final : public RpcServer {
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
                 engine::Admission* admission, engine::Engine* engine, engine::Metrics* metrics)
       : tracker_(options.peer_timeout),
-        sampler_({.admission = admission,
-                  .engine = engine,
-                  .metrics = metrics,
-                  .tracker = &tracker_,
-                  .copier = &copier_,
-                  .max_payload_bytes = options.max_request_bytes}),
+        environment_{.admission = admission,
+                     .engine = engine,
+                     .metrics = metrics,
+                     .tracker = &tracker_,
+                     .copier = &copier_,
+                     .max_payload_bytes = options.max_request_bytes},
+        sampler_(environment_),
+        attention_(environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -88,13 +98,18 @@ class RpcServerImpl final : public RpcServer {
   }
 
   absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
-    static std::once_flag plugins;
-    std::call_once(plugins, [] {
+    static std::once_flag once;
+    std::call_once(once, [] {
+      // Never taken back: the library's own end waits, for up to ten seconds after a large answer,
+      // for a thread that polls on behalf of a socket that was full and that nothing wakes. The
+      // process ends it faster.
+      grpc_init();
       grpc::EnableDefaultHealthCheckService(true);
       grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     });
     grpc::ServerBuilder builder;
     builder.RegisterService(&sampler_);
+    builder.RegisterService(&attention_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
         std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
@@ -167,7 +182,9 @@ class RpcServerImpl final : public RpcServer {
 
   CallTracker tracker_;
   Copier copier_;
+  const CallEnvironment environment_;
   SamplerService sampler_;
+  AttentionService attention_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> listening_;

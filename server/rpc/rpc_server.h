@@ -50,7 +50,7 @@ class RpcServer {
   // answered.
   virtual void Drain() = 0;
 
-  // Calls of the Sampler that are not over.
+  // Calls of ops that are not over.
   virtual int calls() const = 0;
 
   // Stops listening, hangs up on every peer and returns when nothing runs. To the peers, a call

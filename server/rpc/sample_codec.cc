@@ -324,10 +324,9 @@ absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
 }
 
 // By hand into one slice, as TopKCodec does.
-grpc::ByteBuffer SampleCodec::Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                                     const CallTimes& times) {
+grpc::ByteBuffer SampleCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   return WriteMessage(answer_bytes(),
-                      [&](WireWriter& writer) { body_.Encode(outputs, times, writer); });
+                      [&](WireWriter& writer) { body_.Encode(answer.outputs, times, writer); });
 }
 
 }  // namespace logitd::rpc

@@ -183,8 +183,7 @@ class SampleCodec final : public OpCodec {
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override {
     body_.WriteInputs(inputs, first);
   }
-  grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                          const CallTimes& times) override;
+  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
   SampleBody body_;

@@ -3,10 +3,13 @@
 #include <google/protobuf/descriptor.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
+#include "server/rpc/attention_codec.h"
 #include "server/rpc/job_stream.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/topk_codec.h"
@@ -15,30 +18,69 @@
 namespace logitd::rpc {
 namespace {
 
-template <typename Codec>
-RawUnaryService::Factory JobMethod(const CallEnvironment& environment) {
-  return [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<JobCall>(context, environment, std::make_unique<Codec>());
+RawUnaryService::Factory JobMethod(const CallEnvironment& environment,
+                                   JobStream::MakeCodec make_codec) {
+  return [environment, make_codec](grpc::CallbackServerContext* context) {
+    return std::make_shared<JobCall>(context, environment, make_codec());
   };
 }
+
+template <typename Codec>
+std::unique_ptr<OpCodec> Make() {
+  return std::make_unique<Codec>();
+}
+
+// "/logitd.v1.Sampler/TopK" of "TopK". Going by the descriptor also links it in, for reflection to
+// serve.
+class MethodNames {
+ public:
+  MethodNames(const google::protobuf::Descriptor* message, const char* service)
+      : service_(message->file()->FindServiceByName(service)) {}
+  std::string operator()(const char* method) const {
+    return absl::StrCat("/", service_->full_name(), "/",
+                        service_->FindMethodByName(method)->name());
+  }
+
+ private:
+  const google::protobuf::ServiceDescriptor* const service_;
+};
 
 }  // namespace
 
 SamplerService::SamplerService(const CallEnvironment& environment) {
-  // Going by the descriptor also links it in, for reflection to serve.
-  const google::protobuf::ServiceDescriptor* const service =
-      v1::TopKRequest::descriptor()->file()->FindServiceByName("Sampler");
-  const auto name = [service](const char* method) {
-    return absl::StrCat("/", service->full_name(), "/", service->FindMethodByName(method)->name());
-  };
-  AddRawUnary(name("TopK"), JobMethod<TopKCodec>(environment));
-  AddRawUnary(name("Sample"), JobMethod<SampleCodec>(environment));
+  const MethodNames name(v1::TopKRequest::descriptor(), "Sampler");
+  AddRawUnary(name("TopK"), JobMethod(environment, Make<TopKCodec>));
+  AddRawUnary(name("Sample"), JobMethod(environment, Make<SampleCodec>));
   AddRawStream(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<JobStream>(context, environment,
-                                       [] { return std::make_unique<SampleCodec>(); })
-        ->Start();
+    return std::make_shared<JobStream>(context, environment, Make<SampleCodec>)->Start();
   });
-  AddRawUnary(name("Verify"), JobMethod<VerifyCodec>(environment));
+  AddRawUnary(name("Verify"), JobMethod(environment, Make<VerifyCodec>));
+}
+
+AttentionService::AttentionService(const CallEnvironment& environment) {
+  const MethodNames name(v1::AttentionSoftmaxRequest::descriptor(), "Attention");
+  struct Op {
+    AttentionDirection direction;
+    const char* call;
+    const char* stream;
+  };
+  for (const Op& op :
+       {Op{AttentionDirection::kForward, "Softmax", "SoftmaxStream"},
+        Op{AttentionDirection::kBackward, "SoftmaxBackward", "SoftmaxBackwardStream"}}) {
+    AddRawUnary(name(op.call), JobMethod(environment, [direction = op.direction] {
+                  return std::make_unique<AttentionCodec>(direction);
+                }));
+    AddRawStream(name(op.stream),
+                 [environment, direction = op.direction](grpc::CallbackServerContext* context) {
+                   auto tensor = std::make_shared<AttentionTensor>();
+                   return std::make_shared<JobStream>(context, environment,
+                                                      [direction, tensor] {
+                                                        return std::make_unique<AttentionCodec>(
+                                                            direction, tensor);
+                                                      })
+                       ->Start();
+                 });
+  }
 }
 
 ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* admission)

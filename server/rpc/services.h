@@ -15,6 +15,12 @@ class SamplerService final : public RawUnaryService {
   explicit SamplerService(const CallEnvironment& environment);
 };
 
+// logitd.v1.Attention
+class AttentionService final : public RawUnaryService {
+ public:
+  explicit AttentionService(const CallEnvironment& environment);
+};
+
 // logitd.v1.Server
 class ServerService final : public v1::Server::CallbackService {
  public:

@@ -109,17 +109,16 @@ void TopKCodec::WriteInputs(absl::Span<std::byte* const> inputs, const engine::A
   }
 }
 
-grpc::ByteBuffer TopKCodec::Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                                   const CallTimes& times) {
+grpc::ByteBuffer TopKCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   using Response = v1::TopKResponse;
   return WriteMessage(answer_bytes_, [&](WireWriter& writer) {
     WriteVarints(writer, Response::kKFieldNumber, fields_.rows,
                  [this](int64_t row) { return k_of(row); });
-    WriteArray(writer, Response::kIndicesFieldNumber, outputs[kTopKIndices]);
-    WriteArray(writer, Response::kProbsFieldNumber, outputs[kTopKProbs]);
-    WriteArray(writer, Response::kLogsumexpFieldNumber, outputs[kTopKLogsumexp]);
+    WriteArray(writer, Response::kIndicesFieldNumber, answer.outputs[kTopKIndices]);
+    WriteArray(writer, Response::kProbsFieldNumber, answer.outputs[kTopKProbs]);
+    WriteArray(writer, Response::kLogsumexpFieldNumber, answer.outputs[kTopKLogsumexp]);
     WriteStatus(writer, Response::kStatusFieldNumber, Response::kStatusPositionFieldNumber,
-                outputs[kTopKStatus]);
+                answer.outputs[kTopKStatus]);
     WriteTimings(writer, Response::kTimingsFieldNumber, times);
   });
 }

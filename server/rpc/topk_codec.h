@@ -40,8 +40,7 @@ class TopKCodec final : public OpCodec {
     return {.range = fields_.logits, .rows = fields_.rows, .row_bytes = row_bytes_};
   }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
-  grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                          const CallTimes& times) override;
+  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
   int32_t k_of(int64_t row) const { return fields_.k[fields_.k.size() == 1 ? 0 : row]; }

@@ -227,8 +227,8 @@ void VerifyCodec::WriteInputs(absl::Span<std::byte* const> inputs,
   MoveOut(sequences_, inputs[kVerifyInSequences]);
 }
 
-grpc::ByteBuffer VerifyCodec::Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                                     const CallTimes& times) {
+grpc::ByteBuffer VerifyCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+  const auto outputs = answer.outputs;
   const auto* accepted = reinterpret_cast<const int32_t*>(outputs[kVerifyAccepted].data());
   const auto sequences = static_cast<int64_t>(outputs[kVerifyAccepted].size() / sizeof(int32_t));
   return WriteMessage(answer_bytes(), [&](WireWriter& writer) {

@@ -56,8 +56,7 @@ class VerifyCodec final : public OpCodec {
   int64_t list_bytes() const override;
   Payload payload() const override { return body_.payload(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
-  grpc::ByteBuffer Encode(absl::Span<const absl::Span<const std::byte>> outputs,
-                          const CallTimes& times) override;
+  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
   absl::Status BuildSequences(const Int32List& sequence_rows);

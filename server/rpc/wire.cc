@@ -175,6 +175,29 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int32_t* v
   return outcome;
 }
 
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, bool* value) {
+  int64_t wide = 0;
+  const Outcome outcome = ReadValue(reader, type, max_list, &wide);
+  if (outcome == Outcome::kRead) *value = wide != 0;
+  return outcome;
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list,
+                  std::optional<int64_t>* value) {
+  int64_t read = 0;
+  const Outcome outcome = ReadValue(reader, type, max_list, &read);
+  if (outcome == Outcome::kRead) *value = read;
+  return outcome;
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::optional<float>* value) {
+  if (type != WireType::kFixed32) return Outcome::kSkip;
+  float read = 0;
+  if (!reader.Read(&read, sizeof(read))) return Outcome::kBad;
+  *value = read;
+  return Outcome::kRead;
+}
+
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange* value) {
   if (type != WireType::kLength) return Outcome::kSkip;
   size_t length = 0;
@@ -183,7 +206,11 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange*
   return reader.Skip(length) ? Outcome::kRead : Outcome::kBad;
 }
 
-Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value) {
+namespace {
+
+// Packed or not.
+template <typename List>
+Outcome ReadVarints(WireReader& reader, WireType type, size_t max_list, List* value) {
   const bool packed = type == WireType::kLength;
   if (!packed && type != WireType::kVarint) return Outcome::kSkip;
   size_t length = 0;
@@ -193,12 +220,10 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List*
     uint64_t raw = 0;
     if (!reader.ReadVarint(&raw)) return Outcome::kBad;
     if (value->size() == max_list) return Outcome::kTooLong;
-    value->push_back(static_cast<int32_t>(raw));
+    value->push_back(static_cast<typename List::value_type>(raw));
   }
   return !packed || reader.position() == end ? Outcome::kRead : Outcome::kBad;
 }
-
-namespace {
 
 // Packed or not, of a type whose bytes are those on the wire.
 template <typename List>
@@ -219,6 +244,14 @@ Outcome ReadFixed(WireReader& reader, WireType type, size_t max_list, List* valu
 }
 
 }  // namespace
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value) {
+  return ReadVarints(reader, type, max_list, value);
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int64List* value) {
+  return ReadVarints(reader, type, max_list, value);
+}
 
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Uint64List* value) {
   return ReadFixed(reader, type, max_list, value);

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <variant>
 #include <vector>
@@ -41,18 +42,22 @@ using Int32List = absl::InlinedVector<int32_t, 2>;    // varints
 using Uint64List = absl::InlinedVector<uint64_t, 2>;  // fixed64
 using FloatList = absl::InlinedVector<float, 2>;
 
+// The sizes of a tensor; varints.
+using Int64List = absl::InlinedVector<int64_t, 4>;
+
 // Values that rows have any number of. The message's size is their only bound.
 using IdList = std::vector<int32_t>;  // sfixed32
 using ValueList = std::vector<float>;
 
-// One field of message M: where it goes decides what it is. int32_t and int64_t are varints (int32,
-// int64, enum).
+// One field of message M: where it goes decides what it is. int32_t, int64_t and bool are varints
+// (int32, int64, enum, bool); what is optional knows whether it was there.
 template <typename M>
 struct Field {
   uint32_t number;
   std::string_view name;
-  std::variant<int32_t M::*, int64_t M::*, ByteRange M::*, Int32List M::*, Uint64List M::*,
-               FloatList M::*, IdList M::*, ValueList M::*>
+  std::variant<int32_t M::*, int64_t M::*, bool M::*, std::optional<int64_t> M::*,
+               std::optional<float> M::*, ByteRange M::*, Int32List M::*, Int64List M::*,
+               Uint64List M::*, FloatList M::*, IdList M::*, ValueList M::*>
       member;
 };
 
@@ -116,8 +121,13 @@ absl::Status TooLong(std::string_view field, size_t max_list);
 enum class Outcome { kRead, kSkip, kBad, kTooLong };
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int32_t* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int64_t* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, bool* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list,
+                  std::optional<int64_t>* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::optional<float>* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int64List* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Uint64List* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, IdList* value);

@@ -3,10 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "tests/client/test_files.h"
 
 namespace logitd::client {
@@ -289,6 +292,69 @@ TEST(TensorFileTest, SaysWhatIsWrongWithThePath) {
   std::filesystem::create_directory(dir.path("folder.npy"));
   EXPECT_THAT(std::string(LoadMatrix(dir.path("folder.npy")).status().message()),
               HasSubstr("not a regular file"));
+}
+
+TEST(TensorFileTest, ATensorOfUpToFourDimensionsAndOfBooleans) {
+  TempDir dir;
+  const std::string four =
+      dir.Write("four.npy", Npy(NpyHeader("<f4", "False", "(1, 2, 3, 1)"), kSixFloats));
+  ASSERT_TRUE(LoadTensor(four).ok());
+  EXPECT_THAT(LoadTensor(four)->shape, ElementsAre(1, 2, 3, 1));
+  const std::string npy =
+      dir.Write("b.npy", Npy(NpyHeader("|b1", "False", "(3,)"), std::string("\0\1\2", 3)));
+  const std::string safetensors = dir.Write(
+      "b.safetensors", Safetensors(R"({"x":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}})",
+                                   std::string("\0\1\2", 3)));
+  for (const std::string& file : {npy, safetensors}) {
+    const absl::StatusOr<FileTensor> tensor = LoadTensor(file, /*allow_bool=*/true);
+    ASSERT_TRUE(tensor.ok()) << tensor.status();
+    EXPECT_TRUE(tensor->boolean);
+    EXPECT_EQ(tensor->bytes, std::string("\0\1\2", 3));
+    EXPECT_FALSE(LoadTensor(file).ok());
+    EXPECT_FALSE(LoadMatrix(file).ok());
+  }
+  const auto refusal = [&](const std::string& shape) {
+    return std::string(
+        LoadTensor(dir.Write("r.npy", Npy(NpyHeader("<f4", "False", shape), kSixFloats)))
+            .status()
+            .message());
+  };
+  EXPECT_THAT(refusal("(1, 1, 1, 2, 3)"), HasSubstr("allowed: 1 to 4 dimensions, none empty"));
+  EXPECT_THAT(refusal("(6, 0)"), HasSubstr("disagrees"));
+}
+
+TEST(TensorFileTest, ASavedTensorIsReadBack) {
+  TempDir dir;
+  for (const char* name : {"a.npy", "a.safetensors"}) {
+    for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) {
+      const std::string path = dir.path(name);
+      const std::string bytes = kSixFloats.substr(0, static_cast<size_t>(6 * DTypeSize(dtype)));
+      const absl::Status saved = SaveTensor(path, dtype, {1, 3, 2}, bytes);
+      EXPECT_EQ(saved, CheckSavable(path, dtype));
+      if (path.back() == 'y' && dtype == v1::DTYPE_BF16) {
+        EXPECT_THAT(std::string(saved.message()), HasSubstr("npy files have no bfloat16"));
+        continue;
+      }
+      ASSERT_TRUE(saved.ok()) << saved;
+      const absl::StatusOr<FileTensor> tensor = LoadTensor(path);
+      ASSERT_TRUE(tensor.ok()) << tensor.status();
+      EXPECT_EQ(tensor->dtype, dtype);
+      EXPECT_THAT(tensor->shape, ElementsAre(1, 3, 2));
+      EXPECT_EQ(tensor->bytes, bytes);
+    }
+  }
+  // As numpy writes it: the data starts on a border of 64.
+  ASSERT_TRUE(SaveTensor(dir.path("b.npy"), v1::DTYPE_F32, {6}, kSixFloats).ok());
+  std::ifstream in(dir.path("b.npy"), std::ios::binary);
+  const std::string file{std::istreambuf_iterator<char>(in), {}};
+  EXPECT_EQ(file, absl::StrCat(absl::string_view("\x93NUMPY\x01\0\x76\0", 10),
+                               "{'descr': '<f4', 'fortran_order': False, 'shape': (6,), }",
+                               std::string(60, ' '), "\n", kSixFloats));
+  EXPECT_THAT(std::string(SaveTensor(dir.path("c.txt"), v1::DTYPE_F32, {6}, kSixFloats).message()),
+              HasSubstr("allowed: FILE.npy, FILE.safetensors"));
+  EXPECT_THAT(
+      std::string(SaveTensor(dir.path("none/c.npy"), v1::DTYPE_F32, {6}, kSixFloats).message()),
+      HasSubstr("none/c.npy: No such file"));
 }
 
 TEST(TensorFileTest, TheMappingLivesAsLongAsATensor) {

@@ -271,11 +271,13 @@ TEST_P(TransportTest, InfoHealthAndReflection) {
   EXPECT_FALSE(info.draining());
   EXPECT_EQ(info.limits().max_request_bytes(), 64 * kMiB);
   EXPECT_EQ(info.limits().max_vocab(), 1 << 20);
-  ASSERT_EQ(info.ops_size(), 4);
+  EXPECT_EQ(info.limits().max_keys(), 1 << 20);
+  ASSERT_EQ(info.ops_size(), 8);
   EXPECT_EQ(info.ops(0).method(), "logitd.v1.Sampler/TopK");
 
   grpc::ByteBuffer answer;
-  for (const std::string service : {"", "logitd.v1.Sampler", "logitd.v1.Server"}) {
+  for (const std::string service :
+       {"", "logitd.v1.Attention", "logitd.v1.Sampler", "logitd.v1.Server"}) {
     const std::string request =
         service.empty()
             ? ""

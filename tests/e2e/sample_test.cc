@@ -233,6 +233,25 @@ TEST(SampleStreamTest, LargeMessagesAreAllAnsweredAndTheirRoomGivenBack) {
   EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
 }
 
+// A batch that waits for company keeps its messages from being answered.
+TEST(SampleStreamTest, AtMostFourMessagesAreInFlight) {
+  ServerProcess server({"--max-batch-delay=1h"});
+  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+  const auto context = Context();
+  const auto stream = stub->SampleStream(context.get());
+  v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(1000), 1);
+  request.add_temperature(0);
+  for (int message = 0; message < 10; ++message) ASSERT_TRUE(stream->Write(request));
+  EXPECT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 4));
+  absl::SleepFor(absl::Milliseconds(200));  // for a fifth to come, were it read
+  EXPECT_EQ(server.Metric("logitd_open_jobs"), 4);
+  EXPECT_EQ(server.Metric("logitd_queued_jobs"), 0);
+  context->TryCancel();
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 0));
+  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+}
+
 TEST(SampleStreamTest, ACancelledStreamLeavesNothingBehind) {
   ServerProcess server;
   const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));

@@ -174,6 +174,23 @@ TEST(AdmissionTest, RoomMadeOnAnotherThreadWakesTheLine) {
   b.Leave();
 }
 
+TEST(AdmissionTest, RoomGivenBackLaterIsToldOnAnotherThread) {
+  Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
+  Caller first;
+  first.Enter(admission);
+  std::atomic<std::thread::id> told;
+  admission.Enter(absl::InfiniteFuture(), [&](absl::StatusOr<Admission::Ticket> answer) {
+    EXPECT_TRUE(answer.ok());
+    told = std::this_thread::get_id();
+  });
+  Admission::Ticket ticket = std::move(first.ticket());
+  ticket.GiveBackLater();
+  EXPECT_EQ(ticket.bytes(), 0);
+  ticket.GiveBackLater();  // nothing is left to give
+  while (told.load() == std::thread::id()) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_NE(told.load(), std::this_thread::get_id());
+}
+
 TEST(AdmissionTest, ALineThatDropsItsTicketsAtOnceDoesNotNest) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1, .max_waiting_calls = 5000},
                       nullptr);

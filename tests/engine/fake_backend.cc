@@ -164,35 +164,41 @@ absl::StatusOr<StreamTimes> FakeStream::Wait() {
   return StreamTimes{.h2d_ns = 1, .kernel_ns = 2, .d2h_ns = 3};
 }
 
-absl::Status FakeStream::Digest(const BatchView& batch) {
+absl::Status FakeStream::Run(std::string tags, int64_t rows, absl::FunctionRef<void()> body) {
   Enter(kComputing);
-  FakeBackend::Ran ran{.rows = batch.rows(), .uploaded_bytes = uploaded_bytes_};
+  backend_->BeginOp({.tags = std::move(tags), .rows = rows, .uploaded_bytes = uploaded_bytes_});
+  if (absl::Status status = backend_->Fault(FaultPoint::kOp); !status.ok()) return status;
+  body();
+  return absl::OkStatus();
+}
+
+absl::Status FakeStream::Digest(const BatchView& batch) {
   const auto* params = reinterpret_cast<const DigestRow*>(batch.inputs[0]);
   const auto* notes = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
+  std::string runs;
   for (int64_t r = 0; r < batch.rows(); ++r) {
     const char tag = params[r].tag == 0 ? '.' : static_cast<char>(params[r].tag);
-    if (ran.tags.empty() || ran.tags.back() != tag) ran.tags.push_back(tag);
+    if (runs.empty() || runs.back() != tag) runs.push_back(tag);
   }
-  backend_->BeginOp(std::move(ran));
-  if (absl::Status status = backend_->Fault(FaultPoint::kOp); !status.ok()) return status;
-
-  auto* sums = reinterpret_cast<uint64_t*>(batch.outputs[0]);
-  auto* entries = reinterpret_cast<uint32_t*>(batch.outputs[1]);
-  auto* tags = reinterpret_cast<uint32_t*>(batch.outputs[2]);
-  const size_t row_bytes = static_cast<size_t>(batch.row_elements) * SizeOf(batch.dtype);
-  for (int64_t r = 0; r < batch.rows(); ++r) {
-    if (params[r].tag == 0) continue;
-    Require(params[r].entries <= batch.max_row_entries, "max_row_entries is too small");
-    const std::byte* row = batch.payload + static_cast<size_t>(r) * batch.row_stride;
-    sums[r] = Checksum(row, row_bytes);
-    tags[r] = params[r].tag;
-    Require(params[r].first_note + params[r].notes <= batch.counts[kDigestNotes], "a foreign note");
-    for (int32_t n = 0; n < params[r].notes; ++n) tags[r] += notes[params[r].first_note + n];
-    for (int32_t e = 0; e < params[r].entries; ++e) {
-      entries[params[r].first_entry + e] = EntryOf(row, batch.row_elements, e);
+  return Run(std::move(runs), batch.rows(), [&] {
+    auto* sums = reinterpret_cast<uint64_t*>(batch.outputs[0]);
+    auto* entries = reinterpret_cast<uint32_t*>(batch.outputs[1]);
+    auto* tags = reinterpret_cast<uint32_t*>(batch.outputs[2]);
+    const size_t row_bytes = static_cast<size_t>(batch.row_elements) * SizeOf(batch.dtype);
+    for (int64_t r = 0; r < batch.rows(); ++r) {
+      if (params[r].tag == 0) continue;
+      Require(params[r].entries <= batch.max_row_entries, "max_row_entries is too small");
+      const std::byte* row = batch.payload + static_cast<size_t>(r) * batch.row_stride;
+      sums[r] = Checksum(row, row_bytes);
+      tags[r] = params[r].tag;
+      Require(params[r].first_note + params[r].notes <= batch.counts[kDigestNotes],
+              "a foreign note");
+      for (int32_t n = 0; n < params[r].notes; ++n) tags[r] += notes[params[r].first_note + n];
+      for (int32_t e = 0; e < params[r].entries; ++e) {
+        entries[params[r].first_entry + e] = EntryOf(row, batch.row_elements, e);
+      }
     }
-  }
-  return absl::OkStatus();
+  });
 }
 
 }  // namespace logitd::engine

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -116,6 +117,8 @@ class FakeStream final : public Stream {
   absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override;
   absl::StatusOr<StreamTimes> Wait() override;
   absl::Status Digest(const BatchView& batch);
+  // Any op: waits and fails as the backend says, then runs `body`.
+  absl::Status Run(std::string tags, int64_t rows, absl::FunctionRef<void()> body);
 
  private:
   enum Phase { kIdle, kUploading, kComputing, kDownloading };

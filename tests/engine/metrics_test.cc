@@ -43,6 +43,7 @@ TEST(MetricsTest, EverySeriesIsThereFromTheStart) {
            "logitd_queued_jobs 0\n",
            "logitd_open_jobs 0\n",
            "logitd_slabs_in_use 0\n",
+           "logitd_slabs_kept 0\n",
            "logitd_draining 0\n",
            "logitd_request_seconds_count{op=\"digest\"} 0\n",
            "logitd_batch_rows_count 0\n",
@@ -129,6 +130,7 @@ TEST(MetricsTest, TheEngineShowsItsJobsSlabsAndBatches) {
   const std::string text = Scrape(metrics);
   for (const char* line : {
            "logitd_slabs_in_use 0\n",
+           "logitd_slabs_kept 0\n",
            "logitd_open_jobs 0\n",
            "logitd_queued_jobs 0\n",
            "logitd_batches_total{op=\"digest\"} 2\n",

@@ -68,10 +68,10 @@ class TestJob final : public Job {
     }
   }
 
-  void Done(const absl::Status& status, absl::Span<const absl::Span<const std::byte>> outputs,
-            const JobTimes& times) override {
+  void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) override {
     if (dones_++ > 0) misused_ = true;
-    if (status.ok() ? !IsRight(outputs) || times.batch_rows < spec_.rows() : !outputs.empty()) {
+    if (status.ok() ? !IsRight(answer.outputs) || times.batch_rows < spec_.rows()
+                    : !answer.outputs.empty()) {
       misused_ = true;
     }
     if (times.queue_ns < 0 || times.copy_ns < 0) misused_ = true;

@@ -309,8 +309,9 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
   const Outputs outputs;
-  const std::string bytes = Answer(p.codec.Encode(
-      absl::MakeConstSpan(outputs.spans).first(kSampleOutputs), {.receive_ns = 1, .total_ns = 9}));
+  const std::string bytes =
+      Answer(p.codec.Encode({.outputs = absl::MakeConstSpan(outputs.spans).first(kSampleOutputs)},
+                            {.receive_ns = 1, .total_ns = 9}));
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
@@ -434,7 +435,8 @@ TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
   const Outputs outputs;
-  const std::string bytes = Answer(p.codec.Encode(outputs.spans, {.receive_ns = 1, .total_ns = 9}));
+  const std::string bytes =
+      Answer(p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9}));
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::VerifyResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "logitd/v1/sampler.pb.h"
+#include "tests/rpc/recording_stream.h"
 
 namespace logitd::rpc {
 namespace {
@@ -166,14 +167,15 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   }
   const absl::Span<const std::byte> outputs[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
                                                  Bytes(probs)};
-  const grpc::ByteBuffer buffer = p.codec.Encode(outputs, {.receive_ns = 1,
-                                                           .total_ns = int64_t{1} << 40,
-                                                           .job = {.copy_ns = 2,
-                                                                   .queue_ns = 3,
-                                                                   .h2d_ns = 0,
-                                                                   .kernel_ns = 5,
-                                                                   .d2h_ns = 6,
-                                                                   .batch_rows = 7}});
+  const grpc::ByteBuffer buffer =
+      p.codec.Encode({.outputs = outputs}, {.receive_ns = 1,
+                                            .total_ns = int64_t{1} << 40,
+                                            .job = {.copy_ns = 2,
+                                                    .queue_ns = 3,
+                                                    .h2d_ns = 0,
+                                                    .kernel_ns = 5,
+                                                    .d2h_ns = 6,
+                                                    .batch_rows = 7}});
   EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
   grpc::Slice slice;
   ASSERT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
@@ -199,22 +201,6 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
             std::string(reinterpret_cast<const char*>(slice.begin()), slice.size()));
 }
 
-// Keeps what it is asked to run.
-class RecordingStream final : public Stream {
- public:
-  absl::Status Upload(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
-  absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
-  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
-    last = args;
-    return absl::OkStatus();
-  }
-  absl::Status Sample(const SampleArgs&) override { return absl::InternalError("another op"); }
-  absl::Status Verify(const VerifyArgs&) override { return absl::InternalError("another op"); }
-  absl::StatusOr<StreamTimes> Wait() override { return StreamTimes(); }
-
-  SoftmaxTopKArgs last;
-};
-
 TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   alignas(16) std::byte memory[64];
   std::byte* const inputs[] = {memory + 40};
@@ -230,17 +216,18 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
                                     .inputs = inputs,
                                     .outputs = outputs})
                   .ok());
-  EXPECT_EQ(stream.last.logits.data, memory + 48);
-  EXPECT_EQ(stream.last.logits.dtype, DType::kBF16);
-  EXPECT_EQ(stream.last.logits.rows, 3);
-  EXPECT_EQ(stream.last.logits.cols, 5);
-  EXPECT_EQ(stream.last.logits.row_stride, 8);
-  EXPECT_EQ(stream.last.max_k, 4);
-  EXPECT_EQ(static_cast<const void*>(stream.last.rows), memory + 40);
-  EXPECT_EQ(static_cast<const void*>(stream.last.logsumexp), outputs[kTopKLogsumexp]);
-  EXPECT_EQ(static_cast<const void*>(stream.last.status), outputs[kTopKStatus]);
-  EXPECT_EQ(static_cast<const void*>(stream.last.indices), outputs[kTopKIndices]);
-  EXPECT_EQ(static_cast<const void*>(stream.last.probs), outputs[kTopKProbs]);
+  const SoftmaxTopKArgs& last = stream.last<SoftmaxTopKArgs>();
+  EXPECT_EQ(last.logits.data, memory + 48);
+  EXPECT_EQ(last.logits.dtype, DType::kBF16);
+  EXPECT_EQ(last.logits.rows, 3);
+  EXPECT_EQ(last.logits.cols, 5);
+  EXPECT_EQ(last.logits.row_stride, 8);
+  EXPECT_EQ(last.max_k, 4);
+  EXPECT_EQ(static_cast<const void*>(last.rows), memory + 40);
+  EXPECT_EQ(static_cast<const void*>(last.logsumexp), outputs[kTopKLogsumexp]);
+  EXPECT_EQ(static_cast<const void*>(last.status), outputs[kTopKStatus]);
+  EXPECT_EQ(static_cast<const void*>(last.indices), outputs[kTopKIndices]);
+  EXPECT_EQ(static_cast<const void*>(last.probs), outputs[kTopKProbs]);
   EXPECT_EQ(kSoftmaxTopKTraits.outputs[kTopKStatus].bytes, sizeof(RowStatus));
 }
 

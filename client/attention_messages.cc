@@ -1,0 +1,394 @@
+#include "client/attention_messages.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <google/protobuf/wire_format_lite.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "client/codec.h"
+#include "client/tensor_file.h"
+
+namespace logitd::client {
+namespace {
+
+using google::protobuf::internal::WireFormatLite;
+using google::protobuf::io::CodedInputStream;
+using google::protobuf::io::CodedOutputStream;
+using Forward = v1::AttentionSoftmaxRequest;
+using Backward = v1::AttentionSoftmaxBackwardRequest;
+using Response = v1::AttentionSoftmaxResponse;
+using BackwardResponse = v1::AttentionSoftmaxBackwardResponse;
+
+static_assert(Response::kProbsFieldNumber == int{BackwardResponse::kDScoresFieldNumber});
+
+// What protobuf carries, less room for the small fields.
+constexpr int64_t kMaxPayload = std::numeric_limits<int32_t>::max() - (int64_t{1} << 20);
+
+// Of a row beside the large array: its status and its logsumexp, as the server counts them.
+constexpr int64_t kAnswerRowBytes = 12;
+
+template <typename Message, typename Request>
+Message HeaderOf(const Request& request) {
+  Message header;
+  header.set_dtype(request.dtype);
+  header.set_batch(request.shape.batch);
+  header.set_heads(request.shape.heads);
+  header.set_queries(request.shape.queries);
+  header.set_keys(request.shape.keys);
+  header.set_scale(request.scale);
+  if (request.window.left.has_value()) header.set_window_left(*request.window.left);
+  if (request.window.right.has_value()) header.set_window_right(*request.window.right);
+  header.mutable_sinks()->Add(request.sinks.begin(), request.sinks.end());
+  header.set_out_dtype(request.out_dtype);
+  return header;
+}
+
+v1::DType OutDType(v1::DType out, v1::DType dtype) {
+  return out == v1::DTYPE_UNSPECIFIED ? dtype : out;
+}
+
+// A message that is put together out of the caller's memory.
+class SliceList {
+ public:
+  explicit SliceList(std::string header) : small_(std::move(header)) {}
+
+  void Bytes(int number, absl::string_view bytes, const std::shared_ptr<const void>& owner) {
+    if (bytes.empty()) return;
+    uint8_t head[16];
+    uint8_t* end = CodedOutputStream::WriteTagToArray(
+        WireFormatLite::MakeTag(number, WireFormatLite::WIRETYPE_LENGTH_DELIMITED), head);
+    end = CodedOutputStream::WriteVarint32ToArray(static_cast<uint32_t>(bytes.size()), end);
+    small_.append(reinterpret_cast<const char*>(head), static_cast<size_t>(end - head));
+    slices_.emplace_back(small_);
+    small_.clear();
+    slices_.push_back(SliceOver(bytes, owner));
+  }
+  grpc::ByteBuffer Take() { return grpc::ByteBuffer(slices_.data(), slices_.size()); }
+
+ private:
+  std::string small_;
+  std::vector<grpc::Slice> slices_;
+};
+
+// Reads the large array to where it goes, and what else there is to `rest`.
+bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* rest) {
+  grpc::ProtoBufferReader reader(answer);
+  if (!reader.status().ok()) return false;
+  CodedInputStream in(&reader);
+  google::protobuf::io::StringOutputStream rest_stream(rest);
+  CodedOutputStream out(&rest_stream);
+  constexpr uint32_t kLarge = WireFormatLite::MakeTag(Response::kProbsFieldNumber,
+                                                      WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
+  bool found = false;
+  while (const uint32_t tag = in.ReadTag()) {
+    if (tag != kLarge) {
+      if (!WireFormatLite::SkipField(&in, tag, &out)) return false;
+      continue;
+    }
+    int size = 0;
+    if (!in.ReadVarintSizeAsInt(&size) || static_cast<size_t>(size) != large.size() ||
+        !in.ReadRaw(large.data(), size)) {
+      return false;
+    }
+    found = true;
+  }
+  return found && in.ConsumedEntireMessage();
+}
+
+void Add(const v1::Timings& part, v1::Timings* all) {
+  all->set_receive_ns(all->receive_ns() + part.receive_ns());
+  all->set_copy_ns(all->copy_ns() + part.copy_ns());
+  all->set_queue_ns(all->queue_ns() + part.queue_ns());
+  all->set_h2d_ns(all->h2d_ns() + part.h2d_ns());
+  all->set_kernel_ns(all->kernel_ns() + part.kernel_ns());
+  all->set_d2h_ns(all->d2h_ns() + part.d2h_ns());
+  all->set_total_ns(all->total_ns() + part.total_ns());
+  all->set_batch_rows(std::max(all->batch_rows(), part.batch_rows()));
+}
+
+}  // namespace
+
+absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmaxRequest& request,
+                                                          const v1::Limits& limits,
+                                                          int64_t message_bytes) {
+  auto header = HeaderOf<Forward>(request);
+  header.set_want_logsumexp(request.want_logsumexp);
+  if (request.mask.kind != v1::MASK_KIND_NONE) {
+    header.set_mask_kind(request.mask.kind);
+    header.set_mask_dtype(request.mask.dtype);
+    header.mutable_mask_shape()->Add(request.mask.shape.begin(), request.mask.shape.end());
+  }
+  return Plan(Tensor{.backward = false,
+                     .dtype = request.dtype,
+                     .out_dtype = OutDType(request.out_dtype, request.dtype),
+                     .shape = request.shape,
+                     .payload = request.scores,
+                     .mask = request.mask,
+                     .out = request.probs,
+                     .sinks = static_cast<int64_t>(request.sinks.size()),
+                     .want_logsumexp = request.want_logsumexp,
+                     .header = header.SerializeAsString(),
+                     .owner = request.owner},
+              limits, message_bytes);
+}
+
+absl::StatusOr<AttentionMessages> AttentionMessages::Plan(
+    const AttentionSoftmaxBackwardRequest& request, const v1::Limits& limits,
+    int64_t message_bytes) {
+  return Plan(Tensor{.backward = true,
+                     .dtype = request.dtype,
+                     .out_dtype = OutDType(request.out_dtype, request.dtype),
+                     .shape = request.shape,
+                     .payload = request.probs,
+                     .d_probs = request.d_probs,
+                     .logsumexp = {reinterpret_cast<const char*>(request.logsumexp.data()),
+                                   request.logsumexp.size() * sizeof(float)},
+                     .out = request.d_scores,
+                     .sinks = static_cast<int64_t>(request.sinks.size()),
+                     .header = HeaderOf<Backward>(request).SerializeAsString(),
+                     .owner = request.owner},
+              limits, message_bytes);
+}
+
+absl::StatusOr<AttentionMessages> AttentionMessages::Plan(Tensor tensor, const v1::Limits& limits,
+                                                          int64_t message_bytes) {
+  AttentionMessages messages(std::move(tensor));
+  const Tensor& t = messages.tensor_;
+  if (absl::Status status = messages.CheckSizes(); !status.ok()) return status;
+  const int64_t sinks = t.sinks * static_cast<int64_t>(sizeof(float));
+  int64_t largest = kMaxPayload - sinks;
+  if (limits.max_request_bytes() > 0) {
+    largest = std::min(largest, limits.max_request_bytes() - sinks);
+  }
+  int64_t rows = t.shape.rows();
+  if (limits.max_answer_bytes() > 0) {
+    // An answer of the input's type is written over it, and does not count.
+    int64_t row = kAnswerRowBytes;
+    if (t.out_dtype != t.dtype) row += messages.out_row_bytes();
+    const int64_t left = limits.max_answer_bytes() - t.sinks * static_cast<int64_t>(sizeof(double));
+    rows = std::min(rows, left / row);
+  }
+  if (messages.Cut(std::min(largest, message_bytes), rows).ok()) return messages;
+  // A row may be larger than what was asked for, but not than what the server takes.
+  messages.chunks_.clear();
+  if (absl::Status status = messages.Cut(largest, rows); !status.ok()) return status;
+  return messages;
+}
+
+absl::Status AttentionMessages::CheckSizes() const {
+  const Tensor& t = tensor_;
+  const auto fault = [](absl::string_view name, size_t got, int64_t allowed) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s: got %d bytes, but the shape makes that %d", name, got, allowed));
+  };
+  if (t.dtype != v1::DTYPE_F32 && t.dtype != v1::DTYPE_F16 && t.dtype != v1::DTYPE_BF16) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(t.dtype)));
+  }
+  int64_t bytes = DTypeSize(t.dtype);
+  for (int64_t size : {t.shape.batch, t.shape.heads, t.shape.queries, t.shape.keys}) {
+    if (size < 1 || __builtin_mul_overflow(bytes, size, &bytes)) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("shape: got [%d,%d,%d,%d], allowed 1 or more each, and a number of bytes "
+                          "that 63 bits hold",
+                          t.shape.batch, t.shape.heads, t.shape.queries, t.shape.keys));
+    }
+  }
+  const auto differs = [](absl::string_view array, int64_t allowed) {
+    return static_cast<int64_t>(array.size()) != allowed;
+  };
+  if (differs(t.payload, bytes)) {
+    return fault(t.backward ? "probs" : "scores", t.payload.size(), bytes);
+  }
+  if (t.backward && differs(t.d_probs, bytes)) return fault("d_probs", t.d_probs.size(), bytes);
+  const int64_t logsumexp = t.sinks > 0 ? t.shape.rows() * static_cast<int64_t>(sizeof(float)) : 0;
+  if (t.backward && differs(t.logsumexp, logsumexp)) {
+    return fault("logsumexp", t.logsumexp.size(), logsumexp);
+  }
+  if (t.mask.kind != v1::MASK_KIND_NONE) {
+    const auto& shape = t.mask.shape;
+    const int64_t full[] = {t.shape.batch, t.shape.heads, t.shape.queries, t.shape.keys};
+    int64_t rows = 1;
+    for (size_t axis = 0; axis < 4; ++axis) {
+      if (shape[axis] != full[axis] && (shape[axis] != 1 || axis == 3)) {
+        return absl::InvalidArgumentError(absl::StrFormat(
+            "mask.shape: got [%d,%d,%d,%d], allowed [%d or 1,%d or 1,%d or 1,%d]", shape[0],
+            shape[1], shape[2], shape[3], full[0], full[1], full[2], full[3]));
+      }
+      if (axis < 3) rows *= shape[axis];
+    }
+    const int64_t mask_bytes = rows * mask_row_bytes();
+    if (differs(t.mask.bytes, mask_bytes)) return fault("mask", t.mask.bytes.size(), mask_bytes);
+  }
+  const int64_t out = t.shape.rows() * out_row_bytes();
+  if (!t.out.empty() && static_cast<int64_t>(t.out.size()) != out) {
+    return fault(t.backward ? "d_scores" : "probs", t.out.size(), out);
+  }
+  return absl::OkStatus();
+}
+
+int64_t AttentionMessages::row_bytes() const {
+  const int64_t row = tensor_.shape.keys * DTypeSize(tensor_.dtype);
+  if (!tensor_.backward) return row;
+  return 2 * row + (tensor_.sinks > 0 ? static_cast<int64_t>(sizeof(float)) : 0);
+}
+
+int64_t AttentionMessages::out_row_bytes() const {
+  return tensor_.shape.keys * DTypeSize(tensor_.out_dtype);
+}
+
+int64_t AttentionMessages::mask_row_bytes() const {
+  const AttentionMask& mask = tensor_.mask;
+  if (mask.kind == v1::MASK_KIND_NONE) return 0;
+  return tensor_.shape.keys * (mask.kind == v1::MASK_KIND_BOOL ? 1 : DTypeSize(mask.dtype));
+}
+
+// From the first row of the mask that the chunk uses to the last.
+AttentionMessages::MaskRows AttentionMessages::MaskRowsOf(const Chunk& chunk) const {
+  const AttentionShape& shape = tensor_.shape;
+  const auto& mask = tensor_.mask.shape;
+  int64_t low = std::numeric_limits<int64_t>::max();
+  int64_t high = 0;
+  const int64_t end = chunk.first_row + chunk.rows;
+  for (int64_t row = chunk.first_row; row < end;) {
+    const int64_t query = row % shape.queries;
+    const int64_t rows = std::min(shape.queries - query, end - row);  // of this head
+    const int64_t item = mask[0] == 1 ? 0 : row / shape.queries / shape.heads;
+    const int64_t head = mask[1] == 1 ? 0 : row / shape.queries % shape.heads;
+    const int64_t start = (item * mask[1] + head) * mask[2];
+    low = std::min(low, start + (mask[2] == 1 ? 0 : query));
+    high = std::max(high, start + (mask[2] == 1 ? 0 : query + rows - 1));
+    row += rows;
+  }
+  return {.first = low, .rows = high - low + 1};
+}
+
+// Whole heads where several fit, so that a mask they share travels once for them.
+absl::Status AttentionMessages::Cut(int64_t max_bytes, int64_t max_rows) {
+  const AttentionShape& shape = tensor_.shape;
+  const int64_t total = shape.rows();
+  const int64_t mask_row = mask_row_bytes();
+  const bool query_rows = mask_row > 0 && tensor_.mask.shape[2] != 1;
+  for (int64_t row = 0; row < total;) {
+    const int64_t of_head = shape.queries - row % shape.queries;
+    Chunk chunk{row, std::min({total - row, max_rows, max_bytes / row_bytes()})};
+    if (chunk.rows > of_head && chunk.rows < total - row) {
+      chunk.rows -= (chunk.rows - of_head) % shape.queries;
+    }
+    const auto bytes = [&] {
+      const int64_t mask = mask_row == 0 ? 0 : MaskRowsOf(chunk).rows * mask_row;
+      return chunk.rows * row_bytes() + mask;
+    };
+    if (chunk.rows > of_head && bytes() > max_bytes) chunk.rows = of_head;
+    if (chunk.rows > 0 && bytes() > max_bytes) {
+      chunk.rows =
+          query_rows ? max_bytes / (row_bytes() + mask_row) : (max_bytes - mask_row) / row_bytes();
+    }
+    if (chunk.rows < 1) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "a row of %d bytes, with its mask %d, is more than one message carries: %d bytes, or %d "
+          "rows of answer",
+          row_bytes(), row_bytes() + mask_row, std::max<int64_t>(max_bytes, 0), max_rows));
+    }
+    chunks_.push_back(chunk);
+    row += chunk.rows;
+  }
+  return absl::OkStatus();
+}
+
+grpc::ByteBuffer AttentionMessages::Encode(int i, const std::shared_ptr<const void>& owner) const {
+  const Chunk& chunk = chunks_[static_cast<size_t>(i)];
+  const Tensor& t = tensor_;
+  const auto rows_of = [&](absl::string_view array, int64_t bytes) {
+    return array.substr(static_cast<size_t>(chunk.first_row * bytes),
+                        static_cast<size_t>(chunk.rows * bytes));
+  };
+  const int64_t row = t.shape.keys * DTypeSize(t.dtype);
+  SliceList slices(i == 0 ? t.header : "");
+  if (t.backward) {
+    if (t.sinks > 0) {
+      slices.Bytes(Backward::kLogsumexpFieldNumber, rows_of(t.logsumexp, sizeof(float)), owner);
+    }
+    slices.Bytes(Backward::kProbsFieldNumber, rows_of(t.payload, row), owner);
+    slices.Bytes(Backward::kDProbsFieldNumber, rows_of(t.d_probs, row), owner);
+    return slices.Take();
+  }
+  if (t.mask.kind != v1::MASK_KIND_NONE) {
+    const MaskRows mask = MaskRowsOf(chunk);
+    slices.Bytes(Forward::kMaskFieldNumber,
+                 t.mask.bytes.substr(static_cast<size_t>(mask.first * mask_row_bytes()),
+                                     static_cast<size_t>(mask.rows * mask_row_bytes())),
+                 owner);
+  }
+  slices.Bytes(Forward::kScoresFieldNumber, rows_of(t.payload, row), owner);
+  return slices.Take();
+}
+
+void AttentionMessages::Begin() {
+  std::string values = std::move(result_.values);
+  result_ = AttentionResult{.dtype = tensor_.out_dtype, .messages = size()};
+  if (!tensor_.out.empty()) return;
+  values.resize(static_cast<size_t>(tensor_.shape.rows() * out_row_bytes()));
+  result_.values = std::move(values);
+}
+
+absl::Status AttentionMessages::Take(int i, grpc::ByteBuffer* answer) {
+  const Chunk& chunk = chunks_[static_cast<size_t>(i)];
+  const absl::Span<char> out = tensor_.out.empty() ? absl::MakeSpan(result_.values) : tensor_.out;
+  std::string rest;
+  const bool split = SplitAnswer(answer,
+                                 out.subspan(static_cast<size_t>(chunk.first_row * out_row_bytes()),
+                                             static_cast<size_t>(chunk.rows * out_row_bytes())),
+                                 &rest);
+  answer->Clear();
+  const auto disagrees = [&] {
+    return absl::InternalError(absl::StrFormat(
+        "the server's answer is not that of rows %d to %d of %d keys in %s", chunk.first_row,
+        chunk.first_row + chunk.rows - 1, tensor_.shape.keys, DTypeShortName(tensor_.out_dtype)));
+  };
+  const auto take = [&](const auto& fields) {
+    const int faults = fields.fault_rows_size();
+    if (fields.first_row() != chunk.first_row || fields.rows() != chunk.rows ||
+        fields.dtype() != tensor_.out_dtype || fields.fault_status_size() != faults ||
+        fields.fault_positions_size() != faults) {
+      return false;
+    }
+    for (int f = 0; f < faults; ++f) {
+      result_.faults.push_back({.row = fields.fault_rows(f),
+                                .status = static_cast<v1::RowStatus>(fields.fault_status(f)),
+                                .position = fields.fault_positions(f)});
+    }
+    Add(fields.timings(), &result_.timings);
+    return true;
+  };
+  if (!split) return disagrees();
+  if (tensor_.backward) {
+    BackwardResponse fields;
+    if (!fields.ParseFromString(rest) || !take(fields) || fields.d_sinks_size() != tensor_.sinks) {
+      return disagrees();
+    }
+    result_.d_sinks.resize(static_cast<size_t>(tensor_.sinks));
+    for (int h = 0; h < fields.d_sinks_size(); ++h) {
+      result_.d_sinks[static_cast<size_t>(h)] += fields.d_sinks(h);
+    }
+    return absl::OkStatus();
+  }
+  Response fields;
+  const size_t wanted =
+      tensor_.want_logsumexp ? static_cast<size_t>(chunk.rows) * sizeof(float) : 0;
+  if (!fields.ParseFromString(rest) || !take(fields) || fields.logsumexp().size() != wanted) {
+    return disagrees();
+  }
+  const size_t before = result_.logsumexp.size();
+  result_.logsumexp.resize(before + wanted / sizeof(float));
+  if (wanted > 0) std::memcpy(result_.logsumexp.data() + before, fields.logsumexp().data(), wanted);
+  return absl::OkStatus();
+}
+
+}  // namespace logitd::client

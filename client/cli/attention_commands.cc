@@ -1,0 +1,208 @@
+// logitctl softmax and logitctl softmax-backward.
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "client/cli/commands.h"
+#include "client/cli/output.h"
+#include "client/cli/session.h"
+#include "client/client.h"
+#include "client/tensor_file.h"
+
+namespace logitd::cli {
+namespace {
+
+// Sizes of a file as those of [batch, heads, queries, keys]: what is missing in front is 1.
+std::array<int64_t, 4> FourSizes(const std::vector<int64_t>& shape) {
+  std::array<int64_t, 4> sizes = {1, 1, 1, 1};
+  for (size_t i = 0; i < shape.size(); ++i) sizes[4 - shape.size() + i] = shape[i];
+  return sizes;
+}
+
+absl::StatusOr<client::FileTensor> LoadRows(absl::string_view flag, const std::string& file) {
+  absl::StatusOr<client::FileTensor> tensor = client::LoadTensor(file);
+  if (tensor.ok() && tensor->shape.size() < 2) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s: %s has shape [%d]; allowed: [queries,keys], [heads,queries,keys] or "
+                        "[batch,heads,queries,keys]",
+                        flag, file, tensor->shape[0]));
+  }
+  return tensor;
+}
+
+client::AttentionShape ShapeOf(const client::FileTensor& tensor) {
+  const std::array<int64_t, 4> sizes = FourSizes(tensor.shape);
+  return {.batch = sizes[0], .heads = sizes[1], .queries = sizes[2], .keys = sizes[3]};
+}
+
+// "L,R", each a number, or inf or -1.
+absl::StatusOr<client::AttentionWindow> ParseWindow(const std::string& text, bool causal) {
+  client::AttentionWindow window;
+  if (causal) window.right = 0;
+  if (text.empty()) return window;
+  if (causal) {
+    return absl::InvalidArgumentError(
+        "--window beside a causal mask; allowed: one of them, for causal is --window inf,0");
+  }
+  const std::vector<std::string> sides = absl::StrSplit(text, ',');
+  bool good = sides.size() == 2;
+  for (size_t i = 0; good && i < 2; ++i) {
+    int64_t keys = 0;
+    if (sides[i] == "inf") continue;
+    good = absl::SimpleAtoi(sides[i], &keys) && keys >= -1;
+    if (keys >= 0) (i == 0 ? window.left : window.right) = keys;
+  }
+  if (good) return window;
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "--window is \"%s\"; allowed: L,R, how many keys a query sees to its left and right, each 0 "
+      "or more, or inf (also -1)",
+      text));
+}
+
+absl::StatusOr<std::vector<float>> LoadFloats(absl::string_view flag, const std::string& file) {
+  std::vector<float> values;
+  if (file.empty()) return values;
+  const absl::StatusOr<client::FileTensor> tensor = client::LoadTensor(file);
+  if (!tensor.ok()) return tensor.status();
+  if (tensor->dtype != v1::DTYPE_F32) {
+    return absl::InvalidArgumentError(absl::StrFormat("%s: %s is of %s; allowed: f32", flag, file,
+                                                      client::DTypeShortName(tensor->dtype)));
+  }
+  values.resize(tensor->bytes.size() / sizeof(float));
+  std::memcpy(values.data(), tensor->bytes.data(), tensor->bytes.size());
+  return values;
+}
+
+// `name`: as the flag allows; empty: `otherwise`.
+v1::DType DTypeOf(const std::string& name, v1::DType otherwise) {
+  if (name == "f32") return v1::DTYPE_F32;
+  if (name == "f16") return v1::DTYPE_F16;
+  if (name == "bf16") return v1::DTYPE_BF16;
+  return otherwise;
+}
+
+absl::Status CheckScale(float scale) {
+  if (std::isfinite(scale)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("--scale is %g; allowed: any finite number", scale));
+}
+
+int Report(const CommonFlags& common, const client::AttentionResult& result,
+           std::vector<int64_t> shape, const std::string& file) {
+  const AttentionOutput output = {.result = &result, .shape = std::move(shape), .file = file};
+  Print(common.format == "json" ? AttentionJson(output) : AttentionTable(output));
+  return kExitOk;
+}
+
+}  // namespace
+
+int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
+  if (absl::Status status = CheckScale(flags.scale); !status.ok()) return BadInput(status);
+  const absl::StatusOr<client::FileTensor> scores = LoadRows("--scores", flags.scores);
+  if (!scores.ok()) return BadInput(scores.status());
+  const absl::StatusOr<client::AttentionWindow> window =
+      ParseWindow(flags.window, flags.mask == "causal");
+  if (!window.ok()) return BadInput(window.status());
+  absl::StatusOr<std::vector<float>> sinks = LoadFloats("--sinks", flags.sinks);
+  if (!sinks.ok()) return BadInput(sinks.status());
+  client::AttentionSoftmaxRequest request = {
+      .dtype = scores->dtype,
+      .shape = ShapeOf(*scores),
+      .scores = scores->bytes,
+      .scale = flags.scale,
+      .window = *window,
+      .sinks = *std::move(sinks),
+      .out_dtype = DTypeOf(flags.out_dtype, scores->dtype),
+      .want_logsumexp = !flags.logsumexp.empty(),
+  };
+  client::FileTensor mask;
+  if (flags.mask != "none" && flags.mask != "causal") {
+    absl::StatusOr<client::FileTensor> loaded = client::LoadTensor(flags.mask, /*allow_bool=*/true);
+    if (!loaded.ok()) return BadInput(loaded.status());
+    mask = *std::move(loaded);
+    request.mask = {.kind = mask.boolean ? v1::MASK_KIND_BOOL : v1::MASK_KIND_ADDITIVE,
+                    .dtype = mask.dtype,
+                    .shape = FourSizes(mask.shape),
+                    .bytes = mask.bytes};
+  }
+  for (const auto& [file, dtype] :
+       {std::pair{flags.out, request.out_dtype}, {flags.logsumexp, v1::DTYPE_F32}}) {
+    if (file.empty()) continue;
+    if (absl::Status status = client::CheckSavable(file, dtype); !status.ok()) {
+      return BadInput(status);
+    }
+  }
+  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
+  if (!client.ok()) return BadInput(client.status());
+  const absl::StatusOr<client::AttentionResult> result = (*client)->AttentionSoftmax(request);
+  if (!result.ok()) return CallFailed(result.status(), common.address);
+  absl::Status saved = client::SaveTensor(flags.out, result->dtype, scores->shape, result->values);
+  if (saved.ok() && !flags.logsumexp.empty()) {
+    std::vector<int64_t> shape = scores->shape;
+    shape.pop_back();
+    saved = client::SaveTensor(flags.logsumexp, v1::DTYPE_F32, shape,
+                               {reinterpret_cast<const char*>(result->logsumexp.data()),
+                                result->logsumexp.size() * sizeof(float)});
+  }
+  if (!saved.ok()) return BadInput(saved);
+  return Report(common, *result, scores->shape, flags.out);
+}
+
+int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& flags) {
+  if (absl::Status status = CheckScale(flags.scale); !status.ok()) return BadInput(status);
+  const absl::StatusOr<client::FileTensor> probs = LoadRows("--probs", flags.probs);
+  if (!probs.ok()) return BadInput(probs.status());
+  const absl::StatusOr<client::FileTensor> d_probs = LoadRows("--d-probs", flags.d_probs);
+  if (!d_probs.ok()) return BadInput(d_probs.status());
+  if (d_probs->shape != probs->shape || d_probs->dtype != probs->dtype) {
+    return BadInput(absl::InvalidArgumentError(
+        absl::StrFormat("--d-probs: [%s] of %s; allowed: as --probs, [%s] of %s",
+                        absl::StrJoin(d_probs->shape, ","), client::DTypeShortName(d_probs->dtype),
+                        absl::StrJoin(probs->shape, ","), client::DTypeShortName(probs->dtype))));
+  }
+  const absl::StatusOr<client::AttentionWindow> window = ParseWindow(flags.window, flags.causal);
+  if (!window.ok()) return BadInput(window.status());
+  absl::StatusOr<std::vector<float>> sinks = LoadFloats("--sinks", flags.sinks);
+  if (!sinks.ok()) return BadInput(sinks.status());
+  const absl::StatusOr<std::vector<float>> logsumexp = LoadFloats("--logsumexp", flags.logsumexp);
+  if (!logsumexp.ok()) return BadInput(logsumexp.status());
+  const client::AttentionSoftmaxBackwardRequest request = {
+      .dtype = probs->dtype,
+      .shape = ShapeOf(*probs),
+      .probs = probs->bytes,
+      .d_probs = d_probs->bytes,
+      .scale = flags.scale,
+      .window = *window,
+      .sinks = *std::move(sinks),
+      .logsumexp = *logsumexp,
+      .out_dtype = DTypeOf(flags.out_dtype, probs->dtype),
+  };
+  if (absl::Status status = client::CheckSavable(flags.out, request.out_dtype); !status.ok()) {
+    return BadInput(status);
+  }
+  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
+  if (!client.ok()) return BadInput(client.status());
+  const absl::StatusOr<client::AttentionResult> result =
+      (*client)->AttentionSoftmaxBackward(request);
+  if (!result.ok()) return CallFailed(result.status(), common.address);
+  if (absl::Status saved =
+          client::SaveTensor(flags.out, result->dtype, probs->shape, result->values);
+      !saved.ok()) {
+    return BadInput(saved);
+  }
+  return Report(common, *result, probs->shape, flags.out);
+}
+
+}  // namespace logitd::cli

@@ -1,0 +1,16 @@
+// Any bytes: the hand-written readers of AttentionSoftmaxRequest and
+// AttentionSoftmaxBackwardRequest accept and read what generated code does, and nothing else.
+#include <cstdio>
+#include <cstdlib>
+
+#include "tests/fuzz/compare_attention_request.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const std::string text = logitd::rpc::testing::AttentionDisagreement(
+      std::string_view(reinterpret_cast<const char*>(data), size));
+  if (!text.empty()) {
+    std::fprintf(stderr, "%s\n", text.c_str());
+    std::abort();
+  }
+  return 0;
+}

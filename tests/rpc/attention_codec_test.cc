@@ -1,0 +1,640 @@
+// The Attention service's codec: proto in, job parts out, and back.
+#include "server/rpc/attention_codec.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "logitd/v1/attention.pb.h"
+#include "tests/fuzz/compare_attention_request.h"
+#include "tests/rpc/recording_stream.h"
+#include "tests/tree.h"
+
+namespace logitd::rpc {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Forward = v1::AttentionSoftmaxRequest;
+using Backward = v1::AttentionSoftmaxBackwardRequest;
+
+constexpr int64_t kMaxRows = 100;
+
+// Bytes that tell their place.
+std::string Numbered(int64_t bytes, int first = 0) {
+  std::string out(static_cast<size_t>(bytes), '\0');
+  for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<char>(first + i);
+  return out;
+}
+
+template <typename Request>
+Request Shaped(int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+  Request request;
+  request.set_dtype(v1::DTYPE_F16);
+  request.set_batch(batch);
+  request.set_heads(heads);
+  request.set_queries(queries);
+  request.set_keys(keys);
+  return request;
+}
+
+// B 2, H 3, Sq 4, Sk 5 in f16: 24 rows of 10 bytes.
+Forward Scores() {
+  Forward request = Shaped<Forward>(2, 3, 4, 5);
+  request.set_scores(Numbered(240));
+  return request;
+}
+
+Backward Gradient() {
+  Backward request = Shaped<Backward>(2, 3, 4, 5);
+  request.set_probs(Numbered(240));
+  request.set_d_probs(Numbered(240, 7));
+  return request;
+}
+
+template <typename Request>
+void SetMaskShape(std::vector<int64_t> shape, Request* request) {
+  request->clear_mask_shape();
+  for (int64_t size : shape) request->add_mask_shape(size);
+}
+
+Forward BoolMasked(std::vector<int64_t> shape) {
+  Forward request = Scores();
+  request.set_mask_kind(v1::MASK_KIND_BOOL);
+  SetMaskShape(shape, &request);
+  request.set_mask(Numbered(shape[0] * shape[1] * shape[2] * shape[3], 100));
+  return request;
+}
+
+struct Parsed {
+  explicit Parsed(const Forward& request, std::shared_ptr<AttentionTensor> tensor = nullptr)
+      : Parsed(request.SerializeAsString(), AttentionDirection::kForward, std::move(tensor)) {}
+  explicit Parsed(const Backward& request, std::shared_ptr<AttentionTensor> tensor = nullptr)
+      : Parsed(request.SerializeAsString(), AttentionDirection::kBackward, std::move(tensor)) {}
+  Parsed(std::string message, AttentionDirection direction, std::shared_ptr<AttentionTensor> tensor)
+      : bytes(std::move(message)),
+        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
+        codec(direction, std::move(tensor)),
+        status(codec.Parse(pieces(), kMaxRows, &spec)) {}
+  Parsed(const Parsed&) = delete;
+
+  Pieces pieces() const { return Pieces(&piece, 1); }
+  const AttentionCall& call() const { return *static_cast<const AttentionCall*>(spec.call); }
+  std::string Copied(size_t input) const {
+    const ByteRange range = codec.copied_inputs()[input];
+    std::string out(range.bytes, '\0');
+    if (!out.empty()) CopyRange(pieces(), range, out.data());
+    return out;
+  }
+  std::vector<float> Sinks() {
+    std::vector<float> sinks(static_cast<size_t>(spec.counts[kAttentionSinks]));
+    std::vector<std::byte*> inputs(codec.op().inputs.size());
+    inputs.back() = reinterpret_cast<std::byte*>(sinks.data());
+    codec.WriteInputs(inputs, {});
+    return sinks;
+  }
+
+  std::string bytes;
+  Piece piece;
+  AttentionCodec codec;
+  engine::JobSpec spec;
+  absl::Status status;
+};
+
+TEST(AttentionCodecTest, WhatIsNotSetIsThePlainSoftmaxInPlace) {
+  const Parsed p(Scores());
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &kAttentionSoftmaxTraits);
+  EXPECT_EQ(p.spec.key.dtype, DType::kF16);
+  EXPECT_EQ(p.spec.key.row_elements, 5);
+  EXPECT_EQ(p.spec.rows(), 24);
+  EXPECT_EQ(p.spec.counts[kAttentionOutBytes], 240);
+  EXPECT_EQ(p.spec.counts[kAttentionSinks], 0);
+  EXPECT_EQ(p.spec.counts[kAttentionLogsumexps], 0);
+  EXPECT_EQ(p.spec.counts[kAttentionMaskBytes], 0);
+  EXPECT_TRUE(p.spec.in_place);
+  EXPECT_EQ(p.call().out_dtype, DType::kF16);
+  EXPECT_EQ(p.call().scale, 1.0f);
+  EXPECT_EQ(p.call().window.left, AttentionWindow::kUnbounded);
+  EXPECT_EQ(p.call().window.right, AttentionWindow::kUnbounded);
+  EXPECT_EQ(p.call().mask.kind, MaskKind::kNone);
+  EXPECT_EQ(p.call().shape.batch, 2);
+  EXPECT_EQ(p.call().shape.heads, 3);
+  EXPECT_EQ(p.call().shape.queries, 4);
+  EXPECT_EQ(p.call().shape.first_row, 0);
+}
+
+TEST(AttentionCodecTest, ParametersReachTheCall) {
+  Forward request = Scores();
+  request.set_scale(0);  // set, though it is the default of a float
+  request.set_window_left(0);
+  request.set_window_right(7);
+  request.set_out_dtype(v1::DTYPE_F32);
+  request.set_want_logsumexp(true);
+  for (float sink : {0.0f, 1.5f, -std::numeric_limits<float>::infinity()}) request.add_sinks(sink);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.call().scale, 0.0f);
+  EXPECT_EQ(p.call().window.left, 0);
+  EXPECT_EQ(p.call().window.right, 7);
+  EXPECT_EQ(p.call().out_dtype, DType::kF32);
+  EXPECT_FALSE(p.spec.in_place);
+  EXPECT_EQ(p.spec.counts[kAttentionOutBytes], 480);
+  EXPECT_EQ(p.spec.counts[kAttentionLogsumexps], 24);
+  EXPECT_THAT(p.Sinks(), ElementsAre(0.0f, 1.5f, -std::numeric_limits<float>::infinity()));
+}
+
+TEST(AttentionCodecTest, AMaskIsStridedAsItsShapeSays) {
+  struct Case {
+    std::vector<int64_t> shape;
+    int64_t batch, head, query;
+  };
+  for (const Case& c :
+       {Case{{1, 1, 1, 5}, 0, 0, 0}, Case{{2, 3, 4, 5}, 60, 20, 5}, Case{{1, 3, 4, 5}, 0, 20, 5},
+        Case{{2, 1, 4, 5}, 20, 0, 5}, Case{{2, 3, 1, 5}, 15, 5, 0}, Case{{1, 1, 4, 5}, 0, 0, 5}}) {
+    const Forward request = BoolMasked(c.shape);
+    const Parsed p(request);
+    ASSERT_TRUE(p.status.ok()) << p.status;
+    EXPECT_EQ(p.call().mask.kind, MaskKind::kBool);
+    EXPECT_EQ(p.call().mask.batch_stride, c.batch);
+    EXPECT_EQ(p.call().mask.head_stride, c.head);
+    EXPECT_EQ(p.call().mask.query_stride, c.query);
+    EXPECT_EQ(p.call().mask.origin, 0);
+    EXPECT_EQ(p.Copied(kAttentionInMask), request.mask());
+    EXPECT_EQ(p.spec.counts[kAttentionMaskBytes], static_cast<int64_t>(request.mask().size()));
+  }
+}
+
+TEST(AttentionCodecTest, TheGradientHasItsThreeInputs) {
+  Backward request = Gradient();
+  Parsed plain(request);
+  ASSERT_TRUE(plain.status.ok()) << plain.status;
+  EXPECT_EQ(plain.spec.key.op, &kAttentionSoftmaxBackwardTraits);
+  EXPECT_TRUE(plain.spec.in_place);
+  EXPECT_EQ(plain.Copied(kAttentionBackwardInDProbs), request.d_probs());
+  EXPECT_EQ(plain.spec.counts[kAttentionLogsumexps], 0);
+
+  for (float sink : {0.0f, 1.5f, 2.0f}) request.add_sinks(sink);
+  request.set_logsumexp(Numbered(24 * 4, 50));
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.Copied(kAttentionBackwardInLogsumexp), request.logsumexp());
+  EXPECT_EQ(p.spec.counts[kAttentionLogsumexps], 24);
+  EXPECT_EQ(p.spec.counts[kAttentionSinks], 3);
+  EXPECT_THAT(p.Sinks(), ElementsAre(0.0f, 1.5f, 2.0f));
+}
+
+// --- streams
+
+TEST(AttentionCodecTest, MessagesOfAStreamContinueTheTensor) {
+  auto tensor = std::make_shared<AttentionTensor>();
+  Forward first = Scores();
+  first.set_scale(0.5f);
+  first.set_window_right(0);
+  first.add_sinks(1);
+  first.add_sinks(2);
+  first.add_sinks(3);
+  first.set_scores(Numbered(10 * 7));
+  Parsed a(first, tensor);
+  ASSERT_TRUE(a.status.ok()) << a.status;
+  EXPECT_EQ(a.call().shape.first_row, 0);
+  EXPECT_EQ(a.call().shape.rows, 7);
+  Forward next;
+  next.set_scores(Numbered(10 * 16));
+  Parsed b(next, tensor);
+  ASSERT_TRUE(b.status.ok()) << b.status;
+  EXPECT_EQ(b.call().shape.first_row, 7);
+  EXPECT_EQ(b.call().shape.rows, 16);
+  EXPECT_EQ(b.call().scale, 0.5f);
+  EXPECT_EQ(b.call().window.right, 0);
+  EXPECT_THAT(b.Sinks(), ElementsAre(1, 2, 3));
+  next.set_scores(Numbered(10));
+  const Parsed c(next, tensor);
+  ASSERT_TRUE(c.status.ok()) << c.status;
+  EXPECT_EQ(c.call().shape.first_row, 23);
+  // The tensor is complete: the next message is the first of another, with a shape of its own.
+  EXPECT_EQ(Parsed(next, tensor).status.code(), absl::StatusCode::kInvalidArgument);
+  Forward other = Shaped<Forward>(1, 1, 2, 5);
+  other.set_scores(Numbered(20));
+  const Parsed d(other, tensor);
+  ASSERT_TRUE(d.status.ok()) << d.status;
+  EXPECT_EQ(d.call().shape.first_row, 0);
+  EXPECT_EQ(d.call().scale, 1.0f);
+}
+
+TEST(AttentionCodecTest, AMessageOfAStreamBringsTheMaskRowsItUses) {
+  struct Case {
+    const char* why;
+    std::vector<int64_t> shape;
+    int64_t rows_before, rows;  // of the message
+    int64_t first, count;       // rows of the mask
+  };
+  // 2 x 3 heads of 4 queries.
+  const Case cases[] = {
+      {"one_for_all", {1, 1, 1, 5}, 5, 9, 0, 1},
+      {"as_the_scores", {2, 3, 4, 5}, 5, 9, 5, 9},
+      {"for_every_head_within_one", {1, 1, 4, 5}, 5, 2, 1, 2},
+      {"for_every_head_over_two", {1, 1, 4, 5}, 6, 3, 0, 4},
+      {"an_item_a_row", {2, 1, 1, 5}, 4, 8, 0, 1},
+      {"an_item_a_row_both", {2, 1, 1, 5}, 8, 8, 0, 2},
+      {"an_item_a_row_the_second", {2, 1, 1, 5}, 12, 12, 1, 1},
+      {"a_head_a_row", {1, 3, 1, 5}, 5, 4, 1, 2},
+      {"a_head_a_row_over_items", {1, 3, 1, 5}, 11, 2, 0, 3},
+      {"items_and_queries", {2, 1, 4, 5}, 13, 3, 5, 3},
+      {"items_and_queries_over_both", {2, 1, 4, 5}, 11, 2, 3, 2},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.why);
+    auto tensor = std::make_shared<AttentionTensor>();
+    Forward request = BoolMasked(c.shape);
+    tensor->header.dtype = v1::DTYPE_F16;
+    tensor->header.batch = 2;
+    tensor->header.heads = 3;
+    tensor->header.queries = 4;
+    tensor->header.keys = 5;
+    tensor->header.mask_kind = v1::MASK_KIND_BOOL;
+    tensor->header.mask_shape.assign(c.shape.begin(), c.shape.end());
+    tensor->next_row = c.rows_before;
+    Forward message;
+    message.set_scores(Numbered(10 * c.rows));
+    message.set_mask(
+        request.mask().substr(static_cast<size_t>(5 * c.first), static_cast<size_t>(5 * c.count)));
+    const AttentionTensor before = *tensor;
+    const Parsed p(message, tensor);
+    ASSERT_TRUE(p.status.ok()) << p.status;
+    EXPECT_EQ(p.call().mask.origin, 5 * c.first);
+    EXPECT_EQ(p.Copied(kAttentionInMask), message.mask());
+    *tensor = before;
+    message.set_mask(message.mask() + "x");
+    EXPECT_THAT(
+        std::string(Parsed(message, tensor).status.message()),
+        HasSubstr(absl::StrCat("mask: got ", 5 * c.count + 1, " bytes, allowed ", 5 * c.count,
+                               ": rows ", c.first, " to ", c.first + c.count - 1)));
+  }
+}
+
+TEST(AttentionCodecTest, AStreamIsToldWhatDoesNotContinueIt) {
+  const auto refusal = [](const Forward& message) {
+    auto tensor = std::make_shared<AttentionTensor>();
+    Forward first = Scores();
+    first.set_scores(Numbered(10 * 20));
+    EXPECT_TRUE(Parsed(first, tensor).status.ok());
+    const absl::Status status = Parsed(message, tensor).status;
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  Forward message;
+  EXPECT_THAT(refusal(message), HasSubstr("scores: got 0 bytes at row 20"));
+  message.set_scores(Numbered(15));
+  EXPECT_THAT(refusal(message), HasSubstr("scores: got 15 bytes at row 20, allowed whole rows of "
+                                          "10 bytes, 1 to the 4 that are left"));
+  message.set_scores(Numbered(50));
+  EXPECT_THAT(refusal(message), HasSubstr("1 to the 4 that are left"));
+  message.set_scores(Numbered(40));
+  message.set_scale(2);
+  EXPECT_THAT(refusal(message), HasSubstr("row 20 of a tensor sets the shape or a parameter"));
+}
+
+TEST(AttentionCodecTest, AStreamsShapeIsCheckedAsACallsIs) {
+  const auto refusal = [](void (*change)(Forward*)) {
+    Forward message = Scores();
+    message.set_scores(Numbered(10));
+    change(&message);
+    return std::string(Parsed(message, std::make_shared<AttentionTensor>()).status.message());
+  };
+  EXPECT_EQ(refusal([](Forward*) {}), "");
+  EXPECT_THAT(refusal([](Forward* r) { r->set_keys(0); }), HasSubstr("keys: got 0"));
+  EXPECT_THAT(refusal([](Forward* r) { r->set_keys(1 << 21); }), HasSubstr("keys: got 2097152"));
+  EXPECT_THAT(refusal([](Forward* r) { r->set_batch(0); }), HasSubstr("batch: got 0"));
+  EXPECT_THAT(refusal([](Forward* r) { r->set_queries(-1); }), HasSubstr("queries: got -1"));
+}
+
+// --- refusals
+
+struct Bad {
+  const char* name;
+  void (*change)(Forward*);
+  const char* text;
+};
+
+class AttentionCodecRefuses : public ::testing::TestWithParam<Bad> {};
+
+TEST_P(AttentionCodecRefuses, NamingTheField) {
+  Forward request = BoolMasked({1, 1, 4, 5});
+  GetParam().change(&request);
+  const Parsed p(request);
+  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
+  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, AttentionCodecRefuses,
+    ::testing::Values(
+        Bad{"no_dtype", [](Forward* r) { r->clear_dtype(); }, "dtype: got 0"},
+        Bad{"no_scores", [](Forward* r) { r->clear_scores(); }, "scores: got 0 bytes"},
+        Bad{"keys_0", [](Forward* r) { r->set_keys(0); }, "keys: got 0"},
+        Bad{"keys_beyond", [](Forward* r) { r->set_keys((1 << 20) + 1); }, "keys: got 1048577"},
+        Bad{"heads_negative", [](Forward* r) { r->set_heads(-3); }, "heads: got -3"},
+        Bad{"sizes_that_overflow",
+            [](Forward* r) {
+              r->set_batch(int64_t{1} << 40);
+              r->set_queries(int64_t{1} << 40);
+            },
+            "batch"},
+        Bad{"scale_nan", [](Forward* r) { r->set_scale(std::nanf("")); }, "scale: got nan"},
+        Bad{"window_negative", [](Forward* r) { r->set_window_left(-2); },
+            "window_left: got -2, allowed >= 0, or -1 for unbounded"},
+        Bad{"mask_kind_of_the_future",
+            [](Forward* r) { r->set_mask_kind(static_cast<v1::MaskKind>(3)); }, "mask_kind: got 3"},
+        Bad{"mask_without_kind", [](Forward* r) { r->clear_mask_kind(); },
+            "mask_shape: got 4 values, allowed 0"},
+        Bad{"mask_bytes_without_kind",
+            [](Forward* r) {
+              r->clear_mask_kind();
+              r->clear_mask_shape();
+            },
+            "mask: got 20 bytes, allowed 0"},
+        Bad{"mask_shape_of_two",
+            [](Forward* r) {
+              SetMaskShape({4, 5}, r);
+            },
+            "mask_shape: got 2 values, allowed 4"},
+        Bad{"mask_shape_that_fits_nothing",
+            [](Forward* r) {
+              SetMaskShape({1, 2, 4, 5}, r);
+            },
+            "mask_shape: got 2 for heads, allowed 1, 3"},
+        Bad{"mask_shape_negative",
+            [](Forward* r) {
+              SetMaskShape({1, 1, -4, 5}, r);
+            },
+            "mask_shape: got -4"},
+        Bad{"mask_short", [](Forward* r) { r->mutable_mask()->pop_back(); }, "mask: got 19 bytes"},
+        Bad{"mask_dtype_of_a_bool", [](Forward* r) { r->set_mask_dtype(v1::DTYPE_F16); },
+            "mask_dtype: got 2, allowed with MASK_KIND_ADDITIVE alone"},
+        Bad{"additive_without_dtype", [](Forward* r) { r->set_mask_kind(v1::MASK_KIND_ADDITIVE); },
+            "mask_dtype: got 0"},
+        Bad{"sinks_of_two_for_three_heads",
+            [](Forward* r) {
+              r->add_sinks(0);
+              r->add_sinks(0);
+            },
+            "sinks: got 2 values"},
+        Bad{"out_dtype_of_another_half", [](Forward* r) { r->set_out_dtype(v1::DTYPE_BF16); },
+            "out_dtype: got bf16"},
+        Bad{"out_dtype_of_the_future",
+            [](Forward* r) { r->set_out_dtype(static_cast<v1::DType>(9)); }, "out_dtype: got 9"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(AttentionCodecTest, TheGradientsInputsMustAgree) {
+  const auto refusal = [](void (*change)(Backward*)) {
+    Backward request = Gradient();
+    change(&request);
+    const absl::Status status = Parsed(request).status;
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  EXPECT_THAT(refusal([](Backward* r) { r->mutable_d_probs()->pop_back(); }),
+              HasSubstr("d_probs: got 239 bytes, allowed 240, as many as probs"));
+  EXPECT_THAT(refusal([](Backward* r) { r->mutable_probs()->pop_back(); }),
+              HasSubstr("probs, d_probs: got 239 bytes"));
+  EXPECT_THAT(refusal([](Backward* r) { r->set_logsumexp(Numbered(96)); }),
+              HasSubstr("logsumexp: got 96 bytes, allowed 0"));
+  EXPECT_THAT(refusal([](Backward* r) {
+                for (int i = 0; i < 3; ++i) r->add_sinks(0);
+              }),
+              HasSubstr("logsumexp: got 0 bytes, allowed 96"));
+  EXPECT_THAT(refusal([](Backward* r) { r->set_out_dtype(v1::DTYPE_F32); }),
+              HasSubstr("out_dtype: got f32"));
+}
+
+// --- answers
+
+template <typename T>
+absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
+  return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
+std::string Joined(const grpc::ByteBuffer& buffer) {
+  std::vector<grpc::Slice> slices;
+  EXPECT_TRUE(buffer.Dump(&slices).ok());
+  std::string out;
+  for (const grpc::Slice& slice : slices) {
+    out.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
+  return out;
+}
+
+const CallTimes kTimes = {.receive_ns = 1,
+                          .total_ns = int64_t{1} << 40,
+                          .job = {.copy_ns = 2, .queue_ns = 3, .kernel_ns = 5, .batch_rows = 7}};
+
+TEST(AttentionCodecTest, AnswerIsWhatGeneratedCodeReads) {
+  Forward request = Scores();
+  request.set_out_dtype(v1::DTYPE_F32);
+  request.set_want_logsumexp(true);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  std::vector<float> probs(120);
+  for (size_t i = 0; i < probs.size(); ++i) probs[i] = static_cast<float>(i) / 8;
+  std::vector<float> logsumexp(24, 1.25f);
+  std::vector<RowStatus> status(24);
+  status[3] = {RowCode::kNanLogit, 4};
+  status[23] = {RowCode::kEmptySupport, -1};
+  const absl::Span<const std::byte> outputs[] = {Bytes(probs), Bytes(logsumexp), Bytes(status)};
+  const std::string bytes = Joined(p.codec.Encode({.outputs = outputs}, kTimes));
+  EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
+  v1::AttentionSoftmaxResponse response;
+  ASSERT_TRUE(response.ParseFromString(bytes));
+  EXPECT_EQ(response.first_row(), 0);
+  EXPECT_EQ(response.rows(), 24);
+  EXPECT_EQ(response.dtype(), v1::DTYPE_F32);
+  EXPECT_THAT(response.fault_rows(), ElementsAre(3, 23));
+  EXPECT_THAT(response.fault_status(),
+              ElementsAre(v1::ROW_STATUS_NAN_LOGIT, v1::ROW_STATUS_EMPTY_SUPPORT));
+  EXPECT_THAT(response.fault_positions(), ElementsAre(4, -1));
+  EXPECT_EQ(response.probs(), std::string(reinterpret_cast<const char*>(probs.data()), 480));
+  EXPECT_EQ(response.logsumexp(), std::string(reinterpret_cast<const char*>(logsumexp.data()), 96));
+  EXPECT_EQ(response.timings().kernel_ns(), 5);
+  EXPECT_EQ(response.timings().total_ns(), int64_t{1} << 40);
+  EXPECT_EQ(response.SerializeAsString(), bytes);
+}
+
+TEST(AttentionCodecTest, AnswerOfTheGradientIsWhatGeneratedCodeReads) {
+  auto tensor = std::make_shared<AttentionTensor>();
+  Backward first = Gradient();
+  first.set_probs(Numbered(10));
+  first.set_d_probs(Numbered(10));
+  for (float sink : {0.0f, 1.5f, 2.0f}) first.add_sinks(sink);
+  first.set_logsumexp(Numbered(4));
+  ASSERT_TRUE(Parsed(first, tensor).status.ok());
+  Backward second;
+  second.set_probs(Numbered(230));
+  second.set_d_probs(Numbered(230));
+  second.set_logsumexp(Numbered(92));
+  Parsed p(second, tensor);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  std::vector<uint16_t> d_scores(115, 77);
+  std::vector<double> d_sinks = {0.5, -0.25, 1e-300};
+  std::vector<RowStatus> status(23, {RowCode::kNanLogit, 1});  // the most there can be to say
+  const absl::Span<const std::byte> outputs[] = {Bytes(d_scores), Bytes(d_sinks), Bytes(status)};
+  const std::string bytes = Joined(p.codec.Encode({.outputs = outputs}, kTimes));
+  EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
+  v1::AttentionSoftmaxBackwardResponse response;
+  ASSERT_TRUE(response.ParseFromString(bytes));
+  EXPECT_EQ(response.first_row(), 1);
+  EXPECT_EQ(response.rows(), 23);
+  EXPECT_EQ(response.fault_rows_size(), 23);
+  EXPECT_EQ(response.fault_rows(22), 23);
+  EXPECT_THAT(response.d_sinks(), ElementsAre(0.5, -0.25, 1e-300));
+  EXPECT_EQ(response.d_scores(), std::string(reinterpret_cast<const char*>(d_scores.data()), 230));
+  EXPECT_EQ(response.SerializeAsString(), bytes);
+}
+
+TEST(AttentionCodecTest, AKeptAnswerLeavesFromWhereItLies) {
+  Parsed p(Scores());
+  std::vector<uint16_t> probs(120, 9);
+  std::vector<RowStatus> status(24);
+  const absl::Span<const std::byte> outputs[] = {Bytes(probs), {}, Bytes(status)};
+  auto keep = std::make_shared<int>(0);
+  {
+    const grpc::ByteBuffer buffer = p.codec.Encode({.outputs = outputs, .keep = keep}, kTimes);
+    std::vector<grpc::Slice> slices;
+    ASSERT_TRUE(buffer.Dump(&slices).ok());
+    ASSERT_EQ(slices.size(), 2u);
+    EXPECT_EQ(static_cast<const void*>(slices[1].begin()), probs.data());
+    EXPECT_EQ(keep.use_count(), 2);
+  }
+  EXPECT_EQ(keep.use_count(), 1);
+}
+
+// --- the op
+
+TEST(AttentionCodecTest, EnqueueHandsTheBatchToTheOp) {
+  alignas(16) std::byte memory[256];
+  std::byte* const inputs[] = {memory, memory + 16, memory + 32};
+  std::byte* const outputs[] = {memory + 48, memory + 64, memory + 80};
+  AttentionCall call;
+  call.shape = {.batch = 1, .heads = 2, .queries = 2, .keys = 5, .first_row = 1, .rows = 3};
+  call.out_dtype = DType::kF32;
+  call.scale = 0.25f;
+  call.window.right = 0;
+  call.mask.kind = MaskKind::kAdditive;
+  call.mask.dtype = DType::kBF16;
+  call.mask.origin = 5;
+  engine::BatchView batch{.dtype = DType::kBF16,
+                          .counts = {3},
+                          .row_elements = 5,
+                          .row_stride = 10,
+                          .payload = memory + 96,
+                          .inputs = inputs,
+                          .outputs = outputs,
+                          .call = &call};
+  RecordingStream stream;
+  ASSERT_TRUE(kAttentionSoftmaxTraits.enqueue(stream, batch).ok());
+  {
+    const auto& args = stream.last<AttentionSoftmaxArgs>();
+    EXPECT_EQ(args.scores.data, memory + 96);
+    EXPECT_EQ(args.scores.dtype, DType::kBF16);
+    EXPECT_EQ(args.scores.row_stride, 5);
+    EXPECT_EQ(args.shape.first_row, 1);
+    EXPECT_EQ(args.scale, 0.25f);
+    EXPECT_EQ(args.window.right, 0);
+    EXPECT_EQ(args.mask.data, memory);
+    EXPECT_EQ(args.mask.origin, 5);
+    EXPECT_EQ(args.sinks, nullptr);
+    EXPECT_EQ(args.logsumexp, nullptr);
+    EXPECT_EQ(args.probs.data, memory + 48);
+    EXPECT_EQ(args.probs.dtype, DType::kF32);
+    EXPECT_EQ(static_cast<const void*>(args.status), memory + 80);
+  }
+  batch.counts[kAttentionSinks] = 2;
+  batch.counts[kAttentionLogsumexps] = 3;
+  ASSERT_TRUE(kAttentionSoftmaxTraits.enqueue(stream, batch).ok());
+  EXPECT_EQ(static_cast<const void*>(stream.last<AttentionSoftmaxArgs>().sinks), memory + 16);
+  EXPECT_EQ(static_cast<const void*>(stream.last<AttentionSoftmaxArgs>().logsumexp), memory + 64);
+  ASSERT_TRUE(kAttentionSoftmaxBackwardTraits.enqueue(stream, batch).ok());
+  {
+    const auto& args = stream.last<AttentionSoftmaxBackwardArgs>();
+    EXPECT_EQ(args.probs.data, memory + 96);
+    EXPECT_EQ(args.d_probs.data, memory);
+    EXPECT_EQ(static_cast<const void*>(args.logsumexp), memory + 16);
+    EXPECT_EQ(static_cast<const void*>(args.sinks), memory + 32);
+    EXPECT_EQ(args.d_scores.data, memory + 48);
+    EXPECT_EQ(static_cast<const void*>(args.d_sinks), memory + 64);
+    EXPECT_EQ(static_cast<const void*>(args.status), memory + 80);
+  }
+}
+
+// --- the reader, with generated code as the judge
+
+// Messages with every field.
+std::vector<std::string> FullMessages() {
+  Forward forward = BoolMasked({1, 3, 4, 5});
+  forward.set_scale(0.5f);
+  forward.set_window_left(3);
+  forward.set_window_right(-1);
+  forward.set_out_dtype(v1::DTYPE_F32);
+  forward.set_want_logsumexp(true);
+  Forward right = forward;
+  right.clear_window_right();
+  for (int i = 0; i < 3; ++i) right.add_sinks(static_cast<float>(i));
+  Forward additive = right;
+  additive.set_mask_kind(v1::MASK_KIND_ADDITIVE);
+  additive.set_mask_dtype(v1::DTYPE_BF16);
+  additive.set_mask(Numbered(120));
+  Backward backward = Gradient();
+  backward.set_scale(2);
+  backward.set_window_right(0);
+  for (int i = 0; i < 3; ++i) backward.add_sinks(static_cast<float>(i));
+  backward.set_logsumexp(Numbered(96));
+  return {forward.SerializeAsString(), right.SerializeAsString(), additive.SerializeAsString(),
+          backward.SerializeAsString()};
+}
+
+TEST(AttentionWireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
+  for (const std::string& message : FullMessages()) {
+    for (size_t size = 0; size <= message.size(); ++size) {
+      EXPECT_EQ(testing::AttentionDisagreement(message.substr(0, size)), "");
+    }
+  }
+}
+
+TEST(AttentionWireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
+  const std::vector<std::string> messages = FullMessages();
+  uint32_t random = 20;
+  for (size_t i = 0; i < 4000; ++i) {
+    std::string bytes = messages[i % messages.size()];
+    for (size_t damage = 0; damage < 1 + i % 3; ++damage) {
+      random = random * 1664525u + 1013904223u;
+      // Mostly the small fields, which lie before and after the payload.
+      const size_t at = (random >> 8) % bytes.size();
+      bytes[i % 2 == 0 ? at : at % 24] = static_cast<char>(random >> 4);
+    }
+    EXPECT_EQ(testing::AttentionDisagreement(bytes), "") << "damage " << i;
+  }
+}
+
+TEST(AttentionWireTest, CorpusOfTheFuzzer) {
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(
+           ::logitd::testing::InTree("tests/fuzz/corpus/attention_request_fuzz"))) {
+    std::ifstream in(entry.path(), std::ios::binary);
+    const std::string bytes{std::istreambuf_iterator<char>(in), {}};
+    EXPECT_EQ(testing::AttentionDisagreement(bytes), "") << entry.path();
+    ++files;
+  }
+  EXPECT_GT(files, 10);
+}
+
+}  // namespace
+}  // namespace logitd::rpc
