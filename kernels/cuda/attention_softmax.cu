@@ -23,11 +23,11 @@
 // (3.82 TB/s; a copy without a loop, 3.95):
 //
 //   bf16, keys        64  128  512 1024 2048 4096 8192 16384 32768 65536 131072
-//   unmasked          94   97  102  103  106  105  103   105          92     87
-//   causal                 70   93   97   89   99  100    92    95    86
-//   bool mask                       104        97          88          76
-//   f32, unmasked          95  103  104       104         105          95
-//   f32, causal                 95   99       102         103          87
+//   unmasked          94   97  103  104  106  105  103   106          93     88
+//   causal                 70   94   98   89  100  100    97    91    81
+//   bool mask                       104        97          90          77
+//   f32, unmasked          95  104  104       104         104          95
+//   f32, causal                 96   99       102         104          88
 //   off alignment     56 (63 keys), 87 (1023), 81 (2041), 58 (65537)
 //
 // Limited by: HBM. Up to some MB by the launch: [32,128,128] takes 3 us. From 65536 keys on by how

@@ -12,8 +12,8 @@
 // (3.82 TB/s; two reads to a write go faster than a copy):
 //
 //   bf16, keys        64  128  512 1024 2048 4096 8192 16384 65536
-//   unmasked          95  100  102  108  109  103  103   104    97
-//   causal                      94   99       103        104
+//   unmasked          95  100  103  108  109  103  103   104    98
+//   causal                      95   99       103        104
 //   f32                        103  108       103        102    96
 //   with sinks 102 (1024 keys), off alignment 85 (1023)
 //
