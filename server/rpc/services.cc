@@ -19,7 +19,7 @@ namespace logitd::rpc {
 namespace {
 
 RawUnaryService::Factory JobMethod(const CallEnvironment& environment,
-                                   JobStream::MakeCodec make_codec) {
+                                   const JobStream::MakeCodec& make_codec) {
   return [environment, make_codec](grpc::CallbackServerContext* context) {
     return std::make_shared<JobCall>(context, environment, make_codec());
   };
