@@ -347,16 +347,14 @@ __device__ inline float Exp2(float v) {
 struct Exponential {
   float max;
   float c;
-  float
-      shift;  // -max * c, rounded: plain sums are relative to 2^-shift, whatever max * c is exactly
-  bool
-      plain;  // max * c is far from overflow: one multiply-add per element is exact enough and safe
+  float shift;  // -max * c, rounded: plain sums are relative to 2^-shift, not quite to the maximum
+  bool plain;   // one multiply-add per element is exact enough, and 2^-shift near the maximum
 
   __device__ Exponential(float row_max, float scale) {
     max = row_max;
     c = scale;
     shift = -__fmul_rn(row_max, scale);
-    plain = fabsf(shift) < 1e30f;
+    plain = fabsf(shift) < 0x1p24f;  // rounded by at most a half
   }
 
   __device__ float Plain(float x) const { return Exp2(fmaf(x, c, shift)); }
@@ -368,7 +366,9 @@ struct Exponential {
 
   // What turns a sum relative to another maximum, <= this one, into a sum relative to this one.
   __device__ float Factor(float other_max) const {
-    return plain ? Exp2(__fmul_rn(other_max, c) + shift) : Careful(other_max);
+    if (plain) return Exp2(__fmul_rn(other_max, c) + shift);
+    const Exponential other(other_max, c);
+    return Careful(other_max) * (other.plain ? Exp2(-fmaf(other_max, c, other.shift)) : 1.0f);
   }
   // Natural logarithm of a sum relative to this maximum.
   __device__ float LogSum(float sum, float temperature) const {
