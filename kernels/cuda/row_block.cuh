@@ -431,7 +431,7 @@ class RowStream {
 
 // A logit that at least k of the block's reach, -inf where k is too large for this: r lanes of each
 // of w warps have seen one, r * w >= k. `cells` are what the block has read. Called by all threads
-// after a barrier; passes another.
+// after a barrier; passes another, unless k is too large.
 template <class Block>
 __device__ inline float BlockFloor(float lane_best, int cells, int k) {
   auto& s = Pool<typename Block::Pool>();
@@ -447,13 +447,13 @@ __device__ inline float BlockFloor(float lane_best, int cells, int k) {
 }
 
 // A logit that at least k of the row reach: of the r-th best lanes of all the cluster's warps, the
-// m-th best, r * m >= k. Called by all threads; passes a barrier of the cluster.
+// m-th best, r * m >= k. `bests` and `row_floor` are Shared::warp_bests and row_floor of the
+// block's own memory: other blocks write there while it may still read its part of the row. Called
+// by all threads; passes a barrier of the cluster.
 template <class Block>
-__device__ __noinline__ float ClusterFloor(float lane_best, int block, int blocks, int k) {
+__device__ __noinline__ float ClusterFloor(float lane_best, int block, int blocks, int k,
+                                           float* bests, float& row_floor) {
   constexpr int kMaxWarps = kMaxClusterBlocks * Block::kWarps;
-  extern __shared__ __align__(128) uint4 dynamic[];
-  auto& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
-  float* bests = shared.warp_bests;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int warps = blocks * Block::kWarps;
@@ -461,7 +461,7 @@ __device__ __noinline__ float ClusterFloor(float lane_best, int block, int block
   const int m = (k + r - 1) / r;
   const float best = __shfl_sync(kFullWarp, WarpSortDescending(lane_best, lane), r - 1);
   if (lane < blocks) *InBlock(&bests[block * Block::kWarps + warp], lane) = best;
-  if (threadIdx.x == 0) shared.row_floor = -kInfinity;
+  if (threadIdx.x == 0) row_floor = -kInfinity;
   ClusterArrive();
   ClusterWait();
   // Ranked by as many neighbouring lanes as there are threads for a value.
@@ -477,9 +477,9 @@ __device__ __noinline__ float ClusterFloor(float lane_best, int block, int block
 #pragma unroll
   for (int offset = 1; offset < kParts; offset *= 2)
     rank += __shfl_xor_sync(kFullWarp, rank, offset);
-  if (part == 0 && own < warps && rank == m - 1) shared.row_floor = mine;
+  if (part == 0 && own < warps && rank == m - 1) row_floor = mine;
   __syncthreads();
-  return shared.row_floor;
+  return row_floor;
 }
 
 // Sends the k largest keys of the block's pool, and what else comes with them, to the first block

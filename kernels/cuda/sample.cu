@@ -17,8 +17,8 @@
 //
 // Cost: reads rows * vocab * sizeof(T) once; an edited row is also written once, in f32; a flat
 // top_p reads a row twice more (where the last logit is one of very many that are nearly
-// equal, up to nine times), a rank beyond the list what reaches it of the row. verify with draft
-// probabilities reads a row once more, and twice more where the draft is refused.
+// equal, up to ten times), and a rank beyond the list what reaches it of the row. verify with
+// draft probabilities reads a row once more, and twice more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; edits and a flat top_p by
 // arithmetic, about 800 instructions a cell for either.
 // Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 91 us, 65% of one read, with
@@ -178,13 +178,13 @@ struct Edits {
   const int* patch_counts;   // of cells; null: no patches
   const float* bias_values;  // of tokens, where a patch says so
   float* edited;             // the row after edits; until a cell is written, its patches
-  int vocab;
+  int end;                   // of the block's part of the row
   float repetition;
   float presence;
   float frequency;
 
   __device__ int PatchesOf(int first) const {
-    return patch_counts != nullptr && first < vocab ? patch_counts[first / kCell] : 0;
+    return patch_counts != nullptr && first < end ? patch_counts[first / kCell] : 0;
   }
   __device__ uint32_t PatchAt(int first, int i) const {
     return reinterpret_cast<const uint32_t*>(edited)[first + i];
@@ -192,7 +192,7 @@ struct Edits {
   // The lane's word of the mask of the cell at `first`.
   __device__ uint32_t MaskWord(int first, int lane) const {
     const int word = first / 32 + lane;
-    return mask != nullptr && word < MaskWords(vocab) ? mask[word] : ~0u;
+    return mask != nullptr && word < MaskWords(end) ? mask[word] : ~0u;
   }
   // Applies a patch to the cell at `first`, which lies at `values`: -inf stays -inf through it.
   __device__ void Apply(uint32_t patch, int first, float* values) const {
@@ -260,6 +260,8 @@ union DrawMemory {
     float cells[sizeof(T) == 2 ? Block::kWarps : 1][sizeof(T) == 2 ? kCell : 1];
   };
   DrawFinish finish;
+  // Blocks that have begun to list write to warp_bests of those that still read, or list.
+  static_assert(!kInCluster || sizeof(DrawFinish) <= sizeof(Block::Shared::rings));
 };
 
 __device__ inline DrawFinish& Finish() {
@@ -300,7 +302,8 @@ struct Weigher {
   }
   // Of a finite maximum.
   __device__ float BeforeRounding(float x) const {
-    const float power = __fmul_rn(__fsub_rn(x, max), rate);
+    // By halves, for the difference may be twice the largest float; they are exact.
+    const float power = __fmul_rn(__fsub_rn(0.5f * x, 0.5f * max), 2 * rate);
     return expf(power) * static_cast<float>(kWeightOne);  // the product is exact
   }
 };
@@ -708,7 +711,7 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, const Wei
   // All logits further than this below the peak weigh less, together, than may be left out.
   const float spare = static_cast<float>(static_cast<double>(whole - need) / kWeightOne);
   const float depth = logf(2.0f * static_cast<float>(row.vocab) / spare);
-  const float bins_a_logit = kMassBins * weigh.rate / depth;
+  const float bins_a_logit = fminf(kMassBins / depth * weigh.rate, 1e38f);  // 0 times it is 0
   const auto bin_of = [=](float x) {  // rounded by adding a float whose last place is one
     const float place = fminf((peak - x) * bins_a_logit, kMassBins - 1.0f);
     return static_cast<int>(__float_as_uint(__fadd_rn(place, 0x1p23f)) & 0x7fffffu);
@@ -878,6 +881,9 @@ struct Part {
   int blocks;
   int begin;  // a cell's border
   int end;
+  // In a cluster, where its blocks find a floor: Shared::warp_bests and row_floor of the stream.
+  float* warp_bests;
+  float* row_floor;
 
   __device__ int cells() const { return (end - begin + kCell - 1) / kCell; }
 };
@@ -1015,11 +1021,11 @@ __device__ __forceinline__ void ReadEdited(RowStream<Block>& stream, const Edits
       }
     }
     uint4* to = reinterpret_cast<uint4*>(edits.edited + first) + lane;
-    const bool whole = first + kCell <= edits.vocab;
+    const bool whole = first + kCell <= edits.end;
 #pragma unroll
     for (int v = 0; v < kLaneElements / 4; ++v) {
       // Rows are padded to whole vectors.
-      if (whole || first + CellIndex<float>(lane, 4 * v) < edits.vocab)
+      if (whole || first + CellIndex<float>(lane, 4 * v) < edits.end)
         to[32 * v] = {y.words[4 * v], y.words[4 * v + 1], y.words[4 * v + 2], y.words[4 * v + 3]};
     }
     const float max = y.Max(0, kLaneElements);
@@ -1050,7 +1056,8 @@ __device__ inline void List(const typename Block::Element* row, const Part& part
   auto& pool = Pool<Shape>();
   Floor floor;
   if constexpr (Block::kCluster) {
-    floor.RaiseToLogit(ClusterFloor<Block>(lane_best, part.block, part.blocks, count));
+    floor.RaiseToLogit(ClusterFloor<Block>(lane_best, part.block, part.blocks, count,
+                                           part.warp_bests, *part.row_floor));
   } else {
     floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.cells(), count));
   }
@@ -1150,6 +1157,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   part.blocks = p.blocks;
   part.begin = p.cells * part.block / p.blocks * kCell;
   part.end = min(p.cells * (part.block + 1) / p.blocks * kCell, vocab);
+  part.warp_bests = memory.stream.warp_bests;
+  part.row_floor = &memory.stream.row_floor;
   DrawShared& s = memory.finish.draw;
   Stats* raw_cells = reinterpret_cast<Stats*>(&memory + 1);  // [cells]
   Stats* cells = raw_cells + p.cells + p.cells % 2;          // [cells], at the row's temperature
@@ -1179,7 +1188,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
         HasPatches(ask) ? p.patch_counts + static_cast<int64_t>(place) * p.cells : nullptr,
         p.bias_values + at,
         p.edited + at,
-        vocab,
+        part.end,
         ask.repetition,
         ask.presence,
         ask.frequency};
@@ -1197,7 +1206,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   Row row = raw_row;
   if (edited) {
     row.edited = p.edited + place * p.edited_stride;
-    if (is_raw) {
+    if (is_raw && ask.top_logprobs + ask.extra_count > 0) {
       // The lists of the row as sent are reported first.
       List<EditBlock<T, kInCluster>>(sent, part, raw_sketch, lane_best, max(1, ask.top_logprobs));
       if (part.block == 0) {

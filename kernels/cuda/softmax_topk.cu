@@ -577,7 +577,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   if constexpr (Block::kCluster) {
     if (select) {
       Floor floor;
-      floor.RaiseToLogit(ClusterFloor<Block>(lane_best, split, p.splits, ask.k));
+      floor.RaiseToLogit(ClusterFloor<Block>(lane_best, split, p.splits, ask.k, shared.warp_bests,
+                                             shared.row_floor));
       Gather<T, kThreads, Shape>(row + begin, begin, end - begin, sketch, floor, ask.k);
       SendToFirst<kThreads, Shape>(ask.k, split);
     } else {

@@ -38,6 +38,7 @@ struct SampleBatch {
   std::vector<uint32_t> mask_words;
   int64_t top_entries = 0;
   int64_t extra_entries = 0;
+  bool says_edited = false;  // also where no row is
 };
 
 // What lies in memory after a call of sample, sentinels as in TopKAnswer.
@@ -173,7 +174,7 @@ class OpRunner {
     LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
     SampleAnswer answer = Put(at, logits, batch);
     LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
-    LOGITD_RETURN_IF_ERROR(stream_->Sample(ArgsAt(at, logits)));
+    LOGITD_RETURN_IF_ERROR(stream_->Sample(ArgsAt(at, logits, batch)));
     LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.tokens, layout.bytes - at.tokens));
     if (auto times = stream_->Wait(); !times.ok()) return times.status();
     Fetch(at, answer);
@@ -199,7 +200,7 @@ class OpRunner {
     Put(at_probs, absl::MakeConstSpan(verify.draft_probs));
     Put(at_sequences, absl::MakeConstSpan(verify.sequences));
     Put(at_accepted, absl::MakeConstSpan(answer.accepted));
-    const VerifyArgs args{.sample = ArgsAt(at, logits),
+    const VerifyArgs args{.sample = ArgsAt(at, logits, batch),
                           .drafts = At<const VerifyDraft>(at_drafts),
                           .draft_ids = At<const int32_t>(at_ids),
                           .draft_probs = At<const float>(at_probs),
@@ -371,17 +372,20 @@ class OpRunner {
     return answer;
   }
 
-  SampleArgs ArgsAt(const SamplePlaces& at, const HostTensor& logits) const {
+  SampleArgs ArgsAt(const SamplePlaces& at, const HostTensor& logits,
+                    const SampleBatch& batch) const {
     return {.logits = {.data = slab_.device + at.logits + logits.offset_bytes(),
                        .dtype = logits.dtype(),
                        .rows = logits.rows(),
                        .cols = logits.cols(),
                        .row_stride = logits.row_stride()},
             .rows = At<const SampleRow>(at.rows),
-            .history = At<const int32_t>(at.history),
-            .bias = At<const SampleBias>(at.bias),
+            .history = batch.history.empty() ? nullptr : At<const int32_t>(at.history),
+            .bias = batch.bias.empty() ? nullptr : At<const SampleBias>(at.bias),
             .extra_ids = At<const int32_t>(at.extra_ids),
             .mask_words = At<const uint32_t>(at.mask_words),
+            .edited = batch.says_edited || !batch.history.empty() || !batch.bias.empty() ||
+                      !batch.mask_words.empty(),
             .tokens = At<int32_t>(at.tokens),
             .logprobs = At<float>(at.logprobs),
             .ranks = At<int32_t>(at.ranks),

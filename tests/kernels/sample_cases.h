@@ -229,6 +229,23 @@ inline const std::vector<SampleClaim>& SampleClaims() {
        1,
        {},
        {}},
+      // Their difference is no f32.
+      {"hot_and_far_apart_keeps_its_mass",
+       {3e38f, -3e38f},
+       With(kAt088,
+            [](SampleRow& row) {
+              row.temperature = 1e38f;
+              row.min_p = 0.001f;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       0,
+       -0.00247568f,
+       1,
+       {},
+       {}},
       // Of the first two, 0.5 and 0.25, the first has 2/3: enough. Of the whole row it would not
       // be.
       {"top_p_is_of_what_top_k_left",
@@ -536,10 +553,13 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
     row.frequency = one_in(2) ? -0.3f : 0.1f;
     row.first_history = static_cast<int64_t>(batch.history.size());
     const uint64_t most = vocab > 4096 && one_in(3) ? 20000 : 300;
+    const bool crowded = vocab > 20000 && one_in(2);  // all of them in one cell
     row.history_count = static_cast<int32_t>(random() % most);
     const int32_t favourite = id();
     for (int32_t i = 0; i < row.history_count; ++i) {
-      batch.history.push_back(one_in(3) ? favourite : id());
+      batch.history.push_back(one_in(3) ? favourite
+                              : crowded ? static_cast<int32_t>(15 * 1024 + random() % 1024)
+                                        : id());
     }
   }
   if (one_in(3)) {
@@ -686,6 +706,7 @@ inline std::string BrokenSampleInvariance(OpRunner& runner, const SampleCase& c)
       AddRandomRow(batch, c.vocab, own);
       batch.rows.back().active = 1;
       if (batch.rows.back().temperature < 0) batch.rows.back().temperature = 1;
+      batch.says_edited = rows == 2;
       auto got = runner.Sample(tensor, batch);
       if (!got.ok()) return got.status().ToString();
       const std::string bits = SampleBits(*got, batch.rows.back(), rows - 1);
