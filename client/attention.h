@@ -53,7 +53,8 @@ struct AttentionSoftmaxRequest {
   v1::DType out_dtype =
       v1::DTYPE_UNSPECIFIED;  // of the probs: `dtype`, which is also the default, or f32
   bool want_logsumexp = false;
-  absl::Span<char> probs;  // where the answer goes, of exactly its size; empty: to the result
+  // Where the answer goes, of exactly its size; empty: to the result. Undefined after an error.
+  absl::Span<char> probs;
   std::shared_ptr<const void> owner;
 };
 

@@ -36,7 +36,8 @@ class JsonMessage final : public spdlog::custom_flag_formatter {
 std::atomic<bool> grpc_is_ending = false;
 
 void LogGrpc(gpr_log_func_args* args) {
-  const bool warn = args->severity == GPR_LOG_SEVERITY_ERROR && !grpc_is_ending;
+  if (grpc_is_ending) return;  // gRPC's threads may outlive the logger
+  const bool warn = args->severity == GPR_LOG_SEVERITY_ERROR;
   spdlog::log(warn ? spdlog::level::warn : spdlog::level::debug, "grpc: {}", args->message);
 }
 

@@ -11,8 +11,8 @@ namespace logitd {
 // message. Before the first thread.
 void SetUpLogging(const std::string& level, const std::string& format);
 
-// From here on what gRPC has to say is for debugging: it takes the end of its sockets for errors.
-// Any thread.
+// From here on gRPC is not listened to: it takes the end of its sockets for errors, and its threads
+// may outlive the logger. Any thread.
 void GrpcIsEnding();
 
 }  // namespace logitd

@@ -2,9 +2,10 @@
 // share.
 //
 // A row is cut into vectors of kElements elements, counted from the row's start, never from an
-// address, and a warp holds neighbouring ones: lane l vectors l, l + 32, l + 64, ... of them. So
+// address, and a warp holds neighbouring ones, dealt out to the row's lanes in turns. So
 // which element a thread adds in which order depends on the index alone, and a row's bits are the
-// same at any alignment and stride. How many warps own a row depends on its length and type.
+// same at any alignment and stride. How many warps own a row depends on its length, its types and
+// whether it has a mask or a window.
 #ifndef LOGITD_KERNELS_CUDA_ATTENTION_CUH_
 #define LOGITD_KERNELS_CUDA_ATTENTION_CUH_
 
@@ -119,7 +120,8 @@ struct Blocks {
     return static_cast<int>(reinterpret_cast<uintptr_t>(row) % (4 * kBlockWords) / sizeof(T));
   }
 
-  // Starts the loads of blocks with an element that is seen; no other is read.
+  // Starts the loads of blocks with an element that is seen; no other is read, but for the first of
+  // a row that sees none.
   __device__ void Load(const T* row, const Seen& seen, int first) {
     const int begin = first - Offset(row);
 #pragma unroll

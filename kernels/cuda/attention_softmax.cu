@@ -82,8 +82,8 @@ struct Params {
 struct ExpFrom {
   // Beyond it n has no exact neighbours; there x - max is exact where its exponential is not 0.
   static constexpr float kMostWhole = 0x1p23f;
-  static constexpr float kLog2ERest = -1.925963033500e-8f;  // log2(e) - kLog2E
-  static constexpr float kNothing = -1000.0f;               // an exponent of 0
+  static constexpr float kLog2ERest = 1.925963033500e-8f;  // log2(e) - kLog2E
+  static constexpr float kNothing = -1000.0f;              // an exponent of 0
 
   float max;
   float shift;  // -n
@@ -106,7 +106,9 @@ struct ExpFrom {
   // What turns something relative to another maximum, <= this one, into the same relative to this.
   __device__ float Factor(const ExpFrom& other) const {
     if (other.max == -kInfinity) return 0.0f;
-    return plain && other.plain ? Exp2(shift - other.shift) : Careful(other.max);
+    if (plain) return other.plain ? Exp2(shift - other.shift) : Plain(other.max);
+    const float careful = Careful(other.max);
+    return other.plain ? careful * Exp2(-fmaf(other.max, kLog2E, other.shift)) : careful;
   }
   // Natural logarithm of a sum relative to this maximum.
   __device__ float Log(float sum) const {

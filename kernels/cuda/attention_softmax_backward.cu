@@ -195,7 +195,8 @@ struct LaneVectors {
   // Writes the gradient, and zeros where WriteUnseen() has not. By whole warps.
   __device__ void Store(const Params& p, const Row& row, const Held& held, float dot,
                         bool odd) const {
-    const bool careful = odd || !isfinite(dot);
+    // Nor may dy - dot overflow where y is 0: from here on it may, of the largest dy.
+    const bool careful = odd || !(fabsf(dot) < 0x1p103f);
     Out* out = p.d_scores.Row<Out>(row.index);
     const auto vector = [&](int v, uint32_t(&words)[kWords<Out, E>]) {
       if (!row.seen.Some<E>(Index(v))) return;

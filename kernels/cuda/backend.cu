@@ -29,6 +29,17 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
   return Recoverable(error) ? absl::UnavailableError(text) : absl::InternalError(text);
 }
 
+__global__ void ProbeKernel() {}
+
+// Whether blocks of a cluster can share memory: the device must, and the code that was loaded for
+// it, which may be compiled from that of an older one.
+absl::Status ProbeClusters(const cudaDeviceProp& properties, bool& clusters) {
+  cudaFuncAttributes loaded;
+  LOGITD_RETURN_IF_ERROR(ToStatus(cudaFuncGetAttributes(&loaded, ProbeKernel), "probe kernels"));
+  clusters = properties.major >= 9 && loaded.ptxVersion >= 90;
+  return absl::OkStatus();
+}
+
 class CudaStream final : public Stream {
  public:
   static absl::StatusOr<std::unique_ptr<Stream>> Create(int device,
@@ -121,7 +132,7 @@ class CudaStream final : public Stream {
     scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
-    scratch_.clusters = properties.major >= 9;
+    LOGITD_RETURN_IF_ERROR(ProbeClusters(properties, scratch_.clusters));
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
     return ToStatus(cudaMemsetAsync(scratch_.data, 0, cuda::Scratch::kCounterBytes, stream_),

@@ -155,7 +155,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
 }
 
 bool Batcher::Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const {
-  return batch.rows + spec.rows() <= options_.max_batch_rows &&
+  return (spec.key.op->alone || batch.rows + spec.rows() <= options_.max_batch_rows) &&
          batch.payload_bytes + size.payload_bytes <= options_.slab_payload_bytes &&
          batch.answer_bytes + size.answer_bytes <= options_.slab_answer_bytes;
 }

@@ -100,7 +100,8 @@ struct JobAnswer {
   // Keeps the slab of a job that was alone in it from the next batch: for answers worth sending
   // from where they lie. Null where too many slabs are kept already, so that those who are slow to
   // take their answers do not stop the others. May be dropped on any thread, under any lock but the
-  // engine's own; the engine waits for it when it is destroyed.
+  // engine's own; the engine waits some seconds for it when it is destroyed, then leaves it its
+  // slab.
   std::shared_ptr<const void> keep;
 };
 

@@ -259,6 +259,11 @@ absl::Status AttentionCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobS
         tensor_->next_row));
   }
   header_ = continues ? tensor_->header : static_cast<const AttentionHeader&>(fields);
+  // A stream keeps them for as long as its tensor takes.
+  if (header_.sinks.size() > static_cast<size_t>(max_rows)) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("sinks: got %d values, allowed 0..%d", header_.sinks.size(), max_rows));
+  }
   payload_ = fields.payload;
   LOGITD_RETURN_IF_ERROR(ReadDType(header_.dtype, &dtype_));
   LOGITD_RETURN_IF_ERROR(ReadRows(fields.payload.bytes));
@@ -287,7 +292,7 @@ absl::Status AttentionCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobS
     tensor_->next_row += call_.shape.rows;
     const AttentionShape& shape = call_.shape;
     const bool complete = tensor_->next_row == shape.batch * shape.heads * shape.queries;
-    if (complete) tensor_->next_row = 0;
+    if (complete) *tensor_ = {};
     if (!complete && !continues) tensor_->header = header_;
   }
   return absl::OkStatus();

@@ -278,6 +278,19 @@ TEST_F(AloneTest, BytesBoundItsRowsAndAnAnswerInPlaceCostsNone) {
   EXPECT_THAT(std::string(large.message()), HasSubstr("payload: 129 rows of 8 f32 elements"));
 }
 
+TEST_F(AloneTest, JobsOfManyRowsWaitForSlabsLikeOthers) {
+  EngineOptions options = SmallOptions();
+  options.slab_answer_bytes = 1024;
+  Start(options);
+  backend_.Hold();
+  // More jobs than slabs, each of more rows than a batch of others may have.
+  for (int i = 0; i < 9; ++i) Submit({.rows = 128, .row_elements = 8, .in_place = true});
+  EXPECT_GT(Gauge("logitd_queued_jobs"), 0);
+  backend_.Release();
+  for (const auto& job : jobs_) EXPECT_TRUE(job->Wait().ok());
+  EXPECT_TRUE(WaitForGauge("logitd_slabs_in_use", 0));
+}
+
 TEST_F(AloneTest, AKeptAnswerStaysWhileOthersRun) {
   Start();
   for (const bool in_place : {false, true}) {

@@ -3,6 +3,7 @@
 #ifndef LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
 #define LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -45,6 +46,11 @@ struct AttentionClaim {
 inline const std::vector<AttentionClaim>& AttentionClaims() {
   static const float kLn2 = std::log(2.0f), kLn3 = std::log(3.0f), kLn4 = std::log(4.0f);
   static const float kMost = std::numeric_limits<float>::max();
+  const auto halves = [](float first, float second) {
+    std::vector<float> row(2048, first);
+    std::fill(row.begin() + 1024, row.end(), second);
+    return row;
+  };
   constexpr RowStatus kOk = {};
   constexpr RowStatus kEmpty = {RowCode::kEmptySupport, -1};
   static const auto& claims = *new std::vector<AttentionClaim>{
@@ -360,6 +366,17 @@ inline const std::vector<AttentionClaim>& AttentionClaims() {
        {0.26894142f, 0.73105858f},
        {1048577.3f}},
       {"far_tail_keeps_its_digits", {1, 1, 1, 2}, {19, -45}, {1, 1.60381089e-28f}, {19}},
+      // log2(e) times their maxima is about the largest whole number with neighbours on both sides.
+      {"halves_keep_their_difference",
+       {1, 1, 1, 2048},
+       halves(5814539.5f, 5814540.5f),
+       halves(0.26894142f / 1024, 0.73105858f / 1024),
+       {5814547.5f}},
+      {"negative_halves_keep_their_difference",
+       {1, 1, 1, 2048},
+       halves(-5814539.5f, -5814540.5f),
+       halves(0.73105858f / 1024, 0.26894142f / 1024),
+       {-5814532.5f}},
   };
   return claims;
 }
