@@ -28,6 +28,8 @@ using BackwardResponse = v1::AttentionSoftmaxBackwardResponse;
 static_assert(Response::kProbsFieldNumber == int{BackwardResponse::kDScoresFieldNumber});
 
 // What protobuf carries, less room for the small fields.
+// Tags and lengths of a message's payload, mask, d_probs and logsumexp, at most.
+constexpr int64_t kFieldHeadBytes = 4 * 8;
 constexpr int64_t kMaxPayload = std::numeric_limits<int32_t>::max() - (int64_t{1} << 20);
 
 // Of a row beside the large array: its status and its logsumexp, as the server counts them.
@@ -115,8 +117,7 @@ void Add(const v1::Timings& part, v1::Timings* all) {
 }  // namespace
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmaxRequest& request,
-                                                          const v1::Limits& limits,
-                                                          int64_t message_bytes) {
+                                                          const v1::Limits& limits, Sizes sizes) {
   auto header = HeaderOf<Forward>(request);
   header.set_want_logsumexp(request.want_logsumexp);
   if (request.mask.kind != v1::MASK_KIND_NONE) {
@@ -135,12 +136,11 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmax
                      .want_logsumexp = request.want_logsumexp,
                      .header = header.SerializeAsString(),
                      .owner = request.owner},
-              limits, message_bytes);
+              limits, sizes);
 }
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(
-    const AttentionSoftmaxBackwardRequest& request, const v1::Limits& limits,
-    int64_t message_bytes) {
+    const AttentionSoftmaxBackwardRequest& request, const v1::Limits& limits, Sizes sizes) {
   return Plan(Tensor{.backward = true,
                      .dtype = request.dtype,
                      .out_dtype = OutDType(request.out_dtype, request.dtype),
@@ -153,11 +153,11 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(
                      .sinks = static_cast<int64_t>(request.sinks.size()),
                      .header = HeaderOf<Backward>(request).SerializeAsString(),
                      .owner = request.owner},
-              limits, message_bytes);
+              limits, sizes);
 }
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(Tensor tensor, const v1::Limits& limits,
-                                                          int64_t message_bytes) {
+                                                          Sizes sizes) {
   AttentionMessages messages(std::move(tensor));
   const Tensor& t = messages.tensor_;
   if (absl::Status status = messages.CheckSizes(); !status.ok()) return status;
@@ -174,8 +174,12 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(Tensor tensor, const v
     const int64_t left = limits.max_answer_bytes() - t.sinks * static_cast<int64_t>(sizeof(double));
     rows = std::min(rows, left / row);
   }
-  if (messages.Cut(std::min(largest, message_bytes), rows).ok()) return messages;
-  // A row may be larger than what was asked for, but not than what the server takes.
+  if (sizes.most > 0) {
+    largest =
+        std::min(largest, sizes.most - static_cast<int64_t>(t.header.size()) - kFieldHeadBytes);
+  }
+  if (messages.Cut(std::min(largest, sizes.about), rows).ok()) return messages;
+  // A row may be larger than what was asked for, but not than what may be sent.
   messages.chunks_.clear();
   if (absl::Status status = messages.Cut(largest, rows); !status.ok()) return status;
   return messages;

@@ -21,12 +21,17 @@ namespace logitd::client {
 // answers together. The request outlives it. Not thread-safe.
 class AttentionMessages {
  public:
-  // Messages of about `message_bytes` of payload, where the server's limits allow that.
+  // Bytes of a message. A row that is larger than `about` goes alone.
+  struct Sizes {
+    int64_t about;     // of the payload
+    int64_t most = 0;  // of all of it; 0: no limit but the server's
+  };
+
   // INVALID_ARGUMENT: sizes that disagree, or one row with its mask that no message carries.
   static absl::StatusOr<AttentionMessages> Plan(const AttentionSoftmaxRequest& request,
-                                                const v1::Limits& limits, int64_t message_bytes);
+                                                const v1::Limits& limits, Sizes sizes);
   static absl::StatusOr<AttentionMessages> Plan(const AttentionSoftmaxBackwardRequest& request,
-                                                const v1::Limits& limits, int64_t message_bytes);
+                                                const v1::Limits& limits, Sizes sizes);
 
   int size() const { return static_cast<int>(chunks_.size()); }
   bool backward() const { return tensor_.backward; }
@@ -71,7 +76,7 @@ class AttentionMessages {
 
   explicit AttentionMessages(Tensor tensor) : tensor_(std::move(tensor)) {}
   static absl::StatusOr<AttentionMessages> Plan(Tensor tensor, const v1::Limits& limits,
-                                                int64_t message_bytes);
+                                                Sizes sizes);
   absl::Status CheckSizes() const;
   absl::Status Cut(int64_t max_bytes, int64_t max_rows);
   int64_t row_bytes() const;

@@ -360,14 +360,14 @@ struct Client::Impl {
     return attempt;
   }
 
-  absl::StatusOr<v1::GetInfoResponse> Info() {
+  absl::StatusOr<v1::GetInfoResponse> Info(absl::Time end) {
     int attempts = 0;
     Attempt attempt = CallWithRetries(
         [&](absl::Time deadline) {
           grpc::ByteBuffer request = BufferOf(v1::GetInfoRequest().SerializeAsString());
           return Call(kInfoMethod, &request, deadline, nullptr);
         },
-        &attempts);
+        &attempts, end);
     if (!attempt.status.ok()) return attempt.status;
     v1::GetInfoResponse info;
     grpc::ProtoBufferReader reader(&attempt.response);
@@ -378,12 +378,12 @@ struct Client::Impl {
   }
 
   // Of the server, asked for once.
-  absl::StatusOr<v1::Limits> Limits() {
+  absl::StatusOr<v1::Limits> Limits(absl::Time end) {
     {
       absl::MutexLock lock(&mutex);
       if (limits.has_value()) return *limits;
     }
-    absl::StatusOr<v1::GetInfoResponse> info = Info();
+    absl::StatusOr<v1::GetInfoResponse> info = Info(end);
     if (!info.ok()) return info.status();
     absl::MutexLock lock(&mutex);
     limits = info->limits();
@@ -392,14 +392,12 @@ struct Client::Impl {
 
   template <typename Request>
   absl::StatusOr<AttentionResult> Attention(const Request& request) {
-    const absl::StatusOr<v1::Limits> of_server = Limits();
+    const absl::Time end = Deadline();
+    const absl::StatusOr<v1::Limits> of_server = Limits(end);
     if (!of_server.ok()) return of_server.status();
-    int64_t message_bytes = options.attention_message_bytes;
-    if (options.max_message_bytes > 0) {
-      message_bytes = std::min(message_bytes, options.max_message_bytes);
-    }
-    absl::StatusOr<AttentionMessages> messages =
-        AttentionMessages::Plan(request, *of_server, message_bytes);
+    absl::StatusOr<AttentionMessages> messages = AttentionMessages::Plan(
+        request, *of_server,
+        {.about = options.attention_message_bytes, .most = options.max_message_bytes});
     if (!messages.ok()) return messages.status();
     const size_t backward = messages->backward() ? 1 : 0;
     auto once = [&](absl::Time deadline) {
@@ -416,13 +414,12 @@ struct Client::Impl {
       }
       grpc::ByteBuffer message = messages->Encode(0, owner);
       owner.reset();
-      if (absl::Status size = CheckSize(message); !size.ok()) return Attempt{.status = size};
       Attempt attempt = Call(kAttentionMethods[backward], &message, deadline, released.get());
       if (attempt.status.ok()) attempt.status = messages->Take(0, &attempt.response);
       return attempt;
     };
     int attempts = 0;
-    Attempt attempt = CallWithRetries(once, &attempts);
+    Attempt attempt = CallWithRetries(once, &attempts, end);
     if (!attempt.status.ok()) return attempt.status;
     AttentionResult result = messages->Finish();
     result.round_trip = attempt.round_trip;
@@ -430,10 +427,12 @@ struct Client::Impl {
     return result;
   }
 
+  // Of a whole call that begins now.
+  absl::Time Deadline() const { return absl::Now() + options.deadline; }
+
   // Runs `once(deadline)` until it succeeds, may not be tried again, or time is up.
   template <typename Once>
-  Attempt CallWithRetries(Once once, int* attempts) {
-    const absl::Time deadline = absl::Now() + options.deadline;
+  Attempt CallWithRetries(Once once, int* attempts, absl::Time deadline) {
     const int max_attempts = options.retry.max_attempts;
     absl::Duration backoff = options.retry.initial_backoff;
     for (*attempts = 1;; ++*attempts) {
@@ -486,7 +485,7 @@ struct Client::Impl {
       return Call(method, &*buffer, deadline, released.get());
     };
     int attempts = 0;
-    Attempt attempt = CallWithRetries(once, &attempts);
+    Attempt attempt = CallWithRetries(once, &attempts, Deadline());
     if (!attempt.status.ok()) return attempt.status;
     absl::StatusOr<Result> result = decode(&attempt.response);
     if (result.ok()) {
@@ -598,7 +597,7 @@ void Client::TopKAsync(const TopKRequest& request,
                         });
 }
 
-absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(); }
+absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(impl_->Deadline()); }
 
 absl::StatusOr<ServingStatus> Client::Health(const std::string& service) {
   int attempts = 0;
@@ -607,7 +606,7 @@ absl::StatusOr<ServingStatus> Client::Health(const std::string& service) {
         grpc::ByteBuffer request = BufferOf(EncodeHealthRequest(service));
         return impl_->Call(kHealthCheckMethod, &request, deadline, nullptr);
       },
-      &attempts);
+      &attempts, impl_->Deadline());
   if (!attempt.status.ok()) return attempt.status;
   return DecodeHealthResponse(attempt.response);
 }

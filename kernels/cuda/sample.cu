@@ -20,7 +20,7 @@
 // equal, up to ten times), and a rank beyond the list what reaches it of the row. verify with
 // draft probabilities reads a row once more, and twice more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; edits and a flat top_p by
-// arithmetic, about 800 instructions a cell for either.
+// arithmetic.
 // Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 91 us, 65% of one read, with
 // top_k 64, top_p 0.9 and 20 log-probabilities; 257 with 4096 tokens of history and a mask besides;
 // 150 unfiltered; 466 for a flat top_p. 64 rows 28 us, one row 19 us. Tried and dropped: a history

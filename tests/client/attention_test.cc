@@ -319,6 +319,35 @@ absl::StatusOr<client::AttentionResult> SendTenRows(const FakeAttention& server)
   return result;
 }
 
+TEST(AttentionFaultTest, NoMessageIsLargerThanTheClientAllows) {
+  std::atomic<size_t> largest = 0;
+  const FakeAttention server([&](int, FakeAttention::Stream* stream) {
+    v1::AttentionSoftmaxRequest request;
+    for (int64_t row = 0; stream->Read(&request);) {
+      largest = std::max<size_t>(largest, request.ByteSizeLong());
+      const v1::AttentionSoftmaxResponse answer = Echo(request, row);
+      row += answer.rows();
+      stream->Write(answer);
+    }
+    return grpc::Status::OK;
+  });
+  const std::vector<float> scores = Normal(400, 7);
+  const auto send = [&](int64_t most) {
+    const auto client = *client::Client::Create(
+        {.address = server.address(), .deadline = absl::Seconds(20), .max_message_bytes = most});
+    return client->AttentionSoftmax(
+        {.shape = {.queries = 100, .keys = 4}, .scores = ViewOf(scores)});
+  };
+  const absl::StatusOr<client::AttentionResult> result = send(400);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->values, ViewOf(scores));
+  EXPECT_LE(largest, 400);
+  EXPECT_GT(largest, 300);  // and not much smaller
+  const absl::StatusOr<client::AttentionResult> refused = send(40);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("a row of 16 bytes"));
+}
+
 TEST(AttentionFaultTest, AStreamIsTriedAgainFromItsStart) {
   const FakeAttention server([](int call, FakeAttention::Stream* stream) {
     v1::AttentionSoftmaxRequest request;

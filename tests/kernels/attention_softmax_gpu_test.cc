@@ -1,36 +1,17 @@
 // attention_softmax on the CUDA backend: the CPU's cases.
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <memory>
 
 #include "kernels/backend.h"
 #include "tests/kernels/attention_softmax_cases.h"
+#include "tests/kernels/cuda_test.h"
 #include "tests/kernels/op_runner.h"
 
 namespace logitd::testing {
 namespace {
 
-// The backend, or why there is none. Made once: a context is slow to make.
-const absl::StatusOr<std::unique_ptr<Backend>>& Cuda() {
-  static const auto& cuda = *new auto(CreateBackend("cuda", {}));
-  return cuda;
-}
-
-class AttentionSoftmaxGpuTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (absl::IsUnavailable(Cuda().status())) GTEST_SKIP() << Cuda().status();
-    ASSERT_TRUE(Cuda().ok()) << Cuda().status();
-    runner_ = OpRunner::Create(Cuda()->get()).value();
-  }
-
-  static void SetUpTestSuite() {
-    if (absl::IsUnavailable(Cuda().status())) std::printf("no CUDA device: every test skipped\n");
-  }
-
-  std::unique_ptr<OpRunner> runner_;
-};
+class AttentionSoftmaxGpuTest : public CudaTest {};
 
 TEST_F(AttentionSoftmaxGpuTest, KeepsEveryClaim) {
   for (const AttentionClaim& claim : AttentionClaims()) {

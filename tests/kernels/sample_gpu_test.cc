@@ -2,32 +2,19 @@
 // itself.
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <memory>
 #include <random>
 
 #include "kernels/backend.h"
+#include "tests/kernels/cuda_test.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/sample_cases.h"
 
 namespace logitd::testing {
 namespace {
 
-// The backend, or why there is none. Made once: a context is slow to make.
-const absl::StatusOr<std::unique_ptr<Backend>>& Cuda() {
-  static const auto& cuda = *new auto(CreateBackend("cuda", {}));
-  return cuda;
-}
-
-class SampleGpuTest : public ::testing::Test {
+class SampleGpuTest : public CudaTest {
  protected:
-  void SetUp() override {
-    if (absl::IsUnavailable(Cuda().status())) GTEST_SKIP() << Cuda().status();
-    ASSERT_TRUE(Cuda().ok()) << Cuda().status();
-    runner_ = OpRunner::Create(Cuda()->get()).value();
-  }
-
-  std::unique_ptr<OpRunner> runner_;
   std::unique_ptr<Backend> cpu_backend_ = CreateBackend("cpu", {}).value();
   std::unique_ptr<OpRunner> cpu_ = OpRunner::Create(cpu_backend_.get()).value();
 };

@@ -1,36 +1,17 @@
 // softmax_topk on the CUDA backend: the CPU's cases, and agreement with the CPU backend itself.
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <memory>
 
 #include "kernels/backend.h"
+#include "tests/kernels/cuda_test.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/softmax_topk_cases.h"
 
 namespace logitd::testing {
 namespace {
 
-// The backend, or why there is none. Made once: a context is slow to make.
-const absl::StatusOr<std::unique_ptr<Backend>>& Cuda() {
-  static const auto& cuda = *new auto(CreateBackend("cuda", {}));
-  return cuda;
-}
-
-class SoftmaxTopKGpuTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (absl::IsUnavailable(Cuda().status())) GTEST_SKIP() << Cuda().status();
-    ASSERT_TRUE(Cuda().ok()) << Cuda().status();
-    runner_ = OpRunner::Create(Cuda()->get()).value();
-  }
-
-  static void SetUpTestSuite() {
-    if (absl::IsUnavailable(Cuda().status())) std::printf("no CUDA device: every test skipped\n");
-  }
-
-  std::unique_ptr<OpRunner> runner_;
-};
+class SoftmaxTopKGpuTest : public CudaTest {};
 
 TEST_F(SoftmaxTopKGpuTest, KeepsEveryClaim) {
   for (const TopKClaim& claim : TopKClaims())
