@@ -51,15 +51,6 @@ struct AttentionMask {
   int64_t origin = 0;  // what comes before data[0], where only a chunk's part of the mask is there
 };
 
-// A matrix that is written; else as TensorView.
-struct MutableTensorView {
-  void* data = nullptr;
-  DType dtype = DType::kF32;
-  int64_t rows = 0;
-  int64_t cols = 0;
-  int64_t row_stride = 0;  // elements, >= cols
-};
-
 // Writes probs = softmax(scale * scores + mask) over the keys each query sees.
 //
 // With x_j = scale * score_j (+ mask_j), in fp32, over the keys that are neither outside the window

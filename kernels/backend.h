@@ -11,7 +11,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_format.h"
 #include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/linear.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
@@ -31,6 +34,15 @@ struct Slab {
   std::byte* device = nullptr;
   size_t bytes = 0;
 };
+
+// Device memory without a host counterpart, for what stays: heads. 256-byte aligned.
+struct DeviceMemory {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+};
+
+// What a stream is for. One for copies alone runs no ops, and has no scratch memory.
+enum class StreamUse : uint8_t { kOps, kCopies };
 
 // Where the time of the work since the last Wait went, by the device's own clock.
 struct StreamTimes {
@@ -52,15 +64,40 @@ class Stream {
   virtual absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) = 0;
   virtual absl::Status Download(const Slab& slab, size_t offset, size_t bytes) = 0;
 
-  // One method per op.
-  virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) = 0;
-  virtual absl::Status Sample(const SampleArgs& args) = 0;
-  virtual absl::Status Verify(const VerifyArgs& args) = 0;
-  virtual absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) = 0;
-  virtual absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) = 0;
+  // Copies slab bytes [offset, offset + bytes) from the host to `to`, anywhere in device memory. In
+  // the order of use it is an Upload.
+  virtual absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) = 0;
+
+  // One method per op. UNIMPLEMENTED: this backend has no such op.
+  virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs&) { return NoSuchOp("softmax_topk"); }
+  virtual absl::Status Sample(const SampleArgs&) { return NoSuchOp("sample"); }
+  virtual absl::Status Verify(const VerifyArgs&) { return NoSuchOp("verify"); }
+  virtual absl::Status AttentionSoftmax(const AttentionSoftmaxArgs&) {
+    return NoSuchOp("attention_softmax");
+  }
+  virtual absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs&) {
+    return NoSuchOp("attention_softmax_backward");
+  }
+  virtual absl::Status CrossEntropy(const CrossEntropyArgs&) { return NoSuchOp("cross_entropy"); }
+  virtual absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs&) {
+    return NoSuchOp("cross_entropy_backward");
+  }
+  virtual absl::Status LinearTopK(const LinearTopKArgs&) { return NoSuchOp("linear_topk"); }
+  virtual absl::Status LinearSample(const LinearSampleArgs&) { return NoSuchOp("linear_sample"); }
+  virtual absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs&) {
+    return NoSuchOp("linear_cross_entropy");
+  }
+  virtual absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs&) {
+    return NoSuchOp("linear_cross_entropy_backward");
+  }
 
   // Blocks until all that was enqueued is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;
+
+ private:
+  static absl::Status NoSuchOp(std::string_view name) {
+    return absl::UnimplementedError(absl::StrFormat("%s: this backend has no such op", name));
+  }
 };
 
 // Thread-safe. Outlives its streams and slabs.
@@ -72,7 +109,9 @@ class Backend {
   // RESOURCE_EXHAUSTED when there is no memory for it.
   virtual absl::StatusOr<Slab> AllocateSlab(size_t bytes) = 0;
   virtual void FreeSlab(const Slab& slab) = 0;
-  virtual absl::StatusOr<std::unique_ptr<Stream>> CreateStream() = 0;
+  virtual absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) = 0;
+  virtual void FreeDevice(const DeviceMemory& memory) = 0;
+  virtual absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use = StreamUse::kOps) = 0;
 };
 
 struct BackendOptions {

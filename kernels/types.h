@@ -35,6 +35,15 @@ struct TensorView {
   int64_t row_stride = 0;  // elements, >= cols
 };
 
+// A matrix that is written; else as TensorView.
+struct MutableTensorView {
+  void* data = nullptr;
+  DType dtype = DType::kF32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t row_stride = 0;  // elements, >= cols
+};
+
 // Largest vocabulary any op takes.
 inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 

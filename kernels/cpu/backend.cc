@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -28,6 +29,11 @@ class CpuStream : public Stream {
 
   absl::Status Upload(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
   absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
+
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    std::memcpy(to, slab.host + offset, bytes);
+    return absl::OkStatus();
+  }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
     return Timed([&] { cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_); });
@@ -74,9 +80,30 @@ class CpuBackend : public Backend {
 
   const DeviceInfo& device() const override { return info_; }
 
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
+    absl::StatusOr<std::byte*> data = Map("slab", bytes);
+    if (!data.ok()) return data.status();
+    return Slab{.host = *data, .device = *data, .bytes = bytes};
+  }
+  void FreeSlab(const Slab& slab) override { munmap(slab.host, MappedBytes(slab.bytes)); }
+
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    absl::StatusOr<std::byte*> data = Map("device memory", bytes);
+    if (!data.ok()) return data.status();
+    return DeviceMemory{.data = *data, .bytes = bytes};
+  }
+  void FreeDevice(const DeviceMemory& memory) override {
+    munmap(memory.data, MappedBytes(memory.bytes));
+  }
+
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse) override {
+    return std::make_unique<CpuStream>(&pool_);
+  }
+
+ private:
   // Mapped rather than malloc'd: page-aligned, and a size that cannot be had fails here and not on
   // first touch of the allocator's own structures.
-  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
+  absl::StatusOr<std::byte*> Map(std::string_view what, size_t bytes) const {
     void* data = MAP_FAILED;
     if (bytes <= static_cast<size_t>(std::numeric_limits<int64_t>::max())) {
       data = mmap(nullptr, MappedBytes(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
@@ -84,21 +111,13 @@ class CpuBackend : public Backend {
     }
     if (data == MAP_FAILED) {
       return absl::ResourceExhaustedError(absl::StrFormat(
-          "slab: no memory for %d bytes; the machine has %d", bytes, info_.memory_bytes));
+          "%s: no memory for %d bytes; the machine has %d", what, bytes, info_.memory_bytes));
     }
     // Advice only: a kernel without huge pages gives small ones.
     (void)madvise(data, MappedBytes(bytes), MADV_HUGEPAGE);
-    auto* address = static_cast<std::byte*>(data);
-    return Slab{.host = address, .device = address, .bytes = bytes};
+    return static_cast<std::byte*>(data);
   }
 
-  void FreeSlab(const Slab& slab) override { munmap(slab.host, MappedBytes(slab.bytes)); }
-
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
-    return std::make_unique<CpuStream>(&pool_);
-  }
-
- private:
   // mmap takes no empty ranges.
   static size_t MappedBytes(size_t bytes) { return bytes == 0 ? 1 : bytes; }
 

@@ -43,9 +43,10 @@ absl::Status ProbeClusters(const cudaDeviceProp& properties, bool& clusters) {
 class CudaStream final : public Stream {
  public:
   static absl::StatusOr<std::unique_ptr<Stream>> Create(int device,
-                                                        const cudaDeviceProp& properties) {
+                                                        const cudaDeviceProp& properties,
+                                                        StreamUse use) {
     auto stream = std::unique_ptr<CudaStream>(new CudaStream(device));
-    LOGITD_RETURN_IF_ERROR(stream->Init(properties));
+    LOGITD_RETURN_IF_ERROR(stream->Init(properties, use));
     return stream;
   }
 
@@ -70,6 +71,12 @@ class CudaStream final : public Stream {
     return ToStatus(cudaMemcpyAsync(slab.host + offset, slab.device + offset, bytes,
                                     cudaMemcpyDeviceToHost, stream_),
                     "download");
+  }
+
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    return ToStatus(cudaMemcpyAsync(to, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
+                    "fill");
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
@@ -121,7 +128,7 @@ class CudaStream final : public Stream {
 
   explicit CudaStream(int device) : device_(device) {}
 
-  absl::Status Init(const cudaDeviceProp& properties) {
+  absl::Status Init(const cudaDeviceProp& properties, StreamUse use) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create stream"));
@@ -129,6 +136,7 @@ class CudaStream final : public Stream {
       LOGITD_RETURN_IF_ERROR(
           ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
     }
+    if (use == StreamUse::kCopies) return absl::OkStatus();
     scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
@@ -194,8 +202,29 @@ class CudaBackend final : public Backend {
     if (slab.device != nullptr) cudaFree(slab.device);
   }
 
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
-    return CudaStream::Create(device_, properties_);
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    DeviceMemory memory{.bytes = bytes};
+    const cudaError_t error = cudaMalloc(&memory.data, bytes);
+    if (error != cudaErrorMemoryAllocation) {
+      LOGITD_RETURN_IF_ERROR(ToStatus(error, "allocate"));
+      return memory;
+    }
+    cudaGetLastError();
+    size_t free = 0;
+    size_t total = 0;
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total), "read free memory"));
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "device memory: no room for %d bytes; %d of %d are free", bytes, free, total));
+  }
+
+  void FreeDevice(const DeviceMemory& memory) override {
+    cudaSetDevice(device_);
+    cudaFree(memory.data);
+  }
+
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
+    return CudaStream::Create(device_, properties_, use);
   }
 
  private:

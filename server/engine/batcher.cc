@@ -44,7 +44,7 @@ int64_t MonotonicNanos() {
 }
 
 size_t Batcher::KeyHash::operator()(const BatchKey& key) const {
-  return absl::HashOf(key.op, key.dtype, key.row_elements);
+  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head);
 }
 
 void Batcher::JobList::PushBack(Job* job) {

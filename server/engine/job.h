@@ -19,6 +19,7 @@
 namespace logitd::engine {
 
 struct Batch;
+class Head;
 
 // What an op's arrays have elements for: axis 0 is the rows, the others (answers, ids of lists,
 // words of masks, ...) are the op's own.
@@ -40,6 +41,7 @@ struct BatchView {
   absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
   absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
   const void* call;                      // JobSpec::call where the op is alone, else null
+  const HeadView* head;                  // BatchKey::head's, else null
 
   int64_t rows() const { return counts[kRowAxis]; }
 };
@@ -66,7 +68,8 @@ struct OpTraits {
 struct BatchKey {
   const OpTraits* op = nullptr;
   DType dtype = DType::kF32;
-  int64_t row_elements = 0;  // vocab, for ops on logits
+  int64_t row_elements = 0;    // vocab, for ops on logits; hidden, for ops on hidden states
+  const Head* head = nullptr;  // of ops on hidden states; the job keeps it until Done
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 

@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "kernels/status_macros.h"
 #include "server/engine/batcher.h"
+#include "server/engine/heads.h"
 
 namespace logitd::engine {
 namespace {
@@ -161,6 +162,7 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
       .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
       .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
       .call = plan.call,
+      .head = batch.key.head == nullptr ? nullptr : &batch.key.head->view(),
   };
   LOGITD_RETURN_IF_ERROR(op.enqueue(stream, view));
   if (plan.in_place) {

@@ -52,7 +52,27 @@ void FakeBackend::FreeSlab(const Slab& slab) {
   --live_slabs_;
 }
 
-absl::StatusOr<std::unique_ptr<Stream>> FakeBackend::CreateStream() {
+absl::StatusOr<DeviceMemory> FakeBackend::AllocateDevice(size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (bytes > max_device_bytes_ - device_bytes_) {
+    return absl::ResourceExhaustedError("no device memory");
+  }
+  device_bytes_ += bytes;
+  return DeviceMemory{.data = static_cast<std::byte*>(std::malloc(bytes)), .bytes = bytes};
+}
+
+void FakeBackend::FreeDevice(const DeviceMemory& memory) {
+  std::free(memory.data);
+  std::lock_guard<std::mutex> lock(mutex_);
+  device_bytes_ -= memory.bytes;
+}
+
+size_t FakeBackend::device_bytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return device_bytes_;
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> FakeBackend::CreateStream(StreamUse) {
   return std::make_unique<FakeStream>(this);
 }
 
@@ -130,31 +150,19 @@ absl::Status FakeStream::Upload(const Slab& slab, size_t offset, size_t bytes) {
   return absl::OkStatus();
 }
 
+absl::Status FakeStream::Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) {
+  Enter(kUploading);
+  if (absl::Status status = backend_->Fault(FaultPoint::kUpload); !status.ok()) return status;
+  Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
+  std::memcpy(to, slab.host + offset, bytes);
+  return absl::OkStatus();
+}
+
 absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes) {
   Enter(kDownloading);
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
   std::memcpy(slab.host + offset, slab.device + offset, bytes);
   return absl::OkStatus();
-}
-
-absl::Status FakeStream::SoftmaxTopK(const SoftmaxTopKArgs& args) {
-  return absl::UnimplementedError("the fake device has one op, digest");
-}
-
-absl::Status FakeStream::Sample(const SampleArgs& args) {
-  return absl::UnimplementedError("the fake device has one op, digest");
-}
-
-absl::Status FakeStream::Verify(const VerifyArgs& args) {
-  return absl::UnimplementedError("the fake device has one op, digest");
-}
-
-absl::Status FakeStream::AttentionSoftmax(const AttentionSoftmaxArgs& args) {
-  return absl::UnimplementedError("the fake device has one op, digest");
-}
-
-absl::Status FakeStream::AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) {
-  return absl::UnimplementedError("the fake device has one op, digest");
 }
 
 absl::StatusOr<StreamTimes> FakeStream::Wait() {

@@ -66,7 +66,9 @@ class FakeBackend final : public Backend {
   const DeviceInfo& device() const override { return info_; }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override;
   void FreeSlab(const Slab& slab) override;
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override;
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override;
+  void FreeDevice(const DeviceMemory& memory) override;
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override;
 
   // There is memory for so many slabs.
   void LimitSlabs(int slabs) { max_slabs_ = slabs; }
@@ -85,6 +87,9 @@ class FakeBackend final : public Backend {
   void WaitForOps(size_t count);
   std::vector<Ran> log();
   int live_slabs();
+  // There is so much device memory beside slabs, and so much of it is taken.
+  void LimitDeviceBytes(size_t bytes) { max_device_bytes_ = bytes; }
+  size_t device_bytes();
 
  private:
   friend class FakeStream;
@@ -101,6 +106,8 @@ class FakeBackend final : public Backend {
   std::vector<Ran> log_;
   int live_slabs_ = 0;
   int max_slabs_ = 1 << 20;
+  size_t device_bytes_ = 0;
+  size_t max_device_bytes_ = SIZE_MAX;
 };
 
 // Holds its user to the order of Stream: uploads, ops, downloads, then Wait, also after an error;
@@ -110,11 +117,7 @@ class FakeStream final : public Stream {
   explicit FakeStream(FakeBackend* backend) : backend_(backend) {}
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
-  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override;
-  absl::Status Sample(const SampleArgs& args) override;
-  absl::Status Verify(const VerifyArgs& args) override;
-  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override;
-  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override;
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override;
   absl::StatusOr<StreamTimes> Wait() override;
   absl::Status Digest(const BatchView& batch);
   // Any op: waits and fails as the backend says, then runs `body`.

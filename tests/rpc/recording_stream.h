@@ -13,6 +13,7 @@ class RecordingStream final : public Stream {
  public:
   absl::Status Upload(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
   absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
+  absl::Status Fill(const Slab&, size_t, size_t, std::byte*) override { return absl::OkStatus(); }
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override { return Keep(args); }
   absl::Status Sample(const SampleArgs& args) override { return Keep(args); }
   absl::Status Verify(const VerifyArgs& args) override { return Keep(args); }

@@ -40,16 +40,11 @@ class DoomedStream final : public Stream {
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
     return stream_->Download(slab, offset, bytes);
   }
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    return stream_->Fill(slab, offset, bytes, to);
+  }
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
     return stream_->SoftmaxTopK(args);
-  }
-  absl::Status Sample(const SampleArgs& args) override { return stream_->Sample(args); }
-  absl::Status Verify(const VerifyArgs& args) override { return stream_->Verify(args); }
-  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
-    return stream_->AttentionSoftmax(args);
-  }
-  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
-    return stream_->AttentionSoftmaxBackward(args);
   }
   absl::StatusOr<StreamTimes> Wait() override {
     if (*lost_) return absl::InternalError("fell off the bus");
@@ -69,8 +64,12 @@ class DoomedBackend final : public Backend {
   const DeviceInfo& device() const override { return backend_->device(); }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
   void FreeSlab(const Slab& slab) override { backend_->FreeSlab(slab); }
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
-    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream();
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    return backend_->AllocateDevice(bytes);
+  }
+  void FreeDevice(const DeviceMemory& memory) override { backend_->FreeDevice(memory); }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream(use);
     if (!stream.ok()) return stream.status();
     return std::make_unique<DoomedStream>(*std::move(stream), lost_);
   }

@@ -1,0 +1,56 @@
+// An output head: what turns hidden states into logits. Shared by the linear_* ops.
+#ifndef LOGITD_KERNELS_HEAD_H_
+#define LOGITD_KERNELS_HEAD_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/types.h"
+
+namespace logitd {
+
+// Longest hidden state any op takes.
+inline constexpr int64_t kMaxHidden = int64_t{1} << 16;
+
+// A head in the memory of the backend that runs the op. Owns nothing.
+//
+// The logits of a hidden state h, in this order:
+//
+//   g   = h                                                    without norm
+//       = h * rsqrt(mean(h^2) + norm_epsilon) * norm           with it, rounded to the weight's
+//       dtype
+//   x_i = scale * sum_d weight_id g_d + bias_i
+//   x_i = softcap * tanh(x_i / softcap)                        where softcap > 0
+//
+// Products are exact in fp32 and summed in fp32, in an order fixed by the head alone, so that a
+// row's bits are its own; logits are never rounded to 16 bits. The norm is fp32.
+struct HeadView {
+  TensorView weight;            // [vocab, hidden], f32 | f16 | bf16, 16-byte aligned rows
+  const float* bias = nullptr;  // [vocab], or null
+  const float* norm = nullptr;  // [hidden], of an RMSNorm before the product, or null
+  float norm_epsilon = 0.0f;    // finite, >= 0
+  float scale = 1.0f;           // finite
+  float softcap = 0.0f;         // finite, >= 0; 0 = off
+
+  int64_t vocab() const { return weight.rows; }
+  int64_t hidden() const { return weight.cols; }
+};
+
+// Hidden states as they came over a border, and the head they are for.
+struct HiddenShape {
+  DType dtype = DType::kF32;  // must be that of the head's weight
+  int64_t rows = 0;
+  int64_t hidden = 0;         // must be the head's
+  int64_t payload_bytes = 0;  // must be rows * hidden * SizeOf(dtype)
+};
+
+// OK, or INVALID_ARGUMENT naming the field, the value and what is allowed. Thread-safe.
+absl::Status CheckHidden(const HiddenShape& shape, const HeadView& head);
+
+// OK, or INVALID_ARGUMENT naming what of the head itself cannot be: vocab, hidden, scale, softcap,
+// norm_epsilon. `weight.data` is not looked at. Thread-safe.
+absl::Status CheckHead(const HeadView& head);
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_HEAD_H_

@@ -1,0 +1,97 @@
+// Output heads on the device, by name.
+#ifndef LOGITD_SERVER_ENGINE_HEADS_H_
+#define LOGITD_SERVER_ENGINE_HEADS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "kernels/head.h"
+#include "server/engine/sync.h"
+
+namespace logitd::engine {
+
+class Metrics;
+
+// What is known of a head beside its numbers.
+struct HeadInfo {
+  std::string name;
+  std::string path;          // as it was asked for
+  std::string tensor;        // the weight's name in its file, e.g. "lm_head.weight"
+  int64_t stored_vocab = 0;  // rows in the file; more than the head's own where it was padded
+  int64_t device_bytes = 0;
+  absl::Time loaded;
+  absl::Duration load_time;
+};
+
+// A head on the device. Immutable, hence thread-safe. Its memory is freed with the last reference.
+class Head {
+ public:
+  Head(Backend* backend, const DeviceMemory& memory, const HeadView& view, HeadInfo info);
+  ~Head();
+  Head(const Head&) = delete;
+  Head& operator=(const Head&) = delete;
+
+  const HeadView& view() const { return view_; }
+  const HeadInfo& info() const { return info_; }
+
+ private:
+  Backend* const backend_;
+  const DeviceMemory memory_;
+  const HeadView view_;
+  const HeadInfo info_;
+};
+
+// Where a head comes from.
+struct HeadRequest {
+  std::string name;         // 1..128 of [A-Za-z0-9._-]
+  std::string path;         // a safetensors file, or a folder as Hugging Face models have them
+  bool final_norm = false;  // also the model's final RMSNorm: callers send states from before it
+  int64_t vocab = 0;  // rows to keep of a padded weight; 0: what the model's config says, or all
+};
+
+struct HeadProgress {
+  int64_t done_bytes = 0;
+  int64_t total_bytes = 0;
+};
+
+// Thread-safe. Loads run one after another; nothing else waits for them. Outlives the jobs' use of
+// Find, not the heads that Find gave.
+class Heads {
+ public:
+  // `metrics` may be null. Both outlive this and every Head.
+  Heads(Backend* backend, Metrics* metrics);
+
+  // Reads, checks and copies a head to the device, then lists it. `progress` runs on this thread,
+  // now and then and once at the end; false gives the load up (CANCELLED).
+  //
+  // Errors, all of which leave what is loaded alone: INVALID_ARGUMENT (the name; a file that is not
+  // what it says, naming file, tensor, got and allowed), NOT_FOUND, PERMISSION_DENIED (a file),
+  // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (no device memory,
+  // with what it needs), UNAVAILABLE (a read or the device failed), INTERNAL (the device is lost).
+  absl::StatusOr<std::shared_ptr<const Head>> Load(
+      const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
+
+  // From here on Find does not know the name; jobs that have the head keep it. NOT_FOUND lists the
+  // names there are.
+  absl::Status Unload(std::string_view name);
+
+  // NOT_FOUND lists the names there are.
+  absl::StatusOr<std::shared_ptr<const Head>> Find(std::string_view name) const;
+
+  // By ascending name.
+  std::vector<std::shared_ptr<const Head>> List() const;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_HEADS_H_
