@@ -72,9 +72,10 @@ class Gate {
 };
 
 // Runs a script, one step per line:
-//   x VxR [kN] [nN] [due=MS] [slow]  submits job x: R rows of V elements, N entries per row (1), a
-//                               list of N notes per row (0); its deadline MS from now;
-//                               slow: from a thread of its own, its copy waits for "copy x"
+//   x VxR [kN] [nN] [hN] [due=MS] [slow]  submits job x: R rows of V elements, N entries per row
+//   (1),
+//                               a list of N notes per row (0), for head N; its deadline MS from
+//                               now; slow: from a thread of its own, its copy waits for "copy x"
 //   copying x / copy x          waits until the slow copy of x has begun / lets it go on
 //   hold / go                   the device's op blocks / goes on
 //   ops N                       waits until the device has begun N batches
@@ -189,6 +190,13 @@ class Harness {
         shape.entries_per_row = number;
       } else if (words[i][0] == 'n' && absl::SimpleAtoi(words[i].substr(1), &number)) {
         shape.notes_per_row = number;
+      } else if (words[i][0] == 'h' && absl::SimpleAtoi(words[i].substr(1), &number)) {
+        std::shared_ptr<const Head>& head = heads_[number];
+        if (head == nullptr) {
+          head = std::make_shared<Head>(&backend_, DeviceMemory(),
+                                        HeadView{.scale = static_cast<float>(number)}, HeadInfo());
+        }
+        shape.head = head;
       } else if (words[i].rfind("due=", 0) == 0 && absl::SimpleAtoi(words[i].substr(4), &number)) {
         shape.deadline = absl::Now() + absl::Milliseconds(number);
       } else {
@@ -207,6 +215,7 @@ class Harness {
 
   FakeBackend backend_;
   std::atomic<int> lost_ = 0;
+  std::map<int, std::shared_ptr<const Head>> heads_;
   std::map<std::string, std::shared_ptr<TestJob>> jobs_;
   std::map<std::string, Gate> gates_;
   std::unique_ptr<Engine> engine_;
@@ -232,6 +241,9 @@ const Scenario kScenarios[] = {
      "a:OK b:OK c:OK d:OK"},
     {"keys_do_not_mix", "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n d 4x1\n go\n idle", "a|bd|c",
      "a:OK b:OK c:OK d:OK"},
+    {"heads_do_not_mix",
+     "hold\n a 4x1\n ops 1\n b 4x1 h1\n c 4x1 h2\n d 4x1 h1\n e 4x1\n go\n idle", "a|bd|c|e",
+     "a:OK b:OK c:OK d:OK e:OK"},
     {"odd_rows_lie_on_their_borders", "hold\n a 3x5 k2\n ops 1\n b 3x3\n c 3x4 k3\n go\n idle",
      "a|bc", "a:OK b:OK c:OK"},
     {"streams_run_at_once", "hold\n a 4x1\n ops 1\n b 4x1\n ops 2\n go\n idle", "a|b", "a:OK b:OK",

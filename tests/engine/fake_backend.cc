@@ -199,6 +199,7 @@ absl::Status FakeStream::Digest(const BatchView& batch) {
       const std::byte* row = batch.payload + static_cast<size_t>(r) * batch.row_stride;
       sums[r] = Checksum(row, row_bytes);
       tags[r] = params[r].tag;
+      if (batch.head != nullptr) tags[r] += static_cast<uint32_t>(batch.head->scale);
       Require(params[r].first_note + params[r].notes <= batch.counts[kDigestNotes],
               "a foreign note");
       for (int32_t n = 0; n < params[r].notes; ++n) tags[r] += notes[params[r].first_note + n];

@@ -6,10 +6,12 @@
 #include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
 
+#include "server/engine/heads.h"
 #include "server/engine/job.h"
 #include "tests/engine/fake_backend.h"
 
@@ -24,11 +26,15 @@ class TestJob final : public Job {
     int64_t rows = 1;
     int32_t entries_per_row = 1;
     int32_t notes_per_row = 0;
+    std::shared_ptr<const Head> head;  // its scale is added to the rows' tags; null: none
     absl::Time deadline = absl::InfiniteFuture();
   };
 
   explicit TestJob(const Shape& shape) : shape_(shape) {
-    spec_.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = shape.row_elements};
+    spec_.key = {.op = &kDigest,
+                 .dtype = DType::kF32,
+                 .row_elements = shape.row_elements,
+                 .head = shape.head.get()};
     spec_.counts[kDigestRows] = shape.rows;
     spec_.counts[kDigestEntries] = shape.rows * shape.entries_per_row;
     spec_.counts[kDigestNotes] = shape.rows * shape.notes_per_row;
@@ -124,6 +130,7 @@ class TestJob final : public Job {
       const uint64_t sum = Checksum(bytes, row.size() * 4);
       if (std::memcmp(outputs[0].data() + r * 8, &sum, 8) != 0) return false;
       uint32_t tag = shape_.tag;
+      if (shape_.head != nullptr) tag += static_cast<uint32_t>(shape_.head->view().scale);
       for (int32_t n = 0; n < shape_.notes_per_row; ++n) {
         tag += Note(static_cast<int64_t>(r) * shape_.notes_per_row + n);
       }
