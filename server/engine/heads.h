@@ -90,6 +90,14 @@ class Heads {
 
   // By ascending name.
   std::vector<std::shared_ptr<const Head>> List() const;
+
+ private:
+  absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  Backend* const backend_;
+  Metrics* const metrics_;
+  mutable Mutex mutex_;
+  absl::flat_hash_map<std::string, std::shared_ptr<const Head>> heads_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace logitd::engine
