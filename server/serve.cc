@@ -22,6 +22,7 @@
 #include "prometheus/registry.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
+#include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
 #include "server/rpc/attention_codec.h"
@@ -124,6 +125,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
        .max_held_bytes = config.max_held_bytes,
        .max_waiting_calls = config.max_waiting_calls},
       &metrics);
+  engine::Heads heads(backend->get(), &metrics);
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
       engine::Engine::Create(backend->get(),
                              {.streams = config.streams,
@@ -160,7 +162,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .version = std::string(Version()),
                              .max_request_bytes = config.max_request_bytes,
                              .peer_timeout = config.receive_timeout},
-                            device, &admission, engine->get(), &metrics);
+                            device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 

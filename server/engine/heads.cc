@@ -1,6 +1,5 @@
 #include "server/engine/heads.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -34,21 +33,16 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Find(std::string_view name) c
 
 std::vector<std::shared_ptr<const Head>> Heads::List() const {
   std::vector<std::shared_ptr<const Head>> list;
-  {
-    MutexLock lock(mutex_);
-    list.reserve(heads_.size());
-    for (const auto& [name, head] : heads_) list.push_back(head);
-  }
-  std::sort(list.begin(), list.end(),
-            [](const auto& a, const auto& b) { return a->info().name < b->info().name; });
+  MutexLock lock(mutex_);
+  list.reserve(heads_.size());
+  for (const auto& [name, head] : heads_) list.push_back(head);
   return list;
 }
 
 absl::Status Heads::NoSuchHead(std::string_view name) const {
-  std::vector<std::string_view> names;
+  std::vector<std::string> names;
   names.reserve(heads_.size());
   for (const auto& [known, head] : heads_) names.push_back(known);
-  std::sort(names.begin(), names.end());
   return absl::NotFoundError(absl::StrFormat(
       "no head \"%s\"; loaded: %s", name, names.empty() ? "none" : absl::StrJoin(names, ", ")));
 }

@@ -3,13 +3,14 @@
 #define LOGITD_SERVER_ENGINE_HEADS_H_
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -97,7 +98,7 @@ class Heads {
   Backend* const backend_;
   Metrics* const metrics_;
   mutable Mutex mutex_;
-  absl::flat_hash_map<std::string, std::shared_ptr<const Head>> heads_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::shared_ptr<const Head>, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace logitd::engine

@@ -81,10 +81,12 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
 class RpcServerImpl final : public RpcServer {
  public:
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
-                engine::Admission* admission, engine::Engine* engine, engine::Metrics* metrics)
+                engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
+                engine::Metrics* metrics)
       : tracker_(options.peer_timeout),
         environment_{.admission = admission,
                      .engine = engine,
+                     .heads = heads,
                      .metrics = metrics,
                      .tracker = &tracker_,
                      .copier = &copier_,
@@ -196,12 +198,10 @@ int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows) {
   return max_request_bytes + kHeaderBytes + kHeaderBytesPerRow * max_batch_rows;
 }
 
-absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options,
-                                                            const DeviceInfo& device,
-                                                            engine::Admission* admission,
-                                                            engine::Engine* engine,
-                                                            engine::Metrics* metrics) {
-  auto server = std::make_unique<RpcServerImpl>(options, device, admission, engine, metrics);
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
+    const RpcServerOptions& options, const DeviceInfo& device, engine::Admission* admission,
+    engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics) {
+  auto server = std::make_unique<RpcServerImpl>(options, device, admission, engine, heads, metrics);
   if (absl::Status status = server->Listen(options, admission->options()); !status.ok()) {
     return status;
   }
