@@ -28,6 +28,7 @@
 #include "server/rpc/attention_codec.h"
 #include "server/rpc/rpc_server.h"
 #include "server/rpc/sample_codec.h"
+#include "server/rpc/score_codec.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/verify_codec.h"
 
@@ -116,8 +117,14 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const DeviceInfo& device = (*backend)->device();
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
-  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name, rpc::kSampleTraits.name,
-                                  rpc::kVerifyTraits.name, rpc::kAttentionSoftmaxTraits.name,
+  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name,
+                                  rpc::kLinearTopKTraits.name,
+                                  rpc::kSampleTraits.name,
+                                  rpc::kLinearSampleTraits.name,
+                                  rpc::kVerifyTraits.name,
+                                  rpc::kCrossEntropyTraits.name,
+                                  rpc::kLinearCrossEntropyTraits.name,
+                                  rpc::kAttentionSoftmaxTraits.name,
                                   rpc::kAttentionSoftmaxBackwardTraits.name};
   engine::Metrics metrics(ops);
   engine::Admission admission(

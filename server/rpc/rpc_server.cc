@@ -20,6 +20,7 @@
 #include "server/rpc/hang_up.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/sample_codec.h"
+#include "server/rpc/score_codec.h"
 #include "server/rpc/services.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/verify_codec.h"
@@ -27,7 +28,7 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Sampler",
+constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Sampler", "logitd.v1.Scorer",
                                      "logitd.v1.Server"};
 
 // What GetInfo says is served.
@@ -37,9 +38,16 @@ struct Method {
 };
 constexpr Method kMethods[] = {
     {&kSoftmaxTopKTraits, "logitd.v1.Sampler/TopK"},
+    {&kLinearTopKTraits, "logitd.v1.Sampler/TopK"},
     {&kSampleTraits, "logitd.v1.Sampler/Sample"},
+    {&kLinearSampleTraits, "logitd.v1.Sampler/Sample"},
     {&kSampleTraits, "logitd.v1.Sampler/SampleStream"},
+    {&kLinearSampleTraits, "logitd.v1.Sampler/SampleStream"},
     {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
+    {&kCrossEntropyTraits, "logitd.v1.Scorer/Score"},
+    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/Score"},
+    {&kCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
+    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
     {&kAttentionSoftmaxTraits, "logitd.v1.Attention/Softmax"},
     {&kAttentionSoftmaxTraits, "logitd.v1.Attention/SoftmaxStream"},
     {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackward"},
@@ -92,6 +100,7 @@ class RpcServerImpl final : public RpcServer {
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
         sampler_(environment_),
+        scorer_(environment_),
         attention_(environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
@@ -111,6 +120,7 @@ class RpcServerImpl final : public RpcServer {
     });
     grpc::ServerBuilder builder;
     builder.RegisterService(&sampler_);
+    builder.RegisterService(&scorer_);
     builder.RegisterService(&attention_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
@@ -186,6 +196,7 @@ class RpcServerImpl final : public RpcServer {
   Copier copier_;
   const CallEnvironment environment_;
   SamplerService sampler_;
+  ScorerService scorer_;
   AttentionService attention_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;
