@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_format.h"
 #include "kernels/cpu/attention_softmax.h"
+#include "kernels/cpu/cross_entropy.h"
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/softmax_topk.h"
 #include "kernels/cpu/thread_pool.h"
@@ -50,6 +51,12 @@ class CpuStream : public Stream {
   absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
     return Timed([&] { cpu::AttentionSoftmaxBackward(args, *pool_, sink_scratch_); });
   }
+  absl::Status CrossEntropy(const CrossEntropyArgs& args) override {
+    return Timed([&] { cpu::CrossEntropy(args, *pool_, loss_scratch_); });
+  }
+  absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
+    return Timed([&] { cpu::CrossEntropyBackward(args, *pool_); });
+  }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
@@ -66,6 +73,7 @@ class CpuStream : public Stream {
   cpu::ThreadPool* pool_;
   cpu::SketchScratch softmax_topk_scratch_;
   cpu::Buffer<double> sink_scratch_;
+  cpu::LossScratch loss_scratch_;
   StreamTimes times_;
 };
 

@@ -102,6 +102,38 @@ struct AttentionBackwardAnswer {
   std::vector<RowStatus> status;
 };
 
+// What a call of cross_entropy is given besides the logits.
+struct LossBatch {
+  std::vector<CrossEntropyRow> rows;
+  std::vector<int32_t> extra_ids;
+  int64_t top_entries = 0;
+  int64_t extra_entries = 0;
+  bool says_all_wanted = false;  // also where no row wants it; else arrays nobody wants are null
+};
+
+// What lies in memory after a call of cross_entropy, sentinels as in TopKAnswer.
+struct LossAnswer {
+  std::vector<float> loss;  // [rows]
+  std::vector<float> logsumexp;
+  std::vector<float> target_logprob;
+  std::vector<int32_t> rank;
+  std::vector<float> entropy;
+  std::vector<RowStatus> status;
+  std::vector<int32_t> top_ids;  // [top entries]
+  std::vector<float> top_logprobs;
+  std::vector<float> extra_logprobs;  // [extra entries]
+};
+
+// What a call of its backward is given.
+struct LossBackwardCall {
+  HostTensor logits;
+  std::vector<CrossEntropyRow> rows;
+  std::vector<float> logsumexp;
+  std::vector<float> upstream;
+  HostTensor d_logits;  // its stride and offset; what it holds shows where not written
+  bool in_place = false;
+};
+
 class OpRunner {
  public:
   // Fails with the backend's own status. `backend` outlives the runner.
@@ -214,6 +246,52 @@ class OpRunner {
     Fetch(at, answer.rows);
     Fetch(at_accepted, answer.accepted);
     return answer;
+  }
+
+  // One call of cross_entropy.
+  absl::StatusOr<LossAnswer> CrossEntropy(const HostTensor& logits, const LossBatch& batch) {
+    Layout layout;
+    const size_t at_logits = layout.Add(logits.bytes().size());
+    const LossPlaces at = Place(layout, batch);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    LossAnswer answer = Put(at, batch);
+    Put(at_logits, logits.bytes());
+    CrossEntropyArgs args = ArgsAt(at, batch);
+    args.logits = ViewAt(at_logits, logits);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->CrossEntropy(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.loss, layout.bytes - at.loss));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of its backward. Returns d_logits.
+  absl::StatusOr<HostTensor> CrossEntropyBackward(const LossBackwardCall& call) {
+    Layout layout;
+    const size_t at_rows = layout.Add(call.rows.size() * sizeof(CrossEntropyRow));
+    const size_t at_logsumexp = layout.Add(call.logsumexp.size() * sizeof(float));
+    const size_t at_upstream = layout.Add(call.upstream.size() * sizeof(float));
+    const size_t at_logits = layout.Add(call.logits.bytes().size());
+    const size_t at_gradient = call.in_place ? at_logits : layout.Add(call.d_logits.bytes().size());
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    HostTensor gradient = call.in_place ? call.logits : call.d_logits;
+    Put(at_rows, absl::MakeConstSpan(call.rows));
+    Put(at_logsumexp, absl::MakeConstSpan(call.logsumexp));
+    Put(at_upstream, absl::MakeConstSpan(call.upstream));
+    Put(at_logits, call.logits.bytes());
+    Put(at_gradient, gradient.bytes());
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(
+        stream_->CrossEntropyBackward({.logits = ViewAt(at_logits, call.logits),
+                                       .rows = At<const CrossEntropyRow>(at_rows),
+                                       .logsumexp = At<const float>(at_logsumexp),
+                                       .upstream = At<const float>(at_upstream),
+                                       .d_logits = MutableViewAt(at_gradient, gradient)}));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_gradient, layout.bytes - at_gradient));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at_gradient, gradient.mutable_bytes());
+    return gradient;
   }
 
   // One call of attention_softmax.
@@ -401,6 +479,99 @@ class OpRunner {
     Fetch(at.logprobs, answer.logprobs);
     Fetch(at.ranks, answer.ranks);
     Fetch(at.logsumexp, answer.logsumexp);
+    Fetch(at.status, answer.status);
+    Fetch(at.top_ids, answer.top_ids);
+    Fetch(at.top_logprobs, answer.top_logprobs);
+    Fetch(at.extra_logprobs, answer.extra_logprobs);
+  }
+
+  // Where the arguments and answers of cross_entropy, the logits apart, lie in the slab; answers
+  // last.
+  struct LossPlaces {
+    size_t rows, extra_ids;
+    size_t loss, logsumexp, target_logprob, rank, entropy, status;
+    size_t top_ids, top_logprobs, extra_logprobs;
+  };
+
+  static LossPlaces Place(Layout& layout, const LossBatch& batch) {
+    const size_t rows = batch.rows.size();
+    return {.rows = layout.Add(rows * sizeof(CrossEntropyRow)),
+            .extra_ids = layout.Add(batch.extra_ids.size() * sizeof(int32_t)),
+            .loss = layout.Add(rows * sizeof(float)),
+            .logsumexp = layout.Add(rows * sizeof(float)),
+            .target_logprob = layout.Add(rows * sizeof(float)),
+            .rank = layout.Add(rows * sizeof(int32_t)),
+            .entropy = layout.Add(rows * sizeof(float)),
+            .status = layout.Add(rows * sizeof(RowStatus)),
+            .top_ids = layout.Add(batch.top_entries * sizeof(int32_t)),
+            .top_logprobs = layout.Add(batch.top_entries * sizeof(float)),
+            .extra_logprobs = layout.Add(batch.extra_entries * sizeof(float))};
+  }
+
+  // Returns the sentinels that lie where the answers will.
+  LossAnswer Put(const LossPlaces& at, const LossBatch& batch) {
+    const size_t rows = batch.rows.size();
+    constexpr int32_t kIndex = TopKAnswer::kUnwrittenIndex;
+    constexpr float kFloat = TopKAnswer::kUnwrittenFloat;
+    LossAnswer answer;
+    answer.loss.assign(rows, kFloat);
+    answer.logsumexp.assign(rows, kFloat);
+    answer.target_logprob.assign(rows, kFloat);
+    answer.rank.assign(rows, kIndex);
+    answer.entropy.assign(rows, kFloat);
+    answer.status.assign(rows, {RowCode::kOk, kIndex});
+    answer.top_ids.assign(batch.top_entries, kIndex);
+    answer.top_logprobs.assign(batch.top_entries, kFloat);
+    answer.extra_logprobs.assign(batch.extra_entries, kFloat);
+    Put(at.rows, absl::MakeConstSpan(batch.rows));
+    Put(at.extra_ids, absl::MakeConstSpan(batch.extra_ids));
+    Put(at.loss, absl::MakeConstSpan(answer.loss));
+    Put(at.logsumexp, absl::MakeConstSpan(answer.logsumexp));
+    Put(at.target_logprob, absl::MakeConstSpan(answer.target_logprob));
+    Put(at.rank, absl::MakeConstSpan(answer.rank));
+    Put(at.entropy, absl::MakeConstSpan(answer.entropy));
+    Put(at.status, absl::MakeConstSpan(answer.status));
+    Put(at.top_ids, absl::MakeConstSpan(answer.top_ids));
+    Put(at.top_logprobs, absl::MakeConstSpan(answer.top_logprobs));
+    Put(at.extra_logprobs, absl::MakeConstSpan(answer.extra_logprobs));
+    return answer;
+  }
+
+  // All but the logits.
+  CrossEntropyArgs ArgsAt(const LossPlaces& at, const LossBatch& batch) const {
+    int32_t want = 0, max_top = 0;
+    for (const CrossEntropyRow& row : batch.rows) {
+      want |= row.want;
+      max_top = std::max(max_top, row.top_logprobs);
+    }
+    CrossEntropyArgs args;
+    args.rows = At<const CrossEntropyRow>(at.rows);
+    args.extra_ids = batch.extra_ids.empty() ? nullptr : At<const int32_t>(at.extra_ids);
+    CrossEntropyAnswers& to = args.answers;
+    to.loss = At<float>(at.loss);
+    to.logsumexp = At<float>(at.logsumexp);
+    to.target_logprob = At<float>(at.target_logprob);
+    to.status = At<RowStatus>(at.status);
+    if (!batch.says_all_wanted) {
+      args.want = want;
+      args.max_top_logprobs = max_top;
+    }
+    if ((args.want & kWantRank) != 0) to.rank = At<int32_t>(at.rank);
+    if ((args.want & kWantEntropy) != 0) to.entropy = At<float>(at.entropy);
+    if (batch.top_entries > 0) {
+      to.top_ids = At<int32_t>(at.top_ids);
+      to.top_logprobs = At<float>(at.top_logprobs);
+    }
+    if (batch.extra_entries > 0) to.extra_logprobs = At<float>(at.extra_logprobs);
+    return args;
+  }
+
+  void Fetch(const LossPlaces& at, LossAnswer& answer) {
+    Fetch(at.loss, answer.loss);
+    Fetch(at.logsumexp, answer.logsumexp);
+    Fetch(at.target_logprob, answer.target_logprob);
+    Fetch(at.rank, answer.rank);
+    Fetch(at.entropy, answer.entropy);
     Fetch(at.status, answer.status);
     Fetch(at.top_ids, answer.top_ids);
     Fetch(at.top_logprobs, answer.top_logprobs);
