@@ -21,11 +21,10 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "formats/safetensors.h"
 
 namespace logitd::client {
 namespace {
-
-constexpr size_t kMaxSafetensorsHeader = 100'000'000;  // the format's own limit
 
 struct Mapping {
   ~Mapping() {
@@ -66,10 +65,6 @@ absl::StatusOr<std::shared_ptr<const Mapping>> Map(const std::string& path) {
   close(fd);
   if (!status.ok()) return status;
   return mapping;
-}
-
-std::string ShapeName(const std::vector<int64_t>& shape) {
-  return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
 }
 
 // Bytes of a tensor; nothing where that overflows or a dimension is negative.
@@ -218,7 +213,7 @@ absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
       TensorBytes(tensor.shape, tensor.boolean ? 1 : DTypeSize(tensor.dtype));
   if (!need.has_value() || *need != tensor.bytes.size()) {
     return Bad(path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
-                                     ShapeName(tensor.shape),
+                                     formats::ShapeName(tensor.shape),
                                      tensor.boolean ? "bool" : DTypeShortName(tensor.dtype),
                                      tensor.bytes.size()));
   }
@@ -226,32 +221,12 @@ absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
   return tensor;
 }
 
-struct DTypeRow {
-  absl::string_view name;
-  uint64_t bytes;
-  v1::DType dtype;  // UNSPECIFIED: known to the format, not read here
-};
-constexpr DTypeRow kSafetensorsDTypes[] = {
-    {"F32", 4, v1::DTYPE_F32},          {"F16", 2, v1::DTYPE_F16},
-    {"BF16", 2, v1::DTYPE_BF16},        {"F64", 8, v1::DTYPE_UNSPECIFIED},
-    {"I64", 8, v1::DTYPE_UNSPECIFIED},  {"I32", 4, v1::DTYPE_UNSPECIFIED},
-    {"I16", 2, v1::DTYPE_UNSPECIFIED},  {"I8", 1, v1::DTYPE_UNSPECIFIED},
-    {"U64", 8, v1::DTYPE_UNSPECIFIED},  {"U32", 4, v1::DTYPE_UNSPECIFIED},
-    {"U16", 2, v1::DTYPE_UNSPECIFIED},  {"U8", 1, v1::DTYPE_UNSPECIFIED},
-    {"BOOL", 1, v1::DTYPE_UNSPECIFIED},
-};
-
-const DTypeRow* FindSafetensorsDType(absl::string_view name) {
-  for (const DTypeRow& row : kSafetensorsDTypes) {
-    if (row.name == name) return &row;
-  }
-  return nullptr;
-}
-
-// A non-negative integer of at most 63 bits.
-std::optional<int64_t> ToSize(const nlohmann::json& value) {
-  if (!value.is_number_unsigned() || value.get<uint64_t>() >> 63 != 0) return std::nullopt;
-  return static_cast<int64_t>(value.get<uint64_t>());
+// Of the element types that are read here.
+v1::DType DTypeOf(absl::string_view name) {
+  if (name == "F32") return v1::DTYPE_F32;
+  if (name == "F16") return v1::DTYPE_F16;
+  if (name == "BF16") return v1::DTYPE_BF16;
+  return v1::DTYPE_UNSPECIFIED;
 }
 
 }  // namespace
@@ -274,68 +249,27 @@ absl::string_view DTypeShortName(v1::DType dtype) {
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
   if (!mapping.ok()) return mapping.status();
-  const absl::string_view file = (*mapping)->bytes();
-  if (file.size() < 8) return Bad(path, "shorter than the 8 bytes of a safetensors header length");
-  uint64_t length = 0;
-  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(file[i]);
-  if (length > file.size() - 8) {
-    return Bad(path,
-               absl::StrFormat("header length %d, but the file has %d bytes", length, file.size()));
-  }
-  if (length > kMaxSafetensorsHeader) {
-    return Bad(path,
-               absl::StrFormat("header length %d; allowed: to %d", length, kMaxSafetensorsHeader));
-  }
-  const absl::string_view text = file.substr(8, length);
-  const absl::string_view data = file.substr(8 + length);
-  const nlohmann::json header =
-      nlohmann::json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  if (!header.is_object()) return Bad(path, "header is not a JSON object");
+  const absl::string_view bytes = (*mapping)->bytes();
+  const std::string_view file(bytes.data(), bytes.size());
+  const absl::StatusOr<int64_t> length = formats::SafetensorsHeaderBytes(
+      path, file.substr(0, formats::kSafetensorsPrefix), static_cast<int64_t>(file.size()));
+  if (!length.ok()) return length.status();
+  const size_t data = formats::kSafetensorsPrefix + static_cast<size_t>(*length);
+  absl::StatusOr<formats::SafetensorsHeader> header = formats::ParseSafetensorsHeader(
+      path, file.substr(formats::kSafetensorsPrefix, static_cast<size_t>(*length)),
+      static_cast<int64_t>(file.size() - data));
+  if (!header.ok()) return header.status();
 
   SafetensorsFile out;
   out.path_ = path;
-  for (const auto& [name, value] : header.items()) {
-    if (name == "__metadata__") continue;
-    auto bad = [&, &name = name](absl::string_view what) {
-      return Bad(path, absl::StrCat("tensor '", name, "': ", what));
-    };
-    if (!value.is_object()) return bad("not a JSON object");
-    const auto dtype = value.find("dtype");
-    const auto shape = value.find("shape");
-    const auto offsets = value.find("data_offsets");
-    if (dtype == value.end() || !dtype->is_string()) return bad("no dtype");
-    if (shape == value.end() || !shape->is_array()) return bad("no shape");
-    if (offsets == value.end() || !offsets->is_array() || offsets->size() != 2) {
-      return bad("no data_offsets [begin, end]");
-    }
-    Entry entry;
-    entry.dtype = dtype->get<std::string>();
-    for (const nlohmann::json& dim : *shape) {
-      const std::optional<int64_t> size = ToSize(dim);
-      if (!size.has_value()) return bad("a dimension of shape is not a size");
-      entry.tensor.shape.push_back(*size);
-    }
-    const std::optional<int64_t> begin = ToSize((*offsets)[0]);
-    const std::optional<int64_t> end = ToSize((*offsets)[1]);
-    if (!begin.has_value() || !end.has_value() || *begin > *end ||
-        static_cast<uint64_t>(*end) > data.size()) {
-      return bad(absl::StrFormat("data_offsets %s outside the file's %d data bytes",
-                                 offsets->dump(), data.size()));
-    }
-    const uint64_t have = *end - *begin;
-    if (const DTypeRow* row = FindSafetensorsDType(entry.dtype)) {
-      entry.tensor.dtype = row->dtype;
-      const std::optional<uint64_t> need = TensorBytes(entry.tensor.shape, row->bytes);
-      if (!need.has_value() || *need != have) {
-        return bad(absl::StrFormat("shape %s of %s disagrees with its %d data bytes",
-                                   ShapeName(entry.tensor.shape), entry.dtype, have));
-      }
-    }
-    entry.tensor.bytes = data.substr(*begin, have);
-    entry.tensor.mapping = *mapping;
-    out.entries_.emplace(name, std::move(entry));
+  for (auto& [name, tensor] : header->tensors) {
+    out.entries_[name] = {.dtype = tensor.dtype,
+                          .tensor = {.dtype = DTypeOf(tensor.dtype),
+                                     .shape = std::move(tensor.shape),
+                                     .bytes = bytes.substr(data + static_cast<size_t>(tensor.begin),
+                                                           static_cast<size_t>(tensor.bytes)),
+                                     .mapping = *mapping}};
   }
-  if (out.entries_.empty()) return Bad(path, "no tensor in the file");
   return out;
 }
 
@@ -401,7 +335,7 @@ absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
   if (tensor->shape.size() == 1) tensor->shape.insert(tensor->shape.begin(), 1);
   if (tensor->shape.size() != 2 || tensor->shape[0] == 0 || tensor->shape[1] == 0) {
     return Bad(spec, absl::StrFormat("shape %s; allowed: [rows,vocab] or [vocab], nothing empty",
-                                     ShapeName(tensor->shape)));
+                                     formats::ShapeName(tensor->shape)));
   }
   return tensor;
 }
@@ -412,7 +346,7 @@ absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool) 
   const std::vector<int64_t>& shape = tensor->shape;
   if (shape.empty() || shape.size() > 4 || std::count(shape.begin(), shape.end(), 0) > 0) {
     return Bad(spec, absl::StrFormat("shape %s; allowed: 1 to 4 dimensions, none empty",
-                                     ShapeName(shape)));
+                                     formats::ShapeName(shape)));
   }
   return tensor;
 }

@@ -43,8 +43,8 @@ absl::Status Heads::NoSuchHead(std::string_view name) const {
   std::vector<std::string> names;
   names.reserve(heads_.size());
   for (const auto& [known, head] : heads_) names.push_back(known);
-  return absl::NotFoundError(absl::StrFormat(
-      "no head \"%s\"; loaded: %s", name, names.empty() ? "none" : absl::StrJoin(names, ", ")));
+  return absl::NotFoundError(absl::StrFormat("no head \"%s\"; loaded: %s", name,
+                                             names.empty() ? "none" : absl::StrJoin(names, ", ")));
 }
 
 }  // namespace logitd::engine

@@ -112,8 +112,9 @@ class AttentionStreamTest : public ::testing::Test {
                                          &metrics_, [](const absl::Status&) { FAIL(); });
     EXPECT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
-    auto server = RpcServer::Start({.listen = {"127.0.0.1:0"}, .max_request_bytes = kMaxMessage},
-                                   backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
+    auto server =
+        RpcServer::Start({.listen = {"127.0.0.1:0"}, .max_request_bytes = kMaxMessage},
+                         backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     stub_ = v1::Attention::NewStub(
