@@ -25,6 +25,7 @@
 #include "absl/synchronization/notification.h"
 #include "client/attention_messages.h"
 #include "client/codec.h"
+#include "client/score_messages.h"
 
 namespace logitd::client {
 namespace {
@@ -35,6 +36,8 @@ constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
 constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
 constexpr char kVerifyMethod[] = "/logitd.v1.Sampler/Verify";
 constexpr char kSampleStreamMethod[] = "/logitd.v1.Sampler/SampleStream";
+constexpr char kScoreMethod[] = "/logitd.v1.Scorer/Score";
+constexpr char kScoreStreamMethod[] = "/logitd.v1.Scorer/ScoreStream";
 // [backward]
 constexpr const char* kAttentionMethods[] = {"/logitd.v1.Attention/Softmax",
                                              "/logitd.v1.Attention/SoftmaxBackward"};
@@ -68,6 +71,7 @@ struct Attempt {
   grpc::ByteBuffer response;
   std::optional<int64_t> pushback_ms;
   absl::Duration round_trip;
+  bool progressed = false;  // another one goes on from where it came to
 };
 
 // What the server says of trying again, if anything.
@@ -201,9 +205,10 @@ class RawSampleStream final : public SampleStream {
       buffer = EncodeSampleRequest(request, owner);
     } else {
       auto copy = std::make_shared<std::string>();
-      for (absl::string_view piece : request.logits) copy->append(piece.data(), piece.size());
       SampleRequest owned = request;
-      owned.logits = {*copy};
+      std::vector<absl::string_view>& payload = request.head.empty() ? owned.logits : owned.hidden;
+      for (absl::string_view piece : payload) copy->append(piece.data(), piece.size());
+      payload = {*copy};
       buffer = EncodeSampleRequest(owned, copy);
     }
     if (!buffer.ok()) return buffer.status();
@@ -281,15 +286,18 @@ struct Client::Impl {
     return attempt;
   }
 
-  // A stream of all messages of a tensor, written as the server takes them while answers are read,
-  // all by the calling thread.
-  Attempt Stream(const char* method, AttentionMessages* messages, std::shared_ptr<const void> owner,
-                 absl::Time deadline, absl::Notification* released) {
+  // A stream of all messages of a tensor or a sequence, written as the server takes them while
+  // answers are read, all by the calling thread. `patience`: how long an answer may take.
+  template <typename Messages>
+  Attempt Stream(const char* method, Messages* messages, std::shared_ptr<const void> owner,
+                 absl::Time deadline, absl::Duration patience, absl::Notification* released) {
     Attempt attempt;
     grpc::CompletionQueue cq;
     {
       grpc::ClientContext context;
-      context.set_deadline(absl::ToChronoTime(deadline));
+      if (deadline < absl::InfiniteFuture()) context.set_deadline(absl::ToChronoTime(deadline));
+      const int size = messages->size();
+      absl::Time answer_due = absl::Now() + patience;
       const Clock::time_point start = Clock::now();
       auto call = stub.PrepareCall(&context, method, &cq);
       enum Step { kStart, kWrite, kRead, kFinish };
@@ -299,40 +307,50 @@ struct Client::Impl {
       grpc::ByteBuffer answer;
       grpc::Status status;
       absl::Status wrong;
+      int pending = 1;
       const auto write = [&] {
-        const bool last = sent + 1 == messages->size();
-        const grpc::ByteBuffer message = messages->Encode(sent++, owner);
+        const bool last = sent + 1 == size;
+        const absl::StatusOr<grpc::ByteBuffer> message = messages->Encode(sent++, owner);
+        if (!message.ok()) {
+          wrong = message.status();
+          return context.TryCancel();
+        }
         if (last) owner.reset();  // from here on the slices alone share it
         grpc::WriteOptions options;
         if (last) options.set_last_message();
-        call->Write(message, options, &steps[kWrite]);
+        call->Write(*message, options, &steps[kWrite]);
+        ++pending;
       };
       call->StartCall(&steps[kStart]);
-      int pending = 1;
       bool finishing = false;
       while (pending > 0) {
         void* tag;
         bool ok;
-        cq.Next(&tag, &ok);
+        if (cq.AsyncNext(&tag, &ok, absl::ToChronoTime(answer_due)) ==
+            grpc::CompletionQueue::TIMEOUT) {
+          if (wrong.ok()) {
+            wrong = absl::DeadlineExceededError(
+                absl::StrFormat("no answer for %s, after %d of %d messages",
+                                absl::FormatDuration(patience), taken, size));
+          }
+          context.TryCancel();
+          answer_due = absl::InfiniteFuture();
+          continue;
+        }
         --pending;
         const int step = *static_cast<int*>(tag);
         if (step == kFinish) continue;
         if (step == kRead && ok) {
-          if (wrong.ok() && taken < messages->size()) {
+          answer_due = absl::Now() + patience;
+          if (wrong.ok() && taken < size) {
             wrong = messages->Take(taken++, &answer);
           } else if (wrong.ok()) {
             wrong = absl::InternalError("the server sent more answers than there were messages");
           }
           if (!wrong.ok()) context.TryCancel();
         }
-        if (step == kWrite && ok && sent < messages->size()) {
-          write();
-          ++pending;
-        }
-        if (step == kStart && ok) {
-          write();
-          ++pending;
-        }
+        if (step == kWrite && ok && sent < size) write();
+        if (step == kStart && ok) write();
         if (step != kWrite && ok) {
           call->Read(&answer, &steps[kRead]);
           ++pending;
@@ -345,9 +363,9 @@ struct Client::Impl {
       owner.reset();
       attempt.round_trip = absl::FromChrono(Clock::now() - start);
       attempt.status = wrong.ok() ? ToAbsl(status) : wrong;
-      if (attempt.status.ok() && taken < messages->size()) {
+      if (attempt.status.ok() && taken < size) {
         attempt.status = absl::InternalError(
-            absl::StrFormat("the server sent %d answers to %d messages", taken, messages->size()));
+            absl::StrFormat("the server sent %d answers to %d messages", taken, size));
       }
       if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
     }
@@ -410,7 +428,7 @@ struct Client::Impl {
       }
       if (messages->size() > 1) {
         return Stream(kAttentionStreamMethods[backward], &*messages, std::move(owner), deadline,
-                      released.get());
+                      absl::InfiniteDuration(), released.get());
       }
       grpc::ByteBuffer message = messages->Encode(0, owner);
       owner.reset();
@@ -427,6 +445,44 @@ struct Client::Impl {
     return result;
   }
 
+  absl::StatusOr<ScoreResult> ScoreSequence(
+      const ScoreRequest& request, const std::function<bool(const ScoreProgress&)>& progress) {
+    const Clock::time_point start = Clock::now();
+    const absl::StatusOr<v1::Limits> of_server = Limits(Deadline());
+    if (!of_server.ok()) return of_server.status();
+    absl::StatusOr<ScoreMessages> messages = ScoreMessages::Plan(
+        request, *of_server,
+        {.about = options.score_message_bytes, .most = options.max_message_bytes}, progress);
+    if (!messages.ok()) return messages.status();
+    int streams = 0;
+    auto once = [&](absl::Time deadline) {
+      messages->Begin();
+      ++streams;
+      const int64_t before = messages->taken_rows();
+      std::shared_ptr<const void> owner = request.owner;
+      std::shared_ptr<absl::Notification> released;
+      if (owner == nullptr) {
+        released = std::make_shared<absl::Notification>();
+        owner = std::make_shared<ReleaseSignal>(released);
+      }
+      Attempt attempt = Stream(kScoreStreamMethod, &*messages, std::move(owner), deadline,
+                               options.deadline, released.get());
+      attempt.progressed = messages->taken_rows() > before;
+      // All answers are here: how the stream ended does not matter any more.
+      if (messages->taken_rows() == request.rows && IsRetryable(attempt.status)) {
+        attempt.status = absl::OkStatus();
+      }
+      return attempt;
+    };
+    int attempts = 0;
+    Attempt attempt = CallWithRetries(once, &attempts, absl::InfiniteFuture());
+    if (!attempt.status.ok()) return attempt.status;
+    ScoreResult result = messages->Finish();
+    result.round_trip = absl::FromChrono(Clock::now() - start);
+    result.attempts = streams;
+    return result;
+  }
+
   // Of a whole call that begins now.
   absl::Time Deadline() const { return absl::Now() + options.deadline; }
 
@@ -438,6 +494,10 @@ struct Client::Impl {
     for (*attempts = 1;; ++*attempts) {
       Attempt attempt = once(deadline);
       if (attempt.status.ok() || !IsRetryable(attempt.status)) return attempt;
+      if (attempt.progressed) {
+        *attempts = 1;
+        backoff = options.retry.initial_backoff;
+      }
       std::string why;
       if (*attempts >= max_attempts) {
         if (max_attempts > 1) why = absl::StrFormat("gave up after %d attempts", max_attempts);
@@ -543,6 +603,15 @@ std::unique_ptr<SampleStream> Client::OpenSampleStream() {
 
 absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
   return impl_->CallWithLogits(kVerifyMethod, request, EncodeVerifyRequest, DecodeVerifyResponse);
+}
+
+absl::StatusOr<ScoreResult> Client::Score(const ScoreRequest& request) {
+  return impl_->CallWithLogits(kScoreMethod, request, EncodeScoreRequest, DecodeScoreResponse);
+}
+
+absl::StatusOr<ScoreResult> Client::ScoreStream(
+    const ScoreRequest& request, const std::function<bool(const ScoreProgress&)>& progress) {
+  return impl_->ScoreSequence(request, progress);
 }
 
 absl::StatusOr<AttentionResult> Client::AttentionSoftmax(const AttentionSoftmaxRequest& request) {

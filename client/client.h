@@ -16,6 +16,7 @@
 #include "absl/types/span.h"
 #include "client/attention.h"
 #include "logitd/v1/sampler.pb.h"
+#include "logitd/v1/scorer.pb.h"
 #include "logitd/v1/server.pb.h"
 #include "logitd/v1/types.pb.h"
 
@@ -35,6 +36,7 @@ struct ClientOptions {
   // Attention: larger tensors go as a stream of messages of about this size, of which the server
   // works on some while others travel.
   int64_t attention_message_bytes = int64_t{8} << 20;
+  int64_t score_message_bytes = int64_t{4} << 20;  // ScoreStream: of the payload, about
 };
 
 struct TopKRequest {
@@ -44,6 +46,12 @@ struct TopKRequest {
   // The logits [rows, vocab], little-endian: one piece, or several that follow each other (e.g. one
   // a row). Not copied. Who keeps the bytes alive, and how long: see `owner`.
   std::vector<absl::string_view> logits;
+  // In place of logits: hidden states [rows, hidden_size] for a head that the server has loaded, in
+  // the dtype of its weight. Pieces as those of logits, which are then not looked at; `vocab` may
+  // be 0.
+  std::string head;
+  int64_t hidden_size = 0;
+  std::vector<absl::string_view> hidden;
   std::vector<int32_t> k;          // one for all rows, or one a row; 1..vocab
   std::vector<float> temperature;  // one for all rows, or one a row; finite, > 0; empty means 1
   // gRPC may still hold the payload after a call has ended by deadline. With an owner, gRPC shares
@@ -74,20 +82,24 @@ struct TopKResult {
   }
 };
 
-// Logits with the parameters of Sample or Verify.
+// Logits, or hidden states, with the parameters of Sample, Verify or Score.
 template <typename Params>
 struct LogitsRequest {
   v1::DType dtype = v1::DTYPE_F32;
   int64_t rows = 0;
   int64_t vocab = 0;
   std::vector<absl::string_view> logits;  // as in TopKRequest; and so is `owner`
-  // Every field of the message but those above; theirs here are not looked at. sampler.proto has
-  // units, defaults and limits.
+  std::string head;                       // these three too; Verify takes logits alone
+  int64_t hidden_size = 0;
+  std::vector<absl::string_view> hidden;
+  // Every field of the message but those above; theirs here are not looked at. The proto has units,
+  // defaults and limits.
   Params params;
   std::shared_ptr<const void> owner;
 };
 using SampleRequest = LogitsRequest<v1::SampleRequest>;
 using VerifyRequest = LogitsRequest<v1::VerifyRequest>;
+using ScoreRequest = LogitsRequest<v1::ScoreRequest>;
 
 // The server's message, whose arrays agree with each other in size, and where rows start in it.
 template <typename Answer>
@@ -102,6 +114,26 @@ struct SampledResult {
 };
 using SampleResult = SampledResult<v1::SampleResponse>;
 using VerifyResult = SampledResult<v1::VerifyResponse>;
+
+struct ScoreResult {
+  // The server's message, as above. Of several messages: rows joined, the last one's totals; of the
+  // timings the phases summed, and the largest batch.
+  v1::ScoreResponse answer;
+  std::vector<int64_t> top_offsets;
+  std::vector<int64_t> extra_offsets;
+  int messages = 0;
+  absl::Duration round_trip;  // this client's clock; of several messages: all of it, waits included
+  int attempts = 0;           // of one message; of a stream how often it was opened
+
+  int64_t rows() const { return answer.losses_size(); }
+};
+
+// How far a ScoreStream is.
+struct ScoreProgress {
+  int64_t rows = 0;        // of the request, scored
+  int64_t total_rows = 0;  // of the request
+  v1::ScoreTotals totals;  // as the last answer had them
+};
 
 // Values of grpc.health.v1.HealthCheckResponse.ServingStatus.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
@@ -143,6 +175,17 @@ class Client {
   absl::StatusOr<TopKResult> TopK(const TopKRequest& request);
   absl::StatusOr<SampleResult> Sample(const SampleRequest& request);
   absl::StatusOr<VerifyResult> Verify(const VerifyRequest& request);
+  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request);
+
+  // Score of a sequence of any length: cut into messages of whole rows (ClientOptions::
+  // score_message_bytes, and what the server takes at once), which go as a stream. A stream that is
+  // lost is opened again and goes on after the last answer; RetryOptions count the tries since
+  // then, and `deadline` is how long an answer may take to come. `progress` runs on this thread
+  // after every answer; false ends the call with CANCELLED. What was scored before an error, it
+  // knows: a call whose rows begin there, with `offset` and `totals` in the parameters, goes on.
+  absl::StatusOr<ScoreResult> ScoreStream(
+      const ScoreRequest& request,
+      const std::function<bool(const ScoreProgress&)>& progress = nullptr);
 
   // Tensors of any size: see ClientOptions::attention_message_bytes; what the server takes at once
   // is asked of it before the first. A stream that has to be tried again starts over.

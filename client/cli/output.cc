@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "client/codec.h"
 #include "client/tensor_file.h"
 
 namespace logitd::cli {
@@ -100,16 +101,7 @@ void Append(client::TopKResult part, TopKOutput* output) {
   Join(part.logsumexp, &all.logsumexp);
   Join(part.status, &all.status);
   Join(part.status_position, &all.status_position);
-  v1::Timings& t = all.timings;
-  const v1::Timings& p = part.timings;
-  t.set_receive_ns(t.receive_ns() + p.receive_ns());
-  t.set_copy_ns(t.copy_ns() + p.copy_ns());
-  t.set_queue_ns(t.queue_ns() + p.queue_ns());
-  t.set_h2d_ns(t.h2d_ns() + p.h2d_ns());
-  t.set_kernel_ns(t.kernel_ns() + p.kernel_ns());
-  t.set_d2h_ns(t.d2h_ns() + p.d2h_ns());
-  t.set_total_ns(t.total_ns() + p.total_ns());
-  t.set_batch_rows(std::max(t.batch_rows(), p.batch_rows()));
+  client::AddTimings(part.timings, &all.timings);
   all.round_trip += part.round_trip;
   all.attempts += part.attempts;
 }

@@ -50,9 +50,10 @@ absl::Status Input::Read(const InputFields& fields, int64_t max_rows,
   const bool hidden = fields.input.number == kHiddenFieldNumber;
   if (hidden != (head != nullptr)) {
     return absl::InvalidArgumentError(
-        hidden ? "head: none named, but the input is hidden states; allowed: a loaded head"
-               : absl::StrFormat("head: got \"%s\", but the input is %s; allowed with hidden states",
-                                 head->info().name, fields.input.number == 0 ? "missing" : "logits"));
+        hidden
+            ? "head: none named, but the input is hidden states; allowed: a loaded head"
+            : absl::StrFormat("head: got \"%s\", but the input is %s; allowed with hidden states",
+                              head->info().name, fields.input.number == 0 ? "missing" : "logits"));
   }
   LOGITD_RETURN_IF_ERROR(ReadDType(fields.dtype, &dtype_));
   const auto bytes = static_cast<int64_t>(fields.input.range.bytes);

@@ -77,9 +77,7 @@ class Input {
   const std::shared_ptr<const engine::Head>& head() const { return head_; }  // null: logits
 
   // What the logits take, or would.
-  int64_t logits_bytes() const {
-    return rows() * vocab_ * static_cast<int64_t>(SizeOf(dtype_));
-  }
+  int64_t logits_bytes() const { return rows() * vocab_ * static_cast<int64_t>(SizeOf(dtype_)); }
 
  private:
   DType dtype_ = DType::kF32;

@@ -69,25 +69,24 @@ absl::Status EnqueueLinearCrossEntropy(Stream& stream, const engine::BatchView& 
       {.hidden = PayloadOf(batch), .head = *batch.head, .cross_entropy = ArgsOf(batch)});
 }
 
-constexpr auto kFields =
-    JoinTables(JoinTables(LogitsFieldTable<ScoreFields>(), HiddenFieldTable<ScoreFields>()),
-               std::array<Field<ScoreFields>, 14>{{
-                   {Request::kTargetsFieldNumber, "targets", &ScoreFields::targets},
-                   {Request::kIgnoreIndexFieldNumber, "ignore_index", &ScoreFields::ignore_index},
-                   {Request::kTemperatureFieldNumber, "temperature", &ScoreFields::temperature},
-                   {Request::kSoftcapFieldNumber, "softcap", &ScoreFields::softcap},
-                   {Request::kLabelSmoothingFieldNumber, "label_smoothing",
-                    &ScoreFields::label_smoothing},
-                   {Request::kSmoothingFieldNumber, "smoothing", &ScoreFields::smoothing},
-                   {Request::kZLossFieldNumber, "z_loss", &ScoreFields::z_loss},
-                   {Request::kTopLogprobsFieldNumber, "top_logprobs", &ScoreFields::top_logprobs},
-                   {Request::kExtraCountFieldNumber, "extra_count", &ScoreFields::extra_count},
-                   {Request::kExtraIdsFieldNumber, "extra_ids", &ScoreFields::extra_ids},
-                   {Request::kWantRankFieldNumber, "want_rank", &ScoreFields::want_rank},
-                   {Request::kWantEntropyFieldNumber, "want_entropy", &ScoreFields::want_entropy},
-                   {Request::kOffsetFieldNumber, "offset", &ScoreFields::offset},
-                   {Request::kTotalsFieldNumber, "totals", &ScoreFields::totals_parts},
-               }});
+constexpr auto kFields = JoinTables(
+    JoinTables(LogitsFieldTable<ScoreFields>(), HiddenFieldTable<ScoreFields>()),
+    std::array<Field<ScoreFields>, 14>{{
+        {Request::kTargetsFieldNumber, "targets", &ScoreFields::targets},
+        {Request::kIgnoreIndexFieldNumber, "ignore_index", &ScoreFields::ignore_index},
+        {Request::kTemperatureFieldNumber, "temperature", &ScoreFields::temperature},
+        {Request::kSoftcapFieldNumber, "softcap", &ScoreFields::softcap},
+        {Request::kLabelSmoothingFieldNumber, "label_smoothing", &ScoreFields::label_smoothing},
+        {Request::kSmoothingFieldNumber, "smoothing", &ScoreFields::smoothing},
+        {Request::kZLossFieldNumber, "z_loss", &ScoreFields::z_loss},
+        {Request::kTopLogprobsFieldNumber, "top_logprobs", &ScoreFields::top_logprobs},
+        {Request::kExtraCountFieldNumber, "extra_count", &ScoreFields::extra_count},
+        {Request::kExtraIdsFieldNumber, "extra_ids", &ScoreFields::extra_ids},
+        {Request::kWantRankFieldNumber, "want_rank", &ScoreFields::want_rank},
+        {Request::kWantEntropyFieldNumber, "want_entropy", &ScoreFields::want_entropy},
+        {Request::kOffsetFieldNumber, "offset", &ScoreFields::offset},
+        {Request::kTotalsFieldNumber, "totals", &ScoreFields::totals_parts},
+    }});
 
 constexpr Field<ScoreTotals> kTotalsFields[] = {
     {v1::ScoreTotals::kRowsFieldNumber, "totals.rows", &ScoreTotals::rows},
@@ -254,9 +253,9 @@ absl::Status ScoreCodec::ReadPlace(const ScoreFields& fields) {
     return CheckTotals(fields.totals, offset_);
   }
   if (offset_ != sequence_->next_row) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "offset: got %d, allowed is %d, where the message before it ended, or none", offset_,
-        sequence_->next_row));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("offset: got %d, allowed is %d, where the message before it ended, or none",
+                        offset_, sequence_->next_row));
   }
   if (!fields.totals_parts.parts.empty()) {
     return absl::InvalidArgumentError(absl::StrFormat(
@@ -269,8 +268,8 @@ absl::Status ScoreCodec::BuildRows(const ScoreFields& fields) {
   const int64_t rows = input_.rows();
   const int64_t vocab = input_.vocab();
   if (static_cast<int64_t>(fields.targets.size()) != rows) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "targets: got %d values, allowed %d (rows)", fields.targets.size(), rows));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("targets: got %d values, allowed %d (rows)", fields.targets.size(), rows));
   }
   LOGITD_RETURN_IF_ERROR(ForEachParameter([&](const auto& parameter) {
     return CheckCount(parameter.name, fields.*parameter.list, rows);
@@ -377,7 +376,8 @@ void ScoreCodec::WriteInputs(absl::Span<std::byte* const> inputs, const engine::
 
 ScoreTotals ScoreCodec::TotalsOf(const engine::JobAnswer& answer) const {
   const auto* losses = reinterpret_cast<const float*>(answer.outputs[kScoreLosses].data());
-  const auto* logprobs = reinterpret_cast<const float*>(answer.outputs[kScoreTargetLogprobs].data());
+  const auto* logprobs =
+      reinterpret_cast<const float*>(answer.outputs[kScoreTargetLogprobs].data());
   const auto* status = reinterpret_cast<const RowStatus*>(answer.outputs[kScoreStatus].data());
   ScoreTotals totals{.rows = input_.rows()};
   for (size_t r = 0; r < rows_.size(); ++r) {

@@ -18,13 +18,12 @@ inline void Compare(const v1::ScoreRequest& expected, const ScoreFields& ours,
   compare->Note("dtype", ours.dtype == static_cast<int>(expected.dtype()));
   compare->Note("rows", ours.rows == expected.rows());
   compare->Note("vocab", ours.vocab == expected.vocab());
-  compare->Note("input", static_cast<int>(ours.input.number) ==
-                             static_cast<int>(expected.input_case()));
+  compare->Note("input",
+                static_cast<int>(ours.input.number) == static_cast<int>(expected.input_case()));
   CompareHidden(expected, ours, compare);
   compare->List("targets", expected.targets(), ours.targets);
-  compare->Note("ignore_index",
-                ours.ignore_index.has_value() == expected.has_ignore_index() &&
-                    ours.ignore_index.value_or(0) == expected.ignore_index());
+  compare->Note("ignore_index", ours.ignore_index.has_value() == expected.has_ignore_index() &&
+                                    ours.ignore_index.value_or(0) == expected.ignore_index());
   compare->List("temperature", expected.temperature(), ours.temperature);
   compare->List("softcap", expected.softcap(), ours.softcap);
   compare->List("label_smoothing", expected.label_smoothing(), ours.label_smoothing);

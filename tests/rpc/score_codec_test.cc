@@ -37,7 +37,8 @@ v1::ScoreRequest Plain(const std::vector<int32_t>& targets, int64_t vocab = 5) {
   request.set_dtype(v1::DTYPE_F32);
   request.set_rows(static_cast<int64_t>(targets.size()));
   request.set_vocab(vocab);
-  request.set_logits(std::string(targets.size() * static_cast<size_t>(vocab) * sizeof(float), '\1'));
+  request.set_logits(
+      std::string(targets.size() * static_cast<size_t>(vocab) * sizeof(float), '\1'));
   for (int32_t target : targets) request.add_targets(target);
   return request;
 }
@@ -256,8 +257,8 @@ INSTANTIATE_TEST_SUITE_P(
               r->set_head("g");
             },
             "no head g, but h", absl::StatusCode::kNotFound},
-        Bad{"more_rows_than_a_batch",
-            [](R r) { *r = Plain(std::vector<int32_t>(101, 0), 1); }, "rows: got 101, allowed 1..100"}),
+        Bad{"more_rows_than_a_batch", [](R r) { *r = Plain(std::vector<int32_t>(101, 0), 1); },
+            "rows: got 101, allowed 1..100"}),
     [](const auto& info) { return info.param.name; });
 
 template <typename T>
@@ -267,14 +268,13 @@ absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
 
 // An answer of three rows: counted, ignored, faulty.
 struct Outputs {
-  std::vector<float> losses = {1.5f, 0, NAN}, logprobs = {-1.25f, 0, NAN},
-                     logsumexp = {2, 3, NAN}, entropies = {0.5f, 0.75f, NAN},
-                     top_logprobs = {-1, -2, -3}, extra = {-4};
+  std::vector<float> losses = {1.5f, 0, NAN}, logprobs = {-1.25f, 0, NAN}, logsumexp = {2, 3, NAN},
+                     entropies = {0.5f, 0.75f, NAN}, top_logprobs = {-1, -2, -3}, extra = {-4};
   std::vector<int32_t> ranks = {7, 0, 0}, top_ids = {4, 3, 2};
   std::vector<RowStatus> status = {{}, {}, {RowCode::kNanLogit, 3}};
   const std::vector<absl::Span<const std::byte>> spans = {
-      Bytes(losses), Bytes(logprobs),  Bytes(ranks),   Bytes(logsumexp),   Bytes(status),
-      Bytes(entropies), Bytes(top_ids), Bytes(top_logprobs), Bytes(extra)};
+      Bytes(losses),    Bytes(logprobs), Bytes(ranks),        Bytes(logsumexp), Bytes(status),
+      Bytes(entropies), Bytes(top_ids),  Bytes(top_logprobs), Bytes(extra)};
 };
 
 v1::ScoreResponse AnswerOf(Parsed& p) {
@@ -304,8 +304,8 @@ TEST(ScoreCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_THAT(response.ranks(), ElementsAre(7, 0, 0));
   EXPECT_THAT(response.logsumexp(), ElementsAre(2, 3, ::testing::IsNan()));
   EXPECT_THAT(response.entropies(), ElementsAre(0.5f, 0.75f, ::testing::IsNan()));
-  EXPECT_THAT(response.status(), ElementsAre(v1::ROW_STATUS_OK, v1::ROW_STATUS_OK,
-                                             v1::ROW_STATUS_NAN_LOGIT));
+  EXPECT_THAT(response.status(),
+              ElementsAre(v1::ROW_STATUS_OK, v1::ROW_STATUS_OK, v1::ROW_STATUS_NAN_LOGIT));
   EXPECT_THAT(response.status_position(), ElementsAre(-1, -1, 3));
   EXPECT_THAT(response.top_count(), ElementsAre(2, 1, 0));
   EXPECT_THAT(response.top_ids(), ElementsAre(4, 3, 2));
@@ -405,14 +405,14 @@ TEST(ScoreSequenceTest, LaterMessagesInheritWhatTheFirstSaid) {
   EXPECT_THAT(extra_ids, ElementsAre(3, 0));
   EXPECT_EQ(rows[0].target, kIgnoredTarget);
   EXPECT_EQ(rows[1].target, 0);
-  EXPECT_THAT(rows, Each(AllOf(Field(&CrossEntropyRow::temperature, 0.5f),
-                               Field(&CrossEntropyRow::softcap, 3.0f),
-                               Field(&CrossEntropyRow::label_smoothing, 0.25f),
-                               Field(&CrossEntropyRow::smoothing, Smoothing::kMegatron),
-                               Field(&CrossEntropyRow::z_loss, 2.0f),
-                               Field(&CrossEntropyRow::top_logprobs, 2),
-                               Field(&CrossEntropyRow::extra_count, 2),
-                               Field(&CrossEntropyRow::want, kWantRank | kWantEntropy))));
+  EXPECT_THAT(
+      rows,
+      Each(AllOf(Field(&CrossEntropyRow::temperature, 0.5f), Field(&CrossEntropyRow::softcap, 3.0f),
+                 Field(&CrossEntropyRow::label_smoothing, 0.25f),
+                 Field(&CrossEntropyRow::smoothing, Smoothing::kMegatron),
+                 Field(&CrossEntropyRow::z_loss, 2.0f), Field(&CrossEntropyRow::top_logprobs, 2),
+                 Field(&CrossEntropyRow::extra_count, 2),
+                 Field(&CrossEntropyRow::want, kWantRank | kWantEntropy))));
 
   // One with values of its own is scored by those, it alone.
   v1::ScoreRequest own = Later({0, 1});
@@ -548,9 +548,10 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(args.want, kWantEntropy);
   EXPECT_EQ(args.max_top_logprobs, 4);
   const CrossEntropyAnswers& answers = args.answers;
-  const void* const expected[] = {answers.loss,    answers.target_logprob, answers.rank,
-                                  answers.logsumexp, answers.status,       answers.entropy,
-                                  answers.top_ids, answers.top_logprobs,   answers.extra_logprobs};
+  const void* const expected[] = {
+      answers.loss,      answers.target_logprob, answers.rank,
+      answers.logsumexp, answers.status,         answers.entropy,
+      answers.top_ids,   answers.top_logprobs,   answers.extra_logprobs};
   for (size_t i = 0; i < kScoreOutputs; ++i) EXPECT_EQ(expected[i], outputs[i]) << i;
 
   batch.head = &head;
