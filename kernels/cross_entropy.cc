@@ -36,9 +36,8 @@ absl::Status CheckRow(const CrossEntropyRequest& request, size_t r) {
         absl::StrFormat("smoothing: got %d at row %d, allowed torch, megatron",
                         static_cast<int>(row.smoothing), r));
   }
-  LOGITD_RETURN_IF_ERROR(CheckFloat("z_loss", r, row.z_loss,
-                                    std::isfinite(row.z_loss) && row.z_loss >= 0,
-                                    "finite and >= 0"));
+  LOGITD_RETURN_IF_ERROR(CheckFloat(
+      "z_loss", r, row.z_loss, std::isfinite(row.z_loss) && row.z_loss >= 0, "finite and >= 0"));
   LOGITD_RETURN_IF_ERROR(CheckInt("want", r, row.want, 0, kWantRank | kWantEntropy));
   LOGITD_RETURN_IF_ERROR(
       CheckInt("top_logprobs", r, row.top_logprobs, 0, std::min<int64_t>(kMaxTopLogprobs, vocab)));

@@ -45,9 +45,9 @@ absl::Status CheckHidden(const HiddenShape& shape, const HeadView& head) {
   LOGITD_RETURN_IF_ERROR(CheckRange("rows", shape.rows, 1, max_rows));
   const int64_t need = shape.rows * row_bytes;
   if (shape.payload_bytes != need) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "hidden states: got %d bytes, but rows %d x hidden %d x %s is %d bytes",
-        shape.payload_bytes, shape.rows, shape.hidden, Name(shape.dtype), need));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("hidden states: got %d bytes, but rows %d x hidden %d x %s is %d bytes",
+                        shape.payload_bytes, shape.rows, shape.hidden, Name(shape.dtype), need));
   }
   return absl::OkStatus();
 }
