@@ -18,6 +18,7 @@
 #include "kernels/types.h"
 #include "server/rpc/attention_codec.h"
 #include "server/rpc/hang_up.h"
+#include "server/rpc/heads_service.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/services.h"
@@ -27,7 +28,7 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Sampler",
+constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Heads", "logitd.v1.Sampler",
                                      "logitd.v1.Server"};
 
 // What GetInfo says is served.
@@ -93,6 +94,7 @@ class RpcServerImpl final : public RpcServer {
                      .max_payload_bytes = options.max_request_bytes},
         sampler_(environment_),
         attention_(environment_),
+        heads_(options.head_root, admission, heads),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -112,6 +114,7 @@ class RpcServerImpl final : public RpcServer {
     grpc::ServerBuilder builder;
     builder.RegisterService(&sampler_);
     builder.RegisterService(&attention_);
+    builder.RegisterService(&heads_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
         std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
@@ -187,6 +190,7 @@ class RpcServerImpl final : public RpcServer {
   const CallEnvironment environment_;
   SamplerService sampler_;
   AttentionService attention_;
+  HeadsService heads_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> listening_;
