@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -105,6 +106,28 @@ int CannotStart(const absl::Status& status) {
   return kCannotStart;
 }
 
+// True: the server is to end, with *code.
+bool LoadHeads(const Config& config, engine::Heads* heads, Events* events, int* code) {
+  for (const engine::HeadRequest& request : config.heads) {
+    const absl::Status status =
+        heads
+            ->Load(request,
+                   [events](const engine::HeadProgress&) {
+                     return events->Wait(absl::ZeroDuration()) != Events::kSignal;
+                   })
+            .status();
+    if (status.ok()) continue;
+    if (absl::IsCancelled(status)) {
+      spdlog::info("ended by a signal before it served");
+      *code = EXIT_SUCCESS;
+    } else {
+      *code = CannotStart(status);
+    }
+    return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 int Serve(const Config& config, MakeBackend make_backend) {
@@ -150,6 +173,19 @@ int Serve(const Config& config, MakeBackend make_backend) {
       config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
       config.max_batch_rows, config.slab_bytes, config.streams);
 
+  int ended = 0;
+  if (LoadHeads(config, &heads, &events, &ended)) return ended;
+  std::string head_root;
+  if (!config.head_root.empty()) {
+    std::error_code error;
+    head_root = std::filesystem::canonical(config.head_root, error).string();
+    if (error) {
+      return CannotStart(absl::NotFoundError(
+          absl::StrCat("--head-root: ", config.head_root, ": ", error.message())));
+    }
+    spdlog::info("clients may load heads from {}", head_root);
+  }
+
   std::unique_ptr<prometheus::Exposer> exposer;
   if (config.metrics_listen != "off") {
     try {
@@ -168,6 +204,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
                              .max_request_bytes = config.max_request_bytes,
+                             .head_root = head_root,
                              .peer_timeout = config.receive_timeout},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());

@@ -18,6 +18,7 @@
 #include "kernels/types.h"
 #include "server/rpc/attention_codec.h"
 #include "server/rpc/hang_up.h"
+#include "server/rpc/heads_service.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/score_codec.h"
@@ -28,8 +29,8 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Sampler", "logitd.v1.Scorer",
-                                     "logitd.v1.Server"};
+constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Heads", "logitd.v1.Sampler",
+                                     "logitd.v1.Scorer", "logitd.v1.Server"};
 
 // What GetInfo says is served.
 struct Method {
@@ -102,6 +103,7 @@ class RpcServerImpl final : public RpcServer {
         sampler_(environment_),
         scorer_(environment_),
         attention_(environment_),
+        heads_(options.head_root, admission, heads),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -122,6 +124,7 @@ class RpcServerImpl final : public RpcServer {
     builder.RegisterService(&sampler_);
     builder.RegisterService(&scorer_);
     builder.RegisterService(&attention_);
+    builder.RegisterService(&heads_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
         std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
@@ -198,6 +201,7 @@ class RpcServerImpl final : public RpcServer {
   SamplerService sampler_;
   ScorerService scorer_;
   AttentionService attention_;
+  HeadsService heads_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> listening_;

@@ -21,6 +21,7 @@ struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
   int64_t max_request_bytes = 0;                    // payload; also what GetInfo says
+  std::string head_root;                            // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, and to take an answer
 };
 
