@@ -43,6 +43,7 @@ constexpr const char* kAttentionMethods[] = {"/logitd.v1.Attention/Softmax",
                                              "/logitd.v1.Attention/SoftmaxBackward"};
 constexpr const char* kAttentionStreamMethods[] = {"/logitd.v1.Attention/SoftmaxStream",
                                                    "/logitd.v1.Attention/SoftmaxBackwardStream"};
+constexpr char kGetHeadMethod[] = "/logitd.v1.Heads/Get";
 constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
 constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
 constexpr char kHealthWatchMethod[] = "/grpc.health.v1.Health/Watch";
@@ -667,6 +668,25 @@ void Client::TopKAsync(const TopKRequest& request,
 }
 
 absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(impl_->Deadline()); }
+
+absl::StatusOr<v1::Head> Client::GetHead(const std::string& name) {
+  v1::GetHeadRequest fields;
+  fields.set_name(name);
+  int attempts = 0;
+  Attempt attempt = impl_->CallWithRetries(
+      [&](absl::Time deadline) {
+        grpc::ByteBuffer request = BufferOf(fields.SerializeAsString());
+        return impl_->Call(kGetHeadMethod, &request, deadline, nullptr);
+      },
+      &attempts, impl_->Deadline());
+  if (!attempt.status.ok()) return attempt.status;
+  v1::GetHeadResponse response;
+  grpc::ProtoBufferReader reader(&attempt.response);
+  if (!reader.status().ok() || !response.ParseFromZeroCopyStream(&reader)) {
+    return absl::InternalError("the server's answer is not a logitd.v1.GetHeadResponse");
+  }
+  return response.head();
+}
 
 absl::StatusOr<ServingStatus> Client::Health(const std::string& service) {
   int attempts = 0;

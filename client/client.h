@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/attention.h"
+#include "logitd/v1/heads.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
 #include "logitd/v1/server.pb.h"
@@ -202,6 +203,9 @@ class Client {
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
 
   absl::StatusOr<v1::GetInfoResponse> Info();
+
+  // A head the server has loaded. NOT_FOUND lists the names there are.
+  absl::StatusOr<v1::Head> GetHead(const std::string& name);
 
   // grpc.health.v1.Health/Check. NOT_FOUND: the server does not know the service. "" is the server
   // as a whole.

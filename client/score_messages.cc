@@ -82,8 +82,8 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
         "%s: got %d, allowed 1..%d", hidden ? "hidden_size" : "vocab", elements, 1 << 20));
   }
   if (!v1::DType_IsValid(request.dtype) || request.dtype == v1::DTYPE_UNSPECIFIED) {
-    return absl::InvalidArgumentError(absl::StrFormat("dtype: got %d, allowed f32, f16, bf16",
-                                                      static_cast<int>(request.dtype)));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(request.dtype)));
   }
   const int64_t row_bytes = elements * DTypeSize(request.dtype);
   const int64_t bytes = BytesOf(hidden ? request.hidden : request.logits);
@@ -94,18 +94,17 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
   }
   const v1::ScoreRequest& params = request.params;
   if (params.targets_size() != request.rows) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "targets: got %d values, allowed %d (rows)", params.targets_size(), request.rows));
+    return absl::InvalidArgumentError(absl::StrFormat("targets: got %d values, allowed %d (rows)",
+                                                      params.targets_size(), request.rows));
   }
   // What is cut must be there; all else the server judges.
-  const std::pair<const char*, int> lists[] = {
-      {"temperature", params.temperature_size()},
-      {"softcap", params.softcap_size()},
-      {"label_smoothing", params.label_smoothing_size()},
-      {"smoothing", params.smoothing_size()},
-      {"z_loss", params.z_loss_size()},
-      {"top_logprobs", params.top_logprobs_size()},
-      {"extra_count", params.extra_count_size()}};
+  const std::pair<const char*, int> lists[] = {{"temperature", params.temperature_size()},
+                                               {"softcap", params.softcap_size()},
+                                               {"label_smoothing", params.label_smoothing_size()},
+                                               {"smoothing", params.smoothing_size()},
+                                               {"z_loss", params.z_loss_size()},
+                                               {"top_logprobs", params.top_logprobs_size()},
+                                               {"extra_count", params.extra_count_size()}};
   for (const auto& [name, size] : lists) {
     if (size <= 1 || size == request.rows) continue;
     return absl::InvalidArgumentError(absl::StrFormat(
@@ -223,9 +222,9 @@ absl::Status ScoreMessages::Take(int i, grpc::ByteBuffer* answer) {
   if (part->rows() != rows || from.offset() != offset ||
       from.ranks_size() != wanted(request_->params.want_rank()) ||
       from.entropies_size() != wanted(request_->params.want_entropy())) {
-    return absl::InternalError(absl::StrFormat(
-        "the server's answer is not to what was asked: %d rows at %d, for %d at %d", part->rows(),
-        from.offset(), rows, offset));
+    return absl::InternalError(
+        absl::StrFormat("the server's answer is not to what was asked: %d rows at %d, for %d at %d",
+                        part->rows(), from.offset(), rows, offset));
   }
   if (row == 0) to.set_offset(from.offset());
   Join(from.losses(), to.mutable_losses());
@@ -250,9 +249,8 @@ absl::Status ScoreMessages::Take(int i, grpc::ByteBuffer* answer) {
   *to.mutable_totals() = from.totals();
   ++result_.messages;
   taken_rows_ = row + rows;
-  if (progress_ == nullptr || progress_({.rows = taken_rows_,
-                                         .total_rows = request_->rows,
-                                         .totals = from.totals()})) {
+  if (progress_ == nullptr ||
+      progress_({.rows = taken_rows_, .total_rows = request_->rows, .totals = from.totals()})) {
     return absl::OkStatus();
   }
   return absl::CancelledError(

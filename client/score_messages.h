@@ -27,9 +27,9 @@ class ScoreMessages {
   };
 
   // INVALID_ARGUMENT: sizes that disagree, or one row that no message carries.
-  static absl::StatusOr<ScoreMessages> Plan(const ScoreRequest& request, const v1::Limits& limits,
-                                            Sizes sizes,
-                                            const std::function<bool(const ScoreProgress&)>& progress);
+  static absl::StatusOr<ScoreMessages> Plan(
+      const ScoreRequest& request, const v1::Limits& limits, Sizes sizes,
+      const std::function<bool(const ScoreProgress&)>& progress);
 
   // Before a stream: what is answered is behind it.
   void Begin() { first_row_ = taken_rows_; }

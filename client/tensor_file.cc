@@ -169,7 +169,50 @@ class NpyHeaderParser {
   bool has_shape = false;
 };
 
-absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
+// An element type that is read here, by its name in a file.
+struct ElementType {
+  absl::string_view name;
+  v1::DType dtype;
+  bool boolean;
+  int integer_bytes;
+
+  bool In(Elements elements) const {
+    if (elements == Elements::kIntegers) return integer_bytes > 0;
+    return integer_bytes == 0 && (!boolean || elements == Elements::kFloatsOrBools);
+  }
+};
+constexpr ElementType kNpyTypes[] = {{"<f4", v1::DTYPE_F32, false, 0},
+                                     {"<f2", v1::DTYPE_F16, false, 0},
+                                     {"|b1", v1::DTYPE_UNSPECIFIED, true, 0},
+                                     {"<i4", v1::DTYPE_UNSPECIFIED, false, 4},
+                                     {"<i8", v1::DTYPE_UNSPECIFIED, false, 8}};
+constexpr ElementType kSafetensorsTypes[] = {
+    {"F32", v1::DTYPE_F32, false, 0},         {"F16", v1::DTYPE_F16, false, 0},
+    {"BF16", v1::DTYPE_BF16, false, 0},       {"BOOL", v1::DTYPE_UNSPECIFIED, true, 0},
+    {"I32", v1::DTYPE_UNSPECIFIED, false, 4}, {"I64", v1::DTYPE_UNSPECIFIED, false, 8}};
+
+// False: not one of those.
+bool TypeOf(absl::Span<const ElementType> types, absl::string_view name, Elements elements,
+            FileTensor* tensor) {
+  for (const ElementType& type : types) {
+    if (type.name != name || !type.In(elements)) continue;
+    tensor->dtype = type.dtype;
+    tensor->boolean = type.boolean;
+    tensor->integer_bytes = type.integer_bytes;
+    return true;
+  }
+  return false;
+}
+
+std::string NamesOf(absl::Span<const ElementType> types, Elements elements) {
+  std::vector<absl::string_view> names;
+  for (const ElementType& type : types) {
+    if (type.In(elements)) names.push_back(type.name);
+  }
+  return absl::StrJoin(names, ", ");
+}
+
+absl::StatusOr<FileTensor> OpenNpy(const std::string& path, Elements elements) {
   absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
   if (!mapping.ok()) return mapping.status();
   const absl::string_view file = (*mapping)->bytes();
@@ -193,40 +236,29 @@ absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
   if (std::string fault = header.Parse(); !fault.empty()) return Bad(path, fault);
 
   FileTensor tensor;
-  if (header.descr == "<f4") {
-    tensor.dtype = v1::DTYPE_F32;
-  } else if (header.descr == "<f2") {
-    tensor.dtype = v1::DTYPE_F16;
-  } else if (header.descr == "|b1" && allow_bool) {
-    tensor.boolean = true;
-  } else {
-    return Bad(path, absl::StrFormat("dtype '%s'; allowed: '<f4', '<f2' (little-endian float32, "
-                                     "float16)%s; bfloat16 goes into a .safetensors file",
-                                     header.descr, allow_bool ? ", '|b1' (bool)" : ""));
+  if (!TypeOf(kNpyTypes, header.descr, elements, &tensor)) {
+    return Bad(path, absl::StrFormat("dtype '%s'; allowed: %s", header.descr,
+                                     NamesOf(kNpyTypes, elements)) +
+                         (elements == Elements::kIntegers
+                              ? " (little-endian)"
+                              : " (little-endian); bfloat16 goes into a .safetensors file"));
   }
   if (header.fortran_order) {
     return Bad(path, "Fortran order; allowed: C order (save numpy.ascontiguousarray(x))");
   }
   tensor.shape = std::move(header.shape);
   tensor.bytes = file.substr(start + length);
-  const std::optional<uint64_t> need =
-      TensorBytes(tensor.shape, tensor.boolean ? 1 : DTypeSize(tensor.dtype));
+  const uint64_t element = tensor.boolean             ? 1
+                           : tensor.integer_bytes > 0 ? tensor.integer_bytes
+                                                      : DTypeSize(tensor.dtype);
+  const std::optional<uint64_t> need = TensorBytes(tensor.shape, element);
   if (!need.has_value() || *need != tensor.bytes.size()) {
-    return Bad(path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
-                                     formats::ShapeName(tensor.shape),
-                                     tensor.boolean ? "bool" : DTypeShortName(tensor.dtype),
-                                     tensor.bytes.size()));
+    return Bad(
+        path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
+                              formats::ShapeName(tensor.shape), header.descr, tensor.bytes.size()));
   }
   tensor.mapping = *mapping;
   return tensor;
-}
-
-// Of the element types that are read here.
-v1::DType DTypeOf(absl::string_view name) {
-  if (name == "F32") return v1::DTYPE_F32;
-  if (name == "F16") return v1::DTYPE_F16;
-  if (name == "BF16") return v1::DTYPE_BF16;
-  return v1::DTYPE_UNSPECIFIED;
 }
 
 }  // namespace
@@ -264,8 +296,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   out.path_ = path;
   for (auto& [name, tensor] : header->tensors) {
     out.entries_[name] = {.dtype = tensor.dtype,
-                          .tensor = {.dtype = DTypeOf(tensor.dtype),
-                                     .shape = std::move(tensor.shape),
+                          .tensor = {.shape = std::move(tensor.shape),
                                      .bytes = bytes.substr(data + static_cast<size_t>(tensor.begin),
                                                            static_cast<size_t>(tensor.bytes)),
                                      .mapping = *mapping}};
@@ -280,30 +311,29 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
-absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name, bool allow_bool) const {
+absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name, Elements elements) const {
   const auto it = entries_.find(name);
   if (it == entries_.end()) {
     return absl::NotFoundError(absl::StrFormat("%s: no tensor '%s'; there are: %s", path_, name,
                                                absl::StrJoin(names(), ", ")));
   }
   FileTensor tensor = it->second.tensor;
-  tensor.boolean = allow_bool && it->second.dtype == "BOOL";
-  if (tensor.dtype == v1::DTYPE_UNSPECIFIED && !tensor.boolean) {
-    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: F32, F16, BF16%s", name,
-                                      it->second.dtype, allow_bool ? ", BOOL" : ""));
+  if (!TypeOf(kSafetensorsTypes, it->second.dtype, elements, &tensor)) {
+    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: %s", name,
+                                      it->second.dtype, NamesOf(kSafetensorsTypes, elements)));
   }
   return tensor;
 }
 
 namespace {
 
-absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
+absl::StatusOr<FileTensor> Open(const std::string& spec, Elements elements) {
   constexpr absl::string_view kSafetensors = ".safetensors";
   absl::StatusOr<FileTensor> tensor = absl::InvalidArgumentError(
       absl::StrFormat("\"%s\": allowed: FILE.npy, FILE.safetensors, FILE.safetensors:NAME", spec));
   const size_t split = spec.rfind(absl::StrCat(kSafetensors, ":"));
   if (absl::EndsWith(spec, ".npy")) {
-    tensor = OpenNpy(spec, allow_bool);
+    tensor = OpenNpy(spec, elements);
   } else if (absl::EndsWith(spec, kSafetensors) || split != std::string::npos) {
     std::string name;
     std::string path = spec;
@@ -322,7 +352,7 @@ absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
       }
       name = names[0];
     }
-    tensor = file->Find(name, allow_bool);
+    tensor = file->Find(name, elements);
   }
   return tensor;
 }
@@ -330,7 +360,7 @@ absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
 }  // namespace
 
 absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
-  absl::StatusOr<FileTensor> tensor = Open(spec, /*allow_bool=*/false);
+  absl::StatusOr<FileTensor> tensor = Open(spec, Elements::kFloats);
   if (!tensor.ok()) return tensor;
   if (tensor->shape.size() == 1) tensor->shape.insert(tensor->shape.begin(), 1);
   if (tensor->shape.size() != 2 || tensor->shape[0] == 0 || tensor->shape[1] == 0) {
@@ -341,7 +371,8 @@ absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
 }
 
 absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool) {
-  absl::StatusOr<FileTensor> tensor = Open(spec, allow_bool);
+  absl::StatusOr<FileTensor> tensor =
+      Open(spec, allow_bool ? Elements::kFloatsOrBools : Elements::kFloats);
   if (!tensor.ok()) return tensor;
   const std::vector<int64_t>& shape = tensor->shape;
   if (shape.empty() || shape.size() > 4 || std::count(shape.begin(), shape.end(), 0) > 0) {
@@ -349,6 +380,27 @@ absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool) 
                                      formats::ShapeName(shape)));
   }
   return tensor;
+}
+
+absl::StatusOr<std::vector<int64_t>> LoadIntegers(const std::string& spec) {
+  const absl::StatusOr<FileTensor> tensor = Open(spec, Elements::kIntegers);
+  if (!tensor.ok()) return tensor.status();
+  if (tensor->shape.size() != 1) {
+    return Bad(spec, absl::StrFormat("shape %s; allowed: one dimension",
+                                     formats::ShapeName(tensor->shape)));
+  }
+  std::vector<int64_t> values(static_cast<size_t>(tensor->shape[0]));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const char* at = tensor->bytes.data() + i * static_cast<size_t>(tensor->integer_bytes);
+    if (tensor->integer_bytes == 8) {
+      std::memcpy(&values[i], at, 8);
+    } else {
+      int32_t value = 0;
+      std::memcpy(&value, at, 4);
+      values[i] = value;
+    }
+  }
+  return values;
 }
 
 absl::Status CheckSavable(const std::string& path, v1::DType dtype) {

@@ -254,6 +254,103 @@ std::string GeneratedJson(const Generated& generated, const std::string& prompt)
                {"ranks", generated.ranks}});
 }
 
+namespace {
+
+ordered_json DoubleJson(double value) {
+  return std::isfinite(value) ? ordered_json(value) : FloatJson(static_cast<float>(value));
+}
+
+ordered_json TotalsJson(const v1::ScoreTotals& t) {
+  return {{"rows", t.rows()},
+          {"counted", t.counted()},
+          {"ignored", t.ignored()},
+          {"faulty", t.faulty()},
+          {"loss_sum", DoubleJson(t.loss_sum())},
+          {"target_logprob_sum", DoubleJson(t.target_logprob_sum())},
+          {"loss_mean", DoubleJson(t.loss_mean())},
+          {"perplexity", DoubleJson(t.perplexity())}};
+}
+
+}  // namespace
+
+std::string ScoreJson(const ScoreOutput& output) {
+  const v1::ScoreResponse& a = output.result->answer;
+  ordered_json out = {{"offset", a.offset()},
+                      {"totals", TotalsJson(a.totals())},
+                      {"timings", TimingsJson(a.timings())}};
+  if (output.totals) return Line(out);
+  ordered_json status = ordered_json::array();
+  for (int row : a.status()) status.push_back(v1::RowStatus_Name(static_cast<v1::RowStatus>(row)));
+  out["targets"] = output.targets;
+  out["losses"] = FloatsJson(Vector(a.losses()));
+  out["target_logprobs"] = FloatsJson(Vector(a.target_logprobs()));
+  out["ranks"] = Vector(a.ranks());
+  out["logsumexp"] = FloatsJson(Vector(a.logsumexp()));
+  out["status"] = status;
+  out["status_position"] = Vector(a.status_position());
+  out["top_count"] = Vector(a.top_count());
+  out["top_ids"] = Vector(a.top_ids());
+  out["top_logprobs"] = FloatsJson(Vector(a.top_logprobs()));
+  out["extra_count"] = Vector(a.extra_count());
+  out["extra_logprobs"] = FloatsJson(Vector(a.extra_logprobs()));
+  out["entropies"] = FloatsJson(Vector(a.entropies()));
+  if (!output.text.empty()) {
+    out["text"] = output.text;
+    out["top_text"] = output.top_text;
+  }
+  return Line(out);
+}
+
+std::string ScoreTable(const ScoreOutput& output) {
+  const client::ScoreResult& result = *output.result;
+  const v1::ScoreResponse& a = result.answer;
+  const bool ranks = a.ranks_size() > 0;
+  const bool entropies = a.entropies_size() > 0;
+  std::string out;
+  if (!output.totals) {
+    absl::StrAppendFormat(&out, "%6s %8s %10s %10s%s%s%s\n", "row", "target", "loss", "logprob",
+                          ranks ? "   rank" : "", entropies ? "    entropy" : "",
+                          output.text.empty() ? "" : "  text");
+  }
+  for (int row = 0; !output.totals && row < a.losses_size(); ++row) {
+    absl::StrAppendFormat(&out, "%6d %8d", row, output.targets[static_cast<size_t>(row)]);
+    if (a.status(row) != v1::ROW_STATUS_OK) {
+      absl::StrAppendFormat(&out, "  %s\n", StatusText(a.status(row), a.status_position(row)));
+      continue;
+    }
+    absl::StrAppendFormat(&out, " %10.4f %10.4f", a.losses(row), a.target_logprobs(row));
+    if (ranks) absl::StrAppendFormat(&out, " %6d", a.ranks(row));
+    if (entropies) absl::StrAppendFormat(&out, " %10.4f", a.entropies(row));
+    if (!output.text.empty()) {
+      absl::StrAppend(&out, "  ", Quoted(output.text[static_cast<size_t>(row)]));
+    }
+    const auto at = static_cast<size_t>(row);
+    for (int64_t e = result.top_offsets[at]; e < result.top_offsets[at + 1]; ++e) {
+      const int entry = static_cast<int>(e);
+      const std::string name = output.top_text.empty()
+                                   ? absl::StrCat(a.top_ids(entry))
+                                   : Quoted(output.top_text[static_cast<size_t>(e)]);
+      absl::StrAppendFormat(&out, "%s %s %.3f", e == result.top_offsets[at] ? "   top" : ",", name,
+                            a.top_logprobs(entry));
+    }
+    for (int64_t e = result.extra_offsets[at]; e < result.extra_offsets[at + 1]; ++e) {
+      absl::StrAppendFormat(&out, "%s %.3f", e == result.extra_offsets[at] ? "   asked" : ",",
+                            a.extra_logprobs(static_cast<int>(e)));
+    }
+    out += '\n';
+  }
+  const v1::ScoreTotals& t = a.totals();
+  absl::StrAppendFormat(&out, "%d rows: %d counted, %d ignored, %d faulty\n", t.rows(), t.counted(),
+                        t.ignored(), t.faulty());
+  absl::StrAppendFormat(&out, "loss %.6g in all, mean %.6g; perplexity %.6g\n", t.loss_sum(),
+                        t.loss_mean(), t.perplexity());
+  out += TimingsLine(a.timings());
+  absl::StrAppendFormat(&out, "client: round trip %s, messages %d, streams %d\n",
+                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages,
+                        result.attempts);
+  return out;
+}
+
 std::string AttentionJson(const AttentionOutput& output) {
   const client::AttentionResult& result = *output.result;
   ordered_json rows = ordered_json::array();

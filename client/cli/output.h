@@ -56,6 +56,19 @@ std::string TokenLine(int position, const client::SampleResult& result, const st
 std::string GeneratedLine(const Generated& generated);
 std::string GeneratedJson(const Generated& generated, const std::string& prompt);
 
+// What came of one logitctl score.
+struct ScoreOutput {
+  const client::ScoreResult* result = nullptr;
+  std::vector<int32_t> targets;
+  std::vector<std::string> text;      // bytes of every target; empty: not known
+  std::vector<std::string> top_text;  // and of every top token
+  bool totals = false;                // no lines for tokens
+};
+// As TopKJson, of a logitd.v1.ScoreResponse, with "targets" and, where text is known, "text" and
+// "top_text"; with `totals` of its offset, totals and timings alone.
+std::string ScoreJson(const ScoreOutput& output);
+std::string ScoreTable(const ScoreOutput& output);
+
 // What came of one logitctl softmax or softmax-backward, beside the file.
 struct AttentionOutput {
   const client::AttentionResult* result = nullptr;
