@@ -522,7 +522,7 @@ TEST(AttentionUsageTest, BadUsageIs2AndSaysWhy) {
   const Case cases[] = {
       {{"softmax", "--scores", npy}, "--out is required"},
       {{"softmax", "--scores", row, "--out", out}, "has shape [2]; allowed: [queries,keys]"},
-      {{"softmax", "--scores", flags, "--out", out}, "dtype '|b1'; allowed: '<f4', '<f2'"},
+      {{"softmax", "--scores", flags, "--out", out}, "dtype '|b1'; allowed: <f4, <f2"},
       {{"softmax", "--scores", npy, "--out", dir.path("out.txt")}, "allowed: FILE.npy"},
       {{"softmax", "--scores", npy, "--out", out, "--out-dtype", "bf16"},
        "npy files have no bfloat16"},
