@@ -56,8 +56,8 @@ With --head the server has the model's output head (logitd --head NAME=PATH), an
 constexpr char kScoreHelp[] =
     R"(How probable the tokens of a text were: loss, log-probability and more of every token, and perplexity.
 
-Of one of three: a text and the language model of --model, which runs here (with --head the server
-has its output head, and is sent hidden states; without, its logits); hidden states in a file, for a
+Of one of three: a text, a paragraph a line, and the language model of --model, which runs here (with
+--head the server has its output head, and is sent hidden states; without, its logits); hidden states in a file, for a
 head that the server has loaded; or logits in a file. Row i of a file is what was known before token
 i of --targets, which is a file of int32 or int64: FILE.npy, FILE.safetensors or
 FILE.safetensors:NAME. Rows whose target is --ignore-index are not counted.

@@ -65,18 +65,17 @@ absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_
   const absl::StatusOr<std::vector<int64_t>> wide = client::LoadIntegers(file);
   if (!wide.ok()) return wide.status();
   if (static_cast<int64_t>(wide->size()) != rows) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("--targets: %s has %d values; allowed: %d, one for each row", file,
-                        wide->size(), rows));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "--targets: %s has %d values; allowed: %d, one for each row", file, wide->size(), rows));
   }
   std::vector<int32_t> targets;
   targets.reserve(wide->size());
   for (int64_t target : *wide) {
     if (target < std::numeric_limits<int32_t>::min() ||
         target > std::numeric_limits<int32_t>::max()) {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "--targets: %s has %d at row %d; allowed: numbers of 32 bits", file, target,
-          targets.size()));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("--targets: %s has %d at row %d; allowed: numbers of 32 bits", file,
+                          target, targets.size()));
     }
     targets.push_back(static_cast<int32_t>(target));
   }
@@ -141,7 +140,8 @@ absl::Status LoadText(const ScoreFlags& flags, Scored* scored) {
   return absl::OkStatus();
 }
 
-// Row i is the model's state before token i: hidden states for the head, or its own logits.
+// Row i is the model's state before token i: hidden states for the head, or its own logits. After a
+// newline comes bos, unscored, as in what the model was trained on: a paragraph a line.
 void RunModel(const v1::Head& head, Scored* scored) {
   const client::LanguageModel& model = *scored->model;
   client::ScoreRequest& request = scored->request;
@@ -153,7 +153,9 @@ void RunModel(const v1::Head& head, Scored* scored) {
   for (int64_t row = 0; row < request.rows; ++row) {
     scored->computed += head.name().empty() ? ToDType(model.Logits(hidden), v1::DTYPE_F32)
                                             : ToDType(hidden, head.dtype());
-    hidden = model.Step(state, scored->targets[static_cast<size_t>(row)]);
+    const int32_t token = scored->targets[static_cast<size_t>(row)];
+    hidden = model.Step(state, token);
+    if (model.TokenBytes(token).back() == '\n') hidden = model.Step(state, model.bos_token_id());
     progress.Show(row + 1, request.rows);
   }
   if (head.name().empty()) {
@@ -240,8 +242,8 @@ int RunScore(const CommonFlags& common, const ScoreFlags& flags) {
       .result = &*result,
       .targets = scored.targets,
       .text = TextOf(scored, scored.targets),
-      .top_text = TextOf(
-          scored, {answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())}),
+      .top_text =
+          TextOf(scored, {answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())}),
       .totals = flags.totals};
   Print(common.format == "json" ? ScoreJson(output) : ScoreTable(output));
   return kExitOk;
