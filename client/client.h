@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/attention.h"
+#include "logitd/v1/heads.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/server.pb.h"
 #include "logitd/v1/types.pb.h"
@@ -157,6 +158,16 @@ class Client {
   // needs an owner: INVALID_ARGUMENT (through `done`, before this returns) without. Calls in flight
   // must end before the Client does.
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
+
+  // The server's output heads; heads.proto has fields and errors. Of a load, `progress`, which may
+  // be null, is called now and then, with a total of 0 while the load waits its turn; false gives
+  // it up (CANCELLED). A load has no deadline, for it may take minutes, and is tried once.
+  absl::StatusOr<v1::Head> LoadHead(
+      const v1::LoadHeadRequest& request,
+      const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
+  absl::Status UnloadHead(const std::string& name);
+  absl::StatusOr<std::vector<v1::Head>> ListHeads();  // by ascending name
+  absl::StatusOr<v1::Head> GetHead(const std::string& name);
 
   absl::StatusOr<v1::GetInfoResponse> Info();
 

@@ -21,6 +21,7 @@
 #include "prometheus/text_serializer.h"
 #include "server/engine/metrics.h"
 #include "tests/engine/fake_backend.h"
+#include "tests/tree.h"
 
 namespace logitd::engine {
 namespace {
@@ -56,7 +57,8 @@ class HeadsTest : public ::testing::Test {
     ASSERT_NE(mkdtemp(name.data()), nullptr);
     files_ = name;
     const std::string command =
-        absl::StrFormat("python3 '%s/tests/engine/write_heads.py' '%s'", LOGITD_SOURCE_DIR, files_);
+        absl::StrFormat("python3 '%s' '%s'",
+                        logitd::testing::InTree("tests/engine/write_heads.py").string(), files_);
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
   static void TearDownTestSuite() { std::filesystem::remove_all(files_); }
@@ -470,7 +472,7 @@ TEST_F(HeadsTest, LoadsUnloadsAndUsersMeetWithoutAWrongNumber) {
 TEST_F(HeadsTest, TheDemoModelIsAHead) {
   HeadRequest request;
   request.name = "demo";
-  request.path = LOGITD_SOURCE_DIR "/demo/model";
+  request.path = logitd::testing::InTree("demo/model").string();
   const auto head = Load(request);
   ASSERT_TRUE(head.ok()) << head.status();
   EXPECT_EQ((*head)->info().tensor, "model.embed_tokens.weight");
