@@ -124,9 +124,9 @@ class HeadsServiceTest : public ::testing::Test {
   HeadsServiceTest() {
     std::string name = (std::filesystem::temp_directory_path() / "logitd-rpc-XXXXXX").string();
     folder_ = std::filesystem::canonical(mkdtemp(name.data())).string();
-    std::filesystem::create_directories(folder_ + "/root/inner");
-    WriteHead(folder_ + "/root/small.safetensors", 10, 4);
-    WriteHead(folder_ + "/root/inner/large.safetensors", 2048, 4096);  // two chunks and a bias
+    std::filesystem::create_directories(folder_ + "/top/inner");
+    WriteHead(folder_ + "/top/small.safetensors", 10, 4);
+    WriteHead(folder_ + "/top/inner/large.safetensors", 2048, 4096);  // two chunks and a bias
     WriteHead(folder_ + "/outside.safetensors", 10, 4);
     auto engine = engine::Engine::Create(&backend_,
                                          {.streams = 1,
@@ -136,7 +136,7 @@ class HeadsServiceTest : public ::testing::Test {
                                          &metrics_, [](const absl::Status&) { FAIL(); });
     EXPECT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
-    Start(folder_ + "/root");
+    Start(folder_ + "/top");
   }
 
   ~HeadsServiceTest() override {
@@ -278,13 +278,13 @@ TEST_F(HeadsServiceTest, ListsAndUnloadsByName) {
 }
 
 TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
-  std::filesystem::create_symlink(folder_ + "/outside.safetensors", folder_ + "/root/out");
-  std::filesystem::create_symlink(folder_, folder_ + "/root/up");
-  std::filesystem::create_directory(folder_ + "/root2");
-  WriteHead(folder_ + "/root2/x.safetensors", 10, 4);
+  std::filesystem::create_symlink(folder_ + "/outside.safetensors", folder_ + "/top/out");
+  std::filesystem::create_symlink(folder_, folder_ + "/top/up");
+  std::filesystem::create_directory(folder_ + "/top2");
+  WriteHead(folder_ + "/top2/x.safetensors", 10, 4);
   for (const std::string& path :
        {std::string("../outside.safetensors"), std::string("inner/../../outside.safetensors"),
-        folder_ + "/outside.safetensors", folder_ + "/root2/x.safetensors", std::string("out"),
+        folder_ + "/outside.safetensors", folder_ + "/top2/x.safetensors", std::string("out"),
         std::string("up/outside.safetensors"), std::string(""), std::string(".."),
         std::string("../none"), std::string("/")}) {
     const grpc::Status status = Load("x", path);
@@ -295,11 +295,11 @@ TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
   }
   EXPECT_THAT(List(), ElementsAre());
   // What stays inside is taken, however it is said.
-  std::filesystem::create_symlink("../small.safetensors", folder_ + "/root/inner/link");
+  std::filesystem::create_symlink("../small.safetensors", folder_ + "/top/inner/link");
   int heads = 0;
   for (const std::string& path :
        {std::string("inner/link"), std::string("inner/../small.safetensors"),
-        folder_ + "/root/small.safetensors"}) {
+        folder_ + "/top/small.safetensors"}) {
     const grpc::Status status = Load(absl::StrCat("h", heads++), path);
     EXPECT_TRUE(status.ok()) << path << ": " << status.error_message();
   }
