@@ -277,6 +277,23 @@ TEST_F(HeadsServiceTest, ListsAndUnloadsByName) {
   EXPECT_EQ(stub_->Get(&context, request, &got).error_code(), grpc::NOT_FOUND);
 }
 
+TEST_F(HeadsServiceTest, PathsAreShownAsTheyWereAskedFor) {
+  ASSERT_TRUE(Load("inside", "inner/large.safetensors").ok());
+  std::filesystem::create_directory(folder_ + "/top2");
+  const std::string beside = folder_ + "/top2/x.safetensors";
+  WriteHead(beside, 10, 4);
+  ASSERT_TRUE(heads_
+                  .Load({.name = "beside", .path = beside},
+                        [](const engine::HeadProgress&) { return true; })
+                  .ok());
+  grpc::ClientContext context;
+  v1::ListHeadsResponse response;
+  ASSERT_TRUE(stub_->List(&context, {}, &response).ok());
+  ASSERT_EQ(response.heads_size(), 2);
+  EXPECT_EQ(response.heads(0).path(), beside);  // by the operator, from outside
+  EXPECT_EQ(response.heads(1).path(), "inner/large.safetensors");
+}
+
 TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
   std::filesystem::create_symlink(folder_ + "/outside.safetensors", folder_ + "/top/out");
   std::filesystem::create_symlink(folder_, folder_ + "/top/up");
