@@ -277,7 +277,7 @@ TEST_P(TransportTest, InfoHealthAndReflection) {
 
   grpc::ByteBuffer answer;
   for (const std::string service :
-       {"", "logitd.v1.Attention", "logitd.v1.Sampler", "logitd.v1.Server"}) {
+       {"", "logitd.v1.Attention", "logitd.v1.Heads", "logitd.v1.Sampler", "logitd.v1.Server"}) {
     const std::string request =
         service.empty()
             ? ""

@@ -255,6 +255,7 @@ TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
            {"no_head", kInvalid, {"no_head: no tensor 'lm_head.weight'"}},
            {"no_config", kMissing, {"no_config/config.json: No such file"}},
            {"config_list", kInvalid, {"config.json: not a JSON object"}},
+           {"deep", kInvalid, {"logit_scale is an array; allowed: a number"}},
            {"missing_shard", kMissing, {"b.safetensors: No such file", "where tensor"}},
            {"shard_without", kInvalid, {"a.safetensors: no tensor 'lm_head.weight'"}},
            {"leaving", kInvalid, {"'lm_head.weight' is in '../named.safetensors'; allowed"}},
