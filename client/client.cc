@@ -26,6 +26,7 @@
 #include "client/attention_messages.h"
 #include "client/codec.h"
 #include "client/score_messages.h"
+#include "logitd/v1/heads.grpc.pb.h"
 
 namespace logitd::client {
 namespace {
@@ -43,6 +44,8 @@ constexpr const char* kAttentionMethods[] = {"/logitd.v1.Attention/Softmax",
                                              "/logitd.v1.Attention/SoftmaxBackward"};
 constexpr const char* kAttentionStreamMethods[] = {"/logitd.v1.Attention/SoftmaxStream",
                                                    "/logitd.v1.Attention/SoftmaxBackwardStream"};
+constexpr char kUnloadHeadMethod[] = "/logitd.v1.Heads/Unload";
+constexpr char kListHeadsMethod[] = "/logitd.v1.Heads/List";
 constexpr char kGetHeadMethod[] = "/logitd.v1.Heads/Get";
 constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
 constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
@@ -379,21 +382,28 @@ struct Client::Impl {
     return attempt;
   }
 
-  absl::StatusOr<v1::GetInfoResponse> Info(absl::Time end) {
+  // A unary call of small messages, with retries.
+  template <typename Response, typename Request>
+  absl::StatusOr<Response> CallSmall(const char* method, const Request& request, absl::Time end) {
     int attempts = 0;
     Attempt attempt = CallWithRetries(
         [&](absl::Time deadline) {
-          grpc::ByteBuffer request = BufferOf(v1::GetInfoRequest().SerializeAsString());
-          return Call(kInfoMethod, &request, deadline, nullptr);
+          grpc::ByteBuffer buffer = BufferOf(request.SerializeAsString());
+          return Call(method, &buffer, deadline, nullptr);
         },
         &attempts, end);
     if (!attempt.status.ok()) return attempt.status;
-    v1::GetInfoResponse info;
+    Response response;
     grpc::ProtoBufferReader reader(&attempt.response);
-    if (!reader.status().ok() || !info.ParseFromZeroCopyStream(&reader)) {
-      return absl::InternalError("the server's answer is not a logitd.v1.GetInfoResponse");
+    if (!reader.status().ok() || !response.ParseFromZeroCopyStream(&reader)) {
+      return absl::InternalError(
+          absl::StrCat("the server's answer is not a ", Response::descriptor()->full_name()));
     }
-    return info;
+    return response;
+  }
+
+  absl::StatusOr<v1::GetInfoResponse> Info(absl::Time end) {
+    return CallSmall<v1::GetInfoResponse>(kInfoMethod, v1::GetInfoRequest(), end);
   }
 
   // Of the server, asked for once.
@@ -667,26 +677,49 @@ void Client::TopKAsync(const TopKRequest& request,
                         });
 }
 
-absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(impl_->Deadline()); }
+absl::StatusOr<v1::Head> Client::LoadHead(
+    const v1::LoadHeadRequest& request,
+    const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress) {
+  grpc::ClientContext context;
+  const auto stub = v1::Heads::NewStub(impl_->channel);
+  const auto reader = stub->Load(&context, request);
+  v1::LoadHeadResponse message;
+  bool stopped = false;
+  while (!stopped && reader->Read(&message)) {
+    stopped = progress != nullptr && !progress(message.done_bytes(), message.total_bytes());
+  }
+  if (stopped) context.TryCancel();
+  const absl::Status status = ToAbsl(reader->Finish());
+  if (!status.ok()) return status;
+  if (stopped) return absl::CancelledError("given up as the load ended: the head may be there");
+  if (!message.has_head()) return absl::InternalError("the server's last answer has no head");
+  return message.head();
+}
+
+absl::Status Client::UnloadHead(const std::string& name) {
+  v1::UnloadHeadRequest request;
+  request.set_name(name);
+  return impl_->CallSmall<v1::UnloadHeadResponse>(kUnloadHeadMethod, request, impl_->Deadline())
+      .status();
+}
+
+absl::StatusOr<std::vector<v1::Head>> Client::ListHeads() {
+  const absl::StatusOr<v1::ListHeadsResponse> list = impl_->CallSmall<v1::ListHeadsResponse>(
+      kListHeadsMethod, v1::ListHeadsRequest(), impl_->Deadline());
+  if (!list.ok()) return list.status();
+  return std::vector<v1::Head>(list->heads().begin(), list->heads().end());
+}
 
 absl::StatusOr<v1::Head> Client::GetHead(const std::string& name) {
-  v1::GetHeadRequest fields;
-  fields.set_name(name);
-  int attempts = 0;
-  Attempt attempt = impl_->CallWithRetries(
-      [&](absl::Time deadline) {
-        grpc::ByteBuffer request = BufferOf(fields.SerializeAsString());
-        return impl_->Call(kGetHeadMethod, &request, deadline, nullptr);
-      },
-      &attempts, impl_->Deadline());
-  if (!attempt.status.ok()) return attempt.status;
-  v1::GetHeadResponse response;
-  grpc::ProtoBufferReader reader(&attempt.response);
-  if (!reader.status().ok() || !response.ParseFromZeroCopyStream(&reader)) {
-    return absl::InternalError("the server's answer is not a logitd.v1.GetHeadResponse");
-  }
-  return response.head();
+  v1::GetHeadRequest request;
+  request.set_name(name);
+  const absl::StatusOr<v1::GetHeadResponse> got =
+      impl_->CallSmall<v1::GetHeadResponse>(kGetHeadMethod, request, impl_->Deadline());
+  if (!got.ok()) return got.status();
+  return got->head();
 }
+
+absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(impl_->Deadline()); }
 
 absl::StatusOr<ServingStatus> Client::Health(const std::string& service) {
   int attempts = 0;

@@ -202,10 +202,17 @@ class Client {
   // must end before the Client does.
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
 
-  absl::StatusOr<v1::GetInfoResponse> Info();
-
-  // A head the server has loaded. NOT_FOUND lists the names there are.
+  // The server's output heads; heads.proto has fields and errors. Of a load, `progress`, which may
+  // be null, is called now and then, with a total of 0 while the load waits its turn; false gives
+  // it up (CANCELLED). A load has no deadline, for it may take minutes, and is tried once.
+  absl::StatusOr<v1::Head> LoadHead(
+      const v1::LoadHeadRequest& request,
+      const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
+  absl::Status UnloadHead(const std::string& name);
+  absl::StatusOr<std::vector<v1::Head>> ListHeads();  // by ascending name
   absl::StatusOr<v1::Head> GetHead(const std::string& name);
+
+  absl::StatusOr<v1::GetInfoResponse> Info();
 
   // grpc.health.v1.Health/Check. NOT_FOUND: the server does not know the service. "" is the server
   // as a whole.

@@ -115,6 +115,17 @@ struct SoftmaxBackwardFlags {
 };
 int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& flags);
 
+struct LoadHeadFlags {
+  std::string name;
+  std::string path;
+  bool final_norm = false;
+  int64_t vocab = 0;  // 0: what the model says
+};
+int RunLoadHead(const CommonFlags& common, const LoadHeadFlags& flags);
+int RunUnloadHead(const CommonFlags& common, const std::string& name);
+int RunListHeads(const CommonFlags& common);
+int RunGetHead(const CommonFlags& common, const std::string& name);
+
 int RunTopK(const CommonFlags& common, const TopKFlags& flags);
 int RunInfo(const CommonFlags& common);
 

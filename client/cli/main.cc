@@ -21,6 +21,8 @@ constexpr char kFooter[] = R"(Examples:
   logitctl score --logits logits.npy --targets ids.npy --label-smoothing 0.1 --rank --entropy
   logitctl softmax --scores scores.npy --mask causal --scale 0.125 --out probs.npy
   logitctl softmax-backward --probs probs.npy --d-probs d.npy --scale 0.125 --causal --out g.npy
+  logitctl heads load llama models/llama --norm
+  logitctl heads list
   logitctl info --addr unix:/run/logitd.sock
   logitctl health --watch
 
@@ -84,6 +86,20 @@ constexpr char kSoftmaxBackwardHelp[] =
 Files and shapes as in logitctl softmax, scale and window as they were there. Its mask is not asked
 for: where a probability is 0, so is the gradient. With --sinks, --logsumexp is what logitctl softmax
 wrote, and the gradient for the sinks is printed.)";
+
+constexpr char kHeadsHelp[] =
+    R"(Output heads: the last matrices of models, which the server holds on its device by name.
+
+A head turns hidden states into logits. With one loaded, calls send hidden states and its name, and
+nothing as wide as the vocabulary travels.)";
+
+constexpr char kLoadHeadHelp[] =
+    R"(Loads a head from the server's own files, while other calls go on.
+
+PATH is a safetensors file, or a folder as Hugging Face models have them, inside the directory that
+logitd was started with (--head-root). Of a folder, config.json says how the model uses its head: the
+real size of a padded vocabulary, tied embeddings, scale and softcap of the logits. A terminal sees a
+bar. --deadline does not count here: Ctrl-C gives the load up.)";
 
 void AddSampling(CLI::App* command, logitd::cli::SamplingFlags* flags) {
   command->add_option("--params", flags->params,
@@ -277,6 +293,34 @@ int main(int argc, char** argv) try {
                                "the rows' log-sum-exp, a file; with --sinks");
   add_common(backward_command);
 
+  CLI::App* heads_command = app.add_subcommand("heads", kHeadsHelp);
+  heads_command->require_subcommand(1);
+  const auto add_name = [](CLI::App* command, std::string* name) {
+    command->add_option("NAME", *name, "of the head: 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'")
+        ->required();
+  };
+  LoadHeadFlags load;
+  CLI::App* load_command = heads_command->add_subcommand("load", kLoadHeadHelp);
+  add_name(load_command, &load.name);
+  load_command->add_option("PATH", load.path, "of the file or folder, in the server's --head-root")
+      ->required();
+  load_command->add_flag("--norm", load.final_norm,
+                         "with the model's final RMSNorm: callers send states from before it");
+  load_command
+      ->add_option("--vocab", load.vocab, "rows to keep of a padded weight; 0: by the model")
+      ->check(CLI::Range(0, 1 << 20));
+  add_common(load_command);
+  std::string head_name;
+  CLI::App* unload_command = heads_command->add_subcommand(
+      "unload", "Takes a head away from new calls; those under way keep it until they end.");
+  add_name(unload_command, &head_name);
+  add_common(unload_command);
+  CLI::App* list_command = heads_command->add_subcommand("list", "All heads that are loaded.");
+  add_common(list_command);
+  CLI::App* get_command = heads_command->add_subcommand("get", "One head by its name.");
+  add_name(get_command, &head_name);
+  add_common(get_command);
+
   CLI::App* info_command =
       app.add_subcommand("info", "What the server is: version, backend, device, limits, ops.");
   add_common(info_command);
@@ -300,6 +344,10 @@ int main(int argc, char** argv) try {
   if (score_command->parsed()) return RunScore(common, score);
   if (softmax_command->parsed()) return RunSoftmax(common, softmax);
   if (backward_command->parsed()) return RunSoftmaxBackward(common, backward);
+  if (load_command->parsed()) return RunLoadHead(common, load);
+  if (unload_command->parsed()) return RunUnloadHead(common, head_name);
+  if (list_command->parsed()) return RunListHeads(common);
+  if (get_command->parsed()) return RunGetHead(common, head_name);
   if (info_command->parsed()) return RunInfo(common);
   return RunHealth(common, health);
 } catch (const std::exception& error) {

@@ -402,6 +402,73 @@ std::string AttentionTable(const AttentionOutput& output) {
   return out;
 }
 
+namespace {
+
+ordered_json ToJson(const v1::Head& head) {
+  return {{"name", head.name()},
+          {"path", head.path()},
+          {"tensor", head.tensor()},
+          {"dtype", v1::DType_Name(head.dtype())},
+          {"vocab", head.vocab()},
+          {"hidden", head.hidden()},
+          {"stored_vocab", head.stored_vocab()},
+          {"bias", head.bias()},
+          {"final_norm", head.final_norm()},
+          {"norm_epsilon", FloatJson(head.norm_epsilon())},
+          {"scale", FloatJson(head.scale())},
+          {"softcap", FloatJson(head.softcap())},
+          {"device_bytes", head.device_bytes()},
+          {"loaded_unix_ms", head.loaded_unix_ms()},
+          {"load_ms", head.load_ms()}};
+}
+
+// What there is beside the weight.
+std::string Extras(const v1::Head& head) {
+  std::vector<std::string> extras;
+  if (head.final_norm()) extras.push_back("norm");
+  if (head.bias()) extras.push_back("bias");
+  if (head.scale() != 1.0f) extras.push_back(absl::StrFormat("scale %g", head.scale()));
+  if (head.softcap() != 0.0f) extras.push_back(absl::StrFormat("softcap %g", head.softcap()));
+  if (head.stored_vocab() != head.vocab()) {
+    extras.push_back(absl::StrFormat("of %d rows", head.stored_vocab()));
+  }
+  return extras.empty() ? "-" : absl::StrJoin(extras, ", ");
+}
+
+}  // namespace
+
+std::string HeadJson(const v1::Head& head) { return Line(ToJson(head)); }
+
+std::string HeadsJson(const std::vector<v1::Head>& heads) {
+  ordered_json list = ordered_json::array();
+  for (const v1::Head& head : heads) list.push_back(ToJson(head));
+  return Line({{"heads", list}});
+}
+
+std::string HeadsTable(const std::vector<v1::Head>& heads) {
+  if (heads.empty()) return "no heads loaded\n";
+  std::string out = absl::StrFormat("%-16s %5s %8s %7s %10s  %-24s  %s\n", "name", "dtype", "vocab",
+                                    "hidden", "memory", "beside", "tensor, path");
+  for (const v1::Head& head : heads) {
+    absl::StrAppendFormat(&out, "%-16s %5s %8d %7d %10s  %-24s  %s, %s\n", head.name(),
+                          client::DTypeShortName(head.dtype()), head.vocab(), head.hidden(),
+                          Bytes(head.device_bytes()), Extras(head), head.tensor(), head.path());
+  }
+  return out;
+}
+
+std::string ProgressLine(const std::string& name, int64_t done_bytes, int64_t total_bytes) {
+  constexpr size_t kBar = 20;
+  constexpr size_t kMaxName = 24;
+  const std::string shown = name.size() > kMaxName ? name.substr(0, kMaxName) : name;
+  if (total_bytes <= 0) return absl::StrFormat("%s: waits for another load", shown);
+  const double share = static_cast<double>(done_bytes) / static_cast<double>(total_bytes);
+  const auto full = static_cast<size_t>(share * kBar);
+  return absl::StrFormat("%s: [%s%s] %3d%%, %s of %s", shown, std::string(full, '#'),
+                         std::string(kBar - full, '-'), static_cast<int>(share * 100),
+                         Bytes(done_bytes), Bytes(total_bytes));
+}
+
 std::string InfoJson(const v1::GetInfoResponse& info) {
   ordered_json ops = ordered_json::array();
   for (const v1::Op& op : info.ops()) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "client/client.h"
+#include "logitd/v1/heads.pb.h"
 #include "logitd/v1/server.pb.h"
 
 namespace logitd::cli {
@@ -77,6 +78,14 @@ struct AttentionOutput {
 };
 std::string AttentionJson(const AttentionOutput& output);
 std::string AttentionTable(const AttentionOutput& output);
+
+// As TopKJson, of a logitd.v1.Head or a logitd.v1.ListHeadsResponse.
+std::string HeadJson(const v1::Head& head);
+std::string HeadsJson(const std::vector<v1::Head>& heads);
+std::string HeadsTable(const std::vector<v1::Head>& heads);
+
+// "llama: [#####-----]  50%, 2.0 of 4.0 GiB", of 79 columns at most. A total of 0: it waits.
+std::string ProgressLine(const std::string& name, int64_t done_bytes, int64_t total_bytes);
 
 std::string InfoJson(const v1::GetInfoResponse& info);
 std::string InfoTable(const v1::GetInfoResponse& info, const std::string& address);

@@ -314,11 +314,12 @@ class Settings {
 
   void Fail(const char* key, const json& value, const char* allowed) {
     if (!status_.ok()) return;
-    status_ = Bad(
-        where_,
-        absl::StrFormat("%s is %s; allowed: %s", key,
-                        formats::Shown(value.dump(-1, ' ', false, json::error_handler_t::replace)),
-                        allowed));
+    // What has parts is not written out: that recurses as deep as a hostile file nests.
+    const std::string got =
+        value.is_primitive()
+            ? formats::Shown(value.dump(-1, ' ', false, json::error_handler_t::replace))
+            : absl::StrCat("an ", value.type_name());
+    status_ = Bad(where_, absl::StrFormat("%s is %s; allowed: %s", key, got, allowed));
   }
 
   std::string where_;

@@ -218,7 +218,9 @@ class Copy {
 
   absl::Status Report() {
     const auto step = static_cast<int>(progress_.done_bytes * kLogSteps / progress_.total_bytes);
-    if (step > logged_ && step < kLogSteps) {
+    // What is read in a moment needs no lines on the way.
+    const bool long_enough = progress_.total_bytes > kLogSteps * static_cast<int64_t>(kChunkBytes);
+    if (long_enough && step > logged_ && step < kLogSteps) {
       spdlog::info("head {}: {}%, {} of {} MiB", request_.name, step * 100 / kLogSteps,
                    progress_.done_bytes >> 20, progress_.total_bytes >> 20);
     }

@@ -8,7 +8,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/rpc/raw_unary.h"
@@ -250,9 +249,9 @@ v1::Head HeadsService::Describe(const engine::Head& head) const {
   const engine::HeadInfo& info = head.info();
   v1::Head out;
   out.set_name(info.name);
-  absl::string_view path = info.path;
-  if (!root_.empty() && absl::ConsumePrefix(&path, root_)) absl::ConsumePrefix(&path, "/");
-  out.set_path(std::string(path));
+  out.set_path(!root_.empty() && IsIn(info.path, root_)
+                   ? std::filesystem::path(info.path).lexically_relative(root_).string()
+                   : info.path);
   out.set_tensor(info.tensor);
   out.set_dtype(ToProto(view.weight.dtype));
   out.set_vocab(view.vocab());

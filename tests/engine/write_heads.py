@@ -133,6 +133,9 @@ def bad(out):
     write(f"{out}/no_config/model.safetensors", head)
     write_json(f"{out}/config_list/config.json", [])
     write(f"{out}/config_list/model.safetensors", head)
+    write(f"{out}/deep/model.safetensors", head)
+    with open(f"{out}/deep/config.json", "w") as file:
+        file.write('{"logit_scale":' + "[" * 300000 + "]" * 300000 + "}")
     write_json(f"{out}/no_files/config.json", {})
     sharded(f"{out}/missing_shard", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "b.safetensors"})
     sharded(f"{out}/shard_without", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "a.safetensors"})
