@@ -21,8 +21,8 @@
 #include "hwy/contrib/sort/vqsort.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
-#include "kernels/cpu/softcap-inl.h"
 #include "kernels/cpu/sketch-inl.h"
+#include "kernels/cpu/softcap-inl.h"
 
 #ifndef LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
 #define LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
@@ -43,11 +43,11 @@ struct LossThreadScratch {
 
 // A row on its way to its answers.
 struct LossRow {
-  Row sent;   // its sketch, at temperature 1, only where the order is not that of x
-  Row x;      // after softcap, at the row's temperature; where there is a softcap it has no memory
-  bool has_order;   // sent has a sketch of its own
-  float* total;     // [cells], sum of x * kTotalShrink
-  float* moment;    // [cells], sum of exp((x - max) / temperature) * (x - max) * kShrink
+  Row sent;  // its sketch, at temperature 1, only where the order is not that of x
+  Row x;     // after softcap, at the row's temperature; where there is a softcap it has no memory
+  bool has_order;  // sent has a sketch of its own
+  float* total;    // [cells], sum of x * kTotalShrink
+  float* moment;   // [cells], sum of exp((x - max) / temperature) * (x - max) * kShrink
 };
 
 // Keeps the sum of a cell finite.
@@ -126,8 +126,8 @@ float CellTotal(const T* cell, int64_t count) {
   const VF shrink = hn::Set(d, kTotalShrink);
   VF s[kUnroll];
   for (VF& v : s) v = hn::Zero(d);
-  ForEachVector(cell, count, [&](VF x, int64_t, int64_t u)
-                                 HWY_ATTR { s[u] = hn::MulAdd(x, shrink, s[u]); });
+  ForEachVector(cell, count,
+                [&](VF x, int64_t, int64_t u) HWY_ATTR { s[u] = hn::MulAdd(x, shrink, s[u]); });
   return SumOf(s);
 }
 
@@ -168,9 +168,8 @@ void SumCells(const T* x, const Row& row, int64_t begin, int64_t end, float* tot
 
 void SumCellsOf(const Row& row, int64_t begin, int64_t end, float* total, float* moment) {
   if (total == nullptr && moment == nullptr) return;
-  AsType(row.dtype, static_cast<const std::byte*>(row.logits), [&](const auto* x) {
-    SumCells(x, row, begin, end, total, moment);
-  });
+  AsType(row.dtype, static_cast<const std::byte*>(row.logits),
+         [&](const auto* x) { SumCells(x, row, begin, end, total, moment); });
 }
 
 // `count` elements of a row after the softcap, as f32.
@@ -359,9 +358,10 @@ struct Gradient {
   float softcap;
 };
 
-Gradient MakeGradient(const CrossEntropyRow& ask, int64_t vocab, float logsumexp, float upstream) {
+Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float logsumexp,
+                      float upstream) {
   const double temperature = ask.temperature;
-  const double e = EffectiveSmoothing(ask, vocab);
+  const double e = EffectiveSmoothing(ask, block.vocab);
   Gradient g;
   g.exponent = MakeExponent(ask.temperature);
   g.top = static_cast<float>(std::clamp<double>(logsumexp * temperature, -FLT_MAX, FLT_MAX));
@@ -369,12 +369,12 @@ Gradient MakeGradient(const CrossEntropyRow& ask, int64_t vocab, float logsumexp
   const double lost = std::clamp(g.top / temperature - logsumexp, -80.0, 80.0);
   g.share = static_cast<float>(std::exp(lost) * (1 + 2.0 * ask.z_loss * logsumexp));
   g.target = static_cast<float>(1 - e);
-  g.other = static_cast<float>(e / static_cast<double>(vocab));
+  g.other = static_cast<float>(e / static_cast<double>(block.vocab));
   // In two factors: the quotient may be more than a float holds where what it multiplies is small.
   const double scale = upstream / temperature;
   g.scale_more = std::fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
   g.scale = static_cast<float>(scale / g.scale_more);
-  g.softcap = ask.softcap;
+  g.softcap = block.softcap > 0 ? block.softcap : ask.softcap;
   return g;
 }
 
@@ -421,7 +421,8 @@ void FillNan(T* to, int64_t count) {
 }
 
 // Elements [begin, end) of the gradient of row r.
-void BackwardPart(const CrossEntropyBackwardArgs& args, int64_t r, int64_t begin, int64_t end) {
+void BackwardPart(const CrossEntropyBackwardArgs& args, const TokenBlock& block, int64_t r,
+                  int64_t begin, int64_t end) {
   const CrossEntropyRow& ask = args.rows[r];
   const auto size = static_cast<int64_t>(SizeOf(args.logits.dtype));
   const auto* from =
@@ -435,12 +436,12 @@ void BackwardPart(const CrossEntropyBackwardArgs& args, int64_t r, int64_t begin
     using T = std::remove_const_t<std::remove_pointer_t<decltype(logits)>>;
     T* d_logits = reinterpret_cast<T*>(to);
     if (!std::isfinite(args.logsumexp[r])) return FillNan(d_logits + begin, end - begin);
-    const Gradient g =
-        MakeGradient(ask, args.logits.cols, args.logsumexp[r], args.upstream[r]);
-    if (ask.softcap > 0) {
-      Spread<true>(logits, begin, end, ask.target, g, d_logits);
+    const Gradient g = MakeGradient(ask, block, args.logsumexp[r], args.upstream[r]);
+    const int64_t target = ask.target - block.first_token;
+    if (g.softcap > 0) {
+      Spread<true>(logits, begin, end, target, g, d_logits);
     } else {
-      Spread<false>(logits, begin, end, ask.target, g, d_logits);
+      Spread<false>(logits, begin, end, target, g, d_logits);
     }
   });
 }
@@ -505,20 +506,26 @@ void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& s
   });
 }
 
-void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool) {
+void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const TokenBlock& block,
+                                  ThreadPool& pool) {
   constexpr int64_t kItemElements = kItemCells * kCellElements;
   const int64_t rows = args.logits.rows;
-  const int64_t vocab = args.logits.cols;
-  const int64_t per_row = (vocab + kItemElements - 1) / kItemElements;
-  const int64_t rows_per_item = std::max<int64_t>(1, kItemElements / vocab);
+  const int64_t cols = args.logits.cols;
+  const int64_t per_row = (cols + kItemElements - 1) / kItemElements;
+  const int64_t rows_per_item = std::max<int64_t>(1, kItemElements / cols);
   pool.ParallelFor((rows + rows_per_item - 1) / rows_per_item * per_row, [&](int64_t item) {
     const int64_t begin = item % per_row * kItemElements;
     const int64_t first = item / per_row * rows_per_item;
     for (int64_t r = first; r < std::min(rows, first + rows_per_item); ++r) {
       if (args.rows[r].active == 0) continue;
-      HWY_DYNAMIC_DISPATCH(BackwardPart)(args, r, begin, std::min(vocab, begin + kItemElements));
+      HWY_DYNAMIC_DISPATCH(BackwardPart)
+      (args, block, r, begin, std::min(cols, begin + kItemElements));
     }
   });
+}
+
+void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool) {
+  CrossEntropyBackwardOfTokens(args, {.vocab = args.logits.cols}, pool);
 }
 
 }  // namespace logitd::cpu

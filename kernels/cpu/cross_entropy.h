@@ -19,6 +19,18 @@ struct LossScratch {
 void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch);
 void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool);
 
+// Columns of a wider row's logits, as one block of a head's vocabulary gives them.
+struct TokenBlock {
+  int64_t first_token = 0;
+  int64_t vocab = 0;
+  float softcap = 0;  // the head's
+};
+
+// CrossEntropyBackward where args.logits and args.d_logits are such columns of the rows. Targets
+// count from token 0.
+void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const TokenBlock& block,
+                                  ThreadPool& pool);
+
 }  // namespace logitd::cpu
 
 #endif  // LOGITD_KERNELS_CPU_CROSS_ENTROPY_H_

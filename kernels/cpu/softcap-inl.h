@@ -27,7 +27,8 @@ HWY_INLINE VF Tanh(DF d, VF z) {
   const VF size = hn::Abs(z);
   const VF bounded = hn::Min(size, hn::Set(d, 10.0f));
   const VF slope = hn::Set(d, 2.8853900817779268f);
-  const VF round = hn::Set(d, 12582912.0f + 127.0f);  // as in sketch-inl.h: leaves an exponent field
+  const VF round =
+      hn::Set(d, 12582912.0f + 127.0f);  // as in sketch-inl.h: leaves an exponent field
   const VF t = hn::MulAdd(bounded, slope, round);
   const VF f = hn::MulSub(bounded, slope, hn::Sub(t, round));
   const DI di;

@@ -353,18 +353,7 @@ inline const std::vector<LossClaim>& LossClaims() {
        {},
        {},
        {ln3 - ln4, -ln4, ln3 - ln4}},
-      {"far_apart_is_not_nan",
-       {-3e38f, 3e38f},
-       Asking(1),
-       {0},
-       0,
-       3e38f,
-       0,
-       1,
-       0,
-       {},
-       {},
-       {-kInf}},
+      {"far_apart_is_not_nan", {-3e38f, 3e38f}, Asking(1), {0}, 0, 3e38f, 0, 1, 0, {}, {}, {-kInf}},
       {"the_mean_of_huge_logits_is_finite",
        {3e38f, 3e38f, 3e38f, 3e38f},
        Asking(3, [](CrossEntropyRow& row) { row.label_smoothing = 0.5f; }),
@@ -389,7 +378,19 @@ inline const std::vector<LossClaim>& LossClaims() {
        {},
        {},
        {}},
-      {"skipped", {0, 0}, {}, {}, -77.5f, -77.5f, -77.5f, -77, -77.5f, {}, {}, {}, {RowCode::kOk, -77}},
+      {"skipped",
+       {0, 0},
+       {},
+       {},
+       -77.5f,
+       -77.5f,
+       -77.5f,
+       -77,
+       -77.5f,
+       {},
+       {},
+       {},
+       {RowCode::kOk, -77}},
   };
   return claims;
 }
@@ -414,7 +415,8 @@ inline std::string BrokenClaim(OpRunner& runner, const LossClaim& claim) {
     auto got = runner.CrossEntropy(tensor, batch);
     if (!got.ok()) return got.status().ToString();
     const auto same = [](float a, float b) {
-      return std::isnan(b) ? std::isnan(a) : a == b || std::fabs(a - b) <= 4e-6f * std::max(1.0f, std::fabs(b));
+      return std::isnan(b) ? std::isnan(a)
+                           : a == b || std::fabs(a - b) <= 4e-6f * std::max(1.0f, std::fabs(b));
     };
     const auto differ = [&](std::string_view field, float a, float b) {
       return absl::StrFormat("%s: %s: got %.9g, want %.9g", Name(dtype), field, a, b);
@@ -592,7 +594,8 @@ inline void AddRandomLoss(LossBatch& batch, int64_t vocab, bool with_softcap,
   row.smoothing = random() % 2 == 0 ? Smoothing::kTorch : Smoothing::kMegatron;
   row.z_loss = pick({0, 0, 1e-4f, 0.5f});
   row.want = static_cast<int32_t>(random() % 4);
-  row.top_logprobs = std::min(static_cast<int32_t>(pick({0, 1, 5, 128})), static_cast<int32_t>(vocab));
+  row.top_logprobs =
+      std::min(static_cast<int32_t>(pick({0, 1, 5, 128})), static_cast<int32_t>(vocab));
   row.extra_count = static_cast<int32_t>(random() % 4);
   row.first_extra = static_cast<int64_t>(batch.extra_ids.size());
   for (int32_t i = 0; i < row.extra_count; ++i) {
@@ -600,8 +603,9 @@ inline void AddRandomLoss(LossBatch& batch, int64_t vocab, bool with_softcap,
   }
   row.first_top_entry = batch.top_entries;
   row.first_extra_entry = batch.extra_entries;
-  batch.top_entries += row.top_logprobs;
-  batch.extra_entries += row.extra_count;
+  // One more than asked for, to show what is written behind them.
+  batch.top_entries += row.top_logprobs + 1;
+  batch.extra_entries += row.extra_count + 1;
   batch.rows.push_back(row);
 }
 
@@ -609,12 +613,22 @@ inline absl::Span<const int32_t> ExtrasOf(const LossBatch& batch, const CrossEnt
   return absl::MakeConstSpan(batch.extra_ids).subspan(row.first_extra, row.extra_count);
 }
 
-// "" where a skipped row was left alone.
-inline std::string WrittenThoughSkipped(const LossAnswer& got, int64_t r) {
-  const bool untouched = got.loss[r] == TopKAnswer::kUnwrittenFloat &&
-                         got.logsumexp[r] == TopKAnswer::kUnwrittenFloat &&
-                         got.status[r].position == TopKAnswer::kUnwrittenIndex;
-  return untouched ? "" : absl::StrFormat("skipped row %d was written", r);
+// "" where row r of a batch made by AddRandomLoss has the answers of its logits, and no other.
+inline std::string RowDifference(const std::vector<double>& logits, const LossBatch& batch,
+                                 const LossAnswer& got, int64_t r, LossSlack slack = {}) {
+  const CrossEntropyRow& ask = batch.rows[r];
+  if (ask.active == 0) {
+    const bool untouched = got.loss[r] == TopKAnswer::kUnwrittenFloat &&
+                           got.logsumexp[r] == TopKAnswer::kUnwrittenFloat &&
+                           got.status[r].position == TopKAnswer::kUnwrittenIndex;
+    return untouched ? "" : "wrote for a skipped row";
+  }
+  if (got.top_ids[ask.first_top_entry + ask.top_logprobs] != TopKAnswer::kUnwrittenIndex ||
+      got.extra_logprobs[ask.first_extra_entry + ask.extra_count] != TopKAnswer::kUnwrittenFloat) {
+    return "wrote behind its entries";
+  }
+  return DescribeDifference(ReferenceCrossEntropy(logits, ask, ExtrasOf(batch, ask)), ask, got, r,
+                            slack);
 }
 
 inline std::string FirstDifference(OpRunner& runner, const LossCase& c) {
@@ -629,14 +643,10 @@ inline std::string FirstDifference(OpRunner& runner, const LossCase& c) {
   auto got = runner.CrossEntropy(tensor, batch);
   if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
   for (int64_t r = 0; r < c.rows; ++r) {
-    const CrossEntropyRow& ask = batch.rows[r];
-    const std::string difference =
-        ask.active == 0
-            ? WrittenThoughSkipped(*got, r)
-            : DescribeDifference(
-                  ReferenceCrossEntropy(LogitsOf(tensor, r), ask, ExtrasOf(batch, ask)), ask, *got, r);
+    const std::string difference = RowDifference(LogitsOf(tensor, r), batch, *got, r);
     if (difference.empty()) continue;
-    return absl::StrFormat("%s: row %d (%s): %s", Describe(c), r, Describe(ask), difference);
+    return absl::StrFormat("%s: row %d (%s): %s", Describe(c), r, Describe(batch.rows[r]),
+                           difference);
   }
   return "";
 }
@@ -645,9 +655,9 @@ inline std::vector<LossCase> LossCases() {
   struct Shape {
     int64_t vocab, rows;
   };
-  static constexpr Shape kShapes[] = {{1, 40},   {2, 60},   {7, 257},  {33, 60},   {1000, 40},
-                                      {1023, 3}, {1024, 3}, {1025, 9}, {4097, 20}, {50257, 1},
-                                      {50257, 3}};
+  static constexpr Shape kShapes[] = {{1, 40},    {2, 60},    {7, 257},  {33, 60},
+                                      {1000, 40}, {1023, 3},  {1024, 3}, {1025, 9},
+                                      {4097, 20}, {50257, 1}, {50257, 3}};
   static constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
   static constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
   std::vector<LossCase> cases;
@@ -655,16 +665,16 @@ inline std::vector<LossCase> LossCases() {
   for (const Shape& shape : kShapes) {
     for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       ++n;
-      cases.push_back({dtype, shape.rows, shape.vocab, kStrides[n % 5], kOffsets[n % 7],
-                       Fill::kNormal, n});
+      cases.push_back(
+          {dtype, shape.rows, shape.vocab, kStrides[n % 5], kOffsets[n % 7], Fill::kNormal, n});
     }
   }
   for (Fill fill : kAllFills) {
     for (int64_t vocab : {33, 1025, 5000}) {
       ++n;
       const DType dtype = n % 3 == 0 ? DType::kBF16 : n % 3 == 1 ? DType::kF32 : DType::kF16;
-      cases.push_back({dtype, vocab > 2000 ? 12 : 40, vocab, kStrides[n % 5], kOffsets[n % 7],
-                       fill, n});
+      cases.push_back(
+          {dtype, vocab > 2000 ? 12 : 40, vocab, kStrides[n % 5], kOffsets[n % 7], fill, n});
     }
   }
   cases.push_back({DType::kF32, 1, int64_t{1} << 20, 0, 1, Fill::kUniform, ++n});
@@ -695,9 +705,9 @@ inline LossBackwardCall MakeBackwardCall(const LossCase& c) {
     call.rows.push_back(ask);
     ask.target = kIgnoredTarget;
     call.logsumexp.push_back(
-        ask.active == 0
-            ? 0.0f
-            : static_cast<float>(ReferenceCrossEntropy(LogitsOf(call.logits, r), ask, {}).logsumexp));
+        ask.active == 0 ? 0.0f
+                        : static_cast<float>(
+                              ReferenceCrossEntropy(LogitsOf(call.logits, r), ask, {}).logsumexp));
     call.upstream.push_back(static_cast<float>(random() % 1000) / 250 - 2);
   }
   return call;
@@ -771,9 +781,9 @@ inline std::string FirstFiniteDifference(OpRunner& runner, uint64_t seed) {
 
 // All bits of row r's answer.
 inline std::string LossBits(const LossAnswer& got, const CrossEntropyRow& ask, int64_t r) {
-  std::string bits = absl::StrFormat(
-      "%08x %08x %08x %d %d", BitsOf(got.loss[r]), BitsOf(got.logsumexp[r]),
-      BitsOf(got.target_logprob[r]), static_cast<int>(got.status[r].code), got.status[r].position);
+  std::string bits = absl::StrFormat("%08x %08x %08x %d %d", BitsOf(got.loss[r]),
+                                     BitsOf(got.logsumexp[r]), BitsOf(got.target_logprob[r]),
+                                     static_cast<int>(got.status[r].code), got.status[r].position);
   if ((ask.want & kWantRank) != 0) absl::StrAppendFormat(&bits, " %d", got.rank[r]);
   if ((ask.want & kWantEntropy) != 0) absl::StrAppendFormat(&bits, " %08x", BitsOf(got.entropy[r]));
   for (int64_t i = 0; i < ask.top_logprobs; ++i) {

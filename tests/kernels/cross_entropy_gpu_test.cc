@@ -26,7 +26,8 @@ TEST_F(CrossEntropyGpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
 }
 
 TEST_F(CrossEntropyGpuTest, GradientAgreesWithDoublePrecision) {
-  for (const LossCase& c : LossGradientCases()) EXPECT_EQ(FirstLossGradientDifference(*runner_, c), "");
+  for (const LossCase& c : LossGradientCases())
+    EXPECT_EQ(FirstLossGradientDifference(*runner_, c), "");
 }
 
 TEST_F(CrossEntropyGpuTest, GradientIsThatOfTheLossByFiniteDifferences) {

@@ -136,9 +136,8 @@ inline LossRowAnswer ReferenceCrossEntropy(const std::vector<double>& sent,
   std::vector<int32_t> order(n);
   std::iota(order.begin(), order.end(), 0);
   std::partial_sort(
-      order.begin(), order.begin() + ask.top_logprobs, order.end(), [&](int32_t a, int32_t b) {
-        return sent[a] != sent[b] ? sent[a] > sent[b] : a < b;
-      });
+      order.begin(), order.begin() + ask.top_logprobs, order.end(),
+      [&](int32_t a, int32_t b) { return sent[a] != sent[b] ? sent[a] > sent[b] : a < b; });
   for (int32_t i = 0; i < ask.top_logprobs; ++i) {
     answer.top_ids.push_back(order[i]);
     answer.top_logprobs.push_back(logprob(x[order[i]]));
@@ -180,15 +179,13 @@ inline std::string DescribeDifference(const LossRowAnswer& want, const CrossEntr
     return 4e-6 * std::max({1.0, want.size, std::isfinite(x) ? std::fabs(x) : 0.0}) +
            2 * logit_slack;
   };
-  const double m = std::max({1.0, want.size, std::isfinite(want.target_x)
-                                                 ? std::fabs(want.target_x)
-                                                 : 0.0});
-  std::string difference =
-      differs("logsumexp", got.logsumexp[r], want.logsumexp,
-              2e-6 * std::max(1.0, std::fabs(want.logsumexp)) + logit_slack);
+  const double m =
+      std::max({1.0, want.size, std::isfinite(want.target_x) ? std::fabs(want.target_x) : 0.0});
+  std::string difference = differs("logsumexp", got.logsumexp[r], want.logsumexp,
+                                   2e-6 * std::max(1.0, std::fabs(want.logsumexp)) + logit_slack);
   if (difference.empty()) {
-    difference = differs("loss", got.loss[r], want.loss,
-                         allowed(want.target_x) * (1 + 2 * ask.z_loss * m));
+    difference =
+        differs("loss", got.loss[r], want.loss, allowed(want.target_x) * (1 + 2 * ask.z_loss * m));
   }
   if (difference.empty()) {
     difference = differs("target_logprob", got.target_logprob[r], want.target_logprob,

@@ -37,7 +37,8 @@ TEST_F(CrossEntropyCpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
 }
 
 TEST_F(CrossEntropyCpuTest, GradientAgreesWithDoublePrecision) {
-  for (const LossCase& c : LossGradientCases()) EXPECT_EQ(FirstLossGradientDifference(*runner_, c), "");
+  for (const LossCase& c : LossGradientCases())
+    EXPECT_EQ(FirstLossGradientDifference(*runner_, c), "");
 }
 
 TEST_F(CrossEntropyCpuTest, GradientIsThatOfTheLossByFiniteDifferences) {
