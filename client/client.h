@@ -37,7 +37,8 @@ struct ClientOptions {
   // Attention: larger tensors go as a stream of messages of about this size, of which the server
   // works on some while others travel.
   int64_t attention_message_bytes = int64_t{8} << 20;
-  int64_t score_message_bytes = int64_t{4} << 20;  // ScoreStream: of the payload, about
+  int64_t score_message_bytes = int64_t{4} << 20;  // ScoreStream: of the payload, about; 4096 rows
+                                                   // at most
 };
 
 struct TopKRequest {

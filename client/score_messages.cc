@@ -17,6 +17,9 @@ namespace {
 constexpr int64_t kAnswerRowBytes = 40;
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();  // of an array of protobuf's
 
+// Of a message: an answer is a step of progress, and what is lost with a stream.
+constexpr int64_t kMaxMessageRows = 4096;
+
 // Protobuf carries 2 GiB; small fields fit beside it.
 constexpr int64_t kMaxPayload = std::numeric_limits<int32_t>::max() - (int64_t{64} << 20);
 
@@ -151,6 +154,7 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
                         sent_bytes + shared_bytes, answer_bytes, limits.max_request_bytes(),
                         limits.max_answer_bytes(), sizes.most));
   }
+  rows = std::min(rows, kMaxMessageRows);
   if (limits.max_batch_rows() > 0) rows = std::min(rows, limits.max_batch_rows());
   rows = std::min(rows, std::max<int64_t>(1, sizes.about / row_bytes));
   return ScoreMessages(request, row_bytes, rows, progress);

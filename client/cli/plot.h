@@ -9,8 +9,8 @@
 
 namespace logitd::cli {
 
-// Writes `losses`, token after token, as dots and a running mean, with a dashed line at `mean`. What
-// is not finite is left out. UNAVAILABLE: the file cannot be written.
+// Writes `losses`, token after token, as dots and a running mean, with a dashed line at `mean`.
+// What is not finite is left out. UNAVAILABLE: the file cannot be written.
 absl::Status PlotLosses(const std::string& path, absl::Span<const float> losses, double mean);
 
 }  // namespace logitd::cli

@@ -114,7 +114,8 @@ class ScoreTest : public ::testing::Test {
   ScoreTest()
       : address_("unix:" + dir_.path("socket")),
         daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
-                           "--log-level", "warn", "--max-request-bytes", "1MiB"}),
+                           "--log-level", "warn", "--max-request-bytes", "1MiB", "--head",
+                           absl::StrCat("demo=", InTree("demo/model").string())}),
         client_(Connect()) {
     const absl::Time end = absl::Now() + absl::Seconds(30);
     while (absl::Now() < end) {
@@ -546,6 +547,55 @@ TEST_F(ScoreTest, LogitctlScoresATextThroughTheModelsOwnLogits) {
   EXPECT_EQ(read["top_text"].size(), read["losses"].size());
   EXPECT_GT(read["totals"]["perplexity"].get<double>(), 1);
   EXPECT_LT(read["totals"]["perplexity"].get<double>(), 500);  // of 4096 tokens: it knows English
+}
+
+// The server's head is the model's own, so that both ways mean the same text.
+TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
+  const std::string model = InTree("demo/model");
+  const std::vector<std::string> score = {
+      "score", "--text", "It is a truth universally", "--model", model, "--format", "json"};
+  const std::vector<std::string> topk = {"topk", "--text", "It is",    "--model", model,
+                                         "--k",  "3",      "--format", "json"};
+  const std::vector<std::string> generate = {"generate", "--text",        "It is", "--model",
+                                             model,      "--tokens",      "5",     "--format",
+                                             "json",     "--temperature", "0"};
+  const auto run = [&](std::vector<std::string> args, bool head) {
+    if (head) args.insert(args.end(), {"--head", "demo"});
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out);
+  };
+  const nlohmann::json own = run(score, false);
+  const nlohmann::json sent = run(score, true);
+  ASSERT_EQ(own["losses"].size(), sent["losses"].size());
+  for (size_t i = 0; i < own["losses"].size(); ++i) {
+    // The states are rounded to the head's bf16.
+    EXPECT_NEAR(own["losses"][i].get<double>(), sent["losses"][i].get<double>(), 0.05);
+  }
+  EXPECT_EQ(run(topk, false)["indices"], run(topk, true)["indices"]);
+  EXPECT_EQ(run(generate, false)["tokens"], run(generate, true)["tokens"]);
+
+  std::vector<std::string> unknown = score;
+  unknown.insert(unknown.end(), {"--head", "nobody"});
+  const Ran refused = Logitctl(unknown);
+  EXPECT_EQ(refused.code, 1);
+  EXPECT_THAT(refused.err, AllOf(HasSubstr("NOT_FOUND"), HasSubstr("demo")));
+}
+
+TEST_F(ScoreTest, ALongSequenceOfHiddenStatesIsOneOfTheHead) {
+  // 3000 states of 144 zeros: their logits are the head's bias, whatever the row.
+  const std::string states(size_t{3000} * 144 * 2, '\0');
+  client::ScoreRequest request = {.dtype = v1::DTYPE_BF16,
+                                  .rows = 3000,
+                                  .head = "demo",
+                                  .hidden_size = 144,
+                                  .hidden = {states}};
+  for (int row = 0; row < 3000; ++row) request.params.add_targets(281);
+  const auto result = Connect(/*message_bytes=*/200000)->ScoreStream(request);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->messages, 5);
+  EXPECT_THAT(result->answer.losses(), ::testing::Each(result->answer.losses(0)));
+  EXPECT_NEAR(result->answer.totals().loss_mean(), result->answer.losses(0), 1e-9);
 }
 
 TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
