@@ -42,7 +42,7 @@ class OneHead {
     absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse) override { return nullptr; }
 
    private:
-    const DeviceInfo info_;
+    const DeviceInfo info_ = {};
   };
 
   std::unique_ptr<NoBackend> backend_ = std::make_unique<NoBackend>();
