@@ -52,8 +52,7 @@ void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& po
                   LinearScratch& scratch, const Body& body) {
   const int64_t vocab = head.vocab();
   const int64_t at_once = RowsAtOnce(vocab);
-  const LogitsEpilogue epilogue = {
-      .scale = head.scale, .bias = head.bias, .softcap = head.softcap};
+  const LogitsEpilogue epilogue = {.scale = head.scale, .bias = head.bias, .softcap = head.softcap};
   for (int64_t begin = 0; begin < hidden.rows; begin += at_once) {
     PackedRows rows = {.rows = std::min(at_once, hidden.rows - begin), .cols = head.hidden()};
     rows.data = scratch.packed.Get(rows.size());
@@ -78,9 +77,7 @@ T* Advance(T* array, int64_t rows) {
 constexpr int64_t kBlockTokens = 256;
 constexpr int64_t kBlockRows = 256;
 
-bool Counts(const CrossEntropyRow& row) {
-  return row.active != 0 && row.target != kIgnoredTarget;
-}
+bool Counts(const CrossEntropyRow& row) { return row.active != 0 && row.target != kIgnoredTarget; }
 
 // One call of the backward.
 class Backward {
@@ -95,9 +92,8 @@ class Backward {
   void Run() {
     const int64_t rows = args_.hidden.rows;
     float* d_hidden = scratch_.d_hidden.Get(rows * padded_cols_);
-    pool_.ParallelFor(rows, [&](int64_t r) {
-      std::fill_n(d_hidden + r * padded_cols_, padded_cols_, 0.0f);
-    });
+    pool_.ParallelFor(
+        rows, [&](int64_t r) { std::fill_n(d_hidden + r * padded_cols_, padded_cols_, 0.0f); });
     for (int64_t begin = 0; begin < args_.head.vocab(); begin += kBlockTokens) {
       AddTokens(begin, std::min(args_.head.vocab(), begin + kBlockTokens), d_hidden);
     }

@@ -1,6 +1,7 @@
 // Products on the CPU.
 //
-//   logits:  12 tokens at a time, as f32 in L1 by chunks of 512 columns, against tiles of 4 rows out
+//   logits:  12 tokens at a time, as f32 in L1 by chunks of 512 columns, against tiles of 4 rows
+//   out
 //            of L2. An element is a vector of sums over the columns of its lane, which takes one
 //            chunk after another, and is added up at the end in one order.
 //   add:     a tile of c stays in registers while k passes.
@@ -84,8 +85,8 @@ void WidenRowTo(const TensorView& from, int64_t r, float* to, int64_t padded_col
 }
 
 void StoreRowTo(const float* from, float scale, const MutableTensorView& to, int64_t r) {
-  auto* at = static_cast<std::byte*>(to.data) +
-             r * to.row_stride * static_cast<int64_t>(SizeOf(to.dtype));
+  auto* at =
+      static_cast<std::byte*>(to.data) + r * to.row_stride * static_cast<int64_t>(SizeOf(to.dtype));
   AsType(to.dtype, at, [&](auto* row) { Narrow(from, to.cols, scale, row); });
 }
 
@@ -197,7 +198,8 @@ void Panel(const PackedRows& rows, const T* weight, int64_t stride, int64_t toke
       }
     }
     // What is widened next: the following chunk, or the first of the following panel. Memory brings
-    // it while the tiles pass; behind the last there is nothing, and a prefetch of that is harmless.
+    // it while the tiles pass; behind the last there is nothing, and a prefetch of that is
+    // harmless.
     const bool is_last = first + kChunk >= rows.cols;
     const T* next = is_last ? weight + kPanelTokens * stride : weight + first + kChunk;
     const int64_t lines = RoundUp(cols * static_cast<int64_t>(sizeof(T)), 64) / 64;
