@@ -8,6 +8,15 @@
 //   answer:  the cells' sums are brought to the row's maximum in cell order, in double precision.
 //
 // Backward: one pass, element by element.
+//
+// Cost at 64 x 131072 f32: reads 33.6 MB once, which is the floor; backward writes as much.
+// Smoothing and the entropy are passes over cells in L2, a softcap writes and sketches a copy
+// there; a rank reads again the cells that hold something before the target.
+//
+// Limited by: memory for a plain loss in f32; by arithmetic for 16 bits, for a softcap (two
+// divisions and an exponential an element more) and backward.
+//
+// Measured: bench/results/cpu/kernels.json, as shares of a bare read and of a bare copy.
 #include "kernels/cpu/cross_entropy.h"
 
 #include <algorithm>
@@ -266,11 +275,8 @@ double LossOf(const LossRow& row, const CrossEntropyRow& ask, const Distribution
   if (of.max == kInf) return e == 0 && ask.z_loss == 0 ? plain : kPlusInf;
   if (x == -kInf) return kPlusInf;
   double loss = plain;
-  if (e > 0) {
-    const double mean = MeanOf(row);
-    if (mean == -kPlusInf) return kPlusInf;
-    loss = (1 - e) * plain + e * (of.log_sum - (mean - of.max) / of.temperature);
-  }
+  // A mean of -inf makes it +inf.
+  if (e > 0) loss = (1 - e) * plain + e * (of.log_sum - (MeanOf(row) - of.max) / of.temperature);
   if (ask.z_loss > 0) loss += double{ask.z_loss} * of.LogSumExp() * of.LogSumExp();
   return loss;
 }

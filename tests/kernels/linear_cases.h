@@ -621,6 +621,33 @@ inline std::string BrokenGradientIsolation(OpRunner& runner) {
   return "";
 }
 
+// "" where an ignored row's d_hidden is zeros, and a weight's is, whatever the weights and the
+// hidden state.
+inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
+  const LinearCase c{.rows = 2, .vocab = 7, .hidden = 8, .bias = true, .seed = 3};
+  const LinearInput input = RandomInput(c);
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+  call.rows = {PlainLoss(kIgnoredTarget), PlainLoss(kIgnoredTarget)};
+  call.logsumexp = {kNan, 1};
+  call.hidden.Set(0, 2, kNan);
+  call.hidden.Set(1, 3, kInf);
+  call.head.weight.Set(6, 1, kInf);
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t d = 0; d < c.hidden; ++d) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (got->d_hidden.At(r, d) != 0) return absl::StrFormat("d_hidden[%d, %d]", r, d);
+    }
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      if (got->d_weight.At(i, d) != 0) return absl::StrFormat("d_weight[%d, %d]", i, d);
+    }
+  }
+  for (float x : got->d_bias) {
+    if (x != 0) return "d_bias";
+  }
+  return "";
+}
+
 // ---- Claims by hand
 
 // "" where the norm is rounded to the weight's type: 1 + 2^-10 is 1 in bf16, 1 + 2^-7 is not.
