@@ -136,7 +136,7 @@ TEST(LinearTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
       EXPECT_EQ(FirstLossDifference(*runner, c), "");
     }
     for (const LinearCase& c : LinearInvarianceCases()) {
-      if (c.vocab > 50000) continue;
+      if (c.vocab > 50000 || c.hidden > 1000) continue;
       EXPECT_EQ(BrokenLinearInvariance(*runner, c), "");
     }
     for (const LinearCase& c : LinearGradientCases()) {
