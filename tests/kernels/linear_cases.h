@@ -50,8 +50,8 @@ inline HostTensor AlignedTensor(DType dtype, int64_t rows, int64_t cols, int64_t
 struct LinearInput {
   HostTensor hidden;
   HostHead head;
-  HostTensor logits;           // [rows, vocab] f32
-  std::vector<double> exact;   // [rows, vocab], of the inputs as stored
+  HostTensor logits;             // [rows, vocab] f32
+  std::vector<double> exact;     // [rows, vocab], of the inputs as stored
   std::vector<double> absolute;  // [rows], the largest sum_d |weight g| of a row's tokens
 };
 
@@ -89,8 +89,8 @@ inline void ComputeLogits(LinearInput& input) {
       const double bias = input.head.bias.empty() ? 0 : input.head.bias[i];
       const double x = input.head.scale * sum + bias;
       input.exact[r * vocab + i] = x;
-      input.absolute[r] = std::max(
-          input.absolute[r], std::fabs(input.head.scale) * absolute + std::fabs(bias));
+      input.absolute[r] =
+          std::max(input.absolute[r], std::fabs(input.head.scale) * absolute + std::fabs(bias));
       input.logits.Set(r, i, static_cast<float>(x));
     }
   }
@@ -153,8 +153,8 @@ inline std::vector<LinearCase> ExactCases() {
         if (rows * vocab > 100000) continue;
         ++n;
         const DType dtype = n % 3 == 0 ? DType::kF32 : n % 3 == 1 ? DType::kBF16 : DType::kF16;
-        cases.push_back({dtype, rows, vocab, hidden, n % 2 == 0, n % 4 < 2, 0,
-                         static_cast<int64_t>(n % 3), n});
+        cases.push_back(
+            {dtype, rows, vocab, hidden, n % 2 == 0, n % 4 < 2, 0, static_cast<int64_t>(n % 3), n});
       }
     }
   }
@@ -233,8 +233,7 @@ inline std::string FirstExactDifference(OpRunner& runner, const LinearCase& c) {
 // `hidden` and not to its root, and a softcap's own rounding.
 inline double LogitSlack(const LinearCase& c, const LinearInput& input, int64_t r) {
   const double root = std::sqrt(static_cast<double>(c.hidden));
-  return 0x1p-24 * (4 + 2 * std::min(static_cast<double>(c.hidden), 4 * root)) *
-             input.absolute[r] +
+  return 0x1p-24 * (4 + 2 * std::min(static_cast<double>(c.hidden), 4 * root)) * input.absolute[r] +
          4e-7 * c.softcap;
 }
 
@@ -400,8 +399,7 @@ inline LinearGradient ReferenceLinearGradient(const LinearInput& input,
     CrossEntropyRow ask = call.rows[r];
     ask.softcap = input.head.softcap;
     const std::vector<double> logits(&input.exact[r * vocab], &input.exact[r * vocab] + vocab);
-    const LossGradient g =
-        ReferenceGradient(logits, ask, call.logsumexp[r], call.upstream[r]);
+    const LossGradient g = ReferenceGradient(logits, ask, call.logsumexp[r], call.upstream[r]);
     for (int64_t i = 0; i < vocab; ++i) {
       // What the gradient of a logit is made of, before terms cancel.
       const double size = g.slack[i] / 4e-6;
@@ -438,9 +436,8 @@ inline LinearBackwardCall MakeLinearBackwardCall(const LinearCase& c, const Line
     const std::vector<double> logits(&input.exact[r * c.vocab],
                                      &input.exact[r * c.vocab] + c.vocab);
     call.logsumexp.push_back(
-        ask.active == 0
-            ? 0.0f
-            : static_cast<float>(ReferenceCrossEntropy(logits, capped, {}).logsumexp));
+        ask.active == 0 ? 0.0f
+                        : static_cast<float>(ReferenceCrossEntropy(logits, capped, {}).logsumexp));
     call.upstream.push_back(static_cast<float>(random() % 1000) / 250 - 2);
     for (int64_t d = 0; d < c.hidden; ++d) call.d_hidden.Set(r, d, 9);
     // What is not counted adds nothing, whatever it is.
@@ -478,9 +475,10 @@ inline std::string FirstLinearGradientDifference(OpRunner& runner, const LinearC
   // A logit's error moves its probability as much; blocks of G may be rounded to 16 bits.
   double logit = 0;
   for (int64_t r = 0; r < c.rows; ++r) logit = std::max(logit, LogitSlack(c, input, r) / 0.7);
-  const double relative = 1e-5 + 2 * logit + (c.dtype == DType::kF32    ? 0
-                                              : c.dtype == DType::kBF16 ? 0x1p-8
-                                                                        : 0x1p-11);
+  const double relative = 1e-5 + 2 * logit +
+                          (c.dtype == DType::kF32    ? 0
+                           : c.dtype == DType::kBF16 ? 0x1p-8
+                                                     : 0x1p-11);
   const auto describe = [&](std::string_view field, int64_t row, int64_t column, float is,
                             double should, double slack) {
     return absl::StrFormat("%s: %s[%d, %d]: got %.9g, want %.12g within %.3g", Describe(c), field,
@@ -587,7 +585,8 @@ inline std::string BrokenGradientIsolation(OpRunner& runner) {
   const LinearInput input = RandomInput(c);
   LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
   call.hidden = input.hidden;
-  for (CrossEntropyRow& row : call.rows) row = PlainLoss(static_cast<int32_t>(&row - &call.rows[0]));
+  for (CrossEntropyRow& row : call.rows)
+    row = PlainLoss(static_cast<int32_t>(&row - &call.rows[0]));
   call.logsumexp[5] = kInf;
   auto got = runner.LinearCrossEntropyBackward(call);
   if (!got.ok()) return got.status().ToString();
@@ -618,6 +617,33 @@ inline std::string BrokenGradientIsolation(OpRunner& runner) {
       if (BitsOf(other->d_hidden.At(0, d)) == BitsOf(got->d_hidden.At(place, d))) continue;
       return absl::StrFormat("d_hidden[%d, %d]: other bits alone", place, d);
     }
+  }
+  return "";
+}
+
+// "" where an ignored row's d_hidden is zeros, and a weight's is, whatever the weights and the
+// hidden state.
+inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
+  const LinearCase c{.rows = 2, .vocab = 7, .hidden = 8, .bias = true, .seed = 3};
+  const LinearInput input = RandomInput(c);
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+  call.rows = {PlainLoss(kIgnoredTarget), PlainLoss(kIgnoredTarget)};
+  call.logsumexp = {kNan, 1};
+  call.hidden.Set(0, 2, kNan);
+  call.hidden.Set(1, 3, kInf);
+  call.head.weight.Set(6, 1, kInf);
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t d = 0; d < c.hidden; ++d) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (got->d_hidden.At(r, d) != 0) return absl::StrFormat("d_hidden[%d, %d]", r, d);
+    }
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      if (got->d_weight.At(i, d) != 0) return absl::StrFormat("d_weight[%d, %d]", i, d);
+    }
+  }
+  for (float x : got->d_bias) {
+    if (x != 0) return "d_bias";
   }
   return "";
 }

@@ -43,5 +43,7 @@ TEST_F(LinearGpuTest, GradientIsThatOfTheLossByFiniteDifferences) {
 
 TEST_F(LinearGpuTest, GradientOfARowIsItsOwn) { EXPECT_EQ(BrokenGradientIsolation(*runner_), ""); }
 
+TEST_F(LinearGpuTest, IgnoredRowsAddNothing) { EXPECT_EQ(BrokenGradientOfIgnored(*runner_), ""); }
+
 }  // namespace
 }  // namespace logitd::testing
