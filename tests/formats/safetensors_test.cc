@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
-#include <string_view>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 
