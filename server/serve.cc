@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -106,8 +107,8 @@ int CannotStart(const absl::Status& status) {
   return kCannotStart;
 }
 
-// True: the server is to end, with *code.
-bool LoadHeads(const Config& config, engine::Heads* heads, Events* events, int* code) {
+// A value: the process is to end with it.
+std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events* events) {
   for (const engine::HeadRequest& request : config.heads) {
     const absl::Status status =
         heads
@@ -119,13 +120,11 @@ bool LoadHeads(const Config& config, engine::Heads* heads, Events* events, int* 
     if (status.ok()) continue;
     if (absl::IsCancelled(status)) {
       spdlog::info("ended by a signal before it served");
-      *code = EXIT_SUCCESS;
-    } else {
-      *code = CannotStart(status);
+      return EXIT_SUCCESS;
     }
-    return true;
+    return CannotStart(status);
   }
-  return false;
+  return std::nullopt;
 }
 
 }  // namespace
@@ -173,8 +172,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
       config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
       config.max_batch_rows, config.slab_bytes, config.streams);
 
-  int ended = 0;
-  if (LoadHeads(config, &heads, &events, &ended)) return ended;
+  if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
   std::string head_root;
   if (!config.head_root.empty()) {
     std::error_code error;

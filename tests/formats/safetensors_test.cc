@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <string>
-#include <string_view>
+#include <vector>
+
+#include "absl/strings/str_format.h"
 
 namespace logitd::formats {
 namespace {
@@ -59,9 +61,8 @@ TEST(SafetensorsTest, TheLengthIsHeldAgainstTheFile) {
 }
 
 std::string F16(const char* name, int64_t begin, int64_t end) {
-  return std::string("\"") + name + "\":{\"dtype\":\"F16\",\"shape\":[" +
-         std::to_string((end - begin) / 2) + "],\"data_offsets\":[" + std::to_string(begin) + "," +
-         std::to_string(end) + "]}";
+  return absl::StrFormat(R"("%s":{"dtype":"F16","shape":[%d],"data_offsets":[%d,%d]})", name,
+                         (end - begin) / 2, begin, end);
 }
 
 struct Bad {
