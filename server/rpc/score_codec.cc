@@ -323,6 +323,7 @@ void ScoreCodec::Remember(ScoreFields* fields) {
   sequence_->head = input_.head();
   ScoreParameters& said = sequence_->said;
   said = *fields;
+  said.vocab = input_.vocab();  // of a head too
   said.input = {};
   ForEachParameter([&](const auto& parameter) {
     auto& list = said.*parameter.list;

@@ -516,7 +516,9 @@ TEST(ScoreSequenceTest, KeepsTheHeadItBeganWithAlsoWhenThatIsUnloaded) {
   Parsed second(later, sequence, &heads);
   ASSERT_TRUE(second.status.ok()) << second.status;
   EXPECT_EQ(second.spec.key, first.spec.key);
-  Parsed again(Hidden({0}), sequence, &heads);  // by the name it had
+  v1::ScoreRequest named = Hidden({0});  // by the name it had
+  named.set_vocab(3);
+  Parsed again(named, sequence, &heads);
   EXPECT_TRUE(again.status.ok()) << again.status;
   EXPECT_EQ(Parsed(Hidden({0}), std::make_shared<ScoreSequence>(), &heads).status.code(),
             absl::StatusCode::kNotFound);
