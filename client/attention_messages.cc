@@ -103,17 +103,6 @@ bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* 
   return found && in.ConsumedEntireMessage();
 }
 
-void Add(const v1::Timings& part, v1::Timings* all) {
-  all->set_receive_ns(all->receive_ns() + part.receive_ns());
-  all->set_copy_ns(all->copy_ns() + part.copy_ns());
-  all->set_queue_ns(all->queue_ns() + part.queue_ns());
-  all->set_h2d_ns(all->h2d_ns() + part.h2d_ns());
-  all->set_kernel_ns(all->kernel_ns() + part.kernel_ns());
-  all->set_d2h_ns(all->d2h_ns() + part.d2h_ns());
-  all->set_total_ns(all->total_ns() + part.total_ns());
-  all->set_batch_rows(std::max(all->batch_rows(), part.batch_rows()));
-}
-
 }  // namespace
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmaxRequest& request,
@@ -368,7 +357,7 @@ absl::Status AttentionMessages::Take(int i, grpc::ByteBuffer* answer) {
                                 .status = static_cast<v1::RowStatus>(fields.fault_status(f)),
                                 .position = fields.fault_positions(f)});
     }
-    Add(fields.timings(), &result_.timings);
+    AddTimings(fields.timings(), &result_.timings);
     return true;
   };
   if (!split) return disagrees();

@@ -25,6 +25,8 @@
 #include "absl/synchronization/notification.h"
 #include "client/attention_messages.h"
 #include "client/codec.h"
+#include "client/score_messages.h"
+#include "logitd/v1/heads.grpc.pb.h"
 
 namespace logitd::client {
 namespace {
@@ -35,11 +37,16 @@ constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
 constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
 constexpr char kVerifyMethod[] = "/logitd.v1.Sampler/Verify";
 constexpr char kSampleStreamMethod[] = "/logitd.v1.Sampler/SampleStream";
+constexpr char kScoreMethod[] = "/logitd.v1.Scorer/Score";
+constexpr char kScoreStreamMethod[] = "/logitd.v1.Scorer/ScoreStream";
 // [backward]
 constexpr const char* kAttentionMethods[] = {"/logitd.v1.Attention/Softmax",
                                              "/logitd.v1.Attention/SoftmaxBackward"};
 constexpr const char* kAttentionStreamMethods[] = {"/logitd.v1.Attention/SoftmaxStream",
                                                    "/logitd.v1.Attention/SoftmaxBackwardStream"};
+constexpr char kUnloadHeadMethod[] = "/logitd.v1.Heads/Unload";
+constexpr char kListHeadsMethod[] = "/logitd.v1.Heads/List";
+constexpr char kGetHeadMethod[] = "/logitd.v1.Heads/Get";
 constexpr char kInfoMethod[] = "/logitd.v1.Server/GetInfo";
 constexpr char kHealthCheckMethod[] = "/grpc.health.v1.Health/Check";
 constexpr char kHealthWatchMethod[] = "/grpc.health.v1.Health/Watch";
@@ -68,6 +75,7 @@ struct Attempt {
   grpc::ByteBuffer response;
   std::optional<int64_t> pushback_ms;
   absl::Duration round_trip;
+  bool progressed = false;  // another one goes on from where it came to
 };
 
 // What the server says of trying again, if anything.
@@ -201,9 +209,10 @@ class RawSampleStream final : public SampleStream {
       buffer = EncodeSampleRequest(request, owner);
     } else {
       auto copy = std::make_shared<std::string>();
-      for (absl::string_view piece : request.logits) copy->append(piece.data(), piece.size());
       SampleRequest owned = request;
-      owned.logits = {*copy};
+      std::vector<absl::string_view>& payload = request.head.empty() ? owned.logits : owned.hidden;
+      for (absl::string_view piece : payload) copy->append(piece.data(), piece.size());
+      payload = {*copy};
       buffer = EncodeSampleRequest(owned, copy);
     }
     if (!buffer.ok()) return buffer.status();
@@ -281,15 +290,18 @@ struct Client::Impl {
     return attempt;
   }
 
-  // A stream of all messages of a tensor, written as the server takes them while answers are read,
-  // all by the calling thread.
-  Attempt Stream(const char* method, AttentionMessages* messages, std::shared_ptr<const void> owner,
-                 absl::Time deadline, absl::Notification* released) {
+  // A stream of all messages of a tensor or a sequence, written as the server takes them while
+  // answers are read, all by the calling thread. `patience`: how long an answer may take.
+  template <typename Messages>
+  Attempt Stream(const char* method, Messages* messages, std::shared_ptr<const void> owner,
+                 absl::Time deadline, absl::Duration patience, absl::Notification* released) {
     Attempt attempt;
     grpc::CompletionQueue cq;
     {
       grpc::ClientContext context;
-      context.set_deadline(absl::ToChronoTime(deadline));
+      if (deadline < absl::InfiniteFuture()) context.set_deadline(absl::ToChronoTime(deadline));
+      const int size = messages->size();
+      absl::Time answer_due = absl::Now() + patience;
       const Clock::time_point start = Clock::now();
       auto call = stub.PrepareCall(&context, method, &cq);
       enum Step { kStart, kWrite, kRead, kFinish };
@@ -299,40 +311,50 @@ struct Client::Impl {
       grpc::ByteBuffer answer;
       grpc::Status status;
       absl::Status wrong;
+      int pending = 1;
       const auto write = [&] {
-        const bool last = sent + 1 == messages->size();
-        const grpc::ByteBuffer message = messages->Encode(sent++, owner);
+        const bool last = sent + 1 == size;
+        const absl::StatusOr<grpc::ByteBuffer> message = messages->Encode(sent++, owner);
+        if (!message.ok()) {
+          wrong = message.status();
+          return context.TryCancel();
+        }
         if (last) owner.reset();  // from here on the slices alone share it
         grpc::WriteOptions options;
         if (last) options.set_last_message();
-        call->Write(message, options, &steps[kWrite]);
+        call->Write(*message, options, &steps[kWrite]);
+        ++pending;
       };
       call->StartCall(&steps[kStart]);
-      int pending = 1;
       bool finishing = false;
       while (pending > 0) {
         void* tag;
         bool ok;
-        cq.Next(&tag, &ok);
+        if (cq.AsyncNext(&tag, &ok, absl::ToChronoTime(answer_due)) ==
+            grpc::CompletionQueue::TIMEOUT) {
+          if (wrong.ok()) {
+            wrong = absl::DeadlineExceededError(
+                absl::StrFormat("no answer for %s, after %d of %d messages",
+                                absl::FormatDuration(patience), taken, size));
+          }
+          context.TryCancel();
+          answer_due = absl::InfiniteFuture();
+          continue;
+        }
         --pending;
         const int step = *static_cast<int*>(tag);
         if (step == kFinish) continue;
         if (step == kRead && ok) {
-          if (wrong.ok() && taken < messages->size()) {
+          answer_due = absl::Now() + patience;
+          if (wrong.ok() && taken < size) {
             wrong = messages->Take(taken++, &answer);
           } else if (wrong.ok()) {
             wrong = absl::InternalError("the server sent more answers than there were messages");
           }
           if (!wrong.ok()) context.TryCancel();
         }
-        if (step == kWrite && ok && sent < messages->size()) {
-          write();
-          ++pending;
-        }
-        if (step == kStart && ok) {
-          write();
-          ++pending;
-        }
+        if (step == kWrite && ok && sent < size) write();
+        if (step == kStart && ok) write();
         if (step != kWrite && ok) {
           call->Read(&answer, &steps[kRead]);
           ++pending;
@@ -345,9 +367,9 @@ struct Client::Impl {
       owner.reset();
       attempt.round_trip = absl::FromChrono(Clock::now() - start);
       attempt.status = wrong.ok() ? ToAbsl(status) : wrong;
-      if (attempt.status.ok() && taken < messages->size()) {
+      if (attempt.status.ok() && taken < size) {
         attempt.status = absl::InternalError(
-            absl::StrFormat("the server sent %d answers to %d messages", taken, messages->size()));
+            absl::StrFormat("the server sent %d answers to %d messages", taken, size));
       }
       if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
     }
@@ -360,21 +382,28 @@ struct Client::Impl {
     return attempt;
   }
 
-  absl::StatusOr<v1::GetInfoResponse> Info(absl::Time end) {
+  // A unary call of small messages, with retries.
+  template <typename Response, typename Request>
+  absl::StatusOr<Response> CallSmall(const char* method, const Request& request, absl::Time end) {
     int attempts = 0;
     Attempt attempt = CallWithRetries(
         [&](absl::Time deadline) {
-          grpc::ByteBuffer request = BufferOf(v1::GetInfoRequest().SerializeAsString());
-          return Call(kInfoMethod, &request, deadline, nullptr);
+          grpc::ByteBuffer buffer = BufferOf(request.SerializeAsString());
+          return Call(method, &buffer, deadline, nullptr);
         },
         &attempts, end);
     if (!attempt.status.ok()) return attempt.status;
-    v1::GetInfoResponse info;
+    Response response;
     grpc::ProtoBufferReader reader(&attempt.response);
-    if (!reader.status().ok() || !info.ParseFromZeroCopyStream(&reader)) {
-      return absl::InternalError("the server's answer is not a logitd.v1.GetInfoResponse");
+    if (!reader.status().ok() || !response.ParseFromZeroCopyStream(&reader)) {
+      return absl::InternalError(
+          absl::StrCat("the server's answer is not a ", Response::descriptor()->full_name()));
     }
-    return info;
+    return response;
+  }
+
+  absl::StatusOr<v1::GetInfoResponse> Info(absl::Time end) {
+    return CallSmall<v1::GetInfoResponse>(kInfoMethod, v1::GetInfoRequest(), end);
   }
 
   // Of the server, asked for once.
@@ -410,7 +439,7 @@ struct Client::Impl {
       }
       if (messages->size() > 1) {
         return Stream(kAttentionStreamMethods[backward], &*messages, std::move(owner), deadline,
-                      released.get());
+                      absl::InfiniteDuration(), released.get());
       }
       grpc::ByteBuffer message = messages->Encode(0, owner);
       owner.reset();
@@ -427,6 +456,44 @@ struct Client::Impl {
     return result;
   }
 
+  absl::StatusOr<ScoreResult> ScoreSequence(
+      const ScoreRequest& request, const std::function<bool(const ScoreProgress&)>& progress) {
+    const Clock::time_point start = Clock::now();
+    const absl::StatusOr<v1::Limits> of_server = Limits(Deadline());
+    if (!of_server.ok()) return of_server.status();
+    absl::StatusOr<ScoreMessages> messages = ScoreMessages::Plan(
+        request, *of_server,
+        {.about = options.score_message_bytes, .most = options.max_message_bytes}, progress);
+    if (!messages.ok()) return messages.status();
+    int streams = 0;
+    auto once = [&](absl::Time deadline) {
+      messages->Begin();
+      ++streams;
+      const int64_t before = messages->taken_rows();
+      std::shared_ptr<const void> owner = request.owner;
+      std::shared_ptr<absl::Notification> released;
+      if (owner == nullptr) {
+        released = std::make_shared<absl::Notification>();
+        owner = std::make_shared<ReleaseSignal>(released);
+      }
+      Attempt attempt = Stream(kScoreStreamMethod, &*messages, std::move(owner), deadline,
+                               options.deadline, released.get());
+      attempt.progressed = messages->taken_rows() > before;
+      // All answers are here: how the stream ended does not matter any more.
+      if (messages->taken_rows() == request.rows && IsRetryable(attempt.status)) {
+        attempt.status = absl::OkStatus();
+      }
+      return attempt;
+    };
+    int attempts = 0;
+    Attempt attempt = CallWithRetries(once, &attempts, absl::InfiniteFuture());
+    if (!attempt.status.ok()) return attempt.status;
+    ScoreResult result = messages->Finish();
+    result.round_trip = absl::FromChrono(Clock::now() - start);
+    result.attempts = streams;
+    return result;
+  }
+
   // Of a whole call that begins now.
   absl::Time Deadline() const { return absl::Now() + options.deadline; }
 
@@ -438,6 +505,10 @@ struct Client::Impl {
     for (*attempts = 1;; ++*attempts) {
       Attempt attempt = once(deadline);
       if (attempt.status.ok() || !IsRetryable(attempt.status)) return attempt;
+      if (attempt.progressed) {
+        *attempts = 1;
+        backoff = options.retry.initial_backoff;
+      }
       std::string why;
       if (*attempts >= max_attempts) {
         if (max_attempts > 1) why = absl::StrFormat("gave up after %d attempts", max_attempts);
@@ -545,6 +616,15 @@ absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
   return impl_->CallWithLogits(kVerifyMethod, request, EncodeVerifyRequest, DecodeVerifyResponse);
 }
 
+absl::StatusOr<ScoreResult> Client::Score(const ScoreRequest& request) {
+  return impl_->CallWithLogits(kScoreMethod, request, EncodeScoreRequest, DecodeScoreResponse);
+}
+
+absl::StatusOr<ScoreResult> Client::ScoreStream(
+    const ScoreRequest& request, const std::function<bool(const ScoreProgress&)>& progress) {
+  return impl_->ScoreSequence(request, progress);
+}
+
 absl::StatusOr<AttentionResult> Client::AttentionSoftmax(const AttentionSoftmaxRequest& request) {
   return impl_->Attention(request);
 }
@@ -595,6 +675,48 @@ void Client::TopKAsync(const TopKRequest& request,
                           }
                           call->done(std::move(result));
                         });
+}
+
+absl::StatusOr<v1::Head> Client::LoadHead(
+    const v1::LoadHeadRequest& request,
+    const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress) {
+  grpc::ClientContext context;
+  const auto stub = v1::Heads::NewStub(impl_->channel);
+  const auto reader = stub->Load(&context, request);
+  v1::LoadHeadResponse message;
+  bool stopped = false;
+  while (!stopped && reader->Read(&message)) {
+    stopped = progress != nullptr && !progress(message.done_bytes(), message.total_bytes());
+  }
+  if (stopped) context.TryCancel();
+  const absl::Status status = ToAbsl(reader->Finish());
+  if (!status.ok()) return status;
+  if (stopped) return absl::CancelledError("given up as the load ended: the head may be there");
+  if (!message.has_head()) return absl::InternalError("the server's last answer has no head");
+  return message.head();
+}
+
+absl::Status Client::UnloadHead(const std::string& name) {
+  v1::UnloadHeadRequest request;
+  request.set_name(name);
+  return impl_->CallSmall<v1::UnloadHeadResponse>(kUnloadHeadMethod, request, impl_->Deadline())
+      .status();
+}
+
+absl::StatusOr<std::vector<v1::Head>> Client::ListHeads() {
+  const absl::StatusOr<v1::ListHeadsResponse> list = impl_->CallSmall<v1::ListHeadsResponse>(
+      kListHeadsMethod, v1::ListHeadsRequest(), impl_->Deadline());
+  if (!list.ok()) return list.status();
+  return std::vector<v1::Head>(list->heads().begin(), list->heads().end());
+}
+
+absl::StatusOr<v1::Head> Client::GetHead(const std::string& name) {
+  v1::GetHeadRequest request;
+  request.set_name(name);
+  const absl::StatusOr<v1::GetHeadResponse> got =
+      impl_->CallSmall<v1::GetHeadResponse>(kGetHeadMethod, request, impl_->Deadline());
+  if (!got.ok()) return got.status();
+  return got->head();
 }
 
 absl::StatusOr<v1::GetInfoResponse> Client::Info() { return impl_->Info(impl_->Deadline()); }

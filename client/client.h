@@ -15,7 +15,9 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/attention.h"
+#include "logitd/v1/heads.pb.h"
 #include "logitd/v1/sampler.pb.h"
+#include "logitd/v1/scorer.pb.h"
 #include "logitd/v1/server.pb.h"
 #include "logitd/v1/types.pb.h"
 
@@ -35,6 +37,8 @@ struct ClientOptions {
   // Attention: larger tensors go as a stream of messages of about this size, of which the server
   // works on some while others travel.
   int64_t attention_message_bytes = int64_t{8} << 20;
+  int64_t score_message_bytes = int64_t{4} << 20;  // ScoreStream: of the payload, about; 4096 rows
+                                                   // at most
 };
 
 struct TopKRequest {
@@ -44,6 +48,12 @@ struct TopKRequest {
   // The logits [rows, vocab], little-endian: one piece, or several that follow each other (e.g. one
   // a row). Not copied. Who keeps the bytes alive, and how long: see `owner`.
   std::vector<absl::string_view> logits;
+  // In place of logits: hidden states [rows, hidden_size] for a head that the server has loaded, in
+  // the dtype of its weight. Pieces as those of logits, which are then not looked at; `vocab` may
+  // be 0.
+  std::string head;
+  int64_t hidden_size = 0;
+  std::vector<absl::string_view> hidden;
   std::vector<int32_t> k;          // one for all rows, or one a row; 1..vocab
   std::vector<float> temperature;  // one for all rows, or one a row; finite, > 0; empty means 1
   // gRPC may still hold the payload after a call has ended by deadline. With an owner, gRPC shares
@@ -74,20 +84,24 @@ struct TopKResult {
   }
 };
 
-// Logits with the parameters of Sample or Verify.
+// Logits, or hidden states, with the parameters of Sample, Verify or Score.
 template <typename Params>
 struct LogitsRequest {
   v1::DType dtype = v1::DTYPE_F32;
   int64_t rows = 0;
   int64_t vocab = 0;
   std::vector<absl::string_view> logits;  // as in TopKRequest; and so is `owner`
-  // Every field of the message but those above; theirs here are not looked at. sampler.proto has
-  // units, defaults and limits.
+  std::string head;                       // these three too; Verify takes logits alone
+  int64_t hidden_size = 0;
+  std::vector<absl::string_view> hidden;
+  // Every field of the message but those above; theirs here are not looked at. The proto has units,
+  // defaults and limits.
   Params params;
   std::shared_ptr<const void> owner;
 };
 using SampleRequest = LogitsRequest<v1::SampleRequest>;
 using VerifyRequest = LogitsRequest<v1::VerifyRequest>;
+using ScoreRequest = LogitsRequest<v1::ScoreRequest>;
 
 // The server's message, whose arrays agree with each other in size, and where rows start in it.
 template <typename Answer>
@@ -102,6 +116,26 @@ struct SampledResult {
 };
 using SampleResult = SampledResult<v1::SampleResponse>;
 using VerifyResult = SampledResult<v1::VerifyResponse>;
+
+struct ScoreResult {
+  // The server's message, as above. Of several messages: rows joined, the last one's totals; of the
+  // timings the phases summed, and the largest batch.
+  v1::ScoreResponse answer;
+  std::vector<int64_t> top_offsets;
+  std::vector<int64_t> extra_offsets;
+  int messages = 0;
+  absl::Duration round_trip;  // this client's clock; of several messages: all of it, waits included
+  int attempts = 0;           // of one message; of a stream how often it was opened
+
+  int64_t rows() const { return answer.losses_size(); }
+};
+
+// How far a ScoreStream is.
+struct ScoreProgress {
+  int64_t rows = 0;        // of the request, scored
+  int64_t total_rows = 0;  // of the request
+  v1::ScoreTotals totals;  // as the last answer had them
+};
 
 // Values of grpc.health.v1.HealthCheckResponse.ServingStatus.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
@@ -143,6 +177,17 @@ class Client {
   absl::StatusOr<TopKResult> TopK(const TopKRequest& request);
   absl::StatusOr<SampleResult> Sample(const SampleRequest& request);
   absl::StatusOr<VerifyResult> Verify(const VerifyRequest& request);
+  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request);
+
+  // Score of a sequence of any length: cut into messages of whole rows (ClientOptions::
+  // score_message_bytes, and what the server takes at once), which go as a stream. A stream that is
+  // lost is opened again and goes on after the last answer; RetryOptions count the tries since
+  // then, and `deadline` is how long an answer may take to come. `progress` runs on this thread
+  // after every answer; false ends the call with CANCELLED. What was scored before an error, it
+  // knows: a call whose rows begin there, with `offset` and `totals` in the parameters, goes on.
+  absl::StatusOr<ScoreResult> ScoreStream(
+      const ScoreRequest& request,
+      const std::function<bool(const ScoreProgress&)>& progress = nullptr);
 
   // Tensors of any size: see ClientOptions::attention_message_bytes; what the server takes at once
   // is asked of it before the first. A stream that has to be tried again starts over.
@@ -157,6 +202,16 @@ class Client {
   // needs an owner: INVALID_ARGUMENT (through `done`, before this returns) without. Calls in flight
   // must end before the Client does.
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
+
+  // The server's output heads; heads.proto has fields and errors. Of a load, `progress`, which may
+  // be null, is called now and then, with a total of 0 while the load waits its turn; false gives
+  // it up (CANCELLED). A load has no deadline, for it may take minutes, and is tried once.
+  absl::StatusOr<v1::Head> LoadHead(
+      const v1::LoadHeadRequest& request,
+      const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
+  absl::Status UnloadHead(const std::string& name);
+  absl::StatusOr<std::vector<v1::Head>> ListHeads();  // by ascending name
+  absl::StatusOr<v1::Head> GetHead(const std::string& name);
 
   absl::StatusOr<v1::GetInfoResponse> Info();
 

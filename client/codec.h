@@ -17,6 +17,9 @@ namespace logitd::client {
 // A slice over memory that `owner` keeps alive.
 grpc::Slice SliceOver(absl::string_view bytes, std::shared_ptr<const void> owner);
 
+// Phases are summed; the largest batch stays.
+void AddTimings(const v1::Timings& part, v1::Timings* all);
+
 // The request as one small slice (every field but the payload, then the payload's tag and length)
 // and one slice per piece of the payload over the caller's own memory. Each of those shares `owner`
 // until gRPC drops it. The payload comes last, so that a server has read all it must judge before
@@ -28,11 +31,14 @@ absl::StatusOr<grpc::ByteBuffer> EncodeSampleRequest(const SampleRequest& reques
                                                      const std::shared_ptr<const void>& owner);
 absl::StatusOr<grpc::ByteBuffer> EncodeVerifyRequest(const VerifyRequest& request,
                                                      const std::shared_ptr<const void>& owner);
+absl::StatusOr<grpc::ByteBuffer> EncodeScoreRequest(const ScoreRequest& request,
+                                                    const std::shared_ptr<const void>& owner);
 
 // Consumes `response`. INTERNAL: not a TopKResponse, or one whose fields disagree in size.
 absl::StatusOr<TopKResult> DecodeTopKResponse(grpc::ByteBuffer* response);
 absl::StatusOr<SampleResult> DecodeSampleResponse(grpc::ByteBuffer* response);
 absl::StatusOr<VerifyResult> DecodeVerifyResponse(grpc::ByteBuffer* response);
+absl::StatusOr<ScoreResult> DecodeScoreResponse(grpc::ByteBuffer* response);
 
 }  // namespace logitd::client
 

@@ -12,8 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "client/half.h"
 #include "client/tensor_file.h"
+#include "formats/half.h"
 
 namespace logitd::client {
 namespace {
@@ -122,7 +122,8 @@ class LanguageModel::Loader {
     for (size_t i = 0; i < matrix.values.size(); ++i) {
       uint16_t bits;
       std::memcpy(&bits, tensor->bytes.data() + 2 * i, 2);
-      matrix.values[i] = tensor->dtype == v1::DTYPE_BF16 ? BF16ToFloat(bits) : F16ToFloat(bits);
+      matrix.values[i] =
+          tensor->dtype == v1::DTYPE_BF16 ? formats::BF16ToFloat(bits) : formats::F16ToFloat(bits);
     }
     return matrix;
   }

@@ -21,11 +21,10 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "formats/safetensors.h"
 
 namespace logitd::client {
 namespace {
-
-constexpr size_t kMaxSafetensorsHeader = 100'000'000;  // the format's own limit
 
 struct Mapping {
   ~Mapping() {
@@ -66,10 +65,6 @@ absl::StatusOr<std::shared_ptr<const Mapping>> Map(const std::string& path) {
   close(fd);
   if (!status.ok()) return status;
   return mapping;
-}
-
-std::string ShapeName(const std::vector<int64_t>& shape) {
-  return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
 }
 
 // Bytes of a tensor; nothing where that overflows or a dimension is negative.
@@ -174,7 +169,50 @@ class NpyHeaderParser {
   bool has_shape = false;
 };
 
-absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
+// An element type that is read here, by its name in a file.
+struct ElementType {
+  absl::string_view name;
+  v1::DType dtype;
+  bool boolean;
+  int integer_bytes;
+
+  bool In(Elements elements) const {
+    if (elements == Elements::kIntegers) return integer_bytes > 0;
+    return integer_bytes == 0 && (!boolean || elements == Elements::kFloatsOrBools);
+  }
+};
+constexpr ElementType kNpyTypes[] = {{"<f4", v1::DTYPE_F32, false, 0},
+                                     {"<f2", v1::DTYPE_F16, false, 0},
+                                     {"|b1", v1::DTYPE_UNSPECIFIED, true, 0},
+                                     {"<i4", v1::DTYPE_UNSPECIFIED, false, 4},
+                                     {"<i8", v1::DTYPE_UNSPECIFIED, false, 8}};
+constexpr ElementType kSafetensorsTypes[] = {
+    {"F32", v1::DTYPE_F32, false, 0},         {"F16", v1::DTYPE_F16, false, 0},
+    {"BF16", v1::DTYPE_BF16, false, 0},       {"BOOL", v1::DTYPE_UNSPECIFIED, true, 0},
+    {"I32", v1::DTYPE_UNSPECIFIED, false, 4}, {"I64", v1::DTYPE_UNSPECIFIED, false, 8}};
+
+// False: not one of those.
+bool TypeOf(absl::Span<const ElementType> types, absl::string_view name, Elements elements,
+            FileTensor* tensor) {
+  for (const ElementType& type : types) {
+    if (type.name != name || !type.In(elements)) continue;
+    tensor->dtype = type.dtype;
+    tensor->boolean = type.boolean;
+    tensor->integer_bytes = type.integer_bytes;
+    return true;
+  }
+  return false;
+}
+
+std::string NamesOf(absl::Span<const ElementType> types, Elements elements) {
+  std::vector<absl::string_view> names;
+  for (const ElementType& type : types) {
+    if (type.In(elements)) names.push_back(type.name);
+  }
+  return absl::StrJoin(names, ", ");
+}
+
+absl::StatusOr<FileTensor> OpenNpy(const std::string& path, Elements elements) {
   absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
   if (!mapping.ok()) return mapping.status();
   const absl::string_view file = (*mapping)->bytes();
@@ -198,60 +236,29 @@ absl::StatusOr<FileTensor> OpenNpy(const std::string& path, bool allow_bool) {
   if (std::string fault = header.Parse(); !fault.empty()) return Bad(path, fault);
 
   FileTensor tensor;
-  if (header.descr == "<f4") {
-    tensor.dtype = v1::DTYPE_F32;
-  } else if (header.descr == "<f2") {
-    tensor.dtype = v1::DTYPE_F16;
-  } else if (header.descr == "|b1" && allow_bool) {
-    tensor.boolean = true;
-  } else {
-    return Bad(path, absl::StrFormat("dtype '%s'; allowed: '<f4', '<f2' (little-endian float32, "
-                                     "float16)%s; bfloat16 goes into a .safetensors file",
-                                     header.descr, allow_bool ? ", '|b1' (bool)" : ""));
+  if (!TypeOf(kNpyTypes, header.descr, elements, &tensor)) {
+    return Bad(path, absl::StrFormat("dtype '%s'; allowed: %s", header.descr,
+                                     NamesOf(kNpyTypes, elements)) +
+                         (elements == Elements::kIntegers
+                              ? " (little-endian)"
+                              : " (little-endian); bfloat16 goes into a .safetensors file"));
   }
   if (header.fortran_order) {
     return Bad(path, "Fortran order; allowed: C order (save numpy.ascontiguousarray(x))");
   }
   tensor.shape = std::move(header.shape);
   tensor.bytes = file.substr(start + length);
-  const std::optional<uint64_t> need =
-      TensorBytes(tensor.shape, tensor.boolean ? 1 : DTypeSize(tensor.dtype));
+  const uint64_t element = tensor.boolean             ? 1
+                           : tensor.integer_bytes > 0 ? tensor.integer_bytes
+                                                      : DTypeSize(tensor.dtype);
+  const std::optional<uint64_t> need = TensorBytes(tensor.shape, element);
   if (!need.has_value() || *need != tensor.bytes.size()) {
-    return Bad(path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
-                                     ShapeName(tensor.shape),
-                                     tensor.boolean ? "bool" : DTypeShortName(tensor.dtype),
-                                     tensor.bytes.size()));
+    return Bad(
+        path, absl::StrFormat("shape %s of %s disagrees with the %d data bytes in the file",
+                              formats::ShapeName(tensor.shape), header.descr, tensor.bytes.size()));
   }
   tensor.mapping = *mapping;
   return tensor;
-}
-
-struct DTypeRow {
-  absl::string_view name;
-  uint64_t bytes;
-  v1::DType dtype;  // UNSPECIFIED: known to the format, not read here
-};
-constexpr DTypeRow kSafetensorsDTypes[] = {
-    {"F32", 4, v1::DTYPE_F32},          {"F16", 2, v1::DTYPE_F16},
-    {"BF16", 2, v1::DTYPE_BF16},        {"F64", 8, v1::DTYPE_UNSPECIFIED},
-    {"I64", 8, v1::DTYPE_UNSPECIFIED},  {"I32", 4, v1::DTYPE_UNSPECIFIED},
-    {"I16", 2, v1::DTYPE_UNSPECIFIED},  {"I8", 1, v1::DTYPE_UNSPECIFIED},
-    {"U64", 8, v1::DTYPE_UNSPECIFIED},  {"U32", 4, v1::DTYPE_UNSPECIFIED},
-    {"U16", 2, v1::DTYPE_UNSPECIFIED},  {"U8", 1, v1::DTYPE_UNSPECIFIED},
-    {"BOOL", 1, v1::DTYPE_UNSPECIFIED},
-};
-
-const DTypeRow* FindSafetensorsDType(absl::string_view name) {
-  for (const DTypeRow& row : kSafetensorsDTypes) {
-    if (row.name == name) return &row;
-  }
-  return nullptr;
-}
-
-// A non-negative integer of at most 63 bits.
-std::optional<int64_t> ToSize(const nlohmann::json& value) {
-  if (!value.is_number_unsigned() || value.get<uint64_t>() >> 63 != 0) return std::nullopt;
-  return static_cast<int64_t>(value.get<uint64_t>());
 }
 
 }  // namespace
@@ -274,68 +281,26 @@ absl::string_view DTypeShortName(v1::DType dtype) {
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   absl::StatusOr<std::shared_ptr<const Mapping>> mapping = Map(path);
   if (!mapping.ok()) return mapping.status();
-  const absl::string_view file = (*mapping)->bytes();
-  if (file.size() < 8) return Bad(path, "shorter than the 8 bytes of a safetensors header length");
-  uint64_t length = 0;
-  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(file[i]);
-  if (length > file.size() - 8) {
-    return Bad(path,
-               absl::StrFormat("header length %d, but the file has %d bytes", length, file.size()));
-  }
-  if (length > kMaxSafetensorsHeader) {
-    return Bad(path,
-               absl::StrFormat("header length %d; allowed: to %d", length, kMaxSafetensorsHeader));
-  }
-  const absl::string_view text = file.substr(8, length);
-  const absl::string_view data = file.substr(8 + length);
-  const nlohmann::json header =
-      nlohmann::json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  if (!header.is_object()) return Bad(path, "header is not a JSON object");
+  const absl::string_view bytes = (*mapping)->bytes();
+  const std::string_view file(bytes.data(), bytes.size());
+  const absl::StatusOr<int64_t> length = formats::SafetensorsHeaderBytes(
+      path, file.substr(0, formats::kSafetensorsPrefix), static_cast<int64_t>(file.size()));
+  if (!length.ok()) return length.status();
+  const size_t data = formats::kSafetensorsPrefix + static_cast<size_t>(*length);
+  absl::StatusOr<formats::SafetensorsHeader> header = formats::ParseSafetensorsHeader(
+      path, file.substr(formats::kSafetensorsPrefix, static_cast<size_t>(*length)),
+      static_cast<int64_t>(file.size() - data));
+  if (!header.ok()) return header.status();
 
   SafetensorsFile out;
   out.path_ = path;
-  for (const auto& [name, value] : header.items()) {
-    if (name == "__metadata__") continue;
-    auto bad = [&, &name = name](absl::string_view what) {
-      return Bad(path, absl::StrCat("tensor '", name, "': ", what));
-    };
-    if (!value.is_object()) return bad("not a JSON object");
-    const auto dtype = value.find("dtype");
-    const auto shape = value.find("shape");
-    const auto offsets = value.find("data_offsets");
-    if (dtype == value.end() || !dtype->is_string()) return bad("no dtype");
-    if (shape == value.end() || !shape->is_array()) return bad("no shape");
-    if (offsets == value.end() || !offsets->is_array() || offsets->size() != 2) {
-      return bad("no data_offsets [begin, end]");
-    }
-    Entry entry;
-    entry.dtype = dtype->get<std::string>();
-    for (const nlohmann::json& dim : *shape) {
-      const std::optional<int64_t> size = ToSize(dim);
-      if (!size.has_value()) return bad("a dimension of shape is not a size");
-      entry.tensor.shape.push_back(*size);
-    }
-    const std::optional<int64_t> begin = ToSize((*offsets)[0]);
-    const std::optional<int64_t> end = ToSize((*offsets)[1]);
-    if (!begin.has_value() || !end.has_value() || *begin > *end ||
-        static_cast<uint64_t>(*end) > data.size()) {
-      return bad(absl::StrFormat("data_offsets %s outside the file's %d data bytes",
-                                 offsets->dump(), data.size()));
-    }
-    const uint64_t have = *end - *begin;
-    if (const DTypeRow* row = FindSafetensorsDType(entry.dtype)) {
-      entry.tensor.dtype = row->dtype;
-      const std::optional<uint64_t> need = TensorBytes(entry.tensor.shape, row->bytes);
-      if (!need.has_value() || *need != have) {
-        return bad(absl::StrFormat("shape %s of %s disagrees with its %d data bytes",
-                                   ShapeName(entry.tensor.shape), entry.dtype, have));
-      }
-    }
-    entry.tensor.bytes = data.substr(*begin, have);
-    entry.tensor.mapping = *mapping;
-    out.entries_.emplace(name, std::move(entry));
+  for (auto& [name, tensor] : header->tensors) {
+    out.entries_[name] = {.dtype = tensor.dtype,
+                          .tensor = {.shape = std::move(tensor.shape),
+                                     .bytes = bytes.substr(data + static_cast<size_t>(tensor.begin),
+                                                           static_cast<size_t>(tensor.bytes)),
+                                     .mapping = *mapping}};
   }
-  if (out.entries_.empty()) return Bad(path, "no tensor in the file");
   return out;
 }
 
@@ -346,30 +311,29 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
-absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name, bool allow_bool) const {
+absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name, Elements elements) const {
   const auto it = entries_.find(name);
   if (it == entries_.end()) {
     return absl::NotFoundError(absl::StrFormat("%s: no tensor '%s'; there are: %s", path_, name,
                                                absl::StrJoin(names(), ", ")));
   }
   FileTensor tensor = it->second.tensor;
-  tensor.boolean = allow_bool && it->second.dtype == "BOOL";
-  if (tensor.dtype == v1::DTYPE_UNSPECIFIED && !tensor.boolean) {
-    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: F32, F16, BF16%s", name,
-                                      it->second.dtype, allow_bool ? ", BOOL" : ""));
+  if (!TypeOf(kSafetensorsTypes, it->second.dtype, elements, &tensor)) {
+    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: %s", name,
+                                      it->second.dtype, NamesOf(kSafetensorsTypes, elements)));
   }
   return tensor;
 }
 
 namespace {
 
-absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
+absl::StatusOr<FileTensor> Open(const std::string& spec, Elements elements) {
   constexpr absl::string_view kSafetensors = ".safetensors";
   absl::StatusOr<FileTensor> tensor = absl::InvalidArgumentError(
       absl::StrFormat("\"%s\": allowed: FILE.npy, FILE.safetensors, FILE.safetensors:NAME", spec));
   const size_t split = spec.rfind(absl::StrCat(kSafetensors, ":"));
   if (absl::EndsWith(spec, ".npy")) {
-    tensor = OpenNpy(spec, allow_bool);
+    tensor = OpenNpy(spec, elements);
   } else if (absl::EndsWith(spec, kSafetensors) || split != std::string::npos) {
     std::string name;
     std::string path = spec;
@@ -388,7 +352,7 @@ absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
       }
       name = names[0];
     }
-    tensor = file->Find(name, allow_bool);
+    tensor = file->Find(name, elements);
   }
   return tensor;
 }
@@ -396,25 +360,47 @@ absl::StatusOr<FileTensor> Open(const std::string& spec, bool allow_bool) {
 }  // namespace
 
 absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec) {
-  absl::StatusOr<FileTensor> tensor = Open(spec, /*allow_bool=*/false);
+  absl::StatusOr<FileTensor> tensor = Open(spec, Elements::kFloats);
   if (!tensor.ok()) return tensor;
   if (tensor->shape.size() == 1) tensor->shape.insert(tensor->shape.begin(), 1);
   if (tensor->shape.size() != 2 || tensor->shape[0] == 0 || tensor->shape[1] == 0) {
     return Bad(spec, absl::StrFormat("shape %s; allowed: [rows,vocab] or [vocab], nothing empty",
-                                     ShapeName(tensor->shape)));
+                                     formats::ShapeName(tensor->shape)));
   }
   return tensor;
 }
 
 absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool) {
-  absl::StatusOr<FileTensor> tensor = Open(spec, allow_bool);
+  absl::StatusOr<FileTensor> tensor =
+      Open(spec, allow_bool ? Elements::kFloatsOrBools : Elements::kFloats);
   if (!tensor.ok()) return tensor;
   const std::vector<int64_t>& shape = tensor->shape;
   if (shape.empty() || shape.size() > 4 || std::count(shape.begin(), shape.end(), 0) > 0) {
     return Bad(spec, absl::StrFormat("shape %s; allowed: 1 to 4 dimensions, none empty",
-                                     ShapeName(shape)));
+                                     formats::ShapeName(shape)));
   }
   return tensor;
+}
+
+absl::StatusOr<std::vector<int64_t>> LoadIntegers(const std::string& spec) {
+  const absl::StatusOr<FileTensor> tensor = Open(spec, Elements::kIntegers);
+  if (!tensor.ok()) return tensor.status();
+  if (tensor->shape.size() != 1) {
+    return Bad(spec, absl::StrFormat("shape %s; allowed: one dimension",
+                                     formats::ShapeName(tensor->shape)));
+  }
+  std::vector<int64_t> values(static_cast<size_t>(tensor->shape[0]));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const char* at = tensor->bytes.data() + i * static_cast<size_t>(tensor->integer_bytes);
+    if (tensor->integer_bytes == 8) {
+      std::memcpy(&values[i], at, 8);
+    } else {
+      int32_t value = 0;
+      std::memcpy(&value, at, 4);
+      values[i] = value;
+    }
+  }
+  return values;
 }
 
 absl::Status CheckSavable(const std::string& path, v1::DType dtype) {

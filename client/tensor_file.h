@@ -25,11 +25,19 @@ absl::string_view DTypeShortName(v1::DType dtype);  // "f32", "f16", "bf16"
 // A tensor in a mapped file. Copies are cheap and share the mapping, which lives as long as any of
 // them.
 struct FileTensor {
-  v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // UNSPECIFIED of booleans
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // UNSPECIFIED of booleans and integers
   bool boolean = false;                     // one byte each, 0 or not
+  int integer_bytes = 0;                    // of each, 4 or 8, signed; 0: no integers
   std::vector<int64_t> shape;               // outermost first
   absl::string_view bytes;                  // row-major, little-endian, of any alignment
   std::shared_ptr<const void> mapping;
+};
+
+// What a caller has use for.
+enum class Elements {
+  kFloats,         // f32, f16, bf16
+  kFloatsOrBools,  // these too
+  kIntegers,       // int32, int64
 };
 
 // Immutable after Open, hence thread-safe.
@@ -41,9 +49,9 @@ class SafetensorsFile {
   // In ascending order.
   std::vector<std::string> names() const;
 
-  // NOT_FOUND lists the names there are. INVALID_ARGUMENT: a dtype other than F32, F16, BF16 and,
-  // where that is allowed, BOOL.
-  absl::StatusOr<FileTensor> Find(const std::string& name, bool allow_bool = false) const;
+  // NOT_FOUND lists the names there are. INVALID_ARGUMENT: another dtype than asked for.
+  absl::StatusOr<FileTensor> Find(const std::string& name,
+                                  Elements elements = Elements::kFloats) const;
 
  private:
   struct Entry {
@@ -61,6 +69,9 @@ absl::StatusOr<FileTensor> LoadMatrix(const std::string& spec);
 // A tensor of 1 to 4 dimensions, none empty, from the same files. With `allow_bool` also booleans:
 // npy '|b1', safetensors BOOL.
 absl::StatusOr<FileTensor> LoadTensor(const std::string& spec, bool allow_bool = false);
+
+// The integers of a 1-D tensor from the same files: npy '<i4' or '<i8', safetensors I32 or I64.
+absl::StatusOr<std::vector<int64_t>> LoadIntegers(const std::string& spec);
 
 // Writes FILE.npy (f32, f16) or FILE.safetensors, one tensor called "tensor" in it, in place of
 // what is there. INVALID_ARGUMENT as CheckSavable.

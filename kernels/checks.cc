@@ -21,6 +21,40 @@ absl::Status CheckRange(std::string_view field, int64_t got, int64_t least, int6
       absl::StrFormat("%s: got %d, allowed %d..%d", field, got, least, most));
 }
 
+absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t least,
+                      int64_t most) {
+  if (got >= least && got <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %d at row %d, allowed %d..%d", field, got, row, least, most));
+}
+
+absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
+                        std::string_view allowed) {
+  if (good) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %g at row %d, allowed %s", field, got, row, allowed));
+}
+
+absl::Status CheckSlice(std::string_view field, size_t row, int64_t first, int64_t count,
+                        int64_t most, size_t size) {
+  LOGITD_RETURN_IF_ERROR(CheckInt(absl::StrFormat("%s count", field), row, count, 0, most));
+  const int64_t total = static_cast<int64_t>(size);
+  if (count == 0 || (first >= 0 && first <= total - count)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got entries [%d, %d + %d) at row %d, allowed inside the %d sent", field,
+                      first, first, count, row, total));
+}
+
+absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32_t> ids,
+                      int64_t vocab) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= 0 && ids[i] < vocab) continue;
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%s: got token %d at row %d, entry %d, allowed 0..%d", field, ids[i], row, i, vocab - 1));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckLogits(const LogitsShape& shape) {
   LOGITD_RETURN_IF_ERROR(CheckDType("dtype", shape.dtype));
   LOGITD_RETURN_IF_ERROR(CheckRange("vocab", shape.vocab, 1, kMaxVocab));

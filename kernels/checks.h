@@ -2,10 +2,12 @@
 #ifndef LOGITD_KERNELS_CHECKS_H_
 #define LOGITD_KERNELS_CHECKS_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "kernels/types.h"
 
 namespace logitd {
@@ -15,6 +17,28 @@ absl::Status CheckDType(std::string_view field, DType dtype);
 
 // OK where `got` is in [least, most], else INVALID_ARGUMENT naming the field and both.
 absl::Status CheckRange(std::string_view field, int64_t got, int64_t least, int64_t most);
+
+// The same of a value of row `row`.
+absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t least, int64_t most);
+
+// OK where `good`, else INVALID_ARGUMENT naming the field, the row, the value and `allowed`.
+absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
+                        std::string_view allowed);
+
+// OK where [first, first + count) lies in [0, size) and count in [0, most]; an empty slice may
+// start anywhere.
+absl::Status CheckSlice(std::string_view field, size_t row, int64_t first, int64_t count,
+                        int64_t most, size_t size);
+
+// The entries of a slice that CheckSlice let through.
+template <typename T>
+absl::Span<const T> Slice(absl::Span<const T> all, int64_t first, int64_t count) {
+  return count == 0 ? absl::Span<const T>() : all.subspan(first, count);
+}
+
+// OK where all are in 0..vocab-1, else INVALID_ARGUMENT naming the field, the row and the entry.
+absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32_t> ids,
+                      int64_t vocab);
 
 // A batch of logits as it came over a border.
 struct LogitsShape {

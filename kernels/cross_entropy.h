@@ -75,10 +75,10 @@ struct CrossEntropyAnswers {
 // the target. +inf counts as certain: n of them have probability 1/n each and all else 0, logsumexp
 // is +inf, entropy ln n, and the loss is -ln of the target's probability where there is neither
 // smoothing nor z_loss, else +inf. A softcap makes infinities finite: they are +-softcap. A row of
-// -inf alone is kEmptySupport: logsumexp -inf, loss and entropy NaN (0 where ignored), log-probs
-// -inf, top ids 0... in order. NaN anywhere in a row: kNanLogit with the lowest NaN index; loss,
-// logsumexp, entropy and log-probabilities NaN (the loss also where ignored), rank 0, ids -1. Other
-// rows are untouched.
+// -inf alone, without a softcap, is kEmptySupport: logsumexp -inf, loss NaN (0 where ignored),
+// entropy NaN, log-probs -inf, top ids 0... in order. NaN anywhere in a row: kNanLogit with the
+// lowest NaN index; loss, logsumexp, entropy and log-probabilities NaN (those of the target also
+// where ignored), rank 0, ids -1. Other rows are untouched.
 // A row's bits depend on that row and what it asks for alone; not on the batch, its place in it,
 // the row stride, the alignment, the stream or what other rows want. Bits may differ between
 // backends, SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double
@@ -104,11 +104,13 @@ struct CrossEntropyArgs {
 //   upstream * (p_i - (1 - e) [i = t] - e / V + 2 z_loss lse p_i) / temperature
 //            * (1 - tanh(l_i / softcap)^2 where softcap > 0)
 //
-// Ignored rows: zeros. Rows whose logsumexp is not finite: NaN in every element, so that none
-// passes unseen. Skipped rows (all zero bytes): nothing is written. 16-bit results are rounded to
-// nearest, ties to even, from fp32. Bits as in CrossEntropyArgs. Against double precision, from the
-// same logits and logsumexp: |error| <= 4e-6 |upstream| / temperature (p_i (1 + 2 z_loss |lse|) +
-// [i = t] + e / V) before rounding to 16 bits.
+// Ignored rows: zeros, whatever their logsumexp. Other rows whose logsumexp is not finite: NaN in
+// every element, so that none passes unseen. Skipped rows (all zero bytes): nothing is written.
+// 16-bit results are rounded to nearest, ties to even, from fp32. Bits as in CrossEntropyArgs.
+// Against double precision, from the same logits and logsumexp, before rounding to 16 bits: |error|
+// <= a |upstream| / temperature (p_i (1 + 2 z_loss |lse|) + [i = t] + e / V), a = 4e-6, to which a
+// softcap, whose x is rounded to fp32, adds 3e-7 softcap / temperature; p_i below 2^-126 may count
+// as 0.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct CrossEntropyBackwardArgs {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_format.h"
@@ -11,47 +10,6 @@
 
 namespace logitd {
 namespace {
-
-absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t least,
-                      int64_t most) {
-  if (got >= least && got <= most) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %d at row %d, allowed %d..%d", field, got, row, least, most));
-}
-
-absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
-                        std::string_view allowed) {
-  if (good) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %g at row %d, allowed %s", field, got, row, allowed));
-}
-
-// [first, first + count) lies in [0, size), and count in [0, most].
-absl::Status CheckSlice(std::string_view field, size_t row, int64_t first, int64_t count,
-                        int64_t most, size_t size) {
-  LOGITD_RETURN_IF_ERROR(CheckInt(absl::StrFormat("%s count", field), row, count, 0, most));
-  const int64_t total = static_cast<int64_t>(size);
-  if (count == 0 || (first >= 0 && first <= total - count)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got entries [%d, %d + %d) at row %d, allowed inside the %d sent", field,
-                      first, first, count, row, total));
-}
-
-// An empty slice may start anywhere.
-template <typename T>
-absl::Span<const T> Slice(absl::Span<const T> all, int64_t first, int64_t count) {
-  return count == 0 ? absl::Span<const T>() : all.subspan(first, count);
-}
-
-absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32_t> ids,
-                      int64_t vocab) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] >= 0 && ids[i] < vocab) continue;
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: got token %d at row %d, entry %d, allowed 0..%d", field, ids[i], row, i, vocab - 1));
-  }
-  return absl::OkStatus();
-}
 
 // Values are numbers, ids are tokens, and none is named twice: the sum would depend on their order.
 absl::Status CheckBias(size_t row, absl::Span<const SampleBias> bias, int64_t vocab) {

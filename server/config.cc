@@ -2,10 +2,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <ostream>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "server/rpc/rpc_server.h"
 
@@ -18,7 +20,8 @@ constexpr const char* kDescription =
     "logitd: softmax, top-K and sampling over logits, behind gRPC.\n\n"
     "  logitd                                        on 127.0.0.1:7450, on a GPU if one answers\n"
     "  logitd --listen 0.0.0.0:7450 --listen unix:/run/logitd.sock\n"
-    "  logitd --backend cpu --cpu-threads 8\n\n"
+    "  logitd --backend cpu --cpu-threads 8\n"
+    "  logitd --head llama=/models/llama --head-root /models\n\n"
     "Sizes take units (64MiB, 1GiB; factors of 1024), durations too (200us, 30s). Every flag can "
     "be\n"
     "given as an environment variable: --slab-bytes is LOGITD_SLAB_BYTES. A flag wins.\n"
@@ -65,6 +68,48 @@ void AddDuration(CLI::App& app, const std::string& flag, absl::Duration* value,
       ->envname(EnvironmentName(flag))
       ->default_str(absl::FormatDuration(*value))
       ->type_name("DURATION");
+}
+
+// NAME=PATH[,vocab=N][,norm]
+engine::HeadRequest ParseHead(const std::string& flag, const std::string& text) {
+  const auto refuse = [&](const std::string& allowed) {
+    return CLI::ValidationError(flag, absl::StrFormat("got \"%s\", allowed: %s", text, allowed));
+  };
+  const size_t equals = text.find('=');
+  if (equals == std::string::npos || equals == 0) throw refuse("NAME=PATH[,vocab=N][,norm]");
+  engine::HeadRequest head{.name = text.substr(0, equals), .path = text.substr(equals + 1)};
+  // From the end: a path may have commas of its own.
+  for (size_t comma = head.path.rfind(','); comma != std::string::npos;
+       comma = head.path.rfind(',')) {
+    const std::string option = head.path.substr(comma + 1);
+    if (option == "norm") {
+      head.final_norm = true;
+    } else if (absl::StartsWith(option, "vocab=")) {
+      if (!absl::SimpleAtoi(option.substr(6), &head.vocab) || head.vocab < 1 ||
+          head.vocab > kMaxVocab) {
+        throw refuse(absl::StrFormat("a vocab of 1 to %d", kMaxVocab));
+      }
+    } else {
+      break;
+    }
+    head.path.resize(comma);
+  }
+  if (head.path.empty()) throw refuse("NAME=PATH[,vocab=N][,norm]");
+  return head;
+}
+
+void AddHeads(CLI::App& app, const std::string& flag, std::vector<engine::HeadRequest>* heads,
+              const std::string& help) {
+  app.add_option_function<std::vector<std::string>>(
+         flag,
+         [flag, heads](const std::vector<std::string>& texts) {
+           std::transform(texts.begin(), texts.end(), std::back_inserter(*heads),
+                          [&](const std::string& text) { return ParseHead(flag, text); });
+         },
+         help)
+      ->envname(EnvironmentName(flag))
+      ->delimiter(';')
+      ->type_name("NAME=PATH[,vocab=N][,norm]");
 }
 
 // What single flags cannot know of each other.
@@ -138,6 +183,14 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
   AddDuration(app, "--max-batch-delay", &config->max_batch_delay,
               "How long a batch may wait for company though a stream is free");
+  AddHeads(
+      app, "--head", &config->heads,
+      "An output head to load at start, from a safetensors file or a model folder; vocab: rows "
+      "to keep of a padded one; norm: with the model's final RMSNorm; repeatable");
+  Add(app, "--head-root", &config->head_root,
+      "Directory that clients may load heads from; without it they load none")
+      ->check(CLI::ExistingDirectory)
+      ->type_name("DIR");
   AddDuration(app, "--receive-timeout", &config->receive_timeout,
               "How long a peer may take to send its message, and then to take its answer");
   AddDuration(app, "--drain-grace", &config->drain_grace,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "server/engine/heads.h"
 
 namespace logitd {
 
@@ -25,6 +26,8 @@ struct Config {
   int max_waiting_calls = 1024;
   int64_t max_batch_rows = 65536;
   absl::Duration max_batch_delay = absl::ZeroDuration();
+  std::vector<engine::HeadRequest> heads;  // loaded at start
+  std::string head_root;                   // a directory; empty: clients load none
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"

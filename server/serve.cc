@@ -9,7 +9,9 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -22,11 +24,13 @@
 #include "prometheus/registry.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
+#include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
 #include "server/rpc/attention_codec.h"
 #include "server/rpc/rpc_server.h"
 #include "server/rpc/sample_codec.h"
+#include "server/rpc/score_codec.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/verify_codec.h"
 
@@ -103,6 +107,26 @@ int CannotStart(const absl::Status& status) {
   return kCannotStart;
 }
 
+// A value: the process is to end with it.
+std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events* events) {
+  for (const engine::HeadRequest& request : config.heads) {
+    const absl::Status status =
+        heads
+            ->Load(request,
+                   [events](const engine::HeadProgress&) {
+                     return events->Wait(absl::ZeroDuration()) != Events::kSignal;
+                   })
+            .status();
+    if (status.ok()) continue;
+    if (absl::IsCancelled(status)) {
+      spdlog::info("ended by a signal before it served");
+      return EXIT_SUCCESS;
+    }
+    return CannotStart(status);
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 int Serve(const Config& config, MakeBackend make_backend) {
@@ -115,8 +139,14 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const DeviceInfo& device = (*backend)->device();
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
-  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name, rpc::kSampleTraits.name,
-                                  rpc::kVerifyTraits.name, rpc::kAttentionSoftmaxTraits.name,
+  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name,
+                                  rpc::kLinearTopKTraits.name,
+                                  rpc::kSampleTraits.name,
+                                  rpc::kLinearSampleTraits.name,
+                                  rpc::kVerifyTraits.name,
+                                  rpc::kCrossEntropyTraits.name,
+                                  rpc::kLinearCrossEntropyTraits.name,
+                                  rpc::kAttentionSoftmaxTraits.name,
                                   rpc::kAttentionSoftmaxBackwardTraits.name};
   engine::Metrics metrics(ops);
   engine::Admission admission(
@@ -124,6 +154,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
        .max_held_bytes = config.max_held_bytes,
        .max_waiting_calls = config.max_waiting_calls},
       &metrics);
+  engine::Heads heads(backend->get(), &metrics);
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
       engine::Engine::Create(backend->get(),
                              {.streams = config.streams,
@@ -140,6 +171,18 @@ int Serve(const Config& config, MakeBackend make_backend) {
       "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, streams {}",
       config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
       config.max_batch_rows, config.slab_bytes, config.streams);
+
+  if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
+  std::string head_root;
+  if (!config.head_root.empty()) {
+    std::error_code error;
+    head_root = std::filesystem::canonical(config.head_root, error).string();
+    if (error) {
+      return CannotStart(absl::NotFoundError(
+          absl::StrCat("--head-root: ", config.head_root, ": ", error.message())));
+    }
+    spdlog::info("clients may load heads from {}", head_root);
+  }
 
   std::unique_ptr<prometheus::Exposer> exposer;
   if (config.metrics_listen != "off") {
@@ -159,8 +202,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
                              .max_request_bytes = config.max_request_bytes,
+                             .head_root = head_root,
                              .peer_timeout = config.receive_timeout},
-                            device, &admission, engine->get(), &metrics);
+                            device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 

@@ -1,13 +1,17 @@
 // CPU side of the kernel bench: every thread reads its share; inputs rotate over a buffer larger
 // than the caches.
+#include <cblas.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "bench/kernels/device.h"
 #include "kernels/backend.h"
 #include "kernels/status_macros.h"
@@ -17,6 +21,7 @@ namespace {
 
 constexpr size_t kBufferBytes = size_t{2} << 30;
 constexpr int kRuns = 15;
+constexpr int kProductRuns = 5;  // of what takes seconds
 
 double Median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
@@ -28,12 +33,12 @@ double MicrosecondsSince(std::chrono::steady_clock::time_point begin) {
       .count();
 }
 
-// Runs body(thread, threads) on every core at once, `kRuns` times; the median in microseconds.
+// Runs body(thread, threads) on every core at once, `runs` times; the median in microseconds.
 template <class Body>
-double TimeOnAllCores(Body body) {
+double TimeOnAllCores(Body body, int runs = kRuns) {
   const int threads = std::max(1u, std::thread::hardware_concurrency());
   std::vector<double> us;
-  for (int run = 0; run < kRuns; ++run) {
+  for (int run = 0; run < runs; ++run) {
     const auto begin = std::chrono::steady_clock::now();
     std::vector<std::thread> workers;
     for (int t = 1; t < threads; ++t) workers.emplace_back([&, t] { body(t, threads); });
@@ -241,7 +246,136 @@ class CpuDevice final : public Device {
     return Median(us);
   }
 
+  absl::StatusOr<double> TimeLoss(const LossCase& c) override {
+    Fill(c.dtype);
+    Losses losses(c.rows, c.vocab, c.row);
+    const size_t bytes = static_cast<size_t>(c.rows * c.vocab) * SizeOf(c.dtype);
+    const size_t tensors = c.backward ? 2 : 1;
+    const size_t parts = std::max<size_t>(1, kBufferBytes / (tensors * bytes));
+    std::vector<double> us;
+    for (int run = 0; run < kRuns + 2; ++run) {
+      std::byte* at = slab_.host + run % parts * tensors * bytes;
+      const TensorView logits = {at, c.dtype, c.rows, c.vocab, c.vocab};
+      const auto begin = std::chrono::steady_clock::now();
+      if (c.backward) {
+        LOGITD_RETURN_IF_ERROR(stream_->CrossEntropyBackward(
+            {.logits = logits,
+             .rows = losses.rows.data(),
+             .logsumexp = losses.logsumexp.data(),
+             .upstream = losses.upstream.data(),
+             .d_logits = {at + bytes, c.dtype, c.rows, c.vocab, c.vocab}}));
+      } else {
+        CrossEntropyArgs args = losses.Args();
+        args.logits = logits;
+        LOGITD_RETURN_IF_ERROR(stream_->CrossEntropy(args));
+      }
+      if (auto times = stream_->Wait(); !times.ok()) return times.status();
+      if (run >= 2) us.push_back(MicrosecondsSince(begin));
+    }
+    if (c.backward) filled_ = false;  // results lie where the normals were
+    return Median(us);
+  }
+
+  absl::StatusOr<double> TimeLinear(const LinearCase& c) override {
+    LOGITD_RETURN_IF_ERROR(CheckFits(c));
+    Fill(c.dtype);
+    Losses losses(c.rows, c.vocab, {.active = 1, .temperature = 1});
+    const TensorView hidden = {slab_.host, c.dtype, c.rows, c.hidden, c.hidden};
+    // Small enough that the logits are a model's.
+    const HeadView head = {.weight = {slab_.host, c.dtype, c.vocab, c.hidden, c.hidden},
+                           .scale = 1 / std::sqrt(static_cast<float>(c.hidden))};
+    std::vector<float> d_hidden(c.backward ? c.rows * c.hidden : 0);
+    std::vector<float> d_weight(c.backward ? c.vocab * c.hidden : 0);
+    std::vector<double> us;
+    for (int run = 0; run < kProductRuns + 1; ++run) {
+      const auto begin = std::chrono::steady_clock::now();
+      if (c.backward) {
+        LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackward(
+            {.hidden = hidden,
+             .head = head,
+             .rows = losses.rows.data(),
+             .logsumexp = losses.logsumexp.data(),
+             .upstream = losses.upstream.data(),
+             .d_hidden = {d_hidden.data(), DType::kF32, c.rows, c.hidden, c.hidden},
+             .d_weight = {d_weight.data(), DType::kF32, c.vocab, c.hidden, c.hidden}}));
+      } else {
+        LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropy(
+            {.hidden = hidden, .head = head, .cross_entropy = losses.Args()}));
+      }
+      if (auto times = stream_->Wait(); !times.ok()) return times.status();
+      if (run >= 1) us.push_back(MicrosecondsSince(begin));
+    }
+    return Median(us);
+  }
+
+  absl::StatusOr<double> TimeProduct(const LinearCase& c) override {
+    LOGITD_RETURN_IF_ERROR(CheckFits(c));
+    Fill(DType::kF32);
+    const auto rows = static_cast<int>(c.rows), hidden = static_cast<int>(c.hidden);
+    const auto* weight = reinterpret_cast<const float*>(slab_.host);
+    std::vector<float> logits(c.rows * c.vocab);
+    return TimeOnAllCores(
+        [&](int t, int threads) {
+          const int64_t begin = c.vocab * t / threads, end = c.vocab * (t + 1) / threads;
+          cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, static_cast<int>(end - begin),
+                      hidden, 1, weight, hidden, weight + begin * c.hidden, hidden, 0,
+                      logits.data() + begin, static_cast<int>(c.vocab));
+        },
+        kProductRuns);
+  }
+
  private:
+  // Rows of losses and room for their answers.
+  struct Losses {
+    Losses(int64_t count, int64_t vocab, const CrossEntropyRow& row)
+        : rows(count, row),
+          loss(count),
+          logsumexp(count, std::log(static_cast<float>(vocab)) + 0.5f),
+          target_logprob(count),
+          entropy(count),
+          upstream(count, 1.0f),
+          rank(count),
+          status(count),
+          top_ids(count * row.top_logprobs),
+          top_logprobs(count * row.top_logprobs) {
+      for (int64_t r = 0; r < count; ++r) {
+        rows[r].target = static_cast<int32_t>((r * 7919 + 13) % vocab);
+        rows[r].first_top_entry = r * row.top_logprobs;
+      }
+    }
+
+    CrossEntropyArgs Args() {
+      CrossEntropyArgs args;
+      args.rows = rows.data();
+      args.want = rows[0].want;
+      args.max_top_logprobs = rows[0].top_logprobs;
+      args.answers = {.loss = loss.data(),
+                      .logsumexp = logsumexp.data(),
+                      .target_logprob = target_logprob.data(),
+                      .rank = rank.data(),
+                      .entropy = entropy.data(),
+                      .top_ids = top_ids.data(),
+                      .top_logprobs = top_logprobs.data(),
+                      .status = status.data()};
+      return args;
+    }
+
+    std::vector<CrossEntropyRow> rows;
+    std::vector<float> loss, logsumexp, target_logprob, entropy, upstream;
+    std::vector<int32_t> rank;
+    std::vector<RowStatus> status;
+    std::vector<int32_t> top_ids;
+    std::vector<float> top_logprobs;
+  };
+
+  // The weights, as f32 too, lie in the slab.
+  static absl::Status CheckFits(const LinearCase& c) {
+    if (static_cast<size_t>(c.vocab * c.hidden) * sizeof(float) <= kBufferBytes) {
+      return absl::OkStatus();
+    }
+    return absl::ResourceExhaustedError("the weights are more than the buffer holds");
+  }
+
   void Fill(DType dtype) {
     if (filled_ && filled_dtype_ == dtype) return;
     std::vector<uint16_t> halves(normals_.size());

@@ -288,6 +288,16 @@ class CudaDevice final : public Device {
     return us;
   }
 
+  absl::StatusOr<double> TimeLoss(const LossCase&) override {
+    return absl::UnimplementedError("no CUDA entry");
+  }
+  absl::StatusOr<double> TimeLinear(const LinearCase&) override {
+    return absl::UnimplementedError("no CUDA entry");
+  }
+  absl::StatusOr<double> TimeProduct(const LinearCase&) override {
+    return absl::UnimplementedError("no CUDA entry");
+  }
+
  private:
   absl::Status Fill(DType dtype) {
     if (filled_ && filled_dtype_ == dtype) return absl::OkStatus();

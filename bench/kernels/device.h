@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
 
@@ -55,6 +56,34 @@ struct AttentionCase {
   double FloorBytes() const;
 };
 
+struct LossCase {
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+  CrossEntropyRow row;  // of every row; targets differ
+  bool backward = false;
+
+  // The fewest bytes that move: one read of the logits; backward, a read and a write.
+  double FloorBytes() const {
+    const double bytes = static_cast<double>(rows * vocab) * static_cast<double>(SizeOf(dtype));
+    return backward ? 2 * bytes : bytes;
+  }
+};
+
+// Losses of hidden states under a head without norm, bias or softcap. Backward: into f32.
+struct LinearCase {
+  int64_t rows;
+  int64_t hidden;
+  int64_t vocab;
+  DType dtype;
+  bool backward = false;
+
+  // Of the bare product; backward has three of that size.
+  double Operations() const {
+    return 2.0 * static_cast<double>(rows * hidden) * static_cast<double>(vocab);
+  }
+};
+
 // Times are medians in microseconds; rates are bytes per second.
 class Device {
  public:
@@ -65,6 +94,11 @@ class Device {
   virtual absl::StatusOr<double> TimeTopK(const TopKCase& c) = 0;
   virtual absl::StatusOr<double> TimeSample(const SampleCase& c) = 0;
   virtual absl::StatusOr<double> TimeAttention(const AttentionCase& c) = 0;
+  virtual absl::StatusOr<double> TimeLoss(const LossCase& c) = 0;
+  virtual absl::StatusOr<double> TimeLinear(const LinearCase& c) = 0;
+  // The bare product of that shape by the device's own library, from hidden states and weights to
+  // f32 logits. On the CPU it is of f32 whatever the case's type.
+  virtual absl::StatusOr<double> TimeProduct(const LinearCase& c) = 0;
 };
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();

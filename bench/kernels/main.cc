@@ -208,6 +208,66 @@ const AttentionEntry kCpuAttention[] = {
      {1, 1, 128, 131072, DType::kBF16, {}, MaskKind::kNone, /*backward=*/true}},
 };
 
+struct LossEntry {
+  const char* name;  // why it is there
+  LossCase shape;
+};
+
+constexpr CrossEntropyRow Scoring(int32_t want, int32_t top_logprobs, float label_smoothing,
+                                  float softcap) {
+  return {.active = 1,
+          .temperature = 1,
+          .softcap = softcap,
+          .label_smoothing = label_smoothing,
+          .top_logprobs = top_logprobs,
+          .want = want};
+}
+
+const LossEntry kCpuLoss[] = {
+    {"loss alone", {64, 131072, DType::kF32, Scoring(0, 0, 0, 0)}},
+    {"loss alone, bf16", {64, 131072, DType::kBF16, Scoring(0, 0, 0, 0)}},
+    {"with rank, entropy, 20 top log-probs",
+     {64, 131072, DType::kF32, Scoring(kWantRank | kWantEntropy, 20, 0, 0)}},
+    {"label smoothing", {64, 131072, DType::kF32, Scoring(0, 0, 0.1f, 0)}},
+    {"softcap", {64, 131072, DType::kF32, Scoring(0, 0, 0, 30)}},
+    {"softcap, rank", {64, 131072, DType::kBF16, Scoring(kWantRank, 0, 0, 30)}},
+    {"loss alone, one row", {1, 131072, DType::kF32, Scoring(0, 0, 0, 0)}},
+    {"short rows", {32768, 1000, DType::kF32, Scoring(0, 0, 0, 0)}},
+    {"backward", {64, 131072, DType::kF32, Scoring(0, 0, 0, 0), /*backward=*/true}},
+    {"backward, bf16", {64, 131072, DType::kBF16, Scoring(0, 0, 0, 0), /*backward=*/true}},
+    {"backward, softcap", {64, 131072, DType::kF32, Scoring(0, 0, 0, 30), /*backward=*/true}},
+};
+
+struct LinearEntry {
+  const char* name;  // why it is there
+  LinearCase shape;
+  double goal_ratio = 0;  // of the bare product's time
+};
+
+const LinearEntry kCpuLinear[] = {
+    {"scoring", {256, 4096, 32000, DType::kF32}, 1.5},
+    {"scoring, bf16", {256, 4096, 32000, DType::kBF16}, 1.5},
+    {"scoring, f16", {256, 4096, 32000, DType::kF16}, 1.5},
+    {"large batch, bf16", {1024, 2048, 32000, DType::kBF16}, 1.5},
+    {"small model", {256, 512, 50257, DType::kF32}, 1.5},
+    {"decode, bf16", {64, 4096, 32000, DType::kBF16}, 1.5},
+    {"one row", {1, 4096, 32000, DType::kF32}, 1.5},
+    {"one row, bf16", {1, 4096, 32000, DType::kBF16}, 1.5},
+    {"backward", {256, 2048, 32000, DType::kF32, /*backward=*/true}},
+    {"backward, bf16", {256, 2048, 32000, DType::kBF16, /*backward=*/true}},
+};
+
+std::string Shape(const LossEntry& entry) {
+  return absl::StrFormat("cross_entropy %dx%d %s %s", entry.shape.rows, entry.shape.vocab,
+                         Name(entry.shape.dtype), entry.name);
+}
+
+std::string Shape(const LinearEntry& entry) {
+  const LinearCase& c = entry.shape;
+  return absl::StrFormat("linear_cross_entropy %dx%d -> %d %s %s", c.rows, c.hidden, c.vocab,
+                         Name(c.dtype), entry.name);
+}
+
 std::string_view Name(MaskKind kind) {
   return kind == MaskKind::kNone ? "none" : kind == MaskKind::kBool ? "bool" : "additive";
 }
@@ -260,7 +320,8 @@ int Main(int argc, char** argv) {
       "Times every op on one device and prints it as a share of its floor, at rates measured in "
       "the "
       "same run: one read of the logits at the rate of a plain read; for attention, the bytes that "
-      "must be read and written at the rate of a plain copy.");
+      "must be read and written at the rate of a plain copy; for losses of hidden states, the bare "
+      "product by the device's own library.");
   std::string backend = "auto", json_path, only, commit;
   app.add_option("--backend", backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
@@ -383,6 +444,57 @@ int Main(int argc, char** argv) {
          {"goal_share", entry.h200.goal_share},
          {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
          {"peer_us_h200", entry.h200.peer_us}});
+  }
+  absl::PrintF("\n%-64s %10s %10s %9s %7s\n", "cross_entropy", "us", "floor us", "GB/s", "share");
+  for (const LossEntry& entry : cuda ? absl::Span<const LossEntry>() : kCpuLoss) {
+    const LossCase& c = entry.shape;
+    if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
+    const auto us = (*device)->TimeLoss(c);
+    if (!us.ok()) {
+      absl::PrintF("%-64s %s\n", Shape(entry), us.status().ToString());
+      ++failed;
+      continue;
+    }
+    const double floor_us = c.FloorBytes() / (c.backward ? *copy : *read) * 1e6;
+    absl::PrintF("%-64s %10.2f %10.2f %9.1f %6.1f%%\n", Shape(entry), *us, floor_us,
+                 c.FloorBytes() / *us / 1e3, 100 * floor_us / *us);
+    out["entries"].push_back({{"op", c.backward ? "cross_entropy_backward" : "cross_entropy"},
+                              {"why", entry.name},
+                              {"rows", c.rows},
+                              {"vocab", c.vocab},
+                              {"dtype", std::string(Name(c.dtype))},
+                              {"us", *us},
+                              {"floor_us", floor_us},
+                              {"share_of_floor", floor_us / *us}});
+  }
+  absl::PrintF("\n%-64s %12s %12s %9s %7s %6s\n", "linear_cross_entropy", "us", "product us",
+               "GFLOP/s", "ratio", "goal");
+  for (const LinearEntry& entry : cuda ? absl::Span<const LinearEntry>() : kCpuLinear) {
+    const LinearCase& c = entry.shape;
+    if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
+    const auto product_us = (*device)->TimeProduct(c);
+    const auto us = (*device)->TimeLinear(c);
+    if (!us.ok() || !product_us.ok()) {
+      absl::PrintF("%-64s %s\n", Shape(entry),
+                   (us.ok() ? product_us.status() : us.status()).ToString());
+      ++failed;
+      continue;
+    }
+    const double floor_us = (c.backward ? 3 : 1) * *product_us;
+    absl::PrintF("%-64s %12.0f %12.0f %9.1f %7.2f %6.2f\n", Shape(entry), *us, floor_us,
+                 (c.backward ? 3 : 1) * c.Operations() / *us / 1e3, *us / floor_us,
+                 entry.goal_ratio);
+    out["entries"].push_back(
+        {{"op", c.backward ? "linear_cross_entropy_backward" : "linear_cross_entropy"},
+         {"why", entry.name},
+         {"rows", c.rows},
+         {"hidden", c.hidden},
+         {"vocab", c.vocab},
+         {"dtype", std::string(Name(c.dtype))},
+         {"us", *us},
+         {"floor_us", floor_us},
+         {"share_of_floor", floor_us / *us},
+         {"goal_share", entry.goal_ratio == 0 ? 0 : 1 / entry.goal_ratio}});
   }
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
   return failed == 0 ? 0 : 1;

@@ -21,8 +21,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
-#include "client/half.h"
 #include "client/tensor_file.h"
+#include "formats/half.h"
 
 namespace logitd::bench {
 namespace {
@@ -50,7 +50,7 @@ std::shared_ptr<const std::string> RandomLogits(int64_t elements, v1::DType dtyp
       std::memcpy(bytes->data() + 4 * i, &value, 4);
     } else {
       const uint16_t half =
-          dtype == v1::DTYPE_BF16 ? client::FloatToBF16(value) : client::FloatToF16(value);
+          dtype == v1::DTYPE_BF16 ? formats::FloatToBF16(value) : formats::FloatToF16(value);
       std::memcpy(bytes->data() + 2 * i, &half, 2);
     }
   }

@@ -44,16 +44,10 @@ int RunTopK(const CommonFlags& common, const TopKFlags& flags) {
   }
   absl::StatusOr<Logits> loaded = LoadLogits(flags.logits, flags.text, flags.model);
   if (!loaded.ok()) return BadInput(loaded.status());
-  const Logits& logits = *loaded;
-  TopKRequest request = {.dtype = logits.dtype,
-                         .rows = logits.rows,
-                         .vocab = logits.vocab,
-                         .k = {flags.k},
-                         .temperature = {flags.temperature}};
-  const absl::string_view payload = logits.payload;
-  if (flags.k < 1 || flags.k > request.vocab) {
+  Logits& logits = *loaded;
+  if (flags.k < 1 || flags.k > logits.vocab) {
     Complain(
-        absl::StrFormat("--k is %d; allowed: 1 to the vocabulary's %d", flags.k, request.vocab));
+        absl::StrFormat("--k is %d; allowed: 1 to the vocabulary's %d", flags.k, logits.vocab));
     return kExitBadInput;
   }
 
@@ -61,6 +55,21 @@ int RunTopK(const CommonFlags& common, const TopKFlags& flags) {
   if (!client.ok()) return BadInput(client.status());
   absl::StatusOr<v1::GetInfoResponse> info = (*client)->Info();
   if (!info.ok()) return CallFailed(info.status(), common.address);
+  TopKRequest request = {.k = {flags.k}, .temperature = {flags.temperature}};
+  TopKOutput output;
+  if (!flags.head.empty()) {  // one row: the hidden state after the prompt
+    absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *logits.model);
+    if (!head.ok()) return CallFailed(head.status(), common.address);
+    SetInput(logits, *head, &request);
+    absl::StatusOr<TopKResult> result = (*client)->TopK(request);
+    if (!result.ok()) return CallFailed(result.status(), common.address);
+    Append(*std::move(result), &output);
+    output.text = logits.TextOf(output.result.indices);
+    Print(common.format == "json" ? TopKJson(output) : TopKTable(output));
+    return kExitOk;
+  }
+  SetInput(logits, v1::Head(), &request);
+  const absl::string_view payload = logits.payload;
   const int64_t rows = request.rows;
   const int64_t row_bytes = request.vocab * client::DTypeSize(request.dtype);
   const int64_t step = RowsPerRequest(info->limits(), row_bytes, flags.k);
@@ -71,7 +80,6 @@ int RunTopK(const CommonFlags& common, const TopKFlags& flags) {
         row_bytes, flags.k, info->limits().max_request_bytes(), info->limits().max_answer_bytes()));
     return kExitBadInput;
   }
-  TopKOutput output;
   for (int64_t row = 0; row < rows; row += step) {
     request.rows = std::min(step, rows - row);
     request.logits = {payload.substr(row * row_bytes, request.rows * row_bytes)};

@@ -28,6 +28,7 @@ struct TopKFlags {
   std::string logits;  // a file; or
   std::string text;    // a prompt, and
   std::string model = "demo/model";
+  std::string head;  // of the server, for the model's hidden state; empty: its own, here
   int k = 10;
   float temperature = 1;
 };
@@ -58,11 +59,36 @@ int RunSample(const CommonFlags& common, const SampleFlags& flags);
 struct GenerateFlags {
   std::string text;
   std::string model = "demo/model";
+  std::string head;  // as in TopKFlags
   int tokens = 64;
   bool details = false;
   SamplingFlags sampling;
 };
 int RunGenerate(const CommonFlags& common, const GenerateFlags& flags);
+
+struct ScoreFlags {
+  std::string logits;     // a file; or
+  std::string hidden;     // a file, for
+  std::string head;       // of the server; or
+  std::string text;       // to score, or
+  std::string text_file;  // that has it, and
+  std::string model = "demo/model";
+  std::string targets;  // a file, with --logits and --hidden
+  int64_t ignore_index = -100;
+  float temperature = 1;
+  float softcap = 0;
+  float label_smoothing = 0;
+  std::string smoothing = "torch";  // or "megatron"
+  float z_loss = 0;
+  int32_t top_logprobs = 0;
+  std::vector<int32_t> extra_ids;
+  bool rank = false;
+  bool entropy = false;
+  bool totals = false;  // no line for every token
+  std::string out;      // files that are written; those empty are not
+  std::string plot;
+};
+int RunScore(const CommonFlags& common, const ScoreFlags& flags);
 
 struct SoftmaxFlags {
   std::string scores;
@@ -88,6 +114,17 @@ struct SoftmaxBackwardFlags {
   std::string out;
 };
 int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& flags);
+
+struct LoadHeadFlags {
+  std::string name;
+  std::string path;
+  bool final_norm = false;
+  int64_t vocab = 0;  // 0: what the model says
+};
+int RunLoadHead(const CommonFlags& common, const LoadHeadFlags& flags);
+int RunUnloadHead(const CommonFlags& common, const std::string& name);
+int RunListHeads(const CommonFlags& common);
+int RunGetHead(const CommonFlags& common, const std::string& name);
 
 int RunTopK(const CommonFlags& common, const TopKFlags& flags);
 int RunInfo(const CommonFlags& common);

@@ -15,8 +15,14 @@ constexpr char kFooter[] = R"(Examples:
   logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
   logitctl sample --logits logits.npy --params params.json --format json
   logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8 --top-p 0.9
+  logitctl generate --text "It is a truth" --head demo --tokens 40 --seed 7
+  logitctl score --text-file chapter.txt --model demo/model --head demo --plot loss.png
+  logitctl score --hidden states.npy --head llama --targets ids.npy --totals --out losses.npy
+  logitctl score --logits logits.npy --targets ids.npy --label-smoothing 0.1 --rank --entropy
   logitctl softmax --scores scores.npy --mask causal --scale 0.125 --out probs.npy
   logitctl softmax-backward --probs probs.npy --d-probs d.npy --scale 0.125 --causal --out g.npy
+  logitctl heads load llama models/llama --norm
+  logitctl heads list
   logitctl info --addr unix:/run/logitd.sock
   logitctl health --watch
 
@@ -46,7 +52,22 @@ constexpr char kGenerateHelp[] =
     R"(A prompt continued, token by token, as they are drawn.
 
 The language model of --model runs here, the server draws: a message of one stream for each token,
-positions counted from 0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.)";
+positions counted from 0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.
+With --head the server has the model's output head (logitd --head NAME=PATH), and is sent hidden states instead of logits.)";
+
+constexpr char kScoreHelp[] =
+    R"(How probable the tokens of a text were: loss, log-probability and more of every token, and perplexity.
+
+Of one of three: a text, a paragraph a line, and the language model of --model, which runs here (with
+--head the server has its output head, and is sent hidden states; without, its logits); hidden states in a file, for a
+head that the server has loaded; or logits in a file. Row i of a file is what was known before token
+i of --targets, which is a file of int32 or int64: FILE.npy, FILE.safetensors or
+FILE.safetensors:NAME. Rows whose target is --ignore-index are not counted.
+
+Long input goes as a stream of messages, and where that is lost goes on after the last answer;
+--deadline is then how long one answer may take. The perplexity is exp of the mean negative
+log-probability: smoothing and z-loss are not in it. JSON has the keys of logitd.v1.ScoreResponse,
+and targets; with a text also text and top_text.)";
 
 constexpr char kSoftmaxHelp[] =
     R"(Attention: softmax(scale * scores + mask) of every row of a tensor of scores, into a file.
@@ -65,6 +86,20 @@ constexpr char kSoftmaxBackwardHelp[] =
 Files and shapes as in logitctl softmax, scale and window as they were there. Its mask is not asked
 for: where a probability is 0, so is the gradient. With --sinks, --logsumexp is what logitctl softmax
 wrote, and the gradient for the sinks is printed.)";
+
+constexpr char kHeadsHelp[] =
+    R"(Output heads: the last matrices of models, which the server holds on its device by name.
+
+A head turns hidden states into logits. With one loaded, calls send hidden states and its name, and
+nothing as wide as the vocabulary travels.)";
+
+constexpr char kLoadHeadHelp[] =
+    R"(Loads a head from the server's own files, while other calls go on.
+
+PATH is a safetensors file, or a folder as Hugging Face models have them, inside the directory that
+logitd was started with (--head-root). Of a folder, config.json says how the model uses its head: the
+real size of a padded vocabulary, tied embeddings, scale and softcap of the logits. A terminal sees a
+bar. --deadline does not count here: Ctrl-C gives the load up.)";
 
 void AddSampling(CLI::App* command, logitd::cli::SamplingFlags* flags) {
   command->add_option("--params", flags->params,
@@ -126,6 +161,10 @@ int main(int argc, char** argv) try {
   input->require_option(1);
   topk_command->add_option("--model", topk.model, "directory of the language model for --text")
       ->capture_default_str();
+  topk_command
+      ->add_option("--head", topk.head,
+                   "with --text: a head of the server that is the model's; sends its hidden state")
+      ->excludes("--logits");
   topk_command->add_option("--k", topk.k, "tokens a row, 1 to the vocabulary's size")
       ->capture_default_str();
   topk_command->add_option("--temperature", topk.temperature, "divides the logits; above 0")
@@ -163,6 +202,8 @@ int main(int argc, char** argv) try {
   generate_command->add_option("--text", generate.text, "the prompt")->required();
   generate_command->add_option("--model", generate.model, "directory of the language model")
       ->capture_default_str();
+  generate_command->add_option("--head", generate.head,
+                               "a head of the server that is the model's; sends hidden states");
   generate_command->add_option("--tokens", generate.tokens, "how many to draw")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
@@ -170,6 +211,51 @@ int main(int argc, char** argv) try {
                              "a line for every token, with --top-logprobs of what it was drawn of");
   AddSampling(generate_command, &generate.sampling);
   add_common(generate_command);
+
+  ScoreFlags score;
+  CLI::App* score_command = app.add_subcommand("score", kScoreHelp);
+  CLI::Option_group* score_input = score_command->add_option_group("input", "one of");
+  score_input->add_option("--logits", score.logits, "a file, [rows,vocab], as for topk");
+  score_input->add_option("--hidden", score.hidden,
+                          "a file, [rows,hidden], in the dtype of the head");
+  score_input->add_option("--text", score.text, "a text, for the language model of --model");
+  score_input->add_option("--text-file", score.text_file, "a file that has it");
+  score_input->require_option(1);
+  score_command->add_option("--model", score.model, "directory of the language model for a text")
+      ->capture_default_str();
+  score_command->add_option("--head", score.head,
+                            "a head that the server has loaded; required with --hidden");
+  score_command->add_option("--targets", score.targets,
+                            "a file of token ids, [rows]; required with --logits and --hidden");
+  score_command
+      ->add_option("--ignore-index", score.ignore_index, "the target of rows that do not count")
+      ->capture_default_str();
+  score_command->add_option("--temperature", score.temperature, "divides the logits; above 0")
+      ->capture_default_str();
+  score_command
+      ->add_option("--softcap", score.softcap,
+                   "c of c tanh(logit / c); 0: off; with a head that has its own")
+      ->capture_default_str();
+  score_command->add_option("--label-smoothing", score.label_smoothing, "0 to below 1; 0: off")
+      ->capture_default_str();
+  score_command
+      ->add_option("--smoothing", score.smoothing,
+                   "who shares the smoothing: torch: every token; megatron: all but the target")
+      ->check(CLI::IsMember({"torch", "megatron"}))
+      ->capture_default_str();
+  score_command->add_option("--z-loss", score.z_loss, "adds this times logsumexp^2; 0: off")
+      ->capture_default_str();
+  score_command->add_option("--top-logprobs", score.top_logprobs, "how many top tokens to report");
+  score_command
+      ->add_option("--extra-ids", score.extra_ids,
+                   "ids whose log-probability to report of every row: ID,ID,...")
+      ->delimiter(',');
+  score_command->add_flag("--rank", score.rank, "the targets' places, 1 for the most probable");
+  score_command->add_flag("--entropy", score.entropy, "of the rows, in nats");
+  score_command->add_flag("--totals", score.totals, "no line for every token");
+  score_command->add_option("--out", score.out, "FILE.npy or FILE.safetensors: the losses");
+  score_command->add_option("--plot", score.plot, "FILE.png: the loss along the text");
+  add_common(score_command);
 
   const auto add_attention = [](CLI::App* command, auto* flags) {
     command->add_option("--window", flags->window,
@@ -207,6 +293,34 @@ int main(int argc, char** argv) try {
                                "the rows' log-sum-exp, a file; with --sinks");
   add_common(backward_command);
 
+  CLI::App* heads_command = app.add_subcommand("heads", kHeadsHelp);
+  heads_command->require_subcommand(1);
+  const auto add_name = [](CLI::App* command, std::string* name) {
+    command->add_option("NAME", *name, "of the head: 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'")
+        ->required();
+  };
+  LoadHeadFlags load;
+  CLI::App* load_command = heads_command->add_subcommand("load", kLoadHeadHelp);
+  add_name(load_command, &load.name);
+  load_command->add_option("PATH", load.path, "of the file or folder, in the server's --head-root")
+      ->required();
+  load_command->add_flag("--norm", load.final_norm,
+                         "with the model's final RMSNorm: callers send states from before it");
+  load_command
+      ->add_option("--vocab", load.vocab, "rows to keep of a padded weight; 0: by the model")
+      ->check(CLI::Range(0, 1 << 20));
+  add_common(load_command);
+  std::string head_name;
+  CLI::App* unload_command = heads_command->add_subcommand(
+      "unload", "Takes a head away from new calls; those under way keep it until they end.");
+  add_name(unload_command, &head_name);
+  add_common(unload_command);
+  CLI::App* list_command = heads_command->add_subcommand("list", "All heads that are loaded.");
+  add_common(list_command);
+  CLI::App* get_command = heads_command->add_subcommand("get", "One head by its name.");
+  add_name(get_command, &head_name);
+  add_common(get_command);
+
   CLI::App* info_command =
       app.add_subcommand("info", "What the server is: version, backend, device, limits, ops.");
   add_common(info_command);
@@ -227,8 +341,13 @@ int main(int argc, char** argv) try {
   if (topk_command->parsed()) return RunTopK(common, topk);
   if (sample_command->parsed()) return RunSample(common, sample);
   if (generate_command->parsed()) return RunGenerate(common, generate);
+  if (score_command->parsed()) return RunScore(common, score);
   if (softmax_command->parsed()) return RunSoftmax(common, softmax);
   if (backward_command->parsed()) return RunSoftmaxBackward(common, backward);
+  if (load_command->parsed()) return RunLoadHead(common, load);
+  if (unload_command->parsed()) return RunUnloadHead(common, head_name);
+  if (list_command->parsed()) return RunListHeads(common);
+  if (get_command->parsed()) return RunGetHead(common, head_name);
   if (info_command->parsed()) return RunInfo(common);
   return RunHealth(common, health);
 } catch (const std::exception& error) {

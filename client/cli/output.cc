@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "client/codec.h"
 #include "client/tensor_file.h"
 
 namespace logitd::cli {
@@ -100,16 +101,7 @@ void Append(client::TopKResult part, TopKOutput* output) {
   Join(part.logsumexp, &all.logsumexp);
   Join(part.status, &all.status);
   Join(part.status_position, &all.status_position);
-  v1::Timings& t = all.timings;
-  const v1::Timings& p = part.timings;
-  t.set_receive_ns(t.receive_ns() + p.receive_ns());
-  t.set_copy_ns(t.copy_ns() + p.copy_ns());
-  t.set_queue_ns(t.queue_ns() + p.queue_ns());
-  t.set_h2d_ns(t.h2d_ns() + p.h2d_ns());
-  t.set_kernel_ns(t.kernel_ns() + p.kernel_ns());
-  t.set_d2h_ns(t.d2h_ns() + p.d2h_ns());
-  t.set_total_ns(t.total_ns() + p.total_ns());
-  t.set_batch_rows(std::max(t.batch_rows(), p.batch_rows()));
+  client::AddTimings(part.timings, &all.timings);
   all.round_trip += part.round_trip;
   all.attempts += part.attempts;
 }
@@ -262,6 +254,103 @@ std::string GeneratedJson(const Generated& generated, const std::string& prompt)
                {"ranks", generated.ranks}});
 }
 
+namespace {
+
+ordered_json DoubleJson(double value) {
+  return std::isfinite(value) ? ordered_json(value) : FloatJson(static_cast<float>(value));
+}
+
+ordered_json TotalsJson(const v1::ScoreTotals& t) {
+  return {{"rows", t.rows()},
+          {"counted", t.counted()},
+          {"ignored", t.ignored()},
+          {"faulty", t.faulty()},
+          {"loss_sum", DoubleJson(t.loss_sum())},
+          {"target_logprob_sum", DoubleJson(t.target_logprob_sum())},
+          {"loss_mean", DoubleJson(t.loss_mean())},
+          {"perplexity", DoubleJson(t.perplexity())}};
+}
+
+}  // namespace
+
+std::string ScoreJson(const ScoreOutput& output) {
+  const v1::ScoreResponse& a = output.result->answer;
+  ordered_json out = {{"offset", a.offset()},
+                      {"totals", TotalsJson(a.totals())},
+                      {"timings", TimingsJson(a.timings())}};
+  if (output.totals) return Line(out);
+  ordered_json status = ordered_json::array();
+  for (int row : a.status()) status.push_back(v1::RowStatus_Name(static_cast<v1::RowStatus>(row)));
+  out["targets"] = output.targets;
+  out["losses"] = FloatsJson(Vector(a.losses()));
+  out["target_logprobs"] = FloatsJson(Vector(a.target_logprobs()));
+  out["ranks"] = Vector(a.ranks());
+  out["logsumexp"] = FloatsJson(Vector(a.logsumexp()));
+  out["status"] = status;
+  out["status_position"] = Vector(a.status_position());
+  out["top_count"] = Vector(a.top_count());
+  out["top_ids"] = Vector(a.top_ids());
+  out["top_logprobs"] = FloatsJson(Vector(a.top_logprobs()));
+  out["extra_count"] = Vector(a.extra_count());
+  out["extra_logprobs"] = FloatsJson(Vector(a.extra_logprobs()));
+  out["entropies"] = FloatsJson(Vector(a.entropies()));
+  if (!output.text.empty()) {
+    out["text"] = output.text;
+    out["top_text"] = output.top_text;
+  }
+  return Line(out);
+}
+
+std::string ScoreTable(const ScoreOutput& output) {
+  const client::ScoreResult& result = *output.result;
+  const v1::ScoreResponse& a = result.answer;
+  const bool ranks = a.ranks_size() > 0;
+  const bool entropies = a.entropies_size() > 0;
+  std::string out;
+  if (!output.totals) {
+    absl::StrAppendFormat(&out, "%6s %8s %10s %10s%s%s%s\n", "row", "target", "loss", "logprob",
+                          ranks ? "   rank" : "", entropies ? "    entropy" : "",
+                          output.text.empty() ? "" : "  text");
+  }
+  for (int row = 0; !output.totals && row < a.losses_size(); ++row) {
+    absl::StrAppendFormat(&out, "%6d %8d", row, output.targets[static_cast<size_t>(row)]);
+    if (a.status(row) != v1::ROW_STATUS_OK) {
+      absl::StrAppendFormat(&out, "  %s\n", StatusText(a.status(row), a.status_position(row)));
+      continue;
+    }
+    absl::StrAppendFormat(&out, " %10.4f %10.4f", a.losses(row), a.target_logprobs(row));
+    if (ranks) absl::StrAppendFormat(&out, " %6d", a.ranks(row));
+    if (entropies) absl::StrAppendFormat(&out, " %10.4f", a.entropies(row));
+    if (!output.text.empty()) {
+      absl::StrAppend(&out, "  ", Quoted(output.text[static_cast<size_t>(row)]));
+    }
+    const auto at = static_cast<size_t>(row);
+    for (int64_t e = result.top_offsets[at]; e < result.top_offsets[at + 1]; ++e) {
+      const int entry = static_cast<int>(e);
+      const std::string name = output.top_text.empty()
+                                   ? absl::StrCat(a.top_ids(entry))
+                                   : Quoted(output.top_text[static_cast<size_t>(e)]);
+      absl::StrAppendFormat(&out, "%s %s %.3f", e == result.top_offsets[at] ? "   top" : ",", name,
+                            a.top_logprobs(entry));
+    }
+    for (int64_t e = result.extra_offsets[at]; e < result.extra_offsets[at + 1]; ++e) {
+      absl::StrAppendFormat(&out, "%s %.3f", e == result.extra_offsets[at] ? "   asked" : ",",
+                            a.extra_logprobs(static_cast<int>(e)));
+    }
+    out += '\n';
+  }
+  const v1::ScoreTotals& t = a.totals();
+  absl::StrAppendFormat(&out, "%d rows: %d counted, %d ignored, %d faulty\n", t.rows(), t.counted(),
+                        t.ignored(), t.faulty());
+  absl::StrAppendFormat(&out, "loss %.6g in all, mean %.6g; perplexity %.6g\n", t.loss_sum(),
+                        t.loss_mean(), t.perplexity());
+  out += TimingsLine(a.timings());
+  absl::StrAppendFormat(&out, "client: round trip %s, messages %d, streams %d\n",
+                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages,
+                        result.attempts);
+  return out;
+}
+
 std::string AttentionJson(const AttentionOutput& output) {
   const client::AttentionResult& result = *output.result;
   ordered_json rows = ordered_json::array();
@@ -311,6 +400,73 @@ std::string AttentionTable(const AttentionOutput& output) {
                         Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages,
                         result.attempts);
   return out;
+}
+
+namespace {
+
+ordered_json ToJson(const v1::Head& head) {
+  return {{"name", head.name()},
+          {"path", head.path()},
+          {"tensor", head.tensor()},
+          {"dtype", v1::DType_Name(head.dtype())},
+          {"vocab", head.vocab()},
+          {"hidden", head.hidden()},
+          {"stored_vocab", head.stored_vocab()},
+          {"bias", head.bias()},
+          {"final_norm", head.final_norm()},
+          {"norm_epsilon", FloatJson(head.norm_epsilon())},
+          {"scale", FloatJson(head.scale())},
+          {"softcap", FloatJson(head.softcap())},
+          {"device_bytes", head.device_bytes()},
+          {"loaded_unix_ms", head.loaded_unix_ms()},
+          {"load_ms", head.load_ms()}};
+}
+
+// What there is beside the weight.
+std::string Extras(const v1::Head& head) {
+  std::vector<std::string> extras;
+  if (head.final_norm()) extras.push_back("norm");
+  if (head.bias()) extras.push_back("bias");
+  if (head.scale() != 1.0f) extras.push_back(absl::StrFormat("scale %g", head.scale()));
+  if (head.softcap() != 0.0f) extras.push_back(absl::StrFormat("softcap %g", head.softcap()));
+  if (head.stored_vocab() != head.vocab()) {
+    extras.push_back(absl::StrFormat("of %d rows", head.stored_vocab()));
+  }
+  return extras.empty() ? "-" : absl::StrJoin(extras, ", ");
+}
+
+}  // namespace
+
+std::string HeadJson(const v1::Head& head) { return Line(ToJson(head)); }
+
+std::string HeadsJson(const std::vector<v1::Head>& heads) {
+  ordered_json list = ordered_json::array();
+  for (const v1::Head& head : heads) list.push_back(ToJson(head));
+  return Line({{"heads", list}});
+}
+
+std::string HeadsTable(const std::vector<v1::Head>& heads) {
+  if (heads.empty()) return "no heads loaded\n";
+  std::string out = absl::StrFormat("%-16s %5s %8s %7s %10s  %-24s  %s\n", "name", "dtype", "vocab",
+                                    "hidden", "memory", "beside", "tensor, path");
+  for (const v1::Head& head : heads) {
+    absl::StrAppendFormat(&out, "%-16s %5s %8d %7d %10s  %-24s  %s, %s\n", head.name(),
+                          client::DTypeShortName(head.dtype()), head.vocab(), head.hidden(),
+                          Bytes(head.device_bytes()), Extras(head), head.tensor(), head.path());
+  }
+  return out;
+}
+
+std::string ProgressLine(const std::string& name, int64_t done_bytes, int64_t total_bytes) {
+  constexpr size_t kBar = 20;
+  constexpr size_t kMaxName = 24;
+  const std::string shown = name.size() > kMaxName ? name.substr(0, kMaxName) : name;
+  if (total_bytes <= 0) return absl::StrFormat("%s: waits for another load", shown);
+  const double share = static_cast<double>(done_bytes) / static_cast<double>(total_bytes);
+  const auto full = static_cast<size_t>(share * kBar);
+  return absl::StrFormat("%s: [%s%s] %3d%%, %s of %s", shown, std::string(full, '#'),
+                         std::string(kBar - full, '-'), static_cast<int>(share * 100),
+                         Bytes(done_bytes), Bytes(total_bytes));
 }
 
 std::string InfoJson(const v1::GetInfoResponse& info) {

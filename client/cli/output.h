@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "client/client.h"
+#include "logitd/v1/heads.pb.h"
 #include "logitd/v1/server.pb.h"
 
 namespace logitd::cli {
@@ -56,6 +57,19 @@ std::string TokenLine(int position, const client::SampleResult& result, const st
 std::string GeneratedLine(const Generated& generated);
 std::string GeneratedJson(const Generated& generated, const std::string& prompt);
 
+// What came of one logitctl score.
+struct ScoreOutput {
+  const client::ScoreResult* result = nullptr;
+  std::vector<int32_t> targets;
+  std::vector<std::string> text;      // bytes of every target; empty: not known
+  std::vector<std::string> top_text;  // and of every top token
+  bool totals = false;                // no lines for tokens
+};
+// As TopKJson, of a logitd.v1.ScoreResponse, with "targets" and, where text is known, "text" and
+// "top_text"; with `totals` of its offset, totals and timings alone.
+std::string ScoreJson(const ScoreOutput& output);
+std::string ScoreTable(const ScoreOutput& output);
+
 // What came of one logitctl softmax or softmax-backward, beside the file.
 struct AttentionOutput {
   const client::AttentionResult* result = nullptr;
@@ -64,6 +78,14 @@ struct AttentionOutput {
 };
 std::string AttentionJson(const AttentionOutput& output);
 std::string AttentionTable(const AttentionOutput& output);
+
+// As TopKJson, of a logitd.v1.Head or a logitd.v1.ListHeadsResponse.
+std::string HeadJson(const v1::Head& head);
+std::string HeadsJson(const std::vector<v1::Head>& heads);
+std::string HeadsTable(const std::vector<v1::Head>& heads);
+
+// "llama: [#####-----]  50%, 2.0 of 4.0 GiB", of 79 columns at most. A total of 0: it waits.
+std::string ProgressLine(const std::string& name, int64_t done_bytes, int64_t total_bytes);
 
 std::string InfoJson(const v1::GetInfoResponse& info);
 std::string InfoTable(const v1::GetInfoResponse& info, const std::string& address);

@@ -39,10 +39,11 @@ absl::StatusOr<v1::SampleRequest> LoadParams(const std::string& file) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "--params: %s is not a logitd.v1.SampleRequest in JSON: %s", file, status.ToString()));
   }
-  if (params.dtype() != 0 || params.rows() != 0 || params.vocab() != 0 || params.has_logits()) {
+  if (params.dtype() != 0 || params.rows() != 0 || params.vocab() != 0 || !params.head().empty() ||
+      params.hidden_size() != 0 || params.input_case() != v1::SampleRequest::INPUT_NOT_SET) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "--params: %s has dtype, rows, vocab or logits; allowed: parameters, for those come from "
-        "--logits or --text",
+        "--params: %s has dtype, rows, vocab, logits, head, hidden_size or hidden; allowed: "
+        "parameters, for those come from --logits or --text",
         file));
   }
   return params;
@@ -188,11 +189,14 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
   if (const absl::Status there = (*client)->Info().status(); !there.ok()) {
     return CallFailed(there, common.address);
   }
+  const absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *model);
+  if (!head.ok()) return CallFailed(head.status(), common.address);
   client::LanguageModel::State state = model->InitialState();
-  std::vector<float> hidden = model->Step(state, model->bos_token_id());
   const std::vector<int32_t> prompt = model->Tokenize(flags.text);
-  for (int32_t token : prompt) hidden = model->Step(state, token);
-  client::SampleRequest request = {.rows = 1, .vocab = model->vocab_size()};
+  Logits loaded = {.rows = 1, .vocab = model->vocab_size()};
+  loaded.hidden = model->Step(state, model->bos_token_id());
+  for (int32_t token : prompt) loaded.hidden = model->Step(state, token);
+  client::SampleRequest request;
   request.params = *std::move(params);
   // What begins a text does not go on with one.
   const auto& biased = request.params.logit_bias_ids();
@@ -212,9 +216,12 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
   Generated generated;
   const std::unique_ptr<client::SampleStream> stream = (*client)->OpenSampleStream();
   for (int i = 0; i < flags.tokens; ++i) {
-    const std::vector<float> logits = model->Logits(hidden);
-    request.logits = {
-        {reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float)}};
+    if (flags.head.empty()) {
+      loaded.computed = model->Logits(loaded.hidden);
+      loaded.payload = {reinterpret_cast<const char*>(loaded.computed.data()),
+                        loaded.computed.size() * sizeof(float)};
+    }
+    SetInput(loaded, *head, &request);
     request.params.clear_position();
     request.params.add_position(static_cast<uint64_t>(i));
     absl::Status sent = stream->Write(request);
@@ -240,7 +247,7 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
       Print(TokenLine(i, *result, model->TokenBytes(token), top));
     }
     request.params.add_history(token);
-    hidden = model->Step(state, token);
+    loaded.hidden = model->Step(state, token);
   }
   if (live) {
     text.End();

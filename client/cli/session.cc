@@ -1,10 +1,12 @@
 #include "client/cli/session.h"
 
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "formats/half.h"
 
 namespace logitd::cli {
 
@@ -96,11 +98,37 @@ absl::StatusOr<Logits> LoadLogits(const std::string& file, const std::string& te
   logits.prompt = logits.model->Tokenize(text);
   for (int32_t token : logits.prompt) hidden = logits.model->Step(state, token);
   logits.computed = logits.model->Logits(hidden);
+  logits.hidden = std::move(hidden);
   logits.rows = 1;
   logits.vocab = logits.model->vocab_size();
   logits.payload = {reinterpret_cast<const char*>(logits.computed.data()),
                     logits.computed.size() * sizeof(float)};
   return logits;
+}
+
+std::string ToDType(absl::Span<const float> values, v1::DType dtype) {
+  std::string bytes(values.size() * static_cast<size_t>(client::DTypeSize(dtype)), '\0');
+  if (dtype == v1::DTYPE_F32) {
+    if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    const uint16_t half =
+        dtype == v1::DTYPE_F16 ? formats::FloatToF16(values[i]) : formats::FloatToBF16(values[i]);
+    std::memcpy(bytes.data() + 2 * i, &half, 2);
+  }
+  return bytes;
+}
+
+absl::StatusOr<v1::Head> FindHead(client::Client& client, const std::string& name,
+                                  const client::LanguageModel& model) {
+  if (name.empty()) return v1::Head();
+  absl::StatusOr<v1::Head> head = client.GetHead(name);
+  if (!head.ok()) return head;
+  if (head->hidden() == model.hidden_dim() && head->vocab() == model.vocab_size()) return head;
+  return absl::InvalidArgumentError(
+      absl::StrFormat("--head %s is of %d tokens by %d; the model of --model has %d by %d", name,
+                      head->vocab(), head->hidden(), model.vocab_size(), model.hidden_dim()));
 }
 
 }  // namespace logitd::cli

@@ -41,6 +41,8 @@ struct Logits {
   std::vector<int32_t> prompt;                   // its tokens
   client::FileTensor tensor;                     // keeps the file mapped
   std::vector<float> computed;                   // after the prompt
+  std::vector<float> hidden;                     // what they were computed of
+  std::string converted;                         // that, as a head takes it
 
   // The bytes of each token; nothing without a model.
   std::vector<std::string> TextOf(absl::Span<const int32_t> tokens) const;
@@ -49,6 +51,32 @@ struct Logits {
 // Of `file`, or where that is empty after the prompt `text`.
 absl::StatusOr<Logits> LoadLogits(const std::string& file, const std::string& text,
                                   const std::string& model);
+
+// Hidden states as a head takes them.
+std::string ToDType(absl::Span<const float> values, v1::DType dtype);
+
+// Where `name` is not empty: what the server says of that head. INVALID_ARGUMENT where it does not
+// fit the model, whose hidden states it is to take; else as Client::GetHead.
+absl::StatusOr<v1::Head> FindHead(client::Client& client, const std::string& name,
+                                  const client::LanguageModel& model);
+
+// The rows of a request: the logits that were loaded, or the model's hidden state after the prompt
+// for `head`, where that has a name. The bytes are those of `loaded`.
+template <typename Request>
+void SetInput(Logits& loaded, const v1::Head& head, Request* request) {
+  request->rows = loaded.rows;
+  if (head.name().empty()) {
+    request->dtype = loaded.dtype;
+    request->vocab = loaded.vocab;
+    request->logits = {loaded.payload};
+    return;
+  }
+  loaded.converted = ToDType(loaded.hidden, head.dtype());
+  request->dtype = head.dtype();
+  request->head = head.name();
+  request->hidden_size = head.hidden();
+  request->hidden = {loaded.converted};
+}
 
 }  // namespace logitd::cli
 

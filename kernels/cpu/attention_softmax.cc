@@ -134,14 +134,6 @@ struct NoMask {};
 // Vectors a loop holds at once; enough to hide what an addition takes.
 constexpr int64_t kUnroll = 4;
 
-// The first `count` of `from`, less than a vector, then zeros.
-template <typename T>
-HWY_INLINE void CopyTail(const T* from, int64_t count, T* padded) {
-  std::memset(padded, 0, kMaxLanes * sizeof(T));
-  // The modulus is for the compiler, which does not know that count is small.
-  std::memcpy(padded, from, static_cast<size_t>(count) % kMaxLanes * sizeof(T));
-}
-
 // x = scale * score + mask, -inf where masked; one vector, from key i on.
 template <typename T, typename M>
 HWY_INLINE VF LoadX(DF d, const T* scores, const M* mask, int64_t i, VF scale) {
@@ -261,13 +253,6 @@ HWY_INLINE void SetExponent(Cell& cell) {
       hn::GetLane(hn::Sub(hn::MulAdd(y, hn::Set(d, static_cast<float>(kLog2E)), round), round));
 }
 
-// The last few elements of a row, which are less than a vector.
-HWY_INLINE void StoreTail(DF d, VF v, int64_t count, float* to) {
-  HWY_ALIGN float last[kMaxLanes];
-  hn::Store(v, d, last);
-  std::memcpy(to, last, static_cast<size_t>(count) * sizeof(float));
-}
-
 // Weights of x[0, count) under `weigh`, and their sum. Meanwhile memory brings as many elements of
 // kBytes from `next` on, which are read after these; no matter what lies there.
 template <int64_t kBytes, class Weigh>
@@ -356,71 +341,6 @@ int64_t WeighUnder(const AttentionMask& mask, int64_t at, const T* scores, int64
   return -1;
 }
 
-// To nearest, ties to even. NaN must be the quiet one without further bits.
-HWY_INLINE auto RoundToBF16(DF d, VF v) {
-  const DI di;
-  const auto bits = hn::BitCast(di, v);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(di, 1));
-  const auto rounded = hn::Add(hn::Add(bits, hn::Set(di, 0x7fff)), odd);
-  const hn::RebindToUnsigned<DF> du;
-  const auto half = hn::BitCast(di, hn::ShiftRight<16>(hn::BitCast(du, rounded)));
-  return hn::DemoteTo(hn::Rebind<uint16_t, DF>(), half);
-}
-
-// The same for f16, of any NaN; larger numbers become infinities.
-HWY_INLINE auto RoundToF16(DF d, VF v) {
-  const hn::Rebind<uint16_t, DF> d16;
-  if constexpr (kHardwareF16) {
-    return hn::BitCast(d16, hn::DemoteTo(hn::Rebind<hwy::float16_t, DF>(), v));
-  } else {
-    const DI di;
-    const VF size = hn::Abs(v);
-    const auto bits = hn::BitCast(di, size);
-    const auto odd = hn::And(hn::ShiftRight<13>(bits), hn::Set(di, 1));
-    // f16's exponent is f32's less 112.
-    const auto normal =
-        hn::ShiftRight<13>(hn::Add(hn::Add(bits, hn::Set(di, 0xfff - (112 << 23))), odd));
-    // Next to 1/2 a float's last place is that of a subnormal f16.
-    const VF half = hn::Set(d, 0.5f);
-    const auto tiny = hn::Sub(hn::BitCast(di, hn::Add(size, half)), hn::BitCast(di, half));
-    auto result =
-        hn::IfThenElse(hn::RebindMask(di, hn::Lt(size, hn::Set(d, 0x1p-14f))), tiny, normal);
-    const auto large = hn::RebindMask(di, hn::Ge(size, hn::Set(d, 65520.0f)));
-    result = hn::IfThenElse(large, hn::Set(di, 0x7c00), result);
-    result = hn::IfThenElse(hn::RebindMask(di, hn::IsNaN(v)), hn::Set(di, 0x7e00), result);
-    const auto sign = hn::And(hn::ShiftRight<16>(hn::BitCast(di, v)), hn::Set(di, 0x8000));
-    return hn::DemoteTo(d16, hn::Or(result, sign));
-  }
-}
-
-// Stores the first `count` of v, a whole vector where that is as many.
-template <typename Out>
-HWY_INLINE void StoreAs(DF d, VF v, int64_t count, Out* to) {
-  const int64_t lanes = hn::Lanes(d);
-  if constexpr (std::is_same_v<Out, float>) {
-    if (HWY_LIKELY(count >= lanes)) {
-      hn::StoreU(v, d, to);
-    } else {
-      StoreTail(d, v, count, to);
-    }
-  } else {
-    const hn::Rebind<uint16_t, DF> d16;
-    hn::Vec<decltype(d16)> half;
-    if constexpr (std::is_same_v<Out, hwy::float16_t>) {
-      half = RoundToF16(d, v);
-    } else {
-      half = RoundToBF16(d, v);
-    }
-    if (HWY_LIKELY(count >= lanes)) {
-      hn::StoreU(half, d16, reinterpret_cast<uint16_t*>(to));
-    } else {
-      HWY_ALIGN uint16_t last[kMaxLanes];
-      hn::Store(half, d16, last);
-      std::memcpy(to, last, static_cast<size_t>(count) * sizeof(uint16_t));
-    }
-  }
-}
-
 template <typename Out>
 void Scale(const float* weights, int64_t count, const Cell* cells, Out* to) {
   const DF d;
@@ -449,19 +369,6 @@ void Scale(const float* weights, int64_t count, const Cell* cells, Out* to) {
     };
     for (int64_t i = 0; i < n; i += lanes) scale(i, n - i);
   }
-}
-
-// Calls body(pointer of the element type) with the row's memory.
-template <class Pointer, class Body>
-HWY_INLINE auto AsType(DType dtype, Pointer data, const Body& body) {
-  using Const = std::is_const<std::remove_pointer_t<Pointer>>;
-  const auto as = [&](auto value) {
-    using T = decltype(value);
-    return body(reinterpret_cast<std::conditional_t<Const::value, const T, T>*>(data));
-  };
-  if (dtype == DType::kF16) return as(hwy::float16_t());
-  if (dtype == DType::kBF16) return as(hwy::bfloat16_t());
-  return as(0.0f);
 }
 
 // Turns the cells' sums into factors. Returns ln of the denominator.

@@ -13,6 +13,8 @@
 
 #include "absl/strings/str_format.h"
 #include "kernels/cpu/attention_softmax.h"
+#include "kernels/cpu/cross_entropy.h"
+#include "kernels/cpu/linear.h"
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/softmax_topk.h"
 #include "kernels/cpu/thread_pool.h"
@@ -50,6 +52,24 @@ class CpuStream : public Stream {
   absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
     return Timed([&] { cpu::AttentionSoftmaxBackward(args, *pool_, sink_scratch_); });
   }
+  absl::Status CrossEntropy(const CrossEntropyArgs& args) override {
+    return Timed([&] { cpu::CrossEntropy(args, *pool_, loss_scratch_); });
+  }
+  absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
+    return Timed([&] { cpu::CrossEntropyBackward(args, *pool_); });
+  }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    return Timed([&] { cpu::LinearTopK(args, *pool_, linear_scratch_); });
+  }
+  absl::Status LinearSample(const LinearSampleArgs& args) override {
+    return Timed([&] { cpu::LinearSample(args, *pool_, linear_scratch_); });
+  }
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    return Timed([&] { cpu::LinearCrossEntropy(args, *pool_, linear_scratch_); });
+  }
+  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
+    return Timed([&] { cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_); });
+  }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
@@ -66,6 +86,8 @@ class CpuStream : public Stream {
   cpu::ThreadPool* pool_;
   cpu::SketchScratch softmax_topk_scratch_;
   cpu::Buffer<double> sink_scratch_;
+  cpu::LossScratch loss_scratch_;
+  cpu::LinearScratch linear_scratch_;
   StreamTimes times_;
 };
 

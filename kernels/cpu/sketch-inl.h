@@ -347,6 +347,65 @@ inline int32_t FirstNanOf(const Row& row, int64_t c) {
   return -1;
 }
 
+template <typename T>
+float ElementTyped(const void* logits, int64_t i) {
+  HWY_ALIGN T values[kMaxLanes] = {};
+  values[0] = static_cast<const T*>(logits)[i];
+  return hn::GetLane(LoadF32(DF(), values));
+}
+
+inline float Element(const Row& row, int64_t i) {
+  switch (row.dtype) {
+    case DType::kF32:
+      return static_cast<const float*>(row.logits)[i];
+    case DType::kF16:
+      return ElementTyped<hwy::float16_t>(row.logits, i);
+    case DType::kBF16:
+      return ElementTyped<hwy::bfloat16_t>(row.logits, i);
+  }
+  return 0;
+}
+
+// Tokens before (x, index) by (logit descending, index ascending).
+template <typename T>
+int64_t CountBefore(const Row& row, float x, int64_t index) {
+  const DF d;
+  const int64_t lanes = hn::Lanes(d);
+  const VF vx = hn::Set(d, x);
+  HWY_ALIGN T padded[kCellElements];
+  int64_t before = 0;
+  for (int64_t c = 0; c < CellCount(row.vocab); ++c) {
+    if (row.sketch.max[c] < x) continue;
+    const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
+    const float* fine = row.sketch.fine + c * kFinePerCell;
+    for (int64_t i = 0; i < kCellElements; i += kFineGroup * lanes) {
+      if (hn::AllFalse(d, hn::Ge(hn::LoadU(d, fine + i / kFineGroup), vx))) continue;
+      for (int64_t j = i; j < i + kFineGroup * lanes; j += lanes) {
+        const VF v = LoadF32(d, cell + j);
+        before += static_cast<int64_t>(hn::CountTrue(d, hn::Gt(v, vx)));
+        const int64_t lower = index - (c * kCellElements + j);  // of these lanes have lower indices
+        if (lower <= 0) continue;
+        const auto ties =
+            hn::And(hn::Eq(v, vx), hn::FirstN(d, static_cast<size_t>(std::min(lower, lanes))));
+        before += static_cast<int64_t>(hn::CountTrue(d, ties));
+      }
+    }
+  }
+  return before;
+}
+
+inline int64_t CountBeforeOf(const Row& row, float x, int64_t index) {
+  switch (row.dtype) {
+    case DType::kF32:
+      return CountBefore<float>(row, x, index);
+    case DType::kF16:
+      return CountBefore<hwy::float16_t>(row, x, index);
+    case DType::kBF16:
+      return CountBefore<hwy::bfloat16_t>(row, x, index);
+  }
+  return 0;
+}
+
 // Sum of the cells' sums, brought to the row's maximum, in a fixed order. max is finite.
 inline float FoldSums(const Row& row, int64_t cells, float max, const Exponent& e) {
   const DF d;

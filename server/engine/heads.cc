@@ -1,12 +1,395 @@
 #include "server/engine/heads.h"
 
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "formats/half.h"
+#include "formats/safetensors.h"
+#include "kernels/status_macros.h"
+#include "server/engine/head_source.h"
+#include "server/engine/metrics.h"
+
 namespace logitd::engine {
+namespace {
+
+constexpr size_t kMaxName = 128;
+constexpr size_t kChunkBytes = size_t{8} << 20;  // of a slab; two of them travel in turn
+constexpr size_t kRowAlignment = 16;
+constexpr size_t kPartAlignment = 256;
+constexpr absl::Duration kTurnPoll = absl::Milliseconds(100);
+constexpr int kLogSteps = 10;  // lines of the log from start to end
+
+size_t RoundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+absl::Status Named(const std::string& name, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrFormat("head %s: %s", name, status.message()));
+}
+
+absl::Status CheckRequest(const HeadRequest& request) {
+  const bool good = std::all_of(request.name.begin(), request.name.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
+  });
+  if (!good || request.name.empty() || request.name.size() > kMaxName) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("name: got %s, allowed 1 to %d characters of A-Z, a-z, 0-9, '.', '_', '-'",
+                        formats::Shown(request.name), kMaxName));
+  }
+  if (request.vocab < 0 || request.vocab > kMaxVocab) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "vocab: got %d, allowed 1 to %d, or 0: what the model says", request.vocab, kMaxVocab));
+  }
+  return absl::OkStatus();
+}
+
+void Widen(DType dtype, const std::byte* from, size_t count, float* to) {
+  if (dtype == DType::kF32) {
+    std::memcpy(to, from, count * sizeof(float));
+    return;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, from + 2 * i, sizeof(bits));
+    to[i] = dtype == DType::kBF16 ? formats::BF16ToFloat(bits) : formats::F16ToFloat(bits);
+  }
+}
+
+// Where the parts of a head lie in its memory.
+struct Layout {
+  explicit Layout(const HeadSource& source) {
+    const size_t element = SizeOf(source.weight.dtype);
+    vocab = static_cast<size_t>(source.vocab);
+    hidden = static_cast<size_t>(source.weight.shape[1]);
+    row_bytes = hidden * element;
+    row_stride = RoundUp(row_bytes, kRowAlignment);
+    bias = RoundUp(vocab * row_stride, kPartAlignment);
+    norm = bias + (source.bias.has_value() ? RoundUp(vocab * sizeof(float), kPartAlignment) : 0);
+    bytes = norm + (source.norm.has_value() ? hidden * sizeof(float) : 0);
+    file_bytes = static_cast<int64_t>(vocab * row_bytes);
+    if (source.bias.has_value()) file_bytes += vocab * SizeOf(source.bias->dtype);
+    if (source.norm.has_value()) file_bytes += hidden * SizeOf(source.norm->dtype);
+  }
+
+  HeadView View(const HeadSource& source, const std::byte* memory) const {
+    const auto part = [&](const std::optional<StoredTensor>& tensor, size_t offset) {
+      return tensor.has_value() ? reinterpret_cast<const float*>(memory + offset) : nullptr;
+    };
+    return {
+        .weight = {.data = memory,
+                   .dtype = source.weight.dtype,
+                   .rows = source.vocab,
+                   .cols = source.weight.shape[1],
+                   .row_stride = static_cast<int64_t>(row_stride / SizeOf(source.weight.dtype))},
+        .bias = part(source.bias, bias),
+        .norm = part(source.norm, norm),
+        .norm_epsilon = source.norm_epsilon,
+        .scale = source.scale,
+        .softcap = source.softcap};
+  }
+
+  size_t vocab;
+  size_t hidden;
+  size_t row_bytes;   // in the file
+  size_t row_stride;  // bytes, on the device
+  size_t bias;        // offsets
+  size_t norm;
+  size_t bytes;        // on the device
+  int64_t file_bytes;  // that are read
+};
+
+// Device memory until somebody takes it.
+class HeldMemory {
+ public:
+  HeldMemory(Backend* backend, const DeviceMemory& memory) : backend_(backend), memory_(memory) {}
+  ~HeldMemory() {
+    if (memory_.data != nullptr) backend_->FreeDevice(memory_);
+  }
+  HeldMemory(const HeldMemory&) = delete;
+  HeldMemory& operator=(const HeldMemory&) = delete;
+
+  std::byte* data() const { return memory_.data; }
+  DeviceMemory Take() { return std::exchange(memory_, {}); }
+
+ private:
+  Backend* const backend_;
+  DeviceMemory memory_;
+};
+
+// Copies files to device memory in chunks: while one travels, the next is read.
+class Copy {
+ public:
+  Copy(Backend* backend, const HeadRequest& request, int64_t total_bytes,
+       absl::FunctionRef<bool(const HeadProgress&)> progress)
+      : backend_(backend),
+        request_(request),
+        report_(progress),
+        progress_{.total_bytes = total_bytes} {}
+  ~Copy() {
+    if (travelling_) stream_->Wait().IgnoreError();
+    for (const Slab& slab : slabs_) {
+      if (slab.bytes > 0) backend_->FreeSlab(slab);
+    }
+  }
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+
+  absl::Status Start(size_t chunk_bytes) {
+    for (Slab& slab : slabs_) {
+      absl::StatusOr<Slab> allocated = backend_->AllocateSlab(chunk_bytes);
+      if (!allocated.ok()) return allocated.status();
+      slab = *allocated;
+    }
+    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream(StreamUse::kCopies);
+    if (!stream.ok()) return stream.status();
+    stream_ = *std::move(stream);
+    return absl::OkStatus();
+  }
+
+  // `rows` rows of `row_bytes` to `to`, where they start every `row_stride` bytes, with zeros in
+  // between.
+  absl::Status Rows(const StoredTensor& tensor, size_t rows, size_t row_bytes, size_t row_stride,
+                    std::byte* to) {
+    const size_t most = slabs_[0].bytes / row_stride;
+    for (size_t row = 0; row < rows;) {
+      const size_t count = std::min(most, rows - row);
+      std::byte* const host = slabs_[next_].host;
+      LOGITD_RETURN_IF_ERROR(tensor.file->Read(
+          tensor.offset + static_cast<int64_t>(row * row_bytes), count * row_bytes, host));
+      // Apart, the last row first, so that none is written over before it has moved.
+      for (size_t i = count; row_bytes < row_stride && i-- > 0;) {
+        std::memmove(host + i * row_stride, host + i * row_bytes, row_bytes);
+        std::memset(host + i * row_stride + row_bytes, 0, row_stride - row_bytes);
+      }
+      LOGITD_RETURN_IF_ERROR(Send(count * row_stride, to + row * row_stride, count * row_bytes));
+      row += count;
+    }
+    return absl::OkStatus();
+  }
+
+  // `count` values as float: (value + offset) * scale.
+  absl::Status Floats(const StoredTensor& tensor, size_t count, float offset, float scale,
+                      std::byte* to) {
+    const size_t element = SizeOf(tensor.dtype);
+    const size_t most = slabs_[0].bytes / sizeof(float);
+    std::vector<std::byte> stored(std::min(most, count) * element);
+    for (size_t first = 0; first < count;) {
+      const size_t some = std::min(most, count - first);
+      LOGITD_RETURN_IF_ERROR(tensor.file->Read(
+          tensor.offset + static_cast<int64_t>(first * element), some * element, stored.data()));
+      auto* const values = reinterpret_cast<float*>(slabs_[next_].host);
+      Widen(tensor.dtype, stored.data(), some, values);
+      for (size_t i = 0; i < some; ++i) values[i] = (values[i] + offset) * scale;
+      LOGITD_RETURN_IF_ERROR(
+          Send(some * sizeof(float), to + first * sizeof(float), some * element));
+      first += some;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Finish() {
+    LOGITD_RETURN_IF_ERROR(Arrive());
+    return Report();
+  }
+
+ private:
+  // The slab that is filled goes; the other one, which is back by then, is filled next.
+  absl::Status Send(size_t bytes, std::byte* to, size_t file_bytes) {
+    LOGITD_RETURN_IF_ERROR(Arrive());
+    travelling_ = true;
+    LOGITD_RETURN_IF_ERROR(stream_->Fill(slabs_[next_], 0, bytes, to));
+    next_ = 1 - next_;
+    progress_.done_bytes += static_cast<int64_t>(file_bytes);
+    // What is left is reported once it has arrived.
+    return progress_.done_bytes < progress_.total_bytes ? Report() : absl::OkStatus();
+  }
+
+  absl::Status Arrive() {
+    if (!std::exchange(travelling_, false)) return absl::OkStatus();
+    return stream_->Wait().status();
+  }
+
+  absl::Status Report() {
+    const auto step = static_cast<int>(progress_.done_bytes * kLogSteps / progress_.total_bytes);
+    // What is read in a moment needs no lines on the way.
+    const bool long_enough = progress_.total_bytes > kLogSteps * static_cast<int64_t>(kChunkBytes);
+    if (long_enough && step > logged_ && step < kLogSteps) {
+      spdlog::info("head {}: {}%, {} of {} MiB", request_.name, step * 100 / kLogSteps,
+                   progress_.done_bytes >> 20, progress_.total_bytes >> 20);
+    }
+    logged_ = step;
+    if (report_(progress_)) return absl::OkStatus();
+    return absl::CancelledError(
+        absl::StrFormat("given up at %d of %d bytes", progress_.done_bytes, progress_.total_bytes));
+  }
+
+  Backend* const backend_;
+  const HeadRequest& request_;
+  const absl::FunctionRef<bool(const HeadProgress&)> report_;
+  HeadProgress progress_;
+  int logged_ = 0;
+  Slab slabs_[2];
+  std::unique_ptr<Stream> stream_;
+  int next_ = 0;             // of slabs_, the one to fill
+  bool travelling_ = false;  // the other one
+};
+
+}  // namespace
 
 Head::Head(Backend* backend, const DeviceMemory& memory, const HeadView& view, HeadInfo info)
     : backend_(backend), memory_(memory), view_(view), info_(std::move(info)) {}
 
 Head::~Head() { backend_->FreeDevice(memory_); }
+
+Heads::Heads(Backend* backend, Metrics* metrics) : backend_(backend), metrics_(metrics) {}
+
+absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
+    const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) {
+  LOGITD_RETURN_IF_ERROR(CheckRequest(request));
+  const std::string& name = request.name;
+  {
+    MutexLock lock(mutex_);
+    if (heads_.contains(name)) {
+      return absl::AlreadyExistsError(
+          absl::StrFormat("head %s is loaded; allowed: another name, or unload it first", name));
+    }
+    if (!loading_.insert(name).second) {
+      return absl::AlreadyExistsError(
+          absl::StrFormat("head %s is being loaded; allowed: another name", name));
+    }
+  }
+  bool wanted = true;
+  for (bool waiting = true; waiting;) {
+    {
+      MutexLock lock(mutex_);
+      if (reading_) read_ended_.WaitUntil(mutex_, absl::Now() + kTurnPoll);
+      waiting = reading_;
+      if (!waiting) reading_ = true;
+    }
+    wanted = !waiting || progress({});
+    if (!wanted) break;
+  }
+  absl::StatusOr<std::shared_ptr<const Head>> head =
+      wanted ? Read(request, progress)
+             : absl::CancelledError(absl::StrFormat("head %s: given up before its turn", name));
+  {
+    MutexLock lock(mutex_);
+    loading_.erase(name);
+    if (wanted) reading_ = false;
+    if (head.ok()) heads_[name] = *head;
+    if (head.ok() && metrics_ != nullptr) metrics_->SetHeads(static_cast<int64_t>(heads_.size()));
+    read_ended_.SignalAll();
+  }
+  if (!head.ok()) spdlog::warn("{}", head.status().ToString());
+  return head;
+}
+
+absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
+    const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const {
+  const absl::Time start = absl::Now();
+  const absl::StatusOr<HeadSource> source = OpenHeadSource(request);
+  if (!source.ok()) return Named(request.name, source.status());
+  HeadView shape = {.weight = {.dtype = source->weight.dtype,
+                               .rows = source->vocab,
+                               .cols = source->weight.shape[1]},
+                    .norm_epsilon = source->norm_epsilon,
+                    .scale = source->scale,
+                    .softcap = source->softcap};
+  if (absl::Status status = CheckHead(shape); !status.ok()) {
+    return Named(request.name,
+                 absl::Status(status.code(), absl::StrCat(request.path, ": ", status.message())));
+  }
+  const Layout layout(*source);
+  spdlog::info("head {}: {} [{},{}] {} of {}, {} MiB", request.name, source->weight.name,
+               layout.vocab, layout.hidden, Name(source->weight.dtype), request.path,
+               layout.bytes >> 20);
+
+  const auto no_memory = [&](const absl::Status& status) {
+    return Named(request.name,
+                 absl::Status(status.code(), absl::StrFormat("needs %d bytes of device memory: %s",
+                                                             layout.bytes, status.message())));
+  };
+  absl::StatusOr<DeviceMemory> allocated = backend_->AllocateDevice(layout.bytes);
+  if (!allocated.ok()) return no_memory(allocated.status());
+  HeldMemory memory(backend_, *allocated);
+  {
+    Copy copy(backend_, request, layout.file_bytes, progress);
+    if (absl::Status status = copy.Start(std::min(kChunkBytes, layout.bytes)); !status.ok()) {
+      return no_memory(status);
+    }
+    absl::Status status =
+        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory.data());
+    // Models scale the biased logits; a HeadView adds its bias to scaled ones.
+    if (status.ok() && source->bias.has_value()) {
+      status = copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale,
+                           memory.data() + layout.bias);
+    }
+    if (status.ok() && source->norm.has_value()) {
+      status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f,
+                           memory.data() + layout.norm);
+    }
+    if (status.ok()) status = copy.Finish();
+    if (!status.ok()) return Named(request.name, status);
+  }
+  const absl::Time end = absl::Now();
+  const HeadView view = layout.View(*source, memory.data());
+  const auto bytes = static_cast<int64_t>(layout.bytes);
+  spdlog::info("head {}: loaded in {:.2f} s", request.name, absl::ToDoubleSeconds(end - start));
+  if (metrics_ != nullptr) metrics_->AddHeadBytes(bytes);
+  return std::shared_ptr<const Head>(new Head(backend_, memory.Take(), view,
+                                              {.name = request.name,
+                                               .path = request.path,
+                                               .tensor = source->weight.name,
+                                               .stored_vocab = source->weight.shape[0],
+                                               .device_bytes = bytes,
+                                               .loaded = end,
+                                               .load_time = end - start}),
+                                     [metrics = metrics_, bytes](const Head* head) {
+                                       delete head;
+                                       if (metrics != nullptr) metrics->AddHeadBytes(-bytes);
+                                     });
+}
+
+absl::Status Heads::Unload(std::string_view name) {
+  std::shared_ptr<const Head> last;  // freed without the lock
+  MutexLock lock(mutex_);
+  const auto it = heads_.find(name);
+  if (it == heads_.end()) return NoSuchHead(name);
+  last = std::move(it->second);
+  heads_.erase(it);
+  if (metrics_ != nullptr) metrics_->SetHeads(static_cast<int64_t>(heads_.size()));
+  spdlog::info("head {}: unloaded", name);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<const Head>> Heads::Find(std::string_view name) const {
+  MutexLock lock(mutex_);
+  const auto it = heads_.find(name);
+  if (it == heads_.end()) return NoSuchHead(name);
+  return it->second;
+}
+
+std::vector<std::shared_ptr<const Head>> Heads::List() const {
+  std::vector<std::shared_ptr<const Head>> list;
+  MutexLock lock(mutex_);
+  list.reserve(heads_.size());
+  for (const auto& [name, head] : heads_) list.push_back(head);
+  return list;
+}
+
+absl::Status Heads::NoSuchHead(std::string_view name) const {
+  std::vector<std::string> names;
+  names.reserve(heads_.size());
+  for (const auto& [known, head] : heads_) names.push_back(known);
+  return absl::NotFoundError(absl::StrFormat("no head \"%s\"; loaded: %s", name,
+                                             names.empty() ? "none" : absl::StrJoin(names, ", ")));
+}
 
 }  // namespace logitd::engine

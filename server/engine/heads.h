@@ -3,13 +3,15 @@
 #define LOGITD_SERVER_ENGINE_HEADS_H_
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -72,7 +74,8 @@ class Heads {
   Heads(Backend* backend, Metrics* metrics);
 
   // Reads, checks and copies a head to the device, then lists it. `progress` runs on this thread,
-  // now and then and once at the end; false gives the load up (CANCELLED).
+  // now and then and once at the end; while another load runs, with total_bytes 0. False gives the
+  // load up (CANCELLED).
   //
   // Errors, all of which leave what is loaded alone: INVALID_ARGUMENT (the name; a file that is not
   // what it says, naming file, tensor, got and allowed), NOT_FOUND, PERMISSION_DENIED (a file),
@@ -90,6 +93,19 @@ class Heads {
 
   // By ascending name.
   std::vector<std::shared_ptr<const Head>> List() const;
+
+ private:
+  absl::StatusOr<std::shared_ptr<const Head>> Read(
+      const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const;
+  absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  Backend* const backend_;
+  Metrics* const metrics_;
+  mutable Mutex mutex_;
+  CondVar read_ended_;
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;                        // a thread is in Read
+  std::set<std::string, std::less<>> loading_ ABSL_GUARDED_BY(mutex_);  // in Load
+  std::map<std::string, std::shared_ptr<const Head>, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace logitd::engine

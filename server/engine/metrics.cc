@@ -95,6 +95,10 @@ struct Metrics::Series {
         slabs(AddGauge(registry, "logitd_slabs", "Slabs there are.")),
         slabs_kept(
             AddGauge(registry, "logitd_slabs_kept", "Slabs that hold an answer on its way.")),
+        heads(AddGauge(registry, "logitd_heads", "Heads loaded.")),
+        head_bytes(AddGauge(registry, "logitd_head_bytes",
+                            "Device memory of heads, those unloaded that jobs still use "
+                            "included.")),
         draining(AddGauge(registry, "logitd_draining", "1 from the start of the drain.")),
         batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())),
         queue(AddHistogram(registry, "logitd_batch_queue_seconds",
@@ -136,6 +140,8 @@ struct Metrics::Series {
   Gauge& slabs_in_use;
   Gauge& slabs;
   Gauge& slabs_kept;
+  Gauge& heads;
+  Gauge& head_bytes;
   Gauge& draining;
   Histogram& batch_rows;
   Histogram& queue;
@@ -189,6 +195,10 @@ void Metrics::SetOpenJobs(int64_t jobs) { series_->open_jobs.Set(jobs); }
 void Metrics::SetSlabsInUse(int64_t slabs) { series_->slabs_in_use.Set(slabs); }
 void Metrics::SetSlabs(int64_t slabs) { series_->slabs.Set(slabs); }
 void Metrics::SetSlabsKept(int64_t slabs) { series_->slabs_kept.Set(slabs); }
+void Metrics::SetHeads(int64_t heads) { series_->heads.Set(static_cast<double>(heads)); }
+void Metrics::AddHeadBytes(int64_t bytes) {
+  series_->head_bytes.Increment(static_cast<double>(bytes));
+}
 void Metrics::SetDraining(bool draining) { series_->draining.Set(draining ? 1 : 0); }
 
 }  // namespace logitd::engine

@@ -14,6 +14,9 @@
 //   logitd_open_jobs                             jobs with a place, whose batch does not run yet
 //   logitd_slabs_in_use, logitd_slabs            slabs that hold a batch, and all there are
 //   logitd_slabs_kept                            those of them that hold an answer on its way
+//   logitd_heads                                 heads loaded
+//   logitd_head_bytes                            device memory of heads, those unloaded that jobs
+//   still use included
 //   logitd_draining                              1 from the start of the drain
 // Histograms, one observation per call
 //   logitd_request_seconds{op}          from headers to status
@@ -82,6 +85,8 @@ class Metrics {
   void SetSlabsInUse(int64_t slabs);
   void SetSlabs(int64_t slabs);
   void SetSlabsKept(int64_t slabs);
+  void SetHeads(int64_t heads);
+  void AddHeadBytes(int64_t bytes);  // negative: less of them
   void SetDraining(bool draining);
 
  private:

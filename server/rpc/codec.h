@@ -27,7 +27,7 @@ class OpCodec {
  public:
   virtual ~OpCodec() = default;
 
-  // The op of the method.
+  // The op of the message; until that is parsed, the method's usual one.
   virtual const engine::OpTraits& op() const = 0;
 
   // Reads the small fields, locates the payload, checks everything the op asks for, and fills
@@ -55,6 +55,10 @@ class OpCodec {
   // The message, from the job's own slice of each output array. With `answer.keep` it may refer to
   // them.
   virtual grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
+
+  // `answer`, which Encode gave, is the next to be sent: those of all messages before it on the
+  // same stream have been through here. May add to it, within answer_bytes().
+  virtual void Conclude(grpc::ByteBuffer* answer) {}
 };
 
 }  // namespace logitd::rpc

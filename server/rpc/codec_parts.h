@@ -5,16 +5,19 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_format.h"
 #include "absl/types/span.h"
 #include "kernels/types.h"
 #include "server/rpc/codec.h"
 #include "server/rpc/encode.h"
+#include "server/rpc/wire.h"
 
 namespace logitd::rpc {
 
@@ -46,6 +49,62 @@ void WriteVarints(WireWriter& writer, uint32_t number, int64_t count, Value valu
   if (bytes == 0) return;
   writer.LengthHead(number, bytes);
   for (int64_t i = 0; i < count; ++i) writer.Varint(static_cast<uint64_t>(value(i)));
+}
+
+// INVALID_ARGUMENT where a parameter has neither one value for all rows, one a row, nor none.
+template <typename List>
+absl::Status CheckCount(std::string_view name, const List& values, int64_t rows) {
+  const auto size = static_cast<int64_t>(values.size());
+  if (size <= 1 || size == rows) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %d values, allowed none, 1 or %d (rows)", name, size, rows));
+}
+
+// A row's value of such a parameter.
+template <typename List, typename T>
+T ValueAt(const List& values, int64_t row, T otherwise) {
+  if (values.empty()) return otherwise;
+  return static_cast<T>(values[values.size() == 1 ? 0 : static_cast<size_t>(row)]);
+}
+
+// Of one kind, over all rows: a list that all rows share must not multiply without bound.
+inline constexpr int64_t kMaxListedValues = int64_t{1} << 24;
+
+// Cuts a list of `size` values into the rows' own, or gives it whole to every row. `name`_count:
+// none, one, or one a row. INVALID_ARGUMENT: counts that do not add up, or too many values.
+template <typename Row>
+absl::Status CutList(std::string_view name, const Int32List& counts, size_t size,
+                     absl::Span<Row> rows, int64_t Row::*first, int32_t Row::*count) {
+  const auto total = static_cast<int64_t>(size);
+  const auto row_count = static_cast<int64_t>(rows.size());
+  if (absl::Status status = CheckCount(absl::StrFormat("%s_count", name), counts, row_count);
+      !status.ok()) {
+    return status;
+  }
+  const bool shared = counts.size() <= 1;
+  int64_t next = 0;
+  for (int64_t r = 0; r < row_count; ++r) {
+    const int64_t own = ValueAt(counts, r, total);
+    if (own < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("%s_count: got %d at row %d, allowed 0 or more", name, own, r));
+    }
+    // A row's count has 32 bits; what is too long for those is too long for all.
+    rows[r].*first = next;
+    rows[r].*count = static_cast<int32_t>(std::min(own, kMaxListedValues + 1));
+    if (!shared || r + 1 == row_count) next += own;
+  }
+  if (next != total) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s_count: adds up to %d, but %s has %d values: allowed is their number",
+                        name, next, name, total));
+  }
+  const int64_t listed = shared ? total * row_count : total;
+  if (listed > kMaxListedValues) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%s: got %d values over all rows, allowed 0..%d", name, listed, kMaxListedValues));
+  }
+  return absl::OkStatus();
 }
 
 // Copies a list to where it is used next, and gives its memory back.

@@ -2,6 +2,7 @@
 #ifndef LOGITD_SERVER_RPC_ENCODE_H_
 #define LOGITD_SERVER_RPC_ENCODE_H_
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -39,6 +40,13 @@ class WireWriter {
     if (value == 0) return;
     Varint(uint64_t{number} << 3);
     Varint(static_cast<uint64_t>(value));
+  }
+
+  // A singular double field; +0, the default, is left out.
+  void DoubleField(uint32_t number, double value) {
+    if (std::bit_cast<uint64_t>(value) == 0) return;
+    Varint((uint64_t{number} << 3) | 1);
+    Fixed(value);
   }
 
   // The head of a packed, bytes or message field.

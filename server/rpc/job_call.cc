@@ -87,9 +87,11 @@ void JobCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
     absl::MutexLock lock(&mutex_);
     if (gone_) return;  // nobody to encode for
   }
-  Finish(status, codec().Encode(
-                     WithTicket(answer),
-                     {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times}));
+  grpc::ByteBuffer encoded =
+      codec().Encode(WithTicket(answer),
+                     {.receive_ns = receive_ns_, .total_ns = NowNs() - started_ns_, .job = times});
+  codec().Conclude(&encoded);
+  Finish(status, encoded);
 }
 
 }  // namespace logitd::rpc

@@ -20,6 +20,7 @@ class JobStream::Item final : public MessageJob {
   absl::Status Take(grpc::ByteBuffer* message) {
     return MessageJob::Take(message, stream_->deadline_);
   }
+  using MessageJob::codec;
   using MessageJob::needed_bytes;
   using MessageJob::SetTicket;
 
@@ -120,6 +121,7 @@ void JobStream::Advance() {
         if (!alive->done_) alive->context_->TryCancel();
       }
     });
+    item->codec().Conclude(&item->answer);
     StartWrite(&item->answer);
     absl::MutexLock lock(&mutex_);
     --starting_;

@@ -14,6 +14,7 @@
 #include "absl/types/span.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
+#include "server/engine/heads.h"
 #include "server/engine/job.h"
 #include "server/engine/metrics.h"
 #include "server/rpc/codec.h"
@@ -28,6 +29,7 @@ class CallTracker;
 struct CallEnvironment {
   engine::Admission* admission;
   engine::Engine* engine;
+  engine::Heads* heads;
   engine::Metrics* metrics;
   CallTracker* tracker;
   Copier* copier;

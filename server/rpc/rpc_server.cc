@@ -18,8 +18,10 @@
 #include "kernels/types.h"
 #include "server/rpc/attention_codec.h"
 #include "server/rpc/hang_up.h"
+#include "server/rpc/heads_service.h"
 #include "server/rpc/raw_unary.h"
 #include "server/rpc/sample_codec.h"
+#include "server/rpc/score_codec.h"
 #include "server/rpc/services.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/verify_codec.h"
@@ -27,8 +29,8 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Sampler",
-                                     "logitd.v1.Server"};
+constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Heads", "logitd.v1.Sampler",
+                                     "logitd.v1.Scorer", "logitd.v1.Server"};
 
 // What GetInfo says is served.
 struct Method {
@@ -37,9 +39,16 @@ struct Method {
 };
 constexpr Method kMethods[] = {
     {&kSoftmaxTopKTraits, "logitd.v1.Sampler/TopK"},
+    {&kLinearTopKTraits, "logitd.v1.Sampler/TopK"},
     {&kSampleTraits, "logitd.v1.Sampler/Sample"},
+    {&kLinearSampleTraits, "logitd.v1.Sampler/Sample"},
     {&kSampleTraits, "logitd.v1.Sampler/SampleStream"},
+    {&kLinearSampleTraits, "logitd.v1.Sampler/SampleStream"},
     {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
+    {&kCrossEntropyTraits, "logitd.v1.Scorer/Score"},
+    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/Score"},
+    {&kCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
+    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
     {&kAttentionSoftmaxTraits, "logitd.v1.Attention/Softmax"},
     {&kAttentionSoftmaxTraits, "logitd.v1.Attention/SoftmaxStream"},
     {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackward"},
@@ -81,16 +90,20 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
 class RpcServerImpl final : public RpcServer {
  public:
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
-                engine::Admission* admission, engine::Engine* engine, engine::Metrics* metrics)
+                engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
+                engine::Metrics* metrics)
       : tracker_(options.peer_timeout),
         environment_{.admission = admission,
                      .engine = engine,
+                     .heads = heads,
                      .metrics = metrics,
                      .tracker = &tracker_,
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
         sampler_(environment_),
+        scorer_(environment_),
         attention_(environment_),
+        heads_(options.head_root, admission, heads),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -109,7 +122,9 @@ class RpcServerImpl final : public RpcServer {
     });
     grpc::ServerBuilder builder;
     builder.RegisterService(&sampler_);
+    builder.RegisterService(&scorer_);
     builder.RegisterService(&attention_);
+    builder.RegisterService(&heads_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
         std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
@@ -184,7 +199,9 @@ class RpcServerImpl final : public RpcServer {
   Copier copier_;
   const CallEnvironment environment_;
   SamplerService sampler_;
+  ScorerService scorer_;
   AttentionService attention_;
+  HeadsService heads_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> listening_;
@@ -196,12 +213,10 @@ int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows) {
   return max_request_bytes + kHeaderBytes + kHeaderBytesPerRow * max_batch_rows;
 }
 
-absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options,
-                                                            const DeviceInfo& device,
-                                                            engine::Admission* admission,
-                                                            engine::Engine* engine,
-                                                            engine::Metrics* metrics) {
-  auto server = std::make_unique<RpcServerImpl>(options, device, admission, engine, metrics);
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
+    const RpcServerOptions& options, const DeviceInfo& device, engine::Admission* admission,
+    engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics) {
+  auto server = std::make_unique<RpcServerImpl>(options, device, admission, engine, heads, metrics);
   if (absl::Status status = server->Listen(options, admission->options()); !status.ok()) {
     return status;
   }

@@ -12,6 +12,7 @@
 #include "kernels/backend.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
+#include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 
 namespace logitd::rpc {
@@ -20,6 +21,7 @@ struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
   int64_t max_request_bytes = 0;                    // payload; also what GetInfo says
+  std::string head_root;                            // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, and to take an answer
 };
 
@@ -30,14 +32,12 @@ int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows);
 // Thread-safe.
 class RpcServer {
  public:
-  // Serves from here on. `admission` (whose max_request_bytes is that of MaxMessageBytes) and
-  // `engine` outlive it. INVALID_ARGUMENT or UNAVAILABLE naming the address that cannot be listened
-  // on.
-  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const RpcServerOptions& options,
-                                                          const DeviceInfo& device,
-                                                          engine::Admission* admission,
-                                                          engine::Engine* engine,
-                                                          engine::Metrics* metrics);
+  // Serves from here on. `admission` (whose max_request_bytes is that of MaxMessageBytes), `engine`
+  // and `heads` outlive it. INVALID_ARGUMENT or UNAVAILABLE naming the address that cannot be
+  // listened on.
+  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(
+      const RpcServerOptions& options, const DeviceInfo& device, engine::Admission* admission,
+      engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics);
   virtual ~RpcServer() = default;
 
   // As asked for, with the ports that were bound.

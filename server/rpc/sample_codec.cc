@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "kernels/checks.h"
 #include "kernels/status_macros.h"
 #include "logitd/v1/sampler.pb.h"
 #include "server/rpc/codec_parts.h"
@@ -14,17 +13,20 @@
 namespace logitd::rpc {
 namespace {
 
-// Of one kind, over all rows: a list that all rows share must not multiply without bound.
-constexpr int64_t kMaxListedValues = int64_t{1} << 24;
-
 absl::Status EnqueueSample(Stream& stream, const engine::BatchView& batch) {
   return stream.Sample(SampleArgsOf(batch));
 }
 
-constexpr auto kFields = SampleFieldTable<SampleFields>();
+absl::Status EnqueueLinearSample(Stream& stream, const engine::BatchView& batch) {
+  return stream.LinearSample(
+      {.hidden = PayloadOf(batch), .head = *batch.head, .sample = SampleArgsOf(batch)});
+}
+
+constexpr auto kFields =
+    JoinTables(JoinTables(LogitsFieldTable<SampleFields>(), HiddenFieldTable<SampleFields>()),
+               SampleParameterTable<SampleFields>());
 
 // The table goes by numbers; these are what they must be.
-static_assert(v1::SampleRequest::kLogitsFieldNumber == 15);
 static_assert(v1::SampleRequest::kSeedFieldNumber == 16);
 static_assert(v1::SampleRequest::kLogprobModeFieldNumber == 26);
 static_assert(v1::SampleRequest::kHistoryFieldNumber == 28);
@@ -32,54 +34,6 @@ static_assert(v1::SampleRequest::kLogitBiasFieldNumber == 31);
 static_assert(v1::SampleRequest::kAllowedTokensMaskFieldNumber == 35);
 static_assert(v1::LOGPROB_MODE_RAW == static_cast<int>(LogprobMode::kRaw));
 static_assert(v1::LOGPROB_MODE_PROCESSED == static_cast<int>(LogprobMode::kProcessed));
-
-// A parameter with one value for all rows, one a row, or none.
-template <typename List>
-absl::Status CheckCount(std::string_view name, const List& values, int64_t rows) {
-  const auto size = static_cast<int64_t>(values.size());
-  if (size <= 1 || size == rows) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %d values, allowed none, 1 or %d (rows)", name, size, rows));
-}
-
-template <typename List, typename T>
-T ValueAt(const List& values, int64_t row, T otherwise) {
-  if (values.empty()) return otherwise;
-  return static_cast<T>(values[values.size() == 1 ? 0 : static_cast<size_t>(row)]);
-}
-
-// Cuts a list of `size` values into the rows' own, or gives it whole to every row.
-absl::Status CutList(std::string_view name, const Int32List& counts, size_t size,
-                     absl::Span<SampleRow> rows, int64_t SampleRow::*first,
-                     int32_t SampleRow::*count) {
-  const auto total = static_cast<int64_t>(size);
-  const auto row_count = static_cast<int64_t>(rows.size());
-  LOGITD_RETURN_IF_ERROR(CheckCount(absl::StrFormat("%s_count", name), counts, row_count));
-  const bool shared = counts.size() <= 1;
-  int64_t next = 0;
-  for (int64_t r = 0; r < row_count; ++r) {
-    const int64_t own = ValueAt(counts, r, total);
-    if (own < 0) {
-      return absl::InvalidArgumentError(
-          absl::StrFormat("%s_count: got %d at row %d, allowed 0 or more", name, own, r));
-    }
-    // A row's count has 32 bits; what is too long for those is too long for all.
-    rows[r].*first = next;
-    rows[r].*count = static_cast<int32_t>(std::min(own, kMaxListedValues + 1));
-    if (!shared || r + 1 == row_count) next += own;
-  }
-  if (next != total) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("%s_count: adds up to %d, but %s has %d values: allowed is their number",
-                        name, next, name, total));
-  }
-  const int64_t listed = shared ? total * row_count : total;
-  if (listed > kMaxListedValues) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: got %d values over all rows, allowed 0..%d", name, listed, kMaxListedValues));
-  }
-  return absl::OkStatus();
-}
 
 }  // namespace
 
@@ -90,6 +44,13 @@ const engine::OpTraits kSampleTraits = {
     .enqueue = &EnqueueSample,
 };
 
+const engine::OpTraits kLinearSampleTraits = {
+    .name = "linear_sample",
+    .inputs = kSampleInputArrays,
+    .outputs = kSampleOutputArrays,
+    .enqueue = &EnqueueLinearSample,
+};
+
 // An input array, or null where the batch has nothing for it.
 template <class T>
 static const T* InputOrNull(const engine::BatchView& batch, int array, int axis) {
@@ -98,11 +59,7 @@ static const T* InputOrNull(const engine::BatchView& batch, int array, int axis)
 
 SampleArgs SampleArgsOf(const engine::BatchView& batch) {
   return {
-      .logits = {.data = batch.payload,
-                 .dtype = batch.dtype,
-                 .rows = batch.rows(),
-                 .cols = batch.row_elements,
-                 .row_stride = static_cast<int64_t>(batch.row_stride / SizeOf(batch.dtype))},
+      .logits = PayloadOf(batch),
       .rows = reinterpret_cast<const SampleRow*>(batch.inputs[kSampleInRows]),
       .history = InputOrNull<int32_t>(batch, kSampleInHistory, kSampleHistory),
       .bias = InputOrNull<SampleBias>(batch, kSampleInBias, kSampleBias),
@@ -125,22 +82,10 @@ absl::Status ParseSampleFields(Pieces pieces, size_t max_list, SampleFields* fie
   return ParseMessage<SampleFields>(pieces, kFields, max_list, fields);
 }
 
-absl::Status SampleBody::Build(Pieces pieces, int64_t max_rows, SampleFields* fields,
-                               engine::JobSpec* spec) {
-  LOGITD_RETURN_IF_ERROR(ReadDType(fields->dtype, &dtype_));
-  vocab_ = fields->vocab;
-  LOGITD_RETURN_IF_ERROR(
-      CheckLogits({.dtype = dtype_,
-                   .rows = fields->rows,
-                   .vocab = vocab_,
-                   .payload_bytes = static_cast<int64_t>(fields->logits.bytes)}));
-  const int64_t rows = fields->rows;
-  if (rows > max_rows) {
-    return absl::InvalidArgumentError(absl::StrFormat("rows: %d, allowed 1..%d", rows, max_rows));
-  }
-  payload_ = {.range = fields->logits,
-              .rows = rows,
-              .row_bytes = static_cast<size_t>(vocab_) * SizeOf(dtype_)};
+absl::Status SampleBody::Build(Pieces pieces, int64_t max_rows, const FindHead& find_head,
+                               SampleFields* fields, engine::JobSpec* spec) {
+  LOGITD_RETURN_IF_ERROR(input_.Read(*fields, max_rows, find_head));
+  const int64_t rows = input_.rows();
   LOGITD_RETURN_IF_ERROR(CheckCount("seed", fields->seed, rows));
   LOGITD_RETURN_IF_ERROR(CheckCount("position", fields->position, rows));
   LOGITD_RETURN_IF_ERROR(CheckCount("temperature", fields->temperature, rows));
@@ -180,8 +125,6 @@ absl::Status SampleBody::Build(Pieces pieces, int64_t max_rows, SampleFields* fi
   }
   LOGITD_RETURN_IF_ERROR(BuildLists(fields));
   LOGITD_RETURN_IF_ERROR(BuildMasks(pieces, *fields));
-  spec->key.dtype = dtype_;
-  spec->key.row_elements = vocab_;
   spec->counts[kSampleRows] = rows;
   spec->counts[kSampleHistory] = static_cast<int64_t>(history_.size());
   spec->counts[kSampleBias] = static_cast<int64_t>(bias_.size());
@@ -220,14 +163,14 @@ absl::Status SampleBody::BuildLists(SampleFields* fields) {
 
 absl::Status SampleBody::BuildMasks(Pieces pieces, const SampleFields& fields) {
   const auto rows = static_cast<int64_t>(rows_.size());
-  const int64_t words = MaskWords(vocab_);
+  const int64_t words = MaskWords(input_.vocab());
   const auto mask_bytes = words * static_cast<int64_t>(sizeof(uint32_t));
   const auto bytes = static_cast<int64_t>(fields.allowed_tokens.bytes);
   const int64_t masks = bytes / mask_bytes;
   if (bytes % mask_bytes != 0) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "allowed_tokens: got %d bytes, allowed a multiple of %d, the bytes of a mask of %d tokens",
-        bytes, mask_bytes, vocab_));
+        bytes, mask_bytes, input_.vocab()));
   }
   const IdList& of_row = fields.allowed_tokens_mask;
   LOGITD_RETURN_IF_ERROR(CheckCount("allowed_tokens_mask", of_row, rows));
@@ -253,10 +196,10 @@ absl::Status SampleBody::BuildMasks(Pieces pieces, const SampleFields& fields) {
 }
 
 SampleRequest SampleBody::request() const {
-  return {.dtype = dtype_,
-          .rows = payload_.rows,
-          .vocab = vocab_,
-          .payload_bytes = static_cast<int64_t>(payload_.range.bytes),
+  return {.dtype = input_.dtype(),
+          .rows = input_.rows(),
+          .vocab = input_.vocab(),
+          .payload_bytes = input_.logits_bytes(),
           .params = rows_,
           .history = history_,
           .bias = bias_,
@@ -318,8 +261,8 @@ void SampleBody::Encode(absl::Span<const absl::Span<const std::byte>> outputs,
 absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   SampleFields fields;
   LOGITD_RETURN_IF_ERROR(ParseSampleFields(pieces, static_cast<size_t>(max_rows), &fields));
-  LOGITD_RETURN_IF_ERROR(body_.Build(pieces, max_rows, &fields, spec));
-  spec->key.op = &kSampleTraits;
+  LOGITD_RETURN_IF_ERROR(body_.Build(pieces, max_rows, find_head_, &fields, spec));
+  body_.input().FillKey(kSampleTraits, kLinearSampleTraits, &spec->key);
   return CheckSample(body_.request());
 }
 

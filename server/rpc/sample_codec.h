@@ -1,10 +1,12 @@
-// Sampler.Sample: proto <-> sample job. Sampler.Verify's codec shares most of it.
+// Sampler.Sample: proto <-> sample job, or linear_sample where hidden states come. Sampler.Verify's
+// codec shares most of it.
 #ifndef LOGITD_SERVER_RPC_SAMPLE_CODEC_H_
 #define LOGITD_SERVER_RPC_SAMPLE_CODEC_H_
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -14,6 +16,7 @@
 #include "server/engine/job.h"
 #include "server/rpc/codec.h"
 #include "server/rpc/encode.h"
+#include "server/rpc/input.h"
 #include "server/rpc/wire.h"
 
 namespace logitd::rpc {
@@ -71,16 +74,13 @@ inline constexpr std::array<engine::Array, kSampleOutputs> kSampleOutputArrays =
 }};
 
 extern const engine::OpTraits kSampleTraits;
+extern const engine::OpTraits kLinearSampleTraits;
 
 // The op's arguments for a batch whose first arrays are those above.
 SampleArgs SampleArgsOf(const engine::BatchView& batch);
 
 // SampleRequest as it lies in the message; also what a VerifyRequest begins with.
-struct SampleFields {
-  int32_t dtype = 0;  // logitd.v1.DType
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  ByteRange logits;
+struct SampleFields : InputFields {
   Uint64List seed;
   Uint64List position;
   FloatList temperature;
@@ -103,14 +103,10 @@ struct SampleFields {
   IdList allowed_tokens_mask;
 };
 
-// The table of M, a SampleFields or more.
+// The parameters in the table of M, a SampleFields or more.
 template <typename M>
-constexpr std::array<Field<M>, 24> SampleFieldTable() {
-  return {{{1, "dtype", &M::dtype},
-           {2, "rows", &M::rows},
-           {3, "vocab", &M::vocab},
-           {15, "logits", &M::logits},
-           {16, "seed", &M::seed},
+constexpr std::array<Field<M>, 20> SampleParameterTable() {
+  return {{{16, "seed", &M::seed},
            {17, "position", &M::position},
            {18, "temperature", &M::temperature},
            {19, "top_k", &M::top_k},
@@ -139,14 +135,15 @@ absl::Status ParseSampleFields(Pieces pieces, size_t max_list, SampleFields* fie
 // is.
 class SampleBody {
  public:
-  // Takes the lists out of `fields`, and the masks out of the message. Fills `spec` but for its op
-  // and deadline. INVALID_ARGUMENT: fields that contradict each other, by name; what a value must
-  // be is for CheckSample to say, which the caller runs on request().
-  absl::Status Build(Pieces pieces, int64_t max_rows, SampleFields* fields, engine::JobSpec* spec);
+  // Takes the lists out of `fields`, and the masks out of the message. Fills the counts of `spec`.
+  // As Input::Read, and INVALID_ARGUMENT: fields that contradict each other, by name; what a value
+  // must be is for CheckSample to say, which the caller runs on request().
+  absl::Status Build(Pieces pieces, int64_t max_rows, const FindHead& find_head,
+                     SampleFields* fields, engine::JobSpec* spec);
 
   SampleRequest request() const;
-  Payload payload() const { return payload_; }
-  int64_t rows() const { return payload_.rows; }
+  const Input& input() const { return input_; }
+  int64_t rows() const { return input_.rows(); }
   int64_t list_bytes() const;
   int64_t answer_bytes() const;
 
@@ -161,9 +158,7 @@ class SampleBody {
   absl::Status BuildLists(SampleFields* fields);
   absl::Status BuildMasks(Pieces pieces, const SampleFields& fields);
 
-  DType dtype_ = DType::kF32;
-  int64_t vocab_ = 0;
-  Payload payload_;
+  Input input_;
   absl::InlinedVector<SampleRow, 1> rows_;  // places count from the job's own first elements
   IdList history_;
   std::vector<SampleBias> bias_;
@@ -175,17 +170,22 @@ class SampleBody {
 
 class SampleCodec final : public OpCodec {
  public:
-  const engine::OpTraits& op() const override { return kSampleTraits; }
+  explicit SampleCodec(FindHead find_head) : find_head_(std::move(find_head)) {}
+
+  const engine::OpTraits& op() const override {
+    return body_.input().head() == nullptr ? kSampleTraits : kLinearSampleTraits;
+  }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   int64_t answer_bytes() const override { return body_.answer_bytes(); }
   int64_t list_bytes() const override { return body_.list_bytes(); }
-  Payload payload() const override { return body_.payload(); }
+  Payload payload() const override { return body_.input().payload(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override {
     body_.WriteInputs(inputs, first);
   }
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
+  const FindHead find_head_;
   SampleBody body_;
 };
 

@@ -9,9 +9,11 @@
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
+#include "logitd/v1/scorer.pb.h"
 #include "server/rpc/attention_codec.h"
 #include "server/rpc/job_stream.h"
 #include "server/rpc/sample_codec.h"
+#include "server/rpc/score_codec.h"
 #include "server/rpc/topk_codec.h"
 #include "server/rpc/verify_codec.h"
 
@@ -25,9 +27,14 @@ RawUnaryService::Factory JobMethod(const CallEnvironment& environment,
   };
 }
 
+FindHead FindIn(const CallEnvironment& environment) {
+  return [heads = environment.heads](std::string_view name) { return heads->Find(name); };
+}
+
+// Of an op that has a linear form.
 template <typename Codec>
-std::unique_ptr<OpCodec> Make() {
-  return std::make_unique<Codec>();
+JobStream::MakeCodec Make(const CallEnvironment& environment) {
+  return [find_head = FindIn(environment)] { return std::make_unique<Codec>(find_head); };
 }
 
 // "/logitd.v1.Sampler/TopK" of "TopK". Going by the descriptor also links it in, for reflection to
@@ -49,12 +56,27 @@ class MethodNames {
 
 SamplerService::SamplerService(const CallEnvironment& environment) {
   const MethodNames name(v1::TopKRequest::descriptor(), "Sampler");
-  AddRawUnary(name("TopK"), JobMethod(environment, Make<TopKCodec>));
-  AddRawUnary(name("Sample"), JobMethod(environment, Make<SampleCodec>));
+  AddRawUnary(name("TopK"), JobMethod(environment, Make<TopKCodec>(environment)));
+  AddRawUnary(name("Sample"), JobMethod(environment, Make<SampleCodec>(environment)));
   AddRawStream(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<JobStream>(context, environment, Make<SampleCodec>)->Start();
+    return std::make_shared<JobStream>(context, environment, Make<SampleCodec>(environment))
+        ->Start();
   });
-  AddRawUnary(name("Verify"), JobMethod(environment, Make<VerifyCodec>));
+  AddRawUnary(name("Verify"),
+              JobMethod(environment, [] { return std::make_unique<VerifyCodec>(); }));
+}
+
+ScorerService::ScorerService(const CallEnvironment& environment) {
+  const MethodNames name(v1::ScoreRequest::descriptor(), "Scorer");
+  AddRawUnary(name("Score"), JobMethod(environment, Make<ScoreCodec>(environment)));
+  AddRawStream(name("ScoreStream"), [environment](grpc::CallbackServerContext* context) {
+    return std::make_shared<JobStream>(
+               context, environment,
+               [find_head = FindIn(environment), sequence = std::make_shared<ScoreSequence>()] {
+                 return std::make_unique<ScoreCodec>(find_head, sequence);
+               })
+        ->Start();
+  });
 }
 
 AttentionService::AttentionService(const CallEnvironment& environment) {

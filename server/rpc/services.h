@@ -15,6 +15,12 @@ class SamplerService final : public RawUnaryService {
   explicit SamplerService(const CallEnvironment& environment);
 };
 
+// logitd.v1.Scorer
+class ScorerService final : public RawUnaryService {
+ public:
+  explicit ScorerService(const CallEnvironment& environment);
+};
+
 // logitd.v1.Attention
 class AttentionService final : public RawUnaryService {
  public:

@@ -1,10 +1,10 @@
 #include "server/rpc/topk_codec.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 
-#include "absl/strings/str_format.h"
 #include "kernels/status_macros.h"
 #include "logitd/v1/sampler.pb.h"
 #include "server/rpc/codec_parts.h"
@@ -21,30 +21,32 @@ constexpr engine::Array kOutputs[kTopKOutputs] = {
     {kTopKEntries, sizeof(float)},    // kTopKProbs
 };
 
-absl::Status EnqueueSoftmaxTopK(Stream& stream, const engine::BatchView& batch) {
-  return stream.SoftmaxTopK({
-      .logits = {.data = batch.payload,
-                 .dtype = batch.dtype,
-                 .rows = batch.rows(),
-                 .cols = batch.row_elements,
-                 .row_stride = static_cast<int64_t>(batch.row_stride / SizeOf(batch.dtype))},
+SoftmaxTopKArgs ArgsOf(const engine::BatchView& batch) {
+  return {
+      .logits = PayloadOf(batch),
       .rows = reinterpret_cast<const SoftmaxTopKRow*>(batch.inputs[0]),
       .max_k = batch.max_row_entries,
       .indices = reinterpret_cast<int32_t*>(batch.outputs[kTopKIndices]),
       .probs = reinterpret_cast<float*>(batch.outputs[kTopKProbs]),
       .logsumexp = reinterpret_cast<float*>(batch.outputs[kTopKLogsumexp]),
       .status = reinterpret_cast<RowStatus*>(batch.outputs[kTopKStatus]),
-  });
+  };
 }
 
-constexpr Field<TopKFields> kFields[] = {
-    {v1::TopKRequest::kDtypeFieldNumber, "dtype", &TopKFields::dtype},
-    {v1::TopKRequest::kRowsFieldNumber, "rows", &TopKFields::rows},
-    {v1::TopKRequest::kVocabFieldNumber, "vocab", &TopKFields::vocab},
-    {v1::TopKRequest::kLogitsFieldNumber, "logits", &TopKFields::logits},
-    {v1::TopKRequest::kKFieldNumber, "k", &TopKFields::k},
-    {v1::TopKRequest::kTemperatureFieldNumber, "temperature", &TopKFields::temperature},
-};
+absl::Status EnqueueSoftmaxTopK(Stream& stream, const engine::BatchView& batch) {
+  return stream.SoftmaxTopK(ArgsOf(batch));
+}
+
+absl::Status EnqueueLinearTopK(Stream& stream, const engine::BatchView& batch) {
+  return stream.LinearTopK(
+      {.hidden = PayloadOf(batch), .head = *batch.head, .topk = ArgsOf(batch)});
+}
+
+constexpr auto kFields = JoinTables(
+    JoinTables(LogitsFieldTable<TopKFields>(), HiddenFieldTable<TopKFields>()),
+    std::array<Field<TopKFields>, 2>{
+        {{v1::TopKRequest::kKFieldNumber, "k", &TopKFields::k},
+         {v1::TopKRequest::kTemperatureFieldNumber, "temperature", &TopKFields::temperature}}});
 
 // k, logsumexp, status of a row, at most.
 constexpr size_t kMaxRowBytes = 3 + sizeof(float) + kMaxStatusBytes;
@@ -59,24 +61,29 @@ const engine::OpTraits kSoftmaxTopKTraits = {
     .enqueue = &EnqueueSoftmaxTopK,
 };
 
+const engine::OpTraits kLinearTopKTraits = {
+    .name = "linear_topk",
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .enqueue = &EnqueueLinearTopK,
+};
+
 absl::Status ParseTopKFields(Pieces pieces, size_t max_list, TopKFields* fields) {
   return ParseMessage<TopKFields>(pieces, kFields, max_list, fields);
 }
 
 absl::Status TopKCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   LOGITD_RETURN_IF_ERROR(ParseTopKFields(pieces, static_cast<size_t>(max_rows), &fields_));
-  DType dtype;
-  LOGITD_RETURN_IF_ERROR(ReadDType(fields_.dtype, &dtype));
+  LOGITD_RETURN_IF_ERROR(input_.Read(fields_, max_rows, find_head_));
   LOGITD_RETURN_IF_ERROR(CheckSoftmaxTopK({
-      .dtype = dtype,
-      .rows = fields_.rows,
-      .vocab = fields_.vocab,
-      .payload_bytes = static_cast<int64_t>(fields_.logits.bytes),
+      .dtype = input_.dtype(),
+      .rows = input_.rows(),
+      .vocab = input_.vocab(),
+      .payload_bytes = input_.logits_bytes(),
       .k = fields_.k,
       .temperature = fields_.temperature,
   }));
-  row_bytes_ = static_cast<size_t>(fields_.vocab) * SizeOf(dtype);
-  spec->key = {.op = &kSoftmaxTopKTraits, .dtype = dtype, .row_elements = fields_.vocab};
+  input_.FillKey(kSoftmaxTopKTraits, kLinearTopKTraits, &spec->key);
   spec->counts[kTopKRows] = fields_.rows;
   if (fields_.k.size() == 1) {
     spec->counts[kTopKEntries] = fields_.rows * fields_.k[0];

@@ -1,13 +1,15 @@
-// Sampler.TopK: proto <-> softmax_topk job.
+// Sampler.TopK: proto <-> softmax_topk job, or linear_topk where hidden states come.
 #ifndef LOGITD_SERVER_RPC_TOPK_CODEC_H_
 #define LOGITD_SERVER_RPC_TOPK_CODEC_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "kernels/softmax_topk.h"
 #include "server/engine/job.h"
 #include "server/rpc/codec.h"
+#include "server/rpc/input.h"
 #include "server/rpc/wire.h"
 
 namespace logitd::rpc {
@@ -17,13 +19,10 @@ enum TopKAxis : size_t { kTopKRows = engine::kRowAxis, kTopKEntries };
 enum TopKOutput : size_t { kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs, kTopKOutputs };
 
 extern const engine::OpTraits kSoftmaxTopKTraits;
+extern const engine::OpTraits kLinearTopKTraits;
 
 // TopKRequest as it lies in the message.
-struct TopKFields {
-  int32_t dtype = 0;  // logitd.v1.DType
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  ByteRange logits;
+struct TopKFields : InputFields {
   Int32List k;
   FloatList temperature;
 };
@@ -33,12 +32,14 @@ absl::Status ParseTopKFields(Pieces pieces, size_t max_list, TopKFields* fields)
 
 class TopKCodec final : public OpCodec {
  public:
-  const engine::OpTraits& op() const override { return kSoftmaxTopKTraits; }
+  explicit TopKCodec(FindHead find_head) : find_head_(std::move(find_head)) {}
+
+  const engine::OpTraits& op() const override {
+    return input_.head() == nullptr ? kSoftmaxTopKTraits : kLinearTopKTraits;
+  }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   int64_t answer_bytes() const override { return answer_bytes_; }
-  Payload payload() const override {
-    return {.range = fields_.logits, .rows = fields_.rows, .row_bytes = row_bytes_};
-  }
+  Payload payload() const override { return input_.payload(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
@@ -46,8 +47,9 @@ class TopKCodec final : public OpCodec {
   int32_t k_of(int64_t row) const { return fields_.k[fields_.k.size() == 1 ? 0 : row]; }
   float temperature_of(int64_t row) const;
 
+  const FindHead find_head_;
   TopKFields fields_;
-  size_t row_bytes_ = 0;
+  Input input_;
   int64_t answer_bytes_ = 0;
 };
 

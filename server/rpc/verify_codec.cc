@@ -42,27 +42,22 @@ absl::Status EnqueueVerify(Stream& stream, const engine::BatchView& batch) {
   });
 }
 
-constexpr auto kFields = [] {
-  constexpr auto shared = SampleFieldTable<VerifyFields>();
-  constexpr std::array<Field<VerifyFields>, 6> own = {{
-      {v1::VerifyRequest::kSequenceRowsFieldNumber, "sequence_rows", &VerifyFields::sequence_rows},
-      {v1::VerifyRequest::kDraftsFieldNumber, "drafts", &VerifyFields::drafts},
-      {v1::VerifyRequest::kDraftKindFieldNumber, "draft_kind", &VerifyFields::draft_kind},
-      {v1::VerifyRequest::kDraftCountFieldNumber, "draft_count", &VerifyFields::draft_count},
-      {v1::VerifyRequest::kDraftIdsFieldNumber, "draft_ids", &VerifyFields::draft_ids},
-      {v1::VerifyRequest::kDraftProbsFieldNumber, "draft_probs", &VerifyFields::draft_probs},
-  }};
-  std::array<Field<VerifyFields>, shared.size() + own.size()> all = {};
-  std::copy(shared.begin(), shared.end(), all.begin());
-  std::copy(own.begin(), own.end(), all.begin() + shared.size());
-  return all;
-}();
+constexpr auto kFields = JoinTables(
+    JoinTables(LogitsFieldTable<VerifyFields>(), SampleParameterTable<VerifyFields>()),
+    std::array<Field<VerifyFields>, 6>{{
+        {v1::VerifyRequest::kSequenceRowsFieldNumber, "sequence_rows",
+         &VerifyFields::sequence_rows},
+        {v1::VerifyRequest::kDraftsFieldNumber, "drafts", &VerifyFields::drafts},
+        {v1::VerifyRequest::kDraftKindFieldNumber, "draft_kind", &VerifyFields::draft_kind},
+        {v1::VerifyRequest::kDraftCountFieldNumber, "draft_count", &VerifyFields::draft_count},
+        {v1::VerifyRequest::kDraftIdsFieldNumber, "draft_ids", &VerifyFields::draft_ids},
+        {v1::VerifyRequest::kDraftProbsFieldNumber, "draft_probs", &VerifyFields::draft_probs},
+    }});
 
 // What the two messages share has the same numbers in both.
 constexpr bool Same(int a, int b) { return a == b; }
 using Request = v1::VerifyRequest;
 using Response = v1::VerifyResponse;
-static_assert(Same(Request::kLogitsFieldNumber, v1::SampleRequest::kLogitsFieldNumber));
 static_assert(Same(Request::kSeedFieldNumber, v1::SampleRequest::kSeedFieldNumber));
 static_assert(Same(Request::kHistoryFieldNumber, v1::SampleRequest::kHistoryFieldNumber));
 static_assert(Same(Request::kAllowedTokensMaskFieldNumber,
@@ -90,10 +85,10 @@ absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fie
 absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   VerifyFields fields;
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
-  LOGITD_RETURN_IF_ERROR(body_.Build(pieces, max_rows, &fields, spec));
+  LOGITD_RETURN_IF_ERROR(body_.Build(pieces, max_rows, nullptr, &fields, spec));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields.sequence_rows));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields));
-  spec->key.op = &kVerifyTraits;
+  body_.input().FillKey(kVerifyTraits, kVerifyTraits, &spec->key);
   spec->counts[kVerifyDraftIds] = static_cast<int64_t>(draft_ids_.size());
   spec->counts[kVerifyDraftProbs] = static_cast<int64_t>(draft_probs_.size());
   spec->counts[kVerifySequences] = static_cast<int64_t>(sequences_.size());

@@ -35,7 +35,7 @@ enum VerifyOutput : size_t { kVerifyAccepted = kSampleOutputs, kVerifyOutputs };
 
 extern const engine::OpTraits kVerifyTraits;
 
-// VerifyRequest as it lies in the message.
+// VerifyRequest as it lies in the message; hidden states are not in its table.
 struct VerifyFields : SampleFields {
   Int32List sequence_rows;
   IdList drafts;
@@ -54,7 +54,7 @@ class VerifyCodec final : public OpCodec {
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   int64_t answer_bytes() const override;
   int64_t list_bytes() const override;
-  Payload payload() const override { return body_.payload(); }
+  Payload payload() const override { return body_.input().payload(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 

@@ -1,5 +1,7 @@
 #include "server/rpc/wire.h"
 
+#include <google/protobuf/stubs/common.h>
+
 #include <algorithm>
 #include <bit>
 #include <climits>
@@ -148,6 +150,18 @@ void CopyRange(Pieces pieces, const ByteRange& range, void* dst) {
   }
 }
 
+std::vector<Piece> PiecesOf(Pieces pieces, const ByteRange& range) {
+  std::vector<Piece> own;
+  size_t left = range.bytes;
+  size_t offset = range.offset;
+  for (size_t i = range.piece; left > 0; ++i, offset = 0) {
+    const size_t run = std::min(left, pieces[i].size() - offset);
+    own.push_back(pieces[i].subspan(offset, run));
+    left -= run;
+  }
+  return own;
+}
+
 namespace internal {
 
 absl::Status Malformed(std::string_view field, size_t offset) {
@@ -182,6 +196,22 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, bool* valu
   return outcome;
 }
 
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, double* value) {
+  if (type != WireType::kFixed64) return Outcome::kSkip;
+  return reader.Read(value, sizeof(*value)) ? Outcome::kRead : Outcome::kBad;
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::string* value) {
+  if (type != WireType::kLength) return Outcome::kSkip;
+  size_t length = 0;
+  if (!reader.ReadLength(&length)) return Outcome::kBad;
+  value->resize(length);
+  const bool good =
+      reader.Read(value->data(), length) &&
+      google::protobuf::internal::IsStructurallyValidUTF8(value->data(), static_cast<int>(length));
+  return good ? Outcome::kRead : Outcome::kBad;
+}
+
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list,
                   std::optional<int64_t>* value) {
   int64_t read = 0;
@@ -204,6 +234,19 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange*
   if (!reader.ReadLength(&length)) return Outcome::kBad;
   *value = reader.Here(length);
   return reader.Skip(length) ? Outcome::kRead : Outcome::kBad;
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Choice* value) {
+  return ReadValue(reader, type, max_list, &value->range);
+}
+
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Nested* value) {
+  ByteRange part;
+  const Outcome outcome = ReadValue(reader, type, max_list, &part);
+  if (outcome != Outcome::kRead) return outcome;
+  if (value->parts.size() == max_list) return Outcome::kTooLong;
+  value->parts.push_back(part);
+  return outcome;
 }
 
 namespace {

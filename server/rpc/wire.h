@@ -11,10 +11,14 @@
 #ifndef LOGITD_SERVER_RPC_WIRE_H_
 #define LOGITD_SERVER_RPC_WIRE_H_
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -49,20 +53,46 @@ using Int64List = absl::InlinedVector<int64_t, 4>;
 using IdList = std::vector<int32_t>;  // sfixed32
 using ValueList = std::vector<float>;
 
+// What a oneof of `bytes` holds: the fields share one member, and the last on the wire wins.
+struct Choice {
+  uint32_t number = 0;  // of the field; 0: none was there
+  ByteRange range;
+};
+
+// A message in the message: every occurrence of it, for a table of its own (ParseNested). No more
+// than rows are read.
+struct Nested {
+  absl::InlinedVector<ByteRange, 1> parts;
+};
+
 // One field of message M: where it goes decides what it is. int32_t, int64_t and bool are varints
 // (int32, int64, enum, bool); what is optional knows whether it was there.
 template <typename M>
 struct Field {
   uint32_t number;
   std::string_view name;
-  std::variant<int32_t M::*, int64_t M::*, bool M::*, std::optional<int64_t> M::*,
-               std::optional<float> M::*, ByteRange M::*, Int32List M::*, Int64List M::*,
-               Uint64List M::*, FloatList M::*, IdList M::*, ValueList M::*>
+  std::variant<int32_t M::*, int64_t M::*, bool M::*, double M::*, std::string M::*,
+               std::optional<int64_t> M::*, std::optional<float> M::*, ByteRange M::*, Choice M::*,
+               Nested M::*, Int32List M::*, Int64List M::*, Uint64List M::*, FloatList M::*,
+               IdList M::*, ValueList M::*>
       member;
 };
 
+// The fields of two tables of M.
+template <typename M, size_t A, size_t B>
+constexpr std::array<Field<M>, A + B> JoinTables(const std::array<Field<M>, A>& a,
+                                                 const std::array<Field<M>, B>& b) {
+  std::array<Field<M>, A + B> all = {};
+  std::copy(a.begin(), a.end(), all.begin());
+  std::copy(b.begin(), b.end(), all.begin() + A);
+  return all;
+}
+
 // Copies what lies at `range` to `dst`.
 void CopyRange(Pieces pieces, const ByteRange& range, void* dst);
+
+// What lies at `range`, as pieces of its own.
+std::vector<Piece> PiecesOf(Pieces pieces, const ByteRange& range);
 
 // A place in a message, moving forward. Errors are INVALID_ARGUMENT with the offset in the message.
 class WireReader {
@@ -122,10 +152,14 @@ enum class Outcome { kRead, kSkip, kBad, kTooLong };
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int32_t* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int64_t* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, bool* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, double* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::string* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list,
                   std::optional<int64_t>* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::optional<float>* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Choice* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Nested* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int64List* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Uint64List* value);
@@ -137,9 +171,10 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ValueList*
 
 // Fills `message` from `pieces`. Fields not in `fields` are skipped. INVALID_ARGUMENT naming the
 // field and the offset at which its occurrence starts, when the message is not valid protobuf.
+// `depth`: of groups in groups.
 template <typename M>
 absl::Status ParseMessage(Pieces pieces, absl::Span<const Field<M>> fields, size_t max_list,
-                          M* message) {
+                          M* message, int depth = internal::kMaxGroupDepth) {
   WireReader reader(pieces);
   while (reader.remaining() > 0) {
     const size_t start = reader.position();
@@ -153,18 +188,36 @@ absl::Status ParseMessage(Pieces pieces, absl::Span<const Field<M>> fields, size
       name = field.name;
       outcome = std::visit(
           [&](auto member) {
-            return internal::ReadValue(reader, internal::TypeOf(tag), max_list,
-                                       &(message->*member));
+            auto& value = message->*member;
+            const internal::Outcome read =
+                internal::ReadValue(reader, internal::TypeOf(tag), max_list, &value);
+            if constexpr (std::is_same_v<decltype(value), Choice&>) {
+              if (read == internal::Outcome::kRead) value.number = number;
+            }
+            return read;
           },
           field.member);
       break;
     }
     if (outcome == internal::Outcome::kSkip) {
-      outcome = reader.SkipValue(tag, internal::kMaxGroupDepth) ? internal::Outcome::kRead
-                                                                : internal::Outcome::kBad;
+      outcome = reader.SkipValue(tag, depth) ? internal::Outcome::kRead : internal::Outcome::kBad;
     }
     if (outcome == internal::Outcome::kTooLong) return internal::TooLong(name, max_list);
     if (outcome == internal::Outcome::kBad) return internal::Malformed(name, start);
+  }
+  return absl::OkStatus();
+}
+
+// Fills `message` from all occurrences of it in a message that was parsed from `pieces`, one over
+// the other. `fields` has no message in it.
+template <typename M>
+absl::Status ParseNested(Pieces pieces, const Nested& nested, absl::Span<const Field<M>> fields,
+                         size_t max_list, M* message) {
+  for (const ByteRange& part : nested.parts) {
+    const std::vector<Piece> own = PiecesOf(pieces, part);
+    absl::Status status =
+        ParseMessage<M>(own, fields, max_list, message, internal::kMaxGroupDepth - 1);
+    if (!status.ok()) return status;
   }
   return absl::OkStatus();
 }

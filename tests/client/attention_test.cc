@@ -22,8 +22,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
-#include "client/half.h"
 #include "client/tensor_file.h"
+#include "formats/half.h"
 #include "logitd/v1/attention.grpc.pb.h"
 #include "logitd/v1/server.grpc.pb.h"
 #include "tests/client/subprocess.h"
@@ -458,7 +458,7 @@ TEST_F(AttentionTest, LogitctlSoftmaxWritesWhatItWasAskedFor) {
 
 TEST_F(AttentionTest, LogitctlTakesBf16AndAddsAMask) {
   std::string data;
-  for (int i = 0; i < 4; ++i) data += LittleEndian(client::FloatToBF16(0), 2);
+  for (int i = 0; i < 4; ++i) data += LittleEndian(formats::FloatToBF16(0), 2);
   const std::string file = dir_.Write(
       "scores.safetensors",
       Safetensors(R"({"x":{"dtype":"BF16","shape":[2,1,2],"data_offsets":[0,8]}})", data));
@@ -481,7 +481,7 @@ TEST_F(AttentionTest, LogitctlTakesBf16AndAddsAMask) {
   for (size_t i = 0; i < 4; ++i) {
     uint16_t bits;
     std::memcpy(&bits, probs->bytes.data() + 2 * i, 2);
-    got.push_back(client::BF16ToFloat(bits));
+    got.push_back(formats::BF16ToFloat(bits));
   }
   EXPECT_THAT(got, ElementsAre(0.25f, 0.75f, 1, 0));
 }
@@ -522,7 +522,7 @@ TEST(AttentionUsageTest, BadUsageIs2AndSaysWhy) {
   const Case cases[] = {
       {{"softmax", "--scores", npy}, "--out is required"},
       {{"softmax", "--scores", row, "--out", out}, "has shape [2]; allowed: [queries,keys]"},
-      {{"softmax", "--scores", flags, "--out", out}, "dtype '|b1'; allowed: '<f4', '<f2'"},
+      {{"softmax", "--scores", flags, "--out", out}, "dtype '|b1'; allowed: <f4, <f2"},
       {{"softmax", "--scores", npy, "--out", dir.path("out.txt")}, "allowed: FILE.npy"},
       {{"softmax", "--scores", npy, "--out", out, "--out-dtype", "bf16"},
        "npy files have no bfloat16"},

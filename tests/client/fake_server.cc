@@ -10,7 +10,7 @@
 #include <numeric>
 #include <vector>
 
-#include "client/half.h"
+#include "formats/half.h"
 
 namespace logitd::testing {
 namespace {
@@ -26,8 +26,8 @@ std::vector<double> RowOf(const v1::TopKRequest& request, int64_t row) {
     } else {
       uint16_t bits;
       std::memcpy(&bits, request.logits().data() + 2 * element, 2);
-      out[i] =
-          request.dtype() == v1::DTYPE_BF16 ? client::BF16ToFloat(bits) : client::F16ToFloat(bits);
+      out[i] = request.dtype() == v1::DTYPE_BF16 ? formats::BF16ToFloat(bits)
+                                                 : formats::F16ToFloat(bits);
     }
   }
   return out;

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "client/half.h"
+#include "formats/half.h"
 #include "tests/client/test_model.h"
 
 namespace logitd::client {

@@ -14,8 +14,8 @@
 
 #include "absl/time/clock.h"
 #include "client/client.h"
-#include "client/half.h"
 #include "client/language_model.h"
+#include "formats/half.h"
 #include "logitd/v1/sampler.pb.h"
 #include "tests/client/fake_server.h"
 #include "tests/client/subprocess.h"
@@ -69,8 +69,8 @@ TEST_F(LogitdTest, AnswersAsTheDefinitionSays) {
     for (int i = 0; i < kRows * kVocab; ++i) {
       const float value = normal(random);
       if (dtype == v1::DTYPE_F32) bytes += BytesOf<float>({value});
-      if (dtype == v1::DTYPE_F16) bytes += LittleEndian(client::FloatToF16(value), 2);
-      if (dtype == v1::DTYPE_BF16) bytes += LittleEndian(client::FloatToBF16(value), 2);
+      if (dtype == v1::DTYPE_F16) bytes += LittleEndian(formats::FloatToF16(value), 2);
+      if (dtype == v1::DTYPE_BF16) bytes += LittleEndian(formats::FloatToBF16(value), 2);
     }
     const client::TopKRequest request = {.dtype = dtype,
                                          .rows = kRows,

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "client/half.h"
+#include "formats/half.h"
 #include "tests/client/test_files.h"
 
 namespace logitd::testing {
@@ -59,7 +59,7 @@ struct TinyModel {
       } else {
         for (float value : tensor.values) {
           data += LittleEndian(
-              dtype == "F16" ? client::FloatToF16(value) : client::FloatToBF16(value), 2);
+              dtype == "F16" ? formats::FloatToF16(value) : formats::FloatToBF16(value), 2);
         }
       }
       header[name] = {

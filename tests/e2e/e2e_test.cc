@@ -272,12 +272,12 @@ TEST_P(TransportTest, InfoHealthAndReflection) {
   EXPECT_EQ(info.limits().max_request_bytes(), 64 * kMiB);
   EXPECT_EQ(info.limits().max_vocab(), 1 << 20);
   EXPECT_EQ(info.limits().max_keys(), 1 << 20);
-  ASSERT_EQ(info.ops_size(), 8);
+  ASSERT_EQ(info.ops_size(), 15);
   EXPECT_EQ(info.ops(0).method(), "logitd.v1.Sampler/TopK");
 
   grpc::ByteBuffer answer;
-  for (const std::string service :
-       {"", "logitd.v1.Attention", "logitd.v1.Sampler", "logitd.v1.Server"}) {
+  for (const std::string service : {"", "logitd.v1.Attention", "logitd.v1.Heads",
+                                    "logitd.v1.Sampler", "logitd.v1.Scorer", "logitd.v1.Server"}) {
     const std::string request =
         service.empty()
             ? ""

@@ -118,6 +118,20 @@ class PythonClientTest(unittest.TestCase):
             for got, token in zip(response.logprobs, response.tokens):
                 self.assertAlmostEqual(got, math.log(probs[token]), delta=1e-5)
 
+    def test_losses_are_those_of_the_definition(self):
+        from logitd.v1 import scorer_pb2, scorer_pb2_grpc
+        probs = [0.5, 0.25, 0.25]
+        payload = struct.pack("<9f", *(math.log(p) for _ in range(3) for p in probs))
+        with grpc.insecure_channel(self.tcp) as channel:
+            response = scorer_pb2_grpc.ScorerStub(channel).Score(
+                scorer_pb2.ScoreRequest(dtype="DTYPE_F32", rows=3, vocab=3, logits=payload, targets=[0, -100, 2],
+                                        want_rank=True), timeout=30)
+        for got, want in zip(response.losses, [math.log(2), 0, math.log(4)]):
+            self.assertAlmostEqual(got, want, delta=1e-5)
+        self.assertEqual(list(response.ranks), [1, 0, 3])
+        self.assertEqual(response.totals.counted, 2)
+        self.assertAlmostEqual(response.totals.perplexity, math.sqrt(8), delta=1e-4)
+
     def test_errors_have_code_and_text(self):
         from logitd.v1 import sampler_pb2
         with self.assertRaises(grpc.RpcError) as caught:

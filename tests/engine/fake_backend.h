@@ -111,7 +111,7 @@ class FakeBackend final : public Backend {
 };
 
 // Holds its user to the order of Stream: uploads, ops, downloads, then Wait, also after an error;
-// anything else aborts.
+// anything else aborts. A Fill copies as late as a device may: when it is waited for.
 class FakeStream final : public Stream {
  public:
   explicit FakeStream(FakeBackend* backend) : backend_(backend) {}
@@ -127,8 +127,15 @@ class FakeStream final : public Stream {
   enum Phase { kIdle, kUploading, kComputing, kDownloading };
   void Enter(Phase phase);
 
+  struct Filled {
+    const std::byte* from;
+    std::byte* to;
+    size_t bytes;
+  };
+
   FakeBackend* const backend_;
   Phase phase_ = kIdle;
+  std::vector<Filled> fills_;
   size_t uploaded_bytes_ = 0;
 };
 

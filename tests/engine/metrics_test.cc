@@ -45,6 +45,8 @@ TEST(MetricsTest, EverySeriesIsThereFromTheStart) {
            "logitd_slabs_in_use 0\n",
            "logitd_slabs_kept 0\n",
            "logitd_draining 0\n",
+           "logitd_heads 0\n",
+           "logitd_head_bytes 0\n",
            "logitd_request_seconds_count{op=\"digest\"} 0\n",
            "logitd_batch_rows_count 0\n",
            "logitd_batch_queue_seconds_count 0\n",

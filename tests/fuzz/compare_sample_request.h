@@ -4,6 +4,8 @@
 #ifndef LOGITD_TESTS_FUZZ_COMPARE_SAMPLE_REQUEST_H_
 #define LOGITD_TESTS_FUZZ_COMPARE_SAMPLE_REQUEST_H_
 
+#include <google/protobuf/stubs/logging.h>
+
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -16,9 +18,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
+#include "server/rpc/input.h"
 #include "server/rpc/sample_codec.h"
 #include "server/rpc/verify_codec.h"
 #include "tests/fuzz/compare_topk_request.h"
+#include "tests/rpc/one_head.h"
 
 namespace logitd::rpc::testing {
 
@@ -60,7 +64,8 @@ void CompareShared(const Request& expected, const SampleFields& ours, FieldCompa
   compare->Note("dtype", ours.dtype == static_cast<int>(expected.dtype()));
   compare->Note("rows", ours.rows == expected.rows());
   compare->Note("vocab", ours.vocab == expected.vocab());
-  compare->Bytes("logits", expected.logits(), ours.logits);
+  compare->Note("input",
+                static_cast<int>(ours.input.number) == static_cast<int>(expected.input_case()));
   compare->List("seed", expected.seed(), ours.seed);
   compare->List("position", expected.position(), ours.position);
   compare->List("temperature", expected.temperature(), ours.temperature);
@@ -83,14 +88,25 @@ void CompareShared(const Request& expected, const SampleFields& ours, FieldCompa
   compare->List("allowed_tokens_mask", expected.allowed_tokens_mask(), ours.allowed_tokens_mask);
 }
 
+// Of requests that take hidden states.
+template <typename Request>
+void CompareHidden(const Request& expected, const InputFields& ours, FieldComparison* compare) {
+  compare->Note("head", ours.head == expected.head());
+  compare->Note("hidden_size", ours.hidden_size == expected.hidden_size());
+  compare->Bytes("input", expected.has_hidden() ? expected.hidden() : expected.logits(),
+                 ours.input.range);
+}
+
 inline void Compare(const v1::SampleRequest& expected, const SampleFields& ours,
                     FieldComparison* compare) {
   CompareShared(expected, ours, compare);
+  CompareHidden(expected, ours, compare);
 }
 
 inline void Compare(const v1::VerifyRequest& expected, const VerifyFields& ours,
                     FieldComparison* compare) {
   CompareShared(expected, ours, compare);
+  compare->Bytes("logits", expected.logits(), ours.input.range);
   compare->List("sequence_rows", expected.sequence_rows(), ours.sequence_rows);
   compare->List("drafts", expected.drafts(), ours.drafts);
   compare->List("draft_kind", expected.draft_kind(), ours.draft_kind);
@@ -99,17 +115,20 @@ inline void Compare(const v1::VerifyRequest& expected, const VerifyFields& ours,
   compare->Bytes("draft_probs", expected.draft_probs(), ours.draft_probs);
 }
 
-inline absl::Status ParseAll(Pieces pieces, SampleFields* fields) {
-  return ParseSampleFields(pieces, std::numeric_limits<size_t>::max(), fields);
-}
-inline absl::Status ParseAll(Pieces pieces, VerifyFields* fields) {
-  return ParseVerifyFields(pieces, std::numeric_limits<size_t>::max(), fields);
+template <typename Codec>
+Codec MakeCodec(const OneHead& head) {
+  if constexpr (std::is_constructible_v<Codec, FindHead>) {
+    return Codec(head.Find());
+  } else {
+    return Codec();
+  }
 }
 
 // Runs what a server would up to the op, into memory of exactly the size that the job asked for.
 template <typename Codec>
 void WriteEverything(Pieces pieces) {
-  Codec codec;
+  const OneHead head;
+  Codec codec = MakeCodec<Codec>(head);
   engine::JobSpec spec;
   if (!codec.Parse(pieces, /*max_rows=*/64, &spec).ok()) return;
   std::vector<std::unique_ptr<std::byte[]>> memory;
@@ -123,14 +142,16 @@ void WriteEverything(Pieces pieces) {
 }
 
 // Empty if the two agree on `bytes`, in one piece, byte by byte, and in two ways between.
-template <typename Request, typename Fields, typename Codec>
-std::string SampleDisagreement(std::string_view bytes) {
+template <typename Request, typename Codec, typename Fields>
+std::string SampleDisagreement(std::string_view bytes,
+                               absl::Status (*parse)(Pieces, size_t, Fields*)) {
+  const google::protobuf::LogSilencer silence;  // as in compare_topk_request.h
   Request expected;
   const bool expected_ok = expected.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
   for (size_t most : {bytes.size(), size_t{1}, size_t{3}, size_t{17}}) {
     const std::vector<Piece> pieces = Cut(bytes, most, static_cast<uint32_t>(bytes.size() + most));
     Fields fields;
-    const absl::Status status = ParseAll(pieces, &fields);
+    const absl::Status status = parse(pieces, std::numeric_limits<size_t>::max(), &fields);
     if (status.ok() != expected_ok) {
       return absl::StrCat("generated code ", expected_ok ? "accepts" : "refuses",
                           ", ours: ", status.ToString());
@@ -147,10 +168,10 @@ std::string SampleDisagreement(std::string_view bytes) {
 }
 
 inline std::string SampleRequestDisagreement(std::string_view bytes) {
-  return SampleDisagreement<v1::SampleRequest, SampleFields, SampleCodec>(bytes);
+  return SampleDisagreement<v1::SampleRequest, SampleCodec>(bytes, &ParseSampleFields);
 }
 inline std::string VerifyRequestDisagreement(std::string_view bytes) {
-  return SampleDisagreement<v1::VerifyRequest, VerifyFields, VerifyCodec>(bytes);
+  return SampleDisagreement<v1::VerifyRequest, VerifyCodec>(bytes, &ParseVerifyFields);
 }
 
 }  // namespace logitd::rpc::testing

@@ -3,6 +3,8 @@
 #ifndef LOGITD_TESTS_FUZZ_COMPARE_TOPK_REQUEST_H_
 #define LOGITD_TESTS_FUZZ_COMPARE_TOPK_REQUEST_H_
 
+#include <google/protobuf/stubs/logging.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstddef>
@@ -37,6 +39,7 @@ inline std::vector<Piece> Cut(std::string_view bytes, size_t most, uint32_t seed
 
 // Empty if the two agree on `bytes`, seen through `pieces`; otherwise what they disagree on.
 inline std::string Disagreement(std::string_view bytes, Pieces pieces) {
+  const google::protobuf::LogSilencer silence;  // generated code logs a head that is not UTF-8
   v1::TopKRequest expected;
   const bool expected_ok = expected.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
   TopKFields fields;
@@ -66,12 +69,20 @@ inline std::string Disagreement(std::string_view bytes, Pieces pieces) {
     return absl::StrCat("temperature of ", expected.temperature_size(), " values, ours of ",
                         fields.temperature.size());
   }
-  std::string logits(fields.logits.bytes, '\0');
+  if (fields.head != expected.head()) return absl::StrCat("head of ", expected.head().size());
+  if (fields.hidden_size != expected.hidden_size()) {
+    return absl::StrCat("hidden_size ", expected.hidden_size(), " ours ", fields.hidden_size);
+  }
+  if (static_cast<int>(fields.input.number) != static_cast<int>(expected.input_case())) {
+    return absl::StrCat("input ", expected.input_case(), " ours ", fields.input.number);
+  }
+  std::string input(fields.input.range.bytes, '\0');
   Copier(/*helpers=*/0)
-      .Copy(pieces, {.range = fields.logits, .rows = 1, .row_bytes = logits.size()},
-            reinterpret_cast<std::byte*>(logits.data()), logits.size());
-  if (logits != expected.logits()) {
-    return absl::StrCat("logits of ", expected.logits().size(), " bytes, ours of ", logits.size());
+      .Copy(pieces, {.range = fields.input.range, .rows = 1, .row_bytes = input.size()},
+            reinterpret_cast<std::byte*>(input.data()), input.size());
+  const std::string& sent = expected.has_hidden() ? expected.hidden() : expected.logits();
+  if (input != sent) {
+    return absl::StrCat("input of ", sent.size(), " bytes, ours of ", input.size());
   }
   return "";
 }

@@ -45,14 +45,6 @@ inline float ElementAt(DType dtype, const std::byte* from) {
   return dtype == DType::kF16 ? F16Value(half) : FloatOf(uint32_t{half} << 16);
 }
 
-// Nearest value of the type.
-inline float RoundedTo(DType dtype, double value) {
-  const auto single = static_cast<float>(value);
-  if (dtype == DType::kF32) return single;
-  const uint16_t half = dtype == DType::kF16 ? F16Bits(single) : Bf16Bits(single);
-  return dtype == DType::kF16 ? F16Value(half) : FloatOf(uint32_t{half} << 16);
-}
-
 // The answer to one row; the meaning of each field is AttentionSoftmaxArgs's.
 struct AttentionRowAnswer {
   RowStatus status;
@@ -114,11 +106,6 @@ inline AttentionRowAnswer ReferenceAttentionRow(const AttentionCall& call, int64
   for (double& p : answer.probs) p /= sum;
   answer.logsumexp = max == kInf ? double{kInf} : top + std::log(sum);
   return answer;
-}
-
-// Whether `got`, an element of the type, is what rounding makes of some number in want +- error.
-inline bool Agrees(DType dtype, float got, double want, double error) {
-  return got >= RoundedTo(dtype, want - error) && got <= RoundedTo(dtype, want + error);
 }
 
 inline std::string DescribeStatus(RowStatus got, RowStatus want) {

@@ -102,6 +102,66 @@ struct AttentionBackwardAnswer {
   std::vector<RowStatus> status;
 };
 
+// What a call of cross_entropy is given besides the logits.
+struct LossBatch {
+  std::vector<CrossEntropyRow> rows;
+  std::vector<int32_t> extra_ids;
+  int64_t top_entries = 0;
+  int64_t extra_entries = 0;
+  bool says_all_wanted = false;  // also where no row wants it; else arrays nobody wants are null
+};
+
+// What lies in memory after a call of cross_entropy, sentinels as in TopKAnswer.
+struct LossAnswer {
+  std::vector<float> loss;  // [rows]
+  std::vector<float> logsumexp;
+  std::vector<float> target_logprob;
+  std::vector<int32_t> rank;
+  std::vector<float> entropy;
+  std::vector<RowStatus> status;
+  std::vector<int32_t> top_ids;  // [top entries]
+  std::vector<float> top_logprobs;
+  std::vector<float> extra_logprobs;  // [extra entries]
+};
+
+// What a call of its backward is given.
+struct LossBackwardCall {
+  HostTensor logits;
+  std::vector<CrossEntropyRow> rows;
+  std::vector<float> logsumexp;
+  std::vector<float> upstream;
+  HostTensor d_logits;  // its stride and offset; what it holds shows where not written
+  bool in_place = false;
+};
+
+// A head in host memory.
+struct HostHead {
+  HostTensor weight;
+  std::vector<float> bias;  // empty: none
+  std::vector<float> norm;  // empty: none
+  float norm_epsilon = 0;
+  float scale = 1;
+  float softcap = 0;
+};
+
+// What a call of linear_cross_entropy's backward is given.
+struct LinearBackwardCall {
+  HostTensor hidden;
+  HostHead head;
+  std::vector<CrossEntropyRow> rows;
+  std::vector<float> logsumexp;
+  std::vector<float> upstream;
+  HostTensor d_hidden;  // types and strides; what they hold shows where not written
+  HostTensor d_weight;
+  bool want_d_bias = true;
+};
+
+struct LinearBackwardAnswer {
+  HostTensor d_hidden;
+  HostTensor d_weight;
+  std::vector<float> d_bias;
+};
+
 class OpRunner {
  public:
   // Fails with the backend's own status. `backend` outlives the runner.
@@ -121,49 +181,118 @@ class OpRunner {
                                          absl::Span<const SoftmaxTopKRow> rows, int64_t entries) {
     Layout layout;
     const size_t at_logits = layout.Add(logits.bytes().size());
-    const size_t at_rows = layout.Add(rows.size() * sizeof(SoftmaxTopKRow));
-    const size_t at_indices = layout.Add(entries * sizeof(int32_t));
-    const size_t at_probs = layout.Add(entries * sizeof(float));
-    const size_t at_logsumexp = layout.Add(rows.size() * sizeof(float));
-    const size_t at_status = layout.Add(rows.size() * sizeof(RowStatus));
+    const TopKPlaces at = Place(layout, rows, entries);
     LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
-
-    TopKAnswer answer;
-    answer.indices.assign(entries, TopKAnswer::kUnwrittenIndex);
-    answer.probs.assign(entries, TopKAnswer::kUnwrittenFloat);
-    answer.logsumexp.assign(rows.size(), TopKAnswer::kUnwrittenFloat);
-    answer.status.assign(rows.size(), {RowCode::kOk, TopKAnswer::kUnwrittenIndex});
     Put(at_logits, logits.bytes());
-    Put(at_rows, rows);
-    Put(at_indices, absl::MakeConstSpan(answer.indices));
-    Put(at_probs, absl::MakeConstSpan(answer.probs));
-    Put(at_logsumexp, absl::MakeConstSpan(answer.logsumexp));
-    Put(at_status, absl::MakeConstSpan(answer.status));
-
-    SoftmaxTopKArgs args;
-    args.logits = {.data = slab_.device + at_logits + logits.offset_bytes(),
-                   .dtype = logits.dtype(),
-                   .rows = logits.rows(),
-                   .cols = logits.cols(),
-                   .row_stride = logits.row_stride()};
-    args.rows = reinterpret_cast<const SoftmaxTopKRow*>(slab_.device + at_rows);
-    for (const SoftmaxTopKRow& row : rows) args.max_k = std::max(args.max_k, row.k);
-    args.indices = reinterpret_cast<int32_t*>(slab_.device + at_indices);
-    args.probs = reinterpret_cast<float*>(slab_.device + at_probs);
-    args.logsumexp = reinterpret_cast<float*>(slab_.device + at_logsumexp);
-    args.status = reinterpret_cast<RowStatus*>(slab_.device + at_status);
-
+    TopKAnswer answer = Put(at, rows, entries);
+    SoftmaxTopKArgs args = ArgsAt(at, rows);
+    args.logits = ViewAt(at_logits, logits);
     LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
     LOGITD_RETURN_IF_ERROR(stream_->SoftmaxTopK(args));
-    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_indices, layout.bytes - at_indices));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.indices, layout.bytes - at.indices));
     auto times = stream_->Wait();
     if (!times.ok()) return times.status();
     answer.times = *times;
+    Fetch(at, answer);
+    return answer;
+  }
 
-    Fetch(at_indices, answer.indices);
-    Fetch(at_probs, answer.probs);
-    Fetch(at_logsumexp, answer.logsumexp);
-    Fetch(at_status, answer.status);
+  // One call of linear_topk.
+  absl::StatusOr<TopKAnswer> LinearTopK(const HostTensor& hidden, const HostHead& head,
+                                        absl::Span<const SoftmaxTopKRow> rows, int64_t entries) {
+    Layout layout;
+    const HeadPlaces at_head = Place(layout, hidden, head);
+    const TopKPlaces at = Place(layout, rows, entries);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    Put(at_head, hidden, head);
+    TopKAnswer answer = Put(at, rows, entries);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->LinearTopK({.hidden = ViewAt(at_head.hidden, hidden),
+                                                .head = HeadAt(at_head, head),
+                                                .topk = ArgsAt(at, rows)}));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.indices, layout.bytes - at.indices));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of linear_sample.
+  absl::StatusOr<SampleAnswer> LinearSample(const HostTensor& hidden, const HostHead& head,
+                                            const SampleBatch& batch) {
+    const HostTensor no_logits(DType::kF32, 1, 1, 1, 0);
+    Layout layout;
+    const HeadPlaces at_head = Place(layout, hidden, head);
+    const SamplePlaces at = Place(layout, no_logits, batch);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    Put(at_head, hidden, head);
+    SampleAnswer answer = Put(at, no_logits, batch);
+    LinearSampleArgs args{.hidden = ViewAt(at_head.hidden, hidden),
+                          .head = HeadAt(at_head, head),
+                          .sample = ArgsAt(at, no_logits, batch)};
+    args.sample.logits = {};
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->LinearSample(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.tokens, layout.bytes - at.tokens));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of linear_cross_entropy.
+  absl::StatusOr<LossAnswer> LinearCrossEntropy(const HostTensor& hidden, const HostHead& head,
+                                                const LossBatch& batch) {
+    Layout layout;
+    const HeadPlaces at_head = Place(layout, hidden, head);
+    const LossPlaces at = Place(layout, batch);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    Put(at_head, hidden, head);
+    LossAnswer answer = Put(at, batch);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropy({.hidden = ViewAt(at_head.hidden, hidden),
+                                                        .head = HeadAt(at_head, head),
+                                                        .cross_entropy = ArgsAt(at, batch)}));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.loss, layout.bytes - at.loss));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of its backward.
+  absl::StatusOr<LinearBackwardAnswer> LinearCrossEntropyBackward(const LinearBackwardCall& call) {
+    const auto vocab = static_cast<size_t>(call.head.weight.rows());
+    Layout layout;
+    const HeadPlaces at_head = Place(layout, call.hidden, call.head);
+    const size_t at_rows = layout.Add(call.rows.size() * sizeof(CrossEntropyRow));
+    const size_t at_logsumexp = layout.Add(call.logsumexp.size() * sizeof(float));
+    const size_t at_upstream = layout.Add(call.upstream.size() * sizeof(float));
+    const size_t at_d_hidden = layout.Add(call.d_hidden.bytes().size());
+    const size_t at_d_weight = layout.Add(call.d_weight.bytes().size());
+    const size_t at_d_bias = layout.Add(vocab * sizeof(float));
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    LinearBackwardAnswer answer{.d_hidden = call.d_hidden, .d_weight = call.d_weight};
+    answer.d_bias.assign(vocab, TopKAnswer::kUnwrittenFloat);
+    Put(at_head, call.hidden, call.head);
+    Put(at_rows, absl::MakeConstSpan(call.rows));
+    Put(at_logsumexp, absl::MakeConstSpan(call.logsumexp));
+    Put(at_upstream, absl::MakeConstSpan(call.upstream));
+    Put(at_d_hidden, answer.d_hidden.bytes());
+    Put(at_d_weight, answer.d_weight.bytes());
+    Put(at_d_bias, absl::MakeConstSpan(answer.d_bias));
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackward(
+        {.hidden = ViewAt(at_head.hidden, call.hidden),
+         .head = HeadAt(at_head, call.head),
+         .rows = At<const CrossEntropyRow>(at_rows),
+         .logsumexp = At<const float>(at_logsumexp),
+         .upstream = At<const float>(at_upstream),
+         .d_hidden = MutableViewAt(at_d_hidden, answer.d_hidden),
+         .d_weight = MutableViewAt(at_d_weight, answer.d_weight),
+         .d_bias = call.want_d_bias ? At<float>(at_d_bias) : nullptr}));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_d_hidden, layout.bytes - at_d_hidden));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at_d_hidden, answer.d_hidden.mutable_bytes());
+    Fetch(at_d_weight, answer.d_weight.mutable_bytes());
+    Fetch(at_d_bias, answer.d_bias);
     return answer;
   }
 
@@ -214,6 +343,52 @@ class OpRunner {
     Fetch(at, answer.rows);
     Fetch(at_accepted, answer.accepted);
     return answer;
+  }
+
+  // One call of cross_entropy.
+  absl::StatusOr<LossAnswer> CrossEntropy(const HostTensor& logits, const LossBatch& batch) {
+    Layout layout;
+    const size_t at_logits = layout.Add(logits.bytes().size());
+    const LossPlaces at = Place(layout, batch);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    LossAnswer answer = Put(at, batch);
+    Put(at_logits, logits.bytes());
+    CrossEntropyArgs args = ArgsAt(at, batch);
+    args.logits = ViewAt(at_logits, logits);
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->CrossEntropy(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.loss, layout.bytes - at.loss));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of its backward. Returns d_logits.
+  absl::StatusOr<HostTensor> CrossEntropyBackward(const LossBackwardCall& call) {
+    Layout layout;
+    const size_t at_rows = layout.Add(call.rows.size() * sizeof(CrossEntropyRow));
+    const size_t at_logsumexp = layout.Add(call.logsumexp.size() * sizeof(float));
+    const size_t at_upstream = layout.Add(call.upstream.size() * sizeof(float));
+    const size_t at_logits = layout.Add(call.logits.bytes().size());
+    const size_t at_gradient = call.in_place ? at_logits : layout.Add(call.d_logits.bytes().size());
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    HostTensor gradient = call.in_place ? call.logits : call.d_logits;
+    Put(at_rows, absl::MakeConstSpan(call.rows));
+    Put(at_logsumexp, absl::MakeConstSpan(call.logsumexp));
+    Put(at_upstream, absl::MakeConstSpan(call.upstream));
+    Put(at_logits, call.logits.bytes());
+    Put(at_gradient, gradient.bytes());
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(
+        stream_->CrossEntropyBackward({.logits = ViewAt(at_logits, call.logits),
+                                       .rows = At<const CrossEntropyRow>(at_rows),
+                                       .logsumexp = At<const float>(at_logsumexp),
+                                       .upstream = At<const float>(at_upstream),
+                                       .d_logits = MutableViewAt(at_gradient, gradient)}));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_gradient, layout.bytes - at_gradient));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at_gradient, gradient.mutable_bytes());
+    return gradient;
   }
 
   // One call of attention_softmax.
@@ -317,6 +492,83 @@ class OpRunner {
     }
   };
 
+  // Where the arguments and answers of softmax_topk, the logits apart, lie in the slab; answers
+  // last.
+  struct TopKPlaces {
+    size_t rows;
+    size_t indices, probs, logsumexp, status;
+  };
+
+  static TopKPlaces Place(Layout& layout, absl::Span<const SoftmaxTopKRow> rows, int64_t entries) {
+    return {.rows = layout.Add(rows.size() * sizeof(SoftmaxTopKRow)),
+            .indices = layout.Add(entries * sizeof(int32_t)),
+            .probs = layout.Add(entries * sizeof(float)),
+            .logsumexp = layout.Add(rows.size() * sizeof(float)),
+            .status = layout.Add(rows.size() * sizeof(RowStatus))};
+  }
+
+  // Returns the sentinels that lie where the answers will.
+  TopKAnswer Put(const TopKPlaces& at, absl::Span<const SoftmaxTopKRow> rows, int64_t entries) {
+    TopKAnswer answer;
+    answer.indices.assign(entries, TopKAnswer::kUnwrittenIndex);
+    answer.probs.assign(entries, TopKAnswer::kUnwrittenFloat);
+    answer.logsumexp.assign(rows.size(), TopKAnswer::kUnwrittenFloat);
+    answer.status.assign(rows.size(), {RowCode::kOk, TopKAnswer::kUnwrittenIndex});
+    Put(at.rows, rows);
+    Put(at.indices, absl::MakeConstSpan(answer.indices));
+    Put(at.probs, absl::MakeConstSpan(answer.probs));
+    Put(at.logsumexp, absl::MakeConstSpan(answer.logsumexp));
+    Put(at.status, absl::MakeConstSpan(answer.status));
+    return answer;
+  }
+
+  // All but the logits.
+  SoftmaxTopKArgs ArgsAt(const TopKPlaces& at, absl::Span<const SoftmaxTopKRow> rows) const {
+    SoftmaxTopKArgs args;
+    args.rows = At<const SoftmaxTopKRow>(at.rows);
+    for (const SoftmaxTopKRow& row : rows) args.max_k = std::max(args.max_k, row.k);
+    args.indices = At<int32_t>(at.indices);
+    args.probs = At<float>(at.probs);
+    args.logsumexp = At<float>(at.logsumexp);
+    args.status = At<RowStatus>(at.status);
+    return args;
+  }
+
+  void Fetch(const TopKPlaces& at, TopKAnswer& answer) {
+    Fetch(at.indices, answer.indices);
+    Fetch(at.probs, answer.probs);
+    Fetch(at.logsumexp, answer.logsumexp);
+    Fetch(at.status, answer.status);
+  }
+
+  // Where hidden states and their head lie.
+  struct HeadPlaces {
+    size_t hidden, weight, bias, norm;
+  };
+
+  static HeadPlaces Place(Layout& layout, const HostTensor& hidden, const HostHead& head) {
+    return {.hidden = layout.Add(hidden.bytes().size()),
+            .weight = layout.Add(head.weight.bytes().size()),
+            .bias = layout.Add(head.bias.size() * sizeof(float)),
+            .norm = layout.Add(head.norm.size() * sizeof(float))};
+  }
+
+  void Put(const HeadPlaces& at, const HostTensor& hidden, const HostHead& head) {
+    Put(at.hidden, hidden.bytes());
+    Put(at.weight, head.weight.bytes());
+    Put(at.bias, absl::MakeConstSpan(head.bias));
+    Put(at.norm, absl::MakeConstSpan(head.norm));
+  }
+
+  HeadView HeadAt(const HeadPlaces& at, const HostHead& head) const {
+    return {.weight = ViewAt(at.weight, head.weight),
+            .bias = head.bias.empty() ? nullptr : At<const float>(at.bias),
+            .norm = head.norm.empty() ? nullptr : At<const float>(at.norm),
+            .norm_epsilon = head.norm_epsilon,
+            .scale = head.scale,
+            .softcap = head.softcap};
+  }
+
   // Where the arguments and answers of sample lie in the slab; answers last.
   struct SamplePlaces {
     size_t logits, rows, history, bias, extra_ids, mask_words;
@@ -401,6 +653,99 @@ class OpRunner {
     Fetch(at.logprobs, answer.logprobs);
     Fetch(at.ranks, answer.ranks);
     Fetch(at.logsumexp, answer.logsumexp);
+    Fetch(at.status, answer.status);
+    Fetch(at.top_ids, answer.top_ids);
+    Fetch(at.top_logprobs, answer.top_logprobs);
+    Fetch(at.extra_logprobs, answer.extra_logprobs);
+  }
+
+  // Where the arguments and answers of cross_entropy, the logits apart, lie in the slab; answers
+  // last.
+  struct LossPlaces {
+    size_t rows, extra_ids;
+    size_t loss, logsumexp, target_logprob, rank, entropy, status;
+    size_t top_ids, top_logprobs, extra_logprobs;
+  };
+
+  static LossPlaces Place(Layout& layout, const LossBatch& batch) {
+    const size_t rows = batch.rows.size();
+    return {.rows = layout.Add(rows * sizeof(CrossEntropyRow)),
+            .extra_ids = layout.Add(batch.extra_ids.size() * sizeof(int32_t)),
+            .loss = layout.Add(rows * sizeof(float)),
+            .logsumexp = layout.Add(rows * sizeof(float)),
+            .target_logprob = layout.Add(rows * sizeof(float)),
+            .rank = layout.Add(rows * sizeof(int32_t)),
+            .entropy = layout.Add(rows * sizeof(float)),
+            .status = layout.Add(rows * sizeof(RowStatus)),
+            .top_ids = layout.Add(batch.top_entries * sizeof(int32_t)),
+            .top_logprobs = layout.Add(batch.top_entries * sizeof(float)),
+            .extra_logprobs = layout.Add(batch.extra_entries * sizeof(float))};
+  }
+
+  // Returns the sentinels that lie where the answers will.
+  LossAnswer Put(const LossPlaces& at, const LossBatch& batch) {
+    const size_t rows = batch.rows.size();
+    constexpr int32_t kIndex = TopKAnswer::kUnwrittenIndex;
+    constexpr float kFloat = TopKAnswer::kUnwrittenFloat;
+    LossAnswer answer;
+    answer.loss.assign(rows, kFloat);
+    answer.logsumexp.assign(rows, kFloat);
+    answer.target_logprob.assign(rows, kFloat);
+    answer.rank.assign(rows, kIndex);
+    answer.entropy.assign(rows, kFloat);
+    answer.status.assign(rows, {RowCode::kOk, kIndex});
+    answer.top_ids.assign(batch.top_entries, kIndex);
+    answer.top_logprobs.assign(batch.top_entries, kFloat);
+    answer.extra_logprobs.assign(batch.extra_entries, kFloat);
+    Put(at.rows, absl::MakeConstSpan(batch.rows));
+    Put(at.extra_ids, absl::MakeConstSpan(batch.extra_ids));
+    Put(at.loss, absl::MakeConstSpan(answer.loss));
+    Put(at.logsumexp, absl::MakeConstSpan(answer.logsumexp));
+    Put(at.target_logprob, absl::MakeConstSpan(answer.target_logprob));
+    Put(at.rank, absl::MakeConstSpan(answer.rank));
+    Put(at.entropy, absl::MakeConstSpan(answer.entropy));
+    Put(at.status, absl::MakeConstSpan(answer.status));
+    Put(at.top_ids, absl::MakeConstSpan(answer.top_ids));
+    Put(at.top_logprobs, absl::MakeConstSpan(answer.top_logprobs));
+    Put(at.extra_logprobs, absl::MakeConstSpan(answer.extra_logprobs));
+    return answer;
+  }
+
+  // All but the logits.
+  CrossEntropyArgs ArgsAt(const LossPlaces& at, const LossBatch& batch) const {
+    int32_t want = 0, max_top = 0;
+    for (const CrossEntropyRow& row : batch.rows) {
+      want |= row.want;
+      max_top = std::max(max_top, row.top_logprobs);
+    }
+    CrossEntropyArgs args;
+    args.rows = At<const CrossEntropyRow>(at.rows);
+    args.extra_ids = batch.extra_ids.empty() ? nullptr : At<const int32_t>(at.extra_ids);
+    CrossEntropyAnswers& to = args.answers;
+    to.loss = At<float>(at.loss);
+    to.logsumexp = At<float>(at.logsumexp);
+    to.target_logprob = At<float>(at.target_logprob);
+    to.status = At<RowStatus>(at.status);
+    if (!batch.says_all_wanted) {
+      args.want = want;
+      args.max_top_logprobs = max_top;
+    }
+    if ((args.want & kWantRank) != 0) to.rank = At<int32_t>(at.rank);
+    if ((args.want & kWantEntropy) != 0) to.entropy = At<float>(at.entropy);
+    if (batch.top_entries > 0) {
+      to.top_ids = At<int32_t>(at.top_ids);
+      to.top_logprobs = At<float>(at.top_logprobs);
+    }
+    if (batch.extra_entries > 0) to.extra_logprobs = At<float>(at.extra_logprobs);
+    return args;
+  }
+
+  void Fetch(const LossPlaces& at, LossAnswer& answer) {
+    Fetch(at.loss, answer.loss);
+    Fetch(at.logsumexp, answer.logsumexp);
+    Fetch(at.target_logprob, answer.target_logprob);
+    Fetch(at.rank, answer.rank);
+    Fetch(at.entropy, answer.entropy);
     Fetch(at.status, answer.status);
     Fetch(at.top_ids, answer.top_ids);
     Fetch(at.top_logprobs, answer.top_logprobs);

@@ -63,6 +63,19 @@ inline float F16Value(uint16_t bits) {
   return sign * std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
 }
 
+// Nearest value of the type.
+inline float RoundedTo(DType dtype, double value) {
+  const auto single = static_cast<float>(value);
+  if (dtype == DType::kF32) return single;
+  const uint16_t half = dtype == DType::kF16 ? F16Bits(single) : Bf16Bits(single);
+  return dtype == DType::kF16 ? F16Value(half) : FloatOf(uint32_t{half} << 16);
+}
+
+// Whether `got`, an element of the type, is what rounding makes of some number in want +- error.
+inline bool Agrees(DType dtype, float got, double want, double error) {
+  return got >= RoundedTo(dtype, want - error) && got <= RoundedTo(dtype, want + error);
+}
+
 // A [rows, cols] tensor in memory of its own. Element (r, c) lies `offset + r * row_stride + c`
 // elements behind an aligned address; all else is filled with NaN, so that a kernel that reads what
 // is not its row is found out.

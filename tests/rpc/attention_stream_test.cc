@@ -112,8 +112,9 @@ class AttentionStreamTest : public ::testing::Test {
                                          &metrics_, [](const absl::Status&) { FAIL(); });
     EXPECT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
-    auto server = RpcServer::Start({.listen = {"127.0.0.1:0"}, .max_request_bytes = kMaxMessage},
-                                   backend_.device(), &admission_, engine_.get(), &metrics_);
+    auto server =
+        RpcServer::Start({.listen = {"127.0.0.1:0"}, .max_request_bytes = kMaxMessage},
+                         backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     stub_ = v1::Attention::NewStub(
@@ -147,6 +148,7 @@ class AttentionStreamTest : public ::testing::Test {
 
   HeldBackend backend_;
   engine::Metrics metrics_{{}};
+  engine::Heads heads_{&backend_, &metrics_};
   engine::Admission admission_{{.max_request_bytes = kMaxMessage, .max_held_bytes = 64 << 20},
                                &metrics_};
   std::unique_ptr<engine::Engine> engine_;

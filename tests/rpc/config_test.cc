@@ -60,6 +60,33 @@ TEST(ConfigTest, SizesAndDurationsTakeUnits) {
   EXPECT_EQ(r.config.drain_grace, absl::ZeroDuration());
 }
 
+TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
+  const Result r = Parse({"--head", "a=/m/a", "--head=b=/m/x,y=z,norm,vocab=100", "--head",
+                          "c=/m/norm,vocab=7,norm", "--head-root=/tmp"});
+  ASSERT_FALSE(r.exit_code.has_value()) << r.err;
+  ASSERT_EQ(r.config.heads.size(), 3u);
+  EXPECT_EQ(r.config.heads[0].name, "a");
+  EXPECT_EQ(r.config.heads[0].path, "/m/a");
+  EXPECT_EQ(r.config.heads[0].vocab, 0);
+  EXPECT_FALSE(r.config.heads[0].final_norm);
+  EXPECT_EQ(r.config.heads[1].path, "/m/x,y=z");  // a comma and an = of its own
+  EXPECT_EQ(r.config.heads[1].vocab, 100);
+  EXPECT_TRUE(r.config.heads[1].final_norm);
+  EXPECT_EQ(r.config.heads[2].path, "/m/norm");
+  EXPECT_EQ(r.config.heads[2].vocab, 7);
+  EXPECT_EQ(r.config.head_root, "/tmp");
+}
+
+TEST(ConfigTest, HeadsOfTheEnvironmentAreApartBySemicolons) {
+  setenv("LOGITD_HEAD", "a=/m/a,norm;b=/m/b", 1);
+  const Result r = Parse({});
+  unsetenv("LOGITD_HEAD");
+  ASSERT_EQ(r.config.heads.size(), 2u) << r.err;
+  EXPECT_EQ(r.config.heads[0].path, "/m/a");
+  EXPECT_TRUE(r.config.heads[0].final_norm);
+  EXPECT_EQ(r.config.heads[1].name, "b");
+}
+
 TEST(ConfigTest, EnvironmentStandsInForFlagsAndFlagsWin) {
   setenv("LOGITD_SLAB_BYTES", "256MiB", 1);
   setenv("LOGITD_LISTEN", "127.0.0.1:1,unix:/tmp/s", 1);
@@ -113,6 +140,12 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"batch_rows_0", {"--max-batch-rows=0"}, "--max-batch-rows"},
         Bad{"negative_duration", {"--drain-grace=-1s"}, "--drain-grace"},
         Bad{"receive_timeout_0", {"--receive-timeout=0"}, "--receive-timeout"},
+        Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed: NAME=PATH"},
+        Bad{"head_without_name", {"--head==/m"}, "allowed: NAME=PATH[,vocab=N][,norm]"},
+        Bad{"head_of_options_alone", {"--head=a=,norm"}, "allowed: NAME=PATH"},
+        Bad{"head_vocab_0", {"--head=a=/m,vocab=0"}, "allowed: a vocab of 1 to 1048576"},
+        Bad{"head_vocab_word", {"--head=a=/m,vocab=all"}, "allowed: a vocab of 1 to 1048576"},
+        Bad{"head_root_missing", {"--head-root=/nowhere/at/all"}, "--head-root"},
         Bad{"log_level", {"--log-level=loud"}, "--log-level"},
         Bad{"not_a_flag", {"--listen-on=1"}, "--listen-on"}),
     [](const auto& info) { return info.param.name; });

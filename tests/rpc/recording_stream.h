@@ -21,6 +21,12 @@ class RecordingStream final : public Stream {
   absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
     return Keep(args);
   }
+  absl::Status CrossEntropy(const CrossEntropyArgs& args) override { return Keep(args); }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override { return Keep(args); }
+  absl::Status LinearSample(const LinearSampleArgs& args) override { return Keep(args); }
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    return Keep(args);
+  }
   absl::StatusOr<StreamTimes> Wait() override { return StreamTimes(); }
 
   // Throws where another op was run.
@@ -37,7 +43,8 @@ class RecordingStream final : public Stream {
   }
 
   std::variant<SoftmaxTopKArgs, SampleArgs, VerifyArgs, AttentionSoftmaxArgs,
-               AttentionSoftmaxBackwardArgs>
+               AttentionSoftmaxBackwardArgs, CrossEntropyArgs, LinearTopKArgs, LinearSampleArgs,
+               LinearCrossEntropyArgs>
       last_;
 };
 

@@ -15,6 +15,8 @@
 #include "logitd/v1/sampler.pb.h"
 #include "server/rpc/verify_codec.h"
 #include "tests/fuzz/compare_sample_request.h"
+#include "tests/rpc/one_head.h"
+#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -58,7 +60,8 @@ struct ParsedAs {
 
   std::string bytes;
   Piece piece;
-  Codec codec;
+  testing::OneHead heads;
+  Codec codec = testing::MakeCodec<Codec>(heads);
   engine::JobSpec spec;
   absl::Status status;
 };
@@ -130,6 +133,58 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[1].first_top_entry, 102);
   EXPECT_EQ(rows[1].top_logprobs, 3);
   EXPECT_EQ(rows[1].logprob_mode, LogprobMode::kProcessed);
+}
+
+TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
+  v1::SampleRequest request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(2);
+  request.set_head("h");
+  request.set_hidden_size(2);
+  request.set_hidden(std::string(16, '\1'));
+  request.add_seed(5);
+  request.add_top_k(3);  // of the head's 3 tokens
+  request.set_allowed_tokens(std::string("\x05\0\0\0", 4));
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &kLinearSampleTraits);
+  EXPECT_EQ(p.spec.key.row_elements, 2);
+  EXPECT_EQ(p.spec.key.head, p.heads.watch().lock().get());
+  EXPECT_EQ(p.codec.payload().row_bytes, 8u);
+  const auto arrays = p.Inputs();
+  EXPECT_EQ(As<SampleRow>(arrays[kSampleInRows])[1].seed, 5u);
+  EXPECT_THAT(As<uint32_t>(arrays[kSampleInMaskWords]), ElementsAre(5u));
+
+  request.set_top_k(0, 4);
+  EXPECT_THAT(std::string(Parsed(request).status.message()),
+              HasSubstr("top_k: got 4 at row 0, allowed 0..3"));
+  request.set_head("other");
+  EXPECT_EQ(Parsed(request).status.code(), absl::StatusCode::kNotFound);
+}
+
+TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
+  alignas(16) std::byte memory[64];
+  const std::vector<std::byte*> inputs(kSampleInputs, memory);
+  const std::vector<std::byte*> outputs(kSampleOutputs, memory + 16);
+  const HeadView head = {.weight = {.rows = 7, .cols = 5}};
+  RecordingStream stream;
+  ASSERT_TRUE(kLinearSampleTraits
+                  .enqueue(stream, {.dtype = DType::kF32,
+                                    .counts = {3},
+                                    .row_elements = 5,
+                                    .row_stride = 32,
+                                    .payload = memory + 48,
+                                    .inputs = inputs,
+                                    .outputs = outputs,
+                                    .head = &head})
+                  .ok());
+  const auto& last = stream.last<LinearSampleArgs>();
+  EXPECT_EQ(last.hidden.data, memory + 48);
+  EXPECT_EQ(last.hidden.rows, 3);
+  EXPECT_EQ(last.hidden.cols, 5);
+  EXPECT_EQ(last.head.vocab(), 7);
+  EXPECT_EQ(static_cast<const void*>(last.sample.tokens), memory + 16);
+  EXPECT_FALSE(last.sample.edited);
 }
 
 v1::SampleRequest WithLists() {
@@ -261,7 +316,7 @@ TEST(SampleCodecTest, ASharedListCountsForEveryRow) {
 
 TEST(SampleCodecTest, MoreRowsThanABatchAreRefusedBeforeTheyCostMemory) {
   EXPECT_THAT(std::string(Parsed(Plain<v1::SampleRequest>(101, 1)).status.message()),
-              HasSubstr("rows: 101, allowed 1..100"));
+              HasSubstr("rows: got 101, allowed 1..100"));
 }
 
 template <typename T>

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "logitd/v1/sampler.pb.h"
+#include "tests/rpc/one_head.h"
 #include "tests/rpc/recording_stream.h"
 
 namespace logitd::rpc {
@@ -43,7 +44,8 @@ struct Parsed {
 
   std::string bytes;
   Piece piece;
-  TopKCodec codec;
+  testing::OneHead heads;
+  TopKCodec codec{heads.Find()};
   engine::JobSpec spec;
   absl::Status status;
 };
@@ -98,6 +100,110 @@ TEST(TopKCodecTest, PayloadReachesItsStride) {
   EXPECT_EQ(std::string(slab.data() + 12, 4), "....");
   EXPECT_EQ(std::string(slab.data() + 16, 12), request.logits().substr(12));
 }
+
+// Two rows of hidden states for the head of one_head.h.
+v1::TopKRequest HiddenRequest() {
+  v1::TopKRequest request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(2);
+  request.set_head("h");
+  request.set_hidden_size(2);
+  request.set_hidden(std::string("0123456789abcdef"));
+  request.add_k(3);
+  return request;
+}
+
+TEST(TopKCodecTest, HiddenStatesAreAJobOfTheirHead) {
+  Parsed p(HiddenRequest());
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &kLinearTopKTraits);
+  EXPECT_EQ(&p.codec.op(), &kLinearTopKTraits);
+  EXPECT_EQ(p.spec.key.row_elements, 2);
+  EXPECT_EQ(p.spec.key.head, p.heads.watch().lock().get());
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 6}));
+  EXPECT_EQ(p.codec.payload().row_bytes, 8u);
+  EXPECT_EQ(p.codec.payload().range.bytes, 16u);
+}
+
+TEST(TopKCodecTest, RequestsOfOneHeadShareABatchAndThoseOfLogitsDoNot) {
+  testing::OneHead heads;
+  const auto key = [&](const v1::TopKRequest& request) {
+    TopKCodec codec(heads.Find());
+    engine::JobSpec spec;
+    const std::string bytes = request.SerializeAsString();
+    const Piece piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size());
+    EXPECT_TRUE(codec.Parse(Pieces(&piece, 1), kMaxRows, &spec).ok());
+    return spec.key;
+  };
+  v1::TopKRequest other = HiddenRequest();
+  other.set_rows(1);
+  other.set_hidden("01234567");
+  other.set_vocab(3);  // it may be said
+  EXPECT_EQ(key(HiddenRequest()), key(other));
+  EXPECT_FALSE(key(HiddenRequest()) == key(Request(2, 2, {1})));
+}
+
+TEST(TopKCodecTest, AnUnloadedHeadLivesAsLongAsItsCall) {
+  std::weak_ptr<const engine::Head> watch;
+  {
+    Parsed p(HiddenRequest());
+    watch = p.heads.watch();
+    p.heads.Unload();
+    EXPECT_EQ(p.spec.key.head, watch.lock().get());
+    EXPECT_FALSE(watch.expired());
+  }
+  EXPECT_TRUE(watch.expired());
+}
+
+struct BadHidden {
+  const char* name;
+  void (*change)(v1::TopKRequest*);
+  absl::StatusCode code;
+  const char* text;
+};
+
+class TopKCodecRefusesHidden : public ::testing::TestWithParam<BadHidden> {};
+
+TEST_P(TopKCodecRefusesHidden, NamingTheField) {
+  v1::TopKRequest request = HiddenRequest();
+  GetParam().change(&request);
+  Parsed p(request);
+  EXPECT_EQ(p.status.code(), GetParam().code) << p.status;
+  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+}
+
+using R = v1::TopKRequest*;
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+INSTANTIATE_TEST_SUITE_P(
+    All, TopKCodecRefusesHidden,
+    ::testing::Values(
+        BadHidden{"unknown_head", [](R r) { r->set_head("g"); }, absl::StatusCode::kNotFound,
+                  "no head g, but h"},
+        BadHidden{"no_head", [](R r) { r->clear_head(); }, kInvalid,
+                  "head: none named, but the input is hidden states"},
+        BadHidden{"head_of_logits", [](R r) { r->set_logits("01234567"); }, kInvalid,
+                  "head: got \"h\", but the input is logits"},
+        BadHidden{"head_of_nothing", [](R r) { r->clear_hidden(); }, kInvalid,
+                  "head: got \"h\", but the input is missing"},
+        BadHidden{"name_too_long", [](R r) { r->set_head(std::string(129, 'h')); }, kInvalid,
+                  "head: got a name of 129 bytes, allowed 1..128"},
+        BadHidden{"vocab_of_another", [](R r) { r->set_vocab(4); }, kInvalid,
+                  "vocab: got 4, allowed 3, which is that of head h, or 0"},
+        BadHidden{"hidden_size_of_another", [](R r) { r->set_hidden_size(4); }, kInvalid, "hidden"},
+        BadHidden{"no_hidden_size", [](R r) { r->clear_hidden_size(); }, kInvalid, "hidden"},
+        BadHidden{"dtype_of_another", [](R r) { r->set_dtype(v1::DTYPE_BF16); }, kInvalid, "dtype"},
+        BadHidden{"bytes_missing", [](R r) { r->mutable_hidden()->pop_back(); }, kInvalid,
+                  "hidden"},
+        BadHidden{"k_beyond_the_heads_vocab", [](R r) { r->set_k(0, 4); }, kInvalid,
+                  "k: got 4, allowed 1..3"},
+        BadHidden{"hidden_size_of_logits",
+                  [](R r) {
+                    r->clear_head();
+                    r->set_vocab(2);
+                    r->set_logits("0123456789abcdef");
+                  },
+                  kInvalid, "hidden_size: got 2, allowed 0"}),
+    [](const auto& info) { return info.param.name; });
 
 struct Bad {
   const char* name;
@@ -229,6 +335,33 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(static_cast<const void*>(last.indices), outputs[kTopKIndices]);
   EXPECT_EQ(static_cast<const void*>(last.probs), outputs[kTopKProbs]);
   EXPECT_EQ(kSoftmaxTopKTraits.outputs[kTopKStatus].bytes, sizeof(RowStatus));
+}
+
+TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
+  alignas(16) std::byte memory[64];
+  std::byte* const inputs[] = {memory + 40};
+  std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
+  const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
+  RecordingStream stream;
+  ASSERT_TRUE(kLinearTopKTraits
+                  .enqueue(stream, {.dtype = DType::kBF16,
+                                    .counts = {3, 9},
+                                    .row_elements = 5,
+                                    .row_stride = 16,
+                                    .payload = memory + 48,
+                                    .max_row_entries = 4,
+                                    .inputs = inputs,
+                                    .outputs = outputs,
+                                    .head = &head})
+                  .ok());
+  const auto& last = stream.last<LinearTopKArgs>();
+  EXPECT_EQ(last.hidden.data, memory + 48);
+  EXPECT_EQ(last.hidden.cols, 5);
+  EXPECT_EQ(last.hidden.row_stride, 8);
+  EXPECT_EQ(last.head.vocab(), 7);
+  EXPECT_EQ(last.head.softcap, 3);
+  EXPECT_EQ(last.topk.max_k, 4);
+  EXPECT_EQ(static_cast<const void*>(last.topk.probs), outputs[kTopKProbs]);
 }
 
 }  // namespace

@@ -45,7 +45,8 @@ TEST(WireTest, ReadsEveryField) {
   EXPECT_EQ(fields.dtype, 2);
   EXPECT_EQ(fields.rows, 300);
   EXPECT_EQ(fields.vocab, 5);
-  EXPECT_EQ(fields.logits.bytes, 3u);
+  EXPECT_EQ(fields.input.number, 15u);
+  EXPECT_EQ(fields.input.range.bytes, 3u);
   EXPECT_THAT(fields.k, ElementsAre(7, 9));
   EXPECT_THAT(fields.temperature, ElementsAre(1.0f));
 }
@@ -78,6 +79,15 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Case{"empty_message", "", true}, Case{"last_scalar_wins", "\x10\x01\x10\x02"s, true},
         Case{"last_payload_wins", "\x7a\x01x\x7a\x02yz"s, true},
+        Case{"hidden_behind_logits_wins", "\x7a\x01x\x72\x02yz"s, true},
+        Case{"logits_behind_hidden_win", "\x72\x02yz\x7a\x01x"s, true},
+        Case{"empty_hidden_wins_too", "\x7a\x01x\x72\x00"s, true},
+        Case{"head_and_its_size", "\x22\x02\xc3\xa4\x28\x80\x01"s, true},
+        Case{"last_head_wins", "\x22\x02xy\x22\x01z"s, true},
+        Case{"head_not_utf8", "\x22\x02\xc3\x28"s, false, "head at byte 0"},
+        Case{"head_a_surrogate", "\x22\x03\xed\xa0\x80"s, false, "head at byte 0"},
+        Case{"head_cut", "\x22\x03xy"s, false, "head at byte 0"},
+        Case{"head_as_varint_is_unknown", "\x20\x05"s, true},
         Case{"empty_payload_wins_too", "\x7a\x01x\x7a\x00"s, true},
         Case{"unknown_varint", "\x48\x96\x01\x10\x01"s, true},
         Case{"unknown_fixed64", "\x49\x01\x02\x03\x04\x05\x06\x07\x08"s, true},

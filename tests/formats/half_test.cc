@@ -1,11 +1,11 @@
-#include "client/half.h"
+#include "formats/half.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 
-namespace logitd::client {
+namespace logitd::formats {
 namespace {
 
 TEST(HalfTest, EveryF16SurvivesTheWayToFloatAndBack) {
@@ -52,4 +52,4 @@ TEST(HalfTest, RoundsToNearestTiesToEven) {
 }
 
 }  // namespace
-}  // namespace logitd::client
+}  // namespace logitd::formats

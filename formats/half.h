@@ -1,12 +1,12 @@
 // IEEE 754 binary16 and bfloat16, one value at a time. For small models and test data, not for hot
 // loops.
-#ifndef LOGITD_CLIENT_HALF_H_
-#define LOGITD_CLIENT_HALF_H_
+#ifndef LOGITD_FORMATS_HALF_H_
+#define LOGITD_FORMATS_HALF_H_
 
 #include <bit>
 #include <cstdint>
 
-namespace logitd::client {
+namespace logitd::formats {
 
 inline float BF16ToFloat(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
@@ -48,6 +48,6 @@ inline uint16_t FloatToF16(float value) {
   return sign | static_cast<uint16_t>((rounded - 0x38000000) >> 13);
 }
 
-}  // namespace logitd::client
+}  // namespace logitd::formats
 
-#endif  // LOGITD_CLIENT_HALF_H_
+#endif  // LOGITD_FORMATS_HALF_H_

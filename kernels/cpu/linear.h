@@ -1,0 +1,34 @@
+// The CPU forms of linear_topk, linear_sample and linear_cross_entropy; the contract is
+// kernels/linear.h.
+#ifndef LOGITD_KERNELS_CPU_LINEAR_H_
+#define LOGITD_KERNELS_CPU_LINEAR_H_
+
+#include "kernels/cpu/cross_entropy.h"
+#include "kernels/cpu/product.h"
+#include "kernels/cpu/sketch.h"
+#include "kernels/cpu/thread_pool.h"
+#include "kernels/linear.h"
+
+namespace logitd::cpu {
+
+// Memory of one stream's linear ops: up to 64 MiB of logits, and for the backward a block of the
+// vocabulary, and f32 sums for d_hidden where that is of 16 bits.
+struct LinearScratch {
+  AlignedBuffer packed, logits;
+  AlignedBuffer hidden, weight, d_weight, d_hidden;
+  SketchScratch topk;
+  LossScratch loss;
+};
+
+// Block until done. The bits of the results depend on neither the pool nor what else runs on it.
+// `scratch` belongs to the caller's stream, and stays for its next call.
+void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch);
+void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch);
+void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
+                        LinearScratch& scratch);
+void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
+                                LinearScratch& scratch);
+
+}  // namespace logitd::cpu
+
+#endif  // LOGITD_KERNELS_CPU_LINEAR_H_

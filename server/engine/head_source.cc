@@ -1,0 +1,485 @@
+#include "server/engine/head_source.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "formats/safetensors.h"
+#include "kernels/status_macros.h"
+
+namespace logitd::engine {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kMaxConfigBytes = int64_t{1} << 20;
+constexpr int64_t kMaxIndexBytes = int64_t{64} << 20;
+
+// Prefixes of what models call their parts; multimodal ones nest their language model.
+constexpr const char* kHeadPrefixes[] = {"lm_head.", "language_model.lm_head.",
+                                         "model.language_model.lm_head."};
+constexpr const char* kModelPrefixes[] = {"model.", "language_model.model.",
+                                          "model.language_model."};
+
+// Models whose final RMSNorm is named as others' but multiplies by 1 + weight; and those of like
+// names that do not.
+constexpr std::string_view kOnePlusWeight[] = {"gemma", "gemma2", "gemma3", "gemma3_text",
+                                               "qwen3_next"};
+constexpr std::string_view kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
+
+template <typename Names>
+bool Contains(const Names& names, std::string_view name) {
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+absl::Status Bad(std::string_view path, std::string_view what) {
+  return absl::InvalidArgumentError(absl::StrFormat("%s: %s", path, what));
+}
+
+absl::Status FileError(const std::string& path, int error) {
+  const std::string text = absl::StrCat(path, ": ", strerror(error));
+  if (error == ENOENT || error == ENOTDIR) return absl::NotFoundError(text);
+  if (error == EACCES || error == EPERM) return absl::PermissionDeniedError(text);
+  return absl::UnavailableError(text);
+}
+
+absl::StatusOr<std::string> ReadAll(const std::string& path, int64_t most) {
+  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(path);
+  if (!file.ok()) return file.status();
+  if ((*file)->bytes() > most) {
+    return Bad(path, absl::StrFormat("%d bytes; allowed: to %d", (*file)->bytes(), most));
+  }
+  std::string text(static_cast<size_t>((*file)->bytes()), '\0');
+  LOGITD_RETURN_IF_ERROR((*file)->Read(0, text.size(), text.data()));
+  return text;
+}
+
+// A file and the tensors in it.
+struct OpenFile {
+  std::shared_ptr<const DataFile> file;
+  formats::SafetensorsHeader header;
+  int64_t data = 0;  // where it begins
+};
+
+absl::StatusOr<OpenFile> OpenSafetensors(const std::string& path) {
+  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(path);
+  if (!file.ok()) return file.status();
+  const int64_t bytes = (*file)->bytes();
+  char prefix[formats::kSafetensorsPrefix];
+  const size_t there = static_cast<size_t>(std::min<int64_t>(bytes, sizeof(prefix)));
+  LOGITD_RETURN_IF_ERROR((*file)->Read(0, there, prefix));
+  const absl::StatusOr<int64_t> length =
+      formats::SafetensorsHeaderBytes(path, std::string_view(prefix, there), bytes);
+  if (!length.ok()) return length.status();
+  std::string text(static_cast<size_t>(*length), '\0');
+  LOGITD_RETURN_IF_ERROR((*file)->Read(formats::kSafetensorsPrefix, text.size(), text.data()));
+  const int64_t data = formats::kSafetensorsPrefix + *length;
+  absl::StatusOr<formats::SafetensorsHeader> header =
+      formats::ParseSafetensorsHeader(path, text, bytes - data);
+  if (!header.ok()) return header.status();
+  return OpenFile{.file = *std::move(file), .header = *std::move(header), .data = data};
+}
+
+// The tensors of a head's file, or of all files of its folder.
+class Tensors {
+ public:
+  static absl::StatusOr<Tensors> OfFile(const std::string& path) {
+    absl::StatusOr<OpenFile> file = OpenSafetensors(path);
+    if (!file.ok()) return file.status();
+    Tensors out(path);
+    for (const auto& [name, tensor] : file->header.tensors) out.file_of_[name] = path;
+    out.open_.emplace(path, *std::move(file));
+    return out;
+  }
+
+  // "model.safetensors", or the files that "model.safetensors.index.json" names.
+  static absl::StatusOr<Tensors> OfFolder(const std::string& folder) {
+    const std::string single = absl::StrCat(folder, "/model.safetensors");
+    const std::string index = absl::StrCat(folder, "/model.safetensors.index.json");
+    std::error_code ignored;
+    if (std::filesystem::exists(single, ignored)) return OfFile(single);
+    if (!std::filesystem::exists(index, ignored)) {
+      return absl::NotFoundError(absl::StrFormat(
+          "%s: neither model.safetensors nor model.safetensors.index.json in the folder", folder));
+    }
+    const absl::StatusOr<std::string> text = ReadAll(index, kMaxIndexBytes);
+    if (!text.ok()) return text.status();
+    // Of the whole only the strings of "weight_map" are kept: the rest could be of any size.
+    const json parsed = json::parse(
+        *text,
+        [](int depth, json::parse_event_t event, json& value) {
+          if (event == json::parse_event_t::key) return depth != 1 || value == "weight_map";
+          return depth < 2 || (event == json::parse_event_t::value && value.is_string());
+        },
+        /*allow_exceptions=*/false);
+    if (!parsed.is_object()) return Bad(index, "not a JSON object");
+    const auto map = parsed.find("weight_map");
+    if (map == parsed.end() || !map->is_object()) {
+      return Bad(index, "no \"weight_map\" of tensors to files");
+    }
+    Tensors out(index);
+    for (const auto& [name, value] : map->items()) {
+      if (!value.is_string()) continue;
+      const std::string& file = value.get_ref<const std::string&>();
+      if (file.empty() || file[0] == '.' || absl::StrContains(file, '/')) {
+        return Bad(index, absl::StrFormat("tensor %s is in %s; allowed: the name of a file in the "
+                                          "folder",
+                                          formats::Shown(name), formats::Shown(file)));
+      }
+      out.file_of_[name] = absl::StrCat(folder, "/", file);
+    }
+    return out;
+  }
+
+  bool Has(const std::string& name) const { return file_of_.contains(name); }
+
+  // The first of the names that is there, or "".
+  template <typename Prefixes>
+  std::string FirstOf(const Prefixes& prefixes, std::string_view rest) const {
+    for (const char* prefix : prefixes) {
+      if (std::string name = absl::StrCat(prefix, std::string(rest)); Has(name)) return name;
+    }
+    return "";
+  }
+
+  // Of a single file: the names of its tensors of 2 dimensions.
+  std::vector<std::string> Matrices() const {
+    std::vector<std::string> names;
+    for (const auto& [path, file] : open_) {
+      for (const auto& [name, tensor] : file.header.tensors) {
+        if (tensor.shape.size() == 2) names.push_back(name);
+      }
+    }
+    return names;
+  }
+
+  const formats::SafetensorsHeader& header() const { return open_.begin()->second.header; }
+
+  // `shape`: what it must be; -1: 1 or more.
+  absl::StatusOr<StoredTensor> Get(const std::string& name, const std::vector<int64_t>& want) {
+    const std::string& path = file_of_.find(name)->second;
+    auto it = open_.find(path);
+    if (it == open_.end()) {
+      absl::StatusOr<OpenFile> file = OpenSafetensors(path);
+      if (!file.ok()) {
+        return absl::Status(file.status().code(),
+                            absl::StrFormat("%s (where tensor %s is, by %s)",
+                                            file.status().message(), formats::Shown(name), where_));
+      }
+      it = open_.emplace(path, *std::move(file)).first;
+    }
+    const auto found = it->second.header.tensors.find(name);
+    if (found == it->second.header.tensors.end()) {
+      return Bad(
+          path, absl::StrFormat("no tensor %s, which is here by %s", formats::Shown(name), where_));
+    }
+    const formats::SafetensorsTensor& tensor = found->second;
+    StoredTensor out{.name = name,
+                     .file = it->second.file,
+                     .offset = it->second.data + tensor.begin,
+                     .shape = tensor.shape};
+    if (tensor.dtype == "F32") {
+      out.dtype = DType::kF32;
+    } else if (tensor.dtype == "F16") {
+      out.dtype = DType::kF16;
+    } else if (tensor.dtype == "BF16") {
+      out.dtype = DType::kBF16;
+    } else {
+      return Bad(path, absl::StrFormat("tensor %s has dtype %s; allowed: F32, F16, BF16",
+                                       formats::Shown(name), formats::Shown(tensor.dtype)));
+    }
+    bool fits = tensor.shape.size() == want.size();
+    for (size_t i = 0; fits && i < want.size(); ++i) {
+      fits = want[i] == -1 ? tensor.shape[i] > 0 : tensor.shape[i] == want[i];
+    }
+    if (!fits) {
+      return Bad(
+          path,
+          absl::StrFormat(
+              "tensor %s has shape %s; allowed: %s%s", formats::Shown(name),
+              formats::ShapeName(tensor.shape), formats::ShapeName(want),
+              std::count(want.begin(), want.end(), -1) > 0 ? ", -1 being any size above 0" : ""));
+    }
+    return out;
+  }
+
+ private:
+  explicit Tensors(std::string where) : where_(std::move(where)) {}
+
+  std::string where_;  // that says which tensors there are
+  std::map<std::string, std::string, std::less<>> file_of_;
+  std::map<std::string, OpenFile> open_;
+};
+
+// What a model says of its head. Remembers the first error.
+class Settings {
+ public:
+  static absl::StatusOr<Settings> OfFolder(const std::string& folder) {
+    const std::string path = absl::StrCat(folder, "/config.json");
+    const absl::StatusOr<std::string> text = ReadAll(path, kMaxConfigBytes);
+    if (!text.ok()) return text.status();
+    json parsed = json::parse(*text, nullptr, /*allow_exceptions=*/false);
+    if (!parsed.is_object()) return Bad(path, "not a JSON object");
+    return Settings(path, std::move(parsed));
+  }
+
+  // Metadata are strings; those that read as a number or a boolean are one.
+  static Settings OfMetadata(const std::string& path, const formats::SafetensorsHeader& header) {
+    json values = json::object();
+    for (const auto& [key, text] : header.metadata) {
+      int64_t integer;
+      double number;
+      if (text == "true" || text == "false") {
+        values[key] = text == "true";
+      } else if (absl::SimpleAtoi(text, &integer)) {
+        values[key] = integer;
+      } else if (absl::SimpleAtod(text, &number)) {
+        values[key] = number;
+      } else {
+        values[key] = text;
+      }
+    }
+    return Settings(path, std::move(values));
+  }
+
+  const absl::Status& status() const { return status_; }
+  const std::string& where() const { return where_; }
+
+  std::optional<double> Number(const char* key) {
+    const json* value = Find(key);
+    if (value == nullptr) return std::nullopt;
+    if (!value->is_number()) return Fail(key, *value, "a number"), std::nullopt;
+    return value->get<double>();
+  }
+
+  std::optional<int64_t> Size(const char* key) {
+    const json* value = Find(key);
+    if (value == nullptr) return std::nullopt;
+    if (!value->is_number_integer() || value->get<int64_t>() < 1) {
+      return Fail(key, *value, "an integer of 1 or more"), std::nullopt;
+    }
+    return value->get<int64_t>();
+  }
+
+  std::string Text(const char* key) {
+    const json* value = Find(key);
+    return value != nullptr && value->is_string() ? value->get<std::string>() : "";
+  }
+
+  // True where it is said, and said to be false wherever it is.
+  bool Denied(const char* key) {
+    int said = 0;
+    for (const json* place : places()) {
+      const auto it = place->find(key);
+      if (it == place->end() || !it->is_boolean()) continue;
+      if (it->get<bool>()) return false;
+      ++said;
+    }
+    return said > 0;
+  }
+
+ private:
+  Settings(std::string where, json values) : where_(std::move(where)), values_(std::move(values)) {}
+
+  // The inner model's own settings before those of the whole.
+  std::vector<const json*> places() const {
+    const auto inner = values_.find("text_config");
+    if (inner != values_.end() && inner->is_object()) return {&*inner, &values_};
+    return {&values_};
+  }
+
+  const json* Find(const char* key) const {
+    for (const json* place : places()) {
+      const auto it = place->find(key);
+      if (it != place->end() && !it->is_null()) return &*it;
+    }
+    return nullptr;
+  }
+
+  void Fail(const char* key, const json& value, const char* allowed) {
+    if (!status_.ok()) return;
+    // What has parts is not written out: that recurses as deep as a hostile file nests.
+    const std::string got =
+        value.is_primitive()
+            ? formats::Shown(value.dump(-1, ' ', false, json::error_handler_t::replace))
+            : absl::StrCat("an ", value.type_name());
+    status_ = Bad(where_, absl::StrFormat("%s is %s; allowed: %s", key, got, allowed));
+  }
+
+  std::string where_;
+  json values_;
+  absl::Status status_;
+};
+
+absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSource* head) {
+  const int64_t stored = head->weight.shape[0];
+  const int64_t stated = settings.Size("vocab_size").value_or(stored);
+  const double scale = settings.Number("logit_scale").value_or(1.0);
+  const double divisor = settings.Number("logits_scaling").value_or(1.0);
+  head->scale = static_cast<float>(scale / divisor);
+  head->softcap = static_cast<float>(settings.Number("final_logit_softcapping").value_or(0.0));
+  LOGITD_RETURN_IF_ERROR(settings.status());
+  if (divisor == 0) return Bad(settings.where(), "logits_scaling is 0; allowed: any other number");
+  head->vocab = request.vocab > 0 ? request.vocab : stated;
+  if (head->vocab > stored) {
+    return Bad(request.vocab > 0 ? head->weight.file->path() : settings.where(),
+               absl::StrFormat("vocab%s is %d; allowed: 1 to %d, the rows of tensor %s",
+                               request.vocab > 0 ? "" : "_size", head->vocab, stored,
+                               formats::Shown(head->weight.name)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
+  const std::string& where = settings.where();
+  const std::string name = tensors.FirstOf(kModelPrefixes, "norm.weight");
+  if (name.empty()) {
+    return Bad(where, absl::StrFormat("no final norm: none of the tensors %s",
+                                      absl::StrJoin(kModelPrefixes, ", ",
+                                                    [](std::string* out, const char* prefix) {
+                                                      absl::StrAppend(out, prefix, "norm.weight");
+                                                    })));
+  }
+  const std::string bias = absl::StrCat(name.substr(0, name.rfind('.')), ".bias");
+  if (tensors.Has(bias)) {
+    return Bad(where, absl::StrFormat("the final norm has a bias, tensor %s, so it is a LayerNorm; "
+                                      "allowed: an RMSNorm",
+                                      formats::Shown(bias)));
+  }
+  const std::optional<double> epsilon = settings.Number("rms_norm_eps");
+  LOGITD_RETURN_IF_ERROR(settings.status());
+  if (!epsilon.has_value()) {
+    return Bad(where, "no rms_norm_eps, so the final norm is not known to be an RMSNorm");
+  }
+  head->norm_epsilon = static_cast<float>(*epsilon);
+  const std::string type = settings.Text("model_type");
+  if (Contains(kOnePlusWeight, type)) {
+    head->norm_offset = 1.0f;
+  } else if (absl::StrContains(type, "gemma") && !Contains(kPlainGemmas, type)) {
+    return Bad(
+        where,
+        absl::StrFormat(
+            "model_type is %s, and whether its norm multiplies by weight or by 1 + "
+            "weight is not known; allowed with a norm, of its like: %s, %s",
+            formats::Shown(type),
+            absl::StrJoin(std::begin(kOnePlusWeight), std::end(kOnePlusWeight), ", ",
+                          [](std::string* out, std::string_view known) { out->append(known); }),
+            absl::StrJoin(std::begin(kPlainGemmas), std::end(kPlainGemmas), ", ",
+                          [](std::string* out, std::string_view known) { out->append(known); })));
+  }
+  absl::StatusOr<StoredTensor> norm = tensors.Get(name, {head->weight.shape[1]});
+  if (!norm.ok()) return norm.status();
+  head->norm = *std::move(norm);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& path) {
+  // Not to wait for the other end of a pipe that is no file at all.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return FileError(path, errno);
+  struct stat info;
+  if (fstat(fd, &info) != 0) {
+    const int error = errno;
+    close(fd);
+    return FileError(path, error);
+  }
+  if (!S_ISREG(info.st_mode)) {
+    close(fd);
+    return Bad(path, "not a regular file");
+  }
+  return std::shared_ptr<const DataFile>(new DataFile(path, fd, info.st_size));
+}
+
+DataFile::DataFile(std::string path, int fd, int64_t bytes)
+    : path_(std::move(path)), fd_(fd), bytes_(bytes) {}
+
+DataFile::~DataFile() { close(fd_); }
+
+absl::Status DataFile::Read(int64_t offset, size_t bytes, void* to) const {
+  char* out = static_cast<char*>(to);
+  while (bytes > 0) {
+    const ssize_t got = pread(fd_, out, bytes, offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return absl::UnavailableError(absl::StrCat(path_, ": ", strerror(errno)));
+    if (got == 0) {
+      return absl::UnavailableError(absl::StrFormat(
+          "%s: ends at %d, and had %d bytes: it was cut while it was read", path_, offset, bytes_));
+    }
+    out += got;
+    offset += got;
+    bytes -= static_cast<size_t>(got);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
+  std::error_code ignored;
+  const bool folder = std::filesystem::is_directory(request.path, ignored);
+  absl::StatusOr<Tensors> tensors =
+      folder ? Tensors::OfFolder(request.path) : Tensors::OfFile(request.path);
+  if (!tensors.ok()) return tensors.status();
+  absl::StatusOr<Settings> settings = folder
+                                          ? Settings::OfFolder(request.path)
+                                          : Settings::OfMetadata(request.path, tensors->header());
+  if (!settings.ok()) return settings.status();
+
+  std::string weight = tensors->FirstOf(kHeadPrefixes, "weight");
+  std::string bias;
+  if (!weight.empty()) {
+    bias = absl::StrCat(weight.substr(0, weight.size() - 6), "bias");
+  } else if (weight = tensors->FirstOf(kModelPrefixes, "embed_tokens.weight"); !weight.empty()) {
+    if (settings->Denied("tie_word_embeddings")) {
+      return Bad(settings->where(),
+                 "no tensor 'lm_head.weight', and tie_word_embeddings is false; allowed: either");
+    }
+    bias = tensors->FirstOf(kHeadPrefixes, "bias");
+  } else {
+    const std::vector<std::string> matrices =
+        folder ? std::vector<std::string>() : tensors->Matrices();
+    if (matrices.size() != 1) {
+      return Bad(request.path,
+                 absl::StrFormat("no tensor 'lm_head.weight' and none 'model.embed_tokens.weight'"
+                                 "%s",
+                                 folder ? ""
+                                        : absl::StrFormat(", and %d of 2 dimensions; allowed: one",
+                                                          matrices.size())));
+    }
+    weight = matrices[0];
+    if (absl::EndsWith(weight, "weight")) {
+      bias = absl::StrCat(weight.substr(0, weight.size() - 6), "bias");
+    }
+  }
+
+  HeadSource head;
+  absl::StatusOr<StoredTensor> found = tensors->Get(weight, {-1, -1});
+  if (!found.ok()) return found.status();
+  head.weight = *std::move(found);
+  LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
+  if (tensors->Has(bias)) {
+    found = tensors->Get(bias, {head.weight.shape[0]});
+    if (!found.ok()) return found.status();
+    head.bias = *std::move(found);
+  }
+  if (request.final_norm) LOGITD_RETURN_IF_ERROR(FindNorm(*tensors, *settings, &head));
+  return head;
+}
+
+}  // namespace logitd::engine

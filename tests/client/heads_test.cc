@@ -1,0 +1,233 @@
+// Heads from the client's side: the library and logitctl against the real server.
+#include <gmock/gmock.h>
+#include <google/protobuf/util/json_util.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "client/client.h"
+#include "logitd/v1/heads.pb.h"
+#include "tests/client/subprocess.h"
+#include "tests/client/test_files.h"
+
+namespace logitd {
+namespace {
+
+using ::logitd::testing::BytesOf;
+using ::logitd::testing::Daemon;
+using ::logitd::testing::Ran;
+using ::logitd::testing::RunBinary;
+using ::logitd::testing::Safetensors;
+using ::logitd::testing::TempDir;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+// [4, 3] of zeros, kept to 3 rows and scaled by its metadata.
+std::string SmallHead() {
+  return Safetensors(
+      R"({"__metadata__":{"vocab_size":"3","logit_scale":"0.5","final_logit_softcapping":"30"},)"
+      R"("lm_head.weight":{"dtype":"F32","shape":[4,3],"data_offsets":[0,48]}})",
+      BytesOf(std::vector<float>(12, 0.0f)));
+}
+
+class HeadsClientTest : public ::testing::Test {
+ protected:
+  HeadsClientTest()
+      : address_("unix:" + dir_.path("socket")),
+        file_(dir_.Write("small.safetensors", SmallHead())),
+        daemon_("logitd",
+                {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off", "--log-level",
+                 "off", "--max-request-bytes", "1MiB", "--head",
+                 absl::StrCat("start=", file_, ",vocab=4"), "--head-root", dir_.path("")}) {
+    const absl::Time end = absl::Now() + absl::Seconds(30);
+    while (absl::Now() < end) {
+      // A new client each time: an old one would wait out its channel's reconnect backoff.
+      client_ = *client::Client::Create({.address = address_, .deadline = absl::Seconds(20)});
+      const auto health = client_->Health("logitd.v1.Heads");
+      if (health.ok() && *health == client::ServingStatus::kServing) return;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+    ADD_FAILURE() << "logitd does not serve";
+  }
+
+  Ran Heads(std::vector<std::string> args) {
+    args.insert(args.begin(), "heads");
+    args.insert(args.end(), {"--addr", address_});
+    return RunBinary("logitctl", args);
+  }
+
+  std::vector<std::string> Names() {
+    const auto heads = client_->ListHeads();
+    EXPECT_TRUE(heads.ok()) << heads.status();
+    std::vector<std::string> names;
+    for (const v1::Head& head : *heads) names.push_back(head.name());
+    return names;
+  }
+
+  TempDir dir_;
+  const std::string address_;
+  const std::string file_;
+  Daemon daemon_;
+  std::unique_ptr<client::Client> client_;
+};
+
+TEST_F(HeadsClientTest, TheLibraryLoadsAndUnloads) {
+  EXPECT_THAT(Names(), ElementsAre("start"));
+  const auto start = client_->GetHead("start");
+  ASSERT_TRUE(start.ok()) << start.status();
+  EXPECT_EQ(start->vocab(), 4);  // the flag's, not the file's
+
+  v1::LoadHeadRequest request;
+  request.set_name("a");
+  request.set_path("small.safetensors");
+  int64_t done = -1;
+  int64_t total = -1;
+  const auto head = client_->LoadHead(request, [&](int64_t done_bytes, int64_t total_bytes) {
+    done = done_bytes;
+    total = total_bytes;
+    return true;
+  });
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(head->vocab(), 3);
+  EXPECT_EQ(head->scale(), 0.5f);
+  EXPECT_EQ(done, 3 * 3 * 4);
+  EXPECT_EQ(total, 3 * 3 * 4);
+  EXPECT_THAT(Names(), ElementsAre("a", "start"));
+
+  const auto again = client_->LoadHead(request);
+  EXPECT_EQ(again.status().code(), absl::StatusCode::kAlreadyExists) << again.status();
+  EXPECT_TRUE(client_->UnloadHead("start").ok());
+  EXPECT_THAT(Names(), ElementsAre("a"));
+  EXPECT_TRUE(absl::IsNotFound(client_->UnloadHead("start")));
+  EXPECT_TRUE(absl::IsNotFound(client_->GetHead("start").status()));
+}
+
+TEST_F(HeadsClientTest, LogitctlPrintsTheProtosOwnJson) {
+  const Ran load = Heads({"load", "a", "small.safetensors", "--format", "json"});
+  ASSERT_EQ(load.code, 0) << load.err;
+  EXPECT_EQ(load.err, "");  // no bar where there is no terminal
+  v1::Head head;
+  auto status = google::protobuf::util::JsonStringToMessage(load.out, &head);  // no unknown keys
+  ASSERT_TRUE(status.ok()) << status.ToString() << load.out;
+  EXPECT_EQ(head.path(), "small.safetensors");
+  EXPECT_EQ(head.stored_vocab(), 4);
+  EXPECT_EQ(head.softcap(), 30.0f);
+  const Ran get = Heads({"get", "a", "--format", "json"});
+  EXPECT_EQ(get.out, load.out);
+  const Ran list = Heads({"list", "--format", "json"});
+  v1::ListHeadsResponse heads;
+  status = google::protobuf::util::JsonStringToMessage(list.out, &heads);
+  ASSERT_TRUE(status.ok()) << status.ToString() << list.out;
+  ASSERT_EQ(heads.heads_size(), 2);
+  EXPECT_EQ(heads.heads(0).SerializeAsString(), head.SerializeAsString());
+  const Ran unload = Heads({"unload", "a", "--format", "json"});
+  EXPECT_EQ(unload.code, 0) << unload.err;
+  EXPECT_EQ(unload.out, "{}\n");
+}
+
+TEST_F(HeadsClientTest, LogitctlPrintsTablesForPeople) {
+  const Ran load = Heads({"load", "a", "small.safetensors", "--vocab", "2"});
+  ASSERT_EQ(load.code, 0) << load.err;
+  EXPECT_THAT(load.out, AllOf(HasSubstr("hidden"), HasSubstr("f32        2       3"),
+                              HasSubstr("scale 0.5, softcap 30, of 4 rows"),
+                              HasSubstr("lm_head.weight, small.safetensors")));
+  EXPECT_THAT(Heads({"list"}).out, AllOf(HasSubstr("\na "), HasSubstr("\nstart ")));
+  EXPECT_EQ(Heads({"unload", "a"}).out, "a is unloaded\n");
+  EXPECT_EQ(Heads({"unload", "start"}).code, 0);
+  EXPECT_EQ(Heads({"list"}).out, "no heads loaded\n");
+}
+
+TEST_F(HeadsClientTest, ARefusalIs1AndSaysWhy) {
+  dir_.Write("bad.safetensors", "1234");
+  struct Case {
+    std::vector<std::string> args;
+    const char* error;
+  };
+  for (const Case& test : {
+           Case{{"load", "a", "bad.safetensors"}, "INVALID_ARGUMENT: head a: "},
+           {{"load", "a", "none"}, "NOT_FOUND: none: No such file"},
+           {{"load", "a", "../x"}, "PERMISSION_DENIED: path: got \"../x\""},
+           {{"load", "start", "small.safetensors"}, "ALREADY_EXISTS: head start is loaded"},
+           {{"load", "a b", "small.safetensors"}, "INVALID_ARGUMENT: name: got 'a b'"},
+           {{"load", "a", "small.safetensors", "--norm"}, "no final norm"},
+           {{"load", "a", "small.safetensors", "--vocab", "5"}, "vocab is 5; allowed: 1 to 4"},
+           {{"unload", "a"}, "NOT_FOUND: no head \"a\"; loaded: start"},
+           {{"get", "a"}, "NOT_FOUND: no head \"a\"; loaded: start"},
+       }) {
+    const Ran ran = Heads(test.args);
+    EXPECT_EQ(ran.code, 1) << test.error;
+    EXPECT_THAT(ran.err, HasSubstr(test.error));
+    EXPECT_EQ(ran.out, "");
+  }
+}
+
+// script(1), of every Debian, gives the command a terminal.
+TEST_F(HeadsClientTest, ATerminalSeesABar) {
+  const std::string logitctl =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path() / "logitctl";
+  const std::string command =
+      absl::StrCat("script -qec '", logitctl, " heads load a small.safetensors --addr ", address_,
+                   "' /dev/null </dev/null 2>&1");
+  FILE* pipe = popen(command.c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  std::string out;
+  std::array<char, 4096> piece;
+  while (size_t got = std::fread(piece.data(), 1, piece.size(), pipe))
+    out.append(piece.data(), got);
+  ASSERT_EQ(pclose(pipe), 0) << out;
+  EXPECT_THAT(out, AllOf(HasSubstr("\ra: [####################] 100%, 36 bytes of 36 bytes"),
+                         HasSubstr("small.safetensors")));
+}
+
+TEST(HeadsCommandTest, BadUsageIs2AndHelpTeaches) {
+  for (const std::vector<std::string>& args :
+       std::vector<std::vector<std::string>>{{"heads"},
+                                             {"heads", "load"},
+                                             {"heads", "load", "a"},
+                                             {"heads", "unload"},
+                                             {"heads", "load", "a", "b", "--vocab", "-1"},
+                                             {"heads", "list", "extra"}}) {
+    const Ran ran = RunBinary("logitctl", args);
+    EXPECT_EQ(ran.code, 2) << absl::StrJoin(args, " ");
+    EXPECT_THAT(ran.err, Not(IsEmpty()));
+  }
+  const Ran help = RunBinary("logitctl", {"heads", "load", "--help"});
+  EXPECT_EQ(help.code, 0);
+  EXPECT_THAT(help.out, AllOf(HasSubstr("--head-root"), HasSubstr("config.json"),
+                              HasSubstr("Ctrl-C"), HasSubstr("--norm")));
+  EXPECT_THAT(RunBinary("logitctl", {"--help"}).out, HasSubstr("logitctl heads load"));
+}
+
+TEST(HeadsCommandTest, NobodyThereIs3) {
+  TempDir dir;
+  for (const std::vector<std::string>& args : std::vector<std::vector<std::string>>{
+           {"heads", "load", "a", "b"}, {"heads", "list", "--max-attempts", "1"}}) {
+    std::vector<std::string> to_nobody = args;
+    to_nobody.insert(to_nobody.end(), {"--addr", "unix:" + dir.path("nobody")});
+    EXPECT_EQ(RunBinary("logitctl", to_nobody).code, 3) << absl::StrJoin(args, " ");
+  }
+}
+
+TEST(HeadsCommandTest, AServerWhoseHeadCannotBeLoadedDoesNotStart) {
+  TempDir dir;
+  const Ran ran = RunBinary(
+      "logitd", {"--backend", "cpu", "--listen", "unix:" + dir.path("socket"), "--metrics-listen",
+                 "off", "--max-request-bytes", "1MiB", "--head", "a=" + dir.path("none")});
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_THAT(ran.err, AllOf(HasSubstr("cannot start: NOT_FOUND: head a: "),
+                             HasSubstr("none: No such file or directory")));
+}
+
+}  // namespace
+}  // namespace logitd

@@ -1,0 +1,635 @@
+// Scoring through the client library and logitctl: against the real server, and against one that
+// misbehaves.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/client.h"
+#include "client/codec.h"
+#include "client/tensor_file.h"
+#include "logitd/v1/scorer.grpc.pb.h"
+#include "logitd/v1/server.grpc.pb.h"
+#include "tests/client/subprocess.h"
+#include "tests/client/test_files.h"
+#include "tests/tree.h"
+
+namespace logitd {
+namespace {
+
+using ::logitd::testing::BytesOf;
+using ::logitd::testing::Daemon;
+using ::logitd::testing::InTree;
+using ::logitd::testing::Npy;
+using ::logitd::testing::NpyF32;
+using ::logitd::testing::Ran;
+using ::logitd::testing::RunBinary;
+using ::logitd::testing::Safetensors;
+using ::logitd::testing::TempDir;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+std::vector<float> Normal(int64_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, 2);
+  std::vector<float> values(static_cast<size_t>(size));
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+absl::string_view ViewOf(const std::vector<float>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
+}
+
+template <typename Repeated>
+auto ToVector(const Repeated& field) {
+  return std::vector<typename Repeated::value_type>(field.begin(), field.end());
+}
+
+// What was answered, without how long it took and what was summed.
+std::string Bits(v1::ScoreResponse response) {
+  response.clear_timings();
+  response.clear_totals();
+  return response.SerializeAsString();
+}
+
+// --- the wire
+
+TEST(ScoreEncodeTest, GeneratedCodeReadsHiddenStatesAndTheirParameters) {
+  const std::string states(24, 'x');
+  client::ScoreRequest request = {
+      .dtype = v1::DTYPE_BF16,
+      .rows = 2,
+      .head = "demo",
+      .hidden_size = 6,
+      .hidden = {absl::string_view(states).substr(0, 10), absl::string_view(states).substr(10)}};
+  request.params.add_targets(7);
+  request.params.add_targets(-100);
+  request.params.add_z_loss(0.5f);
+  request.params.set_logits("not looked at");
+  const absl::StatusOr<grpc::ByteBuffer> buffer = client::EncodeScoreRequest(request, nullptr);
+  ASSERT_TRUE(buffer.ok()) << buffer.status();
+  grpc::Slice slice;
+  ASSERT_TRUE(buffer->DumpToSingleSlice(&slice).ok());
+  v1::ScoreRequest read;
+  ASSERT_TRUE(read.ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
+  EXPECT_EQ(read.dtype(), v1::DTYPE_BF16);
+  EXPECT_EQ(read.rows(), 2);
+  EXPECT_EQ(read.head(), "demo");
+  EXPECT_EQ(read.hidden_size(), 6);
+  EXPECT_EQ(read.input_case(), v1::ScoreRequest::kHidden);
+  EXPECT_EQ(read.hidden(), states);
+  EXPECT_THAT(read.targets(), ElementsAre(7, -100));
+  EXPECT_THAT(read.z_loss(), ElementsAre(0.5f));
+}
+
+TEST(ScoreEncodeTest, VerifyTakesLogitsAlone) {
+  EXPECT_THAT(
+      std::string(client::EncodeVerifyRequest({.head = "demo"}, nullptr).status().message()),
+      HasSubstr("head is \"demo\"; allowed: none"));
+}
+
+// --- the real server
+
+class ScoreTest : public ::testing::Test {
+ protected:
+  ScoreTest()
+      : address_("unix:" + dir_.path("socket")),
+        daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
+                           "--log-level", "warn", "--max-request-bytes", "1MiB", "--head",
+                           absl::StrCat("demo=", InTree("demo/model").string())}),
+        client_(Connect()) {
+    const absl::Time end = absl::Now() + absl::Seconds(30);
+    while (absl::Now() < end) {
+      client_ = Connect();
+      const auto health = client_->Health("logitd.v1.Scorer");
+      if (health.ok() && *health == client::ServingStatus::kServing) return;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+    ADD_FAILURE() << "logitd does not serve";
+  }
+
+  std::unique_ptr<client::Client> Connect(int64_t message_bytes = 4 << 20) const {
+    return *client::Client::Create(
+        {.address = address_, .deadline = absl::Seconds(20), .score_message_bytes = message_bytes});
+  }
+
+  Ran Logitctl(std::vector<std::string> args) const {
+    args.insert(args.end(), {"--addr", address_});
+    return RunBinary("logitctl", args);
+  }
+
+  TempDir dir_;
+  const std::string address_;
+  Daemon daemon_;
+  std::unique_ptr<client::Client> client_;
+};
+
+TEST_F(ScoreTest, IsTheDefinition) {
+  constexpr int kRows = 4;
+  constexpr int kVocab = 50;
+  const std::vector<float> logits = Normal(kRows * kVocab, 3);
+  client::ScoreRequest request = {.rows = kRows, .vocab = kVocab, .logits = {ViewOf(logits)}};
+  v1::ScoreRequest& params = request.params;
+  const int targets[kRows] = {3, 49, -100, 0};
+  for (int target : targets) params.add_targets(target);
+  params.add_temperature(2);
+  params.add_label_smoothing(0.1f);
+  params.add_z_loss(0.01f);
+  params.add_top_logprobs(1);
+  params.add_extra_ids(7);
+  params.set_want_rank(true);
+  params.set_want_entropy(true);
+  const absl::StatusOr<client::ScoreResult> result = client_->Score(request);
+  ASSERT_TRUE(result.ok()) << result.status();
+  const v1::ScoreResponse& answer = result->answer;
+  ASSERT_EQ(result->rows(), kRows);
+  double loss_sum = 0;
+  double logprob_sum = 0;
+  for (int row = 0; row < kRows; ++row) {
+    const float* l = logits.data() + row * kVocab;
+    double sum = 0;
+    double mean = 0;
+    for (int i = 0; i < kVocab; ++i) {
+      sum += std::exp(l[i] / 2.0);
+      mean += l[i] / 2.0 / kVocab;
+    }
+    const double lse = std::log(sum);
+    double entropy = 0;
+    for (int i = 0; i < kVocab; ++i) entropy -= std::exp(l[i] / 2.0 - lse) * (l[i] / 2.0 - lse);
+    EXPECT_NEAR(answer.logsumexp(row), lse, 1e-5);
+    EXPECT_NEAR(answer.entropies(row), entropy, 1e-4);
+    EXPECT_NEAR(answer.extra_logprobs(row), l[7] / 2.0 - lse, 1e-5);
+    const int highest = static_cast<int>(std::max_element(l, l + kVocab) - l);
+    EXPECT_EQ(answer.top_ids(row), highest);
+    EXPECT_NEAR(answer.top_logprobs(row), l[highest] / 2.0 - lse, 1e-5);
+    if (targets[row] < 0) {
+      EXPECT_EQ(answer.losses(row), 0);
+      EXPECT_EQ(answer.ranks(row), 0);
+      continue;
+    }
+    const double logprob = l[targets[row]] / 2.0 - lse;
+    const double smoothing = static_cast<double>(0.1f);
+    const double loss = -(1 - smoothing) * logprob + smoothing * (lse - mean) +
+                        static_cast<double>(0.01f) * lse * lse;
+    EXPECT_NEAR(answer.losses(row), loss, 1e-4);
+    EXPECT_NEAR(answer.target_logprobs(row), logprob, 1e-5);
+    EXPECT_EQ(answer.ranks(row),
+              1 + std::count_if(l, l + kVocab, [&](float v) { return v > l[targets[row]]; }));
+    loss_sum += answer.losses(row);
+    logprob_sum += answer.target_logprobs(row);
+  }
+  EXPECT_EQ(answer.totals().counted(), 3);
+  EXPECT_EQ(answer.totals().ignored(), 1);
+  EXPECT_DOUBLE_EQ(answer.totals().loss_sum(), loss_sum);
+  EXPECT_DOUBLE_EQ(answer.totals().loss_mean(), loss_sum / 3);
+  EXPECT_DOUBLE_EQ(answer.totals().perplexity(), std::exp(-logprob_sum / 3));
+}
+
+// 60 rows with parameters of every kind.
+struct Sequence {
+  Sequence() {
+    for (int row = 0; row < 60; ++row) {
+      request.params.add_targets(row % 7 == 0 ? -1 : row);
+      request.params.add_temperature(0.5f + 0.01f * static_cast<float>(row));
+      request.params.add_extra_count(row % 3);
+      for (int i = 0; i < row % 3; ++i) request.params.add_extra_ids(row + i);
+    }
+    request.params.set_ignore_index(-1);
+    request.params.add_label_smoothing(0.1f);
+    request.params.add_top_logprobs(2);
+    request.params.set_want_rank(true);
+  }
+  const std::vector<float> logits = Normal(60 * 70, 5);
+  client::ScoreRequest request = {
+      .rows = 60,
+      .vocab = 70,
+      .logits = {ViewOf(logits).substr(0, 1001), ViewOf(logits).substr(1001)}};
+};
+
+TEST_F(ScoreTest, AStreamGivesTheBitsOfOneCallWhateverItsMessages) {
+  const Sequence sequence;
+  const absl::StatusOr<client::ScoreResult> whole = client_->Score(sequence.request);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  for (const int64_t bytes : {1, 3000, 1 << 20}) {
+    std::vector<int64_t> rows;
+    const absl::StatusOr<client::ScoreResult> cut =
+        Connect(bytes)->ScoreStream(sequence.request, [&](const client::ScoreProgress& progress) {
+          rows.push_back(progress.rows);
+          EXPECT_EQ(progress.total_rows, 60);
+          EXPECT_EQ(progress.totals.rows(), progress.rows);
+          return true;
+        });
+    ASSERT_TRUE(cut.ok()) << cut.status();
+    EXPECT_EQ(cut->messages, bytes == 1 ? 60 : bytes == 3000 ? 6 : 1);
+    EXPECT_EQ(static_cast<int>(rows.size()), cut->messages);
+    EXPECT_EQ(rows.back(), 60);
+    EXPECT_EQ(Bits(cut->answer), Bits(whole->answer));
+    EXPECT_EQ(cut->top_offsets, whole->top_offsets);
+    EXPECT_EQ(cut->extra_offsets, whole->extra_offsets);
+    const v1::ScoreTotals& totals = cut->answer.totals();
+    EXPECT_EQ(totals.counted(), whole->answer.totals().counted());
+    EXPECT_EQ(totals.ignored(), 9);
+    EXPECT_NEAR(totals.loss_sum() / whole->answer.totals().loss_sum(), 1, 1e-14);
+    EXPECT_NEAR(totals.perplexity() / whole->answer.totals().perplexity(), 1, 1e-14);
+  }
+}
+
+TEST_F(ScoreTest, ACallThatBeginsWhereAnotherWasStoppedHasTheTotalsOfBoth) {
+  const Sequence sequence;
+  const auto whole = Connect(3000)->ScoreStream(sequence.request);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  client::ScoreProgress last;
+  const absl::Status stopped = Connect(3000)
+                                   ->ScoreStream(sequence.request,
+                                                 [&](const client::ScoreProgress& progress) {
+                                                   last = progress;
+                                                   return progress.rows < 30;
+                                                 })
+                                   .status();
+  EXPECT_EQ(stopped.code(), absl::StatusCode::kCancelled) << stopped;
+  EXPECT_EQ(last.rows, 30);
+
+  Sequence rest;
+  client::ScoreRequest& request = rest.request;
+  request.rows = 30;
+  request.logits = {ViewOf(rest.logits).substr(30 * 70 * sizeof(float))};
+  v1::ScoreRequest& params = request.params;
+  params.mutable_targets()->erase(params.targets().begin(), params.targets().begin() + 30);
+  params.mutable_temperature()->erase(params.temperature().begin(),
+                                      params.temperature().begin() + 30);
+  params.mutable_extra_count()->erase(params.extra_count().begin(),
+                                      params.extra_count().begin() + 30);
+  params.mutable_extra_ids()->erase(params.extra_ids().begin(), params.extra_ids().begin() + 30);
+  params.set_offset(last.rows);
+  *params.mutable_totals() = last.totals;
+  const auto resumed = Connect(3000)->ScoreStream(request);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  EXPECT_EQ(resumed->answer.offset(), 30);
+  EXPECT_EQ(resumed->answer.totals().SerializeAsString(),
+            whole->answer.totals().SerializeAsString());
+}
+
+TEST_F(ScoreTest, WhatCannotBeCutIsRefusedUnsent) {
+  struct Case {
+    std::function<void(client::ScoreRequest*)> change;
+    const char* text;
+  };
+  const Case cases[] = {
+      {[](auto* r) { r->rows = 0; }, "rows: got 0"},
+      {[](auto* r) { r->vocab = 71; }, "logits: got 16800 bytes, allowed 17040"},
+      {[](auto* r) { r->vocab = 0; }, "vocab: got 0"},
+      {[](auto* r) { r->head = "h"; }, "hidden_size: got 0"},
+      {[](auto* r) { r->params.add_targets(1); }, "targets: got 61 values, allowed 60 (rows)"},
+      {[](auto* r) { r->params.add_temperature(1); }, "temperature: got 61 values"},
+      {[](auto* r) { r->params.add_extra_ids(1); },
+       "extra_count: adds up to 60, but extra has 61 values"},
+      {[](auto* r) { r->params.set_extra_count(0, -1); }, "extra_count: got -1"},
+  };
+  for (const Case& c : cases) {
+    Sequence sequence;
+    c.change(&sequence.request);
+    const absl::Status status = client_->ScoreStream(sequence.request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << c.text;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(c.text));
+  }
+  // What the server has to say of the rest keeps its words.
+  Sequence sequence;
+  sequence.request.params.set_targets(5, 70);
+  EXPECT_THAT(std::string(client_->ScoreStream(sequence.request).status().message()),
+              HasSubstr("targets: got 70 at row 5, allowed 0..69, or -1 (ignore_index)"));
+  sequence.request.head = "nobody";
+  sequence.request.hidden_size = 70;
+  sequence.request.hidden = sequence.request.logits;
+  EXPECT_EQ(client_->ScoreStream(sequence.request).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->GetHead("nobody").status().code(), absl::StatusCode::kNotFound);
+}
+
+// --- a server that misbehaves
+
+class FakeScorer final : public v1::Scorer::Service {
+ public:
+  using Stream = grpc::ServerReaderWriter<v1::ScoreResponse, v1::ScoreRequest>;
+  using Handler = std::function<grpc::Status(int call, Stream* stream)>;
+
+  explicit FakeScorer(Handler handler) : handler_(std::move(handler)) {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+    builder.RegisterService(this);
+    builder.RegisterService(&info_);
+    server_ = builder.BuildAndStart();
+  }
+  std::string address() const { return absl::StrCat("127.0.0.1:", port_); }
+  int calls() const { return calls_; }
+
+  grpc::Status ScoreStream(grpc::ServerContext*, Stream* stream) override {
+    return handler_(++calls_, stream);
+  }
+
+ private:
+  struct InfoService : v1::Server::Service {
+    grpc::Status GetInfo(grpc::ServerContext*, const v1::GetInfoRequest*,
+                         v1::GetInfoResponse*) override {
+      return grpc::Status::OK;  // no limits
+    }
+  };
+  const Handler handler_;
+  std::atomic<int> calls_ = 0;
+  InfoService info_;
+  int port_ = 0;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+// A row's loss is its target.
+v1::ScoreResponse Echo(const v1::ScoreRequest& request) {
+  v1::ScoreResponse response;
+  response.set_offset(request.offset());
+  v1::ScoreTotals* totals = response.mutable_totals();
+  totals->set_rows(request.offset() + request.rows());
+  for (int32_t target : request.targets()) {
+    response.add_losses(static_cast<float>(target));
+    response.add_target_logprobs(0);
+    response.add_logsumexp(0);
+    response.add_status(v1::ROW_STATUS_OK);
+    response.add_status_position(-1);
+    response.add_top_count(0);
+    response.add_extra_count(0);
+  }
+  return response;
+}
+
+absl::StatusOr<client::ScoreResult> SendTenRows(const FakeScorer& server,
+                                                absl::Duration patience = absl::Seconds(20)) {
+  const std::vector<float> logits = Normal(40, 7);
+  client::ScoreRequest request = {.rows = 10, .vocab = 4, .logits = {ViewOf(logits)}};
+  for (int row = 0; row < 10; ++row) request.params.add_targets(row);
+  request.params.add_z_loss(0.5f);
+  const auto client = *client::Client::Create(
+      {.address = server.address(),
+       .deadline = patience,
+       .retry = {.max_attempts = 3, .initial_backoff = absl::Milliseconds(1)},
+       .score_message_bytes = 32});
+  return client->ScoreStream(request);
+}
+
+TEST(ScoreFaultTest, AStreamThatIsLostGoesOnAfterItsLastAnswer) {
+  // Two rows a message. Every stream is lost after an answer; more often than max_attempts.
+  const FakeScorer server([&](int call, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    EXPECT_TRUE(stream->Read(&request));
+    const int64_t row = 2 * (call - 1);
+    EXPECT_EQ(request.offset(), row);
+    EXPECT_EQ(request.dtype(), v1::DTYPE_F32);
+    EXPECT_EQ(request.vocab(), 4);
+    EXPECT_THAT(request.z_loss(), ElementsAre(0.5f));
+    EXPECT_THAT(request.targets(), ElementsAre(row, row + 1));
+    EXPECT_EQ(request.has_totals(), call > 1);
+    EXPECT_EQ(request.totals().rows(), row);
+    stream->Write(Echo(request));
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+  });
+  const absl::StatusOr<client::ScoreResult> result = SendTenRows(server);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+  EXPECT_EQ(result->answer.totals().rows(), 10);
+  EXPECT_EQ(result->messages, 5);
+  EXPECT_EQ(result->attempts, 5);
+}
+
+TEST(ScoreFaultTest, AServerThatStaysAwayIsGivenUp) {
+  const FakeScorer server([&](int call, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    if (call == 2 && stream->Read(&request)) stream->Write(Echo(request));
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+  });
+  const absl::Status status = SendTenRows(server).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("gave up after 3 attempts"));
+  EXPECT_EQ(server.calls(), 4);  // the second got on, so that counting began again with it
+}
+
+TEST(ScoreFaultTest, AnotherErrorIsNotTriedAgain) {
+  const FakeScorer server([&](int, FakeScorer::Stream*) {
+    return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "no");
+  });
+  EXPECT_EQ(SendTenRows(server).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(server.calls(), 1);
+}
+
+TEST(ScoreFaultTest, AnAnswerThatDoesNotComeIsNotWaitedForForEver) {
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    if (stream->Read(&request)) stream->Write(Echo(request));
+    while (stream->Read(&request)) {
+    }
+    absl::SleepFor(absl::Seconds(1));
+    return grpc::Status::OK;
+  });
+  const absl::Status status = SendTenRows(server, absl::Milliseconds(300)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("no answer for 300ms, after 1 of 5 messages"));
+}
+
+TEST(ScoreFaultTest, AnAnswerToAnotherQuestionIsInternal) {
+  const std::function<void(v1::ScoreResponse*)> changes[] = {
+      [](auto* r) { r->set_offset(5); },
+      [](auto* r) { r->add_losses(1); },
+      [](auto* r) { *r = v1::ScoreResponse(); },
+      [](auto* r) {
+        for (int i = 0; i < 2; ++i) r->add_ranks(1);
+      },
+      [](auto* r) { r->set_top_count(0, 1); },
+  };
+  for (const auto& change : changes) {
+    const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+      v1::ScoreRequest request;
+      if (!stream->Read(&request)) return grpc::Status::OK;
+      v1::ScoreResponse answer = Echo(request);
+      change(&answer);
+      stream->Write(answer);
+      return grpc::Status::OK;
+    });
+    EXPECT_EQ(SendTenRows(server).status().code(), absl::StatusCode::kInternal);
+  }
+}
+
+// --- logitctl
+
+std::string Ids(const std::vector<int64_t>& ids) {
+  return Npy(
+      absl::StrCat("{'descr': '<i8', 'fortran_order': False, 'shape': (", ids.size(), ",), }\n"),
+      BytesOf(ids));
+}
+
+TEST_F(ScoreTest, LogitctlScoresFiles) {
+  const std::vector<float> logits = {0.0f, 0.69314718f, 1.60943791f, 0, 0, 0};  // 1/8, 2/8, 5/8
+  const std::string npy = dir_.Write("a.npy", NpyF32(2, 3, logits));
+  const std::string ids = dir_.Write("t.npy", Ids({1, 2}));
+  const std::string out = dir_.path("losses.npy");
+  const std::string plot = dir_.path("loss.png");
+  const Ran json =
+      Logitctl({"score", "--logits", npy, "--targets", ids, "--rank", "--entropy", "--top-logprobs",
+                "1", "--format", "json", "--out", out, "--plot", plot});
+  ASSERT_EQ(json.code, 0) << json.err;
+  const nlohmann::json read = nlohmann::json::parse(json.out);
+  EXPECT_NEAR(read["losses"][0].get<double>(), std::log(4.0), 1e-5);
+  EXPECT_NEAR(read["losses"][1].get<double>(), std::log(3.0), 1e-5);
+  EXPECT_EQ(read["ranks"], nlohmann::json({2, 3}));
+  EXPECT_EQ(read["top_ids"], nlohmann::json({2, 0}));
+  EXPECT_EQ(read["targets"], nlohmann::json({1, 2}));
+  EXPECT_NEAR(read["entropies"][1].get<double>(), std::log(3.0), 1e-5);
+  EXPECT_NEAR(read["totals"]["perplexity"].get<double>(), std::sqrt(12.0), 1e-4);
+  const auto losses = client::LoadTensor(out);
+  ASSERT_TRUE(losses.ok()) << losses.status();
+  EXPECT_THAT(losses->shape, ElementsAre(2));
+  float first = 0;
+  std::memcpy(&first, losses->bytes.data(), sizeof(first));
+  EXPECT_NEAR(first, std::log(4.0), 1e-5);
+  std::ifstream in(plot, std::ios::binary);
+  const std::string png{std::istreambuf_iterator<char>(in), {}};
+  EXPECT_EQ(png.substr(0, 8), "\x89PNG\r\n\x1a\n");
+  EXPECT_GT(png.size(), 1000u);
+
+  const Ran table = Logitctl({"score", "--logits", npy, "--targets", ids, "--ignore-index", "2"});
+  ASSERT_EQ(table.code, 0) << table.err;
+  EXPECT_THAT(table.out, AllOf(HasSubstr("2 rows: 1 counted, 1 ignored, 0 faulty"),
+                               HasSubstr("perplexity 4\n")));
+  const Ran totals = Logitctl({"score", "--logits", npy, "--targets", ids, "--totals"});
+  EXPECT_THAT(totals.out, ::testing::StartsWith("2 rows: 2 counted"));
+}
+
+TEST_F(ScoreTest, LogitctlTakesTargetsOfBothWidthsFromBothKindsOfFile) {
+  const std::string npy = dir_.Write("a.npy", NpyF32(2, 3, {0, 1, 2, 3, 4, 5}));
+  const std::vector<int32_t> narrow = {1, 2};
+  const std::string files[] = {
+      dir_.Write("narrow.npy", Npy("{'descr': '<i4', 'fortran_order': False, 'shape': (2,), }\n",
+                                   BytesOf(narrow))),
+      dir_.Write("narrow.safetensors",
+                 Safetensors(R"({"t":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}})",
+                             BytesOf(narrow))),
+      dir_.Write("wide.safetensors",
+                 Safetensors(R"({"t":{"dtype":"I64","shape":[2],"data_offsets":[0,16]}})",
+                             BytesOf<int64_t>({1, 2})))};
+  for (const std::string& file : files) {
+    const Ran ran = Logitctl({"score", "--logits", npy, "--targets", file, "--format", "json"});
+    ASSERT_EQ(ran.code, 0) << file << ran.err;
+    EXPECT_EQ(nlohmann::json::parse(ran.out)["targets"], nlohmann::json({1, 2}));
+  }
+}
+
+TEST_F(ScoreTest, LogitctlScoresATextThroughTheModelsOwnLogits) {
+  const Ran ran = Logitctl({"score", "--text", "It is a truth", "--model", InTree("demo/model"),
+                            "--format", "json", "--top-logprobs", "1"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const nlohmann::json read = nlohmann::json::parse(ran.out);
+  std::string text;
+  for (const auto& token : read["text"]) text += token.get<std::string>();
+  EXPECT_EQ(text, "It is a truth");
+  EXPECT_EQ(read["top_text"].size(), read["losses"].size());
+  EXPECT_GT(read["totals"]["perplexity"].get<double>(), 1);
+  EXPECT_LT(read["totals"]["perplexity"].get<double>(), 500);  // of 4096 tokens: it knows English
+}
+
+// The server's head is the model's own, so that both ways mean the same text.
+TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
+  const std::string model = InTree("demo/model");
+  const std::vector<std::string> score = {
+      "score", "--text", "It is a truth universally", "--model", model, "--format", "json"};
+  const std::vector<std::string> topk = {"topk", "--text", "It is",    "--model", model,
+                                         "--k",  "3",      "--format", "json"};
+  const std::vector<std::string> generate = {"generate", "--text",        "It is", "--model",
+                                             model,      "--tokens",      "5",     "--format",
+                                             "json",     "--temperature", "0"};
+  const auto run = [&](std::vector<std::string> args, bool head) {
+    if (head) args.insert(args.end(), {"--head", "demo"});
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out);
+  };
+  const nlohmann::json own = run(score, false);
+  const nlohmann::json sent = run(score, true);
+  ASSERT_EQ(own["losses"].size(), sent["losses"].size());
+  for (size_t i = 0; i < own["losses"].size(); ++i) {
+    // The states are rounded to the head's bf16.
+    EXPECT_NEAR(own["losses"][i].get<double>(), sent["losses"][i].get<double>(), 0.05);
+  }
+  EXPECT_EQ(run(topk, false)["indices"], run(topk, true)["indices"]);
+  EXPECT_EQ(run(generate, false)["tokens"], run(generate, true)["tokens"]);
+
+  std::vector<std::string> unknown = score;
+  unknown.insert(unknown.end(), {"--head", "nobody"});
+  const Ran refused = Logitctl(unknown);
+  EXPECT_EQ(refused.code, 1);
+  EXPECT_THAT(refused.err, AllOf(HasSubstr("NOT_FOUND"), HasSubstr("demo")));
+}
+
+TEST_F(ScoreTest, ALongSequenceOfHiddenStatesIsOneOfTheHead) {
+  // 3000 states of 144 zeros: their logits are the head's bias, whatever the row.
+  const std::string states(size_t{3000} * 144 * 2, '\0');
+  client::ScoreRequest request = {.dtype = v1::DTYPE_BF16,
+                                  .rows = 3000,
+                                  .head = "demo",
+                                  .hidden_size = 144,
+                                  .hidden = {states}};
+  for (int row = 0; row < 3000; ++row) request.params.add_targets(281);
+  const auto result = Connect(/*message_bytes=*/200000)->ScoreStream(request);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->messages, 5);
+  EXPECT_THAT(result->answer.losses(), ::testing::Each(result->answer.losses(0)));
+  EXPECT_NEAR(result->answer.totals().loss_mean(), result->answer.losses(0), 1e-9);
+}
+
+TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
+  TempDir dir;
+  const std::string npy = dir.Write("a.npy", NpyF32(2, 3, {0, 1, 2, 3, 4, 5}));
+  const std::string ids = dir.Write("t.npy", Ids({1, 2}));
+  struct Case {
+    std::vector<std::string> args;
+    const char* error;
+  };
+  const Case cases[] = {
+      {{"score"}, "Exactly 1 option from [--logits,--hidden,--text,--text-file] is required"},
+      {{"score", "--logits", npy}, "--targets is missing"},
+      {{"score", "--hidden", npy, "--targets", ids}, "--head is missing"},
+      {{"score", "--logits", npy, "--targets", ids, "--head", "h"}, "--head beside --logits"},
+      {{"score", "--text", "x", "--targets", ids}, "--targets beside a text"},
+      {{"score", "--logits", npy, "--targets", npy}, "dtype '<f4'; allowed: <i4, <i8"},
+      {{"score", "--logits", ids, "--targets", ids}, "dtype '<i8'; allowed: <f4, <f2"},
+      {{"score", "--logits", npy, "--targets", dir.Write("s.npy", Ids({1}))},
+       "s.npy has 1 values; allowed: 2, one for each row"},
+      {{"score", "--logits", npy, "--targets", dir.Write("w.npy", Ids({1, int64_t{1} << 40}))},
+       "w.npy has 1099511627776 at row 1; allowed: numbers of 32 bits"},
+      {{"score", "--text-file", dir.path("none")}, "none cannot be read, or is empty"},
+      {{"score", "--logits", npy, "--targets", ids, "--smoothing", "x"}, "--smoothing"},
+      {{"score", "--logits", npy, "--targets", ids, "--out", "x.txt"}, "x.txt"},
+      {{"topk", "--logits", npy, "--head", "h"}, "--logits"},
+  };
+  for (const Case& test : cases) {
+    const Ran ran = RunBinary("logitctl", test.args);
+    EXPECT_EQ(ran.code, 2) << test.error;
+    EXPECT_THAT(ran.err, HasSubstr(test.error));
+    EXPECT_THAT(ran.out, IsEmpty());
+  }
+}
+
+}  // namespace
+}  // namespace logitd

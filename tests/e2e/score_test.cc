@@ -1,0 +1,409 @@
+// Scorer, and hidden states through a loaded head, as generated code meets them.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "logitd/v1/heads.grpc.pb.h"
+#include "logitd/v1/sampler.grpc.pb.h"
+#include "logitd/v1/scorer.grpc.pb.h"
+#include "tests/e2e/peers.h"
+#include "tests/e2e/server_process.h"
+#include "tests/tree.h"
+
+namespace logitd::e2e {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int64_t kVocab = 4096;
+constexpr int64_t kHidden = 144;
+
+double FromBF16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+std::string DemoModel() { return ::logitd::testing::InTree("demo/model"); }
+
+// The head of the demo's model, read here a second time.
+class DemoHead {
+ public:
+  DemoHead() {
+    std::ifstream in(DemoModel() + "/model.safetensors", std::ios::binary);
+    const std::string file{std::istreambuf_iterator<char>(in), {}};
+    uint64_t header = 0;
+    std::memcpy(&header, file.data(), sizeof(header));
+    const auto read = [&](const std::string& name, size_t count) {
+      const size_t entry = file.find(absl::StrCat("\"", name, "\""));
+      const size_t offsets = file.find("\"data_offsets\":[", entry) + 16;
+      const size_t begin = 8 + header + std::strtoull(file.c_str() + offsets, nullptr, 10);
+      std::vector<double> values(count);
+      for (size_t i = 0; i < count; ++i) {
+        uint16_t bits = 0;
+        std::memcpy(&bits, file.data() + begin + 2 * i, 2);
+        values[i] = FromBF16(bits);
+      }
+      return values;
+    };
+    weight_ = read("model.embed_tokens.weight", kVocab * kHidden);
+    bias_ = read("lm_head.bias", kVocab);
+  }
+
+  std::vector<double> Logits(const std::string& states, int64_t row) const {
+    std::vector<double> logits = bias_;
+    for (int64_t i = 0; i < kVocab; ++i) {
+      for (int64_t d = 0; d < kHidden; ++d) {
+        uint16_t bits = 0;
+        std::memcpy(&bits, states.data() + 2 * (row * kHidden + d), 2);
+        logits[static_cast<size_t>(i)] +=
+            weight_[static_cast<size_t>(i * kHidden + d)] * FromBF16(bits);
+      }
+    }
+    return logits;
+  }
+
+ private:
+  std::vector<double> weight_;
+  std::vector<double> bias_;
+};
+
+double LogSumExp(const std::vector<double>& x) {
+  const double max = *std::max_element(x.begin(), x.end());
+  double sum = 0;
+  for (double v : x) sum += std::exp(v - max);
+  return max + std::log(sum);
+}
+
+// Random states, in bf16.
+std::string States(int64_t rows, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, 1);
+  std::string bytes;
+  for (int64_t i = 0; i < rows * kHidden; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(normal(random));
+    bytes.push_back(static_cast<char>(bits >> 16));
+    bytes.push_back(static_cast<char>(bits >> 24));
+  }
+  return bytes;
+}
+
+template <typename Request>
+Request OfHead(const std::string& states) {
+  Request request;
+  request.set_dtype(v1::DTYPE_BF16);
+  request.set_rows(static_cast<int64_t>(states.size()) / (2 * kHidden));
+  request.set_head("demo");
+  request.set_hidden_size(kHidden);
+  request.set_hidden(states);
+  return request;
+}
+
+v1::ScoreRequest Scored(const std::string& states) {
+  v1::ScoreRequest request = OfHead<v1::ScoreRequest>(states);
+  for (int64_t row = 0; row < request.rows(); ++row) {
+    request.add_targets(static_cast<int32_t>(row * 977 % kVocab));
+  }
+  return request;
+}
+
+std::unique_ptr<grpc::ClientContext> Context() {
+  auto context = std::make_unique<grpc::ClientContext>();
+  context->set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
+  return context;
+}
+
+// What was answered, without how long it took.
+template <typename Response>
+std::string Bits(Response response) {
+  response.clear_timings();
+  return response.SerializeAsString();
+}
+
+class ScoreTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    server_ = new ServerProcess(
+        {absl::StrCat("--head=demo=", DemoModel()), absl::StrCat("--head-root=", DemoModel())});
+    head_ = new DemoHead();
+  }
+  static void TearDownTestSuite() {
+    server_->Signal(SIGTERM);
+    EXPECT_EQ(server_->Wait(absl::Seconds(20)), 0) << server_->Log();
+    delete server_;
+    delete head_;
+  }
+
+  v1::ScoreResponse Score(const v1::ScoreRequest& request) {
+    v1::ScoreResponse response;
+    const grpc::Status status = scorer_->Score(Context().get(), request, &response);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    return response;
+  }
+
+  static ServerProcess* server_;
+  static DemoHead* head_;
+  const std::shared_ptr<grpc::Channel> channel_ = Connect(server_->tcp());
+  const std::unique_ptr<v1::Scorer::Stub> scorer_ = v1::Scorer::NewStub(channel_);
+  const std::unique_ptr<v1::Sampler::Stub> sampler_ = v1::Sampler::NewStub(channel_);
+  const std::unique_ptr<v1::Heads::Stub> heads_ = v1::Heads::NewStub(channel_);
+};
+ServerProcess* ScoreTest::server_ = nullptr;
+DemoHead* ScoreTest::head_ = nullptr;
+
+TEST_F(ScoreTest, HiddenStatesAreScoredByTheLogitsOfTheirHead) {
+  const std::string states = States(7, 1);
+  v1::ScoreRequest request = Scored(states);
+  request.set_targets(3, -100);
+  request.add_temperature(1.5f);
+  request.add_label_smoothing(0.1f);
+  request.add_top_logprobs(1);
+  request.add_extra_ids(11);
+  request.set_want_entropy(true);
+  const v1::ScoreResponse response = Score(request);
+  ASSERT_EQ(response.losses_size(), 7);
+  double loss_sum = 0;
+  for (int row = 0; row < 7; ++row) {
+    std::vector<double> x = head_->Logits(states, row);
+    for (double& v : x) v /= 1.5;
+    const double lse = LogSumExp(x);
+    double mean = 0;
+    double entropy = 0;
+    for (double v : x) {
+      mean += v / kVocab;
+      entropy -= std::exp(v - lse) * (v - lse);
+    }
+    EXPECT_NEAR(response.logsumexp(row), lse, 1e-4);
+    EXPECT_NEAR(response.entropies(row), entropy, 1e-3);
+    EXPECT_NEAR(response.extra_logprobs(row), x[11] - lse, 1e-4);
+    EXPECT_NEAR(response.top_logprobs(row), *std::max_element(x.begin(), x.end()) - lse, 1e-4);
+    EXPECT_EQ(response.status(row), v1::ROW_STATUS_OK);
+    if (row == 3) {
+      EXPECT_EQ(response.losses(row), 0);
+      continue;
+    }
+    const double e = static_cast<double>(0.1f);
+    const double logprob = x[static_cast<size_t>(request.targets(row))] - lse;
+    EXPECT_NEAR(response.target_logprobs(row), logprob, 1e-4);
+    EXPECT_NEAR(response.losses(row), -(1 - e) * logprob + e * (lse - mean), 1e-4);
+    loss_sum += response.losses(row);
+  }
+  EXPECT_EQ(response.totals().counted(), 6);
+  EXPECT_DOUBLE_EQ(response.totals().loss_mean(), loss_sum / 6);
+}
+
+TEST_F(ScoreTest, TopKAndSampleTakeHiddenStatesToo) {
+  const std::string states = States(3, 2);
+  v1::TopKRequest topk = OfHead<v1::TopKRequest>(states);
+  topk.add_k(1);
+  v1::TopKResponse most;
+  ASSERT_TRUE(sampler_->TopK(Context().get(), topk, &most).ok());
+  v1::SampleRequest sample = OfHead<v1::SampleRequest>(states);
+  sample.add_temperature(0);
+  v1::SampleResponse drawn;
+  ASSERT_TRUE(sampler_->Sample(Context().get(), sample, &drawn).ok());
+  for (int row = 0; row < 3; ++row) {
+    const std::vector<double> x = head_->Logits(states, row);
+    const auto highest = std::max_element(x.begin(), x.end());
+    EXPECT_EQ(most.indices(row), highest - x.begin());
+    EXPECT_NEAR(most.probs(row), std::exp(*highest - LogSumExp(x)), 1e-4);
+    EXPECT_EQ(drawn.tokens(row), highest - x.begin());
+    EXPECT_NEAR(drawn.logsumexp(row), LogSumExp(x), 1e-4);
+  }
+}
+
+TEST_F(ScoreTest, ARowsBitsDoNotDependOnItsBatch) {
+  const std::string states = States(40, 3);
+  v1::ScoreRequest request = Scored(states);
+  const v1::ScoreResponse all = Score(request);
+  for (const int row : {0, 17, 39}) {
+    v1::ScoreRequest one = OfHead<v1::ScoreRequest>(states.substr(row * 2 * kHidden, 2 * kHidden));
+    one.add_targets(request.targets(row));
+    const v1::ScoreResponse alone = Score(one);
+    EXPECT_EQ(std::bit_cast<uint32_t>(alone.losses(0)), std::bit_cast<uint32_t>(all.losses(row)));
+    EXPECT_EQ(std::bit_cast<uint32_t>(alone.logsumexp(0)),
+              std::bit_cast<uint32_t>(all.logsumexp(row)));
+  }
+}
+
+TEST_F(ScoreTest, NaNInAHiddenStateHarmsItsOwnRowAlone) {
+  std::string states = States(3, 4);
+  const v1::ScoreResponse good = Score(Scored(states));
+  states.replace(static_cast<size_t>(2 * kHidden + 20), 2, "\xff\x7f");
+  const v1::ScoreResponse damaged = Score(Scored(states));
+  EXPECT_THAT(damaged.status(),
+              ElementsAre(v1::ROW_STATUS_OK, v1::ROW_STATUS_NAN_LOGIT, v1::ROW_STATUS_OK));
+  EXPECT_EQ(damaged.losses(0), good.losses(0));
+  EXPECT_EQ(damaged.losses(2), good.losses(2));
+  EXPECT_EQ(damaged.totals().counted(), 2);
+  EXPECT_EQ(damaged.totals().faulty(), 1);
+  EXPECT_EQ(damaged.totals().loss_sum(),
+            static_cast<double>(good.losses(0)) + static_cast<double>(good.losses(2)));
+}
+
+TEST_F(ScoreTest, AnUnknownHeadIsNotFoundAndTheTextNamesThoseThereAre) {
+  v1::ScoreRequest request = Scored(States(1, 5));
+  request.set_head("nobody");
+  v1::ScoreResponse response;
+  const grpc::Status status = scorer_->Score(Context().get(), request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_THAT(status.error_message(), HasSubstr("demo"));
+}
+
+// Messages of ten rows.
+v1::ScoreRequest Chunk(const std::string& states, int64_t row, bool first) {
+  v1::ScoreRequest request = Scored(states.substr(row * 2 * kHidden, 10 * 2 * kHidden));
+  for (int i = 0; i < 10; ++i) request.set_targets(i, static_cast<int32_t>(row + i));
+  if (first) {
+    request.add_z_loss(0.001f);
+    request.set_want_rank(true);
+  } else {
+    request.clear_dtype();
+    request.clear_head();
+    request.clear_hidden_size();
+  }
+  return request;
+}
+
+TEST_F(ScoreTest, AStreamInheritsRunsItsTotalsAndGoesOnWhereItWasLost) {
+  const std::string states = States(50, 6);
+  std::vector<std::string> answers;
+  v1::ScoreResponse last;
+  {
+    const auto context = Context();
+    const auto stream = scorer_->ScoreStream(context.get());
+    std::thread writer([&] {
+      for (int64_t row = 0; row < 50; row += 10) stream->Write(Chunk(states, row, row == 0));
+      stream->WritesDone();
+    });
+    for (int64_t row = 0; stream->Read(&last); row += 10) {
+      EXPECT_EQ(last.offset(), row);
+      EXPECT_EQ(last.ranks_size(), 10);
+      EXPECT_EQ(last.totals().rows(), row + 10);
+      answers.push_back(Bits(last));
+    }
+    writer.join();
+    EXPECT_TRUE(stream->Finish().ok());
+  }
+  ASSERT_EQ(answers.size(), 5u);
+
+  // The same answers, totals and all, where the stream is lost after the second.
+  v1::ScoreResponse answer;
+  {
+    const auto context = Context();
+    const auto stream = scorer_->ScoreStream(context.get());
+    for (int64_t row = 0; row < 20; row += 10) {
+      ASSERT_TRUE(stream->Write(Chunk(states, row, row == 0)));
+      ASSERT_TRUE(stream->Read(&answer));
+      EXPECT_EQ(Bits(answer), answers[static_cast<size_t>(row / 10)]);
+    }
+    context->TryCancel();
+    stream->Finish();
+  }
+  const auto context = Context();
+  const auto stream = scorer_->ScoreStream(context.get());
+  for (int64_t row = 20; row < 50; row += 10) {
+    v1::ScoreRequest chunk = Chunk(states, row, row == 20);
+    if (row == 20) {
+      chunk.set_offset(answer.offset() + answer.losses_size());
+      *chunk.mutable_totals() = answer.totals();
+    }
+    ASSERT_TRUE(stream->Write(chunk));
+    ASSERT_TRUE(stream->Read(&answer));
+    EXPECT_EQ(Bits(answer), answers[static_cast<size_t>(row / 10)]);
+  }
+  v1::ScoreRequest wrong = Chunk(states, 0, false);
+  wrong.set_offset(20);
+  ASSERT_TRUE(stream->Write(wrong));
+  EXPECT_FALSE(stream->Read(&answer));
+  const grpc::Status status = stream->Finish();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(status.error_message(), HasSubstr("offset: got 20, allowed is 50"));
+}
+
+TEST_F(ScoreTest, UnloadingAndLoadingUnderTrafficGivesNoWrongAnswer) {
+  const v1::ScoreRequest request = Scored(States(5, 8));
+  const std::string expected = Bits(Score(request));
+  std::atomic<bool> over = false;
+  std::atomic<int> good = 0;
+  std::atomic<int> missing = 0;
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) {
+    callers.emplace_back([&] {
+      const auto stub = v1::Scorer::NewStub(Connect(server_->tcp()));
+      while (!over) {
+        v1::ScoreResponse response;
+        const grpc::Status status = stub->Score(Context().get(), request, &response);
+        if (status.ok()) {
+          EXPECT_EQ(Bits(response), expected);
+          ++good;
+        } else {
+          EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND) << status.error_message();
+          ++missing;
+        }
+      }
+    });
+  }
+  for (int i = 0; i < 10; ++i) {
+    absl::SleepFor(absl::Milliseconds(20));
+    v1::UnloadHeadRequest unload;
+    unload.set_name("demo");
+    v1::UnloadHeadResponse unloaded;
+    const grpc::Status gone = heads_->Unload(Context().get(), unload, &unloaded);
+    EXPECT_TRUE(gone.ok()) << gone.error_message();
+    absl::SleepFor(absl::Milliseconds(10));
+    v1::LoadHeadRequest load;
+    load.set_name("demo");
+    load.set_path("model.safetensors");
+    const auto context = Context();
+    const auto reader = heads_->Load(context.get(), load);
+    v1::LoadHeadResponse progress;
+    while (reader->Read(&progress)) {
+    }
+    const grpc::Status back = reader->Finish();
+    EXPECT_TRUE(back.ok()) << back.error_message();
+    EXPECT_EQ(progress.head().vocab(), kVocab);
+  }
+  absl::SleepFor(absl::Milliseconds(50));
+  over = true;
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_GT(good, 0);
+  EXPECT_GT(missing, 0);
+  EXPECT_EQ(Bits(Score(request)), expected);
+}
+
+TEST(ScoreBatchTest, RequestsOfOneHeadShareABatch) {
+  ServerProcess server({absl::StrCat("--head=demo=", DemoModel()), "--max-batch-delay=2s"});
+  std::vector<std::thread> callers;
+  std::atomic<int> shared = 0;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&, i] {
+      const auto stub = v1::Scorer::NewStub(Connect(server.tcp()));
+      v1::ScoreResponse response;
+      const grpc::Status status =
+          stub->Score(Context().get(), Scored(States(2, static_cast<uint32_t>(i))), &response);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      if (response.timings().batch_rows() == 8) ++shared;
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(shared, 4);
+}
+
+}  // namespace
+}  // namespace logitd::e2e

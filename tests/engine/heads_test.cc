@@ -1,0 +1,490 @@
+// Heads over a fake device, from real files. write_heads.py wrote them, which knows nothing of our
+// reader; what must be in memory is worked out here from the same pattern.
+#include "server/engine/heads.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/engine/metrics.h"
+#include "tests/engine/fake_backend.h"
+#include "tests/tree.h"
+
+namespace logitd::engine {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+float Pattern(int64_t row, int64_t column) {
+  return static_cast<float>((row * 31 + column * 7) % 64 - 32) / 8;
+}
+
+// Of the three encodings, for values exact in all of them: bits of f32, its upper half, and f16 put
+// together from sign, exponent and the upper ten bits of the mantissa.
+std::string Encoded(DType dtype, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (dtype == DType::kF32) return std::string(reinterpret_cast<const char*>(&bits), 4);
+  uint32_t half = bits >> 16;
+  if (dtype == DType::kF16) {
+    half = bits >> 16 & 0x8000;
+    if (value != 0) half |= ((bits >> 23 & 0xff) - 112) << 10 | (bits >> 13 & 0x3ff);
+  }
+  return std::string(reinterpret_cast<const char*>(&half), 2);
+}
+
+bool Always(const HeadProgress&) { return true; }
+
+class HeadsTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    if (std::system("python3 -c '' 2>/dev/null") != 0) return;
+    std::string name = (std::filesystem::temp_directory_path() / "logitd-heads-XXXXXX").string();
+    ASSERT_NE(mkdtemp(name.data()), nullptr);
+    files_ = name;
+    const std::string command =
+        absl::StrFormat("python3 '%s' '%s'",
+                        logitd::testing::InTree("tests/engine/write_heads.py").string(), files_);
+    ASSERT_EQ(std::system(command.c_str()), 0) << command;
+  }
+  static void TearDownTestSuite() { std::filesystem::remove_all(files_); }
+  void SetUp() override {
+    if (files_.empty()) GTEST_SKIP() << "no python3, which writes the files";
+  }
+
+  HeadRequest Request(const std::string& path, bool norm = false, int64_t vocab = 0) {
+    return {
+        .name = "h", .path = absl::StrCat(files_, "/", path), .final_norm = norm, .vocab = vocab};
+  }
+  absl::StatusOr<std::shared_ptr<const Head>> Load(const HeadRequest& request) {
+    return heads_.Load(request, Always);
+  }
+
+  // What went wrong with the numbers of a head; "" if nothing.
+  static std::string Wrong(const HeadView& view) {
+    const auto* data = static_cast<const char*>(view.weight.data);
+    const size_t element = SizeOf(view.weight.dtype);
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || view.weight.row_stride * element % 16 != 0) {
+      return "rows are not aligned";
+    }
+    for (int64_t r = 0; r < view.vocab(); ++r) {
+      for (int64_t c = 0; c < view.hidden(); ++c) {
+        const char* at = data + (r * view.weight.row_stride + c) * element;
+        if (std::string(at, element) != Encoded(view.weight.dtype, Pattern(r, c))) {
+          return absl::StrFormat("row %d, column %d", r, c);
+        }
+      }
+    }
+    return "";
+  }
+
+  std::string Scrape() {
+    return prometheus::TextSerializer().Serialize(metrics_.registry()->Collect());
+  }
+
+  static inline std::string files_;
+  FakeBackend backend_;
+  Metrics metrics_;
+  Heads heads_{&backend_, &metrics_};
+};
+
+TEST_F(HeadsTest, AFileByTheUsualNames) {
+  const auto head = Load(Request("named.safetensors"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  const HeadView& view = (*head)->view();
+  EXPECT_EQ(view.weight.dtype, DType::kF32);
+  EXPECT_EQ(view.vocab(), 5);
+  EXPECT_EQ(view.hidden(), 3);
+  EXPECT_EQ(view.weight.row_stride, 4);  // 12 bytes, and 4 to the next border of 16
+  EXPECT_EQ(Wrong(view), "");
+  ASSERT_NE(view.bias, nullptr);
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(view.bias[i], Pattern(i, 0));
+  EXPECT_EQ(view.norm, nullptr);
+  EXPECT_EQ(view.scale, 1.0f);
+  EXPECT_EQ(view.softcap, 0.0f);
+  const HeadInfo& info = (*head)->info();
+  EXPECT_EQ(info.name, "h");
+  EXPECT_EQ(info.path, files_ + "/named.safetensors");
+  EXPECT_EQ(info.tensor, "lm_head.weight");
+  EXPECT_EQ(info.stored_vocab, 5);
+  EXPECT_EQ(info.device_bytes, static_cast<int64_t>(backend_.device_bytes()));
+  EXPECT_GE(info.device_bytes, 5 * 16 + 5 * 4);
+  EXPECT_LT(absl::AbsDuration(absl::Now() - info.loaded), absl::Minutes(1));
+  EXPECT_EQ(backend_.live_slabs(), 0);
+}
+
+TEST_F(HeadsTest, AFilesOnlyMatrixWithSettingsInItsMetadata) {
+  const auto head = Load(Request("only.safetensors"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  const HeadView& view = (*head)->view();
+  EXPECT_EQ((*head)->info().tensor, "w");
+  EXPECT_EQ(view.weight.dtype, DType::kBF16);
+  EXPECT_EQ(view.vocab(), 3);
+  EXPECT_EQ((*head)->info().stored_vocab, 4);
+  EXPECT_EQ(Wrong(view), "");
+  EXPECT_EQ(view.scale, 0.5f);
+  EXPECT_EQ(view.softcap, 30.0f);
+}
+
+TEST_F(HeadsTest, ABiasIsFoundBesideItsWeight) {
+  const auto head = Load(Request("half.safetensors"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(Wrong((*head)->view()), "");
+  EXPECT_EQ((*head)->view().weight.dtype, DType::kF16);
+  ASSERT_NE((*head)->view().bias, nullptr);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ((*head)->view().bias[i], Pattern(i, 0));
+}
+
+TEST_F(HeadsTest, AFolderTrimsItsPaddedVocabularyAndBringsItsNorm) {
+  const auto head = Load(Request("padded", /*norm=*/true));
+  ASSERT_TRUE(head.ok()) << head.status();
+  const HeadView& view = (*head)->view();
+  EXPECT_EQ(view.vocab(), 6);
+  EXPECT_EQ((*head)->info().stored_vocab, 8);
+  EXPECT_EQ((*head)->info().tensor, "lm_head.weight");
+  EXPECT_EQ(Wrong(view), "");
+  ASSERT_NE(view.norm, nullptr);
+  for (int i = 0; i < 16; ++i) EXPECT_EQ(view.norm[i], Pattern(i, 0));
+  EXPECT_EQ(view.norm_epsilon, 1e-5f);
+}
+
+TEST_F(HeadsTest, TheNormStaysOutUnlessItIsAskedFor) {
+  const auto head = Load(Request("padded"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ((*head)->view().norm, nullptr);
+}
+
+TEST_F(HeadsTest, TheRequestsVocabularyWins) {
+  const auto head = Load(Request("padded", /*norm=*/false, /*vocab=*/7));
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ((*head)->view().vocab(), 7);
+  EXPECT_EQ(Wrong((*head)->view()), "");
+}
+
+TEST_F(HeadsTest, TiedEmbeddingsOfANestedModelWhoseNormIsOnePlusWeight) {
+  const auto head = Load(Request("tied", /*norm=*/true));
+  ASSERT_TRUE(head.ok()) << head.status();
+  const HeadView& view = (*head)->view();
+  EXPECT_EQ((*head)->info().tensor, "language_model.model.embed_tokens.weight");
+  EXPECT_EQ(view.vocab(), 7);  // of text_config, not of the whole
+  EXPECT_EQ(Wrong(view), "");
+  EXPECT_EQ(view.softcap, 30.0f);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(view.norm[i], 1.0f + Pattern(i, 0));
+}
+
+TEST_F(HeadsTest, ShardsByTheirIndexAndABiasThatIsScaledWithTheLogits) {
+  const auto head = Load(Request("sharded"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  const HeadView& view = (*head)->view();
+  EXPECT_EQ((*head)->info().tensor, "lm_head.weight");
+  EXPECT_EQ(Wrong(view), "");
+  EXPECT_EQ(view.scale, 0.25f);
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(view.bias[i], Pattern(i, 0) / 4);
+}
+
+TEST_F(HeadsTest, ManyChunksArriveInPlaceAndProgressOnlyRises) {
+  std::vector<HeadProgress> seen;
+  const auto head = heads_.Load(Request("big.safetensors"), [&](const HeadProgress& progress) {
+    seen.push_back(progress);
+    return true;
+  });
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(Wrong((*head)->view()), "");
+  ASSERT_GE(seen.size(), 4u);
+  for (size_t i = 0; i < seen.size(); ++i) {
+    EXPECT_EQ(seen[i].total_bytes, 13000 * 1001 * 2);
+    EXPECT_GT(seen[i].done_bytes, i > 0 ? seen[i - 1].done_bytes : 0);
+  }
+  EXPECT_EQ(seen.back().done_bytes, seen.back().total_bytes);
+}
+
+struct Bad {
+  const char* path;
+  absl::StatusCode code;
+  std::vector<const char*> text;
+  bool norm = false;
+};
+
+TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  constexpr auto kMissing = absl::StatusCode::kNotFound;
+  for (const Bad& test : {
+           Bad{"none.safetensors", kMissing, {"none.safetensors: No such file"}},
+           {"no_files", kMissing, {"no_files: neither model.safetensors nor"}},
+           {"cut.safetensors", kInvalid, {"outside the file's"}},
+           {"longer.safetensors", kInvalid, {"the tensors end at"}},
+           {"empty.safetensors", kInvalid, {"shorter than the 8 bytes"}},
+           {"huge_header.safetensors", kInvalid, {"header length 1099511627776"}},
+           {"no_json.safetensors", kInvalid, {"header is not a JSON object"}},
+           {"overlapping.safetensors",
+            kInvalid,
+            {"overlapping.safetensors: tensor 'lm_head.bias'", "begin at 60", "allowed: 64"}},
+           {"negative.safetensors", kInvalid, {"'lm_head.weight'", "[-64,64] outside"}},
+           {"beyond.safetensors", kInvalid, {"'lm_head.weight'", "outside the file's 64"}},
+           {"overflowing.safetensors", kInvalid, {"disagrees with its 64 data bytes"}},
+           {"integers.safetensors", kInvalid, {"has dtype 'I32'; allowed: F32, F16, BF16"}},
+           {"unknown_dtype.safetensors", kInvalid, {"has dtype 'F7'; allowed"}},
+           {"cube.safetensors", kInvalid, {"has shape [4,2,4]; allowed: [-1,-1]"}},
+           {"no_rows.safetensors", kInvalid, {"has shape [0,8]; allowed"}},
+           {"two_matrices.safetensors", kInvalid, {"and 2 of 2 dimensions; allowed: one"}},
+           {"long_bias.safetensors", kInvalid, {"'lm_head.bias' has shape [5]; allowed: [4]"}},
+           {"too_wide.safetensors", kInvalid, {"too_wide.safetensors: hidden", "65537"}},
+           {"scale_nan.safetensors", kInvalid, {"scale", "nan"}},
+           {"scale_word.safetensors",
+            kInvalid,
+            {"logit_scale is '\\\"much\\\"'; allowed: a number"}},
+           {"scaling_0.safetensors", kInvalid, {"logits_scaling is 0"}},
+           {"vocab_beyond", kInvalid, {"config.json: vocab_size is 5; allowed: 1 to 4"}},
+           {"vocab_negative", kInvalid, {"vocab_size is '-5'; allowed: an integer of 1 or more"}},
+           {"not_tied", kInvalid, {"tie_word_embeddings is false"}},
+           {"no_head", kInvalid, {"no_head: no tensor 'lm_head.weight'"}},
+           {"no_config", kMissing, {"no_config/config.json: No such file"}},
+           {"config_list", kInvalid, {"config.json: not a JSON object"}},
+           {"deep", kInvalid, {"logit_scale is an array; allowed: a number"}},
+           {"missing_shard", kMissing, {"b.safetensors: No such file", "where tensor"}},
+           {"shard_without", kInvalid, {"a.safetensors: no tensor 'lm_head.weight'"}},
+           {"leaving", kInvalid, {"'lm_head.weight' is in '../named.safetensors'; allowed"}},
+           {"absolute", kInvalid, {"is in '/etc/passwd'; allowed: the name of a file"}},
+           {"parent", kInvalid, {"is in '..'; allowed: the name of a file"}},
+           {"no_map", kInvalid, {"no \"weight_map\""}},
+           {"no_norm", kInvalid, {"no final norm: none of the tensors model.norm.weight"}, true},
+           {"layer_norm", kInvalid, {"'model.norm.bias', so it is a LayerNorm"}, true},
+           {"norm_unknown", kInvalid, {"no rms_norm_eps"}, true},
+           {"gemma_unknown", kInvalid, {"model_type is 'gemma9'", "gemma2"}, true},
+           {"long_norm", kInvalid, {"'model.norm.weight' has shape [9]; allowed: [8]"}, true},
+       }) {
+    SCOPED_TRACE(test.path);
+    const auto head = Load(Request(test.path, test.norm));
+    ASSERT_FALSE(head.ok());
+    EXPECT_EQ(head.status().code(), test.code) << head.status();
+    for (const char* text : test.text) {
+      EXPECT_THAT(std::string(head.status().message()), HasSubstr(text));
+    }
+    EXPECT_EQ(backend_.device_bytes(), 0u);
+    EXPECT_EQ(backend_.live_slabs(), 0);
+    EXPECT_TRUE(heads_.List().empty());
+  }
+}
+
+TEST_F(HeadsTest, ARequestThatCannotBeIsRefused) {
+  for (const std::string& name : {std::string(), std::string("a b"), std::string("a/b"),
+                                  std::string(129, 'a'), std::string("\n")}) {
+    HeadRequest request = Request("named.safetensors");
+    request.name = name;
+    EXPECT_THAT(std::string(Load(request).status().message()),
+                AllOf(HasSubstr("name: got "), HasSubstr("allowed 1 to 128")));
+  }
+  EXPECT_THAT(std::string(Load(Request("padded", false, 9)).status().message()),
+              HasSubstr("vocab is 9; allowed: 1 to 8, the rows of tensor 'lm_head.weight'"));
+  EXPECT_THAT(std::string(Load(Request("padded", false, -1)).status().message()),
+              HasSubstr("vocab: got -1, allowed 1 to 1048576"));
+}
+
+TEST_F(HeadsTest, APipeIsNotWaitedFor) {
+  const std::string path = files_ + "/pipe.safetensors";
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_THAT(std::string(Load(Request("pipe.safetensors")).status().message()),
+              HasSubstr("not a regular file"));
+}
+
+// A mapping would end the process here.
+TEST_F(HeadsTest, AFileThatIsCutWhileItIsReadIsAnErrorAndNoSignal) {
+  const std::string path = files_ + "/cut_later.safetensors";
+  std::filesystem::copy_file(files_ + "/big.safetensors", path);
+  const auto head = heads_.Load(Request("cut_later.safetensors"), [&](const HeadProgress&) {
+    std::filesystem::resize_file(path, 1 << 20);
+    return true;
+  });
+  EXPECT_EQ(head.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(head.status().message()),
+              AllOf(HasSubstr("cut_later.safetensors"), HasSubstr("cut while it was read")));
+  EXPECT_EQ(backend_.device_bytes(), 0u);
+  EXPECT_EQ(backend_.live_slabs(), 0);
+}
+
+TEST_F(HeadsTest, WithoutDeviceMemoryTheOthersStay) {
+  ASSERT_TRUE(Load(Request("named.safetensors")).ok());
+  const size_t before = backend_.device_bytes();
+  backend_.LimitDeviceBytes(before + 1000);
+  HeadRequest request = Request("big.safetensors");
+  request.name = "big";
+  const auto head = Load(request);
+  EXPECT_EQ(head.status().code(), absl::StatusCode::kResourceExhausted);
+  // 13000 rows of 2002 bytes, each to the next border of 16.
+  EXPECT_THAT(std::string(head.status().message()),
+              AllOf(HasSubstr("head big: needs 26208000 bytes of device memory")));
+  EXPECT_EQ(backend_.device_bytes(), before);
+  EXPECT_TRUE(heads_.Find("h").ok());
+  backend_.LimitDeviceBytes(before + (size_t{27} << 20));
+  EXPECT_TRUE(Load(request).ok());
+}
+
+TEST_F(HeadsTest, WithoutMemoryToTravelThroughNothingIsKept) {
+  backend_.LimitSlabs(1);
+  EXPECT_EQ(Load(Request("named.safetensors")).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(backend_.live_slabs(), 0);
+  EXPECT_EQ(backend_.device_bytes(), 0u);
+}
+
+TEST_F(HeadsTest, ADeviceThatFailsIsToldAsItSays) {
+  for (const FaultPoint point : {FaultPoint::kUpload, FaultPoint::kWait}) {
+    for (const absl::Status& fault :
+         {absl::UnavailableError("once"), absl::InternalError("for good")}) {
+      backend_.FailNext(point, fault);
+      const auto head = Load(Request("big.safetensors"));
+      EXPECT_EQ(head.status().code(), fault.code());
+      EXPECT_THAT(std::string(head.status().message()), HasSubstr(std::string(fault.message())));
+      EXPECT_EQ(backend_.device_bytes(), 0u);
+      EXPECT_EQ(backend_.live_slabs(), 0);
+    }
+  }
+  EXPECT_TRUE(Load(Request("big.safetensors")).ok());
+}
+
+TEST_F(HeadsTest, ALoadIsGivenUpWhenItsCallerSaysSo) {
+  int calls = 0;
+  const auto head =
+      heads_.Load(Request("big.safetensors"), [&](const HeadProgress&) { return ++calls < 2; });
+  EXPECT_EQ(head.status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(calls, 2);
+  EXPECT_EQ(backend_.device_bytes(), 0u);
+  EXPECT_TRUE(Load(Request("named.safetensors")).ok());
+}
+
+TEST_F(HeadsTest, ANameIsTakenUntilItIsUnloaded) {
+  ASSERT_TRUE(Load(Request("named.safetensors")).ok());
+  const auto again = Load(Request("only.safetensors"));
+  EXPECT_EQ(again.status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(again.status().message()), HasSubstr("head h is loaded"));
+  ASSERT_TRUE(heads_.Unload("h").ok());
+  EXPECT_EQ(backend_.device_bytes(), 0u);
+  EXPECT_TRUE(Load(Request("only.safetensors")).ok());
+}
+
+TEST_F(HeadsTest, UnloadingLeavesAHeadToThoseWhoHaveIt) {
+  auto head = *Load(Request("named.safetensors"));
+  const auto bytes = head->info().device_bytes;
+  EXPECT_THAT(Scrape(), AllOf(HasSubstr("logitd_heads 1\n"),
+                              HasSubstr(absl::StrCat("logitd_head_bytes ", bytes, "\n"))));
+  ASSERT_TRUE(heads_.Unload("h").ok());
+  EXPECT_EQ(heads_.Find("h").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Wrong(head->view()), "");
+  EXPECT_THAT(Scrape(), AllOf(HasSubstr("logitd_heads 0\n"),
+                              HasSubstr(absl::StrCat("logitd_head_bytes ", bytes, "\n"))));
+  head = nullptr;
+  EXPECT_EQ(backend_.device_bytes(), 0u);
+  EXPECT_THAT(Scrape(), HasSubstr("logitd_head_bytes 0\n"));
+}
+
+TEST_F(HeadsTest, AnUnknownNameGetsTheKnownOnes) {
+  EXPECT_THAT(std::string(heads_.Find("x").status().message()),
+              HasSubstr("no head \"x\"; loaded: none"));
+  for (const char* name : {"b", "a"}) {
+    HeadRequest request = Request("named.safetensors");
+    request.name = name;
+    ASSERT_TRUE(Load(request).ok());
+  }
+  EXPECT_THAT(std::string(heads_.Unload("x").message()), HasSubstr("loaded: a, b"));
+  std::vector<std::string> names;
+  for (const auto& head : heads_.List()) names.push_back(head->info().name);
+  EXPECT_THAT(names, ElementsAre("a", "b"));
+}
+
+TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {
+  std::atomic<bool> inside = false;
+  std::atomic<bool> go_on = false;
+  std::thread first([&] {
+    const auto head = heads_.Load(Request("named.safetensors"), [&](const HeadProgress&) {
+      inside = true;
+      while (!go_on) absl::SleepFor(absl::Milliseconds(1));
+      return true;
+    });
+    EXPECT_TRUE(head.ok()) << head.status();
+  });
+  while (!inside) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_THAT(std::string(Load(Request("only.safetensors")).status().message()),
+              HasSubstr("head h is being loaded"));
+  HeadRequest second = Request("only.safetensors");
+  second.name = "second";
+  // Waits, is asked whether it still wants to, and gives up.
+  const auto given_up = heads_.Load(second, [](const HeadProgress& progress) {
+    EXPECT_EQ(progress.total_bytes, 0);
+    return false;
+  });
+  EXPECT_EQ(given_up.status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(heads_.Find("h").status().code(), absl::StatusCode::kNotFound);  // and does not wait
+  go_on = true;
+  EXPECT_TRUE(Load(second).ok());
+  first.join();
+  EXPECT_TRUE(heads_.Find("h").ok());
+}
+
+TEST_F(HeadsTest, LoadsUnloadsAndUsersMeetWithoutAWrongNumber) {
+  constexpr int kRounds = 60;
+  const char* const paths[] = {"named.safetensors", "only.safetensors", "half.safetensors"};
+  std::atomic<int> loaders = 3;
+  std::atomic<int> found = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      HeadRequest request = Request(paths[t]);
+      for (int round = 0; round < kRounds; ++round) {
+        request.name = absl::StrCat("h", (t + round) % 3);
+        const auto head = Load(request);
+        if (head.ok()) {
+          EXPECT_TRUE(heads_.Unload(request.name).ok());
+        } else {
+          EXPECT_EQ(head.status().code(), absl::StatusCode::kAlreadyExists);
+        }
+      }
+      --loaders;
+    });
+  }
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      while (loaders > 0) {
+        const auto head = heads_.Find(absl::StrCat("h", t));
+        if (!head.ok()) continue;
+        ++found;
+        EXPECT_EQ(Wrong((*head)->view()), "");
+        EXPECT_LE(heads_.List().size(), 3u);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(heads_.List().empty());
+  EXPECT_EQ(backend_.device_bytes(), 0u);
+  EXPECT_EQ(backend_.live_slabs(), 0);
+  EXPECT_THAT(Scrape(), AllOf(HasSubstr("logitd_heads 0\n"), HasSubstr("logitd_head_bytes 0\n")));
+}
+
+TEST_F(HeadsTest, TheDemoModelIsAHead) {
+  HeadRequest request;
+  request.name = "demo";
+  request.path = logitd::testing::InTree("demo/model").string();
+  const auto head = Load(request);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ((*head)->info().tensor, "model.embed_tokens.weight");
+  EXPECT_EQ((*head)->view().vocab(), 4096);
+  EXPECT_EQ((*head)->view().hidden(), 144);
+  EXPECT_NE((*head)->view().bias, nullptr);
+}
+
+}  // namespace
+}  // namespace logitd::engine

@@ -1,0 +1,698 @@
+// What the linear_* ops must do on every backend: the answers of the op of that name on logits that
+// are known exactly, parity with double precision, and bits that do not depend on company. One
+// table for the CPU and the GPU.
+#ifndef LOGITD_TESTS_KERNELS_LINEAR_CASES_H_
+#define LOGITD_TESTS_KERNELS_LINEAR_CASES_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "kernels/linear.h"
+#include "tests/kernels/cross_entropy_cases.h"
+#include "tests/kernels/op_runner.h"
+#include "tests/kernels/reference.h"
+#include "tests/kernels/sample_cases.h"
+#include "tests/kernels/softmax_topk_cases.h"
+
+namespace logitd::testing {
+
+struct LinearCase {
+  DType dtype = DType::kF32;
+  int64_t rows = 1;
+  int64_t vocab = 1;
+  int64_t hidden = 8;
+  bool bias = false;
+  bool norm = false;
+  float softcap = 0;
+  int64_t stride_extra = 0;  // of hidden states and weights, in 16 bytes
+  uint64_t seed = 1;
+};
+
+inline std::string Describe(const LinearCase& c) {
+  return absl::StrFormat("linear %dx%d -> %d %s%s%s softcap %g stride +%d, seed %d", c.rows,
+                         c.hidden, c.vocab, Name(c.dtype), c.bias ? " bias" : "",
+                         c.norm ? " norm" : "", c.softcap, c.stride_extra, c.seed);
+}
+
+// A matrix whose rows are aligned to 16 bytes.
+inline HostTensor AlignedTensor(DType dtype, int64_t rows, int64_t cols, int64_t stride_extra) {
+  const auto unit = static_cast<int64_t>(16 / SizeOf(dtype));
+  return HostTensor(dtype, rows, cols, ((cols + unit - 1) / unit + stride_extra) * unit, 0);
+}
+
+// Hidden states and their head, and the logits before a softcap with what their sums are made of.
+struct LinearInput {
+  HostTensor hidden;
+  HostHead head;
+  HostTensor logits;             // [rows, vocab] f32
+  std::vector<double> exact;     // [rows, vocab], of the inputs as stored
+  std::vector<double> absolute;  // [rows], the largest sum_d |weight g| of a row's tokens
+};
+
+// The RMSNorm of one row, rounded to `dtype`.
+inline std::vector<double> NormedRow(const HostTensor& hidden, int64_t r, const HostHead& head) {
+  std::vector<double> g = LogitsOf(hidden, r);
+  if (head.norm.empty()) return g;
+  double squares = 0;
+  for (double x : g) squares += x * x / static_cast<double>(g.size());
+  for (size_t i = 0; i < g.size(); ++i) {
+    g[i] = RoundedTo(hidden.dtype(), g[i] / std::sqrt(squares + head.norm_epsilon) * head.norm[i]);
+  }
+  return g;
+}
+
+// Fills in what follows from the hidden states and the head.
+inline void ComputeLogits(LinearInput& input) {
+  const int64_t rows = input.hidden.rows(), vocab = input.head.weight.rows();
+  const int64_t n = input.hidden.cols();
+  input.exact.assign(rows * vocab, 0);
+  input.absolute.assign(rows, 0);
+  std::vector<float> weight(vocab * n);
+  for (int64_t i = 0; i < vocab; ++i) {
+    for (int64_t d = 0; d < n; ++d) weight[i * n + d] = input.head.weight.At(i, d);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const std::vector<double> g = NormedRow(input.hidden, r, input.head);
+    for (int64_t i = 0; i < vocab; ++i) {
+      double sum = 0, absolute = 0;
+      for (int64_t d = 0; d < n; ++d) {
+        const double product = weight[i * n + d] * g[d];
+        sum += product;
+        absolute += std::fabs(product);
+      }
+      const double bias = input.head.bias.empty() ? 0 : input.head.bias[i];
+      const double x = input.head.scale * sum + bias;
+      input.exact[r * vocab + i] = x;
+      input.absolute[r] =
+          std::max(input.absolute[r], std::fabs(input.head.scale) * absolute + std::fabs(bias));
+      input.logits.Set(r, i, static_cast<float>(x));
+    }
+  }
+}
+
+// Small whole numbers, so that every sum in any order is exact in f32; a norm is exact too, as all
+// of a row's elements are +-2.
+inline LinearInput ExactInput(const LinearCase& c) {
+  LinearInput input{.hidden = AlignedTensor(c.dtype, c.rows, c.hidden, c.stride_extra),
+                    .head = {.weight = AlignedTensor(c.dtype, c.vocab, c.hidden, c.stride_extra)},
+                    .logits = HostTensor(DType::kF32, c.rows, c.vocab, c.vocab, 0)};
+  std::mt19937_64 random(c.seed);
+  const auto whole = [&random] { return static_cast<float>(random() % 5) - 2; };
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      input.hidden.Set(r, d, c.norm ? (random() % 2 == 0 ? -2.0f : 2.0f) : whole());
+    }
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) input.head.weight.Set(i, d, whole());
+  }
+  for (int64_t i = 0; i < (c.bias ? c.vocab : 0); ++i) input.head.bias.push_back(whole() / 4);
+  for (int64_t d = 0; d < (c.norm ? c.hidden : 0); ++d) input.head.norm.push_back(whole());
+  // Logits of a few in size.
+  input.head.scale = std::ldexp(1.0f, -std::ilogb(std::sqrt(static_cast<float>(c.hidden))));
+  input.head.softcap = c.softcap;
+  ComputeLogits(input);
+  return input;
+}
+
+inline LinearInput RandomInput(const LinearCase& c) {
+  LinearInput input{.hidden = AlignedTensor(c.dtype, c.rows, c.hidden, c.stride_extra),
+                    .head = {.weight = AlignedTensor(c.dtype, c.vocab, c.hidden, c.stride_extra)},
+                    .logits = HostTensor(DType::kF32, c.rows, c.vocab, c.vocab, 0)};
+  std::mt19937_64 random(c.seed);
+  const auto uniform = [&random] { return static_cast<float>(random() >> 40) / (1 << 23) - 1.0f; };
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden; ++d) input.hidden.Set(r, d, 3 * uniform());
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) input.head.weight.Set(i, d, uniform());
+  }
+  for (int64_t i = 0; i < (c.bias ? c.vocab : 0); ++i) input.head.bias.push_back(uniform());
+  for (int64_t d = 0; d < (c.norm ? c.hidden : 0); ++d) input.head.norm.push_back(uniform());
+  input.head.norm_epsilon = 1e-5f;
+  input.head.scale = 2.5f / std::sqrt(static_cast<float>(c.hidden));
+  input.head.softcap = c.softcap;
+  ComputeLogits(input);
+  return input;
+}
+
+// ---- The answers of the unfused ops
+
+inline std::vector<LinearCase> ExactCases() {
+  std::vector<LinearCase> cases;
+  uint64_t n = 0;
+  for (const int64_t vocab : {1, 7, 1000, 5003}) {
+    for (const int64_t hidden : {8, 100, 300}) {
+      for (const int64_t rows : {1, 3, 70}) {
+        if (rows * vocab > 100000) continue;
+        ++n;
+        const DType dtype = n % 3 == 0 ? DType::kF32 : n % 3 == 1 ? DType::kBF16 : DType::kF16;
+        cases.push_back(
+            {dtype, rows, vocab, hidden, n % 2 == 0, n % 4 < 2, 0, static_cast<int64_t>(n % 3), n});
+      }
+    }
+  }
+  cases.push_back({DType::kBF16, 257, 33, 8, true, false, 0, 0, ++n});
+  cases.push_back({DType::kBF16, 2, 50257, 8, true, true, 0, 1, ++n});
+  cases.push_back({DType::kF32, 3, 7, 4096, false, false, 0, 0, ++n});
+  return cases;
+}
+
+inline SampleBatch SampleBatchOf(const LinearCase& c) {
+  SampleBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) AddRandomRow(batch, c.vocab, random);
+  return batch;
+}
+
+inline LossBatch LossBatchOf(const LinearCase& c) {
+  LossBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    AddRandomLoss(batch, c.vocab, /*with_softcap=*/false, random);
+  }
+  batch.says_all_wanted = c.seed % 2 == 0;
+  return batch;
+}
+
+inline TopKCase TopKCaseOf(const LinearCase& c) {
+  return {.dtype = DType::kF32,
+          .rows = c.rows,
+          .vocab = c.vocab,
+          .k = static_cast<int32_t>(std::min<int64_t>(c.vocab, 40)),
+          .ks = Ks::kMixed,
+          .temperatures = Temperatures::kMixed,
+          .seed = c.seed};
+}
+
+// "" where all three ops give the answers of the known logits.
+inline std::string FirstExactDifference(OpRunner& runner, const LinearCase& c) {
+  const LinearInput input = ExactInput(c);
+  const TopKCase topk = TopKCaseOf(c);
+  const Asks asks = MakeAsks(topk);
+  auto top = runner.LinearTopK(input.hidden, input.head, asks.rows, asks.entries);
+  if (!top.ok()) return absl::StrFormat("%s: %s", Describe(c), top.status().ToString());
+  if (std::string difference = FirstDifference(topk, input.logits, asks, *top);
+      !difference.empty()) {
+    return absl::StrFormat("%s: %s", Describe(c), difference);
+  }
+  const SampleBatch samples = SampleBatchOf(c);
+  auto drawn = runner.LinearSample(input.hidden, input.head, samples);
+  if (!drawn.ok()) return absl::StrFormat("%s: %s", Describe(c), drawn.status().ToString());
+  const LossBatch losses = LossBatchOf(c);
+  auto scored = runner.LinearCrossEntropy(input.hidden, input.head, losses);
+  if (!scored.ok()) return absl::StrFormat("%s: %s", Describe(c), scored.status().ToString());
+  for (int64_t r = 0; r < c.rows; ++r) {
+    if (samples.rows[r].active != 0) {
+      const std::string difference =
+          ReferenceSample(RowOf(input.logits, r), samples.rows[r], samples)
+              .Difference(*drawn, r, samples);
+      if (!difference.empty()) {
+        return absl::StrFormat("%s: sample, row %d (%s): %s", Describe(c), r,
+                               Describe(samples.rows[r]), difference);
+      }
+    }
+    const std::string difference = RowDifference(LogitsOf(input.logits, r), losses, *scored, r);
+    if (!difference.empty()) {
+      return absl::StrFormat("%s: cross_entropy, row %d (%s): %s", Describe(c), r,
+                             Describe(losses.rows[r]), difference);
+    }
+  }
+  return "";
+}
+
+// ---- Parity of losses with double precision
+
+// How far a logit may be off: what is practical of the contract's bound, which is in proportion to
+// `hidden` and not to its root, and a softcap's own rounding.
+inline double LogitSlack(const LinearCase& c, const LinearInput& input, int64_t r) {
+  const double root = std::sqrt(static_cast<double>(c.hidden));
+  return 0x1p-24 * (4 + 2 * std::min(static_cast<double>(c.hidden), 4 * root)) * input.absolute[r] +
+         4e-7 * c.softcap;
+}
+
+inline std::vector<LinearCase> LinearLossCases() {
+  std::vector<LinearCase> cases;
+  uint64_t n = 100;
+  for (const int64_t vocab : {1, 7, 1000}) {
+    for (const int64_t hidden : {8, 100, 4096}) {
+      for (const int64_t rows : {1, 3, 65}) {
+        if (rows * vocab * hidden > 20'000'000) continue;
+        for (const float softcap : {0.0f, 30.0f}) {
+          ++n;
+          const DType dtype = n % 3 == 0 ? DType::kF32 : n % 3 == 1 ? DType::kBF16 : DType::kF16;
+          // A norm that rounds to 16 bits would move a logit by more than all else here.
+          const bool norm = dtype == DType::kF32 && n % 2 == 0;
+          cases.push_back({dtype, rows, vocab, hidden, n % 4 < 2, norm, softcap,
+                           static_cast<int64_t>(n % 3), n});
+        }
+      }
+    }
+  }
+  cases.push_back({DType::kF32, 1, 50257, 100, true, true, 5, 1, ++n});
+  return cases;
+}
+
+inline std::string FirstLossDifference(OpRunner& runner, const LinearCase& c) {
+  const LinearInput input = RandomInput(c);
+  LossBatch batch = LossBatchOf(c);
+  // Which of two close logits is the larger is for rounding to decide.
+  for (CrossEntropyRow& row : batch.rows) {
+    if (row.active == 0) continue;
+    row.want &= kWantEntropy;
+    row.first_top_entry += row.top_logprobs;
+    row.top_logprobs = 0;
+  }
+  auto got = runner.LinearCrossEntropy(input.hidden, input.head, batch);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  for (int64_t r = 0; r < c.rows; ++r) {
+    std::vector<double> logits(&input.exact[r * c.vocab], &input.exact[r * c.vocab] + c.vocab);
+    for (double& x : logits) {
+      if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+    }
+    const std::string difference =
+        RowDifference(logits, batch, *got, r, {.logit = LogitSlack(c, input, r)});
+    if (!difference.empty()) {
+      return absl::StrFormat("%s: row %d (%s): %s", Describe(c), r, Describe(batch.rows[r]),
+                             difference);
+    }
+  }
+  return "";
+}
+
+// ---- Bits that depend on the row alone
+
+inline std::vector<LinearCase> LinearInvarianceCases() {
+  return {{DType::kF32, 257, 7, 100, true, true, 0, 0, 1},
+          {DType::kBF16, 65, 1000, 100, false, true, 30, 1, 2},
+          {DType::kF16, 70, 33, 4096, true, false, 0, 0, 3},
+          {DType::kBF16, 257, 1, 8, true, false, 0, 0, 4},
+          {DType::kF32, 9, 50257, 8, false, false, 5, 2, 5},
+          {DType::kBF16, 3, 50257, 100, false, false, 0, 0, 6}};
+}
+
+// All that the ops say of one row in company of others, some with NaN and infinities.
+inline absl::StatusOr<std::string> LinearBits(OpRunner& runner, const LinearCase& c, int64_t rows,
+                                              int64_t place) {
+  const LinearInput own = RandomInput([&] {
+    LinearCase alone = c;
+    alone.rows = 1;
+    alone.stride_extra = 0;
+    return alone;
+  }());
+  HostHead head = own.head;
+  const int64_t extra = rows > 1 ? c.stride_extra : 0;
+  head.weight = AlignedTensor(c.dtype, c.vocab, c.hidden, extra);
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) head.weight.Set(i, d, own.head.weight.At(i, d));
+  }
+  HostTensor hidden = AlignedTensor(c.dtype, rows, c.hidden, extra);
+  std::mt19937_64 others(rows * 1000 + place), mine(c.seed);
+  SampleBatch samples;
+  LossBatch losses;
+  std::vector<SoftmaxTopKRow> asks;
+  int64_t entries = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (r != place) FillRow(hidden, r, r % 3 == 0 ? Fill::kWithNan : Fill::kWithPlusInf, rows);
+    for (int64_t d = 0; r == place && d < c.hidden; ++d) hidden.Set(r, d, own.hidden.At(0, d));
+    std::mt19937_64& random = r == place ? mine : others;
+    AddRandomRow(samples, c.vocab, random);
+    AddRandomLoss(losses, c.vocab, /*with_softcap=*/false, random);
+    if (r == place) {
+      samples.rows.back().active = 1;
+      samples.rows.back().temperature = 0.75f;
+      losses.rows.back().active = 1;
+      losses.rows.back().temperature = 0.75f;
+    }
+    const auto k = static_cast<int32_t>(r == place ? std::min<int64_t>(c.vocab, 20) : r % 2);
+    asks.push_back({.first_entry = entries, .temperature = 0.5f, .k = k});
+    entries += k;
+  }
+  auto top = runner.LinearTopK(hidden, head, asks, entries);
+  if (!top.ok()) return top.status();
+  auto drawn = runner.LinearSample(hidden, head, samples);
+  if (!drawn.ok()) return drawn.status();
+  auto scored = runner.LinearCrossEntropy(hidden, head, losses);
+  if (!scored.ok()) return scored.status();
+  std::string bits = absl::StrFormat("%08x", BitsOf(top->logsumexp[place]));
+  for (int64_t i = 0; i < asks[place].k; ++i) {
+    const int64_t at = asks[place].first_entry + i;
+    absl::StrAppendFormat(&bits, " %d %08x", top->indices[at], BitsOf(top->probs[at]));
+  }
+  return bits + SampleBits(*drawn, samples.rows[place], place) +
+         LossBits(*scored, losses.rows[place], place);
+}
+
+// "" where the row's bits are the same alone and in every company.
+inline std::string BrokenLinearInvariance(OpRunner& runner, const LinearCase& c) {
+  auto want = LinearBits(runner, c, 1, 0);
+  if (!want.ok()) return want.status().ToString();
+  struct Company {
+    int64_t rows, place;
+  };
+  for (const Company& company :
+       {Company{1, 0}, Company{3, 1}, Company{c.rows, 0}, Company{c.rows, c.rows - 1},
+        Company{c.rows, c.rows / 2}, Company{c.rows, std::min<int64_t>(c.rows - 1, 5)}}) {
+    auto got = LinearBits(runner, c, company.rows, company.place);
+    if (!got.ok()) return got.status().ToString();
+    if (*got == *want) continue;
+    return absl::StrFormat("%s: other bits as row %d of %d", Describe(c), company.place,
+                           company.rows);
+  }
+  return "";
+}
+
+// ---- The gradient
+
+struct LinearGradient {
+  std::vector<double> d_hidden;  // [rows, hidden]
+  std::vector<double> d_weight;  // [vocab, hidden]
+  std::vector<double> d_bias;    // [vocab]
+  // The sums of the terms' absolute values: what an error is in proportion to.
+  std::vector<double> hidden_size, weight_size, bias_size;
+};
+
+inline bool IsCounted(const CrossEntropyRow& row) {
+  return row.active != 0 && row.target != kIgnoredTarget;
+}
+
+inline LinearGradient ReferenceLinearGradient(const LinearInput& input,
+                                              const LinearBackwardCall& call) {
+  const int64_t rows = input.hidden.rows(), n = input.hidden.cols();
+  const int64_t vocab = input.head.weight.rows();
+  LinearGradient to;
+  to.d_hidden.assign(rows * n, 0);
+  to.hidden_size.assign(rows * n, 0);
+  to.d_weight.assign(vocab * n, 0);
+  to.weight_size.assign(vocab * n, 0);
+  to.d_bias.assign(vocab, 0);
+  to.bias_size.assign(vocab, 0);
+  const double scale = input.head.scale;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (!IsCounted(call.rows[r])) continue;
+    CrossEntropyRow ask = call.rows[r];
+    ask.softcap = input.head.softcap;
+    const std::vector<double> logits(&input.exact[r * vocab], &input.exact[r * vocab] + vocab);
+    const LossGradient g = ReferenceGradient(logits, ask, call.logsumexp[r], call.upstream[r]);
+    for (int64_t i = 0; i < vocab; ++i) {
+      // What the gradient of a logit is made of, before terms cancel.
+      const double size = g.slack[i] / 4e-6;
+      to.d_bias[i] += g.d_logits[i];
+      to.bias_size[i] += size;
+      for (int64_t d = 0; d < n; ++d) {
+        const double w = input.head.weight.At(i, d), h = input.hidden.At(r, d);
+        to.d_hidden[r * n + d] += scale * g.d_logits[i] * w;
+        to.hidden_size[r * n + d] += std::fabs(scale * w) * size;
+        to.d_weight[i * n + d] += scale * g.d_logits[i] * h;
+        to.weight_size[i * n + d] += std::fabs(scale * h) * size;
+      }
+    }
+  }
+  return to;
+}
+
+inline LinearBackwardCall MakeLinearBackwardCall(const LinearCase& c, const LinearInput& input,
+                                                 DType d_type) {
+  LinearBackwardCall call{.hidden = input.hidden,
+                          .head = input.head,
+                          .d_hidden = AlignedTensor(d_type, c.rows, c.hidden, c.stride_extra),
+                          .d_weight = AlignedTensor(d_type, c.vocab, c.hidden, 1)};
+  std::mt19937_64 random(c.seed);
+  const LossBatch batch = LossBatchOf(c);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    CrossEntropyRow ask = batch.rows[r];
+    ask.top_logprobs = ask.extra_count = ask.want = 0;
+    ask.temperature = ask.active == 0 ? 0 : std::max(ask.temperature, 0.7f);
+    call.rows.push_back(ask);
+    CrossEntropyRow capped = ask;
+    capped.softcap = c.softcap;
+    capped.target = kIgnoredTarget;
+    const std::vector<double> logits(&input.exact[r * c.vocab],
+                                     &input.exact[r * c.vocab] + c.vocab);
+    call.logsumexp.push_back(
+        ask.active == 0 ? 0.0f
+                        : static_cast<float>(ReferenceCrossEntropy(logits, capped, {}).logsumexp));
+    call.upstream.push_back(static_cast<float>(random() % 1000) / 250 - 2);
+    for (int64_t d = 0; d < c.hidden; ++d) call.d_hidden.Set(r, d, 9);
+    // What is not counted adds nothing, whatever it is.
+    if (!IsCounted(ask)) call.hidden.Set(r, c.hidden / 2, kNan);
+  }
+  return call;
+}
+
+inline std::vector<LinearCase> LinearGradientCases() {
+  std::vector<LinearCase> cases;
+  uint64_t n = 200;
+  struct Shape {
+    int64_t rows, vocab, hidden;
+  };
+  for (const Shape& shape : {Shape{1, 1, 8}, Shape{3, 7, 8}, Shape{257, 7, 100},
+                             Shape{70, 300, 100}, Shape{5, 1000, 300}, Shape{300, 515, 8}}) {
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      ++n;
+      cases.push_back({dtype, shape.rows, shape.vocab, shape.hidden, n % 2 == 0, false,
+                       n % 4 < 2 ? 0.0f : 30.0f, static_cast<int64_t>(n % 3), n});
+    }
+  }
+  return cases;
+}
+
+inline std::string FirstLinearGradientDifference(OpRunner& runner, const LinearCase& c) {
+  const LinearInput input = RandomInput(c);
+  // The weight's type, and f32.
+  const DType d_type = c.seed % 2 == 0 ? DType::kF32 : c.dtype;
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, d_type);
+  call.want_d_bias = c.bias;
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  const LinearGradient want = ReferenceLinearGradient(input, call);
+  // A logit's error moves its probability as much; blocks of G may be rounded to 16 bits.
+  double logit = 0;
+  for (int64_t r = 0; r < c.rows; ++r) logit = std::max(logit, LogitSlack(c, input, r) / 0.7);
+  const double relative = 1e-5 + 2 * logit +
+                          (c.dtype == DType::kF32    ? 0
+                           : c.dtype == DType::kBF16 ? 0x1p-8
+                                                     : 0x1p-11);
+  const auto describe = [&](std::string_view field, int64_t row, int64_t column, float is,
+                            double should, double slack) {
+    return absl::StrFormat("%s: %s[%d, %d]: got %.9g, want %.12g within %.3g", Describe(c), field,
+                           row, column, is, should, slack);
+  };
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const float is = got->d_hidden.At(r, d);
+      const double should = call.rows[r].active == 0 ? 9 : want.d_hidden[r * c.hidden + d];
+      const double slack = relative * want.hidden_size[r * c.hidden + d];
+      if (!Agrees(d_type, is, should, slack)) return describe("d_hidden", r, d, is, should, slack);
+    }
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const float is = got->d_weight.At(i, d);
+      const double should = want.d_weight[i * c.hidden + d];
+      const double slack = relative * want.weight_size[i * c.hidden + d] + 1e-30;
+      if (!Agrees(d_type, is, should, slack)) return describe("d_weight", i, d, is, should, slack);
+    }
+    const double should = c.bias ? want.d_bias[i] : TopKAnswer::kUnwrittenFloat;
+    if (!Agrees(DType::kF32, got->d_bias[i], should, relative * want.bias_size[i])) {
+      return describe("d_bias", i, 0, got->d_bias[i], should, relative * want.bias_size[i]);
+    }
+  }
+  return "";
+}
+
+// "" where the gradient is that of the reference's total loss, by central differences.
+inline std::string FirstLinearFiniteDifference(OpRunner& runner, uint64_t seed) {
+  const LinearCase c{.rows = 4,
+                     .vocab = 7,
+                     .hidden = 8,
+                     .bias = true,
+                     .softcap = seed % 2 == 0 ? 3.0f : 0.0f,
+                     .seed = seed};
+  LinearInput input = RandomInput(c);
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+  call.hidden = input.hidden;  // without NaN: the reference looks at all rows
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  // sum upstream loss, where element (r, d) of the hidden states, the weight or the bias is moved.
+  std::vector<double> weight, hidden, bias(input.head.bias.begin(), input.head.bias.end());
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (double w : LogitsOf(input.head.weight, i)) weight.push_back(w);
+  }
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (double h : LogitsOf(input.hidden, r)) hidden.push_back(h);
+  }
+  const auto total = [&] {
+    double sum = 0;
+    for (int64_t r = 0; r < c.rows; ++r) {
+      CrossEntropyRow ask = call.rows[r];
+      if (!IsCounted(ask)) continue;
+      ask.softcap = c.softcap;
+      std::vector<double> x(c.vocab);
+      for (int64_t i = 0; i < c.vocab; ++i) {
+        for (int64_t d = 0; d < c.hidden; ++d) {
+          x[i] += weight[i * c.hidden + d] * hidden[r * c.hidden + d];
+        }
+        x[i] = input.head.scale * x[i] + bias[i];
+      }
+      sum += call.upstream[r] * ReferenceCrossEntropy(x, ask, {}).loss;
+    }
+    return sum;
+  };
+  const auto differs = [&](std::string_view field, double& at, float is, int64_t i) {
+    constexpr double kStep = 1e-4;
+    const double was = at;
+    at = was + kStep;
+    const double above = total();
+    at = was - kStep;
+    const double below = total();
+    at = was;
+    const double want = (above - below) / (2 * kStep);
+    return std::fabs(is - want) <= 2e-4 * std::max(1.0, std::fabs(want))
+               ? std::string()
+               : absl::StrFormat("seed %d: %s element %d: got %.9g, want %.9g", seed, field, i, is,
+                                 want);
+  };
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden && call.rows[r].active != 0; ++d) {
+      const int64_t i = r * c.hidden + d;
+      const std::string found = differs("d_hidden", hidden[i], got->d_hidden.At(r, d), i);
+      if (!found.empty()) return found;
+    }
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const int64_t at = i * c.hidden + d;
+      const std::string found = differs("d_weight", weight[at], got->d_weight.At(i, d), at);
+      if (!found.empty()) return found;
+    }
+    const std::string found = differs("d_bias", bias[i], got->d_bias[i], i);
+    if (!found.empty()) return found;
+  }
+  return "";
+}
+
+// "" where a row whose logsumexp is not finite is NaN throughout, with all that sums over rows, and
+// harms no other row's d_hidden; and where that of a row has the same bits alone.
+inline std::string BrokenGradientIsolation(OpRunner& runner) {
+  const LinearCase c{.rows = 70, .vocab = 300, .hidden = 100, .bias = true, .seed = 9};
+  const LinearInput input = RandomInput(c);
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+  call.hidden = input.hidden;
+  for (CrossEntropyRow& row : call.rows)
+    row = PlainLoss(static_cast<int32_t>(&row - &call.rows[0]));
+  call.logsumexp[5] = kInf;
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      if (std::isnan(got->d_hidden.At(r, d)) != (r == 5)) {
+        return absl::StrFormat("d_hidden[%d, %d]: got %g", r, d, got->d_hidden.At(r, d));
+      }
+    }
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      if (!std::isnan(got->d_weight.At(i, d))) return absl::StrFormat("d_weight[%d, %d]", i, d);
+    }
+    if (!std::isnan(got->d_bias[i])) return absl::StrFormat("d_bias[%d]", i);
+  }
+  for (const int64_t place : {0, 4, 33, 69}) {
+    LinearBackwardCall alone = call;
+    alone.hidden = AlignedTensor(c.dtype, 1, c.hidden, 2);
+    alone.d_hidden = AlignedTensor(DType::kF32, 1, c.hidden, 0);
+    for (int64_t d = 0; d < c.hidden; ++d) alone.hidden.Set(0, d, call.hidden.At(place, d));
+    alone.rows = {call.rows[place]};
+    alone.logsumexp = {call.logsumexp[place]};
+    alone.upstream = {call.upstream[place]};
+    auto other = runner.LinearCrossEntropyBackward(alone);
+    if (!other.ok()) return other.status().ToString();
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      if (BitsOf(other->d_hidden.At(0, d)) == BitsOf(got->d_hidden.At(place, d))) continue;
+      return absl::StrFormat("d_hidden[%d, %d]: other bits alone", place, d);
+    }
+  }
+  return "";
+}
+
+// "" where an ignored row's d_hidden is zeros, and a weight's is, whatever the weights and the
+// hidden state.
+inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
+  const LinearCase c{.rows = 2, .vocab = 7, .hidden = 8, .bias = true, .seed = 3};
+  const LinearInput input = RandomInput(c);
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+  call.rows = {PlainLoss(kIgnoredTarget), PlainLoss(kIgnoredTarget)};
+  call.logsumexp = {kNan, 1};
+  call.hidden.Set(0, 2, kNan);
+  call.hidden.Set(1, 3, kInf);
+  call.head.weight.Set(6, 1, kInf);
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t d = 0; d < c.hidden; ++d) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (got->d_hidden.At(r, d) != 0) return absl::StrFormat("d_hidden[%d, %d]", r, d);
+    }
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      if (got->d_weight.At(i, d) != 0) return absl::StrFormat("d_weight[%d, %d]", i, d);
+    }
+  }
+  for (float x : got->d_bias) {
+    if (x != 0) return "d_bias";
+  }
+  return "";
+}
+
+// ---- Claims by hand
+
+// "" where the norm is rounded to the weight's type: 1 + 2^-10 is 1 in bf16, 1 + 2^-7 is not.
+inline std::string BrokenNormRounding(OpRunner& runner) {
+  HostTensor hidden = AlignedTensor(DType::kBF16, 1, 2, 0);
+  HostHead head{.weight = AlignedTensor(DType::kBF16, 2, 2, 0),
+                .norm = {1 + 0x1p-10f, 1 + 0x1p-7f}};
+  for (int64_t d = 0; d < 2; ++d) {
+    hidden.Set(0, d, 4);
+    for (int64_t i = 0; i < 2; ++i) head.weight.Set(i, d, i == d ? 8 : 0);
+  }
+  const std::vector<SoftmaxTopKRow> rows = {{.first_entry = 0, .temperature = 1, .k = 2}};
+  auto got = runner.LinearTopK(hidden, head, rows, 2);
+  if (!got.ok()) return got.status().ToString();
+  // Logits 8 and 8 + 1/16.
+  const double want = 8.0625 + std::log1p(std::exp(-0.0625));
+  if (got->indices == std::vector<int32_t>{1, 0} && std::fabs(got->logsumexp[0] - want) < 2e-5) {
+    return "";
+  }
+  return absl::StrFormat("got ids %d %d, logsumexp %.9g, want %.9g", got->indices[0],
+                         got->indices[1], got->logsumexp[0], want);
+}
+
+// "" where a NaN in a hidden state is the status of its row, at token 0, and of no other.
+inline std::string BrokenNanIsolation(OpRunner& runner) {
+  LinearCase c{.rows = 7, .vocab = 20, .hidden = 16};
+  LinearInput input = ExactInput(c);
+  input.hidden.Set(2, 15, kNan);
+  LossBatch batch;
+  for (int64_t r = 0; r < c.rows; ++r) batch.rows.push_back(PlainLoss(static_cast<int32_t>(r)));
+  auto got = runner.LinearCrossEntropy(input.hidden, input.head, batch);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const RowStatus want = r == 2 ? RowStatus{RowCode::kNanLogit, 0} : RowStatus{};
+    if (got->status[r].code == want.code && got->status[r].position == want.position &&
+        std::isnan(got->loss[r]) == (r == 2)) {
+      continue;
+    }
+    return absl::StrFormat("row %d: code %d position %d loss %g", r,
+                           static_cast<int>(got->status[r].code), got->status[r].position,
+                           got->loss[r]);
+  }
+  return "";
+}
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_LINEAR_CASES_H_
