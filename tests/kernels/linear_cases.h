@@ -121,7 +121,8 @@ inline LinearInput ExactInput(const LinearCase& c) {
   return input;
 }
 
-inline LinearInput RandomInput(const LinearCase& c) {
+// Without the logits.
+inline LinearInput RandomTensors(const LinearCase& c) {
   LinearInput input{.hidden = AlignedTensor(c.dtype, c.rows, c.hidden, c.stride_extra),
                     .head = {.weight = AlignedTensor(c.dtype, c.vocab, c.hidden, c.stride_extra)},
                     .logits = HostTensor(DType::kF32, c.rows, c.vocab, c.vocab, 0)};
@@ -138,6 +139,11 @@ inline LinearInput RandomInput(const LinearCase& c) {
   input.head.norm_epsilon = 1e-5f;
   input.head.scale = 2.5f / std::sqrt(static_cast<float>(c.hidden));
   input.head.softcap = c.softcap;
+  return input;
+}
+
+inline LinearInput RandomInput(const LinearCase& c) {
+  LinearInput input = RandomTensors(c);
   ComputeLogits(input);
   return input;
 }
@@ -300,7 +306,7 @@ inline std::vector<LinearCase> LinearInvarianceCases() {
 // All that the ops say of one row in company of others, some with NaN and infinities.
 inline absl::StatusOr<std::string> LinearBits(OpRunner& runner, const LinearCase& c, int64_t rows,
                                               int64_t place) {
-  const LinearInput own = RandomInput([&] {
+  const LinearInput own = RandomTensors([&] {
     LinearCase alone = c;
     alone.rows = 1;
     alone.stride_extra = 0;
