@@ -9,6 +9,7 @@
 #include <cstddef>
 
 #include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
@@ -61,6 +62,8 @@ cudaError_t AttentionSoftmax(const AttentionSoftmaxArgs& args, const Scratch& sc
                              cudaStream_t stream);
 cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
                                      const Scratch& scratch, cudaStream_t stream);
+cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, cudaStream_t stream);
+cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 
 }  // namespace logitd::cuda
 
