@@ -1,0 +1,215 @@
+// linear_topk, linear_sample, linear_cross_entropy: blocks of rows have their logits in scratch, in
+// fp32, and the op that takes logits runs on them.
+//
+// Products are of one fixed shape, by one algorithm that splits no sum, so that a row's bits are
+// its own: 16-bit heads of linear_topk and linear_sample go 64 rows at a time through
+// linear_decode.cu, all else through cuBLASLt (product.h), in blocks of rows whose number the head
+// and the device decide; rows behind the last are zeros. Scale and bias come with the product; a
+// softcap is a pass of its own over the block.
+//
+// Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block
+// (134 MB at 256 x 131072), of which L2 takes a part. Limited by: the product, 256 rows at a time.
+// Not yet measured.
+#include <algorithm>
+
+#include "kernels/cuda/linear_decode.h"
+#include "kernels/cuda/linear_scratch.h"
+#include "kernels/cuda/loss_row.cuh"
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/product.h"
+
+namespace logitd::cuda {
+namespace {
+
+// ---- kernels -----------------------------------------------------------------------------------
+
+constexpr int kPrepareThreads = 256;
+
+// Block r writes row r of `to`: the hidden state after the head's norm; zeros from `rows` on.
+template <class T>
+__global__ void __launch_bounds__(kPrepareThreads)
+    PrepareKernel(const T* hidden, int64_t hidden_stride, int rows, int size, const float* norm,
+                  float epsilon, T* to, int64_t to_stride) {
+  const int r = blockIdx.x;
+  const T* from = hidden + r * hidden_stride;
+  to += r * to_stride;
+  if (r >= rows) {
+    for (int i = threadIdx.x; i < size; i += kPrepareThreads) to[i] = FromFloat<T>(0.0f);
+    return;
+  }
+  if (norm == nullptr) {
+    for (int i = threadIdx.x; i < size; i += kPrepareThreads) to[i] = from[i];
+    return;
+  }
+  __shared__ float sums[kPrepareThreads / 32];
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < size; i += kPrepareThreads) {
+    const float h = ToFloat(from[i]);
+    sum = fmaf(h, h, sum);
+  }
+  sum = WarpSum(sum);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
+  for (float part : sums) sum += part;
+  const float rate = 1.0f / sqrtf(sum / static_cast<float>(size) + epsilon);
+  for (int i = threadIdx.x; i < size; i += kPrepareThreads)
+    to[i] = FromFloat<T>(ToFloat(from[i]) * rate * norm[i]);
+}
+
+__global__ void __launch_bounds__(256)
+    SoftcapKernel(float* logits, int64_t stride, int vocab, float softcap) {
+  float* row = logits + blockIdx.y * stride;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < vocab; i += gridDim.x * blockDim.x)
+    row[i] = softcap * tanhf(row[i] / softcap);
+}
+
+// ---- launch ------------------------------------------------------------------------------------
+
+template <class T>
+cudaError_t LaunchPrepare(const void* hidden, int64_t hidden_stride, int rows, int block_rows,
+                          const HeadView& head, void* to, int64_t to_stride, cudaStream_t stream) {
+  PrepareKernel<T><<<block_rows, kPrepareThreads, 0, stream>>>(
+      static_cast<const T*>(hidden), hidden_stride, rows, static_cast<int>(head.hidden()),
+      head.norm, head.norm_epsilon, static_cast<T*>(to), to_stride);
+  return cudaGetLastError();
+}
+
+cudaError_t Prepare(const void* hidden, int64_t hidden_stride, int rows, int block_rows,
+                    const HeadView& head, void* to, int64_t to_stride, cudaStream_t stream) {
+  const auto launch = head.weight.dtype == DType::kF32   ? &LaunchPrepare<float>
+                      : head.weight.dtype == DType::kF16 ? &LaunchPrepare<__half>
+                                                         : &LaunchPrepare<__nv_bfloat16>;
+  return launch(hidden, hidden_stride, rows, block_rows, head, to, to_stride, stream);
+}
+
+enum class Route { kDecode, kProduct };
+
+// Calls op(first row, logits of a block of rows, scratch that is left) for all rows, block by
+// block.
+template <class Op>
+cudaError_t ForEachBlock(const TensorView& hidden, const HeadView& head, Route route,
+                         Products& products, Scratch scratch, cudaStream_t stream, Op op) {
+  const DType dtype = head.weight.dtype;
+  if (dtype == DType::kF32) route = Route::kProduct;
+  const int64_t size = static_cast<int64_t>(SizeOf(dtype));
+  const int64_t logits_stride = (head.vocab() + 31) / 32 * 32;
+  const int64_t prepared_stride = (head.hidden() + 63) / 64 * 64;
+  void* workspace = nullptr;
+  if (route == Route::kProduct)
+    workspace = TakeFromEnd<std::byte>(scratch, products.workspace_bytes());
+  // As many rows as a quarter of scratch holds, whatever the call's rows.
+  int block_rows = route == Route::kDecode || dtype == DType::kF32 ? kDecodeRows : kMaxProductRows;
+  while (block_rows > 1 && block_rows * logits_stride * 4 > static_cast<int64_t>(scratch.bytes) / 4)
+    block_rows /= 2;
+  float* logits = TakeFromEnd<float>(scratch, block_rows * logits_stride);
+  std::byte* prepared = TakeFromEnd<std::byte>(scratch, block_rows * prepared_stride * size);
+  for (int64_t first = 0; first < hidden.rows; first += block_rows) {
+    const int rows = static_cast<int>(std::min<int64_t>(block_rows, hidden.rows - first));
+    const void* states =
+        static_cast<const std::byte*>(hidden.data) + first * hidden.row_stride * size;
+    int64_t states_stride = hidden.row_stride;
+    cudaError_t error = cudaSuccess;
+    // Products always take prepared states: with another stride they might take another algorithm.
+    if (head.norm != nullptr || route == Route::kProduct) {
+      const int prepared_rows = route == Route::kProduct ? block_rows : rows;
+      error = Prepare(states, states_stride, rows, prepared_rows, head, prepared, prepared_stride,
+                      stream);
+      if (error != cudaSuccess) return error;
+      states = prepared;
+      states_stride = prepared_stride;
+    }
+    if (route == Route::kDecode) {
+      error =
+          DecodeLogits(states, states_stride, rows, head, logits, logits_stride, scratch, stream);
+    } else {
+      error = products.Enqueue({.inputs = dtype,
+                                .output = DType::kF32,
+                                .transpose_a = true,
+                                .transpose_b = false,
+                                .bias = head.bias != nullptr,
+                                .m = head.vocab(),
+                                .n = block_rows,
+                                .k = head.hidden(),
+                                .a_stride = head.weight.row_stride,
+                                .b_stride = states_stride,
+                                .out_stride = logits_stride},
+                               {.a = head.weight.data,
+                                .b = states,
+                                .out = logits,
+                                .bias = head.bias,
+                                .alpha = head.scale,
+                                .beta = 0.0f,
+                                .workspace = workspace},
+                               stream);
+      if (error == cudaSuccess && head.softcap > 0) {
+        const dim3 grid(std::min<unsigned>(64, static_cast<unsigned>((head.vocab() + 255) / 256)),
+                        static_cast<unsigned>(rows));
+        SoftcapKernel<<<grid, 256, 0, stream>>>(logits, logits_stride,
+                                                static_cast<int>(head.vocab()), head.softcap);
+        error = cudaGetLastError();
+      }
+    }
+    if (error != cudaSuccess) return error;
+    error = op(first, TensorView{logits, DType::kF32, rows, head.vocab(), logits_stride}, scratch);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// A pointer to the rows from `first` on; null stays null.
+template <class U>
+U* From(U* rows, int64_t first) {
+  return rows == nullptr ? nullptr : rows + first;
+}
+
+}  // namespace
+
+cudaError_t LinearTopK(const LinearTopKArgs& args, Products& products, const Scratch& scratch,
+                       cudaStream_t stream) {
+  return ForEachBlock(args.hidden, args.head, Route::kDecode, products, scratch, stream,
+                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
+                        SoftmaxTopKArgs block = args.topk;
+                        block.logits = logits;
+                        block.rows += first;
+                        block.logsumexp += first;
+                        block.status += first;
+                        return SoftmaxTopK(block, rest, stream);
+                      });
+}
+
+cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const Scratch& scratch,
+                         cudaStream_t stream) {
+  return ForEachBlock(args.hidden, args.head, Route::kDecode, products, scratch, stream,
+                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
+                        SampleArgs block = args.sample;
+                        block.logits = logits;
+                        block.rows += first;
+                        block.tokens += first;
+                        block.logprobs += first;
+                        block.ranks += first;
+                        block.logsumexp += first;
+                        block.status += first;
+                        return Sample(block, rest, stream);
+                      });
+}
+
+cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
+                               const Scratch& scratch, cudaStream_t stream) {
+  return ForEachBlock(args.hidden, args.head, Route::kProduct, products, scratch, stream,
+                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
+                        CrossEntropyArgs block = args.cross_entropy;
+                        block.logits = logits;
+                        block.rows += first;
+                        CrossEntropyAnswers& answers = block.answers;
+                        answers.loss += first;
+                        answers.logsumexp += first;
+                        answers.target_logprob += first;
+                        answers.rank = From(answers.rank, first);
+                        answers.entropy = From(answers.entropy, first);
+                        answers.status += first;
+                        return CrossEntropy(block, rest, stream);
+                      });
+}
+
+}  // namespace logitd::cuda
