@@ -174,7 +174,7 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(ProbeClusters(properties, scratch_.clusters));
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
-    products_status_ = products_.Init(cuda::ProductWorkspaceBytes(scratch_));
+    products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     return ToStatus(cudaMemsetAsync(scratch_.data, 0, cuda::Scratch::kCounterBytes, stream_),
                     "clear scratch");
   }
