@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
 
@@ -55,6 +56,25 @@ struct AttentionCase {
   double FloorBytes() const;
 };
 
+// Losses of logits, of packed rows. Backward: the gradient, into memory of its own.
+struct LossCase {
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+  CrossEntropyRow row;  // of every row; targets differ
+  bool backward = false;
+};
+
+// An op on hidden states under a head without bias, norm or softcap.
+enum class HeadOp { kTopK, kSample, kLoss, kLossBackward };
+struct HeadCase {
+  HeadOp op;
+  int64_t rows;
+  int64_t hidden;
+  int64_t vocab;
+  DType dtype;
+};
+
 // Times are medians in microseconds; rates are bytes per second.
 class Device {
  public:
@@ -65,6 +85,16 @@ class Device {
   virtual absl::StatusOr<double> TimeTopK(const TopKCase& c) = 0;
   virtual absl::StatusOr<double> TimeSample(const SampleCase& c) = 0;
   virtual absl::StatusOr<double> TimeAttention(const AttentionCase& c) = 0;
+  virtual absl::StatusOr<double> TimeLoss(const LossCase&) {
+    return absl::UnimplementedError("no bench of losses on this device");
+  }
+  virtual absl::StatusOr<double> TimeHead(const HeadCase&) {
+    return absl::UnimplementedError("no bench of heads on this device");
+  }
+  // The bare product of the hidden states and the head's weight, by the library the op uses.
+  virtual absl::StatusOr<double> TimeProduct(const HeadCase&) {
+    return absl::UnimplementedError("no bench of products on this device");
+  }
 };
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();
