@@ -44,9 +44,6 @@ struct Params {
 
 // ---- a row's values ----------------------------------------------------------------------------
 
-constexpr double kNanInDouble = std::numeric_limits<double>::quiet_NaN();
-constexpr double kLn2InDouble = 0.69314718055994530942;
-
 // A cell's sums, or a lane's share of them.
 struct CellSums {
   Stats stats;     // of the values
@@ -57,7 +54,6 @@ struct CellSums {
 // Room for a row's cells: what follows is aligned to 16 bytes.
 __host__ __device__ inline int CellPlaces(const Params& p) { return (p.cells + 3) / 4 * 4; }
 static_assert(sizeof(CellSums) % 4 == 0);
-constexpr float kTotalUnit = 0x1p-10f;  // keeps sums of the largest logits finite
 static_assert(kCell * kTotalUnit == 1.0f);
 
 // The binary logarithm of Exponential::Factor; at least kLeastPower.
@@ -159,26 +155,6 @@ __device__ inline int CountBefore(const LaneCell<T>& x, int first, int lane, int
 
 // ---- the end of a row --------------------------------------------------------------------------
 
-// A row whose sums are known.
-struct Outcome {
-  double logsumexp;
-  double rate;  // Cap::Rate
-  float sum;    // of Stats
-  float max;
-  Cap cap;
-
-  __device__ bool Nan() const { return isnan(sum); }
-  __device__ bool Empty() const { return max == -kInfinity; }
-  __device__ bool Certain() const { return max == kInfinity; }
-  __device__ double X(float logit) const { return cap(logit) * rate; }
-  __device__ double Logprob(float logit) const {
-    if (Nan()) return sum;
-    if (Empty()) return -kInfinity;
-    if (Certain()) return logit == max ? -log(static_cast<double>(sum)) : -kInfinity;
-    return fmin(X(logit) - logsumexp, 0.0);
-  }
-};
-
 // Merges a row's cells and writes what it is asked beside tops and extras, by one warp. Not
 // inlined: one body whoever calls gives one row the same bits.
 template <class T>
@@ -204,70 +180,14 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
   for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
   before = __reduce_add_sync(kFullWarp, before);
 
-  Outcome outcome{.logsumexp = 0,
-                  .rate = rate,
-                  .sum = stats.sum,
-                  .max = stats.max,
-                  .cap = Cap::Of(ask.softcap)};
-  RowStatus status{RowCode::kOk, -1};
-  const double log_sum = log(static_cast<double>(stats.sum));
-  double entropy = log_sum - kLn2InDouble * weighted / stats.sum;
-  if (outcome.Nan()) {
+  int nan = vocab;
+  if (isnan(stats.sum)) {
     int cell = 0;
     while (cell + 1 < p.cells && !isnan(cells[cell].stats.sum)) ++cell;
-    status = {RowCode::kNanLogit, FindNan(row, cell * kCell, vocab, lane)};
-    outcome.logsumexp = stats.sum;
-  } else if (outcome.Empty()) {
-    status.code = RowCode::kEmptySupport;
-    outcome.logsumexp = -kInfinity;
-  } else {
-    // A sum by plain exponentials is relative to 2^-shift, not quite to the maximum.
-    const double off =
-        exponential.plain ? kLn2InDouble * fmaf(stats.max, c, exponential.shift) : 0.0;
-    outcome.logsumexp = stats.max * rate + (log_sum - off);
+    nan = FindNan(row, cell * kCell, vocab, lane);
   }
-
-  const bool counted = ask.target >= 0;
-  double logprob = 0.0;
-  double loss = 0.0;
-  if (counted) {
-    logprob = outcome.Logprob(ToFloat(row[ask.target]));
-    double smoothing = ask.label_smoothing;
-    if (ask.smoothing == Smoothing::kMegatron)
-      smoothing = vocab == 1 ? 0.0 : smoothing * vocab / (vocab - 1.0);
-    const double z_loss = ask.z_loss;
-    if (outcome.Empty()) {
-      loss = kNanInDouble;
-    } else if (outcome.Certain()) {
-      loss = smoothing == 0 && z_loss == 0 ? -logprob : kInfinity;
-    } else {
-      loss = -logprob;
-      if (smoothing != 0) {
-        const double mean = total / kTotalUnit / vocab * rate;
-        // The weights may have either sign: no sum of infinities.
-        loss = mean == -kInfinity ? kInfinity
-                                  : (1 - smoothing) * loss + smoothing * (outcome.logsumexp - mean);
-      }
-      if (z_loss != 0) loss += z_loss * outcome.logsumexp * outcome.logsumexp;
-    }
-  }
-  if (outcome.Nan()) loss = logprob = stats.sum;
-  if (outcome.Empty()) entropy = kNanInDouble;
-  if (lane == 0) {
-    const CrossEntropyAnswers& to = p.args.answers;
-    to.loss[r] = static_cast<float>(loss);
-    to.logsumexp[r] = static_cast<float>(outcome.logsumexp);
-    to.target_logprob[r] = static_cast<float>(logprob);
-    to.status[r] = status;
-    const bool ranked = counted && (ask.want & kWantRank) != 0 && !outcome.Nan();
-    if (to.rank != nullptr) to.rank[r] = ranked ? 1 + before : 0;
-    // A sum of terms of one sign: below 0 by rounding alone.
-    if (to.entropy != nullptr)
-      to.entropy[r] = (ask.want & kWantEntropy) == 0 ? 0.0f
-                      : entropy < 0                  ? 0.0f
-                                                     : static_cast<float>(entropy);
-  }
-  return outcome;
+  const float target_logit = ask.target < 0 ? 0.0f : ToFloat(row[ask.target]);
+  return Conclude(p.args, r, {stats, weighted, total, before}, target_logit, nan, lane);
 }
 
 // ---- forward -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// A row's loss as a function of its logits: the softcap, and the gradient.
+// A row's loss: its softcap, what its sums come to, its gradient.
 #ifndef LOGITD_KERNELS_CUDA_LOSS_ROW_CUH_
 #define LOGITD_KERNELS_CUDA_LOSS_ROW_CUH_
 
@@ -29,6 +29,114 @@ struct Cap {
 };
 
 constexpr double kLog2EInDouble = 1.4426950408889634074;
+
+constexpr double kNanInDouble = std::numeric_limits<double>::quiet_NaN();
+constexpr double kLn2InDouble = 0.69314718055994530942;
+
+// A row whose sums are known.
+struct Outcome {
+  double logsumexp;
+  double rate;  // Cap::Rate
+  float sum;    // of Stats
+  float max;
+  Cap cap;
+
+  __device__ bool Nan() const { return isnan(sum); }
+  __device__ bool Empty() const { return max == -kInfinity; }
+  __device__ bool Certain() const { return max == kInfinity; }
+  __device__ double X(float logit) const { return cap(logit) * rate; }
+  __device__ double Logprob(float logit) const {
+    if (Nan()) return sum;
+    if (Empty()) return -kInfinity;
+    if (Certain()) return logit == max ? -log(static_cast<double>(sum)) : -kInfinity;
+    return fmin(X(logit) - logsumexp, 0.0);
+  }
+};
+
+// A row's sums, of its values: relative to their maximum as Stats are.
+struct RowSums {
+  Stats stats;
+  float weighted;  // sum of e log2(e), for the e of stats.sum; where the entropy is wanted
+  double total;    // sum of the values, times kTotalUnit; where there is smoothing
+  int32_t before;  // tokens before the target; where the rank is wanted
+};
+constexpr float kTotalUnit = 0x1p-10f;  // keeps sums of the largest logits finite
+
+// Writes what row r is asked beside tops and extras, by one warp. `first_nan` is looked at where
+// the sums are NaN.
+__device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
+                                   float target_logit, int32_t first_nan, int lane) {
+  const CrossEntropyRow& ask = args.rows[r];
+  const int64_t vocab = args.logits.cols;
+  const Stats stats = sums.stats;
+  const double rate = Cap::Rate(ask.softcap, ask.temperature);
+  const float c = static_cast<float>(rate * kLog2EInDouble);
+  const Exponential exponential(stats.max, c);
+  Outcome outcome{.logsumexp = 0,
+                  .rate = rate,
+                  .sum = stats.sum,
+                  .max = stats.max,
+                  .cap = Cap::Of(ask.softcap)};
+  RowStatus status{RowCode::kOk, -1};
+  const double log_sum = log(static_cast<double>(stats.sum));
+  double entropy = log_sum - kLn2InDouble * sums.weighted / stats.sum;
+  if (outcome.Nan()) {
+    status = {RowCode::kNanLogit, first_nan};
+    outcome.logsumexp = stats.sum;
+  } else if (outcome.Empty()) {
+    status.code = RowCode::kEmptySupport;
+    outcome.logsumexp = -kInfinity;
+  } else {
+    // A sum by plain exponentials is relative to 2^-shift, not quite to the maximum.
+    const double off =
+        exponential.plain ? kLn2InDouble * fmaf(stats.max, c, exponential.shift) : 0.0;
+    outcome.logsumexp = stats.max * rate + (log_sum - off);
+  }
+
+  const bool counted = ask.target >= 0;
+  double logprob = 0.0;
+  double loss = 0.0;
+  if (counted) {
+    logprob = outcome.Logprob(target_logit);
+    double smoothing = ask.label_smoothing;
+    if (ask.smoothing == Smoothing::kMegatron)
+      smoothing = vocab == 1
+                      ? 0.0
+                      : smoothing * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
+    const double z_loss = ask.z_loss;
+    if (outcome.Empty()) {
+      loss = kNanInDouble;
+    } else if (outcome.Certain()) {
+      loss = smoothing == 0 && z_loss == 0 ? 0 - logprob : kInfinity;
+    } else {
+      loss = 0 - logprob;  // no -0
+      if (smoothing != 0) {
+        const double mean = sums.total / kTotalUnit / static_cast<double>(vocab) * rate;
+        // The weights may have either sign: no sum of infinities.
+        loss = mean == -kInfinity ? kInfinity
+                                  : (1 - smoothing) * loss + smoothing * (outcome.logsumexp - mean);
+      }
+      if (z_loss != 0) loss += z_loss * outcome.logsumexp * outcome.logsumexp;
+    }
+  }
+  if (outcome.Nan()) loss = logprob = stats.sum;
+  if (outcome.Empty()) entropy = kNanInDouble;
+  if (lane == 0) {
+    const CrossEntropyAnswers& to = args.answers;
+    to.loss[r] = static_cast<float>(loss);
+    to.logsumexp[r] = static_cast<float>(outcome.logsumexp);
+    to.target_logprob[r] = static_cast<float>(logprob);
+    to.status[r] = status;
+    const bool ranked = counted && (ask.want & kWantRank) != 0 && !outcome.Nan();
+    if (to.rank != nullptr) to.rank[r] = ranked ? 1 + sums.before : 0;
+    // A sum of terms of one sign: below 0 by rounding alone.
+    if (to.entropy != nullptr)
+      to.entropy[r] = (ask.want & kWantEntropy) == 0 ? 0.0f
+                      : entropy < 0                  ? 0.0f
+                                                     : static_cast<float>(entropy);
+  }
+  return outcome;
+}
 
 // What every element of a row's gradient takes: with the value v of a logit,
 // 2^(v power - shift) * weight + flat.
