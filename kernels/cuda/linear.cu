@@ -1,5 +1,6 @@
 // linear_topk, linear_sample, linear_cross_entropy: blocks of rows have their logits in scratch, in
-// fp32, and the op that takes logits runs on them.
+// fp32, and the op that takes logits runs on them. Where linear_loss_hopper.cu can, it takes the
+// rows of linear_cross_entropy that want losses alone.
 //
 // Products are of one fixed shape, by one algorithm that splits no sum, so that a row's bits are
 // its own: 16-bit heads of linear_topk and linear_sample go 64 rows at a time through
@@ -13,6 +14,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/linear_decode.h"
+#include "kernels/cuda/linear_loss_hopper.h"
 #include "kernels/cuda/linear_scratch.h"
 #include "kernels/cuda/loss_row.cuh"
 #include "kernels/cuda/ops.h"
@@ -62,6 +64,18 @@ __global__ void __launch_bounds__(256)
   float* row = logits + blockIdx.y * stride;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < vocab; i += gridDim.x * blockDim.x)
     row[i] = softcap * tanhf(row[i] / softcap);
+}
+
+// Deals rows out to two lists of as many, in each of which those of the other are skipped.
+__global__ void __launch_bounds__(256)
+    SplitRowsKernel(const CrossEntropyRow* rows, int64_t count, CrossEntropyRow* plain,
+                    CrossEntropyRow* more) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (r >= count) return;
+  const CrossEntropyRow row = rows[r];
+  const bool wants_more = row.want != 0 || row.top_logprobs > 0;
+  plain[r] = wants_more ? CrossEntropyRow{} : row;
+  more[r] = wants_more ? row : CrossEntropyRow{};
 }
 
 // ---- launch ------------------------------------------------------------------------------------
@@ -163,6 +177,28 @@ U* From(U* rows, int64_t first) {
   return rows == nullptr ? nullptr : rows + first;
 }
 
+CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {
+  args.rows += first;
+  args.answers.loss += first;
+  args.answers.logsumexp += first;
+  args.answers.target_logprob += first;
+  args.answers.rank = From(args.answers.rank, first);
+  args.answers.entropy = From(args.answers.entropy, first);
+  args.answers.status += first;
+  return args;
+}
+
+// linear_cross_entropy by blocks of logits.
+cudaError_t LossOfBlocks(const LinearCrossEntropyArgs& args, Products& products,
+                         const Scratch& scratch, cudaStream_t stream) {
+  return ForEachBlock(args.hidden, args.head, Route::kProduct, products, scratch, stream,
+                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
+                        CrossEntropyArgs block = RowsFrom(args.cross_entropy, first);
+                        block.logits = logits;
+                        return CrossEntropy(block, rest, stream);
+                      });
+}
+
 }  // namespace
 
 cudaError_t LinearTopK(const LinearTopKArgs& args, Products& products, const Scratch& scratch,
@@ -196,20 +232,49 @@ cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const
 
 cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
                                const Scratch& scratch, cudaStream_t stream) {
-  return ForEachBlock(args.hidden, args.head, Route::kProduct, products, scratch, stream,
-                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
-                        CrossEntropyArgs block = args.cross_entropy;
-                        block.logits = logits;
-                        block.rows += first;
-                        CrossEntropyAnswers& answers = block.answers;
-                        answers.loss += first;
-                        answers.logsumexp += first;
-                        answers.target_logprob += first;
-                        answers.rank = From(answers.rank, first);
-                        answers.entropy = From(answers.entropy, first);
-                        answers.status += first;
-                        return CrossEntropy(block, rest, stream);
-                      });
+  if (!HopperLossServes(args.head, scratch)) return LossOfBlocks(args, products, scratch, stream);
+  // Which kernel takes a row is for the row and the head to say, not for its company.
+  const int64_t hidden = args.head.hidden();
+  const int64_t size = static_cast<int64_t>(SizeOf(args.head.weight.dtype));
+  const int64_t states_stride = (hidden + 63) / 64 * 64;
+  const int64_t turn = std::clamp<int64_t>(
+      static_cast<int64_t>(scratch.bytes) / 4 / (states_stride * size) / 256 * 256, 256, 16384);
+  const CrossEntropyArgs& asked = args.cross_entropy;
+  const bool mixed = asked.want != 0 || asked.max_top_logprobs > 0;
+  for (int64_t first = 0; first < args.hidden.rows; first += turn) {
+    const int64_t rows = std::min(turn, args.hidden.rows - first);
+    Scratch rest = scratch;
+    LinearCrossEntropyArgs plain = args;
+    plain.cross_entropy = RowsFrom(asked, first);
+    plain.hidden.data =
+        static_cast<const std::byte*>(args.hidden.data) + first * args.hidden.row_stride * size;
+    plain.hidden.rows = rows;
+    LinearCrossEntropyArgs more = plain;
+    cudaError_t error = cudaSuccess;
+    if (mixed) {
+      CrossEntropyRow* plain_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
+      CrossEntropyRow* more_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
+      SplitRowsKernel<<<static_cast<unsigned>((rows + 255) / 256), 256, 0, stream>>>(
+          plain.cross_entropy.rows, rows, plain_rows, more_rows);
+      error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+      plain.cross_entropy.rows = plain_rows;
+      more.cross_entropy.rows = more_rows;
+      error = LossOfBlocks(more, products, rest, stream);
+      if (error != cudaSuccess) return error;
+    }
+    if (args.head.norm != nullptr) {
+      std::byte* states = TakeFromEnd<std::byte>(rest, rows * states_stride * size);
+      error = Prepare(plain.hidden.data, plain.hidden.row_stride, static_cast<int>(rows),
+                      static_cast<int>(rows), args.head, states, states_stride, stream);
+      if (error != cudaSuccess) return error;
+      plain.hidden.data = states;
+      plain.hidden.row_stride = states_stride;
+    }
+    error = HopperLoss(plain, rest, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace logitd::cuda
