@@ -14,9 +14,9 @@
 // whatever the rows beside it and the grid. Work is dealt out by cells, for groups of rows that
 // stay in L2, so that the weights come from HBM once a group.
 //
-// For 16-bit heads without bias and softcap, and rows that ask for no rank, entropy, tops or
-// extras; Serves() says so of the head, and linear.cu sends rows that ask for more to the other
-// kernels.
+// For 16-bit heads without bias and softcap (HopperLossServes), and rows that ask for neither rank,
+// entropy nor tops; linear.cu sends rows that ask for more to the other kernels. The logits of
+// extras are products of their own, a warp each.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations; epilogues about 2500 clocks of 65536 a
 // tile at hidden 4096. Memory beside inputs and outputs: rows * vocab / 1024 * 12 bytes, of at most
@@ -85,13 +85,15 @@ __device__ inline void Expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives at the same barrier of the cluster's block `rank`.
+// Arrives at the same barrier of the cluster's block `rank`. What it orders is reads by the tensor
+// cores before writes by the copy engine: no fence of the cluster's memory, which costs hundreds of
+// clocks.
 __device__ inline void ArriveAt(uint32_t barrier, int rank) {
   asm volatile(
       "{\n\t"
       ".reg .b32 there;\n\t"
       "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
@@ -102,7 +104,7 @@ __device__ inline void WaitFor(uint32_t barrier, uint32_t parity) {
       "{\n\t"
       ".reg .pred done;\n\t"
       "again:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
       "@done bra ended;\n\t"
       "bra again;\n\t"
       "ended:\n\t"
