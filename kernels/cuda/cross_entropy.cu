@@ -164,7 +164,7 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
   const CrossEntropyRow& ask = p.args.rows[r];
   const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
   const double rate = Cap::Rate(ask.softcap, ask.temperature);
-  const float c = static_cast<float>(rate * kLog2EInDouble);
+  const float c = PowerOf(rate);
   const Stats stats = MergeCells(p.cells, c, lane, [&](int i) { return cells[i].stats; });
   const Exponential exponential(stats.max, c);
   float weighted = 0.0f;
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   if (!active) return stream.Abandon();
   const float target_logit = target >= 0 ? ToFloat(row[target]) : 0.0f;
   const Cap cap = Cap::Of(softcap);
-  const float c = static_cast<float>(Cap::Rate(softcap, temperature) * kLog2EInDouble);
+  const float c = PowerOf(Cap::Rate(softcap, temperature));
   CellSums* row_cells = cells;  // where the row's cells are brought together
   if constexpr (Block::kCluster) {
     if (p.blocks > 1) row_cells = InBlock(cells, 0);

@@ -315,7 +315,7 @@ struct RowCell {
     if (!here || p.asks[r].active == 0) return;
     target = p.asks[r].target;
     smooth = p.asks[r].label_smoothing > 0;
-    c = static_cast<float>(Cap::Rate(0.0f, p.asks[r].temperature) * kLog2EInDouble);
+    c = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
   }
 
   // Takes the thread's logits of a tile at `first`; those from `vocab` on are -inf.
@@ -509,7 +509,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (r >= rows || args.rows[r].active == 0) return;
   const CrossEntropyRow& ask = args.rows[r];
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
-  const float c = static_cast<float>(Cap::Rate(0.0f, ask.temperature) * kLog2EInDouble);
+  const float c = PowerOf(Cap::Rate(0.0f, ask.temperature));
   const CellPart* cell_parts = parts + r * cells;
   const Stats stats = MergeCells(cells, c, lane, [&](int i) { return cell_parts[i].stats; });
   double total = 0.0;

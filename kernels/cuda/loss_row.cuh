@@ -17,7 +17,7 @@ struct Cap {
   __device__ static Cap Of(float softcap) { return {softcap > 0 ? 1.0f / Clamped(softcap) : 0.0f}; }
   __device__ bool on() const { return inverse != 0; }
   __device__ float operator()(float logit) const { return on() ? Tanh(logit) : logit; }
-  __device__ float Tanh(float logit) const { return tanhf(logit * inverse); }
+  __device__ float Tanh(float logit) const { return tanhf(__fmul_rn(logit, inverse)); }
   // What makes a value an x, the logit after softcap and temperature.
   __device__ static double Rate(float softcap, float temperature) {
     return (softcap > 0 ? Clamped(softcap) : 1.0) / temperature;
@@ -30,26 +30,37 @@ struct Cap {
 
 constexpr double kLog2EInDouble = 1.4426950408889634074;
 
+// Rate() in powers of two, for Exponential: finite, so that 0 times it is 0.
+__device__ inline float PowerOf(double rate) {
+  return static_cast<float>(fmin(rate * kLog2EInDouble, 0x1.fffffep127));
+}
+
 constexpr double kNanInDouble = std::numeric_limits<double>::quiet_NaN();
 constexpr double kLn2InDouble = 0.69314718055994530942;
 
-// A row whose sums are known.
+// A row whose sums are known. The logarithm of its sum is kept apart from its maximum, beside which
+// it may vanish.
 struct Outcome {
-  double logsumexp;
-  double rate;  // Cap::Rate
-  float sum;    // of Stats
+  double log_sum;  // ln of the sum of exp(x - the largest x)
+  double max_x;    // the largest x
+  double rate;     // Cap::Rate
+  float sum;       // of Stats
   float max;
   Cap cap;
 
   __device__ bool Nan() const { return isnan(sum); }
   __device__ bool Empty() const { return max == -kInfinity; }
   __device__ bool Certain() const { return max == kInfinity; }
-  __device__ double X(float logit) const { return cap(logit) * rate; }
+  __device__ double LogSumExp() const {
+    return Nan() ? sum : Empty() || Certain() ? max : max_x + log_sum;
+  }
+  // Rounded where it is written, so that the same logit has the same bits wherever this is inlined.
+  __device__ double AboveMax(double value) const { return __dmul_rn(value, rate) - max_x; }
   __device__ double Logprob(float logit) const {
     if (Nan()) return sum;
     if (Empty()) return -kInfinity;
-    if (Certain()) return logit == max ? -log(static_cast<double>(sum)) : -kInfinity;
-    return fmin(X(logit) - logsumexp, 0.0);
+    if (Certain()) return logit == max ? -log_sum : -kInfinity;
+    return fmin(AboveMax(cap(logit)) - log_sum, 0.0);
   }
 };
 
@@ -70,28 +81,24 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
   const int64_t vocab = args.logits.cols;
   const Stats stats = sums.stats;
   const double rate = Cap::Rate(ask.softcap, ask.temperature);
-  const float c = static_cast<float>(rate * kLog2EInDouble);
+  const float c = PowerOf(rate);
   const Exponential exponential(stats.max, c);
-  Outcome outcome{.logsumexp = 0,
-                  .rate = rate,
-                  .sum = stats.sum,
-                  .max = stats.max,
-                  .cap = Cap::Of(ask.softcap)};
+  const double log_of_sum = log(static_cast<double>(stats.sum));
+  // A sum by plain exponentials is relative to 2^-shift, not quite to the maximum.
+  const double off = exponential.plain ? kLn2InDouble * fmaf(stats.max, c, exponential.shift) : 0.0;
+  const Outcome outcome{.log_sum = log_of_sum - off,
+                        .max_x = __dmul_rn(stats.max, rate),
+                        .rate = rate,
+                        .sum = stats.sum,
+                        .max = stats.max,
+                        .cap = Cap::Of(ask.softcap)};
   RowStatus status{RowCode::kOk, -1};
-  const double log_sum = log(static_cast<double>(stats.sum));
-  double entropy = log_sum - kLn2InDouble * sums.weighted / stats.sum;
   if (outcome.Nan()) {
     status = {RowCode::kNanLogit, first_nan};
-    outcome.logsumexp = stats.sum;
   } else if (outcome.Empty()) {
     status.code = RowCode::kEmptySupport;
-    outcome.logsumexp = -kInfinity;
-  } else {
-    // A sum by plain exponentials is relative to 2^-shift, not quite to the maximum.
-    const double off =
-        exponential.plain ? kLn2InDouble * fmaf(stats.max, c, exponential.shift) : 0.0;
-    outcome.logsumexp = stats.max * rate + (log_sum - off);
   }
+  double entropy = log_of_sum - kLn2InDouble * sums.weighted / stats.sum;
 
   const bool counted = ask.target >= 0;
   double logprob = 0.0;
@@ -111,12 +118,13 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
     } else {
       loss = 0 - logprob;  // no -0
       if (smoothing != 0) {
-        const double mean = sums.total / kTotalUnit / static_cast<double>(vocab) * rate;
+        const double mean = sums.total / kTotalUnit / static_cast<double>(vocab);
         // The weights may have either sign: no sum of infinities.
         loss = mean == -kInfinity ? kInfinity
-                                  : (1 - smoothing) * loss + smoothing * (outcome.logsumexp - mean);
+                                  : (1 - smoothing) * loss +
+                                        smoothing * (outcome.log_sum - outcome.AboveMax(mean));
       }
-      if (z_loss != 0) loss += z_loss * outcome.logsumexp * outcome.logsumexp;
+      if (z_loss != 0) loss += z_loss * outcome.LogSumExp() * outcome.LogSumExp();
     }
   }
   if (outcome.Nan()) loss = logprob = stats.sum;
@@ -124,7 +132,7 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
   if (lane == 0) {
     const CrossEntropyAnswers& to = args.answers;
     to.loss[r] = static_cast<float>(loss);
-    to.logsumexp[r] = static_cast<float>(outcome.logsumexp);
+    to.logsumexp[r] = static_cast<float>(outcome.LogSumExp());
     to.target_logprob[r] = static_cast<float>(logprob);
     to.status[r] = status;
     const bool ranked = counted && (ask.want & kWantRank) != 0 && !outcome.Nan();
@@ -139,15 +147,17 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
 }
 
 // What every element of a row's gradient takes: with the value v of a logit,
-// 2^(v power - shift) * weight + flat.
+// ((2^(v power - shift) * weight - flat - [target] hit) * scale) * more.
 struct Gradient {
-  float power;      // log2(e) * Cap::Rate
+  float power;      // PowerOf
   float power_low;  // what rounding took from it
   float shift;      // log2(e) * logsumexp
   float shift_low;
-  float weight;
+  float weight;  // 1 + 2 z_loss logsumexp
   float flat;
-  float at_target;  // added there
+  float hit;
+  float scale;  // upstream / temperature, in two factors: it may be more than a float holds where
+  float more;   // what it multiplies is small
   Cap cap;
 
   __device__ static Gradient Of(const CrossEntropyRow& ask, float logsumexp, float upstream,
@@ -156,16 +166,21 @@ struct Gradient {
     const double exact_shift = logsumexp * kLog2EInDouble;
     double smoothing = ask.label_smoothing;
     if (ask.smoothing == Smoothing::kMegatron)
-      smoothing = vocab == 1 ? 0.0 : smoothing * vocab / (vocab - 1.0);
-    const double rate = static_cast<double>(upstream) / ask.temperature;
+      smoothing = vocab == 1
+                      ? 0.0
+                      : smoothing * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
+    const double scale = static_cast<double>(upstream) / ask.temperature;
     Gradient g;
-    g.power = static_cast<float>(exact_power);
-    g.power_low = static_cast<float>(exact_power - g.power);
+    g.power = PowerOf(Cap::Rate(ask.softcap, ask.temperature));
+    const double power_low = exact_power - g.power;
+    g.power_low = fabs(power_low) < g.power ? static_cast<float>(power_low) : 0.0f;
     g.shift = static_cast<float>(exact_shift);
     g.shift_low = static_cast<float>(exact_shift - g.shift);
-    g.weight = static_cast<float>(rate * (1 + 2.0 * ask.z_loss * logsumexp));
-    g.flat = static_cast<float>(-rate * smoothing / static_cast<double>(vocab));
-    g.at_target = static_cast<float>(-rate * (1 - smoothing));
+    g.weight = static_cast<float>(1 + 2.0 * ask.z_loss * logsumexp);
+    g.flat = static_cast<float>(smoothing / static_cast<double>(vocab));
+    g.hit = static_cast<float>(1 - smoothing);
+    g.more = fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
+    g.scale = static_cast<float>(scale / g.more);
     g.cap = Cap::Of(ask.softcap);
     if (!isfinite(logsumexp)) g.weight = std::numeric_limits<float>::quiet_NaN();
     return g;
@@ -177,8 +192,9 @@ struct Gradient {
     // The low parts by a factor of their own: added, they would cost a rounding of the large power.
     const float low = fmaf(value, power_low, -shift_low);
     const float p = Exp2(fmaf(value, power, -shift)) * Exp2(fminf(fmaxf(low, -64.0f), 64.0f));
-    float gradient = fmaf(p, weight, flat);
-    if (is_target) gradient += at_target;
+    float gradient = fmaf(p, weight, -flat);
+    if (is_target) gradient -= hit;
+    gradient = __fmul_rn(__fmul_rn(gradient, scale), more);
     return kCapped ? gradient * fmaf(-value, value, 1.0f) : gradient;
   }
 };
