@@ -7,6 +7,10 @@
 // the device, so that d_hidden's bits are a row's own. Rows too many for scratch take two turns,
 // one for d_hidden and one for d_weight, with the logits made in both.
 //
+// f16 has not the range of gradients. Under an f16 head G is rounded to TF32, which has f16's
+// digits and fp32's range, and products 2 and 3 take weights and hidden states, which TF32 holds
+// exactly, as f32: at half the rate.
+//
 // Ignored and skipped rows are rows of zeros in every product: what they hold reaches nobody.
 //
 // Cost: three products (19.0 ms at 4096 x 4096 x 128256, measured as bare products); beside them, a
@@ -67,10 +71,24 @@ __global__ void __launch_bounds__(kThreads)
     to[r * to_stride + i] = counted ? hidden[r * hidden_stride + i] : FromFloat<T>(0.0f);
 }
 
+// As f32.
+__global__ void __launch_bounds__(kThreads)
+    WidenKernel(const __half* from, int64_t from_stride, int size, float* to, int64_t to_stride) {
+  const int64_t r = blockIdx.x;
+  for (int i = threadIdx.x; i < size; i += kThreads)
+    to[r * to_stride + i] = __half2float(from[r * from_stride + i]);
+}
+
+__device__ inline float RoundToTf32(float x) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+  return __uint_as_float(rounded);
+}
+
 // Turns logits [rows, columns] into their gradients. A thread takes two columns down the rows of a
 // group, and where `column_sums` [groups, stride] is not null leaves their sums there. `columns`
 // may be odd: there is room for one more.
-template <class T, bool kCapped>
+template <class T, bool kCapped, bool kTf32>
 __global__ void __launch_bounds__(kThreads)
     GradientKernel(const float* logits, T* gradients, int64_t stride, int columns, int first_column,
                    const RowGradient* plans, float* column_sums) {
@@ -93,7 +111,9 @@ __global__ void __launch_bounds__(kThreads)
     const float g1 = counted ? gradient.At<kCapped>(pair.y, place == 1) : 0.0f;
     sum0 += g0;
     sum1 += g1;
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (kTf32) {
+      *reinterpret_cast<float2*>(gradients + at) = {RoundToTf32(g0), RoundToTf32(g1)};
+    } else if constexpr (sizeof(T) == 4) {
       *reinterpret_cast<float2*>(gradients + at) = {g0, g1};
     } else {
       *reinterpret_cast<uint32_t*>(gradients + at) = PackPair<T>(g0, g1);
@@ -148,14 +168,16 @@ struct Cut {
 
   Cut(const HeadView& head, int64_t rows, int64_t bytes) {
     const int64_t size = static_cast<int64_t>(SizeOf(head.weight.dtype));
+    const int64_t wide = head.weight.dtype == DType::kF16 ? 4 : 0;
     hidden_stride = RoundUp(head.hidden(), 64);
     chunk = std::min(chunk, RoundUp(head.vocab(), 64));
     constexpr int64_t kSlack = int64_t{1} << 20;  // of pieces' alignment
     const auto fixed = [&] {
-      return chunk * (4 * block + 4 * hidden_stride + 4 * (block / kGroupRows)) + kSlack;
+      return chunk * (4 * block + (4 + wide) * hidden_stride + 4 * (block / kGroupRows)) + kSlack;
     };
     const auto per_row = [&] {
-      return hidden_stride * (size + 4) + chunk * size + static_cast<int64_t>(sizeof(RowGradient));
+      return hidden_stride * (size + 4 + wide) + chunk * std::max(size, wide) +
+             static_cast<int64_t>(sizeof(RowGradient));
     };
     while (fixed() + block * per_row() > bytes) {
       if ((chunk > block && chunk > 64) || block <= kGroupRows) {
@@ -177,6 +199,7 @@ class Backward {
         products_(products),
         stream_(stream),
         dtype_(args.head.weight.dtype),
+        product_type_(dtype_ == DType::kF16 ? DType::kF32 : dtype_),
         workspace_(TakeFromEnd<std::byte>(scratch, products.workspace_bytes())),
         cut_(args.head, args.hidden.rows,
              static_cast<int64_t>(scratch.bytes - Scratch::kCounterBytes)) {
@@ -184,10 +207,14 @@ class Backward {
     plans_ = TakeFromEnd<RowGradient>(scratch, cut_.group);
     states_ = TakeFromEnd<std::byte>(scratch, cut_.group * cut_.hidden_stride * size);
     d_states_ = TakeFromEnd<float>(scratch, cut_.group * cut_.hidden_stride);
-    gradients_ = TakeFromEnd<std::byte>(scratch, cut_.group * cut_.chunk * size);
+    gradients_ = TakeFromEnd<std::byte>(scratch, cut_.group * cut_.chunk * ProductSize());
     logits_ = TakeFromEnd<float>(scratch, cut_.block * cut_.chunk);
     d_weight_ = TakeFromEnd<float>(scratch, cut_.chunk * cut_.hidden_stride);
     column_sums_ = TakeFromEnd<float>(scratch, cut_.block / kGroupRows * cut_.chunk);
+    if (IsWide()) {
+      wide_states_ = TakeFromEnd<float>(scratch, cut_.group * cut_.hidden_stride);
+      wide_weights_ = TakeFromEnd<float>(scratch, cut_.chunk * cut_.hidden_stride);
+    }
   }
 
   cudaError_t Run() {
@@ -215,6 +242,18 @@ class Backward {
   }
 
  private:
+  // Whether products 2 and 3 are of f32 in place of f16.
+  bool IsWide() const { return product_type_ != dtype_; }
+  int64_t ProductSize() const { return static_cast<int64_t>(SizeOf(product_type_)); }
+
+  void Widen(const void* from, int64_t from_stride, int64_t rows, float* to) {
+    if (error_ != cudaSuccess) return;
+    WidenKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream_>>>(
+        static_cast<const __half*>(from), from_stride, static_cast<int>(args_.head.hidden()), to,
+        cut_.hidden_stride);
+    Keep(cudaGetLastError());
+  }
+
   // The first error of all that is enqueued; after it nothing is.
   void Keep(cudaError_t error) {
     if (error_ == cudaSuccess) error_ = error;
@@ -241,6 +280,7 @@ class Backward {
           reinterpret_cast<T*>(states_), cut_.hidden_stride);
     });
     Keep(cudaGetLastError());
+    if (IsWide()) Widen(states_, cut_.hidden_stride, count, wide_states_);
   }
 
   // Tokens [v, v + chunk) of the planned group.
@@ -251,8 +291,9 @@ class Backward {
     const HeadView& head = args_.head;
     const void* weights =
         static_cast<const std::byte*>(head.weight.data) + v * head.weight.row_stride * size;
+    if (hidden && IsWide()) Widen(weights, head.weight.row_stride, tokens, wide_weights_);
     for (int64_t r = 0; r < rows && error_ == cudaSuccess; r += cut_.block) {
-      std::byte* gradients = gradients_ + r * cut_.chunk * size;
+      std::byte* gradients = gradients_ + r * cut_.chunk * ProductSize();
       Enqueue({.inputs = dtype_,
                .output = DType::kF32,
                .transpose_a = true,
@@ -271,15 +312,16 @@ class Backward {
       EnqueueGradients(v, tokens, plans_ + r, gradients, weight && args_.d_bias != nullptr,
                        /*fresh=*/first == 0 && r == 0);
       if (hidden) {
-        Enqueue({.inputs = dtype_,
+        Enqueue({.inputs = product_type_,
                  .output = DType::kF32,
+                 .tf32 = IsWide(),
                  .m = head.hidden(),
                  .n = cut_.block,
                  .k = tokens,
-                 .a_stride = head.weight.row_stride,
+                 .a_stride = IsWide() ? cut_.hidden_stride : head.weight.row_stride,
                  .b_stride = cut_.chunk,
                  .out_stride = cut_.hidden_stride},
-                {.a = weights,
+                {.a = IsWide() ? wide_weights_ : weights,
                  .b = gradients,
                  .out = d_states_ + r * cut_.hidden_stride,
                  .alpha = head.scale,
@@ -296,9 +338,10 @@ class Backward {
     const dim3 grid(static_cast<unsigned>((tokens + 2 * kThreads - 1) / (2 * kThreads)),
                     static_cast<unsigned>(groups));
     AsType(dtype_, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      const auto kernel =
-          args_.head.softcap > 0 ? &GradientKernel<T, true> : &GradientKernel<T, false>;
+      constexpr bool kTf32 = std::is_same_v<std::remove_pointer_t<decltype(type)>, __half>;
+      using T = std::conditional_t<kTf32, float, std::remove_pointer_t<decltype(type)>>;
+      const auto kernel = args_.head.softcap > 0 ? &GradientKernel<T, true, kTf32>
+                                                 : &GradientKernel<T, false, kTf32>;
       kernel<<<grid, kThreads, 0, stream_>>>(logits_, reinterpret_cast<T*>(gradients), cut_.chunk,
                                              static_cast<int>(tokens), static_cast<int>(v), plans,
                                              bias ? column_sums_ : nullptr);
@@ -319,17 +362,18 @@ class Backward {
     std::byte* out = static_cast<std::byte*>(to.data) + v * to.row_stride * to_size;
     const bool aligned =
         reinterpret_cast<uintptr_t>(to.data) % 16 == 0 && to.row_stride * to_size % 16 == 0;
-    const bool direct = aligned && (to.dtype == DType::kF32 || (first == 0 && last));
-    Enqueue({.inputs = dtype_,
+    const bool direct = aligned && (to.dtype == DType::kF32 || (first == 0 && last && !IsWide()));
+    Enqueue({.inputs = product_type_,
              .output = direct ? to.dtype : DType::kF32,
              .transpose_b = true,
+             .tf32 = IsWide(),
              .m = args_.head.hidden(),
              .n = tokens,
              .k = RoundUp(std::min(cut_.group, count), kGroupRows),
              .a_stride = cut_.hidden_stride,
              .b_stride = cut_.chunk,
              .out_stride = direct ? to.row_stride : cut_.hidden_stride},
-            {.a = states_,
+            {.a = IsWide() ? static_cast<const void*>(wide_states_) : states_,
              .b = gradients_,
              .out = direct ? static_cast<void*>(out) : d_weight_,
              .alpha = args_.head.scale,
@@ -368,15 +412,18 @@ class Backward {
   Products& products_;
   const cudaStream_t stream_;
   const DType dtype_;
+  const DType product_type_;  // of what products 2 and 3 take
   std::byte* const workspace_;
   const Cut cut_;
-  RowGradient* plans_;    // [group]
-  std::byte* states_;     // [group, hidden_stride], the weight's dtype
-  float* d_states_;       // [group, hidden_stride]
-  std::byte* gradients_;  // [group, chunk], the weight's dtype
-  float* logits_;         // [block, chunk]
-  float* d_weight_;       // [chunk, hidden_stride]
-  float* column_sums_;    // [block / kGroupRows, chunk]
+  RowGradient* plans_;             // [group]
+  std::byte* states_;              // [group, hidden_stride], the weight's dtype
+  float* d_states_;                // [group, hidden_stride]
+  std::byte* gradients_;           // [group, chunk], the weight's dtype
+  float* logits_;                  // [block, chunk]
+  float* d_weight_;                // [chunk, hidden_stride]
+  float* column_sums_;             // [block / kGroupRows, chunk]
+  float* wide_states_ = nullptr;   // [group, hidden_stride], of an f16 head
+  float* wide_weights_ = nullptr;  // [chunk, hidden_stride]
   cudaError_t error_ = cudaSuccess;
 };
 

@@ -129,7 +129,8 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   layout(a, of.inputs, of.transpose_a, of.m, of.k, of.a_stride);
   layout(b, of.inputs, of.transpose_b, of.k, of.n, of.b_stride);
   layout(out, of.output, false, of.m, of.n, of.out_stride);
-  call(library.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  call(library.desc_create(&desc, of.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                           CUDA_R_32F));
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
     if (status == CUBLAS_STATUS_SUCCESS)
       call(library.desc_set(desc, attribute, &value, sizeof(value)));

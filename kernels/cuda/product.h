@@ -22,6 +22,7 @@ struct ProductShape {
   bool transpose_a = false;
   bool transpose_b = false;
   bool bias = false;  // adds a value to every row of out
+  bool tf32 = false;  // f32 inputs are TF32 numbers: their products may take the tensor cores
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
@@ -44,10 +45,10 @@ struct ProductOperands {
 
 // The products of one stream. Used by one thread at a time.
 //
-// Sums are fp32, of f32 inputs without TF32. An algorithm is chosen when a shape is first seen,
-// from the shape and the workspace's size alone, and never splits a sum: an element's bits depend
-// on its own row and column, and on the shape. What is seen first costs a few hundred microseconds
-// of host time; later calls only enqueue.
+// Sums are fp32, and so are products of f32 inputs, unless the shape says tf32. An algorithm is
+// chosen when a shape is first seen, from the shape and the workspace's size alone, and never
+// splits a sum: an element's bits depend on its own row and column, and on the shape. What is seen
+// first costs a few hundred microseconds of host time; later calls only enqueue.
 //
 // The library is loaded at run time, once a process: a machine without it still runs every op that
 // needs no product, and the CPU backend. It is looked for where the loader looks, then in
