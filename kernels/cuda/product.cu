@@ -86,6 +86,7 @@ cudaError_t ToCuda(cublasStatus_t status) {
 }
 
 constexpr uint32_t kAlignment = 16;
+constexpr int64_t kOwnStride = 0;  // the rows', rounded up
 constexpr int kCandidates = 16;
 constexpr size_t kMaxPlans = 64;  // of the heads a stream serves; beyond it, all are chosen afresh
 
@@ -97,6 +98,9 @@ struct Products::Plan {
   cublasLtMatrixLayout_t a = nullptr;
   cublasLtMatrixLayout_t b = nullptr;
   cublasLtMatrixLayout_t out = nullptr;
+  // With which the algorithm is chosen: strides of the inputs must not choose it.
+  cublasLtMatrixLayout_t asked_a = nullptr;
+  cublasLtMatrixLayout_t asked_b = nullptr;
   cublasLtMatmulAlgo_t algo = {};
 
   Plan() = default;
@@ -105,16 +109,17 @@ struct Products::Plan {
   ~Plan() {
     const Library& library = TheLibrary();
     if (desc != nullptr) library.desc_destroy(desc);
-    for (cublasLtMatrixLayout_t layout : {a, b, out}) {
+    for (cublasLtMatrixLayout_t layout : {a, b, out, asked_a, asked_b}) {
       if (layout != nullptr) library.layout_destroy(layout);
     }
   }
 
-  cublasStatus_t Init(const ProductShape& of, cublasLtHandle_t handle, size_t workspace_bytes);
+  cublasStatus_t Init(const ProductShape& of, cublasLtHandle_t handle, size_t workspace_bytes,
+                      const float* bias);
 };
 
 cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t handle,
-                                    size_t workspace_bytes) {
+                                    size_t workspace_bytes, const float* bias) {
   const Library& library = TheLibrary();
   shape = of;
   cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
@@ -124,11 +129,14 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   const auto layout = [&](cublasLtMatrixLayout_t& to, DType dtype, bool transposed, int64_t rows,
                           int64_t cols, int64_t stride) {
     if (transposed) std::swap(rows, cols);
-    call(library.layout_create(&to, TypeOf(dtype), rows, cols, stride));
+    call(library.layout_create(&to, TypeOf(dtype), rows, cols,
+                               stride == kOwnStride ? (rows + 63) / 64 * 64 : stride));
   };
   layout(a, of.inputs, of.transpose_a, of.m, of.k, of.a_stride);
   layout(b, of.inputs, of.transpose_b, of.k, of.n, of.b_stride);
   layout(out, of.output, false, of.m, of.n, of.out_stride);
+  layout(asked_a, of.inputs, of.transpose_a, of.m, of.k, kOwnStride);
+  layout(asked_b, of.inputs, of.transpose_b, of.k, of.n, kOwnStride);
   call(library.desc_create(&desc, of.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                            CUDA_R_32F));
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
@@ -143,6 +151,7 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   if (of.bias) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(CUBLASLT_EPILOGUE_BIAS));
     set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(CUDA_R_32F));
+    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
   }
   if (status != CUBLAS_STATUS_SUCCESS) return status;
 
@@ -162,7 +171,8 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   cublasLtMatmulHeuristicResult_t found[kCandidates];
   int count = 0;
   if (status == CUBLAS_STATUS_SUCCESS) {
-    call(library.heuristic(handle, desc, a, b, out, out, preference, kCandidates, found, &count));
+    call(library.heuristic(handle, desc, asked_a, asked_b, out, out, preference, kCandidates, found,
+                           &count));
   }
   if (preference != nullptr) library.preference_destroy(preference);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
@@ -201,7 +211,7 @@ absl::Status Products::Init(size_t workspace_bytes) {
   return absl::OkStatus();
 }
 
-cudaError_t Products::PlanOf(const ProductShape& shape, Plan*& plan) {
+cudaError_t Products::PlanOf(const ProductShape& shape, const float* bias, Plan*& plan) {
   for (Plan& known : plans_) {
     if (known.shape == shape) {
       plan = &known;
@@ -211,7 +221,7 @@ cudaError_t Products::PlanOf(const ProductShape& shape, Plan*& plan) {
   if (plans_.size() == kMaxPlans) plans_.clear();
   plan = &plans_.emplace_back();
   const cublasStatus_t status =
-      plan->Init(shape, static_cast<cublasLtHandle_t>(handle_), workspace_bytes_);
+      plan->Init(shape, static_cast<cublasLtHandle_t>(handle_), workspace_bytes_, bias);
   if (status != CUBLAS_STATUS_SUCCESS) plans_.pop_back();
   return ToCuda(status);
 }
@@ -220,7 +230,7 @@ cudaError_t Products::Enqueue(const ProductShape& shape, const ProductOperands& 
                               cudaStream_t stream) {
   if (handle_ == nullptr) return cudaErrorNotSupported;
   Plan* plan = nullptr;
-  const cudaError_t error = PlanOf(shape, plan);
+  const cudaError_t error = PlanOf(shape, operands.bias, plan);
   if (error != cudaSuccess) return error;
   const Library& library = TheLibrary();
   if (shape.bias) {

@@ -46,7 +46,7 @@ struct ProductOperands {
 // The products of one stream. Used by one thread at a time.
 //
 // Sums are fp32, and so are products of f32 inputs, unless the shape says tf32. An algorithm is
-// chosen when a shape is first seen, from the shape and the workspace's size alone, and never
+// chosen when a shape is first seen, from all of the shape but its inputs' strides, and never
 // splits a sum: an element's bits depend on its own row and column, and on the shape. What is seen
 // first costs a few hundred microseconds of host time; later calls only enqueue.
 //
@@ -69,7 +69,7 @@ class Products {
 
  private:
   struct Plan;
-  cudaError_t PlanOf(const ProductShape& shape, Plan*& plan);
+  cudaError_t PlanOf(const ProductShape& shape, const float* bias, Plan*& plan);
 
   void* handle_ = nullptr;  // cublasLtHandle_t
   size_t workspace_bytes_ = 0;
