@@ -461,18 +461,29 @@ int SharedBytes(const Params& p) {
                           (Block::kTop ? part_cells * 32 * sizeof(SmallPool::Sketch) : 0));
 }
 
+// Blocks of a row's cluster; more than would be best where the row's sketch needs the room.
 template <class Block>
-cudaError_t Launch(Params p, const Scratch& scratch, cudaStream_t stream) {
-  const int64_t rows = p.args.logits.rows;
+int32_t BlocksOfRow(Params p, const Scratch& scratch) {
   p.blocks = 1;
   if (Block::kCluster && scratch.clusters) {
     const int32_t worth = (p.cells + Block::kWarps - 1) / Block::kWarps;
-    p.blocks = static_cast<int32_t>(
-        std::clamp<int64_t>(scratch.multiprocessors / rows, 1, std::min(worth, kMaxClusterBlocks)));
-    // More of them where the row's sketch needs the room.
+    p.blocks = static_cast<int32_t>(std::clamp<int64_t>(
+        scratch.multiprocessors / p.args.logits.rows, 1, std::min(worth, kMaxClusterBlocks)));
     while (SharedBytes<Block>(p) > scratch.block_shared_bytes && p.blocks < kMaxClusterBlocks)
       ++p.blocks;
   }
+  return p.blocks;
+}
+
+template <class Block>
+bool Fits(Params p, const Scratch& scratch) {
+  p.blocks = BlocksOfRow<Block>(p, scratch);
+  return SharedBytes<Block>(p) <= scratch.block_shared_bytes;
+}
+
+template <class Block>
+cudaError_t Launch(Params p, const Scratch& scratch, cudaStream_t stream) {
+  p.blocks = BlocksOfRow<Block>(p, scratch);
   const int shared = SharedBytes<Block>(p);
   if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
   const auto kernel = &CrossEntropyKernel<Block>;
@@ -481,7 +492,7 @@ cudaError_t Launch(Params p, const Scratch& scratch, cudaStream_t stream) {
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, scratch.block_shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(rows * p.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(p.args.logits.rows * p.blocks));
   config.blockDim = dim3(Block::kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
@@ -500,13 +511,15 @@ template <class T>
 cudaError_t LaunchForward(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   constexpr int kStages = sizeof(T) == 4 ? 2 : 3;
   constexpr int kResident = sizeof(T) == 4 ? 4 : 6;
-  const bool top = p.args.max_top_logprobs > 0;
+  using WideTop = TopShape<T, 16, 2, 1, true>;
+  using Wide = StreamShape<T, 16, 2, 1, true>;
   const bool few = p.args.logits.rows <= scratch.multiprocessors && p.cells > kShortCells;
-  if (top) {
-    return few ? Launch<TopShape<T, 16, 2, 1, true>>(p, scratch, stream)
+  if (p.args.max_top_logprobs > 0) {
+    return few && Fits<WideTop>(p, scratch)
+               ? Launch<WideTop>(p, scratch, stream)
                : Launch<TopShape<T, 4, 2, kResident>>(p, scratch, stream);
   }
-  if (few) return Launch<StreamShape<T, 16, 2, 1, true>>(p, scratch, stream);
+  if (few && Fits<Wide>(p, scratch)) return Launch<Wide>(p, scratch, stream);
   if (p.cells <= kShortCells) return Launch<StreamShape<T, 1, 2, 24>>(p, scratch, stream);
   return Launch<StreamShape<T, 4, kStages, kResident>>(p, scratch, stream);
 }

@@ -179,6 +179,7 @@ struct Cut {
       return hidden_stride * (size + 4 + wide) + chunk * std::max(size, wide) +
              static_cast<int64_t>(sizeof(RowGradient));
     };
+    // The least of both fits Scratch::kMinBytes at the largest hidden size.
     while (fixed() + block * per_row() > bytes) {
       if ((chunk > block && chunk > 64) || block <= kGroupRows) {
         chunk = RoundUp(chunk / 2, 64);
