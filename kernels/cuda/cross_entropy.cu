@@ -267,18 +267,21 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   const int end = min(p.cells * (block + 1) / p.blocks * kCell, vocab);
   const T* row = static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride;
 
-  // Asked for first, or its answer would come behind all the copies.
+  // Asked for first, or its answer would come behind all the copies; looked at once they are under
+  // way.
   const CrossEntropyRow* ask = p.args.rows + r;
-  const bool active = ask->active != 0;
+  const int is_active = ask->active;
   const int want = ask->want;
-  const int target = (want & kWantRank) != 0 ? ask->target : kIgnoredTarget;
+  const int asked_target = ask->target;
   const float softcap = ask->softcap;
   const float temperature = ask->temperature;
-  const bool summed = (want & kWantEntropy) != 0 || ask->label_smoothing > 0;
+  const float smoothing = ask->label_smoothing;
   const int top = Block::kTop ? ask->top_logprobs : 0;
   RowStream<Block> stream(shared, row, begin, end);
   if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
-  if (!active) return stream.Abandon();
+  if (is_active == 0) return stream.Abandon();
+  const int target = (want & kWantRank) != 0 ? asked_target : kIgnoredTarget;
+  const bool summed = (want & kWantEntropy) != 0 || smoothing > 0;
   const float target_logit = target >= 0 ? ToFloat(row[target]) : 0.0f;
   const Cap cap = Cap::Of(softcap);
   const float c = PowerOf(Cap::Rate(softcap, temperature));
@@ -409,10 +412,11 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   }
   // In double, by one thread, while the vectors are on their way.
   const int target = ask.target;
+  const bool active = ask.active != 0;
   if (threadIdx.x == 0)
     gradient_of_row = Gradient::Of(ask, args.logsumexp[r], args.upstream[r], args.logits.cols);
   __syncthreads();
-  if (ask.active == 0) return;
+  if (!active) return;
   const Gradient gradient = gradient_of_row;
   const auto write = [&](auto at) {
 #pragma unroll
