@@ -51,9 +51,10 @@ struct CellSums {
   float total;     // sum of the values, times kTotalUnit; 0 where not wanted
   int32_t before;  // tokens before the target; 0 where not wanted
 };
-// Room for a row's cells: what follows is aligned to 16 bytes.
+// Room for a row's cells: what follows is aligned to 16 bytes, as the sketch must be.
 __host__ __device__ inline int CellPlaces(const Params& p) { return (p.cells + 3) / 4 * 4; }
 static_assert(sizeof(CellSums) % 4 == 0);
+static_assert(sizeof(Outcome) % 16 == 0);
 static_assert(kCell * kTotalUnit == 1.0f);
 
 // The binary logarithm of Exponential::Factor; at least kLeastPower.

@@ -30,17 +30,18 @@ struct Cap {
 
 constexpr double kLog2EInDouble = 1.4426950408889634074;
 
-// Rate() in powers of two, for Exponential: finite, so that 0 times it is 0.
+// Rate() in powers of two, for Exponential: finite, so that 0 times it is 0, and not 0, so that
+// -inf times it is -inf. The least of them: more would show in logits as large as the temperature.
 __device__ inline float PowerOf(double rate) {
-  return static_cast<float>(fmin(rate * kLog2EInDouble, 0x1.fffffep127));
+  return static_cast<float>(fmin(fmax(rate * kLog2EInDouble, 0x1p-149), 0x1.fffffep127));
 }
 
 constexpr double kNanInDouble = std::numeric_limits<double>::quiet_NaN();
 constexpr double kLn2InDouble = 0.69314718055994530942;
 
 // A row whose sums are known. The logarithm of its sum is kept apart from its maximum, beside which
-// it may vanish.
-struct Outcome {
+// it may vanish. Aligned so that what follows one in shared memory may be read 16 bytes at a time.
+struct alignas(16) Outcome {
   double log_sum;  // ln of the sum of exp(x - the largest x)
   double max_x;    // the largest x
   double rate;     // Cap::Rate
