@@ -16,6 +16,7 @@ struct Library {
   decltype(&cublasLtDestroy) destroy = nullptr;
   decltype(&cublasLtMatmul) matmul = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulAlgoCheck) check = nullptr;
   decltype(&cublasLtMatmulAlgoConfigGetAttribute) algo_attribute = nullptr;
   decltype(&cublasLtMatmulDescCreate) desc_create = nullptr;
   decltype(&cublasLtMatmulDescDestroy) desc_destroy = nullptr;
@@ -47,6 +48,7 @@ Library Load() {
   find(library.destroy, "cublasLtDestroy");
   find(library.matmul, "cublasLtMatmul");
   find(library.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(library.check, "cublasLtMatmulAlgoCheck");
   find(library.algo_attribute, "cublasLtMatmulAlgoConfigGetAttribute");
   find(library.desc_create, "cublasLtMatmulDescCreate");
   find(library.desc_destroy, "cublasLtMatmulDescDestroy");
@@ -98,7 +100,7 @@ struct Products::Plan {
   cublasLtMatrixLayout_t a = nullptr;
   cublasLtMatrixLayout_t b = nullptr;
   cublasLtMatrixLayout_t out = nullptr;
-  // With which the algorithm is chosen: strides of the inputs must not choose it.
+  // With which algorithms are sought: strides of the inputs must not order them.
   cublasLtMatrixLayout_t asked_a = nullptr;
   cublasLtMatrixLayout_t asked_b = nullptr;
   cublasLtMatmulAlgo_t algo = {};
@@ -179,10 +181,14 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   for (int i = 0; i < count; ++i) {
     int32_t splits = 0;
     size_t written = 0;
+    cublasLtMatmulHeuristicResult_t real = {};  // with the strides that the product will have
     if (found[i].state != CUBLAS_STATUS_SUCCESS ||
         library.algo_attribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits,
                                sizeof(splits), &written) != CUBLAS_STATUS_SUCCESS ||
-        splits > 1) {
+        splits > 1 ||
+        library.check(handle, desc, a, b, out, out, &found[i].algo, &real) !=
+            CUBLAS_STATUS_SUCCESS ||
+        real.workspaceSize > workspace_bytes) {
       continue;
     }
     algo = found[i].algo;

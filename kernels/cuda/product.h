@@ -46,9 +46,10 @@ struct ProductOperands {
 // The products of one stream. Used by one thread at a time.
 //
 // Sums are fp32, and so are products of f32 inputs, unless the shape says tf32. An algorithm is
-// chosen when a shape is first seen, from all of the shape but its inputs' strides, and never
-// splits a sum: an element's bits depend on its own row and column, and on the shape. What is seen
-// first costs a few hundred microseconds of host time; later calls only enqueue.
+// chosen when a shape is first seen: of those that serve all of the shape but its inputs' strides,
+// the first that serves these too. It never splits a sum: an element's bits depend on its own row
+// and column, and on the shape. What is seen first costs a few hundred microseconds of host time;
+// later calls only enqueue.
 //
 // The library is loaded at run time, once a process: a machine without it still runs every op that
 // needs no product, and the CPU backend. It is looked for where the loader looks, then in
