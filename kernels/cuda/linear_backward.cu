@@ -1,7 +1,7 @@
 // Backward of linear_cross_entropy: three products a block, and no [rows, vocab].
 //
 // The vocabulary goes by in chunks, the rows in blocks. For each, the logits are made again
-// (product 1), their gradients G replace them in the weight's dtype, and G weight is added to
+// (product 1), their gradients G are written in the weight's dtype, and G weight is added to
 // d_hidden in fp32 (product 2). When a chunk has met all rows, G^T hidden is its d_weight, in one
 // product over all of them (product 3), rounded once. Blocks and chunks are fixed by the head and
 // the device, so that d_hidden's bits are a row's own. Rows too many for scratch take two turns,
@@ -28,6 +28,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupRows = 64;  // that a block of GradientKernel takes
+constexpr int kRowsAhead = 8;   // of them, whose logits are on their way together
+static_assert(kGroupRows % kRowsAhead == 0);
 
 enum class RowUse : int32_t { kSkipped = 0, kIgnored = 1, kCounted = 2 };
 
@@ -90,8 +92,9 @@ __device__ inline float RoundToTf32(float x) {
 // may be odd: there is room for one more.
 template <class T, bool kCapped, bool kTf32>
 __global__ void __launch_bounds__(kThreads)
-    GradientKernel(const float* logits, T* gradients, int64_t stride, int columns, int first_column,
-                   const RowGradient* plans, float* column_sums) {
+    GradientKernel(const float* __restrict__ logits, T* __restrict__ gradients, int64_t stride,
+                   int columns, int first_column, const RowGradient* __restrict__ plans,
+                   float* __restrict__ column_sums) {
   __shared__ RowGradient rows[kGroupRows];
   const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kGroupRows;
   if (threadIdx.x < kGroupRows) rows[threadIdx.x] = plans[first_row + threadIdx.x];
@@ -100,23 +103,30 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= columns) return;
   float sum0 = 0.0f;
   float sum1 = 0.0f;
-#pragma unroll 8
-  for (int i = 0; i < kGroupRows; ++i) {
-    const int64_t at = (first_row + i) * stride + column;
-    const float2 pair = *reinterpret_cast<const float2*>(logits + at);
-    const int place = rows[i].target - first_column - column;
-    const Gradient& gradient = rows[i].gradient;
-    const bool counted = rows[i].use == RowUse::kCounted;  // else a bias of -inf would make NaN
-    const float g0 = counted ? gradient.At<kCapped>(pair.x, place == 0) : 0.0f;
-    const float g1 = counted ? gradient.At<kCapped>(pair.y, place == 1) : 0.0f;
-    sum0 += g0;
-    sum1 += g1;
-    if constexpr (kTf32) {
-      *reinterpret_cast<float2*>(gradients + at) = {RoundToTf32(g0), RoundToTf32(g1)};
-    } else if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float2*>(gradients + at) = {g0, g1};
-    } else {
-      *reinterpret_cast<uint32_t*>(gradients + at) = PackPair<T>(g0, g1);
+  const int64_t first = first_row * stride + column;
+#pragma unroll 1
+  for (int begin = 0; begin < kGroupRows; begin += kRowsAhead) {
+    float2 pairs[kRowsAhead];
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i)
+      pairs[i] = *reinterpret_cast<const float2*>(logits + first + (begin + i) * stride);
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+      const RowGradient& row = rows[begin + i];
+      const int place = row.target - first_column - column;
+      const bool counted = row.use == RowUse::kCounted;  // else a bias of -inf would make NaN
+      const float g0 = counted ? row.gradient.At<kCapped>(pairs[i].x, place == 0) : 0.0f;
+      const float g1 = counted ? row.gradient.At<kCapped>(pairs[i].y, place == 1) : 0.0f;
+      sum0 += g0;
+      sum1 += g1;
+      T* to = gradients + first + (begin + i) * stride;
+      if constexpr (kTf32) {
+        *reinterpret_cast<float2*>(to) = {RoundToTf32(g0), RoundToTf32(g1)};
+      } else if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float2*>(to) = {g0, g1};
+      } else {
+        *reinterpret_cast<uint32_t*>(to) = PackPair<T>(g0, g1);
+      }
     }
   }
   if (column_sums == nullptr) return;
@@ -419,7 +429,7 @@ class Backward {
   RowGradient* plans_;             // [group]
   std::byte* states_;              // [group, hidden_stride], the weight's dtype
   float* d_states_;                // [group, hidden_stride]
-  std::byte* gradients_;           // [group, chunk], the weight's dtype
+  std::byte* gradients_;           // [group, chunk], of product_type_
   float* logits_;                  // [block, chunk]
   float* d_weight_;                // [chunk, hidden_stride]
   float* column_sums_;             // [block / kGroupRows, chunk]
