@@ -1,6 +1,6 @@
 // linear_topk, linear_sample, linear_cross_entropy: blocks of rows have their logits in scratch, in
 // fp32, and the op that takes logits runs on them. Where linear_loss_hopper.cu can, it takes the
-// rows of linear_cross_entropy that want losses alone.
+// rows of linear_cross_entropy that want losses and extras alone.
 //
 // Products are of one fixed shape, by one algorithm that splits no sum, so that a row's bits are
 // its own: 16-bit heads of linear_topk and linear_sample go 64 rows at a time through
@@ -10,6 +10,9 @@
 //
 // Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block
 // (134 MB at 256 x 131072), of which L2 takes a part. Limited by: the product, 256 rows at a time.
+// On Hopper, a call in which any row wants rank, entropy or tops has the product of all rows by way
+// of logits, and a second one, in linear_loss_hopper.cu, of the 256 rows around each that wants
+// none of these: which kernel takes a row is for the row to say, and the host does not read rows.
 // Not yet measured.
 #include <algorithm>
 
@@ -66,14 +69,17 @@ __global__ void __launch_bounds__(256)
     row[i] = softcap * tanhf(row[i] / softcap);
 }
 
-// Deals rows out to two lists of as many, in each of which those of the other are skipped.
-__global__ void __launch_bounds__(256)
+// Deals rows out to two lists of as many, in each of which those of the other are skipped. Block i
+// says whether any of its rows is on the plain list.
+__global__ void __launch_bounds__(kLossGroupRows)
     SplitRowsKernel(const CrossEntropyRow* rows, int64_t count, CrossEntropyRow* plain,
-                    CrossEntropyRow* more) {
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  if (r >= count) return;
-  const CrossEntropyRow row = rows[r];
+                    CrossEntropyRow* more, int32_t* plain_groups) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * kLossGroupRows + threadIdx.x;
+  const CrossEntropyRow row = r < count ? rows[r] : CrossEntropyRow{};
   const bool wants_more = row.want != 0 || row.top_logprobs > 0;
+  const int any_plain = __syncthreads_or(row.active != 0 && !wants_more);
+  if (threadIdx.x == 0) plain_groups[blockIdx.x] = any_plain;
+  if (r >= count) return;
   plain[r] = wants_more ? CrossEntropyRow{} : row;
   more[r] = wants_more ? row : CrossEntropyRow{};
 }
@@ -112,10 +118,11 @@ cudaError_t ForEachBlock(const TensorView& hidden, const HeadView& head, Route r
   void* workspace = nullptr;
   if (route == Route::kProduct)
     workspace = TakeFromEnd<std::byte>(scratch, products.workspace_bytes());
-  // As many rows as a quarter of scratch holds, whatever the call's rows.
+  // As many rows as a share of scratch holds, whatever the call's rows. Blocks of kMaxProductRows
+  // are cross_entropy's alone, which needs none itself.
   int block_rows = route == Route::kDecode || dtype == DType::kF32 ? kDecodeRows : kMaxProductRows;
-  while (block_rows > 1 && block_rows * logits_stride * 4 > static_cast<int64_t>(scratch.bytes) / 4)
-    block_rows /= 2;
+  const int64_t room = static_cast<int64_t>(scratch.bytes) / (block_rows > kDecodeRows ? 2 : 4);
+  while (block_rows > 1 && block_rows * logits_stride * 4 > room) block_rows /= 2;
   float* logits = TakeFromEnd<float>(scratch, block_rows * logits_stride);
   std::byte* prepared = TakeFromEnd<std::byte>(scratch, block_rows * prepared_stride * size);
   for (int64_t first = 0; first < hidden.rows; first += block_rows) {
@@ -237,8 +244,10 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
   const int64_t hidden = args.head.hidden();
   const int64_t size = static_cast<int64_t>(SizeOf(args.head.weight.dtype));
   const int64_t states_stride = (hidden + 63) / 64 * 64;
+  constexpr int64_t kGroup = kLossGroupRows;
   const int64_t turn = std::clamp<int64_t>(
-      static_cast<int64_t>(scratch.bytes) / 4 / (states_stride * size) / 256 * 256, 256, 16384);
+      static_cast<int64_t>(scratch.bytes) / 4 / (states_stride * size) / kGroup * kGroup, kGroup,
+      16384);
   const CrossEntropyArgs& asked = args.cross_entropy;
   const bool mixed = asked.want != 0 || asked.max_top_logprobs > 0;
   for (int64_t first = 0; first < args.hidden.rows; first += turn) {
@@ -251,11 +260,16 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
     plain.hidden.rows = rows;
     LinearCrossEntropyArgs more = plain;
     cudaError_t error = cudaSuccess;
+    int32_t* plain_groups = nullptr;
     if (mixed) {
-      CrossEntropyRow* plain_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
-      CrossEntropyRow* more_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
-      SplitRowsKernel<<<static_cast<unsigned>((rows + 255) / 256), 256, 0, stream>>>(
-          plain.cross_entropy.rows, rows, plain_rows, more_rows);
+      // Room for a whole turn whatever the call's rows: the shape of LossOfBlocks' products, and
+      // with it a row's bits, follows from what is left.
+      CrossEntropyRow* plain_rows = TakeFromEnd<CrossEntropyRow>(rest, turn);
+      CrossEntropyRow* more_rows = TakeFromEnd<CrossEntropyRow>(rest, turn);
+      plain_groups = TakeFromEnd<int32_t>(rest, turn / kGroup);
+      SplitRowsKernel<<<static_cast<unsigned>((rows + kGroup - 1) / kGroup), kLossGroupRows, 0,
+                        stream>>>(plain.cross_entropy.rows, rows, plain_rows, more_rows,
+                                  plain_groups);
       error = cudaGetLastError();
       if (error != cudaSuccess) return error;
       plain.cross_entropy.rows = plain_rows;
@@ -271,7 +285,7 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
       plain.hidden.data = states;
       plain.hidden.row_stride = states_stride;
     }
-    error = HopperLoss(plain, rest, stream);
+    error = HopperLoss(plain, plain_groups, rest, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

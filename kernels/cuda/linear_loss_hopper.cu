@@ -16,7 +16,8 @@
 //
 // For 16-bit heads without bias and softcap (HopperLossServes), and rows that ask for neither rank,
 // entropy nor tops; linear.cu sends rows that ask for more to the other kernels. The logits of
-// extras are products of their own, a warp each.
+// extras are products of their own, a warp for all of a row's; an extra that is the target has the
+// logit of the loss, so that both have the same bits.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations; epilogues about 2500 clocks of 65536 a
 // tile at hidden 4096. Memory beside inputs and outputs: rows * vocab / 1024 * 12 bytes, of at most
@@ -51,6 +52,7 @@ constexpr int kWeightBytes = kTile * kStep * 2;
 constexpr int kStageBytes = kStateBytes + kWeightBytes;
 constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // stages are aligned to 1024
 constexpr int kRowsAtOnce = 16384;
+static_assert(kCluster * kBlockRows == kLossGroupRows);
 
 // A cell's sums of a row.
 struct CellPart {
@@ -62,6 +64,7 @@ struct Params {
   const CrossEntropyRow* asks;  // [rows]
   CellPart* parts;              // [rows, cells]
   float* target_logits;         // [rows]
+  const int32_t* groups;        // [pairs], 0: skipped; null: none is
   int32_t rows;
   int32_t vocab;
   int32_t cells;
@@ -257,6 +260,10 @@ struct Item {
     cell = rest / pairs;
     pair = group * p.group_pairs + rest % pairs;
   }
+  // Whether the pair has rows to take. The same in all threads of the cluster.
+  __device__ bool IsWanted(const Params& p) const {
+    return p.groups == nullptr || p.groups[pair] != 0;
+  }
   __device__ int Tiles(const Params& p) const {
     return min(kTilesOfCell, (p.vocab - cell * kCell + kTile - 1) / kTile);
   }
@@ -396,6 +403,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
       for (int64_t index = first_item; index < items; index += item_step) {
         const Item item(p, index);
+        if (!item.IsWanted(p)) continue;
         const int row = (item.pair * kCluster + rank) * kBlockRows;
         const int tiles = item.Tiles(p);
         for (int tile = 0; tile < tiles; ++tile) {
@@ -423,6 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     for (int64_t index = first_item; index < items; index += item_step) {
       const Item item(p, index);
+      if (!item.IsWanted(p)) continue;
       const int64_t row = static_cast<int64_t>(item.pair) * kCluster * kBlockRows + row_in_pair;
       RowCell upper(p, row);
       RowCell lower(p, row + 8);
@@ -527,8 +536,9 @@ __global__ void __launch_bounds__(kFinishThreads)
   const Outcome outcome = Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
   for (int i = 0; i < ask.extra_count; ++i) {
     const int64_t token = args.extra_ids[ask.first_extra + i];
-    const float x =
-        scale * Dot(states + r * states_stride, weights + token * weights_stride, size, lane);
+    const float x = token == ask.target ? target_logit
+                                        : scale * Dot(states + r * states_stride,
+                                                      weights + token * weights_stride, size, lane);
     if (lane == 0)
       args.answers.extra_logprobs[ask.first_extra_entry + i] =
           static_cast<float>(outcome.Logprob(x));
@@ -580,12 +590,13 @@ bool HasBody() {
 }
 
 template <class T>
-cudaError_t Launch(const LinearCrossEntropyArgs& args, Scratch scratch, cudaStream_t stream) {
+cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
+                   const Scratch& scratch, cudaStream_t stream) {
   const HeadView& head = args.head;
   const int64_t vocab = head.vocab();
   const int64_t cells = (vocab + kCell - 1) / kCell;
   // As many rows at once as scratch holds the parts of; whole pairs of blocks.
-  constexpr int64_t kPairRows = kCluster * kBlockRows;
+  constexpr int64_t kPairRows = kLossGroupRows;
   const int64_t row_bytes = cells * static_cast<int64_t>(sizeof(CellPart)) + 4;
   const int64_t room = static_cast<int64_t>(scratch.bytes - Scratch::kCounterBytes) - 4096;
   const int64_t pass =
@@ -625,6 +636,7 @@ cudaError_t Launch(const LinearCrossEntropyArgs& args, Scratch scratch, cudaStre
     const Params p{.asks = part.rows,
                    .parts = parts,
                    .target_logits = target_logits,
+                   .groups = groups == nullptr ? nullptr : groups + first / kPairRows,
                    .rows = static_cast<int32_t>(rows),
                    .vocab = static_cast<int32_t>(vocab),
                    .cells = static_cast<int32_t>(cells),
@@ -669,10 +681,11 @@ bool HopperLossServes(const HeadView& head, const Scratch& scratch) {
   return has_body;
 }
 
-cudaError_t HopperLoss(const LinearCrossEntropyArgs& args, const Scratch& scratch,
-                       cudaStream_t stream) {
-  return args.head.weight.dtype == DType::kF16 ? Launch<__half>(args, scratch, stream)
-                                               : Launch<__nv_bfloat16>(args, scratch, stream);
+cudaError_t HopperLoss(const LinearCrossEntropyArgs& args, const int32_t* groups,
+                       const Scratch& scratch, cudaStream_t stream) {
+  return args.head.weight.dtype == DType::kF16
+             ? Launch<__half>(args, groups, scratch, stream)
+             : Launch<__nv_bfloat16>(args, groups, scratch, stream);
 }
 
 }  // namespace logitd::cuda

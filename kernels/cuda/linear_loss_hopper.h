@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "kernels/cuda/ops.h"
 #include "kernels/linear.h"
 
@@ -13,11 +15,15 @@ namespace logitd::cuda {
 // sm_90a. The same for all calls of a head.
 bool HopperLossServes(const HeadView& head, const Scratch& scratch);
 
-// As LinearCrossEntropy, of rows that want neither rank, entropy, tops nor extras; hidden states
-// are those after the head's norm. A row's bits depend on its hidden state, its parameters and the
-// head.
-cudaError_t HopperLoss(const LinearCrossEntropyArgs& args, const Scratch& scratch,
-                       cudaStream_t stream);
+constexpr int kLossGroupRows = 256;  // that the product takes or skips together
+
+// As LinearCrossEntropy, of rows that want neither rank, entropy nor tops, but may want extras;
+// hidden states are those after the head's norm. groups: null, or for every kLossGroupRows rows, in
+// device memory, 0 where all of them are to be skipped: they cost no product then. A row's bits
+// depend on its hidden state, its parameters and the head. An extra that is the target has the
+// target's bits; others are sums in another order than the losses'.
+cudaError_t HopperLoss(const LinearCrossEntropyArgs& args, const int32_t* groups,
+                       const Scratch& scratch, cudaStream_t stream);
 
 }  // namespace logitd::cuda
 
