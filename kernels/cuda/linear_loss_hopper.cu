@@ -8,7 +8,7 @@
 // both. When a tile is done, a thread takes the maximum and the sum of exponentials of its 64
 // logits of each of its two rows, in fp32, and merges them with those before. After a cell of 1024
 // tokens the four threads of a row meet, and the cell's sums go to scratch: 12 bytes for 1024
-// logits. A last kernel, a warp a row, merges the cells in their order and writes the losses.
+// logits. A last kernel, a block a row, merges the cells in their order and writes the losses.
 //
 // Cells are of the vocabulary alone and each is summed in one order, so a row's bits are its own,
 // whatever the rows beside it and the grid. Work is dealt out by cells, for groups of rows that
@@ -16,8 +16,8 @@
 //
 // For 16-bit heads without bias and softcap (HopperLossServes), and rows that ask for neither rank,
 // entropy nor tops; linear.cu sends rows that ask for more to the other kernels. The logits of
-// extras are products of their own, a warp for all of a row's; an extra that is the target has the
-// logit of the loss, so that both have the same bits.
+// extras are products of their own, a warp each; an extra that is the target has the logit of the
+// loss, so that both have the same bits.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations; epilogues about 2500 clocks of 65536 a
 // tile at hidden 4096. Memory beside inputs and outputs: rows * vocab / 1024 * 12 bytes, of at most
@@ -506,42 +506,57 @@ __device__ __noinline__ int FindNanLogit(const T* state, const T* weights, int64
 
 constexpr int kFinishThreads = 128;
 
-// A warp a row.
+// Merges a row's cells and writes what it is asked beside extras, by one warp.
 template <class T>
-__global__ void __launch_bounds__(kFinishThreads)
-    FinishKernel(const __grid_constant__ CrossEntropyArgs args, const CellPart* parts,
-                 const float* target_logits, int rows, int cells, const T* states,
-                 int64_t states_stride, const T* weights, int64_t weights_stride, int size,
-                 float scale) {
-  const int lane = threadIdx.x % 32;
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32) + threadIdx.x / 32;
-  if (r >= rows || args.rows[r].active == 0) return;
-  const CrossEntropyRow& ask = args.rows[r];
+__device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
+                                      const CellPart* parts, int cells, float target_logit,
+                                      const T* state, const T* weights, int64_t weights_stride,
+                                      int size, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
-  const float c = PowerOf(Cap::Rate(0.0f, ask.temperature));
-  const CellPart* cell_parts = parts + r * cells;
-  const Stats stats = MergeCells(cells, c, lane, [&](int i) { return cell_parts[i].stats; });
+  const float c = PowerOf(Cap::Rate(0.0f, args.rows[r].temperature));
+  const Stats stats = MergeCells(cells, c, lane, [&](int i) { return parts[i].stats; });
   double total = 0.0;
-  for (int i = lane; i < cells; i += 32) total += cell_parts[i].total;
+  for (int i = lane; i < cells; i += 32) total += parts[i].total;
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
   int nan = vocab;
   if (isnan(stats.sum)) {
     int cell = 0;
-    while (cell + 1 < cells && !isnan(cell_parts[cell].stats.sum)) ++cell;
-    nan = FindNanLogit(states + r * states_stride, weights, weights_stride, size, cell * kCell,
-                       vocab, lane);
+    while (cell + 1 < cells && !isnan(parts[cell].stats.sum)) ++cell;
+    nan = FindNanLogit(state, weights, weights_stride, size, cell * kCell, vocab, lane);
   }
+  return Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
+}
+
+// A block a row: its first warp the losses, all of them the extras.
+template <class T>
+__global__ void __launch_bounds__(kFinishThreads)
+    FinishKernel(const __grid_constant__ CrossEntropyArgs args, const CellPart* parts,
+                 const float* target_logits, int cells, const T* states, int64_t states_stride,
+                 const T* weights, int64_t weights_stride, int size, float scale) {
+  constexpr int kWarps = kFinishThreads / 32;
+  __shared__ Outcome told;  // what the first warp tells the others
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t r = blockIdx.x;
+  if (args.rows[r].active == 0) return;
+  const CrossEntropyRow& ask = args.rows[r];
   const float target_logit = ask.target < 0 ? 0.0f : target_logits[r];
-  const Outcome outcome = Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
-  for (int i = 0; i < ask.extra_count; ++i) {
+  if (warp == 0) {
+    const Outcome outcome =
+        ConcludeRow(args, r, parts + r * cells, cells, target_logit, states + r * states_stride,
+                    weights, weights_stride, size, lane);
+    if (lane == 0) told = outcome;
+  }
+  if (ask.extra_count == 0) return;
+  __syncthreads();
+  for (int i = warp; i < ask.extra_count; i += kWarps) {
     const int64_t token = args.extra_ids[ask.first_extra + i];
     const float x = token == ask.target ? target_logit
                                         : scale * Dot(states + r * states_stride,
                                                       weights + token * weights_stride, size, lane);
     if (lane == 0)
-      args.answers.extra_logprobs[ask.first_extra_entry + i] =
-          static_cast<float>(outcome.Logprob(x));
+      args.answers.extra_logprobs[ask.first_extra_entry + i] = static_cast<float>(told.Logprob(x));
   }
 }
 
@@ -658,12 +673,10 @@ cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
     config.numAttrs = 1;
     error = cudaLaunchKernelEx(&config, &ProductKernel<T>, states, weights, p);
     if (error != cudaSuccess) return error;
-    constexpr int64_t kWarps = kFinishThreads / 32;
-    FinishKernel<T>
-        <<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), kFinishThreads, 0, stream>>>(
-            part, parts, target_logits, static_cast<int>(rows), static_cast<int>(cells), hidden,
-            args.hidden.row_stride, static_cast<const T*>(head.weight.data), head.weight.row_stride,
-            static_cast<int>(head.hidden()), head.scale);
+    FinishKernel<T><<<static_cast<unsigned>(rows), kFinishThreads, 0, stream>>>(
+        part, parts, target_logits, static_cast<int>(cells), hidden, args.hidden.row_stride,
+        static_cast<const T*>(head.weight.data), head.weight.row_stride,
+        static_cast<int>(head.hidden()), head.scale);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
