@@ -6,7 +6,9 @@
 // of the logits and the number of tokens before the target. These are branches of the row, the same
 // in all its threads, and beside the sum of exponentials, whose bits they leave alone. Tops are a
 // variant of the kernel, for they need shared memory that would cost the others residency: it keeps
-// softmax_topk's sketch of the row and selects from it. Cells merge in one order whatever the grid:
+// softmax_topk's sketch of the row and selects from it. Where a block may have 99 KB, f32 rows with
+// tops end at about 460,000 tokens (cudaErrorNotSupported). Cells merge in one order whatever the
+// grid:
 //
 //   warp per row      rows of up to 4 cells
 //   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
