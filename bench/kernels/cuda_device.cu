@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <random>
 #include <type_traits>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "bench/kernels/device.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/product.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::bench {
@@ -112,6 +114,7 @@ class CudaDevice final : public Device {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreate(&stream_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&buffer_, kBufferBytes)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes)));
+    products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     return ToStatus(cudaMemset(scratch_.data, 0, scratch_.bytes));
   }
 
@@ -288,17 +291,211 @@ class CudaDevice final : public Device {
     return us;
   }
 
-  absl::StatusOr<double> TimeLoss(const LossCase&) override {
-    return absl::UnimplementedError("no CUDA entry");
+  absl::StatusOr<double> TimeLoss(const LossCase& c) override {
+    LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
+    const size_t rows = static_cast<size_t>(c.rows);
+    DeviceBlock block;
+    LOGITD_RETURN_IF_ERROR(ToStatus(block.Allocate(LossBytes(rows, c.row))));
+    const TensorView logits{nullptr, c.dtype, c.rows, c.vocab, c.vocab};
+    CrossEntropyArgs args = TakeLoss(block, c.rows, c.vocab, c.row);
+    args.logits = logits;
+    const size_t bytes = (rows * c.vocab * SizeOf(c.dtype) + 255) / 256 * 256;
+    const size_t tensors = c.backward ? 2 : 1;
+    const size_t parts = std::max<size_t>(1, kBufferBytes / (tensors * bytes));
+    const int launches =
+        std::clamp<int>(static_cast<int>(kWarmReadBytes / (tensors * bytes)), 2, 200);
+    if (!c.backward) {
+      return Time(launches, [&](int i) {
+        args.logits.data = buffer_ + static_cast<size_t>(i) % parts * bytes;
+        return cuda::CrossEntropy(args, scratch_, stream_);
+      });
+    }
+    // The logsumexp of normals, nearly.
+    std::vector<float> ones(rows, 1.0f);
+    std::vector<float> logsumexp(rows, std::log(static_cast<float>(c.vocab)) + 0.5f);
+    float* device_ones = block.Take<float>(rows);
+    float* device_logsumexp = block.Take<float>(rows);
+    cudaMemcpy(device_ones, ones.data(), rows * 4, cudaMemcpyHostToDevice);
+    cudaMemcpy(device_logsumexp, logsumexp.data(), rows * 4, cudaMemcpyHostToDevice);
+    CrossEntropyBackwardArgs backward{.logits = logits,
+                                      .rows = args.rows,
+                                      .logsumexp = device_logsumexp,
+                                      .upstream = device_ones,
+                                      .d_logits = {nullptr, c.dtype, c.rows, c.vocab, c.vocab}};
+    filled_ = false;  // gradients lie where the normals were
+    return Time(launches, [&](int i) {
+      std::byte* at = buffer_ + static_cast<size_t>(i) % parts * 2 * bytes;
+      backward.logits.data = at;
+      backward.d_logits.data = at + bytes;
+      return cuda::CrossEntropyBackward(backward, stream_);
+    });
   }
-  absl::StatusOr<double> TimeLinear(const LinearCase&) override {
-    return absl::UnimplementedError("no CUDA entry");
+
+  absl::StatusOr<double> TimeLinear(const LinearCase& c) override {
+    return TimeHead(
+        {c.backward ? HeadOp::kLossBackward : HeadOp::kLoss, c.rows, c.hidden, c.vocab, c.dtype});
   }
-  absl::StatusOr<double> TimeProduct(const LinearCase&) override {
-    return absl::UnimplementedError("no CUDA entry");
+
+  absl::StatusOr<double> TimeHead(const HeadCase& c) override {
+    LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
+    const size_t rows = static_cast<size_t>(c.rows);
+    const size_t size = SizeOf(c.dtype);
+    const size_t weight_bytes = static_cast<size_t>(c.vocab) * c.hidden * size;
+    const size_t hidden_bytes = rows * c.hidden * size;
+    const bool backward = c.op == HeadOp::kLossBackward;
+    const CrossEntropyRow loss_row{.active = 1, .temperature = 1.0f};
+    DeviceBlock block;
+    LOGITD_RETURN_IF_ERROR(ToStatus(block.Allocate((backward ? weight_bytes + hidden_bytes : 0) +
+                                                   hidden_bytes + LossBytes(rows, loss_row) +
+                                                   rows * (sizeof(SampleRow) + 256) + 65536)));
+    std::byte* states = block.Take<std::byte>(hidden_bytes);
+    FillWith(c.dtype, states, hidden_bytes);
+    const TensorView hidden{states, c.dtype, c.rows, c.hidden, c.hidden};
+    HeadView head{.weight = {nullptr, c.dtype, c.vocab, c.hidden, c.hidden},
+                  .scale = 1.0f / std::sqrt(static_cast<float>(c.hidden))};
+
+    LinearTopKArgs top{.hidden = hidden, .head = head, .topk = {}};
+    LinearSampleArgs sample{.hidden = hidden, .head = head, .sample = {}};
+    LinearCrossEntropyArgs loss{.hidden = hidden, .head = head, .cross_entropy = {}};
+    LinearCrossEntropyBackwardArgs gradient{.hidden = hidden, .head = head};
+    if (c.op == HeadOp::kTopK) {
+      constexpr int32_t kTop = 20;
+      std::vector<SoftmaxTopKRow> asks(rows);
+      for (size_t i = 0; i < rows; ++i)
+        asks[i] = {.first_entry = static_cast<int64_t>(i) * kTop, .temperature = 1.0f, .k = kTop};
+      top.topk.rows = CopyIn(block, asks);
+      top.topk.max_k = kTop;
+      top.topk.indices = block.Take<int32_t>(rows * kTop);
+      top.topk.probs = block.Take<float>(rows * kTop);
+      top.topk.logsumexp = block.Take<float>(rows);
+      top.topk.status = block.Take<RowStatus>(rows);
+    } else if (c.op == HeadOp::kSample) {
+      std::vector<SampleRow> asks(rows, SampleRow{.first_mask_word = -1,
+                                                  .active = 1,
+                                                  .temperature = 1.0f,
+                                                  .top_k = 50,
+                                                  .top_p = 0.9f,
+                                                  .repetition = 1.0f});
+      for (size_t i = 0; i < rows; ++i) asks[i].seed = i;
+      sample.sample.rows = CopyIn(block, asks);
+      sample.sample.edited = false;
+      sample.sample.tokens = block.Take<int32_t>(rows);
+      sample.sample.logprobs = block.Take<float>(rows);
+      sample.sample.ranks = block.Take<int32_t>(rows);
+      sample.sample.logsumexp = block.Take<float>(rows);
+      sample.sample.status = block.Take<RowStatus>(rows);
+    } else {
+      loss.cross_entropy = TakeLoss(block, c.rows, c.vocab, loss_row);
+      gradient.rows = loss.cross_entropy.rows;
+      gradient.logsumexp = loss.cross_entropy.answers.logsumexp;
+      std::vector<float> upstream(rows, 1.0f / static_cast<float>(rows));
+      gradient.upstream = CopyIn(block, upstream);
+      if (backward) {
+        gradient.d_hidden = {block.Take<std::byte>(hidden_bytes), c.dtype, c.rows, c.hidden,
+                             c.hidden};
+        gradient.d_weight = {block.Take<std::byte>(weight_bytes), c.dtype, c.vocab, c.hidden,
+                             c.hidden};
+      }
+    }
+    const size_t parts = std::max<size_t>(1, kBufferBytes / weight_bytes);
+    const auto launch = [&](int i) {
+      const std::byte* weight = buffer_ + static_cast<size_t>(i) % parts * weight_bytes;
+      switch (c.op) {
+        case HeadOp::kTopK:
+          top.head.weight.data = weight;
+          return cuda::LinearTopK(top, products_, scratch_, stream_);
+        case HeadOp::kSample:
+          sample.head.weight.data = weight;
+          return cuda::LinearSample(sample, products_, scratch_, stream_);
+        case HeadOp::kLoss:
+        case HeadOp::kLossBackward:
+          break;
+      }
+      loss.head.weight.data = weight;
+      const cudaError_t error = cuda::LinearCrossEntropy(loss, products_, scratch_, stream_);
+      if (error != cudaSuccess || !backward) return error;
+      gradient.head.weight.data = weight;
+      return cuda::LinearCrossEntropyBackward(gradient, products_, scratch_, stream_);
+    };
+    // Once before it is recorded: what the library loads at first use cannot be.
+    LOGITD_RETURN_IF_ERROR(ToStatus(launch(0)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamSynchronize(stream_)));
+    return Time(c.rows <= 512 ? 8 : 2, launch);
+  }
+
+  absl::StatusOr<double> TimeProduct(const LinearCase& c) override {
+    LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
+    const size_t size = SizeOf(c.dtype);
+    const size_t weight_bytes = static_cast<size_t>(c.vocab) * c.hidden * size;
+    DeviceBlock block;
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(block.Allocate(static_cast<size_t>(c.rows) * (c.hidden + c.vocab + 32) * size +
+                                products_.workspace_bytes() + 4096)));
+    std::byte* states = block.Take<std::byte>(static_cast<size_t>(c.rows) * c.hidden * size);
+    FillWith(c.dtype, states, static_cast<size_t>(c.rows) * c.hidden * size);
+    const int64_t stride = (c.vocab + 31) / 32 * 32;
+    std::byte* out = block.Take<std::byte>(static_cast<size_t>(c.rows) * stride * size);
+    std::byte* workspace = block.Take<std::byte>(products_.workspace_bytes());
+    const size_t parts = std::max<size_t>(1, kBufferBytes / weight_bytes);
+    const auto launch = [&](int i) {
+      return products_.Enqueue({.inputs = c.dtype,
+                                .output = c.dtype,
+                                .transpose_a = true,
+                                .m = c.vocab,
+                                .n = c.rows,
+                                .k = c.hidden,
+                                .a_stride = c.hidden,
+                                .b_stride = c.hidden,
+                                .out_stride = stride},
+                               {.a = buffer_ + static_cast<size_t>(i) % parts * weight_bytes,
+                                .b = states,
+                                .out = out,
+                                .workspace = workspace},
+                               stream_);
+    };
+    LOGITD_RETURN_IF_ERROR(ToStatus(launch(0)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamSynchronize(stream_)));
+    return Time(c.rows <= 512 ? 8 : 2, launch);
   }
 
  private:
+  template <class U>
+  static U* CopyIn(DeviceBlock& block, const std::vector<U>& values) {
+    U* to = block.Take<U>(values.size());
+    cudaMemcpy(to, values.data(), values.size() * sizeof(U), cudaMemcpyHostToDevice);
+    return to;
+  }
+
+  static size_t LossBytes(size_t rows, const CrossEntropyRow& row) {
+    return rows * (sizeof(CrossEntropyRow) + 64 + row.top_logprobs * 8) + 16384;
+  }
+
+  // What `rows` rows like `row` ask, with targets of their own, and room for their answers.
+  static CrossEntropyArgs TakeLoss(DeviceBlock& block, int64_t rows, int64_t vocab,
+                                   const CrossEntropyRow& row) {
+    std::mt19937_64 random(1);
+    std::vector<CrossEntropyRow> asks(rows, row);
+    for (int64_t i = 0; i < rows; ++i) {
+      asks[i].target = static_cast<int32_t>(random() % static_cast<uint64_t>(vocab));
+      asks[i].first_top_entry = i * row.top_logprobs;
+    }
+    CrossEntropyArgs args;
+    args.rows = CopyIn(block, asks);
+    args.want = row.want;
+    args.max_top_logprobs = row.top_logprobs;
+    args.answers = {.loss = block.Take<float>(rows),
+                    .logsumexp = block.Take<float>(rows),
+                    .target_logprob = block.Take<float>(rows),
+                    .rank = block.Take<int32_t>(rows),
+                    .entropy = block.Take<float>(rows),
+                    .top_ids = block.Take<int32_t>(rows * row.top_logprobs),
+                    .top_logprobs = block.Take<float>(rows * row.top_logprobs),
+                    .status = block.Take<RowStatus>(rows)};
+    return args;
+  }
+
   absl::Status Fill(DType dtype) {
     if (filled_ && filled_dtype_ == dtype) return absl::OkStatus();
     FillWith(dtype, buffer_, kBufferBytes);
@@ -368,6 +565,8 @@ class CudaDevice final : public Device {
   cudaStream_t stream_ = nullptr;
   std::byte* buffer_ = nullptr;
   cuda::Scratch scratch_;
+  cuda::Products products_;
+  absl::Status products_status_;
   bool filled_ = false;
   DType filled_dtype_ = DType::kF32;
   size_t next_part_ = 0;

@@ -84,6 +84,16 @@ struct LinearCase {
   }
 };
 
+// An op on hidden states under a head without bias, norm or softcap.
+enum class HeadOp { kTopK, kSample, kLoss, kLossBackward };
+struct HeadCase {
+  HeadOp op;
+  int64_t rows;
+  int64_t hidden;
+  int64_t vocab;
+  DType dtype;
+};
+
 // Times are medians in microseconds; rates are bytes per second.
 class Device {
  public:
@@ -96,6 +106,9 @@ class Device {
   virtual absl::StatusOr<double> TimeAttention(const AttentionCase& c) = 0;
   virtual absl::StatusOr<double> TimeLoss(const LossCase& c) = 0;
   virtual absl::StatusOr<double> TimeLinear(const LinearCase& c) = 0;
+  virtual absl::StatusOr<double> TimeHead(const HeadCase&) {
+    return absl::UnimplementedError("no bench of heads on this device");
+  }
   // The bare product of that shape by the device's own library, from hidden states and weights to
   // f32 logits. On the CPU it is of f32 whatever the case's type.
   virtual absl::StatusOr<double> TimeProduct(const LinearCase& c) = 0;

@@ -211,10 +211,11 @@ const AttentionEntry kCpuAttention[] = {
 struct LossEntry {
   const char* name;  // why it is there
   LossCase shape;
+  Anchor h200 = {};
 };
 
-constexpr CrossEntropyRow Scoring(int32_t want, int32_t top_logprobs, float label_smoothing,
-                                  float softcap) {
+constexpr CrossEntropyRow Losing(int32_t want = 0, int32_t top_logprobs = 0,
+                                 float label_smoothing = 0, float softcap = 0) {
   return {.active = 1,
           .temperature = 1,
           .softcap = softcap,
@@ -223,19 +224,43 @@ constexpr CrossEntropyRow Scoring(int32_t want, int32_t top_logprobs, float labe
           .want = want};
 }
 
+const LossEntry kCudaLoss[] = {
+    // What peers were measured at.
+    {"training", {8192, 32000, DType::kBF16, Losing()}, {"torch.compile", 367, 0, 0.91}},
+    {"training", {8192, 128256, DType::kBF16, Losing()}, {"torch.compile", 1324, 0, 0.91}},
+    {"training", {4096, 256000, DType::kBF16, Losing()}, {"torch.compile", 1240, 0, 0.91}},
+    {"backward", {8192, 32000, DType::kBF16, Losing(), true}, {nullptr, 0, 0, 0.91}},
+    {"backward", {8192, 128256, DType::kBF16, Losing(), true}, {nullptr, 0, 0, 0.91}},
+    {"backward", {4096, 256000, DType::kBF16, Losing(), true}, {nullptr, 0, 0, 0.91}},
+    {"f32", {4096, 128256, DType::kF32, Losing()}, {nullptr, 0, 0, 0.91}},
+    {"f16", {8192, 128256, DType::kF16, Losing()}, {nullptr, 0, 0, 0.91}},
+    {"rows off alignment", {8192, 50257, DType::kBF16, Losing()}, {}},
+    {"backward, rows off alignment", {8192, 50257, DType::kBF16, Losing(), true}, {}},
+    {"rank", {8192, 128256, DType::kBF16, Losing(kWantRank)}, {}},
+    {"rank, entropy, 5 tops",
+     {8192, 128256, DType::kBF16, Losing(kWantRank | kWantEntropy, 5)},
+     {}},
+    {"label smoothing", {8192, 128256, DType::kBF16, Losing(0, 0, 0.1f)}, {}},
+    {"softcap", {8192, 128256, DType::kBF16, Losing(0, 0, 0, 30)}, {}},
+    {"backward, softcap", {8192, 128256, DType::kBF16, Losing(0, 0, 0, 30), true}, {}},
+    {"scoring, few rows", {64, 128256, DType::kBF16, Losing()}, {}},
+    {"scoring, one row", {1, 128256, DType::kBF16, Losing()}, {}},
+    {"short rows", {65536, 1000, DType::kBF16, Losing()}, {}},
+};
+
 const LossEntry kCpuLoss[] = {
-    {"loss alone", {64, 131072, DType::kF32, Scoring(0, 0, 0, 0)}},
-    {"loss alone, bf16", {64, 131072, DType::kBF16, Scoring(0, 0, 0, 0)}},
+    {"loss alone", {64, 131072, DType::kF32, Losing(0, 0, 0, 0)}},
+    {"loss alone, bf16", {64, 131072, DType::kBF16, Losing(0, 0, 0, 0)}},
     {"with rank, entropy, 20 top log-probs",
-     {64, 131072, DType::kF32, Scoring(kWantRank | kWantEntropy, 20, 0, 0)}},
-    {"label smoothing", {64, 131072, DType::kF32, Scoring(0, 0, 0.1f, 0)}},
-    {"softcap", {64, 131072, DType::kF32, Scoring(0, 0, 0, 30)}},
-    {"softcap, rank", {64, 131072, DType::kBF16, Scoring(kWantRank, 0, 0, 30)}},
-    {"loss alone, one row", {1, 131072, DType::kF32, Scoring(0, 0, 0, 0)}},
-    {"short rows", {32768, 1000, DType::kF32, Scoring(0, 0, 0, 0)}},
-    {"backward", {64, 131072, DType::kF32, Scoring(0, 0, 0, 0), /*backward=*/true}},
-    {"backward, bf16", {64, 131072, DType::kBF16, Scoring(0, 0, 0, 0), /*backward=*/true}},
-    {"backward, softcap", {64, 131072, DType::kF32, Scoring(0, 0, 0, 30), /*backward=*/true}},
+     {64, 131072, DType::kF32, Losing(kWantRank | kWantEntropy, 20, 0, 0)}},
+    {"label smoothing", {64, 131072, DType::kF32, Losing(0, 0, 0.1f, 0)}},
+    {"softcap", {64, 131072, DType::kF32, Losing(0, 0, 0, 30)}},
+    {"softcap, rank", {64, 131072, DType::kBF16, Losing(kWantRank, 0, 0, 30)}},
+    {"loss alone, one row", {1, 131072, DType::kF32, Losing(0, 0, 0, 0)}},
+    {"short rows", {32768, 1000, DType::kF32, Losing(0, 0, 0, 0)}},
+    {"backward", {64, 131072, DType::kF32, Losing(0, 0, 0, 0), /*backward=*/true}},
+    {"backward, bf16", {64, 131072, DType::kBF16, Losing(0, 0, 0, 0), /*backward=*/true}},
+    {"backward, softcap", {64, 131072, DType::kF32, Losing(0, 0, 0, 30), /*backward=*/true}},
 };
 
 struct LinearEntry {
@@ -257,8 +282,56 @@ const LinearEntry kCpuLinear[] = {
     {"backward, bf16", {256, 2048, 32000, DType::kBF16, /*backward=*/true}},
 };
 
+struct HeadEntry {
+  const char* name;  // why it is there
+  HeadCase shape;
+  Anchor h200 = {};
+};
+
+const HeadEntry kCudaHead[] = {
+    // What peers were measured at; goal shares are of the product.
+    {"training",
+     {HeadOp::kLoss, 4096, 4096, 128256, DType::kBF16},
+     {"Liger native", 6750, 6500, 0.90}},
+    {"training",
+     {HeadOp::kLoss, 16384, 4096, 128256, DType::kBF16},
+     {"torch.compile", 28300, 26400, 0.90}},
+    {"training",
+     {HeadOp::kLoss, 8192, 2048, 256000, DType::kBF16},
+     {"Liger native", 13900, 13300, 0.90}},
+    {"scoring, few rows",
+     {HeadOp::kLoss, 256, 4096, 128256, DType::kBF16},
+     {"torch.compile", 498, 450, 0}},
+    {"scoring, one row", {HeadOp::kLoss, 1, 4096, 128256, DType::kBF16}, {}},
+    {"forward and backward",
+     {HeadOp::kLossBackward, 4096, 4096, 128256, DType::kBF16},
+     {"torch.compile", 20000, 20000, 0}},
+    {"decode", {HeadOp::kSample, 1, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
+    {"decode", {HeadOp::kSample, 8, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
+    {"decode", {HeadOp::kSample, 32, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
+    {"decode", {HeadOp::kSample, 64, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
+    {"decode", {HeadOp::kSample, 256, 4096, 128256, DType::kBF16}, {}},
+    {"decode, f16", {HeadOp::kSample, 64, 4096, 128256, DType::kF16}, {}},
+    {"decode, f32", {HeadOp::kSample, 64, 4096, 128256, DType::kF32}, {}},
+    {"top 20", {HeadOp::kTopK, 64, 4096, 128256, DType::kBF16}, {}},
+};
+
+std::string_view Name(HeadOp op) {
+  switch (op) {
+    case HeadOp::kTopK:
+      return "linear_topk";
+    case HeadOp::kSample:
+      return "linear_sample";
+    case HeadOp::kLoss:
+      return "linear_cross_entropy";
+    case HeadOp::kLossBackward:
+      return "linear_cross_entropy forward and backward";
+  }
+  return "unknown";
+}
+
 std::string Shape(const LossEntry& entry) {
-  return absl::StrFormat("cross_entropy %dx%d %s %s", entry.shape.rows, entry.shape.vocab,
+  return absl::StrFormat("loss %dx%d %s %s", entry.shape.rows, entry.shape.vocab,
                          Name(entry.shape.dtype), entry.name);
 }
 
@@ -266,6 +339,12 @@ std::string Shape(const LinearEntry& entry) {
   const LinearCase& c = entry.shape;
   return absl::StrFormat("linear_cross_entropy %dx%d -> %d %s %s", c.rows, c.hidden, c.vocab,
                          Name(c.dtype), entry.name);
+}
+
+std::string Shape(const HeadEntry& entry) {
+  const HeadCase& c = entry.shape;
+  return absl::StrFormat("%s %dx%dx%d %s %s", Name(c.op), c.rows, c.hidden, c.vocab, Name(c.dtype),
+                         entry.name);
 }
 
 std::string_view Name(MaskKind kind) {
@@ -319,9 +398,9 @@ int Main(int argc, char** argv) {
   CLI::App app(
       "Times every op on one device and prints it as a share of its floor, at rates measured in "
       "the "
-      "same run: one read of the logits at the rate of a plain read; for attention, the bytes that "
-      "must be read and written at the rate of a plain copy; for losses of hidden states, the bare "
-      "product by the device's own library.");
+      "same run: one read of the logits at the rate of a plain read; for attention and gradients, "
+      "the bytes that must be read and written at the rate of a plain copy; for heads, the bare "
+      "product.");
   std::string backend = "auto", json_path, only, commit;
   app.add_option("--backend", backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
@@ -445,19 +524,23 @@ int Main(int argc, char** argv) {
          {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
          {"peer_us_h200", entry.h200.peer_us}});
   }
-  absl::PrintF("\n%-64s %10s %10s %9s %7s\n", "cross_entropy", "us", "floor us", "GB/s", "share");
-  for (const LossEntry& entry : cuda ? absl::Span<const LossEntry>() : kCpuLoss) {
+  absl::PrintF("\n%-60s %10s %10s %9s %7s %8s %9s  %s\n", "cross_entropy", "us", "floor us", "GB/s",
+               "share", "goal us", "peer us", "peer (on an H200)");
+  for (const LossEntry& entry :
+       cuda ? absl::MakeConstSpan(kCudaLoss) : absl::MakeConstSpan(kCpuLoss)) {
     const LossCase& c = entry.shape;
     if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
     const auto us = (*device)->TimeLoss(c);
     if (!us.ok()) {
-      absl::PrintF("%-64s %s\n", Shape(entry), us.status().ToString());
+      absl::PrintF("%-60s %s\n", Shape(entry), us.status().ToString());
       ++failed;
       continue;
     }
-    const double floor_us = c.FloorBytes() / (c.backward ? *copy : *read) * 1e6;
-    absl::PrintF("%-64s %10.2f %10.2f %9.1f %6.1f%%\n", Shape(entry), *us, floor_us,
-                 c.FloorBytes() / *us / 1e3, 100 * floor_us / *us);
+    const double bytes = c.FloorBytes();
+    const double floor_us = bytes / (c.backward ? *copy : *read) * 1e6;
+    absl::PrintF("%-60s %10.2f %10.2f %9.1f %6.1f%% %8s %9s  %s\n", Shape(entry), *us, floor_us,
+                 bytes / *us / 1e3, 100 * floor_us / *us, Number(entry.h200.goal_us),
+                 Number(entry.h200.peer_us), entry.h200.peer == nullptr ? "" : entry.h200.peer);
     out["entries"].push_back({{"op", c.backward ? "cross_entropy_backward" : "cross_entropy"},
                               {"why", entry.name},
                               {"rows", c.rows},
@@ -465,7 +548,11 @@ int Main(int argc, char** argv) {
                               {"dtype", std::string(Name(c.dtype))},
                               {"us", *us},
                               {"floor_us", floor_us},
-                              {"share_of_floor", floor_us / *us}});
+                              {"share_of_floor", floor_us / *us},
+                              {"goal_us", entry.h200.goal_us},
+                              {"goal_share", entry.h200.goal_share},
+                              {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
+                              {"peer_us_h200", entry.h200.peer_us}});
   }
   absl::PrintF("\n%-64s %12s %12s %9s %7s %6s\n", "linear_cross_entropy", "us", "product us",
                "GFLOP/s", "ratio", "goal");
@@ -495,6 +582,42 @@ int Main(int argc, char** argv) {
          {"floor_us", floor_us},
          {"share_of_floor", floor_us / *us},
          {"goal_share", entry.goal_ratio == 0 ? 0 : 1 / entry.goal_ratio}});
+  }
+  // Floors: one read of the weight, and the bare product (three of them with the backward).
+  absl::PrintF("\n%-72s %10s %10s %10s %7s %8s %9s  %s\n", "heads", "us", "read us", "product us",
+               "product", "goal us", "peer us", "peer (on an H200)");
+  for (const HeadEntry& entry :
+       cuda ? absl::MakeConstSpan(kCudaHead) : absl::Span<const HeadEntry>()) {
+    const HeadCase& c = entry.shape;
+    if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
+    const auto us = (*device)->TimeHead(c);
+    const auto product = (*device)->TimeProduct({c.rows, c.hidden, c.vocab, c.dtype});
+    if (!us.ok() || !product.ok()) {
+      absl::PrintF("%-72s %s\n", Shape(entry),
+                   (us.ok() ? product.status() : us.status()).ToString());
+      ++failed;
+      continue;
+    }
+    const double bytes = static_cast<double>(c.vocab) * c.hidden * SizeOf(c.dtype);
+    const double read_us = bytes / *read * 1e6;
+    const double product_us = *product * (c.op == HeadOp::kLossBackward ? 3 : 1);
+    absl::PrintF("%-72s %10.2f %10.2f %10.2f %6.1f%% %8s %9s  %s\n", Shape(entry), *us, read_us,
+                 product_us, 100 * product_us / *us, Number(entry.h200.goal_us),
+                 Number(entry.h200.peer_us), entry.h200.peer == nullptr ? "" : entry.h200.peer);
+    out["entries"].push_back({{"op", std::string(Name(c.op))},
+                              {"why", entry.name},
+                              {"rows", c.rows},
+                              {"hidden", c.hidden},
+                              {"vocab", c.vocab},
+                              {"dtype", std::string(Name(c.dtype))},
+                              {"us", *us},
+                              {"read_us", read_us},
+                              {"product_us", product_us},
+                              {"share_of_product", product_us / *us},
+                              {"goal_us", entry.h200.goal_us},
+                              {"goal_share", entry.h200.goal_share},
+                              {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
+                              {"peer_us_h200", entry.h200.peer_us}});
   }
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
   return failed == 0 ? 0 : 1;

@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/product.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
@@ -100,6 +101,36 @@ class CudaStream final : public Stream {
     return ToStatus(cuda::AttentionSoftmaxBackward(args, scratch_, stream_),
                     "attention_softmax_backward");
   }
+  absl::Status CrossEntropy(const CrossEntropyArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::CrossEntropy(args, scratch_, stream_), "cross_entropy");
+  }
+  absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::CrossEntropyBackward(args, stream_), "cross_entropy_backward");
+  }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    if (args.head.weight.dtype == DType::kF32) LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearTopK(args, products_, scratch_, stream_), "linear_topk");
+  }
+  absl::Status LinearSample(const LinearSampleArgs& args) override {
+    if (args.head.weight.dtype == DType::kF32) LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearSample(args, products_, scratch_, stream_), "linear_sample");
+  }
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearCrossEntropy(args, products_, scratch_, stream_),
+                    "linear_cross_entropy");
+  }
+  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearCrossEntropyBackward(args, products_, scratch_, stream_),
+                    "linear_cross_entropy_backward");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);
@@ -143,6 +174,7 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(ProbeClusters(properties, scratch_.clusters));
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
+    products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     return ToStatus(cudaMemsetAsync(scratch_.data, 0, cuda::Scratch::kCounterBytes, stream_),
                     "clear scratch");
   }
@@ -170,6 +202,8 @@ class CudaStream final : public Stream {
   cudaEvent_t events_[kPhases] = {};
   Phase phase_ = kIdle;
   cuda::Scratch scratch_;
+  cuda::Products products_;
+  absl::Status products_status_;  // what ops that need products answer where there are none
 };
 
 class CudaBackend final : public Backend {

@@ -9,11 +9,15 @@
 #include <cstddef>
 
 #include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/linear.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
 
 namespace logitd::cuda {
+
+class Products;
 
 // Device memory of one stream, used by one op at a time. The first kCounterBytes are zero between
 // ops: a kernel that counts there leaves zeros behind.
@@ -61,6 +65,23 @@ cudaError_t AttentionSoftmax(const AttentionSoftmaxArgs& args, const Scratch& sc
                              cudaStream_t stream);
 cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
                                      const Scratch& scratch, cudaStream_t stream);
+cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, cudaStream_t stream);
+cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
+
+// The linear ops. Products is one of the stream's own, with a workspace of
+// ProductWorkspaceBytes(scratch).
+inline size_t ProductWorkspaceBytes(const Scratch& scratch) {
+  return std::min(scratch.bytes / 16, size_t{32} << 20) / 256 * 256;
+}
+cudaError_t LinearTopK(const LinearTopKArgs& args, Products& products, const Scratch& scratch,
+                       cudaStream_t stream);
+cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const Scratch& scratch,
+                         cudaStream_t stream);
+cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
+                               const Scratch& scratch, cudaStream_t stream);
+cudaError_t LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args,
+                                       Products& products, const Scratch& scratch,
+                                       cudaStream_t stream);
 
 }  // namespace logitd::cuda
 
