@@ -10,32 +10,43 @@
 #include <filesystem>
 #include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
-#include <set>
 #include <string_view>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "formats/json_fields.h"
 #include "formats/safetensors.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::engine {
 namespace {
 
-using nlohmann::json;
-
 constexpr int64_t kMaxConfigBytes = int64_t{1} << 20;
-constexpr int64_t kMaxIndexBytes = int64_t{64} << 20;
+constexpr int64_t kMaxIndexBytes = int64_t{16} << 20;
+// 100 bytes a tensor, and no model's file comes near. What parses it cannot be cancelled: a second
+// or two at this size.
+constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
 
 // Prefixes of what models call their parts; multimodal ones nest their language model.
 constexpr const char* kHeadPrefixes[] = {"lm_head.", "language_model.lm_head.",
                                          "model.language_model.lm_head."};
 constexpr const char* kModelPrefixes[] = {"model.", "language_model.model.",
                                           "model.language_model."};
+
+constexpr std::string_view kHeadTensors[] = {"weight", "bias"};
+constexpr std::string_view kModelTensors[] = {"embed_tokens.weight", "norm.weight", "norm.bias"};
+
+constexpr char kWeightMap[] = "weight_map";  // of an index
+constexpr char kInnerModel[] = "text_config";
+constexpr std::string_view kSettings[] = {
+    "vocab_size",     "tie_word_embeddings",     "logit_scale",
+    "logits_scaling", "final_logit_softcapping", "rms_norm_eps",
+    "model_type"};
 
 // Models whose final RMSNorm is named as others' but multiplies by 1 + weight; and those of like
 // names that do not.
@@ -46,6 +57,16 @@ constexpr std::string_view kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
 template <typename Names>
 bool Contains(const Names& names, std::string_view name) {
   return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+// Of all that a folder's index may name.
+bool IsOfInterest(std::string_view tensor) {
+  const auto one_of = [tensor](const auto& prefixes, const auto& rests) {
+    return std::any_of(std::begin(prefixes), std::end(prefixes), [&](std::string_view prefix) {
+      return tensor.starts_with(prefix) && Contains(rests, tensor.substr(prefix.size()));
+    });
+  };
+  return one_of(kHeadPrefixes, kHeadTensors) || one_of(kModelPrefixes, kModelTensors);
 }
 
 absl::Status Bad(std::string_view path, std::string_view what) {
@@ -84,8 +105,8 @@ absl::StatusOr<OpenFile> OpenSafetensors(const std::string& path) {
   char prefix[formats::kSafetensorsPrefix];
   const size_t there = static_cast<size_t>(std::min<int64_t>(bytes, sizeof(prefix)));
   LOGITD_RETURN_IF_ERROR((*file)->Read(0, there, prefix));
-  const absl::StatusOr<int64_t> length =
-      formats::SafetensorsHeaderBytes(path, std::string_view(prefix, there), bytes);
+  const absl::StatusOr<int64_t> length = formats::SafetensorsHeaderBytes(
+      path, std::string_view(prefix, there), bytes, kMaxHeaderBytes);
   if (!length.ok()) return length.status();
   std::string text(static_cast<size_t>(*length), '\0');
   LOGITD_RETURN_IF_ERROR((*file)->Read(formats::kSafetensorsPrefix, text.size(), text.data()));
@@ -120,29 +141,25 @@ class Tensors {
     }
     const absl::StatusOr<std::string> text = ReadAll(index, kMaxIndexBytes);
     if (!text.ok()) return text.status();
-    // Of the whole only the strings of "weight_map" are kept: the rest could be of any size.
-    const json parsed = json::parse(
-        *text,
-        [](int depth, json::parse_event_t event, json& value) {
-          if (event == json::parse_event_t::key) return depth != 1 || value == "weight_map";
-          return depth < 2 || (event == json::parse_event_t::value && value.is_string());
-        },
-        /*allow_exceptions=*/false);
-    if (!parsed.is_object()) return Bad(index, "not a JSON object");
-    const auto map = parsed.find("weight_map");
-    if (map == parsed.end() || !map->is_object()) {
+    const auto fields =
+        formats::ReadJsonFields(index, *text, [](std::string_view object, std::string_view key) {
+          return object.empty() ? key == kWeightMap : object == kWeightMap && IsOfInterest(key);
+        });
+    if (!fields.ok()) return fields.status();
+    const auto map = fields->find({"", kWeightMap});
+    if (map == fields->end() || map->second != formats::JsonValue(formats::JsonParts{true})) {
       return Bad(index, "no \"weight_map\" of tensors to files");
     }
     Tensors out(index);
-    for (const auto& [name, value] : map->items()) {
-      if (!value.is_string()) continue;
-      const std::string& file = value.get_ref<const std::string&>();
-      if (file.empty() || file[0] == '.' || absl::StrContains(file, '/')) {
+    for (const auto& [key, value] : *fields) {
+      const auto* file = std::get_if<std::string>(&value);
+      if (key.first.empty() || file == nullptr) continue;
+      if (file->empty() || (*file)[0] == '.' || absl::StrContains(*file, '/')) {
         return Bad(index, absl::StrFormat("tensor %s is in %s; allowed: the name of a file in the "
                                           "folder",
-                                          formats::Shown(name), formats::Shown(file)));
+                                          formats::Shown(key.second), formats::Shown(*file)));
       }
-      out.file_of_[name] = absl::StrCat(folder, "/", file);
+      out.file_of_[key.second] = absl::StrCat(folder, "/", *file);
     }
     return out;
   }
@@ -234,96 +251,97 @@ class Settings {
     const std::string path = absl::StrCat(folder, "/config.json");
     const absl::StatusOr<std::string> text = ReadAll(path, kMaxConfigBytes);
     if (!text.ok()) return text.status();
-    json parsed = json::parse(*text, nullptr, /*allow_exceptions=*/false);
-    if (!parsed.is_object()) return Bad(path, "not a JSON object");
-    return Settings(path, std::move(parsed));
+    absl::StatusOr<formats::JsonFields> fields =
+        formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
+          return (object.empty() || object == kInnerModel) && Contains(kSettings, key);
+        });
+    if (!fields.ok()) return fields.status();
+    return Settings(path, *std::move(fields));
   }
 
   // Metadata are strings; those that read as a number or a boolean are one.
   static Settings OfMetadata(const std::string& path, const formats::SafetensorsHeader& header) {
-    json values = json::object();
+    formats::JsonFields fields;
     for (const auto& [key, text] : header.metadata) {
+      formats::JsonValue& value = fields[{"", key}];
       int64_t integer;
       double number;
       if (text == "true" || text == "false") {
-        values[key] = text == "true";
+        value = text == "true";
       } else if (absl::SimpleAtoi(text, &integer)) {
-        values[key] = integer;
+        value = integer;
       } else if (absl::SimpleAtod(text, &number)) {
-        values[key] = number;
+        value = number;
       } else {
-        values[key] = text;
+        value = text;
       }
     }
-    return Settings(path, std::move(values));
+    return Settings(path, std::move(fields));
   }
 
   const absl::Status& status() const { return status_; }
   const std::string& where() const { return where_; }
 
   std::optional<double> Number(const char* key) {
-    const json* value = Find(key);
+    const formats::JsonValue* value = Find(key);
     if (value == nullptr) return std::nullopt;
-    if (!value->is_number()) return Fail(key, *value, "a number"), std::nullopt;
-    return value->get<double>();
+    if (const auto* number = std::get_if<double>(value)) return *number;
+    if (const auto* integer = std::get_if<int64_t>(value)) return static_cast<double>(*integer);
+    return Fail(key, *value, "a number"), std::nullopt;
   }
 
   std::optional<int64_t> Size(const char* key) {
-    const json* value = Find(key);
+    const formats::JsonValue* value = Find(key);
     if (value == nullptr) return std::nullopt;
-    if (!value->is_number_integer() || value->get<int64_t>() < 1) {
-      return Fail(key, *value, "an integer of 1 or more"), std::nullopt;
-    }
-    return value->get<int64_t>();
+    const auto* size = std::get_if<int64_t>(value);
+    if (size != nullptr && *size >= 1) return *size;
+    return Fail(key, *value, "an integer of 1 or more"), std::nullopt;
   }
 
   std::string Text(const char* key) {
-    const json* value = Find(key);
-    return value != nullptr && value->is_string() ? value->get<std::string>() : "";
+    const formats::JsonValue* value = Find(key);
+    const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
+    return text != nullptr ? *text : "";
   }
 
   // True where it is said, and said to be false wherever it is.
   bool Denied(const char* key) {
     int said = 0;
-    for (const json* place : places()) {
-      const auto it = place->find(key);
-      if (it == place->end() || !it->is_boolean()) continue;
-      if (it->get<bool>()) return false;
+    for (const char* object : kPlaces) {
+      const auto it = fields_.find({object, key});
+      const auto* truth = it != fields_.end() ? std::get_if<bool>(&it->second) : nullptr;
+      if (truth == nullptr) continue;
+      if (*truth) return false;
       ++said;
     }
     return said > 0;
   }
 
  private:
-  Settings(std::string where, json values) : where_(std::move(where)), values_(std::move(values)) {}
-
   // The inner model's own settings before those of the whole.
-  std::vector<const json*> places() const {
-    const auto inner = values_.find("text_config");
-    if (inner != values_.end() && inner->is_object()) return {&*inner, &values_};
-    return {&values_};
-  }
+  static constexpr const char* kPlaces[] = {kInnerModel, ""};
 
-  const json* Find(const char* key) const {
-    for (const json* place : places()) {
-      const auto it = place->find(key);
-      if (it != place->end() && !it->is_null()) return &*it;
+  Settings(std::string where, formats::JsonFields fields)
+      : where_(std::move(where)), fields_(std::move(fields)) {}
+
+  const formats::JsonValue* Find(const char* key) const {
+    for (const char* object : kPlaces) {
+      const auto it = fields_.find({object, key});
+      if (it != fields_.end() && !std::holds_alternative<std::monostate>(it->second)) {
+        return &it->second;
+      }
     }
     return nullptr;
   }
 
-  void Fail(const char* key, const json& value, const char* allowed) {
+  void Fail(const char* key, const formats::JsonValue& value, const char* allowed) {
     if (!status_.ok()) return;
-    // What has parts is not written out: that recurses as deep as a hostile file nests.
-    const std::string got =
-        value.is_primitive()
-            ? formats::Shown(value.dump(-1, ' ', false, json::error_handler_t::replace))
-            : absl::StrCat("an ", value.type_name());
-    status_ = Bad(where_, absl::StrFormat("%s is %s; allowed: %s", key, got, allowed));
+    status_ = Bad(
+        where_, absl::StrFormat("%s is %s; allowed: %s", key, formats::ShownValue(value), allowed));
   }
 
   std::string where_;
-  json values_;
+  formats::JsonFields fields_;
   absl::Status status_;
 };
 

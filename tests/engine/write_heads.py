@@ -139,6 +139,22 @@ def bad(out):
     write_json(f"{out}/no_files/config.json", {})
     sharded(f"{out}/missing_shard", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "b.safetensors"})
     sharded(f"{out}/shard_without", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "a.safetensors"})
+    # One object beside another, behind what is of interest: the whole is read, and takes no time.
+    for name, objects in {"index_of_objects": ",".join(f'"{i}":{{}}' for i in range(200000)),
+                          "index_of_names": ",".join(f'"{i}":"x"' for i in range(200000))}.items():
+        sharded(f"{out}/{name}", {}, {})
+        with open(f"{out}/{name}/model.safetensors.index.json", "w") as file:
+            file.write('{"weight_map":{"lm_head.weight":"none.safetensors",' + objects + "}}")
+    for name, path, size in (("index", "large_index/model.safetensors.index.json", 16 << 20),
+                             ("config", "large_config/config.json", 1 << 20)):
+        write_json(f"{out}/large_{name}/config.json", {})
+        if name == "config":
+            write(f"{out}/large_config/model.safetensors", head)
+        with open(f"{out}/{path}", "w") as file:
+            file.write("{}" + " " * (size - 1))
+    with open(f"{out}/long_header.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", (16 << 20) + 1))
+        file.truncate((16 << 20) + 9)
     for name, target in {"leaving": "../named.safetensors", "absolute": "/etc/passwd", "parent": ".."}.items():
         sharded(f"{out}/{name}", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": target})
     write_json(f"{out}/no_map/config.json", {})
