@@ -94,7 +94,9 @@ std::string ShownValue(const JsonValue& value) {
     std::string operator()(int64_t value) const { return absl::StrCat(value); }
     std::string operator()(double value) const { return absl::StrCat(value); }
     std::string operator()(const std::string& value) const { return Shown(value); }
-    std::string operator()(JsonParts value) const { return value.object ? "an object" : "an array"; }
+    std::string operator()(JsonParts value) const {
+      return value.object ? "an object" : "an array";
+    }
   };
   return std::visit(Writer(), value);
 }

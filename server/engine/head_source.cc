@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <variant>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -31,6 +33,8 @@ constexpr int64_t kMaxIndexBytes = int64_t{16} << 20;
 // 100 bytes a tensor, and no model's file comes near. What parses it cannot be cancelled: a second
 // or two at this size.
 constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
+
+constexpr size_t kMaxTensorName = 128;  // that a file itself gives
 
 // Prefixes of what models call their parts; multimodal ones nest their language model.
 constexpr const char* kHeadPrefixes[] = {"lm_head.", "language_model.lm_head.",
@@ -69,6 +73,11 @@ bool IsOfInterest(std::string_view tensor) {
   return one_of(kHeadPrefixes, kHeadTensors) || one_of(kModelPrefixes, kModelTensors);
 }
 
+bool OneLine(std::string_view text) {
+  return std::all_of(text.begin(), text.end(),
+                     [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
+}
+
 absl::Status Bad(std::string_view path, std::string_view what) {
   return absl::InvalidArgumentError(absl::StrFormat("%s: %s", path, what));
 }
@@ -77,11 +86,45 @@ absl::Status FileError(const std::string& path, int error) {
   const std::string text = absl::StrCat(path, ": ", strerror(error));
   if (error == ENOENT || error == ENOTDIR) return absl::NotFoundError(text);
   if (error == EACCES || error == EPERM) return absl::PermissionDeniedError(text);
+  if (error == ENAMETOOLONG || error == ELOOP) return absl::InvalidArgumentError(text);
   return absl::UnavailableError(text);
 }
 
-absl::StatusOr<std::string> ReadAll(const std::string& path, int64_t most) {
-  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(path);
+bool IsIn(const std::filesystem::path& path, const std::filesystem::path& root) {
+  return std::mismatch(root.begin(), root.end(), path.begin(), path.end()).first == root.end();
+}
+
+absl::Status Outside(const std::string& path) {
+  constexpr size_t kMaxShown = 1024;
+  return absl::PermissionDeniedError(
+      absl::StrFormat("path: got \"%s\", allowed: what is in the server's --head-root, links and "
+                      "what they point to included",
+                      path.substr(0, kMaxShown)));
+}
+
+// Where `path` is, without links in it if there is a root.
+absl::StatusOr<std::string> Locate(const std::string& root, const std::string& path) {
+  if (root.empty()) return path;
+  LOGITD_RETURN_IF_ERROR(CheckInRoot(root, path));
+  std::error_code error;
+  const std::filesystem::path real =
+      std::filesystem::canonical(std::filesystem::path(root) / path, error);
+  if (error) return FileError(path, error.value());
+  if (!IsIn(real, root)) return Outside(path);
+  return real.string();
+}
+
+absl::StatusOr<bool> IsThere(const std::string& root, const std::string& path) {
+  const absl::StatusOr<std::string> located = Locate(root, path);
+  if (absl::IsNotFound(located.status())) return false;
+  if (!located.ok()) return located.status();
+  std::error_code ignored;
+  return std::filesystem::exists(*located, ignored);
+}
+
+absl::StatusOr<std::string> ReadAll(const std::string& root, const std::string& path,
+                                    int64_t most) {
+  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(root, path);
   if (!file.ok()) return file.status();
   if ((*file)->bytes() > most) {
     return Bad(path, absl::StrFormat("%d bytes; allowed: to %d", (*file)->bytes(), most));
@@ -98,8 +141,8 @@ struct OpenFile {
   int64_t data = 0;  // where it begins
 };
 
-absl::StatusOr<OpenFile> OpenSafetensors(const std::string& path) {
-  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(path);
+absl::StatusOr<OpenFile> OpenSafetensors(const std::string& root, const std::string& path) {
+  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(root, path);
   if (!file.ok()) return file.status();
   const int64_t bytes = (*file)->bytes();
   char prefix[formats::kSafetensorsPrefix];
@@ -120,26 +163,29 @@ absl::StatusOr<OpenFile> OpenSafetensors(const std::string& path) {
 // The tensors of a head's file, or of all files of its folder.
 class Tensors {
  public:
-  static absl::StatusOr<Tensors> OfFile(const std::string& path) {
-    absl::StatusOr<OpenFile> file = OpenSafetensors(path);
+  static absl::StatusOr<Tensors> OfFile(const std::string& root, const std::string& path) {
+    absl::StatusOr<OpenFile> file = OpenSafetensors(root, path);
     if (!file.ok()) return file.status();
-    Tensors out(path);
+    Tensors out(root, path);
     for (const auto& [name, tensor] : file->header.tensors) out.file_of_[name] = path;
     out.open_.emplace(path, *std::move(file));
     return out;
   }
 
   // "model.safetensors", or the files that "model.safetensors.index.json" names.
-  static absl::StatusOr<Tensors> OfFolder(const std::string& folder) {
+  static absl::StatusOr<Tensors> OfFolder(const std::string& root, const std::string& folder) {
     const std::string single = absl::StrCat(folder, "/model.safetensors");
     const std::string index = absl::StrCat(folder, "/model.safetensors.index.json");
-    std::error_code ignored;
-    if (std::filesystem::exists(single, ignored)) return OfFile(single);
-    if (!std::filesystem::exists(index, ignored)) {
+    absl::StatusOr<bool> there = IsThere(root, single);
+    if (!there.ok()) return there.status();
+    if (*there) return OfFile(root, single);
+    there = IsThere(root, index);
+    if (!there.ok()) return there.status();
+    if (!*there) {
       return absl::NotFoundError(absl::StrFormat(
           "%s: neither model.safetensors nor model.safetensors.index.json in the folder", folder));
     }
-    const absl::StatusOr<std::string> text = ReadAll(index, kMaxIndexBytes);
+    const absl::StatusOr<std::string> text = ReadAll(root, index, kMaxIndexBytes);
     if (!text.ok()) return text.status();
     const auto fields =
         formats::ReadJsonFields(index, *text, [](std::string_view object, std::string_view key) {
@@ -150,11 +196,12 @@ class Tensors {
     if (map == fields->end() || map->second != formats::JsonValue(formats::JsonParts{true})) {
       return Bad(index, "no \"weight_map\" of tensors to files");
     }
-    Tensors out(index);
+    Tensors out(root, index);
     for (const auto& [key, value] : *fields) {
       const auto* file = std::get_if<std::string>(&value);
       if (key.first.empty() || file == nullptr) continue;
-      if (file->empty() || (*file)[0] == '.' || absl::StrContains(*file, '/')) {
+      if (file->empty() || file->size() > NAME_MAX || (*file)[0] == '.' ||
+          absl::StrContains(*file, '/') || !OneLine(*file)) {
         return Bad(index, absl::StrFormat("tensor %s is in %s; allowed: the name of a file in the "
                                           "folder",
                                           formats::Shown(key.second), formats::Shown(*file)));
@@ -193,7 +240,7 @@ class Tensors {
     const std::string& path = file_of_.find(name)->second;
     auto it = open_.find(path);
     if (it == open_.end()) {
-      absl::StatusOr<OpenFile> file = OpenSafetensors(path);
+      absl::StatusOr<OpenFile> file = OpenSafetensors(root_, path);
       if (!file.ok()) {
         return absl::Status(file.status().code(),
                             absl::StrFormat("%s (where tensor %s is, by %s)",
@@ -237,8 +284,9 @@ class Tensors {
   }
 
  private:
-  explicit Tensors(std::string where) : where_(std::move(where)) {}
+  Tensors(std::string root, std::string where) : root_(std::move(root)), where_(std::move(where)) {}
 
+  std::string root_;
   std::string where_;  // that says which tensors there are
   std::map<std::string, std::string, std::less<>> file_of_;
   std::map<std::string, OpenFile> open_;
@@ -247,9 +295,9 @@ class Tensors {
 // What a model says of its head. Remembers the first error.
 class Settings {
  public:
-  static absl::StatusOr<Settings> OfFolder(const std::string& folder) {
+  static absl::StatusOr<Settings> OfFolder(const std::string& root, const std::string& folder) {
     const std::string path = absl::StrCat(folder, "/config.json");
-    const absl::StatusOr<std::string> text = ReadAll(path, kMaxConfigBytes);
+    const absl::StatusOr<std::string> text = ReadAll(root, path, kMaxConfigBytes);
     if (!text.ok()) return text.status();
     absl::StatusOr<formats::JsonFields> fields =
         formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
@@ -409,9 +457,17 @@ absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& path) {
+absl::Status CheckInRoot(const std::string& root, const std::string& path) {
+  const std::filesystem::path asked = (std::filesystem::path(root) / path).lexically_normal();
+  return IsIn(asked, root) ? absl::OkStatus() : Outside(path);
+}
+
+absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& root,
+                                                               const std::string& path) {
+  const absl::StatusOr<std::string> located = Locate(root, path);
+  if (!located.ok()) return located.status();
   // Not to wait for the other end of a pipe that is no file at all.
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const int fd = open(located->c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return FileError(path, errno);
   struct stat info;
   if (fstat(fd, &info) != 0) {
@@ -450,12 +506,14 @@ absl::Status DataFile::Read(int64_t offset, size_t bytes, void* to) const {
 
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   std::error_code ignored;
-  const bool folder = std::filesystem::is_directory(request.path, ignored);
-  absl::StatusOr<Tensors> tensors =
-      folder ? Tensors::OfFolder(request.path) : Tensors::OfFile(request.path);
+  const absl::StatusOr<std::string> located = Locate(request.root, request.path);
+  if (!located.ok()) return located.status();
+  const bool folder = std::filesystem::is_directory(*located, ignored);
+  absl::StatusOr<Tensors> tensors = folder ? Tensors::OfFolder(request.root, request.path)
+                                           : Tensors::OfFile(request.root, request.path);
   if (!tensors.ok()) return tensors.status();
   absl::StatusOr<Settings> settings = folder
-                                          ? Settings::OfFolder(request.path)
+                                          ? Settings::OfFolder(request.root, request.path)
                                           : Settings::OfMetadata(request.path, tensors->header());
   if (!settings.ok()) return settings.status();
 
@@ -481,6 +539,14 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
                                                           matrices.size())));
     }
     weight = matrices[0];
+    // The others are known names; this one goes into the log and to whoever lists heads.
+    if (weight.empty() || weight.size() > kMaxTensorName || !OneLine(weight)) {
+      return Bad(request.path,
+                 absl::StrFormat("tensor %s, the only one of 2 dimensions, has a "
+                                 "name of %d bytes; allowed: 1 to %d of printable "
+                                 "ASCII",
+                                 formats::Shown(weight), weight.size(), kMaxTensorName));
+    }
     if (absl::EndsWith(weight, "weight")) {
       bias = absl::StrCat(weight.substr(0, weight.size() - 6), "bias");
     }
@@ -491,7 +557,7 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   if (!found.ok()) return found.status();
   head.weight = *std::move(found);
   LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
-  if (tensors->Has(bias)) {
+  if (!bias.empty() && tensors->Has(bias)) {
     found = tensors->Get(bias, {head.weight.shape[0]});
     if (!found.ok()) return found.status();
     head.bias = *std::move(found);

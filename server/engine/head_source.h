@@ -23,14 +23,16 @@ namespace logitd::engine {
 // SIGBUS; a read of it is an error of that load alone.
 class DataFile {
  public:
-  // NOT_FOUND, PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file; UNAVAILABLE: else.
-  static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& path);
+  // `root`: as a HeadRequest has it. NOT_FOUND, PERMISSION_DENIED; INVALID_ARGUMENT: not a regular
+  // file, or no path; UNAVAILABLE: else.
+  static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& root,
+                                                              const std::string& path);
   ~DataFile();
   DataFile(const DataFile&) = delete;
   DataFile& operator=(const DataFile&) = delete;
 
-  const std::string& path() const { return path_; }
-  int64_t bytes() const { return bytes_; }  // when it was opened
+  const std::string& path() const { return path_; }  // as it was asked for
+  int64_t bytes() const { return bytes_; }           // when it was opened
 
   // All of [offset, offset + bytes), or UNAVAILABLE.
   absl::Status Read(int64_t offset, size_t bytes, void* to) const;
@@ -50,6 +52,10 @@ struct StoredTensor {
   DType dtype = DType::kF32;
   std::vector<int64_t> shape;
 };
+
+// PERMISSION_DENIED where `path` leads out of `root` by its letters, whatever there is. What its
+// links say is known when it is opened.
+absl::Status CheckInRoot(const std::string& root, const std::string& path);
 
 struct HeadSource {
   StoredTensor weight;               // [stored vocab, hidden]

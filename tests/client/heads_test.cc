@@ -156,7 +156,7 @@ TEST_F(HeadsClientTest, ARefusalIs1AndSaysWhy) {
   };
   for (const Case& test : {
            Case{{"load", "a", "bad.safetensors"}, "INVALID_ARGUMENT: head a: "},
-           {{"load", "a", "none"}, "NOT_FOUND: none: No such file"},
+           {{"load", "a", "none"}, "NOT_FOUND: head a: none: No such file"},
            {{"load", "a", "../x"}, "PERMISSION_DENIED: path: got \"../x\""},
            {{"load", "start", "small.safetensors"}, "ALREADY_EXISTS: head start is loaded"},
            {{"load", "a b", "small.safetensors"}, "INVALID_ARGUMENT: name: got 'a b'"},

@@ -150,6 +150,12 @@ TEST_F(HeadsTest, ABiasIsFoundBesideItsWeight) {
   for (int i = 0; i < 4; ++i) EXPECT_EQ((*head)->view().bias[i], Pattern(i, 0));
 }
 
+TEST_F(HeadsTest, ATensorWithoutANameIsNoBias) {
+  const auto head = Load(Request("nameless.safetensors"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ((*head)->view().bias, nullptr);
+}
+
 TEST_F(HeadsTest, AFolderTrimsItsPaddedVocabularyAndBringsItsNorm) {
   const auto head = Load(Request("padded", /*norm=*/true));
   ASSERT_TRUE(head.ok()) << head.status();
@@ -264,6 +270,11 @@ TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
            {"large_index", kInvalid, {"index.json: 16777217 bytes; allowed: to 16777216"}},
            {"large_config", kInvalid, {"config.json: 1048577 bytes; allowed: to 1048576"}},
            {"long_header.safetensors", kInvalid, {"header length 16777217; allowed: to 16777216"}},
+           {"long_shard", kInvalid, {"is in 'aaaaaaa", "allowed: the name of a file"}},
+           {"two_lines", kInvalid, {"is in 'a\\nb'; allowed: the name of a file"}},
+           {"long_name.safetensors", kInvalid, {"has a name of 129 bytes; allowed: 1 to 128"}},
+           {"name_of_two_lines.safetensors", kInvalid, {"tensor 'a\\nb', the only", "printable"}},
+           {"name_of_nothing.safetensors", kInvalid, {"tensor '', the only"}},
            {"no_map", kInvalid, {"no \"weight_map\""}},
            {"no_norm", kInvalid, {"no final norm: none of the tensors model.norm.weight"}, true},
            {"layer_norm", kInvalid, {"'model.norm.bias', so it is a LayerNorm"}, true},
@@ -407,6 +418,69 @@ TEST_F(HeadsTest, AnUnknownNameGetsTheKnownOnes) {
   std::vector<std::string> names;
   for (const auto& head : heads_.List()) names.push_back(head->info().name);
   EXPECT_THAT(names, ElementsAre("a", "b"));
+}
+
+TEST_F(HeadsTest, AnUnknownNameIsAnsweredInBoundedText) {
+  for (int i = 10; i < 22; ++i) {
+    HeadRequest request = Request("named.safetensors");
+    request.name = absl::StrCat("h", i);
+    ASSERT_TRUE(Load(request).ok());
+  }
+  EXPECT_EQ(heads_.Find(std::string(5000, 'x') + "\n").status(),
+            absl::NotFoundError("no head \"" + std::string(128, 'x') +
+                                "\"...; loaded: h10, h11, h12, h13, h14, h15, h16, h17, h18, h19 "
+                                "and 2 more"));
+  EXPECT_THAT(std::string(heads_.Find("a\n").status().message()), HasSubstr("no head \"a\\n\""));
+}
+
+TEST_F(HeadsTest, ARootKeepsEveryFileOfAFolderInside) {
+  namespace fs = std::filesystem;
+  const std::string root = fs::canonical(files_).string() + "/root";
+  const std::string outside = fs::canonical(files_).string() + "/sharded";
+  fs::create_directories(root + "/blobs");
+  const char* const files[] = {"config.json", "model.safetensors.index.json",
+                               "model-00002-of-00002.safetensors"};
+  for (const char* file : files) fs::copy_file(outside + "/" + file, root + "/blobs/" + file);
+  // All links stay inside, or all but one.
+  for (const std::string leaves : {"", files[0], files[1], files[2]}) {
+    const std::string folder = absl::StrCat("model", leaves);
+    fs::create_directory(root + "/" + folder);
+    for (const std::string file : files) {
+      fs::create_symlink(file == leaves ? outside + "/" + file : "../blobs/" + file,
+                         absl::StrCat(root, "/", folder, "/", file));
+    }
+    const auto head = heads_.Load(
+        {.name = absl::StrCat("h", leaves.substr(0, 8)), .path = folder, .root = root}, Always);
+    if (leaves.empty()) {
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_EQ((*head)->info().path, "model");
+      continue;
+    }
+    EXPECT_EQ(head.status().code(), absl::StatusCode::kPermissionDenied) << head.status();
+    EXPECT_THAT(std::string(head.status().message()),
+                AllOf(HasSubstr(folder + "/" + leaves), HasSubstr("--head-root"),
+                      ::testing::Not(HasSubstr(root))));
+  }
+  fs::create_directory(root + "/single");
+  fs::copy_file(root + "/blobs/config.json", root + "/single/config.json");
+  fs::create_symlink("../../named.safetensors", root + "/single/model.safetensors");
+  HeadRequest request{.name = "single", .path = "single", .root = root};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kPermissionDenied);
+  // Without a root it may be anywhere.
+  request = {.name = "single", .path = root + "/single"};
+  EXPECT_TRUE(Load(request).ok());
+}
+
+TEST_F(HeadsTest, APathThatNoFileCanHaveIsTheCallersFault) {
+  HeadRequest request{.name = "a", .path = "/" + std::string(300, 'a')};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
+  const std::string root = std::filesystem::canonical(files_).string();
+  request = {.name = "a", .path = std::string(300, 'a'), .root = root};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
+  std::filesystem::create_symlink("loop", root + "/loop");
+  request = {.name = "a", .path = "loop", .root = root};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(Load(request).status().message()), HasSubstr("head a: loop: Too many"));
 }
 
 TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {

@@ -74,6 +74,7 @@ def good(out):
     write(f"{out}/only.safetensors", {"a": tensor("I32", 6), "w": tensor("BF16", 4, 8)},
           {"format": "pt", "logit_scale": "0.5", "final_logit_softcapping": "30", "vocab_size": "3"})
     write(f"{out}/half.safetensors", {"head.weight": tensor("F16", 4, 8), "head.bias": tensor("BF16", 4)})
+    write(f"{out}/nameless.safetensors", {"w": tensor("F16", 4, 8), "": tensor("F16", 4)})
     write(f"{out}/big.safetensors", {"lm_head.weight": tensor("BF16", 13000, 1001)})
     folder(f"{out}/padded", {"model_type": "llama", "vocab_size": 6, "hidden_size": 16, "rms_norm_eps": 1e-5,
                              "final_logit_softcapping": None, "tie_word_embeddings": False},
@@ -112,6 +113,8 @@ def bad(out):
     write(f"{out}/scale_nan.safetensors", head, {"logit_scale": "nan"})
     write(f"{out}/scale_word.safetensors", head, {"logit_scale": "much"})
     write(f"{out}/scaling_0.safetensors", head, {"logits_scaling": "0"})
+    for name, tensor_name in {"long_name": "a" * 129, "name_of_two_lines": "a\nb", "name_of_nothing": ""}.items():
+        write(f"{out}/{name}.safetensors", {tensor_name: tensor("F16", 4, 8)})
     with open(f"{out}/named.safetensors", "rb") as file:
         whole = file.read()
     for name, content in {"cut": whole[:-1], "longer": whole + b"x", "empty": b"", "huge_header":
@@ -155,7 +158,8 @@ def bad(out):
     with open(f"{out}/long_header.safetensors", "wb") as file:
         file.write(struct.pack("<Q", (16 << 20) + 1))
         file.truncate((16 << 20) + 9)
-    for name, target in {"leaving": "../named.safetensors", "absolute": "/etc/passwd", "parent": ".."}.items():
+    for name, target in {"leaving": "../named.safetensors", "absolute": "/etc/passwd", "parent": "..", "long_shard": "a" * 256,
+                         "two_lines": "a\nb"}.items():
         sharded(f"{out}/{name}", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": target})
     write_json(f"{out}/no_map/config.json", {})
     write_json(f"{out}/no_map/model.safetensors.index.json", {"weight_map": [1]})

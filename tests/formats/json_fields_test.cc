@@ -36,15 +36,16 @@ TEST(JsonFieldsTest, KeepsTheMembersOfTwoLevelsByKind) {
   EXPECT_TRUE(std::get<JsonParts>(at("o", "p")).object);
   EXPECT_FALSE(std::get<JsonParts>(at("o", "q")).object);
   EXPECT_EQ(std::get<std::string>(at("o", "z")), "last");
-  EXPECT_EQ(fields->size(), 13u);  // those, and the object of the empty key, which is not looked into
+  EXPECT_EQ(fields->size(),
+            13u);  // those, and the object of the empty key, which is not looked into
 }
 
 TEST(JsonFieldsTest, KeepsWhatIsWantedAndTheLastOfTwo) {
-  const auto fields = ReadJsonFields(
-      "f", R"({"a":1,"o":{"a":1,"b":2},"a":3,"o":{"a":4,"c":5},"x":{"a":6}})",
-      [](std::string_view object, std::string_view key) {
-        return (object.empty() && key == "a") || object == "o";
-      });
+  const auto fields =
+      ReadJsonFields("f", R"({"a":1,"o":{"a":1,"b":2},"a":3,"o":{"a":4,"c":5},"x":{"a":6}})",
+                     [](std::string_view object, std::string_view key) {
+                       return (object.empty() && key == "a") || object == "o";
+                     });
   ASSERT_TRUE(fields.ok()) << fields.status();
   EXPECT_THAT(*fields, ElementsAre(Pair(Pair("", "a"), JsonValue(int64_t{3})),
                                    Pair(Pair("o", "a"), JsonValue(int64_t{4})),
