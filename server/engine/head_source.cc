@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <string_view>
 #include <utility>
@@ -48,15 +50,23 @@ constexpr std::string_view kModelTensors[] = {"embed_tokens.weight", "norm.weigh
 constexpr char kWeightMap[] = "weight_map";  // of an index
 constexpr char kInnerModel[] = "text_config";
 constexpr std::string_view kSettings[] = {
-    "vocab_size",     "tie_word_embeddings",     "logit_scale",
-    "logits_scaling", "final_logit_softcapping", "rms_norm_eps",
-    "model_type"};
+    "vocab_size",         "tie_word_embeddings", "logit_scale",
+    "lm_head_multiplier", "logits_scaling",      "final_logit_softcapping",
+    "rms_norm_eps",       "dim_model_base",      "model_type"};
 
-// Models whose final RMSNorm is named as others' but multiplies by 1 + weight; and those of like
-// names that do not.
-constexpr std::string_view kOnePlusWeight[] = {"gemma", "gemma2", "gemma3", "gemma3_text",
-                                               "qwen3_next"};
+// By which models are known to change their logits in ways that the others of kSettings do not
+// tell: Phi-3-small, Cerebras' and Jais, Grok, RecurrentGemma, xLSTM.
+constexpr const char* kOtherScales[] = {"mup_width_multiplier", "mup_output_alpha",
+                                        "output_multiplier_scale", "logits_soft_cap",
+                                        "output_logit_soft_cap"};
+
+// Models whose final RMSNorm is named as others' but multiplies by 1 + weight; those of like names
+// that do not; and how the names of their families begin or go on.
+constexpr std::string_view kOnePlusWeight[] = {"gemma",        "gemma2",      "gemma3",
+                                               "gemma3_text",  "qwen3_next",  "qwen3_5",
+                                               "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"};
 constexpr std::string_view kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
+constexpr std::string_view kDoubtful[] = {"gemma", "qwen3_next", "qwen3_5"};
 
 template <typename Names>
 bool Contains(const Names& names, std::string_view name) {
@@ -301,7 +311,8 @@ class Settings {
     if (!text.ok()) return text.status();
     absl::StatusOr<formats::JsonFields> fields =
         formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
-          return (object.empty() || object == kInnerModel) && Contains(kSettings, key);
+          return (object.empty() || object == kInnerModel) &&
+                 (Contains(kSettings, key) || Contains(kOtherScales, key));
         });
     if (!fields.ok()) return fields.status();
     return Settings(path, *std::move(fields));
@@ -344,6 +355,10 @@ class Settings {
     const auto* size = std::get_if<int64_t>(value);
     if (size != nullptr && *size >= 1) return *size;
     return Fail(key, *value, "an integer of 1 or more"), std::nullopt;
+  }
+
+  void RefuseAny(const char* key) {
+    if (const formats::JsonValue* value = Find(key); value != nullptr) Fail(key, *value, "none");
   }
 
   std::string Text(const char* key) {
@@ -393,15 +408,40 @@ class Settings {
   absl::Status status_;
 };
 
+// NaN and infinities stay: CheckHead refuses them.
+absl::Status ToFloat(const std::string& where, const char* what, double value, float* to) {
+  constexpr float kLeast = std::numeric_limits<float>::min();
+  constexpr float kMost = std::numeric_limits<float>::max();
+  if (std::isfinite(value) && value != 0 && (std::abs(value) < kLeast || std::abs(value) > kMost)) {
+    return Bad(where, absl::StrFormat("%s is %g; allowed: 0, or a magnitude of %g to %g", what,
+                                      value, kLeast, kMost));
+  }
+  *to = static_cast<float>(value);
+  return absl::OkStatus();
+}
+
 absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSource* head) {
   const int64_t stored = head->weight.shape[0];
   const int64_t stated = settings.Size("vocab_size").value_or(stored);
   const double scale = settings.Number("logit_scale").value_or(1.0);
+  const double factor = settings.Number("lm_head_multiplier").value_or(1.0);
   const double divisor = settings.Number("logits_scaling").value_or(1.0);
-  head->scale = static_cast<float>(scale / divisor);
-  head->softcap = static_cast<float>(settings.Number("final_logit_softcapping").value_or(0.0));
+  const std::optional<int64_t> base = settings.Size("dim_model_base");
+  const double softcap = settings.Number("final_logit_softcapping").value_or(0.0);
+  for (const char* key : kOtherScales) settings.RefuseAny(key);
   LOGITD_RETURN_IF_ERROR(settings.status());
   if (divisor == 0) return Bad(settings.where(), "logits_scaling is 0; allowed: any other number");
+  // What divides the hidden states divides the logits, but for a bias.
+  const double of_hidden =
+      base.has_value() ? static_cast<double>(*base) / static_cast<double>(head->weight.shape[1])
+                       : 1.0;
+  if (base.has_value() && head->bias.has_value()) {
+    return Bad(settings.where(), "dim_model_base and a bias; allowed: one of them");
+  }
+  LOGITD_RETURN_IF_ERROR(ToFloat(settings.where(), "the scale of the logits",
+                                 scale * factor / divisor * of_hidden, &head->scale));
+  LOGITD_RETURN_IF_ERROR(
+      ToFloat(settings.where(), "final_logit_softcapping", softcap, &head->softcap));
   head->vocab = request.vocab > 0 ? request.vocab : stated;
   if (head->vocab > stored) {
     return Bad(request.vocab > 0 ? head->weight.file->path() : settings.where(),
@@ -433,11 +473,14 @@ absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
   if (!epsilon.has_value()) {
     return Bad(where, "no rms_norm_eps, so the final norm is not known to be an RMSNorm");
   }
-  head->norm_epsilon = static_cast<float>(*epsilon);
+  LOGITD_RETURN_IF_ERROR(ToFloat(where, "rms_norm_eps", *epsilon, &head->norm_epsilon));
   const std::string type = settings.Text("model_type");
+  const bool doubtful =
+      std::any_of(std::begin(kDoubtful), std::end(kDoubtful),
+                  [&](std::string_view family) { return type.find(family) != type.npos; });
   if (Contains(kOnePlusWeight, type)) {
     head->norm_offset = 1.0f;
-  } else if (absl::StrContains(type, "gemma") && !Contains(kPlainGemmas, type)) {
+  } else if (doubtful && !Contains(kPlainGemmas, type)) {
     return Bad(
         where,
         absl::StrFormat(
@@ -556,12 +599,12 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   absl::StatusOr<StoredTensor> found = tensors->Get(weight, {-1, -1});
   if (!found.ok()) return found.status();
   head.weight = *std::move(found);
-  LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
   if (!bias.empty() && tensors->Has(bias)) {
     found = tensors->Get(bias, {head.weight.shape[0]});
     if (!found.ok()) return found.status();
     head.bias = *std::move(found);
   }
+  LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
   if (request.final_norm) LOGITD_RETURN_IF_ERROR(FindNorm(*tensors, *settings, &head));
   return head;
 }

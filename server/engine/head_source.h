@@ -71,10 +71,12 @@ struct HeadSource {
 // Errors as Heads::Load has of files and settings. Thread-safe.
 //
 // The settings are those of a folder's config.json, looked for under "text_config" first, or of a
-// file's own metadata, under the same keys: vocab_size, tie_word_embeddings, logit_scale
-// (multiplies), logits_scaling (divides), final_logit_softcapping, rms_norm_eps, model_type. None
-// is required but rms_norm_eps for the norm. hidden_size is not one of them: the weight's own width
-// counts, since models that project their states before the head state another.
+// file's own metadata, under the same keys: vocab_size, tie_word_embeddings, logit_scale and
+// lm_head_multiplier (multiply), logits_scaling (divides), dim_model_base (multiplies, divided by
+// the weight's width), final_logit_softcapping, rms_norm_eps, model_type. None is required but
+// rms_norm_eps for the norm. Keys that are known to change logits in other ways are refused.
+// hidden_size is not one of them: the weight's own width counts, since models that project their
+// states before the head state another.
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request);
 
 }  // namespace logitd::engine
