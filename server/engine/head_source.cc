@@ -32,8 +32,8 @@ namespace {
 
 constexpr int64_t kMaxConfigBytes = int64_t{1} << 20;
 constexpr int64_t kMaxIndexBytes = int64_t{16} << 20;
-// 100 bytes a tensor, and no model's file comes near. What parses it cannot be cancelled: a second
-// or two at this size.
+// 100 bytes a tensor, and no model's file comes near. What parses it cannot be cancelled: about a
+// second at this size.
 constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
 
 constexpr size_t kMaxTensorName = 128;  // that a file itself gives
