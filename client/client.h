@@ -209,6 +209,7 @@ class Client {
   absl::StatusOr<v1::Head> LoadHead(
       const v1::LoadHeadRequest& request,
       const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
+  // OK also where a head that is gone is not there when it is tried again.
   absl::Status UnloadHead(const std::string& name);
   absl::StatusOr<std::vector<v1::Head>> ListHeads();  // by ascending name
   absl::StatusOr<v1::Head> GetHead(const std::string& name);

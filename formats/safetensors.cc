@@ -272,7 +272,7 @@ absl::Status CheckFilled(std::string_view path, const SafetensorsHeader& header,
 }  // namespace
 
 absl::StatusOr<int64_t> SafetensorsHeaderBytes(std::string_view path, std::string_view first_bytes,
-                                               int64_t file_bytes) {
+                                               int64_t file_bytes, int64_t most) {
   if (first_bytes.size() < kSafetensorsPrefix || file_bytes < kSafetensorsPrefix) {
     return Bad(path, "shorter than the 8 bytes of a safetensors header length");
   }
@@ -284,9 +284,8 @@ absl::StatusOr<int64_t> SafetensorsHeaderBytes(std::string_view path, std::strin
     return Bad(path,
                absl::StrFormat("header length %d, but the file has %d bytes", length, file_bytes));
   }
-  if (length > kMaxSafetensorsHeader) {
-    return Bad(path,
-               absl::StrFormat("header length %d; allowed: to %d", length, kMaxSafetensorsHeader));
+  if (length > static_cast<uint64_t>(most)) {
+    return Bad(path, absl::StrFormat("header length %d; allowed: to %d", length, most));
   }
   return static_cast<int64_t>(length);
 }
@@ -295,6 +294,10 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view path,
                                                          std::string_view text,
                                                          int64_t data_bytes) {
   HeaderReader reader(data_bytes);
+  // The parser takes a NUL for the end.
+  if (const size_t nul = text.find('\0'); nul != text.npos) {
+    return Bad(path, absl::StrFormat("header is not a JSON object, at its byte %d", nul + 1));
+  }
   if (!nlohmann::json::sax_parse(text.begin(), text.end(), &reader)) {
     return Bad(path, reader.fault());
   }

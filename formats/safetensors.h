@@ -40,9 +40,11 @@ struct SafetensorsHeader {
 };
 
 // Bytes of the header of a file of `file_bytes`, from its first bytes, of which there are as many
-// as it has or kSafetensorsPrefix. The data starts at kSafetensorsPrefix + that. Thread-safe.
+// as it has or kSafetensorsPrefix. The data starts at kSafetensorsPrefix + that. More than `most`
+// are refused. Thread-safe.
 absl::StatusOr<int64_t> SafetensorsHeaderBytes(std::string_view path, std::string_view first_bytes,
-                                               int64_t file_bytes);
+                                               int64_t file_bytes,
+                                               int64_t most = kMaxSafetensorsHeader);
 
 // `text`: the header. `data_bytes`: what the file has behind it. Needs memory in proportion to
 // the text, whatever that says. Thread-safe.

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 #include <ostream>
+#include <set>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -137,6 +138,13 @@ void CheckTogether(const Config& config) {
     refuse("--max-held-bytes",
            absl::StrFormat("got %d, allowed: at least %d, one message of --max-request-bytes",
                            config.max_held_bytes, message));
+  }
+  std::set<std::string> names;
+  for (const engine::HeadRequest& head : config.heads) {
+    if (!names.insert(head.name).second) {
+      refuse("--head",
+             absl::StrFormat("got the name \"%s\" twice, allowed: one head of a name", head.name));
+    }
   }
   if (config.listen.empty()) refuse("--listen", "got nothing, allowed: one address or more");
   for (const std::string& address : config.listen) {

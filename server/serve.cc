@@ -8,15 +8,18 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
@@ -107,24 +110,38 @@ int CannotStart(const absl::Status& status) {
   return kCannotStart;
 }
 
+// Ends the process where the thread that loads heads cannot be joined: it waits for a disk, or for
+// the device, that does not answer.
+[[noreturn]] void LeaveLoad() {
+  spdlog::warn("a load of a head has not ended in time; it ends with the process");
+  std::_Exit(EXIT_SUCCESS);
+}
+
 // A value: the process is to end with it.
 std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events* events) {
-  for (const engine::HeadRequest& request : config.heads) {
-    const absl::Status status =
-        heads
-            ->Load(request,
-                   [events](const engine::HeadProgress&) {
-                     return events->Wait(absl::ZeroDuration()) != Events::kSignal;
-                   })
-            .status();
-    if (status.ok()) continue;
-    if (absl::IsCancelled(status)) {
-      spdlog::info("ended by a signal before it served");
-      return EXIT_SUCCESS;
+  if (config.heads.empty()) return std::nullopt;
+  absl::Status status;
+  std::atomic<bool> wanted = true;
+  absl::Notification done;
+  std::thread loads([&] {
+    for (const engine::HeadRequest& request : config.heads) {
+      status =
+          heads->Load(request, [&](const engine::HeadProgress&) { return wanted.load(); }).status();
+      if (!status.ok()) break;
     }
-    return CannotStart(status);
+    done.Notify();
+  });
+  while (!done.HasBeenNotified()) {
+    if (events->Wait(kPoll) != Events::kSignal) continue;
+    wanted = false;
+    if (!done.WaitForNotificationWithTimeout(config.drain_grace)) LeaveLoad();
   }
-  return std::nullopt;
+  loads.join();
+  if (!wanted) {
+    spdlog::info("ended by a signal before it served");
+    return EXIT_SUCCESS;
+  }
+  return status.ok() ? std::nullopt : std::optional<int>(CannotStart(status));
 }
 
 }  // namespace
@@ -219,7 +236,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
                  absl::FormatDuration(config.drain_grace));
     const absl::Time end = absl::Now() + config.drain_grace;
     event = Events::kNothing;
-    while ((*server)->calls() > 0 && absl::Now() < end && event == Events::kNothing) {
+    while (((*server)->calls() > 0 || (*server)->loading()) && absl::Now() < end &&
+           event == Events::kNothing) {
       event = events.Wait(kPoll);
     }
   }
@@ -242,6 +260,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
   [[maybe_unused]] static prometheus::Exposer* volatile left_to_exit;
   left_to_exit = exposer.release();
   spdlog::info("drained: {} calls cut short", cut);
+  const absl::Time end = absl::Now() + kLastWrites;
+  while ((*server)->loading() && absl::Now() < end) absl::SleepFor(kPoll);
+  if ((*server)->loading()) LeaveLoad();
   return EXIT_SUCCESS;
 }
 

@@ -82,6 +82,11 @@ class ThreadedEngine final : public Engine {
   }
   void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
   void Cancel(const Job& job) override { batcher_.Cancel(job); }
+  void DeviceLost(const absl::Status& cause) override {
+    Close(cause);
+    if (metrics_ != nullptr) metrics_->CountDeviceError(/*lost=*/true);
+    TellOwner(cause);
+  }
   bool WaitIdle(absl::Time deadline) override { return batcher_.WaitIdle(deadline); }
 
   void Stop() override {
@@ -101,10 +106,7 @@ class ThreadedEngine final : public Engine {
       const std::string_view op = batch->key.op->name;
       JobTimes oldest;
       const absl::Status status = RunBatch(
-          stream, layout_, *batch,
-          [this](const absl::Status& cause) {
-            batcher_.Close(absl::StrCat("the device is lost: ", cause.message()));
-          },
+          stream, layout_, *batch, [this](const absl::Status& cause) { Close(cause); },
           [this, batch] { return batcher_.Keep(batch); }, &oldest);
       if (status.ok()) {
         if (metrics_ != nullptr && oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
@@ -115,8 +117,16 @@ class ThreadedEngine final : public Engine {
       spdlog::error("batch of {} with {} rows failed: {}", op, oldest.batch_rows,
                     status.ToString());
       // Last, since the owner may end the process in it: by now the jobs have their answers.
-      if (lost && !device_lost_.exchange(true)) on_device_lost_(status);
+      if (lost) TellOwner(status);
     }
+  }
+
+  void Close(const absl::Status& cause) {
+    batcher_.Close(absl::StrCat("the device is lost: ", cause.message()));
+  }
+
+  void TellOwner(const absl::Status& cause) {
+    if (!device_lost_.exchange(true)) on_device_lost_(cause);
   }
 
   const EngineOptions options_;

@@ -36,10 +36,10 @@ struct EngineOptions {
 // nothing per job.
 class Engine {
  public:
-  // `on_device_lost` runs once, on an engine thread, when the backend reports INTERNAL: from then
-  // on every job ends with UNAVAILABLE; the owner is expected to end the process. It must not call
-  // Stop or WaitIdle, which wait for that thread. INVALID_ARGUMENT names an option out of range.
-  // `metrics` may be null. Backend and metrics outlive the engine.
+  // `on_device_lost` runs once, on an engine thread or in DeviceLost, when the backend reports
+  // INTERNAL: from then on every job ends with UNAVAILABLE; the owner is expected to end the
+  // process. It must not call Stop or WaitIdle, which wait for that thread. INVALID_ARGUMENT names
+  // an option out of range. `metrics` may be null. Backend and metrics outlive the engine.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       Backend* backend, const EngineOptions& options, Metrics* metrics,
       absl::AnyInvocable<void(absl::Status)> on_device_lost);
@@ -63,6 +63,9 @@ class Engine {
   // Done(CANCELLED) runs (in this call, or soon after on another thread); otherwise it completes as
   // usual.
   virtual void Cancel(const Job& job) = 0;
+
+  // Somebody beside the engine has had INTERNAL from the backend: as if a batch had.
+  virtual void DeviceLost(const absl::Status& cause) = 0;
 
   // Waits until every submitted job is done, or until `deadline`. True: nothing is left.
   virtual bool WaitIdle(absl::Time deadline) = 0;

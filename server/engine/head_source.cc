@@ -6,30 +6,37 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
+#include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
-#include <set>
 #include <string_view>
 #include <utility>
+#include <variant>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "formats/json_fields.h"
 #include "formats/safetensors.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::engine {
 namespace {
 
-using nlohmann::json;
-
 constexpr int64_t kMaxConfigBytes = int64_t{1} << 20;
-constexpr int64_t kMaxIndexBytes = int64_t{64} << 20;
+constexpr int64_t kMaxIndexBytes = int64_t{16} << 20;
+// 100 bytes a tensor, and no model's file comes near. What parses it cannot be cancelled: about a
+// second at this size.
+constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
+
+constexpr size_t kMaxTensorName = 128;  // that a file itself gives
 
 // Prefixes of what models call their parts; multimodal ones nest their language model.
 constexpr const char* kHeadPrefixes[] = {"lm_head.", "language_model.lm_head.",
@@ -37,15 +44,48 @@ constexpr const char* kHeadPrefixes[] = {"lm_head.", "language_model.lm_head.",
 constexpr const char* kModelPrefixes[] = {"model.", "language_model.model.",
                                           "model.language_model."};
 
-// Models whose final RMSNorm is named as others' but multiplies by 1 + weight; and those of like
-// names that do not.
-constexpr std::string_view kOnePlusWeight[] = {"gemma", "gemma2", "gemma3", "gemma3_text",
-                                               "qwen3_next"};
+constexpr std::string_view kHeadTensors[] = {"weight", "bias"};
+constexpr std::string_view kModelTensors[] = {"embed_tokens.weight", "norm.weight", "norm.bias"};
+
+constexpr char kWeightMap[] = "weight_map";  // of an index
+constexpr char kInnerModel[] = "text_config";
+constexpr std::string_view kSettings[] = {
+    "vocab_size",         "tie_word_embeddings", "logit_scale",
+    "lm_head_multiplier", "logits_scaling",      "final_logit_softcapping",
+    "rms_norm_eps",       "dim_model_base",      "model_type"};
+
+// By which models are known to change their logits in ways that the others of kSettings do not
+// tell: Phi-3-small, Cerebras' and Jais, Grok, RecurrentGemma, xLSTM.
+constexpr const char* kOtherScales[] = {"mup_width_multiplier", "mup_output_alpha",
+                                        "output_multiplier_scale", "logits_soft_cap",
+                                        "output_logit_soft_cap"};
+
+// Models whose final RMSNorm is named as others' but multiplies by 1 + weight; those of like names
+// that do not; and how the names of their families begin or go on.
+constexpr std::string_view kOnePlusWeight[] = {"gemma",        "gemma2",      "gemma3",
+                                               "gemma3_text",  "qwen3_next",  "qwen3_5",
+                                               "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"};
 constexpr std::string_view kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
+constexpr std::string_view kDoubtful[] = {"gemma", "qwen3_next", "qwen3_5"};
 
 template <typename Names>
 bool Contains(const Names& names, std::string_view name) {
   return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+// Of all that a folder's index may name.
+bool IsOfInterest(std::string_view tensor) {
+  const auto one_of = [tensor](const auto& prefixes, const auto& rests) {
+    return std::any_of(std::begin(prefixes), std::end(prefixes), [&](std::string_view prefix) {
+      return tensor.starts_with(prefix) && Contains(rests, tensor.substr(prefix.size()));
+    });
+  };
+  return one_of(kHeadPrefixes, kHeadTensors) || one_of(kModelPrefixes, kModelTensors);
+}
+
+bool OneLine(std::string_view text) {
+  return std::all_of(text.begin(), text.end(),
+                     [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
 }
 
 absl::Status Bad(std::string_view path, std::string_view what) {
@@ -56,11 +96,45 @@ absl::Status FileError(const std::string& path, int error) {
   const std::string text = absl::StrCat(path, ": ", strerror(error));
   if (error == ENOENT || error == ENOTDIR) return absl::NotFoundError(text);
   if (error == EACCES || error == EPERM) return absl::PermissionDeniedError(text);
+  if (error == ENAMETOOLONG || error == ELOOP) return absl::InvalidArgumentError(text);
   return absl::UnavailableError(text);
 }
 
-absl::StatusOr<std::string> ReadAll(const std::string& path, int64_t most) {
-  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(path);
+bool IsIn(const std::filesystem::path& path, const std::filesystem::path& root) {
+  return std::mismatch(root.begin(), root.end(), path.begin(), path.end()).first == root.end();
+}
+
+absl::Status Outside(const std::string& path) {
+  constexpr size_t kMaxShown = 1024;
+  return absl::PermissionDeniedError(
+      absl::StrFormat("path: got \"%s\", allowed: what is in the server's --head-root, links and "
+                      "what they point to included",
+                      path.substr(0, kMaxShown)));
+}
+
+// Where `path` is, without links in it if there is a root.
+absl::StatusOr<std::string> Locate(const std::string& root, const std::string& path) {
+  if (root.empty()) return path;
+  LOGITD_RETURN_IF_ERROR(CheckInRoot(root, path));
+  std::error_code error;
+  const std::filesystem::path real =
+      std::filesystem::canonical(std::filesystem::path(root) / path, error);
+  if (error) return FileError(path, error.value());
+  if (!IsIn(real, root)) return Outside(path);
+  return real.string();
+}
+
+absl::StatusOr<bool> IsThere(const std::string& root, const std::string& path) {
+  const absl::StatusOr<std::string> located = Locate(root, path);
+  if (absl::IsNotFound(located.status())) return false;
+  if (!located.ok()) return located.status();
+  std::error_code ignored;
+  return std::filesystem::exists(*located, ignored);
+}
+
+absl::StatusOr<std::string> ReadAll(const std::string& root, const std::string& path,
+                                    int64_t most) {
+  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(root, path);
   if (!file.ok()) return file.status();
   if ((*file)->bytes() > most) {
     return Bad(path, absl::StrFormat("%d bytes; allowed: to %d", (*file)->bytes(), most));
@@ -77,15 +151,15 @@ struct OpenFile {
   int64_t data = 0;  // where it begins
 };
 
-absl::StatusOr<OpenFile> OpenSafetensors(const std::string& path) {
-  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(path);
+absl::StatusOr<OpenFile> OpenSafetensors(const std::string& root, const std::string& path) {
+  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(root, path);
   if (!file.ok()) return file.status();
   const int64_t bytes = (*file)->bytes();
   char prefix[formats::kSafetensorsPrefix];
   const size_t there = static_cast<size_t>(std::min<int64_t>(bytes, sizeof(prefix)));
   LOGITD_RETURN_IF_ERROR((*file)->Read(0, there, prefix));
-  const absl::StatusOr<int64_t> length =
-      formats::SafetensorsHeaderBytes(path, std::string_view(prefix, there), bytes);
+  const absl::StatusOr<int64_t> length = formats::SafetensorsHeaderBytes(
+      path, std::string_view(prefix, there), bytes, kMaxHeaderBytes);
   if (!length.ok()) return length.status();
   std::string text(static_cast<size_t>(*length), '\0');
   LOGITD_RETURN_IF_ERROR((*file)->Read(formats::kSafetensorsPrefix, text.size(), text.data()));
@@ -99,50 +173,50 @@ absl::StatusOr<OpenFile> OpenSafetensors(const std::string& path) {
 // The tensors of a head's file, or of all files of its folder.
 class Tensors {
  public:
-  static absl::StatusOr<Tensors> OfFile(const std::string& path) {
-    absl::StatusOr<OpenFile> file = OpenSafetensors(path);
+  static absl::StatusOr<Tensors> OfFile(const std::string& root, const std::string& path) {
+    absl::StatusOr<OpenFile> file = OpenSafetensors(root, path);
     if (!file.ok()) return file.status();
-    Tensors out(path);
+    Tensors out(root, path);
     for (const auto& [name, tensor] : file->header.tensors) out.file_of_[name] = path;
     out.open_.emplace(path, *std::move(file));
     return out;
   }
 
   // "model.safetensors", or the files that "model.safetensors.index.json" names.
-  static absl::StatusOr<Tensors> OfFolder(const std::string& folder) {
+  static absl::StatusOr<Tensors> OfFolder(const std::string& root, const std::string& folder) {
     const std::string single = absl::StrCat(folder, "/model.safetensors");
     const std::string index = absl::StrCat(folder, "/model.safetensors.index.json");
-    std::error_code ignored;
-    if (std::filesystem::exists(single, ignored)) return OfFile(single);
-    if (!std::filesystem::exists(index, ignored)) {
+    absl::StatusOr<bool> there = IsThere(root, single);
+    if (!there.ok()) return there.status();
+    if (*there) return OfFile(root, single);
+    there = IsThere(root, index);
+    if (!there.ok()) return there.status();
+    if (!*there) {
       return absl::NotFoundError(absl::StrFormat(
           "%s: neither model.safetensors nor model.safetensors.index.json in the folder", folder));
     }
-    const absl::StatusOr<std::string> text = ReadAll(index, kMaxIndexBytes);
+    const absl::StatusOr<std::string> text = ReadAll(root, index, kMaxIndexBytes);
     if (!text.ok()) return text.status();
-    // Of the whole only the strings of "weight_map" are kept: the rest could be of any size.
-    const json parsed = json::parse(
-        *text,
-        [](int depth, json::parse_event_t event, json& value) {
-          if (event == json::parse_event_t::key) return depth != 1 || value == "weight_map";
-          return depth < 2 || (event == json::parse_event_t::value && value.is_string());
-        },
-        /*allow_exceptions=*/false);
-    if (!parsed.is_object()) return Bad(index, "not a JSON object");
-    const auto map = parsed.find("weight_map");
-    if (map == parsed.end() || !map->is_object()) {
+    const auto fields =
+        formats::ReadJsonFields(index, *text, [](std::string_view object, std::string_view key) {
+          return object.empty() ? key == kWeightMap : object == kWeightMap && IsOfInterest(key);
+        });
+    if (!fields.ok()) return fields.status();
+    const auto map = fields->find({"", kWeightMap});
+    if (map == fields->end() || map->second != formats::JsonValue(formats::JsonParts{true})) {
       return Bad(index, "no \"weight_map\" of tensors to files");
     }
-    Tensors out(index);
-    for (const auto& [name, value] : map->items()) {
-      if (!value.is_string()) continue;
-      const std::string& file = value.get_ref<const std::string&>();
-      if (file.empty() || file[0] == '.' || absl::StrContains(file, '/')) {
+    Tensors out(root, index);
+    for (const auto& [key, value] : *fields) {
+      const auto* file = std::get_if<std::string>(&value);
+      if (key.first.empty() || file == nullptr) continue;
+      if (file->empty() || file->size() > NAME_MAX || (*file)[0] == '.' ||
+          absl::StrContains(*file, '/') || !OneLine(*file)) {
         return Bad(index, absl::StrFormat("tensor %s is in %s; allowed: the name of a file in the "
                                           "folder",
-                                          formats::Shown(name), formats::Shown(file)));
+                                          formats::Shown(key.second), formats::Shown(*file)));
       }
-      out.file_of_[name] = absl::StrCat(folder, "/", file);
+      out.file_of_[key.second] = absl::StrCat(folder, "/", *file);
     }
     return out;
   }
@@ -176,7 +250,7 @@ class Tensors {
     const std::string& path = file_of_.find(name)->second;
     auto it = open_.find(path);
     if (it == open_.end()) {
-      absl::StatusOr<OpenFile> file = OpenSafetensors(path);
+      absl::StatusOr<OpenFile> file = OpenSafetensors(root_, path);
       if (!file.ok()) {
         return absl::Status(file.status().code(),
                             absl::StrFormat("%s (where tensor %s is, by %s)",
@@ -220,8 +294,9 @@ class Tensors {
   }
 
  private:
-  explicit Tensors(std::string where) : where_(std::move(where)) {}
+  Tensors(std::string root, std::string where) : root_(std::move(root)), where_(std::move(where)) {}
 
+  std::string root_;
   std::string where_;  // that says which tensors there are
   std::map<std::string, std::string, std::less<>> file_of_;
   std::map<std::string, OpenFile> open_;
@@ -230,112 +305,143 @@ class Tensors {
 // What a model says of its head. Remembers the first error.
 class Settings {
  public:
-  static absl::StatusOr<Settings> OfFolder(const std::string& folder) {
+  static absl::StatusOr<Settings> OfFolder(const std::string& root, const std::string& folder) {
     const std::string path = absl::StrCat(folder, "/config.json");
-    const absl::StatusOr<std::string> text = ReadAll(path, kMaxConfigBytes);
+    const absl::StatusOr<std::string> text = ReadAll(root, path, kMaxConfigBytes);
     if (!text.ok()) return text.status();
-    json parsed = json::parse(*text, nullptr, /*allow_exceptions=*/false);
-    if (!parsed.is_object()) return Bad(path, "not a JSON object");
-    return Settings(path, std::move(parsed));
+    absl::StatusOr<formats::JsonFields> fields =
+        formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
+          return (object.empty() || object == kInnerModel) &&
+                 (Contains(kSettings, key) || Contains(kOtherScales, key));
+        });
+    if (!fields.ok()) return fields.status();
+    return Settings(path, *std::move(fields));
   }
 
   // Metadata are strings; those that read as a number or a boolean are one.
   static Settings OfMetadata(const std::string& path, const formats::SafetensorsHeader& header) {
-    json values = json::object();
+    formats::JsonFields fields;
     for (const auto& [key, text] : header.metadata) {
+      formats::JsonValue& value = fields[{"", key}];
       int64_t integer;
       double number;
       if (text == "true" || text == "false") {
-        values[key] = text == "true";
+        value = text == "true";
       } else if (absl::SimpleAtoi(text, &integer)) {
-        values[key] = integer;
+        value = integer;
       } else if (absl::SimpleAtod(text, &number)) {
-        values[key] = number;
+        value = number;
       } else {
-        values[key] = text;
+        value = text;
       }
     }
-    return Settings(path, std::move(values));
+    return Settings(path, std::move(fields));
   }
 
   const absl::Status& status() const { return status_; }
   const std::string& where() const { return where_; }
 
   std::optional<double> Number(const char* key) {
-    const json* value = Find(key);
+    const formats::JsonValue* value = Find(key);
     if (value == nullptr) return std::nullopt;
-    if (!value->is_number()) return Fail(key, *value, "a number"), std::nullopt;
-    return value->get<double>();
+    if (const auto* number = std::get_if<double>(value)) return *number;
+    if (const auto* integer = std::get_if<int64_t>(value)) return static_cast<double>(*integer);
+    return Fail(key, *value, "a number"), std::nullopt;
   }
 
   std::optional<int64_t> Size(const char* key) {
-    const json* value = Find(key);
+    const formats::JsonValue* value = Find(key);
     if (value == nullptr) return std::nullopt;
-    if (!value->is_number_integer() || value->get<int64_t>() < 1) {
-      return Fail(key, *value, "an integer of 1 or more"), std::nullopt;
-    }
-    return value->get<int64_t>();
+    const auto* size = std::get_if<int64_t>(value);
+    if (size != nullptr && *size >= 1) return *size;
+    return Fail(key, *value, "an integer of 1 or more"), std::nullopt;
+  }
+
+  void RefuseAny(const char* key) {
+    if (const formats::JsonValue* value = Find(key); value != nullptr) Fail(key, *value, "none");
   }
 
   std::string Text(const char* key) {
-    const json* value = Find(key);
-    return value != nullptr && value->is_string() ? value->get<std::string>() : "";
+    const formats::JsonValue* value = Find(key);
+    const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
+    return text != nullptr ? *text : "";
   }
 
   // True where it is said, and said to be false wherever it is.
   bool Denied(const char* key) {
     int said = 0;
-    for (const json* place : places()) {
-      const auto it = place->find(key);
-      if (it == place->end() || !it->is_boolean()) continue;
-      if (it->get<bool>()) return false;
+    for (const char* object : kPlaces) {
+      const auto it = fields_.find({object, key});
+      const auto* truth = it != fields_.end() ? std::get_if<bool>(&it->second) : nullptr;
+      if (truth == nullptr) continue;
+      if (*truth) return false;
       ++said;
     }
     return said > 0;
   }
 
  private:
-  Settings(std::string where, json values) : where_(std::move(where)), values_(std::move(values)) {}
-
   // The inner model's own settings before those of the whole.
-  std::vector<const json*> places() const {
-    const auto inner = values_.find("text_config");
-    if (inner != values_.end() && inner->is_object()) return {&*inner, &values_};
-    return {&values_};
-  }
+  static constexpr const char* kPlaces[] = {kInnerModel, ""};
 
-  const json* Find(const char* key) const {
-    for (const json* place : places()) {
-      const auto it = place->find(key);
-      if (it != place->end() && !it->is_null()) return &*it;
+  Settings(std::string where, formats::JsonFields fields)
+      : where_(std::move(where)), fields_(std::move(fields)) {}
+
+  const formats::JsonValue* Find(const char* key) const {
+    for (const char* object : kPlaces) {
+      const auto it = fields_.find({object, key});
+      if (it != fields_.end() && !std::holds_alternative<std::monostate>(it->second)) {
+        return &it->second;
+      }
     }
     return nullptr;
   }
 
-  void Fail(const char* key, const json& value, const char* allowed) {
+  void Fail(const char* key, const formats::JsonValue& value, const char* allowed) {
     if (!status_.ok()) return;
-    // What has parts is not written out: that recurses as deep as a hostile file nests.
-    const std::string got =
-        value.is_primitive()
-            ? formats::Shown(value.dump(-1, ' ', false, json::error_handler_t::replace))
-            : absl::StrCat("an ", value.type_name());
-    status_ = Bad(where_, absl::StrFormat("%s is %s; allowed: %s", key, got, allowed));
+    status_ = Bad(
+        where_, absl::StrFormat("%s is %s; allowed: %s", key, formats::ShownValue(value), allowed));
   }
 
   std::string where_;
-  json values_;
+  formats::JsonFields fields_;
   absl::Status status_;
 };
+
+// NaN and infinities stay: CheckHead refuses them.
+absl::Status ToFloat(const std::string& where, const char* what, double value, float* to) {
+  constexpr float kLeast = std::numeric_limits<float>::min();
+  constexpr float kMost = std::numeric_limits<float>::max();
+  if (std::isfinite(value) && value != 0 && (std::abs(value) < kLeast || std::abs(value) > kMost)) {
+    return Bad(where, absl::StrFormat("%s is %g; allowed: 0, or a magnitude of %g to %g", what,
+                                      value, kLeast, kMost));
+  }
+  *to = static_cast<float>(value);
+  return absl::OkStatus();
+}
 
 absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSource* head) {
   const int64_t stored = head->weight.shape[0];
   const int64_t stated = settings.Size("vocab_size").value_or(stored);
   const double scale = settings.Number("logit_scale").value_or(1.0);
+  const double factor = settings.Number("lm_head_multiplier").value_or(1.0);
   const double divisor = settings.Number("logits_scaling").value_or(1.0);
-  head->scale = static_cast<float>(scale / divisor);
-  head->softcap = static_cast<float>(settings.Number("final_logit_softcapping").value_or(0.0));
+  const std::optional<int64_t> base = settings.Size("dim_model_base");
+  const double softcap = settings.Number("final_logit_softcapping").value_or(0.0);
+  for (const char* key : kOtherScales) settings.RefuseAny(key);
   LOGITD_RETURN_IF_ERROR(settings.status());
   if (divisor == 0) return Bad(settings.where(), "logits_scaling is 0; allowed: any other number");
+  // What divides the hidden states divides the logits, but for a bias.
+  const double of_hidden =
+      base.has_value() ? static_cast<double>(*base) / static_cast<double>(head->weight.shape[1])
+                       : 1.0;
+  if (base.has_value() && head->bias.has_value()) {
+    return Bad(settings.where(), "dim_model_base and a bias; allowed: one of them");
+  }
+  LOGITD_RETURN_IF_ERROR(ToFloat(settings.where(), "the scale of the logits",
+                                 scale * factor / divisor * of_hidden, &head->scale));
+  LOGITD_RETURN_IF_ERROR(
+      ToFloat(settings.where(), "final_logit_softcapping", softcap, &head->softcap));
   head->vocab = request.vocab > 0 ? request.vocab : stated;
   if (head->vocab > stored) {
     return Bad(request.vocab > 0 ? head->weight.file->path() : settings.where(),
@@ -367,11 +473,14 @@ absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
   if (!epsilon.has_value()) {
     return Bad(where, "no rms_norm_eps, so the final norm is not known to be an RMSNorm");
   }
-  head->norm_epsilon = static_cast<float>(*epsilon);
+  LOGITD_RETURN_IF_ERROR(ToFloat(where, "rms_norm_eps", *epsilon, &head->norm_epsilon));
   const std::string type = settings.Text("model_type");
+  const bool doubtful =
+      std::any_of(std::begin(kDoubtful), std::end(kDoubtful),
+                  [&](std::string_view family) { return type.find(family) != type.npos; });
   if (Contains(kOnePlusWeight, type)) {
     head->norm_offset = 1.0f;
-  } else if (absl::StrContains(type, "gemma") && !Contains(kPlainGemmas, type)) {
+  } else if (doubtful && !Contains(kPlainGemmas, type)) {
     return Bad(
         where,
         absl::StrFormat(
@@ -391,9 +500,17 @@ absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& path) {
+absl::Status CheckInRoot(const std::string& root, const std::string& path) {
+  const std::filesystem::path asked = (std::filesystem::path(root) / path).lexically_normal();
+  return IsIn(asked, root) ? absl::OkStatus() : Outside(path);
+}
+
+absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& root,
+                                                               const std::string& path) {
+  const absl::StatusOr<std::string> located = Locate(root, path);
+  if (!located.ok()) return located.status();
   // Not to wait for the other end of a pipe that is no file at all.
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const int fd = open(located->c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return FileError(path, errno);
   struct stat info;
   if (fstat(fd, &info) != 0) {
@@ -432,12 +549,14 @@ absl::Status DataFile::Read(int64_t offset, size_t bytes, void* to) const {
 
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   std::error_code ignored;
-  const bool folder = std::filesystem::is_directory(request.path, ignored);
-  absl::StatusOr<Tensors> tensors =
-      folder ? Tensors::OfFolder(request.path) : Tensors::OfFile(request.path);
+  const absl::StatusOr<std::string> located = Locate(request.root, request.path);
+  if (!located.ok()) return located.status();
+  const bool folder = std::filesystem::is_directory(*located, ignored);
+  absl::StatusOr<Tensors> tensors = folder ? Tensors::OfFolder(request.root, request.path)
+                                           : Tensors::OfFile(request.root, request.path);
   if (!tensors.ok()) return tensors.status();
   absl::StatusOr<Settings> settings = folder
-                                          ? Settings::OfFolder(request.path)
+                                          ? Settings::OfFolder(request.root, request.path)
                                           : Settings::OfMetadata(request.path, tensors->header());
   if (!settings.ok()) return settings.status();
 
@@ -463,6 +582,14 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
                                                           matrices.size())));
     }
     weight = matrices[0];
+    // The others are known names; this one goes into the log and to whoever lists heads.
+    if (weight.empty() || weight.size() > kMaxTensorName || !OneLine(weight)) {
+      return Bad(request.path,
+                 absl::StrFormat("tensor %s, the only one of 2 dimensions, has a "
+                                 "name of %d bytes; allowed: 1 to %d of printable "
+                                 "ASCII",
+                                 formats::Shown(weight), weight.size(), kMaxTensorName));
+    }
     if (absl::EndsWith(weight, "weight")) {
       bias = absl::StrCat(weight.substr(0, weight.size() - 6), "bias");
     }
@@ -472,12 +599,12 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   absl::StatusOr<StoredTensor> found = tensors->Get(weight, {-1, -1});
   if (!found.ok()) return found.status();
   head.weight = *std::move(found);
-  LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
-  if (tensors->Has(bias)) {
+  if (!bias.empty() && tensors->Has(bias)) {
     found = tensors->Get(bias, {head.weight.shape[0]});
     if (!found.ok()) return found.status();
     head.bias = *std::move(found);
   }
+  LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
   if (request.final_norm) LOGITD_RETURN_IF_ERROR(FindNorm(*tensors, *settings, &head));
   return head;
 }

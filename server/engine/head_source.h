@@ -23,14 +23,16 @@ namespace logitd::engine {
 // SIGBUS; a read of it is an error of that load alone.
 class DataFile {
  public:
-  // NOT_FOUND, PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file; UNAVAILABLE: else.
-  static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& path);
+  // `root`: as a HeadRequest has it. NOT_FOUND, PERMISSION_DENIED; INVALID_ARGUMENT: not a regular
+  // file, or no path; UNAVAILABLE: else.
+  static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& root,
+                                                              const std::string& path);
   ~DataFile();
   DataFile(const DataFile&) = delete;
   DataFile& operator=(const DataFile&) = delete;
 
-  const std::string& path() const { return path_; }
-  int64_t bytes() const { return bytes_; }  // when it was opened
+  const std::string& path() const { return path_; }  // as it was asked for
+  int64_t bytes() const { return bytes_; }           // when it was opened
 
   // All of [offset, offset + bytes), or UNAVAILABLE.
   absl::Status Read(int64_t offset, size_t bytes, void* to) const;
@@ -51,6 +53,10 @@ struct StoredTensor {
   std::vector<int64_t> shape;
 };
 
+// PERMISSION_DENIED where `path` leads out of `root` by its letters, whatever there is. What its
+// links say is known when it is opened.
+absl::Status CheckInRoot(const std::string& root, const std::string& path);
+
 struct HeadSource {
   StoredTensor weight;               // [stored vocab, hidden]
   std::optional<StoredTensor> bias;  // [stored vocab]
@@ -65,10 +71,12 @@ struct HeadSource {
 // Errors as Heads::Load has of files and settings. Thread-safe.
 //
 // The settings are those of a folder's config.json, looked for under "text_config" first, or of a
-// file's own metadata, under the same keys: vocab_size, tie_word_embeddings, logit_scale
-// (multiplies), logits_scaling (divides), final_logit_softcapping, rms_norm_eps, model_type. None
-// is required but rms_norm_eps for the norm. hidden_size is not one of them: the weight's own width
-// counts, since models that project their states before the head state another.
+// file's own metadata, under the same keys: vocab_size, tie_word_embeddings, logit_scale and
+// lm_head_multiplier (multiply), logits_scaling (divides), dim_model_base (multiplies, divided by
+// the weight's width), final_logit_softcapping, rms_norm_eps, model_type. None is required but
+// rms_norm_eps for the norm. Keys that are known to change logits in other ways are refused.
+// hidden_size is not one of them: the weight's own width counts, since models that project their
+// states before the head state another.
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request);
 
 }  // namespace logitd::engine

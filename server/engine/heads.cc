@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "formats/half.h"
 #include "formats/safetensors.h"
@@ -22,6 +22,8 @@ namespace logitd::engine {
 namespace {
 
 constexpr size_t kMaxName = 128;
+constexpr size_t kMaxPath = 4096;
+constexpr size_t kMaxListed = 10;                // names in an error
 constexpr size_t kChunkBytes = size_t{8} << 20;  // of a slab; two of them travel in turn
 constexpr size_t kRowAlignment = 16;
 constexpr size_t kPartAlignment = 256;
@@ -43,6 +45,15 @@ absl::Status CheckRequest(const HeadRequest& request) {
         absl::StrFormat("name: got %s, allowed 1 to %d characters of A-Z, a-z, 0-9, '.', '_', '-'",
                         formats::Shown(request.name), kMaxName));
   }
+  const bool one_line = std::none_of(request.path.begin(), request.path.end(), [](char c) {
+    return absl::ascii_iscntrl(static_cast<unsigned char>(c));
+  });
+  if (!one_line || request.path.empty() || request.path.size() > kMaxPath) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("path: got %s, %d bytes; allowed: 1 to %d, without control characters",
+                        formats::Shown(request.path), request.path.size(), kMaxPath));
+  }
+  if (!request.root.empty()) LOGITD_RETURN_IF_ERROR(CheckInRoot(request.root, request.path));
   if (request.vocab < 0 || request.vocab > kMaxVocab) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "vocab: got %d, allowed 1 to %d, or 0: what the model says", request.vocab, kMaxVocab));
@@ -250,16 +261,25 @@ Head::~Head() { backend_->FreeDevice(memory_); }
 
 Heads::Heads(Backend* backend, Metrics* metrics) : backend_(backend), metrics_(metrics) {}
 
+absl::Status Heads::Check(const HeadRequest& request) const {
+  LOGITD_RETURN_IF_ERROR(CheckRequest(request));
+  MutexLock lock(mutex_);
+  return CheckNew(request.name);
+}
+
+absl::Status Heads::CheckNew(const std::string& name) const {
+  if (!heads_.contains(name)) return absl::OkStatus();
+  return absl::AlreadyExistsError(
+      absl::StrFormat("head %s is loaded; allowed: another name, or unload it first", name));
+}
+
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
     const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
   const std::string& name = request.name;
   {
     MutexLock lock(mutex_);
-    if (heads_.contains(name)) {
-      return absl::AlreadyExistsError(
-          absl::StrFormat("head %s is loaded; allowed: another name, or unload it first", name));
-    }
+    LOGITD_RETURN_IF_ERROR(CheckNew(name));
     if (!loading_.insert(name).second) {
       return absl::AlreadyExistsError(
           absl::StrFormat("head %s is being loaded; allowed: another name", name));
@@ -385,11 +405,17 @@ std::vector<std::shared_ptr<const Head>> Heads::List() const {
 }
 
 absl::Status Heads::NoSuchHead(std::string_view name) const {
-  std::vector<std::string> names;
-  names.reserve(heads_.size());
-  for (const auto& [known, head] : heads_) names.push_back(known);
-  return absl::NotFoundError(absl::StrFormat("no head \"%s\"; loaded: %s", name,
-                                             names.empty() ? "none" : absl::StrJoin(names, ", ")));
+  std::string names;
+  size_t listed = 0;
+  for (auto it = heads_.begin(); it != heads_.end() && listed < kMaxListed; ++it, ++listed) {
+    absl::StrAppend(&names, listed > 0 ? ", " : "", it->first);
+  }
+  if (heads_.size() > listed) absl::StrAppendFormat(&names, " and %d more", heads_.size() - listed);
+  const bool cut = name.size() > kMaxName;
+  const std::string_view shown = name.substr(0, kMaxName);
+  return absl::NotFoundError(absl::StrFormat("no head \"%s\"%s; loaded: %s",
+                                             absl::CHexEscape({shown.data(), shown.size()}),
+                                             cut ? "..." : "", names.empty() ? "none" : names));
 }
 
 }  // namespace logitd::engine

@@ -57,6 +57,8 @@ class Head {
 struct HeadRequest {
   std::string name;         // 1..128 of [A-Za-z0-9._-]
   std::string path;         // a safetensors file, or a folder as Hugging Face models have them
+  std::string root;         // where `path` is, and no file leaves, links resolved; empty: anywhere.
+                            // Itself without links
   bool final_norm = false;  // also the model's final RMSNorm: callers send states from before it
   int64_t vocab = 0;  // rows to keep of a padded weight; 0: what the model's config says, or all
 };
@@ -78,17 +80,21 @@ class Heads {
   // load up (CANCELLED).
   //
   // Errors, all of which leave what is loaded alone: INVALID_ARGUMENT (the name; a file that is not
-  // what it says, naming file, tensor, got and allowed), NOT_FOUND, PERMISSION_DENIED (a file),
+  // what it says, naming file, tensor, got and allowed), NOT_FOUND, PERMISSION_DENIED (a file; or
+  // one outside of the root),
   // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (no device memory,
   // with what it needs), UNAVAILABLE (a read or the device failed), INTERNAL (the device is lost).
   absl::StatusOr<std::shared_ptr<const Head>> Load(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
 
-  // From here on Find does not know the name; jobs that have the head keep it. NOT_FOUND lists the
+  // What of that can be told at once, without a look at a file.
+  absl::Status Check(const HeadRequest& request) const;
+
+  // From here on Find does not know the name; jobs that have the head keep it. NOT_FOUND lists
   // names there are.
   absl::Status Unload(std::string_view name);
 
-  // NOT_FOUND lists the names there are.
+  // NOT_FOUND lists names there are.
   absl::StatusOr<std::shared_ptr<const Head>> Find(std::string_view name) const;
 
   // By ascending name.
@@ -97,6 +103,7 @@ class Heads {
  private:
   absl::StatusOr<std::shared_ptr<const Head>> Read(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const;
+  absl::Status CheckNew(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Backend* const backend_;

@@ -1,12 +1,11 @@
 #include "server/rpc/heads_service.h"
 
 #include <algorithm>
-#include <atomic>
-#include <filesystem>
 #include <optional>
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -31,31 +30,33 @@ v1::DType ToProto(DType dtype) {
   return v1::DTYPE_UNSPECIFIED;
 }
 
-bool IsIn(const std::filesystem::path& path, const std::filesystem::path& root) {
-  return std::mismatch(root.begin(), root.end(), path.begin(), path.end()).first == root.end();
+// With a text that fits into the transport's trailers, whatever paths are in it.
+absl::Status Bounded(const absl::Status& status) {
+  constexpr size_t kMost = 2048;
+  if (status.message().size() <= kMost) return status;
+  return absl::Status(status.code(), absl::StrCat(status.message().substr(0, kMost), "..."));
 }
 
-// `path` in `root`, without links in it. The files inside a folder are not looked at: there may be
-// links among them, as in Hugging Face's own cache.
-absl::StatusOr<std::string> Resolve(const std::string& root, const std::string& path) {
-  if (root.empty()) {
-    return absl::FailedPreconditionError(
-        "heads are not loaded by clients: the server was started without --head-root DIR");
-  }
-  const absl::Status outside = absl::PermissionDeniedError(
-      absl::StrFormat("path: got \"%s\", allowed: a file or folder in the server's --head-root",
-                      path.substr(0, 1024)));
-  // By its letters first, so that a path outside does not tell what there is.
-  const std::filesystem::path asked = (std::filesystem::path(root) / path).lexically_normal();
-  if (path.empty() || path.find('\0') != std::string::npos || !IsIn(asked, root)) return outside;
-  std::error_code error;
-  const std::filesystem::path real = std::filesystem::canonical(asked, error);
-  if (error == std::errc::permission_denied) {
-    return absl::PermissionDeniedError(absl::StrFormat("%s: %s", path, error.message()));
-  }
-  if (error) return absl::NotFoundError(absl::StrFormat("%s: %s", path, error.message()));
-  if (!IsIn(real, root)) return outside;
-  return real.string();
+v1::Head Describe(const engine::Head& head) {
+  const HeadView& view = head.view();
+  const engine::HeadInfo& info = head.info();
+  v1::Head out;
+  out.set_name(info.name);
+  out.set_path(info.path);
+  out.set_tensor(info.tensor);
+  out.set_dtype(ToProto(view.weight.dtype));
+  out.set_vocab(view.vocab());
+  out.set_hidden(view.hidden());
+  out.set_stored_vocab(info.stored_vocab);
+  out.set_bias(view.bias != nullptr);
+  out.set_final_norm(view.norm != nullptr);
+  out.set_norm_epsilon(view.norm_epsilon);
+  out.set_scale(view.scale);
+  out.set_softcap(view.softcap);
+  out.set_device_bytes(info.device_bytes);
+  out.set_loaded_unix_ms(absl::ToUnixMillis(info.loaded));
+  out.set_load_ms(absl::ToInt64Milliseconds(info.load_time));
+  return out;
 }
 
 void Finish(grpc::ServerUnaryReactor* reactor, const absl::Status& status) {
@@ -64,23 +65,30 @@ void Finish(grpc::ServerUnaryReactor* reactor, const absl::Status& status) {
 
 }  // namespace
 
-// One call of Load. Report and End come from the service's thread; the rest from gRPC's.
-class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse> {
+// One call of Load. Whatever comes first ends it: the load, its caller's going or a drain.
+class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, public DrainedCall {
  public:
-  explicit LoadCall(const v1::LoadHeadRequest& request) : request_(request) {}
+  LoadCall(HeadsService* service, CallTracker* tracker, const v1::LoadHeadRequest& request)
+      : service_(service), tracker_(tracker), request_(request) {}
 
   // Keeps the call until the transport is done with it.
-  void Own(std::shared_ptr<LoadCall> self) { self_ = std::move(self); }
+  void Start(const std::shared_ptr<LoadCall>& self) {
+    self_ = self;
+    tracker_->Add(this, self);
+  }
 
   const v1::LoadHeadRequest& request() const { return request_; }
-  bool gone() const { return gone_; }
+  bool ended() const {
+    absl::MutexLock lock(&mutex_);
+    return status_.has_value();
+  }
 
-  // Left out where the last one is not on its way yet, or it is too soon.
+  // Left out where the last one is not on its way yet, or it is too soon. By one thread at a time.
   void Report(const engine::HeadProgress& progress) {
     const absl::Time now = absl::Now();
     {
       absl::MutexLock lock(&mutex_);
-      if (writing_ || now < next_report_) return;
+      if (status_.has_value() || writing_ || now < next_report_) return;
       writing_ = true;
     }
     next_report_ = now + kProgressEvery;
@@ -89,20 +97,22 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse> {
     StartWrite(&message_);
   }
 
-  // `head` where the status is OK.
-  void End(const absl::Status& status, v1::Head head) {
-    last_.set_done_bytes(total_bytes_);
-    last_.set_total_bytes(total_bytes_);
-    *last_.mutable_head() = std::move(head);
+  // The first one counts. `last` is sent where the status is OK.
+  void End(const absl::Status& status, v1::LoadHeadResponse last = {}) {
     {
       absl::MutexLock lock(&mutex_);
-      status_ = status;
+      if (status_.has_value()) return;
+      status_ = Bounded(status);
+      last_ = std::move(last);
       if (writing_) return;
     }
     FinishNow();
   }
 
-  void set_total_bytes(int64_t bytes) { total_bytes_ = bytes; }
+  void OnDrain() override {
+    End(absl::UnavailableError(kDraining));
+    service_->Leave(*this);
+  }
 
  private:
   void OnWriteDone(bool) override {
@@ -113,8 +123,14 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse> {
     }
     FinishNow();
   }
-  void OnCancel() override { gone_ = true; }
-  void OnDone() override { self_.reset(); }
+  void OnCancel() override {
+    End(absl::CancelledError("call cancelled"));
+    service_->Leave(*this);
+  }
+  void OnDone() override {
+    tracker_->Remove(this);
+    self_.reset();  // may delete this
+  }
 
   // Once: by End, or by OnWriteDone where a message was on its way.
   void FinishNow() {
@@ -130,24 +146,20 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse> {
     }
   }
 
+  HeadsService* const service_;
+  CallTracker* const tracker_;
   const v1::LoadHeadRequest request_;
   std::shared_ptr<LoadCall> self_;
-  std::atomic<bool> gone_ = false;
   absl::Time next_report_ = absl::InfinitePast();
-  int64_t total_bytes_ = 0;
   v1::LoadHeadResponse message_;  // on its way while writing_
   v1::LoadHeadResponse last_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<absl::Status> status_ ABSL_GUARDED_BY(mutex_);  // ended
 };
 
-HeadsService::HeadsService(std::string root, const engine::Admission* admission,
-                           engine::Heads* heads)
-    : root_(std::move(root)),
-      admission_(admission),
-      heads_(heads),
-      thread_([this] { RunLoads(); }) {}
+HeadsService::HeadsService(std::string root, const CallEnvironment& environment)
+    : root_(std::move(root)), environment_(environment), thread_([this] { RunLoads(); }) {}
 
 HeadsService::~HeadsService() {
   {
@@ -157,23 +169,61 @@ HeadsService::~HeadsService() {
   thread_.join();
 }
 
+bool HeadsService::loading() const {
+  absl::MutexLock lock(&mutex_);
+  return running_ != nullptr;
+}
+
 grpc::ServerWriteReactor<v1::LoadHeadResponse>* HeadsService::Load(
     grpc::CallbackServerContext*, const v1::LoadHeadRequest* request) {
-  auto call = std::make_shared<LoadCall>(*request);
-  call->Own(call);
-  if (absl::Status status = Enqueue(call); !status.ok()) call->End(status, {});
+  auto call = std::make_shared<LoadCall>(this, environment_.tracker, *request);
+  call->Start(call);
+  if (absl::Status status = Enqueue(call); !status.ok()) call->End(status);
   return call.get();
 }
 
+engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
+  const v1::LoadHeadRequest& request = call.request();
+  return {.name = request.name(),
+          .path = request.path(),
+          .root = root_,
+          .final_norm = request.final_norm(),
+          .vocab = request.vocab()};
+}
+
 absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
-  if (admission_->draining()) return absl::UnavailableError(kDraining);
+  if (environment_.admission->draining()) return absl::UnavailableError(kDraining);
+  if (root_.empty()) {
+    return absl::FailedPreconditionError(
+        "heads are not loaded by clients: the server was started without --head-root DIR");
+  }
+  if (absl::Status status = environment_.heads->Check(RequestOf(*call)); !status.ok()) {
+    return status;
+  }
+  const std::string& name = call->request().name();
   absl::MutexLock lock(&mutex_);
+  const auto same = [&](const auto& other) { return other->request().name() == name; };
+  if ((running_ != nullptr && same(running_)) || std::any_of(loads_.begin(), loads_.end(), same)) {
+    return absl::AlreadyExistsError(
+        absl::StrFormat("head %s is being loaded; allowed: another name", name));
+  }
   if (loads_.size() >= kMaxWaitingLoads) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d loads wait already; allowed: %d", loads_.size(), kMaxWaitingLoads));
   }
+  if (running_ != nullptr || !loads_.empty()) call->Report({});
   loads_.push_back(call);
   return absl::OkStatus();
+}
+
+void HeadsService::Leave(const LoadCall& call) {
+  std::shared_ptr<LoadCall> left;  // freed without the lock
+  absl::MutexLock lock(&mutex_);
+  const auto it = std::find_if(loads_.begin(), loads_.end(),
+                               [&](const auto& waiting) { return waiting.get() == &call; });
+  if (it == loads_.end()) return;
+  left = std::move(*it);
+  loads_.erase(it);
 }
 
 void HeadsService::RunLoads() {
@@ -188,47 +238,46 @@ void HeadsService::RunLoads() {
       if (loads_.empty()) return;
       call = std::move(loads_.front());
       loads_.pop_front();
+      if (call->ended()) continue;
+      running_ = call;
     }
     Run(*call);
   }
 }
 
 void HeadsService::Run(LoadCall& call) {
-  const v1::LoadHeadRequest& request = call.request();
-  const auto wanted = [&] { return !call.gone() && !admission_->draining(); };
-  absl::StatusOr<std::shared_ptr<const engine::Head>> head = absl::CancelledError();
-  if (absl::StatusOr<std::string> path = Resolve(root_, request.path()); !path.ok()) {
-    head = path.status();
-  } else if (wanted()) {
-    head = heads_->Load({.name = request.name(),
-                         .path = *std::move(path),
-                         .final_norm = request.final_norm(),
-                         .vocab = request.vocab()},
-                        [&](const engine::HeadProgress& progress) {
-                          call.set_total_bytes(progress.total_bytes);
-                          call.Report(progress);
-                          return wanted();
-                        });
+  v1::LoadHeadResponse last;
+  const auto head =
+      environment_.heads->Load(RequestOf(call), [&](const engine::HeadProgress& progress) {
+        last.set_done_bytes(progress.done_bytes);
+        last.set_total_bytes(progress.total_bytes);
+        call.Report(progress);
+        return !call.ended();
+      });
+  if (head.ok()) *last.mutable_head() = Describe(**head);
+  {
+    // Before the caller hears of it, who may load the name anew.
+    absl::MutexLock lock(&mutex_);
+    running_ = nullptr;
   }
-  if (absl::IsCancelled(head.status()) && admission_->draining()) {
-    head = absl::UnavailableError(kDraining);
-  }
-  call.End(head.status(), head.ok() ? Describe(**head) : v1::Head());
+  call.End(head.status(), std::move(last));
+  // Last, since the owner may end the process in it.
+  if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
 }
 
 grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* context,
                                                const v1::UnloadHeadRequest* request,
                                                v1::UnloadHeadResponse*) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  Finish(reactor, admission_->draining() ? absl::UnavailableError(kDraining)
-                                         : heads_->Unload(request->name()));
+  Finish(reactor, environment_.admission->draining() ? absl::UnavailableError(kDraining)
+                                                     : environment_.heads->Unload(request->name()));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* context,
                                              const v1::ListHeadsRequest*,
                                              v1::ListHeadsResponse* response) {
-  for (const auto& head : heads_->List()) *response->add_heads() = Describe(*head);
+  for (const auto& head : environment_.heads->List()) *response->add_heads() = Describe(*head);
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   Finish(reactor, absl::OkStatus());
   return reactor;
@@ -237,35 +286,11 @@ grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* contex
 grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context,
                                             const v1::GetHeadRequest* request,
                                             v1::GetHeadResponse* response) {
-  const auto head = heads_->Find(request->name());
+  const auto head = environment_.heads->Find(request->name());
   if (head.ok()) *response->mutable_head() = Describe(**head);
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   Finish(reactor, head.status());
   return reactor;
-}
-
-v1::Head HeadsService::Describe(const engine::Head& head) const {
-  const HeadView& view = head.view();
-  const engine::HeadInfo& info = head.info();
-  v1::Head out;
-  out.set_name(info.name);
-  out.set_path(!root_.empty() && IsIn(info.path, root_)
-                   ? std::filesystem::path(info.path).lexically_relative(root_).string()
-                   : info.path);
-  out.set_tensor(info.tensor);
-  out.set_dtype(ToProto(view.weight.dtype));
-  out.set_vocab(view.vocab());
-  out.set_hidden(view.hidden());
-  out.set_stored_vocab(info.stored_vocab);
-  out.set_bias(view.bias != nullptr);
-  out.set_final_norm(view.norm != nullptr);
-  out.set_norm_epsilon(view.norm_epsilon);
-  out.set_scale(view.scale);
-  out.set_softcap(view.softcap);
-  out.set_device_bytes(info.device_bytes);
-  out.set_loaded_unix_ms(absl::ToUnixMillis(info.loaded));
-  out.set_load_ms(absl::ToInt64Milliseconds(info.load_time));
-  return out;
 }
 
 }  // namespace logitd::rpc

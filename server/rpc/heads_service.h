@@ -11,8 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "logitd/v1/heads.grpc.pb.h"
-#include "server/engine/admission.h"
 #include "server/engine/heads.h"
+#include "server/rpc/message_job.h"
 
 namespace logitd::rpc {
 
@@ -23,10 +23,14 @@ class LoadCall;
 class HeadsService final : public v1::Heads::CallbackService {
  public:
   // `root`: the directory that paths of Load are in, without links in it; empty: none, and Load is
-  // refused. The other two outlive this; `admission` knows whether the server drains.
-  HeadsService(std::string root, const engine::Admission* admission, engine::Heads* heads);
-  // No call may be left.
+  // refused. What `environment` points to outlives this.
+  HeadsService(std::string root, const CallEnvironment& environment);
+  // No call may be left. Waits for as long as loading() is true.
   ~HeadsService() override;
+
+  // A head is being read and copied, perhaps for a call that is over: a call ends as soon as it is
+  // cancelled or the server drains, its load when it next looks.
+  bool loading() const;
 
   grpc::ServerWriteReactor<v1::LoadHeadResponse>* Load(grpc::CallbackServerContext* context,
                                                        const v1::LoadHeadRequest* request) override;
@@ -41,15 +45,17 @@ class HeadsService final : public v1::Heads::CallbackService {
                                 v1::GetHeadResponse* response) override;
 
  private:
-  v1::Head Describe(const engine::Head& head) const;
+  engine::HeadRequest RequestOf(const LoadCall& call) const;
   absl::Status Enqueue(const std::shared_ptr<LoadCall>& call);
+  friend class LoadCall;
+  void Leave(const LoadCall& call);  // the line, if it is in it
   void RunLoads();
   void Run(LoadCall& call);
 
   const std::string root_;
-  const engine::Admission* const admission_;
-  engine::Heads* const heads_;
-  absl::Mutex mutex_;
+  const CallEnvironment environment_;
+  mutable absl::Mutex mutex_;
+  std::shared_ptr<LoadCall> running_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::shared_ptr<LoadCall>> loads_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // RunLoads

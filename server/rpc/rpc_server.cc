@@ -103,7 +103,7 @@ class RpcServerImpl final : public RpcServer {
         sampler_(environment_),
         scorer_(environment_),
         attention_(environment_),
-        heads_(options.head_root, admission, heads),
+        heads_(options.head_root, environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -181,6 +181,8 @@ class RpcServerImpl final : public RpcServer {
   void Drain() override { tracker_.Drain(); }
 
   int calls() const override { return tracker_.alive(); }
+
+  bool loading() const override { return heads_.loading(); }
 
   void Shutdown() override {
     HangUp(listening_);

@@ -46,12 +46,15 @@ class RpcServer {
   // What grpc.health.v1 answers, for the server and for each service.
   virtual void SetServing(bool serving) = 0;
 
-  // Streams that wait for their peers are ended, with UNAVAILABLE; busy ones when what was read is
-  // answered.
+  // Streams that wait for their peers are ended, with UNAVAILABLE, and so are loads of heads; busy
+  // streams when what was read is answered.
   virtual void Drain() = 0;
 
-  // Calls of ops that are not over.
+  // Calls of ops, and loads of heads, that are not over.
   virtual int calls() const = 0;
+
+  // See HeadsService. The destructor waits for it.
+  virtual bool loading() const = 0;
 
   // Stops listening, hangs up on every peer and returns when nothing runs. To the peers, a call
   // that is not over, or still comes, is UNAVAILABLE; to calls here it is as if their callers had

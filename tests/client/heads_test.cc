@@ -1,9 +1,11 @@
 // Heads from the client's side: the library and logitctl against the real server.
 #include <gmock/gmock.h>
 #include <google/protobuf/util/json_util.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -14,7 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
-#include "logitd/v1/heads.pb.h"
+#include "logitd/v1/heads.grpc.pb.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
 
@@ -156,7 +158,7 @@ TEST_F(HeadsClientTest, ARefusalIs1AndSaysWhy) {
   };
   for (const Case& test : {
            Case{{"load", "a", "bad.safetensors"}, "INVALID_ARGUMENT: head a: "},
-           {{"load", "a", "none"}, "NOT_FOUND: none: No such file"},
+           {{"load", "a", "none"}, "NOT_FOUND: head a: none: No such file"},
            {{"load", "a", "../x"}, "PERMISSION_DENIED: path: got \"../x\""},
            {{"load", "start", "small.safetensors"}, "ALREADY_EXISTS: head start is loaded"},
            {{"load", "a b", "small.safetensors"}, "INVALID_ARGUMENT: name: got 'a b'"},
@@ -188,6 +190,33 @@ TEST_F(HeadsClientTest, ATerminalSeesABar) {
   ASSERT_EQ(pclose(pipe), 0) << out;
   EXPECT_THAT(out, AllOf(HasSubstr("\ra: [####################] 100%, 36 bytes of 36 bytes"),
                          HasSubstr("small.safetensors")));
+}
+
+// Unloads at once, and the answer is lost.
+class LosingHeads final : public v1::Heads::Service {
+ public:
+  grpc::Status Unload(grpc::ServerContext*, const v1::UnloadHeadRequest*,
+                      v1::UnloadHeadResponse*) override {
+    return calls_++ == 0 ? grpc::Status(grpc::UNAVAILABLE, "lost")
+                         : grpc::Status(grpc::NOT_FOUND, "no head");
+  }
+
+ private:
+  std::atomic<int> calls_ = 0;
+};
+
+TEST(HeadsUnloadTest, IsDoneWhereASecondTryFindsNothing) {
+  TempDir dir;
+  const std::string address = "unix:" + dir.path("socket");
+  LosingHeads heads;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(address, grpc::InsecureServerCredentials());
+  builder.RegisterService(&heads);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  ASSERT_NE(server, nullptr);
+  const auto client = *client::Client::Create({.address = address});
+  EXPECT_TRUE(client->UnloadHead("a").ok());
+  EXPECT_TRUE(absl::IsNotFound(client->UnloadHead("a")));
 }
 
 TEST(HeadsCommandTest, BadUsageIs2AndHelpTeaches) {

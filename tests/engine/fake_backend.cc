@@ -1,5 +1,6 @@
 #include "tests/engine/fake_backend.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 
@@ -46,10 +47,17 @@ absl::StatusOr<Slab> FakeBackend::AllocateSlab(size_t bytes) {
 }
 
 void FakeBackend::FreeSlab(const Slab& slab) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Require(!Busy(slab.host, slab.bytes), "a slab is freed while a copy from it is under way");
   std::free(slab.host);
   std::free(slab.device);
-  std::lock_guard<std::mutex> lock(mutex_);
   --live_slabs_;
+}
+
+bool FakeBackend::Busy(const std::byte* memory, size_t bytes) {
+  const auto inside = [&](const std::byte* at) { return at >= memory && at < memory + bytes; };
+  return std::any_of(fills_.begin(), fills_.end(),
+                     [&](const Filled& fill) { return inside(fill.from) || inside(fill.to); });
 }
 
 absl::StatusOr<DeviceMemory> FakeBackend::AllocateDevice(size_t bytes) {
@@ -62,8 +70,9 @@ absl::StatusOr<DeviceMemory> FakeBackend::AllocateDevice(size_t bytes) {
 }
 
 void FakeBackend::FreeDevice(const DeviceMemory& memory) {
-  std::free(memory.data);
   std::lock_guard<std::mutex> lock(mutex_);
+  Require(!Busy(memory.data, memory.bytes), "memory is freed while a copy to it is under way");
+  std::free(memory.data);
   device_bytes_ -= memory.bytes;
 }
 
@@ -154,7 +163,9 @@ absl::Status FakeStream::Fill(const Slab& slab, size_t offset, size_t bytes, std
   Enter(kUploading);
   if (absl::Status status = backend_->Fault(FaultPoint::kUpload); !status.ok()) return status;
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
-  fills_.push_back({.from = slab.host + offset, .to = to, .bytes = bytes});
+  std::lock_guard<std::mutex> lock(backend_->mutex_);
+  backend_->fills_.push_back(
+      {.stream = this, .from = slab.host + offset, .to = to, .bytes = bytes});
   return absl::OkStatus();
 }
 
@@ -168,8 +179,13 @@ absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes)
 absl::StatusOr<StreamTimes> FakeStream::Wait() {
   phase_ = kIdle;
   uploaded_bytes_ = 0;
-  for (const Filled& fill : fills_) std::memcpy(fill.to, fill.from, fill.bytes);
-  fills_.clear();
+  {
+    std::lock_guard<std::mutex> lock(backend_->mutex_);
+    std::erase_if(backend_->fills_, [this](const FakeBackend::Filled& fill) {
+      if (fill.stream == this) std::memcpy(fill.to, fill.from, fill.bytes);
+      return fill.stream == this;
+    });
+  }
   if (absl::Status status = backend_->Fault(FaultPoint::kWait); !status.ok()) return status;
   return StreamTimes{.h2d_ns = 1, .kernel_ns = 2, .d2h_ns = 3};
 }

@@ -96,6 +96,15 @@ class FakeBackend final : public Backend {
   absl::Status Fault(FaultPoint point);
   void BeginOp(Ran ran);
 
+  // A copy that has not been waited for. Neither end of it may be freed.
+  struct Filled {
+    const void* stream;
+    const std::byte* from;
+    std::byte* to;
+    size_t bytes;
+  };
+  bool Busy(const std::byte* memory, size_t bytes);
+
   DeviceInfo info_{.backend = "fake", .name = "fake"};
   std::function<absl::Status(FaultPoint)> faults_;
   std::mutex mutex_;
@@ -104,6 +113,7 @@ class FakeBackend final : public Backend {
   std::chrono::microseconds op_time_{0};
   std::vector<std::pair<FaultPoint, absl::Status>> next_faults_;
   std::vector<Ran> log_;
+  std::vector<Filled> fills_;
   int live_slabs_ = 0;
   int max_slabs_ = 1 << 20;
   size_t device_bytes_ = 0;
@@ -111,7 +121,8 @@ class FakeBackend final : public Backend {
 };
 
 // Holds its user to the order of Stream: uploads, ops, downloads, then Wait, also after an error;
-// anything else aborts. A Fill copies as late as a device may: when it is waited for.
+// anything else aborts. A Fill copies as late as a device may: when it is waited for;
+// memory that is freed before that aborts.
 class FakeStream final : public Stream {
  public:
   explicit FakeStream(FakeBackend* backend) : backend_(backend) {}
@@ -127,15 +138,8 @@ class FakeStream final : public Stream {
   enum Phase { kIdle, kUploading, kComputing, kDownloading };
   void Enter(Phase phase);
 
-  struct Filled {
-    const std::byte* from;
-    std::byte* to;
-    size_t bytes;
-  };
-
   FakeBackend* const backend_;
   Phase phase_ = kIdle;
-  std::vector<Filled> fills_;
   size_t uploaded_bytes_ = 0;
 };
 

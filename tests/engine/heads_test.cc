@@ -89,6 +89,11 @@ class HeadsTest : public ::testing::Test {
           return absl::StrFormat("row %d, column %d", r, c);
         }
       }
+      for (size_t at = view.hidden() * element; at < view.weight.row_stride * element; ++at) {
+        if (data[r * view.weight.row_stride * element + at] != 0) {
+          return absl::StrFormat("row %d, byte %d, behind its end", r, at);
+        }
+      }
     }
     return "";
   }
@@ -150,6 +155,12 @@ TEST_F(HeadsTest, ABiasIsFoundBesideItsWeight) {
   for (int i = 0; i < 4; ++i) EXPECT_EQ((*head)->view().bias[i], Pattern(i, 0));
 }
 
+TEST_F(HeadsTest, ATensorWithoutANameIsNoBias) {
+  const auto head = Load(Request("nameless.safetensors"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ((*head)->view().bias, nullptr);
+}
+
 TEST_F(HeadsTest, AFolderTrimsItsPaddedVocabularyAndBringsItsNorm) {
   const auto head = Load(Request("padded", /*norm=*/true));
   ASSERT_TRUE(head.ok()) << head.status();
@@ -185,6 +196,29 @@ TEST_F(HeadsTest, TiedEmbeddingsOfANestedModelWhoseNormIsOnePlusWeight) {
   EXPECT_EQ(Wrong(view), "");
   EXPECT_EQ(view.softcap, 30.0f);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(view.norm[i], 1.0f + Pattern(i, 0));
+}
+
+TEST_F(HeadsTest, EveryKnownScaleCounts) {
+  // 3 (Cohere) x 0.5 (Falcon-H1) / 4 (Granite) x 2 of 8 (MiniCPM)
+  const auto head = Load(Request("scales.safetensors"));
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ((*head)->view().scale, 0.09375f);
+}
+
+TEST_F(HeadsTest, NormsOfOnePlusWeightByTheirModels) {
+  for (const char* type : {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+                           "qwen3_5_moe_text", "gemma", "gemma2"}) {
+    const auto head = Load(Request(absl::StrCat("norm_of_", type), /*norm=*/true));
+    ASSERT_TRUE(head.ok()) << head.status();
+    for (int i = 0; i < 8; ++i) EXPECT_EQ((*head)->view().norm[i], 1.0f + Pattern(i, 0)) << type;
+    ASSERT_TRUE(heads_.Unload("h").ok());
+  }
+  for (const char* type : {"qwen3", "qwen3_moe", "gemma3n"}) {
+    const auto head = Load(Request(absl::StrCat("norm_of_", type), /*norm=*/true));
+    ASSERT_TRUE(head.ok()) << head.status();
+    for (int i = 0; i < 8; ++i) EXPECT_EQ((*head)->view().norm[i], Pattern(i, 0)) << type;
+    ASSERT_TRUE(heads_.Unload("h").ok());
+  }
 }
 
 TEST_F(HeadsTest, ShardsByTheirIndexAndABiasThatIsScaledWithTheLogits) {
@@ -245,12 +279,17 @@ TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
            {"long_bias.safetensors", kInvalid, {"'lm_head.bias' has shape [5]; allowed: [4]"}},
            {"too_wide.safetensors", kInvalid, {"too_wide.safetensors: hidden", "65537"}},
            {"scale_nan.safetensors", kInvalid, {"scale", "nan"}},
-           {"scale_word.safetensors",
-            kInvalid,
-            {"logit_scale is '\\\"much\\\"'; allowed: a number"}},
+           {"scale_word.safetensors", kInvalid, {"logit_scale is 'much'; allowed: a number"}},
            {"scaling_0.safetensors", kInvalid, {"logits_scaling is 0"}},
+           {"scale_tiny.safetensors", kInvalid, {"scale of the logits is 1e-60; allowed: 0, or"}},
+           {"scale_huge.safetensors", kInvalid, {"scale of the logits is 1e+60; allowed: 0, or"}},
+           {"cap_tiny.safetensors", kInvalid, {"final_logit_softcapping is 1e-60; allowed: 0, or"}},
+           {"base_0.safetensors", kInvalid, {"dim_model_base is 0; allowed"}},
+           {"base_and_bias.safetensors", kInvalid, {"dim_model_base and a bias"}},
+           {"other_scale.safetensors", kInvalid, {"mup_width_multiplier is 8; allowed: none"}},
+           {"other_cap", kInvalid, {"config.json: logits_soft_cap is 30; allowed: none"}},
            {"vocab_beyond", kInvalid, {"config.json: vocab_size is 5; allowed: 1 to 4"}},
-           {"vocab_negative", kInvalid, {"vocab_size is '-5'; allowed: an integer of 1 or more"}},
+           {"vocab_negative", kInvalid, {"vocab_size is -5; allowed: an integer of 1 or more"}},
            {"not_tied", kInvalid, {"tie_word_embeddings is false"}},
            {"no_head", kInvalid, {"no_head: no tensor 'lm_head.weight'"}},
            {"no_config", kMissing, {"no_config/config.json: No such file"}},
@@ -261,11 +300,22 @@ TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
            {"leaving", kInvalid, {"'lm_head.weight' is in '../named.safetensors'; allowed"}},
            {"absolute", kInvalid, {"is in '/etc/passwd'; allowed: the name of a file"}},
            {"parent", kInvalid, {"is in '..'; allowed: the name of a file"}},
+           {"index_of_objects", kMissing, {"none.safetensors: No such file"}},
+           {"index_of_names", kMissing, {"none.safetensors: No such file"}},
+           {"large_index", kInvalid, {"index.json: 16777217 bytes; allowed: to 16777216"}},
+           {"large_config", kInvalid, {"config.json: 1048577 bytes; allowed: to 1048576"}},
+           {"long_header.safetensors", kInvalid, {"header length 16777217; allowed: to 16777216"}},
+           {"long_shard", kInvalid, {"is in 'aaaaaaa", "allowed: the name of a file"}},
+           {"two_lines", kInvalid, {"is in 'a\\nb'; allowed: the name of a file"}},
+           {"long_name.safetensors", kInvalid, {"has a name of 129 bytes; allowed: 1 to 128"}},
+           {"name_of_two_lines.safetensors", kInvalid, {"tensor 'a\\nb', the only", "printable"}},
+           {"name_of_nothing.safetensors", kInvalid, {"tensor '', the only"}},
            {"no_map", kInvalid, {"no \"weight_map\""}},
            {"no_norm", kInvalid, {"no final norm: none of the tensors model.norm.weight"}, true},
            {"layer_norm", kInvalid, {"'model.norm.bias', so it is a LayerNorm"}, true},
            {"norm_unknown", kInvalid, {"no rms_norm_eps"}, true},
            {"gemma_unknown", kInvalid, {"model_type is 'gemma9'", "gemma2"}, true},
+           {"qwen_unknown", kInvalid, {"model_type is 'qwen3_5_other'", "qwen3_5_moe"}, true},
            {"long_norm", kInvalid, {"'model.norm.weight' has shape [9]; allowed: [8]"}, true},
        }) {
     SCOPED_TRACE(test.path);
@@ -406,6 +456,69 @@ TEST_F(HeadsTest, AnUnknownNameGetsTheKnownOnes) {
   EXPECT_THAT(names, ElementsAre("a", "b"));
 }
 
+TEST_F(HeadsTest, AnUnknownNameIsAnsweredInBoundedText) {
+  for (int i = 10; i < 22; ++i) {
+    HeadRequest request = Request("named.safetensors");
+    request.name = absl::StrCat("h", i);
+    ASSERT_TRUE(Load(request).ok());
+  }
+  EXPECT_EQ(heads_.Find(std::string(5000, 'x') + "\n").status(),
+            absl::NotFoundError("no head \"" + std::string(128, 'x') +
+                                "\"...; loaded: h10, h11, h12, h13, h14, h15, h16, h17, h18, h19 "
+                                "and 2 more"));
+  EXPECT_THAT(std::string(heads_.Find("a\n").status().message()), HasSubstr("no head \"a\\n\""));
+}
+
+TEST_F(HeadsTest, ARootKeepsEveryFileOfAFolderInside) {
+  namespace fs = std::filesystem;
+  const std::string root = fs::canonical(files_).string() + "/root";
+  const std::string outside = fs::canonical(files_).string() + "/sharded";
+  fs::create_directories(root + "/blobs");
+  const char* const files[] = {"config.json", "model.safetensors.index.json",
+                               "model-00002-of-00002.safetensors"};
+  for (const char* file : files) fs::copy_file(outside + "/" + file, root + "/blobs/" + file);
+  // All links stay inside, or all but one.
+  for (const std::string leaves : {"", files[0], files[1], files[2]}) {
+    const std::string folder = absl::StrCat("model", leaves);
+    fs::create_directory(root + "/" + folder);
+    for (const std::string file : files) {
+      fs::create_symlink(file == leaves ? outside + "/" + file : "../blobs/" + file,
+                         absl::StrCat(root, "/", folder, "/", file));
+    }
+    const auto head = heads_.Load(
+        {.name = absl::StrCat("h", leaves.substr(0, 8)), .path = folder, .root = root}, Always);
+    if (leaves.empty()) {
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_EQ((*head)->info().path, "model");
+      continue;
+    }
+    EXPECT_EQ(head.status().code(), absl::StatusCode::kPermissionDenied) << head.status();
+    EXPECT_THAT(std::string(head.status().message()),
+                AllOf(HasSubstr(folder + "/" + leaves), HasSubstr("--head-root"),
+                      ::testing::Not(HasSubstr(root))));
+  }
+  fs::create_directory(root + "/single");
+  fs::copy_file(root + "/blobs/config.json", root + "/single/config.json");
+  fs::create_symlink("../../named.safetensors", root + "/single/model.safetensors");
+  HeadRequest request{.name = "single", .path = "single", .root = root};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kPermissionDenied);
+  // Without a root it may be anywhere.
+  request = {.name = "single", .path = root + "/single"};
+  EXPECT_TRUE(Load(request).ok());
+}
+
+TEST_F(HeadsTest, APathThatNoFileCanHaveIsTheCallersFault) {
+  HeadRequest request{.name = "a", .path = "/" + std::string(300, 'a')};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
+  const std::string root = std::filesystem::canonical(files_).string();
+  request = {.name = "a", .path = std::string(300, 'a'), .root = root};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
+  std::filesystem::create_symlink("loop", root + "/loop");
+  request = {.name = "a", .path = "loop", .root = root};
+  EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(Load(request).status().message()), HasSubstr("head a: loop: Too many"));
+}
+
 TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {
   std::atomic<bool> inside = false;
   std::atomic<bool> go_on = false;
@@ -417,17 +530,20 @@ TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {
     });
     EXPECT_TRUE(head.ok()) << head.status();
   });
-  while (!inside) absl::SleepFor(absl::Milliseconds(1));
+  for (int ms = 0; ms < 20'000 && !inside; ++ms) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_TRUE(inside);
   EXPECT_THAT(std::string(Load(Request("only.safetensors")).status().message()),
               HasSubstr("head h is being loaded"));
   HeadRequest second = Request("only.safetensors");
   second.name = "second";
-  // Waits, is asked whether it still wants to, and gives up.
-  const auto given_up = heads_.Load(second, [](const HeadProgress& progress) {
-    EXPECT_EQ(progress.total_bytes, 0);
-    return false;
-  });
-  EXPECT_EQ(given_up.status().code(), absl::StatusCode::kCancelled);
+  // Waits, is asked whether it still wants to, and gives up; which is no turn for the next.
+  for (int i = 0; i < 2; ++i) {
+    const auto given_up = heads_.Load(second, [](const HeadProgress& progress) {
+      EXPECT_EQ(progress.total_bytes, 0);
+      return false;
+    });
+    EXPECT_EQ(given_up.status().code(), absl::StatusCode::kCancelled);
+  }
   EXPECT_EQ(heads_.Find("h").status().code(), absl::StatusCode::kNotFound);  // and does not wait
   go_on = true;
   EXPECT_TRUE(Load(second).ok());

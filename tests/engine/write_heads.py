@@ -74,6 +74,13 @@ def good(out):
     write(f"{out}/only.safetensors", {"a": tensor("I32", 6), "w": tensor("BF16", 4, 8)},
           {"format": "pt", "logit_scale": "0.5", "final_logit_softcapping": "30", "vocab_size": "3"})
     write(f"{out}/half.safetensors", {"head.weight": tensor("F16", 4, 8), "head.bias": tensor("BF16", 4)})
+    write(f"{out}/nameless.safetensors", {"w": tensor("F16", 4, 8), "": tensor("F16", 4)})
+    write(f"{out}/scales.safetensors", {"w": tensor("F16", 4, 8)}, {
+        "logit_scale": "3", "lm_head_multiplier": "0.5", "logits_scaling": "4", "dim_model_base": "2"})
+    for model in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma", "gemma2",
+                  "qwen3", "qwen3_moe", "gemma3n"):
+        folder(f"{out}/norm_of_{model}", {"model_type": model, "rms_norm_eps": 1e-6},
+               {"lm_head.weight": tensor("F16", 4, 8), "model.norm.weight": tensor("F16", 8)})
     write(f"{out}/big.safetensors", {"lm_head.weight": tensor("BF16", 13000, 1001)})
     folder(f"{out}/padded", {"model_type": "llama", "vocab_size": 6, "hidden_size": 16, "rms_norm_eps": 1e-5,
                              "final_logit_softcapping": None, "tie_word_embeddings": False},
@@ -112,6 +119,15 @@ def bad(out):
     write(f"{out}/scale_nan.safetensors", head, {"logit_scale": "nan"})
     write(f"{out}/scale_word.safetensors", head, {"logit_scale": "much"})
     write(f"{out}/scaling_0.safetensors", head, {"logits_scaling": "0"})
+    write(f"{out}/scale_tiny.safetensors", head, {"logit_scale": "1e-60"})
+    write(f"{out}/scale_huge.safetensors", head, {"logits_scaling": "1e-60"})
+    write(f"{out}/cap_tiny.safetensors", head, {"final_logit_softcapping": "1e-60"})
+    write(f"{out}/base_0.safetensors", head, {"dim_model_base": "0"})
+    write(f"{out}/base_and_bias.safetensors", with_bias, {"dim_model_base": "4"})
+    write(f"{out}/other_scale.safetensors", head, {"mup_width_multiplier": "8"})
+    folder(f"{out}/other_cap", {"logits_soft_cap": 30}, head)
+    for name, tensor_name in {"long_name": "a" * 129, "name_of_two_lines": "a\nb", "name_of_nothing": ""}.items():
+        write(f"{out}/{name}.safetensors", {tensor_name: tensor("F16", 4, 8)})
     with open(f"{out}/named.safetensors", "rb") as file:
         whole = file.read()
     for name, content in {"cut": whole[:-1], "longer": whole + b"x", "empty": b"", "huge_header":
@@ -129,6 +145,7 @@ def bad(out):
     folder(f"{out}/layer_norm", llama, {**head, **norm, "model.norm.bias": tensor("F16", 8)})
     folder(f"{out}/norm_unknown", {"layer_norm_eps": 1e-5}, {**head, **norm})
     folder(f"{out}/gemma_unknown", {"model_type": "gemma9", "rms_norm_eps": 1e-5}, {**head, **norm})
+    folder(f"{out}/qwen_unknown", {"model_type": "qwen3_5_other", "rms_norm_eps": 1e-5}, {**head, **norm})
     folder(f"{out}/long_norm", llama, {**head, "model.norm.weight": tensor("F16", 9)})
     write(f"{out}/no_config/model.safetensors", head)
     write_json(f"{out}/config_list/config.json", [])
@@ -139,7 +156,24 @@ def bad(out):
     write_json(f"{out}/no_files/config.json", {})
     sharded(f"{out}/missing_shard", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "b.safetensors"})
     sharded(f"{out}/shard_without", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "a.safetensors"})
-    for name, target in {"leaving": "../named.safetensors", "absolute": "/etc/passwd", "parent": ".."}.items():
+    # One object beside another, behind what is of interest: the whole is read, and takes no time.
+    for name, objects in {"index_of_objects": ",".join(f'"{i}":{{}}' for i in range(200000)),
+                          "index_of_names": ",".join(f'"{i}":"x"' for i in range(200000))}.items():
+        sharded(f"{out}/{name}", {}, {})
+        with open(f"{out}/{name}/model.safetensors.index.json", "w") as file:
+            file.write('{"weight_map":{"lm_head.weight":"none.safetensors",' + objects + "}}")
+    for name, path, size in (("index", "large_index/model.safetensors.index.json", 16 << 20),
+                             ("config", "large_config/config.json", 1 << 20)):
+        write_json(f"{out}/large_{name}/config.json", {})
+        if name == "config":
+            write(f"{out}/large_config/model.safetensors", head)
+        with open(f"{out}/{path}", "w") as file:
+            file.write("{}" + " " * (size - 1))
+    with open(f"{out}/long_header.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", (16 << 20) + 1))
+        file.truncate((16 << 20) + 9)
+    for name, target in {"leaving": "../named.safetensors", "absolute": "/etc/passwd", "parent": "..", "long_shard": "a" * 256,
+                         "two_lines": "a\nb"}.items():
         sharded(f"{out}/{name}", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": target})
     write_json(f"{out}/no_map/config.json", {})
     write_json(f"{out}/no_map/model.safetensors.index.json", {"weight_map": [1]})

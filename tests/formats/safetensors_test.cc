@@ -46,6 +46,9 @@ struct BadLength {
 TEST(SafetensorsTest, TheLengthIsHeldAgainstTheFile) {
   const std::string hundred("\x64\0\0\0\0\0\0\0", 8);
   EXPECT_EQ(*SafetensorsHeaderBytes("f", hundred, 108), 100);
+  EXPECT_EQ(*SafetensorsHeaderBytes("f", hundred, 108, 100), 100);
+  EXPECT_EQ(SafetensorsHeaderBytes("f", hundred, 108, 99).status(),
+            absl::InvalidArgumentError("f: header length 100; allowed: to 99"));
   for (const BadLength& test : {
            BadLength{"empty", "", 0, "f: shorter than the 8 bytes"},
            {"seven", hundred.substr(0, 7), 7, "shorter than the 8 bytes"},
@@ -121,6 +124,16 @@ TEST(SafetensorsTest, NamesTheFault) {
     EXPECT_EQ(header.status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(header.status().message()), HasSubstr(test.error)) << test.name;
     EXPECT_EQ(header.status().message().substr(0, 3), "f: ") << test.name;
+  }
+}
+
+TEST(SafetensorsTest, NothingStandsBehindANul) {
+  const std::string good = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
+  ASSERT_TRUE(ParseSafetensorsHeader("f", good, 4).ok());
+  for (const char* behind : {"", "{", "\"b\":1"}) {
+    EXPECT_EQ(ParseSafetensorsHeader("f", good + '\0' + behind, 4).status(),
+              absl::InvalidArgumentError(absl::StrFormat(
+                  "f: header is not a JSON object, at its byte %d", good.size() + 1)));
   }
 }
 

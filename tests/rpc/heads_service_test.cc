@@ -59,6 +59,10 @@ class HeldBackend final : public Backend {
     absl::MutexLock lock(&mutex_);
     held_ = false;
   }
+  void FailNextWait(absl::Status fault) {
+    absl::MutexLock lock(&mutex_);
+    fault_ = std::move(fault);
+  }
   int waiting() {
     absl::MutexLock lock(&mutex_);
     return waiting_;
@@ -83,12 +87,21 @@ class HeldBackend final : public Backend {
       backend_->Pass();
       return stream_->Fill(slab, offset, bytes, to);
     }
-    absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
+    absl::StatusOr<StreamTimes> Wait() override {
+      absl::StatusOr<StreamTimes> times = stream_->Wait();
+      if (absl::Status fault = backend_->TakeFault(); !fault.ok()) return fault;
+      return times;
+    }
 
    private:
     const std::unique_ptr<Stream> stream_;
     HeldBackend* const backend_;
   };
+
+  absl::Status TakeFault() {
+    absl::MutexLock lock(&mutex_);
+    return std::exchange(fault_, absl::OkStatus());
+  }
 
   void Pass() {
     absl::MutexLock lock(&mutex_);
@@ -101,6 +114,7 @@ class HeldBackend final : public Backend {
   const std::unique_ptr<Backend> cpu_ = *CreateCpuBackend({.cpu_threads = 1});
   absl::Mutex mutex_;
   bool held_ = false;
+  absl::Status fault_;
   int waiting_ = 0;
   int pieces_ = 0;  // of device memory
 };
@@ -133,7 +147,10 @@ class HeadsServiceTest : public ::testing::Test {
                                           .slab_payload_bytes = 1 << 16,
                                           .slab_answer_bytes = 1 << 16,
                                           .max_batch_rows = 16},
-                                         &metrics_, [](const absl::Status&) { FAIL(); });
+                                         &metrics_, [this](const absl::Status& cause) {
+                                           absl::MutexLock lock(&mutex_);
+                                           lost_ = cause;
+                                         });
     EXPECT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     Start(folder_ + "/top");
@@ -211,7 +228,15 @@ class HeadsServiceTest : public ::testing::Test {
     return true;
   }
 
+  // What the engine's owner has heard of the device.
+  absl::Status lost() {
+    absl::MutexLock lock(&mutex_);
+    return lost_;
+  }
+
   std::string folder_;
+  absl::Mutex mutex_;
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   HeldBackend backend_;
   engine::Metrics metrics_{{}};
   engine::Admission admission_{{.max_request_bytes = 1 << 17, .max_held_bytes = 1 << 20},
@@ -302,8 +327,8 @@ TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
   for (const std::string& path :
        {std::string("../outside.safetensors"), std::string("inner/../../outside.safetensors"),
         folder_ + "/outside.safetensors", folder_ + "/top2/x.safetensors", std::string("out"),
-        std::string("up/outside.safetensors"), std::string(""), std::string(".."),
-        std::string("../none"), std::string("/")}) {
+        std::string("up/outside.safetensors"), std::string(".."), std::string("../none"),
+        std::string("/")}) {
     const grpc::Status status = Load("x", path);
     EXPECT_EQ(status.error_code(), grpc::PERMISSION_DENIED) << path;
     EXPECT_THAT(status.error_message(),
@@ -333,44 +358,103 @@ TEST_F(HeadsServiceTest, WithoutARootClientsLoadNothing) {
   EXPECT_THAT(status.error_message(), HasSubstr("--head-root DIR"));
 }
 
-// The server hears of a cancellation when it hears of it, and what is loaded by then is loaded: the
-// two below try again, leaving it more time.
+TEST_F(HeadsServiceTest, WhatCanBeToldAtOnceIsToldWhileAnotherLoads) {
+  ASSERT_TRUE(Load("there", "small.safetensors").ok());
+  backend_.Hold();
+  auto first = Begin("first", "small.safetensors");
+  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  auto second = Begin("second", "small.safetensors");
+  v1::LoadHeadResponse waits;
+  ASSERT_TRUE(second->reader->Read(&waits));
+  EXPECT_EQ(waits.total_bytes(), 0);
+  EXPECT_FALSE(waits.has_head());
+  struct Case {
+    std::string name;
+    std::string path;
+    grpc::StatusCode code;
+  };
+  for (const Case& test : {
+           Case{"there", "small.safetensors", grpc::ALREADY_EXISTS},
+           {"first", "small.safetensors", grpc::ALREADY_EXISTS},
+           {"second", "small.safetensors", grpc::ALREADY_EXISTS},
+           {std::string(129, 'a'), "small.safetensors", grpc::INVALID_ARGUMENT},
+           {"x", "", grpc::INVALID_ARGUMENT},
+           {"x", std::string(4097, 'a'), grpc::INVALID_ARGUMENT},
+           {"x", "a\nb", grpc::INVALID_ARGUMENT},
+           {"x", "../outside.safetensors", grpc::PERMISSION_DENIED},
+       }) {
+    EXPECT_EQ(Load(test.name, test.path).error_code(), test.code) << test.name << " " << test.path;
+  }
+  EXPECT_EQ(backend_.waiting(), 1);
+  backend_.Release();
+  EXPECT_TRUE(first->Finish().ok());
+  EXPECT_TRUE(second->Finish().ok());
+}
+
 TEST_F(HeadsServiceTest, ACancelledCallGivesItsLoadUp) {
-  absl::Duration time = absl::Milliseconds(1);
-  EXPECT_TRUE(Becomes([&] {
-    backend_.Hold();
-    auto call = Begin("large", "inner/large.safetensors");
-    EXPECT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
-    EXPECT_THAT(List(), ElementsAre());  // and others are answered meanwhile
-    call->context.TryCancel();
-    EXPECT_EQ(call->Finish().error_code(), grpc::CANCELLED);
-    absl::SleepFor(time *= 2);
-    backend_.Release();
-    EXPECT_TRUE(Becomes([&] { return backend_.pieces() == 0 || !List().empty(); }));
-    return backend_.pieces() == 0 || !Unload("large").ok();
-  }));
+  backend_.Hold();
+  auto call = Begin("large", "inner/large.safetensors");
+  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  EXPECT_THAT(List(), ElementsAre());  // and others are answered meanwhile
+  EXPECT_EQ(server_->calls(), 1);
+  call->context.TryCancel();
+  EXPECT_EQ(call->Finish().error_code(), grpc::CANCELLED);
+  EXPECT_TRUE(Becomes([&] { return server_->calls() == 0; }));  // the server knows
+  EXPECT_TRUE(server_->loading());
+  backend_.Release();
+  EXPECT_TRUE(Becomes([&] { return !server_->loading(); }));
+  EXPECT_EQ(backend_.pieces(), 0);
+  EXPECT_THAT(List(), ElementsAre());
   EXPECT_TRUE(Load("large", "inner/large.safetensors").ok());
 }
 
 TEST_F(HeadsServiceTest, LoadsWaitTheirTurnAndMayLeaveTheLine) {
-  absl::Duration time = absl::Milliseconds(1);
-  EXPECT_TRUE(Becomes([&] {
-    backend_.Hold();
-    auto first = Begin("first", "small.safetensors");
-    EXPECT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
-    auto second = Begin("second", "small.safetensors");
-    auto third = Begin("third", "small.safetensors");
-    second->context.TryCancel();
-    EXPECT_EQ(second->Finish().error_code(), grpc::CANCELLED);
-    absl::SleepFor(time *= 2);
-    backend_.Release();
-    EXPECT_TRUE(first->Finish().ok());
-    EXPECT_TRUE(third->Finish().ok());
-    EXPECT_TRUE(Load("last", "small.safetensors").ok());  // by now the second's turn is over
-    const std::vector<std::string> names = List();
-    for (const std::string& name : names) EXPECT_TRUE(Unload(name).ok());
-    return names == std::vector<std::string>{"first", "last", "third"};
-  }));
+  backend_.Hold();
+  auto first = Begin("first", "small.safetensors");
+  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  auto second = Begin("second", "small.safetensors");
+  auto third = Begin("third", "small.safetensors");
+  ASSERT_TRUE(Becomes([&] { return server_->calls() == 3; }));
+  second->context.TryCancel();
+  EXPECT_EQ(second->Finish().error_code(), grpc::CANCELLED);
+  ASSERT_TRUE(Becomes([&] { return server_->calls() == 2; }));
+  backend_.Release();
+  EXPECT_TRUE(first->Finish().ok());
+  EXPECT_TRUE(third->Finish().ok());
+  EXPECT_TRUE(Load("last", "small.safetensors").ok());  // by now the second's turn is over
+  EXPECT_THAT(List(), ElementsAre("first", "last", "third"));
+}
+
+TEST_F(HeadsServiceTest, ThoseWhoLeaveTheLineMakeRoomInIt) {
+  backend_.Hold();
+  auto first = Begin("first", "small.safetensors");
+  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  std::vector<std::unique_ptr<Call>> line;
+  for (int i = 0; i < 64; ++i) {
+    line.push_back(Begin(absl::StrCat("waits", i), "small.safetensors"));
+    v1::LoadHeadResponse waits;
+    ASSERT_TRUE(line.back()->reader->Read(&waits));  // it is in the line
+  }
+  EXPECT_EQ(Load("more", "small.safetensors").error_code(), grpc::RESOURCE_EXHAUSTED);
+  line[10]->context.TryCancel();
+  EXPECT_TRUE(Becomes([&] { return server_->calls() == 64; }));
+  auto more = Begin("more", "small.safetensors");
+  v1::LoadHeadResponse waits;
+  EXPECT_TRUE(more->reader->Read(&waits));
+  for (auto& call : line) call->context.TryCancel();
+  EXPECT_TRUE(Becomes([&] { return server_->calls() == 2; }));
+  backend_.Release();
+  EXPECT_TRUE(first->Finish().ok());
+  EXPECT_TRUE(more->Finish().ok());
+  EXPECT_THAT(List(), ElementsAre("first", "more"));
+}
+
+TEST_F(HeadsServiceTest, ALoadThatLosesTheDeviceTellsTheEnginesOwner) {
+  backend_.FailNextWait(absl::InternalError("fell off the bus"));
+  const grpc::Status status = Load("small", "small.safetensors");
+  EXPECT_EQ(status.error_code(), grpc::INTERNAL);
+  EXPECT_TRUE(Becomes([&] { return !lost().ok(); }));
+  EXPECT_THAT(std::string(lost().message()), HasSubstr("fell off the bus"));
 }
 
 TEST_F(HeadsServiceTest, ADrainEndsLoadsAndTakesNoMore) {
@@ -378,11 +462,20 @@ TEST_F(HeadsServiceTest, ADrainEndsLoadsAndTakesNoMore) {
   backend_.Hold();
   auto call = Begin("large", "inner/large.safetensors");
   ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  auto waits = Begin("waits", "small.safetensors");
+  ASSERT_TRUE(Becomes([&] { return server_->calls() == 2; }));
   admission_.BeginDrain();
+  server_->Drain();
+  // At once, though the load itself hangs.
+  for (Call* ending : {call.get(), waits.get()}) {
+    const grpc::Status ended = ending->Finish();
+    EXPECT_EQ(ended.error_code(), grpc::UNAVAILABLE);
+    EXPECT_THAT(ended.error_message(), HasSubstr("draining"));
+  }
+  EXPECT_TRUE(Becomes([&] { return server_->calls() == 0; }));
+  EXPECT_TRUE(server_->loading());
   backend_.Release();
-  const grpc::Status ended = call->Finish();
-  EXPECT_EQ(ended.error_code(), grpc::UNAVAILABLE);
-  EXPECT_THAT(ended.error_message(), HasSubstr("draining"));
+  EXPECT_TRUE(Becomes([&] { return !server_->loading(); }));
   EXPECT_EQ(Load("x", "small.safetensors").error_code(), grpc::UNAVAILABLE);
   EXPECT_EQ(Unload("small").error_code(), grpc::UNAVAILABLE);
   EXPECT_THAT(List(), ElementsAre("small"));

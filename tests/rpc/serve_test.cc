@@ -2,12 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -141,6 +143,72 @@ TEST(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
                     HasSubstr("losing: UNAVAILABLE: the device failed: fell off the bus"),
                     HasSubstr("after: UNAVAILABLE"), HasSubstr("health NOT_SERVING"),
                     HasSubstr("ended: the device was lost")));
+}
+
+// The CPU, on which memory for a head takes for ever.
+class StuckBackend final : public Backend {
+ public:
+  const DeviceInfo& device() const override { return backend_->device(); }
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
+  void FreeSlab(const Slab& slab) override { backend_->FreeSlab(slab); }
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t) override {
+    std::fprintf(stderr, "stuck\n");
+    kill(getpid(), SIGTERM);
+    while (true) pause();
+  }
+  void FreeDevice(const DeviceMemory& memory) override { backend_->FreeDevice(memory); }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
+    return backend_->CreateStream(use);
+  }
+
+ private:
+  const std::unique_ptr<Backend> backend_ = *CreateCpuBackend({.cpu_threads = 1});
+};
+
+void ServeALoadThatIsStuck(bool at_start) {
+  alarm(60);
+  std::string directory = ::testing::TempDir() + "/logitd_serve_XXXXXX";
+  if (mkdtemp(directory.data()) == nullptr) std::abort();
+  directory = std::filesystem::canonical(directory).string();
+  const std::string header = R"({"w":{"dtype":"F32","shape":[1,4],"data_offsets":[0,16]}})";
+  std::ofstream out(directory + "/head", std::ios::binary);
+  out << static_cast<char>(header.size()) << std::string(7, '\0') << header
+      << std::string(16, '\0');
+  out.close();
+  Config config;
+  config.listen = {Address(directory)};
+  config.metrics_listen = "off";
+  config.slab_bytes = config.max_request_bytes = 1 << 20;
+  config.drain_grace = absl::Milliseconds(200);
+  config.head_root = directory;
+  if (at_start) config.heads = {{.name = "a", .path = directory + "/head"}};
+  SetUpLogging("info", "text");
+  const int code = Serve(config, [&] {
+    if (!at_start) {
+      std::thread([&] {
+        auto client = client::Client::Create({.address = Address(directory)});
+        while (!(*client)->Info().ok()) absl::SleepFor(absl::Milliseconds(5));
+        v1::LoadHeadRequest request;
+        request.set_name("a");
+        request.set_path("head");
+        const absl::Status status = (*client)->LoadHead(request).status();
+        std::fprintf(stderr, "load: %s\n", status.ToString().c_str());
+        std::filesystem::remove_all(directory);
+        pause();  // the main thread ends the process
+      }).detach();
+    }
+    return std::make_unique<StuckBackend>();
+  });
+  std::_Exit(code + 100);  // it is not to come back
+}
+
+TEST(ServeDeathTest, ALoadThatIsStuckDoesNotKeepTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(ServeALoadThatIsStuck(/*at_start=*/true), ExitedWithCode(0),
+              AllOf(HasSubstr("stuck"), HasSubstr("it ends with the process")));
+  EXPECT_EXIT(ServeALoadThatIsStuck(/*at_start=*/false), ExitedWithCode(0),
+              AllOf(HasSubstr("stuck"), HasSubstr("load: UNAVAILABLE: the server is draining"),
+                    HasSubstr("it ends with the process")));
 }
 
 TEST(ServeTest, ABackendThatCannotBeHadIsAnError) {
