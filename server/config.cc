@@ -32,7 +32,9 @@ constexpr const char* kDescription =
     "was lost.\n\n"
     "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned where there is a GPU), and at "
     "most\n"
-    "about 1.25 x --max-held-bytes + 128 MiB for all that peers make the server hold.\n";
+    "about 1.25 x --max-held-bytes + 128 MiB for all that peers make the server hold. On the CPU "
+    "also\n"
+    "the heads themselves, and 64 MiB a stream once one is used.\n";
 
 constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // what gRPC can be told
 

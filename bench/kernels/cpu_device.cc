@@ -1,6 +1,8 @@
 // CPU side of the kernel bench: every thread reads its share; inputs rotate over a buffer larger
 // than the caches.
+#ifdef LOGITD_WITH_OPENBLAS
 #include <cblas.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -310,6 +312,7 @@ class CpuDevice final : public Device {
 
   absl::StatusOr<double> TimeProduct(const LinearCase& c) override {
     LOGITD_RETURN_IF_ERROR(CheckFits(c));
+#ifdef LOGITD_WITH_OPENBLAS
     Fill(DType::kF32);
     const auto rows = static_cast<int>(c.rows), hidden = static_cast<int>(c.hidden);
     const auto* weight = reinterpret_cast<const float*>(slab_.host);
@@ -322,6 +325,9 @@ class CpuDevice final : public Device {
                       logits.data() + begin, static_cast<int>(c.vocab));
         },
         kProductRuns);
+#else
+    return absl::UnimplementedError("built without OpenBLAS (Debian: libopenblas-serial-dev)");
+#endif
   }
 
  private:

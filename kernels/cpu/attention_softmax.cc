@@ -535,10 +535,8 @@ template <typename T, typename Out>
 void Spread(const T* y, const T* dy, int64_t count, float scale, float dot, Out* to) {
   const DF d;
   const VF vscale = hn::Set(d, scale), vdot = hn::Set(d, dot), zero = hn::Zero(d);
-  const VF quiet = hn::Set(d, std::numeric_limits<float>::quiet_NaN());
   ForEachVector(y, dy, count, [&](VF vy, VF vdy, int64_t i, int64_t left) HWY_ATTR {
-    VF dx = hn::Mul(hn::Mul(vscale, vy), hn::Sub(vdy, vdot));
-    dx = hn::IfThenElse(hn::IsNaN(dx), quiet, dx);
+    const VF dx = hn::Mul(hn::Mul(vscale, vy), hn::Sub(vdy, vdot));
     StoreAs(d, hn::IfThenZeroElse(hn::Eq(vy, zero), dx), left, to + i);
   });
 }

@@ -373,18 +373,18 @@ struct Gradient {
 
 Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float logsumexp,
                       float upstream) {
-  const double temperature = ask.temperature;
+  const double temperature = std::max(double{ask.temperature}, 0x1p-118);  // as in exponent
   const double e = EffectiveSmoothing(ask, block.vocab);
   Gradient g;
   g.exponent = MakeExponent(ask.temperature);
   g.top = static_cast<float>(std::clamp<double>(logsumexp * temperature, -FLT_MAX, FLT_MAX));
-  g.most = g.top + 64 * ask.temperature;
+  g.most = static_cast<float>(g.top + 64 * temperature);
   const double lost = std::clamp(g.top / temperature - logsumexp, -80.0, 80.0);
   g.share = static_cast<float>(std::exp(lost) * (1 + 2.0 * ask.z_loss * logsumexp));
   g.target = static_cast<float>(1 - e);
   g.other = static_cast<float>(e / static_cast<double>(block.vocab));
   // In two factors: the quotient may be more than a float holds where what it multiplies is small.
-  const double scale = upstream / temperature;
+  const double scale = double{upstream} / ask.temperature;
   g.scale_more = std::fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
   g.scale = static_cast<float>(scale / g.scale_more);
   g.softcap = block.softcap > 0 ? block.softcap : ask.softcap;

@@ -7,6 +7,7 @@
 #endif
 
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "hwy/highway.h"
@@ -60,9 +61,11 @@ HWY_INLINE void StoreTail(DF d, VF v, int64_t count, float* to) {
   std::memcpy(to, last, static_cast<size_t>(count) * sizeof(float));
 }
 
-// To nearest, ties to even. NaN must be the quiet one without further bits.
+// To nearest, ties to even.
 HWY_INLINE auto RoundToBF16(DF d, VF v) {
   const DI di;
+  // Rounding would carry a NaN with all bits set into a number.
+  v = hn::IfThenElse(hn::IsNaN(v), hn::Set(d, std::numeric_limits<float>::quiet_NaN()), v);
   const auto bits = hn::BitCast(di, v);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(di, 1));
   const auto rounded = hn::Add(hn::Add(bits, hn::Set(di, 0x7fff)), odd);
@@ -71,7 +74,7 @@ HWY_INLINE auto RoundToBF16(DF d, VF v) {
   return hn::DemoteTo(hn::Rebind<uint16_t, DF>(), half);
 }
 
-// The same for f16, of any NaN; larger numbers become infinities.
+// The same for f16; larger numbers become infinities.
 HWY_INLINE auto RoundToF16(DF d, VF v) {
   const hn::Rebind<uint16_t, DF> d16;
   if constexpr (kHardwareF16) {

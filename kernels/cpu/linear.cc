@@ -2,7 +2,8 @@
 // that name on them.
 //
 // Cost: the product, 2 rows hidden vocab operations, which is the floor; the weights are read once
-// for every 64 rows, and 4 bytes a logit are written and read once more.
+// for every 64 rows (16 at the largest vocabulary), and 4 bytes a logit are written and read once
+// more.
 //
 // Limited by: the product from some 16 rows on, by the read of the weights below.
 //

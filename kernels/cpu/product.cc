@@ -1,9 +1,8 @@
 // Products of hidden states with weights on the CPU.
 //
-//   logits:  12 tokens at a time, as f32 in L1 by chunks of 512 columns, against tiles of 4 rows
-//   out
-//            of L2. An element is a vector of sums over the columns of its lane, which takes one
-//            chunk after another, and is added up at the end in one order.
+//   logits:  12 tokens at a time, as f32 in L1 by chunks of 256 columns, against tiles of 4 rows
+//            out of L2. An element is a vector of sums over the columns of its lane, which takes
+//            one chunk after another, and is added up at the end in one order.
 //   add:     a tile of c stays in registers while k passes.
 //
 // Cost of logits: two operations for a row, a token and a column, which is the floor; a read of the

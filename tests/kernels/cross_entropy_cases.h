@@ -516,6 +516,12 @@ inline const std::vector<LossGradientClaim>& LossGradientClaims() {
        0,
        1,
        {0, 0}},
+      {"a_small_temperature_leaves_equals_equal",
+       {0, 0},
+       Asking(0, [](CrossEntropyRow& row) { row.temperature = 0x1p-130f; }),
+       ln2,
+       0x1p-128f,
+       {-2, 2}},
       {"ignored_is_zeros", {1, kNan}, PlainLoss(kIgnoredTarget), kNan, kNan, {0, 0}},
       {"certain_is_nan", {kInf, 0}, PlainLoss(0), kInf, 1, {kNan, kNan}},
       {"nothing_left_is_nan", {-kInf, -kInf}, PlainLoss(0), -kInf, 1, {kNan, kNan}},
@@ -545,6 +551,31 @@ inline std::string BrokenClaim(OpRunner& runner, const LossGradientClaim& claim)
       continue;
     }
     return absl::StrFormat("element %d: got %.9g, want %.9g", i, got->At(0, i), want);
+  }
+  return "";
+}
+
+// "" where a NaN that comes from above is a NaN in every element of the gradient: of any type, and
+// whatever its bits, which rounding could carry over.
+inline std::string FirstLostNan(OpRunner& runner) {
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const uint32_t bits : {0x7fc00000u, 0x7fffffffu, 0xffffffffu}) {
+      LossBackwardCall call{.logits = HostTensor(dtype, 1, 3, 3, 0),
+                            .rows = {PlainLoss(1)},
+                            .logsumexp = {std::log(3.0f)},
+                            .upstream = {0},
+                            .d_logits = HostTensor(dtype, 1, 3, 3, 0)};
+      std::memcpy(call.upstream.data(), &bits, sizeof(bits));
+      for (int64_t i = 0; i < 3; ++i) call.logits.Set(0, i, 0);
+      auto got = runner.CrossEntropyBackward(call);
+      if (!got.ok()) return got.status().ToString();
+      for (int64_t i = 0; i < 3; ++i) {
+        if (!std::isnan(got->At(0, i))) {
+          return absl::StrFormat("%s, upstream %#x, element %d: got %g", Name(dtype), bits, i,
+                                 got->At(0, i));
+        }
+      }
+    }
   }
   return "";
 }

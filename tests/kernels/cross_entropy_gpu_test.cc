@@ -21,6 +21,10 @@ TEST_F(CrossEntropyGpuTest, GradientKeepsEveryClaim) {
   }
 }
 
+TEST_F(CrossEntropyGpuTest, ANanFromAboveIsSeenInEveryType) {
+  EXPECT_EQ(FirstLostNan(*runner_), "");
+}
+
 TEST_F(CrossEntropyGpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
   for (const LossCase& c : LossCases()) EXPECT_EQ(FirstDifference(*runner_, c), "");
 }

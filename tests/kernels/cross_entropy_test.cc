@@ -32,6 +32,10 @@ TEST_F(CrossEntropyCpuTest, GradientKeepsEveryClaim) {
   }
 }
 
+TEST_F(CrossEntropyCpuTest, ANanFromAboveIsSeenInEveryType) {
+  EXPECT_EQ(FirstLostNan(*runner_), "");
+}
+
 TEST_F(CrossEntropyCpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
   for (const LossCase& c : LossCases()) EXPECT_EQ(FirstDifference(*runner_, c), "");
 }
