@@ -450,17 +450,25 @@ TEST(ScoreFaultTest, AnAnswerThatDoesNotComeIsNotWaitedForForEver) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("no answer for 2s, after 1 of 5 messages"));
 }
 
-grpc::Status EchoAll(FakeScorer::Stream* stream) {
-  v1::ScoreRequest request;
-  while (stream->Read(&request)) stream->Write(Echo(request));
-  return grpc::Status::OK;
-}
-
 TEST(ScoreFaultTest, TheTimeOfProgressIsNotTheServers) {
-  const FakeScorer server([](int, FakeScorer::Stream* stream) { return EchoAll(stream); });
+  absl::Notification over;
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    for (int message = 0; stream->Read(&request); ++message) {
+      if (message == 1) {  // so that there is something to wait for afterwards
+        over.WaitForNotification();
+        absl::SleepFor(absl::Milliseconds(300));
+      }
+      stream->Write(Echo(request));
+    }
+    return grpc::Status::OK;
+  });
   const absl::StatusOr<client::ScoreResult> result =
-      SendTenRows(server, absl::Seconds(2), [](const client::ScoreProgress& progress) {
-        if (progress.rows == 2) absl::SleepFor(absl::Milliseconds(2500));
+      SendTenRows(server, absl::Seconds(2), [&](const client::ScoreProgress& progress) {
+        if (progress.rows == 2) {
+          absl::SleepFor(absl::Milliseconds(2500));
+          over.Notify();
+        }
         return true;
       });
   EXPECT_TRUE(result.ok()) << result.status();
