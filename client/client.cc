@@ -345,13 +345,13 @@ struct Client::Impl {
         const int step = *static_cast<int*>(tag);
         if (step == kFinish) continue;
         if (step == kRead && ok) {
-          answer_due = absl::Now() + patience;
           if (wrong.ok() && taken < size) {
             wrong = messages->Take(taken++, &answer);
           } else if (wrong.ok()) {
             wrong = absl::InternalError("the server sent more answers than there were messages");
           }
           if (!wrong.ok()) context.TryCancel();
+          answer_due = absl::Now() + patience;  // after Take, whose time is not the server's
         }
         if (step == kWrite && ok && sent < size) write();
         if (step == kStart && ok) write();

@@ -185,6 +185,8 @@ class Client {
   // then, and `deadline` is how long an answer may take to come. `progress` runs on this thread
   // after every answer; false ends the call with CANCELLED. What was scored before an error, it
   // knows: a call whose rows begin there, with `offset` and `totals` in the parameters, goes on.
+  // A stream opened again looks its head up again: until the call ends, the name must mean the same
+  // weights, or losses of two heads are joined and summed and nothing says so.
   absl::StatusOr<ScoreResult> ScoreStream(
       const ScoreRequest& request,
       const std::function<bool(const ScoreProgress&)>& progress = nullptr);

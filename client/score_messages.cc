@@ -52,6 +52,60 @@ void CutList(const Repeated& from, int64_t begin, int64_t end, Repeated* to) {
   for (int64_t i = begin; i < end; ++i) to->Add(from.Get(static_cast<int>(i)));
 }
 
+// Calls visit(list, bytes of a value at most) for each parameter with one value for all rows, or
+// one a row.
+template <typename Visit>
+void ForEachList(const v1::ScoreRequest& params, Visit visit) {
+  constexpr int64_t kVarintBytes = 10;
+  visit(params.temperature(), sizeof(float));
+  visit(params.softcap(), sizeof(float));
+  visit(params.label_smoothing(), sizeof(float));
+  visit(params.smoothing(), kVarintBytes);
+  visit(params.z_loss(), sizeof(float));
+  visit(params.top_logprobs(), kVarintBytes);
+  visit(params.extra_count(), kVarintBytes);
+}
+
+// Of a row beside its payload and its own extra ids, at most.
+int64_t FieldRowBytes(const v1::ScoreRequest& params) {
+  int64_t bytes = sizeof(int32_t);  // its target
+  ForEachList(params,
+              [&](const auto& list, int64_t value) { bytes += list.size() > 1 ? value : 0; });
+  return bytes;
+}
+
+// Of a message of no rows, at most.
+int64_t SmallBytes(const ScoreRequest& request) {
+  constexpr int64_t kFieldHead = 2 + 5;  // a tag, and a length
+  const v1::ScoreRequest& params = request.params;
+  v1::ScoreRequest small;
+  small.set_dtype(request.dtype);
+  small.set_rows(request.rows);
+  small.set_vocab(request.vocab);
+  small.set_head(request.head);
+  small.set_hidden_size(request.hidden_size);
+  small.set_ignore_index(params.ignore_index());
+  small.set_want_rank(params.want_rank());
+  small.set_want_entropy(params.want_entropy());
+  small.set_offset(-1);  // of all numbers the longest
+  v1::ScoreTotals* totals = small.mutable_totals();
+  for (auto set : {&v1::ScoreTotals::set_rows, &v1::ScoreTotals::set_counted,
+                   &v1::ScoreTotals::set_ignored, &v1::ScoreTotals::set_faulty}) {
+    (totals->*set)(-1);
+  }
+  for (auto set : {&v1::ScoreTotals::set_loss_sum, &v1::ScoreTotals::set_target_logprob_sum,
+                   &v1::ScoreTotals::set_loss_mean, &v1::ScoreTotals::set_perplexity}) {
+    (totals->*set)(1);
+  }
+  auto bytes = static_cast<int64_t>(small.ByteSizeLong());
+  bytes += 3 * kFieldHead;  // payload, targets, extra ids
+  if (params.extra_count_size() <= 1) bytes += 4 * int64_t{params.extra_ids_size()};
+  ForEachList(params, [&](const auto& list, int64_t value) {
+    if (!list.empty()) bytes += kFieldHead + (list.size() == 1 ? value : 0);
+  });
+  return bytes;
+}
+
 template <typename Repeated>
 void Join(const Repeated& part, Repeated* all) {
   all->Add(part.begin(), part.end());
@@ -140,12 +194,15 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
   const int64_t shared_bytes = 4 * (params.extra_count_size() > 1 ? 0 : extra_ids);
   const int64_t answer_bytes = kAnswerRowBytes + 8 * std::max<int64_t>(top, 0) + 4 * extra_ids;
   int64_t largest = kMaxPayload;
-  if (sizes.most > 0) largest = std::min(largest, sizes.most);
   if (limits.max_request_bytes() > 0) largest = std::min(largest, limits.max_request_bytes());
   largest -= shared_bytes;
   int64_t rows = largest / sent_bytes;
   if (limits.max_answer_bytes() > 0) {
     rows = std::min(rows, limits.max_answer_bytes() / answer_bytes);
+  }
+  if (sizes.most > 0) {
+    rows =
+        std::min(rows, (sizes.most - SmallBytes(request)) / (sent_bytes + FieldRowBytes(params)));
   }
   if (rows < 1 || largest < 0) {
     return absl::InvalidArgumentError(

@@ -23,7 +23,7 @@ class ScoreMessages {
   // Bytes of a message. A row that is larger than `about` goes alone.
   struct Sizes {
     int64_t about;     // of the payload
-    int64_t most = 0;  // of the payload; 0: no limit but the server's
+    int64_t most = 0;  // of all its fields; 0: no limit but the server's
   };
 
   // INVALID_ARGUMENT: sizes that disagree, or one row that no message carries.

@@ -59,7 +59,7 @@ int RunTopK(const CommonFlags& common, const TopKFlags& flags) {
   TopKOutput output;
   if (!flags.head.empty()) {  // one row: the hidden state after the prompt
     absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *logits.model);
-    if (!head.ok()) return CallFailed(head.status(), common.address);
+    if (!head.ok()) return NoHead(head.status(), common.address);
     SetInput(logits, *head, &request);
     absl::StatusOr<TopKResult> result = (*client)->TopK(request);
     if (!result.ok()) return CallFailed(result.status(), common.address);

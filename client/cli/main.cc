@@ -234,7 +234,7 @@ int main(int argc, char** argv) try {
       ->capture_default_str();
   score_command
       ->add_option("--softcap", score.softcap,
-                   "c of c tanh(logit / c); 0: off; with a head that has its own")
+                   "c of c tanh(logit / c); 0: off; not with --head, which has its own")
       ->capture_default_str();
   score_command->add_option("--label-smoothing", score.label_smoothing, "0 to below 1; 0: off")
       ->capture_default_str();

@@ -162,18 +162,19 @@ absl::Status PlotLosses(const std::string& path, absl::Span<const float> losses,
     image.Square(static_cast<int>(x_of(static_cast<double>(i) + 0.5)) - 1,
                  static_cast<int>(y_of(losses[i])) - 1, 3, kDots);
   }
-  double sum = 0;
-  size_t count = 0;
+  // Each of its points is summed anew, so that one large loss leaves nothing behind it; there are
+  // about as many as pixels.
+  const size_t step = std::max<size_t>(1, losses.size() / (2 * Image::kWidth));
   double last_x = -1;
   double last_y = 0;
-  const auto add = [&](float loss, int sign) {
-    if (!std::isfinite(loss)) return;
-    sum += sign * static_cast<double>(loss);
-    count += static_cast<size_t>(sign);
-  };
-  for (size_t i = 0; i < losses.size(); ++i) {
-    add(losses[i], 1);
-    if (i >= window) add(losses[i - window], -1);
+  for (size_t i = 0; i < losses.size(); i += step) {
+    double sum = 0;
+    int64_t count = 0;
+    for (size_t k = i + 1 - std::min(window, i + 1); k <= i; ++k) {
+      if (!std::isfinite(losses[k])) continue;
+      sum += static_cast<double>(losses[k]);
+      ++count;
+    }
     if (count == 0) continue;
     const double x = x_of(static_cast<double>(i) + 0.5);
     const double y = y_of(sum / static_cast<double>(count));

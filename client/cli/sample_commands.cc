@@ -190,7 +190,7 @@ int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
     return CallFailed(there, common.address);
   }
   const absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *model);
-  if (!head.ok()) return CallFailed(head.status(), common.address);
+  if (!head.ok()) return NoHead(head.status(), common.address);
   client::LanguageModel::State state = model->InitialState();
   const std::vector<int32_t> prompt = model->Tokenize(flags.text);
   Logits loaded = {.rows = 1, .vocab = model->vocab_size()};

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <iterator>
 #include <limits>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -116,6 +116,15 @@ absl::Status LoadFiles(const ScoreFlags& flags, Scored* scored) {
   return absl::OkStatus();
 }
 
+// Of a text, kept here until it is scored.
+constexpr int64_t kMaxComputedBytes = int64_t{1} << 30;
+
+// At most: a head's states may be of 16 bits.
+int64_t ComputedRowBytes(const client::LanguageModel& model, const std::string& head) {
+  return static_cast<int64_t>(sizeof(float)) *
+         (head.empty() ? model.vocab_size() : model.hidden_dim());
+}
+
 absl::Status LoadText(const ScoreFlags& flags, Scored* scored) {
   if (!flags.targets.empty()) {
     return absl::InvalidArgumentError(
@@ -124,11 +133,12 @@ absl::Status LoadText(const ScoreFlags& flags, Scored* scored) {
   std::string text = flags.text;
   if (!flags.text_file.empty()) {
     std::ifstream in(flags.text_file, std::ios::binary);
-    text.assign(std::istreambuf_iterator<char>(in), {});
-    if (!in.good() && text.empty()) {
+    std::ostringstream all;  // which a directory fails, where an iterator over it throws
+    if (!(all << in.rdbuf())) {
       return absl::NotFoundError(
           absl::StrFormat("--text-file: %s cannot be read, or is empty", flags.text_file));
     }
+    text = std::move(all).str();
   }
   absl::StatusOr<client::LanguageModel> model = LoadModel(flags.model);
   if (!model.ok()) return model.status();
@@ -136,6 +146,13 @@ absl::Status LoadText(const ScoreFlags& flags, Scored* scored) {
   scored->targets = scored->model->Tokenize(text);
   if (scored->targets.empty()) {
     return absl::InvalidArgumentError("the text is empty; allowed: one token or more");
+  }
+  const auto tokens = static_cast<int64_t>(scored->targets.size());
+  const int64_t most = kMaxComputedBytes / ComputedRowBytes(*scored->model, flags.head);
+  if (tokens > most) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "the text has %d tokens; allowed: 1..%d%s", tokens, most,
+        flags.head.empty() ? ", for all their logits are kept; with --head more" : ""));
   }
   return absl::OkStatus();
 }
@@ -147,6 +164,8 @@ void RunModel(const v1::Head& head, Scored* scored) {
   client::ScoreRequest& request = scored->request;
   request.rows = static_cast<int64_t>(scored->targets.size());
   request.dtype = head.name().empty() ? v1::DTYPE_F32 : head.dtype();
+  scored->computed.reserve(
+      static_cast<size_t>(request.rows * ComputedRowBytes(model, head.name())));
   Progress progress("reading");
   client::LanguageModel::State state = model.InitialState();
   std::vector<float> hidden = model.Step(state, model.bos_token_id());
@@ -185,13 +204,6 @@ v1::ScoreRequest MakeParams(const ScoreFlags& flags, const std::vector<int32_t>&
   return params;
 }
 
-std::vector<std::string> TextOf(const Scored& scored, absl::Span<const int32_t> tokens) {
-  std::vector<std::string> text;
-  if (scored.model == nullptr) return text;
-  for (int32_t token : tokens) text.push_back(scored.model->TokenBytes(token));
-  return text;
-}
-
 }  // namespace
 
 int RunScore(const CommonFlags& common, const ScoreFlags& flags) {
@@ -210,7 +222,7 @@ int RunScore(const CommonFlags& common, const ScoreFlags& flags) {
   if (!client.ok()) return BadInput(client.status());
   if (scored.model != nullptr) {
     const absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *scored.model);
-    if (!head.ok()) return CallFailed(head.status(), common.address);
+    if (!head.ok()) return NoHead(head.status(), common.address);
     RunModel(*head, &scored);
   }
   scored.request.params = MakeParams(flags, scored.targets);
@@ -228,6 +240,15 @@ int RunScore(const CommonFlags& common, const ScoreFlags& flags) {
   const v1::ScoreResponse& answer = result->answer;
   const absl::Span<const float> losses(answer.losses().data(),
                                        static_cast<size_t>(answer.losses_size()));
+  const ScoreOutput output = {
+      .result = &*result,
+      .targets = scored.targets,
+      .text = TextOf(scored.model.get(), scored.targets),
+      .top_text = TextOf(scored.model.get(),
+                         {answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())}),
+      .totals = flags.totals};
+  // First: what was worked out is not lost with a file that cannot be written.
+  Print(common.format == "json" ? ScoreJson(output) : ScoreTable(output));
   if (!flags.out.empty()) {
     const absl::Status saved = client::SaveTensor(
         flags.out, v1::DTYPE_F32, {answer.losses_size()},
@@ -238,14 +259,6 @@ int RunScore(const CommonFlags& common, const ScoreFlags& flags) {
     const absl::Status plotted = PlotLosses(flags.plot, losses, answer.totals().loss_mean());
     if (!plotted.ok()) return BadInput(plotted);
   }
-  const ScoreOutput output = {
-      .result = &*result,
-      .targets = scored.targets,
-      .text = TextOf(scored, scored.targets),
-      .top_text =
-          TextOf(scored, {answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())}),
-      .totals = flags.totals};
-  Print(common.format == "json" ? ScoreJson(output) : ScoreTable(output));
   return kExitOk;
 }
 

@@ -57,6 +57,10 @@ int BadInput(const absl::Status& status) {
   return kExitBadInput;
 }
 
+int NoHead(const absl::Status& status, const std::string& address) {
+  return absl::IsInvalidArgument(status) ? BadInput(status) : CallFailed(status, address);
+}
+
 absl::StatusOr<client::LanguageModel> LoadModel(const std::string& directory) {
   absl::StatusOr<client::LanguageModel> model = client::LanguageModel::Load(directory);
   if (model.ok()) return model;
@@ -67,7 +71,8 @@ absl::StatusOr<client::LanguageModel> LoadModel(const std::string& directory) {
                    "model.safetensors"));
 }
 
-std::vector<std::string> Logits::TextOf(absl::Span<const int32_t> tokens) const {
+std::vector<std::string> TextOf(const client::LanguageModel* model,
+                                absl::Span<const int32_t> tokens) {
   std::vector<std::string> text;
   if (model == nullptr) return text;
   for (int32_t token : tokens) {

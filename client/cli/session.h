@@ -27,9 +27,17 @@ void Complain(absl::string_view text, absl::string_view hint = "");
 int CallFailed(const absl::Status& status, const std::string& address);
 int BadInput(const absl::Status& status);
 
+// Of FindHead: a head that does not fit is a flag's fault, all else the call's.
+int NoHead(const absl::Status& status, const std::string& address);
+
 absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonFlags& common);
 
 absl::StatusOr<client::LanguageModel> LoadModel(const std::string& directory);
+
+// The bytes of each token, none of one that the model does not have (a damaged row's are -1);
+// nothing without a model.
+std::vector<std::string> TextOf(const client::LanguageModel* model,
+                                absl::Span<const int32_t> tokens);
 
 // Logits, and what keeps them alive.
 struct Logits {
@@ -44,8 +52,9 @@ struct Logits {
   std::vector<float> hidden;                     // what they were computed of
   std::string converted;                         // that, as a head takes it
 
-  // The bytes of each token; nothing without a model.
-  std::vector<std::string> TextOf(absl::Span<const int32_t> tokens) const;
+  std::vector<std::string> TextOf(absl::Span<const int32_t> tokens) const {
+    return cli::TextOf(model.get(), tokens);
+  }
 };
 
 // Of `file`, or where that is empty after the prompt `text`.

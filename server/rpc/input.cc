@@ -26,17 +26,19 @@ static_assert(HasInputNumbers<v1::SampleRequest>());
 static_assert(HasInputNumbers<v1::ScoreRequest>());
 static_assert(v1::VerifyRequest::kLogitsFieldNumber == int{kLogitsFieldNumber});
 
-// Longer ones are nobody's, and not worth an error text of their size.
 constexpr size_t kMaxHeadName = 128;
 
 }  // namespace
 
+absl::Status CheckHeadName(std::string_view name) {
+  if (name.size() <= kMaxHeadName) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("head: got a name of %d bytes, allowed 1..%d", name.size(), kMaxHeadName));
+}
+
 absl::Status Input::Read(const InputFields& fields, int64_t max_rows, const FindHead& find_head) {
   std::shared_ptr<const engine::Head> head;
-  if (fields.head.size() > kMaxHeadName) {
-    return absl::InvalidArgumentError(absl::StrFormat("head: got a name of %d bytes, allowed 1..%d",
-                                                      fields.head.size(), kMaxHeadName));
-  }
+  LOGITD_RETURN_IF_ERROR(CheckHeadName(fields.head));
   if (!fields.head.empty()) {
     absl::StatusOr<std::shared_ptr<const engine::Head>> found = find_head(fields.head);
     if (!found.ok()) return found.status();

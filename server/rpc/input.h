@@ -54,6 +54,9 @@ constexpr std::array<Field<M>, 3> HiddenFieldTable() {
            {kHiddenFieldNumber, "hidden", &M::input}}};
 }
 
+// INVALID_ARGUMENT: longer than any head's name, so that no text has to repeat it.
+absl::Status CheckHeadName(std::string_view name);
+
 // The input of one request. Keeps its head.
 class Input {
  public:

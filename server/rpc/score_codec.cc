@@ -126,7 +126,8 @@ absl::Status ForEachParameter(Visit visit) {
 }
 
 constexpr int64_t kDefaultIgnoreIndex = -100;
-constexpr int64_t kMaxOffset = int64_t{1} << 62;
+// Of a first message: sums of three counts up to it, and of the rows to come, have room above.
+constexpr int64_t kMaxOffset = int64_t{1} << 60;
 
 absl::Status RowByRow(std::string_view name) {
   return absl::InvalidArgumentError(absl::StrFormat(
@@ -159,6 +160,11 @@ absl::Status CheckTotals(const ScoreTotals& totals, int64_t offset) {
   if (std::isnan(totals.loss_sum) || std::isnan(totals.target_logprob_sum)) {
     return absl::InvalidArgumentError(
         absl::StrFormat("totals: got sums %g and %g, allowed: numbers and infinities",
+                        totals.loss_sum, totals.target_logprob_sum));
+  }
+  if (totals.counted == 0 && (totals.loss_sum != 0 || totals.target_logprob_sum != 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("totals: got sums %g and %g, allowed 0 and 0, for counted is 0",
                         totals.loss_sum, totals.target_logprob_sum));
   }
   return absl::OkStatus();
@@ -225,6 +231,12 @@ absl::Status ScoreCodec::Inherit(ScoreFields* fields) const {
   const ScoreParameters& said = sequence_->said;
   LOGITD_RETURN_IF_ERROR(InheritSame("dtype", said.dtype, &fields->dtype));
   LOGITD_RETURN_IF_ERROR(InheritSame("vocab", said.vocab, &fields->vocab));
+  LOGITD_RETURN_IF_ERROR(CheckHeadName(fields->head));
+  if (said.head.empty() && !fields->head.empty()) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "head: got %s, allowed is none, for the sequence's first message had logits",
+        fields->head));
+  }
   LOGITD_RETURN_IF_ERROR(InheritSame("head", said.head, &fields->head));
   LOGITD_RETURN_IF_ERROR(InheritSame("hidden_size", said.hidden_size, &fields->hidden_size));
   if (!fields->ignore_index.has_value()) fields->ignore_index = said.ignore_index;

@@ -3,14 +3,13 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <png.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
 #include "client/codec.h"
@@ -28,6 +28,7 @@
 #include "logitd/v1/server.grpc.pb.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
+#include "tests/client/test_model.h"
 #include "tests/tree.h"
 
 namespace logitd {
@@ -376,8 +377,9 @@ v1::ScoreResponse Echo(const v1::ScoreRequest& request) {
   return response;
 }
 
-absl::StatusOr<client::ScoreResult> SendTenRows(const FakeScorer& server,
-                                                absl::Duration patience = absl::Seconds(20)) {
+absl::StatusOr<client::ScoreResult> SendTenRows(
+    const FakeScorer& server, absl::Duration patience = absl::Seconds(20),
+    const std::function<bool(const client::ScoreProgress&)>& progress = nullptr) {
   const std::vector<float> logits = Normal(40, 7);
   client::ScoreRequest request = {.rows = 10, .vocab = 4, .logits = {ViewOf(logits)}};
   for (int row = 0; row < 10; ++row) request.params.add_targets(row);
@@ -387,7 +389,7 @@ absl::StatusOr<client::ScoreResult> SendTenRows(const FakeScorer& server,
        .deadline = patience,
        .retry = {.max_attempts = 3, .initial_backoff = absl::Milliseconds(1)},
        .score_message_bytes = 32});
-  return client->ScoreStream(request);
+  return client->ScoreStream(request, progress);
 }
 
 TEST(ScoreFaultTest, AStreamThatIsLostGoesOnAfterItsLastAnswer) {
@@ -435,18 +437,83 @@ TEST(ScoreFaultTest, AnotherErrorIsNotTriedAgain) {
 }
 
 TEST(ScoreFaultTest, AnAnswerThatDoesNotComeIsNotWaitedForForEver) {
+  absl::Notification given_up;
   const FakeScorer server([&](int, FakeScorer::Stream* stream) {
     v1::ScoreRequest request;
     if (stream->Read(&request)) stream->Write(Echo(request));
-    while (stream->Read(&request)) {
-    }
-    absl::SleepFor(absl::Seconds(1));
+    given_up.WaitForNotification();
     return grpc::Status::OK;
   });
-  const absl::Status status = SendTenRows(server, absl::Milliseconds(300)).status();
+  const absl::Status status = SendTenRows(server, absl::Seconds(2)).status();
+  given_up.Notify();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  EXPECT_THAT(std::string(status.message()),
-              HasSubstr("no answer for 300ms, after 1 of 5 messages"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no answer for 2s, after 1 of 5 messages"));
+}
+
+TEST(ScoreFaultTest, TheTimeOfProgressIsNotTheServers) {
+  absl::Notification over;
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    for (int message = 0; stream->Read(&request); ++message) {
+      if (message == 1) {  // so that there is something to wait for afterwards
+        over.WaitForNotification();
+        absl::SleepFor(absl::Milliseconds(300));
+      }
+      stream->Write(Echo(request));
+    }
+    return grpc::Status::OK;
+  });
+  const absl::StatusOr<client::ScoreResult> result =
+      SendTenRows(server, absl::Seconds(2), [&](const client::ScoreProgress& progress) {
+        if (progress.rows == 2) {
+          absl::SleepFor(absl::Milliseconds(2500));
+          over.Notify();
+        }
+        return true;
+      });
+  EXPECT_TRUE(result.ok()) << result.status();
+}
+
+TEST(ScoreFaultTest, NoMessageIsLargerThanAllowed) {
+  constexpr int kRows = 300;
+  for (const bool row_by_row : {false, true}) {
+    const std::vector<float> logits = Normal(kRows * 4, 7);
+    client::ScoreRequest request = {.rows = kRows, .vocab = 4, .logits = {ViewOf(logits)}};
+    v1::ScoreRequest& params = request.params;
+    for (int row = 0; row < kRows; ++row) {
+      params.add_targets(row);
+      if (row > 0 && !row_by_row) continue;
+      params.add_temperature(1);
+      params.add_softcap(1);
+      params.add_label_smoothing(0.5f);
+      params.add_smoothing(v1::SMOOTHING_CONVENTION_MEGATRON);
+      params.add_z_loss(1);
+      params.add_top_logprobs(1);
+      params.add_extra_count(2);
+    }
+    for (int i = 0; i < (row_by_row ? 2 * kRows : 2); ++i) params.add_extra_ids(1);
+    params.set_offset(int64_t{1} << 50);
+    params.set_ignore_index(-1);
+    params.mutable_totals()->set_rows(int64_t{1} << 49);
+    for (const int64_t most : {300, 1000, 4000}) {
+      size_t largest = 0;
+      const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+        v1::ScoreRequest message;
+        while (stream->Read(&message)) {
+          largest = std::max(largest, message.ByteSizeLong());
+          stream->Write(Echo(message));
+        }
+        return grpc::Status::OK;
+      });
+      const auto client = *client::Client::Create(
+          {.address = server.address(), .deadline = absl::Seconds(20), .max_message_bytes = most});
+      const auto result = client->ScoreStream(request);
+      ASSERT_TRUE(result.ok()) << result.status();
+      EXPECT_EQ(result->rows(), kRows);
+      EXPECT_LE(largest, static_cast<size_t>(most));
+      EXPECT_GT(largest, static_cast<size_t>(most / 4));
+    }
+  }
 }
 
 TEST(ScoreFaultTest, AnAnswerToAnotherQuestionIsInternal) {
@@ -480,6 +547,53 @@ std::string Ids(const std::vector<int64_t>& ids) {
       BytesOf(ids));
 }
 
+struct Rgb {
+  uint8_t red, green, blue;
+};
+constexpr Rgb kPlotLine = {30, 90, 180};
+constexpr Rgb kPlotDots = {190, 205, 230};
+
+// A PNG, as another program reads it.
+class Picture {
+ public:
+  explicit Picture(const std::string& path) {
+    png_image image = {};
+    image.version = PNG_IMAGE_VERSION;
+    EXPECT_NE(png_image_begin_read_from_file(&image, path.c_str()), 0) << image.message;
+    image.format = PNG_FORMAT_RGB;
+    pixels_.resize(PNG_IMAGE_SIZE(image));
+    EXPECT_NE(png_image_finish_read(&image, nullptr, pixels_.data(), 0, nullptr), 0)
+        << image.message;
+    width_ = static_cast<int>(image.width);
+  }
+
+  int width() const { return width_; }
+
+  // The pixels of a color in columns [begin, end), from the top.
+  struct Found {
+    int count = 0;
+    double mean_y = 0;
+  };
+  Found Find(Rgb color, int begin = 0, int end = std::numeric_limits<int>::max()) const {
+    Found found;
+    for (size_t i = 0; i + 2 < pixels_.size(); i += 3) {
+      const int x = static_cast<int>(i / 3) % width_;
+      if (x < begin || x >= end || pixels_[i] != color.red || pixels_[i + 1] != color.green ||
+          pixels_[i + 2] != color.blue) {
+        continue;
+      }
+      ++found.count;
+      found.mean_y += static_cast<int>(i / 3) / width_;
+    }
+    found.mean_y /= std::max(1, found.count);
+    return found;
+  }
+
+ private:
+  int width_ = 1;
+  std::vector<uint8_t> pixels_;
+};
+
 TEST_F(ScoreTest, LogitctlScoresFiles) {
   const std::vector<float> logits = {0.0f, 0.69314718f, 1.60943791f, 0, 0, 0};  // 1/8, 2/8, 5/8
   const std::string npy = dir_.Write("a.npy", NpyF32(2, 3, logits));
@@ -504,10 +618,7 @@ TEST_F(ScoreTest, LogitctlScoresFiles) {
   float first = 0;
   std::memcpy(&first, losses->bytes.data(), sizeof(first));
   EXPECT_NEAR(first, std::log(4.0), 1e-5);
-  std::ifstream in(plot, std::ios::binary);
-  const std::string png{std::istreambuf_iterator<char>(in), {}};
-  EXPECT_EQ(png.substr(0, 8), "\x89PNG\r\n\x1a\n");
-  EXPECT_GT(png.size(), 1000u);
+  EXPECT_GT(Picture(plot).Find(kPlotLine).count, 0);
 
   const Ran table = Logitctl({"score", "--logits", npy, "--targets", ids, "--ignore-index", "2"});
   ASSERT_EQ(table.code, 0) << table.err;
@@ -515,6 +626,81 @@ TEST_F(ScoreTest, LogitctlScoresFiles) {
                                HasSubstr("perplexity 4\n")));
   const Ran totals = Logitctl({"score", "--logits", npy, "--targets", ids, "--totals"});
   EXPECT_THAT(totals.out, ::testing::StartsWith("2 rows: 2 counted"));
+}
+
+// One row of two logits for each loss; their target is token 0.
+struct Losses {
+  explicit Losses(const std::vector<double>& losses) {
+    for (double loss : losses) {
+      logits.push_back(0);
+      logits.push_back(static_cast<float>(std::log(std::expm1(loss))));
+    }
+  }
+  std::vector<float> logits;
+};
+
+TEST_F(ScoreTest, LogitctlPlotsHigherLossesHigher) {
+  // Rows of no number and of an infinite loss among them, which leave no mark.
+  std::vector<double> losses;
+  for (int row = 0; row < 60; ++row) losses.push_back(row < 30 ? 1 : row < 45 ? 4 : 2);
+  Losses rows(losses);
+  rows.logits[2 * 10] = NAN;
+  rows.logits[2 * 50] = -INFINITY;
+  const std::string plot = dir_.path("loss.png");
+  const Ran ran =
+      Logitctl({"score", "--logits", dir_.Write("a.npy", NpyF32(60, 2, rows.logits)), "--targets",
+                dir_.Write("t.npy", Ids(std::vector<int64_t>(60, 0))), "--totals", "--plot", plot});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const Picture picture(plot);
+  const auto part = [&](double begin, double end) {
+    return picture.Find(kPlotLine, static_cast<int>(begin * picture.width()),
+                        static_cast<int>(end * picture.width()));
+  };
+  const Picture::Found low = part(0.1, 0.45);
+  const Picture::Found high = part(0.6, 0.7);
+  const Picture::Found middle = part(0.85, 0.95);
+  EXPECT_GT(low.count, 100);
+  EXPECT_GT(high.count, 50);
+  EXPECT_GT(middle.count, 50);
+  EXPECT_LT(high.mean_y, middle.mean_y);  // rows of pixels count from the top
+  EXPECT_LT(middle.mean_y, low.mean_y);
+  // In proportion: 1, 2 and 4 above the axis.
+  EXPECT_NEAR((low.mean_y - middle.mean_y) * 2, middle.mean_y - high.mean_y, 3);
+}
+
+TEST_F(ScoreTest, LogitctlPlotsALossAloneAndNone) {
+  const std::string ids = dir_.Write("t.npy", Ids({0}));
+  const std::string plot = dir_.path("loss.png");
+  const auto run = [&](const std::vector<float>& logits) {
+    const Ran ran = Logitctl({"score", "--logits", dir_.Write("a.npy", NpyF32(1, 2, logits)),
+                              "--targets", ids, "--plot", plot});
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return Picture(plot).Find(kPlotDots).count;
+  };
+  EXPECT_GT(run(Losses({2}).logits), 0);
+  EXPECT_EQ(run({NAN, 0}), 0);
+  EXPECT_EQ(run({-INFINITY, 0}), 0);
+}
+
+TEST_F(ScoreTest, LogitctlPrintsItsResultsAlsoWhereAFileCannotBeWritten) {
+  const std::string npy = dir_.Write("a.npy", NpyF32(2, 3, {0, 1, 2, 3, 4, 5}));
+  const std::string ids = dir_.Write("t.npy", Ids({1, 2}));
+  for (const auto& [flag, name] : {std::pair("--out", "none/x.npy"), {"--plot", "none/x.png"}}) {
+    const Ran ran = Logitctl({"score", "--logits", npy, "--targets", ids, flag, dir_.path(name)});
+    EXPECT_EQ(ran.code, 2) << flag;
+    EXPECT_THAT(ran.err, HasSubstr(name));
+    EXPECT_THAT(ran.out, HasSubstr("2 rows: 2 counted"));
+  }
+}
+
+TEST_F(ScoreTest, AHeadThatDoesNotFitTheModelIsBadUsage) {
+  const std::string model = testing::TinyModel().Write(dir_);
+  for (const char* command : {"score", "topk", "generate"}) {
+    const Ran ran = Logitctl({command, "--text", "x", "--model", model, "--head", "demo"});
+    EXPECT_EQ(ran.code, 2) << command;
+    EXPECT_THAT(ran.err, HasSubstr("--head demo is of 4096 tokens by 144; the model of --model has "
+                                   "259 by 1"));
+  }
 }
 
 TEST_F(ScoreTest, LogitctlTakesTargetsOfBothWidthsFromBothKindsOfFile) {
@@ -547,6 +733,28 @@ TEST_F(ScoreTest, LogitctlScoresATextThroughTheModelsOwnLogits) {
   EXPECT_EQ(read["top_text"].size(), read["losses"].size());
   EXPECT_GT(read["totals"]["perplexity"].get<double>(), 1);
   EXPECT_LT(read["totals"]["perplexity"].get<double>(), 500);  // of 4096 tokens: it knows English
+}
+
+// The state after an "a" is NaN, and so is every one that follows: their top ids are -1.
+TEST_F(ScoreTest, LogitctlPrintsTheTextOfRowsWithoutTopTokens) {
+  testing::TinyModel model;
+  model.tensors["model.embed_tokens.weight"].values['a'] = NAN;
+  std::vector<std::string> args = {"score",           "--text",         "xay", "--model",
+                                   model.Write(dir_), "--top-logprobs", "2"};
+  const Ran table = Logitctl(args);
+  ASSERT_EQ(table.code, 0) << table.err;
+  EXPECT_THAT(table.out, HasSubstr("3 rows: 2 counted, 0 ignored, 1 faulty"));
+  args.insert(args.end(), {"--format", "json"});
+  const Ran json = Logitctl(args);
+  ASSERT_EQ(json.code, 0) << json.err;
+  const nlohmann::json read = nlohmann::json::parse(json.out);
+  EXPECT_EQ(read["status"][2], "ROW_STATUS_NAN_LOGIT");
+  EXPECT_EQ(read["text"], nlohmann::json({"x", "a", "y"}));
+  EXPECT_EQ(read["top_ids"][4], -1);
+  EXPECT_EQ(read["top_ids"][5], -1);
+  ASSERT_EQ(read["top_text"].size(), 6u);
+  EXPECT_EQ(read["top_text"][4], "");
+  EXPECT_EQ(read["top_text"][5], "");
 }
 
 // The server's head is the model's own, so that both ways mean the same text.
@@ -602,6 +810,7 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
   TempDir dir;
   const std::string npy = dir.Write("a.npy", NpyF32(2, 3, {0, 1, 2, 3, 4, 5}));
   const std::string ids = dir.Write("t.npy", Ids({1, 2}));
+  const std::string model = testing::TinyModel().Write(dir);
   struct Case {
     std::vector<std::string> args;
     const char* error;
@@ -619,6 +828,9 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
       {{"score", "--logits", npy, "--targets", dir.Write("w.npy", Ids({1, int64_t{1} << 40}))},
        "w.npy has 1099511627776 at row 1; allowed: numbers of 32 bits"},
       {{"score", "--text-file", dir.path("none")}, "none cannot be read, or is empty"},
+      {{"score", "--text-file", dir.path("")}, "cannot be read, or is empty"},
+      {{"score", "--text-file", dir.Write("long.txt", std::string(1100000, 'x')), "--model", model},
+       "the text has 1100000 tokens; allowed: 1..1036430, for all their logits are kept"},
       {{"score", "--logits", npy, "--targets", ids, "--smoothing", "x"}, "--smoothing"},
       {{"score", "--logits", npy, "--targets", ids, "--out", "x.txt"}, "x.txt"},
       {{"topk", "--logits", npy, "--head", "h"}, "--logits"},

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <latch>
 #include <memory>
 #include <random>
 #include <string>
@@ -366,7 +367,10 @@ TEST_F(ScoreTest, UnloadingAndLoadingUnderTrafficGivesNoWrongAnswer) {
     v1::UnloadHeadResponse unloaded;
     const grpc::Status gone = heads_->Unload(Context().get(), unload, &unloaded);
     EXPECT_TRUE(gone.ok()) << gone.error_message();
-    absl::SleepFor(absl::Milliseconds(10));
+    const absl::Time end = absl::Now() + absl::Seconds(20);
+    for (const int before = missing; missing == before && absl::Now() < end;) {
+      absl::SleepFor(absl::Milliseconds(1));
+    }
     v1::LoadHeadRequest load;
     load.set_name("demo");
     load.set_path("model.safetensors");
@@ -391,10 +395,14 @@ TEST(ScoreBatchTest, RequestsOfOneHeadShareABatch) {
   ServerProcess server({absl::StrCat("--head=demo=", DemoModel()), "--max-batch-delay=2s"});
   std::vector<std::thread> callers;
   std::atomic<int> shared = 0;
+  std::latch connected(4);
   for (int i = 0; i < 4; ++i) {
     callers.emplace_back([&, i] {
-      const auto stub = v1::Scorer::NewStub(Connect(server.tcp()));
+      const auto channel = Connect(server.tcp());
+      EXPECT_TRUE(channel->WaitForConnected(absl::ToChronoTime(absl::Now() + absl::Seconds(20))));
+      const auto stub = v1::Scorer::NewStub(channel);
       v1::ScoreResponse response;
+      connected.arrive_and_wait();
       const grpc::Status status =
           stub->Score(Context().get(), Scored(States(2, static_cast<uint32_t>(i))), &response);
       EXPECT_TRUE(status.ok()) << status.error_message();

@@ -229,6 +229,34 @@ INSTANTIATE_TEST_SUITE_P(
             },
             "extra_count: adds up to 1"},
         Bad{"offset_negative", [](R r) { r->set_offset(-1); }, "offset: got -1"},
+        Bad{"counts_whose_sum_is_beyond_64_bits",
+            [](R r) {
+              constexpr int64_t kLarge = int64_t{1} << 62;
+              r->set_offset(kLarge);
+              r->mutable_totals()->set_rows(kLarge);
+              r->mutable_totals()->set_counted(kLarge);
+              r->mutable_totals()->set_ignored(kLarge);
+              r->mutable_totals()->set_faulty(kLarge);
+            },
+            "offset: got 4611686018427387904, allowed 0..1152921504606846976"},
+        Bad{"counts_as_large_as_offsets_are",
+            [](R r) {
+              constexpr int64_t kLarge = int64_t{1} << 60;
+              r->set_offset(kLarge);
+              r->mutable_totals()->set_rows(kLarge);
+              r->mutable_totals()->set_counted(kLarge);
+              r->mutable_totals()->set_ignored(kLarge);
+              r->mutable_totals()->set_faulty(kLarge);
+            },
+            "totals.rows: got 1152921504606846976, allowed is 3458764513820540928"},
+        Bad{"sums_over_nothing_counted",
+            [](R r) {
+              r->set_offset(1);
+              r->mutable_totals()->set_rows(1);
+              r->mutable_totals()->set_ignored(1);
+              r->mutable_totals()->set_loss_sum(2);
+            },
+            "totals: got sums 2 and 0, allowed 0 and 0, for counted is 0"},
         Bad{"totals_of_more_rows_than_came_before",
             [](R r) {
               r->set_offset(3);
@@ -463,7 +491,22 @@ TEST(ScoreSequenceTest, TheShapeMayOnlyBeSaidAgain) {
   EXPECT_THAT(std::string(Parsed(Plain({2}, 6), sequence).status.message()),
               HasSubstr("vocab: got 6, allowed is 5"));
   EXPECT_THAT(std::string(Parsed(Hidden({2}), sequence).status.message()),
-              HasSubstr("head: got h, allowed is "));
+              HasSubstr("head: got h, allowed is none, for the sequence's first message had "
+                        "logits"));
+}
+
+TEST(ScoreSequenceTest, ALongNameOfAHeadIsNotRepeatedWhicheverMessageHasIt) {
+  const testing::OneHead heads;
+  for (const v1::ScoreRequest& first : {Plain({1}), Hidden({1})}) {
+    auto sequence = std::make_shared<ScoreSequence>();
+    ASSERT_TRUE(Parsed(first, sequence, &heads).status.ok());
+    v1::ScoreRequest later = Hidden({2});
+    later.set_head(std::string(129, 'x'));
+    EXPECT_EQ(Parsed(later, sequence).status,
+              absl::InvalidArgumentError("head: got a name of 129 bytes, allowed 1..128"));
+    later.set_head(std::string(128, 'x'));
+    EXPECT_THAT(std::string(Parsed(later, sequence).status.message()), HasSubstr("head: got xxxx"));
+  }
 }
 
 TEST(ScoreSequenceTest, AMessageGoesOnWhereTheOneBeforeItEnded) {
