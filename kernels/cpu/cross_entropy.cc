@@ -16,7 +16,7 @@
 // Limited by: memory for a plain loss in f32; by arithmetic for 16 bits, for a softcap (two
 // divisions and an exponential an element more) and backward.
 //
-// Measured: bench/results/cpu/kernels.json, as shares of a bare read and of a bare copy.
+// Measured: bench/results/cpu/losses.json, as shares of a bare read and of a bare copy.
 #include "kernels/cpu/cross_entropy.h"
 
 #include <algorithm>

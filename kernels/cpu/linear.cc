@@ -7,7 +7,7 @@
 //
 // Limited by: the product from some 16 rows on, by the read of the weights below.
 //
-// Measured: bench/results/cpu/kernels.json, against OpenBLAS's bare product of f32 on the same
+// Measured: bench/results/cpu/losses.json, against OpenBLAS's bare product of f32 on the same
 // cores; the goal is 1.5 times its time.
 //
 // Backward: a block of 256 tokens at a time, and inside it 256 rows: their logits again, the
