@@ -78,19 +78,20 @@ struct Bad {
 TEST(SafetensorsTest, NamesTheFault) {
   const std::string x = R"({"dtype":"F32","shape":[6],"data_offsets":[0,24]})";
   for (const Bad& test : {
-           Bad{"overlap", "{" + F16("a", 0, 14) + "," + F16("b", 12, 24) + "}",
+           Bad{"overlap", absl::StrCat("{", F16("a", 0, 14), ",", F16("b", 12, 24), "}"),
                "tensor 'b': data_offsets begin at 12, inside another tensor; allowed: 14, where "
                "tensor 'a' ends"},
-           {"one_inside_another", "{" + F16("a", 0, 24) + "," + F16("b", 2, 4) + "}",
+           {"one_inside_another", absl::StrCat("{", F16("a", 0, 24), ",", F16("b", 2, 4), "}"),
             "tensor 'b': data_offsets begin at 2, inside another"},
-           {"the_same_twice", "{" + F16("a", 0, 24) + "," + F16("b", 0, 24) + "}",
+           {"the_same_twice", absl::StrCat("{", F16("a", 0, 24), ",", F16("b", 0, 24), "}"),
             "begin at 0, inside another tensor; allowed: 24"},
-           {"gap", "{" + F16("a", 0, 12) + "," + F16("b", 14, 24) + "}",
+           {"gap", absl::StrCat("{", F16("a", 0, 12), ",", F16("b", 14, 24), "}"),
             "tensor 'b': data_offsets begin at 14, behind a gap; allowed: 12"},
-           {"gap_first", "{" + F16("a", 2, 24) + "}", "allowed: 0, where the data start"},
-           {"data_behind", "{" + F16("a", 0, 22) + "}",
+           {"gap_first", absl::StrCat("{", F16("a", 2, 24), "}"),
+            "allowed: 0, where the data start"},
+           {"data_behind", absl::StrCat("{", F16("a", 0, 22), "}"),
             "the tensors end at 22 of the file's 24 data bytes"},
-           {"past_the_end", "{" + F16("a", 0, 26) + "}",
+           {"past_the_end", absl::StrCat("{", F16("a", 0, 26), "}"),
             "tensor 'a': data_offsets [0,26] outside the file's 24 data bytes"},
            {"name_twice", "{\"x\":" + x + ",\"x\":" + x + "}", "tensor 'x': there twice"},
            {"metadata_twice", R"({"__metadata__":{},"__metadata__":{}})", "there twice"},
