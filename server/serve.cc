@@ -110,6 +110,15 @@ int CannotStart(const absl::Status& status) {
   return kCannotStart;
 }
 
+// Ends the process where tearing it down could hang or crash, for it stands on a lost device. The
+// end of the process hangs up on every peer.
+[[noreturn]] void LeaveLostDevice() {
+  alarm(kDeviceLostSeconds);
+  absl::SleepFor(kLastWrites);
+  spdlog::error("ended: the device was lost");
+  std::_Exit(kDeviceLost);
+}
+
 // Ends the process where the thread that loads heads cannot be joined: it waits for a disk, or for
 // the device, that does not answer.
 [[noreturn]] void LeaveLoad() {
@@ -137,6 +146,10 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events*
     if (!done.WaitForNotificationWithTimeout(config.drain_grace)) LeaveLoad();
   }
   loads.join();
+  if (absl::IsInternal(status)) {
+    spdlog::error("device lost: {}", status.ToString());
+    LeaveLostDevice();
+  }
   if (!wanted) {
     spdlog::info("ended by a signal before it served");
     return EXIT_SUCCESS;
@@ -242,14 +255,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
     }
   }
   const int cut = (*server)->calls();
-  if (event == Events::kLost) {
-    alarm(kDeviceLostSeconds);
-    absl::SleepFor(kLastWrites);
-    spdlog::error("ended: the device was lost");
-    // Tearing down what stands on a lost device can hang or crash. The end of the process hangs up
-    // on every peer.
-    std::_Exit(kDeviceLost);
-  }
+  if (event == Events::kLost) LeaveLostDevice();
   if (cut == 0) absl::SleepFor(kLastWrites);
   GrpcIsEnding();
   (*server)->Shutdown();
@@ -262,6 +268,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   spdlog::info("drained: {} calls cut short", cut);
   const absl::Time end = absl::Now() + kLastWrites;
   while ((*server)->loading() && absl::Now() < end) absl::SleepFor(kPoll);
+  // The last batch, or the last chunk of a load, may be what lost it.
+  if (events.Wait(absl::ZeroDuration()) == Events::kLost) LeaveLostDevice();
   if ((*server)->loading()) LeaveLoad();
   return EXIT_SUCCESS;
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -165,16 +167,47 @@ class StuckBackend final : public Backend {
   const std::unique_ptr<Backend> backend_ = *CreateCpuBackend({.cpu_threads = 1});
 };
 
+// A safetensors file with a head of one token.
+std::string HeadFile() {
+  const std::string header = R"({"w":{"dtype":"F32","shape":[1,4],"data_offsets":[0,16]}})";
+  return absl::StrCat(std::string(1, static_cast<char>(header.size())), std::string(7, '\0'),
+                      header, std::string(16, '\0'));
+}
+
+// Its path, in memory alone: the process ends before anything could clean up.
+std::string HeadInMemory() {
+  const std::string file = HeadFile();
+  const int fd = memfd_create("head", 0);
+  if (write(fd, file.data(), file.size()) != static_cast<ssize_t>(file.size())) std::abort();
+  return absl::StrCat("/proc/self/fd/", fd);
+}
+
+void LoadOnADeviceThatIsLost() {
+  alarm(60);
+  Config config;
+  config.metrics_listen = "off";
+  config.slab_bytes = config.max_request_bytes = 1 << 20;
+  config.heads = {{.name = "a", .path = HeadInMemory()}};
+  SetUpLogging("info", "text");
+  const std::atomic<bool> lost = true;
+  const int code = Serve(config, [&] {
+    return std::make_unique<DoomedBackend>(*CreateCpuBackend({.cpu_threads = 1}), &lost);
+  });
+  std::_Exit(code + 100);  // it is not to come back
+}
+
+TEST(ServeDeathTest, ADeviceLostByAHeadAtStartEndsTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(LoadOnADeviceThatIsLost(), ExitedWithCode(3),
+              AllOf(HasSubstr("fell off the bus"), HasSubstr("ended: the device was lost")));
+}
+
 void ServeALoadThatIsStuck(bool at_start) {
   alarm(60);
   std::string directory = ::testing::TempDir() + "/logitd_serve_XXXXXX";
   if (mkdtemp(directory.data()) == nullptr) std::abort();
   directory = std::filesystem::canonical(directory).string();
-  const std::string header = R"({"w":{"dtype":"F32","shape":[1,4],"data_offsets":[0,16]}})";
-  std::ofstream out(directory + "/head", std::ios::binary);
-  out << static_cast<char>(header.size()) << std::string(7, '\0') << header
-      << std::string(16, '\0');
-  out.close();
+  std::ofstream(directory + "/head", std::ios::binary) << HeadFile();
   Config config;
   config.listen = {Address(directory)};
   config.metrics_listen = "off";
