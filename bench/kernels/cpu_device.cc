@@ -278,7 +278,11 @@ class CpuDevice final : public Device {
     return Median(us);
   }
 
-  absl::StatusOr<double> TimeLinear(const LinearCase& c) override {
+  absl::StatusOr<double> TimeHead(const HeadCase& c) override {
+    if (c.op != HeadOp::kLoss && c.op != HeadOp::kLossBackward) {
+      return absl::UnimplementedError("only losses of hidden states are timed on the CPU");
+    }
+    const bool backward = c.op == HeadOp::kLossBackward;
     LOGITD_RETURN_IF_ERROR(CheckFits(c));
     Fill(c.dtype);
     Losses losses(c.rows, c.vocab, {.active = 1, .temperature = 1});
@@ -286,12 +290,12 @@ class CpuDevice final : public Device {
     // Small enough that the logits are a model's.
     const HeadView head = {.weight = {slab_.host, c.dtype, c.vocab, c.hidden, c.hidden},
                            .scale = 1 / std::sqrt(static_cast<float>(c.hidden))};
-    std::vector<float> d_hidden(c.backward ? c.rows * c.hidden : 0);
-    std::vector<float> d_weight(c.backward ? c.vocab * c.hidden : 0);
+    std::vector<float> d_hidden(backward ? c.rows * c.hidden : 0);
+    std::vector<float> d_weight(backward ? c.vocab * c.hidden : 0);
     std::vector<double> us;
     for (int run = 0; run < kProductRuns + 1; ++run) {
       const auto begin = std::chrono::steady_clock::now();
-      if (c.backward) {
+      if (backward) {
         LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackward(
             {.hidden = hidden,
              .head = head,
@@ -310,7 +314,7 @@ class CpuDevice final : public Device {
     return Median(us);
   }
 
-  absl::StatusOr<double> TimeProduct(const LinearCase& c) override {
+  absl::StatusOr<double> TimeProduct(const HeadCase& c) override {
     LOGITD_RETURN_IF_ERROR(CheckFits(c));
 #ifdef LOGITD_WITH_OPENBLAS
     Fill(DType::kF32);
@@ -375,7 +379,7 @@ class CpuDevice final : public Device {
   };
 
   // The weights, as f32 too, lie in the slab.
-  static absl::Status CheckFits(const LinearCase& c) {
+  static absl::Status CheckFits(const HeadCase& c) {
     if (static_cast<size_t>(c.vocab * c.hidden) * sizeof(float) <= kBufferBytes) {
       return absl::OkStatus();
     }

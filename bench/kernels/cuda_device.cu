@@ -331,11 +331,6 @@ class CudaDevice final : public Device {
     });
   }
 
-  absl::StatusOr<double> TimeLinear(const LinearCase& c) override {
-    return TimeHead(
-        {c.backward ? HeadOp::kLossBackward : HeadOp::kLoss, c.rows, c.hidden, c.vocab, c.dtype});
-  }
-
   absl::StatusOr<double> TimeHead(const HeadCase& c) override {
     LOGITD_RETURN_IF_ERROR(products_status_);
     LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
@@ -424,7 +419,7 @@ class CudaDevice final : public Device {
     return Time(c.rows <= 512 ? 8 : 2, launch);
   }
 
-  absl::StatusOr<double> TimeProduct(const LinearCase& c) override {
+  absl::StatusOr<double> TimeProduct(const HeadCase& c) override {
     LOGITD_RETURN_IF_ERROR(products_status_);
     LOGITD_RETURN_IF_ERROR(Fill(c.dtype));
     const size_t size = SizeOf(c.dtype);

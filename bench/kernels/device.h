@@ -70,21 +70,7 @@ struct LossCase {
   }
 };
 
-// Losses of hidden states under a head without norm, bias or softcap. Backward: into f32.
-struct LinearCase {
-  int64_t rows;
-  int64_t hidden;
-  int64_t vocab;
-  DType dtype;
-  bool backward = false;
-
-  // Of the bare product; backward has three of that size.
-  double Operations() const {
-    return 2.0 * static_cast<double>(rows * hidden) * static_cast<double>(vocab);
-  }
-};
-
-// An op on hidden states under a head without bias, norm or softcap.
+// An op on hidden states under a head without bias, norm or softcap. Gradients are f32.
 enum class HeadOp { kTopK, kSample, kLoss, kLossBackward };
 struct HeadCase {
   HeadOp op;
@@ -105,13 +91,10 @@ class Device {
   virtual absl::StatusOr<double> TimeSample(const SampleCase& c) = 0;
   virtual absl::StatusOr<double> TimeAttention(const AttentionCase& c) = 0;
   virtual absl::StatusOr<double> TimeLoss(const LossCase& c) = 0;
-  virtual absl::StatusOr<double> TimeLinear(const LinearCase& c) = 0;
-  virtual absl::StatusOr<double> TimeHead(const HeadCase&) {
-    return absl::UnimplementedError("no bench of heads on this device");
-  }
-  // The bare product of that shape by the device's own library, from hidden states and weights to
-  // f32 logits. On the CPU it is of f32 whatever the case's type.
-  virtual absl::StatusOr<double> TimeProduct(const LinearCase& c) = 0;
+  virtual absl::StatusOr<double> TimeHead(const HeadCase& c) = 0;
+  // The bare product of that shape, whatever the op, by the device's own library: on CUDA in the
+  // case's dtype, logits too, as peers have it; on the CPU in f32 whatever the dtype.
+  virtual absl::StatusOr<double> TimeProduct(const HeadCase& c) = 0;
 };
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();

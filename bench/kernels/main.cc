@@ -20,7 +20,7 @@ struct Anchor {
   const char* peer = nullptr;
   double peer_us = 0;
   double goal_us = 0;
-  double goal_share = 0;  // of the read floor
+  double goal_share = 0;  // of the read floor; of the product where there is a head
 };
 
 struct Entry {
@@ -263,25 +263,6 @@ const LossEntry kCpuLoss[] = {
     {"backward, softcap", {64, 131072, DType::kF32, Losing(0, 0, 0, 30), /*backward=*/true}},
 };
 
-struct LinearEntry {
-  const char* name;  // why it is there
-  LinearCase shape;
-  double goal_ratio = 0;  // of the bare product's time
-};
-
-const LinearEntry kCpuLinear[] = {
-    {"scoring", {256, 4096, 32000, DType::kF32}, 1.5},
-    {"scoring, bf16", {256, 4096, 32000, DType::kBF16}, 1.5},
-    {"scoring, f16", {256, 4096, 32000, DType::kF16}, 1.5},
-    {"large batch, bf16", {1024, 2048, 32000, DType::kBF16}, 1.5},
-    {"small model", {256, 512, 50257, DType::kF32}, 1.5},
-    {"decode, bf16", {64, 4096, 32000, DType::kBF16}, 1.5},
-    {"one row", {1, 4096, 32000, DType::kF32}, 1.5},
-    {"one row, bf16", {1, 4096, 32000, DType::kBF16}, 1.5},
-    {"backward", {256, 2048, 32000, DType::kF32, /*backward=*/true}},
-    {"backward, bf16", {256, 2048, 32000, DType::kBF16, /*backward=*/true}},
-};
-
 struct HeadEntry {
   const char* name;  // why it is there
   HeadCase shape;
@@ -316,6 +297,21 @@ const HeadEntry kCudaHead[] = {
     {"top 20", {HeadOp::kTopK, 64, 4096, 128256, DType::kBF16}, {}},
 };
 
+// Within 1.5 times the product's time.
+constexpr Anchor kNearProduct = {nullptr, 0, 0, 1 / 1.5};
+const HeadEntry kCpuHead[] = {
+    {"scoring", {HeadOp::kLoss, 256, 4096, 32000, DType::kF32}, kNearProduct},
+    {"scoring, bf16", {HeadOp::kLoss, 256, 4096, 32000, DType::kBF16}, kNearProduct},
+    {"scoring, f16", {HeadOp::kLoss, 256, 4096, 32000, DType::kF16}, kNearProduct},
+    {"large batch, bf16", {HeadOp::kLoss, 1024, 2048, 32000, DType::kBF16}, kNearProduct},
+    {"small model", {HeadOp::kLoss, 256, 512, 50257, DType::kF32}, kNearProduct},
+    {"decode, bf16", {HeadOp::kLoss, 64, 4096, 32000, DType::kBF16}, kNearProduct},
+    {"one row", {HeadOp::kLoss, 1, 4096, 32000, DType::kF32}, kNearProduct},
+    {"one row, bf16", {HeadOp::kLoss, 1, 4096, 32000, DType::kBF16}, kNearProduct},
+    {"backward", {HeadOp::kLossBackward, 256, 2048, 32000, DType::kF32}},
+    {"backward, bf16", {HeadOp::kLossBackward, 256, 2048, 32000, DType::kBF16}},
+};
+
 std::string_view Name(HeadOp op) {
   switch (op) {
     case HeadOp::kTopK:
@@ -333,12 +329,6 @@ std::string_view Name(HeadOp op) {
 std::string Shape(const LossEntry& entry) {
   return absl::StrFormat("loss %dx%d %s %s", entry.shape.rows, entry.shape.vocab,
                          Name(entry.shape.dtype), entry.name);
-}
-
-std::string Shape(const LinearEntry& entry) {
-  const LinearCase& c = entry.shape;
-  return absl::StrFormat("linear_cross_entropy %dx%d -> %d %s %s", c.rows, c.hidden, c.vocab,
-                         Name(c.dtype), entry.name);
 }
 
 std::string Shape(const HeadEntry& entry) {
@@ -554,44 +544,15 @@ int Main(int argc, char** argv) {
                               {"peer", entry.h200.peer == nullptr ? "" : entry.h200.peer},
                               {"peer_us_h200", entry.h200.peer_us}});
   }
-  absl::PrintF("\n%-64s %12s %12s %9s %7s %6s\n", "linear_cross_entropy", "us", "product us",
-               "GFLOP/s", "ratio", "goal");
-  for (const LinearEntry& entry : cuda ? absl::Span<const LinearEntry>() : kCpuLinear) {
-    const LinearCase& c = entry.shape;
-    if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
-    const auto product_us = (*device)->TimeProduct(c);
-    const auto us = (*device)->TimeLinear(c);
-    if (!us.ok() || !product_us.ok()) {
-      absl::PrintF("%-64s %s\n", Shape(entry),
-                   (us.ok() ? product_us.status() : us.status()).ToString());
-      ++failed;
-      continue;
-    }
-    const double floor_us = (c.backward ? 3 : 1) * *product_us;
-    absl::PrintF("%-64s %12.0f %12.0f %9.1f %7.2f %6.2f\n", Shape(entry), *us, floor_us,
-                 (c.backward ? 3 : 1) * c.Operations() / *us / 1e3, *us / floor_us,
-                 entry.goal_ratio);
-    out["entries"].push_back(
-        {{"op", c.backward ? "linear_cross_entropy_backward" : "linear_cross_entropy"},
-         {"why", entry.name},
-         {"rows", c.rows},
-         {"hidden", c.hidden},
-         {"vocab", c.vocab},
-         {"dtype", std::string(Name(c.dtype))},
-         {"us", *us},
-         {"floor_us", floor_us},
-         {"share_of_floor", floor_us / *us},
-         {"goal_share", entry.goal_ratio == 0 ? 0 : 1 / entry.goal_ratio}});
-  }
   // Floors: one read of the weight, and the bare product (three of them with the backward).
   absl::PrintF("\n%-72s %10s %10s %10s %7s %8s %9s  %s\n", "heads", "us", "read us", "product us",
                "product", "goal us", "peer us", "peer (on an H200)");
   for (const HeadEntry& entry :
-       cuda ? absl::MakeConstSpan(kCudaHead) : absl::Span<const HeadEntry>()) {
+       cuda ? absl::MakeConstSpan(kCudaHead) : absl::MakeConstSpan(kCpuHead)) {
     const HeadCase& c = entry.shape;
     if (!only.empty() && Shape(entry).find(only) == std::string::npos) continue;
     const auto us = (*device)->TimeHead(c);
-    const auto product = (*device)->TimeProduct({c.rows, c.hidden, c.vocab, c.dtype});
+    const auto product = (*device)->TimeProduct(c);
     if (!us.ok() || !product.ok()) {
       absl::PrintF("%-72s %s\n", Shape(entry),
                    (us.ok() ? product.status() : us.status()).ToString());
