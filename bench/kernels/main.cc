@@ -308,8 +308,8 @@ const HeadEntry kCpuHead[] = {
     {"decode, bf16", {HeadOp::kLoss, 64, 4096, 32000, DType::kBF16}, kNearProduct},
     {"one row", {HeadOp::kLoss, 1, 4096, 32000, DType::kF32}, kNearProduct},
     {"one row, bf16", {HeadOp::kLoss, 1, 4096, 32000, DType::kBF16}, kNearProduct},
-    {"backward", {HeadOp::kLossBackward, 256, 2048, 32000, DType::kF32}},
-    {"backward, bf16", {HeadOp::kLossBackward, 256, 2048, 32000, DType::kBF16}},
+    {"training", {HeadOp::kLossBackward, 256, 2048, 32000, DType::kF32}},
+    {"training, bf16", {HeadOp::kLossBackward, 256, 2048, 32000, DType::kBF16}},
 };
 
 std::string_view Name(HeadOp op) {
