@@ -2,11 +2,12 @@
 // fp32, and the op that takes logits runs on them. Where linear_loss_hopper.cu can, it takes the
 // rows of linear_cross_entropy that want losses and extras alone.
 //
-// Products are of one fixed shape, by one algorithm that splits no sum, so that a row's bits are
-// its own: 16-bit heads of linear_topk and linear_sample go 64 rows at a time through
-// linear_decode.cu, all else through cuBLASLt (product.h), in blocks of rows whose number the head
-// and the device decide; rows behind the last are zeros. Scale and bias come with the product; a
-// softcap is a pass of its own over the block.
+// A row's bits are its own. On Hopper, the logits of 16-bit heads are linear_logits_hopper.cu's.
+// Elsewhere products are of one fixed shape, by one algorithm that splits no sum: 16-bit heads of
+// linear_topk and linear_sample go 64 rows at a time through linear_decode.cu, all else, and f32
+// heads everywhere, through cuBLASLt (product.h), in blocks of rows whose number the head and the
+// device decide; rows behind the last are zeros. Scale and bias come with the product; a softcap is
+// then a pass of its own over the block.
 //
 // Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block
 // (134 MB at 256 x 131072), of which L2 takes a part. Limited by: the product, 256 rows at a time.
@@ -17,6 +18,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/linear_decode.h"
+#include "kernels/cuda/linear_logits_hopper.h"
 #include "kernels/cuda/linear_loss_hopper.h"
 #include "kernels/cuda/linear_scratch.h"
 #include "kernels/cuda/loss_row.cuh"
@@ -103,7 +105,9 @@ cudaError_t Prepare(const void* hidden, int64_t hidden_stride, int rows, int blo
   return launch(hidden, hidden_stride, rows, block_rows, head, to, to_stride, stream);
 }
 
-enum class Route { kDecode, kProduct };
+// What makes the logits. kDecode and kProduct are what callers ask for; where the device and the
+// head have it, kHopper is taken.
+enum class Route { kDecode, kProduct, kHopper };
 
 // Calls op(first row, logits of a block of rows, scratch that is left) for all rows, block by
 // block.
@@ -111,17 +115,18 @@ template <class Op>
 cudaError_t ForEachBlock(const TensorView& hidden, const HeadView& head, Route route,
                          Products& products, Scratch scratch, cudaStream_t stream, Op op) {
   const DType dtype = head.weight.dtype;
+  const bool op_needs_scratch = route == Route::kDecode;
   if (dtype == DType::kF32) route = Route::kProduct;
+  if (HopperLogitsServes(head, scratch)) route = Route::kHopper;
   const int64_t size = static_cast<int64_t>(SizeOf(dtype));
   const int64_t logits_stride = (head.vocab() + 31) / 32 * 32;
   const int64_t prepared_stride = (head.hidden() + 63) / 64 * 64;
   void* workspace = nullptr;
   if (route == Route::kProduct)
     workspace = TakeFromEnd<std::byte>(scratch, products.workspace_bytes());
-  // As many rows as a share of scratch holds, whatever the call's rows. Blocks of kMaxProductRows
-  // are cross_entropy's alone, which needs none itself.
+  // As many rows as a share of scratch holds, whatever the call's rows.
   int block_rows = route == Route::kDecode || dtype == DType::kF32 ? kDecodeRows : kMaxProductRows;
-  const int64_t room = static_cast<int64_t>(scratch.bytes) / (block_rows > kDecodeRows ? 2 : 4);
+  const int64_t room = static_cast<int64_t>(scratch.bytes) / (op_needs_scratch ? 4 : 2);
   while (block_rows > 1 && block_rows * logits_stride * 4 > room) block_rows /= 2;
   float* logits = TakeFromEnd<float>(scratch, block_rows * logits_stride);
   std::byte* prepared = TakeFromEnd<std::byte>(scratch, block_rows * prepared_stride * size);
@@ -140,7 +145,10 @@ cudaError_t ForEachBlock(const TensorView& hidden, const HeadView& head, Route r
       states = prepared;
       states_stride = prepared_stride;
     }
-    if (route == Route::kDecode) {
+    if (route == Route::kHopper) {
+      error = HopperLogits({states, dtype, rows, head.hidden(), states_stride}, head, logits,
+                           logits_stride, scratch, stream);
+    } else if (route == Route::kDecode) {
       error =
           DecodeLogits(states, states_stride, rows, head, logits, logits_stride, scratch, stream);
     } else {
