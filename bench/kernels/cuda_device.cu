@@ -28,6 +28,12 @@ constexpr size_t kBufferBytes = size_t{4} << 30;
 constexpr int kReplays = 25;
 constexpr size_t kWarmReadBytes = size_t{1} << 30;
 
+// Of an op that moves so many bytes: enough that the buffer is walked through and none finds its
+// input in L2, and that the first one's start weighs little.
+int LaunchesOf(size_t bytes) {
+  return static_cast<int>(std::clamp<size_t>(kWarmReadBytes / bytes, 8, 200));
+}
+
 __device__ uint32_t Mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
@@ -172,10 +178,9 @@ class CudaDevice final : public Device {
         device_rows, rows.data(), rows.size() * sizeof(rows[0]), cudaMemcpyHostToDevice, stream_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamSynchronize(stream_)));
 
-    // Enough launches that the buffer is walked through, so that none finds its input in L2.
     const size_t bytes = static_cast<size_t>(c.rows) * c.row_stride * SizeOf(c.dtype);
     const int parts = static_cast<int>(std::max<size_t>(1, kBufferBytes / bytes));
-    const int launches = std::clamp<int>(static_cast<int>(kWarmReadBytes / bytes), 2, 200);
+    const int launches = LaunchesOf(bytes);
     auto us = Time(launches, [&](int i) {
       args.logits.data = buffer_ + static_cast<size_t>(next_part_ + i) % parts * bytes;
       return cuda::SoftmaxTopK(args, scratch_, stream_);
@@ -229,7 +234,7 @@ class CudaDevice final : public Device {
     args.top_logprobs = block.Take<float>(top_entries);
     const size_t bytes = rows * c.vocab * SizeOf(c.dtype);
     const int parts = static_cast<int>(std::max<size_t>(1, kBufferBytes / bytes));
-    const int launches = std::clamp<int>(static_cast<int>(kWarmReadBytes / bytes), 2, 200);
+    const int launches = LaunchesOf(bytes);
     auto us = Time(launches, [&](int i) {
       args.logits.data = buffer_ + static_cast<size_t>(next_part_ + i) % parts * bytes;
       return cuda::Sample(args, scratch_, stream_);
@@ -258,8 +263,7 @@ class CudaDevice final : public Device {
     RowStatus* status = block.Take<RowStatus>(rows);
     const AttentionShape shape = {
         .batch = c.batch, .heads = c.heads, .queries = c.queries, .keys = c.keys, .rows = rows};
-    const int launches = std::clamp<int>(
-        static_cast<int>(static_cast<double>(kWarmReadBytes) / c.FloorBytes()), 1, 200);
+    const int launches = LaunchesOf(static_cast<size_t>(c.FloorBytes()));
     auto us = Time(launches, [&](int i) {
       std::byte* at = data + static_cast<size_t>(i) % parts * tensors * bytes;
       const auto tensor = [&](int t) {
@@ -302,8 +306,7 @@ class CudaDevice final : public Device {
     const size_t bytes = (rows * c.vocab * SizeOf(c.dtype) + 255) / 256 * 256;
     const size_t tensors = c.backward ? 2 : 1;
     const size_t parts = std::max<size_t>(1, kBufferBytes / (tensors * bytes));
-    const int launches =
-        std::clamp<int>(static_cast<int>(kWarmReadBytes / (tensors * bytes)), 2, 200);
+    const int launches = LaunchesOf(tensors * bytes);
     if (!c.backward) {
       return Time(launches, [&](int i) {
         args.logits.data = buffer_ + static_cast<size_t>(i) % parts * bytes;
