@@ -253,11 +253,15 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
   const int64_t size = static_cast<int64_t>(SizeOf(args.head.weight.dtype));
   const int64_t states_stride = (hidden + 63) / 64 * 64;
   constexpr int64_t kGroup = kLossGroupRows;
-  const int64_t turn = std::clamp<int64_t>(
-      static_cast<int64_t>(scratch.bytes) / 4 / (states_stride * size) / kGroup * kGroup, kGroup,
-      16384);
   const CrossEntropyArgs& asked = args.cross_entropy;
   const bool mixed = asked.want != 0 || asked.max_top_logprobs > 0;
+  // Rows whose states and lists scratch holds, where it must.
+  int64_t turn = 16384;
+  if (mixed || args.head.norm != nullptr) {
+    turn = std::clamp<int64_t>(
+        static_cast<int64_t>(scratch.bytes) / 4 / (states_stride * size) / kGroup * kGroup, kGroup,
+        turn);
+  }
   for (int64_t first = 0; first < args.hidden.rows; first += turn) {
     const int64_t rows = std::min(turn, args.hidden.rows - first);
     Scratch rest = scratch;
