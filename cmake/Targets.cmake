@@ -96,6 +96,9 @@ function(logitd_test dir)
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES LABELS "${label};${dir}" TIMEOUT 600
       SKIP_REGULAR_EXPRESSION "no CUDA device: every test skipped")
+    if(kind STREQUAL gpu)
+      set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)  # it measures the device's memory
+    endif()
   endforeach()
 endfunction()
 
