@@ -1,0 +1,801 @@
+// The linear_* ops at the sizes of real heads, on the CUDA backend: what they add to the device's
+// memory, their error, and bits that do not depend on company.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <stop_token>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/product.h"
+#include "kernels/linear.h"
+#include "tests/kernels/cross_entropy_cases.h"
+#include "tests/kernels/cuda_test.h"
+#include "tests/kernels/reference.h"
+#include "tests/kernels/sample_cases.h"
+
+namespace logitd::testing {
+namespace {
+
+constexpr int64_t kHidden = 4096;
+
+// ---- Device memory
+
+// Ends the test where a call failed.
+void Must(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+// cudaMalloc alone, so that what is held can be read off the device. All bits are ones at first:
+// NaN, and no status there is.
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(int64_t count) : count_(count) {
+    void* data = nullptr;
+    Must(cudaMalloc(&data, Bytes(count)));
+    data_ = static_cast<T*>(data);
+    Must(cudaMemset(data_, 0xff, Bytes(count)));
+    Must(cudaDeviceSynchronize());
+  }
+  explicit DeviceArray(absl::Span<const T> values)
+      : DeviceArray(static_cast<int64_t>(values.size())) {
+    Must(cudaMemcpy(data_, values.data(), Bytes(count_), cudaMemcpyHostToDevice));
+    Must(cudaDeviceSynchronize());  // streams of backends do not wait for this one
+  }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  ~DeviceArray() { cudaFree(data_); }
+
+  T* data() const { return data_; }
+  std::vector<T> Download() const { return Download(0, count_); }
+  std::vector<T> Download(int64_t first, int64_t count) const {
+    std::vector<T> values(count);
+    Must(cudaMemcpy(values.data(), data_ + first, Bytes(count), cudaMemcpyDeviceToHost));
+    return values;
+  }
+
+ private:
+  static size_t Bytes(int64_t count) { return static_cast<size_t>(count) * sizeof(T); }
+
+  T* data_ = nullptr;
+  int64_t count_;
+};
+
+// ---- Hidden states and weights
+
+// Calls f(0), ..., f(count - 1) on all cores.
+template <class F>
+void InParallel(int64_t count, F f) {
+  const int64_t workers = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<std::jthread> threads;
+  for (int64_t t = 0; t < workers; ++t) {
+    threads.emplace_back([&f, t, count, workers] {
+      for (int64_t i = t; i < count; i += workers) f(i);
+    });
+  }
+}
+
+float FloatOfBf16(uint16_t bits) { return FloatOf(uint32_t{bits} << 16); }
+
+// Rows of kHidden bf16 numbers, uniform around 0. A row's values follow from its number alone.
+class RandomRows {
+ public:
+  RandomRows(uint64_t seed, double deviation) : seed_(seed), values_(1 << 16) {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const double unit = (static_cast<double>(i) + 0.5) / 0x1p15 - 1;
+      values_[i] = Bf16Bits(static_cast<float>(deviation * std::sqrt(3.0) * unit));
+    }
+  }
+
+  void Fill(int64_t row, uint16_t* to) const {
+    std::mt19937_64 random(seed_ + row);
+    for (int64_t i = 0; i < kHidden; i += 4) {
+      const uint64_t bits = random();
+      for (int j = 0; j < 4; ++j) to[i + j] = values_[bits >> (16 * j) & 0xffff];
+    }
+  }
+
+ private:
+  const uint64_t seed_;
+  std::vector<uint16_t> values_;  // of 16 random bits
+};
+
+// Logits of these have a standard deviation of 4.
+const RandomRows& States() {
+  static const auto& rows = *new RandomRows(uint64_t{1} << 40, 1.0);
+  return rows;
+}
+const RandomRows& Weights() {
+  static const auto& rows = *new RandomRows(uint64_t{2} << 40, 4.0 / std::sqrt(kHidden));
+  return rows;
+}
+
+constexpr int64_t kWeightRows = 256000;
+
+// The largest head's weight; smaller heads are its first rows.
+std::unique_ptr<DeviceArray<uint16_t>> MakeWeight() {
+  const auto weight = std::make_unique_for_overwrite<uint16_t[]>(kWeightRows * kHidden);
+  InParallel(kWeightRows, [&](int64_t i) { Weights().Fill(i, &weight[i * kHidden]); });
+  return std::make_unique<DeviceArray<uint16_t>>(
+      absl::MakeConstSpan(weight.get(), kWeightRows * kHidden));
+}
+
+// A hidden state for every target; the logits of even rows' targets are about 18, near the
+// logsumexp.
+std::vector<uint16_t> MakeHidden(absl::Span<const int32_t> targets) {
+  std::vector<uint16_t> hidden(targets.size() * kHidden);
+  InParallel(static_cast<int64_t>(targets.size()), [&](int64_t r) {
+    uint16_t* const state = &hidden[r * kHidden];
+    States().Fill(r, state);
+    if (r % 2 != 0) return;
+    std::vector<uint16_t> weight(kHidden);
+    Weights().Fill(targets[r], weight.data());
+    for (int64_t d = 0; d < kHidden; ++d)
+      state[d] = Bf16Bits(FloatOfBf16(state[d]) + 1.125f * FloatOfBf16(weight[d]));
+  });
+  return hidden;
+}
+
+TensorView Bf16View(const uint16_t* data, int64_t rows, int64_t cols) {
+  return {.data = data, .dtype = DType::kBF16, .rows = rows, .cols = cols, .row_stride = cols};
+}
+
+MutableTensorView MutableBf16View(uint16_t* data, int64_t rows, int64_t cols) {
+  return {.data = data, .dtype = DType::kBF16, .rows = rows, .cols = cols, .row_stride = cols};
+}
+
+// ---- What the losses and their gradient add to the device's memory
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kLossRows = 4096;
+constexpr int64_t kVocabs[] = {32000, 128256, 256000};
+
+double MiB(int64_t bytes) { return static_cast<double>(bytes) / kMiB; }
+
+// The least free memory of the device since this was made, looked at again and again: memory that
+// is taken and given back between two calls of ours shows too. So does that of other processes.
+class MemoryWatch {
+ public:
+  MemoryWatch()
+      : before_(FreeBytes()), least_(before_), watcher_([this](std::stop_token stop) {
+          while (!stop.stop_requested()) {
+            least_ = std::min(least_, FreeBytes());
+            std::this_thread::sleep_for(std::chrono::microseconds(200));
+          }
+        }) {}
+
+  // What was taken at most. Once, while what is to be seen is still held.
+  int64_t PeakBytes() {
+    watcher_.request_stop();
+    watcher_.join();
+    return before_ - std::min(least_, FreeBytes());
+  }
+
+ private:
+  static int64_t FreeBytes() {
+    size_t free = 0;
+    size_t total = 0;
+    Must(cudaMemGetInfo(&free, &total));
+    return static_cast<int64_t>(free);
+  }
+
+  const int64_t before_;
+  int64_t least_;  // the watcher's, until it is joined
+  std::jthread watcher_;
+};
+
+// What `run` holds at most. It calls what it is given when all is done and nothing freed yet. The
+// first time is not counted: code of ours and of cuBLASLt is loaded then, once a process.
+template <class Run>
+int64_t AddedBytes(Run run) {
+  run([] {});
+  MemoryWatch watch;
+  int64_t peak = 0;
+  run([&] { peak = watch.PeakBytes(); });
+  return peak;
+}
+
+// Scratch of `bytes` in all, the last of which are not the op's: whether it writes there is seen.
+class OwnScratch {
+ public:
+  explicit OwnScratch(int64_t bytes) : memory_(bytes) {
+    cudaDeviceProp properties;
+    Must(cudaGetDeviceProperties(&properties, 0));
+    scratch_ = {.data = memory_.data(),
+                .bytes = static_cast<size_t>(bytes - kGuardBytes),
+                .multiprocessors = properties.multiProcessorCount,
+                .block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin),
+                .clusters = properties.major == 9};
+    Must(cudaMemset(scratch_.data, 0, cuda::Scratch::kCounterBytes));
+    const absl::Status made = products_.Init(cuda::ProductWorkspaceBytes(scratch_));
+    if (!made.ok()) throw std::runtime_error(made.ToString());
+  }
+
+  const cuda::Scratch& scratch() const { return scratch_; }
+  cuda::Products& products() { return products_; }
+  bool IsGuardWhole() const {
+    const auto guard = memory_.Download(static_cast<int64_t>(scratch_.bytes), kGuardBytes);
+    return std::all_of(guard.begin(), guard.end(),
+                       [](std::byte b) { return b == std::byte{0xff}; });
+  }
+
+ private:
+  static constexpr int64_t kGuardBytes = int64_t{64} << 10;
+
+  DeviceArray<std::byte> memory_;
+  cuda::Scratch scratch_;
+  cuda::Products products_;
+};
+
+// Inputs and outputs of a training step's last layer, and two ways to do it.
+class LossProblem {
+ public:
+  LossProblem(const DeviceArray<uint16_t>& weight, int64_t vocab)
+      : vocab_(vocab),
+        targets_(MakeTargets(vocab)),
+        hidden_(absl::MakeConstSpan(MakeHidden(targets_))),
+        weight_(weight),
+        rows_(absl::MakeConstSpan(MakeRows(targets_))),
+        upstream_(std::vector<float>(kLossRows, 1.0f / kLossRows)),
+        loss_(kLossRows),
+        logsumexp_(kLossRows),
+        target_logprob_(kLossRows),
+        status_(kLossRows),
+        d_hidden_(kLossRows * kHidden),
+        d_weight_(vocab * kHidden) {}
+
+  // Each takes memory for what it needs beside inputs and outputs, and calls held() with it. With
+  // `backward` it goes on to the gradients, of the mean of the losses.
+  template <class Held>
+  void Fused(int64_t scratch_bytes, bool backward, Held held) {
+    OwnScratch own(scratch_bytes);
+    Must(cuda::LinearCrossEntropy({.hidden = Hidden(), .head = Head(), .cross_entropy = Asks()},
+                                  own.products(), own.scratch(), nullptr));
+    if (backward) {
+      Must(cuda::LinearCrossEntropyBackward({.hidden = Hidden(),
+                                             .head = Head(),
+                                             .rows = rows_.data(),
+                                             .logsumexp = logsumexp_.data(),
+                                             .upstream = upstream_.data(),
+                                             .d_hidden = DHidden(),
+                                             .d_weight = DWeight()},
+                                            own.products(), own.scratch(), nullptr));
+    }
+    Must(cudaDeviceSynchronize());
+    held();
+    EXPECT_TRUE(own.IsGuardWhole()) << "written behind scratch, V = " << vocab_;
+  }
+
+  // The leanest unfused way: logits of 16 bits, whose gradient takes their place.
+  template <class Held>
+  void Unfused(bool backward, Held held) {
+    OwnScratch own(16 * kMiB);
+    cuda::Scratch scratch = own.scratch();
+    scratch.bytes -= own.products().workspace_bytes();
+    std::byte* const workspace = scratch.data + scratch.bytes;
+    const DeviceArray<uint16_t> logits(kLossRows * vocab_);
+    const auto multiply = [&](cuda::ProductShape shape, const void* a, const void* b, void* out) {
+      shape.inputs = shape.output = DType::kBF16;
+      Must(own.products().Enqueue(shape, {.a = a, .b = b, .out = out, .workspace = workspace},
+                                  nullptr));
+    };
+    multiply({.transpose_a = true,
+              .m = vocab_,
+              .n = kLossRows,
+              .k = kHidden,
+              .a_stride = kHidden,
+              .b_stride = kHidden,
+              .out_stride = vocab_},
+             weight_.data(), hidden_.data(), logits.data());
+    CrossEntropyArgs args = Asks();
+    args.logits = Bf16View(logits.data(), kLossRows, vocab_);
+    Must(cuda::CrossEntropy(args, scratch, nullptr));
+    if (backward) {
+      Must(cuda::CrossEntropyBackward(
+          {.logits = args.logits,
+           .rows = rows_.data(),
+           .logsumexp = logsumexp_.data(),
+           .upstream = upstream_.data(),
+           .d_logits = MutableBf16View(logits.data(), kLossRows, vocab_)},
+          nullptr));
+      multiply({.m = kHidden,
+                .n = kLossRows,
+                .k = vocab_,
+                .a_stride = kHidden,
+                .b_stride = vocab_,
+                .out_stride = kHidden},
+               weight_.data(), logits.data(), d_hidden_.data());
+      multiply({.transpose_b = true,
+                .m = kHidden,
+                .n = vocab_,
+                .k = kLossRows,
+                .a_stride = kHidden,
+                .b_stride = vocab_,
+                .out_stride = kHidden},
+               hidden_.data(), logits.data(), d_weight_.data());
+    }
+    Must(cudaDeviceSynchronize());
+    held();
+  }
+
+  struct Answers {
+    std::vector<float> loss, logsumexp, target_logprob;
+    std::vector<std::vector<float>> gradients;  // rows of d_hidden, then of d_weight
+  };
+
+  // What the last run wrote; it is wiped.
+  Answers TakeAnswers(bool gradients) {
+    Answers answers{.loss = loss_.Download(),
+                    .logsumexp = logsumexp_.Download(),
+                    .target_logprob = target_logprob_.Download()};
+    const auto take = [&](const DeviceArray<uint16_t>& from, int64_t row) {
+      std::vector<float>& to = answers.gradients.emplace_back();
+      for (uint16_t bits : from.Download(row * kHidden, kHidden)) to.push_back(FloatOfBf16(bits));
+      Must(cudaMemset(from.data() + row * kHidden, 0xff, kHidden * sizeof(uint16_t)));
+    };
+    if (gradients) {
+      for (int64_t r : {int64_t{0}, int64_t{1}, int64_t{2047}, int64_t{2048}, kLossRows - 1})
+        take(d_hidden_, r);
+      // Targets of a few rows, and tokens of none; around a quarter of the head and at its end.
+      for (int64_t i : {int64_t{targets_[0]}, int64_t{targets_[1]}, int64_t{targets_[4000]},
+                        vocab_ / 4 - 1, vocab_ / 4, vocab_ - 1}) {
+        take(d_weight_, i);
+      }
+    }
+    for (const DeviceArray<float>* from : {&loss_, &logsumexp_, &target_logprob_})
+      Must(cudaMemset(from->data(), 0xff, kLossRows * sizeof(float)));
+    return answers;
+  }
+
+ private:
+  // Few, so that each has many rows.
+  static std::vector<int32_t> MakeTargets(int64_t vocab) {
+    std::vector<int32_t> targets(kLossRows);
+    for (int64_t r = 0; r < kLossRows; ++r)
+      targets[r] = static_cast<int32_t>(r * 31 % 97 * (vocab / 97) + 5);
+    return targets;
+  }
+
+  static std::vector<CrossEntropyRow> MakeRows(absl::Span<const int32_t> targets) {
+    std::vector<CrossEntropyRow> rows;
+    for (int32_t target : targets) rows.push_back(PlainLoss(target));
+    return rows;
+  }
+
+  TensorView Hidden() const { return Bf16View(hidden_.data(), kLossRows, kHidden); }
+  HeadView Head() const { return {.weight = Bf16View(weight_.data(), vocab_, kHidden)}; }
+  MutableTensorView DHidden() const {
+    return MutableBf16View(d_hidden_.data(), kLossRows, kHidden);
+  }
+  MutableTensorView DWeight() const { return MutableBf16View(d_weight_.data(), vocab_, kHidden); }
+  CrossEntropyArgs Asks() const {
+    return {.rows = rows_.data(),
+            .want = 0,
+            .max_top_logprobs = 0,
+            .answers = {.loss = loss_.data(),
+                        .logsumexp = logsumexp_.data(),
+                        .target_logprob = target_logprob_.data(),
+                        .status = status_.data()}};
+  }
+
+  const int64_t vocab_;
+  const std::vector<int32_t> targets_;
+  const DeviceArray<uint16_t> hidden_;
+  const DeviceArray<uint16_t>& weight_;
+  const DeviceArray<CrossEntropyRow> rows_;
+  const DeviceArray<float> upstream_;
+  const DeviceArray<float> loss_, logsumexp_, target_logprob_;
+  const DeviceArray<RowStatus> status_;
+  const DeviceArray<uint16_t> d_hidden_, d_weight_;
+};
+
+// Both did the work: their losses differ by no more than the rounding of the unfused way's logits.
+void ExpectSameLosses(const LossProblem::Answers& fused, const LossProblem::Answers& unfused,
+                      int64_t vocab) {
+  for (int64_t r = 0; r < kLossRows; ++r) {
+    // A logit moves by 2^-8 of itself at most, a logsumexp by what its largest terms do, and no
+    // logit is above it. The rest is for fp32.
+    const double target_logit = fused.logsumexp[r] + fused.target_logprob[r];
+    const double slack = 0x1p-8 * (std::fabs(fused.logsumexp[r]) + std::fabs(target_logit)) + 1e-3;
+    ASSERT_NEAR(fused.loss[r], unfused.loss[r], slack) << "V = " << vocab << ", row " << r;
+    ASSERT_NEAR(fused.logsumexp[r], unfused.logsumexp[r], slack)
+        << "V = " << vocab << ", row " << r;
+  }
+}
+
+void ExpectSameGradients(const LossProblem::Answers& fused, const LossProblem::Answers& unfused,
+                         int64_t vocab) {
+  for (size_t i = 0; i < fused.gradients.size(); ++i) {
+    double apart = 0, size = 0;
+    for (int64_t d = 0; d < kHidden; ++d) {
+      const double want = unfused.gradients[i][d];
+      apart += (fused.gradients[i][d] - want) * (fused.gradients[i][d] - want);
+      size += want * want;
+    }
+    // Logits that matter are below 32: rounding moves one by 1/16 at most, and the ratio of two of
+    // their exponentials by e^(1/8) - 1.
+    EXPECT_GT(size, 0) << "V = " << vocab << ", gradient " << i;
+    EXPECT_LE(std::sqrt(apart), 0.14 * std::sqrt(size)) << "V = " << vocab << ", gradient " << i;
+  }
+}
+
+// ---- Error and bits
+
+constexpr int64_t kRows = 1000;
+constexpr int64_t kLargeVocabs[] = {128256, 151936};
+// The first and the last, one inside, and those around a border of blocks of rows.
+constexpr int64_t kChecked[] = {0, 127, 255, 256, 257, kRows - 1};
+constexpr size_t kCheckedCount = std::size(kChecked);
+
+class LargeInput {
+ public:
+  explicit LargeInput(const DeviceArray<uint16_t>& weight)
+      : targets_(MakeTargets()),
+        host_hidden_(MakeHidden(targets_)),
+        hidden_(absl::MakeConstSpan(host_hidden_)),
+        weight_(weight) {
+    ComputeExact();
+  }
+
+  int32_t target(int64_t r) const { return targets_[r]; }
+  TensorView Hidden(int64_t first, int64_t rows) const {
+    return Bf16View(hidden_.data() + first * kHidden, rows, kHidden);
+  }
+  HeadView Head(int64_t vocab) const {
+    return {.weight = Bf16View(weight_.data(), vocab, kHidden)};
+  }
+  // The logits of row kChecked[i] in double precision.
+  absl::Span<const double> Exact(size_t i, int64_t vocab) const {
+    return absl::MakeConstSpan(exact_[i]).first(vocab);
+  }
+
+ private:
+  static std::vector<int32_t> MakeTargets() {
+    std::vector<int32_t> targets(kRows);
+    for (int64_t r = 0; r < kRows; ++r)
+      targets[r] = static_cast<int32_t>((r * 128'000'003 + 77) % kLargeVocabs[0]);
+    return targets;
+  }
+
+  void ComputeExact() {
+    constexpr int64_t kTokens = *std::max_element(std::begin(kLargeVocabs), std::end(kLargeVocabs));
+    std::vector<double> states(kHidden * kCheckedCount);  // the rows side by side
+    for (size_t i = 0; i < kCheckedCount; ++i) {
+      exact_[i].resize(kTokens);
+      for (int64_t d = 0; d < kHidden; ++d)
+        states[d * kCheckedCount + i] = FloatOfBf16(host_hidden_[kChecked[i] * kHidden + d]);
+    }
+    InParallel(kTokens, [&](int64_t token) {
+      uint16_t weight[kHidden];
+      Weights().Fill(token, weight);
+      double sums[kCheckedCount] = {};
+      for (int64_t d = 0; d < kHidden; ++d) {
+        const double w = FloatOfBf16(weight[d]);
+        for (size_t i = 0; i < kCheckedCount; ++i) sums[i] += w * states[d * kCheckedCount + i];
+      }
+      for (size_t i = 0; i < kCheckedCount; ++i) exact_[i][token] = sums[i];
+    });
+  }
+
+  const std::vector<int32_t> targets_;
+  const std::vector<uint16_t> host_hidden_;
+  const DeviceArray<uint16_t> hidden_;
+  const DeviceArray<uint16_t>& weight_;
+  std::vector<double> exact_[kCheckedCount];  // of every token
+};
+
+using Bits = std::vector<uint32_t>;
+
+template <class T>
+void Append(Bits& bits, const T* values, int64_t count) {
+  static_assert(sizeof(T) == sizeof(uint32_t));
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t word;
+    std::memcpy(&word, &values[i], sizeof(word));
+    bits.push_back(word);
+  }
+}
+
+class LinearLargeGpuTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    stream_ = Cuda()->get()->CreateStream().value();
+    if (weight_ == nullptr) weight_ = MakeWeight();
+    if (input_ == nullptr) input_ = std::make_unique<LargeInput>(*weight_);
+  }
+  static void TearDownTestSuite() {
+    input_.reset();
+    weight_.reset();
+  }
+
+  // Measures both ways for every vocabulary. Claims: the fused one adds at most `allowed`, whatever
+  // the vocabulary; the unfused one at least the logits.
+  void Measure(const char* name, bool backward, int64_t scratch_bytes, int64_t allowed) {
+    int64_t fused_before = 0, unfused_before = 0, vocab_before = 0;
+    for (const int64_t vocab : kVocabs) {
+      LossProblem problem(*weight_, vocab);
+      const int64_t fused =
+          AddedBytes([&](auto held) { problem.Fused(scratch_bytes, backward, held); });
+      const LossProblem::Answers fused_answers = problem.TakeAnswers(backward);
+      const int64_t unfused = AddedBytes([&](auto held) { problem.Unfused(backward, held); });
+      const LossProblem::Answers unfused_answers = problem.TakeAnswers(backward);
+      std::printf("%s, V = %d: adds %.1f MiB fused, %.1f MiB unfused\n", name,
+                  static_cast<int>(vocab), MiB(fused), MiB(unfused));
+      RecordProperty(absl::StrCat("fused_", name, "_bytes_", vocab), absl::StrCat(fused));
+      RecordProperty(absl::StrCat("unfused_", name, "_bytes_", vocab), absl::StrCat(unfused));
+      ExpectSameLosses(fused_answers, unfused_answers, vocab);
+      if (backward) ExpectSameGradients(fused_answers, unfused_answers, vocab);
+      EXPECT_GE(fused, scratch_bytes) << "the measure misses what is there";
+      EXPECT_LE(fused, allowed) << "V = " << vocab;
+      EXPECT_GE(unfused, 2 * kLossRows * vocab);
+      if (vocab_before > 0) {
+        EXPECT_LE(std::abs(fused - fused_before), 4 * kMiB) << "V = " << vocab;
+        EXPECT_GE(unfused - unfused_before, 2 * kLossRows * (vocab - vocab_before));
+      }
+      fused_before = fused;
+      unfused_before = unfused;
+      vocab_before = vocab;
+    }
+  }
+
+  struct Losses {
+    std::vector<float> loss, logsumexp, target_logprob;
+    std::vector<RowStatus> status;
+  };
+  Losses LossesOf(int64_t first, int64_t rows, int64_t vocab) {
+    std::vector<CrossEntropyRow> asks;
+    for (int64_t r = first; r < first + rows; ++r) asks.push_back(PlainLoss(input_->target(r)));
+    const DeviceArray<CrossEntropyRow> device_asks(absl::MakeConstSpan(asks));
+    const DeviceArray<float> loss(rows), logsumexp(rows), target_logprob(rows);
+    const DeviceArray<RowStatus> status(rows);
+    Finish(stream_->LinearCrossEntropy(
+        {.hidden = input_->Hidden(first, rows),
+         .head = input_->Head(vocab),
+         .cross_entropy = {.rows = device_asks.data(),
+                           .want = 0,
+                           .max_top_logprobs = 0,
+                           .answers = {.loss = loss.data(),
+                                       .logsumexp = logsumexp.data(),
+                                       .target_logprob = target_logprob.data(),
+                                       .status = status.data()}}}));
+    return {loss.Download(), logsumexp.Download(), target_logprob.Download(), status.Download()};
+  }
+
+  static constexpr int32_t kTop = 20;
+  struct Tops {
+    std::vector<int32_t> ids;  // [rows, kTop]
+    std::vector<float> probs, logsumexp;
+    std::vector<RowStatus> status;
+  };
+  Tops TopsOf(int64_t first, int64_t rows, int64_t vocab) {
+    std::vector<SoftmaxTopKRow> asks;
+    for (int64_t i = 0; i < rows; ++i)
+      asks.push_back({.first_entry = i * kTop, .temperature = 1, .k = kTop});
+    const DeviceArray<SoftmaxTopKRow> device_asks(absl::MakeConstSpan(asks));
+    const DeviceArray<int32_t> ids(rows * kTop);
+    const DeviceArray<float> probs(rows * kTop), logsumexp(rows);
+    const DeviceArray<RowStatus> status(rows);
+    Finish(stream_->LinearTopK({.hidden = input_->Hidden(first, rows),
+                                .head = input_->Head(vocab),
+                                .topk = {.rows = device_asks.data(),
+                                         .max_k = kTop,
+                                         .indices = ids.data(),
+                                         .probs = probs.data(),
+                                         .logsumexp = logsumexp.data(),
+                                         .status = status.data()}}));
+    return {ids.Download(), probs.Download(), logsumexp.Download(), status.Download()};
+  }
+
+  // In turn unfiltered, with top_p, with top_k and min_p.
+  static SampleRow SampleOf(int64_t row) {
+    SampleRow ask = PlainRow();
+    ask.seed = static_cast<uint64_t>(row);
+    ask.position = 7;
+    ask.temperature = 0.8f;
+    if (row % 3 == 1) ask.top_p = 0.95f;
+    if (row % 3 == 2) {
+      ask.top_k = 50;
+      ask.min_p = 0.001f;
+    }
+    ask.top_logprobs = 5;
+    return ask;
+  }
+
+  std::vector<Bits> SampleBitsOf(int64_t first, int64_t rows, int64_t vocab) {
+    std::vector<SampleRow> asks;
+    int64_t entries = 0;
+    for (int64_t r = first; r < first + rows; ++r) {
+      asks.push_back(SampleOf(r));
+      asks.back().first_top_entry = entries;
+      entries += asks.back().top_logprobs;
+    }
+    const DeviceArray<SampleRow> device_asks(absl::MakeConstSpan(asks));
+    const DeviceArray<int32_t> tokens(rows), ranks(rows), top_ids(entries);
+    const DeviceArray<float> logprobs(rows), logsumexp(rows), top_logprobs(entries);
+    const DeviceArray<RowStatus> status(rows);
+    Finish(stream_->LinearSample({.hidden = input_->Hidden(first, rows),
+                                  .head = input_->Head(vocab),
+                                  .sample = {.rows = device_asks.data(),
+                                             .edited = false,
+                                             .tokens = tokens.data(),
+                                             .logprobs = logprobs.data(),
+                                             .ranks = ranks.data(),
+                                             .logsumexp = logsumexp.data(),
+                                             .top_ids = top_ids.data(),
+                                             .top_logprobs = top_logprobs.data(),
+                                             .status = status.data()}}));
+    const auto token = tokens.Download(), rank = ranks.Download(), top = top_ids.Download();
+    const auto logprob = logprobs.Download(), sum = logsumexp.Download();
+    const auto top_logprob = top_logprobs.Download();
+    const auto code = status.Download();
+    std::vector<Bits> bits(rows);
+    for (int64_t i = 0; i < rows; ++i) {
+      bits[i].push_back(static_cast<uint32_t>(code[i].code));
+      Append(bits[i], &token[i], 1);
+      Append(bits[i], &rank[i], 1);
+      Append(bits[i], &logprob[i], 1);
+      Append(bits[i], &sum[i], 1);
+      Append(bits[i], &top[asks[i].first_top_entry], asks[i].top_logprobs);
+      Append(bits[i], &top_logprob[asks[i].first_top_entry], asks[i].top_logprobs);
+    }
+    return bits;
+  }
+
+  std::vector<Bits> LossBitsOf(int64_t first, int64_t rows, int64_t vocab) {
+    const Losses losses = LossesOf(first, rows, vocab);
+    std::vector<Bits> bits(rows);
+    for (int64_t i = 0; i < rows; ++i) {
+      bits[i].push_back(static_cast<uint32_t>(losses.status[i].code));
+      Append(bits[i], &losses.loss[i], 1);
+      Append(bits[i], &losses.logsumexp[i], 1);
+      Append(bits[i], &losses.target_logprob[i], 1);
+    }
+    return bits;
+  }
+
+  std::vector<Bits> TopBitsOf(int64_t first, int64_t rows, int64_t vocab) {
+    const Tops tops = TopsOf(first, rows, vocab);
+    std::vector<Bits> bits(rows);
+    for (int64_t i = 0; i < rows; ++i) {
+      bits[i].push_back(static_cast<uint32_t>(tops.status[i].code));
+      Append(bits[i], &tops.logsumexp[i], 1);
+      Append(bits[i], &tops.ids[i * kTop], kTop);
+      Append(bits[i], &tops.probs[i * kTop], kTop);
+    }
+    return bits;
+  }
+
+  // bits_of(first, rows): of a call with rows [first, first + rows), the status first.
+  template <class BitsOf>
+  static void ExpectOwnBits(std::initializer_list<int64_t> companies, int64_t vocab,
+                            BitsOf bits_of) {
+    for (const int64_t r : kChecked) {
+      const Bits alone = bits_of(r, 1)[0];
+      EXPECT_EQ(alone[0], static_cast<uint32_t>(RowCode::kOk)) << "V = " << vocab << ", row " << r;
+      for (const int64_t rows : companies) {
+        const int64_t first = std::clamp<int64_t>(r - rows / 2, 0, kRows - rows);
+        EXPECT_EQ(bits_of(first, rows)[r - first], alone)
+            << "V = " << vocab << ", row " << r << " as row " << r - first << " of " << rows;
+      }
+    }
+  }
+
+  static std::unique_ptr<DeviceArray<uint16_t>> weight_;
+  static std::unique_ptr<LargeInput> input_;
+
+ private:
+  void Finish(const absl::Status& enqueued) {
+    if (!enqueued.ok()) throw std::runtime_error(enqueued.ToString());
+    stream_->Wait().value();
+  }
+
+  std::unique_ptr<Stream> stream_;
+};
+
+std::unique_ptr<DeviceArray<uint16_t>> LinearLargeGpuTest::weight_;
+std::unique_ptr<LargeInput> LinearLargeGpuTest::input_;
+
+TEST_F(LinearLargeGpuTest, ForwardAddsAtMost16MiBWhateverTheVocabulary) {
+  Measure("forward", /*backward=*/false, 14 * kMiB, 16 * kMiB);
+}
+
+TEST_F(LinearLargeGpuTest, ForwardAndBackwardAddAtMost300MiBWhateverTheVocabulary) {
+  Measure("forward_and_backward", /*backward=*/true, 296 * kMiB, 300 * kMiB);
+}
+
+double LogSumExpOf(absl::Span<const double> logits) {
+  const double max = *std::max_element(logits.begin(), logits.end());
+  double sum = 0;
+  for (double x : logits) sum += std::exp(x - max);
+  return max + std::log(sum);
+}
+
+TEST_F(LinearLargeGpuTest, LossesAreWithin1e4OfDoublePrecision) {
+  double worst = 0;
+  for (const int64_t vocab : kLargeVocabs) {
+    const Losses losses = LossesOf(0, kRows, vocab);
+    double worst_loss = 0, worst_logsumexp = 0;
+    for (size_t i = 0; i < kCheckedCount; ++i) {
+      const int64_t r = kChecked[i];
+      const absl::Span<const double> exact = input_->Exact(i, vocab);
+      const double logsumexp = LogSumExpOf(exact);
+      const double loss = logsumexp - exact[input_->target(r)];
+      EXPECT_EQ(losses.status[r].code, RowCode::kOk) << "row " << r;
+      EXPECT_NEAR(losses.loss[r], loss, 1e-4) << "V = " << vocab << ", row " << r;
+      EXPECT_NEAR(losses.target_logprob[r], -loss, 1e-4) << "V = " << vocab << ", row " << r;
+      EXPECT_NEAR(losses.logsumexp[r], logsumexp, 1e-4) << "V = " << vocab << ", row " << r;
+      worst_loss = std::max(worst_loss, std::fabs(losses.loss[r] - loss));
+      worst_logsumexp = std::max(worst_logsumexp, std::fabs(losses.logsumexp[r] - logsumexp));
+    }
+    std::printf("V = %d: errors of losses up to %.2g, of logsumexps up to %.2g\n",
+                static_cast<int>(vocab), worst_loss, worst_logsumexp);
+    worst = std::max({worst, worst_loss, worst_logsumexp});
+  }
+  RecordProperty("largest_error", absl::StrCat(worst));
+}
+
+TEST_F(LinearLargeGpuTest, TopsAreThoseOfDoublePrecision) {
+  for (const int64_t vocab : kLargeVocabs) {
+    for (size_t i = 0; i < kCheckedCount; ++i) {
+      const absl::Span<const double> exact = input_->Exact(i, vocab);
+      const double logsumexp = LogSumExpOf(exact);
+      std::vector<double> sorted(exact.begin(), exact.end());
+      std::partial_sort(sorted.begin(), sorted.begin() + kTop, sorted.end(), std::greater<>());
+      const Tops tops = TopsOf(kChecked[i], 1, vocab);
+      for (int32_t j = 0; j < kTop; ++j) {
+        ASSERT_GE(tops.ids[j], 0);
+        ASSERT_LT(tops.ids[j], vocab);
+        // Which of two that are closer than fp32 sums tell apart comes first is for them to say.
+        EXPECT_NEAR(exact[tops.ids[j]], sorted[j], 1e-4)
+            << "V = " << vocab << ", row " << kChecked[i] << ", place " << j;
+        EXPECT_NEAR(std::log(tops.probs[j]), exact[tops.ids[j]] - logsumexp, 1e-4)
+            << "V = " << vocab << ", row " << kChecked[i] << ", place " << j;
+      }
+    }
+  }
+}
+
+TEST_F(LinearLargeGpuTest, LossesOfARowAreItsOwn) {
+  for (const int64_t vocab : kLargeVocabs) {
+    ExpectOwnBits({64, 65, 128, 129, 256, kRows}, vocab,
+                  [&](int64_t first, int64_t rows) { return LossBitsOf(first, rows, vocab); });
+  }
+}
+
+TEST_F(LinearLargeGpuTest, TopsOfARowAreItsOwn) {
+  for (const int64_t vocab : kLargeVocabs) {
+    ExpectOwnBits({64, 200}, vocab,
+                  [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
+  }
+}
+
+TEST_F(LinearLargeGpuTest, SamplesOfARowAreItsOwn) {
+  for (const int64_t vocab : kLargeVocabs) {
+    ExpectOwnBits({64, 200}, vocab,
+                  [&](int64_t first, int64_t rows) { return SampleBitsOf(first, rows, vocab); });
+  }
+}
+
+}  // namespace
+}  // namespace logitd::testing
