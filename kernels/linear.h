@@ -61,6 +61,32 @@ struct LinearCrossEntropyBackwardArgs {
   float* d_bias = nullptr;                // [vocab], or null: not wanted
 };
 
+// Both of a training step in one call, which may make the logits once for the two: it means
+// linear_cross_entropy and then its backward with the logsumexp that it wrote, with their answers,
+// statuses and accuracy, but that blocks of G may be rounded to the weight's dtype twice, once as
+// probabilities. Those of targets are as the backward's.
+//
+// Rows want neither rank, entropy, tops nor extras. No output overlaps an input or another output:
+// what d_weight holds before its gradients may be anything. Bits of a row's answers and of its
+// d_hidden are a row's own, among calls of one head on one device, of the same types and strides,
+// that go the same way: there may be another way for rows too many for the memory of d_weight.
+struct LinearCrossEntropyTrainingArgs {
+  LinearCrossEntropyBackwardArgs gradient;  // its logsumexp is not looked at
+  CrossEntropyAnswers answers;              // loss, logsumexp, target_logprob, status
+
+  LinearCrossEntropyArgs Forward() const {
+    return {.hidden = gradient.hidden,
+            .head = gradient.head,
+            .cross_entropy = {
+                .rows = gradient.rows, .want = 0, .max_top_logprobs = 0, .answers = answers}};
+  }
+  LinearCrossEntropyBackwardArgs Backward() const {
+    LinearCrossEntropyBackwardArgs args = gradient;
+    args.logsumexp = answers.logsumexp;
+    return args;
+  }
+};
+
 }  // namespace logitd
 
 #endif  // LOGITD_KERNELS_LINEAR_H_
