@@ -61,15 +61,15 @@ struct LinearCrossEntropyBackwardArgs {
   float* d_bias = nullptr;                // [vocab], or null: not wanted
 };
 
-// Both of a training step in one call, which may make the logits once for the two: it means
-// linear_cross_entropy and then its backward with the logsumexp that it wrote, with their answers,
-// statuses and accuracy, but that blocks of G may be rounded to the weight's dtype twice, once as
-// probabilities. Those of targets are as the backward's.
+// linear_cross_entropy and its backward in one call, which may make the logits once for both. It
+// means the one and then the other, with the logsumexp that was written: answers, statuses and
+// accuracy are theirs, but that blocks of G may be rounded to the weight's dtype twice, the first
+// time as probabilities.
 //
-// Rows want neither rank, entropy, tops nor extras. No output overlaps an input or another output:
-// what d_weight holds before its gradients may be anything. Bits of a row's answers and of its
-// d_hidden are a row's own, among calls of one head on one device, of the same types and strides,
-// that go the same way: there may be another way for rows too many for the memory of d_weight.
+// Rows want neither rank, entropy, tops nor extras. No output overlaps another or an input:
+// d_weight may hold other things before its gradients. A row's answers and d_hidden have bits of
+// its own among calls with the same head and types; but calls of more rows than there is room for
+// beside the logits' successors, in d_weight or in scratch, are the two ops, whose bits are others.
 struct LinearCrossEntropyTrainingArgs {
   LinearCrossEntropyBackwardArgs gradient;  // its logsumexp is not looked at
   CrossEntropyAnswers answers;              // loss, logsumexp, target_logprob, status

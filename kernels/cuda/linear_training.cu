@@ -12,7 +12,8 @@
 //                             (product 2); G^T hidden is the chunk's d_weight (product 3), written
 //                             where the E were of the chunk behind it
 //
-// G of a target is made of its logit in fp32, so that p - 1 keeps its digits where p is near 1.
+// A target's G is made of its logit, as in the backward. Near 1, where its digits would be lost,
+// any other probability is a maximum's, and E of that is 1.
 //
 // Blocks of rows and chunks are fixed by the head and the device, so that the bits of a row's
 // answers and d_hidden are its own. Ignored and skipped rows are rows of zeros in products 2 and 3.
@@ -70,14 +71,15 @@ struct TilePart {
   float total;  // of the logits, times kTotalUnit; where the row is smooth
 };
 
-// What pass 1 makes of tokens [first, first + tokens) of all rows. A row that is skipped may be left
-// out. Tiles of the last chunk may end beyond its tokens, with exponentials of 0; `e` has room.
+// What pass 1 makes of tokens [first, first + tokens) of all rows. A row that is skipped may be
+// left out. Tiles of the last chunk may end beyond its tokens, with exponentials of 0; `e` has
+// room.
 struct Chunk {
   int64_t first;
   int64_t tokens;
-  Bf16* e;         // [rows, e_stride]: Exponential(maximum, power) of every logit
+  Bf16* e;  // [rows, e_stride]: Exponential(maximum, power) of every logit
   int64_t e_stride;
-  float* maxima;   // [rows, maxima_stride], the chunk's own of a row's; -inf where all are NaN
+  float* maxima;  // [rows, maxima_stride], the chunk's own of a row's; -inf where all are NaN
   int64_t maxima_stride;
   TilePart* parts;  // [rows, parts_stride]
   int64_t parts_stride;
@@ -203,8 +205,7 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chun
     return Stats{maxima[i], parts[i].sum};
   });
   const Stats before = row.stats;
-  const Stats stats =
-      MergeCells(2, row.power, lane, [&](int i) { return i == 0 ? before : more; });
+  const Stats stats = MergeCells(2, row.power, lane, [&](int i) { return i == 0 ? before : more; });
   double total = 0.0;
   if (row.smooth != 0) {
     for (int i = lane; i < chunk.Tiles(); i += 32) total += parts[i].total;
@@ -243,8 +244,8 @@ __global__ void __launch_bounds__(kThreads)
   const Outcome outcome =
       Conclude(args, r, {row.stats, 0.0f, row.total, 0}, target_logit, row.first_nan, lane);
   if (row.use != RowUse::kCounted) return;
-  const Gradient gradient = Gradient::Of(
-      args.rows[r], static_cast<float>(outcome.LogSumExp()), upstream[r], args.logits.cols);
+  const Gradient gradient = Gradient::Of(args.rows[r], static_cast<float>(outcome.LogSumExp()),
+                                         upstream[r], args.logits.cols);
   for (int64_t i = lane; i < tiles; i += 32) {
     float& at = maxima[r * tiles + i];
     at = ProbabilityOfMax(gradient, at) * gradient.weight * gradient.scale;
@@ -478,9 +479,8 @@ class Training {
 
   void ConcludeRows() {
     Enqueue([&] {
-      ConcludeKernel<<<RowBlocks(), kThreads, 0, stream_>>>(forward_, args_.upstream,
-                                                            target_logits_, rows_, maxima_,
-                                                            static_cast<int>(cut_.tiles));
+      ConcludeKernel<<<RowBlocks(), kThreads, 0, stream_>>>(
+          forward_, args_.upstream, target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
     });
   }
 
@@ -547,14 +547,14 @@ class Training {
   Products& products_;
   const cudaStream_t stream_;
   std::byte* const workspace_;
-  RowState* const rows_;         // [padded]
-  float* const target_logits_;   // [padded]
-  float* const maxima_;          // [padded, tiles]; after ConcludeRows the rates of G
-  TilePart* const parts_;        // [padded, tiles of a chunk]
-  Bf16* const states_;           // [padded, hidden_stride]
-  float* const d_states_;        // [padded, hidden_stride]
-  Bf16* const first_e_;          // [padded, chunk]
-  float* const logits_;          // [logit_rows, chunk]
+  RowState* const rows_;        // [padded]
+  float* const target_logits_;  // [padded]
+  float* const maxima_;         // [padded, tiles]; after ConcludeRows the rates of G
+  TilePart* const parts_;       // [padded, tiles of a chunk]
+  Bf16* const states_;          // [padded, hidden_stride]
+  float* const d_states_;       // [padded, hidden_stride]
+  Bf16* const first_e_;         // [padded, chunk]
+  float* const logits_;         // [logit_rows, chunk]
   cudaError_t error_ = cudaSuccess;
 };
 
@@ -566,8 +566,7 @@ cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& arg
   if (args.gradient.hidden.rows == 0) return cudaSuccess;
   const int64_t room = RoomOf(scratch, products);
   const Cut cut(args.gradient.head, room);
-  if (Serves(args.gradient, cut, room))
-    return Training(args, cut, products, scratch, stream).Run();
+  if (Serves(args.gradient, cut, room)) return Training(args, cut, products, scratch, stream).Run();
   const cudaError_t error = LinearCrossEntropy(args.Forward(), products, scratch, stream);
   if (error != cudaSuccess) return error;
   return LinearCrossEntropyBackward(args.Backward(), products, scratch, stream);

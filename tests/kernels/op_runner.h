@@ -756,8 +756,8 @@ class OpRunner {
     Fetch(at.extra_logprobs, answer.extra_logprobs);
   }
 
-  // Where the arguments and answers of linear_cross_entropy's backward, hidden states and head apart,
-  // lie in the slab; answers last.
+  // Where the arguments and answers of linear_cross_entropy's backward, hidden states and head
+  // apart, lie in the slab; answers last.
   struct LinearBackwardPlaces {
     size_t rows, logsumexp, upstream;
     size_t d_hidden, d_weight, d_bias;
