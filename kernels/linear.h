@@ -17,8 +17,8 @@ namespace logitd {
 // hidden * 2^-24 * sum_d |weight_id g_d| at most, and about its square root of hidden times that in
 // practice. NaN or infinities in a hidden state show in its own row's logits, and its status,
 // alone. A row's bits depend on its own hidden state, its parameters and the head. Scratch is
-// bounded: a block of rows by the vocabulary, or a block of the vocabulary, at a time; the backward
-// may also hold d_hidden in f32.
+// bounded: a block of rows by the vocabulary, or a block of the vocabulary, at a time; ops that
+// make gradients may also hold d_hidden in f32.
 //
 // All pointers are in the memory of the backend that runs the op. `logits` of the inner arguments
 // is not looked at.
