@@ -90,6 +90,9 @@ class Stream {
   virtual absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs&) {
     return NoSuchOp("linear_cross_entropy_backward");
   }
+  virtual absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs&) {
+    return NoSuchOp("linear_cross_entropy_training");
+  }
 
   // Blocks until all that was enqueued is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;

@@ -17,8 +17,8 @@ namespace logitd {
 // hidden * 2^-24 * sum_d |weight_id g_d| at most, and about its square root of hidden times that in
 // practice. NaN or infinities in a hidden state show in its own row's logits, and its status,
 // alone. A row's bits depend on its own hidden state, its parameters and the head. Scratch is
-// bounded: a block of rows by the vocabulary, or a block of the vocabulary, at a time; the backward
-// may also hold d_hidden in f32.
+// bounded: a block of rows by the vocabulary, or a block of the vocabulary, at a time; ops that
+// make gradients may also hold d_hidden in f32.
 //
 // All pointers are in the memory of the backend that runs the op. `logits` of the inner arguments
 // is not looked at.
@@ -59,6 +59,32 @@ struct LinearCrossEntropyBackwardArgs {
   MutableTensorView d_hidden;             // [rows, hidden], the weight's dtype or f32
   MutableTensorView d_weight;             // [vocab, hidden], the weight's dtype or f32
   float* d_bias = nullptr;                // [vocab], or null: not wanted
+};
+
+// linear_cross_entropy and its backward in one call, which may make the logits once for both. It
+// means the one and then the other, with the logsumexp that was written: answers, statuses and
+// accuracy are theirs, but that blocks of G may be rounded to the weight's dtype twice, the first
+// time as probabilities.
+//
+// Rows want neither rank, entropy, tops nor extras. No output overlaps another or an input:
+// d_weight may hold other things before its gradients. A row's answers and d_hidden have bits of
+// its own among calls with the same head and types; but calls of more rows than there is room for
+// beside the logits' successors, in d_weight or in scratch, are the two ops, whose bits are others.
+struct LinearCrossEntropyTrainingArgs {
+  LinearCrossEntropyBackwardArgs gradient;  // its logsumexp is not looked at
+  CrossEntropyAnswers answers;              // loss, logsumexp, target_logprob, status
+
+  LinearCrossEntropyArgs Forward() const {
+    return {.hidden = gradient.hidden,
+            .head = gradient.head,
+            .cross_entropy = {
+                .rows = gradient.rows, .want = 0, .max_top_logprobs = 0, .answers = answers}};
+  }
+  LinearCrossEntropyBackwardArgs Backward() const {
+    LinearCrossEntropyBackwardArgs args = gradient;
+    args.logsumexp = answers.logsumexp;
+    return args;
+  }
 };
 
 }  // namespace logitd

@@ -295,17 +295,18 @@ class CpuDevice final : public Device {
     std::vector<double> us;
     for (int run = 0; run < kProductRuns + 1; ++run) {
       const auto begin = std::chrono::steady_clock::now();
-      LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropy(
-          {.hidden = hidden, .head = head, .cross_entropy = losses.Args()}));
       if (backward) {
-        LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackward(
-            {.hidden = hidden,
-             .head = head,
-             .rows = losses.rows.data(),
-             .logsumexp = losses.logsumexp.data(),
-             .upstream = losses.upstream.data(),
-             .d_hidden = {d_hidden.data(), DType::kF32, c.rows, c.hidden, c.hidden},
-             .d_weight = {d_weight.data(), DType::kF32, c.vocab, c.hidden, c.hidden}}));
+        LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyTraining(
+            {.gradient = {.hidden = hidden,
+                          .head = head,
+                          .rows = losses.rows.data(),
+                          .upstream = losses.upstream.data(),
+                          .d_hidden = {d_hidden.data(), DType::kF32, c.rows, c.hidden, c.hidden},
+                          .d_weight = {d_weight.data(), DType::kF32, c.vocab, c.hidden, c.hidden}},
+             .answers = losses.Args().answers}));
+      } else {
+        LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropy(
+            {.hidden = hidden, .head = head, .cross_entropy = losses.Args()}));
       }
       if (auto times = stream_->Wait(); !times.ok()) return times.status();
       if (run >= 1) us.push_back(MicrosecondsSince(begin));

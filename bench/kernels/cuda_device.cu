@@ -356,7 +356,7 @@ class CudaDevice final : public Device {
     LinearTopKArgs top{.hidden = hidden, .head = head, .topk = {}};
     LinearSampleArgs sample{.hidden = hidden, .head = head, .sample = {}};
     LinearCrossEntropyArgs loss{.hidden = hidden, .head = head, .cross_entropy = {}};
-    LinearCrossEntropyBackwardArgs gradient{.hidden = hidden, .head = head};
+    LinearCrossEntropyTrainingArgs training{.gradient = {.hidden = hidden, .head = head}};
     if (c.op == HeadOp::kTopK) {
       constexpr int32_t kTop = 20;
       std::vector<SoftmaxTopKRow> asks(rows);
@@ -385,17 +385,21 @@ class CudaDevice final : public Device {
       sample.sample.status = block.Take<RowStatus>(rows);
     } else {
       loss.cross_entropy = TakeLoss(block, c.rows, c.vocab, loss_row);
-      gradient.rows = loss.cross_entropy.rows;
-      gradient.logsumexp = loss.cross_entropy.answers.logsumexp;
-      std::vector<float> upstream(rows, 1.0f / static_cast<float>(rows));
-      gradient.upstream = CopyIn(block, upstream);
       if (backward) {
+        LinearCrossEntropyBackwardArgs& gradient = training.gradient;
+        training.answers = loss.cross_entropy.answers;
+        gradient.rows = loss.cross_entropy.rows;
+        std::vector<float> upstream(rows, 1.0f / static_cast<float>(rows));
+        gradient.upstream = CopyIn(block, upstream);
         gradient.d_hidden = {block.Take<std::byte>(hidden_bytes), c.dtype, c.rows, c.hidden,
                              c.hidden};
         gradient.d_weight = {block.Take<std::byte>(weight_bytes), c.dtype, c.vocab, c.hidden,
                              c.hidden};
       }
     }
+    // Its goal is of memory too: 300 MiB beside the gradients.
+    cuda::Scratch lean = scratch_;
+    lean.bytes = std::min(lean.bytes, size_t{290} << 20);
     const size_t parts = std::max<size_t>(1, kBufferBytes / weight_bytes);
     const auto launch = [&](int i) {
       const std::byte* weight = buffer_ + static_cast<size_t>(i) % parts * weight_bytes;
@@ -407,14 +411,13 @@ class CudaDevice final : public Device {
           sample.head.weight.data = weight;
           return cuda::LinearSample(sample, products_, scratch_, stream_);
         case HeadOp::kLoss:
+          loss.head.weight.data = weight;
+          return cuda::LinearCrossEntropy(loss, products_, scratch_, stream_);
         case HeadOp::kLossBackward:
-          break;
+          training.gradient.head.weight.data = weight;
+          return cuda::LinearCrossEntropyTraining(training, products_, lean, stream_);
       }
-      loss.head.weight.data = weight;
-      const cudaError_t error = cuda::LinearCrossEntropy(loss, products_, scratch_, stream_);
-      if (error != cudaSuccess || !backward) return error;
-      gradient.head.weight.data = weight;
-      return cuda::LinearCrossEntropyBackward(gradient, products_, scratch_, stream_);
+      return cudaErrorInvalidValue;
     };
     // Once before it is recorded: what the library loads at first use cannot be.
     LOGITD_RETURN_IF_ERROR(ToStatus(launch(0)));

@@ -70,7 +70,9 @@ struct LossCase {
   }
 };
 
-// An op on hidden states under a head without bias, norm or softcap. Gradients are f32.
+// An op on hidden states under a head without bias, norm or softcap. kLossBackward is loss and
+// gradients in one call, by which d_hidden and d_weight are of the case's dtype on CUDA, f32 on the
+// CPU.
 enum class HeadOp { kTopK, kSample, kLoss, kLossBackward };
 struct HeadCase {
   HeadOp op;

@@ -19,6 +19,7 @@
 #include "kernels/cpu/softmax_topk.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/cpu/verify.h"
+#include "kernels/status_macros.h"
 
 namespace logitd {
 namespace {
@@ -69,6 +70,10 @@ class CpuStream : public Stream {
   }
   absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
     return Timed([&] { cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_); });
+  }
+  absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(LinearCrossEntropy(args.Forward()));
+    return LinearCrossEntropyBackward(args.Backward());
   }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }

@@ -131,6 +131,12 @@ class CudaStream final : public Stream {
     return ToStatus(cuda::LinearCrossEntropyBackward(args, products_, scratch_, stream_),
                     "linear_cross_entropy_backward");
   }
+  absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(products_status_);
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearCrossEntropyTraining(args, products_, scratch_, stream_),
+                    "linear_cross_entropy_training");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);

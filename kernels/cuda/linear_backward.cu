@@ -18,6 +18,7 @@
 // fp32 for every chunk of 8192 tokens. Not yet measured.
 #include <algorithm>
 
+#include "kernels/cuda/linear_backward.cuh"
 #include "kernels/cuda/linear_scratch.h"
 #include "kernels/cuda/loss_row.cuh"
 #include "kernels/cuda/ops.h"
@@ -26,12 +27,10 @@
 namespace logitd::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kCopyThreads;
 constexpr int kGroupRows = 64;  // that a block of GradientKernel takes
 constexpr int kRowsAhead = 8;   // of them, whose logits are on their way together
 static_assert(kGroupRows % kRowsAhead == 0);
-
-enum class RowUse : int32_t { kSkipped = 0, kIgnored = 1, kCounted = 2 };
 
 struct RowGradient {
   Gradient gradient;  // all 0 where the row is not counted
@@ -60,17 +59,6 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   to[i] = plan;
-}
-
-// Block i copies the hidden state of row i, of a row that is not counted zeros.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    PackKernel(const T* hidden, int64_t hidden_stride, int size, const RowGradient* plans, T* to,
-               int64_t to_stride) {
-  const int64_t r = blockIdx.x;
-  const bool counted = plans[r].use == RowUse::kCounted;
-  for (int i = threadIdx.x; i < size; i += kThreads)
-    to[r * to_stride + i] = counted ? hidden[r * hidden_stride + i] : FromFloat<T>(0.0f);
 }
 
 // As f32.
@@ -144,30 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   d_bias[column] = sum;
 }
 
-// Block i writes row i of sums; plans null: all rows are counted.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    StoreKernel(const float* sums, int64_t sums_stride, int size, const RowGradient* plans, T* to,
-                int64_t to_stride) {
-  const int64_t r = blockIdx.x;
-  const RowUse use = plans == nullptr ? RowUse::kCounted : plans[r].use;
-  if (use == RowUse::kSkipped) return;
-  for (int i = threadIdx.x; i < size; i += kThreads)
-    to[r * to_stride + i] =
-        FromFloat<T>(use == RowUse::kCounted ? sums[r * sums_stride + i] : 0.0f);
-}
-
 // ---- launch ------------------------------------------------------------------------------------
-
-// Calls f with a null pointer to the dtype's element type.
-template <class F>
-void AsType(DType dtype, F f) {
-  if (dtype == DType::kF32) f(static_cast<float*>(nullptr));
-  if (dtype == DType::kF16) f(static_cast<__half*>(nullptr));
-  if (dtype == DType::kBF16) f(static_cast<__nv_bfloat16*>(nullptr));
-}
-
-int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // How a call's work is cut. All but `group` is fixed by the head and the device.
 struct Cut {
@@ -285,9 +250,9 @@ class Backward {
     Keep(cudaGetLastError());
     AsType(dtype_, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      PackKernel<T><<<static_cast<unsigned>(count), kThreads, 0, stream_>>>(
+      PackKernel<<<static_cast<unsigned>(count), kThreads, 0, stream_>>>(
           static_cast<const T*>(args_.hidden.data) + first * args_.hidden.row_stride,
-          args_.hidden.row_stride, static_cast<int>(args_.head.hidden()), plans_,
+          args_.hidden.row_stride, static_cast<int>(args_.head.hidden()), plans_, RowUse::kCounted,
           reinterpret_cast<T*>(states_), cut_.hidden_stride);
     });
     Keep(cudaGetLastError());
@@ -406,7 +371,7 @@ class Backward {
     if (error_ != cudaSuccess) return;
     AsType(dtype, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      StoreKernel<T><<<static_cast<unsigned>(rows), kThreads, 0, stream_>>>(
+      StoreKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream_>>>(
           sums, cut_.hidden_stride, static_cast<int>(args_.head.hidden()), plans,
           static_cast<T*>(to), to_stride);
     });

@@ -82,6 +82,9 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
 cudaError_t LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args,
                                        Products& products, const Scratch& scratch,
                                        cudaStream_t stream);
+cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args,
+                                       Products& products, const Scratch& scratch,
+                                       cudaStream_t stream);
 
 }  // namespace logitd::cuda
 

@@ -469,6 +469,50 @@ inline std::vector<LinearCase> LinearGradientCases() {
   return cases;
 }
 
+// "" where the answer is the gradient, each of whose logits' gradients was rounded by `rounding` of
+// what it is made of.
+inline std::string GradientDifference(const LinearCase& c, const LinearInput& input,
+                                      const LinearBackwardCall& call,
+                                      const LinearBackwardAnswer& got, double rounding) {
+  const DType d_type = call.d_hidden.dtype();
+  const LinearGradient want = ReferenceLinearGradient(input, call);
+  // A logit's error moves its probability as much.
+  double logit = 0;
+  for (int64_t r = 0; r < c.rows; ++r) logit = std::max(logit, LogitSlack(c, input, r) / 0.7);
+  const double relative = 1e-5 + 2 * logit + rounding;
+  const auto describe = [&](std::string_view field, int64_t row, int64_t column, float is,
+                            double should, double slack) {
+    return absl::StrFormat("%s: %s[%d, %d]: got %.9g, want %.12g within %.3g", Describe(c), field,
+                           row, column, is, should, slack);
+  };
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const float is = got.d_hidden.At(r, d);
+      const double should = call.rows[r].active == 0 ? 9 : want.d_hidden[r * c.hidden + d];
+      const double slack = relative * want.hidden_size[r * c.hidden + d];
+      if (!Agrees(d_type, is, should, slack)) return describe("d_hidden", r, d, is, should, slack);
+    }
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const float is = got.d_weight.At(i, d);
+      const double should = want.d_weight[i * c.hidden + d];
+      const double slack = relative * want.weight_size[i * c.hidden + d] + 1e-30;
+      if (!Agrees(d_type, is, should, slack)) return describe("d_weight", i, d, is, should, slack);
+    }
+    const double should = call.want_d_bias ? want.d_bias[i] : TopKAnswer::kUnwrittenFloat;
+    if (!Agrees(DType::kF32, got.d_bias[i], should, relative * want.bias_size[i])) {
+      return describe("d_bias", i, 0, got.d_bias[i], should, relative * want.bias_size[i]);
+    }
+  }
+  return "";
+}
+
+// What rounding to the type once may take from a value.
+inline double Rounding(DType dtype) {
+  return dtype == DType::kF32 ? 0 : dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11;
+}
+
 inline std::string FirstLinearGradientDifference(OpRunner& runner, const LinearCase& c) {
   const LinearInput input = RandomInput(c);
   // The weight's type, and f32.
@@ -477,40 +521,7 @@ inline std::string FirstLinearGradientDifference(OpRunner& runner, const LinearC
   call.want_d_bias = c.bias;
   auto got = runner.LinearCrossEntropyBackward(call);
   if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
-  const LinearGradient want = ReferenceLinearGradient(input, call);
-  // A logit's error moves its probability as much; blocks of G may be rounded to 16 bits.
-  double logit = 0;
-  for (int64_t r = 0; r < c.rows; ++r) logit = std::max(logit, LogitSlack(c, input, r) / 0.7);
-  const double relative = 1e-5 + 2 * logit +
-                          (c.dtype == DType::kF32    ? 0
-                           : c.dtype == DType::kBF16 ? 0x1p-8
-                                                     : 0x1p-11);
-  const auto describe = [&](std::string_view field, int64_t row, int64_t column, float is,
-                            double should, double slack) {
-    return absl::StrFormat("%s: %s[%d, %d]: got %.9g, want %.12g within %.3g", Describe(c), field,
-                           row, column, is, should, slack);
-  };
-  for (int64_t r = 0; r < c.rows; ++r) {
-    for (int64_t d = 0; d < c.hidden; ++d) {
-      const float is = got->d_hidden.At(r, d);
-      const double should = call.rows[r].active == 0 ? 9 : want.d_hidden[r * c.hidden + d];
-      const double slack = relative * want.hidden_size[r * c.hidden + d];
-      if (!Agrees(d_type, is, should, slack)) return describe("d_hidden", r, d, is, should, slack);
-    }
-  }
-  for (int64_t i = 0; i < c.vocab; ++i) {
-    for (int64_t d = 0; d < c.hidden; ++d) {
-      const float is = got->d_weight.At(i, d);
-      const double should = want.d_weight[i * c.hidden + d];
-      const double slack = relative * want.weight_size[i * c.hidden + d] + 1e-30;
-      if (!Agrees(d_type, is, should, slack)) return describe("d_weight", i, d, is, should, slack);
-    }
-    const double should = c.bias ? want.d_bias[i] : TopKAnswer::kUnwrittenFloat;
-    if (!Agrees(DType::kF32, got->d_bias[i], should, relative * want.bias_size[i])) {
-      return describe("d_bias", i, 0, got->d_bias[i], should, relative * want.bias_size[i]);
-    }
-  }
-  return "";
+  return GradientDifference(c, input, call, *got, Rounding(c.dtype));
 }
 
 // "" where the gradient is that of the reference's total loss, by central differences.
@@ -650,6 +661,160 @@ inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
   }
   for (float x : got->d_bias) {
     if (x != 0) return "d_bias";
+  }
+  return "";
+}
+
+// ---- Losses and gradient in one call
+
+inline std::vector<LinearCase> LinearTrainingCases() {
+  std::vector<LinearCase> cases = LinearGradientCases();
+  uint64_t n = 300;
+  struct Shape {
+    int64_t rows, vocab, hidden;
+  };
+  // One tile of tokens and many; rows that fit into d_weight, of one type or both, and that do not.
+  for (const Shape& shape :
+       {Shape{1, 1, 64}, Shape{33, 256, 64}, Shape{64, 257, 64}, Shape{65, 300, 64},
+        Shape{150, 300, 96}, Shape{50, 1000, 256}, Shape{300, 515, 512}, Shape{9, 40000, 64}}) {
+    for (int i = 0; i < 2; ++i) {
+      cases.push_back({DType::kBF16, shape.rows, shape.vocab, shape.hidden, false, false, 0,
+                       static_cast<int64_t>(n % 3), ++n});
+    }
+  }
+  return cases;
+}
+
+// "" where losses and gradient are the reference's, and d_weight's memory is its rows' alone.
+inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearCase& c) {
+  const LinearInput input = RandomInput(c);
+  const DType d_type = c.seed % 2 == 0 ? DType::kF32 : c.dtype;
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, d_type);
+  call.want_d_bias = c.bias;
+  if (!c.bias) call.d_weight = AlignedTensor(d_type, c.vocab, c.hidden, c.seed % 8 == 0 ? 1 : 0);
+  auto got = runner.LinearCrossEntropyTraining(call);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const CrossEntropyRow& ask = call.rows[r];
+    if (ask.active == 0) {
+      if (got->loss.loss[r] == TopKAnswer::kUnwrittenFloat &&
+          got->loss.logsumexp[r] == TopKAnswer::kUnwrittenFloat &&
+          got->loss.status[r].position == TopKAnswer::kUnwrittenIndex) {
+        continue;
+      }
+      return absl::StrFormat("%s: wrote for row %d, which is skipped", Describe(c), r);
+    }
+    std::vector<double> logits(&input.exact[r * c.vocab], &input.exact[r * c.vocab] + c.vocab);
+    for (double& x : logits) {
+      if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+      // An ignored row has the status of its logits.
+      if (std::isnan(call.hidden.At(r, c.hidden / 2))) x = kNan;
+    }
+    const std::string difference =
+        DescribeDifference(ReferenceCrossEntropy(logits, ask, {}), ask, got->loss, r,
+                           {.logit = LogitSlack(c, input, r)});
+    if (!difference.empty()) {
+      return absl::StrFormat("%s: row %d (%s): %s", Describe(c), r, Describe(ask), difference);
+    }
+  }
+  for (int64_t i = 0; i + 1 < c.vocab; ++i) {
+    for (int64_t d = c.hidden; d < call.d_weight.row_stride(); ++d) {
+      if (!std::isnan(got->gradient.d_weight.At(i, d))) {
+        return absl::StrFormat("%s: wrote between rows %d and %d of d_weight", Describe(c), i,
+                               i + 1);
+      }
+    }
+  }
+  // Probabilities may be rounded, and then the gradient that is made of them.
+  return GradientDifference(c, input, call, got->gradient, 2 * Rounding(c.dtype));
+}
+
+// "" where NaN stays in its row and in what sums over rows, its place is told, and all that is said
+// of a row has the same bits alone.
+inline std::string BrokenTrainingIsolation(OpRunner& runner) {
+  const LinearCase c{.dtype = DType::kBF16, .rows = 40, .vocab = 40000, .hidden = 64, .seed = 9};
+  const LinearInput input = RandomTensors(c);
+  LinearBackwardCall call{.hidden = input.hidden,
+                          .head = input.head,
+                          .upstream = std::vector<float>(c.rows, 0.5f),
+                          .d_hidden = AlignedTensor(DType::kF32, c.rows, c.hidden, 0),
+                          .d_weight = AlignedTensor(c.dtype, c.vocab, c.hidden, 0),
+                          .want_d_bias = false};
+  for (int64_t r = 0; r < c.rows; ++r)
+    call.rows.push_back(PlainLoss(static_cast<int32_t>(r * 1000 + 17)));
+  call.rows[7].target = kIgnoredTarget;
+  const auto differs = [](std::string_view field, int64_t row, int64_t column, float is) {
+    return absl::StrFormat("%s[%d, %d]: got %g", field, row, column, is);
+  };
+
+  LinearBackwardCall broken = call;
+  broken.hidden.Set(5, 3, kNan);
+  broken.hidden.Set(7, 3, kNan);
+  auto with_nan = runner.LinearCrossEntropyTraining(broken);
+  if (!with_nan.ok()) return with_nan.status().ToString();
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const bool is_broken = r == 5 || r == 7;
+    const RowStatus want = is_broken ? RowStatus{RowCode::kNanLogit, 0} : RowStatus{};
+    const RowStatus is = with_nan->loss.status[r];
+    if (is.code != want.code || is.position != want.position ||
+        std::isnan(with_nan->loss.loss[r]) != is_broken) {
+      return absl::StrFormat("row %d: code %d position %d loss %g", r, static_cast<int>(is.code),
+                             is.position, with_nan->loss.loss[r]);
+    }
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const float x = with_nan->gradient.d_hidden.At(r, d);
+      if (std::isnan(x) != (r == 5) || (r == 7 && x != 0)) return differs("d_hidden", r, d, x);
+    }
+  }
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const float x = with_nan->gradient.d_weight.At(i, d);
+      if (!std::isnan(x)) return differs("d_weight", i, d, x);
+    }
+  }
+
+  for (const int64_t place : {0, 6, 33, 39}) {
+    LinearBackwardCall alone = call;
+    alone.hidden = AlignedTensor(c.dtype, 1, c.hidden, 2);
+    alone.d_hidden = AlignedTensor(DType::kF32, 1, c.hidden, 0);
+    for (int64_t d = 0; d < c.hidden; ++d) alone.hidden.Set(0, d, call.hidden.At(place, d));
+    alone.rows = {call.rows[place]};
+    alone.upstream = {call.upstream[place]};
+    auto other = runner.LinearCrossEntropyTraining(alone);
+    if (!other.ok()) return other.status().ToString();
+    bool same =
+        BitsOf(other->loss.loss[0]) == BitsOf(with_nan->loss.loss[place]) &&
+        BitsOf(other->loss.logsumexp[0]) == BitsOf(with_nan->loss.logsumexp[place]) &&
+        BitsOf(other->loss.target_logprob[0]) == BitsOf(with_nan->loss.target_logprob[place]);
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      same = same && BitsOf(other->gradient.d_hidden.At(0, d)) ==
+                         BitsOf(with_nan->gradient.d_hidden.At(place, d));
+    }
+    if (!same) return absl::StrFormat("row %d: other bits alone", place);
+  }
+
+  LinearBackwardCall bad_weight = call;
+  bad_weight.head.weight.Set(30001, 3, kNan);
+  bad_weight.head.weight.Set(30002, 3, kNan);
+  auto placed = runner.LinearCrossEntropyTraining(bad_weight);
+  if (!placed.ok()) return placed.status().ToString();
+  for (int64_t r = 0; r < c.rows; ++r) {
+    if (placed->loss.status[r].position == 30001) continue;
+    return absl::StrFormat("row %d: NaN at %d", r, placed->loss.status[r].position);
+  }
+
+  for (CrossEntropyRow& row : bad_weight.rows) row.target = kIgnoredTarget;
+  auto ignored = runner.LinearCrossEntropyTraining(bad_weight);
+  if (!ignored.ok()) return ignored.status().ToString();
+  for (int64_t d = 0; d < c.hidden; ++d) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const float x = ignored->gradient.d_hidden.At(r, d);
+      if (x != 0) return differs("ignored: d_hidden", r, d, x);
+    }
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      const float x = ignored->gradient.d_weight.At(i, d);
+      if (x != 0) return differs("ignored: d_weight", i, d, x);
+    }
   }
   return "";
 }

@@ -45,5 +45,13 @@ TEST_F(LinearGpuTest, GradientOfARowIsItsOwn) { EXPECT_EQ(BrokenGradientIsolatio
 
 TEST_F(LinearGpuTest, IgnoredRowsAddNothing) { EXPECT_EQ(BrokenGradientOfIgnored(*runner_), ""); }
 
+TEST_F(LinearGpuTest, TrainingAgreesWithDoublePrecision) {
+  for (const LinearCase& c : LinearTrainingCases()) {
+    EXPECT_EQ(FirstLinearTrainingDifference(*runner_, c), "");
+  }
+}
+
+TEST_F(LinearGpuTest, TrainingOfARowIsItsOwn) { EXPECT_EQ(BrokenTrainingIsolation(*runner_), ""); }
+
 }  // namespace
 }  // namespace logitd::testing

@@ -118,6 +118,14 @@ TEST_F(LinearCpuTest, GradientOfARowIsItsOwn) { EXPECT_EQ(BrokenGradientIsolatio
 
 TEST_F(LinearCpuTest, IgnoredRowsAddNothing) { EXPECT_EQ(BrokenGradientOfIgnored(*runner_), ""); }
 
+TEST_F(LinearCpuTest, TrainingAgreesWithDoublePrecision) {
+  for (const LinearCase& c : LinearTrainingCases()) {
+    EXPECT_EQ(FirstLinearTrainingDifference(*runner_, c), "");
+  }
+}
+
+TEST_F(LinearCpuTest, TrainingOfARowIsItsOwn) { EXPECT_EQ(BrokenTrainingIsolation(*runner_), ""); }
+
 // Each instruction set this machine has, one after another.
 TEST(LinearTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
   for (int64_t targets = hwy::SupportedTargets(); targets != 0; targets &= targets - 1) {

@@ -162,6 +162,11 @@ struct LinearBackwardAnswer {
   std::vector<float> d_bias;
 };
 
+struct LinearTrainingAnswer {
+  LossAnswer loss;
+  LinearBackwardAnswer gradient;
+};
+
 class OpRunner {
  public:
   // Fails with the backend's own status. `backend` outlives the runner.
@@ -259,40 +264,39 @@ class OpRunner {
 
   // One call of its backward.
   absl::StatusOr<LinearBackwardAnswer> LinearCrossEntropyBackward(const LinearBackwardCall& call) {
-    const auto vocab = static_cast<size_t>(call.head.weight.rows());
     Layout layout;
     const HeadPlaces at_head = Place(layout, call.hidden, call.head);
-    const size_t at_rows = layout.Add(call.rows.size() * sizeof(CrossEntropyRow));
-    const size_t at_logsumexp = layout.Add(call.logsumexp.size() * sizeof(float));
-    const size_t at_upstream = layout.Add(call.upstream.size() * sizeof(float));
-    const size_t at_d_hidden = layout.Add(call.d_hidden.bytes().size());
-    const size_t at_d_weight = layout.Add(call.d_weight.bytes().size());
-    const size_t at_d_bias = layout.Add(vocab * sizeof(float));
+    const LinearBackwardPlaces at = Place(layout, call);
     LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
-    LinearBackwardAnswer answer{.d_hidden = call.d_hidden, .d_weight = call.d_weight};
-    answer.d_bias.assign(vocab, TopKAnswer::kUnwrittenFloat);
     Put(at_head, call.hidden, call.head);
-    Put(at_rows, absl::MakeConstSpan(call.rows));
-    Put(at_logsumexp, absl::MakeConstSpan(call.logsumexp));
-    Put(at_upstream, absl::MakeConstSpan(call.upstream));
-    Put(at_d_hidden, answer.d_hidden.bytes());
-    Put(at_d_weight, answer.d_weight.bytes());
-    Put(at_d_bias, absl::MakeConstSpan(answer.d_bias));
+    LinearBackwardAnswer answer = Put(at, call);
     LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
-    LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackward(
-        {.hidden = ViewAt(at_head.hidden, call.hidden),
-         .head = HeadAt(at_head, call.head),
-         .rows = At<const CrossEntropyRow>(at_rows),
-         .logsumexp = At<const float>(at_logsumexp),
-         .upstream = At<const float>(at_upstream),
-         .d_hidden = MutableViewAt(at_d_hidden, answer.d_hidden),
-         .d_weight = MutableViewAt(at_d_weight, answer.d_weight),
-         .d_bias = call.want_d_bias ? At<float>(at_d_bias) : nullptr}));
-    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_d_hidden, layout.bytes - at_d_hidden));
+    LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackward(ArgsAt(at_head, at, call)));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at.d_hidden, layout.bytes - at.d_hidden));
     if (auto times = stream_->Wait(); !times.ok()) return times.status();
-    Fetch(at_d_hidden, answer.d_hidden.mutable_bytes());
-    Fetch(at_d_weight, answer.d_weight.mutable_bytes());
-    Fetch(at_d_bias, answer.d_bias);
+    Fetch(at, answer);
+    return answer;
+  }
+
+  // One call of both in one; the rows are the call's, its logsumexp is not sent.
+  absl::StatusOr<LinearTrainingAnswer> LinearCrossEntropyTraining(const LinearBackwardCall& call) {
+    const LossBatch batch{.rows = call.rows};
+    Layout layout;
+    const HeadPlaces at_head = Place(layout, call.hidden, call.head);
+    const LossPlaces at_loss = Place(layout, batch);
+    const LinearBackwardPlaces at = Place(layout, call);
+    LOGITD_RETURN_IF_ERROR(Reserve(layout.bytes));
+    Put(at_head, call.hidden, call.head);
+    LinearTrainingAnswer answer{.loss = Put(at_loss, batch), .gradient = Put(at, call)};
+    LinearCrossEntropyTrainingArgs args{.gradient = ArgsAt(at_head, at, call),
+                                        .answers = ArgsAt(at_loss, batch).answers};
+    args.gradient.logsumexp = nullptr;
+    LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, layout.bytes));
+    LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyTraining(args));
+    LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, at_loss.loss, layout.bytes - at_loss.loss));
+    if (auto times = stream_->Wait(); !times.ok()) return times.status();
+    Fetch(at_loss, answer.loss);
+    Fetch(at, answer.gradient);
     return answer;
   }
 
@@ -750,6 +754,53 @@ class OpRunner {
     Fetch(at.top_ids, answer.top_ids);
     Fetch(at.top_logprobs, answer.top_logprobs);
     Fetch(at.extra_logprobs, answer.extra_logprobs);
+  }
+
+  // Where the arguments and answers of linear_cross_entropy's backward, hidden states and head
+  // apart, lie in the slab; answers last.
+  struct LinearBackwardPlaces {
+    size_t rows, logsumexp, upstream;
+    size_t d_hidden, d_weight, d_bias;
+  };
+
+  static LinearBackwardPlaces Place(Layout& layout, const LinearBackwardCall& call) {
+    return {.rows = layout.Add(call.rows.size() * sizeof(CrossEntropyRow)),
+            .logsumexp = layout.Add(call.logsumexp.size() * sizeof(float)),
+            .upstream = layout.Add(call.upstream.size() * sizeof(float)),
+            .d_hidden = layout.Add(call.d_hidden.bytes().size()),
+            .d_weight = layout.Add(call.d_weight.bytes().size()),
+            .d_bias = layout.Add(call.head.weight.rows() * sizeof(float))};
+  }
+
+  // Returns what lies where the answers will.
+  LinearBackwardAnswer Put(const LinearBackwardPlaces& at, const LinearBackwardCall& call) {
+    LinearBackwardAnswer answer{.d_hidden = call.d_hidden, .d_weight = call.d_weight};
+    answer.d_bias.assign(call.head.weight.rows(), TopKAnswer::kUnwrittenFloat);
+    Put(at.rows, absl::MakeConstSpan(call.rows));
+    Put(at.logsumexp, absl::MakeConstSpan(call.logsumexp));
+    Put(at.upstream, absl::MakeConstSpan(call.upstream));
+    Put(at.d_hidden, answer.d_hidden.bytes());
+    Put(at.d_weight, answer.d_weight.bytes());
+    Put(at.d_bias, absl::MakeConstSpan(answer.d_bias));
+    return answer;
+  }
+
+  LinearCrossEntropyBackwardArgs ArgsAt(const HeadPlaces& at_head, const LinearBackwardPlaces& at,
+                                        const LinearBackwardCall& call) const {
+    return {.hidden = ViewAt(at_head.hidden, call.hidden),
+            .head = HeadAt(at_head, call.head),
+            .rows = At<const CrossEntropyRow>(at.rows),
+            .logsumexp = At<const float>(at.logsumexp),
+            .upstream = At<const float>(at.upstream),
+            .d_hidden = MutableViewAt(at.d_hidden, call.d_hidden),
+            .d_weight = MutableViewAt(at.d_weight, call.d_weight),
+            .d_bias = call.want_d_bias ? At<float>(at.d_bias) : nullptr};
+  }
+
+  void Fetch(const LinearBackwardPlaces& at, LinearBackwardAnswer& answer) {
+    Fetch(at.d_hidden, answer.d_hidden.mutable_bytes());
+    Fetch(at.d_weight, answer.d_weight.mutable_bytes());
+    Fetch(at.d_bias, answer.d_bias);
   }
 
   OpRunner(Backend* backend, std::unique_ptr<Stream> stream)
