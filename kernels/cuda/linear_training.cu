@@ -86,6 +86,17 @@ struct Chunk {
   float* target_logits;  // [rows], where the target is among the tokens
 
   __host__ __device__ int Tiles() const { return static_cast<int>((tokens + kTile - 1) / kTile); }
+
+  // Up to `count` tokens of it from the `offset`-th on, which begins a tile.
+  Chunk Part(int64_t offset, int64_t count) const {
+    Chunk part = *this;
+    part.first += offset;
+    part.tokens = std::min(tokens - offset, count);
+    part.e += offset;
+    part.maxima += offset / kTile;
+    part.parts += offset / kTile;
+    return part;
+  }
 };
 
 // The exponential of a tile; where all is -inf the sum is 0 whatever it is relative to.
@@ -297,26 +308,25 @@ __global__ void __launch_bounds__(kThreads)
 
 // How the work is cut: fixed by the head and the device.
 struct Cut {
-  int64_t block = kGroupRows;  // rows of product 2
-  int64_t logit_rows = 256;    // of product 1, at most a block
+  int64_t block = kGroupRows;  // rows of products 1 and 2
   int64_t chunk = 16384;       // tokens, a multiple of kTile
+  int64_t part = 0;            // of a chunk: tokens of product 1, a multiple of kTile
   int64_t tiles = 0;
   int64_t hidden_stride = 0;
 
   // The largest chunk with which as many rows as `hidden` fit into `bytes`.
   Cut(const HeadView& head, int64_t bytes) {
     constexpr int64_t kMostRows = 1024;
-    constexpr int64_t kMostLogits = int64_t{8} << 20;  // to stay in L2
+    constexpr int64_t kMostLogits = int64_t{4} << 20;  // L2 holds them, and the weights of a part
     constexpr int64_t kLeastChunk = 2048;
     hidden_stride = RoundUp(head.hidden(), 64);
     tiles = (head.vocab() + kTile - 1) / kTile;
     while (block < kMostRows && 2 * block <= head.hidden()) block *= 2;
-    logit_rows = std::min(logit_rows, block);
     chunk = std::min(chunk, tiles * kTile);
-    while (chunk > kLeastChunk && Bytes(head.hidden()) > bytes) chunk = RoundUp(chunk / 2, kTile);
-    while (2 * logit_rows <= block && 2 * logit_rows * chunk <= kMostLogits &&
-           Bytes(head.hidden()) + logit_rows * chunk * 4 <= bytes) {
-      logit_rows *= 2;
+    part = std::min(chunk, kMostLogits / block);
+    while (chunk > kLeastChunk && Bytes(head.hidden()) > bytes) {
+      chunk = RoundUp(chunk / 2, kTile);
+      part = std::min(part, chunk);
     }
   }
 
@@ -329,7 +339,7 @@ struct Cut {
     const int64_t of_row = hidden_stride * (size + 4) + chunk * size + tiles * 4 +
                            chunk / kTile * static_cast<int64_t>(sizeof(TilePart)) + 4 +
                            static_cast<int64_t>(sizeof(RowState));
-    return logit_rows * chunk * 4 + Padded(rows) * of_row + kSlack;
+    return block * part * 4 + Padded(rows) * of_row + kSlack;
   }
 };
 
@@ -368,7 +378,7 @@ class Training {
         states_(TakeFromEnd<Bf16>(scratch, padded_ * cut.hidden_stride)),
         d_states_(TakeFromEnd<float>(scratch, padded_ * cut.hidden_stride)),
         first_e_(TakeFromEnd<Bf16>(scratch, padded_ * cut.chunk)),
-        logits_(TakeFromEnd<float>(scratch, cut.logit_rows * cut.chunk)) {
+        logits_(TakeFromEnd<float>(scratch, cut.block * cut.part)) {
     forward_.logits.cols = args_.head.vocab();
   }
 
@@ -452,24 +462,27 @@ class Training {
 
   // Product 1 and what it comes to.
   void MakeExponentials(const Chunk& chunk) {
-    for (int64_t r = 0; r < padded_; r += cut_.logit_rows) {
-      Enqueue({.inputs = DType::kBF16,
-               .output = DType::kF32,
-               .transpose_a = true,
-               .m = chunk.tokens,
-               .n = cut_.logit_rows,
-               .k = args_.head.hidden(),
-               .a_stride = args_.head.weight.row_stride,
-               .b_stride = cut_.hidden_stride,
-               .out_stride = cut_.chunk},
-              {.a = WeightsAt(chunk.first),
-               .b = states_ + r * cut_.hidden_stride,
-               .out = logits_,
-               .alpha = args_.head.scale});
-      Enqueue([&] {
-        const dim3 grid(TileBlocks(chunk), static_cast<unsigned>(cut_.logit_rows));
-        ExponentialKernel<<<grid, kThreads, 0, stream_>>>(logits_, cut_.chunk, rows_, r, chunk);
-      });
+    for (int64_t offset = 0; offset < chunk.tokens; offset += cut_.part) {
+      const Chunk part = chunk.Part(offset, cut_.part);
+      for (int64_t r = 0; r < padded_; r += cut_.block) {
+        Enqueue({.inputs = DType::kBF16,
+                 .output = DType::kF32,
+                 .transpose_a = true,
+                 .m = part.tokens,
+                 .n = cut_.block,
+                 .k = args_.head.hidden(),
+                 .a_stride = args_.head.weight.row_stride,
+                 .b_stride = cut_.hidden_stride,
+                 .out_stride = cut_.part},
+                {.a = WeightsAt(part.first),
+                 .b = states_ + r * cut_.hidden_stride,
+                 .out = logits_,
+                 .alpha = args_.head.scale});
+        Enqueue([&] {
+          const dim3 grid(TileBlocks(part), static_cast<unsigned>(cut_.block));
+          ExponentialKernel<<<grid, kThreads, 0, stream_>>>(logits_, cut_.part, rows_, r, part);
+        });
+      }
     }
   }
 
@@ -554,7 +567,7 @@ class Training {
   Bf16* const states_;          // [padded, hidden_stride]
   float* const d_states_;       // [padded, hidden_stride]
   Bf16* const first_e_;         // [padded, chunk]
-  float* const logits_;         // [logit_rows, chunk]
+  float* const logits_;         // [block, part]
   cudaError_t error_ = cudaSuccess;
 };
 

@@ -674,9 +674,9 @@ inline std::vector<LinearCase> LinearTrainingCases() {
     int64_t rows, vocab, hidden;
   };
   // One tile of tokens and many; rows that fit into d_weight, of one type or both, and that do not.
-  for (const Shape& shape :
-       {Shape{1, 1, 64}, Shape{33, 256, 64}, Shape{64, 257, 64}, Shape{65, 300, 64},
-        Shape{150, 300, 96}, Shape{50, 1000, 256}, Shape{300, 515, 512}, Shape{9, 40000, 64}}) {
+  for (const Shape& shape : {Shape{1, 1, 64}, Shape{33, 256, 64}, Shape{64, 257, 64},
+                             Shape{65, 300, 64}, Shape{150, 300, 96}, Shape{50, 1000, 256},
+                             Shape{300, 515, 512}, Shape{9, 5000, 1024}, Shape{9, 40000, 64}}) {
     for (int i = 0; i < 2; ++i) {
       cases.push_back({DType::kBF16, shape.rows, shape.vocab, shape.hidden, false, false, 0,
                        static_cast<int64_t>(n % 3), ++n});
