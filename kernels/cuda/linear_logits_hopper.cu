@@ -1,5 +1,5 @@
-// Logits of hidden states on Hopper: the product of product_hopper.cuh, its epilogue scale, bias and
-// softcap, and a write of fp32.
+// Logits of hidden states on Hopper: the product of product_hopper.cuh, its epilogue scale, bias
+// and softcap, and a write of fp32.
 //
 // Cost: reads vocab * hidden * 2 bytes once, writes rows * vocab * 4; to 128 rows limited by HBM
 // (floor at 128256 x 4096: 0.226 ms at 4.66 TB/s), beyond them by the tensor cores. Of hidden
@@ -73,12 +73,11 @@ struct LogitsEpilogue {
 template <class T>
 cudaError_t Launch(const TensorView& hidden, const HeadView& head, const LogitsParams& p,
                    const Scratch& scratch, cudaStream_t stream) {
-  const auto launch =
-      hidden.rows <= hopper::Rows64::kClusterRows
-          ? &hopper::LaunchProduct<T, hopper::Rows64, LogitsEpilogue>
-      : hidden.rows <= hopper::Rows128::kClusterRows
-          ? &hopper::LaunchProduct<T, hopper::Rows128, LogitsEpilogue>
-          : &hopper::LaunchProduct<T, hopper::ManyRows, LogitsEpilogue>;
+  const auto launch = hidden.rows <= hopper::Rows64::kClusterRows
+                          ? &hopper::LaunchProduct<T, hopper::Rows64, LogitsEpilogue>
+                      : hidden.rows <= hopper::Rows128::kClusterRows
+                          ? &hopper::LaunchProduct<T, hopper::Rows128, LogitsEpilogue>
+                          : &hopper::LaunchProduct<T, hopper::ManyRows, LogitsEpilogue>;
   return launch(hidden, head.weight, nullptr, p, scratch, stream);
 }
 

@@ -108,7 +108,7 @@ struct LossEpilogue {
           const bool is_token = first + TokenOf(lane, i) < vocab;
           total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
         }
-        total = QuadSum(total);
+        total = hopper::QuadSum(total);
       }
       part = Next(part, {StatsOf<half>(acc), total}, c);
     }
@@ -116,12 +116,7 @@ struct LossEpilogue {
     template <int half>
     __device__ Stats StatsOf(const Sums& acc) const {
       using hopper::kRowSums, hopper::SumOf;
-      float max = acc[SumOf(half, 0)];
-#pragma unroll
-      for (int i = 1; i < kRowSums; ++i) max = fmaxf(max, acc[SumOf(half, i)]);
-      max = fmaxf(max, -kInfinity);  // NaN alone
-      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
-      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+      const float max = hopper::QuadMax<half>(acc);
       const Exponential exponential(max == -kInfinity ? 0.0f : max, c);
       float sums[4] = {};
       if (__all_sync(kFullWarp, exponential.plain)) {
@@ -131,13 +126,7 @@ struct LossEpilogue {
 #pragma unroll
         for (int i = 0; i < kRowSums; ++i) sums[i % 4] += exponential(acc[SumOf(half, i)]);
       }
-      return {max, QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
-    }
-
-    // Over the row's four threads, the same in each.
-    __device__ static float QuadSum(float x) {
-      x += __shfl_xor_sync(kFullWarp, x, 1);
-      return x + __shfl_xor_sync(kFullWarp, x, 2);
+      return {max, hopper::QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
     }
   };
 

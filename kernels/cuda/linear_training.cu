@@ -29,9 +29,12 @@
 // measured.
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "kernels/cuda/linear_backward.cuh"
 #include "kernels/cuda/linear_scratch.h"
+#include "kernels/cuda/linear_training.cuh"
+#include "kernels/cuda/linear_training_hopper.h"
 #include "kernels/cuda/loss_row.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/product.h"
@@ -41,68 +44,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTile = 256;  // tokens, from the vocabulary's start
+constexpr int kTile = kTrainingTile;
 constexpr int kLaneTokens = kTile / 32;
 constexpr int kRowsAhead = 8;  // of a warp of GradientKernel
 constexpr int kGroupRows = 64;
-using Bf16 = __nv_bfloat16;
 static_assert(kLaneTokens * sizeof(Bf16) == 16);
 static_assert(kGroupRows % kRowsAhead == 0 && kGroupRows % kWarps == 0);
-
-// A row between the passes.
-struct RowState {
-  RowUse use;
-  int32_t target;  // -1: none
-  float power;     // PowerOf
-  int32_t smooth;  // whether the sum of its logits is wanted
-  // Of the chunks so far.
-  Stats stats;
-  double total;       // sum of the logits, times kTotalUnit
-  int32_t first_nan;  // token; -1: none
-  // G = (E * rate of the tile - flat) * more, of the target `hit`.
-  float flat;
-  float more;
-  float hit;
-};
-
-// Sums of a tile of a row.
-struct TilePart {
-  float sum;    // of the exponentials, before they are rounded, relative to the tile's maximum
-  float total;  // of the logits, times kTotalUnit; where the row is smooth
-};
-
-// What pass 1 makes of tokens [first, first + tokens) of all rows. A row that is skipped may be
-// left out. Tiles of the last chunk may end beyond its tokens, with exponentials of 0; `e` has
-// room.
-struct Chunk {
-  int64_t first;
-  int64_t tokens;
-  Bf16* e;  // [rows, e_stride]: Exponential(maximum, power) of every logit
-  int64_t e_stride;
-  float* maxima;  // [rows, maxima_stride], the chunk's own of a row's; -inf where all are NaN
-  int64_t maxima_stride;
-  TilePart* parts;  // [rows, parts_stride]
-  int64_t parts_stride;
-  float* target_logits;  // [rows], where the target is among the tokens
-
-  __host__ __device__ int Tiles() const { return static_cast<int>((tokens + kTile - 1) / kTile); }
-
-  // Up to `count` tokens of it from the `offset`-th on, which begins a tile.
-  Chunk Part(int64_t offset, int64_t count) const {
-    Chunk part = *this;
-    part.first += offset;
-    part.tokens = std::min(tokens - offset, count);
-    part.e += offset;
-    part.maxima += offset / kTile;
-    part.parts += offset / kTile;
-    return part;
-  }
-};
-
-// The exponential of a tile; where all is -inf the sum is 0 whatever it is relative to.
-__device__ inline Exponential TileExponential(float max, float power) {
-  return Exponential(max == -kInfinity ? 0.0f : max, power);
-}
 
 // ---- kernels -----------------------------------------------------------------------------------
 
@@ -171,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
     e[i] = exponential(x[i]);
     sum += e[i];
   }
-  *reinterpret_cast<uint4*>(chunk.e + r * chunk.e_stride + begin) = {
+  *reinterpret_cast<uint4*>(chunk.e.At(r, chunk.first + begin)) = {
       PackPair<Bf16>(e[0], e[1]), PackPair<Bf16>(e[2], e[3]), PackPair<Bf16>(e[4], e[5]),
       PackPair<Bf16>(e[6], e[7])};
   const int64_t place = row.target - chunk.first - begin;
@@ -196,7 +143,7 @@ __device__ __noinline__ int32_t FindNanToken(const Chunk& chunk, int64_t r, int 
   const TilePart* parts = chunk.parts + r * chunk.parts_stride;
   int tile = 0;
   while (tile + 1 < chunk.Tiles() && !isnan(parts[tile].sum)) ++tile;
-  const Bf16* e = chunk.e + r * chunk.e_stride + tile * kTile;
+  const Bf16* e = chunk.e.At(r, chunk.first + tile * kTile);
   int first = kTile;
   for (int i = lane; i < kTile; i += 32) {
     if (isnan(ToFloat(e[i]))) first = min(first, i);
@@ -276,11 +223,12 @@ __global__ void __launch_bounds__(kThreads)
   if (tile >= chunk.Tiles()) return;
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kRowsAhead;
   const int begin = tile * kTile + lane * kLaneTokens;
-  Bf16* at = chunk.e + first * chunk.e_stride + begin;
+  Bf16* at = chunk.e.At(first, chunk.first + begin);
+  const int64_t stride = chunk.e.chunk;
   uint4 vectors[kRowsAhead];
 #pragma unroll
   for (int i = 0; i < kRowsAhead; ++i)
-    vectors[i] = __ldcs(reinterpret_cast<const uint4*>(at + i * chunk.e_stride));
+    vectors[i] = __ldcs(reinterpret_cast<const uint4*>(at + i * stride));
 #pragma unroll
   for (int i = 0; i < kRowsAhead; ++i) {
     const RowState& row = rows[first + i];
@@ -300,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
       out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
              PackPair<Bf16>(g[6], g[7])};
     }
-    *reinterpret_cast<uint4*>(at + i * chunk.e_stride) = out;
+    *reinterpret_cast<uint4*>(at + i * stride) = out;
   }
 }
 
@@ -310,24 +258,28 @@ __global__ void __launch_bounds__(kThreads)
 struct Cut {
   int64_t block = kGroupRows;  // rows of products 1 and 2
   int64_t chunk = 16384;       // tokens, a multiple of kTile
-  int64_t part = 0;            // of a chunk: tokens of product 1, a multiple of kTile
-  int64_t tiles = 0;
+  bool in_one = false;         // pass 1 is one kernel, which takes the whole vocabulary
+  int64_t part = 0;            // else of a chunk: tokens of product 1, a multiple of kTile
+  int64_t tiles = 0;           // of the vocabulary
+  int64_t part_tiles = 0;      // that a row has sums of at once
   int64_t hidden_stride = 0;
 
   // The largest chunk with which as many rows as `hidden` fit into `bytes`.
-  Cut(const HeadView& head, int64_t bytes) {
+  Cut(const HeadView& head, int64_t bytes, bool one_kernel) : in_one(one_kernel) {
     constexpr int64_t kMostRows = 1024;
     constexpr int64_t kMostLogits = int64_t{4} << 20;  // L2 holds them, and the weights of a part
     constexpr int64_t kLeastChunk = 2048;
     hidden_stride = RoundUp(head.hidden(), 64);
     tiles = (head.vocab() + kTile - 1) / kTile;
     while (block < kMostRows && 2 * block <= head.hidden()) block *= 2;
-    chunk = std::min(chunk, tiles * kTile);
-    part = std::min(chunk, kMostLogits / block);
-    while (chunk > kLeastChunk && Bytes(head.hidden()) > bytes) {
-      chunk = RoundUp(chunk / 2, kTile);
-      part = std::min(part, chunk);
-    }
+    const auto set_chunk = [&](int64_t tokens) {
+      chunk = tokens;
+      part = std::min(chunk, kMostLogits / block);
+      part_tiles = in_one ? tiles : chunk / kTile;
+    };
+    set_chunk(std::min(chunk, tiles * kTile));
+    while (chunk > kLeastChunk && Bytes(head.hidden()) > bytes)
+      set_chunk(RoundUp(chunk / 2, kTile));
   }
 
   int64_t Padded(int64_t rows) const { return RoundUp(rows, block); }
@@ -337,9 +289,9 @@ struct Cut {
     constexpr int64_t kSlack = 4096;  // of pieces' alignment
     const int64_t size = static_cast<int64_t>(sizeof(Bf16));
     const int64_t of_row = hidden_stride * (size + 4) + chunk * size + tiles * 4 +
-                           chunk / kTile * static_cast<int64_t>(sizeof(TilePart)) + 4 +
+                           part_tiles * static_cast<int64_t>(sizeof(TilePart)) + 4 +
                            static_cast<int64_t>(sizeof(RowState));
-    return block * part * 4 + Padded(rows) * of_row + kSlack;
+    return (in_one ? 0 : block * part * 4) + Padded(rows) * of_row + kSlack;
   }
 };
 
@@ -370,15 +322,16 @@ class Training {
         padded_(cut.Padded(args.gradient.hidden.rows)),
         products_(products),
         stream_(stream),
+        scratch_(scratch),
         workspace_(TakeFromEnd<std::byte>(scratch, products.workspace_bytes())),
         rows_(TakeFromEnd<RowState>(scratch, padded_)),
         target_logits_(TakeFromEnd<float>(scratch, padded_)),
         maxima_(TakeFromEnd<float>(scratch, padded_ * cut.tiles)),
-        parts_(TakeFromEnd<TilePart>(scratch, padded_ * (cut.chunk / kTile))),
+        parts_(TakeFromEnd<TilePart>(scratch, padded_ * cut.part_tiles)),
         states_(TakeFromEnd<Bf16>(scratch, padded_ * cut.hidden_stride)),
         d_states_(TakeFromEnd<float>(scratch, padded_ * cut.hidden_stride)),
         first_e_(TakeFromEnd<Bf16>(scratch, padded_ * cut.chunk)),
-        logits_(TakeFromEnd<float>(scratch, cut.block * cut.part)) {
+        logits_(TakeFromEnd<float>(scratch, cut.in_one ? 0 : cut.block * cut.part)) {
     forward_.logits.cols = args_.head.vocab();
   }
 
@@ -387,10 +340,20 @@ class Training {
     const int64_t last = (vocab - 1) / cut_.chunk * cut_.chunk;
     Begin();
     Pack(RowUse::kIgnored);  // an ignored row has a logsumexp and a status
-    for (int64_t v = 0; v <= last; v += cut_.chunk) {
-      const Chunk chunk = ChunkAt(v);
-      MakeExponentials(chunk);
-      AddToRows(chunk);
+    if (cut_.in_one) {
+      const Chunk all = TokensAt(0, vocab);
+      Enqueue([&] {
+        return HopperExponentials(
+            {states_, DType::kBF16, padded_, args_.head.hidden(), cut_.hidden_stride}, args_.head,
+            rows_, all, scratch_, stream_);
+      });
+      AddToRows(all);
+    } else {
+      for (int64_t v = 0; v <= last; v += cut_.chunk) {
+        const Chunk chunk = ChunkAt(v);
+        MakeExponentials(chunk);
+        AddToRows(chunk);
+      }
     }
     ConcludeRows();
     Pack(RowUse::kCounted);
@@ -409,8 +372,12 @@ class Training {
   template <class Launch>
   void Enqueue(const Launch& launch) {
     if (error_ != cudaSuccess) return;
-    launch();
-    error_ = cudaGetLastError();
+    if constexpr (std::is_same_v<decltype(launch()), cudaError_t>) {
+      error_ = launch();
+    } else {
+      launch();
+      error_ = cudaGetLastError();
+    }
   }
   void Enqueue(const ProductShape& shape, ProductOperands operands) {
     if (error_ != cudaSuccess) return;
@@ -424,19 +391,19 @@ class Training {
     return static_cast<unsigned>((chunk.Tiles() + kWarps - 1) / kWarps);
   }
 
-  Chunk ChunkAt(int64_t v) const {
-    // All but the last are whole: E of a chunk fit into the memory of the one before it.
-    std::byte* before =
-        static_cast<std::byte*>(args_.d_weight.data) +
-        (v - cut_.chunk) * args_.head.hidden() * static_cast<int64_t>(SizeOf(args_.d_weight.dtype));
+  Chunk ChunkAt(int64_t v) const { return TokensAt(v, cut_.chunk); }
+  Chunk TokensAt(int64_t v, int64_t count) const {
     return {.first = v,
-            .tokens = std::min(cut_.chunk, args_.head.vocab() - v),
-            .e = v == 0 ? first_e_ : reinterpret_cast<Bf16*>(before),
-            .e_stride = cut_.chunk,
+            .tokens = std::min(count, args_.head.vocab() - v),
+            .e = {.first = first_e_,
+                  .others = static_cast<std::byte*>(args_.d_weight.data),
+                  .chunk = cut_.chunk,
+                  .chunk_bytes = cut_.chunk * args_.head.hidden() *
+                                 static_cast<int64_t>(SizeOf(args_.d_weight.dtype))},
             .maxima = maxima_ + v / kTile,
             .maxima_stride = cut_.tiles,
             .parts = parts_,
-            .parts_stride = cut_.chunk / kTile,
+            .parts_stride = cut_.part_tiles,
             .target_logits = target_logits_};
   }
 
@@ -513,10 +480,10 @@ class Training {
                .n = cut_.block,
                .k = chunk.tokens,
                .a_stride = args_.head.weight.row_stride,
-               .b_stride = chunk.e_stride,
+               .b_stride = chunk.e.chunk,
                .out_stride = cut_.hidden_stride},
               {.a = WeightsAt(chunk.first),
-               .b = chunk.e + r * chunk.e_stride,
+               .b = chunk.e.At(r, chunk.first),
                .out = d_states_ + r * cut_.hidden_stride,
                .alpha = args_.head.scale,
                .beta = fresh ? 0.0f : 1.0f});
@@ -533,10 +500,10 @@ class Training {
              .n = chunk.tokens,
              .k = RoundUp(args_.hidden.rows, kGroupRows),
              .a_stride = cut_.hidden_stride,
-             .b_stride = chunk.e_stride,
+             .b_stride = chunk.e.chunk,
              .out_stride = to.row_stride},
             {.a = states_,
-             .b = chunk.e,
+             .b = chunk.e.At(0, chunk.first),
              .out = static_cast<std::byte*>(to.data) +
                     chunk.first * to.row_stride * static_cast<int64_t>(SizeOf(to.dtype)),
              .alpha = args_.head.scale});
@@ -559,11 +526,12 @@ class Training {
   const int64_t padded_;  // rows, in whole blocks
   Products& products_;
   const cudaStream_t stream_;
+  const Scratch scratch_;  // of which the pieces below are
   std::byte* const workspace_;
   RowState* const rows_;        // [padded]
   float* const target_logits_;  // [padded]
   float* const maxima_;         // [padded, tiles]; after ConcludeRows the rates of G
-  TilePart* const parts_;       // [padded, tiles of a chunk]
+  TilePart* const parts_;       // [padded, part_tiles]
   Bf16* const states_;          // [padded, hidden_stride]
   float* const d_states_;       // [padded, hidden_stride]
   Bf16* const first_e_;         // [padded, chunk]
@@ -578,7 +546,7 @@ cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& arg
                                        cudaStream_t stream) {
   if (args.gradient.hidden.rows == 0) return cudaSuccess;
   const int64_t room = RoomOf(scratch, products);
-  const Cut cut(args.gradient.head, room);
+  const Cut cut(args.gradient.head, room, HopperExponentialsServes(args.gradient.head, scratch));
   if (Serves(args.gradient, cut, room)) return Training(args, cut, products, scratch, stream).Run();
   const cudaError_t error = LinearCrossEntropy(args.Forward(), products, scratch, stream);
   if (error != cudaSuccess) return error;

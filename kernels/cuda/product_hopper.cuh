@@ -77,10 +77,10 @@ struct ProductParams {
   const int32_t* groups;  // null, or for every ManyRows::kClusterRows rows 0: skip them
   int32_t rows;
   int32_t vocab;
-  int32_t steps;          // along the hidden size
-  int32_t row_blocks;     // of a cluster's rows
-  int32_t group_blocks;   // of them that stay in L2
-  int32_t spans;          // of the vocabulary
+  int32_t steps;         // along the hidden size
+  int32_t row_blocks;    // of a cluster's rows
+  int32_t group_blocks;  // of them that stay in L2
+  int32_t spans;         // of the vocabulary
 };
 
 // ---- instructions ------------------------------------------------------------------------------
@@ -289,6 +289,21 @@ struct Item {
 __device__ constexpr int SumOf(int half, int i) { return i / 2 * 4 + half * 2 + i % 2; }
 __device__ constexpr int TokenOf(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
+// Over the four threads of a row, the same in each.
+__device__ inline float QuadSum(float x) {
+  x += __shfl_xor_sync(kFullWarp, x, 1);
+  return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+// The largest of their logits that is a number; -inf where none is.
+template <int half>
+__device__ inline float QuadMax(const float (&acc)[kSums]) {
+  float max = -kInfinity;
+#pragma unroll
+  for (int i = 0; i < kRowSums; ++i) max = fmaxf(max, acc[SumOf(half, i)]);
+  max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
+  return fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+}
+
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -423,8 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           release(before);
         }
         Pin(acc);
-        const int first =
-            item.token + turn * Plan::kClusterTokens + own_token + group_token;
+        const int first = item.token + turn * Plan::kClusterTokens + own_token + group_token;
         if (first < p.vocab) epilogue.Take(acc, first, lane);
       }
       epilogue.Leave(lane);
@@ -491,17 +505,17 @@ bool CanRun(const Scratch& scratch) {
 // Multiplies `hidden` [rows, size], whose norm has been taken, by `weight` [vocab, size]: 16-bit,
 // of one dtype, 16-byte aligned rows. groups: as ProductParams's.
 template <class T, class Plan, class Epilogue>
-cudaError_t LaunchProduct(const TensorView& hidden, const TensorView& weight,
-                          const int32_t* groups, const typename Epilogue::Params& epilogue,
-                          const Scratch& scratch, cudaStream_t stream) {
+cudaError_t LaunchProduct(const TensorView& hidden, const TensorView& weight, const int32_t* groups,
+                          const typename Epilogue::Params& epilogue, const Scratch& scratch,
+                          cudaStream_t stream) {
   CUtensorMap states, weights;
   if (!MakeMap(hidden, Plan::kStateLines, /*once=*/false, states) ||
       !MakeMap(weight, Plan::kWeightLines, /*once=*/Plan::kFewRows, weights)) {
     return cudaErrorNotSupported;
   }
   const auto kernel = &ProductKernel<T, Plan, Epilogue>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Plan::kSharedBytes);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int64_t row_blocks = (hidden.rows + Plan::kClusterRows - 1) / Plan::kClusterRows;
   const int64_t spans = (weight.rows + Plan::kSpan - 1) / Plan::kSpan;
