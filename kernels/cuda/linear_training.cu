@@ -180,14 +180,19 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chun
   row.first_nan = first_nan;
 }
 
-// What makes exponentials relative to a tile's maximum probabilities.
-__device__ inline float ProbabilityOfMax(const Gradient& gradient, float max) {
+// What makes the exponentials of a tile probabilities. By the row's sums and not by its logsumexp,
+// which is rounded: where it is large p would be off by orders.
+__device__ inline float ProbabilityOfMax(const Outcome& outcome, float power, float max) {
   if (max == -kInfinity) return 0.0f;  // all are 0
-  const Exponential exponential(max, gradient.power);
-  const float high = exponential.plain ? -exponential.shift - gradient.shift
-                                       : fmaf(max, gradient.power, -gradient.shift);
-  const float low = fmaf(max, gradient.power_low, -gradient.shift_low);
-  return Exp2(high) * Exp2(fminf(fmaxf(low, -64.0f), 64.0f));
+  const Exponential exponential(max, power);
+  const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
+  return exponential.plain ? p * Exp2(-fmaf(max, exponential.c, exponential.shift)) : p;
+}
+
+// Finite, but NaN stays: 0 times it is 0.
+__device__ inline float Finite(float x) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  return fabsf(x) > kMost ? copysignf(kMost, x) : x;
 }
 
 // A warp writes a row's answers, and turns its maxima into rates.
@@ -204,14 +209,15 @@ __global__ void __launch_bounds__(kThreads)
   if (row.use != RowUse::kCounted) return;
   const Gradient gradient = Gradient::Of(args.rows[r], static_cast<float>(outcome.LogSumExp()),
                                          upstream[r], args.logits.cols);
-  for (int64_t i = lane; i < tiles; i += 32) {
+  for (int i = lane; i < tiles; i += 32) {
     float& at = maxima[r * tiles + i];
-    at = ProbabilityOfMax(gradient, at) * gradient.weight * gradient.scale;
+    at = Finite(ProbabilityOfMax(outcome, row.power, at) * gradient.weight * gradient.scale);
   }
   if (lane != 0) return;
+  const float p = static_cast<float>(exp(outcome.Logprob(target_logit)));
   row.flat = gradient.flat * gradient.scale;
   row.more = gradient.more;
-  row.hit = gradient.At<false>(target_logit, true);
+  row.hit = (fmaf(p, gradient.weight, -gradient.flat) - gradient.hit) * gradient.scale * row.more;
 }
 
 // Turns a chunk's exponentials into gradients, in place. A warp takes a tile of kRowsAhead rows.
