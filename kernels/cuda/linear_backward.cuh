@@ -15,15 +15,22 @@ enum class RowUse : int32_t { kSkipped = 0, kIgnored = 1, kCounted = 2 };
 
 // Rows of the kernels below have a `use`.
 
-// Block i copies the hidden state of row i; zeros where its use is less than `least`.
+// Block i copies the hidden state of row i; zeros where its use is less than `least`. Rows are
+// aligned to 16 bytes.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     PackKernel(const T* hidden, int64_t hidden_stride, int size, const Row* rows, RowUse least,
                T* to, int64_t to_stride) {
+  constexpr int kOfVector = 16 / sizeof(T);
   const int64_t r = blockIdx.x;
   const bool taken = rows[r].use >= least;
-  for (int i = threadIdx.x; i < size; i += kCopyThreads)
-    to[r * to_stride + i] = taken ? hidden[r * hidden_stride + i] : FromFloat<T>(0.0f);
+  hidden += r * hidden_stride;
+  to += r * to_stride;
+  const int vectors = size / kOfVector;
+  for (int i = threadIdx.x; i < vectors; i += kCopyThreads)
+    reinterpret_cast<uint4*>(to)[i] = taken ? reinterpret_cast<const uint4*>(hidden)[i] : uint4{};
+  const int i = vectors * kOfVector + static_cast<int>(threadIdx.x);
+  if (i < size) to[i] = taken ? hidden[i] : FromFloat<T>(0.0f);
 }
 
 // Block i writes row i of sums; rows null: all are counted.

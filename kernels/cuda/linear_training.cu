@@ -8,9 +8,9 @@
 //
 //   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums
 //   then                      losses and statuses; of every maximum what makes E gradients
-//   pass 2, chunks backwards  E becomes G, in place; G weight is added to d_hidden in fp32
-//                             (product 2); G^T hidden is the chunk's d_weight (product 3), written
-//                             where the E were of the chunk behind it
+//   pass 2, chunks backwards  by blocks of rows E becomes G, in place, and G weight is added to
+//                             d_hidden in fp32 (product 2); then G^T hidden is the chunk's d_weight
+//                             (product 3), written where the E were of the chunk behind it
 //
 // A target's G is made of its logit, as in the backward. Near 1, where its digits would be lost,
 // any other probability is a maximum's, and E of that is 1.
@@ -220,14 +220,22 @@ __global__ void __launch_bounds__(kThreads)
   row.hit = (fmaf(p, gradient.weight, -gradient.flat) - gradient.hit) * gradient.scale * row.more;
 }
 
-// Turns a chunk's exponentials into gradients, in place. A warp takes a tile of kRowsAhead rows.
-// Rows that are not counted become zeros, whatever lies there.
+// Makes the packed hidden states of ignored rows zeros, a block a row.
 __global__ void __launch_bounds__(kThreads)
-    GradientKernel(const RowState* __restrict__ rows, Chunk chunk) {
+    ClearIgnoredKernel(const RowState* rows, Bf16* states, int64_t stride) {
+  const int64_t r = blockIdx.x;
+  if (rows[r].use != RowUse::kIgnored) return;
+  for (int64_t i = threadIdx.x; i < stride; i += kThreads) states[r * stride + i] = Bf16(0.0f);
+}
+
+// Turns a chunk's exponentials into gradients, in place, from `first_row` on. A warp takes a tile
+// of kRowsAhead rows. Rows that are not counted become zeros, whatever lies there.
+__global__ void __launch_bounds__(kThreads)
+    GradientKernel(const RowState* __restrict__ rows, int64_t first_row, Chunk chunk) {
   const int lane = threadIdx.x % 32;
   const int tile = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   if (tile >= chunk.Tiles()) return;
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRowsAhead;
+  const int64_t first = first_row + static_cast<int64_t>(blockIdx.y) * kRowsAhead;
   const int begin = tile * kTile + lane * kLaneTokens;
   Bf16* at = chunk.e.At(first, chunk.first + begin);
   const int64_t stride = chunk.e.chunk;
@@ -345,7 +353,7 @@ class Training {
     const int64_t vocab = args_.head.vocab();
     const int64_t last = (vocab - 1) / cut_.chunk * cut_.chunk;
     Begin();
-    Pack(RowUse::kIgnored);  // an ignored row has a logsumexp and a status
+    Pack();
     if (cut_.in_one) {
       const Chunk all = TokensAt(0, vocab);
       Enqueue([&] {
@@ -362,11 +370,13 @@ class Training {
       }
     }
     ConcludeRows();
-    Pack(RowUse::kCounted);
+    ClearIgnored();
     for (int64_t v = last; v >= 0; v -= cut_.chunk) {
       const Chunk chunk = ChunkAt(v);
-      MakeGradients(chunk);
-      AddToHidden(chunk, /*fresh=*/v == last);
+      for (int64_t r = 0; r < padded_; r += cut_.block) {
+        MakeGradients(chunk, r);
+        AddToHidden(chunk, r, /*fresh=*/v == last);
+      }
       WriteWeight(chunk);
     }
     StoreHidden();
@@ -424,12 +434,21 @@ class Training {
     });
   }
 
-  // The hidden states of rows of at least such use, zeros for the others.
-  void Pack(RowUse least) {
+  // The hidden states of all rows but those that are skipped: an ignored row has a logsumexp and a
+  // status.
+  void Pack() {
     Enqueue([&] {
       PackKernel<<<static_cast<unsigned>(padded_), kCopyThreads, 0, stream_>>>(
           static_cast<const Bf16*>(args_.hidden.data), args_.hidden.row_stride,
-          static_cast<int>(args_.head.hidden()), rows_, least, states_, cut_.hidden_stride);
+          static_cast<int>(args_.head.hidden()), rows_, RowUse::kIgnored, states_,
+          cut_.hidden_stride);
+    });
+  }
+  // Then zeros for ignored rows too.
+  void ClearIgnored() {
+    Enqueue([&] {
+      ClearIgnoredKernel<<<static_cast<unsigned>(padded_), kThreads, 0, stream_>>>(
+          rows_, states_, cut_.hidden_stride);
     });
   }
 
@@ -470,30 +489,29 @@ class Training {
     });
   }
 
-  void MakeGradients(const Chunk& chunk) {
+  // Of a block of rows from the `first`-th on.
+  void MakeGradients(const Chunk& chunk, int64_t first) {
     Enqueue([&] {
-      const dim3 grid(TileBlocks(chunk), static_cast<unsigned>(padded_ / kRowsAhead));
-      GradientKernel<<<grid, kThreads, 0, stream_>>>(rows_, chunk);
+      const dim3 grid(TileBlocks(chunk), static_cast<unsigned>(cut_.block / kRowsAhead));
+      GradientKernel<<<grid, kThreads, 0, stream_>>>(rows_, first, chunk);
     });
   }
 
-  // Product 2.
-  void AddToHidden(const Chunk& chunk, bool fresh) {
-    for (int64_t r = 0; r < padded_; r += cut_.block) {
-      Enqueue({.inputs = DType::kBF16,
-               .output = DType::kF32,
-               .m = args_.head.hidden(),
-               .n = cut_.block,
-               .k = chunk.tokens,
-               .a_stride = args_.head.weight.row_stride,
-               .b_stride = chunk.e.chunk,
-               .out_stride = cut_.hidden_stride},
-              {.a = WeightsAt(chunk.first),
-               .b = chunk.e.At(r, chunk.first),
-               .out = d_states_ + r * cut_.hidden_stride,
-               .alpha = args_.head.scale,
-               .beta = fresh ? 0.0f : 1.0f});
-    }
+  // Product 2 of the same block, while L2 has its gradients.
+  void AddToHidden(const Chunk& chunk, int64_t first, bool fresh) {
+    Enqueue({.inputs = DType::kBF16,
+             .output = DType::kF32,
+             .m = args_.head.hidden(),
+             .n = cut_.block,
+             .k = chunk.tokens,
+             .a_stride = args_.head.weight.row_stride,
+             .b_stride = chunk.e.chunk,
+             .out_stride = cut_.hidden_stride},
+            {.a = WeightsAt(chunk.first),
+             .b = chunk.e.At(first, chunk.first),
+             .out = d_states_ + first * cut_.hidden_stride,
+             .alpha = args_.head.scale,
+             .beta = fresh ? 0.0f : 1.0f});
   }
 
   // Product 3.

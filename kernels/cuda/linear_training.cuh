@@ -73,7 +73,9 @@ struct Chunk {
   int64_t parts_stride;
   float* target_logits;  // [rows], where the target is among the tokens
 
-  __host__ __device__ int Tiles() const { return static_cast<int>((tokens + kTrainingTile - 1) / kTrainingTile); }
+  __host__ __device__ int Tiles() const {
+    return static_cast<int>((tokens + kTrainingTile - 1) / kTrainingTile);
+  }
 
   // Up to `count` tokens of it from the `offset`-th on, which begins a tile.
   Chunk Part(int64_t offset, int64_t count) const {

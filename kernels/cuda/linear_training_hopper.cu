@@ -1,5 +1,5 @@
-// Pass 1 of linear_cross_entropy_training on Hopper: the product of product_hopper.cuh, its epilogue
-// the exponentials of a tile, in bf16, and their sum.
+// Pass 1 of linear_cross_entropy_training on Hopper: the product of product_hopper.cuh, its
+// epilogue the exponentials of a tile, in bf16, and their sum.
 //
 // The four threads of a row take its maximum in the tile, and each the exponentials of its 64
 // logits; then they exchange pairs, so that each writes 16 bytes at a time.

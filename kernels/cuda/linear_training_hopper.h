@@ -14,7 +14,8 @@ namespace logitd::cuda {
 // sm_90a.
 bool HopperExponentialsServes(const HeadView& head, const Scratch& scratch);
 
-// Makes `all`, the whole vocabulary, of the logits of `hidden` [rows, head.hidden()]. rows: as many.
+// Makes `all`, the whole vocabulary, of the logits of `hidden` [rows, head.hidden()]. rows: as
+// many.
 cudaError_t HopperExponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
                                const Chunk& all, const Scratch& scratch, cudaStream_t stream);
 
