@@ -76,6 +76,7 @@ struct Attempt {
   std::optional<int64_t> pushback_ms;
   absl::Duration round_trip;
   bool progressed = false;  // another one goes on from where it came to
+  bool hung_up = false;     // the status is CANCELLED, and it was not us
 };
 
 // What the server says of trying again, if anything.
@@ -332,7 +333,7 @@ struct Client::Impl {
         bool ok;
         if (cq.AsyncNext(&tag, &ok, absl::ToChronoTime(answer_due)) ==
             grpc::CompletionQueue::TIMEOUT) {
-          if (wrong.ok()) {
+          if (wrong.ok() && taken < size) {
             wrong = absl::DeadlineExceededError(
                 absl::StrFormat("no answer for %s, after %d of %d messages",
                                 absl::FormatDuration(patience), taken, size));
@@ -366,7 +367,9 @@ struct Client::Impl {
       }
       owner.reset();
       attempt.round_trip = absl::FromChrono(Clock::now() - start);
-      attempt.status = wrong.ok() ? ToAbsl(status) : wrong;
+      // With all answers here, how the stream ended does not matter any more.
+      attempt.status = wrong.ok() && taken < size ? ToAbsl(status) : wrong;
+      attempt.hung_up = wrong.ok() && absl::IsCancelled(attempt.status);
       if (attempt.status.ok() && taken < size) {
         attempt.status = absl::InternalError(
             absl::StrFormat("the server sent %d answers to %d messages", taken, size));
@@ -481,9 +484,10 @@ struct Client::Impl {
       Attempt attempt = Stream(kScoreStreamMethod, &*messages, std::move(owner), deadline,
                                options.deadline, released.get());
       attempt.progressed = messages->taken_rows() > before;
-      // All answers are here: how the stream ended does not matter any more.
-      if (messages->taken_rows() == request.rows && IsRetryable(attempt.status)) {
-        attempt.status = absl::OkStatus();
+      // So a server ends a stream whose answers were not taken in time: `progress` kept us.
+      if (attempt.hung_up) {
+        attempt.status = absl::UnavailableError(
+            absl::StrCat("the server gave the stream up: ", attempt.status.message()));
       }
       return attempt;
     };

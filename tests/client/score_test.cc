@@ -117,20 +117,28 @@ class ScoreTest : public ::testing::Test {
         daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
                            "--log-level", "warn", "--max-request-bytes", "1MiB", "--head",
                            absl::StrCat("demo=", InTree("demo/model").string())}),
-        client_(Connect()) {
+        client_(ConnectOnceServing(address_)) {}
+
+  static std::unique_ptr<client::Client> Connect(const std::string& address,
+                                                 int64_t message_bytes) {
+    return *client::Client::Create(
+        {.address = address, .deadline = absl::Seconds(20), .score_message_bytes = message_bytes});
+  }
+  std::unique_ptr<client::Client> Connect(int64_t message_bytes = 4 << 20) const {
+    return Connect(address_, message_bytes);
+  }
+
+  static std::unique_ptr<client::Client> ConnectOnceServing(const std::string& address,
+                                                            int64_t message_bytes = 4 << 20) {
     const absl::Time end = absl::Now() + absl::Seconds(30);
     while (absl::Now() < end) {
-      client_ = Connect();
-      const auto health = client_->Health("logitd.v1.Scorer");
-      if (health.ok() && *health == client::ServingStatus::kServing) return;
+      auto client = Connect(address, message_bytes);
+      const auto health = client->Health("logitd.v1.Scorer");
+      if (health.ok() && *health == client::ServingStatus::kServing) return client;
       absl::SleepFor(absl::Milliseconds(10));
     }
     ADD_FAILURE() << "logitd does not serve";
-  }
-
-  std::unique_ptr<client::Client> Connect(int64_t message_bytes = 4 << 20) const {
-    return *client::Client::Create(
-        {.address = address_, .deadline = absl::Seconds(20), .score_message_bytes = message_bytes});
+    return Connect(address, message_bytes);
   }
 
   Ran Logitctl(std::vector<std::string> args) const {
@@ -252,6 +260,32 @@ TEST_F(ScoreTest, AStreamGivesTheBitsOfOneCallWhateverItsMessages) {
     EXPECT_NEAR(totals.loss_sum() / whole->answer.totals().loss_sum(), 1, 1e-14);
     EXPECT_NEAR(totals.perplexity() / whole->answer.totals().perplexity(), 1, 1e-14);
   }
+}
+
+TEST_F(ScoreTest, ProgressThatTakesLongerThanAServerWaitsLosesNothing) {
+  // Answers of 450 KB, which no window takes unread.
+  constexpr int kRows = 8 * 400;
+  constexpr int kVocab = 128;
+  const std::vector<float> logits = Normal(kRows * kVocab, 9);
+  client::ScoreRequest request = {.rows = kRows, .vocab = kVocab, .logits = {ViewOf(logits)}};
+  for (int row = 0; row < kRows; ++row) request.params.add_targets(row % kVocab);
+  request.params.add_top_logprobs(kVocab);
+  const auto whole = client_->ScoreStream(request);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  std::vector<int64_t> rows;
+  const std::string address = absl::StrCat("unix:", dir_.path("impatient"));
+  const Daemon impatient("logitd", {"--backend", "cpu", "--listen", address, "--metrics-listen",
+                                    "off", "--log-level", "warn", "--receive-timeout", "1s"});
+  const auto slow = ConnectOnceServing(address, 400 * kVocab * 4)
+                        ->ScoreStream(request, [&](const client::ScoreProgress& progress) {
+                          rows.push_back(progress.rows);
+                          if (progress.rows == 800) absl::SleepFor(absl::Milliseconds(2500));
+                          return true;
+                        });
+  ASSERT_TRUE(slow.ok()) << slow.status();
+  EXPECT_THAT(rows, ElementsAre(400, 800, 1200, 1600, 2000, 2400, 2800, 3200));
+  EXPECT_EQ(Bits(slow->answer), Bits(whole->answer));
+  EXPECT_GT(slow->attempts, 1) << "the server waited after all: this shows nothing";
 }
 
 TEST_F(ScoreTest, ACallThatBeginsWhereAnotherWasStoppedHasTheTotalsOfBoth) {
@@ -428,11 +462,69 @@ TEST(ScoreFaultTest, AServerThatStaysAwayIsGivenUp) {
   EXPECT_EQ(server.calls(), 4);  // the second got on, so that counting began again with it
 }
 
+TEST(ScoreFaultTest, AStreamThatTheServerCancelsGoesOnToo) {
+  const FakeScorer server([&](int call, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    EXPECT_TRUE(stream->Read(&request));
+    EXPECT_EQ(request.offset(), 2 * (call - 1));
+    stream->Write(Echo(request));
+    return grpc::Status(grpc::StatusCode::CANCELLED, "answers not taken");
+  });
+  const absl::StatusOr<client::ScoreResult> result = SendTenRows(server);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+  EXPECT_EQ(result->attempts, 5);
+}
+
 TEST(ScoreFaultTest, AnotherErrorIsNotTriedAgain) {
   const FakeScorer server([&](int, FakeScorer::Stream*) {
     return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "no");
   });
   EXPECT_EQ(SendTenRows(server).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(server.calls(), 1);
+}
+
+TEST(ScoreFaultTest, AllAnswersAreAResultHoweverTheStreamEnds) {
+  for (const grpc::StatusCode code :
+       {grpc::StatusCode::UNAVAILABLE, grpc::StatusCode::DEADLINE_EXCEEDED,
+        grpc::StatusCode::CANCELLED, grpc::StatusCode::INTERNAL}) {
+    const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+      v1::ScoreRequest request;
+      for (int i = 0; i < 5 && stream->Read(&request); ++i) stream->Write(Echo(request));
+      return grpc::Status(code, "gone");
+    });
+    const absl::StatusOr<client::ScoreResult> result = SendTenRows(server);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+    EXPECT_EQ(server.calls(), 1);
+  }
+}
+
+TEST(ScoreFaultTest, AllAnswersAreAResultThoughTheStreamDoesNotEnd) {
+  absl::Notification given_up;
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    while (stream->Read(&request)) stream->Write(Echo(request));
+    given_up.WaitForNotification();
+    return grpc::Status::OK;
+  });
+  const absl::StatusOr<client::ScoreResult> result = SendTenRows(server, absl::Seconds(2));
+  given_up.Notify();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+}
+
+TEST(ScoreFaultTest, StoppingAtTheLastRowIsStopping) {
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    while (stream->Read(&request)) stream->Write(Echo(request));
+    return grpc::Status::OK;
+  });
+  const absl::Status status =
+      SendTenRows(server, absl::Seconds(20), [](const client::ScoreProgress& progress) {
+        return progress.rows < 10;
+      }).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
   EXPECT_EQ(server.calls(), 1);
 }
 
