@@ -110,12 +110,20 @@ TEST(ScoreEncodeTest, VerifyTakesLogitsAlone) {
 
 // --- the real server
 
+// Logits (a, b, -a - b) of a state (a, b).
+std::string TinyHead(TempDir& dir) {
+  return dir.Write("tiny.safetensors",
+                   Safetensors(R"({"w":{"dtype":"F32","shape":[3,2],"data_offsets":[0,24]}})",
+                               BytesOf<float>({1, 0, 0, 1, -1, -1})));
+}
+
 class ScoreTest : public ::testing::Test {
  protected:
   ScoreTest()
       : address_("unix:" + dir_.path("socket")),
         daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
                            "--log-level", "warn", "--max-request-bytes", "1MiB", "--head",
+                           absl::StrCat("tiny=", TinyHead(dir_)), "--head",
                            absl::StrCat("demo=", InTree("demo/model").string())}),
         client_(ConnectOnceServing(address_)) {}
 
@@ -788,7 +796,7 @@ TEST_F(ScoreTest, LogitctlPrintsItsResultsAlsoWhereAFileCannotBeWritten) {
 
 TEST_F(ScoreTest, AHeadThatDoesNotFitTheModelIsBadUsage) {
   const std::string model = testing::TinyModel().Write(dir_);
-  for (const char* command : {"score", "topk", "generate"}) {
+  for (const char* command : {"score", "topk", "sample", "generate"}) {
     const Ran ran = Logitctl({command, "--text", "x", "--model", model, "--head", "demo"});
     EXPECT_EQ(ran.code, 2) << command;
     EXPECT_THAT(ran.err, HasSubstr("--head demo is of 4096 tokens by 144; the model of --model has "
@@ -875,12 +883,55 @@ TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
   }
   EXPECT_EQ(run(topk, false)["indices"], run(topk, true)["indices"]);
   EXPECT_EQ(run(generate, false)["tokens"], run(generate, true)["tokens"]);
+  const std::vector<std::string> sample = {
+      "sample", "--text",        "It is", "--model",        model, "--format", "json", "--seed",
+      "3",      "--temperature", "0",     "--top-logprobs", "2"};
+  const nlohmann::json drawn = run(sample, true);
+  for (const char* same : {"tokens", "text", "top_ids"}) {
+    EXPECT_EQ(drawn[same], run(sample, false)[same]) << same;
+  }
 
   std::vector<std::string> unknown = score;
   unknown.insert(unknown.end(), {"--head", "nobody"});
   const Ran refused = Logitctl(unknown);
   EXPECT_EQ(refused.code, 1);
   EXPECT_THAT(refused.err, AllOf(HasSubstr("NOT_FOUND"), HasSubstr("demo")));
+}
+
+TEST_F(ScoreTest, LogitctlSamplesFromAFileOfHiddenStates) {
+  const std::string states = dir_.Write("states.npy", NpyF32(2, 2, {2, 1, -1, -1}));
+  std::vector<std::string> args = {"sample",        "--hidden", states,     "--head", "tiny",
+                                   "--temperature", "0",        "--format", "json"};
+  const Ran highest = Logitctl(args);
+  ASSERT_EQ(highest.code, 0) << highest.err;
+  nlohmann::json read = nlohmann::json::parse(highest.out);
+  EXPECT_EQ(read["tokens"], nlohmann::json({0, 2}));
+  EXPECT_NEAR(read["logsumexp"][0].get<double>(),
+              std::log(std::exp(2.0) + std::exp(1.0) + std::exp(-3.0)), 1e-5);
+  args.insert(args.end(), {"--allow", "1"});  // of the head's three tokens
+  const Ran allowed = Logitctl(args);
+  ASSERT_EQ(allowed.code, 0) << allowed.err;
+  EXPECT_EQ(nlohmann::json::parse(allowed.out)["tokens"], nlohmann::json({1, 1}));
+
+  struct Case {
+    std::vector<std::string> more;
+    int code;
+    const char* error;
+  };
+  const Case cases[] = {
+      {{"--head", "tiny", "--allow", "3"}, 2, "--allow has token 3; allowed: 0..2"},
+      {{}, 2, "--head is missing; with --hidden it names a head"},
+      {{"--head", "nobody"}, 1, "NOT_FOUND"},
+      {{"--head", "demo"}, 1, "INVALID_ARGUMENT: dtype: got f32, allowed bf16"},
+      {{"--head", "tiny", "--text", "x"}, 2, "--hidden"},
+  };
+  for (const Case& test : cases) {
+    args = {"sample", "--hidden", states};
+    args.insert(args.end(), test.more.begin(), test.more.end());
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, test.code) << test.error;
+    EXPECT_THAT(ran.err, HasSubstr(test.error));
+  }
 }
 
 TEST_F(ScoreTest, ALongSequenceOfHiddenStatesIsOneOfTheHead) {
@@ -927,6 +978,7 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
       {{"score", "--logits", npy, "--targets", ids, "--smoothing", "x"}, "--smoothing"},
       {{"score", "--logits", npy, "--targets", ids, "--out", "x.txt"}, "x.txt"},
       {{"topk", "--logits", npy, "--head", "h"}, "--logits"},
+      {{"sample", "--logits", npy, "--head", "h"}, "--logits"},
   };
   for (const Case& test : cases) {
     const Ran ran = RunBinary("logitctl", test.args);
