@@ -411,12 +411,16 @@ struct Client::Impl {
     return CallSmall<v1::GetInfoResponse>(kInfoMethod, v1::GetInfoRequest(), end);
   }
 
-  // Of the server, asked for once.
+  // Of the server, asked for once, and by LimitsChanged.
   absl::StatusOr<v1::Limits> Limits(absl::Time end) {
     {
       absl::MutexLock lock(&mutex);
       if (limits.has_value()) return *limits;
     }
+    return AskForLimits(end);
+  }
+
+  absl::StatusOr<v1::Limits> AskForLimits(absl::Time end) {
     absl::StatusOr<v1::GetInfoResponse> info = Info(end);
     if (!info.ok()) return info.status();
     absl::MutexLock lock(&mutex);
@@ -424,13 +428,32 @@ struct Client::Impl {
     return *limits;
   }
 
+  // Whether what was refused under the limits `used` may go under others, which it then has: those
+  // of a server that was started anew. Who refused it, the server or we, does not matter, nor in
+  // which words.
+  bool LimitsChanged(const absl::Status& refused, v1::Limits* used, absl::Time end) {
+    if (!absl::IsInvalidArgument(refused) && !absl::IsResourceExhausted(refused)) return false;
+    const absl::StatusOr<v1::Limits> now = AskForLimits(end);
+    if (!now.ok() || now->SerializeAsString() == used->SerializeAsString()) return false;
+    *used = *now;
+    return true;
+  }
+
   template <typename Request>
   absl::StatusOr<AttentionResult> Attention(const Request& request) {
     const absl::Time end = Deadline();
-    const absl::StatusOr<v1::Limits> of_server = Limits(end);
+    absl::StatusOr<v1::Limits> of_server = Limits(end);
     if (!of_server.ok()) return of_server.status();
+    absl::StatusOr<AttentionResult> result = Attention(request, *of_server, end);
+    if (!LimitsChanged(result.status(), &*of_server, end)) return result;
+    return Attention(request, *of_server, end);
+  }
+
+  template <typename Request>
+  absl::StatusOr<AttentionResult> Attention(const Request& request, const v1::Limits& of_server,
+                                            absl::Time end) {
     absl::StatusOr<AttentionMessages> messages = AttentionMessages::Plan(
-        request, *of_server,
+        request, of_server,
         {.about = options.attention_message_bytes, .most = options.max_message_bytes});
     if (!messages.ok()) return messages.status();
     const size_t backward = messages->backward() ? 1 : 0;
@@ -464,11 +487,15 @@ struct Client::Impl {
   absl::StatusOr<ScoreResult> ScoreSequence(
       const ScoreRequest& request, const std::function<bool(const ScoreProgress&)>& progress) {
     const Clock::time_point start = Clock::now();
-    const absl::StatusOr<v1::Limits> of_server = Limits(Deadline());
+    absl::StatusOr<v1::Limits> of_server = Limits(Deadline());
     if (!of_server.ok()) return of_server.status();
-    absl::StatusOr<ScoreMessages> messages = ScoreMessages::Plan(
-        request, *of_server,
-        {.about = options.score_message_bytes, .most = options.max_message_bytes}, progress);
+    const auto plan = [&] {
+      return ScoreMessages::Plan(
+          request, *of_server,
+          {.about = options.score_message_bytes, .most = options.max_message_bytes}, progress);
+    };
+    absl::StatusOr<ScoreMessages> messages = plan();
+    if (LimitsChanged(messages.status(), &*of_server, Deadline())) messages = plan();
     if (!messages.ok()) return messages.status();
     int streams = 0;
     auto once = [&](absl::Time deadline) {
@@ -493,6 +520,13 @@ struct Client::Impl {
     };
     int attempts = 0;
     Attempt attempt = CallWithRetries(once, &attempts, absl::InfiniteFuture());
+    int64_t replanned_at = -1;  // not twice at one row
+    while (messages->taken_rows() > replanned_at &&
+           LimitsChanged(attempt.status, &*of_server, Deadline())) {
+      replanned_at = messages->taken_rows();
+      attempt.status = messages->Replan(*of_server);
+      if (attempt.status.ok()) attempt = CallWithRetries(once, &attempts, absl::InfiniteFuture());
+    }
     if (!attempt.status.ok()) return attempt.status;
     ScoreResult result = messages->Finish();
     result.round_trip = absl::FromChrono(Clock::now() - start);

@@ -194,8 +194,10 @@ class Client {
       const ScoreRequest& request,
       const std::function<bool(const ScoreProgress&)>& progress = nullptr);
 
-  // Tensors of any size: see ClientOptions::attention_message_bytes; what the server takes at once
-  // is asked of it before the first. A stream that has to be tried again starts over.
+  // Tensors of any size: see ClientOptions::attention_message_bytes. What the server takes at once
+  // is asked of it before the first, and again where that is what was refused under: a server that
+  // was started anew may have other limits. So it is for ScoreStream. A stream that has to be tried
+  // again starts over.
   absl::StatusOr<AttentionResult> AttentionSoftmax(const AttentionSoftmaxRequest& request);
   absl::StatusOr<AttentionResult> AttentionSoftmaxBackward(
       const AttentionSoftmaxBackwardRequest& request);
