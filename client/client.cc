@@ -76,6 +76,7 @@ struct Attempt {
   std::optional<int64_t> pushback_ms;
   absl::Duration round_trip;
   bool progressed = false;  // another one goes on from where it came to
+  bool hung_up = false;     // the status is CANCELLED, and it was not us
 };
 
 // What the server says of trying again, if anything.
@@ -332,7 +333,7 @@ struct Client::Impl {
         bool ok;
         if (cq.AsyncNext(&tag, &ok, absl::ToChronoTime(answer_due)) ==
             grpc::CompletionQueue::TIMEOUT) {
-          if (wrong.ok()) {
+          if (wrong.ok() && taken < size) {
             wrong = absl::DeadlineExceededError(
                 absl::StrFormat("no answer for %s, after %d of %d messages",
                                 absl::FormatDuration(patience), taken, size));
@@ -366,7 +367,9 @@ struct Client::Impl {
       }
       owner.reset();
       attempt.round_trip = absl::FromChrono(Clock::now() - start);
-      attempt.status = wrong.ok() ? ToAbsl(status) : wrong;
+      // With all answers here, how the stream ended does not matter any more.
+      attempt.status = wrong.ok() && taken < size ? ToAbsl(status) : wrong;
+      attempt.hung_up = wrong.ok() && absl::IsCancelled(attempt.status);
       if (attempt.status.ok() && taken < size) {
         attempt.status = absl::InternalError(
             absl::StrFormat("the server sent %d answers to %d messages", taken, size));
@@ -408,12 +411,16 @@ struct Client::Impl {
     return CallSmall<v1::GetInfoResponse>(kInfoMethod, v1::GetInfoRequest(), end);
   }
 
-  // Of the server, asked for once.
+  // Of the server, asked for once, and by LimitsChanged.
   absl::StatusOr<v1::Limits> Limits(absl::Time end) {
     {
       absl::MutexLock lock(&mutex);
       if (limits.has_value()) return *limits;
     }
+    return AskForLimits(end);
+  }
+
+  absl::StatusOr<v1::Limits> AskForLimits(absl::Time end) {
     absl::StatusOr<v1::GetInfoResponse> info = Info(end);
     if (!info.ok()) return info.status();
     absl::MutexLock lock(&mutex);
@@ -421,13 +428,32 @@ struct Client::Impl {
     return *limits;
   }
 
+  // Whether what was refused under the limits `used` may go under others, which it then has: those
+  // of a server that was started anew. Who refused it, the server or we, does not matter, nor in
+  // which words.
+  bool LimitsChanged(const absl::Status& refused, v1::Limits* used, absl::Time end) {
+    if (!absl::IsInvalidArgument(refused) && !absl::IsResourceExhausted(refused)) return false;
+    const absl::StatusOr<v1::Limits> now = AskForLimits(end);
+    if (!now.ok() || now->SerializeAsString() == used->SerializeAsString()) return false;
+    *used = *now;
+    return true;
+  }
+
   template <typename Request>
   absl::StatusOr<AttentionResult> Attention(const Request& request) {
     const absl::Time end = Deadline();
-    const absl::StatusOr<v1::Limits> of_server = Limits(end);
+    absl::StatusOr<v1::Limits> of_server = Limits(end);
     if (!of_server.ok()) return of_server.status();
+    absl::StatusOr<AttentionResult> result = Attention(request, *of_server, end);
+    if (!LimitsChanged(result.status(), &*of_server, end)) return result;
+    return Attention(request, *of_server, end);
+  }
+
+  template <typename Request>
+  absl::StatusOr<AttentionResult> Attention(const Request& request, const v1::Limits& of_server,
+                                            absl::Time end) {
     absl::StatusOr<AttentionMessages> messages = AttentionMessages::Plan(
-        request, *of_server,
+        request, of_server,
         {.about = options.attention_message_bytes, .most = options.max_message_bytes});
     if (!messages.ok()) return messages.status();
     const size_t backward = messages->backward() ? 1 : 0;
@@ -461,11 +487,15 @@ struct Client::Impl {
   absl::StatusOr<ScoreResult> ScoreSequence(
       const ScoreRequest& request, const std::function<bool(const ScoreProgress&)>& progress) {
     const Clock::time_point start = Clock::now();
-    const absl::StatusOr<v1::Limits> of_server = Limits(Deadline());
+    absl::StatusOr<v1::Limits> of_server = Limits(Deadline());
     if (!of_server.ok()) return of_server.status();
-    absl::StatusOr<ScoreMessages> messages = ScoreMessages::Plan(
-        request, *of_server,
-        {.about = options.score_message_bytes, .most = options.max_message_bytes}, progress);
+    const auto plan = [&] {
+      return ScoreMessages::Plan(
+          request, *of_server,
+          {.about = options.score_message_bytes, .most = options.max_message_bytes}, progress);
+    };
+    absl::StatusOr<ScoreMessages> messages = plan();
+    if (LimitsChanged(messages.status(), &*of_server, Deadline())) messages = plan();
     if (!messages.ok()) return messages.status();
     int streams = 0;
     auto once = [&](absl::Time deadline) {
@@ -481,14 +511,22 @@ struct Client::Impl {
       Attempt attempt = Stream(kScoreStreamMethod, &*messages, std::move(owner), deadline,
                                options.deadline, released.get());
       attempt.progressed = messages->taken_rows() > before;
-      // All answers are here: how the stream ended does not matter any more.
-      if (messages->taken_rows() == request.rows && IsRetryable(attempt.status)) {
-        attempt.status = absl::OkStatus();
+      // So a server ends a stream whose answers were not taken in time: `progress` kept us.
+      if (attempt.hung_up) {
+        attempt.status = absl::UnavailableError(
+            absl::StrCat("the server gave the stream up: ", attempt.status.message()));
       }
       return attempt;
     };
     int attempts = 0;
     Attempt attempt = CallWithRetries(once, &attempts, absl::InfiniteFuture());
+    int64_t replanned_at = -1;  // not twice at one row
+    while (messages->taken_rows() > replanned_at &&
+           LimitsChanged(attempt.status, &*of_server, Deadline())) {
+      replanned_at = messages->taken_rows();
+      attempt.status = messages->Replan(*of_server);
+      if (attempt.status.ok()) attempt = CallWithRetries(once, &attempts, absl::InfiniteFuture());
+    }
     if (!attempt.status.ok()) return attempt.status;
     ScoreResult result = messages->Finish();
     result.round_trip = absl::FromChrono(Clock::now() - start);

@@ -183,16 +183,21 @@ class Client {
   // score_message_bytes, and what the server takes at once), which go as a stream. A stream that is
   // lost is opened again and goes on after the last answer; RetryOptions count the tries since
   // then, and `deadline` is how long an answer may take to come. `progress` runs on this thread
-  // after every answer; false ends the call with CANCELLED. What was scored before an error, it
-  // knows: a call whose rows begin there, with `offset` and `totals` in the parameters, goes on.
-  // A stream opened again looks its head up again: until the call ends, the name must mean the same
-  // weights, or losses of two heads are joined and summed and nothing says so.
+  // after every answer; false ends the call with CANCELLED. Nothing is read meanwhile: where it
+  // takes longer than the server waits for its answers to be taken (--receive-timeout), the stream
+  // is lost as above. With the last answer the result stands, however the stream ends. What was
+  // scored before an error, `progress` knows: a call whose rows begin there, with `offset` and
+  // `totals` in the parameters, goes on. A stream opened again looks its head up again: until the
+  // call ends, the name must mean the same weights, or losses of two heads are joined and summed
+  // and nothing says so.
   absl::StatusOr<ScoreResult> ScoreStream(
       const ScoreRequest& request,
       const std::function<bool(const ScoreProgress&)>& progress = nullptr);
 
-  // Tensors of any size: see ClientOptions::attention_message_bytes; what the server takes at once
-  // is asked of it before the first. A stream that has to be tried again starts over.
+  // Tensors of any size: see ClientOptions::attention_message_bytes. What the server takes at once
+  // is asked of it before the first, and again where that is what was refused under: a server that
+  // was started anew may have other limits. So it is for ScoreStream. A stream that has to be tried
+  // again starts over.
   absl::StatusOr<AttentionResult> AttentionSoftmax(const AttentionSoftmaxRequest& request);
   absl::StatusOr<AttentionResult> AttentionSoftmaxBackward(
       const AttentionSoftmaxBackwardRequest& request);

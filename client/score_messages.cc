@@ -113,9 +113,9 @@ void Join(const Repeated& part, Repeated* all) {
 
 }  // namespace
 
-ScoreMessages::ScoreMessages(const ScoreRequest& request, int64_t row_bytes, int64_t rows,
+ScoreMessages::ScoreMessages(const ScoreRequest& request, int64_t row_bytes, Sizes sizes,
                              const std::function<bool(const ScoreProgress&)>& progress)
-    : request_(&request), row_bytes_(row_bytes), rows_(rows), progress_(progress) {
+    : request_(&request), row_bytes_(row_bytes), sizes_(sizes), progress_(progress) {
   result_.top_offsets = {0};
   result_.extra_offsets = {0};
   const auto& counts = request.params.extra_count();
@@ -180,7 +180,13 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
                         "number",
                         extra, params.extra_ids_size()));
   }
+  ScoreMessages messages(request, row_bytes, sizes, progress);
+  if (absl::Status fits = messages.Replan(limits); !fits.ok()) return fits;
+  return messages;
+}
 
+absl::Status ScoreMessages::Replan(const v1::Limits& limits) {
+  const v1::ScoreRequest& params = request_->params;
   // Lists of a row, in a request and in an answer; where they differ from row to row, the largest.
   const int64_t extra_ids =
       params.extra_count_size() > 1
@@ -190,7 +196,7 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
       params.top_logprobs_size() > 0
           ? *std::max_element(params.top_logprobs().begin(), params.top_logprobs().end())
           : 0;
-  const int64_t sent_bytes = row_bytes + 4 * (params.extra_count_size() > 1 ? extra_ids : 0);
+  const int64_t sent_bytes = row_bytes_ + 4 * (params.extra_count_size() > 1 ? extra_ids : 0);
   const int64_t shared_bytes = 4 * (params.extra_count_size() > 1 ? 0 : extra_ids);
   const int64_t answer_bytes = kAnswerRowBytes + 8 * std::max<int64_t>(top, 0) + 4 * extra_ids;
   int64_t largest = kMaxPayload;
@@ -200,21 +206,21 @@ absl::StatusOr<ScoreMessages> ScoreMessages::Plan(
   if (limits.max_answer_bytes() > 0) {
     rows = std::min(rows, limits.max_answer_bytes() / answer_bytes);
   }
-  if (sizes.most > 0) {
-    rows =
-        std::min(rows, (sizes.most - SmallBytes(request)) / (sent_bytes + FieldRowBytes(params)));
+  if (sizes_.most > 0) {
+    rows = std::min(rows,
+                    (sizes_.most - SmallBytes(*request_)) / (sent_bytes + FieldRowBytes(params)));
   }
   if (rows < 1 || largest < 0) {
     return absl::InvalidArgumentError(
         absl::StrFormat("one row of %d bytes, and %d of its answer, is more than a message takes: "
                         "max_request_bytes %d, max_answer_bytes %d, max_message_bytes %d",
                         sent_bytes + shared_bytes, answer_bytes, limits.max_request_bytes(),
-                        limits.max_answer_bytes(), sizes.most));
+                        limits.max_answer_bytes(), sizes_.most));
   }
   rows = std::min(rows, kMaxMessageRows);
   if (limits.max_batch_rows() > 0) rows = std::min(rows, limits.max_batch_rows());
-  rows = std::min(rows, std::max<int64_t>(1, sizes.about / row_bytes));
-  return ScoreMessages(request, row_bytes, rows, progress);
+  rows_ = std::min(rows, std::max<int64_t>(1, sizes_.about / row_bytes_));
+  return absl::OkStatus();
 }
 
 int ScoreMessages::size() const {

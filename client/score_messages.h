@@ -31,6 +31,9 @@ class ScoreMessages {
       const ScoreRequest& request, const v1::Limits& limits, Sizes sizes,
       const std::function<bool(const ScoreProgress&)>& progress);
 
+  // Cuts what is not answered yet under other limits, with the errors of Plan. Between streams.
+  absl::Status Replan(const v1::Limits& limits);
+
   // Before a stream: what is answered is behind it.
   void Begin() { first_row_ = taken_rows_; }
 
@@ -50,13 +53,14 @@ class ScoreMessages {
   ScoreResult Finish() { return std::move(result_); }
 
  private:
-  ScoreMessages(const ScoreRequest& request, int64_t row_bytes, int64_t rows,
+  ScoreMessages(const ScoreRequest& request, int64_t row_bytes, Sizes sizes,
                 const std::function<bool(const ScoreProgress&)>& progress);
   v1::ScoreRequest ParametersOf(int64_t row, int64_t rows) const;
 
   const ScoreRequest* request_;
   int64_t row_bytes_;
-  int64_t rows_;  // of a message, but the last
+  Sizes sizes_;
+  int64_t rows_ = 0;  // of a message, but the last
   std::function<bool(const ScoreProgress&)> progress_;
   std::vector<int64_t> first_extra_;  // of each row, where those are row by row
   int64_t first_row_ = 0;

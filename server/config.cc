@@ -29,7 +29,7 @@ constexpr const char* kDescription =
     "SIGTERM or SIGINT drains: health goes NOT_SERVING, new calls get UNAVAILABLE, admitted calls\n"
     "finish, exit 0. A second signal hastens it. Exit 1: could not start, 2: bad usage, 3: the "
     "device\n"
-    "was lost.\n\n"
+    "was lost, or hangs.\n\n"
     "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned where there is a GPU), and at "
     "most\n"
     "about 1.25 x --max-held-bytes + 128 MiB for all that peers make the server hold. On the CPU "

@@ -1,5 +1,5 @@
-// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 the device was lost (the
-// orchestrator is to start a new process).
+// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 the device was lost or
+// does not end a batch (the orchestrator is to start a new process).
 #include <cstdlib>
 #include <exception>
 #include <iostream>

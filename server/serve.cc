@@ -47,6 +47,8 @@ constexpr absl::Duration kPoll = absl::Milliseconds(10);
 // For answers already encoded to reach their peers, and for those who watch the health to hear of
 // it. Calls that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
+// For a batch that runs to end when nobody waits for it any more.
+constexpr absl::Duration kLastBatch = absl::Seconds(5);
 // How long the process may take to end after the device was lost, whatever hangs in its driver.
 constexpr unsigned kDeviceLostSeconds = 10;
 
@@ -116,6 +118,15 @@ int CannotStart(const absl::Status& status) {
   alarm(kDeviceLostSeconds);
   absl::SleepFor(kLastWrites);
   spdlog::error("ended: the device was lost");
+  std::_Exit(kDeviceLost);
+}
+
+// Ends the process where a stream cannot be joined: its batch does not end. The device is no good
+// to whoever comes next either, as far as anyone can tell from here.
+[[noreturn]] void LeaveBatch(const engine::RunningBatch& batch) {
+  spdlog::error("ended: a batch of {} with {} rows is left to the device, which has had it for {}",
+                batch.op, batch.rows,
+                absl::FormatDuration(absl::Trunc(batch.age, absl::Milliseconds(1))));
   std::_Exit(kDeviceLost);
 }
 
@@ -259,6 +270,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (cut == 0) absl::SleepFor(kLastWrites);
   GrpcIsEnding();
   (*server)->Shutdown();
+  if (!(*engine)->WaitIdle(absl::Now() + kLastBatch)) {
+    if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);
+  }
   (*engine)->Stop();
   // Its HTTP server takes two seconds to end; the process ends it faster. It holds the registry
   // weakly. Volatile, because a compiler drops a static nobody reads, and leak checkers miss it

@@ -13,8 +13,9 @@ namespace logitd {
 
 using MakeBackend = absl::FunctionRef<absl::StatusOr<std::unique_ptr<Backend>>()>;
 
-// Returns the exit code: 0 drained, 1 could not start. When the device is lost it does not return,
-// since what stands on it cannot be taken down safely, but ends the process with 3. Once a process;
+// Returns the exit code: 0 drained, 1 could not start. When the device is lost, or does not end a
+// batch when all else has ended, it does not return, since what stands on it cannot be taken down
+// safely, but ends the process with 3. Once a process;
 // call it before there are threads, for it blocks SIGTERM and SIGINT, which it waits for.
 // `make_backend` runs once.
 int Serve(const Config& config, MakeBackend make_backend);

@@ -46,8 +46,10 @@ struct SamplingFlags {
 
 struct SampleFlags {
   std::string logits;  // a file; or
+  std::string hidden;  // a file, for `head`; or
   std::string text;    // a prompt, and
   std::string model = "demo/model";
+  std::string head;  // with `hidden` any of the server, with `text` as in TopKFlags
   SamplingFlags sampling;
   std::optional<uint64_t> position;
   std::vector<int32_t> history;

@@ -14,6 +14,7 @@ constexpr char kFooter[] = R"(Examples:
   logitctl topk --text "It is a truth universally" --model demo/model --k 10
   logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
   logitctl sample --logits logits.npy --params params.json --format json
+  logitctl sample --hidden states.npy --head llama --seed 7 --top-p 0.9
   logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8 --top-p 0.9
   logitctl generate --text "It is a truth" --head demo --tokens 40 --seed 7
   logitctl score --text-file chapter.txt --model demo/model --head demo --plot loss.png
@@ -41,7 +42,10 @@ probs; with --text there is one more key, text. A file larger than the server ta
 sent in several requests of whole rows; the phases of the timings are then sums.)";
 
 constexpr char kSampleHelp[] =
-    R"(One token out of every row of a tensor of logits, or after a prompt.
+    R"(One token out of every row of a tensor of logits, or of hidden states, or after a prompt.
+
+Hidden states are for a head that the server has loaded, and of its dtype; so is, with --head, the
+state of --model after a prompt, which else sends its logits.
 
 In this order: logit bias, penalties, allowed tokens, temperature, min-p, top-k, top-p, draw. A seed
 and a position always draw the same. Parameters come as flags, for all rows, or from a JSON file
@@ -176,10 +180,17 @@ int main(int argc, char** argv) try {
   CLI::Option_group* sample_input = sample_command->add_option_group("input", "one of");
   sample_input->add_option("--logits", sample.logits,
                            "FILE.npy, FILE.safetensors or FILE.safetensors:NAME, as for topk");
+  sample_input->add_option("--hidden", sample.hidden,
+                           "a file, [rows,hidden], in the dtype of the head");
   sample_input->add_option("--text", sample.text, "a prompt, for the language model of --model");
   sample_input->require_option(1);
   sample_command->add_option("--model", sample.model, "directory of the language model for --text")
       ->capture_default_str();
+  sample_command
+      ->add_option("--head", sample.head,
+                   "a head that the server has loaded; required with --hidden; with --text the "
+                   "model's own, and its hidden state is sent")
+      ->excludes("--logits");
   AddSampling(sample_command, &sample.sampling);
   sample_command->add_option("--position", sample.position,
                              "place in the seed's sequence of random numbers; 0 if not given");

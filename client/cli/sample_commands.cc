@@ -43,7 +43,7 @@ absl::StatusOr<v1::SampleRequest> LoadParams(const std::string& file) {
       params.hidden_size() != 0 || params.input_case() != v1::SampleRequest::INPUT_NOT_SET) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "--params: %s has dtype, rows, vocab, logits, head, hidden_size or hidden; allowed: "
-        "parameters, for those come from --logits or --text",
+        "parameters, for those come from --logits, --hidden or --text",
         file));
   }
   return params;
@@ -136,9 +136,23 @@ class LiveText {
 }  // namespace
 
 int RunSample(const CommonFlags& common, const SampleFlags& flags) {
-  absl::StatusOr<Logits> logits = LoadLogits(flags.logits, flags.text, flags.model);
-  if (!logits.ok()) return BadInput(logits.status());
-  absl::StatusOr<v1::SampleRequest> params = MakeParams(flags.sampling, logits->vocab);
+  const bool states = !flags.hidden.empty();
+  if (states && flags.head.empty()) {
+    return BadInput(absl::InvalidArgumentError(
+        "--head is missing; with --hidden it names a head that the server has loaded"));
+  }
+  // A file of hidden states is read as one of logits is.
+  absl::StatusOr<Logits> loaded =
+      LoadLogits(states ? flags.hidden : flags.logits, flags.text, flags.model);
+  if (!loaded.ok()) return BadInput(loaded.status());
+  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
+  if (!client.ok()) return BadInput(client.status());
+  absl::StatusOr<v1::Head> head = v1::Head();
+  if (states) head = (*client)->GetHead(flags.head);
+  if (loaded->model != nullptr) head = FindHead(**client, flags.head, *loaded->model);
+  if (!head.ok()) return NoHead(head.status(), common.address);
+  absl::StatusOr<v1::SampleRequest> params =
+      MakeParams(flags.sampling, flags.head.empty() ? loaded->vocab : head->vocab());
   if (!params.ok()) return BadInput(params.status());
   Override(flags.position, params->mutable_position());
   if (!flags.history.empty()) {
@@ -146,7 +160,7 @@ int RunSample(const CommonFlags& common, const SampleFlags& flags) {
     params->clear_history();
     Append(flags.history, params->mutable_history());
   } else if (params->history().empty()) {
-    Append(logits->prompt, params->mutable_history());
+    Append(loaded->prompt, params->mutable_history());
   }
   if (!flags.extra_ids.empty()) {
     params->clear_extra_count();
@@ -158,21 +172,25 @@ int RunSample(const CommonFlags& common, const SampleFlags& flags) {
     params->add_logprob_mode(flags.logprob_mode == "raw" ? v1::LOGPROB_MODE_RAW
                                                          : v1::LOGPROB_MODE_PROCESSED);
   }
-  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
-  if (!client.ok()) return BadInput(client.status());
-  const absl::StatusOr<client::SampleResult> result =
-      (*client)->Sample({.dtype = logits->dtype,
-                         .rows = logits->rows,
-                         .vocab = logits->vocab,
-                         .logits = {logits->payload},
-                         .params = *std::move(params)});
+  client::SampleRequest request;
+  if (states) {
+    request = {.dtype = loaded->dtype,
+               .rows = loaded->rows,
+               .head = flags.head,
+               .hidden_size = loaded->tensor.shape[1],
+               .hidden = {loaded->payload}};
+  } else {
+    SetInput(*loaded, *head, &request);
+  }
+  request.params = *std::move(params);
+  const absl::StatusOr<client::SampleResult> result = (*client)->Sample(request);
   if (!result.ok()) return CallFailed(result.status(), common.address);
   const v1::SampleResponse& answer = result->answer;
   const SampleOutput output = {
       .result = &*result,
-      .text = logits->TextOf({answer.tokens().data(), static_cast<size_t>(answer.tokens_size())}),
+      .text = loaded->TextOf({answer.tokens().data(), static_cast<size_t>(answer.tokens_size())}),
       .top_text =
-          logits->TextOf({answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())})};
+          loaded->TextOf({answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())})};
   Print(common.format == "json" ? SampleJson(output) : SampleTable(output));
   return kExitOk;
 }

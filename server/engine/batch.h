@@ -66,7 +66,8 @@ struct Slot {
 
 struct KeyQueue;
 
-// Guarded by the batcher's lock, except while kRunning: then it belongs to the stream that took it.
+// Guarded by the batcher's lock, except while kRunning: then it belongs to the stream that took it,
+// which changes nothing of it but its slots.
 struct Batch {
   enum class State : uint8_t {
     kFree,
@@ -81,7 +82,8 @@ struct Batch {
   KeyQueue* queue = nullptr;
   uint64_t sequence = 0;  // of its oldest job
   int64_t opened_ns = 0;
-  int64_t rows = 0;  // reserved, those of dropped jobs included; so are the next two
+  int64_t taken_ns = 0;  // by the stream that runs it
+  int64_t rows = 0;      // reserved, those of dropped jobs included; so are the next two
   int64_t payload_bytes = 0;
   int64_t answer_bytes = 0;
   int copying = 0;    // payload copies not finished, or not begun

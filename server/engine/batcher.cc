@@ -367,6 +367,7 @@ Batch* Batcher::TakeOldest() {
   if (oldest == nullptr) return nullptr;
   if (oldest->state == Batch::State::kOpen) Seal(oldest);
   oldest->state = Batch::State::kRunning;
+  oldest->taken_ns = MonotonicNanos();
   open_jobs_ -= oldest->live;
   return oldest;
 }
@@ -653,6 +654,22 @@ bool Batcher::WaitIdle(absl::Time deadline) {
   MutexLock lock(mutex_);
   while (unfinished_ > 0 && absl::Now() < deadline) all_done_.WaitUntil(mutex_, deadline);
   return unfinished_ == 0;
+}
+
+std::optional<RunningBatch> Batcher::OldestRunning() {
+  CallerScope scope(callers_);
+  MutexLock lock(mutex_);
+  const Batch* oldest = nullptr;
+  for (const Batch& batch : batches_) {
+    if (batch.state == Batch::State::kRunning &&
+        (oldest == nullptr || batch.taken_ns < oldest->taken_ns)) {
+      oldest = &batch;
+    }
+  }
+  if (oldest == nullptr) return std::nullopt;
+  return RunningBatch{.op = oldest->key.op->name,
+                      .rows = oldest->rows,
+                      .age = absl::Nanoseconds(MonotonicNanos() - oldest->taken_ns)};
 }
 
 void Batcher::Publish() {

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/engine/batch.h"
+#include "server/engine/engine.h"
 #include "server/engine/job.h"
 #include "server/engine/sync.h"
 
@@ -54,6 +56,7 @@ class Batcher {
   void Submit(std::shared_ptr<Job> job);
   void Cancel(const Job& job);
   bool WaitIdle(absl::Time deadline);
+  std::optional<RunningBatch> OldestRunning();
 
   // For stream threads: gives `finished` back (null at first; every job in it was finished), and
   // waits for the next batch, which is the caller's until it is given back. Null: the engine stops.

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -88,6 +89,8 @@ class ThreadedEngine final : public Engine {
     TellOwner(cause);
   }
   bool WaitIdle(absl::Time deadline) override { return batcher_.WaitIdle(deadline); }
+
+  std::optional<RunningBatch> OldestRunning() override { return batcher_.OldestRunning(); }
 
   void Stop() override {
     std::call_once(stop_once_, [this] {

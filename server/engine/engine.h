@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string_view>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
@@ -30,6 +32,13 @@ struct EngineOptions {
   size_t max_param_bytes = 160;  // of a row, in the input arrays of the largest op
   // How long one idle stream polls before it sleeps: a thread that sleeps takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);
+};
+
+// A batch that a stream has at work.
+struct RunningBatch {
+  std::string_view op;
+  int64_t rows;  // those of dropped jobs included
+  absl::Duration age;
 };
 
 // Thread-safe. Everything it will ever need (slabs, arenas, threads) is allocated by Create;
@@ -70,8 +79,11 @@ class Engine {
   // Waits until every submitted job is done, or until `deadline`. True: nothing is left.
   virtual bool WaitIdle(absl::Time deadline) = 0;
 
-  // Ends what is left with UNAVAILABLE and joins all threads. Called by the destructor as well. Not
-  // from inside Done.
+  // The one that has been at it longest, if any is.
+  virtual std::optional<RunningBatch> OldestRunning() = 0;
+
+  // Ends what is left with UNAVAILABLE and joins all threads: waits for the batches that run, for
+  // ever if the device does not end them. Called by the destructor as well. Not from inside Done.
   virtual void Stop() = 0;
 
   virtual const EngineOptions& options() const = 0;

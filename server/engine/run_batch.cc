@@ -30,14 +30,14 @@ struct Extent {
 };
 
 // Ends the jobs that are late.
-void EndLate(Batch& batch, int64_t taken_ns) {
+void EndLate(Batch& batch) {
   const absl::Time now = absl::Now();
   for (Slot& slot : batch.slots) {
     if (slot.job == nullptr || slot.job->spec().deadline > now) continue;
     JobTimes times;
     Batcher::Finish(slot.job,
                     absl::DeadlineExceededError("the deadline passed before a stream was free"),
-                    JobAnswer{}, taken_ns, &times);
+                    JobAnswer{}, batch.taken_ns, &times);
     slot.job = nullptr;
   }
 }
@@ -179,8 +179,7 @@ absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
                       absl::FunctionRef<void(const absl::Status&)> lost,
                       absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest) {
   *oldest = JobTimes{};
-  const int64_t taken_ns = MonotonicNanos();
-  EndLate(batch, taken_ns);
+  EndLate(batch);
   const Extent extent = FindExtent(batch);
   if (extent.rows() == 0) return absl::OkStatus();
 
@@ -222,7 +221,7 @@ absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
       given.outputs = absl::MakeConstSpan(slices.data(), outputs.size());
       if (batch.key.op->alone) given.keep = keep();
     }
-    Batcher::Finish(slot.job, answer, given, taken_ns, &job_times);
+    Batcher::Finish(slot.job, answer, given, batch.taken_ns, &job_times);
     if (i == extent.first_slot) *oldest = job_times;
   }
   return status;

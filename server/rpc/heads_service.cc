@@ -74,7 +74,7 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
   // Keeps the call until the transport is done with it.
   void Start(const std::shared_ptr<LoadCall>& self) {
     self_ = self;
-    tracker_->Add(this, self);
+    tracker_->Add(self);
   }
 
   const v1::LoadHeadRequest& request() const { return request_; }
@@ -128,7 +128,7 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
     service_->Leave(*this);
   }
   void OnDone() override {
-    tracker_->Remove(this);
+    tracker_->Remove(self_);
     self_.reset();  // may delete this
   }
 

@@ -70,7 +70,7 @@ JobStream::~JobStream() {
 
 JobStream::Reactor* JobStream::Start() {
   self_ = shared_from_this();
-  environment_.tracker->Add(this, self_);
+  environment_.tracker->Add(self_);
   Advance();
   return this;
 }
@@ -316,9 +316,9 @@ void JobStream::OnDone() {
   }
   items.clear();  // their room goes to others, who are told without our lock
   CallTracker* const tracker = environment_.tracker;
-  const void* const key = this;
+  const std::weak_ptr<DrainedCall> call = self_;
   self_.reset();  // may delete this
-  tracker->Remove(key);
+  tracker->Remove(call);
 }
 
 }  // namespace logitd::rpc

@@ -29,22 +29,22 @@ bool CallTracker::WaitNone(absl::Time deadline) const {
   return mutex_.AwaitWithDeadline(absl::Condition(&none), deadline);
 }
 
-void CallTracker::Add(const void* key, std::weak_ptr<DrainedCall> drained) {
+void CallTracker::Add(const std::weak_ptr<DrainedCall>& call) {
   bool draining = false;
   {
     absl::MutexLock lock(&mutex_);
     ++alive_;
-    drained_[key] = drained;
+    drained_.insert(call);
     draining = draining_;
   }
   if (!draining) return;
-  if (auto call = drained.lock()) call->OnDrain();
+  if (auto drained = call.lock()) drained->OnDrain();
 }
 
-void CallTracker::Remove(const void* key) {
+void CallTracker::Remove(const std::weak_ptr<DrainedCall>& call) {
   absl::MutexLock lock(&mutex_);
   --alive_;
-  drained_.erase(key);
+  drained_.erase(call);
 }
 
 void CallTracker::Drain() {
@@ -52,7 +52,7 @@ void CallTracker::Drain() {
   {
     absl::MutexLock lock(&mutex_);
     draining_ = true;
-    for (const auto& [key, drained] : drained_) {
+    for (const auto& drained : drained_) {
       if (auto call = drained.lock()) calls.push_back(std::move(call));
     }
   }

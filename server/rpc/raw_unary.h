@@ -18,11 +18,11 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -49,10 +49,10 @@ class CallTracker {
   // True: no call was alive at some moment before `deadline`.
   bool WaitNone(absl::Time deadline) const;
 
-  // A call is alive from Add to Remove with the same key. One that `drained` says is told to drain,
-  // at once if the server does already.
-  void Add(const void* key, std::weak_ptr<DrainedCall> drained);
-  void Remove(const void* key);
+  // A call is alive from Add to Remove, and is told to drain, at once if the server does already.
+  // Known by who owns it, which stays its own when the object is gone; an address would not.
+  void Add(const std::weak_ptr<DrainedCall>& call);
+  void Remove(const std::weak_ptr<DrainedCall>& call);
   void Drain();
 
   Watchdog& peer_watch() { return peer_watch_; }
@@ -63,7 +63,7 @@ class CallTracker {
   mutable absl::Mutex mutex_;
   int alive_ ABSL_GUARDED_BY(mutex_) = 0;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::flat_hash_map<const void*, std::weak_ptr<DrainedCall>> drained_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::weak_ptr<DrainedCall>, std::owner_less<>> drained_ ABSL_GUARDED_BY(mutex_);
   Watchdog peer_watch_;
 };
 

@@ -110,27 +110,43 @@ TEST(ScoreEncodeTest, VerifyTakesLogitsAlone) {
 
 // --- the real server
 
+// Logits (a, b, -a - b) of a state (a, b).
+std::string TinyHead(TempDir& dir) {
+  return dir.Write("tiny.safetensors",
+                   Safetensors(R"({"w":{"dtype":"F32","shape":[3,2],"data_offsets":[0,24]}})",
+                               BytesOf<float>({1, 0, 0, 1, -1, -1})));
+}
+
 class ScoreTest : public ::testing::Test {
  protected:
   ScoreTest()
       : address_("unix:" + dir_.path("socket")),
         daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
                            "--log-level", "warn", "--max-request-bytes", "1MiB", "--head",
+                           absl::StrCat("tiny=", TinyHead(dir_)), "--head",
                            absl::StrCat("demo=", InTree("demo/model").string())}),
-        client_(Connect()) {
+        client_(ConnectOnceServing(address_)) {}
+
+  static std::unique_ptr<client::Client> Connect(const std::string& address,
+                                                 int64_t message_bytes) {
+    return *client::Client::Create(
+        {.address = address, .deadline = absl::Seconds(20), .score_message_bytes = message_bytes});
+  }
+  std::unique_ptr<client::Client> Connect(int64_t message_bytes = 4 << 20) const {
+    return Connect(address_, message_bytes);
+  }
+
+  static std::unique_ptr<client::Client> ConnectOnceServing(const std::string& address,
+                                                            int64_t message_bytes = 4 << 20) {
     const absl::Time end = absl::Now() + absl::Seconds(30);
     while (absl::Now() < end) {
-      client_ = Connect();
-      const auto health = client_->Health("logitd.v1.Scorer");
-      if (health.ok() && *health == client::ServingStatus::kServing) return;
+      auto client = Connect(address, message_bytes);
+      const auto health = client->Health("logitd.v1.Scorer");
+      if (health.ok() && *health == client::ServingStatus::kServing) return client;
       absl::SleepFor(absl::Milliseconds(10));
     }
     ADD_FAILURE() << "logitd does not serve";
-  }
-
-  std::unique_ptr<client::Client> Connect(int64_t message_bytes = 4 << 20) const {
-    return *client::Client::Create(
-        {.address = address_, .deadline = absl::Seconds(20), .score_message_bytes = message_bytes});
+    return Connect(address, message_bytes);
   }
 
   Ran Logitctl(std::vector<std::string> args) const {
@@ -252,6 +268,32 @@ TEST_F(ScoreTest, AStreamGivesTheBitsOfOneCallWhateverItsMessages) {
     EXPECT_NEAR(totals.loss_sum() / whole->answer.totals().loss_sum(), 1, 1e-14);
     EXPECT_NEAR(totals.perplexity() / whole->answer.totals().perplexity(), 1, 1e-14);
   }
+}
+
+TEST_F(ScoreTest, ProgressThatTakesLongerThanAServerWaitsLosesNothing) {
+  // Answers of 450 KB, which no window takes unread.
+  constexpr int kRows = 8 * 400;
+  constexpr int kVocab = 128;
+  const std::vector<float> logits = Normal(kRows * kVocab, 9);
+  client::ScoreRequest request = {.rows = kRows, .vocab = kVocab, .logits = {ViewOf(logits)}};
+  for (int row = 0; row < kRows; ++row) request.params.add_targets(row % kVocab);
+  request.params.add_top_logprobs(kVocab);
+  const auto whole = client_->ScoreStream(request);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  std::vector<int64_t> rows;
+  const std::string address = absl::StrCat("unix:", dir_.path("impatient"));
+  const Daemon impatient("logitd", {"--backend", "cpu", "--listen", address, "--metrics-listen",
+                                    "off", "--log-level", "warn", "--receive-timeout", "1s"});
+  const auto slow = ConnectOnceServing(address, 400 * kVocab * 4)
+                        ->ScoreStream(request, [&](const client::ScoreProgress& progress) {
+                          rows.push_back(progress.rows);
+                          if (progress.rows == 800) absl::SleepFor(absl::Milliseconds(2500));
+                          return true;
+                        });
+  ASSERT_TRUE(slow.ok()) << slow.status();
+  EXPECT_THAT(rows, ElementsAre(400, 800, 1200, 1600, 2000, 2400, 2800, 3200));
+  EXPECT_EQ(Bits(slow->answer), Bits(whole->answer));
+  EXPECT_GT(slow->attempts, 1) << "the server waited after all: this shows nothing";
 }
 
 TEST_F(ScoreTest, ACallThatBeginsWhereAnotherWasStoppedHasTheTotalsOfBoth) {
@@ -428,11 +470,69 @@ TEST(ScoreFaultTest, AServerThatStaysAwayIsGivenUp) {
   EXPECT_EQ(server.calls(), 4);  // the second got on, so that counting began again with it
 }
 
+TEST(ScoreFaultTest, AStreamThatTheServerCancelsGoesOnToo) {
+  const FakeScorer server([&](int call, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    EXPECT_TRUE(stream->Read(&request));
+    EXPECT_EQ(request.offset(), 2 * (call - 1));
+    stream->Write(Echo(request));
+    return grpc::Status(grpc::StatusCode::CANCELLED, "answers not taken");
+  });
+  const absl::StatusOr<client::ScoreResult> result = SendTenRows(server);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+  EXPECT_EQ(result->attempts, 5);
+}
+
 TEST(ScoreFaultTest, AnotherErrorIsNotTriedAgain) {
   const FakeScorer server([&](int, FakeScorer::Stream*) {
     return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "no");
   });
   EXPECT_EQ(SendTenRows(server).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(server.calls(), 1);
+}
+
+TEST(ScoreFaultTest, AllAnswersAreAResultHoweverTheStreamEnds) {
+  for (const grpc::StatusCode code :
+       {grpc::StatusCode::UNAVAILABLE, grpc::StatusCode::DEADLINE_EXCEEDED,
+        grpc::StatusCode::CANCELLED, grpc::StatusCode::INTERNAL}) {
+    const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+      v1::ScoreRequest request;
+      for (int i = 0; i < 5 && stream->Read(&request); ++i) stream->Write(Echo(request));
+      return grpc::Status(code, "gone");
+    });
+    const absl::StatusOr<client::ScoreResult> result = SendTenRows(server);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+    EXPECT_EQ(server.calls(), 1);
+  }
+}
+
+TEST(ScoreFaultTest, AllAnswersAreAResultThoughTheStreamDoesNotEnd) {
+  absl::Notification given_up;
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    while (stream->Read(&request)) stream->Write(Echo(request));
+    given_up.WaitForNotification();
+    return grpc::Status::OK;
+  });
+  const absl::StatusOr<client::ScoreResult> result = SendTenRows(server, absl::Seconds(2));
+  given_up.Notify();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_THAT(result->answer.losses(), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9));
+}
+
+TEST(ScoreFaultTest, StoppingAtTheLastRowIsStopping) {
+  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
+    v1::ScoreRequest request;
+    while (stream->Read(&request)) stream->Write(Echo(request));
+    return grpc::Status::OK;
+  });
+  const absl::Status status =
+      SendTenRows(server, absl::Seconds(20), [](const client::ScoreProgress& progress) {
+        return progress.rows < 10;
+      }).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
   EXPECT_EQ(server.calls(), 1);
 }
 
@@ -696,7 +796,7 @@ TEST_F(ScoreTest, LogitctlPrintsItsResultsAlsoWhereAFileCannotBeWritten) {
 
 TEST_F(ScoreTest, AHeadThatDoesNotFitTheModelIsBadUsage) {
   const std::string model = testing::TinyModel().Write(dir_);
-  for (const char* command : {"score", "topk", "generate"}) {
+  for (const char* command : {"score", "topk", "sample", "generate"}) {
     const Ran ran = Logitctl({command, "--text", "x", "--model", model, "--head", "demo"});
     EXPECT_EQ(ran.code, 2) << command;
     EXPECT_THAT(ran.err, HasSubstr("--head demo is of 4096 tokens by 144; the model of --model has "
@@ -783,12 +883,55 @@ TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
   }
   EXPECT_EQ(run(topk, false)["indices"], run(topk, true)["indices"]);
   EXPECT_EQ(run(generate, false)["tokens"], run(generate, true)["tokens"]);
+  const std::vector<std::string> sample = {
+      "sample", "--text",        "It is", "--model",        model, "--format", "json", "--seed",
+      "3",      "--temperature", "0",     "--top-logprobs", "2"};
+  const nlohmann::json drawn = run(sample, true);
+  for (const char* same : {"tokens", "text", "top_ids"}) {
+    EXPECT_EQ(drawn[same], run(sample, false)[same]) << same;
+  }
 
   std::vector<std::string> unknown = score;
   unknown.insert(unknown.end(), {"--head", "nobody"});
   const Ran refused = Logitctl(unknown);
   EXPECT_EQ(refused.code, 1);
   EXPECT_THAT(refused.err, AllOf(HasSubstr("NOT_FOUND"), HasSubstr("demo")));
+}
+
+TEST_F(ScoreTest, LogitctlSamplesFromAFileOfHiddenStates) {
+  const std::string states = dir_.Write("states.npy", NpyF32(2, 2, {2, 1, -1, -1}));
+  std::vector<std::string> args = {"sample",        "--hidden", states,     "--head", "tiny",
+                                   "--temperature", "0",        "--format", "json"};
+  const Ran highest = Logitctl(args);
+  ASSERT_EQ(highest.code, 0) << highest.err;
+  nlohmann::json read = nlohmann::json::parse(highest.out);
+  EXPECT_EQ(read["tokens"], nlohmann::json({0, 2}));
+  EXPECT_NEAR(read["logsumexp"][0].get<double>(),
+              std::log(std::exp(2.0) + std::exp(1.0) + std::exp(-3.0)), 1e-5);
+  args.insert(args.end(), {"--allow", "1"});  // of the head's three tokens
+  const Ran allowed = Logitctl(args);
+  ASSERT_EQ(allowed.code, 0) << allowed.err;
+  EXPECT_EQ(nlohmann::json::parse(allowed.out)["tokens"], nlohmann::json({1, 1}));
+
+  struct Case {
+    std::vector<std::string> more;
+    int code;
+    const char* error;
+  };
+  const Case cases[] = {
+      {{"--head", "tiny", "--allow", "3"}, 2, "--allow has token 3; allowed: 0..2"},
+      {{}, 2, "--head is missing; with --hidden it names a head"},
+      {{"--head", "nobody"}, 1, "NOT_FOUND"},
+      {{"--head", "demo"}, 1, "INVALID_ARGUMENT: dtype: got f32, allowed bf16"},
+      {{"--head", "tiny", "--text", "x"}, 2, "--hidden"},
+  };
+  for (const Case& test : cases) {
+    args = {"sample", "--hidden", states};
+    args.insert(args.end(), test.more.begin(), test.more.end());
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, test.code) << test.error;
+    EXPECT_THAT(ran.err, HasSubstr(test.error));
+  }
 }
 
 TEST_F(ScoreTest, ALongSequenceOfHiddenStatesIsOneOfTheHead) {
@@ -835,6 +978,7 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
       {{"score", "--logits", npy, "--targets", ids, "--smoothing", "x"}, "--smoothing"},
       {{"score", "--logits", npy, "--targets", ids, "--out", "x.txt"}, "x.txt"},
       {{"topk", "--logits", npy, "--head", "h"}, "--logits"},
+      {{"sample", "--logits", npy, "--head", "h"}, "--logits"},
   };
   for (const Case& test : cases) {
     const Ran ran = RunBinary("logitctl", test.args);

@@ -45,6 +45,19 @@ def top_k(row, k, temperature=1.0):
     return order, [math.exp(scaled[i] - high) / total for i in order], high + math.log(total)
 
 
+def causal_softmax(scores, queries, keys, scale):
+    """Rows of probabilities and their logsumexp by the definition; the last query sees every key, each before it one less."""
+    probs, logsumexp = [], []
+    for row in range(len(scores) // keys):
+        seen = row % queries + 1 + keys - queries
+        x = [scale * score for score in scores[row * keys:row * keys + seen]]
+        high = max(x)
+        total = sum(math.exp(v - high) for v in x)
+        probs += [math.exp(v - high) / total for v in x] + [0.0] * (keys - seen)
+        logsumexp.append(high + math.log(total))
+    return probs, logsumexp
+
+
 class PythonClientTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -131,6 +144,26 @@ class PythonClientTest(unittest.TestCase):
         self.assertEqual(list(response.ranks), [1, 0, 3])
         self.assertEqual(response.totals.counted, 2)
         self.assertAlmostEqual(response.totals.perplexity, math.sqrt(8), delta=1e-4)
+
+    def test_attention_is_that_of_the_definition(self):
+        from logitd.v1 import attention_pb2, attention_pb2_grpc
+        batch, heads, queries, keys = 2, 3, 4, 6
+        rows = batch * heads * queries
+        payload = struct.pack(f"<{rows * keys}f", *(math.sin(11 * i) * 8 for i in range(rows * keys)))
+        scores = struct.unpack(f"<{rows * keys}f", payload)
+        want, want_logsumexp = causal_softmax(scores, queries, keys, scale=0.25)
+        request = attention_pb2.AttentionSoftmaxRequest(
+            dtype="DTYPE_F32", batch=batch, heads=heads, queries=queries, keys=keys, scores=payload, scale=0.25,
+            window_right=0, want_logsumexp=True)
+        for address in (self.tcp, self.socket):
+            with grpc.insecure_channel(address) as channel:
+                response = attention_pb2_grpc.AttentionStub(channel).Softmax(request, timeout=30)
+            self.assertEqual((response.first_row, response.rows), (0, rows))
+            self.assertEqual(list(response.fault_rows), [])
+            for got, prob in zip(struct.unpack(f"<{rows * keys}f", response.probs), want):
+                self.assertAlmostEqual(got, prob, delta=1e-5 * prob)  # exactly 0 where a key is not seen
+            for got, value in zip(struct.unpack(f"<{rows}f", response.logsumexp), want_logsumexp):
+                self.assertAlmostEqual(got, value, delta=1e-5)
 
     def test_errors_have_code_and_text(self):
         from logitd.v1 import sampler_pb2

@@ -488,6 +488,22 @@ TEST(EngineTest, SlabsGoBackWhenThereIsNoMemoryForAll) {
   EXPECT_EQ(backend.live_slabs(), 0);
 }
 
+TEST(EngineTest, TheBatchThatRunsLongestIsKnown) {
+  EngineOptions options = SmallOptions();
+  options.streams = 2;
+  Harness harness(options);
+  EXPECT_FALSE(harness.engine().OldestRunning().has_value());
+  harness.Run("hold\n a 4x3\n ops 1\n sleep 30\n b 4x1\n ops 2");
+  const std::optional<RunningBatch> oldest = harness.engine().OldestRunning();
+  ASSERT_TRUE(oldest.has_value());
+  EXPECT_EQ(oldest->op, kDigest.name);
+  EXPECT_EQ(oldest->rows, 3);
+  EXPECT_GE(oldest->age, absl::Milliseconds(30));
+  EXPECT_FALSE(harness.engine().WaitIdle(absl::Now() + absl::Milliseconds(1)));
+  harness.Run("go\n idle");
+  EXPECT_FALSE(harness.engine().OldestRunning().has_value());
+}
+
 // ---- storms: many threads, every way to end, exactly one Done with a right answer ----
 
 struct Storm {

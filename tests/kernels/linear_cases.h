@@ -46,7 +46,8 @@ inline HostTensor AlignedTensor(DType dtype, int64_t rows, int64_t cols, int64_t
   return HostTensor(dtype, rows, cols, ((cols + unit - 1) / unit + stride_extra) * unit, 0);
 }
 
-// Hidden states and their head, and the logits before a softcap with what their sums are made of.
+// Hidden states and their head, and the logits before a softcap (but of ExactInput) with what their
+// sums are made of.
 struct LinearInput {
   HostTensor hidden;
   HostHead head;
@@ -97,7 +98,8 @@ inline void ComputeLogits(LinearInput& input) {
 }
 
 // Small whole numbers, so that every sum in any order is exact in f32; a norm is exact too, as all
-// of a row's elements are +-2.
+// of a row's elements are +-2, and a softcap, as every logit is 0 or so far beyond that it becomes
+// the softcap: many are equal then.
 inline LinearInput ExactInput(const LinearCase& c) {
   LinearInput input{.hidden = AlignedTensor(c.dtype, c.rows, c.hidden, c.stride_extra),
                     .head = {.weight = AlignedTensor(c.dtype, c.vocab, c.hidden, c.stride_extra)},
@@ -112,12 +114,23 @@ inline LinearInput ExactInput(const LinearCase& c) {
   for (int64_t i = 0; i < c.vocab; ++i) {
     for (int64_t d = 0; d < c.hidden; ++d) input.head.weight.Set(i, d, whole());
   }
-  for (int64_t i = 0; i < (c.bias ? c.vocab : 0); ++i) input.head.bias.push_back(whole() / 4);
+  // Logits of a few in size, or of 16 times the softcap: tanh of that is 1 in f32.
+  const bool capped = c.softcap > 0;
+  input.head.scale = capped
+                         ? 16 * c.softcap
+                         : std::ldexp(1.0f, -std::ilogb(std::sqrt(static_cast<float>(c.hidden))));
+  for (int64_t i = 0; i < (c.bias ? c.vocab : 0); ++i) {
+    input.head.bias.push_back(whole() * (capped ? input.head.scale : 0.25f));
+  }
   for (int64_t d = 0; d < (c.norm ? c.hidden : 0); ++d) input.head.norm.push_back(whole());
-  // Logits of a few in size.
-  input.head.scale = std::ldexp(1.0f, -std::ilogb(std::sqrt(static_cast<float>(c.hidden))));
   input.head.softcap = c.softcap;
   ComputeLogits(input);
+  for (int64_t r = 0; r < (capped ? c.rows : 0); ++r) {
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      const float x = input.logits.At(r, i);
+      if (x != 0) input.logits.Set(r, i, std::copysign(c.softcap, x));
+    }
+  }
   return input;
 }
 
@@ -167,6 +180,12 @@ inline std::vector<LinearCase> ExactCases() {
   cases.push_back({DType::kBF16, 257, 33, 8, true, false, 0, 0, ++n});
   cases.push_back({DType::kBF16, 2, 50257, 8, true, true, 0, 1, ++n});
   cases.push_back({DType::kF32, 3, 7, 4096, false, false, 0, 0, ++n});
+  for (const float softcap : {0.5f, 2.0f, 30.0f}) {
+    cases.push_back({DType::kF32, 70, 1000, 100, false, true, softcap, 1, ++n});
+    cases.push_back({DType::kF16, 3, 5003, 8, true, false, softcap, 0, ++n});
+    cases.push_back({DType::kBF16, 1, 50257, 8, false, false, softcap, 0, ++n});
+    cases.push_back({DType::kBF16, 33, 7, 300, true, true, softcap, 2, ++n});
+  }
   return cases;
 }
 
@@ -840,6 +859,67 @@ inline std::string BrokenNormRounding(OpRunner& runner) {
   }
   return absl::StrFormat("got ids %d %d, logsumexp %.9g, want %.9g", got->indices[0],
                          got->indices[1], got->logsumexp[0], want);
+}
+
+// "" where linear_topk and linear_sample are of the logits after the head's softcap, which comes
+// after scale and bias and before the temperature.
+inline std::string BrokenSoftcap(OpRunner& runner) {
+  HostTensor hidden = AlignedTensor(DType::kF32, 1, 1, 0);
+  HostHead head{.weight = AlignedTensor(DType::kF32, 4, 1, 0),
+                .bias = {0, 1, 0, 0},
+                .scale = 2,
+                .softcap = 2};
+  hidden.Set(0, 0, 1);
+  const float weight[] = {1, 1, 4, -1};
+  for (int64_t i = 0; i < 4; ++i) head.weight.Set(i, 0, weight[i]);
+  // Before the softcap 2, 3, 8, -2.
+  const double logits[] = {2 * std::tanh(1.0), 2 * std::tanh(1.5), 2 * std::tanh(4.0),
+                           2 * std::tanh(-1.0)};
+  constexpr double kTemperature = 0.5;
+  double sum = 0, raw_sum = 0;
+  for (double x : logits) {
+    sum += std::exp(x / kTemperature);
+    raw_sum += std::exp(x);
+  }
+  const auto close = [](float is, double should) { return std::fabs(is - should) <= 1e-5; };
+
+  const std::vector<SoftmaxTopKRow> asks = {
+      {.first_entry = 0, .temperature = static_cast<float>(kTemperature), .k = 4}};
+  auto top = runner.LinearTopK(hidden, head, asks, 4);
+  if (!top.ok()) return top.status().ToString();
+  const int32_t order[] = {2, 1, 0, 3};
+  if (!close(top->logsumexp[0], std::log(sum))) {
+    return absl::StrFormat("topk: logsumexp %.9g, want %.9g", top->logsumexp[0], std::log(sum));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const double want = std::exp(logits[order[i]] / kTemperature) / sum;
+    if (top->indices[i] == order[i] && close(top->probs[i], want)) continue;
+    return absl::StrFormat("topk: token %d of %.9g, want %d of %.9g", top->indices[i],
+                           top->probs[i], order[i], want);
+  }
+
+  // Shares end at 0.251, 0.585, 0.988 and 1; without the softcap at 0.002, 0.009, 1 and 1.
+  struct Draw {
+    uint64_t position;
+    int32_t token;
+    int32_t rank;
+  };
+  const Draw draws[] = {{kAt003, 0, 3}, {kAt036, 1, 2}, {kAt088, 2, 1}};
+  for (const Draw& draw : draws) {
+    SampleBatch batch;
+    batch.rows = {With(draw.position)};
+    auto drawn = runner.LinearSample(hidden, head, batch);
+    if (!drawn.ok()) return drawn.status().ToString();
+    const double want = logits[draw.token] - std::log(raw_sum);
+    if (drawn->tokens[0] == draw.token && drawn->ranks[0] == draw.rank &&
+        close(drawn->logprobs[0], want) && close(drawn->logsumexp[0], std::log(raw_sum))) {
+      continue;
+    }
+    return absl::StrFormat("sample: token %d of rank %d, logprob %.9g, want %d of %d, %.9g",
+                           drawn->tokens[0], drawn->ranks[0], drawn->logprobs[0], draw.token,
+                           draw.rank, want);
+  }
+  return "";
 }
 
 // "" where a NaN in a hidden state is the status of its row, at token 0, and of no other.

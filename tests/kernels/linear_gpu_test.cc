@@ -27,6 +27,10 @@ TEST_F(LinearGpuTest, NormIsRoundedToTheWeightsType) {
   EXPECT_EQ(BrokenNormRounding(*runner_), "");
 }
 
+TEST_F(LinearGpuTest, TopKAndSampleAreOfLogitsAfterTheSoftcap) {
+  EXPECT_EQ(BrokenSoftcap(*runner_), "");
+}
+
 TEST_F(LinearGpuTest, NanStaysInItsRow) { EXPECT_EQ(BrokenNanIsolation(*runner_), ""); }
 
 TEST_F(LinearGpuTest, GradientAgreesWithDoublePrecision) {

@@ -100,6 +100,10 @@ TEST_F(LinearCpuTest, NormIsRoundedToTheWeightsType) {
   EXPECT_EQ(BrokenNormRounding(*runner_), "");
 }
 
+TEST_F(LinearCpuTest, TopKAndSampleAreOfLogitsAfterTheSoftcap) {
+  EXPECT_EQ(BrokenSoftcap(*runner_), "");
+}
+
 TEST_F(LinearCpuTest, NanStaysInItsRow) { EXPECT_EQ(BrokenNanIsolation(*runner_), ""); }
 
 TEST_F(LinearCpuTest, GradientAgreesWithDoublePrecision) {

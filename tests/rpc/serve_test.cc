@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -29,14 +29,18 @@ namespace logitd {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::ExitedWithCode;
 using ::testing::HasSubstr;
 
-// The CPU, until it is said to be lost.
+// What becomes of a batch on a device that is about to fail.
+using Fate = std::function<absl::Status()>;
+
+// The CPU, where fate has nothing against it.
 class DoomedStream final : public Stream {
  public:
-  DoomedStream(std::unique_ptr<Stream> stream, const std::atomic<bool>* lost)
-      : stream_(std::move(stream)), lost_(lost) {}
+  DoomedStream(std::unique_ptr<Stream> stream, Fate fate)
+      : stream_(std::move(stream)), fate_(std::move(fate)) {}
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     return stream_->Upload(slab, offset, bytes);
@@ -51,19 +55,18 @@ class DoomedStream final : public Stream {
     return stream_->SoftmaxTopK(args);
   }
   absl::StatusOr<StreamTimes> Wait() override {
-    if (*lost_) return absl::InternalError("fell off the bus");
+    if (absl::Status status = fate_(); !status.ok()) return status;
     return stream_->Wait();
   }
 
  private:
   const std::unique_ptr<Stream> stream_;
-  const std::atomic<bool>* const lost_;
+  const Fate fate_;
 };
 
 class DoomedBackend final : public Backend {
  public:
-  DoomedBackend(std::unique_ptr<Backend> backend, const std::atomic<bool>* lost)
-      : backend_(std::move(backend)), lost_(lost) {}
+  explicit DoomedBackend(Fate fate) : fate_(std::move(fate)) {}
 
   const DeviceInfo& device() const override { return backend_->device(); }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
@@ -75,25 +78,76 @@ class DoomedBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
     absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream(use);
     if (!stream.ok()) return stream.status();
-    return std::make_unique<DoomedStream>(*std::move(stream), lost_);
+    return std::make_unique<DoomedStream>(*std::move(stream), fate_);
   }
 
  private:
-  const std::unique_ptr<Backend> backend_;
-  const std::atomic<bool>* const lost_;
+  const std::unique_ptr<Backend> backend_ = *CreateCpuBackend({.cpu_threads = 1});
+  const Fate fate_;
+};
+
+// Each dies in a process that begins the test anew, and cannot clean up: the directory is that of
+// the process that waits for it.
+class ServeDeathTest : public ::testing::Test {
+ protected:
+  ServeDeathTest() {
+    GTEST_FLAG_SET(death_test_style, "threadsafe");
+    if (const char* of_parent = getenv(kVariable)) {
+      directory_ = of_parent;
+      return;
+    }
+    std::string made = ::testing::TempDir() + "/logitd_serve_XXXXXX";
+    if (mkdtemp(made.data()) == nullptr) std::abort();
+    directory_ = std::filesystem::canonical(made).string();
+    setenv(kVariable, directory_.c_str(), /*overwrite=*/1);
+    owned_ = true;
+  }
+  ~ServeDeathTest() override {
+    if (!owned_) return;
+    unsetenv(kVariable);
+    std::filesystem::remove_all(directory_);
+  }
+
+  const std::string& directory() const { return directory_; }
+
+ private:
+  static constexpr char kVariable[] = "LOGITD_SERVE_TEST_DIRECTORY";
+  std::string directory_;
+  bool owned_ = false;
 };
 
 std::string Address(const std::string& directory) { return "unix:" + directory + "/socket"; }
 
-// What callers see, line by line on standard error.
-void CallAndLose(const std::string& directory, std::atomic<bool>* lost) {
+// Of one row, over logits that live as long as the process.
+client::TopKRequest OneRow() {
+  static const float logits[] = {1, 3, 2};
+  return {.dtype = v1::DTYPE_F32,
+          .rows = 1,
+          .vocab = 3,
+          .logits = {{reinterpret_cast<const char*>(logits), sizeof(logits)}},
+          .k = {1}};
+}
+
+std::unique_ptr<client::Client> Connected(const std::string& directory) {
   auto client =
       client::Client::Create({.address = Address(directory), .retry = {.max_attempts = 1}});
   while (!(*client)->Info().ok()) absl::SleepFor(absl::Milliseconds(5));
-  // Connected; and nobody is left to clean up when the process ends.
-  std::filesystem::remove_all(directory);
+  return *std::move(client);
+}
+
+Config SmallConfig(const std::string& directory) {
+  Config config;
+  config.listen = {Address(directory)};
+  config.metrics_listen = "off";
+  config.slab_bytes = config.max_request_bytes = 1 << 20;
+  return config;
+}
+
+// What callers see, line by line on standard error.
+void CallAndLose(const std::string& directory, std::atomic<bool>* lost) {
+  const std::unique_ptr<client::Client> client = Connected(directory);
   absl::Notification watching;
-  std::thread([&client = **client, &watching] {
+  std::thread([&client = *client, &watching] {
     client
         .WatchHealth("",
                      [&watching](client::ServingStatus status) {
@@ -105,46 +159,59 @@ void CallAndLose(const std::string& directory, std::atomic<bool>* lost) {
         .IgnoreError();
   }).detach();
   watching.WaitForNotification();
-  const std::vector<float> logits = {1, 3, 2};
-  const client::TopKRequest request = {
-      .dtype = v1::DTYPE_F32,
-      .rows = 1,
-      .vocab = 3,
-      .logits = {{reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float)}},
-      .k = {1}};
   for (const char* call : {"before", "losing", "after"}) {
-    const absl::Status status = (*client)->TopK(request).status();
+    const absl::Status status = client->TopK(OneRow()).status();
     std::fprintf(stderr, "%s: %s\n", call, status.ToString().c_str());
     *lost = true;
   }
   pause();  // the main thread ends the process
 }
 
-void ServeOnADeviceThatIsLost() {
+void ServeOnADeviceThatIsLost(const std::string& directory) {
   alarm(60);
-  std::string directory = ::testing::TempDir() + "/logitd_serve_XXXXXX";
-  if (mkdtemp(directory.data()) == nullptr) std::abort();
-  Config config;
-  config.listen = {Address(directory)};
-  config.metrics_listen = "off";
-  config.slab_bytes = config.max_request_bytes = 1 << 20;
   SetUpLogging("info", "text");
   std::atomic<bool> lost = false;
-  const int code = Serve(config, [&] {
+  const int code = Serve(SmallConfig(directory), [&] {
     // By now Serve has done what must come before threads.
     std::thread(CallAndLose, directory, &lost).detach();
-    return std::make_unique<DoomedBackend>(*CreateCpuBackend({.cpu_threads = 1}), &lost);
+    return std::make_unique<DoomedBackend>(
+        [&lost] { return lost ? absl::InternalError("fell off the bus") : absl::OkStatus(); });
   });
   std::_Exit(code);
 }
 
-TEST(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(ServeOnADeviceThatIsLost(), ExitedWithCode(3),
+TEST_F(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
+  EXPECT_EXIT(ServeOnADeviceThatIsLost(directory()), ExitedWithCode(3),
               AllOf(HasSubstr("health SERVING"), HasSubstr("before: OK"),
                     HasSubstr("losing: UNAVAILABLE: the device failed: fell off the bus"),
                     HasSubstr("after: UNAVAILABLE"), HasSubstr("health NOT_SERVING"),
                     HasSubstr("ended: the device was lost")));
+}
+
+void ServeABatchThatHangs(const std::string& directory) {
+  alarm(60);
+  Config config = SmallConfig(directory);
+  config.drain_grace = absl::Milliseconds(200);
+  SetUpLogging("info", "text");
+  const int code = Serve(config, [&] {
+    std::thread([directory] {
+      const absl::Status status = Connected(directory)->TopK(OneRow()).status();
+      std::fprintf(stderr, "call: %s\n", status.ToString().c_str());
+      pause();  // the main thread ends the process
+    }).detach();
+    return std::make_unique<DoomedBackend>([]() -> absl::Status {
+      kill(getpid(), SIGTERM);
+      while (true) pause();
+    });
+  });
+  std::_Exit(code + 100);  // it is not to come back
+}
+
+TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
+  EXPECT_EXIT(ServeABatchThatHangs(directory()), ExitedWithCode(3),
+              AllOf(HasSubstr("draining: 1 calls to finish"), HasSubstr("call: UNAVAILABLE"),
+                    ContainsRegex("ended: a batch of softmax_topk with 1 rows is left to the "
+                                  "device, which has had it for [5-9]\\.[0-9]+s")));
 }
 
 // The CPU, on which memory for a head takes for ever.
@@ -189,29 +256,21 @@ void LoadOnADeviceThatIsLost() {
   config.slab_bytes = config.max_request_bytes = 1 << 20;
   config.heads = {{.name = "a", .path = HeadInMemory()}};
   SetUpLogging("info", "text");
-  const std::atomic<bool> lost = true;
-  const int code = Serve(config, [&] {
-    return std::make_unique<DoomedBackend>(*CreateCpuBackend({.cpu_threads = 1}), &lost);
+  const int code = Serve(config, [] {
+    return std::make_unique<DoomedBackend>([] { return absl::InternalError("fell off the bus"); });
   });
   std::_Exit(code + 100);  // it is not to come back
 }
 
-TEST(ServeDeathTest, ADeviceLostByAHeadAtStartEndsTheProcess) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
+TEST_F(ServeDeathTest, ADeviceLostByAHeadAtStartEndsTheProcess) {
   EXPECT_EXIT(LoadOnADeviceThatIsLost(), ExitedWithCode(3),
               AllOf(HasSubstr("fell off the bus"), HasSubstr("ended: the device was lost")));
 }
 
-void ServeALoadThatIsStuck(bool at_start) {
+void ServeALoadThatIsStuck(const std::string& directory, bool at_start) {
   alarm(60);
-  std::string directory = ::testing::TempDir() + "/logitd_serve_XXXXXX";
-  if (mkdtemp(directory.data()) == nullptr) std::abort();
-  directory = std::filesystem::canonical(directory).string();
   std::ofstream(directory + "/head", std::ios::binary) << HeadFile();
-  Config config;
-  config.listen = {Address(directory)};
-  config.metrics_listen = "off";
-  config.slab_bytes = config.max_request_bytes = 1 << 20;
+  Config config = SmallConfig(directory);
   // Its caller hears of the drain within this, also on a busy machine.
   config.drain_grace = at_start ? absl::Milliseconds(200) : absl::Seconds(3);
   config.head_root = directory;
@@ -220,14 +279,12 @@ void ServeALoadThatIsStuck(bool at_start) {
   const int code = Serve(config, [&] {
     if (!at_start) {
       std::thread([&] {
-        auto client = client::Client::Create({.address = Address(directory)});
-        while (!(*client)->Info().ok()) absl::SleepFor(absl::Milliseconds(5));
+        const std::unique_ptr<client::Client> client = Connected(directory);
         v1::LoadHeadRequest request;
         request.set_name("a");
         request.set_path("head");
-        const absl::Status status = (*client)->LoadHead(request).status();
+        const absl::Status status = client->LoadHead(request).status();
         std::fprintf(stderr, "load: %s\n", status.ToString().c_str());
-        std::filesystem::remove_all(directory);
         pause();  // the main thread ends the process
       }).detach();
     }
@@ -236,11 +293,10 @@ void ServeALoadThatIsStuck(bool at_start) {
   std::_Exit(code + 100);  // it is not to come back
 }
 
-TEST(ServeDeathTest, ALoadThatIsStuckDoesNotKeepTheProcess) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(ServeALoadThatIsStuck(/*at_start=*/true), ExitedWithCode(0),
+TEST_F(ServeDeathTest, ALoadThatIsStuckDoesNotKeepTheProcess) {
+  EXPECT_EXIT(ServeALoadThatIsStuck(directory(), /*at_start=*/true), ExitedWithCode(0),
               AllOf(HasSubstr("stuck"), HasSubstr("it ends with the process")));
-  EXPECT_EXIT(ServeALoadThatIsStuck(/*at_start=*/false), ExitedWithCode(0),
+  EXPECT_EXIT(ServeALoadThatIsStuck(directory(), /*at_start=*/false), ExitedWithCode(0),
               AllOf(HasSubstr("stuck"), HasSubstr("load: UNAVAILABLE: the server is draining"),
                     HasSubstr("it ends with the process")));
 }
