@@ -7,6 +7,10 @@ function(logitd_compile_options target)
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror;-Wno-unused-parameter;-Wno-missing-field-initializers>
     $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>  # gcc 12 at -O3 sees overlaps in "text" + string that are not there
     $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=-Wall;--expt-relaxed-constexpr>)
+  # Kernels are a tenth in size so, in every program that has them; the driver unpacks them at their first use.
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
+  endif()
 endfunction()
 
 function(logitd_glob out)
