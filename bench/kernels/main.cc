@@ -289,6 +289,7 @@ const HeadEntry kCudaHead[] = {
     {"forward and backward",
      {HeadOp::kLossBackward, 4096, 4096, 128256, DType::kBF16},
      {"torch.compile", 20000, 20000, 0}},
+    {"forward, then backward: f16", {HeadOp::kLossBackward, 4096, 4096, 128256, DType::kF16}, {}},
     {"decode", {HeadOp::kSample, 1, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
     {"decode", {HeadOp::kSample, 8, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
     {"decode", {HeadOp::kSample, 32, 4096, 128256, DType::kBF16}, {nullptr, 0, 280, 0}},
