@@ -27,6 +27,7 @@
 
 #include "kernels/cuda/cell.cuh"
 #include "kernels/cuda/loss_row.cuh"
+#include "kernels/cuda/loss_tile_hopper.cuh"
 #include "kernels/cuda/product_hopper.cuh"
 
 namespace logitd::cuda {
@@ -38,11 +39,7 @@ constexpr int64_t kRowsAtOnce = 16384;
 static_assert(hopper::ManyRows::kClusterRows == kLossGroupRows);
 static_assert(hopper::ManyRows::kSpan == kCell && hopper::kTile * kTilesOfCell == kCell);
 
-// The sums of a row's part of the vocabulary: a cell, or a tile.
-struct Part {
-  Stats stats;
-  float total;  // times kTotalUnit
-};
+using Part = hopper::LossPart;  // of a cell, or a tile
 
 __device__ inline Stats Merge(Stats a, Stats b, float c) {
   const float max = fmaxf(a.max, b.max);
@@ -71,97 +68,45 @@ template <int kPartTiles>
 struct LossEpilogue {
   using Params = LossParams;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Sums = float[hopper::kSums];
-
-  // One of the thread's two rows.
-  struct Row {
-    int64_t r;
-    bool here;   // the row exists
-    int target;  // -1: none
-    bool smooth;
-    float c;
-    Part part;
-
-    __device__ Row(const Params& p, int64_t row, int rows)
-        : r(row), here(row < rows), target(-1), smooth(false), c(kLog2E), part(EmptyPart()) {
-      if (!here || p.asks[r].active == 0) return;
-      target = p.asks[r].target;
-      smooth = p.asks[r].label_smoothing > 0;
-      c = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
-    }
-
-    // Takes the thread's logits of a tile at `first`; those from `vocab` on are -inf.
-    template <int half>
-    __device__ void Take(const Params& p, const Sums& acc, int first, int vocab, int lane) {
-      using hopper::kRowSums, hopper::SumOf, hopper::TokenOf;
-      const int place = target - first;
-      if (__any_sync(kFullWarp, place >= 0 && place < hopper::kTile)) {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) {
-          if (TokenOf(lane, i) == place) p.target_logits[r] = acc[SumOf(half, i)];
-        }
-      }
-      float total = 0.0f;
-      if (__any_sync(kFullWarp, smooth)) {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) {
-          const bool is_token = first + TokenOf(lane, i) < vocab;
-          total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
-        }
-        total = hopper::QuadSum(total);
-      }
-      part = Next(part, {StatsOf<half>(acc), total}, c);
-    }
-
-    template <int half>
-    __device__ Stats StatsOf(const Sums& acc) const {
-      using hopper::kRowSums, hopper::SumOf;
-      const float max = hopper::QuadMax<half>(acc);
-      const Exponential exponential(max == -kInfinity ? 0.0f : max, c);
-      float sums[4] = {};
-      if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) sums[i % 4] += exponential.Plain(acc[SumOf(half, i)]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) sums[i % 4] += exponential(acc[SumOf(half, i)]);
-      }
-      return {max, hopper::QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
-    }
-  };
-
   const Params& p;
   const int vocab;
-  int at = -1;  // the part's place
-  Row upper;
-  Row lower;
+  const hopper::LossRow upper;
+  const hopper::LossRow lower;
+  int at = -1;  // the parts' place
+  Part upper_part = EmptyPart();
+  Part lower_part = EmptyPart();
 
   __device__ LossEpilogue(const Params& params, const hopper::ProductParams& product, int64_t row,
                           int /*lane*/)
       : p(params),
         vocab(product.vocab),
-        upper(params, row, product.rows),
-        lower(params, row + 8, product.rows) {}
+        upper(RowOf(params, row, product.rows)),
+        lower(RowOf(params, row + 8, product.rows)) {}
 
-  __device__ void Take(Sums& acc, int first, int lane) {
+  __device__ static hopper::LossRow RowOf(const Params& p, int64_t r, int rows) {
+    hopper::LossRow row{.r = r < rows ? static_cast<int>(r) : -1};
+    if (r >= rows || p.asks[r].active == 0) return row;
+    row.target = p.asks[r].target;
+    row.smooth = p.asks[r].label_smoothing > 0 ? 1 : 0;
+    row.power = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
+    return row;
+  }
+
+  __device__ void Take(float (&acc)[hopper::kSums], int first, int lane) {
     at = first / (kPartTiles * hopper::kTile);
-#pragma unroll
-    for (float& x : acc) x *= p.scale;
-    if (first + hopper::kTile > vocab) {
-#pragma unroll
-      for (int i = 0; i < hopper::kRowSums; ++i) {
-        if (first + hopper::TokenOf(lane, i) >= vocab)
-          acc[hopper::SumOf(0, i)] = acc[hopper::SumOf(1, i)] = -kInfinity;
-      }
-    }
-    upper.template Take<0>(p, acc, first, vocab, lane);
-    lower.template Take<1>(p, acc, first, vocab, lane);
+    hopper::MakeLogits(acc, p.scale, first, vocab, lane);
+    upper_part =
+        Next(upper_part, hopper::TakeRow<0>(upper, acc, first, vocab, lane, p.target_logits),
+             upper.power);
+    lower_part =
+        Next(lower_part, hopper::TakeRow<1>(lower, acc, first, vocab, lane, p.target_logits),
+             lower.power);
   }
 
   __device__ void Leave(int lane) {
     if (at < 0 || lane % 4 != 0) return;
-    if (upper.here) p.parts[upper.r * p.row_parts + at] = upper.part;
-    if (lower.here) p.parts[lower.r * p.row_parts + at] = lower.part;
+    if (upper.r >= 0) p.parts[static_cast<int64_t>(upper.r) * p.row_parts + at] = upper_part;
+    if (lower.r >= 0) p.parts[static_cast<int64_t>(lower.r) * p.row_parts + at] = lower_part;
   }
 #endif
 };
