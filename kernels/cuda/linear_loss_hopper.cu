@@ -122,12 +122,12 @@ __device__ inline float Dot(const T* state, const T* weight, int size, int lane)
 }
 
 // The lowest token of the cell at `first` whose logit is NaN, by one warp; `first` where sums in
-// this order make none.
+// this order make none. A scale of 0 makes NaN of an infinite sum.
 template <class T>
 __device__ __noinline__ int FindNanLogit(const T* state, const T* weights, int64_t weights_stride,
-                                         int size, int first, int vocab, int lane) {
+                                         int size, float scale, int first, int vocab, int lane) {
   for (int token = first; token < min(first + kCell, vocab); ++token) {
-    if (isnan(Dot(state, weights + token * weights_stride, size, lane))) return token;
+    if (isnan(scale * Dot(state, weights + token * weights_stride, size, lane))) return token;
   }
   return first;
 }
@@ -139,7 +139,7 @@ template <class T>
 __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, const Part* parts,
                                       int cells, int row_parts, float target_logit, const T* state,
                                       const T* weights, int64_t weights_stride, int size,
-                                      int lane) {
+                                      float scale, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
   const float c = PowerOf(Cap::Rate(0.0f, args.rows[r].temperature));
   const auto cell_of = [&](int i) {
@@ -158,7 +158,7 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, c
   if (isnan(stats.sum)) {
     int cell = 0;
     while (cell + 1 < cells && !isnan(cell_of(cell).stats.sum)) ++cell;
-    nan = FindNanLogit(state, weights, weights_stride, size, cell * kCell, vocab, lane);
+    nan = FindNanLogit(state, weights, weights_stride, size, scale, cell * kCell, vocab, lane);
   }
   return Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
 }
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (warp == 0) {
     const Outcome outcome =
         ConcludeRow(args, r, parts + r * row_parts, cells, row_parts, target_logit,
-                    states + r * states_stride, weights, weights_stride, size, lane);
+                    states + r * states_stride, weights, weights_stride, size, scale, lane);
     if (lane == 0) told = outcome;
   }
   if (ask.extra_count == 0) return;
@@ -204,8 +204,10 @@ cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
   const HeadView& head = args.head;
   const int64_t vocab = head.vocab();
   const int64_t cells = (vocab + kCell - 1) / kCell;
-  // As many rows at once as there is room for the parts of, in whole groups; few rows have more
-  // parts each, which a group's room holds.
+  // As many rows at once as there is room for the parts of, in whole groups. Few rows have a part a
+  // tile and not a cell: there is room for those of a call of them at any vocabulary.
+  constexpr int64_t kFewRows = hopper::Rows128::kClusterRows;
+  static_assert(kFewRows * (sizeof(Part) * (kMaxVocab / hopper::kTile) + 4) <= kPartsBytes);
   const int64_t row_bytes = cells * static_cast<int64_t>(sizeof(Part)) + 4;
   const int64_t room = static_cast<int64_t>(
       std::min(kPartsBytes, scratch.bytes - Scratch::kCounterBytes - size_t{4096}));
@@ -213,22 +215,15 @@ cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
                                            kLossGroupRows, kRowsAtOnce);
   for (int64_t first = 0; first < args.hidden.rows; first += pass) {
     const int64_t rows = std::min(pass, args.hidden.rows - first);
-    const bool many = rows > hopper::Rows128::kClusterRows;
+    const bool many = rows > kFewRows;
     const int64_t row_parts = many ? cells : (vocab + hopper::kTile - 1) / hopper::kTile;
     Carver carver(scratch);
     Part* parts = carver.Take<Part>(static_cast<size_t>(rows * row_parts));
     float* target_logits = carver.Take<float>(static_cast<size_t>(rows));
-    if (target_logits == nullptr) return cudaErrorMemoryAllocation;
+    if (parts == nullptr || target_logits == nullptr) return cudaErrorMemoryAllocation;
     const T* hidden = static_cast<const T*>(args.hidden.data) + first * args.hidden.row_stride;
-    CrossEntropyArgs part = args.cross_entropy;
+    CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
     part.logits.cols = vocab;
-    part.rows += first;
-    part.answers.loss += first;
-    part.answers.logsumexp += first;
-    part.answers.target_logprob += first;
-    part.answers.status += first;
-    if (part.answers.rank != nullptr) part.answers.rank += first;
-    if (part.answers.entropy != nullptr) part.answers.entropy += first;
     const LossParams p{.asks = part.rows,
                        .parts = parts,
                        .target_logits = target_logits,
