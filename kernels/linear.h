@@ -51,7 +51,7 @@ struct LinearCrossEntropyArgs {
 // not written. A row whose logsumexp is not finite makes its d_hidden, and all d_weight and d_bias,
 // NaN.
 struct LinearCrossEntropyBackwardArgs {
-  TensorView hidden;  // [rows, head.hidden()], the weight's dtype
+  TensorView hidden;  // as in LinearTopKArgs
   HeadView head;
   const CrossEntropyRow* rows = nullptr;  // [rows]
   const float* logsumexp = nullptr;       // [rows], as the forward wrote it
@@ -68,8 +68,9 @@ struct LinearCrossEntropyBackwardArgs {
 //
 // Rows want neither rank, entropy, tops nor extras. No output overlaps another or an input:
 // d_weight may hold other things before its gradients. A row's answers and d_hidden have bits of
-// its own among calls with the same head and types; but calls of more rows than there is room for
-// beside the logits' successors, in d_weight or in scratch, are the two ops, whose bits are others.
+// its own among calls with the same head and types, all with or all without d_bias, and with
+// d_weights of one stride and alignment; but calls of more rows than there is room for beside the
+// logits' successors, in d_weight or in scratch, are the two ops, whose bits are others.
 struct LinearCrossEntropyTrainingArgs {
   LinearCrossEntropyBackwardArgs gradient;  // its logsumexp is not looked at
   CrossEntropyAnswers answers;              // loss, logsumexp, target_logprob, status

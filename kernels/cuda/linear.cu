@@ -186,23 +186,6 @@ cudaError_t ForEachBlock(const TensorView& hidden, const HeadView& head, Route r
   return cudaSuccess;
 }
 
-// A pointer to the rows from `first` on; null stays null.
-template <class U>
-U* From(U* rows, int64_t first) {
-  return rows == nullptr ? nullptr : rows + first;
-}
-
-CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {
-  args.rows += first;
-  args.answers.loss += first;
-  args.answers.logsumexp += first;
-  args.answers.target_logprob += first;
-  args.answers.rank = From(args.answers.rank, first);
-  args.answers.entropy = From(args.answers.entropy, first);
-  args.answers.status += first;
-  return args;
-}
-
 // linear_cross_entropy by blocks of logits.
 cudaError_t LossOfBlocks(const LinearCrossEntropyArgs& args, Products& products,
                          const Scratch& scratch, cudaStream_t stream) {
@@ -274,14 +257,12 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
     cudaError_t error = cudaSuccess;
     int32_t* plain_groups = nullptr;
     if (mixed) {
-      // Room for a whole turn whatever the call's rows: the shape of LossOfBlocks' products, and
-      // with it a row's bits, follows from what is left.
-      CrossEntropyRow* plain_rows = TakeFromEnd<CrossEntropyRow>(rest, turn);
-      CrossEntropyRow* more_rows = TakeFromEnd<CrossEntropyRow>(rest, turn);
-      plain_groups = TakeFromEnd<int32_t>(rest, turn / kGroup);
-      SplitRowsKernel<<<static_cast<unsigned>((rows + kGroup - 1) / kGroup), kLossGroupRows, 0,
-                        stream>>>(plain.cross_entropy.rows, rows, plain_rows, more_rows,
-                                  plain_groups);
+      const int64_t groups = (rows + kGroup - 1) / kGroup;
+      CrossEntropyRow* plain_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
+      CrossEntropyRow* more_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
+      plain_groups = TakeFromEnd<int32_t>(rest, groups);
+      SplitRowsKernel<<<static_cast<unsigned>(groups), kLossGroupRows, 0, stream>>>(
+          plain.cross_entropy.rows, rows, plain_rows, more_rows, plain_groups);
       error = cudaGetLastError();
       if (error != cudaSuccess) return error;
       plain.cross_entropy.rows = plain_rows;

@@ -14,8 +14,8 @@ namespace logitd::cuda {
 bool HopperLogitsServes(const HeadView& head, const Scratch& scratch);
 
 // Writes the logits of `hidden` [rows, head.hidden()], whose norm has been taken, to `logits`
-// [rows, vocab] of stride `logits_stride`, which is even; what lies behind a row's last logit may
-// be written. A row's bits depend on the row and the head alone.
+// [rows, vocab], aligned to 8 bytes, of stride `logits_stride`, which is even; what lies behind a
+// row's last logit may be written. A row's bits depend on the row and the head alone.
 cudaError_t HopperLogits(const TensorView& hidden, const HeadView& head, float* logits,
                          int64_t logits_stride, const Scratch& scratch, cudaStream_t stream);
 

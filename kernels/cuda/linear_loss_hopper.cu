@@ -27,6 +27,7 @@
 
 #include "kernels/cuda/cell.cuh"
 #include "kernels/cuda/loss_row.cuh"
+#include "kernels/cuda/loss_tile_hopper.cuh"
 #include "kernels/cuda/product_hopper.cuh"
 
 namespace logitd::cuda {
@@ -38,11 +39,7 @@ constexpr int64_t kRowsAtOnce = 16384;
 static_assert(hopper::ManyRows::kClusterRows == kLossGroupRows);
 static_assert(hopper::ManyRows::kSpan == kCell && hopper::kTile * kTilesOfCell == kCell);
 
-// The sums of a row's part of the vocabulary: a cell, or a tile.
-struct Part {
-  Stats stats;
-  float total;  // times kTotalUnit
-};
+using Part = hopper::LossPart;  // of a cell, or a tile
 
 __device__ inline Stats Merge(Stats a, Stats b, float c) {
   const float max = fmaxf(a.max, b.max);
@@ -71,97 +68,45 @@ template <int kPartTiles>
 struct LossEpilogue {
   using Params = LossParams;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Sums = float[hopper::kSums];
-
-  // One of the thread's two rows.
-  struct Row {
-    int64_t r;
-    bool here;   // the row exists
-    int target;  // -1: none
-    bool smooth;
-    float c;
-    Part part;
-
-    __device__ Row(const Params& p, int64_t row, int rows)
-        : r(row), here(row < rows), target(-1), smooth(false), c(kLog2E), part(EmptyPart()) {
-      if (!here || p.asks[r].active == 0) return;
-      target = p.asks[r].target;
-      smooth = p.asks[r].label_smoothing > 0;
-      c = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
-    }
-
-    // Takes the thread's logits of a tile at `first`; those from `vocab` on are -inf.
-    template <int half>
-    __device__ void Take(const Params& p, const Sums& acc, int first, int vocab, int lane) {
-      using hopper::kRowSums, hopper::SumOf, hopper::TokenOf;
-      const int place = target - first;
-      if (__any_sync(kFullWarp, place >= 0 && place < hopper::kTile)) {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) {
-          if (TokenOf(lane, i) == place) p.target_logits[r] = acc[SumOf(half, i)];
-        }
-      }
-      float total = 0.0f;
-      if (__any_sync(kFullWarp, smooth)) {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) {
-          const bool is_token = first + TokenOf(lane, i) < vocab;
-          total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
-        }
-        total = hopper::QuadSum(total);
-      }
-      part = Next(part, {StatsOf<half>(acc), total}, c);
-    }
-
-    template <int half>
-    __device__ Stats StatsOf(const Sums& acc) const {
-      using hopper::kRowSums, hopper::SumOf;
-      const float max = hopper::QuadMax<half>(acc);
-      const Exponential exponential(max == -kInfinity ? 0.0f : max, c);
-      float sums[4] = {};
-      if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) sums[i % 4] += exponential.Plain(acc[SumOf(half, i)]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kRowSums; ++i) sums[i % 4] += exponential(acc[SumOf(half, i)]);
-      }
-      return {max, hopper::QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
-    }
-  };
-
   const Params& p;
   const int vocab;
-  int at = -1;  // the part's place
-  Row upper;
-  Row lower;
+  const hopper::LossRow upper;
+  const hopper::LossRow lower;
+  int at = -1;  // the parts' place
+  Part upper_part = EmptyPart();
+  Part lower_part = EmptyPart();
 
   __device__ LossEpilogue(const Params& params, const hopper::ProductParams& product, int64_t row,
                           int /*lane*/)
       : p(params),
         vocab(product.vocab),
-        upper(params, row, product.rows),
-        lower(params, row + 8, product.rows) {}
+        upper(RowOf(params, row, product.rows)),
+        lower(RowOf(params, row + 8, product.rows)) {}
 
-  __device__ void Take(Sums& acc, int first, int lane) {
+  __device__ static hopper::LossRow RowOf(const Params& p, int64_t r, int rows) {
+    hopper::LossRow row{.r = r < rows ? static_cast<int>(r) : -1};
+    if (r >= rows || p.asks[r].active == 0) return row;
+    row.target = p.asks[r].target;
+    row.smooth = p.asks[r].label_smoothing > 0 ? 1 : 0;
+    row.power = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
+    return row;
+  }
+
+  __device__ void Take(float (&acc)[hopper::kSums], int first, int lane) {
     at = first / (kPartTiles * hopper::kTile);
-#pragma unroll
-    for (float& x : acc) x *= p.scale;
-    if (first + hopper::kTile > vocab) {
-#pragma unroll
-      for (int i = 0; i < hopper::kRowSums; ++i) {
-        if (first + hopper::TokenOf(lane, i) >= vocab)
-          acc[hopper::SumOf(0, i)] = acc[hopper::SumOf(1, i)] = -kInfinity;
-      }
-    }
-    upper.template Take<0>(p, acc, first, vocab, lane);
-    lower.template Take<1>(p, acc, first, vocab, lane);
+    hopper::MakeLogits(acc, p.scale, first, vocab, lane);
+    upper_part =
+        Next(upper_part, hopper::TakeRow<0>(upper, acc, first, vocab, lane, p.target_logits),
+             upper.power);
+    lower_part =
+        Next(lower_part, hopper::TakeRow<1>(lower, acc, first, vocab, lane, p.target_logits),
+             lower.power);
   }
 
   __device__ void Leave(int lane) {
     if (at < 0 || lane % 4 != 0) return;
-    if (upper.here) p.parts[upper.r * p.row_parts + at] = upper.part;
-    if (lower.here) p.parts[lower.r * p.row_parts + at] = lower.part;
+    if (upper.r >= 0) p.parts[static_cast<int64_t>(upper.r) * p.row_parts + at] = upper_part;
+    if (lower.r >= 0) p.parts[static_cast<int64_t>(lower.r) * p.row_parts + at] = lower_part;
   }
 #endif
 };
@@ -177,12 +122,12 @@ __device__ inline float Dot(const T* state, const T* weight, int size, int lane)
 }
 
 // The lowest token of the cell at `first` whose logit is NaN, by one warp; `first` where sums in
-// this order make none.
+// this order make none. A scale of 0 makes NaN of an infinite sum.
 template <class T>
 __device__ __noinline__ int FindNanLogit(const T* state, const T* weights, int64_t weights_stride,
-                                         int size, int first, int vocab, int lane) {
+                                         int size, float scale, int first, int vocab, int lane) {
   for (int token = first; token < min(first + kCell, vocab); ++token) {
-    if (isnan(Dot(state, weights + token * weights_stride, size, lane))) return token;
+    if (isnan(scale * Dot(state, weights + token * weights_stride, size, lane))) return token;
   }
   return first;
 }
@@ -194,7 +139,7 @@ template <class T>
 __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, const Part* parts,
                                       int cells, int row_parts, float target_logit, const T* state,
                                       const T* weights, int64_t weights_stride, int size,
-                                      int lane) {
+                                      float scale, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
   const float c = PowerOf(Cap::Rate(0.0f, args.rows[r].temperature));
   const auto cell_of = [&](int i) {
@@ -213,7 +158,7 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, c
   if (isnan(stats.sum)) {
     int cell = 0;
     while (cell + 1 < cells && !isnan(cell_of(cell).stats.sum)) ++cell;
-    nan = FindNanLogit(state, weights, weights_stride, size, cell * kCell, vocab, lane);
+    nan = FindNanLogit(state, weights, weights_stride, size, scale, cell * kCell, vocab, lane);
   }
   return Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
 }
@@ -236,7 +181,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (warp == 0) {
     const Outcome outcome =
         ConcludeRow(args, r, parts + r * row_parts, cells, row_parts, target_logit,
-                    states + r * states_stride, weights, weights_stride, size, lane);
+                    states + r * states_stride, weights, weights_stride, size, scale, lane);
     if (lane == 0) told = outcome;
   }
   if (ask.extra_count == 0) return;
@@ -259,8 +204,10 @@ cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
   const HeadView& head = args.head;
   const int64_t vocab = head.vocab();
   const int64_t cells = (vocab + kCell - 1) / kCell;
-  // As many rows at once as there is room for the parts of, in whole groups; few rows have more
-  // parts each, which a group's room holds.
+  // As many rows at once as there is room for the parts of, in whole groups. Few rows have a part a
+  // tile and not a cell: there is room for those of a call of them at any vocabulary.
+  constexpr int64_t kFewRows = hopper::Rows128::kClusterRows;
+  static_assert(kFewRows * (sizeof(Part) * (kMaxVocab / hopper::kTile) + 4) <= kPartsBytes);
   const int64_t row_bytes = cells * static_cast<int64_t>(sizeof(Part)) + 4;
   const int64_t room = static_cast<int64_t>(
       std::min(kPartsBytes, scratch.bytes - Scratch::kCounterBytes - size_t{4096}));
@@ -268,22 +215,15 @@ cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
                                            kLossGroupRows, kRowsAtOnce);
   for (int64_t first = 0; first < args.hidden.rows; first += pass) {
     const int64_t rows = std::min(pass, args.hidden.rows - first);
-    const bool many = rows > hopper::Rows128::kClusterRows;
+    const bool many = rows > kFewRows;
     const int64_t row_parts = many ? cells : (vocab + hopper::kTile - 1) / hopper::kTile;
     Carver carver(scratch);
     Part* parts = carver.Take<Part>(static_cast<size_t>(rows * row_parts));
     float* target_logits = carver.Take<float>(static_cast<size_t>(rows));
-    if (target_logits == nullptr) return cudaErrorMemoryAllocation;
+    if (parts == nullptr || target_logits == nullptr) return cudaErrorMemoryAllocation;
     const T* hidden = static_cast<const T*>(args.hidden.data) + first * args.hidden.row_stride;
-    CrossEntropyArgs part = args.cross_entropy;
+    CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
     part.logits.cols = vocab;
-    part.rows += first;
-    part.answers.loss += first;
-    part.answers.logsumexp += first;
-    part.answers.target_logprob += first;
-    part.answers.status += first;
-    if (part.answers.rank != nullptr) part.answers.rank += first;
-    if (part.answers.entropy != nullptr) part.answers.entropy += first;
     const LossParams p{.asks = part.rows,
                        .parts = parts,
                        .target_logits = target_logits,

@@ -8,7 +8,7 @@
 // Limited by: the tensor cores. Not yet measured.
 #include "kernels/cuda/linear_training_hopper.h"
 
-#include "kernels/cuda/loss_row.cuh"
+#include "kernels/cuda/loss_tile_hopper.cuh"
 #include "kernels/cuda/product_hopper.cuh"
 
 namespace logitd::cuda {
@@ -25,47 +25,29 @@ struct ExponentialParams {
 struct ExponentialEpilogue {
   using Params = ExponentialParams;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Sums = float[hopper::kSums];
-
-  // One of the thread's two rows.
-  struct Row {
-    int64_t r;
-    bool here;   // the row exists
-    int target;  // -1: none
-    bool smooth;
-    float power;
-
-    __device__ Row(const Params& p, int64_t row, int rows)
-        : r(row), here(row < rows), target(-1), smooth(false), power(0.0f) {
-      if (!here) return;
-      target = p.rows[r].target;
-      smooth = p.rows[r].smooth != 0;
-      power = p.rows[r].power;
-    }
-  };
-
   const Params& p;
   const int vocab;
-  Row upper;
-  Row lower;
+  const hopper::LossRow upper;
+  const hopper::LossRow lower;
 
   __device__ ExponentialEpilogue(const Params& params, const hopper::ProductParams& product,
                                  int64_t row, int /*lane*/)
       : p(params),
         vocab(product.vocab),
-        upper(params, row, product.rows),
-        lower(params, row + 8, product.rows) {}
+        upper(RowOf(params, row, product.rows)),
+        lower(RowOf(params, row + 8, product.rows)) {}
 
-  __device__ void Take(Sums& acc, int first, int lane) {
-#pragma unroll
-    for (float& x : acc) x *= p.scale;
-    if (first + hopper::kTile > vocab) {
-#pragma unroll
-      for (int i = 0; i < hopper::kRowSums; ++i) {
-        if (first + hopper::TokenOf(lane, i) >= vocab)
-          acc[hopper::SumOf(0, i)] = acc[hopper::SumOf(1, i)] = -kInfinity;
-      }
-    }
+  __device__ static hopper::LossRow RowOf(const Params& p, int64_t r, int rows) {
+    hopper::LossRow row{.r = r < rows ? static_cast<int>(r) : -1};
+    if (r >= rows) return row;
+    row.target = p.rows[r].target;
+    row.smooth = p.rows[r].smooth;
+    row.power = p.rows[r].power;
+    return row;
+  }
+
+  __device__ void Take(float (&acc)[hopper::kSums], int first, int lane) {
+    hopper::MakeLogits(acc, p.scale, first, vocab, lane);
     TakeRow<0>(upper, acc, first, lane);
     TakeRow<1>(lower, acc, first, lane);
   }
@@ -73,51 +55,19 @@ struct ExponentialEpilogue {
   __device__ void Leave(int /*lane*/) {}
 
   template <int half>
-  __device__ void TakeRow(const Row& row, Sums& acc, int first, int lane) const {
-    using hopper::kRowSums, hopper::SumOf, hopper::TokenOf;
-    const int place = row.target - first;
-    if (__any_sync(kFullWarp, place >= 0 && place < hopper::kTile)) {
-#pragma unroll
-      for (int i = 0; i < kRowSums; ++i) {
-        if (TokenOf(lane, i) == place) p.all.target_logits[row.r] = acc[SumOf(half, i)];
-      }
-    }
-    float total = 0.0f;
-    if (__any_sync(kFullWarp, row.smooth)) {
-#pragma unroll
-      for (int i = 0; i < kRowSums; ++i) {
-        const bool is_token = first + TokenOf(lane, i) < vocab;
-        total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
-      }
-      total = hopper::QuadSum(total);
-    }
-    const float max = hopper::QuadMax<half>(acc);
-    const Exponential exponential = TileExponential(max, row.power);
-    float sums[4] = {};
-    if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-      for (int i = 0; i < kRowSums; ++i) {
-        float& x = acc[SumOf(half, i)];
-        x = exponential.Plain(x);
-        sums[i % 4] += x;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRowSums; ++i) {
-        float& x = acc[SumOf(half, i)];
-        x = exponential(x);
-        sums[i % 4] += x;
-      }
-    }
-    const float sum = hopper::QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    if (row.here && lane % 4 == 0) {
+  __device__ void TakeRow(const hopper::LossRow& row, float (&acc)[hopper::kSums], int first,
+                          int lane) const {
+    using hopper::kRowSums, hopper::SumOf;
+    const hopper::LossPart part =
+        hopper::TakeRow<half>(row, acc, first, vocab, lane, p.all.target_logits);
+    if (row.r >= 0 && lane % 4 == 0) {
       const int tile = first / hopper::kTile;
-      p.all.maxima[row.r * p.all.maxima_stride + tile] = max;
-      p.all.parts[row.r * p.all.parts_stride + tile] = {sum, total};
+      p.all.maxima[row.r * p.all.maxima_stride + tile] = part.stats.max;
+      p.all.parts[row.r * p.all.parts_stride + tile] = {part.stats.sum, part.total};
     }
     // A thread has a pair of every eight tokens; of four times eight it is to have one eight.
     const int quad = lane % 4;
-    uint4* to = reinterpret_cast<uint4*>(p.all.e.At(row.here ? row.r : 0, first)) + quad;
+    uint4* to = reinterpret_cast<uint4*>(p.all.e.At(row.r >= 0 ? row.r : 0, first)) + quad;
 #pragma unroll
     for (int i = 0; i < kRowSums; i += 8) {
       uint32_t words[4];
@@ -125,7 +75,7 @@ struct ExponentialEpilogue {
       for (int j = 0; j < 4; ++j)
         words[j] = PackPair<Bf16>(acc[SumOf(half, i + 2 * j)], acc[SumOf(half, i + 2 * j + 1)]);
       const uint4 eight = Transpose(words, quad);
-      if (row.here) __stcs(to + i / 2, eight);
+      if (row.r >= 0) __stcs(to + i / 2, eight);
     }
   }
 

@@ -200,6 +200,19 @@ struct Gradient {
   }
 };
 
+// What they say of the rows from `first` on; the logits stay as they are.
+inline CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {
+  CrossEntropyAnswers& to = args.answers;
+  args.rows += first;
+  to.loss += first;
+  to.logsumexp += first;
+  to.target_logprob += first;
+  if (to.rank != nullptr) to.rank += first;
+  if (to.entropy != nullptr) to.entropy += first;
+  to.status += first;
+  return args;
+}
+
 template <class T>
 __device__ inline T FromFloat(float x) {
   if constexpr (sizeof(T) == 4) {

@@ -9,8 +9,9 @@
 //   many   the warpgroups of a block share 256 tokens and have rows of their own, as have the
 //          blocks: 256 rows. Each block brings half of the weights' stage, to both.
 //   128    the same, but blocks share the rows and have tokens of their own: 512 tokens.
-//   64     warpgroups and blocks share the rows and have tokens of their own: 1024 tokens. With 128
-//          it is what few rows want: the weights pass through at the rate of memory.
+//   64     warpgroups and blocks share the rows and have tokens of their own: 1024 tokens.
+//
+// The last two are for few rows, which the weights pass by at the rate of memory.
 //
 // A logit is one sum in one order, by the same instruction in all plans: its bits do not depend on
 // the plan or the rows beside it.
@@ -264,6 +265,9 @@ __device__ inline void Pin(float (&acc)[kSums]) {
 #pragma unroll
   for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
 }
+
+// ---- work --------------------------------------------------------------------------------------
+
 // A cluster's item of work: a block of rows, and a span of the vocabulary.
 template <class Plan>
 struct Item {
@@ -489,7 +493,8 @@ inline bool MakeMap(const TensorView& matrix, int lines, bool once, CUtensorMap&
 // barriers.
 template <auto* kKernel>
 bool CanRun(const Scratch& scratch) {
-  static_assert(ManyRows::kSharedBytes <= Rows64::kSharedBytes);
+  static_assert(ManyRows::kSharedBytes <= Rows64::kSharedBytes &&
+                Rows128::kSharedBytes <= Rows64::kSharedBytes);
   if (!scratch.clusters || scratch.block_shared_bytes < Rows64::kSharedBytes) return false;
   static const bool has_body = [] {
     cudaFuncAttributes loaded;
