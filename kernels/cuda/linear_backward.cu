@@ -403,12 +403,23 @@ class Backward {
   cudaError_t error_ = cudaSuccess;
 };
 
+// What no rows come to.
+cudaError_t ClearSums(const LinearCrossEntropyBackwardArgs& args, cudaStream_t stream) {
+  const size_t size = SizeOf(args.d_weight.dtype);
+  const size_t vocab = static_cast<size_t>(args.head.vocab());
+  const cudaError_t error =
+      cudaMemset2DAsync(args.d_weight.data, static_cast<size_t>(args.d_weight.row_stride) * size, 0,
+                        static_cast<size_t>(args.head.hidden()) * size, vocab, stream);
+  if (error != cudaSuccess || args.d_bias == nullptr) return error;
+  return cudaMemsetAsync(args.d_bias, 0, vocab * sizeof(float), stream);
+}
+
 }  // namespace
 
 cudaError_t LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args,
                                        Products& products, const Scratch& scratch,
                                        cudaStream_t stream) {
-  if (args.hidden.rows == 0) return cudaSuccess;
+  if (args.hidden.rows == 0) return ClearSums(args, stream);
   return Backward(args, products, scratch, stream).Run();
 }
 

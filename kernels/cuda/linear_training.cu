@@ -6,7 +6,8 @@
 // goes by in chunks, and E of a chunk lies where d_weight of the chunk before it will; that of the
 // first in scratch. Beside it, in scratch, a maximum for every row and tile.
 //
-//   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums
+//   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums; on Hopper by one
+//                             kernel for all chunks (linear_training_hopper.cu): no logits there
 //   then                      losses and statuses; of every maximum what makes E gradients
 //   pass 2, chunks backwards  by blocks of rows E becomes G, in place, and G weight is added to
 //                             d_hidden in fp32 (product 2); then G^T hidden is the chunk's d_weight
@@ -18,8 +19,9 @@
 // Blocks of rows and chunks are fixed by the head and the device, so that the bits of a row's
 // answers and d_hidden are its own. Ignored and skipped rows are rows of zeros in products 2 and 3.
 //
-// It serves bf16 heads without bias and softcap whose rows' E fit into d_weight: up to `hidden` of
-// them, twice as many where d_weight is f32. Any other call is the two ops, one after the other.
+// It serves bf16 heads without bias and softcap, where d_bias is not wanted, d_weight has no gaps,
+// and the rows' E fit into it (up to `hidden` rows, twice as many where it is f32), the rest into
+// scratch. Any other call is the two ops, one after the other.
 //
 // Cost: three products (19.0 ms at 4096 x 4096 x 128256, measured as bare products: the floor);
 // beside them, a write of E and a read and a write of G (3.2 GB), a write and a read of the logits,
@@ -568,7 +570,8 @@ class Training {
 cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args,
                                        Products& products, const Scratch& scratch,
                                        cudaStream_t stream) {
-  if (args.gradient.hidden.rows == 0) return cudaSuccess;
+  if (args.gradient.hidden.rows == 0)
+    return LinearCrossEntropyBackward(args.Backward(), products, scratch, stream);
   const int64_t room = RoomOf(scratch, products);
   const Cut cut(args.gradient.head, room, HopperExponentialsServes(args.gradient.head, scratch));
   if (Serves(args.gradient, cut, room)) return Training(args, cut, products, scratch, stream).Run();

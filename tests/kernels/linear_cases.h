@@ -684,6 +684,26 @@ inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
   return "";
 }
 
+// "" where the gradients of a weight and a bias that no row takes part in are zeros.
+inline std::string BrokenGradientOfNoRows(OpRunner& runner) {
+  const LinearCase c{.rows = 0, .vocab = 7, .hidden = 8, .bias = true, .seed = 4};
+  const LinearInput input = RandomInput(c);
+  const LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+  auto backward = runner.LinearCrossEntropyBackward(call);
+  if (!backward.ok()) return backward.status().ToString();
+  auto training = runner.LinearCrossEntropyTraining(call);
+  if (!training.ok()) return training.status().ToString();
+  for (const LinearBackwardAnswer* got : {&*backward, &training->gradient}) {
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      for (int64_t d = 0; d < c.hidden; ++d) {
+        if (got->d_weight.At(i, d) != 0) return absl::StrFormat("d_weight[%d, %d]", i, d);
+      }
+      if (got->d_bias[i] != 0) return absl::StrFormat("d_bias[%d]", i);
+    }
+  }
+  return "";
+}
+
 // ---- Losses and gradient in one call
 
 inline std::vector<LinearCase> LinearTrainingCases() {

@@ -49,6 +49,10 @@ TEST_F(LinearGpuTest, GradientOfARowIsItsOwn) { EXPECT_EQ(BrokenGradientIsolatio
 
 TEST_F(LinearGpuTest, IgnoredRowsAddNothing) { EXPECT_EQ(BrokenGradientOfIgnored(*runner_), ""); }
 
+TEST_F(LinearGpuTest, NoRowsHaveGradientsOfZero) {
+  EXPECT_EQ(BrokenGradientOfNoRows(*runner_), "");
+}
+
 TEST_F(LinearGpuTest, TrainingAgreesWithDoublePrecision) {
   for (const LinearCase& c : LinearTrainingCases()) {
     EXPECT_EQ(FirstLinearTrainingDifference(*runner_, c), "");

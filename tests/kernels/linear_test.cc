@@ -122,6 +122,10 @@ TEST_F(LinearCpuTest, GradientOfARowIsItsOwn) { EXPECT_EQ(BrokenGradientIsolatio
 
 TEST_F(LinearCpuTest, IgnoredRowsAddNothing) { EXPECT_EQ(BrokenGradientOfIgnored(*runner_), ""); }
 
+TEST_F(LinearCpuTest, NoRowsHaveGradientsOfZero) {
+  EXPECT_EQ(BrokenGradientOfNoRows(*runner_), "");
+}
+
 TEST_F(LinearCpuTest, TrainingAgreesWithDoublePrecision) {
   for (const LinearCase& c : LinearTrainingCases()) {
     EXPECT_EQ(FirstLinearTrainingDifference(*runner_, c), "");
