@@ -534,6 +534,17 @@ struct Client::Impl {
     return result;
   }
 
+  // Meanwhile the channel works: what it lost comes back only while somebody polls it.
+  void Sleep(absl::Duration delay) {
+    const Clock::time_point start = Clock::now();
+    absl::Duration left = delay;
+    while (left > absl::ZeroDuration()) {
+      channel->WaitForStateChange(channel->GetState(/*try_to_connect=*/true),
+                                  absl::ToChronoTime(absl::Now() + left));
+      left = delay - absl::FromChrono(Clock::now() - start);
+    }
+  }
+
   // Of a whole call that begins now.
   absl::Time Deadline() const { return absl::Now() + options.deadline; }
 
@@ -559,7 +570,7 @@ struct Client::Impl {
                                          ? absl::Milliseconds(*attempt.pushback_ms)
                                          : backoff * Jitter();
         if (absl::Now() + delay < deadline) {
-          absl::SleepFor(delay);
+          Sleep(delay);
           backoff = std::min(backoff * 2, options.retry.max_backoff);
           continue;
         }
