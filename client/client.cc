@@ -56,8 +56,12 @@ absl::Status ToAbsl(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
+// A message that is too large for a transport, the server's or ours, stays so; gRPC has the same
+// code for that as for a server that is full.
 bool IsRetryable(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsResourceExhausted(status);
+  return absl::IsUnavailable(status) ||
+         (absl::IsResourceExhausted(status) &&
+          !absl::StrContains(status.message(), "message larger than max ("));
 }
 
 // Signals, through the end of its life, that gRPC holds no slice of the caller's memory any more.

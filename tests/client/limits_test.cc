@@ -125,6 +125,15 @@ TEST_F(LimitsTest, SmallerOnesAreAskedForWhenAMessageIsRefused) {
   }
 }
 
+TEST_F(LimitsTest, AMessageTooLargeForTheTransportIsNotSentAgain) {
+  const std::vector<float> logits = Logits(1000 * 100);
+  Serve("100KiB", 100);
+  const absl::Status refused =
+      client_->TopK({.rows = 1000, .vocab = 100, .logits = {ViewOf(logits)}, .k = {1}}).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), Not(HasSubstr("attempts"))) << "tried again";
+}
+
 TEST_F(LimitsTest, LargerOnesAreAskedForWhenARowDoesNotFit) {
   const std::vector<float> logits = Logits(2 * 50000);
   const client::ScoreRequest score = ScoreOf(2, 50000, ViewOf(logits));
