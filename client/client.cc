@@ -56,8 +56,12 @@ absl::Status ToAbsl(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
+// A message that is too large for a transport, the server's or ours, stays so; gRPC has the same
+// code for that as for a server that is full.
 bool IsRetryable(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsResourceExhausted(status);
+  return absl::IsUnavailable(status) ||
+         (absl::IsResourceExhausted(status) &&
+          !absl::StrContains(status.message(), "message larger than max ("));
 }
 
 // Signals, through the end of its life, that gRPC holds no slice of the caller's memory any more.
@@ -534,6 +538,17 @@ struct Client::Impl {
     return result;
   }
 
+  // Meanwhile the channel works: what it lost comes back only while somebody polls it.
+  void Sleep(absl::Duration delay) {
+    const Clock::time_point start = Clock::now();
+    absl::Duration left = delay;
+    while (left > absl::ZeroDuration()) {
+      channel->WaitForStateChange(channel->GetState(/*try_to_connect=*/true),
+                                  absl::ToChronoTime(absl::Now() + left));
+      left = delay - absl::FromChrono(Clock::now() - start);
+    }
+  }
+
   // Of a whole call that begins now.
   absl::Time Deadline() const { return absl::Now() + options.deadline; }
 
@@ -559,7 +574,7 @@ struct Client::Impl {
                                          ? absl::Milliseconds(*attempt.pushback_ms)
                                          : backoff * Jitter();
         if (absl::Now() + delay < deadline) {
-          absl::SleepFor(delay);
+          Sleep(delay);
           backoff = std::min(backoff * 2, options.retry.max_backoff);
           continue;
         }

@@ -165,7 +165,8 @@ class SampleStream {
 // Errors are the server's, code and text, with the number of attempts appended where there was more
 // than one. UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the server's
 // `grpc-retry-pushback-ms` where it sent one (negative: not at all), otherwise after an exponential
-// backoff with jitter; never past the deadline.
+// backoff with jitter; never past the deadline. Not so a RESOURCE_EXHAUSTED of gRPC's own, for a
+// message larger than the server's transport takes.
 class Client {
  public:
   // INVALID_ARGUMENT: an address or option that cannot work. Connects at the first call, not here.

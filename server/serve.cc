@@ -47,7 +47,7 @@ constexpr absl::Duration kPoll = absl::Milliseconds(10);
 // For answers already encoded to reach their peers, and for those who watch the health to hear of
 // it. Calls that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
-// For a batch that runs to end when nobody waits for it any more.
+// For a batch that runs to end when the grace is over and nobody waits for it any more.
 constexpr absl::Duration kLastBatch = absl::Seconds(5);
 // How long the process may take to end after the device was lost, whatever hangs in its driver.
 constexpr unsigned kDeviceLostSeconds = 10;
@@ -260,8 +260,12 @@ int Serve(const Config& config, MakeBackend make_backend) {
                  absl::FormatDuration(config.drain_grace));
     const absl::Time end = absl::Now() + config.drain_grace;
     event = Events::kNothing;
-    while (((*server)->calls() > 0 || (*server)->loading()) && absl::Now() < end &&
-           event == Events::kNothing) {
+    // A batch whose callers have all gone has the grace as well: it may be slow and nothing worse.
+    const auto busy = [&] {
+      return (*server)->calls() > 0 || (*server)->loading() ||
+             !(*engine)->WaitIdle(absl::InfinitePast());
+    };
+    while (busy() && absl::Now() < end && event == Events::kNothing) {
       event = events.Wait(kPoll);
     }
   }

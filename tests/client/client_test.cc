@@ -408,6 +408,26 @@ TEST(RetryTest, AServerThatComesUpLaterIsFoundSoon) {
   EXPECT_LT(took, absl::Seconds(1));
 }
 
+TEST(RetryTest, AServerThatComesUpDuringABackoffIsThereAfterIt) {
+  TempDir dir;
+  const std::string path = dir.path("late.sock");
+  auto client = Connect("unix:" + path, {.retry = {.max_attempts = 10,
+                                                   .initial_backoff = absl::Seconds(2),
+                                                   .max_backoff = absl::Seconds(2)}});
+  std::unique_ptr<FakeServer> server;
+  std::thread late([&] {
+    absl::SleepFor(absl::Milliseconds(300));
+    server = std::make_unique<FakeServer>(nullptr, path);
+  });
+  const absl::Time start = absl::Now();
+  const absl::StatusOr<TopKResult> result = client->TopK(OneRow());
+  const absl::Duration took = absl::Now() - start;
+  late.join();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->attempts, 2);
+  EXPECT_GE(took, absl::Seconds(1)) << "half of the backoff is what jitter leaves at least";
+}
+
 // Life of the payload. 64 MiB do not fit the windows of a server that does not read, so that gRPC
 // holds the payload when the deadline comes; the memory is freed at once, and AddressSanitizer
 // watches.

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,24 +20,28 @@ namespace {
 using ::logitd::testing::Daemon;
 using ::logitd::testing::TempDir;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class LimitsTest : public ::testing::Test {
  protected:
-  // Ends the one before. Another client waits for it, since one that has met nobody is slow to look
-  // again.
+  // Ends the one before.
   void Serve(const std::string& max_request, int max_rows) {
     server_.reset();
     server_.emplace("logitd", std::vector<std::string>{"--backend", "cpu", "--listen", address_,
                                                        "--metrics-listen", "off", "--log-level",
                                                        "warn", "--max-request-bytes", max_request,
                                                        "--max-batch-rows", absl::StrCat(max_rows)});
-    const absl::Time end = absl::Now() + absl::Seconds(30);
+    ASSERT_TRUE(WaitFor(*client_, absl::Seconds(30)));
+  }
+
+  static bool WaitFor(client::Client& client, absl::Duration patience) {
+    const absl::Time end = absl::Now() + patience;
     while (absl::Now() < end) {
-      const auto health = Connect()->Health();
-      if (health.ok() && *health == client::ServingStatus::kServing) return;
+      const auto health = client.Health();
+      if (health.ok() && *health == client::ServingStatus::kServing) return true;
       absl::SleepFor(absl::Milliseconds(10));
     }
-    ADD_FAILURE() << "logitd does not serve";
+    return false;
   }
 
   std::unique_ptr<client::Client> Connect() const {
@@ -69,6 +74,25 @@ std::vector<float> LossesOf(const client::ScoreResult& result) {
   return {result.answer.losses().begin(), result.answer.losses().end()};
 }
 
+// By a client that calls while it starts, too.
+TEST_F(LimitsTest, AServerThatStartsIsFoundAsSoonAsByANewClient) {
+  for (int start = 0; start < 4; ++start) {
+    server_.reset();
+    absl::Time up;
+    std::thread others([&] {
+      const absl::Time end = absl::Now() + absl::Seconds(30);
+      while (absl::Now() < end && !WaitFor(*Connect(), absl::Milliseconds(1))) {
+        absl::SleepFor(absl::Milliseconds(10));
+      }
+      up = absl::Now();
+    });
+    Serve("1MiB", 65536);
+    const absl::Time found = absl::Now();
+    others.join();
+    EXPECT_LT(found - up, absl::Seconds(2));
+  }
+}
+
 TEST_F(LimitsTest, SmallerOnesAreAskedForWhenAMessageIsRefused) {
   const std::vector<float> logits = Logits(1000 * 100);
   const client::ScoreRequest score = ScoreOf(1000, 100, ViewOf(logits));
@@ -99,6 +123,15 @@ TEST_F(LimitsTest, SmallerOnesAreAskedForWhenAMessageIsRefused) {
     Serve("1MiB", 65536);
     ASSERT_TRUE(client_->AttentionSoftmax(attention).ok());
   }
+}
+
+TEST_F(LimitsTest, AMessageTooLargeForTheTransportIsNotSentAgain) {
+  const std::vector<float> logits = Logits(1000 * 100);
+  Serve("100KiB", 100);
+  const absl::Status refused =
+      client_->TopK({.rows = 1000, .vocab = 100, .logits = {ViewOf(logits)}, .k = {1}}).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), Not(HasSubstr("attempts"))) << "tried again";
 }
 
 TEST_F(LimitsTest, LargerOnesAreAskedForWhenARowDoesNotFit) {

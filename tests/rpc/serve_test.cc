@@ -214,6 +214,36 @@ TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
                                   "device, which has had it for [5-9]\\.[0-9]+s")));
 }
 
+// Its caller has gone before the signal, and no call is left to wait for.
+void ServeASlowBatchThatNobodyWaitsFor(const std::string& directory) {
+  alarm(60);
+  SetUpLogging("info", "text");
+  std::atomic<bool> runs = false;
+  const int code = Serve(SmallConfig(directory), [&] {
+    std::thread([directory, &runs] {
+      Connected(directory);  // so that the deadline is for the batch alone
+      auto client = client::Client::Create({.address = Address(directory),
+                                            .deadline = absl::Seconds(1),
+                                            .retry = {.max_attempts = 1}});
+      const absl::Status status = (*client)->TopK(OneRow()).status();
+      std::fprintf(stderr, "call: %s, batch: %d\n", status.ToString().c_str(), runs.load());
+      kill(getpid(), SIGTERM);
+    }).detach();
+    return std::make_unique<DoomedBackend>([&runs] {
+      runs = true;
+      absl::SleepFor(absl::Seconds(8));
+      return absl::OkStatus();
+    });
+  });
+  std::_Exit(code);
+}
+
+TEST_F(ServeDeathTest, ASlowBatchThatNobodyWaitsForIsNoDeviceThatHangs) {
+  EXPECT_EXIT(ServeASlowBatchThatNobodyWaitsFor(directory()), ExitedWithCode(0),
+              AllOf(ContainsRegex("call: DEADLINE_EXCEEDED.*, batch: 1"),
+                    HasSubstr("drained: 0 calls cut short")));
+}
+
 // The CPU, on which memory for a head takes for ever.
 class StuckBackend final : public Backend {
  public:
