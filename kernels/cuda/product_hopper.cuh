@@ -19,7 +19,8 @@
 // Few rows, measured at 64 x 4096 x 128256: weights that L2 lets go of first, 260 us; as any, 270
 // to 310. Fetched into L2 by 256 bytes in place of 128: 2 to 5 us more, and 27 where logits are
 // written, which drive them out before they are used. A stage freed when the next one is being
-// multiplied, as for many rows: 25 us more at 128 rows.
+// multiplied, as for many rows: 25 us more at 128 rows. Many rows: groups of 4 to 16 MB of states
+// in place of 24, and hints to L2 for either operand, change less than runs do among themselves.
 #ifndef LOGITD_KERNELS_CUDA_PRODUCT_HOPPER_CUH_
 #define LOGITD_KERNELS_CUDA_PRODUCT_HOPPER_CUH_
 
@@ -459,21 +460,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 // The driver's encoder of tensor maps; null where there is none. By the runtime, so that nothing
 // here links the driver.
 inline decltype(&cuTensorMapEncodeTiled) Encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                       cudaEnableDefault, &result) != cudaSuccess ||
-      result != cudaDriverEntryPointSuccess) {
-    cudaGetLastError();
-    return nullptr;
-  }
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                         cudaEnableDefault, &result) != cudaSuccess ||
+        result != cudaDriverEntryPointSuccess) {
+      cudaGetLastError();
+      function = nullptr;
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
 }
 
 // A map of boxes of `lines` rows by kStep elements; what lies outside the matrix reads as 0. once:
 // L2 gets no more than is asked for; else the next step's elements too.
 inline bool MakeMap(const TensorView& matrix, int lines, bool once, CUtensorMap& map) {
-  static const auto encode = Encoder();
+  const auto encode = Encoder();
   if (encode == nullptr) return false;
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(matrix.cols),
                               static_cast<cuuint64_t>(matrix.rows)};
@@ -489,13 +493,16 @@ inline bool MakeMap(const TensorView& matrix, int lines, bool once, CUtensorMap&
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Whether the device has the memory and the loaded code has the kernel's body: only then has it
-// barriers.
+// Whether the device has the memory, the driver makes tensor maps, and the loaded code has the
+// kernel's body: only then has it barriers.
 template <auto* kKernel>
 bool CanRun(const Scratch& scratch) {
   static_assert(ManyRows::kSharedBytes <= Rows64::kSharedBytes &&
                 Rows128::kSharedBytes <= Rows64::kSharedBytes);
-  if (!scratch.clusters || scratch.block_shared_bytes < Rows64::kSharedBytes) return false;
+  if (!scratch.clusters || scratch.block_shared_bytes < Rows64::kSharedBytes ||
+      Encoder() == nullptr) {
+    return false;
+  }
   static const bool has_body = [] {
     cudaFuncAttributes loaded;
     if (cudaFuncGetAttributes(&loaded, kKernel) != cudaSuccess) {

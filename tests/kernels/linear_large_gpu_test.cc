@@ -246,7 +246,10 @@ class OwnScratch {
   cuda::Products products_;
 };
 
-// Inputs and outputs of a training step's last layer, and two ways to do it.
+// What is measured: the losses; with their gradients, by two ops or by one.
+enum class Step { kForward, kForwardThenBackward, kTraining };
+
+// Inputs and outputs of a training step's last layer, and the ways to do it.
 class LossProblem {
  public:
   LossProblem(const DeviceArray<uint16_t>& weight, int64_t vocab)
@@ -263,22 +266,26 @@ class LossProblem {
         d_hidden_(kLossRows * kHidden),
         d_weight_(vocab * kHidden) {}
 
-  // Each takes memory for what it needs beside inputs and outputs, and calls held() with it. With
-  // `backward` it goes on to the gradients, of the mean of the losses.
+  // Each takes memory for what it needs beside inputs and outputs, and calls held() with it. The
+  // gradients are those of the mean of the losses.
   template <class Held>
-  void Fused(int64_t scratch_bytes, bool backward, Held held) {
+  void Fused(int64_t scratch_bytes, Step step, Held held) {
     OwnScratch own(scratch_bytes);
-    Must(cuda::LinearCrossEntropy({.hidden = Hidden(), .head = Head(), .cross_entropy = Asks()},
-                                  own.products(), own.scratch(), nullptr));
-    if (backward) {
-      Must(cuda::LinearCrossEntropyBackward({.hidden = Hidden(),
-                                             .head = Head(),
-                                             .rows = rows_.data(),
-                                             .logsumexp = logsumexp_.data(),
-                                             .upstream = upstream_.data(),
-                                             .d_hidden = DHidden(),
-                                             .d_weight = DWeight()},
-                                            own.products(), own.scratch(), nullptr));
+    const LinearCrossEntropyTrainingArgs training{.gradient = {.hidden = Hidden(),
+                                                               .head = Head(),
+                                                               .rows = rows_.data(),
+                                                               .upstream = upstream_.data(),
+                                                               .d_hidden = DHidden(),
+                                                               .d_weight = DWeight()},
+                                                  .answers = Asks().answers};
+    if (step == Step::kTraining) {
+      Must(cuda::LinearCrossEntropyTraining(training, own.products(), own.scratch(), nullptr));
+    } else {
+      Must(cuda::LinearCrossEntropy(training.Forward(), own.products(), own.scratch(), nullptr));
+    }
+    if (step == Step::kForwardThenBackward) {
+      Must(cuda::LinearCrossEntropyBackward(training.Backward(), own.products(), own.scratch(),
+                                            nullptr));
     }
     Must(cudaDeviceSynchronize());
     held();
@@ -531,12 +538,13 @@ class LinearLargeGpuTest : public CudaTest {
 
   // Measures both ways for every vocabulary. Claims: the fused one adds at most `allowed`, whatever
   // the vocabulary; the unfused one at least the logits.
-  void Measure(const char* name, bool backward, int64_t scratch_bytes, int64_t allowed) {
+  void Measure(const char* name, Step step, int64_t scratch_bytes, int64_t allowed) {
+    const bool backward = step != Step::kForward;
     int64_t fused_before = 0, unfused_before = 0, vocab_before = 0;
     for (const int64_t vocab : kVocabs) {
       LossProblem problem(*weight_, vocab);
       const int64_t fused =
-          AddedBytes([&](auto held) { problem.Fused(scratch_bytes, backward, held); });
+          AddedBytes([&](auto held) { problem.Fused(scratch_bytes, step, held); });
       const LossProblem::Answers fused_answers = problem.TakeAnswers(backward);
       const int64_t unfused = AddedBytes([&](auto held) { problem.Unfused(backward, held); });
       const LossProblem::Answers unfused_answers = problem.TakeAnswers(backward);
@@ -717,11 +725,15 @@ std::unique_ptr<DeviceArray<uint16_t>> LinearLargeGpuTest::weight_;
 std::unique_ptr<LargeInput> LinearLargeGpuTest::input_;
 
 TEST_F(LinearLargeGpuTest, ForwardAddsAtMost16MiBWhateverTheVocabulary) {
-  Measure("forward", /*backward=*/false, 14 * kMiB, 16 * kMiB);
+  Measure("forward", Step::kForward, 14 * kMiB, 16 * kMiB);
 }
 
 TEST_F(LinearLargeGpuTest, ForwardAndBackwardAddAtMost300MiBWhateverTheVocabulary) {
-  Measure("forward_and_backward", /*backward=*/true, 296 * kMiB, 300 * kMiB);
+  Measure("forward_then_backward", Step::kForwardThenBackward, 296 * kMiB, 300 * kMiB);
+}
+
+TEST_F(LinearLargeGpuTest, TrainingAddsAtMost300MiBWhateverTheVocabulary) {
+  Measure("training", Step::kTraining, 296 * kMiB, 300 * kMiB);
 }
 
 double LogSumExpOf(absl::Span<const double> logits) {
