@@ -8,14 +8,14 @@
 // doubles, in an order fixed by the rows.
 //
 // Cost: reads y and dy where the queries see, writes all keys.
-// Measured on an H200, in percent of those bytes at the rate of a plain copy of the same run
-// (3.82 TB/s; two reads to a write go faster than a copy):
+// Measured on an H200 (bench/results/h200/kernels.json), in percent of those bytes at the rate of a
+// plain copy of the same run (3.93 TB/s; two reads to a write go faster than a copy):
 //
-//   bf16, keys        64  128  512 1024 2048 4096 8192 16384 65536
-//   unmasked          95  100  103  108  109  103  103   104    98
-//   causal                      95   99       103        104
-//   f32                        103  108       103        102    96
-//   with sinks 102 (1024 keys), off alignment 85 (1023)
+//   bf16, keys        64 1024 4096 16384
+//   unmasked          92  108  110   109
+//   causal                 97  102   105
+//   f32                        111
+//   off alignment 89 (1023 keys)
 //
 // Limited by: HBM.
 // Tried and dropped: 32 16-bit elements a thread from 512 keys on (1024 keys 67%: the compiler kept

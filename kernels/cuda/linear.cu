@@ -14,7 +14,9 @@
 // On Hopper, a call in which any row wants rank, entropy or tops has the product of all rows by way
 // of logits, and a second one, in linear_loss_hopper.cu, of the 256 rows around each that wants
 // none of these: which kernel takes a row is for the row to say, and the host does not read rows.
-// Not yet measured.
+// Measured where the product is: linear_loss_hopper.cu, linear_logits_hopper.cu; an f32 head with
+// sample behind it, 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product
+// (bench/results/h200/kernels.json).
 #include <algorithm>
 
 #include "kernels/cuda/linear_decode.h"

@@ -15,7 +15,7 @@
 // Cost: reads vocab * hidden * 2 bytes once, and rows * hidden * 2 from L2 for every tile of every
 // block (twice at 128256 x 4096: 13% more than the weights, at 64 rows); writes rows * vocab * 4.
 // Floor at 128256 x 4096: 0.242 ms at 4.34 TB/s. Limited by: HBM; 128 KB in flight a
-// multiprocessor. Not yet measured.
+// multiprocessor. Not measured on a device that it serves.
 #include "kernels/cuda/linear_decode.h"
 
 #include <cuda_bf16.h>

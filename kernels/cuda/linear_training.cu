@@ -23,12 +23,14 @@
 // and the rows' E fit into it (up to `hidden` rows, twice as many where it is f32), the rest into
 // scratch. Any other call is the two ops, one after the other.
 //
-// Cost: three products (19.0 ms at 4096 x 4096 x 128256, measured as bare products: the floor);
-// beside them, a write of E and a read and a write of G (3.2 GB), a write and a read of the logits,
-// in part out of L2, and one read and write of d_hidden in fp32 for every chunk of up to 16384
-// tokens. Memory beside inputs and outputs: at 4096 rows of 4096, a chunk's E (128 MiB), d_hidden
-// in fp32 (64), hidden states (32), the library's workspace (32), logits (16), maxima (10). Not yet
-// measured.
+// Cost: three products (18.6 ms at 4096 x 4096 x 128256, as bare products: the floor); beside them,
+// a write of E and a read and a write of G (3.2 GB), one read and write of d_hidden in fp32 for
+// every chunk of up to 16384 tokens, and but for Hopper a write and a read of the logits, in part
+// out of L2. Memory beside inputs and outputs: at 4096 rows of 4096, a chunk's E (128 MiB),
+// d_hidden in fp32 (64), hidden states (32), the library's workspace (18 to 32), maxima and sums
+// (23; but for Hopper 10, and 16 of logits). Measured (bench/results/h200/kernels.json), within 290
+// MiB: 19.8 ms, 94% of three bare products. Tried and dropped: pass 1 by cuBLASLt and a kernel on
+// its logits (20.8 ms); all of a chunk's G before product 2 (the same within 1%).
 #include <algorithm>
 #include <limits>
 #include <type_traits>

@@ -17,8 +17,8 @@
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
 // Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 91%
-// padded and 90% packed; 2048 x 131072 k 10, 92%; 512 x 131072 k 64, 77% f32, 64% bf16; k 1024,
-// 47%; 64 rows 19 us; one row 11 us. Limited by: HBM while a row is read (a cell keeps its place in
+// padded and 90% packed; 2048 x 131072 k 10, 89%; 512 x 131072 k 64, 77% f32, 63% bf16; k 1024,
+// 46%; 64 rows 19 us; one row 11 us. Limited by: HBM while a row is read (a cell keeps its place in
 // the lines of 128 bytes on its way to shared memory: without that, a tenth less); then by the
 // chain of latencies that ends a row (floor, second look, rank, merge), about 10 us, which other
 // blocks hide only in part: nearly all of the time for few rows, and the tail of a launch whose
@@ -28,7 +28,7 @@
 // them (both sides slower than blocks that hide each other, 8192 x 50257 11% slower); two cells at
 // once in a warp (35% slower); prefetching the groups of the second look into L2 (nothing); one
 // stage of 8 warps.
-// Warp per row, 65536 x 1000 f32 k 10: 73 us, 725 instructions a row, issued in 67% of the cycles
+// Warp per row, 65536 x 1000 f32 k 10: 72 us, 725 instructions a row, issued in 67% of the cycles
 // by 24 warps a multiprocessor. Tried and dropped: one stage and 32 warps of 64 registers (spills;
 // slower); blocks of 8 warps, rows dealt out beforehand or in turns (77 us both); a row's keys
 // ranked in 4 instructions a key instead of 3 (nothing).
