@@ -18,7 +18,7 @@ int main(int argc, char** argv) try {
   }
   logitd::SetUpLogging(config.log_level, config.log_format);
   // CUDA loads kernels at their first use otherwise, which the first callers of an op would wait
-  // for: some 20 ms.
+  // for.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   return logitd::Serve(config, [&config] {
     return logitd::CreateBackend(config.backend,

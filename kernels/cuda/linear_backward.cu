@@ -13,7 +13,7 @@
 //
 // Ignored and skipped rows are rows of zeros in every product: what they hold reaches nobody.
 //
-// Cost: three products (19.0 ms at 4096 x 4096 x 128256, measured as bare products); beside them, a
+// Cost: three products (18.6 ms at 4096 x 4096 x 128256 in bf16, as bare products); beside them, a
 // write and a read of the logits and of G, in part out of L2, and one read and write of d_hidden in
 // fp32 for every chunk of 8192 tokens. Measured (bench/results/h200/kernels.json) under an f16
 // head, with the forward: 67.9 ms at that shape, of which products in TF32 take most; a bf16 head

@@ -153,6 +153,21 @@ void RawUnaryCall::FinishNow() {
   }
 }
 
+// Half-closed without a message; or the call is gone, and then nobody sees this status. Which, is
+// known at the call's end.
+void RawUnaryCall::FinishWithoutMessage() {
+  bool end = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (finished_) return;
+    finished_ = silent_ = may_end_ = true;
+    status_ = ToGrpc(
+        absl::UnimplementedError("no request message on a unary method: exactly one is required"));
+    end = ClaimEnd();
+  }
+  if (end) FinishNow();
+}
+
 // Reads the one message, then looks for the end of the stream behind it while the message is being
 // worked on. An honest unary stub sends both at once; a peer that sends a second message gets what
 // the gRPC status code table prescribes.
@@ -166,9 +181,7 @@ void RawUnaryCall::OnReadDone(bool ok) {
   }
   tracker_->peer_watch_.Unwatch(&peer_watch_);
   if (!ok) {
-    // Half-closed without a message; or the call is gone, and then nobody sees this status.
-    Finish(
-        absl::UnimplementedError("no request message on a unary method: exactly one is required"));
+    FinishWithoutMessage();
     return;
   }
   have_message_ = true;
@@ -179,6 +192,10 @@ void RawUnaryCall::OnReadDone(bool ok) {
 }
 
 void RawUnaryCall::OnCancel() {
+  {
+    absl::MutexLock lock(&mutex_);
+    gone_ = true;
+  }
   Finish(absl::CancelledError("call cancelled"));
   OnGone();
 }
@@ -189,10 +206,15 @@ void RawUnaryCall::TryCancel() {
 }
 
 void RawUnaryCall::OnDone() {
+  bool silent = false;
+  bool gone = false;
   {
     absl::MutexLock lock(&mutex_);
     done_ = true;
+    silent = silent_;
+    gone = gone_;
   }
+  if (silent) OnFinish(gone ? absl::StatusCode::kCancelled : absl::StatusCode::kUnimplemented);
   tracker_->peer_watch_.Unwatch(&peer_watch_);
   CallTracker* const tracker = tracker_;
   self_.reset();  // may delete this

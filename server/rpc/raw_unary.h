@@ -97,7 +97,7 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
   virtual void OnMessage(grpc::ByteBuffer* message) = 0;
   // The peer has gone, the deadline has passed or the server is shutting down.
   virtual void OnGone() = 0;
-  // Once, when the status is known.
+  // Once, when the status is known; where the call ended without a message, with its end.
   virtual void OnFinish(absl::StatusCode code) = 0;
 
  private:
@@ -109,6 +109,7 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
   // True for the one caller that is to run FinishNow.
   bool ClaimEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishNow();
+  void FinishWithoutMessage();
   void TryCancel();
   void OnReadDone(bool ok) override;
   void OnCancel() override;
@@ -130,6 +131,8 @@ class RawUnaryCall : public std::enable_shared_from_this<RawUnaryCall>,
   bool may_end_ ABSL_GUARDED_BY(mutex_) = false;  // finished, and told to OnFinish
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;    // given to the transport
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  bool gone_ ABSL_GUARDED_BY(mutex_) = false;    // OnCancel has run
+  bool silent_ ABSL_GUARDED_BY(mutex_) = false;  // finished by FinishWithoutMessage
   // Set by the winner of Finish, read by whoever then calls FinishNow.
   grpc::Status status_;
   grpc::ByteBuffer out_;

@@ -611,6 +611,10 @@ TEST(WaitingTest, TruncatedAndVanishedPeers) {
     }
   }
   EXPECT_TRUE(server.WaitForMetric(kHeld, '=', 0));
+  // Those that were seen to be received have gone, and are not peers that sent no message.
+  EXPECT_TRUE(server.WaitForMetric("logitd_requests_total{code=\"CANCELLED\",op=\"softmax_topk\"}",
+                                   '>', 4));
+  EXPECT_LE(server.Metric("logitd_requests_total{code=\"UNIMPLEMENTED\",op=\"softmax_topk\"}"), 1);
   v1::TopKResponse response;
   EXPECT_TRUE(TopK(Connect(server.tcp()), Request({1, 2}, 1, 1), &response).ok());
 }
