@@ -13,8 +13,8 @@
 
 #include "absl/strings/str_format.h"
 #include "bench/kernels/device.h"
+#include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/product.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::bench {

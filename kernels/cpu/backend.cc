@@ -12,13 +12,13 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "kernels/cpu/attention_softmax.h"
-#include "kernels/cpu/cross_entropy.h"
-#include "kernels/cpu/linear.h"
-#include "kernels/cpu/sample.h"
-#include "kernels/cpu/softmax_topk.h"
+#include "kernels/cpu/attention/attention_softmax.h"
+#include "kernels/cpu/linear/linear.h"
+#include "kernels/cpu/loss/cross_entropy.h"
+#include "kernels/cpu/sampling/sample.h"
+#include "kernels/cpu/sampling/softmax_topk.h"
+#include "kernels/cpu/sampling/verify.h"
 #include "kernels/cpu/thread_pool.h"
-#include "kernels/cpu/verify.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {

@@ -8,8 +8,8 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/product.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {

@@ -1,0 +1,34 @@
+// The CPU forms of linear_topk, linear_sample and linear_cross_entropy; the contract is
+// kernels/linear.h.
+#ifndef LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
+#define LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
+
+#include "kernels/cpu/linear/product.h"
+#include "kernels/cpu/loss/cross_entropy.h"
+#include "kernels/cpu/rows/sketch.h"
+#include "kernels/cpu/thread_pool.h"
+#include "kernels/linear.h"
+
+namespace logitd::cpu {
+
+// Memory of one stream's linear ops: up to 64 MiB of logits; for the backward three blocks of 256
+// tokens by `hidden`, and f32 sums for d_hidden, [rows, hidden].
+struct LinearScratch {
+  AlignedBuffer packed, logits;
+  AlignedBuffer hidden, weight, d_weight, d_hidden;
+  SketchScratch topk;
+  LossScratch loss;
+};
+
+// Block until done. The bits of the results depend on neither the pool nor what else runs on it.
+// `scratch` belongs to the caller's stream, and stays for its next call.
+void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch);
+void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch);
+void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
+                        LinearScratch& scratch);
+void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
+                                LinearScratch& scratch);
+
+}  // namespace logitd::cpu
+
+#endif  // LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_

@@ -1,0 +1,543 @@
+// cross_entropy on the CPU: one streaming read of a row leaves a sketch (sketch.h), from which the
+// loss, the rank and the top tokens come.
+//
+//   read:    32 cells at a time: a softcap writes them as f32 to scratch; their sketch; for label
+//            smoothing their sum, for the entropy the sum of exp(y) y, both out of L2. A softcap
+//            that makes unequal logits equal hides their order: ranks and top tokens then come from
+//            a second sketch, of the row as sent.
+//   answer:  the cells' sums are brought to the row's maximum in cell order, in double precision.
+//
+// Backward: one pass, element by element.
+//
+// Cost at 64 x 131072 f32: reads 33.6 MB once, which is the floor; backward writes as much.
+// Smoothing and the entropy are passes over cells in L2, a softcap writes and sketches a copy
+// there; a rank reads again the cells that hold something before the target.
+//
+// Limited by: memory for a plain loss in f32; by arithmetic for 16 bits, for a softcap (two
+// divisions and an exponential an element more) and backward.
+//
+// Measured: bench/results/cpu/losses.json, as shares of a bare read and of a bare copy.
+#include "kernels/cpu/loss/cross_entropy.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/loss/cross_entropy.cc"
+#include "hwy/contrib/sort/vqsort.h"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/rows/sketch-inl.h"
+#include "kernels/cpu/rows/softcap-inl.h"
+
+#ifndef LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
+#define LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
+
+namespace logitd::cpu {
+
+// Cells read at once, and work handed to a thread at once: small enough to balance and to stay in
+// L2, large enough to hide taking it.
+inline constexpr int64_t kItemCells = 32;
+
+// Scratch of one thread.
+struct LossThreadScratch {
+  LossScratch row;
+  Buffer<float> capped;
+  Buffer<uint64_t> keys;
+  hwy::Sorter sorter;
+};
+
+// A row on its way to its answers.
+struct LossRow {
+  Row sent;  // its sketch, at temperature 1, only where the order is not that of x
+  Row x;     // after softcap, at the row's temperature; where there is a softcap it has no memory
+  bool has_order;  // sent has a sketch of its own
+  float* total;    // [cells], sum of x * kTotalShrink
+  float* moment;   // [cells], sum of exp((x - max) / temperature) * (x - max) * kShrink
+};
+
+// Keeps the sum of a cell finite.
+inline constexpr float kTotalShrink = 1.0f / 4096;
+
+// The smoothing of the contract's formula.
+inline double EffectiveSmoothing(const CrossEntropyRow& ask, int64_t vocab) {
+  const double e = ask.label_smoothing;
+  if (ask.smoothing == Smoothing::kTorch) return e;
+  return vocab == 1 ? 0 : e * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
+}
+
+inline bool OrderIsNeeded(const CrossEntropyRow& ask) {
+  const bool rank = (ask.want & kWantRank) != 0 && ask.target != kIgnoredTarget;
+  return rank || ask.top_logprobs > 0;
+}
+
+// Row r, with sketches in slot `slot` of `slots` of the scratch.
+inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t r, LossScratch& scratch,
+                         int64_t slots, int64_t slot) {
+  const TensorView& logits = args.logits;
+  const CrossEntropyRow& ask = args.rows[r];
+  const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
+  const int64_t cells = CellCount(logits.cols);
+  LossRow row;
+  row.sent = {.logits = static_cast<const std::byte*>(logits.data) + offset,
+              .dtype = logits.dtype,
+              .vocab = logits.cols,
+              .temperature = 1,
+              .sketch = {}};
+  row.x = row.sent;
+  row.x.temperature = ask.temperature;
+  row.x.sketch = SketchAt(scratch.x, slots, slot, logits.cols);
+  row.has_order = ask.softcap > 0 && OrderIsNeeded(ask);
+  if (row.has_order) row.sent.sketch = SketchAt(scratch.order, slots, slot, logits.cols);
+  row.total = scratch.total.Get(slots * cells) + slot * cells;
+  row.moment = scratch.moment.Get(slots * cells) + slot * cells;
+  return row;
+}
+
+}  // namespace logitd::cpu
+
+#endif  // LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
+
+HWY_BEFORE_NAMESPACE();
+namespace logitd::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// The first `count` elements as a vector, where they are fewer with zeros behind them.
+template <typename T>
+HWY_INLINE VF LoadUpTo(DF d, const T* from, int64_t count) {
+  if (HWY_LIKELY(count >= static_cast<int64_t>(hn::Lanes(d)))) return LoadF32(d, from);
+  T last[kMaxLanes];
+  CopyTail(from, count, last);
+  return LoadF32(d, last);
+}
+
+// Calls body(vector, elements in it, u) for `count` elements, kUnroll vectors in turn; zeros behind
+// the last.
+constexpr int64_t kUnroll = 4;
+template <typename T, class Body>
+HWY_INLINE void ForEachVector(const T* from, int64_t count, const Body& body) {
+  const DF d;
+  const int64_t lanes = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + kUnroll * lanes <= count; i += kUnroll * lanes) {
+    for (int64_t u = 0; u < kUnroll; ++u) body(LoadF32(d, from + i + u * lanes), lanes, u);
+  }
+  for (; i + lanes <= count; i += lanes) body(LoadF32(d, from + i), lanes, 0);
+  if (i == count) return;
+  T last[kMaxLanes];
+  CopyTail(from + i, count - i, last);
+  body(LoadF32(d, last), count - i, 0);
+}
+
+HWY_INLINE float SumOf(const VF* s) {
+  const DF d;
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s[0], s[1]), hn::Add(s[2], s[3]))));
+}
+
+// sum x * kTotalShrink
+template <typename T>
+float CellTotal(const T* cell, int64_t count) {
+  const DF d;
+  const VF shrink = hn::Set(d, kTotalShrink);
+  VF s[kUnroll];
+  for (VF& v : s) v = hn::Zero(d);
+  ForEachVector(cell, count,
+                [&](VF x, int64_t, int64_t u) HWY_ATTR { s[u] = hn::MulAdd(x, shrink, s[u]); });
+  return SumOf(s);
+}
+
+// sum exp((x - max) / temperature) * (x - max) * kShrink, by the exponentials of CellSummer; max is
+// finite.
+template <typename T>
+float CellMoment(const T* cell, int64_t count, const Exponent& e, float max) {
+  const DF d;
+  const VF round = hn::Set(d, kRound), shrink = hn::Set(d, kShrink), slope = hn::Set(d, e.slope);
+  const VF top = hn::Set(d, max * kShrink), floor = hn::Set(d, e.floor);
+  VF s[kUnroll];
+  for (VF& v : s) v = hn::Zero(d);
+  ForEachVector(cell, count, [&](VF x, int64_t n, int64_t u) HWY_ATTR {
+    const VF y = hn::Max(hn::MulSub(x, shrink, top), floor);
+    const VF t = hn::MulAdd(y, slope, round);
+    const VF f = hn::MulSub(y, slope, hn::Sub(t, round));
+    VF w = hn::Mul(Exp2Poly(d, f), PowerOf2(d, t));
+    if (n < static_cast<int64_t>(hn::Lanes(d))) {
+      w = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(n)), w);
+    }
+    s[u] = hn::MulAdd(w, y, s[u]);
+  });
+  return SumOf(s);
+}
+
+// Total and moment of cells [begin, end) of `x`, whose sketch is done.
+template <typename T>
+void SumCells(const T* x, const Row& row, int64_t begin, int64_t end, float* total, float* moment) {
+  const Exponent e = MakeExponent(row.temperature);
+  for (int64_t c = begin; c < end; ++c) {
+    const T* cell = x + c * kCellElements;
+    const int64_t count = std::min(kCellElements, row.vocab - c * kCellElements);
+    const float max = row.sketch.max[c];
+    if (total != nullptr) total[c] = CellTotal(cell, count);
+    if (moment != nullptr) moment[c] = std::isfinite(max) ? CellMoment(cell, count, e, max) : 0;
+  }
+}
+
+void SumCellsOf(const Row& row, int64_t begin, int64_t end, float* total, float* moment) {
+  if (total == nullptr && moment == nullptr) return;
+  AsType(row.dtype, static_cast<const std::byte*>(row.logits),
+         [&](const auto* x) { SumCells(x, row, begin, end, total, moment); });
+}
+
+// `count` elements of a row after the softcap, as f32.
+template <typename T>
+void Cap(const T* from, int64_t count, float softcap, float* to) {
+  const DF d;
+  for (int64_t i = 0; i < count; i += hn::Lanes(d)) {
+    StoreAs(d, SoftCap(d, LoadUpTo(d, from + i, count - i), softcap), count - i, to + i);
+  }
+}
+
+// Reads cells [begin, end) of the row, at most kItemCells.
+void ReadCells(const LossRow& row, const CrossEntropyRow& ask, int64_t begin, int64_t end,
+               LossThreadScratch& scratch) {
+  const bool is_smooth = EffectiveSmoothing(ask, row.x.vocab) > 0;
+  float* total = is_smooth ? row.total : nullptr;
+  float* moment = (ask.want & kWantEntropy) != 0 ? row.moment : nullptr;
+  if (ask.softcap == 0) {
+    SketchCells(row.x, begin, end);
+    SumCellsOf(row.x, begin, end, total, moment);
+    return;
+  }
+  if (row.has_order) SketchCells(row.sent, begin, end);
+  // These cells as a row of their own.
+  const RowSketch& whole = row.x.sketch;
+  float* capped = scratch.capped.Get(kItemCells * kCellElements);
+  const Row part = {.logits = capped,
+                    .dtype = DType::kF32,
+                    .vocab = std::min(row.x.vocab, end * kCellElements) - begin * kCellElements,
+                    .temperature = ask.temperature,
+                    .sketch = {.max = whole.max + begin,
+                               .sum = whole.sum + begin,
+                               .coarse = whole.coarse + begin * hn::Lanes(DF()),
+                               .fine = whole.fine + begin * kFinePerCell}};
+  const int64_t first = begin * kCellElements * static_cast<int64_t>(SizeOf(row.sent.dtype));
+  AsType(row.sent.dtype, static_cast<const std::byte*>(row.sent.logits) + first,
+         [&](const auto* sent) { Cap(sent, part.vocab, ask.softcap, capped); });
+  SketchCells(part, 0, end - begin);
+  SumCellsOf(part, 0, end - begin, total == nullptr ? nullptr : total + begin,
+             moment == nullptr ? nullptr : moment + begin);
+}
+
+// One logit after the softcap: the same bits as among others.
+float CapOne(float logit, float softcap) {
+  if (softcap == 0) return logit;
+  const DF d;
+  return hn::GetLane(SoftCap(d, hn::Set(d, logit), softcap));
+}
+
+// A row's distribution.
+struct Distribution {
+  double max;  // of x, before the temperature divides it; not NaN
+  double temperature;
+  double log_sum;  // of exp((x - max) / temperature); of +inf, of their number
+
+  double Logprob(float x) const {
+    constexpr double kMinusInf = -std::numeric_limits<double>::infinity();
+    if (x == -kInf) return kMinusInf;
+    if (max == kInf) return x == kInf ? -log_sum : kMinusInf;
+    return (double{x} - max) / temperature - log_sum;
+  }
+  double LogSumExp() const { return std::isfinite(max) ? max / temperature + log_sum : max; }
+};
+
+// -sum p ln p. max is not -inf.
+double Entropy(const LossRow& row, const Distribution& of) {
+  if (of.max == kInf) return of.log_sum;
+  const double unit = 1 / kShrink / std::max(of.temperature, 0x1p-118);
+  double sum = 0, moment = 0;
+  for (int64_t c = 0; c < CellCount(row.x.vocab); ++c) {
+    const double below = (double{row.x.sketch.max[c]} - of.max) * kShrink * unit;
+    const double share = std::exp(below);
+    if (share == 0) continue;
+    sum += share * row.x.sketch.sum[c];
+    moment += share * (row.moment[c] * unit + below * row.x.sketch.sum[c]);
+  }
+  return std::max(0.0, std::log(sum) - moment / sum);
+}
+
+// The mean of x, before the temperature divides it.
+double MeanOf(const LossRow& row) {
+  double total = 0;
+  for (int64_t c = 0; c < CellCount(row.x.vocab); ++c) total += row.total[c];
+  return total / kTotalShrink / static_cast<double>(row.x.vocab);
+}
+
+// The loss of a counted row. max is not -inf.
+double LossOf(const LossRow& row, const CrossEntropyRow& ask, const Distribution& of, float x) {
+  constexpr double kPlusInf = std::numeric_limits<double>::infinity();
+  const double e = EffectiveSmoothing(ask, row.x.vocab);
+  const double plain = -of.Logprob(x);
+  if (of.max == kInf) return e == 0 && ask.z_loss == 0 ? plain : kPlusInf;
+  if (x == -kInf) return kPlusInf;
+  double loss = plain;
+  // A mean of -inf makes it +inf.
+  if (e > 0) loss = (1 - e) * plain + e * (of.log_sum - (MeanOf(row) - of.max) / of.temperature);
+  if (ask.z_loss > 0) loss += double{ask.z_loss} * of.LogSumExp() * of.LogSumExp();
+  return loss;
+}
+
+// Every answer of a row in which a cell has a NaN.
+void AnswerNan(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int64_t nan_cell) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const CrossEntropyRow& ask = args.rows[r];
+  const CrossEntropyAnswers& out = args.answers;
+  out.status[r] = {RowCode::kNanLogit, FirstNanOf(row.sent, nan_cell)};
+  out.loss[r] = out.logsumexp[r] = out.target_logprob[r] = kNan;
+  if (out.rank != nullptr) out.rank[r] = 0;
+  if (out.entropy != nullptr) out.entropy[r] = (ask.want & kWantEntropy) != 0 ? kNan : 0;
+  if (ask.top_logprobs > 0) {
+    std::fill_n(out.top_ids + ask.first_top_entry, ask.top_logprobs, -1);
+    std::fill_n(out.top_logprobs + ask.first_top_entry, ask.top_logprobs, kNan);
+  }
+  if (ask.extra_count > 0) {
+    std::fill_n(out.extra_logprobs + ask.first_extra_entry, ask.extra_count, kNan);
+  }
+}
+
+// Turns what the read left of row r into its answers.
+void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
+            LossThreadScratch& scratch) {
+  const CrossEntropyRow& ask = args.rows[r];
+  const CrossEntropyAnswers& out = args.answers;
+  const Peak peak = FindPeak(row.x);
+  if (HWY_UNLIKELY(peak.nan_cell >= 0)) return AnswerNan(args, r, row, peak.nan_cell);
+  const bool is_empty = peak.max == -kInf;
+  out.status[r] = {is_empty ? RowCode::kEmptySupport : RowCode::kOk, -1};
+  Distribution of = {.max = peak.max, .temperature = ask.temperature, .log_sum = 0};
+  if (!is_empty) {
+    of.log_sum = std::log(double{TotalSum(row.x, peak.max, MakeExponent(ask.temperature))});
+  }
+  out.logsumexp[r] = static_cast<float>(of.LogSumExp());
+
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  const Row& order = row.has_order ? row.sent : row.x;
+  double loss = 0, logprob = 0;
+  int64_t rank = 0;
+  if (ask.target != kIgnoredTarget) {
+    const float sent = Element(row.sent, ask.target);
+    const float x = CapOne(sent, ask.softcap);
+    logprob = of.Logprob(x);
+    loss = is_empty ? kNan : LossOf(row, ask, of, x);
+    if ((ask.want & kWantRank) != 0) rank = 1 + CountBeforeOf(order, sent, ask.target);
+  }
+  out.loss[r] = static_cast<float>(loss);
+  out.target_logprob[r] = static_cast<float>(logprob);
+  if (out.rank != nullptr) out.rank[r] = static_cast<int32_t>(rank);
+  if (out.entropy != nullptr) {
+    const bool wanted = (ask.want & kWantEntropy) != 0;
+    out.entropy[r] = static_cast<float>(!wanted ? 0 : is_empty ? kNan : Entropy(row, of));
+  }
+  if (ask.top_logprobs > 0) {
+    const float max = row.has_order ? FindPeak(order).max : peak.max;
+    uint64_t* keys = scratch.keys.Get(row.x.vocab);
+    TopKeys(order, ask.top_logprobs, max, -kInf, keys, scratch.sorter);
+    for (int32_t i = 0; i < ask.top_logprobs; ++i) {
+      out.top_ids[ask.first_top_entry + i] = KeyIndex(keys[i]);
+      out.top_logprobs[ask.first_top_entry + i] =
+          static_cast<float>(of.Logprob(CapOne(KeyLogit(keys[i]), ask.softcap)));
+    }
+  }
+  for (int32_t i = 0; i < ask.extra_count; ++i) {
+    const float sent = Element(row.sent, args.extra_ids[ask.first_extra + i]);
+    out.extra_logprobs[ask.first_extra_entry + i] =
+        static_cast<float>(of.Logprob(CapOne(sent, ask.softcap)));
+  }
+}
+
+// ---- Backward
+
+// What the gradient of a row is made of.
+struct Gradient {
+  Exponent exponent;
+  float top;     // p = exp((x - top) / temperature) * share
+  float most;    // no x is taken to be above it
+  float share;   // times 1 + 2 z_loss logsumexp
+  float target;  // 1 - e
+  float other;   // e / vocab
+  float scale;   // upstream / temperature
+  float scale_more;
+  float softcap;
+};
+
+Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float logsumexp,
+                      float upstream) {
+  const double temperature = std::max(double{ask.temperature}, 0x1p-118);  // as in exponent
+  const double e = EffectiveSmoothing(ask, block.vocab);
+  Gradient g;
+  g.exponent = MakeExponent(ask.temperature);
+  g.top = static_cast<float>(std::clamp<double>(logsumexp * temperature, -FLT_MAX, FLT_MAX));
+  g.most = static_cast<float>(g.top + 64 * temperature);
+  const double lost = std::clamp(g.top / temperature - logsumexp, -80.0, 80.0);
+  g.share = static_cast<float>(std::exp(lost) * (1 + 2.0 * ask.z_loss * logsumexp));
+  g.target = static_cast<float>(1 - e);
+  g.other = static_cast<float>(e / static_cast<double>(block.vocab));
+  // In two factors: the quotient may be more than a float holds where what it multiplies is small.
+  const double scale = double{upstream} / ask.temperature;
+  g.scale_more = std::fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
+  g.scale = static_cast<float>(scale / g.scale_more);
+  g.softcap = block.softcap > 0 ? block.softcap : ask.softcap;
+  return g;
+}
+
+// d total / d l of a vector of logits; `target` is 1 - e in the target's lane, else 0.
+template <bool kSoftcap>
+HWY_INLINE VF GradientOf(DF d, VF l, VF target, const Gradient& g) {
+  VF x = l, bend = hn::Set(d, 1.0f);
+  if constexpr (kSoftcap) {
+    const VF cap = hn::Set(d, g.softcap);
+    const VF tanh = Tanh(d, hn::Div(l, cap));
+    x = hn::Mul(cap, tanh);
+    bend = hn::NegMulAdd(tanh, tanh, bend);
+  }
+  const VF p = PreciseExp(d, hn::Min(x, hn::Set(d, g.most)), hn::Set(d, g.top), g.exponent);
+  VF dx = hn::MulSub(p, hn::Set(d, g.share), hn::Set(d, g.other));
+  dx = hn::Mul(hn::Sub(dx, target), hn::Set(d, g.scale));
+  dx = hn::Mul(dx, hn::Set(d, g.scale_more));
+  return kSoftcap ? hn::Mul(dx, bend) : dx;
+}
+
+// Elements [begin, end) of a row. `g` is a copy, so that no store can change it.
+template <bool kSoftcap, typename T>
+void Spread(const T* logits, int64_t begin, int64_t end, int64_t target, const Gradient g, T* to) {
+  const DF d;
+  const DI di;
+  const int64_t lanes = hn::Lanes(d);
+  for (int64_t i = begin; i < end; i += lanes) {
+    VF hit = hn::Zero(d);
+    if (HWY_UNLIKELY(target >= i && target < i + lanes)) {
+      const auto is_target = hn::Eq(hn::Iota(di, 0), hn::Set(di, static_cast<int32_t>(target - i)));
+      hit = hn::IfThenElseZero(hn::RebindMask(d, is_target), hn::Set(d, g.target));
+    }
+    StoreAs(d, GradientOf<kSoftcap>(d, LoadUpTo(d, logits + i, end - i), hit, g), end - i, to + i);
+  }
+}
+
+template <typename T>
+void FillNan(T* to, int64_t count) {
+  const DF d;
+  const VF nan = hn::Set(d, std::numeric_limits<float>::quiet_NaN());
+  for (int64_t i = 0; i < count; i += hn::Lanes(d)) StoreAs(d, nan, count - i, to + i);
+}
+
+// Elements [begin, end) of the gradient of row r.
+void BackwardPart(const CrossEntropyBackwardArgs& args, const TokenBlock& block, int64_t r,
+                  int64_t begin, int64_t end) {
+  const CrossEntropyRow& ask = args.rows[r];
+  const auto size = static_cast<int64_t>(SizeOf(args.logits.dtype));
+  const auto* from =
+      static_cast<const std::byte*>(args.logits.data) + r * args.logits.row_stride * size;
+  auto* to = static_cast<std::byte*>(args.d_logits.data) + r * args.d_logits.row_stride * size;
+  if (ask.target == kIgnoredTarget) {
+    std::memset(to + begin * size, 0, static_cast<size_t>((end - begin) * size));
+    return;
+  }
+  AsType(args.logits.dtype, from, [&](const auto* logits) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(logits)>>;
+    T* d_logits = reinterpret_cast<T*>(to);
+    if (!std::isfinite(args.logsumexp[r])) return FillNan(d_logits + begin, end - begin);
+    const Gradient g = MakeGradient(ask, block, args.logsumexp[r], args.upstream[r]);
+    const int64_t target = ask.target - block.first_token;
+    if (g.softcap > 0) {
+      Spread<true>(logits, begin, end, target, g, d_logits);
+    } else {
+      Spread<false>(logits, begin, end, target, g, d_logits);
+    }
+  });
+}
+
+}  // namespace logitd::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace logitd::cpu {
+
+HWY_EXPORT(ReadCells);
+HWY_EXPORT(Answer);
+HWY_EXPORT(BackwardPart);
+
+namespace {
+
+// Rows below this many per thread are split by cells instead of being dealt out whole.
+constexpr int64_t kWholeRowsPerThread = 4;
+
+LossThreadScratch& ScratchOfThisThread() {
+  thread_local LossThreadScratch scratch;
+  return scratch;
+}
+
+}  // namespace
+
+void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch) {
+  const int64_t rows = args.logits.rows;
+  const int64_t cells = CellCount(args.logits.cols);
+  const auto read = [&](int64_t r, const LossRow& row, int64_t begin) {
+    HWY_DYNAMIC_DISPATCH(ReadCells)
+    (row, args.rows[r], begin, std::min(cells, begin + kItemCells), ScratchOfThisThread());
+  };
+  const auto answer = [&](int64_t r, const LossRow& row) {
+    HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
+  };
+  if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
+    const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
+    pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
+      for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
+        if (args.rows[r].active == 0) continue;
+        const LossRow row = LossRowAt(args, r, ScratchOfThisThread().row, 1, 0);
+        for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c);
+        answer(r, row);
+      }
+    });
+    return;
+  }
+  // Sized here, so that no thread grows what another reads.
+  SketchAt(scratch.x, rows, 0, args.logits.cols);
+  SketchAt(scratch.order, rows, 0, args.logits.cols);
+  scratch.total.Get(rows * cells);
+  scratch.moment.Get(rows * cells);
+  const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
+  pool.ParallelFor(rows * per_row, [&](int64_t item) {
+    const int64_t r = item / per_row;
+    if (args.rows[r].active == 0) return;
+    read(r, LossRowAt(args, r, scratch, rows, r), item % per_row * kItemCells);
+  });
+  pool.ParallelFor(rows, [&](int64_t r) {
+    if (args.rows[r].active != 0) answer(r, LossRowAt(args, r, scratch, rows, r));
+  });
+}
+
+void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const TokenBlock& block,
+                                  ThreadPool& pool) {
+  constexpr int64_t kItemElements = kItemCells * kCellElements;
+  const int64_t rows = args.logits.rows;
+  const int64_t cols = args.logits.cols;
+  const int64_t per_row = (cols + kItemElements - 1) / kItemElements;
+  const int64_t rows_per_item = std::max<int64_t>(1, kItemElements / cols);
+  pool.ParallelFor((rows + rows_per_item - 1) / rows_per_item * per_row, [&](int64_t item) {
+    const int64_t begin = item % per_row * kItemElements;
+    const int64_t first = item / per_row * rows_per_item;
+    for (int64_t r = first; r < std::min(rows, first + rows_per_item); ++r) {
+      if (args.rows[r].active == 0) continue;
+      HWY_DYNAMIC_DISPATCH(BackwardPart)
+      (args, block, r, begin, std::min(cols, begin + kItemElements));
+    }
+  });
+}
+
+void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool) {
+  CrossEntropyBackwardOfTokens(args, {.vocab = args.logits.cols}, pool);
+}
+
+}  // namespace logitd::cpu
+#endif  // HWY_ONCE

@@ -1,0 +1,36 @@
+// The CPU form of cross_entropy; the contract is kernels/cross_entropy.h.
+#ifndef LOGITD_KERNELS_CPU_LOSS_CROSS_ENTROPY_H_
+#define LOGITD_KERNELS_CPU_LOSS_CROSS_ENTROPY_H_
+
+#include "kernels/cpu/rows/sketch.h"
+#include "kernels/cpu/thread_pool.h"
+#include "kernels/cross_entropy.h"
+
+namespace logitd::cpu {
+
+// Memory of what rows leave behind when they are read.
+struct LossScratch {
+  SketchScratch x, order;
+  Buffer<float> total, moment;
+};
+
+// Block until done. The bits of the results depend on neither the pool nor what else runs on it.
+// `scratch` belongs to the caller's stream, and stays for its next call.
+void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch);
+void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool);
+
+// Columns of a wider row's logits, as one block of a head's vocabulary gives them.
+struct TokenBlock {
+  int64_t first_token = 0;
+  int64_t vocab = 0;
+  float softcap = 0;  // the head's
+};
+
+// CrossEntropyBackward where args.logits and args.d_logits are such columns of the rows. Targets
+// count from token 0.
+void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const TokenBlock& block,
+                                  ThreadPool& pool);
+
+}  // namespace logitd::cpu
+
+#endif  // LOGITD_KERNELS_CPU_LOSS_CROSS_ENTROPY_H_

@@ -1,0 +1,158 @@
+// The per-target half of lanes.h: vectors of floats out of any element type and into any, and 2^f.
+#if defined(LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_
+#undef LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_
+#else
+#define LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_
+#endif
+
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/rows/lanes.h"
+#include "kernels/types.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace logitd::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF = hn::CappedTag<float, kMaxLanes>;
+using DI = hn::RebindToSigned<DF>;
+using VF = hn::Vec<DF>;
+
+// Whether PromoteTo reads f16 by an instruction. Highway 1.0's substitute for it takes infinities
+// and NaN for finite.
+constexpr bool kHardwareF16 = HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2;
+
+template <typename T>
+HWY_INLINE VF LoadF32(DF d, const T* from) {
+  if constexpr (std::is_same_v<T, float>) {
+    return hn::LoadU(d, from);
+  } else if constexpr (std::is_same_v<T, hwy::float16_t> && !kHardwareF16) {
+    const hn::RebindToUnsigned<DF> du;
+    const auto half = hn::PromoteTo(
+        du, hn::LoadU(hn::Rebind<uint16_t, DF>(), reinterpret_cast<const uint16_t*>(from)));
+    const auto size = hn::And(half, hn::Set(du, 0x7fff));
+    const auto sign = hn::ShiftLeft<16>(hn::Sub(half, size));
+    // As the bits of a float, the size is 2^-112 of what it means, subnormals included.
+    const VF value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(size)), hn::Set(d, 0x1p112f));
+    // All ones in f16's exponent stand for all ones in f32's.
+    const VF special = hn::IfThenElseZero(hn::Ge(value, hn::Set(d, 65536.0f)), hn::Set(d, kInf));
+    return hn::Or(hn::Or(value, special), hn::BitCast(d, sign));
+  } else {
+    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, DF>(), from));
+  }
+}
+
+// The first `count` of `from`, less than a vector, then zeros.
+template <typename T>
+HWY_INLINE void CopyTail(const T* from, int64_t count, T* padded) {
+  std::memset(padded, 0, kMaxLanes * sizeof(T));
+  // The modulus is for the compiler, which does not know that count is small.
+  std::memcpy(padded, from, static_cast<size_t>(count) % kMaxLanes * sizeof(T));
+}
+
+// The last few elements of a row, which are less than a vector.
+HWY_INLINE void StoreTail(DF d, VF v, int64_t count, float* to) {
+  HWY_ALIGN float last[kMaxLanes];
+  hn::Store(v, d, last);
+  std::memcpy(to, last, static_cast<size_t>(count) * sizeof(float));
+}
+
+// To nearest, ties to even.
+HWY_INLINE auto RoundToBF16(DF d, VF v) {
+  const DI di;
+  // Rounding would carry a NaN with all bits set into a number.
+  v = hn::IfThenElse(hn::IsNaN(v), hn::Set(d, std::numeric_limits<float>::quiet_NaN()), v);
+  const auto bits = hn::BitCast(di, v);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(di, 1));
+  const auto rounded = hn::Add(hn::Add(bits, hn::Set(di, 0x7fff)), odd);
+  const hn::RebindToUnsigned<DF> du;
+  const auto half = hn::BitCast(di, hn::ShiftRight<16>(hn::BitCast(du, rounded)));
+  return hn::DemoteTo(hn::Rebind<uint16_t, DF>(), half);
+}
+
+// The same for f16; larger numbers become infinities.
+HWY_INLINE auto RoundToF16(DF d, VF v) {
+  const hn::Rebind<uint16_t, DF> d16;
+  if constexpr (kHardwareF16) {
+    return hn::BitCast(d16, hn::DemoteTo(hn::Rebind<hwy::float16_t, DF>(), v));
+  } else {
+    const DI di;
+    const VF size = hn::Abs(v);
+    const auto bits = hn::BitCast(di, size);
+    const auto odd = hn::And(hn::ShiftRight<13>(bits), hn::Set(di, 1));
+    // f16's exponent is f32's less 112.
+    const auto normal =
+        hn::ShiftRight<13>(hn::Add(hn::Add(bits, hn::Set(di, 0xfff - (112 << 23))), odd));
+    // Next to 1/2 a float's last place is that of a subnormal f16.
+    const VF half = hn::Set(d, 0.5f);
+    const auto tiny = hn::Sub(hn::BitCast(di, hn::Add(size, half)), hn::BitCast(di, half));
+    auto result =
+        hn::IfThenElse(hn::RebindMask(di, hn::Lt(size, hn::Set(d, 0x1p-14f))), tiny, normal);
+    const auto large = hn::RebindMask(di, hn::Ge(size, hn::Set(d, 65520.0f)));
+    result = hn::IfThenElse(large, hn::Set(di, 0x7c00), result);
+    result = hn::IfThenElse(hn::RebindMask(di, hn::IsNaN(v)), hn::Set(di, 0x7e00), result);
+    const auto sign = hn::And(hn::ShiftRight<16>(hn::BitCast(di, v)), hn::Set(di, 0x8000));
+    return hn::DemoteTo(d16, hn::Or(result, sign));
+  }
+}
+
+// Stores the first `count` of v, a whole vector where that is as many.
+template <typename Out>
+HWY_INLINE void StoreAs(DF d, VF v, int64_t count, Out* to) {
+  const int64_t lanes = hn::Lanes(d);
+  if constexpr (std::is_same_v<Out, float>) {
+    if (HWY_LIKELY(count >= lanes)) {
+      hn::StoreU(v, d, to);
+    } else {
+      StoreTail(d, v, count, to);
+    }
+  } else {
+    const hn::Rebind<uint16_t, DF> d16;
+    hn::Vec<decltype(d16)> half;
+    if constexpr (std::is_same_v<Out, hwy::float16_t>) {
+      half = RoundToF16(d, v);
+    } else {
+      half = RoundToBF16(d, v);
+    }
+    if (HWY_LIKELY(count >= lanes)) {
+      hn::StoreU(half, d16, reinterpret_cast<uint16_t*>(to));
+    } else {
+      HWY_ALIGN uint16_t last[kMaxLanes];
+      hn::Store(half, d16, last);
+      std::memcpy(to, last, static_cast<size_t>(count) * sizeof(uint16_t));
+    }
+  }
+}
+
+// Calls body(pointer of the element type) with the row's memory.
+template <class Pointer, class Body>
+HWY_INLINE auto AsType(DType dtype, Pointer data, const Body& body) {
+  using Const = std::is_const<std::remove_pointer_t<Pointer>>;
+  const auto as = [&](auto value) {
+    using T = decltype(value);
+    return body(reinterpret_cast<std::conditional_t<Const::value, const T, T>*>(data));
+  };
+  if (dtype == DType::kF16) return as(hwy::float16_t());
+  if (dtype == DType::kBF16) return as(hwy::bfloat16_t());
+  return as(0.0f);
+}
+
+// 2^f for |f| <= 1/2, relative error 1e-7; exactly 1 at 0. Minimax for the relative error, by
+// Lawson iteration.
+HWY_INLINE VF Exp2Poly(DF d, VF f) {
+  VF p = hn::Set(d, 0.00132647273f);
+  p = hn::MulAdd(p, f, hn::Set(d, 0.00967151299f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.0555073358f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.240222424f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.693147004f));
+  return hn::MulAdd(p, f, hn::Set(d, 1.0f));
+}
+
+}  // namespace logitd::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

@@ -1,0 +1,150 @@
+// verify on the CPU: a sequence to a thread, its rows in order, each read as sample reads it
+// (sample_row-inl.h). What lies behind a refused draft is never read.
+//
+// Cost: one read of each row up to the first refused draft. A draft with probabilities on an
+// unfiltered row lists every token of the row that weighs anything, as a flat top-p does.
+#include "kernels/cpu/sampling/verify.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/sampling/verify.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/sampling/sample_row-inl.h"
+
+#ifndef LOGITD_KERNELS_CPU_VERIFY_ONCE_
+#define LOGITD_KERNELS_CPU_VERIFY_ONCE_
+
+namespace logitd::cpu {
+
+// What a draft was drawn from, as integers of the target's scale. Asked by ascending token.
+class DraftMass {
+ public:
+  DraftMass(const VerifyArgs& args, const VerifyDraft& draft, uint64_t total)
+      : probs_(args.draft_probs + draft.first_prob), scale_(static_cast<double>(total)) {
+    if (draft.kind == DraftKind::kDense) return;
+    id_ = args.draft_ids + draft.first_id;
+    ids_end_ = id_ + draft.count;
+  }
+
+  uint64_t Of(int32_t token) {
+    if (id_ == nullptr) return Fixed(probs_[token]);
+    while (id_ != ids_end_ && *id_ < token) {
+      ++id_;
+      ++probs_;
+    }
+    return id_ != ids_end_ && *id_ == token ? Fixed(*probs_) : 0;
+  }
+
+ private:
+  uint64_t Fixed(float q) const {
+    if (!(q > 0)) return 0;
+    return static_cast<uint64_t>(std::nearbyint(std::min(double{q}, 1.0) * scale_));
+  }
+
+  const float* probs_;
+  double scale_;
+  const int32_t* id_ = nullptr;
+  const int32_t* ids_end_ = nullptr;
+};
+
+}  // namespace logitd::cpu
+
+#endif  // LOGITD_KERNELS_CPU_VERIFY_ONCE_
+
+HWY_BEFORE_NAMESPACE();
+namespace logitd::cpu::HWY_NAMESPACE {
+
+// All that may be drawn from the row, as a list.
+Candidates ListAll(const Row& row, const SampleRow& ask, float max, SampleScratch& scratch) {
+  uint64_t* keys = scratch.keys.Get(row.vocab + kMaxLanes);
+  if (ask.temperature == 0) {
+    Pick(row, max, 1, keys);
+    float* weight = scratch.weights.Get(1);
+    *weight = 1;
+    return {.keys = keys, .weights = weight, .count = 1, .last = keys[0]};
+  }
+  if (IsFiltered(ask, row.vocab)) return ListFiltered(row, ask, max, scratch);
+  const float least = max == kInf ? kInf : WeightyFloor(max, ask.temperature, -FLT_MAX);
+  const int64_t count = PickManyOf(row, least, keys);
+  const float* weights =
+      WeightsOf(keys, count, max, MakeExponent(ask.temperature), scratch.weights);
+  return {.keys = keys, .weights = weights, .count = count, .last = kLowestKey};
+}
+
+// Keeps the draft or draws another token, so that the token's distribution is the row's.
+Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& ask,
+             const OpenRow& opened, SampleScratch& scratch) {
+  const Candidates target = ListAll(opened.rows.processed, ask, opened.max, scratch);
+  const uint64_t total = target.Total();
+  const double temperature = ask.temperature == 0 ? 1 : double{ask.temperature};
+  Drawn drawn{.token = draft.token, .support = target.SupportOf(total, opened.max, temperature)};
+
+  DraftMass draft_mass(args, draft, total);
+  uint64_t draft_weight = 0, left = 0;
+  for (int64_t i = 0; i < target.count; ++i) {
+    const int32_t token = KeyIndex(target.keys[i]);
+    const uint64_t weight = target.Weight(i), mass = draft_mass.Of(token);
+    if (token == draft.token) draft_weight = weight;
+    left += weight - std::min(weight, mass);
+  }
+  const uint64_t mass = DraftMass(args, draft, total).Of(draft.token);
+  if (MulHigh(CoinBits(ask.seed, ask.position), mass) < draft_weight) return drawn;
+
+  // Nothing is left where p and q are one but for rounding: then p itself.
+  const bool all = left == 0;
+  const uint64_t goal = DrawTarget(UniformBits(ask.seed, ask.position), all ? total : left);
+  DraftMass again(args, draft, total);
+  uint64_t sum = 0;
+  int64_t i = -1;
+  while (sum <= goal) {
+    const uint64_t weight = target.Weight(++i);
+    sum += weight - (all ? 0 : std::min(weight, again.Of(KeyIndex(target.keys[i]))));
+  }
+  drawn.token = KeyIndex(target.keys[i]);
+  return drawn;
+}
+
+void VerifyOne(const VerifyArgs& args, int64_t s, SampleScratch& scratch) {
+  const VerifySequence& sequence = args.sequences[s];
+  const int64_t end = sequence.first_row + sequence.rows;
+  int64_t r = sequence.first_row;
+  for (bool accepted = true; accepted && r < end; r += accepted) {
+    const SampleRow& ask = args.sample.rows[r];
+    const VerifyDraft& draft = args.drafts[r];
+    const bool has_draft = r + 1 < end;
+    OpenRow opened;
+    if (!Open(args.sample, r, scratch, opened)) break;
+    const Drawn drawn = has_draft && draft.kind != DraftKind::kGreedy
+                            ? Reject(args, draft, ask, opened, scratch)
+                            : Draw(opened, ask, scratch);
+    Report(args.sample, r, opened, drawn, scratch);
+    accepted = has_draft && drawn.token == draft.token;
+  }
+  args.accepted[s] = static_cast<int32_t>(r - sequence.first_row);
+  for (++r; r < end; ++r) {
+    args.sample.logsumexp[r] = std::numeric_limits<float>::quiet_NaN();
+    Refuse(args.sample, r, {RowCode::kNotReached, -1});
+  }
+}
+
+}  // namespace logitd::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace logitd::cpu {
+
+HWY_EXPORT(VerifyOne);
+
+void Verify(const VerifyArgs& args, ThreadPool& pool) {
+  pool.ParallelFor(args.sequence_count, [&](int64_t s) {
+    if (args.sequences[s].rows == 0) return;
+    HWY_DYNAMIC_DISPATCH(VerifyOne)(args, s, SampleScratchOfThisThread());
+  });
+}
+
+}  // namespace logitd::cpu
+#endif  // HWY_ONCE

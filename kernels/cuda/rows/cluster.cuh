@@ -1,0 +1,35 @@
+// Clusters: blocks that see each other's shared memory, where the device has them.
+#ifndef LOGITD_KERNELS_CUDA_ROWS_CLUSTER_CUH_
+#define LOGITD_KERNELS_CUDA_ROWS_CLUSTER_CUH_
+
+namespace logitd::cuda {
+
+constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
+
+// The first half of a barrier of the cluster, and the second; what was written before the one is
+// seen after the other.
+__device__ inline void ClusterArrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+__device__ inline void ClusterWait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+// The same place in the shared memory of the cluster's block `rank`.
+template <class U>
+__device__ inline U* InBlock(U* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  U* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+  return there;
+#else
+  return shared;
+#endif
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_ROWS_CLUSTER_CUH_

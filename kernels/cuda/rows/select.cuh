@@ -1,0 +1,307 @@
+// Choosing the largest of many keys, by one block: a threshold by narrowing bins, then a sort of
+// what is left.
+#ifndef LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
+#define LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/rows/cell.cuh"
+
+namespace logitd::cuda {
+
+// A token as a key: larger logit first, then lower index. All keys of a row differ.
+using Key = uint64_t;
+__device__ inline Key MakeKey(float x, int32_t index) {
+  return static_cast<Key>(OrderedBits(x)) << 32 | static_cast<uint32_t>(~index);
+}
+__device__ inline float KeyLogit(Key key) {
+  return FromOrderedBits(static_cast<uint32_t>(key >> 32));
+}
+__device__ inline int32_t KeyIndex(Key key) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(key));
+}
+
+constexpr int kBins = 256;
+
+// Shared memory of a selection.
+struct SelectScratch {
+  static constexpr int kMaxWarps = 16;
+  uint64_t low[kMaxWarps];
+  uint64_t high[kMaxWarps];
+  uint64_t edge;
+  int above;
+  int reached;
+  uint32_t bins[kBins];
+};
+
+__device__ inline int BitsToShift(uint64_t range, int bin_bits) {
+  const int width = 64 - __clzll(static_cast<long long>(range));
+  return width > bin_bits ? width - bin_bits : 0;
+}
+
+__device__ inline uint64_t WarpMin(uint64_t v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v = min(v, __shfl_xor_sync(kFullWarp, v, offset));
+  return v;
+}
+__device__ inline uint64_t WarpMax(uint64_t v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v = max(v, __shfl_xor_sync(kFullWarp, v, offset));
+  return v;
+}
+__device__ inline uint32_t WarpMin(uint32_t v) { return __reduce_min_sync(kFullWarp, v); }
+__device__ inline uint32_t WarpMax(uint32_t v) { return __reduce_max_sync(kFullWarp, v); }
+
+// Lowest and highest of n >= 1 keys, and all bins zero. Called by all threads; ends with a barrier
+// passed.
+template <int kThreads, class AnyKey>
+__device__ void FindRange(const AnyKey* keys, int n, SelectScratch& s, uint64_t& low,
+                          uint64_t& high) {
+  static_assert(kThreads / 32 <= SelectScratch::kMaxWarps);
+  const int thread = threadIdx.x;
+  using Wide = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
+  Wide own_low = ~Wide{0};
+  Wide own_high = 0;
+#pragma unroll 4
+  for (int i = thread; i < n; i += kThreads) {
+    own_low = min(own_low, Wide{keys[i]});
+    own_high = max(own_high, Wide{keys[i]});
+  }
+  own_low = WarpMin(own_low);
+  own_high = WarpMax(own_high);
+  if (thread % 32 == 0) {
+    s.low[thread / 32] = own_low;
+    s.high[thread / 32] = own_high;
+  }
+  for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
+  __syncthreads();
+  low = s.low[0];
+  high = s.high[0];
+#pragma unroll
+  for (int w = 1; w < kThreads / 32; ++w) {
+    low = min(low, s.low[w]);
+    high = max(high, s.high[w]);
+  }
+}
+
+// Calls visit(key) for the thread's share of n keys. 16-bit keys come eight at a time: aligned to
+// 16 bytes, n a multiple of 8.
+template <int kThreads, class AnyKey, class Visit>
+__device__ inline void VisitKeys(const AnyKey* keys, int n, Visit visit) {
+  if constexpr (sizeof(AnyKey) == 2) {
+    const uint4* blocks = reinterpret_cast<const uint4*>(keys);
+#pragma unroll 2
+    for (int i = static_cast<int>(threadIdx.x); i < n / 8; i += kThreads) {
+      const uint4 block = blocks[i];
+      const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        visit(words[w] & 0xffffu);
+        visit(words[w] >> 16);
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) visit(keys[i]);
+  }
+}
+
+// A key t with k <= |{i < n: keys[i] >= t}| <= k + slack, or the k-th largest key where equal keys
+// allow no such t. 1 <= k <= n. Called by all threads of the block; ends with a barrier passed.
+// AnyKey is an unsigned integer.
+//
+// Bins span the range that is left, so the first pass resolves 1/256 of the keys' own spread,
+// whatever the values. What lies below every thread's best (or second best) key is not looked at:
+// the k-th largest is not there.
+template <int kThreads, class AnyKey>
+__device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k, int slack,
+                                               SelectScratch& s) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kWarps <= SelectScratch::kMaxWarps);
+  using Wide = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
+  const int thread = threadIdx.x;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  Wide best = 0;
+  Wide second = 0;
+  VisitKeys<kThreads>(keys, n, [&](Wide key) {
+    second = max(second, min(best, key));
+    best = max(best, key);
+  });
+  const Wide warp_low = WarpMin(k <= kThreads ? best : k <= 2 * kThreads ? second : Wide{0});
+  const Wide warp_high = WarpMax(best);
+  if (lane == 0) {
+    s.low[warp] = warp_low;
+    s.high[warp] = warp_high;
+  }
+  for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
+  __syncthreads();
+  Wide low = static_cast<Wide>(s.low[0]);
+  Wide high = static_cast<Wide>(s.high[0]);
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    low = min(low, static_cast<Wide>(s.low[w]));
+    high = max(high, static_cast<Wide>(s.high[w]));
+  }
+  int above = 0;  // keys > high
+#pragma unroll 1
+  while (true) {
+    const int shift = BitsToShift(high - low, 8);
+    VisitKeys<kThreads>(keys, n, [&](Wide key) {
+      if (key >= low && key <= high) atomicAdd(&s.bins[(key - low) >> shift], 1u);
+    });
+    __syncthreads();
+    if (thread < 32) {  // from the top bin down: the bin in which the count reaches k
+      constexpr int kPerLane = kBins / 32;
+      const int top = kBins - 1 - lane * kPerLane;
+      int counts[kPerLane];
+      int sum = 0;
+#pragma unroll
+      for (int b = 0; b < kPerLane; ++b) {
+        counts[b] = static_cast<int>(s.bins[top - b]);
+        sum += counts[b];
+      }
+      int inclusive = sum;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int other = __shfl_up_sync(kFullWarp, inclusive, offset);
+        if (lane >= offset) inclusive += other;
+      }
+      int before = above + inclusive - sum;
+      if (before < k && before + sum >= k) {
+#pragma unroll
+        for (int b = 0; b < kPerLane; ++b) {
+          if (before < k && before + counts[b] >= k) {
+            s.edge = low + (static_cast<Wide>(top - b) << shift);
+            s.above = before;
+            s.reached = before + counts[b];
+          }
+          before += counts[b];
+        }
+      }
+    }
+    __syncthreads();
+    low = static_cast<Wide>(s.edge);
+    above = s.above;
+    if (s.reached <= k + slack || shift == 0) break;
+    high =
+        low + min(high - low, (Wide{1} << shift) - 1);  // no sum wraps, +inf keys are near the top
+    for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
+    __syncthreads();
+  }
+  __syncthreads();
+  return static_cast<AnyKey>(low);
+}
+
+// Keeps, in place, the keys that `keep` says yes to; returns how many. `counter` is shared memory
+// of the block's own. Called by all threads; ends with a barrier passed. The order of what is kept
+// is not defined.
+template <int kThreads, class Keep>
+__device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
+  constexpr int kPerThread = 4;
+  if (threadIdx.x == 0) counter = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < n; begin += kThreads * kPerThread) {
+    Key held[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
+      held[i] = at < n ? keys[at] : 0;
+    }
+    __syncthreads();  // what is written below lies where everybody has read
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
+      if (at < n && keep(held[i])) keys[atomicAdd(&counter, 1)] = held[i];
+    }
+  }
+  __syncthreads();
+  return counter;
+}
+
+// Calls emit(rank, key) for each of the n distinct keys, rank 0 the largest. `keys` is 16-byte
+// aligned and has room for 64 keys more; `spare` is room for n keys, used above kRankDirectly keys.
+// Called by all threads; the caller passes a barrier before the keys change.
+constexpr int kRankDirectly = 256;
+
+template <int kThreads, class Emit>
+__device__ void EmitByRank(Key* keys, int n, Key* spare, SelectScratch& s, Emit emit) {
+  const int thread = threadIdx.x;
+  if (n <= kRankDirectly) {
+    // A key is ranked by as many neighbouring lanes as there are threads for it, two keys a load.
+    int parts = 1;
+    while (parts < 32 && 2 * parts * n <= kThreads) parts *= 2;
+    const int chunk = (n + 2 * parts - 1) / (2 * parts);  // pairs of keys a part looks at
+    __syncthreads();
+    if (thread < 2 * parts * chunk - n) keys[n + thread] = 0;  // below every key
+    __syncthreads();
+    const int part = thread % parts;
+    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(keys) + part * chunk;
+#pragma unroll 1
+    for (int base = 0; base < n; base += kThreads / parts) {  // all lanes stay for the shuffles
+      const int i = base + thread / parts;
+      const Key mine = i < n ? keys[i] : 0;
+      int rank = 0;
+#pragma unroll 8
+      for (int j = 0; j < chunk; ++j) {
+        const ulonglong2 pair = pairs[j];
+        rank += pair.x > mine;
+        rank += pair.y > mine;
+      }
+      for (int offset = 1; offset < parts; offset *= 2)
+        rank += __shfl_xor_sync(kFullWarp, rank, offset);
+      if (part == 0 && i < n) emit(rank, mine);
+    }
+    return;
+  }
+  // Scatter into bins over the keys' own range, then rank within the bin.
+  uint64_t low, high;
+  FindRange<kThreads>(keys, n, s, low, high);
+  const int shift = BitsToShift(high - low, 8);
+#pragma unroll 2
+  for (int i = thread; i < n; i += kThreads) atomicAdd(&s.bins[(keys[i] - low) >> shift], 1u);
+  __syncthreads();
+  if (thread < 32) {  // bins[b] becomes where bin b starts: the keys in higher bins
+    constexpr int kPerLane = kBins / 32;
+    const int top = kBins - 1 - thread * kPerLane;
+    uint32_t sum = 0;
+#pragma unroll
+    for (int b = 0; b < kPerLane; ++b) sum += s.bins[top - b];
+    uint32_t inclusive = sum;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, inclusive, offset);
+      if (thread >= offset) inclusive += other;
+    }
+    uint32_t start = inclusive - sum;
+#pragma unroll
+    for (int b = 0; b < kPerLane; ++b) {
+      const uint32_t count = s.bins[top - b];
+      s.bins[top - b] = start;
+      start += count;
+    }
+  }
+  __syncthreads();
+#pragma unroll 2
+  for (int i = thread; i < n; i += kThreads) {
+    const Key key = keys[i];
+    spare[atomicAdd(&s.bins[(key - low) >> shift], 1u)] = key;  // bins[b] ends as where bin b ends
+  }
+  __syncthreads();
+#pragma unroll 2
+  for (int i = thread; i < n; i += kThreads) {
+    const Key mine = spare[i];
+    const int bin = static_cast<int>((mine - low) >> shift);
+    const int begin = bin == kBins - 1 ? 0 : static_cast<int>(s.bins[bin + 1]);
+    const int end = static_cast<int>(s.bins[bin]);
+    int rank = begin;
+#pragma unroll 1
+    for (int j = begin; j < end; ++j) rank += spare[j] > mine;
+    emit(rank, mine);
+  }
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
