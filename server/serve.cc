@@ -30,12 +30,12 @@
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
-#include "server/rpc/attention_codec.h"
+#include "server/rpc/codecs/attention_codec.h"
+#include "server/rpc/codecs/sample_codec.h"
+#include "server/rpc/codecs/score_codec.h"
+#include "server/rpc/codecs/topk_codec.h"
+#include "server/rpc/codecs/verify_codec.h"
 #include "server/rpc/rpc_server.h"
-#include "server/rpc/sample_codec.h"
-#include "server/rpc/score_codec.h"
-#include "server/rpc/topk_codec.h"
-#include "server/rpc/verify_codec.h"
 
 namespace logitd {
 namespace {

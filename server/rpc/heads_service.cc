@@ -9,7 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "server/rpc/raw_unary.h"
+#include "server/rpc/transport/raw_unary.h"
 
 namespace logitd::rpc {
 namespace {

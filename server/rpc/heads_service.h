@@ -12,7 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "logitd/v1/heads.grpc.pb.h"
 #include "server/engine/heads.h"
-#include "server/rpc/message_job.h"
+#include "server/rpc/transport/request_job.h"
 
 namespace logitd::rpc {
 

@@ -16,15 +16,15 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
-#include "server/rpc/attention_codec.h"
-#include "server/rpc/hang_up.h"
+#include "server/rpc/codecs/attention_codec.h"
+#include "server/rpc/codecs/sample_codec.h"
+#include "server/rpc/codecs/score_codec.h"
+#include "server/rpc/codecs/topk_codec.h"
+#include "server/rpc/codecs/verify_codec.h"
 #include "server/rpc/heads_service.h"
-#include "server/rpc/raw_unary.h"
-#include "server/rpc/sample_codec.h"
-#include "server/rpc/score_codec.h"
 #include "server/rpc/services.h"
-#include "server/rpc/topk_codec.h"
-#include "server/rpc/verify_codec.h"
+#include "server/rpc/transport/close_connections.h"
+#include "server/rpc/transport/raw_unary.h"
 
 namespace logitd::rpc {
 namespace {
@@ -185,7 +185,7 @@ class RpcServerImpl final : public RpcServer {
   bool loading() const override { return heads_.loading(); }
 
   void Shutdown() override {
-    HangUp(listening_);
+    CloseConnections(listening_);
     server_->Shutdown(std::chrono::system_clock::now());
     server_.reset();
   }

@@ -10,20 +10,20 @@
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
-#include "server/rpc/attention_codec.h"
-#include "server/rpc/job_stream.h"
-#include "server/rpc/sample_codec.h"
-#include "server/rpc/score_codec.h"
-#include "server/rpc/topk_codec.h"
-#include "server/rpc/verify_codec.h"
+#include "server/rpc/codecs/attention_codec.h"
+#include "server/rpc/codecs/sample_codec.h"
+#include "server/rpc/codecs/score_codec.h"
+#include "server/rpc/codecs/topk_codec.h"
+#include "server/rpc/codecs/verify_codec.h"
+#include "server/rpc/transport/stream_call.h"
 
 namespace logitd::rpc {
 namespace {
 
 RawUnaryService::Factory JobMethod(const CallEnvironment& environment,
-                                   const JobStream::MakeCodec& make_codec) {
+                                   const StreamCall::MakeCodec& make_codec) {
   return [environment, make_codec](grpc::CallbackServerContext* context) {
-    return std::make_shared<JobCall>(context, environment, make_codec());
+    return std::make_shared<UnaryCall>(context, environment, make_codec());
   };
 }
 
@@ -33,7 +33,7 @@ FindHead FindIn(const CallEnvironment& environment) {
 
 // Of an op that has a linear form.
 template <typename Codec>
-JobStream::MakeCodec Make(const CallEnvironment& environment) {
+StreamCall::MakeCodec Make(const CallEnvironment& environment) {
   return [find_head = FindIn(environment)] { return std::make_unique<Codec>(find_head); };
 }
 
@@ -59,7 +59,7 @@ SamplerService::SamplerService(const CallEnvironment& environment) {
   AddRawUnary(name("TopK"), JobMethod(environment, Make<TopKCodec>(environment)));
   AddRawUnary(name("Sample"), JobMethod(environment, Make<SampleCodec>(environment)));
   AddRawStream(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<JobStream>(context, environment, Make<SampleCodec>(environment))
+    return std::make_shared<StreamCall>(context, environment, Make<SampleCodec>(environment))
         ->Start();
   });
   AddRawUnary(name("Verify"),
@@ -70,7 +70,7 @@ ScorerService::ScorerService(const CallEnvironment& environment) {
   const MethodNames name(v1::ScoreRequest::descriptor(), "Scorer");
   AddRawUnary(name("Score"), JobMethod(environment, Make<ScoreCodec>(environment)));
   AddRawStream(name("ScoreStream"), [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<JobStream>(
+    return std::make_shared<StreamCall>(
                context, environment,
                [find_head = FindIn(environment), sequence = std::make_shared<ScoreSequence>()] {
                  return std::make_unique<ScoreCodec>(find_head, sequence);
@@ -95,11 +95,11 @@ AttentionService::AttentionService(const CallEnvironment& environment) {
     AddRawStream(name(op.stream),
                  [environment, direction = op.direction](grpc::CallbackServerContext* context) {
                    auto tensor = std::make_shared<AttentionTensor>();
-                   return std::make_shared<JobStream>(context, environment,
-                                                      [direction, tensor] {
-                                                        return std::make_unique<AttentionCodec>(
-                                                            direction, tensor);
-                                                      })
+                   return std::make_shared<StreamCall>(context, environment,
+                                                       [direction, tensor] {
+                                                         return std::make_unique<AttentionCodec>(
+                                                             direction, tensor);
+                                                       })
                        ->Start();
                  });
   }

@@ -4,8 +4,8 @@
 
 #include "logitd/v1/server.grpc.pb.h"
 #include "server/engine/admission.h"
-#include "server/rpc/job_call.h"
-#include "server/rpc/raw_unary.h"
+#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/unary_call.h"
 
 namespace logitd::rpc {
 

@@ -18,8 +18,8 @@
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/attention.pb.h"
 #include "server/engine/batch.h"
-#include "server/rpc/attention_codec.h"
-#include "server/rpc/copier.h"
+#include "server/rpc/codecs/attention_codec.h"
+#include "server/rpc/transport/copier.h"
 #include "tests/fuzz/compare_sample_request.h"
 
 namespace logitd::rpc::testing {

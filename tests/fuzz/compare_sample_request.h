@@ -18,9 +18,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
-#include "server/rpc/input.h"
-#include "server/rpc/sample_codec.h"
-#include "server/rpc/verify_codec.h"
+#include "server/rpc/codecs/row_input.h"
+#include "server/rpc/codecs/sample_codec.h"
+#include "server/rpc/codecs/verify_codec.h"
 #include "tests/fuzz/compare_topk_request.h"
 #include "tests/rpc/one_head.h"
 
@@ -90,7 +90,7 @@ void CompareShared(const Request& expected, const SampleFields& ours, FieldCompa
 
 // Of requests that take hidden states.
 template <typename Request>
-void CompareHidden(const Request& expected, const InputFields& ours, FieldComparison* compare) {
+void CompareHidden(const Request& expected, const RowInputFields& ours, FieldComparison* compare) {
   compare->Note("head", ours.head == expected.head());
   compare->Note("hidden_size", ours.hidden_size == expected.hidden_size());
   compare->Bytes("input", expected.has_hidden() ? expected.hidden() : expected.logits(),

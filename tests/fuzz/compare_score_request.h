@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "logitd/v1/scorer.pb.h"
-#include "server/rpc/score_codec.h"
+#include "server/rpc/codecs/score_codec.h"
 #include "tests/fuzz/compare_sample_request.h"
 
 namespace logitd::rpc::testing {

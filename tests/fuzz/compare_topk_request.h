@@ -16,9 +16,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
-#include "server/rpc/copier.h"
-#include "server/rpc/topk_codec.h"
-#include "server/rpc/wire.h"
+#include "server/rpc/codecs/topk_codec.h"
+#include "server/rpc/transport/copier.h"
+#include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc::testing {
 

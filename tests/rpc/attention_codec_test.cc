@@ -1,5 +1,5 @@
 // The Attention service's codec: proto in, job parts out, and back.
-#include "server/rpc/attention_codec.h"
+#include "server/rpc/codecs/attention_codec.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

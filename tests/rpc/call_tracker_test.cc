@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "absl/time/time.h"
-#include "server/rpc/raw_unary.h"
+#include "server/rpc/transport/raw_unary.h"
 
 namespace logitd::rpc {
 namespace {

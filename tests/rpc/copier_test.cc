@@ -1,5 +1,5 @@
 // The copy into a slab: every byte to its place, none between rows, with and without helpers.
-#include "server/rpc/copier.h"
+#include "server/rpc/transport/copier.h"
 
 #include <gtest/gtest.h>
 

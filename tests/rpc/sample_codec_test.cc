@@ -1,5 +1,5 @@
 // The codecs of Sampler.Sample and Sampler.Verify: proto in, job parts out, and back.
-#include "server/rpc/sample_codec.h"
+#include "server/rpc/codecs/sample_codec.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "logitd/v1/sampler.pb.h"
-#include "server/rpc/verify_codec.h"
+#include "server/rpc/codecs/verify_codec.h"
 #include "tests/fuzz/compare_sample_request.h"
 #include "tests/rpc/one_head.h"
 #include "tests/rpc/recording_stream.h"

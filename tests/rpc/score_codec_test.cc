@@ -1,5 +1,5 @@
 // Scorer's codec: proto in, job parts out, and back; and what the messages of a stream inherit.
-#include "server/rpc/score_codec.h"
+#include "server/rpc/codecs/score_codec.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Sampler.TopK's codec: proto in, job parts out, and back.
-#include "server/rpc/topk_codec.h"
+#include "server/rpc/codecs/topk_codec.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

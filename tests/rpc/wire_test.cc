@@ -1,5 +1,5 @@
 // The hand-written reader: by-hand byte strings, then generated code as the judge.
-#include "server/rpc/wire.h"
+#include "server/rpc/wire/reader.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "server/rpc/encode.h"
+#include "server/rpc/wire/writer.h"
 #include "tests/fuzz/compare_topk_request.h"
 #include "tests/tree.h"
 

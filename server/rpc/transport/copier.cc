@@ -1,0 +1,141 @@
+#include "server/rpc/transport/copier.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace logitd::rpc {
+namespace {
+
+// Below twice this, waking a helper costs more than it saves.
+constexpr size_t kPartBytes = size_t{1} << 20;
+constexpr int kMaxHelpers = 3;
+
+int SpareThreads() {
+  return std::min(kMaxHelpers, static_cast<int>(std::thread::hardware_concurrency()) / 4);
+}
+
+// Copies `at.bytes` payload bytes, the first of which is byte `first` of the payload. One memcpy a
+// contiguous run.
+void CopyPart(Pieces pieces, ByteRange at, size_t first, size_t row_bytes, std::byte* dst,
+              size_t row_stride) {
+  if (row_stride == row_bytes) row_bytes = row_stride = SIZE_MAX;  // one long row
+  size_t in_row = first % row_bytes;
+  std::byte* to = dst + (first / row_bytes) * row_stride + in_row;
+  while (at.bytes > 0) {
+    const Piece& piece = pieces[at.piece];
+    const size_t run = std::min({at.bytes, piece.size() - at.offset, row_bytes - in_row});
+    std::memcpy(to, piece.data() + at.offset, run);
+    at.bytes -= run;
+    at.offset += run;
+    if (at.offset == piece.size()) {
+      ++at.piece;
+      at.offset = 0;
+    }
+    to += run;
+    in_row += run;
+    if (in_row == row_bytes) {
+      in_row = 0;
+      to += row_stride - row_bytes;
+    }
+  }
+}
+
+// Moves the start of `at` on by `bytes`.
+void Advance(Pieces pieces, size_t bytes, ByteRange* at) {
+  at->bytes -= bytes;
+  while (bytes > 0) {
+    const size_t run = std::min(bytes, pieces[at->piece].size() - at->offset);
+    bytes -= run;
+    at->offset += run;
+    if (at->offset == pieces[at->piece].size()) {
+      ++at->piece;
+      at->offset = 0;
+    }
+  }
+}
+
+}  // namespace
+
+// Lives on the caller's stack. All but the constants is guarded by the copier's mutex.
+struct Copier::Task {
+  const Pieces pieces;
+  const size_t row_bytes;
+  std::byte* const dst;
+  const size_t row_stride;
+  const size_t total;
+
+  ByteRange rest;   // not taken yet
+  int running = 0;  // parts taken and not done
+
+  // The next part; `first` is where it starts in the payload.
+  ByteRange Take(size_t* first) {
+    ByteRange part = rest;
+    part.bytes = std::min(part.bytes, kPartBytes);
+    *first = total - rest.bytes;
+    Advance(pieces, part.bytes, &rest);
+    ++running;
+    return part;
+  }
+};
+
+Copier::Copier() : Copier(SpareThreads()) {}
+
+Copier::Copier(int helpers) {
+  for (int i = 0; i < helpers; ++i) helpers_.emplace_back([this] { Help(); });
+}
+
+Copier::~Copier() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stop_ = true;
+  }
+  for (std::thread& helper : helpers_) helper.join();
+}
+
+void Copier::Copy(Pieces pieces, const Payload& payload, std::byte* dst, size_t row_stride) {
+  if (helpers_.empty() || payload.range.bytes < 2 * kPartBytes) {
+    CopyPart(pieces, payload.range, 0, payload.row_bytes, dst, row_stride);
+    return;
+  }
+  Task task = {.pieces = pieces,
+               .row_bytes = payload.row_bytes,
+               .dst = dst,
+               .row_stride = row_stride,
+               .total = payload.range.bytes,
+               .rest = payload.range};
+  absl::MutexLock lock(&mutex_);
+  const auto place = tasks_.insert(tasks_.end(), &task);
+  while (task.rest.bytes > 0) {
+    size_t first = 0;
+    const ByteRange part = task.Take(&first);
+    mutex_.Unlock();
+    CopyPart(pieces, part, first, payload.row_bytes, dst, row_stride);
+    mutex_.Lock();
+    --task.running;
+  }
+  tasks_.erase(place);
+  const auto done = [&task] { return task.running == 0; };
+  mutex_.Await(absl::Condition(&done));
+}
+
+void Copier::Help() {
+  absl::MutexLock lock(&mutex_);
+  const auto work = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return stop_ || (!tasks_.empty() && tasks_.front()->rest.bytes > 0);
+  };
+  while (true) {
+    mutex_.Await(absl::Condition(&work));
+    if (stop_) return;
+    Task* const task = tasks_.front();
+    while (task->rest.bytes > 0) {
+      size_t first = 0;
+      const ByteRange part = task->Take(&first);
+      mutex_.Unlock();
+      CopyPart(task->pieces, part, first, task->row_bytes, task->dst, task->row_stride);
+      mutex_.Lock();
+      --task->running;
+    }
+  }
+}
+
+}  // namespace logitd::rpc

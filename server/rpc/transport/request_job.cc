@@ -1,0 +1,116 @@
+#include "server/rpc/transport/request_job.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <utility>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/str_format.h"
+#include "server/engine/batch.h"
+
+namespace logitd::rpc {
+namespace {
+
+// Slices point into the transport's read buffers; a small message keeps a whole one of them.
+constexpr int64_t kReadBufferBytes = 8192;
+
+// Smaller answers are copied out of their slab: that takes less time than a peer does to take them.
+constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
+
+// What an answer that is sent from where it lies holds until the transport drops it.
+struct Kept {
+  Kept(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
+      : slab(std::move(slab)), ticket(std::move(ticket)) {}
+  ~Kept() { ticket.GiveBackLater(); }
+  const std::shared_ptr<const void> slab;
+  engine::Admission::Ticket ticket;
+};
+
+}  // namespace
+
+int64_t NowNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+RequestJob::RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
+    : environment_(environment), codec_(std::move(codec)) {}
+
+absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
+  spec_.deadline = deadline;
+  message_.Take(message);
+  if (absl::Status status =
+          codec_->Parse(message_.pieces(), environment_.engine->options().max_batch_rows, &spec_);
+      !status.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    return status;
+  }
+  if (absl::Status status = CheckFits(); !status.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
+    return status;
+  }
+  absl::InlinedVector<ByteRange, 4> wanted = {codec_->payload().range};
+  for (const ByteRange& range : codec_->copied_inputs()) wanted.push_back(range);
+  message_.KeepOnly(wanted);
+  return absl::OkStatus();
+}
+
+// A batch may take more than one request, and the transport counts the small fields as well.
+absl::Status RequestJob::CheckFits() const {
+  const int64_t payload_bytes = engine::SizeOfJob(spec_).payload_bytes;
+  if (payload_bytes > environment_.max_payload_bytes) {
+    return absl::InvalidArgumentError(absl::StrFormat("payload and lists: %d bytes, allowed 1..%d",
+                                                      payload_bytes,
+                                                      environment_.max_payload_bytes));
+  }
+  return environment_.engine->CheckFits(spec_);
+}
+
+// An answer can be larger than its request, and a peer may be slow to take it.
+int64_t RequestJob::needed_bytes() const {
+  return std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes + codec_->list_bytes(),
+                  codec_->answer_bytes());
+}
+
+void RequestJob::SetTicket(engine::Admission::Ticket ticket) {
+  ticket_ = std::move(ticket);
+  HoldAtMost(needed_bytes());
+}
+
+void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
+  environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
+  const absl::Span<const ByteRange> copied = codec_->copied_inputs();
+  if (!copied.empty()) {
+    std::array<size_t, engine::kMaxArrays> offsets;
+    engine::LayOut(spec_.key.op->inputs, spec_.counts,
+                   static_cast<size_t>(spec_.rows()) * row_stride, offsets.data());
+    for (size_t i = 0; i < copied.size(); ++i) {
+      environment_.copier->Copy(message_.pieces(),
+                                {.range = copied[i], .rows = 1, .row_bytes = copied[i].bytes},
+                                dst + offsets[i], copied[i].bytes);
+    }
+  }
+  message_.Release();
+  HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
+}
+
+void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
+  codec_->WriteInputs(inputs, first);
+  HoldAtMost(codec_->answer_bytes());
+}
+
+engine::JobAnswer RequestJob::WithTicket(const engine::JobAnswer& answer) {
+  if (answer.keep == nullptr || codec_->answer_bytes() < kMinKeptBytes) {
+    return {.outputs = answer.outputs};
+  }
+  return {.outputs = answer.outputs,
+          .keep = std::make_shared<Kept>(answer.keep, std::move(ticket_))};
+}
+
+void RequestJob::HoldAtMost(int64_t bytes) {
+  if (bytes < ticket_.bytes()) ticket_.ShrinkTo(bytes);
+}
+
+}  // namespace logitd::rpc

@@ -1,0 +1,59 @@
+// Calls back for what takes longer than a fixed time. One thread and one list, because all times
+// are the same.
+#ifndef LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
+#define LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
+
+#include <list>
+#include <memory>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace logitd::rpc {
+
+// Thread-safe.
+class Watchdog {
+ public:
+  using Late = absl::AnyInvocable<void() &&>;
+
+  // One thing being watched. Empty until Watch. Watch and Unwatch of one entry must not overlap.
+  class Entry {
+   private:
+    friend class Watchdog;
+    struct Item {
+      absl::Time due;
+      Late late;
+      Entry* entry;
+    };
+    std::list<Item>::iterator item_;
+    bool listed_ = false;
+  };
+
+  // InfiniteDuration watches nothing.
+  explicit Watchdog(absl::Duration timeout);
+  ~Watchdog();
+
+  absl::Duration timeout() const { return timeout_; }
+
+  // Runs `late` on the watchdog's thread, without a lock, unless Unwatch comes within the timeout.
+  // `late` must keep alive what it needs.
+  void Watch(Entry* entry, Late late);
+  // Does nothing for an entry that is not watched (any more). `late` may be running still.
+  void Unwatch(Entry* entry);
+
+ private:
+  void Run();
+
+  const absl::Duration timeout_;
+  absl::Mutex mutex_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::list<Entry::Item> items_ ABSL_GUARDED_BY(mutex_);  // in order of `due`
+  std::thread thread_;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
