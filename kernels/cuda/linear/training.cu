@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     const CrossEntropyRow& ask = asks[r];
     row.use = ask.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
     row.target = ask.target < 0 ? -1 : ask.target;
-    row.power = PowerOf(Cap::Rate(0.0f, ask.temperature));
+    row.power = Log2EOverTemperature(0.0f, ask.temperature);
     row.smooth = ask.label_smoothing > 0 ? 1 : 0;
   }
   to[r] = row;

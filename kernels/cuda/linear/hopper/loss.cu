@@ -93,7 +93,7 @@ struct LossEpilogue {
     if (r >= rows || p.asks[r].active == 0) return row;
     row.target = p.asks[r].target;
     row.smooth = p.asks[r].label_smoothing > 0 ? 1 : 0;
-    row.power = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
+    row.power = Log2EOverTemperature(0.0f, p.asks[r].temperature);
     return row;
   }
 
@@ -146,7 +146,7 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, c
                                       const T* weights, int64_t weights_stride, int size,
                                       float scale, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
-  const float c = PowerOf(Cap::Rate(0.0f, args.rows[r].temperature));
+  const float c = Log2EOverTemperature(0.0f, args.rows[r].temperature);
   const auto cell_of = [&](int i) {
     if (row_parts == cells) return parts[i];
     Part cell = EmptyPart();

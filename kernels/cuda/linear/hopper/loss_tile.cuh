@@ -22,7 +22,7 @@ struct LossRow {
   int r;               // -1: there is no such row
   int target = -1;     // -1: none
   int smooth = 0;      // whether the sum of its logits is wanted
-  float power = 1.0f;  // PowerOf
+  float power = 1.0f;  // Log2EOverTemperature()
 };
 
 // Makes the sums of the tile at `first` logits; those from `vocab` on are -inf.
