@@ -9,8 +9,8 @@
 //     lanes      keys <= 1024: 4 to 32 lanes hold a row
 //   wide_rows.cu
 //     block      a warp for every 1024 keys, 32 elements a thread
-//     long       16-bit rows of over 8192 keys without a mask: 64 elements a thread, kept as loaded;
-//                exponentials are taken twice
+//     long       16-bit rows of over 8192 keys without a mask: 64 elements a thread, kept as they
+//                were loaded; exponentials are taken twice
 //     cluster    block and long, where a row needs more than one block (sm_90): its warps exchange
 //                sums in shared memory
 //     two reads  rows that do not fit: over 262144 keys (524288 where long); without clusters over
@@ -37,10 +37,10 @@
 //
 // Tried and dropped:
 // - exponentials relative to each warp's maximum itself: two rounded exponents, 5e-6
-// - 16 elements a thread: 2048 keys 92% instead of 108%, 16384 57% instead of 102%; what a warp does
-//   once for each row decides
-// - vectors dealt out over all warps of a row, so that each has some work in a causal row: 4096 keys
-//   90% instead of 100%; an idle warp is cheaper than a warp that is half busy
+// - 16 elements a thread: 2048 keys 92% instead of 108%, 16384 57% instead of 102%; what a warp
+//   does once for each row decides
+// - vectors dealt out over all warps of a row, so that each has some work in a causal row: 4096
+//   keys 90% instead of 100%; an idle warp is cheaper than a warp that is half busy
 // - whole warps for rows of 64 to 512 keys, several rows each: 128 keys 85% instead of 97%
 // - the long kernel from 1024 keys on: 2048 causal 83% instead of 89%
 // - blocks of 256 threads above 8192 keys: 16384 82% instead of 100%

@@ -1,9 +1,9 @@
 // The threads that hold a row: sums over them, and how rows are dealt out to them.
 //
-// A warp holds neighbouring vectors, dealt out to the row's lanes in turns. How many warps a row has
-// depends on its length, its types and whether it has a mask or a window. So which element a thread
-// adds in which order depends only on the element's index, and a row's bits are the same at any
-// alignment and stride.
+// A warp holds neighbouring vectors, dealt out to the row's lanes in turns. How many warps a row
+// has depends on its length, its types and whether it has a mask or a window. So which element a
+// thread adds in which order depends only on the element's index, and a row's bits are the same at
+// any alignment and stride.
 #ifndef LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_
 #define LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_
 

@@ -143,6 +143,7 @@ __device__ inline void StoreElement(T* to, const uint32_t* words, int e) {
   if constexpr (sizeof(T) == 4) {
     *reinterpret_cast<uint32_t*>(to) = words[e];
   } else {
+    static_assert(sizeof(T) == 2);
     *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
   }
 }

@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
                            cudaStream_t stream) {
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
-    // Fewer and larger blocks did better where only a part of a row is seen, or where blocks wait for
-    // a mask.
+    // Fewer and larger blocks did better where only a part of a row is seen, or where blocks wait
+    // for a mask.
     const bool masked = p.mask.kind != MaskKind::kNone;
     const int spread = masked || p.rows.windowed ? kMaxRowThreads : kMaxRowThreads / 2;
     if constexpr (kElements<In, Out> == 8 && kForm != Form::kWholeMasked) {

@@ -1,18 +1,18 @@
-// cross_entropy: one read of the logits leaves every cell's sums; one warp merges them and writes the
-// losses.
+// cross_entropy: one read of the logits leaves every cell's sums; one warp merges them and writes
+// the losses.
 //
 // A warp takes cells of 1024 logits (cell.cuh) from a ring of copies. For each cell it leaves the
-// maximum and the sum of exponentials. Where the row asks for them it also leaves the sum of p ln p,
-// the sum of the logits and the number of tokens before the target. These are branches of the row,
-// the same in all its threads. They do not affect the bits of the sum of exponentials. Rows with top
-// tokens have a kernel of their own, because tops need shared memory that would cost the others
-// residency: it keeps softmax_topk's sketch of the row and selects from it. Where a block may have 99
-// KB, f32 rows with tops end at about 460,000 tokens (cudaErrorNotSupported). Cells merge in one
-// order, whatever the grid:
+// maximum and the sum of exponentials. Where the row asks for them it also leaves the sum of p ln
+// p, the sum of the logits and the number of tokens before the target. These are branches of the
+// row, the same in all its threads. They do not affect the bits of the sum of exponentials. Rows
+// with top tokens have a kernel of their own, because tops need shared memory that would cost the
+// others residency: it keeps softmax_topk's sketch of the row and selects from it. Where a block
+// may have 99 KB, f32 rows with tops end at about 460,000 tokens (cudaErrorNotSupported). Cells
+// merge in one order, whatever the grid:
 //
 //   warp per row      rows of up to 4 cells
-//   cluster per row   up to as many rows as multiprocessors: up to 8 blocks leave their cells in the
-//                     first block's shared memory (sm_90; before that a large block a row)
+//   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
+//                     the first block's shared memory (sm_90; before that a large block a row)
 //   block per row     all other rows
 //
 // Logarithms, differences and means, once a row, are in double. A softcap is tanhf of every logit:
@@ -127,8 +127,8 @@ __device__ inline void SelectTop(typename Block::Shared& shared, float lane_best
   }
 }
 
-// Reads the block's part of a row, which ends at `end`: leaves the sums of its cells and, where there
-// are tops, their sketch. Returns the largest logit the lane has seen, also only for tops.
+// Reads the block's part of a row, which ends at `end`: leaves the sums of its cells and, where
+// there are tops, their sketch. Returns the largest logit the lane has seen, also only for tops.
 template <class Block>
 __device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, int end,
                                   CellSums* cells, SmallPool::Sketch* sketch) {

@@ -1,10 +1,10 @@
-// cross_entropy_backward: one read, one write. Threads take vectors of 16 bytes, aligned as the output
-// is. An input that is aligned differently is read by elements.
+// cross_entropy_backward: one read, one write. Threads take vectors of 16 bytes, aligned as the
+// output is. An input that is aligned differently is read by elements.
 //
 // Cost: 2 * rows * vocab * sizeof(T). Limited by: HBM; about 6 instructions and two ex2 an element.
-// Measured (bench/results/h200/kernels.json), as a share of the copy: 98 to 100%, rows off alignment
-// 92%, softcap 70%.
-#include <algorithm>
+// Measured (bench/results/h200/kernels.json), as a share of the copy: 98 to 100%, rows off
+// alignment 92%, softcap 70%.
+#include <type_traits>
 
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/dispatch.cuh"
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
       uint32_t out[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        if constexpr (sizeof(T) == 4) {
+        if constexpr (std::is_same_v<T, float>) {
           out[w] = __float_as_uint(at(WordElement<T>(words, w), w == place));
         } else {
           out[w] = PackPair<T>(at(WordElement<T>(words, 2 * w), 2 * w == place),

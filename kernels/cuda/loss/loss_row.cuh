@@ -201,7 +201,8 @@ struct Gradient {
   template <bool kCapped>
   __device__ float At(float logit, bool is_target) const {
     const float value = kCapped ? cap.Tanh(logit) : logit;
-    // The low parts are a factor of their own: added, they would be rounded with the large exponent.
+    // The low parts are a factor of their own: added, they would be rounded with the large
+    // exponent.
     const float low = fmaf(value, log2e_over_temperature_low, -shift_low);
     const float p =
         Exp2(fmaf(value, log2e_over_temperature, -shift)) * Exp2(fminf(fmaxf(low, -64.0f), 64.0f));
