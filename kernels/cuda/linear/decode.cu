@@ -24,7 +24,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/cuda/rows/cell.cuh"
+#include "kernels/cuda/rows/ring.cuh"
 
 namespace logitd::cuda {
 namespace {

@@ -37,7 +37,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/row_block.cuh"
+#include "kernels/cuda/rows/candidates.cuh"
 
 namespace logitd::cuda {
 namespace {
@@ -66,14 +66,14 @@ static_assert(kCell * kTotalUnit == 1.0f);
 // The binary logarithm of Exponential::Factor; at least kLeastPower.
 constexpr float kLeastPower = -1000.0f;  // 2^it is 0, and 0 times it
 __device__ inline float FactorPower(const Exponential& to, float other_max) {
-  float power = __fmul_rn(other_max - to.max, to.c);
+  float power = __fmul_rn(other_max - to.max, to.log2e_over_temperature);
   if (to.plain) {
-    power = __fmul_rn(other_max, to.c) + to.shift;
+    power = __fmul_rn(other_max, to.log2e_over_temperature) + to.shift;
   } else if (other_max == to.max) {
     power = 0;
   } else {
-    const Exponential other(other_max, to.c);
-    if (other.plain) power -= fmaf(other_max, other.c, other.shift);
+    const Exponential other(other_max, to.log2e_over_temperature);
+    if (other.plain) power -= fmaf(other_max, other.log2e_over_temperature, other.shift);
   }
   return fmaxf(power, kLeastPower);
 }
@@ -114,13 +114,18 @@ __device__ inline CellSums LaneSums(const LaneCell<T>& x, float lane_max, Cap ca
   if (__all_sync(kFullWarp, exponential.plain)) {
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e)
-      add(e, [&](float value) { return fmaf(value, exponential.c, exponential.shift); });
+      add(e, [&](float value) {
+        return fmaf(value, exponential.log2e_over_temperature, exponential.shift);
+      });
   } else {
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
       add(e, [&](float value) {
-        if (exponential.plain) return fmaf(value, exponential.c, exponential.shift);
-        return value == exponential.max ? 0.0f : (value - exponential.max) * exponential.c;
+        if (exponential.plain)
+          return fmaf(value, exponential.log2e_over_temperature, exponential.shift);
+        return value == exponential.max
+                   ? 0.0f
+                   : (value - exponential.max) * exponential.log2e_over_temperature;
       });
     }
   }
