@@ -40,6 +40,14 @@ struct LinearCrossEntropyArgs {
   CrossEntropyArgs cross_entropy;  // row.softcap is 0: the head has its own
 };
 
+// The arguments of the rows [first, first + count).
+inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t first,
+                                     int64_t count) {
+  return {.hidden = RowsOf(args.hidden, first, count),
+          .head = args.head,
+          .cross_entropy = RowsFrom(args.cross_entropy, first)};
+}
+
 // Writes the gradients of sum_r upstream_r loss_r. With G the [rows, vocab] gradients of the logits
 // x (CrossEntropyBackwardArgs, times the derivative of the head's softcap), which never exist as a
 // whole: d_hidden = scale G weight, d_weight = scale G^T hidden, d_bias = sum over rows of G. Sums

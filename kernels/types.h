@@ -58,15 +58,6 @@ struct TensorView {
   int64_t row_stride = 0;  // elements, >= cols
 };
 
-// Rows [first, first + count) of `view`.
-inline TensorView RowsOf(const TensorView& view, int64_t first, int64_t count) {
-  TensorView part = view;
-  part.data = static_cast<const std::byte*>(view.data) +
-              first * view.row_stride * static_cast<int64_t>(SizeOf(view.dtype));
-  part.rows = count;
-  return part;
-}
-
 // A matrix that is written; else as TensorView.
 struct MutableTensorView {
   void* data = nullptr;
@@ -75,6 +66,16 @@ struct MutableTensorView {
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements, >= cols
 };
+
+// Rows [first, first + count) of a TensorView or a MutableTensorView.
+template <class View>
+View RowsOf(View view, int64_t first, int64_t count) {
+  const int64_t offset = first * view.row_stride * static_cast<int64_t>(SizeOf(view.dtype));
+  view.data =
+      reinterpret_cast<decltype(view.data)>(reinterpret_cast<uintptr_t>(view.data) + offset);
+  view.rows = count;
+  return view;
+}
 
 // Largest vocabulary any op takes.
 inline constexpr int64_t kMaxVocab = int64_t{1} << 20;

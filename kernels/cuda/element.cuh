@@ -46,19 +46,22 @@ __device__ inline T FromFloat(float x) {
   }
 }
 
-// Two 16-bit elements as the intrinsics take them.
+// 16-bit types: two of them as the intrinsics take them, and the name in PTX, for the "C"
+// constraint of an asm.
 template <class T>
-struct PairTraits;
+struct Traits16Bit;
 template <>
-struct PairTraits<__half> {
-  using Type = __half2;
+struct Traits16Bit<__half> {
+  using Pair = __half2;
+  static constexpr char kPtxName[] = "f16";
 };
 template <>
-struct PairTraits<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
+struct Traits16Bit<__nv_bfloat16> {
+  using Pair = __nv_bfloat162;
+  static constexpr char kPtxName[] = "bf16";
 };
 template <class T>
-using PairOf = typename PairTraits<T>::Type;
+using PairOf = typename Traits16Bit<T>::Pair;
 
 // Two 16-bit elements in a word, the first in its lower half.
 template <class T>

@@ -32,8 +32,8 @@ cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
 cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 
-// The linear ops. Products is one of the stream's own, with a workspace of
-// ProductWorkspaceBytes(scratch).
+// The linear ops. `products` belongs to the stream and has a workspace of
+// ProductWorkspaceBytes(scratch) bytes.
 inline size_t ProductWorkspaceBytes(const Scratch& scratch) {
   return std::min(scratch.bytes / 16, size_t{32} << 20) / 256 * 256;
 }
