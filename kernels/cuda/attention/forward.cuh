@@ -11,6 +11,7 @@
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/attention/vectors.cuh"
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/rows/exponential.cuh"
 #include "kernels/cuda/scratch.h"
 
 namespace logitd::cuda::attention {

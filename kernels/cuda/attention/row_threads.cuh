@@ -12,8 +12,8 @@
 
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/rows/cell.cuh"
 #include "kernels/cuda/rows/cluster.cuh"
+#include "kernels/cuda/rows/reductions.cuh"
 
 namespace logitd::cuda::attention {
 
