@@ -49,26 +49,17 @@ struct Params {
 
 // ---- blocks ------------------------------------------------------------------------------------
 
-// A block that reads rows and selects no tops: BlockShape without its pool.
-template <class T, int kBlockWarps, int kRingStages, int kResidentBlocks, bool kInCluster = false>
-struct StreamShape {
-  static constexpr bool kCluster = kInCluster;
-  static constexpr bool kTop = false;
-  using Element = T;
-  using Pool = SmallPool;
-  using Ring = CellRing<T, kRingStages>;
-  static constexpr int kWarps = kBlockWarps;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStages = kRingStages;
-  static constexpr int kResident = kResidentBlocks;
-  struct Shared {
-    typename Ring::Storage rings[kWarps];
-  };
-};
-
-template <class T, int kBlockWarps, int kRingStages, int kResidentBlocks, bool kInCluster = false>
-struct TopShape : BlockShape<T, SmallPool, kBlockWarps, kRingStages, kResidentBlocks, kInCluster> {
+// Blocks that select tops, and blocks that only read rows: they need no memory for a pool.
+template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
+struct TopShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
   static constexpr bool kTop = true;
+};
+template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
+struct StreamShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
+  static constexpr bool kTop = false;
+  struct Shared {
+    typename CellRing<T, kStages>::Storage rings[kWarps];
+  };
 };
 static_assert(kMaxTopLogprobs <= SmallPool::kMaxK);
 // OfferGroups numbers a block's groups in 16 bits, and a block may hold all of a row.
