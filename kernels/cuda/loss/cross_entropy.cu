@@ -53,6 +53,7 @@ struct Params {
 template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
 struct TopShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
   static constexpr bool kTop = true;
+  using OneBlock = BlockShape<T, SmallPool, kWarps, kStages, kResident>;
 };
 template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
 struct StreamShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
@@ -221,7 +222,11 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
 
   __syncthreads();  // from here on the rings' memory is the pool's
   if constexpr (Block::kTop) {
-    if (top > 0) GatherRow<Block>(row, part, memory.sketch, lane_best, top, memory.shared);
+    if (top > 0 && Block::kCluster && p.blocks == 1) {  // a device without clusters, or many rows
+      GatherRow<typename Block::OneBlock>(row, part, memory.sketch, lane_best, top, memory.shared);
+    } else if (top > 0) {
+      GatherRow<Block>(row, part, memory.sketch, lane_best, top, memory.shared);
+    }
   }
   if constexpr (Block::kCluster) {
     if (p.blocks > 1) {
