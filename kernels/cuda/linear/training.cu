@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     const CrossEntropyRow& p = params[r];
     row.use = p.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
     row.target = p.target < 0 ? -1 : p.target;
-    row.power = PowerOf(Cap::Rate(0.0f, p.temperature));
+    row.power = Log2EOverTemperature(0.0f, p.temperature);
     row.smooth = p.label_smoothing > 0 ? 1 : 0;
   }
   to[r] = row;

@@ -19,7 +19,7 @@ constexpr int kTrainingTile = 256;  // tokens, from the vocabulary's start
 struct RowState {
   RowUse use;
   int32_t target;  // -1: none
-  float power;     // PowerOf
+  float power;     // Log2EOverTemperature()
   int32_t smooth;  // whether the sum of its logits is wanted
   // Sums over the chunks so far.
   Stats stats;

@@ -72,7 +72,7 @@ struct LossParams {
     if (row.active == 0) return;
     to.target = row.target;
     to.smooth = row.label_smoothing > 0 ? 1 : 0;
-    to.power = PowerOf(Cap::Rate(0.0f, row.temperature));
+    to.power = Log2EOverTemperature(0.0f, row.temperature);
   }
 };
 
@@ -139,7 +139,7 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
                                       const LossPart* parts, int cells, int row_parts,
                                       float target_logit, const Operands<T>& operands, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
-  const float power = PowerOf(Cap::Rate(0.0f, args.rows[r].temperature));
+  const float power = Log2EOverTemperature(0.0f, args.rows[r].temperature);
   const auto cell_of = [&](int i) {
     if (row_parts == cells) return parts[i];
     LossPart cell = EmptyPart();

@@ -22,7 +22,7 @@ struct LossRow {
   int r;               // -1: there is no such row
   int target = -1;     // -1: none
   int smooth = 0;      // whether the sum of its logits is wanted
-  float power = 1.0f;  // PowerOf
+  float power = 1.0f;  // Log2EOverTemperature()
 };
 
 // The part of an epilogue that holds a thread's two rows. RowParams has Read(row), which fills in
