@@ -24,7 +24,7 @@
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/logit.cuh"
-#include "kernels/cuda/rows/cell.cuh"
+#include "kernels/cuda/rows/ring.cuh"
 
 namespace logitd::cuda {
 namespace {

@@ -191,7 +191,9 @@ __device__ inline float ProbabilityOfMax(const Outcome& outcome, float power, fl
   if (max == -kInfinity) return 0.0f;  // all are 0
   const Exponential exponential(max, power);
   const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
-  return exponential.plain ? p * Exp2(-fmaf(max, exponential.c, exponential.shift)) : p;
+  return exponential.plain
+             ? p * Exp2(-fmaf(max, exponential.log2e_over_temperature, exponential.shift))
+             : p;
 }
 
 // Infinities become finite, so that 0 times them is 0. NaN stays.

@@ -35,7 +35,7 @@
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/row_block.cuh"
+#include "kernels/cuda/rows/candidates.cuh"
 
 namespace logitd::cuda {
 namespace {

@@ -11,7 +11,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/row_block.cuh"
+#include "kernels/cuda/rows/cell.cuh"
 
 namespace logitd::cuda {
 namespace {
