@@ -61,7 +61,7 @@ struct Support {
   Key last;
   float max;
   double temperature;
-  double log_sum;  // of exp((x - max) / temperature); of +inf, of their number
+  double log_sum;  // of exp((x - max) / temperature); where max is +inf, of the number of +inf
 
   __device__ float Logprob(float x, int i) const {
     if (x == -kInfinity || MakeKey(x, i) < last) return -kInfinity;
@@ -70,7 +70,7 @@ struct Support {
   }
 };
 
-// Of the row as sent, at temperature 1.
+// The support of the row as sent, at temperature 1.
 __device__ inline Support RawSupport(Stats raw) {
   Support support{kLowestKey, raw.max, 1.0, 0.0};
   if (raw.max == -kInfinity) return support;
