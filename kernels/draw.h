@@ -56,6 +56,9 @@ constexpr uint64_t MulHigh(uint64_t a, uint64_t b) {
 inline constexpr int kWeightBits = 43;
 inline constexpr double kWeightOne = double{int64_t{1} << kWeightBits};
 
+// ln(2^-44): lower weights round to 0. A filtered row keeps no token below it.
+inline constexpr double kLogLeastWeight = -(kWeightBits + 1) * 0.6931471805599453;
+
 // The integer a sum must exceed for its token to be drawn: floor(bits / 2^64 * total), < total.
 constexpr uint64_t DrawTarget(uint64_t bits, uint64_t total) { return MulHigh(bits, total); }
 

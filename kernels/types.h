@@ -79,6 +79,10 @@ struct MutableTensorView {
 // Largest vocabulary any op takes.
 inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 
+// Below this, a temperature acts as this one: log2(e) / temperature stays far inside f32's range.
+// Only logits less than 1e-33 apart can tell.
+inline constexpr float kLeastTemperature = 0x1p-118f;
+
 // What became of one row. A faulty row never harms another.
 enum class RowCode : int32_t {
   kOk = 0,
