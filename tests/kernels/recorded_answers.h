@@ -119,9 +119,7 @@ class RecordedLine {
       ints_.Add(values.data(), values.size() * sizeof(T));
     }
   }
-  void Add(const RecordedTensor& tensor) {
-    floats_.Add(tensor.bytes.data(), tensor.bytes.size());
-  }
+  void Add(const RecordedTensor& tensor) { floats_.Add(tensor.bytes.data(), tensor.bytes.size()); }
 
   std::string Text() const {
     return absl::StrFormat("%s: %016x %016x", name_, ints_.value(), floats_.value());
@@ -133,17 +131,13 @@ class RecordedLine {
 };
 
 inline void AddRecorded(Arena& arena, const RecordedTensor& tensor, TensorView& view) {
-  view = {.dtype = tensor.dtype,
-          .rows = tensor.rows,
-          .cols = tensor.cols,
-          .row_stride = tensor.stride};
+  view = {
+      .dtype = tensor.dtype, .rows = tensor.rows, .cols = tensor.cols, .row_stride = tensor.stride};
   arena.In(absl::MakeConstSpan(tensor.bytes), 0, &view.data);
 }
 inline void AddRecorded(Arena& arena, RecordedTensor& tensor, MutableTensorView& view) {
-  view = {.dtype = tensor.dtype,
-          .rows = tensor.rows,
-          .cols = tensor.cols,
-          .row_stride = tensor.stride};
+  view = {
+      .dtype = tensor.dtype, .rows = tensor.rows, .cols = tensor.cols, .row_stride = tensor.stride};
   arena.Out(absl::MakeSpan(tensor.bytes), 0, &view.data);
 }
 
@@ -160,8 +154,9 @@ struct RecordedTopK {
     int64_t entries = 0;
     for (int64_t r = 0; r < rows; ++r) {
       const auto k = static_cast<int32_t>(std::min<int64_t>(vocab, 1 + (r * 37 + most - 1) % most));
-      params.push_back(
-          {.first_entry = entries, .temperature = 0.5f + 0.25f * static_cast<float>(r % 5), .k = k});
+      params.push_back({.first_entry = entries,
+                        .temperature = 0.5f + 0.25f * static_cast<float>(r % 5),
+                        .k = k});
       max_k = std::max(max_k, k);
       entries += k;
     }
@@ -361,9 +356,8 @@ struct RecordedLoss {
   RecordedLoss(int64_t rows, int64_t vocab, bool options, bool has_head, bool reports)
       : loss(rows), logsumexp(rows), target_logprob(rows), status(rows) {
     for (int64_t r = 0; r < rows; ++r) {
-      CrossEntropyRow row{.active = 1,
-                          .target = RecordedPick(/*seed=*/21, r, vocab),
-                          .temperature = 1.0f};
+      CrossEntropyRow row{
+          .active = 1, .target = RecordedPick(/*seed=*/21, r, vocab), .temperature = 1.0f};
       if (options) {
         if (r % 6 == 5) row.target = kIgnoredTarget;
         row.temperature = 0.5f + 0.25f * static_cast<float>(r % 5);
@@ -384,8 +378,7 @@ struct RecordedLoss {
     row.want = static_cast<int32_t>(r % 4);
     want |= row.want;
     row.first_top_entry = static_cast<int64_t>(top_ids.size());
-    row.top_logprobs =
-        static_cast<int32_t>(std::min<int64_t>(vocab, r % 3 == 2 ? 128 : r % 20));
+    row.top_logprobs = static_cast<int32_t>(std::min<int64_t>(vocab, r % 3 == 2 ? 128 : r % 20));
     max_top_logprobs = std::max(max_top_logprobs, row.top_logprobs);
     top_ids.resize(top_ids.size() + row.top_logprobs);
     top_logprobs.resize(top_ids.size());
@@ -543,7 +536,8 @@ class RecordedAnswers {
       SoftmaxTopKArgs args;
       AddRecorded(*arena_, logits, args.logits);
       topk.AddTo(*arena_, args);
-      Record(absl::StrFormat("softmax_topk%sk to %d", shape, most), &Stream::SoftmaxTopK, args, topk);
+      Record(absl::StrFormat("softmax_topk%sk to %d", shape, most), &Stream::SoftmaxTopK, args,
+             topk);
     }
     for (const SampleVariant& variant : kRecordedSampleVariants) {
       SampleAndVerify(shape, logits, variant);
@@ -567,7 +561,8 @@ class RecordedAnswers {
     AddRecorded(*arena_, logits, verify.sample.logits);
     rows.AddTo(*arena_, verify.sample);
     drafts.AddTo(*arena_, verify);
-    Record(absl::StrFormat("verify%s%s", shape, variant.name), &Stream::Verify, verify, rows, drafts);
+    Record(absl::StrFormat("verify%s%s", shape, variant.name), &Stream::Verify, verify, rows,
+           drafts);
   }
 
   void CrossEntropyAndBackward(const std::string& shape, const RecordedTensor& logits, bool all) {
@@ -590,16 +585,16 @@ class RecordedAnswers {
     arena_->In(loss.logsumexp, &backward.logsumexp);
     arena_->In(loss.upstream, &backward.upstream);
     AddRecorded(*arena_, gradient, backward.d_logits);
-    Record(absl::StrFormat("cross_entropy_backward%s%s", shape, variant), &Stream::CrossEntropyBackward,
-           backward, gradient);
+    Record(absl::StrFormat("cross_entropy_backward%s%s", shape, variant),
+           &Stream::CrossEntropyBackward, backward, gradient);
   }
 
   void Attention(DType in, DType out, int64_t queries, int64_t keys,
                  const AttentionVariant& variant) {
     const AttentionShape shape{
         .batch = 2, .heads = 3, .queries = queries, .keys = keys, .rows = 6 * queries};
-    const std::string name = absl::StrFormat(" %s to %s %dx%d, %s", Name(in), Name(out), queries,
-                                             keys, variant.name);
+    const std::string name =
+        absl::StrFormat(" %s to %s %dx%d, %s", Name(in), Name(out), queries, keys, variant.name);
     const RecordedTensor scores =
         RecordedTensor::Of(in, shape.rows, keys, keys + 5, /*seed=*/31, 0.5f);
     RecordedTensor probs = RecordedTensor::Of(out, shape.rows, keys, keys, /*seed=*/0, 0.0f);
@@ -615,10 +610,8 @@ class RecordedAnswers {
     std::vector<RowStatus> status(shape.rows);
     AttentionSoftmaxArgs args{.shape = shape, .scale = 0.625f, .window = variant.window};
     AddRecorded(*arena_, scores, args.scores);
-    args.mask = {.kind = variant.mask,
-                 .dtype = in,
-                 .head_stride = queries * keys,
-                 .query_stride = keys};
+    args.mask = {
+        .kind = variant.mask, .dtype = in, .head_stride = queries * keys, .query_stride = keys};
     const auto& mask = variant.mask == MaskKind::kBool ? masked : added.bytes;
     if (variant.mask != MaskKind::kNone) arena_->In(absl::MakeConstSpan(mask), 0, &args.mask.data);
     if (variant.sinks) arena_->In(sinks, &args.sinks);
@@ -653,7 +646,8 @@ class RecordedAnswers {
     const int64_t stride = LinearStride(shape.hidden);
     RecordedHead head{
         .hidden = RecordedTensor::Of(dtype, shape.rows, shape.hidden, stride, /*seed=*/41, 0.25f),
-        .weight = RecordedTensor::Of(dtype, shape.vocab, shape.hidden, stride, /*seed=*/42, 0.03125f)};
+        .weight =
+            RecordedTensor::Of(dtype, shape.vocab, shape.hidden, stride, /*seed=*/42, 0.03125f)};
     for (int64_t i = 0; i < shape.vocab; ++i) {
       head.bias.push_back(RecordedNormal(/*seed=*/43, i, 0.125f));
     }
@@ -744,7 +738,8 @@ inline void CompareWithRecording(const std::string& name, const std::vector<std:
     ASSERT_TRUE(file.flush().good()) << "cannot write " << name << ".txt to " << directory;
     return;
   }
-  const std::string path = absl::StrFormat("%s/tests/kernels/recorded/%s.txt", LOGITD_SOURCE_DIR, name);
+  const std::string path =
+      absl::StrFormat("%s/tests/kernels/recorded/%s.txt", LOGITD_SOURCE_DIR, name);
   std::ifstream file(path);
   std::vector<std::string> recorded;
   for (std::string line; std::getline(file, line);) recorded.push_back(line);

@@ -19,7 +19,8 @@ TEST_P(RecordedAnswersCpuTest, EveryOpKeepsItsBits) {
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   auto backend = CreateBackend("cpu", {.cpu_threads = 2}).value();
   const std::string name = backend->device().name;  // "AVX2, 2 threads"
-  CompareWithRecording("cpu-" + name.substr(0, name.find(',')), RecordedAnswers(backend.get()).Lines());
+  CompareWithRecording("cpu-" + name.substr(0, name.find(',')),
+                       RecordedAnswers(backend.get()).Lines());
   hwy::SetSupportedTargetsForTest(0);
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
