@@ -30,8 +30,8 @@ inline Drawn DrawListed(const Candidates& from, uint64_t bits, float max, float 
   uint64_t mass = 0;
   int64_t i = -1;
   while (mass <= target) mass += from.Weight(++i);
-  return {.token = KeyIndex(from.keys[i]), .support =
-              from.SupportOf(total, max, std::max(temperature, kLeastTemperature))};
+  return {.token = KeyIndex(from.keys[i]),
+          .support = from.SupportOf(total, max, std::max(temperature, kLeastTemperature))};
 }
 
 // The weights of cell c against the cell's own maximum.

@@ -119,9 +119,8 @@ inline Rows ReadRow(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
     SketchCells(rows.raw, c, end_cell);
     if (edited) {
       const int64_t end = std::min(vocab, end_cell * kCellElements);
-      AsType(rows.raw.dtype, rows.raw.logits, [&](const auto* logits) {
-        MaskedCopy(logits, mask, c * kCellElements, end, copy);
-      });
+      AsType(rows.raw.dtype, rows.raw.logits,
+             [&](const auto* logits) { MaskedCopy(logits, mask, c * kCellElements, end, copy); });
       for (; patch != patches_end && patch->id < end; ++patch) {
         const bool allowed = mask == nullptr || (mask[patch->id / 32] >> (patch->id % 32) & 1) != 0;
         if (allowed) copy[patch->id] = EditLogit(Element(rows.raw, patch->id), *patch, ask);
