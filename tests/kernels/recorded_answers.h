@@ -119,7 +119,12 @@ class RecordedLine {
       ints_.Add(values.data(), values.size() * sizeof(T));
     }
   }
-  void Add(const RecordedTensor& tensor) { floats_.Add(tensor.bytes.data(), tensor.bytes.size()); }
+  void Add(const RecordedTensor& tensor) {
+    const size_t element = SizeOf(tensor.dtype);
+    for (int64_t r = 0; r < tensor.rows; ++r) {
+      floats_.Add(&tensor.bytes[r * tensor.stride * element], tensor.cols * element);
+    }
+  }
 
   std::string Text() const {
     return absl::StrFormat("%s: %016x %016x", name_, ints_.value(), floats_.value());
@@ -624,7 +629,7 @@ class RecordedAnswers {
     const RecordedTensor d_probs =
         RecordedTensor::Of(out, shape.rows, keys, keys + 2, /*seed=*/34, 0.25f);
     RecordedTensor d_scores = RecordedTensor::Of(d_dtype, shape.rows, keys, keys, 0, 0.0f);
-    std::vector<double> d_sinks(3);
+    std::vector<double> d_sinks(variant.sinks ? 3 : 0);
     AttentionSoftmaxBackwardArgs backward{
         .shape = shape, .scale = 0.625f, .window = variant.window};
     AddRecorded(*arena_, std::as_const(probs), backward.probs);
@@ -698,7 +703,7 @@ class RecordedAnswers {
         RecordedTensor::Of(dtype, rows, hidden, LinearStride(hidden), /*seed=*/0, 0.0f);
     RecordedTensor d_weight =
         RecordedTensor::Of(dtype, vocab, hidden, LinearStride(hidden), /*seed=*/0, 0.0f);
-    std::vector<float> d_bias(vocab);
+    std::vector<float> d_bias(head.options ? vocab : 0);
     const auto add_gradient = [&](LinearCrossEntropyBackwardArgs& args) {
       head.AddTo(*arena_, args.hidden, args.head, /*with_norm=*/false);
       arena_->In(loss.params, &args.rows);
