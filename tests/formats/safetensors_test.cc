@@ -86,7 +86,7 @@ TEST(SafetensorsTest, NamesTheFault) {
            {"the_same_twice", absl::StrCat("{", F16("a", 0, 24), ",", F16("b", 0, 24), "}"),
             "begin at 0, inside another tensor; allowed: 24"},
            {"gap", absl::StrCat("{", F16("a", 0, 12), ",", F16("b", 14, 24), "}"),
-            "tensor 'b': data_offsets begin at 14, behind a gap; allowed: 12"},
+            "tensor 'b': data_offsets begin at 14, after a gap; allowed: 12"},
            {"gap_first", absl::StrCat("{", F16("a", 2, 24), "}"),
             "allowed: 0, where the data start"},
            {"data_behind", absl::StrCat("{", F16("a", 0, 22), "}"),
