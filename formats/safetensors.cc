@@ -110,7 +110,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
                        (key_ == "data_offsets" && has_offsets_);
     if (twice) return Fail(absl::StrCat(key_, " twice"));
     if (key_ == "dtype" || key_ == "shape" || key_ == "data_offsets") return true;
-    return Fail(absl::StrFormat("key %s; allowed: dtype, shape, data_offsets", Shown(key_)));
+    return Fail(absl::StrFormat("key: got %s, allowed dtype, shape, data_offsets", Shown(key_)));
   }
 
   bool end_object() override {
@@ -201,7 +201,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     const int64_t begin = offsets_[0];
     const int64_t end = offsets_[1];
     if (begin < 0 || end < begin || end > data_bytes_) {
-      return Fail(absl::StrFormat("data_offsets [%s] outside the file's %d data bytes",
+      return Fail(absl::StrFormat("data_offsets: got [%s], allowed inside the file's %d data bytes",
                                   offsets_text_, data_bytes_));
     }
     tensor_.begin = begin;
@@ -211,7 +211,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     if (row != std::end(kDTypes)) {
       const std::optional<uint64_t> need = TensorBytes(tensor_.shape, row->bits);
       if (need != static_cast<uint64_t>(tensor_.bytes)) {
-        return Fail(absl::StrFormat("shape %s of %s disagrees with its %d data bytes",
+        return Fail(absl::StrFormat("shape: got %s of %s, allowed one with its %d data bytes",
                                     ShapeName(tensor_.shape), tensor_.dtype, tensor_.bytes));
       }
     }
@@ -251,7 +251,7 @@ absl::Status CheckFilled(std::string_view path, const SafetensorsHeader& header,
     const int64_t begin = entry->second.begin;
     if (begin != filled) {
       return Bad(path,
-                 absl::StrFormat("tensor %s: data_offsets begin at %d, %s; allowed: %d, where %s",
+                 absl::StrFormat("tensor %s: data_offsets: got begin %d, %s, allowed %d, where %s",
                                  Shown(entry->first), begin,
                                  begin < filled ? "inside another tensor" : "after a gap", filled,
                                  before == nullptr
@@ -262,9 +262,9 @@ absl::Status CheckFilled(std::string_view path, const SafetensorsHeader& header,
     before = entry;
   }
   if (filled != data_bytes) {
-    return Bad(path, absl::StrFormat("the tensors end at %d of the file's %d data bytes; allowed: "
-                                     "at its end",
-                                     filled, data_bytes));
+    return Bad(path,
+               absl::StrFormat("end of the tensors: got %d, allowed %d, the file's data bytes",
+                               filled, data_bytes));
   }
   return absl::OkStatus();
 }
@@ -282,10 +282,11 @@ absl::StatusOr<int64_t> SafetensorsHeaderBytes(std::string_view path, std::strin
   }
   if (length > static_cast<uint64_t>(file_bytes - kSafetensorsPrefix)) {
     return Bad(path,
-               absl::StrFormat("header length %d, but the file has %d bytes", length, file_bytes));
+               absl::StrFormat("header length: got %d, allowed 0..%d, as the file has %d bytes",
+                               length, file_bytes - kSafetensorsPrefix, file_bytes));
   }
   if (length > static_cast<uint64_t>(most)) {
-    return Bad(path, absl::StrFormat("header length %d; allowed: to %d", length, most));
+    return Bad(path, absl::StrFormat("header length: got %d, allowed 0..%d", length, most));
   }
   return static_cast<int64_t>(length);
 }

@@ -295,7 +295,7 @@ struct Weigher {
   float rate;  // 1 / temperature
 
   __device__ Weigher(float row_max, float temperature)
-      : max(row_max), rate(1.0f / fmaxf(temperature, 0x1p-118f)) {}
+      : max(row_max), rate(1.0f / fmaxf(temperature, kLeastTemperature)) {}
   __device__ uint64_t operator()(float x) const {
     if (max == kInfinity) return x == max ? uint64_t{1} << kWeightBits : 0;
     return __float2ull_rn(BeforeRounding(x));
@@ -461,10 +461,10 @@ __device__ inline Key AboveMinusInfinity() {
   return (static_cast<Key>(OrderedBits(-kInfinity)) + 1) << 32;
 }
 
-// The lowest logit that min_p keeps.
-__device__ inline float MinPFloor(float max, float temperature, float min_p) {
-  const double least =
-      max + fmax(static_cast<double>(temperature), 0x1p-118) * log(static_cast<double>(min_p));
+// The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.
+__device__ inline float LeastKept(float max, float temperature, float min_p) {
+  const double log_share = min_p > 0x1p-44f ? log(static_cast<double>(min_p)) : kLogLeastWeight;
+  const double least = max + static_cast<double>(fmaxf(temperature, kLeastTemperature)) * log_share;
   if (least < -3.402823466e38) return -3.402823466e38f;
   return __double2float_ru(least);
 }
@@ -1175,7 +1175,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
   // Sums at the row's temperature: lists have sums of their own.
   const bool sums_needed = !TopKIsOn(ask, vocab) && ask.min_p == 0 && !greedy;
-  const float c = kLog2E / (sums_needed ? fmaxf(ask.temperature, 0x1p-118f) : 1.0f);
+  const float c = kLog2E / (sums_needed ? fmaxf(ask.temperature, kLeastTemperature) : 1.0f);
   const bool twice = !edited && sums_needed && ask.temperature != 1;
   // Of an edited row, two sketches in the place of one.
   auto* raw_sketch = reinterpret_cast<EditPool::Sketch*>(sketch);
@@ -1282,11 +1282,11 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const Weigher weigh(peak, ask.temperature);
   const uint64_t bits = UniformBits(ask.seed, ask.position);
   const float least = peak == kInfinity ? kInfinity
-                      : ask.min_p > 0   ? MinPFloor(peak, ask.temperature, ask.min_p)
+                      : filtered        ? LeastKept(peak, ask.temperature, ask.min_p)
                                         : -3.402823466e38f;
   const Key low = max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
   uint64_t* cell_sums = reinterpret_cast<uint64_t*>(cells);
-  Support support{low, peak, greedy ? 1.0 : static_cast<double>(ask.temperature), 0.0};
+  Support support{low, peak, greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature), 0.0};
   int token;
   uint64_t total = 0;  // of the support's weights
   if (greedy) {
