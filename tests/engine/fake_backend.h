@@ -50,6 +50,7 @@ inline constexpr Array kDigestOutputs[] = {{kDigestRows, sizeof(uint64_t)},
                                            {kDigestEntries, sizeof(uint32_t)},
                                            {kDigestRows, sizeof(uint32_t)}};
 extern const OpTraits kDigest;
+inline constexpr const OpTraits* kFakeOps[] = {&kDigest};
 
 // Where in a batch's run something goes wrong.
 enum class FaultPoint { kUpload, kOp, kWait };

@@ -40,6 +40,7 @@ class TestJob final : public Job {
     spec_.counts[kDigestNotes] = shape.rows * shape.notes_per_row;
     spec_.max_row_entries = shape.entries_per_row;
     spec_.deadline = shape.deadline;
+    spec_.size = SizeOfJob(spec_);
   }
 
   std::function<void()> before_copy;

@@ -18,6 +18,7 @@
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/metrics.h"
+#include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
 
 namespace logitd::rpc {
@@ -108,7 +109,8 @@ class AttentionStreamTest : public ::testing::Test {
                                          {.streams = 1,
                                           .slab_payload_bytes = kMaxMessage,
                                           .slab_answer_bytes = kMaxMessage,
-                                          .max_batch_rows = 1024},
+                                          .max_batch_rows = 1024,
+                                          .ops = ops::AllTraits()},
                                          &metrics_, [](const absl::Status&) { FAIL(); });
     EXPECT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);

@@ -1,5 +1,6 @@
 // The Heads service over a real server, on the CPU with copies that can be held up.
 #include "server/rpc/heads_service.h"
+#include "server/ops/ops.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
@@ -146,7 +147,8 @@ class HeadsServiceTest : public ::testing::Test {
                                          {.streams = 1,
                                           .slab_payload_bytes = 1 << 16,
                                           .slab_answer_bytes = 1 << 16,
-                                          .max_batch_rows = 16},
+                                          .max_batch_rows = 16,
+                                          .ops = ops::AllTraits()},
                                          &metrics_, [this](const absl::Status& cause) {
                                            absl::MutexLock lock(&mutex_);
                                            lost_ = cause;

@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
 #include "server/engine/heads.h"
-#include "server/rpc/codecs/row_input.h"
+#include "server/rpc/codecs/logits_or_hidden.h"
 
 namespace logitd::rpc::testing {
 

@@ -1,4 +1,4 @@
-// Ops whose jobs are alone in their batches: inputs copied with the payload, answers in place, and
+// Exclusive ops, whose batches hold one job: inputs copied with the payload, answers in place, and
 // answers that are kept beyond Done.
 #include <algorithm>
 #include <atomic>
@@ -36,34 +36,29 @@ constexpr Array kShiftInputs[] = {{kShiftNotes, sizeof(uint32_t)}, {kShiftNotes,
 constexpr Array kShiftOutputs[] = {{kShiftElements, sizeof(uint32_t)},
                                    {kShiftRows, sizeof(uint64_t)}};
 
-struct ShiftCall {
-  uint32_t add = 0;
-};
-
 const OpTraits kShift = {
-    .name = "shift",
-    .inputs = kShiftInputs,
-    .outputs = kShiftOutputs,
-    .enqueue =
-        [](Stream& stream, const BatchView& batch) {
-          const uint32_t add = static_cast<const ShiftCall*>(batch.call)->add;
-          return static_cast<FakeStream&>(stream).Run(
-              std::string(1, static_cast<char>(add)), batch.rows(), [&] {
-                const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
-                const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
-                const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
-                auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
-                const int64_t notes = batch.counts[kShiftNotes];
-                for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
-                  const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
-                  out[i] = in[i] + add + note;
-                }
-                for (int64_t r = 0; r < batch.rows(); ++r) {
-                  reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add;
-                }
-              });
-        },
-    .alone = true,
+    .name = "shift", .inputs = kShiftInputs, .outputs = kShiftOutputs, .exclusive_batch = true};
+
+struct ShiftCall final : ExclusiveCall {
+  explicit ShiftCall(uint32_t add) : add(add) {}
+  absl::Status Enqueue(Stream& stream, const BatchView& batch) const override {
+    return static_cast<FakeStream&>(stream).Run(
+        std::string(1, static_cast<char>(add)), batch.rows(), [&] {
+          const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
+          const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
+          const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
+          auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
+          const int64_t notes = batch.counts[kShiftNotes];
+          for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
+            const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
+            out[i] = in[i] + add + note;
+          }
+          for (int64_t r = 0; r < batch.rows(); ++r) {
+            reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add;
+          }
+        });
+  }
+  const uint32_t add;
 };
 
 // Knows its own answer. What it keeps is taken by Take, or dropped in Done.
@@ -78,13 +73,14 @@ class ShiftJob final : public Job {
     bool keep = false;
   };
 
-  explicit ShiftJob(const Shape& shape) : shape_(shape), call_{.add = shape.tag} {
+  explicit ShiftJob(const Shape& shape) : shape_(shape), call_(shape.tag) {
     spec_.key = {.op = &kShift, .dtype = DType::kF32, .row_elements = shape.row_elements};
     spec_.counts[kShiftRows] = shape.rows;
     spec_.counts[kShiftElements] = shape.rows * shape.row_elements;
     spec_.counts[kShiftNotes] = shape.notes;
     spec_.in_place = shape.in_place;
     spec_.call = &call_;
+    spec_.size = SizeOfJob(spec_);
   }
 
   const JobSpec& spec() const override { return spec_; }
@@ -194,12 +190,14 @@ EngineOptions SmallOptions() {
   options.slab_payload_bytes = 4096;
   options.slab_answer_bytes = 4096;
   options.max_batch_rows = 64;
+  static constexpr const OpTraits* kOps[] = {&kShift};
+  options.ops = kOps;
   return options;
 }
 
-class AloneTest : public ::testing::Test {
+class ExclusiveTest : public ::testing::Test {
  protected:
-  ~AloneTest() override {
+  ~ExclusiveTest() override {
     backend_.Release();
     for (const auto& job : jobs_) job->Take();
     engine_.reset();
@@ -244,7 +242,7 @@ class AloneTest : public ::testing::Test {
   std::vector<std::shared_ptr<ShiftJob>> jobs_;
 };
 
-TEST_F(AloneTest, EachJobIsABatchOfItsOwn) {
+TEST_F(ExclusiveTest, EachJobIsABatchOfItsOwn) {
   Start();
   backend_.Hold();
   for (uint32_t tag : {'a', 'b', 'c', 'd', 'e', 'f'}) Submit({.tag = tag});
@@ -255,7 +253,7 @@ TEST_F(AloneTest, EachJobIsABatchOfItsOwn) {
   EXPECT_EQ(order, "abcdef");
 }
 
-TEST_F(AloneTest, RowsLieWithoutPaddingAndInputsMayBeCopiedWithThem) {
+TEST_F(ExclusiveTest, RowsLieWithoutPaddingAndInputsMayBeCopiedWithThem) {
   Start();
   for (const bool in_place : {false, true}) {
     EXPECT_TRUE(
@@ -266,7 +264,7 @@ TEST_F(AloneTest, RowsLieWithoutPaddingAndInputsMayBeCopiedWithThem) {
   for (const FakeBackend::Ran& ran : backend_.log()) EXPECT_EQ(ran.uploaded_bytes, 96 + 32 + 20);
 }
 
-TEST_F(AloneTest, BytesBoundItsRowsAndAnAnswerInPlaceCostsNone) {
+TEST_F(ExclusiveTest, BytesBoundItsRowsAndAnAnswerInPlaceCostsNone) {
   EngineOptions options = SmallOptions();
   options.slab_answer_bytes = 1024;
   Start(options);
@@ -274,12 +272,13 @@ TEST_F(AloneTest, BytesBoundItsRowsAndAnAnswerInPlaceCostsNone) {
   EXPECT_TRUE(Submit({.rows = 128, .row_elements = 8, .in_place = true})->Wait().ok());
   const absl::Status aside = Submit({.rows = 128, .row_elements = 8})->Wait();
   EXPECT_EQ(aside.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: 5120 bytes for 128 rows"));
+  EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: got 5120 bytes for 128 rows"));
   const absl::Status large = Submit({.rows = 129, .row_elements = 8, .in_place = true})->Wait();
-  EXPECT_THAT(std::string(large.message()), HasSubstr("payload: 129 rows of 8 f32 elements"));
+  EXPECT_THAT(std::string(large.message()),
+              HasSubstr("payload: got 4128 bytes (129 rows of 8 f32 elements"));
 }
 
-TEST_F(AloneTest, JobsOfManyRowsWaitForSlabsLikeOthers) {
+TEST_F(ExclusiveTest, JobsOfManyRowsWaitForSlabsLikeOthers) {
   EngineOptions options = SmallOptions();
   options.slab_answer_bytes = 1024;
   Start(options);
@@ -292,7 +291,7 @@ TEST_F(AloneTest, JobsOfManyRowsWaitForSlabsLikeOthers) {
   EXPECT_TRUE(WaitForGauge("logitd_slabs_in_use", 0));
 }
 
-TEST_F(AloneTest, AKeptAnswerStaysWhileOthersRun) {
+TEST_F(ExclusiveTest, AKeptAnswerStaysWhileOthersRun) {
   Start();
   for (const bool in_place : {false, true}) {
     auto kept = Submit({.tag = 'k', .rows = 9, .in_place = in_place, .keep = true});
@@ -307,7 +306,7 @@ TEST_F(AloneTest, AKeptAnswerStaysWhileOthersRun) {
   }
 }
 
-TEST_F(AloneTest, EveryStreamIsLeftASlab) {
+TEST_F(ExclusiveTest, EveryStreamIsLeftASlab) {
   Start();  // four slabs, one stream
   std::vector<std::shared_ptr<ShiftJob>> kept;
   for (int i = 0; i < 5; ++i) {
@@ -323,7 +322,7 @@ TEST_F(AloneTest, EveryStreamIsLeftASlab) {
   EXPECT_TRUE(kept[2]->KeptIsRight());
 }
 
-TEST_F(AloneTest, AJobThatWaitsGetsTheSlabThatComesBack) {
+TEST_F(ExclusiveTest, AJobThatWaitsGetsTheSlabThatComesBack) {
   EngineOptions options = SmallOptions();
   options.slabs_per_stream = 2;
   Start(options);
@@ -340,7 +339,7 @@ TEST_F(AloneTest, AJobThatWaitsGetsTheSlabThatComesBack) {
   EXPECT_TRUE(waits->Wait().ok());
 }
 
-TEST_F(AloneTest, AFailedBatchKeepsNothing) {
+TEST_F(ExclusiveTest, AFailedBatchKeepsNothing) {
   Start();
   for (FaultPoint point : {FaultPoint::kUpload, FaultPoint::kOp, FaultPoint::kWait}) {
     backend_.FailNext(point, absl::UnavailableError("hiccup"));
@@ -351,7 +350,7 @@ TEST_F(AloneTest, AFailedBatchKeepsNothing) {
   EXPECT_TRUE(WaitForGauge("logitd_slabs_in_use", 0));
 }
 
-TEST_F(AloneTest, TheEngineWaitsForWhatIsKept) {
+TEST_F(ExclusiveTest, TheEngineWaitsForWhatIsKept) {
   Start();
   auto kept = Submit({.tag = 'k', .rows = 9, .keep = true});
   ASSERT_TRUE(kept->Wait().ok());
@@ -369,7 +368,7 @@ TEST_F(AloneTest, TheEngineWaitsForWhatIsKept) {
 
 // Cancels, failures, answers dropped at once, later, elsewhere and never read: every slab comes
 // back once, or two jobs would write to one.
-TEST_F(AloneTest, AStormLeavesEverySlabFree) {
+TEST_F(ExclusiveTest, AStormLeavesEverySlabFree) {
   EngineOptions options = SmallOptions();
   options.streams = 2;
   options.slabs_per_stream = 2;
