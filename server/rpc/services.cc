@@ -20,10 +20,10 @@
 namespace logitd::rpc {
 namespace {
 
-RawUnaryService::Factory JobMethod(const CallEnvironment& environment,
-                                   const StreamCall::MakeCodec& make_codec) {
+std::function<RawReactor*(grpc::CallbackServerContext*)> JobMethod(
+    const CallEnvironment& environment, const StreamCall::MakeCodec& make_codec) {
   return [environment, make_codec](grpc::CallbackServerContext* context) {
-    return std::make_shared<UnaryCall>(context, environment, make_codec());
+    return std::make_shared<UnaryCall>(context, environment, make_codec())->Start();
   };
 }
 
@@ -56,20 +56,20 @@ class MethodNames {
 
 SamplerService::SamplerService(const CallEnvironment& environment) {
   const MethodNames name(v1::TopKRequest::descriptor(), "Sampler");
-  AddRawUnary(name("TopK"), JobMethod(environment, Make<TopKCodec>(environment)));
-  AddRawUnary(name("Sample"), JobMethod(environment, Make<SampleCodec>(environment)));
-  AddRawStream(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
+  AddRawMethod(name("TopK"), JobMethod(environment, Make<TopKCodec>(environment)));
+  AddRawMethod(name("Sample"), JobMethod(environment, Make<SampleCodec>(environment)));
+  AddRawMethod(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
     return std::make_shared<StreamCall>(context, environment, Make<SampleCodec>(environment))
         ->Start();
   });
-  AddRawUnary(name("Verify"),
-              JobMethod(environment, [] { return std::make_unique<VerifyCodec>(); }));
+  AddRawMethod(name("Verify"),
+               JobMethod(environment, [] { return std::make_unique<VerifyCodec>(); }));
 }
 
 ScorerService::ScorerService(const CallEnvironment& environment) {
   const MethodNames name(v1::ScoreRequest::descriptor(), "Scorer");
-  AddRawUnary(name("Score"), JobMethod(environment, Make<ScoreCodec>(environment)));
-  AddRawStream(name("ScoreStream"), [environment](grpc::CallbackServerContext* context) {
+  AddRawMethod(name("Score"), JobMethod(environment, Make<ScoreCodec>(environment)));
+  AddRawMethod(name("ScoreStream"), [environment](grpc::CallbackServerContext* context) {
     return std::make_shared<StreamCall>(
                context, environment,
                [find_head = FindIn(environment), sequence = std::make_shared<ScoreSequence>()] {
@@ -89,10 +89,10 @@ AttentionService::AttentionService(const CallEnvironment& environment) {
   for (const Op& op :
        {Op{AttentionDirection::kForward, "Softmax", "SoftmaxStream"},
         Op{AttentionDirection::kBackward, "SoftmaxBackward", "SoftmaxBackwardStream"}}) {
-    AddRawUnary(name(op.call), JobMethod(environment, [direction = op.direction] {
-                  return std::make_unique<AttentionCodec>(direction);
-                }));
-    AddRawStream(name(op.stream),
+    AddRawMethod(name(op.call), JobMethod(environment, [direction = op.direction] {
+                   return std::make_unique<AttentionCodec>(direction);
+                 }));
+    AddRawMethod(name(op.stream),
                  [environment, direction = op.direction](grpc::CallbackServerContext* context) {
                    auto tensor = std::make_shared<AttentionTensor>();
                    return std::make_shared<StreamCall>(context, environment,

@@ -4,25 +4,25 @@
 
 #include "logitd/v1/server.grpc.pb.h"
 #include "server/engine/admission.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/unary_call.h"
 
 namespace logitd::rpc {
 
 // logitd.v1.Sampler
-class SamplerService final : public RawUnaryService {
+class SamplerService final : public RawService {
  public:
   explicit SamplerService(const CallEnvironment& environment);
 };
 
 // logitd.v1.Scorer
-class ScorerService final : public RawUnaryService {
+class ScorerService final : public RawService {
  public:
   explicit ScorerService(const CallEnvironment& environment);
 };
 
 // logitd.v1.Attention
-class AttentionService final : public RawUnaryService {
+class AttentionService final : public RawService {
  public:
   explicit AttentionService(const CallEnvironment& environment);
 };

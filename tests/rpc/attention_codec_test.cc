@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "logitd/v1/attention.pb.h"
+#include "tests/fake_backend.h"
 #include "tests/fuzz/compare_attention_request.h"
-#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -539,7 +539,7 @@ TEST(AttentionCodecTest, EnqueueHandsTheBatchToTheOp) {
                           .inputs = inputs,
                           .outputs = outputs,
                           .call = &call};
-  RecordingStream stream;
+  FakeStream stream;
   ASSERT_TRUE(kAttentionSoftmaxTraits.enqueue(stream, batch).ok());
   {
     const auto& args = stream.last<AttentionSoftmaxArgs>();

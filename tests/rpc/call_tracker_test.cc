@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "absl/time/time.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/call_tracker.h"
 
 namespace logitd::rpc {
 namespace {
@@ -15,7 +15,7 @@ class CountedCall final : public DrainedCall {
 };
 
 TEST(CallTrackerTest, ADrainTellsCallsFromAddToRemove) {
-  CallTracker tracker(absl::Seconds(30));
+  CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
   const auto over = std::make_shared<CountedCall>();
   const auto alive = std::make_shared<CountedCall>();
   const auto late = std::make_shared<CountedCall>();
@@ -32,7 +32,7 @@ TEST(CallTrackerTest, ADrainTellsCallsFromAddToRemove) {
 }
 
 TEST(CallTrackerTest, ACallWithTheAddressOfOneThatEndsIsTold) {
-  CallTracker tracker(absl::Seconds(30));
+  CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
   CountedCall memory;
   const auto made_there = [&memory] {
     return std::shared_ptr<DrainedCall>(&memory, [](DrainedCall*) {});
