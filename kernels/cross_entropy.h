@@ -99,6 +99,19 @@ struct CrossEntropyArgs {
   CrossEntropyAnswers answers;
 };
 
+// The arguments of the rows from `first` on. The logits stay as they are.
+inline CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {
+  CrossEntropyAnswers& to = args.answers;
+  args.rows += first;
+  to.loss += first;
+  to.logsumexp += first;
+  to.target_logprob += first;
+  if (to.rank != nullptr) to.rank += first;
+  if (to.entropy != nullptr) to.entropy += first;
+  to.status += first;
+  return args;
+}
+
 // Writes d_logits_i = upstream * d loss / d l_i:
 //
 //   upstream * (p_i - (1 - e) [i = t] - e / V + 2 z_loss lse p_i) / temperature

@@ -124,6 +124,17 @@ struct SampleArgs {
   RowStatus* status = nullptr;      // [rows]
 };
 
+// The arguments of the rows from `first` on. The logits stay as they are.
+inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
+  args.rows += first;
+  args.tokens += first;
+  args.logprobs += first;
+  args.ranks += first;
+  args.logsumexp += first;
+  args.status += first;
+  return args;
+}
+
 // What a caller may ask for, as it came over a border. `first_*_entry` of the rows are not looked
 // at: where answers go is for the server to say.
 struct SampleRequest {

@@ -45,6 +45,14 @@ struct SoftmaxTopKArgs {
   RowStatus* status = nullptr;  // [rows]
 };
 
+// The arguments of the rows from `first` on. The logits stay as they are.
+inline SoftmaxTopKArgs RowsFrom(SoftmaxTopKArgs args, int64_t first) {
+  args.rows += first;
+  args.logsumexp += first;
+  args.status += first;
+  return args;
+}
+
 // What a caller may ask for, as it came over a border: one value of k and temperature for all rows,
 // or one per row.
 struct SoftmaxTopKRequest {

@@ -8,10 +8,33 @@
 
 namespace logitd {
 
-// Element type of a tensor. All ops compute in fp32 whatever they are given.
+// Element type of a tensor. All ops compute in fp32 whatever they are given. A switch over it names
+// every type and has no default, so that a new type does not compile until each switch handles it.
 enum class DType : uint8_t { kF32, kF16, kBF16 };
 
-constexpr size_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+// Whether elements are 16 bits wide.
+constexpr bool Is16Bit(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return false;
+    case DType::kF16:
+    case DType::kBF16:
+      return true;
+  }
+  return false;
+}
+
+// Bytes of an element.
+constexpr size_t SizeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+  }
+  return 0;
+}
 
 constexpr std::string_view Name(DType dtype) {
   switch (dtype) {
@@ -34,6 +57,15 @@ struct TensorView {
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements, >= cols
 };
+
+// Rows [first, first + count) of `view`.
+inline TensorView RowsOf(const TensorView& view, int64_t first, int64_t count) {
+  TensorView part = view;
+  part.data = static_cast<const std::byte*>(view.data) +
+              first * view.row_stride * static_cast<int64_t>(SizeOf(view.dtype));
+  part.rows = count;
+  return part;
+}
 
 // A matrix that is written; else as TensorView.
 struct MutableTensorView {

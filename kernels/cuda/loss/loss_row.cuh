@@ -3,9 +3,9 @@
 #define LOGITD_KERNELS_CUDA_LOSS_LOSS_ROW_CUH_
 
 #include <limits>
-#include <type_traits>
 
 #include "kernels/cross_entropy.h"
+#include "kernels/cuda/element.cuh"
 #include "kernels/cuda/rows/cell.cuh"
 
 namespace logitd::cuda {
@@ -199,42 +199,6 @@ struct Gradient {
     return kCapped ? gradient * fmaf(-value, value, 1.0f) : gradient;
   }
 };
-
-// What they say of the rows from `first` on; the logits stay as they are.
-inline CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {
-  CrossEntropyAnswers& to = args.answers;
-  args.rows += first;
-  to.loss += first;
-  to.logsumexp += first;
-  to.target_logprob += first;
-  if (to.rank != nullptr) to.rank += first;
-  if (to.entropy != nullptr) to.entropy += first;
-  to.status += first;
-  return args;
-}
-
-template <class T>
-__device__ inline T FromFloat(float x) {
-  if constexpr (sizeof(T) == 4) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
-
-// Two elements in a word, the first in its lower half.
-template <class T>
-__device__ inline uint32_t PackPair(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-}
 
 }  // namespace logitd::cuda
 

@@ -8,13 +8,11 @@
 #ifndef LOGITD_KERNELS_CUDA_ROWS_CELL_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_CELL_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 #include <utility>
+
+#include "kernels/cuda/element.cuh"
 
 namespace logitd::cuda {
 
@@ -37,30 +35,10 @@ __device__ inline float FromOrderedBits(uint32_t ordered) {
   return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
-template <class T>
-constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte load
-
 // Place in the cell of a lane's e-th element: 16-byte vectors, interleaved over the lanes.
 template <class T>
 __device__ constexpr int CellIndex(int lane, int e) {
   return (e / kVector<T>)*32 * kVector<T> + lane * kVector<T> + e % kVector<T>;
-}
-
-__device__ inline float ToFloat(float x) { return x; }
-__device__ inline float ToFloat(__half x) { return __half2float(x); }
-__device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// Element e of what lies in memory as these words; e is known when the loop around it is unrolled.
-template <class T>
-__device__ inline float WordElement(const uint32_t* words, int e) {
-  const uint32_t word = words[e * sizeof(T) / 4];
-  if constexpr (sizeof(T) == 4) {
-    return __uint_as_float(word);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u);
-  } else {
-    return ToFloat(__ushort_as_half(static_cast<uint16_t>(e % 2 == 0 ? word : word >> 16)));
-  }
 }
 
 // A lane's elements of a cell, as they lie in memory.
@@ -79,7 +57,7 @@ struct LaneCell {
       for (int e = 1; e < count; ++e) max = fmaxf(max, (*this)[first + e]);
       return fmaxf(max, -kInfinity);
     } else {
-      using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+      using Pair = PairOf<T>;
       Pair max = reinterpret_cast<const Pair&>(words[first / 2]);
 #pragma unroll
       for (int e = 2; e < count; e += 2)
