@@ -121,7 +121,7 @@ int CannotStart(const absl::Status& status) {
 }
 
 // Ends the process when a stream thread cannot be joined because its batch does not end. The exit
-// code is that of a lost device: the next batch would probably not end either.
+// code is that of a lost device: the next batch would probably hang too.
 [[noreturn]] void LeaveBatch(const engine::RunningBatch& batch) {
   spdlog::error("the process ends: a batch of {} with {} rows has been on the device for {}",
                 batch.op, batch.rows,

@@ -346,7 +346,7 @@ int Batcher::SealForIdleStreams() {
 }
 
 // An open batch counts if it is due and its payloads are copied. If only sealed batches counted, a
-// key whose batches keep filling up would always be first.
+// key whose batches keep filling up always comes first.
 Batch* Batcher::TakeOldest() {
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
   Batch* oldest = nullptr;

@@ -63,7 +63,7 @@ class Engine {
   //   DEADLINE_EXCEEDED  the deadline passed before its batch ran; nothing was computed
   //   CANCELLED          Cancel came before its batch ran
   //   UNAVAILABLE        the device failed for its batch, or the engine has stopped
-  //   INVALID_ARGUMENT   CheckFits would have said so
+  //   INVALID_ARGUMENT   the job can never run: see CheckFits
   virtual void Submit(std::shared_ptr<Job> job) = 0;
 
   // The caller of `job` is gone. If its batch does not run yet, the engine drops its rows, and

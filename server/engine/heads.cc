@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -114,24 +115,6 @@ struct Layout {
   size_t norm;        // offset on the device
   size_t bytes;       // on the device
   int64_t file_bytes;
-};
-
-// Frees its device memory unless Take was called.
-class HeldMemory {
- public:
-  HeldMemory(Backend* backend, const DeviceMemory& memory) : backend_(backend), memory_(memory) {}
-  ~HeldMemory() {
-    if (memory_.data != nullptr) backend_->FreeDevice(memory_);
-  }
-  HeldMemory(const HeldMemory&) = delete;
-  HeldMemory& operator=(const HeldMemory&) = delete;
-
-  std::byte* data() const { return memory_.data; }
-  DeviceMemory Take() { return std::exchange(memory_, {}); }
-
- private:
-  Backend* const backend_;
-  DeviceMemory memory_;
 };
 
 // Copies files to device memory in chunks: while one is copied to the device, the next is read.
@@ -339,34 +322,35 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                  absl::Status(status.code(), absl::StrFormat("needs %d bytes of device memory: %s",
                                                              layout.bytes, status.message())));
   };
-  absl::StatusOr<DeviceMemory> allocated = backend_->AllocateDevice(layout.bytes);
-  if (!allocated.ok()) return no_memory(allocated.status());
-  HeldMemory memory(backend_, *allocated);
+  const absl::StatusOr<DeviceMemory> memory = backend_->AllocateDevice(layout.bytes);
+  if (!memory.ok()) return no_memory(memory.status());
+  absl::Cleanup free_memory = [&] { backend_->FreeDevice(*memory); };
   {
     Copy copy(backend_, request, layout.file_bytes, progress);
     if (absl::Status status = copy.Start(std::min(kChunkBytes, layout.bytes)); !status.ok()) {
       return no_memory(status);
     }
     absl::Status status =
-        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory.data());
+        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory->data);
     // A model scales the biased logits. A HeadView adds its bias to the scaled logits.
     if (status.ok() && source->bias.has_value()) {
       status = copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale,
-                           memory.data() + layout.bias);
+                           memory->data + layout.bias);
     }
     if (status.ok() && source->norm.has_value()) {
       status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f,
-                           memory.data() + layout.norm);
+                           memory->data + layout.norm);
     }
     if (status.ok()) status = copy.Finish();
     if (!status.ok()) return Named(request.name, status);
   }
   const absl::Time end = absl::Now();
-  const HeadView view = layout.View(*source, memory.data());
+  const HeadView view = layout.View(*source, memory->data);
   const auto bytes = static_cast<int64_t>(layout.bytes);
   spdlog::info("head {}: loaded in {:.2f} s", request.name, absl::ToDoubleSeconds(end - start));
   if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
-  return std::shared_ptr<const Head>(new Head(backend_, memory.Take(), view,
+  std::move(free_memory).Cancel();
+  return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
                                               {.name = request.name,
                                                .path = request.path,
                                                .tensor = source->weight.name,

@@ -189,7 +189,8 @@ v1::SampleRequest Greedy(size_t logits, int64_t rows = 1) {
 
 // Messages of 8 MiB, written without waiting for answers.
 TEST(SampleStreamTest, AllLargeMessagesAreAnsweredAndTheirRoomIsFreed) {
-  auto [server, stub, context, stream] = OpenStream();
+  OpenStream open;
+  auto& stream = open.stream;
   const v1::SampleRequest request = Greedy(8 * 65536 * 4, 8);
   constexpr int kMessages = 20;
   std::thread writer([&] {
@@ -203,7 +204,7 @@ TEST(SampleStreamTest, AllLargeMessagesAreAnsweredAndTheirRoomIsFreed) {
   writer.join();
   EXPECT_EQ(answers, kMessages);
   EXPECT_TRUE(stream->Finish().ok());
-  EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
+  EXPECT_TRUE(open.server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
 // The batch waits for more requests, so its messages stay unanswered.
@@ -291,7 +292,7 @@ v1::SampleRequest Varied(int i) {
 
 TEST(SampleLoadTest, BitsAreTheSameInABatchOfOneRequestAndInASharedBatch) {
   constexpr int kKinds = 12;
-  std::vector<std::string> alone;
+  std::vector<std::string> unshared;
   {
     ServerProcess server;
     const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
@@ -299,7 +300,7 @@ TEST(SampleLoadTest, BitsAreTheSameInABatchOfOneRequestAndInASharedBatch) {
       v1::SampleResponse response;
       const grpc::Status status = Sample(*stub, Varied(i), &response);
       ASSERT_TRUE(status.ok()) << status.error_message();
-      alone.push_back(Bits(response));
+      unshared.push_back(Bits(response));
     }
   }
   ServerProcess server({"--max-batch-delay=2ms"});
@@ -314,7 +315,7 @@ TEST(SampleLoadTest, BitsAreTheSameInABatchOfOneRequestAndInASharedBatch) {
         v1::SampleResponse response;
         const grpc::Status status = Sample(*stub, Varied(i), &response);
         ASSERT_TRUE(status.ok()) << status.error_message();
-        EXPECT_EQ(Bits(response), alone[static_cast<size_t>(i)]) << i;
+        EXPECT_EQ(Bits(response), unshared[static_cast<size_t>(i)]) << i;
         shared += response.timings().batch_rows() > response.tokens_size();
       }
     });

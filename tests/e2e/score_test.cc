@@ -219,7 +219,7 @@ TEST_F(ScoreTest, ANaNInAHiddenStateAffectsOnlyItsRow) {
 
 TEST_F(ScoreTest, AnUnknownHeadIsNotFoundAndTheTextNamesTheLoadedHeads) {
   v1::ScoreRequest request = Scored(States(1, 5));
-  request.set_head("nobody");
+  request.set_head("unknown");
   v1::ScoreResponse response;
   const grpc::Status status = scorer_->Score(Context().get(), request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);

@@ -14,7 +14,7 @@ class CountedCall final : public DrainedCall {
   int drains = 0;
 };
 
-TEST(CallTrackerTest, ADrainTellsCallsFromAddToRemove) {
+TEST(CallTrackerTest, ADrainReachesCallsBetweenAddAndRemove) {
   CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
   const auto over = std::make_shared<CountedCall>();
   const auto alive = std::make_shared<CountedCall>();
@@ -31,7 +31,7 @@ TEST(CallTrackerTest, ADrainTellsCallsFromAddToRemove) {
   EXPECT_EQ(late->drains, 1);
 }
 
-TEST(CallTrackerTest, ACallWithTheAddressOfOneThatEndsIsTold) {
+TEST(CallTrackerTest, ADrainReachesACallAtTheAddressOfAnEndedCall) {
   CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
   CountedCall memory;
   const auto made_there = [&memory] {

@@ -166,18 +166,18 @@ TEST_F(HeadsServiceTest, HeadsAreListedAndUnloadedByName) {
 TEST_F(HeadsServiceTest, PathsAreShownAsTheCallerGaveThem) {
   ASSERT_TRUE(Load("inside", "inner/large.safetensors").ok());
   std::filesystem::create_directory(folder_ + "/top2");
-  const std::string beside = folder_ + "/top2/x.safetensors";
-  WriteHead(beside, 10, 4);
+  const std::string outside = folder_ + "/top2/x.safetensors";
+  WriteHead(outside, 10, 4);
   ASSERT_TRUE(heads_
-                  .Load({.name = "beside", .path = beside},
+                  .Load({.name = "outside", .path = outside},
                         [](const engine::HeadProgress&) { return true; })
                   .ok());
   grpc::ClientContext context;
   v1::ListHeadsResponse response;
   ASSERT_TRUE(stub_->List(&context, {}, &response).ok());
   ASSERT_EQ(response.heads_size(), 2);
-  EXPECT_EQ(response.heads(0).path(), beside);  // loaded by the operator, outside the root
-  EXPECT_EQ(response.heads(1).path(), "inner/large.safetensors");
+  EXPECT_EQ(response.heads(0).path(), "inner/large.safetensors");
+  EXPECT_EQ(response.heads(1).path(), outside);  // loaded by the operator
 }
 
 TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
