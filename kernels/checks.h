@@ -21,9 +21,14 @@ absl::Status CheckRange(std::string_view field, int64_t got, int64_t least, int6
 // The same of a value of row `row`.
 absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t least, int64_t most);
 
-// OK where `good`, else INVALID_ARGUMENT naming the field, the row, the value and `allowed`.
-absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
-                        std::string_view allowed);
+// OK where every row is active.
+template <typename Row>
+absl::Status CheckActive(absl::Span<const Row> rows) {
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (rows[r].active != 1) return CheckInt("active", r, rows[r].active, 1, 1);
+  }
+  return absl::OkStatus();
+}
 
 // OK where [first, first + count) lies in [0, size) and count in [0, most]; an empty slice may
 // start anywhere.

@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/row_params.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
 
@@ -43,6 +44,24 @@ struct CrossEntropyRow {
   int32_t want;          // kWantRank | kWantEntropy
 };
 static_assert(sizeof(CrossEntropyRow) == 64);
+
+inline constexpr RowParam<CrossEntropyRow> kCrossEntropyParams[] = {
+    {"temperature", &CrossEntropyRow::temperature, 1, {.low = 0, .above_low = true}},
+    {"softcap", &CrossEntropyRow::softcap, 0, {.low = 0}},
+    {"label_smoothing",
+     &CrossEntropyRow::label_smoothing,
+     0,
+     {.low = 0, .high = 1, .below_high = true}},
+    {"smoothing",
+     &CrossEntropyRow::smoothing,
+     0,
+     {.low = 0, .high = 1, .names = "torch, megatron"}},
+    {"z_loss", &CrossEntropyRow::z_loss, 0, {.low = 0}},
+    {"top_logprobs",
+     &CrossEntropyRow::top_logprobs,
+     0,
+     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
+};
 
 // Where the answers go; shared with linear_cross_entropy. Arrays of what no row wants may be null.
 struct CrossEntropyAnswers {
@@ -138,14 +157,13 @@ struct CrossEntropyBackwardArgs {
 // What a caller may ask for, as it came over a border. `first_*_entry` of the rows are not looked
 // at: where answers go is for the server to say.
 struct CrossEntropyRequest {
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  absl::Span<const CrossEntropyRow> params;  // `rows` of them, each active
+  int64_t vocab = 0;                         // 1..kMaxVocab
+  absl::Span<const CrossEntropyRow> params;  // one for each row, each active
   absl::Span<const int32_t> extra_ids;
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Looks at the
-// parameters alone: the logits are CheckLogits's, hidden states CheckHidden's. Thread-safe.
+// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Checks only the
+// parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
 absl::Status CheckCrossEntropy(const CrossEntropyRequest& request);
 
 }  // namespace logitd

@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/row_params.h"
 #include "kernels/types.h"
 
 namespace logitd {
@@ -57,6 +58,23 @@ struct SampleRow {
   int32_t unused;  // 0
 };
 static_assert(sizeof(SampleRow) == 120);
+
+inline constexpr RowParam<SampleRow> kSampleParams[] = {
+    {"seed", &SampleRow::seed, 0, {}},
+    {"position", &SampleRow::position, 0, {}},
+    {"temperature", &SampleRow::temperature, 1, {.low = 0}},
+    {"top_k", &SampleRow::top_k, 0, {.low = 0, .up_to_vocab = true}},
+    {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
+    {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
+    {"repetition_penalty", &SampleRow::repetition, 1, {.low = 0, .above_low = true}},
+    {"presence_penalty", &SampleRow::presence, 0, {}},
+    {"frequency_penalty", &SampleRow::frequency, 0, {}},
+    {"top_logprobs",
+     &SampleRow::top_logprobs,
+     0,
+     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
+    {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
+};
 
 // Draws, for every row of `logits`, one token. With x the row as sent, in this order:
 //
@@ -138,19 +156,16 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
 // What a caller may ask for, as it came over a border. `first_*_entry` of the rows are not looked
 // at: where answers go is for the server to say.
 struct SampleRequest {
-  DType dtype = DType::kF32;
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  int64_t payload_bytes = 0;           // must be rows * vocab * SizeOf(dtype)
-  absl::Span<const SampleRow> params;  // `rows` of them, each active
+  int64_t vocab = 0;                   // 1..kMaxVocab
+  absl::Span<const SampleRow> params;  // one for each row, each active
   absl::Span<const int32_t> history;
   absl::Span<const SampleBias> bias;
   absl::Span<const int32_t> extra_ids;
   absl::Span<const uint32_t> mask_words;
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Shared by both
-// backends; below it nothing is checked again. Thread-safe.
+// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Checks only the
+// parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
 absl::Status CheckSample(const SampleRequest& request);
 
 }  // namespace logitd

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/row_params.h"
 #include "kernels/types.h"
 
 namespace logitd {
@@ -17,6 +18,11 @@ struct SoftmaxTopKRow {
   int64_t first_entry;  // the row's k answers go to entries [first_entry, first_entry + k)
   float temperature;    // finite, > 0
   int32_t k;            // 1..vocab; 0 = skip the row
+};
+
+inline constexpr RowParam<SoftmaxTopKRow> kSoftmaxTopKParams[] = {
+    {"k", &SoftmaxTopKRow::k, 0, {.low = 1, .up_to_vocab = true}},
+    {"temperature", &SoftmaxTopKRow::temperature, 1, {.low = 0, .above_low = true}},
 };
 
 // Writes, for every row of `logits`, its k most probable tokens under softmax(logits /
@@ -53,19 +59,14 @@ inline SoftmaxTopKArgs RowsFrom(SoftmaxTopKArgs args, int64_t first) {
   return args;
 }
 
-// What a caller may ask for, as it came over a border: one value of k and temperature for all rows,
-// or one per row.
+// What a caller may ask for, as it came over a border. `first_entry` of the rows is not looked at.
 struct SoftmaxTopKRequest {
-  DType dtype = DType::kF32;
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  int64_t payload_bytes = 0;            // must be rows * vocab * SizeOf(dtype)
-  absl::Span<const int32_t> k;          // 1 or `rows` values, each 1..vocab
-  absl::Span<const float> temperature;  // 0 (all 1.0), 1 or `rows` values, each finite and > 0
+  int64_t vocab = 0;                        // 1..kMaxVocab
+  absl::Span<const SoftmaxTopKRow> params;  // one for each row
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the value and what is allowed. Shared by both backends;
-// below it nothing is checked again.
+// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Checks only the
+// parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
 absl::Status CheckSoftmaxTopK(const SoftmaxTopKRequest& request);
 
 }  // namespace logitd

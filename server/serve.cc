@@ -30,11 +30,7 @@
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
-#include "server/rpc/codecs/attention_codec.h"
-#include "server/rpc/codecs/sample_codec.h"
-#include "server/rpc/codecs/score_codec.h"
-#include "server/rpc/codecs/topk_codec.h"
-#include "server/rpc/codecs/verify_codec.h"
+#include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
 
 namespace logitd {
@@ -230,16 +226,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const DeviceInfo& device = (*backend)->device();
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
-  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name,
-                                  rpc::kLinearTopKTraits.name,
-                                  rpc::kSampleTraits.name,
-                                  rpc::kLinearSampleTraits.name,
-                                  rpc::kVerifyTraits.name,
-                                  rpc::kCrossEntropyTraits.name,
-                                  rpc::kLinearCrossEntropyTraits.name,
-                                  rpc::kAttentionSoftmaxTraits.name,
-                                  rpc::kAttentionSoftmaxBackwardTraits.name};
-  engine::Metrics metrics(ops);
+  engine::Metrics metrics(ops::AllNames());
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
        .max_held_bytes = config.max_held_bytes,
@@ -252,7 +239,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
                               .slab_payload_bytes = config.slab_bytes,
                               .slab_answer_bytes = config.slab_bytes,
                               .max_batch_rows = config.max_batch_rows,
-                              .max_batch_delay = config.max_batch_delay},
+                              .max_batch_delay = config.max_batch_delay,
+                              .ops = ops::AllTraits()},
                              &metrics, [&events](const absl::Status& status) {
                                spdlog::error("device lost: {}", status.ToString());
                                events.DeviceLost();

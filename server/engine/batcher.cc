@@ -85,8 +85,8 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
   Job* job = submitted.get();
   Job::Place& place = job->place_;
   const JobSpec& spec = job->spec();
-  const JobSize size = SizeOfJob(spec);
-  if (absl::Status fits = CheckFits(spec, size, options_); !fits.ok()) {
+  const JobSize& size = spec.size;
+  if (absl::Status fits = CheckFits(spec, options_); !fits.ok()) {
     return job->Done(fits, JobAnswer{}, JobTimes{});
   }
   place.submitted_ns = MonotonicNanos();
@@ -106,7 +106,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
       ended.PushBack(job);
     } else {
       KeyQueue* queue = QueueOf(spec.key);
-      if (queue->open != nullptr && !Fits(*queue->open, spec, size)) {
+      if (queue->open != nullptr && !Fits(*queue->open, spec)) {
         Seal(queue->open);
         if (SealForIdleStreams() > 0) WakeStream();
       }
@@ -117,7 +117,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
       if (queue->open != nullptr) {
         Batch* batch = queue->open;
         to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
-        Reserve(batch, job, spec, size);
+        Reserve(batch, job, spec);
         place.state = Job::Place::State::kCopying;
         brief = idle_spin_ns_ > 0 && max_batch_delay_ns_ == 0 &&
                 size.payload_bytes >= kMinBriefCopyBytes &&
@@ -148,10 +148,10 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
   }
 }
 
-bool Batcher::Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const {
-  return (spec.key.op->alone || batch.rows + spec.rows() <= options_.max_batch_rows) &&
-         batch.payload_bytes + size.payload_bytes <= options_.slab_payload_bytes &&
-         batch.answer_bytes + size.answer_bytes <= options_.slab_answer_bytes;
+bool Batcher::Fits(const Batch& batch, const JobSpec& spec) const {
+  return (spec.key.op->exclusive_batch || batch.rows + spec.rows() <= options_.max_batch_rows) &&
+         batch.payload_bytes + spec.size.payload_bytes <= options_.slab_payload_bytes &&
+         batch.answer_bytes + spec.size.answer_bytes <= options_.slab_answer_bytes;
 }
 
 KeyQueue* Batcher::QueueOf(const BatchKey& key) {
@@ -192,17 +192,17 @@ void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& oldest) {
   queue->open = batch;
 }
 
-void Batcher::Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize& size) {
+void Batcher::Reserve(Batch* batch, Job* job, const JobSpec& spec) {
   job->place_.batch = batch;
   job->place_.slot = batch->slots.size();
   batch->slots.push_back({.job = job, .first_row = batch->rows, .rows = spec.rows()});
   batch->rows += spec.rows();
-  batch->payload_bytes += size.payload_bytes;
-  batch->answer_bytes += size.answer_bytes;
+  batch->payload_bytes += spec.size.payload_bytes;
+  batch->answer_bytes += spec.size.answer_bytes;
   ++batch->copying;
   ++batch->live;
   ++open_jobs_;
-  if (batch->rows == options_.max_batch_rows || spec.key.op->alone) Seal(batch);
+  if (batch->rows == options_.max_batch_rows || spec.key.op->exclusive_batch) Seal(batch);
 }
 
 void Batcher::Seal(Batch* batch) {
@@ -239,13 +239,12 @@ void Batcher::PlacePending() {
     while (queue->first != nullptr && queue->open != nullptr) {
       Job* job = queue->first;
       const JobSpec& spec = job->spec();
-      const JobSize size = SizeOfJob(spec);
-      if (!Fits(*batch, spec, size)) {
+      if (!Fits(*batch, spec)) {
         Seal(batch);
         break;
       }
       RemovePending(queue, job);
-      Reserve(batch, job, spec, size);
+      Reserve(batch, job, spec);
       job->place_.state = Job::Place::State::kPlaced;
       to_copy_.PushBack(job);
       copy_wake_.Signal();

@@ -113,12 +113,11 @@ class Batcher {
     int64_t size = 0;
   };
 
-  bool Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const;
+  bool Fits(const Batch& batch, const JobSpec& spec) const;
   KeyQueue* QueueOf(const BatchKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Open(Batch* batch, KeyQueue* queue, const Job& oldest) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize& size)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Reserve(Batch* batch, Job* job, const JobSpec& spec) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Seal(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Release(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReleaseIfEmpty(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -80,7 +80,7 @@ class ThreadedEngine final : public Engine {
   }
 
   absl::Status CheckFits(const JobSpec& spec) const override {
-    return engine::CheckFits(spec, SizeOfJob(spec), options_);
+    return engine::CheckFits(spec, options_);
   }
   void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
   void Cancel(const Job& job) override { batcher_.Cancel(job); }
@@ -160,7 +160,7 @@ absl::Status CheckOptions(const EngineOptions& options) {
       {"slab_answer_bytes", options.slab_answer_bytes, 1, kMaxBytes},
       {"max_batch_rows", options.max_batch_rows, 1, int64_t{1} << 24},
       {"copy_threads", options.copy_threads, 1, 256},
-      {"max_param_bytes", static_cast<int64_t>(options.max_param_bytes), 1, 1 << 16},
+      {"ops", static_cast<int64_t>(options.ops.size()), 1, 64},
       {"max_batch_delay in microseconds", absl::ToInt64Microseconds(options.max_batch_delay), 0,
        absl::ToInt64Microseconds(absl::Hours(24))},
       {"idle_spin in microseconds", absl::ToInt64Microseconds(options.idle_spin), 0, 10000},

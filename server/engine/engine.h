@@ -28,8 +28,9 @@ struct EngineOptions {
   int64_t max_batch_rows = 65536;
   // Longest time that an open batch waits for more requests while a stream is idle.
   absl::Duration max_batch_delay = absl::ZeroDuration();
-  int copy_threads = 2;          // copy payloads of jobs that had to wait for a slab
-  size_t max_param_bytes = 160;  // of a row, in the input arrays of the largest op
+  int copy_threads = 2;  // copy payloads of jobs that had to wait for a slab
+  // All ops that jobs are of. Slabs have room for the parameters of each.
+  absl::Span<const OpTraits* const> ops;
   // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);
 };

@@ -12,15 +12,12 @@
 #include <mutex>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
-#include "server/rpc/codecs/attention_codec.h"
-#include "server/rpc/codecs/sample_codec.h"
-#include "server/rpc/codecs/score_codec.h"
-#include "server/rpc/codecs/topk_codec.h"
-#include "server/rpc/codecs/verify_codec.h"
+#include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_tracker.h"
@@ -29,31 +26,22 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Heads", "logitd.v1.Sampler",
-                                     "logitd.v1.Scorer", "logitd.v1.Server"};
+// Those of the ops, each once.
+std::vector<std::string> OpServiceNames() {
+  std::vector<std::string> names;
+  for (const ops::Op& op : ops::kOps) {
+    if (!absl::c_linear_search(names, op.service)) names.emplace_back(op.service);
+  }
+  return names;
+}
 
-// What GetInfo says is served.
-struct Method {
-  const engine::OpTraits* op;
-  const char* name;
-};
-constexpr Method kMethods[] = {
-    {&kSoftmaxTopKTraits, "logitd.v1.Sampler/TopK"},
-    {&kLinearTopKTraits, "logitd.v1.Sampler/TopK"},
-    {&kSampleTraits, "logitd.v1.Sampler/Sample"},
-    {&kLinearSampleTraits, "logitd.v1.Sampler/Sample"},
-    {&kSampleTraits, "logitd.v1.Sampler/SampleStream"},
-    {&kLinearSampleTraits, "logitd.v1.Sampler/SampleStream"},
-    {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
-    {&kCrossEntropyTraits, "logitd.v1.Scorer/Score"},
-    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/Score"},
-    {&kCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
-    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
-    {&kAttentionSoftmaxTraits, "logitd.v1.Attention/Softmax"},
-    {&kAttentionSoftmaxTraits, "logitd.v1.Attention/SoftmaxStream"},
-    {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackward"},
-    {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackwardStream"},
-};
+std::vector<std::unique_ptr<OpService>> MakeOpServices(const CallEnvironment& environment) {
+  std::vector<std::unique_ptr<OpService>> services;
+  for (const std::string& name : OpServiceNames()) {
+    services.push_back(std::make_unique<OpService>(name, environment));
+  }
+  return services;
+}
 
 // The transport's quota beyond held messages: read buffers, unread calls, other services.
 constexpr int64_t kQuotaSlack = int64_t{128} << 20;
@@ -78,11 +66,18 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
   limits->set_max_answer_bytes(engine.slab_answer_bytes);
   limits->set_streams(engine.streams);
   limits->set_max_keys(kMaxKeys);
-  for (const Method& method : kMethods) {
-    v1::Op* op = info.add_ops();
-    op->set_name(std::string(method.op->name));
-    op->set_method(method.name);
-    for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) op->add_dtypes(dtype);
+  for (const ops::Op& op : ops::kOps) {
+    for (const std::string_view method : {op.method, op.stream_method}) {
+      for (const engine::OpTraits* traits : {op.op, op.linear}) {
+        if (method.empty() || traits == nullptr) continue;
+        v1::Op* served = info.add_ops();
+        served->set_name(std::string(traits->name));
+        served->set_method(absl::StrFormat("%s/%s", op.service, method));
+        for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) {
+          served->add_dtypes(dtype);
+        }
+      }
+    }
   }
   return info;
 }
@@ -100,9 +95,7 @@ class RpcServerImpl final : public RpcServer {
                      .tracker = &tracker_,
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
-        sampler_(environment_),
-        scorer_(environment_),
-        attention_(environment_),
+        op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
@@ -120,9 +113,9 @@ class RpcServerImpl final : public RpcServer {
       grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     });
     grpc::ServerBuilder builder;
-    builder.RegisterService(&sampler_);
-    builder.RegisterService(&scorer_);
-    builder.RegisterService(&attention_);
+    for (const std::unique_ptr<OpService>& service : op_services_) {
+      builder.RegisterService(service.get());
+    }
     builder.RegisterService(&heads_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
@@ -174,7 +167,10 @@ class RpcServerImpl final : public RpcServer {
   void SetServing(bool serving) override {
     grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
     health->SetServingStatus(serving);
-    for (const char* service : kServices) health->SetServingStatus(service, serving);
+    for (const std::string& service : OpServiceNames()) health->SetServingStatus(service, serving);
+    for (const char* service : {"logitd.v1.Heads", "logitd.v1.Server"}) {
+      health->SetServingStatus(service, serving);
+    }
   }
 
   void Drain() override { tracker_.Drain(); }
@@ -199,9 +195,7 @@ class RpcServerImpl final : public RpcServer {
   CallTracker tracker_;
   Copier copier_;
   const CallEnvironment environment_;
-  SamplerService sampler_;
-  ScorerService scorer_;
-  AttentionService attention_;
+  const std::vector<std::unique_ptr<OpService>> op_services_;
   HeadsService heads_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;

@@ -112,7 +112,7 @@ TEST_P(SampleTransportTest, ContradictionsAreRefusedWithTheirReason) {
   v1::SampleResponse response;
   grpc::Status status = Sample(*stub_, request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("seed: none sent, but temperature is 1 at row 0"));
+  EXPECT_THAT(status.error_message(), HasSubstr("seed: got none with temperature 1 at row 0"));
   request.add_seed(1);
   request.add_allowed_tokens_mask(0);
   status = Sample(*stub_, request, &response);

@@ -294,7 +294,7 @@ TEST_F(ScoreTest, AStreamKeepsItsSettingsAndTotalsAndCanBeResumed) {
   EXPECT_FALSE(stream->Read(&answer));
   const grpc::Status status = stream->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("offset: got 20, allowed is 50"));
+  EXPECT_THAT(status.error_message(), HasSubstr("offset: got 20, allowed 50"));
 }
 
 TEST_F(ScoreTest, LoadsAndUnloadsUnderTrafficGiveNoWrongAnswer) {

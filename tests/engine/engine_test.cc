@@ -415,35 +415,27 @@ TEST(EngineTest, CheckFitsNamesValueAndLimit) {
   const Case cases[] = {
       {4, 1, 1, 0, ""},
       {4, 64, 64, 0, ""},
-      {4, 65, 1, 0, "rows: 65, allowed 1..64"},
-      {4, -1, 1, 0, "rows: -1, allowed 1..64"},
-      {1025, 1, 1, 0, "payload: 1 rows of 1025 f32 elements and their lists are 4100 bytes"},
+      {4, 65, 1, 0, "rows: got 65, allowed 1..64"},
+      {4, -1, 1, 0, "rows: got -1, allowed 1..64"},
+      {1025, 1, 1, 0, "payload: got 4100 bytes (1 rows of 1025 f32 elements and their lists)"},
       {1000, 1, 1, 24, ""},
-      {1000, 1, 1, 25, "and their lists are 4100 bytes, allowed 1..4096"},
-      {4, 1, 1, -1, "and their lists are 9223372036854775807 bytes, allowed 1..4096"},
-      {0, 1, 1, 0, "payload: 1 rows of 0 f32 elements and their lists are 0 bytes"},
-      {int64_t{1} << 62, 2, 1, 0, "are 9223372036854775807 bytes, allowed 1..4096"},
-      {4, 1, 1022, 0, "answer: 4100 bytes for 1 rows, allowed 0..4096"},
-      {4, 1, -1, 0, "answer: 9223372036854775807 bytes for 1 rows"},
+      {1000, 1, 1, 25,
+       "payload: got 4100 bytes (1 rows of 1000 f32 elements and their lists), allowed 1..4096"},
+      {4, 1, 1, -1, "payload: got 9223372036854775807 bytes"},
+      {0, 1, 1, 0, "payload: got 0 bytes (1 rows of 0 f32 elements and their lists)"},
+      {int64_t{1} << 62, 2, 1, 0, "payload: got 9223372036854775807 bytes"},
+      {4, 1, 1022, 0, "answer: got 4100 bytes for 1 rows, allowed 0..4096"},
+      {4, 1, -1, 0, "answer: got 9223372036854775807 bytes for 1 rows"},
   };
   for (const Case& c : cases) {
     JobSpec spec;
     spec.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = c.row_elements};
     spec.counts = {c.rows, c.entries, c.notes};
+    spec.size = SizeOfJob(spec);
     const absl::Status status = harness.engine().CheckFits(spec);
     EXPECT_EQ(status.ok(), *c.message == '\0') << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.message));
   }
-}
-
-TEST(EngineTest, AnOpThatFitsNoSlabIsRefused) {
-  EngineOptions options = SmallOptions();
-  options.max_param_bytes = 8;
-  Harness harness(options);
-  harness.Run("a 4x1");
-  EXPECT_EQ(
-      harness.job("a").Wait().message(),
-      "op digest: 32 bytes of parameters a row, 2 inputs and 3 outputs, allowed 8, 16 and 16");
 }
 
 TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
@@ -453,6 +445,7 @@ TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
   };
   const Case cases[] = {
       {[](EngineOptions& o) { o.streams = 0; }, "streams: got 0, allowed 1..64"},
+      {[](EngineOptions& o) { o.ops = {}; }, "ops: got 0, allowed 1..64"},
       {[](EngineOptions& o) { o.slab_payload_bytes = -1; },
        "slab_payload_bytes: got -1, allowed 1..1099511627776"},
       {[](EngineOptions& o) { o.max_batch_delay = absl::Microseconds(-1); },
@@ -602,6 +595,7 @@ INSTANTIATE_TEST_SUITE_P(All, EngineStormTest,
 // The engine's own time for a job is printed. Only a wrong design misses the bound.
 TEST(EngineTest, AddsLittleToAOneRowJob) {
   EngineOptions options;
+  options.ops = kTestOps;
   options.slab_payload_bytes = 1 << 20;
   options.slab_answer_bytes = 1 << 20;
   FakeBackend backend;

@@ -34,35 +34,35 @@ constexpr Array kShiftInputs[] = {{kShiftNotes, sizeof(uint32_t)}, {kShiftNotes,
 constexpr Array kShiftOutputs[] = {{kShiftElements, sizeof(uint32_t)},
                                    {kShiftRows, sizeof(uint64_t)}};
 
-struct ShiftCall {
-  uint32_t add = 0;
-};
-
 const OpTraits kShift = {
-    .name = "shift",
-    .inputs = kShiftInputs,
-    .outputs = kShiftOutputs,
-    .enqueue =
-        [](Stream& stream, const BatchView& batch) {
-          const uint32_t add = static_cast<const ShiftCall*>(batch.call)->add;
-          return static_cast<FakeStream&>(stream).Run(
-              std::string(1, static_cast<char>(add)), batch.rows(), [&] {
-                const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
-                const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
-                const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
-                auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
-                const int64_t notes = batch.counts[kShiftNotes];
-                for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
-                  const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
-                  out[i] = in[i] + add + note;
-                }
-                for (int64_t r = 0; r < batch.rows(); ++r) {
-                  reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add;
-                }
-                return absl::OkStatus();
-              });
-        },
-    .alone = true,
+    .name = "shift", .inputs = kShiftInputs, .outputs = kShiftOutputs, .exclusive_batch = true};
+constexpr const OpTraits* kShiftOps[] = {&kShift};
+
+class ShiftCall final : public ExclusiveCall {
+ public:
+  explicit ShiftCall(uint32_t add) : add_(add) {}
+  absl::Status Enqueue(Stream& stream, const BatchView& batch) const override {
+    const auto run = [&] {
+      const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
+      const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
+      const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
+      auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
+      const int64_t notes = batch.counts[kShiftNotes];
+      for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
+        const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
+        out[i] = in[i] + add_ + note;
+      }
+      for (int64_t r = 0; r < batch.rows(); ++r) {
+        reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add_;
+      }
+      return absl::OkStatus();
+    };
+    return static_cast<FakeStream&>(stream).Run(std::string(1, static_cast<char>(add_)),
+                                                batch.rows(), run);
+  }
+
+ private:
+  const uint32_t add_;
 };
 
 class ShiftJob final : public CheckedJob {
@@ -76,7 +76,7 @@ class ShiftJob final : public CheckedJob {
     bool keep = false;
   };
 
-  explicit ShiftJob(const Shape& shape) : shape_(shape), call_{.add = shape.tag} {
+  explicit ShiftJob(const Shape& shape) : shape_(shape), call_(shape.tag) {
     keep_answer = shape.keep;
     spec_.key = {.op = &kShift, .dtype = DType::kF32, .row_elements = shape.row_elements};
     spec_.counts[kShiftRows] = shape.rows;
@@ -84,6 +84,7 @@ class ShiftJob final : public CheckedJob {
     spec_.counts[kShiftNotes] = shape.notes;
     spec_.in_place = shape.in_place;
     spec_.call = &call_;
+    spec_.size = SizeOfJob(spec_);
   }
 
   void CopyPayload(std::byte* dst, size_t row_stride) override {
@@ -148,7 +149,7 @@ class ExclusiveBatchTest : public ::testing::Test {
     }
   }
 
-  void Start(const EngineOptions& options = SmallOptions()) {
+  void Start(const EngineOptions& options = SmallOptions(kShiftOps)) {
     auto engine =
         Engine::Create(&backend_, options, &metrics_, [](const absl::Status&) { FAIL(); });
     ASSERT_TRUE(engine.ok()) << engine.status();
@@ -204,20 +205,20 @@ TEST_F(ExclusiveBatchTest, RowsHaveNoPaddingAndInputsMayBeCopiedWithThem) {
 }
 
 TEST_F(ExclusiveBatchTest, OnlyBytesBoundTheRowsAndAnAnswerInPlaceCostsNone) {
-  EngineOptions options = SmallOptions();
+  EngineOptions options = SmallOptions(kShiftOps);
   options.slab_answer_bytes = 1024;
   Start(options);
   // More rows than max_batch_rows. The answer in place is as large as the payload.
   EXPECT_TRUE(Submit({.rows = 128, .row_elements = 8, .in_place = true})->Wait().ok());
   const absl::Status aside = Submit({.rows = 128, .row_elements = 8})->Wait();
   EXPECT_EQ(aside.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: 5120 bytes for 128 rows"));
+  EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: got 5120 bytes for 128 rows"));
   const absl::Status large = Submit({.rows = 129, .row_elements = 8, .in_place = true})->Wait();
-  EXPECT_THAT(std::string(large.message()), HasSubstr("payload: 129 rows of 8 f32 elements"));
+  EXPECT_THAT(std::string(large.message()), HasSubstr("payload: got 4128 bytes (129 rows of 8 f32 elements"));
 }
 
 TEST_F(ExclusiveBatchTest, JobsOfManyRowsWaitForSlabsLikeOtherJobs) {
-  EngineOptions options = SmallOptions();
+  EngineOptions options = SmallOptions(kShiftOps);
   options.slab_answer_bytes = 1024;
   Start(options);
   backend_.Hold();
@@ -261,7 +262,7 @@ TEST_F(ExclusiveBatchTest, KeptAnswersLeaveEveryStreamASlab) {
 }
 
 TEST_F(ExclusiveBatchTest, AWaitingJobGetsTheSlabThatIsGivenBack) {
-  EngineOptions options = SmallOptions();
+  EngineOptions options = SmallOptions(kShiftOps);
   options.slabs_per_stream = 2;
   Start(options);
   auto kept = Submit({.tag = 'k', .keep = true});
@@ -307,7 +308,7 @@ TEST_F(ExclusiveBatchTest, TheEngineWaitsForKeptAnswers) {
 // Cancelled and failed jobs, and answers dropped at once, later, on another thread or never read:
 // every slab comes back exactly once. Otherwise two jobs would write to one slab.
 TEST_F(ExclusiveBatchTest, AStormLeavesEverySlabFree) {
-  EngineOptions options = SmallOptions();
+  EngineOptions options = SmallOptions(kShiftOps);
   options.streams = 2;
   options.slabs_per_stream = 2;
   std::atomic<int> calls = 0;

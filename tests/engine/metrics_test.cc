@@ -101,6 +101,7 @@ TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
   options.slabs_per_stream = 2;
   options.slab_payload_bytes = 4096;
   options.slab_answer_bytes = 4096;
+  options.ops = kTestOps;
   auto engine = Engine::Create(&backend, options, &metrics, [](absl::Status) {});
   ASSERT_TRUE(engine.ok()) << engine.status();
   const auto submit = [&](int64_t row_elements, int64_t rows) {

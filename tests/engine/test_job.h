@@ -23,18 +23,6 @@
 
 namespace logitd::engine {
 
-// Small slabs, so that tests can fill them, and one stream, so that they can keep it busy.
-inline EngineOptions SmallOptions() {
-  EngineOptions options;
-  options.streams = 1;
-  options.copy_threads = 1;  // several would place waiting jobs in any order
-  options.slabs_per_stream = 4;
-  options.slab_payload_bytes = 4096;
-  options.slab_answer_bytes = 4096;
-  options.max_batch_rows = 64;
-  return options;
-}
-
 inline std::string Scrape(const Metrics& metrics) {
   return prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
 }
@@ -184,6 +172,20 @@ inline constexpr Array kDigestOutputs[] = {{kDigestRows, sizeof(uint64_t)},
                                            {kDigestRows, sizeof(uint32_t)}};
 inline constexpr OpTraits kDigest = {
     .name = "digest", .inputs = kDigestInputs, .outputs = kDigestOutputs, .enqueue = &RunDigest};
+inline constexpr const OpTraits* kTestOps[] = {&kDigest};
+
+// Small slabs, so that tests can fill them, and one stream, so that they can keep it busy.
+inline EngineOptions SmallOptions(absl::Span<const OpTraits* const> ops = kTestOps) {
+  EngineOptions options;
+  options.ops = ops;
+  options.streams = 1;
+  options.copy_threads = 1;  // several would place waiting jobs in any order
+  options.slabs_per_stream = 4;
+  options.slab_payload_bytes = 4096;
+  options.slab_answer_bytes = 4096;
+  options.max_batch_rows = 64;
+  return options;
+}
 
 class TestJob final : public CheckedJob {
  public:
@@ -207,6 +209,7 @@ class TestJob final : public CheckedJob {
     spec_.counts[kDigestNotes] = shape.rows * shape.notes_per_row;
     spec_.max_row_entries = shape.entries_per_row;
     spec_.deadline = shape.deadline;
+    spec_.size = SizeOfJob(spec_);
   }
 
   std::function<void()> before_copy;  // set before Submit

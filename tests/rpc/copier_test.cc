@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/fuzz/compare_topk_request.h"
+#include "tests/fuzz/field_comparison.h"
 
 namespace logitd::rpc {
 namespace {

@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "server/engine/heads.h"
-#include "server/rpc/codecs/row_input.h"
+#include "server/rpc/codecs/logits_or_hidden.h"
 #include "tests/fake_backend.h"
 
 namespace logitd::rpc::testing {

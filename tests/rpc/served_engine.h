@@ -17,6 +17,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
+#include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
 #include "tests/fake_backend.h"
 
@@ -32,7 +33,8 @@ class ServedEngine : public ::testing::Test {
                                          {.streams = 1,
                                           .slab_payload_bytes = max_bytes,
                                           .slab_answer_bytes = max_bytes,
-                                          .max_batch_rows = 1024},
+                                          .max_batch_rows = 1024,
+                                          .ops = ops::AllTraits()},
                                          &metrics_, [this](const absl::Status& cause) {
                                            absl::MutexLock lock(&mutex_);
                                            device_lost_ = cause;

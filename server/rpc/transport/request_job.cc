@@ -47,6 +47,7 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
     return status;
   }
+  spec_.size = engine::SizeOfJob(spec_);
   if (absl::Status status = CheckFits(); !status.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
     return status;
@@ -60,7 +61,7 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
 // Makes --max-request-bytes exact: a batch may hold more than one request, and the transport's own
 // limit includes the small fields.
 absl::Status RequestJob::CheckFits() const {
-  const int64_t payload_bytes = engine::SizeOfJob(spec_).payload_bytes;
+  const int64_t payload_bytes = spec_.size.payload_bytes;
   if (payload_bytes > environment_.max_payload_bytes) {
     return absl::InvalidArgumentError(
         absl::StrFormat("payload and lists: got %d bytes, allowed 1..%d", payload_bytes,
