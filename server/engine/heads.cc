@@ -334,8 +334,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
         copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory->data);
     // A model scales the biased logits. A HeadView adds its bias to the scaled logits.
     if (status.ok() && source->bias.has_value()) {
-      status = copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale,
-                           memory->data + layout.bias);
+      status =
+          copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale, memory->data + layout.bias);
     }
     if (status.ok() && source->norm.has_value()) {
       status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f,

@@ -497,8 +497,9 @@ TEST_P(AttentionTransportTest, ARefusalEndsTheStreamAfterTheEarlierAnswers) {
   EXPECT_FALSE(stream->Read(&answer));
   const grpc::Status status = stream->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("scores: got 63 bytes at row 2, allowed 1..2 whole rows "
-                                                "of 32 bytes"));
+  EXPECT_THAT(status.error_message(),
+              HasSubstr("scores: got 63 bytes at row 2, allowed 1..2 whole rows "
+                        "of 32 bytes"));
 }
 
 // 256 MiB of scores and a mask with as many rows through a server that takes 8 MiB at once.

@@ -214,7 +214,8 @@ TEST_F(ExclusiveBatchTest, OnlyBytesBoundTheRowsAndAnAnswerInPlaceCostsNone) {
   EXPECT_EQ(aside.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: got 5120 bytes for 128 rows"));
   const absl::Status large = Submit({.rows = 129, .row_elements = 8, .in_place = true})->Wait();
-  EXPECT_THAT(std::string(large.message()), HasSubstr("payload: got 4128 bytes (129 rows of 8 f32 elements"));
+  EXPECT_THAT(std::string(large.message()),
+              HasSubstr("payload: got 4128 bytes (129 rows of 8 f32 elements"));
 }
 
 TEST_F(ExclusiveBatchTest, JobsOfManyRowsWaitForSlabsLikeOtherJobs) {
