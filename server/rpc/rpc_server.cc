@@ -26,7 +26,7 @@
 namespace logitd::rpc {
 namespace {
 
-// Those of the ops, each once.
+// The services of the ops, each once.
 std::vector<std::string> OpServiceNames() {
   std::vector<std::string> names;
   for (const ops::Op& op : ops::kOps) {

@@ -30,8 +30,8 @@ namespace logitd::rpc {
 // Flow control: the server holds at most kMaxInFlight messages without an answer; further ones stay
 // unread at the peer. Before each read the stream asks the admission for room: for the first
 // message the most that any message may need, later what the largest message of the stream needed
-// so far. A message that is larger waits for the rest of its room before it goes on. So an idle
-// stream holds what its largest message took, not the most it could take.
+// so far. A message that is larger waits for its room again before it goes on. So an idle stream
+// holds what its largest message took, not the most it could take.
 //
 // The first status that is not OK, of a message or of the admission, ends the stream after the
 // answers to all earlier messages. While the server drains, an idle stream ends with UNAVAILABLE,
