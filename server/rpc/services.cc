@@ -83,12 +83,13 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
       return absl::StrCat("/", descriptor->full_name(), "/",
                           descriptor->FindMethodByName(std::string(method))->name());
     };
-    AddRawUnary(path(op.method), [=](grpc::CallbackServerContext* context) {
+    AddRawMethod(path(op.method), [=](grpc::CallbackServerContext* context) {
       return std::make_shared<UnaryCall>(context, environment,
-                                         codecs.for_call(find_head, /*is_stream=*/false)());
+                                         codecs.for_call(find_head, /*is_stream=*/false)())
+          ->Start();
     });
     if (op.stream_method.empty()) continue;
-    AddRawStream(path(op.stream_method), [=](grpc::CallbackServerContext* context) {
+    AddRawMethod(path(op.stream_method), [=](grpc::CallbackServerContext* context) {
       return std::make_shared<StreamCall>(context, environment,
                                           codecs.for_call(find_head, /*is_stream=*/true))
           ->Start();

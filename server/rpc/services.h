@@ -6,13 +6,13 @@
 
 #include "logitd/v1/server.grpc.pb.h"
 #include "server/engine/admission.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/unary_call.h"
 
 namespace logitd::rpc {
 
 // A service of ops::kOps: all its methods.
-class OpService final : public RawUnaryService {
+class OpService final : public RawService {
  public:
   OpService(std::string_view service, const CallEnvironment& environment);
 };

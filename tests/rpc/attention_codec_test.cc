@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "logitd/v1/attention.pb.h"
+#include "tests/fake_backend.h"
 #include "tests/fuzz/compare_attention_request.h"
-#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -546,7 +546,7 @@ TEST(AttentionCodecTest, EnqueueHandsTheBatchToTheOp) {
        {ops::kAttentionOutBytes, ops::kAttentionMaskBytes, ops::kAttentionDProbBytes}) {
     batch.counts[axis] = 1;
   }
-  RecordingStream stream;
+  FakeStream stream;
   ASSERT_TRUE(call.Enqueue(stream, batch).ok());
   {
     const auto& args = stream.last<AttentionSoftmaxArgs>();

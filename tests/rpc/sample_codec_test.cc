@@ -14,9 +14,9 @@
 
 #include "logitd/v1/sampler.pb.h"
 #include "server/rpc/codecs/verify_codec.h"
+#include "tests/fake_backend.h"
 #include "tests/fuzz/compare_sample_request.h"
 #include "tests/rpc/one_head.h"
-#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -167,7 +167,7 @@ TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
   const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
   const HeadView head = {.weight = {.rows = 7, .cols = 5}};
-  RecordingStream stream;
+  FakeStream stream;
   ASSERT_TRUE(ops::kLinearSampleTraits
                   .enqueue(stream, {.dtype = DType::kF32,
                                     .counts = {3},

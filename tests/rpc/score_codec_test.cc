@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "logitd/v1/scorer.pb.h"
+#include "tests/fake_backend.h"
 #include "tests/fuzz/compare_score_request.h"
 #include "tests/rpc/one_head.h"
-#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -585,7 +585,7 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
                              .wanted = kWantEntropy,
                              .inputs = inputs,
                              .outputs = outputs};
-  RecordingStream stream;
+  FakeStream stream;
   ASSERT_TRUE(ops::kCrossEntropyTraits.enqueue(stream, batch).ok());
   const CrossEntropyArgs args = stream.last<CrossEntropyArgs>();
   EXPECT_EQ(args.logits.data, memory + 240);

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "logitd/v1/sampler.pb.h"
+#include "tests/fake_backend.h"
 #include "tests/rpc/one_head.h"
-#include "tests/rpc/recording_stream.h"
 
 namespace logitd::rpc {
 namespace {
@@ -311,7 +311,7 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   alignas(16) std::byte memory[64];
   std::byte* const inputs[] = {memory + 40};
   std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
-  RecordingStream stream;
+  FakeStream stream;
   ASSERT_TRUE(ops::kSoftmaxTopKTraits
                   .enqueue(stream, {.dtype = DType::kBF16,
                                     .counts = {3, 9},
@@ -342,7 +342,7 @@ TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   std::byte* const inputs[] = {memory + 40};
   std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
   const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
-  RecordingStream stream;
+  FakeStream stream;
   ASSERT_TRUE(ops::kLinearTopKTraits
                   .enqueue(stream, {.dtype = DType::kBF16,
                                     .counts = {3, 9},
