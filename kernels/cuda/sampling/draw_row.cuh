@@ -290,9 +290,8 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
 template <int kThreads, class Row>
 __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
                                               const DrawInput& in, DrawShared& s) {
-  const float least = in.peak == kInfinity ? kInfinity
-                      : ask.min_p > 0      ? MinPFloor(in.peak, ask.temperature, ask.min_p)
-                                           : kLowestFloat;
+  const float least =
+      in.peak == kInfinity ? kInfinity : LeastKept(in.peak, ask.temperature, ask.min_p);
   const Key low = max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
   const ListedSupport listed = FilterListed<kThreads>(ask, row.vocab, low, weigh, in, s);
   Drawn drawn;

@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const Support support =
       plan.is_raw
           ? RawSupport(raw)
-          : Support{drawn.last, peak, plan.greedy ? 1.0 : static_cast<double>(ask.temperature),
+          : Support{drawn.last, peak, plan.greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature),
                     drawn.log_sum};
   const float x = mode_row[drawn.token];
   const int rank = FindRank<kInCluster, kThreads>(

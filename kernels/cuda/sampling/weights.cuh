@@ -7,8 +7,6 @@
 
 namespace logitd::cuda {
 
-// Weights count a temperature below this as this.
-constexpr float kLeastTemperature = 0x1p-118f;
 constexpr float kLowestFloat = -3.402823466e38f;
 
 constexpr Key kLowestKey = 0;
@@ -83,10 +81,10 @@ __device__ inline Support RawSupport(Stats raw) {
   return support;
 }
 
-// The lowest logit that min_p keeps.
-__device__ inline float MinPFloor(float max, float temperature, float min_p) {
-  const double least = max + fmax(static_cast<double>(temperature), double{kLeastTemperature}) *
-                                 log(static_cast<double>(min_p));
+// The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.
+__device__ inline float LeastKept(float max, float temperature, float min_p) {
+  const double log_share = min_p > 0x1p-44f ? log(static_cast<double>(min_p)) : kLogLeastWeight;
+  const double least = max + static_cast<double>(fmaxf(temperature, kLeastTemperature)) * log_share;
   if (least < -3.402823466e38) return kLowestFloat;
   return __double2float_ru(least);
 }
