@@ -20,8 +20,6 @@ namespace logitd::cuda {
 
 class Products;
 
-using Carver = Scratch;  // the name that sampling/ and attention/ still use
-
 cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t Sample(const SampleArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t Verify(const VerifyArgs& args, const Scratch& scratch, cudaStream_t stream);
