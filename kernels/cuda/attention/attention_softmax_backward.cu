@@ -49,6 +49,7 @@ struct Part {
   int nan_key;
 };
 
+// kWhole: the rows of all tensors are whole vectors, each aligned.
 template <class In, class Out, bool kWhole, int kLanes, int kCount>
 struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount> {
   using Base = LaneVectors<In, Out, kWhole, kLanes, kCount>;
@@ -343,14 +344,14 @@ constexpr Variant kLanesVariants[] = {
     {512, &Launch<In, Out, kWhole, 32, 16>},
 };
 
-constexpr int64_t kLongKeys = 2048;  // from there on a thread holds twice as many 16-bit elements
+constexpr int64_t kLongKeys = 2048;  // with more keys a thread holds twice as many 16-bit elements
 
 // `kHeld`: elements of a thread.
 template <class In, class Out, bool kWhole, int kHeld>
 cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   const BlockPlan plan = PlanBlocks(p.rows.keys, kHeld, scratch.clusters, kMaxRowThreads / 2);
   const bool cluster = plan.blocks > 1;
-  constexpr int kHeldOfTwo = 16;  // where rows are read twice
+  constexpr int kHeldOfTwo = 16;  // at a time, where rows are read twice
   const auto kernel = plan.two_reads
                           ? (cluster ? &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, true>
                                      : &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, false>)

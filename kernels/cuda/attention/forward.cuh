@@ -11,6 +11,7 @@
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/attention/vectors.cuh"
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/rows/exponential.cuh"
 #include "kernels/cuda/scratch.h"
 
 namespace logitd::cuda::attention {
@@ -297,12 +298,11 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
         for (int e = 0; e < E; ++e) {
           x[e] = row.seen.Has(Index(v) + e) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
         }
-      } else if (from.plain) {
-#pragma unroll
-        for (int e = 0; e < E; ++e) x[e] = from.Plain(x[e]) * weight;
       } else {
+        from.Choose([&](auto exponential) {
 #pragma unroll
-        for (int e = 0; e < E; ++e) x[e] = from.Careful(x[e]) * weight;
+          for (int e = 0; e < E; ++e) x[e] = exponential(x[e]) * weight;
+        });
       }
     });
   }
@@ -369,6 +369,7 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
     for (int e = 2; e < E; ++e) halves[e % 2] = fmaxf(halves[e % 2], x[e]);
     return fmaxf(halves[0], halves[1]);
   }
+
   // x of the v-th vector, without a mask.
   __device__ void ScaledLogits(const Params& p, const ForwardRow& row, const Raw& raw, int v,
                                float* x) const {

@@ -12,8 +12,8 @@
 
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/rows/cell.cuh"
 #include "kernels/cuda/rows/cluster.cuh"
+#include "kernels/cuda/rows/reductions.cuh"
 
 namespace logitd::cuda::attention {
 
@@ -24,6 +24,7 @@ constexpr int kNoPosition = std::numeric_limits<int>::max();
 constexpr int kLanesThreads = 128;
 constexpr int kLanesResident = 8;  // blocks per multiprocessor
 
+// Every lane gets the same bits: the butterfly combines the same pairs everywhere.
 template <int kLanes, class Op>
 __device__ inline auto LanesReduce(auto v, Op op) {
 #pragma unroll
@@ -35,7 +36,6 @@ template <int kLanes>
 __device__ inline float LanesMax(float v) {
   return LanesReduce<kLanes>(v, [](float a, float b) { return fmaxf(a, b); });
 }
-// Every lane gets the same bits: the butterfly adds the same pairs everywhere.
 template <int kLanes>
 __device__ inline float LanesSum(float v) {
   return LanesReduce<kLanes>(v, [](float a, float b) { return a + b; });

@@ -6,8 +6,9 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/attention/row_threads.cuh"
+#include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/rows/reductions.cuh"
 
 namespace logitd::cuda::attention {
 namespace {
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kSinkThreads)
           sink == -kInfinity ? 0.0 : exp(static_cast<double>(sink) - p.logsumexp[row]);
       sum += share * p.dots[row];
     }
-    sum = LanesReduce<32>(sum, [](double a, double b) { return a + b; });
+    sum = WarpSum(sum);
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -12,7 +12,7 @@
 
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/element.cuh"
-#include "kernels/cuda/rows/cell.cuh"
+#include "kernels/cuda/rows/reductions.cuh"
 
 namespace logitd::cuda::attention {
 

@@ -36,6 +36,7 @@
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/candidates.cuh"
+#include "kernels/cuda/rows/row_block.cuh"
 
 namespace logitd::cuda {
 namespace {
@@ -48,26 +49,18 @@ struct Params {
 
 // ---- blocks ------------------------------------------------------------------------------------
 
-// A block that reads rows and selects no tops: BlockShape without its pool.
-template <class T, int kBlockWarps, int kRingStages, int kResidentBlocks, bool kInCluster = false>
-struct StreamShape {
-  static constexpr bool kCluster = kInCluster;
-  static constexpr bool kTop = false;
-  using Element = T;
-  using Pool = SmallPool;
-  using Ring = CellRing<T, kRingStages>;
-  static constexpr int kWarps = kBlockWarps;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStages = kRingStages;
-  static constexpr int kResident = kResidentBlocks;
-  struct Shared {
-    typename Ring::Storage rings[kWarps];
-  };
-};
-
-template <class T, int kBlockWarps, int kRingStages, int kResidentBlocks, bool kInCluster = false>
-struct TopShape : BlockShape<T, SmallPool, kBlockWarps, kRingStages, kResidentBlocks, kInCluster> {
+// Blocks that select tops, and blocks that only read rows: they need no memory for a pool.
+template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
+struct TopShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
   static constexpr bool kTop = true;
+  using OneBlock = BlockShape<T, SmallPool, kWarps, kStages, kResident>;
+};
+template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
+struct StreamShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
+  static constexpr bool kTop = false;
+  struct Shared {
+    typename CellRing<T, kStages>::Storage rings[kWarps];
+  };
 };
 static_assert(kMaxTopLogprobs <= SmallPool::kMaxK);
 // OfferGroups numbers a block's groups in 16 bits, and a block may hold all of a row.
@@ -96,37 +89,6 @@ struct BlockMemory {
 
 // ---- stages of a row ---------------------------------------------------------------------------
 
-// The lane's part of the sketch of a cell; returns its largest logit.
-template <class T>
-__device__ inline float Sketched(const LaneCell<T>& x, SmallPool::Sketch* to) {
-  static_assert(SmallPool::kLaneGroups == 2);
-  const float low = x.Max(0, SmallPool::kElements);
-  const float high = x.Max(SmallPool::kElements, SmallPool::kElements);
-  *to = __byte_perm(OrderedBits(low), OrderedBits(high), 0x7632);
-  return fmaxf(low, high);
-}
-
-// The row's largest `k` tokens into the pool, of the first block where it has a cluster. Called by
-// all threads after a barrier; passes a barrier of the cluster where there is one.
-template <class Block>
-__device__ inline void SelectTop(typename Block::Shared& shared, float lane_best,
-                                 const typename Block::Element* row, int begin, int end,
-                                 const SmallPool::Sketch* sketch, int block, int blocks, int k) {
-  using T = typename Block::Element;
-  constexpr int kThreads = Block::kThreads;
-  Floor floor;
-  if (blocks > 1) {
-    floor.RaiseToLogit(
-        ClusterFloor<Block>(lane_best, block, blocks, k, shared.warp_bests, shared.row_floor));
-    Gather<T, kThreads, SmallPool>(row + begin, begin, end - begin, sketch, floor, k);
-    SendToFirst<kThreads, SmallPool>(k, block);
-    if (block == 0) OpenInbox<kThreads, SmallPool>(blocks);
-  } else {
-    floor.RaiseToLogit(BlockFloor<Block>(lane_best, (end - begin + kCell - 1) / kCell, k));
-    Gather<T, kThreads, SmallPool>(row + begin, begin, end - begin, sketch, floor, k);
-  }
-}
-
 // Reads the block's part of a row, which ends at `end`: leaves the sums of its cells and, where
 // there are tops, their sketch. Returns the largest logit the lane has seen, also only for tops.
 template <class Block>
@@ -143,7 +105,7 @@ __device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, 
     stream.Release();
     float lane_max;
     if constexpr (Block::kTop) {
-      lane_max = Sketched<T>(x, sketch_to);
+      *sketch_to = SketchOf<SmallPool>(x, lane_max);
       lane_best = fmaxf(lane_best, lane_max);
       sketch_to += Block::kThreads;
     } else {
@@ -175,11 +137,8 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
     total += cells[i].total;
     before += cells[i].before;
   }
-  weighted = WarpSum(weighted);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
-  before = __reduce_add_sync(kFullWarp, before);
-
+  const RowSums sums{stats, WarpSum(weighted), WarpSum(total),
+                     __reduce_add_sync(kFullWarp, before)};
   int nan = vocab;
   if (isnan(stats.sum)) {
     int cell = 0;
@@ -187,7 +146,7 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
     nan = FindNan(row, cell * kCell, vocab, lane);
   }
   const float target_logit = ask.target < 0 ? 0.0f : ToFloat(row[ask.target]);
-  return Conclude(p.args, r, {stats, weighted, total, before}, target_logit, nan, lane);
+  return Conclude(p.args, r, sums, target_logit, nan, lane);
 }
 
 template <class Block>
@@ -234,8 +193,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   const int64_t r = p.blocks == 1 ? blockIdx.x : blockIdx.x / p.blocks;
   const int block = static_cast<int>(blockIdx.x - r * p.blocks);
   const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
-  const int begin = p.cells * block / p.blocks * kCell;
-  const int end = min(p.cells * (block + 1) / p.blocks * kCell, vocab);
+  const Part part = Part::Of(block, p.blocks, p.cells, vocab);
   const T* row = static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride;
 
   // Loaded before the copies begin: after them it would arrive last. Used once they are under way.
@@ -247,7 +205,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   const float temperature = ask->temperature;
   const float smoothing = ask->label_smoothing;
   const int top = Block::kTop ? ask->top_logprobs : 0;
-  RowStream<Block> stream(memory.shared, row, begin, end);
+  RowStream<Block> stream(memory.shared, row, part.begin, part.end);
   if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (is_active == 0) return stream.Abandon();
   const int target = (want & kWantRank) != 0 ? asked_target : kIgnoredTarget;
@@ -260,13 +218,15 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   if constexpr (Block::kCluster) {
     if (p.blocks > 1) row_cells = InBlock(memory.cells, 0);
   }
-  const float lane_best = ReadCells<Block>(stream, cell_ask, end, row_cells, memory.sketch);
+  const float lane_best = ReadCells<Block>(stream, cell_ask, part.end, row_cells, memory.sketch);
 
   __syncthreads();  // from here on the rings' memory is the pool's
   if constexpr (Block::kTop) {
-    if (top > 0)
-      SelectTop<Block>(memory.shared, lane_best, row, begin, end, memory.sketch, block, p.blocks,
-                       top);
+    if (top > 0 && Block::kCluster && p.blocks == 1) {  // a device without clusters, or many rows
+      GatherRow<typename Block::OneBlock>(row, part, memory.sketch, lane_best, top, memory.shared);
+    } else if (top > 0) {
+      GatherRow<Block>(row, part, memory.sketch, lane_best, top, memory.shared);
+    }
   }
   if constexpr (Block::kCluster) {
     if (p.blocks > 1) {

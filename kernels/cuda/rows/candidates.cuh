@@ -133,8 +133,8 @@ __device__ inline int GroupIndex(uint32_t group, int e) {
 // Lists the groups of cells [first_cell, last_cell) of the item that reach the floor in s.hits, up
 // to Shape::kHits of them, and counts all in s.hit_count. Ends with a barrier passed.
 template <int kThreads, class Shape>
-__device__ inline void ListHits(const typename Shape::Sketch* sketch, int first_cell, int last_cell,
-                                Floor floor) {
+__device__ __forceinline__ void ListHits(const typename Shape::Sketch* sketch, int first_cell,
+                                         int last_cell, Floor floor) {
   auto& s = Pool<Shape>();
   const int thread = threadIdx.x;
   if (thread == 0) s.hit_count = 0;
@@ -172,8 +172,8 @@ __device__ inline void ListHits(const typename Shape::Sketch* sketch, int first_
 // Reads the listed groups again and offers their logits that reach the floor to the pool. Ends with
 // a barrier passed.
 template <class T, int kThreads, class Shape>
-__device__ inline void OfferHits(const T* item, int item_begin, int item_elements, int hits,
-                                 Floor floor) {
+__device__ __forceinline__ void OfferHits(const T* item, int item_begin, int item_elements,
+                                          int hits, Floor floor) {
   auto& s = Pool<Shape>();
   const int thread = threadIdx.x;
   // A thread takes a vector of 16 bytes, so neighbouring threads share a group. All of a round's
@@ -319,9 +319,9 @@ __device__ inline void OpenInbox(int blocks) {
 // the row was read with. Called by all threads after a barrier; in a cluster it passes a barrier of
 // the cluster.
 template <class Block, class Stream>
-__device__ inline Key GatherRow(const typename Block::Element* row, const Part& part,
-                                const typename Block::Pool::Sketch* sketch, float lane_best, int k,
-                                Stream& stream) {
+__device__ __forceinline__ Key GatherRow(const typename Block::Element* row, const Part& part,
+                                         const typename Block::Pool::Sketch* sketch,
+                                         float lane_best, int k, Stream& stream) {
   using Shape = typename Block::Pool;
   Floor floor;
   if constexpr (Block::kCluster) {

@@ -78,8 +78,8 @@ struct PrefixEnd {
 // Adds value_of(begin), .., value_of(end - 1) to `before` until the sum is at least `need`. The
 // same result in every lane.
 template <class ValueOf>
-__device__ inline PrefixEnd FindPrefixEnd(int begin, int end, uint64_t before, uint64_t need,
-                                          ValueOf value_of) {
+__device__ __forceinline__ PrefixEnd FindPrefixEnd(int begin, int end, uint64_t before,
+                                                   uint64_t need, ValueOf value_of) {
   const int lane = threadIdx.x % 32;
   for (int base = begin; base < end; base += 32) {
     const int i = base + lane;

@@ -118,7 +118,7 @@ struct Part {
 
 // The lane's part of the sketch of a cell, and its largest logit.
 template <class Shape, class T>
-__device__ inline typename Shape::Sketch SketchOf(const LaneCell<T>& x, float& lane_max) {
+__device__ __forceinline__ typename Shape::Sketch SketchOf(const LaneCell<T>& x, float& lane_max) {
   float group_max[Shape::kLaneGroups];
   lane_max = -kInfinity;
 #pragma unroll

@@ -48,7 +48,7 @@ using WideKey = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
 // Makes the lowest and highest of the threads' keys those of the block, and all bins zero. Called by
 // all threads; ends with a barrier passed.
 template <int kThreads, class Wide>
-__device__ inline void BlockRange(Wide& low, Wide& high, SelectScratch& s) {
+__device__ __forceinline__ void BlockRange(Wide& low, Wide& high, SelectScratch& s) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kWarps <= SelectScratch::kMaxWarps);
   low = WarpMin(low);
@@ -94,7 +94,7 @@ __device__ inline void VisitKeys(const AnyKey* keys, int n, Visit visit) {
 // counted in `above`. Leaves the bin's lowest key and the counts above and through it in `s`. By one
 // warp.
 template <class Wide>
-__device__ inline void FindBin(Wide low, int shift, int above, int k, SelectScratch& s) {
+__device__ __forceinline__ void FindBin(Wide low, int shift, int above, int k, SelectScratch& s) {
   constexpr int kPerLane = kBins / 32;
   const int lane = threadIdx.x % 32;
   const int top = kBins - 1 - lane * kPerLane;
@@ -123,8 +123,8 @@ __device__ inline void FindBin(Wide low, int shift, int above, int k, SelectScra
 // AnyKey is an unsigned integer.
 //
 // Bins span the range that is left, so the first pass resolves 1/256 of the keys' own spread,
-// whatever the values. What lies below every thread's best (or second best) key is not looked at:
-// the k-th largest is not there.
+// whatever the values. Keys below every thread's best (or second best) are not looked at: the k-th
+// largest is not among them.
 template <int kThreads, class AnyKey>
 __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k, int slack,
                                                SelectScratch& s) {
@@ -189,7 +189,7 @@ __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
 
 // EmitByRank for few keys: each is compared with all.
 template <int kThreads, class Emit>
-__device__ inline void EmitByComparing(Key* keys, int n, Emit emit) {
+__device__ __forceinline__ void EmitByComparing(Key* keys, int n, Emit emit) {
   const int thread = threadIdx.x;
   // A key is ranked by as many neighbouring lanes as there are threads for it, two keys a load.
   int parts = 1;
@@ -219,7 +219,7 @@ __device__ inline void EmitByComparing(Key* keys, int n, Emit emit) {
 
 // Turns each bin's count into where the bin starts in descending order: the count of keys in higher
 // bins. By one warp.
-__device__ inline void BinStarts(SelectScratch& s) {
+__device__ __forceinline__ void BinStarts(SelectScratch& s) {
   constexpr int kPerLane = kBins / 32;
   const int lane = threadIdx.x;
   const int top = kBins - 1 - lane * kPerLane;

@@ -15,8 +15,8 @@ namespace logitd::cuda {
 // The lowest token of elements [begin, end) of the row, at most a cell, with a sum of weigh(x, i)
 // up to it of more than target. By one warp.
 template <class Row, class Weigh>
-__device__ inline int TokenOfCell(const Row& row, int begin, int end, uint64_t target,
-                                  Weigh weigh) {
+__device__ __forceinline__ int TokenOfCell(const Row& row, int begin, int end, uint64_t target,
+                                           Weigh weigh) {
   const PrefixEnd token =
       FindPrefixEnd(begin, end, 0, target + 1, [&](int i) { return weigh(row[i], i); });
   return token.index < 0 ? end - 1 : token.index;
@@ -25,7 +25,7 @@ __device__ inline int TokenOfCell(const Row& row, int begin, int end, uint64_t t
 // The sum of weigh(x, i) over a lane's part of the cell at `first`, added up over the warp. A token
 // beyond the row has x = -inf, and must weigh 0.
 template <class Element, class Weigh>
-__device__ inline uint64_t SumOfCell(const LaneCell<Element>& x, int first, Weigh weigh) {
+__device__ __forceinline__ uint64_t SumOfCell(const LaneCell<Element>& x, int first, Weigh weigh) {
   uint64_t sum = 0;
 #pragma unroll
   for (int e = 0; e < kLaneElements; ++e)
@@ -98,7 +98,7 @@ class CellWeights {
   __device__ double Reach(double total) const { return total / exponential_.AtMax(); }
 
   // The first cell whose prefix exceeds bits / 2^64 of the total in s.cell, and in s.share the
-  // share of the cell that lies before the target.
+  // share of the cell that is before the target.
   __device__ void FindCell(double total, uint64_t bits, DrawShared& s) const {
     const int lane = threadIdx.x % 32;
     const double target = static_cast<double>(bits >> 11) * 0x1p-53 * total;
@@ -160,8 +160,8 @@ __device__ inline Drawn DrawGreedy(const DrawShared& s) {
 
 // From the whole row: a cell by its statistics, then a token of it by integers.
 template <class Row>
-__device__ inline Drawn DrawUnfiltered(const SampleRow& ask, const Row& row, const DrawInput& in,
-                                       DrawShared& s) {
+__device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row& row,
+                                                const DrawInput& in, DrawShared& s) {
   if (threadIdx.x < 32) {
     const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
     const double total = weights.Total();
@@ -185,8 +185,9 @@ __device__ inline Drawn DrawUnfiltered(const SampleRow& ask, const Row& row, con
   return {s.token, AboveMinusInfinity(), log_sum, 0};
 }
 
-// How many of the listed tokens the filters leave, and their weights' sum. 0: not all that they
-// leave is listed. Weights of the listed are in s.weights, 0 for those that top_k and min_p cut.
+// How many of the listed tokens the filters leave, and the sum of their weights. 0: not all that
+// the filters leave is listed. s.weights has the weights of the listed tokens, 0 for those that
+// top_k and min_p cut.
 struct ListedSupport {
   int count;
   uint64_t total;
@@ -194,9 +195,9 @@ struct ListedSupport {
 
 // Called by all threads.
 template <int kThreads>
-__device__ inline ListedSupport FilterListed(const SampleRow& ask, int vocab, Key low,
-                                             const Weigher& weigh, const DrawInput& in,
-                                             DrawShared& s) {
+__device__ __forceinline__ ListedSupport FilterListed(const SampleRow& ask, int vocab, Key low,
+                                                      const Weigher& weigh, const DrawInput& in,
+                                                      DrawShared& s) {
   int kept = 0;
   for (int i = threadIdx.x; i < in.listed; i += kThreads) {
     const Key key = s.sorted[i];
@@ -239,7 +240,7 @@ __device__ inline ListedSupport FilterListed(const SampleRow& ask, int vocab, Ke
 // A token of the first `count` listed, in index order: the sum up to each token, by that token's
 // thread. Called by all threads.
 template <int kThreads>
-__device__ inline int DrawListed(int count, uint64_t target, DrawShared& s) {
+__device__ __forceinline__ int DrawListed(int count, uint64_t target, DrawShared& s) {
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const uint32_t place = static_cast<uint32_t>(s.sorted[i]);  // descending by index
     uint64_t through = 0;
@@ -254,8 +255,9 @@ __device__ inline int DrawListed(int count, uint64_t target, DrawShared& s) {
 
 // From a filtered row whose support is not all listed. Called by all threads.
 template <int kThreads, class Row>
-__device__ inline Drawn DrawUnlisted(const SampleRow& ask, const Row& row, Key low, Weigher weigh,
-                                     const DrawInput& in, const DrawShared& s) {
+__device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& row, Key low,
+                                              Weigher weigh, const DrawInput& in,
+                                              const DrawShared& s) {
   uint64_t* cell_sums = in.cell_sums;
   const uint64_t whole_of_cells = in.sums_needed ? static_cast<uint64_t>(s.reach * kWeightOne) : 0;
   const Key high = MakeKey(in.peak, 0);
@@ -286,11 +288,10 @@ __device__ inline Drawn DrawUnlisted(const SampleRow& ask, const Row& row, Key l
 
 // From what min_p, top_k and top_p leave. Called by all threads.
 template <int kThreads, class Row>
-__device__ inline Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
-                                     const DrawInput& in, DrawShared& s) {
-  const float least = in.peak == kInfinity ? kInfinity
-                      : ask.min_p > 0      ? MinPFloor(in.peak, ask.temperature, ask.min_p)
-                                           : kLowestFloat;
+__device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
+                                              const DrawInput& in, DrawShared& s) {
+  const float least =
+      in.peak == kInfinity ? kInfinity : LeastKept(in.peak, ask.temperature, ask.min_p);
   const Key low = max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
   const ListedSupport listed = FilterListed<kThreads>(ask, row.vocab, low, weigh, in, s);
   Drawn drawn;

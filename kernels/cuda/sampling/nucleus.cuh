@@ -17,7 +17,7 @@ namespace logitd::cuda {
 // where it does not; the sum in s.mass, the number of keys up to it in s.count. Called by all
 // threads; ends with a barrier passed.
 template <int kThreads, class Measure>
-__device__ inline void EndInPool(uint64_t before, uint64_t need, Measure measure) {
+__device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
   const int n = pool.count;
@@ -40,7 +40,7 @@ __device__ inline void EndInPool(uint64_t before, uint64_t need, Measure measure
 
 // From the top bin down: leaves the bin in which the mass reaches `need` in s.found and the mass
 // above it in s.mass. By one warp.
-__device__ inline void FindMassBin(uint64_t need, DrawShared& s) {
+__device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
   constexpr int kPerLane = kDrawBins / 32;
   const int lane = threadIdx.x;
   const int top = kDrawBins - 1 - lane * kPerLane;
@@ -128,8 +128,8 @@ struct MassBins {
 // whole.
 constexpr float kShares = 0x1p31f;
 template <class Row>
-__device__ inline void AddShares(const Row& row, Key floor, const Weigher& weigh, uint64_t whole,
-                                 const MassBins& bin_of, DrawShared& s) {
+__device__ __forceinline__ void AddShares(const Row& row, Key floor, const Weigher& weigh,
+                                          uint64_t whole, const MassBins& bin_of, DrawShared& s) {
   const int lane = threadIdx.x % 32;
   const float floor_logit = KeyLogit(floor);
   const float peak = weigh.max;
@@ -149,7 +149,8 @@ __device__ inline void AddShares(const Row& row, Key floor, const Weigher& weigh
 
 // Leaves the first bin in which the last key of the prefix can be in s.found, the last one in
 // s.cell. By one warp.
-__device__ inline void FindShareBins(int vocab, uint64_t whole, uint64_t need, DrawShared& s) {
+__device__ __forceinline__ void FindShareBins(int vocab, uint64_t whole, uint64_t need,
+                                              DrawShared& s) {
   const int lane = threadIdx.x;
   // Each share is rounded down, and off by the roundings of its exponential and of `whole`.
   const uint64_t slack = static_cast<uint64_t>(vocab) + (uint64_t{1} << 15);
@@ -175,9 +176,9 @@ __device__ inline void FindShareBins(int vocab, uint64_t whole, uint64_t need, D
 // the keys of bins [first, last] in the pool, which may overflow. Returns the thread's share of the
 // sum.
 template <class Row>
-__device__ inline uint64_t SumAbove(const Row& row, Key floor, const Weigher& weigh,
-                                    const MassBins& bin_of, int first, int last,
-                                    uint64_t* cell_sums) {
+__device__ __forceinline__ uint64_t SumAbove(const Row& row, Key floor, const Weigher& weigh,
+                                             const MassBins& bin_of, int first, int last,
+                                             uint64_t* cell_sums) {
   auto& pool = Finish().pool;
   const int lane = threadIdx.x % 32;
   const float floor_logit = KeyLogit(floor);

@@ -27,8 +27,9 @@ __device__ inline void Refuse(const SampleArgs& args, int64_t r, const SampleRow
 
 // The same where the row holds a NaN. Called by all threads of a block.
 template <class T>
-__device__ inline void RefuseNan(const SampleArgs& args, int64_t r, const SampleRow& ask,
-                                 const T* sent, int vocab, const Stats* raw_cells, DrawShared& s) {
+__device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, const SampleRow& ask,
+                                          const T* sent, int vocab, const Stats* raw_cells,
+                                          DrawShared& s) {
   if (threadIdx.x < 32) {
     const int cells = CellsOf(vocab);
     int cell = 0;
@@ -112,8 +113,8 @@ __device__ inline void HelpToRank(DrawShared& s, Count count_in_part) {
 // The rank of `token` with logit x. `listed`: how many tokens of the order that is asked for are in
 // s.sorted. Called by all threads of the first block.
 template <bool kInCluster, int kThreads, class Count>
-__device__ inline int FindRank(float x, int token, int listed, int blocks, DrawShared& s,
-                               Count count_in_part) {
+__device__ __forceinline__ int FindRank(float x, int token, int listed, int blocks, DrawShared& s,
+                                        Count count_in_part) {
   const Key key = MakeKey(x, token);
   const bool is_listed = listed > 0 && key >= s.sorted[listed - 1];
   int rank = 0;

@@ -25,7 +25,7 @@ __device__ __noinline__ void EmitRow(int32_t* indices, float* probs, int k, int 
 
 // Leaves the k largest keys of the block's pool in scratch, and the floor they are not below.
 template <int kThreads, class Shape>
-__device__ inline void LeaveCandidates(const TopKParams& p, int k, Key floor) {
+__device__ __forceinline__ void LeaveCandidates(const TopKParams& p, int k, Key floor) {
   const int n = Trim<kThreads, Shape>(k, p.list_capacity);
   Key* list = p.split_keys + static_cast<int64_t>(blockIdx.x) * p.list_capacity;
   for (int i = threadIdx.x; i < p.list_capacity; i += kThreads)
@@ -35,7 +35,7 @@ __device__ inline void LeaveCandidates(const TopKParams& p, int k, Key floor) {
 
 // Whether the block is the last of its row to get here: it sees what the others left in scratch.
 template <class Shape>
-__device__ inline bool LastOfRow(const TopKParams& p, int row_index) {
+__device__ __forceinline__ bool LastOfRow(const TopKParams& p, int row_index) {
   auto& s = Pool<Shape>();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -51,8 +51,8 @@ __device__ inline bool LastOfRow(const TopKParams& p, int row_index) {
 // Copies the cells that the blocks of a row left in scratch into `cells`, and returns a floor for
 // the candidates they left.
 template <class Block>
-__device__ inline Floor SplitsFloor(const TopKParams& p, int row_index, int k, bool select,
-                                    Stats* cells) {
+__device__ __forceinline__ Floor SplitsFloor(const TopKParams& p, int row_index, int k, bool select,
+                                             Stats* cells) {
   const float2* stats =
       reinterpret_cast<const float2*>(p.cell_stats + static_cast<int64_t>(row_index) * p.cells);
   Key highest = 0;  // the best of the blocks' floors

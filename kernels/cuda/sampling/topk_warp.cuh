@@ -113,8 +113,8 @@ __device__ inline int LanesAbove(const uint4* maxima, uint16_t mine) {
 // Lists the places of the row's candidates, all of its k largest tokens among them. Returns their
 // number; above kWarpRowPool not all of them are listed.
 template <class T>
-__device__ inline int ListPlaces(const LaneCell<T>& x, float lane_max, int k, uint4* maxima,
-                                 uint16_t* places, int lane) {
+__device__ __forceinline__ int ListPlaces(const LaneCell<T>& x, float lane_max, int k,
+                                          uint4* maxima, uint16_t* places, int lane) {
   // At least k logits are not below the k-th largest of the 32 lane maxima, nor below anything
   // that equals it coarsely.
   const uint16_t coarse = CoarseBits<T>(lane_max);
@@ -165,8 +165,9 @@ __device__ inline void CountAbove(Key key, Key mine, int& rank) {
 
 // Ranks the n keys of the pool, which zeros follow, and writes the first k. `mine` is the lane's
 // key of the first 32.
-__device__ inline void EmitPool(const Key* pool, Key mine, int n, int k, const RowResult& result,
-                                int32_t* indices, float* probs, int lane) {
+__device__ __forceinline__ void EmitPool(const Key* pool, Key mine, int n, int k,
+                                         const RowResult& result, int32_t* indices, float* probs,
+                                         int lane) {
 #pragma unroll 1
   for (int base = 0;; base += 32) {
     const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(pool);
@@ -264,7 +265,7 @@ class RowQueue {
 
  private:
   __device__ void Push(uint32_t turn) {
-    // A row with k = 0 is copied too: to know it, the copy would have to wait for its parameters.
+    // A row with k = 0 is copied too: its parameters are not known before the copy starts.
     if (RowOfTurn(turn) < p_.args.logits.rows) {
       ring_.PushShort(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
     } else {
@@ -290,7 +291,7 @@ class RowQueue {
 // Statistics of rows that ended wait here until there are 32: 32 logarithms cost as much as one.
 class EndedRows {
  public:
-  // Of a row with nothing left to write.
+  // The statistics of a row with nothing left to write.
   __device__ static constexpr Stats Nothing() { return {0.0f, -1.0f}; }
 
   __device__ EndedRows(const TopKParams& p, EndedRow* ended, int lane)
@@ -362,7 +363,7 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
 
     const float lane_max = x.Max(0, kLaneElements);
     const int n = ListPlaces<T>(x, lane_max, k, s.maxima[warp], places, lane);
-    // To merge a single cell would leave its bits as they are.
+    // The cell is the row: a merge of one cell does not change its bits.
     const Stats cell =
         MergeLanes(LaneStats(x, lane_max, log2e_over_temperature), log2e_over_temperature);
     const bool rare = isnan(cell.sum) || n > kWarpRowPool;

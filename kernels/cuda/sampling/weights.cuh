@@ -7,8 +7,6 @@
 
 namespace logitd::cuda {
 
-// Weights count a temperature below this as this.
-constexpr float kLeastTemperature = 0x1p-118f;
 constexpr float kLowestFloat = -3.402823466e38f;
 
 constexpr Key kLowestKey = 0;
@@ -61,7 +59,7 @@ struct Support {
   Key last;
   float max;
   double temperature;
-  double log_sum;  // of exp((x - max) / temperature); of +inf, of their number
+  double log_sum;  // of exp((x - max) / temperature); where max is +inf, of the number of +inf
 
   __device__ float Logprob(float x, int i) const {
     if (x == -kInfinity || MakeKey(x, i) < last) return -kInfinity;
@@ -70,7 +68,7 @@ struct Support {
   }
 };
 
-// Of the row as sent, at temperature 1.
+// The support of the row as sent, at temperature 1.
 __device__ inline Support RawSupport(Stats raw) {
   Support support{kLowestKey, raw.max, 1.0, 0.0};
   if (raw.max == -kInfinity) return support;
@@ -83,10 +81,10 @@ __device__ inline Support RawSupport(Stats raw) {
   return support;
 }
 
-// The lowest logit that min_p keeps.
-__device__ inline float MinPFloor(float max, float temperature, float min_p) {
-  const double least = max + fmax(static_cast<double>(temperature), double{kLeastTemperature}) *
-                                 log(static_cast<double>(min_p));
+// The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.
+__device__ inline float LeastKept(float max, float temperature, float min_p) {
+  const double log_share = min_p > 0x1p-44f ? log(static_cast<double>(min_p)) : kLogLeastWeight;
+  const double least = max + static_cast<double>(fmaxf(temperature, kLeastTemperature)) * log_share;
   if (least < -3.402823466e38) return kLowestFloat;
   return __double2float_ru(least);
 }

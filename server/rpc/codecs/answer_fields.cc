@@ -1,21 +1,11 @@
-#include "server/rpc/codecs/codec_parts.h"
+#include "server/rpc/codecs/answer_fields.h"
 
-#include <algorithm>
 #include <array>
-#include <iterator>
 
-#include "absl/strings/str_format.h"
 #include "logitd/v1/types.pb.h"
 
 namespace logitd::rpc {
 namespace {
-
-struct DTypePair {
-  int32_t wire;
-  DType dtype;
-};
-constexpr DTypePair kDTypes[] = {
-    {v1::DTYPE_F32, DType::kF32}, {v1::DTYPE_F16, DType::kF16}, {v1::DTYPE_BF16, DType::kBF16}};
 
 // The enum on the wire has the values of the one in the kernels.
 static_assert(v1::ROW_STATUS_OK == static_cast<int>(RowCode::kOk));
@@ -26,31 +16,12 @@ static_assert(sizeof(RowStatus) == 8);
 
 }  // namespace
 
-absl::Status ReadDType(int32_t wire, DType* dtype, std::string_view field) {
-  const auto* pair = std::find_if(std::begin(kDTypes), std::end(kDTypes),
-                                  [&](const DTypePair& d) { return d.wire == wire; });
-  if (pair == std::end(kDTypes)) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: got %d, allowed DTYPE_F32 (1), DTYPE_F16 (2), DTYPE_BF16 (3)", field, wire));
-  }
-  *dtype = pair->dtype;
-  return absl::OkStatus();
-}
-
-void WriteArray(WireWriter& writer, uint32_t number, absl::Span<const std::byte> values) {
-  if (values.empty()) return;
-  writer.LengthHead(number, values.size());
-  writer.Raw(values.data(), values.size());
-}
-
 void WriteStatus(WireWriter& writer, uint32_t code_number, uint32_t position_number,
-                 absl::Span<const std::byte> status) {
-  const auto* rows = reinterpret_cast<const RowStatus*>(status.data());
-  const size_t count = status.size() / sizeof(RowStatus);
-  writer.LengthHead(code_number, count);
-  for (size_t i = 0; i < count; ++i) writer.Varint(static_cast<uint64_t>(rows[i].code));
-  writer.LengthHead(position_number, count * sizeof(int32_t));
-  for (size_t i = 0; i < count; ++i) writer.Fixed(rows[i].position);
+                 absl::Span<const RowStatus> status) {
+  writer.LengthHead(code_number, status.size());
+  for (const RowStatus& row : status) writer.Varint(static_cast<uint64_t>(row.code));
+  writer.LengthHead(position_number, status.size() * sizeof(int32_t));
+  for (const RowStatus& row : status) writer.Fixed(row.position);
 }
 
 void WriteTimings(WireWriter& writer, uint32_t number, const CallTimes& times) {

@@ -1,5 +1,5 @@
-// Ops whose jobs are alone in their batches: inputs copied with the payload, answers in place, and
-// answers that are kept beyond Done.
+// Exclusive ops, whose batches hold one job: inputs copied with the payload, answers in place, and
+// answers kept after Done.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -16,12 +16,10 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 #include "server/engine/batch.h"
 #include "server/engine/engine.h"
 #include "server/engine/metrics.h"
-#include "tests/engine/fake_backend.h"
+#include "tests/engine/test_job.h"
 
 namespace logitd::engine {
 namespace {
@@ -30,44 +28,44 @@ using ::testing::HasSubstr;
 
 enum ShiftAxis : size_t { kShiftRows = kRowAxis, kShiftElements, kShiftNotes };
 
-// The op "shift": every element of the payload plus its note and the call's number; and a number a
-// row.
+// The op "shift" adds a note and the call's number to every element of the payload, and writes one
+// number a row.
 constexpr Array kShiftInputs[] = {{kShiftNotes, sizeof(uint32_t)}, {kShiftNotes, sizeof(uint32_t)}};
 constexpr Array kShiftOutputs[] = {{kShiftElements, sizeof(uint32_t)},
                                    {kShiftRows, sizeof(uint64_t)}};
 
-struct ShiftCall {
-  uint32_t add = 0;
-};
-
 const OpTraits kShift = {
-    .name = "shift",
-    .inputs = kShiftInputs,
-    .outputs = kShiftOutputs,
-    .enqueue =
-        [](Stream& stream, const BatchView& batch) {
-          const uint32_t add = static_cast<const ShiftCall*>(batch.call)->add;
-          return static_cast<FakeStream&>(stream).Run(
-              std::string(1, static_cast<char>(add)), batch.rows(), [&] {
-                const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
-                const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
-                const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
-                auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
-                const int64_t notes = batch.counts[kShiftNotes];
-                for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
-                  const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
-                  out[i] = in[i] + add + note;
-                }
-                for (int64_t r = 0; r < batch.rows(); ++r) {
-                  reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add;
-                }
-              });
-        },
-    .alone = true,
+    .name = "shift", .inputs = kShiftInputs, .outputs = kShiftOutputs, .exclusive_batch = true};
+constexpr const OpTraits* kShiftOps[] = {&kShift};
+
+class ShiftCall final : public ExclusiveCall {
+ public:
+  explicit ShiftCall(uint32_t add) : add_(add) {}
+  absl::Status Enqueue(Stream& stream, const BatchView& batch) const override {
+    const auto run = [&] {
+      const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
+      const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
+      const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
+      auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
+      const int64_t notes = batch.counts[kShiftNotes];
+      for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
+        const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
+        out[i] = in[i] + add_ + note;
+      }
+      for (int64_t r = 0; r < batch.rows(); ++r) {
+        reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add_;
+      }
+      return absl::OkStatus();
+    };
+    return static_cast<FakeStream&>(stream).Run(std::string(1, static_cast<char>(add_)),
+                                                batch.rows(), run);
+  }
+
+ private:
+  const uint32_t add_;
 };
 
-// Knows its own answer. What it keeps is taken by Take, or dropped in Done.
-class ShiftJob final : public Job {
+class ShiftJob final : public CheckedJob {
  public:
   struct Shape {
     uint32_t tag = 'a';
@@ -78,19 +76,19 @@ class ShiftJob final : public Job {
     bool keep = false;
   };
 
-  explicit ShiftJob(const Shape& shape) : shape_(shape), call_{.add = shape.tag} {
+  explicit ShiftJob(const Shape& shape) : shape_(shape), call_(shape.tag) {
+    keep_answer = shape.keep;
     spec_.key = {.op = &kShift, .dtype = DType::kF32, .row_elements = shape.row_elements};
     spec_.counts[kShiftRows] = shape.rows;
     spec_.counts[kShiftElements] = shape.rows * shape.row_elements;
     spec_.counts[kShiftNotes] = shape.notes;
     spec_.in_place = shape.in_place;
     spec_.call = &call_;
+    spec_.size = SizeOfJob(spec_);
   }
 
-  const JobSpec& spec() const override { return spec_; }
-
   void CopyPayload(std::byte* dst, size_t row_stride) override {
-    if (row_stride != static_cast<size_t>(shape_.row_elements) * 4) misused_ = true;
+    Check(row_stride == static_cast<size_t>(shape_.row_elements) * 4);
     for (int64_t i = 0; i < elements(); ++i) {
       const uint32_t value = In(i);
       std::memcpy(dst + i * 4, &value, 4);
@@ -104,58 +102,19 @@ class ShiftJob final : public Job {
   }
 
   void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) override {
-    if (first != AxisCounts{}) misused_ = true;
+    Check(first == AxisCounts{});
     for (int64_t i = 0; i < shape_.notes; ++i) {
       const auto value = static_cast<uint32_t>(i);
       std::memcpy(inputs[1] + i * 4, &value, 4);
     }
   }
 
-  void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (status.ok() ? !IsRight(answer.outputs)
-                      : !answer.outputs.empty() || answer.keep != nullptr) {
-        misused_ = true;
-      }
-      could_keep_ = answer.keep != nullptr;
-      if (shape_.keep && answer.keep != nullptr) {
-        kept_ = answer.keep;
-        outputs_.assign(answer.outputs.begin(), answer.outputs.end());
-      }
-      status_ = status;
-      dones_.fetch_add(1);
-    }
-    done_.notify_all();
-  }
-
-  absl::Status Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] { return dones_ > 0; });
-    return status_;
-  }
-  bool could_keep() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return could_keep_;
-  }
-  // Whether what is kept is still the answer.
-  bool KeptIsRight() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return kept_ != nullptr && IsRight(outputs_);
-  }
-  std::shared_ptr<const void> Take() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return std::move(kept_);
-  }
-  int dones() const { return dones_; }
-  bool misused() const { return misused_; }
-
  private:
   int64_t elements() const { return shape_.rows * shape_.row_elements; }
   uint32_t In(int64_t i) const { return static_cast<uint32_t>(i) * 2654435761u + shape_.tag; }
   uint32_t Note(int64_t i) const { return static_cast<uint32_t>(i) * 40503u + 7; }
 
-  bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const {
+  bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
     if (outputs.size() != 2 || outputs[0].size() != static_cast<size_t>(elements()) * 4 ||
         outputs[1].size() != static_cast<size_t>(shape_.rows) * 8) {
       return false;
@@ -175,31 +134,11 @@ class ShiftJob final : public Job {
 
   const Shape shape_;
   const ShiftCall call_;
-  JobSpec spec_;
-  std::atomic<int> dones_ = 0;
-  std::atomic<bool> misused_ = false;
-  std::mutex mutex_;
-  std::condition_variable done_;
-  absl::Status status_;
-  bool could_keep_ = false;
-  std::shared_ptr<const void> kept_;
-  std::vector<absl::Span<const std::byte>> outputs_;
 };
 
-EngineOptions SmallOptions() {
-  EngineOptions options;
-  options.streams = 1;
-  options.copy_threads = 1;  // more could put jobs that waited in place in any order
-  options.slabs_per_stream = 4;
-  options.slab_payload_bytes = 4096;
-  options.slab_answer_bytes = 4096;
-  options.max_batch_rows = 64;
-  return options;
-}
-
-class AloneTest : public ::testing::Test {
+class ExclusiveBatchTest : public ::testing::Test {
  protected:
-  ~AloneTest() override {
+  ~ExclusiveBatchTest() override {
     backend_.Release();
     for (const auto& job : jobs_) job->Take();
     engine_.reset();
@@ -210,7 +149,7 @@ class AloneTest : public ::testing::Test {
     }
   }
 
-  void Start(const EngineOptions& options = SmallOptions()) {
+  void Start(const EngineOptions& options = SmallOptions(kShiftOps)) {
     auto engine =
         Engine::Create(&backend_, options, &metrics_, [](const absl::Status&) { FAIL(); });
     ASSERT_TRUE(engine.ok()) << engine.status();
@@ -225,7 +164,7 @@ class AloneTest : public ::testing::Test {
   }
 
   double Gauge(const std::string& name) {
-    const std::string text = prometheus::TextSerializer().Serialize(metrics_.registry()->Collect());
+    const std::string text = Scrape(metrics_);
     const size_t at = text.find("\n" + name + " ");
     return at == std::string::npos ? -1 : std::stod(text.substr(at + name.size() + 2));
   }
@@ -244,7 +183,7 @@ class AloneTest : public ::testing::Test {
   std::vector<std::shared_ptr<ShiftJob>> jobs_;
 };
 
-TEST_F(AloneTest, EachJobIsABatchOfItsOwn) {
+TEST_F(ExclusiveBatchTest, EachJobRunsInItsOwnBatch) {
   Start();
   backend_.Hold();
   for (uint32_t tag : {'a', 'b', 'c', 'd', 'e', 'f'}) Submit({.tag = tag});
@@ -255,36 +194,36 @@ TEST_F(AloneTest, EachJobIsABatchOfItsOwn) {
   EXPECT_EQ(order, "abcdef");
 }
 
-TEST_F(AloneTest, RowsLieWithoutPaddingAndInputsMayBeCopiedWithThem) {
+TEST_F(ExclusiveBatchTest, RowsHaveNoPaddingAndInputsMayBeCopiedWithThem) {
   Start();
   for (const bool in_place : {false, true}) {
     EXPECT_TRUE(
         Submit({.rows = 7, .row_elements = 3, .notes = 5, .in_place = in_place})->Wait().ok());
   }
-  // 7 rows of 12 bytes to the next border at 96, and notes of 20 bytes, twice, with a border
-  // between.
+  // 7 rows of 12 bytes, rounded up to 96, then the notes twice: 20 bytes rounded up to 32, and 20.
   for (const FakeBackend::Ran& ran : backend_.log()) EXPECT_EQ(ran.uploaded_bytes, 96 + 32 + 20);
 }
 
-TEST_F(AloneTest, BytesBoundItsRowsAndAnAnswerInPlaceCostsNone) {
-  EngineOptions options = SmallOptions();
+TEST_F(ExclusiveBatchTest, OnlyBytesBoundTheRowsAndAnAnswerInPlaceCostsNone) {
+  EngineOptions options = SmallOptions(kShiftOps);
   options.slab_answer_bytes = 1024;
   Start(options);
-  // More rows than a batch of others may have; the answer in place is as large as the payload.
+  // More rows than max_batch_rows. The answer in place is as large as the payload.
   EXPECT_TRUE(Submit({.rows = 128, .row_elements = 8, .in_place = true})->Wait().ok());
   const absl::Status aside = Submit({.rows = 128, .row_elements = 8})->Wait();
   EXPECT_EQ(aside.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: 5120 bytes for 128 rows"));
+  EXPECT_THAT(std::string(aside.message()), HasSubstr("answer: got 5120 bytes for 128 rows"));
   const absl::Status large = Submit({.rows = 129, .row_elements = 8, .in_place = true})->Wait();
-  EXPECT_THAT(std::string(large.message()), HasSubstr("payload: 129 rows of 8 f32 elements"));
+  EXPECT_THAT(std::string(large.message()),
+              HasSubstr("payload: got 4128 bytes (129 rows of 8 f32 elements"));
 }
 
-TEST_F(AloneTest, JobsOfManyRowsWaitForSlabsLikeOthers) {
-  EngineOptions options = SmallOptions();
+TEST_F(ExclusiveBatchTest, JobsOfManyRowsWaitForSlabsLikeOtherJobs) {
+  EngineOptions options = SmallOptions(kShiftOps);
   options.slab_answer_bytes = 1024;
   Start(options);
   backend_.Hold();
-  // More jobs than slabs, each of more rows than a batch of others may have.
+  // More jobs than slabs, each with more rows than max_batch_rows.
   for (int i = 0; i < 9; ++i) Submit({.rows = 128, .row_elements = 8, .in_place = true});
   EXPECT_GT(Gauge("logitd_queued_jobs"), 0);
   backend_.Release();
@@ -292,7 +231,7 @@ TEST_F(AloneTest, JobsOfManyRowsWaitForSlabsLikeOthers) {
   EXPECT_TRUE(WaitForGauge("logitd_slabs_in_use", 0));
 }
 
-TEST_F(AloneTest, AKeptAnswerStaysWhileOthersRun) {
+TEST_F(ExclusiveBatchTest, AKeptAnswerStaysWhileOthersRun) {
   Start();
   for (const bool in_place : {false, true}) {
     auto kept = Submit({.tag = 'k', .rows = 9, .in_place = in_place, .keep = true});
@@ -307,7 +246,7 @@ TEST_F(AloneTest, AKeptAnswerStaysWhileOthersRun) {
   }
 }
 
-TEST_F(AloneTest, EveryStreamIsLeftASlab) {
+TEST_F(ExclusiveBatchTest, KeptAnswersLeaveEveryStreamASlab) {
   Start();  // four slabs, one stream
   std::vector<std::shared_ptr<ShiftJob>> kept;
   for (int i = 0; i < 5; ++i) {
@@ -323,8 +262,8 @@ TEST_F(AloneTest, EveryStreamIsLeftASlab) {
   EXPECT_TRUE(kept[2]->KeptIsRight());
 }
 
-TEST_F(AloneTest, AJobThatWaitsGetsTheSlabThatComesBack) {
-  EngineOptions options = SmallOptions();
+TEST_F(ExclusiveBatchTest, AWaitingJobGetsTheSlabThatIsGivenBack) {
+  EngineOptions options = SmallOptions(kShiftOps);
   options.slabs_per_stream = 2;
   Start(options);
   auto kept = Submit({.tag = 'k', .keep = true});
@@ -340,7 +279,7 @@ TEST_F(AloneTest, AJobThatWaitsGetsTheSlabThatComesBack) {
   EXPECT_TRUE(waits->Wait().ok());
 }
 
-TEST_F(AloneTest, AFailedBatchKeepsNothing) {
+TEST_F(ExclusiveBatchTest, AFailedBatchKeepsNothing) {
   Start();
   for (FaultPoint point : {FaultPoint::kUpload, FaultPoint::kOp, FaultPoint::kWait}) {
     backend_.FailNext(point, absl::UnavailableError("hiccup"));
@@ -351,7 +290,7 @@ TEST_F(AloneTest, AFailedBatchKeepsNothing) {
   EXPECT_TRUE(WaitForGauge("logitd_slabs_in_use", 0));
 }
 
-TEST_F(AloneTest, TheEngineWaitsForWhatIsKept) {
+TEST_F(ExclusiveBatchTest, TheEngineWaitsForKeptAnswers) {
   Start();
   auto kept = Submit({.tag = 'k', .rows = 9, .keep = true});
   ASSERT_TRUE(kept->Wait().ok());
@@ -367,10 +306,10 @@ TEST_F(AloneTest, TheEngineWaitsForWhatIsKept) {
   transport.join();
 }
 
-// Cancels, failures, answers dropped at once, later, elsewhere and never read: every slab comes
-// back once, or two jobs would write to one.
-TEST_F(AloneTest, AStormLeavesEverySlabFree) {
-  EngineOptions options = SmallOptions();
+// Cancelled and failed jobs, and answers dropped at once, later, on another thread or never read:
+// every slab comes back exactly once. Otherwise two jobs would write to one slab.
+TEST_F(ExclusiveBatchTest, AStormLeavesEverySlabFree) {
+  EngineOptions options = SmallOptions(kShiftOps);
   options.streams = 2;
   options.slabs_per_stream = 2;
   std::atomic<int> calls = 0;

@@ -1,30 +1,23 @@
-#include "server/rpc/codecs/row_input.h"
+#include "server/rpc/codecs/logits_or_hidden.h"
 
 #include <utility>
 
 #include "absl/strings/str_format.h"
 #include "kernels/checks.h"
+#include "kernels/head.h"
 #include "kernels/status_macros.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
-#include "server/rpc/codecs/codec_parts.h"
+#include "server/rpc/codecs/dtype.h"
 
 namespace logitd::rpc {
 namespace {
 
-// The tables go by numbers; these are what they must be, in every request.
-template <typename Request>
-constexpr bool HasInputNumbers() {
-  return Request::kDtypeFieldNumber == 1 && Request::kRowsFieldNumber == 2 &&
-         Request::kVocabFieldNumber == 3 && Request::kHeadFieldNumber == 4 &&
-         Request::kHiddenSizeFieldNumber == 5 &&
-         Request::kHiddenFieldNumber == int{kHiddenFieldNumber} &&
-         Request::kLogitsFieldNumber == int{kLogitsFieldNumber};
-}
-static_assert(HasInputNumbers<v1::TopKRequest>());
-static_assert(HasInputNumbers<v1::SampleRequest>());
-static_assert(HasInputNumbers<v1::ScoreRequest>());
-static_assert(v1::VerifyRequest::kLogitsFieldNumber == int{kLogitsFieldNumber});
+// Choice tells hidden states by their number, which must be the same in every request.
+constexpr uint32_t kHiddenNumber = v1::TopKRequest::kHiddenFieldNumber;
+static_assert(v1::SampleRequest::kHiddenFieldNumber == int{kHiddenNumber});
+static_assert(v1::ScoreRequest::kHiddenFieldNumber == int{kHiddenNumber});
+static_assert(v1::VerifyRequest::kLogitsFieldNumber != int{kHiddenNumber});
 
 constexpr size_t kMaxHeadName = 128;
 
@@ -36,8 +29,8 @@ absl::Status CheckHeadName(std::string_view name) {
       absl::StrFormat("head: got a name of %d bytes, allowed 1..%d", name.size(), kMaxHeadName));
 }
 
-absl::Status RowInput::Read(const RowInputFields& fields, int64_t max_rows,
-                            const FindHead& find_head) {
+absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
+                                  const FindHead& find_head) {
   std::shared_ptr<const engine::Head> head;
   LOGITD_RETURN_IF_ERROR(CheckHeadName(fields.head));
   if (!fields.head.empty()) {
@@ -48,17 +41,18 @@ absl::Status RowInput::Read(const RowInputFields& fields, int64_t max_rows,
   return Read(fields, max_rows, std::move(head));
 }
 
-absl::Status RowInput::Read(const RowInputFields& fields, int64_t max_rows,
-                            std::shared_ptr<const engine::Head> head) {
-  const bool hidden = fields.input.number == kHiddenFieldNumber;
+absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
+                                  std::shared_ptr<const engine::Head> head) {
+  const bool hidden = fields.input.number == kHiddenNumber;
   if (hidden != (head != nullptr)) {
     return absl::InvalidArgumentError(
         hidden
-            ? "head: none named, but the input is hidden states; allowed: a loaded head"
-            : absl::StrFormat("head: got \"%s\", but the input is %s; allowed with hidden states",
+            ? "head: got none with hidden states, allowed a loaded head"
+            : absl::StrFormat("head: got \"%s\", but the input is %s; allowed only with hidden "
+                              "states",
                               head->info().name, fields.input.number == 0 ? "missing" : "logits"));
   }
-  LOGITD_RETURN_IF_ERROR(ReadDType(fields.dtype, &dtype_));
+  LOGITD_RETURN_IF_ERROR(DTypeFromWire("dtype", fields.dtype, &dtype_));
   const auto bytes = static_cast<int64_t>(fields.input.range.bytes);
   if (hidden) {
     const HeadView& view = head->view();
@@ -78,8 +72,8 @@ absl::Status RowInput::Read(const RowInputFields& fields, int64_t max_rows,
     vocab_ = fields.vocab;
     row_elements_ = vocab_;
     if (fields.hidden_size != 0) {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "hidden_size: got %d, allowed 0, for the input is logits", fields.hidden_size));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("hidden_size: got %d, allowed 0 with logits", fields.hidden_size));
     }
     LOGITD_RETURN_IF_ERROR(CheckLogits(
         {.dtype = dtype_, .rows = fields.rows, .vocab = vocab_, .payload_bytes = bytes}));
@@ -92,20 +86,12 @@ absl::Status RowInput::Read(const RowInputFields& fields, int64_t max_rows,
   return absl::OkStatus();
 }
 
-void RowInput::FillKey(const engine::OpTraits& of_logits, const engine::OpTraits& of_hidden,
-                       engine::BatchKey* key) const {
-  *key = {.op = head_ == nullptr ? &of_logits : &of_hidden,
+engine::BatchKey LogitsOrHidden::Key(const engine::OpTraits& op,
+                                     const engine::OpTraits& linear) const {
+  return {.op = head_ == nullptr ? &op : &linear,
           .dtype = dtype_,
           .row_elements = row_elements_,
           .head = head_.get()};
-}
-
-TensorView PayloadOf(const engine::BatchView& batch) {
-  return {.data = batch.payload,
-          .dtype = batch.dtype,
-          .rows = batch.rows(),
-          .cols = batch.row_elements,
-          .row_stride = static_cast<int64_t>(batch.row_stride / SizeOf(batch.dtype))};
 }
 
 }  // namespace logitd::rpc
