@@ -375,7 +375,7 @@ __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, int gr
     CommitMultiplying();
     Pin(acc);
     if constexpr (Plan::kFewRows) {
-      // Multiplying takes less time than a stage's way from memory: free the stage at once.
+      // Multiplying takes less time than loading a stage from memory: free the stage at once.
       WaitMultiplied<0>();
       release(ring.stage);
     } else if (step > 0) {
@@ -392,7 +392,7 @@ __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, int gr
   Pin(acc);
 }
 
-// Multiplies what LoadStages brings, by warpgroup `consumer` of those that multiply.
+// Multiplies the stages that LoadStages fills, by warpgroup `consumer` of those that multiply.
 template <class T, class Plan, class Epilogue>
 __device__ inline void MultiplyStages(const ProductParams& p,
                                       const typename Epilogue::Params& epilogue_params,

@@ -6,10 +6,10 @@
 //
 // Cost: the product, 2 * rows * hidden * vocab operations, and a write of rows * vocab * 2 bytes.
 // Limited by: the tensor cores. Measured as a part of training.cu.
-#include "kernels/cuda/linear/hopper/training.h"
-
+#include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
+#include "kernels/cuda/linear/training.cuh"
 
 namespace logitd::cuda::hopper {
 
@@ -25,7 +25,7 @@ struct ExponentialParams {
     const RowState& row = rows[to.r];
     to.target = row.target;
     to.smooth = row.smooth;
-    to.power = row.power;
+    to.log2e_over_temperature = row.log2e_over_temperature;
   }
 };
 
