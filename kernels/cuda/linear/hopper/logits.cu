@@ -14,7 +14,6 @@
 #include "kernels/cuda/linear/logit.cuh"
 
 namespace logitd::cuda::hopper {
-namespace {
 
 struct LogitsParams {
   const float* bias;  // [vocab], or null
@@ -66,8 +65,6 @@ struct LogitsEpilogue {
     *reinterpret_cast<float2*>(to) = {x[0], x[1]};
   }
 };
-
-}  // namespace
 
 bool KernelsRun(const Scratch& scratch) {
   return CanRun<&ProductKernel<__nv_bfloat16, ManyRows, LogitsEpilogue>>(scratch);

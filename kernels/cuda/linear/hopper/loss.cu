@@ -36,11 +36,8 @@
 #include "kernels/cuda/rows/cell.cuh"
 
 namespace logitd::cuda::hopper {
-namespace {
 
 constexpr int kTilesOfCell = kCell / kTile;
-constexpr size_t kPartsBytes = size_t{12} << 20;
-constexpr int64_t kRowsAtOnce = 16384;
 static_assert(ManyRows::kClusterRows == kLossGroupRows);
 static_assert(ManyRows::kSpan == kCell && kTile * kTilesOfCell == kCell);
 
@@ -100,6 +97,8 @@ struct LossEpilogue : LossRows<LossParams> {
     if (lower.r >= 0) p.parts[static_cast<int64_t>(lower.r) * p.row_parts + at] = lower_part;
   }
 };
+
+namespace {
 
 // ---- the end of a row --------------------------------------------------------------------------
 
@@ -194,6 +193,9 @@ __global__ void __launch_bounds__(kFinishThreads)
 }
 
 // ---- launch ------------------------------------------------------------------------------------
+
+constexpr size_t kPartsBytes = size_t{12} << 20;
+constexpr int64_t kRowsAtOnce = 16384;
 
 // Rows that fit into `scratch` at once, in whole groups. Few rows have a part for each tile in place
 // of each cell; there is room for those of one call at any vocabulary.

@@ -95,8 +95,8 @@ struct ProductParams {
 
 // ---- instructions ------------------------------------------------------------------------------
 
-// The device code of this file is only called from the kernel, which has a body only in code for
-// sm_90a.
+// Device code here, epilogues included, is called only from the kernel, whose body is only in code
+// for sm_90a. It stays out of unnamed namespaces, where nvcc rejects functions that are not called.
 
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

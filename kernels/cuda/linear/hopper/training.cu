@@ -12,7 +12,6 @@
 #include "kernels/cuda/linear/hopper/product.cuh"
 
 namespace logitd::cuda::hopper {
-namespace {
 
 static_assert(kTile == kTrainingTile);
 
@@ -79,8 +78,6 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
     return high ? uint4{far.x, far.y, kept.x, kept.y} : uint4{kept.x, kept.y, far.x, far.y};
   }
 };
-
-}  // namespace
 
 cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
                          const Chunk& all, const Scratch& scratch, cudaStream_t stream) {
