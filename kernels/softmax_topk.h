@@ -22,7 +22,7 @@ struct SoftmaxTopKRow {
 
 inline constexpr RowParam<SoftmaxTopKRow> kSoftmaxTopKParams[] = {
     {"k", &SoftmaxTopKRow::k, 0, {.low = 1, .up_to_vocab = true}},
-    {"temperature", &SoftmaxTopKRow::temperature, 1, {.low = 0, .above_low = true}},
+    {"temperature", &SoftmaxTopKRow::temperature, 1, kAboveZero},
 };
 
 // Writes, for every row of `logits`, its k most probable tokens under softmax(logits /
