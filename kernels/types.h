@@ -1,4 +1,4 @@
-// Words every op shares: element types, views of tensors, and what became of a row.
+// Types that all ops share: element types, views of tensors, and the status of a row.
 #ifndef LOGITD_KERNELS_TYPES_H_
 #define LOGITD_KERNELS_TYPES_H_
 
@@ -8,10 +8,33 @@
 
 namespace logitd {
 
-// Element type of a tensor. All ops compute in fp32 whatever they are given.
+// Element type of a tensor. All ops compute in fp32 whatever they are given. A switch over it names
+// every type and has no default, so that a new type does not compile until each switch handles it.
 enum class DType : uint8_t { kF32, kF16, kBF16 };
 
-constexpr size_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+// Whether elements are 16 bits wide.
+constexpr bool Is16Bit(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return false;
+    case DType::kF16:
+    case DType::kBF16:
+      return true;
+  }
+  return false;
+}
+
+// Bytes of an element.
+constexpr size_t SizeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+  }
+  return 0;
+}
 
 constexpr std::string_view Name(DType dtype) {
   switch (dtype) {
@@ -25,8 +48,8 @@ constexpr std::string_view Name(DType dtype) {
   return "unknown";
 }
 
-// A matrix in the memory of the backend that runs the op. Owns nothing. Only element alignment is
-// asked of `data`.
+// A matrix in the memory of the backend that runs the op. Owns nothing. `data` needs only the
+// alignment of an element.
 struct TensorView {
   const void* data = nullptr;
   DType dtype = DType::kF32;
@@ -35,7 +58,7 @@ struct TensorView {
   int64_t row_stride = 0;  // elements, >= cols
 };
 
-// A matrix that is written; else as TensorView.
+// A matrix that is written; otherwise as TensorView.
 struct MutableTensorView {
   void* data = nullptr;
   DType dtype = DType::kF32;
@@ -44,13 +67,27 @@ struct MutableTensorView {
   int64_t row_stride = 0;  // elements, >= cols
 };
 
+// Rows [first, first + count) of a TensorView or a MutableTensorView.
+template <class View>
+View RowsOf(View view, int64_t first, int64_t count) {
+  const int64_t offset = first * view.row_stride * static_cast<int64_t>(SizeOf(view.dtype));
+  view.data =
+      reinterpret_cast<decltype(view.data)>(reinterpret_cast<uintptr_t>(view.data) + offset);
+  view.rows = count;
+  return view;
+}
+
 // Largest vocabulary any op takes.
 inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 
-// What became of one row. A faulty row never harms another.
+// Below this, a temperature acts as this one: log2(e) / temperature stays far inside f32's range.
+// Only logits less than 1e-33 apart can tell.
+inline constexpr float kLeastTemperature = 0x1p-118f;
+
+// The status of one row. A faulty row never affects another.
 enum class RowCode : int32_t {
   kOk = 0,
-  kNanLogit = 1,      // a logit is NaN; what else is written, the op says
+  kNanLogit = 1,      // a logit is NaN; the op says what its other outputs are
   kEmptySupport = 2,  // every logit is -inf, as sent or after masks: there is no distribution
   kNotReached = 3,    // verify: an earlier draft of the sequence was refused; nothing was drawn
 };

@@ -3,9 +3,11 @@
 #ifndef LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 #define LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -439,6 +441,108 @@ inline const std::vector<SampleClaim>& SampleClaims() {
        {},
        {},
        {RowCode::kEmptySupport, -1}},
+      // Weights below 2^-44 round to 0.
+      {"a_filtered_row_keeps_nothing_below_2_to_the_minus_44_under_top_k",
+       {0, -30.4f, -30.6f, -40},
+       With(kAt003,
+            [](SampleRow& row) {
+              row.top_k = 3;
+              row.top_logprobs = 4;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       0,
+       0,
+       1,
+       {0, 1, 2, 3},
+       {0, -30.4f, -kInf, -kInf}},
+      {"a_filtered_row_keeps_nothing_below_2_to_the_minus_44_under_min_p",
+       {0, -30.4f, -30.6f, -40},
+       With(kAt003,
+            [](SampleRow& row) {
+              row.min_p = 1e-20f;
+              row.top_logprobs = 4;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       0,
+       0,
+       1,
+       {0, 1, 2, 3},
+       {0, -30.4f, -kInf, -kInf}},
+      // At temperature 0.1 too, and with top_p.
+      {"a_filtered_row_keeps_nothing_below_2_to_the_minus_44_under_every_filter",
+       {0, 0, -3.06f, -4},
+       With(kAt069,
+            [](SampleRow& row) {
+              row.temperature = 0.1f;
+              row.top_k = 3;
+              row.min_p = 1e-30f;
+              row.top_p = 0.99999994f;
+              row.top_logprobs = 3;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       1,
+       -ln2,
+       2,
+       {0, 1, 2},
+       {-ln2, -ln2, -kInf}},
+      {"an_unfiltered_row_keeps_every_token_above_minus_inf",
+       {0, -40, -kInf},
+       With(kAt003,
+            [](SampleRow& row) {
+              row.top_logprobs = 3;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       0,
+       0,
+       1,
+       {0, 1, 2},
+       {0, -40, -kInf}},
+      // 2^-118 apart: at temperature 2^-118 that is 1.
+      {"a_temperature_below_2_to_the_minus_118_acts_as_that",
+       {0x1p-118f, 0},
+       With(kAt088,
+            [](SampleRow& row) {
+              row.temperature = 0x1p-130f;
+              row.top_logprobs = 2;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       1,
+       -1.3132617f,
+       2,
+       {0, 1},
+       {-0.31326169f, -1.3132617f}},
+      {"a_temperature_below_2_to_the_minus_118_acts_as_that_in_a_filtered_row",
+       {0x1p-118f, 0},
+       With(kAt088,
+            [](SampleRow& row) {
+              row.temperature = 0x1p-130f;
+              row.min_p = 0.3f;  // exp(-1) is 0.37
+              row.top_logprobs = 2;
+              row.logprob_mode = LogprobMode::kProcessed;
+            }),
+       {},
+       {},
+       {},
+       1,
+       -1.3132617f,
+       2,
+       {0, 1},
+       {-0.31326169f, -1.3132617f}},
       {"lowest_nan_is_named",
        {1, kNan, kNan},
        With(kAt003),
@@ -666,6 +770,120 @@ inline std::vector<SampleCase> SampleCases() {
   cases.push_back({.rows = 6, .vocab = 131072, .fill = Fill::kUniform, .seed = ++n});
   cases.push_back({.dtype = DType::kBF16, .rows = 3, .vocab = kMaxVocab, .seed = ++n});
   return cases;
+}
+
+// ---- Borders
+
+// A row whose draws come next to borders. Rounding errors of its many tokens average out, so that a
+// border moves far less than by kernels/sample.h's bound: the row says by how much.
+struct BorderCase {
+  const char* name;
+  Fill fill;
+  float temperature;
+  int32_t top_k;  // 0: unfiltered
+  double moved;   // most, as a share of the mass
+};
+
+inline std::vector<BorderCase> BorderCases() {
+  return {{"equal_tokens_are_exact", Fill::kAllEqual, 1, 0, 1e-13},
+          {"equal_tokens_are_exact_under_top_k", Fill::kAllEqual, 1, 75000, 1e-11},
+          {"uniform", Fill::kUniform, 1, 0, 5e-8},
+          {"uniform_hot", Fill::kUniform, 30, 0, 5e-8},
+          {"uniform_under_top_k", Fill::kUniform, 1, 75000, 1e-8},
+          {"normal", Fill::kNormal, 1, 0, 2e-7},
+          {"normal_hot", Fill::kNormal, 5, 0, 5e-8},
+          {"normal_under_top_k", Fill::kNormal, 1, 75000, 1e-7}};
+}
+
+inline constexpr int64_t kBorderVocab = 150000;
+
+// Of many positions, those whose bits point next to a border, but further from it than c.moved:
+// there the token must be the exact one. "" where it is.
+inline std::string MovedBorder(OpRunner& runner, const BorderCase& c) {
+  struct Draw {
+    double distance;
+    uint64_t position;
+    int32_t token;
+  };
+  HostTensor row(DType::kF32, 1, kBorderVocab, kBorderVocab, 0);
+  FillRow(row, 0, c.fill, /*seed=*/3);
+  SampleRow ask = PlainRow();
+  ask.temperature = c.temperature;
+  ask.top_k = c.top_k;
+  const ReferenceSample reference(RowOf(row, 0), ask, SampleBatch());
+  std::vector<double> prefix = reference.Probabilities();
+  std::partial_sum(prefix.begin(), prefix.end(), prefix.begin());
+  std::vector<Draw> draws;
+  for (uint64_t position = 0; position < 1 << 18; ++position) {
+    const double reach = std::ldexp(static_cast<double>(UniformBits(ask.seed, position)), -64);
+    const auto above = std::upper_bound(prefix.begin(), prefix.end(), reach);
+    if (above == prefix.begin() || above == prefix.end()) continue;
+    const double distance = std::min(*above - reach, reach - *(above - 1));
+    if (distance <= c.moved) continue;
+    draws.push_back({distance, position, static_cast<int32_t>(above - prefix.begin())});
+  }
+  constexpr int64_t kNearest = 24;
+  std::nth_element(draws.begin(), draws.begin() + kNearest, draws.end(),
+                   [](const Draw& a, const Draw& b) { return a.distance < b.distance; });
+  HostTensor tensor(DType::kF32, kNearest, kBorderVocab, kBorderVocab, 0);
+  SampleBatch batch;
+  for (int64_t r = 0; r < kNearest; ++r) {
+    for (int64_t i = 0; i < kBorderVocab; ++i) tensor.Set(r, i, row.At(0, i));
+    batch.rows.push_back(ask);
+    batch.rows.back().position = draws[r].position;
+  }
+  auto got = runner.Sample(tensor, batch);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < kNearest; ++r) {
+    if (got->tokens[r] == draws[r].token) continue;
+    return absl::StrFormat("%s: position %d is %g from a border: got token %d, want %d", c.name,
+                           draws[r].position, draws[r].distance, got->tokens[r], draws[r].token);
+  }
+  return "";
+}
+
+// The same for the last token that top_p keeps: its whole and its prefixes are sums of two kinds.
+inline std::string MovedNucleus(OpRunner& runner, Fill fill, double moved) {
+  constexpr int64_t kRows = 24;
+  HostTensor row(DType::kF32, 1, kBorderVocab, kBorderVocab, 0);
+  FillRow(row, 0, fill, /*seed=*/3);
+  const ReferenceSample reference(RowOf(row, 0), PlainRow(), SampleBatch());
+  const std::vector<double> p = reference.Probabilities();
+  const std::vector<int32_t>& order = reference.processed().order;
+  HostTensor tensor(DType::kF32, kRows, kBorderVocab, kBorderVocab, 0);
+  SampleBatch batch;
+  std::vector<int64_t> kept;  // of each row, exactly
+  double mass = 0;
+  for (int64_t n = 1; static_cast<int64_t>(batch.rows.size()) < kRows; ++n) {
+    mass += p[order[n - 1]];
+    if (mass < (batch.rows.size() + 1) / (kRows + 2.0)) continue;
+    const int64_t r = static_cast<int64_t>(batch.rows.size());
+    const bool above = r % 2 == 0;  // the border, so that one token more is needed
+    for (int64_t i = 0; i < kBorderVocab; ++i) tensor.Set(r, i, row.At(0, i));
+    SampleRow ask = PlainRow();
+    ask.logprob_mode = LogprobMode::kProcessed;
+    ask.top_p = static_cast<float>(above ? mass + moved : mass - moved);
+    while (std::fabs(ask.top_p - mass) <= moved) {
+      ask.top_p = std::nextafter(ask.top_p, above ? 1.0f : 0.0f);
+    }
+    kept.push_back(above ? n + 1 : n);
+    ask.first_extra = static_cast<int64_t>(batch.extra_ids.size());
+    ask.extra_count = 2;
+    ask.first_extra_entry = batch.extra_entries;
+    batch.extra_entries += 2;
+    batch.extra_ids.push_back(order[kept[r] - 1]);
+    batch.extra_ids.push_back(order[kept[r]]);
+    batch.rows.push_back(ask);
+  }
+  auto got = runner.Sample(tensor, batch);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < kRows; ++r) {
+    if (got->extra_logprobs[2 * r] > -kInf && got->extra_logprobs[2 * r + 1] == -kInf) continue;
+    return absl::StrFormat("%s: top_p %.9g: %s than the %d tokens that reach it", Name(fill),
+                           batch.rows[r].top_p,
+                           got->extra_logprobs[2 * r] > -kInf ? "more" : "fewer", kept[r]);
+  }
+  return "";
 }
 
 // ---- Bits that depend on the row alone

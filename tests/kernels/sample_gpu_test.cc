@@ -29,6 +29,13 @@ TEST_F(SampleGpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
   for (const SampleCase& c : SampleCases()) ASSERT_EQ(FirstDifference(*runner_, c), "");
 }
 
+TEST_F(SampleGpuTest, BordersMoveByFarLessThanTheMassOfAToken) {
+  for (const BorderCase& c : BorderCases()) EXPECT_EQ(MovedBorder(*runner_, c), "");
+  for (Fill fill : {Fill::kUniform, Fill::kNormal}) {
+    EXPECT_EQ(MovedNucleus(*runner_, fill, 5e-7), "");
+  }
+}
+
 TEST_F(SampleGpuTest, ARowsBitsDoNotDependOnItsCompany) {
   for (const SampleCase& c : SampleInvarianceCases()) {
     ASSERT_EQ(BrokenSampleInvariance(*runner_, c), "");

@@ -51,6 +51,13 @@ TEST_F(SampleCpuTest, TopPOfEqualTokensKeepsExactlyItsShare) {
   }
 }
 
+TEST_F(SampleCpuTest, BordersMoveByFarLessThanTheMassOfAToken) {
+  for (const BorderCase& c : BorderCases()) EXPECT_EQ(MovedBorder(*runner_, c), "");
+  for (Fill fill : {Fill::kUniform, Fill::kNormal}) {
+    EXPECT_EQ(MovedNucleus(*runner_, fill, 5e-7), "");
+  }
+}
+
 TEST_F(SampleCpuTest, ARowsBitsDoNotDependOnItsCompany) {
   for (const SampleCase& c : SampleInvarianceCases()) {
     ASSERT_EQ(BrokenSampleInvariance(*runner_, c), "");

@@ -97,6 +97,15 @@ inline const std::vector<TopKClaim>& TopKClaims() {
        {0, 2, 1},
        {0.5f, 0.5f, 0},
        1.01e13f},
+      {"logsumexp_above_f32_is_plus_inf", {1, 2, 1}, 2, 1e-39f, {1, 0}, {1, 0}, kInf},
+      {"logsumexp_below_f32_is_minus_inf", {-2, -1, -2}, 2, 1e-39f, {1, 0}, {1, 0}, -kInf},
+      {"logsumexp_of_zeros_is_finite_at_any_temperature",
+       {0, 0, -1},
+       3,
+       1e-39f,
+       {0, 1, 2},
+       {0.5f, 0.5f, 0},
+       std::log(2.0f)},
       {"one_nan_spoils_its_row", {1, kNan, 3}, 1, 1, {}, {}, 0, {RowCode::kNanLogit, 1}},
       {"lowest_nan_is_named", {1, 2, kNan, kNan}, 1, 1, {}, {}, 0, {RowCode::kNanLogit, 2}},
       {"infinities_of_both_signs_are_no_nan", {-kInf, kInf}, 1, 1, {1}, {1}, kInf},
@@ -105,10 +114,17 @@ inline const std::vector<TopKClaim>& TopKClaims() {
   return claims;
 }
 
-// "" where the backend keeps the claim, else what it did instead.
-inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim) {
-  HostTensor tensor(DType::kF32, 1, claim.logits.size(), claim.logits.size(), 0);
-  for (size_t c = 0; c < claim.logits.size(); ++c) tensor.Set(0, c, claim.logits[c]);
+inline constexpr DType kAllDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+
+// "" where the backend keeps the claim for this type, or the type cannot hold its logits; else what
+// it did instead.
+inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim, DType dtype) {
+  HostTensor tensor(dtype, 1, claim.logits.size(), claim.logits.size(), 0);
+  for (size_t c = 0; c < claim.logits.size(); ++c) {
+    tensor.Set(0, c, claim.logits[c]);
+    const float held = tensor.At(0, c);
+    if (held != claim.logits[c] && !std::isnan(claim.logits[c])) return "";
+  }
   const SoftmaxTopKRow ask{.first_entry = 0, .temperature = claim.temperature, .k = claim.k};
   auto got = runner.SoftmaxTopK(tensor, {&ask, 1}, claim.k);
   if (!got.ok()) return got.status().ToString();
@@ -117,6 +133,15 @@ inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim) {
   // The table's floats are rounded; the tolerance is wide enough for that.
   want.probs.assign(claim.probs.begin(), claim.probs.end());
   return DescribeDifference(want, got->status[0], got->logsumexp[0], got->indices, got->probs);
+}
+
+// The same for every type.
+inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim) {
+  for (DType dtype : kAllDTypes) {
+    const std::string broken = BrokenClaim(runner, claim, dtype);
+    if (!broken.empty()) return absl::StrFormat("%s: %s", Name(dtype), broken);
+  }
+  return "";
 }
 
 // ---- Parity with double precision
@@ -216,8 +241,6 @@ inline std::string FirstDifference(OpRunner& runner, const TopKCase& c) {
   if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
   return FirstDifference(c, tensor, asks, *got);
 }
-
-inline constexpr DType kAllDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 
 // Ks worth trying with a vocabulary: around the variants' borders, and all of it.
 inline std::vector<int32_t> KsFor(int64_t vocab) {
