@@ -577,8 +577,9 @@ TEST_P(AttentionTransportTest, ARefusalEndsTheStreamAfterTheAnswersBeforeIt) {
   EXPECT_FALSE(stream->Read(&answer));
   const grpc::Status status = stream->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("scores: got 63 bytes at row 2, allowed 1..2 whole rows "
-                                                "of 32 bytes"));
+  EXPECT_THAT(status.error_message(),
+              HasSubstr("scores: got 63 bytes at row 2, allowed 1..2 whole rows "
+                        "of 32 bytes"));
 }
 
 // 256 MiB through a server that takes 8 MiB at once, and whose mask is as long.
