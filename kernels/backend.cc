@@ -15,7 +15,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind,
   }
 #else
   if (kind == "cuda")
-    return absl::UnavailableError("backend cuda: this build has the CPU backend alone");
+    return absl::UnavailableError("backend cuda: this build has only the CPU backend");
   if (kind == "auto") return CreateCpuBackend(options);
 #endif
   return absl::InvalidArgumentError(

@@ -1,5 +1,5 @@
-// verify: which draft tokens a target model would draw too, and the bonus token after them
-// (speculative decoding).
+// verify: which draft tokens a target model accepts, and the bonus token after them (speculative
+// decoding).
 #ifndef LOGITD_KERNELS_VERIFY_H_
 #define LOGITD_KERNELS_VERIFY_H_
 
@@ -67,7 +67,7 @@ struct VerifySequence {
 //
 // The outputs of a row are those of `sample` for the token emitted there: the draft, or the bonus
 // token. Rows after the bonus token are kNotReached: token -1, rank 0, ids -1, log-probabilities
-// -inf, logsumexp NaN. A row that `sample` would refuse ends its sequence without a token.
+// -inf, logsumexp NaN. A row that `sample` refuses ends its sequence without a token.
 //
 // A sequence's bits depend only on its own rows, parameters and drafts. Backends agree as in
 // `sample`.

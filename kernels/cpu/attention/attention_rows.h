@@ -1,4 +1,4 @@
-// What the forward and the backward of attention_softmax share: where rows lie, and which keys they
+// What the forward and the backward of attention_softmax share: where rows are, and which keys they
 // see.
 #ifndef LOGITD_KERNELS_CPU_ATTENTION_ATTENTION_ROWS_H_
 #define LOGITD_KERNELS_CPU_ATTENTION_ATTENTION_ROWS_H_
@@ -36,7 +36,7 @@ inline RowPlace PlaceOf(const AttentionShape& shape, int64_t row) {
           .query = all % shape.queries};
 }
 
-// Moves to the next row. PlaceOf's divisions would take a good part of a short row's time.
+// Moves to the next row. PlaceOf's divisions take a good part of a short row's time.
 inline void Advance(const AttentionShape& shape, RowPlace& place) {
   if (++place.query < shape.queries) return;
   place.query = 0;

@@ -11,7 +11,7 @@ namespace logitd::cpu {
 // Blocks until done. The bits of the result depend on neither the pool nor what else runs on it.
 void AttentionSoftmax(const AttentionSoftmaxArgs& args, ThreadPool& pool);
 
-// As above. `scratch` is the caller's alone during the call; it is used where there are sinks.
+// As above. Only the caller may use `scratch` during the call; it is used where there are sinks.
 void AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args, ThreadPool& pool,
                               Buffer<double>& scratch);
 

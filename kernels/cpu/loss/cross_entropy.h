@@ -8,7 +8,7 @@
 
 namespace logitd::cpu {
 
-// Memory of what rows leave behind when they are read.
+// Memory for what a read leaves of each row.
 struct LossScratch {
   SketchScratch x, order;
   Buffer<float> total, moment;

@@ -45,7 +45,7 @@ struct Exponent {
   float log2e_over_temperature;      // divided by kShrink, high part
   float log2e_over_temperature_low;  // what rounding took from it; single probabilities use it
   // Two shrunk differences. A sum counts less than 2^-120 (`floor`) as 2^-120: so no subnormal is
-  // ever computed, which would take a hundred times as long. A single probability below 2^-126
+  // ever computed, which takes a hundred times as long. A single probability below 2^-126
   // (`nothing`) is 0.
   float floor;
   float nothing;

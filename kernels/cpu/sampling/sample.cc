@@ -11,7 +11,7 @@
 //
 // Measured: bench/results/cpu/kernels.json, two cores, 16 lanes, as shares of a bare read: top-k 50
 // and top-p 0.9 69% (bf16 51%), greedy 78%, unfiltered 57%, at another temperature 46%, with 4096
-// tokens of history and a mask 20%, top-p 0.9 alone over a flat row 4.7%. NumPy takes 55 times as
+// tokens of history and a mask 20%, only top-p 0.9 over a flat row 4.7%. NumPy takes 55 times as
 // long for the first of these (bench/peers/sample_numpy.py, bench/results/cpu/sample_numpy.json).
 //
 // Tried and dropped: the flat top-p's list by a loop over mask bits, and its histograms' range by a

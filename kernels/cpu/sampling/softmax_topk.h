@@ -14,7 +14,7 @@ namespace logitd::cpu {
 const char* SimdTarget();
 
 // Blocks until done. The bits of the result depend on neither the pool nor what else runs on it.
-// `scratch` is the caller's alone during the call; it is used where rows are few and split over
+// Only the caller may use `scratch` during the call; it is used where rows are few and split over
 // threads.
 void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& scratch);
 
