@@ -442,7 +442,7 @@ TEST(ScoreSequenceTest, LaterMessagesInheritWhatTheFirstSaid) {
                  Field(&CrossEntropyRow::extra_count, 2),
                  Field(&CrossEntropyRow::want, kWantRank | kWantEntropy))));
 
-  // One with values of its own is scored by those, it alone.
+  // A message with values of its own is scored by those; the others are not affected.
   v1::ScoreRequest own = Later({0, 1});
   for (float t : {2.0f, 3.0f}) own.add_temperature(t);
   own.add_extra_ids(1);
