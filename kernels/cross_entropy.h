@@ -46,6 +46,7 @@ static_assert(sizeof(CrossEntropyRow) == 64);
 
 inline constexpr ParamRange kSmoothings = {.low = 0, .high = 1, .names = "torch, megatron"};
 inline constexpr ParamRange kBelowOne = {.low = 0, .high = 1, .below_high = true};
+// The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<CrossEntropyRow> kCrossEntropyParams[] = {
     {"temperature", &CrossEntropyRow::temperature, 1, kAboveZero},
     {"softcap", &CrossEntropyRow::softcap, 0, kZeroOrMore},

@@ -60,6 +60,7 @@ struct SampleRow {
 static_assert(sizeof(SampleRow) == 120);
 
 inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
+// The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"seed", &SampleRow::seed, 0, kFinite},  // the first: the server looks whether it was sent
     {"position", &SampleRow::position, 0, kFinite},

@@ -20,6 +20,7 @@ struct SoftmaxTopKRow {
   int32_t k;            // 1..vocab; 0 = skip the row
 };
 
+// The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SoftmaxTopKRow> kSoftmaxTopKParams[] = {
     {"k", &SoftmaxTopKRow::k, 0, {.low = 1, .up_to_vocab = true}},
     {"temperature", &SoftmaxTopKRow::temperature, 1, kAboveZero},

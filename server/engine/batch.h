@@ -3,8 +3,8 @@
 // A slab holds, from its start: the payload, row r at r * row_stride; from the 16-byte border after
 // the last row that runs, the other inputs, so that one upload covers all; from a fixed offset, the
 // outputs, so that one download covers them. Arrays are laid out when the batch runs, one after
-// another, each on a 16-byte border. The first output of a job that runs in place takes the place of
-// the payload.
+// another, each on a 16-byte border. The first output of a job that runs in place takes the place
+// of the payload.
 #ifndef LOGITD_SERVER_ENGINE_BATCH_H_
 #define LOGITD_SERVER_ENGINE_BATCH_H_
 
@@ -36,8 +36,8 @@ inline size_t RowStride(const BatchKey& key) {
 size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t offset,
               size_t* offsets);
 
-// Where the regions of a slab lie. The limits of EngineOptions count what clients send and get; what
-// the borders take comes on top.
+// Where the regions of a slab lie. The limits of EngineOptions count what clients send and get;
+// what the borders take comes on top.
 struct SlabLayout {
   explicit SlabLayout(const EngineOptions& options);
   size_t answer_offset;

@@ -1,5 +1,5 @@
-// What the engine runs: a job is some rows of one op. The engine knows sizes and times, never what an
-// op means.
+// What the engine runs: a job is some rows of one op. The engine knows sizes and times, never what
+// an op means.
 #ifndef LOGITD_SERVER_ENGINE_JOB_H_
 #define LOGITD_SERVER_ENGINE_JOB_H_
 
@@ -21,8 +21,8 @@ namespace logitd::engine {
 struct Batch;
 class Head;
 
-// What an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of lists, words
-// of masks, ...) are the op's own.
+// What an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of lists,
+// words of masks, ...) are the op's own.
 inline constexpr size_t kRowAxis = 0;
 inline constexpr size_t kMaxAxes = 10;
 inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
@@ -193,8 +193,8 @@ class Job {
   virtual const JobSpec& spec() const = 0;
 
   // Copies the payload to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
-  // The job may free its copy of the payload afterwards. A job of an exclusive op may fill its inputs
-  // here too: they lie where LayOut puts them after the payload.
+  // The job may free its copy of the payload afterwards. A job of an exclusive op may fill its
+  // inputs here too: they lie where LayOut puts them after the payload.
   virtual void CopyPayload(std::byte* dst, size_t row_stride) = 0;
 
   // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements

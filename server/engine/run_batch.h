@@ -20,8 +20,8 @@ namespace logitd::engine {
 //
 // Returns how the device did: OK, UNAVAILABLE (this batch failed) or INTERNAL (the device is lost);
 // in the last two cases the jobs got UNAVAILABLE, and `lost` ran before they did if it was
-// INTERNAL. `keep` is asked for JobAnswer::keep of a job that was alone. `oldest`: the times of the
-// oldest job that ran; batch_rows is 0 if none did.
+// INTERNAL. `keep` is asked for JobAnswer::keep where the op is exclusive. `oldest`: the times of
+// the oldest job that ran; batch_rows is 0 if none did.
 absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
                       absl::FunctionRef<void(const absl::Status&)> lost,
                       absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest);

@@ -1,5 +1,5 @@
-// attention_softmax and its backward in the engine. Both are exclusive: a job is one batch, with the
-// shape, the mask and the other parameters of its call.
+// attention_softmax and its backward in the engine. Both are exclusive: a job is one batch, with
+// the shape, the mask and the other parameters of its call.
 #ifndef LOGITD_SERVER_OPS_ATTENTION_SOFTMAX_H_
 #define LOGITD_SERVER_OPS_ATTENTION_SOFTMAX_H_
 

@@ -129,7 +129,8 @@ TEST(ScoreCodecTest, EveryParameterReachesItsRow) {
   request.set_want_rank(true);
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 3, 5, 3, 2, 0}));
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 3, 5, 3}));
+  EXPECT_EQ(p.spec.wanted, static_cast<uint32_t>(kWantRank));
   EXPECT_EQ(p.spec.max_row_entries, 3);
   std::vector<int32_t> extra_ids;
   const std::vector<CrossEntropyRow> rows = p.Rows({10, 20, 30, 40}, &extra_ids);
@@ -227,7 +228,7 @@ INSTANTIATE_TEST_SUITE_P(
               r->add_extra_ids(1);
               r->add_extra_ids(2);
             },
-            "extra_count: adds up to 1"},
+            "extra_count: got 1 in total, allowed 2"},
         Bad{"offset_negative", [](R r) { r->set_offset(-1); }, "offset: got -1"},
         Bad{"counts_whose_sum_is_beyond_64_bits",
             [](R r) {
@@ -427,7 +428,8 @@ TEST(ScoreSequenceTest, LaterMessagesInheritWhatTheFirstSaid) {
   Parsed second(Later({4, 0}), sequence);
   ASSERT_TRUE(second.status.ok()) << second.status;
   EXPECT_EQ(second.spec.key, first.spec.key);
-  EXPECT_EQ(second.spec.counts, (engine::AxisCounts{2, 2, 4, 4, 2, 2}));
+  EXPECT_EQ(second.spec.counts, (engine::AxisCounts{2, 2, 4, 4}));
+  EXPECT_EQ(second.spec.wanted, static_cast<uint32_t>(kWantRank | kWantEntropy));
   std::vector<int32_t> extra_ids;
   const auto rows = second.Rows({}, &extra_ids);
   EXPECT_THAT(extra_ids, ElementsAre(3, 0));
@@ -442,7 +444,7 @@ TEST(ScoreSequenceTest, LaterMessagesInheritWhatTheFirstSaid) {
                  Field(&CrossEntropyRow::extra_count, 2),
                  Field(&CrossEntropyRow::want, kWantRank | kWantEntropy))));
 
-  // One with values of its own is scored by those, it alone.
+  // A message with values of its own is scored by those; the others are not affected.
   v1::ScoreRequest own = Later({0, 1});
   for (float t : {2.0f, 3.0f}) own.add_temperature(t);
   own.add_extra_ids(1);
@@ -523,7 +525,7 @@ TEST(ScoreSequenceTest, AMessageGoesOnWhereTheOneBeforeItEnded) {
   later.clear_offset();
   later.mutable_totals();
   EXPECT_THAT(std::string(Parsed(later, sequence).status.message()),
-              HasSubstr("totals: got some at row 12, allowed in the first message"));
+              HasSubstr("totals: got some at row 12, allowed only in the first message"));
 }
 
 TEST(ScoreSequenceTest, TotalsRunInTheOrderOfTheAnswersWhateverWasEncodedFirst) {

@@ -44,8 +44,8 @@ class OpCodec {
   // Where the payload is in the pieces that Parse read.
   virtual Payload payload() const = 0;
 
-  // Only of an exclusive op: where in the message the first of op().inputs are, in their order. They
-  // are copied with the payload, as they are; WriteInputs writes the others.
+  // Only of an exclusive op: where in the message the first of op().inputs are, in their order.
+  // They are copied with the payload, as they are; WriteInputs writes the others.
   virtual absl::Span<const ByteRange> copied_inputs() const { return {}; }
 
   // As engine::Job.

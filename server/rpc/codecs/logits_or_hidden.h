@@ -1,5 +1,5 @@
-// What the rows of a request are: logits, or hidden states of a head. For the ops that have a linear
-// form.
+// What the rows of a request are: logits, or hidden states of a head. For the ops that have a
+// linear form.
 #ifndef LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 #define LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 

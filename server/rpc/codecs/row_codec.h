@@ -32,7 +32,7 @@ class RowCodec : public OpCodec {
   RowCodec(const engine::OpTraits& op, const engine::OpTraits& linear, FindHead find_head)
       : op_(op), linear_(linear), find_head_(std::move(find_head)) {}
 
-  // The end of Parse: the rows have been checked. `more_bytes`: of fields that have no output array.
+  // The end of Parse: the rows have been checked. `more_bytes`: fields without an output array.
   void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0) {
     rows_.FillSpec(input_.Key(op()), spec);
     answer_bytes_ = MaxAnswerBytes(*spec) + more_bytes;

@@ -1,5 +1,5 @@
-// Scorer.Score, called or streamed: proto <-> rows of cross_entropy, or of linear_cross_entropy where
-// hidden states come.
+// Scorer.Score, called or streamed: proto <-> rows of cross_entropy, or of linear_cross_entropy
+// where hidden states come.
 #ifndef LOGITD_SERVER_RPC_CODECS_SCORE_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_SCORE_CODEC_H_
 
