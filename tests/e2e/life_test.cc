@@ -50,6 +50,7 @@ TEST(LifeTest, ADrainFinishesAdmittedCallsAndRefusesOthers) {
   ASSERT_TRUE(admitted.Write(ToBuffer(Request(logits, 1, 3).SerializeAsString()), /*last=*/true));
   ASSERT_TRUE(admitted.Read(&answer));
   EXPECT_TRUE(admitted.Finish().ok());
+  v1::TopKResponse response;
   ASSERT_TRUE(response.ParseFromString(ToString(answer)));
   ExpectRight(logits, 1, {3}, {}, response);
   EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
