@@ -27,7 +27,7 @@ struct AttentionShape {
   int64_t rows() const { return batch * heads * queries; }
 };
 
-// The keys a query sees; not set: no bound. Causal is right = 0.
+// The keys that a query sees; not set: no bound. Causal is right = 0.
 struct AttentionWindow {
   std::optional<int64_t> left;
   std::optional<int64_t> right;
@@ -40,8 +40,8 @@ struct AttentionMask {
   absl::string_view bytes;
 };
 
-// The arrays are the caller's, little-endian, rows without padding, and are not copied. Who keeps
-// them alive, and how long: as TopKRequest::owner. They must not overlap the answer's.
+// The arrays are the caller's, little-endian, rows without padding, and are not copied. They must not
+// overlap the answer's. LogitsRequest::owner says how long they must live.
 struct AttentionSoftmaxRequest {
   v1::DType dtype = v1::DTYPE_F32;
   AttentionShape shape;
@@ -49,11 +49,10 @@ struct AttentionSoftmaxRequest {
   float scale = 1;
   AttentionWindow window;
   AttentionMask mask;
-  std::vector<float> sinks;  // none, or one a head
-  v1::DType out_dtype =
-      v1::DTYPE_UNSPECIFIED;  // of the probs: `dtype`, which is also the default, or f32
+  std::vector<float> sinks;                     // none, or one per head
+  v1::DType out_dtype = v1::DTYPE_UNSPECIFIED;  // of the probs: `dtype` (the default) or f32
   bool want_logsumexp = false;
-  // Where the answer goes, of exactly its size; empty: to the result. Undefined after an error.
+  // Where the answer goes, of exactly its size; empty: into the result. Undefined after an error.
   absl::Span<char> probs;
   std::shared_ptr<const void> owner;
 };
@@ -65,10 +64,10 @@ struct AttentionSoftmaxBackwardRequest {
   absl::string_view d_probs;
   float scale = 1;
   AttentionWindow window;
-  std::vector<float> sinks;           // as of the forward
-  absl::Span<const float> logsumexp;  // [rows], where there are sinks
-  v1::DType out_dtype =
-      v1::DTYPE_UNSPECIFIED;  // of d_scores: `dtype`, also the default; of f32, any
+  std::vector<float> sinks;           // as in the forward
+  absl::Span<const float> logsumexp;  // [rows], with sinks
+  // Of d_scores: `dtype` (the default); any where `dtype` is f32.
+  v1::DType out_dtype = v1::DTYPE_UNSPECIFIED;
   absl::Span<char> d_scores;  // as AttentionSoftmaxRequest::probs
   std::shared_ptr<const void> owner;
 };
@@ -84,13 +83,13 @@ struct AttentionFault {
 
 struct AttentionResult {
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // of the answer
-  std::string values;                       // the answer, where the request had no room for it
+  std::string values;                       // the answer, where the request has no array for it
   std::vector<float> logsumexp;             // [rows], where wanted
   std::vector<double> d_sinks;              // [heads], of a gradient with sinks
   std::vector<AttentionFault> faults;       // by ascending row
   v1::Timings timings;  // the server's clocks; of several messages: phases summed, largest batch
-  int messages = 0;     // that the tensor went in
-  absl::Duration round_trip;  // this client's clock, last attempt alone
+  int messages = 0;     // in which the tensor went
+  absl::Duration round_trip;  // this client's clock, last attempt only
   int attempts = 0;
 };
 

@@ -75,6 +75,21 @@ function(logitd_proto_library name dir)
   target_link_libraries(${name} PUBLIC protobuf::libprotobuf gRPC::grpc++)
 endfunction()
 
+# Embeds the descriptors of every proto, with their comments, into `source` of a target: it sees the file's name as
+# LOGITD_DESCRIPTORS.
+function(logitd_embed_descriptors target dir source)
+  file(GLOB protos CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${dir}/logitd/v1/*.proto)
+  set(out ${CMAKE_BINARY_DIR}/proto/descriptors.bin)
+  add_custom_command(
+    OUTPUT ${out}
+    COMMAND protobuf::protoc -I ${CMAKE_SOURCE_DIR}/${dir} --include_imports --include_source_info
+            --descriptor_set_out=${out} ${protos}
+    DEPENDS ${protos})
+  set_source_files_properties(${CMAKE_SOURCE_DIR}/${source} PROPERTIES OBJECT_DEPENDS ${out}
+                              COMPILE_DEFINITIONS LOGITD_DESCRIPTORS="${out}")
+  target_sources(${target} PRIVATE ${out})
+endfunction()
+
 # One binary per test directory; tests/<dir>/*_gpu_test.cc become <dir>_gpu_test, labelled gpu.
 function(logitd_test dir)
   logitd_glob(all *.cc tests/${dir})

@@ -32,10 +32,10 @@ using client::TopKRequest;
 using client::TopKResult;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kMaxOutstanding =
-    20000;  // of an open loop: bounds our own memory when the server falls behind
+// Requests of an open loop in flight: bounds our own memory when the server falls behind.
+constexpr int kMaxOutstanding = 20000;
 
-// Logits of about normal shape with a deviation of 3, the same for the same size.
+// Logits of nearly normal distribution with a deviation of 3; the same size gives the same logits.
 std::shared_ptr<const std::string> RandomLogits(int64_t elements, v1::DType dtype) {
   auto bytes = std::make_shared<std::string>(elements * client::DTypeSize(dtype), '\0');
   uint64_t state = 0x9e3779b97f4a7c15;
@@ -70,8 +70,8 @@ struct Recorder {
       return;
     }
     retries += result->attempts - 1;
-    samples.push_back(
-        {Nanos(now - from), absl::ToInt64Nanoseconds(result->round_trip), result->timings});
+    samples.push_back({Nanos(now - from), absl::ToInt64Nanoseconds(result->round_trip),
+                       result->answer.timings()});
   }
 
   std::vector<Sample> samples;
@@ -101,7 +101,7 @@ void ClosedLoop(const Scenario& scenario, const TopKRequest& request,
         const Clock::time_point now = Clock::now();
         if (window.Holds(now)) recorder.Record(result, start, now);
         if (!result.ok() && !scenario.retry) {
-          // A refusal costs the server little; a client that hammers on would measure itself.
+          // A refusal costs the server little: without a pause the client measures itself.
           absl::SleepFor(absl::Milliseconds(1));
         }
       }
@@ -134,8 +134,7 @@ void OpenLoop(const Scenario& scenario, const TopKRequest& request,
     }
     ++outstanding;
     Shard& shard = shards[i % shards.size()];
-    // Arrivals count, not answers: dropping what is answered late would flatter a server that falls
-    // behind.
+    // Arrivals in the window count, not answers: a server that falls behind answers late.
     const bool counts = window.Holds(due);
     clients[i % clients.size()]->TopKAsync(
         request, [&shard, &outstanding, counts, due](const absl::StatusOr<TopKResult>& result) {
@@ -154,7 +153,7 @@ void OpenLoop(const Scenario& scenario, const TopKRequest& request,
   if (not_sent > 0) recorders[0].errors["NOT_SENT"] += not_sent;
 }
 
-// VmHWM of a process, in bytes; 0 where there is none to read.
+// VmHWM of a process, in bytes; 0 where it cannot be read.
 int64_t PeakResidentBytes(int pid) {
   std::ifstream status(absl::StrCat("/proc/", pid, "/status"));
   std::string line;
@@ -167,7 +166,7 @@ int64_t PeakResidentBytes(int pid) {
   return 0;
 }
 
-// Lets VmHWM start anew. Where the kernel refuses, the peak is that of the server's whole life.
+// Resets VmHWM. Where the kernel refuses, the peak is that of the server's whole life.
 void ResetPeak(int pid) { std::ofstream(absl::StrCat("/proc/", pid, "/clear_refs")) << 5; }
 
 }  // namespace
@@ -192,7 +191,7 @@ absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string
     options.retry.max_attempts = scenario.retry ? 1'000'000 : 1;
     absl::StatusOr<std::unique_ptr<Client>> client = Client::Create(options);
     if (!client.ok()) return client.status();
-    // Connects: a cold connection is not what is measured.
+    // Connects: the measurement does not include a cold connection.
     if (absl::StatusOr<v1::GetInfoResponse> info = (*client)->Info(); !info.ok()) {
       return info.status();
     }
@@ -200,12 +199,12 @@ absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string
   }
   const std::shared_ptr<const std::string> logits =
       RandomLogits(scenario.rows * scenario.vocab, scenario.dtype);
-  const TopKRequest request = {.dtype = scenario.dtype,
-                               .rows = scenario.rows,
-                               .vocab = scenario.vocab,
-                               .logits = {*logits},
-                               .k = {scenario.k},
-                               .owner = logits};
+  TopKRequest request = {.dtype = scenario.dtype,
+                         .rows = scenario.rows,
+                         .vocab = scenario.vocab,
+                         .logits = {*logits},
+                         .owner = logits};
+  request.params.add_k(scenario.k);
   Measured measured = {.scenario = scenario, .seconds = absl::ToDoubleSeconds(scenario.duration)};
   if (server_pid != 0) ResetPeak(server_pid);
   Window window;

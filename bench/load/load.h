@@ -1,4 +1,4 @@
-// The load generator: one scenario is one shape of request sent in one way for one while.
+// The load generator. A scenario is one shape of request, sent in one way for some seconds.
 #ifndef LOGITD_BENCH_LOAD_LOAD_H_
 #define LOGITD_BENCH_LOAD_LOAD_H_
 
@@ -22,10 +22,10 @@ struct Scenario {
   int connections = 1;
   // Closed loop (rate 0): every connection keeps this many requests in flight. Open loop: not used.
   int in_flight = 1;
-  // Open loop: requests a second over all connections, with exponential gaps, sent whether or not
-  // earlier ones have come back. A latency counts from the moment the request was due, not from
-  // when it was sent, so that a stalled server cannot hide the requests it kept from being sent
-  // (coordinated omission).
+  // Open loop: requests per second over all connections, with exponential gaps, sent whether or not
+  // earlier ones were answered. A latency counts from the moment the request was due, not from when
+  // it was sent, so that a stalled server does not hide the requests that it delayed (coordinated
+  // omission).
   double rate = 0;
   // Closed loop: come back after the server's delay when refused; the latency then includes the
   // waits. Otherwise a refusal is an error like any other.
@@ -33,7 +33,7 @@ struct Scenario {
   absl::Duration warmup = absl::Seconds(1);
   absl::Duration duration = absl::Seconds(5);
   absl::Duration deadline =
-      absl::Seconds(30);  // of one request; also how long a scenario may overrun
+      absl::Seconds(30);  // of one request; bounds how long a scenario overruns
 
   int64_t payload_bytes() const;
 };
@@ -47,10 +47,9 @@ struct Sample {
 
 struct Measured {
   Scenario scenario;
-  double seconds = 0;           // the window in which answers counted
-  std::vector<Sample> samples;  // answers OK inside the window, in no order
-  std::map<std::string, int64_t>
-      errors;  // by status code; NOT_SENT: too many were already in flight
+  double seconds = 0;                     // the window in which answers counted
+  std::vector<Sample> samples;            // answers OK inside the window, in no order
+  std::map<std::string, int64_t> errors;  // by status code; NOT_SENT: too many were in flight
   int64_t retries = 0;
   int64_t server_peak_bytes = 0;  // resident, during the scenario; 0: not known
 };
@@ -61,9 +60,8 @@ struct Measured {
 absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string& address,
                                      int server_pid);
 
-// Exact: the sample at rank ceil(p * n) of the sorted values, p in (0, 1]. HdrHistogram would bound
-// the memory of a long run, but Debian 12 has no package of its C library; a run of ours records a
-// few million values at most.
+// Exact: the sample at rank ceil(p * n) of the sorted values, p in (0, 1]. Not HdrHistogram: Debian
+// 12 has no package of its C library, and a run records a few million values at most.
 int64_t Percentile(std::vector<int64_t>& values, double p);
 
 }  // namespace logitd::bench

@@ -25,21 +25,16 @@ constexpr char kFooter[] = R"(Examples:
 The table: latency percentiles in microseconds; "added" is the client's round trip less the kernel.
 Exit codes: 0 done, 1 a scenario had no answer or the server is not there, 2 bad usage.)";
 
-// Why each is there: one row is the decode loop's latency; 1 to 64 MiB over one connection is the
-// way from socket to pinned memory, alone and with calls to overlap; 64 at once is more than a
-// server should hold.
+// Why each is there: one row is the latency of a decode loop. 1 to 64 MiB over one connection is the
+// way from socket to pinned memory, with one call and with calls that overlap. 64 at once is more
+// than a server should hold.
 std::vector<Scenario> ServicePreset(const Scenario& base) {
-  std::vector<Scenario> out;
-  Scenario one = base;
-  one.vocab = 131072;
-  one.dtype = v1::DTYPE_F32;
-  one.rate = 0;
-  one.rows = 1;
-  one.connections = 1;
-  one.in_flight = 1;
-  one.retry = false;
-  one.name = "one_row";
-  out.push_back(one);
+  Scenario one = {.name = "one_row",
+                  .k = base.k,
+                  .warmup = base.warmup,
+                  .duration = base.duration,
+                  .deadline = base.deadline};
+  std::vector<Scenario> out = {one};
   Scenario open = one;
   open.name = "one_row_open_100_per_s";
   open.rate = 100;
@@ -64,11 +59,8 @@ std::vector<Scenario> ServicePreset(const Scenario& base) {
   return out;
 }
 
-int Main(int argc, char** argv) {
-  CLI::App app("load_bench: how fast a running logitd answers, and what it does under too much.",
-               "load_bench");
-  app.footer(kFooter);
-  Scenario base;
+struct Flags {
+  Scenario scenario = {.name = "flags"};
   std::string address = "127.0.0.1:7450";
   std::string preset;
   std::string json_file;
@@ -76,82 +68,80 @@ int Main(int argc, char** argv) {
   double duration_s = 5;
   double deadline_s = 30;
   int server_pid = 0;
-  const std::map<std::string, v1::DType> dtypes = {
-      {"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}};
-  app.add_option("--addr", address, "HOST:PORT or unix:PATH")
+};
+
+void AddFlags(CLI::App* app, Flags* flags) {
+  Scenario& scenario = flags->scenario;
+  // With the default in the help, and values from `least` to `most`.
+  const auto number = [app](const char* name, auto* value, const char* help, auto least,
+                            auto most) {
+    app->add_option(name, *value, help)->check(CLI::Range(least, most))->capture_default_str();
+  };
+  app->add_option("--addr", flags->address, "HOST:PORT or unix:PATH")
       ->envname("LOGITD_ADDR")
       ->capture_default_str();
-  app.add_option("--preset", preset, "a list of scenarios instead of the one the flags describe")
+  app->add_option("--preset", flags->preset, "a list of scenarios in place of the other flags")
       ->check(CLI::IsMember({"service"}));
-  app.add_option("--rows", base.rows, "rows a request")
-      ->check(CLI::Range(1, 1 << 24))
-      ->capture_default_str();
-  app.add_option("--vocab", base.vocab, "logits a row")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  app.add_option("--k", base.k, "tokens a row; also in presets")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  app.add_option("--dtype", base.dtype, "f32, f16 or bf16")
-      ->transform(CLI::CheckedTransformer(dtypes));
-  app.add_option("--connections", base.connections, "TCP or Unix connections")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--in-flight", base.in_flight,
-                 "closed loop: requests in flight on each connection")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--rate", base.rate, "open loop: requests a second, Poisson; 0 is the closed loop")
-      ->check(CLI::Range(0.0, 1e7))
-      ->capture_default_str();
-  app.add_flag("--retry", base.retry,
-               "closed loop: come back when refused, after the server's delay");
-  app.add_option("--warmup", warmup_s, "seconds before the window; also in presets")
-      ->check(CLI::Range(0.0, 3600.0))
-      ->capture_default_str();
-  app.add_option("--duration", duration_s, "seconds of the window; also in presets")
-      ->check(CLI::Range(0.1, 3600.0))
-      ->capture_default_str();
-  app.add_option("--deadline", deadline_s, "seconds for one request")
-      ->check(CLI::Range(0.001, 3600.0))
-      ->capture_default_str();
-  app.add_option("--server-pid", server_pid,
-                 "the server's process here, to read its peak of memory");
-  app.add_option("--json", json_file, "also write every figure to this file");
+  number("--rows", &scenario.rows, "rows per request", 1, 1 << 24);
+  number("--vocab", &scenario.vocab, "logits per row", 1, 1 << 20);
+  number("--k", &scenario.k, "tokens per row; also in presets", 1, 1 << 20);
+  app->add_option("--dtype", scenario.dtype, "f32, f16 or bf16")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, v1::DType>{
+          {"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}}));
+  number("--connections", &scenario.connections, "TCP or Unix connections", 1, 4096);
+  number("--in-flight", &scenario.in_flight, "closed loop: requests in flight on each connection",
+         1, 4096);
+  number("--rate", &scenario.rate, "open loop: requests per second, Poisson; 0 is the closed loop",
+         0.0, 1e7);
+  app->add_flag("--retry", scenario.retry,
+                "closed loop: try again after a refusal and the server's delay");
+  number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);
+  number("--duration", &flags->duration_s, "seconds of the window; also in presets", 0.1, 3600.0);
+  number("--deadline", &flags->deadline_s, "seconds for one request", 0.001, 3600.0);
+  app->add_option("--server-pid", flags->server_pid,
+                  "the server's process here, to read its peak of memory");
+  app->add_option("--json", flags->json_file, "also write every figure to this file");
+}
+
+int Fail(int code, const std::string& text) {
+  absl::FPrintF(stderr, "load_bench: %s\n", text);
+  return code;
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app(
+      "load_bench: how fast a running logitd answers, and what it does under too much load.",
+      "load_bench");
+  app.footer(kFooter);
+  Flags flags;
+  AddFlags(&app, &flags);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  base.name = "flags";
-  base.warmup = absl::Seconds(warmup_s);
-  base.duration = absl::Seconds(duration_s);
-  base.deadline = absl::Seconds(deadline_s);
+  flags.scenario.warmup = absl::Seconds(flags.warmup_s);
+  flags.scenario.duration = absl::Seconds(flags.duration_s);
+  flags.scenario.deadline = absl::Seconds(flags.deadline_s);
   const std::vector<Scenario> scenarios =
-      preset.empty() ? std::vector<Scenario>{base} : ServicePreset(base);
+      flags.preset.empty() ? std::vector<Scenario>{flags.scenario} : ServicePreset(flags.scenario);
 
-  absl::StatusOr<std::unique_ptr<client::Client>> client =
-      client::Client::Create({.address = address});
-  if (!client.ok()) {
-    absl::FPrintF(stderr, "load_bench: %s\n", client.status().message());
-    return 2;
-  }
+  const auto client = client::Client::Create({.address = flags.address});
+  if (!client.ok()) return Fail(2, std::string(client.status().message()));
   const absl::StatusOr<v1::GetInfoResponse> info = (*client)->Info();
   if (!info.ok()) {
-    absl::FPrintF(stderr, "load_bench: %s\n  hint: is logitd running at %s?\n",
-                  info.status().ToString(), address);
-    return 1;
+    return Fail(1, absl::StrFormat("%s\n  hint: is logitd running at %s?", info.status().ToString(),
+                                   flags.address));
   }
-  nlohmann::ordered_json report = Provenance(*info, address);
+  nlohmann::ordered_json report = Provenance(*info, flags.address);
   report["results"] = nlohmann::ordered_json::array();
   absl::PrintF("logitd %s, %s, %s\n%s", info->version(), info->backend(), info->device().name(),
                TableHeader());
   int code = 0;
   for (const Scenario& scenario : scenarios) {
-    absl::StatusOr<Measured> measured = RunScenario(scenario, address, server_pid);
+    absl::StatusOr<Measured> measured = RunScenario(scenario, flags.address, flags.server_pid);
     if (!measured.ok()) {
-      absl::FPrintF(stderr, "load_bench: %s: %s\n", scenario.name, measured.status().ToString());
-      return 1;
+      return Fail(1, absl::StrCat(scenario.name, ": ", measured.status().ToString()));
     }
     const nlohmann::ordered_json summary = Summarise(*measured);
     absl::PrintF("%s", TableLines(summary));
@@ -159,13 +149,10 @@ int Main(int argc, char** argv) {
     report["results"].push_back(summary);
     if (measured->samples.empty()) code = 1;
   }
-  if (!json_file.empty()) {
-    std::ofstream out(json_file);
+  if (!flags.json_file.empty()) {
+    std::ofstream out(flags.json_file);
     out << report.dump(2) << "\n";
-    if (!out.flush()) {
-      absl::FPrintF(stderr, "load_bench: %s: cannot be written\n", json_file);
-      return 1;
-    }
+    if (!out.flush()) return Fail(1, flags.json_file + ": cannot be written");
   }
   return code;
 }

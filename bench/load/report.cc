@@ -17,7 +17,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// Of every answer, one figure.
+// One figure of every answer.
 template <typename Get>
 std::vector<int64_t> Column(const Measured& measured, Get get) {
   std::vector<int64_t> values;
@@ -61,6 +61,17 @@ ordered_json Summarise(const Measured& measured) {
   const double bytes = static_cast<double>(scenario.payload_bytes());
   const int64_t take_ns = Median(
       measured, [](const Sample& s) { return s.timings.receive_ns() + s.timings.copy_ns(); });
+  constexpr std::pair<const char*, int64_t (v1::Timings::*)() const> kPhases[] = {
+      {"receive", &v1::Timings::receive_ns}, {"copy", &v1::Timings::copy_ns},
+      {"queue", &v1::Timings::queue_ns},     {"h2d", &v1::Timings::h2d_ns},
+      {"kernel", &v1::Timings::kernel_ns},   {"d2h", &v1::Timings::d2h_ns},
+      {"total", &v1::Timings::total_ns}};
+  ordered_json medians;
+  for (const auto& [name, phase] : kPhases) {
+    medians[name] =
+        Median(measured, [phase = phase](const Sample& s) { return (s.timings.*phase)(); });
+  }
+  medians["round_trip"] = Median(measured, [](const Sample& s) { return s.round_trip_ns; });
   ordered_json errors = ordered_json::object();
   for (const auto& [code, count] : measured.errors) errors[code] = count;
   ordered_json out = {
@@ -81,22 +92,13 @@ ordered_json Summarise(const Measured& measured) {
       {"requests_per_s", rate},
       {"rows_per_s", rate * static_cast<double>(scenario.rows)},
       {"payload_gb_per_s", rate * bytes / 1e9},
-      // What the server's own clock says of the way from socket to pinned memory, by the median
-      // request.
+      // From socket to pinned memory, by the server's own clock and the median request.
       {"receive_copy_gb_per_s", take_ns > 0 ? bytes / static_cast<double>(take_ns) : 0.0},
       {"latency_ns", Percentiles(Column(measured, [](const Sample& s) { return s.latency_ns; }))},
       {"round_trip_minus_kernel_ns",
        Percentiles(Column(
            measured, [](const Sample& s) { return s.round_trip_ns - s.timings.kernel_ns(); }))},
-      {"median_ns",
-       {{"receive", Median(measured, [](const Sample& s) { return s.timings.receive_ns(); })},
-        {"copy", Median(measured, [](const Sample& s) { return s.timings.copy_ns(); })},
-        {"queue", Median(measured, [](const Sample& s) { return s.timings.queue_ns(); })},
-        {"h2d", Median(measured, [](const Sample& s) { return s.timings.h2d_ns(); })},
-        {"kernel", Median(measured, [](const Sample& s) { return s.timings.kernel_ns(); })},
-        {"d2h", Median(measured, [](const Sample& s) { return s.timings.d2h_ns(); })},
-        {"total", Median(measured, [](const Sample& s) { return s.timings.total_ns(); })},
-        {"round_trip", Median(measured, [](const Sample& s) { return s.round_trip_ns; })}}},
+      {"median_ns", medians},
       {"median_batch_rows",
        Median(measured, [](const Sample& s) -> int64_t { return s.timings.batch_rows(); })},
   };

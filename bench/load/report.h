@@ -1,4 +1,4 @@
-// What load_bench says of a run.
+// What load_bench reports.
 #ifndef LOGITD_BENCH_LOAD_REPORT_H_
 #define LOGITD_BENCH_LOAD_REPORT_H_
 

@@ -2,8 +2,6 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,20 +9,18 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/commands.h"
 #include "client/cli/output.h"
-#include "client/cli/session.h"
 #include "client/client.h"
 #include "client/tensor_file.h"
 
 namespace logitd::cli {
 namespace {
 
-// Sizes of a file as those of [batch, heads, queries, keys]: what is missing in front is 1.
+// The sizes of a file as [batch, heads, queries, keys]: missing sizes in front are 1.
 std::array<int64_t, 4> FourSizes(const std::vector<int64_t>& shape) {
   std::array<int64_t, 4> sizes = {1, 1, 1, 1};
   for (size_t i = 0; i < shape.size(); ++i) sizes[4 - shape.size() + i] = shape[i];
@@ -35,7 +31,7 @@ absl::StatusOr<client::FileTensor> LoadRows(absl::string_view flag, const std::s
   absl::StatusOr<client::FileTensor> tensor = client::LoadTensor(file);
   if (tensor.ok() && tensor->shape.size() < 2) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("%s: %s has shape [%d]; allowed: [queries,keys], [heads,queries,keys] or "
+        absl::StrFormat("%s: %s: shape: got [%d], allowed [queries,keys], [heads,queries,keys] or "
                         "[batch,heads,queries,keys]",
                         flag, file, tensor->shape[0]));
   }
@@ -54,7 +50,7 @@ absl::StatusOr<client::AttentionWindow> ParseWindow(const std::string& text, boo
   if (text.empty()) return window;
   if (causal) {
     return absl::InvalidArgumentError(
-        "--window beside a causal mask; allowed: one of them, for causal is --window inf,0");
+        "--window next to a causal mask; allowed: one of them (causal is --window inf,0)");
   }
   const std::vector<std::string> sides = absl::StrSplit(text, ',');
   bool good = sides.size() == 2;
@@ -66,7 +62,7 @@ absl::StatusOr<client::AttentionWindow> ParseWindow(const std::string& text, boo
   }
   if (good) return window;
   return absl::InvalidArgumentError(absl::StrFormat(
-      "--window is \"%s\"; allowed: L,R, how many keys a query sees to its left and right, each 0 "
+      "--window: got \"%s\", allowed L,R: how many keys a query sees to its left and right, each 0 "
       "or more, or inf (also -1)",
       text));
 }
@@ -77,15 +73,15 @@ absl::StatusOr<std::vector<float>> LoadFloats(absl::string_view flag, const std:
   const absl::StatusOr<client::FileTensor> tensor = client::LoadTensor(file);
   if (!tensor.ok()) return tensor.status();
   if (tensor->dtype != v1::DTYPE_F32) {
-    return absl::InvalidArgumentError(absl::StrFormat("%s: %s is of %s; allowed: f32", flag, file,
-                                                      client::DTypeShortName(tensor->dtype)));
+    return absl::InvalidArgumentError(absl::StrFormat("%s: %s: dtype: got %s, allowed f32", flag,
+                                                      file, client::DTypeShortName(tensor->dtype)));
   }
   values.resize(tensor->bytes.size() / sizeof(float));
   std::memcpy(values.data(), tensor->bytes.data(), tensor->bytes.size());
   return values;
 }
 
-// `name`: as the flag allows; empty: `otherwise`.
+// `name`: a value of --out-dtype; empty: `otherwise`.
 v1::DType DTypeOf(const std::string& name, v1::DType otherwise) {
   if (name == "f32") return v1::DTYPE_F32;
   if (name == "f16") return v1::DTYPE_F16;
@@ -96,19 +92,12 @@ v1::DType DTypeOf(const std::string& name, v1::DType otherwise) {
 absl::Status CheckScale(float scale) {
   if (std::isfinite(scale)) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrFormat("--scale is %g; allowed: any finite number", scale));
-}
-
-int Report(const CommonFlags& common, const client::AttentionResult& result,
-           std::vector<int64_t> shape, const std::string& file) {
-  const AttentionOutput output = {.result = &result, .shape = std::move(shape), .file = file};
-  Print(common.format == "json" ? AttentionJson(output) : AttentionTable(output));
-  return kExitOk;
+      absl::StrFormat("--scale: got %g, allowed any finite number", scale));
 }
 
 }  // namespace
 
-int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
+int RunSoftmax(const Session& session, const SoftmaxFlags& flags) {
   if (absl::Status status = CheckScale(flags.scale); !status.ok()) return BadInput(status);
   const absl::StatusOr<client::FileTensor> scores = LoadRows("--scores", flags.scores);
   if (!scores.ok()) return BadInput(scores.status());
@@ -144,10 +133,8 @@ int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
       return BadInput(status);
     }
   }
-  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
-  if (!client.ok()) return BadInput(client.status());
-  const absl::StatusOr<client::AttentionResult> result = (*client)->AttentionSoftmax(request);
-  if (!result.ok()) return CallFailed(result.status(), common.address);
+  const absl::StatusOr<client::AttentionResult> result = session.client().AttentionSoftmax(request);
+  if (!result.ok()) return session.CallFailed(result.status());
   absl::Status saved = client::SaveTensor(flags.out, result->dtype, scores->shape, result->values);
   if (saved.ok() && !flags.logsumexp.empty()) {
     std::vector<int64_t> shape = scores->shape;
@@ -157,10 +144,11 @@ int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags) {
                                 result->logsumexp.size() * sizeof(float)});
   }
   if (!saved.ok()) return BadInput(saved);
-  return Report(common, *result, scores->shape, flags.out);
+  return session.Show(
+      AttentionOutput{.result = &*result, .shape = scores->shape, .file = flags.out});
 }
 
-int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& flags) {
+int RunSoftmaxBackward(const Session& session, const SoftmaxBackwardFlags& flags) {
   if (absl::Status status = CheckScale(flags.scale); !status.ok()) return BadInput(status);
   const absl::StatusOr<client::FileTensor> probs = LoadRows("--probs", flags.probs);
   if (!probs.ok()) return BadInput(probs.status());
@@ -168,7 +156,7 @@ int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& fl
   if (!d_probs.ok()) return BadInput(d_probs.status());
   if (d_probs->shape != probs->shape || d_probs->dtype != probs->dtype) {
     return BadInput(absl::InvalidArgumentError(
-        absl::StrFormat("--d-probs: [%s] of %s; allowed: as --probs, [%s] of %s",
+        absl::StrFormat("--d-probs: got [%s] of %s, allowed [%s] of %s as --probs",
                         absl::StrJoin(d_probs->shape, ","), client::DTypeShortName(d_probs->dtype),
                         absl::StrJoin(probs->shape, ","), client::DTypeShortName(probs->dtype))));
   }
@@ -192,17 +180,16 @@ int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& fl
   if (absl::Status status = client::CheckSavable(flags.out, request.out_dtype); !status.ok()) {
     return BadInput(status);
   }
-  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
-  if (!client.ok()) return BadInput(client.status());
   const absl::StatusOr<client::AttentionResult> result =
-      (*client)->AttentionSoftmaxBackward(request);
-  if (!result.ok()) return CallFailed(result.status(), common.address);
+      session.client().AttentionSoftmaxBackward(request);
+  if (!result.ok()) return session.CallFailed(result.status());
   if (absl::Status saved =
           client::SaveTensor(flags.out, result->dtype, probs->shape, result->values);
       !saved.ok()) {
     return BadInput(saved);
   }
-  return Report(common, *result, probs->shape, flags.out);
+  return session.Show(
+      AttentionOutput{.result = &*result, .shape = probs->shape, .file = flags.out});
 }
 
 }  // namespace logitd::cli

@@ -4,118 +4,92 @@
 #define LOGITD_CLIENT_CLI_COMMANDS_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "client/cli/parameters.h"
+#include "client/cli/session.h"
+#include "logitd/v1/sampler.pb.h"
+#include "logitd/v1/scorer.pb.h"
+
 namespace logitd::cli {
 
-enum ExitCode {
-  kExitOk = 0,
-  kExitCallFailed = 1,   // the server refused or failed the call
-  kExitBadInput = 2,     // the command line or a file
-  kExitUnavailable = 3,  // nobody answers, or not serving
-};
+// Where the rows come from: exactly one of `logits`, `hidden`, `text` and `text_file` is given.
+struct InputFlags {
+  std::string logits;     // a file
+  std::string hidden;     // a file, for `head`
+  std::string text;       // a prompt or text, for `model`
+  std::string text_file;  // the same in a file
+  std::string model = "demo/model";
+  std::string head;  // of the server; with a text: the model's own, which gets its hidden states
 
-struct CommonFlags {
-  std::string address = "127.0.0.1:7450";
-  double deadline_s = 30;
-  int max_attempts = 4;
-  std::string format = "table";  // or "json"
+  bool is_file() const { return !logits.empty() || !hidden.empty(); }
 };
 
 struct TopKFlags {
-  std::string logits;  // a file; or
-  std::string text;    // a prompt, and
-  std::string model = "demo/model";
-  std::string head;  // of the server, for the model's hidden state; empty: its own, here
-  int k = 10;
-  float temperature = 1;
+  InputFlags input;
+  std::vector<ParameterFlag> params = FlagsOf(*v1::TopKRequest::descriptor());
 };
+int RunTopK(const Session& session, const TopKFlags& flags);
 
-// Parameters of Sample; what is not given stays as the parameter file has it, or off.
+// Parameters of Sample. What is not given stays as the parameter file has it, or off.
 struct SamplingFlags {
-  std::string params;  // a file: logitd.v1.SampleRequest in protobuf's JSON
-  std::optional<uint64_t> seed;
-  std::optional<float> temperature, top_p, min_p;
-  std::optional<float> repetition_penalty, presence_penalty, frequency_penalty;
-  std::optional<int32_t> top_k, top_logprobs;
+  std::string file;  // logitd.v1.SampleRequest in protobuf's JSON
+  std::vector<ParameterFlag> params;
   std::vector<std::string> logit_bias;  // ID=VALUE
-  std::vector<int32_t> allow;           // ids of the only tokens that may be drawn; empty: all
+  std::vector<int32_t> allow;           // the only tokens that may be drawn; empty: all
 };
 
 struct SampleFlags {
-  std::string logits;  // a file; or
-  std::string hidden;  // a file, for `head`; or
-  std::string text;    // a prompt, and
-  std::string model = "demo/model";
-  std::string head;  // with `hidden` any of the server, with `text` as in TopKFlags
-  SamplingFlags sampling;
-  std::optional<uint64_t> position;
-  std::vector<int32_t> history;
-  std::vector<int32_t> extra_ids;
-  std::string logprob_mode;  // "raw", "processed", or not given
+  InputFlags input;
+  SamplingFlags sampling = {.params =
+                                FlagsOf(*v1::SampleRequest::descriptor(),
+                                        {"logit_bias", "logit_bias_ids", "allowed_tokens_mask"})};
 };
-int RunSample(const CommonFlags& common, const SampleFlags& flags);
+int RunSample(const Session& session, const SampleFlags& flags);
 
 struct GenerateFlags {
-  std::string text;
-  std::string model = "demo/model";
-  std::string head;  // as in TopKFlags
+  InputFlags input;
   int tokens = 64;
   bool details = false;
-  SamplingFlags sampling;
+  SamplingFlags sampling = {.params =
+                                FlagsOf(*v1::SampleRequest::descriptor(),
+                                        {"logit_bias", "logit_bias_ids", "allowed_tokens_mask",
+                                         "position", "history", "extra_ids"})};
 };
-int RunGenerate(const CommonFlags& common, const GenerateFlags& flags);
+int RunGenerate(const Session& session, const GenerateFlags& flags);
 
 struct ScoreFlags {
-  std::string logits;     // a file; or
-  std::string hidden;     // a file, for
-  std::string head;       // of the server; or
-  std::string text;       // to score, or
-  std::string text_file;  // that has it, and
-  std::string model = "demo/model";
+  InputFlags input;
   std::string targets;  // a file, with --logits and --hidden
-  int64_t ignore_index = -100;
-  float temperature = 1;
-  float softcap = 0;
-  float label_smoothing = 0;
-  std::string smoothing = "torch";  // or "megatron"
-  float z_loss = 0;
-  int32_t top_logprobs = 0;
-  std::vector<int32_t> extra_ids;
-  bool rank = false;
-  bool entropy = false;
+  std::vector<ParameterFlag> params = FlagsOf(*v1::ScoreRequest::descriptor(), {"targets"});
   bool totals = false;  // no line for every token
-  std::string out;      // files that are written; those empty are not
+  std::string out;      // files that are written; none where empty
   std::string plot;
 };
-int RunScore(const CommonFlags& common, const ScoreFlags& flags);
+int RunScore(const Session& session, const ScoreFlags& flags);
 
-struct SoftmaxFlags {
+struct AttentionFlags {
+  std::string window;  // "L,R"; empty: none
+  float scale = 1;
+  std::string sinks;      // a file; empty: none
+  std::string out_dtype;  // "f32", "f16", "bf16"; empty: that of the input
+  std::string out;        // a file that is written
+  std::string logsumexp;  // a file: written by softmax, read by softmax-backward; empty: none
+};
+
+struct SoftmaxFlags : AttentionFlags {
   std::string scores;
   std::string mask = "none";  // "none", "causal" or a file
-  std::string window;         // "L,R"; empty: none
-  float scale = 1;
-  std::string sinks;      // a file, or none
-  std::string out_dtype;  // "f32", "f16", "bf16", or that of the input
-  std::string out;        // files that are written; those empty are not
-  std::string logsumexp;
 };
-int RunSoftmax(const CommonFlags& common, const SoftmaxFlags& flags);
+int RunSoftmax(const Session& session, const SoftmaxFlags& flags);
 
-struct SoftmaxBackwardFlags {
+struct SoftmaxBackwardFlags : AttentionFlags {
   std::string probs;
   std::string d_probs;
   bool causal = false;
-  std::string window;
-  float scale = 1;
-  std::string sinks;
-  std::string logsumexp;
-  std::string out_dtype;
-  std::string out;
 };
-int RunSoftmaxBackward(const CommonFlags& common, const SoftmaxBackwardFlags& flags);
+int RunSoftmaxBackward(const Session& session, const SoftmaxBackwardFlags& flags);
 
 struct LoadHeadFlags {
   std::string name;
@@ -123,19 +97,18 @@ struct LoadHeadFlags {
   bool final_norm = false;
   int64_t vocab = 0;  // 0: what the model says
 };
-int RunLoadHead(const CommonFlags& common, const LoadHeadFlags& flags);
-int RunUnloadHead(const CommonFlags& common, const std::string& name);
-int RunListHeads(const CommonFlags& common);
-int RunGetHead(const CommonFlags& common, const std::string& name);
+int RunLoadHead(const Session& session, const LoadHeadFlags& flags);
+int RunUnloadHead(const Session& session, const std::string& name);
+int RunListHeads(const Session& session);
+int RunGetHead(const Session& session, const std::string& name);
 
-int RunTopK(const CommonFlags& common, const TopKFlags& flags);
-int RunInfo(const CommonFlags& common);
+int RunInfo(const Session& session);
 
 struct HealthFlags {
   std::string service;
   bool watch = false;
 };
-int RunHealth(const CommonFlags& common, const HealthFlags& flags);
+int RunHealth(const Session& session, const HealthFlags& flags);
 
 }  // namespace logitd::cli
 

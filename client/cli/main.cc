@@ -1,11 +1,15 @@
 // logitctl: asks a logitd from the command line.
 #include <CLI/CLI.hpp>
 #include <exception>
+#include <functional>
 #include <iostream>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "client/cli/commands.h"
 
+namespace logitd::cli {
 namespace {
 
 constexpr char kFooter[] = R"(Examples:
@@ -38,329 +42,295 @@ constexpr char kTopKHelp[] =
 
 Probabilities are of the full softmax of logits / temperature. JSON has the keys of
 logitd.v1.TopKResponse: row i's tokens are entries [k_0 + ... + k_(i-1), + k_i) of indices and
-probs; with --text there is one more key, text. A file larger than the server takes at once is
-sent in several requests of whole rows; the phases of the timings are then sums.)";
+probs. With --text there is one more key, text. A file larger than the server takes at once goes in
+several requests of whole rows; the timings are then sums.)";
 
 constexpr char kSampleHelp[] =
-    R"(One token out of every row of a tensor of logits, or of hidden states, or after a prompt.
+    R"(One token from every row of a tensor of logits, or of hidden states, or after a prompt.
 
-Hidden states are for a head that the server has loaded, and of its dtype; so is, with --head, the
-state of --model after a prompt, which else sends its logits.
+Hidden states need a head that the server has loaded, and its dtype. After a prompt, --model sends
+its logits, or with --head its hidden state.
 
-In this order: logit bias, penalties, allowed tokens, temperature, min-p, top-k, top-p, draw. A seed
-and a position always draw the same. Parameters come as flags, for all rows, or from a JSON file
-with the keys of logitd.v1.SampleRequest, whose lists may differ from row to row; a flag wins over
-the file. JSON out has the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
+The steps are, in this order: logit bias, penalties, allowed tokens, temperature, min-p, top-k,
+top-p, draw. The same seed and position always draw the same token. Parameters come as flags or
+from a JSON file with the keys of logitd.v1.SampleRequest; a flag overrides the file. JSON output has
+the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
 
 constexpr char kGenerateHelp[] =
-    R"(A prompt continued, token by token, as they are drawn.
+    R"(Continues a prompt, and prints the tokens as they are drawn.
 
-The language model of --model runs here, the server draws: a message of one stream for each token,
-positions counted from 0. The same seed and flags give the same text. Penalties are over the prompt and what was drawn.
-With --head the server has the model's output head (logitd --head NAME=PATH), and is sent hidden states instead of logits.)";
+The language model of --model runs here, and the server draws: one message of a stream per token,
+with positions from 0. The same seed and flags give the same text. Penalties count the prompt and
+the tokens drawn so far. With --head the server has the model's output head (logitd --head
+NAME=PATH), and gets hidden states instead of logits.)";
 
 constexpr char kScoreHelp[] =
-    R"(How probable the tokens of a text were: loss, log-probability and more of every token, and perplexity.
+    R"(How probable the tokens of a text are: loss and log-probability of every token, and perplexity.
 
-Of one of three: a text, a paragraph a line, and the language model of --model, which runs here (with
---head the server has its output head, and is sent hidden states; without, its logits); hidden states in a file, for a
-head that the server has loaded; or logits in a file. Row i of a file is what was known before token
+The rows come from one of three places. A text, one paragraph per line: the language model of
+--model runs here and sends its logits, or with --head its hidden states. A file of hidden states,
+for a head that the server has loaded. A file of logits. Row i of a file is the state before token
 i of --targets, which is a file of int32 or int64: FILE.npy, FILE.safetensors or
-FILE.safetensors:NAME. Rows whose target is --ignore-index are not counted.
+FILE.safetensors:NAME. Rows whose target is --ignore-index do not count.
 
-Long input goes as a stream of messages, and where that is lost goes on after the last answer;
---deadline is then how long one answer may take. The perplexity is exp of the mean negative
-log-probability: smoothing and z-loss are not in it. JSON has the keys of logitd.v1.ScoreResponse,
-and targets; with a text also text and top_text.)";
+Long input goes as a stream of messages. If the stream is lost, a new one continues after the last
+answer; --deadline is then how long one answer may take. The perplexity is exp of the mean negative
+log-probability, without smoothing and z-loss. JSON has the keys of logitd.v1.ScoreResponse, and
+targets; with a text also text and top_text.)";
 
 constexpr char kSoftmaxHelp[] =
     R"(Attention: softmax(scale * scores + mask) of every row of a tensor of scores, into a file.
 
 Files are FILE.npy (f32, f16), FILE.safetensors or FILE.safetensors:NAME (also bf16), of shape
 [queries,keys], [heads,queries,keys] or [batch,heads,queries,keys]. A mask is booleans, true where a
-key is hidden, or floats that are added to the scaled scores; its sizes are those of the scores or
-1, and what it lacks in front is 1. Where queries and keys differ in number, the last query is
-aligned with the last key. Hidden keys get exactly 0; a row that sees none is zeros, and is listed.
-A tensor larger than the server takes at once is streamed; the phases of the timings are then
-sums.)";
+key is hidden, or floats that are added to the scaled scores. Its sizes are those of the scores or
+1; missing sizes in front are 1. If queries and keys differ in number, the last query is aligned
+with the last key. Hidden keys get exactly 0; a row with no visible key is all zeros, and is listed.
+A tensor larger than the server takes at once is streamed; the timings are then sums.)";
 
 constexpr char kSoftmaxBackwardHelp[] =
-    R"(The gradient of softmax: from probabilities and the gradient for them to that for the scores.
+    R"(The gradient of softmax: from probabilities and their gradient to that of the scores.
 
-Files and shapes as in logitctl softmax, scale and window as they were there. Its mask is not asked
-for: where a probability is 0, so is the gradient. With --sinks, --logsumexp is what logitctl softmax
-wrote, and the gradient for the sinks is printed.)";
+Files and shapes are as in logitctl softmax, with the same scale and window. No mask is needed: where
+a probability is 0, so is the gradient. With --sinks, --logsumexp is the file that logitctl softmax
+wrote, and the gradient of the sinks is printed.)";
 
 constexpr char kHeadsHelp[] =
     R"(Output heads: the last matrices of models, which the server holds on its device by name.
 
-A head turns hidden states into logits. With one loaded, calls send hidden states and its name, and
-nothing as wide as the vocabulary travels.)";
+A head turns hidden states into logits. With a loaded head, calls send hidden states and its name,
+and nothing as wide as the vocabulary travels.)";
 
 constexpr char kLoadHeadHelp[] =
-    R"(Loads a head from the server's own files, while other calls go on.
+    R"(Loads a head from the server's own files, while other calls continue.
 
-PATH is a safetensors file, or a folder as Hugging Face models have them, inside the directory that
-logitd was started with (--head-root). Of a folder, config.json says how the model uses its head: the
-real size of a padded vocabulary, tied embeddings, scale and softcap of the logits. A terminal sees a
-bar. --deadline does not count here: Ctrl-C gives the load up.)";
+PATH is a safetensors file, or a folder of a Hugging Face model, inside the directory that logitd was
+started with (--head-root). In a folder, config.json says how the model uses its head: the real size
+of a padded vocabulary, tied embeddings, scale and softcap of the logits. A terminal shows a bar.
+--deadline does not count here: Ctrl-C cancels the load.)";
 
-void AddSampling(CLI::App* command, logitd::cli::SamplingFlags* flags) {
-  command->add_option("--params", flags->params,
+// A subcommand, and what runs it.
+struct Command {
+  CLI::App* app;
+  std::function<int(const Session&)> run;
+};
+using Commands = std::vector<Command>;
+
+void AddCommonFlags(CLI::App* command, CommonFlags* common) {
+  command->add_option("--addr", common->address, "HOST:PORT or unix:PATH of the server")
+      ->envname("LOGITD_ADDR")
+      ->capture_default_str();
+  command->add_option("--deadline", common->deadline_s, "seconds for one call, retries included")
+      ->check(CLI::Range(0.001, 86400.0))
+      ->capture_default_str();
+  command
+      ->add_option("--max-attempts", common->max_attempts,
+                   "attempts of one call while the server is full or away")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  command->add_option("--format", common->format, "how to print the answer")
+      ->check(CLI::IsMember({"table", "json"}))
+      ->capture_default_str();
+}
+
+// Adds a subcommand whose flags live as long as it does.
+template <typename Flags>
+std::pair<CLI::App*, Flags*> AddCommand(CLI::App* parent, Commands* commands, const char* name,
+                                        const char* help,
+                                        int (*run)(const Session&, const Flags&)) {
+  auto flags = std::make_shared<Flags>();
+  CLI::App* command = parent->add_subcommand(name, help);
+  commands->push_back(
+      {command, [flags, run](const Session& session) { return run(session, *flags); }});
+  return {command, flags.get()};
+}
+
+enum Sources { kLogits = 1, kHidden = 2, kText = 4, kTextFile = 8 };
+
+// Flags for where the rows come from, exactly one of `sources`.
+void AddInput(CLI::App* command, InputFlags* input, int sources, const char* head_help) {
+  CLI::Option_group* group = command->add_option_group("input", "one of");
+  CLI::Option* logits =
+      group->add_option("--logits", input->logits,
+                        "FILE.npy, FILE.safetensors or FILE.safetensors:NAME; [rows,vocab] or "
+                        "[vocab], f32, f16 or (safetensors) bf16");
+  if ((sources & kHidden) != 0) {
+    group->add_option("--hidden", input->hidden, "a file, [rows,hidden], in the dtype of the head");
+  }
+  group->add_option("--text", input->text, "a text, for the language model of --model");
+  if ((sources & kTextFile) != 0) {
+    group->add_option("--text-file", input->text_file, "a file that has it");
+  }
+  group->require_option(1);
+  command->add_option("--model", input->model, "directory of the language model for a text")
+      ->capture_default_str();
+  CLI::Option* head = command->add_option("--head", input->head, head_help);
+  if ((sources & kTextFile) == 0) head->excludes(logits);
+}
+
+void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
+  for (ParameterFlag& flag : *flags) {
+    CLI::Option* option = flag.is_switch() ? command->add_flag(flag.names, flag.text, flag.help)
+                                           : command->add_option(flag.names, flag.text, flag.help);
+    option->type_name(flag.is_switch() ? "" : flag.type)
+        ->group("Parameters: one value for all rows, or V,V,... with one per row; of ids a list")
+        ->check([&flag](const std::string& value) { return flag.Fault(value); });
+  }
+}
+
+void AddSampling(CLI::App* command, SamplingFlags* flags) {
+  AddParameters(command, &flags->params);
+  command->add_option("--params", flags->file,
                       "a JSON file of parameters, e.g. {\"top_k\": [50], \"top_p\": [0.9]}");
-  command->add_option("--seed", flags->seed, "of the random numbers; 0 if not given");
-  command->add_option("--temperature", flags->temperature,
-                      "divides the logits; 0: always the highest; 1 if not given");
-  command->add_option("--top-k", flags->top_k, "keeps the k most probable; 0: all");
-  command->add_option("--top-p", flags->top_p,
-                      "keeps the most probable that reach this share; 1: all");
-  command->add_option("--min-p", flags->min_p,
-                      "keeps those of this share of the most probable one; 0: all");
-  command->add_option("--repetition-penalty", flags->repetition_penalty,
-                      "divides positive logits of tokens seen, multiplies negative ones; 1: off");
-  command->add_option("--presence-penalty", flags->presence_penalty,
-                      "off the logits of tokens seen; 0: off");
-  command->add_option("--frequency-penalty", flags->frequency_penalty,
-                      "off the logits of tokens for each time they were seen; 0: off");
   command->add_option("--logit-bias", flags->logit_bias, "ID=VALUE, added to a logit; repeatable")
       ->delimiter(',');
   command->add_option("--allow", flags->allow, "the only tokens that may be drawn: ID,ID,...")
       ->delimiter(',');
-  command->add_option("--top-logprobs", flags->top_logprobs, "how many top tokens to report");
 }
 
-}  // namespace
+void AddTopK(CLI::App* app, Commands* commands) {
+  const auto [command, flags] = AddCommand(app, commands, "topk", kTopKHelp, &RunTopK);
+  AddInput(command, &flags->input, kLogits | kText,
+           "with --text: a head of the server that is the model's; sends its hidden state");
+  for (ParameterFlag& flag : flags->params) {
+    if (flag.names == "--k") flag.text = "10";
+  }
+  AddParameters(command, &flags->params);
+  command->get_option("--k")->capture_default_str();
+}
 
-int main(int argc, char** argv) try {
-  using namespace logitd::cli;
+void AddSample(CLI::App* app, Commands* commands) {
+  const auto [command, flags] = AddCommand(app, commands, "sample", kSampleHelp, &RunSample);
+  AddInput(command, &flags->input, kLogits | kHidden | kText,
+           "a head that the server has loaded; required with --hidden; with --text the model's "
+           "own, and its hidden state is sent");
+  AddSampling(command, &flags->sampling);
+}
+
+void AddGenerate(CLI::App* app, Commands* commands) {
+  const auto [command, flags] = AddCommand(app, commands, "generate", kGenerateHelp, &RunGenerate);
+  command->add_option("--text", flags->input.text, "the prompt")->required();
+  command->add_option("--model", flags->input.model, "directory of the language model")
+      ->capture_default_str();
+  command->add_option("--head", flags->input.head,
+                      "a head of the server that is the model's; sends hidden states");
+  command->add_option("--tokens", flags->tokens, "how many to draw")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  command->add_flag("--details", flags->details,
+                    "a line for every token, with the --top-logprobs it was drawn from");
+  AddSampling(command, &flags->sampling);
+}
+
+void AddScore(CLI::App* app, Commands* commands) {
+  const auto [command, flags] = AddCommand(app, commands, "score", kScoreHelp, &RunScore);
+  AddInput(command, &flags->input, kLogits | kHidden | kText | kTextFile,
+           "a head that the server has loaded; required with --hidden");
+  command->add_option("--targets", flags->targets,
+                      "a file of token ids, [rows]; required with --logits and --hidden");
+  AddParameters(command, &flags->params);
+  command->add_flag("--totals", flags->totals, "no line for every token");
+  command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors: the losses");
+  command->add_option("--plot", flags->plot, "FILE.png: the loss along the text");
+}
+
+void AddAttention(CLI::App* command, AttentionFlags* flags, const char* logsumexp_help) {
+  command->add_option("--window", flags->window,
+                      "L,R: keys that a query sees to its left and right; inf: no bound");
+  command->add_option("--scale", flags->scale, "multiplies the scores")->capture_default_str();
+  command->add_option("--sinks", flags->sinks,
+                      "a file [heads], f32: one logit per head that takes its share; 0 is softmax "
+                      "off by one");
+  command->add_option("--out-dtype", flags->out_dtype, "of the answer; default: that of the input")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}));
+  command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors to write")->required();
+  command->add_option("--logsumexp", flags->logsumexp, logsumexp_help);
+}
+
+void AddSoftmax(CLI::App* app, Commands* commands) {
+  const auto [command, flags] = AddCommand(app, commands, "softmax", kSoftmaxHelp, &RunSoftmax);
+  command->add_option("--scores", flags->scores, "the scores, a file")->required();
+  command->add_option("--mask", flags->mask, "none, causal, or a file of bool or float")
+      ->capture_default_str();
+  AddAttention(command, flags, "a file to write, f32: the rows' log-sum-exp, sinks included");
+}
+
+void AddSoftmaxBackward(CLI::App* app, Commands* commands) {
+  const auto [command, flags] =
+      AddCommand(app, commands, "softmax-backward", kSoftmaxBackwardHelp, &RunSoftmaxBackward);
+  command->add_option("--probs", flags->probs, "the answer of softmax, a file")->required();
+  command->add_option("--d-probs", flags->d_probs, "its gradient, a file")->required();
+  command->add_flag("--causal", flags->causal, "the mask was causal");
+  AddAttention(command, flags, "the rows' log-sum-exp, a file; with --sinks");
+}
+
+void AddName(CLI::App* command, std::string* name) {
+  command->add_option("NAME", *name, "of the head: 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'")
+      ->required();
+}
+
+void AddHeads(CLI::App* app, Commands* commands) {
+  CLI::App* heads = app->add_subcommand("heads", kHeadsHelp);
+  heads->require_subcommand(1);
+  const auto [load, flags] = AddCommand(heads, commands, "load", kLoadHeadHelp, &RunLoadHead);
+  AddName(load, &flags->name);
+  load->add_option("PATH", flags->path, "of the file or folder, in the server's --head-root")
+      ->required();
+  load->add_flag("--norm", flags->final_norm,
+                 "with the model's final RMSNorm: callers send states from before it");
+  load->add_option("--vocab", flags->vocab, "rows to keep of a padded weight; 0: by the model")
+      ->check(CLI::Range(0, 1 << 20));
+  const auto [unload, unload_name] = AddCommand<std::string>(
+      heads, commands, "unload",
+      "Takes a head away from new calls; calls in flight keep it until they end.", &RunUnloadHead);
+  AddName(unload, unload_name);
+  commands->push_back({heads->add_subcommand("list", "All heads that are loaded."), &RunListHeads});
+  const auto [get, get_name] =
+      AddCommand<std::string>(heads, commands, "get", "One head by its name.", &RunGetHead);
+  AddName(get, get_name);
+}
+
+void AddServer(CLI::App* app, Commands* commands) {
+  commands->push_back(
+      {app->add_subcommand("info", "What the server is: version, backend, device, limits, ops."),
+       &RunInfo});
+  const auto [health, flags] = AddCommand(
+      app, commands, "health",
+      "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.", &RunHealth);
+  health->add_option("--service", flags->service, "a service's name; empty: the server");
+  health->add_flag("--watch", flags->watch,
+                   "print the status and every change of it until the server ends");
+}
+
+int Main(int argc, char** argv) {
   CLI::App app("logitctl: asks a logitd, the server that turns logits into tokens.", "logitctl");
   app.footer(kFooter);
   app.require_subcommand(1);
-
+  Commands commands;
+  for (auto add : {AddTopK, AddSample, AddGenerate, AddScore, AddSoftmax, AddSoftmaxBackward,
+                   AddHeads, AddServer}) {
+    add(&app, &commands);
+  }
   CommonFlags common;
-  auto add_common = [&common](CLI::App* command) {
-    command->add_option("--addr", common.address, "HOST:PORT or unix:PATH of the server")
-        ->envname("LOGITD_ADDR")
-        ->capture_default_str();
-    command->add_option("--deadline", common.deadline_s, "seconds for one call, retries included")
-        ->check(CLI::Range(0.001, 86400.0))
-        ->capture_default_str();
-    command
-        ->add_option("--max-attempts", common.max_attempts,
-                     "tries of one call while the server is full or away")
-        ->check(CLI::Range(1, 1000))
-        ->capture_default_str();
-    command->add_option("--format", common.format, "how to print the answer")
-        ->check(CLI::IsMember({"table", "json"}))
-        ->capture_default_str();
-  };
-
-  TopKFlags topk;
-  CLI::App* topk_command = app.add_subcommand("topk", kTopKHelp);
-  CLI::Option_group* input = topk_command->add_option_group("input", "one of");
-  input->add_option("--logits", topk.logits,
-                    "FILE.npy, FILE.safetensors or FILE.safetensors:NAME; [rows,vocab] or [vocab], "
-                    "f32, f16 or (safetensors) bf16");
-  input->add_option("--text", topk.text, "a prompt, for the language model of --model");
-  input->require_option(1);
-  topk_command->add_option("--model", topk.model, "directory of the language model for --text")
-      ->capture_default_str();
-  topk_command
-      ->add_option("--head", topk.head,
-                   "with --text: a head of the server that is the model's; sends its hidden state")
-      ->excludes("--logits");
-  topk_command->add_option("--k", topk.k, "tokens a row, 1 to the vocabulary's size")
-      ->capture_default_str();
-  topk_command->add_option("--temperature", topk.temperature, "divides the logits; above 0")
-      ->capture_default_str();
-  add_common(topk_command);
-
-  SampleFlags sample;
-  CLI::App* sample_command = app.add_subcommand("sample", kSampleHelp);
-  CLI::Option_group* sample_input = sample_command->add_option_group("input", "one of");
-  sample_input->add_option("--logits", sample.logits,
-                           "FILE.npy, FILE.safetensors or FILE.safetensors:NAME, as for topk");
-  sample_input->add_option("--hidden", sample.hidden,
-                           "a file, [rows,hidden], in the dtype of the head");
-  sample_input->add_option("--text", sample.text, "a prompt, for the language model of --model");
-  sample_input->require_option(1);
-  sample_command->add_option("--model", sample.model, "directory of the language model for --text")
-      ->capture_default_str();
-  sample_command
-      ->add_option("--head", sample.head,
-                   "a head that the server has loaded; required with --hidden; with --text the "
-                   "model's own, and its hidden state is sent")
-      ->excludes("--logits");
-  AddSampling(sample_command, &sample.sampling);
-  sample_command->add_option("--position", sample.position,
-                             "place in the seed's sequence of random numbers; 0 if not given");
-  sample_command
-      ->add_option("--history", sample.history,
-                   "ids the penalties are over: ID,ID,...; with --text the prompt's if not given")
-      ->delimiter(',');
-  sample_command
-      ->add_option("--extra-ids", sample.extra_ids,
-                   "ids whose log-probability to report: ID,ID,...")
-      ->delimiter(',');
-  sample_command
-      ->add_option("--logprob-mode", sample.logprob_mode,
-                   "raw: of the logits as sent; processed: of what may be drawn")
-      ->check(CLI::IsMember({"raw", "processed"}));
-  add_common(sample_command);
-
-  GenerateFlags generate;
-  CLI::App* generate_command = app.add_subcommand("generate", kGenerateHelp);
-  generate_command->add_option("--text", generate.text, "the prompt")->required();
-  generate_command->add_option("--model", generate.model, "directory of the language model")
-      ->capture_default_str();
-  generate_command->add_option("--head", generate.head,
-                               "a head of the server that is the model's; sends hidden states");
-  generate_command->add_option("--tokens", generate.tokens, "how many to draw")
-      ->check(CLI::Range(1, 100000))
-      ->capture_default_str();
-  generate_command->add_flag("--details", generate.details,
-                             "a line for every token, with --top-logprobs of what it was drawn of");
-  AddSampling(generate_command, &generate.sampling);
-  add_common(generate_command);
-
-  ScoreFlags score;
-  CLI::App* score_command = app.add_subcommand("score", kScoreHelp);
-  CLI::Option_group* score_input = score_command->add_option_group("input", "one of");
-  score_input->add_option("--logits", score.logits, "a file, [rows,vocab], as for topk");
-  score_input->add_option("--hidden", score.hidden,
-                          "a file, [rows,hidden], in the dtype of the head");
-  score_input->add_option("--text", score.text, "a text, for the language model of --model");
-  score_input->add_option("--text-file", score.text_file, "a file that has it");
-  score_input->require_option(1);
-  score_command->add_option("--model", score.model, "directory of the language model for a text")
-      ->capture_default_str();
-  score_command->add_option("--head", score.head,
-                            "a head that the server has loaded; required with --hidden");
-  score_command->add_option("--targets", score.targets,
-                            "a file of token ids, [rows]; required with --logits and --hidden");
-  score_command
-      ->add_option("--ignore-index", score.ignore_index, "the target of rows that do not count")
-      ->capture_default_str();
-  score_command->add_option("--temperature", score.temperature, "divides the logits; above 0")
-      ->capture_default_str();
-  score_command
-      ->add_option("--softcap", score.softcap,
-                   "c of c tanh(logit / c); 0: off; not with --head, which has its own")
-      ->capture_default_str();
-  score_command->add_option("--label-smoothing", score.label_smoothing, "0 to below 1; 0: off")
-      ->capture_default_str();
-  score_command
-      ->add_option("--smoothing", score.smoothing,
-                   "who shares the smoothing: torch: every token; megatron: all but the target")
-      ->check(CLI::IsMember({"torch", "megatron"}))
-      ->capture_default_str();
-  score_command->add_option("--z-loss", score.z_loss, "adds this times logsumexp^2; 0: off")
-      ->capture_default_str();
-  score_command->add_option("--top-logprobs", score.top_logprobs, "how many top tokens to report");
-  score_command
-      ->add_option("--extra-ids", score.extra_ids,
-                   "ids whose log-probability to report of every row: ID,ID,...")
-      ->delimiter(',');
-  score_command->add_flag("--rank", score.rank, "the targets' places, 1 for the most probable");
-  score_command->add_flag("--entropy", score.entropy, "of the rows, in nats");
-  score_command->add_flag("--totals", score.totals, "no line for every token");
-  score_command->add_option("--out", score.out, "FILE.npy or FILE.safetensors: the losses");
-  score_command->add_option("--plot", score.plot, "FILE.png: the loss along the text");
-  add_common(score_command);
-
-  const auto add_attention = [](CLI::App* command, auto* flags) {
-    command->add_option("--window", flags->window,
-                        "L,R: keys a query sees to its left and right; inf: no bound");
-    command->add_option("--scale", flags->scale, "multiplies the scores")->capture_default_str();
-    command->add_option("--sinks", flags->sinks,
-                        "a file [heads], f32: a logit a head that takes its share; 0 is softmax "
-                        "off by one");
-    command
-        ->add_option("--out-dtype", flags->out_dtype,
-                     "of the answer; that of the input if not given")
-        ->check(CLI::IsMember({"f32", "f16", "bf16"}));
-    command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors to write")->required();
-  };
-
-  SoftmaxFlags softmax;
-  CLI::App* softmax_command = app.add_subcommand("softmax", kSoftmaxHelp);
-  softmax_command->add_option("--scores", softmax.scores, "the scores, a file")->required();
-  softmax_command->add_option("--mask", softmax.mask, "none, causal, or a file of bool or float")
-      ->capture_default_str();
-  add_attention(softmax_command, &softmax);
-  softmax_command->add_option("--logsumexp", softmax.logsumexp,
-                              "a file to write, f32: the rows' log-sum-exp, sinks included");
-  add_common(softmax_command);
-
-  SoftmaxBackwardFlags backward;
-  CLI::App* backward_command = app.add_subcommand("softmax-backward", kSoftmaxBackwardHelp);
-  backward_command->add_option("--probs", backward.probs, "what softmax answered, a file")
-      ->required();
-  backward_command->add_option("--d-probs", backward.d_probs, "the gradient for it, a file")
-      ->required();
-  backward_command->add_flag("--causal", backward.causal, "the mask was causal");
-  add_attention(backward_command, &backward);
-  backward_command->add_option("--logsumexp", backward.logsumexp,
-                               "the rows' log-sum-exp, a file; with --sinks");
-  add_common(backward_command);
-
-  CLI::App* heads_command = app.add_subcommand("heads", kHeadsHelp);
-  heads_command->require_subcommand(1);
-  const auto add_name = [](CLI::App* command, std::string* name) {
-    command->add_option("NAME", *name, "of the head: 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'")
-        ->required();
-  };
-  LoadHeadFlags load;
-  CLI::App* load_command = heads_command->add_subcommand("load", kLoadHeadHelp);
-  add_name(load_command, &load.name);
-  load_command->add_option("PATH", load.path, "of the file or folder, in the server's --head-root")
-      ->required();
-  load_command->add_flag("--norm", load.final_norm,
-                         "with the model's final RMSNorm: callers send states from before it");
-  load_command
-      ->add_option("--vocab", load.vocab, "rows to keep of a padded weight; 0: by the model")
-      ->check(CLI::Range(0, 1 << 20));
-  add_common(load_command);
-  std::string head_name;
-  CLI::App* unload_command = heads_command->add_subcommand(
-      "unload", "Takes a head away from new calls; those under way keep it until they end.");
-  add_name(unload_command, &head_name);
-  add_common(unload_command);
-  CLI::App* list_command = heads_command->add_subcommand("list", "All heads that are loaded.");
-  add_common(list_command);
-  CLI::App* get_command = heads_command->add_subcommand("get", "One head by its name.");
-  add_name(get_command, &head_name);
-  add_common(get_command);
-
-  CLI::App* info_command =
-      app.add_subcommand("info", "What the server is: version, backend, device, limits, ops.");
-  add_common(info_command);
-
-  HealthFlags health;
-  CLI::App* health_command = app.add_subcommand(
-      "health", "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.");
-  health_command->add_option("--service", health.service, "a service's name; empty: the server");
-  health_command->add_flag("--watch", health.watch,
-                           "print the status and every change of it until the server goes");
-  add_common(health_command);
-
+  for (const Command& command : commands) AddCommonFlags(command.app, &common);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kExitOk : kExitBadInput;
   }
-  if (topk_command->parsed()) return RunTopK(common, topk);
-  if (sample_command->parsed()) return RunSample(common, sample);
-  if (generate_command->parsed()) return RunGenerate(common, generate);
-  if (score_command->parsed()) return RunScore(common, score);
-  if (softmax_command->parsed()) return RunSoftmax(common, softmax);
-  if (backward_command->parsed()) return RunSoftmaxBackward(common, backward);
-  if (load_command->parsed()) return RunLoadHead(common, load);
-  if (unload_command->parsed()) return RunUnloadHead(common, head_name);
-  if (list_command->parsed()) return RunListHeads(common);
-  if (get_command->parsed()) return RunGetHead(common, head_name);
-  if (info_command->parsed()) return RunInfo(common);
-  return RunHealth(common, health);
+  const absl::StatusOr<Session> session = Session::Open(common);
+  if (!session.ok()) return BadInput(session.status());
+  for (const Command& command : commands) {
+    if (command.app->parsed()) return command.run(*session);
+  }
+  return kExitBadInput;
+}
+
+}  // namespace
+}  // namespace logitd::cli
+
+int main(int argc, char** argv) try {
+  return logitd::cli::Main(argc, argv);
 } catch (const std::exception& error) {
   std::cerr << "logitctl: " << error.what() << "\n";
   return logitd::cli::kExitCallFailed;

@@ -1,17 +1,15 @@
 #include "client/cli/output.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <cstdlib>
-#include <nlohmann/json.hpp>
+#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
-#include "client/codec.h"
+#include "client/cli/json.h"
 #include "client/tensor_file.h"
 
 namespace logitd::cli {
@@ -19,43 +17,11 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// The shortest decimal that reads back as the same float, rather than as the same double.
-ordered_json FloatJson(float value) {
-  if (std::isnan(value)) return "NaN";
-  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
-  char text[32] = {};
-  std::to_chars(text, text + sizeof(text) - 1, value);
-  return std::strtod(text, nullptr);
-}
-
-ordered_json FloatsJson(const std::vector<float>& values) {
-  ordered_json out = ordered_json::array();
-  for (float value : values) out.push_back(FloatJson(value));
-  return out;
-}
-
 std::string Time(double ns) {
   if (ns < 1e3) return absl::StrFormat("%.0f ns", ns);
   if (ns < 1e6) return absl::StrFormat("%.1f us", ns / 1e3);
   if (ns < 1e9) return absl::StrFormat("%.2f ms", ns / 1e6);
   return absl::StrFormat("%.2f s", ns / 1e9);
-}
-
-std::string Bytes(int64_t bytes) {
-  if (bytes >= int64_t{1} << 30) return absl::StrFormat("%.1f GiB", bytes / double{1 << 30});
-  if (bytes >= 1 << 20) return absl::StrFormat("%.1f MiB", bytes / double{1 << 20});
-  return absl::StrFormat("%d bytes", bytes);
-}
-
-template <typename T>
-void Join(const std::vector<T>& from, std::vector<T>* to) {
-  to->insert(to->end(), from.begin(), from.end());
-}
-
-ordered_json TimingsJson(const v1::Timings& t) {
-  return {{"receive_ns", t.receive_ns()}, {"copy_ns", t.copy_ns()},     {"queue_ns", t.queue_ns()},
-          {"h2d_ns", t.h2d_ns()},         {"kernel_ns", t.kernel_ns()}, {"d2h_ns", t.d2h_ns()},
-          {"batch_rows", t.batch_rows()}, {"total_ns", t.total_ns()}};
 }
 
 std::string TimingsLine(const v1::Timings& t) {
@@ -66,116 +32,73 @@ std::string TimingsLine(const v1::Timings& t) {
       Time(t.kernel_ns()), Time(t.d2h_ns()), Time(t.total_ns()), t.batch_rows());
 }
 
-// A token may be half a character: what is not UTF-8 becomes U+FFFD.
-std::string Line(const ordered_json& json) {
-  return json.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
-}
-
-template <typename Repeated>
-auto Vector(const Repeated& field) {
-  return std::vector<typename Repeated::value_type>(field.begin(), field.end());
-}
-
 std::string Quoted(const std::string& text) {
   return absl::StrCat("\"", absl::CHexEscape(text), "\"");
 }
 
-std::string StatusText(v1::RowStatus status, int32_t position) {
-  std::string out(absl::StripPrefix(v1::RowStatus_Name(status), "ROW_STATUS_"));
-  if (position >= 0) absl::StrAppendFormat(&out, " at token %d", position);
+// "  " and entry `i` of `texts`; nothing where no text is known.
+std::string TextColumn(const std::vector<std::string>& texts, int64_t i) {
+  return texts.empty() ? "" : absl::StrCat("  ", Quoted(texts[static_cast<size_t>(i)]));
+}
+
+std::string StatusText(int status, int32_t position, const char* what = "token") {
+  const std::string& name = v1::RowStatus_Name(static_cast<v1::RowStatus>(status));
+  std::string out(absl::StripPrefix(name, "ROW_STATUS_"));
+  if (position >= 0) absl::StrAppendFormat(&out, " at %s %d", what, position);
+  return out;
+}
+
+// "text" and "top_text", where they are known.
+ordered_json WithText(ordered_json out, const std::vector<std::string>& text,
+                      const std::vector<std::string>* top_text = nullptr) {
+  if (text.empty()) return out;
+  out["text"] = text;
+  if (top_text != nullptr) out["top_text"] = *top_text;
   return out;
 }
 
 }  // namespace
 
-void Append(client::TopKResult part, TopKOutput* output) {
-  client::TopKResult& all = output->result;
-  if (output->requests++ == 0) {
-    all = std::move(part);
-    return;
-  }
-  for (int32_t k : part.k) all.offsets.push_back(all.offsets.back() + k);
-  Join(part.k, &all.k);
-  Join(part.indices, &all.indices);
-  Join(part.probs, &all.probs);
-  Join(part.logsumexp, &all.logsumexp);
-  Join(part.status, &all.status);
-  Join(part.status_position, &all.status_position);
-  client::AddTimings(part.timings, &all.timings);
-  all.round_trip += part.round_trip;
-  all.attempts += part.attempts;
+std::string Bytes(int64_t bytes) {
+  if (bytes >= int64_t{1} << 30) return absl::StrFormat("%.1f GiB", bytes / double{1 << 30});
+  if (bytes >= 1 << 20) return absl::StrFormat("%.1f MiB", bytes / double{1 << 20});
+  return absl::StrFormat("%d bytes", bytes);
 }
 
-std::string TopKJson(const TopKOutput& output) {
-  const client::TopKResult& result = output.result;
-  ordered_json status = ordered_json::array();
-  for (v1::RowStatus row : result.status) status.push_back(v1::RowStatus_Name(row));
-  ordered_json out = {
-      {"k", result.k},
-      {"indices", result.indices},
-      {"probs", FloatsJson(result.probs)},
-      {"logsumexp", FloatsJson(result.logsumexp)},
-      {"status", status},
-      {"status_position", result.status_position},
-      {"timings", TimingsJson(result.timings)},
-  };
-  if (!output.text.empty()) out["text"] = output.text;
-  return Line(out);
+std::string Time(absl::Duration duration) { return Time(absl::ToDoubleNanoseconds(duration)); }
+
+std::string Json(const TopKOutput& output) {
+  return Line(WithText(ToJson(output.result.answer), output.text));
 }
 
-std::string TopKTable(const TopKOutput& output) {
+std::string Table(const TopKOutput& output) {
   const client::TopKResult& result = output.result;
+  const v1::TopKResponse& a = result.answer;
   std::string out = absl::StrFormat("%6s %5s %8s %12s%s\n", "row", "rank", "token", "prob",
                                     output.text.empty() ? "" : "  text");
-  for (int64_t row = 0; row < result.rows(); ++row) {
-    if (result.status[row] != v1::ROW_STATUS_OK) {
+  for (int row = 0; row < static_cast<int>(result.rows()); ++row) {
+    if (a.status(row) != v1::ROW_STATUS_OK) {
       absl::StrAppendFormat(&out, "%6d  %s\n", row,
-                            StatusText(result.status[row], result.status_position[row]));
+                            StatusText(a.status(row), a.status_position(row)));
       continue;
     }
-    for (int32_t rank = 0; rank < result.k[row]; ++rank) {
-      const int64_t entry = result.offsets[row] + rank;
-      absl::StrAppendFormat(&out, "%6d %5d %8d %12.6g", row, rank + 1, result.indices[entry],
-                            result.probs[entry]);
-      if (!output.text.empty()) {
-        absl::StrAppend(&out, "  ", Quoted(output.text[entry]));
-      }
-      out += '\n';
+    for (int rank = 0; rank < a.k(row); ++rank) {
+      const int entry = static_cast<int>(result.top_offsets[row]) + rank;
+      absl::StrAppendFormat(&out, "%6d %5d %8d %12.6g%s\n", row, rank + 1, a.indices(entry),
+                            a.probs(entry), TextColumn(output.text, entry));
     }
   }
-  out += TimingsLine(result.timings);
+  out += TimingsLine(a.timings());
   absl::StrAppendFormat(&out, "client: round trip %s, requests %d, attempts %d\n",
-                        Time(absl::ToDoubleNanoseconds(result.round_trip)), output.requests,
-                        result.attempts);
+                        Time(result.round_trip), result.messages, result.attempts);
   return out;
 }
 
-std::string SampleJson(const SampleOutput& output) {
-  const v1::SampleResponse& a = output.result->answer;
-  ordered_json status = ordered_json::array();
-  for (int row : a.status()) status.push_back(v1::RowStatus_Name(static_cast<v1::RowStatus>(row)));
-  ordered_json out = {
-      {"tokens", Vector(a.tokens())},
-      {"logprobs", FloatsJson(Vector(a.logprobs()))},
-      {"ranks", Vector(a.ranks())},
-      {"logsumexp", FloatsJson(Vector(a.logsumexp()))},
-      {"status", status},
-      {"status_position", Vector(a.status_position())},
-      {"top_count", Vector(a.top_count())},
-      {"top_ids", Vector(a.top_ids())},
-      {"top_logprobs", FloatsJson(Vector(a.top_logprobs()))},
-      {"extra_count", Vector(a.extra_count())},
-      {"extra_logprobs", FloatsJson(Vector(a.extra_logprobs()))},
-      {"timings", TimingsJson(a.timings())},
-  };
-  if (!output.text.empty()) {
-    out["text"] = output.text;
-    out["top_text"] = output.top_text;
-  }
-  return Line(out);
+std::string Json(const SampleOutput& output) {
+  return Line(WithText(ToJson(output.result->answer), output.text, &output.top_text));
 }
 
-std::string SampleTable(const SampleOutput& output) {
+std::string Table(const SampleOutput& output) {
   const client::SampleResult& result = *output.result;
   const v1::SampleResponse& a = result.answer;
   std::string out = absl::StrFormat("%6s %8s %6s %12s%s\n", "row", "token", "rank", "logprob",
@@ -186,16 +109,13 @@ std::string SampleTable(const SampleOutput& output) {
                             StatusText(a.status(row), a.status_position(row)));
       continue;
     }
-    absl::StrAppendFormat(&out, "%6d %8d %6d %12.6g", row, a.tokens(row), a.ranks(row),
-                          a.logprobs(row));
-    if (!output.text.empty()) absl::StrAppend(&out, "  ", Quoted(output.text[row]));
-    out += '\n';
+    absl::StrAppendFormat(&out, "%6d %8d %6d %12.6g%s\n", row, a.tokens(row), a.ranks(row),
+                          a.logprobs(row), TextColumn(output.text, row));
     for (int64_t e = result.top_offsets[row]; e < result.top_offsets[row + 1]; ++e) {
       const int entry = static_cast<int>(e);
-      absl::StrAppendFormat(&out, "%6s %8d %6d %12.6g", "top", a.top_ids(entry),
-                            e - result.top_offsets[row] + 1, a.top_logprobs(entry));
-      if (!output.top_text.empty()) absl::StrAppend(&out, "  ", Quoted(output.top_text[entry]));
-      out += '\n';
+      absl::StrAppendFormat(&out, "%6s %8d %6d %12.6g%s\n", "top", a.top_ids(entry),
+                            e - result.top_offsets[row] + 1, a.top_logprobs(entry),
+                            TextColumn(output.top_text, entry));
     }
     for (int64_t e = result.extra_offsets[row]; e < result.extra_offsets[row + 1]; ++e) {
       absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g\n", "asked", "", "",
@@ -203,8 +123,8 @@ std::string SampleTable(const SampleOutput& output) {
     }
   }
   out += TimingsLine(a.timings());
-  absl::StrAppendFormat(&out, "client: round trip %s, attempts %d\n",
-                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.attempts);
+  absl::StrAppendFormat(&out, "client: round trip %s, attempts %d\n", Time(result.round_trip),
+                        result.attempts);
   return out;
 }
 
@@ -240,80 +160,45 @@ std::string GeneratedLine(const Generated& generated) {
   double logprob = 0;
   for (float value : generated.logprobs) logprob += value;
   return absl::StrFormat(
-      "%d tokens, mean logprob %.3f; of each: kernel %s, server %s, round trip %s\n",
+      "%d tokens, mean logprob %.3f; per token: kernel %s, server %s, round trip %s\n",
       generated.tokens.size(), logprob / tokens, Time(generated.kernel_ns / tokens),
-      Time(generated.server_ns / tokens),
-      Time(absl::ToDoubleNanoseconds(generated.round_trip) / tokens));
+      Time(generated.server_ns / tokens), Time(generated.round_trip / tokens));
 }
 
 std::string GeneratedJson(const Generated& generated, const std::string& prompt) {
   return Line({{"prompt", prompt},
                {"text", generated.text},
                {"tokens", generated.tokens},
-               {"logprobs", FloatsJson(generated.logprobs)},
+               {"logprobs", ToJson(generated.logprobs)},
                {"ranks", generated.ranks}});
+}
+
+std::string Json(const ScoreOutput& output) {
+  const v1::ScoreResponse& answer = output.result->answer;
+  if (output.totals) {
+    return Line({{"offset", answer.offset()},
+                 {"totals", ToJson(answer.totals())},
+                 {"timings", ToJson(answer.timings())}});
+  }
+  ordered_json out = ToJson(answer);
+  out["targets"] = output.targets;
+  return Line(WithText(std::move(out), output.text, &output.top_text));
 }
 
 namespace {
 
-ordered_json DoubleJson(double value) {
-  return std::isfinite(value) ? ordered_json(value) : FloatJson(static_cast<float>(value));
-}
-
-ordered_json TotalsJson(const v1::ScoreTotals& t) {
-  return {{"rows", t.rows()},
-          {"counted", t.counted()},
-          {"ignored", t.ignored()},
-          {"faulty", t.faulty()},
-          {"loss_sum", DoubleJson(t.loss_sum())},
-          {"target_logprob_sum", DoubleJson(t.target_logprob_sum())},
-          {"loss_mean", DoubleJson(t.loss_mean())},
-          {"perplexity", DoubleJson(t.perplexity())}};
-}
-
-}  // namespace
-
-std::string ScoreJson(const ScoreOutput& output) {
-  const v1::ScoreResponse& a = output.result->answer;
-  ordered_json out = {{"offset", a.offset()},
-                      {"totals", TotalsJson(a.totals())},
-                      {"timings", TimingsJson(a.timings())}};
-  if (output.totals) return Line(out);
-  ordered_json status = ordered_json::array();
-  for (int row : a.status()) status.push_back(v1::RowStatus_Name(static_cast<v1::RowStatus>(row)));
-  out["targets"] = output.targets;
-  out["losses"] = FloatsJson(Vector(a.losses()));
-  out["target_logprobs"] = FloatsJson(Vector(a.target_logprobs()));
-  out["ranks"] = Vector(a.ranks());
-  out["logsumexp"] = FloatsJson(Vector(a.logsumexp()));
-  out["status"] = status;
-  out["status_position"] = Vector(a.status_position());
-  out["top_count"] = Vector(a.top_count());
-  out["top_ids"] = Vector(a.top_ids());
-  out["top_logprobs"] = FloatsJson(Vector(a.top_logprobs()));
-  out["extra_count"] = Vector(a.extra_count());
-  out["extra_logprobs"] = FloatsJson(Vector(a.extra_logprobs()));
-  out["entropies"] = FloatsJson(Vector(a.entropies()));
-  if (!output.text.empty()) {
-    out["text"] = output.text;
-    out["top_text"] = output.top_text;
-  }
-  return Line(out);
-}
-
-std::string ScoreTable(const ScoreOutput& output) {
+// One line per token.
+std::string ScoreRows(const ScoreOutput& output) {
   const client::ScoreResult& result = *output.result;
   const v1::ScoreResponse& a = result.answer;
   const bool ranks = a.ranks_size() > 0;
   const bool entropies = a.entropies_size() > 0;
-  std::string out;
-  if (!output.totals) {
-    absl::StrAppendFormat(&out, "%6s %8s %10s %10s%s%s%s\n", "row", "target", "loss", "logprob",
-                          ranks ? "   rank" : "", entropies ? "    entropy" : "",
-                          output.text.empty() ? "" : "  text");
-  }
-  for (int row = 0; !output.totals && row < a.losses_size(); ++row) {
-    absl::StrAppendFormat(&out, "%6d %8d", row, output.targets[static_cast<size_t>(row)]);
+  std::string out = absl::StrFormat("%6s %8s %10s %10s%s%s%s\n", "row", "target", "loss", "logprob",
+                                    ranks ? "   rank" : "", entropies ? "    entropy" : "",
+                                    output.text.empty() ? "" : "  text");
+  for (int row = 0; row < a.losses_size(); ++row) {
+    const auto at = static_cast<size_t>(row);
+    absl::StrAppendFormat(&out, "%6d %8d", row, output.targets[at]);
     if (a.status(row) != v1::ROW_STATUS_OK) {
       absl::StrAppendFormat(&out, "  %s\n", StatusText(a.status(row), a.status_position(row)));
       continue;
@@ -321,10 +206,7 @@ std::string ScoreTable(const ScoreOutput& output) {
     absl::StrAppendFormat(&out, " %10.4f %10.4f", a.losses(row), a.target_logprobs(row));
     if (ranks) absl::StrAppendFormat(&out, " %6d", a.ranks(row));
     if (entropies) absl::StrAppendFormat(&out, " %10.4f", a.entropies(row));
-    if (!output.text.empty()) {
-      absl::StrAppend(&out, "  ", Quoted(output.text[static_cast<size_t>(row)]));
-    }
-    const auto at = static_cast<size_t>(row);
+    out += TextColumn(output.text, row);
     for (int64_t e = result.top_offsets[at]; e < result.top_offsets[at + 1]; ++e) {
       const int entry = static_cast<int>(e);
       const std::string name = output.top_text.empty()
@@ -339,19 +221,26 @@ std::string ScoreTable(const ScoreOutput& output) {
     }
     out += '\n';
   }
-  const v1::ScoreTotals& t = a.totals();
+  return out;
+}
+
+}  // namespace
+
+std::string Table(const ScoreOutput& output) {
+  const client::ScoreResult& result = *output.result;
+  const v1::ScoreTotals& t = result.answer.totals();
+  std::string out = output.totals ? "" : ScoreRows(output);
   absl::StrAppendFormat(&out, "%d rows: %d counted, %d ignored, %d faulty\n", t.rows(), t.counted(),
                         t.ignored(), t.faulty());
   absl::StrAppendFormat(&out, "loss %.6g in all, mean %.6g; perplexity %.6g\n", t.loss_sum(),
                         t.loss_mean(), t.perplexity());
-  out += TimingsLine(a.timings());
+  out += TimingsLine(result.answer.timings());
   absl::StrAppendFormat(&out, "client: round trip %s, messages %d, streams %d\n",
-                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages,
-                        result.attempts);
+                        Time(result.round_trip), result.messages, result.attempts);
   return out;
 }
 
-std::string AttentionJson(const AttentionOutput& output) {
+std::string Json(const AttentionOutput& output) {
   const client::AttentionResult& result = *output.result;
   ordered_json rows = ordered_json::array();
   ordered_json status = ordered_json::array();
@@ -364,29 +253,21 @@ std::string AttentionJson(const AttentionOutput& output) {
   ordered_json out = {{"shape", output.shape},  {"dtype", v1::DType_Name(result.dtype)},
                       {"out", output.file},     {"fault_rows", rows},
                       {"fault_status", status}, {"fault_positions", positions}};
-  if (!result.d_sinks.empty()) {
-    ordered_json& sinks = out["d_sinks"] = ordered_json::array();
-    for (double value : result.d_sinks) {
-      sinks.push_back(std::isfinite(value) ? ordered_json(value)
-                                           : FloatJson(static_cast<float>(value)));
-    }
-  }
+  if (!result.d_sinks.empty()) out["d_sinks"] = ToJson(result.d_sinks);
   out["messages"] = result.messages;
-  out["timings"] = TimingsJson(result.timings);
+  out["timings"] = ToJson(result.timings);
   return Line(out);
 }
 
-std::string AttentionTable(const AttentionOutput& output) {
+std::string Table(const AttentionOutput& output) {
   constexpr size_t kShown = 10;
   const client::AttentionResult& result = *output.result;
   std::string out = absl::StrFormat("[%s] %s to %s\n", absl::StrJoin(output.shape, ","),
                                     client::DTypeShortName(result.dtype), output.file);
   for (size_t i = 0; i < std::min(kShown, result.faults.size()); ++i) {
     const client::AttentionFault& fault = result.faults[i];
-    absl::StrAppendFormat(&out, "row %d: %s", fault.row,
-                          absl::StripPrefix(v1::RowStatus_Name(fault.status), "ROW_STATUS_"));
-    if (fault.position >= 0) absl::StrAppendFormat(&out, " at key %d", fault.position);
-    out += '\n';
+    absl::StrAppendFormat(&out, "row %d: %s\n", fault.row,
+                          StatusText(fault.status, fault.position, "key"));
   }
   if (result.faults.size() > kShown) {
     absl::StrAppendFormat(&out, "and %d more rows that are not OK\n",
@@ -397,32 +278,13 @@ std::string AttentionTable(const AttentionOutput& output) {
   }
   out += TimingsLine(result.timings);
   absl::StrAppendFormat(&out, "client: round trip %s, messages %d, attempts %d\n",
-                        Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages,
-                        result.attempts);
+                        Time(result.round_trip), result.messages, result.attempts);
   return out;
 }
 
 namespace {
 
-ordered_json ToJson(const v1::Head& head) {
-  return {{"name", head.name()},
-          {"path", head.path()},
-          {"tensor", head.tensor()},
-          {"dtype", v1::DType_Name(head.dtype())},
-          {"vocab", head.vocab()},
-          {"hidden", head.hidden()},
-          {"stored_vocab", head.stored_vocab()},
-          {"bias", head.bias()},
-          {"final_norm", head.final_norm()},
-          {"norm_epsilon", FloatJson(head.norm_epsilon())},
-          {"scale", FloatJson(head.scale())},
-          {"softcap", FloatJson(head.softcap())},
-          {"device_bytes", head.device_bytes()},
-          {"loaded_unix_ms", head.loaded_unix_ms()},
-          {"load_ms", head.load_ms()}};
-}
-
-// What there is beside the weight.
+// What the head has besides its weight.
 std::string Extras(const v1::Head& head) {
   std::vector<std::string> extras;
   if (head.final_norm()) extras.push_back("norm");
@@ -437,19 +299,20 @@ std::string Extras(const v1::Head& head) {
 
 }  // namespace
 
-std::string HeadJson(const v1::Head& head) { return Line(ToJson(head)); }
+std::string Json(const HeadOutput& output) { return Line(ToJson(output.head)); }
+std::string Table(const HeadOutput& output) { return Table(HeadsOutput{{output.head}}); }
 
-std::string HeadsJson(const std::vector<v1::Head>& heads) {
+std::string Json(const HeadsOutput& output) {
   ordered_json list = ordered_json::array();
-  for (const v1::Head& head : heads) list.push_back(ToJson(head));
+  for (const v1::Head& head : output.heads) list.push_back(ToJson(head));
   return Line({{"heads", list}});
 }
 
-std::string HeadsTable(const std::vector<v1::Head>& heads) {
-  if (heads.empty()) return "no heads loaded\n";
+std::string Table(const HeadsOutput& output) {
+  if (output.heads.empty()) return "no heads loaded\n";
   std::string out = absl::StrFormat("%-16s %5s %8s %7s %10s  %-24s  %s\n", "name", "dtype", "vocab",
-                                    "hidden", "memory", "beside", "tensor, path");
-  for (const v1::Head& head : heads) {
+                                    "hidden", "memory", "extras", "tensor, path");
+  for (const v1::Head& head : output.heads) {
     absl::StrAppendFormat(&out, "%-16s %5s %8d %7d %10s  %-24s  %s, %s\n", head.name(),
                           client::DTypeShortName(head.dtype()), head.vocab(), head.hidden(),
                           Bytes(head.device_bytes()), Extras(head), head.tensor(), head.path());
@@ -457,47 +320,12 @@ std::string HeadsTable(const std::vector<v1::Head>& heads) {
   return out;
 }
 
-std::string ProgressLine(const std::string& name, int64_t done_bytes, int64_t total_bytes) {
-  constexpr size_t kBar = 20;
-  constexpr size_t kMaxName = 24;
-  const std::string shown = name.size() > kMaxName ? name.substr(0, kMaxName) : name;
-  if (total_bytes <= 0) return absl::StrFormat("%s: waits for another load", shown);
-  const double share = static_cast<double>(done_bytes) / static_cast<double>(total_bytes);
-  const auto full = static_cast<size_t>(share * kBar);
-  return absl::StrFormat("%s: [%s%s] %3d%%, %s of %s", shown, std::string(full, '#'),
-                         std::string(kBar - full, '-'), static_cast<int>(share * 100),
-                         Bytes(done_bytes), Bytes(total_bytes));
-}
+std::string Json(const InfoOutput& output) { return Line(ToJson(output.info)); }
 
-std::string InfoJson(const v1::GetInfoResponse& info) {
-  ordered_json ops = ordered_json::array();
-  for (const v1::Op& op : info.ops()) {
-    ordered_json dtypes = ordered_json::array();
-    for (int dtype : op.dtypes()) dtypes.push_back(v1::DType_Name(dtype));
-    ops.push_back({{"name", op.name()}, {"method", op.method()}, {"dtypes", dtypes}});
-  }
+std::string Table(const InfoOutput& output) {
+  const v1::GetInfoResponse& info = output.info;
   const v1::Limits& limits = info.limits();
-  const ordered_json out = {
-      {"version", info.version()},
-      {"backend", info.backend()},
-      {"device", {{"name", info.device().name()}, {"memory_bytes", info.device().memory_bytes()}}},
-      {"limits",
-       {{"max_request_bytes", limits.max_request_bytes()},
-        {"max_held_bytes", limits.max_held_bytes()},
-        {"max_batch_rows", limits.max_batch_rows()},
-        {"max_vocab", limits.max_vocab()},
-        {"max_answer_bytes", limits.max_answer_bytes()},
-        {"streams", limits.streams()},
-        {"max_keys", limits.max_keys()}}},
-      {"ops", ops},
-      {"draining", info.draining()},
-  };
-  return Line(out);
-}
-
-std::string InfoTable(const v1::GetInfoResponse& info, const std::string& address) {
-  const v1::Limits& limits = info.limits();
-  std::string out = absl::StrFormat("logitd %s at %s%s\n", info.version(), address,
+  std::string out = absl::StrFormat("logitd %s at %s%s\n", info.version(), output.address,
                                     info.draining() ? ", draining" : "");
   absl::StrAppendFormat(&out, "backend  %s: %s, %s\n", info.backend(), info.device().name(),
                         Bytes(info.device().memory_bytes()));
@@ -506,12 +334,21 @@ std::string InfoTable(const v1::GetInfoResponse& info, const std::string& addres
       "limits   request %s, answer %s, rows %d, vocab %d, keys %d; in flight %s, streams %d\n",
       Bytes(limits.max_request_bytes()), Bytes(limits.max_answer_bytes()), limits.max_batch_rows(),
       limits.max_vocab(), limits.max_keys(), Bytes(limits.max_held_bytes()), limits.streams());
+  // One line per op and its dtypes, with the methods that run it.
+  std::vector<std::pair<std::string, std::vector<std::string>>> ops;
   for (const v1::Op& op : info.ops()) {
-    absl::StrAppendFormat(&out, "op       %s by %s:", op.name(), op.method());
+    std::vector<absl::string_view> dtypes;
     for (int dtype : op.dtypes()) {
-      absl::StrAppend(&out, " ", client::DTypeShortName(static_cast<v1::DType>(dtype)));
+      dtypes.push_back(client::DTypeShortName(static_cast<v1::DType>(dtype)));
     }
-    out += '\n';
+    std::string name = absl::StrFormat("%-26s %s ", op.name(), absl::StrJoin(dtypes, " "));
+    const auto same = [&](const auto& known) { return known.first == name; };
+    auto at = std::find_if(ops.begin(), ops.end(), same);
+    if (at == ops.end()) at = ops.insert(at, {std::move(name), {}});
+    at->second.emplace_back(absl::StripPrefix(op.method(), "logitd.v1."));
+  }
+  for (const auto& [op, methods] : ops) {
+    absl::StrAppendFormat(&out, "op       %s by %s\n", op, absl::StrJoin(methods, ", "));
   }
   return out;
 }

@@ -6,7 +6,6 @@
 #include <iterator>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,12 +13,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/commands.h"
+#include "client/cli/input.h"
 #include "client/cli/output.h"
-#include "client/cli/session.h"
 #include "client/client.h"
 #include "client/language_model.h"
 
@@ -43,72 +41,60 @@ absl::StatusOr<v1::SampleRequest> LoadParams(const std::string& file) {
       params.hidden_size() != 0 || params.input_case() != v1::SampleRequest::INPUT_NOT_SET) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "--params: %s has dtype, rows, vocab, logits, head, hidden_size or hidden; allowed: "
-        "parameters, for those come from --logits, --hidden or --text",
+        "parameters only (the rows come from --logits, --hidden or --text)",
         file));
   }
   return params;
 }
 
-// A flag wins over the file, for all rows.
-template <typename T, typename Field>
-void Override(const std::optional<T>& flag, Field* field) {
-  if (!flag.has_value()) return;
-  field->Clear();
-  field->Add(*flag);
+// The mask of allowed tokens with the bits of `ids`.
+absl::StatusOr<std::string> MaskOf(const std::vector<int32_t>& ids, int64_t vocab) {
+  std::string mask(static_cast<size_t>((vocab + 31) / 32 * 4), '\0');
+  for (int32_t id : ids) {
+    if (id < 0 || id >= vocab) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("--allow: got token %d, allowed 0..%d", id, vocab - 1));
+    }
+    mask[static_cast<size_t>(id) / 8] |= static_cast<char>(1 << id % 8);
+  }
+  return mask;
 }
 
+// Flags override the file.
 absl::StatusOr<v1::SampleRequest> MakeParams(const SamplingFlags& flags, int64_t vocab) {
-  absl::StatusOr<v1::SampleRequest> loaded = LoadParams(flags.params);
+  absl::StatusOr<v1::SampleRequest> loaded = LoadParams(flags.file);
   if (!loaded.ok()) return loaded;
   v1::SampleRequest& params = *loaded;
-  Override(flags.seed, params.mutable_seed());
-  Override(flags.temperature, params.mutable_temperature());
-  Override(flags.top_k, params.mutable_top_k());
-  Override(flags.top_p, params.mutable_top_p());
-  Override(flags.min_p, params.mutable_min_p());
-  Override(flags.repetition_penalty, params.mutable_repetition_penalty());
-  Override(flags.presence_penalty, params.mutable_presence_penalty());
-  Override(flags.frequency_penalty, params.mutable_frequency_penalty());
-  Override(flags.top_logprobs, params.mutable_top_logprobs());
+  if (absl::Status good = Apply(flags.params, &params); !good.ok()) return good;
   if (!flags.logit_bias.empty()) {
     params.clear_logit_bias_count();
     params.clear_logit_bias_ids();
     params.clear_logit_bias();
-    for (const std::string& pair : flags.logit_bias) {
-      const std::vector<std::string> sides = absl::StrSplit(pair, '=');
-      int32_t id = 0;
-      float value = 0;
-      if (sides.size() != 2 || !absl::SimpleAtoi(sides[0], &id) ||
-          !absl::SimpleAtof(sides[1], &value)) {
-        return absl::InvalidArgumentError(absl::StrFormat(
-            "--logit-bias is \"%s\"; allowed: ID=VALUE, like 17=-2.5 or 17=-inf", pair));
-      }
-      params.add_logit_bias_ids(id);
-      params.add_logit_bias(value);
+  }
+  for (const std::string& pair : flags.logit_bias) {
+    const std::vector<std::string> sides = absl::StrSplit(pair, '=');
+    int32_t id = 0;
+    float value = 0;
+    if (sides.size() != 2 || !absl::SimpleAtoi(sides[0], &id) ||
+        !absl::SimpleAtof(sides[1], &value)) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "--logit-bias: got \"%s\", allowed ID=VALUE, like 17=-2.5 or 17=-inf", pair));
     }
+    params.add_logit_bias_ids(id);
+    params.add_logit_bias(value);
   }
   if (!flags.allow.empty()) {
-    std::string mask(static_cast<size_t>((vocab + 31) / 32 * 4), '\0');
-    for (int32_t id : flags.allow) {
-      if (id < 0 || id >= vocab) {
-        return absl::InvalidArgumentError(
-            absl::StrFormat("--allow has token %d; allowed: 0..%d", id, vocab - 1));
-      }
-      mask[static_cast<size_t>(id) / 8] |= static_cast<char>(1 << id % 8);
-    }
-    params.set_allowed_tokens(mask);
+    absl::StatusOr<std::string> mask = MaskOf(flags.allow, vocab);
+    if (!mask.ok()) return mask.status();
+    params.set_allowed_tokens(*std::move(mask));
     params.clear_allowed_tokens_mask();
   }
   if (params.seed().empty()) params.add_seed(0);
   return loaded;
 }
 
-void Append(const std::vector<int32_t>& from, google::protobuf::RepeatedField<int32_t>* to) {
-  to->Add(from.begin(), from.end());
-}
-
-// Where text is followed by more of it, a character may be cut in two: prints the whole ones, and
-// keeps the rest for the next token.
+// Prints text that comes in pieces. A piece may end inside a character: whole characters are printed,
+// the rest waits for the next piece.
 class LiveText {
  public:
   void Show(absl::string_view bytes) {
@@ -135,143 +121,146 @@ class LiveText {
 
 }  // namespace
 
-int RunSample(const CommonFlags& common, const SampleFlags& flags) {
-  const bool states = !flags.hidden.empty();
-  if (states && flags.head.empty()) {
-    return BadInput(absl::InvalidArgumentError(
-        "--head is missing; with --hidden it names a head that the server has loaded"));
-  }
-  // A file of hidden states is read as one of logits is.
-  absl::StatusOr<Logits> loaded =
-      LoadLogits(states ? flags.hidden : flags.logits, flags.text, flags.model);
-  if (!loaded.ok()) return BadInput(loaded.status());
-  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
-  if (!client.ok()) return BadInput(client.status());
+int RunSample(const Session& session, const SampleFlags& flags) {
+  const bool text = !flags.input.is_file();
+  absl::StatusOr<Input> input = text ? LoadPrompt(flags.input) : LoadFile(flags.input);
+  if (!input.ok()) return BadInput(input.status());
   absl::StatusOr<v1::Head> head = v1::Head();
-  if (states) head = (*client)->GetHead(flags.head);
-  if (loaded->model != nullptr) head = FindHead(**client, flags.head, *loaded->model);
-  if (!head.ok()) return NoHead(head.status(), common.address);
+  if (text) {
+    head = FindHead(session, flags.input.head, *input->model);
+  } else if (!flags.input.head.empty()) {
+    head = session.client().GetHead(flags.input.head);
+  }
+  if (!head.ok()) return NoHead(session, head.status());
+  if (text) {
+    client::LanguageModel::State state = input->model->InitialState();
+    input->SetRow(ReadTokens(*input->model, &state, input->tokens), *head);
+  }
   absl::StatusOr<v1::SampleRequest> params =
-      MakeParams(flags.sampling, flags.head.empty() ? loaded->vocab : head->vocab());
+      MakeParams(flags.sampling, flags.input.head.empty() ? input->width : head->vocab());
   if (!params.ok()) return BadInput(params.status());
-  Override(flags.position, params->mutable_position());
-  if (!flags.history.empty()) {
-    params->clear_history_count();
-    params->clear_history();
-    Append(flags.history, params->mutable_history());
-  } else if (params->history().empty()) {
-    Append(loaded->prompt, params->mutable_history());
-  }
-  if (!flags.extra_ids.empty()) {
-    params->clear_extra_count();
-    params->clear_extra_ids();
-    Append(flags.extra_ids, params->mutable_extra_ids());
-  }
-  if (!flags.logprob_mode.empty()) {
-    params->clear_logprob_mode();
-    params->add_logprob_mode(flags.logprob_mode == "raw" ? v1::LOGPROB_MODE_RAW
-                                                         : v1::LOGPROB_MODE_PROCESSED);
+  if (params->history().empty()) {
+    params->mutable_history()->Add(input->tokens.begin(), input->tokens.end());
   }
   client::SampleRequest request;
-  if (states) {
-    request = {.dtype = loaded->dtype,
-               .rows = loaded->rows,
-               .head = flags.head,
-               .hidden_size = loaded->tensor.shape[1],
-               .hidden = {loaded->payload}};
-  } else {
-    SetInput(*loaded, *head, &request);
-  }
+  input->Fill(&request);
   request.params = *std::move(params);
-  const absl::StatusOr<client::SampleResult> result = (*client)->Sample(request);
-  if (!result.ok()) return CallFailed(result.status(), common.address);
-  const v1::SampleResponse& answer = result->answer;
-  const SampleOutput output = {
+  const absl::StatusOr<client::SampleResult> result = session.client().Sample(request);
+  if (!result.ok()) return session.CallFailed(result.status());
+  const v1::SampleResponse& a = result->answer;
+  return session.Show(SampleOutput{
       .result = &*result,
-      .text = loaded->TextOf({answer.tokens().data(), static_cast<size_t>(answer.tokens_size())}),
-      .top_text =
-          loaded->TextOf({answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())})};
-  Print(common.format == "json" ? SampleJson(output) : SampleTable(output));
-  return kExitOk;
+      .text = input->TextOf({a.tokens().data(), static_cast<size_t>(a.tokens_size())}),
+      .top_text = input->TextOf({a.top_ids().data(), static_cast<size_t>(a.top_ids_size())})});
 }
 
-int RunGenerate(const CommonFlags& common, const GenerateFlags& flags) {
-  absl::StatusOr<client::LanguageModel> model = LoadModel(flags.model);
-  if (!model.ok()) return BadInput(model.status());
-  absl::StatusOr<v1::SampleRequest> params = MakeParams(flags.sampling, model->vocab_size());
-  if (!params.ok()) return BadInput(params.status());
-  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
-  if (!client.ok()) return BadInput(client.status());
+namespace {
 
-  // Calls are retried, streams are not: a server that is not there yet is waited for here.
-  if (const absl::Status there = (*client)->Info().status(); !there.ok()) {
-    return CallFailed(there, common.address);
+// The parameters of a text that begins with `prompt`.
+absl::StatusOr<v1::SampleRequest> GenerateParams(const GenerateFlags& flags, const Input& input) {
+  const client::LanguageModel& model = *input.model;
+  absl::StatusOr<v1::SampleRequest> params = MakeParams(flags.sampling, model.vocab_size());
+  if (!params.ok()) return params;
+  // The token that begins a text does not occur inside one.
+  const auto& biased = params->logit_bias_ids();
+  if (std::find(biased.begin(), biased.end(), model.bos_token_id()) == biased.end()) {
+    params->clear_logit_bias_count();
+    params->add_logit_bias_ids(model.bos_token_id());
+    params->add_logit_bias(-std::numeric_limits<float>::infinity());
   }
-  const absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *model);
-  if (!head.ok()) return NoHead(head.status(), common.address);
-  client::LanguageModel::State state = model->InitialState();
-  const std::vector<int32_t> prompt = model->Tokenize(flags.text);
-  Logits loaded = {.rows = 1, .vocab = model->vocab_size()};
-  loaded.hidden = model->Step(state, model->bos_token_id());
-  for (int32_t token : prompt) loaded.hidden = model->Step(state, token);
+  params->clear_history_count();
+  params->mutable_history()->Add(input.tokens.begin(), input.tokens.end());
+  return params;
+}
+
+// Prints the tokens of one logitctl generate as they come.
+class GeneratePrinter {
+ public:
+  GeneratePrinter(const Session& session, const GenerateFlags& flags)
+      : json_(session.json()),
+        details_(!json_ && flags.details),
+        live_(!json_ && !flags.details),
+        prompt_(flags.input.text) {
+    if (live_) Print(prompt_);
+    if (details_) Print(TokenLineHead());
+  }
+
+  void Token(int place, const client::SampleResult& result, const client::LanguageModel& model) {
+    const v1::SampleResponse& answer = result.answer;
+    const std::string& bytes = model.TokenBytes(answer.tokens(0));
+    generated_.Add(result, bytes);
+    if (live_) text_.Show(bytes);
+    if (!details_) return;
+    std::vector<std::string> top;
+    for (int32_t id : answer.top_ids()) top.push_back(model.TokenBytes(id));
+    Print(TokenLine(place, result, bytes, top));
+  }
+
+  // Before an error, so that it begins a line.
+  void Break() {
+    if (live_) Print("\n");
+  }
+
+  void End() {
+    if (live_) text_.End();
+    Break();
+    Print(json_ ? GeneratedJson(generated_, prompt_) : GeneratedLine(generated_));
+  }
+
+ private:
+  const bool json_;
+  const bool details_;
+  const bool live_;
+  const std::string prompt_;
+  LiveText text_;
+  Generated generated_;
+};
+
+}  // namespace
+
+int RunGenerate(const Session& session, const GenerateFlags& flags) {
+  absl::StatusOr<Input> input = LoadPrompt(flags.input);
+  if (!input.ok()) return BadInput(input.status());
   client::SampleRequest request;
+  absl::StatusOr<v1::SampleRequest> params = GenerateParams(flags, *input);
+  if (!params.ok()) return BadInput(params.status());
   request.params = *std::move(params);
-  // What begins a text does not go on with one.
-  const auto& biased = request.params.logit_bias_ids();
-  if (std::find(biased.begin(), biased.end(), model->bos_token_id()) == biased.end()) {
-    request.params.clear_logit_bias_count();
-    request.params.add_logit_bias_ids(model->bos_token_id());
-    request.params.add_logit_bias(-std::numeric_limits<float>::infinity());
+  // Calls are retried, streams are not: this call waits for a server that is not there yet.
+  if (const absl::Status there = session.client().Info().status(); !there.ok()) {
+    return session.CallFailed(there);
   }
-  request.params.clear_history_count();
-  Append(prompt, request.params.mutable_history());
+  const client::LanguageModel& model = *input->model;
+  const absl::StatusOr<v1::Head> head = FindHead(session, flags.input.head, model);
+  if (!head.ok()) return NoHead(session, head.status());
 
-  const bool json = common.format == "json";
-  const bool live = !json && !flags.details;
-  if (live) Print(flags.text);
-  if (!json && flags.details) Print(TokenLineHead());
-  LiveText text;
-  Generated generated;
-  const std::unique_ptr<client::SampleStream> stream = (*client)->OpenSampleStream();
-  for (int i = 0; i < flags.tokens; ++i) {
-    if (flags.head.empty()) {
-      loaded.computed = model->Logits(loaded.hidden);
-      loaded.payload = {reinterpret_cast<const char*>(loaded.computed.data()),
-                        loaded.computed.size() * sizeof(float)};
-    }
-    SetInput(loaded, *head, &request);
+  client::LanguageModel::State state = model.InitialState();
+  std::vector<float> hidden = ReadTokens(model, &state, input->tokens);
+  GeneratePrinter printer(session, flags);
+  const std::unique_ptr<client::SampleStream> stream = session.client().OpenSampleStream();
+  for (int place = 0; place < flags.tokens; ++place) {
+    input->SetRow(hidden, *head);
+    input->Fill(&request);
     request.params.clear_position();
-    request.params.add_position(static_cast<uint64_t>(i));
-    absl::Status sent = stream->Write(request);
+    request.params.add_position(static_cast<uint64_t>(place));
+    const absl::Status sent = stream->Write(request);
     absl::StatusOr<client::SampleResult> result = stream->Read();
     if (result.ok() && !sent.ok()) result = sent;
     if (!result.ok()) {
-      if (live) Print("\n");
-      return CallFailed(result.status(), common.address);
+      printer.Break();
+      return session.CallFailed(result.status());
     }
-    const v1::SampleResponse& answer = result->answer;
-    if (answer.status(0) != v1::ROW_STATUS_OK) {
-      if (live) Print("\n");
-      Complain(
-          absl::StrFormat("no token at position %d: %s", i, v1::RowStatus_Name(answer.status(0))));
+    const v1::RowStatus status = result->answer.status(0);
+    if (status != v1::ROW_STATUS_OK) {
+      printer.Break();
+      Complain(absl::StrFormat("no token at position %d: %s", place, v1::RowStatus_Name(status)));
       return kExitCallFailed;
     }
-    const int32_t token = answer.tokens(0);
-    generated.Add(*result, model->TokenBytes(token));
-    if (live) text.Show(model->TokenBytes(token));
-    if (!json && flags.details) {
-      std::vector<std::string> top;
-      for (int32_t id : answer.top_ids()) top.push_back(model->TokenBytes(id));
-      Print(TokenLine(i, *result, model->TokenBytes(token), top));
-    }
+    printer.Token(place, *result, model);
+    const int32_t token = result->answer.tokens(0);
     request.params.add_history(token);
-    loaded.hidden = model->Step(state, token);
+    hidden = model.Step(state, token);
   }
-  if (live) {
-    text.End();
-    Print("\n");
-  }
-  Print(json ? GeneratedJson(generated, flags.text) : GeneratedLine(generated));
+  printer.End();
   return kExitOk;
 }
 

@@ -1,11 +1,7 @@
 // logitctl score.
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdio>
 #include <fstream>
 #include <limits>
-#include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -14,11 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/cli/commands.h"
+#include "client/cli/input.h"
 #include "client/cli/output.h"
 #include "client/cli/plot.h"
-#include "client/cli/session.h"
 #include "client/client.h"
 #include "client/language_model.h"
 #include "client/tensor_file.h"
@@ -26,47 +22,14 @@
 namespace logitd::cli {
 namespace {
 
-// A bar on standard error, where that is a terminal and the work takes its time.
-class Progress {
- public:
-  explicit Progress(std::string what) : what_(std::move(what)) {}
-  ~Progress() {
-    if (shown_) absl::FPrintF(stderr, "\r\033[K");
-  }
-
-  void Show(int64_t done, int64_t total, const std::string& note = "") {
-    constexpr absl::Duration kStep = absl::Milliseconds(100);
-    constexpr int kCells = 30;
-    if (!terminal_ || absl::Now() < next_) return;
-    next_ = absl::Now() + kStep;
-    const int filled = static_cast<int>(kCells * done / std::max<int64_t>(1, total));
-    absl::FPrintF(stderr, "\r\033[K%s [%s%s] %d of %d%s", what_, std::string(filled, '#'),
-                  std::string(kCells - filled, '.'), done, total, note);
-    shown_ = true;
-  }
-
- private:
-  const std::string what_;
-  const bool terminal_ = isatty(STDERR_FILENO) != 0;
-  absl::Time next_ = absl::Now() + absl::Milliseconds(400);  // what is done by then has no bar
-  bool shown_ = false;
-};
-
-// What is to be scored, and what keeps it alive.
-struct Scored {
-  client::ScoreRequest request;
-  std::vector<int32_t> targets;
-  std::unique_ptr<client::LanguageModel> model;  // null: from files
-  client::FileTensor tensor;
-  std::string computed;
-};
+constexpr absl::Duration kNoBarFor = absl::Milliseconds(400);
 
 absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows) {
   const absl::StatusOr<std::vector<int64_t>> wide = client::LoadIntegers(file);
   if (!wide.ok()) return wide.status();
   if (static_cast<int64_t>(wide->size()) != rows) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "--targets: %s has %d values; allowed: %d, one for each row", file, wide->size(), rows));
+        "--targets: %s: got %d values, allowed %d (rows)", file, wide->size(), rows));
   }
   std::vector<int32_t> targets;
   targets.reserve(wide->size());
@@ -74,7 +37,7 @@ absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_
     if (target < std::numeric_limits<int32_t>::min() ||
         target > std::numeric_limits<int32_t>::max()) {
       return absl::InvalidArgumentError(
-          absl::StrFormat("--targets: %s has %d at row %d; allowed: numbers of 32 bits", file,
+          absl::StrFormat("--targets: %s: got %d at row %d, allowed numbers of 32 bits", file,
                           target, targets.size()));
     }
     targets.push_back(static_cast<int32_t>(target));
@@ -82,184 +45,136 @@ absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_
   return targets;
 }
 
-absl::Status LoadFiles(const ScoreFlags& flags, Scored* scored) {
-  const bool hidden = !flags.hidden.empty();
+// Rows and targets of --logits or --hidden.
+absl::StatusOr<Input> LoadScoredFile(const ScoreFlags& flags) {
   if (flags.targets.empty()) {
     return absl::InvalidArgumentError(
         "--targets is missing; with --logits or --hidden it names a file of the rows' token ids");
   }
-  if (hidden && flags.head.empty()) {
-    return absl::InvalidArgumentError(
-        "--head is missing; with --hidden it names a head that the server has loaded");
-  }
-  if (!hidden && !flags.head.empty()) {
-    return absl::InvalidArgumentError("--head beside --logits; allowed with --hidden or a text");
-  }
-  absl::StatusOr<client::FileTensor> loaded =
-      client::LoadMatrix(hidden ? flags.hidden : flags.logits);
-  if (!loaded.ok()) return loaded.status();
-  scored->tensor = *std::move(loaded);
-  client::ScoreRequest& request = scored->request;
-  request.dtype = scored->tensor.dtype;
-  request.rows = scored->tensor.shape[0];
-  if (hidden) {
-    request.head = flags.head;
-    request.hidden_size = scored->tensor.shape[1];
-    request.hidden = {scored->tensor.bytes};
-  } else {
-    request.vocab = scored->tensor.shape[1];
-    request.logits = {scored->tensor.bytes};
-  }
-  absl::StatusOr<std::vector<int32_t>> targets = LoadTargets(flags.targets, request.rows);
+  absl::StatusOr<Input> input = LoadFile(flags.input);
+  if (!input.ok()) return input;
+  absl::StatusOr<std::vector<int32_t>> targets = LoadTargets(flags.targets, input->rows);
   if (!targets.ok()) return targets.status();
-  scored->targets = *std::move(targets);
-  return absl::OkStatus();
+  input->tokens = *std::move(targets);
+  return input;
 }
 
-// Of a text, kept here until it is scored.
+// The rows of a text are all computed before the first is sent; this bounds their memory.
 constexpr int64_t kMaxComputedBytes = int64_t{1} << 30;
 
-// At most: a head's states may be of 16 bits.
+// At most: the states of a head may have 16 bits.
 int64_t ComputedRowBytes(const client::LanguageModel& model, const std::string& head) {
   return static_cast<int64_t>(sizeof(float)) *
          (head.empty() ? model.vocab_size() : model.hidden_dim());
 }
 
-absl::Status LoadText(const ScoreFlags& flags, Scored* scored) {
+// The model, and the tokens of --text or --text-file, which are the targets.
+absl::StatusOr<Input> LoadText(const ScoreFlags& flags) {
   if (!flags.targets.empty()) {
     return absl::InvalidArgumentError(
-        "--targets beside a text; allowed with --logits or --hidden, for a text's are its tokens");
+        "--targets next to a text; allowed with --logits or --hidden (a text is its own targets)");
   }
-  std::string text = flags.text;
-  if (!flags.text_file.empty()) {
-    std::ifstream in(flags.text_file, std::ios::binary);
-    std::ostringstream all;  // which a directory fails, where an iterator over it throws
+  InputFlags prompt = flags.input;
+  if (!prompt.text_file.empty()) {
+    std::ifstream in(prompt.text_file, std::ios::binary);
+    std::ostringstream all;  // fails for a directory, where an iterator throws
     if (!(all << in.rdbuf())) {
       return absl::NotFoundError(
-          absl::StrFormat("--text-file: %s cannot be read, or is empty", flags.text_file));
+          absl::StrFormat("--text-file: %s cannot be read, or is empty", prompt.text_file));
     }
-    text = std::move(all).str();
+    prompt.text = std::move(all).str();
   }
-  absl::StatusOr<client::LanguageModel> model = LoadModel(flags.model);
-  if (!model.ok()) return model.status();
-  scored->model = std::make_unique<client::LanguageModel>(*std::move(model));
-  scored->targets = scored->model->Tokenize(text);
-  if (scored->targets.empty()) {
-    return absl::InvalidArgumentError("the text is empty; allowed: one token or more");
+  absl::StatusOr<Input> input = LoadPrompt(prompt);
+  if (!input.ok()) return input;
+  if (input->tokens.empty()) {
+    return absl::InvalidArgumentError("text: got no token, allowed 1 or more");
   }
-  const auto tokens = static_cast<int64_t>(scored->targets.size());
-  const int64_t most = kMaxComputedBytes / ComputedRowBytes(*scored->model, flags.head);
+  const auto tokens = static_cast<int64_t>(input->tokens.size());
+  const int64_t most = kMaxComputedBytes / ComputedRowBytes(*input->model, prompt.head);
   if (tokens > most) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "the text has %d tokens; allowed: 1..%d%s", tokens, most,
-        flags.head.empty() ? ", for all their logits are kept; with --head more" : ""));
+        "text: got %d tokens, allowed 1..%d%s", tokens, most,
+        prompt.head.empty() ? ", because all their logits are kept; more with --head" : ""));
   }
-  return absl::OkStatus();
+  return input;
 }
 
-// Row i is the model's state before token i: hidden states for the head, or its own logits. After a
-// newline comes bos, unscored, as in what the model was trained on: a paragraph a line.
-void RunModel(const v1::Head& head, Scored* scored) {
-  const client::LanguageModel& model = *scored->model;
-  client::ScoreRequest& request = scored->request;
-  request.rows = static_cast<int64_t>(scored->targets.size());
-  request.dtype = head.name().empty() ? v1::DTYPE_F32 : head.dtype();
-  scored->computed.reserve(
-      static_cast<size_t>(request.rows * ComputedRowBytes(model, head.name())));
-  Progress progress("reading");
+// Row i is the model's state before token i: hidden states for the head, or the model's own logits.
+// After a newline comes bos, which is not scored: the model was trained on one paragraph per line.
+void RunModel(const v1::Head& head, Input* input) {
+  const client::LanguageModel& model = *input->model;
+  const auto rows = static_cast<int64_t>(input->tokens.size());
+  std::string computed;
+  computed.reserve(static_cast<size_t>(rows * ComputedRowBytes(model, head.name())));
+  Progress progress("reading", kNoBarFor);
   client::LanguageModel::State state = model.InitialState();
   std::vector<float> hidden = model.Step(state, model.bos_token_id());
-  for (int64_t row = 0; row < request.rows; ++row) {
-    scored->computed += head.name().empty() ? ToDType(model.Logits(hidden), v1::DTYPE_F32)
-                                            : ToDType(hidden, head.dtype());
-    const int32_t token = scored->targets[static_cast<size_t>(row)];
+  for (int64_t row = 0; row < rows; ++row) {
+    input->SetRow(hidden, head);
+    computed += input->computed;
+    const int32_t token = input->tokens[static_cast<size_t>(row)];
     hidden = model.Step(state, token);
     if (model.TokenBytes(token).back() == '\n') hidden = model.Step(state, model.bos_token_id());
-    progress.Show(row + 1, request.rows);
+    progress.Show(row + 1, rows, absl::StrFormat("%d of %d tokens", row + 1, rows));
   }
-  if (head.name().empty()) {
-    request.vocab = model.vocab_size();
-    request.logits = {scored->computed};
-  } else {
-    request.head = head.name();
-    request.hidden_size = head.hidden();
-    request.hidden = {scored->computed};
-  }
+  input->computed = std::move(computed);
+  input->payload = input->computed;
+  input->rows = rows;
 }
 
-v1::ScoreRequest MakeParams(const ScoreFlags& flags, const std::vector<int32_t>& targets) {
-  v1::ScoreRequest params;
-  params.mutable_targets()->Add(targets.begin(), targets.end());
-  params.set_ignore_index(flags.ignore_index);
-  params.add_temperature(flags.temperature);
-  params.add_softcap(flags.softcap);
-  params.add_label_smoothing(flags.label_smoothing);
-  params.add_smoothing(flags.smoothing == "megatron" ? v1::SMOOTHING_CONVENTION_MEGATRON
-                                                     : v1::SMOOTHING_CONVENTION_TORCH);
-  params.add_z_loss(flags.z_loss);
-  params.add_top_logprobs(flags.top_logprobs);
-  params.mutable_extra_ids()->Add(flags.extra_ids.begin(), flags.extra_ids.end());
-  params.set_want_rank(flags.rank);
-  params.set_want_entropy(flags.entropy);
-  return params;
+absl::StatusOr<client::ScoreResult> Score(const Session& session,
+                                          const client::ScoreRequest& request) {
+  Progress progress("scoring", kNoBarFor);
+  return session.client().ScoreStream(request, [&](const client::ScoreProgress& now) {
+    progress.Show(now.rows, now.total_rows,
+                  absl::StrFormat("%d of %d rows, perplexity %.4g", now.rows, now.total_rows,
+                                  now.totals.perplexity()));
+    return true;
+  });
 }
 
 }  // namespace
 
-int RunScore(const CommonFlags& common, const ScoreFlags& flags) {
+int RunScore(const Session& session, const ScoreFlags& flags) {
   if (!flags.out.empty()) {
     if (absl::Status good = client::CheckSavable(flags.out, v1::DTYPE_F32); !good.ok()) {
       return BadInput(good);
     }
   }
-  const bool files = !flags.logits.empty() || !flags.hidden.empty();
-  Scored scored;
-  if (absl::Status loaded = files ? LoadFiles(flags, &scored) : LoadText(flags, &scored);
-      !loaded.ok()) {
-    return BadInput(loaded);
+  client::ScoreRequest request;
+  if (absl::Status good = Apply(flags.params, &request.params); !good.ok()) return BadInput(good);
+  const bool file = flags.input.is_file();
+  absl::StatusOr<Input> input = file ? LoadScoredFile(flags) : LoadText(flags);
+  if (!input.ok()) return BadInput(input.status());
+  if (!file) {
+    const absl::StatusOr<v1::Head> head = FindHead(session, flags.input.head, *input->model);
+    if (!head.ok()) return NoHead(session, head.status());
+    RunModel(*head, &*input);
   }
-  absl::StatusOr<std::unique_ptr<client::Client>> client = Connect(common);
-  if (!client.ok()) return BadInput(client.status());
-  if (scored.model != nullptr) {
-    const absl::StatusOr<v1::Head> head = FindHead(**client, flags.head, *scored.model);
-    if (!head.ok()) return NoHead(head.status(), common.address);
-    RunModel(*head, &scored);
-  }
-  scored.request.params = MakeParams(flags, scored.targets);
-
-  absl::StatusOr<client::ScoreResult> result;
-  {
-    Progress progress("scoring");
-    result = (*client)->ScoreStream(scored.request, [&](const client::ScoreProgress& now) {
-      progress.Show(now.rows, now.total_rows,
-                    absl::StrFormat(" rows, perplexity %.4g", now.totals.perplexity()));
-      return true;
-    });
-  }
-  if (!result.ok()) return CallFailed(result.status(), common.address);
+  input->Fill(&request);
+  request.params.mutable_targets()->Add(input->tokens.begin(), input->tokens.end());
+  const absl::StatusOr<client::ScoreResult> result = Score(session, request);
+  if (!result.ok()) return session.CallFailed(result.status());
   const v1::ScoreResponse& answer = result->answer;
+  // First, so that a file that cannot be written does not lose the answer.
+  session.Show(ScoreOutput{.result = &*result,
+                           .targets = input->tokens,
+                           .text = input->TextOf(input->tokens),
+                           .top_text = input->TextOf({answer.top_ids().data(),
+                                                      static_cast<size_t>(answer.top_ids_size())}),
+                           .totals = flags.totals});
   const absl::Span<const float> losses(answer.losses().data(),
                                        static_cast<size_t>(answer.losses_size()));
-  const ScoreOutput output = {
-      .result = &*result,
-      .targets = scored.targets,
-      .text = TextOf(scored.model.get(), scored.targets),
-      .top_text = TextOf(scored.model.get(),
-                         {answer.top_ids().data(), static_cast<size_t>(answer.top_ids_size())}),
-      .totals = flags.totals};
-  // First: what was worked out is not lost with a file that cannot be written.
-  Print(common.format == "json" ? ScoreJson(output) : ScoreTable(output));
+  absl::Status saved;
   if (!flags.out.empty()) {
-    const absl::Status saved = client::SaveTensor(
+    saved = client::SaveTensor(
         flags.out, v1::DTYPE_F32, {answer.losses_size()},
         {reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(float)});
-    if (!saved.ok()) return BadInput(saved);
   }
-  if (!flags.plot.empty()) {
-    const absl::Status plotted = PlotLosses(flags.plot, losses, answer.totals().loss_mean());
-    if (!plotted.ok()) return BadInput(plotted);
+  if (saved.ok() && !flags.plot.empty()) {
+    saved = PlotLosses(flags.plot, losses, answer.totals().loss_mean());
   }
-  return kExitOk;
+  return saved.ok() ? kExitOk : BadInput(saved);
 }
 
 }  // namespace logitd::cli

@@ -1,91 +1,81 @@
-// What the subcommands of logitctl share: complaints, the connection, logits from a file or a
-// prompt.
+// What the subcommands of logitctl share: the connection, what is printed, complaints, exit codes.
 #ifndef LOGITD_CLIENT_CLI_SESSION_H_
 #define LOGITD_CLIENT_CLI_SESSION_H_
 
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
-#include "client/cli/commands.h"
+#include "absl/time/time.h"
 #include "client/client.h"
-#include "client/language_model.h"
-#include "client/tensor_file.h"
 
 namespace logitd::cli {
+
+enum ExitCode {
+  kExitOk = 0,
+  kExitCallFailed = 1,   // the server refused or failed the call
+  kExitBadInput = 2,     // the command line or a file
+  kExitUnavailable = 3,  // nobody answers, or not serving
+};
+
+struct CommonFlags {
+  std::string address = "127.0.0.1:7450";
+  double deadline_s = 30;
+  int max_attempts = 4;
+  std::string format = "table";  // or "json"
+};
 
 void Print(absl::string_view text);
 void Complain(absl::string_view text, absl::string_view hint = "");
 
-// Each complains and returns the exit code: of a call that the server or the way to it failed; of
-// a flag or a file.
-int CallFailed(const absl::Status& status, const std::string& address);
+// Complains about a flag or a file, and returns the exit code.
 int BadInput(const absl::Status& status);
 
-// Of FindHead: a head that does not fit is a flag's fault, all else the call's.
-int NoHead(const absl::Status& status, const std::string& address);
+// A bar on stderr, where that is a terminal: one line, written again and again, and removed at the
+// end. Work that is done within `delay` shows none.
+class Progress {
+ public:
+  explicit Progress(std::string name, absl::Duration delay = absl::ZeroDuration());
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
 
-absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonFlags& common);
+  // "name: [###---]  50%, note"; with a total of 0 "name: note". Not more than ten times a second.
+  void Show(int64_t done, int64_t total, const std::string& note);
 
-absl::StatusOr<client::LanguageModel> LoadModel(const std::string& directory);
-
-// The bytes of each token, none of one that the model does not have (a damaged row's are -1);
-// nothing without a model.
-std::vector<std::string> TextOf(const client::LanguageModel* model,
-                                absl::Span<const int32_t> tokens);
-
-// Logits, and what keeps them alive.
-struct Logits {
-  v1::DType dtype = v1::DTYPE_F32;
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  absl::string_view payload;
-  std::unique_ptr<client::LanguageModel> model;  // null: from a file
-  std::vector<int32_t> prompt;                   // its tokens
-  client::FileTensor tensor;                     // keeps the file mapped
-  std::vector<float> computed;                   // after the prompt
-  std::vector<float> hidden;                     // what they were computed of
-  std::string converted;                         // that, as a head takes it
-
-  std::vector<std::string> TextOf(absl::Span<const int32_t> tokens) const {
-    return cli::TextOf(model.get(), tokens);
-  }
+ private:
+  const std::string name_;
+  const bool terminal_;
+  absl::Time next_;
+  bool shown_ = false;
 };
 
-// Of `file`, or where that is empty after the prompt `text`.
-absl::StatusOr<Logits> LoadLogits(const std::string& file, const std::string& text,
-                                  const std::string& model);
+class Session {
+ public:
+  // INVALID_ARGUMENT: an address that cannot work. Connects at the first call.
+  static absl::StatusOr<Session> Open(const CommonFlags& common);
 
-// Hidden states as a head takes them.
-std::string ToDType(absl::Span<const float> values, v1::DType dtype);
+  client::Client& client() const { return *client_; }
+  const std::string& address() const { return address_; }
+  bool json() const { return json_; }
 
-// Where `name` is not empty: what the server says of that head. INVALID_ARGUMENT where it does not
-// fit the model, whose hidden states it is to take; else as Client::GetHead.
-absl::StatusOr<v1::Head> FindHead(client::Client& client, const std::string& name,
-                                  const client::LanguageModel& model);
+  // Complains about a call that the server, or the way to it, failed; returns the exit code.
+  int CallFailed(const absl::Status& status) const;
 
-// The rows of a request: the logits that were loaded, or the model's hidden state after the prompt
-// for `head`, where that has a name. The bytes are those of `loaded`.
-template <typename Request>
-void SetInput(Logits& loaded, const v1::Head& head, Request* request) {
-  request->rows = loaded.rows;
-  if (head.name().empty()) {
-    request->dtype = loaded.dtype;
-    request->vocab = loaded.vocab;
-    request->logits = {loaded.payload};
-    return;
+  // Prints Json(output) or Table(output), as --format says.
+  template <typename Output>
+  int Show(const Output& output) const {
+    Print(json_ ? Json(output) : Table(output));
+    return kExitOk;
   }
-  loaded.converted = ToDType(loaded.hidden, head.dtype());
-  request->dtype = head.dtype();
-  request->head = head.name();
-  request->hidden_size = head.hidden();
-  request->hidden = {loaded.converted};
-}
+
+ private:
+  std::unique_ptr<client::Client> client_;
+  std::string address_;
+  bool json_ = false;
+};
 
 }  // namespace logitd::cli
 

@@ -26,20 +26,25 @@
 #include "formats/half.h"
 #include "logitd/v1/attention.grpc.pb.h"
 #include "logitd/v1/server.grpc.pb.h"
+#include "tests/client/fake_server.h"
+#include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
+#include "tests/client/test_values.h"
 
 namespace logitd {
 namespace {
 
 using ::logitd::testing::BytesOf;
-using ::logitd::testing::Daemon;
+using ::logitd::testing::FloatsOf;
 using ::logitd::testing::LittleEndian;
+using ::logitd::testing::Normal;
 using ::logitd::testing::Npy;
 using ::logitd::testing::Ran;
 using ::logitd::testing::RunBinary;
 using ::logitd::testing::Safetensors;
 using ::logitd::testing::TempDir;
+using ::logitd::testing::ViewOf;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -47,51 +52,7 @@ using ::testing::IsEmpty;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-std::vector<float> Normal(int64_t size, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0, 2);
-  std::vector<float> values(static_cast<size_t>(size));
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-absl::string_view ViewOf(const std::vector<float>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
-}
-
-std::vector<float> FloatsOf(absl::string_view bytes) {
-  std::vector<float> values(bytes.size() / sizeof(float));
-  std::memcpy(values.data(), bytes.data(), bytes.size());
-  return values;
-}
-
-class AttentionTest : public ::testing::Test {
- protected:
-  AttentionTest()
-      : address_("unix:" + dir_.path("socket")),
-        daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
-                           "--log-level", "warn", "--max-request-bytes", "1MiB"}) {
-    const absl::Time end = absl::Now() + absl::Seconds(30);
-    while (absl::Now() < end) {
-      client_ = Connect();
-      const auto health = client_->Health();
-      if (health.ok() && *health == client::ServingStatus::kServing) return;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    ADD_FAILURE() << "logitd does not serve";
-  }
-
-  std::unique_ptr<client::Client> Connect(int64_t message_bytes = int64_t{8} << 20) {
-    return *client::Client::Create({.address = address_,
-                                    .deadline = absl::Seconds(20),
-                                    .attention_message_bytes = message_bytes});
-  }
-
-  TempDir dir_;
-  const std::string address_;
-  Daemon daemon_;
-  std::unique_ptr<client::Client> client_;
-};
+class AttentionTest : public ::logitd::testing::RunningLogitd {};
 
 TEST_F(AttentionTest, CausalWithSinksIsTheDefinition) {
   const std::vector<float> scores = Normal(2 * 3 * 4 * 6, 1);
@@ -151,7 +112,7 @@ TEST_F(AttentionTest, ATensorOfAnySizeGivesTheSameBitsInAnyNumberOfMessages) {
     EXPECT_EQ(whole->messages, 1);
     for (const int64_t message_bytes : {400, 3000, 9000, 30000}) {
       const absl::StatusOr<client::AttentionResult> cut =
-          Connect(message_bytes)->AttentionSoftmax(request);
+          Connect({.attention_message_bytes = message_bytes})->AttentionSoftmax(request);
       ASSERT_TRUE(cut.ok()) << cut.status();
       EXPECT_GT(cut->messages, 1);
       EXPECT_EQ(cut->values, whole->values) << absl::StrJoin(mask_shape, ",");
@@ -209,7 +170,7 @@ TEST_F(AttentionTest, AGradientAddsUpOverItsMessages) {
   ASSERT_EQ(whole->d_sinks.size(), 2u);
   for (size_t head : {0, 1}) EXPECT_NEAR(whole->d_sinks[head], d_sinks[head], 1e-4);
   const absl::StatusOr<client::AttentionResult> cut =
-      Connect(/*message_bytes=*/5000)->AttentionSoftmaxBackward(request);
+      Connect({.attention_message_bytes = 5000})->AttentionSoftmaxBackward(request);
   ASSERT_TRUE(cut.ok()) << cut.status();
   EXPECT_GT(cut->messages, 5);
   EXPECT_EQ(cut->values, whole->values);
@@ -265,38 +226,18 @@ TEST_F(AttentionTest, SizesThatDisagreeAreRefusedUnsent) {
 
 // --- a server that misbehaves
 
-class FakeAttention final : public v1::Attention::Service {
+class FakeAttention final
+    : public v1::Attention::Service,
+      public testing::StreamHandler<v1::AttentionSoftmaxRequest, v1::AttentionSoftmaxResponse> {
  public:
-  using Stream =
-      grpc::ServerReaderWriter<v1::AttentionSoftmaxResponse, v1::AttentionSoftmaxRequest>;
-  using Handler = std::function<grpc::Status(int call, Stream* stream)>;
-
-  explicit FakeAttention(Handler handler) : handler_(std::move(handler)) {
-    grpc::ServerBuilder builder;
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
-    builder.RegisterService(this);
-    builder.RegisterService(&info_);
-    server_ = builder.BuildAndStart();
-  }
-  std::string address() const { return absl::StrCat("127.0.0.1:", port_); }
-  int calls() const { return calls_; }
-
+  using StreamHandler::StreamHandler;
+  std::string address() const { return server_.address(); }
   grpc::Status SoftmaxStream(grpc::ServerContext*, Stream* stream) override {
-    return handler_(++calls_, stream);
+    return Handle(stream);
   }
 
  private:
-  struct InfoService : v1::Server::Service {
-    grpc::Status GetInfo(grpc::ServerContext*, const v1::GetInfoRequest*,
-                         v1::GetInfoResponse*) override {
-      return grpc::Status::OK;  // no limits
-    }
-  };
-  const Handler handler_;
-  std::atomic<int> calls_ = 0;
-  InfoService info_;
-  int port_ = 0;
-  std::unique_ptr<grpc::Server> server_;
+  const testing::LocalServer server_{this};
 };
 
 // Answers a message of rows of four floats with the floats themselves.
@@ -369,21 +310,21 @@ TEST(AttentionFaultTest, AStreamIsTriedAgainFromItsStart) {
 }
 
 TEST(AttentionFaultTest, AnAnswerThatIsNotTheRowsAskedForIsInternal) {
-  struct Case {
-    void (*damage)(v1::AttentionSoftmaxResponse*);
+  using Response = v1::AttentionSoftmaxResponse;
+  void (*const damages[])(Response*) = {
+      [](Response* r) { r->set_first_row(r->first_row() + 1); },
+      [](Response* r) { r->mutable_probs()->pop_back(); },
+      [](Response* r) { r->clear_probs(); },
+      [](Response* r) { r->set_dtype(v1::DTYPE_F16); },
+      [](Response* r) { r->add_fault_rows(1); },
+      [](Response* r) { r->set_logsumexp("1234"); },
   };
-  for (const Case& c :
-       {Case{[](v1::AttentionSoftmaxResponse* r) { r->set_first_row(r->first_row() + 1); }},
-        Case{[](v1::AttentionSoftmaxResponse* r) { r->mutable_probs()->pop_back(); }},
-        Case{[](v1::AttentionSoftmaxResponse* r) { r->clear_probs(); }},
-        Case{[](v1::AttentionSoftmaxResponse* r) { r->set_dtype(v1::DTYPE_F16); }},
-        Case{[](v1::AttentionSoftmaxResponse* r) { r->add_fault_rows(1); }},
-        Case{[](v1::AttentionSoftmaxResponse* r) { r->set_logsumexp("1234"); }}}) {
+  for (const auto damage : damages) {
     const FakeAttention server([&](int, FakeAttention::Stream* stream) {
       v1::AttentionSoftmaxRequest request;
       for (int64_t row = 0; stream->Read(&request); row += 2) {
         v1::AttentionSoftmaxResponse answer = Echo(request, row);
-        if (row == 4) c.damage(&answer);
+        if (row == 4) damage(&answer);
         stream->Write(answer);
       }
       return grpc::Status::OK;
@@ -424,9 +365,8 @@ TEST_F(AttentionTest, LogitctlSoftmaxWritesWhatItWasAskedFor) {
   const std::string sinks = dir_.Write("sinks.npy", NpyOf("<f4", {1}, BytesOf<float>({0})));
   const std::string out = dir_.path("probs.npy");
   const std::string lse = dir_.path("lse.npy");
-  Ran ran = RunBinary(
-      "logitctl", {"softmax", "--addr", address_, "--scores", file, "--mask", "causal", "--sinks",
-                   sinks, "--out", out, "--logsumexp", lse, "--format", "json"});
+  Ran ran = Logitctl({"softmax", "--scores", file, "--mask", "causal", "--sinks", sinks, "--out",
+                      out, "--logsumexp", lse, "--format", "json"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   absl::StatusOr<client::FileTensor> probs = client::LoadTensor(out);
   ASSERT_TRUE(probs.ok()) << probs.status();
@@ -446,8 +386,7 @@ TEST_F(AttentionTest, LogitctlSoftmaxWritesWhatItWasAskedFor) {
   EXPECT_GT(json["timings"]["total_ns"], 0);
 
   // With the mask of booleans and a window that leaves the first query that key alone: no key.
-  ran = RunBinary("logitctl", {"softmax", "--addr", address_, "--scores", file, "--mask", mask,
-                               "--window", "0,inf", "--out", out});
+  ran = Logitctl({"softmax", "--scores", file, "--mask", mask, "--window", "0,inf", "--out", out});
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_THAT(ran.out, AllOf(HasSubstr("[2,3] f32 to "), HasSubstr("row 1: EMPTY_SUPPORT"),
                              HasSubstr("messages 1")));
@@ -464,14 +403,13 @@ TEST_F(AttentionTest, LogitctlTakesBf16AndAddsAMask) {
       Safetensors(R"({"x":{"dtype":"BF16","shape":[2,1,2],"data_offsets":[0,8]}})", data));
   const std::string mask = dir_.Write(
       "mask.npy", NpyOf("<f4", {2, 1, 1}, BytesOf<float>({0, 0})));  // not the keys' number
-  Ran ran = RunBinary("logitctl", {"softmax", "--addr", address_, "--scores", file, "--mask", mask,
-                                   "--out", dir_.path("p.safetensors")});
+  Ran ran =
+      Logitctl({"softmax", "--scores", file, "--mask", mask, "--out", dir_.path("p.safetensors")});
   EXPECT_EQ(ran.code, 1);
   EXPECT_THAT(ran.err, HasSubstr("mask.shape: got [1,2,1,1], allowed [1 or 1,2 or 1,1 or 1,2]"));
   dir_.Write("mask.npy", NpyOf("<f4", {2, 1, 2}, BytesOf<float>({0, std::log(3.0f), 0, -kInf})));
   const std::string out = dir_.path("p.safetensors");
-  ran = RunBinary("logitctl",
-                  {"softmax", "--addr", address_, "--scores", file, "--mask", mask, "--out", out});
+  ran = Logitctl({"softmax", "--scores", file, "--mask", mask, "--out", out});
   ASSERT_EQ(ran.code, 0) << ran.err;
   const absl::StatusOr<client::FileTensor> probs = client::LoadTensor(out);
   ASSERT_TRUE(probs.ok()) << probs.status();
@@ -495,9 +433,8 @@ TEST_F(AttentionTest, LogitctlSoftmaxBackwardPrintsTheSinksGradient) {
   const std::string lse =
       dir_.Write("lse.npy", NpyOf("<f4", {1}, BytesOf<float>({std::log(3.0f)})));
   const std::string out = dir_.path("dx.npy");
-  const Ran ran = RunBinary(
-      "logitctl", {"softmax-backward", "--addr", address_, "--probs", y, "--d-probs", dy, "--sinks",
-                   sinks, "--logsumexp", lse, "--scale", "2", "--out", out, "--format", "json"});
+  const Ran ran = Logitctl({"softmax-backward", "--probs", y, "--d-probs", dy, "--sinks", sinks,
+                            "--logsumexp", lse, "--scale", "2", "--out", out, "--format", "json"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   const absl::StatusOr<client::FileTensor> dx = client::LoadTensor(out);
   ASSERT_TRUE(dx.ok()) << dx.status();
@@ -521,20 +458,20 @@ TEST(AttentionUsageTest, BadUsageIs2AndSaysWhy) {
   };
   const Case cases[] = {
       {{"softmax", "--scores", npy}, "--out is required"},
-      {{"softmax", "--scores", row, "--out", out}, "has shape [2]; allowed: [queries,keys]"},
+      {{"softmax", "--scores", row, "--out", out}, "shape: got [2], allowed [queries,keys]"},
       {{"softmax", "--scores", flags, "--out", out}, "dtype '|b1'; allowed: <f4, <f2"},
       {{"softmax", "--scores", npy, "--out", dir.path("out.txt")}, "allowed: FILE.npy"},
       {{"softmax", "--scores", npy, "--out", out, "--out-dtype", "bf16"},
        "npy files have no bfloat16"},
-      {{"softmax", "--scores", npy, "--out", out, "--window", "3"}, "--window is \"3\"; allowed"},
-      {{"softmax", "--scores", npy, "--out", out, "--window", "-2,2"}, "--window is \"-2,2\""},
+      {{"softmax", "--scores", npy, "--out", out, "--window", "3"}, "--window: got \"3\", allowed"},
+      {{"softmax", "--scores", npy, "--out", out, "--window", "-2,2"}, "--window: got \"-2,2\""},
       {{"softmax", "--scores", npy, "--out", out, "--mask", "causal", "--window", "3,3"},
        "allowed: one of them"},
       {{"softmax", "--scores", npy, "--out", out, "--mask", dir.path("none.npy")}, "none.npy"},
-      {{"softmax", "--scores", npy, "--out", out, "--sinks", half}, "is of f16; allowed: f32"},
-      {{"softmax", "--scores", npy, "--out", out, "--scale", "inf"}, "--scale is inf"},
+      {{"softmax", "--scores", npy, "--out", out, "--sinks", half}, "dtype: got f16, allowed f32"},
+      {{"softmax", "--scores", npy, "--out", out, "--scale", "inf"}, "--scale: got inf"},
       {{"softmax-backward", "--probs", npy, "--d-probs", half, "--out", out},
-       "allowed: as --probs, [1,2] of f32"},
+       "allowed [1,2] of f32 as --probs"},
   };
   for (const Case& test : cases) {
     const Ran ran = RunBinary("logitctl", test.args);

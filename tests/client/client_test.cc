@@ -13,10 +13,11 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "client/codec.h"
+#include "client/messages/codec.h"
 #include "logitd/v1/sampler.pb.h"
 #include "tests/client/fake_server.h"
 #include "tests/client/test_files.h"
+#include "tests/client/test_values.h"
 
 namespace logitd::client {
 namespace {
@@ -25,13 +26,11 @@ using ::logitd::testing::FakeServer;
 using ::logitd::testing::ReferenceTopK;
 using ::logitd::testing::StuckServer;
 using ::logitd::testing::TempDir;
+using ::logitd::testing::TopKParams;
+using ::logitd::testing::ViewOf;
 using ::testing::ElementsAre;
 using ::testing::FloatNear;
 using ::testing::HasSubstr;
-
-absl::string_view View(const std::vector<float>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
-}
 
 std::unique_ptr<Client> Connect(const std::string& address, ClientOptions options = {}) {
   options.address = address;
@@ -44,7 +43,11 @@ std::unique_ptr<Client> Connect(const std::string& address, ClientOptions option
 const std::vector<float> kLogits = {0.0f, 0.69314718f, 1.60943791f};
 
 TopKRequest OneRow(int k = 2) {
-  return {.dtype = v1::DTYPE_F32, .rows = 1, .vocab = 3, .logits = {View(kLogits)}, .k = {k}};
+  return {.dtype = v1::DTYPE_F32,
+          .rows = 1,
+          .vocab = 3,
+          .logits = {ViewOf(kLogits)},
+          .params = TopKParams({k})};
 }
 
 v1::TopKRequest Parse(const grpc::ByteBuffer& buffer) {
@@ -65,33 +68,30 @@ TEST(EncodeTest, GeneratedCodeReadsWhatWeWrite) {
        .rows = int64_t{1} << 40,
        .vocab = -7,
        .logits = {first, "", second},
-       .k = {1, 2, 1 << 20},
-       .temperature = {0.5f, std::numeric_limits<float>::infinity()}},
-      {.dtype = v1::DTYPE_F16, .rows = 1, .vocab = 1, .logits = {""}, .k = {-1}},
+       .params = TopKParams({1, 2, 1 << 20}, {0.5f, std::numeric_limits<float>::infinity()})},
+      {.dtype = v1::DTYPE_F16, .rows = 1, .vocab = 1, .logits = {""}, .params = TopKParams({-1})},
       {.dtype = v1::DTYPE_F16,
        .rows = 1,
        .vocab = 1,
        .logits = {absl::string_view(first).substr(0, 127)},
-       .k = {1}},
+       .params = TopKParams({1})},
       {.dtype = v1::DTYPE_F16,
        .rows = 1,
        .vocab = 1,
        .logits = {absl::string_view(first).substr(0, 128)},
-       .k = {1}},
+       .params = TopKParams({1})},
   };
   for (const TopKRequest& request : cases) {
-    absl::StatusOr<grpc::ByteBuffer> buffer = EncodeTopKRequest(request, nullptr);
+    absl::StatusOr<grpc::ByteBuffer> buffer = EncodeRequest(request, nullptr);
     ASSERT_TRUE(buffer.ok()) << buffer.status();
-    v1::TopKRequest want;
+    v1::TopKRequest want = request.params;
     want.set_dtype(request.dtype);
     want.set_rows(request.rows);
     want.set_vocab(request.vocab);
+    want.mutable_logits();  // there, even if empty
     for (absl::string_view piece : request.logits) {
       want.mutable_logits()->append(piece.data(), piece.size());
     }
-    want.mutable_logits();  // there, even if empty
-    want.mutable_k()->Add(request.k.begin(), request.k.end());
-    want.mutable_temperature()->Add(request.temperature.begin(), request.temperature.end());
     const v1::TopKRequest got = Parse(*buffer);
     EXPECT_EQ(got.SerializeAsString(), want.SerializeAsString());
     EXPECT_EQ(got.input_case(), v1::TopKRequest::kLogits);
@@ -101,9 +101,12 @@ TEST(EncodeTest, GeneratedCodeReadsWhatWeWrite) {
 TEST(EncodeTest, ThePayloadIsTheCallersMemoryAndComesLast) {
   const std::string first(70, 'x');
   const std::string second(100000, 'y');
-  absl::StatusOr<grpc::ByteBuffer> buffer = EncodeTopKRequest(
-      {.dtype = v1::DTYPE_F32, .rows = 2, .vocab = 3, .logits = {first, second}, .k = {1}},
-      nullptr);
+  absl::StatusOr<grpc::ByteBuffer> buffer = EncodeRequest(TopKRequest{.dtype = v1::DTYPE_F32,
+                                                                      .rows = 2,
+                                                                      .vocab = 3,
+                                                                      .logits = {first, second},
+                                                                      .params = TopKParams({1})},
+                                                          nullptr);
   ASSERT_TRUE(buffer.ok());
   std::vector<grpc::Slice> slices;
   ASSERT_TRUE(buffer->Dump(&slices).ok());
@@ -115,8 +118,9 @@ TEST(EncodeTest, ThePayloadIsTheCallersMemoryAndComesLast) {
 TEST(EncodeTest, EverySliceSharesTheOwner) {
   auto owner = std::make_shared<std::string>(1000, 'x');
   std::weak_ptr<std::string> watch = owner;
-  absl::StatusOr<grpc::ByteBuffer> buffer =
-      EncodeTopKRequest({.rows = 2, .vocab = 3, .logits = {*owner, *owner}, .k = {1}}, owner);
+  absl::StatusOr<grpc::ByteBuffer> buffer = EncodeRequest(
+      TopKRequest{.rows = 2, .vocab = 3, .logits = {*owner, *owner}, .params = TopKParams({1})},
+      owner);
   ASSERT_TRUE(buffer.ok());
   owner.reset();
   EXPECT_EQ(watch.use_count(), 2);
@@ -126,12 +130,11 @@ TEST(EncodeTest, EverySliceSharesTheOwner) {
 
 TEST(EncodeTest, RefusesWhatProtobufCannotCarry) {
   const std::string block(1 << 20, 'x');
-  TopKRequest request = {.rows = 1, .vocab = 1, .k = {1}};
+  TopKRequest request = {.rows = 1, .vocab = 1, .params = TopKParams({1})};
   request.logits.assign(2048, block);  // 2 GiB
-  EXPECT_EQ(EncodeTopKRequest(request, nullptr).status().code(),
-            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(EncodeRequest(request, nullptr).status().code(), absl::StatusCode::kInvalidArgument);
   request.logits.pop_back();
-  EXPECT_TRUE(EncodeTopKRequest(request, nullptr).ok());
+  EXPECT_TRUE(EncodeRequest(request, nullptr).ok());
 }
 
 grpc::ByteBuffer Buffer(const std::string& bytes) {
@@ -152,7 +155,7 @@ v1::TopKResponse TwoRows() {
 
 TEST(DecodeTest, RowsAreWhereTheirKsSay) {
   grpc::ByteBuffer buffer = Buffer(TwoRows().SerializeAsString());
-  absl::StatusOr<TopKResult> result = DecodeTopKResponse(&buffer);
+  absl::StatusOr<TopKResult> result = DecodeResponse<v1::TopKResponse>(&buffer);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->rows(), 2);
   EXPECT_THAT(result->RowIndices(0), ElementsAre(7));
@@ -177,11 +180,13 @@ TEST(DecodeTest, AnAnswerThatDisagreesWithItselfIsInternal) {
     v1::TopKResponse response = TwoRows();
     change(response);
     grpc::ByteBuffer buffer = Buffer(response.SerializeAsString());
-    EXPECT_EQ(DecodeTopKResponse(&buffer).status().code(), absl::StatusCode::kInternal)
+    EXPECT_EQ(DecodeResponse<v1::TopKResponse>(&buffer).status().code(),
+              absl::StatusCode::kInternal)
         << response.ShortDebugString();
   }
   grpc::ByteBuffer garbage = Buffer("\xff\xff\xff garbage");
-  EXPECT_EQ(DecodeTopKResponse(&garbage).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(DecodeResponse<v1::TopKResponse>(&garbage).status().code(),
+            absl::StatusCode::kInternal);
 }
 
 TEST(ClientTest, RefusesOptionsThatCannotWork) {
@@ -204,12 +209,13 @@ TEST(ClientTest, TopKComesBack) {
   auto client = Connect(server.address());
   absl::StatusOr<TopKResult> result = client->TopK(OneRow());
   ASSERT_TRUE(result.ok()) << result.status();
-  EXPECT_THAT(result->indices, ElementsAre(2, 1));
-  EXPECT_THAT(result->probs, ElementsAre(FloatNear(0.625f, 1e-6f), FloatNear(0.25f, 1e-6f)));
-  EXPECT_THAT(result->logsumexp, ElementsAre(FloatNear(std::log(8.0f), 1e-6f)));
-  EXPECT_THAT(result->status, ElementsAre(v1::ROW_STATUS_OK));
+  EXPECT_THAT(result->answer.indices(), ElementsAre(2, 1));
+  EXPECT_THAT(result->answer.probs(),
+              ElementsAre(FloatNear(0.625f, 1e-6f), FloatNear(0.25f, 1e-6f)));
+  EXPECT_THAT(result->answer.logsumexp(), ElementsAre(FloatNear(std::log(8.0f), 1e-6f)));
+  EXPECT_THAT(result->answer.status(), ElementsAre(v1::ROW_STATUS_OK));
   EXPECT_EQ(result->attempts, 1);
-  EXPECT_EQ(result->timings.kernel_ns(), 5000);
+  EXPECT_EQ(result->answer.timings().kernel_ns(), 5000);
   EXPECT_GT(result->round_trip, absl::ZeroDuration());
 }
 
@@ -220,9 +226,8 @@ TEST(ClientTest, RowsMayComeInPiecesWithTheirOwnParameters) {
   absl::StatusOr<TopKResult> result = client->TopK({.dtype = v1::DTYPE_F32,
                                                     .rows = 2,
                                                     .vocab = 3,
-                                                    .logits = {View(kLogits), View(other)},
-                                                    .k = {1, 3},
-                                                    .temperature = {0.5f, 1.0f}});
+                                                    .logits = {ViewOf(kLogits), ViewOf(other)},
+                                                    .params = TopKParams({1, 3}, {0.5f, 1.0f})});
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_THAT(result->RowIndices(0), ElementsAre(2));
   EXPECT_THAT(result->RowProbs(0), ElementsAre(FloatNear(25.0f / 30, 1e-6f)));  // squares: 1, 4, 25
@@ -235,7 +240,7 @@ TEST(ClientTest, SpeaksOverAUnixSocket) {
   auto client = Connect("unix:" + dir.path("socket"));
   absl::StatusOr<TopKResult> result = client->TopK(OneRow());
   ASSERT_TRUE(result.ok()) << result.status();
-  EXPECT_THAT(result->indices, ElementsAre(2, 1));
+  EXPECT_THAT(result->answer.indices(), ElementsAre(2, 1));
 }
 
 TEST(ClientTest, OneClientServesManyThreads) {
@@ -248,9 +253,12 @@ TEST(ClientTest, OneClientServesManyThreads) {
       for (int i = 0; i < 20; ++i) {
         std::vector<float> logits(100, 0.0f);
         logits[t * 10 + i % 10] = 9.0f;
-        absl::StatusOr<TopKResult> result = client->TopK(
-            {.dtype = v1::DTYPE_F32, .rows = 1, .vocab = 100, .logits = {View(logits)}, .k = {1}});
-        right += result.ok() && result->indices[0] == t * 10 + i % 10;
+        absl::StatusOr<TopKResult> result = client->TopK({.dtype = v1::DTYPE_F32,
+                                                          .rows = 1,
+                                                          .vocab = 100,
+                                                          .logits = {ViewOf(logits)},
+                                                          .params = TopKParams({1})});
+        right += result.ok() && result->answer.indices(0) == t * 10 + i % 10;
       }
     });
   }
@@ -263,13 +271,14 @@ TEST(ClientTest, LargeMessagesPassBothWays) {
   auto client = Connect(server.address());
   std::vector<float> logits(1 << 20);
   for (size_t i = 0; i < logits.size(); ++i) logits[i] = -static_cast<float>(i);
-  absl::StatusOr<TopKResult> result = client->TopK({.dtype = v1::DTYPE_F32,
-                                                    .rows = 1,
-                                                    .vocab = 1 << 20,
-                                                    .logits = {View(logits)},
-                                                    .k = {1 << 20}});  // an answer of 8 MiB
+  absl::StatusOr<TopKResult> result =
+      client->TopK({.dtype = v1::DTYPE_F32,
+                    .rows = 1,
+                    .vocab = 1 << 20,
+                    .logits = {ViewOf(logits)},
+                    .params = TopKParams({1 << 20})});  // an answer of 8 MiB
   ASSERT_TRUE(result.ok()) << result.status();
-  EXPECT_EQ(result->indices.back(), (1 << 20) - 1);
+  EXPECT_EQ(result->RowIndices(0).back(), (1 << 20) - 1);
 }
 
 TEST(ClientTest, RefusesWhatIsOverMaxMessageBytes) {
@@ -277,7 +286,8 @@ TEST(ClientTest, RefusesWhatIsOverMaxMessageBytes) {
   auto client = Connect(server.address(), {.max_message_bytes = 20});
   absl::StatusOr<TopKResult> result = client->TopK(OneRow());
   EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(result.status().message()), HasSubstr("max_message_bytes is 20"));
+  EXPECT_THAT(std::string(result.status().message()),
+              HasSubstr("allowed 1..20 (max_message_bytes)"));
   EXPECT_EQ(server.calls(), 0);
 }
 
@@ -303,7 +313,7 @@ TEST(RetryTest, TriesAgainUntilItSucceeds) {
     absl::StatusOr<TopKResult> result = client->TopK(OneRow());
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_EQ(result->attempts, 3);
-    EXPECT_THAT(result->indices, ElementsAre(2, 1));
+    EXPECT_THAT(result->answer.indices(), ElementsAre(2, 1));
   }
 }
 
@@ -436,8 +446,11 @@ TEST(PayloadTest, IsReleasedWhenACallEndsByDeadline) {
   auto client = Connect(server.address(), {.deadline = absl::Milliseconds(300)});
   auto logits = std::make_unique<std::vector<float>>(16 << 20, 1.0f);
   const absl::Time start = absl::Now();
-  absl::StatusOr<TopKResult> result = client->TopK(
-      {.dtype = v1::DTYPE_F32, .rows = 16, .vocab = 1 << 20, .logits = {View(*logits)}, .k = {1}});
+  absl::StatusOr<TopKResult> result = client->TopK({.dtype = v1::DTYPE_F32,
+                                                    .rows = 16,
+                                                    .vocab = 1 << 20,
+                                                    .logits = {ViewOf(*logits)},
+                                                    .params = TopKParams({1})});
   logits.reset();
   EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
@@ -454,8 +467,8 @@ TEST(PayloadTest, AnOwnerIsLetGo) {
                   ->TopK({.dtype = v1::DTYPE_F32,
                           .rows = 16,
                           .vocab = 1 << 20,
-                          .logits = {View(*logits)},
-                          .k = {1},
+                          .logits = {ViewOf(*logits)},
+                          .params = TopKParams({1}),
                           .owner = logits})
                   .status()
                   .code(),
@@ -470,7 +483,7 @@ TEST(AsyncTest, RunsDoneOnceWithTheResult) {
   auto client = Connect(server.address());
   auto logits = std::make_shared<std::vector<float>>(kLogits);
   TopKRequest request = OneRow();
-  request.logits = {View(*logits)};
+  request.logits = {ViewOf(*logits)};
   request.owner = logits;
   std::weak_ptr<std::vector<float>> watch = logits;
   logits.reset();
@@ -483,7 +496,7 @@ TEST(AsyncTest, RunsDoneOnceWithTheResult) {
   request.owner.reset();
   ASSERT_TRUE(done.WaitForNotificationWithTimeout(absl::Seconds(20)));
   ASSERT_TRUE(got.ok()) << got.status();
-  EXPECT_THAT(got->indices, ElementsAre(2, 1));
+  EXPECT_THAT(got->answer.indices(), ElementsAre(2, 1));
   for (int i = 0; i < 1000 && !watch.expired(); ++i) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_TRUE(watch.expired());
 }

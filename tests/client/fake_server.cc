@@ -69,6 +69,14 @@ void ReferenceTopK(const v1::TopKRequest& request, v1::TopKResponse* response) {
   timings->set_batch_rows(static_cast<int>(request.rows()));
 }
 
+LocalServer::LocalServer(grpc::Service* service) {
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+  builder.RegisterService(service);
+  builder.RegisterService(&info_);
+  server_ = builder.BuildAndStart();
+}
+
 grpc::Status FakeServer::SamplerService::TopK(grpc::ServerContext* context,
                                               const v1::TopKRequest* request,
                                               v1::TopKResponse* response) {

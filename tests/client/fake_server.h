@@ -9,11 +9,49 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "logitd/v1/sampler.grpc.pb.h"
 #include "logitd/v1/server.grpc.pb.h"
 
 namespace logitd::testing {
+
+// A gRPC server on loopback with one service and GetInfo, which says that there are no limits.
+class LocalServer {
+ public:
+  explicit LocalServer(grpc::Service* service);
+  std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
+
+ private:
+  struct InfoService : v1::Server::Service {
+    grpc::Status GetInfo(grpc::ServerContext*, const v1::GetInfoRequest*,
+                         v1::GetInfoResponse*) override {
+      return grpc::Status::OK;
+    }
+  };
+  InfoService info_;
+  int port_ = 0;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+// A service whose only method is a stream, e.g. v1::Scorer::Service with ScoreStream. The handler
+// runs for each call, counted from 1.
+template <typename Request, typename Response>
+class StreamHandler {
+ public:
+  using Stream = grpc::ServerReaderWriter<Response, Request>;
+  using Handler = std::function<grpc::Status(int call, Stream* stream)>;
+
+  explicit StreamHandler(Handler handler) : handler_(std::move(handler)) {}
+  int calls() const { return calls_; }
+
+ protected:
+  grpc::Status Handle(Stream* stream) { return handler_(++calls_, stream); }
+
+ private:
+  const Handler handler_;
+  std::atomic<int> calls_ = 0;
+};
 
 class FakeServer {
  public:

@@ -8,15 +8,16 @@
 #include <atomic>
 #include <cstdio>
 #include <filesystem>
-#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
 #include "client/client.h"
 #include "logitd/v1/heads.grpc.pb.h"
+#include "tests/client/fake_server.h"
+#include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
 
@@ -24,7 +25,6 @@ namespace logitd {
 namespace {
 
 using ::logitd::testing::BytesOf;
-using ::logitd::testing::Daemon;
 using ::logitd::testing::Ran;
 using ::logitd::testing::RunBinary;
 using ::logitd::testing::Safetensors;
@@ -43,30 +43,20 @@ std::string SmallHead() {
       BytesOf(std::vector<float>(12, 0.0f)));
 }
 
-class HeadsClientTest : public ::testing::Test {
+class HeadsClientTest : public ::logitd::testing::RunningLogitd {
  protected:
   HeadsClientTest()
-      : address_("unix:" + dir_.path("socket")),
-        file_(dir_.Write("small.safetensors", SmallHead())),
-        daemon_("logitd",
-                {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off", "--log-level",
-                 "off", "--max-request-bytes", "1MiB", "--head",
-                 absl::StrCat("start=", file_, ",vocab=4"), "--head-root", dir_.path("")}) {
-    const absl::Time end = absl::Now() + absl::Seconds(30);
-    while (absl::Now() < end) {
-      // A new client each time: an old one would wait out its channel's reconnect backoff.
-      client_ = *client::Client::Create({.address = address_, .deadline = absl::Seconds(20)});
-      const auto health = client_->Health("logitd.v1.Heads");
-      if (health.ok() && *health == client::ServingStatus::kServing) return;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    ADD_FAILURE() << "logitd does not serve";
-  }
+      : RunningLogitd(
+            [](const TempDir& dir) -> Flags {
+              const std::string file = dir.Write("small.safetensors", SmallHead());
+              return {"--head", absl::StrCat("start=", file, ",vocab=4"), "--head-root",
+                      dir.path("")};
+            },
+            "logitd.v1.Heads") {}
 
   Ran Heads(std::vector<std::string> args) {
     args.insert(args.begin(), "heads");
-    args.insert(args.end(), {"--addr", address_});
-    return RunBinary("logitctl", args);
+    return Logitctl(std::move(args));
   }
 
   std::vector<std::string> Names() {
@@ -76,12 +66,6 @@ class HeadsClientTest : public ::testing::Test {
     for (const v1::Head& head : *heads) names.push_back(head.name());
     return names;
   }
-
-  TempDir dir_;
-  const std::string address_;
-  const std::string file_;
-  Daemon daemon_;
-  std::unique_ptr<client::Client> client_;
 };
 
 TEST_F(HeadsClientTest, TheLibraryLoadsAndUnloads) {
@@ -206,15 +190,9 @@ class LosingHeads final : public v1::Heads::Service {
 };
 
 TEST(HeadsUnloadTest, IsDoneWhereASecondTryFindsNothing) {
-  TempDir dir;
-  const std::string address = "unix:" + dir.path("socket");
   LosingHeads heads;
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort(address, grpc::InsecureServerCredentials());
-  builder.RegisterService(&heads);
-  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  ASSERT_NE(server, nullptr);
-  const auto client = *client::Client::Create({.address = address});
+  const testing::LocalServer server(&heads);
+  const auto client = *client::Client::Create({.address = server.address()});
   EXPECT_TRUE(client->UnloadHead("a").ok());
   EXPECT_TRUE(absl::IsNotFound(client->UnloadHead("a")));
 }

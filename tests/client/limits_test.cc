@@ -11,14 +11,19 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
+#include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
+#include "tests/client/test_values.h"
 
 namespace logitd {
 namespace {
 
 using ::logitd::testing::Daemon;
+using ::logitd::testing::LogitdFlags;
 using ::logitd::testing::TempDir;
+using ::logitd::testing::TopKParams;
+using ::logitd::testing::ViewOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -27,10 +32,8 @@ class LimitsTest : public ::testing::Test {
   // Ends the one before.
   void Serve(const std::string& max_request, int max_rows) {
     server_.reset();
-    server_.emplace("logitd", std::vector<std::string>{"--backend", "cpu", "--listen", address_,
-                                                       "--metrics-listen", "off", "--log-level",
-                                                       "warn", "--max-request-bytes", max_request,
-                                                       "--max-batch-rows", absl::StrCat(max_rows)});
+    server_.emplace("logitd", LogitdFlags(address_, {"--max-request-bytes", max_request,
+                                                     "--max-batch-rows", absl::StrCat(max_rows)}));
     ASSERT_TRUE(WaitFor(*client_, absl::Seconds(30)));
   }
 
@@ -53,10 +56,6 @@ class LimitsTest : public ::testing::Test {
   const std::unique_ptr<client::Client> client_ = Connect();
   std::optional<Daemon> server_;
 };
-
-absl::string_view ViewOf(const std::vector<float>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
-}
 
 std::vector<float> Logits(int64_t size) {
   std::vector<float> logits(static_cast<size_t>(size));
@@ -129,7 +128,10 @@ TEST_F(LimitsTest, AMessageTooLargeForTheTransportIsNotSentAgain) {
   const std::vector<float> logits = Logits(1000 * 100);
   Serve("100KiB", 100);
   const absl::Status refused =
-      client_->TopK({.rows = 1000, .vocab = 100, .logits = {ViewOf(logits)}, .k = {1}}).status();
+      client_
+          ->TopK(
+              {.rows = 1000, .vocab = 100, .logits = {ViewOf(logits)}, .params = TopKParams({1})})
+          .status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(refused.message()), Not(HasSubstr("attempts"))) << "tried again";
 }

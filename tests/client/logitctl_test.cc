@@ -1,8 +1,10 @@
 // Runs the logitctl binary against the fake server.
 #include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
 #include <google/protobuf/util/json_util.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -62,14 +64,15 @@ TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
       {{"topk"}, "Exactly 1 option from [--logits,--text] is required"},
       {{"topk", "--logits", npy, "--text", "x"}, "and 2 were given"},
       {{"topk", "--logits", npy, "--k", "x"}, "--k"},
-      {{"topk", "--logits", npy, "--k", "0"}, "--k is 0; allowed: 1 to the vocabulary's 3"},
-      {{"topk", "--logits", npy, "--k", "4"}, "--k is 4; allowed: 1 to the vocabulary's 3"},
-      {{"topk", "--logits", npy, "--k", "1", "--temperature", "0"}, "--temperature is 0; allowed"},
+      {{"topk", "--logits", npy, "--k", "0"}, "--k: got 0, allowed 1..3 (the vocabulary)"},
+      {{"topk", "--logits", npy, "--k", "4"}, "--k: got 4, allowed 1..3 (the vocabulary)"},
+      {{"topk", "--logits", npy, "--k", "1", "--temperature", "0"},
+       "--temperature: got 0, allowed"},
       {{"topk", "--logits", npy, "--k", "1", "--temperature", "nan"},
-       "--temperature is nan; allowed"},
+       "--temperature: got nan, allowed"},
       {{"topk", "--logits", npy, "--k", "1", "--format", "xml"}, "--format"},
       {{"topk", "--logits", npy, "--k", "1", "--addr", "nowhere"},
-       "address is \"nowhere\"; allowed: HOST:PORT or unix:PATH"},
+       "address: got \"nowhere\", allowed HOST:PORT or unix:PATH"},
       {{"topk", "--logits", dir.path("none.npy"), "--k", "1"}, "none.npy: No such file"},
       {{"topk", "--logits", dir.Write("b.npy", "x"), "--k", "1"}, "not an npy file"},
       {{"topk", "--text", "x", "--model", dir.path("none")}, "none/config.json"},
@@ -142,13 +145,60 @@ TEST(LogitctlTest, TheAddressComesFromTheEnvironmentToo) {
   EXPECT_THAT(info.ops(0).dtypes(), ElementsAre(v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16));
 }
 
-TEST(LogitctlTest, InfoTable) {
+TEST(LogitctlTest, InfoHasOneLinePerOpWithItsMethods) {
   TempDir dir;
   FakeServer server(nullptr, dir.path("socket"));
+  v1::Op* other = server.info().add_ops();
+  *other = server.info().ops(0);
+  other->set_method("logitd.v1.Sampler/Other");
   const Ran ran = Logitctl({"info", "--addr", "unix:" + dir.path("socket")});
   ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_THAT(ran.out,
-              AllOf(HasSubstr("logitd 1.2.3"), HasSubstr("softmax_topk"), HasSubstr("bf16")));
+  EXPECT_THAT(ran.out, AllOf(HasSubstr("logitd 1.2.3"), HasSubstr("softmax_topk"),
+                             HasSubstr("f32 f16 bf16  by Sampler/TopK, Sampler/Other\n")));
+}
+
+TEST(LogitctlTest, EveryParameterOfTheProtoIsAFlagWithItsComment) {
+  const struct {
+    const char* command;
+    const char* message;
+  } cases[] = {{"topk", "TopKRequest"}, {"sample", "SampleRequest"}, {"score", "ScoreRequest"}};
+  for (const auto& test : cases) {
+    const Ran help = Logitctl({test.command, "--help"});
+    ASSERT_EQ(help.code, 0) << help.err;
+    const auto* message = google::protobuf::DescriptorPool::generated_pool()->FindMessageTypeByName(
+        std::string("logitd.v1.") + test.message);
+    ASSERT_NE(message, nullptr);
+    int flags = 0;
+    for (int i = 0; i < message->field_count(); ++i) {
+      std::string name = message->field(i)->name();
+      const bool count = name.size() > 6 && name.substr(name.size() - 6) == "_count";
+      const bool file_or_pairs =
+          name == "targets" || name == "logit_bias_ids" || name.rfind("allowed_tokens", 0) == 0;
+      const int number = message->field(i)->number();
+      if (number < 16 || number >= 40 || count || file_or_pairs) continue;
+      std::replace(name.begin(), name.end(), '_', '-');
+      EXPECT_THAT(help.out, HasSubstr("--" + name)) << test.command;
+      ++flags;
+    }
+    EXPECT_GT(flags, 1);
+  }
+  EXPECT_THAT(Logitctl({"sample", "--help"}).out,
+              HasSubstr("Keeps the k highest logits, 0 to V; 0 and V keep all; default 0"));
+}
+
+TEST(LogitctlTest, AFlagTakesOneValuePerRow) {
+  FakeServer server;
+  TempDir dir;
+  const std::string npy = dir.Write("a.npy", NpyF32(2, 3, {0, 1, 2, 2, 1, 0}));
+  const Ran ran = Logitctl({"topk", "--addr", server.address(), "--logits", npy, "--k", "1,2",
+                            "--temperature", "1,0.5", "--format", "json"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const nlohmann::json json = nlohmann::json::parse(ran.out);
+  EXPECT_EQ(json["k"], nlohmann::json({1, 2}));
+  EXPECT_EQ(json["indices"], nlohmann::json({2, 0, 1}));
+  const Ran bad = Logitctl({"topk", "--addr", server.address(), "--logits", npy, "--k", "1,x"});
+  EXPECT_EQ(bad.code, 2);
+  EXPECT_THAT(bad.err, HasSubstr("--k: got \"x\", allowed INTEGER"));
 }
 
 TEST(LogitctlTest, BigFilesGoInPiecesThatFit) {

@@ -18,46 +18,25 @@
 #include "formats/half.h"
 #include "logitd/v1/sampler.pb.h"
 #include "tests/client/fake_server.h"
+#include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
+#include "tests/client/test_values.h"
 #include "tests/tree.h"
 
 namespace logitd {
 namespace {
 
 using ::logitd::testing::BytesOf;
-using ::logitd::testing::Daemon;
 using ::logitd::testing::LittleEndian;
 using ::logitd::testing::Ran;
 using ::logitd::testing::ReferenceTopK;
-using ::logitd::testing::RunBinary;
-using ::logitd::testing::TempDir;
+using ::logitd::testing::TopKParams;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-class LogitdTest : public ::testing::Test {
- protected:
-  LogitdTest()
-      : address_("unix:" + dir_.path("socket")),
-        daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
-                           "--log-level", "warn", "--max-request-bytes", "1MiB"}) {
-    const absl::Time end = absl::Now() + absl::Seconds(30);
-    while (absl::Now() < end) {
-      // A new client each time: an old one would wait out its channel's reconnect backoff.
-      client_ = *client::Client::Create({.address = address_, .deadline = absl::Seconds(20)});
-      const auto health = client_->Health();
-      if (health.ok() && *health == client::ServingStatus::kServing) return;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    ADD_FAILURE() << "logitd does not serve";
-  }
-
-  TempDir dir_;
-  const std::string address_;
-  Daemon daemon_;
-  std::unique_ptr<client::Client> client_;
-};
+class LogitdTest : public ::logitd::testing::RunningLogitd {};
 
 TEST_F(LogitdTest, AnswersAsTheDefinitionSays) {
   constexpr int kRows = 5;
@@ -72,45 +51,47 @@ TEST_F(LogitdTest, AnswersAsTheDefinitionSays) {
       if (dtype == v1::DTYPE_F16) bytes += LittleEndian(formats::FloatToF16(value), 2);
       if (dtype == v1::DTYPE_BF16) bytes += LittleEndian(formats::FloatToBF16(value), 2);
     }
-    const client::TopKRequest request = {.dtype = dtype,
-                                         .rows = kRows,
-                                         .vocab = kVocab,
-                                         .logits = {bytes},
-                                         .k = {1, 2, 10, 100, 1000},
-                                         .temperature = {1.0f, 0.5f, 2.0f, 1.0f, 3.0f}};
+    const client::TopKRequest request = {
+        .dtype = dtype,
+        .rows = kRows,
+        .vocab = kVocab,
+        .logits = {bytes},
+        .params = TopKParams({1, 2, 10, 100, 1000}, {1.0f, 0.5f, 2.0f, 1.0f, 3.0f})};
     const absl::StatusOr<client::TopKResult> got = client_->TopK(request);
     ASSERT_TRUE(got.ok()) << got.status();
-    v1::TopKRequest message;
+    v1::TopKRequest message = request.params;
     message.set_dtype(dtype);
     message.set_rows(kRows);
     message.set_vocab(kVocab);
     message.set_logits(bytes);
-    message.mutable_k()->Add(request.k.begin(), request.k.end());
-    message.mutable_temperature()->Add(request.temperature.begin(), request.temperature.end());
     v1::TopKResponse want;
     ReferenceTopK(message, &want);
-    EXPECT_EQ(got->k, std::vector<int32_t>(want.k().begin(), want.k().end()));
+    EXPECT_THAT(got->answer.k(), ::testing::ElementsAreArray(want.k()));
     // Where double precision tells two logits apart and their quotients by the temperature in f32
     // do not, the order may differ; ties of the logits themselves may not. Temperatures of powers
     // of two keep them apart.
     for (int row : {0, 1, 2, 3}) {
-      for (int i = 0; i < request.k[row]; ++i) {
-        EXPECT_EQ(got->RowIndices(row)[i], want.indices(got->offsets[row] + i)) << row << " " << i;
+      for (int i = 0; i < want.k(row); ++i) {
+        EXPECT_EQ(got->RowIndices(row)[i], want.indices(got->top_offsets[row] + i))
+            << row << " " << i;
       }
     }
-    for (size_t i = 0; i < got->probs.size(); ++i) {
-      EXPECT_NEAR(got->probs[i], want.probs(i), 1e-5 * want.probs(i) + 1e-9) << i;
+    for (int i = 0; i < want.probs_size(); ++i) {
+      EXPECT_NEAR(got->answer.probs(i), want.probs(i), 1e-5 * want.probs(i) + 1e-9) << i;
     }
     for (int row = 0; row < kRows; ++row) {
-      EXPECT_NEAR(got->logsumexp[row], want.logsumexp(row), 1e-4);
+      EXPECT_NEAR(got->answer.logsumexp(row), want.logsumexp(row), 1e-4);
     }
   }
 }
 
 TEST_F(LogitdTest, ARefusalKeepsTheServersWords) {
   const std::string bytes(4 * 10, '\0');
-  const absl::StatusOr<client::TopKResult> got =
-      client_->TopK({.dtype = v1::DTYPE_F32, .rows = 1, .vocab = 10, .logits = {bytes}, .k = {11}});
+  const absl::StatusOr<client::TopKResult> got = client_->TopK({.dtype = v1::DTYPE_F32,
+                                                                .rows = 1,
+                                                                .vocab = 10,
+                                                                .logits = {bytes},
+                                                                .params = TopKParams({11})});
   EXPECT_EQ(got.status().code(), absl::StatusCode::kInvalidArgument) << got.status();
   EXPECT_THAT(std::string(got.status().message()), ::testing::HasSubstr("11"));
 }
@@ -122,8 +103,7 @@ TEST_F(LogitdTest, LogitctlSendsAFileLargerThanOneRequest) {
   std::vector<float> logits(kRows * kVocab, 0.0f);
   for (int row = 0; row < kRows; ++row) logits[row * kVocab + 100 * row] = 20.0f;
   const std::string npy = dir_.Write("a.npy", ::logitd::testing::NpyF32(kRows, kVocab, logits));
-  const Ran ran = RunBinary(
-      "logitctl", {"topk", "--addr", address_, "--logits", npy, "--k", "1", "--format", "json"});
+  const Ran ran = Logitctl({"topk", "--logits", npy, "--k", "1", "--format", "json"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   const nlohmann::json json = nlohmann::json::parse(ran.out);
   ASSERT_EQ(json["indices"].size(), size_t{kRows});
@@ -134,8 +114,8 @@ TEST_F(LogitdTest, LogitctlSendsAFileLargerThanOneRequest) {
 TEST_F(LogitdTest, TheDemoModelContinuesAPrompt) {
   const std::string model_dir = ::logitd::testing::InTree("demo/model");
   const std::string prompt = "It is a truth universally";
-  const Ran ran = RunBinary("logitctl", {"topk", "--addr", address_, "--text", prompt, "--model",
-                                         model_dir, "--k", "10", "--format", "json"});
+  const Ran ran =
+      Logitctl({"topk", "--text", prompt, "--model", model_dir, "--k", "10", "--format", "json"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   const nlohmann::json json = nlohmann::json::parse(ran.out);
 
@@ -257,9 +237,8 @@ TEST_F(LogitdTest, VerifiesDrafts) {
 TEST_F(LogitdTest, LogitctlSamples) {
   const std::string npy = dir_.Write(
       "a.npy", testing::NpyF32(2, 3, {std::log(0.5f), std::log(0.25f), std::log(0.25f), 1, 2, 3}));
-  const Ran json =
-      RunBinary("logitctl", {"sample", "--addr", address_, "--logits", npy, "--seed", "0",
-                             "--extra-ids", "0", "--top-logprobs", "2", "--format", "json"});
+  const Ran json = Logitctl({"sample", "--logits", npy, "--seed", "0", "--extra-ids", "0",
+                             "--top-logprobs", "2", "--format", "json"});
   ASSERT_EQ(json.code, 0) << json.err;
   v1::SampleResponse response;
   const auto status = google::protobuf::util::JsonStringToMessage(json.out, &response);
@@ -270,14 +249,12 @@ TEST_F(LogitdTest, LogitctlSamples) {
   const std::string params =
       dir_.Write("p.json", R"({"temperature": [0], "logit_bias_ids": [0], "logit_bias": [9],
                     "logit_bias_count": [0, 1]})");
-  const Ran table =
-      RunBinary("logitctl", {"sample", "--addr", address_, "--logits", npy, "--params", params});
+  const Ran table = Logitctl({"sample", "--logits", npy, "--params", params});
   ASSERT_EQ(table.code, 0) << table.err;
   EXPECT_THAT(table.out, AllOf(HasSubstr("     0        0      1"),
                                HasSubstr("     1        0      3"), HasSubstr("round trip")));
-  const Ran flags =
-      RunBinary("logitctl", {"sample", "--addr", address_, "--logits", npy, "--params", params,
-                             "--allow", "1,2", "--logit-bias", "2=-inf"});
+  const Ran flags = Logitctl(
+      {"sample", "--logits", npy, "--params", params, "--allow", "1,2", "--logit-bias", "2=-inf"});
   ASSERT_EQ(flags.code, 0) << flags.err;
   EXPECT_THAT(flags.out, AllOf(HasSubstr("     0        1"), HasSubstr("     1        1")));
 }
@@ -298,14 +275,14 @@ TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
       {{"--params", dir_.Write("r.json", R"({"topk": [1]})")}, 2, "r.json is not a"},
       {{"--params", dir_.Write("s.json", R"({"rows": 1})")}, 2, "s.json has dtype, rows"},
       {{"--params", dir_.path("none")}, 2, "none cannot be read"},
-      {{"--logit-bias", "5"}, 2, "--logit-bias is \"5\"; allowed: ID=VALUE"},
-      {{"--allow", "3"}, 2, "--allow has token 3; allowed: 0..2"},
+      {{"--logit-bias", "5"}, 2, "--logit-bias: got \"5\", allowed ID=VALUE"},
+      {{"--allow", "3"}, 2, "--allow: got token 3, allowed 0..2"},
       {{"--logprob-mode", "cooked"}, 2, "--logprob-mode"},
   };
   for (const Case& test : cases) {
-    std::vector<std::string> args = {"sample", "--addr", address_, "--logits", npy};
+    std::vector<std::string> args = {"sample", "--logits", npy};
     args.insert(args.end(), test.flags.begin(), test.flags.end());
-    const Ran ran = RunBinary("logitctl", args);
+    const Ran ran = Logitctl(args);
     EXPECT_EQ(ran.code, test.code) << test.error;
     EXPECT_THAT(ran.err, HasSubstr(test.error));
   }
@@ -314,11 +291,10 @@ TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
 TEST_F(LogitdTest, LogitctlGeneratesTheSameTextForASeed) {
   const std::string model = testing::InTree("demo/model").string();
   const auto generate = [&](const std::vector<std::string>& more) {
-    std::vector<std::string> args = {"generate", "--addr",   address_,        "--model",
-                                     model,      "--text",   "It is a truth", "--tokens",
-                                     "12",       "--format", "json"};
+    std::vector<std::string> args = {"generate", "--model", model,      "--text", "It is a truth",
+                                     "--tokens", "12",      "--format", "json"};
     args.insert(args.end(), more.begin(), more.end());
-    const Ran ran = RunBinary("logitctl", args);
+    const Ran ran = Logitctl(args);
     EXPECT_EQ(ran.code, 0) << ran.err;
     return ran.out;
   };
@@ -341,14 +317,12 @@ TEST_F(LogitdTest, LogitctlGeneratesTheSameTextForASeed) {
     hidden = local->Step(state, token);
   }
 
-  const Ran live = RunBinary(
-      "logitctl", {"generate", "--addr", address_, "--model", model, "--text", "It is a truth",
-                   "--tokens", "12", "--seed", "7", "--temperature", "0.8", "--top-p", "0.9"});
+  const Ran live = Logitctl({"generate", "--model", model, "--text", "It is a truth", "--tokens",
+                             "12", "--seed", "7", "--temperature", "0.8", "--top-p", "0.9"});
   EXPECT_THAT(live.out, AllOf(HasSubstr("It is a truth" + json["text"].get<std::string>() + "\n"),
                               HasSubstr("12 tokens, mean logprob")));
-  const Ran details =
-      RunBinary("logitctl", {"generate", "--addr", address_, "--model", model, "--text", "It",
-                             "--tokens", "3", "--details", "--top-logprobs", "2"});
+  const Ran details = Logitctl({"generate", "--model", model, "--text", "It", "--tokens", "3",
+                                "--details", "--top-logprobs", "2"});
   EXPECT_THAT(details.out, AllOf(HasSubstr("place"), HasSubstr("   of \"")));
 }
 

@@ -22,13 +22,16 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
-#include "client/codec.h"
+#include "client/messages/codec.h"
 #include "client/tensor_file.h"
 #include "logitd/v1/scorer.grpc.pb.h"
 #include "logitd/v1/server.grpc.pb.h"
+#include "tests/client/fake_server.h"
+#include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
 #include "tests/client/test_model.h"
+#include "tests/client/test_values.h"
 #include "tests/tree.h"
 
 namespace logitd {
@@ -37,35 +40,22 @@ namespace {
 using ::logitd::testing::BytesOf;
 using ::logitd::testing::Daemon;
 using ::logitd::testing::InTree;
+using ::logitd::testing::LogitdFlags;
+using ::logitd::testing::Normal;
 using ::logitd::testing::Npy;
 using ::logitd::testing::NpyF32;
 using ::logitd::testing::Ran;
 using ::logitd::testing::RunBinary;
 using ::logitd::testing::Safetensors;
 using ::logitd::testing::TempDir;
+using ::logitd::testing::ViewOf;
+using ::logitd::testing::WaitUntilServing;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-std::vector<float> Normal(int64_t size, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0, 2);
-  std::vector<float> values(static_cast<size_t>(size));
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-absl::string_view ViewOf(const std::vector<float>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
-}
-
-template <typename Repeated>
-auto ToVector(const Repeated& field) {
-  return std::vector<typename Repeated::value_type>(field.begin(), field.end());
-}
-
-// What was answered, without how long it took and what was summed.
+// The answer without its timings and totals.
 std::string Bits(v1::ScoreResponse response) {
   response.clear_timings();
   response.clear_totals();
@@ -86,7 +76,7 @@ TEST(ScoreEncodeTest, GeneratedCodeReadsHiddenStatesAndTheirParameters) {
   request.params.add_targets(-100);
   request.params.add_z_loss(0.5f);
   request.params.set_logits("not looked at");
-  const absl::StatusOr<grpc::ByteBuffer> buffer = client::EncodeScoreRequest(request, nullptr);
+  const absl::StatusOr<grpc::ByteBuffer> buffer = client::EncodeRequest(request, nullptr);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
   grpc::Slice slice;
   ASSERT_TRUE(buffer->DumpToSingleSlice(&slice).ok());
@@ -103,61 +93,41 @@ TEST(ScoreEncodeTest, GeneratedCodeReadsHiddenStatesAndTheirParameters) {
 }
 
 TEST(ScoreEncodeTest, VerifyTakesLogitsAlone) {
-  EXPECT_THAT(
-      std::string(client::EncodeVerifyRequest({.head = "demo"}, nullptr).status().message()),
-      HasSubstr("head is \"demo\"; allowed: none"));
+  const client::VerifyRequest request = {.head = "demo"};
+  EXPECT_THAT(std::string(client::EncodeRequest(request, nullptr).status().message()),
+              HasSubstr("head: got \"demo\", allowed none"));
 }
 
 // --- the real server
 
 // Logits (a, b, -a - b) of a state (a, b).
-std::string TinyHead(TempDir& dir) {
+std::string TinyHead(const TempDir& dir) {
   return dir.Write("tiny.safetensors",
                    Safetensors(R"({"w":{"dtype":"F32","shape":[3,2],"data_offsets":[0,24]}})",
                                BytesOf<float>({1, 0, 0, 1, -1, -1})));
 }
 
-class ScoreTest : public ::testing::Test {
+class ScoreTest : public ::logitd::testing::RunningLogitd {
  protected:
   ScoreTest()
-      : address_("unix:" + dir_.path("socket")),
-        daemon_("logitd", {"--backend", "cpu", "--listen", address_, "--metrics-listen", "off",
-                           "--log-level", "warn", "--max-request-bytes", "1MiB", "--head",
-                           absl::StrCat("tiny=", TinyHead(dir_)), "--head",
-                           absl::StrCat("demo=", InTree("demo/model").string())}),
-        client_(ConnectOnceServing(address_)) {}
+      : RunningLogitd(
+            [](const TempDir& dir) -> Flags {
+              return {"--head", absl::StrCat("tiny=", TinyHead(dir)), "--head",
+                      absl::StrCat("demo=", InTree("demo/model").string())};
+            },
+            "logitd.v1.Scorer") {}
 
-  static std::unique_ptr<client::Client> Connect(const std::string& address,
-                                                 int64_t message_bytes) {
-    return *client::Client::Create(
-        {.address = address, .deadline = absl::Seconds(20), .score_message_bytes = message_bytes});
-  }
-  std::unique_ptr<client::Client> Connect(int64_t message_bytes = 4 << 20) const {
-    return Connect(address_, message_bytes);
-  }
-
-  static std::unique_ptr<client::Client> ConnectOnceServing(const std::string& address,
-                                                            int64_t message_bytes = 4 << 20) {
-    const absl::Time end = absl::Now() + absl::Seconds(30);
-    while (absl::Now() < end) {
-      auto client = Connect(address, message_bytes);
-      const auto health = client->Health("logitd.v1.Scorer");
-      if (health.ok() && *health == client::ServingStatus::kServing) return client;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    ADD_FAILURE() << "logitd does not serve";
-    return Connect(address, message_bytes);
+  // The answer of a command that succeeds.
+  nlohmann::json Json(std::vector<std::string> args) const {
+    args.insert(args.end(), {"--format", "json"});
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out, nullptr, /*allow_exceptions=*/false);
   }
 
-  Ran Logitctl(std::vector<std::string> args) const {
-    args.insert(args.end(), {"--addr", address_});
-    return RunBinary("logitctl", args);
+  std::unique_ptr<client::Client> ConnectWith(int64_t message_bytes) const {
+    return Connect({.score_message_bytes = message_bytes});
   }
-
-  TempDir dir_;
-  const std::string address_;
-  Daemon daemon_;
-  std::unique_ptr<client::Client> client_;
 };
 
 TEST_F(ScoreTest, IsTheDefinition) {
@@ -248,8 +218,8 @@ TEST_F(ScoreTest, AStreamGivesTheBitsOfOneCallWhateverItsMessages) {
   ASSERT_TRUE(whole.ok()) << whole.status();
   for (const int64_t bytes : {1, 3000, 1 << 20}) {
     std::vector<int64_t> rows;
-    const absl::StatusOr<client::ScoreResult> cut =
-        Connect(bytes)->ScoreStream(sequence.request, [&](const client::ScoreProgress& progress) {
+    const absl::StatusOr<client::ScoreResult> cut = ConnectWith(bytes)->ScoreStream(
+        sequence.request, [&](const client::ScoreProgress& progress) {
           rows.push_back(progress.rows);
           EXPECT_EQ(progress.total_rows, 60);
           EXPECT_EQ(progress.totals.rows(), progress.rows);
@@ -282,14 +252,15 @@ TEST_F(ScoreTest, ProgressThatTakesLongerThanAServerWaitsLosesNothing) {
   ASSERT_TRUE(whole.ok()) << whole.status();
   std::vector<int64_t> rows;
   const std::string address = absl::StrCat("unix:", dir_.path("impatient"));
-  const Daemon impatient("logitd", {"--backend", "cpu", "--listen", address, "--metrics-listen",
-                                    "off", "--log-level", "warn", "--receive-timeout", "1s"});
-  const auto slow = ConnectOnceServing(address, 400 * kVocab * 4)
-                        ->ScoreStream(request, [&](const client::ScoreProgress& progress) {
-                          rows.push_back(progress.rows);
-                          if (progress.rows == 800) absl::SleepFor(absl::Milliseconds(2500));
-                          return true;
-                        });
+  const Daemon impatient("logitd", LogitdFlags(address, {"--receive-timeout", "1s"}));
+  ASSERT_TRUE(WaitUntilServing({.address = address}));
+  const auto client = *client::Client::Create(
+      {.address = address, .deadline = absl::Seconds(20), .score_message_bytes = 400 * kVocab * 4});
+  const auto slow = client->ScoreStream(request, [&](const client::ScoreProgress& progress) {
+    rows.push_back(progress.rows);
+    if (progress.rows == 800) absl::SleepFor(absl::Milliseconds(2500));
+    return true;
+  });
   ASSERT_TRUE(slow.ok()) << slow.status();
   EXPECT_THAT(rows, ElementsAre(400, 800, 1200, 1600, 2000, 2400, 2800, 3200));
   EXPECT_EQ(Bits(slow->answer), Bits(whole->answer));
@@ -298,10 +269,10 @@ TEST_F(ScoreTest, ProgressThatTakesLongerThanAServerWaitsLosesNothing) {
 
 TEST_F(ScoreTest, ACallThatBeginsWhereAnotherWasStoppedHasTheTotalsOfBoth) {
   const Sequence sequence;
-  const auto whole = Connect(3000)->ScoreStream(sequence.request);
+  const auto whole = ConnectWith(3000)->ScoreStream(sequence.request);
   ASSERT_TRUE(whole.ok()) << whole.status();
   client::ScoreProgress last;
-  const absl::Status stopped = Connect(3000)
+  const absl::Status stopped = ConnectWith(3000)
                                    ->ScoreStream(sequence.request,
                                                  [&](const client::ScoreProgress& progress) {
                                                    last = progress;
@@ -324,7 +295,7 @@ TEST_F(ScoreTest, ACallThatBeginsWhereAnotherWasStoppedHasTheTotalsOfBoth) {
   params.mutable_extra_ids()->erase(params.extra_ids().begin(), params.extra_ids().begin() + 30);
   params.set_offset(last.rows);
   *params.mutable_totals() = last.totals;
-  const auto resumed = Connect(3000)->ScoreStream(request);
+  const auto resumed = ConnectWith(3000)->ScoreStream(request);
   ASSERT_TRUE(resumed.ok()) << resumed.status();
   EXPECT_EQ(resumed->answer.offset(), 30);
   EXPECT_EQ(resumed->answer.totals().SerializeAsString(),
@@ -368,37 +339,15 @@ TEST_F(ScoreTest, WhatCannotBeCutIsRefusedUnsent) {
 
 // --- a server that misbehaves
 
-class FakeScorer final : public v1::Scorer::Service {
+class FakeScorer final : public v1::Scorer::Service,
+                         public testing::StreamHandler<v1::ScoreRequest, v1::ScoreResponse> {
  public:
-  using Stream = grpc::ServerReaderWriter<v1::ScoreResponse, v1::ScoreRequest>;
-  using Handler = std::function<grpc::Status(int call, Stream* stream)>;
-
-  explicit FakeScorer(Handler handler) : handler_(std::move(handler)) {
-    grpc::ServerBuilder builder;
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
-    builder.RegisterService(this);
-    builder.RegisterService(&info_);
-    server_ = builder.BuildAndStart();
-  }
-  std::string address() const { return absl::StrCat("127.0.0.1:", port_); }
-  int calls() const { return calls_; }
-
-  grpc::Status ScoreStream(grpc::ServerContext*, Stream* stream) override {
-    return handler_(++calls_, stream);
-  }
+  using StreamHandler::StreamHandler;
+  std::string address() const { return server_.address(); }
+  grpc::Status ScoreStream(grpc::ServerContext*, Stream* stream) override { return Handle(stream); }
 
  private:
-  struct InfoService : v1::Server::Service {
-    grpc::Status GetInfo(grpc::ServerContext*, const v1::GetInfoRequest*,
-                         v1::GetInfoResponse*) override {
-      return grpc::Status::OK;  // no limits
-    }
-  };
-  const Handler handler_;
-  std::atomic<int> calls_ = 0;
-  InfoService info_;
-  int port_ = 0;
-  std::unique_ptr<grpc::Server> server_;
+  const testing::LocalServer server_{this};
 };
 
 // A row's loss is its target.
@@ -417,6 +366,18 @@ v1::ScoreResponse Echo(const v1::ScoreRequest& request) {
     response.add_extra_count(0);
   }
   return response;
+}
+
+grpc::Status EchoAll(FakeScorer::Stream* stream) {
+  v1::ScoreRequest request;
+  while (stream->Read(&request)) stream->Write(Echo(request));
+  return grpc::Status::OK;
+}
+
+// Answers one message.
+void EchoOne(FakeScorer::Stream* stream) {
+  v1::ScoreRequest request;
+  if (stream->Read(&request)) stream->Write(Echo(request));
 }
 
 absl::StatusOr<client::ScoreResult> SendTenRows(
@@ -460,8 +421,7 @@ TEST(ScoreFaultTest, AStreamThatIsLostGoesOnAfterItsLastAnswer) {
 
 TEST(ScoreFaultTest, AServerThatStaysAwayIsGivenUp) {
   const FakeScorer server([&](int call, FakeScorer::Stream* stream) {
-    v1::ScoreRequest request;
-    if (call == 2 && stream->Read(&request)) stream->Write(Echo(request));
+    if (call == 2) EchoOne(stream);
     return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
   });
   const absl::Status status = SendTenRows(server).status();
@@ -497,8 +457,7 @@ TEST(ScoreFaultTest, AllAnswersAreAResultHoweverTheStreamEnds) {
        {grpc::StatusCode::UNAVAILABLE, grpc::StatusCode::DEADLINE_EXCEEDED,
         grpc::StatusCode::CANCELLED, grpc::StatusCode::INTERNAL}) {
     const FakeScorer server([&](int, FakeScorer::Stream* stream) {
-      v1::ScoreRequest request;
-      for (int i = 0; i < 5 && stream->Read(&request); ++i) stream->Write(Echo(request));
+      for (int i = 0; i < 5; ++i) EchoOne(stream);
       return grpc::Status(code, "gone");
     });
     const absl::StatusOr<client::ScoreResult> result = SendTenRows(server);
@@ -511,10 +470,9 @@ TEST(ScoreFaultTest, AllAnswersAreAResultHoweverTheStreamEnds) {
 TEST(ScoreFaultTest, AllAnswersAreAResultThoughTheStreamDoesNotEnd) {
   absl::Notification given_up;
   const FakeScorer server([&](int, FakeScorer::Stream* stream) {
-    v1::ScoreRequest request;
-    while (stream->Read(&request)) stream->Write(Echo(request));
+    const grpc::Status status = EchoAll(stream);
     given_up.WaitForNotification();
-    return grpc::Status::OK;
+    return status;
   });
   const absl::StatusOr<client::ScoreResult> result = SendTenRows(server, absl::Seconds(2));
   given_up.Notify();
@@ -523,11 +481,7 @@ TEST(ScoreFaultTest, AllAnswersAreAResultThoughTheStreamDoesNotEnd) {
 }
 
 TEST(ScoreFaultTest, StoppingAtTheLastRowIsStopping) {
-  const FakeScorer server([&](int, FakeScorer::Stream* stream) {
-    v1::ScoreRequest request;
-    while (stream->Read(&request)) stream->Write(Echo(request));
-    return grpc::Status::OK;
-  });
+  const FakeScorer server([](int, FakeScorer::Stream* stream) { return EchoAll(stream); });
   const absl::Status status =
       SendTenRows(server, absl::Seconds(20), [](const client::ScoreProgress& progress) {
         return progress.rows < 10;
@@ -539,8 +493,7 @@ TEST(ScoreFaultTest, StoppingAtTheLastRowIsStopping) {
 TEST(ScoreFaultTest, AnAnswerThatDoesNotComeIsNotWaitedForForEver) {
   absl::Notification given_up;
   const FakeScorer server([&](int, FakeScorer::Stream* stream) {
-    v1::ScoreRequest request;
-    if (stream->Read(&request)) stream->Write(Echo(request));
+    EchoOne(stream);
     given_up.WaitForNotification();
     return grpc::Status::OK;
   });
@@ -654,7 +607,7 @@ struct Rgb {
 constexpr Rgb kPlotLine = {30, 90, 180};
 constexpr Rgb kPlotDots = {190, 205, 230};
 
-// A PNG, as another program reads it.
+// A PNG as another program reads it.
 class Picture {
  public:
   explicit Picture(const std::string& path) {
@@ -701,11 +654,9 @@ TEST_F(ScoreTest, LogitctlScoresFiles) {
   const std::string ids = dir_.Write("t.npy", Ids({1, 2}));
   const std::string out = dir_.path("losses.npy");
   const std::string plot = dir_.path("loss.png");
-  const Ran json =
-      Logitctl({"score", "--logits", npy, "--targets", ids, "--rank", "--entropy", "--top-logprobs",
-                "1", "--format", "json", "--out", out, "--plot", plot});
-  ASSERT_EQ(json.code, 0) << json.err;
-  const nlohmann::json read = nlohmann::json::parse(json.out);
+  const nlohmann::json read =
+      Json({"score", "--logits", npy, "--targets", ids, "--rank", "--entropy", "--top-logprobs",
+            "1", "--out", out, "--plot", plot});
   EXPECT_NEAR(read["losses"][0].get<double>(), std::log(4.0), 1e-5);
   EXPECT_NEAR(read["losses"][1].get<double>(), std::log(3.0), 1e-5);
   EXPECT_EQ(read["ranks"], nlohmann::json({2, 3}));
@@ -817,17 +768,14 @@ TEST_F(ScoreTest, LogitctlTakesTargetsOfBothWidthsFromBothKindsOfFile) {
                  Safetensors(R"({"t":{"dtype":"I64","shape":[2],"data_offsets":[0,16]}})",
                              BytesOf<int64_t>({1, 2})))};
   for (const std::string& file : files) {
-    const Ran ran = Logitctl({"score", "--logits", npy, "--targets", file, "--format", "json"});
-    ASSERT_EQ(ran.code, 0) << file << ran.err;
-    EXPECT_EQ(nlohmann::json::parse(ran.out)["targets"], nlohmann::json({1, 2}));
+    EXPECT_EQ(Json({"score", "--logits", npy, "--targets", file})["targets"],
+              nlohmann::json({1, 2}));
   }
 }
 
 TEST_F(ScoreTest, LogitctlScoresATextThroughTheModelsOwnLogits) {
-  const Ran ran = Logitctl({"score", "--text", "It is a truth", "--model", InTree("demo/model"),
-                            "--format", "json", "--top-logprobs", "1"});
-  ASSERT_EQ(ran.code, 0) << ran.err;
-  const nlohmann::json read = nlohmann::json::parse(ran.out);
+  const nlohmann::json read = Json(
+      {"score", "--text", "It is a truth", "--model", InTree("demo/model"), "--top-logprobs", "1"});
   std::string text;
   for (const auto& token : read["text"]) text += token.get<std::string>();
   EXPECT_EQ(text, "It is a truth");
@@ -840,15 +788,12 @@ TEST_F(ScoreTest, LogitctlScoresATextThroughTheModelsOwnLogits) {
 TEST_F(ScoreTest, LogitctlPrintsTheTextOfRowsWithoutTopTokens) {
   testing::TinyModel model;
   model.tensors["model.embed_tokens.weight"].values['a'] = NAN;
-  std::vector<std::string> args = {"score",           "--text",         "xay", "--model",
-                                   model.Write(dir_), "--top-logprobs", "2"};
+  const std::vector<std::string> args = {"score",           "--text",         "xay", "--model",
+                                         model.Write(dir_), "--top-logprobs", "2"};
   const Ran table = Logitctl(args);
   ASSERT_EQ(table.code, 0) << table.err;
   EXPECT_THAT(table.out, HasSubstr("3 rows: 2 counted, 0 ignored, 1 faulty"));
-  args.insert(args.end(), {"--format", "json"});
-  const Ran json = Logitctl(args);
-  ASSERT_EQ(json.code, 0) << json.err;
-  const nlohmann::json read = nlohmann::json::parse(json.out);
+  const nlohmann::json read = Json(args);
   EXPECT_EQ(read["status"][2], "ROW_STATUS_NAN_LOGIT");
   EXPECT_EQ(read["text"], nlohmann::json({"x", "a", "y"}));
   EXPECT_EQ(read["top_ids"][4], -1);
@@ -861,18 +806,14 @@ TEST_F(ScoreTest, LogitctlPrintsTheTextOfRowsWithoutTopTokens) {
 // The server's head is the model's own, so that both ways mean the same text.
 TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
   const std::string model = InTree("demo/model");
-  const std::vector<std::string> score = {
-      "score", "--text", "It is a truth universally", "--model", model, "--format", "json"};
-  const std::vector<std::string> topk = {"topk", "--text", "It is",    "--model", model,
-                                         "--k",  "3",      "--format", "json"};
-  const std::vector<std::string> generate = {"generate", "--text",        "It is", "--model",
-                                             model,      "--tokens",      "5",     "--format",
-                                             "json",     "--temperature", "0"};
-  const auto run = [&](std::vector<std::string> args, bool head) {
+  using Args = std::vector<std::string>;
+  const Args score = {"score", "--text", "It is a truth universally", "--model", model};
+  const Args topk = {"topk", "--text", "It is", "--model", model, "--k", "3"};
+  const Args generate = {"generate", "--text", "It is",         "--model", model,
+                         "--tokens", "5",      "--temperature", "0"};
+  const auto run = [&](Args args, bool head) {
     if (head) args.insert(args.end(), {"--head", "demo"});
-    const Ran ran = Logitctl(args);
-    EXPECT_EQ(ran.code, 0) << ran.err;
-    return nlohmann::json::parse(ran.out);
+    return Json(args);
   };
   const nlohmann::json own = run(score, false);
   const nlohmann::json sent = run(score, true);
@@ -883,9 +824,8 @@ TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
   }
   EXPECT_EQ(run(topk, false)["indices"], run(topk, true)["indices"]);
   EXPECT_EQ(run(generate, false)["tokens"], run(generate, true)["tokens"]);
-  const std::vector<std::string> sample = {
-      "sample", "--text",        "It is", "--model",        model, "--format", "json", "--seed",
-      "3",      "--temperature", "0",     "--top-logprobs", "2"};
+  const Args sample = {"sample", "--text",        "It is", "--model",        model, "--seed",
+                       "3",      "--temperature", "0",     "--top-logprobs", "2"};
   const nlohmann::json drawn = run(sample, true);
   for (const char* same : {"tokens", "text", "top_ids"}) {
     EXPECT_EQ(drawn[same], run(sample, false)[same]) << same;
@@ -900,18 +840,14 @@ TEST_F(ScoreTest, LogitctlSendsHiddenStatesForAHeadInsteadOfLogits) {
 
 TEST_F(ScoreTest, LogitctlSamplesFromAFileOfHiddenStates) {
   const std::string states = dir_.Write("states.npy", NpyF32(2, 2, {2, 1, -1, -1}));
-  std::vector<std::string> args = {"sample",        "--hidden", states,     "--head", "tiny",
-                                   "--temperature", "0",        "--format", "json"};
-  const Ran highest = Logitctl(args);
-  ASSERT_EQ(highest.code, 0) << highest.err;
-  nlohmann::json read = nlohmann::json::parse(highest.out);
+  std::vector<std::string> args = {"sample", "--hidden",      states, "--head",
+                                   "tiny",   "--temperature", "0"};
+  const nlohmann::json read = Json(args);
   EXPECT_EQ(read["tokens"], nlohmann::json({0, 2}));
   EXPECT_NEAR(read["logsumexp"][0].get<double>(),
               std::log(std::exp(2.0) + std::exp(1.0) + std::exp(-3.0)), 1e-5);
-  args.insert(args.end(), {"--allow", "1"});  // of the head's three tokens
-  const Ran allowed = Logitctl(args);
-  ASSERT_EQ(allowed.code, 0) << allowed.err;
-  EXPECT_EQ(nlohmann::json::parse(allowed.out)["tokens"], nlohmann::json({1, 1}));
+  args.insert(args.end(), {"--allow", "1"});  // one of the head's three tokens
+  EXPECT_EQ(Json(args)["tokens"], nlohmann::json({1, 1}));
 
   struct Case {
     std::vector<std::string> more;
@@ -919,7 +855,7 @@ TEST_F(ScoreTest, LogitctlSamplesFromAFileOfHiddenStates) {
     const char* error;
   };
   const Case cases[] = {
-      {{"--head", "tiny", "--allow", "3"}, 2, "--allow has token 3; allowed: 0..2"},
+      {{"--head", "tiny", "--allow", "3"}, 2, "--allow: got token 3, allowed 0..2"},
       {{}, 2, "--head is missing; with --hidden it names a head"},
       {{"--head", "nobody"}, 1, "NOT_FOUND"},
       {{"--head", "demo"}, 1, "INVALID_ARGUMENT: dtype: got f32, allowed bf16"},
@@ -943,7 +879,7 @@ TEST_F(ScoreTest, ALongSequenceOfHiddenStatesIsOneOfTheHead) {
                                   .hidden_size = 144,
                                   .hidden = {states}};
   for (int row = 0; row < 3000; ++row) request.params.add_targets(281);
-  const auto result = Connect(/*message_bytes=*/200000)->ScoreStream(request);
+  const auto result = ConnectWith(200000)->ScoreStream(request);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->messages, 5);
   EXPECT_THAT(result->answer.losses(), ::testing::Each(result->answer.losses(0)));
@@ -963,18 +899,18 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
       {{"score"}, "Exactly 1 option from [--logits,--hidden,--text,--text-file] is required"},
       {{"score", "--logits", npy}, "--targets is missing"},
       {{"score", "--hidden", npy, "--targets", ids}, "--head is missing"},
-      {{"score", "--logits", npy, "--targets", ids, "--head", "h"}, "--head beside --logits"},
-      {{"score", "--text", "x", "--targets", ids}, "--targets beside a text"},
+      {{"score", "--logits", npy, "--targets", ids, "--head", "h"}, "--head next to --logits"},
+      {{"score", "--text", "x", "--targets", ids}, "--targets next to a text"},
       {{"score", "--logits", npy, "--targets", npy}, "dtype '<f4'; allowed: <i4, <i8"},
       {{"score", "--logits", ids, "--targets", ids}, "dtype '<i8'; allowed: <f4, <f2"},
       {{"score", "--logits", npy, "--targets", dir.Write("s.npy", Ids({1}))},
-       "s.npy has 1 values; allowed: 2, one for each row"},
+       "s.npy: got 1 values, allowed 2 (rows)"},
       {{"score", "--logits", npy, "--targets", dir.Write("w.npy", Ids({1, int64_t{1} << 40}))},
-       "w.npy has 1099511627776 at row 1; allowed: numbers of 32 bits"},
+       "w.npy: got 1099511627776 at row 1, allowed numbers of 32 bits"},
       {{"score", "--text-file", dir.path("none")}, "none cannot be read, or is empty"},
       {{"score", "--text-file", dir.path("")}, "cannot be read, or is empty"},
       {{"score", "--text-file", dir.Write("long.txt", std::string(1100000, 'x')), "--model", model},
-       "the text has 1100000 tokens; allowed: 1..1036430, for all their logits are kept"},
+       "text: got 1100000 tokens, allowed 1..1036430, because all their logits are kept"},
       {{"score", "--logits", npy, "--targets", ids, "--smoothing", "x"}, "--smoothing"},
       {{"score", "--logits", npy, "--targets", ids, "--out", "x.txt"}, "x.txt"},
       {{"topk", "--logits", npy, "--head", "h"}, "--logits"},

@@ -82,11 +82,10 @@ std::string Address(const std::string& directory) { return "unix:" + directory +
 // One row, over logits that live as long as the process.
 client::TopKRequest OneRow() {
   static const float logits[] = {1, 3, 2};
-  return {.dtype = v1::DTYPE_F32,
-          .rows = 1,
-          .vocab = 3,
-          .logits = {{reinterpret_cast<const char*>(logits), sizeof(logits)}},
-          .k = {1}};
+  client::TopKRequest request = {
+      .rows = 1, .vocab = 3, .logits = {{reinterpret_cast<const char*>(logits), sizeof(logits)}}};
+  request.params.add_k(1);
+  return request;
 }
 
 std::unique_ptr<client::Client> Connected(const std::string& directory) {

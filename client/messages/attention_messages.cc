@@ -1,4 +1,4 @@
-#include "client/attention_messages.h"
+#include "client/messages/attention_messages.h"
 
 #include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
@@ -11,7 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "client/codec.h"
+#include "client/messages/codec.h"
+#include "client/messages/plan.h"
 #include "client/tensor_file.h"
 
 namespace logitd::client {
@@ -27,12 +28,10 @@ using BackwardResponse = v1::AttentionSoftmaxBackwardResponse;
 
 static_assert(Response::kProbsFieldNumber == int{BackwardResponse::kDScoresFieldNumber});
 
-// What protobuf carries, less room for the small fields.
 // Tags and lengths of a message's payload, mask, d_probs and logsumexp, at most.
 constexpr int64_t kFieldHeadBytes = 4 * 8;
-constexpr int64_t kMaxPayload = std::numeric_limits<int32_t>::max() - (int64_t{1} << 20);
 
-// Of a row beside the large array: its status and its logsumexp, as the server counts them.
+// Status and logsumexp of a row of an answer, as the server counts them.
 constexpr int64_t kAnswerRowBytes = 12;
 
 template <typename Message, typename Request>
@@ -51,11 +50,16 @@ Message HeaderOf(const Request& request) {
   return header;
 }
 
+absl::Status WrongSize(const char* name, size_t got, int64_t allowed) {
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %d bytes, but the shape makes that %d", name, got, allowed));
+}
+
 v1::DType OutDType(v1::DType out, v1::DType dtype) {
   return out == v1::DTYPE_UNSPECIFIED ? dtype : out;
 }
 
-// A message that is put together out of the caller's memory.
+// Builds a message of slices over the caller's memory.
 class SliceList {
  public:
   explicit SliceList(std::string header) : small_(std::move(header)) {}
@@ -78,7 +82,7 @@ class SliceList {
   std::vector<grpc::Slice> slices_;
 };
 
-// Reads the large array to where it goes, and what else there is to `rest`.
+// Reads the large array into `large`, and all other fields into `rest`.
 bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* rest) {
   grpc::ProtoBufferReader reader(answer);
   if (!reader.status().ok()) return false;
@@ -106,7 +110,8 @@ bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* 
 }  // namespace
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmaxRequest& request,
-                                                          const v1::Limits& limits, Sizes sizes) {
+                                                          const v1::Limits& limits,
+                                                          const ClientOptions& options) {
   auto header = HeaderOf<Forward>(request);
   header.set_want_logsumexp(request.want_logsumexp);
   if (request.mask.kind != v1::MASK_KIND_NONE) {
@@ -123,13 +128,13 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmax
                      .out = request.probs,
                      .sinks = static_cast<int64_t>(request.sinks.size()),
                      .want_logsumexp = request.want_logsumexp,
-                     .header = header.SerializeAsString(),
-                     .owner = request.owner},
-              limits, sizes);
+                     .header = header.SerializeAsString()},
+              limits, options);
 }
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(
-    const AttentionSoftmaxBackwardRequest& request, const v1::Limits& limits, Sizes sizes) {
+    const AttentionSoftmaxBackwardRequest& request, const v1::Limits& limits,
+    const ClientOptions& options) {
   return Plan(Tensor{.backward = true,
                      .dtype = request.dtype,
                      .out_dtype = OutDType(request.out_dtype, request.dtype),
@@ -140,46 +145,36 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(
                                    request.logsumexp.size() * sizeof(float)},
                      .out = request.d_scores,
                      .sinks = static_cast<int64_t>(request.sinks.size()),
-                     .header = HeaderOf<Backward>(request).SerializeAsString(),
-                     .owner = request.owner},
-              limits, sizes);
+                     .header = HeaderOf<Backward>(request).SerializeAsString()},
+              limits, options);
 }
 
 absl::StatusOr<AttentionMessages> AttentionMessages::Plan(Tensor tensor, const v1::Limits& limits,
-                                                          Sizes sizes) {
+                                                          const ClientOptions& options) {
   AttentionMessages messages(std::move(tensor));
   const Tensor& t = messages.tensor_;
   if (absl::Status status = messages.CheckSizes(); !status.ok()) return status;
-  const int64_t sinks = t.sinks * static_cast<int64_t>(sizeof(float));
-  int64_t largest = kMaxPayload - sinks;
-  if (limits.max_request_bytes() > 0) {
-    largest = std::min(largest, limits.max_request_bytes() - sinks);
+  // The server writes an answer of the input's type over the input; it does not count.
+  const int64_t answer_row = t.out_dtype == t.dtype ? 0 : messages.out_row_bytes();
+  const MessageRoom room =
+      RoomOf(limits, options.max_message_bytes,
+             {.bytes = t.sinks * static_cast<int64_t>(sizeof(float)),
+              .row_bytes = messages.row_bytes(),
+              .answer_bytes = t.sinks * static_cast<int64_t>(sizeof(double)),
+              .answer_row_bytes = kAnswerRowBytes + answer_row,
+              .field_bytes = static_cast<int64_t>(t.header.size()) + kFieldHeadBytes});
+  const int64_t rows = std::min(room.rows, t.shape.rows());
+  if (messages.Cut(std::min(room.bytes, options.attention_message_bytes), rows).ok()) {
+    return messages;
   }
-  int64_t rows = t.shape.rows();
-  if (limits.max_answer_bytes() > 0) {
-    // An answer of the input's type is written over it, and does not count.
-    int64_t row = kAnswerRowBytes;
-    if (t.out_dtype != t.dtype) row += messages.out_row_bytes();
-    const int64_t left = limits.max_answer_bytes() - t.sinks * static_cast<int64_t>(sizeof(double));
-    rows = std::min(rows, left / row);
-  }
-  if (sizes.most > 0) {
-    largest =
-        std::min(largest, sizes.most - static_cast<int64_t>(t.header.size()) - kFieldHeadBytes);
-  }
-  if (messages.Cut(std::min(largest, sizes.about), rows).ok()) return messages;
-  // A row may be larger than what was asked for, but not than what may be sent.
+  // One row may be larger than the size that the options ask for.
   messages.chunks_.clear();
-  if (absl::Status status = messages.Cut(largest, rows); !status.ok()) return status;
+  if (absl::Status status = messages.Cut(room.bytes, rows); !status.ok()) return status;
   return messages;
 }
 
 absl::Status AttentionMessages::CheckSizes() const {
   const Tensor& t = tensor_;
-  const auto fault = [](absl::string_view name, size_t got, int64_t allowed) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("%s: got %d bytes, but the shape makes that %d", name, got, allowed));
-  };
   if (t.dtype != v1::DTYPE_F32 && t.dtype != v1::DTYPE_F16 && t.dtype != v1::DTYPE_BF16) {
     return absl::InvalidArgumentError(
         absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(t.dtype)));
@@ -193,37 +188,40 @@ absl::Status AttentionMessages::CheckSizes() const {
                           t.shape.batch, t.shape.heads, t.shape.queries, t.shape.keys));
     }
   }
-  const auto differs = [](absl::string_view array, int64_t allowed) {
-    return static_cast<int64_t>(array.size()) != allowed;
-  };
-  if (differs(t.payload, bytes)) {
-    return fault(t.backward ? "probs" : "scores", t.payload.size(), bytes);
+  const int64_t lse_bytes =
+      t.backward && t.sinks > 0 ? t.shape.rows() * static_cast<int64_t>(sizeof(float)) : 0;
+  const int64_t out_bytes = t.shape.rows() * out_row_bytes();
+  const struct {
+    const char* name;
+    size_t got;
+    int64_t allowed;
+  } arrays[] = {{t.backward ? "probs" : "scores", t.payload.size(), bytes},
+                {"d_probs", t.d_probs.size(), t.backward ? bytes : 0},
+                {"logsumexp", t.logsumexp.size(), lse_bytes},
+                {t.backward ? "d_scores" : "probs", t.out.size(), t.out.empty() ? 0 : out_bytes}};
+  for (const auto& array : arrays) {
+    if (array.got == static_cast<size_t>(array.allowed)) continue;
+    return WrongSize(array.name, array.got, array.allowed);
   }
-  if (t.backward && differs(t.d_probs, bytes)) return fault("d_probs", t.d_probs.size(), bytes);
-  const int64_t logsumexp = t.sinks > 0 ? t.shape.rows() * static_cast<int64_t>(sizeof(float)) : 0;
-  if (t.backward && differs(t.logsumexp, logsumexp)) {
-    return fault("logsumexp", t.logsumexp.size(), logsumexp);
-  }
-  if (t.mask.kind != v1::MASK_KIND_NONE) {
-    const auto& shape = t.mask.shape;
-    const int64_t full[] = {t.shape.batch, t.shape.heads, t.shape.queries, t.shape.keys};
-    int64_t rows = 1;
-    for (size_t axis = 0; axis < 4; ++axis) {
-      if (shape[axis] != full[axis] && (shape[axis] != 1 || axis == 3)) {
-        return absl::InvalidArgumentError(absl::StrFormat(
-            "mask.shape: got [%d,%d,%d,%d], allowed [%d or 1,%d or 1,%d or 1,%d]", shape[0],
-            shape[1], shape[2], shape[3], full[0], full[1], full[2], full[3]));
-      }
-      if (axis < 3) rows *= shape[axis];
+  return t.mask.kind == v1::MASK_KIND_NONE ? absl::OkStatus() : CheckMask();
+}
+
+absl::Status AttentionMessages::CheckMask() const {
+  const Tensor& t = tensor_;
+  const auto& shape = t.mask.shape;
+  const int64_t full[] = {t.shape.batch, t.shape.heads, t.shape.queries, t.shape.keys};
+  int64_t rows = 1;
+  for (size_t axis = 0; axis < 4; ++axis) {
+    if (shape[axis] != full[axis] && (shape[axis] != 1 || axis == 3)) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "mask.shape: got [%d,%d,%d,%d], allowed [%d or 1,%d or 1,%d or 1,%d]", shape[0], shape[1],
+          shape[2], shape[3], full[0], full[1], full[2], full[3]));
     }
-    const int64_t mask_bytes = rows * mask_row_bytes();
-    if (differs(t.mask.bytes, mask_bytes)) return fault("mask", t.mask.bytes.size(), mask_bytes);
+    if (axis < 3) rows *= shape[axis];
   }
-  const int64_t out = t.shape.rows() * out_row_bytes();
-  if (!t.out.empty() && static_cast<int64_t>(t.out.size()) != out) {
-    return fault(t.backward ? "d_scores" : "probs", t.out.size(), out);
-  }
-  return absl::OkStatus();
+  const int64_t bytes = rows * mask_row_bytes();
+  if (t.mask.bytes.size() == static_cast<size_t>(bytes)) return absl::OkStatus();
+  return WrongSize("mask", t.mask.bytes.size(), bytes);
 }
 
 int64_t AttentionMessages::row_bytes() const {
@@ -242,7 +240,7 @@ int64_t AttentionMessages::mask_row_bytes() const {
   return tensor_.shape.keys * (mask.kind == v1::MASK_KIND_BOOL ? 1 : DTypeSize(mask.dtype));
 }
 
-// From the first row of the mask that the chunk uses to the last.
+// The rows of the mask from the first that the chunk uses to the last.
 AttentionMessages::MaskRows AttentionMessages::MaskRowsOf(const Chunk& chunk) const {
   const AttentionShape& shape = tensor_.shape;
   const auto& mask = tensor_.mask.shape;
@@ -262,7 +260,7 @@ AttentionMessages::MaskRows AttentionMessages::MaskRowsOf(const Chunk& chunk) co
   return {.first = low, .rows = high - low + 1};
 }
 
-// Whole heads where several fit, so that a mask they share travels once for them.
+// Cuts at whole heads where several fit, so that a mask that they share is sent once for them.
 absl::Status AttentionMessages::Cut(int64_t max_bytes, int64_t max_rows) {
   const AttentionShape& shape = tensor_.shape;
   const int64_t total = shape.rows();
@@ -295,7 +293,8 @@ absl::Status AttentionMessages::Cut(int64_t max_bytes, int64_t max_rows) {
   return absl::OkStatus();
 }
 
-grpc::ByteBuffer AttentionMessages::Encode(int i, const std::shared_ptr<const void>& owner) const {
+absl::StatusOr<grpc::ByteBuffer> AttentionMessages::Encode(
+    int i, const std::shared_ptr<const void>& owner) const {
   const Chunk& chunk = chunks_[static_cast<size_t>(i)];
   const Tensor& t = tensor_;
   const auto rows_of = [&](absl::string_view array, int64_t bytes) {
@@ -331,6 +330,24 @@ void AttentionMessages::Begin() {
   result_.values = std::move(values);
 }
 
+// The fields that answers of both directions have. False: they do not fit the chunk.
+template <typename Fields>
+bool AttentionMessages::TakeFields(const Chunk& chunk, const Fields& fields) {
+  const int faults = fields.fault_rows_size();
+  if (fields.first_row() != chunk.first_row || fields.rows() != chunk.rows ||
+      fields.dtype() != tensor_.out_dtype || fields.fault_status_size() != faults ||
+      fields.fault_positions_size() != faults) {
+    return false;
+  }
+  for (int f = 0; f < faults; ++f) {
+    result_.faults.push_back({.row = fields.fault_rows(f),
+                              .status = static_cast<v1::RowStatus>(fields.fault_status(f)),
+                              .position = fields.fault_positions(f)});
+  }
+  AddTimings(fields.timings(), &result_.timings);
+  return true;
+}
+
 absl::Status AttentionMessages::Take(int i, grpc::ByteBuffer* answer) {
   const Chunk& chunk = chunks_[static_cast<size_t>(i)];
   const absl::Span<char> out = tensor_.out.empty() ? absl::MakeSpan(result_.values) : tensor_.out;
@@ -342,28 +359,15 @@ absl::Status AttentionMessages::Take(int i, grpc::ByteBuffer* answer) {
   answer->Clear();
   const auto disagrees = [&] {
     return absl::InternalError(absl::StrFormat(
-        "the server's answer is not that of rows %d to %d of %d keys in %s", chunk.first_row,
-        chunk.first_row + chunk.rows - 1, tensor_.shape.keys, DTypeShortName(tensor_.out_dtype)));
-  };
-  const auto take = [&](const auto& fields) {
-    const int faults = fields.fault_rows_size();
-    if (fields.first_row() != chunk.first_row || fields.rows() != chunk.rows ||
-        fields.dtype() != tensor_.out_dtype || fields.fault_status_size() != faults ||
-        fields.fault_positions_size() != faults) {
-      return false;
-    }
-    for (int f = 0; f < faults; ++f) {
-      result_.faults.push_back({.row = fields.fault_rows(f),
-                                .status = static_cast<v1::RowStatus>(fields.fault_status(f)),
-                                .position = fields.fault_positions(f)});
-    }
-    AddTimings(fields.timings(), &result_.timings);
-    return true;
+        "the server's answer does not fit the message: asked for rows %d to %d of %d keys in %s",
+        chunk.first_row, chunk.first_row + chunk.rows - 1, tensor_.shape.keys,
+        DTypeShortName(tensor_.out_dtype)));
   };
   if (!split) return disagrees();
   if (tensor_.backward) {
     BackwardResponse fields;
-    if (!fields.ParseFromString(rest) || !take(fields) || fields.d_sinks_size() != tensor_.sinks) {
+    if (!fields.ParseFromString(rest) || !TakeFields(chunk, fields) ||
+        fields.d_sinks_size() != tensor_.sinks) {
       return disagrees();
     }
     result_.d_sinks.resize(static_cast<size_t>(tensor_.sinks));
@@ -375,7 +379,8 @@ absl::Status AttentionMessages::Take(int i, grpc::ByteBuffer* answer) {
   Response fields;
   const size_t wanted =
       tensor_.want_logsumexp ? static_cast<size_t>(chunk.rows) * sizeof(float) : 0;
-  if (!fields.ParseFromString(rest) || !take(fields) || fields.logsumexp().size() != wanted) {
+  if (!fields.ParseFromString(rest) || !TakeFields(chunk, fields) ||
+      fields.logsumexp().size() != wanted) {
     return disagrees();
   }
   const size_t before = result_.logsumexp.size();

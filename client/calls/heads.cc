@@ -1,0 +1,58 @@
+// The server's output heads.
+#include "client/client.h"
+#include "client/transport/transport.h"
+#include "logitd/v1/heads.grpc.pb.h"
+
+namespace logitd::client {
+
+absl::StatusOr<v1::Head> Client::LoadHead(
+    const v1::LoadHeadRequest& request,
+    const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress) {
+  grpc::ClientContext context;
+  const auto stub = v1::Heads::NewStub(transport_->channel());
+  const auto reader = stub->Load(&context, request);
+  v1::LoadHeadResponse message;
+  bool stopped = false;
+  while (!stopped && reader->Read(&message)) {
+    stopped = progress != nullptr && !progress(message.done_bytes(), message.total_bytes());
+  }
+  if (stopped) context.TryCancel();
+  const absl::Status status = ToAbsl(reader->Finish());
+  if (!status.ok()) return status;
+  if (stopped) {
+    return absl::CancelledError("cancelled as the load ended: the head may be loaded");
+  }
+  if (!message.has_head()) return absl::InternalError("the server's last answer has no head");
+  return message.head();
+}
+
+absl::Status Client::UnloadHead(const std::string& name) {
+  v1::UnloadHeadRequest request;
+  request.set_name(name);
+  int attempts = 0;
+  const absl::Status status =
+      transport_
+          ->CallSmall<v1::UnloadHeadResponse>("/logitd.v1.Heads/Unload", request,
+                                              transport_->Deadline(), &attempts)
+          .status();
+  // The first attempt may have unloaded the head although its answer was lost.
+  return attempts > 1 && absl::IsNotFound(status) ? absl::OkStatus() : status;
+}
+
+absl::StatusOr<std::vector<v1::Head>> Client::ListHeads() {
+  const absl::StatusOr<v1::ListHeadsResponse> list = transport_->CallSmall<v1::ListHeadsResponse>(
+      "/logitd.v1.Heads/List", v1::ListHeadsRequest(), transport_->Deadline());
+  if (!list.ok()) return list.status();
+  return std::vector<v1::Head>(list->heads().begin(), list->heads().end());
+}
+
+absl::StatusOr<v1::Head> Client::GetHead(const std::string& name) {
+  v1::GetHeadRequest request;
+  request.set_name(name);
+  const absl::StatusOr<v1::GetHeadResponse> got = transport_->CallSmall<v1::GetHeadResponse>(
+      "/logitd.v1.Heads/Get", request, transport_->Deadline());
+  if (!got.ok()) return got.status();
+  return got->head();
+}
+
+}  // namespace logitd::client

@@ -1,0 +1,109 @@
+#include "client/cli/input.h"
+
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "formats/half.h"
+
+namespace logitd::cli {
+
+absl::StatusOr<client::LanguageModel> LoadModel(const std::string& directory) {
+  absl::StatusOr<client::LanguageModel> model = client::LanguageModel::Load(directory);
+  if (model.ok()) return model;
+  return absl::Status(
+      model.status().code(),
+      absl::StrCat(model.status().message(),
+                   "\n  hint: --model names a directory with config.json, vocab.json and "
+                   "model.safetensors"));
+}
+
+std::vector<std::string> TextOf(const client::LanguageModel* model,
+                                absl::Span<const int32_t> tokens) {
+  std::vector<std::string> text;
+  if (model == nullptr) return text;
+  for (int32_t token : tokens) {
+    const bool known = token >= 0 && token < model->vocab_size();
+    text.push_back(known ? model->TokenBytes(token) : "");
+  }
+  return text;
+}
+
+std::string ToDType(absl::Span<const float> values, v1::DType dtype) {
+  std::string bytes(values.size() * static_cast<size_t>(client::DTypeSize(dtype)), '\0');
+  if (dtype == v1::DTYPE_F32) {
+    if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    const uint16_t half =
+        dtype == v1::DTYPE_F16 ? formats::FloatToF16(values[i]) : formats::FloatToBF16(values[i]);
+    std::memcpy(bytes.data() + 2 * i, &half, 2);
+  }
+  return bytes;
+}
+
+absl::StatusOr<v1::Head> FindHead(const Session& session, const std::string& name,
+                                  const client::LanguageModel& model) {
+  if (name.empty()) return v1::Head();
+  absl::StatusOr<v1::Head> head = session.client().GetHead(name);
+  if (!head.ok()) return head;
+  if (head->hidden() == model.hidden_dim() && head->vocab() == model.vocab_size()) return head;
+  return absl::InvalidArgumentError(
+      absl::StrFormat("--head %s is of %d tokens by %d; the model of --model has %d by %d", name,
+                      head->vocab(), head->hidden(), model.vocab_size(), model.hidden_dim()));
+}
+
+int NoHead(const Session& session, const absl::Status& status) {
+  return absl::IsInvalidArgument(status) ? BadInput(status) : session.CallFailed(status);
+}
+
+void Input::SetRow(absl::Span<const float> state, const v1::Head& to) {
+  rows = 1;
+  head = to.name();
+  dtype = head.empty() ? v1::DTYPE_F32 : to.dtype();
+  width = head.empty() ? model->vocab_size() : to.hidden();
+  computed = head.empty() ? ToDType(model->Logits(state), dtype) : ToDType(state, dtype);
+  payload = computed;
+}
+
+absl::StatusOr<Input> LoadFile(const InputFlags& flags) {
+  const bool hidden = !flags.hidden.empty();
+  if (hidden && flags.head.empty()) {
+    return absl::InvalidArgumentError(
+        "--head is missing; with --hidden it names a head that the server has loaded");
+  }
+  if (!hidden && !flags.head.empty()) {
+    return absl::InvalidArgumentError("--head next to --logits; allowed with --hidden or a text");
+  }
+  absl::StatusOr<client::FileTensor> loaded =
+      client::LoadMatrix(hidden ? flags.hidden : flags.logits);
+  if (!loaded.ok()) return loaded.status();
+  Input input = {.dtype = loaded->dtype,
+                 .rows = loaded->shape[0],
+                 .width = loaded->shape[1],
+                 .head = flags.head,
+                 .payload = loaded->bytes};
+  input.tensor = *std::move(loaded);
+  return input;
+}
+
+absl::StatusOr<Input> LoadPrompt(const InputFlags& flags) {
+  absl::StatusOr<client::LanguageModel> model = LoadModel(flags.model);
+  if (!model.ok()) return model.status();
+  Input input;
+  input.model = std::make_unique<client::LanguageModel>(*std::move(model));
+  input.tokens = input.model->Tokenize(flags.text);
+  return input;
+}
+
+std::vector<float> ReadTokens(const client::LanguageModel& model,
+                              client::LanguageModel::State* state,
+                              absl::Span<const int32_t> tokens) {
+  std::vector<float> hidden = model.Step(*state, model.bos_token_id());
+  for (int32_t token : tokens) hidden = model.Step(*state, token);
+  return hidden;
+}
+
+}  // namespace logitd::cli

@@ -1,0 +1,31 @@
+// How a Client connects, waits, tries again and cuts.
+#ifndef LOGITD_CLIENT_OPTIONS_H_
+#define LOGITD_CLIENT_OPTIONS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/time/time.h"
+
+namespace logitd::client {
+
+struct RetryOptions {
+  int max_attempts = 4;  // of one call, the first included; 1 or more
+  absl::Duration initial_backoff = absl::Milliseconds(20);
+  absl::Duration max_backoff = absl::Seconds(1);
+};
+
+struct ClientOptions {
+  std::string address = "127.0.0.1:7450";       // HOST:PORT or unix:PATH
+  absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
+  RetryOptions retry;
+  int64_t max_message_bytes = 0;  // larger requests are refused here, unsent; 0: no limit of ours
+  // Payload of one message of a stream, about. The server works on some messages while others
+  // travel.
+  int64_t attention_message_bytes = int64_t{8} << 20;  // larger tensors go as a stream
+  int64_t score_message_bytes = int64_t{4} << 20;      // of ScoreStream; 4096 rows at most
+};
+
+}  // namespace logitd::client
+
+#endif  // LOGITD_CLIENT_OPTIONS_H_

@@ -1,0 +1,205 @@
+#include "client/transport/transport.h"
+
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <algorithm>
+#include <chrono>
+#include <random>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "client/transport/channel.h"
+
+namespace logitd::client {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A message that is too large for a transport, the server's or ours, stays too large. gRPC has the
+// same code for it as for a full server.
+bool IsRetryable(const absl::Status& status) {
+  return absl::IsUnavailable(status) ||
+         (absl::IsResourceExhausted(status) &&
+          !absl::StrContains(status.message(), "message larger than max ("));
+}
+
+// Factor of a backoff. Seeded once per thread, at its first use: on some machines the seed takes
+// longer (30 us) than the client's whole share of a call.
+double Jitter() {
+  thread_local std::minstd_rand random(std::random_device{}());
+  return std::uniform_real_distribution<double>(0.5, 1.0)(random);
+}
+
+}  // namespace
+
+absl::Status ToAbsl(const grpc::Status& status) {
+  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+}
+
+grpc::ByteBuffer BufferOf(const std::string& bytes) {
+  grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+bool ParseMessage(grpc::ByteBuffer* buffer, google::protobuf::MessageLite* message) {
+  grpc::ProtoBufferReader reader(buffer);
+  return reader.status().ok() && message->ParseFromZeroCopyStream(&reader);
+}
+
+std::optional<int64_t> PushbackOf(const grpc::ClientContext& context) {
+  const auto& trailers = context.GetServerTrailingMetadata();
+  const auto it = trailers.find("grpc-retry-pushback-ms");
+  if (it == trailers.end()) return std::nullopt;
+  int64_t ms = -1;  // not a number: no retry, as in gRPC's own retries
+  if (!absl::SimpleAtoi(absl::string_view(it->second.data(), it->second.size()), &ms)) ms = -1;
+  return ms;
+}
+
+void ReleaseAndShutdown(PayloadHold* hold, grpc::CompletionQueue* cq) {
+  void* tag;
+  bool ok;
+  if (hold != nullptr) hold->Drop();
+  absl::Notification* const released = hold == nullptr ? nullptr : hold->released();
+  while (released != nullptr &&
+         !released->WaitForNotificationWithTimeout(absl::Microseconds(200))) {
+    cq->AsyncNext(&tag, &ok, std::chrono::system_clock::now() + std::chrono::milliseconds(1));
+  }
+  cq->Shutdown();
+  while (cq->Next(&tag, &ok)) {
+  }
+}
+
+Transport::Transport(ClientOptions options)
+    : options_(std::move(options)), channel_(MakeChannel(options_.address)), stub_(channel_) {}
+
+absl::Status Transport::CheckSize(const grpc::ByteBuffer& request) const {
+  const auto bytes = static_cast<int64_t>(request.Length());
+  if (options_.max_message_bytes <= 0 || bytes <= options_.max_message_bytes) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrFormat("request: got %d bytes, allowed 1..%d (max_message_bytes)", bytes,
+                      options_.max_message_bytes));
+}
+
+Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Time deadline,
+                        PayloadHold* hold) {
+  Attempt attempt;
+  grpc::CompletionQueue cq;
+  {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(deadline));
+    grpc::Status status;
+    const Clock::time_point start = Clock::now();
+    auto call = stub_.PrepareUnaryCall(&context, method, *request, &cq);
+    request->Clear();
+    call->StartCall();
+    call->Finish(&attempt.response, &status, &attempt);
+    void* tag;
+    bool ok;
+    cq.Next(&tag, &ok);
+    attempt.round_trip = absl::FromChrono(Clock::now() - start);
+    attempt.status = ToAbsl(status);
+    if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
+  }
+  ReleaseAndShutdown(hold, &cq);
+  return attempt;
+}
+
+// The channel works meanwhile: it reconnects only while somebody polls it.
+void Transport::Sleep(absl::Duration delay) {
+  const Clock::time_point start = Clock::now();
+  absl::Duration left = delay;
+  while (left > absl::ZeroDuration()) {
+    channel_->WaitForStateChange(channel_->GetState(/*try_to_connect=*/true),
+                                 absl::ToChronoTime(absl::Now() + left));
+    left = delay - absl::FromChrono(Clock::now() - start);
+  }
+}
+
+Attempt Transport::Retry(absl::Time deadline,
+                         absl::FunctionRef<Attempt(absl::Time deadline)> once) {
+  const int max_attempts = options_.retry.max_attempts;
+  absl::Duration backoff = options_.retry.initial_backoff;
+  for (int attempts = 1;; ++attempts) {
+    Attempt attempt = once(deadline);
+    if (attempt.progressed && IsRetryable(attempt.status)) {
+      attempts = 1;
+      backoff = options_.retry.initial_backoff;
+    }
+    attempt.attempts = attempts;
+    if (attempt.status.ok() || !IsRetryable(attempt.status)) return attempt;
+    std::string why;
+    if (attempts >= max_attempts) {
+      if (max_attempts > 1) why = absl::StrFormat("gave up after %d attempts", max_attempts);
+    } else if (attempt.pushback_ms.has_value() && *attempt.pushback_ms < 0) {
+      why = "the server asks not to retry";
+    } else {
+      const absl::Duration delay = attempt.pushback_ms.has_value()
+                                       ? absl::Milliseconds(*attempt.pushback_ms)
+                                       : backoff * Jitter();
+      if (absl::Now() + delay < deadline) {
+        Sleep(delay);
+        backoff = std::min(backoff * 2, options_.retry.max_backoff);
+        continue;
+      }
+      why = absl::StrFormat("attempt %d; the next, in %s, would pass the deadline", attempts,
+                            absl::FormatDuration(delay));
+    }
+    if (!why.empty()) {
+      attempt.status = absl::Status(attempt.status.code(),
+                                    absl::StrCat(attempt.status.message(), " (", why, ")"));
+    }
+    return attempt;
+  }
+}
+
+absl::Status Transport::CallSmall(const char* method, const google::protobuf::MessageLite& request,
+                                  absl::Time deadline, int* attempts,
+                                  google::protobuf::MessageLite* response) {
+  Attempt attempt = Retry(deadline, [&](absl::Time end) {
+    grpc::ByteBuffer buffer = BufferOf(request.SerializeAsString());
+    return Call(method, &buffer, end);
+  });
+  if (attempts != nullptr) *attempts = attempt.attempts;
+  if (attempt.status.ok() && !ParseMessage(&attempt.response, response)) {
+    return absl::InternalError(
+        absl::StrCat("the server's answer is not a ", response->GetTypeName()));
+  }
+  return attempt.status;
+}
+
+absl::StatusOr<v1::GetInfoResponse> Transport::Info(absl::Time deadline) {
+  return CallSmall<v1::GetInfoResponse>("/logitd.v1.Server/GetInfo", v1::GetInfoRequest(),
+                                        deadline);
+}
+
+absl::StatusOr<v1::Limits> Transport::Limits(absl::Time deadline) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (limits_.has_value()) return *limits_;
+  }
+  return AskForLimits(deadline);
+}
+
+absl::StatusOr<v1::Limits> Transport::AskForLimits(absl::Time deadline) {
+  absl::StatusOr<v1::GetInfoResponse> info = Info(deadline);
+  if (!info.ok()) return info.status();
+  absl::MutexLock lock(&mutex_);
+  limits_ = info->limits();
+  return *limits_;
+}
+
+bool Transport::LimitsChanged(const absl::Status& refused, v1::Limits* used, absl::Time deadline) {
+  if (!absl::IsInvalidArgument(refused) && !absl::IsResourceExhausted(refused)) return false;
+  const absl::StatusOr<v1::Limits> now = AskForLimits(deadline);
+  if (!now.ok() || now->SerializeAsString() == used->SerializeAsString()) return false;
+  *used = *now;
+  return true;
+}
+
+}  // namespace logitd::client
