@@ -103,7 +103,7 @@ TEST_F(AttentionSoftmaxCpuTest, LogsumexpMayBeLeftOut) {
   call.want_logsumexp = false;
   const AttentionAnswer got = runner_->AttentionSoftmax(call).value();
   EXPECT_EQ(got.probs.At(0, 0), 1.0f);
-  EXPECT_EQ(got.logsumexp[0], TopKAnswer::kUnwrittenFloat);
+  EXPECT_EQ(got.logsumexp[0], kUnwrittenFloat);
 }
 
 TEST_F(AttentionSoftmaxCpuTest, SinksOfHeadsWithoutARowHaveNoGradient) {

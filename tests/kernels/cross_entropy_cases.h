@@ -649,13 +649,12 @@ inline std::string RowDifference(const std::vector<double>& logits, const LossBa
                                  const LossAnswer& got, int64_t r, LossSlack slack = {}) {
   const CrossEntropyRow& ask = batch.rows[r];
   if (ask.active == 0) {
-    const bool untouched = got.loss[r] == TopKAnswer::kUnwrittenFloat &&
-                           got.logsumexp[r] == TopKAnswer::kUnwrittenFloat &&
-                           got.status[r].position == TopKAnswer::kUnwrittenIndex;
+    const bool untouched = got.loss[r] == kUnwrittenFloat && got.logsumexp[r] == kUnwrittenFloat &&
+                           got.status[r].position == kUnwrittenIndex;
     return untouched ? "" : "wrote for a skipped row";
   }
-  if (got.top_ids[ask.first_top_entry + ask.top_logprobs] != TopKAnswer::kUnwrittenIndex ||
-      got.extra_logprobs[ask.first_extra_entry + ask.extra_count] != TopKAnswer::kUnwrittenFloat) {
+  if (got.top_ids[ask.first_top_entry + ask.top_logprobs] != kUnwrittenIndex ||
+      got.extra_logprobs[ask.first_extra_entry + ask.extra_count] != kUnwrittenFloat) {
     return "wrote behind its entries";
   }
   return DescribeDifference(ReferenceCrossEntropy(logits, ask, ExtrasOf(batch, ask)), ask, got, r,

@@ -519,7 +519,7 @@ inline std::string GradientDifference(const LinearCase& c, const LinearInput& in
       const double slack = relative * want.weight_size[i * c.hidden + d] + 1e-30;
       if (!Agrees(d_type, is, should, slack)) return describe("d_weight", i, d, is, should, slack);
     }
-    const double should = call.want_d_bias ? want.d_bias[i] : TopKAnswer::kUnwrittenFloat;
+    const double should = call.want_d_bias ? want.d_bias[i] : kUnwrittenFloat;
     if (!Agrees(DType::kF32, got.d_bias[i], should, relative * want.bias_size[i])) {
       return describe("d_bias", i, 0, got.d_bias[i], should, relative * want.bias_size[i]);
     }
@@ -736,9 +736,8 @@ inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearC
   for (int64_t r = 0; r < c.rows; ++r) {
     const CrossEntropyRow& ask = call.rows[r];
     if (ask.active == 0) {
-      if (got->loss.loss[r] == TopKAnswer::kUnwrittenFloat &&
-          got->loss.logsumexp[r] == TopKAnswer::kUnwrittenFloat &&
-          got->loss.status[r].position == TopKAnswer::kUnwrittenIndex) {
+      if (got->loss.loss[r] == kUnwrittenFloat && got->loss.logsumexp[r] == kUnwrittenFloat &&
+          got->loss.status[r].position == kUnwrittenIndex) {
         continue;
       }
       return absl::StrFormat("%s: wrote for row %d, which is skipped", Describe(c), r);

@@ -93,6 +93,8 @@ class HostTensor {
   int64_t row_stride() const { return row_stride_; }
   size_t offset_bytes() const { return offset_ * SizeOf(dtype_); }
   absl::Span<const std::byte> bytes() const { return bytes_; }  // from the aligned address on
+  // The shape; `data` is null.
+  TensorView View() const { return {nullptr, dtype_, rows_, cols_, row_stride_}; }
   std::vector<std::byte>& mutable_bytes() { return bytes_; }
 
   // Rounded to the tensor's type.

@@ -620,12 +620,11 @@ inline std::string FirstDifference(OpRunner& runner, const SampleCase& c) {
     const SampleRow& row = batch.rows[r];
     std::string difference;
     const bool skipped = row.active == 0;
-    if (got->top_ids[row.first_top_entry + row.top_logprobs] != TopKAnswer::kUnwrittenIndex ||
-        got->extra_logprobs[row.first_extra_entry + row.extra_count] !=
-            TopKAnswer::kUnwrittenFloat) {
+    if (got->top_ids[row.first_top_entry + row.top_logprobs] != kUnwrittenIndex ||
+        got->extra_logprobs[row.first_extra_entry + row.extra_count] != kUnwrittenFloat) {
       difference = "wrote behind its entries";
     } else if (skipped) {
-      if (got->tokens[r] != TopKAnswer::kUnwrittenIndex) difference = "wrote for a skipped row";
+      if (got->tokens[r] != kUnwrittenIndex) difference = "wrote for a skipped row";
     } else {
       difference = ReferenceSample(RowOf(tensor, r), row, batch).Difference(*got, r, batch);
     }

@@ -185,14 +185,12 @@ inline std::string FirstDifference(const TopKCase& c, const HostTensor& tensor, 
   for (int64_t r = 0; r < c.rows; ++r) {
     const SoftmaxTopKRow& ask = asks.rows[r];
     const int64_t gap = next_entry + ask.k;
-    if (got.indices[gap] != TopKAnswer::kUnwrittenIndex ||
-        got.probs[gap] != TopKAnswer::kUnwrittenFloat) {
+    if (got.indices[gap] != kUnwrittenIndex || got.probs[gap] != kUnwrittenFloat) {
       return absl::StrFormat("%s: wrote entry %d, behind row %d's", Describe(c), gap, r);
     }
     next_entry = gap + 1;
     if (ask.k == 0) {
-      if (got.logsumexp[r] != TopKAnswer::kUnwrittenFloat ||
-          got.status[r].position != TopKAnswer::kUnwrittenIndex) {
+      if (got.logsumexp[r] != kUnwrittenFloat || got.status[r].position != kUnwrittenIndex) {
         return absl::StrFormat("%s: wrote for row %d, which is to be skipped", Describe(c), r);
       }
       continue;
