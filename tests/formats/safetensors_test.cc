@@ -89,7 +89,7 @@ TEST(SafetensorsTest, NamesTheFault) {
             "tensor 'b': data_offsets begin at 14, behind a gap; allowed: 12"},
            {"gap_first", absl::StrCat("{", F16("a", 2, 24), "}"),
             "allowed: 0, where the data start"},
-           {"data_behind", absl::StrCat("{", F16("a", 0, 22), "}"),
+           {"data_after", absl::StrCat("{", F16("a", 0, 22), "}"),
             "the tensors end at 22 of the file's 24 data bytes"},
            {"past_the_end", absl::StrCat("{", F16("a", 0, 26), "}"),
             "tensor 'a': data_offsets [0,26] outside the file's 24 data bytes"},
@@ -116,7 +116,7 @@ TEST(SafetensorsTest, NamesTheFault) {
             R"({"x":{"dtype":"F32","shape":[576460752303423488,2],"data_offsets":[0,0]}})",
             "disagrees with its 0 data bytes"},
            {"cut", R"({"x":{"dtype":"F32")", "header is not a JSON object, at its byte"},
-           {"text_behind", "{} {}", "header is not a JSON object"},
+           {"text_after", "{} {}", "header is not a JSON object"},
            {"bytes_that_are_no_utf8", "{\"\xff\":1}", "header is not a JSON object"},
            {"deep", "{\"x\":" + std::string(100000, '['), "tensor 'x': not a JSON object"},
        }) {
@@ -128,11 +128,11 @@ TEST(SafetensorsTest, NamesTheFault) {
   }
 }
 
-TEST(SafetensorsTest, NothingStandsBehindANul) {
+TEST(SafetensorsTest, NothingStandsAfterANul) {
   const std::string good = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
   ASSERT_TRUE(ParseSafetensorsHeader("f", good, 4).ok());
-  for (const char* behind : {"", "{", "\"b\":1"}) {
-    EXPECT_EQ(ParseSafetensorsHeader("f", good + '\0' + behind, 4).status(),
+  for (const char* after : {"", "{", "\"b\":1"}) {
+    EXPECT_EQ(ParseSafetensorsHeader("f", good + '\0' + after, 4).status(),
               absl::InvalidArgumentError(absl::StrFormat(
                   "f: header is not a JSON object, at its byte %d", good.size() + 1)));
   }

@@ -32,6 +32,8 @@ class Arena {
   ~Arena() {
     if (slab_.bytes > 0) backend_->FreeSlab(slab_);
   }
+  const DeviceInfo& device() const { return backend_->device(); }
+
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
