@@ -1,9 +1,9 @@
 # Two images from one file:
 #   docker build --target cpu  -t logitd:cpu .
 #   docker build --target cuda -t logitd:cuda .
-# A build stage compiles the two programs and lists the packages of the shared libraries they use; a runtime stage is a base
-# image plus those packages and programs. So each runtime base must be the same distribution as its build base. That of CUDA has
-# cuBLASLt, which heads load at run time.
+# A build stage compiles the two programs and lists the packages of the shared libraries they use. A runtime stage is a
+# base image plus those packages and programs, so each runtime base must be the same distribution as its build base. The
+# CUDA runtime base has cuBLASLt, which logitd loads at run time for heads.
 ARG BASE=debian:12-slim
 ARG CUDA_BUILD_BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
 ARG CUDA_BASE=nvidia/cuda:13.0.0-runtime-ubuntu24.04

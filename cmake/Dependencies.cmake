@@ -1,4 +1,4 @@
-# Everything we use, found where Debian 12 and the CUDA toolkit put it.
+# All libraries, found where Debian 12 and the CUDA toolkit install them.
 find_package(Threads REQUIRED)
 find_package(absl REQUIRED CONFIG)
 find_package(Protobuf REQUIRED)
@@ -9,7 +9,7 @@ find_package(nlohmann_json REQUIRED CONFIG)
 find_package(CLI11 REQUIRED CONFIG)
 find_package(PNG REQUIRED)
 find_package(hwy REQUIRED CONFIG)
-# A ceiling for the bench alone, which does without. The serial one, whatever else is called BLAS here.
+# Optional: the CPU bench uses it as a ceiling. The serial one, whichever other BLAS is installed.
 find_library(LOGITD_OPENBLAS openblas PATH_SUFFIXES openblas-serial)
 find_path(LOGITD_OPENBLAS_INCLUDE cblas.h PATH_SUFFIXES ${CMAKE_LIBRARY_ARCHITECTURE}/openblas-serial)
 if(LOGITD_TESTS)

@@ -1,4 +1,4 @@
-# What can be chosen, and the flags every target of ours gets.
+# Build options, and the flags of all our targets.
 find_program(LOGITD_NVCC nvcc HINTS /usr/local/cuda/bin)
 if(LOGITD_NVCC)
   set(LOGITD_CUDA_DEFAULT ON)
@@ -9,7 +9,7 @@ option(LOGITD_CUDA "Build the CUDA backend" ${LOGITD_CUDA_DEFAULT})
 option(LOGITD_TESTS "Build the tests" ON)
 option(LOGITD_FUZZ "Build the libFuzzer targets (clang only)" OFF)
 option(LOGITD_CCACHE "Compile through ccache where it is installed" ON)
-set(LOGITD_CUDA_ARCHITECTURES "80;89;90a;100" CACHE STRING "CUDA architectures; 90a alone is enough for Hopper")
+set(LOGITD_CUDA_ARCHITECTURES "80;89;90a;100" CACHE STRING "CUDA architectures; only 90a is enough for Hopper")
 set(LOGITD_SANITIZE "" CACHE STRING "Sanitizers for -fsanitize=, e.g. address,undefined or thread")
 
 set(CMAKE_CXX_STANDARD 20)

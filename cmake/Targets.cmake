@@ -1,13 +1,13 @@
-# How a directory becomes a target. Sources are globbed, so a new file in a room joins its target by itself.
+# How a directory becomes a target. CMake finds sources by pattern: a new file joins its directory's target.
 include(GoogleTest)
 
 function(logitd_compile_options target)
   target_include_directories(${target} PUBLIC ${CMAKE_SOURCE_DIR})
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror;-Wno-unused-parameter;-Wno-missing-field-initializers>
-    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>  # gcc 12 at -O3 sees overlaps in "text" + string that are not there
+    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>  # false alarms of gcc 12 at -O3 for "text" + string
     $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=-Wall;--expt-relaxed-constexpr>)
-  # Kernels are a tenth in size so, in every program that has them; the driver unpacks them at their first use.
+  # Compressed kernels take a tenth of the space in every program; the driver unpacks them at their first use.
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
   endif()
@@ -47,7 +47,7 @@ function(logitd_executable name)
   logitd_compile_options(${name})
 endfunction()
 
-# Adds the .cu files of directories to a target, and tells its users that CUDA is in.
+# Adds the .cu files of directories to a target, and tells its users that CUDA is built in.
 function(logitd_cuda_sources name)
   logitd_glob(sources *.cu ${ARGN})
   target_sources(${name} PRIVATE ${sources})
@@ -107,7 +107,7 @@ function(logitd_test dir)
   endforeach()
 endfunction()
 
-# tests/fuzz/<name>_fuzz.cc -> <name>_fuzz under libFuzzer. The corpus beside it is also replayed by an ordinary test.
+# tests/fuzz/<name>_fuzz.cc -> <name>_fuzz under libFuzzer. An ordinary test also replays the corpus next to it.
 function(logitd_fuzz_targets dir)
   if(NOT LOGITD_FUZZ)
     return()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Scores the held-out text with the exported files alone, in numpy, to show that they are the model that was trained.
+"""Scores the held-out text with only the exported files, in numpy, to show that they are the model that was trained.
 
     demo/check_model.py [--model demo/model] [--expect LOSS]
 

@@ -40,7 +40,7 @@ inline uint16_t FloatToF16(float value) {
   if (magnitude > 0x7f800000) return sign | 0x7e00;
   if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and above
   if (magnitude < 0x38800000) {                       // below 2^-14: subnormal
-    // Adding 0.5 leaves the value in units of 2^-24 in the low mantissa bits, rounded by the FPU.
+    // The sum with 0.5 has the value, rounded by the FPU, in its low mantissa bits: units of 2^-24.
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     return sign | static_cast<uint16_t>(std::bit_cast<uint32_t>(shifted) - 0x3f000000);
   }

@@ -10,8 +10,8 @@
 namespace logitd::formats {
 namespace {
 
-// Takes the text piece by piece. A tree of it would take ten times its memory, and a parser that
-// leaves parts out of a tree looks through all it has whenever it leaves out one more.
+// Takes the text piece by piece. A tree would need ten times the text's memory, and the library's
+// tree parser with a filter searches the whole tree for each part it leaves out.
 class FieldsReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit FieldsReader(absl::FunctionRef<bool(std::string_view, std::string_view)> wanted)
@@ -46,7 +46,7 @@ class FieldsReader final : public nlohmann::json_sax<nlohmann::json> {
     if (depth_ == 2) inner_ = std::move(key);
     if (depth_ != 1) return true;
     outer_ = std::move(key);
-    if (!outer_.empty()) {  // what an earlier one of the key said
+    if (!outer_.empty()) {  // drops the members of an earlier object with this key
       std::erase_if(fields_, [&](const auto& field) { return field.first.first == outer_; });
     }
     return true;
@@ -67,10 +67,10 @@ class FieldsReader final : public nlohmann::json_sax<nlohmann::json> {
 
   const absl::FunctionRef<bool(std::string_view, std::string_view)> wanted_;
   JsonFields fields_;
-  int64_t depth_ = 0;    // objects and arrays that are open
-  bool inside_ = false;  // at depth 2: of an object with a name
-  std::string outer_;    // the last key of depth 1
-  std::string inner_;    // of depth 2
+  int64_t depth_ = 0;    // open objects and arrays
+  bool inside_ = false;  // at depth 2: inside an object whose key is not empty
+  std::string outer_;    // the last key at depth 1
+  std::string inner_;    // the last key at depth 2
 };
 
 }  // namespace
@@ -79,7 +79,7 @@ absl::StatusOr<JsonFields> ReadJsonFields(
     std::string_view path, std::string_view text,
     absl::FunctionRef<bool(std::string_view object, std::string_view key)> wanted) {
   FieldsReader reader(wanted);
-  // The parser takes a NUL for the end.
+  // The parser takes a NUL as the end of the text.
   if (text.find('\0') != std::string_view::npos ||
       !nlohmann::json::sax_parse(text.begin(), text.end(), &reader)) {
     return absl::InvalidArgumentError(absl::StrFormat("%s: not a JSON object", path));

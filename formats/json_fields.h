@@ -1,4 +1,4 @@
-// A few members of a JSON file that may hold anything beside them.
+// Reads a few members of a JSON file that may hold anything else too.
 #ifndef LOGITD_FORMATS_JSON_FIELDS_H_
 #define LOGITD_FORMATS_JSON_FIELDS_H_
 
@@ -14,7 +14,7 @@
 
 namespace logitd::formats {
 
-// An object or array, whose inside is not kept.
+// An object or array. Its contents are not kept.
 struct JsonParts {
   bool object = false;
   bool operator==(const JsonParts&) const = default;
@@ -23,18 +23,19 @@ struct JsonParts {
 // null: std::monostate. An integer beyond int64_t is a double.
 using JsonValue = std::variant<std::monostate, bool, int64_t, double, std::string, JsonParts>;
 
-// By (object, key): of the outermost object, "", or of an object that is a member of it, its key.
+// By (object, key). The object is "" for the outermost one, or the key of an object inside it.
 using JsonFields = std::map<std::pair<std::string, std::string>, JsonValue>;
 
-// The members that `wanted` says, of the outermost object and of the objects that are members of
-// it by a key that is not empty. Of a key that is there twice the last one counts. INVALID_ARGUMENT
-// naming `path`: not one JSON object. Takes time in proportion to the text, and memory to what is
-// wanted of it and its longest string, whatever it says. Thread-safe.
+// Returns the members for which `wanted` is true: those of the outermost object, and those of the
+// objects inside it whose key is not empty. Where a key is there twice, the last one counts.
+// INVALID_ARGUMENT with `path`: the text is not one JSON object. For any text, time is in
+// proportion to its length, and memory to the wanted members and the longest string. Thread-safe.
 absl::StatusOr<JsonFields> ReadJsonFields(
     std::string_view path, std::string_view text,
     absl::FunctionRef<bool(std::string_view object, std::string_view key)> wanted);
 
-// For an error: as JSON has it, of bounded length, without what is inside of a JsonParts.
+// The value for an error text: as in JSON, of bounded length; "an object" or "an array" for
+// JsonParts.
 std::string ShownValue(const JsonValue& value);
 
 }  // namespace logitd::formats

@@ -14,7 +14,7 @@
 namespace logitd::formats {
 namespace {
 
-constexpr size_t kMaxShown = 100;  // of a name or number, in the text of an error
+constexpr size_t kMaxShown = 100;  // characters of a name or number in an error text
 constexpr char kMetadata[] = "__metadata__";
 
 struct DTypeRow {
@@ -32,7 +32,7 @@ absl::Status Bad(std::string_view path, std::string_view what) {
   return absl::InvalidArgumentError(absl::StrFormat("%s: %s", path, what));
 }
 
-// Bytes of a tensor; nothing where that overflows or ends inside a byte.
+// Bytes of a tensor; nothing where they overflow or are not whole.
 std::optional<uint64_t> TensorBytes(const std::vector<int64_t>& shape, uint64_t element_bits) {
   uint64_t bits = element_bits;
   for (int64_t dim : shape) {
@@ -42,8 +42,8 @@ std::optional<uint64_t> TensorBytes(const std::vector<int64_t>& shape, uint64_t 
   return bits / 8;
 }
 
-// Takes the header's JSON piece by piece and stops at the first that the format does not have: no
-// tree is built, so that a hostile header costs no more memory than its own size.
+// Takes the header's JSON piece by piece and stops at the first piece that the format does not
+// allow. It builds no tree, so that a hostile header costs no more memory than its own size.
 class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit HeaderReader(int64_t data_bytes) : data_bytes_(data_bytes) {}
@@ -110,7 +110,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
                        (key_ == "data_offsets" && has_offsets_);
     if (twice) return Fail(absl::StrCat(key_, " twice"));
     if (key_ == "dtype" || key_ == "shape" || key_ == "data_offsets") return true;
-    return Fail(absl::StrFormat("key %s; allowed: dtype, shape, data_offsets", Shown(key_)));
+    return Fail(absl::StrFormat("key: got %s, allowed dtype, shape, data_offsets", Shown(key_)));
   }
 
   bool end_object() override {
@@ -158,7 +158,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     return false;
   }
 
-  // A value where it does not belong.
+  // Refuses a value that does not belong where it is.
   bool Other() {
     switch (place_) {
       case kOutside:
@@ -179,7 +179,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
                                        : absl::StrCat("no ", key_));
   }
 
-  // `size`: its value where it is one of 0 or more.
+  // `size`: the value where it is a whole number >= 0.
   bool Number(const std::string& text, std::optional<int64_t> size) {
     if (place_ == kInShape && size.has_value()) {
       tensor_.shape.push_back(*size);
@@ -201,7 +201,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     const int64_t begin = offsets_[0];
     const int64_t end = offsets_[1];
     if (begin < 0 || end < begin || end > data_bytes_) {
-      return Fail(absl::StrFormat("data_offsets [%s] outside the file's %d data bytes",
+      return Fail(absl::StrFormat("data_offsets: got [%s], allowed inside the file's %d data bytes",
                                   offsets_text_, data_bytes_));
     }
     tensor_.begin = begin;
@@ -211,7 +211,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     if (row != std::end(kDTypes)) {
       const std::optional<uint64_t> need = TensorBytes(tensor_.shape, row->bits);
       if (need != static_cast<uint64_t>(tensor_.bytes)) {
-        return Fail(absl::StrFormat("shape %s of %s disagrees with its %d data bytes",
+        return Fail(absl::StrFormat("shape: got %s of %s, allowed one with its %d data bytes",
                                     ShapeName(tensor_.shape), tensor_.dtype, tensor_.bytes));
       }
     }
@@ -223,8 +223,8 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
   SafetensorsHeader header_;
   std::string fault_;
   Place place_ = kOutside;
-  std::string name_;  // of the tensor that is read
-  std::string key_;   // of what is read of it
+  std::string name_;  // of the tensor being read
+  std::string key_;   // its member being read
   SafetensorsTensor tensor_;
   std::vector<int64_t> offsets_;  // -1: not a size
   std::string offsets_text_;
@@ -234,7 +234,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
   bool has_offsets_ = false;
 };
 
-// The tensors one behind the other, from the first byte of the data to the last.
+// OK where the tensors fill the data, one after the other, without a gap.
 absl::Status CheckFilled(std::string_view path, const SafetensorsHeader& header,
                          int64_t data_bytes) {
   using Entry = std::pair<const std::string, SafetensorsTensor>;
@@ -251,9 +251,9 @@ absl::Status CheckFilled(std::string_view path, const SafetensorsHeader& header,
     const int64_t begin = entry->second.begin;
     if (begin != filled) {
       return Bad(path,
-                 absl::StrFormat("tensor %s: data_offsets begin at %d, %s; allowed: %d, where %s",
+                 absl::StrFormat("tensor %s: data_offsets: got begin %d, %s, allowed %d, where %s",
                                  Shown(entry->first), begin,
-                                 begin < filled ? "inside another tensor" : "behind a gap", filled,
+                                 begin < filled ? "inside another tensor" : "after a gap", filled,
                                  before == nullptr
                                      ? "the data start"
                                      : absl::StrCat("tensor ", Shown(before->first), " ends")));
@@ -262,9 +262,9 @@ absl::Status CheckFilled(std::string_view path, const SafetensorsHeader& header,
     before = entry;
   }
   if (filled != data_bytes) {
-    return Bad(path, absl::StrFormat("the tensors end at %d of the file's %d data bytes; allowed: "
-                                     "at its end",
-                                     filled, data_bytes));
+    return Bad(path,
+               absl::StrFormat("end of the tensors: got %d, allowed %d, the file's data bytes",
+                               filled, data_bytes));
   }
   return absl::OkStatus();
 }
@@ -282,10 +282,11 @@ absl::StatusOr<int64_t> SafetensorsHeaderBytes(std::string_view path, std::strin
   }
   if (length > static_cast<uint64_t>(file_bytes - kSafetensorsPrefix)) {
     return Bad(path,
-               absl::StrFormat("header length %d, but the file has %d bytes", length, file_bytes));
+               absl::StrFormat("header length: got %d, allowed 0..%d, as the file has %d bytes",
+                               length, file_bytes - kSafetensorsPrefix, file_bytes));
   }
   if (length > static_cast<uint64_t>(most)) {
-    return Bad(path, absl::StrFormat("header length %d; allowed: to %d", length, most));
+    return Bad(path, absl::StrFormat("header length: got %d, allowed 0..%d", length, most));
   }
   return static_cast<int64_t>(length);
 }
@@ -294,7 +295,7 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view path,
                                                          std::string_view text,
                                                          int64_t data_bytes) {
   HeaderReader reader(data_bytes);
-  // The parser takes a NUL for the end.
+  // The parser takes a NUL as the end of the text.
   if (const size_t nul = text.find('\0'); nul != text.npos) {
     return Bad(path, absl::StrFormat("header is not a JSON object, at its byte %d", nul + 1));
   }

@@ -1,5 +1,5 @@
-// A device as the engine sees it: slabs that are host memory and device memory at once, and streams
-// that run ops.
+// A device as the engine sees it: slabs, which are host and device memory, and streams, which run
+// ops.
 #ifndef LOGITD_KERNELS_BACKEND_H_
 #define LOGITD_KERNELS_BACKEND_H_
 
@@ -27,24 +27,24 @@ struct DeviceInfo {
   int64_t memory_bytes = 0;
 };
 
-// A piece of host memory with its counterpart on the device. On CUDA `host` is pinned; on the CPU
-// both are one address.
+// A piece of host memory and its counterpart on the device. On CUDA `host` is pinned; on the CPU
+// both are the same address.
 struct Slab {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
   size_t bytes = 0;
 };
 
-// Device memory without a host counterpart, for what stays: heads. 256-byte aligned.
+// Device memory without a host counterpart, for heads. 256-byte aligned.
 struct DeviceMemory {
   std::byte* data = nullptr;
   size_t bytes = 0;
 };
 
-// What a stream is for. One for copies alone runs no ops, and has no scratch memory.
+// What a stream is for. A stream for copies runs no ops and has no scratch memory.
 enum class StreamUse : uint8_t { kOps, kCopies };
 
-// Where the time of the work since the last Wait went, by the device's own clock.
+// How long the work since the last Wait took, by the device's own clock.
 struct StreamTimes {
   int64_t h2d_ns = 0;
   int64_t kernel_ns = 0;
@@ -65,7 +65,7 @@ class Stream {
   virtual absl::Status Download(const Slab& slab, size_t offset, size_t bytes) = 0;
 
   // Copies slab bytes [offset, offset + bytes) from the host to `to`, anywhere in device memory. In
-  // the order of use it is an Upload.
+  // the order of use it counts as an Upload.
   virtual absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) = 0;
 
   // One method per op. UNIMPLEMENTED: this backend has no such op.
@@ -94,7 +94,7 @@ class Stream {
     return NoSuchOp("linear_cross_entropy_training");
   }
 
-  // Blocks until all that was enqueued is done.
+  // Blocks until all enqueued work is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;
 
  private:
@@ -109,7 +109,7 @@ class Backend {
   virtual ~Backend() = default;
   virtual const DeviceInfo& device() const = 0;
 
-  // RESOURCE_EXHAUSTED when there is no memory for it.
+  // RESOURCE_EXHAUSTED when there is not enough memory.
   virtual absl::StatusOr<Slab> AllocateSlab(size_t bytes) = 0;
   virtual void FreeSlab(const Slab& slab) = 0;
   virtual absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) = 0;
@@ -119,17 +119,17 @@ class Backend {
 
 struct BackendOptions {
   int device = 0;  // CUDA device ordinal
-  int cpu_threads =
-      0;  // threads of the CPU backend, shared by its streams; 0 = all the process may use
+  // Threads of the CPU backend, shared by its streams; 0 = all that the process may use.
+  int cpu_threads = 0;
 };
 
-// kind: "cpu", "cuda", or "auto" (CUDA where a device answers, else the CPU).
-// INVALID_ARGUMENT: unknown kind. UNAVAILABLE: the backend is not in this build, or no device
-// answers.
+// kind: "cpu", "cuda", or "auto" (CUDA where there is a working device, else the CPU).
+// INVALID_ARGUMENT: unknown kind. UNAVAILABLE: the backend is not in this build, or there is no
+// working device.
 absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind,
                                                        const BackendOptions& options);
 
-// The two behind CreateBackend; the CUDA one exists in builds with CUDA alone.
+// The backends of CreateBackend. The CUDA one exists only in builds with CUDA.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& options);
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions& options);
 

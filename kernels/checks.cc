@@ -28,13 +28,6 @@ absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t l
       absl::StrFormat("%s: got %d at row %d, allowed %d..%d", field, got, row, least, most));
 }
 
-absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
-                        std::string_view allowed) {
-  if (good) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %g at row %d, allowed %s", field, got, row, allowed));
-}
-
 absl::Status CheckSlice(std::string_view field, size_t row, int64_t first, int64_t count,
                         int64_t most, size_t size) {
   LOGITD_RETURN_IF_ERROR(CheckInt(absl::StrFormat("%s count", field), row, count, 0, most));

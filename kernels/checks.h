@@ -12,21 +12,26 @@
 
 namespace logitd {
 
-// OK where `dtype` is one there is, else INVALID_ARGUMENT naming the field.
+// OK where `dtype` is one of the enum's values, else INVALID_ARGUMENT with the field.
 absl::Status CheckDType(std::string_view field, DType dtype);
 
-// OK where `got` is in [least, most], else INVALID_ARGUMENT naming the field and both.
+// OK where `got` is in [least, most], else INVALID_ARGUMENT with the field and both bounds.
 absl::Status CheckRange(std::string_view field, int64_t got, int64_t least, int64_t most);
 
-// The same of a value of row `row`.
+// The same for a value of row `row`.
 absl::Status CheckInt(std::string_view field, size_t row, int64_t got, int64_t least, int64_t most);
 
-// OK where `good`, else INVALID_ARGUMENT naming the field, the row, the value and `allowed`.
-absl::Status CheckFloat(std::string_view field, size_t row, float got, bool good,
-                        std::string_view allowed);
+// OK where every row is active.
+template <typename Row>
+absl::Status CheckActive(absl::Span<const Row> rows) {
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (rows[r].active != 1) return CheckInt("active", r, rows[r].active, 1, 1);
+  }
+  return absl::OkStatus();
+}
 
-// OK where [first, first + count) lies in [0, size) and count in [0, most]; an empty slice may
-// start anywhere.
+// OK where [first, first + count) is inside [0, size) and count inside [0, most]. An empty slice
+// may start anywhere.
 absl::Status CheckSlice(std::string_view field, size_t row, int64_t first, int64_t count,
                         int64_t most, size_t size);
 
@@ -36,11 +41,11 @@ absl::Span<const T> Slice(absl::Span<const T> all, int64_t first, int64_t count)
   return count == 0 ? absl::Span<const T>() : all.subspan(first, count);
 }
 
-// OK where all are in 0..vocab-1, else INVALID_ARGUMENT naming the field, the row and the entry.
+// OK where all are in 0..vocab-1, else INVALID_ARGUMENT with the field, the row and the entry.
 absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32_t> ids,
                       int64_t vocab);
 
-// A batch of logits as it came over a border.
+// The shape of a batch of logits as it came in.
 struct LogitsShape {
   DType dtype = DType::kF32;
   int64_t rows = 0;
@@ -48,7 +53,7 @@ struct LogitsShape {
   int64_t payload_bytes = 0;  // must be rows * vocab * SizeOf(dtype)
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the value and what is allowed.
+// OK, or INVALID_ARGUMENT with the field, the value and what is allowed.
 absl::Status CheckLogits(const LogitsShape& shape);
 
 }  // namespace logitd

@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/row_params.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
 
@@ -16,17 +17,16 @@ inline constexpr int32_t kIgnoredTarget = -1;
 
 // How label smoothing spreads its weight e.
 enum class Smoothing : int32_t {
-  kTorch = 0,  // (1 - e) on the target, e / V on every token, the target included
-  kMegatron =
-      1,  // as kTorch with e V / (V - 1): e / (V - 1) on every token but the target; V = 1: 0
+  kTorch = 0,     // 1 - e on the target, and e / V on every token, the target included
+  kMegatron = 1,  // 1 - e on the target, and e / (V - 1) on every other token; none where V = 1
 };
 
 // What a row asks for beyond its loss and logsumexp.
 inline constexpr int32_t kWantRank = 1;
 inline constexpr int32_t kWantEntropy = 2;
 
-// What one row asks for, and where its lists and answers lie. All bytes zero means: skip this row,
-// write nothing for it.
+// What one row asks for, and where its lists and answers are. All bytes zero: the row is skipped,
+// and nothing is written for it.
 struct CrossEntropyRow {
   int64_t first_extra;        // extra_ids[first_extra, first_extra + extra_count)
   int64_t first_top_entry;    // answers [first_top_entry, first_top_entry + top_logprobs)
@@ -34,7 +34,7 @@ struct CrossEntropyRow {
   int32_t active;             // 1; 0 = skip the row
   int32_t target;             // 0..vocab-1, or kIgnoredTarget
   float temperature;          // finite, > 0
-  float softcap;              // finite, >= 0; 0 = off; 0 where a head is, which has its own
+  float softcap;              // finite, >= 0; 0 = off; with a head 0, as the head has its own
   float label_smoothing;      // [0, 1); 0 = off
   Smoothing smoothing;
   float z_loss;          // finite, >= 0; 0 = off
@@ -44,7 +44,25 @@ struct CrossEntropyRow {
 };
 static_assert(sizeof(CrossEntropyRow) == 64);
 
-// Where the answers go; shared with linear_cross_entropy. Arrays of what no row wants may be null.
+inline constexpr RowParam<CrossEntropyRow> kCrossEntropyParams[] = {
+    {"temperature", &CrossEntropyRow::temperature, 1, {.low = 0, .above_low = true}},
+    {"softcap", &CrossEntropyRow::softcap, 0, {.low = 0}},
+    {"label_smoothing",
+     &CrossEntropyRow::label_smoothing,
+     0,
+     {.low = 0, .high = 1, .below_high = true}},
+    {"smoothing",
+     &CrossEntropyRow::smoothing,
+     0,
+     {.low = 0, .high = 1, .names = "torch, megatron"}},
+    {"z_loss", &CrossEntropyRow::z_loss, 0, {.low = 0}},
+    {"top_logprobs",
+     &CrossEntropyRow::top_logprobs,
+     0,
+     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
+};
+
+// Where the answers go; shared with linear_cross_entropy. An array that no row wants may be null.
 struct CrossEntropyAnswers {
   float* loss = nullptr;            // [rows]
   float* logsumexp = nullptr;       // [rows], natural log
@@ -53,47 +71,49 @@ struct CrossEntropyAnswers {
   float* entropy = nullptr;         // [rows], in nats; 0 where not wanted
   int32_t* top_ids = nullptr;       // [top entries]
   float* top_logprobs = nullptr;    // [top entries]
-  float* extra_logprobs = nullptr;  // [extra entries], in the order asked
+  float* extra_logprobs = nullptr;  // [extra entries], in the order of the ids
   RowStatus* status = nullptr;      // [rows]
 };
 
 // Writes, for every row of `logits`, the loss of its target.
 //
-// With l the row as sent, V long, t its target, e its label smoothing (of kMegatron e V / (V - 1)):
+// l is the row as sent, V its length, t its target, e its label smoothing (for kMegatron e V / (V -
+// 1)):
 //
 //   x_i     = l_i, then softcap * tanh(x_i / softcap) where softcap > 0, then x_i / temperature
 //   lse     = ln sum exp(x)
 //   loss    = (1 - e) (lse - x_t) + e (lse - mean x) + z_loss lse^2
 //
-// target_logprob = x_t - lse; the rank is 1 + the number of tokens before the target by (logit
-// descending, index ascending), where -0 equals +0 and logits are compared before softcap and
-// temperature; entropy = - sum p ln p with p = exp(x - lse), 0 ln 0 = 0. Top tokens are the first
-// top_logprobs in that order. An ignored row has loss 0, target_logprob 0 and rank 0; all else of
-// it is as of any row.
+// target_logprob = x_t - lse. entropy = - sum p ln p with p = exp(x - lse), 0 ln 0 = 0. The rank is
+// 1 + the number of tokens before the target by (logit descending, index ascending): -0 equals +0,
+// and the logits are compared as sent, before softcap and temperature. Top tokens are the first
+// top_logprobs in that order. An ignored row has loss 0, target_logprob 0 and rank 0; its other
+// answers are those of any row.
 //
-// -inf has probability 0: as a target its loss is +inf, and with smoothing so is the row's whatever
-// the target. +inf counts as certain: n of them have probability 1/n each and all else 0, logsumexp
-// is +inf, entropy ln n, and the loss is -ln of the target's probability where there is neither
-// smoothing nor z_loss, else +inf. A softcap makes infinities finite: they are +-softcap. A row of
-// -inf alone, without a softcap, is kEmptySupport: logsumexp -inf, loss NaN (0 where ignored),
-// entropy NaN, log-probs -inf, top ids 0... in order. NaN anywhere in a row: kNanLogit with the
-// lowest NaN index; loss, logsumexp, entropy and log-probabilities NaN (those of the target also
-// where ignored), rank 0, ids -1. Other rows are untouched.
-// A row's bits depend on that row and what it asks for alone; not on the batch, its place in it,
-// the row stride, the alignment, the stream or what other rows want. Bits may differ between
-// backends, SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double
-// precision, from the same logits: |logsumexp error| <= 2e-6 max(1, |logsumexp|), and |error| <=
-// 4e-6 max(1, m) of the losses, log-probabilities and entropies, with m the largest absolute value
-// among x_t, mean x and logsumexp (z_loss: times 1 + 2 z_loss m). Source: Milakov & Gimelshein,
-// arXiv:1805.02867; label smoothing: Szegedy et al., arXiv:1512.00567; z-loss: Chowdhery et al.,
-// PaLM, arXiv:2204.02311.
+// -inf has probability 0. As a target its loss is +inf; with smoothing a row that has one has loss
+// +inf whatever the target. +inf counts as certain: n of them have probability 1/n each and all
+// else 0, logsumexp is +inf, entropy ln n, and the loss is -ln of the target's probability; with
+// smoothing or z_loss it is +inf. A softcap makes infinities finite: they become +-softcap. A row
+// with nothing but -inf, and no softcap, is kEmptySupport: logsumexp -inf, loss NaN (0 where
+// ignored), entropy NaN, log-probabilities -inf, top ids 0, 1, ... NaN anywhere in a row: kNanLogit
+// with the lowest NaN index; loss, logsumexp, entropy and log-probabilities NaN, also where the row
+// is ignored; rank 0, ids -1. Other rows are not affected.
+//
+// A row's bits depend only on that row and what it asks for: not on the batch, its place in it, the
+// row stride, the alignment, the stream or what other rows want. Bits may differ between backends,
+// SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double precision, from
+// the same logits: |logsumexp error| <= 2e-6 max(1, |logsumexp|); |error| <= 4e-6 max(1, m) for
+// losses, log-probabilities and entropies, with m the largest of |x_t|, |mean x| and |logsumexp|
+// (with z_loss times 1 + 2 z_loss m).
+// Sources: Milakov & Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et al.,
+// arXiv:1512.00567; z-loss: Chowdhery et al., PaLM, arXiv:2204.02311.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct CrossEntropyArgs {
   TensorView logits;                      // [rows, vocab], f32 | f16 | bf16
   const CrossEntropyRow* rows = nullptr;  // [rows]
-  const int32_t* extra_ids = nullptr;     // token ids whose log-probability is asked for
-  // What any row wants, and the largest top_logprobs. Pick the variant, never the bits.
+  const int32_t* extra_ids = nullptr;     // token ids whose log-probability is wanted, of all rows
+  // What any row wants, and the largest top_logprobs. They pick the variant, never the bits.
   int32_t want = kWantRank | kWantEntropy;
   int32_t max_top_logprobs = kMaxTopLogprobs;
   CrossEntropyAnswers answers;
@@ -117,35 +137,33 @@ inline CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {
 //   upstream * (p_i - (1 - e) [i = t] - e / V + 2 z_loss lse p_i) / temperature
 //            * (1 - tanh(l_i / softcap)^2 where softcap > 0)
 //
-// Ignored rows: zeros, whatever their logsumexp. Other rows whose logsumexp is not finite: NaN in
-// every element, so that none passes unseen. Skipped rows (all zero bytes): nothing is written.
+// An ignored row is zeros, whatever its logsumexp. Any other row whose logsumexp is not finite is
+// NaN in every element, so that it is noticed. A skipped row (all bytes zero) is not written.
 // 16-bit results are rounded to nearest, ties to even, from fp32. Bits as in CrossEntropyArgs.
 // Against double precision, from the same logits and logsumexp, before rounding to 16 bits: |error|
-// <= a |upstream| / temperature (p_i (1 + 2 z_loss |lse|) + [i = t] + e / V), a = 4e-6, to which a
-// softcap, whose x is rounded to fp32, adds 3e-7 softcap / temperature; p_i below 2^-126 may count
-// as 0.
+// <= a |upstream| / temperature (p_i (1 + 2 z_loss |lse|) + [i = t] + e / V) with a = 4e-6. A
+// softcap, whose x is rounded to fp32, adds 3e-7 softcap / temperature to a. p_i below 2^-126 may
+// count as 0.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct CrossEntropyBackwardArgs {
   TensorView logits;                      // [rows, vocab], f32 | f16 | bf16
-  const CrossEntropyRow* rows = nullptr;  // [rows]; lists and wants are not looked at
+  const CrossEntropyRow* rows = nullptr;  // [rows]; lists and wants are ignored
   const float* logsumexp = nullptr;       // [rows], as the forward wrote it
   const float* upstream = nullptr;        // [rows], d total / d loss of the row
   MutableTensorView d_logits;             // [rows, vocab], the logits' dtype; may be the logits
-                                          // themselves where the stride is theirs
+                                          // themselves where the stride is the same
 };
 
-// What a caller may ask for, as it came over a border. `first_*_entry` of the rows are not looked
-// at: where answers go is for the server to say.
+// A request as it came in. The check ignores `first_*_entry` of the rows: the server sets them.
 struct CrossEntropyRequest {
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  absl::Span<const CrossEntropyRow> params;  // `rows` of them, each active
+  int64_t vocab = 0;                         // 1..kMaxVocab
+  absl::Span<const CrossEntropyRow> params;  // one for each row, each active
   absl::Span<const int32_t> extra_ids;
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Looks at the
-// parameters alone: the logits are CheckLogits's, hidden states CheckHidden's. Thread-safe.
+// OK, or INVALID_ARGUMENT with the field, the row, the value and what is allowed. Checks only the
+// parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
 absl::Status CheckCrossEntropy(const CrossEntropyRequest& request);
 
 }  // namespace logitd

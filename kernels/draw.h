@@ -1,6 +1,6 @@
-// The random number behind a draw, and the integer arithmetic that turns it into a token. Every
-// backend includes this file, so that a draw is replayed bit by bit; docs/semantics.md says the
-// same in words.
+// The random number of a draw, and the integer arithmetic that turns it into a token. Every backend
+// includes this file, so that a draw can be replayed bit by bit; docs/semantics.md says it in
+// words.
 #ifndef LOGITD_KERNELS_DRAW_H_
 #define LOGITD_KERNELS_DRAW_H_
 
@@ -37,7 +37,7 @@ constexpr uint64_t UniformBits(uint64_t seed, uint64_t position) {
   return block.word[0] | uint64_t{block.word[1]} << 32;
 }
 
-// Another 64 uniform bits of the same position, for the test of a draft.
+// Another 64 uniform bits of the same position: they decide whether a draft is accepted.
 constexpr uint64_t CoinBits(uint64_t seed, uint64_t position) {
   const PhiloxBlock block = Philox4x32(seed, position, 0);
   return block.word[2] | uint64_t{block.word[3]} << 32;
@@ -56,14 +56,17 @@ constexpr uint64_t MulHigh(uint64_t a, uint64_t b) {
 inline constexpr int kWeightBits = 43;
 inline constexpr double kWeightOne = double{int64_t{1} << kWeightBits};
 
+// ln(2^-44): lower weights round to 0. A filtered row keeps no token below it.
+inline constexpr double kLogLeastWeight = -(kWeightBits + 1) * 0.6931471805599453;
+
 // The integer a sum must exceed for its token to be drawn: floor(bits / 2^64 * total), < total.
 constexpr uint64_t DrawTarget(uint64_t bits, uint64_t total) { return MulHigh(bits, total); }
 
-// The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total), 1 at
-// least. 0 < top_p < 1.
+// The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total), at least
+// 1. 0 < top_p < 1.
 constexpr uint64_t MassNeeded(float top_p, uint64_t total) {
-  // Exact from 2^-40 up. What is cut below that cannot tell: the first token weighs 2^43 of less
-  // than 2^63.
+  // Exact from top_p = 2^-40 up. A smaller one keeps only the first token either way, which weighs
+  // 2^43 of a total below 2^63.
   const uint64_t fraction = static_cast<uint64_t>(top_p * 0x1p64f);
   const uint64_t mass = MulHigh(fraction, total) + (fraction * total != 0);
   return mass == 0 ? 1 : mass;

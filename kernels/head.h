@@ -1,4 +1,4 @@
-// An output head: what turns hidden states into logits. Shared by the linear_* ops.
+// An output head: it turns hidden states into logits. Shared by the linear_* ops.
 #ifndef LOGITD_KERNELS_HEAD_H_
 #define LOGITD_KERNELS_HEAD_H_
 
@@ -16,14 +16,13 @@ inline constexpr int64_t kMaxHidden = int64_t{1} << 16;
 //
 // The logits of a hidden state h, in this order:
 //
-//   g   = h                                                    without norm
-//       = h * rsqrt(mean(h^2) + norm_epsilon) * norm           with it, rounded to the weight's
-//       dtype
+//   g   = h                                           without a norm
+//       = h * rsqrt(mean(h^2) + norm_epsilon) * norm  with one; then rounded to the weight's dtype
 //   x_i = scale * sum_d weight_id g_d + bias_i
-//   x_i = softcap * tanh(x_i / softcap)                        where softcap > 0
+//   x_i = softcap * tanh(x_i / softcap)               where softcap > 0
 //
-// Products are exact in fp32 and summed in fp32, in an order fixed by the head alone, so that a
-// row's bits are its own; logits are never rounded to 16 bits. The norm is fp32.
+// Products are exact, and summed in fp32 in an order that only the head fixes: so a row's bits do
+// not depend on other rows. Logits are never rounded to 16 bits. The norm is fp32.
 struct HeadView {
   TensorView weight;            // [vocab, hidden], f32 | f16 | bf16, 16-byte aligned rows
   const float* bias = nullptr;  // [vocab], or null
@@ -36,7 +35,7 @@ struct HeadView {
   int64_t hidden() const { return weight.cols; }
 };
 
-// Hidden states as they came over a border, and the head they are for.
+// The shape of hidden states as they came in.
 struct HiddenShape {
   DType dtype = DType::kF32;  // must be that of the head's weight
   int64_t rows = 0;
@@ -44,11 +43,11 @@ struct HiddenShape {
   int64_t payload_bytes = 0;  // must be rows * hidden * SizeOf(dtype)
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the value and what is allowed. Thread-safe.
+// OK, or INVALID_ARGUMENT with the field, the value and what is allowed. Thread-safe.
 absl::Status CheckHidden(const HiddenShape& shape, const HeadView& head);
 
-// OK, or INVALID_ARGUMENT naming what of the head itself cannot be: vocab, hidden, scale, softcap,
-// norm_epsilon. `weight.data` is not looked at. Thread-safe.
+// OK, or INVALID_ARGUMENT with the field of the head that is out of range: weight dtype, vocab,
+// hidden, scale, softcap, norm_epsilon. `weight.data` is ignored. Thread-safe.
 absl::Status CheckHead(const HeadView& head);
 
 }  // namespace logitd

@@ -12,16 +12,16 @@
 
 namespace logitd {
 
-// Each op means: the logits of kernels/head.h in fp32, then the op of that name on them, with its
-// order, ties, statuses and accuracy, to which the product's rounding is added: |error of x_i| <=
-// hidden * 2^-24 * sum_d |weight_id g_d| at most, and about its square root of hidden times that in
-// practice. NaN or infinities in a hidden state show in its own row's logits, and its status,
-// alone. A row's bits depend on its own hidden state, its parameters and the head. Scratch is
+// Each op computes the logits of kernels/head.h in fp32, then runs the op of that name on them,
+// with its order, ties, statuses and accuracy. The product adds its own rounding: |error of x_i| <=
+// hidden * 2^-24 * sum_d |weight_id g_d| at most; in practice about sqrt(hidden) takes the place of
+// hidden. NaN or infinities in a hidden state affect only the logits and the status of their own
+// row. A row's bits depend only on its hidden state, its parameters and the head. Scratch is
 // bounded: a block of rows by the vocabulary, or a block of the vocabulary, at a time; ops that
 // make gradients may also hold d_hidden in f32.
 //
 // All pointers are in the memory of the backend that runs the op. `logits` of the inner arguments
-// is not looked at.
+// is ignored.
 struct LinearTopKArgs {
   TensorView hidden;  // [rows, head.hidden()], the weight's dtype, 16-byte aligned rows
   HeadView head;
@@ -40,12 +40,20 @@ struct LinearCrossEntropyArgs {
   CrossEntropyArgs cross_entropy;  // row.softcap is 0: the head has its own
 };
 
-// Writes the gradients of sum_r upstream_r loss_r. With G the [rows, vocab] gradients of the logits
-// x (CrossEntropyBackwardArgs, times the derivative of the head's softcap), which never exist as a
-// whole: d_hidden = scale G weight, d_weight = scale G^T hidden, d_bias = sum over rows of G. Sums
-// in fp32; blocks of G may be rounded to the weight's dtype before the products, and 16-bit results
-// are rounded once more. The head has no norm. d_hidden's bits are a row's own; d_weight and d_bias
-// sum over rows in an order fixed by the number of rows.
+// The arguments of the rows [first, first + count).
+inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t first,
+                                     int64_t count) {
+  return {.hidden = RowsOf(args.hidden, first, count),
+          .head = args.head,
+          .cross_entropy = RowsFrom(args.cross_entropy, first)};
+}
+
+// Writes the gradients of sum_r upstream_r loss_r. G is the [rows, vocab] gradient of the logits x:
+// that of CrossEntropyBackwardArgs, times the derivative of the head's softcap. It never exists as
+// a whole. d_hidden = scale G weight, d_weight = scale G^T hidden, d_bias = sum over rows of G.
+// Sums are fp32; blocks of G may be rounded to the weight's dtype before the products, and 16-bit
+// results are rounded once more. The head has no norm. A row of d_hidden has bits of its own;
+// d_weight and d_bias sum over rows, in an order fixed by the number of rows.
 //
 // Ignored and skipped rows add nothing; d_hidden of an ignored row is zeros, of a skipped row it is
 // not written. A row whose logsumexp is not finite makes its d_hidden, and all d_weight and d_bias,
@@ -61,19 +69,19 @@ struct LinearCrossEntropyBackwardArgs {
   float* d_bias = nullptr;                // [vocab], or null: not wanted
 };
 
-// linear_cross_entropy and its backward in one call, which may make the logits once for both. It
-// means the one and then the other, with the logsumexp that was written: answers, statuses and
-// accuracy are theirs, but that blocks of G may be rounded to the weight's dtype twice, the first
-// time as probabilities.
+// linear_cross_entropy, then its backward with the logsumexp just written, in one call that may
+// make the logits once for both. Answers, statuses and accuracy are those of the two ops, except
+// that blocks of G may be rounded to the weight's dtype twice, the first time as probabilities.
 //
-// Rows want neither rank, entropy, tops nor extras. No output overlaps another or an input:
-// d_weight may hold other things before its gradients. A row's answers and d_hidden have bits of
-// its own among calls with the same head and types, all with or all without d_bias, and with
-// d_weights of one stride and alignment; but calls of more rows than there is room for beside the
-// logits' successors, in d_weight or in scratch, are the two ops, whose bits are others.
+// Rows want no rank, entropy, top tokens or extra ids. No output overlaps another or an input, as
+// d_weight may serve as scratch before it holds gradients. Among calls with the same head and
+// types, all with or all without d_bias, and with the same stride and alignment of d_weight, the
+// bits of a row's answers and d_hidden depend only on that row. The exception are calls with more
+// rows than d_weight and scratch have room for: they run the two ops one after the other, with
+// other bits.
 struct LinearCrossEntropyTrainingArgs {
-  LinearCrossEntropyBackwardArgs gradient;  // its logsumexp is not looked at
-  CrossEntropyAnswers answers;              // loss, logsumexp, target_logprob, status
+  LinearCrossEntropyBackwardArgs gradient;  // its logsumexp is ignored
+  CrossEntropyAnswers answers;              // only loss, logsumexp, target_logprob, status
 
   LinearCrossEntropyArgs Forward() const {
     return {.hidden = gradient.hidden,

@@ -6,11 +6,12 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/row_params.h"
 #include "kernels/types.h"
 
 namespace logitd {
 
-// Which logits the log-probabilities, the top tokens and the rank are of.
+// The logits that log-probabilities, top tokens and the rank refer to.
 enum class LogprobMode : int32_t {
   kRaw = 0,        // as sent, at temperature 1
   kProcessed = 1,  // after the whole pipeline, renormalised over what may be drawn
@@ -18,7 +19,7 @@ enum class LogprobMode : int32_t {
 
 // Added to the logit of a token.
 struct SampleBias {
-  int32_t id;   // 0..vocab-1, once in a row
+  int32_t id;   // 0..vocab-1, each token at most once in a row
   float value;  // not NaN; -inf bans the token
 };
 
@@ -30,8 +31,8 @@ inline constexpr int32_t kMaxHistory = 1 << 20;
 // 32-bit words of one row's allowed-token mask.
 constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 
-// What one row asks for, and where its lists and answers lie. All bytes zero means: skip this row,
-// write nothing for it.
+// What one row asks for, and where its lists and answers are. All bytes zero: the row is skipped,
+// and nothing is written for it.
 struct SampleRow {
   uint64_t seed;              // the sequence of random numbers
   uint64_t position;          // the place in it; a decode loop counts it up
@@ -49,7 +50,7 @@ struct SampleRow {
   float repetition;           // finite, > 0; 1 = off
   float presence;             // finite; 0 = off
   float frequency;            // finite; 0 = off
-  int32_t history_count;      // 0..kMaxHistory; a token as often as it was seen
+  int32_t history_count;      // 0..kMaxHistory; each token as often as it was seen
   int32_t bias_count;         // 0..vocab
   int32_t extra_count;        // 0..kMaxExtraIds
   int32_t top_logprobs;       // 0..min(kMaxTopLogprobs, vocab)
@@ -58,61 +59,95 @@ struct SampleRow {
 };
 static_assert(sizeof(SampleRow) == 120);
 
-// Draws, for every row of `logits`, one token. With x the row as sent, in this order:
+inline constexpr RowParam<SampleRow> kSampleParams[] = {
+    {"seed", &SampleRow::seed, 0, {}},
+    {"position", &SampleRow::position, 0, {}},
+    {"temperature", &SampleRow::temperature, 1, {.low = 0}},
+    {"top_k", &SampleRow::top_k, 0, {.low = 0, .up_to_vocab = true}},
+    {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
+    {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
+    {"repetition_penalty", &SampleRow::repetition, 1, {.low = 0, .above_low = true}},
+    {"presence_penalty", &SampleRow::presence, 0, {}},
+    {"frequency_penalty", &SampleRow::frequency, 0, {}},
+    {"top_logprobs",
+     &SampleRow::top_logprobs,
+     0,
+     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
+    {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
+};
+
+// Draws one token for every row of `logits`. With x the row as sent, the steps are, in this order:
 //
 //   1. bias         x_i += value
-//   2. penalties    for each token in the history, seen n times: x > 0 ? x / repetition
-//                   : x * repetition; then x -= frequency * n; then x -= presence
+//   2. penalties    for each token in the history, seen n times:
+//                   x = x > 0 ? x / repetition : x * repetition; x -= frequency * n; x -= presence
 //   3. mask         x_i = -inf where bit i is 0 (bit i % 32, least significant first, of word i/32)
-//   4. temperature  z = x / temperature, max over what is left
+//   4. temperature  z = x / temperature; max is the largest z
 //   5. min_p        keeps z_i >= max + ln(min_p)
 //   6. top_k        keeps the first k by (x descending, index ascending)
 //   7. top_p        keeps the shortest prefix, in that order, whose share of the weight of what 5
-//                   and 6 left is >= top_p; one token at least
+//                   and 6 left is >= top_p; at least one token
 //   8. draw         with w = exp(z - max), the lowest i of what 7 left, in index order, with
 //                   sum_{j <= i} w_j > UniformBits(seed, position) / 2^64 * sum w
 //
-// Steps 1 and 2 round to f32 after every operation; where infinities of both signs meet, the result
-// is -inf: a ban wins. Temperature 0: after step 3 the highest logit, the lowest index of equals;
-// 5 to 8 leave it alone. -inf is never drawn and is in no support. +inf is certain: only the +inf
-// of a row are its support, with equal weights. Equal logits (-0 equals +0) rank by ascending
-// index. No filter has a cap on candidates. Every token is drawn at its true rate, to a relative
-// 4e-6 and an absolute 2^-43.
+// Steps 1 and 2 round to f32 after every operation. Where infinities of both signs meet, the result
+// is -inf: a ban wins. Equal logits (-0 equals +0) rank by ascending index.
 //
-// Weights (kernels/draw.h has the constants). A filtered row (5, 6 or 7 is on): integers
-// w_i = round(exp(z_i - max) * 2^43), so every sum is exact; step 7's whole is the integers' sum
-// where 5 or 6 is on, else the sum over the row by cells (below) times 2^43. An unfiltered row, in
-// two steps: cells of 1024 tokens counted from token 0, each with its maximum m_c and
-// s_c = sum exp((x - m_c) / temperature); the first cell with P_c > u P, where P_c is the prefix
-// sum of s_c exp((m_c - max) / temperature) in double, P the last of them and u the upper 53 of the
-// 64 bits as a fraction; then, inside it, integers relative to m_c and the target floor((u P -
-// P_(c-1)) / (P_c - P_(c-1)) * their sum), at most that sum less 1.
+// Temperature 0 is greedy: the token is the highest logit after step 3, the lowest index of equals,
+// and steps 5 to 8 do nothing. A temperature below kLeastTemperature acts as kLeastTemperature
+// everywhere, log-probabilities included.
+//
+// The support is the set of tokens that may be drawn. -inf is never in it. +inf is certain: where
+// there is one, the +inf are the support, with equal weights. A row is filtered where step 5, 6 or
+// 7 is on. A filtered row also keeps nothing below z_i = max + kLogLeastWeight, as if min_p were at
+// least 2^-44: a lower weight rounds to 0. The support of an unfiltered row is every token above
+// -inf. No filter has a cap on candidates. Every token is drawn at its true rate, to a relative 4e-6
+// and an absolute 2^-43.
+//
+// Weights (kernels/draw.h has the constants). A filtered row: integers w_i = round(exp(z_i - max) *
+// 2^43), so every sum is exact. Step 7's whole is the sum of the integers where 5 or 6 is on, else
+// the sum over the row by cells (below) times 2^43. An unfiltered row is drawn in two steps. Cells
+// are 1024 tokens, counted from token 0, each with its maximum m_c and s_c = sum exp((x - m_c) /
+// temperature). P_c is the prefix sum of s_c exp((m_c - max x) / temperature) in double, P the last
+// one, and u the upper 53 of the 64 bits as a fraction. The cell is the first one with P_c > u P.
+// Inside it, the weights are integers relative to m_c, and the target is floor((u P - P_(c-1)) /
+// (P_c - P_(c-1)) * their sum), at most that sum less 1.
 //
 // Log-probabilities. Raw: x_i - logsumexp(x) of the row as sent. Processed: of the distribution
-// step 8 draws from; -inf outside it; 0 for the token of a greedy row. The top tokens are the first
-// top_logprobs by (logit descending, index ascending) of the mode's logits (kRaw: as sent;
-// kProcessed: after step 3), those outside the support included, with -inf; the rank is
-// 1 + the number of tokens before the drawn one in the same order. Several +inf share probability.
+// that step 8 draws from; -inf outside the support; 0 for the token of a greedy row. Several +inf
+// share probability. The top tokens are the first top_logprobs by (logit descending, index
+// ascending) of the mode's logits (kRaw: as sent; kProcessed: after step 3). They include tokens
+// outside the support, with -inf. The rank is 1 + the number of tokens before the drawn one in that
+// order.
 //
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after step 3: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
-// -inf; its logsumexp is NaN, or that of the row as sent. Other rows are untouched.
+// -inf; its logsumexp is NaN, or that of the row as sent. Other rows are not affected.
 //
-// A row's bits depend on that row and its parameters alone; not on the batch, its place in it, the
-// row stride, the alignment or the stream. Between backends, SIMD widths and architectures: tokens,
-// ids and ranks agree wherever f32 rounding does not decide (a relative 4e-6 of a weight or a sum
-// moves no border); |log-probability error| <= 4e-6 max(1, |log-probability|), and logsumexp is as
-// in softmax_topk, against double precision.
+// A row's bits depend only on that row and its parameters: not on the batch, its place in it, the
+// row stride, the alignment or the stream. Between backends, SIMD widths (from 4 lanes) and
+// architectures:
+//
+//   ids, ranks, greedy tokens, and what min_p and top_k keep are equal.
+//   |log-probability error| <= 4e-6 max(1, |log-probability|), against double precision; logsumexp
+//   is as in softmax_topk.
+//   The token, and what top_p keeps, are equal unless a border, which is a prefix sum of the exact
+//   weights, is within a share e of the whole sum from its goal. With D the mean of max - z under
+//   the row's distribution, e is
+//     3e-7 + 2e-7 D + vocab 2^-44   for a filtered row,
+//     3e-6 + 5e-7 D                 for an unfiltered row,
+//     the sum of both               for what top_p keeps where steps 5 and 6 are off.
+//   docs/semantics.md derives e, and says what remains where rounding errors average out.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct SampleArgs {
   TensorView logits;                     // [rows, vocab], f32 | f16 | bf16
   const SampleRow* rows = nullptr;       // [rows]
-  const int32_t* history = nullptr;      // token ids, all rows' together; null: no row has any
-  const SampleBias* bias = nullptr;      // all rows' together; null: no row has any
-  const int32_t* extra_ids = nullptr;    // token ids whose log-probability is asked for
-  const uint32_t* mask_words = nullptr;  // all rows' masks together
-  // False: no row has bias, penalties or a mask. Picks the variant, never the bits.
+  const int32_t* history = nullptr;      // token ids of all rows; null: no row has any
+  const SampleBias* bias = nullptr;      // of all rows; null: no row has any
+  const int32_t* extra_ids = nullptr;    // token ids whose log-probability is wanted, of all rows
+  const uint32_t* mask_words = nullptr;  // masks of all rows
+  // False: no row has bias, penalties or a mask. It picks the variant, never the bits.
   bool edited = true;
   int32_t* tokens = nullptr;        // [rows]
   float* logprobs = nullptr;        // [rows], natural log, of the token
@@ -120,7 +155,7 @@ struct SampleArgs {
   float* logsumexp = nullptr;       // [rows], natural log, of the row as sent
   int32_t* top_ids = nullptr;       // [top entries]
   float* top_logprobs = nullptr;    // [top entries]
-  float* extra_logprobs = nullptr;  // [extra entries], in the order asked
+  float* extra_logprobs = nullptr;  // [extra entries], in the order of the ids
   RowStatus* status = nullptr;      // [rows]
 };
 
@@ -135,22 +170,18 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
   return args;
 }
 
-// What a caller may ask for, as it came over a border. `first_*_entry` of the rows are not looked
-// at: where answers go is for the server to say.
+// A request as it came in. The check ignores `first_*_entry` of the rows: the server sets them.
 struct SampleRequest {
-  DType dtype = DType::kF32;
-  int64_t rows = 0;
-  int64_t vocab = 0;
-  int64_t payload_bytes = 0;           // must be rows * vocab * SizeOf(dtype)
-  absl::Span<const SampleRow> params;  // `rows` of them, each active
+  int64_t vocab = 0;                   // 1..kMaxVocab
+  absl::Span<const SampleRow> params;  // one for each row, each active
   absl::Span<const int32_t> history;
   absl::Span<const SampleBias> bias;
   absl::Span<const int32_t> extra_ids;
   absl::Span<const uint32_t> mask_words;
 };
 
-// OK, or INVALID_ARGUMENT naming the field, the row, the value and what is allowed. Shared by both
-// backends; below it nothing is checked again. Thread-safe.
+// OK, or INVALID_ARGUMENT with the field, the row, the value and what is allowed. Checks only the
+// parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
 absl::Status CheckSample(const SampleRequest& request);
 
 }  // namespace logitd

@@ -1,4 +1,4 @@
-// The one macro of the tree.
+// The only macro of the repository.
 #ifndef LOGITD_KERNELS_STATUS_MACROS_H_
 #define LOGITD_KERNELS_STATUS_MACROS_H_
 

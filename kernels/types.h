@@ -1,4 +1,4 @@
-// Words every op shares: element types, views of tensors, and what became of a row.
+// Types that all ops share: element types, views of tensors, and the status of a row.
 #ifndef LOGITD_KERNELS_TYPES_H_
 #define LOGITD_KERNELS_TYPES_H_
 
@@ -48,8 +48,8 @@ constexpr std::string_view Name(DType dtype) {
   return "unknown";
 }
 
-// A matrix in the memory of the backend that runs the op. Owns nothing. Only element alignment is
-// asked of `data`.
+// A matrix in the memory of the backend that runs the op. Owns nothing. `data` needs only the
+// alignment of an element.
 struct TensorView {
   const void* data = nullptr;
   DType dtype = DType::kF32;
@@ -58,16 +58,7 @@ struct TensorView {
   int64_t row_stride = 0;  // elements, >= cols
 };
 
-// Rows [first, first + count) of `view`.
-inline TensorView RowsOf(const TensorView& view, int64_t first, int64_t count) {
-  TensorView part = view;
-  part.data = static_cast<const std::byte*>(view.data) +
-              first * view.row_stride * static_cast<int64_t>(SizeOf(view.dtype));
-  part.rows = count;
-  return part;
-}
-
-// A matrix that is written; else as TensorView.
+// A matrix that is written; otherwise as TensorView.
 struct MutableTensorView {
   void* data = nullptr;
   DType dtype = DType::kF32;
@@ -76,13 +67,27 @@ struct MutableTensorView {
   int64_t row_stride = 0;  // elements, >= cols
 };
 
+// Rows [first, first + count) of a TensorView or a MutableTensorView.
+template <class View>
+View RowsOf(View view, int64_t first, int64_t count) {
+  const int64_t offset = first * view.row_stride * static_cast<int64_t>(SizeOf(view.dtype));
+  view.data =
+      reinterpret_cast<decltype(view.data)>(reinterpret_cast<uintptr_t>(view.data) + offset);
+  view.rows = count;
+  return view;
+}
+
 // Largest vocabulary any op takes.
 inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 
-// What became of one row. A faulty row never harms another.
+// Below this, a temperature acts as this one: log2(e) / temperature stays far inside f32's range.
+// Only logits less than 1e-33 apart can tell.
+inline constexpr float kLeastTemperature = 0x1p-118f;
+
+// The status of one row. A faulty row never affects another.
 enum class RowCode : int32_t {
   kOk = 0,
-  kNanLogit = 1,      // a logit is NaN; what else is written, the op says
+  kNanLogit = 1,      // a logit is NaN; the op says what its other outputs are
   kEmptySupport = 2,  // every logit is -inf, as sent or after masks: there is no distribution
   kNotReached = 3,    // verify: an earlier draft of the sequence was refused; nothing was drawn
 };

@@ -68,14 +68,15 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
 
 absl::Status CheckVerify(const VerifyRequest& request) {
   LOGITD_RETURN_IF_ERROR(CheckSample(request.sample));
-  if (request.drafts.size() != static_cast<size_t>(request.sample.rows)) {
-    return absl::InvalidArgumentError(absl::StrFormat("drafts: got %d values, allowed %d (rows)",
-                                                      request.drafts.size(), request.sample.rows));
+  const auto rows = static_cast<int64_t>(request.sample.params.size());
+  if (request.drafts.size() != request.sample.params.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("drafts: got %d values, allowed %d (rows)", request.drafts.size(), rows));
   }
   int64_t next = 0;
   for (size_t s = 0; s < request.sequences.size(); ++s) {
     const VerifySequence& sequence = request.sequences[s];
-    const int64_t left = request.sample.rows - next;
+    const int64_t left = rows - next;
     if (sequence.first_row != next || sequence.rows < 1 || sequence.rows > left) {
       return absl::InvalidArgumentError(absl::StrFormat(
           "sequences: got rows [%d, %d + %d) at sequence %d, allowed from row %d, 1..%d of them",
@@ -86,9 +87,9 @@ absl::Status CheckVerify(const VerifyRequest& request) {
     }
     next += sequence.rows;
   }
-  if (next == request.sample.rows) return absl::OkStatus();
+  if (next == rows) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrFormat("sequences: got %d rows, allowed %d (rows)", next, request.sample.rows));
+      absl::StrFormat("sequences: got %d rows, allowed %d (rows)", next, rows));
 }
 
 }  // namespace logitd

@@ -1,4 +1,4 @@
-// What the operator chose: flags, and environment variables where a flag is not given.
+// The operator's choices: flags, or environment variables for flags that are not given.
 #ifndef LOGITD_SERVER_CONFIG_H_
 #define LOGITD_SERVER_CONFIG_H_
 
@@ -27,7 +27,7 @@ struct Config {
   int64_t max_batch_rows = 65536;
   absl::Duration max_batch_delay = absl::ZeroDuration();
   std::vector<engine::HeadRequest> heads;  // loaded at start
-  std::string head_root;                   // a directory; empty: clients load none
+  std::string head_root;                   // a directory; empty: clients cannot load heads
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"
@@ -38,8 +38,8 @@ struct Config {
 // Semantic version of this build.
 std::string_view Version();
 
-// Fills `config`. A value means that the process is to end with it: 0 after --help or --version
-// (text on `out`), 2 when something is wrong (what, got, allowed on `err`).
+// Fills `config`. A value: the process must end with it, 0 after --help or --version (text on
+// `out`), 2 after a wrong flag (flag, got, allowed on `err`).
 std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config, std::ostream& out,
                                std::ostream& err);
 

@@ -12,7 +12,7 @@
 namespace logitd {
 namespace {
 
-// %* : the message as the inside of a JSON string.
+// %*: the message, escaped for a JSON string.
 class JsonMessage final : public spdlog::custom_flag_formatter {
  public:
   void format(const spdlog::details::log_msg& message, const std::tm&,
@@ -36,7 +36,7 @@ class JsonMessage final : public spdlog::custom_flag_formatter {
 std::atomic<bool> grpc_is_ending = false;
 
 void LogGrpc(gpr_log_func_args* args) {
-  if (grpc_is_ending) return;  // gRPC's threads may outlive the logger
+  if (grpc_is_ending) return;
   const bool warn = args->severity == GPR_LOG_SEVERITY_ERROR;
   spdlog::log(warn ? spdlog::level::warn : spdlog::level::debug, "grpc: {}", args->message);
 }

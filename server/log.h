@@ -1,4 +1,4 @@
-// Where log lines go, and how they look.
+// The log's destination and format.
 #ifndef LOGITD_SERVER_LOG_H_
 #define LOGITD_SERVER_LOG_H_
 
@@ -6,13 +6,13 @@
 
 namespace logitd {
 
-// Sends spdlog's default logger, and what gRPC has to say, to standard error. `level`: debug, info,
-// warn, error or off. `format`: "text", or "json" for one object a line with time, level and
-// message. Before the first thread.
+// Sends spdlog's default logger and gRPC's log to standard error. `level`: debug, info, warn, error
+// or off. `format`: "text", or "json" for one object a line with time, level and message. Call it
+// before the first thread starts.
 void SetUpLogging(const std::string& level, const std::string& format);
 
-// From here on gRPC is not listened to: it takes the end of its sockets for errors, and its threads
-// may outlive the logger. Any thread.
+// Drops gRPC's log from here on: gRPC logs the end of its sockets as errors, and its threads may
+// outlive the logger. Any thread.
 void GrpcIsEnding();
 
 }  // namespace logitd

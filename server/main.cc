@@ -1,5 +1,5 @@
-// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 the device was lost or
-// does not end a batch (the orchestrator is to start a new process).
+// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 the device was lost or does not
+// end a batch (the orchestrator should start a new process).
 #include <stdlib.h>
 
 #include <cstdlib>
@@ -17,8 +17,7 @@ int main(int argc, char** argv) try {
     return *code;
   }
   logitd::SetUpLogging(config.log_level, config.log_format);
-  // CUDA loads kernels at their first use otherwise, which the first callers of an op would wait
-  // for.
+  // Otherwise CUDA loads a kernel at its first use, and the first caller of an op waits for it.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   return logitd::Serve(config, [&config] {
     return logitd::CreateBackend(config.backend,

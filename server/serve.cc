@@ -30,11 +30,7 @@
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
-#include "server/rpc/codecs/attention_codec.h"
-#include "server/rpc/codecs/sample_codec.h"
-#include "server/rpc/codecs/score_codec.h"
-#include "server/rpc/codecs/topk_codec.h"
-#include "server/rpc/codecs/verify_codec.h"
+#include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
 
 namespace logitd {
@@ -44,15 +40,15 @@ constexpr int kCannotStart = 1;
 constexpr int kDeviceLost = 3;
 
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
-// For answers already encoded to reach their peers, and for those who watch the health to hear of
-// it. Calls that come meanwhile are refused.
+// Time for encoded answers to reach their peers, and for health watchers to see the change. Calls
+// that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
-// For a batch that runs to end when the grace is over and nobody waits for it any more.
+// Time for a running batch to end after the grace.
 constexpr absl::Duration kLastBatch = absl::Seconds(5);
-// How long the process may take to end after the device was lost, whatever hangs in its driver.
+// Longest time for the process to end after the device was lost, even if its driver hangs.
 constexpr unsigned kDeviceLostSeconds = 10;
 
-// What the main thread waits for. Made before any other thread, so that all of them inherit the
+// What the main thread waits for. Created before any other thread, so that all threads inherit the
 // blocked signals.
 class Events {
  public:
@@ -96,10 +92,9 @@ class Events {
   int lost_;
 };
 
-// Messages of megabytes come and go; giving their memory back to the system and faulting it in
-// again each time halves the rate from socket to slab. Few arenas, because what one keeps free
-// another cannot use: with one for each thread the process would keep several times what it ever
-// held at once.
+// Messages of megabytes come and go. Returning their memory to the system and faulting it in again
+// each time halves the rate from socket to slab. Few arenas, because one arena cannot use memory
+// that another keeps free: with one for each thread the process keeps several times its peak use.
 void TuneMalloc() {
   mallopt(M_ARENA_MAX, 2);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
@@ -108,36 +103,36 @@ void TuneMalloc() {
 }
 
 int CannotStart(const absl::Status& status) {
-  spdlog::error("cannot start: {}", status.ToString());
+  spdlog::error("the server cannot start: {}", status.ToString());
   return kCannotStart;
 }
 
-// Ends the process where tearing it down could hang or crash, for it stands on a lost device. The
-// end of the process hangs up on every peer.
+// Ends the process without destroying objects that use the lost device, which could hang or crash.
+// The end of the process closes every connection.
 [[noreturn]] void LeaveLostDevice() {
   alarm(kDeviceLostSeconds);
   absl::SleepFor(kLastWrites);
-  spdlog::error("ended: the device was lost");
+  spdlog::error("the process ends: the device was lost");
   std::_Exit(kDeviceLost);
 }
 
-// Ends the process where a stream cannot be joined: its batch does not end. The device is no good
-// to whoever comes next either, as far as anyone can tell from here.
+// Ends the process when a stream thread cannot be joined because its batch does not end. The exit
+// code is that of a lost device: the next batch would probably hang too.
 [[noreturn]] void LeaveBatch(const engine::RunningBatch& batch) {
-  spdlog::error("ended: a batch of {} with {} rows is left to the device, which has had it for {}",
+  spdlog::error("the process ends: a batch of {} with {} rows has been on the device for {}",
                 batch.op, batch.rows,
                 absl::FormatDuration(absl::Trunc(batch.age, absl::Milliseconds(1))));
   std::_Exit(kDeviceLost);
 }
 
-// Ends the process where the thread that loads heads cannot be joined: it waits for a disk, or for
-// the device, that does not answer.
+// Ends the process when the thread that loads heads cannot be joined because the disk or the device
+// does not answer.
 [[noreturn]] void LeaveLoad() {
-  spdlog::warn("a load of a head has not ended in time; it ends with the process");
+  spdlog::warn("the process ends: a load of a head did not end in time");
   std::_Exit(EXIT_SUCCESS);
 }
 
-// A value: the process is to end with it.
+// Loads the heads of --head. A value: the process must end with it.
 std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events* events) {
   if (config.heads.empty()) return std::nullopt;
   absl::Status status;
@@ -162,10 +157,61 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events*
     LeaveLostDevice();
   }
   if (!wanted) {
-    spdlog::info("ended by a signal before it served");
+    spdlog::info("a signal ended the process before it served");
     return EXIT_SUCCESS;
   }
   return status.ok() ? std::nullopt : std::optional<int>(CannotStart(status));
+}
+
+// --head-root with its links resolved; "" if there is none.
+absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
+  if (config.head_root.empty()) return "";
+  std::error_code error;
+  std::string root = std::filesystem::canonical(config.head_root, error).string();
+  if (error) {
+    return absl::NotFoundError(
+        absl::StrCat("--head-root: ", config.head_root, ": ", error.message()));
+  }
+  spdlog::info("clients may load heads from {}", root);
+  return root;
+}
+
+// Null if --metrics-listen is off.
+absl::StatusOr<std::unique_ptr<prometheus::Exposer>> ServeMetrics(const Config& config,
+                                                                  const engine::Metrics& metrics) {
+  if (config.metrics_listen == "off") return nullptr;
+  std::unique_ptr<prometheus::Exposer> exposer;
+  try {
+    exposer = std::make_unique<prometheus::Exposer>(config.metrics_listen);
+  } catch (const std::exception& error) {
+    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on ",
+                                               config.metrics_listen, ": ", error.what()));
+  }
+  exposer->RegisterCollectable(metrics.registry());
+  spdlog::info("metrics on {}:{}",
+               config.metrics_listen.substr(0, config.metrics_listen.rfind(':')),
+               absl::StrJoin(exposer->GetListeningPorts(), ","));
+  return exposer;
+}
+
+// Refuses new calls and waits until the admitted ones are done, the grace is over, a second signal
+// comes or the device is lost, which `event` also says before.
+Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
+                   engine::Admission& admission, engine::Engine& engine, rpc::RpcServer& server) {
+  server.SetServing(false);
+  admission.BeginDrain();
+  server.Drain();
+  if (event == Events::kLost) return event;
+  spdlog::info("draining: {} calls to finish within {}", server.calls(),
+               absl::FormatDuration(config.drain_grace));
+  const absl::Time end = absl::Now() + config.drain_grace;
+  // A batch without a caller also gets the grace: it may be slow, and the device may be well.
+  const auto busy = [&] {
+    return server.calls() > 0 || server.loading() || !engine.WaitIdle(absl::InfinitePast());
+  };
+  event = Events::kNothing;
+  while (busy() && absl::Now() < end && event == Events::kNothing) event = events.Wait(kPoll);
+  return event;
 }
 
 }  // namespace
@@ -180,16 +226,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const DeviceInfo& device = (*backend)->device();
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
-  const std::string_view ops[] = {rpc::kSoftmaxTopKTraits.name,
-                                  rpc::kLinearTopKTraits.name,
-                                  rpc::kSampleTraits.name,
-                                  rpc::kLinearSampleTraits.name,
-                                  rpc::kVerifyTraits.name,
-                                  rpc::kCrossEntropyTraits.name,
-                                  rpc::kLinearCrossEntropyTraits.name,
-                                  rpc::kAttentionSoftmaxTraits.name,
-                                  rpc::kAttentionSoftmaxBackwardTraits.name};
-  engine::Metrics metrics(ops);
+  engine::Metrics metrics(ops::AllNames());
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
        .max_held_bytes = config.max_held_bytes,
@@ -202,7 +239,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
                               .slab_payload_bytes = config.slab_bytes,
                               .slab_answer_bytes = config.slab_bytes,
                               .max_batch_rows = config.max_batch_rows,
-                              .max_batch_delay = config.max_batch_delay},
+                              .max_batch_delay = config.max_batch_delay,
+                              .ops = ops::AllTraits()},
                              &metrics, [&events](const absl::Status& status) {
                                spdlog::error("device lost: {}", status.ToString());
                                events.DeviceLost();
@@ -214,36 +252,15 @@ int Serve(const Config& config, MakeBackend make_backend) {
       config.max_batch_rows, config.slab_bytes, config.streams);
 
   if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
-  std::string head_root;
-  if (!config.head_root.empty()) {
-    std::error_code error;
-    head_root = std::filesystem::canonical(config.head_root, error).string();
-    if (error) {
-      return CannotStart(absl::NotFoundError(
-          absl::StrCat("--head-root: ", config.head_root, ": ", error.message())));
-    }
-    spdlog::info("clients may load heads from {}", head_root);
-  }
-
-  std::unique_ptr<prometheus::Exposer> exposer;
-  if (config.metrics_listen != "off") {
-    try {
-      exposer = std::make_unique<prometheus::Exposer>(config.metrics_listen);
-    } catch (const std::exception& error) {
-      return CannotStart(absl::UnavailableError(
-          absl::StrCat("metrics: cannot listen on ", config.metrics_listen, ": ", error.what())));
-    }
-    exposer->RegisterCollectable(metrics.registry());
-    spdlog::info("metrics on {}:{}",
-                 config.metrics_listen.substr(0, config.metrics_listen.rfind(':')),
-                 absl::StrJoin(exposer->GetListeningPorts(), ","));
-  }
-
+  const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
+  if (!head_root.ok()) return CannotStart(head_root.status());
+  absl::StatusOr<std::unique_ptr<prometheus::Exposer>> exposer = ServeMetrics(config, metrics);
+  if (!exposer.ok()) return CannotStart(exposer.status());
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
                              .max_request_bytes = config.max_request_bytes,
-                             .head_root = head_root,
+                             .head_root = *head_root,
                              .peer_timeout = config.receive_timeout},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
@@ -252,23 +269,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   Events::Kind event = Events::kNothing;
   while (event == Events::kNothing) event = events.Wait(absl::InfiniteDuration());
 
-  (*server)->SetServing(false);
-  admission.BeginDrain();
-  (*server)->Drain();
-  if (event == Events::kSignal) {
-    spdlog::info("draining: {} calls to finish, at most {}", (*server)->calls(),
-                 absl::FormatDuration(config.drain_grace));
-    const absl::Time end = absl::Now() + config.drain_grace;
-    event = Events::kNothing;
-    // A batch whose callers have all gone has the grace as well: it may be slow and nothing worse.
-    const auto busy = [&] {
-      return (*server)->calls() > 0 || (*server)->loading() ||
-             !(*engine)->WaitIdle(absl::InfinitePast());
-    };
-    while (busy() && absl::Now() < end && event == Events::kNothing) {
-      event = events.Wait(kPoll);
-    }
-  }
+  event = Drain(config, event, events, admission, **engine, **server);
   const int cut = (*server)->calls();
   if (event == Events::kLost) LeaveLostDevice();
   if (cut == 0) absl::SleepFor(kLastWrites);
@@ -278,15 +279,15 @@ int Serve(const Config& config, MakeBackend make_backend) {
     if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);
   }
   (*engine)->Stop();
-  // Its HTTP server takes two seconds to end; the process ends it faster. It holds the registry
-  // weakly. Volatile, because a compiler drops a static nobody reads, and leak checkers miss it
-  // then.
-  [[maybe_unused]] static prometheus::Exposer* volatile left_to_exit;
-  left_to_exit = exposer.release();
+  // Leaked: its HTTP server takes two seconds to end, the process ends faster. It holds the
+  // registry weakly. Volatile, because a compiler drops a static that nobody reads, and a leak
+  // checker then reports the exposer.
+  [[maybe_unused]] static prometheus::Exposer* volatile leaked;
+  leaked = exposer->release();
   spdlog::info("drained: {} calls cut short", cut);
   const absl::Time end = absl::Now() + kLastWrites;
   while ((*server)->loading() && absl::Now() < end) absl::SleepFor(kPoll);
-  // The last batch, or the last chunk of a load, may be what lost it.
+  // The last batch, or the last chunk of a load, may have lost the device.
   if (events.Wait(absl::ZeroDuration()) == Events::kLost) LeaveLostDevice();
   if ((*server)->loading()) LeaveLoad();
   return EXIT_SUCCESS;

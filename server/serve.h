@@ -1,4 +1,4 @@
-// The life of the server: starts the line, waits for a signal, drains, ends.
+// The life of the server: it starts, waits for a signal, drains and ends.
 #ifndef LOGITD_SERVER_SERVE_H_
 #define LOGITD_SERVER_SERVE_H_
 
@@ -13,11 +13,12 @@ namespace logitd {
 
 using MakeBackend = absl::FunctionRef<absl::StatusOr<std::unique_ptr<Backend>>()>;
 
-// Returns the exit code: 0 drained, 1 could not start. When the device is lost, or does not end a
-// batch when all else has ended, it does not return, since what stands on it cannot be taken down
-// safely, but ends the process with 3. Once a process;
-// call it before there are threads, for it blocks SIGTERM and SIGINT, which it waits for.
-// `make_backend` runs once.
+// Returns the exit code: 0 drained, 1 could not start. If the device is lost, or does not end a
+// batch when everything else has ended, it ends the process with 3 instead: objects that use the
+// device cannot be destroyed safely then. `make_backend` runs once.
+//
+// Once a process. Call it before other threads start: it blocks SIGTERM and SIGINT and waits for
+// them.
 int Serve(const Config& config, MakeBackend make_backend);
 
 }  // namespace logitd

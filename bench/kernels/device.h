@@ -1,106 +1,165 @@
-// What the bench needs of a device: its own ceilings, and the median time of one op over inputs
-// that defeat the caches.
+// What the bench needs of a device: memory, one launch of each op, and the median time of a launch.
 #ifndef LOGITD_BENCH_KERNELS_DEVICE_H_
 #define LOGITD_BENCH_KERNELS_DEVICE_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/attention_softmax.h"
-#include "kernels/cross_entropy.h"
-#include "kernels/sample.h"
+#include "kernels/backend.h"
+#include "kernels/status_macros.h"
 #include "kernels/types.h"
 
 namespace logitd::bench {
 
-struct TopKCase {
-  int64_t rows;
-  int64_t vocab;
+// How often a launch is repeated for one figure.
+struct Repeat {
+  int launches = 1;   // in a row, where the device has a queue
+  bool slow = false;  // takes seconds on a CPU: fewer runs there
+};
+
+// logits = hidden weight^T, by the device's own library.
+struct BareProduct {
   DType dtype;
-  int32_t k;
-  int64_t row_stride;  // elements
-};
-
-// What a row of a sample entry has besides its parameters.
-struct SampleLists {
-  int32_t history = 0;  // tokens
-  bool mask = false;    // half the tokens allowed
-};
-
-struct SampleCase {
-  int64_t rows;
-  int64_t vocab;
-  DType dtype;
-  SampleRow row;  // of every row; seeds and positions differ
-  SampleLists lists;
-};
-
-// All rows of a tensor of scores; a mask is [batch, 1, queries, keys], which the heads share, a
-// quarter of it hidden. Backward: probs and their gradient in, the gradient of the scores out, all
-// of one type.
-struct AttentionCase {
-  int64_t batch;
-  int64_t heads;
-  int64_t queries;
-  int64_t keys;
-  DType dtype;
-  AttentionWindow window;
-  MaskKind mask = MaskKind::kNone;  // kAdditive: in dtype
-  bool backward = false;
-
-  int64_t rows() const { return batch * heads * queries; }
-  // The fewest bytes that move: what the rows see is read, all keys are written.
-  double FloorBytes() const;
-};
-
-struct LossCase {
-  int64_t rows;
-  int64_t vocab;
-  DType dtype;
-  CrossEntropyRow row;  // of every row; targets differ
-  bool backward = false;
-
-  // The fewest bytes that move: one read of the logits; backward, a read and a write.
-  double FloorBytes() const {
-    const double bytes = static_cast<double>(rows * vocab) * static_cast<double>(SizeOf(dtype));
-    return backward ? 2 * bytes : bytes;
-  }
-};
-
-// An op on hidden states under a head without bias, norm or softcap. kLossBackward is loss and
-// gradients in one call, by which d_hidden and d_weight are of the case's dtype on CUDA, f32 on the
-// CPU.
-enum class HeadOp { kTopK, kSample, kLoss, kLossBackward };
-struct HeadCase {
-  HeadOp op;
   int64_t rows;
   int64_t hidden;
   int64_t vocab;
-  DType dtype;
+  const std::byte* weight;  // [vocab, hidden]
+  const std::byte* states;  // [rows, hidden]
+  std::byte* logits;        // [rows, logits_stride]
+  int64_t logits_stride;    // elements, a multiple of 32
 };
 
-// Times are medians in microseconds; rates are bytes per second.
+inline double Median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// Read, Copy and Run only enqueue where the device has a queue.
 class Device {
  public:
   virtual ~Device() = default;
   virtual std::string name() const = 0;
-  virtual absl::StatusOr<double> ReadCeiling() = 0;  // a read of far more than the caches hold
-  virtual absl::StatusOr<double> CopyCeiling() = 0;  // bytes read plus bytes written, per second
-  virtual absl::StatusOr<double> TimeTopK(const TopKCase& c) = 0;
-  virtual absl::StatusOr<double> TimeSample(const SampleCase& c) = 0;
-  virtual absl::StatusOr<double> TimeAttention(const AttentionCase& c) = 0;
-  virtual absl::StatusOr<double> TimeLoss(const LossCase& c) = 0;
-  virtual absl::StatusOr<double> TimeHead(const HeadCase& c) = 0;
-  // The bare product of that shape, whatever the op, by the device's own library: on CUDA in the
-  // case's dtype, logits too, as peers have it; on the CPU in f32 whatever the dtype.
-  virtual absl::StatusOr<double> TimeProduct(const HeadCase& c) = 0;
+  virtual size_t input_bytes() const = 0;  // far more than the caches hold
+  // The type of bare products, and of a head's gradients, where the head has `dtype`.
+  virtual DType product_dtype(DType dtype) const = 0;
+
+  virtual absl::StatusOr<DeviceMemory> Allocate(size_t bytes) = 0;
+  virtual void Free(const DeviceMemory& memory) = 0;
+  virtual absl::Status CopyIn(std::byte* to, const void* from, size_t bytes) = 0;
+  virtual absl::Status FillNormals(DType dtype, std::byte* data, size_t bytes) = 0;
+
+  virtual absl::Status Read(const std::byte* from, size_t bytes) = 0;
+  virtual absl::Status Copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
+  virtual absl::Status Run(const BareProduct& product) = 0;
+  virtual absl::Status Run(const SoftmaxTopKArgs& args) = 0;
+  virtual absl::Status Run(const SampleArgs& args) = 0;
+  virtual absl::Status Run(const AttentionSoftmaxArgs& args) = 0;
+  virtual absl::Status Run(const AttentionSoftmaxBackwardArgs& args) = 0;
+  virtual absl::Status Run(const CrossEntropyArgs& args) = 0;
+  virtual absl::Status Run(const CrossEntropyBackwardArgs& args) = 0;
+  virtual absl::Status Run(const LinearTopKArgs& args) = 0;
+  virtual absl::Status Run(const LinearSampleArgs& args) = 0;
+  virtual absl::Status Run(const LinearCrossEntropyArgs& args) = 0;
+  virtual absl::Status Run(const LinearCrossEntropyTrainingArgs& args) = 0;
+
+  // Median time in microseconds of launch(i), i = 0, 1, ...
+  virtual absl::StatusOr<double> Time(const Repeat& repeat,
+                                      const std::function<absl::Status(int)>& launch) = 0;
 };
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice();  // in builds with CUDA
+
+// Arrays in a device's memory, freed together. A null pointer comes back for no values, and where
+// there is no room; then status() says so.
+class Arrays {
+ public:
+  explicit Arrays(Device& device) : device_(device) {}
+  ~Arrays() {
+    for (const DeviceMemory& memory : memory_) device_.Free(memory);
+  }
+  Arrays(const Arrays&) = delete;
+  Arrays& operator=(const Arrays&) = delete;
+
+  const absl::Status& status() const { return status_; }
+
+  template <class T>
+  T* Room(size_t count) {
+    if (count == 0 || !status_.ok()) return nullptr;
+    const auto memory = device_.Allocate(count * sizeof(T));
+    status_.Update(memory.status());
+    if (!memory.ok()) return nullptr;
+    memory_.push_back(*memory);
+    return reinterpret_cast<T*>(memory->data);
+  }
+  template <class T>
+  T* Put(const std::vector<T>& values) {
+    T* to = Room<T>(values.size());
+    if (to != nullptr)
+      status_.Update(device_.CopyIn(reinterpret_cast<std::byte*>(to), values.data(),
+                                    values.size() * sizeof(T)));
+    return to;
+  }
+  std::byte* Normals(DType dtype, size_t count) {
+    std::byte* to = Room<std::byte>(count * SizeOf(dtype));
+    if (to != nullptr) status_.Update(device_.FillNormals(dtype, to, count * SizeOf(dtype)));
+    return to;
+  }
+
+ private:
+  Device& device_;
+  std::vector<DeviceMemory> memory_;
+  absl::Status status_;
+};
+
+// The buffer of normals that ops read: launches walk over it, so that none finds its input in a
+// cache.
+class Inputs {
+ public:
+  struct Sets {
+    std::byte* data;
+    size_t bytes;  // of a set
+    size_t count;
+    std::byte* At(int launch) const { return data + static_cast<size_t>(launch) % count * bytes; }
+  };
+
+  explicit Inputs(Device& device) : device_(device) {}
+  ~Inputs() { device_.Free(memory_); }
+  Inputs(const Inputs&) = delete;
+  Inputs& operator=(const Inputs&) = delete;
+
+  // The buffer as sets of `set_bytes` bytes. `overwritten`: the caller writes to it.
+  absl::StatusOr<Sets> Cut(DType dtype, size_t set_bytes, bool overwritten = false) {
+    const size_t bytes = std::max(set_bytes, device_.input_bytes());
+    if (memory_.bytes < bytes) {
+      device_.Free(memory_);
+      memory_ = {};
+      const auto memory = device_.Allocate(bytes);
+      if (!memory.ok()) return memory.status();
+      memory_ = *memory;
+      filled_ = false;
+    }
+    if (!filled_ || dtype_ != dtype)
+      LOGITD_RETURN_IF_ERROR(device_.FillNormals(dtype, memory_.data, memory_.bytes));
+    filled_ = !overwritten;
+    dtype_ = dtype;
+    return Sets{memory_.data, set_bytes, std::max<size_t>(1, device_.input_bytes() / set_bytes)};
+  }
+
+ private:
+  Device& device_;
+  DeviceMemory memory_;
+  bool filled_ = false;
+  DType dtype_ = DType::kF32;
+};
 
 }  // namespace logitd::bench
 

@@ -1,4 +1,4 @@
-// The CPU as a device: slabs are plain memory, copies are nothing, an op is done when its call
+// The CPU as a device: slabs are plain memory, copies do nothing, and an op is done when its call
 // returns.
 #include "kernels/backend.h"
 
@@ -128,8 +128,7 @@ class CpuBackend : public Backend {
   }
 
  private:
-  // Mapped rather than malloc'd: page-aligned, and a size that cannot be had fails here and not on
-  // first touch of the allocator's own structures.
+  // Mapped, not malloc'd: it is page-aligned, and a size that is not there fails here.
   absl::StatusOr<std::byte*> Map(std::string_view what, size_t bytes) const {
     void* data = MAP_FAILED;
     if (bytes <= static_cast<size_t>(std::numeric_limits<int64_t>::max())) {
@@ -140,12 +139,12 @@ class CpuBackend : public Backend {
       return absl::ResourceExhaustedError(absl::StrFormat(
           "%s: no memory for %d bytes; the machine has %d", what, bytes, info_.memory_bytes));
     }
-    // Advice only: a kernel without huge pages gives small ones.
+    // Only advice: a kernel without huge pages gives small ones.
     (void)madvise(data, MappedBytes(bytes), MADV_HUGEPAGE);
     return static_cast<std::byte*>(data);
   }
 
-  // mmap takes no empty ranges.
+  // mmap refuses an empty range.
   static size_t MappedBytes(size_t bytes) { return bytes == 0 ? 1 : bytes; }
 
   cpu::ThreadPool pool_;

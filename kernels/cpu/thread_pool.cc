@@ -66,8 +66,8 @@ void ThreadPool::Work() {
     lock.unlock();
     RunItems(*loop);
     lock.lock();
-    // No item is left, so other workers should look past this loop. It lives until its helpers are
-    // gone.
+    // No item is left: other workers must not enter this loop. It lives until its helpers have
+    // left.
     Close(loop);
     if (--loop->helpers == 0) done_.notify_all();
   }

@@ -18,8 +18,8 @@ namespace logitd::cpu {
 int UsableCores();
 
 // Runs loops on `threads` threads: the caller and threads - 1 of its own. Thread-safe: loops of
-// several callers share the threads, in order of arrival, and each caller always works on its own
-// loop, so no loop waits for another.
+// several callers share the threads in order of arrival. Each caller works on its own loop, so no
+// loop waits for another.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads);
@@ -39,8 +39,7 @@ class ThreadPool {
     absl::FunctionRef<void(int64_t)> body;
     int64_t count;
     std::atomic<int64_t> next{0};
-    int helpers =
-        0;  // workers inside the loop; guarded by mutex_, which the nested type cannot name
+    int helpers = 0;  // workers inside; guarded by mutex_, which a nested type cannot name
   };
 
   static void RunItems(Loop& loop);

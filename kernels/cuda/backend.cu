@@ -9,13 +9,14 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/linear/product.h"
+#include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
 namespace {
 
-// Errors after which the context still works: the call was refused, nothing ran wild.
+// Errors after which the context still works: the call was refused, and nothing ran.
 bool Recoverable(cudaError_t error) {
   return error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue ||
          error == cudaErrorInvalidConfiguration || error == cudaErrorLaunchOutOfResources ||
@@ -32,8 +33,8 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
 
 __global__ void ProbeKernel() {}
 
-// Whether blocks of a cluster can share memory: the device must, and the code that was loaded for
-// it, which may be compiled from that of an older one.
+// Whether blocks of a cluster can share memory. The device must allow it, and so must the code that
+// was loaded for it: that may be compiled from code for an older device.
 absl::Status ProbeClusters(const cudaDeviceProp& properties, bool& clusters) {
   cudaFuncAttributes loaded;
   LOGITD_RETURN_IF_ERROR(ToStatus(cudaFuncGetAttributes(&loaded, ProbeKernel), "probe kernels"));
@@ -81,69 +82,53 @@ class CudaStream final : public Stream {
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::SoftmaxTopK(args, scratch_, stream_), "softmax_topk");
+    return Run("softmax_topk", &cuda::SoftmaxTopK, args);
   }
   absl::Status Sample(const SampleArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::Sample(args, scratch_, stream_), "sample");
+    return Run("sample", &cuda::Sample, args);
   }
   absl::Status Verify(const VerifyArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::Verify(args, scratch_, stream_), "verify");
+    return Run("verify", &cuda::Verify, args);
   }
   absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::AttentionSoftmax(args, scratch_, stream_), "attention_softmax");
+    return Run("attention_softmax", &cuda::AttentionSoftmax, args);
   }
   absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::AttentionSoftmaxBackward(args, scratch_, stream_),
-                    "attention_softmax_backward");
+    return Run("attention_softmax_backward", &cuda::AttentionSoftmaxBackward, args);
   }
   absl::Status CrossEntropy(const CrossEntropyArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::CrossEntropy(args, scratch_, stream_), "cross_entropy");
+    return Run("cross_entropy", &cuda::CrossEntropy, args);
   }
   absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::CrossEntropyBackward(args, stream_), "cross_entropy_backward");
   }
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    if (args.head.weight.dtype == DType::kF32) LOGITD_RETURN_IF_ERROR(products_status_);
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::LinearTopK(args, products_, scratch_, stream_), "linear_topk");
+    return RunLinear("linear_topk", &cuda::LinearTopK, args, cuda::LinearOp::kTokens, args.head);
   }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
-    if (args.head.weight.dtype == DType::kF32) LOGITD_RETURN_IF_ERROR(products_status_);
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::LinearSample(args, products_, scratch_, stream_), "linear_sample");
+    return RunLinear("linear_sample", &cuda::LinearSample, args, cuda::LinearOp::kTokens,
+                     args.head);
   }
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(products_status_);
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::LinearCrossEntropy(args, products_, scratch_, stream_),
-                    "linear_cross_entropy");
+    return RunLinear("linear_cross_entropy", &cuda::LinearCrossEntropy, args,
+                     cuda::LinearOp::kLosses, args.head);
   }
   absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(products_status_);
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::LinearCrossEntropyBackward(args, products_, scratch_, stream_),
-                    "linear_cross_entropy_backward");
+    return RunLinear("linear_cross_entropy_backward", &cuda::LinearCrossEntropyBackward, args,
+                     cuda::LinearOp::kGradients, args.head);
   }
   absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(products_status_);
-    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-    return ToStatus(cuda::LinearCrossEntropyTraining(args, products_, scratch_, stream_),
-                    "linear_cross_entropy_training");
+    return RunLinear("linear_cross_entropy_training", &cuda::LinearCrossEntropyTraining, args,
+                     cuda::LinearOp::kTraining, args.gradient.head);
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);
-    phase_ = kIdle;  // whatever comes of it, the next work starts afresh
+    phase_ = kIdle;  // the next work starts again, also after an error
     LOGITD_RETURN_IF_ERROR(entered);
-    // A decode batch takes tens of microseconds: poll first, for the wake-up of a blocked thread
-    // costs as much.
+    // A decode batch takes tens of microseconds, and so does the wake-up of a blocked thread: poll
+    // first.
     const absl::Time poll_until = absl::Now() + kPollFor;
     cudaError_t state;
     while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady &&
@@ -159,7 +144,7 @@ class CudaStream final : public Stream {
   }
 
  private:
-  // An event marks where each phase starts.
+  // An event marks the start of each phase.
   enum Phase { kUploading, kComputing, kDownloading, kDone, kPhases, kIdle = -1 };
   static constexpr absl::Duration kPollFor = absl::Microseconds(200);
 
@@ -183,6 +168,23 @@ class CudaStream final : public Stream {
     products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     return ToStatus(cudaMemsetAsync(scratch_.data, 0, cuda::Scratch::kCounterBytes, stream_),
                     "clear scratch");
+  }
+
+  // Enqueues an op.
+  template <class Op, class Args>
+  absl::Status Run(std::string_view name, Op op, const Args& args) {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(op(args, scratch_, stream_), name);
+  }
+
+  // Enqueues a linear op. UNAVAILABLE where its route needs cuBLASLt and there is none.
+  template <class Op, class Args>
+  absl::Status RunLinear(std::string_view name, Op op, const Args& args, cuda::LinearOp linear_op,
+                         const HeadView& head) {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));  // first: a route asks the stream's device
+    if (cuda::RouteOf(linear_op, head, scratch_).cublas_lt)
+      LOGITD_RETURN_IF_ERROR(products_status_);
+    return ToStatus(op(args, products_, scratch_, stream_), name);
   }
 
   // Records the events of every phase up to `phase` that has not begun yet.
@@ -209,7 +211,7 @@ class CudaStream final : public Stream {
   Phase phase_ = kIdle;
   cuda::Scratch scratch_;
   cuda::Products products_;
-  absl::Status products_status_;  // what ops that need products answer where there are none
+  absl::Status products_status_;  // not OK: cuBLASLt is missing; the answer of ops that need it
 };
 
 class CudaBackend final : public Backend {

@@ -9,9 +9,22 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace logitd::cuda {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// A float as an unsigned integer of the same order; -0 as +0. A NaN gets some place in the order:
+// callers detect it separately.
+__device__ inline uint32_t OrderedBits(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+__device__ inline float FromOrderedBits(uint32_t ordered) {
+  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+}
 
 template <class T>
 constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte load
@@ -33,19 +46,22 @@ __device__ inline T FromFloat(float x) {
   }
 }
 
-// Two 16-bit elements as the intrinsics take them.
+// 16-bit types: two of them as the intrinsics take them, and the name in PTX, for the "C"
+// constraint of an asm.
 template <class T>
-struct PairTraits;
+struct Traits16Bit;
 template <>
-struct PairTraits<__half> {
-  using Type = __half2;
+struct Traits16Bit<__half> {
+  using Pair = __half2;
+  static constexpr char kPtxName[] = "f16";
 };
 template <>
-struct PairTraits<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
+struct Traits16Bit<__nv_bfloat16> {
+  using Pair = __nv_bfloat162;
+  static constexpr char kPtxName[] = "bf16";
 };
 template <class T>
-using PairOf = typename PairTraits<T>::Type;
+using PairOf = typename Traits16Bit<T>::Pair;
 
 // Two 16-bit elements in a word, the first in its lower half.
 template <class T>

@@ -20,8 +20,6 @@ namespace logitd::cuda {
 
 class Products;
 
-using Carver = Scratch;  // the name that sampling/ and attention/ still use
-
 cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t Sample(const SampleArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t Verify(const VerifyArgs& args, const Scratch& scratch, cudaStream_t stream);
@@ -32,8 +30,8 @@ cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
 cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 
-// The linear ops. Products is one of the stream's own, with a workspace of
-// ProductWorkspaceBytes(scratch).
+// The linear ops. `products` belongs to the stream and has a workspace of
+// ProductWorkspaceBytes(scratch) bytes.
 inline size_t ProductWorkspaceBytes(const Scratch& scratch) {
   return std::min(scratch.bytes / 16, size_t{32} << 20) / 256 * 256;
 }

@@ -14,16 +14,16 @@
 namespace logitd::engine {
 namespace {
 
-absl::Status DrainingError() {
-  return absl::UnavailableError(
-      "the server is draining: it finishes what it has and takes no more");
-}
-
 absl::Status LateError() {
   return absl::DeadlineExceededError("the deadline passed before there was room for the message");
 }
 
 }  // namespace
+
+absl::Status DrainingError() {
+  return absl::UnavailableError(
+      "the server is draining: it finishes admitted calls and takes no new ones");
+}
 
 struct Admission::State {
   struct Waiter {
@@ -37,7 +37,7 @@ struct Admission::State {
 
   State(Admission* admission, const AdmissionOptions& options, Metrics* metrics)
       : admission(admission), options(options), metrics(metrics) {
-    if (metrics != nullptr) metrics->SetHeldBytesLimit(options.max_held_bytes);
+    if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
     timer = std::thread([this] { RunTimer(); });
   }
 
@@ -56,15 +56,15 @@ struct Admission::State {
 
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (metrics == nullptr) return;
-    metrics->SetHeldBytes(held);
-    metrics->SetWaitingCalls(static_cast<int64_t>(waiters.size()));
+    metrics->Set(Gauge::kHeldBytes, held);
+    metrics->Set(Gauge::kWaitingCalls, static_cast<int64_t>(waiters.size()));
   }
 
   void Count(Refusal reason) {
     if (metrics != nullptr) metrics->CountRefused(reason);
   }
 
-  // Takes a waiter out of the line, to be answered with `refusal` or, if that is OK, with a ticket.
+  // Takes a call out of the line. Its answer is `refusal` or, if that is OK, a ticket.
   void Take(std::map<WaiterId, Waiter>::iterator it, absl::Status refusal,
             std::vector<Answer>& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     deadlines.erase({it->second.deadline, it->first});
@@ -83,9 +83,9 @@ struct Admission::State {
     answers.clear();
   }
 
-  // Gives `bytes` back and lets in whoever now fits. One thread at a time does the letting in:
-  // answers go out in the order of the line, and a `ready` that drops its ticket at once does not
-  // call itself through the whole line.
+  // Gives `bytes` back and lets in the waiting calls that fit. One thread at a time lets calls in.
+  // So answers go out in the order of the line, and a `ready` that drops its ticket at once does
+  // not recurse through the whole line.
   void Release(int64_t bytes) {
     std::vector<Answer> answers;
     {
@@ -159,8 +159,8 @@ struct Admission::State {
   bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of Release
   WaiterId next_id ABSL_GUARDED_BY(mutex) = 1;
   std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);  // the line: ids only grow
-  std::set<std::pair<absl::Time, WaiterId>> deadlines ABSL_GUARDED_BY(mutex);  // of the finite ones
-  absl::Time timer_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // what the timer waits for
+  std::set<std::pair<absl::Time, WaiterId>> deadlines ABSL_GUARDED_BY(mutex);  // finite ones
+  absl::Time timer_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // the timer wakes then
   CondVar timer_wake;
   std::thread timer;
 };
@@ -238,7 +238,7 @@ Admission::WaiterId Admission::Enter(absl::Time deadline, Ready ready) {
 }
 
 bool Admission::Abandon(WaiterId id) {
-  Ready gone;  // destroyed after the lock: what it holds may call back
+  Ready gone;  // destroyed after the lock: its captures may call back
   MutexLock lock(state_->mutex);
   auto it = state_->waiters.find(id);
   if (it == state_->waiters.end()) return false;
@@ -253,7 +253,7 @@ void Admission::BeginDrain() {
   std::vector<State::Answer> answers;
   {
     MutexLock lock(state_->mutex);
-    if (!state_->draining && state_->metrics != nullptr) state_->metrics->SetDraining(true);
+    if (!state_->draining && state_->metrics != nullptr) state_->metrics->Set(Gauge::kDraining, 1);
     state_->draining = true;
     while (!state_->waiters.empty()) {
       state_->Count(Refusal::kDraining);

@@ -1,5 +1,4 @@
-// The only gate. Decides, from headers alone, whether a call may send its message now, later, or
-// not at all.
+// The only gate. Decides from a call's headers whether it may send its message now, later or never.
 #ifndef LOGITD_SERVER_ENGINE_ADMISSION_H_
 #define LOGITD_SERVER_ENGINE_ADMISSION_H_
 
@@ -17,18 +16,21 @@ class Metrics;
 
 struct AdmissionOptions {
   int64_t max_request_bytes = int64_t{64} << 20;  // largest message
-  // Messages in host memory, all calls together; >= max_request_bytes.
+  // Messages of all calls in host memory; >= max_request_bytes.
   int64_t max_held_bytes = int64_t{1} << 30;
-  // Calls whose headers came but for whose message there is no room yet.
+  // Calls that wait with their headers read because there is no room for their message.
   int max_waiting_calls = 1024;
-  absl::Duration retry_delay = absl::Milliseconds(50);  // what a refused caller is told to wait
+  absl::Duration retry_delay = absl::Milliseconds(50);  // a refused caller is told to wait it
 };
 
-// Thread-safe. A message's size is not known before it is received, so a call is charged
-// max_request_bytes until its message is here, then what the message really holds, until the
-// payload has been copied into a slab or the call ends. The sum of charges never exceeds
-// max_held_bytes. Calls without room wait unread, in order (the transport's flow control holds
-// their bytes at the peer); calls beyond max_waiting_calls are refused.
+// UNAVAILABLE: what a caller gets from the start of the drain.
+absl::Status DrainingError();
+
+// Thread-safe. A message's size is not known before it is received. So a call is charged
+// max_request_bytes until its message has arrived, then the bytes that the message holds, until the
+// payload is copied into a slab or the call ends. The sum of charges never exceeds max_held_bytes.
+// Calls without room wait unread, in order: the transport's flow control holds their bytes at the
+// peer. Calls beyond max_waiting_calls are refused.
 class Admission {
  public:
   // The room a call holds. Gives it back when destroyed. Movable; used by one thread at a time.
@@ -38,10 +40,10 @@ class Admission {
     Ticket(Ticket&& other) noexcept;
     Ticket& operator=(Ticket&& other) noexcept;
     ~Ticket();
-    // The message is here and holds `bytes` (<= what is held): gives the rest back.
+    // The message has arrived and holds `bytes`, at most bytes(). Gives the rest back.
     void ShrinkTo(int64_t bytes);
-    // Gives all back, but those it makes room for hear of it on the admission's own thread: for
-    // callers deep inside the transport, where nothing of a call may be done.
+    // Gives everything back. Waiting calls are let in on the admission's own thread: for callers
+    // inside the transport, which must not run another call's code.
     void GiveBackLater();
     int64_t bytes() const { return bytes_; }
 
@@ -57,21 +59,21 @@ class Admission {
 
   // `metrics` may be null; otherwise it outlives this.
   explicit Admission(const AdmissionOptions& options, Metrics* metrics);
-  // Answers those who still wait with UNAVAILABLE. Every ticket must be gone by now.
+  // Answers the calls that still wait with UNAVAILABLE. Every ticket must be destroyed before.
   ~Admission();
 
-  // Runs `ready` exactly once unless Abandon gets there first: at once and on this thread when the
-  // answer is known, else on a thread that makes room, or on a timer's. No lock is held; `ready`
-  // may call back, and should be brief. Returns 0 when `ready` has run, else an id for Abandon.
+  // Runs `ready` exactly once, unless Abandon comes first: at once on this thread if the answer is
+  // known, else on the thread that makes room or on the timer's. No lock is held. `ready` may call
+  // back and should be brief. Returns 0 if `ready` has run, else an id for Abandon.
   //
   // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while waiting),
-  // RESOURCE_EXHAUSTED (the line is full; the text has held, allowed and retry delay).
+  // RESOURCE_EXHAUSTED (the line is full; the text gives both limits and the retry delay).
   WaiterId Enter(absl::Time deadline, Ready ready);
 
   // The call is gone. True: `ready` will never run. False: it has run or is running.
   bool Abandon(WaiterId id);
 
-  // From here on Enter answers UNAVAILABLE, and so do all who wait. Held tickets stay good.
+  // From here on Enter answers UNAVAILABLE, and so do all waiting calls. Tickets stay valid.
   void BeginDrain();
   bool draining() const;
   int64_t held_bytes() const;

@@ -1,27 +1,17 @@
 #include "server/engine/batch.h"
 
-#include <limits>
+#include <algorithm>
 
 #include "absl/strings/str_format.h"
 
 namespace logitd::engine {
 namespace {
 
-constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
-
-// For values >= 0; anything negative counts as too much.
-int64_t SaturatingMultiply(int64_t a, int64_t b) {
-  int64_t product;
-  return a < 0 || b < 0 || __builtin_mul_overflow(a, b, &product) ? kHuge : product;
-}
-
-int64_t SaturatingAdd(int64_t a, int64_t b) {
-  int64_t sum;
-  return __builtin_add_overflow(a, b, &sum) ? kHuge : sum;
-}
-
-int64_t BytesOf(const Array& array, const JobSpec& spec) {
-  return SaturatingMultiply(spec.counts[array.axis], static_cast<int64_t>(array.bytes));
+// Of one row, in all input arrays that have an element for each row.
+size_t ParamBytes(const OpTraits& op) {
+  size_t bytes = 0;
+  for (const Array& array : op.inputs) bytes += array.axis == kRowAxis ? array.bytes : 0;
+  return bytes;
 }
 
 }  // namespace
@@ -36,55 +26,31 @@ size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t o
 }
 
 SlabLayout::SlabLayout(const EngineOptions& options) {
+  size_t param_bytes = 0;
+  for (const OpTraits* op : options.ops) param_bytes = std::max(param_bytes, ParamBytes(*op));
   const size_t rows = static_cast<size_t>(options.max_batch_rows);
   const size_t payload = static_cast<size_t>(options.slab_payload_bytes) + rows * kAlignment;
-  answer_offset =
-      AlignUp(payload) + AlignUp(rows * options.max_param_bytes) + kMaxArrays * kAlignment;
+  answer_offset = AlignUp(payload) + AlignUp(rows * param_bytes) + kMaxArrays * kAlignment;
   bytes = answer_offset + AlignUp(static_cast<size_t>(options.slab_answer_bytes)) +
           kMaxArrays * kAlignment;
 }
 
-JobSize SizeOfJob(const JobSpec& spec) {
-  JobSize size;
-  const auto element_bytes = static_cast<int64_t>(SizeOf(spec.key.dtype));
-  size.payload_bytes =
-      SaturatingMultiply(spec.rows(), SaturatingMultiply(spec.key.row_elements, element_bytes));
-  for (const Array& array : spec.key.op->inputs) {
-    if (array.axis != kRowAxis) {
-      size.payload_bytes = SaturatingAdd(size.payload_bytes, BytesOf(array, spec));
-    }
-  }
-  for (const Array& array : spec.key.op->outputs.subspan(spec.in_place ? 1 : 0)) {
-    size.answer_bytes = SaturatingAdd(size.answer_bytes, BytesOf(array, spec));
-  }
-  return size;
-}
-
-absl::Status CheckFits(const JobSpec& spec, const JobSize& size, const EngineOptions& options) {
-  const OpTraits& op = *spec.key.op;
-  size_t param_bytes = 0;
-  for (const Array& array : op.inputs) param_bytes += array.axis == kRowAxis ? array.bytes : 0;
-  if (param_bytes > options.max_param_bytes || op.inputs.size() > kMaxArrays ||
-      op.outputs.size() > kMaxArrays) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "op %s: %d bytes of parameters a row, %d inputs and %d outputs, allowed %d, %d and %d",
-        op.name, param_bytes, op.inputs.size(), op.outputs.size(), options.max_param_bytes,
-        kMaxArrays, kMaxArrays));
-  }
-  if (spec.rows() < 1 || (!op.alone && spec.rows() > options.max_batch_rows)) {
+absl::Status CheckFits(const JobSpec& spec, const EngineOptions& options) {
+  const JobSize& size = spec.size;
+  if (spec.rows() < 1 || (!spec.key.op->exclusive_batch && spec.rows() > options.max_batch_rows)) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("rows: %d, allowed 1..%d", spec.rows(), options.max_batch_rows));
+        absl::StrFormat("rows: got %d, allowed 1..%d", spec.rows(), options.max_batch_rows));
   }
   if (size.payload_bytes < 1 || size.payload_bytes > options.slab_payload_bytes) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "payload: %d rows of %d %s elements and their lists are %d bytes, allowed 1..%d",
-        spec.rows(), spec.key.row_elements, Name(spec.key.dtype), size.payload_bytes,
+        "payload: got %d bytes (%d rows of %d %s elements and their lists), allowed 1..%d",
+        size.payload_bytes, spec.rows(), spec.key.row_elements, Name(spec.key.dtype),
         options.slab_payload_bytes));
   }
   if (size.answer_bytes > options.slab_answer_bytes) {
-    return absl::InvalidArgumentError(absl::StrFormat("answer: %d bytes for %d rows, allowed 0..%d",
-                                                      size.answer_bytes, spec.rows(),
-                                                      options.slab_answer_bytes));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("answer: got %d bytes for %d rows, allowed 0..%d", size.answer_bytes,
+                        spec.rows(), options.slab_answer_bytes));
   }
   return absl::OkStatus();
 }

@@ -1,10 +1,10 @@
 // A batch: rows of jobs of one key, gathered in one slab.
 //
-// The slab, from its start: the payload, row r at r * row_stride; from the 16-byte border after the
-// last row that runs, the other inputs, so that one upload covers all; from a fixed offset, the
+// A slab holds, from its start: the payload, row r at r * row_stride; from the 16-byte border after
+// the last row that runs, the other inputs, so that one upload covers all; from a fixed offset, the
 // outputs, so that one download covers them. Arrays are laid out when the batch runs, one after
-// another, each on a 16-byte border. The first output of a job that runs in place takes that of the
-// payload.
+// another, each on a 16-byte border. The first output of a job that runs in place takes the place of
+// the payload.
 #ifndef LOGITD_SERVER_ENGINE_BATCH_H_
 #define LOGITD_SERVER_ENGINE_BATCH_H_
 
@@ -20,7 +20,6 @@
 namespace logitd::engine {
 
 inline constexpr size_t kAlignment = 16;  // of rows and arrays
-inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
 
 constexpr size_t AlignUp(size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -30,32 +29,23 @@ inline size_t RowBytes(const BatchKey& key) {
   return static_cast<size_t>(key.row_elements) * SizeOf(key.dtype);
 }
 inline size_t RowStride(const BatchKey& key) {
-  return key.op->alone ? RowBytes(key) : AlignUp(RowBytes(key));
+  return key.op->exclusive_batch ? RowBytes(key) : AlignUp(RowBytes(key));
 }
 
 // Lays `arrays` out from `offset` on, each on a 16-byte border. Returns where they end.
 size_t LayOut(absl::Span<const Array> arrays, const AxisCounts& counts, size_t offset,
               size_t* offsets);
 
-// Where the regions of a slab lie. The limits of EngineOptions count what clients send and get; the
-// borders come on top.
+// Where the regions of a slab lie. The limits of EngineOptions count what clients send and get; what
+// the borders take comes on top.
 struct SlabLayout {
   explicit SlabLayout(const EngineOptions& options);
   size_t answer_offset;
   size_t bytes;
 };
 
-// What a job takes of a batch.
-struct JobSize {
-  int64_t payload_bytes = 0;  // lists (input arrays of other axes than the rows) included
-  int64_t answer_bytes = 0;
-};
-
-// Both saturate at INT64_MAX.
-JobSize SizeOfJob(const JobSpec& spec);
-
 // See Engine::CheckFits.
-absl::Status CheckFits(const JobSpec& spec, const JobSize& size, const EngineOptions& options);
+absl::Status CheckFits(const JobSpec& spec, const EngineOptions& options);
 
 // A job's rows in a batch.
 struct Slot {
@@ -67,7 +57,7 @@ struct Slot {
 struct KeyQueue;
 
 // Guarded by the batcher's lock, except while kRunning: then it belongs to the stream that took it,
-// which changes nothing of it but its slots.
+// which changes only its slots.
 struct Batch {
   enum class State : uint8_t {
     kFree,
@@ -83,7 +73,7 @@ struct Batch {
   uint64_t sequence = 0;  // of its oldest job
   int64_t opened_ns = 0;
   int64_t taken_ns = 0;  // by the stream that runs it
-  int64_t rows = 0;      // reserved, those of dropped jobs included; so are the next two
+  int64_t rows = 0;      // reserved, by dropped jobs too; so are the next two
   int64_t payload_bytes = 0;
   int64_t answer_bytes = 0;
   int copying = 0;    // payload copies not finished, or not begun

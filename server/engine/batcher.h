@@ -1,5 +1,5 @@
-// The batcher: which job lies in which batch, and which batch runs next. Owns no threads; those of
-// the engine call it.
+// The batcher decides which job goes into which batch and which batch runs next. It owns no
+// threads: the engine's threads call it.
 #ifndef LOGITD_SERVER_ENGINE_BATCHER_H_
 #define LOGITD_SERVER_ENGINE_BATCHER_H_
 
@@ -25,11 +25,8 @@ namespace logitd::engine {
 
 class Metrics;
 
-// Nanoseconds of a clock that never goes back.
-int64_t MonotonicNanos();
-
-// Jobs of one key that wait for a slab, in order, and the batch that others may join. Never both: a
-// job that does not fit seals the open batch.
+// The jobs of one key that wait for a slab, in order, and the key's open batch. Never both: a job
+// that does not fit seals the open batch.
 struct KeyQueue {
   BatchKey key;
   Batch* open = nullptr;
@@ -37,16 +34,19 @@ struct KeyQueue {
   Job* last = nullptr;
 };
 
-// Thread-safe. One lock; of a job nothing but spec() is called under it.
+// Thread-safe. One lock. Under it the batcher calls only spec() of a job.
 //
-// Order. Whoever waits longest goes first: streams take the batch with the oldest first job; a free
-// slab goes to the oldest job without one, and those of its key that fit come along. So no key
+// Order. The job that waits longest goes first. Streams take the batch with the oldest first job. A
+// free slab goes to the oldest job without one, and the jobs of its key that fit join it. So no key
 // starves another.
 //
-// Sealing. A batch is sealed when a job of its key does not fit, when it is exactly full of rows,
-// and when a stream is idle, max_batch_delay is over (or jobs wait for slabs) and at least one
-// payload is in place. It runs when all its payloads are in place: a batch stays open while its
-// first payload is copied, since nothing could run yet.
+// Sealing. A batch is sealed
+//   - when a job of its key does not fit,
+//   - when it has max_batch_rows rows,
+//   - when a stream is idle, at least one payload is copied, and max_batch_delay is over or jobs
+//     wait for slabs.
+// It runs when all its payloads are copied. A batch stays open while its first payload is copied,
+// since it cannot run before.
 class Batcher {
  public:
   // One batch per slab. `metrics` may be null. Both outlive this.
@@ -58,38 +58,37 @@ class Batcher {
   bool WaitIdle(absl::Time deadline);
   std::optional<RunningBatch> OldestRunning();
 
-  // For stream threads: gives `finished` back (null at first; every job in it was finished), and
-  // waits for the next batch, which is the caller's until it is given back. Null: the engine stops.
+  // For stream threads: gives `finished` back (null at first; all its jobs are done) and waits for
+  // the next batch, which belongs to the caller until it is given back. Null: the engine stops.
   Batch* Next(Batch* finished);
 
-  // For stream threads: JobAnswer::keep of a batch that is theirs. Null if one slab less would not
-  // leave each stream one. It may outlive the batcher.
+  // For stream threads: JobAnswer::keep for a batch of the caller's. Null if fewer slabs than
+  // streams would be left. It may outlive the batcher.
   std::shared_ptr<const void> Keep(Batch* batch);
 
-  // For stream threads: runs Done of a job of a batch that is theirs. The job may be gone
-  // afterwards. `times`: all but those the batcher knows, which are added: copy_ns and, from
-  // `taken_ns`, queue_ns.
+  // For stream threads: runs Done of a job in a batch of the caller's. The job may be destroyed
+  // afterwards. Adds to `times` what the batcher knows: copy_ns, and queue_ns up to `taken_ns`.
   static void Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
                      int64_t taken_ns, JobTimes* times);
 
-  // For copy threads: copies payloads of jobs that had to wait for a slab, until Stop.
+  // For copy threads: copies the payloads of jobs that waited for a slab, until Stop.
   void CopyLoop();
 
-  // For the timer thread: ends jobs that wait beyond their deadline, until Stop.
+  // For the timer thread: ends waiting jobs whose deadline has passed, until Stop.
   void ExpireLoop();
 
-  // From here on every job that is not running ends with UNAVAILABLE and `message`. The first
-  // message stays.
+  // From here on every job that is not running ends with UNAVAILABLE and `message`. The message of
+  // the first Close stays.
   void Close(std::string_view message);
 
-  // Close, and the loops end as soon as what they are at is done.
+  // Close, and the loops end when their current work is done.
   void Stop();
 
-  // Returns when no other thread is inside Submit, Cancel or WaitIdle. After Stop.
+  // After Stop. Returns when no other thread is inside Submit, Cancel, WaitIdle or OldestRunning.
   void WaitForCallers();
 
-  // Waits until no answer is kept, or until `deadline`. True: none is. False: whoever drops one
-  // later does not touch the batcher, and the slabs must stay. After Stop.
+  // After Stop. Waits until no answer is kept, or until `deadline`. False: answers are still kept.
+  // Dropping them later does not touch the batcher, but their slabs must stay allocated.
   bool WaitForKept(absl::Time deadline);
 
  private:
@@ -97,7 +96,7 @@ class Batcher {
     size_t operator()(const BatchKey& key) const;
   };
 
-  // The way of kept answers back to the batcher, which they may outlive.
+  // Kept answers reach the batcher through this, because they may outlive it.
   struct ReturnDesk {
     Mutex mutex;
     Batcher* batcher ABSL_GUARDED_BY(mutex);
@@ -114,12 +113,11 @@ class Batcher {
     int64_t size = 0;
   };
 
-  bool Fits(const Batch& batch, const JobSpec& spec, const JobSize& size) const;
+  bool Fits(const Batch& batch, const JobSpec& spec) const;
   KeyQueue* QueueOf(const BatchKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Open(Batch* batch, KeyQueue* queue, const Job& oldest) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Reserve(Batch* batch, Job* job, const JobSpec& spec, const JobSize& size)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Reserve(Batch* batch, Job* job, const JobSpec& spec) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Seal(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Release(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReleaseIfEmpty(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -160,16 +158,16 @@ class Batcher {
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
   int64_t kept_ ABSL_GUARDED_BY(mutex_) = 0;        // slabs
   int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
-  bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // one of them polls wakes_
-  bool roused_ ABSL_GUARDED_BY(mutex_) = false;     // one of them was woken for a brief copy
-  int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;    // they run, and their batches will be next
-  // No waiting job's deadline is before it.
+  bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // an idle stream polls wakes_
+  bool roused_ ABSL_GUARDED_BY(mutex_) = false;     // an idle stream was woken for a brief copy
+  int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;    // under way; see kMinBriefCopyBytes
+  // No waiting job has an earlier deadline.
   absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::string closed_message_ ABSL_GUARDED_BY(mutex_);
   std::atomic<uint32_t> wakes_ = 0;
-  std::atomic<int> callers_ = 0;  // threads inside the public calls that are not our own
+  std::atomic<int> callers_ = 0;  // threads of others inside a public call
 };
 
 }  // namespace logitd::engine

@@ -20,10 +20,11 @@
 namespace logitd::engine {
 namespace {
 
-// For kept answers, when the engine ends: the transport drops them when it has hung up.
-constexpr absl::Duration kPatience = absl::Seconds(5);
+// How long the destructor waits for kept answers. The transport drops them when its connections
+// end.
+constexpr absl::Duration kKeptAnswersTimeout = absl::Seconds(5);
 
-// Slabs that go back to the backend, also when Create fails halfway.
+// Frees its slabs, also when Create fails halfway.
 class SlabPool {
  public:
   explicit SlabPool(Backend* backend) : backend_(backend) {}
@@ -38,7 +39,7 @@ class SlabPool {
     if (slab.ok()) slabs_.push_back(*slab);
     return slab.status();
   }
-  // Lets the slabs be: somebody uses them still.
+  // Leaks the slabs: an answer still uses them.
   void Leave() { slabs_.clear(); }
   const std::vector<Slab>& slabs() const { return slabs_; }
 
@@ -47,7 +48,7 @@ class SlabPool {
   std::vector<Slab> slabs_;
 };
 
-// The threads: one per stream, the copy threads and the timer, all inside the batcher's loops.
+// One thread per stream, the copy threads and the timer thread. All run the batcher's loops.
 class ThreadedEngine final : public Engine {
  public:
   ThreadedEngine(std::unique_ptr<SlabPool> slabs, std::vector<std::unique_ptr<Stream>> streams,
@@ -71,15 +72,15 @@ class ThreadedEngine final : public Engine {
 
   ~ThreadedEngine() override {
     Stop();
-    if (!batcher_.WaitForKept(absl::Now() + kPatience)) {
-      spdlog::error("answers are kept {} s after the end; their slabs are left to them",
-                    absl::ToInt64Seconds(kPatience));
+    if (!batcher_.WaitForKept(absl::Now() + kKeptAnswersTimeout)) {
+      spdlog::error("the transport still keeps answers after {} s; their slabs are not freed",
+                    absl::ToInt64Seconds(kKeptAnswersTimeout));
       slabs_->Leave();
     }
   }
 
   absl::Status CheckFits(const JobSpec& spec) const override {
-    return engine::CheckFits(spec, SizeOfJob(spec), options_);
+    return engine::CheckFits(spec, options_);
   }
   void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
   void Cancel(const Job& job) override { batcher_.Cancel(job); }
@@ -117,9 +118,9 @@ class ThreadedEngine final : public Engine {
       }
       const bool lost = absl::IsInternal(status);
       if (metrics_ != nullptr) metrics_->CountDeviceError(lost);
-      spdlog::error("batch of {} with {} rows failed: {}", op, oldest.batch_rows,
+      spdlog::error("the device failed a batch of {} with {} rows: {}", op, oldest.batch_rows,
                     status.ToString());
-      // Last, since the owner may end the process in it: by now the jobs have their answers.
+      // Last: the owner may end the process in it, and by now the jobs have their answers.
       if (lost) TellOwner(status);
     }
   }
@@ -159,14 +160,14 @@ absl::Status CheckOptions(const EngineOptions& options) {
       {"slab_answer_bytes", options.slab_answer_bytes, 1, kMaxBytes},
       {"max_batch_rows", options.max_batch_rows, 1, int64_t{1} << 24},
       {"copy_threads", options.copy_threads, 1, 256},
-      {"max_param_bytes", static_cast<int64_t>(options.max_param_bytes), 1, 1 << 16},
+      {"ops", static_cast<int64_t>(options.ops.size()), 1, 64},
       {"max_batch_delay in microseconds", absl::ToInt64Microseconds(options.max_batch_delay), 0,
        absl::ToInt64Microseconds(absl::Hours(24))},
       {"idle_spin in microseconds", absl::ToInt64Microseconds(options.idle_spin), 0, 10000},
   };
   for (const Range& range : ranges) {
     if (range.value < range.low || range.value > range.high) {
-      return absl::InvalidArgumentError(absl::StrFormat("%s: %d, allowed %d..%d", range.name,
+      return absl::InvalidArgumentError(absl::StrFormat("%s: got %d, allowed %d..%d", range.name,
                                                         range.value, range.low, range.high));
     }
   }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -24,11 +25,11 @@ namespace {
 constexpr size_t kMaxName = 128;
 constexpr size_t kMaxPath = 4096;
 constexpr size_t kMaxListed = 10;                // names in an error
-constexpr size_t kChunkBytes = size_t{8} << 20;  // of a slab; two of them travel in turn
+constexpr size_t kChunkBytes = size_t{8} << 20;  // one of two slabs that take turns
 constexpr size_t kRowAlignment = 16;
 constexpr size_t kPartAlignment = 256;
 constexpr absl::Duration kTurnPoll = absl::Milliseconds(100);
-constexpr int kLogSteps = 10;  // lines of the log from start to end
+constexpr int kLogSteps = 10;  // log lines of a long load
 
 size_t RoundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -50,13 +51,13 @@ absl::Status CheckRequest(const HeadRequest& request) {
   });
   if (!one_line || request.path.empty() || request.path.size() > kMaxPath) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("path: got %s, %d bytes; allowed: 1 to %d, without control characters",
+        absl::StrFormat("path: got %s of %d bytes, allowed 1 to %d without control characters",
                         formats::Shown(request.path), request.path.size(), kMaxPath));
   }
   if (!request.root.empty()) LOGITD_RETURN_IF_ERROR(CheckInRoot(request.root, request.path));
   if (request.vocab < 0 || request.vocab > kMaxVocab) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "vocab: got %d, allowed 1 to %d, or 0: what the model says", request.vocab, kMaxVocab));
+        "vocab: got %d, allowed 1 to %d, or 0 for the model's own", request.vocab, kMaxVocab));
   }
   return absl::OkStatus();
 }
@@ -73,7 +74,7 @@ void Widen(DType dtype, const std::byte* from, size_t count, float* to) {
   }
 }
 
-// Where the parts of a head lie in its memory.
+// The parts of a head in its device memory.
 struct Layout {
   explicit Layout(const HeadSource& source) {
     const size_t element = SizeOf(source.weight.dtype);
@@ -110,31 +111,13 @@ struct Layout {
   size_t hidden;
   size_t row_bytes;   // in the file
   size_t row_stride;  // bytes, on the device
-  size_t bias;        // offsets
-  size_t norm;
-  size_t bytes;        // on the device
-  int64_t file_bytes;  // that are read
+  size_t bias;        // offset on the device
+  size_t norm;        // offset on the device
+  size_t bytes;       // on the device
+  int64_t file_bytes;
 };
 
-// Device memory until somebody takes it.
-class HeldMemory {
- public:
-  HeldMemory(Backend* backend, const DeviceMemory& memory) : backend_(backend), memory_(memory) {}
-  ~HeldMemory() {
-    if (memory_.data != nullptr) backend_->FreeDevice(memory_);
-  }
-  HeldMemory(const HeldMemory&) = delete;
-  HeldMemory& operator=(const HeldMemory&) = delete;
-
-  std::byte* data() const { return memory_.data; }
-  DeviceMemory Take() { return std::exchange(memory_, {}); }
-
- private:
-  Backend* const backend_;
-  DeviceMemory memory_;
-};
-
-// Copies files to device memory in chunks: while one travels, the next is read.
+// Copies files to device memory in chunks: while one is copied to the device, the next is read.
 class Copy {
  public:
   Copy(Backend* backend, const HeadRequest& request, int64_t total_bytes,
@@ -164,8 +147,8 @@ class Copy {
     return absl::OkStatus();
   }
 
-  // `rows` rows of `row_bytes` to `to`, where they start every `row_stride` bytes, with zeros in
-  // between.
+  // Copies `rows` rows of `row_bytes` to `to`, where a row starts every `row_stride` bytes. Fills
+  // the rest of a row with zeros.
   absl::Status Rows(const StoredTensor& tensor, size_t rows, size_t row_bytes, size_t row_stride,
                     std::byte* to) {
     const size_t most = slabs_[0].bytes / row_stride;
@@ -174,7 +157,7 @@ class Copy {
       std::byte* const host = slabs_[next_].host;
       LOGITD_RETURN_IF_ERROR(tensor.file->Read(
           tensor.offset + static_cast<int64_t>(row * row_bytes), count * row_bytes, host));
-      // Apart, the last row first, so that none is written over before it has moved.
+      // Moves the rows apart, the last one first, so that none is overwritten before it is moved.
       for (size_t i = count; row_bytes < row_stride && i-- > 0;) {
         std::memmove(host + i * row_stride, host + i * row_bytes, row_bytes);
         std::memset(host + i * row_stride + row_bytes, 0, row_stride - row_bytes);
@@ -185,7 +168,7 @@ class Copy {
     return absl::OkStatus();
   }
 
-  // `count` values as float: (value + offset) * scale.
+  // Copies `count` values as float: (value + offset) * scale.
   absl::Status Floats(const StoredTensor& tensor, size_t count, float offset, float scale,
                       std::byte* to) {
     const size_t element = SizeOf(tensor.dtype);
@@ -211,14 +194,15 @@ class Copy {
   }
 
  private:
-  // The slab that is filled goes; the other one, which is back by then, is filled next.
+  // Starts the copy of the filled slab. The copy of the other slab ends before, so it is filled
+  // next.
   absl::Status Send(size_t bytes, std::byte* to, size_t file_bytes) {
     LOGITD_RETURN_IF_ERROR(Arrive());
     travelling_ = true;
     LOGITD_RETURN_IF_ERROR(stream_->Fill(slabs_[next_], 0, bytes, to));
     next_ = 1 - next_;
     progress_.done_bytes += static_cast<int64_t>(file_bytes);
-    // What is left is reported once it has arrived.
+    // Finish reports the last chunk, after it has arrived.
     return progress_.done_bytes < progress_.total_bytes ? Report() : absl::OkStatus();
   }
 
@@ -229,7 +213,7 @@ class Copy {
 
   absl::Status Report() {
     const auto step = static_cast<int>(progress_.done_bytes * kLogSteps / progress_.total_bytes);
-    // What is read in a moment needs no lines on the way.
+    // A short load logs no progress.
     const bool long_enough = progress_.total_bytes > kLogSteps * static_cast<int64_t>(kChunkBytes);
     if (long_enough && step > logged_ && step < kLogSteps) {
       spdlog::info("head {}: {}%, {} of {} MiB", request_.name, step * 100 / kLogSteps,
@@ -237,8 +221,8 @@ class Copy {
     }
     logged_ = step;
     if (report_(progress_)) return absl::OkStatus();
-    return absl::CancelledError(
-        absl::StrFormat("given up at %d of %d bytes", progress_.done_bytes, progress_.total_bytes));
+    return absl::CancelledError(absl::StrFormat("the load was cancelled at %d of %d bytes",
+                                                progress_.done_bytes, progress_.total_bytes));
   }
 
   Backend* const backend_;
@@ -248,8 +232,8 @@ class Copy {
   int logged_ = 0;
   Slab slabs_[2];
   std::unique_ptr<Stream> stream_;
-  int next_ = 0;             // of slabs_, the one to fill
-  bool travelling_ = false;  // the other one
+  int next_ = 0;             // the slab to fill
+  bool travelling_ = false;  // the other slab is being copied to the device
 };
 
 }  // namespace
@@ -270,7 +254,7 @@ absl::Status Heads::Check(const HeadRequest& request) const {
 absl::Status Heads::CheckNew(const std::string& name) const {
   if (!heads_.contains(name)) return absl::OkStatus();
   return absl::AlreadyExistsError(
-      absl::StrFormat("head %s is loaded; allowed: another name, or unload it first", name));
+      absl::StrFormat("head %s is loaded, allowed another name, or unload it first", name));
 }
 
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
@@ -282,7 +266,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
     LOGITD_RETURN_IF_ERROR(CheckNew(name));
     if (!loading_.insert(name).second) {
       return absl::AlreadyExistsError(
-          absl::StrFormat("head %s is being loaded; allowed: another name", name));
+          absl::StrFormat("head %s is being loaded, allowed another name", name));
     }
   }
   bool wanted = true;
@@ -298,13 +282,15 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
   }
   absl::StatusOr<std::shared_ptr<const Head>> head =
       wanted ? Read(request, progress)
-             : absl::CancelledError(absl::StrFormat("head %s: given up before its turn", name));
+             : absl::CancelledError(
+                   absl::StrFormat("head %s: the load was cancelled before its turn", name));
   {
     MutexLock lock(mutex_);
     loading_.erase(name);
     if (wanted) reading_ = false;
     if (head.ok()) heads_[name] = *head;
-    if (head.ok() && metrics_ != nullptr) metrics_->SetHeads(static_cast<int64_t>(heads_.size()));
+    if (head.ok() && metrics_ != nullptr)
+      metrics_->Set(Gauge::kHeads, static_cast<int64_t>(heads_.size()));
     read_ended_.SignalAll();
   }
   if (!head.ok()) spdlog::warn("{}", head.status().ToString());
@@ -336,34 +322,35 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                  absl::Status(status.code(), absl::StrFormat("needs %d bytes of device memory: %s",
                                                              layout.bytes, status.message())));
   };
-  absl::StatusOr<DeviceMemory> allocated = backend_->AllocateDevice(layout.bytes);
-  if (!allocated.ok()) return no_memory(allocated.status());
-  HeldMemory memory(backend_, *allocated);
+  const absl::StatusOr<DeviceMemory> memory = backend_->AllocateDevice(layout.bytes);
+  if (!memory.ok()) return no_memory(memory.status());
+  absl::Cleanup free_memory = [&] { backend_->FreeDevice(*memory); };
   {
     Copy copy(backend_, request, layout.file_bytes, progress);
     if (absl::Status status = copy.Start(std::min(kChunkBytes, layout.bytes)); !status.ok()) {
       return no_memory(status);
     }
     absl::Status status =
-        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory.data());
-    // Models scale the biased logits; a HeadView adds its bias to scaled ones.
+        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory->data);
+    // A model scales the biased logits. A HeadView adds its bias to the scaled logits.
     if (status.ok() && source->bias.has_value()) {
-      status = copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale,
-                           memory.data() + layout.bias);
+      status =
+          copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale, memory->data + layout.bias);
     }
     if (status.ok() && source->norm.has_value()) {
       status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f,
-                           memory.data() + layout.norm);
+                           memory->data + layout.norm);
     }
     if (status.ok()) status = copy.Finish();
     if (!status.ok()) return Named(request.name, status);
   }
   const absl::Time end = absl::Now();
-  const HeadView view = layout.View(*source, memory.data());
+  const HeadView view = layout.View(*source, memory->data);
   const auto bytes = static_cast<int64_t>(layout.bytes);
   spdlog::info("head {}: loaded in {:.2f} s", request.name, absl::ToDoubleSeconds(end - start));
-  if (metrics_ != nullptr) metrics_->AddHeadBytes(bytes);
-  return std::shared_ptr<const Head>(new Head(backend_, memory.Take(), view,
+  if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
+  std::move(free_memory).Cancel();
+  return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
                                               {.name = request.name,
                                                .path = request.path,
                                                .tensor = source->weight.name,
@@ -373,7 +360,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                                .load_time = end - start}),
                                      [metrics = metrics_, bytes](const Head* head) {
                                        delete head;
-                                       if (metrics != nullptr) metrics->AddHeadBytes(-bytes);
+                                       if (metrics != nullptr)
+                                         metrics->Add(Gauge::kHeadBytes, -bytes);
                                      });
 }
 
@@ -384,7 +372,7 @@ absl::Status Heads::Unload(std::string_view name) {
   if (it == heads_.end()) return NoSuchHead(name);
   last = std::move(it->second);
   heads_.erase(it);
-  if (metrics_ != nullptr) metrics_->SetHeads(static_cast<int64_t>(heads_.size()));
+  if (metrics_ != nullptr) metrics_->Set(Gauge::kHeads, static_cast<int64_t>(heads_.size()));
   spdlog::info("head {}: unloaded", name);
   return absl::OkStatus();
 }

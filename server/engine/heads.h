@@ -24,12 +24,12 @@ namespace logitd::engine {
 
 class Metrics;
 
-// What is known of a head beside its numbers.
+// A head's description.
 struct HeadInfo {
   std::string name;
-  std::string path;          // as it was asked for
+  std::string path;          // as the request gave it
   std::string tensor;        // the weight's name in its file, e.g. "lm_head.weight"
-  int64_t stored_vocab = 0;  // rows in the file; more than the head's own where it was padded
+  int64_t stored_vocab = 0;  // rows in the file; more than the head's if the weight is padded
   int64_t device_bytes = 0;
   absl::Time loaded;
   absl::Duration load_time;
@@ -56,11 +56,10 @@ class Head {
 // Where a head comes from.
 struct HeadRequest {
   std::string name;         // 1..128 of [A-Za-z0-9._-]
-  std::string path;         // a safetensors file, or a folder as Hugging Face models have them
-  std::string root;         // where `path` is, and no file leaves, links resolved; empty: anywhere.
-                            // Itself without links
-  bool final_norm = false;  // also the model's final RMSNorm: callers send states from before it
-  int64_t vocab = 0;  // rows to keep of a padded weight; 0: what the model's config says, or all
+  std::string path;         // a safetensors file, or a folder of a Hugging Face model
+  std::string root;         // see data_file.h
+  bool final_norm = false;  // also load the final RMSNorm: callers send states from before it
+  int64_t vocab = 0;        // rows to keep of a padded weight; 0: the config's vocab_size, or all
 };
 
 struct HeadProgress {
@@ -68,33 +67,33 @@ struct HeadProgress {
   int64_t total_bytes = 0;
 };
 
-// Thread-safe. Loads run one after another; nothing else waits for them. Outlives the jobs' use of
-// Find, not the heads that Find gave.
+// Thread-safe. Loads run one after another; no other call waits for them. Heads that Find returned
+// may outlive this.
 class Heads {
  public:
   // `metrics` may be null. Both outlive this and every Head.
   Heads(Backend* backend, Metrics* metrics);
 
-  // Reads, checks and copies a head to the device, then lists it. `progress` runs on this thread,
-  // now and then and once at the end; while another load runs, with total_bytes 0. False gives the
-  // load up (CANCELLED).
+  // Reads, checks and copies a head to the device, then lists it. `progress` runs on this thread
+  // from time to time and once at the end; while another load runs, with total_bytes 0. If it
+  // returns false, the load ends with CANCELLED.
   //
-  // Errors, all of which leave what is loaded alone: INVALID_ARGUMENT (the name; a file that is not
-  // what it says, naming file, tensor, got and allowed), NOT_FOUND, PERMISSION_DENIED (a file; or
-  // one outside of the root),
-  // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (no device memory,
-  // with what it needs), UNAVAILABLE (a read or the device failed), INTERNAL (the device is lost).
+  // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
+  // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
+  // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (no device memory; the
+  // text says how much the head needs), UNAVAILABLE (a read or the device failed), INTERNAL (the
+  // device is lost).
   absl::StatusOr<std::shared_ptr<const Head>> Load(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
 
-  // What of that can be told at once, without a look at a file.
+  // The errors of Load that need no look at a file.
   absl::Status Check(const HeadRequest& request) const;
 
-  // From here on Find does not know the name; jobs that have the head keep it. NOT_FOUND lists
-  // names there are.
+  // From here on Find does not return the head. Jobs that have it keep it. NOT_FOUND lists the
+  // loaded names.
   absl::Status Unload(std::string_view name);
 
-  // NOT_FOUND lists names there are.
+  // NOT_FOUND lists the loaded names.
   absl::StatusOr<std::shared_ptr<const Head>> Find(std::string_view name) const;
 
   // By ascending name.

@@ -1,5 +1,5 @@
-// What the engine runs: a job is some rows of one op. The engine knows sizes and moments, never the
-// op's meaning.
+// What the engine runs: a job is some rows of one op. The engine knows sizes and times, never what an
+// op means.
 #ifndef LOGITD_SERVER_ENGINE_JOB_H_
 #define LOGITD_SERVER_ENGINE_JOB_H_
 
@@ -21,30 +21,14 @@ namespace logitd::engine {
 struct Batch;
 class Head;
 
-// What an op's arrays have elements for: axis 0 is the rows, the others (answers, ids of lists,
-// words of masks, ...) are the op's own.
+// What an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of lists, words
+// of masks, ...) are the op's own.
 inline constexpr size_t kRowAxis = 0;
 inline constexpr size_t kMaxAxes = 10;
+inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
 
-// A number for each axis: of elements, or of the first element. Axes an op does not have are 0.
+// A number for each axis: of elements, or of the first element. Axes that an op does not have are 0.
 using AxisCounts = std::array<int64_t, kMaxAxes>;
-
-// A sealed batch as an op sees it, in the memory of the backend. Row r of the payload starts at
-// payload + r * row_stride.
-struct BatchView {
-  DType dtype;
-  AxisCounts counts;  // dropped jobs count on the row axis alone
-  int64_t row_elements;
-  size_t row_stride;  // bytes, a multiple of 16; of an op that is alone, those of a row
-  const std::byte* payload;
-  int32_t max_row_entries;               // largest JobSpec::max_row_entries
-  absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
-  absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
-  const void* call;                      // JobSpec::call where the op is alone, else null
-  const HeadView* head;                  // BatchKey::head's, else null
-
-  int64_t rows() const { return counts[kRowAxis]; }
-};
 
 // One array of an op: so many bytes for each element of an axis.
 struct Array {
@@ -52,16 +36,87 @@ struct Array {
   size_t bytes;
 };
 
+// An array with a T for each element of `axis`: number `index` of OpTraits::inputs, or of
+// OpTraits::outputs.
+template <typename T>
+struct Input {
+  size_t index;
+  size_t axis;
+};
+template <typename T>
+struct Output {
+  size_t index;
+  size_t axis;
+};
+
+// The OpTraits::inputs, or outputs, of typed arrays, which must come in the order of their index.
+template <template <typename> typename Kind, typename... T>
+consteval std::array<Array, sizeof...(T)> ArraysOf(Kind<T>... typed) {
+  static_assert(sizeof...(T) <= kMaxArrays);
+  size_t next = 0;
+  (([&] {
+     if (typed.index != next++ || typed.axis >= kMaxAxes) throw "an index or axis is wrong";
+   }()),
+   ...);
+  return {{{typed.axis, sizeof(T)}...}};
+}
+
+// A sealed batch as an op sees it, in the memory of the backend. Row r of the payload starts at
+// payload + r * row_stride.
+struct BatchView {
+  DType dtype;
+  AxisCounts counts;  // rows include those of dropped jobs; the other axes do not
+  int64_t row_elements;
+  size_t row_stride;  // bytes: a multiple of 16, or exactly a row where the op is exclusive
+  const std::byte* payload;
+  int32_t max_row_entries;               // the largest JobSpec::max_row_entries
+  uint32_t wanted;                       // the bits of every JobSpec::wanted
+  absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
+  absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
+  const HeadView* head;                  // that of BatchKey::head; null where there is none
+
+  int64_t rows() const { return counts[kRowAxis]; }
+
+  // The payload as a matrix.
+  TensorView Payload() const {
+    return {.data = payload,
+            .dtype = dtype,
+            .rows = rows(),
+            .cols = row_elements,
+            .row_stride = static_cast<int64_t>(row_stride / SizeOf(dtype))};
+  }
+
+  // An array; null where the batch has no element for it.
+  template <typename T>
+  const T* In(Input<T> array) const {
+    return counts[array.axis] == 0 ? nullptr : reinterpret_cast<const T*>(inputs[array.index]);
+  }
+  template <typename T>
+  T* Out(Output<T> array) const {
+    return counts[array.axis] == 0 ? nullptr : reinterpret_cast<T*>(outputs[array.index]);
+  }
+};
+
 // How an op travels through the engine. One static object per op, compared by address.
 struct OpTraits {
   std::string_view name;            // label in metrics and logs
-  absl::Span<const Array> inputs;   // beside the payload; those of rows: all zero bytes = skip it
-  absl::Span<const Array> outputs;  // in the order the job gets them back
-  absl::Status (*enqueue)(Stream& stream, const BatchView& batch);
-  // A batch of it is one job: for ops whose calls have more to themselves (shapes, masks) than rows
-  // can tell, and are large enough to fill a device. Its rows lie without padding, and bytes alone
-  // bound their number.
-  bool alone = false;
+  absl::Span<const Array> inputs;   // besides the payload; a row of zero bytes = skip the row
+  absl::Span<const Array> outputs;  // in the order in which the job gets them back
+  // Null where the op is exclusive: JobSpec::call has it.
+  absl::Status (*enqueue)(Stream& stream, const BatchView& batch) = nullptr;
+  // A batch holds one job: for ops whose jobs have more parameters (shapes, masks) than rows can
+  // hold, and are large enough to fill a device. Its rows lie without padding, and only bytes bound
+  // their number.
+  bool exclusive_batch = false;
+};
+
+// What a job of an exclusive op asks for as a whole.
+class ExclusiveCall {
+ public:
+  virtual ~ExclusiveCall() = default;
+
+  // As OpTraits::enqueue.
+  virtual absl::Status Enqueue(Stream& stream, const BatchView& batch) const = 0;
 };
 
 // Jobs with equal keys may share a batch.
@@ -73,18 +128,31 @@ struct BatchKey {
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 
+// What a job takes of a batch, in bytes.
+struct JobSize {
+  int64_t payload_bytes = 0;  // with the lists: input arrays of other axes than the rows
+  int64_t answer_bytes = 0;
+};
+
 struct JobSpec {
   BatchKey key;
-  AxisCounts counts = {};       // elements on every axis, e.g. rows, and the sum of k
-  int32_t max_row_entries = 0;  // e.g. the largest k
+  AxisCounts counts = {};  // elements on every axis, e.g. rows, and the sum of k
+  // Hints for the choice of a kernel, from all rows of the job: the most entries that a row asks
+  // for (e.g. the largest k), and bits of the op's own for what any row wants.
+  int32_t max_row_entries = 0;
+  uint32_t wanted = 0;
   absl::Time deadline = absl::InfiniteFuture();
-  // Of an op that is alone. `in_place`: the first output is written over the payload, and costs no
-  // bytes of answer. `call`: what `enqueue` needs to know of the job; good until Done.
+  // Only where the op is exclusive. `in_place`: the first output is written over the payload, and
+  // costs no bytes of answer. `call`: valid until Done.
   bool in_place = false;
-  const void* call = nullptr;
+  const ExclusiveCall* call = nullptr;
+  JobSize size;  // SizeOfJob of the above: computed once, before Submit
 
   int64_t rows() const { return counts[kRowAxis]; }
 };
+
+// Both saturate at INT64_MAX; a negative count is too much.
+JobSize SizeOfJob(const JobSpec& spec);
 
 struct JobTimes {
   int64_t copy_ns = 0;
@@ -95,17 +163,24 @@ struct JobTimes {
   int32_t batch_rows = 0;
 };
 
-// What a job that went well is given.
+// What a job that succeeded gets.
 struct JobAnswer {
   // The job's own slice of each output array, in host memory. Valid until Done returns, or for as
   // long as a copy of `keep` lives.
   absl::Span<const absl::Span<const std::byte>> outputs;
-  // Keeps the slab of a job that was alone in it from the next batch: for answers worth sending
-  // from where they lie. Null where too many slabs are kept already, so that those who are slow to
-  // take their answers do not stop the others. May be dropped on any thread, under any lock but the
-  // engine's own; the engine waits some seconds for it when it is destroyed, then leaves it its
+  // Keeps the slab of an exclusive job from the next batch: for answers that are large enough to be
+  // sent from the slab. Null where too many slabs are kept already, so that peers that are slow to
+  // take their answers do not stop the others. May be dropped on any thread, under any lock except
+  // the engine's own; the engine waits some seconds for it when it is destroyed, then leaves it its
   // slab.
   std::shared_ptr<const void> keep;
+
+  // One of `outputs`.
+  template <typename T>
+  absl::Span<const T> Out(Output<T> array) const {
+    const absl::Span<const std::byte> bytes = outputs[array.index];
+    return {reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
+  }
 };
 
 // One admitted request. Implemented above the engine; the engine calls it from its own threads, or
@@ -118,13 +193,12 @@ class Job {
   virtual const JobSpec& spec() const = 0;
 
   // Copies the payload to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
-  // The job may free its copy of the payload afterwards. One that is alone may fill its inputs here
-  // too, which lie where LayOut puts them behind the payload.
+  // The job may free its copy of the payload afterwards. A job of an exclusive op may fill its inputs
+  // here too: they lie where LayOut puts them after the payload.
   virtual void CopyPayload(std::byte* dst, size_t row_stride) = 0;
 
   // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements
-  // start at first[axis] on every axis: what it says of places in arrays counts from there. At most
-  // once.
+  // start at first[axis] on every axis; places in arrays count from there. At most once.
   virtual void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) = 0;
 
   // Exactly once, whatever happens. Where `status` is not OK, `answer` is empty. No lock of the
@@ -134,7 +208,7 @@ class Job {
  private:
   friend class Batcher;
 
-  // Where the job is: the engine's own note, kept here so that a job costs it no allocation and no
+  // Where the job is. The engine keeps this here so that a job costs it no allocation and no
   // look-up.
   struct Place {
     enum class State : uint8_t {
@@ -145,7 +219,7 @@ class Job {
       kCopied,   // in its batch, to run with it
       kDone,     // ended, or about to
     };
-    // Written under the batcher's lock, but for the last step, kDone, which the stream takes before
+    // Written under the batcher's lock, except the last step, kDone, which the stream takes before
     // it gives the batch back.
     std::atomic<State> state = State::kNew;
     bool dropped = false;  // while kCopying: ends with `why` as soon as the copy returns

@@ -1,6 +1,7 @@
 #include "server/engine/metrics.h"
 
 #include <array>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,7 +16,6 @@ namespace logitd::engine {
 namespace {
 
 using prometheus::Counter;
-using prometheus::Gauge;
 using prometheus::Histogram;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
@@ -23,8 +23,42 @@ constexpr int kRefusals = 5;
 constexpr std::array<const char*, kRefusals> kRefusalNames = {"draining", "deadline", "line_full",
                                                               "too_large", "invalid"};
 
-// 1-2.5-5 steps from a microsecond to ten seconds: a kernel on one row and a slow call both fall
-// inside.
+struct Help {
+  const char* name;
+  const char* text;
+};
+
+constexpr Help kGauges[] = {
+    // in the order of Gauge
+    {"logitd_held_bytes", "Host memory charged to calls."},
+    {"logitd_held_bytes_limit", "Most host memory that may be charged to calls."},
+    {"logitd_waiting_calls", "Calls left unread until host memory is free."},
+    {"logitd_queued_jobs", "Jobs without a place in a slab."},
+    {"logitd_open_jobs", "Jobs with a place in a batch that does not run yet."},
+    {"logitd_slabs_in_use", "Slabs that hold a batch."},
+    {"logitd_slabs", "All slabs."},
+    {"logitd_slabs_kept", "Slabs in use whose answer is still being sent."},
+    {"logitd_heads", "Heads loaded."},
+    {"logitd_head_bytes", "Device memory of heads, unloaded ones that jobs still use included."},
+    {"logitd_draining", "1 from the start of the drain."},
+};
+static_assert(std::size(kGauges) == static_cast<size_t>(Gauge::kDraining) + 1);
+
+struct BatchTime {
+  Help help;
+  int64_t JobTimes::*time;
+};
+constexpr BatchTime kBatchTimes[] = {
+    {{"logitd_batch_queue_seconds", "Wait of a batch's oldest job for a place and a stream."},
+     &JobTimes::queue_ns},
+    {{"logitd_batch_copy_seconds", "Copy of the payload of a batch's oldest job into its slab."},
+     &JobTimes::copy_ns},
+    {{"logitd_batch_h2d_seconds", "Host to device copy of a batch."}, &JobTimes::h2d_ns},
+    {{"logitd_batch_kernel_seconds", "The op of a batch."}, &JobTimes::kernel_ns},
+    {{"logitd_batch_d2h_seconds", "Device to host copy of a batch."}, &JobTimes::d2h_ns},
+};
+
+// Steps of 1, 2.5 and 5 from a microsecond (a kernel on one row) to ten seconds (a slow call).
 const Histogram::BucketBoundaries& SecondsBuckets() {
   static const auto& buckets = *new Histogram::BucketBoundaries{
       1e-6, 2.5e-6, 5e-6,   1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3,
@@ -41,10 +75,6 @@ const Histogram::BucketBoundaries& RowsBuckets() {
 Counter& AddCounter(prometheus::Registry& registry, const char* name, const char* help,
                     const prometheus::Labels& labels) {
   return prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add(labels);
-}
-
-Gauge& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add({});
 }
 
 Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const char* help,
@@ -83,39 +113,21 @@ struct Metrics::Series {
                                        "Batches the device failed.", {{"kind", "batch"}})),
         device_errors_lost(AddCounter(registry, "logitd_device_errors_total",
                                       "Batches the device failed.", {{"kind", "lost"}})),
-        held_bytes(AddGauge(registry, "logitd_held_bytes", "Host memory charged to calls.")),
-        held_bytes_limit(AddGauge(registry, "logitd_held_bytes_limit",
-                                  "Most host memory that may be charged to calls.")),
-        waiting_calls(AddGauge(registry, "logitd_waiting_calls",
-                               "Calls not yet read for want of host memory.")),
-        queued_jobs(AddGauge(registry, "logitd_queued_jobs", "Jobs without a place in a slab.")),
-        open_jobs(AddGauge(registry, "logitd_open_jobs",
-                           "Jobs with a place in a batch that does not run yet.")),
-        slabs_in_use(AddGauge(registry, "logitd_slabs_in_use", "Slabs that hold a batch.")),
-        slabs(AddGauge(registry, "logitd_slabs", "Slabs there are.")),
-        slabs_kept(
-            AddGauge(registry, "logitd_slabs_kept", "Slabs that hold an answer on its way.")),
-        heads(AddGauge(registry, "logitd_heads", "Heads loaded.")),
-        head_bytes(AddGauge(registry, "logitd_head_bytes",
-                            "Device memory of heads, those unloaded that jobs still use "
-                            "included.")),
-        draining(AddGauge(registry, "logitd_draining", "1 from the start of the drain.")),
-        batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())),
-        queue(AddHistogram(registry, "logitd_batch_queue_seconds",
-                           "Wait of a batch's oldest job for a place and a stream.",
-                           SecondsBuckets())),
-        copy(AddHistogram(registry, "logitd_batch_copy_seconds",
-                          "Copy of the payload of a batch's oldest job into its slab.",
-                          SecondsBuckets())),
-        h2d(AddHistogram(registry, "logitd_batch_h2d_seconds", "Host to device copy of a batch.",
-                         SecondsBuckets())),
-        kernel(AddHistogram(registry, "logitd_batch_kernel_seconds", "The op of a batch.",
-                            SecondsBuckets())),
-        d2h(AddHistogram(registry, "logitd_batch_d2h_seconds", "Device to host copy of a batch.",
-                         SecondsBuckets())) {
+        batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())) {
+    for (size_t i = 0; i < std::size(kGauges); ++i) {
+      gauges[i] = &prometheus::BuildGauge()
+                       .Name(kGauges[i].name)
+                       .Help(kGauges[i].text)
+                       .Register(registry)
+                       .Add({});
+    }
+    for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
+      const Help& help = kBatchTimes[i].help;
+      batch_times[i] = &AddHistogram(registry, help.name, help.text, SecondsBuckets());
+    }
     for (int i = 0; i < kRefusals; ++i) {
       refused[i] = &AddCounter(registry, "logitd_refused_total",
-                               "Calls turned away before their payload was copied.",
+                               "Calls refused before their payload was copied.",
                                {{"reason", kRefusalNames[i]}});
     }
     ops.reserve(op_names.size() + 1);
@@ -132,25 +144,11 @@ struct Metrics::Series {
 
   Counter& device_errors_batch;
   Counter& device_errors_lost;
-  Gauge& held_bytes;
-  Gauge& held_bytes_limit;
-  Gauge& waiting_calls;
-  Gauge& queued_jobs;
-  Gauge& open_jobs;
-  Gauge& slabs_in_use;
-  Gauge& slabs;
-  Gauge& slabs_kept;
-  Gauge& heads;
-  Gauge& head_bytes;
-  Gauge& draining;
   Histogram& batch_rows;
-  Histogram& queue;
-  Histogram& copy;
-  Histogram& h2d;
-  Histogram& kernel;
-  Histogram& d2h;
+  std::array<prometheus::Gauge*, std::size(kGauges)> gauges;
+  std::array<Histogram*, std::size(kBatchTimes)> batch_times;
   std::array<Counter*, kRefusals> refused;
-  std::vector<OpSeries> ops;  // a handful, found by comparing; the last is "unknown"
+  std::vector<OpSeries> ops;  // few, found by comparing; the last is "unknown"
 };
 
 Metrics::Metrics(absl::Span<const std::string_view> ops)
@@ -176,29 +174,21 @@ void Metrics::CountBatch(std::string_view op, const JobTimes& oldest) {
   series.batches.Increment();
   series.rows.Increment(oldest.batch_rows);
   series_->batch_rows.Observe(oldest.batch_rows);
-  series_->queue.Observe(oldest.queue_ns * 1e-9);
-  series_->copy.Observe(oldest.copy_ns * 1e-9);
-  series_->h2d.Observe(oldest.h2d_ns * 1e-9);
-  series_->kernel.Observe(oldest.kernel_ns * 1e-9);
-  series_->d2h.Observe(oldest.d2h_ns * 1e-9);
+  for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
+    series_->batch_times[i]->Observe(static_cast<double>(oldest.*kBatchTimes[i].time) * 1e-9);
+  }
 }
 
 void Metrics::CountDeviceError(bool lost) {
   (lost ? series_->device_errors_lost : series_->device_errors_batch).Increment();
 }
 
-void Metrics::SetHeldBytes(int64_t bytes) { series_->held_bytes.Set(bytes); }
-void Metrics::SetHeldBytesLimit(int64_t bytes) { series_->held_bytes_limit.Set(bytes); }
-void Metrics::SetWaitingCalls(int64_t calls) { series_->waiting_calls.Set(calls); }
-void Metrics::SetQueuedJobs(int64_t jobs) { series_->queued_jobs.Set(jobs); }
-void Metrics::SetOpenJobs(int64_t jobs) { series_->open_jobs.Set(jobs); }
-void Metrics::SetSlabsInUse(int64_t slabs) { series_->slabs_in_use.Set(slabs); }
-void Metrics::SetSlabs(int64_t slabs) { series_->slabs.Set(slabs); }
-void Metrics::SetSlabsKept(int64_t slabs) { series_->slabs_kept.Set(slabs); }
-void Metrics::SetHeads(int64_t heads) { series_->heads.Set(static_cast<double>(heads)); }
-void Metrics::AddHeadBytes(int64_t bytes) {
-  series_->head_bytes.Increment(static_cast<double>(bytes));
+void Metrics::Set(Gauge gauge, int64_t value) {
+  series_->gauges[static_cast<size_t>(gauge)]->Set(static_cast<double>(value));
 }
-void Metrics::SetDraining(bool draining) { series_->draining.Set(draining ? 1 : 0); }
+
+void Metrics::Add(Gauge gauge, int64_t change) {
+  series_->gauges[static_cast<size_t>(gauge)]->Increment(static_cast<double>(change));
+}
 
 }  // namespace logitd::engine

@@ -1,29 +1,21 @@
-// What an operator can see. Names are stable; every series is created at start, so that zero is
-// visible as zero.
+// What an operator sees. Names are stable. Every series exists from the start, so zero shows as
+// zero. docs/operations.md says what to look at when.
 //
 // Counters
-//   logitd_requests_total{op,code}      calls ended, by op and gRPC status name ("OK", "CANCELLED",
-//   ...) logitd_rows_total{op}               rows computed logitd_batches_total{op} batches
-//   computed logitd_refused_total{reason}        calls turned away before their payload was copied;
-//   see Refusal logitd_device_errors_total{kind}    batches the device failed: "batch" (later work
-//   may succeed) or "lost"
-// Gauges
-//   logitd_held_bytes, logitd_held_bytes_limit   host memory charged to calls, and the most there
-//   may be logitd_waiting_calls                         calls not yet read for want of that memory
-//   logitd_queued_jobs                           jobs without a place in a slab
-//   logitd_open_jobs                             jobs with a place, whose batch does not run yet
-//   logitd_slabs_in_use, logitd_slabs            slabs that hold a batch, and all there are
-//   logitd_slabs_kept                            those of them that hold an answer on its way
-//   logitd_heads                                 heads loaded
-//   logitd_head_bytes                            device memory of heads, those unloaded that jobs
-//   still use included
-//   logitd_draining                              1 from the start of the drain
+//   logitd_requests_total{op,code}    calls ended, by op and gRPC status name ("OK", "CANCELLED")
+//   logitd_rows_total{op}             rows computed
+//   logitd_batches_total{op}          batches computed
+//   logitd_refused_total{reason}      calls refused before their payload was copied; see Refusal
+//   logitd_device_errors_total{kind}  batches the device failed: "batch" (later work may succeed)
+//                                     or "lost"
+// Gauges: see Gauge
 // Histograms, one observation per call
-//   logitd_request_seconds{op}          from headers to status
+//   logitd_request_seconds{op}        from headers to status
 // Histograms, one observation per batch
-//   logitd_batch_rows                   rows
-//   logitd_batch_{queue,copy}_seconds   of the batch's oldest job
-//   logitd_batch_{h2d,kernel,d2h}_seconds
+//   logitd_batch_rows                 its rows
+//   logitd_batch_queue_seconds        its oldest job's wait for a place and a stream
+//   logitd_batch_copy_seconds         the copy of its oldest job's payload into the slab
+//   logitd_batch_{h2d,kernel,d2h}_seconds  its times on the device
 #ifndef LOGITD_SERVER_ENGINE_METRICS_H_
 #define LOGITD_SERVER_ENGINE_METRICS_H_
 
@@ -41,7 +33,7 @@ class Registry;
 
 namespace logitd::engine {
 
-// Why a call was turned away before its payload was copied.
+// Why a call was refused before its payload was copied.
 enum class Refusal {
   kDraining,  // "draining"
   kDeadline,  // "deadline": passed before there was room to receive the message
@@ -50,18 +42,32 @@ enum class Refusal {
   kInvalid,   // "invalid": malformed, or shape and bytes disagree
 };
 
-// Thread-safe; no method blocks for longer than a histogram's own lock. Whoever takes a Metrics*
-// takes null as well.
+enum class Gauge {
+  kHeldBytes,       // logitd_held_bytes: host memory charged to calls
+  kHeldBytesLimit,  // logitd_held_bytes_limit: the most that may be charged
+  kWaitingCalls,    // logitd_waiting_calls: calls left unread until that memory is free
+  kQueuedJobs,      // logitd_queued_jobs: jobs without a place in a slab
+  kOpenJobs,        // logitd_open_jobs: jobs with a place, whose batch does not run yet
+  kSlabsInUse,      // logitd_slabs_in_use: slabs that hold a batch
+  kSlabs,           // logitd_slabs: all slabs
+  kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent
+  kHeads,           // logitd_heads: heads loaded
+  kHeadBytes,  // logitd_head_bytes: device memory of heads, unloaded ones still in use included
+  kDraining,   // logitd_draining: 1 from the start of the drain
+};
+
+// Thread-safe. No method blocks for longer than a histogram's own lock. Functions that take a
+// Metrics* also take null.
 class Metrics {
  public:
-  // `ops` are the values of the label `op`. Besides them there is "unknown", which stands for a
-  // call refused before its op was known, and for any name not in `ops`.
+  // `ops` are the values of the label `op`. "unknown" is added: it stands for a call that was
+  // refused before its op was known, and for any name not in `ops`.
   explicit Metrics(absl::Span<const std::string_view> ops = {});
   ~Metrics();
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // For an exposer. Lives as long as the longer of this object and the last copy.
+  // For an exposer. Lives until this object and all copies of the pointer are gone.
   std::shared_ptr<prometheus::Registry> registry() const { return registry_; }
 
   // Once per call, by rpc, when the call's status is known. `seconds`: from headers to status.
@@ -71,23 +77,14 @@ class Metrics {
   // for the others.
   void CountRefused(Refusal reason);
 
-  // Once per computed batch, by the engine. `oldest` are the times of the batch's oldest job.
+  // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
   void CountBatch(std::string_view op, const JobTimes& oldest);
 
-  // Once per batch the device failed. `lost`: for good.
+  // Once per batch that the device failed. `lost`: for good.
   void CountDeviceError(bool lost);
 
-  void SetHeldBytes(int64_t bytes);
-  void SetHeldBytesLimit(int64_t bytes);
-  void SetWaitingCalls(int64_t calls);
-  void SetQueuedJobs(int64_t jobs);
-  void SetOpenJobs(int64_t jobs);
-  void SetSlabsInUse(int64_t slabs);
-  void SetSlabs(int64_t slabs);
-  void SetSlabsKept(int64_t slabs);
-  void SetHeads(int64_t heads);
-  void AddHeadBytes(int64_t bytes);  // negative: less of them
-  void SetDraining(bool draining);
+  void Set(Gauge gauge, int64_t value);
+  void Add(Gauge gauge, int64_t change);
 
  private:
   struct Series;

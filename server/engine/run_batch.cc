@@ -61,8 +61,9 @@ struct Plan {
   size_t row_stride = 0;
   AxisCounts counts = {};
   int32_t max_row_entries = 0;
-  bool in_place = false;
-  const void* call = nullptr;
+  uint32_t wanted = 0;
+  bool in_place = false;  // the next two: only of an exclusive op
+  const ExclusiveCall* call = nullptr;
   Offsets inputs = {};
   size_t upload_end = 0;
   Offsets outputs = {};
@@ -89,10 +90,9 @@ Plan Prepare(const Batch& batch, const SlabLayout& layout, const Extent& extent)
     const JobSpec& spec = batch.slots[i].job->spec();
     Advance(spec, &plan.counts);
     plan.max_row_entries = std::max(plan.max_row_entries, spec.max_row_entries);
-    if (op.alone) {
-      plan.in_place = spec.in_place;
-      plan.call = spec.call;
-    }
+    plan.wanted |= spec.wanted;
+    plan.in_place = spec.in_place;
+    plan.call = spec.call;
   }
   plan.upload_end =
       LayOut(op.inputs, plan.counts, static_cast<size_t>(extent.end_row) * plan.row_stride,
@@ -159,12 +159,13 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
       .row_stride = plan.row_stride,
       .payload = batch.slab.device + static_cast<size_t>(plan.extent.first_row) * plan.row_stride,
       .max_row_entries = plan.max_row_entries,
+      .wanted = plan.wanted,
       .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
       .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
-      .call = plan.call,
       .head = batch.key.head == nullptr ? nullptr : &batch.key.head->view(),
   };
-  LOGITD_RETURN_IF_ERROR(op.enqueue(stream, view));
+  LOGITD_RETURN_IF_ERROR(op.exclusive_batch ? plan.call->Enqueue(stream, view)
+                                            : op.enqueue(stream, view));
   if (plan.in_place) {
     const Array& first = op.outputs[0];
     LOGITD_RETURN_IF_ERROR(
@@ -219,7 +220,7 @@ absl::Status RunBatch(Stream& stream, const SlabLayout& layout, Batch& batch,
     JobAnswer given;
     if (status.ok()) {
       given.outputs = absl::MakeConstSpan(slices.data(), outputs.size());
-      if (batch.key.op->alone) given.keep = keep();
+      if (batch.key.op->exclusive_batch) given.keep = keep();
     }
     Batcher::Finish(slot.job, answer, given, batch.taken_ns, &job_times);
     if (i == extent.first_slot) *oldest = job_times;

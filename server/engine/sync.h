@@ -1,9 +1,12 @@
-// The engine's mutex and condition variable: the standard ones, with thread-safety annotations.
+// The engine's mutex and condition variable (the standard ones with thread-safety annotations) and
+// its clock.
 #ifndef LOGITD_SERVER_ENGINE_SYNC_H_
 #define LOGITD_SERVER_ENGINE_SYNC_H_
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 
 #include "absl/base/thread_annotations.h"
@@ -12,8 +15,15 @@
 
 namespace logitd::engine {
 
-// Not absl::Mutex: a distribution's Abseil is built without ThreadSanitizer, which then cannot see
-// the order its locks make and reports races that are none. pthread locks it does see.
+// Nanoseconds of a clock that never goes back.
+inline int64_t MonotonicNanos() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Not absl::Mutex: Debian's Abseil is built without ThreadSanitizer, which then does not see the
+// order that its locks make and reports false races. It does see pthread locks.
 class ABSL_LOCKABLE Mutex {
  public:
   void Lock() ABSL_EXCLUSIVE_LOCK_FUNCTION() { mutex_.lock(); }
@@ -37,7 +47,7 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
   Mutex& mutex_;
 };
 
-// May wake without cause: wait in a loop.
+// May wake without a signal: wait in a loop.
 class CondVar {
  public:
   void Wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -48,8 +58,7 @@ class CondVar {
 
   void WaitUntil(Mutex& mutex, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (deadline == absl::InfiniteFuture()) return Wait(mutex);
-    // A far deadline would overflow the clock's representation; a wake an hour early is one of
-    // those without cause.
+    // A far deadline overflows the clock's representation. An early wake is allowed.
     const absl::Time until = std::min(deadline, absl::Now() + absl::Hours(1));
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     condition_.wait_until(lock, absl::ToChronoTime(until));

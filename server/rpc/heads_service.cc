@@ -9,14 +9,13 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/call_tracker.h"
 
 namespace logitd::rpc {
 namespace {
 
 constexpr size_t kMaxWaitingLoads = 64;
 constexpr absl::Duration kProgressEvery = absl::Milliseconds(100);
-constexpr char kDraining[] = "the server is draining";
 
 v1::DType ToProto(DType dtype) {
   switch (dtype) {
@@ -30,7 +29,7 @@ v1::DType ToProto(DType dtype) {
   return v1::DTYPE_UNSPECIFIED;
 }
 
-// With a text that fits into the transport's trailers, whatever paths are in it.
+// Cuts the text so that it fits into the transport's trailers.
 absl::Status Bounded(const absl::Status& status) {
   constexpr size_t kMost = 2048;
   if (status.message().size() <= kMost) return status;
@@ -59,13 +58,17 @@ v1::Head Describe(const engine::Head& head) {
   return out;
 }
 
-void Finish(grpc::ServerUnaryReactor* reactor, const absl::Status& status) {
+// Answers a unary call at once.
+grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
+                                 const absl::Status& status = absl::OkStatus()) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));
+  return reactor;
 }
 
 }  // namespace
 
-// One call of Load. Whatever comes first ends it: the load, its caller's going or a drain.
+// One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first.
 class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, public DrainedCall {
  public:
   LoadCall(HeadsService* service, CallTracker* tracker, const v1::LoadHeadRequest& request)
@@ -83,7 +86,8 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
     return status_.has_value();
   }
 
-  // Left out where the last one is not on its way yet, or it is too soon. By one thread at a time.
+  // Sends a progress message, unless the last one is still being sent or is too recent. One thread
+  // at a time.
   void Report(const engine::HeadProgress& progress) {
     const absl::Time now = absl::Now();
     {
@@ -97,7 +101,7 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
     StartWrite(&message_);
   }
 
-  // The first one counts. `last` is sent where the status is OK.
+  // Only the first End counts. `last` is sent if the status is OK.
   void End(const absl::Status& status, v1::LoadHeadResponse last = {}) {
     {
       absl::MutexLock lock(&mutex_);
@@ -110,8 +114,8 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
   }
 
   void OnDrain() override {
-    End(absl::UnavailableError(kDraining));
-    service_->Leave(*this);
+    End(engine::DrainingError());
+    service_->LeaveLine(*this);
   }
 
  private:
@@ -125,14 +129,14 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
   }
   void OnCancel() override {
     End(absl::CancelledError("call cancelled"));
-    service_->Leave(*this);
+    service_->LeaveLine(*this);
   }
   void OnDone() override {
     tracker_->Remove(self_);
     self_.reset();  // may delete this
   }
 
-  // Once: by End, or by OnWriteDone where a message was on its way.
+  // Once: from End, or from OnWriteDone if a message was still being sent.
   void FinishNow() {
     absl::Status status;
     {
@@ -151,7 +155,7 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
   const v1::LoadHeadRequest request_;
   std::shared_ptr<LoadCall> self_;
   absl::Time next_report_ = absl::InfinitePast();
-  v1::LoadHeadResponse message_;  // on its way while writing_
+  v1::LoadHeadResponse message_;  // being sent while writing_
   v1::LoadHeadResponse last_;
   mutable absl::Mutex mutex_;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
@@ -192,10 +196,10 @@ engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
 }
 
 absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
-  if (environment_.admission->draining()) return absl::UnavailableError(kDraining);
+  if (environment_.admission->draining()) return engine::DrainingError();
   if (root_.empty()) {
     return absl::FailedPreconditionError(
-        "heads are not loaded by clients: the server was started without --head-root DIR");
+        "clients cannot load heads: the server was started without --head-root DIR");
   }
   if (absl::Status status = environment_.heads->Check(RequestOf(*call)); !status.ok()) {
     return status;
@@ -205,18 +209,18 @@ absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
   const auto same = [&](const auto& other) { return other->request().name() == name; };
   if ((running_ != nullptr && same(running_)) || std::any_of(loads_.begin(), loads_.end(), same)) {
     return absl::AlreadyExistsError(
-        absl::StrFormat("head %s is being loaded; allowed: another name", name));
+        absl::StrFormat("head %s is being loaded, allowed another name", name));
   }
   if (loads_.size() >= kMaxWaitingLoads) {
-    return absl::ResourceExhaustedError(
-        absl::StrFormat("%d loads wait already; allowed: %d", loads_.size(), kMaxWaitingLoads));
+    return absl::ResourceExhaustedError(absl::StrFormat("waiting loads: got %d already, allowed %d",
+                                                        loads_.size(), kMaxWaitingLoads));
   }
   if (running_ != nullptr || !loads_.empty()) call->Report({});
   loads_.push_back(call);
   return absl::OkStatus();
 }
 
-void HeadsService::Leave(const LoadCall& call) {
+void HeadsService::LeaveLine(const LoadCall& call) {
   std::shared_ptr<LoadCall> left;  // freed without the lock
   absl::MutexLock lock(&mutex_);
   const auto it = std::find_if(loads_.begin(), loads_.end(),
@@ -256,31 +260,28 @@ void HeadsService::Run(LoadCall& call) {
       });
   if (head.ok()) *last.mutable_head() = Describe(**head);
   {
-    // Before the caller hears of it, who may load the name anew.
+    // Before the caller gets its answer: it may load the same name again at once.
     absl::MutexLock lock(&mutex_);
     running_ = nullptr;
   }
   call.End(head.status(), std::move(last));
-  // Last, since the owner may end the process in it.
+  // Last: the engine's owner may end the process in it.
   if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
 }
 
 grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* context,
                                                const v1::UnloadHeadRequest* request,
                                                v1::UnloadHeadResponse*) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  Finish(reactor, environment_.admission->draining() ? absl::UnavailableError(kDraining)
-                                                     : environment_.heads->Unload(request->name()));
-  return reactor;
+  return Answer(context, environment_.admission->draining()
+                             ? engine::DrainingError()
+                             : environment_.heads->Unload(request->name()));
 }
 
 grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* context,
                                              const v1::ListHeadsRequest*,
                                              v1::ListHeadsResponse* response) {
   for (const auto& head : environment_.heads->List()) *response->add_heads() = Describe(*head);
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  Finish(reactor, absl::OkStatus());
-  return reactor;
+  return Answer(context);
 }
 
 grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context,
@@ -288,9 +289,7 @@ grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context
                                             v1::GetHeadResponse* response) {
   const auto head = environment_.heads->Find(request->name());
   if (head.ok()) *response->mutable_head() = Describe(**head);
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  Finish(reactor, head.status());
-  return reactor;
+  return Answer(context, head.status());
 }
 
 }  // namespace logitd::rpc

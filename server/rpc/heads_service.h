@@ -18,18 +18,18 @@ namespace logitd::rpc {
 
 class LoadCall;
 
-// Messages are small, so the code is generated. Loads run on a thread of the service's own, in the
-// order they came: gRPC's threads never wait for a disk.
+// Messages are small, so this uses the generated service. Loads run in their order on a thread of
+// the service, so gRPC's threads never wait for a disk.
 class HeadsService final : public v1::Heads::CallbackService {
  public:
-  // `root`: the directory that paths of Load are in, without links in it; empty: none, and Load is
-  // refused. What `environment` points to outlives this.
+  // `root`: the directory that contains the paths of Load, with its links resolved; empty: Load is
+  // refused. The objects of `environment` outlive this.
   HeadsService(std::string root, const CallEnvironment& environment);
-  // No call may be left. Waits for as long as loading() is true.
+  // No call may be left. Waits while loading() is true.
   ~HeadsService() override;
 
-  // A head is being read and copied, perhaps for a call that is over: a call ends as soon as it is
-  // cancelled or the server drains, its load when it next looks.
+  // True while a head is read and copied. Its call may be over: a call ends as soon as it is
+  // cancelled or the server drains, and its load ends when it next reports progress.
   bool loading() const;
 
   grpc::ServerWriteReactor<v1::LoadHeadResponse>* Load(grpc::CallbackServerContext* context,
@@ -48,7 +48,7 @@ class HeadsService final : public v1::Heads::CallbackService {
   engine::HeadRequest RequestOf(const LoadCall& call) const;
   absl::Status Enqueue(const std::shared_ptr<LoadCall>& call);
   friend class LoadCall;
-  void Leave(const LoadCall& call);  // the line, if it is in it
+  void LeaveLine(const LoadCall& call);  // if it waits
   void RunLoads();
   void Run(LoadCall& call);
 

@@ -12,53 +12,41 @@
 #include <mutex>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
-#include "server/rpc/codecs/attention_codec.h"
-#include "server/rpc/codecs/sample_codec.h"
-#include "server/rpc/codecs/score_codec.h"
-#include "server/rpc/codecs/topk_codec.h"
-#include "server/rpc/codecs/verify_codec.h"
+#include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
 #include "server/rpc/services.h"
+#include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/close_connections.h"
-#include "server/rpc/transport/raw_unary.h"
 
 namespace logitd::rpc {
 namespace {
 
-constexpr const char* kServices[] = {"logitd.v1.Attention", "logitd.v1.Heads", "logitd.v1.Sampler",
-                                     "logitd.v1.Scorer", "logitd.v1.Server"};
+// The services of the ops, each once.
+std::vector<std::string> OpServiceNames() {
+  std::vector<std::string> names;
+  for (const ops::Op& op : ops::kOps) {
+    if (!absl::c_linear_search(names, op.service)) names.emplace_back(op.service);
+  }
+  return names;
+}
 
-// What GetInfo says is served.
-struct Method {
-  const engine::OpTraits* op;
-  const char* name;
-};
-constexpr Method kMethods[] = {
-    {&kSoftmaxTopKTraits, "logitd.v1.Sampler/TopK"},
-    {&kLinearTopKTraits, "logitd.v1.Sampler/TopK"},
-    {&kSampleTraits, "logitd.v1.Sampler/Sample"},
-    {&kLinearSampleTraits, "logitd.v1.Sampler/Sample"},
-    {&kSampleTraits, "logitd.v1.Sampler/SampleStream"},
-    {&kLinearSampleTraits, "logitd.v1.Sampler/SampleStream"},
-    {&kVerifyTraits, "logitd.v1.Sampler/Verify"},
-    {&kCrossEntropyTraits, "logitd.v1.Scorer/Score"},
-    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/Score"},
-    {&kCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
-    {&kLinearCrossEntropyTraits, "logitd.v1.Scorer/ScoreStream"},
-    {&kAttentionSoftmaxTraits, "logitd.v1.Attention/Softmax"},
-    {&kAttentionSoftmaxTraits, "logitd.v1.Attention/SoftmaxStream"},
-    {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackward"},
-    {&kAttentionSoftmaxBackwardTraits, "logitd.v1.Attention/SoftmaxBackwardStream"},
-};
+std::vector<std::unique_ptr<OpService>> MakeOpServices(const CallEnvironment& environment) {
+  std::vector<std::unique_ptr<OpService>> services;
+  for (const std::string& name : OpServiceNames()) {
+    services.push_back(std::make_unique<OpService>(name, environment));
+  }
+  return services;
+}
 
-// Of the transport's quota beyond held messages: read buffers, unread calls, other services.
+// The transport's quota beyond held messages: read buffers, unread calls, other services.
 constexpr int64_t kQuotaSlack = int64_t{128} << 20;
 
-// Small fields of a message: so much for itself, and so much for each row.
+// Small fields of a message, and of each of its rows.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
 constexpr int64_t kHeaderBytesPerRow = 128;
 
@@ -78,11 +66,18 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
   limits->set_max_answer_bytes(engine.slab_answer_bytes);
   limits->set_streams(engine.streams);
   limits->set_max_keys(kMaxKeys);
-  for (const Method& method : kMethods) {
-    v1::Op* op = info.add_ops();
-    op->set_name(std::string(method.op->name));
-    op->set_method(method.name);
-    for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) op->add_dtypes(dtype);
+  for (const ops::Op& op : ops::kOps) {
+    for (const std::string_view method : {op.method, op.stream_method}) {
+      for (const engine::OpTraits* traits : {op.op, op.linear}) {
+        if (method.empty() || traits == nullptr) continue;
+        v1::Op* served = info.add_ops();
+        served->set_name(std::string(traits->name));
+        served->set_method(absl::StrFormat("%s/%s", op.service, method));
+        for (v1::DType dtype : {v1::DTYPE_F32, v1::DTYPE_F16, v1::DTYPE_BF16}) {
+          served->add_dtypes(dtype);
+        }
+      }
+    }
   }
   return info;
 }
@@ -92,7 +87,7 @@ class RpcServerImpl final : public RpcServer {
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
                 engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
                 engine::Metrics* metrics)
-      : tracker_(options.peer_timeout),
+      : tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,
                      .heads = heads,
@@ -100,9 +95,7 @@ class RpcServerImpl final : public RpcServer {
                      .tracker = &tracker_,
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
-        sampler_(environment_),
-        scorer_(environment_),
-        attention_(environment_),
+        op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
@@ -113,53 +106,52 @@ class RpcServerImpl final : public RpcServer {
   absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
     static std::once_flag once;
     std::call_once(once, [] {
-      // Never taken back: the library's own end waits, for up to ten seconds after a large answer,
-      // for a thread that polls on behalf of a socket that was full and that nothing wakes. The
-      // process ends it faster.
+      // Never undone: after a large answer, grpc_shutdown waits up to ten seconds for a thread that
+      // polls for a full socket and that nothing wakes. The end of the process is faster.
       grpc_init();
       grpc::EnableDefaultHealthCheckService(true);
       grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     });
     grpc::ServerBuilder builder;
-    builder.RegisterService(&sampler_);
-    builder.RegisterService(&scorer_);
-    builder.RegisterService(&attention_);
+    for (const std::unique_ptr<OpService>& service : op_services_) {
+      builder.RegisterService(service.get());
+    }
     builder.RegisterService(&heads_);
     builder.RegisterService(&info_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(
         std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
     builder.SetMaxSendMessageSize(-1);
-    // A compressed message is refused by its headers, not inflated to see how large it is.
+    // A compressed message is refused on its headers and never inflated.
     builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
     builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
-    // With BDP probing a call that is not read yet still takes in as much as the connection's
-    // window has grown to: tens of MB a connection. Without it, 64 KiB.
-    // The rest of a larger message costs a round trip more, 80 us on two cores; LOOKAHEAD_BYTES
-    // does not spare it, for without the probe gRPC 1.51 keeps the connection's own window at 64
-    // KiB. Left out as noise, for the way from socket to slab and for one row alike: frames of 1
-    // and 16 MiB, reads of at least 64 KiB, of 1 and of 4 MiB; and Abseil without its deadlock
-    // checks. A bare socket is no faster at 16 MiB: the kernel's two copies are the cost.
+    // With BDP probing, an unread call still takes in as much as the connection's window has grown
+    // to: tens of MB a connection. Without it, 64 KiB. A larger message then costs one more round
+    // trip, 80 us on two cores. LOOKAHEAD_BYTES does not save it: without the probe gRPC 1.51 keeps
+    // the connection's own window at 64 KiB.
+    // Tried and dropped, no gain beyond noise from socket to slab or for one row: frames of 1 and
+    // 16 MiB, reads of at least 64 KiB, 1 MiB and 4 MiB, Abseil without its deadlock checks. A bare
+    // socket is no faster at 16 MiB: the kernel's two copies are the cost.
     builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-    // A peer that lies about its message is not held by admission: core takes in the whole of an
+    // Admission does not bound a peer that lies about its message: gRPC core receives all of an
     // oversized message before it refuses it. The quota bounds what all peers together can make
     // core hold; beyond it core resets streams. Honest calls stay within max_held_bytes and never
-    // meet it.
+    // reach it.
     grpc::ResourceQuota quota("logitd");
     quota.Resize(
         static_cast<size_t>(admission.max_held_bytes + admission.max_held_bytes / 4 + kQuotaSlack));
     builder.SetResourceQuota(quota);
-    // Two servers on one port would share its calls, to everyone's surprise.
+    // Otherwise two servers on one port would share its calls.
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     std::vector<int> ports(options.listen.size(), 0);
     for (size_t i = 0; i < options.listen.size(); ++i) {
       builder.AddListeningPort(options.listen[i], grpc::InsecureServerCredentials(), &ports[i]);
     }
     server_ = builder.BuildAndStart();
-    // BuildAndStart binds them in order and gives up at the first that fails.
+    // BuildAndStart binds the ports in order and stops at the first that fails.
     const auto failed = std::find(ports.begin(), ports.end(), 0);
     if (failed != ports.end()) {
       return absl::UnavailableError(
-          absl::StrFormat("cannot listen on %s: taken, not permitted, or not an address",
+          absl::StrFormat("cannot listen on %s: it is taken, not permitted, or not an address",
                           options.listen[static_cast<size_t>(failed - ports.begin())]));
     }
     if (server_ == nullptr) return absl::UnavailableError("the gRPC server did not start");
@@ -175,7 +167,10 @@ class RpcServerImpl final : public RpcServer {
   void SetServing(bool serving) override {
     grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
     health->SetServingStatus(serving);
-    for (const char* service : kServices) health->SetServingStatus(service, serving);
+    for (const std::string& service : OpServiceNames()) health->SetServingStatus(service, serving);
+    for (const char* service : {"logitd.v1.Heads", "logitd.v1.Server"}) {
+      health->SetServingStatus(service, serving);
+    }
   }
 
   void Drain() override { tracker_.Drain(); }
@@ -200,9 +195,7 @@ class RpcServerImpl final : public RpcServer {
   CallTracker tracker_;
   Copier copier_;
   const CallEnvironment environment_;
-  SamplerService sampler_;
-  ScorerService scorer_;
-  AttentionService attention_;
+  const std::vector<std::unique_ptr<OpService>> op_services_;
   HeadsService heads_;
   ServerService info_;
   std::unique_ptr<grpc::Server> server_;

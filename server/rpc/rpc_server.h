@@ -1,4 +1,4 @@
-// The gRPC server: services, health, reflection, limits of the transport.
+// The gRPC server: services, health, reflection and the transport's limits.
 #ifndef LOGITD_SERVER_RPC_RPC_SERVER_H_
 #define LOGITD_SERVER_RPC_RPC_SERVER_H_
 
@@ -20,45 +20,43 @@ namespace logitd::rpc {
 struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
-  int64_t max_request_bytes = 0;                    // payload; also what GetInfo says
+  int64_t max_request_bytes = 0;                    // payload of a request; GetInfo reports it
   std::string head_root;                            // see HeadsService
-  absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, and to take an answer
+  absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, then to take an answer
 };
 
-// Largest message for a payload of `max_request_bytes`: the other fields of the largest batch fit
-// beside it.
+// Bytes of the largest message: a payload of `max_request_bytes` and the other fields of
+// `max_batch_rows` rows.
 int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows);
 
 // Thread-safe.
 class RpcServer {
  public:
-  // Serves from here on. `admission` (whose max_request_bytes is that of MaxMessageBytes), `engine`
-  // and `heads` outlive it. INVALID_ARGUMENT or UNAVAILABLE naming the address that cannot be
-  // listened on.
+  // Serves from here on. `admission` (its max_request_bytes is MaxMessageBytes), `engine` and
+  // `heads` outlive the server. UNAVAILABLE names the address that it cannot listen on.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(
       const RpcServerOptions& options, const DeviceInfo& device, engine::Admission* admission,
       engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics);
   virtual ~RpcServer() = default;
 
-  // As asked for, with the ports that were bound.
+  // The addresses of the options, with the ports that were bound.
   virtual const std::vector<std::string>& listening() const = 0;
 
-  // What grpc.health.v1 answers, for the server and for each service.
+  // Sets what grpc.health.v1 answers for the server and for each service.
   virtual void SetServing(bool serving) = 0;
 
-  // Streams that wait for their peers are ended, with UNAVAILABLE, and so are loads of heads; busy
-  // streams when what was read is answered.
+  // Ends idle streams and loads of heads with UNAVAILABLE. A busy stream ends when the messages it
+  // has read are answered.
   virtual void Drain() = 0;
 
-  // Calls of ops, and loads of heads, that are not over.
+  // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;
 
-  // See HeadsService. The destructor waits for it.
+  // See HeadsService. The destructor waits until it is false.
   virtual bool loading() const = 0;
 
-  // Stops listening, hangs up on every peer and returns when nothing runs. To the peers, a call
-  // that is not over, or still comes, is UNAVAILABLE; to calls here it is as if their callers had
-  // gone. Once.
+  // Stops listening, ends every connection and returns when no call runs. Peers see UNAVAILABLE for
+  // calls that are not over and for calls they still send. The calls here see a cancel. Once.
   virtual void Shutdown() = 0;
 };
 

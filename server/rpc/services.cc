@@ -2,6 +2,8 @@
 
 #include <google/protobuf/descriptor.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -10,6 +12,7 @@
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
+#include "server/ops/ops.h"
 #include "server/rpc/codecs/attention_codec.h"
 #include "server/rpc/codecs/sample_codec.h"
 #include "server/rpc/codecs/score_codec.h"
@@ -20,88 +23,77 @@
 namespace logitd::rpc {
 namespace {
 
-RawUnaryService::Factory JobMethod(const CallEnvironment& environment,
-                                   const StreamCall::MakeCodec& make_codec) {
-  return [environment, make_codec](grpc::CallbackServerContext* context) {
-    return std::make_shared<UnaryCall>(context, environment, make_codec());
+using MakeCodec = StreamCall::MakeCodec;
+
+// For one call of a method: makes the codec of each of its messages.
+template <typename Codec>
+MakeCodec ForTokens(const FindHead& find_head, bool /*is_stream*/) {
+  return [find_head] { return std::make_unique<Codec>(find_head); };
+}
+
+MakeCodec ForVerify(const FindHead&, bool /*is_stream*/) {
+  return [] { return std::make_unique<VerifyCodec>(); };
+}
+
+MakeCodec ForScore(const FindHead& find_head, bool /*is_stream*/) {
+  return [find_head, sequence = std::make_shared<ScoreSequence>()] {
+    return std::make_unique<ScoreCodec>(find_head, sequence);
   };
 }
 
-FindHead FindIn(const CallEnvironment& environment) {
-  return [heads = environment.heads](std::string_view name) { return heads->Find(name); };
+template <AttentionDirection direction>
+MakeCodec ForAttention(const FindHead&, bool is_stream) {
+  return [tensor = is_stream ? std::make_shared<AttentionTensor>() : nullptr] {
+    return std::make_unique<AttentionCodec>(direction, tensor);
+  };
 }
 
-// Of an op that has a linear form.
-template <typename Codec>
-StreamCall::MakeCodec Make(const CallEnvironment& environment) {
-  return [find_head = FindIn(environment)] { return std::make_unique<Codec>(find_head); };
-}
-
-// "/logitd.v1.Sampler/TopK" of "TopK". Going by the descriptor also links it in, for reflection to
-// serve.
-class MethodNames {
- public:
-  MethodNames(const google::protobuf::Descriptor* message, const char* service)
-      : service_(message->file()->FindServiceByName(service)) {}
-  std::string operator()(const char* method) const {
-    return absl::StrCat("/", service_->full_name(), "/",
-                        service_->FindMethodByName(method)->name());
-  }
-
- private:
-  const google::protobuf::ServiceDescriptor* const service_;
+// The codec of each op, and a message of its service's file: naming the descriptor links the file
+// in, for reflection to serve.
+struct OpCodecs {
+  const engine::OpTraits* op;
+  MakeCodec (*for_call)(const FindHead& find_head, bool is_stream);
+  const google::protobuf::Descriptor* (*message)();
 };
+constexpr OpCodecs kCodecs[] = {
+    {&ops::kSoftmaxTopKTraits, &ForTokens<TopKCodec>, &v1::TopKRequest::descriptor},
+    {&ops::kSampleTraits, &ForTokens<SampleCodec>, &v1::SampleRequest::descriptor},
+    {&ops::kVerifyTraits, &ForVerify, &v1::VerifyRequest::descriptor},
+    {&ops::kCrossEntropyTraits, &ForScore, &v1::ScoreRequest::descriptor},
+    {&ops::kAttentionSoftmaxTraits, &ForAttention<AttentionDirection::kForward>,
+     &v1::AttentionSoftmaxRequest::descriptor},
+    {&ops::kAttentionSoftmaxBackwardTraits, &ForAttention<AttentionDirection::kBackward>,
+     &v1::AttentionSoftmaxBackwardRequest::descriptor},
+};
+static_assert(std::size(kCodecs) == std::size(ops::kOps));
 
 }  // namespace
 
-SamplerService::SamplerService(const CallEnvironment& environment) {
-  const MethodNames name(v1::TopKRequest::descriptor(), "Sampler");
-  AddRawUnary(name("TopK"), JobMethod(environment, Make<TopKCodec>(environment)));
-  AddRawUnary(name("Sample"), JobMethod(environment, Make<SampleCodec>(environment)));
-  AddRawStream(name("SampleStream"), [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<StreamCall>(context, environment, Make<SampleCodec>(environment))
-        ->Start();
-  });
-  AddRawUnary(name("Verify"),
-              JobMethod(environment, [] { return std::make_unique<VerifyCodec>(); }));
-}
-
-ScorerService::ScorerService(const CallEnvironment& environment) {
-  const MethodNames name(v1::ScoreRequest::descriptor(), "Scorer");
-  AddRawUnary(name("Score"), JobMethod(environment, Make<ScoreCodec>(environment)));
-  AddRawStream(name("ScoreStream"), [environment](grpc::CallbackServerContext* context) {
-    return std::make_shared<StreamCall>(
-               context, environment,
-               [find_head = FindIn(environment), sequence = std::make_shared<ScoreSequence>()] {
-                 return std::make_unique<ScoreCodec>(find_head, sequence);
-               })
-        ->Start();
-  });
-}
-
-AttentionService::AttentionService(const CallEnvironment& environment) {
-  const MethodNames name(v1::AttentionSoftmaxRequest::descriptor(), "Attention");
-  struct Op {
-    AttentionDirection direction;
-    const char* call;
-    const char* stream;
+OpService::OpService(std::string_view service, const CallEnvironment& environment) {
+  const FindHead find_head = [heads = environment.heads](std::string_view name) {
+    return heads->Find(name);
   };
-  for (const Op& op :
-       {Op{AttentionDirection::kForward, "Softmax", "SoftmaxStream"},
-        Op{AttentionDirection::kBackward, "SoftmaxBackward", "SoftmaxBackwardStream"}}) {
-    AddRawUnary(name(op.call), JobMethod(environment, [direction = op.direction] {
-                  return std::make_unique<AttentionCodec>(direction);
-                }));
-    AddRawStream(name(op.stream),
-                 [environment, direction = op.direction](grpc::CallbackServerContext* context) {
-                   auto tensor = std::make_shared<AttentionTensor>();
-                   return std::make_shared<StreamCall>(context, environment,
-                                                       [direction, tensor] {
-                                                         return std::make_unique<AttentionCodec>(
-                                                             direction, tensor);
-                                                       })
-                       ->Start();
-                 });
+  for (const ops::Op& op : ops::kOps) {
+    if (op.service != service) continue;
+    const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),
+                                           [&](const OpCodecs& c) { return c.op == op.op; });
+    const google::protobuf::ServiceDescriptor* const descriptor =
+        codecs.message()->file()->pool()->FindServiceByName(std::string(service));
+    const auto path = [&](std::string_view method) {
+      return absl::StrCat("/", descriptor->full_name(), "/",
+                          descriptor->FindMethodByName(std::string(method))->name());
+    };
+    AddRawMethod(path(op.method), [=](grpc::CallbackServerContext* context) {
+      return std::make_shared<UnaryCall>(context, environment,
+                                         codecs.for_call(find_head, /*is_stream=*/false)())
+          ->Start();
+    });
+    if (op.stream_method.empty()) continue;
+    AddRawMethod(path(op.stream_method), [=](grpc::CallbackServerContext* context) {
+      return std::make_shared<StreamCall>(context, environment,
+                                          codecs.for_call(find_head, /*is_stream=*/true))
+          ->Start();
+    });
   }
 }
 

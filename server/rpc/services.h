@@ -2,35 +2,25 @@
 #ifndef LOGITD_SERVER_RPC_SERVICES_H_
 #define LOGITD_SERVER_RPC_SERVICES_H_
 
+#include <string_view>
+
 #include "logitd/v1/server.grpc.pb.h"
 #include "server/engine/admission.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/unary_call.h"
 
 namespace logitd::rpc {
 
-// logitd.v1.Sampler
-class SamplerService final : public RawUnaryService {
+// A service of ops::kOps: all its methods.
+class OpService final : public RawService {
  public:
-  explicit SamplerService(const CallEnvironment& environment);
-};
-
-// logitd.v1.Scorer
-class ScorerService final : public RawUnaryService {
- public:
-  explicit ScorerService(const CallEnvironment& environment);
-};
-
-// logitd.v1.Attention
-class AttentionService final : public RawUnaryService {
- public:
-  explicit AttentionService(const CallEnvironment& environment);
+  OpService(std::string_view service, const CallEnvironment& environment);
 };
 
 // logitd.v1.Server
 class ServerService final : public v1::Server::CallbackService {
  public:
-  // `info` is what GetInfo answers, but for `draining`, which `admission` knows.
+  // `info` is what GetInfo answers, except `draining`, which `admission` knows.
   ServerService(v1::GetInfoResponse info, const engine::Admission* admission);
 
   grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,

@@ -50,12 +50,18 @@ std::string ToString(const grpc::ByteBuffer& buffer) {
   return text;
 }
 
+std::string Requests(const std::string& code, const std::string& op) {
+  return "logitd_requests_total{code=\"" + code + "\",op=\"" + op + "\"}";
+}
+
+std::unique_ptr<grpc::ClientContext> Context() {
+  auto context = std::make_unique<grpc::ClientContext>();
+  context->set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
+  return context;
+}
+
 v1::TopKRequest Request(const std::vector<float>& logits, int64_t rows, int k) {
-  v1::TopKRequest request;
-  request.set_dtype(v1::DTYPE_F32);
-  request.set_rows(rows);
-  request.set_vocab(static_cast<int64_t>(logits.size()) / rows);
-  request.set_logits(logits.data(), logits.size() * sizeof(float));
+  auto request = Of<v1::TopKRequest>(logits, rows);
   request.add_k(k);
   return request;
 }

@@ -1,5 +1,5 @@
-// Clients that know nothing of ours: protobuf requests, gRPC's generic stubs, and bare HTTP/2 for
-// what no gRPC library would do.
+// Clients without our code: protobuf requests, gRPC's generic stubs, and bare HTTP/2 for what no gRPC
+// library does.
 #ifndef LOGITD_TESTS_E2E_PEERS_H_
 #define LOGITD_TESTS_E2E_PEERS_H_
 
@@ -22,26 +22,50 @@ namespace logitd::e2e {
 
 inline constexpr const char* kTopK = "/logitd.v1.Sampler/TopK";
 
-// A connection of its own.
+// Samples of the metrics page.
+inline constexpr const char* kHeldBytes = "logitd_held_bytes";
+inline constexpr const char* kWaitingCalls = "logitd_waiting_calls";
+std::string Requests(const std::string& code, const std::string& op = "softmax_topk");
+
+// A new connection.
 std::shared_ptr<grpc::Channel> Connect(const std::string& address);
 
 grpc::ByteBuffer ToBuffer(std::string_view bytes);
 std::string ToString(const grpc::ByteBuffer& buffer);
 
-// One row-major f32 request over `logits`, [rows, vocab].
+// With a deadline of a minute.
+std::unique_ptr<grpc::ClientContext> Context();
+
+// A request over f32 `logits`, [rows, vocab].
+template <typename Request>
+Request Of(const std::vector<float>& logits, int64_t rows) {
+  Request request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(rows);
+  request.set_vocab(static_cast<int64_t>(logits.size()) / rows);
+  request.set_logits(logits.data(), logits.size() * sizeof(float));
+  return request;
+}
 v1::TopKRequest Request(const std::vector<float>& logits, int64_t rows, int k);
 
-// A valid request with a payload of `rows` x 65536 zeros in f32, as slices of shared memory: costs
-// this process nothing however many there are.
+// A response without its timings, as bytes.
+template <typename Response>
+std::string Bits(Response response) {
+  response.clear_timings();
+  return response.SerializeAsString();
+}
+
+// A valid request with a payload of `rows` x 65536 f32 zeros. Its slices share memory, so many of them
+// cost this process nothing.
 grpc::ByteBuffer LargeRequest(int64_t rows);
 inline constexpr int64_t kLargeRowBytes = 65536 * 4;
 
-// One call by hand over a generic stub. Each step waits until it is done.
+// One call over a generic stub. Each step waits until it is done.
 class GenericCall {
  public:
   GenericCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
               absl::Duration deadline = absl::Seconds(30));
-  // Cancels what is not finished.
+  // Cancels the call if it is not finished.
   ~GenericCall();
 
   grpc::ClientContext& context() { return context_; }
@@ -65,7 +89,7 @@ class GenericCall {
   bool finished_ = false;
 };
 
-// Many unary calls at once, each on a connection of its own.
+// Many unary calls at the same time, each on its own connection.
 class ManyCalls {
  public:
   ManyCalls(const std::string& address, int connections);
@@ -84,20 +108,19 @@ class ManyCalls {
   std::vector<std::unique_ptr<Call>> calls_;
   absl::Mutex mutex_;
   size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::thread poller_;  // gRPC moves bytes while somebody polls
+  std::thread poller_;  // gRPC moves bytes only while a thread polls
 };
 
-// HTTP/2 by hand, one stream.
+// One HTTP/2 stream without a gRPC library.
 class BarePeer {
  public:
-  // Connects to 127.0.0.1:`port` and says hello; `window`: how much of an answer it is ready to
-  // take.
+  // Connects to 127.0.0.1:`port` and sends the preface. `window`: the bytes of an answer it accepts.
   explicit BarePeer(int port, uint32_t window = 65535);
-  // Vanishes without a word.
+  // Closes the socket and sends nothing more.
   ~BarePeer();
 
   void SendHeaders(const std::string& method);
-  // A gRPC message that claims `claimed` bytes but brings `body`.
+  // Sends a gRPC message that claims `claimed` bytes and holds `body`.
   void SendMessage(uint32_t claimed, std::string_view body, bool end_stream);
   // Reads until a frame of type `type` (3 = RST_STREAM, 1 = HEADERS) comes for the stream. False
   // after `timeout` or at the end of the connection.

@@ -1,6 +1,6 @@
-"""A Python client made from the proto files alone, against the real server.
+"""A Python client generated from the proto files, against the real server.
 
-usage: python_client_test.py SERVER [unittest arguments]. Exits with 77 (skipped) where grpcio or protobuf is missing.
+usage: python_client_test.py SERVER [unittest arguments]. Exits with 77 (skipped) if grpcio or protobuf is missing.
 """
 
 import math
@@ -46,7 +46,7 @@ def top_k(row, k, temperature=1.0):
 
 
 def causal_softmax(scores, queries, keys, scale):
-    """Rows of probabilities and their logsumexp by the definition; the last query sees every key, each before it one less."""
+    """Probabilities and logsumexp of each row. The last query sees every key, and each earlier query one key less."""
     probs, logsumexp = [], []
     for row in range(len(scores) // keys):
         seen = row % queries + 1 + keys - queries
@@ -116,7 +116,7 @@ class PythonClientTest(unittest.TestCase):
                 entry += k
             self.assertGreater(response.timings.total_ns, 0)
 
-    def test_sampled_tokens_are_those_of_the_definition(self):
+    def test_sampled_tokens_match_the_definition(self):
         from logitd.v1 import sampler_pb2
         # Seed 0: 0.8805 at position 0, 0.3621 at position 1, 0.6937 at position 4, as fractions of the total weight.
         probs = [0.5, 0.25, 0.25]
@@ -131,7 +131,7 @@ class PythonClientTest(unittest.TestCase):
             for got, token in zip(response.logprobs, response.tokens):
                 self.assertAlmostEqual(got, math.log(probs[token]), delta=1e-5)
 
-    def test_losses_are_those_of_the_definition(self):
+    def test_losses_match_the_definition(self):
         from logitd.v1 import scorer_pb2, scorer_pb2_grpc
         probs = [0.5, 0.25, 0.25]
         payload = struct.pack("<9f", *(math.log(p) for _ in range(3) for p in probs))
@@ -145,7 +145,7 @@ class PythonClientTest(unittest.TestCase):
         self.assertEqual(response.totals.counted, 2)
         self.assertAlmostEqual(response.totals.perplexity, math.sqrt(8), delta=1e-4)
 
-    def test_attention_is_that_of_the_definition(self):
+    def test_attention_matches_the_definition(self):
         from logitd.v1 import attention_pb2, attention_pb2_grpc
         batch, heads, queries, keys = 2, 3, 4, 6
         rows = batch * heads * queries

@@ -1,4 +1,4 @@
-// Sampler.Sample and Sampler.Verify as generated code meets them.
+// Sampler.Sample, Sampler.SampleStream and Sampler.Verify through generated stubs.
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
@@ -8,15 +8,16 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
 #include "logitd/v1/sampler.grpc.pb.h"
+#include "tests/e2e/elements.h"
 #include "tests/e2e/peers.h"
 #include "tests/e2e/server_process.h"
+#include "tests/e2e/shared_server.h"
 
 namespace logitd::e2e {
 namespace {
@@ -24,62 +25,19 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-template <typename Request>
-Request Of(const std::vector<float>& logits, int64_t rows) {
-  Request request;
-  request.set_dtype(v1::DTYPE_F32);
-  request.set_rows(rows);
-  request.set_vocab(static_cast<int64_t>(logits.size()) / rows);
-  request.set_logits(
-      std::string(reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float)));
-  return request;
-}
-
-std::unique_ptr<grpc::ClientContext> Context() {
-  auto context = std::make_unique<grpc::ClientContext>();
-  context->set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
-  return context;
-}
-
 grpc::Status Sample(v1::Sampler::Stub& stub, const v1::SampleRequest& request,
                     v1::SampleResponse* response) {
   return stub.Sample(Context().get(), request, response);
 }
 
-std::vector<float> Normal(size_t size, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0.0f, 2.0f);
-  std::vector<float> logits(size);
-  for (float& logit : logits) logit = normal(random);
-  return logits;
-}
-
-// What was answered, without how long it took.
-std::string Bits(v1::SampleResponse response) {
-  response.clear_timings();
-  return response.SerializeAsString();
-}
-
-class SampleTransportTest : public ::testing::TestWithParam<bool> {
+class SampleTransportTest : public BothTransportsTest {
  protected:
-  static void SetUpTestSuite() { server_ = new ServerProcess(); }
-  static void TearDownTestSuite() {
-    server_->Signal(SIGTERM);
-    EXPECT_EQ(server_->Wait(absl::Seconds(20)), 0) << server_->Log();
-    delete server_;
-  }
-
-  static ServerProcess* server_;
-  const std::unique_ptr<v1::Sampler::Stub> stub_ =
-      v1::Sampler::NewStub(Connect(GetParam() ? server_->unix_socket() : server_->tcp()));
+  const std::unique_ptr<v1::Sampler::Stub> stub_ = v1::Sampler::NewStub(channel_);
 };
-ServerProcess* SampleTransportTest::server_ = nullptr;
-
-INSTANTIATE_TEST_SUITE_P(All, SampleTransportTest, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "unix" : "tcp"; });
+INSTANTIATE_TEST_SUITE_P(All, SampleTransportTest, ::testing::Bool(), TransportName);
 
 // The random bits of seed 0, as fractions: 0.8805 at position 0, 0.3621 at 1, 0.6937 at 4.
-TEST_P(SampleTransportTest, TokensAreThoseOfTheSemanticsPage) {
+TEST_P(SampleTransportTest, TokensMatchTheSemanticsPage) {
   // Probabilities 0.5, 0.25, 0.25, in five rows.
   std::vector<float> logits;
   for (int row = 0; row < 5; ++row) {
@@ -89,7 +47,7 @@ TEST_P(SampleTransportTest, TokensAreThoseOfTheSemanticsPage) {
   request.add_seed(0);
   for (uint64_t position : {0, 1, 4, 0, 0}) request.add_position(position);
   for (float temperature : {1.0f, 1.0f, 1.0f, 0.0f, 1.0f}) request.add_temperature(temperature);
-  for (int k : {0, 0, 0, 0, 2}) request.add_top_k(k);  // the last of 2/3 and 1/3
+  for (int k : {0, 0, 0, 0, 2}) request.add_top_k(k);  // the last row keeps 2/3 and 1/3
   request.add_top_logprobs(1);
   request.add_extra_ids(2);
   v1::SampleResponse response;
@@ -107,7 +65,7 @@ TEST_P(SampleTransportTest, TokensAreThoseOfTheSemanticsPage) {
   EXPECT_GT(response.timings().total_ns(), 0);
 }
 
-TEST_P(SampleTransportTest, ListsOfEveryKindReachTheirRows) {
+TEST_P(SampleTransportTest, ListsOfEveryKindApplyToTheirRows) {
   const std::vector<float> row = {5, 4, 3, 2};
   std::vector<float> logits;
   for (int r = 0; r < 5; ++r) logits.insert(logits.end(), row.begin(), row.end());
@@ -118,8 +76,8 @@ TEST_P(SampleTransportTest, ListsOfEveryKindReachTheirRows) {
   request.add_logit_bias(10);
   for (int n : {0, 0, 3, 0, 0}) request.add_history_count(n);
   for (int id : {0, 0, 1}) request.add_history(id);
-  request.add_frequency_penalty(1);   // 5 - 2, 4 - 1, 3: a tie, to the lower id
-  request.add_presence_penalty(0.5);  // which 2 then wins
+  request.add_frequency_penalty(1);   // 5 - 2, 4 - 1, 3: a tie
+  request.add_presence_penalty(0.5);  // token 2 wins the tie
   for (int mask : {-1, -1, -1, 0, 1}) request.add_allowed_tokens_mask(mask);
   request.set_allowed_tokens(std::string("\x0a\0\0\0\x00\0\0\0", 8));
   v1::SampleResponse response;
@@ -129,7 +87,7 @@ TEST_P(SampleTransportTest, ListsOfEveryKindReachTheirRows) {
   EXPECT_EQ(response.status(4), v1::ROW_STATUS_EMPTY_SUPPORT);
 }
 
-TEST_P(SampleTransportTest, OneBadRowHarmsNoOther) {
+TEST_P(SampleTransportTest, ABadRowAffectsNoOtherRow) {
   std::vector<float> logits = Normal(300, 3);
   v1::SampleRequest request = Of<v1::SampleRequest>(logits, 3);
   request.add_seed(9);
@@ -149,12 +107,12 @@ TEST_P(SampleTransportTest, OneBadRowHarmsNoOther) {
   }
 }
 
-TEST_P(SampleTransportTest, ContradictionsAreToldWhichAndWhy) {
+TEST_P(SampleTransportTest, ContradictionsAreRefusedWithTheirReason) {
   v1::SampleRequest request = Of<v1::SampleRequest>({1, 2, 3}, 1);
   v1::SampleResponse response;
   grpc::Status status = Sample(*stub_, request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("seed: none sent, but temperature is 1 at row 0"));
+  EXPECT_THAT(status.error_message(), HasSubstr("seed: got none with temperature 1 at row 0"));
   request.add_seed(1);
   request.add_allowed_tokens_mask(0);
   status = Sample(*stub_, request, &response);
@@ -162,7 +120,7 @@ TEST_P(SampleTransportTest, ContradictionsAreToldWhichAndWhy) {
   EXPECT_THAT(status.error_message(), HasSubstr("allowed_tokens holds 0 masks"));
 }
 
-TEST_P(SampleTransportTest, VerifyOfGreedyDraftsEmitsTheTokensOfSample) {
+TEST_P(SampleTransportTest, VerifyOfOneHotDraftsEmitsTheTokensOfSample) {
   constexpr int kVocab = 50, kDrafts = 5;
   const std::vector<float> logits = Normal((kDrafts + 1) * kVocab, 4);
   v1::SampleRequest sample = Of<v1::SampleRequest>(logits, kDrafts + 1);
@@ -176,7 +134,7 @@ TEST_P(SampleTransportTest, VerifyOfGreedyDraftsEmitsTheTokensOfSample) {
   *verify.mutable_position() = sample.position();
   verify.add_sequence_rows(kDrafts + 1);
   for (int i = 0; i < kDrafts; ++i) verify.add_drafts(drawn.tokens(i));
-  verify.set_drafts(3, (drawn.tokens(3) + 1) % kVocab);  // the target would not have drawn it
+  verify.set_drafts(3, (drawn.tokens(3) + 1) % kVocab);  // the target draws another token
   v1::VerifyResponse response;
   const grpc::Status status = stub_->Verify(Context().get(), verify, &response);
   ASSERT_TRUE(status.ok()) << status.error_message();
@@ -189,7 +147,7 @@ TEST_P(SampleTransportTest, VerifyOfGreedyDraftsEmitsTheTokensOfSample) {
 
 // --- streams
 
-TEST_P(SampleTransportTest, AStreamOfGeneratedCode) {
+TEST_P(SampleTransportTest, AStreamAnswersWithTheBitsOfUnaryCalls) {
   const auto context = Context();
   const auto stream = stub_->SampleStream(context.get());
   const std::vector<float> logits = Normal(500, 5);
@@ -210,14 +168,30 @@ TEST_P(SampleTransportTest, AStreamOfGeneratedCode) {
   EXPECT_TRUE(stream->Finish().ok());
 }
 
-// 8 MiB a message, written without waiting for answers.
-TEST(SampleStreamTest, LargeMessagesAreAllAnsweredAndTheirRoomGivenBack) {
+// One open stream over a server of its own.
+struct OpenStream {
+  explicit OpenStream(const std::string& flag = "--log-level=info")
+      : server({flag}),
+        stub(v1::Sampler::NewStub(Connect(server.tcp()))),
+        stream(stub->SampleStream(context.get())) {}
+
   ServerProcess server;
-  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
-  const auto context = Context();
-  const auto stream = stub->SampleStream(context.get());
-  v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(8 * 65536 * 4), 8);
+  std::unique_ptr<v1::Sampler::Stub> stub;
+  std::unique_ptr<grpc::ClientContext> context = Context();
+  std::unique_ptr<grpc::ClientReaderWriter<v1::SampleRequest, v1::SampleResponse>> stream;
+};
+
+v1::SampleRequest Greedy(size_t logits, int64_t rows = 1) {
+  auto request = Of<v1::SampleRequest>(std::vector<float>(logits), rows);
   request.add_temperature(0);
+  return request;
+}
+
+// Messages of 8 MiB, written without waiting for answers.
+TEST(SampleStreamTest, AllLargeMessagesAreAnsweredAndTheirRoomIsFreed) {
+  OpenStream open;
+  auto& stream = open.stream;
+  const v1::SampleRequest request = Greedy(8 * 65536 * 4, 8);
   constexpr int kMessages = 20;
   std::thread writer([&] {
     for (int i = 0; i < kMessages && stream->Write(request); ++i) {
@@ -230,60 +204,51 @@ TEST(SampleStreamTest, LargeMessagesAreAllAnsweredAndTheirRoomGivenBack) {
   writer.join();
   EXPECT_EQ(answers, kMessages);
   EXPECT_TRUE(stream->Finish().ok());
-  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+  EXPECT_TRUE(open.server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
-// A batch that waits for company keeps its messages from being answered.
+// The batch waits for more requests, so its messages stay unanswered.
 TEST(SampleStreamTest, AtMostFourMessagesAreInFlight) {
-  ServerProcess server({"--max-batch-delay=1h"});
-  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
-  const auto context = Context();
-  const auto stream = stub->SampleStream(context.get());
-  v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(1000), 1);
-  request.add_temperature(0);
+  auto [server, stub, context, stream] = OpenStream("--max-batch-delay=1h");
+  const v1::SampleRequest request = Greedy(1000);
   for (int message = 0; message < 10; ++message) ASSERT_TRUE(stream->Write(request));
   EXPECT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 4));
-  absl::SleepFor(absl::Milliseconds(200));  // for a fifth to come, were it read
+  absl::SleepFor(absl::Milliseconds(200));  // time in which a fifth could arrive
   EXPECT_EQ(server.Metric("logitd_open_jobs"), 4);
   EXPECT_EQ(server.Metric("logitd_queued_jobs"), 0);
   context->TryCancel();
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 0));
-  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+  EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
-TEST(SampleStreamTest, ACancelledStreamLeavesNothingBehind) {
+TEST(SampleStreamTest, ACancelledStreamFreesEverything) {
   ServerProcess server;
   const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
   for (int i = 0; i < 20; ++i) {
     const auto context = Context();
     const auto stream = stub->SampleStream(context.get());
-    v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(100000), 1);
-    request.add_temperature(0);
+    const v1::SampleRequest request = Greedy(100000);
     for (int message = 0; message < i % 7; ++message) stream->Write(request);
     context->TryCancel();
     EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
-  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+  EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
 }
 
 TEST(SampleStreamTest, AnIdleStreamHoldsLittleAndDoesNotDelayTheDrain) {
-  ServerProcess server({"--drain-grace=60s"});
-  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
-  const auto context = Context();
-  const auto stream = stub->SampleStream(context.get());
-  v1::SampleRequest request = Of<v1::SampleRequest>(std::vector<float>(1000), 1);
-  request.add_temperature(0);
+  auto [server, stub, context, stream] = OpenStream("--drain-grace=60s");
+  const v1::SampleRequest request = Greedy(1000);
   ASSERT_TRUE(stream->Write(request));
   v1::SampleResponse response;
   ASSERT_TRUE(stream->Read(&response));
-  // For the next message: what the first one took, 4000 bytes and a read buffer, not the largest.
+  // For the next message: what the first one took, 4000 bytes and a read buffer, and not the limit.
   const absl::Time end = absl::Now() + absl::Seconds(10);
   double held = 0;
   do {
-    held = server.Metric("logitd_held_bytes");
+    held = server.Metric(kHeldBytes);
   } while ((held < 4000 || held > 20000) && absl::Now() < end);
   EXPECT_GT(held, 4000);
   EXPECT_LT(held, 20000);
@@ -293,18 +258,15 @@ TEST(SampleStreamTest, AnIdleStreamHoldsLittleAndDoesNotDelayTheDrain) {
   EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
 }
 
-TEST(SampleStreamTest, AStreamWithoutAMessageIsGivenUp) {
-  ServerProcess server({"--receive-timeout=100ms"});
-  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
-  const auto context = Context();
-  const auto stream = stub->SampleStream(context.get());
+TEST(SampleStreamTest, AStreamWithoutAMessageIsEnded) {
+  auto [server, stub, context, stream] = OpenStream("--receive-timeout=100ms");
   v1::SampleResponse response;
   EXPECT_FALSE(stream->Read(&response));
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_TRUE(server.WaitForMetric("logitd_held_bytes", '=', 0));
+  EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
-// A request that draws on everything; its size and lists vary with `i`.
+// A request that uses every parameter. Its size and lists vary with `i`.
 v1::SampleRequest Varied(int i) {
   const int rows = 1 + i % 3;
   const int vocab = 700;
@@ -328,9 +290,9 @@ v1::SampleRequest Varied(int i) {
   return request;
 }
 
-TEST(SampleLoadTest, BitsAreTheSameAloneAndAmongStrangers) {
+TEST(SampleLoadTest, BitsAreTheSameInABatchOfOneRequestAndInASharedBatch) {
   constexpr int kKinds = 12;
-  std::vector<std::string> alone;
+  std::vector<std::string> unshared;
   {
     ServerProcess server;
     const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
@@ -338,7 +300,7 @@ TEST(SampleLoadTest, BitsAreTheSameAloneAndAmongStrangers) {
       v1::SampleResponse response;
       const grpc::Status status = Sample(*stub, Varied(i), &response);
       ASSERT_TRUE(status.ok()) << status.error_message();
-      alone.push_back(Bits(response));
+      unshared.push_back(Bits(response));
     }
   }
   ServerProcess server({"--max-batch-delay=2ms"});
@@ -353,14 +315,14 @@ TEST(SampleLoadTest, BitsAreTheSameAloneAndAmongStrangers) {
         v1::SampleResponse response;
         const grpc::Status status = Sample(*stub, Varied(i), &response);
         ASSERT_TRUE(status.ok()) << status.error_message();
-        EXPECT_EQ(Bits(response), alone[static_cast<size_t>(i)]) << i;
+        EXPECT_EQ(Bits(response), unshared[static_cast<size_t>(i)]) << i;
         shared += response.timings().batch_rows() > response.tokens_size();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_GT(shared.load(), 0) << "no batch was shared";
-  EXPECT_EQ(server.Metric("logitd_requests_total{code=\"OK\",op=\"sample\"}"), kKinds * 20);
+  EXPECT_EQ(server.Metric(Requests("OK", "sample")), kKinds * 20);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Scorer, and hidden states through a loaded head, as generated code meets them.
+// The Scorer service, and hidden states through a loaded head, through generated stubs.
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
@@ -14,7 +14,6 @@
 #include <iterator>
 #include <latch>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,8 +23,10 @@
 #include "logitd/v1/heads.grpc.pb.h"
 #include "logitd/v1/sampler.grpc.pb.h"
 #include "logitd/v1/scorer.grpc.pb.h"
+#include "tests/e2e/elements.h"
 #include "tests/e2e/peers.h"
 #include "tests/e2e/server_process.h"
+#include "tests/e2e/shared_server.h"
 #include "tests/tree.h"
 
 namespace logitd::e2e {
@@ -38,11 +39,9 @@ using ::testing::HasSubstr;
 constexpr int64_t kVocab = 4096;
 constexpr int64_t kHidden = 144;
 
-double FromBF16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
 std::string DemoModel() { return ::logitd::testing::InTree("demo/model"); }
 
-// The head of the demo's model, read here a second time.
+// The head of the demo's model, read here without our reader.
 class DemoHead {
  public:
   DemoHead() {
@@ -54,13 +53,7 @@ class DemoHead {
       const size_t entry = file.find(absl::StrCat("\"", name, "\""));
       const size_t offsets = file.find("\"data_offsets\":[", entry) + 16;
       const size_t begin = 8 + header + std::strtoull(file.c_str() + offsets, nullptr, 10);
-      std::vector<double> values(count);
-      for (size_t i = 0; i < count; ++i) {
-        uint16_t bits = 0;
-        std::memcpy(&bits, file.data() + begin + 2 * i, 2);
-        values[i] = FromBF16(bits);
-      }
-      return values;
+      return Decode(v1::DTYPE_BF16, file.substr(begin, 2 * count));
     };
     weight_ = read("model.embed_tokens.weight", kVocab * kHidden);
     bias_ = read("lm_head.bias", kVocab);
@@ -68,13 +61,10 @@ class DemoHead {
 
   std::vector<double> Logits(const std::string& states, int64_t row) const {
     std::vector<double> logits = bias_;
-    for (int64_t i = 0; i < kVocab; ++i) {
-      for (int64_t d = 0; d < kHidden; ++d) {
-        uint16_t bits = 0;
-        std::memcpy(&bits, states.data() + 2 * (row * kHidden + d), 2);
-        logits[static_cast<size_t>(i)] +=
-            weight_[static_cast<size_t>(i * kHidden + d)] * FromBF16(bits);
-      }
+    const std::vector<double> state =
+        Decode(v1::DTYPE_BF16, states.substr(static_cast<size_t>(2 * row * kHidden), 2 * kHidden));
+    for (size_t i = 0; i < kVocab; ++i) {
+      for (size_t d = 0; d < kHidden; ++d) logits[i] += weight_[i * kHidden + d] * state[d];
     }
     return logits;
   }
@@ -91,17 +81,9 @@ double LogSumExp(const std::vector<double>& x) {
   return max + std::log(sum);
 }
 
-// Random states, in bf16.
+// Random states in bf16.
 std::string States(int64_t rows, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0, 1);
-  std::string bytes;
-  for (int64_t i = 0; i < rows * kHidden; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(normal(random));
-    bytes.push_back(static_cast<char>(bits >> 16));
-    bytes.push_back(static_cast<char>(bits >> 24));
-  }
-  return bytes;
+  return Encode(v1::DTYPE_BF16, Normal<double>(rows * kHidden, seed, 1));
 }
 
 template <typename Request>
@@ -123,31 +105,12 @@ v1::ScoreRequest Scored(const std::string& states) {
   return request;
 }
 
-std::unique_ptr<grpc::ClientContext> Context() {
-  auto context = std::make_unique<grpc::ClientContext>();
-  context->set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
-  return context;
-}
-
-// What was answered, without how long it took.
-template <typename Response>
-std::string Bits(Response response) {
-  response.clear_timings();
-  return response.SerializeAsString();
-}
-
-class ScoreTest : public ::testing::Test {
+class ScoreTest : public SharedServerTest {
  protected:
   static void SetUpTestSuite() {
-    server_ = new ServerProcess(
+    StartServer(
         {absl::StrCat("--head=demo=", DemoModel()), absl::StrCat("--head-root=", DemoModel())});
-    head_ = new DemoHead();
-  }
-  static void TearDownTestSuite() {
-    server_->Signal(SIGTERM);
-    EXPECT_EQ(server_->Wait(absl::Seconds(20)), 0) << server_->Log();
-    delete server_;
-    delete head_;
+    head_ = std::make_unique<DemoHead>();
   }
 
   v1::ScoreResponse Score(const v1::ScoreRequest& request) {
@@ -157,17 +120,14 @@ class ScoreTest : public ::testing::Test {
     return response;
   }
 
-  static ServerProcess* server_;
-  static DemoHead* head_;
+  static inline std::unique_ptr<DemoHead> head_;
   const std::shared_ptr<grpc::Channel> channel_ = Connect(server_->tcp());
   const std::unique_ptr<v1::Scorer::Stub> scorer_ = v1::Scorer::NewStub(channel_);
   const std::unique_ptr<v1::Sampler::Stub> sampler_ = v1::Sampler::NewStub(channel_);
   const std::unique_ptr<v1::Heads::Stub> heads_ = v1::Heads::NewStub(channel_);
 };
-ServerProcess* ScoreTest::server_ = nullptr;
-DemoHead* ScoreTest::head_ = nullptr;
 
-TEST_F(ScoreTest, HiddenStatesAreScoredByTheLogitsOfTheirHead) {
+TEST_F(ScoreTest, HiddenStatesAreScoredWithTheLogitsOfTheirHead) {
   const std::string states = States(7, 1);
   v1::ScoreRequest request = Scored(states);
   request.set_targets(3, -100);
@@ -208,7 +168,7 @@ TEST_F(ScoreTest, HiddenStatesAreScoredByTheLogitsOfTheirHead) {
   EXPECT_DOUBLE_EQ(response.totals().loss_mean(), loss_sum / 6);
 }
 
-TEST_F(ScoreTest, TopKAndSampleTakeHiddenStatesToo) {
+TEST_F(ScoreTest, TopKAndSampleAcceptHiddenStates) {
   const std::string states = States(3, 2);
   v1::TopKRequest topk = OfHead<v1::TopKRequest>(states);
   topk.add_k(1);
@@ -235,14 +195,14 @@ TEST_F(ScoreTest, ARowsBitsDoNotDependOnItsBatch) {
   for (const int row : {0, 17, 39}) {
     v1::ScoreRequest one = OfHead<v1::ScoreRequest>(states.substr(row * 2 * kHidden, 2 * kHidden));
     one.add_targets(request.targets(row));
-    const v1::ScoreResponse alone = Score(one);
-    EXPECT_EQ(std::bit_cast<uint32_t>(alone.losses(0)), std::bit_cast<uint32_t>(all.losses(row)));
-    EXPECT_EQ(std::bit_cast<uint32_t>(alone.logsumexp(0)),
+    const v1::ScoreResponse single = Score(one);
+    EXPECT_EQ(std::bit_cast<uint32_t>(single.losses(0)), std::bit_cast<uint32_t>(all.losses(row)));
+    EXPECT_EQ(std::bit_cast<uint32_t>(single.logsumexp(0)),
               std::bit_cast<uint32_t>(all.logsumexp(row)));
   }
 }
 
-TEST_F(ScoreTest, NaNInAHiddenStateHarmsItsOwnRowAlone) {
+TEST_F(ScoreTest, ANaNInAHiddenStateAffectsOnlyItsRow) {
   std::string states = States(3, 4);
   const v1::ScoreResponse good = Score(Scored(states));
   states.replace(static_cast<size_t>(2 * kHidden + 20), 2, "\xff\x7f");
@@ -257,9 +217,9 @@ TEST_F(ScoreTest, NaNInAHiddenStateHarmsItsOwnRowAlone) {
             static_cast<double>(good.losses(0)) + static_cast<double>(good.losses(2)));
 }
 
-TEST_F(ScoreTest, AnUnknownHeadIsNotFoundAndTheTextNamesThoseThereAre) {
+TEST_F(ScoreTest, AnUnknownHeadIsNotFoundAndTheTextNamesTheLoadedHeads) {
   v1::ScoreRequest request = Scored(States(1, 5));
-  request.set_head("nobody");
+  request.set_head("unknown");
   v1::ScoreResponse response;
   const grpc::Status status = scorer_->Score(Context().get(), request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
@@ -281,7 +241,7 @@ v1::ScoreRequest Chunk(const std::string& states, int64_t row, bool first) {
   return request;
 }
 
-TEST_F(ScoreTest, AStreamInheritsRunsItsTotalsAndGoesOnWhereItWasLost) {
+TEST_F(ScoreTest, AStreamKeepsItsSettingsAndTotalsAndCanBeResumed) {
   const std::string states = States(50, 6);
   std::vector<std::string> answers;
   v1::ScoreResponse last;
@@ -303,7 +263,7 @@ TEST_F(ScoreTest, AStreamInheritsRunsItsTotalsAndGoesOnWhereItWasLost) {
   }
   ASSERT_EQ(answers.size(), 5u);
 
-  // The same answers, totals and all, where the stream is lost after the second.
+  // The same answers and totals if the stream is lost after the second message and resumed.
   v1::ScoreResponse answer;
   {
     const auto context = Context();
@@ -334,10 +294,10 @@ TEST_F(ScoreTest, AStreamInheritsRunsItsTotalsAndGoesOnWhereItWasLost) {
   EXPECT_FALSE(stream->Read(&answer));
   const grpc::Status status = stream->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("offset: got 20, allowed is 50"));
+  EXPECT_THAT(status.error_message(), HasSubstr("offset: got 20, allowed 50"));
 }
 
-TEST_F(ScoreTest, UnloadingAndLoadingUnderTrafficGivesNoWrongAnswer) {
+TEST_F(ScoreTest, LoadsAndUnloadsUnderTrafficGiveNoWrongAnswer) {
   const v1::ScoreRequest request = Scored(States(5, 8));
   const std::string expected = Bits(Score(request));
   std::atomic<bool> over = false;

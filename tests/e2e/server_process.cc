@@ -58,7 +58,7 @@ std::string MakeDirectory() {
   return pattern;
 }
 
-// What follows `key` up to the end of its line; empty while the line is not complete.
+// The text from `key` to the end of its line; empty while the line is not complete.
 std::string LineAfter(const std::string& text, const std::string& key) {
   const size_t at = text.find(key);
   if (at == std::string::npos) return "";
@@ -75,7 +75,7 @@ std::string ServerBinary() {
   for (const auto& path : {here / "logitd", here / ".." / "bin" / "logitd"}) {
     if (std::filesystem::exists(path)) return path.string();
   }
-  throw std::runtime_error("no logitd beside " + here.string() + "; set LOGITD_BINARY");
+  throw std::runtime_error("no logitd next to " + here.string() + "; set LOGITD_BINARY");
 }
 
 Ended RunToEnd(const std::vector<std::string>& flags) {
@@ -146,6 +146,12 @@ int64_t ServerProcess::StatusBytes(const std::string& key) const {
     if (word == key && file >> kib) return kib << 10;
   }
   return -1;
+}
+
+void ServerProcess::ExpectGrownLess(int64_t before, int64_t mib) const {
+  const int64_t grown = (PeakRssBytes() - before) >> 20;
+  ::testing::Test::RecordProperty("grown_mib", static_cast<int>(grown));
+  EXPECT_LT(grown, mib) << "grew by " << grown << " MiB";
 }
 
 std::string ServerProcess::Scrape() const {

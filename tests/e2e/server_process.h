@@ -14,23 +14,23 @@
 
 namespace logitd::e2e {
 
-// What a run of the binary to its end left.
+// The result of a run of the binary.
 struct Ended {
   int exit_code = -1;
   std::string text;  // both outputs
 };
 
-// Path of the server: $LOGITD_BINARY, else `logitd` beside the test or in ../bin.
+// Path of the server: $LOGITD_BINARY, else `logitd` next to the test or in ../bin.
 std::string ServerBinary();
 
 // Runs the server with `flags` until it ends by itself.
 Ended RunToEnd(const std::vector<std::string>& flags);
 
-// Not thread-safe, but for Metric.
+// Not thread-safe, except Metric.
 class ServerProcess {
  public:
-  // Starts it on the CPU backend, on a TCP port, a Unix socket and a metrics port, `flags` beside;
-  // waits until it listens.
+  // Starts the server on the CPU backend with a TCP port, a Unix socket, a metrics port and `flags`.
+  // Waits until it listens.
   explicit ServerProcess(std::vector<std::string> flags = {});
   // Kills it if it still runs.
   ~ServerProcess();
@@ -45,14 +45,17 @@ class ServerProcess {
   // The exit code, or nullopt if it still runs after `timeout`; 128 + n if signal n ended it.
   std::optional<int> Wait(absl::Duration timeout);
 
-  // Resident memory now, and the most it ever was.
+  // Resident memory now, and its peak.
   int64_t RssBytes() const { return StatusBytes("VmRSS:"); }
   int64_t PeakRssBytes() const { return StatusBytes("VmHWM:"); }
 
-  // The metrics page, and one sample of it by its name with labels as printed; -1 if there is none.
+  // Expects that the peak of memory is less than `mib` above `before`.
+  void ExpectGrownLess(int64_t before, int64_t mib) const;
+
+  // The metrics page, and one sample by its name with labels as printed; -1 if there is none.
   std::string Scrape() const;
   double Metric(const std::string& sample) const;
-  // True once the sample satisfies `what`: '=' or '>' and `value`. False after `timeout`.
+  // True when the sample is equal to ('=') or above ('>') `value`. False after `timeout`.
   bool WaitForMetric(const std::string& sample, char what, double value,
                      absl::Duration timeout = absl::Seconds(10)) const;
 

@@ -20,7 +20,7 @@
 namespace logitd::engine {
 namespace {
 
-// One call at the gate, and what it was told.
+// One call and the answer it got.
 class Caller {
  public:
   void Enter(Admission& admission, absl::Time deadline = absl::InfiniteFuture()) {
@@ -54,12 +54,12 @@ class Caller {
   Admission::WaiterId id_ = 0;
 };
 
-// A script of words "VERB:CALLER[:NUMBER]", against a gate with room for two messages of 100 bytes
-// and a line of three.
-//   enter:a[:MS]  a enters, with a deadline MS from now    leave:a    a's ticket goes
+// A script of words "VERB:CALLER[:NUMBER]". The admission has room for two messages of 100 bytes
+// and a line of three calls.
+//   enter:a[:MS]  a enters, with a deadline MS from now    leave:a    a destroys its ticket
 //   shrink:a:N    a's message holds N bytes                abandon:a  a leaves the line
-//   late:a        waits until a is told DEADLINE_EXCEEDED  drain:-    the drain begins
-// `answers` are those that were told by the end, by name; `held` the bytes charged then.
+//   late:a        waits until a gets DEADLINE_EXCEEDED     drain:-    the drain begins
+// `answers`: the calls that got an answer by the end, by name. `held`: the bytes charged then.
 struct Scenario {
   const char* name;
   const char* script;
@@ -71,29 +71,30 @@ void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.nam
 
 const Scenario kScenarios[] = {
     {"room_is_given_at_once", "enter:a enter:b", "a:OK b:OK", 200},
-    {"beyond_it_calls_wait", "enter:a enter:b enter:c", "a:OK b:OK", 200},
+    {"calls_without_room_wait", "enter:a enter:b enter:c", "a:OK b:OK", 200},
     {"room_goes_to_the_first_in_line", "enter:a enter:b enter:c enter:d leave:a", "a:OK b:OK c:OK",
      200},
-    {"a_newcomer_does_not_overtake", "enter:a enter:b enter:c shrink:a:0 enter:d leave:c",
+    {"a_later_call_does_not_overtake", "enter:a enter:b enter:c shrink:a:0 enter:d leave:c",
      "a:OK b:OK c:OK d:OK", 200},
     {"a_small_message_gives_room_back", "enter:a enter:b enter:c shrink:a:40 shrink:b:60",
      "a:OK b:OK c:OK", 200},
-    {"not_enough_room_is_no_room", "enter:a enter:b enter:c shrink:a:40 shrink:b:61", "a:OK b:OK",
-     101},
+    {"a_call_waits_for_room_for_a_whole_message", "enter:a enter:b enter:c shrink:a:40 shrink:b:61",
+     "a:OK b:OK", 101},
     {"room_is_given_back_once", "enter:a shrink:a:40 shrink:a:40 leave:a leave:a enter:b",
      "a:OK b:OK", 100},
-    {"who_abandons_is_never_told", "enter:a enter:b enter:c enter:d abandon:c leave:a",
+    {"a_call_that_abandons_gets_no_answer", "enter:a enter:b enter:c enter:d abandon:c leave:a",
      "a:OK b:OK d:OK", 200},
     {"a_full_line_refuses", "enter:a enter:b enter:c enter:d enter:e enter:f",
      "a:OK b:OK f:RESOURCE_EXHAUSTED", 200},
     {"a_line_that_moved_on_takes_more", "enter:a enter:b enter:c enter:d enter:e leave:a enter:f",
      "a:OK b:OK c:OK", 200},
     {"a_passed_deadline_does_not_enter", "enter:a:-1", "a:DEADLINE_EXCEEDED", 0},
-    {"a_deadline_ends_the_wait_though_no_room_is_made",
-     "enter:a enter:b enter:c:60000 enter:d:10 late:d", "a:OK b:OK d:DEADLINE_EXCEEDED", 200},
-    {"an_earlier_deadline_overtakes", "enter:a enter:b enter:c:30 enter:d:5 late:d late:c",
+    {"a_deadline_ends_the_wait_without_room", "enter:a enter:b enter:c:60000 enter:d:10 late:d",
+     "a:OK b:OK d:DEADLINE_EXCEEDED", 200},
+    {"an_earlier_deadline_ends_its_call_first",
+     "enter:a enter:b enter:c:30 enter:d:5 late:d late:c",
      "a:OK b:OK c:DEADLINE_EXCEEDED d:DEADLINE_EXCEEDED", 200},
-    {"a_drain_answers_the_line_and_the_late", "enter:a enter:b enter:c drain:- enter:d leave:a",
+    {"a_drain_answers_waiting_and_later_calls", "enter:a enter:b enter:c drain:- enter:d leave:a",
      "a:OK b:OK c:UNAVAILABLE d:UNAVAILABLE", 100},
 };
 
@@ -149,7 +150,7 @@ TEST_P(AdmissionScenarioTest, Runs) {
 INSTANTIATE_TEST_SUITE_P(All, AdmissionScenarioTest, ::testing::ValuesIn(kScenarios),
                          [](const auto& info) { return std::string(info.param.name); });
 
-TEST(AdmissionTest, RefusalHasBothNumbersAndTheDelay) {
+TEST(AdmissionTest, ARefusalNamesBothLimitsAndTheDelay) {
   Admission admission({.max_request_bytes = int64_t{64} << 20,
                        .max_held_bytes = int64_t{1} << 30,
                        .max_waiting_calls = 1024},
@@ -162,7 +163,7 @@ TEST(AdmissionTest, RefusalHasBothNumbersAndTheDelay) {
   for (Caller& caller : callers) caller.Leave();
 }
 
-TEST(AdmissionTest, RoomMadeOnAnotherThreadWakesTheLine) {
+TEST(AdmissionTest, RoomMadeOnAnotherThreadLetsTheNextCallIn) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
   Caller a, b;
   a.Enter(admission);
@@ -174,7 +175,7 @@ TEST(AdmissionTest, RoomMadeOnAnotherThreadWakesTheLine) {
   b.Leave();
 }
 
-TEST(AdmissionTest, RoomGivenBackLaterIsToldOnAnotherThread) {
+TEST(AdmissionTest, GiveBackLaterLetsCallsInOnAnotherThread) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
   Caller first;
   first.Enter(admission);
@@ -186,12 +187,12 @@ TEST(AdmissionTest, RoomGivenBackLaterIsToldOnAnotherThread) {
   Admission::Ticket ticket = std::move(first.ticket());
   ticket.GiveBackLater();
   EXPECT_EQ(ticket.bytes(), 0);
-  ticket.GiveBackLater();  // nothing is left to give
+  ticket.GiveBackLater();  // nothing is left to give back
   while (told.load() == std::thread::id()) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_NE(told.load(), std::this_thread::get_id());
 }
 
-TEST(AdmissionTest, ALineThatDropsItsTicketsAtOnceDoesNotNest) {
+TEST(AdmissionTest, CallsThatDropTheirTicketsAtOnceDoNotRecurse) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1, .max_waiting_calls = 5000},
                       nullptr);
   Caller first;
@@ -212,8 +213,8 @@ TEST(AdmissionTest, ALineThatDropsItsTicketsAtOnceDoesNotNest) {
   EXPECT_EQ(admission.held_bytes(), 0);
 }
 
-// Calls come, shrink, leave, give up and run late on many threads: what is charged never exceeds
-// the limit, every call is told once or never, and nothing is left over.
+// Calls enter, shrink, leave, abandon and miss deadlines on many threads: the charges never exceed
+// the limit, every call gets at most one answer, and no charge is left.
 TEST(AdmissionTest, AStormNeverHoldsMoreThanAllowed) {
   constexpr int kThreads = 4;
   constexpr int kCalls = 1500;
@@ -226,8 +227,8 @@ TEST(AdmissionTest, AStormNeverHoldsMoreThanAllowed) {
       std::atomic<bool> abandoned = false;
     };
     std::deque<Call> calls(kThreads * kCalls);
-    // What the callers hold, counted apart from the gate. Lowered before a ticket goes and raised
-    // after it came, so it is never more than what is charged.
+    // The callers' own count of what they hold. Raised after a ticket comes and lowered before it
+    // goes, so it is never more than what is charged.
     std::atomic<int64_t> held = 0;
     std::atomic<int64_t> most = 0;
     std::atomic<int> granted = 0;

@@ -19,7 +19,6 @@
 #include "gtest/gtest.h"
 #include "server/engine/metrics.h"
 #include "spdlog/spdlog.h"
-#include "tests/engine/fake_backend.h"
 #include "tests/engine/test_job.h"
 
 namespace logitd::engine {
@@ -27,25 +26,13 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Small slabs, so that tests can fill them, and one stream, so that they can keep it busy.
-EngineOptions SmallOptions() {
-  EngineOptions options;
-  options.streams = 1;
-  options.copy_threads = 1;  // more could put jobs that waited in place in any order
-  options.slabs_per_stream = 4;
-  options.slab_payload_bytes = 4096;
-  options.slab_answer_bytes = 4096;
-  options.max_batch_rows = 64;
-  return options;
-}
-
-// The engine logs every batch the device fails; here that is many, and expected.
+// The engine logs every batch that the device fails. Here many fail on purpose.
 [[maybe_unused]] const bool kQuiet = [] {
   spdlog::set_level(spdlog::level::off);
   return true;
 }();
 
-// A gate that one job's copy waits at.
+// Holds the copy of one job.
 class Gate {
  public:
   void Pass() {
@@ -72,17 +59,18 @@ class Gate {
 };
 
 // Runs a script, one step per line:
-//   x VxR [kN] [nN] [hN] [due=MS] [slow]  submits job x: R rows of V elements, N entries per row
-//   (1),
-//                               a list of N notes per row (0), for head N; its deadline MS from
-//                               now; slow: from a thread of its own, its copy waits for "copy x"
-//   copying x / copy x          waits until the slow copy of x has begun / lets it go on
-//   hold / go                   the device's op blocks / goes on
-//   ops N                       waits until the device has begun N batches
-//   fail upload|op|wait unavailable|internal   the next batch to get there fails
-//   cancel x, wait x            cancels x; waits until x is done
-//   sleep MS, idle              waits; waits until nothing is left
-//   stop                        stops the engine, from a thread of its own
+//   x VxR [kN] [nN] [hN] [due=MS] [slow]
+//                       submits job x: R rows of V elements. k: entries per row (1); n: notes per
+//                       row (0); h: its head (none); due: deadline MS from now; slow: submitted on
+//                       its own thread, and its copy waits for "copy x"
+//   copying x / copy x  waits until the slow copy of x has begun / lets it go on
+//   hold / go           ops wait on the device / go on
+//   ops N               waits until N batches have begun on the device
+//   fail upload|op|wait unavailable|internal
+//                       the next batch fails at that point
+//   cancel x / wait x   cancels x / waits until x is done
+//   sleep MS / idle     sleeps / waits until no job is left
+//   stop                stops the engine, on another thread
 class Harness {
  public:
   explicit Harness(const EngineOptions& options, Metrics* metrics = nullptr) {
@@ -115,14 +103,14 @@ class Harness {
     }
   }
 
-  // "a|bc": the batches in the order they began.
+  // The batches in the order they began, e.g. "a|bc".
   std::string Batches() {
     return absl::StrJoin(backend_.log(), "|", [](std::string* out, const FakeBackend::Ran& ran) {
       absl::StrAppend(out, ran.tags);
     });
   }
 
-  // "a:OK b:CANCELLED", those that are done.
+  // The status of every job that is done, e.g. "a:OK b:CANCELLED".
   std::string Outcomes() {
     std::vector<std::string> outcomes;
     for (auto& [name, job] : jobs_) {
@@ -235,29 +223,29 @@ void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.nam
 
 const Scenario kScenarios[] = {
     // ---- batching ----
-    {"alone_it_runs_at_once", "a 4x2 k3\n wait a", "a", "a:OK"},
+    {"a_single_job_runs_at_once", "a 4x2 k3\n wait a", "a", "a:OK"},
     {"jobs_of_one_key_share_a_batch_while_the_stream_is_busy",
      "hold\n a 4x1\n ops 1\n b 4x2 k0\n c 4x1\n d 4x3 k2\n go\n idle", "a|bcd",
      "a:OK b:OK c:OK d:OK"},
-    {"keys_do_not_mix", "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n d 4x1\n go\n idle", "a|bd|c",
+    {"a_batch_holds_one_key", "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n d 4x1\n go\n idle", "a|bd|c",
      "a:OK b:OK c:OK d:OK"},
-    {"heads_do_not_mix",
+    {"a_batch_holds_one_head",
      "hold\n a 4x1\n ops 1\n b 4x1 h1\n c 4x1 h2\n d 4x1 h1\n e 4x1\n go\n idle", "a|bd|c|e",
      "a:OK b:OK c:OK d:OK e:OK"},
-    {"odd_rows_lie_on_their_borders", "hold\n a 3x5 k2\n ops 1\n b 3x3\n c 3x4 k3\n go\n idle",
-     "a|bc", "a:OK b:OK c:OK"},
-    {"streams_run_at_once", "hold\n a 4x1\n ops 1\n b 4x1\n ops 2\n go\n idle", "a|b", "a:OK b:OK",
-     [](EngineOptions& o) { o.streams = 2; }},
+    {"odd_rows_start_at_aligned_addresses",
+     "hold\n a 3x5 k2\n ops 1\n b 3x3\n c 3x4 k3\n go\n idle", "a|bc", "a:OK b:OK c:OK"},
+    {"streams_run_batches_at_the_same_time", "hold\n a 4x1\n ops 1\n b 4x1\n ops 2\n go\n idle",
+     "a|b", "a:OK b:OK", [](EngineOptions& o) { o.streams = 2; }},
     // ---- sealing ----
-    {"rows_seal", "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x1\n go\n idle", "a|b|cd",
-     "a:OK b:OK c:OK d:OK", [](EngineOptions& o) { o.max_batch_rows = 4; }},
-    {"payload_bytes_seal", "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x1\n go\n idle", "a|b|cd",
-     "a:OK b:OK c:OK d:OK", [](EngineOptions& o) { o.slab_payload_bytes = 4 * 16; }},
-    {"answer_bytes_seal", "hold\n a 4x1\n ops 1\n b 4x1 k7\n c 4x1 k5\n go\n idle", "a|b|c",
+    {"max_batch_rows_seals_a_batch", "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x1\n go\n idle",
+     "a|b|cd", "a:OK b:OK c:OK d:OK", [](EngineOptions& o) { o.max_batch_rows = 4; }},
+    {"payload_bytes_seal_a_batch", "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x1\n go\n idle",
+     "a|b|cd", "a:OK b:OK c:OK d:OK", [](EngineOptions& o) { o.slab_payload_bytes = 4 * 16; }},
+    {"answer_bytes_seal_a_batch", "hold\n a 4x1\n ops 1\n b 4x1 k7\n c 4x1 k5\n go\n idle", "a|b|c",
      "a:OK b:OK c:OK", [](EngineOptions& o) { o.slab_answer_bytes = 12 + 7 * 4; }},
-    {"max_batch_delay_gathers_company", "a 4x1\n b 4x1\n idle", "ab", "a:OK b:OK",
+    {"max_batch_delay_gathers_more_jobs", "a 4x1\n b 4x1\n idle", "ab", "a:OK b:OK",
      [](EngineOptions& o) { o.max_batch_delay = absl::Milliseconds(50); }},
-    {"max_batch_delay_ends_alone", "a 4x1\n wait a", "a", "a:OK",
+    {"max_batch_delay_ends_without_another_job", "a 4x1\n wait a", "a", "a:OK",
      [](EngineOptions& o) { o.max_batch_delay = absl::Milliseconds(5); }},
     {"a_full_batch_does_not_wait_for_max_batch_delay", "a 4x1\n b 4x1\n idle", "ab", "a:OK b:OK",
      [](EngineOptions& o) {
@@ -277,7 +265,7 @@ const Scenario kScenarios[] = {
        o.max_batch_delay = absl::Hours(10);
        o.slabs_per_stream = 1;
      }},
-    {"an_idle_stream_takes_who_is_ready_and_waits_for_copies_of_who_was_there",
+    {"an_idle_stream_runs_the_ready_batch_and_waits_only_for_copies_under_way",
      "z 4x1\n idle\n a 4x1 slow\n copying a\n b 4x1\n c 4x1\n wait c\n copy a\n idle", "z|c|ab",
      "a:OK b:OK c:OK z:OK"},
     // ---- order ----
@@ -288,10 +276,10 @@ const Scenario kScenarios[] = {
        o.max_batch_rows = 2;
        o.slabs_per_stream = 6;
      }},
-    {"jobs_without_a_slab_go_oldest_first_and_take_their_key_along",
+    {"jobs_without_a_slab_go_oldest_first_with_other_jobs_of_their_key",
      "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n d 4x1\n e 5x2\n go\n idle", "a|bd|ce",
      "a:OK b:OK c:OK d:OK e:OK", [](EngineOptions& o) { o.slabs_per_stream = 1; }},
-    {"one_key_without_slabs_fills_as_many_batches_as_it_takes",
+    {"waiting_jobs_of_one_key_fill_as_many_batches_as_they_need",
      "hold\n a 4x1\n ops 1\n b 4x3\n c 4x2\n d 4x2\n e 4x1\n go\n idle", "a|b|cd|e",
      "a:OK b:OK c:OK d:OK e:OK",
      [](EngineOptions& o) {
@@ -311,60 +299,60 @@ const Scenario kScenarios[] = {
     {"a_batch_of_cancelled_jobs_frees_its_slab",
      "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n cancel b\n go\n idle", "a|c", "a:OK b:CANCELLED c:OK",
      [](EngineOptions& o) { o.slabs_per_stream = 2; }},
-    {"cancel_without_a_slab",
+    {"a_job_without_a_slab_is_cancelled_at_once",
      "hold\n a 4x1\n ops 1\n b 4x1\n c 4x1\n cancel b\n wait b\n go\n idle", "a|c",
      "a:OK b:CANCELLED c:OK", [](EngineOptions& o) { o.slabs_per_stream = 1; }},
-    {"cancel_while_its_payload_is_copied_ends_after_the_copy",
+    {"a_job_cancelled_during_its_copy_ends_after_the_copy",
      "a 4x1 slow\n copying a\n cancel a\n cancel a\n copy a\n idle", "", "a:CANCELLED"},
-    {"cancel_of_the_last_copy_lets_the_batch_run",
+    {"a_cancel_of_the_last_copy_lets_the_batch_run",
      "a 4x1\n wait a\n b 4x1 slow\n copying b\n c 4x1\n cancel b\n copy b\n idle", "a|c",
      "a:OK b:CANCELLED c:OK"},
-    {"cancel_of_what_runs_or_is_done_changes_nothing",
+    {"a_cancel_of_a_running_or_finished_job_changes_nothing",
      "hold\n a 4x1\n ops 1\n cancel a\n go\n wait a\n cancel a\n idle\n cancel a", "a", "a:OK"},
     // ---- deadlines ----
-    {"deadline_passes_in_an_open_batch_while_the_stream_is_busy",
+    {"a_deadline_passes_in_an_open_batch_while_the_stream_is_busy",
      "hold\n a 4x1\n ops 1\n b 4x1 due=20\n c 4x1 due=60000\n wait b\n go\n idle", "a|c",
      "a:OK b:DEADLINE_EXCEEDED c:OK"},
-    {"deadline_passes_without_a_slab",
+    {"a_deadline_passes_without_a_slab",
      "hold\n a 4x1\n ops 1\n b 4x1 due=60000\n c 4x1 due=20\n wait c\n go\n idle", "a|b",
      "a:OK b:OK c:DEADLINE_EXCEEDED", [](EngineOptions& o) { o.slabs_per_stream = 1; }},
-    {"an_earlier_deadline_overtakes",
+    {"an_earlier_deadline_ends_its_job_first",
      "hold\n a 4x1\n ops 1\n b 4x1 due=60000\n c 4x1 due=20\n d 4x1 due=5\n wait d\n wait c\n go\n "
      "idle",
      "a|b", "a:OK b:OK c:DEADLINE_EXCEEDED d:DEADLINE_EXCEEDED"},
     {"a_deadline_already_passed_runs_nothing", "a 4x1 due=-5\n idle", "", "a:DEADLINE_EXCEEDED"},
-    {"deadline_while_its_payload_is_copied_ends_after_the_copy",
+    {"a_deadline_that_passes_during_the_copy_ends_the_job_after_it",
      "a 4x1 due=10 slow\n copying a\n sleep 30\n copy a\n idle", "", "a:DEADLINE_EXCEEDED"},
-    // ---- faults; that the stream is waited for after each, the device checks itself ----
-    {"upload_fails_once", "fail upload unavailable\n a 4x1\n wait a\n b 4x1\n idle", "b",
-     "a:UNAVAILABLE b:OK"},
-    {"op_fails_once_for_its_batch_alone",
+    // ---- faults; the fake device checks that the stream is waited for after each ----
+    {"a_failed_upload_fails_only_its_batch",
+     "fail upload unavailable\n a 4x1\n wait a\n b 4x1\n idle", "b", "a:UNAVAILABLE b:OK"},
+    {"a_failed_op_fails_only_its_batch",
      "hold\n fail op unavailable\n a 4x1\n ops 1\n b 4x1\n go\n idle", "a|b", "a:UNAVAILABLE b:OK"},
-    {"wait_fails_once", "fail wait unavailable\n a 4x1\n wait a\n b 4x1\n idle", "a|b",
-     "a:UNAVAILABLE b:OK"},
-    {"a_lost_device_ends_all_there_is_and_all_to_come",
+    {"a_failed_wait_fails_only_its_batch", "fail wait unavailable\n a 4x1\n wait a\n b 4x1\n idle",
+     "a|b", "a:UNAVAILABLE b:OK"},
+    {"a_lost_device_ends_all_jobs_and_all_later_ones",
      "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n fail wait internal\n go\n idle\n d 4x1\n idle", "a",
      "a:UNAVAILABLE b:UNAVAILABLE c:UNAVAILABLE d:UNAVAILABLE",
      [](EngineOptions& o) { o.slabs_per_stream = 2; }, 1},
-    {"a_device_is_lost_once",
+    {"the_owner_hears_of_a_lost_device_once",
      "hold\n a 4x1\n ops 1\n b 4x1\n ops 2\n fail wait internal\n fail wait internal\n go\n idle",
      "a|b", "a:UNAVAILABLE b:UNAVAILABLE", [](EngineOptions& o) { o.streams = 2; }, 1},
-    // ---- the end ----
-    {"stop_ends_who_waits_and_lets_finish_who_runs",
+    // ---- stop, and jobs that cannot fit ----
+    {"stop_ends_waiting_jobs_and_lets_running_ones_finish",
      "hold\n a 4x1\n ops 1\n b 4x1\n c 5x1\n stop\n wait b\n wait c\n d 4x1\n wait d\n go\n idle",
      "a", "a:OK b:UNAVAILABLE c:UNAVAILABLE d:UNAVAILABLE",
      [](EngineOptions& o) { o.slabs_per_stream = 2; }},
     {"stop_waits_for_a_copy", "a 4x1 slow\n copying a\n stop\n sleep 10\n copy a\n wait a", "",
      "a:UNAVAILABLE"},
-    {"what_can_never_fit_is_refused", "a 4x65\n b 2000x1\n c 4x1 k2000\n d 4x0\n idle", "",
+    {"a_job_that_can_never_fit_is_refused", "a 4x65\n b 2000x1\n c 4x1 k2000\n d 4x0\n idle", "",
      "a:INVALID_ARGUMENT b:INVALID_ARGUMENT c:INVALID_ARGUMENT d:INVALID_ARGUMENT"},
-    // Every job judges its own answer, and with it where its lists were.
-    {"lists_of_strangers_follow_each_other",
+    // Every job checks its own answer, and so the place of its lists.
+    {"lists_of_several_jobs_follow_each_other",
      "hold\n z 8x1\n ops 1\n a 4x2 n3 k2\n b 4x1\n c 4x3 n5\n d 4x2 n1 k3\n e 4x1 n7\n cancel c\n "
      "cancel e\n go\n idle",
      "z|ab.d", "a:OK b:OK c:CANCELLED d:OK e:CANCELLED z:OK"},
-    // 4096 bytes: 16 + 4 * 1000 of a, 16 + 4 * 10 of b, and not the same again of c.
-    {"a_full_list_closes_a_batch",
+    // 4096 bytes hold 16 + 4 * 1000 of a and 16 + 4 * 10 of b, but not the same again for c.
+    {"full_lists_seal_a_batch",
      "hold\n z 8x1\n ops 1\n a 4x1 n1000\n b 4x1 n10\n c 4x1 n10\n go\n idle", "z|ab|c",
      "a:OK b:OK c:OK z:OK"},
 };
@@ -385,7 +373,7 @@ TEST_P(EngineScenarioTest, Runs) {
 INSTANTIATE_TEST_SUITE_P(All, EngineScenarioTest, ::testing::ValuesIn(kScenarios),
                          [](const auto& info) { return std::string(info.param.name); });
 
-TEST(EngineTest, DroppedPayloadIsNotUploaded) {
+TEST(EngineTest, APayloadThatIsDroppedIsNotUploaded) {
   EngineOptions options = SmallOptions();
   options.slab_payload_bytes = 8 << 20;
   Harness harness(options);
@@ -398,7 +386,7 @@ TEST(EngineTest, DroppedPayloadIsNotUploaded) {
   EXPECT_EQ(harness.backend().log()[1].uploaded_bytes, 3 * 65536 * 4 + 11 * sizeof(DigestRow));
 }
 
-TEST(EngineTest, TimesAreOfTheJobAndItsBatch) {
+TEST(EngineTest, TimesBelongToTheJobAndItsBatch) {
   Harness harness(SmallOptions());
   harness.Run("hold\n a 4x1\n ops 1\n b 4x2\n c 4x3\n sleep 20\n go\n idle");
   const JobTimes times = harness.job("b").times();
@@ -427,35 +415,27 @@ TEST(EngineTest, CheckFitsNamesValueAndLimit) {
   const Case cases[] = {
       {4, 1, 1, 0, ""},
       {4, 64, 64, 0, ""},
-      {4, 65, 1, 0, "rows: 65, allowed 1..64"},
-      {4, -1, 1, 0, "rows: -1, allowed 1..64"},
-      {1025, 1, 1, 0, "payload: 1 rows of 1025 f32 elements and their lists are 4100 bytes"},
+      {4, 65, 1, 0, "rows: got 65, allowed 1..64"},
+      {4, -1, 1, 0, "rows: got -1, allowed 1..64"},
+      {1025, 1, 1, 0, "payload: got 4100 bytes (1 rows of 1025 f32 elements and their lists)"},
       {1000, 1, 1, 24, ""},
-      {1000, 1, 1, 25, "and their lists are 4100 bytes, allowed 1..4096"},
-      {4, 1, 1, -1, "and their lists are 9223372036854775807 bytes, allowed 1..4096"},
-      {0, 1, 1, 0, "payload: 1 rows of 0 f32 elements and their lists are 0 bytes"},
-      {int64_t{1} << 62, 2, 1, 0, "are 9223372036854775807 bytes, allowed 1..4096"},
-      {4, 1, 1022, 0, "answer: 4100 bytes for 1 rows, allowed 0..4096"},
-      {4, 1, -1, 0, "answer: 9223372036854775807 bytes for 1 rows"},
+      {1000, 1, 1, 25,
+       "payload: got 4100 bytes (1 rows of 1000 f32 elements and their lists), allowed 1..4096"},
+      {4, 1, 1, -1, "payload: got 9223372036854775807 bytes"},
+      {0, 1, 1, 0, "payload: got 0 bytes (1 rows of 0 f32 elements and their lists)"},
+      {int64_t{1} << 62, 2, 1, 0, "payload: got 9223372036854775807 bytes"},
+      {4, 1, 1022, 0, "answer: got 4100 bytes for 1 rows, allowed 0..4096"},
+      {4, 1, -1, 0, "answer: got 9223372036854775807 bytes for 1 rows"},
   };
   for (const Case& c : cases) {
     JobSpec spec;
     spec.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = c.row_elements};
     spec.counts = {c.rows, c.entries, c.notes};
+    spec.size = SizeOfJob(spec);
     const absl::Status status = harness.engine().CheckFits(spec);
     EXPECT_EQ(status.ok(), *c.message == '\0') << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.message));
   }
-}
-
-TEST(EngineTest, AnOpThatFitsNoSlabIsRefused) {
-  EngineOptions options = SmallOptions();
-  options.max_param_bytes = 8;
-  Harness harness(options);
-  harness.Run("a 4x1");
-  EXPECT_EQ(
-      harness.job("a").Wait().message(),
-      "op digest: 32 bytes of parameters a row, 2 inputs and 3 outputs, allowed 8, 16 and 16");
 }
 
 TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
@@ -464,11 +444,12 @@ TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
     const char* message;
   };
   const Case cases[] = {
-      {[](EngineOptions& o) { o.streams = 0; }, "streams: 0, allowed 1..64"},
+      {[](EngineOptions& o) { o.streams = 0; }, "streams: got 0, allowed 1..64"},
+      {[](EngineOptions& o) { o.ops = {}; }, "ops: got 0, allowed 1..64"},
       {[](EngineOptions& o) { o.slab_payload_bytes = -1; },
-       "slab_payload_bytes: -1, allowed 1..1099511627776"},
+       "slab_payload_bytes: got -1, allowed 1..1099511627776"},
       {[](EngineOptions& o) { o.max_batch_delay = absl::Microseconds(-1); },
-       "max_batch_delay in microseconds: -1, allowed 0..86400000000"},
+       "max_batch_delay in microseconds: got -1, allowed 0..86400000000"},
   };
   for (const Case& c : cases) {
     FakeBackend backend;
@@ -480,7 +461,7 @@ TEST(EngineTest, CreateRefusesOptionsThatCannotWork) {
   }
 }
 
-TEST(EngineTest, SlabsGoBackWhenThereIsNoMemoryForAll) {
+TEST(EngineTest, CreateFreesItsSlabsIfMemoryEnds) {
   FakeBackend backend;
   backend.LimitSlabs(3);
   const auto engine = Engine::Create(&backend, SmallOptions(), nullptr, [](const absl::Status&) {});
@@ -488,7 +469,7 @@ TEST(EngineTest, SlabsGoBackWhenThereIsNoMemoryForAll) {
   EXPECT_EQ(backend.live_slabs(), 0);
 }
 
-TEST(EngineTest, TheBatchThatRunsLongestIsKnown) {
+TEST(EngineTest, OldestRunningIsTheBatchThatRunsLongest) {
   EngineOptions options = SmallOptions();
   options.streams = 2;
   Harness harness(options);
@@ -504,7 +485,7 @@ TEST(EngineTest, TheBatchThatRunsLongestIsKnown) {
   EXPECT_FALSE(harness.engine().OldestRunning().has_value());
 }
 
-// ---- storms: many threads, every way to end, exactly one Done with a right answer ----
+// ---- storms: many threads and every kind of end; each job gets Done exactly once ----
 
 struct Storm {
   const char* name;
@@ -585,7 +566,7 @@ TEST_P(EngineStormTest, EveryJobEndsOnce) {
     for (const auto& job : mine) {
       ASSERT_EQ(job->dones(), 1);
       ASSERT_FALSE(job->misused());
-      ASSERT_EQ(job.use_count(), 1) << "the engine still holds it";
+      ASSERT_EQ(job.use_count(), 1) << "the engine still holds the job";
       ++ends[job->status()->code()];
     }
   }
@@ -611,10 +592,10 @@ INSTANTIATE_TEST_SUITE_P(All, EngineStormTest,
                                                std::get<1>(info.param));
                          });
 
-// What a job pays besides the device: printed, and held to a bound that only a wrong design would
-// miss.
+// The engine's own time for a job is printed. Only a wrong design misses the bound.
 TEST(EngineTest, AddsLittleToAOneRowJob) {
   EngineOptions options;
+  options.ops = kTestOps;
   options.slab_payload_bytes = 1 << 20;
   options.slab_answer_bytes = 1 << 20;
   FakeBackend backend;

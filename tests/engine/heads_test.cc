@@ -1,5 +1,5 @@
-// Heads over a fake device, from real files. write_heads.py wrote them, which knows nothing of our
-// reader; what must be in memory is worked out here from the same pattern.
+// Heads on a fake device, from real files. write_heads.py writes the files and shares no code with
+// our reader. The expected memory is computed here from the same pattern.
 #include "server/engine/heads.h"
 
 #include <gmock/gmock.h>
@@ -17,10 +17,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
-#include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 #include "server/engine/metrics.h"
-#include "tests/engine/fake_backend.h"
+#include "tests/engine/test_job.h"
 #include "tests/tree.h"
 
 namespace logitd::engine {
@@ -34,8 +32,8 @@ float Pattern(int64_t row, int64_t column) {
   return static_cast<float>((row * 31 + column * 7) % 64 - 32) / 8;
 }
 
-// Of the three encodings, for values exact in all of them: bits of f32, its upper half, and f16 put
-// together from sign, exponent and the upper ten bits of the mantissa.
+// Encodes values that are exact in all three types: f32, its upper half (bf16), and f16 from sign,
+// exponent and the upper ten bits of the mantissa.
 std::string Encoded(DType dtype, float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -75,7 +73,7 @@ class HeadsTest : public ::testing::Test {
     return heads_.Load(request, Always);
   }
 
-  // What went wrong with the numbers of a head; "" if nothing.
+  // The first wrong number of a head; "" if all are right.
   static std::string Wrong(const HeadView& view) {
     const auto* data = static_cast<const char*>(view.weight.data);
     const size_t element = SizeOf(view.weight.dtype);
@@ -91,15 +89,11 @@ class HeadsTest : public ::testing::Test {
       }
       for (size_t at = view.hidden() * element; at < view.weight.row_stride * element; ++at) {
         if (data[r * view.weight.row_stride * element + at] != 0) {
-          return absl::StrFormat("row %d, byte %d, behind its end", r, at);
+          return absl::StrFormat("row %d, byte %d after its end", r, at);
         }
       }
     }
     return "";
-  }
-
-  std::string Scrape() {
-    return prometheus::TextSerializer().Serialize(metrics_.registry()->Collect());
   }
 
   static inline std::string files_;
@@ -108,7 +102,7 @@ class HeadsTest : public ::testing::Test {
   Heads heads_{&backend_, &metrics_};
 };
 
-TEST_F(HeadsTest, AFileByTheUsualNames) {
+TEST_F(HeadsTest, AFileWithTheUsualNamesIsRead) {
   const auto head = Load(Request("named.safetensors"));
   ASSERT_TRUE(head.ok()) << head.status();
   const HeadView& view = (*head)->view();
@@ -133,7 +127,7 @@ TEST_F(HeadsTest, AFileByTheUsualNames) {
   EXPECT_EQ(backend_.live_slabs(), 0);
 }
 
-TEST_F(HeadsTest, AFilesOnlyMatrixWithSettingsInItsMetadata) {
+TEST_F(HeadsTest, AFilesOnlyMatrixIsAHeadWithSettingsFromItsMetadata) {
   const auto head = Load(Request("only.safetensors"));
   ASSERT_TRUE(head.ok()) << head.status();
   const HeadView& view = (*head)->view();
@@ -146,7 +140,7 @@ TEST_F(HeadsTest, AFilesOnlyMatrixWithSettingsInItsMetadata) {
   EXPECT_EQ(view.softcap, 30.0f);
 }
 
-TEST_F(HeadsTest, ABiasIsFoundBesideItsWeight) {
+TEST_F(HeadsTest, ABiasIsFoundNextToItsWeight) {
   const auto head = Load(Request("half.safetensors"));
   ASSERT_TRUE(head.ok()) << head.status();
   EXPECT_EQ(Wrong((*head)->view()), "");
@@ -155,13 +149,13 @@ TEST_F(HeadsTest, ABiasIsFoundBesideItsWeight) {
   for (int i = 0; i < 4; ++i) EXPECT_EQ((*head)->view().bias[i], Pattern(i, 0));
 }
 
-TEST_F(HeadsTest, ATensorWithoutANameIsNoBias) {
+TEST_F(HeadsTest, ATensorWithoutANameIsNotABias) {
   const auto head = Load(Request("nameless.safetensors"));
   ASSERT_TRUE(head.ok()) << head.status();
   EXPECT_EQ((*head)->view().bias, nullptr);
 }
 
-TEST_F(HeadsTest, AFolderTrimsItsPaddedVocabularyAndBringsItsNorm) {
+TEST_F(HeadsTest, AFoldersPaddedVocabularyIsTrimmedAndItsNormLoaded) {
   const auto head = Load(Request("padded", /*norm=*/true));
   ASSERT_TRUE(head.ok()) << head.status();
   const HeadView& view = (*head)->view();
@@ -174,38 +168,38 @@ TEST_F(HeadsTest, AFolderTrimsItsPaddedVocabularyAndBringsItsNorm) {
   EXPECT_EQ(view.norm_epsilon, 1e-5f);
 }
 
-TEST_F(HeadsTest, TheNormStaysOutUnlessItIsAskedFor) {
+TEST_F(HeadsTest, TheNormIsLoadedOnlyIfItIsRequested) {
   const auto head = Load(Request("padded"));
   ASSERT_TRUE(head.ok()) << head.status();
   EXPECT_EQ((*head)->view().norm, nullptr);
 }
 
-TEST_F(HeadsTest, TheRequestsVocabularyWins) {
+TEST_F(HeadsTest, TheRequestsVocabOverridesTheConfigs) {
   const auto head = Load(Request("padded", /*norm=*/false, /*vocab=*/7));
   ASSERT_TRUE(head.ok()) << head.status();
   EXPECT_EQ((*head)->view().vocab(), 7);
   EXPECT_EQ(Wrong((*head)->view()), "");
 }
 
-TEST_F(HeadsTest, TiedEmbeddingsOfANestedModelWhoseNormIsOnePlusWeight) {
+TEST_F(HeadsTest, TiedEmbeddingsOfANestedModelAreAHeadWithANormOfOnePlusWeight) {
   const auto head = Load(Request("tied", /*norm=*/true));
   ASSERT_TRUE(head.ok()) << head.status();
   const HeadView& view = (*head)->view();
   EXPECT_EQ((*head)->info().tensor, "language_model.model.embed_tokens.weight");
-  EXPECT_EQ(view.vocab(), 7);  // of text_config, not of the whole
+  EXPECT_EQ(view.vocab(), 7);  // from text_config, not from the outer config
   EXPECT_EQ(Wrong(view), "");
   EXPECT_EQ(view.softcap, 30.0f);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(view.norm[i], 1.0f + Pattern(i, 0));
 }
 
-TEST_F(HeadsTest, EveryKnownScaleCounts) {
+TEST_F(HeadsTest, EveryKnownScaleIsMultiplied) {
   // 3 (Cohere) x 0.5 (Falcon-H1) / 4 (Granite) x 2 of 8 (MiniCPM)
   const auto head = Load(Request("scales.safetensors"));
   ASSERT_TRUE(head.ok()) << head.status();
   EXPECT_EQ((*head)->view().scale, 0.09375f);
 }
 
-TEST_F(HeadsTest, NormsOfOnePlusWeightByTheirModels) {
+TEST_F(HeadsTest, TheModelTypeDecidesWhetherTheNormIsOnePlusWeight) {
   for (const char* type : {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
                            "qwen3_5_moe_text", "gemma", "gemma2"}) {
     const auto head = Load(Request(absl::StrCat("norm_of_", type), /*norm=*/true));
@@ -221,7 +215,7 @@ TEST_F(HeadsTest, NormsOfOnePlusWeightByTheirModels) {
   }
 }
 
-TEST_F(HeadsTest, ShardsByTheirIndexAndABiasThatIsScaledWithTheLogits) {
+TEST_F(HeadsTest, ShardsAreFoundByTheirIndexAndTheBiasIsScaledWithTheLogits) {
   const auto head = Load(Request("sharded"));
   ASSERT_TRUE(head.ok()) << head.status();
   const HeadView& view = (*head)->view();
@@ -254,69 +248,85 @@ struct Bad {
   bool norm = false;
 };
 
-TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
+TEST_F(HeadsTest, ABadHeadIsRefusedWithItsReasonAndLeavesNothing) {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
   constexpr auto kMissing = absl::StatusCode::kNotFound;
   for (const Bad& test : {
            Bad{"none.safetensors", kMissing, {"none.safetensors: No such file"}},
-           {"no_files", kMissing, {"no_files: neither model.safetensors nor"}},
-           {"cut.safetensors", kInvalid, {"outside the file's"}},
-           {"longer.safetensors", kInvalid, {"the tensors end at"}},
+           {"no_files", kMissing, {"no_files: the folder has neither model.safetensors nor"}},
+           {"cut.safetensors", kInvalid, {"allowed inside the file's"}},
+           {"longer.safetensors", kInvalid, {"end of the tensors: got"}},
            {"empty.safetensors", kInvalid, {"shorter than the 8 bytes"}},
-           {"huge_header.safetensors", kInvalid, {"header length 1099511627776"}},
+           {"huge_header.safetensors", kInvalid, {"header length: got 1099511627776"}},
            {"no_json.safetensors", kInvalid, {"header is not a JSON object"}},
            {"overlapping.safetensors",
             kInvalid,
-            {"overlapping.safetensors: tensor 'lm_head.bias'", "begin at 60", "allowed: 64"}},
-           {"negative.safetensors", kInvalid, {"'lm_head.weight'", "[-64,64] outside"}},
-           {"beyond.safetensors", kInvalid, {"'lm_head.weight'", "outside the file's 64"}},
-           {"overflowing.safetensors", kInvalid, {"disagrees with its 64 data bytes"}},
-           {"integers.safetensors", kInvalid, {"has dtype 'I32'; allowed: F32, F16, BF16"}},
-           {"unknown_dtype.safetensors", kInvalid, {"has dtype 'F7'; allowed"}},
-           {"cube.safetensors", kInvalid, {"has shape [4,2,4]; allowed: [-1,-1]"}},
-           {"no_rows.safetensors", kInvalid, {"has shape [0,8]; allowed"}},
-           {"two_matrices.safetensors", kInvalid, {"and 2 of 2 dimensions; allowed: one"}},
-           {"long_bias.safetensors", kInvalid, {"'lm_head.bias' has shape [5]; allowed: [4]"}},
+            {"overlapping.safetensors: tensor 'lm_head.bias'", "got begin 60", "allowed 64"}},
+           {"negative.safetensors", kInvalid, {"'lm_head.weight'", "got [-64,64], allowed inside"}},
+           {"beyond.safetensors", kInvalid, {"'lm_head.weight'", "allowed inside the file's 64"}},
+           {"overflowing.safetensors", kInvalid, {"allowed one with its 64 data bytes"}},
+           {"integers.safetensors",
+            kInvalid,
+            {"dtype of tensor 'lm_head.weight': got 'I32', allowed F32, F16, BF16"}},
+           {"unknown_dtype.safetensors", kInvalid, {"got 'F7', allowed F32"}},
+           {"cube.safetensors", kInvalid, {"got [4,2,4], allowed [-1,-1]; -1: any size above 0"}},
+           {"no_rows.safetensors", kInvalid, {"got [0,8], allowed [-1,-1]"}},
+           {"two_matrices.safetensors", kInvalid, {"tensors of 2 dimensions: got 2, allowed 1"}},
+           {"long_bias.safetensors",
+            kInvalid,
+            {"shape of tensor 'lm_head.bias': got [5], allowed [4]"}},
            {"too_wide.safetensors", kInvalid, {"too_wide.safetensors: hidden", "65537"}},
            {"scale_nan.safetensors", kInvalid, {"scale", "nan"}},
-           {"scale_word.safetensors", kInvalid, {"logit_scale is 'much'; allowed: a number"}},
-           {"scaling_0.safetensors", kInvalid, {"logits_scaling is 0"}},
-           {"scale_tiny.safetensors", kInvalid, {"scale of the logits is 1e-60; allowed: 0, or"}},
-           {"scale_huge.safetensors", kInvalid, {"scale of the logits is 1e+60; allowed: 0, or"}},
-           {"cap_tiny.safetensors", kInvalid, {"final_logit_softcapping is 1e-60; allowed: 0, or"}},
-           {"base_0.safetensors", kInvalid, {"dim_model_base is 0; allowed"}},
-           {"base_and_bias.safetensors", kInvalid, {"dim_model_base and a bias"}},
-           {"other_scale.safetensors", kInvalid, {"mup_width_multiplier is 8; allowed: none"}},
-           {"other_cap", kInvalid, {"config.json: logits_soft_cap is 30; allowed: none"}},
-           {"vocab_beyond", kInvalid, {"config.json: vocab_size is 5; allowed: 1 to 4"}},
-           {"vocab_negative", kInvalid, {"vocab_size is -5; allowed: an integer of 1 or more"}},
-           {"not_tied", kInvalid, {"tie_word_embeddings is false"}},
+           {"scale_word.safetensors", kInvalid, {"logit_scale: got 'much', allowed a number"}},
+           {"scaling_0.safetensors", kInvalid, {"logits_scaling: got 0"}},
+           {"scale_tiny.safetensors", kInvalid, {"scale of the logits: got 1e-60, allowed 0, or"}},
+           {"scale_huge.safetensors", kInvalid, {"scale of the logits: got 1e+60, allowed 0, or"}},
+           {"cap_tiny.safetensors",
+            kInvalid,
+            {"final_logit_softcapping: got 1e-60, allowed 0, or"}},
+           {"base_0.safetensors", kInvalid, {"dim_model_base: got 0, allowed"}},
+           {"base_and_bias.safetensors", kInvalid, {"dim_model_base: got one and a bias"}},
+           {"other_scale.safetensors", kInvalid, {"mup_width_multiplier: got 8, allowed none"}},
+           {"other_cap", kInvalid, {"config.json: logits_soft_cap: got 30, allowed none"}},
+           {"vocab_beyond", kInvalid, {"config.json: vocab_size: got 5, allowed 1 to 4"}},
+           {"vocab_negative", kInvalid, {"vocab_size: got -5, allowed an integer of 1 or more"}},
+           {"not_tied", kInvalid, {"tie_word_embeddings: got false, allowed true"}},
            {"no_head", kInvalid, {"no_head: no tensor 'lm_head.weight'"}},
            {"no_config", kMissing, {"no_config/config.json: No such file"}},
            {"config_list", kInvalid, {"config.json: not a JSON object"}},
-           {"deep", kInvalid, {"logit_scale is an array; allowed: a number"}},
-           {"missing_shard", kMissing, {"b.safetensors: No such file", "where tensor"}},
+           {"deep", kInvalid, {"logit_scale: got an array, allowed a number"}},
+           {"missing_shard", kMissing, {"b.safetensors: No such file", "the file of tensor"}},
            {"shard_without", kInvalid, {"a.safetensors: no tensor 'lm_head.weight'"}},
-           {"leaving", kInvalid, {"'lm_head.weight' is in '../named.safetensors'; allowed"}},
-           {"absolute", kInvalid, {"is in '/etc/passwd'; allowed: the name of a file"}},
-           {"parent", kInvalid, {"is in '..'; allowed: the name of a file"}},
+           {"leaving", kInvalid, {"tensor 'lm_head.weight': got '../named.safetensors', allowed"}},
+           {"absolute", kInvalid, {"got '/etc/passwd', allowed a file in the folder"}},
+           {"parent", kInvalid, {"got '..', allowed a file in the folder"}},
            {"index_of_objects", kMissing, {"none.safetensors: No such file"}},
            {"index_of_names", kMissing, {"none.safetensors: No such file"}},
-           {"large_index", kInvalid, {"index.json: 16777217 bytes; allowed: to 16777216"}},
-           {"large_config", kInvalid, {"config.json: 1048577 bytes; allowed: to 1048576"}},
-           {"long_header.safetensors", kInvalid, {"header length 16777217; allowed: to 16777216"}},
-           {"long_shard", kInvalid, {"is in 'aaaaaaa", "allowed: the name of a file"}},
-           {"two_lines", kInvalid, {"is in 'a\\nb'; allowed: the name of a file"}},
-           {"long_name.safetensors", kInvalid, {"has a name of 129 bytes; allowed: 1 to 128"}},
-           {"name_of_two_lines.safetensors", kInvalid, {"tensor 'a\\nb', the only", "printable"}},
-           {"name_of_nothing.safetensors", kInvalid, {"tensor '', the only"}},
-           {"no_map", kInvalid, {"no \"weight_map\""}},
-           {"no_norm", kInvalid, {"no final norm: none of the tensors model.norm.weight"}, true},
-           {"layer_norm", kInvalid, {"'model.norm.bias', so it is a LayerNorm"}, true},
-           {"norm_unknown", kInvalid, {"no rms_norm_eps"}, true},
-           {"gemma_unknown", kInvalid, {"model_type is 'gemma9'", "gemma2"}, true},
-           {"qwen_unknown", kInvalid, {"model_type is 'qwen3_5_other'", "qwen3_5_moe"}, true},
-           {"long_norm", kInvalid, {"'model.norm.weight' has shape [9]; allowed: [8]"}, true},
+           {"large_index", kInvalid, {"index.json: got 16777217 bytes, allowed up to 16777216"}},
+           {"large_config", kInvalid, {"config.json: got 1048577 bytes, allowed up to 1048576"}},
+           {"long_header.safetensors",
+            kInvalid,
+            {"header length: got 16777217, allowed 0..16777216"}},
+           {"long_shard", kInvalid, {"got 'aaaaaaa", "allowed a file in the folder"}},
+           {"two_lines", kInvalid, {"got 'a\\nb', allowed a file in the folder"}},
+           {"long_name.safetensors", kInvalid, {"of 129 bytes, allowed 1 to 128"}},
+           {"name_of_two_lines.safetensors",
+            kInvalid,
+            {"name of the weight: got 'a\\nb'", "printable"}},
+           {"name_of_nothing.safetensors", kInvalid, {"name of the weight: got ''"}},
+           {"no_map", kInvalid, {"weight_map: got none"}},
+           {"no_norm",
+            kInvalid,
+            {"final norm: got none, allowed one of the tensors model.norm.weight"},
+            true},
+           {"layer_norm", kInvalid, {"got a LayerNorm with the bias 'model.norm.bias'"}, true},
+           {"norm_unknown", kInvalid, {"rms_norm_eps: got none"}, true},
+           {"gemma_unknown", kInvalid, {"model_type: got 'gemma9'", "gemma2"}, true},
+           {"qwen_unknown", kInvalid, {"model_type: got 'qwen3_5_other'", "qwen3_5_moe"}, true},
+           {"long_norm",
+            kInvalid,
+            {"shape of tensor 'model.norm.weight': got [9], allowed [8]"},
+            true},
        }) {
     SCOPED_TRACE(test.path);
     const auto head = Load(Request(test.path, test.norm));
@@ -331,7 +341,7 @@ TEST_F(HeadsTest, ABadHeadIsRefusedInWordsAndLeavesNothing) {
   }
 }
 
-TEST_F(HeadsTest, ARequestThatCannotBeIsRefused) {
+TEST_F(HeadsTest, AnInvalidRequestIsRefused) {
   for (const std::string& name : {std::string(), std::string("a b"), std::string("a/b"),
                                   std::string(129, 'a'), std::string("\n")}) {
     HeadRequest request = Request("named.safetensors");
@@ -340,19 +350,19 @@ TEST_F(HeadsTest, ARequestThatCannotBeIsRefused) {
                 AllOf(HasSubstr("name: got "), HasSubstr("allowed 1 to 128")));
   }
   EXPECT_THAT(std::string(Load(Request("padded", false, 9)).status().message()),
-              HasSubstr("vocab is 9; allowed: 1 to 8, the rows of tensor 'lm_head.weight'"));
+              HasSubstr("vocab: got 9, allowed 1 to 8, the rows of tensor 'lm_head.weight'"));
   EXPECT_THAT(std::string(Load(Request("padded", false, -1)).status().message()),
               HasSubstr("vocab: got -1, allowed 1 to 1048576"));
 }
 
-TEST_F(HeadsTest, APipeIsNotWaitedFor) {
+TEST_F(HeadsTest, ALoadDoesNotWaitForAPipe) {
   const std::string path = files_ + "/pipe.safetensors";
   ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
   EXPECT_THAT(std::string(Load(Request("pipe.safetensors")).status().message()),
               HasSubstr("not a regular file"));
 }
 
-// A mapping would end the process here.
+// With a mapped file the process would end here.
 TEST_F(HeadsTest, AFileThatIsCutWhileItIsReadIsAnErrorAndNoSignal) {
   const std::string path = files_ + "/cut_later.safetensors";
   std::filesystem::copy_file(files_ + "/big.safetensors", path);
@@ -367,7 +377,7 @@ TEST_F(HeadsTest, AFileThatIsCutWhileItIsReadIsAnErrorAndNoSignal) {
   EXPECT_EQ(backend_.live_slabs(), 0);
 }
 
-TEST_F(HeadsTest, WithoutDeviceMemoryTheOthersStay) {
+TEST_F(HeadsTest, WithoutDeviceMemoryTheLoadedHeadsStay) {
   ASSERT_TRUE(Load(Request("named.safetensors")).ok());
   const size_t before = backend_.device_bytes();
   backend_.LimitDeviceBytes(before + 1000);
@@ -384,7 +394,7 @@ TEST_F(HeadsTest, WithoutDeviceMemoryTheOthersStay) {
   EXPECT_TRUE(Load(request).ok());
 }
 
-TEST_F(HeadsTest, WithoutMemoryToTravelThroughNothingIsKept) {
+TEST_F(HeadsTest, WithoutSlabsForTheCopyNothingIsKept) {
   backend_.LimitSlabs(1);
   EXPECT_EQ(Load(Request("named.safetensors")).status().code(),
             absl::StatusCode::kResourceExhausted);
@@ -392,7 +402,7 @@ TEST_F(HeadsTest, WithoutMemoryToTravelThroughNothingIsKept) {
   EXPECT_EQ(backend_.device_bytes(), 0u);
 }
 
-TEST_F(HeadsTest, ADeviceThatFailsIsToldAsItSays) {
+TEST_F(HeadsTest, ADeviceErrorIsReturnedWithItsCodeAndText) {
   for (const FaultPoint point : {FaultPoint::kUpload, FaultPoint::kWait}) {
     for (const absl::Status& fault :
          {absl::UnavailableError("once"), absl::InternalError("for good")}) {
@@ -407,7 +417,7 @@ TEST_F(HeadsTest, ADeviceThatFailsIsToldAsItSays) {
   EXPECT_TRUE(Load(Request("big.safetensors")).ok());
 }
 
-TEST_F(HeadsTest, ALoadIsGivenUpWhenItsCallerSaysSo) {
+TEST_F(HeadsTest, ALoadEndsWhenItsCallerCancelsIt) {
   int calls = 0;
   const auto head =
       heads_.Load(Request("big.safetensors"), [&](const HeadProgress&) { return ++calls < 2; });
@@ -427,22 +437,22 @@ TEST_F(HeadsTest, ANameIsTakenUntilItIsUnloaded) {
   EXPECT_TRUE(Load(Request("only.safetensors")).ok());
 }
 
-TEST_F(HeadsTest, UnloadingLeavesAHeadToThoseWhoHaveIt) {
+TEST_F(HeadsTest, AnUnloadedHeadStaysValidForItsUsers) {
   auto head = *Load(Request("named.safetensors"));
   const auto bytes = head->info().device_bytes;
-  EXPECT_THAT(Scrape(), AllOf(HasSubstr("logitd_heads 1\n"),
-                              HasSubstr(absl::StrCat("logitd_head_bytes ", bytes, "\n"))));
+  EXPECT_THAT(Scrape(metrics_), AllOf(HasSubstr("logitd_heads 1\n"),
+                                      HasSubstr(absl::StrCat("logitd_head_bytes ", bytes, "\n"))));
   ASSERT_TRUE(heads_.Unload("h").ok());
   EXPECT_EQ(heads_.Find("h").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(Wrong(head->view()), "");
-  EXPECT_THAT(Scrape(), AllOf(HasSubstr("logitd_heads 0\n"),
-                              HasSubstr(absl::StrCat("logitd_head_bytes ", bytes, "\n"))));
+  EXPECT_THAT(Scrape(metrics_), AllOf(HasSubstr("logitd_heads 0\n"),
+                                      HasSubstr(absl::StrCat("logitd_head_bytes ", bytes, "\n"))));
   head = nullptr;
   EXPECT_EQ(backend_.device_bytes(), 0u);
-  EXPECT_THAT(Scrape(), HasSubstr("logitd_head_bytes 0\n"));
+  EXPECT_THAT(Scrape(metrics_), HasSubstr("logitd_head_bytes 0\n"));
 }
 
-TEST_F(HeadsTest, AnUnknownNameGetsTheKnownOnes) {
+TEST_F(HeadsTest, AnUnknownNameIsAnsweredWithTheLoadedNames) {
   EXPECT_THAT(std::string(heads_.Find("x").status().message()),
               HasSubstr("no head \"x\"; loaded: none"));
   for (const char* name : {"b", "a"}) {
@@ -469,7 +479,7 @@ TEST_F(HeadsTest, AnUnknownNameIsAnsweredInBoundedText) {
   EXPECT_THAT(std::string(heads_.Find("a\n").status().message()), HasSubstr("no head \"a\\n\""));
 }
 
-TEST_F(HeadsTest, ARootKeepsEveryFileOfAFolderInside) {
+TEST_F(HeadsTest, NoFileOfAFolderMayLeaveTheRoot) {
   namespace fs = std::filesystem;
   const std::string root = fs::canonical(files_).string() + "/root";
   const std::string outside = fs::canonical(files_).string() + "/sharded";
@@ -477,7 +487,7 @@ TEST_F(HeadsTest, ARootKeepsEveryFileOfAFolderInside) {
   const char* const files[] = {"config.json", "model.safetensors.index.json",
                                "model-00002-of-00002.safetensors"};
   for (const char* file : files) fs::copy_file(outside + "/" + file, root + "/blobs/" + file);
-  // All links stay inside, or all but one.
+  // All links stay inside, or all except one.
   for (const std::string leaves : {"", files[0], files[1], files[2]}) {
     const std::string folder = absl::StrCat("model", leaves);
     fs::create_directory(root + "/" + folder);
@@ -502,12 +512,12 @@ TEST_F(HeadsTest, ARootKeepsEveryFileOfAFolderInside) {
   fs::create_symlink("../../named.safetensors", root + "/single/model.safetensors");
   HeadRequest request{.name = "single", .path = "single", .root = root};
   EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kPermissionDenied);
-  // Without a root it may be anywhere.
+  // Without a root any path is allowed.
   request = {.name = "single", .path = root + "/single"};
   EXPECT_TRUE(Load(request).ok());
 }
 
-TEST_F(HeadsTest, APathThatNoFileCanHaveIsTheCallersFault) {
+TEST_F(HeadsTest, APathThatNoFileCanHaveIsAnInvalidArgument) {
   HeadRequest request{.name = "a", .path = "/" + std::string(300, 'a')};
   EXPECT_EQ(Load(request).status().code(), absl::StatusCode::kInvalidArgument);
   const std::string root = std::filesystem::canonical(files_).string();
@@ -519,7 +529,7 @@ TEST_F(HeadsTest, APathThatNoFileCanHaveIsTheCallersFault) {
   EXPECT_THAT(std::string(Load(request).status().message()), HasSubstr("head a: loop: Too many"));
 }
 
-TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {
+TEST_F(HeadsTest, OneHeadLoadsAtATimeAndOtherLoadsWait) {
   std::atomic<bool> inside = false;
   std::atomic<bool> go_on = false;
   std::thread first([&] {
@@ -536,7 +546,7 @@ TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {
               HasSubstr("head h is being loaded"));
   HeadRequest second = Request("only.safetensors");
   second.name = "second";
-  // Waits, is asked whether it still wants to, and gives up; which is no turn for the next.
+  // Waits, is asked whether to go on, and cancels. Its place in the line is free then.
   for (int i = 0; i < 2; ++i) {
     const auto given_up = heads_.Load(second, [](const HeadProgress& progress) {
       EXPECT_EQ(progress.total_bytes, 0);
@@ -544,14 +554,14 @@ TEST_F(HeadsTest, OneLoadsAtATimeAndTheOthersWaitTheirTurn) {
     });
     EXPECT_EQ(given_up.status().code(), absl::StatusCode::kCancelled);
   }
-  EXPECT_EQ(heads_.Find("h").status().code(), absl::StatusCode::kNotFound);  // and does not wait
+  EXPECT_EQ(heads_.Find("h").status().code(), absl::StatusCode::kNotFound);  // Find does not wait
   go_on = true;
   EXPECT_TRUE(Load(second).ok());
   first.join();
   EXPECT_TRUE(heads_.Find("h").ok());
 }
 
-TEST_F(HeadsTest, LoadsUnloadsAndUsersMeetWithoutAWrongNumber) {
+TEST_F(HeadsTest, LoadsUnloadsAndUsersOnManyThreadsSeeNoWrongNumber) {
   constexpr int kRounds = 60;
   const char* const paths[] = {"named.safetensors", "only.safetensors", "half.safetensors"};
   std::atomic<int> loaders = 3;
@@ -587,10 +597,11 @@ TEST_F(HeadsTest, LoadsUnloadsAndUsersMeetWithoutAWrongNumber) {
   EXPECT_TRUE(heads_.List().empty());
   EXPECT_EQ(backend_.device_bytes(), 0u);
   EXPECT_EQ(backend_.live_slabs(), 0);
-  EXPECT_THAT(Scrape(), AllOf(HasSubstr("logitd_heads 0\n"), HasSubstr("logitd_head_bytes 0\n")));
+  EXPECT_THAT(Scrape(metrics_),
+              AllOf(HasSubstr("logitd_heads 0\n"), HasSubstr("logitd_head_bytes 0\n")));
 }
 
-TEST_F(HeadsTest, TheDemoModelIsAHead) {
+TEST_F(HeadsTest, TheDemoModelLoadsAsAHead) {
   HeadRequest request;
   request.name = "demo";
   request.path = logitd::testing::InTree("demo/model").string();

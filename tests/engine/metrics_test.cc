@@ -7,11 +7,8 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
-#include "tests/engine/fake_backend.h"
 #include "tests/engine/test_job.h"
 
 namespace logitd::engine {
@@ -22,11 +19,7 @@ using ::testing::Not;
 
 constexpr std::string_view kOps[] = {"digest"};
 
-std::string Scrape(const Metrics& metrics) {
-  return prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
-}
-
-TEST(MetricsTest, EverySeriesIsThereFromTheStart) {
+TEST(MetricsTest, EverySeriesExistsFromTheStart) {
   const Metrics metrics(kOps);
   const std::string text = Scrape(metrics);
   for (const char* line : {
@@ -73,7 +66,7 @@ TEST(MetricsTest, AnOpWithoutSeriesCountsAsUnknown) {
   EXPECT_THAT(text, Not(HasSubstr("other")));
 }
 
-TEST(MetricsTest, AdmissionShowsWhatItHoldsAndRefuses) {
+TEST(MetricsTest, AdmissionCountsItsChargesAndRefusals) {
   Metrics metrics(kOps);
   std::vector<Admission::Ticket> tickets;
   Admission admission({.max_request_bytes = 60, .max_held_bytes = 100, .max_waiting_calls = 1},
@@ -100,7 +93,7 @@ TEST(MetricsTest, AdmissionShowsWhatItHoldsAndRefuses) {
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_refused_total{reason=\"draining\"} 1\n"));
 }
 
-TEST(MetricsTest, TheEngineShowsItsJobsSlabsAndBatches) {
+TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
   Metrics metrics(kOps);
   FakeBackend backend;
   EngineOptions options;
@@ -108,6 +101,7 @@ TEST(MetricsTest, TheEngineShowsItsJobsSlabsAndBatches) {
   options.slabs_per_stream = 2;
   options.slab_payload_bytes = 4096;
   options.slab_answer_bytes = 4096;
+  options.ops = kTestOps;
   auto engine = Engine::Create(&backend, options, &metrics, [](absl::Status) {});
   ASSERT_TRUE(engine.ok()) << engine.status();
   const auto submit = [&](int64_t row_elements, int64_t rows) {
@@ -125,7 +119,7 @@ TEST(MetricsTest, TheEngineShowsItsJobsSlabsAndBatches) {
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_slabs_in_use 2\n"));
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_open_jobs 2\n"));
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_queued_jobs 1\n"));
-  backend.FailNext(FaultPoint::kOp, absl::UnavailableError("hiccup"));  // the first of them
+  backend.FailNext(FaultPoint::kOp, absl::UnavailableError("hiccup"));  // fails the first batch
   backend.Release();
   (*engine)->WaitIdle(absl::Now() + absl::Seconds(20));
   (*engine)->Stop();

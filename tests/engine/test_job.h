@@ -1,4 +1,4 @@
-// A job of the fake device's op that checks its own answer.
+// Jobs that check their own answers, and what else the engine's tests share.
 #ifndef LOGITD_TESTS_ENGINE_TEST_JOB_H_
 #define LOGITD_TESTS_ENGINE_TEST_JOB_H_
 
@@ -9,16 +9,185 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/job.h"
-#include "tests/engine/fake_backend.h"
+#include "server/engine/metrics.h"
+#include "tests/fake_backend.h"
 
 namespace logitd::engine {
 
-// Thread-safe, but for the hooks, which are set before Submit.
-class TestJob final : public Job {
+inline std::string Scrape(const Metrics& metrics) {
+  return prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
+}
+
+// A job that knows its own answer. Thread-safe, except the public members, which are set before
+// Submit.
+class CheckedJob : public Job {
+ public:
+  std::function<void(const absl::Status&)> on_done;
+  bool keep_answer = false;  // until Take
+
+  const JobSpec& spec() const override { return spec_; }
+
+  void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) override {
+    Check(dones_++ == 0);
+    Check(status.ok() ? IsRight(answer.outputs) && times.batch_rows >= spec_.rows()
+                      : answer.outputs.empty() && answer.keep == nullptr);
+    Check(times.queue_ns >= 0 && times.copy_ns >= 0);
+    if (on_done) on_done(status);
+    std::lock_guard<std::mutex> lock(mutex_);
+    could_keep_ = answer.keep != nullptr;
+    if (keep_answer && could_keep_) {
+      kept_ = answer.keep;
+      outputs_.assign(answer.outputs.begin(), answer.outputs.end());
+    }
+    status_ = status;
+    times_ = times;
+    done_.notify_all();
+  }
+
+  // Blocks until Done.
+  absl::Status Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return status_.has_value(); });
+    return *status_;
+  }
+  // Nothing before Done.
+  std::optional<absl::Status> status() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return status_;
+  }
+  JobTimes times() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return times_;
+  }
+  bool could_keep() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return could_keep_;
+  }
+  // Whether the kept memory still holds the answer.
+  bool KeptIsRight() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return kept_ != nullptr && IsRight(outputs_);
+  }
+  std::shared_ptr<const void> Take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::move(kept_);
+  }
+  int dones() const { return dones_; }
+  // A call of the engine came twice, too late or out of order, or an answer was not this job's.
+  bool misused() const { return misused_; }
+
+ protected:
+  virtual bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const = 0;
+  void Check(bool condition) {
+    if (!condition) misused_ = true;
+  }
+
+  JobSpec spec_;
+
+ private:
+  std::atomic<int> dones_ = 0;
+  std::atomic<bool> misused_ = false;
+  std::mutex mutex_;
+  std::condition_variable done_;
+  std::optional<absl::Status> status_;
+  JobTimes times_;
+  bool could_keep_ = false;
+  std::shared_ptr<const void> kept_;
+  std::vector<absl::Span<const std::byte>> outputs_;
+};
+
+// ---- the op "digest": for each row a checksum of its payload and its tag plus the sum of its
+// notes, for each entry one element of its row
+
+// Parameters of a row. All zero: skip the row.
+struct DigestRow {
+  int64_t first_entry;
+  int64_t first_note;
+  int32_t entries;
+  int32_t notes;
+  uint32_t tag;  // the job's; not 0
+  uint32_t unused;
+};
+
+enum DigestAxis : size_t { kDigestRows = kRowAxis, kDigestEntries, kDigestNotes };
+
+inline uint64_t Checksum(const std::byte* row, size_t bytes) {
+  uint64_t sum = 14695981039346656037u;  // FNV-1a
+  for (size_t i = 0; i < bytes; ++i) {
+    sum = (sum ^ static_cast<uint64_t>(row[i])) * 1099511628211u;
+  }
+  return sum;
+}
+inline uint32_t EntryOf(const std::byte* row, int64_t row_elements, int32_t entry) {
+  uint32_t element;
+  std::memcpy(&element, row + (entry % row_elements) * sizeof(element), sizeof(element));
+  return element + static_cast<uint32_t>(entry);
+}
+
+// Logs one letter for each run of rows with one tag, '.' for skipped rows.
+inline absl::Status RunDigest(Stream& stream, const BatchView& batch) {
+  const auto* params = reinterpret_cast<const DigestRow*>(batch.inputs[0]);
+  const auto* notes = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
+  std::string runs;
+  for (int64_t r = 0; r < batch.rows(); ++r) {
+    const char tag = params[r].tag == 0 ? '.' : static_cast<char>(params[r].tag);
+    if (runs.empty() || runs.back() != tag) runs.push_back(tag);
+  }
+  return static_cast<FakeStream&>(stream).Run(std::move(runs), batch.rows(), [&] {
+    auto* sums = reinterpret_cast<uint64_t*>(batch.outputs[0]);
+    auto* entries = reinterpret_cast<uint32_t*>(batch.outputs[1]);
+    auto* tags = reinterpret_cast<uint32_t*>(batch.outputs[2]);
+    const size_t row_bytes = static_cast<size_t>(batch.row_elements) * SizeOf(batch.dtype);
+    for (int64_t r = 0; r < batch.rows(); ++r) {
+      if (params[r].tag == 0) continue;
+      Require(params[r].entries <= batch.max_row_entries, "max_row_entries is too small");
+      const std::byte* row = batch.payload + static_cast<size_t>(r) * batch.row_stride;
+      sums[r] = Checksum(row, row_bytes);
+      tags[r] = params[r].tag;
+      if (batch.head != nullptr) tags[r] += static_cast<uint32_t>(batch.head->scale);
+      Require(params[r].first_note + params[r].notes <= batch.counts[kDigestNotes],
+              "a note of another job");
+      for (int32_t n = 0; n < params[r].notes; ++n) tags[r] += notes[params[r].first_note + n];
+      for (int32_t e = 0; e < params[r].entries; ++e) {
+        entries[params[r].first_entry + e] = EntryOf(row, batch.row_elements, e);
+      }
+    }
+    return absl::OkStatus();
+  });
+}
+
+inline constexpr Array kDigestInputs[] = {{kDigestRows, sizeof(DigestRow)},
+                                          {kDigestNotes, sizeof(uint32_t)}};
+inline constexpr Array kDigestOutputs[] = {{kDigestRows, sizeof(uint64_t)},
+                                           {kDigestEntries, sizeof(uint32_t)},
+                                           {kDigestRows, sizeof(uint32_t)}};
+inline constexpr OpTraits kDigest = {
+    .name = "digest", .inputs = kDigestInputs, .outputs = kDigestOutputs, .enqueue = &RunDigest};
+inline constexpr const OpTraits* kTestOps[] = {&kDigest};
+
+// Small slabs, so that tests can fill them, and one stream, so that they can keep it busy.
+inline EngineOptions SmallOptions(absl::Span<const OpTraits* const> ops = kTestOps) {
+  EngineOptions options;
+  options.ops = ops;
+  options.streams = 1;
+  options.copy_threads = 1;  // several would place waiting jobs in any order
+  options.slabs_per_stream = 4;
+  options.slab_payload_bytes = 4096;
+  options.slab_answer_bytes = 4096;
+  options.max_batch_rows = 64;
+  return options;
+}
+
+class TestJob final : public CheckedJob {
  public:
   struct Shape {
     uint32_t tag = 'a';
@@ -40,16 +209,14 @@ class TestJob final : public Job {
     spec_.counts[kDigestNotes] = shape.rows * shape.notes_per_row;
     spec_.max_row_entries = shape.entries_per_row;
     spec_.deadline = shape.deadline;
+    spec_.size = SizeOfJob(spec_);
   }
 
-  std::function<void()> before_copy;
-  std::function<void(const absl::Status&)> on_done;
-
-  const JobSpec& spec() const override { return spec_; }
+  std::function<void()> before_copy;  // set before Submit
 
   void CopyPayload(std::byte* dst, size_t row_stride) override {
     if (before_copy) before_copy();
-    if (copies_++ > 0 || dones_ > 0) misused_ = true;
+    Check(copies_++ == 0 && dones() == 0);
     for (int64_t r = 0; r < spec_.rows(); ++r) {
       const std::vector<uint32_t> row = Row(r);
       std::memcpy(dst + static_cast<size_t>(r) * row_stride, row.data(), row.size() * 4);
@@ -57,7 +224,7 @@ class TestJob final : public Job {
   }
 
   void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) override {
-    if (inputs_++ > 0 || copies_ != 1 || dones_ > 0) misused_ = true;
+    Check(inputs_++ == 0 && copies_ == 1 && dones() == 0);
     for (int64_t r = 0; r < spec_.rows(); ++r) {
       const int64_t note = r * shape_.notes_per_row;
       const DigestRow row{.first_entry = first[kDigestEntries] + r * shape_.entries_per_row,
@@ -74,39 +241,6 @@ class TestJob final : public Job {
     }
   }
 
-  void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) override {
-    if (dones_++ > 0) misused_ = true;
-    if (status.ok() ? !IsRight(answer.outputs) || times.batch_rows < spec_.rows()
-                    : !answer.outputs.empty()) {
-      misused_ = true;
-    }
-    if (times.queue_ns < 0 || times.copy_ns < 0) misused_ = true;
-    if (on_done) on_done(status);
-    std::lock_guard<std::mutex> lock(mutex_);
-    status_ = status;
-    times_ = times;
-    done_.notify_all();
-  }
-
-  // Blocks until Done.
-  absl::Status Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] { return status_.has_value(); });
-    return *status_;
-  }
-  // Nothing before Done.
-  std::optional<absl::Status> status() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return status_;
-  }
-  JobTimes times() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return times_;
-  }
-  int dones() const { return dones_; }
-  // A call of the engine came twice, too late or out of order, or an answer was not this job's.
-  bool misused() const { return misused_; }
-
  private:
   uint32_t Note(int64_t n) const { return shape_.tag * 97 + static_cast<uint32_t>(n) * 40503u; }
 
@@ -117,7 +251,7 @@ class TestJob final : public Job {
     return row;
   }
 
-  bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const {
+  bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
     const auto rows = static_cast<size_t>(spec_.rows());
     if (outputs.size() != 3 || outputs[0].size() != rows * 8 ||
         outputs[1].size() != static_cast<size_t>(spec_.counts[kDigestEntries]) * 4 ||
@@ -145,15 +279,8 @@ class TestJob final : public Job {
   }
 
   const Shape shape_;
-  JobSpec spec_;
   std::atomic<int> copies_ = 0;
   std::atomic<int> inputs_ = 0;
-  std::atomic<int> dones_ = 0;
-  std::atomic<bool> misused_ = false;
-  std::mutex mutex_;
-  std::condition_variable done_;
-  std::optional<absl::Status> status_;
-  JobTimes times_;
 };
 
 }  // namespace logitd::engine

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the files of heads_test.cc: good and bad heads, by a writer that shares nothing with our reader.
+"""Writes the files of heads_test.cc: good and bad heads, written without our reader's code.
 
     write_heads.py DIRECTORY
 
@@ -156,7 +156,7 @@ def bad(out):
     write_json(f"{out}/no_files/config.json", {})
     sharded(f"{out}/missing_shard", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "b.safetensors"})
     sharded(f"{out}/shard_without", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "a.safetensors"})
-    # One object beside another, behind what is of interest: the whole is read, and takes no time.
+    # Many values after the entry that matters: the whole file is read, and quickly.
     for name, objects in {"index_of_objects": ",".join(f'"{i}":{{}}' for i in range(200000)),
                           "index_of_names": ",".join(f'"{i}":"x"' for i in range(200000))}.items():
         sharded(f"{out}/{name}", {}, {})

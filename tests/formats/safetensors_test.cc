@@ -48,14 +48,16 @@ TEST(SafetensorsTest, TheLengthIsHeldAgainstTheFile) {
   EXPECT_EQ(*SafetensorsHeaderBytes("f", hundred, 108), 100);
   EXPECT_EQ(*SafetensorsHeaderBytes("f", hundred, 108, 100), 100);
   EXPECT_EQ(SafetensorsHeaderBytes("f", hundred, 108, 99).status(),
-            absl::InvalidArgumentError("f: header length 100; allowed: to 99"));
+            absl::InvalidArgumentError("f: header length: got 100, allowed 0..99"));
   for (const BadLength& test : {
            BadLength{"empty", "", 0, "f: shorter than the 8 bytes"},
            {"seven", hundred.substr(0, 7), 7, "shorter than the 8 bytes"},
-           {"one_beyond", hundred, 107, "header length 100, but the file has 107 bytes"},
-           {"all_ones", std::string(8, '\xff'), 1 << 20, "header length 18446744073709551615, but"},
+           {"one_beyond", hundred, 107,
+            "header length: got 100, allowed 0..99, as the file has 107 bytes"},
+           {"all_ones", std::string(8, '\xff'), 1 << 20,
+            "header length: got 18446744073709551615, allowed"},
            {"beyond_the_format", std::string("\0\xe1\xf5\x06\0\0\0\0", 8), int64_t{1} << 40,
-            "header length 116777216; allowed: to 100000000"},
+            "header length: got 116777216, allowed 0..100000000"},
        }) {
     const auto length = SafetensorsHeaderBytes("f", test.first_bytes, test.file_bytes);
     ASSERT_FALSE(length.ok()) << test.name;
@@ -79,20 +81,20 @@ TEST(SafetensorsTest, NamesTheFault) {
   const std::string x = R"({"dtype":"F32","shape":[6],"data_offsets":[0,24]})";
   for (const Bad& test : {
            Bad{"overlap", absl::StrCat("{", F16("a", 0, 14), ",", F16("b", 12, 24), "}"),
-               "tensor 'b': data_offsets begin at 12, inside another tensor; allowed: 14, where "
+               "tensor 'b': data_offsets: got begin 12, inside another tensor, allowed 14, where "
                "tensor 'a' ends"},
            {"one_inside_another", absl::StrCat("{", F16("a", 0, 24), ",", F16("b", 2, 4), "}"),
-            "tensor 'b': data_offsets begin at 2, inside another"},
+            "tensor 'b': data_offsets: got begin 2, inside another"},
            {"the_same_twice", absl::StrCat("{", F16("a", 0, 24), ",", F16("b", 0, 24), "}"),
-            "begin at 0, inside another tensor; allowed: 24"},
+            "got begin 0, inside another tensor, allowed 24"},
            {"gap", absl::StrCat("{", F16("a", 0, 12), ",", F16("b", 14, 24), "}"),
-            "tensor 'b': data_offsets begin at 14, behind a gap; allowed: 12"},
+            "tensor 'b': data_offsets: got begin 14, after a gap, allowed 12"},
            {"gap_first", absl::StrCat("{", F16("a", 2, 24), "}"),
-            "allowed: 0, where the data start"},
-           {"data_after", absl::StrCat("{", F16("a", 0, 22), "}"),
-            "the tensors end at 22 of the file's 24 data bytes"},
+            "allowed 0, where the data start"},
+           {"data_behind", absl::StrCat("{", F16("a", 0, 22), "}"),
+            "end of the tensors: got 22, allowed 24, the file's data bytes"},
            {"past_the_end", absl::StrCat("{", F16("a", 0, 26), "}"),
-            "tensor 'a': data_offsets [0,26] outside the file's 24 data bytes"},
+            "tensor 'a': data_offsets: got [0,26], allowed inside the file's 24 data bytes"},
            {"name_twice", "{\"x\":" + x + ",\"x\":" + x + "}", "tensor 'x': there twice"},
            {"metadata_twice", R"({"__metadata__":{},"__metadata__":{}})", "there twice"},
            {"metadata_key_twice", R"({"__metadata__":{"k":"1","k":"2"}})", "key 'k' twice"},
@@ -102,7 +104,7 @@ TEST(SafetensorsTest, NamesTheFault) {
            {"offsets_twice", R"({"x":{"data_offsets":[0,1],"data_offsets":[0,1]}})",
             "data_offsets twice"},
            {"field_unknown", R"({"x":{"stride":[1]}})",
-            "key 'stride'; allowed: dtype, shape, data_offsets"},
+            "key: got 'stride', allowed dtype, shape, data_offsets"},
            {"dtype_number", R"({"x":{"dtype":4}})", "tensor 'x': no dtype"},
            {"shape_string", R"({"x":{"shape":"6"}})", "tensor 'x': no shape"},
            {"offsets_three", R"({"x":{"data_offsets":[0,1,2]}})", "no data_offsets [begin, end]"},
@@ -111,12 +113,12 @@ TEST(SafetensorsTest, NamesTheFault) {
            {"dim_past_int64", R"({"x":{"shape":[9223372036854775808]}})",
             "a dimension of shape is not a size"},
            {"half_a_byte", R"({"x":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}})",
-            "shape [3] of F4 disagrees with its 1 data bytes"},
+            "shape: got [3] of F4, allowed one with its 1 data bytes"},
            {"bits_overflow",
             R"({"x":{"dtype":"F32","shape":[576460752303423488,2],"data_offsets":[0,0]}})",
-            "disagrees with its 0 data bytes"},
+            "allowed one with its 0 data bytes"},
            {"cut", R"({"x":{"dtype":"F32")", "header is not a JSON object, at its byte"},
-           {"text_after", "{} {}", "header is not a JSON object"},
+           {"text_behind", "{} {}", "header is not a JSON object"},
            {"bytes_that_are_no_utf8", "{\"\xff\":1}", "header is not a JSON object"},
            {"deep", "{\"x\":" + std::string(100000, '['), "tensor 'x': not a JSON object"},
        }) {
@@ -128,11 +130,11 @@ TEST(SafetensorsTest, NamesTheFault) {
   }
 }
 
-TEST(SafetensorsTest, NothingStandsAfterANul) {
+TEST(SafetensorsTest, NothingStandsBehindANul) {
   const std::string good = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
   ASSERT_TRUE(ParseSafetensorsHeader("f", good, 4).ok());
-  for (const char* after : {"", "{", "\"b\":1"}) {
-    EXPECT_EQ(ParseSafetensorsHeader("f", good + '\0' + after, 4).status(),
+  for (const char* behind : {"", "{", "\"b\":1"}) {
+    EXPECT_EQ(ParseSafetensorsHeader("f", good + '\0' + behind, 4).status(),
               absl::InvalidArgumentError(absl::StrFormat(
                   "f: header is not a JSON object, at its byte %d", good.size() + 1)));
   }

@@ -8,7 +8,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,7 +19,7 @@
 #include "server/engine/batch.h"
 #include "server/rpc/codecs/attention_codec.h"
 #include "server/rpc/transport/copier.h"
-#include "tests/fuzz/compare_sample_request.h"
+#include "tests/fuzz/field_comparison.h"
 
 namespace logitd::rpc::testing {
 
@@ -68,7 +67,7 @@ inline void Compare(const v1::AttentionSoftmaxBackwardRequest& expected,
 }
 
 // Runs what a server would up to the op, into memory of exactly the size that the job asked for.
-// Empty, or what of the mask lies outside of what was copied.
+// Empty, or which part of the mask is outside of what was copied.
 inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces, bool stream) {
   auto tensor = stream ? std::make_shared<AttentionTensor>() : nullptr;
   AttentionCodec codec(direction, tensor);
@@ -92,7 +91,7 @@ inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces
   }
   codec.WriteInputs(inputs, {});
 
-  const auto& call = *static_cast<const AttentionCall*>(spec.call);
+  const auto& call = dynamic_cast<const ops::AttentionCall&>(*spec.call);
   const AttentionMask& mask = call.mask;
   if (mask.kind == MaskKind::kNone) return "";
   const int64_t element =
@@ -103,7 +102,7 @@ inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces
     const int64_t at = head / call.shape.heads * mask.batch_stride +
                        head % call.shape.heads * mask.head_stride +
                        row % call.shape.queries * mask.query_stride - mask.origin;
-    if (at < 0 || (at + call.shape.keys) * element > spec.counts[kAttentionMaskBytes]) {
+    if (at < 0 || (at + call.shape.keys) * element > spec.counts[ops::kAttentionMaskBytes]) {
       return absl::StrCat("row ", row, " looks at mask element ", at);
     }
   }
@@ -112,29 +111,13 @@ inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces
 
 template <typename Request>
 std::string AttentionDisagreement(AttentionDirection direction, std::string_view bytes) {
-  Request expected;
-  const bool expected_ok = expected.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
-  for (size_t most : {bytes.size(), size_t{1}, size_t{3}, size_t{17}}) {
-    const std::vector<Piece> pieces = Cut(bytes, most, static_cast<uint32_t>(bytes.size() + most));
-    AttentionFields fields;
-    const absl::Status status =
-        ParseAttentionFields(direction, pieces, std::numeric_limits<size_t>::max(), &fields);
-    if (status.ok() != expected_ok) {
-      return absl::StrCat("generated code ", expected_ok ? "accepts" : "refuses",
-                          ", ours: ", status.ToString());
-    }
-    if (!expected_ok) continue;
-    FieldComparison compare(pieces);
-    Compare(expected, fields, &compare);
-    if (!compare.text().empty()) {
-      return absl::StrCat(compare.text(), " (pieces of at most ", most, " bytes)");
-    }
-    for (const bool stream : {false, true}) {
-      std::string text = PrepareEverything(direction, pieces, stream);
-      if (!text.empty()) return text;
-    }
-  }
-  return "";
+  const auto parse = [direction](Pieces pieces, size_t max_list, AttentionFields* fields) {
+    return ParseAttentionFields(direction, pieces, max_list, fields);
+  };
+  return Disagreement<Request, AttentionFields>(bytes, parse, [direction](Pieces pieces) {
+    const std::string text = PrepareEverything(direction, pieces, /*stream=*/false);
+    return text.empty() ? PrepareEverything(direction, pieces, /*stream=*/true) : text;
+  });
 }
 
 // Empty if the two agree on `bytes` as either request, in one piece, byte by byte, and in two ways

@@ -4,79 +4,24 @@
 #ifndef LOGITD_TESTS_FUZZ_COMPARE_SAMPLE_REQUEST_H_
 #define LOGITD_TESTS_FUZZ_COMPARE_SAMPLE_REQUEST_H_
 
-#include <google/protobuf/stubs/logging.h>
-
-#include <bit>
 #include <cstddef>
-#include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
-#include "server/rpc/codecs/row_input.h"
 #include "server/rpc/codecs/sample_codec.h"
 #include "server/rpc/codecs/verify_codec.h"
-#include "tests/fuzz/compare_topk_request.h"
+#include "tests/fuzz/field_comparison.h"
 #include "tests/rpc/one_head.h"
 
 namespace logitd::rpc::testing {
 
-// Collects the name of the first field that differs.
-class FieldComparison {
- public:
-  explicit FieldComparison(Pieces pieces) : pieces_(pieces) {}
-
-  template <typename Expected, typename Ours>
-  void List(const char* name, const Expected& expected, const Ours& ours) {
-    bool same = static_cast<size_t>(expected.size()) == ours.size();
-    for (size_t i = 0; same && i < ours.size(); ++i) {
-      if constexpr (std::is_same_v<typename Ours::value_type, float>) {
-        same = std::bit_cast<uint32_t>(expected.Get(static_cast<int>(i))) ==
-               std::bit_cast<uint32_t>(ours[i]);
-      } else {
-        same = static_cast<typename Ours::value_type>(expected.Get(static_cast<int>(i))) == ours[i];
-      }
-    }
-    Note(name, same);
-  }
-  void Bytes(const char* name, const std::string& expected, const ByteRange& ours) {
-    std::string bytes(ours.bytes, '\0');
-    if (!bytes.empty()) CopyRange(pieces_, ours, bytes.data());
-    Note(name, bytes == expected);
-  }
-  void Note(const char* name, bool same) {
-    if (!same && text_.empty()) text_ = absl::StrCat(name, " differs");
-  }
-  const std::string& text() const { return text_; }
-
- private:
-  const Pieces pieces_;
-  std::string text_;
-};
-
 template <typename Request>
 void CompareShared(const Request& expected, const SampleFields& ours, FieldComparison* compare) {
-  compare->Note("dtype", ours.dtype == static_cast<int>(expected.dtype()));
-  compare->Note("rows", ours.rows == expected.rows());
-  compare->Note("vocab", ours.vocab == expected.vocab());
-  compare->Note("input",
-                static_cast<int>(ours.input.number) == static_cast<int>(expected.input_case()));
-  compare->List("seed", expected.seed(), ours.seed);
-  compare->List("position", expected.position(), ours.position);
-  compare->List("temperature", expected.temperature(), ours.temperature);
-  compare->List("top_k", expected.top_k(), ours.top_k);
-  compare->List("top_p", expected.top_p(), ours.top_p);
-  compare->List("min_p", expected.min_p(), ours.min_p);
-  compare->List("repetition_penalty", expected.repetition_penalty(), ours.repetition_penalty);
-  compare->List("presence_penalty", expected.presence_penalty(), ours.presence_penalty);
-  compare->List("frequency_penalty", expected.frequency_penalty(), ours.frequency_penalty);
-  compare->List("top_logprobs", expected.top_logprobs(), ours.top_logprobs);
-  compare->List("logprob_mode", expected.logprob_mode(), ours.logprob_mode);
+  compare->Params(expected, kSampleParams, ours.params);
   compare->List("history_count", expected.history_count(), ours.history_count);
   compare->List("history", expected.history(), ours.history);
   compare->List("logit_bias_count", expected.logit_bias_count(), ours.logit_bias_count);
@@ -88,23 +33,15 @@ void CompareShared(const Request& expected, const SampleFields& ours, FieldCompa
   compare->List("allowed_tokens_mask", expected.allowed_tokens_mask(), ours.allowed_tokens_mask);
 }
 
-// Of requests that take hidden states.
-template <typename Request>
-void CompareHidden(const Request& expected, const RowInputFields& ours, FieldComparison* compare) {
-  compare->Note("head", ours.head == expected.head());
-  compare->Note("hidden_size", ours.hidden_size == expected.hidden_size());
-  compare->Bytes("input", expected.has_hidden() ? expected.hidden() : expected.logits(),
-                 ours.input.range);
-}
-
 inline void Compare(const v1::SampleRequest& expected, const SampleFields& ours,
                     FieldComparison* compare) {
+  compare->Input(expected, ours);
   CompareShared(expected, ours, compare);
-  CompareHidden(expected, ours, compare);
 }
 
 inline void Compare(const v1::VerifyRequest& expected, const VerifyFields& ours,
                     FieldComparison* compare) {
+  compare->Shape(expected, ours);
   CompareShared(expected, ours, compare);
   compare->Bytes("logits", expected.logits(), ours.input.range);
   compare->List("sequence_rows", expected.sequence_rows(), ours.sequence_rows);
@@ -141,30 +78,14 @@ void WriteEverything(Pieces pieces) {
   codec.WriteInputs(inputs, {});
 }
 
-// Empty if the two agree on `bytes`, in one piece, byte by byte, and in two ways between.
+// As Disagreement; and what the codec writes stays where it belongs.
 template <typename Request, typename Codec, typename Fields>
 std::string SampleDisagreement(std::string_view bytes,
                                absl::Status (*parse)(Pieces, size_t, Fields*)) {
-  const google::protobuf::LogSilencer silence;  // as in compare_topk_request.h
-  Request expected;
-  const bool expected_ok = expected.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
-  for (size_t most : {bytes.size(), size_t{1}, size_t{3}, size_t{17}}) {
-    const std::vector<Piece> pieces = Cut(bytes, most, static_cast<uint32_t>(bytes.size() + most));
-    Fields fields;
-    const absl::Status status = parse(pieces, std::numeric_limits<size_t>::max(), &fields);
-    if (status.ok() != expected_ok) {
-      return absl::StrCat("generated code ", expected_ok ? "accepts" : "refuses",
-                          ", ours: ", status.ToString());
-    }
-    if (!expected_ok) continue;
-    FieldComparison compare(pieces);
-    Compare(expected, fields, &compare);
-    if (!compare.text().empty()) {
-      return absl::StrCat(compare.text(), " (pieces of at most ", most, " bytes)");
-    }
+  return Disagreement<Request, Fields>(bytes, parse, [](Pieces pieces) {
     WriteEverything<Codec>(pieces);
-  }
-  return "";
+    return std::string();
+  });
 }
 
 inline std::string SampleRequestDisagreement(std::string_view bytes) {

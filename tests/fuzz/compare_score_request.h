@@ -15,21 +15,11 @@ namespace logitd::rpc::testing {
 
 inline void Compare(const v1::ScoreRequest& expected, const ScoreFields& ours,
                     FieldComparison* compare) {
-  compare->Note("dtype", ours.dtype == static_cast<int>(expected.dtype()));
-  compare->Note("rows", ours.rows == expected.rows());
-  compare->Note("vocab", ours.vocab == expected.vocab());
-  compare->Note("input",
-                static_cast<int>(ours.input.number) == static_cast<int>(expected.input_case()));
-  CompareHidden(expected, ours, compare);
+  compare->Input(expected, ours);
+  compare->Params(expected, kCrossEntropyParams, ours.params);
   compare->List("targets", expected.targets(), ours.targets);
   compare->Note("ignore_index", ours.ignore_index.has_value() == expected.has_ignore_index() &&
                                     ours.ignore_index.value_or(0) == expected.ignore_index());
-  compare->List("temperature", expected.temperature(), ours.temperature);
-  compare->List("softcap", expected.softcap(), ours.softcap);
-  compare->List("label_smoothing", expected.label_smoothing(), ours.label_smoothing);
-  compare->List("smoothing", expected.smoothing(), ours.smoothing);
-  compare->List("z_loss", expected.z_loss(), ours.z_loss);
-  compare->List("top_logprobs", expected.top_logprobs(), ours.top_logprobs);
   compare->List("extra_count", expected.extra_count(), ours.extra_count);
   compare->List("extra_ids", expected.extra_ids(), ours.extra_ids);
   compare->Note("want_rank", ours.want_rank == expected.want_rank());

@@ -6,7 +6,7 @@
 #include "tests/fuzz/compare_topk_request.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  const std::string text = logitd::rpc::testing::Disagreement(
+  const std::string text = logitd::rpc::testing::TopKRequestDisagreement(
       std::string_view(reinterpret_cast<const char*>(data), size));
   if (!text.empty()) {
     std::fprintf(stderr, "%s\n", text.c_str());

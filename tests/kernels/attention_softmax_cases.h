@@ -663,6 +663,7 @@ inline std::string BrokenRounding(OpRunner& runner, AttentionCase c) {
 inline std::vector<OpCheck> AttentionSoftmaxChecks() {
   return {
       ForAll("KeepsEveryClaim", AttentionClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfValues", AttentionValueClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfGradients", GradientClaims, BrokenClaim),
       ForAll("EveryShapeAgreesWithDoublePrecision", AttentionShapeCases, FirstDifference),
       ForAll("EveryGradientAgreesWithDoublePrecision", AttentionShapeCases,

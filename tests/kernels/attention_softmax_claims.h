@@ -37,14 +37,10 @@ struct AttentionClaim {
   std::vector<RowStatus> status;  // [rows]; none: all OK
 };
 
+// Scales, windows and masks.
 inline const std::vector<AttentionClaim>& AttentionClaims() {
   static const float kLn2 = std::log(2.0f), kLn3 = std::log(3.0f), kLn4 = std::log(4.0f);
   static const float kMost = std::numeric_limits<float>::max();
-  const auto halves = [](float first, float second) {
-    std::vector<float> row(2048, first);
-    std::fill(row.begin() + 1024, row.end(), second);
-    return row;
-  };
   constexpr RowStatus kOk = {};
   constexpr RowStatus kEmpty = {RowCode::kEmptySupport, -1};
   static const auto& claims = *new std::vector<AttentionClaim>{
@@ -123,6 +119,23 @@ inline const std::vector<AttentionClaim>& AttentionClaims() {
       {.name = "a mask may differ only by head", .shape = {2, 2, 1, 2},
        .scores = {0, 0, 0, 0, 0, 0, 0, 0}, .mask = MaskKind::kBool, .mask_values = {0, 1, 1, 0},
        .mask_shape = {1, 2, 1}, .probs = {1, 0, 0, 1, 1, 0, 0, 1}, .logsumexp = {0, 0, 0, 0}},
+      // clang-format on
+  };
+  return claims;
+}
+
+// Sinks, infinities, NaN and large scores.
+inline const std::vector<AttentionClaim>& AttentionValueClaims() {
+  static const float kLn2 = std::log(2.0f), kLn3 = std::log(3.0f), kLn4 = std::log(4.0f);
+  const auto halves = [](float first, float second) {
+    std::vector<float> row(2048, first);
+    std::fill(row.begin() + 1024, row.end(), second);
+    return row;
+  };
+  constexpr RowStatus kOk = {};
+  constexpr RowStatus kEmpty = {RowCode::kEmptySupport, -1};
+  static const auto& claims = *new std::vector<AttentionClaim>{
+      // clang-format off
       {.name = "a sink of zero is softmax off by one", .shape = {1, 1, 2, 2},
        .scores = {0, kLn2, -kInf, 0}, .sinks = {0}, .probs = {.25f, .5f, 0, .5f},
        .logsumexp = {kLn4, kLn2}},

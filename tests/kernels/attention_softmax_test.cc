@@ -184,6 +184,7 @@ TEST(AttentionSoftmaxMemoryTest, NothingOutsideTheTensorsIsTouched) {
 TEST(AttentionSoftmaxTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
   ForEachInstructionSet([](OpRunner& runner) {
     EXPECT_EQ(FailuresOf(runner, AttentionClaims(), BrokenClaim), "");
+    EXPECT_EQ(FailuresOf(runner, AttentionValueClaims(), BrokenClaim), "");
     EXPECT_EQ(FailuresOf(runner, GradientClaims(), BrokenClaim), "");
     for (const AttentionCase& c : AttentionShapeCases()) {
       if (c.shape.keys > 5000) continue;

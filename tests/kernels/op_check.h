@@ -26,9 +26,8 @@ struct OpCheck {
 
 // The failures of all cases, one a line. Claims come with their names.
 template <typename Cases>
-std::string FailuresOf(
-    OpRunner& runner, const Cases& cases,
-    std::string (*failure)(OpRunner&, const typename Cases::value_type&)) {
+std::string FailuresOf(OpRunner& runner, const Cases& cases,
+                       std::string (*failure)(OpRunner&, const typename Cases::value_type&)) {
   std::string all;
   for (const auto& c : cases) {
     const std::string one = failure(runner, c);
@@ -42,8 +41,7 @@ std::string FailuresOf(
 // A check of each case of a table, which is made when the test runs.
 template <typename Cases>
 OpCheck ForAll(const char* name, Cases (*cases)(),
-               std::string (*failure)(OpRunner&,
-                                      const typename std::decay_t<Cases>::value_type&)) {
+               std::string (*failure)(OpRunner&, const typename std::decay_t<Cases>::value_type&)) {
   return {name, [=](OpRunner& runner) { return FailuresOf(runner, cases(), failure); }};
 }
 

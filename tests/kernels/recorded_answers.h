@@ -134,12 +134,14 @@ inline SampleBatch RecordedSamples(int64_t rows, int64_t vocab, const RecordedVa
     }
     if (variant.edits) AddRecordedEdits(batch, row, r, vocab);
     if (variant.reports) {
+      // Filtered rows do not report unlikely tokens of the processed logits.
+      const bool likely = variant.filters && row.logprob_mode == LogprobMode::kProcessed;
+      const int64_t tops = likely ? 1 : r % 3 == 2 ? 128 : 1 + r % 20;
       row.first_top_entry = batch.top_entries;
-      row.top_logprobs =
-          static_cast<int32_t>(std::min<int64_t>(vocab, r % 3 == 2 ? 128 : 1 + r % 20));
+      row.top_logprobs = static_cast<int32_t>(std::min(vocab, tops));
       batch.top_entries += row.top_logprobs;
       row.first_extra = row.first_extra_entry = batch.extra_entries;
-      row.extra_count = 3;
+      row.extra_count = likely ? 0 : 3;
       batch.extra_entries += row.extra_count;
       for (int32_t i = 0; i < row.extra_count; ++i) {
         batch.extra_ids.push_back(RecordedPick(/*seed=*/13, r * 8 + i, vocab));

@@ -3,9 +3,11 @@
 #ifndef LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 #define LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -78,6 +80,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   return row;
 }
 
+// The order of tokens, temperature and filters.
 inline const std::vector<SampleClaim>& SampleClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
   static const auto& claims = *new std::vector<SampleClaim>{
@@ -151,6 +154,16 @@ inline const std::vector<SampleClaim>& SampleClaims() {
       {.name = "min_p comes after the temperature", .logits = {0, 4 * ln2, 4 * ln2},
        .ask = {.position = kAt003, .temperature = 4, .min_p = 0.49f, .processed = true}, .token = 0,
        .logprob = -1.6094379f, .rank = 3},
+      // clang-format on
+  };
+  return claims;
+}
+
+// Bias, penalties, masks, statuses, and where weights round to 0.
+inline const std::vector<SampleClaim>& SampleEditClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
       {.name = "bias adds to the logit", .logits = {0, 0},
        .ask = {.position = kAt003, .processed = true}, .bias = {{0, ln3}}, .token = 0,
        .logprob = ln3 - ln4, .rank = 1},
@@ -190,6 +203,38 @@ inline const std::vector<SampleClaim>& SampleClaims() {
       {.name = "a row of only minus inf has no support", .logits = {-kInf, -kInf},
        .ask = {.position = kAt003, .temperature = 0}, .token = -1, .logprob = -kInf, .rank = 0,
        .status = {RowCode::kEmptySupport, -1}},
+      // Weights below 2^-44 round to 0.
+      {.name = "a row with top_k keeps nothing below 2^-44 of its maximum",
+       .logits = {0, -30.4f, -30.6f, -40},
+       .ask = {.position = kAt003, .top_k = 3, .top_logprobs = 4, .processed = true}, .token = 0,
+       .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3}, .top_logprobs = {0, -30.4f, -kInf, -kInf}},
+      {.name = "a row with min_p keeps nothing below 2^-44 of its maximum",
+       .logits = {0, -30.4f, -30.6f, -40},
+       .ask = {.position = kAt003, .min_p = 1e-20f, .top_logprobs = 4, .processed = true},
+       .token = 0, .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3},
+       .top_logprobs = {0, -30.4f, -kInf, -kInf}},
+      // At temperature 0.1 too, and with top_p.
+      {.name = "a row with every filter keeps nothing below 2^-44 of its maximum",
+       .logits = {0, 0, -3.06f, -4},
+       .ask = {.position = kAt069, .temperature = 0.1f, .top_k = 3, .top_p = 0.99999994f,
+               .min_p = 1e-30f, .top_logprobs = 3, .processed = true},
+       .token = 1, .logprob = -ln2, .rank = 2, .top_ids = {0, 1, 2},
+       .top_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "an unfiltered row keeps every token above minus inf", .logits = {0, -40, -kInf},
+       .ask = {.position = kAt003, .top_logprobs = 3, .processed = true}, .token = 0, .logprob = 0,
+       .rank = 1, .top_ids = {0, 1, 2}, .top_logprobs = {0, -40, -kInf}},
+      // 2^-118 apart: at temperature 2^-118 that is 1.
+      {.name = "a temperature below 2^-118 acts as 2^-118", .logits = {0x1p-118f, 0},
+       .ask = {.position = kAt088, .temperature = 0x1p-130f, .top_logprobs = 2, .processed = true},
+       .token = 1, .logprob = -1.3132617f, .rank = 2, .top_ids = {0, 1},
+       .top_logprobs = {-0.31326169f, -1.3132617f}},
+      // exp(-1) is 0.37.
+      {.name = "a temperature below 2^-118 acts as 2^-118 in a filtered row",
+       .logits = {0x1p-118f, 0},
+       .ask = {.position = kAt088, .temperature = 0x1p-130f, .min_p = 0.3f, .top_logprobs = 2,
+               .processed = true},
+       .token = 1, .logprob = -1.3132617f, .rank = 2, .top_ids = {0, 1},
+       .top_logprobs = {-0.31326169f, -1.3132617f}},
       {.name = "the status names the lowest NaN", .logits = {1, kNan, kNan},
        .ask = {.position = kAt003}, .token = -1, .logprob = -kInf, .rank = 0,
        .status = {RowCode::kNanLogit, 1}},
@@ -392,6 +437,123 @@ inline std::vector<SampleCase> SampleCases() {
   return cases;
 }
 
+// ---- Borders
+
+// A row whose draws come next to borders. Rounding errors of its many tokens average out, so that a
+// border moves far less than by kernels/sample.h's bound: the row says by how much.
+struct BorderCase {
+  const char* name;
+  Fill fill;
+  float temperature;
+  int32_t top_k;  // 0: unfiltered
+  double moved;   // most, as a share of the mass
+};
+
+inline std::vector<BorderCase> BorderCases() {
+  return {{"equal tokens are exact", Fill::kAllEqual, 1, 0, 1e-13},
+          {"equal tokens are exact with top_k", Fill::kAllEqual, 1, 75000, 1e-11},
+          {"uniform", Fill::kUniform, 1, 0, 5e-8},
+          {"uniform, high temperature", Fill::kUniform, 30, 0, 5e-8},
+          {"uniform with top_k", Fill::kUniform, 1, 75000, 1e-8},
+          {"normal", Fill::kNormal, 1, 0, 2e-7},
+          {"normal, high temperature", Fill::kNormal, 5, 0, 5e-8},
+          {"normal with top_k", Fill::kNormal, 1, 75000, 1e-7}};
+}
+
+inline constexpr int64_t kBorderVocab = 150000;
+
+// Of many positions, those whose bits point next to a border, but further from it than c.moved:
+// there the token must be the exact one. "" where it is.
+inline std::string MovedBorder(OpRunner& runner, const BorderCase& c) {
+  struct Draw {
+    double distance;
+    uint64_t position;
+    int32_t token;
+  };
+  HostTensor row(DType::kF32, 1, kBorderVocab, kBorderVocab, 0);
+  FillRow(row, 0, c.fill, /*seed=*/3);
+  SampleRow ask = PlainRow();
+  ask.temperature = c.temperature;
+  ask.top_k = c.top_k;
+  const ReferenceSample reference(RowOf(row, 0), ask, SampleBatch());
+  std::vector<double> prefix = reference.Probabilities();
+  std::partial_sum(prefix.begin(), prefix.end(), prefix.begin());
+  std::vector<Draw> draws;
+  for (uint64_t position = 0; position < 1 << 18; ++position) {
+    const double reach = std::ldexp(static_cast<double>(UniformBits(ask.seed, position)), -64);
+    const auto above = std::upper_bound(prefix.begin(), prefix.end(), reach);
+    if (above == prefix.begin() || above == prefix.end()) continue;
+    const double distance = std::min(*above - reach, reach - *(above - 1));
+    if (distance <= c.moved) continue;
+    draws.push_back({distance, position, static_cast<int32_t>(above - prefix.begin())});
+  }
+  constexpr int64_t kNearest = 24;
+  std::nth_element(draws.begin(), draws.begin() + kNearest, draws.end(),
+                   [](const Draw& a, const Draw& b) { return a.distance < b.distance; });
+  HostTensor tensor(DType::kF32, kNearest, kBorderVocab, kBorderVocab, 0);
+  SampleBatch batch;
+  for (int64_t r = 0; r < kNearest; ++r) {
+    for (int64_t i = 0; i < kBorderVocab; ++i) tensor.Set(r, i, row.At(0, i));
+    batch.rows.push_back(ask);
+    batch.rows.back().position = draws[r].position;
+  }
+  auto got = runner.Sample(tensor, batch);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < kNearest; ++r) {
+    if (got->tokens[r] == draws[r].token) continue;
+    return absl::StrFormat("%s: position %d is %g from a border: got token %d, want %d", c.name,
+                           draws[r].position, draws[r].distance, got->tokens[r], draws[r].token);
+  }
+  return "";
+}
+
+// The same for the last token that top_p keeps: its whole and its prefixes are sums of two kinds.
+inline std::string MovedNucleus(OpRunner& runner, const Fill& fill) {
+  constexpr double moved = 5e-7;  // at most, as a share of the mass
+  constexpr int64_t kRows = 24;
+  HostTensor row(DType::kF32, 1, kBorderVocab, kBorderVocab, 0);
+  FillRow(row, 0, fill, /*seed=*/3);
+  const ReferenceSample reference(RowOf(row, 0), PlainRow(), SampleBatch());
+  const std::vector<double> p = reference.Probabilities();
+  const std::vector<int32_t>& order = reference.processed().order;
+  HostTensor tensor(DType::kF32, kRows, kBorderVocab, kBorderVocab, 0);
+  SampleBatch batch;
+  std::vector<int64_t> kept;  // of each row, exactly
+  double mass = 0;
+  for (int64_t n = 1; static_cast<int64_t>(batch.rows.size()) < kRows; ++n) {
+    mass += p[order[n - 1]];
+    if (mass < (batch.rows.size() + 1) / (kRows + 2.0)) continue;
+    const int64_t r = static_cast<int64_t>(batch.rows.size());
+    const bool above = r % 2 == 0;  // the border, so that one token more is needed
+    for (int64_t i = 0; i < kBorderVocab; ++i) tensor.Set(r, i, row.At(0, i));
+    SampleRow ask = PlainRow();
+    ask.logprob_mode = LogprobMode::kProcessed;
+    ask.top_p = static_cast<float>(above ? mass + moved : mass - moved);
+    while (std::fabs(ask.top_p - mass) <= moved) {
+      ask.top_p = std::nextafter(ask.top_p, above ? 1.0f : 0.0f);
+    }
+    kept.push_back(above ? n + 1 : n);
+    ask.first_extra = static_cast<int64_t>(batch.extra_ids.size());
+    ask.extra_count = 2;
+    ask.first_extra_entry = batch.extra_entries;
+    batch.extra_entries += 2;
+    batch.extra_ids.push_back(order[kept[r] - 1]);
+    batch.extra_ids.push_back(order[kept[r]]);
+    batch.rows.push_back(ask);
+  }
+  auto got = runner.Sample(tensor, batch);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < kRows; ++r) {
+    if (got->extra_logprobs[2 * r] > -kInf && got->extra_logprobs[2 * r + 1] == -kInf) continue;
+    return absl::StrFormat("%s: top_p %.9g: %s than the %d tokens that reach it", Name(fill),
+                           batch.rows[r].top_p,
+                           got->extra_logprobs[2 * r] > -kInf ? "more" : "fewer", kept[r]);
+  }
+  return "";
+}
+
+inline std::vector<Fill> NucleusFills() { return {Fill::kUniform, Fill::kNormal}; }
+
 // ---- Bits that depend only on the row
 
 // The bits of one row's answer.
@@ -455,7 +617,10 @@ inline std::vector<SampleCase> SampleInvarianceCases() {
 inline std::vector<OpCheck> SampleChecks() {
   return {
       ForAll("KeepsEveryClaim", SampleClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
+      ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
+      ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),
       ForAll("ARowsBitsDoNotDependOnOtherRows", SampleInvarianceCases, BrokenSampleInvariance),
   };
 }

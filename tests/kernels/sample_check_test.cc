@@ -12,7 +12,7 @@
 namespace logitd::testing {
 namespace {
 
-// A request of 2 rows x 100 f32, both with everything off, changed by the case.
+// A request of 2 rows x 100, both with everything off, changed by the case.
 struct Asked {
   SampleRequest request;
   std::vector<SampleRow> params;
@@ -40,7 +40,7 @@ struct CheckCase {
 
 absl::Status Check(const CheckCase& c) {
   Asked asked;
-  asked.request = {.dtype = DType::kF32, .rows = 2, .vocab = 100, .payload_bytes = 800};
+  asked.request = {.vocab = 100};
   asked.params = {Plain(), Plain()};
   c.change(asked, asked.params[1]);
   asked.request.params = asked.params;
@@ -76,11 +76,8 @@ TEST(CheckSampleTest, SaysFieldRowValueAndAllowedRange) {
       {"an_empty_slice_may_start_anywhere",
        [](Asked&, SampleRow& row) { row.first_history = row.first_bias = row.first_extra = 999; },
        ""},
-      {"shape_is_checked_first",
-       [](Asked& asked, SampleRow&) { asked.request.payload_bytes = 799; },
-       "logits: got 799 bytes, but rows 2 x vocab 100 x f32 is 800 bytes"},
-      {"parameters_for_some_rows", [](Asked& asked, SampleRow&) { asked.params.pop_back(); },
-       "params: got 1 values, allowed 2 (rows)"},
+      {"no_vocabulary", [](Asked& asked, SampleRow&) { asked.request.vocab = 0; },
+       "vocab: got 0, allowed 1..1048576"},
       {"inactive_row", [](Asked&, SampleRow& row) { row = {}; },
        "active: got 0 at row 1, allowed 1..1"},
       {"temperature_negative", [](Asked&, SampleRow& row) { row.temperature = -1; },
@@ -116,7 +113,6 @@ TEST(CheckSampleTest, SaysFieldRowValueAndAllowedRange) {
       {"top_logprobs_above_the_most",
        [](Asked& asked, SampleRow& row) {
          asked.request.vocab = 200;
-         asked.request.payload_bytes = 1600;
          row.top_logprobs = 129;
        },
        "top_logprobs: got 129 at row 1, allowed 0..128"},

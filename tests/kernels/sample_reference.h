@@ -98,7 +98,9 @@ class ReferenceSample {
   const std::vector<ReferenceSupport>& supports() const { return supports_; }
   const Ranked& processed() const { return processed_; }
 
-  double Temperature() const { return ask_.temperature == 0 ? 1.0 : double{ask_.temperature}; }
+  double Temperature() const {
+    return ask_.temperature == 0 ? 1.0 : double{std::max(ask_.temperature, 0x1p-118f)};
+  }
 
   // Probabilities of all tokens under supports()[0].
   std::vector<double> Probabilities() const {
@@ -167,9 +169,11 @@ class ReferenceSample {
     const auto vocab = static_cast<int64_t>(order.size());
     int64_t count = 0;
     double total = 0, whole = 0;
-    const double least =
-        ask_.min_p > 0 ? processed_.max() + t * std::log(double{ask_.min_p}) : -kInf;
     const int64_t k = ask_.top_k == 0 ? vocab : ask_.top_k;
+    const bool is_filtered = k < vocab || ask_.top_p < 1 || ask_.min_p > 0;
+    // Less than 2^-44 of the maximum rounds to 0.
+    const double least_share = is_filtered ? std::max(double{ask_.min_p}, 0x1p-44) : 0;
+    const double least = processed_.max() + t * std::log(least_share);
     for (int32_t id : order) {
       const bool drawable =
           processed_.x[id] > -kInf && (processed_.max() < kInf || processed_.x[id] == kInf);

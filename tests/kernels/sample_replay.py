@@ -119,6 +119,7 @@ def sample(row):
     temperature, top_p, min_p = of_bits(row["temperature"]), of_bits(row["top_p"]), of_bits(row["min_p"])
     if temperature == 0:
         return (0, -1), {order[0]}, False, x
+    temperature = max(temperature, 2.0**-118)
     bits = uniform_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
 
@@ -135,9 +136,8 @@ def sample(row):
         return (0, -1), close | {c * 1024 + token}, len(close) > 1, x
 
     kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
-    if min_p > 0:
-        kept = [i for i in kept if x[i] == top or x[i] - top >= temperature * math.log(min_p)]
-    kept = kept[:k]
+    least = temperature * math.log(max(min_p, 2.0**-44))
+    kept = [i for i in kept if x[i] == top or x[i] - top >= least][:k]
     w = {i: fixed(weight(x[i], top, temperature)) for i in kept}
     tokens, shaky = set(), False
     ends = [len(kept)]

@@ -55,6 +55,7 @@ TEST_F(SampleCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
 TEST(SampleTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
   ForEachInstructionSet([](OpRunner& runner) {
     EXPECT_EQ(FailuresOf(runner, SampleClaims(), BrokenClaim), "");
+    EXPECT_EQ(FailuresOf(runner, SampleEditClaims(), BrokenClaim), "");
     uint64_t n = 0;
     for (const SampleCase& c : SampleCases()) {
       if (++n % 7 != 0 || c.vocab > 50000) continue;

@@ -68,6 +68,13 @@ inline const std::vector<TopKClaim>& TopKClaims() {
       {.name = "equal logits stay equal at a very low temperature", .logits = {10.1f, 10, 10.1f},
        .k = 3, .temperature = 1e-12f, .indices = {0, 2, 1}, .probs = {0.5f, 0.5f, 0},
        .logsumexp = 1.01e13f},
+      {.name = "a logsumexp above f32 is plus inf", .logits = {1, 2, 1}, .k = 2,
+       .temperature = 1e-39f, .indices = {1, 0}, .probs = {1, 0}, .logsumexp = kInf},
+      {.name = "a logsumexp below f32 is minus inf", .logits = {-2, -1, -2}, .k = 2,
+       .temperature = 1e-39f, .indices = {1, 0}, .probs = {1, 0}, .logsumexp = -kInf},
+      {.name = "the logsumexp of zeros is finite at any temperature", .logits = {0, 0, -1}, .k = 3,
+       .temperature = 1e-39f, .indices = {0, 1, 2}, .probs = {0.5f, 0.5f, 0},
+       .logsumexp = std::log(2.0f)},
       {.name = "one NaN makes its row faulty", .logits = {1, kNan, 3},
        .status = {RowCode::kNanLogit, 1}},
       {.name = "the status names the lowest NaN", .logits = {1, 2, kNan, kNan},
@@ -81,16 +88,28 @@ inline const std::vector<TopKClaim>& TopKClaims() {
   return claims;
 }
 
-// "" where the backend keeps the claim, else what it did instead.
+// "" where the backend keeps the claim for every type that holds its logits, else what it did
+// instead.
 inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim) {
-  const SoftmaxTopKRow ask{.first_entry = 0, .temperature = claim.temperature, .k = claim.k};
-  auto got = runner.SoftmaxTopK(TensorOf(DType::kF32, 1, claim.logits), {&ask, 1}, claim.k);
-  if (!got.ok()) return got.status().ToString();
-  TopKRowAnswer want{
-      .status = claim.status, .logsumexp = claim.logsumexp, .indices = claim.indices};
-  // The table's floats are rounded; the tolerance is wide enough for that.
-  want.probs.assign(claim.probs.begin(), claim.probs.end());
-  return DescribeDifference(want, got->status[0], got->logsumexp[0], got->indices, got->probs);
+  for (DType dtype : kAllDTypes) {
+    const HostTensor logits = TensorOf(dtype, 1, claim.logits);
+    bool exact = true;
+    for (size_t i = 0; i < claim.logits.size(); ++i) {
+      exact &= std::isnan(claim.logits[i]) || logits.At(0, i) == claim.logits[i];
+    }
+    if (!exact) continue;
+    const SoftmaxTopKRow ask{.first_entry = 0, .temperature = claim.temperature, .k = claim.k};
+    const auto got = runner.SoftmaxTopK(logits, {&ask, 1}, claim.k);
+    if (!got.ok()) return got.status().ToString();
+    TopKRowAnswer want{
+        .status = claim.status, .logsumexp = claim.logsumexp, .indices = claim.indices};
+    // The table's floats are rounded; the tolerance is wide enough for that.
+    want.probs.assign(claim.probs.begin(), claim.probs.end());
+    const std::string difference =
+        DescribeDifference(want, got->status[0], got->logsumexp[0], got->indices, got->probs);
+    if (!difference.empty()) return absl::StrFormat("%s: %s", Name(dtype), difference);
+  }
+  return "";
 }
 
 // ---- Parity with double precision

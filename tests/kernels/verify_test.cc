@@ -317,7 +317,7 @@ TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
   };
   for (const CheckCase& c : cases) {
     Asked asked;
-    asked.request.sample = {.dtype = DType::kF32, .rows = 3, .vocab = 10, .payload_bytes = 120};
+    asked.request.sample = {.vocab = 10};
     asked.params.resize(3, PlainRow());
     asked.drafts.resize(3);
     c.change(asked);

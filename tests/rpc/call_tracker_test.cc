@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "absl/time/time.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/call_tracker.h"
 
 namespace logitd::rpc {
 namespace {
@@ -14,8 +14,8 @@ class CountedCall final : public DrainedCall {
   int drains = 0;
 };
 
-TEST(CallTrackerTest, ADrainTellsCallsFromAddToRemove) {
-  CallTracker tracker(absl::Seconds(30));
+TEST(CallTrackerTest, ADrainReachesCallsBetweenAddAndRemove) {
+  CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
   const auto over = std::make_shared<CountedCall>();
   const auto alive = std::make_shared<CountedCall>();
   const auto late = std::make_shared<CountedCall>();
@@ -31,8 +31,8 @@ TEST(CallTrackerTest, ADrainTellsCallsFromAddToRemove) {
   EXPECT_EQ(late->drains, 1);
 }
 
-TEST(CallTrackerTest, ACallWithTheAddressOfOneThatEndsIsTold) {
-  CallTracker tracker(absl::Seconds(30));
+TEST(CallTrackerTest, ADrainReachesACallAtTheAddressOfAnEndedCall) {
+  CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
   CountedCall memory;
   const auto made_there = [&memory] {
     return std::shared_ptr<DrainedCall>(&memory, [](DrainedCall*) {});

@@ -1,4 +1,4 @@
-// Flags and environment: what is taken, what is refused, and in which words.
+// Flags and environment variables: accepted values, refused values, and the texts of errors.
 #include "server/config.h"
 
 #include <gmock/gmock.h>
@@ -69,7 +69,7 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.heads[0].path, "/m/a");
   EXPECT_EQ(r.config.heads[0].vocab, 0);
   EXPECT_FALSE(r.config.heads[0].final_norm);
-  EXPECT_EQ(r.config.heads[1].path, "/m/x,y=z");  // a comma and an = of its own
+  EXPECT_EQ(r.config.heads[1].path, "/m/x,y=z");  // the path has a comma and an =
   EXPECT_EQ(r.config.heads[1].vocab, 100);
   EXPECT_TRUE(r.config.heads[1].final_norm);
   EXPECT_EQ(r.config.heads[2].path, "/m/norm");
@@ -77,7 +77,7 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.head_root, "/tmp");
 }
 
-TEST(ConfigTest, HeadsOfTheEnvironmentAreApartBySemicolons) {
+TEST(ConfigTest, SemicolonsSeparateHeadsInTheEnvironment) {
   setenv("LOGITD_HEAD", "a=/m/a,norm;b=/m/b", 1);
   const Result r = Parse({});
   unsetenv("LOGITD_HEAD");
@@ -87,7 +87,7 @@ TEST(ConfigTest, HeadsOfTheEnvironmentAreApartBySemicolons) {
   EXPECT_EQ(r.config.heads[1].name, "b");
 }
 
-TEST(ConfigTest, EnvironmentStandsInForFlagsAndFlagsWin) {
+TEST(ConfigTest, TheEnvironmentReplacesMissingFlagsAndFlagsWin) {
   setenv("LOGITD_SLAB_BYTES", "256MiB", 1);
   setenv("LOGITD_LISTEN", "127.0.0.1:1,unix:/tmp/s", 1);
   setenv("LOGITD_DRAIN_GRACE", "5s", 1);
@@ -103,12 +103,12 @@ TEST(ConfigTest, EnvironmentStandsInForFlagsAndFlagsWin) {
   EXPECT_EQ(from_flag.config.slab_bytes, int64_t{128} << 20);
 }
 
-TEST(ConfigTest, HelpTeaches) {
+TEST(ConfigTest, HelpShowsExamplesVariablesAndExitCodes) {
   const Result r = Parse({"--help"});
   EXPECT_EQ(r.exit_code, 0);
   EXPECT_THAT(r.out, HasSubstr("logitd --listen"));
   EXPECT_THAT(r.out, HasSubstr("LOGITD_SLAB_BYTES"));
-  EXPECT_THAT(r.out, HasSubstr("device\nwas lost"));
+  EXPECT_THAT(r.out, HasSubstr("the device was lost"));
 }
 
 struct Bad {
@@ -135,16 +135,16 @@ INSTANTIATE_TEST_SUITE_P(
             "--max-request-bytes: got 3221225472"},
         Bad{"size_0", {"--max-request-bytes=0"}, "--max-request-bytes"},
         Bad{"size_negative", {"--slab-bytes=-1"}, "--slab-bytes"},
-        Bad{"size_without_sense", {"--slab-bytes=lots"}, "--slab-bytes"},
+        Bad{"size_is_a_word", {"--slab-bytes=lots"}, "--slab-bytes"},
         Bad{"streams_0", {"--streams=0"}, "--streams"},
         Bad{"batch_rows_0", {"--max-batch-rows=0"}, "--max-batch-rows"},
         Bad{"negative_duration", {"--drain-grace=-1s"}, "--drain-grace"},
         Bad{"receive_timeout_0", {"--receive-timeout=0"}, "--receive-timeout"},
-        Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed: NAME=PATH"},
-        Bad{"head_without_name", {"--head==/m"}, "allowed: NAME=PATH[,vocab=N][,norm]"},
-        Bad{"head_of_options_alone", {"--head=a=,norm"}, "allowed: NAME=PATH"},
-        Bad{"head_vocab_0", {"--head=a=/m,vocab=0"}, "allowed: a vocab of 1 to 1048576"},
-        Bad{"head_vocab_word", {"--head=a=/m,vocab=all"}, "allowed: a vocab of 1 to 1048576"},
+        Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed NAME=PATH"},
+        Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm]"},
+        Bad{"head_with_only_options", {"--head=a=,norm"}, "allowed NAME=PATH"},
+        Bad{"head_vocab_0", {"--head=a=/m,vocab=0"}, "allowed a vocab of 1 to 1048576"},
+        Bad{"head_vocab_word", {"--head=a=/m,vocab=all"}, "allowed a vocab of 1 to 1048576"},
         Bad{"head_twice",
             {"--head=a=/m", "--head=b=/m", "--head=a=/n"},
             "--head: got the name \"a\" twice"},

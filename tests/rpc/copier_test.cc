@@ -1,4 +1,4 @@
-// The copy into a slab: every byte to its place, none between rows, with and without helpers.
+// The copy into a slab writes every byte of a row and none between rows, with and without helpers.
 #include "server/rpc/transport/copier.h"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/fuzz/compare_topk_request.h"
+#include "tests/fuzz/field_comparison.h"
 
 namespace logitd::rpc {
 namespace {
@@ -19,7 +19,7 @@ std::string CopyTo(Copier& copier, Pieces pieces, const Payload& payload, size_t
   return out;
 }
 
-TEST(CopierTest, RowsAcrossPiecesToTheirStride) {
+TEST(CopierTest, RowsAcrossPiecesAreCopiedToTheirStride) {
   Copier copier(0);
   const std::string bytes = "abcdef";
   for (size_t most = 1; most <= bytes.size(); ++most) {
@@ -30,7 +30,7 @@ TEST(CopierTest, RowsAcrossPiecesToTheirStride) {
   }
 }
 
-TEST(CopierTest, StartsInsideAPiece) {
+TEST(CopierTest, APayloadMayStartInsideAPiece) {
   Copier copier(0);
   const std::string bytes = "xxabcdefxx";
   const std::vector<Piece> pieces = testing::Cut(bytes, bytes.size(), 1);
@@ -40,8 +40,8 @@ TEST(CopierTest, StartsInsideAPiece) {
   EXPECT_EQ(CopyTo(copier, pieces, payload, 5), "abc..def");
 }
 
-// Parts, pieces and rows end at different places, and two callers share the helpers.
-TEST(CopierTest, HelpersPutEveryByteInItsPlace) {
+// Parts, pieces and rows end at different bytes, and two callers share the helpers.
+TEST(CopierTest, HelpersCopyEveryByteToItsPlace) {
   Copier helped(3);
   std::mt19937 random(5);
   for (const auto& [rows, row_bytes, stride] :
@@ -60,9 +60,9 @@ TEST(CopierTest, HelpersPutEveryByteInItsPlace) {
                        static_cast<size_t>(row) * row_bytes, row_bytes);
     }
     std::string other;
-    std::thread beside([&] { other = CopyTo(helped, pieces, payload, stride); });
+    std::thread second([&] { other = CopyTo(helped, pieces, payload, stride); });
     const bool same = CopyTo(helped, pieces, payload, stride) == expected;
-    beside.join();
+    second.join();
     EXPECT_TRUE(same) << rows << " rows of " << row_bytes;
     EXPECT_TRUE(other == expected) << rows << " rows of " << row_bytes;
   }

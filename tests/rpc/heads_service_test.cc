@@ -1,4 +1,4 @@
-// The Heads service over a real server, on the CPU with copies that can be held up.
+// The Heads service over a real server, on a fake device whose copies the tests hold.
 #include "server/rpc/heads_service.h"
 
 #include <gmock/gmock.h>
@@ -8,19 +8,14 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "kernels/backend.h"
-#include "server/engine/engine.h"
-#include "server/rpc/rpc_server.h"
+#include "tests/rpc/served_engine.h"
 
 namespace logitd::rpc {
 namespace {
@@ -28,96 +23,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-// The CPU, whose copies to heads wait between Hold and Release.
-class HeldBackend final : public Backend {
- public:
-  const DeviceInfo& device() const override { return cpu_->device(); }
-  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return cpu_->AllocateSlab(bytes); }
-  void FreeSlab(const Slab& slab) override { cpu_->FreeSlab(slab); }
-  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
-    {
-      absl::MutexLock lock(&mutex_);
-      ++pieces_;
-    }
-    return cpu_->AllocateDevice(bytes);
-  }
-  void FreeDevice(const DeviceMemory& memory) override {
-    cpu_->FreeDevice(memory);
-    absl::MutexLock lock(&mutex_);
-    --pieces_;
-  }
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
-    return std::make_unique<HeldStream>(*cpu_->CreateStream(use), this);
-  }
-
-  void Hold() {
-    absl::MutexLock lock(&mutex_);
-    held_ = true;
-  }
-  void Release() {
-    absl::MutexLock lock(&mutex_);
-    held_ = false;
-  }
-  void FailNextWait(absl::Status fault) {
-    absl::MutexLock lock(&mutex_);
-    fault_ = std::move(fault);
-  }
-  int waiting() {
-    absl::MutexLock lock(&mutex_);
-    return waiting_;
-  }
-  int pieces() {
-    absl::MutexLock lock(&mutex_);
-    return pieces_;
-  }
-
- private:
-  class HeldStream final : public Stream {
-   public:
-    HeldStream(std::unique_ptr<Stream> stream, HeldBackend* backend)
-        : stream_(std::move(stream)), backend_(backend) {}
-    absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
-      return stream_->Upload(slab, offset, bytes);
-    }
-    absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
-      return stream_->Download(slab, offset, bytes);
-    }
-    absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
-      backend_->Pass();
-      return stream_->Fill(slab, offset, bytes, to);
-    }
-    absl::StatusOr<StreamTimes> Wait() override {
-      absl::StatusOr<StreamTimes> times = stream_->Wait();
-      if (absl::Status fault = backend_->TakeFault(); !fault.ok()) return fault;
-      return times;
-    }
-
-   private:
-    const std::unique_ptr<Stream> stream_;
-    HeldBackend* const backend_;
-  };
-
-  absl::Status TakeFault() {
-    absl::MutexLock lock(&mutex_);
-    return std::exchange(fault_, absl::OkStatus());
-  }
-
-  void Pass() {
-    absl::MutexLock lock(&mutex_);
-    ++waiting_;
-    const auto free = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !held_; };
-    mutex_.Await(absl::Condition(&free));
-    --waiting_;
-  }
-
-  const std::unique_ptr<Backend> cpu_ = *CreateCpuBackend({.cpu_threads = 1});
-  absl::Mutex mutex_;
-  bool held_ = false;
-  absl::Status fault_;
-  int waiting_ = 0;
-  int pieces_ = 0;  // of device memory
-};
 
 // A file with one bf16 matrix of zeros and a bias of ones.
 void WriteHead(const std::string& path, int64_t vocab, int64_t hidden) {
@@ -133,46 +38,18 @@ void WriteHead(const std::string& path, int64_t vocab, int64_t hidden) {
   for (int64_t i = 0; i < vocab; ++i) out.write(reinterpret_cast<const char*>(&one), sizeof(one));
 }
 
-class HeadsServiceTest : public ::testing::Test {
+class HeadsServiceTest : public ServedEngine {
  protected:
-  HeadsServiceTest() {
+  HeadsServiceTest() : ServedEngine(/*max_bytes=*/1 << 16, /*max_held_bytes=*/1 << 20) {
     std::string name = (std::filesystem::temp_directory_path() / "logitd-rpc-XXXXXX").string();
     folder_ = std::filesystem::canonical(mkdtemp(name.data())).string();
     std::filesystem::create_directories(folder_ + "/top/inner");
     WriteHead(folder_ + "/top/small.safetensors", 10, 4);
     WriteHead(folder_ + "/top/inner/large.safetensors", 2048, 4096);  // two chunks and a bias
     WriteHead(folder_ + "/outside.safetensors", 10, 4);
-    auto engine = engine::Engine::Create(&backend_,
-                                         {.streams = 1,
-                                          .slab_payload_bytes = 1 << 16,
-                                          .slab_answer_bytes = 1 << 16,
-                                          .max_batch_rows = 16},
-                                         &metrics_, [this](const absl::Status& cause) {
-                                           absl::MutexLock lock(&mutex_);
-                                           lost_ = cause;
-                                         });
-    EXPECT_TRUE(engine.ok()) << engine.status();
-    engine_ = *std::move(engine);
-    Start(folder_ + "/top");
+    stub_ = v1::Heads::NewStub(Start(folder_ + "/top"));
   }
-
-  ~HeadsServiceTest() override {
-    backend_.Release();
-    server_->Shutdown();
-    server_.reset();
-    engine_.reset();
-    std::filesystem::remove_all(folder_);
-  }
-
-  void Start(const std::string& root) {
-    auto server = RpcServer::Start(
-        {.listen = {"127.0.0.1:0"}, .max_request_bytes = 1 << 16, .head_root = root},
-        backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
-    ASSERT_TRUE(server.ok()) << server.status();
-    server_ = *std::move(server);
-    stub_ = v1::Heads::NewStub(
-        grpc::CreateChannel(server_->listening()[0], grpc::InsecureChannelCredentials()));
-  }
+  ~HeadsServiceTest() override { std::filesystem::remove_all(folder_); }
 
   struct Call {
     explicit Call(const v1::LoadHeadRequest& request) : request(request) {
@@ -219,35 +96,19 @@ class HeadsServiceTest : public ::testing::Test {
     return names;
   }
 
-  static bool Becomes(const std::function<bool()>& condition) {
-    const absl::Time end = absl::Now() + absl::Seconds(20);
-    while (!condition()) {
-      if (absl::Now() > end) return false;
-      absl::SleepFor(absl::Milliseconds(1));
-    }
-    return true;
-  }
-
-  // What the engine's owner has heard of the device.
-  absl::Status lost() {
-    absl::MutexLock lock(&mutex_);
-    return lost_;
+  // Begins a load that waits in its first copy to the device.
+  std::unique_ptr<Call> BeginHeld(const std::string& name, const std::string& path) {
+    backend_.Hold(FaultPoint::kUpload);
+    auto call = Begin(name, path);
+    EXPECT_TRUE(Becomes([&] { return backend_.held() == 1; }));
+    return call;
   }
 
   std::string folder_;
-  absl::Mutex mutex_;
-  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
-  HeldBackend backend_;
-  engine::Metrics metrics_{{}};
-  engine::Admission admission_{{.max_request_bytes = 1 << 17, .max_held_bytes = 1 << 20},
-                               &metrics_};
-  engine::Heads heads_{&backend_, &metrics_};
-  std::unique_ptr<engine::Engine> engine_;
-  std::unique_ptr<RpcServer> server_;
   std::unique_ptr<v1::Heads::Stub> stub_;
 };
 
-TEST_F(HeadsServiceTest, ALoadEndsWithTheHeadWhichIsThenThere) {
+TEST_F(HeadsServiceTest, ALoadEndsWithItsHeadWhichGetThenReturns) {
   auto call = Begin("large", "inner/large.safetensors");
   const grpc::Status status = call->Finish();
   ASSERT_TRUE(status.ok()) << status.error_message();
@@ -282,16 +143,16 @@ TEST_F(HeadsServiceTest, ALoadEndsWithTheHeadWhichIsThenThere) {
               static_cast<double>(absl::ToUnixMillis(absl::Now())), 60'000);
 }
 
-TEST_F(HeadsServiceTest, ListsAndUnloadsByName) {
-  for (const char* name : {"b", "a"}) {
-    ASSERT_TRUE(Load(name, "small.safetensors").ok());
-  }
+TEST_F(HeadsServiceTest, HeadsAreListedAndUnloadedByName) {
+  ASSERT_TRUE(Load("b", "small.safetensors").ok());
+  const size_t bytes_of_one = backend_.device_bytes();
+  ASSERT_TRUE(Load("a", "small.safetensors").ok());
   EXPECT_THAT(List(), ElementsAre("a", "b"));
   const grpc::Status twice = Load("a", "small.safetensors");
   EXPECT_EQ(twice.error_code(), grpc::ALREADY_EXISTS);
   EXPECT_TRUE(Unload("b").ok());
   EXPECT_THAT(List(), ElementsAre("a"));
-  EXPECT_EQ(backend_.pieces(), 1);
+  EXPECT_EQ(backend_.device_bytes(), bytes_of_one);
   const grpc::Status gone = Unload("b");
   EXPECT_EQ(gone.error_code(), grpc::NOT_FOUND);
   EXPECT_THAT(gone.error_message(), HasSubstr("no head \"b\"; loaded: a"));
@@ -302,21 +163,21 @@ TEST_F(HeadsServiceTest, ListsAndUnloadsByName) {
   EXPECT_EQ(stub_->Get(&context, request, &got).error_code(), grpc::NOT_FOUND);
 }
 
-TEST_F(HeadsServiceTest, PathsAreShownAsTheyWereAskedFor) {
+TEST_F(HeadsServiceTest, PathsAreShownAsTheCallerGaveThem) {
   ASSERT_TRUE(Load("inside", "inner/large.safetensors").ok());
   std::filesystem::create_directory(folder_ + "/top2");
-  const std::string beside = folder_ + "/top2/x.safetensors";
-  WriteHead(beside, 10, 4);
+  const std::string outside = folder_ + "/top2/x.safetensors";
+  WriteHead(outside, 10, 4);
   ASSERT_TRUE(heads_
-                  .Load({.name = "beside", .path = beside},
+                  .Load({.name = "outside", .path = outside},
                         [](const engine::HeadProgress&) { return true; })
                   .ok());
   grpc::ClientContext context;
   v1::ListHeadsResponse response;
   ASSERT_TRUE(stub_->List(&context, {}, &response).ok());
   ASSERT_EQ(response.heads_size(), 2);
-  EXPECT_EQ(response.heads(0).path(), beside);  // by the operator, from outside
-  EXPECT_EQ(response.heads(1).path(), "inner/large.safetensors");
+  EXPECT_EQ(response.heads(0).path(), "inner/large.safetensors");
+  EXPECT_EQ(response.heads(1).path(), outside);  // loaded by the operator
 }
 
 TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
@@ -336,7 +197,7 @@ TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
         << path;
   }
   EXPECT_THAT(List(), ElementsAre());
-  // What stays inside is taken, however it is said.
+  // A path that stays inside is accepted in every form.
   std::filesystem::create_symlink("../small.safetensors", folder_ + "/top/inner/link");
   int heads = 0;
   for (const std::string& path :
@@ -351,18 +212,15 @@ TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
 }
 
 TEST_F(HeadsServiceTest, WithoutARootClientsLoadNothing) {
-  server_->Shutdown();
-  Start("");
+  stub_ = v1::Heads::NewStub(Start(/*head_root=*/""));
   const grpc::Status status = Load("x", "small.safetensors");
   EXPECT_EQ(status.error_code(), grpc::FAILED_PRECONDITION);
   EXPECT_THAT(status.error_message(), HasSubstr("--head-root DIR"));
 }
 
-TEST_F(HeadsServiceTest, WhatCanBeToldAtOnceIsToldWhileAnotherLoads) {
+TEST_F(HeadsServiceTest, ARequestThatIsWrongIsRefusedAtOnceWhileAnotherLoads) {
   ASSERT_TRUE(Load("there", "small.safetensors").ok());
-  backend_.Hold();
-  auto first = Begin("first", "small.safetensors");
-  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  auto first = BeginHeld("first", "small.safetensors");
   auto second = Begin("second", "small.safetensors");
   v1::LoadHeadResponse waits;
   ASSERT_TRUE(second->reader->Read(&waits));
@@ -385,17 +243,15 @@ TEST_F(HeadsServiceTest, WhatCanBeToldAtOnceIsToldWhileAnotherLoads) {
        }) {
     EXPECT_EQ(Load(test.name, test.path).error_code(), test.code) << test.name << " " << test.path;
   }
-  EXPECT_EQ(backend_.waiting(), 1);
+  EXPECT_EQ(backend_.held(), 1);
   backend_.Release();
   EXPECT_TRUE(first->Finish().ok());
   EXPECT_TRUE(second->Finish().ok());
 }
 
-TEST_F(HeadsServiceTest, ACancelledCallGivesItsLoadUp) {
-  backend_.Hold();
-  auto call = Begin("large", "inner/large.safetensors");
-  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
-  EXPECT_THAT(List(), ElementsAre());  // and others are answered meanwhile
+TEST_F(HeadsServiceTest, ACancelledCallEndsItsLoad) {
+  auto call = BeginHeld("large", "inner/large.safetensors");
+  EXPECT_THAT(List(), ElementsAre());  // other calls are answered meanwhile
   EXPECT_EQ(server_->calls(), 1);
   call->context.TryCancel();
   EXPECT_EQ(call->Finish().error_code(), grpc::CANCELLED);
@@ -403,15 +259,13 @@ TEST_F(HeadsServiceTest, ACancelledCallGivesItsLoadUp) {
   EXPECT_TRUE(server_->loading());
   backend_.Release();
   EXPECT_TRUE(Becomes([&] { return !server_->loading(); }));
-  EXPECT_EQ(backend_.pieces(), 0);
+  EXPECT_EQ(backend_.device_bytes(), 0u);
   EXPECT_THAT(List(), ElementsAre());
   EXPECT_TRUE(Load("large", "inner/large.safetensors").ok());
 }
 
-TEST_F(HeadsServiceTest, LoadsWaitTheirTurnAndMayLeaveTheLine) {
-  backend_.Hold();
-  auto first = Begin("first", "small.safetensors");
-  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+TEST_F(HeadsServiceTest, LoadsRunInOrderAndAWaitingOneMayBeCancelled) {
+  auto first = BeginHeld("first", "small.safetensors");
   auto second = Begin("second", "small.safetensors");
   auto third = Begin("third", "small.safetensors");
   ASSERT_TRUE(Becomes([&] { return server_->calls() == 3; }));
@@ -421,19 +275,17 @@ TEST_F(HeadsServiceTest, LoadsWaitTheirTurnAndMayLeaveTheLine) {
   backend_.Release();
   EXPECT_TRUE(first->Finish().ok());
   EXPECT_TRUE(third->Finish().ok());
-  EXPECT_TRUE(Load("last", "small.safetensors").ok());  // by now the second's turn is over
+  EXPECT_TRUE(Load("last", "small.safetensors").ok());  // by now the second's turn has passed
   EXPECT_THAT(List(), ElementsAre("first", "last", "third"));
 }
 
-TEST_F(HeadsServiceTest, ThoseWhoLeaveTheLineMakeRoomInIt) {
-  backend_.Hold();
-  auto first = Begin("first", "small.safetensors");
-  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+TEST_F(HeadsServiceTest, ACancelledWaitingLoadMakesRoomInTheLine) {
+  auto first = BeginHeld("first", "small.safetensors");
   std::vector<std::unique_ptr<Call>> line;
   for (int i = 0; i < 64; ++i) {
     line.push_back(Begin(absl::StrCat("waits", i), "small.safetensors"));
     v1::LoadHeadResponse waits;
-    ASSERT_TRUE(line.back()->reader->Read(&waits));  // it is in the line
+    ASSERT_TRUE(line.back()->reader->Read(&waits));  // it waits in the line
   }
   EXPECT_EQ(Load("more", "small.safetensors").error_code(), grpc::RESOURCE_EXHAUSTED);
   line[10]->context.TryCancel();
@@ -450,23 +302,21 @@ TEST_F(HeadsServiceTest, ThoseWhoLeaveTheLineMakeRoomInIt) {
 }
 
 TEST_F(HeadsServiceTest, ALoadThatLosesTheDeviceTellsTheEnginesOwner) {
-  backend_.FailNextWait(absl::InternalError("fell off the bus"));
+  backend_.FailNext(FaultPoint::kWait, absl::InternalError("fell off the bus"));
   const grpc::Status status = Load("small", "small.safetensors");
   EXPECT_EQ(status.error_code(), grpc::INTERNAL);
-  EXPECT_TRUE(Becomes([&] { return !lost().ok(); }));
-  EXPECT_THAT(std::string(lost().message()), HasSubstr("fell off the bus"));
+  EXPECT_TRUE(Becomes([&] { return !device_lost().ok(); }));
+  EXPECT_THAT(std::string(device_lost().message()), HasSubstr("fell off the bus"));
 }
 
 TEST_F(HeadsServiceTest, ADrainEndsLoadsAndTakesNoMore) {
   ASSERT_TRUE(Load("small", "small.safetensors").ok());
-  backend_.Hold();
-  auto call = Begin("large", "inner/large.safetensors");
-  ASSERT_TRUE(Becomes([&] { return backend_.waiting() == 1; }));
+  auto call = BeginHeld("large", "inner/large.safetensors");
   auto waits = Begin("waits", "small.safetensors");
   ASSERT_TRUE(Becomes([&] { return server_->calls() == 2; }));
   admission_.BeginDrain();
   server_->Drain();
-  // At once, though the load itself hangs.
+  // The calls end at once, even though the load itself hangs.
   for (Call* ending : {call.get(), waits.get()}) {
     const grpc::Status ended = ending->Finish();
     EXPECT_EQ(ended.error_code(), grpc::UNAVAILABLE);

@@ -14,9 +14,9 @@
 
 #include "logitd/v1/sampler.pb.h"
 #include "server/rpc/codecs/verify_codec.h"
+#include "tests/fake_backend.h"
 #include "tests/fuzz/compare_sample_request.h"
 #include "tests/rpc/one_head.h"
-#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -78,10 +78,10 @@ std::vector<T> As(const std::vector<std::byte>& bytes) {
 TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
   Parsed p(Plain<v1::SampleRequest>(2, 5));
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kSampleTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kSampleTraits);
   EXPECT_EQ(p.spec.key.row_elements, 5);
   EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2}));
-  const auto rows = As<SampleRow>(p.Inputs()[kSampleInRows]);
+  const auto rows = As<SampleRow>(p.Inputs()[ops::kSampleInRows.index]);
   for (const SampleRow& row : rows) {
     EXPECT_EQ(row.active, 1);
     EXPECT_EQ(row.seed, 1u);
@@ -116,8 +116,8 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   request.add_logprob_mode(v1::LOGPROB_MODE_PROCESSED);
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.counts[kSampleTopEntries], 5);
-  const auto rows = As<SampleRow>(p.Inputs({0, 0, 0, 0, 0, 100, 0})[kSampleInRows]);
+  EXPECT_EQ(p.spec.counts[ops::kSampleTopEntries], 5);
+  const auto rows = As<SampleRow>(p.Inputs({0, 0, 0, 0, 0, 100, 0})[ops::kSampleInRows.index]);
   EXPECT_EQ(rows[0].seed, 7u);
   EXPECT_EQ(rows[1].seed, uint64_t{1} << 63);
   EXPECT_EQ(rows[1].position, 4u);
@@ -147,13 +147,13 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   request.set_allowed_tokens(std::string("\x05\0\0\0", 4));
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kLinearSampleTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kLinearSampleTraits);
   EXPECT_EQ(p.spec.key.row_elements, 2);
   EXPECT_EQ(p.spec.key.head, p.heads.watch().lock().get());
   EXPECT_EQ(p.codec.payload().row_bytes, 8u);
   const auto arrays = p.Inputs();
-  EXPECT_EQ(As<SampleRow>(arrays[kSampleInRows])[1].seed, 5u);
-  EXPECT_THAT(As<uint32_t>(arrays[kSampleInMaskWords]), ElementsAre(5u));
+  EXPECT_EQ(As<SampleRow>(arrays[ops::kSampleInRows.index])[1].seed, 5u);
+  EXPECT_THAT(As<uint32_t>(arrays[ops::kSampleInMaskWords.index]), ElementsAre(5u));
 
   request.set_top_k(0, 4);
   EXPECT_THAT(std::string(Parsed(request).status.message()),
@@ -164,11 +164,11 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
 
 TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   alignas(16) std::byte memory[64];
-  const std::vector<std::byte*> inputs(kSampleInputs, memory);
-  const std::vector<std::byte*> outputs(kSampleOutputs, memory + 16);
+  const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
+  const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
   const HeadView head = {.weight = {.rows = 7, .cols = 5}};
-  RecordingStream stream;
-  ASSERT_TRUE(kLinearSampleTraits
+  FakeStream stream;
+  ASSERT_TRUE(ops::kLinearSampleTraits
                   .enqueue(stream, {.dtype = DType::kF32,
                                     .counts = {3},
                                     .row_elements = 5,
@@ -207,7 +207,7 @@ TEST(SampleCodecTest, ListsOfARowAndSharedOnesCountFromTheJobsPlaceInTheBatch) {
   const int64_t before = p.codec.list_bytes();
   const auto arrays = p.Inputs({10, 20, 30, 40, 50, 60, 70});
   EXPECT_LT(p.codec.list_bytes(), before);
-  const auto rows = As<SampleRow>(arrays[kSampleInRows]);
+  const auto rows = As<SampleRow>(arrays[ops::kSampleInRows.index]);
   EXPECT_EQ(rows[0].first_history, 20);
   EXPECT_EQ(rows[0].history_count, 3);
   EXPECT_EQ(rows[1].first_history, 23);
@@ -222,12 +222,12 @@ TEST(SampleCodecTest, ListsOfARowAndSharedOnesCountFromTheJobsPlaceInTheBatch) {
   EXPECT_EQ(rows[1].first_mask_word, 50);
   EXPECT_EQ(rows[0].first_extra_entry, 70);
   EXPECT_EQ(rows[1].first_extra_entry, 72);
-  EXPECT_THAT(As<int32_t>(arrays[kSampleInHistory]), ElementsAre(5, 5, 6, 7));
-  const auto bias = As<SampleBias>(arrays[kSampleInBias]);
+  EXPECT_THAT(As<int32_t>(arrays[ops::kSampleInHistory.index]), ElementsAre(5, 5, 6, 7));
+  const auto bias = As<SampleBias>(arrays[ops::kSampleInBias.index]);
   EXPECT_EQ(bias[1].id, 2);
   EXPECT_EQ(bias[0].value, 0.5f);
-  EXPECT_THAT(As<int32_t>(arrays[kSampleInExtraIds]), ElementsAre(8, 9));
-  EXPECT_THAT(As<uint32_t>(arrays[kSampleInMaskWords]), ElementsAre(0xffffffffu, 15u));
+  EXPECT_THAT(As<int32_t>(arrays[ops::kSampleInExtraIds.index]), ElementsAre(8, 9));
+  EXPECT_THAT(As<uint32_t>(arrays[ops::kSampleInMaskWords.index]), ElementsAre(0xffffffffu, 15u));
 }
 
 struct Bad {
@@ -254,7 +254,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"bytes_disagree", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
         Bad{"vocab_0", [](R r) { r->set_vocab(0); }, "vocab"},
         Bad{"randomness_without_a_seed", [](R r) { r->clear_seed(); },
-            "seed: none sent, but temperature is 1 at row 0"},
+            "seed: got none with temperature 1 at row 0, allowed 1 or 2 (rows) values"},
         Bad{"three_seeds_for_two_rows",
             [](R r) {
               r->add_seed(1);
@@ -271,7 +271,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"unknown_mode", [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
             "logprob_mode: got 7"},
         Bad{"counts_that_do_not_add_up", [](R r) { r->set_history_count(0, 2); },
-            "history_count: adds up to 3, but history has 4 values"},
+            "history_count: got 3 in total, allowed 4, the number of values of history"},
         Bad{"count_negative",
             [](R r) {
               r->set_history_count(0, 5);
@@ -279,25 +279,25 @@ INSTANTIATE_TEST_SUITE_P(
             },
             "history_count: got -1 at row 1"},
         Bad{"counts_without_a_list", [](R r) { r->clear_history(); },
-            "history_count: adds up to 4, but history has 0 values"},
+            "history_count: got 4 in total, allowed 0, the number of values of history"},
         Bad{"one_count_of_a_part", [](R r) { r->set_extra_count(0, 1); },
-            "extra_count: adds up to 1, but extra has 2 values"},
+            "extra_count: got 1 in total, allowed 2, the number of values of extra_ids"},
         Bad{"history_token_beyond", [](R r) { r->set_history(3, 40); },
             "history: got token 40 at row 1, entry 0, allowed 0..39"},
         Bad{"biases_without_ids", [](R r) { r->clear_logit_bias_ids(); },
-            "logit_bias: got 2 values for 0 logit_bias_ids"},
+            "logit_bias: got 2 values, allowed 0, one for each of logit_bias_ids"},
         Bad{"bias_twice", [](R r) { r->set_logit_bias_ids(1, 1); },
             "logit_bias: got token 1 twice"},
         Bad{"half_a_mask", [](R r) { r->set_allowed_tokens("1234"); },
             "allowed_tokens: got 4 bytes, allowed a multiple of 8"},
         Bad{"mask_index_without_masks", [](R r) { r->clear_allowed_tokens(); },
             "allowed_tokens_mask: got 0 at row 1, allowed -1..-1: allowed_tokens holds 0 masks"},
-        Bad{"masks_of_nobody",
+        Bad{"more_masks_than_rows",
             [](R r) {
               r->clear_allowed_tokens_mask();
               r->set_allowed_tokens(std::string(24, '\xff'));
             },
-            "allowed_tokens: got 3 masks without allowed_tokens_mask"}),
+            "allowed_tokens: got 3 masks without allowed_tokens_mask, allowed 1 or 2 (rows)"}),
     [](const auto& info) { return info.param.name; });
 
 TEST(SampleCodecTest, AGreedyRequestNeedsNoSeed) {
@@ -364,9 +364,9 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
   const Outputs outputs;
-  const std::string bytes =
-      Answer(p.codec.Encode({.outputs = absl::MakeConstSpan(outputs.spans).first(kSampleOutputs)},
-                            {.receive_ns = 1, .total_ns = 9}));
+  const std::string bytes = Answer(p.codec.Encode(
+      {.outputs = absl::MakeConstSpan(outputs.spans).first(ops::kSampleOutputs.size())},
+      {.receive_ns = 1, .total_ns = 9}));
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
@@ -392,15 +392,15 @@ v1::VerifyRequest Drafts() {
 TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   ParsedVerify p(Drafts());
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kVerifyTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kVerifyTraits);
   EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
   const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 20, 30, 40});
-  const auto sequences = As<VerifySequence>(arrays[kVerifyInSequences]);
+  const auto sequences = As<VerifySequence>(arrays[ops::kVerifyInSequences.index]);
   EXPECT_EQ(sequences[0].first_row, 10);
   EXPECT_EQ(sequences[1].first_row, 13);
   EXPECT_EQ(sequences[2].first_row, 14);
   EXPECT_EQ(sequences[2].rows, 2);
-  const auto drafts = As<VerifyDraft>(arrays[kVerifyInDrafts]);
+  const auto drafts = As<VerifyDraft>(arrays[ops::kVerifyInDrafts.index]);
   EXPECT_EQ(drafts[0].token, 2);
   EXPECT_EQ(drafts[0].kind, DraftKind::kList);
   EXPECT_EQ(drafts[0].first_id, 20);
@@ -411,8 +411,8 @@ TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   EXPECT_EQ(drafts[4].token, 3);
   EXPECT_EQ(drafts[4].kind, DraftKind::kDense);
   EXPECT_EQ(drafts[4].first_prob, 32);
-  EXPECT_THAT(As<int32_t>(arrays[kVerifyInDraftIds]), ElementsAre(1, 2));
-  EXPECT_THAT(As<float>(arrays[kVerifyInDraftProbs]),
+  EXPECT_THAT(As<int32_t>(arrays[ops::kVerifyInDraftIds.index]), ElementsAre(1, 2));
+  EXPECT_THAT(As<float>(arrays[ops::kVerifyInDraftProbs.index]),
               ElementsAre(0.25f, 0.75f, 0.1f, 0.2f, 0.3f, 0.4f));
 }
 
@@ -422,7 +422,7 @@ TEST(VerifyCodecTest, NoKindsMeanGreedyDrafts) {
   request.add_drafts(1);
   ParsedVerify p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(As<VerifyDraft>(p.Inputs()[kVerifyInDrafts])[0].kind, DraftKind::kGreedy);
+  EXPECT_EQ(As<VerifyDraft>(p.Inputs()[ops::kVerifyInDrafts.index])[0].kind, DraftKind::kGreedy);
 }
 
 struct BadVerify {
@@ -447,7 +447,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         BadVerify{"what_sample_refuses_too", [](V r) { r->add_top_k(5); }, "top_k: got 5"},
         BadVerify{"no_sequences", [](V r) { r->clear_sequence_rows(); },
-                  "sequence_rows: adds up to 0, allowed is 6 (rows)"},
+                  "sequence_rows: got 0 in total, allowed 6 (rows)"},
         BadVerify{"sequence_of_nothing", [](V r) { r->set_sequence_rows(1, 0); },
                   "sequence_rows: got 0 at sequence 1, allowed 1..3"},
         BadVerify{"more_rows_than_sent", [](V r) { r->set_sequence_rows(2, 3); },
@@ -463,19 +463,20 @@ INSTANTIATE_TEST_SUITE_P(
         BadVerify{"unknown_kind", [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
                   "draft kind: got 3 at row 1"},
         BadVerify{"lists_without_counts", [](V r) { r->clear_draft_count(); },
-                  "draft_count: got 0 values, but draft 0 is list 0"},
+                  "draft_count: got 0 values, allowed 1 or one for each draft of DRAFT_KIND_LIST: "
+                  "draft 0 is list 0"},
         BadVerify{"counts_without_lists",
                   [](V r) {
                     r->clear_draft_kind();
                     r->clear_draft_ids();
                     r->clear_draft_probs();
                   },
-                  "draft_count: got 1 values for 0 drafts of DRAFT_KIND_LIST"},
+                  "draft_count: got 1 values, allowed 1 for all or one for each of 0 drafts"},
         BadVerify{"ids_too_few", [](V r) { r->mutable_draft_ids()->RemoveLast(); },
-                  "draft_ids: got 1 values, but draft_count asks for 2"},
+                  "draft_ids: got 1 values, allowed 2, the sum of draft_count"},
         BadVerify{"probabilities_of_greedy_drafts",
                   [](V r) { r->set_draft_kind(2, v1::DRAFT_KIND_GREEDY); },
-                  "draft_probs: got 6 values, but draft_kind and draft_count ask for 2"},
+                  "draft_probs: got 6 values, allowed 2"},
         BadVerify{"half_a_float", [](V r) { r->mutable_draft_probs()->pop_back(); },
                   "draft_probs: got 23 bytes"}),
     [](const auto& info) { return info.param.name; });

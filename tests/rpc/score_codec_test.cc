@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "logitd/v1/scorer.pb.h"
+#include "tests/fake_backend.h"
 #include "tests/fuzz/compare_score_request.h"
 #include "tests/rpc/one_head.h"
-#include "tests/rpc/recording_stream.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -74,7 +74,7 @@ struct Parsed {
   std::vector<CrossEntropyRow> Rows(const engine::AxisCounts& first = {},
                                     std::vector<int32_t>* extra_ids = nullptr) {
     std::vector<CrossEntropyRow> rows(static_cast<size_t>(spec.rows()));
-    std::vector<int32_t> ids(static_cast<size_t>(spec.counts[kScoreExtraIds]));
+    std::vector<int32_t> ids(static_cast<size_t>(spec.counts[ops::kCrossEntropyExtraIds]));
     std::byte* const inputs[] = {reinterpret_cast<std::byte*>(rows.data()),
                                  reinterpret_cast<std::byte*>(ids.data())};
     codec.WriteInputs(inputs, first);
@@ -93,7 +93,7 @@ struct Parsed {
 TEST(ScoreCodecTest, WithoutParametersEverythingIsOff) {
   Parsed p(Plain({4, 0, -100}));
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kCrossEntropyTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kCrossEntropyTraits);
   EXPECT_EQ(p.spec.key.row_elements, 5);
   EXPECT_EQ(p.spec.key.head, nullptr);
   EXPECT_EQ(p.spec.counts, (engine::AxisCounts{3}));
@@ -172,7 +172,7 @@ TEST(ScoreCodecTest, AnyValueMayBeTheIgnoreIndex) {
 TEST(ScoreCodecTest, HiddenStatesAreAJobOfTheirHead) {
   Parsed p(Hidden({2, 0}));
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kLinearCrossEntropyTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kLinearCrossEntropyTraits);
   EXPECT_EQ(p.spec.key.row_elements, 2);
   EXPECT_EQ(p.spec.key.head, p.heads.watch().lock().get());
   EXPECT_EQ(p.codec.payload().row_bytes, 8u);
@@ -248,7 +248,7 @@ INSTANTIATE_TEST_SUITE_P(
               r->mutable_totals()->set_ignored(kLarge);
               r->mutable_totals()->set_faulty(kLarge);
             },
-            "totals.rows: got 1152921504606846976, allowed is 3458764513820540928"},
+            "totals.rows: got 1152921504606846976, allowed 3458764513820540928"},
         Bad{"sums_over_nothing_counted",
             [](R r) {
               r->set_offset(1);
@@ -256,7 +256,7 @@ INSTANTIATE_TEST_SUITE_P(
               r->mutable_totals()->set_ignored(1);
               r->mutable_totals()->set_loss_sum(2);
             },
-            "totals: got sums 2 and 0, allowed 0 and 0, for counted is 0"},
+            "totals: got sums 2 and 0, allowed 0 and 0 where counted is 0"},
         Bad{"totals_of_more_rows_than_came_before",
             [](R r) {
               r->set_offset(3);
@@ -270,7 +270,7 @@ INSTANTIATE_TEST_SUITE_P(
               r->mutable_totals()->set_rows(4);
               r->mutable_totals()->set_ignored(3);
             },
-            "totals.rows: got 4, allowed is 3: counted 0 + ignored 3 + faulty 0"},
+            "totals.rows: got 4, allowed 3: counted 0 + ignored 3 + faulty 0"},
         Bad{"totals_nan", [](R r) { r->mutable_totals()->set_loss_sum(NAN); },
             "totals: got sums nan and 0"},
         Bad{"softcap_beside_the_heads",
@@ -449,11 +449,11 @@ TEST(ScoreSequenceTest, LaterMessagesInheritWhatTheFirstSaid) {
   Parsed third(own, sequence);
   ASSERT_TRUE(third.status.ok()) << third.status;
   EXPECT_EQ(third.Rows()[1].temperature, 3.0f);
-  EXPECT_EQ(third.spec.counts[kScoreExtraEntries], 2);
+  EXPECT_EQ(third.spec.counts[ops::kCrossEntropyExtraEntries], 2);
   Parsed fourth(Later({0}), sequence);
   ASSERT_TRUE(fourth.status.ok()) << fourth.status;
   EXPECT_EQ(fourth.Rows()[0].temperature, 0.5f);
-  EXPECT_EQ(fourth.spec.counts[kScoreExtraEntries], 2);
+  EXPECT_EQ(fourth.spec.counts[ops::kCrossEntropyExtraEntries], 2);
 }
 
 TEST(ScoreSequenceTest, WhatWasSaidRowByRowMustBeSaidAgain) {
@@ -461,9 +461,10 @@ TEST(ScoreSequenceTest, WhatWasSaidRowByRowMustBeSaidAgain) {
   for (float t : {1.0f, 2.0f, 3.0f}) request.add_temperature(t);
   auto sequence = std::make_shared<ScoreSequence>();
   ASSERT_TRUE(Parsed(request, sequence).status.ok());
-  EXPECT_THAT(std::string(Parsed(Later({1, 2, 3}), sequence).status.message()),
-              HasSubstr("temperature: none sent, but the sequence's first message gave it row by "
-                        "row"));
+  EXPECT_THAT(
+      std::string(Parsed(Later({1, 2, 3}), sequence).status.message()),
+      HasSubstr("temperature: got none, allowed values in every message: the sequence's first "
+                "one gave them row by row"));
   v1::ScoreRequest later = Later({1, 2});
   later.add_temperature(1);
   EXPECT_TRUE(Parsed(later, sequence).status.ok());
@@ -474,7 +475,7 @@ TEST(ScoreSequenceTest, WhatWasSaidRowByRowMustBeSaidAgain) {
   sequence = std::make_shared<ScoreSequence>();
   ASSERT_TRUE(Parsed(request, sequence).status.ok());
   EXPECT_THAT(std::string(Parsed(Later({1, 2}), sequence).status.message()),
-              HasSubstr("extra_count: none sent"));
+              HasSubstr("extra_count: got none"));
   later = Later({1, 2});
   later.add_extra_count(0);  // none, and said so
   EXPECT_TRUE(Parsed(later, sequence).status.ok());
@@ -487,12 +488,11 @@ TEST(ScoreSequenceTest, TheShapeMayOnlyBeSaidAgain) {
   v1::ScoreRequest other = Plain({2});
   other.set_dtype(v1::DTYPE_BF16);
   EXPECT_THAT(std::string(Parsed(other, sequence).status.message()),
-              HasSubstr("dtype: got 3, allowed is 1"));
+              HasSubstr("dtype: got 3, allowed 1"));
   EXPECT_THAT(std::string(Parsed(Plain({2}, 6), sequence).status.message()),
-              HasSubstr("vocab: got 6, allowed is 5"));
+              HasSubstr("vocab: got 6, allowed 5"));
   EXPECT_THAT(std::string(Parsed(Hidden({2}), sequence).status.message()),
-              HasSubstr("head: got h, allowed is none, for the sequence's first message had "
-                        "logits"));
+              HasSubstr("head: got h, allowed none: the sequence's first message had logits"));
 }
 
 TEST(ScoreSequenceTest, ALongNameOfAHeadIsNotRepeatedWhicheverMessageHasIt) {
@@ -519,7 +519,7 @@ TEST(ScoreSequenceTest, AMessageGoesOnWhereTheOneBeforeItEnded) {
   EXPECT_TRUE(Parsed(later, sequence).status.ok());
   later.set_offset(9);
   EXPECT_THAT(std::string(Parsed(later, sequence).status.message()),
-              HasSubstr("offset: got 9, allowed is 12, where the message before it ended"));
+              HasSubstr("offset: got 9, allowed 12, where the message before it ended"));
   later.clear_offset();
   later.mutable_totals();
   EXPECT_THAT(std::string(Parsed(later, sequence).status.message()),
@@ -573,18 +573,20 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
   alignas(16) std::byte memory[256];
   std::byte* const inputs[] = {memory, memory + 16};
   std::vector<std::byte*> outputs;
-  for (size_t i = 0; i < kScoreOutputs; ++i) outputs.push_back(memory + 32 + 16 * i);
+  for (size_t i = 0; i < std::size(ops::kCrossEntropyTraits.outputs); ++i)
+    outputs.push_back(memory + 32 + 16 * i);
   const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
   engine::BatchView batch = {.dtype = DType::kBF16,
-                             .counts = {3, 0, 0, 0, 0, 2},
+                             .counts = {3, 1, 1, 1},
                              .row_elements = 5,
                              .row_stride = 16,
                              .payload = memory + 240,
                              .max_row_entries = 4,
+                             .wanted = kWantEntropy,
                              .inputs = inputs,
                              .outputs = outputs};
-  RecordingStream stream;
-  ASSERT_TRUE(kCrossEntropyTraits.enqueue(stream, batch).ok());
+  FakeStream stream;
+  ASSERT_TRUE(ops::kCrossEntropyTraits.enqueue(stream, batch).ok());
   const CrossEntropyArgs args = stream.last<CrossEntropyArgs>();
   EXPECT_EQ(args.logits.data, memory + 240);
   EXPECT_EQ(args.logits.rows, 3);
@@ -597,11 +599,12 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
       answers.loss,      answers.target_logprob, answers.rank,
       answers.logsumexp, answers.status,         answers.entropy,
       answers.top_ids,   answers.top_logprobs,   answers.extra_logprobs};
-  for (size_t i = 0; i < kScoreOutputs; ++i) EXPECT_EQ(expected[i], outputs[i]) << i;
+  for (size_t i = 0; i < std::size(ops::kCrossEntropyTraits.outputs); ++i)
+    EXPECT_EQ(expected[i], outputs[i]) << i;
 
   batch.head = &head;
-  batch.counts[kScoreRanksWanted] = 1;
-  ASSERT_TRUE(kLinearCrossEntropyTraits.enqueue(stream, batch).ok());
+  batch.wanted |= kWantRank;
+  ASSERT_TRUE(ops::kLinearCrossEntropyTraits.enqueue(stream, batch).ok());
   const auto& linear = stream.last<LinearCrossEntropyArgs>();
   EXPECT_EQ(linear.hidden.data, memory + 240);
   EXPECT_EQ(linear.hidden.cols, 5);

@@ -22,8 +22,8 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
-#include "kernels/backend.h"
 #include "server/log.h"
+#include "tests/fake_backend.h"
 
 namespace logitd {
 namespace {
@@ -33,61 +33,22 @@ using ::testing::ContainsRegex;
 using ::testing::ExitedWithCode;
 using ::testing::HasSubstr;
 
-// What becomes of a batch on a device that is about to fail.
-using Fate = std::function<absl::Status()>;
+// A device on which `fate` decides what happens at `point`.
+std::unique_ptr<Backend> Doomed(FaultPoint point, std::function<absl::Status()> fate) {
+  auto backend = std::make_unique<FakeBackend>();
+  backend->SetFaults([point, fate = std::move(fate)](FaultPoint at) {
+    return at == point ? fate() : absl::OkStatus();
+  });
+  return backend;
+}
 
-// The CPU, where fate has nothing against it.
-class DoomedStream final : public Stream {
- public:
-  DoomedStream(std::unique_ptr<Stream> stream, Fate fate)
-      : stream_(std::move(stream)), fate_(std::move(fate)) {}
+[[noreturn]] absl::Status Hang() {
+  kill(getpid(), SIGTERM);
+  while (true) pause();
+}
 
-  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
-    return stream_->Upload(slab, offset, bytes);
-  }
-  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
-    return stream_->Download(slab, offset, bytes);
-  }
-  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
-    return stream_->Fill(slab, offset, bytes, to);
-  }
-  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
-    return stream_->SoftmaxTopK(args);
-  }
-  absl::StatusOr<StreamTimes> Wait() override {
-    if (absl::Status status = fate_(); !status.ok()) return status;
-    return stream_->Wait();
-  }
-
- private:
-  const std::unique_ptr<Stream> stream_;
-  const Fate fate_;
-};
-
-class DoomedBackend final : public Backend {
- public:
-  explicit DoomedBackend(Fate fate) : fate_(std::move(fate)) {}
-
-  const DeviceInfo& device() const override { return backend_->device(); }
-  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
-  void FreeSlab(const Slab& slab) override { backend_->FreeSlab(slab); }
-  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
-    return backend_->AllocateDevice(bytes);
-  }
-  void FreeDevice(const DeviceMemory& memory) override { backend_->FreeDevice(memory); }
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
-    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream(use);
-    if (!stream.ok()) return stream.status();
-    return std::make_unique<DoomedStream>(*std::move(stream), fate_);
-  }
-
- private:
-  const std::unique_ptr<Backend> backend_ = *CreateCpuBackend({.cpu_threads = 1});
-  const Fate fate_;
-};
-
-// Each dies in a process that begins the test anew, and cannot clean up: the directory is that of
-// the process that waits for it.
+// Each test dies in a process that runs the test from its start and cannot clean up. The directory
+// belongs to the process that waits for it.
 class ServeDeathTest : public ::testing::Test {
  protected:
   ServeDeathTest() {
@@ -118,7 +79,7 @@ class ServeDeathTest : public ::testing::Test {
 
 std::string Address(const std::string& directory) { return "unix:" + directory + "/socket"; }
 
-// Of one row, over logits that live as long as the process.
+// One row, over logits that live as long as the process.
 client::TopKRequest OneRow() {
   static const float logits[] = {1, 3, 2};
   return {.dtype = v1::DTYPE_F32,
@@ -143,7 +104,7 @@ Config SmallConfig(const std::string& directory) {
   return config;
 }
 
-// What callers see, line by line on standard error.
+// Prints what callers see on standard error, one line each.
 void CallAndLose(const std::string& directory, std::atomic<bool>* lost) {
   const std::unique_ptr<client::Client> client = Connected(directory);
   absl::Notification watching;
@@ -172,10 +133,11 @@ void ServeOnADeviceThatIsLost(const std::string& directory) {
   SetUpLogging("info", "text");
   std::atomic<bool> lost = false;
   const int code = Serve(SmallConfig(directory), [&] {
-    // By now Serve has done what must come before threads.
+    // By now Serve has blocked the signals, so threads may start.
     std::thread(CallAndLose, directory, &lost).detach();
-    return std::make_unique<DoomedBackend>(
-        [&lost] { return lost ? absl::InternalError("fell off the bus") : absl::OkStatus(); });
+    return Doomed(FaultPoint::kWait, [&lost] {
+      return lost ? absl::InternalError("fell off the bus") : absl::OkStatus();
+    });
   });
   std::_Exit(code);
 }
@@ -185,7 +147,7 @@ TEST_F(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
               AllOf(HasSubstr("health SERVING"), HasSubstr("before: OK"),
                     HasSubstr("losing: UNAVAILABLE: the device failed: fell off the bus"),
                     HasSubstr("after: UNAVAILABLE"), HasSubstr("health NOT_SERVING"),
-                    HasSubstr("ended: the device was lost")));
+                    HasSubstr("the process ends: the device was lost")));
 }
 
 void ServeABatchThatHangs(const std::string& directory) {
@@ -199,29 +161,26 @@ void ServeABatchThatHangs(const std::string& directory) {
       std::fprintf(stderr, "call: %s\n", status.ToString().c_str());
       pause();  // the main thread ends the process
     }).detach();
-    return std::make_unique<DoomedBackend>([]() -> absl::Status {
-      kill(getpid(), SIGTERM);
-      while (true) pause();
-    });
+    return Doomed(FaultPoint::kWait, &Hang);
   });
-  std::_Exit(code + 100);  // it is not to come back
+  std::_Exit(code + 100);  // Serve must not return
 }
 
 TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
   EXPECT_EXIT(ServeABatchThatHangs(directory()), ExitedWithCode(3),
               AllOf(HasSubstr("draining: 1 calls to finish"), HasSubstr("call: UNAVAILABLE"),
-                    ContainsRegex("ended: a batch of softmax_topk with 1 rows is left to the "
-                                  "device, which has had it for [5-9]\\.[0-9]+s")));
+                    ContainsRegex("the process ends: a batch of softmax_topk with 1 rows has been "
+                                  "on the device for [5-9]\\.[0-9]+s")));
 }
 
-// Its caller has gone before the signal, and no call is left to wait for.
-void ServeASlowBatchThatNobodyWaitsFor(const std::string& directory) {
+// The caller goes before the signal, so no call is left to wait for.
+void ServeASlowBatchWithoutACaller(const std::string& directory) {
   alarm(60);
   SetUpLogging("info", "text");
   std::atomic<bool> runs = false;
   const int code = Serve(SmallConfig(directory), [&] {
     std::thread([directory, &runs] {
-      Connected(directory);  // so that the deadline is for the batch alone
+      Connected(directory);  // so that only the batch uses up the deadline
       auto client = client::Client::Create({.address = Address(directory),
                                             .deadline = absl::Seconds(1),
                                             .retry = {.max_attempts = 1}});
@@ -229,7 +188,7 @@ void ServeASlowBatchThatNobodyWaitsFor(const std::string& directory) {
       std::fprintf(stderr, "call: %s, batch: %d\n", status.ToString().c_str(), runs.load());
       kill(getpid(), SIGTERM);
     }).detach();
-    return std::make_unique<DoomedBackend>([&runs] {
+    return Doomed(FaultPoint::kWait, [&runs] {
       runs = true;
       absl::SleepFor(absl::Seconds(8));
       return absl::OkStatus();
@@ -238,31 +197,11 @@ void ServeASlowBatchThatNobodyWaitsFor(const std::string& directory) {
   std::_Exit(code);
 }
 
-TEST_F(ServeDeathTest, ASlowBatchThatNobodyWaitsForIsNoDeviceThatHangs) {
-  EXPECT_EXIT(ServeASlowBatchThatNobodyWaitsFor(directory()), ExitedWithCode(0),
+TEST_F(ServeDeathTest, ASlowBatchWithoutACallerIsNotTakenForADeviceThatHangs) {
+  EXPECT_EXIT(ServeASlowBatchWithoutACaller(directory()), ExitedWithCode(0),
               AllOf(ContainsRegex("call: DEADLINE_EXCEEDED.*, batch: 1"),
                     HasSubstr("drained: 0 calls cut short")));
 }
-
-// The CPU, on which memory for a head takes for ever.
-class StuckBackend final : public Backend {
- public:
-  const DeviceInfo& device() const override { return backend_->device(); }
-  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
-  void FreeSlab(const Slab& slab) override { backend_->FreeSlab(slab); }
-  absl::StatusOr<DeviceMemory> AllocateDevice(size_t) override {
-    std::fprintf(stderr, "stuck\n");
-    kill(getpid(), SIGTERM);
-    while (true) pause();
-  }
-  void FreeDevice(const DeviceMemory& memory) override { backend_->FreeDevice(memory); }
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
-    return backend_->CreateStream(use);
-  }
-
- private:
-  const std::unique_ptr<Backend> backend_ = *CreateCpuBackend({.cpu_threads = 1});
-};
 
 // A safetensors file with a head of one token.
 std::string HeadFile() {
@@ -271,7 +210,7 @@ std::string HeadFile() {
                       header, std::string(16, '\0'));
 }
 
-// Its path, in memory alone: the process ends before anything could clean up.
+// The path of a head in memory: the process ends before anything could clean up a file.
 std::string HeadInMemory() {
   const std::string file = HeadFile();
   const int fd = memfd_create("head", 0);
@@ -287,21 +226,22 @@ void LoadOnADeviceThatIsLost() {
   config.heads = {{.name = "a", .path = HeadInMemory()}};
   SetUpLogging("info", "text");
   const int code = Serve(config, [] {
-    return std::make_unique<DoomedBackend>([] { return absl::InternalError("fell off the bus"); });
+    return Doomed(FaultPoint::kWait, [] { return absl::InternalError("fell off the bus"); });
   });
-  std::_Exit(code + 100);  // it is not to come back
+  std::_Exit(code + 100);  // Serve must not return
 }
 
-TEST_F(ServeDeathTest, ADeviceLostByAHeadAtStartEndsTheProcess) {
-  EXPECT_EXIT(LoadOnADeviceThatIsLost(), ExitedWithCode(3),
-              AllOf(HasSubstr("fell off the bus"), HasSubstr("ended: the device was lost")));
+TEST_F(ServeDeathTest, ADeviceLostWhileAHeadLoadsAtStartEndsTheProcess) {
+  EXPECT_EXIT(
+      LoadOnADeviceThatIsLost(), ExitedWithCode(3),
+      AllOf(HasSubstr("fell off the bus"), HasSubstr("the process ends: the device was lost")));
 }
 
 void ServeALoadThatIsStuck(const std::string& directory, bool at_start) {
   alarm(60);
   std::ofstream(directory + "/head", std::ios::binary) << HeadFile();
   Config config = SmallConfig(directory);
-  // Its caller hears of the drain within this, also on a busy machine.
+  // Long enough for the caller to hear of the drain, also on a busy machine.
   config.drain_grace = at_start ? absl::Milliseconds(200) : absl::Seconds(3);
   config.head_root = directory;
   if (at_start) config.heads = {{.name = "a", .path = directory + "/head"}};
@@ -318,20 +258,23 @@ void ServeALoadThatIsStuck(const std::string& directory, bool at_start) {
         pause();  // the main thread ends the process
       }).detach();
     }
-    return std::make_unique<StuckBackend>();
+    return Doomed(FaultPoint::kAllocateDevice, [] {
+      std::fprintf(stderr, "stuck\n");
+      return Hang();
+    });
   });
-  std::_Exit(code + 100);  // it is not to come back
+  std::_Exit(code + 100);  // Serve must not return
 }
 
 TEST_F(ServeDeathTest, ALoadThatIsStuckDoesNotKeepTheProcess) {
   EXPECT_EXIT(ServeALoadThatIsStuck(directory(), /*at_start=*/true), ExitedWithCode(0),
-              AllOf(HasSubstr("stuck"), HasSubstr("it ends with the process")));
+              AllOf(HasSubstr("stuck"), HasSubstr("a load of a head did not end in time")));
   EXPECT_EXIT(ServeALoadThatIsStuck(directory(), /*at_start=*/false), ExitedWithCode(0),
               AllOf(HasSubstr("stuck"), HasSubstr("load: UNAVAILABLE: the server is draining"),
-                    HasSubstr("it ends with the process")));
+                    HasSubstr("a load of a head did not end in time")));
 }
 
-TEST(ServeTest, ABackendThatCannotBeHadIsAnError) {
+TEST(ServeTest, ABackendThatCannotBeCreatedIsAnError) {
   EXPECT_EQ(Serve({}, [] { return absl::UnavailableError("no device answers"); }), 1);
 }
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "logitd/v1/sampler.pb.h"
+#include "tests/fake_backend.h"
 #include "tests/rpc/one_head.h"
-#include "tests/rpc/recording_stream.h"
 
 namespace logitd::rpc {
 namespace {
@@ -58,18 +58,18 @@ void WriteRows(TopKCodec* codec, SoftmaxTopKRow* rows, int64_t first_entry) {
 TEST(TopKCodecTest, OneKForAllRows) {
   Parsed p(Request(3, 5, {2}));
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kSoftmaxTopKTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kSoftmaxTopKTraits);
   EXPECT_EQ(p.spec.key.dtype, DType::kF32);
   EXPECT_EQ(p.spec.key.row_elements, 5);
   EXPECT_EQ(p.spec.rows(), 3);
-  EXPECT_EQ(p.spec.counts[kTopKEntries], 6);
+  EXPECT_EQ(p.spec.counts[ops::kTopKEntries], 6);
   EXPECT_EQ(p.spec.max_row_entries, 2);
 }
 
 TEST(TopKCodecTest, KAndTemperaturePerRowReachTheParameters) {
   Parsed p(Request(3, 5, {2, 1, 5}, {0.5f, 1.0f, 2.0f}));
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.counts[kTopKEntries], 8);
+  EXPECT_EQ(p.spec.counts[ops::kTopKEntries], 8);
   EXPECT_EQ(p.spec.max_row_entries, 5);
   SoftmaxTopKRow rows[3];
   WriteRows(&p.codec, rows, 100);
@@ -116,8 +116,8 @@ v1::TopKRequest HiddenRequest() {
 TEST(TopKCodecTest, HiddenStatesAreAJobOfTheirHead) {
   Parsed p(HiddenRequest());
   ASSERT_TRUE(p.status.ok()) << p.status;
-  EXPECT_EQ(p.spec.key.op, &kLinearTopKTraits);
-  EXPECT_EQ(&p.codec.op(), &kLinearTopKTraits);
+  EXPECT_EQ(p.spec.key.op, &ops::kLinearTopKTraits);
+  EXPECT_EQ(&p.codec.op(), &ops::kLinearTopKTraits);
   EXPECT_EQ(p.spec.key.row_elements, 2);
   EXPECT_EQ(p.spec.key.head, p.heads.watch().lock().get());
   EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 6}));
@@ -180,7 +180,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadHidden{"unknown_head", [](R r) { r->set_head("g"); }, absl::StatusCode::kNotFound,
                   "no head g, but h"},
         BadHidden{"no_head", [](R r) { r->clear_head(); }, kInvalid,
-                  "head: none named, but the input is hidden states"},
+                  "head: got none with hidden states, allowed a loaded head"},
         BadHidden{"head_of_logits", [](R r) { r->set_logits("01234567"); }, kInvalid,
                   "head: got \"h\", but the input is logits"},
         BadHidden{"head_of_nothing", [](R r) { r->clear_hidden(); }, kInvalid,
@@ -195,7 +195,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadHidden{"bytes_missing", [](R r) { r->mutable_hidden()->pop_back(); }, kInvalid,
                   "hidden"},
         BadHidden{"k_beyond_the_heads_vocab", [](R r) { r->set_k(0, 4); }, kInvalid,
-                  "k: got 4, allowed 1..3"},
+                  "k: got 4 at row 0, allowed 1..3"},
         BadHidden{"hidden_size_of_logits",
                   [](R r) {
                     r->clear_head();
@@ -311,8 +311,8 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   alignas(16) std::byte memory[64];
   std::byte* const inputs[] = {memory + 40};
   std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
-  RecordingStream stream;
-  ASSERT_TRUE(kSoftmaxTopKTraits
+  FakeStream stream;
+  ASSERT_TRUE(ops::kSoftmaxTopKTraits
                   .enqueue(stream, {.dtype = DType::kBF16,
                                     .counts = {3, 9},
                                     .row_elements = 5,
@@ -330,11 +330,11 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(last.logits.row_stride, 8);
   EXPECT_EQ(last.max_k, 4);
   EXPECT_EQ(static_cast<const void*>(last.rows), memory + 40);
-  EXPECT_EQ(static_cast<const void*>(last.logsumexp), outputs[kTopKLogsumexp]);
-  EXPECT_EQ(static_cast<const void*>(last.status), outputs[kTopKStatus]);
-  EXPECT_EQ(static_cast<const void*>(last.indices), outputs[kTopKIndices]);
-  EXPECT_EQ(static_cast<const void*>(last.probs), outputs[kTopKProbs]);
-  EXPECT_EQ(kSoftmaxTopKTraits.outputs[kTopKStatus].bytes, sizeof(RowStatus));
+  EXPECT_EQ(static_cast<const void*>(last.logsumexp), outputs[ops::kTopKLogsumexp.index]);
+  EXPECT_EQ(static_cast<const void*>(last.status), outputs[ops::kTopKStatus.index]);
+  EXPECT_EQ(static_cast<const void*>(last.indices), outputs[ops::kTopKIndices.index]);
+  EXPECT_EQ(static_cast<const void*>(last.probs), outputs[ops::kTopKProbs.index]);
+  EXPECT_EQ(ops::kSoftmaxTopKTraits.outputs[ops::kTopKStatus.index].bytes, sizeof(RowStatus));
 }
 
 TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
@@ -342,8 +342,8 @@ TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   std::byte* const inputs[] = {memory + 40};
   std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
   const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
-  RecordingStream stream;
-  ASSERT_TRUE(kLinearTopKTraits
+  FakeStream stream;
+  ASSERT_TRUE(ops::kLinearTopKTraits
                   .enqueue(stream, {.dtype = DType::kBF16,
                                     .counts = {3, 9},
                                     .row_elements = 5,
@@ -361,7 +361,7 @@ TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   EXPECT_EQ(last.head.vocab(), 7);
   EXPECT_EQ(last.head.softcap, 3);
   EXPECT_EQ(last.topk.max_k, 4);
-  EXPECT_EQ(static_cast<const void*>(last.topk.probs), outputs[kTopKProbs]);
+  EXPECT_EQ(static_cast<const void*>(last.topk.probs), outputs[ops::kTopKProbs.index]);
 }
 
 }  // namespace

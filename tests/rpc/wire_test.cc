@@ -47,8 +47,8 @@ TEST(WireTest, ReadsEveryField) {
   EXPECT_EQ(fields.vocab, 5);
   EXPECT_EQ(fields.input.number, 15u);
   EXPECT_EQ(fields.input.range.bytes, 3u);
-  EXPECT_THAT(fields.k, ElementsAre(7, 9));
-  EXPECT_THAT(fields.temperature, ElementsAre(1.0f));
+  EXPECT_THAT(std::get<Int32List>(fields.params[0]), ElementsAre(7, 9));  // k
+  EXPECT_THAT(std::get<FloatList>(fields.params[1]), ElementsAre(1.0f));  // temperature
 }
 
 struct Case {
@@ -66,7 +66,7 @@ TEST_P(WireCases, MatchesTheVerdictWrittenDownAndGeneratedCode) {
   const absl::Status status = Parse(c.bytes, &fields);
   EXPECT_EQ(status.ok(), c.valid) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr(c.error));
-  EXPECT_EQ(testing::Disagreement(c.bytes), "");
+  EXPECT_EQ(testing::TopKRequestDisagreement(c.bytes), "");
 }
 
 std::string Nested(int depth) {
@@ -278,7 +278,7 @@ TEST(WireTest, RandomMessagesReadAsGeneratedCodeReadsThem) {
     v1::TopKRequest judge;
     ASSERT_TRUE(judge.ParseFromString(bytes))
         << "the generator writes valid messages only: " << Hex(bytes);
-    ASSERT_EQ(testing::Disagreement(bytes), "")
+    ASSERT_EQ(testing::TopKRequestDisagreement(bytes), "")
         << "seed " << kSeed << " message " << i << ": " << Hex(bytes);
   }
 }
@@ -294,7 +294,7 @@ TEST(WireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
       bytes[random.Below(static_cast<uint32_t>(bytes.size()))] =
           static_cast<char>(random.Below(256));
     }
-    ASSERT_EQ(testing::Disagreement(bytes), "")
+    ASSERT_EQ(testing::TopKRequestDisagreement(bytes), "")
         << "seed " << kSeed << " message " << i << ": " << Hex(bytes);
     TopKFields fields;
     refused += !Parse(bytes, &fields).ok();
@@ -314,7 +314,7 @@ TEST(WireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
   int refused = 0;
   for (size_t size = 0; size <= bytes.size(); ++size) {
     const std::string_view cut = std::string_view(bytes).substr(0, size);
-    ASSERT_EQ(testing::Disagreement(cut), "") << size;
+    ASSERT_EQ(testing::TopKRequestDisagreement(cut), "") << size;
     TopKFields fields;
     refused += !Parse(cut, &fields).ok();
   }
@@ -328,7 +328,7 @@ TEST(WireTest, CorpusOfTheFuzzer) {
   for (const auto& entry : std::filesystem::directory_iterator(corpus)) {
     std::ifstream file(entry.path(), std::ios::binary);
     const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-    EXPECT_EQ(testing::Disagreement(bytes), "") << entry.path();
+    EXPECT_EQ(testing::TopKRequestDisagreement(bytes), "") << entry.path();
     ++files;
   }
   EXPECT_GT(files, 10);

@@ -1,14 +1,14 @@
-// attention_softmax on the CPU: a row is cut into cells of 1024 keys, counted from the first it
+// attention_softmax on the CPU: a row is cut into cells of 1024 keys, counted from the first key it
 // sees.
 //
-//   weigh:   a cell's x = scale * score + mask go to L1 with their maximum, then become weights
-//            2^(x log2(e) - n): n is the maximum's exponent, a whole number, so that no digit of x
-//            is lost to a subtraction.
-//   total:   the cells' sums, brought to one exponent in double precision, and the sink.
-//   scale:   the weights, once more, times one factor a cell, in the type of the result.
+//   weigh:   the values x = scale * score + mask of a cell go to L1 with their maximum. Then they
+//            become weights 2^(x log2(e) - n), where n is the maximum's exponent: a whole number,
+//            so that the subtraction loses no digit of x.
+//   total:   the cells' sums are brought to one exponent in double precision; the sink is added.
+//   scale:   the weights are multiplied by one factor a cell, and stored in the result's type.
 //
-// Weights lie in the result itself where it is f32, else in scratch of the thread: one row, 4 MiB
-// at most. Backward: one pass for sum y dy, one for the gradient.
+// Weights lie in the result itself where it is f32, else in the thread's scratch: one row, 4 MiB at
+// most.
 //
 // Cost at [16, 1024, 1024] f32: reads and writes 67 MB once each, which is the floor; causal rows
 // 0.75 of that, as the zeros must be written.
@@ -18,9 +18,9 @@
 //
 // Measured: one core of a Sapphire Rapids at 2.6 GHz, 16 lanes, 1 GB of tensors in rotation, by
 // processor time, where a bare copy loop moves 26.5 GB/s: f32 13.3, causal 9.8, rows in L2 32; bf16
-// 9.1, causal 7.1, under a bool mask 8.4, rows of 131072 8.5. Backward: f32 15.3, bf16 13.8.
+// 9.1, causal 7.1, under a bool mask 8.4, rows of 131072 8.5.
 //
-// Tried and dropped, as GB/s of f32 and bf16: no prefetch of the row that follows (11.5, 8.0;
+// Tried and dropped, in GB/s for f32 and bf16: no prefetch of the next row (11.5, 8.0;
 // causal 7.5, 5.4); prefetching the result for writing (12.2, 9.2; causal 10.5, 7.7); weights of
 // f32 rows in scratch as well (11.8).
 #include "kernels/cpu/attention/attention_softmax.h"
@@ -36,6 +36,7 @@
 #include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+#include "kernels/cpu/attention/attention_rows.h"
 #include "kernels/cpu/rows/lanes-inl.h"
 
 #ifndef LOGITD_KERNELS_CPU_ATTENTION_SOFTMAX_ONCE_
@@ -43,19 +44,16 @@
 
 namespace logitd::cpu {
 
-// Keys that one fixed code path reduces.
-inline constexpr int64_t kCellKeys = 1024;
-
-// Maxima of this size and up are taken off before the exponent is: x that are close enough to
-// matter are then within a factor of two, so that the difference is exact.
+// A maximum of this size or more is subtracted from x before the exponent is. Every x close enough
+// to matter is then within a factor of two of it, so that the difference is exact.
 inline constexpr float kLargeMax = 0x1p12f;
 
-// What is known of a cell. A weight w stands for w * exp(shift) * 2^exponent.
+// One cell. A weight w stands for w * exp(shift) * 2^exponent.
 struct Cell {
   float max = 0;
   float shift = 0;
   float exponent = 0;
-  float sum = 0;     // of the weights; of a maximum of +inf, how many there are
+  float sum = 0;     // of the weights; where the maximum is +inf, the number of +inf
   double scale = 0;  // of the weights, against the row's largest cell
   float factor = 0;  // from weight to probability
 };
@@ -64,61 +62,6 @@ struct ForwardScratch {
   Buffer<float> weights;
   Buffer<Cell> cells;
 };
-
-// Keys [begin, end) a row sees, through the window alone.
-struct KeyRange {
-  int64_t begin;
-  int64_t end;
-};
-
-// The row's place in [batch, heads, queries].
-struct RowPlace {
-  int64_t batch;
-  int64_t head;
-  int64_t query;
-};
-
-inline RowPlace PlaceOf(const AttentionShape& shape, int64_t row) {
-  const int64_t all = shape.first_row + row;
-  return {.batch = all / shape.queries / shape.heads,
-          .head = all / shape.queries % shape.heads,
-          .query = all % shape.queries};
-}
-
-// To the next row. Divisions would be a good part of a short row's time.
-inline void Advance(const AttentionShape& shape, RowPlace& place) {
-  if (++place.query < shape.queries) return;
-  place.query = 0;
-  if (++place.head < shape.heads) return;
-  place.head = 0;
-  ++place.batch;
-}
-
-inline KeyRange SeenKeys(const AttentionShape& shape, const AttentionWindow& window,
-                         int64_t query) {
-  const int64_t aligned = query + shape.keys - shape.queries;
-  KeyRange seen = {0, shape.keys};
-  // In this form nothing overflows, however large the window.
-  if (window.left != AttentionWindow::kUnbounded && window.left < aligned) {
-    seen.begin = aligned - window.left;
-  }
-  if (window.right != AttentionWindow::kUnbounded && window.right < shape.keys - aligned) {
-    seen.end = std::max(seen.begin, aligned + window.right + 1);
-  }
-  return seen;
-}
-
-inline std::byte* At(void* data, DType dtype, int64_t element) {
-  return static_cast<std::byte*>(data) + element * static_cast<int64_t>(SizeOf(dtype));
-}
-inline const std::byte* At(const void* data, DType dtype, int64_t element) {
-  return static_cast<const std::byte*>(data) + element * static_cast<int64_t>(SizeOf(dtype));
-}
-
-inline void Zero(const MutableTensorView& to, int64_t row, int64_t begin, int64_t end) {
-  const size_t bytes = static_cast<size_t>(end - begin) * SizeOf(to.dtype);
-  std::memset(At(to.data, to.dtype, row * to.row_stride + begin), 0, bytes);
-}
 
 }  // namespace logitd::cpu
 
@@ -131,7 +74,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 // In place of a mask's element type where there is no mask.
 struct NoMask {};
 
-// Vectors a loop holds at once; enough to hide what an addition takes.
+// Vectors a loop holds at once; enough to hide the latency of an addition.
 constexpr int64_t kUnroll = 4;
 
 // x = scale * score + mask, -inf where masked; one vector, from key i on.
@@ -152,7 +95,7 @@ HWY_INLINE VF LoadX(DF d, const T* scores, const M* mask, int64_t i, VF scale) {
   }
 }
 
-// The x of a cell of `count` keys, -inf behind them up to a whole vector, and their maximum.
+// Writes the x of a cell of `count` keys, then -inf up to a whole vector, and their maximum.
 // Returns whether one is NaN; then the maximum means nothing.
 template <typename T, typename M>
 HWY_INLINE bool ReadCell(const T* scores, const M* mask, int64_t count, float scale,
@@ -220,9 +163,9 @@ HWY_INLINE VF Fraction(DF d, VF y, VF n) {
 // bits.
 constexpr float kWhole = 12582912.0f;
 
-// 2^(y log2(e) - n of `top`), 0 below 2^-125. `top` and `low` are the rounded exponents of the
-// cell's maximum and of what counts as nothing; what comes of y too small for the arithmetic, -inf
-// among them, is dropped in the end.
+// 2^(y log2(e) - n), n from `top`; 0 below 2^-125. `top` and `low` are the rounded exponents of the
+// cell's maximum and of the smallest weight kept. For a y too small for the arithmetic, -inf too,
+// the result is wrong and is dropped in the end.
 struct Weigher {
   VF shift, low;
   hn::Vec<DI> top;
@@ -253,11 +196,13 @@ HWY_INLINE void SetExponent(Cell& cell) {
       hn::GetLane(hn::Sub(hn::MulAdd(y, hn::Set(d, static_cast<float>(kLog2E)), round), round));
 }
 
-// Weights of x[0, count) under `weigh`, and their sum. Meanwhile memory brings as many elements of
-// kBytes from `next` on, which are read after these; no matter what lies there.
+// Writes the weights of x[0, count) under `weigh`. Returns their sum. Meanwhile it prefetches as
+// many elements of kBytes from `next` on, which are read after these; any address is safe. Not
+// inlined: it does not depend on the mask's type, and is a large part of what Weigh would be copied
+// into.
 template <int64_t kBytes, class Weigh>
-HWY_INLINE float WeighCell(const float* HWY_RESTRICT x, int64_t count, const Weigh& weigh,
-                           float* HWY_RESTRICT weights, const void* next) {
+HWY_NOINLINE float WeighCell(const float* HWY_RESTRICT x, int64_t count, const Weigh& weigh,
+                             float* HWY_RESTRICT weights, const void* next) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   VF s[kUnroll];
@@ -275,7 +220,7 @@ HWY_INLINE float WeighCell(const float* HWY_RESTRICT x, int64_t count, const Wei
     }
   }
   for (; i < count; i += lanes) {
-    const VF w = weigh(d, hn::LoadU(d, x + i));  // 0 behind the end
+    const VF w = weigh(d, hn::LoadU(d, x + i));  // 0 after the end
     if (count - i >= lanes) {
       hn::StoreU(w, d, weights + i);
     } else {
@@ -293,9 +238,8 @@ struct InfinityWeigher {
   }
 };
 
-// Fills `cells` and `weights`; a cell whose sum is 0 has no weights. `next_row` is what is read
-// after this row, or any other address. Returns the lowest key whose x is NaN, at which it stops,
-// or -1.
+// Fills `cells` and `weights`; a cell whose sum is 0 has no weights. `next_row` is the address read
+// after this row, or any other. Returns the lowest key whose x is NaN, where it stops, or -1.
 template <typename T, typename M>
 int64_t Weigh(const T* scores, const M* mask, int64_t count, float scale, Cell* cells,
               float* weights, const void* next_row) {
@@ -326,19 +270,15 @@ int64_t WeighUnder(const AttentionMask& mask, int64_t at, const T* scores, int64
   const auto under = [&](const auto* data) {
     return Weigh(scores, data + at, count, scale, cells, weights, next_row);
   };
-  if (mask.kind == MaskKind::kNone) {
-    return Weigh<T, NoMask>(scores, nullptr, count, scale, cells, weights, next_row);
+  switch (mask.kind) {
+    case MaskKind::kNone:
+      return Weigh<T, NoMask>(scores, nullptr, count, scale, cells, weights, next_row);
+    case MaskKind::kBool:
+      return under(static_cast<const uint8_t*>(mask.data));
+    case MaskKind::kAdditive:
+      return AsType(mask.dtype, mask.data, under);
   }
-  if (mask.kind == MaskKind::kBool) return under(static_cast<const uint8_t*>(mask.data));
-  switch (mask.dtype) {
-    case DType::kF32:
-      return under(static_cast<const float*>(mask.data));
-    case DType::kF16:
-      return under(static_cast<const hwy::float16_t*>(mask.data));
-    case DType::kBF16:
-      return under(static_cast<const hwy::bfloat16_t*>(mask.data));
-  }
-  return -1;
+  HWY_ABORT("mask kind %d", static_cast<int>(mask.kind));  // the op's check has refused it
 }
 
 template <typename Out>
@@ -407,27 +347,27 @@ inline double Total(Cell* cells, int64_t count, float sink) {
   return std::isinf(share) ? sink : unit + std::log(total);
 }
 
-// NaN for every key of the range that is not masked. `at` is the mask's element at its begin.
-inline void WriteNan(const AttentionSoftmaxArgs& args, int64_t row, KeyRange seen, int64_t at) {
+inline bool IsMasked(const AttentionMask& mask, int64_t at) {
+  if (mask.kind == MaskKind::kNone) return false;
+  if (mask.kind == MaskKind::kBool) return static_cast<const uint8_t*>(mask.data)[at] != 0;
+  return AsType(mask.dtype, mask.data, [&](const auto* values) {
+    using T = std::remove_cvref_t<decltype(*values)>;
+    return std::memcmp(values + at, &ElementBits<T>::kMinusInf, sizeof(T)) == 0;
+  });
+}
+
+// Writes NaN for every key of the range that is not masked. `mask_at`: the mask's element of the
+// first of them.
+inline void WriteNan(const AttentionSoftmaxArgs& args, int64_t row, KeyRange seen,
+                     int64_t mask_at) {
   const MutableTensorView& probs = args.probs;
   Zero(probs, row, seen.begin, seen.end);
-  for (int64_t j = seen.begin; j < seen.end; ++j, ++at) {
-    bool masked = false;
-    if (args.mask.kind == MaskKind::kBool) {
-      masked = static_cast<const uint8_t*>(args.mask.data)[at] != 0;
-    } else if (args.mask.kind == MaskKind::kAdditive) {
-      uint32_t bits = 0;
-      std::memcpy(&bits, At(args.mask.data, args.mask.dtype, at), SizeOf(args.mask.dtype));
-      masked = bits == (args.mask.dtype == DType::kF32   ? 0xff800000u
-                        : args.mask.dtype == DType::kF16 ? 0xfc00u
-                                                         : 0xff80u);
+  AsType(probs.dtype, At(probs.data, probs.dtype, row * probs.row_stride), [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    for (int64_t j = seen.begin; j < seen.end; ++j) {
+      if (!IsMasked(args.mask, mask_at + j - seen.begin)) to[j] = FromBits<T>(ElementBits<T>::kNan);
     }
-    if (masked) continue;
-    const uint32_t nan = probs.dtype == DType::kF32   ? 0x7fc00000u
-                         : probs.dtype == DType::kF16 ? 0x7e00u
-                                                      : 0x7fc0u;
-    std::memcpy(At(probs.data, probs.dtype, row * probs.row_stride + j), &nan, SizeOf(probs.dtype));
-  }
+  });
 }
 
 void ForwardRow(const AttentionSoftmaxArgs& args, int64_t row, const RowPlace& place,
@@ -475,118 +415,6 @@ void ForwardRows(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end,
   }
 }
 
-// Calls body(y, dy, i, left) for every vector of the keys [begin, begin + count), zeros behind the
-// last.
-template <typename T, class Body>
-HWY_INLINE void ForEachVector(const T* y, const T* dy, int64_t count, const Body& body) {
-  const DF d;
-  const int64_t lanes = hn::Lanes(d);
-  int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) body(LoadF32(d, y + i), LoadF32(d, dy + i), i, lanes);
-  if (i == count) return;
-  T last_y[kMaxLanes], last_dy[kMaxLanes];
-  CopyTail(y + i, count - i, last_y);
-  CopyTail(dy + i, count - i, last_dy);
-  body(LoadF32(d, last_y), LoadF32(d, last_dy), i, count - i);
-}
-
-// sum y dy over the keys whose y is not 0.
-template <typename T>
-double Dot(const T* y, const T* dy, int64_t count) {
-  const DF d;
-  const VF zero = hn::Zero(d);
-  double total = 0;
-  for (int64_t begin = 0; begin < count; begin += kCellKeys) {
-    VF s[kUnroll];
-    for (VF& v : s) v = zero;
-    const int64_t lanes = hn::Lanes(d);
-    const int64_t n = std::min(kCellKeys, count - begin);
-    const auto add = [&](VF vy, VF vdy, VF& sum) HWY_ATTR {
-      sum = hn::MulAdd(vy, hn::IfThenZeroElse(hn::Eq(vy, zero), vdy), sum);
-    };
-    int64_t i = 0;
-    for (; i + kUnroll * lanes <= n; i += kUnroll * lanes) {
-      for (int64_t u = 0; u < kUnroll; ++u) {
-        const int64_t at = begin + i + u * lanes;
-        add(LoadF32(d, y + at), LoadF32(d, dy + at), s[u]);
-      }
-    }
-    ForEachVector(y + begin + i, dy + begin + i, n - i,
-                  [&](VF vy, VF vdy, int64_t, int64_t) HWY_ATTR { add(vy, vdy, s[0]); });
-    total += hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s[0], s[1]), hn::Add(s[2], s[3]))));
-  }
-  return total;
-}
-
-// The lowest key whose y is NaN, or whose dy is where y is not 0; -1 where there is none.
-template <typename T>
-HWY_NOINLINE int64_t FirstNan(const T* y, const T* dy, int64_t count) {
-  const DF d;
-  int64_t first = -1;
-  ForEachVector(y, dy, count, [&](VF vy, VF vdy, int64_t i, int64_t) HWY_ATTR {
-    const VF looked_at = hn::IfThenZeroElse(hn::Eq(vy, hn::Zero(d)), vdy);
-    const intptr_t lane = hn::FindFirstTrue(d, hn::Or(hn::IsNaN(vy), hn::IsNaN(looked_at)));
-    if (first < 0 && lane >= 0) first = i + lane;
-  });
-  return first;
-}
-
-template <typename T, typename Out>
-void Spread(const T* y, const T* dy, int64_t count, float scale, float dot, Out* to) {
-  const DF d;
-  const VF vscale = hn::Set(d, scale), vdot = hn::Set(d, dot), zero = hn::Zero(d);
-  ForEachVector(y, dy, count, [&](VF vy, VF vdy, int64_t i, int64_t left) HWY_ATTR {
-    const VF dx = hn::Mul(hn::Mul(vscale, vy), hn::Sub(vdy, vdot));
-    StoreAs(d, hn::IfThenZeroElse(hn::Eq(vy, zero), dx), left, to + i);
-  });
-}
-
-// Writes one row's gradient and status. Returns sum y dy.
-template <typename T>
-double BackwardRow(const AttentionSoftmaxBackwardArgs& args, int64_t row, KeyRange seen, const T* y,
-                   const T* dy) {
-  const MutableTensorView& dx = args.d_scores;
-  const int64_t count = seen.end - seen.begin;
-  const double dot = Dot(y, dy, count);
-  RowStatus status;
-  if (HWY_UNLIKELY(std::isnan(dot))) {  // or infinities of both signs met
-    const int64_t nan = FirstNan(y, dy, count);
-    if (nan >= 0) status = {RowCode::kNanLogit, static_cast<int32_t>(seen.begin + nan)};
-  }
-  void* to = At(dx.data, dx.dtype, row * dx.row_stride + seen.begin);
-  const auto spread = [&](auto* typed) {
-    Spread(y, dy, count, args.scale, static_cast<float>(dot), typed);
-  };
-  if constexpr (std::is_same_v<T, float>) {
-    AsType(dx.dtype, to, spread);
-  } else {
-    spread(static_cast<T*>(to));
-  }
-  Zero(dx, row, 0, seen.begin);
-  Zero(dx, row, seen.end, args.shape.keys);
-  args.status[row] = status;
-  return dot;
-}
-
-// Rows [begin, end); where there are sinks, sink_terms[row - first] is the row's part of d_sinks.
-void BackwardRows(const AttentionSoftmaxBackwardArgs& args, int64_t begin, int64_t end,
-                  int64_t first, double* sink_terms) {
-  RowPlace place = PlaceOf(args.shape, begin);
-  for (int64_t row = begin; row < end; ++row, Advance(args.shape, place)) {
-    const KeyRange seen = SeenKeys(args.shape, args.window, place.query);
-    const auto* y = At(args.probs.data, args.probs.dtype, row * args.probs.row_stride + seen.begin);
-    const auto* dy =
-        At(args.d_probs.data, args.d_probs.dtype, row * args.d_probs.row_stride + seen.begin);
-    const double dot = AsType(args.probs.dtype, y, [&](const auto* typed) {
-      return BackwardRow(args, row, seen, typed, reinterpret_cast<decltype(typed)>(dy));
-    });
-    if (args.sinks == nullptr) continue;
-    const double sink = args.sinks[place.head];
-    const double share = sink == -kInf ? 0 : std::exp(sink - double{args.logsumexp[row]});
-    sink_terms[row - first] = share * dot;
-  }
-}
-
 }  // namespace logitd::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -594,29 +422,12 @@ HWY_AFTER_NAMESPACE();
 namespace logitd::cpu {
 
 HWY_EXPORT(ForwardRows);
-HWY_EXPORT(BackwardRows);
 
 namespace {
-
-// Keys handed to a thread at once: few enough to balance, enough to hide taking them.
-constexpr int64_t kItemKeys = 32768;
-
-// Rows whose parts of d_sinks are held at once.
-constexpr int64_t kSinkRows = 65536;
 
 ForwardScratch& ScratchOfThisThread() {
   thread_local ForwardScratch scratch;
   return scratch;
-}
-
-// Calls body(begin, end) for pieces of the rows [first, last), on all threads.
-template <class Body>
-void ForEachPiece(ThreadPool& pool, int64_t keys, int64_t first, int64_t last, const Body& body) {
-  const int64_t per_item = std::max<int64_t>(1, kItemKeys / keys);
-  pool.ParallelFor((last - first + per_item - 1) / per_item, [&](int64_t item) {
-    const int64_t begin = first + item * per_item;
-    body(begin, std::min(last, begin + per_item));
-  });
 }
 
 }  // namespace
@@ -625,26 +436,6 @@ void AttentionSoftmax(const AttentionSoftmaxArgs& args, ThreadPool& pool) {
   ForEachPiece(pool, args.shape.keys, 0, args.shape.rows, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(ForwardRows)(args, begin, end, ScratchOfThisThread());
   });
-}
-
-void AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args, ThreadPool& pool,
-                              Buffer<double>& scratch) {
-  const int64_t rows = args.shape.rows;
-  const bool sinks = args.sinks != nullptr;
-  const int64_t at_once = sinks ? std::min(rows, kSinkRows) : rows;
-  double* sink_terms = sinks ? scratch.Get(at_once) : nullptr;
-  if (sinks) std::fill(args.d_sinks, args.d_sinks + args.shape.heads, 0.0);
-  for (int64_t first = 0; first < rows; first += at_once) {
-    const int64_t last = std::min(rows, first + at_once);
-    ForEachPiece(pool, args.shape.keys, first, last, [&](int64_t begin, int64_t end) {
-      HWY_DYNAMIC_DISPATCH(BackwardRows)(args, begin, end, first, sink_terms);
-    });
-    if (!sinks) continue;
-    RowPlace place = PlaceOf(args.shape, first);
-    for (int64_t row = first; row < last; ++row, Advance(args.shape, place)) {
-      args.d_sinks[place.head] -= sink_terms[row - first];
-    }
-  }
 }
 
 }  // namespace logitd::cpu

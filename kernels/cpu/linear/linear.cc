@@ -1,5 +1,5 @@
-// linear_* on the CPU: up to 64 rows at a time, their logits in f32 (product.h), then the op of
-// that name on them.
+// linear_* on the CPU: for up to 64 rows at a time their logits in f32 (product.h), then the op of
+// that name on the logits.
 //
 // Cost: the product, 2 rows hidden vocab operations, which is the floor; the weights are read once
 // for every 64 rows (16 at the largest vocabulary), and 4 bytes a logit are written and read once
@@ -10,9 +10,10 @@
 // Measured: bench/results/cpu/losses.json, against OpenBLAS's bare product of f32 on the same
 // cores; the goal is 1.5 times its time.
 //
-// Backward: a block of 256 tokens at a time, and inside it 256 rows: their logits again, the
-// gradient of those in place, and its products with the weights and the hidden states. Three
-// products of the forward's size; sums for d_hidden stay in f32 for all rows until the last token.
+// Backward: a block of 256 tokens at a time, and inside it 256 rows at a time: their logits again,
+// the gradient in place of the logits, and its products with the weights and the hidden states.
+// These are three products of the forward's size. Sums for d_hidden stay in f32 for all rows until
+// the last token.
 #include "kernels/cpu/linear/linear.h"
 
 #include <algorithm>
@@ -25,23 +26,21 @@
 namespace logitd::cpu {
 namespace {
 
-// Rows whose logits are there at once: as many as fit, and no more than pay.
+// Rows whose logits are in memory at once: as many as fit, and no more than help.
 constexpr int64_t kMostRows = 64;
 constexpr int64_t kMostLogits = int64_t{1} << 24;
 int64_t RowsAtOnce(int64_t vocab) {
   return std::clamp(kMostLogits / vocab / kTileRows * kTileRows, kTileRows, kMostRows);
 }
 
-// Tokens handed to a thread at once, of all and of a block of them: few enough to balance.
+// Tokens handed to a thread at once, out of all tokens and out of a block: few enough to balance.
 constexpr int64_t kItemTokens = 96;
 constexpr int64_t kBlockItemTokens = 24;
 
 // Packs rows [begin, begin + rows.rows) of the hidden states.
 void Pack(const TensorView& hidden, const HeadView& head, int64_t begin, const PackedRows& rows,
           ThreadPool& pool) {
-  TensorView from = hidden;
-  from.data = static_cast<const std::byte*>(hidden.data) +
-              begin * hidden.row_stride * static_cast<int64_t>(SizeOf(hidden.dtype));
+  const TensorView from = RowsOf(hidden, begin, rows.rows);
   const RowNorm norm = {.weight = head.norm, .epsilon = head.norm_epsilon};
   pool.ParallelFor(rows.padded_rows(), [&](int64_t r) { PackRow(from, norm, r, rows); });
 }
@@ -77,11 +76,6 @@ void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& po
   }
 }
 
-template <typename T>
-T* Advance(T* array, int64_t rows) {
-  return array == nullptr ? nullptr : array + rows;
-}
-
 // ---- Backward
 
 constexpr int64_t kBlockTokens = 256;
@@ -110,14 +104,14 @@ class Backward {
     pool_.ParallelFor(rows, [&](int64_t r) {
       if (args_.rows[r].active == 0) return;
       float* row = d_hidden + r * padded_cols_;
-      // Whatever the weights, infinities among them.
+      // Zero also where weights are infinite.
       if (!Counts(args_.rows[r])) std::fill_n(row, padded_cols_, 0.0f);
       StoreRow(row, args_.head.scale, args_.d_hidden, r);
     });
   }
 
  private:
-  // Everything that tokens [begin, end) give.
+  // Adds the part of tokens [begin, end).
   void AddTokens(int64_t begin, int64_t end, float* d_hidden) {
     const int64_t tokens = end - begin;
     float* weight = scratch_.weight.Get(kBlockTokens * padded_cols_);
@@ -136,14 +130,14 @@ class Backward {
     });
   }
 
-  // What rows [first, first + rows) add to it.
+  // Adds the part of these tokens for rows [first, first + rows).
   void AddRows(int64_t first, int64_t rows, int64_t begin, int64_t end, const float* weight,
                float* d_weight, float* d_hidden) {
     const int64_t tokens = end - begin;
     float* gradient = scratch_.logits.Get(kBlockRows * kBlockTokens);
     float* hidden = scratch_.hidden.Get(kBlockRows * padded_cols_);
     MakeGradient(first, rows, begin, end, gradient);
-    // Rows that are not counted add nothing, whatever their hidden states.
+    // Rows that are not counted add nothing, also where their hidden states are NaN.
     pool_.ParallelFor(rows, [&](int64_t r) {
       float* row = hidden + r * padded_cols_;
       if (Counts(args_.rows[first + r])) {
@@ -199,25 +193,16 @@ class Backward {
 
 void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch) {
   ForEachBlock(args.hidden, args.head, pool, scratch, [&](int64_t first, const TensorView& logits) {
-    SoftmaxTopKArgs part = args.topk;
+    SoftmaxTopKArgs part = RowsFrom(args.topk, first);
     part.logits = logits;
-    part.rows += first;
-    part.logsumexp += first;
-    part.status += first;
     SoftmaxTopK(part, pool, scratch.topk);
   });
 }
 
 void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch) {
   ForEachBlock(args.hidden, args.head, pool, scratch, [&](int64_t first, const TensorView& logits) {
-    SampleArgs part = args.sample;
+    SampleArgs part = RowsFrom(args.sample, first);
     part.logits = logits;
-    part.rows += first;
-    part.tokens += first;
-    part.logprobs += first;
-    part.ranks += first;
-    part.logsumexp += first;
-    part.status += first;
     Sample(part, pool);
   });
 }
@@ -225,16 +210,8 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch) {
   ForEachBlock(args.hidden, args.head, pool, scratch, [&](int64_t first, const TensorView& logits) {
-    CrossEntropyArgs part = args.cross_entropy;
+    CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
     part.logits = logits;
-    part.rows += first;
-    CrossEntropyAnswers& to = part.answers;
-    to.loss += first;
-    to.logsumexp += first;
-    to.target_logprob += first;
-    to.rank = Advance(to.rank, first);
-    to.entropy = Advance(to.entropy, first);
-    to.status += first;
     CrossEntropy(part, pool, scratch.loss);
   });
 }

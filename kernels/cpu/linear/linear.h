@@ -11,8 +11,8 @@
 
 namespace logitd::cpu {
 
-// Memory of one stream's linear ops: up to 64 MiB of logits; for the backward three blocks of 256
-// tokens by `hidden`, and f32 sums for d_hidden, [rows, hidden].
+// Memory of one stream's linear ops: up to 64 MiB of logits. The backward also takes three blocks
+// of 256 tokens by `hidden`, and f32 sums for d_hidden, [rows, hidden].
 struct LinearScratch {
   AlignedBuffer packed, logits;
   AlignedBuffer hidden, weight, d_weight, d_hidden;

@@ -1,12 +1,12 @@
 // Products of hidden states with weights on the CPU.
 //
 //   logits:  12 tokens at a time, as f32 in L1 by chunks of 256 columns, against tiles of 4 rows
-//            out of L2. An element is a vector of sums over the columns of its lane, which takes
-//            one chunk after another, and is added up at the end in one order.
-//   add:     a tile of c stays in registers while k passes.
+//            out of L2. An element is a vector of sums, each over the columns of its lane. It takes
+//            one chunk after another, and its lanes are added at the end in one order.
+//   add:     a tile of c stays in registers while k runs.
 //
-// Cost of logits: two operations for a row, a token and a column, which is the floor; a read of the
-// weights, and of the packed rows out of L2 for every 12 tokens.
+// Cost of logits: two operations for each row, token and column, which is the floor; one read of
+// the weights, and one of the packed rows out of L2 for every 12 tokens.
 //
 // Limited by: the multipliers from some 16 rows on; below that by widening and by memory.
 //
@@ -16,9 +16,9 @@
 //
 // Tried and dropped: OpenBLAS itself. Its kernels for Haswell and Zen round a row differently by
 // its place in the call (the first six of every twelve rows, where tokens are at a tile's edge), in
-// either orientation and however the rows are padded, so a row's bits would depend on its batch.
-// No prefetch of what is widened next, with chunks of 512 columns (64 rows: 132, 106); chunks of
-// 1024 (121, 98); 96 rows (135, 123).
+// either orientation and with any padding. So a row's bits depended on its batch. No prefetch of
+// the weights widened next, with chunks of 512 columns (64 rows: 132, 106); chunks of 1024 (121,
+// 98); 96 rows (135, 123).
 #include "kernels/cpu/linear/product.h"
 
 #include <cmath>
@@ -56,7 +56,7 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// What of a tile the registers hold at once.
+// The part of a tile that the registers hold at once.
 constexpr bool kManyRegisters = HWY_TARGET <= HWY_AVX3;
 constexpr int64_t kRegisterRows = kManyRegisters ? 4 : 2;
 constexpr int64_t kRegisterTokens = kManyRegisters ? 6 : 4;
@@ -166,7 +166,7 @@ HWY_INLINE void AddTile(const float* HWY_RESTRICT rows, const float* HWY_RESTRIC
   }
 }
 
-// Where the sums of row r, token j of a panel lie: by registers' tiles.
+// Where the sums of row r and token j of a panel are: one register tile after another.
 HWY_INLINE int64_t SumsAt(int64_t r, int64_t j) {
   const int64_t tile = r / kRegisterRows * (kPanelTokens / kRegisterTokens) + j / kRegisterTokens;
   return ((tile * kRegisterRows + r % kRegisterRows) * kRegisterTokens + j % kRegisterTokens) *
@@ -188,7 +188,7 @@ HWY_INLINE void AddUpFour(const float* a, const float* b, const float* c, const 
   const auto ab64 = hn::BitCast(d64, ab), ce64 = hn::BitCast(d64, ce);
   const VF all = hn::Add(hn::BitCast(d, hn::InterleaveLower(d64, ab64, ce64)),
                          hn::BitCast(d, hn::InterleaveUpper(d64, ab64, ce64)));
-  HWY_ALIGN float blocks[kMaxLanes];  // of four lanes, each with its part of the four sums
+  HWY_ALIGN float blocks[kMaxLanes];  // blocks of four lanes, each a part of the four sums
   hn::Store(all, d, blocks);
   auto sum = hn::Load(d4, blocks);
   for (size_t i = 4; i < hn::Lanes(d); i += 4) sum = hn::Add(sum, hn::Load(d4, blocks + i));
@@ -211,9 +211,9 @@ void Panel(const PackedRows& rows, const T* weight, int64_t stride, int64_t toke
         std::fill_n(widened + j * kChunk, cols, 0.0f);
       }
     }
-    // What is widened next: the following chunk, or the first of the following panel. Memory brings
-    // it while the tiles pass; behind the last there is nothing, and a prefetch of that is
-    // harmless.
+    // The weights widened next: the following chunk, or the first one of the following panel. They
+    // are prefetched while the tiles run. After the last panel there is nothing; a prefetch there
+    // is harmless.
     const bool is_last = first + kChunk >= rows.cols;
     const T* next = is_last ? weight + kPanelTokens * stride : weight + first + kChunk;
     const int64_t lines = RoundUp(cols * static_cast<int64_t>(sizeof(T)), 64) / 64;

@@ -1,5 +1,5 @@
-// Products of hidden states with weights, in fp32, whose every element is summed in one order: it
-// depends on the two vectors alone, not on how many there are or where they lie.
+// Products of hidden states with weights, in fp32. Every element is summed in one order: its bits
+// depend only on its two vectors, not on how many vectors there are or where they are.
 #ifndef LOGITD_KERNELS_CPU_LINEAR_PRODUCT_H_
 #define LOGITD_KERNELS_CPU_LINEAR_PRODUCT_H_
 
@@ -11,7 +11,7 @@
 
 namespace logitd::cpu {
 
-// Memory as Buffer's, aligned for any vector.
+// As Buffer<float>, aligned for any vector.
 class AlignedBuffer {
  public:
   float* Get(int64_t count) {
@@ -24,9 +24,8 @@ class AlignedBuffer {
   Buffer<float> buffer_;
 };
 
-// Rows as Logits reads them: f32, cut into chunks of kChunk columns, all rows' first chunks, then
-// all rows' second ones; columns filled up with zeros to whole vectors, rows with zeros to whole
-// tiles.
+// Rows as Logits reads them: f32, in chunks of kChunk columns: all rows' first chunks, then all
+// rows' second ones. Zeros fill columns up to whole vectors and rows up to whole tiles.
 inline constexpr int64_t kChunk = 256;
 inline constexpr int64_t kTileRows = 4;
 
@@ -39,7 +38,7 @@ struct PackedRows {
 
   int64_t padded_rows() const { return RoundUp(rows, kTileRows); }
   int64_t size() const { return padded_rows() * RoundUp(cols, kMaxLanes); }
-  // Columns of a chunk, with zeros.
+  // Columns of the chunk at column `first`, zeros included.
   int64_t ChunkCols(int64_t first) const {
     return std::min(kChunk, RoundUp(cols - first, kMaxLanes));
   }
@@ -48,7 +47,7 @@ struct PackedRows {
   }
 };
 
-// Packs row r of `from`, or zeros where it is beyond the last. With `norm` (null: none) the row
+// Packs row r of `from`; zeros where r is after the last row. With norm.weight (null: none) the row
 // goes through an RMSNorm first, and is rounded to its type again. Thread-safe for different rows.
 struct RowNorm {
   const float* weight = nullptr;  // [cols]
@@ -56,7 +55,7 @@ struct RowNorm {
 };
 void PackRow(const TensorView& from, const RowNorm& norm, int64_t r, const PackedRows& to);
 
-// What becomes of the sums.
+// A logit from its sum: scale * sum + bias, then the softcap.
 struct LogitsEpilogue {
   float scale = 1;
   const float* bias = nullptr;  // [vocab], or null
@@ -79,7 +78,7 @@ struct Operand {
 void AddProduct(const Operand& a, int64_t ms, int64_t ks, const float* b, int64_t b_stride,
                 float* c, int64_t c_stride, int64_t cols);
 
-// Row r of a tensor as f32, zeros behind it to `padded_cols`; and back, times `scale`.
+// Writes row r of a tensor as f32, then zeros to `padded_cols`; and back, times `scale`.
 void WidenRow(const TensorView& from, int64_t r, float* to, int64_t padded_cols);
 void StoreRow(const float* from, float scale, const MutableTensorView& to, int64_t r);
 

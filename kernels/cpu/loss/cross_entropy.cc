@@ -1,20 +1,20 @@
-// cross_entropy on the CPU: one streaming read of a row leaves a sketch (sketch.h), from which the
-// loss, the rank and the top tokens come.
+// cross_entropy on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h). The loss,
+// the rank and the top tokens come from it.
 //
-//   read:    32 cells at a time: a softcap writes them as f32 to scratch; their sketch; for label
-//            smoothing their sum, for the entropy the sum of exp(y) y, both out of L2. A softcap
-//            that makes unequal logits equal hides their order: ranks and top tokens then come from
-//            a second sketch, of the row as sent.
+//   read:    32 cells at a time. A softcap writes them as f32 to scratch. Then their sketch; for
+//            label smoothing their sum; for the entropy the sum of exp(y) y, both out of L2. A
+//            softcap may make unequal logits equal and so hide their order: ranks and top tokens
+//            then come from a second sketch, of the row as sent.
 //   answer:  the cells' sums are brought to the row's maximum in cell order, in double precision.
 //
 // Backward: one pass, element by element.
 //
 // Cost at 64 x 131072 f32: reads 33.6 MB once, which is the floor; backward writes as much.
-// Smoothing and the entropy are passes over cells in L2, a softcap writes and sketches a copy
-// there; a rank reads again the cells that hold something before the target.
+// Smoothing and the entropy are passes over cells in L2. A softcap writes a copy there and sketches
+// it. A rank reads again the cells that hold a token before the target.
 //
 // Limited by: memory for a plain loss in f32; by arithmetic for 16 bits, for a softcap (two
-// divisions and an exponential an element more) and backward.
+// divisions and an exponential more per element) and backward.
 //
 // Measured: bench/results/cpu/losses.json, as shares of a bare read and of a bare copy.
 #include "kernels/cpu/loss/cross_entropy.h"
@@ -38,8 +38,8 @@
 
 namespace logitd::cpu {
 
-// Cells read at once, and work handed to a thread at once: small enough to balance and to stay in
-// L2, large enough to hide taking it.
+// Cells read at once, and handed to a thread at once: few enough to balance and to stay in L2,
+// enough to hide the cost of taking them.
 inline constexpr int64_t kItemCells = 32;
 
 // Scratch of one thread.
@@ -52,9 +52,9 @@ struct LossThreadScratch {
 
 // A row on its way to its answers.
 struct LossRow {
-  Row sent;  // its sketch, at temperature 1, only where the order is not that of x
-  Row x;     // after softcap, at the row's temperature; where there is a softcap it has no memory
-  bool has_order;  // sent has a sketch of its own
+  Row sent;  // as sent; sketched, at temperature 1, only where has_order is
+  Row x;     // after softcap, at the row's temperature; with a softcap there are no logits of it
+  bool has_order;  // the order of the tokens is that of `sent`, which has a sketch of its own
   float* total;    // [cells], sum of x * kTotalShrink
   float* moment;   // [cells], sum of exp((x - max) / temperature) * (x - max) * kShrink
 };
@@ -105,7 +105,7 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The first `count` elements as a vector, where they are fewer with zeros behind them.
+// The first `count` elements as a vector; zeros follow where they are fewer.
 template <typename T>
 HWY_INLINE VF LoadUpTo(DF d, const T* from, int64_t count) {
   if (HWY_LIKELY(count >= static_cast<int64_t>(hn::Lanes(d)))) return LoadF32(d, from);
@@ -114,8 +114,8 @@ HWY_INLINE VF LoadUpTo(DF d, const T* from, int64_t count) {
   return LoadF32(d, last);
 }
 
-// Calls body(vector, elements in it, u) for `count` elements, kUnroll vectors in turn; zeros behind
-// the last.
+// Calls body(vector, elements in it, u) for `count` elements, kUnroll vectors in turn; zeros follow
+// the last element.
 constexpr int64_t kUnroll = 4;
 template <typename T, class Body>
 HWY_INLINE void ForEachVector(const T* from, int64_t count, const Body& body) {
@@ -154,14 +154,15 @@ float CellTotal(const T* cell, int64_t count) {
 template <typename T>
 float CellMoment(const T* cell, int64_t count, const Exponent& e, float max) {
   const DF d;
-  const VF round = hn::Set(d, kRound), shrink = hn::Set(d, kShrink), slope = hn::Set(d, e.slope);
+  const VF round = hn::Set(d, kRound), shrink = hn::Set(d, kShrink);
+  const VF log2e_over_temperature = hn::Set(d, e.log2e_over_temperature);
   const VF top = hn::Set(d, max * kShrink), floor = hn::Set(d, e.floor);
   VF s[kUnroll];
   for (VF& v : s) v = hn::Zero(d);
   ForEachVector(cell, count, [&](VF x, int64_t n, int64_t u) HWY_ATTR {
     const VF y = hn::Max(hn::MulSub(x, shrink, top), floor);
-    const VF t = hn::MulAdd(y, slope, round);
-    const VF f = hn::MulSub(y, slope, hn::Sub(t, round));
+    const VF t = hn::MulAdd(y, log2e_over_temperature, round);
+    const VF f = hn::MulSub(y, log2e_over_temperature, hn::Sub(t, round));
     VF w = hn::Mul(Exp2Poly(d, f), PowerOf2(d, t));
     if (n < static_cast<int64_t>(hn::Lanes(d))) {
       w = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(n)), w);
@@ -230,7 +231,7 @@ void ReadCells(const LossRow& row, const CrossEntropyRow& ask, int64_t begin, in
              moment == nullptr ? nullptr : moment + begin);
 }
 
-// One logit after the softcap: the same bits as among others.
+// One logit after the softcap, with the bits it has in a vector of others.
 float CapOne(float logit, float softcap) {
   if (softcap == 0) return logit;
   const DF d;
@@ -241,7 +242,7 @@ float CapOne(float logit, float softcap) {
 struct Distribution {
   double max;  // of x, before the temperature divides it; not NaN
   double temperature;
-  double log_sum;  // of exp((x - max) / temperature); of +inf, of their number
+  double log_sum;  // ln sum exp((x - max) / temperature); where max is +inf, ln of their number
 
   double Logprob(float x) const {
     constexpr double kMinusInf = -std::numeric_limits<double>::infinity();
@@ -255,14 +256,15 @@ struct Distribution {
 // -sum p ln p. max is not -inf.
 double Entropy(const LossRow& row, const Distribution& of) {
   if (of.max == kInf) return of.log_sum;
-  const double unit = 1 / kShrink / std::max(of.temperature, 0x1p-118);
+  // What makes a shrunk difference of logits one of x.
+  const double shrunk_to_x = 1 / kShrink / std::max(of.temperature, double{kLeastTemperature});
   double sum = 0, moment = 0;
   for (int64_t c = 0; c < CellCount(row.x.vocab); ++c) {
-    const double below = (double{row.x.sketch.max[c]} - of.max) * kShrink * unit;
+    const double below = (double{row.x.sketch.max[c]} - of.max) * kShrink * shrunk_to_x;
     const double share = std::exp(below);
     if (share == 0) continue;
     sum += share * row.x.sketch.sum[c];
-    moment += share * (row.moment[c] * unit + below * row.x.sketch.sum[c]);
+    moment += share * (row.moment[c] * shrunk_to_x + below * row.x.sketch.sum[c]);
   }
   return std::max(0.0, std::log(sum) - moment / sum);
 }
@@ -288,12 +290,12 @@ double LossOf(const LossRow& row, const CrossEntropyRow& ask, const Distribution
   return loss;
 }
 
-// Every answer of a row in which a cell has a NaN.
+// All answers of a row with a NaN, which is in cell `nan_cell`.
 void AnswerNan(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int64_t nan_cell) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const CrossEntropyRow& ask = args.rows[r];
   const CrossEntropyAnswers& out = args.answers;
-  out.status[r] = {RowCode::kNanLogit, FirstNanOf(row.sent, nan_cell)};
+  out.status[r] = {RowCode::kNanLogit, FirstNan(row.sent, nan_cell)};
   out.loss[r] = out.logsumexp[r] = out.target_logprob[r] = kNan;
   if (out.rank != nullptr) out.rank[r] = 0;
   if (out.entropy != nullptr) out.entropy[r] = (ask.want & kWantEntropy) != 0 ? kNan : 0;
@@ -306,7 +308,7 @@ void AnswerNan(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int6
   }
 }
 
-// Turns what the read left of row r into its answers.
+// Writes the answers of row r, which has been read.
 void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
             LossThreadScratch& scratch) {
   const CrossEntropyRow& ask = args.rows[r];
@@ -330,7 +332,7 @@ void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
     const float x = CapOne(sent, ask.softcap);
     logprob = of.Logprob(x);
     loss = is_empty ? kNan : LossOf(row, ask, of, x);
-    if ((ask.want & kWantRank) != 0) rank = 1 + CountBeforeOf(order, sent, ask.target);
+    if ((ask.want & kWantRank) != 0) rank = 1 + CountBefore(order, sent, ask.target);
   }
   out.loss[r] = static_cast<float>(loss);
   out.target_logprob[r] = static_cast<float>(logprob);
@@ -358,22 +360,24 @@ void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
 
 // ---- Backward
 
-// What the gradient of a row is made of.
+// The gradient of a row: d_l = (p * share - other - [i = target] target) *
+// upstream_over_temperature * more.
 struct Gradient {
   Exponent exponent;
-  float top;     // p = exp((x - top) / temperature) * share
-  float most;    // no x is taken to be above it
-  float share;   // times 1 + 2 z_loss logsumexp
+  float top;     // p = exp((x - top) / temperature)
+  float most;    // a larger x counts as this one
+  float share;   // what makes p a probability, times 1 + 2 z_loss logsumexp
   float target;  // 1 - e
   float other;   // e / vocab
-  float scale;   // upstream / temperature
-  float scale_more;
+  // In two factors: the quotient may be beyond f32's range where the gradient is small.
+  float upstream_over_temperature;
+  float more;
   float softcap;
 };
 
 Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float logsumexp,
                       float upstream) {
-  const double temperature = std::max(double{ask.temperature}, 0x1p-118);  // as in exponent
+  const double temperature = std::max(ask.temperature, kLeastTemperature);  // as in exponent
   const double e = EffectiveSmoothing(ask, block.vocab);
   Gradient g;
   g.exponent = MakeExponent(ask.temperature);
@@ -383,10 +387,9 @@ Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float
   g.share = static_cast<float>(std::exp(lost) * (1 + 2.0 * ask.z_loss * logsumexp));
   g.target = static_cast<float>(1 - e);
   g.other = static_cast<float>(e / static_cast<double>(block.vocab));
-  // In two factors: the quotient may be more than a float holds where what it multiplies is small.
-  const double scale = double{upstream} / ask.temperature;
-  g.scale_more = std::fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
-  g.scale = static_cast<float>(scale / g.scale_more);
+  const double upstream_over_temperature = double{upstream} / ask.temperature;
+  g.more = std::fabs(upstream_over_temperature) > 1e30 ? 0x1p64f : 1.0f;
+  g.upstream_over_temperature = static_cast<float>(upstream_over_temperature / g.more);
   g.softcap = block.softcap > 0 ? block.softcap : ask.softcap;
   return g;
 }
@@ -403,12 +406,12 @@ HWY_INLINE VF GradientOf(DF d, VF l, VF target, const Gradient& g) {
   }
   const VF p = PreciseExp(d, hn::Min(x, hn::Set(d, g.most)), hn::Set(d, g.top), g.exponent);
   VF dx = hn::MulSub(p, hn::Set(d, g.share), hn::Set(d, g.other));
-  dx = hn::Mul(hn::Sub(dx, target), hn::Set(d, g.scale));
-  dx = hn::Mul(dx, hn::Set(d, g.scale_more));
+  dx = hn::Mul(hn::Sub(dx, target), hn::Set(d, g.upstream_over_temperature));
+  dx = hn::Mul(dx, hn::Set(d, g.more));
   return kSoftcap ? hn::Mul(dx, bend) : dx;
 }
 
-// Elements [begin, end) of a row. `g` is a copy, so that no store can change it.
+// Elements [begin, end) of a row. `g` is a copy: so the compiler knows that no store changes it.
 template <bool kSoftcap, typename T>
 void Spread(const T* logits, int64_t begin, int64_t end, int64_t target, const Gradient g, T* to) {
   const DF d;
@@ -469,7 +472,7 @@ HWY_EXPORT(BackwardPart);
 
 namespace {
 
-// Rows below this many per thread are split by cells instead of being dealt out whole.
+// Fewer rows per thread than this are split by cells; otherwise a thread takes whole rows.
 constexpr int64_t kWholeRowsPerThread = 4;
 
 LossThreadScratch& ScratchOfThisThread() {
@@ -501,7 +504,7 @@ void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& s
     });
     return;
   }
-  // Sized here, so that no thread grows what another reads.
+  // Sized here: no thread may grow memory that another reads.
   SketchAt(scratch.x, rows, 0, args.logits.cols);
   SketchAt(scratch.order, rows, 0, args.logits.cols);
   scratch.total.Get(rows * cells);

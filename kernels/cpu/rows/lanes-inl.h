@@ -1,4 +1,4 @@
-// The per-target half of lanes.h: vectors of floats out of any element type and into any, and 2^f.
+// The per-target half of lanes.h: vectors of floats from and to every element type, and 2^f.
 #if defined(LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_
 #undef LOGITD_KERNELS_CPU_ROWS_LANES_INL_H_
@@ -36,7 +36,7 @@ HWY_INLINE VF LoadF32(DF d, const T* from) {
         du, hn::LoadU(hn::Rebind<uint16_t, DF>(), reinterpret_cast<const uint16_t*>(from)));
     const auto size = hn::And(half, hn::Set(du, 0x7fff));
     const auto sign = hn::ShiftLeft<16>(hn::Sub(half, size));
-    // As the bits of a float, the size is 2^-112 of what it means, subnormals included.
+    // Read as the bits of a float, `size` is 2^-112 of its f16 value, subnormals included.
     const VF value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(size)), hn::Set(d, 0x1p112f));
     // All ones in f16's exponent stand for all ones in f32's.
     const VF special = hn::IfThenElseZero(hn::Ge(value, hn::Set(d, 65536.0f)), hn::Set(d, kInf));
@@ -46,7 +46,7 @@ HWY_INLINE VF LoadF32(DF d, const T* from) {
   }
 }
 
-// The first `count` of `from`, less than a vector, then zeros.
+// Fewer than a vector of elements, then zeros.
 template <typename T>
 HWY_INLINE void CopyTail(const T* from, int64_t count, T* padded) {
   std::memset(padded, 0, kMaxLanes * sizeof(T));
@@ -61,10 +61,10 @@ HWY_INLINE void StoreTail(DF d, VF v, int64_t count, float* to) {
   std::memcpy(to, last, static_cast<size_t>(count) * sizeof(float));
 }
 
-// To nearest, ties to even.
-HWY_INLINE auto RoundToBF16(DF d, VF v) {
+// The bits of v as 16-bit elements, rounded to nearest, ties to even. An overload for each type.
+HWY_INLINE auto RoundTo(hwy::bfloat16_t, DF d, VF v) {
   const DI di;
-  // Rounding would carry a NaN with all bits set into a number.
+  // Rounding carries a NaN with all bits set into a number, so NaN is replaced first.
   v = hn::IfThenElse(hn::IsNaN(v), hn::Set(d, std::numeric_limits<float>::quiet_NaN()), v);
   const auto bits = hn::BitCast(di, v);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(di, 1));
@@ -74,8 +74,8 @@ HWY_INLINE auto RoundToBF16(DF d, VF v) {
   return hn::DemoteTo(hn::Rebind<uint16_t, DF>(), half);
 }
 
-// The same for f16; larger numbers become infinities.
-HWY_INLINE auto RoundToF16(DF d, VF v) {
+// Numbers beyond f16's range become infinities.
+HWY_INLINE auto RoundTo(hwy::float16_t, DF d, VF v) {
   const hn::Rebind<uint16_t, DF> d16;
   if constexpr (kHardwareF16) {
     return hn::BitCast(d16, hn::DemoteTo(hn::Rebind<hwy::float16_t, DF>(), v));
@@ -87,7 +87,7 @@ HWY_INLINE auto RoundToF16(DF d, VF v) {
     // f16's exponent is f32's less 112.
     const auto normal =
         hn::ShiftRight<13>(hn::Add(hn::Add(bits, hn::Set(di, 0xfff - (112 << 23))), odd));
-    // Next to 1/2 a float's last place is that of a subnormal f16.
+    // A float near 1/2 has the last place of a subnormal f16.
     const VF half = hn::Set(d, 0.5f);
     const auto tiny = hn::Sub(hn::BitCast(di, hn::Add(size, half)), hn::BitCast(di, half));
     auto result =
@@ -100,7 +100,7 @@ HWY_INLINE auto RoundToF16(DF d, VF v) {
   }
 }
 
-// Stores the first `count` of v, a whole vector where that is as many.
+// Stores the first min(count, lanes) elements of v.
 template <typename Out>
 HWY_INLINE void StoreAs(DF d, VF v, int64_t count, Out* to) {
   const int64_t lanes = hn::Lanes(d);
@@ -112,12 +112,7 @@ HWY_INLINE void StoreAs(DF d, VF v, int64_t count, Out* to) {
     }
   } else {
     const hn::Rebind<uint16_t, DF> d16;
-    hn::Vec<decltype(d16)> half;
-    if constexpr (std::is_same_v<Out, hwy::float16_t>) {
-      half = RoundToF16(d, v);
-    } else {
-      half = RoundToBF16(d, v);
-    }
+    const auto half = RoundTo(Out(), d, v);
     if (HWY_LIKELY(count >= lanes)) {
       hn::StoreU(half, d16, reinterpret_cast<uint16_t*>(to));
     } else {
@@ -128,7 +123,32 @@ HWY_INLINE void StoreAs(DF d, VF v, int64_t count, Out* to) {
   }
 }
 
-// Calls body(pointer of the element type) with the row's memory.
+// Bit patterns of an element type. There is no general form: a type without one does not compile.
+template <typename T>
+struct ElementBits;
+template <>
+struct ElementBits<float> {
+  static constexpr uint32_t kMinusInf = 0xff800000u, kNan = 0x7fc00000u;
+};
+template <>
+struct ElementBits<hwy::float16_t> {
+  static constexpr uint16_t kMinusInf = 0xfc00, kNan = 0x7e00;
+};
+template <>
+struct ElementBits<hwy::bfloat16_t> {
+  static constexpr uint16_t kMinusInf = 0xff80, kNan = 0x7fc0;
+};
+
+template <typename T, typename Bits>
+HWY_INLINE T FromBits(Bits bits) {
+  static_assert(sizeof(T) == sizeof(Bits));
+  T value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Calls body(data as a pointer to the element type). This is the only place that turns a dtype into
+// a C++ type, and a dtype without a case does not compile.
 template <class Pointer, class Body>
 HWY_INLINE auto AsType(DType dtype, Pointer data, const Body& body) {
   using Const = std::is_const<std::remove_pointer_t<Pointer>>;
@@ -136,9 +156,15 @@ HWY_INLINE auto AsType(DType dtype, Pointer data, const Body& body) {
     using T = decltype(value);
     return body(reinterpret_cast<std::conditional_t<Const::value, const T, T>*>(data));
   };
-  if (dtype == DType::kF16) return as(hwy::float16_t());
-  if (dtype == DType::kBF16) return as(hwy::bfloat16_t());
-  return as(0.0f);
+  switch (dtype) {
+    case DType::kF32:
+      return as(0.0f);
+    case DType::kF16:
+      return as(hwy::float16_t());
+    case DType::kBF16:
+      return as(hwy::bfloat16_t());
+  }
+  HWY_ABORT("dtype %d", static_cast<int>(dtype));  // the op's check has refused it
 }
 
 // 2^f for |f| <= 1/2, relative error 1e-7; exactly 1 at 0. Minimax for the relative error, by

@@ -1,4 +1,4 @@
-// What every CPU op knows of SIMD vectors, and the memory its threads keep. The per-target code is
+// The size of SIMD vectors, and memory that threads keep; for every CPU op. The per-target code is
 // in lanes-inl.h.
 #ifndef LOGITD_KERNELS_CPU_ROWS_LANES_H_
 #define LOGITD_KERNELS_CPU_ROWS_LANES_H_

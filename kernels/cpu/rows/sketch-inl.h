@@ -3,9 +3,9 @@
 //
 //   fold:   the cells' sums are brought to the row's maximum and added in cell order.
 //   bound:  the k-th largest group maximum is a lower bound of the k-th largest logit, as each
-//           group holds one that large. Found by bisection over the maxima. No row is adversarial:
-//           fewer than k groups lie above an exact bound, whatever the order of the values.
-//   pick:   groups that reach the bound are looked at again; their logits above it, and the first k
+//           group holds a logit that large. It is found by bisection over the maxima. No row is
+//           slow: fewer than k groups are above an exact bound, whatever the order of the values.
+//   pick:   groups that reach the bound are read again. Their logits above it, and the first k
 //           equal to it, become 64-bit keys (order of the value, then of the index).
 #if defined(LOGITD_KERNELS_CPU_ROWS_SKETCH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_ROWS_SKETCH_INL_H_
@@ -29,16 +29,6 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-template <typename T>
-T MinusInf() {
-  const uint32_t bits = std::is_same_v<T, float>            ? 0xff800000u
-                        : std::is_same_v<T, hwy::float16_t> ? 0xfc00u
-                                                            : 0xff80u;
-  T value;
-  std::memcpy(&value, &bits, sizeof(value));  // the low bytes: little-endian
-  return value;
-}
-
 // The elements of cell `c`: in place, or for the row's last few in `padded`, filled up with -inf.
 template <typename T>
 HWY_INLINE const T* CellAt(const T* logits, int64_t vocab, int64_t c, T* padded) {
@@ -46,11 +36,11 @@ HWY_INLINE const T* CellAt(const T* logits, int64_t vocab, int64_t c, T* padded)
   const int64_t count = vocab - begin;
   if (count >= kCellElements) return logits + begin;
   std::memcpy(padded, logits + begin, count * sizeof(T));
-  std::fill(padded + count, padded + kCellElements, MinusInf<T>());
+  std::fill(padded + count, padded + kCellElements, FromBits<T>(ElementBits<T>::kMinusInf));
   return padded;
 }
 
-// Adding this to n leaves n + 127 in the low bits: an exponent field after a shift.
+// The sum of n and this has n + 127 in its low bits: an exponent field after a shift.
 constexpr float kRound = 12582912.0f + 127.0f;
 
 HWY_INLINE VF PowerOf2(DF d, VF rounded) {
@@ -58,29 +48,30 @@ HWY_INLINE VF PowerOf2(DF d, VF rounded) {
   return hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(di, rounded)));
 }
 
-// sum + 2^(slope * shrunk), shrunk in [floor, 0].
-HWY_INLINE VF AddExp(DF d, VF shrunk, VF slope, VF floor, VF sum) {
+// sum + 2^(shrunk * log2e_over_temperature), shrunk in [floor, 0].
+HWY_INLINE VF AddExp(DF d, VF shrunk, VF log2e_over_temperature, VF floor, VF sum) {
   const VF round = hn::Set(d, kRound);
   const VF y = hn::Max(shrunk, floor);
-  const VF t = hn::MulAdd(y, slope, round);
-  const VF f = hn::MulSub(y, slope, hn::Sub(t, round));
+  const VF t = hn::MulAdd(y, log2e_over_temperature, round);
+  const VF f = hn::MulSub(y, log2e_over_temperature, hn::Sub(t, round));
   return hn::MulAdd(Exp2Poly(d, f), PowerOf2(d, t), sum);
 }
 
-// The same power for single results: also carries what rounding takes from the difference and from
-// the slope, which y = -80 would otherwise multiply. 0 below the floor.
+// exp((x - max) / temperature) for single results. It also carries what rounding takes from the
+// difference and from log2(e) / temperature, which a large difference multiplies. 0 below 2^-126.
 HWY_INLINE VF PreciseExp(DF d, VF x, VF max, const Exponent& e) {
   const VF round = hn::Set(d, kRound);
-  const VF slope = hn::Set(d, e.slope);
+  const VF log2e_over_temperature = hn::Set(d, e.log2e_over_temperature);
+  const VF low = hn::Set(d, e.log2e_over_temperature_low);
   const VF a = hn::Mul(x, hn::Set(d, kShrink));
   const VF b = hn::Mul(max, hn::Set(d, kShrink));
   const VF y = hn::Sub(a, b);
   const auto keep = hn::Ge(y, hn::Set(d, e.nothing));
   const VF back = hn::Sub(y, a);
   const VF lost = hn::Sub(hn::Sub(a, hn::Sub(y, back)), hn::Add(b, back));
-  const VF t = hn::MulAdd(y, slope, round);
-  VF f = hn::MulSub(y, slope, hn::Sub(t, round));
-  f = hn::Add(f, hn::MulAdd(lost, slope, hn::Mul(y, hn::Set(d, e.slope_low))));
+  const VF t = hn::MulAdd(y, log2e_over_temperature, round);
+  VF f = hn::MulSub(y, log2e_over_temperature, hn::Sub(t, round));
+  f = hn::Add(f, hn::MulAdd(lost, log2e_over_temperature, hn::Mul(y, low)));
   return hn::IfThenElseZero(keep, hn::Mul(Exp2Poly(d, f), PowerOf2(d, t)));
 }
 
@@ -108,8 +99,8 @@ class CellReader {
  public:
   HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)), total_(hn::Zero(DF())) {}
 
-  // The next kFineGroup vectors, from element i on; `as_f32` keeps them for the second look unless
-  // T is float.
+  // Reads the next kFineGroup vectors, from element i on. `as_f32` keeps them for the second look
+  // unless T is float.
   template <typename T>
   HWY_INLINE void Read(const T* HWY_RESTRICT cell, int64_t i, float* HWY_RESTRICT as_f32,
                        float* HWY_RESTRICT fine) {
@@ -133,13 +124,13 @@ class CellReader {
     total_ = hn::Add(total_, hn::Add(hn::Add(s01, s23), hn::Add(s45, s67)));
   }
 
-  // Writes the cell's maxima. Returns whether its sum of exp is still to be computed; if not,
-  // writes that too.
+  // Writes the cell's maxima. Returns whether its sum of exp is still to be computed; if not, it
+  // writes the sum too.
   template <typename T>
   HWY_INLINE bool Finish(const T* cell, float* out_max, float* out_sum, float* coarse) const {
     const DF d;
     hn::StoreU(max_, d, coarse);
-    // A sum is NaN where an element is, or where infinities of both signs meet: then look closer.
+    // The total is NaN where an element is NaN, or where infinities of both signs meet.
     if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(total_))) && HasNan(cell)) {
       *out_max = -kInf;
       *out_sum = std::numeric_limits<float>::quiet_NaN();
@@ -160,7 +151,7 @@ class CellSummer {
  public:
   HWY_INLINE CellSummer(const Exponent& e, float max)
       : top_(hn::Set(DF(), max * kShrink)),
-        slope_(hn::Set(DF(), e.slope)),
+        log2e_over_temperature_(hn::Set(DF(), e.log2e_over_temperature)),
         floor_(hn::Set(DF(), e.floor)),
         s0_(hn::Zero(DF())),
         s1_(s0_),
@@ -175,10 +166,10 @@ class CellSummer {
     for (int64_t j = 0; j < kFineGroup; j += 4) {
       const VF x0 = hn::LoadU(d, x + j * lanes), x1 = hn::LoadU(d, x + (j + 1) * lanes);
       const VF x2 = hn::LoadU(d, x + (j + 2) * lanes), x3 = hn::LoadU(d, x + (j + 3) * lanes);
-      s0_ = AddExp(d, hn::MulSub(x0, shrink, top_), slope_, floor_, s0_);
-      s1_ = AddExp(d, hn::MulSub(x1, shrink, top_), slope_, floor_, s1_);
-      s2_ = AddExp(d, hn::MulSub(x2, shrink, top_), slope_, floor_, s2_);
-      s3_ = AddExp(d, hn::MulSub(x3, shrink, top_), slope_, floor_, s3_);
+      s0_ = AddExp(d, hn::MulSub(x0, shrink, top_), log2e_over_temperature_, floor_, s0_);
+      s1_ = AddExp(d, hn::MulSub(x1, shrink, top_), log2e_over_temperature_, floor_, s1_);
+      s2_ = AddExp(d, hn::MulSub(x2, shrink, top_), log2e_over_temperature_, floor_, s2_);
+      s3_ = AddExp(d, hn::MulSub(x3, shrink, top_), log2e_over_temperature_, floor_, s3_);
     }
   }
 
@@ -187,17 +178,16 @@ class CellSummer {
   }
 
  private:
-  VF top_, slope_, floor_;
+  VF top_, log2e_over_temperature_, floor_;
   VF s0_, s1_, s2_, s3_;
 };
 
 // A cell is read while the one before it is summed: loads from memory in the shadow of arithmetic.
 template <typename T>
-void SketchTyped(const Row& row, int64_t begin, int64_t end) {
+void SketchTyped(const T* logits, const Row& row, int64_t begin, int64_t end) {
   const int64_t lanes = hn::Lanes(DF());
   const int64_t block = kFineGroup * lanes;
   const Exponent e = MakeExponent(row.temperature);
-  const T* logits = static_cast<const T*>(row.logits);
   const RowSketch& sketch = row.sketch;
   HWY_ALIGN T padded[kCellElements];
   HWY_ALIGN float as_f32[2][std::is_same_v<T, float> ? 1 : kCellElements];
@@ -233,18 +223,11 @@ void SketchTyped(const Row& row, int64_t begin, int64_t end) {
 
 // Fills cells [begin, end) of the row's sketch.
 inline void SketchCells(const Row& row, int64_t begin, int64_t end) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return SketchTyped<float>(row, begin, end);
-    case DType::kF16:
-      return SketchTyped<hwy::float16_t>(row, begin, end);
-    case DType::kBF16:
-      return SketchTyped<hwy::bfloat16_t>(row, begin, end);
-  }
+  AsType(row.dtype, row.logits, [&](const auto* logits) { SketchTyped(logits, row, begin, end); });
 }
 
-// A value that at least k of maxima[0, count) reach; few more than k, unless ties force it. count
-// >= k is a multiple of the lanes. `top` is the largest of them.
+// A value that at least k of maxima[0, count) reach, and few more than k unless there are ties.
+// count >= k is a multiple of the lanes. `top` is the largest maximum.
 inline float Bound(const float* maxima, int64_t count, int64_t k, float top) {
   const DF d;
   const DI di;
@@ -273,7 +256,7 @@ inline float Bound(const float* maxima, int64_t count, int64_t k, float top) {
 
 // Keys of all logits above `bound` and of the first k equal to it. Returns how many; k or more.
 template <typename T>
-int64_t PickTyped(const Row& row, float bound, int64_t k, uint64_t* keys) {
+int64_t PickTyped(const T* logits, const Row& row, float bound, int64_t k, uint64_t* keys) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   const VF vbound = hn::Set(d, bound);
@@ -285,7 +268,7 @@ int64_t PickTyped(const Row& row, float bound, int64_t k, uint64_t* keys) {
   int64_t ties_left = k;
   for (int64_t c = 0; c < cells; ++c) {
     if (ties_left > 0 ? row.sketch.max[c] < bound : row.sketch.max[c] <= bound) continue;
-    const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
+    const T* cell = CellAt(logits, row.vocab, c, padded);
     const float* fine = row.sketch.fine + c * kFinePerCell;
     for (int64_t i = 0; i < kCellElements; i += kFineGroup * lanes) {
       const VF group = hn::LoadU(d, fine + i / kFineGroup);
@@ -301,7 +284,7 @@ int64_t PickTyped(const Row& row, float bound, int64_t k, uint64_t* keys) {
         for (; left != 0; left &= left - 1) {
           const int lane = hwy::Num0BitsBelowLS1Bit_Nonzero32(left);
           const int64_t index = c * kCellElements + j + lane;
-          if (index >= row.vocab) return count;  // the padding, which a bound of -inf lets in
+          if (index >= row.vocab) return count;  // padding, which reaches a bound of -inf
           if (values[lane] == bound && ties_left-- <= 0) continue;
           keys[count++] = MakeKey(values[lane], index);
         }
@@ -312,22 +295,16 @@ int64_t PickTyped(const Row& row, float bound, int64_t k, uint64_t* keys) {
 }
 
 inline int64_t Pick(const Row& row, float bound, int64_t k, uint64_t* keys) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return PickTyped<float>(row, bound, k, keys);
-    case DType::kF16:
-      return PickTyped<hwy::float16_t>(row, bound, k, keys);
-    case DType::kBF16:
-      return PickTyped<hwy::bfloat16_t>(row, bound, k, keys);
-  }
-  return 0;
+  return AsType(row.dtype, row.logits,
+                [&](const auto* logits) { return PickTyped(logits, row, bound, k, keys); });
 }
 
+// The lowest NaN of cell c, -1 where it has none.
 template <typename T>
-int32_t FirstNan(const Row& row, int64_t c) {
+int32_t FirstNanTyped(const T* logits, int64_t vocab, int64_t c) {
   const DF d;
   HWY_ALIGN T padded[kCellElements];
-  const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
+  const T* cell = CellAt(logits, vocab, c, padded);
   for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
     const intptr_t lane = hn::FindFirstTrue(d, hn::IsNaN(LoadF32(d, cell + i)));
     if (lane >= 0) return static_cast<int32_t>(c * kCellElements + i + lane);
@@ -335,40 +312,26 @@ int32_t FirstNan(const Row& row, int64_t c) {
   return -1;
 }
 
-inline int32_t FirstNanOf(const Row& row, int64_t c) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return FirstNan<float>(row, c);
-    case DType::kF16:
-      return FirstNan<hwy::float16_t>(row, c);
-    case DType::kBF16:
-      return FirstNan<hwy::bfloat16_t>(row, c);
-  }
-  return -1;
+inline int32_t FirstNan(const Row& row, int64_t c) {
+  return AsType(row.dtype, row.logits,
+                [&](const auto* logits) { return FirstNanTyped(logits, row.vocab, c); });
 }
 
 template <typename T>
-float ElementTyped(const void* logits, int64_t i) {
+float ElementTyped(const T* logits, int64_t i) {
   HWY_ALIGN T values[kMaxLanes] = {};
-  values[0] = static_cast<const T*>(logits)[i];
+  values[0] = logits[i];
   return hn::GetLane(LoadF32(DF(), values));
 }
+inline float ElementTyped(const float* logits, int64_t i) { return logits[i]; }
 
 inline float Element(const Row& row, int64_t i) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return static_cast<const float*>(row.logits)[i];
-    case DType::kF16:
-      return ElementTyped<hwy::float16_t>(row.logits, i);
-    case DType::kBF16:
-      return ElementTyped<hwy::bfloat16_t>(row.logits, i);
-  }
-  return 0;
+  return AsType(row.dtype, row.logits, [&](const auto* logits) { return ElementTyped(logits, i); });
 }
 
 // Tokens before (x, index) by (logit descending, index ascending).
 template <typename T>
-int64_t CountBefore(const Row& row, float x, int64_t index) {
+int64_t CountBeforeTyped(const T* logits, const Row& row, float x, int64_t index) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   const VF vx = hn::Set(d, x);
@@ -376,14 +339,14 @@ int64_t CountBefore(const Row& row, float x, int64_t index) {
   int64_t before = 0;
   for (int64_t c = 0; c < CellCount(row.vocab); ++c) {
     if (row.sketch.max[c] < x) continue;
-    const T* cell = CellAt(static_cast<const T*>(row.logits), row.vocab, c, padded);
+    const T* cell = CellAt(logits, row.vocab, c, padded);
     const float* fine = row.sketch.fine + c * kFinePerCell;
     for (int64_t i = 0; i < kCellElements; i += kFineGroup * lanes) {
       if (hn::AllFalse(d, hn::Ge(hn::LoadU(d, fine + i / kFineGroup), vx))) continue;
       for (int64_t j = i; j < i + kFineGroup * lanes; j += lanes) {
         const VF v = LoadF32(d, cell + j);
         before += static_cast<int64_t>(hn::CountTrue(d, hn::Gt(v, vx)));
-        const int64_t lower = index - (c * kCellElements + j);  // of these lanes have lower indices
+        const int64_t lower = index - (c * kCellElements + j);  // lanes with a lower index
         if (lower <= 0) continue;
         const auto ties =
             hn::And(hn::Eq(v, vx), hn::FirstN(d, static_cast<size_t>(std::min(lower, lanes))));
@@ -394,16 +357,9 @@ int64_t CountBefore(const Row& row, float x, int64_t index) {
   return before;
 }
 
-inline int64_t CountBeforeOf(const Row& row, float x, int64_t index) {
-  switch (row.dtype) {
-    case DType::kF32:
-      return CountBefore<float>(row, x, index);
-    case DType::kF16:
-      return CountBefore<hwy::float16_t>(row, x, index);
-    case DType::kBF16:
-      return CountBefore<hwy::bfloat16_t>(row, x, index);
-  }
-  return 0;
+inline int64_t CountBefore(const Row& row, float x, int64_t index) {
+  return AsType(row.dtype, row.logits,
+                [&](const auto* logits) { return CountBeforeTyped(logits, row, x, index); });
 }
 
 // Sum of the cells' sums, brought to the row's maximum, in a fixed order. max is finite.
@@ -417,13 +373,13 @@ inline float FoldSums(const Row& row, int64_t cells, float max, const Exponent& 
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-// The highest point of a finished sketch, or where it has a NaN.
+// The maximum of a finished sketch, or the place of its first NaN.
 struct Peak {
   float max;
   int64_t nan_cell;  // the first cell with a NaN in it; -1 = none
 };
 
-// Also fills the sketch's last vector of cells up with cells of nothing.
+// Also fills the last vector of cells with empty cells.
 inline Peak FindPeak(const Row& row) {
   const DF d;
   const int64_t cells = CellCount(row.vocab);
@@ -444,8 +400,8 @@ inline Peak FindPeak(const Row& row) {
   return peak;
 }
 
-// Sum of exp((x - max) / temperature) over the row; of +inf, their number. max is the row's, not
-// -inf.
+// Sum of exp((x - max) / temperature) over the row; where max is +inf, the number of +inf. max is
+// the row's, and not -inf.
 inline float TotalSum(const Row& row, float max, const Exponent& e) {
   const int64_t cells = CellCount(row.vocab);
   if (HWY_LIKELY(max < kInf)) return FoldSums(row, cells, max, e);
@@ -455,8 +411,8 @@ inline float TotalSum(const Row& row, float max, const Exponent& e) {
 }
 
 // A lower bound of the k-th largest logit; `max` is the largest. Coarse maxima give one for a
-// fraction of the work, where there are enough of them; where even the fine ones are too few, -inf
-// lets everything in.
+// fraction of the work, where there are enough of them. Where the fine ones are too few, the bound
+// is -inf, which every logit reaches.
 inline float BoundOf(const Row& row, int64_t k, float max) {
   const int64_t cells = CellCount(row.vocab);
   if (const int64_t maxima = cells * hn::Lanes(DF()); k + k / 2 <= maxima) {
@@ -468,7 +424,7 @@ inline float BoundOf(const Row& row, int64_t k, float max) {
   return -kInf;
 }
 
-// Keys of the first k logits that are `least` or more, in order. `keys` has room for the whole row.
+// Writes the keys of the first k logits >= `least`, in order. `keys` has room for the whole row.
 // Returns how many there are: k, or fewer where `least` leaves fewer.
 inline int64_t TopKeys(const Row& row, int64_t k, float max, float least, uint64_t* keys,
                        const hwy::Sorter& sorter) {

@@ -1,4 +1,4 @@
-// One streaming read of a row and what it leaves behind; shared by the ops that pick tokens.
+// One streaming read of a row and what it leaves; shared by the ops that pick tokens.
 //
 // A row is cut into cells of 1024 elements. Per cell, while it is in L1: the maximum, the maxima of
 // groups of 8 and of 1024 / lanes elements, then the sum of exp against the cell's own maximum.
@@ -20,11 +20,11 @@ namespace logitd::cpu {
 // follow from its cells, so they do not depend on which threads computed them.
 inline constexpr int64_t kCellElements = 1024;
 
-// What one read of a row leaves behind. The group maxima bound the k-th largest logit from below.
+// What one read of a row leaves. The group maxima bound the k-th largest logit from below.
 struct RowSketch {
   float* max;     // [cells], the largest logit; +-inf possible
-  float* sum;     // [cells], of exp((x - max) / temperature); number of +inf if max is that; 0 if
-                  // -inf; NaN if one is
+  float* sum;     // [cells], of exp((x - max) / temperature); the number of +inf where max is +inf;
+                  // 0 where max is -inf; NaN where a logit is NaN
   float* coarse;  // [cells, SIMD lanes], maxima of kCellElements / lanes elements each
   float* fine;    // [cells, kCellElements / 8], maxima of 8 elements each
 };
@@ -37,29 +37,29 @@ struct SketchScratch {
 inline constexpr int64_t kFineGroup = 8;  // elements under one fine maximum
 inline constexpr int64_t kFinePerCell = kCellElements / kFineGroup;
 
-// exp((x - max) / temperature) as 2^(slope * (x * kShrink - max * kShrink)).
-// Shrinking first keeps the difference of any two floats finite, at no cost: it is a fused
-// multiply-subtract.
+// exp((x - max) / temperature) is computed as 2^((x * kShrink - max * kShrink) *
+// log2e_over_temperature). Shrinking first keeps the difference of any two floats finite. It costs
+// nothing: it is a fused multiply-subtract.
 inline constexpr float kShrink = 1.0f / 256;
 struct Exponent {
-  float slope;      // 256 log2(e) / temperature, high part
-  float slope_low;  // what rounding took from it; used where single probabilities are returned
-  // Of shrunk differences. In a sum, less than 2^-120 counts as that: no subnormal is ever
-  // computed, which would cost a hundred times the instruction. A single probability is 0 below
-  // 2^-126.
+  float log2e_over_temperature;      // divided by kShrink, high part
+  float log2e_over_temperature_low;  // what rounding took from it; single probabilities use it
+  // Two shrunk differences. A sum counts less than 2^-120 (`floor`) as 2^-120: so no subnormal is
+  // ever computed, which would take a hundred times as long. A single probability below 2^-126
+  // (`nothing`) is 0.
   float floor;
   float nothing;
 };
 
-// Temperatures below 2^-118 act as 2^-118: slope stays finite, and only logits that differ by less
-// than 1e-33 could tell.
 inline Exponent MakeExponent(float temperature) {
-  const double slope = 256 * 1.4426950408889634 / std::max(double{temperature}, 0x1p-118);
+  const double log2e_over_temperature =
+      256 * 1.4426950408889634 / std::max(temperature, kLeastTemperature);
   Exponent e;
-  e.slope = static_cast<float>(slope);
-  e.slope_low = static_cast<float>(slope - e.slope);
-  e.floor = static_cast<float>(-120 / slope);
-  e.nothing = static_cast<float>(-126 / slope);
+  e.log2e_over_temperature = static_cast<float>(log2e_over_temperature);
+  e.log2e_over_temperature_low =
+      static_cast<float>(log2e_over_temperature - e.log2e_over_temperature);
+  e.floor = static_cast<float>(-120 / log2e_over_temperature);
+  e.nothing = static_cast<float>(-126 / log2e_over_temperature);
   return e;
 }
 
@@ -93,8 +93,8 @@ inline int32_t KeyIndex(uint64_t key) {
 
 inline int64_t CellCount(int64_t vocab) { return (vocab + kCellElements - 1) / kCellElements; }
 
-// How far ahead memory is asked for. The hardware does not look across pages; half a page won among
-// 0.5 to 8 KiB. A prefetch behind the row's end is harmless.
+// How far ahead memory is prefetched. The hardware does not look across pages; of 0.5 to 8 KiB half
+// a page was fastest. A prefetch after the row's end is harmless.
 inline constexpr int64_t kAheadBytes = 2048;
 
 // A row to sketch.

@@ -26,11 +26,11 @@ HWY_INLINE VF Tanh(DF d, VF z) {
   // 1 - 2 / (exp(2 |z|) + 1), which is 1 from 10 on.
   const VF size = hn::Abs(z);
   const VF bounded = hn::Min(size, hn::Set(d, 10.0f));
-  const VF slope = hn::Set(d, 2.8853900817779268f);
-  const VF round =
-      hn::Set(d, 12582912.0f + 127.0f);  // as in sketch-inl.h: leaves an exponent field
-  const VF t = hn::MulAdd(bounded, slope, round);
-  const VF f = hn::MulSub(bounded, slope, hn::Sub(t, round));
+  const VF two_log2e = hn::Set(d, 2.8853900817779268f);
+  // As kRound in sketch-inl.h: the sum's low bits are an exponent field.
+  const VF round = hn::Set(d, 12582912.0f + 127.0f);
+  const VF t = hn::MulAdd(bounded, two_log2e, round);
+  const VF f = hn::MulSub(bounded, two_log2e, hn::Sub(t, round));
   const DI di;
   const VF power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(di, t)));
   const VF one = hn::Set(d, 1.0f);

@@ -1,12 +1,13 @@
-// sample on the CPU: one streaming read of a row leaves a sketch (sketch.h); the token is found
-// there (sample_row-inl.h).
+// sample on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h), where the token
+// is found: edit-inl.h reads, filter-inl.h lists, draw-inl.h draws, report-inl.h answers.
 //
 // Cost at 64 x 131072 f32, top-k 50 and top-p 0.9: reads 33.6 MB once, which is the floor. Edits
 // and another temperature for the whole row add a pass over cached memory; a flat top-p adds about
 // ten operations a token.
 //
-// Limited by: memory for top-k and greedy; by arithmetic where the row is summed twice, and by the
-// 4096 edits and the sort of the history before them; by scalar integer sums for a flat top-p.
+// Limited by: memory for top-k and greedy; by arithmetic where the row is summed twice; by the
+// edits and the sort of the history, where it has 4096 tokens; by scalar integer sums for a flat
+// top-p.
 //
 // Measured: bench/results/cpu/kernels.json, two cores, 16 lanes, as shares of a bare read: top-k 50
 // and top-p 0.9 69% (bf16 51%), greedy 78%, unfiltered 57%, at another temperature 46%, with 4096
@@ -24,7 +25,8 @@
 #define HWY_TARGET_INCLUDE "kernels/cpu/sampling/sample.cc"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
-#include "kernels/cpu/sampling/sample_row-inl.h"
+#include "kernels/cpu/sampling/draw-inl.h"
+#include "kernels/cpu/sampling/report-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
@@ -32,7 +34,8 @@ namespace logitd::cpu::HWY_NAMESPACE {
 void SampleOne(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
   OpenRow opened;
   if (!Open(args, r, scratch, opened)) return;
-  Report(args, r, opened, Draw(opened, args.rows[r], scratch), scratch);
+  const Drawn drawn = Draw(opened.rows.processed, args.rows[r], opened.max, scratch);
+  Report(args, r, opened, drawn, scratch);
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE
@@ -45,10 +48,10 @@ HWY_EXPORT(SampleOne);
 
 namespace {
 
-// Work handed to a thread at once: small enough to balance, large enough to hide taking it.
+// Cells handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
 constexpr int64_t kItemCells = 32;
 
-// Where infinities of both signs met, the ban wins.
+// A ban wins where infinities of both signs meet.
 float BanIfNan(float x) { return std::isnan(x) ? -kInf : x; }
 
 }  // namespace

@@ -1,8 +1,10 @@
-// What drawing from a row needs on the CPU, whichever op draws. The per-target code, and how a row
-// goes through it, is in sample_row-inl.h.
+// What drawing a token from a row needs on the CPU; shared by sample and verify. The per-target
+// code is in edit-inl.h, filter-inl.h, draw-inl.h and report-inl.h, in the order a row goes through
+// them. Every step has one fixed order inside a row, so its bits do not depend on the thread.
 #ifndef LOGITD_KERNELS_CPU_SAMPLING_SAMPLE_ROW_H_
 #define LOGITD_KERNELS_CPU_SAMPLING_SAMPLE_ROW_H_
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -27,10 +29,7 @@ inline constexpr int64_t kSortable = 2048;
 // Leading bits of the keys that one histogram tells apart.
 inline constexpr int kBinBits = 11;
 
-// Tokens this many temperatures below the maximum weigh nothing: exp(-31) < 2^-44.
-inline constexpr double kWeightlessBelow = 31;
-
-// The key of no token, below all.
+// The key of no token, below all others.
 inline constexpr uint64_t kLowestKey = 0;
 
 // What bias and history do to one token.
@@ -66,8 +65,13 @@ inline bool PenaltiesAreOn(const SampleRow& ask) {
   return ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0;
 }
 
-// By every operation's own rounding: not inlined, so that no target fuses two of them.
+// Bias and penalties of one logit. Every operation rounds: the function is not inlined, so that no
+// target fuses two of them.
 float EditLogit(float x, const Patch& patch, const SampleRow& ask);
+
+inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
+  return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
+}
 
 // The integer of a weight in [0, 1]: to nearest, ties to even, as adding 2^52 to a double rounds.
 inline uint64_t FixedWeight(float weight) {
@@ -77,9 +81,11 @@ inline uint64_t FixedWeight(float weight) {
   return bits & ((uint64_t{1} << 52) - 1);
 }
 
-// The lowest logit min_p keeps.
-inline float MinPFloor(float max, float temperature, float min_p) {
-  const double least = max + std::max(double{temperature}, 0x1p-118) * std::log(double{min_p});
+// The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.
+inline float LeastKept(float max, float temperature, float min_p) {
+  const double log_share = min_p > 0 ? std::log(double{min_p}) : kLogLeastWeight;
+  const double least =
+      max + double{std::max(temperature, kLeastTemperature)} * std::max(log_share, kLogLeastWeight);
   if (least < -FLT_MAX) return -FLT_MAX;
   const float rounded = static_cast<float>(least);
   return rounded < least ? std::nextafter(rounded, kInf) : rounded;

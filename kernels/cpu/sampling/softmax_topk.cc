@@ -1,10 +1,11 @@
 // softmax_topk on the CPU: one streaming read of a row leaves a sketch; the answer is picked there.
 //
-//   sketch: maxima, and sums of exp against them, cell by cell of 1024 elements (sketch.h).
+//   sketch: maxima, and sums of exp against them, by cells of 1024 elements (rows/sketch.h).
 //   fold:   the cells' sums give logsumexp.
-//   pick:   what reaches a lower bound of the k-th largest logit (sketch-inl.h) is sorted.
+//   pick:   the logits that reach a lower bound of the k-th largest one (rows/sketch-inl.h) are
+//           sorted.
 //
-// Many rows go a row to a thread, few rows are split by cells; the bits are the same.
+// Of many rows each thread takes whole rows; few rows are split by cells. The bits are the same.
 //
 // Cost at 64 x 131072 f32, k = 64: reads 33.6 MB once, which is the floor. The second look takes
 // about 70 blocks of 128 elements a row, out of L2.
@@ -16,9 +17,9 @@
 // processor time: f32 12.2 GB/s where a bare read loop gets 15.4 (79%), 19 GB/s out of L2; bf16
 // 8.3 GB/s. Equal, ascending, descending, tied and mostly -inf rows take at most 1.3 times as long.
 //
-// Tried and dropped, as shares of the same read: a cell summed right after it is read, so that
-// memory idles meanwhile (72%); the read of one cell over the sum of another without prefetch
-// (55%), with prefetch 0.5 KiB (63%), 3 KiB (74%) or 4 KiB ahead (58%).
+// Tried and dropped, as shares of the same read: summing a cell right after it is read, so that
+// memory idles meanwhile (72%); reading one cell while another is summed, without prefetch (55%),
+// with prefetch 0.5 KiB (63%), 3 KiB (74%) or 4 KiB ahead (58%).
 #include "kernels/cpu/sampling/softmax_topk.h"
 
 #include <algorithm>
@@ -66,8 +67,8 @@ void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswe
   const int64_t lanes = hn::Lanes(d);
   const Peak peak = FindPeak(row);
   if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
-    *out.status = {RowCode::kNanLogit, FirstNanOf(row, peak.nan_cell)};
-    // Unspecified by the contract, but never what the memory held for somebody else.
+    *out.status = {RowCode::kNanLogit, FirstNan(row, peak.nan_cell)};
+    // The contract leaves these open, but no value of an earlier batch may be read there.
     *out.logsumexp = std::numeric_limits<float>::quiet_NaN();
     std::fill(out.indices, out.indices + k, -1);
     std::fill(out.probs, out.probs + k, 0.0f);
@@ -124,10 +125,10 @@ HWY_EXPORT(TargetName);
 
 namespace {
 
-// Work handed to a thread at once: small enough to balance, large enough to hide taking it.
+// Cells handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
 constexpr int64_t kItemCells = 32;
 
-// Rows below this many per thread are split by cells instead of being dealt out whole.
+// Fewer rows per thread than this are split by cells; otherwise a thread takes whole rows.
 constexpr int64_t kWholeRowsPerThread = 4;
 
 ThreadScratch& ScratchOfThisThread() {
@@ -175,7 +176,7 @@ void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& s
     });
     return;
   }
-  // Sized here, so that no thread grows what another reads.
+  // Sized here: no thread may grow memory that another reads.
   SketchAt(scratch, rows, 0, vocab);
   const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
   pool.ParallelFor(rows * per_row, [&](int64_t item) {

@@ -1,8 +1,8 @@
-// verify on the CPU: a sequence to a thread, its rows in order, each read as sample reads it
-// (sample_row-inl.h). What lies behind a refused draft is never read.
+// verify on the CPU: a thread takes a sequence, and reads its rows in order, each as sample reads
+// it. Rows after a refused draft are never read.
 //
 // Cost: one read of each row up to the first refused draft. A draft with probabilities on an
-// unfiltered row lists every token of the row that weighs anything, as a flat top-p does.
+// unfiltered row lists every token of the row whose weight is not 0, as a flat top-p does.
 #include "kernels/cpu/sampling/verify.h"
 
 #include <algorithm>
@@ -13,14 +13,15 @@
 #define HWY_TARGET_INCLUDE "kernels/cpu/sampling/verify.cc"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
-#include "kernels/cpu/sampling/sample_row-inl.h"
+#include "kernels/cpu/sampling/draw-inl.h"
+#include "kernels/cpu/sampling/report-inl.h"
 
 #ifndef LOGITD_KERNELS_CPU_VERIFY_ONCE_
 #define LOGITD_KERNELS_CPU_VERIFY_ONCE_
 
 namespace logitd::cpu {
 
-// What a draft was drawn from, as integers of the target's scale. Asked by ascending token.
+// The draft's probabilities q as integers of the target's scale. Asked by ascending token.
 class DraftMass {
  public:
   DraftMass(const VerifyArgs& args, const VerifyDraft& draft, uint64_t total)
@@ -68,8 +69,8 @@ Candidates ListAll(const Row& row, const SampleRow& ask, float max, SampleScratc
     return {.keys = keys, .weights = weight, .count = 1, .last = keys[0]};
   }
   if (IsFiltered(ask, row.vocab)) return ListFiltered(row, ask, max, scratch);
-  const float least = max == kInf ? kInf : WeightyFloor(max, ask.temperature, -FLT_MAX);
-  const int64_t count = PickManyOf(row, least, keys);
+  const float least = max == kInf ? kInf : LeastKept(max, ask.temperature, ask.min_p);
+  const int64_t count = PickMany(row, least, keys);
   const float* weights =
       WeightsOf(keys, count, max, MakeExponent(ask.temperature), scratch.weights);
   return {.keys = keys, .weights = weights, .count = count, .last = kLowestKey};
@@ -80,7 +81,8 @@ Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& 
              const OpenRow& opened, SampleScratch& scratch) {
   const Candidates target = ListAll(opened.rows.processed, ask, opened.max, scratch);
   const uint64_t total = target.Total();
-  const double temperature = ask.temperature == 0 ? 1 : double{ask.temperature};
+  const double temperature =
+      ask.temperature == 0 ? 1 : std::max(ask.temperature, kLeastTemperature);
   Drawn drawn{.token = draft.token, .support = target.SupportOf(total, opened.max, temperature)};
 
   DraftMass draft_mass(args, draft, total);
@@ -94,7 +96,7 @@ Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& 
   const uint64_t mass = DraftMass(args, draft, total).Of(draft.token);
   if (MulHigh(CoinBits(ask.seed, ask.position), mass) < draft_weight) return drawn;
 
-  // Nothing is left where p and q are one but for rounding: then p itself.
+  // Nothing is left where p equals q up to rounding. Then the draw is from p.
   const bool all = left == 0;
   const uint64_t goal = DrawTarget(UniformBits(ask.seed, ask.position), all ? total : left);
   DraftMass again(args, draft, total);
@@ -120,7 +122,7 @@ void VerifyOne(const VerifyArgs& args, int64_t s, SampleScratch& scratch) {
     if (!Open(args.sample, r, scratch, opened)) break;
     const Drawn drawn = has_draft && draft.kind != DraftKind::kGreedy
                             ? Reject(args, draft, ask, opened, scratch)
-                            : Draw(opened, ask, scratch);
+                            : Draw(opened.rows.processed, ask, opened.max, scratch);
     Report(args.sample, r, opened, drawn, scratch);
     accepted = has_draft && drawn.token == draft.token;
   }

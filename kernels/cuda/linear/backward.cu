@@ -1,28 +1,27 @@
 // Backward of linear_cross_entropy: three products a block, and no [rows, vocab].
 //
-// The vocabulary goes by in chunks, the rows in blocks. For each, the logits are made again
+// The vocabulary is processed in chunks, the rows in blocks. For each, the logits are made again
 // (product 1), their gradients G are written in the weight's dtype, and G weight is added to
-// d_hidden in fp32 (product 2). When a chunk has met all rows, G^T hidden is its d_weight, in one
-// product over all of them (product 3), rounded once. Blocks and chunks are fixed by the head and
-// the device, so that d_hidden's bits are a row's own. Rows too many for scratch take two turns,
-// one for d_hidden and one for d_weight, with the logits made in both.
+// d_hidden in fp32 (product 2). When all rows have met a chunk, G^T hidden is its d_weight, in one
+// product over all of them (product 3), rounded once. The head and the device fix blocks and chunks,
+// so that the bits of a row of d_hidden do not depend on other rows. Where scratch cannot hold all
+// rows there are two passes, one for d_hidden and one for d_weight, and both make the logits.
 //
-// f16 has not the range of gradients. Under an f16 head G is rounded to TF32, which has f16's
+// f16 does not have the range of gradients. Under an f16 head G is rounded to TF32, which has f16's
 // digits and fp32's range, and products 2 and 3 take weights and hidden states, which TF32 holds
 // exactly, as f32: at half the rate.
 //
-// Ignored and skipped rows are rows of zeros in every product: what they hold reaches nobody.
+// Ignored and skipped rows are rows of zeros in every product, so their contents, NaN included,
+// cannot affect any gradient.
 //
-// Cost: three products (18.6 ms at 4096 x 4096 x 128256 in bf16, as bare products); beside them, a
+// Cost: three products (18.6 ms at 4096 x 4096 x 128256 in bf16, as bare products); in addition a
 // write and a read of the logits and of G, in part out of L2, and one read and write of d_hidden in
 // fp32 for every chunk of 8192 tokens. Measured (bench/results/h200/kernels.json) under an f16
-// head, with the forward: 67.9 ms at that shape, of which products in TF32 take most; a bf16 head
-// goes by training.cu.
+// head, with the forward: 67.9 ms at that shape, most of it products in TF32; training.cu serves
+// bf16 heads.
 #include <algorithm>
 
 #include "kernels/cuda/linear/backward.cuh"
-#include "kernels/cuda/linear/product.h"
-#include "kernels/cuda/linear/scratch.h"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -30,40 +29,40 @@ namespace logitd::cuda {
 namespace {
 
 constexpr int kThreads = kCopyThreads;
-constexpr int kGroupRows = 64;  // that a block of GradientKernel takes
-constexpr int kRowsAhead = 8;   // of them, whose logits are on their way together
+constexpr int kGroupRows = 64;  // rows of a block of GradientKernel
+constexpr int kRowsAhead = 8;   // of these, rows whose logits are loaded together
 static_assert(kGroupRows % kRowsAhead == 0);
 
 struct RowGradient {
   Gradient gradient;  // all 0 where the row is not counted
-  int32_t target;     // -1 where it is not
+  int32_t target;     // -1 where the row is not counted
   RowUse use;
 };
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-// `count` rows from `first` on; those from `rows` on are skipped.
+// Plans `count` rows from `first` on; rows from `rows` on are skipped.
 __global__ void __launch_bounds__(kThreads)
-    PlanRowsKernel(const CrossEntropyRow* asks, const float* logsumexp, const float* upstream,
+    PlanRowsKernel(const CrossEntropyRow* params, const float* logsumexp, const float* upstream,
                    int64_t first, int64_t rows, int64_t count, int64_t vocab, float softcap,
                    RowGradient* to) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const int64_t r = first + i;
   RowGradient plan{.gradient = {}, .target = -1, .use = RowUse::kSkipped};
-  if (r < rows && asks[r].active != 0) {
-    CrossEntropyRow ask = asks[r];
-    ask.softcap = softcap;
-    plan.use = ask.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
-    if (ask.target >= 0) {
-      plan.gradient = Gradient::Of(ask, logsumexp[r], upstream[r], vocab);
-      plan.target = ask.target;
+  if (r < rows && params[r].active != 0) {
+    CrossEntropyRow row = params[r];
+    row.softcap = softcap;
+    plan.use = row.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
+    if (row.target >= 0) {
+      plan.gradient = Gradient::Of(row, logsumexp[r], upstream[r], vocab);
+      plan.target = row.target;
     }
   }
   to[i] = plan;
 }
 
-// As f32.
+// Copies rows of f16 as f32.
 __global__ void __launch_bounds__(kThreads)
     WidenKernel(const __half* from, int64_t from_stride, int size, float* to, int64_t to_stride) {
   const int64_t r = blockIdx.x;
@@ -77,9 +76,23 @@ __device__ inline float RoundToTf32(float x) {
   return __uint_as_float(rounded);
 }
 
-// Turns logits [rows, columns] into their gradients. A thread takes two columns down the rows of a
-// group, and where `column_sums` [groups, stride] is not null leaves their sums there. `columns`
-// may be odd: there is room for one more.
+// What products 2 and 3 take under a head of type W.
+template <class W>
+using GradientOf = std::conditional_t<std::is_same_v<W, __half>, float, W>;
+DType GradientTypeOf(DType weight) {
+  switch (weight) {
+    case DType::kF16:
+    case DType::kF32:
+      return DType::kF32;
+    case DType::kBF16:
+      return DType::kBF16;
+  }
+  __builtin_unreachable();
+}
+
+// Turns logits [rows, columns] into their gradients. A thread takes two columns of all rows of a
+// group. It writes the columns' sums to `column_sums` [groups, stride] unless that is null.
+// `columns` may be odd: there is memory for one more.
 template <class T, bool kCapped, bool kTf32>
 __global__ void __launch_bounds__(kThreads)
     GradientKernel(const float* __restrict__ logits, T* __restrict__ gradients, int64_t stride,
@@ -112,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
       T* to = gradients + first + (begin + i) * stride;
       if constexpr (kTf32) {
         *reinterpret_cast<float2*>(to) = {RoundToTf32(g0), RoundToTf32(g1)};
-      } else if constexpr (sizeof(T) == 4) {
+      } else if constexpr (std::is_same_v<T, float>) {
         *reinterpret_cast<float2*>(to) = {g0, g1};
       } else {
         *reinterpret_cast<uint32_t*>(to) = PackPair<T>(g0, g1);
@@ -123,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   *reinterpret_cast<float2*>(column_sums + blockIdx.y * stride + column) = {sum0, sum1};
 }
 
-// Adds the groups' sums, in order, to d_bias; `fresh`: in place of what is there.
+// Adds the groups' sums, in order, to d_bias, which starts at 0 where `fresh`.
 __global__ void __launch_bounds__(kThreads)
     BiasKernel(const float* column_sums, int groups, int64_t stride, int columns, bool fresh,
                float* d_bias) {
@@ -136,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launch ------------------------------------------------------------------------------------
 
-// How a call's work is cut. All but `group` is fixed by the head and the device.
+// How a call's work is cut. The head and the device fix all but `group`.
 struct Cut {
   int64_t block = 1024;  // rows of products 1 and 2
   int64_t chunk = 8192;  // tokens
@@ -145,18 +158,20 @@ struct Cut {
 
   Cut(const HeadView& head, int64_t rows, int64_t bytes) {
     const int64_t size = static_cast<int64_t>(SizeOf(head.weight.dtype));
-    const int64_t wide = head.weight.dtype == DType::kF16 ? 4 : 0;
+    const DType product_type = GradientTypeOf(head.weight.dtype);
+    const int64_t product_size = static_cast<int64_t>(SizeOf(product_type));
+    const int64_t wide = product_type != head.weight.dtype ? product_size : 0;
     hidden_stride = RoundUp(head.hidden(), 64);
     chunk = std::min(chunk, RoundUp(head.vocab(), 64));
-    constexpr int64_t kSlack = int64_t{1} << 20;  // of pieces' alignment
+    constexpr int64_t kSlack = int64_t{1} << 20;  // for the alignment of the pieces
     const auto fixed = [&] {
       return chunk * (4 * block + (4 + wide) * hidden_stride + 4 * (block / kGroupRows)) + kSlack;
     };
     const auto per_row = [&] {
-      return hidden_stride * (size + 4 + wide) + chunk * std::max(size, wide) +
+      return hidden_stride * (size + 4 + wide) + chunk * product_size +
              static_cast<int64_t>(sizeof(RowGradient));
     };
-    // The least of both fits Scratch::kMinBytes at the largest hidden size.
+    // The least block and chunk fit Scratch::kMinBytes at the largest hidden size.
     while (fixed() + block * per_row() > bytes) {
       if ((chunk > block && chunk > 64) || block <= kGroupRows) {
         chunk = RoundUp(chunk / 2, 64);
@@ -174,24 +189,20 @@ class Backward {
   Backward(const LinearCrossEntropyBackwardArgs& args, Products& products, Scratch scratch,
            cudaStream_t stream)
       : args_(args),
-        products_(products),
-        stream_(stream),
+        steps_(products, scratch, stream),
         dtype_(args.head.weight.dtype),
-        product_type_(dtype_ == DType::kF16 ? DType::kF32 : dtype_),
-        workspace_(TakeFromEnd<std::byte>(scratch, products.workspace_bytes())),
-        cut_(args.head, args.hidden.rows,
-             static_cast<int64_t>(scratch.bytes - Scratch::kCounterBytes)) {
-    const int64_t size = static_cast<int64_t>(SizeOf(dtype_));
-    plans_ = TakeFromEnd<RowGradient>(scratch, cut_.group);
-    states_ = TakeFromEnd<std::byte>(scratch, cut_.group * cut_.hidden_stride * size);
-    d_states_ = TakeFromEnd<float>(scratch, cut_.group * cut_.hidden_stride);
-    gradients_ = TakeFromEnd<std::byte>(scratch, cut_.group * cut_.chunk * ProductSize());
-    logits_ = TakeFromEnd<float>(scratch, cut_.block * cut_.chunk);
-    d_weight_ = TakeFromEnd<float>(scratch, cut_.chunk * cut_.hidden_stride);
-    column_sums_ = TakeFromEnd<float>(scratch, cut_.block / kGroupRows * cut_.chunk);
+        product_type_(GradientTypeOf(dtype_)),
+        cut_(args.head, args.hidden.rows, static_cast<int64_t>(scratch.left())) {
+    plans_ = scratch.Take<RowGradient>(cut_.group);
+    states_ = scratch.Take<std::byte>(cut_.group * cut_.hidden_stride * Size());
+    d_states_ = scratch.Take<float>(cut_.group * cut_.hidden_stride);
+    gradients_ = scratch.Take<std::byte>(cut_.group * cut_.chunk * ProductSize());
+    logits_ = scratch.Take<float>(cut_.block * cut_.chunk);
+    d_weight_ = scratch.Take<float>(cut_.chunk * cut_.hidden_stride);
+    column_sums_ = scratch.Take<float>(cut_.block / kGroupRows * cut_.chunk);
     if (IsWide()) {
-      wide_states_ = TakeFromEnd<float>(scratch, cut_.group * cut_.hidden_stride);
-      wide_weights_ = TakeFromEnd<float>(scratch, cut_.chunk * cut_.hidden_stride);
+      wide_states_ = scratch.Take<float>(cut_.group * cut_.hidden_stride);
+      wide_weights_ = scratch.Take<float>(cut_.chunk * cut_.hidden_stride);
     }
   }
 
@@ -199,199 +210,170 @@ class Backward {
     const int64_t rows = args_.hidden.rows;
     const int64_t vocab = args_.head.vocab();
     if (rows <= cut_.group) {
-      Plan(0);
-      for (int64_t v = 0; v < vocab; v += cut_.chunk) Chunk(v, 0, /*hidden=*/true, /*weight=*/true);
+      PlanRows(0);
+      for (int64_t v = 0; v < vocab; v += cut_.chunk)
+        TakeChunk(v, 0, /*hidden=*/true, /*weight=*/true);
       StoreHidden(0);
-      return error_;
+      return steps_.error();
     }
     for (int64_t first = 0; first < rows; first += cut_.group) {
-      Plan(first);
+      PlanRows(first);
       for (int64_t v = 0; v < vocab; v += cut_.chunk)
-        Chunk(v, first, /*hidden=*/true, /*weight=*/false);
+        TakeChunk(v, first, /*hidden=*/true, /*weight=*/false);
       StoreHidden(first);
     }
     for (int64_t v = 0; v < vocab; v += cut_.chunk) {
       for (int64_t first = 0; first < rows; first += cut_.group) {
-        Plan(first);
-        Chunk(v, first, /*hidden=*/false, /*weight=*/true);
+        PlanRows(first);
+        TakeChunk(v, first, /*hidden=*/false, /*weight=*/true);
       }
     }
-    return error_;
+    return steps_.error();
   }
 
  private:
   // Whether products 2 and 3 are of f32 in place of f16.
   bool IsWide() const { return product_type_ != dtype_; }
+  int64_t Size() const { return static_cast<int64_t>(SizeOf(dtype_)); }
   int64_t ProductSize() const { return static_cast<int64_t>(SizeOf(product_type_)); }
 
   void Widen(const void* from, int64_t from_stride, int64_t rows, float* to) {
-    if (error_ != cudaSuccess) return;
-    WidenKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream_>>>(
-        static_cast<const __half*>(from), from_stride, static_cast<int>(args_.head.hidden()), to,
-        cut_.hidden_stride);
-    Keep(cudaGetLastError());
+    steps_.Launch(&WidenKernel, GridFor(rows), kThreads, static_cast<const __half*>(from),
+                  from_stride, static_cast<int>(args_.head.hidden()), to, cut_.hidden_stride);
   }
 
-  // The first error of all that is enqueued; after it nothing is.
-  void Keep(cudaError_t error) {
-    if (error_ == cudaSuccess) error_ = error;
-  }
-
-  int64_t RowsOf(int64_t first) const {
+  // Rows of the group from `first` on, in whole blocks.
+  int64_t PaddedRows(int64_t first) const {
     return std::min(cut_.group, RoundUp(args_.hidden.rows - first, cut_.block));
   }
 
-  // Brings the group's rows from `first` on, padded to whole blocks, into scratch.
-  void Plan(int64_t first) {
-    if (error_ != cudaSuccess) return;
-    const int64_t count = RowsOf(first);
-    PlanRowsKernel<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0,
-                     stream_>>>(args_.rows, args_.logsumexp, args_.upstream, first,
-                                args_.hidden.rows, count, args_.head.vocab(), args_.head.softcap,
-                                plans_);
-    Keep(cudaGetLastError());
-    AsType(dtype_, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      PackKernel<<<static_cast<unsigned>(count), kThreads, 0, stream_>>>(
-          static_cast<const T*>(args_.hidden.data) + first * args_.hidden.row_stride,
-          args_.hidden.row_stride, static_cast<int>(args_.head.hidden()), plans_, RowUse::kCounted,
-          reinterpret_cast<T*>(states_), cut_.hidden_stride);
+  // Copies the group's rows from `first` on, padded to whole blocks, to scratch.
+  void PlanRows(int64_t first) {
+    const int64_t count = PaddedRows(first);
+    steps_.Launch(&PlanRowsKernel, GridFor(count, kThreads), kThreads, args_.rows, args_.logsumexp,
+                  args_.upstream, first, args_.hidden.rows, count, args_.head.vocab(),
+                  args_.head.softcap, plans_);
+    VisitDType(dtype_, [&]<class T>() {
+      steps_.Launch(&PackKernel<T, RowGradient>, GridFor(count), kThreads,
+                    static_cast<const T*>(args_.hidden.data) + first * args_.hidden.row_stride,
+                    args_.hidden.row_stride, static_cast<int>(args_.head.hidden()), plans_,
+                    RowUse::kCounted, reinterpret_cast<T*>(states_), cut_.hidden_stride);
     });
-    Keep(cudaGetLastError());
     if (IsWide()) Widen(states_, cut_.hidden_stride, count, wide_states_);
   }
 
-  // Tokens [v, v + chunk) of the planned group.
-  void Chunk(int64_t v, int64_t first, bool hidden, bool weight) {
-    const int64_t size = static_cast<int64_t>(SizeOf(dtype_));
-    const int64_t tokens = std::min(cut_.chunk, args_.head.vocab() - v);
-    const int64_t rows = RowsOf(first);
+  // Tokens [v, v + chunk) and the planned group: adds to d_hidden, to d_weight or to both.
+  void TakeChunk(int64_t v, int64_t first, bool hidden, bool weight) {
     const HeadView& head = args_.head;
-    const void* weights =
-        static_cast<const std::byte*>(head.weight.data) + v * head.weight.row_stride * size;
+    const int64_t tokens = std::min(cut_.chunk, head.vocab() - v);
+    const int64_t rows = PaddedRows(first);
+    const void* weights = RowsOf(head.weight, v, tokens).data;
     if (hidden && IsWide()) Widen(weights, head.weight.row_stride, tokens, wide_weights_);
-    for (int64_t r = 0; r < rows && error_ == cudaSuccess; r += cut_.block) {
+    for (int64_t r = 0; r < rows && steps_.error() == cudaSuccess; r += cut_.block) {
       std::byte* gradients = gradients_ + r * cut_.chunk * ProductSize();
-      Enqueue({.inputs = dtype_,
-               .output = DType::kF32,
-               .transpose_a = true,
-               .bias = head.bias != nullptr,
-               .m = tokens,
-               .n = cut_.block,
-               .k = head.hidden(),
-               .a_stride = head.weight.row_stride,
-               .b_stride = cut_.hidden_stride,
-               .out_stride = cut_.chunk},
-              {.a = weights,
-               .b = states_ + r * cut_.hidden_stride * size,
-               .out = logits_,
-               .bias = head.bias == nullptr ? nullptr : head.bias + v,
-               .alpha = head.scale});
-      EnqueueGradients(v, tokens, plans_ + r, gradients, weight && args_.d_bias != nullptr,
-                       /*fresh=*/first == 0 && r == 0);
-      if (hidden) {
-        Enqueue({.inputs = product_type_,
-                 .output = DType::kF32,
-                 .tf32 = IsWide(),
-                 .m = head.hidden(),
-                 .n = cut_.block,
-                 .k = tokens,
-                 .a_stride = IsWide() ? cut_.hidden_stride : head.weight.row_stride,
-                 .b_stride = cut_.chunk,
-                 .out_stride = cut_.hidden_stride},
-                {.a = IsWide() ? wide_weights_ : weights,
-                 .b = gradients,
-                 .out = d_states_ + r * cut_.hidden_stride,
-                 .alpha = head.scale,
-                 .beta = v == 0 ? 0.0f : 1.0f});
-      }
+      MakeLogits(weights, v, tokens, r);
+      MakeGradients(v, tokens, plans_ + r, gradients, weight && args_.d_bias != nullptr,
+                    /*fresh=*/first == 0 && r == 0);
+      if (hidden) AddToHidden(weights, v, tokens, r, gradients);
     }
     if (weight) AddToWeight(v, tokens, first);
   }
 
-  void EnqueueGradients(int64_t v, int64_t tokens, const RowGradient* plans, std::byte* gradients,
-                        bool bias, bool fresh) {
-    if (error_ != cudaSuccess) return;
-    const int groups = static_cast<int>(cut_.block / kGroupRows);
-    const dim3 grid(static_cast<unsigned>((tokens + 2 * kThreads - 1) / (2 * kThreads)),
-                    static_cast<unsigned>(groups));
-    AsType(dtype_, [&](auto* type) {
-      constexpr bool kTf32 = std::is_same_v<std::remove_pointer_t<decltype(type)>, __half>;
-      using T = std::conditional_t<kTf32, float, std::remove_pointer_t<decltype(type)>>;
-      const auto kernel = args_.head.softcap > 0 ? &GradientKernel<T, true, kTf32>
-                                                 : &GradientKernel<T, false, kTf32>;
-      kernel<<<grid, kThreads, 0, stream_>>>(logits_, reinterpret_cast<T*>(gradients), cut_.chunk,
-                                             static_cast<int>(tokens), static_cast<int>(v), plans,
-                                             bias ? column_sums_ : nullptr);
-    });
-    Keep(cudaGetLastError());
-    if (!bias) return;
-    BiasKernel<<<static_cast<unsigned>((tokens + kThreads - 1) / kThreads), kThreads, 0, stream_>>>(
-        column_sums_, groups, cut_.chunk, static_cast<int>(tokens), fresh, args_.d_bias + v);
-    Keep(cudaGetLastError());
+  // Product 1, of the block of the group's rows from `r` on.
+  void MakeLogits(const void* weights, int64_t v, int64_t tokens, int64_t r) {
+    const HeadView& head = args_.head;
+    steps_.Multiply({.inputs = dtype_,
+                     .output = DType::kF32,
+                     .transpose_a = true,
+                     .bias = head.bias != nullptr,
+                     .m = tokens,
+                     .n = cut_.block,
+                     .k = head.hidden(),
+                     .a_stride = head.weight.row_stride,
+                     .b_stride = cut_.hidden_stride,
+                     .out_stride = cut_.chunk},
+                    {.a = weights,
+                     .b = states_ + r * cut_.hidden_stride * Size(),
+                     .out = logits_,
+                     .bias = head.bias == nullptr ? nullptr : head.bias + v,
+                     .alpha = head.scale});
   }
 
-  // Product 3, into d_weight itself where it can be, else by way of scratch.
+  void MakeGradients(int64_t v, int64_t tokens, const RowGradient* plans, std::byte* gradients,
+                     bool bias, bool fresh) {
+    const int groups = static_cast<int>(cut_.block / kGroupRows);
+    const dim3 grid(GridFor(tokens, 2 * kThreads).x, static_cast<unsigned>(groups));
+    VisitDType(dtype_, [&]<class W>() {
+      using T = GradientOf<W>;
+      constexpr bool kTf32 = !std::is_same_v<T, W>;
+      const auto kernel = args_.head.softcap > 0 ? &GradientKernel<T, true, kTf32>
+                                                 : &GradientKernel<T, false, kTf32>;
+      steps_.Launch(kernel, grid, kThreads, logits_, reinterpret_cast<T*>(gradients), cut_.chunk,
+                    static_cast<int>(tokens), static_cast<int>(v), plans,
+                    bias ? column_sums_ : nullptr);
+    });
+    if (!bias) return;
+    steps_.Launch(&BiasKernel, GridFor(tokens, kThreads), kThreads, column_sums_, groups,
+                  cut_.chunk, static_cast<int>(tokens), fresh, args_.d_bias + v);
+  }
+
+  // Product 2.
+  void AddToHidden(const void* weights, int64_t v, int64_t tokens, int64_t r,
+                   const std::byte* gradients) {
+    steps_.Multiply({.inputs = product_type_,
+                     .output = DType::kF32,
+                     .tf32 = IsWide(),
+                     .m = args_.head.hidden(),
+                     .n = cut_.block,
+                     .k = tokens,
+                     .a_stride = IsWide() ? cut_.hidden_stride : args_.head.weight.row_stride,
+                     .b_stride = cut_.chunk,
+                     .out_stride = cut_.hidden_stride},
+                    {.a = IsWide() ? wide_weights_ : weights,
+                     .b = gradients,
+                     .out = d_states_ + r * cut_.hidden_stride,
+                     .alpha = args_.head.scale,
+                     .beta = v == 0 ? 0.0f : 1.0f});
+  }
+
+  // Product 3, into d_weight itself where a product can write it, else by way of scratch.
   void AddToWeight(int64_t v, int64_t tokens, int64_t first) {
     const int64_t count = args_.hidden.rows - first;
     const bool last = count <= cut_.group;
-    const MutableTensorView& to = args_.d_weight;
-    const int64_t to_size = static_cast<int64_t>(SizeOf(to.dtype));
-    std::byte* out = static_cast<std::byte*>(to.data) + v * to.row_stride * to_size;
-    const bool aligned =
-        reinterpret_cast<uintptr_t>(to.data) % 16 == 0 && to.row_stride * to_size % 16 == 0;
+    const MutableTensorView to = RowsOf(args_.d_weight, v, tokens);
+    const bool aligned = reinterpret_cast<uintptr_t>(args_.d_weight.data) % 16 == 0 &&
+                         to.row_stride * static_cast<int64_t>(SizeOf(to.dtype)) % 16 == 0;
     const bool direct = aligned && (to.dtype == DType::kF32 || (first == 0 && last && !IsWide()));
-    Enqueue({.inputs = product_type_,
-             .output = direct ? to.dtype : DType::kF32,
-             .transpose_b = true,
-             .tf32 = IsWide(),
-             .m = args_.head.hidden(),
-             .n = tokens,
-             .k = RoundUp(std::min(cut_.group, count), kGroupRows),
-             .a_stride = cut_.hidden_stride,
-             .b_stride = cut_.chunk,
-             .out_stride = direct ? to.row_stride : cut_.hidden_stride},
-            {.a = IsWide() ? static_cast<const void*>(wide_states_) : states_,
-             .b = gradients_,
-             .out = direct ? static_cast<void*>(out) : d_weight_,
-             .alpha = args_.head.scale,
-             .beta = first == 0 ? 0.0f : 1.0f});
+    steps_.Multiply({.inputs = product_type_,
+                     .output = direct ? to.dtype : DType::kF32,
+                     .transpose_b = true,
+                     .tf32 = IsWide(),
+                     .m = args_.head.hidden(),
+                     .n = tokens,
+                     .k = RoundUp(std::min(cut_.group, count), kGroupRows),
+                     .a_stride = cut_.hidden_stride,
+                     .b_stride = cut_.chunk,
+                     .out_stride = direct ? to.row_stride : cut_.hidden_stride},
+                    {.a = IsWide() ? static_cast<const void*>(wide_states_) : states_,
+                     .b = gradients_,
+                     .out = direct ? to.data : d_weight_,
+                     .alpha = args_.head.scale,
+                     .beta = first == 0 ? 0.0f : 1.0f});
     if (direct || !last) return;
-    Store(d_weight_, tokens, nullptr, to.dtype, out, to.row_stride);
+    const RowGradient* all_counted = nullptr;
+    steps_.Store(d_weight_, cut_.hidden_stride, args_.head.hidden(), all_counted, to);
   }
 
   void StoreHidden(int64_t first) {
-    const MutableTensorView& to = args_.d_hidden;
-    Store(d_states_, std::min(cut_.group, args_.hidden.rows - first), plans_, to.dtype,
-          static_cast<std::byte*>(to.data) +
-              first * to.row_stride * static_cast<int64_t>(SizeOf(to.dtype)),
-          to.row_stride);
-  }
-
-  void Store(const float* sums, int64_t rows, const RowGradient* plans, DType dtype, void* to,
-             int64_t to_stride) {
-    if (error_ != cudaSuccess) return;
-    AsType(dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      StoreKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream_>>>(
-          sums, cut_.hidden_stride, static_cast<int>(args_.head.hidden()), plans,
-          static_cast<T*>(to), to_stride);
-    });
-    Keep(cudaGetLastError());
-  }
-
-  void Enqueue(const ProductShape& shape, ProductOperands operands) {
-    if (error_ != cudaSuccess) return;
-    operands.workspace = workspace_;
-    Keep(products_.Enqueue(shape, operands, stream_));
+    const int64_t count = std::min(cut_.group, args_.hidden.rows - first);
+    steps_.Store(d_states_, cut_.hidden_stride, args_.head.hidden(), plans_,
+                 RowsOf(args_.d_hidden, first, count));
   }
 
   const LinearCrossEntropyBackwardArgs& args_;
-  Products& products_;
-  const cudaStream_t stream_;
+  Steps steps_;
   const DType dtype_;
-  const DType product_type_;  // of what products 2 and 3 take
-  std::byte* const workspace_;
+  const DType product_type_;  // the inputs of products 2 and 3
   const Cut cut_;
   RowGradient* plans_;             // [group]
   std::byte* states_;              // [group, hidden_stride], the weight's dtype
@@ -400,12 +382,11 @@ class Backward {
   float* logits_;                  // [block, chunk]
   float* d_weight_;                // [chunk, hidden_stride]
   float* column_sums_;             // [block / kGroupRows, chunk]
-  float* wide_states_ = nullptr;   // [group, hidden_stride], of an f16 head
-  float* wide_weights_ = nullptr;  // [chunk, hidden_stride]
-  cudaError_t error_ = cudaSuccess;
+  float* wide_states_ = nullptr;   // [group, hidden_stride], under an f16 head
+  float* wide_weights_ = nullptr;  // [chunk, hidden_stride], under an f16 head
 };
 
-// What no rows come to.
+// The gradients of a call without rows.
 cudaError_t ClearSums(const LinearCrossEntropyBackwardArgs& args, cudaStream_t stream) {
   const size_t size = SizeOf(args.d_weight.dtype);
   const size_t vocab = static_cast<size_t>(args.head.vocab());

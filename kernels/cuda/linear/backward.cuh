@@ -1,10 +1,15 @@
-// What the ways to the gradients of linear_cross_entropy share.
+// What backward.cu and training.cu, the two ways to the gradients of linear_cross_entropy, share.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 
 #include <cstdint>
+#include <utility>
 
-#include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/element.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/linear/product.h"
+#include "kernels/cuda/scratch.h"
 #include "kernels/types.h"
 
 namespace logitd::cuda {
@@ -13,7 +18,7 @@ constexpr int kCopyThreads = 256;
 
 enum class RowUse : int32_t { kSkipped = 0, kIgnored = 1, kCounted = 2 };
 
-// Rows of the kernels below have a `use`.
+// The `Row` of the kernels below is any struct with a `use`.
 
 // Block i copies the hidden state of row i; zeros where its use is less than `least`. Rows are
 // aligned to 16 bytes.
@@ -33,7 +38,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   if (i < size) to[i] = taken ? hidden[i] : FromFloat<T>(0.0f);
 }
 
-// Block i writes row i of sums; rows null: all are counted.
+// Block i writes row i of sums; zeros where the row is not counted, nothing where it is skipped.
+// rows null: all are counted.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     StoreKernel(const float* sums, int64_t sums_stride, int size, const Row* rows, T* to,
@@ -46,15 +52,54 @@ __global__ void __launch_bounds__(kCopyThreads)
         FromFloat<T>(use == RowUse::kCounted ? sums[r * sums_stride + i] : 0.0f);
 }
 
-// Calls f with a null pointer to the dtype's element type.
-template <class F>
-void AsType(DType dtype, F f) {
-  if (dtype == DType::kF32) f(static_cast<float*>(nullptr));
-  if (dtype == DType::kF16) f(static_cast<__half*>(nullptr));
-  if (dtype == DType::kBF16) f(static_cast<__nv_bfloat16*>(nullptr));
-}
+// The kernels and products of a call, which are enqueued one after the other. After the first error
+// nothing more is enqueued.
+class Steps {
+ public:
+  // Takes the workspace of the products from `scratch`.
+  Steps(Products& products, Scratch& scratch, cudaStream_t stream)
+      : products_(products),
+        stream_(stream),
+        workspace_(scratch.Take<std::byte>(products.workspace_bytes())) {}
 
-inline int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+  cudaError_t error() const { return error_; }
+  cudaStream_t stream() const { return stream_; }
+
+  // Calls enqueue(), which returns a cudaError_t.
+  template <class Enqueue>
+  void Do(const Enqueue& enqueue) {
+    if (error_ == cudaSuccess) error_ = enqueue();
+  }
+
+  template <class... Params, class... Args>
+  void Launch(void (*kernel)(Params...), dim3 grid, int threads, Args&&... args) {
+    Do([&] {
+      return LaunchKernel(kernel, {.grid = grid, .threads = threads}, stream_,
+                          std::forward<Args>(args)...);
+    });
+  }
+
+  void Multiply(const ProductShape& shape, ProductOperands operands) {
+    operands.workspace = workspace_;
+    Do([&] { return products_.Enqueue(shape, operands, stream_); });
+  }
+
+  // Writes `to` [to.rows, size], as StoreKernel.
+  template <class Row>
+  void Store(const float* sums, int64_t sums_stride, int64_t size, const Row* rows,
+             const MutableTensorView& to) {
+    VisitDType(to.dtype, [&]<class T>() {
+      Launch(&StoreKernel<T, Row>, GridFor(to.rows), kCopyThreads, sums, sums_stride,
+             static_cast<int>(size), rows, static_cast<T*>(to.data), to.row_stride);
+    });
+  }
+
+ private:
+  Products& products_;
+  const cudaStream_t stream_;
+  std::byte* const workspace_;
+  cudaError_t error_ = cudaSuccess;
+};
 
 }  // namespace logitd::cuda
 

@@ -1,58 +1,60 @@
-// linear_topk, linear_sample, linear_cross_entropy: blocks of rows have their logits in scratch, in
-// fp32, and the op that takes logits runs on them. Where hopper/loss.cu can, it takes the
-// rows of linear_cross_entropy that want losses and extras alone.
+// linear_topk, linear_sample, linear_cross_entropy: the logits of a block of rows are made in
+// scratch, in fp32, and the op that takes logits runs on them. Where the head and the device allow
+// it, hopper/loss.cu computes linear_cross_entropy without logits, for the rows that want only
+// losses and extras. linear/routes.cu says which kernel makes the logits.
 //
-// A row's bits are its own. On Hopper, the logits of 16-bit heads are hopper/logits.cu's.
-// Elsewhere products are of one fixed shape, by one algorithm that splits no sum: 16-bit heads of
-// linear_topk and linear_sample go 64 rows at a time through decode.cu, all else, and f32
-// heads everywhere, through cuBLASLt (product.h), in blocks of rows whose number the head and the
-// device decide; rows behind the last are zeros. Scale and bias come with the product; a softcap is
-// then a pass of its own over the block.
+// A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
+// algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
+// rows after the last are zeros. Scale and bias are part of the product; a softcap is a pass of its
+// own over the block.
 //
 // Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block
 // (134 MB at 256 x 131072), of which L2 takes a part. Limited by: the product, 256 rows at a time.
-// On Hopper, a call in which any row wants rank, entropy or tops has the product of all rows by way
-// of logits, and a second one, in hopper/loss.cu, of the 256 rows around each that wants
-// none of these: which kernel takes a row is for the row to say, and the host does not read rows.
-// Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with
-// sample behind it, 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product
-// (bench/results/h200/kernels.json).
+// On Hopper, a call in which any row wants rank, entropy or top tokens multiplies twice: all rows
+// by way of logits, and in hopper/loss.cu the groups of 256 rows that have a row that wants none of
+// these. The row decides which kernel takes it, and the host does not read rows.
+// Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with sample after it,
+// 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product (bench/results/h200/kernels.json).
 #include <algorithm>
 
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/element.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/decode.h"
 #include "kernels/cuda/linear/hopper/logits.h"
 #include "kernels/cuda/linear/hopper/loss.h"
+#include "kernels/cuda/linear/logit.cuh"
 #include "kernels/cuda/linear/product.h"
-#include "kernels/cuda/linear/scratch.h"
-#include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/rows/cell.cuh"
 
 namespace logitd::cuda {
 namespace {
 
-// ---- kernels -----------------------------------------------------------------------------------
+constexpr int kThreads = 256;
 
-constexpr int kPrepareThreads = 256;
+// ---- kernels -----------------------------------------------------------------------------------
 
 // Block r writes row r of `to`: the hidden state after the head's norm; zeros from `rows` on.
 template <class T>
-__global__ void __launch_bounds__(kPrepareThreads)
+__global__ void __launch_bounds__(kThreads)
     PrepareKernel(const T* hidden, int64_t hidden_stride, int rows, int size, const float* norm,
                   float epsilon, T* to, int64_t to_stride) {
   const int r = blockIdx.x;
   const T* from = hidden + r * hidden_stride;
   to += r * to_stride;
   if (r >= rows) {
-    for (int i = threadIdx.x; i < size; i += kPrepareThreads) to[i] = FromFloat<T>(0.0f);
+    for (int i = threadIdx.x; i < size; i += kThreads) to[i] = FromFloat<T>(0.0f);
     return;
   }
   if (norm == nullptr) {
-    for (int i = threadIdx.x; i < size; i += kPrepareThreads) to[i] = from[i];
+    for (int i = threadIdx.x; i < size; i += kThreads) to[i] = from[i];
     return;
   }
-  __shared__ float sums[kPrepareThreads / 32];
+  __shared__ float sums[kThreads / 32];
   float sum = 0.0f;
-  for (int i = threadIdx.x; i < size; i += kPrepareThreads) {
+  for (int i = threadIdx.x; i < size; i += kThreads) {
     const float h = ToFloat(from[i]);
     sum = fmaf(h, h, sum);
   }
@@ -61,24 +63,25 @@ __global__ void __launch_bounds__(kPrepareThreads)
   __syncthreads();
   sum = 0.0f;
   for (float part : sums) sum += part;
-  const float rate = 1.0f / sqrtf(sum / static_cast<float>(size) + epsilon);
-  for (int i = threadIdx.x; i < size; i += kPrepareThreads)
-    to[i] = FromFloat<T>(ToFloat(from[i]) * rate * norm[i]);
+  const float inverse_rms = 1.0f / sqrtf(sum / static_cast<float>(size) + epsilon);
+  for (int i = threadIdx.x; i < size; i += kThreads)
+    to[i] = FromFloat<T>(ToFloat(from[i]) * inverse_rms * norm[i]);
 }
 
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kThreads)
     SoftcapKernel(float* logits, int64_t stride, int vocab, float softcap) {
   float* row = logits + blockIdx.y * stride;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < vocab; i += gridDim.x * blockDim.x)
-    row[i] = softcap * tanhf(row[i] / softcap);
+    row[i] = ApplySoftcap(row[i], softcap);
 }
 
-// Deals rows out to two lists of as many, in each of which those of the other are skipped. Block i
-// says whether any of its rows is on the plain list.
-__global__ void __launch_bounds__(kLossGroupRows)
+// Splits rows into two lists of the same length: `plain`, which want only losses and extras, and
+// `more`. A row is skipped in the list of the other kind. Block i says whether any of its rows is
+// plain.
+__global__ void __launch_bounds__(hopper::kLossGroupRows)
     SplitRowsKernel(const CrossEntropyRow* rows, int64_t count, CrossEntropyRow* plain,
                     CrossEntropyRow* more, int32_t* plain_groups) {
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kLossGroupRows + threadIdx.x;
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * hopper::kLossGroupRows + threadIdx.x;
   const CrossEntropyRow row = r < count ? rows[r] : CrossEntropyRow{};
   const bool wants_more = row.want != 0 || row.top_logprobs > 0;
   const int any_plain = __syncthreads_or(row.active != 0 && !wants_more);
@@ -90,197 +93,192 @@ __global__ void __launch_bounds__(kLossGroupRows)
 
 // ---- launch ------------------------------------------------------------------------------------
 
-template <class T>
-cudaError_t LaunchPrepare(const void* hidden, int64_t hidden_stride, int rows, int block_rows,
-                          const HeadView& head, void* to, int64_t to_stride, cudaStream_t stream) {
-  PrepareKernel<T><<<block_rows, kPrepareThreads, 0, stream>>>(
-      static_cast<const T*>(hidden), hidden_stride, rows, static_cast<int>(head.hidden()),
-      head.norm, head.norm_epsilon, static_cast<T*>(to), to_stride);
-  return cudaGetLastError();
+int64_t PreparedStride(const HeadView& head) { return RoundUp(head.hidden(), 64); }
+
+// Makes `states` the hidden states after the head's norm, copied to `to`, and `padded_rows` of them.
+cudaError_t Prepare(const HeadView& head, int64_t padded_rows, std::byte* to, TensorView& states,
+                    cudaStream_t stream) {
+  const int64_t stride = PreparedStride(head);
+  const cudaError_t error = VisitDType(head.weight.dtype, [&]<class T>() {
+    return LaunchKernel(&PrepareKernel<T>, {.grid = GridFor(padded_rows), .threads = kThreads},
+                        stream, static_cast<const T*>(states.data), states.row_stride,
+                        static_cast<int>(states.rows), static_cast<int>(head.hidden()), head.norm,
+                        head.norm_epsilon, reinterpret_cast<T*>(to), stride);
+  });
+  states.data = to;
+  states.row_stride = stride;
+  return error;
 }
 
-cudaError_t Prepare(const void* hidden, int64_t hidden_stride, int rows, int block_rows,
-                    const HeadView& head, void* to, int64_t to_stride, cudaStream_t stream) {
-  const auto launch = head.weight.dtype == DType::kF32   ? &LaunchPrepare<float>
-                      : head.weight.dtype == DType::kF16 ? &LaunchPrepare<__half>
-                                                         : &LaunchPrepare<__nv_bfloat16>;
-  return launch(hidden, hidden_stride, rows, block_rows, head, to, to_stride, stream);
-}
+// Makes the logits of blocks of rows, in pieces of `scratch`.
+class BlockLogits {
+ public:
+  // scratch_share: logits take at most 1 / scratch_share of scratch.
+  BlockLogits(const HeadView& head, const LinearRoute& route, int scratch_share, Products& products,
+              Scratch& scratch, cudaStream_t stream)
+      : head_(head),
+        route_(route),
+        products_(products),
+        stream_(stream),
+        stride_(RoundUp(head.vocab(), 32)),
+        rows_(route.block_rows) {
+    if (route.cublas_lt) workspace_ = scratch.Take<std::byte>(products.workspace_bytes());
+    const int64_t room = static_cast<int64_t>(scratch.bytes) / scratch_share;
+    while (rows_ > 1 && rows_ * stride_ * 4 > room) rows_ /= 2;
+    logits_ = scratch.Take<float>(rows_ * stride_);
+    prepared_ = scratch.Take<std::byte>(rows_ * PreparedStride(head) *
+                                        static_cast<int64_t>(SizeOf(head.weight.dtype)));
+  }
 
-// What makes the logits. kDecode and kProduct are what callers ask for; where the device and the
-// head have it, kHopper is taken.
-enum class Route { kDecode, kProduct, kHopper };
+  // Rows of a block: as many as a share of scratch holds, whatever the call's rows.
+  int64_t rows() const { return rows_; }
 
-// Calls op(first row, logits of a block of rows, scratch that is left) for all rows, block by
-// block.
-template <class Op>
-cudaError_t ForEachBlock(const TensorView& hidden, const HeadView& head, Route route,
-                         Products& products, Scratch scratch, cudaStream_t stream, Op op) {
-  const DType dtype = head.weight.dtype;
-  const bool op_needs_scratch = route == Route::kDecode;
-  if (dtype == DType::kF32) route = Route::kProduct;
-  if (HopperLogitsServes(head, scratch)) route = Route::kHopper;
-  const int64_t size = static_cast<int64_t>(SizeOf(dtype));
-  const int64_t logits_stride = (head.vocab() + 31) / 32 * 32;
-  const int64_t prepared_stride = (head.hidden() + 63) / 64 * 64;
-  void* workspace = nullptr;
-  if (route == Route::kProduct)
-    workspace = TakeFromEnd<std::byte>(scratch, products.workspace_bytes());
-  // As many rows as a share of scratch holds, whatever the call's rows.
-  int block_rows = route == Route::kDecode || dtype == DType::kF32 ? kDecodeRows : kMaxProductRows;
-  const int64_t room = static_cast<int64_t>(scratch.bytes) / (op_needs_scratch ? 4 : 2);
-  while (block_rows > 1 && block_rows * logits_stride * 4 > room) block_rows /= 2;
-  float* logits = TakeFromEnd<float>(scratch, block_rows * logits_stride);
-  std::byte* prepared = TakeFromEnd<std::byte>(scratch, block_rows * prepared_stride * size);
-  for (int64_t first = 0; first < hidden.rows; first += block_rows) {
-    const int rows = static_cast<int>(std::min<int64_t>(block_rows, hidden.rows - first));
-    const void* states =
-        static_cast<const std::byte*>(hidden.data) + first * hidden.row_stride * size;
-    int64_t states_stride = hidden.row_stride;
-    cudaError_t error = cudaSuccess;
-    // Products always take prepared states: with another stride they might take another algorithm.
-    if (head.norm != nullptr || route == Route::kProduct) {
-      const int prepared_rows = route == Route::kProduct ? block_rows : rows;
-      error = Prepare(states, states_stride, rows, prepared_rows, head, prepared, prepared_stride,
-                      stream);
+  TensorView View(int64_t rows) const {
+    return {logits_, DType::kF32, rows, head_.vocab(), stride_};
+  }
+
+  // Writes View(states.rows). `scratch` is what the constructor left.
+  cudaError_t Make(TensorView states, const Scratch& scratch) const {
+    const bool is_product = route_.kernel == LinearKernel::kProduct;
+    // A product always takes prepared states: with another stride it may take another algorithm.
+    if (head_.norm != nullptr || is_product) {
+      const int64_t padded_rows = is_product ? rows_ : states.rows;
+      const cudaError_t error = Prepare(head_, padded_rows, prepared_, states, stream_);
       if (error != cudaSuccess) return error;
-      states = prepared;
-      states_stride = prepared_stride;
     }
-    if (route == Route::kHopper) {
-      error = HopperLogits({states, dtype, rows, head.hidden(), states_stride}, head, logits,
-                           logits_stride, scratch, stream);
-    } else if (route == Route::kDecode) {
-      error =
-          DecodeLogits(states, states_stride, rows, head, logits, logits_stride, scratch, stream);
-    } else {
-      error = products.Enqueue({.inputs = dtype,
-                                .output = DType::kF32,
-                                .transpose_a = true,
-                                .transpose_b = false,
-                                .bias = head.bias != nullptr,
-                                .m = head.vocab(),
-                                .n = block_rows,
-                                .k = head.hidden(),
-                                .a_stride = head.weight.row_stride,
-                                .b_stride = states_stride,
-                                .out_stride = logits_stride},
-                               {.a = head.weight.data,
-                                .b = states,
-                                .out = logits,
-                                .bias = head.bias,
-                                .alpha = head.scale,
-                                .beta = 0.0f,
-                                .workspace = workspace},
-                               stream);
-      if (error == cudaSuccess && head.softcap > 0) {
-        const dim3 grid(std::min<unsigned>(64, static_cast<unsigned>((head.vocab() + 255) / 256)),
-                        static_cast<unsigned>(rows));
-        SoftcapKernel<<<grid, 256, 0, stream>>>(logits, logits_stride,
-                                                static_cast<int>(head.vocab()), head.softcap);
-        error = cudaGetLastError();
-      }
-    }
+    if (is_product) return Multiply(states);
+    const auto make =
+        route_.kernel == LinearKernel::kHopperLogits ? &hopper::Logits : &DecodeLogits;
+    return make(states, head_, logits_, stride_, scratch, stream_);
+  }
+
+ private:
+  cudaError_t Multiply(const TensorView& states) const {
+    const cudaError_t error = products_.Enqueue({.inputs = head_.weight.dtype,
+                                                 .output = DType::kF32,
+                                                 .transpose_a = true,
+                                                 .bias = head_.bias != nullptr,
+                                                 .m = head_.vocab(),
+                                                 .n = rows_,
+                                                 .k = head_.hidden(),
+                                                 .a_stride = head_.weight.row_stride,
+                                                 .b_stride = states.row_stride,
+                                                 .out_stride = stride_},
+                                                {.a = head_.weight.data,
+                                                 .b = states.data,
+                                                 .out = logits_,
+                                                 .bias = head_.bias,
+                                                 .alpha = head_.scale,
+                                                 .workspace = workspace_},
+                                                stream_);
+    if (error != cudaSuccess || head_.softcap == 0) return error;
+    const int64_t blocks = std::min<int64_t>(64, CeilDiv(head_.vocab(), kThreads));
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(states.rows));
+    return LaunchKernel(&SoftcapKernel, {.grid = grid, .threads = kThreads}, stream_, logits_,
+                        stride_, static_cast<int>(head_.vocab()), head_.softcap);
+  }
+
+  const HeadView& head_;
+  const LinearRoute& route_;
+  Products& products_;
+  const cudaStream_t stream_;
+  const int64_t stride_;
+  int64_t rows_;
+  std::byte* workspace_ = nullptr;
+  float* logits_;
+  std::byte* prepared_;
+};
+
+// Runs `op`, which takes logits, on blocks of rows; `args` are those of all rows.
+template <class Args>
+cudaError_t RunOnLogits(LinearOp linear_op, const TensorView& hidden, const HeadView& head,
+                        const Args& args,
+                        cudaError_t (*op)(const Args&, const Scratch&, cudaStream_t),
+                        Products& products, Scratch scratch, cudaStream_t stream) {
+  const LinearRoute& route = RouteOf(linear_op, head, scratch, /*logits=*/true);
+  // Ops that choose tokens need more scratch of their own than cross_entropy.
+  const int scratch_share = linear_op == LinearOp::kTokens ? 4 : 2;
+  const BlockLogits block(head, route, scratch_share, products, scratch, stream);
+  for (int64_t first = 0; first < hidden.rows; first += block.rows()) {
+    const int64_t rows = std::min(block.rows(), hidden.rows - first);
+    cudaError_t error = block.Make(RowsOf(hidden, first, rows), scratch);
     if (error != cudaSuccess) return error;
-    error = op(first, TensorView{logits, DType::kF32, rows, head.vocab(), logits_stride}, scratch);
+    Args block_args = RowsFrom(args, first);
+    block_args.logits = block.View(rows);
+    error = op(block_args, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-// linear_cross_entropy by blocks of logits.
-cudaError_t LossOfBlocks(const LinearCrossEntropyArgs& args, Products& products,
-                         const Scratch& scratch, cudaStream_t stream) {
-  return ForEachBlock(args.hidden, args.head, Route::kProduct, products, scratch, stream,
-                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
-                        CrossEntropyArgs block = RowsFrom(args.cross_entropy, first);
-                        block.logits = logits;
-                        return CrossEntropy(block, rest, stream);
-                      });
+cudaError_t LossesFromLogits(const LinearCrossEntropyArgs& args, Products& products,
+                             const Scratch& scratch, cudaStream_t stream) {
+  return RunOnLogits(LinearOp::kLosses, args.hidden, args.head, args.cross_entropy, &CrossEntropy,
+                     products, scratch, stream);
+}
+
+// The rows of `args` by hopper/loss.cu; where `mixed`, those that want more than losses and extras
+// by way of logits.
+cudaError_t HopperLosses(LinearCrossEntropyArgs args, bool mixed, Products& products,
+                         Scratch scratch, cudaStream_t stream) {
+  const int64_t rows = args.hidden.rows;
+  cudaError_t error = cudaSuccess;
+  int32_t* plain_groups = nullptr;
+  if (mixed) {
+    const dim3 grid = GridFor(rows, hopper::kLossGroupRows);
+    CrossEntropyRow* plain = scratch.Take<CrossEntropyRow>(rows);
+    CrossEntropyRow* more = scratch.Take<CrossEntropyRow>(rows);
+    plain_groups = scratch.Take<int32_t>(grid.x);
+    error = LaunchKernel(&SplitRowsKernel, {.grid = grid, .threads = hopper::kLossGroupRows},
+                         stream, args.cross_entropy.rows, rows, plain, more, plain_groups);
+    if (error != cudaSuccess) return error;
+    args.cross_entropy.rows = more;
+    error = LossesFromLogits(args, products, scratch, stream);
+    if (error != cudaSuccess) return error;
+    args.cross_entropy.rows = plain;
+  }
+  if (args.head.norm != nullptr) {
+    std::byte* states = scratch.Take<std::byte>(rows * PreparedStride(args.head) *
+                                                static_cast<int64_t>(SizeOf(args.hidden.dtype)));
+    error = Prepare(args.head, rows, states, args.hidden, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return hopper::Losses(args, plain_groups, scratch, stream);
 }
 
 }  // namespace
 
 cudaError_t LinearTopK(const LinearTopKArgs& args, Products& products, const Scratch& scratch,
                        cudaStream_t stream) {
-  return ForEachBlock(args.hidden, args.head, Route::kDecode, products, scratch, stream,
-                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
-                        SoftmaxTopKArgs block = args.topk;
-                        block.logits = logits;
-                        block.rows += first;
-                        block.logsumexp += first;
-                        block.status += first;
-                        return SoftmaxTopK(block, rest, stream);
-                      });
+  return RunOnLogits(LinearOp::kTokens, args.hidden, args.head, args.topk, &SoftmaxTopK, products,
+                     scratch, stream);
 }
 
 cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const Scratch& scratch,
                          cudaStream_t stream) {
-  return ForEachBlock(args.hidden, args.head, Route::kDecode, products, scratch, stream,
-                      [&](int64_t first, const TensorView& logits, const Scratch& rest) {
-                        SampleArgs block = args.sample;
-                        block.logits = logits;
-                        block.rows += first;
-                        block.tokens += first;
-                        block.logprobs += first;
-                        block.ranks += first;
-                        block.logsumexp += first;
-                        block.status += first;
-                        return Sample(block, rest, stream);
-                      });
+  return RunOnLogits(LinearOp::kTokens, args.hidden, args.head, args.sample, &Sample, products,
+                     scratch, stream);
 }
 
 cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
                                const Scratch& scratch, cudaStream_t stream) {
-  if (!HopperLossServes(args.head, scratch)) return LossOfBlocks(args, products, scratch, stream);
-  // Which kernel takes a row is for the row and the head to say, not for its company.
-  const int64_t hidden = args.head.hidden();
-  const int64_t size = static_cast<int64_t>(SizeOf(args.head.weight.dtype));
-  const int64_t states_stride = (hidden + 63) / 64 * 64;
-  constexpr int64_t kGroup = kLossGroupRows;
-  const CrossEntropyArgs& asked = args.cross_entropy;
-  const bool mixed = asked.want != 0 || asked.max_top_logprobs > 0;
-  // Rows whose states and lists scratch holds, where it must.
-  int64_t turn = 16384;
+  const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch);
+  if (route.kernel != LinearKernel::kHopperLosses)
+    return LossesFromLogits(args, products, scratch, stream);
+  const bool mixed = args.cross_entropy.want != 0 || args.cross_entropy.max_top_logprobs > 0;
+  int64_t pass = 16384;
   if (mixed || args.head.norm != nullptr) {
-    turn = std::clamp<int64_t>(
-        static_cast<int64_t>(scratch.bytes) / 4 / (states_stride * size) / kGroup * kGroup, kGroup,
-        turn);
+    // Scratch holds the pass's lists and prepared states.
+    constexpr int64_t kGroup = hopper::kLossGroupRows;
+    const int64_t state_bytes =
+        PreparedStride(args.head) * static_cast<int64_t>(SizeOf(args.head.weight.dtype));
+    pass = std::clamp<int64_t>(
+        static_cast<int64_t>(scratch.bytes) / 4 / state_bytes / kGroup * kGroup, kGroup, pass);
   }
-  for (int64_t first = 0; first < args.hidden.rows; first += turn) {
-    const int64_t rows = std::min(turn, args.hidden.rows - first);
-    Scratch rest = scratch;
-    LinearCrossEntropyArgs plain = args;
-    plain.cross_entropy = RowsFrom(asked, first);
-    plain.hidden.data =
-        static_cast<const std::byte*>(args.hidden.data) + first * args.hidden.row_stride * size;
-    plain.hidden.rows = rows;
-    LinearCrossEntropyArgs more = plain;
-    cudaError_t error = cudaSuccess;
-    int32_t* plain_groups = nullptr;
-    if (mixed) {
-      const int64_t groups = (rows + kGroup - 1) / kGroup;
-      CrossEntropyRow* plain_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
-      CrossEntropyRow* more_rows = TakeFromEnd<CrossEntropyRow>(rest, rows);
-      plain_groups = TakeFromEnd<int32_t>(rest, groups);
-      SplitRowsKernel<<<static_cast<unsigned>(groups), kLossGroupRows, 0, stream>>>(
-          plain.cross_entropy.rows, rows, plain_rows, more_rows, plain_groups);
-      error = cudaGetLastError();
-      if (error != cudaSuccess) return error;
-      plain.cross_entropy.rows = plain_rows;
-      more.cross_entropy.rows = more_rows;
-      error = LossOfBlocks(more, products, rest, stream);
-      if (error != cudaSuccess) return error;
-    }
-    if (args.head.norm != nullptr) {
-      std::byte* states = TakeFromEnd<std::byte>(rest, rows * states_stride * size);
-      error = Prepare(plain.hidden.data, plain.hidden.row_stride, static_cast<int>(rows),
-                      static_cast<int>(rows), args.head, states, states_stride, stream);
-      if (error != cudaSuccess) return error;
-      plain.hidden.data = states;
-      plain.hidden.row_stride = states_stride;
-    }
-    error = HopperLoss(plain, plain_groups, rest, stream);
+  for (int64_t first = 0; first < args.hidden.rows; first += pass) {
+    const int64_t rows = std::min(pass, args.hidden.rows - first);
+    const cudaError_t error =
+        HopperLosses(RowsOf(args, first, rows), mixed, products, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

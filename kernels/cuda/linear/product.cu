@@ -10,7 +10,7 @@
 namespace logitd::cuda {
 namespace {
 
-// What is used of the library.
+// The functions of the library that are used here.
 struct Library {
   decltype(&cublasLtCreate) create = nullptr;
   decltype(&cublasLtDestroy) destroy = nullptr;
@@ -31,7 +31,7 @@ struct Library {
 
 Library Load() {
   Library library;
-  // Never closed: its own threads and the driver hold on to it until the process ends.
+  // Never closed: its own threads and the driver use it until the process ends.
   void* handle = nullptr;
   for (const char* name : {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"}) {
     handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
@@ -67,7 +67,15 @@ const Library& TheLibrary() {
 }
 
 cudaDataType_t TypeOf(DType dtype) {
-  return dtype == DType::kF32 ? CUDA_R_32F : dtype == DType::kF16 ? CUDA_R_16F : CUDA_R_16BF;
+  switch (dtype) {
+    case DType::kF32:
+      return CUDA_R_32F;
+    case DType::kF16:
+      return CUDA_R_16F;
+    case DType::kBF16:
+      return CUDA_R_16BF;
+  }
+  __builtin_unreachable();
 }
 
 cudaError_t ToCuda(cublasStatus_t status) {
@@ -88,9 +96,9 @@ cudaError_t ToCuda(cublasStatus_t status) {
 }
 
 constexpr uint32_t kAlignment = 16;
-constexpr int64_t kOwnStride = 0;  // the rows', rounded up
+constexpr int64_t kOwnStride = 0;  // the number of rows, rounded up
 constexpr int kCandidates = 16;
-constexpr size_t kMaxPlans = 64;  // of the heads a stream serves; beyond it, all are chosen afresh
+constexpr size_t kMaxPlans = 64;  // of a stream; beyond it, all are chosen again
 
 }  // namespace
 
@@ -100,7 +108,7 @@ struct Products::Plan {
   cublasLtMatrixLayout_t a = nullptr;
   cublasLtMatrixLayout_t b = nullptr;
   cublasLtMatrixLayout_t out = nullptr;
-  // With which algorithms are sought: strides of the inputs must not order them.
+  // The layouts that algorithms are sought with: the inputs' strides must not change their order.
   cublasLtMatrixLayout_t asked_a = nullptr;
   cublasLtMatrixLayout_t asked_b = nullptr;
   cublasLtMatmulAlgo_t algo = {};
@@ -181,7 +189,7 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   for (int i = 0; i < count; ++i) {
     int32_t splits = 0;
     size_t written = 0;
-    cublasLtMatmulHeuristicResult_t real = {};  // with the strides that the product will have
+    cublasLtMatmulHeuristicResult_t real = {};  // with the strides of the product
     if (found[i].state != CUBLAS_STATUS_SUCCESS ||
         library.algo_attribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits,
                                sizeof(splits), &written) != CUBLAS_STATUS_SUCCESS ||

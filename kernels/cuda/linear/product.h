@@ -1,4 +1,4 @@
-// Matrix products by cuBLASLt, of fixed shapes by fixed algorithms.
+// Matrix products by cuBLASLt: a fixed algorithm for each shape.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_PRODUCT_H_
 #define LOGITD_KERNELS_CUDA_LINEAR_PRODUCT_H_
 
@@ -13,7 +13,7 @@
 
 namespace logitd::cuda {
 
-// out = alpha * op(a) op(b) + beta * out, in cuBLASLt's words: column-major, op(a) is [m, k], op(b)
+// out = alpha * op(a) op(b) + beta * out, in cuBLASLt's terms: column-major, op(a) is [m, k], op(b)
 // is [k, n], out is [m, n]; strides are between columns. Inputs, output and strides are aligned to
 // 16 bytes.
 struct ProductShape {
@@ -45,11 +45,11 @@ struct ProductOperands {
 
 // The products of one stream. Used by one thread at a time.
 //
-// Sums are fp32, and so are products of f32 inputs, unless the shape says tf32. An algorithm is
-// chosen when a shape is first seen: of those that serve all of the shape but its inputs' strides,
-// the first that serves these too. It never splits a sum: an element's bits depend on its own row
-// and column, and on the shape. What is seen first costs a few hundred microseconds of host time;
-// later calls only enqueue.
+// Sums are fp32, and so are products of f32 inputs, unless the shape says tf32. The algorithm is
+// chosen when a shape is first seen: the first that serves the shape with its strides, in the order
+// of the algorithms for the shape without its inputs' strides. It never splits a sum: an element's
+// bits depend on its own row and column, and on the shape. The first call with a shape costs a few
+// hundred microseconds of host time; later calls only enqueue.
 //
 // The library is loaded at run time, once a process: a machine without it still runs every op that
 // needs no product, and the CPU backend. It is looked for where the loader looks, then in
@@ -61,7 +61,7 @@ class Products {
   Products& operator=(const Products&) = delete;
   ~Products();
 
-  // UNAVAILABLE: no library, or it does not answer. `workspace_bytes` is what operands bring.
+  // UNAVAILABLE: no library, or it gives no handle. workspace_bytes: of every operand's workspace.
   absl::Status Init(size_t workspace_bytes);
   size_t workspace_bytes() const { return workspace_bytes_; }
 

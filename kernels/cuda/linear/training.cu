@@ -1,44 +1,44 @@
-// linear_cross_entropy and its backward in one: three products, for the logits are made once.
+// linear_cross_entropy and its backward in one: three products, because the logits are made once.
 //
-// What is kept of the logits between the passes are their exponentials E, in bf16, relative to the
-// maximum of their tile: 256 tokens of a row, so that none over- or underflows that matters.
-// d_weight's own memory is their home, for it is free until d_weight is written. The vocabulary
-// goes by in chunks, and E of a chunk lies where d_weight of the chunk before it will; that of the
-// first in scratch. Beside it, in scratch, a maximum for every row and tile.
+// Between the passes the logits are kept as their exponentials E, in bf16, relative to the maximum
+// of their tile: 256 tokens of a row, so that no E that matters over- or underflows. E is kept in
+// the memory of d_weight, which is unused until d_weight is written. The vocabulary is processed in
+// chunks, and E of a chunk is where d_weight of the chunk before it will be; E of the first chunk is
+// in scratch, and so is a maximum for every row and tile.
 //
-//   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums; on Hopper by one
-//                             kernel for all chunks (hopper/training.cu): no logits there
-//   then                      losses and statuses; of every maximum what makes E gradients
+//   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums. On Hopper one
+//                             kernel does it for all chunks (hopper/training.cu), without logits.
+//   then                      losses and statuses; each maximum becomes the factor that turns E into
+//                             gradients
 //   pass 2, chunks backwards  by blocks of rows E becomes G, in place, and G weight is added to
 //                             d_hidden in fp32 (product 2); then G^T hidden is the chunk's d_weight
-//                             (product 3), written where the E were of the chunk behind it
+//                             (product 3), written over E of the chunk after it
 //
-// A target's G is made of its logit, as in the backward. Near 1, where its digits would be lost,
-// any other probability is a maximum's, and E of that is 1.
+// A target's G is made from its logit, as in the backward: near a probability of 1 the rounded E
+// loses its digits. Any other token with a probability near 1 is a maximum, and its E is exactly 1.
 //
-// Blocks of rows and chunks are fixed by the head and the device, so that the bits of a row's
-// answers and d_hidden are its own. Ignored and skipped rows are rows of zeros in products 2 and 3.
+// The head and the device fix blocks of rows and chunks, so that the bits of a row's answers and
+// d_hidden do not depend on other rows. Ignored and skipped rows are rows of zeros in products 2
+// and 3.
 //
-// It serves bf16 heads without bias and softcap, where d_bias is not wanted, d_weight has no gaps,
-// and the rows' E fit into it (up to `hidden` rows, twice as many where it is f32), the rest into
-// scratch. Any other call is the two ops, one after the other.
+// Serves bf16 heads without bias and softcap (linear/routes.cu), where d_bias is not wanted,
+// d_weight has no gaps, and the rows' E fit into it (up to `hidden` rows, twice as many where it is
+// f32), the rest into scratch. Any other call is the two ops, one after the other.
 //
-// Cost: three products (18.6 ms at 4096 x 4096 x 128256, as bare products: the floor); beside them,
+// Cost: three products (18.6 ms at 4096 x 4096 x 128256, as bare products: the floor); in addition
 // a write of E and a read and a write of G (3.2 GB), one read and write of d_hidden in fp32 for
-// every chunk of up to 16384 tokens, and but for Hopper a write and a read of the logits, in part
-// out of L2. Memory beside inputs and outputs: at 4096 rows of 4096, a chunk's E (128 MiB),
+// every chunk of up to 16384 tokens, and except on Hopper a write and a read of the logits, in part
+// out of L2. Memory in addition to inputs and outputs: at 4096 rows of 4096, a chunk's E (128 MiB),
 // d_hidden in fp32 (64), hidden states (32), the library's workspace (18 to 32), maxima and sums
-// (23; but for Hopper 10, and 16 of logits). Measured (bench/results/h200/kernels.json), within 290
-// MiB: 19.8 ms, 94% of three bare products. Tried and dropped: pass 1 by cuBLASLt and a kernel on
-// its logits (20.8 ms); all of a chunk's G before product 2 (the same within 1%).
+// (23; except on Hopper 10, and 16 of logits). Measured (bench/results/h200/kernels.json), within
+// 290 MiB: 19.8 ms, 94% of three bare products. Tried and dropped: pass 1 by cuBLASLt and a kernel
+// on its logits (20.8 ms); all of a chunk's G before product 2 (the same within 1%).
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
 #include "kernels/cuda/linear/backward.cuh"
 #include "kernels/cuda/linear/hopper/training.h"
-#include "kernels/cuda/linear/product.h"
-#include "kernels/cuda/linear/scratch.h"
+#include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/training.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
@@ -50,16 +50,16 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = kTrainingTile;
 constexpr int kLaneTokens = kTile / 32;
-constexpr int kRowsAhead = 8;  // of a warp of GradientKernel
+constexpr int kRowsAhead = 8;  // rows of a warp of GradientKernel
 constexpr int kGroupRows = 64;
 static_assert(kLaneTokens * sizeof(Bf16) == 16);
 static_assert(kGroupRows % kRowsAhead == 0 && kGroupRows % kWarps == 0);
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-// `count` rows; those from `rows` on are skipped.
+// Fills in `count` rows; rows from `rows` on are skipped.
 __global__ void __launch_bounds__(kThreads)
-    BeginKernel(const CrossEntropyRow* asks, int64_t rows, int64_t count, RowState* to) {
+    BeginKernel(const CrossEntropyRow* params, int64_t rows, int64_t count, RowState* to) {
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (r >= count) return;
   RowState row{.use = RowUse::kSkipped,
@@ -72,18 +72,18 @@ __global__ void __launch_bounds__(kThreads)
                .flat = 0.0f,
                .more = 0.0f,
                .hit = 0.0f};
-  if (r < rows && asks[r].active != 0) {
-    const CrossEntropyRow& ask = asks[r];
-    row.use = ask.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
-    row.target = ask.target < 0 ? -1 : ask.target;
-    row.power = PowerOf(Cap::Rate(0.0f, ask.temperature));
-    row.smooth = ask.label_smoothing > 0 ? 1 : 0;
+  if (r < rows && params[r].active != 0) {
+    const CrossEntropyRow& p = params[r];
+    row.use = p.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
+    row.target = p.target < 0 ? -1 : p.target;
+    row.power = Log2EOverTemperature(0.0f, p.temperature);
+    row.smooth = p.label_smoothing > 0 ? 1 : 0;
   }
   to[r] = row;
 }
 
-// A warp takes a tile of a row of logits [rows, stride], which are those of the rows from `first`
-// on.
+// Makes the exponentials of a chunk, a tile of a row by each warp. The logits are [rows, stride], of
+// the rows from `first` on.
 __global__ void __launch_bounds__(kThreads)
     ExponentialKernel(const float* __restrict__ logits, int64_t stride,
                       const RowState* __restrict__ rows, int64_t first, Chunk chunk) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   chunk.parts[r * chunk.parts_stride + tile] = {sum, total};
 }
 
-// The first token of the chunk whose exponential is NaN, by one warp: there is one.
+// The first token of the chunk whose exponential is NaN, by one warp. There must be one.
 __device__ __noinline__ int32_t FindNanToken(const Chunk& chunk, int64_t r, int lane) {
   const TilePart* parts = chunk.parts + r * chunk.parts_stride;
   int tile = 0;
@@ -155,7 +155,7 @@ __device__ __noinline__ int32_t FindNanToken(const Chunk& chunk, int64_t r, int 
   return static_cast<int32_t>(chunk.first) + tile * kTile + __reduce_min_sync(kFullWarp, first);
 }
 
-// A warp adds the chunk's tiles to a row's sums.
+// Adds the chunk's tiles to the rows' sums, a row by each warp.
 __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chunk) {
   const int lane = threadIdx.x % 32;
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -184,22 +184,25 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chun
   row.first_nan = first_nan;
 }
 
-// What makes the exponentials of a tile probabilities. By the row's sums and not by its logsumexp,
-// which is rounded: where it is large p would be off by orders.
+// The factor that turns the exponentials of a tile into probabilities. It comes from the row's sums
+// and not from its logsumexp, which is rounded: where that is large, p would be off by orders of
+// magnitude.
 __device__ inline float ProbabilityOfMax(const Outcome& outcome, float power, float max) {
   if (max == -kInfinity) return 0.0f;  // all are 0
   const Exponential exponential(max, power);
   const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
-  return exponential.plain ? p * Exp2(-fmaf(max, exponential.c, exponential.shift)) : p;
+  return exponential.plain
+             ? p * Exp2(-fmaf(max, exponential.log2e_over_temperature, exponential.shift))
+             : p;
 }
 
-// Finite, but NaN stays: 0 times it is 0.
+// Infinities become finite, so that 0 times them is 0. NaN stays.
 __device__ inline float Finite(float x) {
   constexpr float kMost = std::numeric_limits<float>::max();
   return fabsf(x) > kMost ? copysignf(kMost, x) : x;
 }
 
-// A warp writes a row's answers, and turns its maxima into rates.
+// Writes the rows' answers, and turns their maxima into the factors of G, a row by each warp.
 __global__ void __launch_bounds__(kThreads)
     ConcludeKernel(const __grid_constant__ CrossEntropyArgs args, const float* upstream,
                    const float* target_logits, RowState* rows, float* maxima, int tiles) {
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Turns a chunk's exponentials into gradients, in place, from `first_row` on. A warp takes a tile
-// of kRowsAhead rows. Rows that are not counted become zeros, whatever lies there.
+// of kRowsAhead rows. Rows that are not counted become zeros, whatever their memory holds.
 __global__ void __launch_bounds__(kThreads)
     GradientKernel(const RowState* __restrict__ rows, int64_t first_row, Chunk chunk) {
   const int lane = threadIdx.x % 32;
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(kThreads)
     const RowState& row = rows[first + i];
     uint4 out = {};
     if (row.use == RowUse::kCounted) {
-      const float rate = chunk.maxima[(first + i) * chunk.maxima_stride + tile];
+      const float factor = chunk.maxima[(first + i) * chunk.maxima_stride + tile];
       const float flat = row.flat;
       const float more = row.more;
       const uint32_t words[4] = {vectors[i].x, vectors[i].y, vectors[i].z, vectors[i].w};
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(kThreads)
       float g[kLaneTokens];
 #pragma unroll
       for (int j = 0; j < kLaneTokens; ++j) {
-        g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), rate, -flat), more);
+        g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), factor, -flat), more);
         if (place == j) g[j] = row.hit;
       }
       out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
@@ -272,14 +275,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launch ------------------------------------------------------------------------------------
 
-// How the work is cut: fixed by the head and the device.
+// How the work is cut. The head and the device fix it.
 struct Cut {
   int64_t block = kGroupRows;  // rows of products 1 and 2
   int64_t chunk = 16384;       // tokens, a multiple of kTile
   bool in_one = false;         // pass 1 is one kernel, which takes the whole vocabulary
-  int64_t part = 0;            // else of a chunk: tokens of product 1, a multiple of kTile
-  int64_t tiles = 0;           // of the vocabulary
-  int64_t part_tiles = 0;      // that a row has sums of at once
+  int64_t part = 0;            // else: tokens of product 1, in a chunk, a multiple of kTile
+  int64_t tiles = 0;           // tiles of the vocabulary
+  int64_t part_tiles = 0;      // tiles whose sums a row has at once
   int64_t hidden_stride = 0;
 
   // The largest chunk with which as many rows as `hidden` fit into `bytes`.
@@ -288,7 +291,7 @@ struct Cut {
     constexpr int64_t kMostLogits = int64_t{4} << 20;  // L2 holds them, and the weights of a part
     constexpr int64_t kLeastChunk = 2048;
     hidden_stride = RoundUp(head.hidden(), 64);
-    tiles = (head.vocab() + kTile - 1) / kTile;
+    tiles = CeilDiv(head.vocab(), kTile);
     while (block < kMostRows && 2 * block <= head.hidden()) block *= 2;
     const auto set_chunk = [&](int64_t tokens) {
       chunk = tokens;
@@ -302,9 +305,9 @@ struct Cut {
 
   int64_t Padded(int64_t rows) const { return RoundUp(rows, block); }
 
-  // Of scratch, for calls of so many rows.
+  // Bytes of scratch for a call with so many rows.
   int64_t Bytes(int64_t rows) const {
-    constexpr int64_t kSlack = 4096;  // of pieces' alignment
+    constexpr int64_t kSlack = 4096;  // for the alignment of the pieces
     const int64_t size = static_cast<int64_t>(sizeof(Bf16));
     const int64_t of_row = hidden_stride * (size + 4) + chunk * size + tiles * 4 +
                            part_tiles * static_cast<int64_t>(sizeof(TilePart)) + 4 +
@@ -313,19 +316,15 @@ struct Cut {
   }
 };
 
-int64_t RoomOf(const Scratch& scratch, const Products& products) {
-  return static_cast<int64_t>(scratch.bytes - Scratch::kCounterBytes - products.workspace_bytes());
-}
-
-bool Serves(const LinearCrossEntropyBackwardArgs& args, const Cut& cut, int64_t room) {
-  const HeadView& head = args.head;
+// Whether a call on a route of training fits.
+bool Fits(const LinearCrossEntropyBackwardArgs& args, const Cut& cut, int64_t room) {
+  const int64_t hidden = args.head.hidden();
   const MutableTensorView& d_weight = args.d_weight;
-  const int64_t row_bytes = head.hidden() * static_cast<int64_t>(SizeOf(d_weight.dtype));
-  return head.weight.dtype == DType::kBF16 && head.bias == nullptr && head.softcap == 0 &&
-         args.d_bias == nullptr && d_weight.dtype != DType::kF16 &&
-         // A product can write it, and its memory has no gaps that are someone else's.
+  const int64_t row_bytes = hidden * static_cast<int64_t>(SizeOf(d_weight.dtype));
+  return args.d_bias == nullptr &&
+         // A product can write d_weight, and its memory has no gaps that belong to others.
          reinterpret_cast<uintptr_t>(d_weight.data) % 16 == 0 && row_bytes % 16 == 0 &&
-         d_weight.row_stride == head.hidden() &&
+         d_weight.row_stride == hidden &&
          cut.Padded(args.hidden.rows) * static_cast<int64_t>(sizeof(Bf16)) <= row_bytes &&
          cut.Bytes(args.hidden.rows) <= room;
 }
@@ -338,80 +337,58 @@ class Training {
         forward_(args.Forward().cross_entropy),
         cut_(cut),
         padded_(cut.Padded(args.gradient.hidden.rows)),
-        products_(products),
-        stream_(stream),
-        scratch_(scratch),
-        workspace_(TakeFromEnd<std::byte>(scratch, products.workspace_bytes())),
-        rows_(TakeFromEnd<RowState>(scratch, padded_)),
-        target_logits_(TakeFromEnd<float>(scratch, padded_)),
-        maxima_(TakeFromEnd<float>(scratch, padded_ * cut.tiles)),
-        parts_(TakeFromEnd<TilePart>(scratch, padded_ * cut.part_tiles)),
-        states_(TakeFromEnd<Bf16>(scratch, padded_ * cut.hidden_stride)),
-        d_states_(TakeFromEnd<float>(scratch, padded_ * cut.hidden_stride)),
-        first_e_(TakeFromEnd<Bf16>(scratch, padded_ * cut.chunk)),
-        logits_(TakeFromEnd<float>(scratch, cut.in_one ? 0 : cut.block * cut.part)) {
+        device_(scratch),
+        steps_(products, scratch, stream),
+        rows_(scratch.Take<RowState>(padded_)),
+        target_logits_(scratch.Take<float>(padded_)),
+        maxima_(scratch.Take<float>(padded_ * cut.tiles)),
+        parts_(scratch.Take<TilePart>(padded_ * cut.part_tiles)),
+        states_(scratch.Take<Bf16>(padded_ * cut.hidden_stride)),
+        d_states_(scratch.Take<float>(padded_ * cut.hidden_stride)),
+        first_e_(scratch.Take<Bf16>(padded_ * cut.chunk)),
+        logits_(scratch.Take<float>(cut.in_one ? 0 : cut.block * cut.part)) {
     forward_.logits.cols = args_.head.vocab();
   }
 
   cudaError_t Run() {
     const int64_t vocab = args_.head.vocab();
     const int64_t last = (vocab - 1) / cut_.chunk * cut_.chunk;
-    Begin();
+    const int64_t rows = args_.hidden.rows;
+    steps_.Launch(&BeginKernel, GridFor(padded_, kThreads), kThreads, args_.rows, rows, padded_,
+                  rows_);
     Pack();
     if (cut_.in_one) {
       const Chunk all = TokensAt(0, vocab);
-      Enqueue([&] {
-        return HopperExponentials(
-            {states_, DType::kBF16, padded_, args_.head.hidden(), cut_.hidden_stride}, args_.head,
-            rows_, all, scratch_, stream_);
-      });
+      MakeAllExponentials(all);
       AddToRows(all);
     } else {
       for (int64_t v = 0; v <= last; v += cut_.chunk) {
-        const Chunk chunk = ChunkAt(v);
+        const Chunk chunk = TokensAt(v, cut_.chunk);
         MakeExponentials(chunk);
         AddToRows(chunk);
       }
     }
-    ConcludeRows();
-    ClearIgnored();
+    steps_.Launch(&ConcludeKernel, WarpGrid(padded_), kThreads, forward_, args_.upstream,
+                  target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
+    steps_.Launch(&ClearIgnoredKernel, GridFor(padded_), kThreads, rows_, states_,
+                  cut_.hidden_stride);
     for (int64_t v = last; v >= 0; v -= cut_.chunk) {
-      const Chunk chunk = ChunkAt(v);
+      const Chunk chunk = TokensAt(v, cut_.chunk);
       for (int64_t r = 0; r < padded_; r += cut_.block) {
         MakeGradients(chunk, r);
         AddToHidden(chunk, r, /*fresh=*/v == last);
       }
       WriteWeight(chunk);
     }
-    StoreHidden();
-    return error_;
+    steps_.Store(d_states_, cut_.hidden_stride, args_.head.hidden(), rows_,
+                 RowsOf(args_.d_hidden, 0, rows));
+    return steps_.error();
   }
 
  private:
-  // The first error of all that is enqueued; after it nothing is.
-  template <class Launch>
-  void Enqueue(const Launch& launch) {
-    if (error_ != cudaSuccess) return;
-    if constexpr (std::is_same_v<decltype(launch()), cudaError_t>) {
-      error_ = launch();
-    } else {
-      launch();
-      error_ = cudaGetLastError();
-    }
-  }
-  void Enqueue(const ProductShape& shape, ProductOperands operands) {
-    if (error_ != cudaSuccess) return;
-    operands.workspace = workspace_;
-    error_ = products_.Enqueue(shape, operands, stream_);
-  }
+  // A grid with a warp for each of `count` items.
+  static dim3 WarpGrid(int64_t count) { return GridFor(count, kWarps); }
 
-  // Blocks of as many threads as there are rows of, with a warp for each.
-  unsigned RowBlocks() const { return static_cast<unsigned>(padded_ / kWarps); }
-  static unsigned TileBlocks(const Chunk& chunk) {
-    return static_cast<unsigned>((chunk.Tiles() + kWarps - 1) / kWarps);
-  }
-
-  Chunk ChunkAt(int64_t v) const { return TokensAt(v, cut_.chunk); }
   Chunk TokensAt(int64_t v, int64_t count) const {
     return {.first = v,
             .tokens = std::min(count, args_.head.vocab() - v),
@@ -427,144 +404,108 @@ class Training {
             .target_logits = target_logits_};
   }
 
-  const Bf16* WeightsAt(int64_t v) const {
-    return static_cast<const Bf16*>(args_.head.weight.data) + v * args_.head.weight.row_stride;
+  const void* WeightsAt(const Chunk& chunk) const {
+    return RowsOf(args_.head.weight, chunk.first, chunk.tokens).data;
   }
 
-  void Begin() {
-    Enqueue([&] {
-      BeginKernel<<<static_cast<unsigned>((padded_ + kThreads - 1) / kThreads), kThreads, 0,
-                    stream_>>>(args_.rows, args_.hidden.rows, padded_, rows_);
-    });
-  }
-
-  // The hidden states of all rows but those that are skipped: an ignored row has a logsumexp and a
-  // status.
+  // Copies the hidden states of all rows except skipped ones. Those of ignored rows become zeros
+  // later: an ignored row has a logsumexp and a status.
   void Pack() {
-    Enqueue([&] {
-      PackKernel<<<static_cast<unsigned>(padded_), kCopyThreads, 0, stream_>>>(
-          static_cast<const Bf16*>(args_.hidden.data), args_.hidden.row_stride,
-          static_cast<int>(args_.head.hidden()), rows_, RowUse::kIgnored, states_,
-          cut_.hidden_stride);
-    });
+    steps_.Launch(&PackKernel<Bf16, RowState>, GridFor(padded_), kCopyThreads,
+                  static_cast<const Bf16*>(args_.hidden.data), args_.hidden.row_stride,
+                  static_cast<int>(args_.head.hidden()), rows_, RowUse::kIgnored, states_,
+                  cut_.hidden_stride);
   }
-  // Then zeros for ignored rows too.
-  void ClearIgnored() {
-    Enqueue([&] {
-      ClearIgnoredKernel<<<static_cast<unsigned>(padded_), kThreads, 0, stream_>>>(
-          rows_, states_, cut_.hidden_stride);
+
+  void MakeAllExponentials(const Chunk& all) {
+    const TensorView states{states_, DType::kBF16, padded_, args_.head.hidden(),
+                            cut_.hidden_stride};
+    steps_.Do([&] {
+      return hopper::Exponentials(states, args_.head, rows_, all, device_, steps_.stream());
     });
   }
 
-  // Product 1 and what it comes to.
+  // Product 1 and the exponentials of its logits.
   void MakeExponentials(const Chunk& chunk) {
     for (int64_t offset = 0; offset < chunk.tokens; offset += cut_.part) {
       const Chunk part = chunk.Part(offset, cut_.part);
       for (int64_t r = 0; r < padded_; r += cut_.block) {
-        Enqueue({.inputs = DType::kBF16,
-                 .output = DType::kF32,
-                 .transpose_a = true,
-                 .m = part.tokens,
-                 .n = cut_.block,
-                 .k = args_.head.hidden(),
-                 .a_stride = args_.head.weight.row_stride,
-                 .b_stride = cut_.hidden_stride,
-                 .out_stride = cut_.part},
-                {.a = WeightsAt(part.first),
-                 .b = states_ + r * cut_.hidden_stride,
-                 .out = logits_,
-                 .alpha = args_.head.scale});
-        Enqueue([&] {
-          const dim3 grid(TileBlocks(part), static_cast<unsigned>(cut_.block));
-          ExponentialKernel<<<grid, kThreads, 0, stream_>>>(logits_, cut_.part, rows_, r, part);
-        });
+        steps_.Multiply({.inputs = DType::kBF16,
+                         .output = DType::kF32,
+                         .transpose_a = true,
+                         .m = part.tokens,
+                         .n = cut_.block,
+                         .k = args_.head.hidden(),
+                         .a_stride = args_.head.weight.row_stride,
+                         .b_stride = cut_.hidden_stride,
+                         .out_stride = cut_.part},
+                        {.a = WeightsAt(part),
+                         .b = states_ + r * cut_.hidden_stride,
+                         .out = logits_,
+                         .alpha = args_.head.scale});
+        const dim3 grid(WarpGrid(part.Tiles()).x, static_cast<unsigned>(cut_.block));
+        steps_.Launch(&ExponentialKernel, grid, kThreads, logits_, cut_.part, rows_, r, part);
       }
     }
   }
 
   void AddToRows(const Chunk& chunk) {
-    Enqueue([&] { AddKernel<<<RowBlocks(), kThreads, 0, stream_>>>(rows_, chunk); });
+    steps_.Launch(&AddKernel, WarpGrid(padded_), kThreads, rows_, chunk);
   }
 
-  void ConcludeRows() {
-    Enqueue([&] {
-      ConcludeKernel<<<RowBlocks(), kThreads, 0, stream_>>>(
-          forward_, args_.upstream, target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
-    });
-  }
-
-  // Of a block of rows from the `first`-th on.
+  // For the block of rows from `first` on.
   void MakeGradients(const Chunk& chunk, int64_t first) {
-    Enqueue([&] {
-      const dim3 grid(TileBlocks(chunk), static_cast<unsigned>(cut_.block / kRowsAhead));
-      GradientKernel<<<grid, kThreads, 0, stream_>>>(rows_, first, chunk);
-    });
+    const dim3 grid(WarpGrid(chunk.Tiles()).x, static_cast<unsigned>(cut_.block / kRowsAhead));
+    steps_.Launch(&GradientKernel, grid, kThreads, rows_, first, chunk);
   }
 
-  // Product 2 of the same block, while L2 has its gradients.
+  // Product 2 of the same block, while its gradients are in L2.
   void AddToHidden(const Chunk& chunk, int64_t first, bool fresh) {
-    Enqueue({.inputs = DType::kBF16,
-             .output = DType::kF32,
-             .m = args_.head.hidden(),
-             .n = cut_.block,
-             .k = chunk.tokens,
-             .a_stride = args_.head.weight.row_stride,
-             .b_stride = chunk.e.chunk,
-             .out_stride = cut_.hidden_stride},
-            {.a = WeightsAt(chunk.first),
-             .b = chunk.e.At(first, chunk.first),
-             .out = d_states_ + first * cut_.hidden_stride,
-             .alpha = args_.head.scale,
-             .beta = fresh ? 0.0f : 1.0f});
+    steps_.Multiply({.inputs = DType::kBF16,
+                     .output = DType::kF32,
+                     .m = args_.head.hidden(),
+                     .n = cut_.block,
+                     .k = chunk.tokens,
+                     .a_stride = args_.head.weight.row_stride,
+                     .b_stride = chunk.e.chunk,
+                     .out_stride = cut_.hidden_stride},
+                    {.a = WeightsAt(chunk),
+                     .b = chunk.e.At(first, chunk.first),
+                     .out = d_states_ + first * cut_.hidden_stride,
+                     .alpha = args_.head.scale,
+                     .beta = fresh ? 0.0f : 1.0f});
   }
 
   // Product 3.
   void WriteWeight(const Chunk& chunk) {
-    const MutableTensorView& to = args_.d_weight;
-    Enqueue({.inputs = DType::kBF16,
-             .output = to.dtype,
-             .transpose_b = true,
-             .m = args_.head.hidden(),
-             .n = chunk.tokens,
-             .k = RoundUp(args_.hidden.rows, kGroupRows),
-             .a_stride = cut_.hidden_stride,
-             .b_stride = chunk.e.chunk,
-             .out_stride = to.row_stride},
-            {.a = states_,
-             .b = chunk.e.At(0, chunk.first),
-             .out = static_cast<std::byte*>(to.data) +
-                    chunk.first * to.row_stride * static_cast<int64_t>(SizeOf(to.dtype)),
-             .alpha = args_.head.scale});
-  }
-
-  void StoreHidden() {
-    AsType(args_.d_hidden.dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      Enqueue([&] {
-        StoreKernel<<<static_cast<unsigned>(args_.hidden.rows), kCopyThreads, 0, stream_>>>(
-            d_states_, cut_.hidden_stride, static_cast<int>(args_.head.hidden()), rows_,
-            static_cast<T*>(args_.d_hidden.data), args_.d_hidden.row_stride);
-      });
-    });
+    const MutableTensorView to = RowsOf(args_.d_weight, chunk.first, chunk.tokens);
+    steps_.Multiply(
+        {.inputs = DType::kBF16,
+         .output = to.dtype,
+         .transpose_b = true,
+         .m = args_.head.hidden(),
+         .n = chunk.tokens,
+         .k = RoundUp(args_.hidden.rows, kGroupRows),
+         .a_stride = cut_.hidden_stride,
+         .b_stride = chunk.e.chunk,
+         .out_stride = to.row_stride},
+        {.a = states_, .b = chunk.e.At(0, chunk.first), .out = to.data, .alpha = args_.head.scale});
   }
 
   const LinearCrossEntropyBackwardArgs& args_;
   CrossEntropyArgs forward_;
   const Cut cut_;
   const int64_t padded_;  // rows, in whole blocks
-  Products& products_;
-  const cudaStream_t stream_;
-  const Scratch scratch_;  // of which the pieces below are
-  std::byte* const workspace_;
+  const Scratch device_;  // only what it says of the device is used
+  Steps steps_;
   RowState* const rows_;        // [padded]
   float* const target_logits_;  // [padded]
-  float* const maxima_;         // [padded, tiles]; after ConcludeRows the rates of G
+  float* const maxima_;         // [padded, tiles]; after ConcludeKernel the factors of G
   TilePart* const parts_;       // [padded, part_tiles]
   Bf16* const states_;          // [padded, hidden_stride]
   float* const d_states_;       // [padded, hidden_stride]
   Bf16* const first_e_;         // [padded, chunk]
   float* const logits_;         // [block, part]
-  cudaError_t error_ = cudaSuccess;
 };
 
 }  // namespace
@@ -574,9 +515,12 @@ cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& arg
                                        cudaStream_t stream) {
   if (args.gradient.hidden.rows == 0)
     return LinearCrossEntropyBackward(args.Backward(), products, scratch, stream);
-  const int64_t room = RoomOf(scratch, products);
-  const Cut cut(args.gradient.head, room, HopperExponentialsServes(args.gradient.head, scratch));
-  if (Serves(args.gradient, cut, room)) return Training(args, cut, products, scratch, stream).Run();
+  const LinearRoute& route = RouteOf(LinearOp::kTraining, args.gradient.head, scratch);
+  if (route.kernel != LinearKernel::kTwoOps) {
+    const int64_t room = static_cast<int64_t>(scratch.left() - products.workspace_bytes());
+    const Cut cut(args.gradient.head, room, route.kernel == LinearKernel::kHopperTraining);
+    if (Fits(args.gradient, cut, room)) return Training(args, cut, products, scratch, stream).Run();
+  }
   const cudaError_t error = LinearCrossEntropy(args.Forward(), products, scratch, stream);
   if (error != cudaSuccess) return error;
   return LinearCrossEntropyBackward(args.Backward(), products, scratch, stream);

@@ -1,15 +1,12 @@
-// What the ways to the exponentials of linear_cross_entropy_training leave, and where.
+// What pass 1 of linear_cross_entropy_training leaves in memory, whichever kernel does it.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_TRAINING_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_TRAINING_CUH_
-
-#include <cuda_bf16.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "kernels/cuda/linear/backward.cuh"
-#include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/cell.cuh"
 #include "kernels/head.h"
 
@@ -22,13 +19,13 @@ constexpr int kTrainingTile = 256;  // tokens, from the vocabulary's start
 struct RowState {
   RowUse use;
   int32_t target;  // -1: none
-  float power;     // PowerOf
+  float power;     // Log2EOverTemperature()
   int32_t smooth;  // whether the sum of its logits is wanted
-  // Of the chunks so far.
+  // Sums over the chunks so far.
   Stats stats;
   double total;       // sum of the logits, times kTotalUnit
   int32_t first_nan;  // token; -1: none
-  // G = (E * rate of the tile - flat) * more, of the target `hit`.
+  // G = (E * the tile's factor - flat) * more; the target's is `hit`.
   float flat;
   float more;
   float hit;
@@ -37,21 +34,21 @@ struct RowState {
 // Sums of a tile of a row.
 struct TilePart {
   float sum;    // of the exponentials, before they are rounded, relative to the tile's maximum
-  float total;  // of the logits, times kTotalUnit; where the row is smooth
+  float total;  // of the logits, times kTotalUnit; only where the row is smooth
 };
 
-// The exponential of a tile; where all is -inf the sum is 0 whatever it is relative to.
+// The exponential of a tile. Where all logits are -inf the sum is 0, whatever it is relative to.
 __device__ inline Exponential TileExponential(float max, float power) {
   return Exponential(max == -kInfinity ? 0.0f : max, power);
 }
 
-// Where a row's exponentials lie: chunk by chunk, each [rows, chunk], the first in scratch, the
+// Where a row's exponentials are: chunk by chunk, each [rows, chunk], the first in scratch, the
 // others where d_weight of the chunk before them will be.
 struct ExponentialMemory {
   Bf16* first;
   std::byte* others;
   int64_t chunk;        // tokens, a multiple of kTrainingTile; also the stride between rows
-  int64_t chunk_bytes;  // of d_weight of a chunk
+  int64_t chunk_bytes;  // a chunk's bytes in d_weight
 
   __host__ __device__ Bf16* At(int64_t row, int64_t token) const {
     const int64_t index = token / chunk;
@@ -60,14 +57,14 @@ struct ExponentialMemory {
   }
 };
 
-// What pass 1 makes of tokens [first, first + tokens) of all rows: TileExponential of every logit,
-// and the tiles' maxima and sums. A row that is skipped may be left out. The last tile may end
-// beyond the tokens, with exponentials of 0.
+// The result of pass 1 for tokens [first, first + tokens) of all rows: TileExponential of every
+// logit, and the tiles' maxima and sums. A skipped row may be left out. The last tile may end after
+// the tokens, with exponentials of 0.
 struct Chunk {
   int64_t first;
   int64_t tokens;
   ExponentialMemory e;
-  float* maxima;  // [rows, maxima_stride], the chunk's own of a row's; -inf where all are NaN
+  float* maxima;  // [rows, maxima_stride], from the chunk's first on; -inf where all are NaN
   int64_t maxima_stride;
   TilePart* parts;  // [rows, parts_stride]
   int64_t parts_stride;
@@ -77,7 +74,7 @@ struct Chunk {
     return static_cast<int>((tokens + kTrainingTile - 1) / kTrainingTile);
   }
 
-  // Up to `count` tokens of it from the `offset`-th on, which begins a tile.
+  // Up to `count` of its tokens from `offset` on, which is a multiple of the tile.
   Chunk Part(int64_t offset, int64_t count) const {
     Chunk part = *this;
     part.first += offset;

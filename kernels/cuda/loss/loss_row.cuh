@@ -1,4 +1,4 @@
-// A row's loss: its softcap, what its sums come to, its gradient.
+// The loss of a row: its softcap, the answers from its sums, its gradient.
 #ifndef LOGITD_KERNELS_CUDA_LOSS_LOSS_ROW_CUH_
 #define LOGITD_KERNELS_CUDA_LOSS_LOSS_ROW_CUH_
 
@@ -10,7 +10,8 @@
 
 namespace logitd::cuda {
 
-// What is summed: a logit itself; under a softcap its tanh, which Rate() makes up for.
+// The value of a logit, which is what sums are of: the logit itself; under a softcap
+// tanh(logit / softcap). OverTemperature() brings the softcap back.
 struct Cap {
   float inverse;  // 1 / softcap; 0: none
 
@@ -18,11 +19,11 @@ struct Cap {
   __device__ bool on() const { return inverse != 0; }
   __device__ float operator()(float logit) const { return on() ? Tanh(logit) : logit; }
   __device__ float Tanh(float logit) const { return tanhf(__fmul_rn(logit, inverse)); }
-  // What makes a value an x, the logit after softcap and temperature.
-  __device__ static double Rate(float softcap, float temperature) {
+  // The factor from a value to x, the logit after softcap and temperature.
+  __device__ static double OverTemperature(float softcap, float temperature) {
     return (softcap > 0 ? Clamped(softcap) : 1.0) / temperature;
   }
-  // Beyond these the softcap changes no logit that matters, or leaves none apart.
+  // Larger softcaps change no logit that matters. Smaller ones make all logits equal.
   __device__ static float Clamped(float softcap) {
     return fminf(fmaxf(softcap, 0x1p-100f), 0x1p100f);
   }
@@ -30,22 +31,25 @@ struct Cap {
 
 constexpr double kLog2EInDouble = 1.4426950408889634074;
 
-// Rate() in powers of two, for Exponential: finite, so that 0 times it is 0, and not 0, so that
-// -inf times it is -inf. The least of them: more would show in logits as large as the temperature.
-__device__ inline float PowerOf(double rate) {
-  return static_cast<float>(fmin(fmax(rate * kLog2EInDouble, 0x1p-149), 0x1.fffffep127));
+// log2(e) OverTemperature(), for Exponential. Finite, so that 0 times it is 0. Not 0, so that -inf
+// times it is -inf; it is then the smallest number, because a larger one would show in logits as
+// large as the temperature.
+__device__ inline float Log2EOverTemperature(float softcap, float temperature) {
+  const double over_temperature = Cap::OverTemperature(softcap, temperature);
+  return static_cast<float>(
+      fmin(fmax(over_temperature * kLog2EInDouble, 0x1p-149), 0x1.fffffep127));
 }
 
 constexpr double kNanInDouble = std::numeric_limits<double>::quiet_NaN();
 constexpr double kLn2InDouble = 0.69314718055994530942;
 
-// A row whose sums are known. The logarithm of its sum is kept apart from its maximum, beside which
+// A row whose sums are known. The logarithm of its sum is kept apart from its maximum: added to it,
 // it may vanish. Aligned so that what follows one in shared memory may be read 16 bytes at a time.
 struct alignas(16) Outcome {
-  double log_sum;  // ln of the sum of exp(x - the largest x)
-  double max_x;    // the largest x
-  double rate;     // Cap::Rate
-  float sum;       // of Stats
+  double log_sum;           // ln of the sum of exp(x - the largest x)
+  double max_x;             // the largest x
+  double over_temperature;  // Cap::OverTemperature()
+  float sum;                // of Stats
   float max;
   Cap cap;
 
@@ -55,8 +59,10 @@ struct alignas(16) Outcome {
   __device__ double LogSumExp() const {
     return Nan() ? sum : Empty() || Certain() ? max : max_x + log_sum;
   }
-  // Rounded where it is written, so that the same logit has the same bits wherever this is inlined.
-  __device__ double AboveMax(double value) const { return __dmul_rn(value, rate) - max_x; }
+  // The product is rounded here, so that a logit has the same bits wherever this is inlined.
+  __device__ double AboveMax(double value) const {
+    return __dmul_rn(value, over_temperature) - max_x;
+  }
   __device__ double Logprob(float logit) const {
     if (Nan()) return sum;
     if (Empty()) return -kInfinity;
@@ -65,7 +71,7 @@ struct alignas(16) Outcome {
   }
 };
 
-// A row's sums, of its values: relative to their maximum as Stats are.
+// The sums of a row's values, relative to their maximum as Stats are.
 struct RowSums {
   Stats stats;
   float weighted;  // sum of e log2(e), for the e of stats.sum; where the entropy is wanted
@@ -74,22 +80,49 @@ struct RowSums {
 };
 constexpr float kTotalUnit = 0x1p-10f;  // keeps sums of the largest logits finite
 
-// Writes what row r is asked beside tops and extras, by one warp. `first_nan` is looked at where
-// the sums are NaN.
+// The share of a row's label smoothing that goes to all tokens alike.
+__device__ inline double SmoothingOf(const CrossEntropyRow& ask, int64_t vocab) {
+  const double smoothing = ask.label_smoothing;
+  if (ask.smoothing != Smoothing::kMegatron) return smoothing;
+  return vocab == 1 ? 0.0 : smoothing * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
+}
+
+// The loss of a row that is counted and has no NaN.
+__device__ inline double LossOf(const CrossEntropyRow& ask, int64_t vocab, const Outcome& outcome,
+                                double total, double logprob) {
+  const double smoothing = SmoothingOf(ask, vocab);
+  const double z_loss = ask.z_loss;
+  if (outcome.Empty()) return kNanInDouble;
+  double loss = 0 - logprob;  // no -0
+  if (outcome.Certain()) return smoothing == 0 && z_loss == 0 ? loss : kInfinity;
+  if (smoothing != 0) {
+    const double mean = total / kTotalUnit / static_cast<double>(vocab);
+    // The weights may have either sign: no sum of infinities.
+    loss = mean == -kInfinity
+               ? kInfinity
+               : (1 - smoothing) * loss + smoothing * (outcome.log_sum - outcome.AboveMax(mean));
+  }
+  if (z_loss != 0) loss += z_loss * outcome.LogSumExp() * outcome.LogSumExp();
+  return loss;
+}
+
+// Writes the answers of row r except tops and extras, by one warp. `first_nan` is used where the
+// sums are NaN.
 __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
                                    float target_logit, int32_t first_nan, int lane) {
   const CrossEntropyRow& ask = args.rows[r];
-  const int64_t vocab = args.logits.cols;
   const Stats stats = sums.stats;
-  const double rate = Cap::Rate(ask.softcap, ask.temperature);
-  const float c = PowerOf(rate);
-  const Exponential exponential(stats.max, c);
+  const double over_temperature = Cap::OverTemperature(ask.softcap, ask.temperature);
+  const float log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
+  const Exponential exponential(stats.max, log2e_over_temperature);
   const double log_of_sum = log(static_cast<double>(stats.sum));
-  // A sum by plain exponentials is relative to 2^-shift, not quite to the maximum.
-  const double off = exponential.plain ? kLn2InDouble * fmaf(stats.max, c, exponential.shift) : 0.0;
+  // A sum by plain exponentials is relative to 2^-shift, which is not exactly the maximum.
+  const double off = exponential.plain
+                         ? kLn2InDouble * fmaf(stats.max, log2e_over_temperature, exponential.shift)
+                         : 0.0;
   const Outcome outcome{.log_sum = log_of_sum - off,
-                        .max_x = __dmul_rn(stats.max, rate),
-                        .rate = rate,
+                        .max_x = __dmul_rn(stats.max, over_temperature),
+                        .over_temperature = over_temperature,
                         .sum = stats.sum,
                         .max = stats.max,
                         .cap = Cap::Of(ask.softcap)};
@@ -100,36 +133,16 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
     status.code = RowCode::kEmptySupport;
   }
   double entropy = log_of_sum - kLn2InDouble * sums.weighted / stats.sum;
+  if (outcome.Empty()) entropy = kNanInDouble;
 
   const bool counted = ask.target >= 0;
   double logprob = 0.0;
   double loss = 0.0;
   if (counted) {
     logprob = outcome.Logprob(target_logit);
-    double smoothing = ask.label_smoothing;
-    if (ask.smoothing == Smoothing::kMegatron)
-      smoothing = vocab == 1
-                      ? 0.0
-                      : smoothing * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
-    const double z_loss = ask.z_loss;
-    if (outcome.Empty()) {
-      loss = kNanInDouble;
-    } else if (outcome.Certain()) {
-      loss = smoothing == 0 && z_loss == 0 ? 0 - logprob : kInfinity;
-    } else {
-      loss = 0 - logprob;  // no -0
-      if (smoothing != 0) {
-        const double mean = sums.total / kTotalUnit / static_cast<double>(vocab);
-        // The weights may have either sign: no sum of infinities.
-        loss = mean == -kInfinity ? kInfinity
-                                  : (1 - smoothing) * loss +
-                                        smoothing * (outcome.log_sum - outcome.AboveMax(mean));
-      }
-      if (z_loss != 0) loss += z_loss * outcome.LogSumExp() * outcome.LogSumExp();
-    }
+    loss = LossOf(ask, args.logits.cols, outcome, sums.total, logprob);
   }
   if (outcome.Nan()) loss = logprob = stats.sum;
-  if (outcome.Empty()) entropy = kNanInDouble;
   if (lane == 0) {
     const CrossEntropyAnswers& to = args.answers;
     to.loss[r] = static_cast<float>(loss);
@@ -138,7 +151,7 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
     to.status[r] = status;
     const bool ranked = counted && (ask.want & kWantRank) != 0 && !outcome.Nan();
     if (to.rank != nullptr) to.rank[r] = ranked ? 1 + sums.before : 0;
-    // A sum of terms of one sign: below 0 by rounding alone.
+    // All terms have one sign: an entropy below 0 comes from rounding.
     if (to.entropy != nullptr)
       to.entropy[r] = (ask.want & kWantEntropy) == 0 ? 0.0f
                       : entropy < 0                  ? 0.0f
@@ -147,34 +160,32 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
   return outcome;
 }
 
-// What every element of a row's gradient takes: with the value v of a logit,
-// ((2^(v power - shift) * weight - flat - [target] hit) * scale) * more.
+// The gradient of a row's logits, from what all its elements share. With the value v of a logit it
+// is ((2^(v log2e_over_temperature - shift) * weight - flat - [target] hit) * scale) * more.
 struct Gradient {
-  float power;      // PowerOf
-  float power_low;  // what rounding took from it
-  float shift;      // log2(e) * logsumexp
+  float log2e_over_temperature;      // Log2EOverTemperature()
+  float log2e_over_temperature_low;  // what rounding took from it
+  float shift;                       // log2(e) * logsumexp
   float shift_low;
   float weight;  // 1 + 2 z_loss logsumexp
   float flat;
   float hit;
-  float scale;  // upstream / temperature, in two factors: it may be more than a float holds where
-  float more;   // what it multiplies is small
+  float scale;  // upstream / temperature is scale * more: it may be more than a float holds where
+  float more;   // the other factor is small
   Cap cap;
 
   __device__ static Gradient Of(const CrossEntropyRow& ask, float logsumexp, float upstream,
                                 int64_t vocab) {
-    const double exact_power = Cap::Rate(ask.softcap, ask.temperature) * kLog2EInDouble;
+    const double exact_over_temperature =
+        Cap::OverTemperature(ask.softcap, ask.temperature) * kLog2EInDouble;
     const double exact_shift = logsumexp * kLog2EInDouble;
-    double smoothing = ask.label_smoothing;
-    if (ask.smoothing == Smoothing::kMegatron)
-      smoothing = vocab == 1
-                      ? 0.0
-                      : smoothing * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
+    const double smoothing = SmoothingOf(ask, vocab);
     const double scale = static_cast<double>(upstream) / ask.temperature;
     Gradient g;
-    g.power = PowerOf(Cap::Rate(ask.softcap, ask.temperature));
-    const double power_low = exact_power - g.power;
-    g.power_low = fabs(power_low) < g.power ? static_cast<float>(power_low) : 0.0f;
+    g.log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
+    const double low = exact_over_temperature - g.log2e_over_temperature;
+    g.log2e_over_temperature_low =
+        fabs(low) < g.log2e_over_temperature ? static_cast<float>(low) : 0.0f;
     g.shift = static_cast<float>(exact_shift);
     g.shift_low = static_cast<float>(exact_shift - g.shift);
     g.weight = static_cast<float>(1 + 2.0 * ask.z_loss * logsumexp);
@@ -190,9 +201,11 @@ struct Gradient {
   template <bool kCapped>
   __device__ float At(float logit, bool is_target) const {
     const float value = kCapped ? cap.Tanh(logit) : logit;
-    // The low parts by a factor of their own: added, they would cost a rounding of the large power.
-    const float low = fmaf(value, power_low, -shift_low);
-    const float p = Exp2(fmaf(value, power, -shift)) * Exp2(fminf(fmaxf(low, -64.0f), 64.0f));
+    // The low parts are a factor of their own: added, they would be rounded with the large
+    // exponent.
+    const float low = fmaf(value, log2e_over_temperature_low, -shift_low);
+    const float p =
+        Exp2(fmaf(value, log2e_over_temperature, -shift)) * Exp2(fminf(fmaxf(low, -64.0f), 64.0f));
     float gradient = fmaf(p, weight, -flat);
     if (is_target) gradient -= hit;
     gradient = __fmul_rn(__fmul_rn(gradient, scale), more);

@@ -1,4 +1,4 @@
-// Clusters: blocks that see each other's shared memory, where the device has them.
+// Clusters: blocks that see each other's shared memory, on devices that have them.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_CLUSTER_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_CLUSTER_CUH_
 
@@ -6,8 +6,8 @@ namespace logitd::cuda {
 
 constexpr int kMaxClusterBlocks = 8;  // what every device with clusters can schedule
 
-// The first half of a barrier of the cluster, and the second; what was written before the one is
-// seen after the other.
+// The two halves of a barrier of the cluster. Writes before the first half are seen after the
+// second.
 __device__ inline void ClusterArrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive;" ::: "memory");

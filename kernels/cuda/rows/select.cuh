@@ -1,12 +1,13 @@
-// Choosing the largest of many keys, by one block: a threshold by narrowing bins, then a sort of
-// what is left.
+// Keys of tokens, and how a block chooses the largest of many: a threshold found by narrowing bins, then a sort of
+// what reaches it.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
 
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/cuda/rows/cell.cuh"
+#include "kernels/cuda/element.cuh"
+#include "kernels/cuda/rows/reductions.cuh"
 
 namespace logitd::cuda {
 
@@ -40,48 +41,30 @@ __device__ inline int BitsToShift(uint64_t range, int bin_bits) {
   return width > bin_bits ? width - bin_bits : 0;
 }
 
-__device__ inline uint64_t WarpMin(uint64_t v) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v = min(v, __shfl_xor_sync(kFullWarp, v, offset));
-  return v;
-}
-__device__ inline uint64_t WarpMax(uint64_t v) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v = max(v, __shfl_xor_sync(kFullWarp, v, offset));
-  return v;
-}
-__device__ inline uint32_t WarpMin(uint32_t v) { return __reduce_min_sync(kFullWarp, v); }
-__device__ inline uint32_t WarpMax(uint32_t v) { return __reduce_max_sync(kFullWarp, v); }
+// The integer in which a selection compares keys of a type.
+template <class AnyKey>
+using WideKey = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
 
-// Lowest and highest of n >= 1 keys, and all bins zero. Called by all threads; ends with a barrier
-// passed.
-template <int kThreads, class AnyKey>
-__device__ void FindRange(const AnyKey* keys, int n, SelectScratch& s, uint64_t& low,
-                          uint64_t& high) {
-  static_assert(kThreads / 32 <= SelectScratch::kMaxWarps);
-  const int thread = threadIdx.x;
-  using Wide = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
-  Wide own_low = ~Wide{0};
-  Wide own_high = 0;
-#pragma unroll 4
-  for (int i = thread; i < n; i += kThreads) {
-    own_low = min(own_low, Wide{keys[i]});
-    own_high = max(own_high, Wide{keys[i]});
+// Makes the lowest and highest of the threads' keys those of the block, and all bins zero. Called by
+// all threads; ends with a barrier passed.
+template <int kThreads, class Wide>
+__device__ __forceinline__ void BlockRange(Wide& low, Wide& high, SelectScratch& s) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kWarps <= SelectScratch::kMaxWarps);
+  low = WarpMin(low);
+  high = WarpMax(high);
+  if (threadIdx.x % 32 == 0) {
+    s.low[threadIdx.x / 32] = low;
+    s.high[threadIdx.x / 32] = high;
   }
-  own_low = WarpMin(own_low);
-  own_high = WarpMax(own_high);
-  if (thread % 32 == 0) {
-    s.low[thread / 32] = own_low;
-    s.high[thread / 32] = own_high;
-  }
-  for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
+  for (int b = threadIdx.x; b < kBins; b += kThreads) s.bins[b] = 0;
   __syncthreads();
-  low = s.low[0];
-  high = s.high[0];
+  low = static_cast<Wide>(s.low[0]);
+  high = static_cast<Wide>(s.high[0]);
 #pragma unroll
-  for (int w = 1; w < kThreads / 32; ++w) {
-    low = min(low, s.low[w]);
-    high = max(high, s.high[w]);
+  for (int w = 1; w < kWarps; ++w) {
+    low = min(low, static_cast<Wide>(s.low[w]));
+    high = max(high, static_cast<Wide>(s.high[w]));
   }
 }
 
@@ -107,43 +90,55 @@ __device__ inline void VisitKeys(const AnyKey* keys, int n, Visit visit) {
   }
 }
 
+// The bin, from the top one down, in which the count of keys reaches k; keys of higher ranges are
+// counted in `above`. Leaves the bin's lowest key and the counts above and through it in `s`. By one
+// warp.
+template <class Wide>
+__device__ __forceinline__ void FindBin(Wide low, int shift, int above, int k, SelectScratch& s) {
+  constexpr int kPerLane = kBins / 32;
+  const int lane = threadIdx.x % 32;
+  const int top = kBins - 1 - lane * kPerLane;
+  int counts[kPerLane];
+  int sum = 0;
+#pragma unroll
+  for (int b = 0; b < kPerLane; ++b) {
+    counts[b] = static_cast<int>(s.bins[top - b]);
+    sum += counts[b];
+  }
+  int before = above + WarpPrefix(sum, lane) - sum;
+  if (before >= k || before + sum < k) return;
+#pragma unroll
+  for (int b = 0; b < kPerLane; ++b) {
+    if (before < k && before + counts[b] >= k) {
+      s.edge = low + (static_cast<Wide>(top - b) << shift);
+      s.above = before;
+      s.reached = before + counts[b];
+    }
+    before += counts[b];
+  }
+}
+
 // A key t with k <= |{i < n: keys[i] >= t}| <= k + slack, or the k-th largest key where equal keys
 // allow no such t. 1 <= k <= n. Called by all threads of the block; ends with a barrier passed.
 // AnyKey is an unsigned integer.
 //
 // Bins span the range that is left, so the first pass resolves 1/256 of the keys' own spread,
-// whatever the values. What lies below every thread's best (or second best) key is not looked at:
-// the k-th largest is not there.
+// whatever the values. Keys below every thread's best (or second best) are not looked at: the k-th
+// largest is not among them.
 template <int kThreads, class AnyKey>
 __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k, int slack,
                                                SelectScratch& s) {
-  constexpr int kWarps = kThreads / 32;
-  static_assert(kWarps <= SelectScratch::kMaxWarps);
-  using Wide = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
+  using Wide = WideKey<AnyKey>;
   const int thread = threadIdx.x;
-  const int lane = thread % 32;
-  const int warp = thread / 32;
   Wide best = 0;
   Wide second = 0;
   VisitKeys<kThreads>(keys, n, [&](Wide key) {
     second = max(second, min(best, key));
     best = max(best, key);
   });
-  const Wide warp_low = WarpMin(k <= kThreads ? best : k <= 2 * kThreads ? second : Wide{0});
-  const Wide warp_high = WarpMax(best);
-  if (lane == 0) {
-    s.low[warp] = warp_low;
-    s.high[warp] = warp_high;
-  }
-  for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
-  __syncthreads();
-  Wide low = static_cast<Wide>(s.low[0]);
-  Wide high = static_cast<Wide>(s.high[0]);
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) {
-    low = min(low, static_cast<Wide>(s.low[w]));
-    high = max(high, static_cast<Wide>(s.high[w]));
-  }
+  Wide low = k <= kThreads ? best : k <= 2 * kThreads ? second : Wide{0};
+  Wide high = best;
+  BlockRange<kThreads>(low, high, s);
   int above = 0;  // keys > high
 #pragma unroll 1
   while (true) {
@@ -152,41 +147,13 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
       if (key >= low && key <= high) atomicAdd(&s.bins[(key - low) >> shift], 1u);
     });
     __syncthreads();
-    if (thread < 32) {  // from the top bin down: the bin in which the count reaches k
-      constexpr int kPerLane = kBins / 32;
-      const int top = kBins - 1 - lane * kPerLane;
-      int counts[kPerLane];
-      int sum = 0;
-#pragma unroll
-      for (int b = 0; b < kPerLane; ++b) {
-        counts[b] = static_cast<int>(s.bins[top - b]);
-        sum += counts[b];
-      }
-      int inclusive = sum;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int other = __shfl_up_sync(kFullWarp, inclusive, offset);
-        if (lane >= offset) inclusive += other;
-      }
-      int before = above + inclusive - sum;
-      if (before < k && before + sum >= k) {
-#pragma unroll
-        for (int b = 0; b < kPerLane; ++b) {
-          if (before < k && before + counts[b] >= k) {
-            s.edge = low + (static_cast<Wide>(top - b) << shift);
-            s.above = before;
-            s.reached = before + counts[b];
-          }
-          before += counts[b];
-        }
-      }
-    }
+    if (thread < 32) FindBin(low, shift, above, k, s);
     __syncthreads();
     low = static_cast<Wide>(s.edge);
     above = s.above;
     if (s.reached <= k + slack || shift == 0) break;
-    high =
-        low + min(high - low, (Wide{1} << shift) - 1);  // no sum wraps, +inf keys are near the top
+    // No sum wraps: keys of +inf are near the top.
+    high = low + min(high - low, (Wide{1} << shift) - 1);
     for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
     __syncthreads();
   }
@@ -194,9 +161,9 @@ __device__ __noinline__ AnyKey SelectThreshold(const AnyKey* keys, int n, int k,
   return static_cast<AnyKey>(low);
 }
 
-// Keeps, in place, the keys that `keep` says yes to; returns how many. `counter` is shared memory
-// of the block's own. Called by all threads; ends with a barrier passed. The order of what is kept
-// is not defined.
+// Keeps, in place, the keys for which `keep` is true; returns how many. `counter` is in shared
+// memory. Called by all threads; ends with a barrier passed. The order of what is kept is not
+// defined.
 template <int kThreads, class Keep>
 __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
   constexpr int kPerThread = 4;
@@ -209,7 +176,7 @@ __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
       const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
       held[i] = at < n ? keys[at] : 0;
     }
-    __syncthreads();  // what is written below lies where everybody has read
+    __syncthreads();  // the writes below go to places that all threads have read
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
@@ -220,6 +187,54 @@ __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
   return counter;
 }
 
+// EmitByRank for few keys: each is compared with all.
+template <int kThreads, class Emit>
+__device__ __forceinline__ void EmitByComparing(Key* keys, int n, Emit emit) {
+  const int thread = threadIdx.x;
+  // A key is ranked by as many neighbouring lanes as there are threads for it, two keys a load.
+  int parts = 1;
+  while (parts < 32 && 2 * parts * n <= kThreads) parts *= 2;
+  const int chunk = (n + 2 * parts - 1) / (2 * parts);  // pairs of keys a part looks at
+  __syncthreads();
+  if (thread < 2 * parts * chunk - n) keys[n + thread] = 0;  // below every key
+  __syncthreads();
+  const int part = thread % parts;
+  const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(keys) + part * chunk;
+#pragma unroll 1
+  for (int base = 0; base < n; base += kThreads / parts) {  // all lanes stay for the shuffles
+    const int i = base + thread / parts;
+    const Key mine = i < n ? keys[i] : 0;
+    int rank = 0;
+#pragma unroll 8
+    for (int j = 0; j < chunk; ++j) {
+      const ulonglong2 pair = pairs[j];
+      rank += pair.x > mine;
+      rank += pair.y > mine;
+    }
+    for (int offset = 1; offset < parts; offset *= 2)
+      rank += __shfl_xor_sync(kFullWarp, rank, offset);
+    if (part == 0 && i < n) emit(rank, mine);
+  }
+}
+
+// Turns each bin's count into where the bin starts in descending order: the count of keys in higher
+// bins. By one warp.
+__device__ __forceinline__ void BinStarts(SelectScratch& s) {
+  constexpr int kPerLane = kBins / 32;
+  const int lane = threadIdx.x;
+  const int top = kBins - 1 - lane * kPerLane;
+  uint32_t sum = 0;
+#pragma unroll
+  for (int b = 0; b < kPerLane; ++b) sum += s.bins[top - b];
+  uint32_t start = WarpPrefix(sum, lane) - sum;
+#pragma unroll
+  for (int b = 0; b < kPerLane; ++b) {
+    const uint32_t count = s.bins[top - b];
+    s.bins[top - b] = start;
+    start += count;
+  }
+}
+
 // Calls emit(rank, key) for each of the n distinct keys, rank 0 the largest. `keys` is 16-byte
 // aligned and has room for 64 keys more; `spare` is room for n keys, used above kRankDirectly keys.
 // Called by all threads; the caller passes a barrier before the keys change.
@@ -227,61 +242,22 @@ constexpr int kRankDirectly = 256;
 
 template <int kThreads, class Emit>
 __device__ void EmitByRank(Key* keys, int n, Key* spare, SelectScratch& s, Emit emit) {
-  const int thread = threadIdx.x;
-  if (n <= kRankDirectly) {
-    // A key is ranked by as many neighbouring lanes as there are threads for it, two keys a load.
-    int parts = 1;
-    while (parts < 32 && 2 * parts * n <= kThreads) parts *= 2;
-    const int chunk = (n + 2 * parts - 1) / (2 * parts);  // pairs of keys a part looks at
-    __syncthreads();
-    if (thread < 2 * parts * chunk - n) keys[n + thread] = 0;  // below every key
-    __syncthreads();
-    const int part = thread % parts;
-    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(keys) + part * chunk;
-#pragma unroll 1
-    for (int base = 0; base < n; base += kThreads / parts) {  // all lanes stay for the shuffles
-      const int i = base + thread / parts;
-      const Key mine = i < n ? keys[i] : 0;
-      int rank = 0;
-#pragma unroll 8
-      for (int j = 0; j < chunk; ++j) {
-        const ulonglong2 pair = pairs[j];
-        rank += pair.x > mine;
-        rank += pair.y > mine;
-      }
-      for (int offset = 1; offset < parts; offset *= 2)
-        rank += __shfl_xor_sync(kFullWarp, rank, offset);
-      if (part == 0 && i < n) emit(rank, mine);
-    }
-    return;
-  }
+  if (n <= kRankDirectly) return EmitByComparing<kThreads>(keys, n, emit);
   // Scatter into bins over the keys' own range, then rank within the bin.
-  uint64_t low, high;
-  FindRange<kThreads>(keys, n, s, low, high);
+  const int thread = threadIdx.x;
+  uint64_t low = ~uint64_t{0};
+  uint64_t high = 0;
+#pragma unroll 4
+  for (int i = thread; i < n; i += kThreads) {
+    low = min(low, keys[i]);
+    high = max(high, keys[i]);
+  }
+  BlockRange<kThreads>(low, high, s);
   const int shift = BitsToShift(high - low, 8);
 #pragma unroll 2
   for (int i = thread; i < n; i += kThreads) atomicAdd(&s.bins[(keys[i] - low) >> shift], 1u);
   __syncthreads();
-  if (thread < 32) {  // bins[b] becomes where bin b starts: the keys in higher bins
-    constexpr int kPerLane = kBins / 32;
-    const int top = kBins - 1 - thread * kPerLane;
-    uint32_t sum = 0;
-#pragma unroll
-    for (int b = 0; b < kPerLane; ++b) sum += s.bins[top - b];
-    uint32_t inclusive = sum;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullWarp, inclusive, offset);
-      if (thread >= offset) inclusive += other;
-    }
-    uint32_t start = inclusive - sum;
-#pragma unroll
-    for (int b = 0; b < kPerLane; ++b) {
-      const uint32_t count = s.bins[top - b];
-      s.bins[top - b] = start;
-      start += count;
-    }
-  }
+  if (thread < 32) BinStarts(s);
   __syncthreads();
 #pragma unroll 2
   for (int i = thread; i < n; i += kThreads) {

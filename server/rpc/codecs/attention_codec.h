@@ -1,5 +1,5 @@
-// Attention.Softmax and Attention.SoftmaxBackward, called or streamed: proto <-> attention_softmax
-// job.
+// Attention.Softmax and Attention.SoftmaxBackward, called or streamed: proto <-> a call of
+// attention_softmax.
 #ifndef LOGITD_SERVER_RPC_CODECS_ATTENTION_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_ATTENTION_CODEC_H_
 
@@ -8,44 +8,18 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "kernels/attention_softmax.h"
 #include "server/engine/job.h"
+#include "server/ops/attention_softmax.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {
 
-// Axes and arrays of the two ops. The large output comes first, for it may run in place.
-enum AttentionAxis : size_t {
-  kAttentionRows = engine::kRowAxis,
-  kAttentionOutBytes,    // of probs or d_scores
-  kAttentionSinks,       // heads, or 0
-  kAttentionLogsumexps,  // rows, or 0
-  kAttentionMaskBytes,   // forward
-  kAttentionDProbBytes,  // backward
-};
-
-enum AttentionInput : size_t { kAttentionInMask, kAttentionInSinks };
-enum AttentionOutput : size_t { kAttentionProbs, kAttentionLogsumexp, kAttentionStatus };
-
-enum AttentionBackwardInput : size_t {
-  kAttentionBackwardInDProbs,
-  kAttentionBackwardInLogsumexp,
-  kAttentionBackwardInSinks
-};
-enum AttentionBackwardOutput : size_t {
-  kAttentionBackwardDScores,
-  kAttentionBackwardDSinks,
-  kAttentionBackwardStatus
-};
-
-extern const engine::OpTraits kAttentionSoftmaxTraits;
-extern const engine::OpTraits kAttentionSoftmaxBackwardTraits;
-
-// What is said of a tensor once, as it lies in the message; of the backward, its part of it.
+// What is said once for a tensor, as it is in the message. The backward has some of it.
 struct AttentionHeader {
   int32_t dtype = 0;  // logitd.v1.DType
   int64_t batch = 0;
@@ -64,7 +38,7 @@ struct AttentionHeader {
   friend bool operator==(const AttentionHeader&, const AttentionHeader&) = default;
 };
 
-// AttentionSoftmaxRequest or AttentionSoftmaxBackwardRequest as it lies in the message.
+// AttentionSoftmaxRequest or AttentionSoftmaxBackwardRequest as it is in the message.
 struct AttentionFields : AttentionHeader {
   ByteRange payload;    // scores; backward: probs
   ByteRange mask;       // forward
@@ -74,34 +48,27 @@ struct AttentionFields : AttentionHeader {
 
 enum class AttentionDirection { kForward, kBackward };
 
-// As ParseMessage. Checks the encoding alone, not the values.
+// As ParseMessage. Checks only the encoding, not the values.
 absl::Status ParseAttentionFields(AttentionDirection direction, Pieces pieces, size_t max_list,
                                   AttentionFields* fields);
 
-// The tensor that the messages of a stream are of, shared by their codecs, which are used one after
-// another as far as Parse goes.
+// The tensor whose rows the messages of a stream bring. Their codecs share it; their calls of Parse
+// come one after another.
 struct AttentionTensor {
   AttentionHeader header;
-  int64_t next_row = 0;  // 0: the next message begins a tensor
-};
-
-// What enqueue is told beside the batch.
-struct AttentionCall {
-  AttentionShape shape;
-  DType out_dtype = DType::kF32;
-  float scale = 1.0f;
-  AttentionWindow window;
-  AttentionMask mask;  // but for its data
+  int64_t next_row = 0;  // 0: the next message begins a tensor, with a header of its own
 };
 
 class AttentionCodec final : public OpCodec {
  public:
-  // `tensor`: the stream's; null: the message is a call, with all rows.
+  // `tensor`: the stream's; null: a call, whose message has all rows.
   explicit AttentionCodec(AttentionDirection direction,
                           std::shared_ptr<AttentionTensor> tensor = nullptr)
-      : direction_(direction), tensor_(std::move(tensor)) {}
+      : tensor_(std::move(tensor)) {
+    call_.backward = direction == AttentionDirection::kBackward;
+  }
 
-  const engine::OpTraits& op() const override;
+  const engine::OpTraits& op() const override { return call_.op(); }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   int64_t answer_bytes() const override { return answer_bytes_; }
   int64_t list_bytes() const override {
@@ -117,18 +84,16 @@ class AttentionCodec final : public OpCodec {
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
-  bool backward() const { return direction_ == AttentionDirection::kBackward; }
+  bool backward() const { return call_.backward; }
   absl::Status ReadRows(size_t bytes);
   absl::Status ReadParameters(AttentionSoftmaxRequest* request);
   absl::Status ReadMask(const ByteRange& mask, AttentionSoftmaxRequest* request);
   absl::Status CheckMaskRows(size_t bytes);
-  void FillSpec(const AttentionFields& fields, engine::JobSpec* spec);
+  absl::Status CheckBackwardInputs(const AttentionFields& fields) const;
 
-  const AttentionDirection direction_;
   const std::shared_ptr<AttentionTensor> tensor_;
   AttentionHeader header_;
-  DType dtype_ = DType::kF32;
-  AttentionCall call_;
+  ops::AttentionCall call_;
   ByteRange payload_;
   std::array<ByteRange, 2> copied_;
   size_t row_bytes_ = 0;

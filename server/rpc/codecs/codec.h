@@ -1,4 +1,4 @@
-// What an op brings to its calls.
+// How the messages of a method become jobs of an op, and answers.
 #ifndef LOGITD_SERVER_RPC_CODECS_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_CODEC_H_
 
@@ -27,25 +27,25 @@ class OpCodec {
  public:
   virtual ~OpCodec() = default;
 
-  // The op of the message; until that is parsed, the method's usual one.
+  // The op of the message; before Parse, the method's usual one.
   virtual const engine::OpTraits& op() const = 0;
 
-  // Reads the small fields, locates the payload, checks everything the op asks for, and fills
-  // `spec` but for its deadline. `max_rows`: no list may have more values. INVALID_ARGUMENT naming
-  // field, value and what is allowed.
+  // Reads the small fields, locates the payload, checks everything that the op requires, and fills
+  // `spec` except deadline and size. `max_rows`: no list may have more values. INVALID_ARGUMENT
+  // naming field, value and what is allowed.
   virtual absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) = 0;
 
-  // Of the answer, once parsed; never less than Encode's.
+  // An upper bound of the answer's bytes. After Parse.
   virtual int64_t answer_bytes() const = 0;
 
-  // Of what it has copied out of the message and keeps until WriteInputs, once parsed.
+  // Bytes copied out of the message and kept until WriteInputs. After Parse.
   virtual int64_t list_bytes() const { return 0; }
 
-  // Where the payload lies in the pieces Parse saw.
+  // Where the payload is in the pieces that Parse read.
   virtual Payload payload() const = 0;
 
-  // Of an op that is alone: where inputs lie that are copied with the payload, as they are. In the
-  // order of op().inputs, the first of them; the others are for WriteInputs.
+  // Only of an exclusive op: where in the message the first of op().inputs are, in their order. They
+  // are copied with the payload, as they are; WriteInputs writes the others.
   virtual absl::Span<const ByteRange> copied_inputs() const { return {}; }
 
   // As engine::Job.
@@ -56,8 +56,8 @@ class OpCodec {
   // them.
   virtual grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
 
-  // `answer`, which Encode gave, is the next to be sent: those of all messages before it on the
-  // same stream have been through here. May add to it, within answer_bytes().
+  // Called when `answer`, which Encode made, is the next to be sent on its stream, after the calls
+  // for all messages before it. May add to the answer, within answer_bytes().
   virtual void Conclude(grpc::ByteBuffer* answer) {}
 };
 

@@ -1,4 +1,4 @@
-// Sampler.TopK: proto <-> softmax_topk job, or linear_topk where hidden states come.
+// Sampler.TopK: proto <-> rows of softmax_topk, or of linear_topk where hidden states come.
 #ifndef LOGITD_SERVER_RPC_CODECS_TOPK_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_TOPK_CODEC_H_
 
@@ -6,28 +6,21 @@
 #include <cstdint>
 #include <utility>
 
-#include "kernels/softmax_topk.h"
 #include "server/engine/job.h"
+#include "server/ops/softmax_topk.h"
 #include "server/rpc/codecs/codec.h"
-#include "server/rpc/codecs/row_input.h"
+#include "server/rpc/codecs/logits_or_hidden.h"
+#include "server/rpc/codecs/row_values.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {
 
-// Axes and arrays of the op.
-enum TopKAxis : size_t { kTopKRows = engine::kRowAxis, kTopKEntries };
-enum TopKOutput : size_t { kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs, kTopKOutputs };
-
-extern const engine::OpTraits kSoftmaxTopKTraits;
-extern const engine::OpTraits kLinearTopKTraits;
-
-// TopKRequest as it lies in the message.
-struct TopKFields : RowInputFields {
-  Int32List k;
-  FloatList temperature;
+// TopKRequest as it is in the message.
+struct TopKFields : InputFields {
+  AnyLists params = ListsFor(kSoftmaxTopKParams);
 };
 
-// As ParseMessage. Checks the encoding alone, not the values.
+// As ParseMessage. Checks only the encoding, not the values.
 absl::Status ParseTopKFields(Pieces pieces, size_t max_list, TopKFields* fields);
 
 class TopKCodec final : public OpCodec {
@@ -35,21 +28,21 @@ class TopKCodec final : public OpCodec {
   explicit TopKCodec(FindHead find_head) : find_head_(std::move(find_head)) {}
 
   const engine::OpTraits& op() const override {
-    return input_.head() == nullptr ? kSoftmaxTopKTraits : kLinearTopKTraits;
+    return input_.head() == nullptr ? ops::kSoftmaxTopKTraits : ops::kLinearTopKTraits;
   }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   int64_t answer_bytes() const override { return answer_bytes_; }
+  int64_t list_bytes() const override { return rows_.bytes(); }
   Payload payload() const override { return input_.payload(); }
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
+  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override {
+    rows_.WriteInputs(inputs, first);
+  }
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
-  int32_t k_of(int64_t row) const { return fields_.k[fields_.k.size() == 1 ? 0 : row]; }
-  float temperature_of(int64_t row) const;
-
   const FindHead find_head_;
-  TopKFields fields_;
-  RowInput input_;
+  LogitsOrHidden input_;
+  ops::SoftmaxTopKRows rows_;
   int64_t answer_bytes_ = 0;
 };
 

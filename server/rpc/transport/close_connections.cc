@@ -20,8 +20,8 @@
 namespace logitd::rpc {
 namespace {
 
-// How an address of the socket's own ends; an accepted socket has that of its listener. Empty for
-// what has none.
+// The end of the socket's own address: ":PORT" or a path. An accepted socket has its listener's.
+// Empty if the descriptor has no such address.
 std::string OwnAddressEnd(int fd) {
   sockaddr_storage address = {};
   socklen_t length = sizeof(address);
@@ -41,7 +41,7 @@ std::string OwnAddressEnd(int fd) {
   }
 }
 
-void Sweep(absl::Span<const std::string> addresses) {
+void ShutDownSockets(absl::Span<const std::string> addresses) {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
     int fd = -1;
@@ -62,10 +62,10 @@ void Sweep(absl::Span<const std::string> addresses) {
 }  // namespace
 
 void CloseConnections(absl::Span<const std::string> addresses) {
-  Sweep(addresses);
-  // What was being accepted meanwhile.
+  ShutDownSockets(addresses);
+  // Again for connections that were being accepted meanwhile.
   absl::SleepFor(absl::Milliseconds(10));
-  Sweep(addresses);
+  ShutDownSockets(addresses);
 }
 
 }  // namespace logitd::rpc

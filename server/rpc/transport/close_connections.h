@@ -1,4 +1,4 @@
-// Ends the connections of a server from below its transport.
+// Ends the connections of a gRPC server at their sockets.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_CLOSE_CONNECTIONS_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_CLOSE_CONNECTIONS_H_
 
@@ -8,14 +8,15 @@
 
 namespace logitd::rpc {
 
-// Stops listening on `addresses` ("host:port" or "unix:PATH", as bound) and says no more on the
-// connections they took: what was written still goes out, then the peer sees the end. Every gRPC
-// client makes that UNAVAILABLE for the calls it has open, and for those it opens before it knows.
+// Stops listening on `addresses` ("host:port" or "unix:PATH", as bound) and shuts down the sending
+// side of their connections: bytes already written still go out, then the peer sees the end. Every
+// gRPC client turns that into UNAVAILABLE for its open calls, and for calls it opens before it
+// knows.
 //
-// Needed because gRPC (1.51) cannot be asked for that: Server::Shutdown first makes it drop new
-// calls unseen, and only then tells the peers. To them such a call is CANCELLED, which is not
-// theirs to retry. Whoever owns the sockets keeps them, and closes them when it likes. Looks at
-// every descriptor of the process; leaves alone what is not bound to one of `addresses`.
+// gRPC (1.51) has no call for this. Server::Shutdown first drops new calls without a look and only
+// then tells the peers. Such a call ends as CANCELLED, which callers do not retry. The sockets stay
+// open until their owner closes them. Looks at every descriptor of the process, and leaves those
+// that are not bound to one of `addresses` as they are.
 void CloseConnections(absl::Span<const std::string> addresses);
 
 }  // namespace logitd::rpc

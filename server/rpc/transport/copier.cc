@@ -14,7 +14,7 @@ int SpareThreads() {
   return std::min(kMaxHelpers, static_cast<int>(std::thread::hardware_concurrency()) / 4);
 }
 
-// Copies `at.bytes` payload bytes, the first of which is byte `first` of the payload. One memcpy a
+// Copies `at.bytes` bytes, which start at byte `first` of the payload. One memcpy for each
 // contiguous run.
 void CopyPart(Pieces pieces, ByteRange at, size_t first, size_t row_bytes, std::byte* dst,
               size_t row_stride) {
@@ -56,7 +56,7 @@ void Advance(Pieces pieces, size_t bytes, ByteRange* at) {
 
 }  // namespace
 
-// Lives on the caller's stack. All but the constants is guarded by the copier's mutex.
+// Lives on the caller's stack. The copier's mutex guards the members that are not constant.
 struct Copier::Task {
   const Pieces pieces;
   const size_t row_bytes;
@@ -67,7 +67,7 @@ struct Copier::Task {
   ByteRange rest;   // not taken yet
   int running = 0;  // parts taken and not done
 
-  // The next part; `first` is where it starts in the payload.
+  // Takes the next part, which starts at byte `first` of the payload.
   ByteRange Take(size_t* first) {
     ByteRange part = rest;
     part.bytes = std::min(part.bytes, kPartBytes);

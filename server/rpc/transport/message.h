@@ -1,4 +1,4 @@
-// A received message as the transport left it: slices, held until released.
+// A received message as the slices that the transport gave.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_MESSAGE_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_MESSAGE_H_
 
@@ -12,7 +12,7 @@
 
 namespace logitd::rpc {
 
-// Owns the slices; `pieces` points into them and is good until Release or destruction. Not
+// Owns the slices. `pieces` points into them and is valid until Release or destruction. Not
 // thread-safe.
 class Message {
  public:
@@ -22,9 +22,9 @@ class Message {
 
   // Takes the slices of `buffer`, which is empty afterwards.
   void Take(grpc::ByteBuffer* buffer);
-  // Gives back the memory of every slice that has nothing of `ranges`, which stay where they are.
+  // Frees every slice that has no byte of `ranges`. The ranges stay valid.
   void KeepOnly(absl::Span<const ByteRange> ranges);
-  // Gives the memory back.
+  // Frees all slices.
   void Release();
 
   Pieces pieces() const { return pieces_; }

@@ -2,41 +2,41 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_format.h"
 #include "server/engine/batch.h"
+#include "server/engine/sync.h"
 
 namespace logitd::rpc {
 namespace {
 
-// Slices point into the transport's read buffers; a small message keeps a whole one of them.
+// Slices point into the transport's read buffers. A small message keeps one whole buffer.
 constexpr int64_t kReadBufferBytes = 8192;
 
-// Smaller answers are copied out of their slab: that takes less time than a peer does to take them.
+// Smaller answers are copied out of their slab: the copy is faster than a peer takes the answer.
 constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
 
-// What an answer that is sent from where it lies holds until the transport drops it.
-struct Kept {
-  Kept(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
+// What an answer that is sent from its slab holds until the transport drops it.
+struct KeptAnswer {
+  KeptAnswer(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
       : slab(std::move(slab)), ticket(std::move(ticket)) {}
-  ~Kept() { ticket.GiveBackLater(); }
+  ~KeptAnswer() { ticket.GiveBackLater(); }
   const std::shared_ptr<const void> slab;
   engine::Admission::Ticket ticket;
 };
 
 }  // namespace
 
-int64_t NowNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 RequestJob::RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
-    : environment_(environment), codec_(std::move(codec)) {}
+    : environment_(environment), codec_(std::move(codec)), started_ns_(engine::MonotonicNanos()) {}
+
+int64_t RequestJob::age_ns() const { return engine::MonotonicNanos() - started_ns_; }
+
+void RequestJob::Count(absl::StatusCode code) const {
+  environment_.metrics->CountRequest(codec_->op().name, code, static_cast<double>(age_ns()) * 1e-9);
+}
 
 absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
   spec_.deadline = deadline;
@@ -47,6 +47,7 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
     return status;
   }
+  spec_.size = engine::SizeOfJob(spec_);
   if (absl::Status status = CheckFits(); !status.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
     return status;
@@ -57,18 +58,19 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
   return absl::OkStatus();
 }
 
-// A batch may take more than one request, and the transport counts the small fields as well.
+// Makes --max-request-bytes exact: a batch may hold more than one request, and the transport's own
+// limit includes the small fields.
 absl::Status RequestJob::CheckFits() const {
-  const int64_t payload_bytes = engine::SizeOfJob(spec_).payload_bytes;
+  const int64_t payload_bytes = spec_.size.payload_bytes;
   if (payload_bytes > environment_.max_payload_bytes) {
-    return absl::InvalidArgumentError(absl::StrFormat("payload and lists: %d bytes, allowed 1..%d",
-                                                      payload_bytes,
-                                                      environment_.max_payload_bytes));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("payload and lists: got %d bytes, allowed 1..%d", payload_bytes,
+                        environment_.max_payload_bytes));
   }
   return environment_.engine->CheckFits(spec_);
 }
 
-// An answer can be larger than its request, and a peer may be slow to take it.
+// An answer can be larger than its request, and a slow peer holds it for long.
 int64_t RequestJob::needed_bytes() const {
   return std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes + codec_->list_bytes(),
                   codec_->answer_bytes());
@@ -77,6 +79,21 @@ int64_t RequestJob::needed_bytes() const {
 void RequestJob::SetTicket(engine::Admission::Ticket ticket) {
   ticket_ = std::move(ticket);
   HoldAtMost(needed_bytes());
+}
+
+// `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as
+// submitted, Submit sees it as dropped. The engine ignores a Cancel of a job that it does not know
+// yet.
+void RequestJob::Submit(std::shared_ptr<RequestJob> self) {
+  if (dropped_) return;
+  submitted_ = true;
+  environment_.engine->Submit(std::move(self));
+  if (dropped_) environment_.engine->Cancel(*this);
+}
+
+void RequestJob::Drop() {
+  dropped_ = true;
+  if (submitted_) environment_.engine->Cancel(*this);
 }
 
 void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
@@ -101,12 +118,13 @@ void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::
   HoldAtMost(codec_->answer_bytes());
 }
 
-engine::JobAnswer RequestJob::WithTicket(const engine::JobAnswer& answer) {
-  if (answer.keep == nullptr || codec_->answer_bytes() < kMinKeptBytes) {
-    return {.outputs = answer.outputs};
+grpc::ByteBuffer RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
+                                    const engine::JobTimes& times) {
+  engine::JobAnswer sent{.outputs = answer.outputs};
+  if (answer.keep != nullptr && codec_->answer_bytes() >= kMinKeptBytes) {
+    sent.keep = std::make_shared<KeptAnswer>(answer.keep, std::move(ticket_));
   }
-  return {.outputs = answer.outputs,
-          .keep = std::make_shared<Kept>(answer.keep, std::move(ticket_))};
+  return codec_->Encode(sent, {.receive_ns = receive_ns, .total_ns = age_ns(), .job = times});
 }
 
 void RequestJob::HoldAtMost(int64_t bytes) {

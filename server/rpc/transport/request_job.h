@@ -1,10 +1,11 @@
 // One message of one op, from its slices to its answer: the part of a call that is a job of the
-// engine, whatever kind of call it is.
+// engine. Unary calls and streams share it.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_REQUEST_JOB_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_REQUEST_JOB_H_
 
 #include <grpcpp/support/byte_buffer.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -25,7 +26,7 @@ namespace logitd::rpc {
 
 class CallTracker;
 
-// What every call of a server shares. Outlives the calls.
+// What the calls of one server share. Outlives the calls.
 struct CallEnvironment {
   engine::Admission* admission;
   engine::Engine* engine;
@@ -36,37 +37,47 @@ struct CallEnvironment {
   int64_t max_payload_bytes;
 };
 
-// Of a clock that never goes back.
-int64_t NowNs();
-
-// Used by one thread at a time, in the order of the methods.
+// One thread at a time uses it, in the order of the methods, except Drop and dropped.
 class RequestJob : public engine::Job {
  public:
+  // Its time starts here.
   RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec);
+
+  // Reads and checks the message, which is empty afterwards. If the status is not OK, the request
+  // was counted as refused and must not be submitted.
+  absl::Status Take(grpc::ByteBuffer* message, absl::Time deadline);
+
+  // The bytes the message holds from here on, or its answer's if they are more.
+  int64_t needed_bytes() const;
+
+  // Pays for the message, then for the answer. The job gives back the bytes it no longer needs.
+  void SetTicket(engine::Admission::Ticket ticket);
+
+  // Submits the job, which `self` owns, to the engine unless Drop came before.
+  void Submit(std::shared_ptr<RequestJob> self);
+
+  // The caller has gone: cancels the job. Any thread, at any time.
+  void Drop();
+  bool dropped() const { return dropped_; }
 
   // engine::Job
   const engine::JobSpec& spec() const override { return spec_; }
   void CopyPayload(std::byte* dst, size_t row_stride) override;
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
 
+  // The response message. A large answer is sent from the slab that holds it, which then stays with
+  // the ticket until the transport drops the message.
+  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, int64_t receive_ns,
+                          const engine::JobTimes& times);
+  // Encode's message is the next to be sent. See OpCodec.
+  void Conclude(grpc::ByteBuffer* message) { codec_->Conclude(message); }
+
+  // Counts the request in the metrics. Once, when its status is known.
+  void Count(absl::StatusCode code) const;
+
  protected:
-  // Reads and checks the message, which is empty afterwards. Not OK: it is not to be submitted, and
-  // has been counted as refused.
-  absl::Status Take(grpc::ByteBuffer* message, absl::Time deadline);
-
-  // What the message holds from here on, or its answer, whichever is more.
-  int64_t needed_bytes() const;
-
-  // `answer`, whose `keep` now keeps the ticket as well; without it, where it is less than a slab
-  // is worth.
-  engine::JobAnswer WithTicket(const engine::JobAnswer& answer);
-
-  // Pays for the message, then for the answer. The job gives back what it does not need any more.
-  void SetTicket(engine::Admission::Ticket ticket);
-  const engine::Admission::Ticket& ticket() const { return ticket_; }
-
+  int64_t age_ns() const;
   const CallEnvironment& environment() const { return environment_; }
-  OpCodec& codec() const { return *codec_; }
 
  private:
   absl::Status CheckFits() const;
@@ -74,9 +85,12 @@ class RequestJob : public engine::Job {
 
   const CallEnvironment environment_;
   const std::unique_ptr<OpCodec> codec_;
+  const int64_t started_ns_;
   engine::JobSpec spec_;
   Message message_;
   engine::Admission::Ticket ticket_;
+  std::atomic<bool> submitted_ = false;
+  std::atomic<bool> dropped_ = false;
 };
 
 }  // namespace logitd::rpc

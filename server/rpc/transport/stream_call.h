@@ -1,5 +1,5 @@
-// A bidirectional stream whose messages are jobs of the engine, each as a unary call of its own
-// would be, answered in their order.
+// A bidirectional stream. Every message is a job of the engine, as a unary call's message is.
+// Answers go out in the order of the messages.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_STREAM_CALL_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_STREAM_CALL_H_
 
@@ -19,53 +19,52 @@
 #include "absl/time/time.h"
 #include "server/engine/admission.h"
 #include "server/rpc/codecs/codec.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/admission_wait.h"
+#include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/watchdog.h"
 
 namespace logitd::rpc {
 
-// Flow control: at most kMaxInFlight messages are here without having been answered; further ones
-// stay unread, at the peer. Before each read the admission is asked for room: for the first message
-// as much as any may need, then as much as the largest of the stream so far; a larger one waits for
-// the rest of its room before it goes on. So an idle stream holds what its last messages took, not
-// what they might.
+// Flow control: the server holds at most kMaxInFlight messages without an answer; further ones stay
+// unread at the peer. Before each read the stream asks the admission for room: for the first
+// message the most that any message may need, later what the largest message of the stream needed
+// so far. A message that is larger waits for its room again before it goes on. So an idle stream
+// holds what its largest message took, not the most it could take.
 //
-// The first status that is not OK, of a message or of the admission, ends the stream, after the
-// answers to all messages before it. While the server drains an idle stream ends with UNAVAILABLE,
-// a busy one when what was read is answered.
+// The first status that is not OK, of a message or of the admission, ends the stream after the
+// answers to all earlier messages. While the server drains, an idle stream ends with UNAVAILABLE,
+// and a busy one ends when the messages it has read are answered.
 //
-// The object lives until the transport is done with it and its jobs are. Thread-safe.
+// The object lives until the transport and the jobs are done with it. Thread-safe.
 class StreamCall final : public DrainedCall,
                          public std::enable_shared_from_this<StreamCall>,
-                         private grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+                         private RawReactor {
  public:
   static constexpr size_t kMaxInFlight = 4;
   using MakeCodec = std::function<std::unique_ptr<OpCodec>()>;
-  using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
   StreamCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
              MakeCodec make_codec);
   ~StreamCall() override;
 
-  // On headers. The reactor is the transport's until OnDone.
-  Reactor* Start();
+  // On headers. The reactor belongs to the transport until OnDone.
+  RawReactor* Start();
 
   void OnDrain() override;
 
  private:
   class Item;
 
-  // Does what can be done now: the next answer, the end, the next read.
+  // Starts everything that can start now: the next answer, the end, the next read.
   void Advance();
-  void AskForRoom();
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
   void StartOneRead();
   void Submit(const std::shared_ptr<Item>& item);
-  // No message is read any more; what is here is answered, and then the stream ends with `status`.
+  // Reads no more messages. The stream ends with `status` after the answers to those it has read.
   void EndInput(const absl::Status& status);
-  void Enter(std::function<void(absl::StatusOr<engine::Admission::Ticket>)> ready);
-  void FinishNow(const absl::Status& status);
+  void TryCancel();
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override;
@@ -77,14 +76,15 @@ class StreamCall final : public DrainedCall,
   const MakeCodec make_codec_;
   const absl::Time deadline_;
   std::shared_ptr<StreamCall> self_;  // until OnDone
-  grpc::ByteBuffer in_;               // the transport's between StartRead and OnReadDone
-  engine::Admission::Ticket ticket_;  // of the read under way; touched by whoever has `reading_`
-  Watchdog::Entry read_watch_;        // the first message
+  AdmissionWait admission_wait_;
+  grpc::ByteBuffer in_;               // the transport writes it between StartRead and OnReadDone
+  engine::Admission::Ticket ticket_;  // pays for the read that `reading_` marks
+  Watchdog::Entry read_watch_;        // for the first message only
   Watchdog::Entry write_watch_;
 
   absl::Mutex mutex_;
-  std::deque<std::shared_ptr<Item>> items_ ABSL_GUARDED_BY(mutex_);  // not answered, in order
-  int64_t largest_ ABSL_GUARDED_BY(mutex_) = 0;   // that any message needed; 0: none came
+  std::deque<std::shared_ptr<Item>> items_ ABSL_GUARDED_BY(mutex_);  // unanswered, in order
+  int64_t largest_ ABSL_GUARDED_BY(mutex_) = 0;   // most bytes a message needed; 0: none came
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;  // from asking for room to the job's submission
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool input_over_ ABSL_GUARDED_BY(mutex_) = false;
@@ -94,7 +94,6 @@ class StreamCall final : public DrainedCall,
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   // Threads inside StartRead or StartWrite: nothing may start after the transport's Finish.
   int starting_ ABSL_GUARDED_BY(mutex_) = 0;
-  engine::Admission::WaiterId waiter_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace logitd::rpc

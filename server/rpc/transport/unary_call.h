@@ -1,7 +1,10 @@
-// A unary method that is one job of the engine. An op brings its codec; everything between the
-// headers and the answer is here: admission, receiving, the engine, the caller going away, timings.
+// A unary method that is one job of the engine: admission, receiving, the job, the end of the call.
+// The op brings its codec.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_UNARY_CALL_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_UNARY_CALL_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
 
 #include <cstdint>
 #include <memory>
@@ -13,38 +16,70 @@
 #include "server/engine/admission.h"
 #include "server/engine/job.h"
 #include "server/rpc/codecs/codec.h"
-#include "server/rpc/transport/raw_unary.h"
+#include "server/rpc/transport/admission_wait.h"
+#include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/request_job.h"
+#include "server/rpc/transport/watchdog.h"
 
 namespace logitd::rpc {
 
-class UnaryCall final : public RawUnaryCall, public RequestJob {
+// Every path ends in Finish: the first one wins, later ones do nothing. The object lives until the
+// transport and the engine are done with it.
+class UnaryCall final : public RequestJob,
+                        public std::enable_shared_from_this<UnaryCall>,
+                        private RawReactor {
  public:
   UnaryCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
             std::unique_ptr<OpCodec> codec);
+  ~UnaryCall() override;
+
+  // On headers. The reactor belongs to the transport until OnDone.
+  RawReactor* Start();
 
   // engine::Job
   void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override;
 
  private:
-  void OnHeaders() override;
-  void OnMessage(grpc::ByteBuffer* message) override;
-  void OnGone() override;
-  void OnFinish(absl::StatusCode code) override;
-
-  std::shared_ptr<UnaryCall> Self();
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
+  // Starts a read unless the call is finished. False: it is finished.
+  bool Read();
+  void Process(grpc::ByteBuffer* message);
+  // Ends the call: with `response` if `status` is OK, otherwise without a message. Thread-safe.
+  void Finish(const absl::Status& status, grpc::ByteBuffer response = {});
+  void FinishWithoutMessage();
+  // True for the one caller that must run SendEnd.
+  bool ClaimEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SendEnd();
+  void TryCancel();
 
-  const int64_t started_ns_;
+  void OnReadDone(bool ok) override;
+  // The peer has gone, the deadline has passed or the server is shutting down.
+  void OnCancel() override;
+  void OnDone() override;
+
+  grpc::CallbackServerContext* const context_;
+  std::shared_ptr<UnaryCall> self_;  // until OnDone
+  AdmissionWait admission_wait_;
+  Watchdog::Entry peer_watch_;
+  bool have_message_ = false;  // used only by OnReadDone
   int64_t receive_ns_ = 0;
-  // Pays for the message while that is received.
-  engine::Admission::Ticket receive_ticket_;
+  engine::Admission::Ticket receive_ticket_;  // pays while the message is received
+  grpc::ByteBuffer in_;  // the transport writes it between StartRead and OnReadDone
 
   absl::Mutex mutex_;
-  bool gone_ ABSL_GUARDED_BY(mutex_) = false;
-  bool submitted_ ABSL_GUARDED_BY(mutex_) = false;
-  engine::Admission::WaiterId waiter_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Threads inside StartRead. More than one if the message is there before the first StartRead
+  // returns. The last of them ends a call that was finished meanwhile: no read may start after the
+  // transport's Finish.
+  int starting_reads_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;    // the status is known
+  bool may_end_ ABSL_GUARDED_BY(mutex_) = false;     // finished, and counted if it has to be by now
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;       // given to the transport
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;        // OnDone has run
+  bool no_message_ ABSL_GUARDED_BY(mutex_) = false;  // finished by FinishWithoutMessage
+  // Set by the Finish that wins, read by SendEnd.
+  grpc::Status status_;
+  grpc::ByteBuffer out_;
 };
 
 }  // namespace logitd::rpc

@@ -33,8 +33,8 @@ void Watchdog::Unwatch(Entry* entry) {
 }
 
 void Watchdog::Run() {
-  // Nothing is late before a whole timeout has passed, so looking at the list now and then costs
-  // less than being woken by every first entry.
+  // No entry is late before a whole timeout has passed. So a look at the list now and then costs
+  // less than a wake for every first entry.
   const absl::Duration nap = std::min(timeout_ / 8, absl::Seconds(1));
   while (true) {
     Late late;

@@ -1,5 +1,5 @@
-// Calls back for what takes longer than a fixed time. One thread and one list, because all times
-// are the same.
+// Calls back for operations that take longer than a fixed time. One thread and one list are enough,
+// because the time is the same for all.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
 
@@ -19,7 +19,7 @@ class Watchdog {
  public:
   using Late = absl::AnyInvocable<void() &&>;
 
-  // One thing being watched. Empty until Watch. Watch and Unwatch of one entry must not overlap.
+  // One watched operation. Empty until Watch. Watch and Unwatch of one entry must not overlap.
   class Entry {
    private:
     friend class Watchdog;
@@ -39,9 +39,9 @@ class Watchdog {
   absl::Duration timeout() const { return timeout_; }
 
   // Runs `late` on the watchdog's thread, without a lock, unless Unwatch comes within the timeout.
-  // `late` must keep alive what it needs.
+  // `late` must keep the objects it uses alive.
   void Watch(Entry* entry, Late late);
-  // Does nothing for an entry that is not watched (any more). `late` may be running still.
+  // Does nothing for an entry that is not watched. `late` may still be running.
   void Unwatch(Entry* entry);
 
  private:

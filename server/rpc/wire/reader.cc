@@ -312,6 +312,19 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ValueList*
   return ReadFixed(reader, type, std::numeric_limits<size_t>::max(), value);
 }
 
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, AnyList* value) {
+  struct ReadList {
+    Outcome operator()(Int32List& list) { return ReadVarints(reader, type, max_list, &list); }
+    Outcome operator()(BoolList& list) { return ReadVarints(reader, type, max_list, &list); }
+    Outcome operator()(Uint64List& list) { return ReadFixed(reader, type, max_list, &list); }
+    Outcome operator()(FloatList& list) { return ReadFixed(reader, type, max_list, &list); }
+    WireReader& reader;
+    WireType type;
+    size_t max_list;
+  };
+  return std::visit(ReadList{reader, type, max_list}, *value);
+}
+
 }  // namespace internal
 
 }  // namespace logitd::rpc

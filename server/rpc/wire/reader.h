@@ -11,8 +11,6 @@
 #ifndef LOGITD_SERVER_RPC_WIRE_READER_H_
 #define LOGITD_SERVER_RPC_WIRE_READER_H_
 
-#include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -45,6 +43,16 @@ struct ByteRange {
 using Int32List = absl::InlinedVector<int32_t, 2>;    // varints
 using Uint64List = absl::InlinedVector<uint64_t, 2>;  // fixed64
 using FloatList = absl::InlinedVector<float, 2>;
+using BoolList = absl::InlinedVector<bool, 2>;  // varints
+
+// One such list of several, each with values of its own type.
+using AnyList = std::variant<Int32List, Uint64List, FloatList, BoolList>;
+using AnyLists = absl::InlinedVector<AnyList, 12>;
+template <typename M>
+struct ListOf {
+  AnyLists M::*lists;
+  size_t index;
+};
 
 // The sizes of a tensor; varints.
 using Int64List = absl::InlinedVector<int64_t, 4>;
@@ -71,22 +79,13 @@ template <typename M>
 struct Field {
   uint32_t number;
   std::string_view name;
-  std::variant<int32_t M::*, int64_t M::*, bool M::*, double M::*, std::string M::*,
-               std::optional<int64_t> M::*, std::optional<float> M::*, ByteRange M::*, Choice M::*,
-               Nested M::*, Int32List M::*, Int64List M::*, Uint64List M::*, FloatList M::*,
-               IdList M::*, ValueList M::*>
-      member;
+  using Member =
+      std::variant<int32_t M::*, int64_t M::*, bool M::*, double M::*, std::string M::*,
+                   std::optional<int64_t> M::*, std::optional<float> M::*, ByteRange M::*,
+                   Choice M::*, Nested M::*, Int32List M::*, Int64List M::*, Uint64List M::*,
+                   FloatList M::*, IdList M::*, ValueList M::*, ListOf<M>>;
+  Member member;
 };
-
-// The fields of two tables of M.
-template <typename M, size_t A, size_t B>
-constexpr std::array<Field<M>, A + B> JoinTables(const std::array<Field<M>, A>& a,
-                                                 const std::array<Field<M>, B>& b) {
-  std::array<Field<M>, A + B> all = {};
-  std::copy(a.begin(), a.end(), all.begin());
-  std::copy(b.begin(), b.end(), all.begin() + A);
-  return all;
-}
 
 // Copies what lies at `range` to `dst`.
 void CopyRange(Pieces pieces, const ByteRange& range, void* dst);
@@ -166,6 +165,17 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Uint64List
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, IdList* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ValueList* value);
+Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, AnyList* value);
+
+// Where a field of `message` goes.
+template <typename M, typename T>
+T& PlaceOf(M* message, T M::*member) {
+  return message->*member;
+}
+template <typename M>
+AnyList& PlaceOf(M* message, const ListOf<M>& list) {
+  return (message->*list.lists)[list.index];
+}
 
 }  // namespace internal
 
@@ -188,7 +198,7 @@ absl::Status ParseMessage(Pieces pieces, absl::Span<const Field<M>> fields, size
       name = field.name;
       outcome = std::visit(
           [&](auto member) {
-            auto& value = message->*member;
+            auto& value = internal::PlaceOf(message, member);
             const internal::Outcome read =
                 internal::ReadValue(reader, internal::TypeOf(tag), max_list, &value);
             if constexpr (std::is_same_v<decltype(value), Choice&>) {

@@ -1,26 +1,26 @@
-// linear_cross_entropy on Hopper: the product of hopper/product.cuh, its epilogue the sums of the
+// linear_cross_entropy on Hopper: the product of hopper/product.cuh with an epilogue that sums the
 // losses. No logit leaves the chip.
 //
 // When a tile is done, the four threads of a row take the maximum of its 256 logits and the sum of
 // their exponentials, in fp32, and merge them with those of the tiles before. A cell of 1024 tokens
-// goes to scratch: 12 bytes for 1024 logits. Where the plan is one for few rows, a warpgroup's item
-// is a tile, and 12 bytes a tile go to scratch. A last kernel, a block a row, merges tiles into
+// goes to scratch: 12 bytes for 1024 logits. In a plan for few rows a warpgroup's item is one tile,
+// and 12 bytes a tile go to scratch. A last kernel, with a block for each row, merges tiles into
 // cells and cells into the row, in their order, and writes the losses.
 //
-// Tiles and cells are of the vocabulary alone and are summed in one order, so a row's bits are its
-// own, whatever the rows beside it, the plan and the grid. Work is dealt out by spans of the
-// vocabulary, for groups of rows that L2 has room for. It does not keep all it has room for: 4096
-// rows of 4096 x 128256 read about 6 GB of HBM, as cuBLASLt's product does, where the weights of
-// both groups and the states are 2.1.
+// Tiles and cells depend only on the vocabulary and are summed in one order. So a row's bits do not
+// depend on other rows, the plan or the grid. Clusters take spans of the vocabulary, for groups of
+// rows that L2 has room for. L2 does not keep all it has room for: 4096 rows of 4096 x 128256 read
+// about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both groups, and the
+// states are 2.1.
 //
-// For 16-bit heads without bias and softcap (HopperLossServes), and rows that ask for neither rank,
-// entropy nor tops; forward.cu sends rows that ask for more to the other kernels. The logits of
-// extras are products of their own, a warp each; an extra that is the target has the logit of the
-// loss, so that both have the same bits.
+// Serves 16-bit heads without bias and softcap (linear/routes.h), and rows that want neither rank,
+// entropy nor top tokens; forward.cu sends other rows to other kernels. The logit of an extra is a
+// product of its own, by one warp. An extra that is the target takes the logit of the loss, so that
+// both have the same bits.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations; epilogues about 2500 clocks of 65536 a
-// tile at hidden 4096. Memory beside inputs and outputs: rows * vocab / 1024 * 12 bytes, at most 12
-// MiB. Limited by: the tensor cores, at the clock their power allows; few rows by HBM.
+// tile at hidden 4096. Memory in addition to inputs and outputs: rows * vocab / 1024 * 12 bytes, at
+// most 12 MiB. Limited by: the tensor cores, at the clock their power allows; few rows by HBM.
 // Measured (bench/results/h200/kernels.json), bf16, as a share of the bare product by cuBLASLt:
 // 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
 // 256 rows, 0.454 ms, 96%; 128, 64 and 1 rows, 0.277, 0.267 and 0.267 ms, where one read of the
@@ -28,84 +28,70 @@
 #include "kernels/cuda/linear/hopper/loss.h"
 
 #include <algorithm>
-#include <type_traits>
 
+#include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/rows/cell.cuh"
 
-namespace logitd::cuda {
+namespace logitd::cuda::hopper {
 namespace {
 
-constexpr int kTilesOfCell = kCell / hopper::kTile;
+constexpr int kTilesOfCell = kCell / kTile;
 constexpr size_t kPartsBytes = size_t{12} << 20;
 constexpr int64_t kRowsAtOnce = 16384;
-static_assert(hopper::ManyRows::kClusterRows == kLossGroupRows);
-static_assert(hopper::ManyRows::kSpan == kCell && hopper::kTile * kTilesOfCell == kCell);
+static_assert(ManyRows::kClusterRows == kLossGroupRows);
+static_assert(ManyRows::kSpan == kCell && kTile * kTilesOfCell == kCell);
 
-using Part = hopper::LossPart;  // of a cell, or a tile
+// Tiles of one thread's item, which are one part: a cell where rows are many, else a tile.
+template <class Plan>
+constexpr int kPartTiles = Plan::kFewRows ? 1 : kTilesOfCell;
 
-__device__ inline Stats Merge(Stats a, Stats b, float c) {
+__device__ inline LossPart EmptyPart() { return {{-kInfinity, 0.0f}, 0.0f}; }
+
+// A part with the next tile merged into it.
+__device__ inline LossPart Merge(const LossPart& part, const LossPart& tile, float power) {
+  const Stats& a = part.stats;
+  const Stats& b = tile.stats;
   const float max = fmaxf(a.max, b.max);
-  const Exponential exponential(max, c);
-  return {max, fmaf(a.sum, exponential.Factor(a.max), __fmul_rn(b.sum, exponential.Factor(b.max)))};
-}
-
-// A part that has met nothing, and one that meets the next tile.
-__device__ inline Part EmptyPart() { return {{-kInfinity, 0.0f}, 0.0f}; }
-__device__ inline Part Next(Part part, Part tile, float c) {
-  return {Merge(part.stats, tile.stats, c), part.total + tile.total};
+  const Exponential exponential(max, power);
+  const float sum =
+      fmaf(a.sum, exponential.Factor(a.max), __fmul_rn(b.sum, exponential.Factor(b.max)));
+  return {{max, sum}, part.total + tile.total};
 }
 
 // ---- epilogue ----------------------------------------------------------------------------------
 
 struct LossParams {
-  const CrossEntropyRow* asks;  // [rows]
-  Part* parts;                  // [rows, row_parts]
+  const CrossEntropyRow* rows;  // [rows]
+  LossPart* parts;              // [rows, row_parts]
   float* target_logits;         // [rows]
   int32_t row_parts;
   float scale;
+
+  __device__ void Read(LossRow& to) const {
+    const CrossEntropyRow& row = rows[to.r];
+    if (row.active == 0) return;
+    to.target = row.target;
+    to.smooth = row.label_smoothing > 0 ? 1 : 0;
+    to.power = Log2EOverTemperature(0.0f, row.temperature);
+  }
 };
 
-// kPartTiles: tiles of an item of one thread, which make a part.
-template <int kPartTiles>
-struct LossEpilogue {
-  using Params = LossParams;
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  const Params& p;
-  const int vocab;
-  const hopper::LossRow upper;
-  const hopper::LossRow lower;
+template <class Plan>
+struct LossEpilogue : LossRows<LossParams> {
   int at = -1;  // the parts' place
-  Part upper_part = EmptyPart();
-  Part lower_part = EmptyPart();
+  LossPart upper_part = EmptyPart();
+  LossPart lower_part = EmptyPart();
 
-  __device__ LossEpilogue(const Params& params, const hopper::ProductParams& product, int64_t row,
-                          int /*lane*/)
-      : p(params),
-        vocab(product.vocab),
-        upper(RowOf(params, row, product.rows)),
-        lower(RowOf(params, row + 8, product.rows)) {}
+  using LossRows::LossRows;
 
-  __device__ static hopper::LossRow RowOf(const Params& p, int64_t r, int rows) {
-    hopper::LossRow row{.r = r < rows ? static_cast<int>(r) : -1};
-    if (r >= rows || p.asks[r].active == 0) return row;
-    row.target = p.asks[r].target;
-    row.smooth = p.asks[r].label_smoothing > 0 ? 1 : 0;
-    row.power = PowerOf(Cap::Rate(0.0f, p.asks[r].temperature));
-    return row;
-  }
-
-  __device__ void Take(float (&acc)[hopper::kSums], int first, int lane) {
-    at = first / (kPartTiles * hopper::kTile);
-    hopper::MakeLogits(acc, p.scale, first, vocab, lane);
-    upper_part =
-        Next(upper_part, hopper::TakeRow<0>(upper, acc, first, vocab, lane, p.target_logits),
-             upper.power);
-    lower_part =
-        Next(lower_part, hopper::TakeRow<1>(lower, acc, first, vocab, lane, p.target_logits),
-             lower.power);
+  __device__ void Take(float (&acc)[kThreadSums], int first, int lane) {
+    at = first / (kPartTiles<Plan> * kTile);
+    MakeLogits(acc, first, lane);
+    upper_part = Merge(upper_part, SumRow<0>(acc, first, lane), upper.power);
+    lower_part = Merge(lower_part, SumRow<1>(acc, first, lane), lower.power);
   }
 
   __device__ void Leave(int lane) {
@@ -113,48 +99,56 @@ struct LossEpilogue {
     if (upper.r >= 0) p.parts[static_cast<int64_t>(upper.r) * p.row_parts + at] = upper_part;
     if (lower.r >= 0) p.parts[static_cast<int64_t>(lower.r) * p.row_parts + at] = lower_part;
   }
-#endif
 };
 
 // ---- the end of a row --------------------------------------------------------------------------
 
-// The logit of one token, but for the order of its sum, by one warp.
-template <class T>
-__device__ inline float Dot(const T* state, const T* weight, int size, int lane) {
-  float sum = 0.0f;
-  for (int i = lane; i < size; i += 32) sum = fmaf(ToFloat(weight[i]), ToFloat(state[i]), sum);
-  return WarpSum(sum);
-}
-
-// The lowest token of the cell at `first` whose logit is NaN, by one warp; `first` where sums in
-// this order make none. A scale of 0 makes NaN of an infinite sum.
-template <class T>
-__device__ __noinline__ int FindNanLogit(const T* state, const T* weights, int64_t weights_stride,
-                                         int size, float scale, int first, int vocab, int lane) {
-  for (int token = first; token < min(first + kCell, vocab); ++token) {
-    if (isnan(scale * Dot(state, weights + token * weights_stride, size, lane))) return token;
-  }
-  return first;
-}
-
 constexpr int kFinishThreads = 128;
 
-// Merges a row's parts and writes what it is asked beside extras, by one warp.
+// The operands of the product, for logits one at a time.
 template <class T>
-__device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, const Part* parts,
-                                      int cells, int row_parts, float target_logit, const T* state,
-                                      const T* weights, int64_t weights_stride, int size,
-                                      float scale, int lane) {
+struct Operands {
+  const T* states;
+  const T* weights;
+  int64_t states_stride;
+  int64_t weights_stride;
+  int size;
+  float scale;
+
+  // The logit of one token, by one warp; the product sums it in another order.
+  __device__ float Logit(int64_t r, int64_t token, int lane) const {
+    const T* state = states + r * states_stride;
+    const T* weight = weights + token * weights_stride;
+    float sum = 0.0f;
+    for (int i = lane; i < size; i += 32) sum = fmaf(ToFloat(weight[i]), ToFloat(state[i]), sum);
+    return scale * WarpSum(sum);
+  }
+
+  // The lowest token of the cell at `first` whose logit is NaN, by one warp; `first` where sums in
+  // this order make none. A scale of 0 makes NaN of an infinite sum.
+  __device__ __noinline__ int FindNan(int64_t r, int first, int vocab, int lane) const {
+    for (int token = first; token < min(first + kCell, vocab); ++token) {
+      if (isnan(Logit(r, token, lane))) return token;
+    }
+    return first;
+  }
+};
+
+// Merges a row's parts and writes its answers except extras, by one warp.
+template <class T>
+__device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
+                                      const LossPart* parts, int cells, int row_parts,
+                                      float target_logit, const Operands<T>& operands, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
-  const float c = PowerOf(Cap::Rate(0.0f, args.rows[r].temperature));
+  const float power = Log2EOverTemperature(0.0f, args.rows[r].temperature);
   const auto cell_of = [&](int i) {
     if (row_parts == cells) return parts[i];
-    Part cell = EmptyPart();
+    LossPart cell = EmptyPart();
     for (int tile = i * kTilesOfCell; tile < min((i + 1) * kTilesOfCell, row_parts); ++tile)
-      cell = Next(cell, parts[tile], c);
+      cell = Merge(cell, parts[tile], power);
     return cell;
   };
-  const Stats stats = MergeCells(cells, c, lane, [&](int i) { return cell_of(i).stats; });
+  const Stats stats = MergeCells(cells, power, lane, [&](int i) { return cell_of(i).stats; });
   double total = 0.0;
   for (int i = lane; i < cells; i += 32) total += cell_of(i).total;
 #pragma unroll
@@ -163,108 +157,104 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r, c
   if (isnan(stats.sum)) {
     int cell = 0;
     while (cell + 1 < cells && !isnan(cell_of(cell).stats.sum)) ++cell;
-    nan = FindNanLogit(state, weights, weights_stride, size, scale, cell * kCell, vocab, lane);
+    nan = operands.FindNan(r, cell * kCell, vocab, lane);
   }
   return Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
 }
 
-// A block a row: its first warp the losses, all of them the extras.
+// A block for each row: its first warp writes the losses, all of them the extras.
 template <class T>
 __global__ void __launch_bounds__(kFinishThreads)
-    FinishKernel(const __grid_constant__ CrossEntropyArgs args, const Part* parts,
-                 const float* target_logits, int cells, int row_parts, const T* states,
-                 int64_t states_stride, const T* weights, int64_t weights_stride, int size,
-                 float scale) {
+    FinishKernel(const __grid_constant__ CrossEntropyArgs args, const LossPart* parts,
+                 const float* target_logits, int cells, int row_parts,
+                 const __grid_constant__ Operands<T> operands) {
   constexpr int kWarps = kFinishThreads / 32;
-  __shared__ Outcome told;  // what the first warp tells the others
+  __shared__ Outcome shared_outcome;  // from the first warp to the others
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t r = blockIdx.x;
   if (args.rows[r].active == 0) return;
-  const CrossEntropyRow& ask = args.rows[r];
-  const float target_logit = ask.target < 0 ? 0.0f : target_logits[r];
+  const CrossEntropyRow& row = args.rows[r];
+  const float target_logit = row.target < 0 ? 0.0f : target_logits[r];
   if (warp == 0) {
     const Outcome outcome =
-        ConcludeRow(args, r, parts + r * row_parts, cells, row_parts, target_logit,
-                    states + r * states_stride, weights, weights_stride, size, scale, lane);
-    if (lane == 0) told = outcome;
+        ConcludeRow(args, r, parts + r * row_parts, cells, row_parts, target_logit, operands, lane);
+    if (lane == 0) shared_outcome = outcome;
   }
-  if (ask.extra_count == 0) return;
+  if (row.extra_count == 0) return;
   __syncthreads();
-  for (int i = warp; i < ask.extra_count; i += kWarps) {
-    const int64_t token = args.extra_ids[ask.first_extra + i];
-    const float x = token == ask.target ? target_logit
-                                        : scale * Dot(states + r * states_stride,
-                                                      weights + token * weights_stride, size, lane);
-    if (lane == 0)
-      args.answers.extra_logprobs[ask.first_extra_entry + i] = static_cast<float>(told.Logprob(x));
+  for (int i = warp; i < row.extra_count; i += kWarps) {
+    const int64_t token = args.extra_ids[row.first_extra + i];
+    const float x = token == row.target ? target_logit : operands.Logit(r, token, lane);
+    if (lane == 0) {
+      args.answers.extra_logprobs[row.first_extra_entry + i] =
+          static_cast<float>(shared_outcome.Logprob(x));
+    }
   }
 }
 
 // ---- launch ------------------------------------------------------------------------------------
 
-template <class T>
-cudaError_t Launch(const LinearCrossEntropyArgs& args, const int32_t* groups,
-                   const Scratch& scratch, cudaStream_t stream) {
+// Rows that fit into `scratch` at once, in whole groups. Few rows have a part for each tile in place
+// of each cell; there is room for those of one call at any vocabulary.
+int64_t RowsAtOnce(int64_t cells, const Scratch& scratch) {
+  static_assert(Rows128::kClusterRows * (sizeof(LossPart) * (kMaxVocab / kTile) + 4) <=
+                kPartsBytes);
+  const int64_t row_bytes = cells * static_cast<int64_t>(sizeof(LossPart)) + 4;
+  const int64_t room = static_cast<int64_t>(std::min(kPartsBytes, scratch.left() - size_t{4096}));
+  return std::clamp<int64_t>(room / row_bytes / kLossGroupRows * kLossGroupRows, kLossGroupRows,
+                             kRowsAtOnce);
+}
+
+// All rows of `args`, which fit into `scratch`.
+template <class T, class Plan>
+cudaError_t LaunchPass(const LinearCrossEntropyArgs& args, const int32_t* groups, Scratch scratch,
+                       cudaStream_t stream) {
   const HeadView& head = args.head;
-  const int64_t vocab = head.vocab();
-  const int64_t cells = (vocab + kCell - 1) / kCell;
-  // As many rows at once as there is room for the parts of, in whole groups. Few rows have a part a
-  // tile and not a cell: there is room for those of a call of them at any vocabulary.
-  constexpr int64_t kFewRows = hopper::Rows128::kClusterRows;
-  static_assert(kFewRows * (sizeof(Part) * (kMaxVocab / hopper::kTile) + 4) <= kPartsBytes);
-  const int64_t row_bytes = cells * static_cast<int64_t>(sizeof(Part)) + 4;
-  const int64_t room = static_cast<int64_t>(
-      std::min(kPartsBytes, scratch.bytes - Scratch::kCounterBytes - size_t{4096}));
-  const int64_t pass = std::clamp<int64_t>(room / row_bytes / kLossGroupRows * kLossGroupRows,
-                                           kLossGroupRows, kRowsAtOnce);
+  const int64_t rows = args.hidden.rows;
+  const int64_t cells = CeilDiv(head.vocab(), kCell);
+  const int64_t row_parts = CeilDiv(head.vocab(), kPartTiles<Plan> * kTile);
+  LossPart* parts = scratch.Take<LossPart>(static_cast<size_t>(rows * row_parts));
+  float* target_logits = scratch.Take<float>(static_cast<size_t>(rows));
+  if (parts == nullptr || target_logits == nullptr) return cudaErrorMemoryAllocation;
+  CrossEntropyArgs losses = args.cross_entropy;
+  losses.logits.cols = head.vocab();
+  const LossParams p{.rows = losses.rows,
+                     .parts = parts,
+                     .target_logits = target_logits,
+                     .row_parts = static_cast<int32_t>(row_parts),
+                     .scale = head.scale};
+  const cudaError_t error = LaunchProduct<T, Plan, LossEpilogue<Plan>>(args.hidden, head.weight,
+                                                                       groups, p, scratch, stream);
+  if (error != cudaSuccess) return error;
+  const Operands<T> operands{.states = static_cast<const T*>(args.hidden.data),
+                             .weights = static_cast<const T*>(head.weight.data),
+                             .states_stride = args.hidden.row_stride,
+                             .weights_stride = head.weight.row_stride,
+                             .size = static_cast<int>(head.hidden()),
+                             .scale = head.scale};
+  return LaunchKernel(&FinishKernel<T>, {.grid = GridFor(rows), .threads = kFinishThreads}, stream,
+                      losses, parts, target_logits, static_cast<int>(cells),
+                      static_cast<int>(row_parts), operands);
+}
+
+}  // namespace
+
+cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
+                   const Scratch& scratch, cudaStream_t stream) {
+  const int64_t pass = RowsAtOnce(CeilDiv(args.head.vocab(), kCell), scratch);
   for (int64_t first = 0; first < args.hidden.rows; first += pass) {
-    const int64_t rows = std::min(pass, args.hidden.rows - first);
-    const bool many = rows > kFewRows;
-    const int64_t row_parts = many ? cells : (vocab + hopper::kTile - 1) / hopper::kTile;
-    Carver carver(scratch);
-    Part* parts = carver.Take<Part>(static_cast<size_t>(rows * row_parts));
-    float* target_logits = carver.Take<float>(static_cast<size_t>(rows));
-    if (parts == nullptr || target_logits == nullptr) return cudaErrorMemoryAllocation;
-    const T* hidden = static_cast<const T*>(args.hidden.data) + first * args.hidden.row_stride;
-    CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
-    part.logits.cols = vocab;
-    const LossParams p{.asks = part.rows,
-                       .parts = parts,
-                       .target_logits = target_logits,
-                       .row_parts = static_cast<int32_t>(row_parts),
-                       .scale = head.scale};
-    const auto launch = many ? &hopper::LaunchProduct<T, hopper::ManyRows, LossEpilogue<4>>
-                        : rows > hopper::Rows64::kClusterRows
-                            ? &hopper::LaunchProduct<T, hopper::Rows128, LossEpilogue<1>>
-                            : &hopper::LaunchProduct<T, hopper::Rows64, LossEpilogue<1>>;
-    cudaError_t error = launch(
-        {hidden, head.weight.dtype, rows, head.hidden(), args.hidden.row_stride}, head.weight,
-        groups == nullptr ? nullptr : groups + first / kLossGroupRows, p, scratch, stream);
-    if (error != cudaSuccess) return error;
-    FinishKernel<T><<<static_cast<unsigned>(rows), kFinishThreads, 0, stream>>>(
-        part, parts, target_logits, static_cast<int>(cells), static_cast<int>(row_parts), hidden,
-        args.hidden.row_stride, static_cast<const T*>(head.weight.data), head.weight.row_stride,
-        static_cast<int>(head.hidden()), head.scale);
-    error = cudaGetLastError();
+    const LinearCrossEntropyArgs part =
+        RowsOf(args, first, std::min(pass, args.hidden.rows - first));
+    const int32_t* part_groups = groups == nullptr ? nullptr : groups + first / kLossGroupRows;
+    const cudaError_t error = Visit16Bit(args.head.weight.dtype, [&]<class T>() {
+      return VisitPlan(part.hidden.rows, [&]<class Plan>() {
+        return LaunchPass<T, Plan>(part, part_groups, scratch, stream);
+      });
+    });
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-}  // namespace
-
-bool HopperLossServes(const HeadView& head, const Scratch& scratch) {
-  return head.weight.dtype != DType::kF32 && head.bias == nullptr && head.softcap == 0 &&
-         hopper::CanRun<&hopper::ProductKernel<__nv_bfloat16, hopper::ManyRows, LossEpilogue<4>>>(
-             scratch);
-}
-
-cudaError_t HopperLoss(const LinearCrossEntropyArgs& args, const int32_t* groups,
-                       const Scratch& scratch, cudaStream_t stream) {
-  return args.head.weight.dtype == DType::kF16
-             ? Launch<__half>(args, groups, scratch, stream)
-             : Launch<__nv_bfloat16>(args, groups, scratch, stream);
-}
-
-}  // namespace logitd::cuda
+}  // namespace logitd::cuda::hopper

@@ -1,4 +1,4 @@
-// linear_cross_entropy in one kernel on Hopper.
+// linear_cross_entropy on Hopper, without logits in memory.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_H_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_H_
 
@@ -6,25 +6,23 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/ops.h"
+#include "kernels/cuda/scratch.h"
 #include "kernels/linear.h"
 
-namespace logitd::cuda {
+namespace logitd::cuda::hopper {
 
-// Whether HopperLoss can take this head on this device: 16-bit weights, neither bias nor softcap,
-// sm_90a. The same for all calls of a head.
-bool HopperLossServes(const HeadView& head, const Scratch& scratch);
+constexpr int kLossGroupRows = 256;  // rows that the product takes or skips together
 
-constexpr int kLossGroupRows = 256;  // that the product takes or skips together
+// LinearCrossEntropy for rows that want neither rank, entropy nor top tokens; they may want extras.
+// `hidden` is the states after the head's norm; the head is 16-bit, without bias and softcap.
+//
+// groups: null, or in device memory one value for every kLossGroupRows rows; where it is 0 all of
+// these rows are skipped, and no product is computed for them. A row's bits depend only on its
+// hidden state, its parameters and the head. An extra that is the target has the target's bits;
+// other extras are summed in another order than the losses' logits.
+cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
+                   const Scratch& scratch, cudaStream_t stream);
 
-// As LinearCrossEntropy, of rows that want neither rank, entropy nor tops, but may want extras;
-// hidden states are those after the head's norm. groups: null, or for every kLossGroupRows rows, in
-// device memory, 0 where all of them are to be skipped: they cost no product then. A row's bits
-// depend on its hidden state, its parameters and the head. An extra that is the target has the
-// target's bits; others are sums in another order than the losses'.
-cudaError_t HopperLoss(const LinearCrossEntropyArgs& args, const int32_t* groups,
-                       const Scratch& scratch, cudaStream_t stream);
-
-}  // namespace logitd::cuda
+}  // namespace logitd::cuda::hopper
 
 #endif  // LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_H_

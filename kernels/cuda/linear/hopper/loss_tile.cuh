@@ -1,4 +1,5 @@
-// What an epilogue of hopper/product.cuh takes of a row's logits in a tile for its loss.
+// What the epilogues of hopper/product.cuh that sum losses share: a thread's two rows, and the sums
+// of a row's logits in a tile.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_TILE_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_TILE_CUH_
 
@@ -10,74 +11,95 @@
 
 namespace logitd::cuda::hopper {
 
-// The sums of a row's part of the vocabulary: a tile, or tiles.
+// A row's sums over a part of the vocabulary: a tile, or several.
 struct LossPart {
   Stats stats;
-  float total;  // times kTotalUnit; where the row is smooth
+  float total;  // the sum of the logits, times kTotalUnit; only where the row is smooth
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// What is known of one of a thread's two rows.
+// What an epilogue knows of a row.
 struct LossRow {
   int r;               // -1: there is no such row
   int target = -1;     // -1: none
   int smooth = 0;      // whether the sum of its logits is wanted
-  float power = 1.0f;  // PowerOf
+  float power = 1.0f;  // Log2EOverTemperature()
 };
 
-// Makes the sums of the tile at `first` logits; those from `vocab` on are -inf.
-__device__ inline void MakeLogits(float (&acc)[kSums], float scale, int first, int vocab,
-                                  int lane) {
-#pragma unroll
-  for (float& x : acc) x *= scale;
-  if (first + kTile <= vocab) return;
-#pragma unroll
-  for (int i = 0; i < kRowSums; ++i) {
-    if (first + TokenOf(lane, i) >= vocab) acc[SumOf(0, i)] = acc[SumOf(1, i)] = -kInfinity;
-  }
-}
+// The part of an epilogue that holds a thread's two rows. RowParams has Read(row), which fills in
+// what is known of row.r, and `scale` and `target_logits`.
+template <class RowParams>
+struct LossRows {
+  using Params = RowParams;
+  const Params& p;
+  const int vocab;
+  const LossRow upper;
+  const LossRow lower;
 
-// Takes row `half` of these logits: the target's goes to target_logits, all make room for their
-// exponentials, relative to their maximum. By all four threads of the row, which get the same.
-template <int half>
-__device__ inline LossPart TakeRow(const LossRow& row, float (&acc)[kSums], int first, int vocab,
-                                   int lane, float* target_logits) {
-  const int place = row.target - first;
-  if (__any_sync(kFullWarp, place >= 0 && place < kTile)) {
+  __device__ LossRows(const Params& params, const ProductParams& product, int64_t row)
+      : p(params),
+        vocab(product.vocab),
+        upper(RowOf(params, row, product.rows)),
+        lower(RowOf(params, row + 8, product.rows)) {}
+
+  __device__ static LossRow RowOf(const Params& p, int64_t r, int rows) {
+    LossRow row{.r = r < rows ? static_cast<int>(r) : -1};
+    if (r < rows) p.Read(row);
+    return row;
+  }
+
+  // Turns the sums of the tile at `first` into logits; those from `vocab` on are -inf.
+  __device__ void MakeLogits(float (&acc)[kThreadSums], int first, int lane) const {
+#pragma unroll
+    for (float& x : acc) x *= p.scale;
+    if (first + kTile <= vocab) return;
 #pragma unroll
     for (int i = 0; i < kRowSums; ++i) {
-      if (TokenOf(lane, i) == place) target_logits[row.r] = acc[SumOf(half, i)];
+      if (first + TokenOf(lane, i) >= vocab) acc[SumOf(0, i)] = acc[SumOf(1, i)] = -kInfinity;
     }
   }
-  float total = 0.0f;
-  if (__any_sync(kFullWarp, row.smooth != 0)) {
+
+  // Sums row `half` of these logits. The target's logit goes to target_logits; every logit is
+  // replaced by its exponential, relative to their maximum. By all four threads of the row, which
+  // get the same sums.
+  template <int half>
+  __device__ LossPart SumRow(float (&acc)[kThreadSums], int first, int lane) const {
+    const LossRow& row = half == 0 ? upper : lower;
+    const int place = row.target - first;
+    if (__any_sync(kFullWarp, place >= 0 && place < kTile)) {
 #pragma unroll
-    for (int i = 0; i < kRowSums; ++i) {
-      const bool is_token = first + TokenOf(lane, i) < vocab;
-      total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
+      for (int i = 0; i < kRowSums; ++i) {
+        if (TokenOf(lane, i) == place) p.target_logits[row.r] = acc[SumOf(half, i)];
+      }
     }
-    total = QuadSum(total);
-  }
-  const float max = QuadMax<half>(acc);
-  // Where all is -inf the sum is 0 whatever it is relative to.
-  const Exponential exponential(max == -kInfinity ? 0.0f : max, row.power);
-  float sums[4] = {};
-  const auto take = [&](auto exponential_of) {
+    float total = 0.0f;
+    if (__any_sync(kFullWarp, row.smooth != 0)) {
 #pragma unroll
-    for (int i = 0; i < kRowSums; ++i) {
-      float& x = acc[SumOf(half, i)];
-      x = exponential_of(x);
-      sums[i % 4] += x;
+      for (int i = 0; i < kRowSums; ++i) {
+        const bool is_token = first + TokenOf(lane, i) < vocab;
+        total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
+      }
+      total = QuadSum(total);
     }
-  };
-  if (__all_sync(kFullWarp, exponential.plain)) {
-    take([&](float x) { return exponential.Plain(x); });
-  } else {
-    take([&](float x) { return exponential(x); });
+    const float max = QuadMax<half>(acc);
+    // Where all logits are -inf the sum is 0, whatever it is relative to.
+    const Exponential exponential(max == -kInfinity ? 0.0f : max, row.power);
+    float sums[4] = {};
+    const auto sum = [&](auto exponential_of) {
+#pragma unroll
+      for (int i = 0; i < kRowSums; ++i) {
+        float& x = acc[SumOf(half, i)];
+        x = exponential_of(x);
+        sums[i % 4] += x;
+      }
+    };
+    if (__all_sync(kFullWarp, exponential.plain)) {
+      sum([&](float x) { return exponential.Plain(x); });
+    } else {
+      sum([&](float x) { return exponential(x); });
+    }
+    return {{max, QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))}, total};
   }
-  return {{max, QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))}, total};
-}
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+};
 
 }  // namespace logitd::cuda::hopper
 

@@ -1,72 +1,55 @@
-// Pass 1 of linear_cross_entropy_training on Hopper: the product of hopper/product.cuh, its
-// epilogue the exponentials of a tile, in bf16, and their sum.
+// Pass 1 of linear_cross_entropy_training on Hopper: the product of hopper/product.cuh with an
+// epilogue that writes the exponentials of a tile, in bf16, and their sum.
 //
 // The four threads of a row take its maximum in the tile, and each the exponentials of its 64
 // logits; then they exchange pairs, so that each writes 16 bytes at a time.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations, and a write of rows * vocab * 2 bytes.
-// Limited by: the tensor cores. Measured
-// within training.cu.
+// Limited by: the tensor cores. Measured as a part of training.cu.
 #include "kernels/cuda/linear/hopper/training.h"
 
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
 
-namespace logitd::cuda {
+namespace logitd::cuda::hopper {
 namespace {
 
-static_assert(hopper::kTile == kTrainingTile);
+static_assert(kTile == kTrainingTile);
 
 struct ExponentialParams {
   const RowState* rows;
   Chunk all;
+  float* target_logits;
   float scale;
+
+  __device__ void Read(LossRow& to) const {
+    const RowState& row = rows[to.r];
+    to.target = row.target;
+    to.smooth = row.smooth;
+    to.power = row.power;
+  }
 };
 
-struct ExponentialEpilogue {
-  using Params = ExponentialParams;
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  const Params& p;
-  const int vocab;
-  const hopper::LossRow upper;
-  const hopper::LossRow lower;
+struct ExponentialEpilogue : LossRows<ExponentialParams> {
+  using LossRows::LossRows;
 
-  __device__ ExponentialEpilogue(const Params& params, const hopper::ProductParams& product,
-                                 int64_t row, int /*lane*/)
-      : p(params),
-        vocab(product.vocab),
-        upper(RowOf(params, row, product.rows)),
-        lower(RowOf(params, row + 8, product.rows)) {}
-
-  __device__ static hopper::LossRow RowOf(const Params& p, int64_t r, int rows) {
-    hopper::LossRow row{.r = r < rows ? static_cast<int>(r) : -1};
-    if (r >= rows) return row;
-    row.target = p.rows[r].target;
-    row.smooth = p.rows[r].smooth;
-    row.power = p.rows[r].power;
-    return row;
-  }
-
-  __device__ void Take(float (&acc)[hopper::kSums], int first, int lane) {
-    hopper::MakeLogits(acc, p.scale, first, vocab, lane);
+  __device__ void Take(float (&acc)[kThreadSums], int first, int lane) {
+    MakeLogits(acc, first, lane);
     TakeRow<0>(upper, acc, first, lane);
     TakeRow<1>(lower, acc, first, lane);
   }
 
-  __device__ void Leave(int /*lane*/) {}
-
   template <int half>
-  __device__ void TakeRow(const hopper::LossRow& row, float (&acc)[hopper::kSums], int first,
+  __device__ void TakeRow(const LossRow& row, float (&acc)[kThreadSums], int first,
                           int lane) const {
-    using hopper::kRowSums, hopper::SumOf;
-    const hopper::LossPart part =
-        hopper::TakeRow<half>(row, acc, first, vocab, lane, p.all.target_logits);
+    const LossPart part = SumRow<half>(acc, first, lane);
     if (row.r >= 0 && lane % 4 == 0) {
-      const int tile = first / hopper::kTile;
+      const int tile = first / kTile;
       p.all.maxima[row.r * p.all.maxima_stride + tile] = part.stats.max;
       p.all.parts[row.r * p.all.parts_stride + tile] = {part.stats.sum, part.total};
     }
-    // A thread has a pair of every eight tokens; of four times eight it is to have one eight.
+    // A thread holds a pair of every eight tokens. Four threads exchange the pairs of four times
+    // eight tokens, so that each gets all pairs of eight.
     const int quad = lane % 4;
     uint4* to = reinterpret_cast<uint4*>(p.all.e.At(row.r >= 0 ? row.r : 0, first)) + quad;
 #pragma unroll
@@ -95,22 +78,16 @@ struct ExponentialEpilogue {
                        __shfl_xor_sync(kFullWarp, given.y, 2)};
     return high ? uint4{far.x, far.y, kept.x, kept.y} : uint4{kept.x, kept.y, far.x, far.y};
   }
-#endif
 };
 
 }  // namespace
 
-bool HopperExponentialsServes(const HeadView& head, const Scratch& scratch) {
-  return head.weight.dtype == DType::kBF16 && head.bias == nullptr && head.softcap == 0 &&
-         hopper::CanRun<&hopper::ProductKernel<Bf16, hopper::ManyRows, ExponentialEpilogue>>(
-             scratch);
-}
-
-cudaError_t HopperExponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
-                               const Chunk& all, const Scratch& scratch, cudaStream_t stream) {
-  return hopper::LaunchProduct<Bf16, hopper::ManyRows, ExponentialEpilogue>(
-      hidden, head.weight, nullptr, {.rows = rows, .all = all, .scale = head.scale}, scratch,
+cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
+                         const Chunk& all, const Scratch& scratch, cudaStream_t stream) {
+  return LaunchProduct<Bf16, ManyRows, ExponentialEpilogue>(
+      hidden, head.weight, nullptr,
+      {.rows = rows, .all = all, .target_logits = all.target_logits, .scale = head.scale}, scratch,
       stream);
 }
 
-}  // namespace logitd::cuda
+}  // namespace logitd::cuda::hopper

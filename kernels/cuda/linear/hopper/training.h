@@ -5,20 +5,16 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/linear/training.cuh"
-#include "kernels/cuda/ops.h"
+#include "kernels/cuda/scratch.h"
 #include "kernels/head.h"
 
-namespace logitd::cuda {
+namespace logitd::cuda::hopper {
 
-// Whether HopperExponentials can take this head on this device: bf16, neither bias nor softcap,
-// sm_90a.
-bool HopperExponentialsServes(const HeadView& head, const Scratch& scratch);
+// Fills `all`, which covers the whole vocabulary, from the logits of `hidden` [rows, head.hidden()].
+// rows: [rows]. The head is bf16, without bias and softcap.
+cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
+                         const Chunk& all, const Scratch& scratch, cudaStream_t stream);
 
-// Makes `all`, the whole vocabulary, of the logits of `hidden` [rows, head.hidden()]. rows: as
-// many.
-cudaError_t HopperExponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
-                               const Chunk& all, const Scratch& scratch, cudaStream_t stream);
-
-}  // namespace logitd::cuda
+}  // namespace logitd::cuda::hopper
 
 #endif  // LOGITD_KERNELS_CUDA_LINEAR_HOPPER_TRAINING_H_

@@ -1,0 +1,288 @@
+// A case's inputs, drawn with one seed, room for its answers, and the launches of its op.
+#include "bench/kernels/cases.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+namespace logitd::bench {
+namespace {
+
+// Of an op that moves so many bytes: enough that the inputs are walked through and none is found in
+// a cache, and that the first launch's start weighs little.
+Repeat RepeatFor(double bytes) {
+  return {.launches = static_cast<int>(std::clamp(0x1p30 / bytes, 8.0, 200.0))};
+}
+
+Repeat RepeatForProduct(int64_t rows) { return {.launches = rows <= 512 ? 8 : 2, .slow = true}; }
+
+// `overwritten`: the op writes among its inputs. run(set) launches it on one set of them.
+template <class Run>
+absl::StatusOr<double> TimeOverSets(Device& device, Inputs& inputs, const Arrays& arrays,
+                                    DType dtype, double set_bytes, bool overwritten,
+                                    const Repeat& repeat, Run run) {
+  LOGITD_RETURN_IF_ERROR(arrays.status());
+  const auto sets = inputs.Cut(dtype, static_cast<size_t>(set_bytes), overwritten);
+  if (!sets.ok()) return sets.status();
+  return device.Time(repeat, [&](int i) { return run(sets->At(i)); });
+}
+
+TensorView View(const void* data, DType dtype, int64_t rows, int64_t cols) {
+  return {data, dtype, rows, cols, cols};
+}
+MutableTensorView MutableView(void* data, DType dtype, int64_t rows, int64_t cols) {
+  return {data, dtype, rows, cols, cols};
+}
+
+SoftmaxTopKArgs TopKArgs(Arrays& arrays, int64_t count, int32_t k) {
+  std::vector<SoftmaxTopKRow> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i] = {.first_entry = i * k, .temperature = 1, .k = k};
+  return {.rows = arrays.Put(rows),
+          .max_k = k,
+          .indices = arrays.Room<int32_t>(count * k),
+          .probs = arrays.Room<float>(count * k),
+          .logsumexp = arrays.Room<float>(count),
+          .status = arrays.Room<RowStatus>(count)};
+}
+
+SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
+  const int64_t words = c.mask ? MaskWords(c.vocab) : 0;
+  std::mt19937_64 random(1);
+  std::vector<int32_t> history(c.rows * c.history);
+  for (int32_t& id : history) id = static_cast<int32_t>(random() % c.vocab);
+  std::vector<uint32_t> mask(c.rows * words);
+  for (uint32_t& word : mask) word = static_cast<uint32_t>(random());
+  std::vector<SampleRow> rows(c.rows, c.row);
+  for (int64_t i = 0; i < c.rows; ++i) {
+    rows[i].seed = i;
+    rows[i].first_history = i * c.history;
+    rows[i].history_count = c.history;
+    rows[i].first_mask_word = c.mask ? i * words : -1;
+    rows[i].first_top_entry = i * c.row.top_logprobs;
+  }
+  return {.logits = View(nullptr, c.dtype, c.rows, c.vocab),
+          .rows = arrays.Put(rows),
+          .history = arrays.Put(history),
+          .mask_words = arrays.Put(mask),
+          .edited = c.mask || c.history > 0,
+          .tokens = arrays.Room<int32_t>(c.rows),
+          .logprobs = arrays.Room<float>(c.rows),
+          .ranks = arrays.Room<int32_t>(c.rows),
+          .logsumexp = arrays.Room<float>(c.rows),
+          .top_ids = arrays.Room<int32_t>(c.rows * c.row.top_logprobs),
+          .top_logprobs = arrays.Room<float>(c.rows * c.row.top_logprobs),
+          .status = arrays.Room<RowStatus>(c.rows)};
+}
+
+CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c) {
+  std::mt19937_64 random(1);
+  std::vector<CrossEntropyRow> rows(c.rows, c.row);
+  for (int64_t i = 0; i < c.rows; ++i) {
+    rows[i].target = static_cast<int32_t>(random() % static_cast<uint64_t>(c.vocab));
+    rows[i].first_top_entry = i * c.row.top_logprobs;
+  }
+  return {.logits = View(nullptr, c.dtype, c.rows, c.vocab),
+          .rows = arrays.Put(rows),
+          .want = c.row.want,
+          .max_top_logprobs = c.row.top_logprobs,
+          .answers = {.loss = arrays.Room<float>(c.rows),
+                      .logsumexp = arrays.Room<float>(c.rows),
+                      .target_logprob = arrays.Room<float>(c.rows),
+                      .rank = arrays.Room<int32_t>(c.rows),
+                      .entropy = arrays.Room<float>(c.rows),
+                      .top_ids = arrays.Room<int32_t>(c.rows * c.row.top_logprobs),
+                      .top_logprobs = arrays.Room<float>(c.rows * c.row.top_logprobs),
+                      .status = arrays.Room<RowStatus>(c.rows)}};
+}
+
+// A quarter of the elements hides its key.
+std::vector<std::byte> MaskBytes(const AttentionCase& c) {
+  if (c.mask == MaskKind::kNone) return {};
+  const size_t size = c.mask == MaskKind::kBool ? 1 : SizeOf(c.dtype);
+  const uint32_t hides = c.mask == MaskKind::kBool ? 1
+                         : c.dtype == DType::kF32  ? 0xff800000u  // -inf, by its bits
+                         : c.dtype == DType::kF16  ? 0xfc00u
+                                                   : 0xff80u;
+  std::vector<std::byte> mask(c.batch * c.queries * c.keys * size);
+  std::mt19937 random(1);
+  for (size_t at = 0; at < mask.size(); at += size) {
+    if (random() % 4 == 0) std::memcpy(&mask[at], &hides, size);
+  }
+  return mask;
+}
+
+absl::StatusOr<double> TimeCase(const TopKCase& c, Device& device, Inputs& inputs) {
+  Arrays arrays(device);
+  SoftmaxTopKArgs args = TopKArgs(arrays, c.rows, c.k);
+  args.logits = {nullptr, c.dtype, c.rows, c.vocab, c.row_stride};
+  return TimeOverSets(device, inputs, arrays, c.dtype, TensorBytes(c.rows, c.row_stride, c.dtype),
+                      /*overwritten=*/false, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+                        args.logits.data = set;
+                        return device.Run(args);
+                      });
+}
+
+absl::StatusOr<double> TimeCase(const SampleCase& c, Device& device, Inputs& inputs) {
+  Arrays arrays(device);
+  SampleArgs args = ArgsOf(arrays, c);
+  return TimeOverSets(device, inputs, arrays, c.dtype, TensorBytes(c.rows, c.vocab, c.dtype),
+                      /*overwritten=*/false, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+                        args.logits.data = set;
+                        return device.Run(args);
+                      });
+}
+
+// Bytes of a tensor whose successor in a set is aligned.
+size_t AlignedBytes(int64_t rows, int64_t cols, DType dtype) {
+  return (static_cast<size_t>(TensorBytes(rows, cols, dtype)) + 255) / 256 * 256;
+}
+
+absl::StatusOr<double> TimeCase(const AttentionCase& c, Device& device, Inputs& inputs) {
+  const int64_t rows = c.rows();
+  const size_t bytes = AlignedBytes(rows, c.keys, c.dtype);
+  const AttentionShape shape = {
+      .batch = c.batch, .heads = c.heads, .queries = c.queries, .keys = c.keys, .rows = rows};
+  Arrays arrays(device);
+  const std::byte* mask = arrays.Put(MaskBytes(c));
+  float* logsumexp = arrays.Room<float>(rows);
+  RowStatus* status = arrays.Room<RowStatus>(rows);
+  const auto forward = [&](std::byte* set) {
+    return device.Run(AttentionSoftmaxArgs{.shape = shape,
+                                           .scores = View(set, c.dtype, rows, c.keys),
+                                           .window = c.window,
+                                           .mask = {.kind = c.mask,
+                                                    .dtype = c.dtype,
+                                                    .data = mask,
+                                                    .batch_stride = c.queries * c.keys,
+                                                    .query_stride = c.keys},
+                                           .probs = MutableView(set + bytes, c.dtype, rows, c.keys),
+                                           .logsumexp = logsumexp,
+                                           .status = status});
+  };
+  const auto backward = [&](std::byte* set) {
+    return device.Run(AttentionSoftmaxBackwardArgs{
+        .shape = shape,
+        .probs = View(set, c.dtype, rows, c.keys),
+        .d_probs = View(set + bytes, c.dtype, rows, c.keys),
+        .window = c.window,
+        .d_scores = MutableView(set + 2 * bytes, c.dtype, rows, c.keys),
+        .status = status});
+  };
+  return TimeOverSets(device, inputs, arrays, c.dtype, (c.backward ? 3 : 2) * bytes,
+                      /*overwritten=*/true, RepeatFor(c.FloorBytes()),
+                      [&](std::byte* set) { return c.backward ? backward(set) : forward(set); });
+}
+
+absl::StatusOr<double> TimeCase(const CrossEntropyCase& c, Device& device, Inputs& inputs) {
+  const size_t bytes = AlignedBytes(c.rows, c.vocab, c.dtype);
+  Arrays arrays(device);
+  CrossEntropyArgs args = ArgsOf(arrays, c);
+  CrossEntropyBackwardArgs backward = {.logits = args.logits,
+                                       .rows = args.rows,
+                                       // The logsumexp of normals, nearly.
+                                       .logsumexp = arrays.Put(std::vector<float>(
+                                           c.rows, std::log(static_cast<float>(c.vocab)) + 0.5f)),
+                                       .upstream = arrays.Put(std::vector<float>(c.rows, 1.0f)),
+                                       .d_logits = MutableView(nullptr, c.dtype, c.rows, c.vocab)};
+  return TimeOverSets(device, inputs, arrays, c.dtype, (c.backward ? 2 : 1) * bytes,
+                      /*overwritten=*/c.backward, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+                        args.logits.data = backward.logits.data = set;
+                        backward.d_logits.data = set + bytes;
+                        return c.backward ? device.Run(backward) : device.Run(args);
+                      });
+}
+
+absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& inputs) {
+  Arrays arrays(device);
+  const TensorView hidden =
+      View(arrays.Normals(c.dtype, c.rows * c.hidden), c.dtype, c.rows, c.hidden);
+  // Small enough that the logits are a model's.
+  HeadView head = {.weight = View(nullptr, c.dtype, c.vocab, c.hidden),
+                   .scale = 1 / std::sqrt(static_cast<float>(c.hidden))};
+  const auto time = [&](const auto& launch) {
+    return TimeOverSets(device, inputs, arrays, c.dtype, TensorBytes(c.vocab, c.hidden, c.dtype),
+                        /*overwritten=*/false, RepeatForProduct(c.rows), [&](std::byte* set) {
+                          head.weight.data = set;
+                          return launch();
+                        });
+  };
+  if (c.op == HeadOp::kTopK) {
+    const SoftmaxTopKArgs topk = TopKArgs(arrays, c.rows, /*k=*/20);
+    return time([&] { return device.Run(LinearTopKArgs{hidden, head, topk}); });
+  }
+  if (c.op == HeadOp::kSample) {
+    const SampleArgs sample = ArgsOf(
+        arrays,
+        SampleCase{
+            .rows = c.rows,
+            .vocab = c.vocab,
+            .row = {.active = 1, .temperature = 1, .top_k = 50, .top_p = 0.9f, .repetition = 1}});
+    return time([&] { return device.Run(LinearSampleArgs{hidden, head, sample}); });
+  }
+  const CrossEntropyArgs loss = ArgsOf(
+      arrays,
+      CrossEntropyCase{.rows = c.rows, .vocab = c.vocab, .row = {.active = 1, .temperature = 1}});
+  if (c.op == HeadOp::kCrossEntropy)
+    return time([&] { return device.Run(LinearCrossEntropyArgs{hidden, head, loss}); });
+  const auto tensor = [&](int64_t rows, int64_t cols) {
+    const DType dtype = device.product_dtype(c.dtype);
+    std::byte* data = arrays.Room<std::byte>(rows * cols * SizeOf(dtype));
+    return MutableView(data, dtype, rows, cols);
+  };
+  LinearCrossEntropyTrainingArgs training = {
+      .gradient = {.hidden = hidden,
+                   .rows = loss.rows,
+                   .upstream =
+                       arrays.Put(std::vector<float>(c.rows, 1 / static_cast<float>(c.rows))),
+                   .d_hidden = tensor(c.rows, c.hidden),
+                   .d_weight = tensor(c.vocab, c.hidden)},
+      .answers = loss.answers};
+  return time([&] {
+    training.gradient.head = head;
+    return device.Run(training);
+  });
+}
+
+}  // namespace
+
+double AttentionCase::FloorBytes() const {
+  double seen = 0;
+  for (int64_t i = 0; i < queries; ++i) {
+    const int64_t aligned = i + keys - queries;
+    const bool all_left = window.left == AttentionWindow::kUnbounded;
+    const bool all_right = window.right == AttentionWindow::kUnbounded;
+    const int64_t begin = all_left ? 0 : std::max<int64_t>(0, aligned - window.left);
+    const int64_t end = all_right ? keys : std::min(keys, aligned + window.right + 1);
+    seen += static_cast<double>(std::max<int64_t>(0, end - begin));
+  }
+  const double size = static_cast<double>(SizeOf(dtype));
+  const double tensors = static_cast<double>(batch * heads);
+  const double mask_size = mask == MaskKind::kNone ? 0 : mask == MaskKind::kBool ? 1 : size;
+  const double written = static_cast<double>(queries) * static_cast<double>(keys);
+  return tensors * size * ((backward ? 2 : 1) * seen + written) +
+         static_cast<double>(batch) * mask_size * seen;
+}
+
+absl::StatusOr<double> Time(const Case& shape, Device& device, Inputs& inputs) {
+  return std::visit([&](const auto& c) { return TimeCase(c, device, inputs); }, shape);
+}
+
+absl::StatusOr<double> TimeProduct(const HeadCase& c, Device& device, Inputs& inputs) {
+  const DType dtype = device.product_dtype(c.dtype);
+  Arrays arrays(device);
+  BareProduct product = {.dtype = dtype,
+                         .rows = c.rows,
+                         .hidden = c.hidden,
+                         .vocab = c.vocab,
+                         .states = arrays.Normals(dtype, c.rows * c.hidden),
+                         .logits_stride = (c.vocab + 31) / 32 * 32};
+  product.logits = arrays.Room<std::byte>(c.rows * product.logits_stride * SizeOf(dtype));
+  return TimeOverSets(device, inputs, arrays, dtype, TensorBytes(c.vocab, c.hidden, dtype),
+                      /*overwritten=*/false, RepeatForProduct(c.rows), [&](std::byte* set) {
+                        product.weight = set;
+                        return device.Run(product);
+                      });
+}
+
+}  // namespace logitd::bench

@@ -1,0 +1,113 @@
+// What the bench times, why, and what to hold it against.
+#ifndef LOGITD_BENCH_KERNELS_CASES_H_
+#define LOGITD_BENCH_KERNELS_CASES_H_
+
+#include <cstdint>
+#include <variant>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "bench/kernels/device.h"
+#include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/sample.h"
+#include "kernels/types.h"
+
+namespace logitd::bench {
+
+inline double TensorBytes(int64_t rows, int64_t cols, DType dtype) {
+  return static_cast<double>(rows) * static_cast<double>(cols) * static_cast<double>(SizeOf(dtype));
+}
+
+struct TopKCase {
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+  int32_t k;
+  int64_t row_stride;  // elements
+
+  // The fewest bytes that move, here and below.
+  double FloorBytes() const { return TensorBytes(rows, vocab, dtype); }
+};
+
+struct SampleCase {
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+  SampleRow row;        // every row's; seeds differ
+  int32_t history = 0;  // tokens of every row
+  bool mask = false;    // half the tokens allowed
+
+  double FloorBytes() const { return TensorBytes(rows, vocab, dtype); }
+};
+
+// All rows of a tensor of scores; a mask is [batch, 1, queries, keys], which the heads share, a
+// quarter of it hidden. Backward: probs and their gradient in, the gradient of the scores out, all
+// of one type.
+struct AttentionCase {
+  int64_t batch;
+  int64_t heads;
+  int64_t queries;
+  int64_t keys;
+  DType dtype;
+  AttentionWindow window;
+  MaskKind mask = MaskKind::kNone;  // kAdditive: in dtype
+  bool backward = false;
+
+  int64_t rows() const { return batch * heads * queries; }
+  double FloorBytes() const;  // reads what the rows see, writes all keys
+};
+
+struct CrossEntropyCase {
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+  CrossEntropyRow row;  // every row's; targets differ
+  bool backward = false;
+
+  double FloorBytes() const { return (backward ? 2 : 1) * TensorBytes(rows, vocab, dtype); }
+};
+
+// An op on hidden states under a head without bias, norm or softcap. Training is loss and gradients
+// in one call.
+enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining };
+struct HeadCase {
+  HeadOp op;
+  int64_t rows;
+  int64_t hidden;
+  int64_t vocab;
+  DType dtype;
+
+  double FloorBytes() const { return TensorBytes(vocab, hidden, dtype); }
+};
+
+using Case = std::variant<TopKCase, SampleCase, AttentionCase, CrossEntropyCase, HeadCase>;
+
+// What a peer takes for the same work on an H200, and what we set out to reach there.
+struct Anchor {
+  const char* peer = "";
+  double peer_us = 0;
+  double goal_us = 0;
+  double goal_share = 0;  // of the floor; for heads, of the product
+};
+
+struct Entry {
+  const char* why;  // it is there
+  Case shape;
+  Anchor h200 = {};
+};
+
+// The bench's tables, in order. Their entries live as long as the program.
+std::vector<absl::Span<const Entry>> CpuEntries();
+std::vector<absl::Span<const Entry>> CudaEntries();
+
+// Median time of a launch of the case's op, in microseconds.
+absl::StatusOr<double> Time(const Case& shape, Device& device, Inputs& inputs);
+
+// The same of its bare product, whatever the op; logits in the product's dtype, as peers have it.
+absl::StatusOr<double> TimeProduct(const HeadCase& c, Device& device, Inputs& inputs);
+
+}  // namespace logitd::bench
+
+#endif  // LOGITD_BENCH_KERNELS_CASES_H_

@@ -1,0 +1,299 @@
+// The entries of the bench: the cases that peers were measured at, what callers send, and every
+// path of a kernel.
+#include "bench/kernels/cases.h"
+
+namespace logitd::bench {
+namespace {
+
+using enum DType;
+using enum HeadOp;
+
+constexpr Anchor Within(double goal_us) { return {.goal_us = goal_us}; }
+constexpr Anchor Share(double goal_share) { return {.goal_share = goal_share}; }
+
+// ---- softmax_topk ------------------------------------------------------------------------------
+
+// `row_stride` 0: packed.
+constexpr TopKCase TopK(int64_t rows, int64_t vocab, DType dtype, int32_t k,
+                        int64_t row_stride = 0) {
+  return {rows, vocab, dtype, k, row_stride == 0 ? vocab : row_stride};
+}
+
+constexpr Entry kCudaTopK[] = {
+    {"classic: GPT-2 vocabulary, rows packed so that most are misaligned",
+     TopK(8192, 50257, kF32, 10),
+     {"torch softmax+topk", 6191, 420, 0.90}},
+    {"classic, rows padded to 16 bytes as the server lays them",
+     TopK(8192, 50257, kF32, 10, /*row_stride=*/50260),
+     {"torch softmax+topk", 6191, 420, 0.90}},
+    {"decode, large batch",
+     TopK(512, 131072, kF32, 64),
+     {"FlashInfer top-k + softmax", 430, 70, 0.85}},
+    {"decode, large batch, bf16",
+     TopK(512, 131072, kBF16, 64),
+     {"FlashInfer top-k + softmax", 476, 38, 0.80}},
+    {"decode, large batch, f16", TopK(512, 131072, kF16, 64)},
+    {"large K",
+     TopK(512, 131072, kF32, 1024),
+     {"CUB batched top-k (no softmax, unsorted)", 332, 90, 0.65}},
+    {"scoring, small K", TopK(2048, 131072, kF32, 10), {"FlashInfer top-k + softmax", 1602, 275}},
+    {"decode, medium batch",
+     TopK(64, 131072, kF32, 64),
+     {"CUB batched top-k (no softmax, unsorted)", 49, 14}},
+    {"decode, medium batch, bf16", TopK(64, 131072, kBF16, 64)},
+    {"decode, one row",
+     TopK(1, 131072, kF32, 64),
+     {"CUB batched top-k (no softmax, unsorted)", 21, 8}},
+    {"decode, one row, bf16", TopK(1, 131072, kBF16, 64)},
+    {"classifier head: many short rows",
+     TopK(65536, 1000, kF32, 10),
+     {"torch softmax+topk", 2338, 70}},
+    {"short rows, packed off alignment", TopK(65536, 1001, kF32, 10)},
+    {"rows of 4096", TopK(16384, 4096, kF32, 50)},
+    {"between one wave and two", TopK(300, 131072, kF32, 64)},
+    {"longest rows", TopK(64, 1 << 20, kF32, 64)},
+    {"K above the pool: sorted", TopK(64, 131072, kF32, 131072)},
+};
+
+constexpr Entry kCpuTopK[] = {
+    {"decode, medium batch", TopK(64, 131072, kF32, 64), Share(0.70)},
+    {"decode, medium batch, bf16", TopK(64, 131072, kBF16, 64)},
+    {"decode, medium batch, f16", TopK(64, 131072, kF16, 64)},
+    {"decode, one row", TopK(1, 131072, kF32, 64)},
+    {"GPT-2 vocabulary", TopK(512, 50257, kF32, 10)},
+    {"large K", TopK(64, 131072, kF32, 1024)},
+    {"short rows", TopK(32768, 1000, kF32, 10)},
+};
+
+// ---- sample ------------------------------------------------------------------------------------
+
+constexpr SampleRow Asking(float temperature, int32_t top_k, float top_p, int32_t top_logprobs) {
+  return {.active = 1,
+          .temperature = temperature,
+          .top_k = top_k,
+          .top_p = top_p,
+          .repetition = 1.1f,  // for rows with a history
+          .top_logprobs = top_logprobs};
+}
+
+constexpr SampleCase Sample(int64_t rows, DType dtype, SampleRow row, int32_t history = 0,
+                            bool mask = false) {
+  return {rows, 131072, dtype, row, history, mask};
+}
+
+// What frontends send, one option at a time and together. For both backends.
+constexpr Entry kSampleEntries[] = {
+    {"top-k 50, top-p 0.9", Sample(64, kF32, Asking(1, 50, 0.9f, 0))},
+    {"top-k 50, top-p 0.9, bf16", Sample(64, kBF16, Asking(1, 50, 0.9f, 0))},
+    {"with temperature, 20 top log-probs", Sample(64, kF32, Asking(0.8f, 64, 0.9f, 20))},
+    {"with history 4096, mask",
+     Sample(64, kF32, Asking(0.8f, 64, 0.9f, 20), /*history=*/4096, /*mask=*/true)},
+    {"greedy", Sample(64, kF32, Asking(0, 0, 1, 0))},
+    {"unfiltered", Sample(64, kF32, Asking(1, 0, 1, 0))},
+    {"unfiltered, temperature 0.8", Sample(64, kF32, Asking(0.8f, 0, 1, 0))},
+    {"top-p 0.9 alone, flat row", Sample(64, kF32, Asking(1, 0, 0.9f, 0))},
+    {"top-k 50, top-p 0.9, one row", Sample(1, kF32, Asking(1, 50, 0.9f, 0))},
+    {"with temperature, 20 top log-probs", Sample(1, kF32, Asking(0.8f, 64, 0.9f, 20))},
+    {"with temperature, 20 top log-probs", Sample(512, kF32, Asking(0.8f, 64, 0.9f, 20))},
+    {"with history 4096, mask",
+     Sample(512, kF32, Asking(0.8f, 64, 0.9f, 20), /*history=*/4096, /*mask=*/true)},
+    {"unfiltered", Sample(512, kF32, Asking(1, 0, 1, 0))},
+    {"top-p 0.9 alone, flat row", Sample(512, kF32, Asking(1, 0, 0.9f, 0))},
+};
+
+// ---- attention_softmax -------------------------------------------------------------------------
+
+constexpr AttentionWindow kCausal = {.left = AttentionWindow::kUnbounded, .right = 0};
+
+constexpr AttentionCase Scores(int64_t heads, int64_t length, DType dtype,
+                               AttentionWindow window = {}, MaskKind mask = MaskKind::kNone) {
+  return {1, heads, length, length, dtype, window, mask};
+}
+
+constexpr AttentionCase ScoresBackward(int64_t heads, int64_t length, DType dtype,
+                                       AttentionWindow window = {}) {
+  return {1, heads, length, length, dtype, window, MaskKind::kNone, /*backward=*/true};
+}
+
+constexpr Entry kCudaAttention[] = {
+    // What peers were measured at.
+    {"causal, decode batch", Scores(32, 128, kBF16, kCausal), Within(6)},
+    {"causal", Scores(32, 512, kBF16, kCausal), {"torch.compile", 18, 8}},
+    {"causal", Scores(32, 1024, kBF16, kCausal), {"torch.compile", 44, 27}},
+    {"causal", Scores(32, 2048, kBF16, kCausal), {"torch.compile", 365, 105}},
+    {"causal", Scores(32, 4096, kBF16, kCausal), {"torch.compile", 1436, 415, 0.90}},
+    {"causal", Scores(8, 8192, kBF16, kCausal), {"eager", 33638, 420, 0.90}},
+    {"causal", Scores(8, 16384, kBF16, kCausal), {"Apex, Megatron", 21582, 1700, 0.90}},
+    // A gigabyte and more of each form.
+    {"causal", Scores(1024, 512, kBF16, kCausal), Share(0.80)},
+    {"causal", Scores(256, 1024, kBF16, kCausal), Share(0.90)},
+    {"causal", Scores(64, 2048, kBF16, kCausal), Share(0.90)},
+    {"causal", Scores(2, 32768, kBF16, kCausal)},
+    {"causal", Scores(1, 65536, kBF16, kCausal), Share(0.80)},
+    {"window of 256", Scores(32, 4096, kBF16, {255, 0})},
+    {"unmasked", Scores(65536, 64, kBF16), Share(0.92)},
+    {"unmasked", Scores(16384, 128, kBF16), Share(0.92)},
+    {"unmasked", Scores(1024, 512, kBF16), Share(0.92)},
+    {"unmasked", Scores(256, 1024, kBF16), Share(0.92)},
+    {"unmasked", Scores(32, 4096, kBF16), Share(0.92)},
+    {"unmasked", Scores(4, 16384, kBF16), Share(0.92)},
+    {"unmasked, long rows", AttentionCase{1, 1, 16384, 65536, kBF16}, Share(0.92)},
+    {"unmasked, long rows", AttentionCase{1, 1, 8192, 131072, kBF16}},
+    {"unmasked, longest rows", AttentionCase{1, 1, 1024, 1 << 20, kBF16}},
+    {"unmasked, rows off alignment", Scores(256, 1023, kBF16)},
+    {"causal, rows off alignment", Scores(16, 4097, kBF16, kCausal)},
+    {"bool mask", Scores(256, 1024, kBF16, {}, MaskKind::kBool), Share(0.85)},
+    {"bool mask", Scores(32, 4096, kBF16, {}, MaskKind::kBool), Share(0.85)},
+    {"bool mask", Scores(4, 16384, kBF16, {}, MaskKind::kBool), Share(0.85)},
+    {"additive mask", Scores(32, 4096, kBF16, {}, MaskKind::kAdditive)},
+    {"causal, f16", Scores(32, 4096, kF16, kCausal), Share(0.90)},
+    {"causal, f32", Scores(512, 512, kF32, kCausal), Share(0.80)},
+    {"causal, f32", Scores(128, 1024, kF32, kCausal), Share(0.90)},
+    {"causal, f32", Scores(16, 4096, kF32, kCausal), Share(0.90)},
+    {"causal, f32", Scores(2, 16384, kF32, kCausal), Share(0.90)},
+    {"unmasked, f32", Scores(16, 4096, kF32), Share(0.92)},
+    {"bool mask, f32", Scores(16, 4096, kF32, {}, MaskKind::kBool), Share(0.85)},
+    {"backward", ScoresBackward(65536, 64, kBF16), {"Apex", 372, 0, 0.88}},
+    {"backward", ScoresBackward(256, 1024, kBF16), Share(0.88)},
+    {"backward", ScoresBackward(16, 4096, kBF16), {"Apex", 766, 0, 0.88}},
+    {"backward", ScoresBackward(8, 16384, kBF16), {"Apex", 22267, 0, 0.88}},
+    {"backward, causal", ScoresBackward(256, 1024, kBF16, kCausal), Share(0.88)},
+    {"backward, causal", ScoresBackward(16, 4096, kBF16, kCausal), Share(0.88)},
+    {"backward, causal", ScoresBackward(4, 16384, kBF16, kCausal), Share(0.88)},
+    {"backward, f32", ScoresBackward(16, 4096, kF32), Share(0.88)},
+    {"backward, rows off alignment", ScoresBackward(256, 1023, kBF16)},
+};
+
+constexpr Entry kCpuAttention[] = {
+    {"unmasked", Scores(16, 1024, kF32)},
+    {"unmasked, bf16", Scores(16, 1024, kBF16)},
+    {"unmasked, f16", Scores(16, 1024, kF16)},
+    {"causal", Scores(16, 1024, kF32, kCausal)},
+    {"causal, bf16", Scores(16, 1024, kBF16, kCausal)},
+    {"window of 256", Scores(16, 1024, kBF16, {255, 0})},
+    {"bool mask", Scores(16, 1024, kBF16, {}, MaskKind::kBool)},
+    {"additive mask", Scores(16, 1024, kBF16, {}, MaskKind::kAdditive)},
+    {"short rows", AttentionCase{64, 16, 64, 64, kBF16, kCausal}},
+    {"odd rows", Scores(16, 1001, kBF16, kCausal)},
+    {"long rows", AttentionCase{1, 1, 128, 131072, kBF16}},
+    {"longest rows, f32", AttentionCase{1, 1, 16, 1 << 20, kF32}},
+    {"backward, causal", ScoresBackward(16, 1024, kF32, kCausal)},
+    {"backward, causal, bf16", ScoresBackward(16, 1024, kBF16, kCausal)},
+    {"backward, long rows, bf16",
+     AttentionCase{1, 1, 128, 131072, kBF16, {}, MaskKind::kNone, /*backward=*/true}},
+};
+
+// ---- cross_entropy -----------------------------------------------------------------------------
+
+constexpr CrossEntropyCase Losses(int64_t rows, int64_t vocab, DType dtype,
+                                  CrossEntropyRow row = {}) {
+  row.active = 1;
+  row.temperature = 1;
+  return {rows, vocab, dtype, row};
+}
+
+constexpr CrossEntropyCase LossesBackward(int64_t rows, int64_t vocab, DType dtype,
+                                          CrossEntropyRow row = {}) {
+  CrossEntropyCase c = Losses(rows, vocab, dtype, row);
+  c.backward = true;
+  return c;
+}
+
+constexpr Entry kCudaCrossEntropy[] = {
+    // What peers were measured at.
+    {"training", Losses(8192, 32000, kBF16), {"torch.compile", 367, 0, 0.91}},
+    {"training", Losses(8192, 128256, kBF16), {"torch.compile", 1324, 0, 0.91}},
+    {"training", Losses(4096, 256000, kBF16), {"torch.compile", 1240, 0, 0.91}},
+    {"backward", LossesBackward(8192, 32000, kBF16), Share(0.91)},
+    {"backward", LossesBackward(8192, 128256, kBF16), Share(0.91)},
+    {"backward", LossesBackward(4096, 256000, kBF16), Share(0.91)},
+    {"f32", Losses(4096, 128256, kF32), Share(0.91)},
+    {"f16", Losses(8192, 128256, kF16), Share(0.91)},
+    {"rows off alignment", Losses(8192, 50257, kBF16)},
+    {"backward, rows off alignment", LossesBackward(8192, 50257, kBF16)},
+    {"rank", Losses(8192, 128256, kBF16, {.want = kWantRank})},
+    {"rank, entropy, 5 tops",
+     Losses(8192, 128256, kBF16, {.top_logprobs = 5, .want = kWantRank | kWantEntropy})},
+    {"label smoothing", Losses(8192, 128256, kBF16, {.label_smoothing = 0.1f})},
+    {"softcap", Losses(8192, 128256, kBF16, {.softcap = 30})},
+    {"backward, softcap", LossesBackward(8192, 128256, kBF16, {.softcap = 30})},
+    {"scoring, few rows", Losses(64, 128256, kBF16)},
+    {"scoring, one row", Losses(1, 128256, kBF16)},
+    {"short rows", Losses(65536, 1000, kBF16)},
+};
+
+constexpr Entry kCpuCrossEntropy[] = {
+    {"loss alone", Losses(64, 131072, kF32)},
+    {"loss alone, bf16", Losses(64, 131072, kBF16)},
+    {"with rank, entropy, 20 top log-probs",
+     Losses(64, 131072, kF32, {.top_logprobs = 20, .want = kWantRank | kWantEntropy})},
+    {"label smoothing", Losses(64, 131072, kF32, {.label_smoothing = 0.1f})},
+    {"softcap", Losses(64, 131072, kF32, {.softcap = 30})},
+    {"softcap, rank", Losses(64, 131072, kBF16, {.softcap = 30, .want = kWantRank})},
+    {"loss alone, one row", Losses(1, 131072, kF32)},
+    {"short rows", Losses(32768, 1000, kF32)},
+    {"backward", LossesBackward(64, 131072, kF32)},
+    {"backward, bf16", LossesBackward(64, 131072, kBF16)},
+    {"backward, softcap", LossesBackward(64, 131072, kF32, {.softcap = 30})},
+};
+
+// ---- heads -------------------------------------------------------------------------------------
+
+constexpr Entry kCudaHead[] = {
+    // What peers were measured at; goal shares are of the product.
+    {"training",
+     HeadCase{kCrossEntropy, 4096, 4096, 128256, kBF16},
+     {"Liger native", 6750, 6500, 0.90}},
+    {"training",
+     HeadCase{kCrossEntropy, 16384, 4096, 128256, kBF16},
+     {"torch.compile", 28300, 26400, 0.90}},
+    {"training",
+     HeadCase{kCrossEntropy, 8192, 2048, 256000, kBF16},
+     {"Liger native", 13900, 13300, 0.90}},
+    {"scoring, few rows",
+     HeadCase{kCrossEntropy, 256, 4096, 128256, kBF16},
+     {"torch.compile", 498, 450}},
+    {"scoring, few rows", HeadCase{kCrossEntropy, 128, 4096, 128256, kBF16}},
+    {"scoring, few rows", HeadCase{kCrossEntropy, 64, 4096, 128256, kBF16}},
+    {"scoring, one row", HeadCase{kCrossEntropy, 1, 4096, 128256, kBF16}},
+    {"forward and backward",
+     HeadCase{kTraining, 4096, 4096, 128256, kBF16},
+     {"torch.compile", 20000, 20000}},
+    {"forward, then backward: f16", HeadCase{kTraining, 4096, 4096, 128256, kF16}},
+    {"decode", HeadCase{kSample, 1, 4096, 128256, kBF16}, Within(280)},
+    {"decode", HeadCase{kSample, 8, 4096, 128256, kBF16}, Within(280)},
+    {"decode", HeadCase{kSample, 32, 4096, 128256, kBF16}, Within(280)},
+    {"decode", HeadCase{kSample, 64, 4096, 128256, kBF16}, Within(280)},
+    {"decode", HeadCase{kSample, 128, 4096, 128256, kBF16}},
+    {"decode", HeadCase{kSample, 256, 4096, 128256, kBF16}},
+    {"decode, f16", HeadCase{kSample, 64, 4096, 128256, kF16}},
+    {"decode, f32", HeadCase{kSample, 64, 4096, 128256, kF32}},
+    {"top 20", HeadCase{kTopK, 64, 4096, 128256, kBF16}},
+};
+
+// Within 1.5 times the product's time.
+constexpr Anchor kNearProduct = Share(1 / 1.5);
+constexpr Entry kCpuHead[] = {
+    {"scoring", HeadCase{kCrossEntropy, 256, 4096, 32000, kF32}, kNearProduct},
+    {"scoring, bf16", HeadCase{kCrossEntropy, 256, 4096, 32000, kBF16}, kNearProduct},
+    {"scoring, f16", HeadCase{kCrossEntropy, 256, 4096, 32000, kF16}, kNearProduct},
+    {"large batch, bf16", HeadCase{kCrossEntropy, 1024, 2048, 32000, kBF16}, kNearProduct},
+    {"small model", HeadCase{kCrossEntropy, 256, 512, 50257, kF32}, kNearProduct},
+    {"decode, bf16", HeadCase{kCrossEntropy, 64, 4096, 32000, kBF16}, kNearProduct},
+    {"one row", HeadCase{kCrossEntropy, 1, 4096, 32000, kF32}, kNearProduct},
+    {"one row, bf16", HeadCase{kCrossEntropy, 1, 4096, 32000, kBF16}, kNearProduct},
+    {"training", HeadCase{kTraining, 256, 2048, 32000, kF32}},
+    {"training, bf16", HeadCase{kTraining, 256, 2048, 32000, kBF16}},
+};
+
+}  // namespace
+
+std::vector<absl::Span<const Entry>> CpuEntries() {
+  return {kCpuTopK, kSampleEntries, kCpuAttention, kCpuCrossEntropy, kCpuHead};
+}
+
+std::vector<absl::Span<const Entry>> CudaEntries() {
+  return {kCudaTopK, kSampleEntries, kCudaAttention, kCudaCrossEntropy, kCudaHead};
+}
+
+}  // namespace logitd::bench

@@ -1,0 +1,96 @@
+// sample, draw: a token from the list that the filters left, or from the whole row: then a cell by
+// the sketch's sums, and a token of that cell.
+#if defined(LOGITD_KERNELS_CPU_SAMPLING_DRAW_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef LOGITD_KERNELS_CPU_SAMPLING_DRAW_INL_H_
+#undef LOGITD_KERNELS_CPU_SAMPLING_DRAW_INL_H_
+#else
+#define LOGITD_KERNELS_CPU_SAMPLING_DRAW_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/rows/sketch-inl.h"
+#include "kernels/cpu/sampling/filter-inl.h"
+#include "kernels/cpu/sampling/sample_row.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace logitd::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+struct Drawn {
+  int32_t token;
+  Support support;
+};
+
+inline Drawn DrawListed(const Candidates& from, uint64_t bits, float max, float temperature) {
+  const uint64_t total = from.Total();
+  const uint64_t target = DrawTarget(bits, total);
+  uint64_t mass = 0;
+  int64_t i = -1;
+  while (mass <= target) mass += from.Weight(++i);
+  return {.token = KeyIndex(from.keys[i]),
+          .support = from.SupportOf(total, max, std::max(temperature, kLeastTemperature))};
+}
+
+// The weights of cell c against the cell's own maximum.
+template <typename T>
+void CellWeights(const T* logits, const Row& row, int64_t c, const Exponent& e, float* weights) {
+  const DF d;
+  HWY_ALIGN T padded[kCellElements];
+  const T* cell = CellAt(logits, row.vocab, c, padded);
+  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
+    hn::Store(LoadF32(d, cell + i), d, weights + i);
+  }
+  Exponentials(weights, kCellElements, row.sketch.max[c], e);
+}
+
+// A draw from the whole row: a cell, then a token of it. The sketch is at the row's temperature.
+inline Drawn DrawUnfiltered(const Row& row, const SampleRow& ask, uint64_t bits, float max,
+                            SampleScratch& scratch) {
+  const Exponent e = MakeExponent(ask.temperature);
+  const double total = CellPrefix(row, max, e, scratch);
+  const double* prefix = scratch.prefix.Get(0);
+  // Less than the total, so some cell's prefix exceeds it, and the first that does has mass.
+  const double reach = static_cast<double>(bits >> 11) * 0x1p-53 * total;
+  int64_t c = 0;
+  while (prefix[c] <= reach) ++c;
+  const double before = c == 0 ? 0 : prefix[c - 1];
+
+  HWY_ALIGN float weights[kCellElements];
+  AsType(row.dtype, row.logits,
+         [&](const auto* logits) { CellWeights(logits, row, c, e, weights); });
+  const uint64_t sum = FixedSum(weights, kCellElements);
+  const double part = (reach - before) / (prefix[c] - before);
+  const uint64_t target = std::min(static_cast<uint64_t>(part * static_cast<double>(sum)), sum - 1);
+  uint64_t mass = 0;
+  int64_t i = -1;
+  while (mass <= target) mass += FixedWeight(weights[++i]);
+  return {.token = static_cast<int32_t>(c * kCellElements + i),
+          .support = {.last = kLowestKey,
+                      .max = max,
+                      .temperature = std::max(ask.temperature, kLeastTemperature),
+                      .log_sum = std::log(total)}};
+}
+
+// The highest logit, the lowest index of equals.
+inline Drawn DrawGreedy(const Row& row, float max) {
+  uint64_t key = kLowestKey;
+  Pick(row, max, 1, &key);
+  return {.token = KeyIndex(key),
+          .support = {.last = key, .max = max, .temperature = 1, .log_sum = 0}};
+}
+
+// A token of the row, whose maximum after edits is `max`.
+inline Drawn Draw(const Row& row, const SampleRow& ask, float max, SampleScratch& scratch) {
+  if (ask.temperature == 0) return DrawGreedy(row, max);
+  const uint64_t bits = UniformBits(ask.seed, ask.position);
+  if (!IsFiltered(ask, row.vocab)) return DrawUnfiltered(row, ask, bits, max, scratch);
+  return DrawListed(ListFiltered(row, ask, max, scratch), bits, max, ask.temperature);
+}
+
+}  // namespace logitd::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

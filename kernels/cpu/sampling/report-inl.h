@@ -1,0 +1,97 @@
+// sample, report: the answers of a row. Top tokens and the rank come from the sketch of the mode's
+// logits; groups that hold nothing large enough are not looked at.
+#if defined(LOGITD_KERNELS_CPU_SAMPLING_REPORT_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef LOGITD_KERNELS_CPU_SAMPLING_REPORT_INL_H_
+#undef LOGITD_KERNELS_CPU_SAMPLING_REPORT_INL_H_
+#else
+#define LOGITD_KERNELS_CPU_SAMPLING_REPORT_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/rows/sketch-inl.h"
+#include "kernels/cpu/sampling/draw-inl.h"
+#include "kernels/cpu/sampling/edit-inl.h"
+#include "kernels/cpu/sampling/sample_row.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace logitd::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// The answers of a row without a token.
+inline void Refuse(const SampleArgs& args, int64_t r, RowStatus status) {
+  const SampleRow& ask = args.rows[r];
+  args.status[r] = status;
+  args.tokens[r] = -1;
+  args.logprobs[r] = -kInf;
+  args.ranks[r] = 0;
+  std::fill_n(args.top_ids + ask.first_top_entry, ask.top_logprobs, -1);
+  std::fill_n(args.top_logprobs + ask.first_top_entry, ask.top_logprobs, -kInf);
+  std::fill_n(args.extra_logprobs + ask.first_extra_entry, ask.extra_count, -kInf);
+}
+
+// A row that has been read and has something to draw.
+struct OpenRow {
+  Rows rows;
+  Support raw;
+  float max;  // after bias, penalties and mask
+};
+
+// Reads row r and writes its logsumexp. False: there is nothing to draw, and its answers are
+// written.
+inline bool Open(const SampleArgs& args, int64_t r, SampleScratch& scratch, OpenRow& opened) {
+  opened.rows = ReadRow(args, r, scratch);
+  const Peak raw_peak = FindPeak(opened.rows.raw);
+  if (HWY_UNLIKELY(raw_peak.nan_cell >= 0)) {
+    args.logsumexp[r] = std::numeric_limits<float>::quiet_NaN();
+    Refuse(args, r, {RowCode::kNanLogit, FirstNan(opened.rows.raw, raw_peak.nan_cell)});
+    return false;
+  }
+  opened.raw = {.last = kLowestKey, .max = raw_peak.max, .temperature = 1, .log_sum = 0};
+  args.logsumexp[r] = raw_peak.max;
+  if (raw_peak.max > -kInf) {
+    opened.raw.log_sum = std::log(double{TotalSum(opened.rows.raw, raw_peak.max, MakeExponent(1))});
+    args.logsumexp[r] = static_cast<float>(raw_peak.max + opened.raw.log_sum);
+  }
+  opened.max = FindPeak(opened.rows.processed).max;
+  if (HWY_LIKELY(opened.max > -kInf)) return true;
+  Refuse(args, r, {RowCode::kEmptySupport, -1});
+  return false;
+}
+
+// Writes all answers of the row except its logsumexp.
+inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, const Drawn& drawn,
+                   SampleScratch& scratch) {
+  const SampleRow& ask = args.rows[r];
+  const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
+  const Row& row = is_raw ? opened.rows.raw : opened.rows.processed;
+  const Support& support = is_raw ? opened.raw : drawn.support;
+  const float x = Element(row, drawn.token);
+  args.status[r] = {RowCode::kOk, -1};
+  args.tokens[r] = drawn.token;
+  args.logprobs[r] = static_cast<float>(support.Logprob(x, drawn.token));
+  args.ranks[r] = static_cast<int32_t>(1 + CountBefore(row, x, drawn.token));
+  if (ask.top_logprobs > 0) {
+    uint64_t* keys = scratch.keys.Get(row.vocab);
+    TopKeys(row, ask.top_logprobs, support.max, -kInf, keys, scratch.sorter);
+    for (int32_t i = 0; i < ask.top_logprobs; ++i) {
+      const int32_t id = KeyIndex(keys[i]);
+      args.top_ids[ask.first_top_entry + i] = id;
+      args.top_logprobs[ask.first_top_entry + i] =
+          static_cast<float>(support.Logprob(KeyLogit(keys[i]), id));
+    }
+  }
+  for (int32_t i = 0; i < ask.extra_count; ++i) {
+    const int32_t id = args.extra_ids[ask.first_extra + i];
+    args.extra_logprobs[ask.first_extra_entry + i] =
+        static_cast<float>(support.Logprob(Element(row, id), id));
+  }
+}
+
+}  // namespace logitd::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

@@ -1,0 +1,84 @@
+// attention_softmax of rows of up to 1024 keys: 4 to 32 lanes hold a row. attention_softmax.cu has
+// the cost, the limits and the measurements.
+#include <algorithm>
+
+#include "kernels/cuda/attention/forward.cuh"
+
+namespace logitd::cuda::attention {
+namespace {
+
+// kLanes lanes hold a row, and each lane a part of kRows rows.
+template <class In, class Out, Form kForm, int kLanes, int kCount, int kRows>
+__global__ void __launch_bounds__(kLanesThreads, kLanesResident)
+    LanesKernel(const __grid_constant__ Params p) {
+  constexpr int kGroups = 32 / kLanes;
+  using Vectors = ForwardVectors<In, Out, kForm, kLanes, kCount>;
+  const int lane = threadIdx.x % 32;
+  const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + threadIdx.x / 32;
+  const uint32_t first_row = warp * kGroups * kRows + lane / kLanes;
+  const Vectors vectors{lane % kLanes * Vectors::E};
+  ForwardRow rows[kRows];
+  typename Vectors::Raw raw[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    rows[r] = ForwardRowAt<kForm>(p, first_row + r * kGroups);
+    vectors.Load(p, rows[r], raw[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    vectors.WriteUnseen(p.rows, rows[r], p.probs.Row<Out>(rows[r].index));
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const ForwardRow& row = rows[r];
+    float x[Vectors::kHeld];
+    const float max = vectors.Logits(p, row, raw[r], x);
+    Part all{.max = fmaxf(LanesMax<kLanes>(max), row.sink)};
+    const ExpFrom from(all.max);
+    all.sum = LanesSum<kLanes>(vectors.Exponentials(from, row, x));
+    if (__any_sync(kFullWarp, isnan(all.sum))) {
+      all.nan_key = LanesMin<kLanes>(vectors.NanKey(row, x));
+      if (isnan(all.sum)) vectors.SetNan(p, row, x);
+    }
+    if (p.sinks != nullptr) all.sum += from(row.sink);
+    vectors.Store(p, row, x, WeightOf(all));
+    if (row.in_pass && lane % kLanes == 0) WriteRow(p, first_row + r * kGroups, from, all);
+  }
+}
+
+// Elements that a lane holds of all its rows.
+template <class In, class Out, Form kForm>
+constexpr int kLaneHeld = kForm == Form::kWhole&& kElements<In, Out> == 8 ? 32 : 16;
+
+// kHeld: elements of one row that a lane holds.
+template <class In, class Out, Form kForm, int kLanes, int kHeld>
+cudaError_t Launch(const Params& p, cudaStream_t stream) {
+  constexpr int kRows = std::max(1, kLaneHeld<In, Out, kForm> / kHeld);
+  return LaunchLanes<kLanes, kRows>(
+      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
+}
+
+struct Variant {
+  int64_t max_keys;
+  cudaError_t (*launch)(const Params&, cudaStream_t);
+};
+
+template <class In, class Out, Form kForm>
+constexpr Variant kVariants[] = {
+    {64, &Launch<In, Out, kForm, 4, 16>},
+    {128, &Launch<In, Out, kForm, 4, 32>},
+    {256, &Launch<In, Out, kForm, 8, 32>},
+    {512, &Launch<In, Out, kForm, 16, 32>},
+    {kMaxNarrowKeys, &Launch<In, Out, kForm, 32, 32>},
+};
+
+}  // namespace
+
+cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream) {
+  return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
+    const Variant* variant = kVariants<In, Out, kForm>;
+    while (p.rows.keys > variant->max_keys) ++variant;
+    return variant->launch(p, stream);
+  });
+}
+
+}  // namespace logitd::cuda::attention

@@ -1,0 +1,145 @@
+// The threads that hold a row: sums over them, and how rows are dealt out to them.
+//
+// A warp holds neighbouring vectors, dealt out to the row's lanes in turns. How many warps a row
+// has depends on its length, its types and whether it has a mask or a window. So which element a
+// thread adds in which order depends only on the element's index, and a row's bits are the same at
+// any alignment and stride.
+#ifndef LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_
+#define LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_
+
+#include <cstdint>
+#include <limits>
+
+#include "kernels/cuda/attention/rows.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/rows/cluster.cuh"
+#include "kernels/cuda/rows/reductions.cuh"
+
+namespace logitd::cuda::attention {
+
+constexpr int kNoPosition = std::numeric_limits<int>::max();
+
+// ---- several rows in a warp --------------------------------------------------------------------
+
+constexpr int kLanesThreads = 128;
+constexpr int kLanesResident = 8;  // blocks per multiprocessor
+
+// Every lane gets the same bits: the butterfly combines the same pairs everywhere.
+template <int kLanes, class Op>
+__device__ inline auto LanesReduce(auto v, Op op) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    v = op(v, __shfl_xor_sync(kFullWarp, v, offset));
+  return v;
+}
+template <int kLanes>
+__device__ inline float LanesMax(float v) {
+  return LanesReduce<kLanes>(v, [](float a, float b) { return fmaxf(a, b); });
+}
+template <int kLanes>
+__device__ inline float LanesSum(float v) {
+  return LanesReduce<kLanes>(v, [](float a, float b) { return a + b; });
+}
+template <int kLanes>
+__device__ inline int LanesMin(int v) {
+  return LanesReduce<kLanes>(v, [](int a, int b) { return min(a, b); });
+}
+
+// The warps of a row that hold a key its query sees; warp 0 where it sees nothing.
+struct ActiveWarps {
+  int begin;
+  int end;
+
+  // `held`: elements that a warp holds.
+  __device__ ActiveWarps(const Seen& seen, int held)
+      : begin(seen.begin / held), end(max((seen.end + held - 1) / held, begin + 1)) {}
+  __device__ bool Has(int warp) const { return warp >= begin && warp < end; }
+};
+
+// Launches `kernel`, in which kLanes lanes hold a row, and each lane a part of kRows rows.
+template <int kLanes, int kRows, class Params>
+cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, cudaStream_t stream) {
+  return LaunchKernel(
+      kernel,
+      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows), .threads = kLanesThreads},
+      stream, p);
+}
+
+// ---- rows of blocks ----------------------------------------------------------------------------
+
+// The threads of a row that is longer than a warp holds.
+struct BlockPlan {
+  int threads;     // of a block
+  int blocks;      // of a row: a cluster
+  bool two_reads;  // the row does not fit into registers
+};
+
+constexpr int kMaxRowThreads = 1024;  // of a block
+constexpr int kMaxRowWarps = kMaxRowThreads / 32;
+
+// `per_thread`: elements that a thread holds. `spread`: the most threads of a block while there may
+// be more blocks. Several blocks of a multiprocessor hide each other's latencies.
+inline BlockPlan PlanBlocks(int64_t keys, int per_thread, bool clusters, int spread) {
+  const auto threads_at = [&](int blocks) {
+    return 32 * CeilDiv(keys, int64_t{32} * per_thread * blocks);
+  };
+  int blocks = 1;
+  while (clusters && blocks < kMaxClusterBlocks && threads_at(blocks) > spread) blocks *= 2;
+  const int64_t threads = threads_at(blocks);
+  const bool fits = threads <= kMaxRowThreads;
+  return {
+      .threads = fits ? static_cast<int>(threads) : spread, .blocks = blocks, .two_reads = !fits};
+}
+
+// Launches `kernel` with a cluster of plan.blocks blocks for each row.
+template <class Params>
+cudaError_t LaunchBlocks(void (*kernel)(Params), const BlockPlan& plan, const Params& p,
+                         cudaStream_t stream) {
+  return LaunchKernel(kernel,
+                      {.grid = dim3(p.rows.count * static_cast<unsigned>(plan.blocks)),
+                       .threads = plan.threads,
+                       .cluster = plan.blocks},
+                      stream, p);
+}
+
+// A thread's place among those of its row's blocks.
+template <bool kCluster>
+struct RowThread {
+  int blocks;
+  int warps;  // of the row
+  int warp;   // neighbours are in different blocks: a part of a row is work for all of them
+
+  __device__ RowThread() {
+    blocks = 1;
+    int block = 0;
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) {
+      asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+      asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+    }
+#endif
+    warps = blocks * static_cast<int>(blockDim.x / 32);
+    warp = static_cast<int>(threadIdx.x / 32) * blocks + block;
+  }
+  __device__ uint32_t Row() const { return blockIdx.x / blocks; }
+
+  // Writes the items of the warps whose `given` is true to `items` of every block of the row, by
+  // warp, and waits for all of them. It does not wait for warps that have ended.
+  template <class Item>
+  __device__ void Share(const Item& item, bool given, Item* items) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kCluster) {
+      ClusterWait();  // all blocks have begun: their memory is there
+      if (given && lane < blocks) *InBlock(items + warp, lane) = item;
+      ClusterArrive();
+      ClusterWait();
+    } else {
+      if (given && lane == 0) items[warp] = item;
+      __syncthreads();
+    }
+  }
+};
+
+}  // namespace logitd::cuda::attention
+
+#endif  // LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_

@@ -1,0 +1,51 @@
+// Which kernel serves a linear op: routes.cu has the table, which is the only place that decides.
+#ifndef LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_
+#define LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_
+
+#include <cstdint>
+
+#include "kernels/cuda/scratch.h"
+#include "kernels/head.h"
+#include "kernels/types.h"
+
+namespace logitd::cuda {
+
+enum class LinearOp : uint8_t {
+  kTokens,     // linear_topk, linear_sample
+  kLosses,     // linear_cross_entropy
+  kGradients,  // its backward
+  kTraining,   // both in one
+};
+
+enum class LinearKernel : uint8_t {
+  // The logits of a block of rows in scratch, then the op that takes logits.
+  kHopperLogits,  // hopper/logits.cu
+  kDecode,        // decode.cu
+  kProduct,       // cuBLASLt (product.h)
+  // Without logits of whole rows.
+  kHopperLosses,     // hopper/loss.cu
+  kBackward,         // backward.cu
+  kHopperTraining,   // training.cu, pass 1 by hopper/training.cu
+  kProductTraining,  // training.cu, pass 1 by cuBLASLt
+  kTwoOps,           // the routes of kLosses and kGradients, one after the other
+};
+
+struct LinearRoute {
+  LinearOp op;
+  // The route serves heads and devices with all of these.
+  bool (*dtype)(DType weight);
+  bool hopper;      // sm_90a
+  bool plain_head;  // neither bias nor softcap
+  LinearKernel kernel;
+  int block_rows;  // rows whose logits are made at once, fewer where scratch is small; 0: no logits
+  bool cublas_lt;  // it does not run without cuBLASLt
+};
+
+// The route of all calls of `op` with this head on this device. logits: only routes that make
+// logits.
+const LinearRoute& RouteOf(LinearOp op, const HeadView& head, const Scratch& device,
+                           bool logits = false);
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_

@@ -1,0 +1,205 @@
+// A warp's ring of cells that are being copied from device to shared memory.
+#ifndef LOGITD_KERNELS_CUDA_ROWS_RING_CUH_
+#define LOGITD_KERNELS_CUDA_ROWS_RING_CUH_
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/cuda/rows/cell.cuh"
+
+namespace logitd::cuda {
+
+// Copies 16 bytes into shared memory asynchronously. Only the first `valid` are read, the rest
+// become zero.
+__device__ inline void CopyAsync16(void* shared, const void* global, int valid) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+               : "memory");
+}
+__device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ inline void WaitAsync() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Cells of any alignment: whole lines of 128 bytes keep their place in the line, and the shift to
+// the element's border happens on the way into registers. Every call is made by the whole warp, and
+// there is one Pop for each Push.
+template <class T, int kStages>
+class CellRing {
+ public:
+  static constexpr int kBlocks = kCell / kVector<T>;  // of 16 bytes
+  static constexpr int kLineBlocks = 8;               // of a line
+  struct alignas(128) Storage {
+    uint4 slots[kStages][kBlocks + kLineBlocks];  // a misaligned cell touches one line more
+  };
+
+  __device__ CellRing(Storage& storage, int lane) : slots_(storage.slots), lane_(lane) {}
+
+  // Starts the copy of elements [0, count) from `first`, 1 <= count. Reads no block of 16 bytes in
+  // which there is none of them, and no byte beyond the last.
+  __device__ void Push(const T* first, int count) {
+    uint4* slot = slots_[push_] + lane_;
+    const int offset = InLine(first);
+    const char* base = reinterpret_cast<const char*>(first) - offset + 16 * lane_;
+    const int left =  // bytes from the lane's first block to the end of what is copied
+        offset + min(count, kCell) * static_cast<int>(sizeof(T)) - 16 * lane_;
+    if (count >= kCell) {
+      constexpr int kWhole = kBlocks / 32;
+      if (16 * lane_ + 15 >= offset) CopyAsync16(slot, base, 16);
+#pragma unroll
+      for (int v = 1; v < kWhole; ++v) CopyAsync16(slot + 32 * v, base + 512 * v, 16);
+      if (left > 512 * kWhole)
+        CopyAsync16(slot + 32 * kWhole, base + 512 * kWhole, min(16, left - 512 * kWhole));
+    } else {
+      if (16 * lane_ + 15 >= offset && left > 0) CopyAsync16(slot, base, min(16, left));
+#pragma unroll
+      for (int v = 1; v <= kBlocks / 32; ++v) {
+        if (left > 512 * v) CopyAsync16(slot + 32 * v, base + 512 * v, min(16, left - 512 * v));
+      }
+    }
+    PushNothing();
+  }
+
+  // As Push, in fewer instructions for rows whose last cell ends anywhere.
+  __device__ void PushShort(const T* first, int count) {
+    const int offset = InLine(first);
+    const char* base = reinterpret_cast<const char*>(first) - offset;
+    const unsigned bytes = offset + min(count, kCell) * static_cast<unsigned>(sizeof(T));
+    const int whole = static_cast<int>(bytes / 16) - lane_;  // blocks from the lane's first
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(slots_[push_])) + 16 * lane_;
+    if (whole > 0 && 16 * lane_ + 15 >= offset) CopyBlock<0>(to, base + 16 * lane_);
+    CopyBlocks(std::make_integer_sequence<int, kBlocks / 32>(), to, base + 16 * lane_, whole);
+    const int tail = static_cast<int>(bytes % 16);
+    if (tail != 0 && lane_ == 0)
+      CopyAsync16(slots_[push_] + bytes / 16, base + (bytes - tail), tail);
+    PushNothing();
+  }
+
+  // Takes a turn without copying.
+  __device__ void PushNothing() {
+    CommitAsync();
+    push_ = push_ + 1 == kStages ? 0 : push_ + 1;
+  }
+
+  // Waits for the oldest of kStages cells and loads it. Places from `count` on are -inf.
+  __device__ void Pop(const T* first, int count, LaneCell<T>& x) {
+    WaitAsync<kStages - 1>();
+    char* cell = reinterpret_cast<char*>(slots_[pop_]) + InLine(first);
+    if (count < kCell) {
+      __syncwarp();
+#pragma unroll 1
+      for (int i = count + lane_; i < kCell; i += 32)
+        reinterpret_cast<T*>(cell)[i] = static_cast<T>(-kInfinity);
+    }
+    __syncwarp();
+    const int misaligned = InLine(first) % 16;
+    const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane_;
+    if (misaligned == 0) {
+      x.Read(blocks);
+    } else {
+      switch (misaligned / 4) {
+        case 0:
+          ReadMisaligned<0>(blocks, misaligned, x);
+          break;
+        case 1:
+          ReadMisaligned<1>(blocks, misaligned, x);
+          break;
+        case 2:
+          ReadMisaligned<2>(blocks, misaligned, x);
+          break;
+        default:
+          ReadMisaligned<3>(blocks, misaligned, x);
+      }
+    }
+    FreeSlot();
+  }
+
+  // As Pop, with one way to read misaligned words, which leaves aligned ones in the registers they
+  // came to: fewer instructions and registers, more shared memory cycles where misaligned.
+  __device__ void PopShort(const T* first, int count, LaneCell<T>& x) {
+    if constexpr (sizeof(T) != 4) {
+      Pop(first, count, x);
+    } else {
+      WaitAsync<kStages - 1>();
+      char* cell = reinterpret_cast<char*>(slots_[pop_]) + InLine(first);
+      __syncwarp();
+      uint32_t* words = reinterpret_cast<uint32_t*>(cell);
+#pragma unroll 1
+      for (int i = count + lane_; i < kCell; i += 32) words[i] = __float_as_uint(-kInfinity);
+      __syncwarp();
+      LoadCell(reinterpret_cast<const float*>(words), lane_, x);
+      FreeSlot();
+    }
+  }
+
+  // The cell that the last Pop loaded from `first`, in shared memory: of any alignment, and the
+  // warp's until the next Push.
+  __device__ T* Cell(const T* first) {
+    char* slot = reinterpret_cast<char*>(slots_[pop_ == 0 ? kStages - 1 : pop_ - 1]);
+    return reinterpret_cast<T*>(slot + InLine(first));
+  }
+
+ private:
+  // Copies the lane's block v. The address in shared memory is computed once for all v.
+  template <int v>
+  __device__ static void CopyBlock(uint32_t to, const char* from) {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(from),
+                 "n"(512 * v)
+                 : "memory");
+  }
+  template <int... v>
+  __device__ static void CopyBlocks(std::integer_sequence<int, v...>, uint32_t to, const char* from,
+                                    int whole) {
+    ((whole > 32 * (v + 1) ? CopyBlock<v + 1>(to, from) : void()), ...);
+  }
+
+  // Reads elements that begin in word kWord of a block: the block's words from there on, and the
+  // first words of the next block. Loads are as wide as stays within a block.
+  template <int kWord>
+  __device__ static void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
+    constexpr int kNeeded = sizeof(T) == 4 ? 4 : 5;
+#pragma unroll
+    for (int v = 0; v < kBlocks / 32; ++v) {
+      uint32_t words[8];
+#pragma unroll
+      for (int w = kWord; w < kWord + kNeeded; ++w) {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(blocks + 32 * v) + w;
+        if (w % 2 == 0 && w + 1 < kWord + kNeeded) {
+          const uint2 two = *reinterpret_cast<const uint2*>(from);
+          words[w] = two.x;
+          words[w + 1] = two.y;
+        } else if (w % 2 == 0 || w == kWord) {
+          words[w] = *from;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x.words[4 * v + i] = sizeof(T) == 4
+                                 ? words[kWord + i]
+                                 : __funnelshift_r(words[kWord + i], words[kWord + i + 1],
+                                                   static_cast<uint32_t>(misaligned % 4 * 8));
+      }
+    }
+  }
+
+  // Ends a Pop: the slot may be copied into again.
+  __device__ void FreeSlot() {
+    pop_ = pop_ + 1 == kStages ? 0 : pop_ + 1;
+    __syncwarp();
+  }
+
+  // Place of an address in its line of 128 bytes.
+  __device__ static int InLine(const T* p) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 127);
+  }
+
+  uint4 (&slots_)[kStages][kBlocks + kLineBlocks];
+  const int lane_;
+  int push_ = 0;
+  int pop_ = 0;
+};
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_ROWS_RING_CUH_

@@ -1,0 +1,311 @@
+// sample, the draw: one token of a row, by the integer weights of what the filters leave.
+//
+// Every sum that decides is of integers, or in one order fixed by the row.
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_DRAW_ROW_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_DRAW_ROW_CUH_
+
+#include "kernels/cuda/sampling/nucleus.cuh"
+#include "kernels/cuda/sampling/sample_row.cuh"
+#include "kernels/cuda/sampling/weights.cuh"
+
+namespace logitd::cuda {
+
+// ---- by cells ----------------------------------------------------------------------------------
+
+// The lowest token of elements [begin, end) of the row, at most a cell, with a sum of weigh(x, i)
+// up to it of more than target. By one warp.
+template <class Row, class Weigh>
+__device__ __forceinline__ int TokenOfCell(const Row& row, int begin, int end, uint64_t target,
+                                           Weigh weigh) {
+  const PrefixEnd token =
+      FindPrefixEnd(begin, end, 0, target + 1, [&](int i) { return weigh(row[i], i); });
+  return token.index < 0 ? end - 1 : token.index;
+}
+
+// The sum of weigh(x, i) over a lane's part of the cell at `first`, added up over the warp. A token
+// beyond the row has x = -inf, and must weigh 0.
+template <class Element, class Weigh>
+__device__ __forceinline__ uint64_t SumOfCell(const LaneCell<Element>& x, int first, Weigh weigh) {
+  uint64_t sum = 0;
+#pragma unroll
+  for (int e = 0; e < kLaneElements; ++e)
+    sum += weigh(x[e], first + CellIndex<Element>(threadIdx.x % 32, e));
+  return WarpSum(sum);
+}
+
+// The sum of weigh(x, i) over the row; sums of cells are left in cell_sums. Called by all threads.
+template <class Row, class Weigh>
+__device__ __noinline__ uint64_t SumByCells(const Row& row, uint64_t* cell_sums, Weigh weigh) {
+  uint64_t total = 0;
+  __syncthreads();
+  row.EachCell([&](const auto& x, int first) {
+    const uint64_t sum = SumOfCell(x, first, weigh);
+    if (threadIdx.x % 32 != 0) return;
+    cell_sums[first / kCell] = sum;
+    total += sum;
+  });
+  return BlockSum(total, Finish().draw);
+}
+
+// The lowest token with a sum of more than target, from the sums of cells. Called by all threads.
+template <class Row, class Weigh>
+__device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_sums, uint64_t target,
+                                         Weigh weigh) {
+  DrawShared& s = Finish().draw;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int cells = CellsOf(row.vocab);
+    const PrefixEnd end =
+        FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
+    const int cell = end.index < 0 ? cells - 1 : end.index;
+    const uint64_t before = end.through - cell_sums[cell];
+    const int token =
+        TokenOfCell(row, cell * kCell, min(row.vocab, (cell + 1) * kCell), target - before, weigh);
+    if (threadIdx.x == 0) s.token = token;
+  }
+  __syncthreads();
+  return s.token;
+}
+
+// ---- by the statistics of cells ----------------------------------------------------------------
+
+// The weights of a row's cells relative to its maximum, in double, for one warp.
+class CellWeights {
+ public:
+  __device__ CellWeights(const Stats* cells, int count, float max, float log2e_over_temperature)
+      : cells_(cells), count_(count), exponential_(max, log2e_over_temperature) {}
+
+  // The sum of cells up to the lane's of the 32 from `base` on; `before` is the sum of those before
+  // `base`. Cells are added in one order.
+  __device__ double Through(int base, double before, double& own) const {
+    const int lane = threadIdx.x % 32;
+    const int i = base + lane;
+    own = 0.0;
+    if (i < count_ && cells_[i].max != -kInfinity)
+      own = static_cast<double>(cells_[i].sum) * exponential_.Factor(cells_[i].max);
+    return before + WarpPrefix(own, lane);
+  }
+  __device__ double Total() const {
+    double total = 0;
+    for (int base = 0; base < count_; base += 32) {
+      double own;
+      const double through = Through(base, total, own);
+      total = __shfl_sync(kFullWarp, through, min(31, count_ - 1 - base));
+    }
+    return total;
+  }
+  // The sum of exp((x - max) / temperature) over the row.
+  __device__ double Reach(double total) const { return total / exponential_.AtMax(); }
+
+  // The first cell whose prefix exceeds bits / 2^64 of the total in s.cell, and in s.share the
+  // share of the cell that is before the target.
+  __device__ void FindCell(double total, uint64_t bits, DrawShared& s) const {
+    const int lane = threadIdx.x % 32;
+    const double target = static_cast<double>(bits >> 11) * 0x1p-53 * total;
+    double before = 0;
+    int last = 0;  // of the cells that weigh anything
+    for (int base = 0; base < count_; base += 32) {
+      double own;
+      const double through = Through(base, before, own);
+      const double previous = __shfl_up_sync(kFullWarp, through, 1);
+      const unsigned weighs = __ballot_sync(kFullWarp, own > 0);
+      const unsigned over = __ballot_sync(kFullWarp, own > 0 && through > target);
+      if (over != 0) {
+        if (lane == __ffs(over) - 1) {
+          const double from = lane == 0 ? before : previous;
+          s.cell = base + lane;
+          s.share = fmin(fmax((target - from) / (through - from), 0.0), 1.0);
+        }
+        return;
+      }
+      if (weighs != 0) last = base + 31 - __clz(weighs);
+      before = __shfl_sync(kFullWarp, through, 31);
+    }
+    if (lane == 0) {  // a rounding below the end
+      s.cell = last;
+      s.share = 1.0;
+    }
+  }
+
+ private:
+  const Stats* cells_;
+  int count_;
+  Exponential exponential_;
+};
+
+// ---- the draw ----------------------------------------------------------------------------------
+
+// What a row is drawn from.
+struct DrawInput {
+  float peak;          // the largest logit
+  const Stats* stats;  // [cells], at the row's temperature where sums_needed
+  int cells;           // of the row
+  bool sums_needed;    // neither top_k nor min_p is on: the whole is the sum over the row by cells
+  float log2e_over_temperature;
+  int listed;           // tokens in s.sorted
+  uint64_t* cell_sums;  // room for [cells]
+  uint64_t bits;        // uniform
+};
+
+struct Drawn {
+  int token;
+  Key last;        // of the support
+  double log_sum;  // of the support's exponentials
+  uint64_t total;  // of the support's weights, where it is not the whole row
+};
+
+__device__ inline Drawn DrawGreedy(const DrawShared& s) {
+  return {KeyIndex(s.sorted[0]), s.sorted[0], 0.0, uint64_t{1} << kWeightBits};
+}
+
+// From the whole row: a cell by its statistics, then a token of it by integers.
+template <class Row>
+__device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row& row,
+                                                const DrawInput& in, DrawShared& s) {
+  if (threadIdx.x < 32) {
+    const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
+    const double total = weights.Total();
+    if (threadIdx.x == 0) s.reach = weights.Reach(total);
+    weights.FindCell(total, in.bits, s);
+  }
+  __syncthreads();
+  const double log_sum = log(s.reach);
+  const int begin = s.cell * kCell;
+  const int end = min(row.vocab, begin + kCell);
+  const Weigher weigh_cell(in.stats[s.cell].max, ask.temperature);
+  const auto weigh = [&](float x, int) { return weigh_cell(x); };
+  if (threadIdx.x < 32) {
+    uint64_t sum;
+    row.Cell(begin, [&](const auto& x, int first) { sum = SumOfCell(x, first, weigh); });
+    const uint64_t target = min(static_cast<uint64_t>(s.share * static_cast<double>(sum)), sum - 1);
+    const int token = TokenOfCell(row, begin, end, target, weigh);
+    if (threadIdx.x == 0) s.token = token;
+  }
+  __syncthreads();
+  return {s.token, AboveMinusInfinity(), log_sum, 0};
+}
+
+// How many of the listed tokens the filters leave, and the sum of their weights. 0: not all that
+// the filters leave is listed. s.weights has the weights of the listed tokens, 0 for those that
+// top_k and min_p cut.
+struct ListedSupport {
+  int count;
+  uint64_t total;
+};
+
+// Called by all threads.
+template <int kThreads>
+__device__ __forceinline__ ListedSupport FilterListed(const SampleRow& ask, int vocab, Key low,
+                                                      const Weigher& weigh, const DrawInput& in,
+                                                      DrawShared& s) {
+  int kept = 0;
+  for (int i = threadIdx.x; i < in.listed; i += kThreads) {
+    const Key key = s.sorted[i];
+    const bool keep = key >= low && (!TopKIsOn(ask, vocab) || i < ask.top_k);
+    s.weights[i] = keep ? weigh(KeyLogit(key)) : 0;
+    kept += keep;
+  }
+  kept = static_cast<int>(BlockSum(kept, s));
+  const bool complete =
+      kept < in.listed || in.listed == vocab || (TopKIsOn(ask, vocab) && ask.top_k <= in.listed);
+  if (in.sums_needed && threadIdx.x < 32) {
+    const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
+    const double reach = weights.Reach(weights.Total());
+    if (threadIdx.x == 0) s.reach = reach;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    uint64_t total = 0;
+    for (int i = threadIdx.x; i < kept; i += 32) total += s.weights[i];
+    total = WarpSum(total);
+    int count = complete ? kept : 0;
+    if (ask.top_p < 1 && (complete || in.sums_needed)) {
+      const uint64_t whole = in.sums_needed ? static_cast<uint64_t>(s.reach * kWeightOne) : total;
+      const PrefixEnd end = FindPrefixEnd(0, kept, 0, MassNeeded(ask.top_p, whole),
+                                          [&](int i) { return s.weights[i]; });
+      if (end.index >= 0) {
+        count = end.index + 1;
+        total = end.through;
+      }
+    }
+    if (threadIdx.x == 0) {
+      s.count = count;
+      s.mass = total;
+    }
+  }
+  __syncthreads();
+  return {s.count, s.mass};
+}
+
+// A token of the first `count` listed, in index order: the sum up to each token, by that token's
+// thread. Called by all threads.
+template <int kThreads>
+__device__ __forceinline__ int DrawListed(int count, uint64_t target, DrawShared& s) {
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const uint32_t place = static_cast<uint32_t>(s.sorted[i]);  // descending by index
+    uint64_t through = 0;
+    for (int j = 0; j < count; ++j) {
+      if (static_cast<uint32_t>(s.sorted[j]) >= place) through += s.weights[j];
+    }
+    if (through > target && through - s.weights[i] <= target) s.token = KeyIndex(s.sorted[i]);
+  }
+  __syncthreads();
+  return s.token;
+}
+
+// From a filtered row whose support is not all listed. Called by all threads.
+template <int kThreads, class Row>
+__device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& row, Key low,
+                                              Weigher weigh, const DrawInput& in,
+                                              const DrawShared& s) {
+  uint64_t* cell_sums = in.cell_sums;
+  const uint64_t whole_of_cells = in.sums_needed ? static_cast<uint64_t>(s.reach * kWeightOne) : 0;
+  const Key high = MakeKey(in.peak, 0);
+  Key last = low;
+  if (TopKIsOn(ask, row.vocab)) {
+    last = max(last, LastOfPrefix<kThreads>(row, low, high, static_cast<uint64_t>(ask.top_k),
+                                            [](float) { return uint64_t{1}; }));
+  }
+  const auto weigh_from = [=](Key floor) {
+    return [=](float x, int i) { return MakeKey(x, i) >= floor ? weigh(x) : uint64_t{0}; };
+  };
+  uint64_t total = 0;
+  bool summed = false;
+  if (ask.top_p < 1) {
+    const Key floor = last;
+    const uint64_t whole =
+        in.sums_needed ? whole_of_cells : SumByCells(row, cell_sums, weigh_from(floor));
+    const uint64_t need = MassNeeded(ask.top_p, whole);
+    const Nucleus nucleus = FindNucleus<kThreads>(row, floor, weigh, whole, need, cell_sums);
+    summed = nucleus.last != kLowestKey;
+    total = nucleus.total;
+    last = summed ? nucleus.last : max(last, LastOfPrefix<kThreads>(row, floor, high, need, weigh));
+  }
+  if (!summed) total = SumByCells(row, cell_sums, weigh_from(last));
+  const int token = TokenByCells(row, cell_sums, DrawTarget(in.bits, total), weigh_from(last));
+  return {token, last, 0.0, total};
+}
+
+// From what min_p, top_k and top_p leave. Called by all threads.
+template <int kThreads, class Row>
+__device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
+                                              const DrawInput& in, DrawShared& s) {
+  const float least =
+      in.peak == kInfinity ? kInfinity : LeastKept(in.peak, ask.temperature, ask.min_p);
+  const Key low = max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
+  const ListedSupport listed = FilterListed<kThreads>(ask, row.vocab, low, weigh, in, s);
+  Drawn drawn;
+  if (listed.count > 0) {
+    drawn.last = s.sorted[listed.count - 1];
+    drawn.total = listed.total;
+    drawn.token = DrawListed<kThreads>(listed.count, DrawTarget(in.bits, listed.total), s);
+  } else {
+    drawn = DrawUnlisted<kThreads>(ask, row, low, weigh, in, s);
+  }
+  drawn.log_sum = log(static_cast<double>(drawn.total) / kWeightOne);
+  return drawn;
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_DRAW_ROW_CUH_

@@ -1,0 +1,263 @@
+// sample, the filters: what min_p, top_k and top_p leave of a row, where the listed tokens do not
+// hold all of it.
+//
+// Nothing is sorted beyond a pool, and no filter has a cap: LastOfPrefix narrows a range of keys by
+// histograms of a count or a mass. FindNucleus is the fast way for a flat top_p: a histogram of
+// approximate mass tells which logits may be the last, then exact sums of what is above them.
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
+
+#include "kernels/cuda/sampling/sample_row.cuh"
+#include "kernels/cuda/sampling/weights.cuh"
+
+namespace logitd::cuda {
+
+// Sorts the keys of the pool, at most half of what it holds, into s.sorted_pool. Leaves the first
+// of them at which the sum of measure(logit), from `before` on, reaches `need` in s.key, kLowestKey
+// where it does not; the sum in s.mass, the number of keys up to it in s.count. Called by all
+// threads; ends with a barrier passed.
+template <int kThreads, class Measure>
+__device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
+  DrawShared& s = Finish().draw;
+  auto& pool = Finish().pool;
+  const int n = pool.count;
+  EmitByRank<kThreads>(pool.pool, n, pool.pool + SmallPool::kPool / 2, pool.select,
+                       [&](int rank, Key key) { s.sorted_pool[rank] = key; });
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const PrefixEnd end = FindPrefixEnd(
+        0, n, before, need, [&](int i) -> uint64_t { return measure(KeyLogit(s.sorted_pool[i])); });
+    if (threadIdx.x == 0) {
+      s.key = end.index < 0 ? kLowestKey : s.sorted_pool[end.index];
+      s.mass = end.through;
+      s.count = end.index + 1;
+    }
+  }
+  __syncthreads();
+}
+
+// ---- by histograms of keys ---------------------------------------------------------------------
+
+// From the top bin down: leaves the bin in which the mass reaches `need` in s.found and the mass
+// above it in s.mass. By one warp.
+__device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
+  constexpr int kPerLane = kDrawBins / 32;
+  const int lane = threadIdx.x;
+  const int top = kDrawBins - 1 - lane * kPerLane;
+  uint64_t sum = 0;
+  for (int b = 0; b < kPerLane; ++b) sum += s.bin_mass[top - b];
+  uint64_t before = WarpPrefix(sum, lane) - sum;
+  if (before >= need || before + sum < need) return;
+  int b = 0;
+  for (; before + s.bin_mass[top - b] < need; ++b) before += s.bin_mass[top - b];
+  s.found = top - b;
+  s.mass = before;
+}
+
+// The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
+// measure(x) adds up to `need` or more; kLowestKey where all of them have less. Called by all
+// threads.
+template <int kThreads, class Row, class Measure>
+__device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint64_t need,
+                                         Measure measure) {
+  DrawShared& s = Finish().draw;
+  auto& pool = Finish().pool;
+  const int thread = threadIdx.x;
+  while (true) {
+    const int shift = BitsToShift(high - low, 10);
+    for (int b = thread; b < kDrawBins; b += kThreads) {
+      s.bin_mass[b] = 0;
+      s.bin_count[b] = 0;
+    }
+    if (thread == 0) s.found = -1;
+    __syncthreads();
+    row.Each([&](float x, int i) {
+      const Key key = MakeKey(x, i);
+      if (key < low || key > high) return;
+      const int bin = static_cast<int>((key - low) >> shift);
+      const uint64_t mass = measure(x);
+      if (mass != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&s.bin_mass[bin]), mass);
+      atomicAdd(&s.bin_count[bin], 1u);
+    });
+    __syncthreads();
+    if (thread < 32) FindMassBin(need, s);
+    __syncthreads();
+    const int bin = s.found;
+    if (bin < 0) return kLowestKey;
+    need -= s.mass;
+    low += static_cast<Key>(bin) << shift;
+    high = low + min(high - low, (Key{1} << shift) - 1);
+    const uint32_t members = s.bin_count[bin];
+    if (shift == 0) return low;
+    __syncthreads();
+    if (members > SmallPool::kPool / 2) continue;
+    // Few enough to sort.
+    if (thread == 0) pool.count = 0;
+    __syncthreads();
+    row.Each([&](float x, int i) {
+      const Key key = MakeKey(x, i);
+      if (key >= low && key <= high) pool.pool[atomicAdd(&pool.count, 1)] = key;
+    });
+    __syncthreads();
+    EndInPool<kThreads>(0, need, measure);
+    return s.key;
+  }
+}
+
+// ---- by approximate mass -----------------------------------------------------------------------
+
+// Bins of logits by their distance from the row's largest.
+struct MassBins {
+  float peak;
+  float bins_a_logit;
+
+  // All logits beyond the last bin weigh less, together, than the prefix may leave out.
+  __device__ MassBins(const Weigher& weigh, int vocab, uint64_t left_out) : peak(weigh.max) {
+    const float spare = static_cast<float>(static_cast<double>(left_out) / kWeightOne);
+    const float depth = logf(2.0f * static_cast<float>(vocab) / spare);
+    bins_a_logit = fminf(kMassBins / depth * weigh.inv_temperature, 1e38f);  // 0 times it is 0
+  }
+  // Rounded by adding a float whose last place is one.
+  __device__ int operator()(float x) const {
+    const float place = fminf((peak - x) * bins_a_logit, kMassBins - 1.0f);
+    return static_cast<int>(__float_as_uint(__fadd_rn(place, 0x1p23f)) & 0x7fffffu);
+  }
+};
+
+// The first look: adds the share of every key from `floor` up to its bin, in units of 2^-31 of the
+// whole.
+constexpr float kShares = 0x1p31f;
+template <class Row>
+__device__ __forceinline__ void AddShares(const Row& row, Key floor, const Weigher& weigh,
+                                          uint64_t whole, const MassBins& bin_of, DrawShared& s) {
+  const int lane = threadIdx.x % 32;
+  const float floor_logit = KeyLogit(floor);
+  const float peak = weigh.max;
+  const float unit = kShares * static_cast<float>(kWeightOne / static_cast<double>(whole));
+  const float log2e_over_temperature = kLog2E * weigh.inv_temperature;
+  row.EachCell([&]<class Element>(const LaneCell<Element>& x, int begin) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const uint32_t share = __float2uint_rz(Exp2((x[e] - peak) * log2e_over_temperature) * unit);
+      if (share == 0 || x[e] < floor_logit) continue;
+      if (x[e] == floor_logit && MakeKey(x[e], begin + CellIndex<Element>(lane, e)) < floor)
+        continue;
+      atomicAdd(&s.bin_share[bin_of(x[e])], share);
+    }
+  });
+}
+
+// Leaves the first bin in which the last key of the prefix can be in s.found, the last one in
+// s.cell. By one warp.
+__device__ __forceinline__ void FindShareBins(int vocab, uint64_t whole, uint64_t need,
+                                              DrawShared& s) {
+  const int lane = threadIdx.x;
+  // Each share is rounded down, and off by the roundings of its exponential and of `whole`.
+  const uint64_t slack = static_cast<uint64_t>(vocab) + (uint64_t{1} << 15);
+  const uint64_t middle =
+      static_cast<uint64_t>(static_cast<double>(need) / static_cast<double>(whole) * kShares);
+  const uint64_t least = middle > slack ? middle - slack : 0;
+  const uint64_t most = middle + slack;
+  constexpr int kPerLane = kMassBins / 32;
+  const uint32_t* shares = s.bin_share + lane * kPerLane;
+  uint64_t sum = 0;
+  for (int b = 0; b < kPerLane; ++b) sum += shares[b];
+  uint64_t before = WarpPrefix(sum, lane) - sum;
+  if (before >= most || before + sum < least) return;
+  for (int b = 0; b < kPerLane; ++b) {
+    const uint64_t through = before + shares[b];
+    if (through >= least && (before < least || lane + b == 0)) s.found = lane * kPerLane + b;
+    if (through >= most && before < most) s.cell = lane * kPerLane + b;
+    before = through;
+  }
+}
+
+// The second look: leaves the exact sums of what is above bin `first`, by cells, in cell_sums, and
+// the keys of bins [first, last] in the pool, which may overflow. Returns the thread's share of the
+// sum.
+template <class Row>
+__device__ __forceinline__ uint64_t SumAbove(const Row& row, Key floor, const Weigher& weigh,
+                                             const MassBins& bin_of, int first, int last,
+                                             uint64_t* cell_sums) {
+  auto& pool = Finish().pool;
+  const int lane = threadIdx.x % 32;
+  const float floor_logit = KeyLogit(floor);
+  uint64_t above = 0;
+  row.EachCell([&]<class Element>(const LaneCell<Element>& x, int begin) {
+    WeightSum weights;
+    uint32_t between = 0;  // elements whose bin is neither above nor below
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const int bin = bin_of(x[e]);
+      const bool is_above = bin < first && x[e] > floor_logit;
+      weights.Add(is_above ? weigh.BeforeRounding(x[e]) : 0.0f);
+      // A tie with the floor is looked at again, wherever it is.
+      if (bin <= last && x[e] >= floor_logit && !is_above) between |= 1u << e;
+    }
+    uint64_t sum = weights.total();
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      if ((between >> e & 1) == 0) continue;
+      const Key key = MakeKey(x[e], begin + CellIndex<Element>(lane, e));
+      if (key < floor) continue;
+      const int at = atomicAdd(&pool.count, 1);
+      if (at < SmallPool::kPool / 2) pool.pool[at] = key;
+    }
+    sum = WarpSum(sum);
+    if (lane == 0) {
+      cell_sums[begin / kCell] = sum;
+      above += sum;
+    }
+  });
+  return above;
+}
+
+// The shortest prefix of keys that reaches a mass, its tokens' sums left by cells.
+struct Nucleus {
+  Key last;  // of the prefix; kLowestKey: not found
+  uint64_t total;
+};
+
+// The prefix of the row's keys from `floor` up, which weigh `whole` in all, that reaches `need`.
+// The first look leaves a bin or two in which the last key can be. The second adds up what is above
+// them exactly, and collects the keys between. Not found where those are too many, or the mass
+// needed is nearly the whole. Called by all threads.
+template <int kThreads, class Row>
+__device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher weigh,
+                                            uint64_t whole, uint64_t need, uint64_t* cell_sums) {
+  DrawShared& s = Finish().draw;
+  auto& pool = Finish().pool;
+  const Nucleus none{kLowestKey, 0};
+  if (weigh.max == kInfinity || need >= whole) return none;
+  const int thread = threadIdx.x;
+  const MassBins bin_of(weigh, row.vocab, whole - need);
+  __syncthreads();
+  for (int b = thread; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
+  if (thread == 0) {
+    s.found = kMassBins;
+    s.cell = kMassBins - 1;
+    pool.count = 0;
+  }
+  __syncthreads();
+  AddShares(row, floor, weigh, whole, bin_of, s);
+  __syncthreads();
+  if (thread < 32) FindShareBins(row.vocab, whole, need, s);
+  __syncthreads();
+  const uint64_t above =
+      BlockSum(SumAbove(row, floor, weigh, bin_of, s.found, s.cell, cell_sums), s);
+  if (pool.count > SmallPool::kPool / 2 || above >= need) return none;
+  EndInPool<kThreads>(above, need, weigh);
+  const Nucleus nucleus{s.key, s.mass};
+  if (nucleus.last == kLowestKey) return none;
+  for (int i = thread; i < s.count; i += kThreads) {
+    const Key key = s.sorted_pool[i];
+    atomicAdd(reinterpret_cast<unsigned long long*>(&cell_sums[KeyIndex(key) / kCell]),
+              weigh(KeyLogit(key)));
+  }
+  __syncthreads();
+  return nucleus;
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_

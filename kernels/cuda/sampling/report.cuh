@@ -1,0 +1,166 @@
+// sample, the report: status, rank, and log-probabilities of the token, the top tokens and the
+// asked ids.
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_REPORT_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_REPORT_CUH_
+
+#include "kernels/cuda/sampling/sample_row.cuh"
+#include "kernels/cuda/sampling/weights.cuh"
+
+namespace logitd::cuda {
+
+// Writes the answers of a row from which nothing is drawn.
+__device__ inline void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask,
+                              RowStatus status, int thread, int threads) {
+  if (thread == 0) {
+    args.status[r] = status;
+    args.tokens[r] = -1;
+    args.logprobs[r] = -kInfinity;
+    args.ranks[r] = 0;
+  }
+  for (int i = thread; i < ask.top_logprobs; i += threads) {
+    args.top_ids[ask.first_top_entry + i] = -1;
+    args.top_logprobs[ask.first_top_entry + i] = -kInfinity;
+  }
+  for (int i = thread; i < ask.extra_count; i += threads)
+    args.extra_logprobs[ask.first_extra_entry + i] = -kInfinity;
+}
+
+// The same where the row holds a NaN. Called by all threads of a block.
+template <class T>
+__device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, const SampleRow& ask,
+                                          const T* sent, int vocab, const Stats* raw_cells,
+                                          DrawShared& s) {
+  if (threadIdx.x < 32) {
+    const int cells = CellsOf(vocab);
+    int cell = 0;
+    while (cell + 1 < cells && !isnan(raw_cells[cell].sum)) ++cell;
+    const int found = FindNan(sent, cell * kCell, vocab, threadIdx.x);
+    if (threadIdx.x == 0) s.found = found;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) args.logsumexp[r] = __int_as_float(0x7fffffff);
+  Refuse(args, r, ask, {RowCode::kNanLogit, s.found}, threadIdx.x, blockDim.x);
+}
+
+// ---- rank --------------------------------------------------------------------------------------
+
+// The thread's count of tokens in the part that are no later in the order than `token` with logit
+// x. Only groups that reach it are looked at, by the part's sketch of these logits.
+template <int kThreads, class Element, class Sketch>
+__device__ int CountByCells(const Element* row, const Part& part, const Sketch* sketch, float x,
+                            int token) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t edge = OrderedBits(x) & 0xffff0000u;
+  int count = 0;
+#pragma unroll 1
+  for (int cell = threadIdx.x / 32; cell < part.cells(); cell += kThreads / 32) {
+    const uint32_t maxima = sketch[cell * 32 + lane];
+    const bool low = maxima << 16 >= edge;
+    const int first = part.begin + cell * kCell;
+    LaneCell<Element> others;
+    ReadCell(row, first, part.end, low, sizeof(Sketch) == 2 ? low : maxima >= edge, others);
+    bool ties = false;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      count += others[e] > x;
+      ties |= others[e] == x;
+    }
+    if (!ties) continue;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e)
+      count += others[e] == x && first + CellIndex<Element>(lane, e) <= token;
+  }
+  return count;
+}
+
+// How many tokens of the part are no later in the order than `token` with logit x: one by one where
+// few groups of the part's sketch of these logits reach it. Called by all threads.
+template <int kThreads, class Shape, class Row>
+__device__ __noinline__ int CountFrom(const Row& row, const Part& part,
+                                      const typename Shape::Sketch* sketch, float x, int token) {
+  auto& pool = Pool<Shape>();
+  return row.Visited([&]<class Element>(const Element* elements) -> int {
+    __syncthreads();
+    if (threadIdx.x == 0) pool.count = 0;
+    Floor floor;
+    floor.Raise(MakeKey(x, token));
+    if (OfferGroups<Element, kThreads, Shape>(elements + part.begin, part.begin, part.elements(),
+                                              sketch, 0, part.cells(), floor)) {
+      return pool.count;
+    }
+    const int count = CountByCells<kThreads>(elements, part, sketch, x, token);
+    return static_cast<int>(BlockSum(count, Finish().draw));
+  });
+}
+
+// In a cluster, once its blocks know the ranked token: adds what the block counts in its part of
+// the row.
+template <class Count>
+__device__ inline void AddToRank(DrawShared& s, Count count_in_part) {
+  const int count = count_in_part(s.ranked_logit, s.ranked_token);
+  if (threadIdx.x == 0) atomicAdd(InBlock(&s.rank, 0), count);
+  ClusterArrive();
+}
+
+// In a cluster, what the blocks after the first one do once they have listed.
+template <class Count>
+__device__ inline void HelpToRank(DrawShared& s, Count count_in_part) {
+  ClusterArrive();
+  ClusterWait();
+  if (s.ranked_token >= 0) AddToRank(s, count_in_part);
+}
+
+// The rank of `token` with logit x. `listed`: how many tokens of the order that is asked for are in
+// s.sorted. Called by all threads of the first block.
+template <bool kInCluster, int kThreads, class Count>
+__device__ __forceinline__ int FindRank(float x, int token, int listed, int blocks, DrawShared& s,
+                                        Count count_in_part) {
+  const Key key = MakeKey(x, token);
+  const bool is_listed = listed > 0 && key >= s.sorted[listed - 1];
+  int rank = 0;
+  if (is_listed) {
+    for (int i = threadIdx.x; i < listed; i += kThreads) rank += s.sorted[i] >= key;
+    rank = static_cast<int>(BlockSum(rank, s));
+  }
+  const bool look = !is_listed;  // in the row itself
+  if constexpr (kInCluster) {
+    if (look) {
+      if (threadIdx.x < blocks) {
+        *InBlock(&s.ranked_logit, threadIdx.x) = x;
+        *InBlock(&s.ranked_token, threadIdx.x) = token;
+      }
+      if (threadIdx.x == 0) s.rank = 0;
+    }
+    ClusterArrive();
+    ClusterWait();
+    if (look) {
+      AddToRank(s, count_in_part);
+      ClusterWait();
+      rank = s.rank;
+    }
+  } else if (look) {
+    rank = count_in_part(x, token);
+  }
+  return rank;
+}
+
+// ---- log-probabilities -------------------------------------------------------------------------
+
+// Writes the top tokens and the asked ids, of logits whose first tokens are in s.sorted.
+template <class Row>
+__device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask, const Row& row,
+                                   const Support& support, const DrawShared& s) {
+  for (int i = threadIdx.x; i < ask.top_logprobs; i += blockDim.x) {
+    const int id = KeyIndex(s.sorted[i]);
+    args.top_ids[ask.first_top_entry + i] = id;
+    args.top_logprobs[ask.first_top_entry + i] = support.Logprob(KeyLogit(s.sorted[i]), id);
+  }
+  for (int i = threadIdx.x; i < ask.extra_count; i += blockDim.x) {
+    const int id = args.extra_ids[ask.first_extra + i];
+    args.extra_logprobs[ask.first_extra_entry + i] = support.Logprob(row[id], id);
+  }
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_REPORT_CUH_

@@ -1,0 +1,234 @@
+// What the stages of sample share: the parameters of a launch, and what a block keeps of its row.
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_SAMPLE_ROW_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_SAMPLE_ROW_CUH_
+
+#include <type_traits>
+
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/rows/candidates.cuh"
+#include "kernels/draw.h"
+#include "kernels/verify.h"
+
+namespace logitd::cuda {
+
+constexpr int kListed = 128;     // tokens that come sorted
+constexpr int kDrawBins = 1024;  // of a histogram of keys
+constexpr int kMassBins = 2048;  // of a histogram of approximate mass
+// OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
+static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
+
+struct SampleParams {
+  SampleArgs args;
+  int32_t cells;   // of a row
+  int32_t blocks;  // of a row's cluster
+  // For edited rows, in scratch: [rows, edited_stride] each.
+  float* edited;       // null: no row is edited
+  uint32_t* counts;    // of tokens in the history, while patches are made
+  float* bias_values;  // null: no row has bias
+  int64_t edited_stride;
+  int* patch_counts;  // [rows, cells]
+  // verify: drafts and whether they were accepted; null in sample.
+  const VerifyDraft* drafts;  // [rows]
+  const int32_t* draft_ids;
+  const float* draft_probs;
+  uint8_t* has_draft;  // [rows]
+  uint8_t* accepted;   // [rows]
+};
+
+// Enqueues sample for all rows of p.args, by p.drafts where there are any. Sets what p says of
+// cells, blocks and edited rows.
+cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
+
+__device__ inline bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
+  return ask.top_k > 0 && ask.top_k < vocab;
+}
+__device__ inline bool PenaltiesAreOn(const SampleRow& ask) {
+  return ask.history_count > 0 && (ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0);
+}
+__device__ inline bool HasPatches(const SampleRow& ask) {
+  return ask.bias_count > 0 || PenaltiesAreOn(ask);
+}
+__device__ inline bool IsEdited(const SampleRow& ask) {
+  return ask.first_mask_word >= 0 || HasPatches(ask);
+}
+__device__ inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
+  return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
+}
+
+// ---- memory ------------------------------------------------------------------------------------
+
+struct DrawShared {
+  union {
+    uint64_t bin_mass[kDrawBins];
+    uint32_t bin_share[kMassBins];
+    Key sorted_pool[SmallPool::kPool / 2];  // once the bins are not needed
+  };
+  uint32_t bin_count[kDrawBins];
+  uint64_t warp_sums[SelectScratch::kMaxWarps];
+  uint64_t weights[kListed];
+  Key sorted[kListed];  // the largest, in order
+  Key key;              // what one thread tells the others
+  uint64_t mass;
+  double reach;
+  double share;
+  int32_t token;
+  int32_t cell;
+  int32_t count;
+  int32_t found;
+  // All blocks of a cluster look for the rank of a token (-1: of none) with this logit.
+  int32_t ranked_token;
+  float ranked_logit;
+  int32_t rank;
+};
+
+// Many rows: a block each. Few rows: a cluster each, whose first block draws.
+template <class T, bool kInCluster, class PoolShapeOfBlock = SmallPool>
+using DrawBlock = std::conditional_t<kInCluster, BlockShape<T, PoolShapeOfBlock, 16, 2, 1, true>,
+                                     BlockShape<T, PoolShapeOfBlock, 4, 2, 4>>;
+
+// An edited row has two sketches, of groups twice as large: as sent, and after edits.
+using EditPool = PoolShape<128, 1>;
+static_assert(2 * sizeof(EditPool::Sketch) == sizeof(SmallPool::Sketch) &&
+              sizeof(EditPool::Shared) == sizeof(SmallPool::Shared));
+
+struct DrawFinish {
+  typename SmallPool::Shared pool;
+  DrawShared draw;
+};
+
+// The rings, and for 16-bit rows a cell of each warp as floats; later the pool and what draws.
+template <class T, bool kInCluster>
+union DrawMemory {
+  using Block = DrawBlock<T, kInCluster>;
+  struct {
+    typename Block::Shared stream;
+    float cells[sizeof(T) == 2 ? Block::kWarps : 1][sizeof(T) == 2 ? kCell : 1];
+  };
+  DrawFinish finish;
+  // Blocks that have begun to list write to warp_bests of those that still read, or list.
+  static_assert(!kInCluster || sizeof(DrawFinish) <= sizeof(Block::Shared::rings));
+};
+
+__device__ inline DrawFinish& Finish() {
+  extern __shared__ __align__(128) uint4 dynamic[];
+  return *reinterpret_cast<DrawFinish*>(dynamic);
+}
+
+__device__ inline uint64_t BlockSum(uint64_t v, DrawShared& s) {
+  v = WarpSum(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  uint64_t sum = 0;
+  for (int w = 0; w < blockDim.x / 32; ++w) sum += s.warp_sums[w];
+  return sum;
+}
+
+// ---- the row's logits --------------------------------------------------------------------------
+
+// The lane's part of the cell at `first` of a row, from device memory; -inf from `end` on, and in a
+// half of it that is not wanted.
+template <class Element>
+__device__ inline void ReadCell(const Element* row, int first, int end, bool low, bool high,
+                                LaneCell<Element>& x) {
+  constexpr int kVectors = kLaneElements / kVector<Element>;
+  constexpr uint32_t kNothing = sizeof(Element) == 4                     ? 0xff800000u
+                                : std::is_same_v<Element, __nv_bfloat16> ? 0xff80ff80u
+                                                                         : 0xfc00fc00u;
+  const int lane = threadIdx.x % 32;
+  const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
+  const bool whole = aligned && first + kCell <= end;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
+    const bool wanted = 2 * v < kVectors ? low : high;
+    uint4 words{kNothing, kNothing, kNothing, kNothing};
+    if (whole) {
+      if (wanted) words = *reinterpret_cast<const uint4*>(row + i);
+    } else if (wanted && i < end) {
+      words = LoadVector(row + i, aligned, end - i, kNothing);
+    }
+    x.SetVector(v, words);
+  }
+}
+
+// The row after edits: as sent where there are none.
+template <class T, bool kMayBeEdited>
+class Logits {
+ public:
+  static constexpr bool kEditable = kMayBeEdited;
+
+  __device__ Logits(const T* as_sent, int count) : sent(as_sent), vocab(count) {}
+
+  const T* sent;
+  const float* edited = nullptr;
+  int vocab;
+
+  // Returns visit(elements), with the edited row where there is one.
+  template <class Visit>
+  __device__ auto Visited(Visit visit) const {
+    if constexpr (kEditable) {
+      if (edited != nullptr) return visit(edited);
+    }
+    return visit(sent);
+  }
+
+  __device__ float operator[](int i) const {
+    return Visited([=](const auto* row) { return ToFloat(row[i]); });
+  }
+
+  // Calls visit(x, first) for the cell at `first`: x is the lane's part of it, -inf beyond the row.
+  template <class Visit>
+  __device__ void Cell(int first, Visit visit) const {
+    Visited([&]<class Element>(const Element* row) {
+      LaneCell<Element> x;
+      ReadCell(row, first, vocab, true, true, x);
+      visit(x, first);
+    });
+  }
+  // The same for every cell that is the warp's.
+  template <class Visit>
+  __device__ void EachCell(Visit visit) const {
+    const int warps = static_cast<int>(blockDim.x) / 32;
+#pragma unroll 1
+    for (int first = static_cast<int>(threadIdx.x) / 32 * kCell; first < vocab;
+         first += warps * kCell)
+      Cell(first, visit);
+  }
+  // Calls visit(x, i) for the lane's elements of those cells.
+  template <class Visit>
+  __device__ void Each(Visit visit) const {
+    EachCell([&]<class Element>(const LaneCell<Element>& x, int first) {
+#pragma unroll
+      for (int e = 0; e < kLaneElements; ++e)
+        visit(x[e], first + CellIndex<Element>(threadIdx.x % 32, e));
+    });
+  }
+};
+
+// ---- the list ----------------------------------------------------------------------------------
+
+// Leaves the first `count` <= kListed tokens of the row just read in s.sorted of the first block,
+// in order. Then all that the cluster's blocks wrote there is there. `stream` is what the row was
+// read with. Called by all threads after a barrier; ends with a barrier passed.
+template <class Block, class Stream>
+__device__ inline void List(const typename Block::Element* row, const Part& part,
+                            const typename Block::Pool::Sketch* sketch, float lane_best, int count,
+                            Stream& stream) {
+  using Shape = typename Block::Pool;
+  constexpr int kThreads = Block::kThreads;
+  DrawShared& s = Finish().draw;
+  auto& pool = Pool<Shape>();
+  GatherRow<Block>(row, part, sketch, lane_best, count, stream);
+  if (Block::kCluster && part.block != 0) return;
+  const int n = Trim<kThreads, Shape>(count, Shape::kPool / 2);
+  EmitByRank<kThreads>(pool.pool, n, pool.pool + Shape::kPool / 2, pool.select,
+                       [&](int rank, Key key) {
+                         if (rank < count) s.sorted[rank] = key;
+                       });
+  __syncthreads();
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_SAMPLE_ROW_CUH_

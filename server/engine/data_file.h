@@ -1,0 +1,63 @@
+// Files of heads: opened below a root, read piece by piece.
+#ifndef LOGITD_SERVER_ENGINE_DATA_FILE_H_
+#define LOGITD_SERVER_ENGINE_DATA_FILE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace logitd::engine {
+
+// `root`, in all functions: a directory with its links resolved that no path may leave; empty: any
+// path is allowed.
+
+// INVALID_ARGUMENT with the text "<path>: <what>".
+absl::Status FileError(std::string_view path, std::string_view what);
+
+// PERMISSION_DENIED if the text of `path` leads out of `root`, whether or not there is a file. Its
+// links are checked when it is opened.
+absl::Status CheckInRoot(const std::string& root, const std::string& path);
+
+// The place of an existing `path`, with its links resolved if there is a root. Errors as Open.
+absl::StatusOr<std::string> Locate(const std::string& root, const std::string& path);
+
+// A regular file. Thread-safe.
+//
+// Not mapped: if another process cuts the file, touching a mapped page ends this process with
+// SIGBUS. A read is an error of that load only.
+class DataFile {
+ public:
+  // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, or not a path; UNAVAILABLE:
+  // any other error.
+  static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& root,
+                                                              const std::string& path);
+  ~DataFile();
+  DataFile(const DataFile&) = delete;
+  DataFile& operator=(const DataFile&) = delete;
+
+  const std::string& path() const { return path_; }  // as given to Open
+  int64_t bytes() const { return bytes_; }           // when it was opened
+
+  // Reads all of [offset, offset + bytes), or UNAVAILABLE.
+  absl::Status Read(int64_t offset, size_t bytes, void* to) const;
+
+ private:
+  DataFile(std::string path, int fd, int64_t bytes);
+
+  const std::string path_;
+  const int fd_;
+  const int64_t bytes_;
+};
+
+// The whole file. INVALID_ARGUMENT if it has more than `max_bytes`, else as Open and Read.
+absl::StatusOr<std::string> ReadFile(const std::string& root, const std::string& path,
+                                     int64_t max_bytes);
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_DATA_FILE_H_

@@ -1,0 +1,64 @@
+// The fields of answers: arrays from the slab, statuses of rows, timings.
+#ifndef LOGITD_SERVER_RPC_CODECS_ANSWER_FIELDS_H_
+#define LOGITD_SERVER_RPC_CODECS_ANSWER_FIELDS_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/types/span.h"
+#include "kernels/types.h"
+#include "server/rpc/codecs/codec.h"
+#include "server/rpc/wire/writer.h"
+
+namespace logitd::rpc {
+
+// Upper bounds, from which the size of an answer is computed.
+inline constexpr size_t kMaxLengthHead = 2 * kMaxVarintSize;
+inline constexpr size_t kMaxStatusBytes = 1 + sizeof(int32_t);  // of a row, by WriteStatus
+inline constexpr size_t kMaxTimingsBytes = 8 * (1 + kMaxVarintSize);
+inline constexpr size_t kMaxFixedBytes =
+    3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads of WriteStatus and WriteTimings
+
+// A packed field of fixed-width values. No values: no field.
+template <typename T>
+void WriteArray(WireWriter& writer, uint32_t number, absl::Span<const T> values) {
+  if (values.empty()) return;
+  writer.LengthHead(number, values.size() * sizeof(T));
+  writer.Raw(values.data(), values.size() * sizeof(T));
+}
+
+// Two packed fields: the codes of RowStatus values, and their positions.
+void WriteStatus(WireWriter& writer, uint32_t code_number, uint32_t position_number,
+                 absl::Span<const RowStatus> status);
+
+// A logitd.v1.Timings.
+void WriteTimings(WireWriter& writer, uint32_t number, const CallTimes& times);
+
+// A packed field of varints, one for each of `items`: value(item), never negative.
+template <typename Items, typename Value>
+void WriteVarints(WireWriter& writer, uint32_t number, const Items& items, Value value) {
+  size_t bytes = 0;
+  for (const auto& item : items) bytes += VarintSize(static_cast<uint64_t>(value(item)));
+  if (bytes == 0) return;
+  writer.LengthHead(number, bytes);
+  for (const auto& item : items) writer.Varint(static_cast<uint64_t>(value(item)));
+}
+
+// A message of at most `max_bytes`, in one slice. Packed fixed-width fields, nearly all of an
+// answer, are copied into it from the slab as they are.
+template <typename Write>
+grpc::ByteBuffer WriteMessage(int64_t max_bytes, Write write) {
+  grpc::Slice slice(static_cast<size_t>(max_bytes));
+  auto* const begin = const_cast<uint8_t*>(slice.begin());
+  WireWriter writer(begin);
+  write(writer);
+  const grpc::Slice used = slice.sub(0, static_cast<size_t>(writer.at() - begin));
+  return grpc::ByteBuffer(&used, 1);
+}
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_CODECS_ANSWER_FIELDS_H_

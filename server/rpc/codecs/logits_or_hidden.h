@@ -1,0 +1,81 @@
+// What the rows of a request are: logits, or hidden states of a head. For the ops that have a linear
+// form.
+#ifndef LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
+#define LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/types.h"
+#include "server/engine/heads.h"
+#include "server/engine/job.h"
+#include "server/rpc/codecs/field_table.h"
+#include "server/rpc/transport/copier.h"
+#include "server/rpc/wire/reader.h"
+
+namespace logitd::rpc {
+
+// As engine::Heads::Find. Thread-safe.
+using FindHead =
+    std::function<absl::StatusOr<std::shared_ptr<const engine::Head>>(std::string_view name)>;
+
+// Fields 1 to 15 of a request, as they are in the message.
+struct InputFields {
+  int32_t dtype = 0;  // logitd.v1.DType
+  int64_t rows = 0;
+  int64_t vocab = 0;
+  std::string head;
+  int64_t hidden_size = 0;
+  Choice input;  // logits or hidden
+};
+
+// Of every request.
+inline constexpr NamedField<InputFields> kLogitsFields[] = {{"dtype", &InputFields::dtype},
+                                                            {"rows", &InputFields::rows},
+                                                            {"vocab", &InputFields::vocab},
+                                                            {"logits", &InputFields::input}};
+// Of requests that may have hidden states.
+inline constexpr NamedField<InputFields> kHiddenFields[] = {
+    {"head", &InputFields::head},
+    {"hidden_size", &InputFields::hidden_size},
+    {"hidden", &InputFields::input}};
+
+// INVALID_ARGUMENT: longer than the name of any head, so that no text has to repeat it.
+absl::Status CheckHeadName(std::string_view name);
+
+// The input of one request. Keeps its head.
+class LogitsOrHidden {
+ public:
+  // Checks the input; afterwards vocab() and the others are known. `find_head` may be null where
+  // hidden states cannot come. INVALID_ARGUMENT naming the field, the value and what is allowed;
+  // NOT_FOUND: no such head.
+  absl::Status Read(const InputFields& fields, int64_t max_rows, const FindHead& find_head);
+
+  // As above, for a later message of a sequence: `head` is the sequence's, null with logits.
+  absl::Status Read(const InputFields& fields, int64_t max_rows,
+                    std::shared_ptr<const engine::Head> head);
+
+  // Where jobs on this input may share a batch.
+  engine::BatchKey Key(const engine::OpTraits& op, const engine::OpTraits& linear) const;
+
+  int64_t rows() const { return payload_.rows; }
+  int64_t vocab() const { return vocab_; }
+  const Payload& payload() const { return payload_; }
+  const std::shared_ptr<const engine::Head>& head() const { return head_; }  // null: logits
+
+ private:
+  DType dtype_ = DType::kF32;
+  int64_t vocab_ = 0;
+  int64_t row_elements_ = 0;
+  Payload payload_;
+  std::shared_ptr<const engine::Head> head_;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_

@@ -1,0 +1,198 @@
+#include "tests/fake_backend.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "kernels/status_macros.h"
+
+namespace logitd {
+
+void Require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "fake device: %s\n", what);
+  std::abort();
+}
+
+absl::StatusOr<Slab> FakeBackend::AllocateSlab(size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (live_slabs_ == max_slabs_) return absl::ResourceExhaustedError("no memory for a slab");
+  ++live_slabs_;
+  Slab slab{.host = static_cast<std::byte*>(std::malloc(bytes)),
+            .device = static_cast<std::byte*>(std::malloc(bytes)),
+            .bytes = bytes};
+  std::memset(slab.host, 0xA5, bytes);
+  std::memset(slab.device, 0x5A, bytes);
+  return slab;
+}
+
+void FakeBackend::FreeSlab(const Slab& slab) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Require(!IsFilling(slab.host, slab.bytes), "a slab is freed while a copy from it is under way");
+  std::free(slab.host);
+  std::free(slab.device);
+  --live_slabs_;
+}
+
+bool FakeBackend::IsFilling(const std::byte* memory, size_t bytes) {
+  const auto inside = [&](const std::byte* at) { return at >= memory && at < memory + bytes; };
+  return std::any_of(fills_.begin(), fills_.end(),
+                     [&](const Filling& fill) { return inside(fill.from) || inside(fill.to); });
+}
+
+absl::StatusOr<DeviceMemory> FakeBackend::AllocateDevice(size_t bytes) {
+  LOGITD_RETURN_IF_ERROR(Reach(FaultPoint::kAllocateDevice));
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (bytes > max_device_bytes_ - device_bytes_) {
+    return absl::ResourceExhaustedError("no device memory");
+  }
+  device_bytes_ += bytes;
+  return DeviceMemory{.data = static_cast<std::byte*>(std::malloc(bytes)), .bytes = bytes};
+}
+
+void FakeBackend::FreeDevice(const DeviceMemory& memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Require(!IsFilling(memory.data, memory.bytes), "memory is freed while a copy to it is under way");
+  std::free(memory.data);
+  device_bytes_ -= memory.bytes;
+}
+
+size_t FakeBackend::device_bytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return device_bytes_;
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> FakeBackend::CreateStream(StreamUse) {
+  return std::make_unique<FakeStream>(this);
+}
+
+std::unique_ptr<Stream> FakeBackend::CreateCpuStream() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cpu_ == nullptr) cpu_ = *CreateCpuBackend({.cpu_threads = 1});
+  return *cpu_->CreateStream();
+}
+
+void FakeBackend::Hold(FaultPoint point) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  hold_ = point;
+}
+
+void FakeBackend::Release() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  hold_.reset();
+  changed_.notify_all();
+}
+
+int FakeBackend::held() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return held_;
+}
+
+void FakeBackend::SetOpTime(std::chrono::microseconds time) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  op_time_ = time;
+}
+
+void FakeBackend::FailNext(FaultPoint point, absl::Status status) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  next_faults_.emplace_back(point, std::move(status));
+}
+
+void FakeBackend::WaitForOps(size_t count) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return log_.size() >= count; });
+}
+
+std::vector<FakeBackend::Ran> FakeBackend::log() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return log_;
+}
+
+int FakeBackend::live_slabs() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return live_slabs_;
+}
+
+void FakeBackend::Log(Ran ran) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  log_.push_back(std::move(ran));
+  changed_.notify_all();
+}
+
+absl::Status FakeBackend::Reach(FaultPoint point) {
+  std::chrono::microseconds pause{0};
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++held_;
+    changed_.wait(lock, [&] { return hold_ != point; });
+    --held_;
+    if (point == FaultPoint::kOp) pause = op_time_;
+  }
+  if (pause.count() > 0) std::this_thread::sleep_for(pause);
+  if (faults_) LOGITD_RETURN_IF_ERROR(faults_(point));
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = next_faults_.begin(); it != next_faults_.end(); ++it) {
+    if (it->first != point) continue;
+    absl::Status status = std::move(it->second);
+    next_faults_.erase(it);
+    return status;
+  }
+  return absl::OkStatus();
+}
+
+void FakeStream::Enter(Phase phase) {
+  Require(phase_ <= phase, "work of a batch before Wait has ended the batch before it");
+  phase_ = phase;
+}
+
+absl::Status FakeStream::Upload(const Slab& slab, size_t offset, size_t bytes) {
+  Enter(kUploading);
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kUpload));
+  Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
+  std::memcpy(slab.device + offset, slab.host + offset, bytes);
+  uploaded_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+absl::Status FakeStream::Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) {
+  Enter(kUploading);
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kUpload));
+  Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
+  std::lock_guard<std::mutex> lock(backend_->mutex_);
+  backend_->fills_.push_back(
+      {.stream = this, .from = slab.host + offset, .to = to, .bytes = bytes});
+  return absl::OkStatus();
+}
+
+absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes) {
+  Enter(kDownloading);
+  Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
+  std::memcpy(slab.host + offset, slab.device + offset, bytes);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StreamTimes> FakeStream::Wait() {
+  phase_ = kIdle;
+  uploaded_bytes_ = 0;
+  {
+    std::lock_guard<std::mutex> lock(backend_->mutex_);
+    std::erase_if(backend_->fills_, [this](const FakeBackend::Filling& fill) {
+      if (fill.stream == this) std::memcpy(fill.to, fill.from, fill.bytes);
+      return fill.stream == this;
+    });
+  }
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kWait));
+  return StreamTimes{.h2d_ns = 1, .kernel_ns = 2, .d2h_ns = 3};
+}
+
+absl::Status FakeStream::Run(std::string tags, int64_t rows,
+                             absl::FunctionRef<absl::Status()> body) {
+  Enter(kComputing);
+  backend_->Log({.tags = std::move(tags), .rows = rows, .uploaded_bytes = uploaded_bytes_});
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kOp));
+  return body();
+}
+
+}  // namespace logitd

@@ -1,0 +1,173 @@
+// The one fake device of the tests. Its memory is apart from the host's, so an op sees only what
+// was uploaded. A test holds it, slows it, makes it fail, and reads what it ran.
+#ifndef LOGITD_TESTS_FAKE_BACKEND_H_
+#define LOGITD_TESTS_FAKE_BACKEND_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+
+namespace logitd {
+
+// A device that is misused prints `what` and aborts.
+void Require(bool condition, const char* what);
+
+// Where a test holds the device or makes it fail. kUpload: Upload and Fill.
+enum class FaultPoint { kAllocateDevice, kUpload, kOp, kWait };
+
+// Thread-safe.
+class FakeBackend final : public Backend {
+ public:
+  // One op that began.
+  struct Ran {
+    std::string tags;  // as given to FakeStream::Run
+    int64_t rows = 0;
+    size_t uploaded_bytes = 0;
+  };
+
+  const DeviceInfo& device() const override { return info_; }
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override;
+  void FreeSlab(const Slab& slab) override;
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override;
+  void FreeDevice(const DeviceMemory& memory) override;
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override;
+
+  // Memory for slabs, and device memory besides them.
+  void LimitSlabs(int slabs) { max_slabs_ = slabs; }
+  void LimitDeviceBytes(size_t bytes) { max_device_bytes_ = bytes; }
+  int live_slabs();
+  size_t device_bytes();  // in use
+
+  // From Hold to Release every thread that reaches `point` waits there.
+  void Hold(FaultPoint point = FaultPoint::kOp);
+  void Release();
+  int held();  // threads that wait
+  // Every op takes this long.
+  void SetOpTime(std::chrono::microseconds time);
+  // The next thread to reach `point` fails there with `status`.
+  void FailNext(FaultPoint point, absl::Status status);
+  // Asked at every point; wins over FailNext when not OK. Set before any stream runs.
+  void SetFaults(std::function<absl::Status(FaultPoint)> faults) { faults_ = std::move(faults); }
+
+  // Waits until `count` ops have begun since the start.
+  void WaitForOps(size_t count);
+  std::vector<Ran> log();  // every op that began, in order
+
+ private:
+  friend class FakeStream;
+  absl::Status Reach(FaultPoint point);
+  void Log(Ran ran);
+  std::unique_ptr<Stream> CreateCpuStream();
+
+  // A Fill that has not been waited for. Neither end of it may be freed.
+  struct Filling {
+    const void* stream;
+    const std::byte* from;
+    std::byte* to;
+    size_t bytes;
+  };
+  bool IsFilling(const std::byte* memory, size_t bytes);
+
+  DeviceInfo info_{.backend = "fake", .name = "fake"};
+  std::function<absl::Status(FaultPoint)> faults_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<FaultPoint> hold_;
+  int held_ = 0;
+  std::chrono::microseconds op_time_{0};
+  std::vector<std::pair<FaultPoint, absl::Status>> next_faults_;
+  std::vector<Ran> log_;
+  std::vector<Filling> fills_;
+  int live_slabs_ = 0;
+  int max_slabs_ = 1 << 20;
+  size_t device_bytes_ = 0;
+  size_t max_device_bytes_ = SIZE_MAX;
+  std::unique_ptr<Backend> cpu_;  // computes the real ops
+};
+
+// Checks the order of Stream: uploads, ops, downloads, then Wait, also after an error. Another
+// order aborts. A Fill copies as late as a device may: in Wait. Memory that is freed before that
+// aborts.
+class FakeStream final : public Stream {
+ public:
+  // Without a backend the stream only records the arguments of its last op.
+  explicit FakeStream(FakeBackend* backend = nullptr) : backend_(backend) {}
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override;
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override;
+  absl::StatusOr<StreamTimes> Wait() override;
+
+  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
+    return Compute(&Stream::SoftmaxTopK, args);
+  }
+  absl::Status Sample(const SampleArgs& args) override { return Compute(&Stream::Sample, args); }
+  absl::Status Verify(const VerifyArgs& args) override { return Compute(&Stream::Verify, args); }
+  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
+    return Compute(&Stream::AttentionSoftmax, args);
+  }
+  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
+    return Compute(&Stream::AttentionSoftmaxBackward, args);
+  }
+  absl::Status CrossEntropy(const CrossEntropyArgs& args) override {
+    return Compute(&Stream::CrossEntropy, args);
+  }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    return Compute(&Stream::LinearTopK, args);
+  }
+  absl::Status LinearSample(const LinearSampleArgs& args) override {
+    return Compute(&Stream::LinearSample, args);
+  }
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    return Compute(&Stream::LinearCrossEntropy, args);
+  }
+
+  // The arguments of the last op. Throws if that was another op.
+  template <typename Args>
+  const Args& last() const {
+    return std::get<Args>(last_);
+  }
+
+  // An op of the test's own: is logged as `tags`, waits and fails as the backend says, runs `body`.
+  absl::Status Run(std::string tags, int64_t rows, absl::FunctionRef<absl::Status()> body);
+
+ private:
+  enum Phase { kIdle, kUploading, kComputing, kDownloading };
+  void Enter(Phase phase);
+
+  template <typename Args>
+  absl::Status Compute(absl::Status (Stream::*op)(const Args&), const Args& args) {
+    last_ = args;
+    if (backend_ == nullptr) return absl::OkStatus();
+    return Run("", 0, [&] {
+      if (cpu_ == nullptr) cpu_ = backend_->CreateCpuStream();
+      return (cpu_.get()->*op)(args);
+    });
+  }
+
+  FakeBackend* const backend_;
+  std::unique_ptr<Stream> cpu_;
+  Phase phase_ = kIdle;
+  size_t uploaded_bytes_ = 0;
+  std::variant<SoftmaxTopKArgs, SampleArgs, VerifyArgs, AttentionSoftmaxArgs,
+               AttentionSoftmaxBackwardArgs, CrossEntropyArgs, LinearTopKArgs, LinearSampleArgs,
+               LinearCrossEntropyArgs>
+      last_;
+};
+
+}  // namespace logitd
+
+#endif  // LOGITD_TESTS_FAKE_BACKEND_H_
