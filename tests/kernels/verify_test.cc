@@ -169,7 +169,7 @@ TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
   constexpr int64_t kBatch = 1024, kVocab = 12, kRows = 3;
   const std::vector<DistributionCase> cases = {
       {"dense", DraftKind::kDense, [](SampleRow&) {}, false},
-      {"dense_filtered", DraftKind::kDense,
+      {"dense filtered", DraftKind::kDense,
        [](SampleRow& row) {
          row.temperature = 0.8f;
          row.top_k = 6;
@@ -284,35 +284,35 @@ TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
       {"list", [](Asked& a) { a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList}; },
        ""},
       {"dense", [](Asked& a) { a.drafts[0] = {.token = 9, .kind = DraftKind::kDense}; }, ""},
-      {"last_rows_have_no_draft", [](Asked& a) { a.drafts[1].token = a.drafts[2].token = -9; }, ""},
-      {"sample_is_checked_too", [](Asked& a) { a.params[2].top_p = 0; },
+      {"last rows have no draft", [](Asked& a) { a.drafts[1].token = a.drafts[2].token = -9; }, ""},
+      {"sample is checked too", [](Asked& a) { a.params[2].top_p = 0; },
        "top_p: got 0 at row 2, allowed > 0 and <= 1"},
-      {"a_draft_for_each_row", [](Asked& a) { a.drafts.pop_back(); },
+      {"a draft for each row", [](Asked& a) { a.drafts.pop_back(); },
        "drafts: got 2 values, allowed 3 (rows)"},
-      {"token_outside_the_vocabulary", [](Asked& a) { a.drafts[0].token = 10; },
+      {"token outside the vocabulary", [](Asked& a) { a.drafts[0].token = 10; },
        "draft: got token 10 at row 0, allowed 0..9"},
-      {"unknown_kind", [](Asked& a) { a.drafts[0].kind = static_cast<DraftKind>(3); },
+      {"unknown kind", [](Asked& a) { a.drafts[0].kind = static_cast<DraftKind>(3); },
        "draft kind: got 3 at row 0, allowed greedy, list, dense"},
-      {"empty_list", [](Asked& a) { a.drafts[0].kind = DraftKind::kList; },
+      {"empty list", [](Asked& a) { a.drafts[0].kind = DraftKind::kList; },
        "draft count: got 0 at row 0, allowed 1..10"},
-      {"list_without_ids",
+      {"list without ids",
        [](Asked& a) { a.drafts[0] = {.token = 5, .count = 4, .kind = DraftKind::kList}; },
        "draft_ids: got entries [0, 0 + 4) at row 0, allowed inside the 3 sent"},
-      {"dense_without_all",
+      {"dense without all",
        [](Asked& a) { a.drafts[0] = {.first_prob = 1, .kind = DraftKind::kDense}; },
        "draft_probs: got entries [1, 1 + 10) at row 0, allowed inside the 10 sent"},
-      {"list_not_ascending",
+      {"list not ascending",
        [](Asked& a) {
          a.draft_ids = {1, 5, 5};
          a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList};
        },
        "draft_ids: got token 5 at row 0, allowed ascending, here 6..9"},
-      {"list_without_its_token",
+      {"list without its token",
        [](Asked& a) { a.drafts[0] = {.token = 2, .count = 3, .kind = DraftKind::kList}; },
        "draft: got token 2 at row 0, allowed one of its 3 draft_ids"},
-      {"a_gap_between_sequences", [](Asked& a) { a.sequences[1].first_row = 3; },
+      {"a gap between sequences", [](Asked& a) { a.sequences[1].first_row = 3; },
        "sequences: got rows [3, 3 + 1) at sequence 1, allowed from row 2, 1..1 of them"},
-      {"rows_of_no_sequence", [](Asked& a) { a.sequences.pop_back(); },
+      {"rows of no sequence", [](Asked& a) { a.sequences.pop_back(); },
        "sequences: got 2 rows, allowed 3 (rows)"},
   };
   for (const CheckCase& c : cases) {
