@@ -44,22 +44,15 @@ struct CrossEntropyRow {
 };
 static_assert(sizeof(CrossEntropyRow) == 64);
 
+inline constexpr ParamRange kSmoothings = {.low = 0, .high = 1, .names = "torch, megatron"};
+inline constexpr ParamRange kBelowOne = {.low = 0, .high = 1, .below_high = true};
 inline constexpr RowParam<CrossEntropyRow> kCrossEntropyParams[] = {
-    {"temperature", &CrossEntropyRow::temperature, 1, {.low = 0, .above_low = true}},
-    {"softcap", &CrossEntropyRow::softcap, 0, {.low = 0}},
-    {"label_smoothing",
-     &CrossEntropyRow::label_smoothing,
-     0,
-     {.low = 0, .high = 1, .below_high = true}},
-    {"smoothing",
-     &CrossEntropyRow::smoothing,
-     0,
-     {.low = 0, .high = 1, .names = "torch, megatron"}},
-    {"z_loss", &CrossEntropyRow::z_loss, 0, {.low = 0}},
-    {"top_logprobs",
-     &CrossEntropyRow::top_logprobs,
-     0,
-     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
+    {"temperature", &CrossEntropyRow::temperature, 1, kAboveZero},
+    {"softcap", &CrossEntropyRow::softcap, 0, kZeroOrMore},
+    {"label_smoothing", &CrossEntropyRow::label_smoothing, 0, kBelowOne},
+    {"smoothing", &CrossEntropyRow::smoothing, 0, kSmoothings},
+    {"z_loss", &CrossEntropyRow::z_loss, 0, kZeroOrMore},
+    {"top_logprobs", &CrossEntropyRow::top_logprobs, 0, kTopLogprobs},
 };
 
 // Where the answers go; shared with linear_cross_entropy. An array that no row wants may be null.

@@ -30,6 +30,10 @@ struct ParamRange {
   std::string_view names = {};  // of the values, where an enum has names for them
 };
 
+inline constexpr ParamRange kFinite = {};
+inline constexpr ParamRange kZeroOrMore = {.low = 0};
+inline constexpr ParamRange kAboveZero = {.low = 0, .above_low = true};
+
 template <typename Row>
 struct RowParam {
   using Member = std::variant<float Row::*, int32_t Row::*, uint64_t Row::*, bool Row::*,

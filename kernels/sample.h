@@ -59,20 +59,18 @@ struct SampleRow {
 };
 static_assert(sizeof(SampleRow) == 120);
 
+inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
-    {"seed", &SampleRow::seed, 0, {}},
-    {"position", &SampleRow::position, 0, {}},
-    {"temperature", &SampleRow::temperature, 1, {.low = 0}},
+    {"seed", &SampleRow::seed, 0, kFinite},  // the first: the server looks whether it was sent
+    {"position", &SampleRow::position, 0, kFinite},
+    {"temperature", &SampleRow::temperature, 1, kZeroOrMore},
     {"top_k", &SampleRow::top_k, 0, {.low = 0, .up_to_vocab = true}},
     {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
     {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
-    {"repetition_penalty", &SampleRow::repetition, 1, {.low = 0, .above_low = true}},
-    {"presence_penalty", &SampleRow::presence, 0, {}},
-    {"frequency_penalty", &SampleRow::frequency, 0, {}},
-    {"top_logprobs",
-     &SampleRow::top_logprobs,
-     0,
-     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
+    {"repetition_penalty", &SampleRow::repetition, 1, kAboveZero},
+    {"presence_penalty", &SampleRow::presence, 0, kFinite},
+    {"frequency_penalty", &SampleRow::frequency, 0, kFinite},
+    {"top_logprobs", &SampleRow::top_logprobs, 0, kTopLogprobs},
     {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
 };
 

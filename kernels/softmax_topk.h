@@ -22,7 +22,7 @@ struct SoftmaxTopKRow {
 
 inline constexpr RowParam<SoftmaxTopKRow> kSoftmaxTopKParams[] = {
     {"k", &SoftmaxTopKRow::k, 0, {.low = 1, .up_to_vocab = true}},
-    {"temperature", &SoftmaxTopKRow::temperature, 1, {.low = 0, .above_low = true}},
+    {"temperature", &SoftmaxTopKRow::temperature, 1, kAboveZero},
 };
 
 // Writes, for every row of `logits`, its k most probable tokens under softmax(logits /
@@ -62,7 +62,7 @@ inline SoftmaxTopKArgs RowsFrom(SoftmaxTopKArgs args, int64_t first) {
   return args;
 }
 
-// A request as it came in. The check ignores `first_entry` of the rows: the server sets them.
+// A request as it came in. The check ignores `first_entry` of the rows: the server sets it.
 struct SoftmaxTopKRequest {
   int64_t vocab = 0;                        // 1..kMaxVocab
   absl::Span<const SoftmaxTopKRow> params;  // one for each row

@@ -65,6 +65,8 @@ struct MutableTensorView {
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements, >= cols
+
+  operator TensorView() const { return {data, dtype, rows, cols, row_stride}; }
 };
 
 // Rows [first, first + count) of a TensorView or a MutableTensorView.

@@ -128,17 +128,15 @@ class CudaDevice final : public Device {
   }
   absl::Status Run(const BareProduct& product) override {
     LOGITD_RETURN_IF_ERROR(products_status_);
+    const auto view = [&](const void* data, int64_t rows) {
+      return TensorView{data, product.dtype, rows, product.hidden, product.hidden};
+    };
     return ToStatus(products_.Enqueue(
-        {.inputs = product.dtype,
-         .output = product.dtype,
-         .transpose_a = true,
-         .m = product.vocab,
-         .n = product.rows,
-         .k = product.hidden,
-         .a_stride = product.hidden,
-         .b_stride = product.hidden,
-         .out_stride = product.logits_stride},
-        {.a = product.weight, .b = product.states, .out = product.logits, .workspace = workspace_},
+        {.a = view(product.states, product.rows),
+         .b = view(product.weight, product.vocab),
+         .transpose_b = true,
+         .out = {product.logits, product.dtype, product.rows, product.vocab, product.logits_stride},
+         .workspace = workspace_},
         stream_));
   }
 

@@ -146,7 +146,7 @@ struct JobSpec {
   // costs no bytes of answer. `call`: valid until Done.
   bool in_place = false;
   const ExclusiveCall* call = nullptr;
-  JobSize size;  // SizeOfJob of the above: computed once, before Submit
+  JobSize size;  // SizeOfJob of the above: computed once, when the rest is filled
 
   int64_t rows() const { return counts[kRowAxis]; }
 };

@@ -63,6 +63,7 @@ void AttentionCall::FillSpec(engine::JobSpec* spec) const {
       backward ? shape.rows * shape.keys * static_cast<int64_t>(SizeOf(dtype)) : 0;
   spec->in_place = out_dtype == dtype;
   spec->call = this;
+  spec->size = engine::SizeOfJob(*spec);
 }
 
 absl::Status AttentionCall::Enqueue(Stream& stream, const engine::BatchView& batch) const {

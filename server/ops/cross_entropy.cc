@@ -13,15 +13,11 @@ constexpr auto kOutputs =
                      kCrossEntropyLogsumexp, kCrossEntropyStatus, kCrossEntropyEntropies,
                      kCrossEntropyTopIds, kCrossEntropyTopLogprobs, kCrossEntropyExtraLogprobs);
 
-constexpr AnswerSlice<CrossEntropyRow> kSlices[] = {
-    {&CrossEntropyRow::first_top_entry, &CrossEntropyRow::top_logprobs, kCrossEntropyTopEntries},
-    {&CrossEntropyRow::first_extra_entry, &CrossEntropyRow::extra_count, kCrossEntropyExtraEntries},
-};
-
-constexpr RowPlace<CrossEntropyRow> kPlaces[] = {
-    {&CrossEntropyRow::first_extra, kCrossEntropyExtraIds},
-    {&CrossEntropyRow::first_top_entry, kCrossEntropyTopEntries},
-    {&CrossEntropyRow::first_extra_entry, kCrossEntropyExtraEntries},
+using Row = CrossEntropyRow;
+constexpr RowPlace<Row> kPlaces[] = {
+    {kCrossEntropyExtraIds, &Row::first_extra},
+    {kCrossEntropyTopEntries, &Row::first_top_entry, &Row::top_logprobs},
+    {kCrossEntropyExtraEntries, &Row::first_extra_entry, &Row::extra_count},
 };
 
 CrossEntropyArgs ArgsOf(const engine::BatchView& batch) {
@@ -41,39 +37,39 @@ CrossEntropyArgs ArgsOf(const engine::BatchView& batch) {
                       .status = batch.Out(kCrossEntropyStatus)}};
 }
 
-absl::Status EnqueueCrossEntropy(Stream& stream, const engine::BatchView& batch) {
-  return stream.CrossEntropy(ArgsOf(batch));
-}
-
-absl::Status EnqueueLinearCrossEntropy(Stream& stream, const engine::BatchView& batch) {
-  return stream.LinearCrossEntropy(
-      {.hidden = batch.Payload(), .head = *batch.head, .cross_entropy = ArgsOf(batch)});
-}
-
 }  // namespace
 
-const engine::OpTraits kCrossEntropyTraits = {.name = "cross_entropy",
-                                              .inputs = kInputs,
-                                              .outputs = kOutputs,
-                                              .enqueue = &EnqueueCrossEntropy};
+const engine::OpTraits kCrossEntropyTraits = {
+    .name = "cross_entropy",
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.CrossEntropy(ArgsOf(batch));
+    }};
 
-const engine::OpTraits kLinearCrossEntropyTraits = {.name = "linear_cross_entropy",
-                                                    .inputs = kInputs,
-                                                    .outputs = kOutputs,
-                                                    .enqueue = &EnqueueLinearCrossEntropy};
+const engine::OpTraits kLinearCrossEntropyTraits = {
+    .name = "linear_cross_entropy",
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.LinearCrossEntropy(
+          {.hidden = batch.Payload(), .head = *batch.head, .cross_entropy = ArgsOf(batch)});
+    }};
 
 CrossEntropyRequest CrossEntropyRows::Request(int64_t vocab) const {
   return {.vocab = vocab, .params = rows, .extra_ids = extra_ids};
 }
 
-void CrossEntropyRows::FillSpec(engine::JobSpec* spec) {
+void CrossEntropyRows::FillSpec(const engine::BatchKey& key, engine::JobSpec* spec) {
+  spec->key = key;
   spec->counts[kCrossEntropyRows] = static_cast<int64_t>(rows.size());
   spec->counts[kCrossEntropyExtraIds] = static_cast<int64_t>(extra_ids.size());
-  PlaceAnswers(absl::MakeSpan(rows), kSlices, &spec->counts);
+  PlaceAnswers(absl::MakeSpan(rows), kPlaces, &spec->counts);
   for (const CrossEntropyRow& row : rows) {
     spec->max_row_entries = std::max(spec->max_row_entries, row.top_logprobs);
     spec->wanted |= static_cast<uint32_t>(row.want);
   }
+  spec->size = engine::SizeOfJob(*spec);
 }
 
 void CrossEntropyRows::WriteInputs(absl::Span<std::byte* const> inputs,

@@ -44,9 +44,9 @@ struct CrossEntropyRows {
   // For CheckCrossEntropy.
   CrossEntropyRequest Request(int64_t vocab) const;
 
-  // Gives each row its places among the answers. Fills the counts and hints of `spec`. The rows have
+  // Gives each row its places among the answers. Fills `spec`, except its deadline. The rows have
   // passed CheckCrossEntropy.
-  void FillSpec(engine::JobSpec* spec);
+  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
 
   // As engine::Job::WriteInputs. Frees the list.
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first);

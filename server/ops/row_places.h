@@ -12,34 +12,28 @@
 
 namespace logitd::ops {
 
-// A slice of an output array: `count` elements of `axis`, from `first` on.
+// A member that is a place in an array: an element of `axis`, counted from the job's first; a negative
+// value stands for no place. With `count` it is where the row's answers start, so many elements.
 template <typename Row>
-struct AnswerSlice {
-  int64_t Row::*first;
-  int32_t Row::*count;
+struct RowPlace {
   size_t axis;
+  int64_t Row::*first;
+  int32_t Row::*count = nullptr;
 };
 
-// Lays out the slices of the rows one after another, and counts the elements of their axes.
+// Lays out the answers of the rows one after another, and counts the elements of their axes.
 template <typename Row, size_t N>
-void PlaceAnswers(absl::Span<Row> rows, const AnswerSlice<Row> (&slices)[N],
+void PlaceAnswers(absl::Span<Row> rows, const RowPlace<Row> (&places)[N],
                   engine::AxisCounts* counts) {
-  for (const AnswerSlice<Row>& slice : slices) {
-    int64_t& next = (*counts)[slice.axis];
+  for (const RowPlace<Row>& place : places) {
+    if (place.count == nullptr) continue;
+    int64_t& next = (*counts)[place.axis];
     for (Row& row : rows) {
-      row.*slice.first = next;
-      next += row.*slice.count;
+      row.*place.first = next;
+      next += row.*place.count;
     }
   }
 }
-
-// A member that is a place in an array, counted from the job's first element of `axis`. A negative
-// one stands for no place.
-template <typename Row>
-struct RowPlace {
-  int64_t Row::*first;
-  size_t axis;
-};
 
 // Writes `rows` to their array, with places that count from the batch's first elements.
 template <typename Row, size_t N>

@@ -5,40 +5,33 @@
 namespace logitd::ops {
 namespace {
 
-constexpr AnswerSlice<SampleRow> kSlices[] = {
-    {&SampleRow::first_top_entry, &SampleRow::top_logprobs, kSampleTopEntries},
-    {&SampleRow::first_extra_entry, &SampleRow::extra_count, kSampleExtraEntries},
-};
-
 constexpr RowPlace<SampleRow> kPlaces[] = {
-    {&SampleRow::first_history, kSampleHistory},
-    {&SampleRow::first_bias, kSampleBias},
-    {&SampleRow::first_extra, kSampleExtraIds},
-    {&SampleRow::first_mask_word, kSampleMaskWords},
-    {&SampleRow::first_top_entry, kSampleTopEntries},
-    {&SampleRow::first_extra_entry, kSampleExtraEntries},
+    {kSampleHistory, &SampleRow::first_history},
+    {kSampleBias, &SampleRow::first_bias},
+    {kSampleExtraIds, &SampleRow::first_extra},
+    {kSampleMaskWords, &SampleRow::first_mask_word},
+    {kSampleTopEntries, &SampleRow::first_top_entry, &SampleRow::top_logprobs},
+    {kSampleExtraEntries, &SampleRow::first_extra_entry, &SampleRow::extra_count},
 };
-
-absl::Status EnqueueSample(Stream& stream, const engine::BatchView& batch) {
-  return stream.Sample(SampleArgsOf(batch));
-}
-
-absl::Status EnqueueLinearSample(Stream& stream, const engine::BatchView& batch) {
-  return stream.LinearSample(
-      {.hidden = batch.Payload(), .head = *batch.head, .sample = SampleArgsOf(batch)});
-}
 
 }  // namespace
 
-const engine::OpTraits kSampleTraits = {.name = "sample",
-                                        .inputs = kSampleInputs,
-                                        .outputs = kSampleOutputs,
-                                        .enqueue = &EnqueueSample};
+const engine::OpTraits kSampleTraits = {
+    .name = "sample",
+    .inputs = kSampleInputs,
+    .outputs = kSampleOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.Sample(SampleArgsOf(batch));
+    }};
 
-const engine::OpTraits kLinearSampleTraits = {.name = "linear_sample",
-                                              .inputs = kSampleInputs,
-                                              .outputs = kSampleOutputs,
-                                              .enqueue = &EnqueueLinearSample};
+const engine::OpTraits kLinearSampleTraits = {
+    .name = "linear_sample",
+    .inputs = kSampleInputs,
+    .outputs = kSampleOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.LinearSample(
+          {.hidden = batch.Payload(), .head = *batch.head, .sample = SampleArgsOf(batch)});
+    }};
 
 SampleArgs SampleArgsOf(const engine::BatchView& batch) {
   const auto& counts = batch.counts;
@@ -68,13 +61,15 @@ SampleRequest SampleRows::Request(int64_t vocab) const {
           .mask_words = mask_words};
 }
 
-void SampleRows::FillSpec(engine::JobSpec* spec) {
+void SampleRows::FillSpec(const engine::BatchKey& key, engine::JobSpec* spec) {
+  spec->key = key;
   spec->counts[kSampleRows] = static_cast<int64_t>(rows.size());
   spec->counts[kSampleHistory] = static_cast<int64_t>(history.size());
   spec->counts[kSampleBias] = static_cast<int64_t>(bias.size());
   spec->counts[kSampleExtraIds] = static_cast<int64_t>(extra_ids.size());
   spec->counts[kSampleMaskWords] = static_cast<int64_t>(mask_words.size());
-  PlaceAnswers(absl::MakeSpan(rows), kSlices, &spec->counts);
+  PlaceAnswers(absl::MakeSpan(rows), kPlaces, &spec->counts);
+  spec->size = engine::SizeOfJob(*spec);
 }
 
 void SampleRows::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {

@@ -62,9 +62,9 @@ struct SampleRows {
   // For CheckSample.
   SampleRequest Request(int64_t vocab) const;
 
-  // Gives each row its places among the answers. Fills the counts of `spec`. The rows have passed
-  // CheckSample.
-  void FillSpec(engine::JobSpec* spec);
+  // Gives each row its places among the answers. Fills `spec`, except its deadline. The rows have
+  // passed CheckSample.
+  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
 
   // As engine::Job::WriteInputs. Frees the lists.
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first);

@@ -10,9 +10,8 @@ namespace {
 constexpr auto kInputs = engine::ArraysOf(kTopKInRows);
 constexpr auto kOutputs = engine::ArraysOf(kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs);
 
-constexpr AnswerSlice<SoftmaxTopKRow> kSlices[] = {
-    {&SoftmaxTopKRow::first_entry, &SoftmaxTopKRow::k, kTopKEntries}};
-constexpr RowPlace<SoftmaxTopKRow> kPlaces[] = {{&SoftmaxTopKRow::first_entry, kTopKEntries}};
+constexpr RowPlace<SoftmaxTopKRow> kPlaces[] = {
+    {kTopKEntries, &SoftmaxTopKRow::first_entry, &SoftmaxTopKRow::k}};
 
 SoftmaxTopKArgs ArgsOf(const engine::BatchView& batch) {
   return {.logits = batch.Payload(),
@@ -24,28 +23,33 @@ SoftmaxTopKArgs ArgsOf(const engine::BatchView& batch) {
           .status = batch.Out(kTopKStatus)};
 }
 
-absl::Status EnqueueSoftmaxTopK(Stream& stream, const engine::BatchView& batch) {
-  return stream.SoftmaxTopK(ArgsOf(batch));
-}
-
-absl::Status EnqueueLinearTopK(Stream& stream, const engine::BatchView& batch) {
-  return stream.LinearTopK({.hidden = batch.Payload(), .head = *batch.head, .topk = ArgsOf(batch)});
-}
-
 }  // namespace
 
 const engine::OpTraits kSoftmaxTopKTraits = {
-    .name = "softmax_topk", .inputs = kInputs, .outputs = kOutputs, .enqueue = &EnqueueSoftmaxTopK};
+    .name = "softmax_topk",
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.SoftmaxTopK(ArgsOf(batch));
+    }};
 
 const engine::OpTraits kLinearTopKTraits = {
-    .name = "linear_topk", .inputs = kInputs, .outputs = kOutputs, .enqueue = &EnqueueLinearTopK};
+    .name = "linear_topk",
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.LinearTopK(
+          {.hidden = batch.Payload(), .head = *batch.head, .topk = ArgsOf(batch)});
+    }};
 
-void SoftmaxTopKRows::FillSpec(engine::JobSpec* spec) {
+void SoftmaxTopKRows::FillSpec(const engine::BatchKey& key, engine::JobSpec* spec) {
+  spec->key = key;
   spec->counts[kTopKRows] = static_cast<int64_t>(rows.size());
-  PlaceAnswers(absl::MakeSpan(rows), kSlices, &spec->counts);
+  PlaceAnswers(absl::MakeSpan(rows), kPlaces, &spec->counts);
   for (const SoftmaxTopKRow& row : rows) {
     spec->max_row_entries = std::max(spec->max_row_entries, row.k);
   }
+  spec->size = engine::SizeOfJob(*spec);
 }
 
 void SoftmaxTopKRows::WriteInputs(absl::Span<std::byte* const> inputs,

@@ -28,9 +28,9 @@ extern const engine::OpTraits kLinearTopKTraits;
 struct SoftmaxTopKRows {
   absl::InlinedVector<SoftmaxTopKRow, 1> rows;
 
-  // Gives each row its place among the answers. Fills the counts and hints of `spec`. The rows have
+  // Gives each row its place among the answers. Fills `spec`, except its deadline. The rows have
   // passed CheckSoftmaxTopK.
-  void FillSpec(engine::JobSpec* spec);
+  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
 
   // As engine::Job::WriteInputs.
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) const;

@@ -12,9 +12,9 @@ constexpr auto kOutputs =
     engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
                      kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs, kVerifyAccepted);
 
-constexpr RowPlace<VerifyDraft> kDraftPlaces[] = {{&VerifyDraft::first_id, kVerifyDraftIds},
-                                                  {&VerifyDraft::first_prob, kVerifyDraftProbs}};
-constexpr RowPlace<VerifySequence> kSequencePlaces[] = {{&VerifySequence::first_row, kSampleRows}};
+constexpr RowPlace<VerifyDraft> kDraftPlaces[] = {{kVerifyDraftIds, &VerifyDraft::first_id},
+                                                  {kVerifyDraftProbs, &VerifyDraft::first_prob}};
+constexpr RowPlace<VerifySequence> kSequencePlaces[] = {{kSampleRows, &VerifySequence::first_row}};
 
 absl::Status EnqueueVerify(Stream& stream, const engine::BatchView& batch) {
   return stream.Verify({.sample = SampleArgsOf(batch),
@@ -39,11 +39,12 @@ VerifyRequest VerifyRows::Request(int64_t vocab) const {
           .sequences = sequences};
 }
 
-void VerifyRows::FillSpec(engine::JobSpec* spec) {
-  sample.FillSpec(spec);
+void VerifyRows::FillSpec(const engine::BatchKey& key, engine::JobSpec* spec) {
+  sample.FillSpec(key, spec);
   spec->counts[kVerifyDraftIds] = static_cast<int64_t>(draft_ids.size());
   spec->counts[kVerifyDraftProbs] = static_cast<int64_t>(draft_probs.size());
   spec->counts[kVerifySequences] = static_cast<int64_t>(sequences.size());
+  spec->size = engine::SizeOfJob(*spec);
 }
 
 void VerifyRows::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {

@@ -36,7 +36,7 @@ struct VerifyRows {
 
   // As those of SampleRows, with CheckVerify.
   VerifyRequest Request(int64_t vocab) const;
-  void FillSpec(engine::JobSpec* spec);
+  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first);
   int64_t bytes() const;
 };

@@ -2,19 +2,15 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <limits>
-#include <numeric>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "logitd/v1/attention.pb.h"
@@ -25,82 +21,15 @@
 #include "tests/e2e/peers.h"
 #include "tests/e2e/server_process.h"
 #include "tests/e2e/shared_server.h"
+#include "tests/e2e/topk_calls.h"
 
 namespace logitd::e2e {
 namespace {
 
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-
-// Room for one message at a time: a payload of 8 MiB and the small fields.
-const std::vector<std::string> kRoomForOne = {"--max-request-bytes=8MiB", "--slab-bytes=8MiB",
-                                              "--max-batch-rows=1024", "--max-held-bytes=9MiB"};
-
-std::vector<std::string> With(std::vector<std::string> flags, std::vector<std::string> more) {
-  flags.insert(flags.end(), more.begin(), more.end());
-  return flags;
-}
-
-grpc::Status TopK(const std::shared_ptr<grpc::Channel>& channel, const v1::TopKRequest& request,
-                  v1::TopKResponse* response, absl::Duration deadline = absl::Seconds(30)) {
-  grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + deadline));
-  return v1::Sampler::NewStub(channel)->TopK(&context, request, response);
-}
-
-// One small call.
-grpc::Status SmallTopK(const std::shared_ptr<grpc::Channel>& channel,
-                       absl::Duration deadline = absl::Seconds(30)) {
-  v1::TopKResponse response;
-  return TopK(channel, Request({1, 2}, 1, 1), &response, deadline);
-}
-
-// A call that is admitted and has not sent its message. With kRoomForOne it holds all the room.
-class AdmittedCall final : public GenericCall {
- public:
-  AdmittedCall(const ServerProcess& server, const std::shared_ptr<grpc::Channel>& channel)
-      : GenericCall(channel, kTopK) {
-    EXPECT_TRUE(Start());
-    EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '>', 0));
-  }
-};
-
-// Compares `response` for `logits` [rows, vocab] with sums in double precision.
-void ExpectRight(const std::vector<float>& logits, int64_t rows, const std::vector<int>& k,
-                 const std::vector<float>& temperature, const v1::TopKResponse& response) {
-  const auto vocab = static_cast<int64_t>(logits.size()) / rows;
-  ASSERT_EQ(response.k_size(), rows);
-  ASSERT_EQ(response.logsumexp_size(), rows);
-  ASSERT_EQ(response.status_size(), rows);
-  ASSERT_EQ(response.status_position_size(), rows);
-  int entry = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* x = logits.data() + row * vocab;
-    const int row_k = k[k.size() == 1 ? 0 : row];
-    const double t = temperature.empty() ? 1.0 : temperature[temperature.size() == 1 ? 0 : row];
-    std::vector<int> order(static_cast<size_t>(vocab));
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [x](int a, int b) { return x[a] > x[b]; });
-    const double max = x[order[0]] / t;
-    double sum = 0;
-    for (int64_t i = 0; i < vocab; ++i) sum += std::exp(x[i] / t - max);
-    ASSERT_EQ(response.k(static_cast<int>(row)), row_k);
-    EXPECT_EQ(response.status(static_cast<int>(row)), v1::ROW_STATUS_OK);
-    EXPECT_EQ(response.status_position(static_cast<int>(row)), -1);
-    EXPECT_NEAR(response.logsumexp(static_cast<int>(row)), max + std::log(sum),
-                2e-6 * std::max(1.0, std::fabs(max + std::log(sum))));
-    for (int i = 0; i < row_k; ++i, ++entry) {
-      ASSERT_EQ(response.indices(entry), order[i]) << "row " << row << " place " << i;
-      const double prob = std::exp(x[order[i]] / t - max) / sum;
-      ASSERT_NEAR(response.probs(entry), prob, 4e-6 * prob) << "row " << row << " place " << i;
-    }
-  }
-  EXPECT_EQ(response.indices_size(), entry);
-  EXPECT_EQ(response.probs_size(), entry);
-}
 
 // --- right answers
 
@@ -595,170 +524,6 @@ TEST(WaitingTest, ASecondMessageIsRefusedWhileTheFirstWaits) {
   const grpc::Status status = two.Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
   EXPECT_THAT(status.error_message(), HasSubstr("second"));
-}
-
-// --- start and end
-
-TEST(LifeTest, ADrainFinishesAdmittedCallsAndRefusesOthers) {
-  ServerProcess server(kRoomForOne);
-  const auto channel = Connect(server.tcp());
-  AdmittedCall admitted(server, channel);
-  GenericCall waits(channel, kTopK);
-  ASSERT_TRUE(waits.Start());
-  ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 1));
-
-  server.Signal(SIGTERM);
-  ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
-  grpc::ByteBuffer answer;
-  EXPECT_FALSE(waits.Read(&answer));
-  EXPECT_EQ(waits.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
-  EXPECT_EQ(SmallTopK(channel).error_code(), grpc::StatusCode::UNAVAILABLE);
-  GenericCall health(channel, "/grpc.health.v1.Health/Check");
-  ASSERT_TRUE(health.Unary(ToBuffer(""), &answer).ok());
-  EXPECT_EQ(ToString(answer), "\x08\x02");  // NOT_SERVING
-  grpc::ClientContext context;
-  v1::GetInfoResponse info;
-  ASSERT_TRUE(v1::Server::NewStub(channel)->GetInfo(&context, {}, &info).ok());
-  EXPECT_TRUE(info.draining());
-
-  const std::vector<float> logits = {1, 3, 2};
-  ASSERT_TRUE(admitted.Write(ToBuffer(Request(logits, 1, 3).SerializeAsString()), /*last=*/true));
-  ASSERT_TRUE(admitted.Read(&answer));
-  EXPECT_TRUE(admitted.Finish().ok());
-  ASSERT_TRUE(response.ParseFromString(ToString(answer)));
-  ExpectRight(logits, 1, {3}, {}, response);
-  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
-}
-
-TEST(LifeTest, ASecondSignalEndsTheDrain) {
-  ServerProcess server(kRoomForOne);
-  const auto channel = Connect(server.tcp());
-  AdmittedCall stalls(server, channel);
-  server.Signal(SIGINT);
-  ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
-  EXPECT_FALSE(server.Wait(absl::Milliseconds(300)).has_value()) << "did not wait for the call";
-  server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
-}
-
-TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
-  ServerProcess server(With(kRoomForOne, {"--drain-grace=200ms"}));
-  AdmittedCall stalls(server, Connect(server.tcp()));
-  server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
-  EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
-  EXPECT_EQ(stalls.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
-}
-
-TEST(LifeTest, HealthWatchersSeeTheDrainAndDoNotDelayIt) {
-  ServerProcess server;
-  GenericCall watch(Connect(server.tcp()), "/grpc.health.v1.Health/Watch");
-  ASSERT_TRUE(watch.Start());
-  ASSERT_TRUE(watch.Write(ToBuffer(""), /*last=*/true));
-  grpc::ByteBuffer answer;
-  ASSERT_TRUE(watch.Read(&answer));
-  EXPECT_EQ(ToString(answer), "\x08\x01");
-  server.Signal(SIGTERM);
-  ASSERT_TRUE(watch.Read(&answer));
-  EXPECT_EQ(ToString(answer), "\x08\x02");
-  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
-}
-
-TEST(LifeTest, ADrainUnderLoadAnswersEveryCall) {
-  ServerProcess server;
-  std::atomic<int> ok{0};
-  std::atomic<int> refused{0};
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 4; ++thread) {
-    threads.emplace_back([&] {
-      const auto channel = Connect(server.tcp());
-      const v1::TopKRequest request = Request(Normal(4 * 5000, 1), 4, 10);
-      for (int i = 0; i < 100000; ++i) {
-        v1::TopKResponse response;
-        const grpc::Status status = TopK(channel, request, &response);
-        if (!status.ok()) {
-          EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
-          ++refused;
-          return;
-        }
-        ++ok;
-      }
-    });
-  }
-  absl::SleepFor(absl::Milliseconds(300));
-  server.Signal(SIGTERM);
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
-  EXPECT_GT(ok.load(), 0);
-  EXPECT_EQ(refused.load(), 4);
-  EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
-}
-
-TEST(LifeTest, CallsThatComeAtTheEndAreUnavailable) {
-  ServerProcess server;
-  std::atomic<bool> over{false};
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 6; ++thread) {
-    threads.emplace_back([&, thread] {
-      const std::string address = thread % 2 == 0 ? server.tcp() : server.unix_socket();
-      auto channel = Connect(address);
-      const v1::TopKRequest request = Request(Normal(1000, 1), 1, 10);
-      while (!over) {
-        if (thread < 2)
-          channel = Connect(address);  // new connections; the other threads keep theirs
-        v1::TopKResponse response;
-        const grpc::Status status = TopK(channel, request, &response);
-        EXPECT_THAT(status.error_code(), AnyOf(grpc::StatusCode::OK, grpc::StatusCode::UNAVAILABLE))
-            << status.error_message();
-      }
-    });
-  }
-  absl::SleepFor(absl::Milliseconds(100));
-  server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
-  over = true;
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_THAT(server.Log(), Not(HasSubstr("warn")));
-}
-
-struct Usage {
-  const char* name;
-  std::vector<std::string> flags;
-  int exit_code;
-  const char* text;
-};
-
-class UsageTest : public ::testing::TestWithParam<Usage> {};
-
-TEST_P(UsageTest, ExitsWithTheCodeAndTheReason) {
-  const Ended ended = RunToEnd(GetParam().flags);
-  EXPECT_EQ(ended.exit_code, GetParam().exit_code) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr(GetParam().text));
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    All, UsageTest,
-    ::testing::Values(Usage{"help", {"--help"}, 0, "--max-held-bytes"},
-                      Usage{"version", {"--version"}, 0, "logitd 0."},
-                      Usage{"unknown_flag", {"--frobnicate"}, 2, "--frobnicate"},
-                      Usage{"unknown_backend", {"--backend=tpu"}, 2, "--backend"},
-                      Usage{"slab_below_request", {"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
-                      Usage{
-                          "held_below_request", {"--max-held-bytes=64MiB"}, 2, "--max-held-bytes"},
-                      Usage{"not_a_duration", {"--receive-timeout=soon"}, 2, "--receive-timeout"},
-                      Usage{"not_an_address", {"--listen=nowhere"}, 2, "--listen"},
-                      Usage{"address_not_ours",
-                            {"--backend=cpu", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
-                            1,
-                            "192.0.2.1:7450"}),
-    [](const auto& info) { return info.param.name; });
-
-TEST(LifeTest, ATakenPortIsAnErrorAndNotShared) {
-  ServerProcess server;
-  const Ended ended =
-      RunToEnd({"--backend=cpu", "--listen=" + server.tcp(), "--metrics-listen=off"});
-  EXPECT_EQ(ended.exit_code, 1) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr(server.tcp()));
 }
 
 }  // namespace

@@ -171,19 +171,14 @@ class LossProblem {
     scratch.bytes -= own.products().workspace_bytes();
     std::byte* const workspace = scratch.data + scratch.bytes;
     const DeviceArray<uint16_t> logits(kLossRows * vocab_);
-    const auto multiply = [&](cuda::ProductShape shape, const void* a, const void* b, void* out) {
-      shape.inputs = shape.output = DType::kBF16;
-      Must(own.products().Enqueue(shape, {.a = a, .b = b, .out = out, .workspace = workspace},
-                                  nullptr));
+    const auto multiply = [&](cuda::MatrixProduct product) {
+      product.workspace = workspace;
+      Must(own.products().Enqueue(product, nullptr));
     };
-    multiply({.transpose_a = true,
-              .m = vocab_,
-              .n = kLossRows,
-              .k = kHidden,
-              .a_stride = kHidden,
-              .b_stride = kHidden,
-              .out_stride = vocab_},
-             weight_.data(), hidden_.data(), logits.data());
+    multiply({.a = Hidden(),
+              .b = Head().weight,
+              .transpose_b = true,
+              .out = MutableBf16View(logits.data(), kLossRows, vocab_)});
     CrossEntropyArgs args = Asks();
     args.logits = Bf16View(logits.data(), kLossRows, vocab_);
     Must(cuda::CrossEntropy(args, scratch, nullptr));
@@ -195,21 +190,8 @@ class LossProblem {
            .upstream = upstream_.data(),
            .d_logits = MutableBf16View(logits.data(), kLossRows, vocab_)},
           nullptr));
-      multiply({.m = kHidden,
-                .n = kLossRows,
-                .k = vocab_,
-                .a_stride = kHidden,
-                .b_stride = vocab_,
-                .out_stride = kHidden},
-               weight_.data(), logits.data(), d_hidden_.data());
-      multiply({.transpose_b = true,
-                .m = kHidden,
-                .n = vocab_,
-                .k = kLossRows,
-                .a_stride = kHidden,
-                .b_stride = vocab_,
-                .out_stride = kHidden},
-               hidden_.data(), logits.data(), d_weight_.data());
+      multiply({.a = args.logits, .b = Head().weight, .out = DHidden()});
+      multiply({.a = args.logits, .transpose_a = true, .b = Hidden(), .out = DWeight()});
     }
     Must(cudaDeviceSynchronize());
     held();

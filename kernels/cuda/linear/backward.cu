@@ -193,16 +193,21 @@ class Backward {
         dtype_(args.head.weight.dtype),
         product_type_(GradientTypeOf(dtype_)),
         cut_(args.head, args.hidden.rows, static_cast<int64_t>(scratch.left())) {
+    const auto take = [&](DType dtype, int64_t rows, int64_t cols, int64_t stride) {
+      const size_t bytes = static_cast<size_t>(rows * stride) * SizeOf(dtype);
+      return MutableTensorView{scratch.Take<std::byte>(bytes), dtype, rows, cols, stride};
+    };
+    const int64_t hidden = args.head.hidden();
     plans_ = scratch.Take<RowGradient>(cut_.group);
-    states_ = scratch.Take<std::byte>(cut_.group * cut_.hidden_stride * Size());
-    d_states_ = scratch.Take<float>(cut_.group * cut_.hidden_stride);
-    gradients_ = scratch.Take<std::byte>(cut_.group * cut_.chunk * ProductSize());
-    logits_ = scratch.Take<float>(cut_.block * cut_.chunk);
-    d_weight_ = scratch.Take<float>(cut_.chunk * cut_.hidden_stride);
+    states_ = take(dtype_, cut_.group, hidden, cut_.hidden_stride);
+    d_states_ = take(DType::kF32, cut_.group, hidden, cut_.hidden_stride);
+    gradients_ = take(product_type_, cut_.group, cut_.chunk, cut_.chunk);
+    logits_ = take(DType::kF32, cut_.block, cut_.chunk, cut_.chunk);
+    d_weight_ = take(DType::kF32, cut_.chunk, hidden, cut_.hidden_stride);
     column_sums_ = scratch.Take<float>(cut_.block / kGroupRows * cut_.chunk);
     if (IsWide()) {
-      wide_states_ = scratch.Take<float>(cut_.group * cut_.hidden_stride);
-      wide_weights_ = scratch.Take<float>(cut_.chunk * cut_.hidden_stride);
+      wide_states_ = take(DType::kF32, cut_.group, hidden, cut_.hidden_stride);
+      wide_weights_ = take(DType::kF32, cut_.chunk, hidden, cut_.hidden_stride);
     }
   }
 
@@ -234,73 +239,63 @@ class Backward {
  private:
   // Whether products 2 and 3 are of f32 in place of f16.
   bool IsWide() const { return product_type_ != dtype_; }
-  int64_t Size() const { return static_cast<int64_t>(SizeOf(dtype_)); }
-  int64_t ProductSize() const { return static_cast<int64_t>(SizeOf(product_type_)); }
 
-  void Widen(const void* from, int64_t from_stride, int64_t rows, float* to) {
-    steps_.Launch(&WidenKernel, GridFor(rows), kThreads, static_cast<const __half*>(from),
-                  from_stride, static_cast<int>(args_.head.hidden()), to, cut_.hidden_stride);
+  void Widen(const TensorView& from, const MutableTensorView& to) {
+    steps_.Launch(&WidenKernel, GridFor(from.rows), kThreads, static_cast<const __half*>(from.data),
+                  from.row_stride, static_cast<int>(from.cols), static_cast<float*>(to.data),
+                  to.row_stride);
   }
 
-  // Rows of the group from `first` on, in whole blocks.
-  int64_t PaddedRows(int64_t first) const {
-    return std::min(cut_.group, RoundUp(args_.hidden.rows - first, cut_.block));
-  }
-
-  // Copies the group's rows from `first` on, padded to whole blocks, to scratch.
+  // Copies the rows of the group at `first`, padded to whole blocks, to scratch.
   void PlanRows(int64_t first) {
-    const int64_t count = PaddedRows(first);
-    steps_.Launch(&PlanRowsKernel, GridFor(count, kThreads), kThreads, args_.rows, args_.logsumexp,
-                  args_.upstream, first, args_.hidden.rows, count, args_.head.vocab(),
-                  args_.head.softcap, plans_);
+    const TensorView hidden = RowsOf(args_.hidden, first, args_.hidden.rows - first);
+    padded_rows_ = std::min(cut_.group, RoundUp(hidden.rows, cut_.block));
+    steps_.Launch(&PlanRowsKernel, GridFor(padded_rows_, kThreads), kThreads, args_.rows,
+                  args_.logsumexp, args_.upstream, first, args_.hidden.rows, padded_rows_,
+                  args_.head.vocab(), args_.head.softcap, plans_);
     VisitDType(dtype_, [&]<class T>() {
-      steps_.Launch(&PackKernel<T, RowGradient>, GridFor(count), kThreads,
-                    static_cast<const T*>(args_.hidden.data) + first * args_.hidden.row_stride,
-                    args_.hidden.row_stride, static_cast<int>(args_.head.hidden()), plans_,
-                    RowUse::kCounted, reinterpret_cast<T*>(states_), cut_.hidden_stride);
+      steps_.Launch(&PackKernel<T, RowGradient>, GridFor(padded_rows_), kThreads,
+                    static_cast<const T*>(hidden.data), hidden.row_stride,
+                    static_cast<int>(args_.head.hidden()), plans_, RowUse::kCounted,
+                    static_cast<T*>(states_.data), states_.row_stride);
     });
-    if (IsWide()) Widen(states_, cut_.hidden_stride, count, wide_states_);
+    if (IsWide()) Widen(RowsOf(states_, 0, padded_rows_), wide_states_);
   }
 
-  // Tokens [v, v + chunk) and the planned group: adds to d_hidden, to d_weight or to both.
+  // Tokens [v, v + chunk) and the planned group, whose first row is `first`: adds to d_hidden, to
+  // d_weight or to both.
   void TakeChunk(int64_t v, int64_t first, bool hidden, bool weight) {
     const HeadView& head = args_.head;
     const int64_t tokens = std::min(cut_.chunk, head.vocab() - v);
-    const int64_t rows = PaddedRows(first);
-    const void* weights = RowsOf(head.weight, v, tokens).data;
-    if (hidden && IsWide()) Widen(weights, head.weight.row_stride, tokens, wide_weights_);
-    for (int64_t r = 0; r < rows && steps_.error() == cudaSuccess; r += cut_.block) {
-      std::byte* gradients = gradients_ + r * cut_.chunk * ProductSize();
-      MakeLogits(weights, v, tokens, r);
-      MakeGradients(v, tokens, plans_ + r, gradients, weight && args_.d_bias != nullptr,
+    const TensorView weights = RowsOf(head.weight, v, tokens);
+    if (hidden && IsWide()) Widen(weights, wide_weights_);
+    MutableTensorView gradients = gradients_;
+    gradients.cols = tokens;
+    for (int64_t r = 0; r < padded_rows_; r += cut_.block) {
+      const MutableTensorView block_gradients = RowsOf(gradients, r, cut_.block);
+      steps_.Multiply({.a = RowsOf(states_, r, cut_.block),  // product 1
+                       .b = weights,
+                       .transpose_b = true,
+                       .out = logits_,
+                       .bias = head.bias == nullptr ? nullptr : head.bias + v,
+                       .alpha = head.scale});
+      MakeGradients(v, plans_ + r, block_gradients, weight && args_.d_bias != nullptr,
                     /*fresh=*/first == 0 && r == 0);
-      if (hidden) AddToHidden(weights, v, tokens, r, gradients);
+      if (!hidden) continue;
+      steps_.Multiply({.a = block_gradients,  // product 2
+                       .b = IsWide() ? RowsOf(wide_weights_, 0, tokens) : weights,
+                       .out = RowsOf(d_states_, r, cut_.block),
+                       .alpha = head.scale,
+                       .beta = v == 0 ? 0.0f : 1.0f,
+                       .tf32 = IsWide()});
     }
-    if (weight) AddToWeight(v, tokens, first);
+    if (weight) AddToWeight(v, first, gradients);
   }
 
-  // Product 1, of the block of the group's rows from `r` on.
-  void MakeLogits(const void* weights, int64_t v, int64_t tokens, int64_t r) {
-    const HeadView& head = args_.head;
-    steps_.Multiply({.inputs = dtype_,
-                     .output = DType::kF32,
-                     .transpose_a = true,
-                     .bias = head.bias != nullptr,
-                     .m = tokens,
-                     .n = cut_.block,
-                     .k = head.hidden(),
-                     .a_stride = head.weight.row_stride,
-                     .b_stride = cut_.hidden_stride,
-                     .out_stride = cut_.chunk},
-                    {.a = weights,
-                     .b = states_ + r * cut_.hidden_stride * Size(),
-                     .out = logits_,
-                     .bias = head.bias == nullptr ? nullptr : head.bias + v,
-                     .alpha = head.scale});
-  }
-
-  void MakeGradients(int64_t v, int64_t tokens, const RowGradient* plans, std::byte* gradients,
+  // Writes the gradients of a block of logits; their sums over rows go to d_bias where `bias`.
+  void MakeGradients(int64_t v, const RowGradient* plans, const MutableTensorView& gradients,
                      bool bias, bool fresh) {
+    const int tokens = static_cast<int>(gradients.cols);
     const int groups = static_cast<int>(cut_.block / kGroupRows);
     const dim3 grid(GridFor(tokens, 2 * kThreads).x, static_cast<unsigned>(groups));
     VisitDType(dtype_, [&]<class W>() {
@@ -308,66 +303,39 @@ class Backward {
       constexpr bool kTf32 = !std::is_same_v<T, W>;
       const auto kernel = args_.head.softcap > 0 ? &GradientKernel<T, true, kTf32>
                                                  : &GradientKernel<T, false, kTf32>;
-      steps_.Launch(kernel, grid, kThreads, logits_, reinterpret_cast<T*>(gradients), cut_.chunk,
-                    static_cast<int>(tokens), static_cast<int>(v), plans,
+      steps_.Launch(kernel, grid, kThreads, static_cast<const float*>(logits_.data),
+                    static_cast<T*>(gradients.data), cut_.chunk, tokens, static_cast<int>(v), plans,
                     bias ? column_sums_ : nullptr);
     });
     if (!bias) return;
     steps_.Launch(&BiasKernel, GridFor(tokens, kThreads), kThreads, column_sums_, groups,
-                  cut_.chunk, static_cast<int>(tokens), fresh, args_.d_bias + v);
+                  cut_.chunk, tokens, fresh, args_.d_bias + v);
   }
 
-  // Product 2.
-  void AddToHidden(const void* weights, int64_t v, int64_t tokens, int64_t r,
-                   const std::byte* gradients) {
-    steps_.Multiply({.inputs = product_type_,
-                     .output = DType::kF32,
-                     .tf32 = IsWide(),
-                     .m = args_.head.hidden(),
-                     .n = cut_.block,
-                     .k = tokens,
-                     .a_stride = IsWide() ? cut_.hidden_stride : args_.head.weight.row_stride,
-                     .b_stride = cut_.chunk,
-                     .out_stride = cut_.hidden_stride},
-                    {.a = IsWide() ? wide_weights_ : weights,
-                     .b = gradients,
-                     .out = d_states_ + r * cut_.hidden_stride,
-                     .alpha = args_.head.scale,
-                     .beta = v == 0 ? 0.0f : 1.0f});
-  }
-
-  // Product 3, into d_weight itself where a product can write it, else by way of scratch.
-  void AddToWeight(int64_t v, int64_t tokens, int64_t first) {
-    const int64_t count = args_.hidden.rows - first;
-    const bool last = count <= cut_.group;
-    const MutableTensorView to = RowsOf(args_.d_weight, v, tokens);
+  // Product 3, into d_weight itself where a product can write it, else through scratch.
+  void AddToWeight(int64_t v, int64_t first, const TensorView& gradients) {
+    const int64_t count = std::min(cut_.group, args_.hidden.rows - first);
+    const bool last = first + count == args_.hidden.rows;
+    const MutableTensorView to = RowsOf(args_.d_weight, v, gradients.cols);
     const bool aligned = reinterpret_cast<uintptr_t>(args_.d_weight.data) % 16 == 0 &&
                          to.row_stride * static_cast<int64_t>(SizeOf(to.dtype)) % 16 == 0;
     const bool direct = aligned && (to.dtype == DType::kF32 || (first == 0 && last && !IsWide()));
-    steps_.Multiply({.inputs = product_type_,
-                     .output = direct ? to.dtype : DType::kF32,
-                     .transpose_b = true,
-                     .tf32 = IsWide(),
-                     .m = args_.head.hidden(),
-                     .n = tokens,
-                     .k = RoundUp(std::min(cut_.group, count), kGroupRows),
-                     .a_stride = cut_.hidden_stride,
-                     .b_stride = cut_.chunk,
-                     .out_stride = direct ? to.row_stride : cut_.hidden_stride},
-                    {.a = IsWide() ? static_cast<const void*>(wide_states_) : states_,
-                     .b = gradients_,
-                     .out = direct ? to.data : d_weight_,
+    const int64_t rows = RoundUp(count, kGroupRows);
+    steps_.Multiply({.a = RowsOf(gradients, 0, rows),
+                     .transpose_a = true,
+                     .b = RowsOf(IsWide() ? wide_states_ : states_, 0, rows),
+                     .out = direct ? to : d_weight_,
                      .alpha = args_.head.scale,
-                     .beta = first == 0 ? 0.0f : 1.0f});
+                     .beta = first == 0 ? 0.0f : 1.0f,
+                     .tf32 = IsWide()});
     if (direct || !last) return;
     const RowGradient* all_counted = nullptr;
-    steps_.Store(d_weight_, cut_.hidden_stride, args_.head.hidden(), all_counted, to);
+    steps_.Store(d_weight_, all_counted, to);
   }
 
   void StoreHidden(int64_t first) {
     const int64_t count = std::min(cut_.group, args_.hidden.rows - first);
-    steps_.Store(d_states_, cut_.hidden_stride, args_.head.hidden(), plans_,
-                 RowsOf(args_.d_hidden, first, count));
+    steps_.Store(d_states_, plans_, RowsOf(args_.d_hidden, first, count));
   }
 
   const LinearCrossEntropyBackwardArgs& args_;
@@ -375,15 +343,16 @@ class Backward {
   const DType dtype_;
   const DType product_type_;  // the inputs of products 2 and 3
   const Cut cut_;
-  RowGradient* plans_;             // [group]
-  std::byte* states_;              // [group, hidden_stride], the weight's dtype
-  float* d_states_;                // [group, hidden_stride]
-  std::byte* gradients_;           // [group, chunk], of product_type_
-  float* logits_;                  // [block, chunk]
-  float* d_weight_;                // [chunk, hidden_stride]
-  float* column_sums_;             // [block / kGroupRows, chunk]
-  float* wide_states_ = nullptr;   // [group, hidden_stride], under an f16 head
-  float* wide_weights_ = nullptr;  // [chunk, hidden_stride], under an f16 head
+  int64_t padded_rows_ = 0;         // of the planned group, in whole blocks
+  RowGradient* plans_;              // [group]
+  MutableTensorView states_;        // [group, hidden], the weight's dtype
+  MutableTensorView d_states_;      // [group, hidden], f32
+  MutableTensorView gradients_;     // [group, chunk], of product_type_
+  MutableTensorView logits_;        // [block, chunk], f32
+  MutableTensorView d_weight_;      // [chunk, hidden], f32
+  float* column_sums_;              // [block / kGroupRows, chunk]
+  MutableTensorView wide_states_;   // [group, hidden], f32, under an f16 head
+  MutableTensorView wide_weights_;  // [chunk, hidden], f32, under an f16 head
 };
 
 // The gradients of a call without rows.

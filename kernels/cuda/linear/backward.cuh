@@ -79,18 +79,18 @@ class Steps {
     });
   }
 
-  void Multiply(const ProductShape& shape, ProductOperands operands) {
-    operands.workspace = workspace_;
-    Do([&] { return products_.Enqueue(shape, operands, stream_); });
+  void Multiply(MatrixProduct product) {
+    product.workspace = workspace_;
+    Do([&] { return products_.Enqueue(product, stream_); });
   }
 
-  // Writes `to` [to.rows, size], as StoreKernel.
+  // Writes `to` [to.rows, sums.cols], as StoreKernel. sums: f32.
   template <class Row>
-  void Store(const float* sums, int64_t sums_stride, int64_t size, const Row* rows,
-             const MutableTensorView& to) {
+  void Store(const TensorView& sums, const Row* rows, const MutableTensorView& to) {
     VisitDType(to.dtype, [&]<class T>() {
-      Launch(&StoreKernel<T, Row>, GridFor(to.rows), kCopyThreads, sums, sums_stride,
-             static_cast<int>(size), rows, static_cast<T*>(to.data), to.row_stride);
+      Launch(&StoreKernel<T, Row>, GridFor(to.rows), kCopyThreads,
+             static_cast<const float*>(sums.data), sums.row_stride, static_cast<int>(sums.cols),
+             rows, static_cast<T*>(to.data), to.row_stride);
     });
   }
 

@@ -11,7 +11,7 @@
 // Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block
 // (134 MB at 256 x 131072), of which L2 takes a part. Limited by: the product, 256 rows at a time.
 // On Hopper, a call in which any row wants rank, entropy or top tokens multiplies twice: all rows
-// by way of logits, and in hopper/loss.cu the groups of 256 rows that have a row that wants none of
+// through logits, and in hopper/loss.cu the groups of 256 rows that have a row that wants none of
 // these. The row decides which kernel takes it, and the host does not read rows.
 // Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with sample after it,
 // 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product (bench/results/h200/kernels.json).
@@ -21,8 +21,7 @@
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/decode.h"
-#include "kernels/cuda/linear/hopper/logits.h"
-#include "kernels/cuda/linear/hopper/loss.h"
+#include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/logit.cuh"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
@@ -95,7 +94,8 @@ __global__ void __launch_bounds__(hopper::kLossGroupRows)
 
 int64_t PreparedStride(const HeadView& head) { return RoundUp(head.hidden(), 64); }
 
-// Makes `states` the hidden states after the head's norm, copied to `to`, and `padded_rows` of them.
+// Writes the hidden states after the head's norm to `to`, padded with zeros to `padded_rows` rows,
+// and makes `states` a view of them.
 cudaError_t Prepare(const HeadView& head, int64_t padded_rows, std::byte* to, TensorView& states,
                     cudaStream_t stream) {
   const int64_t stride = PreparedStride(head);
@@ -130,7 +130,7 @@ class BlockLogits {
                                         static_cast<int64_t>(SizeOf(head.weight.dtype)));
   }
 
-  // Rows of a block: as many as a share of scratch holds, whatever the call's rows.
+  // Rows of a block. They do not depend on the call.
   int64_t rows() const { return rows_; }
 
   TensorView View(int64_t rows) const {
@@ -154,19 +154,12 @@ class BlockLogits {
 
  private:
   cudaError_t Multiply(const TensorView& states) const {
-    const cudaError_t error = products_.Enqueue({.inputs = head_.weight.dtype,
-                                                 .output = DType::kF32,
-                                                 .transpose_a = true,
-                                                 .bias = head_.bias != nullptr,
-                                                 .m = head_.vocab(),
-                                                 .n = rows_,
-                                                 .k = head_.hidden(),
-                                                 .a_stride = head_.weight.row_stride,
-                                                 .b_stride = states.row_stride,
-                                                 .out_stride = stride_},
-                                                {.a = head_.weight.data,
-                                                 .b = states.data,
-                                                 .out = logits_,
+    TensorView padded = states;
+    padded.rows = rows_;
+    const cudaError_t error = products_.Enqueue({.a = padded,
+                                                 .b = head_.weight,
+                                                 .transpose_b = true,
+                                                 .out = {logits_, DType::kF32, rows_, 0, stride_},
                                                  .bias = head_.bias,
                                                  .alpha = head_.scale,
                                                  .workspace = workspace_},
@@ -217,8 +210,8 @@ cudaError_t LossesFromLogits(const LinearCrossEntropyArgs& args, Products& produ
                      products, scratch, stream);
 }
 
-// The rows of `args` by hopper/loss.cu; where `mixed`, those that want more than losses and extras
-// by way of logits.
+// The rows of `args` by hopper/loss.cu. Where `mixed`, rows that want more than losses and extras go
+// through logits.
 cudaError_t HopperLosses(LinearCrossEntropyArgs args, bool mixed, Products& products,
                          Scratch scratch, cudaStream_t stream) {
   const int64_t rows = args.hidden.rows;

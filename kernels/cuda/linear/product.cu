@@ -6,63 +6,66 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace logitd::cuda {
 namespace {
 
-// The functions of the library that are used here.
-struct Library {
-  decltype(&cublasLtCreate) create = nullptr;
-  decltype(&cublasLtDestroy) destroy = nullptr;
-  decltype(&cublasLtMatmul) matmul = nullptr;
-  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
-  decltype(&cublasLtMatmulAlgoCheck) check = nullptr;
-  decltype(&cublasLtMatmulAlgoConfigGetAttribute) algo_attribute = nullptr;
-  decltype(&cublasLtMatmulDescCreate) desc_create = nullptr;
-  decltype(&cublasLtMatmulDescDestroy) desc_destroy = nullptr;
-  decltype(&cublasLtMatmulDescSetAttribute) desc_set = nullptr;
-  decltype(&cublasLtMatrixLayoutCreate) layout_create = nullptr;
-  decltype(&cublasLtMatrixLayoutDestroy) layout_destroy = nullptr;
-  decltype(&cublasLtMatmulPreferenceCreate) preference_create = nullptr;
-  decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy = nullptr;
-  decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
-  std::string error;  // empty: loaded
-};
-
-Library Load() {
-  Library library;
-  // Never closed: its own threads and the driver use it until the process ends.
-  void* handle = nullptr;
+// Opens the library; null, and why, where there is none. It is never closed: its own threads and
+// the driver use it until the process ends.
+void* Open(std::string& error) {
   for (const char* name : {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"}) {
-    handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (handle != nullptr) break;
-    library.error = dlerror();
+    if (void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)) {
+      error.clear();
+      return handle;
+    }
+    error = dlerror();
   }
-  if (handle == nullptr) return library;
-  library.error.clear();
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(handle, name));
-    if (function == nullptr) library.error = absl::StrCat("libcublasLt.so.13 has no ", name);
-  };
-  find(library.create, "cublasLtCreate");
-  find(library.destroy, "cublasLtDestroy");
-  find(library.matmul, "cublasLtMatmul");
-  find(library.heuristic, "cublasLtMatmulAlgoGetHeuristic");
-  find(library.check, "cublasLtMatmulAlgoCheck");
-  find(library.algo_attribute, "cublasLtMatmulAlgoConfigGetAttribute");
-  find(library.desc_create, "cublasLtMatmulDescCreate");
-  find(library.desc_destroy, "cublasLtMatmulDescDestroy");
-  find(library.desc_set, "cublasLtMatmulDescSetAttribute");
-  find(library.layout_create, "cublasLtMatrixLayoutCreate");
-  find(library.layout_destroy, "cublasLtMatrixLayoutDestroy");
-  find(library.preference_create, "cublasLtMatmulPreferenceCreate");
-  find(library.preference_destroy, "cublasLtMatmulPreferenceDestroy");
-  find(library.preference_set, "cublasLtMatmulPreferenceSetAttribute");
-  return library;
+  return nullptr;
 }
 
+// A function of the library, which becomes a pointer of the type that it is stored as.
+struct Symbol {
+  void* address;
+  template <class F>
+  operator F*() const {
+    return reinterpret_cast<F*>(address);
+  }
+};
+
+// The functions of the library that are used here.
+struct Library {
+  std::string error;  // empty: all were found
+  void* handle = Open(error);
+  decltype(&cublasLtCreate) create = Find("cublasLtCreate");
+  decltype(&cublasLtDestroy) destroy = Find("cublasLtDestroy");
+  decltype(&cublasLtMatmul) matmul = Find("cublasLtMatmul");
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = Find("cublasLtMatmulAlgoGetHeuristic");
+  decltype(&cublasLtMatmulAlgoCheck) check = Find("cublasLtMatmulAlgoCheck");
+  decltype(&cublasLtMatmulAlgoConfigGetAttribute) algo_attribute =
+      Find("cublasLtMatmulAlgoConfigGetAttribute");
+  decltype(&cublasLtMatmulDescCreate) desc_create = Find("cublasLtMatmulDescCreate");
+  decltype(&cublasLtMatmulDescDestroy) desc_destroy = Find("cublasLtMatmulDescDestroy");
+  decltype(&cublasLtMatmulDescSetAttribute) desc_set = Find("cublasLtMatmulDescSetAttribute");
+  decltype(&cublasLtMatrixLayoutCreate) layout_create = Find("cublasLtMatrixLayoutCreate");
+  decltype(&cublasLtMatrixLayoutDestroy) layout_destroy = Find("cublasLtMatrixLayoutDestroy");
+  decltype(&cublasLtMatmulPreferenceCreate) preference_create =
+      Find("cublasLtMatmulPreferenceCreate");
+  decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy =
+      Find("cublasLtMatmulPreferenceDestroy");
+  decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set =
+      Find("cublasLtMatmulPreferenceSetAttribute");
+
+  Symbol Find(const char* name) {
+    void* address = handle == nullptr ? nullptr : dlsym(handle, name);
+    if (address == nullptr && error.empty())
+      error = absl::StrCat("libcublasLt.so.13 has no ", name);
+    return {address};
+  }
+};
+
 const Library& TheLibrary() {
-  static const Library* const library = new Library(Load());
+  static const Library* const library = new Library;
   return *library;
 }
 
@@ -96,24 +99,27 @@ cudaError_t ToCuda(cublasStatus_t status) {
 }
 
 constexpr uint32_t kAlignment = 16;
-constexpr int64_t kOwnStride = 0;  // the number of rows, rounded up
 constexpr int kCandidates = 16;
 constexpr size_t kMaxPlans = 64;  // of a stream; beyond it, all are chosen again
 
+bool SameLayout(const TensorView& a, const TensorView& b) {
+  return a.dtype == b.dtype && a.rows == b.rows && a.cols == b.cols && a.row_stride == b.row_stride;
+}
+
+// Whether two products differ only in their data and factors.
+bool SameShape(const MatrixProduct& p, const MatrixProduct& q) {
+  return SameLayout(p.a, q.a) && p.transpose_a == q.transpose_a && SameLayout(p.b, q.b) &&
+         p.transpose_b == q.transpose_b && p.out.dtype == q.out.dtype &&
+         p.out.row_stride == q.out.row_stride && (p.bias == nullptr) == (q.bias == nullptr) &&
+         p.tf32 == q.tf32;
+}
+
 }  // namespace
 
+// cuBLASLt's matrices are column-major. So a row-major matrix is given as its transpose, and the
+// product as out^T = op(b)^T op(a)^T, with b as cuBLASLt's A and a as its B.
 struct Products::Plan {
-  ProductShape shape;
-  cublasLtMatmulDesc_t desc = nullptr;
-  cublasLtMatrixLayout_t a = nullptr;
-  cublasLtMatrixLayout_t b = nullptr;
-  cublasLtMatrixLayout_t out = nullptr;
-  // The layouts that algorithms are sought with: the inputs' strides must not change their order.
-  cublasLtMatrixLayout_t asked_a = nullptr;
-  cublasLtMatrixLayout_t asked_b = nullptr;
-  cublasLtMatmulAlgo_t algo = {};
-
-  Plan() = default;
+  explicit Plan(const MatrixProduct& of) : product(of) {}
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
   ~Plan() {
@@ -124,30 +130,37 @@ struct Products::Plan {
     }
   }
 
-  cublasStatus_t Init(const ProductShape& of, cublasLtHandle_t handle, size_t workspace_bytes,
-                      const float* bias);
+  cublasStatus_t Init(cublasLtHandle_t handle, size_t workspace_bytes);
+
+  const MatrixProduct product;  // the first of its shape
+  cublasLtMatmulDesc_t desc = nullptr;
+  cublasLtMatrixLayout_t a = nullptr;
+  cublasLtMatrixLayout_t b = nullptr;
+  cublasLtMatrixLayout_t out = nullptr;
+  // The layouts that algorithms are sought with: the inputs' strides must not change their order.
+  cublasLtMatrixLayout_t asked_a = nullptr;
+  cublasLtMatrixLayout_t asked_b = nullptr;
+  cublasLtMatmulAlgo_t algo = {};
 };
 
-cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t handle,
-                                    size_t workspace_bytes, const float* bias) {
+cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_bytes) {
   const Library& library = TheLibrary();
-  shape = of;
+  const MatrixProduct& p = product;
   cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
   const auto call = [&](cublasStatus_t made) {
     if (status == CUBLAS_STATUS_SUCCESS) status = made;
   };
-  const auto layout = [&](cublasLtMatrixLayout_t& to, DType dtype, bool transposed, int64_t rows,
-                          int64_t cols, int64_t stride) {
-    if (transposed) std::swap(rows, cols);
-    call(library.layout_create(&to, TypeOf(dtype), rows, cols,
-                               stride == kOwnStride ? (rows + 63) / 64 * 64 : stride));
+  const auto layout = [&](cublasLtMatrixLayout_t& to, DType dtype, int64_t rows, int64_t cols,
+                          int64_t stride) {
+    call(library.layout_create(&to, TypeOf(dtype), cols, rows, stride));
   };
-  layout(a, of.inputs, of.transpose_a, of.m, of.k, of.a_stride);
-  layout(b, of.inputs, of.transpose_b, of.k, of.n, of.b_stride);
-  layout(out, of.output, false, of.m, of.n, of.out_stride);
-  layout(asked_a, of.inputs, of.transpose_a, of.m, of.k, kOwnStride);
-  layout(asked_b, of.inputs, of.transpose_b, of.k, of.n, kOwnStride);
-  call(library.desc_create(&desc, of.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+  layout(a, p.a.dtype, p.a.rows, p.a.cols, p.a.row_stride);
+  layout(b, p.b.dtype, p.b.rows, p.b.cols, p.b.row_stride);
+  layout(out, p.out.dtype, p.transpose_a ? p.a.cols : p.a.rows, p.transpose_b ? p.b.rows : p.b.cols,
+         p.out.row_stride);
+  layout(asked_a, p.a.dtype, p.a.rows, p.a.cols, RoundUp(p.a.cols, 64));
+  layout(asked_b, p.b.dtype, p.b.rows, p.b.cols, RoundUp(p.b.cols, 64));
+  call(library.desc_create(&desc, p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                            CUDA_R_32F));
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
     if (status == CUBLAS_STATUS_SUCCESS)
@@ -156,12 +169,12 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   const auto op = [](bool transpose) {
     return static_cast<int32_t>(transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
   };
-  set(CUBLASLT_MATMUL_DESC_TRANSA, op(of.transpose_a));
-  set(CUBLASLT_MATMUL_DESC_TRANSB, op(of.transpose_b));
-  if (of.bias) {
+  set(CUBLASLT_MATMUL_DESC_TRANSA, op(p.transpose_b));
+  set(CUBLASLT_MATMUL_DESC_TRANSB, op(p.transpose_a));
+  if (p.bias != nullptr) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(CUBLASLT_EPILOGUE_BIAS));
     set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(CUDA_R_32F));
-    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   }
   if (status != CUBLAS_STATUS_SUCCESS) return status;
 
@@ -174,14 +187,15 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
          static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, kAlignment);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, kAlignment);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, kAlignment);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, kAlignment);
+  for (const auto alignment :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    prefer(alignment, kAlignment);
+  }
   cublasLtMatmulHeuristicResult_t found[kCandidates];
   int count = 0;
   if (status == CUBLAS_STATUS_SUCCESS) {
-    call(library.heuristic(handle, desc, asked_a, asked_b, out, out, preference, kCandidates, found,
+    call(library.heuristic(handle, desc, asked_b, asked_a, out, out, preference, kCandidates, found,
                            &count));
   }
   if (preference != nullptr) library.preference_destroy(preference);
@@ -194,7 +208,7 @@ cublasStatus_t Products::Plan::Init(const ProductShape& of, cublasLtHandle_t han
         library.algo_attribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits,
                                sizeof(splits), &written) != CUBLAS_STATUS_SUCCESS ||
         splits > 1 ||
-        library.check(handle, desc, a, b, out, out, &found[i].algo, &real) !=
+        library.check(handle, desc, b, a, out, out, &found[i].algo, &real) !=
             CUBLAS_STATUS_SUCCESS ||
         real.workspaceSize > workspace_bytes) {
       continue;
@@ -225,37 +239,37 @@ absl::Status Products::Init(size_t workspace_bytes) {
   return absl::OkStatus();
 }
 
-cudaError_t Products::PlanOf(const ProductShape& shape, const float* bias, Plan*& plan) {
+cudaError_t Products::PlanOf(const MatrixProduct& product, Plan*& plan) {
   for (Plan& known : plans_) {
-    if (known.shape == shape) {
+    if (SameShape(known.product, product)) {
       plan = &known;
       return cudaSuccess;
     }
   }
   if (plans_.size() == kMaxPlans) plans_.clear();
-  plan = &plans_.emplace_back();
+  plan = &plans_.emplace_back(product);
   const cublasStatus_t status =
-      plan->Init(shape, static_cast<cublasLtHandle_t>(handle_), workspace_bytes_, bias);
+      plan->Init(static_cast<cublasLtHandle_t>(handle_), workspace_bytes_);
   if (status != CUBLAS_STATUS_SUCCESS) plans_.pop_back();
   return ToCuda(status);
 }
 
-cudaError_t Products::Enqueue(const ProductShape& shape, const ProductOperands& operands,
-                              cudaStream_t stream) {
+cudaError_t Products::Enqueue(const MatrixProduct& product, cudaStream_t stream) {
   if (handle_ == nullptr) return cudaErrorNotSupported;
   Plan* plan = nullptr;
-  const cudaError_t error = PlanOf(shape, operands.bias, plan);
+  const cudaError_t error = PlanOf(product, plan);
   if (error != cudaSuccess) return error;
   const Library& library = TheLibrary();
-  if (shape.bias) {
+  if (product.bias != nullptr) {
     const cublasStatus_t status = library.desc_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                                                   &operands.bias, sizeof(operands.bias));
+                                                   &product.bias, sizeof(product.bias));
     if (status != CUBLAS_STATUS_SUCCESS) return ToCuda(status);
   }
-  return ToCuda(library.matmul(static_cast<cublasLtHandle_t>(handle_), plan->desc, &operands.alpha,
-                               operands.a, plan->a, operands.b, plan->b, &operands.beta,
-                               operands.out, plan->out, operands.out, plan->out, &plan->algo,
-                               operands.workspace, workspace_bytes_, stream));
+  void* const out = product.out.data;
+  return ToCuda(library.matmul(static_cast<cublasLtHandle_t>(handle_), plan->desc, &product.alpha,
+                               product.b.data, plan->b, product.a.data, plan->a, &product.beta, out,
+                               plan->out, out, plan->out, &plan->algo, product.workspace,
+                               workspace_bytes_, stream));
 }
 
 }  // namespace logitd::cuda

@@ -13,7 +13,7 @@
 #include "kernels/cuda/linear/routes.h"
 
 #include "kernels/cuda/linear/decode.h"
-#include "kernels/cuda/linear/hopper/logits.h"
+#include "kernels/cuda/linear/hopper/kernels.h"
 
 namespace logitd::cuda {
 namespace {

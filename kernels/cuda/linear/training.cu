@@ -37,7 +37,7 @@
 #include <limits>
 
 #include "kernels/cuda/linear/backward.cuh"
-#include "kernels/cuda/linear/hopper/training.h"
+#include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/training.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   if (r >= count) return;
   RowState row{.use = RowUse::kSkipped,
                .target = -1,
-               .power = 0.0f,
+               .log2e_over_temperature = 0.0f,
                .smooth = 0,
                .stats = {-kInfinity, 0.0f},
                .total = 0.0,
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     const CrossEntropyRow& p = params[r];
     row.use = p.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
     row.target = p.target < 0 ? -1 : p.target;
-    row.power = Log2EOverTemperature(0.0f, p.temperature);
+    row.log2e_over_temperature = Log2EOverTemperature(0.0f, p.temperature);
     row.smooth = p.label_smoothing > 0 ? 1 : 0;
   }
   to[r] = row;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (float value : x) max = fmaxf(max, value);
   max = WarpMax(max);
-  const Exponential exponential = TileExponential(max, row.power);
+  const Exponential exponential = TileExponential(max, row.log2e_over_temperature);
   float e[kLaneTokens];
   float sum = 0.0f;
 #pragma unroll
@@ -163,17 +163,16 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chun
   if (row.use == RowUse::kSkipped) return;
   const TilePart* parts = chunk.parts + r * chunk.parts_stride;
   const float* maxima = chunk.maxima + r * chunk.maxima_stride;
-  const Stats more = MergeCells(chunk.Tiles(), row.power, lane, [&](int i) {
+  const Stats more = MergeCells(chunk.Tiles(), row.log2e_over_temperature, lane, [&](int i) {
     return Stats{maxima[i], parts[i].sum};
   });
   const Stats before = row.stats;
-  const Stats stats = MergeCells(2, row.power, lane, [&](int i) { return i == 0 ? before : more; });
+  const Stats stats = MergeCells(2, row.log2e_over_temperature, lane,
+                                 [&](int i) { return i == 0 ? before : more; });
   double total = 0.0;
   if (row.smooth != 0) {
     for (int i = lane; i < chunk.Tiles(); i += 32) total += parts[i].total;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      total += __shfl_xor_sync(kFullWarp, total, offset);
+    total = WarpSum(total);
   }
   int32_t first_nan = row.first_nan;
   if (first_nan < 0 && isnan(more.sum)) first_nan = FindNanToken(chunk, r, lane);
@@ -187,9 +186,10 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chun
 // The factor that turns the exponentials of a tile into probabilities. It comes from the row's sums
 // and not from its logsumexp, which is rounded: where that is large, p would be off by orders of
 // magnitude.
-__device__ inline float ProbabilityOfMax(const Outcome& outcome, float power, float max) {
+__device__ inline float ProbabilityOfMax(const Outcome& outcome, float log2e_over_temperature,
+                                         float max) {
   if (max == -kInfinity) return 0.0f;  // all are 0
-  const Exponential exponential(max, power);
+  const Exponential exponential(max, log2e_over_temperature);
   const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
   return exponential.plain
              ? p * Exp2(-fmaf(max, exponential.log2e_over_temperature, exponential.shift))
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kThreads)
                                          upstream[r], args.logits.cols);
   for (int i = lane; i < tiles; i += 32) {
     float& at = maxima[r * tiles + i];
-    at = Finite(ProbabilityOfMax(outcome, row.power, at) * gradient.weight * gradient.scale);
+    at = Finite(ProbabilityOfMax(outcome, row.log2e_over_temperature, at) * gradient.weight *
+                gradient.scale);
   }
   if (lane != 0) return;
   const float p = static_cast<float>(exp(outcome.Logprob(target_logit)));
@@ -380,8 +381,7 @@ class Training {
       }
       WriteWeight(chunk);
     }
-    steps_.Store(d_states_, cut_.hidden_stride, args_.head.hidden(), rows_,
-                 RowsOf(args_.d_hidden, 0, rows));
+    steps_.Store(DStates(0, rows), rows_, RowsOf(args_.d_hidden, 0, rows));
     return steps_.error();
   }
 
@@ -404,8 +404,19 @@ class Training {
             .target_logits = target_logits_};
   }
 
-  const void* WeightsAt(const Chunk& chunk) const {
-    return RowsOf(args_.head.weight, chunk.first, chunk.tokens).data;
+  TensorView Weights(const Chunk& chunk) const {
+    return RowsOf(args_.head.weight, chunk.first, chunk.tokens);
+  }
+  TensorView States(int64_t first, int64_t count) const {
+    return {states_ + first * cut_.hidden_stride, DType::kBF16, count, args_.head.hidden(),
+            cut_.hidden_stride};
+  }
+  MutableTensorView DStates(int64_t first, int64_t count) const {
+    return {d_states_ + first * cut_.hidden_stride, DType::kF32, count, args_.head.hidden(),
+            cut_.hidden_stride};
+  }
+  static TensorView Gradients(const Chunk& chunk, int64_t first, int64_t count) {
+    return {chunk.e.At(first, chunk.first), DType::kBF16, count, chunk.tokens, chunk.e.chunk};
   }
 
   // Copies the hidden states of all rows except skipped ones. Those of ignored rows become zeros
@@ -418,10 +429,9 @@ class Training {
   }
 
   void MakeAllExponentials(const Chunk& all) {
-    const TensorView states{states_, DType::kBF16, padded_, args_.head.hidden(),
-                            cut_.hidden_stride};
     steps_.Do([&] {
-      return hopper::Exponentials(states, args_.head, rows_, all, device_, steps_.stream());
+      return hopper::Exponentials(States(0, padded_), args_.head, rows_, all, device_,
+                                  steps_.stream());
     });
   }
 
@@ -430,18 +440,10 @@ class Training {
     for (int64_t offset = 0; offset < chunk.tokens; offset += cut_.part) {
       const Chunk part = chunk.Part(offset, cut_.part);
       for (int64_t r = 0; r < padded_; r += cut_.block) {
-        steps_.Multiply({.inputs = DType::kBF16,
-                         .output = DType::kF32,
-                         .transpose_a = true,
-                         .m = part.tokens,
-                         .n = cut_.block,
-                         .k = args_.head.hidden(),
-                         .a_stride = args_.head.weight.row_stride,
-                         .b_stride = cut_.hidden_stride,
-                         .out_stride = cut_.part},
-                        {.a = WeightsAt(part),
-                         .b = states_ + r * cut_.hidden_stride,
-                         .out = logits_,
+        steps_.Multiply({.a = States(r, cut_.block),
+                         .b = Weights(part),
+                         .transpose_b = true,
+                         .out = {logits_, DType::kF32, cut_.block, part.tokens, cut_.part},
                          .alpha = args_.head.scale});
         const dim3 grid(WarpGrid(part.Tiles()).x, static_cast<unsigned>(cut_.block));
         steps_.Launch(&ExponentialKernel, grid, kThreads, logits_, cut_.part, rows_, r, part);
@@ -461,35 +463,21 @@ class Training {
 
   // Product 2 of the same block, while its gradients are in L2.
   void AddToHidden(const Chunk& chunk, int64_t first, bool fresh) {
-    steps_.Multiply({.inputs = DType::kBF16,
-                     .output = DType::kF32,
-                     .m = args_.head.hidden(),
-                     .n = cut_.block,
-                     .k = chunk.tokens,
-                     .a_stride = args_.head.weight.row_stride,
-                     .b_stride = chunk.e.chunk,
-                     .out_stride = cut_.hidden_stride},
-                    {.a = WeightsAt(chunk),
-                     .b = chunk.e.At(first, chunk.first),
-                     .out = d_states_ + first * cut_.hidden_stride,
+    steps_.Multiply({.a = Gradients(chunk, first, cut_.block),
+                     .b = Weights(chunk),
+                     .out = DStates(first, cut_.block),
                      .alpha = args_.head.scale,
                      .beta = fresh ? 0.0f : 1.0f});
   }
 
   // Product 3.
   void WriteWeight(const Chunk& chunk) {
-    const MutableTensorView to = RowsOf(args_.d_weight, chunk.first, chunk.tokens);
-    steps_.Multiply(
-        {.inputs = DType::kBF16,
-         .output = to.dtype,
-         .transpose_b = true,
-         .m = args_.head.hidden(),
-         .n = chunk.tokens,
-         .k = RoundUp(args_.hidden.rows, kGroupRows),
-         .a_stride = cut_.hidden_stride,
-         .b_stride = chunk.e.chunk,
-         .out_stride = to.row_stride},
-        {.a = states_, .b = chunk.e.At(0, chunk.first), .out = to.data, .alpha = args_.head.scale});
+    const int64_t rows = RoundUp(args_.hidden.rows, kGroupRows);
+    steps_.Multiply({.a = Gradients(chunk, 0, rows),
+                     .transpose_a = true,
+                     .b = States(0, rows),
+                     .out = RowsOf(args_.d_weight, chunk.first, chunk.tokens),
+                     .alpha = args_.head.scale});
   }
 
   const LinearCrossEntropyBackwardArgs& args_;

@@ -19,7 +19,7 @@ constexpr int kTrainingTile = 256;  // tokens, from the vocabulary's start
 struct RowState {
   RowUse use;
   int32_t target;  // -1: none
-  float power;     // Log2EOverTemperature()
+  float log2e_over_temperature;
   int32_t smooth;  // whether the sum of its logits is wanted
   // Sums over the chunks so far.
   Stats stats;
@@ -38,8 +38,8 @@ struct TilePart {
 };
 
 // The exponential of a tile. Where all logits are -inf the sum is 0, whatever it is relative to.
-__device__ inline Exponential TileExponential(float max, float power) {
-  return Exponential(max == -kInfinity ? 0.0f : max, power);
+__device__ inline Exponential TileExponential(float max, float log2e_over_temperature) {
+  return Exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
 }
 
 // Where a row's exponentials are: chunk by chunk, each [rows, chunk], the first in scratch, the

@@ -10,6 +10,7 @@
 
 #include "absl/types/span.h"
 #include "kernels/types.h"
+#include "server/engine/job.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/wire/writer.h"
 
@@ -21,6 +22,15 @@ inline constexpr size_t kMaxStatusBytes = 1 + sizeof(int32_t);  // of a row, by 
 inline constexpr size_t kMaxTimingsBytes = 8 * (1 + kMaxVarintSize);
 inline constexpr size_t kMaxFixedBytes =
     3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads of WriteStatus and WriteTimings
+
+// Of an answer with all output arrays of `spec`, in any form of this file, and two counts for each
+// row. A RowStatus takes less in the answer than in its array, which makes room for larger counts.
+inline int64_t MaxAnswerBytes(const engine::JobSpec& spec) {
+  constexpr size_t kMaxCountBytes = 2;  // below 2^14
+  const size_t heads = (spec.key.op->outputs.size() + 2) * kMaxLengthHead;
+  return spec.size.answer_bytes +
+         static_cast<int64_t>(2 * kMaxCountBytes * spec.rows() + heads + kMaxFixedBytes);
+}
 
 // A packed field of fixed-width values. No values: no field.
 template <typename T>

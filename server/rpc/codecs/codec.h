@@ -31,7 +31,7 @@ class OpCodec {
   virtual const engine::OpTraits& op() const = 0;
 
   // Reads the small fields, locates the payload, checks everything that the op requires, and fills
-  // `spec` except deadline and size. `max_rows`: no list may have more values. INVALID_ARGUMENT
+  // `spec` except its deadline. `max_rows`: no list may have more values. INVALID_ARGUMENT
   // naming field, value and what is allowed.
   virtual absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) = 0;
 

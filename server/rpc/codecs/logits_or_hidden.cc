@@ -86,12 +86,8 @@ absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
   return absl::OkStatus();
 }
 
-engine::BatchKey LogitsOrHidden::Key(const engine::OpTraits& op,
-                                     const engine::OpTraits& linear) const {
-  return {.op = head_ == nullptr ? &op : &linear,
-          .dtype = dtype_,
-          .row_elements = row_elements_,
-          .head = head_.get()};
+engine::BatchKey LogitsOrHidden::Key(const engine::OpTraits& op) const {
+  return {.op = &op, .dtype = dtype_, .row_elements = row_elements_, .head = head_.get()};
 }
 
 }  // namespace logitd::rpc

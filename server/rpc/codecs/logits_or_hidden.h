@@ -60,8 +60,8 @@ class LogitsOrHidden {
   absl::Status Read(const InputFields& fields, int64_t max_rows,
                     std::shared_ptr<const engine::Head> head);
 
-  // Where jobs on this input may share a batch.
-  engine::BatchKey Key(const engine::OpTraits& op, const engine::OpTraits& linear) const;
+  // Jobs of `op` with equal keys may share a batch.
+  engine::BatchKey Key(const engine::OpTraits& op) const;
 
   int64_t rows() const { return payload_.rows; }
   int64_t vocab() const { return vocab_; }

@@ -52,14 +52,6 @@ AnyLists ListsFor(const RowParam<Row> (&params)[N]) {
   return lists;
 }
 
-// Whether the caller sent values for the parameter `name`.
-template <typename Row>
-bool IsSent(RowParams<Row> params, const AnyLists& lists, std::string_view name) {
-  const auto* param = std::find_if(params.begin(), params.end(),
-                                   [name](const auto& param) { return param.name == name; });
-  return std::visit([](const auto& list) { return !list.empty(); }, lists[param - params.begin()]);
-}
-
 // Writes every parameter of every row: its own value, the one for all rows, or the default. As
 // CheckCount; the values are checked by CheckParams.
 template <typename Row>

@@ -1,6 +1,7 @@
 #include "server/rpc/codecs/sample_codec.h"
 
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_format.h"
 #include "kernels/status_macros.h"
@@ -90,7 +91,8 @@ absl::Status BuildSampleRows(Pieces pieces, const LogitsOrHidden& input, SampleF
   rows->rows.resize(static_cast<size_t>(input.rows()), SampleRow{.active = 1});
   LOGITD_RETURN_IF_ERROR(
       FillParams<SampleRow>(kSampleParams, fields->params, absl::MakeSpan(rows->rows)));
-  const bool has_seed = IsSent<SampleRow>(kSampleParams, fields->params, "seed");
+  static_assert(kSampleParams[0].name == "seed");
+  const bool has_seed = !std::get<Uint64List>(fields->params[0]).empty();
   for (size_t r = 0; r < rows->rows.size() && !has_seed; ++r) {
     const float temperature = rows->rows[r].temperature;
     if (temperature == 0) continue;
@@ -100,14 +102,6 @@ absl::Status BuildSampleRows(Pieces pieces, const LogitsOrHidden& input, SampleF
   }
   LOGITD_RETURN_IF_ERROR(BuildLists(fields, rows));
   return BuildMasks(pieces, *fields, input.vocab(), rows);
-}
-
-int64_t SampleAnswerBytes(const engine::AxisCounts& counts) {
-  constexpr int64_t kRowBytes = 4 * sizeof(float) + kMaxStatusBytes + 2 * 2;  // counts below 2^14
-  constexpr int64_t kTopBytes = sizeof(int32_t) + sizeof(float);
-  constexpr int64_t kExtraBytes = sizeof(float);
-  return kRowBytes * counts[ops::kSampleRows] + kTopBytes * counts[ops::kSampleTopEntries] +
-         kExtraBytes * counts[ops::kSampleExtraEntries] + 9 * kMaxLengthHead + kMaxFixedBytes;
 }
 
 void WriteSampleAnswer(const ops::SampleRows& rows, const engine::JobAnswer& answer,
@@ -135,9 +129,7 @@ absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, find_head_));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(CheckSample(rows_.Request(input_.vocab())));
-  spec->key = input_.Key(ops::kSampleTraits, ops::kLinearSampleTraits);
-  rows_.FillSpec(spec);
-  answer_bytes_ = SampleAnswerBytes(spec->counts);
+  FillSpec(spec);
   return absl::OkStatus();
 }
 

@@ -11,9 +11,9 @@
 #include "absl/types/span.h"
 #include "server/engine/job.h"
 #include "server/ops/sample.h"
-#include "server/rpc/codecs/codec.h"
 #include "server/rpc/codecs/field_table.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
+#include "server/rpc/codecs/row_codec.h"
 #include "server/rpc/codecs/row_values.h"
 #include "server/rpc/wire/reader.h"
 #include "server/rpc/wire/writer.h"
@@ -55,32 +55,17 @@ absl::Status ParseSampleFields(Pieces pieces, size_t max_list, SampleFields* fie
 // contradict each other, by name; values are checked by CheckSample.
 absl::Status BuildSampleRows(Pieces pieces, const LogitsOrHidden& input, SampleFields* fields,
                              ops::SampleRows* rows);
-// Fields 1 to 15 of a SampleResponse, and an upper bound of their bytes.
+// Fields 1 to 15 of a SampleResponse.
 void WriteSampleAnswer(const ops::SampleRows& rows, const engine::JobAnswer& answer,
                        const CallTimes& times, WireWriter& writer);
-int64_t SampleAnswerBytes(const engine::AxisCounts& counts);
 
-class SampleCodec final : public OpCodec {
+class SampleCodec final : public RowCodec<ops::SampleRows> {
  public:
-  explicit SampleCodec(FindHead find_head) : find_head_(std::move(find_head)) {}
+  explicit SampleCodec(FindHead find_head)
+      : RowCodec(ops::kSampleTraits, ops::kLinearSampleTraits, std::move(find_head)) {}
 
-  const engine::OpTraits& op() const override {
-    return input_.head() == nullptr ? ops::kSampleTraits : ops::kLinearSampleTraits;
-  }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  int64_t answer_bytes() const override { return answer_bytes_; }
-  int64_t list_bytes() const override { return rows_.bytes(); }
-  Payload payload() const override { return input_.payload(); }
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override {
-    rows_.WriteInputs(inputs, first);
-  }
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
-
- private:
-  const FindHead find_head_;
-  LogitsOrHidden input_;
-  ops::SampleRows rows_;
-  int64_t answer_bytes_ = 0;
 };
 
 }  // namespace logitd::rpc

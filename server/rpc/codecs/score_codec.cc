@@ -140,16 +140,8 @@ absl::Status ScoreCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec*
   rows_.extra_ids = std::move(fields.extra_ids);
   LOGITD_RETURN_IF_ERROR(CheckCrossEntropy(rows_.Request(input_.vocab())));
   Remember(fields);
-  spec->key = input_.Key(ops::kCrossEntropyTraits, ops::kLinearCrossEntropyTraits);
-  rows_.FillSpec(spec);
-
-  constexpr int64_t kRowBytes = 5 * sizeof(float) + kMaxStatusBytes + 2 * 2;  // counts below 2^14
-  constexpr int64_t kTopBytes = sizeof(int32_t) + sizeof(float);
-  constexpr int64_t kExtraBytes = sizeof(float);
-  answer_bytes_ = kRowBytes * spec->rows() +
-                  kTopBytes * spec->counts[ops::kCrossEntropyTopEntries] +
-                  kExtraBytes * spec->counts[ops::kCrossEntropyExtraEntries] + 10 * kMaxLengthHead +
-                  kMaxFixedBytes + kMaxVarintSize + kMaxTotalsBytes;
+  FillSpec(spec,
+           /*more_bytes: offset and totals*/ kMaxVarintSize + kMaxLengthHead + kMaxTotalsBytes);
   return absl::OkStatus();
 }
 

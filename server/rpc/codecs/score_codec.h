@@ -13,8 +13,8 @@
 #include "absl/types/span.h"
 #include "server/engine/job.h"
 #include "server/ops/cross_entropy.h"
-#include "server/rpc/codecs/codec.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
+#include "server/rpc/codecs/row_codec.h"
 #include "server/rpc/codecs/row_values.h"
 #include "server/rpc/wire/reader.h"
 
@@ -63,22 +63,14 @@ struct ScoreSequence {
   ScoreTotals totals;
 };
 
-class ScoreCodec final : public OpCodec {
+class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
  public:
   explicit ScoreCodec(FindHead find_head,
                       std::shared_ptr<ScoreSequence> sequence = std::make_shared<ScoreSequence>())
-      : find_head_(std::move(find_head)), sequence_(std::move(sequence)) {}
+      : RowCodec(ops::kCrossEntropyTraits, ops::kLinearCrossEntropyTraits, std::move(find_head)),
+        sequence_(std::move(sequence)) {}
 
-  const engine::OpTraits& op() const override {
-    return input_.head() == nullptr ? ops::kCrossEntropyTraits : ops::kLinearCrossEntropyTraits;
-  }
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  int64_t answer_bytes() const override { return answer_bytes_; }
-  int64_t list_bytes() const override { return rows_.bytes(); }
-  Payload payload() const override { return input_.payload(); }
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override {
-    rows_.WriteInputs(inputs, first);
-  }
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
   void Conclude(grpc::ByteBuffer* answer) override;
 
@@ -89,14 +81,10 @@ class ScoreCodec final : public OpCodec {
   void Remember(const ScoreFields& fields);
   ScoreTotals TotalsOf(const engine::JobAnswer& answer) const;
 
-  const FindHead find_head_;
   const std::shared_ptr<ScoreSequence> sequence_;
-  LogitsOrHidden input_;
   int64_t offset_ = 0;
   bool want_rank_ = false;
   bool want_entropy_ = false;
-  ops::CrossEntropyRows rows_;
-  int64_t answer_bytes_ = 0;
   ScoreTotals totals_;  // of this message, after Encode
 };
 

@@ -22,13 +22,7 @@ absl::Status TopKCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* 
   LOGITD_RETURN_IF_ERROR(
       FillParams<SoftmaxTopKRow>(kSoftmaxTopKParams, fields.params, absl::MakeSpan(rows_.rows)));
   LOGITD_RETURN_IF_ERROR(CheckSoftmaxTopK({.vocab = input_.vocab(), .params = rows_.rows}));
-  spec->key = input_.Key(ops::kSoftmaxTopKTraits, ops::kLinearTopKTraits);
-  rows_.FillSpec(spec);
-
-  constexpr int64_t kRowBytes = 3 + sizeof(float) + kMaxStatusBytes;  // k, logsumexp, status
-  constexpr int64_t kEntryBytes = sizeof(int32_t) + sizeof(float);
-  answer_bytes_ = kEntryBytes * spec->counts[ops::kTopKEntries] + kRowBytes * spec->rows() +
-                  5 * kMaxLengthHead + kMaxFixedBytes;
+  FillSpec(spec);
   return absl::OkStatus();
 }
 

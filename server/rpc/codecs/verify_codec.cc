@@ -150,17 +150,12 @@ absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fie
 absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   VerifyFields fields;
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
-  LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, FindHead()));
+  LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, find_head_));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_.sample));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields.sequence_rows, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(CheckVerify(rows_.Request(input_.vocab())));
-  spec->key = input_.Key(ops::kVerifyTraits, ops::kVerifyTraits);
-  rows_.FillSpec(spec);
-  // There are at most as many sequences as rows, and fewer accepted in each.
-  answer_bytes_ =
-      SampleAnswerBytes(spec->counts) + static_cast<int64_t>(kMaxLengthHead) +
-      spec->rows() * static_cast<int64_t>(VarintSize(static_cast<uint64_t>(spec->rows())));
+  FillSpec(spec);
   return absl::OkStatus();
 }
 

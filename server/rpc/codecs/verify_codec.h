@@ -7,7 +7,7 @@
 
 #include "server/engine/job.h"
 #include "server/ops/verify.h"
-#include "server/rpc/codecs/codec.h"
+#include "server/rpc/codecs/row_codec.h"
 #include "server/rpc/codecs/sample_codec.h"
 #include "server/rpc/wire/reader.h"
 
@@ -26,22 +26,12 @@ struct VerifyFields : SampleFields {
 // As ParseMessage. Checks only the encoding, not the values.
 absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fields);
 
-class VerifyCodec final : public OpCodec {
+class VerifyCodec final : public RowCodec<ops::VerifyRows> {
  public:
-  const engine::OpTraits& op() const override { return ops::kVerifyTraits; }
-  absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  int64_t answer_bytes() const override { return answer_bytes_; }
-  int64_t list_bytes() const override { return rows_.bytes(); }
-  Payload payload() const override { return input_.payload(); }
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override {
-    rows_.WriteInputs(inputs, first);
-  }
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
+  VerifyCodec() : RowCodec(ops::kVerifyTraits, ops::kVerifyTraits, FindHead()) {}
 
- private:
-  LogitsOrHidden input_;
-  ops::VerifyRows rows_;
-  int64_t answer_bytes_ = 0;
+  absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
+  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 };
 
 }  // namespace logitd::rpc

@@ -47,7 +47,6 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
     return status;
   }
-  spec_.size = engine::SizeOfJob(spec_);
   if (absl::Status status = CheckFits(); !status.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
     return status;

@@ -7,14 +7,12 @@
 // Measured (bench/results/h200/kernels.json), bf16, 128256 x 4096, with sample after it: 1 row
 // 0.284 ms, 64 rows 0.317, 256 rows 0.530. Tried and dropped: stores of 16 bytes, by an exchange of
 // pairs between threads (64 rows 10 us more).
-#include "kernels/cuda/linear/hopper/logits.h"
-
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/product.cuh"
 #include "kernels/cuda/linear/logit.cuh"
 
 namespace logitd::cuda::hopper {
-namespace {
 
 struct LogitsParams {
   const float* bias;  // [vocab], or null
@@ -66,8 +64,6 @@ struct LogitsEpilogue {
     *reinterpret_cast<float2*>(to) = {x[0], x[1]};
   }
 };
-
-}  // namespace
 
 bool KernelsRun(const Scratch& scratch) {
   return CanRun<&ProductKernel<__nv_bfloat16, ManyRows, LogitsEpilogue>>(scratch);

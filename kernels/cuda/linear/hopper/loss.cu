@@ -25,22 +25,18 @@
 // 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
 // 256 rows, 0.454 ms, 96%; 128, 64 and 1 rows, 0.277, 0.267 and 0.267 ms, where one read of the
 // weights is 0.226.
-#include "kernels/cuda/linear/hopper/loss.h"
-
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/rows/cell.cuh"
 
 namespace logitd::cuda::hopper {
-namespace {
 
 constexpr int kTilesOfCell = kCell / kTile;
-constexpr size_t kPartsBytes = size_t{12} << 20;
-constexpr int64_t kRowsAtOnce = 16384;
 static_assert(ManyRows::kClusterRows == kLossGroupRows);
 static_assert(ManyRows::kSpan == kCell && kTile * kTilesOfCell == kCell);
 
@@ -51,11 +47,12 @@ constexpr int kPartTiles = Plan::kFewRows ? 1 : kTilesOfCell;
 __device__ inline LossPart EmptyPart() { return {{-kInfinity, 0.0f}, 0.0f}; }
 
 // A part with the next tile merged into it.
-__device__ inline LossPart Merge(const LossPart& part, const LossPart& tile, float power) {
+__device__ inline LossPart Merge(const LossPart& part, const LossPart& tile,
+                                 float log2e_over_temperature) {
   const Stats& a = part.stats;
   const Stats& b = tile.stats;
   const float max = fmaxf(a.max, b.max);
-  const Exponential exponential(max, power);
+  const Exponential exponential(max, log2e_over_temperature);
   const float sum =
       fmaf(a.sum, exponential.Factor(a.max), __fmul_rn(b.sum, exponential.Factor(b.max)));
   return {{max, sum}, part.total + tile.total};
@@ -75,7 +72,7 @@ struct LossParams {
     if (row.active == 0) return;
     to.target = row.target;
     to.smooth = row.label_smoothing > 0 ? 1 : 0;
-    to.power = Log2EOverTemperature(0.0f, row.temperature);
+    to.log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature);
   }
 };
 
@@ -90,8 +87,8 @@ struct LossEpilogue : LossRows<LossParams> {
   __device__ void Take(float (&acc)[kThreadSums], int first, int lane) {
     at = first / (kPartTiles<Plan> * kTile);
     MakeLogits(acc, first, lane);
-    upper_part = Merge(upper_part, SumRow<0>(acc, first, lane), upper.power);
-    lower_part = Merge(lower_part, SumRow<1>(acc, first, lane), lower.power);
+    upper_part = Merge(upper_part, SumRow<0>(acc, first, lane), upper.log2e_over_temperature);
+    lower_part = Merge(lower_part, SumRow<1>(acc, first, lane), lower.log2e_over_temperature);
   }
 
   __device__ void Leave(int lane) {
@@ -100,6 +97,8 @@ struct LossEpilogue : LossRows<LossParams> {
     if (lower.r >= 0) p.parts[static_cast<int64_t>(lower.r) * p.row_parts + at] = lower_part;
   }
 };
+
+namespace {
 
 // ---- the end of a row --------------------------------------------------------------------------
 
@@ -140,19 +139,19 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
                                       const LossPart* parts, int cells, int row_parts,
                                       float target_logit, const Operands<T>& operands, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
-  const float power = Log2EOverTemperature(0.0f, args.rows[r].temperature);
+  const float log2e_over_temperature = Log2EOverTemperature(0.0f, args.rows[r].temperature);
   const auto cell_of = [&](int i) {
     if (row_parts == cells) return parts[i];
     LossPart cell = EmptyPart();
     for (int tile = i * kTilesOfCell; tile < min((i + 1) * kTilesOfCell, row_parts); ++tile)
-      cell = Merge(cell, parts[tile], power);
+      cell = Merge(cell, parts[tile], log2e_over_temperature);
     return cell;
   };
-  const Stats stats = MergeCells(cells, power, lane, [&](int i) { return cell_of(i).stats; });
+  const Stats stats =
+      MergeCells(cells, log2e_over_temperature, lane, [&](int i) { return cell_of(i).stats; });
   double total = 0.0;
   for (int i = lane; i < cells; i += 32) total += cell_of(i).total;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+  total = WarpSum(total);
   int nan = vocab;
   if (isnan(stats.sum)) {
     int cell = 0;
@@ -194,6 +193,9 @@ __global__ void __launch_bounds__(kFinishThreads)
 }
 
 // ---- launch ------------------------------------------------------------------------------------
+
+constexpr size_t kPartsBytes = size_t{12} << 20;
+constexpr int64_t kRowsAtOnce = 16384;
 
 // Rows that fit into `scratch` at once, in whole groups. Few rows have a part for each tile in place
 // of each cell; there is room for those of one call at any vocabulary.

@@ -19,10 +19,10 @@ struct LossPart {
 
 // What an epilogue knows of a row.
 struct LossRow {
-  int r;               // -1: there is no such row
-  int target = -1;     // -1: none
-  int smooth = 0;      // whether the sum of its logits is wanted
-  float power = 1.0f;  // Log2EOverTemperature()
+  int r;            // -1: there is no such row
+  int target = -1;  // -1: none
+  int smooth = 0;   // whether the sum of its logits is wanted
+  float log2e_over_temperature = 1.0f;
 };
 
 // The part of an epilogue that holds a thread's two rows. RowParams has Read(row), which fills in
@@ -82,7 +82,7 @@ struct LossRows {
     }
     const float max = QuadMax<half>(acc);
     // Where all logits are -inf the sum is 0, whatever it is relative to.
-    const Exponential exponential(max == -kInfinity ? 0.0f : max, row.power);
+    const Exponential exponential(max == -kInfinity ? 0.0f : max, row.log2e_over_temperature);
     float sums[4] = {};
     const auto sum = [&](auto exponential_of) {
 #pragma unroll

@@ -95,8 +95,8 @@ struct ProductParams {
 
 // ---- instructions ------------------------------------------------------------------------------
 
-// The device code of this file is only called from the kernel, which has a body only in code for
-// sm_90a.
+// Device code here, epilogues included, is called only from the kernel, whose body is only in code
+// for sm_90a. It stays out of unnamed namespaces, where nvcc rejects functions that are not called.
 
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -375,7 +375,7 @@ __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, int gr
     CommitMultiplying();
     Pin(acc);
     if constexpr (Plan::kFewRows) {
-      // Multiplying takes less time than a stage's way from memory: free the stage at once.
+      // Multiplying takes less time than loading a stage from memory: free the stage at once.
       WaitMultiplied<0>();
       release(ring.stage);
     } else if (step > 0) {
@@ -392,7 +392,7 @@ __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, int gr
   Pin(acc);
 }
 
-// Multiplies what LoadStages brings, by warpgroup `consumer` of those that multiply.
+// Multiplies the stages that LoadStages fills, by warpgroup `consumer` of those that multiply.
 template <class T, class Plan, class Epilogue>
 __device__ inline void MultiplyStages(const ProductParams& p,
                                       const typename Epilogue::Params& epilogue_params,

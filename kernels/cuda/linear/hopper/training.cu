@@ -6,13 +6,12 @@
 //
 // Cost: the product, 2 * rows * hidden * vocab operations, and a write of rows * vocab * 2 bytes.
 // Limited by: the tensor cores. Measured as a part of training.cu.
-#include "kernels/cuda/linear/hopper/training.h"
-
+#include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
+#include "kernels/cuda/linear/training.cuh"
 
 namespace logitd::cuda::hopper {
-namespace {
 
 static_assert(kTile == kTrainingTile);
 
@@ -26,7 +25,7 @@ struct ExponentialParams {
     const RowState& row = rows[to.r];
     to.target = row.target;
     to.smooth = row.smooth;
-    to.power = row.power;
+    to.log2e_over_temperature = row.log2e_over_temperature;
   }
 };
 
@@ -79,8 +78,6 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
     return high ? uint4{far.x, far.y, kept.x, kept.y} : uint4{kept.x, kept.y, far.x, far.y};
   }
 };
-
-}  // namespace
 
 cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
                          const Chunk& all, const Scratch& scratch, cudaStream_t stream) {

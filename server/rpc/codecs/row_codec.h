@@ -1,0 +1,51 @@
+// What the codecs of ops on logits or hidden states have in common.
+#ifndef LOGITD_SERVER_RPC_CODECS_ROW_CODEC_H_
+#define LOGITD_SERVER_RPC_CODECS_ROW_CODEC_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "absl/types/span.h"
+#include "server/engine/job.h"
+#include "server/rpc/codecs/answer_fields.h"
+#include "server/rpc/codecs/codec.h"
+#include "server/rpc/codecs/logits_or_hidden.h"
+
+namespace logitd::rpc {
+
+// `Rows`: the rows of a job with their lists, from server/ops.
+template <typename Rows>
+class RowCodec : public OpCodec {
+ public:
+  const engine::OpTraits& op() const final { return input_.head() == nullptr ? op_ : linear_; }
+  int64_t answer_bytes() const final { return answer_bytes_; }
+  int64_t list_bytes() const final { return rows_.bytes(); }
+  Payload payload() const final { return input_.payload(); }
+  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) final {
+    rows_.WriteInputs(inputs, first);
+  }
+
+ protected:
+  // `linear`: the op on hidden states; where it has none, the op itself. `find_head`: see
+  // LogitsOrHidden::Read.
+  RowCodec(const engine::OpTraits& op, const engine::OpTraits& linear, FindHead find_head)
+      : op_(op), linear_(linear), find_head_(std::move(find_head)) {}
+
+  // The end of Parse: the rows have been checked. `more_bytes`: of fields that have no output array.
+  void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0) {
+    rows_.FillSpec(input_.Key(op()), spec);
+    answer_bytes_ = MaxAnswerBytes(*spec) + more_bytes;
+  }
+
+  const engine::OpTraits& op_;
+  const engine::OpTraits& linear_;
+  const FindHead find_head_;
+  LogitsOrHidden input_;
+  Rows rows_;
+  int64_t answer_bytes_ = 0;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_CODECS_ROW_CODEC_H_

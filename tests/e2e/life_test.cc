@@ -1,0 +1,190 @@
+// The start and the end of the server: flags, drains, signals.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "logitd/v1/sampler.grpc.pb.h"
+#include "logitd/v1/server.grpc.pb.h"
+#include "tests/e2e/elements.h"
+#include "tests/e2e/peers.h"
+#include "tests/e2e/server_process.h"
+#include "tests/e2e/topk_calls.h"
+
+namespace logitd::e2e {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(LifeTest, ADrainFinishesAdmittedCallsAndRefusesOthers) {
+  ServerProcess server(kRoomForOne);
+  const auto channel = Connect(server.tcp());
+  AdmittedCall admitted(server, channel);
+  GenericCall waits(channel, kTopK);
+  ASSERT_TRUE(waits.Start());
+  ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 1));
+
+  server.Signal(SIGTERM);
+  ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
+  grpc::ByteBuffer answer;
+  EXPECT_FALSE(waits.Read(&answer));
+  EXPECT_EQ(waits.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(SmallTopK(channel).error_code(), grpc::StatusCode::UNAVAILABLE);
+  GenericCall health(channel, "/grpc.health.v1.Health/Check");
+  ASSERT_TRUE(health.Unary(ToBuffer(""), &answer).ok());
+  EXPECT_EQ(ToString(answer), "\x08\x02");  // NOT_SERVING
+  grpc::ClientContext context;
+  v1::GetInfoResponse info;
+  ASSERT_TRUE(v1::Server::NewStub(channel)->GetInfo(&context, {}, &info).ok());
+  EXPECT_TRUE(info.draining());
+
+  const std::vector<float> logits = {1, 3, 2};
+  ASSERT_TRUE(admitted.Write(ToBuffer(Request(logits, 1, 3).SerializeAsString()), /*last=*/true));
+  ASSERT_TRUE(admitted.Read(&answer));
+  EXPECT_TRUE(admitted.Finish().ok());
+  ASSERT_TRUE(response.ParseFromString(ToString(answer)));
+  ExpectRight(logits, 1, {3}, {}, response);
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+}
+
+TEST(LifeTest, ASecondSignalEndsTheDrain) {
+  ServerProcess server(kRoomForOne);
+  const auto channel = Connect(server.tcp());
+  AdmittedCall stalls(server, channel);
+  server.Signal(SIGINT);
+  ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
+  EXPECT_FALSE(server.Wait(absl::Milliseconds(300)).has_value()) << "did not wait for the call";
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+}
+
+TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
+  ServerProcess server(With(kRoomForOne, {"--drain-grace=200ms"}));
+  AdmittedCall stalls(server, Connect(server.tcp()));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+  EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
+  EXPECT_EQ(stalls.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST(LifeTest, HealthWatchersSeeTheDrainAndDoNotDelayIt) {
+  ServerProcess server;
+  GenericCall watch(Connect(server.tcp()), "/grpc.health.v1.Health/Watch");
+  ASSERT_TRUE(watch.Start());
+  ASSERT_TRUE(watch.Write(ToBuffer(""), /*last=*/true));
+  grpc::ByteBuffer answer;
+  ASSERT_TRUE(watch.Read(&answer));
+  EXPECT_EQ(ToString(answer), "\x08\x01");
+  server.Signal(SIGTERM);
+  ASSERT_TRUE(watch.Read(&answer));
+  EXPECT_EQ(ToString(answer), "\x08\x02");
+  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+}
+
+TEST(LifeTest, ADrainUnderLoadAnswersEveryCall) {
+  ServerProcess server;
+  std::atomic<int> ok{0};
+  std::atomic<int> refused{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&] {
+      const auto channel = Connect(server.tcp());
+      const v1::TopKRequest request = Request(Normal(4 * 5000, 1), 4, 10);
+      for (int i = 0; i < 100000; ++i) {
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, request, &response);
+        if (!status.ok()) {
+          EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
+          ++refused;
+          return;
+        }
+        ++ok;
+      }
+    });
+  }
+  absl::SleepFor(absl::Milliseconds(300));
+  server.Signal(SIGTERM);
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  EXPECT_GT(ok.load(), 0);
+  EXPECT_EQ(refused.load(), 4);
+  EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
+}
+
+TEST(LifeTest, CallsThatComeAtTheEndAreUnavailable) {
+  ServerProcess server;
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      const std::string address = thread % 2 == 0 ? server.tcp() : server.unix_socket();
+      auto channel = Connect(address);
+      const v1::TopKRequest request = Request(Normal(1000, 1), 1, 10);
+      while (!over) {
+        if (thread < 2)
+          channel = Connect(address);  // new connections; the other threads keep theirs
+        v1::TopKResponse response;
+        const grpc::Status status = TopK(channel, request, &response);
+        EXPECT_THAT(status.error_code(), AnyOf(grpc::StatusCode::OK, grpc::StatusCode::UNAVAILABLE))
+            << status.error_message();
+      }
+    });
+  }
+  absl::SleepFor(absl::Milliseconds(100));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  over = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(server.Log(), Not(HasSubstr("warn")));
+}
+
+struct Usage {
+  const char* name;
+  std::vector<std::string> flags;
+  int exit_code;
+  const char* text;
+};
+
+class UsageTest : public ::testing::TestWithParam<Usage> {};
+
+TEST_P(UsageTest, ExitsWithTheCodeAndTheReason) {
+  const Ended ended = RunToEnd(GetParam().flags);
+  EXPECT_EQ(ended.exit_code, GetParam().exit_code) << ended.text;
+  EXPECT_THAT(ended.text, HasSubstr(GetParam().text));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, UsageTest,
+    ::testing::Values(Usage{"help", {"--help"}, 0, "--max-held-bytes"},
+                      Usage{"version", {"--version"}, 0, "logitd 0."},
+                      Usage{"unknown_flag", {"--frobnicate"}, 2, "--frobnicate"},
+                      Usage{"unknown_backend", {"--backend=tpu"}, 2, "--backend"},
+                      Usage{"slab_below_request", {"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
+                      Usage{
+                          "held_below_request", {"--max-held-bytes=64MiB"}, 2, "--max-held-bytes"},
+                      Usage{"not_a_duration", {"--receive-timeout=soon"}, 2, "--receive-timeout"},
+                      Usage{"not_an_address", {"--listen=nowhere"}, 2, "--listen"},
+                      Usage{"address_not_ours",
+                            {"--backend=cpu", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
+                            1,
+                            "192.0.2.1:7450"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(LifeTest, ATakenPortIsAnErrorAndNotShared) {
+  ServerProcess server;
+  const Ended ended =
+      RunToEnd({"--backend=cpu", "--listen=" + server.tcp(), "--metrics-listen=off"});
+  EXPECT_EQ(ended.exit_code, 1) << ended.text;
+  EXPECT_THAT(ended.text, HasSubstr(server.tcp()));
+}
+
+}  // namespace
+}  // namespace logitd::e2e
