@@ -20,8 +20,7 @@
 namespace logitd::testing {
 
 // Arrays start at multiples of 256 bytes. A guard follows each output: Run fails where the op wrote
-// into one. Arrays and fields must outlive Run, which then forgets them. An empty array's field is
-// null. Not thread-safe.
+// into one. Arrays and fields must outlive Run, which then forgets them. Not thread-safe.
 class Arena {
  public:
   // Fails with the backend's own status. `backend` outlives the arena.
@@ -33,24 +32,30 @@ class Arena {
   ~Arena() {
     if (slab_.bytes > 0) backend_->FreeSlab(slab_);
   }
+  const DeviceInfo& device() const { return backend_->device(); }
+
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Adds an input: the op finds a copy of `values` at `*field`.
+  // Adds an input: the op finds a copy of `values` at `*field`, which stays as it is where there are
+  // none.
   template <typename T>
   void In(const std::vector<T>& values, const T** field) {
     In(absl::MakeConstSpan(values), field);
   }
   template <typename T>
   void In(absl::Span<const T> values, const T** field) {
+    if (values.empty()) return;
     inputs_.push_back({.bytes = values.size() * sizeof(T),
                        .from = reinterpret_cast<const std::byte*>(values.data()),
                        .fields = {field}});
   }
 
-  // Adds an output: the op finds what `*values` holds, and `*values` gets what the op leaves there.
+  // Adds an output in the same way: the op finds what `*values` holds, and `*values` gets what the
+  // op leaves there.
   template <typename T>
   void Out(std::vector<T>* values, T** field) {
+    if (values->empty()) return;
     auto* bytes = reinterpret_cast<std::byte*>(values->data());
     outputs_.push_back(
         {.bytes = values->size() * sizeof(T), .from = bytes, .to = bytes, .fields = {field}});
@@ -124,7 +129,7 @@ class Arena {
 
   void Place(const Array& array) {
     if (array.bytes > 0) std::memcpy(slab_.host + array.at, array.from, array.bytes);
-    const std::byte* address = array.bytes == 0 ? nullptr : slab_.device + array.at + array.offset;
+    const std::byte* address = slab_.device + array.at + array.offset;
     for (void* field : array.fields) {
       if (field != nullptr) std::memcpy(field, &address, sizeof(address));
     }

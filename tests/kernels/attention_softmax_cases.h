@@ -1,10 +1,9 @@
-// What attention_softmax must do on every backend: answers by hand, parity with double precision,
-// and bits that depend on the row alone. One table for the CPU and the GPU.
+// What attention_softmax must do on every backend: parity with double precision, and bits that depend
+// only on the row. One table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
 #define LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -14,451 +13,15 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "tests/kernels/attention_softmax_claims.h"
 #include "tests/kernels/attention_softmax_reference.h"
+#include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/reference.h"
 
 namespace logitd::testing {
 
-inline constexpr DType kAttentionDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
-inline constexpr int64_t kNoLimit = AttentionWindow::kUnbounded;
-inline constexpr AttentionWindow kCausal = {kNoLimit, 0};
-
-// ---- Answers by hand
-// -----------------------------------------------------------------------------------------------
-
-// f32, every row of the tensor. Logs of whole numbers make probabilities that are simple fractions.
-struct AttentionClaim {
-  const char* name;
-  std::array<int64_t, 4> shape;  // batch, heads, queries, keys
-  std::vector<float> scores;
-  std::vector<float> probs;
-  std::vector<float> logsumexp;        // [rows]
-  std::vector<RowStatus> status = {};  // [rows]; none: all OK
-  float scale = 1;
-  AttentionWindow window = {};
-  MaskKind mask = MaskKind::kNone;
-  std::vector<float> mask_values = {};            // bool: 0 or 1
-  std::array<int64_t, 3> mask_shape = {1, 1, 1};  // batch, heads, queries
-  std::vector<float> sinks = {};
-};
-
-inline const std::vector<AttentionClaim>& AttentionClaims() {
-  static const float kLn2 = std::log(2.0f), kLn3 = std::log(3.0f), kLn4 = std::log(4.0f);
-  static const float kMost = std::numeric_limits<float>::max();
-  const auto halves = [](float first, float second) {
-    std::vector<float> row(2048, first);
-    std::fill(row.begin() + 1024, row.end(), second);
-    return row;
-  };
-  constexpr RowStatus kOk = {};
-  constexpr RowStatus kEmpty = {RowCode::kEmptySupport, -1};
-  static const auto& claims = *new std::vector<AttentionClaim>{
-      {"one_key_is_certain", {1, 1, 1, 1}, {-3}, {1}, {-3}},
-      {"equal_scores_share", {1, 1, 1, 4}, {5, 5, 5, 5}, {.25f, .25f, .25f, .25f}, {5 + kLn4}},
-      {"scale_multiplies", {1, 1, 1, 2}, {0, 2}, {.25f, .75f}, {kLn4}, {}, kLn3 / 2},
-      {"negative_scale_turns_the_order",
-       {1, 1, 1, 2},
-       {0, kLn3},
-       {.75f, .25f},
-       {std::log(4 / 3.0f)},
-       {},
-       -1},
-      {"scale_zero_shares", {1, 1, 1, 2}, {7, 9}, {.5f, .5f}, {kLn2}, {}, 0},
-      {"causal_square_sees_the_past_and_itself",
-       {1, 1, 3, 3},
-       {0, kNan, kNan, 0, kLn3, kNan, 0, 0, kLn2},
-       {1, 0, 0, .25f, .75f, 0, .25f, .25f, .5f},
-       {0, kLn4, kLn4},
-       {},
-       1,
-       kCausal},
-      {"causal_aligns_the_last_query_with_the_last_key",
-       {1, 1, 2, 4},
-       {0, 0, kLn2, kNan, 0, 0, 0, kLn3},
-       {.25f, .25f, .5f, 0, 1 / 6.0f, 1 / 6.0f, 1 / 6.0f, .5f},
-       {kLn4, std::log(6.0f)},
-       {},
-       1,
-       kCausal},
-      {"causal_with_more_queries_than_keys_leaves_the_first_empty",
-       {1, 1, 4, 2},
-       {1, 1, 1, 1, 3, kNan, 0, kLn3},
-       {0, 0, 0, 0, 1, 0, .25f, .75f},
-       {-kInf, -kInf, 3, kLn4},
-       {kEmpty, kEmpty, kOk, kOk},
-       1,
-       kCausal},
-      {"window_has_both_its_ends",
-       {1, 1, 4, 4},
-       {0, 0, 9, 9, 0, 0, 0, 9, 9, 0, 0, 0, 9, 9, 0, 0},
-       {.5f, .5f, 0, 0, 1 / 3.0f, 1 / 3.0f, 1 / 3.0f, 0, 0, 1 / 3.0f, 1 / 3.0f, 1 / 3.0f, 0, 0, .5f,
-        .5f},
-       {kLn2, kLn3, kLn3, kLn2},
-       {},
-       1,
-       {1, 1}},
-      {"window_of_nothing_but_itself",
-       {1, 1, 2, 2},
-       {4, kNan, kNan, 5},
-       {1, 0, 0, 1},
-       {4, 5},
-       {},
-       1,
-       {0, 0}},
-      {"left_alone_forgets_the_past",
-       {1, 1, 3, 3},
-       {0, 0, 0, 9, 0, 0, 9, 9, 0},
-       {1 / 3.0f, 1 / 3.0f, 1 / 3.0f, 0, .5f, .5f, 0, 0, 1},
-       {kLn3, kLn2, 0},
-       {},
-       1,
-       {0, kNoLimit}},
-      {"the_largest_windows_are_no_window",
-       {1, 1, 3, 2},
-       {0, 0, 0, kLn3, 0, 0},
-       {.5f, .5f, .25f, .75f, .5f, .5f},
-       {kLn2, kLn4, kLn2},
-       {},
-       1,
-       {std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max()}},
-      {"a_window_may_miss_the_keys_on_the_left",
-       {1, 1, 5, 2},
-       {1, 1, 1, 1, 1, 1, 1, 1, 0, 0},
-       {0, 0, 0, 0, 0, 0, 1, 0, .5f, .5f},
-       {-kInf, -kInf, -kInf, 1, kLn2},
-       {kEmpty, kEmpty, kEmpty, kOk, kOk},
-       1,
-       {1, 0}},
-      {"bool_mask_hides_even_nan",
-       {1, 1, 1, 4},
-       {0, kNan, kLn3, kInf},
-       {.25f, 0, .75f, 0},
-       {kLn4},
-       {},
-       1,
-       {},
-       MaskKind::kBool,
-       {0, 1, 0, 1}},
-      {"bool_mask_of_everything_is_zeros",
-       {1, 1, 2, 2},
-       {1, 2, 0, 0},
-       {0, 0, .5f, .5f},
-       {-kInf, kLn2},
-       {kEmpty, kOk},
-       1,
-       {},
-       MaskKind::kBool,
-       {1, 1, 0, 0},
-       {1, 1, 2}},
-      {"additive_mask_comes_after_the_scale",
-       {1, 1, 1, 2},
-       {0, kLn3},
-       {2 / 11.0f, 9 / 11.0f},
-       {std::log(11.0f)},
-       {},
-       2,
-       {},
-       MaskKind::kAdditive,
-       {kLn2, 0}},
-      {"additive_minus_inf_is_masked_even_over_nan_and_inf",
-       {1, 1, 1, 4},
-       {kNan, 0, kInf, 0},
-       {0, .5f, 0, .5f},
-       {kLn2},
-       {},
-       1,
-       {},
-       MaskKind::kAdditive,
-       {-kInf, 0, -kInf, 0}},
-      {"additive_lowest_number_leaves_nothing",
-       {1, 1, 1, 3},
-       {5, 0, 0},
-       {0, .5f, .5f},
-       {kLn2},
-       {},
-       1,
-       {},
-       MaskKind::kAdditive,
-       {-kMost, 0, 0}},
-      {"additive_lowest_number_everywhere_still_shares",
-       {1, 1, 1, 2},
-       {0, 0},
-       {.5f, .5f},
-       {-kMost},
-       {},
-       1,
-       {},
-       MaskKind::kAdditive,
-       {-kMost, -kMost}},
-      {"additive_plus_inf_is_certain",
-       {1, 1, 1, 3},
-       {0, 5, 0},
-       {.5f, 0, .5f},
-       {kInf},
-       {},
-       1,
-       {},
-       MaskKind::kAdditive,
-       {kInf, 0, kInf}},
-      {"additive_nan_is_flagged",
-       {1, 1, 1, 3},
-       {0, 0, 0},
-       {0, kNan, kNan},
-       {kNan},
-       {{RowCode::kNanLogit, 2}},
-       1,
-       {},
-       MaskKind::kAdditive,
-       {-kInf, 0, kNan}},
-      {"mask_and_window_both_hide",
-       {1, 1, 2, 3},
-       {0, 0, 9, 9, 0, kLn3},
-       {.5f, .5f, 0, 0, .25f, .75f},
-       {kLn2, kLn4},
-       {},
-       1,
-       kCausal,
-       MaskKind::kBool,
-       {0, 0, 0, 1, 0, 0},
-       {1, 1, 2}},
-      {"mask_differs_by_batch_alone",
-       {2, 2, 1, 2},
-       {0, 0, 0, 0, 0, 0, 0, 0},
-       {1, 0, 1, 0, 0, 1, 0, 1},
-       {0, 0, 0, 0},
-       {},
-       1,
-       {},
-       MaskKind::kBool,
-       {0, 1, 1, 0},
-       {2, 1, 1}},
-      {"mask_differs_by_head_alone",
-       {2, 2, 1, 2},
-       {0, 0, 0, 0, 0, 0, 0, 0},
-       {1, 0, 0, 1, 1, 0, 0, 1},
-       {0, 0, 0, 0},
-       {},
-       1,
-       {},
-       MaskKind::kBool,
-       {0, 1, 1, 0},
-       {1, 2, 1}},
-      {"sink_zero_is_softmax_off_by_one",
-       {1, 1, 2, 2},
-       {0, kLn2, -kInf, 0},
-       {.25f, .5f, 0, .5f},
-       {kLn4, kLn2},
-       {},
-       1,
-       {},
-       MaskKind::kNone,
-       {},
-       {1, 1, 1},
-       {0}},
-      {"each_head_has_its_sink",
-       {1, 2, 1, 1},
-       {0, 0},
-       {.25f, 1},
-       {kLn4, 0},
-       {},
-       1,
-       {},
-       MaskKind::kNone,
-       {},
-       {1, 1, 1},
-       {kLn3, -kInf}},
-      {"sink_is_not_scaled",
-       {1, 1, 1, 1},
-       {0},
-       {.25f},
-       {kLn4},
-       {},
-       5,
-       {},
-       MaskKind::kNone,
-       {},
-       {1, 1, 1},
-       {kLn3}},
-      {"sink_takes_all_where_no_key_is_seen",
-       {1, 2, 1, 2},
-       {kNan, kNan, kNan, kNan},
-       {0, 0, 0, 0},
-       {2, -kInf},
-       {kOk, kEmpty},
-       1,
-       {},
-       MaskKind::kBool,
-       {1, 1},
-       {1, 1, 1},
-       {2, -kInf}},
-      {"a_large_sink_leaves_nothing",
-       {1, 1, 1, 2},
-       {0, 0},
-       {0, 0},
-       {3e38f},
-       {},
-       1,
-       {},
-       MaskKind::kNone,
-       {},
-       {1, 1, 1},
-       {3e38f}},
-      {"a_far_sink_takes_nothing",
-       {1, 1, 1, 2},
-       {0, 0},
-       {.5f, .5f},
-       {kLn2},
-       {},
-       1,
-       {},
-       MaskKind::kNone,
-       {},
-       {1, 1, 1},
-       {-3e38f}},
-      {"minus_inf_has_nothing", {1, 1, 1, 3}, {-kInf, 0, 0}, {0, .5f, .5f}, {kLn2}},
-      {"minus_inf_alone_is_empty", {1, 1, 1, 2}, {-kInf, -kInf}, {0, 0}, {-kInf}, {kEmpty}},
-      {"plus_inf_share_all", {1, 1, 1, 4}, {kInf, 5, kInf, -kInf}, {.5f, 0, .5f, 0}, {kInf}},
-      {"plus_inf_beats_the_sink",
-       {1, 1, 1, 2},
-       {kInf, 0},
-       {1, 0},
-       {kInf},
-       {},
-       1,
-       {},
-       MaskKind::kNone,
-       {},
-       {1, 1, 1},
-       {3e38f}},
-      {"overflow_of_the_scale_counts_as_inf", {1, 1, 1, 2}, {3e38f, 0}, {1, 0}, {kInf}, {}, 10},
-      {"nan_spoils_its_row_alone",
-       {1, 1, 3, 2},
-       {0, 0, 1, kNan, 0, kLn3},
-       {.5f, .5f, kNan, kNan, .25f, .75f},
-       {kLn2, kNan, kLn4},
-       {kOk, {RowCode::kNanLogit, 1}, kOk}},
-      {"nan_is_only_where_a_key_is_seen",
-       {1, 1, 2, 4},
-       {1, kNan, kNan, 1, 1, 1, 1, 1},
-       {0, kNan, kNan, 0, 0, 0, .5f, .5f},
-       {kNan, 1 + kLn2},
-       {{RowCode::kNanLogit, 1}, kOk},
-       1,
-       {1, 0}},
-      {"nan_beats_plus_inf",
-       {1, 1, 1, 3},
-       {kInf, -kInf, kNan},
-       {kNan, kNan, kNan},
-       {kNan},
-       {{RowCode::kNanLogit, 2}}},
-      {"scale_zero_of_an_infinity_is_nan",
-       {1, 1, 1, 2},
-       {1, kInf},
-       {kNan, kNan},
-       {kNan},
-       {{RowCode::kNanLogit, 1}},
-       0},
-      {"far_apart_is_not_nan", {1, 1, 1, 2}, {-3e38f, 3e38f}, {0, 1}, {3e38f}},
-      {"large_scores_keep_their_differences",
-       {1, 1, 1, 2},
-       {1048576, 1048577},
-       {0.26894142f, 0.73105858f},
-       {1048577.3f}},
-      {"far_tail_keeps_its_digits", {1, 1, 1, 2}, {19, -45}, {1, 1.60381089e-28f}, {19}},
-      // log2(e) times their maxima is about the largest whole number with neighbours on both sides.
-      {"halves_keep_their_difference",
-       {1, 1, 1, 2048},
-       halves(5814539.5f, 5814540.5f),
-       halves(0.26894142f / 1024, 0.73105858f / 1024),
-       {5814547.5f}},
-      {"negative_halves_keep_their_difference",
-       {1, 1, 1, 2048},
-       halves(-5814539.5f, -5814540.5f),
-       halves(0.73105858f / 1024, 0.26894142f / 1024),
-       {-5814532.5f}},
-  };
-  return claims;
-}
-
-// A tensor of the values, row by row; padding as HostTensor's.
-inline HostTensor TensorOf(DType dtype, int64_t rows, int64_t cols, int64_t stride_extra,
-                           int64_t offset, absl::Span<const float> values) {
-  HostTensor tensor(dtype, rows, cols, cols + stride_extra, offset);
-  for (size_t i = 0; i < values.size(); ++i) tensor.Set(i / cols, i % cols, values[i]);
-  return tensor;
-}
-
-inline HostTensor EmptyTensor(DType dtype, int64_t rows, int64_t cols, int64_t stride_extra,
-                              int64_t offset) {
-  return TensorOf(dtype, rows, cols, stride_extra, offset, {});
-}
-
-inline void AppendElement(DType dtype, float value, std::vector<std::byte>& to) {
-  const uint32_t bits = dtype == DType::kF32   ? BitsOf(value)
-                        : dtype == DType::kF16 ? F16Bits(value)
-                                               : Bf16Bits(value);
-  for (size_t b = 0; b < SizeOf(dtype); ++b) to.push_back(std::byte(bits >> (8 * b)));
-}
-
-inline AttentionCall CallOf(const AttentionClaim& claim) {
-  const auto [batch, heads, queries, keys] = claim.shape;
-  const int64_t rows = batch * heads * queries;
-  AttentionCall call{.scores = TensorOf(DType::kF32, rows, keys, 0, 0, claim.scores),
-                     .sinks = claim.sinks,
-                     .probs = EmptyTensor(DType::kF32, rows, keys, 0, 0)};
-  AttentionSoftmaxArgs& args = call.args;
-  args.shape = {.batch = batch, .heads = heads, .queries = queries, .keys = keys, .rows = rows};
-  args.scale = claim.scale;
-  args.window = claim.window;
-  args.mask.kind = claim.mask;
-  const auto [mask_batch, mask_heads, mask_queries] = claim.mask_shape;
-  args.mask.query_stride = mask_queries > 1 ? keys : 0;
-  args.mask.head_stride = mask_heads > 1 ? mask_queries * keys : 0;
-  args.mask.batch_stride = mask_batch > 1 ? mask_heads * mask_queries * keys : 0;
-  for (float value : claim.mask_values) {
-    if (claim.mask == MaskKind::kBool) {
-      call.mask.push_back(std::byte(value == 0 ? 0 : 128));
-    } else {
-      AppendElement(DType::kF32, value, call.mask);
-    }
-  }
-  return call;
-}
-
-// "" where the backend keeps the claim, else what it did instead. The table's floats are rounded;
-// the tolerance is wide enough for that.
-inline std::string BrokenClaim(OpRunner& runner, const AttentionClaim& claim) {
-  const auto got = runner.AttentionSoftmax(CallOf(claim));
-  if (!got.ok()) return got.status().ToString();
-  const int64_t keys = claim.shape[3];
-  for (size_t r = 0; r < claim.logsumexp.size(); ++r) {
-    const RowStatus want = claim.status.empty() ? RowStatus{} : claim.status[r];
-    if (std::string status = DescribeStatus(got->status[r], want); !status.empty()) {
-      return absl::StrFormat("row %d: %s", r, status);
-    }
-    const auto agrees = [](float a, float b, double error) {
-      if (std::isnan(b)) return std::isnan(a);
-      return std::isinf(b) || b == 0 ? a == b : std::fabs(double{a} - b) <= error;
-    };
-    const float lse = claim.logsumexp[r];
-    if (!agrees(got->logsumexp[r] + 0.0f, lse, 2e-6 * std::max(1.0f, std::fabs(lse))) &&
-        !(lse == 0 && std::fabs(got->logsumexp[r]) <= 2e-6)) {
-      return absl::StrFormat("row %d: logsumexp: got %.9g, want %.9g", r, got->logsumexp[r], lse);
-    }
-    for (int64_t j = 0; j < keys; ++j) {
-      const float p = got->probs.At(r, j), w = claim.probs[r * keys + j];
-      if (!agrees(p, w, 4e-6 * w)) {
-        return absl::StrFormat("row %d key %d: got p %.9g, want %.9g, %d ulps", r, j, p, w,
-                               UlpsApart(p, w));
-      }
-    }
-  }
-  return "";
-}
-
 // ---- Parity with double precision
-// ----------------------------------------------------------------------------------
 
 // Which keys a case hides, and how.
 enum class Hide {
@@ -522,7 +85,7 @@ inline std::string Describe(const AttentionCase& c) {
       c.in_place, c.seed);
 }
 
-// The same bits for the same numbers, whatever the order they are asked in.
+// A hash of two numbers.
 inline uint64_t Mix(uint64_t seed, uint64_t n) {
   uint64_t x = (seed + 1) * 0x9e3779b97f4a7c15u + n * 0xd1342543de82ef95u;
   x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
@@ -530,7 +93,7 @@ inline uint64_t Mix(uint64_t seed, uint64_t n) {
   return x ^ x >> 32;
 }
 
-// Fills in the mask of `call`: of what its strides span, the part that its rows need.
+// Fills in the mask of `call`: the part of the mask that its rows need.
 inline void MakeMask(const AttentionCase& c, AttentionCall& call) {
   AttentionMask& mask = call.args.mask;
   const AttentionShape& shape = c.shape;
@@ -553,7 +116,7 @@ inline void MakeMask(const AttentionCase& c, AttentionCall& call) {
   mask.origin = begin;
   call.mask_offset_bytes = mask.kind == MaskKind::kBool ? c.offset : c.offset * SizeOf(mask.dtype);
   for (int64_t e = begin; e < end; ++e) {
-    // One row in seven hides everything, one in seven nothing, the others a quarter.
+    // One row in seven hides every key, one in seven hides none, the others hide a quarter.
     const uint64_t row = Mix(c.seed, e / shape.keys) % 7;
     const uint64_t bits = Mix(c.seed + 77, e);
     const bool hidden = row == 0 || (row > 1 && bits % 4 == 0);
@@ -601,6 +164,8 @@ inline std::string WrittenOutside(const HostTensor& before, const HostTensor& af
 
 // "" where every row agrees with the reference and nothing else was written, else the first that
 // does not.
+//
+// `x_roundings` is DescribeDifference's: 0 where the backend rounds an x as often as the reference.
 inline std::string FirstDifference(OpRunner& runner, const AttentionCase& c, int x_roundings) {
   const AttentionCall call = CallOf(c);
   const auto got = runner.AttentionSoftmax(call);
@@ -613,11 +178,15 @@ inline std::string FirstDifference(OpRunner& runner, const AttentionCase& c, int
   return outside.empty() ? "" : absl::StrFormat("%s: %s", Describe(c), outside);
 }
 
-// What the gradient of a case is asked for: probs as the reference has them, any gradient of them.
+inline std::string FirstDifference(OpRunner& runner, const AttentionCase& c) {
+  return FirstDifference(runner, c, /*x_roundings=*/0);
+}
+
+// The backward call of a case: probs are those of the reference, their gradients are random.
 // Gradients of 16-bit probs have their type; of f32 probs, the next type by the seed.
 inline AttentionBackwardCall BackwardOf(const AttentionCase& c) {
   const AttentionShape& shape = c.shape;
-  const DType out_dtype = c.dtype == DType::kF32 ? kAttentionDTypes[c.seed / 3 % 3] : c.dtype;
+  const DType out_dtype = c.dtype == DType::kF32 ? kAllDTypes[c.seed / 3 % 3] : c.dtype;
   const AttentionCall forward = CallOf(c);
   AttentionBackwardCall call{
       .probs = EmptyTensor(c.dtype, shape.rows, shape.keys, c.stride_extra, c.offset),
@@ -632,7 +201,7 @@ inline AttentionBackwardCall BackwardOf(const AttentionCase& c) {
       call.probs.Set(r, j, static_cast<float>(answer.probs[j]));
     }
     FillRow(call.d_probs, r, Fill::kUniform, c.seed + 5);
-    // Where y is 0, what is there does not matter.
+    // The gradient of a y of 0 does not matter.
     for (int64_t j = 0; j < shape.keys; ++j) {
       if (call.probs.At(r, j) == 0 && Mix(c.seed, j) % 3 == 0) call.d_probs.Set(r, j, kNan);
     }
@@ -657,11 +226,7 @@ inline std::string FirstGradientDifference(OpRunner& runner, const AttentionCase
       return absl::StrFormat("backward of %s: row %d: %s", Describe(c), r, difference);
     }
   }
-  using Output = AttentionBackwardCall::Output;
-  const std::string outside = WrittenOutside(call.output == Output::kApart       ? call.d_scores
-                                             : call.output == Output::kOverProbs ? call.probs
-                                                                                 : call.d_probs,
-                                             got->d_scores);
+  const std::string outside = WrittenOutside(call.Before(), got->d_scores);
   if (!outside.empty()) return absl::StrFormat("backward of %s: %s", Describe(c), outside);
   if (call.sinks.empty()) return "";
   const std::vector<double> want = ReferenceSinkGradient(call);
@@ -678,13 +243,11 @@ inline std::string FirstGradientDifference(OpRunner& runner, const AttentionCase
 }
 
 // Every number of keys x what is hidden x type; output types, strides, offsets, sinks, scales and
-// fills take turns. Of tensors that are large, a few rows, among them the last of one head and the
-// first of the next.
+// fills take turns. A call has only a few rows of a large tensor, among them the last of one head and
+// the first of the next.
 inline std::vector<AttentionCase> AttentionShapeCases() {
   static constexpr int64_t kKeys[] = {1,    3,    16,   17,   63,    64,    100,   1000,
                                       1024, 4096, 4097, 8192, 16384, 65537, 131072};
-  static constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
-  static constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
   static constexpr float kScales[] = {0.7f, 1, 0.08838835f, -0.5f};
   static constexpr Fill kFills[] = {Fill::kNormal,      Fill::kUniform,        Fill::kNormal,
                                     Fill::kWithNan,     Fill::kMostlyMinusInf, Fill::kNormal,
@@ -693,7 +256,7 @@ inline std::vector<AttentionCase> AttentionShapeCases() {
   uint64_t n = 0;
   for (int64_t keys : kKeys) {
     for (Hide hide : kAllHides) {
-      for (DType dtype : kAttentionDTypes) {
+      for (DType dtype : kAllDTypes) {
         ++n;
         AttentionCase c{.dtype = dtype, .hide = hide, .seed = n};
         if (keys <= 100) {
@@ -712,7 +275,7 @@ inline std::vector<AttentionCase> AttentionShapeCases() {
         }
         c.out_dtype = n % 3 == 0 ? DType::kF32 : dtype;
         c.in_place = c.out_dtype == dtype && n % 5 == 0;
-        c.mask_dtype = kAttentionDTypes[n / 2 % 3];
+        c.mask_dtype = kAllDTypes[n / 2 % 3];
         c.mask_by_batch = n % 5 != 1;
         c.mask_by_head = n % 7 != 1;
         c.scale = kScales[n % 4];
@@ -732,11 +295,11 @@ inline std::vector<AttentionCase> BroadcastCases() {
   std::vector<AttentionCase> cases;
   uint64_t n = 1000;
   for (Hide hide : {Hide::kBool, Hide::kAdditive, Hide::kCausalAndBool}) {
-    for (DType mask_dtype : kAttentionDTypes) {
+    for (DType mask_dtype : kAllDTypes) {
       if (MaskOf(hide) == MaskKind::kBool && mask_dtype != DType::kF32) continue;
       for (int shared = 0; shared < 8; ++shared) {
         AttentionCase c{.shape = {.batch = 2, .heads = 3, .queries = 5, .keys = 70, .rows = 30},
-                        .dtype = kAttentionDTypes[n % 3],
+                        .dtype = kAllDTypes[n % 3],
                         .out_dtype = DType::kF32,
                         .hide = hide,
                         .mask_dtype = mask_dtype,
@@ -769,17 +332,17 @@ inline std::vector<AttentionCase> LongestRowCases() {
 }
 
 // More rows than a backend holds parts of d_sinks at once.
-inline AttentionCase ManySinkRows() {
-  return {.shape = {.batch = 30, .heads = 5, .queries = 1000, .keys = 3, .rows = 150000},
-          .sinks = true};
+inline std::vector<AttentionCase> ManySinkRows() {
+  return {{.shape = {.batch = 30, .heads = 5, .queries = 1000, .keys = 3, .rows = 150000},
+           .sinks = true}};
 }
 
-// Every kind of row x type, short, over several cells, and behind a window.
+// Every kind of row x type: short, over several cells, and with a window.
 inline std::vector<AttentionCase> AttentionFillCases() {
   std::vector<AttentionCase> cases;
   uint64_t n = 2000;
   for (Fill fill : kAllFills) {
-    for (DType dtype : kAttentionDTypes) {
+    for (DType dtype : kAllDTypes) {
       for (int64_t keys : {33, 1025, 5000}) {
         for (Hide hide : {Hide::kNone, Hide::kCausal, Hide::kAdditive}) {
           AttentionCase c{.shape = {.batch = 2, .heads = 2, .queries = 2, .keys = keys, .rows = 8},
@@ -800,156 +363,7 @@ inline std::vector<AttentionCase> AttentionFillCases() {
   return cases;
 }
 
-// ---- Gradients by hand
-// ---------------------------------------------------------------------------------------------
-
-// f32, [1, heads, queries, keys], every row.
-struct GradientClaim {
-  const char* name;
-  std::array<int64_t, 3> shape;  // heads, queries, keys
-  std::vector<float> probs;
-  std::vector<float> d_probs;
-  std::vector<float> d_scores;
-  std::vector<RowStatus> status = {};  // [rows]; none: all OK
-  float scale = 1;
-  AttentionWindow window = {};
-  std::vector<float> sinks = {};
-  std::vector<float> logsumexp = {};
-  std::vector<double> d_sinks = {};
-};
-
-inline const std::vector<GradientClaim>& GradientClaims() {
-  static const float kLn2 = std::log(2.0f), kLn4 = std::log(4.0f);
-  constexpr RowStatus kOk = {};
-  static const auto& claims = *new std::vector<GradientClaim>{
-      {"certain_rows_have_none", {1, 1, 1}, {1}, {5}, {0}},
-      {"what_one_gains_others_lose", {1, 1, 2}, {.25f, .75f}, {1, 0}, {.1875f, -.1875f}},
-      {"scale_multiplies", {1, 1, 2}, {.25f, .75f}, {1, 0}, {-.375f, .375f}, {}, -2},
-      {"a_constant_gradient_of_probs_is_none", {1, 1, 2}, {.5f, .5f}, {3, 3}, {0, 0}},
-      {"nothing_is_looked_at_where_a_prob_is_zero",
-       {1, 1, 4},
-       {.25f, 0, .75f, 0},
-       {1, kNan, 0, kInf},
-       {.1875f, 0, -.1875f, 0}},
-      {"a_row_of_zeros_has_zeros", {1, 1, 2}, {0, 0}, {kNan, kInf}, {0, 0}},
-      {"outside_the_window_nothing_is_read",
-       {1, 2, 2},
-       {1, kNan, .25f, .75f},
-       {0, kNan, 1, 0},
-       {0, 0, .1875f, -.1875f},
-       {},
-       1,
-       {-1, 0}},
-      {"nan_prob_spoils_its_row_alone",
-       {1, 3, 2},
-       {.25f, .75f, .5f, kNan, .25f, .75f},
-       {1, 0, 0, 0, 1, 0},
-       {.1875f, -.1875f, kNan, kNan, .1875f, -.1875f},
-       {kOk, {RowCode::kNanLogit, 1}, kOk}},
-      {"nan_gradient_spoils_all_but_zero_probs",
-       {1, 1, 4},
-       {0, .5f, .5f, 0},
-       {kNan, 1, kNan, kNan},
-       {0, kNan, kNan, 0},
-       {{RowCode::kNanLogit, 2}}},
-      {"infinities_of_both_signs_are_no_nan_of_the_callers",
-       {1, 1, 3},
-       {0, .5f, .5f},
-       {0, kInf, -kInf},
-       {0, kNan, kNan}},
-      // Softmax off by one of {0, ln 2}: 1/4 and 1/2, the sink has the last 1/4.
-      {"the_sink_loses_what_all_keys_gain",
-       {1, 1, 2},
-       {.25f, .5f},
-       {4, 2},
-       {.5f, 0},
-       {},
-       1,
-       {},
-       {0},
-       {kLn4},
-       {-.5}},
-      {"the_sinks_own_score_is_not_scaled",
-       {1, 1, 2},
-       {.25f, .5f},
-       {4, 2},
-       {1.5f, 0},
-       {},
-       3,
-       {},
-       {0},
-       {kLn4},
-       {-.5}},
-      {"sinks_add_up_over_their_heads_rows_and_minus_inf_has_none",
-       {2, 2, 1},
-       {.5f, .5f, 1, 1},
-       {2, 4, 1, 1},
-       {.5f, 1, 0, 0},
-       {},
-       1,
-       {},
-       {0, -kInf},
-       {kLn2, kLn2, 0, 0},
-       {-1.5, 0}},
-      {"rows_without_keys_or_with_infinite_ones_add_nothing_to_a_sink",
-       {1, 2, 1},
-       {0, 1},
-       {5, 7},
-       {0, 0},
-       {},
-       1,
-       {},
-       {2},
-       {2, kInf},
-       {0}},
-      {"nan_spoils_its_heads_sink_alone",
-       {2, 1, 1},
-       {kNan, .5f},
-       {1, 2},
-       {kNan, .5f},
-       {{RowCode::kNanLogit, 0}, kOk},
-       1,
-       {},
-       {0, 0},
-       {kNan, kLn2},
-       {kNan, -.5}},
-  };
-  return claims;
-}
-
-inline std::string BrokenClaim(OpRunner& runner, const GradientClaim& claim) {
-  const auto [heads, queries, keys] = claim.shape;
-  const int64_t rows = heads * queries;
-  AttentionBackwardCall call{.probs = TensorOf(DType::kF32, rows, keys, 0, 0, claim.probs),
-                             .d_probs = TensorOf(DType::kF32, rows, keys, 0, 0, claim.d_probs),
-                             .sinks = claim.sinks,
-                             .logsumexp = claim.logsumexp,
-                             .d_scores = EmptyTensor(DType::kF32, rows, keys, 0, 0)};
-  call.args.shape = {.batch = 1, .heads = heads, .queries = queries, .keys = keys, .rows = rows};
-  call.args.scale = claim.scale;
-  call.args.window = claim.window;
-  const auto got = runner.AttentionSoftmaxBackward(call);
-  if (!got.ok()) return got.status().ToString();
-  const auto agrees = [](double a, double b) {
-    return std::isnan(b) ? std::isnan(a) : b == 0 ? a == b : std::fabs(a - b) <= 1e-6;
-  };
-  for (int64_t r = 0; r < rows; ++r) {
-    const RowStatus want = claim.status.empty() ? RowStatus{} : claim.status[r];
-    if (std::string status = DescribeStatus(got->status[r], want); !status.empty()) {
-      return absl::StrFormat("row %d: %s", r, status);
-    }
-    for (int64_t j = 0; j < keys; ++j) {
-      const float g = got->d_scores.At(r, j), w = claim.d_scores[r * keys + j];
-      if (!agrees(g, w)) return absl::StrFormat("row %d key %d: got %.9g, want %.9g", r, j, g, w);
-    }
-  }
-  for (size_t h = 0; h < claim.d_sinks.size(); ++h) {
-    if (agrees(got->d_sinks[h], claim.d_sinks[h])) continue;
-    return absl::StrFormat("d_sinks of head %d: got %.12g, want %.12g", h, got->d_sinks[h],
-                           claim.d_sinks[h]);
-  }
-  return "";
-}
+// ---- Gradients by small steps
 
 // "" where the backend's gradients are those of sum w y by small steps of every score and sink. The
 // steps and the scale are powers of two, so that no x is rounded.
@@ -963,11 +377,10 @@ inline std::string BrokenFiniteDifferences(OpRunner& runner, const AttentionCase
                          static_cast<float>(Mix(c.seed, r * shape.keys + j) % 4096) * 0x1p-10f);
     }
   }
-  AttentionBackwardCall backward{
-      .probs = EmptyTensor(DType::kF32, shape.rows, shape.keys, 0, 0),
-      .d_probs = EmptyTensor(DType::kF32, shape.rows, shape.keys, 0, 0),
-      .sinks = forward.sinks,
-      .d_scores = EmptyTensor(DType::kF32, shape.rows, shape.keys, 0, 0)};
+  AttentionBackwardCall backward{.probs = EmptyTensor(DType::kF32, shape.rows, shape.keys),
+                                 .d_probs = EmptyTensor(DType::kF32, shape.rows, shape.keys),
+                                 .sinks = forward.sinks,
+                                 .d_scores = EmptyTensor(DType::kF32, shape.rows, shape.keys)};
   backward.args.shape = shape;
   backward.args.scale = c.scale;
   backward.args.window = forward.args.window;
@@ -1041,10 +454,9 @@ inline std::vector<AttentionCase> FiniteDifferenceCases() {
   return cases;
 }
 
-// ---- Bits that depend on the row alone
-// -----------------------------------------------------------------------------
+// ---- Bits that depend only on the row
 
-// How a piece of a tensor's rows lies in memory.
+// The memory layout of a piece of a tensor's rows.
 struct RowLayout {
   int64_t stride_extra = 0;
   int64_t offset = 0;
@@ -1171,10 +583,10 @@ inline std::vector<AttentionCase> AttentionInvarianceCases() {
       ++n;
       AttentionCase c{
           .shape = {.batch = 2, .heads = keys < 1000 ? 3 : 1, .queries = queries, .keys = keys},
-          .dtype = kAttentionDTypes[n % 3],
-          .out_dtype = n % 2 == 0 ? DType::kF32 : kAttentionDTypes[n % 3],
+          .dtype = kAllDTypes[n % 3],
+          .out_dtype = n % 2 == 0 ? DType::kF32 : kAllDTypes[n % 3],
           .hide = hide,
-          .mask_dtype = kAttentionDTypes[n / 2 % 3],
+          .mask_dtype = kAllDTypes[n / 2 % 3],
           .mask_by_batch = n % 4 != 0,
           .sinks = n % 2 == 0,
           .fill = n % 4 == 3 ? Fill::kWithNan : Fill::kNormal,
@@ -1186,9 +598,9 @@ inline std::vector<AttentionCase> AttentionInvarianceCases() {
   return cases;
 }
 
-// The row (1, 2, i) of a [2, 3, queries, keys] tensor, as the only batch and head of another: ""
-// where its bits are the same. Its neighbours differ, and its mask and sink are shared with none.
-inline std::string BrokenCompany(OpRunner& runner, const AttentionCase& c) {
+// "" where the rows of one batch and head have the same bits in a tensor of their own as between
+// those of others.
+inline std::string BrokenIsolation(OpRunner& runner, const AttentionCase& c) {
   const AttentionCall all = CallOf(c);
   const auto whole = runner.AttentionSoftmax(all);
   if (!whole.ok()) return whole.status().ToString();
@@ -1196,29 +608,37 @@ inline std::string BrokenCompany(OpRunner& runner, const AttentionCase& c) {
   for (int64_t b = 0; b < shape.batch; ++b) {
     for (int64_t h = 0; h < shape.heads; ++h) {
       const int64_t first = (b * shape.heads + h) * shape.queries;
-      AttentionCall alone{.args = all.args,
-                          .scores = RowsOf(all.scores, first, shape.queries, {.offset = 1}),
-                          .mask = all.mask,
-                          .mask_offset_bytes = all.mask_offset_bytes,
-                          .probs = EmptyTensor(c.out_dtype, shape.queries, shape.keys, 0, 2)};
-      alone.args.shape.batch = alone.args.shape.heads = 1;
-      alone.args.shape.rows = shape.queries;
+      AttentionCall own{.args = all.args,
+                        .scores = RowsOf(all.scores, first, shape.queries, {.offset = 1}),
+                        .mask = all.mask,
+                        .mask_offset_bytes = all.mask_offset_bytes,
+                        .probs = EmptyTensor(c.out_dtype, shape.queries, shape.keys, 0, 2)};
+      own.args.shape.batch = own.args.shape.heads = 1;
+      own.args.shape.rows = shape.queries;
       // The mask's element of (0, 0, i, j) is now that of (b, h, i, j).
-      alone.args.mask.origin -= b * all.args.mask.batch_stride + h * all.args.mask.head_stride;
-      if (!all.sinks.empty()) alone.sinks = {all.sinks[h]};
-      const auto got = runner.AttentionSoftmax(alone);
+      own.args.mask.origin -= b * all.args.mask.batch_stride + h * all.args.mask.head_stride;
+      if (!all.sinks.empty()) own.sinks = {all.sinks[h]};
+      const auto got = runner.AttentionSoftmax(own);
       if (!got.ok()) return got.status().ToString();
       for (int64_t i = 0; i < shape.queries; ++i) {
         if (!SameRow(whole->probs, first + i, got->probs, i) ||
             !SameNumber(whole->logsumexp[first + i], got->logsumexp[i]) ||
             !SameStatus(whole->status[first + i], got->status[i])) {
-          return absl::StrFormat("%s: row %d of batch %d, head %d has other bits alone",
+          return absl::StrFormat("%s: row %d of batch %d, head %d has other bits in its own call",
                                  Describe(c), i, b, h);
         }
       }
     }
   }
   return "";
+}
+
+// "" where rows have the same bits in one call and in calls of 1, 4 and all rows.
+inline std::string BrokenChunks(OpRunner& runner, const AttentionCase& c) {
+  std::string broken = BrokenChunks(runner, c, 1, {.stride_extra = 3, .offset = 5});
+  if (broken.empty()) broken = BrokenChunks(runner, c, 4, {.offset = 1, .in_place = true});
+  if (broken.empty()) broken = BrokenChunks(runner, c, c.shape.rows, {.stride_extra = 8});
+  return broken;
 }
 
 // "" where 16-bit probs are f32 probs, rounded.
@@ -1238,6 +658,28 @@ inline std::string BrokenRounding(OpRunner& runner, AttentionCase c) {
     }
   }
   return "";
+}
+
+inline std::vector<OpCheck> AttentionSoftmaxChecks() {
+  return {
+      ForAll("KeepsEveryClaim", AttentionClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfValues", AttentionValueClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfGradients", GradientClaims, BrokenClaim),
+      ForAll("EveryShapeAgreesWithDoublePrecision", AttentionShapeCases, FirstDifference),
+      ForAll("EveryGradientAgreesWithDoublePrecision", AttentionShapeCases,
+             FirstGradientDifference),
+      ForAll("EveryKindOfRowAgreesWithDoublePrecision", AttentionFillCases, FirstDifference),
+      ForAll("EveryGradientOfEveryKindOfRowAgreesWithDoublePrecision", AttentionFillCases,
+             FirstGradientDifference),
+      ForAll("AMaskMayBeSharedOverBatchHeadsAndQueries", BroadcastCases, FirstDifference),
+      ForAll("TheLongestRowAgreesWithDoublePrecision", LongestRowCases, FirstDifference),
+      ForAll("TheLongestGradientAgreesWithDoublePrecision", LongestRowCases,
+             FirstGradientDifference),
+      ForAll("GradientsAreWhatSmallStepsFind", FiniteDifferenceCases, BrokenFiniteDifferences),
+      ForAll("SinkGradientsOfManyRowsAddUp", ManySinkRows, FirstGradientDifference),
+      ForAll("ChunksHaveTheBitsOfOneCall", AttentionInvarianceCases, BrokenChunks),
+      ForAll("ARowsBitsDoNotDependOnOtherRows", AttentionInvarianceCases, BrokenIsolation),
+  };
 }
 
 }  // namespace logitd::testing

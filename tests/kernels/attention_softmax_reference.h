@@ -108,13 +108,6 @@ inline AttentionRowAnswer ReferenceAttentionRow(const AttentionCall& call, int64
   return answer;
 }
 
-inline std::string DescribeStatus(RowStatus got, RowStatus want) {
-  if (got.code == want.code && got.position == want.position) return "";
-  return absl::StrFormat("status: got code %d position %d, want code %d position %d",
-                         static_cast<int>(got.code), got.position, static_cast<int>(want.code),
-                         want.position);
-}
-
 // "" where row r of the answer agrees with the reference, else the first key that does not.
 // `x_roundings` is how many more times than the reference the code under test may round an x to
 // fp32, which costs what exp makes of it.

@@ -4,92 +4,19 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
-#include <atomic>
 #include <cmath>
-#include <memory>
-#include <thread>
 #include <vector>
 
-#include "hwy/targets.h"
 #include "kernels/backend.h"
 #include "tests/kernels/attention_softmax_cases.h"
-#include "tests/kernels/op_runner.h"
+#include "tests/kernels/cpu_test.h"
 
 namespace logitd::testing {
 namespace {
 
-class AttentionSoftmaxCpuTest : public ::testing::Test {
- protected:
-  std::unique_ptr<Backend> backend_ = CreateBackend("cpu", {.cpu_threads = 2}).value();
-  std::unique_ptr<OpRunner> runner_ = OpRunner::Create(backend_.get()).value();
-};
-
-// The x of this backend are rounded as the reference's.
-constexpr int kNoMore = 0;
-
-TEST_F(AttentionSoftmaxCpuTest, KeepsEveryClaim) {
-  for (const AttentionClaim& claim : AttentionClaims()) {
-    EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, KeepsEveryClaimOfGradients) {
-  for (const GradientClaim& claim : GradientClaims()) {
-    EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, EveryShapeAgreesWithDoublePrecision) {
-  for (const AttentionCase& c : AttentionShapeCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, kNoMore), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, EveryGradientAgreesWithDoublePrecision) {
-  for (const AttentionCase& c : AttentionShapeCases()) {
-    ASSERT_EQ(FirstGradientDifference(*runner_, c), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, EveryKindOfRowAgreesWithDoublePrecision) {
-  for (const AttentionCase& c : AttentionFillCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, kNoMore), "");
-    ASSERT_EQ(FirstGradientDifference(*runner_, c), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, AMaskMayBeSharedOverBatchHeadsAndQueries) {
-  for (const AttentionCase& c : BroadcastCases()) {
-    ASSERT_EQ(FirstDifference(*runner_, c, kNoMore), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, TheLongestRowAgreesWithDoublePrecision) {
-  for (const AttentionCase& c : LongestRowCases()) {
-    EXPECT_EQ(FirstDifference(*runner_, c, kNoMore), "");
-    EXPECT_EQ(FirstGradientDifference(*runner_, c), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, GradientsAreWhatSmallStepsFind) {
-  for (const AttentionCase& c : FiniteDifferenceCases()) {
-    ASSERT_EQ(BrokenFiniteDifferences(*runner_, c), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, ChunksHaveTheBitsOfOneCall) {
-  for (const AttentionCase& c : AttentionInvarianceCases()) {
-    ASSERT_EQ(BrokenChunks(*runner_, c, 1, {.stride_extra = 3, .offset = 5}), "");
-    ASSERT_EQ(BrokenChunks(*runner_, c, 4, {.offset = 1, .in_place = true}), "");
-    ASSERT_EQ(BrokenChunks(*runner_, c, c.shape.rows, {.stride_extra = 8}), "");
-  }
-}
-
-TEST_F(AttentionSoftmaxCpuTest, ARowsBitsDoNotDependOnItsCompany) {
-  for (const AttentionCase& c : AttentionInvarianceCases()) {
-    ASSERT_EQ(BrokenCompany(*runner_, c), "");
-  }
-}
+class AttentionSoftmaxCpuTest : public CpuTest {};
+const bool kRegistered =
+    RegisterChecks<AttentionSoftmaxCpuTest>("AttentionSoftmaxCpuTest", AttentionSoftmaxChecks());
 
 TEST_F(AttentionSoftmaxCpuTest, SixteenBitResultsAreTheF32OnesRounded) {
   for (const AttentionCase& c : AttentionFillCases()) {
@@ -103,7 +30,7 @@ TEST_F(AttentionSoftmaxCpuTest, LogsumexpMayBeLeftOut) {
   call.want_logsumexp = false;
   const AttentionAnswer got = runner_->AttentionSoftmax(call).value();
   EXPECT_EQ(got.probs.At(0, 0), 1.0f);
-  EXPECT_EQ(got.logsumexp[0], TopKAnswer::kUnwrittenFloat);
+  EXPECT_EQ(got.logsumexp[0], kUnwrittenFloat);
 }
 
 TEST_F(AttentionSoftmaxCpuTest, SinksOfHeadsWithoutARowHaveNoGradient) {
@@ -115,49 +42,33 @@ TEST_F(AttentionSoftmaxCpuTest, SinksOfHeadsWithoutARowHaveNoGradient) {
   EXPECT_EQ(got.d_sinks[2], 0.0);
 }
 
-TEST_F(AttentionSoftmaxCpuTest, SinkGradientsOfManyRowsAddUp) {
-  EXPECT_EQ(FirstGradientDifference(*runner_, ManySinkRows()), "");
-}
-
-// Bits and not the like: the sum over rows has one order.
+// The same bits, not only close numbers: the sum over rows has one order.
 TEST_F(AttentionSoftmaxCpuTest, BitsDoNotDependOnTheNumberOfThreads) {
-  for (int threads : {1, 3, 7}) {
-    auto backend = CreateBackend("cpu", {.cpu_threads = threads}).value();
-    auto runner = OpRunner::Create(backend.get()).value();
+  ForEachThreadCount([&](OpRunner& runner) {
     for (const AttentionCase& c : AttentionInvarianceCases()) {
       const AttentionCall call = CallOf(c);
       const AttentionAnswer want = runner_->AttentionSoftmax(call).value();
-      ASSERT_EQ(BrokenPiece(*runner, c, call, want, 0, c.shape.rows, {}), "") << threads;
+      ASSERT_EQ(BrokenPiece(runner, c, call, want, 0, c.shape.rows, {}), "");
       const AttentionBackwardCall backward = BackwardOf(c);
       const AttentionBackwardAnswer gradient = runner_->AttentionSoftmaxBackward(backward).value();
-      ASSERT_EQ(BrokenGradientPiece(*runner, c, backward, gradient, 0, c.shape.rows, {}), "")
-          << threads;
-      const auto again = runner->AttentionSoftmaxBackward(backward).value();
+      ASSERT_EQ(BrokenGradientPiece(runner, c, backward, gradient, 0, c.shape.rows, {}), "");
+      const auto again = runner.AttentionSoftmaxBackward(backward).value();
       if (c.fill == Fill::kWithNan) continue;
-      ASSERT_EQ(again.d_sinks, gradient.d_sinks) << threads;
+      ASSERT_EQ(again.d_sinks, gradient.d_sinks);
     }
-  }
+  });
 }
 
 TEST_F(AttentionSoftmaxCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRows) {
   const AttentionCase c = AttentionInvarianceCases().back();
   const AttentionCall call = CallOf(c);
   const AttentionAnswer want = runner_->AttentionSoftmax(call).value();
-  std::vector<std::thread> callers;
-  std::atomic<int> wrong{0};
-  for (int t = 0; t < 4; ++t) {
-    callers.emplace_back([&, t] {
-      auto runner = OpRunner::Create(backend_.get()).value();
-      for (int i = 0; i < 4; ++i) {
-        if (!BrokenPiece(*runner, c, call, want, t, 2, {.offset = t}).empty()) ++wrong;
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
-  EXPECT_EQ(wrong, 0);
+  ExpectOnFourStreams(*backend_, [&](OpRunner& runner, int stream) {
+    return BrokenPiece(runner, c, call, want, stream, 2, {.offset = stream}).empty();
+  });
 }
 
-// Pages of memory with pages around them that nobody may touch.
+// Pages of memory between pages whose access ends the process.
 class GuardedPages {
  public:
   explicit GuardedPages(int64_t pages) : bytes_((pages + 2) * kPage) {
@@ -230,11 +141,11 @@ TEST(AttentionSoftmaxMemoryTest, KeysOutsideTheWindowAreNotRead) {
   EXPECT_EQ(d_scores, std::vector<float>(kKeys, 0.0f));
 }
 
-// Rows that begin right behind a forbidden page, or end right before one.
+// Rows that begin right after a forbidden page, or end right before one.
 TEST(AttentionSoftmaxMemoryTest, NothingOutsideTheTensorsIsTouched) {
   auto backend = CreateBackend("cpu", {.cpu_threads = 1}).value();
   auto stream = backend->CreateStream().value();
-  for (DType dtype : kAttentionDTypes) {
+  for (DType dtype : kAllDTypes) {
     for (int64_t keys : {1, 5, 31, 100, 500}) {
       for (bool at_end : {false, true}) {
         GuardedPages scores(1), mask(1), probs(1), d_probs(1);
@@ -269,33 +180,22 @@ TEST(AttentionSoftmaxMemoryTest, NothingOutsideTheTensorsIsTouched) {
   }
 }
 
-// Each instruction set this machine has, one after another. Those without a fused multiply-add
-// round a masked x once more.
+// Instruction sets without a fused multiply-add round a masked x once more.
 TEST(AttentionSoftmaxTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
-  for (int64_t targets = hwy::SupportedTargets(); targets != 0; targets &= targets - 1) {
-    hwy::SetSupportedTargetsForTest(targets & -targets);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-    auto backend = CreateBackend("cpu", {.cpu_threads = 2}).value();
-    auto runner = OpRunner::Create(backend.get()).value();
-    SCOPED_TRACE(backend->device().name);
-    for (const AttentionClaim& claim : AttentionClaims()) {
-      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
-    }
-    for (const GradientClaim& claim : GradientClaims()) {
-      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
-    }
+  ForEachInstructionSet([](OpRunner& runner) {
+    EXPECT_EQ(FailuresOf(runner, AttentionClaims(), BrokenClaim), "");
+    EXPECT_EQ(FailuresOf(runner, AttentionValueClaims(), BrokenClaim), "");
+    EXPECT_EQ(FailuresOf(runner, GradientClaims(), BrokenClaim), "");
     for (const AttentionCase& c : AttentionShapeCases()) {
       if (c.shape.keys > 5000) continue;
-      ASSERT_EQ(FirstDifference(*runner, c, /*x_roundings=*/1), "");
-      ASSERT_EQ(FirstGradientDifference(*runner, c), "");
+      ASSERT_EQ(FirstDifference(runner, c, /*x_roundings=*/1), "");
+      ASSERT_EQ(FirstGradientDifference(runner, c), "");
     }
     for (const AttentionCase& c : AttentionFillCases()) {
       if (c.shape.keys >= 5000) continue;
-      ASSERT_EQ(BrokenRounding(*runner, c), "");
+      ASSERT_EQ(BrokenRounding(runner, c), "");
     }
-  }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // What cross_entropy and its backward must do on every backend: answers by hand, parity with double
-// precision, and bits that do not depend on company. One table for the CPU and the GPU.
+// precision, and bits that do not depend on other rows. One table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_CROSS_ENTROPY_CASES_H_
 #define LOGITD_TESTS_KERNELS_CROSS_ENTROPY_CASES_H_
 
@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_format.h"
 #include "tests/kernels/cross_entropy_reference.h"
+#include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/reference.h"
 
@@ -25,10 +26,36 @@ inline CrossEntropyRow PlainLoss(int32_t target) {
 
 // ---- Answers by hand
 
+// What the row of a claim asks for.
+struct LossAsk {
+  int32_t target = 0;
+  float temperature = 1;
+  float softcap = 0;
+  float label_smoothing = 0;
+  Smoothing smoothing = Smoothing::kTorch;
+  float z_loss = 0;
+  int32_t top_logprobs = 0;
+  int32_t want = kWantRank | kWantEntropy;
+  bool active = true;
+
+  CrossEntropyRow Row() const {
+    if (!active) return {};
+    return {.active = 1,
+            .target = target,
+            .temperature = temperature,
+            .softcap = softcap,
+            .label_smoothing = label_smoothing,
+            .smoothing = smoothing,
+            .z_loss = z_loss,
+            .top_logprobs = top_logprobs,
+            .want = want};
+  }
+};
+
 struct LossClaim {
   const char* name;
   std::vector<float> logits;
-  CrossEntropyRow row;
+  LossAsk ask;
   std::vector<int32_t> extra_ids;
   float loss;
   float logsumexp;
@@ -38,416 +65,178 @@ struct LossClaim {
   std::vector<int32_t> top_ids;
   std::vector<float> top_logprobs;
   std::vector<float> extra_logprobs;
-  RowStatus status = {};
+  RowStatus status;
 };
-
-inline CrossEntropyRow Asking(
-    int32_t target, void (*change)(CrossEntropyRow&) = [](CrossEntropyRow&) {}) {
-  CrossEntropyRow row = PlainLoss(target);
-  row.want = kWantRank | kWantEntropy;
-  change(row);
-  return row;
-}
 
 inline const std::vector<LossClaim>& LossClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
   static constexpr float kThreeToOne = 0.56233514f;  // the entropy of (1/4, 3/4)
   static constexpr RowStatus kEmpty = {RowCode::kEmptySupport, -1};
   static const auto& claims = *new std::vector<LossClaim>{
-      {"one_token_is_certain", {-3}, Asking(0), {}, 0, -3, 0, 1, 0, {}, {}, {}},
-      {"halves", {0, 0}, Asking(0), {}, ln2, ln2, -ln2, 1, ln2, {}, {}, {}},
-      {"equals_rank_by_index", {0, 0}, Asking(1), {}, ln2, ln2, -ln2, 2, ln2, {}, {}, {}},
-      {"minus_zero_is_zero", {-0.0f, 0.0f}, Asking(1), {}, ln2, ln2, -ln2, 2, ln2, {}, {}, {}},
-      {"a_quarter", {0, ln3}, Asking(0), {}, ln4, ln4, -ln4, 2, kThreeToOne, {}, {}, {}},
-      {"temperature_divides",
-       {0, 2 * ln3},
-       Asking(0, [](CrossEntropyRow& row) { row.temperature = 2; }),
-       {},
-       ln4,
-       ln4,
-       -ln4,
-       2,
-       kThreeToOne,
-       {},
-       {},
-       {}},
+      // clang-format off
+      {.name = "one token is certain", .logits = {-3}, .loss = 0, .logsumexp = -3,
+       .target_logprob = 0, .rank = 1, .entropy = 0},
+      {.name = "two equal logits have one half each", .logits = {0, 0}, .loss = ln2,
+       .logsumexp = ln2, .target_logprob = -ln2, .rank = 1, .entropy = ln2},
+      {.name = "equal logits rank by index", .logits = {0, 0}, .ask = {.target = 1}, .loss = ln2,
+       .logsumexp = ln2, .target_logprob = -ln2, .rank = 2, .entropy = ln2},
+      {.name = "minus zero equals plus zero", .logits = {-0.0f, 0.0f}, .ask = {.target = 1},
+       .loss = ln2, .logsumexp = ln2, .target_logprob = -ln2, .rank = 2, .entropy = ln2},
+      {.name = "the target has a quarter", .logits = {0, ln3}, .loss = ln4, .logsumexp = ln4,
+       .target_logprob = -ln4, .rank = 2, .entropy = kThreeToOne},
+      {.name = "the temperature divides logits", .logits = {0, 2 * ln3}, .ask = {.temperature = 2},
+       .loss = ln4, .logsumexp = ln4, .target_logprob = -ln4, .rank = 2, .entropy = kThreeToOne},
       // 0.8 ln 4/3 + 0.2 (ln 4 - ln 3 / 2)
-      {"torch_smoothing_counts_the_target_in",
-       {0, ln3},
-       Asking(1, [](CrossEntropyRow& row) { row.label_smoothing = 0.2f; }),
-       {},
-       0.39754330f,
-       ln4,
-       ln3 - ln4,
-       1,
-       kThreeToOne,
-       {},
-       {},
-       {}},
+      {.name = "torch smoothing includes the target", .logits = {0, ln3},
+       .ask = {.target = 1, .label_smoothing = 0.2f}, .loss = 0.39754330f, .logsumexp = ln4,
+       .target_logprob = ln3 - ln4, .rank = 1, .entropy = kThreeToOne},
       // 0.8 ln 4/3 + 0.2 ln 4
-      {"megatron_smoothing_leaves_the_target_out",
-       {0, ln3},
-       Asking(1,
-              [](CrossEntropyRow& row) {
-                row.label_smoothing = 0.2f;
-                row.smoothing = Smoothing::kMegatron;
-              }),
-       {},
-       0.50740453f,
-       ln4,
-       ln3 - ln4,
-       1,
-       kThreeToOne,
-       {},
-       {},
-       {}},
-      {"megatron_smoothing_of_one_token_is_none",
-       {3},
-       Asking(0,
-              [](CrossEntropyRow& row) {
-                row.label_smoothing = 0.5f;
-                row.smoothing = Smoothing::kMegatron;
-              }),
-       {},
-       0,
-       3,
-       0,
-       1,
-       0,
-       {},
-       {},
-       {}},
+      {.name = "megatron smoothing excludes the target", .logits = {0, ln3},
+       .ask = {.target = 1, .label_smoothing = 0.2f, .smoothing = Smoothing::kMegatron},
+       .loss = 0.50740453f, .logsumexp = ln4, .target_logprob = ln3 - ln4, .rank = 1,
+       .entropy = kThreeToOne},
+      {.name = "megatron smoothing of one token does nothing", .logits = {3},
+       .ask = {.label_smoothing = 0.5f, .smoothing = Smoothing::kMegatron}, .loss = 0,
+       .logsumexp = 3, .target_logprob = 0, .rank = 1, .entropy = 0},
       // ln 2 + (ln 2)^2 / 2
-      {"z_loss_adds_the_square",
-       {0, 0},
-       Asking(0, [](CrossEntropyRow& row) { row.z_loss = 0.5f; }),
-       {},
-       0.93337369f,
-       ln2,
-       -ln2,
-       1,
-       ln2,
-       {},
-       {},
-       {}},
+      {.name = "z-loss adds the square of logsumexp", .logits = {0, 0}, .ask = {.z_loss = 0.5f},
+       .loss = 0.93337369f, .logsumexp = ln2, .target_logprob = -ln2, .rank = 1, .entropy = ln2},
       // x = {0, 2}
-      {"softcap_bounds",
-       {0, 1e9f},
-       Asking(1,
-              [](CrossEntropyRow& row) {
-                row.softcap = 2;
-                row.want = kWantRank;
-              }),
-       {0},
-       0.12692801f,
-       2.12692801f,
-       -0.12692801f,
-       1,
-       0,
-       {},
-       {},
-       {-2.12692801f}},
-      {"softcap_hides_no_order",
-       {1e9f, 2e9f},
-       Asking(0,
-              [](CrossEntropyRow& row) {
-                row.softcap = 2;
-                row.top_logprobs = 2;
-              }),
-       {},
-       ln2,
-       2 + ln2,
-       -ln2,
-       2,
-       ln2,
-       {1, 0},
-       {-ln2, -ln2},
-       {}},
+      {.name = "the softcap bounds logits", .logits = {0, 1e9f},
+       .ask = {.target = 1, .softcap = 2, .want = kWantRank}, .extra_ids = {0}, .loss = 0.12692801f,
+       .logsumexp = 2.12692801f, .target_logprob = -0.12692801f, .rank = 1, .entropy = 0,
+       .extra_logprobs = {-2.12692801f}},
+      {.name = "logits are ranked before the softcap", .logits = {1e9f, 2e9f},
+       .ask = {.softcap = 2, .top_logprobs = 2}, .loss = ln2, .logsumexp = 2 + ln2,
+       .target_logprob = -ln2, .rank = 2, .entropy = ln2, .top_ids = {1, 0},
+       .top_logprobs = {-ln2, -ln2}},
       // x = {0, 1}
-      {"softcap_comes_before_the_temperature",
-       {0, kInf},
-       Asking(0,
-              [](CrossEntropyRow& row) {
-                row.softcap = 2;
-                row.temperature = 2;
-                row.want = kWantRank;
-              }),
-       {1},
-       1.31326169f,
-       1.31326169f,
-       -1.31326169f,
-       2,
-       0,
-       {},
-       {},
-       {-0.31326169f}},
-      {"softcap_makes_minus_inf_finite",
-       {-kInf, -kInf},
-       Asking(1, [](CrossEntropyRow& row) { row.softcap = 3; }),
-       {},
-       ln2,
-       -3 + ln2,
-       -ln2,
-       2,
-       ln2,
-       {},
-       {},
-       {}},
-      {"minus_inf_as_target", {0, -kInf}, Asking(1), {}, kInf, 0, -kInf, 2, 0, {}, {}, {}},
-      {"minus_inf_ranks_by_index",
-       {-kInf, -kInf, 0, -kInf},
-       Asking(1),
-       {},
-       kInf,
-       0,
-       -kInf,
-       3,
-       0,
-       {},
-       {},
-       {}},
-      {"minus_inf_elsewhere", {0, -kInf}, Asking(0), {}, 0, 0, 0, 1, 0, {}, {}, {}},
-      {"minus_inf_elsewhere_with_smoothing",
-       {0, -kInf},
-       Asking(0, [](CrossEntropyRow& row) { row.label_smoothing = 0.1f; }),
-       {},
-       kInf,
-       0,
-       0,
-       1,
-       0,
-       {},
-       {},
-       {}},
-      {"minus_inf_as_target_with_smoothing_above_one",
-       {0, -kInf},
-       Asking(1,
-              [](CrossEntropyRow& row) {
-                row.label_smoothing = 0.9f;
-                row.smoothing = Smoothing::kMegatron;
-              }),
-       {},
-       kInf,
-       0,
-       -kInf,
-       2,
-       0,
-       {},
-       {},
-       {}},
-      {"several_plus_inf_share",
-       {kInf, 5, kInf},
-       Asking(2, [](CrossEntropyRow& row) { row.top_logprobs = 3; }),
-       {1, 2},
-       ln2,
-       kInf,
-       -ln2,
-       2,
-       ln2,
-       {0, 2, 1},
-       {-ln2, -ln2, -kInf},
-       {-kInf, -ln2}},
-      {"plus_inf_elsewhere", {kInf, 5}, Asking(1), {}, kInf, kInf, -kInf, 2, 0, {}, {}, {}},
-      {"plus_inf_with_smoothing",
-       {kInf, 5},
-       Asking(0, [](CrossEntropyRow& row) { row.label_smoothing = 0.1f; }),
-       {},
-       kInf,
-       kInf,
-       0,
-       1,
-       0,
-       {},
-       {},
-       {}},
-      {"plus_inf_with_z_loss",
-       {kInf, -kInf},
-       Asking(0, [](CrossEntropyRow& row) { row.z_loss = 0.1f; }),
-       {},
-       kInf,
-       kInf,
-       0,
-       1,
-       0,
-       {},
-       {},
-       {}},
-      {"nothing_left",
-       {-kInf, -kInf},
-       Asking(1, [](CrossEntropyRow& row) { row.top_logprobs = 2; }),
-       {0},
-       kNan,
-       -kInf,
-       -kInf,
-       2,
-       kNan,
-       {0, 1},
-       {-kInf, -kInf},
-       {-kInf},
-       kEmpty},
-      {"nothing_left_and_ignored",
-       {-kInf, -kInf},
-       Asking(kIgnoredTarget),
-       {},
-       0,
-       -kInf,
-       0,
-       0,
-       kNan,
-       {},
-       {},
-       {},
-       kEmpty},
-      {"nan_takes_everything",
-       {1, kNan, kNan},
-       Asking(0, [](CrossEntropyRow& row) { row.top_logprobs = 2; }),
-       {0},
-       kNan,
-       kNan,
-       kNan,
-       0,
-       kNan,
-       {-1, -1},
-       {kNan, kNan},
-       {kNan},
-       {RowCode::kNanLogit, 1}},
-      {"nan_shows_where_ignored",
-       {kNan, 1},
-       Asking(kIgnoredTarget, [](CrossEntropyRow& row) { row.softcap = 5; }),
-       {},
-       kNan,
-       kNan,
-       kNan,
-       0,
-       kNan,
-       {},
-       {},
-       {},
-       {RowCode::kNanLogit, 0}},
-      {"ignored_but_described",
-       {0, ln3},
-       Asking(kIgnoredTarget,
-              [](CrossEntropyRow& row) {
-                row.top_logprobs = 1;
-                row.label_smoothing = 0.5f;
-                row.z_loss = 1;
-              }),
-       {0},
-       0,
-       ln4,
-       0,
-       0,
-       kThreeToOne,
-       {1},
-       {ln3 - ln4},
-       {-ln4}},
-      {"ids_in_the_order_asked_and_twice",
-       {0, ln3},
-       Asking(0),
-       {1, 0, 1},
-       ln4,
-       ln4,
-       -ln4,
-       2,
-       kThreeToOne,
-       {},
-       {},
-       {ln3 - ln4, -ln4, ln3 - ln4}},
-      {"far_apart_is_not_nan", {-3e38f, 3e38f}, Asking(1), {0}, 0, 3e38f, 0, 1, 0, {}, {}, {-kInf}},
-      {"the_mean_of_huge_logits_is_finite",
-       {3e38f, 3e38f, 3e38f, 3e38f},
-       Asking(3, [](CrossEntropyRow& row) { row.label_smoothing = 0.5f; }),
-       {},
-       ln4,
-       3e38f,
-       -ln4,
-       4,
-       ln4,
-       {},
-       {},
-       {}},
-      {"not_wanted_is_zero",
-       {0, 0},
-       Asking(1, [](CrossEntropyRow& row) { row.want = 0; }),
-       {},
-       ln2,
-       ln2,
-       -ln2,
-       0,
-       0,
-       {},
-       {},
-       {}},
-      {"skipped",
-       {0, 0},
-       {},
-       {},
-       -77.5f,
-       -77.5f,
-       -77.5f,
-       -77,
-       -77.5f,
-       {},
-       {},
-       {},
-       {RowCode::kOk, -77}},
+      {.name = "the softcap comes before the temperature", .logits = {0, kInf},
+       .ask = {.temperature = 2, .softcap = 2, .want = kWantRank}, .extra_ids = {1},
+       .loss = 1.31326169f, .logsumexp = 1.31326169f, .target_logprob = -1.31326169f, .rank = 2,
+       .entropy = 0, .extra_logprobs = {-0.31326169f}},
+      {.name = "the softcap makes minus inf finite", .logits = {-kInf, -kInf},
+       .ask = {.target = 1, .softcap = 3}, .loss = ln2, .logsumexp = -3 + ln2,
+       .target_logprob = -ln2, .rank = 2, .entropy = ln2},
+      {.name = "a target of minus inf has a loss of plus inf", .logits = {0, -kInf},
+       .ask = {.target = 1}, .loss = kInf, .logsumexp = 0, .target_logprob = -kInf, .rank = 2,
+       .entropy = 0},
+      {.name = "equal minus inf rank by index", .logits = {-kInf, -kInf, 0, -kInf},
+       .ask = {.target = 1}, .loss = kInf, .logsumexp = 0, .target_logprob = -kInf, .rank = 3,
+       .entropy = 0},
+      {.name = "minus inf at another token changes nothing", .logits = {0, -kInf}, .loss = 0,
+       .logsumexp = 0, .target_logprob = 0, .rank = 1, .entropy = 0},
+      {.name = "with smoothing, minus inf at another token makes the loss plus inf",
+       .logits = {0, -kInf}, .ask = {.label_smoothing = 0.1f}, .loss = kInf, .logsumexp = 0,
+       .target_logprob = 0, .rank = 1, .entropy = 0},
+      {.name = "smoothing above one does not turn the sign of an infinite loss",
+       .logits = {0, -kInf},
+       .ask = {.target = 1, .label_smoothing = 0.9f, .smoothing = Smoothing::kMegatron},
+       .loss = kInf, .logsumexp = 0, .target_logprob = -kInf, .rank = 2, .entropy = 0},
+      {.name = "several plus inf share the probability", .logits = {kInf, 5, kInf},
+       .ask = {.target = 2, .top_logprobs = 3}, .extra_ids = {1, 2}, .loss = ln2, .logsumexp = kInf,
+       .target_logprob = -ln2, .rank = 2, .entropy = ln2, .top_ids = {0, 2, 1},
+       .top_logprobs = {-ln2, -ln2, -kInf}, .extra_logprobs = {-kInf, -ln2}},
+      {.name = "plus inf at another token takes all probability", .logits = {kInf, 5},
+       .ask = {.target = 1}, .loss = kInf, .logsumexp = kInf, .target_logprob = -kInf, .rank = 2,
+       .entropy = 0},
+      {.name = "plus inf with smoothing makes the loss plus inf", .logits = {kInf, 5},
+       .ask = {.label_smoothing = 0.1f}, .loss = kInf, .logsumexp = kInf, .target_logprob = 0,
+       .rank = 1, .entropy = 0},
+      {.name = "plus inf with z-loss makes the loss plus inf", .logits = {kInf, -kInf},
+       .ask = {.z_loss = 0.1f}, .loss = kInf, .logsumexp = kInf, .target_logprob = 0, .rank = 1,
+       .entropy = 0},
+      {.name = "a row of only minus inf has no loss", .logits = {-kInf, -kInf},
+       .ask = {.target = 1, .top_logprobs = 2}, .extra_ids = {0}, .loss = kNan, .logsumexp = -kInf,
+       .target_logprob = -kInf, .rank = 2, .entropy = kNan, .top_ids = {0, 1},
+       .top_logprobs = {-kInf, -kInf}, .extra_logprobs = {-kInf}, .status = kEmpty},
+      {.name = "an ignored row of only minus inf has a loss of 0", .logits = {-kInf, -kInf},
+       .ask = {.target = kIgnoredTarget}, .loss = 0, .logsumexp = -kInf, .target_logprob = 0,
+       .rank = 0, .entropy = kNan, .status = kEmpty},
+      {.name = "NaN shows in every float of its row", .logits = {1, kNan, kNan},
+       .ask = {.top_logprobs = 2}, .extra_ids = {0}, .loss = kNan, .logsumexp = kNan,
+       .target_logprob = kNan, .rank = 0, .entropy = kNan, .top_ids = {-1, -1},
+       .top_logprobs = {kNan, kNan}, .extra_logprobs = {kNan}, .status = {RowCode::kNanLogit, 1}},
+      {.name = "NaN shows in an ignored row too", .logits = {kNan, 1},
+       .ask = {.target = kIgnoredTarget, .softcap = 5}, .loss = kNan, .logsumexp = kNan,
+       .target_logprob = kNan, .rank = 0, .entropy = kNan, .status = {RowCode::kNanLogit, 0}},
+      {.name = "an ignored row still has logsumexp, entropy, top and extra tokens",
+       .logits = {0, ln3},
+       .ask = {.target = kIgnoredTarget, .label_smoothing = 0.5f, .z_loss = 1, .top_logprobs = 1},
+       .extra_ids = {0}, .loss = 0, .logsumexp = ln4, .target_logprob = 0, .rank = 0,
+       .entropy = kThreeToOne, .top_ids = {1}, .top_logprobs = {ln3 - ln4},
+       .extra_logprobs = {-ln4}},
+      {.name = "extra ids keep their order and may repeat", .logits = {0, ln3},
+       .extra_ids = {1, 0, 1}, .loss = ln4, .logsumexp = ln4, .target_logprob = -ln4, .rank = 2,
+       .entropy = kThreeToOne, .extra_logprobs = {ln3 - ln4, -ln4, ln3 - ln4}},
+      {.name = "logits far apart do not make NaN", .logits = {-3e38f, 3e38f}, .ask = {.target = 1},
+       .extra_ids = {0}, .loss = 0, .logsumexp = 3e38f, .target_logprob = 0, .rank = 1,
+       .entropy = 0, .extra_logprobs = {-kInf}},
+      {.name = "the mean of huge logits is finite", .logits = {3e38f, 3e38f, 3e38f, 3e38f},
+       .ask = {.target = 3, .label_smoothing = 0.5f}, .loss = ln4, .logsumexp = 3e38f,
+       .target_logprob = -ln4, .rank = 4, .entropy = ln4},
+      {.name = "rank and entropy are 0 where not wanted", .logits = {0, 0},
+       .ask = {.target = 1, .want = 0}, .loss = ln2, .logsumexp = ln2, .target_logprob = -ln2,
+       .rank = 0, .entropy = 0},
+      {.name = "nothing is written for a skipped row", .logits = {0, 0}, .ask = {.active = 0},
+       .loss = -77.5f, .logsumexp = -77.5f, .target_logprob = -77.5f, .rank = -77,
+       .entropy = -77.5f, .status = {RowCode::kOk, -77}},
+      // clang-format on
   };
   return claims;
 }
 
-// "" where the claim holds in every type, else what does not.
+// "" where `got` is the claim's answer in the type of its logits, else what differs.
+inline std::string DescribeDifference(const LossClaim& claim, const LossAnswer& got) {
+  if (std::string status = DescribeStatus(got.status[0], claim.status); !status.empty()) {
+    return status;
+  }
+  if (got.rank[0] != claim.rank) {
+    return absl::StrFormat("rank: got %d, want %d", got.rank[0], claim.rank);
+  }
+  if (got.top_ids != claim.top_ids) return "other top ids";
+  struct Floats {
+    const char* name;
+    std::vector<float> got, want;
+  };
+  for (const Floats& floats :
+       {Floats{"loss", got.loss, {claim.loss}},
+        Floats{"logsumexp", got.logsumexp, {claim.logsumexp}},
+        Floats{"target_logprob", got.target_logprob, {claim.target_logprob}},
+        Floats{"entropy", got.entropy, {claim.entropy}},
+        Floats{"top_logprobs", got.top_logprobs, claim.top_logprobs},
+        Floats{"extra_logprobs", got.extra_logprobs, claim.extra_logprobs}}) {
+    for (size_t i = 0; i < floats.want.size(); ++i) {
+      const float a = floats.got[i], b = floats.want[i];
+      if (std::isnan(b) ? std::isnan(a)
+                        : a == b || std::fabs(a - b) <= 4e-6f * std::max(1.0f, std::fabs(b))) {
+        continue;
+      }
+      return absl::StrFormat("%s %d: got %.9g, want %.9g", floats.name, i, a, b);
+    }
+  }
+  return "";
+}
+
+// "" where the claim holds in every type that holds its logits, else what does not.
 inline std::string BrokenClaim(OpRunner& runner, const LossClaim& claim) {
-  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    const auto n = static_cast<int64_t>(claim.logits.size());
-    HostTensor tensor(dtype, 1, n, n, 0);
+  for (DType dtype : kAllDTypes) {
+    const HostTensor logits = TensorOf(dtype, 1, claim.logits);
     bool exact = true;
-    for (int64_t i = 0; i < n; ++i) {
-      tensor.Set(0, i, claim.logits[i]);
-      exact &= std::isnan(claim.logits[i]) || tensor.At(0, i) == claim.logits[i];
+    for (size_t i = 0; i < claim.logits.size(); ++i) {
+      exact &= std::isnan(claim.logits[i]) || logits.At(0, i) == claim.logits[i];
     }
     if (!exact) continue;
-    LossBatch batch = {.rows = {claim.row}, .extra_ids = claim.extra_ids, .says_all_wanted = true};
-    if (claim.row.active != 0) {
-      batch.rows[0].extra_count = static_cast<int32_t>(claim.extra_ids.size());
-    }
-    batch.top_entries = claim.row.top_logprobs;
-    batch.extra_entries = static_cast<int64_t>(claim.extra_ids.size());
-    auto got = runner.CrossEntropy(tensor, batch);
+    LossBatch batch = {.rows = {claim.ask.Row()},
+                       .extra_ids = claim.extra_ids,
+                       .top_entries = claim.ask.top_logprobs,
+                       .extra_entries = static_cast<int64_t>(claim.extra_ids.size()),
+                       .says_all_wanted = true};
+    if (claim.ask.active) batch.rows[0].extra_count = static_cast<int32_t>(batch.extra_entries);
+    auto got = runner.CrossEntropy(logits, batch);
     if (!got.ok()) return got.status().ToString();
-    const auto same = [](float a, float b) {
-      return std::isnan(b) ? std::isnan(a)
-                           : a == b || std::fabs(a - b) <= 4e-6f * std::max(1.0f, std::fabs(b));
-    };
-    const auto differ = [&](std::string_view field, float a, float b) {
-      return absl::StrFormat("%s: %s: got %.9g, want %.9g", Name(dtype), field, a, b);
-    };
-    if (got->status[0].code != claim.status.code ||
-        got->status[0].position != claim.status.position) {
-      return absl::StrFormat("%s: status: got code %d position %d", Name(dtype),
-                             static_cast<int>(got->status[0].code), got->status[0].position);
-    }
-    if (!same(got->loss[0], claim.loss)) return differ("loss", got->loss[0], claim.loss);
-    if (!same(got->logsumexp[0], claim.logsumexp)) {
-      return differ("logsumexp", got->logsumexp[0], claim.logsumexp);
-    }
-    if (!same(got->target_logprob[0], claim.target_logprob)) {
-      return differ("target_logprob", got->target_logprob[0], claim.target_logprob);
-    }
-    if (got->rank[0] != claim.rank) return absl::StrFormat("rank: got %d", got->rank[0]);
-    if (!same(got->entropy[0], claim.entropy)) {
-      return differ("entropy", got->entropy[0], claim.entropy);
-    }
-    if (got->top_ids != claim.top_ids) return absl::StrFormat("%s: other top ids", Name(dtype));
-    for (size_t i = 0; i < claim.top_ids.size(); ++i) {
-      if (!same(got->top_logprobs[i], claim.top_logprobs[i])) {
-        return differ("top", got->top_logprobs[i], claim.top_logprobs[i]);
-      }
-    }
-    for (size_t i = 0; i < claim.extra_ids.size(); ++i) {
-      if (!same(got->extra_logprobs[i], claim.extra_logprobs[i])) {
-        return differ("extra", got->extra_logprobs[i], claim.extra_logprobs[i]);
-      }
-    }
+    const std::string difference = DescribeDifference(claim, *got);
+    if (!difference.empty()) return absl::StrFormat("%s: %s", Name(dtype), difference);
   }
   return "";
 }
@@ -455,9 +244,9 @@ inline std::string BrokenClaim(OpRunner& runner, const LossClaim& claim) {
 struct LossGradientClaim {
   const char* name;
   std::vector<float> logits;
-  CrossEntropyRow row;
+  LossAsk ask;
   float logsumexp;
-  float upstream;
+  float upstream = 1;
   std::vector<float> d_logits;
 };
 
@@ -465,115 +254,80 @@ inline const std::vector<LossGradientClaim>& LossGradientClaims() {
   static const float ln2 = std::log(2.0f);
   static constexpr float kUnwritten = 9;
   static const auto& claims = *new std::vector<LossGradientClaim>{
-      {"halves", {0, 0}, PlainLoss(0), ln2, 1, {-0.5f, 0.5f}},
-      {"the_last_token", {0, 0}, PlainLoss(1), ln2, 1, {0.5f, -0.5f}},
-      {"upstream_multiplies_and_temperature_divides",
-       {0, 0},
-       Asking(0, [](CrossEntropyRow& row) { row.temperature = 2; }),
-       ln2,
-       -3,
-       {0.75f, -0.75f}},
-      {"torch_smoothing",
-       {0, 0},
-       Asking(0, [](CrossEntropyRow& row) { row.label_smoothing = 0.2f; }),
-       ln2,
-       1,
-       {-0.4f, 0.4f}},
-      {"megatron_smoothing",
-       {0, 0},
-       Asking(0,
-              [](CrossEntropyRow& row) {
-                row.label_smoothing = 0.2f;
-                row.smoothing = Smoothing::kMegatron;
-              }),
-       ln2,
-       1,
-       {-0.3f, 0.3f}},
+      // clang-format off
+      {.name = "two equal logits have one half each", .logits = {0, 0}, .logsumexp = ln2,
+       .d_logits = {-0.5f, 0.5f}},
+      {.name = "the target may be the last token", .logits = {0, 0}, .ask = {.target = 1},
+       .logsumexp = ln2, .d_logits = {0.5f, -0.5f}},
+      {.name = "upstream multiplies and the temperature divides", .logits = {0, 0},
+       .ask = {.temperature = 2}, .logsumexp = ln2, .upstream = -3, .d_logits = {0.75f, -0.75f}},
+      {.name = "torch smoothing moves weight from the target to all tokens", .logits = {0, 0},
+       .ask = {.label_smoothing = 0.2f}, .logsumexp = ln2, .d_logits = {-0.4f, 0.4f}},
+      {.name = "megatron smoothing moves weight from the target to the others", .logits = {0, 0},
+       .ask = {.label_smoothing = 0.2f, .smoothing = Smoothing::kMegatron}, .logsumexp = ln2,
+       .d_logits = {-0.3f, 0.3f}},
       // (1 + ln 2) / 2
-      {"z_loss",
-       {0, 0},
-       Asking(0, [](CrossEntropyRow& row) { row.z_loss = 0.5f; }),
-       ln2,
-       1,
-       {-0.15342641f, 0.84657359f}},
+      {.name = "z-loss adds its own gradient", .logits = {0, 0}, .ask = {.z_loss = 0.5f},
+       .logsumexp = ln2, .d_logits = {-0.15342641f, 0.84657359f}},
       // x = {0, 1}, bent by 1 and by 3/4
-      {"softcap_bends",
-       {0, 1.0986123f},
-       Asking(0, [](CrossEntropyRow& row) { row.softcap = 2; }),
-       1.31326169f,
-       1,
-       {-0.73105858f, 0.54829393f}},
-      {"softcap_is_flat_at_infinity",
-       {kInf, -kInf},
-       Asking(0, [](CrossEntropyRow& row) { row.softcap = 2; }),
-       2.01814993f,
-       1,
-       {0, 0}},
-      {"minus_inf_has_no_probability", {0, -kInf}, PlainLoss(1), 0, 1, {1, -1}},
-      {"a_small_temperature_divides_zero_to_zero",
-       {0, -kInf},
-       Asking(0, [](CrossEntropyRow& row) { row.temperature = 1e-40f; }),
-       0,
-       1,
-       {0, 0}},
-      {"a_small_temperature_leaves_equals_equal",
-       {0, 0},
-       Asking(0, [](CrossEntropyRow& row) { row.temperature = 0x1p-130f; }),
-       ln2,
-       0x1p-128f,
-       {-2, 2}},
-      {"ignored_is_zeros", {1, kNan}, PlainLoss(kIgnoredTarget), kNan, kNan, {0, 0}},
-      {"certain_is_nan", {kInf, 0}, PlainLoss(0), kInf, 1, {kNan, kNan}},
-      {"nothing_left_is_nan", {-kInf, -kInf}, PlainLoss(0), -kInf, 1, {kNan, kNan}},
-      {"nan_is_nan", {0, kNan}, PlainLoss(0), kNan, 1, {kNan, kNan}},
-      {"skipped_is_not_written", {0, 0}, {}, ln2, 1, {kUnwritten, kUnwritten}},
+      {.name = "the softcap multiplies by its derivative", .logits = {0, 1.0986123f},
+       .ask = {.softcap = 2}, .logsumexp = 1.31326169f, .d_logits = {-0.73105858f, 0.54829393f}},
+      {.name = "the softcap has derivative 0 at infinity", .logits = {kInf, -kInf},
+       .ask = {.softcap = 2}, .logsumexp = 2.01814993f, .d_logits = {0, 0}},
+      {.name = "minus inf has probability 0", .logits = {0, -kInf}, .ask = {.target = 1},
+       .logsumexp = 0, .d_logits = {1, -1}},
+      {.name = "zero divided by a small temperature stays zero", .logits = {0, -kInf},
+       .ask = {.temperature = 1e-40f}, .logsumexp = 0, .d_logits = {0, 0}},
+      {.name = "equal logits stay equal at a small temperature", .logits = {0, 0},
+       .ask = {.temperature = 0x1p-130f}, .logsumexp = ln2, .upstream = 0x1p-128f,
+       .d_logits = {-2, 2}},
+      {.name = "the gradient of an ignored row is zeros", .logits = {1, kNan},
+       .ask = {.target = kIgnoredTarget}, .logsumexp = kNan, .upstream = kNan, .d_logits = {0, 0}},
+      {.name = "a logsumexp of plus inf makes the gradient NaN", .logits = {kInf, 0},
+       .logsumexp = kInf, .d_logits = {kNan, kNan}},
+      {.name = "a logsumexp of minus inf makes the gradient NaN", .logits = {-kInf, -kInf},
+       .logsumexp = -kInf, .d_logits = {kNan, kNan}},
+      {.name = "a logsumexp of NaN makes the gradient NaN", .logits = {0, kNan}, .logsumexp = kNan,
+       .d_logits = {kNan, kNan}},
+      {.name = "nothing is written for a skipped row", .logits = {0, 0}, .ask = {.active = 0},
+       .logsumexp = ln2, .d_logits = {kUnwritten, kUnwritten}},
+      // clang-format on
   };
   return claims;
 }
 
-// "" where the claim holds.
 inline std::string BrokenClaim(OpRunner& runner, const LossGradientClaim& claim) {
-  const auto n = static_cast<int64_t>(claim.logits.size());
-  LossBackwardCall call{.logits = HostTensor(DType::kF32, 1, n, n, 0),
-                        .rows = {claim.row},
-                        .logsumexp = {claim.logsumexp},
-                        .upstream = {claim.upstream},
-                        .d_logits = HostTensor(DType::kF32, 1, n, n, 0)};
-  for (int64_t i = 0; i < n; ++i) {
-    call.logits.Set(0, i, claim.logits[i]);
-    call.d_logits.Set(0, i, 9);
-  }
-  auto got = runner.CrossEntropyBackward(call);
+  const std::vector<float> nines(claim.logits.size(), 9);
+  const auto got = runner.CrossEntropyBackward({.logits = TensorOf(DType::kF32, 1, claim.logits),
+                                                .rows = {claim.ask.Row()},
+                                                .logsumexp = {claim.logsumexp},
+                                                .upstream = {claim.upstream},
+                                                .d_logits = TensorOf(DType::kF32, 1, nines)});
   if (!got.ok()) return got.status().ToString();
-  for (int64_t i = 0; i < n; ++i) {
-    const float want = claim.d_logits[i];
-    if (std::isnan(want) ? std::isnan(got->At(0, i)) : std::fabs(got->At(0, i) - want) <= 2e-6f) {
-      continue;
-    }
-    return absl::StrFormat("element %d: got %.9g, want %.9g", i, got->At(0, i), want);
+  for (size_t i = 0; i < claim.logits.size(); ++i) {
+    const float want = claim.d_logits[i], is = got->At(0, i);
+    if (std::isnan(want) ? std::isnan(is) : std::fabs(is - want) <= 2e-6f) continue;
+    return absl::StrFormat("element %d: got %.9g, want %.9g", i, is, want);
   }
   return "";
 }
 
-// "" where a NaN that comes from above is a NaN in every element of the gradient: of any type, and
-// whatever its bits, which rounding could carry over.
+// "" where an upstream gradient of NaN gives NaN in every element, in any type and whatever the
+// NaN's bits, which rounding could carry over.
 inline std::string FirstLostNan(OpRunner& runner) {
-  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+  for (DType dtype : kAllDTypes) {
     for (const uint32_t bits : {0x7fc00000u, 0x7fffffffu, 0xffffffffu}) {
-      LossBackwardCall call{.logits = HostTensor(dtype, 1, 3, 3, 0),
-                            .rows = {PlainLoss(1)},
-                            .logsumexp = {std::log(3.0f)},
-                            .upstream = {0},
-                            .d_logits = HostTensor(dtype, 1, 3, 3, 0)};
-      std::memcpy(call.upstream.data(), &bits, sizeof(bits));
-      for (int64_t i = 0; i < 3; ++i) call.logits.Set(0, i, 0);
-      auto got = runner.CrossEntropyBackward(call);
+      const HostTensor zeros = TensorOf(dtype, 1, {0, 0, 0});
+      const auto got = runner.CrossEntropyBackward({.logits = zeros,
+                                                    .rows = {PlainLoss(1)},
+                                                    .logsumexp = {std::log(3.0f)},
+                                                    .upstream = {FloatOf(bits)},
+                                                    .d_logits = zeros});
       if (!got.ok()) return got.status().ToString();
       for (int64_t i = 0; i < 3; ++i) {
-        if (!std::isnan(got->At(0, i))) {
-          return absl::StrFormat("%s, upstream %#x, element %d: got %g", Name(dtype), bits, i,
-                                 got->At(0, i));
-        }
+        if (std::isnan(got->At(0, i))) continue;
+        return absl::StrFormat("%s, upstream %#x, element %d: got %g", Name(dtype), bits, i,
+                               got->At(0, i));
       }
     }
   }
@@ -634,7 +388,7 @@ inline void AddRandomLoss(LossBatch& batch, int64_t vocab, bool with_softcap,
   }
   row.first_top_entry = batch.top_entries;
   row.first_extra_entry = batch.extra_entries;
-  // One more than asked for, to show what is written behind them.
+  // One entry more than the row asks for: writes after the row's entries show there.
   batch.top_entries += row.top_logprobs + 1;
   batch.extra_entries += row.extra_count + 1;
   batch.rows.push_back(row);
@@ -644,19 +398,19 @@ inline absl::Span<const int32_t> ExtrasOf(const LossBatch& batch, const CrossEnt
   return absl::MakeConstSpan(batch.extra_ids).subspan(row.first_extra, row.extra_count);
 }
 
-// "" where row r of a batch made by AddRandomLoss has the answers of its logits, and no other.
+// "" where row r of a batch made by AddRandomLoss has the answer of its logits and nothing else was
+// written.
 inline std::string RowDifference(const std::vector<double>& logits, const LossBatch& batch,
                                  const LossAnswer& got, int64_t r, LossSlack slack = {}) {
   const CrossEntropyRow& ask = batch.rows[r];
   if (ask.active == 0) {
-    const bool untouched = got.loss[r] == TopKAnswer::kUnwrittenFloat &&
-                           got.logsumexp[r] == TopKAnswer::kUnwrittenFloat &&
-                           got.status[r].position == TopKAnswer::kUnwrittenIndex;
+    const bool untouched = got.loss[r] == kUnwrittenFloat && got.logsumexp[r] == kUnwrittenFloat &&
+                           got.status[r].position == kUnwrittenIndex;
     return untouched ? "" : "wrote for a skipped row";
   }
-  if (got.top_ids[ask.first_top_entry + ask.top_logprobs] != TopKAnswer::kUnwrittenIndex ||
-      got.extra_logprobs[ask.first_extra_entry + ask.extra_count] != TopKAnswer::kUnwrittenFloat) {
-    return "wrote behind its entries";
+  if (got.top_ids[ask.first_top_entry + ask.top_logprobs] != kUnwrittenIndex ||
+      got.extra_logprobs[ask.first_extra_entry + ask.extra_count] != kUnwrittenFloat) {
+    return "wrote after its entries";
   }
   return DescribeDifference(ReferenceCrossEntropy(logits, ask, ExtrasOf(batch, ask)), ask, got, r,
                             slack);
@@ -689,12 +443,10 @@ inline std::vector<LossCase> LossCases() {
   static constexpr Shape kShapes[] = {{1, 40},    {2, 60},    {7, 257},  {33, 60},
                                       {1000, 40}, {1023, 3},  {1024, 3}, {1025, 9},
                                       {4097, 20}, {50257, 1}, {50257, 3}};
-  static constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
-  static constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
   std::vector<LossCase> cases;
   uint64_t n = 0;
   for (const Shape& shape : kShapes) {
-    for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (DType dtype : kAllDTypes) {
       ++n;
       cases.push_back(
           {dtype, shape.rows, shape.vocab, kStrides[n % 5], kOffsets[n % 7], Fill::kNormal, n});
@@ -772,7 +524,7 @@ inline std::string FirstLossGradientDifference(OpRunner& runner, const LossCase&
   return "";
 }
 
-// The same without the fills whose logsumexp, rounded to a float, says little about its row.
+// The same, except fills whose logsumexp rounded to f32 says little about the row.
 inline std::vector<LossCase> LossGradientCases() {
   std::vector<LossCase> cases;
   for (const LossCase& c : LossCases()) {
@@ -782,7 +534,7 @@ inline std::vector<LossCase> LossGradientCases() {
 }
 
 // "" where the gradient of a short row is that of the reference's loss by central differences.
-inline std::string FirstFiniteDifference(OpRunner& runner, uint64_t seed) {
+inline std::string FirstFiniteDifference(OpRunner& runner, const uint64_t& seed) {
   LossCase c{.rows = 24, .vocab = 7, .fill = Fill::kNormal, .seed = seed};
   const LossBackwardCall call = MakeBackwardCall(c);
   auto got = runner.CrossEntropyBackward(call);
@@ -808,7 +560,7 @@ inline std::string FirstFiniteDifference(OpRunner& runner, uint64_t seed) {
   return "";
 }
 
-// ---- Bits that depend on the row alone
+// ---- Bits that depend only on the row
 
 // All bits of row r's answer.
 inline std::string LossBits(const LossAnswer& got, const CrossEntropyRow& ask, int64_t r) {
@@ -835,7 +587,8 @@ inline std::vector<LossCase> LossInvarianceCases() {
           {DType::kF32, 5, 131072, 1, 1, Fill::kUniform, 5}};
 }
 
-// "" where the bits of a row and of its gradient are the same alone and as the last of every batch.
+// "" where a row and its gradient have the same bits in a call of their own and as the last row of
+// every batch.
 inline std::string BrokenLossInvariance(OpRunner& runner, const LossCase& c) {
   const uint64_t seeds = c.vocab > 10000 ? 4 : 10;
   for (uint64_t seed = 0; seed < seeds; ++seed) {
@@ -883,6 +636,18 @@ inline std::string BrokenLossInvariance(OpRunner& runner, const LossCase& c) {
     }
   }
   return "";
+}
+
+inline std::vector<OpCheck> CrossEntropyChecks() {
+  return {
+      ForAll("KeepsEveryClaim", LossClaims, BrokenClaim),
+      ForAll("GradientKeepsEveryClaim", LossGradientClaims, BrokenClaim),
+      {"ANanUpstreamIsSeenInEveryType", FirstLostNan},
+      ForAll("EveryMixOfParametersAgreesWithDoublePrecision", LossCases, FirstDifference),
+      ForAll("GradientAgreesWithDoublePrecision", LossGradientCases, FirstLossGradientDifference),
+      ForAll("GradientIsThatOfTheLossByFiniteDifferences", Seeds<20>, FirstFiniteDifference),
+      ForAll("ARowsBitsDoNotDependOnOtherRows", LossInvarianceCases, BrokenLossInvariance),
+  };
 }
 
 }  // namespace logitd::testing

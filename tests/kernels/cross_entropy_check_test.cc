@@ -36,8 +36,8 @@ TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
     std::string want;                                      // "" = allowed
   };
   const std::vector<Case> cases = {
-      {"all_off", [](Asked&, CrossEntropyRow&) {}, ""},
-      {"everything_at_its_border",
+      {"all off", [](Asked&, CrossEntropyRow&) {}, ""},
+      {"everything at its border",
        [](Asked&, CrossEntropyRow& row) {
          row.target = 99;
          row.temperature = 1e-45f;
@@ -51,70 +51,70 @@ TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
        },
        ""},
       {"ignored", [](Asked&, CrossEntropyRow& row) { row.target = kIgnoredTarget; }, ""},
-      {"an_empty_slice_may_start_anywhere",
+      {"an empty slice may start anywhere",
        [](Asked&, CrossEntropyRow& row) { row.first_extra = 999; }, ""},
-      {"where_answers_go_is_not_looked_at",
+      {"where answers go is not checked",
        [](Asked&, CrossEntropyRow& row) { row.first_top_entry = row.first_extra_entry = -9; }, ""},
-      {"no_vocabulary", [](Asked& asked, CrossEntropyRow&) { asked.request.vocab = 0; },
+      {"no vocabulary", [](Asked& asked, CrossEntropyRow&) { asked.request.vocab = 0; },
        "vocab: got 0, allowed 1..1048576"},
-      {"vocabulary_above_the_most",
+      {"vocabulary above the most",
        [](Asked& asked, CrossEntropyRow&) { asked.request.vocab = 1048577; },
        "vocab: got 1048577, allowed 1..1048576"},
-      {"inactive_row", [](Asked&, CrossEntropyRow& row) { row = {}; },
+      {"inactive row", [](Asked&, CrossEntropyRow& row) { row = {}; },
        "active: got 0 at row 1, allowed 1..1"},
-      {"target_below_ignored", [](Asked&, CrossEntropyRow& row) { row.target = -2; },
+      {"target below ignored", [](Asked&, CrossEntropyRow& row) { row.target = -2; },
        "target: got -2 at row 1, allowed 0..99, or -1 for a row not counted"},
-      {"target_at_vocab", [](Asked&, CrossEntropyRow& row) { row.target = 100; },
+      {"target at vocab", [](Asked&, CrossEntropyRow& row) { row.target = 100; },
        "target: got 100 at row 1, allowed 0..99, or -1 for a row not counted"},
-      {"temperature_zero", [](Asked&, CrossEntropyRow& row) { row.temperature = 0; },
+      {"temperature zero", [](Asked&, CrossEntropyRow& row) { row.temperature = 0; },
        "temperature: got 0 at row 1, allowed finite and > 0"},
-      {"temperature_inf", [](Asked&, CrossEntropyRow& row) { row.temperature = kInf; },
+      {"temperature inf", [](Asked&, CrossEntropyRow& row) { row.temperature = kInf; },
        "temperature: got inf at row 1, allowed finite and > 0"},
-      {"temperature_nan", [](Asked&, CrossEntropyRow& row) { row.temperature = kNan; },
+      {"temperature nan", [](Asked&, CrossEntropyRow& row) { row.temperature = kNan; },
        "temperature: got nan at row 1, allowed finite and > 0"},
-      {"softcap_negative", [](Asked&, CrossEntropyRow& row) { row.softcap = -30; },
+      {"softcap negative", [](Asked&, CrossEntropyRow& row) { row.softcap = -30; },
        "softcap: got -30 at row 1, allowed finite and >= 0"},
-      {"softcap_inf", [](Asked&, CrossEntropyRow& row) { row.softcap = kInf; },
+      {"softcap inf", [](Asked&, CrossEntropyRow& row) { row.softcap = kInf; },
        "softcap: got inf at row 1, allowed finite and >= 0"},
-      {"smoothing_negative", [](Asked&, CrossEntropyRow& row) { row.label_smoothing = -0.1f; },
+      {"smoothing negative", [](Asked&, CrossEntropyRow& row) { row.label_smoothing = -0.1f; },
        "label_smoothing: got -0.1 at row 1, allowed >= 0 and < 1"},
-      {"smoothing_one", [](Asked&, CrossEntropyRow& row) { row.label_smoothing = 1; },
+      {"smoothing one", [](Asked&, CrossEntropyRow& row) { row.label_smoothing = 1; },
        "label_smoothing: got 1 at row 1, allowed >= 0 and < 1"},
-      {"smoothing_nan", [](Asked&, CrossEntropyRow& row) { row.label_smoothing = kNan; },
+      {"smoothing nan", [](Asked&, CrossEntropyRow& row) { row.label_smoothing = kNan; },
        "label_smoothing: got nan at row 1, allowed >= 0 and < 1"},
-      {"smoothing_of_an_unknown_kind",
+      {"smoothing of an unknown kind",
        [](Asked&, CrossEntropyRow& row) { row.smoothing = static_cast<Smoothing>(2); },
        "smoothing: got 2 at row 1, allowed torch, megatron"},
-      {"z_loss_negative", [](Asked&, CrossEntropyRow& row) { row.z_loss = -1; },
+      {"z_loss negative", [](Asked&, CrossEntropyRow& row) { row.z_loss = -1; },
        "z_loss: got -1 at row 1, allowed finite and >= 0"},
-      {"z_loss_nan", [](Asked&, CrossEntropyRow& row) { row.z_loss = kNan; },
+      {"z_loss of NaN", [](Asked&, CrossEntropyRow& row) { row.z_loss = kNan; },
        "z_loss: got nan at row 1, allowed finite and >= 0"},
-      {"want_unknown", [](Asked&, CrossEntropyRow& row) { row.want = 4; },
+      {"want unknown", [](Asked&, CrossEntropyRow& row) { row.want = 4; },
        "want: got 4 at row 1, allowed 0..3"},
-      {"top_logprobs_above_vocab", [](Asked&, CrossEntropyRow& row) { row.top_logprobs = 101; },
+      {"top_logprobs above vocab", [](Asked&, CrossEntropyRow& row) { row.top_logprobs = 101; },
        "top_logprobs: got 101 at row 1, allowed 0..100"},
-      {"top_logprobs_above_the_most",
+      {"top_logprobs above its limit",
        [](Asked& asked, CrossEntropyRow& row) {
          asked.request.vocab = 200;
          row.top_logprobs = 129;
        },
        "top_logprobs: got 129 at row 1, allowed 0..128"},
-      {"too_many_extra", [](Asked&, CrossEntropyRow& row) { row.extra_count = 1025; },
+      {"too many extra", [](Asked&, CrossEntropyRow& row) { row.extra_count = 1025; },
        "extra_ids count: got 1025 at row 1, allowed 0..1024"},
-      {"extra_beyond_what_was_sent",
+      {"extra beyond what was sent",
        [](Asked&, CrossEntropyRow& row) {
          row.first_extra = 1;
          row.extra_count = 2;
        },
        "extra_ids: got entries [1, 1 + 2) at row 1, allowed inside the 2 sent"},
-      {"extra_at_an_offset_that_overflows",
+      {"extra at an offset that overflows",
        [](Asked&, CrossEntropyRow& row) {
          row.first_extra = kMost;
          row.extra_count = 1;
        },
        "extra_ids: got entries [9223372036854775807, 9223372036854775807 + 1) at row 1, allowed "
        "inside the 2 sent"},
-      {"extra_outside_the_vocabulary",
+      {"extra outside the vocabulary",
        [](Asked& asked, CrossEntropyRow& row) {
          asked.extra_ids[1] = 100;
          row.extra_count = 2;
@@ -140,7 +140,7 @@ TEST(CheckHeadTest, SaysFieldValueAndAllowedRange) {
   };
   const std::vector<Case> cases = {
       {"plain", [](HeadView&) {}, ""},
-      {"everything_at_its_border",
+      {"everything at its border",
        [](HeadView& head) {
          head.weight.rows = kMaxVocab;
          head.weight.cols = kMaxHidden;
@@ -149,23 +149,23 @@ TEST(CheckHeadTest, SaysFieldValueAndAllowedRange) {
          head.norm_epsilon = 0;
        },
        ""},
-      {"unknown_dtype", [](HeadView& head) { head.weight.dtype = static_cast<DType>(3); },
+      {"unknown dtype", [](HeadView& head) { head.weight.dtype = static_cast<DType>(3); },
        "weight dtype: got 3, allowed f32, f16, bf16"},
-      {"no_vocabulary", [](HeadView& head) { head.weight.rows = 0; },
+      {"no vocabulary", [](HeadView& head) { head.weight.rows = 0; },
        "vocab: got 0, allowed 1..1048576"},
-      {"no_hidden", [](HeadView& head) { head.weight.cols = 0; },
+      {"no hidden", [](HeadView& head) { head.weight.cols = 0; },
        "hidden: got 0, allowed 1..65536"},
-      {"hidden_above_the_most", [](HeadView& head) { head.weight.cols = 65537; },
+      {"hidden above the most", [](HeadView& head) { head.weight.cols = 65537; },
        "hidden: got 65537, allowed 1..65536"},
-      {"scale_inf", [](HeadView& head) { head.scale = kInf; }, "scale: got inf, allowed finite"},
-      {"scale_nan", [](HeadView& head) { head.scale = kNan; }, "scale: got nan, allowed finite"},
-      {"softcap_negative", [](HeadView& head) { head.softcap = -1; },
+      {"scale inf", [](HeadView& head) { head.scale = kInf; }, "scale: got inf, allowed finite"},
+      {"scale nan", [](HeadView& head) { head.scale = kNan; }, "scale: got nan, allowed finite"},
+      {"softcap negative", [](HeadView& head) { head.softcap = -1; },
        "softcap: got -1, allowed finite and >= 0"},
-      {"softcap_nan", [](HeadView& head) { head.softcap = kNan; },
+      {"softcap nan", [](HeadView& head) { head.softcap = kNan; },
        "softcap: got nan, allowed finite and >= 0"},
-      {"norm_epsilon_negative", [](HeadView& head) { head.norm_epsilon = -1e-6f; },
+      {"norm epsilon negative", [](HeadView& head) { head.norm_epsilon = -1e-6f; },
        "norm_epsilon: got -1e-06, allowed finite and >= 0"},
-      {"norm_epsilon_inf", [](HeadView& head) { head.norm_epsilon = kInf; },
+      {"norm epsilon inf", [](HeadView& head) { head.norm_epsilon = kInf; },
        "norm_epsilon: got inf, allowed finite and >= 0"},
   };
   for (const Case& c : cases) {
@@ -183,16 +183,16 @@ TEST(CheckHiddenTest, SaysWhatDoesNotFitTheHead) {
   };
   const std::vector<Case> cases = {
       {"fits", {DType::kBF16, 3, 64, 384}, ""},
-      {"unknown_dtype",
+      {"unknown dtype",
        {static_cast<DType>(7), 3, 64, 384},
        "dtype: got 7, allowed f32, f16, bf16"},
-      {"other_dtype", {DType::kF16, 3, 64, 384}, "dtype: got f16, allowed bf16 (the head's)"},
-      {"other_length", {DType::kBF16, 3, 63, 378}, "hidden: got 63, allowed 64 (the head's)"},
-      {"no_rows", {DType::kBF16, 0, 64, 0}, "rows: got 0, allowed 1..72057594037927935"},
-      {"rows_that_overflow",
+      {"other dtype", {DType::kF16, 3, 64, 384}, "dtype: got f16, allowed bf16 (the head's)"},
+      {"other length", {DType::kBF16, 3, 63, 378}, "hidden: got 63, allowed 64 (the head's)"},
+      {"no rows", {DType::kBF16, 0, 64, 0}, "rows: got 0, allowed 1..72057594037927935"},
+      {"rows that overflow",
        {DType::kBF16, kMost, 64, -128},
        "rows: got 9223372036854775807, allowed 1..72057594037927935"},
-      {"other_bytes",
+      {"other bytes",
        {DType::kBF16, 3, 64, 383},
        "hidden states: got 383 bytes, but rows 3 x hidden 64 x bf16 is 384 bytes"},
   };

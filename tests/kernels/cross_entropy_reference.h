@@ -39,9 +39,9 @@ struct LossRowAnswer {
   std::vector<double> top_x, extra_x;
 };
 
-// What of a logit error becomes of what is compared: 0 where the logits are exact.
+// How far logits may be off: 0 where they are exact.
 struct LossSlack {
-  double logit = 0;  // largest |error| of an x
+  double logit = 0;  // the largest |error| of an x
 };
 
 inline std::vector<double> LogitsOf(const HostTensor& tensor, int64_t r) {
@@ -163,10 +163,8 @@ inline bool IsWithin(float got, double want, double slack) {
 // first.
 inline std::string DescribeDifference(const LossRowAnswer& want, const CrossEntropyRow& ask,
                                       const LossAnswer& got, int64_t r, LossSlack slack = {}) {
-  if (got.status[r].code != want.status.code || got.status[r].position != want.status.position) {
-    return absl::StrFormat("status: got code %d position %d, want code %d position %d",
-                           static_cast<int>(got.status[r].code), got.status[r].position,
-                           static_cast<int>(want.status.code), want.status.position);
+  if (std::string status = DescribeStatus(got.status[r], want.status); !status.empty()) {
+    return status;
   }
   const auto differs = [](std::string_view field, float a, double b, double allowed) {
     return IsWithin(a, b, allowed)
@@ -195,7 +193,7 @@ inline std::string DescribeDifference(const LossRowAnswer& want, const CrossEntr
     difference = absl::StrFormat("rank: got %d, want %d", got.rank[r], want.rank);
   }
   if (difference.empty() && (ask.want & kWantEntropy) != 0) {
-    // Of a logit error d, entropy moves by up to d times the spread of what has weight.
+    // A logit error d moves the entropy by at most d times the spread of the likely tokens.
     difference = differs("entropy", got.entropy[r], want.entropy,
                          allowed(0) + logit_slack * 2 * std::max(1.0, want.entropy));
   }

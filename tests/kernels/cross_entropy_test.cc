@@ -3,57 +3,17 @@
 
 #include <gtest/gtest.h>
 
-#include <memory>
 #include <random>
 
-#include "hwy/targets.h"
-#include "kernels/backend.h"
+#include "tests/kernels/cpu_test.h"
 #include "tests/kernels/cross_entropy_cases.h"
-#include "tests/kernels/op_runner.h"
 
 namespace logitd::testing {
 namespace {
 
-class CrossEntropyCpuTest : public ::testing::Test {
- protected:
-  std::unique_ptr<Backend> backend_ = CreateBackend("cpu", {.cpu_threads = 2}).value();
-  std::unique_ptr<OpRunner> runner_ = OpRunner::Create(backend_.get()).value();
-};
-
-TEST_F(CrossEntropyCpuTest, KeepsEveryClaim) {
-  for (const LossClaim& claim : LossClaims()) {
-    EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
-  }
-}
-
-TEST_F(CrossEntropyCpuTest, GradientKeepsEveryClaim) {
-  for (const LossGradientClaim& claim : LossGradientClaims()) {
-    EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
-  }
-}
-
-TEST_F(CrossEntropyCpuTest, ANanFromAboveIsSeenInEveryType) {
-  EXPECT_EQ(FirstLostNan(*runner_), "");
-}
-
-TEST_F(CrossEntropyCpuTest, EveryMixOfParametersAgreesWithDoublePrecision) {
-  for (const LossCase& c : LossCases()) EXPECT_EQ(FirstDifference(*runner_, c), "");
-}
-
-TEST_F(CrossEntropyCpuTest, GradientAgreesWithDoublePrecision) {
-  for (const LossCase& c : LossGradientCases())
-    EXPECT_EQ(FirstLossGradientDifference(*runner_, c), "");
-}
-
-TEST_F(CrossEntropyCpuTest, GradientIsThatOfTheLossByFiniteDifferences) {
-  for (uint64_t seed = 1; seed <= 20; ++seed) EXPECT_EQ(FirstFiniteDifference(*runner_, seed), "");
-}
-
-TEST_F(CrossEntropyCpuTest, ARowsBitsDoNotDependOnItsCompany) {
-  for (const LossCase& c : LossInvarianceCases()) {
-    EXPECT_EQ(BrokenLossInvariance(*runner_, c), "");
-  }
-}
+class CrossEntropyCpuTest : public CpuTest {};
+const bool kRegistered =
+    RegisterChecks<CrossEntropyCpuTest>("CrossEntropyCpuTest", CrossEntropyChecks());
 
 TEST_F(CrossEntropyCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
   for (const int64_t rows : {2, 50}) {
@@ -66,41 +26,26 @@ TEST_F(CrossEntropyCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
       AddRandomLoss(batch, vocab, /*with_softcap=*/true, random);
     }
     const LossAnswer want = runner_->CrossEntropy(tensor, batch).value();
-    for (int threads : {1, 3, 7}) {
-      auto backend = CreateBackend("cpu", {.cpu_threads = threads}).value();
-      auto runner = OpRunner::Create(backend.get()).value();
-      const LossAnswer got = runner->CrossEntropy(tensor, batch).value();
+    ForEachThreadCount([&](OpRunner& runner) {
+      const LossAnswer got = runner.CrossEntropy(tensor, batch).value();
       for (int64_t r = 0; r < rows; ++r) {
-        EXPECT_EQ(LossBits(got, batch.rows[r], r), LossBits(want, batch.rows[r], r))
-            << threads << " threads, row " << r;
+        EXPECT_EQ(LossBits(got, batch.rows[r], r), LossBits(want, batch.rows[r], r)) << r;
       }
-    }
+    });
   }
 }
 
-// Each instruction set this machine has, one after another.
 TEST(CrossEntropyTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
-  for (int64_t targets = hwy::SupportedTargets(); targets != 0; targets &= targets - 1) {
-    hwy::SetSupportedTargetsForTest(targets & -targets);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-    auto backend = CreateBackend("cpu", {.cpu_threads = 2}).value();
-    auto runner = OpRunner::Create(backend.get()).value();
-    SCOPED_TRACE(backend->device().name);
-    for (const LossClaim& claim : LossClaims()) {
-      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
-    }
-    for (const LossGradientClaim& claim : LossGradientClaims()) {
-      EXPECT_EQ(BrokenClaim(*runner, claim), "") << claim.name;
-    }
+  ForEachInstructionSet([](OpRunner& runner) {
+    EXPECT_EQ(FailuresOf(runner, LossClaims(), BrokenClaim), "");
+    EXPECT_EQ(FailuresOf(runner, LossGradientClaims(), BrokenClaim), "");
     uint64_t n = 0;
     for (const LossCase& c : LossGradientCases()) {
       if (++n % 5 != 0 || c.vocab > 10000) continue;
-      EXPECT_EQ(FirstDifference(*runner, c), "");
-      EXPECT_EQ(FirstLossGradientDifference(*runner, c), "");
+      EXPECT_EQ(FirstDifference(runner, c), "");
+      EXPECT_EQ(FirstLossGradientDifference(runner, c), "");
     }
-  }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The linear_* ops at the sizes of real heads, on the CUDA backend: what they add to the device's
-// memory, their error, and bits that do not depend on company.
+// memory, their error, and bits that do not depend on other rows.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -9,12 +9,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <initializer_list>
 #include <iterator>
 #include <memory>
-#include <random>
 #include <stdexcept>
 #include <stop_token>
 #include <string>
@@ -29,139 +27,12 @@
 #include "kernels/linear.h"
 #include "tests/kernels/cross_entropy_cases.h"
 #include "tests/kernels/cuda_test.h"
+#include "tests/kernels/large_head.h"
 #include "tests/kernels/reference.h"
 #include "tests/kernels/sample_cases.h"
 
 namespace logitd::testing {
 namespace {
-
-constexpr int64_t kHidden = 4096;
-
-// ---- Device memory
-
-// Ends the test where a call failed.
-void Must(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-}
-
-// cudaMalloc alone, so that what is held can be read off the device. All bits are ones at first:
-// NaN, and no status there is.
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(int64_t count) : count_(count) {
-    void* data = nullptr;
-    Must(cudaMalloc(&data, Bytes(count)));
-    data_ = static_cast<T*>(data);
-    Must(cudaMemset(data_, 0xff, Bytes(count)));
-    Must(cudaDeviceSynchronize());
-  }
-  explicit DeviceArray(absl::Span<const T> values)
-      : DeviceArray(static_cast<int64_t>(values.size())) {
-    Must(cudaMemcpy(data_, values.data(), Bytes(count_), cudaMemcpyHostToDevice));
-    Must(cudaDeviceSynchronize());  // streams of backends do not wait for this one
-  }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(data_); }
-
-  T* data() const { return data_; }
-  std::vector<T> Download() const { return Download(0, count_); }
-  std::vector<T> Download(int64_t first, int64_t count) const {
-    std::vector<T> values(count);
-    Must(cudaMemcpy(values.data(), data_ + first, Bytes(count), cudaMemcpyDeviceToHost));
-    return values;
-  }
-
- private:
-  static size_t Bytes(int64_t count) { return static_cast<size_t>(count) * sizeof(T); }
-
-  T* data_ = nullptr;
-  int64_t count_;
-};
-
-// ---- Hidden states and weights
-
-// Calls f(0), ..., f(count - 1) on all cores.
-template <class F>
-void InParallel(int64_t count, F f) {
-  const int64_t workers = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::jthread> threads;
-  for (int64_t t = 0; t < workers; ++t) {
-    threads.emplace_back([&f, t, count, workers] {
-      for (int64_t i = t; i < count; i += workers) f(i);
-    });
-  }
-}
-
-float FloatOfBf16(uint16_t bits) { return FloatOf(uint32_t{bits} << 16); }
-
-// Rows of kHidden bf16 numbers, uniform around 0. A row's values follow from its number alone.
-class RandomRows {
- public:
-  RandomRows(uint64_t seed, double deviation) : seed_(seed), values_(1 << 16) {
-    for (size_t i = 0; i < values_.size(); ++i) {
-      const double unit = (static_cast<double>(i) + 0.5) / 0x1p15 - 1;
-      values_[i] = Bf16Bits(static_cast<float>(deviation * std::sqrt(3.0) * unit));
-    }
-  }
-
-  void Fill(int64_t row, uint16_t* to) const {
-    std::mt19937_64 random(seed_ + row);
-    for (int64_t i = 0; i < kHidden; i += 4) {
-      const uint64_t bits = random();
-      for (int j = 0; j < 4; ++j) to[i + j] = values_[bits >> (16 * j) & 0xffff];
-    }
-  }
-
- private:
-  const uint64_t seed_;
-  std::vector<uint16_t> values_;  // of 16 random bits
-};
-
-// Logits of these have a standard deviation of 4.
-const RandomRows& States() {
-  static const auto& rows = *new RandomRows(uint64_t{1} << 40, 1.0);
-  return rows;
-}
-const RandomRows& Weights() {
-  static const auto& rows = *new RandomRows(uint64_t{2} << 40, 4.0 / std::sqrt(kHidden));
-  return rows;
-}
-
-constexpr int64_t kWeightRows = 256000;
-
-// The largest head's weight; smaller heads are its first rows.
-std::unique_ptr<DeviceArray<uint16_t>> MakeWeight() {
-  const auto weight = std::make_unique_for_overwrite<uint16_t[]>(kWeightRows * kHidden);
-  InParallel(kWeightRows, [&](int64_t i) { Weights().Fill(i, &weight[i * kHidden]); });
-  return std::make_unique<DeviceArray<uint16_t>>(
-      absl::MakeConstSpan(weight.get(), kWeightRows * kHidden));
-}
-
-// A hidden state for every target; the logits of even rows' targets are about 18, near the
-// logsumexp.
-std::vector<uint16_t> MakeHidden(absl::Span<const int32_t> targets) {
-  std::vector<uint16_t> hidden(targets.size() * kHidden);
-  InParallel(static_cast<int64_t>(targets.size()), [&](int64_t r) {
-    uint16_t* const state = &hidden[r * kHidden];
-    States().Fill(r, state);
-    if (r % 2 != 0) return;
-    std::vector<uint16_t> weight(kHidden);
-    Weights().Fill(targets[r], weight.data());
-    for (int64_t d = 0; d < kHidden; ++d)
-      state[d] = Bf16Bits(FloatOfBf16(state[d]) + 1.125f * FloatOfBf16(weight[d]));
-  });
-  return hidden;
-}
-
-TensorView Bf16View(const uint16_t* data, int64_t rows, int64_t cols) {
-  return {.data = data, .dtype = DType::kBF16, .rows = rows, .cols = cols, .row_stride = cols};
-}
-
-MutableTensorView MutableBf16View(uint16_t* data, int64_t rows, int64_t cols) {
-  return {.data = data, .dtype = DType::kBF16, .rows = rows, .cols = cols, .row_stride = cols};
-}
 
 // ---- What the losses and their gradient add to the device's memory
 
@@ -171,8 +42,8 @@ constexpr int64_t kVocabs[] = {32000, 128256, 256000};
 
 double MiB(int64_t bytes) { return static_cast<double>(bytes) / kMiB; }
 
-// The least free memory of the device since this was made, looked at again and again: memory that
-// is taken and given back between two calls of ours shows too. So does that of other processes.
+// The least free memory of the device since construction, polled: memory taken and freed between
+// two calls of the test shows too. So does memory of other processes.
 class MemoryWatch {
  public:
   MemoryWatch()
@@ -183,7 +54,7 @@ class MemoryWatch {
           }
         }) {}
 
-  // What was taken at most. Once, while what is to be seen is still held.
+  // The most that was taken. Call it once, before the memory in question is freed.
   int64_t PeakBytes() {
     watcher_.request_stop();
     watcher_.join();
@@ -203,8 +74,8 @@ class MemoryWatch {
   std::jthread watcher_;
 };
 
-// What `run` holds at most. It calls what it is given when all is done and nothing freed yet. The
-// first time is not counted: code of ours and of cuBLASLt is loaded then, once a process.
+// The most memory that `run` holds. `run` calls its argument when its work is done and nothing is
+// freed yet. A first run is not counted: it loads kernels and cuBLASLt, once a process.
 template <class Run>
 int64_t AddedBytes(Run run) {
   run([] {});
@@ -214,7 +85,7 @@ int64_t AddedBytes(Run run) {
   return peak;
 }
 
-// Scratch of `bytes` in all, the last of which are not the op's: whether it writes there is seen.
+// Scratch of `bytes` in all. The last of them are a guard that the op must not write.
 class OwnScratch {
  public:
   explicit OwnScratch(int64_t bytes) : memory_(bytes) {
@@ -266,8 +137,8 @@ class LossProblem {
         d_hidden_(kLossRows * kHidden),
         d_weight_(vocab * kHidden) {}
 
-  // Each takes memory for what it needs beside inputs and outputs, and calls held() with it. The
-  // gradients are those of the mean of the losses.
+  // Fused and Unfused allocate what they need besides inputs and outputs, and call held() before
+  // they free it. The gradients are those of the mean of the losses.
   template <class Held>
   void Fused(int64_t scratch_bytes, Step step, Held held) {
     OwnScratch own(scratch_bytes);
@@ -289,10 +160,10 @@ class LossProblem {
     }
     Must(cudaDeviceSynchronize());
     held();
-    EXPECT_TRUE(own.IsGuardWhole()) << "written behind scratch, V = " << vocab_;
+    EXPECT_TRUE(own.IsGuardWhole()) << "wrote after the end of scratch, V = " << vocab_;
   }
 
-  // The leanest unfused way: logits of 16 bits, whose gradient takes their place.
+  // Unfused with the least memory: logits of 16 bits, which their gradient overwrites.
   template <class Held>
   void Unfused(bool backward, Held held) {
     OwnScratch own(16 * kMiB);
@@ -331,7 +202,7 @@ class LossProblem {
     std::vector<std::vector<float>> gradients;  // rows of d_hidden, then of d_weight
   };
 
-  // What the last run wrote; it is wiped.
+  // Returns what the last run wrote, and wipes it.
   Answers TakeAnswers(bool gradients) {
     Answers answers{.loss = loss_.Download(),
                     .logsumexp = logsumexp_.Download(),
@@ -397,7 +268,7 @@ class LossProblem {
   const DeviceArray<uint16_t> d_hidden_, d_weight_;
 };
 
-// Both did the work: their losses differ by no more than the rounding of the unfused way's logits.
+// Losses differ by no more than the rounding of the unfused logits.
 void ExpectSameLosses(const LossProblem::Answers& fused, const LossProblem::Answers& unfused,
                       int64_t vocab) {
   for (int64_t r = 0; r < kLossRows; ++r) {
@@ -492,24 +363,11 @@ class LargeInput {
   std::vector<double> exact_[kCheckedCount];  // of every token
 };
 
-using Bits = std::vector<uint32_t>;
-
-template <class T>
-void Append(Bits& bits, const T* values, int64_t count) {
-  static_assert(sizeof(T) == sizeof(uint32_t));
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t word;
-    std::memcpy(&word, &values[i], sizeof(word));
-    bits.push_back(word);
-  }
-}
-
 class LinearLargeGpuTest : public CudaTest {
  protected:
   void SetUp() override {
     CudaTest::SetUp();
     if (IsSkipped() || HasFatalFailure()) return;
-    stream_ = Cuda()->get()->CreateStream().value();
     if (weight_ == nullptr) weight_ = MakeWeight();
     if (input_ == nullptr) input_ = std::make_unique<LargeInput>(*weight_);
   }
@@ -518,8 +376,8 @@ class LinearLargeGpuTest : public CudaTest {
     weight_.reset();
   }
 
-  // Measures both ways for every vocabulary. Claims: the fused one adds at most `allowed`, whatever
-  // the vocabulary; the unfused one at least the logits.
+  // Measures fused and unfused for every vocabulary. The fused step must add at most `allowed`,
+  // whatever the vocabulary, and the unfused one at least the logits.
   void Measure(const char* name, Step step, int64_t scratch_bytes, int64_t allowed) {
     const bool backward = step != Step::kForward;
     int64_t fused_before = 0, unfused_before = 0, vocab_before = 0;
@@ -549,52 +407,29 @@ class LinearLargeGpuTest : public CudaTest {
     }
   }
 
-  struct Losses {
-    std::vector<float> loss, logsumexp, target_logprob;
-    std::vector<RowStatus> status;
-  };
-  Losses LossesOf(int64_t first, int64_t rows, int64_t vocab) {
-    std::vector<CrossEntropyRow> asks;
-    for (int64_t r = first; r < first + rows; ++r) asks.push_back(PlainLoss(input_->target(r)));
-    const DeviceArray<CrossEntropyRow> device_asks(absl::MakeConstSpan(asks));
-    const DeviceArray<float> loss(rows), logsumexp(rows), target_logprob(rows);
-    const DeviceArray<RowStatus> status(rows);
-    Finish(stream_->LinearCrossEntropy(
-        {.hidden = input_->Hidden(first, rows),
-         .head = input_->Head(vocab),
-         .cross_entropy = {.rows = device_asks.data(),
-                           .want = 0,
-                           .max_top_logprobs = 0,
-                           .answers = {.loss = loss.data(),
-                                       .logsumexp = logsumexp.data(),
-                                       .target_logprob = target_logprob.data(),
-                                       .status = status.data()}}}));
-    return {loss.Download(), logsumexp.Download(), target_logprob.Download(), status.Download()};
+  LossAnswer LossesOf(int64_t first, int64_t rows, int64_t vocab) {
+    LossBatch batch;
+    for (int64_t r = first; r < first + rows; ++r) {
+      batch.rows.push_back(PlainLoss(input_->target(r)));
+    }
+    LinearCrossEntropyArgs args{.hidden = input_->Hidden(first, rows), .head = input_->Head(vocab)};
+    LossAnswer answer;
+    Add(runner_->arena(), batch, &args.cross_entropy, &answer);
+    runner_->arena().Run(&Stream::LinearCrossEntropy, args).value();
+    return answer;
   }
 
-  static constexpr int32_t kTop = 20;
-  struct Tops {
-    std::vector<int32_t> ids;  // [rows, kTop]
-    std::vector<float> probs, logsumexp;
-    std::vector<RowStatus> status;
-  };
-  Tops TopsOf(int64_t first, int64_t rows, int64_t vocab) {
+  static constexpr int32_t kTop = 20;  // entries of a row
+  TopKAnswer TopsOf(int64_t first, int64_t rows, int64_t vocab) {
     std::vector<SoftmaxTopKRow> asks;
-    for (int64_t i = 0; i < rows; ++i)
+    for (int64_t i = 0; i < rows; ++i) {
       asks.push_back({.first_entry = i * kTop, .temperature = 1, .k = kTop});
-    const DeviceArray<SoftmaxTopKRow> device_asks(absl::MakeConstSpan(asks));
-    const DeviceArray<int32_t> ids(rows * kTop);
-    const DeviceArray<float> probs(rows * kTop), logsumexp(rows);
-    const DeviceArray<RowStatus> status(rows);
-    Finish(stream_->LinearTopK({.hidden = input_->Hidden(first, rows),
-                                .head = input_->Head(vocab),
-                                .topk = {.rows = device_asks.data(),
-                                         .max_k = kTop,
-                                         .indices = ids.data(),
-                                         .probs = probs.data(),
-                                         .logsumexp = logsumexp.data(),
-                                         .status = status.data()}}));
-    return {ids.Download(), probs.Download(), logsumexp.Download(), status.Download()};
+    }
+    LinearTopKArgs args{.hidden = input_->Hidden(first, rows), .head = input_->Head(vocab)};
+    TopKAnswer answer;
+    Add(runner_->arena(), asks, rows * kTop, &args.topk, &answer);
+    runner_->arena().Run(&Stream::LinearTopK, args).value();
+    return answer;
   }
 
   // In turn unfiltered, with top_p, with top_k and min_p.
@@ -612,80 +447,62 @@ class LinearLargeGpuTest : public CudaTest {
     return ask;
   }
 
-  std::vector<Bits> SampleBitsOf(int64_t first, int64_t rows, int64_t vocab) {
-    std::vector<SampleRow> asks;
-    int64_t entries = 0;
+  // The bits of the answers to rows [first, first + rows) as one call.
+  std::vector<std::string> SampleBitsOf(int64_t first, int64_t rows, int64_t vocab) {
+    SampleBatch batch;
     for (int64_t r = first; r < first + rows; ++r) {
-      asks.push_back(SampleOf(r));
-      asks.back().first_top_entry = entries;
-      entries += asks.back().top_logprobs;
+      batch.rows.push_back(SampleOf(r));
+      batch.rows.back().first_top_entry = batch.top_entries;
+      batch.top_entries += batch.rows.back().top_logprobs;
     }
-    const DeviceArray<SampleRow> device_asks(absl::MakeConstSpan(asks));
-    const DeviceArray<int32_t> tokens(rows), ranks(rows), top_ids(entries);
-    const DeviceArray<float> logprobs(rows), logsumexp(rows), top_logprobs(entries);
-    const DeviceArray<RowStatus> status(rows);
-    Finish(stream_->LinearSample({.hidden = input_->Hidden(first, rows),
-                                  .head = input_->Head(vocab),
-                                  .sample = {.rows = device_asks.data(),
-                                             .edited = false,
-                                             .tokens = tokens.data(),
-                                             .logprobs = logprobs.data(),
-                                             .ranks = ranks.data(),
-                                             .logsumexp = logsumexp.data(),
-                                             .top_ids = top_ids.data(),
-                                             .top_logprobs = top_logprobs.data(),
-                                             .status = status.data()}}));
-    const auto token = tokens.Download(), rank = ranks.Download(), top = top_ids.Download();
-    const auto logprob = logprobs.Download(), sum = logsumexp.Download();
-    const auto top_logprob = top_logprobs.Download();
-    const auto code = status.Download();
-    std::vector<Bits> bits(rows);
+    LinearSampleArgs args{.hidden = input_->Hidden(first, rows), .head = input_->Head(vocab)};
+    SampleAnswer answer;
+    Add(runner_->arena(), batch, &args.sample, &answer);
+    runner_->arena().Run(&Stream::LinearSample, args).value();
+    std::vector<std::string> bits;
     for (int64_t i = 0; i < rows; ++i) {
-      bits[i].push_back(static_cast<uint32_t>(code[i].code));
-      Append(bits[i], &token[i], 1);
-      Append(bits[i], &rank[i], 1);
-      Append(bits[i], &logprob[i], 1);
-      Append(bits[i], &sum[i], 1);
-      Append(bits[i], &top[asks[i].first_top_entry], asks[i].top_logprobs);
-      Append(bits[i], &top_logprob[asks[i].first_top_entry], asks[i].top_logprobs);
+      EXPECT_EQ(answer.status[i].code, RowCode::kOk) << "V = " << vocab << ", row " << first + i;
+      bits.push_back(SampleBits(answer, batch.rows[i], i));
     }
     return bits;
   }
 
-  std::vector<Bits> LossBitsOf(int64_t first, int64_t rows, int64_t vocab) {
-    const Losses losses = LossesOf(first, rows, vocab);
-    std::vector<Bits> bits(rows);
+  std::vector<std::string> LossBitsOf(int64_t first, int64_t rows, int64_t vocab) {
+    const LossAnswer losses = LossesOf(first, rows, vocab);
+    std::vector<std::string> bits;
     for (int64_t i = 0; i < rows; ++i) {
-      bits[i].push_back(static_cast<uint32_t>(losses.status[i].code));
-      Append(bits[i], &losses.loss[i], 1);
-      Append(bits[i], &losses.logsumexp[i], 1);
-      Append(bits[i], &losses.target_logprob[i], 1);
+      EXPECT_EQ(losses.status[i].code, RowCode::kOk) << "V = " << vocab << ", row " << first + i;
+      bits.push_back(LossBits(losses, PlainLoss(0), i));
     }
     return bits;
   }
 
-  std::vector<Bits> TopBitsOf(int64_t first, int64_t rows, int64_t vocab) {
-    const Tops tops = TopsOf(first, rows, vocab);
-    std::vector<Bits> bits(rows);
+  std::vector<std::string> TopBitsOf(int64_t first, int64_t rows, int64_t vocab) {
+    const TopKAnswer tops = TopsOf(first, rows, vocab);
+    std::vector<std::string> bits(rows);
     for (int64_t i = 0; i < rows; ++i) {
-      bits[i].push_back(static_cast<uint32_t>(tops.status[i].code));
-      Append(bits[i], &tops.logsumexp[i], 1);
-      Append(bits[i], &tops.ids[i * kTop], kTop);
-      Append(bits[i], &tops.probs[i * kTop], kTop);
+      EXPECT_EQ(tops.status[i].code, RowCode::kOk) << "V = " << vocab << ", row " << first + i;
+      const auto add = [&](const auto* values, int64_t count) {
+        bits[i].append(reinterpret_cast<const char*>(values), count * sizeof(*values));
+      };
+      add(&tops.status[i], 1);
+      add(&tops.logsumexp[i], 1);
+      add(&tops.indices[i * kTop], kTop);
+      add(&tops.probs[i * kTop], kTop);
     }
     return bits;
   }
 
-  // bits_of(first, rows): of a call with rows [first, first + rows), the status first.
+  // Expects that a row has the same bits in its own call and in calls of `row_counts` rows. bits_of(first,
+  // rows) are those of a call of rows [first, first + rows).
   template <class BitsOf>
-  static void ExpectOwnBits(std::initializer_list<int64_t> companies, int64_t vocab,
+  static void ExpectOwnBits(std::initializer_list<int64_t> row_counts, int64_t vocab,
                             BitsOf bits_of) {
     for (const int64_t r : kChecked) {
-      const Bits alone = bits_of(r, 1)[0];
-      EXPECT_EQ(alone[0], static_cast<uint32_t>(RowCode::kOk)) << "V = " << vocab << ", row " << r;
-      for (const int64_t rows : companies) {
+      const std::string want = bits_of(r, 1)[0];
+      for (const int64_t rows : row_counts) {
         const int64_t first = std::clamp<int64_t>(r - rows / 2, 0, kRows - rows);
-        EXPECT_EQ(bits_of(first, rows)[r - first], alone)
+        EXPECT_EQ(bits_of(first, rows)[r - first], want)
             << "V = " << vocab << ", row " << r << " as row " << r - first << " of " << rows;
       }
     }
@@ -693,14 +510,6 @@ class LinearLargeGpuTest : public CudaTest {
 
   static std::unique_ptr<DeviceArray<uint16_t>> weight_;
   static std::unique_ptr<LargeInput> input_;
-
- private:
-  void Finish(const absl::Status& enqueued) {
-    if (!enqueued.ok()) throw std::runtime_error(enqueued.ToString());
-    stream_->Wait().value();
-  }
-
-  std::unique_ptr<Stream> stream_;
 };
 
 std::unique_ptr<DeviceArray<uint16_t>> LinearLargeGpuTest::weight_;
@@ -728,7 +537,7 @@ double LogSumExpOf(absl::Span<const double> logits) {
 TEST_F(LinearLargeGpuTest, LossesAreWithin1e4OfDoublePrecision) {
   double worst = 0;
   for (const int64_t vocab : kLargeVocabs) {
-    const Losses losses = LossesOf(0, kRows, vocab);
+    const LossAnswer losses = LossesOf(0, kRows, vocab);
     double worst_loss = 0, worst_logsumexp = 0;
     for (size_t i = 0; i < kCheckedCount; ++i) {
       const int64_t r = kChecked[i];
@@ -756,35 +565,36 @@ TEST_F(LinearLargeGpuTest, TopsAreThoseOfDoublePrecision) {
       const double logsumexp = LogSumExpOf(exact);
       std::vector<double> sorted(exact.begin(), exact.end());
       std::partial_sort(sorted.begin(), sorted.begin() + kTop, sorted.end(), std::greater<>());
-      const Tops tops = TopsOf(kChecked[i], 1, vocab);
+      const TopKAnswer tops = TopsOf(kChecked[i], 1, vocab);
+      EXPECT_EQ(tops.status[0].code, RowCode::kOk) << "row " << kChecked[i];
       for (int32_t j = 0; j < kTop; ++j) {
-        ASSERT_GE(tops.ids[j], 0);
-        ASSERT_LT(tops.ids[j], vocab);
-        // Which of two that are closer than fp32 sums tell apart comes first is for them to say.
-        EXPECT_NEAR(exact[tops.ids[j]], sorted[j], 1e-4)
+        ASSERT_GE(tops.indices[j], 0);
+        ASSERT_LT(tops.indices[j], vocab);
+        // fp32 sums decide which of two close logits comes first.
+        EXPECT_NEAR(exact[tops.indices[j]], sorted[j], 1e-4)
             << "V = " << vocab << ", row " << kChecked[i] << ", place " << j;
-        EXPECT_NEAR(std::log(tops.probs[j]), exact[tops.ids[j]] - logsumexp, 1e-4)
+        EXPECT_NEAR(std::log(tops.probs[j]), exact[tops.indices[j]] - logsumexp, 1e-4)
             << "V = " << vocab << ", row " << kChecked[i] << ", place " << j;
       }
     }
   }
 }
 
-TEST_F(LinearLargeGpuTest, LossesOfARowAreItsOwn) {
+TEST_F(LinearLargeGpuTest, LossesOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
     ExpectOwnBits({64, 65, 128, 129, 256, kRows}, vocab,
                   [&](int64_t first, int64_t rows) { return LossBitsOf(first, rows, vocab); });
   }
 }
 
-TEST_F(LinearLargeGpuTest, TopsOfARowAreItsOwn) {
+TEST_F(LinearLargeGpuTest, TopsOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
     ExpectOwnBits({64, 200}, vocab,
                   [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
   }
 }
 
-TEST_F(LinearLargeGpuTest, SamplesOfARowAreItsOwn) {
+TEST_F(LinearLargeGpuTest, SamplesOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
     ExpectOwnBits({64, 200}, vocab,
                   [&](int64_t first, int64_t rows) { return SampleBitsOf(first, rows, vocab); });

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/backend.h"
 #include "tests/kernels/cuda_test.h"
 #include "tests/kernels/recorded_answers.h"
 
@@ -14,9 +13,9 @@ namespace {
 class RecordedAnswersGpuTest : public CudaTest {};
 
 TEST_F(RecordedAnswersGpuTest, EveryOpKeepsItsBits) {
-  std::string name = "cuda-" + (*Cuda())->device().name;
+  std::string name = "cuda-" + runner_->arena().device().name;
   std::replace(name.begin(), name.end(), ' ', '-');
-  CompareWithRecording(name, RecordedAnswers(Cuda()->get(), /*large=*/true).Lines());
+  CompareWithRecording(name, *runner_, /*large=*/true);
 }
 
 }  // namespace

@@ -23,6 +23,12 @@ namespace logitd::testing {
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr DType kAllDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+
+// Elements between the end of a row and the next row, and from an aligned address to the first row.
+// Cases take them in turn.
+inline constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
+inline constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
 
 inline uint32_t BitsOf(float x) {
   uint32_t bits;
@@ -76,9 +82,9 @@ inline bool Agrees(DType dtype, float got, double want, double error) {
   return got >= RoundedTo(dtype, want - error) && got <= RoundedTo(dtype, want + error);
 }
 
-// A [rows, cols] tensor in memory of its own. Element (r, c) lies `offset + r * row_stride + c`
-// elements behind an aligned address; all else is filled with NaN, so that a kernel that reads what
-// is not its row is found out.
+// A [rows, cols] tensor in its own memory. Element (r, c) is at `offset + r * row_stride + c`
+// elements from an aligned address. Everything else is NaN, so that a kernel that reads outside its
+// row is found.
 class HostTensor {
  public:
   HostTensor(DType dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t offset)
@@ -93,6 +99,8 @@ class HostTensor {
   int64_t row_stride() const { return row_stride_; }
   size_t offset_bytes() const { return offset_ * SizeOf(dtype_); }
   absl::Span<const std::byte> bytes() const { return bytes_; }  // from the aligned address on
+  // The shape; `data` is null.
+  TensorView View() const { return {nullptr, dtype_, rows_, cols_, row_stride_}; }
   std::vector<std::byte>& mutable_bytes() { return bytes_; }
 
   // Rounded to the tensor's type.
@@ -125,6 +133,28 @@ class HostTensor {
   int64_t rows_, cols_, row_stride_, offset_;
   std::vector<std::byte> bytes_;
 };
+
+// A tensor of `values`, row by row.
+inline HostTensor TensorOf(DType dtype, int64_t rows, absl::Span<const float> values) {
+  const auto cols = static_cast<int64_t>(values.size()) / rows;
+  HostTensor tensor(dtype, rows, cols, cols, 0);
+  for (int64_t i = 0; i < rows * cols; ++i) tensor.Set(i / cols, i % cols, values[i]);
+  return tensor;
+}
+
+inline std::vector<float> RowOf(const HostTensor& tensor, int64_t r) {
+  std::vector<float> x(tensor.cols());
+  for (int64_t c = 0; c < tensor.cols(); ++c) x[c] = tensor.At(r, c);
+  return x;
+}
+
+// "" where they are the same.
+inline std::string DescribeStatus(RowStatus got, RowStatus want) {
+  if (got.code == want.code && got.position == want.position) return "";
+  return absl::StrFormat("status: got code %d position %d, want code %d position %d",
+                         static_cast<int>(got.code), got.position, static_cast<int>(want.code),
+                         want.position);
+}
 
 // Kinds of rows.
 enum class Fill {
@@ -281,7 +311,7 @@ inline bool ProbabilityAgrees(float got, double want) {
   return std::fabs(got - want) <= 4e-6 * want + 1e-37;
 }
 inline bool LogSumExpAgrees(float got, double want) {
-  // The double may lie beyond what a float holds; then infinity is right.
+  // Where the double is beyond f32, infinity is right.
   const auto rounded = static_cast<float>(want);
   if (std::isinf(rounded)) return got == rounded;
   return std::fabs(got - want) <= 2e-6 * std::max(1.0, std::fabs(want));
@@ -292,10 +322,8 @@ inline bool LogSumExpAgrees(float got, double want) {
 inline std::string DescribeDifference(const TopKRowAnswer& want, RowStatus status, float logsumexp,
                                       absl::Span<const int32_t> indices,
                                       absl::Span<const float> probs) {
-  if (status.code != want.status.code || status.position != want.status.position) {
-    return absl::StrFormat("status: got code %d position %d, want code %d position %d",
-                           static_cast<int>(status.code), status.position,
-                           static_cast<int>(want.status.code), want.status.position);
+  if (std::string difference = DescribeStatus(status, want.status); !difference.empty()) {
+    return difference;
   }
   if (want.status.code == RowCode::kNanLogit) return "";
   if (!LogSumExpAgrees(logsumexp, want.logsumexp)) {

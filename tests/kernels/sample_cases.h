@@ -1,5 +1,5 @@
 // What sample must do on every backend: answers by hand, parity with double precision, and bits
-// that do not depend on company. One table for the CPU and the GPU.
+// that do not depend on other rows. One table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 #define LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/reference.h"
 #include "tests/kernels/sample_reference.h"
@@ -30,567 +31,235 @@ inline SampleRow PlainRow() {
 //   0: 0.8805   1: 0.3621   4: 0.6937   5: 0.0277
 inline constexpr uint64_t kAt088 = 0, kAt036 = 1, kAt069 = 4, kAt003 = 5;
 
+// What the row of a claim asks for; its seed is 0.
+struct SampleAsk {
+  uint64_t position = 0;
+  float temperature = 1;
+  int32_t top_k = 0;
+  float top_p = 1;
+  float min_p = 0;
+  float repetition = 1;
+  float presence = 0;
+  float frequency = 0;
+  int32_t top_logprobs = 0;
+  bool processed = false;  // log-probabilities of the processed logits
+};
+
 struct SampleClaim {
   const char* name;
   std::vector<float> logits;
-  SampleRow row;
+  SampleAsk ask;
   std::vector<int32_t> history;
   std::vector<SampleBias> bias;
-  std::vector<uint32_t> mask_words;
+  std::vector<uint32_t> mask_words;  // empty: no mask
   int32_t token;
   float logprob;
   int32_t rank;
   std::vector<int32_t> top_ids;
   std::vector<float> top_logprobs;
-  RowStatus status = {};
+  RowStatus status;
 };
 
-inline SampleRow With(
-    uint64_t position, void (*change)(SampleRow&) = [](SampleRow&) {}) {
+// The claim's row, whose lists are the claim's.
+inline SampleRow RowOf(const SampleClaim& claim) {
   SampleRow row = PlainRow();
-  row.position = position;
-  change(row);
+  const SampleAsk& ask = claim.ask;
+  row.position = ask.position;
+  row.temperature = ask.temperature;
+  row.top_k = ask.top_k;
+  row.top_p = ask.top_p;
+  row.min_p = ask.min_p;
+  row.repetition = ask.repetition;
+  row.presence = ask.presence;
+  row.frequency = ask.frequency;
+  row.top_logprobs = ask.top_logprobs;
+  row.logprob_mode = ask.processed ? LogprobMode::kProcessed : LogprobMode::kRaw;
+  row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
+  row.history_count = static_cast<int32_t>(claim.history.size());
+  row.bias_count = static_cast<int32_t>(claim.bias.size());
   return row;
 }
 
+// The order of tokens, temperature and filters.
 inline const std::vector<SampleClaim>& SampleClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
   static const auto& claims = *new std::vector<SampleClaim>{
-      {"one_token_is_certain", {-3}, With(kAt088), {}, {}, {}, 0, 0, 1, {}, {}},
-      {"halves_split_at_one_half_low", {5, 5}, With(kAt036), {}, {}, {}, 0, -ln2, 1, {}, {}},
-      {"halves_split_at_one_half_high", {5, 5}, With(kAt069), {}, {}, {}, 1, -ln2, 2, {}, {}},
+      // clang-format off
+      {.name = "one token is certain", .logits = {-3}, .ask = {.position = kAt088}, .token = 0,
+       .logprob = 0, .rank = 1},
+      {.name = "bits below one half draw the first of two equals", .logits = {5, 5},
+       .ask = {.position = kAt036}, .token = 0, .logprob = -ln2, .rank = 1},
+      {.name = "bits above one half draw the second of two equals", .logits = {5, 5},
+       .ask = {.position = kAt069}, .token = 1, .logprob = -ln2, .rank = 2},
       // Prefix sums 0.25, 1: in index order, not by probability.
-      {"prefix_sums_go_by_index", {0, ln3}, With(kAt003), {}, {}, {}, 0, -ln4, 2, {}, {}},
-      {"first_prefix_above_the_bits", {0, ln3}, With(kAt036), {}, {}, {}, 1, ln3 - ln4, 1, {}, {}},
-      {"minus_inf_is_never_drawn",
-       {-kInf, 0, -kInf, 0, -kInf},
-       With(kAt088),
-       {},
-       {},
-       {},
-       3,
-       -ln2,
-       2,
-       {},
-       {}},
-      {"plus_inf_is_certain", {5, kInf, 7}, With(kAt003), {}, {}, {}, 1, 0, 1, {}, {}},
-      {"several_plus_inf_share",
-       {kInf, 5, kInf},
-       With(kAt088, [](SampleRow& row) { row.top_logprobs = 3; }),
-       {},
-       {},
-       {},
-       2,
-       -ln2,
-       2,
-       {0, 2, 1},
-       {-ln2, -ln2, -kInf}},
-      {"greedy_takes_the_lowest_index_of_equals",
-       {1, 3, 3},
-       With(kAt088, [](SampleRow& row) { row.temperature = 0; }),
-       {},
-       {},
-       {},
-       1,
-       -0.75862378f,
-       1,
-       {},
-       {}},
-      {"greedy_takes_minus_zero_for_zero",
-       {-0.0f, 0.0f},
-       With(kAt088, [](SampleRow& row) { row.temperature = 0; }),
-       {},
-       {},
-       {},
-       0,
-       -ln2,
-       1,
-       {},
-       {}},
-      {"greedy_is_certain_of_itself",
-       {1, 3, 3},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.temperature = 0;
-              row.top_logprobs = 3;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       1,
-       0,
-       1,
-       {1, 2, 0},
-       {0, -kInf, -kInf}},
-      {"temperature_divides",
-       {0, 2 * ln3},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.temperature = 2;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       -ln4,
-       2,
-       {},
-       {}},
-      {"cold_rows_are_all_but_certain",
-       {1, 1.5f, 0},
-       With(kAt003, [](SampleRow& row) { row.temperature = 1e-4f; }),
-       {},
-       {},
-       {},
-       1,
-       -0.60413155f,
-       1,
-       {},
-       {}},
-      {"hot_rows_are_flat",
-       {1, 5, 0},
-       With(kAt088, [](SampleRow& row) { row.temperature = 1e4f; }),
-       {},
-       {},
-       {},
-       2,
-       -5.024745f,
-       3,
-       {},
-       {}},
-      {"far_apart_is_not_nan", {-3e38f, 3e38f}, With(kAt003), {}, {}, {}, 1, 0, 1, {}, {}},
-      {"top_k_cuts_ties_by_index",
-       {1, 1, 1, 1},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.top_k = 2;
-              row.top_logprobs = 3;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       1,
-       -ln2,
-       2,
-       {0, 1, 2},
-       {-ln2, -ln2, -kInf}},
-      {"top_p_keeps_the_token_that_reaches_it",
-       // 0.5, 0.25, 0.25
-       {ln2, 0, 0},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.top_p = 0.6f;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       1,
-       -ln3,
-       2,
-       {},
-       {}},
-      {"top_p_stops_when_it_is_reached_exactly",
-       {0, 0, 0, 0},
-       With(kAt088, [](SampleRow& row) { row.top_p = 0.5f; }),
-       {},
-       {},
-       {},
-       1,
-       -ln4,
-       2,
-       {},
-       {}},
-      {"top_p_keeps_one_token_at_least",
-       {0, 1},
-       With(kAt003, [](SampleRow& row) { row.top_p = 1e-45f; }),
-       {},
-       {},
-       {},
-       1,
-       -0.31326169f,
-       1,
-       {},
-       {}},
-      {"top_p_keeps_one_token_at_least_of_more_than_are_listed",
-       std::vector<float>(200, 0.0f),
-       With(kAt088,
-            [](SampleRow& row) {
-              row.min_p = 0.5f;
-              row.top_p = 1e-45f;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       0,
-       1,
-       {},
-       {}},
+      {.name = "prefix sums go by index, not by probability", .logits = {0, ln3},
+       .ask = {.position = kAt003}, .token = 0, .logprob = -ln4, .rank = 2},
+      {.name = "the first prefix sum above the bits is drawn", .logits = {0, ln3},
+       .ask = {.position = kAt036}, .token = 1, .logprob = ln3 - ln4, .rank = 1},
+      {.name = "minus inf is never drawn", .logits = {-kInf, 0, -kInf, 0, -kInf},
+       .ask = {.position = kAt088}, .token = 3, .logprob = -ln2, .rank = 2},
+      {.name = "plus inf is certain", .logits = {5, kInf, 7}, .ask = {.position = kAt003},
+       .token = 1, .logprob = 0, .rank = 1},
+      {.name = "several plus inf share the probability", .logits = {kInf, 5, kInf},
+       .ask = {.position = kAt088, .top_logprobs = 3}, .token = 2, .logprob = -ln2, .rank = 2,
+       .top_ids = {0, 2, 1}, .top_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "a greedy row takes the lowest index of equals", .logits = {1, 3, 3},
+       .ask = {.position = kAt088, .temperature = 0}, .token = 1, .logprob = -0.75862378f,
+       .rank = 1},
+      {.name = "a greedy row takes minus zero as zero", .logits = {-0.0f, 0.0f},
+       .ask = {.position = kAt088, .temperature = 0}, .token = 0, .logprob = -ln2, .rank = 1},
+      {.name = "a greedy row gives its token probability 1", .logits = {1, 3, 3},
+       .ask = {.position = kAt088, .temperature = 0, .top_logprobs = 3, .processed = true},
+       .token = 1, .logprob = 0, .rank = 1, .top_ids = {1, 2, 0},
+       .top_logprobs = {0, -kInf, -kInf}},
+      {.name = "the temperature divides logits", .logits = {0, 2 * ln3},
+       .ask = {.position = kAt003, .temperature = 2, .processed = true}, .token = 0,
+       .logprob = -ln4, .rank = 2},
+      {.name = "a low temperature draws the highest logit", .logits = {1, 1.5f, 0},
+       .ask = {.position = kAt003, .temperature = 1e-4f}, .token = 1, .logprob = -0.60413155f,
+       .rank = 1},
+      {.name = "a high temperature makes the row flat", .logits = {1, 5, 0},
+       .ask = {.position = kAt088, .temperature = 1e4f}, .token = 2, .logprob = -5.024745f,
+       .rank = 3},
+      {.name = "logits far apart do not make NaN", .logits = {-3e38f, 3e38f},
+       .ask = {.position = kAt003}, .token = 1, .logprob = 0, .rank = 1},
+      {.name = "top k cuts ties by index", .logits = {1, 1, 1, 1},
+       .ask = {.position = kAt088, .top_k = 2, .top_logprobs = 3, .processed = true}, .token = 1,
+       .logprob = -ln2, .rank = 2, .top_ids = {0, 1, 2}, .top_logprobs = {-ln2, -ln2, -kInf}},
+      // 0.5, 0.25, 0.25
+      {.name = "top p keeps the token that reaches it", .logits = {ln2, 0, 0},
+       .ask = {.position = kAt088, .top_p = 0.6f, .processed = true}, .token = 1, .logprob = -ln3,
+       .rank = 2},
+      {.name = "top_p stops where it is reached exactly", .logits = {0, 0, 0, 0},
+       .ask = {.position = kAt088, .top_p = 0.5f}, .token = 1, .logprob = -ln4, .rank = 2},
+      {.name = "top_p keeps at least one token", .logits = {0, 1},
+       .ask = {.position = kAt003, .top_p = 1e-45f}, .token = 1, .logprob = -0.31326169f,
+       .rank = 1},
+      {.name = "top_p keeps at least one of more tokens than the kernel lists",
+       .logits = std::vector<float>(200, 0.0f),
+       .ask = {.position = kAt088, .top_p = 1e-45f, .min_p = 0.5f, .processed = true}, .token = 0,
+       .logprob = 0, .rank = 1},
       // Their difference is no f32.
-      {"hot_and_far_apart_keeps_its_mass",
-       {3e38f, -3e38f},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.temperature = 1e38f;
-              row.min_p = 0.001f;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       -0.00247568f,
-       1,
-       {},
-       {}},
-      // Of the first two, 0.5 and 0.25, the first has 2/3: enough. Of the whole row it would not
-      // be.
-      {"top_p_is_of_what_top_k_left",
-       {ln2, 0, 0},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.top_k = 2;
-              row.top_p = 0.6f;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       0,
-       1,
-       {},
-       {}},
-      {"min_p_one_keeps_every_tie_of_the_highest",
-       {3, 1, 3},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.min_p = 1;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       2,
-       -ln2,
-       2,
-       {},
-       {}},
-      {"min_p_looks_after_the_temperature",
-       // Ratios 1 and 1/16; at temperature 4, 1 and 1/2.
-       {0, 4 * ln2, 4 * ln2},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.temperature = 4;
-              row.min_p = 0.49f;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       -1.6094379f,
-       3,
-       {},
-       {}},
-      {"bias_adds",
-       {0, 0},
-       With(kAt003, [](SampleRow& row) { row.logprob_mode = LogprobMode::kProcessed; }),
-       {},
-       {{0, ln3}},
-       {},
-       0,
-       ln3 - ln4,
-       1,
-       {},
-       {}},
-      {"raw_logprobs_are_of_the_row_as_sent",
-       {0, 0},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.temperature = 0.5f;
-              row.top_logprobs = 2;
-            }),
-       {},
-       {{1, 10}},
-       {},
-       1,
-       -ln2,
-       2,
-       {0, 1},
-       {-ln2, -ln2}},
-      {"a_ban_beats_plus_inf", {kInf, 0}, With(kAt003), {}, {{0, -kInf}}, {}, 1, -kInf, 2, {}, {}},
-      {"plus_inf_does_not_lift_minus_inf",
-       {-kInf, 0},
-       With(kAt003),
-       {},
-       {{0, kInf}},
-       {},
-       1,
-       0,
-       1,
-       {},
-       {}},
+      {.name = "logits far apart at a high temperature keep their mass", .logits = {3e38f, -3e38f},
+       .ask = {.position = kAt088, .temperature = 1e38f, .min_p = 0.001f, .processed = true},
+       .token = 0, .logprob = -0.00247568f, .rank = 1},
+      // The first has 2/3 of the first two, which is enough, but only 1/2 of the whole row.
+      {.name = "top_p is a share of what top_k left", .logits = {ln2, 0, 0},
+       .ask = {.position = kAt088, .top_k = 2, .top_p = 0.6f, .processed = true}, .token = 0,
+       .logprob = 0, .rank = 1},
+      {.name = "min_p of 1 keeps every tie of the highest logit", .logits = {3, 1, 3},
+       .ask = {.position = kAt088, .min_p = 1, .processed = true}, .token = 2, .logprob = -ln2,
+       .rank = 2},
+      // Ratios 1 and 1/16; at temperature 4, 1 and 1/2.
+      {.name = "min_p comes after the temperature", .logits = {0, 4 * ln2, 4 * ln2},
+       .ask = {.position = kAt003, .temperature = 4, .min_p = 0.49f, .processed = true}, .token = 0,
+       .logprob = -1.6094379f, .rank = 3},
+      // clang-format on
+  };
+  return claims;
+}
+
+// Bias, penalties, masks, statuses, and where weights round to 0.
+inline const std::vector<SampleClaim>& SampleEditClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "bias adds to the logit", .logits = {0, 0},
+       .ask = {.position = kAt003, .processed = true}, .bias = {{0, ln3}}, .token = 0,
+       .logprob = ln3 - ln4, .rank = 1},
+      {.name = "raw log-probabilities are those of the row as sent", .logits = {0, 0},
+       .ask = {.position = kAt088, .temperature = 0.5f, .top_logprobs = 2}, .bias = {{1, 10}},
+       .token = 1, .logprob = -ln2, .rank = 2, .top_ids = {0, 1}, .top_logprobs = {-ln2, -ln2}},
+      {.name = "a ban wins over plus inf", .logits = {kInf, 0}, .ask = {.position = kAt003},
+       .bias = {{0, -kInf}}, .token = 1, .logprob = -kInf, .rank = 2},
+      {.name = "a bias of plus inf does not lift minus inf", .logits = {-kInf, 0},
+       .ask = {.position = kAt003}, .bias = {{0, kInf}}, .token = 1, .logprob = 0, .rank = 1},
       // 4 / 2, -1 * 2, untouched 0.
-      {"repetition_divides_above_zero_and_multiplies_below",
-       {4, -1, 0},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.repetition = 2;
-              row.top_logprobs = 3;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {1, 0, 0, 1},
-       {},
-       {},
-       0,
-       -0.14293163f,
-       1,
-       {0, 2, 1},
-       {-0.14293163f, -2.1429316f, -4.1429316f}},
+      {.name = "repetition divides logits above zero and multiplies those below",
+       .logits = {4, -1, 0},
+       .ask = {.position = kAt003, .repetition = 2, .top_logprobs = 3, .processed = true},
+       .history = {1, 0, 0, 1}, .token = 0, .logprob = -0.14293163f, .rank = 1,
+       .top_ids = {0, 2, 1}, .top_logprobs = {-0.14293163f, -2.1429316f, -4.1429316f}},
       // 2 - 0.5 * 2 - 0.25, 1 - 0.5 - 0.25, 0.
-      {"frequency_counts_and_presence_does_not",
-       {2, 1, 0},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.frequency = 0.5f;
-              row.presence = 0.25f;
-              row.top_logprobs = 3;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {0, 1, 0},
-       {},
-       {},
-       0,
-       -0.73183757f,
-       1,
-       {0, 1, 2},
-       {-0.73183757f, -1.2318376f, -1.4818376f}},
-      {"bias_comes_before_repetition",
-       {-1, 1},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.repetition = 2;
-              row.top_logprobs = 1;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {0},
-       {{0, 3}},  // (-1 + 3) / 2 = 1
-       {},
-       0,
-       -ln2,
-       1,
-       {0},
-       {-ln2}},
-      {"mask_allows_where_the_bit_is_one",
-       {9, 0, 9, 0},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.first_mask_word = 0;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {0b1010},
-       3,
-       -ln2,
-       2,
-       {},
-       {}},
-      {"mask_is_not_lifted_by_a_bias",
-       {0, 0},
-       With(kAt003, [](SampleRow& row) { row.first_mask_word = 0; }),
-       {},
-       {{0, kInf}},
-       {0b10},
-       1,
-       -ln2,
-       2,
-       {},
-       {}},
-      {"everything_masked_is_empty",
-       {1, 2},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.first_mask_word = 0;
-              row.top_logprobs = 1;
-            }),
-       {},
-       {},
-       {0},
-       -1,
-       -kInf,
-       0,
-       {-1},
-       {-kInf},
-       {RowCode::kEmptySupport, -1}},
-      {"minus_inf_alone_is_empty",
-       {-kInf, -kInf},
-       With(kAt003, [](SampleRow& row) { row.temperature = 0; }),
-       {},
-       {},
-       {},
-       -1,
-       -kInf,
-       0,
-       {},
-       {},
-       {RowCode::kEmptySupport, -1}},
+      {.name = "frequency counts occurrences and presence does not", .logits = {2, 1, 0},
+       .ask = {.position = kAt003, .presence = 0.25f, .frequency = 0.5f, .top_logprobs = 3,
+         .processed = true},
+       .history = {0, 1, 0}, .token = 0, .logprob = -0.73183757f, .rank = 1, .top_ids = {0, 1, 2},
+       .top_logprobs = {-0.73183757f, -1.2318376f, -1.4818376f}},
+      // (-1 + 3) / 2 = 1
+      {.name = "bias comes before repetition", .logits = {-1, 1},
+       .ask = {.position = kAt003, .repetition = 2, .top_logprobs = 1, .processed = true},
+       .history = {0}, .bias = {{0, 3}}, .token = 0, .logprob = -ln2, .rank = 1, .top_ids = {0},
+       .top_logprobs = {-ln2}},
+      {.name = "the mask allows tokens whose bit is one", .logits = {9, 0, 9, 0},
+       .ask = {.position = kAt088, .processed = true}, .mask_words = {0b1010}, .token = 3,
+       .logprob = -ln2, .rank = 2},
+      {.name = "a bias does not lift the mask", .logits = {0, 0}, .ask = {.position = kAt003},
+       .bias = {{0, kInf}}, .mask_words = {0b10}, .token = 1, .logprob = -ln2, .rank = 2},
+      {.name = "a row with every token masked has no support", .logits = {1, 2},
+       .ask = {.position = kAt003, .top_logprobs = 1}, .mask_words = {0}, .token = -1,
+       .logprob = -kInf, .rank = 0, .top_ids = {-1}, .top_logprobs = {-kInf},
+       .status = {RowCode::kEmptySupport, -1}},
+      {.name = "a row of only minus inf has no support", .logits = {-kInf, -kInf},
+       .ask = {.position = kAt003, .temperature = 0}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kEmptySupport, -1}},
       // Weights below 2^-44 round to 0.
-      {"a_filtered_row_keeps_nothing_below_2_to_the_minus_44_under_top_k",
-       {0, -30.4f, -30.6f, -40},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.top_k = 3;
-              row.top_logprobs = 4;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       0,
-       1,
-       {0, 1, 2, 3},
-       {0, -30.4f, -kInf, -kInf}},
-      {"a_filtered_row_keeps_nothing_below_2_to_the_minus_44_under_min_p",
-       {0, -30.4f, -30.6f, -40},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.min_p = 1e-20f;
-              row.top_logprobs = 4;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       0,
-       1,
-       {0, 1, 2, 3},
-       {0, -30.4f, -kInf, -kInf}},
+      {.name = "a row with top_k keeps nothing below 2^-44 of its maximum",
+       .logits = {0, -30.4f, -30.6f, -40},
+       .ask = {.position = kAt003, .top_k = 3, .top_logprobs = 4, .processed = true}, .token = 0,
+       .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3}, .top_logprobs = {0, -30.4f, -kInf, -kInf}},
+      {.name = "a row with min_p keeps nothing below 2^-44 of its maximum",
+       .logits = {0, -30.4f, -30.6f, -40},
+       .ask = {.position = kAt003, .min_p = 1e-20f, .top_logprobs = 4, .processed = true},
+       .token = 0, .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3},
+       .top_logprobs = {0, -30.4f, -kInf, -kInf}},
       // At temperature 0.1 too, and with top_p.
-      {"a_filtered_row_keeps_nothing_below_2_to_the_minus_44_under_every_filter",
-       {0, 0, -3.06f, -4},
-       With(kAt069,
-            [](SampleRow& row) {
-              row.temperature = 0.1f;
-              row.top_k = 3;
-              row.min_p = 1e-30f;
-              row.top_p = 0.99999994f;
-              row.top_logprobs = 3;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       1,
-       -ln2,
-       2,
-       {0, 1, 2},
-       {-ln2, -ln2, -kInf}},
-      {"an_unfiltered_row_keeps_every_token_above_minus_inf",
-       {0, -40, -kInf},
-       With(kAt003,
-            [](SampleRow& row) {
-              row.top_logprobs = 3;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       0,
-       0,
-       1,
-       {0, 1, 2},
-       {0, -40, -kInf}},
+      {.name = "a row with every filter keeps nothing below 2^-44 of its maximum",
+       .logits = {0, 0, -3.06f, -4},
+       .ask = {.position = kAt069, .temperature = 0.1f, .top_k = 3, .top_p = 0.99999994f,
+               .min_p = 1e-30f, .top_logprobs = 3, .processed = true},
+       .token = 1, .logprob = -ln2, .rank = 2, .top_ids = {0, 1, 2},
+       .top_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "an unfiltered row keeps every token above minus inf", .logits = {0, -40, -kInf},
+       .ask = {.position = kAt003, .top_logprobs = 3, .processed = true}, .token = 0, .logprob = 0,
+       .rank = 1, .top_ids = {0, 1, 2}, .top_logprobs = {0, -40, -kInf}},
       // 2^-118 apart: at temperature 2^-118 that is 1.
-      {"a_temperature_below_2_to_the_minus_118_acts_as_that",
-       {0x1p-118f, 0},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.temperature = 0x1p-130f;
-              row.top_logprobs = 2;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       1,
-       -1.3132617f,
-       2,
-       {0, 1},
-       {-0.31326169f, -1.3132617f}},
-      {"a_temperature_below_2_to_the_minus_118_acts_as_that_in_a_filtered_row",
-       {0x1p-118f, 0},
-       With(kAt088,
-            [](SampleRow& row) {
-              row.temperature = 0x1p-130f;
-              row.min_p = 0.3f;  // exp(-1) is 0.37
-              row.top_logprobs = 2;
-              row.logprob_mode = LogprobMode::kProcessed;
-            }),
-       {},
-       {},
-       {},
-       1,
-       -1.3132617f,
-       2,
-       {0, 1},
-       {-0.31326169f, -1.3132617f}},
-      {"lowest_nan_is_named",
-       {1, kNan, kNan},
-       With(kAt003),
-       {},
-       {},
-       {},
-       -1,
-       -kInf,
-       0,
-       {},
-       {},
-       {RowCode::kNanLogit, 1}},
-      {"a_masked_nan_is_a_nan",
-       {1, kNan},
-       With(kAt003, [](SampleRow& row) { row.first_mask_word = 0; }),
-       {},
-       {},
-       {0b01},
-       -1,
-       -kInf,
-       0,
-       {},
-       {},
-       {RowCode::kNanLogit, 1}},
+      {.name = "a temperature below 2^-118 acts as 2^-118", .logits = {0x1p-118f, 0},
+       .ask = {.position = kAt088, .temperature = 0x1p-130f, .top_logprobs = 2, .processed = true},
+       .token = 1, .logprob = -1.3132617f, .rank = 2, .top_ids = {0, 1},
+       .top_logprobs = {-0.31326169f, -1.3132617f}},
+      // exp(-1) is 0.37.
+      {.name = "a temperature below 2^-118 acts as 2^-118 in a filtered row",
+       .logits = {0x1p-118f, 0},
+       .ask = {.position = kAt088, .temperature = 0x1p-130f, .min_p = 0.3f, .top_logprobs = 2,
+               .processed = true},
+       .token = 1, .logprob = -1.3132617f, .rank = 2, .top_ids = {0, 1},
+       .top_logprobs = {-0.31326169f, -1.3132617f}},
+      {.name = "the status names the lowest NaN", .logits = {1, kNan, kNan},
+       .ask = {.position = kAt003}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kNanLogit, 1}},
+      {.name = "a masked NaN still makes its row faulty", .logits = {1, kNan},
+       .ask = {.position = kAt003}, .mask_words = {0b01}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kNanLogit, 1}},
+      // clang-format on
   };
   return claims;
 }
 
 // "" where the backend keeps the claim, else what it did instead.
 inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
-  HostTensor tensor(DType::kF32, 1, claim.logits.size(), claim.logits.size(), 0);
-  for (size_t c = 0; c < claim.logits.size(); ++c) tensor.Set(0, c, claim.logits[c]);
-  SampleBatch batch{.rows = {claim.row},
-                    .history = claim.history,
-                    .bias = claim.bias,
-                    .mask_words = claim.mask_words,
-                    .top_entries = claim.row.top_logprobs};
-  batch.rows[0].history_count = static_cast<int32_t>(claim.history.size());
-  batch.rows[0].bias_count = static_cast<int32_t>(claim.bias.size());
-  auto got = runner.Sample(tensor, batch);
+  const auto got = runner.Sample(TensorOf(DType::kF32, 1, claim.logits),
+                                 {.rows = {RowOf(claim)},
+                                  .history = claim.history,
+                                  .bias = claim.bias,
+                                  .mask_words = claim.mask_words,
+                                  .top_entries = claim.ask.top_logprobs});
   if (!got.ok()) return got.status().ToString();
   const auto near = [](float a, float b) {
     return a == b || std::fabs(a - b) <= 2e-6f * (1 + std::fabs(b));
   };
-  if (got->status[0].code != claim.status.code ||
-      got->status[0].position != claim.status.position) {
-    return absl::StrFormat("status: got code %d position %d", static_cast<int>(got->status[0].code),
-                           got->status[0].position);
+  if (std::string status = DescribeStatus(got->status[0], claim.status); !status.empty()) {
+    return status;
   }
   if (got->tokens[0] != claim.token || got->ranks[0] != claim.rank ||
       !near(got->logprobs[0], claim.logprob)) {
@@ -633,8 +302,7 @@ inline std::string Describe(const SampleRow& row) {
       static_cast<int>(row.logprob_mode));
 }
 
-// Appends a row with a random mix of parameters, and one entry behind its answers that belongs to
-// nobody.
+// Appends a row with a random mix of parameters, and an unused entry after those of its answers.
 inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& random) {
   const auto one_in = [&](int n) { return random() % n == 0; };
   const auto id = [&] { return static_cast<int32_t>(random() % vocab); };
@@ -724,12 +392,11 @@ inline std::string FirstDifference(OpRunner& runner, const SampleCase& c) {
     const SampleRow& row = batch.rows[r];
     std::string difference;
     const bool skipped = row.active == 0;
-    if (got->top_ids[row.first_top_entry + row.top_logprobs] != TopKAnswer::kUnwrittenIndex ||
-        got->extra_logprobs[row.first_extra_entry + row.extra_count] !=
-            TopKAnswer::kUnwrittenFloat) {
-      difference = "wrote behind its entries";
+    if (got->top_ids[row.first_top_entry + row.top_logprobs] != kUnwrittenIndex ||
+        got->extra_logprobs[row.first_extra_entry + row.extra_count] != kUnwrittenFloat) {
+      difference = "wrote after its entries";
     } else if (skipped) {
-      if (got->tokens[r] != TopKAnswer::kUnwrittenIndex) difference = "wrote for a skipped row";
+      if (got->tokens[r] != kUnwrittenIndex) difference = "wrote for a skipped row";
     } else {
       difference = ReferenceSample(RowOf(tensor, r), row, batch).Difference(*got, r, batch);
     }
@@ -748,12 +415,10 @@ inline std::vector<SampleCase> SampleCases() {
   static constexpr Shape kShapes[] = {{1, 20},    {2, 40},    {7, 60},    {31, 60},
                                       {33, 60},   {1000, 30}, {1024, 30}, {1025, 30},
                                       {4097, 20}, {32000, 8}, {50257, 6}};
-  static constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
-  static constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
   std::vector<SampleCase> cases;
   uint64_t n = 0;
   for (const Shape& shape : kShapes) {
-    for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (DType dtype : kAllDTypes) {
       for (Fill fill : kAllFills) {
         ++n;
         cases.push_back({.dtype = dtype,
@@ -785,14 +450,14 @@ struct BorderCase {
 };
 
 inline std::vector<BorderCase> BorderCases() {
-  return {{"equal_tokens_are_exact", Fill::kAllEqual, 1, 0, 1e-13},
-          {"equal_tokens_are_exact_under_top_k", Fill::kAllEqual, 1, 75000, 1e-11},
+  return {{"equal tokens are exact", Fill::kAllEqual, 1, 0, 1e-13},
+          {"equal tokens are exact with top_k", Fill::kAllEqual, 1, 75000, 1e-11},
           {"uniform", Fill::kUniform, 1, 0, 5e-8},
-          {"uniform_hot", Fill::kUniform, 30, 0, 5e-8},
-          {"uniform_under_top_k", Fill::kUniform, 1, 75000, 1e-8},
+          {"uniform, high temperature", Fill::kUniform, 30, 0, 5e-8},
+          {"uniform with top_k", Fill::kUniform, 1, 75000, 1e-8},
           {"normal", Fill::kNormal, 1, 0, 2e-7},
-          {"normal_hot", Fill::kNormal, 5, 0, 5e-8},
-          {"normal_under_top_k", Fill::kNormal, 1, 75000, 1e-7}};
+          {"normal, high temperature", Fill::kNormal, 5, 0, 5e-8},
+          {"normal with top_k", Fill::kNormal, 1, 75000, 1e-7}};
 }
 
 inline constexpr int64_t kBorderVocab = 150000;
@@ -843,7 +508,8 @@ inline std::string MovedBorder(OpRunner& runner, const BorderCase& c) {
 }
 
 // The same for the last token that top_p keeps: its whole and its prefixes are sums of two kinds.
-inline std::string MovedNucleus(OpRunner& runner, Fill fill, double moved) {
+inline std::string MovedNucleus(OpRunner& runner, const Fill& fill) {
+  constexpr double moved = 5e-7;  // at most, as a share of the mass
   constexpr int64_t kRows = 24;
   HostTensor row(DType::kF32, 1, kBorderVocab, kBorderVocab, 0);
   FillRow(row, 0, fill, /*seed=*/3);
@@ -886,7 +552,9 @@ inline std::string MovedNucleus(OpRunner& runner, Fill fill, double moved) {
   return "";
 }
 
-// ---- Bits that depend on the row alone
+inline std::vector<Fill> NucleusFills() { return {Fill::kUniform, Fill::kNormal}; }
+
+// ---- Bits that depend only on the row
 
 // The bits of one row's answer.
 inline std::string SampleBits(const SampleAnswer& got, const SampleRow& row, int64_t r) {
@@ -905,7 +573,7 @@ inline std::string SampleBits(const SampleAnswer& got, const SampleRow& row, int
   return bits;
 }
 
-// Row 0 of a batch of `rows`, and again as the last row of a batch of others.
+// "" where a row has the same bits in a call of its own and as the last row of every batch.
 inline std::string BrokenSampleInvariance(OpRunner& runner, const SampleCase& c) {
   for (uint64_t seed = 0; seed < 12; ++seed) {
     std::string want;
@@ -944,6 +612,17 @@ inline std::vector<SampleCase> SampleInvarianceCases() {
           {.dtype = DType::kBF16, .rows = 9, .vocab = 33333, .stride_extra = 5, .offset = 3},
           {.dtype = DType::kF16, .rows = 9, .vocab = 4097, .offset = 1, .fill = Fill::kManyTies},
           {.rows = 5, .vocab = 131072, .stride_extra = 1, .offset = 1, .fill = Fill::kUniform}};
+}
+
+inline std::vector<OpCheck> SampleChecks() {
+  return {
+      ForAll("KeepsEveryClaim", SampleClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
+      ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
+      ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
+      ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),
+      ForAll("ARowsBitsDoNotDependOnOtherRows", SampleInvarianceCases, BrokenSampleInvariance),
+  };
 }
 
 }  // namespace logitd::testing

@@ -51,129 +51,129 @@ absl::Status Check(const CheckCase& c) {
   return CheckSample(asked.request);
 }
 
+const CheckCase kCases[] = {
+    {"all off", [](Asked&, SampleRow&) {}, ""},
+    {"everything at its border",
+     [](Asked&, SampleRow& row) {
+       row.temperature = 0;
+       row.top_k = 100;
+       row.top_p = 1e-45f;
+       row.min_p = 1;
+       row.repetition = 1e-38f;
+       row.presence = -2;
+       row.frequency = 2;
+       row.history_count = 3;
+       row.bias_count = 2;
+       row.extra_count = 2;
+       row.first_mask_word = 0;
+       row.top_logprobs = 100;
+       row.logprob_mode = LogprobMode::kProcessed;
+     },
+     ""},
+    {"seed and position take every value",
+     [](Asked&, SampleRow& row) { row.seed = row.position = ~uint64_t{0}; }, ""},
+    {"an empty slice may start anywhere",
+     [](Asked&, SampleRow& row) { row.first_history = row.first_bias = row.first_extra = 999; },
+     ""},
+    {"no vocabulary", [](Asked& asked, SampleRow&) { asked.request.vocab = 0; },
+     "vocab: got 0, allowed 1..1048576"},
+    {"inactive row", [](Asked&, SampleRow& row) { row = {}; },
+     "active: got 0 at row 1, allowed 1..1"},
+    {"temperature negative", [](Asked&, SampleRow& row) { row.temperature = -1; },
+     "temperature: got -1 at row 1, allowed finite and >= 0"},
+    {"temperature inf", [](Asked&, SampleRow& row) { row.temperature = kInf; },
+     "temperature: got inf at row 1, allowed finite and >= 0"},
+    {"temperature nan", [](Asked&, SampleRow& row) { row.temperature = kNan; },
+     "temperature: got nan at row 1, allowed finite and >= 0"},
+    {"top_k negative", [](Asked&, SampleRow& row) { row.top_k = -1; },
+     "top_k: got -1 at row 1, allowed 0..100"},
+    {"top_k above vocab", [](Asked&, SampleRow& row) { row.top_k = 101; },
+     "top_k: got 101 at row 1, allowed 0..100"},
+    {"top_p of zero", [](Asked&, SampleRow& row) { row.top_p = 0; },
+     "top_p: got 0 at row 1, allowed > 0 and <= 1"},
+    {"top_p above one", [](Asked&, SampleRow& row) { row.top_p = 1.5f; },
+     "top_p: got 1.5 at row 1, allowed > 0 and <= 1"},
+    {"top_p of NaN", [](Asked&, SampleRow& row) { row.top_p = kNan; },
+     "top_p: got nan at row 1, allowed > 0 and <= 1"},
+    {"min_p negative", [](Asked&, SampleRow& row) { row.min_p = -0.1f; },
+     "min_p: got -0.1 at row 1, allowed >= 0 and <= 1"},
+    {"min_p above one", [](Asked&, SampleRow& row) { row.min_p = 1.1f; },
+     "min_p: got 1.1 at row 1, allowed >= 0 and <= 1"},
+    {"repetition zero", [](Asked&, SampleRow& row) { row.repetition = 0; },
+     "repetition_penalty: got 0 at row 1, allowed finite and > 0"},
+    {"repetition inf", [](Asked&, SampleRow& row) { row.repetition = kInf; },
+     "repetition_penalty: got inf at row 1, allowed finite and > 0"},
+    {"presence nan", [](Asked&, SampleRow& row) { row.presence = kNan; },
+     "presence_penalty: got nan at row 1, allowed finite"},
+    {"frequency inf", [](Asked&, SampleRow& row) { row.frequency = -kInf; },
+     "frequency_penalty: got -inf at row 1, allowed finite"},
+    {"top_logprobs above vocab", [](Asked&, SampleRow& row) { row.top_logprobs = 101; },
+     "top_logprobs: got 101 at row 1, allowed 0..100"},
+    {"top_logprobs above its limit",
+     [](Asked& asked, SampleRow& row) {
+       asked.request.vocab = 200;
+       row.top_logprobs = 129;
+     },
+     "top_logprobs: got 129 at row 1, allowed 0..128"},
+    {"unknown mode", [](Asked&, SampleRow& row) { row.logprob_mode = static_cast<LogprobMode>(2); },
+     "logprob_mode: got 2 at row 1, allowed raw, processed"},
+    {"history longer than sent", [](Asked&, SampleRow& row) { row.history_count = 4; },
+     "history: got entries [0, 0 + 4) at row 1, allowed inside the 3 sent"},
+    {"history before what was sent",
+     [](Asked&, SampleRow& row) {
+       row.first_history = -1;
+       row.history_count = 1;
+     },
+     "history: got entries [-1, -1 + 1) at row 1, allowed inside the 3 sent"},
+    {"offset that overflows",
+     [](Asked&, SampleRow& row) {
+       row.first_history = std::numeric_limits<int64_t>::max();
+       row.history_count = 1;
+     },
+     "history: got entries [9223372036854775807, 9223372036854775807 + 1) at row 1, allowed "
+     "inside the 3 sent"},
+    {"history negative", [](Asked&, SampleRow& row) { row.history_count = -1; },
+     "history count: got -1 at row 1, allowed 0..1048576"},
+    {"history outside the vocabulary",
+     [](Asked& asked, SampleRow& row) {
+       asked.history[2] = 100;
+       row.history_count = 3;
+     },
+     "history: got token 100 at row 1, entry 2, allowed 0..99"},
+    {"bias nan",
+     [](Asked& asked, SampleRow& row) {
+       asked.bias[1].value = kNan;
+       row.bias_count = 2;
+     },
+     "logit_bias: got nan at row 1, allowed numbers and infinities"},
+    {"bias outside the vocabulary",
+     [](Asked& asked, SampleRow& row) {
+       asked.bias[0].id = -1;
+       row.bias_count = 2;
+     },
+     "logit_bias: got token -1 at row 1, entry 0, allowed 0..99"},
+    {"bias twice",
+     [](Asked& asked, SampleRow& row) {
+       asked.bias = {{7, 1}, {3, 1}, {7, 2}};
+       row.bias_count = 3;
+     },
+     "logit_bias: got token 7 twice at row 1, allowed one bias for a token"},
+    {"extra outside the vocabulary",
+     [](Asked& asked, SampleRow& row) {
+       asked.extra_ids[1] = 100;
+       row.extra_count = 2;
+     },
+     "extra_ids: got token 100 at row 1, entry 1, allowed 0..99"},
+    {"too many extra", [](Asked&, SampleRow& row) { row.extra_count = 1025; },
+     "extra_ids count: got 1025 at row 1, allowed 0..1024"},
+    {"mask too short", [](Asked&, SampleRow& row) { row.first_mask_word = 1; },
+     "allowed_tokens: got entries [1, 1 + 4) at row 1, allowed inside the 4 sent"},
+    {"mask before what was sent", [](Asked&, SampleRow& row) { row.first_mask_word = -2; },
+     "allowed_tokens: got entries [-2, -2 + 4) at row 1, allowed inside the 4 sent"},
+};
+
 TEST(CheckSampleTest, SaysFieldRowValueAndAllowedRange) {
-  const std::vector<CheckCase> cases = {
-      {"all_off", [](Asked&, SampleRow&) {}, ""},
-      {"everything_at_its_border",
-       [](Asked&, SampleRow& row) {
-         row.temperature = 0;
-         row.top_k = 100;
-         row.top_p = 1e-45f;
-         row.min_p = 1;
-         row.repetition = 1e-38f;
-         row.presence = -2;
-         row.frequency = 2;
-         row.history_count = 3;
-         row.bias_count = 2;
-         row.extra_count = 2;
-         row.first_mask_word = 0;
-         row.top_logprobs = 100;
-         row.logprob_mode = LogprobMode::kProcessed;
-       },
-       ""},
-      {"seed_and_position_take_every_value",
-       [](Asked&, SampleRow& row) { row.seed = row.position = ~uint64_t{0}; }, ""},
-      {"an_empty_slice_may_start_anywhere",
-       [](Asked&, SampleRow& row) { row.first_history = row.first_bias = row.first_extra = 999; },
-       ""},
-      {"no_vocabulary", [](Asked& asked, SampleRow&) { asked.request.vocab = 0; },
-       "vocab: got 0, allowed 1..1048576"},
-      {"inactive_row", [](Asked&, SampleRow& row) { row = {}; },
-       "active: got 0 at row 1, allowed 1..1"},
-      {"temperature_negative", [](Asked&, SampleRow& row) { row.temperature = -1; },
-       "temperature: got -1 at row 1, allowed finite and >= 0"},
-      {"temperature_inf", [](Asked&, SampleRow& row) { row.temperature = kInf; },
-       "temperature: got inf at row 1, allowed finite and >= 0"},
-      {"temperature_nan", [](Asked&, SampleRow& row) { row.temperature = kNan; },
-       "temperature: got nan at row 1, allowed finite and >= 0"},
-      {"top_k_negative", [](Asked&, SampleRow& row) { row.top_k = -1; },
-       "top_k: got -1 at row 1, allowed 0..100"},
-      {"top_k_above_vocab", [](Asked&, SampleRow& row) { row.top_k = 101; },
-       "top_k: got 101 at row 1, allowed 0..100"},
-      {"top_p_zero", [](Asked&, SampleRow& row) { row.top_p = 0; },
-       "top_p: got 0 at row 1, allowed > 0 and <= 1"},
-      {"top_p_above_one", [](Asked&, SampleRow& row) { row.top_p = 1.5f; },
-       "top_p: got 1.5 at row 1, allowed > 0 and <= 1"},
-      {"top_p_nan", [](Asked&, SampleRow& row) { row.top_p = kNan; },
-       "top_p: got nan at row 1, allowed > 0 and <= 1"},
-      {"min_p_negative", [](Asked&, SampleRow& row) { row.min_p = -0.1f; },
-       "min_p: got -0.1 at row 1, allowed >= 0 and <= 1"},
-      {"min_p_above_one", [](Asked&, SampleRow& row) { row.min_p = 1.1f; },
-       "min_p: got 1.1 at row 1, allowed >= 0 and <= 1"},
-      {"repetition_zero", [](Asked&, SampleRow& row) { row.repetition = 0; },
-       "repetition_penalty: got 0 at row 1, allowed finite and > 0"},
-      {"repetition_inf", [](Asked&, SampleRow& row) { row.repetition = kInf; },
-       "repetition_penalty: got inf at row 1, allowed finite and > 0"},
-      {"presence_nan", [](Asked&, SampleRow& row) { row.presence = kNan; },
-       "presence_penalty: got nan at row 1, allowed finite"},
-      {"frequency_inf", [](Asked&, SampleRow& row) { row.frequency = -kInf; },
-       "frequency_penalty: got -inf at row 1, allowed finite"},
-      {"top_logprobs_above_vocab", [](Asked&, SampleRow& row) { row.top_logprobs = 101; },
-       "top_logprobs: got 101 at row 1, allowed 0..100"},
-      {"top_logprobs_above_the_most",
-       [](Asked& asked, SampleRow& row) {
-         asked.request.vocab = 200;
-         row.top_logprobs = 129;
-       },
-       "top_logprobs: got 129 at row 1, allowed 0..128"},
-      {"unknown_mode",
-       [](Asked&, SampleRow& row) { row.logprob_mode = static_cast<LogprobMode>(2); },
-       "logprob_mode: got 2 at row 1, allowed raw, processed"},
-      {"history_longer_than_sent", [](Asked&, SampleRow& row) { row.history_count = 4; },
-       "history: got entries [0, 0 + 4) at row 1, allowed inside the 3 sent"},
-      {"history_before_what_was_sent",
-       [](Asked&, SampleRow& row) {
-         row.first_history = -1;
-         row.history_count = 1;
-       },
-       "history: got entries [-1, -1 + 1) at row 1, allowed inside the 3 sent"},
-      {"offset_that_overflows",
-       [](Asked&, SampleRow& row) {
-         row.first_history = std::numeric_limits<int64_t>::max();
-         row.history_count = 1;
-       },
-       "history: got entries [9223372036854775807, 9223372036854775807 + 1) at row 1, allowed "
-       "inside the 3 sent"},
-      {"history_negative", [](Asked&, SampleRow& row) { row.history_count = -1; },
-       "history count: got -1 at row 1, allowed 0..1048576"},
-      {"history_outside_the_vocabulary",
-       [](Asked& asked, SampleRow& row) {
-         asked.history[2] = 100;
-         row.history_count = 3;
-       },
-       "history: got token 100 at row 1, entry 2, allowed 0..99"},
-      {"bias_nan",
-       [](Asked& asked, SampleRow& row) {
-         asked.bias[1].value = kNan;
-         row.bias_count = 2;
-       },
-       "logit_bias: got nan at row 1, allowed numbers and infinities"},
-      {"bias_outside_the_vocabulary",
-       [](Asked& asked, SampleRow& row) {
-         asked.bias[0].id = -1;
-         row.bias_count = 2;
-       },
-       "logit_bias: got token -1 at row 1, entry 0, allowed 0..99"},
-      {"bias_twice",
-       [](Asked& asked, SampleRow& row) {
-         asked.bias = {{7, 1}, {3, 1}, {7, 2}};
-         row.bias_count = 3;
-       },
-       "logit_bias: got token 7 twice at row 1, allowed one bias for a token"},
-      {"extra_outside_the_vocabulary",
-       [](Asked& asked, SampleRow& row) {
-         asked.extra_ids[1] = 100;
-         row.extra_count = 2;
-       },
-       "extra_ids: got token 100 at row 1, entry 1, allowed 0..99"},
-      {"too_many_extra", [](Asked&, SampleRow& row) { row.extra_count = 1025; },
-       "extra_ids count: got 1025 at row 1, allowed 0..1024"},
-      {"mask_too_short", [](Asked&, SampleRow& row) { row.first_mask_word = 1; },
-       "allowed_tokens: got entries [1, 1 + 4) at row 1, allowed inside the 4 sent"},
-      {"mask_before_what_was_sent", [](Asked&, SampleRow& row) { row.first_mask_word = -2; },
-       "allowed_tokens: got entries [-2, -2 + 4) at row 1, allowed inside the 4 sent"},
-  };
-  for (const CheckCase& c : cases) {
+  for (const CheckCase& c : kCases) {
     const absl::Status got = Check(c);
     EXPECT_EQ(std::string(got.message()), c.want) << c.name;
     EXPECT_EQ(got.code(),

@@ -1,5 +1,4 @@
-// Whether tokens come as often as they should: chi-square over 2^20 draws for every filter, and the
-// far tail.
+// Tokens are drawn at their true rates: chi-square over 2^20 draws for every filter, and the far tail.
 //
 // Every chi-square test here rings falsely once in a million: seeds are fixed, so a test that
 // passes once always does, until the code or the seed changes.
@@ -12,11 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/backend.h"
 #include "kernels/draw.h"
 #include "kernels/sample.h"
 #include "tests/kernels/chi_square.h"
-#include "tests/kernels/op_runner.h"
+#include "tests/kernels/cpu_test.h"
 #include "tests/kernels/sample_cases.h"
 #include "tests/kernels/sample_reference.h"
 
@@ -39,7 +37,7 @@ TEST(ChiSquareTailTest, AgreesWithTables) {
   EXPECT_NEAR(ChiSquareTail(2.0, 2), std::exp(-1.0), 1e-12);
 }
 
-class SampleDistributionTest : public ::testing::Test {
+class SampleDistributionTest : public CpuTest {
  protected:
   // How often each token comes in `draws` draws at positions 0, 1, ... of `seed`. -1s are not
   // expected.
@@ -85,9 +83,6 @@ class SampleDistributionTest : public ::testing::Test {
     EXPECT_GT(ChiSquareTail(chi_square, cells - 1), kFalseAlarm)
         << name << ": chi-square " << chi_square << " of " << cells << " cells";
   }
-
-  std::unique_ptr<Backend> backend_ = CreateBackend("cpu", {.cpu_threads = 2}).value();
-  std::unique_ptr<OpRunner> runner_ = OpRunner::Create(backend_.get()).value();
 };
 
 // Probabilities by hand: 1/2, 1/4, ..., in an order that is not theirs, and what each filter
@@ -175,9 +170,9 @@ TEST_F(SampleDistributionTest, EditsAndFiltersOverSeveralCells) {
   }
 }
 
-// 2048 tokens of 2^-26 each beside a heavy one: none can be tested alone, but together they have
+// 2048 tokens of 2^-26 each next to a heavy one: too rare to test one by one, but together they have
 // 2^-15, of which 2^20 draws hold 32. The heavy token is in the cell of half of them, so a sum in
-// f32, or weights cut at 2^-24, would lose those.
+// f32, or weights cut at 2^-24, loses those.
 TEST_F(SampleDistributionTest, TailTokensComeAtTheirTrueRate) {
   std::vector<float> logits(1 + 2048, -26 * std::log(2.0f));
   logits[500] = 0;
@@ -200,8 +195,8 @@ TEST_F(SampleDistributionTest, TailTokensComeAtTheirTrueRate) {
   }
 }
 
-// One token of 2^-26 exactly, where the bits say so: positions of seed 7 whose bits lie on either
-// side of the token's border, found once by trying 2^28 of them.
+// A token with a share of 2^-26 is drawn exactly where the bits say so: at positions of seed 7 whose
+// bits are on either side of the token's border, found once by trying 2^28 of them.
 TEST_F(SampleDistributionTest, ATokenOfTwoToTheMinus26IsDrawnWhereItsBitsSaySo) {
   struct Place {
     uint64_t position, bits;
@@ -247,7 +242,7 @@ TEST_F(SampleDistributionTest, ATokenOfTwoToTheMinus26IsDrawnWhereItsBitsSaySo) 
     first_drawn += reach < share;
     last_drawn += left < share;
   }
-  // 4 are expected at each end; 0 or more than 15 would come once in 54 or 10^5.
+  // 4 are expected at each end; 0 comes once in 54, more than 15 once in 10^5.
   EXPECT_TRUE(first_drawn >= 1 && first_drawn <= 15) << first_drawn;
   EXPECT_TRUE(last_drawn >= 1 && last_drawn <= 15) << last_drawn;
 }

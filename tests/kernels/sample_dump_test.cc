@@ -1,5 +1,5 @@
 // Writes rows, parameters and the tokens the CPU backend drew for sample_replay.py, which draws
-// them again from the text of docs/semantics.md alone.
+// them again from only the text of docs/semantics.md.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -21,7 +21,7 @@ std::string Json(std::string_view name, absl::Span<const uint32_t> values) {
   return absl::StrFormat("\"%s\": [%s], ", name, absl::StrJoin(values, ", "));
 }
 
-// f32 values travel as their bits.
+// f32 values are written as their bits.
 std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& batch,
                      const SampleAnswer& got) {
   const SampleRow& row = batch.rows[r];

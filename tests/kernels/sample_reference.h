@@ -1,5 +1,5 @@
-// sample by its contract, in double precision: sort everything, add everything up. Borders that f32
-// rounding may move are known, and every answer on either side of one is accepted.
+// sample by its contract, in double precision: sort everything, add everything up. An answer on either
+// side of a border that f32 rounding may move is accepted.
 #ifndef LOGITD_TESTS_KERNELS_SAMPLE_REFERENCE_H_
 #define LOGITD_TESTS_KERNELS_SAMPLE_REFERENCE_H_
 
@@ -145,7 +145,8 @@ class ReferenceSample {
   // "" where row r of the answer is right for one of the supports.
   std::string Difference(const SampleAnswer& got, int64_t r, const SampleBatch& batch) const {
     std::string first;
-    if (const std::string difference = StatusDifference(got, r); !difference.empty()) {
+    if (const std::string difference = DescribeStatus(got.status[r], status_);
+        !difference.empty()) {
       return difference;
     }
     if (status_.code != RowCode::kOk) return RefusedDifference(got, r);
@@ -199,14 +200,6 @@ class ReferenceSample {
     if (exact != supports_.end()) std::iter_swap(supports_.begin(), exact);
   }
 
-  std::string StatusDifference(const SampleAnswer& got, int64_t r) const {
-    const RowStatus status = got.status[r];
-    if (status.code == status_.code && status.position == status_.position) return "";
-    return absl::StrFormat("status: got code %d position %d, want code %d position %d",
-                           static_cast<int>(status.code), status.position,
-                           static_cast<int>(status_.code), status_.position);
-  }
-
   std::string RefusedDifference(const SampleAnswer& got, int64_t r) const {
     bool right = got.tokens[r] == -1 && got.logprobs[r] == -kInf && got.ranks[r] == 0;
     right &= status_.code == RowCode::kNanLogit ? std::isnan(got.logsumexp[r])
@@ -222,7 +215,7 @@ class ReferenceSample {
   }
 
   static std::string LogprobDifference(std::string_view field, int64_t at, float got, double want) {
-    // The double may lie beyond what a float holds; then infinity is right.
+    // Where the double is beyond f32, infinity is right.
     const auto rounded = static_cast<float>(want);
     const bool agrees = std::isinf(rounded)
                             ? got == rounded
@@ -272,12 +265,6 @@ class ReferenceSample {
   double raw_sum_ = 0;
   std::vector<ReferenceSupport> supports_;  // the exact one first
 };
-
-inline std::vector<float> RowOf(const HostTensor& tensor, int64_t r) {
-  std::vector<float> x(tensor.cols());
-  for (int64_t c = 0; c < tensor.cols(); ++c) x[c] = tensor.At(r, c);
-  return x;
-}
 
 }  // namespace logitd::testing
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the tokens of `sample` again, by the text of docs/semantics.md and Python's standard library alone.
+"""Draws the tokens of `sample` again, with only the text of docs/semantics.md and Python's standard library.
 
     tests/kernels/sample_replay.py PATH_OF_KERNELS_TEST
 

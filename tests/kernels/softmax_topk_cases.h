@@ -1,5 +1,5 @@
 // What softmax_topk must do on every backend: answers by hand, parity with double precision, and
-// bits that do not depend on company. One table for the CPU and the GPU.
+// bits that do not depend on other rows. One table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_SOFTMAX_TOPK_CASES_H_
 #define LOGITD_TESTS_KERNELS_SOFTMAX_TOPK_CASES_H_
 
@@ -11,141 +11,108 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/reference.h"
 
 namespace logitd::testing {
 
 // ---- Answers by hand
-// -----------------------------------------------------------------------------------------------
 
 struct TopKClaim {
   const char* name;
   std::vector<float> logits;
-  int32_t k;
-  float temperature;
+  int32_t k = 1;
+  float temperature = 1;
   std::vector<int32_t> indices;
   std::vector<float> probs;
   float logsumexp;
-  RowStatus status = {};
+  RowStatus status;
 };
 
 inline const std::vector<TopKClaim>& TopKClaims() {
   static const auto& claims = *new std::vector<TopKClaim>{
-      {"one_token_is_certain", {-3}, 1, 1, {0}, {1}, -3},
-      {"largest_first", {0, std::log(3.0f)}, 2, 1, {1, 0}, {0.75f, 0.25f}, std::log(4.0f)},
-      {"probabilities_are_of_the_whole_row", {0, 0, 0, 0}, 1, 1, {0}, {0.25f}, std::log(4.0f)},
-      {"ties_go_to_the_lower_index",
-       {1, 3, 3, 1},
-       3,
-       1,
-       {1, 2, 0},
-       {0.44039854f, 0.44039854f, 0.05960146f},
-       3.8200748f},
-      {"minus_zero_equals_plus_zero",
-       {-0.0f, 0.0f, -0.0f},
-       3,
-       1,
-       {0, 1, 2},
-       {1 / 3.0f, 1 / 3.0f, 1 / 3.0f},
-       std::log(3.0f)},
-      {"temperature_divides_before_the_softmax",
-       {0, 2 * std::log(3.0f)},
-       2,
-       2,
-       {1, 0},
-       {0.75f, 0.25f},
-       std::log(4.0f)},
-      {"cold_rows_are_certain", {1, 1.5f, 0}, 2, 1e-4f, {1, 0}, {1, 0}, 15000},
-      {"far_tail_keeps_its_digits",
-       {19.028f, -13.239f},
-       2,
-       0.498f,
-       {0, 1},
-       {1, 7.25574871e-29f},
-       38.2088354f},
-      {"minus_inf_comes_last_with_nothing", {-kInf, 0, -kInf}, 2, 1, {1, 0}, {1, 0}, 0},
-      {"minus_inf_alone_has_no_support",
-       {-kInf, -kInf, -kInf},
-       2,
-       1,
-       {0, 1},
-       {0, 0},
-       -kInf,
-       {RowCode::kEmptySupport, -1}},
-      {"plus_inf_is_certain", {5, kInf, 7}, 2, 1, {1, 2}, {1, 0}, kInf},
-      {"several_plus_inf_share",
-       {kInf, 5, kInf, -kInf},
-       4,
-       1,
-       {0, 2, 1, 3},
-       {0.5f, 0.5f, 0, 0},
-       kInf},
-      {"far_apart_is_not_nan", {-3e38f, 3e38f}, 2, 1, {1, 0}, {1, 0}, 3e38f},
-      {"far_apart_and_hot_is_still_a_ratio",
-       {-1.5e38f, 1.5e38f},
-       2,
-       3e38f,
-       {1, 0},
-       {0.7310586f, 0.2689414f},
-       0.8132617f},
+      // clang-format off
+      {.name = "one token is certain", .logits = {-3}, .indices = {0}, .probs = {1},
+       .logsumexp = -3},
+      {.name = "the largest comes first", .logits = {0, std::log(3.0f)}, .k = 2, .indices = {1, 0},
+       .probs = {0.75f, 0.25f}, .logsumexp = std::log(4.0f)},
+      {.name = "probabilities are those of the whole row", .logits = {0, 0, 0, 0}, .indices = {0},
+       .probs = {0.25f}, .logsumexp = std::log(4.0f)},
+      {.name = "ties go to the lower index", .logits = {1, 3, 3, 1}, .k = 3, .indices = {1, 2, 0},
+       .probs = {0.44039854f, 0.44039854f, 0.05960146f}, .logsumexp = 3.8200748f},
+      {.name = "minus zero equals plus zero", .logits = {-0.0f, 0.0f, -0.0f}, .k = 3,
+       .indices = {0, 1, 2}, .probs = {1 / 3.0f, 1 / 3.0f, 1 / 3.0f}, .logsumexp = std::log(3.0f)},
+      {.name = "temperature divides before the softmax", .logits = {0, 2 * std::log(3.0f)}, .k = 2,
+       .temperature = 2, .indices = {1, 0}, .probs = {0.75f, 0.25f}, .logsumexp = std::log(4.0f)},
+      {.name = "a low temperature makes the highest logit certain", .logits = {1, 1.5f, 0}, .k = 2,
+       .temperature = 1e-4f, .indices = {1, 0}, .probs = {1, 0}, .logsumexp = 15000},
+      {.name = "a small probability keeps its digits", .logits = {19.028f, -13.239f}, .k = 2,
+       .temperature = 0.498f, .indices = {0, 1}, .probs = {1, 7.25574871e-29f},
+       .logsumexp = 38.2088354f},
+      {.name = "minus inf comes last and has probability 0", .logits = {-kInf, 0, -kInf}, .k = 2,
+       .indices = {1, 0}, .probs = {1, 0}},
+      {.name = "a row of only minus inf has no support", .logits = {-kInf, -kInf, -kInf}, .k = 2,
+       .indices = {0, 1}, .probs = {0, 0}, .logsumexp = -kInf,
+       .status = {RowCode::kEmptySupport, -1}},
+      {.name = "plus inf is certain", .logits = {5, kInf, 7}, .k = 2, .indices = {1, 2},
+       .probs = {1, 0}, .logsumexp = kInf},
+      {.name = "several plus inf share the probability", .logits = {kInf, 5, kInf, -kInf}, .k = 4,
+       .indices = {0, 2, 1, 3}, .probs = {0.5f, 0.5f, 0, 0}, .logsumexp = kInf},
+      {.name = "logits far apart do not make NaN", .logits = {-3e38f, 3e38f}, .k = 2,
+       .indices = {1, 0}, .probs = {1, 0}, .logsumexp = 3e38f},
+      {.name = "logits far apart keep their ratio at a high temperature",
+       .logits = {-1.5e38f, 1.5e38f}, .k = 2, .temperature = 3e38f, .indices = {1, 0},
+       .probs = {0.7310586f, 0.2689414f}, .logsumexp = 0.8132617f},
       // max / temperature is far beyond what f32 holds to a unit.
-      {"cold_is_still_a_ratio",
-       {10.1f, 10, 10.1f},
-       3,
-       1e-12f,
-       {0, 2, 1},
-       {0.5f, 0.5f, 0},
-       1.01e13f},
-      {"logsumexp_above_f32_is_plus_inf", {1, 2, 1}, 2, 1e-39f, {1, 0}, {1, 0}, kInf},
-      {"logsumexp_below_f32_is_minus_inf", {-2, -1, -2}, 2, 1e-39f, {1, 0}, {1, 0}, -kInf},
-      {"logsumexp_of_zeros_is_finite_at_any_temperature",
-       {0, 0, -1},
-       3,
-       1e-39f,
-       {0, 1, 2},
-       {0.5f, 0.5f, 0},
-       std::log(2.0f)},
-      {"one_nan_spoils_its_row", {1, kNan, 3}, 1, 1, {}, {}, 0, {RowCode::kNanLogit, 1}},
-      {"lowest_nan_is_named", {1, 2, kNan, kNan}, 1, 1, {}, {}, 0, {RowCode::kNanLogit, 2}},
-      {"infinities_of_both_signs_are_no_nan", {-kInf, kInf}, 1, 1, {1}, {1}, kInf},
-      {"nan_beats_plus_inf", {kInf, -kInf, kNan}, 1, 1, {}, {}, 0, {RowCode::kNanLogit, 2}},
+      {.name = "equal logits stay equal at a very low temperature", .logits = {10.1f, 10, 10.1f},
+       .k = 3, .temperature = 1e-12f, .indices = {0, 2, 1}, .probs = {0.5f, 0.5f, 0},
+       .logsumexp = 1.01e13f},
+      {.name = "a logsumexp above f32 is plus inf", .logits = {1, 2, 1}, .k = 2,
+       .temperature = 1e-39f, .indices = {1, 0}, .probs = {1, 0}, .logsumexp = kInf},
+      {.name = "a logsumexp below f32 is minus inf", .logits = {-2, -1, -2}, .k = 2,
+       .temperature = 1e-39f, .indices = {1, 0}, .probs = {1, 0}, .logsumexp = -kInf},
+      {.name = "the logsumexp of zeros is finite at any temperature", .logits = {0, 0, -1}, .k = 3,
+       .temperature = 1e-39f, .indices = {0, 1, 2}, .probs = {0.5f, 0.5f, 0},
+       .logsumexp = std::log(2.0f)},
+      {.name = "one NaN makes its row faulty", .logits = {1, kNan, 3},
+       .status = {RowCode::kNanLogit, 1}},
+      {.name = "the status names the lowest NaN", .logits = {1, 2, kNan, kNan},
+       .status = {RowCode::kNanLogit, 2}},
+      {.name = "infinities of both signs are not NaN", .logits = {-kInf, kInf}, .indices = {1},
+       .probs = {1}, .logsumexp = kInf},
+      {.name = "NaN wins over plus inf", .logits = {kInf, -kInf, kNan},
+       .status = {RowCode::kNanLogit, 2}},
+      // clang-format on
   };
   return claims;
 }
 
-inline constexpr DType kAllDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
-
-// "" where the backend keeps the claim for this type, or the type cannot hold its logits; else what
-// it did instead.
-inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim, DType dtype) {
-  HostTensor tensor(dtype, 1, claim.logits.size(), claim.logits.size(), 0);
-  for (size_t c = 0; c < claim.logits.size(); ++c) {
-    tensor.Set(0, c, claim.logits[c]);
-    const float held = tensor.At(0, c);
-    if (held != claim.logits[c] && !std::isnan(claim.logits[c])) return "";
-  }
-  const SoftmaxTopKRow ask{.first_entry = 0, .temperature = claim.temperature, .k = claim.k};
-  auto got = runner.SoftmaxTopK(tensor, {&ask, 1}, claim.k);
-  if (!got.ok()) return got.status().ToString();
-  TopKRowAnswer want{
-      .status = claim.status, .logsumexp = claim.logsumexp, .indices = claim.indices};
-  // The table's floats are rounded; the tolerance is wide enough for that.
-  want.probs.assign(claim.probs.begin(), claim.probs.end());
-  return DescribeDifference(want, got->status[0], got->logsumexp[0], got->indices, got->probs);
-}
-
-// The same for every type.
+// "" where the backend keeps the claim for every type that holds its logits, else what it did
+// instead.
 inline std::string BrokenClaim(OpRunner& runner, const TopKClaim& claim) {
   for (DType dtype : kAllDTypes) {
-    const std::string broken = BrokenClaim(runner, claim, dtype);
-    if (!broken.empty()) return absl::StrFormat("%s: %s", Name(dtype), broken);
+    const HostTensor logits = TensorOf(dtype, 1, claim.logits);
+    bool exact = true;
+    for (size_t i = 0; i < claim.logits.size(); ++i) {
+      exact &= std::isnan(claim.logits[i]) || logits.At(0, i) == claim.logits[i];
+    }
+    if (!exact) continue;
+    const SoftmaxTopKRow ask{.first_entry = 0, .temperature = claim.temperature, .k = claim.k};
+    const auto got = runner.SoftmaxTopK(logits, {&ask, 1}, claim.k);
+    if (!got.ok()) return got.status().ToString();
+    TopKRowAnswer want{
+        .status = claim.status, .logsumexp = claim.logsumexp, .indices = claim.indices};
+    // The table's floats are rounded; the tolerance is wide enough for that.
+    want.probs.assign(claim.probs.begin(), claim.probs.end());
+    const std::string difference =
+        DescribeDifference(want, got->status[0], got->logsumexp[0], got->indices, got->probs);
+    if (!difference.empty()) return absl::StrFormat("%s: %s", Name(dtype), difference);
   }
   return "";
 }
 
 // ---- Parity with double precision
-// ----------------------------------------------------------------------------------
 
 enum class Temperatures { kOne, kMixed };  // mixed: from 1e-4 to 1e4 by row
 enum class Ks { kSame, kMixed };           // mixed: k, 1, skip, some in between
@@ -186,7 +153,7 @@ inline SoftmaxTopKRow AskOf(const TopKCase& c, int64_t r) {
   return ask;
 }
 
-// Rows and one entry between each two that belongs to none and must stay as it was.
+// Rows, and one unused entry after the entries of each, which must stay as it was.
 struct Asks {
   std::vector<SoftmaxTopKRow> rows;
   int64_t entries = 0;
@@ -210,14 +177,12 @@ inline std::string FirstDifference(const TopKCase& c, const HostTensor& tensor, 
   for (int64_t r = 0; r < c.rows; ++r) {
     const SoftmaxTopKRow& ask = asks.rows[r];
     const int64_t gap = next_entry + ask.k;
-    if (got.indices[gap] != TopKAnswer::kUnwrittenIndex ||
-        got.probs[gap] != TopKAnswer::kUnwrittenFloat) {
-      return absl::StrFormat("%s: wrote entry %d, behind row %d's", Describe(c), gap, r);
+    if (got.indices[gap] != kUnwrittenIndex || got.probs[gap] != kUnwrittenFloat) {
+      return absl::StrFormat("%s: wrote entry %d, after those of row %d", Describe(c), gap, r);
     }
     next_entry = gap + 1;
     if (ask.k == 0) {
-      if (got.logsumexp[r] != TopKAnswer::kUnwrittenFloat ||
-          got.status[r].position != TopKAnswer::kUnwrittenIndex) {
+      if (got.logsumexp[r] != kUnwrittenFloat || got.status[r].position != kUnwrittenIndex) {
         return absl::StrFormat("%s: wrote for row %d, which is to be skipped", Describe(c), r);
       }
       continue;
@@ -267,8 +232,6 @@ inline std::vector<TopKCase> ShapeCases() {
       {32000, {1, 3}},          {50257, {2, 3}},          {131072, {1, 2}},
       {int64_t{1} << 20, {1}},
   };
-  static constexpr int64_t kStrides[] = {0, 1, 3, 17, 64};
-  static constexpr int64_t kOffsets[] = {0, 1, 3, 6, 9, 13, 32};
   std::vector<TopKCase> cases;
   uint64_t n = 0;
   for (const Shape& shape : shapes) {
@@ -325,8 +288,7 @@ inline std::vector<TopKCase> FillCases() {
   return cases;
 }
 
-// ---- Bits that depend on the row alone
-// -----------------------------------------------------------------------------
+// ---- Bits that depend only on the row
 
 struct InvarianceCase {
   DType dtype;
@@ -367,8 +329,8 @@ inline bool SameBits(const RowBits& a, const RowBits& b) {
          a.status.position == b.status.position;
 }
 
-// Where a row travels.
-struct Company {
+// Which batch a row is computed in.
+struct RowBatch {
   int64_t rows = 1;
   int64_t place = 0;  // of the row in the batch
   int64_t stride_extra = 0;
@@ -376,37 +338,37 @@ struct Company {
   int32_t others_k = 1;
 };
 
-// The row of `c`, computed in company of rows of another kind, k and temperature.
-inline absl::StatusOr<RowBits> BitsInCompany(OpRunner& runner, const InvarianceCase& c,
-                                             const Company& company) {
-  HostTensor tensor(c.dtype, company.rows, c.vocab, c.vocab + company.stride_extra, company.offset);
+// The row of `c`, computed in a batch with rows of another kind, k and temperature.
+inline absl::StatusOr<RowBits> BitsInBatch(OpRunner& runner, const InvarianceCase& c,
+                                           const RowBatch& batch) {
+  HostTensor tensor(c.dtype, batch.rows, c.vocab, c.vocab + batch.stride_extra, batch.offset);
   HostTensor row(c.dtype, 1, c.vocab, c.vocab, 0);
   FillRow(row, 0, c.fill, /*seed=*/5);
   std::vector<SoftmaxTopKRow> asks;
   int64_t entries = 0;
-  for (int64_t r = 0; r < company.rows; ++r) {
-    if (r == company.place) {
+  for (int64_t r = 0; r < batch.rows; ++r) {
+    if (r == batch.place) {
       for (int64_t i = 0; i < c.vocab; ++i) tensor.Set(r, i, row.At(0, i));
       asks.push_back({.first_entry = entries, .temperature = c.temperature, .k = c.k});
     } else {
       FillRow(tensor, r, r % 5 == 4 ? Fill::kWithNan : Fill::kNormal, /*seed=*/77);
-      asks.push_back({.first_entry = entries, .temperature = 0.5f + r, .k = company.others_k});
+      asks.push_back({.first_entry = entries, .temperature = 0.5f + r, .k = batch.others_k});
     }
     entries += asks.back().k;
   }
   auto got = runner.SoftmaxTopK(tensor, asks, entries);
   if (!got.ok()) return got.status();
-  const int64_t first = asks[company.place].first_entry;
+  const int64_t first = asks[batch.place].first_entry;
   return RowBits{.indices = {&got->indices[first], &got->indices[first] + c.k},
                  .probs = {&got->probs[first], &got->probs[first] + c.k},
-                 .logsumexp = got->logsumexp[company.place],
-                 .status = got->status[company.place]};
+                 .logsumexp = got->logsumexp[batch.place],
+                 .status = got->status[batch.place]};
 }
 
-// "" where the row's bits are the same alone, twice, and in every company; else the company that
-// changed them.
+// "" where the row's bits are the same alone, twice, and in every batch; else the batch that changed
+// them.
 inline std::string BrokenInvariance(OpRunner& runner, const InvarianceCase& c) {
-  std::vector<Company> companies = {
+  std::vector<RowBatch> batches = {
       {.rows = 1},
       {.rows = 1, .offset = 1},
       {.rows = 2, .place = 1, .others_k = 1},
@@ -418,22 +380,31 @@ inline std::string BrokenInvariance(OpRunner& runner, const InvarianceCase& c) {
       {.rows = 9, .place = 8, .stride_extra = 1, .others_k = 2},
   };
   if (c.vocab <= 50257)
-    companies.push_back({.rows = 40, .place = 17, .stride_extra = 3, .offset = 7, .others_k = 5});
-  if (c.vocab <= 1000) companies.push_back({.rows = 700, .place = 333, .others_k = 7});
-  auto alone = BitsInCompany(runner, c, {});
+    batches.push_back({.rows = 40, .place = 17, .stride_extra = 3, .offset = 7, .others_k = 5});
+  if (c.vocab <= 1000) batches.push_back({.rows = 700, .place = 333, .others_k = 7});
+  auto alone = BitsInBatch(runner, c, {});
   if (!alone.ok()) return alone.status().ToString();
-  for (const Company& company : companies) {
-    auto got = BitsInCompany(runner, c, company);
+  for (const RowBatch& batch : batches) {
+    auto got = BitsInBatch(runner, c, batch);
     if (!got.ok()) return got.status().ToString();
     if (!SameBits(*alone, *got)) {
       return absl::StrFormat(
           "softmax_topk vocab=%d %s k=%d: other bits as row %d of %d, stride +%d, offset %d, "
           "others' k %d",
-          c.vocab, Name(c.dtype), c.k, company.place, company.rows, company.stride_extra,
-          company.offset, company.others_k);
+          c.vocab, Name(c.dtype), c.k, batch.place, batch.rows, batch.stride_extra, batch.offset,
+          batch.others_k);
     }
   }
   return "";
+}
+
+inline std::vector<OpCheck> SoftmaxTopKChecks() {
+  return {
+      ForAll("KeepsEveryClaim", TopKClaims, BrokenClaim),
+      ForAll("EveryShapeAgreesWithDoublePrecision", ShapeCases, FirstDifference),
+      ForAll("EveryKindOfRowAgreesWithDoublePrecision", FillCases, FirstDifference),
+      ForAll("ARowsBitsDoNotDependOnOtherRows", InvarianceCases, BrokenInvariance),
+  };
 }
 
 }  // namespace logitd::testing

@@ -28,35 +28,35 @@ TEST(CheckLogitsTest, SaysFieldValueAndAllowedRange) {
     std::string want;                          // "" = allowed
   };
   const std::vector<Case> cases = {
-      {"as_it_is", [](LogitsShape&) {}, ""},
-      {"half_the_bytes_for_f16",
+      {"as it is", [](LogitsShape&) {}, ""},
+      {"half the bytes for f16",
        [](LogitsShape& s) {
          s.dtype = DType::kF16;
          s.payload_bytes /= 2;
        },
        ""},
-      {"largest_vocab",
+      {"largest vocab",
        [](LogitsShape& s) {
          s.vocab = 1 << 20;
          s.payload_bytes = int64_t{4} << 22;
        },
        ""},
-      {"unknown_dtype", [](LogitsShape& s) { s.dtype = static_cast<DType>(7); },
+      {"unknown dtype", [](LogitsShape& s) { s.dtype = static_cast<DType>(7); },
        "dtype: got 7, allowed f32, f16, bf16"},
-      {"no_rows", [](LogitsShape& s) { s.rows = 0; }, "rows: got 0, allowed 1..45881031681431"},
-      {"negative_rows", [](LogitsShape& s) { s.rows = -1; },
+      {"no rows", [](LogitsShape& s) { s.rows = 0; }, "rows: got 0, allowed 1..45881031681431"},
+      {"negative rows", [](LogitsShape& s) { s.rows = -1; },
        "rows: got -1, allowed 1..45881031681431"},
-      {"rows_whose_bytes_overflow", [](LogitsShape& s) { s.rows = kMost / 2; },
+      {"rows whose bytes overflow", [](LogitsShape& s) { s.rows = kMost / 2; },
        "rows: got 4611686018427387903, allowed 1..45881031681431"},
-      {"no_vocab", [](LogitsShape& s) { s.vocab = 0; }, "vocab: got 0, allowed 1..1048576"},
-      {"negative_vocab", [](LogitsShape& s) { s.vocab = -5; }, "vocab: got -5, allowed 1..1048576"},
-      {"vocab_too_large", [](LogitsShape& s) { s.vocab = 1048577; },
+      {"no vocab", [](LogitsShape& s) { s.vocab = 0; }, "vocab: got 0, allowed 1..1048576"},
+      {"negative vocab", [](LogitsShape& s) { s.vocab = -5; }, "vocab: got -5, allowed 1..1048576"},
+      {"vocab too large", [](LogitsShape& s) { s.vocab = 1048577; },
        "vocab: got 1048577, allowed 1..1048576"},
-      {"one_byte_short", [](LogitsShape& s) { --s.payload_bytes; },
+      {"one byte short", [](LogitsShape& s) { --s.payload_bytes; },
        "logits: got 804111 bytes, but rows 4 x vocab 50257 x f32 is 804112 bytes"},
-      {"negative_bytes", [](LogitsShape& s) { s.payload_bytes = -1; },
+      {"negative bytes", [](LogitsShape& s) { s.payload_bytes = -1; },
        "logits: got -1 bytes, but rows 4 x vocab 50257 x f32 is 804112 bytes"},
-      {"bytes_of_another_dtype", [](LogitsShape& s) { s.dtype = DType::kBF16; },
+      {"bytes of another dtype", [](LogitsShape& s) { s.dtype = DType::kBF16; },
        "logits: got 804112 bytes, but rows 4 x vocab 50257 x bf16 is 402056 bytes"},
   };
   for (const Case& c : cases) {
@@ -76,19 +76,19 @@ TEST(CheckSoftmaxTopKTest, SaysFieldRowValueAndAllowedRange) {
   const Case cases[] = {
       {"smallest", {.temperature = 1e-4f, .k = 1}, ""},
       {"largest", {.temperature = 3e38f, .k = 50257}, ""},
-      {"k_zero", {.temperature = 1, .k = 0}, "k: got 0 at row 3, allowed 1..50257"},
-      {"k_negative", {.temperature = 1, .k = -2}, "k: got -2 at row 3, allowed 1..50257"},
-      {"k_above_vocab", {.temperature = 1, .k = 50258}, "k: got 50258 at row 3, allowed 1..50257"},
-      {"temperature_zero",
+      {"k zero", {.temperature = 1, .k = 0}, "k: got 0 at row 3, allowed 1..50257"},
+      {"k negative", {.temperature = 1, .k = -2}, "k: got -2 at row 3, allowed 1..50257"},
+      {"k above vocab", {.temperature = 1, .k = 50258}, "k: got 50258 at row 3, allowed 1..50257"},
+      {"temperature zero",
        {.temperature = 0, .k = 1},
        "temperature: got 0 at row 3, allowed finite and > 0"},
-      {"temperature_negative",
+      {"temperature negative",
        {.temperature = -0.5f, .k = 1},
        "temperature: got -0.5 at row 3, allowed finite and > 0"},
-      {"temperature_nan",
+      {"temperature nan",
        {.temperature = kNan, .k = 1},
        "temperature: got nan at row 3, allowed finite and > 0"},
-      {"temperature_inf",
+      {"temperature inf",
        {.temperature = kInf, .k = 1},
        "temperature: got inf at row 3, allowed finite and > 0"},
   };

@@ -12,31 +12,16 @@ namespace logitd::testing {
 namespace {
 
 class SoftmaxTopKGpuTest : public CudaTest {};
-
-TEST_F(SoftmaxTopKGpuTest, KeepsEveryClaim) {
-  for (const TopKClaim& claim : TopKClaims())
-    EXPECT_EQ(BrokenClaim(*runner_, claim), "") << claim.name;
-}
-
-TEST_F(SoftmaxTopKGpuTest, EveryShapeAgreesWithDoublePrecision) {
-  for (const TopKCase& c : ShapeCases()) ASSERT_EQ(FirstDifference(*runner_, c), "");
-}
-
-TEST_F(SoftmaxTopKGpuTest, EveryKindOfRowAgreesWithDoublePrecision) {
-  for (const TopKCase& c : FillCases()) ASSERT_EQ(FirstDifference(*runner_, c), "");
-}
-
-TEST_F(SoftmaxTopKGpuTest, ARowsBitsDoNotDependOnItsCompany) {
-  for (const InvarianceCase& c : InvarianceCases()) ASSERT_EQ(BrokenInvariance(*runner_, c), "");
-}
+const bool kRegistered =
+    RegisterChecks<SoftmaxTopKGpuTest>("SoftmaxTopKGpuTest", SoftmaxTopKChecks());
 
 TEST_F(SoftmaxTopKGpuTest, BitsAreTheSameRunAfterRunAndOnEveryStream) {
   auto other = OpRunner::Create(Cuda()->get()).value();
   for (const InvarianceCase& c : InvarianceCases()) {
-    const Company company{.rows = 3, .place = 2, .others_k = 4};
-    const RowBits want = BitsInCompany(*runner_, c, company).value();
+    const RowBatch batch{.rows = 3, .place = 2, .others_k = 4};
+    const RowBits want = BitsInBatch(*runner_, c, batch).value();
     for (OpRunner* runner : {runner_.get(), other.get()}) {
-      EXPECT_TRUE(SameBits(want, BitsInCompany(*runner, c, company).value()))
+      EXPECT_TRUE(SameBits(want, BitsInBatch(*runner, c, batch).value()))
           << "vocab " << c.vocab << " " << Name(c.dtype) << " k " << c.k;
     }
   }

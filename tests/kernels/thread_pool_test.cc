@@ -31,7 +31,7 @@ TEST(ThreadPoolTest, OneThreadRunsEverythingOnTheCaller) {
 TEST(ThreadPoolTest, ItemsRunAtOnce) {
   ThreadPool pool(3);
   std::atomic<int> here{0};
-  // Each item waits for the other two: on fewer threads this would not end.
+  // Each item waits for the other two: on fewer threads this does not end.
   pool.ParallelFor(3, [&](int64_t) {
     ++here;
     while (here < 3) std::this_thread::yield();
@@ -52,7 +52,7 @@ TEST(ThreadPoolTest, ALoopDoesNotWaitForAnotherCallersLoop) {
   });
   while (held < 2) std::this_thread::yield();
   int64_t sum = 0;
-  pool.ParallelFor(100, [&](int64_t i) { sum += i; });  // no helper is free, so the caller is alone
+  pool.ParallelFor(100, [&](int64_t i) { sum += i; });  // no helper is free: the caller does all
   EXPECT_EQ(sum, 4950);
   release = true;
   holder.join();

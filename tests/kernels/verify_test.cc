@@ -5,27 +5,21 @@
 
 #include <cmath>
 #include <functional>
-#include <memory>
 #include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "kernels/backend.h"
 #include "kernels/draw.h"
 #include "tests/kernels/chi_square.h"
-#include "tests/kernels/op_runner.h"
+#include "tests/kernels/cpu_test.h"
 #include "tests/kernels/sample_cases.h"
 #include "tests/kernels/sample_reference.h"
 
 namespace logitd::testing {
 namespace {
 
-class VerifyCpuTest : public ::testing::Test {
- protected:
-  std::unique_ptr<Backend> backend_ = CreateBackend("cpu", {.cpu_threads = 2}).value();
-  std::unique_ptr<OpRunner> runner_ = OpRunner::Create(backend_.get()).value();
-};
+class VerifyCpuTest : public CpuTest {};
 
 HostTensor Tensor(const std::vector<std::vector<float>>& rows) {
   HostTensor tensor(DType::kF32, rows.size(), rows[0].size(), rows[0].size(), 0);
@@ -42,7 +36,7 @@ struct VerifyClaim {
   int32_t draft;
   DraftKind kind;
   std::vector<float> q;
-  float temperature;
+  float temperature = 1;
   int32_t accepted;
   int32_t token;
 };
@@ -51,32 +45,30 @@ TEST_F(VerifyCpuTest, KeepsEveryClaim) {
   ASSERT_NEAR(std::ldexp(CoinBits(0, 0), -64), 0.6055, 1e-4);
   const float ln2 = std::log(2.0f);
   const std::vector<VerifyClaim> claims = {
-      {"more_likely_than_drafted_is_accepted",
-       {0, 0},
-       0,
-       DraftKind::kDense,
-       {0.25f, 0.75f},
-       1,
-       1,
-       0},
-      {"ratio_above_the_coin_is_accepted", {0, 0}, 0, DraftKind::kDense, {0.8f, 0.2f}, 1, 1, 0},
-      {"ratio_below_the_coin_is_refused", {0, 0}, 0, DraftKind::kDense, {0.9f, 0.1f}, 1, 0, 1},
+      // clang-format off
+      {.name = "a draft more likely than drafted is accepted", .target = {0, 0},
+       .kind = DraftKind::kDense, .q = {0.25f, 0.75f}, .accepted = 1, .token = 0},
+      {.name = "a ratio above the coin is accepted", .target = {0, 0}, .kind = DraftKind::kDense,
+       .q = {0.8f, 0.2f}, .accepted = 1, .token = 0},
+      {.name = "a ratio below the coin is refused", .target = {0, 0}, .kind = DraftKind::kDense,
+       .q = {0.9f, 0.1f}, .accepted = 0, .token = 1},
       // p is 1/4, 1/4, 1/2; what q left is 1/3 and 2/3 of the last two, and the bits are 0.8805.
-      {"another_is_drawn_from_what_q_left", {0, 0, ln2}, 0, DraftKind::kDense, {1, 0, 0}, 1, 0, 2},
-      {"a_draft_outside_the_support_is_refused",
-       {-kInf, 0},
-       0,
-       DraftKind::kDense,
-       {0.01f, 0.99f},
-       1,
-       0,
-       1},
-      {"greedy_target_accepts_its_own_choice", {1, 2}, 1, DraftKind::kDense, {0.5f, 0.5f}, 0, 1, 1},
-      {"greedy_target_refuses_all_else", {1, 2}, 0, DraftKind::kDense, {0.99f, 0.01f}, 0, 0, 1},
+      {.name = "a refused draft is replaced from what q left", .target = {0, 0, ln2},
+       .kind = DraftKind::kDense, .q = {1, 0, 0}, .accepted = 0, .token = 2},
+      {.name = "a draft outside the support is refused", .target = {-kInf, 0},
+       .kind = DraftKind::kDense, .q = {0.01f, 0.99f}, .accepted = 0, .token = 1},
+      {.name = "a greedy target accepts its own token", .target = {1, 2}, .draft = 1,
+       .kind = DraftKind::kDense, .q = {0.5f, 0.5f}, .temperature = 0, .accepted = 1, .token = 1},
+      {.name = "a greedy target refuses any other token", .target = {1, 2},
+       .kind = DraftKind::kDense, .q = {0.99f, 0.01f}, .temperature = 0, .accepted = 0, .token = 1},
       // The bits point at token 1.
-      {"greedy_draft_that_would_be_drawn", {0, 0}, 1, DraftKind::kGreedy, {}, 1, 1, 1},
-      {"greedy_draft_that_would_not", {0, 0}, 0, DraftKind::kGreedy, {}, 1, 0, 1},
-      {"q_that_is_no_number_is_nothing", {0, 0}, 0, DraftKind::kDense, {kNan, 1}, 1, 1, 0},
+      {.name = "a greedy draft is accepted if sample draws it", .target = {0, 0}, .draft = 1,
+       .kind = DraftKind::kGreedy, .accepted = 1, .token = 1},
+      {.name = "a greedy draft is refused if sample draws another", .target = {0, 0},
+       .kind = DraftKind::kGreedy, .accepted = 0, .token = 1},
+      {.name = "a q of NaN counts as 0", .target = {0, 0}, .kind = DraftKind::kDense,
+       .q = {kNan, 1}, .accepted = 1, .token = 0},
+      // clang-format on
   };
   for (const VerifyClaim& claim : claims) {
     SampleBatch batch{.rows = {PlainRow(), PlainRow()}};
@@ -112,7 +104,7 @@ TEST_F(VerifyCpuTest, ARefusedRowEndsItsSequenceAndNoOther) {
   EXPECT_EQ(got.rows.status[4].code, RowCode::kOk);
 }
 
-// Greedy drafts: whatever the parameters, what comes out is what sample gives row by row.
+// With greedy drafts the tokens are those of sample row by row, whatever the parameters.
 TEST_F(VerifyCpuTest, GreedyDraftsGiveTheTokensOfSample) {
   for (const int64_t vocab : {5, 1000, 5000}) {
     const int64_t rows = 90;
@@ -125,12 +117,12 @@ TEST_F(VerifyCpuTest, GreedyDraftsGiveTheTokensOfSample) {
       batch.rows.back().active = 1;
       batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
     }
-    const SampleAnswer alone = runner_->Sample(tensor, batch).value();
+    const SampleAnswer sampled = runner_->Sample(tensor, batch).value();
     VerifyBatch verify;
     for (int64_t r = 0; r < rows; ++r) {
-      const bool right = random() % 3 != 0 && alone.tokens[r] >= 0;
+      const bool right = random() % 3 != 0 && sampled.tokens[r] >= 0;
       verify.drafts.push_back(
-          {.token = static_cast<int32_t>(right ? alone.tokens[r] : random() % vocab)});
+          {.token = static_cast<int32_t>(right ? sampled.tokens[r] : random() % vocab)});
     }
     for (int64_t first = 0; first < rows;) {
       const auto count = static_cast<int32_t>(std::min<int64_t>(rows - first, 1 + random() % 6));
@@ -142,13 +134,13 @@ TEST_F(VerifyCpuTest, GreedyDraftsGiveTheTokensOfSample) {
       const VerifySequence& sequence = verify.sequences[s];
       int32_t want = 0;
       while (want + 1 < sequence.rows && verify.drafts[sequence.first_row + want].token ==
-                                             alone.tokens[sequence.first_row + want]) {
+                                             sampled.tokens[sequence.first_row + want]) {
         ++want;
       }
       ASSERT_EQ(got.accepted[s], want) << "vocab " << vocab << " sequence " << s;
       for (int64_t r = sequence.first_row; r < sequence.first_row + sequence.rows; ++r) {
         if (r <= sequence.first_row + want) {
-          EXPECT_EQ(SampleBits(got.rows, batch.rows[r], r), SampleBits(alone, batch.rows[r], r));
+          EXPECT_EQ(SampleBits(got.rows, batch.rows[r], r), SampleBits(sampled, batch.rows[r], r));
         } else {
           EXPECT_EQ(got.rows.status[r].code, RowCode::kNotReached);
           EXPECT_EQ(got.rows.tokens[r], -1);
@@ -165,9 +157,9 @@ struct DistributionCase {
   bool peaked;  // q is far from p
 };
 
-// 2^20 sequences of two drafts from q: the first token is of p, so is the second where the first
-// draft was accepted, and so on; drafts are accepted at the rate sum min(p, q). Each of the tests
-// rings falsely once in a million.
+// 2^20 sequences of two drafts from q. The first token has distribution p, so has the second where the
+// first draft was accepted, and so on. Drafts are accepted at the rate sum min(p, q). Each test fails
+// falsely once in a million.
 TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   constexpr int64_t kSequences = int64_t{1} << 15;
@@ -177,7 +169,7 @@ TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
   constexpr int64_t kBatch = 1024, kVocab = 12, kRows = 3;
   const std::vector<DistributionCase> cases = {
       {"dense", DraftKind::kDense, [](SampleRow&) {}, false},
-      {"dense_filtered", DraftKind::kDense,
+      {"dense filtered", DraftKind::kDense,
        [](SampleRow& row) {
          row.temperature = 0.8f;
          row.top_k = 6;
@@ -292,35 +284,35 @@ TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
       {"list", [](Asked& a) { a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList}; },
        ""},
       {"dense", [](Asked& a) { a.drafts[0] = {.token = 9, .kind = DraftKind::kDense}; }, ""},
-      {"last_rows_have_no_draft", [](Asked& a) { a.drafts[1].token = a.drafts[2].token = -9; }, ""},
-      {"sample_is_checked_too", [](Asked& a) { a.params[2].top_p = 0; },
+      {"last rows have no draft", [](Asked& a) { a.drafts[1].token = a.drafts[2].token = -9; }, ""},
+      {"sample is checked too", [](Asked& a) { a.params[2].top_p = 0; },
        "top_p: got 0 at row 2, allowed > 0 and <= 1"},
-      {"a_draft_for_each_row", [](Asked& a) { a.drafts.pop_back(); },
+      {"a draft for each row", [](Asked& a) { a.drafts.pop_back(); },
        "drafts: got 2 values, allowed 3 (rows)"},
-      {"token_outside_the_vocabulary", [](Asked& a) { a.drafts[0].token = 10; },
+      {"token outside the vocabulary", [](Asked& a) { a.drafts[0].token = 10; },
        "draft: got token 10 at row 0, allowed 0..9"},
-      {"unknown_kind", [](Asked& a) { a.drafts[0].kind = static_cast<DraftKind>(3); },
+      {"unknown kind", [](Asked& a) { a.drafts[0].kind = static_cast<DraftKind>(3); },
        "draft kind: got 3 at row 0, allowed greedy, list, dense"},
-      {"empty_list", [](Asked& a) { a.drafts[0].kind = DraftKind::kList; },
+      {"empty list", [](Asked& a) { a.drafts[0].kind = DraftKind::kList; },
        "draft count: got 0 at row 0, allowed 1..10"},
-      {"list_without_ids",
+      {"list without ids",
        [](Asked& a) { a.drafts[0] = {.token = 5, .count = 4, .kind = DraftKind::kList}; },
        "draft_ids: got entries [0, 0 + 4) at row 0, allowed inside the 3 sent"},
-      {"dense_without_all",
+      {"dense without all",
        [](Asked& a) { a.drafts[0] = {.first_prob = 1, .kind = DraftKind::kDense}; },
        "draft_probs: got entries [1, 1 + 10) at row 0, allowed inside the 10 sent"},
-      {"list_not_ascending",
+      {"list not ascending",
        [](Asked& a) {
          a.draft_ids = {1, 5, 5};
          a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList};
        },
        "draft_ids: got token 5 at row 0, allowed ascending, here 6..9"},
-      {"list_without_its_token",
+      {"list without its token",
        [](Asked& a) { a.drafts[0] = {.token = 2, .count = 3, .kind = DraftKind::kList}; },
        "draft: got token 2 at row 0, allowed one of its 3 draft_ids"},
-      {"a_gap_between_sequences", [](Asked& a) { a.sequences[1].first_row = 3; },
+      {"a gap between sequences", [](Asked& a) { a.sequences[1].first_row = 3; },
        "sequences: got rows [3, 3 + 1) at sequence 1, allowed from row 2, 1..1 of them"},
-      {"rows_of_no_sequence", [](Asked& a) { a.sequences.pop_back(); },
+      {"rows of no sequence", [](Asked& a) { a.sequences.pop_back(); },
        "sequences: got 2 rows, allowed 3 (rows)"},
   };
   for (const CheckCase& c : cases) {
