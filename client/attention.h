@@ -40,8 +40,8 @@ struct AttentionMask {
   absl::string_view bytes;
 };
 
-// The arrays are the caller's, little-endian, rows without padding, and are not copied. They must not
-// overlap the answer's. LogitsRequest::owner says how long they must live.
+// The arrays are the caller's, little-endian, rows without padding, and are not copied. They must
+// not overlap the answer's. LogitsRequest::owner says how long they must live.
 struct AttentionSoftmaxRequest {
   v1::DType dtype = v1::DTYPE_F32;
   AttentionShape shape;
@@ -66,7 +66,7 @@ struct AttentionSoftmaxBackwardRequest {
   AttentionWindow window;
   std::vector<float> sinks;           // as in the forward
   absl::Span<const float> logsumexp;  // [rows], with sinks
-  // Of d_scores: `dtype` (the default); any where `dtype` is f32.
+  // The type of d_scores: `dtype` (the default), or any type where `dtype` is f32.
   v1::DType out_dtype = v1::DTYPE_UNSPECIFIED;
   absl::Span<char> d_scores;  // as AttentionSoftmaxRequest::probs
   std::shared_ptr<const void> owner;

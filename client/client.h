@@ -36,7 +36,8 @@ struct LogitsRequest {
   // per row). Not copied. `owner` says how long the bytes must live.
   std::vector<absl::string_view> logits;
   // In place of logits: hidden states [rows, hidden_size] for a head that the server has loaded, in
-  // the dtype of its weight, in pieces like logits. `vocab` may then be 0. Verify takes logits only.
+  // the dtype of its weight, in pieces like logits. `vocab` may then be 0. Verify takes logits
+  // only.
   std::string head;
   int64_t hidden_size = 0;
   std::vector<absl::string_view> hidden;
@@ -171,8 +172,8 @@ class Client {
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
 
   // The server's output heads; heads.proto has fields and errors. During a load, `progress` (may be
-  // null) is called now and then, with a total of 0 while the load waits its turn; false cancels the
-  // load (CANCELLED). A load has no deadline, because it may take minutes, and one attempt.
+  // null) is called now and then, with a total of 0 while the load waits its turn; false cancels
+  // the load (CANCELLED). A load has no deadline, because it may take minutes, and one attempt.
   absl::StatusOr<v1::Head> LoadHead(
       const v1::LoadHeadRequest& request,
       const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);

@@ -280,7 +280,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   }
   (*engine)->Stop();
   // Leaked: its HTTP server takes two seconds to end, the process ends faster. It holds the
-  // registry weakly. Volatile, because a compiler drops a static that nobody reads, and a leak
+  // registry weakly. Volatile, because a compiler drops a static that is never read, and a leak
   // checker then reports the exposer.
   [[maybe_unused]] static prometheus::Exposer* volatile leaked;
   leaked = exposer->release();

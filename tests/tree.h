@@ -8,7 +8,7 @@
 namespace logitd::testing {
 
 // `path` is relative to the repository's root. In a bundle, where the test lies in bin/, the copy
-// beside bin/; otherwise the source tree's.
+// next to bin/; otherwise the source tree's.
 inline std::filesystem::path InTree(const std::string& path) {
   const auto bundled =
       std::filesystem::read_symlink("/proc/self/exe").parent_path().parent_path() / path;

@@ -25,9 +25,9 @@ constexpr char kFooter[] = R"(Examples:
 The table: latency percentiles in microseconds; "added" is the client's round trip less the kernel.
 Exit codes: 0 done, 1 a scenario had no answer or the server is not there, 2 bad usage.)";
 
-// Why each is there: one row is the latency of a decode loop. 1 to 64 MiB over one connection is the
-// way from socket to pinned memory, with one call and with calls that overlap. 64 at once is more
-// than a server should hold.
+// Why each is there: one row is the latency of a decode loop. 1 to 64 MiB over one connection is
+// the way from socket to pinned memory, with one call and with calls that overlap. 64 at once is
+// more than a server should hold.
 std::vector<Scenario> ServicePreset(const Scenario& base) {
   Scenario one = {.name = "one_row",
                   .k = base.k,

@@ -34,8 +34,8 @@ absl::StatusOr<ScoreResult> Client::ScoreStream(
                  Attempt attempt = transport.Stream("/logitd.v1.Scorer/ScoreStream", &messages,
                                                     deadline, transport.options().deadline, &hold);
                  attempt.progressed = messages.taken_rows() > before;
-                 // This is how a server ends a stream whose answers nobody read in time, because
-                 // `progress` took long.
+                 // This is how a server ends a stream whose answers the client did not read in
+                 // time, because `progress` took long.
                  if (attempt.cancelled_by_server) {
                    attempt.status = absl::UnavailableError(
                        absl::StrCat("the server gave the stream up: ", attempt.status.message()));

@@ -64,10 +64,10 @@ struct Input {
   }
 };
 
-// Of --logits or --hidden. INVALID_ARGUMENT also for flags that do not go together.
+// The rows of --logits or --hidden. INVALID_ARGUMENT also for flags that do not go together.
 absl::StatusOr<Input> LoadFile(const InputFlags& flags);
 
-// Of --text: the model, and the tokens of the prompt.
+// The model and the tokens of --text.
 absl::StatusOr<Input> LoadPrompt(const InputFlags& flags);
 
 // The model's state after bos and `tokens`; returns the last hidden state.

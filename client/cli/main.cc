@@ -35,7 +35,7 @@ Exit codes:
   0  done
   1  the server refused or failed the call
   2  bad usage or a bad file
-  3  nobody answers at the address, or the server is not serving)";
+  3  no answer at the address, or the server is not serving)";
 
 constexpr char kTopKHelp[] =
     R"(The k most probable tokens of every row of a tensor of logits, or after a prompt.

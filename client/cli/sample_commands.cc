@@ -93,8 +93,8 @@ absl::StatusOr<v1::SampleRequest> MakeParams(const SamplingFlags& flags, int64_t
   return loaded;
 }
 
-// Prints text that comes in pieces. A piece may end inside a character: whole characters are printed,
-// the rest waits for the next piece.
+// Prints text that comes in pieces. A piece may end inside a character: whole characters are
+// printed, the rest waits for the next piece.
 class LiveText {
  public:
   void Show(absl::string_view bytes) {

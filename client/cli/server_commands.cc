@@ -22,7 +22,7 @@ int RunHealth(const Session& session, const HealthFlags& flags) {
   };
   if (flags.watch) {
     const absl::Status ended = session.client().WatchHealth(flags.service, print);
-    // The watch ends with the server: nobody serves there any more, however it ended.
+    // The watch ends with the server: no server is there any more, however it ended.
     if (ended.ok() || absl::IsCancelled(ended)) {
       Complain("the server has ended the watch");
       return kExitUnavailable;

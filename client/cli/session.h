@@ -17,7 +17,7 @@ enum ExitCode {
   kExitOk = 0,
   kExitCallFailed = 1,   // the server refused or failed the call
   kExitBadInput = 2,     // the command line or a file
-  kExitUnavailable = 3,  // nobody answers, or not serving
+  kExitUnavailable = 3,  // no answer, or not serving
 };
 
 struct CommonFlags {

@@ -134,7 +134,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& requ
   std::vector<grpc::Slice> slices;
   slices.reserve(1 + payload.size());
   slices.emplace_back(param_bytes + own_fields.size());
-  auto* const bytes = const_cast<uint8_t*>(slices[0].begin());  // new, and nobody else's yet
+  auto* const bytes = const_cast<uint8_t*>(slices[0].begin());  // new, and not shared yet
   uint8_t* const end = request.params.SerializeWithCachedSizesToArray(bytes);
   std::copy(own_fields.begin(), own_fields.end(), end);
   for (absl::string_view piece : payload) {

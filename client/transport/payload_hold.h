@@ -10,8 +10,8 @@
 namespace logitd::client {
 
 // One attempt's share of a payload. gRPC may still hold the payload after a call has ended. With an
-// owner, gRPC's slices share it and nobody waits. Without one, the attempt ends only after gRPC has
-// dropped every slice. Not thread-safe, except that gRPC drops slices on any thread.
+// owner, gRPC's slices share it and no call waits. Without one, the attempt ends only after gRPC
+// has dropped every slice. Not thread-safe, except that gRPC drops slices on any thread.
 class PayloadHold {
  public:
   explicit PayloadHold(std::shared_ptr<const void> owner) : owner_(std::move(owner)) {
@@ -26,7 +26,7 @@ class PayloadHold {
   // From here on only the slices share the owner.
   void Drop() { owner_.reset(); }
 
-  // Becomes true when gRPC has dropped the last slice. Null: nobody waits.
+  // Becomes true when gRPC has dropped the last slice. Null: no call waits.
   absl::Notification* released() const { return released_.get(); }
 
  private:

@@ -1,5 +1,5 @@
-// Launchers of the CUDA ops. They enqueue and return: no allocation, no synchronisation, no logging.
-// Pointers in the arguments are device memory.
+// Launchers of the CUDA ops. They enqueue and return: no allocation, no synchronisation, no
+// logging. Pointers in the arguments are device memory.
 #ifndef LOGITD_KERNELS_CUDA_OPS_H_
 #define LOGITD_KERNELS_CUDA_OPS_H_
 

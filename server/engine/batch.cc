@@ -25,7 +25,7 @@ int64_t BytesOf(const Array& array, const JobSpec& spec) {
   return SaturatingMultiply(spec.counts[array.axis], static_cast<int64_t>(array.bytes));
 }
 
-// Of one row, in all input arrays that have an element for each row.
+// The bytes of one row in all input arrays that have an element for each row.
 size_t ParamBytes(const OpTraits& op) {
   size_t bytes = 0;
   for (const Array& array : op.inputs) bytes += array.axis == kRowAxis ? array.bytes : 0;

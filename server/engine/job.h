@@ -27,7 +27,8 @@ inline constexpr size_t kRowAxis = 0;
 inline constexpr size_t kMaxAxes = 10;
 inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
 
-// A number for each axis: of elements, or of the first element. Axes that an op does not have are 0.
+// A number for each axis: of elements, or of the first element. Axes that an op does not have are
+// 0.
 using AxisCounts = std::array<int64_t, kMaxAxes>;
 
 // One array of an op: so many bytes for each element of an axis.

@@ -80,7 +80,7 @@ void Advance(const JobSpec& spec, AxisCounts* first) {
   for (size_t axis = kRowAxis + 1; axis < kMaxAxes; ++axis) (*first)[axis] += spec.counts[axis];
 }
 
-// Writes the inputs behind the payload and lays out the outputs.
+// Writes the inputs after the payload and lays out the outputs.
 Plan Prepare(const Batch& batch, const SlabLayout& layout, const Extent& extent) {
   const OpTraits& op = *batch.key.op;
   Plan plan{.extent = extent, .row_stride = RowStride(batch.key)};

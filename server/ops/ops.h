@@ -20,8 +20,8 @@ struct Op {
   const engine::OpTraits* op;      // on logits, or on attention's scores
   const engine::OpTraits* linear;  // the same on hidden states of a head; null: none
   std::string_view service;
-  std::string_view method;         // a message a call
-  std::string_view stream_method;  // a stream of such messages; empty: none
+  std::string_view method;         // a call sends one message
+  std::string_view stream_method;  // a stream of such messages; empty: there is none
 };
 
 inline constexpr Op kOps[] = {
@@ -34,7 +34,7 @@ inline constexpr Op kOps[] = {
      "SoftmaxBackwardStream"},
 };
 
-// Of kOps, in order: op and linear.
+// The traits of kOps, in order: op, then linear where there is one.
 absl::Span<const engine::OpTraits* const> AllTraits();
 
 // Their names.

@@ -13,7 +13,8 @@
 namespace logitd::ops {
 
 // A member that is a place in an array: an element of `axis`, counted from the job's first; a
-// negative value stands for no place. With `count` it is where the row's answers start, so many elements.
+// negative value stands for no place. With `count` it is where the row's answers start, so many
+// elements.
 template <typename Row>
 struct RowPlace {
   size_t axis;

@@ -84,7 +84,7 @@ TEST_F(AttentionTest, CausalWithSinksIsTheDefinition) {
   }
 }
 
-// Of a server that takes 1 MiB, whatever the form of the mask: chunks border within heads, at
+// For a server that takes 1 MiB, whatever the form of the mask: chunks border within heads, at
 // heads, and at items.
 TEST_F(AttentionTest, ATensorOfAnySizeGivesTheSameBitsInAnyNumberOfMessages) {
   const client::AttentionShape shape = {.batch = 2, .heads = 3, .queries = 40, .keys = 50};
@@ -385,7 +385,7 @@ TEST_F(AttentionTest, LogitctlSoftmaxWritesWhatItWasAskedFor) {
   EXPECT_EQ(json["fault_rows"], nlohmann::json::array());
   EXPECT_GT(json["timings"]["total_ns"], 0);
 
-  // With the mask of booleans and a window that leaves the first query that key alone: no key.
+  // With the mask of booleans and a window that leaves the first query only that key: no key.
   ran = Logitctl({"softmax", "--scores", file, "--mask", mask, "--window", "0,inf", "--out", out});
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_THAT(ran.out, AllOf(HasSubstr("[2,3] f32 to "), HasSubstr("row 1: EMPTY_SUPPORT"),

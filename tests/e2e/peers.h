@@ -1,5 +1,5 @@
-// Clients without our code: protobuf requests, gRPC's generic stubs, and bare HTTP/2 for what no gRPC
-// library does.
+// Clients without our code: protobuf requests, gRPC's generic stubs, and bare HTTP/2 for what no
+// gRPC library does.
 #ifndef LOGITD_TESTS_E2E_PEERS_H_
 #define LOGITD_TESTS_E2E_PEERS_H_
 
@@ -55,8 +55,8 @@ std::string Bits(Response response) {
   return response.SerializeAsString();
 }
 
-// A valid request with a payload of `rows` x 65536 f32 zeros. Its slices share memory, so many of them
-// cost this process nothing.
+// A valid request with a payload of `rows` x 65536 f32 zeros. Its slices share memory, so many of
+// them cost this process nothing.
 grpc::ByteBuffer LargeRequest(int64_t rows);
 inline constexpr int64_t kLargeRowBytes = 65536 * 4;
 
@@ -114,7 +114,8 @@ class ManyCalls {
 // One HTTP/2 stream without a gRPC library.
 class BarePeer {
  public:
-  // Connects to 127.0.0.1:`port` and sends the preface. `window`: the bytes of an answer it accepts.
+  // Connects to 127.0.0.1:`port` and sends the preface. `window`: the bytes of an answer it
+  // accepts.
   explicit BarePeer(int port, uint32_t window = 65535);
   // Closes the socket and sends nothing more.
   ~BarePeer();

@@ -29,8 +29,8 @@ Ended RunToEnd(const std::vector<std::string>& flags);
 // Not thread-safe, except Metric.
 class ServerProcess {
  public:
-  // Starts the server on the CPU backend with a TCP port, a Unix socket, a metrics port and `flags`.
-  // Waits until it listens.
+  // Starts the server on the CPU backend with a TCP port, a Unix socket, a metrics port and
+  // `flags`. Waits until it listens.
   explicit ServerProcess(std::vector<std::string> flags = {});
   // Kills it if it still runs.
   ~ServerProcess();

@@ -76,7 +76,7 @@ struct Bad {
   const char* error;
 };
 
-// Of files with 24 data bytes.
+// Files with 24 data bytes.
 TEST(SafetensorsTest, NamesTheFault) {
   const std::string x = R"({"dtype":"F32","shape":[6],"data_offsets":[0,24]})";
   for (const Bad& test : {

@@ -110,9 +110,9 @@ class FieldComparison {
   std::string text_;
 };
 
-// Empty if `parse` and the generated reader agree on `bytes`, in one piece, byte by byte, and in two
-// ways between: same verdict and, by Compare, same fields. `after(pieces)` runs where they accept the
-// message, and returns what is wrong.
+// Empty if `parse` and the generated reader agree on `bytes`, in one piece, byte by byte, and in
+// two ways between: same verdict and, by Compare, same fields. `after(pieces)` runs where they
+// accept the message, and returns what is wrong.
 template <typename Request, typename Fields, typename Parse, typename After>
 std::string Disagreement(std::string_view bytes, Parse parse, After after) {
   const google::protobuf::LogSilencer silence;  // generated code logs a head that is not UTF-8

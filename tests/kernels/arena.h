@@ -1,5 +1,5 @@
-// The memory of one call of an op. A test adds each array once, with the field of the arguments that
-// points to it; the arena places it, uploads, runs the op and downloads.
+// The memory of one call of an op. A test adds each array once, with the field of the arguments
+// that points to it; the arena places it, uploads, runs the op and downloads.
 #ifndef LOGITD_TESTS_KERNELS_ARENA_H_
 #define LOGITD_TESTS_KERNELS_ARENA_H_
 
@@ -37,8 +37,8 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Adds an input: the op finds a copy of `values` at `*field`, which stays as it is where there are
-  // none.
+  // Adds an input: the op finds a copy of `values` at `*field`, which stays as it is where there
+  // are none.
   template <typename T>
   void In(const std::vector<T>& values, const T** field) {
     In(absl::MakeConstSpan(values), field);

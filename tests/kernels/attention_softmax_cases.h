@@ -1,5 +1,5 @@
-// What attention_softmax must do on every backend: parity with double precision, and bits that depend
-// only on the row. One table for the CPU and the GPU.
+// What attention_softmax must do on every backend: parity with double precision, and bits that
+// depend only on the row. One table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
 #define LOGITD_TESTS_KERNELS_ATTENTION_SOFTMAX_CASES_H_
 
@@ -243,8 +243,8 @@ inline std::string FirstGradientDifference(OpRunner& runner, const AttentionCase
 }
 
 // Every number of keys x what is hidden x type; output types, strides, offsets, sinks, scales and
-// fills take turns. A call has only a few rows of a large tensor, among them the last of one head and
-// the first of the next.
+// fills take turns. A call has only a few rows of a large tensor, among them the last of one head
+// and the first of the next.
 inline std::vector<AttentionCase> AttentionShapeCases() {
   static constexpr int64_t kKeys[] = {1,    3,    16,   17,   63,    64,    100,   1000,
                                       1024, 4096, 4097, 8192, 16384, 65537, 131072};

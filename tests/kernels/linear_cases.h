@@ -253,8 +253,8 @@ inline std::string FirstExactDifference(OpRunner& runner, const LinearCase& c) {
 
 // ---- Parity of losses with double precision
 
-// How far a logit may be off: the contract's bound with about the square root of `hidden` in place of
-// `hidden`, as in practice, plus the rounding of the softcap.
+// How far a logit may be off: the contract's bound with about the square root of `hidden` in place
+// of `hidden`, as in practice, plus the rounding of the softcap.
 inline double LogitSlack(const LinearCase& c, const LinearInput& input, int64_t r) {
   const double root = std::sqrt(static_cast<double>(c.hidden));
   return 0x1p-24 * (4 + 2 * std::min(static_cast<double>(c.hidden), 4 * root)) * input.absolute[r] +

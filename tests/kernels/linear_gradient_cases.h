@@ -110,8 +110,8 @@ inline std::vector<LinearCase> LinearGradientCases() {
   return cases;
 }
 
-// "" where the answer is the gradient, if each logit's gradient may be rounded by `rounding` times the
-// size of its terms.
+// "" where the answer is the gradient, if each logit's gradient may be rounded by `rounding` times
+// the size of its terms.
 inline std::string GradientDifference(const LinearCase& c, const LinearInput& input,
                                       const LinearBackwardCall& call,
                                       const LinearBackwardAnswer& got, double rounding) {
@@ -236,8 +236,9 @@ inline std::string FirstLinearFiniteDifference(OpRunner& runner, const uint64_t&
   return "";
 }
 
-// "" where a row whose logsumexp is not finite makes its d_hidden and all sums over rows NaN, does not
-// affect the d_hidden of other rows, and where a row's d_hidden has the same bits in its own call.
+// "" where a row whose logsumexp is not finite makes its d_hidden and all sums over rows NaN, does
+// not affect the d_hidden of other rows, and where a row's d_hidden has the same bits in its own
+// call.
 inline std::string BrokenGradientIsolation(OpRunner& runner) {
   const LinearCase c{.rows = 70, .vocab = 300, .hidden = 100, .bias = true, .seed = 9};
   const LinearInput input = RandomInput(c);
@@ -279,8 +280,8 @@ inline std::string BrokenGradientIsolation(OpRunner& runner) {
   return "";
 }
 
-// "" where ignored rows have a d_hidden of zeros and add zeros to d_weight, whatever the weights and
-// the hidden states.
+// "" where ignored rows have a d_hidden of zeros and add zeros to d_weight, whatever the weights
+// and the hidden states.
 inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
   const LinearCase c{.rows = 2, .vocab = 7, .hidden = 8, .bias = true, .seed = 3};
   const LinearInput input = RandomInput(c);
@@ -346,8 +347,8 @@ inline std::vector<LinearCase> LinearTrainingCases() {
   return cases;
 }
 
-// "" where losses and gradient are those of the reference and nothing is written between the rows of
-// d_weight.
+// "" where losses and gradient are those of the reference and nothing is written between the rows
+// of d_weight.
 inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearCase& c) {
   const LinearInput input = RandomInput(c);
   const DType d_type = c.seed % 2 == 0 ? DType::kF32 : c.dtype;
@@ -390,8 +391,8 @@ inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearC
   return GradientDifference(c, input, call, got->gradient, 2 * Rounding(c.dtype));
 }
 
-// "" where a NaN shows only in its row and in sums over rows, its position is reported, and a row has
-// the same bits in its own call.
+// "" where a NaN shows only in its row and in sums over rows, its position is reported, and a row
+// has the same bits in its own call.
 inline std::string BrokenTrainingIsolation(OpRunner& runner) {
   const LinearCase c{.dtype = DType::kBF16, .rows = 40, .vocab = 40000, .hidden = 64, .seed = 9};
   const LinearInput input = RandomTensors(c);

@@ -493,8 +493,8 @@ class LinearLargeGpuTest : public CudaTest {
     return bits;
   }
 
-  // Expects that a row has the same bits in its own call and in calls of `row_counts` rows. bits_of(first,
-  // rows) are those of a call of rows [first, first + rows).
+  // Expects that a row has the same bits in its own call and in calls of `row_counts` rows.
+  // bits_of(first, rows) are those of a call of rows [first, first + rows).
   template <class BitsOf>
   static void ExpectOwnBits(std::initializer_list<int64_t> row_counts, int64_t vocab,
                             BitsOf bits_of) {

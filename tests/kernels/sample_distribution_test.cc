@@ -1,4 +1,5 @@
-// Tokens are drawn at their true rates: chi-square over 2^20 draws for every filter, and the far tail.
+// Tokens are drawn at their true rates: chi-square over 2^20 draws for every filter, and the far
+// tail.
 //
 // Every chi-square test here rings falsely once in a million: seeds are fixed, so a test that
 // passes once always does, until the code or the seed changes.
@@ -102,7 +103,7 @@ TEST_F(SampleDistributionTest, FiltersByHand) {
       {"top_p", [](SampleRow& row) { row.top_p = 0.8f; }, {4, 16, 0, 8, 0, 0}},
       {"min_p", [](SampleRow& row) { row.min_p = 0.12f; }, {4, 16, 0, 8, 2, 0}},
       {"temperature", [](SampleRow& row) { row.temperature = 0.5f; }, {16, 256, 1, 64, 4, 1}},
-      // Of 16, 8, 4, 2 the first two have 0.8.
+      // Weights 16, 8, 4, 2: the first two have 0.8.
       {"all",
        [](SampleRow& row) {
          row.temperature = 2;
@@ -170,9 +171,9 @@ TEST_F(SampleDistributionTest, EditsAndFiltersOverSeveralCells) {
   }
 }
 
-// 2048 tokens of 2^-26 each next to a heavy one: too rare to test one by one, but together they have
-// 2^-15, of which 2^20 draws hold 32. The heavy token is in the cell of half of them, so a sum in
-// f32, or weights cut at 2^-24, loses those.
+// 2048 tokens of 2^-26 each next to a heavy one: too rare to test one by one, but together they
+// have 2^-15, of which 2^20 draws hold 32. The heavy token is in the cell of half of them, so a sum
+// in f32, or weights cut at 2^-24, loses those.
 TEST_F(SampleDistributionTest, TailTokensComeAtTheirTrueRate) {
   std::vector<float> logits(1 + 2048, -26 * std::log(2.0f));
   logits[500] = 0;
@@ -195,13 +196,13 @@ TEST_F(SampleDistributionTest, TailTokensComeAtTheirTrueRate) {
   }
 }
 
-// A token with a share of 2^-26 is drawn exactly where the bits say so: at positions of seed 7 whose
-// bits are on either side of the token's border, found once by trying 2^28 of them.
+// A token with a share of 2^-26 is drawn exactly where the bits say so: at positions of seed 7
+// whose bits are on either side of the token's border, found once by trying 2^28 of them.
 TEST_F(SampleDistributionTest, ATokenOfTwoToTheMinus26IsDrawnWhereItsBitsSaySo) {
   struct Place {
     uint64_t position, bits;
   };
-  // Of all positions below 2^28, those with bits below 2^39 or in the last 2^39.
+  // Among all positions below 2^28, those with bits below 2^39 or in the last 2^39.
   constexpr Place kPlaces[] = {
       {168868563, 0x000000072ee0f88e}, {13061623, 0x000000156503af35},
       {232449661, 0x00000016a70fe553}, {255684751, 0x00000031bfc34d89},

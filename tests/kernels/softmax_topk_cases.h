@@ -365,8 +365,8 @@ inline absl::StatusOr<RowBits> BitsInBatch(OpRunner& runner, const InvarianceCas
                  .status = got->status[batch.place]};
 }
 
-// "" where the row's bits are the same alone, twice, and in every batch; else the batch that changed
-// them.
+// "" where the row's bits are the same in a batch of one, twice, and in every batch; else the batch
+// that changed them.
 inline std::string BrokenInvariance(OpRunner& runner, const InvarianceCase& c) {
   std::vector<RowBatch> batches = {
       {.rows = 1},

@@ -157,9 +157,9 @@ struct DistributionCase {
   bool peaked;  // q is far from p
 };
 
-// 2^20 sequences of two drafts from q. The first token has distribution p, so has the second where the
-// first draft was accepted, and so on. Drafts are accepted at the rate sum min(p, q). Each test fails
-// falsely once in a million.
+// 2^20 sequences of two drafts from q. The first token has distribution p, so has the second where
+// the first draft was accepted, and so on. Drafts are accepted at the rate sum min(p, q). Each test
+// fails falsely once in a million.
 TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   constexpr int64_t kSequences = int64_t{1} << 15;

@@ -374,7 +374,8 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_EQ(response.SerializeAsString(), bytes);
 }
 
-// Four rows of two sequences: drafts by a list and greedy; then one row without a draft; then a dense one.
+// Four rows of two sequences: drafts by a list and greedy; then one row without a draft; then a
+// dense one.
 v1::VerifyRequest Drafts() {
   v1::VerifyRequest request = Plain<v1::VerifyRequest>(6, 4);
   for (int rows : {3, 1, 2}) request.add_sequence_rows(rows);

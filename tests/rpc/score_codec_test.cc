@@ -166,7 +166,7 @@ TEST(ScoreCodecTest, AnyValueMayBeTheIgnoreIndex) {
               HasSubstr("targets: got -1 at row 0, allowed 0..4, or -100 (ignore_index)"));
   request.set_ignore_index(-1);
   EXPECT_TRUE(Parsed(request).status.ok());
-  request.set_ignore_index(int64_t{1} << 40);  // nobody's
+  request.set_ignore_index(int64_t{1} << 40);  // the id of no token
   EXPECT_FALSE(Parsed(request).status.ok());
 }
 

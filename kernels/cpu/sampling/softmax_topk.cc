@@ -5,7 +5,7 @@
 //   pick:   the logits that reach a lower bound of the k-th largest one (rows/sketch-inl.h) are
 //           sorted.
 //
-// Of many rows each thread takes whole rows; few rows are split by cells. The bits are the same.
+// With many rows, each thread takes whole rows; few rows are split by cells. The bits are the same.
 //
 // Cost at 64 x 131072 f32, k = 64: reads 33.6 MB once, which is the floor. The second look takes
 // about 70 blocks of 128 elements a row, out of L2.

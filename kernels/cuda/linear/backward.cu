@@ -3,9 +3,10 @@
 // The vocabulary is processed in chunks, the rows in blocks. For each, the logits are made again
 // (product 1), their gradients G are written in the weight's dtype, and G weight is added to
 // d_hidden in fp32 (product 2). When all rows have met a chunk, G^T hidden is its d_weight, in one
-// product over all of them (product 3), rounded once. The head and the device fix blocks and chunks,
-// so that the bits of a row of d_hidden do not depend on other rows. Where scratch cannot hold all
-// rows there are two passes, one for d_hidden and one for d_weight, and both make the logits.
+// product over all of them (product 3), rounded once. The head and the device fix blocks and
+// chunks, so that the bits of a row of d_hidden do not depend on other rows. Where scratch cannot
+// hold all rows there are two passes, one for d_hidden and one for d_weight, and both make the
+// logits.
 //
 // f16 does not have the range of gradients. Under an f16 head G is rounded to TF32, which has f16's
 // digits and fp32's range, and products 2 and 3 take weights and hidden states, which TF32 holds

@@ -13,8 +13,8 @@
 // On Hopper, a call in which any row wants rank, entropy or top tokens multiplies twice: all rows
 // through logits, and in hopper/loss.cu the groups of 256 rows that have a row that wants none of
 // these. The row decides which kernel takes it, and the host does not read rows.
-// Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with sample after it,
-// 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product (bench/results/h200/kernels.json).
+// Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with sample after
+// it, 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product (bench/results/h200/kernels.json).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -210,8 +210,8 @@ cudaError_t LossesFromLogits(const LinearCrossEntropyArgs& args, Products& produ
                      products, scratch, stream);
 }
 
-// The rows of `args` by hopper/loss.cu. Where `mixed`, rows that want more than losses and extras go
-// through logits.
+// The rows of `args` by hopper/loss.cu. Where `mixed`, rows that want more than losses and extras
+// go through logits.
 cudaError_t HopperLosses(LinearCrossEntropyArgs args, bool mixed, Products& products,
                          Scratch scratch, cudaStream_t stream) {
   const int64_t rows = args.hidden.rows;

@@ -29,8 +29,8 @@ struct MatrixProduct {
 
 // The products of one stream. Used by one thread at a time.
 //
-// Sums are fp32, and so are products of f32 inputs, unless tf32 is set. The algorithm is chosen when
-// a shape is first seen: the first that serves the shape with its strides, in the order of the
+// Sums are fp32, and so are products of f32 inputs, unless tf32 is set. The algorithm is chosen
+// when a shape is first seen: the first that serves the shape with its strides, in the order of the
 // algorithms for the shape without its inputs' strides. It never splits a sum: an element's bits
 // depend on its own row and column, and on the shape. The first call with a shape costs a few
 // hundred microseconds of host time; later calls only enqueue.

@@ -3,8 +3,8 @@
 // Between the passes the logits are kept as their exponentials E, in bf16, relative to the maximum
 // of their tile: 256 tokens of a row, so that no E that matters over- or underflows. E is kept in
 // the memory of d_weight, which is unused until d_weight is written. The vocabulary is processed in
-// chunks, and E of a chunk is where d_weight of the chunk before it will be; E of the first chunk is
-// in scratch, and so is a maximum for every row and tile.
+// chunks, and E of a chunk is where d_weight of the chunk before it will be; E of the first chunk
+// is in scratch, and so is a maximum for every row and tile.
 //
 //   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums. On Hopper one
 //                             kernel does it for all chunks (hopper/training.cu), without logits.
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kThreads)
   to[r] = row;
 }
 
-// Makes the exponentials of a chunk, a tile of a row by each warp. The logits are [rows, stride], of
-// the rows from `first` on.
+// Makes the exponentials of a chunk, a tile of a row by each warp. The logits are [rows, stride],
+// of the rows from `first` on.
 __global__ void __launch_bounds__(kThreads)
     ExponentialKernel(const float* __restrict__ logits, int64_t stride,
                       const RowState* __restrict__ rows, int64_t first, Chunk chunk) {

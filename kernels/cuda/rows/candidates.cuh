@@ -315,9 +315,9 @@ __device__ inline void OpenInbox(int blocks) {
 
 // Fills the block's pool with candidates for the k largest tokens of its part of the row; in a
 // cluster, the first block's pool with those of the whole row. Returns the floor that the block's
-// candidates are not below. `lane_best` is what RowStream::Run returned; `stream` is the Shared that
-// the row was read with. Called by all threads after a barrier; in a cluster it passes a barrier of
-// the cluster.
+// candidates are not below. `lane_best` is what RowStream::Run returned; `stream` is the Shared
+// that the row was read with. Called by all threads after a barrier; in a cluster it passes a
+// barrier of the cluster.
 template <class Block, class Stream>
 __device__ __forceinline__ Key GatherRow(const typename Block::Element* row, const Part& part,
                                          const typename Block::Pool::Sketch* sketch,

@@ -1,5 +1,5 @@
-// Keys of tokens, and how a block chooses the largest of many: a threshold found by narrowing bins, then a sort of
-// what reaches it.
+// Keys of tokens, and how a block chooses the largest of many: a threshold found by narrowing bins,
+// then a sort of what reaches it.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_SELECT_CUH_
 
@@ -45,8 +45,8 @@ __device__ inline int BitsToShift(uint64_t range, int bin_bits) {
 template <class AnyKey>
 using WideKey = std::conditional_t<sizeof(AnyKey) == 8, uint64_t, uint32_t>;
 
-// Makes the lowest and highest of the threads' keys those of the block, and all bins zero. Called by
-// all threads; ends with a barrier passed.
+// Makes the lowest and highest of the threads' keys those of the block, and all bins zero. Called
+// by all threads; ends with a barrier passed.
 template <int kThreads, class Wide>
 __device__ __forceinline__ void BlockRange(Wide& low, Wide& high, SelectScratch& s) {
   constexpr int kWarps = kThreads / 32;
@@ -91,8 +91,8 @@ __device__ inline void VisitKeys(const AnyKey* keys, int n, Visit visit) {
 }
 
 // The bin, from the top one down, in which the count of keys reaches k; keys of higher ranges are
-// counted in `above`. Leaves the bin's lowest key and the counts above and through it in `s`. By one
-// warp.
+// counted in `above`. Leaves the bin's lowest key and the counts above and through it in `s`. By
+// one warp.
 template <class Wide>
 __device__ __forceinline__ void FindBin(Wide low, int shift, int above, int k, SelectScratch& s) {
   constexpr int kPerLane = kBins / 32;

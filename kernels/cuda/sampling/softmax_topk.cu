@@ -115,7 +115,7 @@ constexpr Variant kVariants[] = {
     BlockRowVariant<SmallMemoryBlock<T>>(),
 };
 
-// Blocks a row is split over: one where the rows alone fill the device, else as many as are
+// Blocks a row is split over: one where the rows fill the device, else as many as are
 // resident at once.
 int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scratch& scratch) {
   if (variant.resident == 0) return 1;

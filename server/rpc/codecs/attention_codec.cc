@@ -87,7 +87,7 @@ grpc::Slice SliceOver(absl::Span<const std::byte> bytes, std::shared_ptr<const v
       [](void* held) { delete static_cast<Keep*>(held); }, new Keep(std::move(keep)));
 }
 
-// Of one row in the answer.
+// The bytes of one row in the answer.
 constexpr int64_t kFaultBytes = sizeof(int64_t) + kMaxStatusBytes;
 constexpr int64_t kFixedBytes = 9 * kMaxLengthHead + kMaxFixedBytes;
 

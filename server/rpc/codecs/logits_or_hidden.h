@@ -34,12 +34,12 @@ struct InputFields {
   Choice input;  // logits or hidden
 };
 
-// Of every request.
+// The fields of every request.
 inline constexpr NamedField<InputFields> kLogitsFields[] = {{"dtype", &InputFields::dtype},
                                                             {"rows", &InputFields::rows},
                                                             {"vocab", &InputFields::vocab},
                                                             {"logits", &InputFields::input}};
-// Of requests that may have hidden states.
+// The fields of requests that may have hidden states.
 inline constexpr NamedField<InputFields> kHiddenFields[] = {
     {"head", &InputFields::head},
     {"hidden_size", &InputFields::hidden_size},

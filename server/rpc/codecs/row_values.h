@@ -73,7 +73,8 @@ absl::Status FillParams(RowParams<Row> params, const AnyLists& lists, absl::Span
   return absl::OkStatus();
 }
 
-// Of one list, over all rows: a list that all rows share must not multiply without bound.
+// The most values of one list, over all rows: a list that all rows share must not multiply without
+// bound.
 inline constexpr int64_t kMaxListedValues = int64_t{1} << 24;
 
 // A list of rows: the fields with its values and with their counts, and the rows' members for its

@@ -112,7 +112,7 @@ void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response) {
   if (end) SendEnd();
 }
 
-// The peer half-closed without a message, or the call is gone and nobody sees this status. OnDone
+// The peer half-closed without a message, or the call is gone and no peer sees this status. OnDone
 // knows which, and counts it.
 void UnaryCall::FinishWithoutMessage() {
   bool end = false;

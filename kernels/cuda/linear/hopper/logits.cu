@@ -1,5 +1,5 @@
-// Logits of hidden states on Hopper: the product of hopper/product.cuh with an epilogue that applies
-// scale, bias and softcap and writes fp32.
+// Logits of hidden states on Hopper: the product of hopper/product.cuh with an epilogue that
+// applies scale, bias and softcap and writes fp32.
 //
 // Cost: reads vocab * hidden * 2 bytes once, writes rows * vocab * 4. Up to 128 rows limited by HBM
 // (floor at 128256 x 4096: 0.226 ms at 4.66 TB/s), beyond them by the tensor cores. Hidden states

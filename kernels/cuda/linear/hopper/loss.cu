@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kFinishThreads)
 constexpr size_t kPartsBytes = size_t{12} << 20;
 constexpr int64_t kRowsAtOnce = 16384;
 
-// Rows that fit into `scratch` at once, in whole groups. Few rows have a part for each tile in place
-// of each cell; there is room for those of one call at any vocabulary.
+// Rows that fit into `scratch` at once, in whole groups. Few rows have a part for each tile in
+// place of each cell; there is room for those of one call at any vocabulary.
 int64_t RowsAtOnce(int64_t cells, const Scratch& scratch) {
   static_assert(Rows128::kClusterRows * (sizeof(LossPart) * (kMaxVocab / kTile) + 4) <=
                 kPartsBytes);

@@ -19,10 +19,10 @@
 // Few rows, measured at 64 x 4096 x 128256: weights that L2 evicts first, 260 us; with the default
 // policy, 270 to 310. Tried and dropped: fetching weights into L2 by 256 bytes in place of 128 (2
 // to 5 us more, and 27 more where logits are written, because the weights evict them before they
-// are used); freeing a stage when the next one is being multiplied, as for many rows (25 us more at 128
-// rows); blocks that each load all states (the same at 64 rows, 10 us more at 128, 25 more at one:
-// absent rows cost more than present ones). Many rows: groups of 4 to 16 MB of states in place of
-// 24, and L2 hints for either operand, change less than the noise between runs.
+// are used); freeing a stage when the next one is being multiplied, as for many rows (25 us more at
+// 128 rows); blocks that each load all states (the same at 64 rows, 10 us more at 128, 25 more at
+// one: absent rows cost more than present ones). Many rows: groups of 4 to 16 MB of states in place
+// of 24, and L2 hints for either operand, change less than the noise between runs.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 
