@@ -55,7 +55,7 @@ struct SampleRow {
   int32_t extra_count;        // 0..kMaxExtraIds
   int32_t top_logprobs;       // 0..min(kMaxTopLogprobs, vocab)
   LogprobMode logprob_mode;
-  int32_t unused;  // 0
+  bool want_rank;  // the token's rank is reported; it costs a further look at the row
 };
 static_assert(sizeof(SampleRow) == 120);
 
@@ -73,6 +73,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"frequency_penalty", &SampleRow::frequency, 0, kFinite},
     {"top_logprobs", &SampleRow::top_logprobs, 0, kTopLogprobs},
     {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
+    {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
 
 // Draws one token for every row of `logits`. With x the row as sent, the steps are, in this order:
@@ -100,8 +101,8 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // there is one, the +inf are the support, with equal weights. A row is filtered where step 5, 6 or
 // 7 is on. A filtered row also keeps nothing below z_i = max + kLogLeastWeight, as if min_p were at
 // least 2^-44: a lower weight rounds to 0. The support of an unfiltered row is every token above
-// -inf. No filter has a cap on candidates. Every token is drawn at its true rate, to a relative 4e-6
-// and an absolute 2^-43.
+// -inf. No filter has a cap on candidates. Every token is drawn at its true rate, to a relative
+// 4e-6 and an absolute 2^-43.
 //
 // Weights (kernels/draw.h has the constants). A filtered row: integers w_i = round(exp(z_i - max) *
 // 2^43), so every sum is exact. Step 7's whole is the sum of the integers where 5 or 6 is on, else
@@ -117,7 +118,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // share probability. The top tokens are the first top_logprobs by (logit descending, index
 // ascending) of the mode's logits (kRaw: as sent; kProcessed: after step 3). They include tokens
 // outside the support, with -inf. The rank is 1 + the number of tokens before the drawn one in that
-// order.
+// order, and 0 for a row that does not want it.
 //
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after step 3: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
@@ -150,7 +151,7 @@ struct SampleArgs {
   bool edited = true;
   int32_t* tokens = nullptr;        // [rows]
   float* logprobs = nullptr;        // [rows], natural log, of the token
-  int32_t* ranks = nullptr;         // [rows], of the token, from 1
+  int32_t* ranks = nullptr;         // [rows], of the token, from 1; 0: not wanted
   float* logsumexp = nullptr;       // [rows], natural log, of the row as sent
   int32_t* top_ids = nullptr;       // [top entries]
   float* top_logprobs = nullptr;    // [top entries]

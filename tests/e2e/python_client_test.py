@@ -124,7 +124,8 @@ class PythonClientTest(unittest.TestCase):
         for address in (self.tcp, self.socket):
             response = self.stub(address).Sample(
                 sampler_pb2.SampleRequest(dtype="DTYPE_F32", rows=3, vocab=3, logits=payload, seed=[0],
-                                          position=[0, 1, 4], top_p=[1, 1, 0.6], top_logprobs=[3]), timeout=30)
+                                          position=[0, 1, 4], top_p=[1, 1, 0.6], top_logprobs=[3],
+                                          want_rank=[True]), timeout=30)
             self.assertEqual(list(response.tokens), [2, 0, 1])
             self.assertEqual(list(response.ranks), [3, 1, 2])
             self.assertEqual(list(response.top_ids), [0, 1, 2] * 3)

@@ -50,11 +50,12 @@ TEST_P(SampleTransportTest, TokensMatchTheSemanticsPage) {
   for (int k : {0, 0, 0, 0, 2}) request.add_top_k(k);  // the last row keeps 2/3 and 1/3
   request.add_top_logprobs(1);
   request.add_extra_ids(2);
+  for (bool want : {true, true, true, true, false}) request.add_want_rank(want);
   v1::SampleResponse response;
   const grpc::Status status = Sample(*stub_, request, &response);
   ASSERT_TRUE(status.ok()) << status.error_message();
   EXPECT_THAT(response.tokens(), ElementsAre(2, 0, 1, 0, 1));
-  EXPECT_THAT(response.ranks(), ElementsAre(3, 1, 2, 1, 2));
+  EXPECT_THAT(response.ranks(), ElementsAre(3, 1, 2, 1, 0));
   EXPECT_THAT(response.top_ids(), ElementsAre(0, 0, 0, 0, 0));
   for (int row = 0; row < 5; ++row) {
     EXPECT_NEAR(response.logprobs(row), std::log(response.tokens(row) == 0 ? 0.5 : 0.25), 1e-5);

@@ -40,8 +40,8 @@ constexpr int32_t RecordedPick(uint64_t seed, uint64_t n, int64_t below) {
   return static_cast<int32_t>((RecordedBits(seed, n) >> 32) * static_cast<uint64_t>(below) >> 32);
 }
 
-// The same, about normal: the sum of four uniform numbers, with a standard deviation of 4.6 * scale.
-// Exact in fp32 where `scale` is a power of two.
+// The same, about normal: the sum of four uniform numbers, with a standard deviation of 4.6 *
+// scale. Exact in fp32 where `scale` is a power of two.
 constexpr float RecordedNormal(uint64_t seed, uint64_t n, float scale) {
   const uint64_t bits = RecordedBits(seed, n);
   int32_t sum = -131070;
@@ -126,7 +126,8 @@ inline SampleBatch RecordedSamples(int64_t rows, int64_t vocab, const RecordedVa
                   .temperature = r % 5 == 4 ? 0.0f : 0.5f + 0.25f * static_cast<float>(r % 7),
                   .top_p = 1.0f,
                   .repetition = 1.0f,
-                  .logprob_mode = r % 2 == 0 ? LogprobMode::kRaw : LogprobMode::kProcessed};
+                  .logprob_mode = r % 2 == 0 ? LogprobMode::kRaw : LogprobMode::kProcessed,
+                  .want_rank = true};
     if (variant.filters) {
       if (r % 4 != 1) row.top_k = static_cast<int32_t>(std::min<int64_t>(vocab, 1 + r * 31 % 600));
       if (r % 4 != 2) row.top_p = 0.3f + 0.1f * static_cast<float>(r % 7);

@@ -22,7 +22,12 @@ namespace logitd::testing {
 
 // A row that draws from the whole of its logits at temperature 1.
 inline SampleRow PlainRow() {
-  return {.first_mask_word = -1, .active = 1, .temperature = 1, .top_p = 1, .repetition = 1};
+  return {.first_mask_word = -1,
+          .active = 1,
+          .temperature = 1,
+          .top_p = 1,
+          .repetition = 1,
+          .want_rank = true};
 }
 
 // ---- Answers by hand
@@ -43,6 +48,7 @@ struct SampleAsk {
   float frequency = 0;
   int32_t top_logprobs = 0;
   bool processed = false;  // log-probabilities of the processed logits
+  bool want_rank = true;
 };
 
 struct SampleClaim {
@@ -74,6 +80,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.frequency = ask.frequency;
   row.top_logprobs = ask.top_logprobs;
   row.logprob_mode = ask.processed ? LogprobMode::kProcessed : LogprobMode::kRaw;
+  row.want_rank = ask.want_rank;
   row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
   row.history_count = static_cast<int32_t>(claim.history.size());
   row.bias_count = static_cast<int32_t>(claim.bias.size());
@@ -196,6 +203,14 @@ inline const std::vector<SampleClaim>& SampleEditClaims() {
        .logprob = -ln2, .rank = 2},
       {.name = "a bias does not lift the mask", .logits = {0, 0}, .ask = {.position = kAt003},
        .bias = {{0, kInf}}, .mask_words = {0b10}, .token = 1, .logprob = -ln2, .rank = 2},
+      {.name = "a row that does not want its rank gets 0", .logits = {5, 5},
+       .ask = {.position = kAt088, .want_rank = false}, .token = 1, .logprob = -ln2, .rank = 0},
+      {.name = "top tokens bring no rank that is not wanted", .logits = {5, 5},
+       .ask = {.position = kAt088, .top_logprobs = 2, .want_rank = false}, .token = 1,
+       .logprob = -ln2, .rank = 0, .top_ids = {0, 1}, .top_logprobs = {-ln2, -ln2}},
+      {.name = "an edited row that does not want its rank gets 0", .logits = {5, 4},
+       .ask = {.position = kAt088, .want_rank = false}, .bias = {{1, 1}}, .token = 1,
+       .logprob = -1.3132617f, .rank = 0},
       {.name = "a row with every token masked has no support", .logits = {1, 2},
        .ask = {.position = kAt003, .top_logprobs = 1}, .mask_words = {0}, .token = -1,
        .logprob = -kInf, .rank = 0, .top_ids = {-1}, .top_logprobs = {-kInf},
@@ -309,6 +324,7 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   SampleRow row = PlainRow();
   row.seed = random();
   row.position = random() >> (random() % 64);
+  row.want_rank = !one_in(4);
   static constexpr float kTemperatures[] = {0, 1, 1, 0.7f, 1.3f, 0.05f, 1e-4f, 1e4f};
   row.temperature = kTemperatures[random() % 8];
   if (one_in(2)) {
@@ -462,7 +478,7 @@ inline std::vector<BorderCase> BorderCases() {
 
 inline constexpr int64_t kBorderVocab = 150000;
 
-// Of many positions, those whose bits point next to a border, but further from it than c.moved:
+// Among many positions, those whose bits point next to a border, but further from it than c.moved:
 // there the token must be the exact one. "" where it is.
 inline std::string MovedBorder(OpRunner& runner, const BorderCase& c) {
   struct Draw {

@@ -48,8 +48,8 @@ std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& bat
   line += absl::StrFormat("\"frequency\": %d, \"raw\": %d, \"code\": %d, \"status_position\": %d, ",
                           BitsOf(row.frequency), row.logprob_mode == LogprobMode::kRaw,
                           static_cast<int>(got.status[r].code), got.status[r].position);
-  line += absl::StrFormat("\"token\": %d, \"logprob\": %d, \"rank\": %d}", got.tokens[r],
-                          BitsOf(got.logprobs[r]), got.ranks[r]);
+  line += absl::StrFormat("\"want_rank\": %d, \"token\": %d, \"logprob\": %d, \"rank\": %d}",
+                          row.want_rank, got.tokens[r], BitsOf(got.logprobs[r]), got.ranks[r]);
   return line;
 }
 

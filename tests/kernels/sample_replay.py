@@ -170,7 +170,8 @@ def faults(row):
     if token not in tokens:
         return [f"token {token}, want {sorted(tokens)}"], shaky
     of = [of_bits(bits) for bits in row["logits"]] if row["raw"] else x
-    rank = 1 + sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))
+    before = sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))
+    rank = 1 + before if row["want_rank"] else 0
     found = [] if row["rank"] == rank else [f"rank {row['rank']}, want {rank}"]
     if row["raw"]:
         top = max(of)

@@ -73,7 +73,7 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
   args.status[r] = {RowCode::kOk, -1};
   args.tokens[r] = drawn.token;
   args.logprobs[r] = static_cast<float>(support.Logprob(x, drawn.token));
-  args.ranks[r] = static_cast<int32_t>(1 + CountBefore(row, x, drawn.token));
+  args.ranks[r] = ask.want_rank ? static_cast<int32_t>(1 + CountBefore(row, x, drawn.token)) : 0;
   if (ask.top_logprobs > 0) {
     uint64_t* keys = scratch.keys.Get(row.vocab);
     TopKeys(row, ask.top_logprobs, support.max, -kInf, keys, scratch.sorter);

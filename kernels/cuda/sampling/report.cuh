@@ -110,19 +110,19 @@ __device__ inline void HelpToRank(DrawShared& s, Count count_in_part) {
   if (s.ranked_token >= 0) AddToRank(s, count_in_part);
 }
 
-// The rank of `token` with logit x. `listed`: how many tokens of the order that is asked for are in
-// s.sorted. Called by all threads of the first block.
+// The rank of `token` with logit x, or 0 where it is not wanted. `listed`: how many tokens of the
+// order that is asked for are in s.sorted. Called by all threads of the first block.
 template <bool kInCluster, int kThreads, class Count>
-__device__ __forceinline__ int FindRank(float x, int token, int listed, int blocks, DrawShared& s,
-                                        Count count_in_part) {
+__device__ __forceinline__ int FindRank(bool wanted, float x, int token, int listed, int blocks,
+                                        DrawShared& s, Count count_in_part) {
   const Key key = MakeKey(x, token);
-  const bool is_listed = listed > 0 && key >= s.sorted[listed - 1];
+  const bool is_listed = wanted && listed > 0 && key >= s.sorted[listed - 1];
   int rank = 0;
   if (is_listed) {
     for (int i = threadIdx.x; i < listed; i += kThreads) rank += s.sorted[i] >= key;
     rank = static_cast<int>(BlockSum(rank, s));
   }
-  const bool look = !is_listed;  // in the row itself
+  const bool look = wanted && !is_listed;  // in the row itself
   if constexpr (kInCluster) {
     if (look) {
       if (threadIdx.x < blocks) {

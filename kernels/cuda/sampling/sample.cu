@@ -231,8 +231,9 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
           : Support{drawn.last, peak, plan.greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature),
                     drawn.log_sum};
   const float x = mode_row[drawn.token];
-  const int rank = FindRank<kInCluster, kThreads>(
-      x, drawn.token, plan.lists_are_sorted ? plan.listed : 0, part.blocks, s, count_in_part);
+  const int rank = FindRank<kInCluster, kThreads>(ask.want_rank, x, drawn.token,
+                                                  plan.lists_are_sorted ? plan.listed : 0,
+                                                  part.blocks, s, count_in_part);
   if (threadIdx.x == 0) {
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
