@@ -9,8 +9,8 @@
 namespace logitd::bench {
 namespace {
 
-// Of an op that moves so many bytes: enough that the inputs are walked through and none is found in
-// a cache, and that the first launch's start weighs little.
+// Launches of an op that moves so many bytes: enough that the inputs are walked through and none is
+// found in a cache, and that the first launch's start weighs little.
 Repeat RepeatFor(double bytes) {
   return {.launches = static_cast<int>(std::clamp(0x1p30 / bytes, 8.0, 200.0))};
 }
@@ -219,12 +219,14 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
     return time([&] { return device.Run(LinearTopKArgs{hidden, head, topk}); });
   }
   if (c.op == HeadOp::kSample) {
-    const SampleArgs sample = ArgsOf(
-        arrays,
-        SampleCase{
-            .rows = c.rows,
-            .vocab = c.vocab,
-            .row = {.active = 1, .temperature = 1, .top_k = 50, .top_p = 0.9f, .repetition = 1}});
+    const SampleArgs sample = ArgsOf(arrays, SampleCase{.rows = c.rows,
+                                                        .vocab = c.vocab,
+                                                        .row = {.active = 1,
+                                                                .temperature = 1,
+                                                                .top_k = 50,
+                                                                .top_p = 0.9f,
+                                                                .repetition = 1,
+                                                                .want_rank = true}});
     return time([&] { return device.Run(LinearSampleArgs{hidden, head, sample}); });
   }
   const CrossEntropyArgs loss = ArgsOf(

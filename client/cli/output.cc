@@ -94,6 +94,13 @@ std::string Table(const TopKOutput& output) {
   return out;
 }
 
+namespace {
+
+// A rank that was not asked for is 0.
+std::string Rank(int32_t rank) { return rank == 0 ? "-" : absl::StrCat(rank); }
+
+}  // namespace
+
 std::string Json(const SampleOutput& output) {
   return Line(WithText(ToJson(output.result->answer), output.text, &output.top_text));
 }
@@ -109,7 +116,7 @@ std::string Table(const SampleOutput& output) {
                             StatusText(a.status(row), a.status_position(row)));
       continue;
     }
-    absl::StrAppendFormat(&out, "%6d %8d %6d %12.6g%s\n", row, a.tokens(row), a.ranks(row),
+    absl::StrAppendFormat(&out, "%6d %8d %6s %12.6g%s\n", row, a.tokens(row), Rank(a.ranks(row)),
                           a.logprobs(row), TextColumn(output.text, row));
     for (int64_t e = result.top_offsets[row]; e < result.top_offsets[row + 1]; ++e) {
       const int entry = static_cast<int>(e);
@@ -146,8 +153,8 @@ std::string TokenLineHead() {
 std::string TokenLine(int position, const client::SampleResult& result, const std::string& text,
                       const std::vector<std::string>& top_text) {
   const v1::SampleResponse& a = result.answer;
-  std::string out = absl::StrFormat("%6d %8d %6d %10.4f  %s", position, a.tokens(0), a.ranks(0),
-                                    a.logprobs(0), Quoted(text));
+  std::string out = absl::StrFormat("%6d %8d %6s %10.4f  %s", position, a.tokens(0),
+                                    Rank(a.ranks(0)), a.logprobs(0), Quoted(text));
   for (size_t i = 0; i < top_text.size(); ++i) {
     absl::StrAppendFormat(&out, "%s %s %.2f", i == 0 ? "   of" : ",", Quoted(top_text[i]),
                           std::exp(a.top_logprobs(static_cast<int>(i))));
