@@ -556,9 +556,10 @@ class RecordedAnswers {
 
 // Compares the runner's answers with the recording `name`. Where LOGITD_RECORD_ANSWERS names a
 // directory, writes the recording there instead. The test is skipped where nothing was recorded by
-// this build's compiler: other compilers may fuse other multiplications and additions.
-inline void CompareWithRecording(const std::string& name, OpRunner& runner, bool large = false) {
-  const std::string compiler = absl::StrFormat("# compiled by %s", __VERSION__);
+// `compiler`, this build's: other compilers may fuse other multiplications and additions.
+inline void CompareWithRecording(const std::string& name, std::string compiler, OpRunner& runner,
+                                 bool large = false) {
+  compiler = "# compiled by " + compiler;
   const char* directory = std::getenv("LOGITD_RECORD_ANSWERS");
   const std::string path =
       absl::StrFormat("%s/tests/kernels/recorded/%s.txt", LOGITD_SOURCE_DIR, name);

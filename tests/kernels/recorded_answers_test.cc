@@ -13,7 +13,7 @@ namespace {
 TEST(RecordedAnswersCpuTest, EveryOpKeepsItsBitsWithEveryInstructionSet) {
   ForEachInstructionSet([](OpRunner& runner) {
     const std::string name = runner.arena().device().name;  // "AVX2, 2 threads"
-    CompareWithRecording("cpu-" + name.substr(0, name.find(',')), runner);
+    CompareWithRecording("cpu-" + name.substr(0, name.find(',')), __VERSION__, runner);
   });
 }
 

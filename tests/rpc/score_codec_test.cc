@@ -285,7 +285,7 @@ INSTANTIATE_TEST_SUITE_P(
               *r = Hidden({0, 1});
               r->set_head("g");
             },
-            "no head g, but h", absl::StatusCode::kNotFound},
+            "no head g, only h", absl::StatusCode::kNotFound},
         Bad{"more_rows_than_a_batch", [](R r) { *r = Plain(std::vector<int32_t>(101, 0), 1); },
             "rows: got 101, allowed 1..100"}),
     [](const auto& info) { return info.param.name; });

@@ -178,7 +178,7 @@ INSTANTIATE_TEST_SUITE_P(
     All, TopKCodecRefusesHidden,
     ::testing::Values(
         BadHidden{"unknown_head", [](R r) { r->set_head("g"); }, absl::StatusCode::kNotFound,
-                  "no head g, but h"},
+                  "no head g, only h"},
         BadHidden{"no_head", [](R r) { r->clear_head(); }, kInvalid,
                   "head: got none with hidden states, allowed a loaded head"},
         BadHidden{"head_of_logits", [](R r) { r->set_logits("01234567"); }, kInvalid,

@@ -23,9 +23,9 @@
 // probabilities reads a row once more, and twice more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; edits and a flat top_p by
 // arithmetic.
-// Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 90 us, 64% of one read, with
-// top_k 64, top_p 0.9 and 20 log-probabilities; 259 with 4096 tokens of history and a mask besides;
-// 148 unfiltered; 477 for a flat top_p. 64 rows 28 us, one row 19 us.
+// Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 83 us, 72% of one read, with
+// top_k 64, top_p 0.9 and 20 log-probabilities; 257 with 4096 tokens of history and a mask as well;
+// unfiltered 85, or 144 with the rank; 473 for a flat top_p. 64 rows 25 us, one row 17 us.
 // Tried and dropped: a history counted in device memory (partial sectors: 385 us for that step
 // only); a copy of the row, edited, read afterwards (928 us); 64-bit sums in shared memory for a
 // flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us).

@@ -16,9 +16,9 @@
 //   sorted            k > 1024: statistics as above, then a radix sort (topk_sorted.cu)
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
-// Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 91%
-// padded and 90% packed; 2048 x 131072 k 10, 89%; 512 x 131072 k 64, 77% f32, 63% bf16; k 1024,
-// 46%; 64 rows 19 us; one row 11 us.
+// Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 93%
+// padded and 91% packed; 2048 x 131072 k 10, 93%; 512 x 131072 k 64, 79% f32, 64% bf16; k 1024,
+// 47%; 64 rows 19 us; one row 11 us.
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is
