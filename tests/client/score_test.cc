@@ -16,6 +16,7 @@
 #include "client/client.h"
 #include "client/messages/codec.h"
 #include "logitd/v1/scorer.grpc.pb.h"
+#include "tests/client/fake_server.h"
 #include "tests/client/scoring_logitd.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_values.h"
