@@ -31,13 +31,15 @@ struct Cap {
 
 constexpr double kLog2EInDouble = 1.4426950408889634074;
 
-// log2(e) OverTemperature(), for Exponential. Finite, so that 0 times it is 0. Not 0, so that -inf
+// log2(e) `over_temperature`, for Exponential. Finite, so that 0 times it is 0. Not 0, so that -inf
 // times it is -inf; it is then the smallest number, because a larger one would show in logits as
 // large as the temperature.
-__device__ inline float Log2EOverTemperature(float softcap, float temperature) {
-  const double over_temperature = Cap::OverTemperature(softcap, temperature);
+__device__ inline float Log2EOf(double over_temperature) {
   return static_cast<float>(
       fmin(fmax(over_temperature * kLog2EInDouble, 0x1p-149), 0x1.fffffep127));
+}
+__device__ inline float Log2EOverTemperature(float softcap, float temperature) {
+  return Log2EOf(Cap::OverTemperature(softcap, temperature));
 }
 
 constexpr double kNanInDouble = std::numeric_limits<double>::quiet_NaN();
@@ -113,7 +115,7 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
   const CrossEntropyRow& ask = args.rows[r];
   const Stats stats = sums.stats;
   const double over_temperature = Cap::OverTemperature(ask.softcap, ask.temperature);
-  const float log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
+  const float log2e_over_temperature = Log2EOf(over_temperature);
   const Exponential exponential(stats.max, log2e_over_temperature);
   const double log_of_sum = log(static_cast<double>(stats.sum));
   // A sum by plain exponentials is relative to 2^-shift, which is not exactly the maximum.
