@@ -19,7 +19,8 @@ struct ClientOptions {
   std::string address = "127.0.0.1:7450";       // HOST:PORT or unix:PATH
   absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
   RetryOptions retry;
-  int64_t max_message_bytes = 0;  // larger requests are refused here, unsent; 0: no limit of ours
+  int64_t max_message_bytes =
+      0;  // larger requests are refused here, unsent; 0: this client sets no limit
   // Payload of one message of a stream, about. The server works on some messages while others
   // travel.
   int64_t attention_message_bytes = int64_t{8} << 20;  // larger tensors go as a stream

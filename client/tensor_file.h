@@ -25,7 +25,7 @@ absl::string_view DTypeShortName(v1::DType dtype);  // "f32", "f16", "bf16"
 // A tensor in a mapped file. Copies are cheap and share the mapping, which lives as long as any of
 // them.
 struct FileTensor {
-  v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // UNSPECIFIED of booleans and integers
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;  // UNSPECIFIED for booleans and integers
   bool boolean = false;                     // one byte each, 0 or not
   int integer_bytes = 0;                    // of each, 4 or 8, signed; 0: no integers
   std::vector<int64_t> shape;               // outermost first
@@ -33,7 +33,7 @@ struct FileTensor {
   std::shared_ptr<const void> mapping;
 };
 
-// What a caller has use for.
+// The element types that a caller accepts.
 enum class Elements {
   kFloats,         // f32, f16, bf16
   kFloatsOrBools,  // these too

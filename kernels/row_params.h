@@ -1,4 +1,4 @@
-// The parameters of rows as data. Next to each row struct a table says of every parameter: its name
+// The parameters of rows as data. Next to each row struct a table says of every value: its name
 // on the wire, its place in the row, its value where the caller sends none, and the values allowed.
 // The checks here and the codecs of the server go by these tables.
 #ifndef LOGITD_KERNELS_ROW_PARAMS_H_

@@ -55,14 +55,14 @@ struct SampleRow {
   int32_t extra_count;        // 0..kMaxExtraIds
   int32_t top_logprobs;       // 0..min(kMaxTopLogprobs, vocab)
   LogprobMode logprob_mode;
-  bool want_rank;  // the token's rank is reported; it costs a further look at the row
+  bool want_rank;  // the token's rank is reported; it may cost a further look at the row
 };
 static_assert(sizeof(SampleRow) == 120);
 
 inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
 // The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
-    {"seed", &SampleRow::seed, 0, kFinite},  // the first: the server looks whether it was sent
+    {"seed", &SampleRow::seed, 0, kFinite},  // stays first: the server checks that it was sent
     {"position", &SampleRow::position, 0, kFinite},
     {"temperature", &SampleRow::temperature, 1, kZeroOrMore},
     {"top_k", &SampleRow::top_k, 0, {.low = 0, .up_to_vocab = true}},

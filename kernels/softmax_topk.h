@@ -46,13 +46,13 @@ inline constexpr RowParam<SoftmaxTopKRow> kSoftmaxTopKParams[] = {
 //
 // All pointers are in the memory of the backend that runs the op.
 struct SoftmaxTopKArgs {
-  TensorView logits;            // [rows, vocab], f32 | f16 | bf16
-  const SoftmaxTopKRow* rows;   // [rows]
-  int32_t max_k = 0;            // >= every row's k; it picks the variant, never the bits
-  int32_t* indices = nullptr;   // [entries]
-  float* probs = nullptr;       // [entries]
-  float* logsumexp = nullptr;   // [rows], natural log, of logits / temperature
-  RowStatus* status = nullptr;  // [rows]
+  TensorView logits;                     // [rows, vocab], f32 | f16 | bf16
+  const SoftmaxTopKRow* rows = nullptr;  // [rows]
+  int32_t max_k = 0;                     // >= every row's k; it picks the variant, never the bits
+  int32_t* indices = nullptr;            // [entries]
+  float* probs = nullptr;                // [entries]
+  float* logsumexp = nullptr;            // [rows], natural log, of logits / temperature
+  RowStatus* status = nullptr;           // [rows]
 };
 
 // The arguments of the rows from `first` on. The logits stay as they are.

@@ -82,8 +82,8 @@ View RowsOf(View view, int64_t first, int64_t count) {
 // Largest vocabulary any op takes.
 inline constexpr int64_t kMaxVocab = int64_t{1} << 20;
 
-// Below this, a temperature acts as this one: log2(e) / temperature stays far inside f32's range.
-// Only logits less than 1e-33 apart can tell.
+// sample and verify: a lower temperature acts as this one, so that log2(e) / temperature stays far
+// inside f32's range. Only logits less than 1e-33 apart can tell.
 inline constexpr float kLeastTemperature = 0x1p-118f;
 
 // The status of one row. A faulty row never affects another.
@@ -91,7 +91,7 @@ enum class RowCode : int32_t {
   kOk = 0,
   kNanLogit = 1,      // a logit is NaN; the op says what its other outputs are
   kEmptySupport = 2,  // every logit is -inf, as sent or after masks: there is no distribution
-  kNotReached = 3,    // verify: an earlier draft of the sequence was refused; nothing was drawn
+  kNotReached = 3,    // verify: the sequence ended at an earlier row; nothing was drawn
 };
 
 struct RowStatus {

@@ -77,7 +77,7 @@ constexpr SampleRow Asking(float temperature, int32_t top_k, float top_p, int32_
           .want_rank = true};
 }
 
-constexpr SampleRow Rankless(SampleRow row) {
+constexpr SampleRow WithoutRank(SampleRow row) {
   row.want_rank = false;
   return row;
 }
@@ -105,8 +105,8 @@ constexpr Entry kSampleEntries[] = {
      Sample(512, kF32, Asking(0.8f, 64, 0.9f, 20), /*history=*/4096, /*mask=*/true)},
     {"unfiltered", Sample(512, kF32, Asking(1, 0, 1, 0))},
     {"top-p 0.9 alone, flat row", Sample(512, kF32, Asking(1, 0, 0.9f, 0))},
-    {"unfiltered, no rank", Sample(512, kF32, Rankless(Asking(1, 0, 1, 0)))},
-    {"unfiltered, no rank", Sample(64, kF32, Rankless(Asking(1, 0, 1, 0)))},
+    {"unfiltered, no rank", Sample(512, kF32, WithoutRank(Asking(1, 0, 1, 0)))},
+    {"unfiltered, no rank", Sample(64, kF32, WithoutRank(Asking(1, 0, 1, 0)))},
 };
 
 // ---- attention_softmax -------------------------------------------------------------------------

@@ -34,7 +34,9 @@ MessageRoom RoomOf(const v1::Limits& limits, int64_t max_message_bytes, const Me
   if (max_message_bytes > 0) {
     const int64_t left = max_message_bytes - cost.field_bytes;
     room.bytes = std::min(room.bytes, left);
-    room.rows = std::min(room.rows, left / (cost.row_bytes + cost.field_row_bytes));
+    if (cost.field_row_bytes > 0) {  // otherwise `bytes` bounds the rows
+      room.rows = std::min(room.rows, left / (cost.row_bytes + cost.field_row_bytes));
+    }
   }
   return room;
 }
@@ -43,7 +45,7 @@ absl::StatusOr<int64_t> RowsPerMessage(const v1::Limits& limits, int64_t max_mes
                                        const MessageCost& cost) {
   const MessageRoom room = RoomOf(limits, max_message_bytes, cost);
   const int64_t rows = std::min(room.rows, room.bytes / cost.row_bytes);
-  if (rows < 1 || room.bytes < 0) {
+  if (rows < 1) {
     return absl::InvalidArgumentError(
         absl::StrFormat("one row of %d bytes, and %d of its answer, is more than a message takes: "
                         "max_request_bytes %d, max_answer_bytes %d, max_message_bytes %d",

@@ -124,7 +124,6 @@ class Transport {
   std::optional<v1::Limits> limits_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What the two kinds of attempt share.
 // The server's delay before the next attempt, where its trailing metadata has one.
 std::optional<int64_t> PushbackOf(const grpc::ClientContext& context);
 // Waits until `hold` (may be null) is released, polling `cq` meanwhile: without a poller the

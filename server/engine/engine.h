@@ -29,7 +29,7 @@ struct EngineOptions {
   // Longest time that an open batch waits for more requests while a stream is idle.
   absl::Duration max_batch_delay = absl::ZeroDuration();
   int copy_threads = 2;  // copy payloads of jobs that had to wait for a slab
-  // All ops that jobs are of. Slabs have room for the parameters of each.
+  // Every op that a job may have. Slabs have room for the parameters of each.
   absl::Span<const OpTraits* const> ops;
   // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);

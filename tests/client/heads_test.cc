@@ -146,8 +146,8 @@ TEST_F(HeadsClientTest, ARefusalIs1AndSaysWhy) {
            {{"load", "a", "../x"}, "PERMISSION_DENIED: path: got \"../x\""},
            {{"load", "start", "small.safetensors"}, "ALREADY_EXISTS: head start is loaded"},
            {{"load", "a b", "small.safetensors"}, "INVALID_ARGUMENT: name: got 'a b'"},
-           {{"load", "a", "small.safetensors", "--norm"}, "no final norm"},
-           {{"load", "a", "small.safetensors", "--vocab", "5"}, "vocab is 5; allowed: 1 to 4"},
+           {{"load", "a", "small.safetensors", "--norm"}, "final norm: got none"},
+           {{"load", "a", "small.safetensors", "--vocab", "5"}, "vocab: got 5, allowed 1 to 4"},
            {{"unload", "a"}, "NOT_FOUND: no head \"a\"; loaded: start"},
            {{"get", "a"}, "NOT_FOUND: no head \"a\"; loaded: start"},
        }) {

@@ -157,7 +157,8 @@ TEST_F(LogitdTest, SamplesAsTheDefinitionSays) {
   EXPECT_EQ(got->attempts, 1);
 
   request.params.clear_seed();
-  EXPECT_THAT(std::string(client_->Sample(request).status().message()), HasSubstr("seed: none"));
+  EXPECT_THAT(std::string(client_->Sample(request).status().message()),
+              HasSubstr("seed: got none"));
 }
 
 TEST_F(LogitdTest, AStreamAnswersInOrderWithTheBitsOfUnaryCalls) {
@@ -249,7 +250,7 @@ TEST_F(LogitdTest, LogitctlSamples) {
   const std::string params =
       dir_.Write("p.json", R"({"temperature": [0], "logit_bias_ids": [0], "logit_bias": [9],
                     "logit_bias_count": [0, 1]})");
-  const Ran table = Logitctl({"sample", "--logits", npy, "--params", params});
+  const Ran table = Logitctl({"sample", "--logits", npy, "--params", params, "--rank"});
   ASSERT_EQ(table.code, 0) << table.err;
   EXPECT_THAT(table.out, AllOf(HasSubstr("     0        0      1"),
                                HasSubstr("     1        0      3"), HasSubstr("round trip")));
@@ -271,7 +272,7 @@ TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
       {{"--top-k", "4"}, 1, "top_k: got 4 at row 0, allowed 0..3"},
       {{"--params", dir_.Write("q.json", R"({"logit_bias": [1]})")},
        1,
-       "logit_bias: got 1 values for 0 logit_bias_ids"},
+       "logit_bias: got 1 values, allowed 0"},
       {{"--params", dir_.Write("r.json", R"({"topk": [1]})")}, 2, "r.json is not a"},
       {{"--params", dir_.Write("s.json", R"({"rows": 1})")}, 2, "s.json has dtype, rows"},
       {{"--params", dir_.path("none")}, 2, "none cannot be read"},

@@ -79,8 +79,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Case{"empty_message", "", true}, Case{"last_scalar_wins", "\x10\x01\x10\x02"s, true},
         Case{"last_payload_wins", "\x7a\x01x\x7a\x02yz"s, true},
-        Case{"hidden_behind_logits_wins", "\x7a\x01x\x72\x02yz"s, true},
-        Case{"logits_behind_hidden_win", "\x72\x02yz\x7a\x01x"s, true},
+        Case{"hidden_after_logits_wins", "\x7a\x01x\x72\x02yz"s, true},
+        Case{"logits_after_hidden_win", "\x72\x02yz\x7a\x01x"s, true},
         Case{"empty_hidden_wins_too", "\x7a\x01x\x72\x00"s, true},
         Case{"head_and_its_size", "\x22\x02\xc3\xa4\x28\x80\x01"s, true},
         Case{"last_head_wins", "\x22\x02xy\x22\x01z"s, true},

@@ -22,15 +22,15 @@
 // Cost: reads what the queries see and the mask, writes all keys. Causal at full size is 0.75 of a
 // read and a write.
 // Measured on an H200 (bench/results/h200/kernels.json), in percent of those bytes at the rate of a
-// plain copy of the same run (3.93 TB/s):
+// plain copy of the same run (3.94 TB/s):
 //
 //   bf16, keys        64  128  512 1024 2048 4096 8192 16384 32768 65536 131072
-//   unmasked          91   94   99  101       102         104          93     86
-//   causal                      91   95   86   96   97    93    88    78
-//   bool mask                       103        94          87
+//   unmasked          91   92   99  102       102         105          93     85
+//   causal                      90   96   86   97   97    93    90    86
+//   bool mask                       103        92          87
 //   f32, unmasked                             105
-//   f32, causal                 93   97        98         102
-//   off alignment     unmasked 85 (1023), causal 67 (4097); additive mask 73 (4096)
+//   f32, causal                 94   97        99         101
+//   off alignment     unmasked 85 (1023), causal 70 (4097); additive mask 73 (4096)
 //
 // Limited by: HBM. Up to some MB, by the launch: [32,128,128] takes 3 us. From 65536 keys on, by
 // how few rows are under way, because a row's blocks wait for each other.

@@ -8,13 +8,13 @@
 //
 // Cost: reads y and dy where the queries see, writes all keys.
 // Measured on an H200 (bench/results/h200/kernels.json), in percent of those bytes at the rate of a
-// plain copy of the same run (3.93 TB/s; two reads to a write go faster than a copy):
+// plain copy of the same run (3.94 TB/s; two reads to a write go faster than a copy):
 //
 //   bf16, keys        64 1024 4096 16384
-//   unmasked          92  108  110   109
-//   causal                 97  102   105
-//   f32                        111
-//   off alignment 89 (1023 keys)
+//   unmasked          94  108  110   109
+//   causal                 98  103   105
+//   f32                        110
+//   off alignment 88 (1023 keys)
 //
 // Limited by: HBM.
 // Tried and dropped: 32 16-bit elements a thread from 512 keys on (1024 keys 67%: the compiler kept

@@ -18,7 +18,7 @@
 // Cost: three products (18.6 ms at 4096 x 4096 x 128256 in bf16, as bare products); in addition a
 // write and a read of the logits and of G, in part out of L2, and one read and write of d_hidden in
 // fp32 for every chunk of 8192 tokens. Measured (bench/results/h200/kernels.json) under an f16
-// head, with the forward: 67.9 ms at that shape, most of it products in TF32; training.cu serves
+// head, with the forward: 68.8 ms at that shape, most of it products in TF32; training.cu serves
 // bf16 heads.
 #include <algorithm>
 

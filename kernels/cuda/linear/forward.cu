@@ -14,7 +14,7 @@
 // through logits, and in hopper/loss.cu the groups of 256 rows that have a row that wants none of
 // these. The row decides which kernel takes it, and the host does not read rows.
 // Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with sample after
-// it, 64 rows of 4096 x 128256, 1.53 ms, 94% of the bare product (bench/results/h200/kernels.json).
+// it, 64 rows of 4096 x 128256, 1.55 ms, 92% of the bare product (bench/results/h200/kernels.json).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"

@@ -31,7 +31,7 @@
 // out of L2. Memory in addition to inputs and outputs: at 4096 rows of 4096, a chunk's E (128 MiB),
 // d_hidden in fp32 (64), hidden states (32), the library's workspace (18 to 32), maxima and sums
 // (23; except on Hopper 10, and 16 of logits). Measured (bench/results/h200/kernels.json), within
-// 290 MiB: 19.8 ms, 94% of three bare products. Tried and dropped: pass 1 by cuBLASLt and a kernel
+// 290 MiB: 20.0 ms, 94% of three bare products. Tried and dropped: pass 1 by cuBLASLt and a kernel
 // on its logits (20.8 ms); all of a chunk's G before product 2 (the same within 1%).
 #include <algorithm>
 #include <limits>

@@ -23,8 +23,8 @@
 // the read ceiling. Softcap, entropy and smoothing take up to 30 instructions, and are limited by
 // them.
 // Measured (bench/results/h200/kernels.json), as a share of one read, bf16: 8192 x 128256, 96%;
-// 8192 x 32000, 87%; with rank 88%; with rank, entropy and 5 tops 54%; label smoothing 66%; softcap
-// 30%; 64 rows 11 us, one row 6.7.
+// 8192 x 32000, 88%; with rank 87%; with rank, entropy and 5 tops 56%; label smoothing 66%; softcap
+// 31%; 64 rows 11 us, one row 6.9.
 // Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
 // slower), of one warp (5%), fewer stages and more blocks (3%).
 #include <algorithm>

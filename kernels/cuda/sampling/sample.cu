@@ -285,6 +285,7 @@ int32_t ClusterBlocks(SampleParams p, int64_t rows, const Scratch& scratch) {
 cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
   const SampleArgs args = p.args;
   const int64_t rows = args.logits.rows;
+  if (rows == 0) return cudaSuccess;
   const int64_t vocab = args.logits.cols;
   p.cells = CellsOf(static_cast<int>(vocab));
   // Edited rows are in scratch: as many rows a pass as it has room for.

@@ -75,7 +75,7 @@ struct DrawShared {
   int32_t cell;
   int32_t count;
   int32_t found;
-  // All blocks of a cluster look for the rank of a token (-1: of none) with this logit.
+  // All blocks of a cluster look for the rank of a token (-1: no look is needed) with this logit.
   int32_t ranked_token;
   float ranked_logit;
   int32_t rank;

@@ -45,6 +45,7 @@ using ParamList = std::conditional_t<
 // A list for each of `params`, of its type, empty.
 template <typename Row, size_t N>
 AnyLists ListsFor(const RowParam<Row> (&params)[N]) {
+  static_assert(N <= kMaxParams);
   AnyLists lists(N);
   for (size_t i = 0; i < N; ++i) {
     std::visit([&]<typename T>(T Row::*) { lists[i] = ParamList<T>(); }, params[i].member);

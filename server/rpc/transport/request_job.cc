@@ -86,7 +86,7 @@ void RequestJob::SetTicket(engine::Admission::Ticket ticket) {
 void RequestJob::Submit(std::shared_ptr<RequestJob> self) {
   if (dropped_) return;
   submitted_ = true;
-  environment_.engine->Submit(std::move(self));
+  environment_.engine->Submit(self);  // `self` keeps this alive to the end
   if (dropped_) environment_.engine->Cancel(*this);
 }
 

@@ -38,8 +38,8 @@ struct ByteRange {
   size_t bytes = 0;
 };
 
-// One value for all rows or one a row; the first is the usual case. No more values than rows are
-// read.
+// The values of a parameter: usually one for all rows, otherwise one for each row. A list with more
+// values than rows is refused.
 using Int32List = absl::InlinedVector<int32_t, 2>;    // varints
 using Uint64List = absl::InlinedVector<uint64_t, 2>;  // fixed64
 using FloatList = absl::InlinedVector<float, 2>;
@@ -47,7 +47,8 @@ using BoolList = absl::InlinedVector<bool, 2>;  // varints
 
 // One such list of several, each with values of its own type.
 using AnyList = std::variant<Int32List, Uint64List, FloatList, BoolList>;
-using AnyLists = absl::InlinedVector<AnyList, 12>;
+inline constexpr size_t kMaxParams = 16;  // of a row, without an allocation
+using AnyLists = absl::InlinedVector<AnyList, kMaxParams>;
 template <typename M>
 struct ListOf {
   AnyLists M::*lists;
@@ -73,8 +74,8 @@ struct Nested {
   absl::InlinedVector<ByteRange, 1> parts;
 };
 
-// One field of message M: where it goes decides what it is. int32_t, int64_t and bool are varints
-// (int32, int64, enum, bool); what is optional knows whether it was there.
+// One field of message M. The member's type decides how the field is read: int32_t, int64_t and bool
+// are varints (int32, int64, enum, bool). An optional member tells whether the field was sent.
 template <typename M>
 struct Field {
   uint32_t number;
@@ -87,10 +88,10 @@ struct Field {
   Member member;
 };
 
-// Copies what lies at `range` to `dst`.
+// Copies the bytes of `range` to `dst`.
 void CopyRange(Pieces pieces, const ByteRange& range, void* dst);
 
-// What lies at `range`, as pieces of its own.
+// The bytes of `range`, as pieces of their own.
 std::vector<Piece> PiecesOf(Pieces pieces, const ByteRange& range);
 
 // A place in a message, moving forward. Errors are INVALID_ARGUMENT with the offset in the message.

@@ -5,7 +5,7 @@
 // (floor at 128256 x 4096: 0.226 ms at 4.66 TB/s), beyond them by the tensor cores. Hidden states
 // come from L2 again for every 1024 tokens (512 above 64 rows); each block of a cluster loads half.
 // Measured (bench/results/h200/kernels.json), bf16, 128256 x 4096, with sample after it: 1 row
-// 0.284 ms, 64 rows 0.317, 256 rows 0.530. Tried and dropped: stores of 16 bytes, by an exchange of
+// 0.288 ms, 64 rows 0.314, 256 rows 0.537. Tried and dropped: stores of 16 bytes, by an exchange of
 // pairs between threads (64 rows 10 us more).
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/kernels.h"
