@@ -114,7 +114,7 @@ function(logitd_test dir)
     target_link_libraries(${name} PRIVATE ${ARGN} GTest::gmock GTest::gtest_main)
     target_compile_definitions(${name} PRIVATE LOGITD_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
     add_test(NAME ${name} COMMAND ${name})
-    set_tests_properties(${name} PROPERTIES LABELS "${kind};${dir}" TIMEOUT 600
+    set_tests_properties(${name} PROPERTIES LABELS "${kind};${dir}" TIMEOUT 1200
       SKIP_REGULAR_EXPRESSION "no CUDA device: every test skipped")
     if(kind STREQUAL "gpu")
       set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)  # it measures the device's memory
