@@ -66,8 +66,9 @@ struct VerifySequence {
 // floor(UniformBits(seed, position) sum R / 2^64); where sum R is 0, W takes the place of R.
 //
 // The outputs of a row are those of `sample` for the token emitted there: the draft, or the bonus
-// token. Rows after the bonus token are kNotReached: token -1, rank 0, ids -1, log-probabilities
-// -inf, logsumexp NaN. A row that `sample` refuses ends its sequence without a token.
+// token. Rows after the last one reached are kNotReached: token -1, rank 0, ids -1,
+// log-probabilities -inf, logsumexp NaN. A row that `sample` refuses ends its sequence without a
+// token.
 //
 // A sequence's bits depend only on its own rows, parameters and drafts. Backends agree as in
 // `sample`.

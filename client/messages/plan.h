@@ -25,7 +25,7 @@ struct MessageCost {
 
 // What is left in a message for its rows.
 struct MessageRoom {
-  int64_t bytes;  // for row_bytes; below 0: the shared bytes alone are too many
+  int64_t bytes;  // for row_bytes; below 0: the shared bytes leave no room
   int64_t rows;
 };
 MessageRoom RoomOf(const v1::Limits& limits, int64_t max_message_bytes, const MessageCost& cost);

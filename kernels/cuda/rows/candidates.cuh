@@ -287,7 +287,7 @@ __device__ __noinline__ Key Gather(const T* item, int item_begin, int item_eleme
 // ---- the row's candidates ----------------------------------------------------------------------
 
 // Sends the k largest keys of the block's pool, and what else comes with them, to the first block
-// of the cluster. Called by all threads; passes a barrier of the cluster.
+// of the cluster. Called by all threads; passes two barriers of the cluster.
 template <int kThreads, class Shape>
 __device__ inline void SendToFirst(int k, int block) {
   auto& s = Pool<Shape>();

@@ -13,7 +13,7 @@
 // about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both groups, and the
 // states are 2.1.
 //
-// Serves 16-bit heads without bias and softcap (linear/routes.h), and rows that want neither rank,
+// Serves 16-bit heads without bias and softcap (linear/routes.cu), and rows that want neither rank,
 // entropy nor top tokens; forward.cu sends other rows to other kernels. The logit of an extra is a
 // product of its own, by one warp. An extra that is the target takes the logit of the loss, so that
 // both have the same bits.
