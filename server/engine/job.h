@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/types.h"
+#include "server/engine/caller.h"
 
 namespace logitd::engine {
 
@@ -143,6 +144,7 @@ struct JobSpec {
   int32_t max_row_entries = 0;
   uint32_t wanted = 0;
   absl::Time deadline = absl::InfiniteFuture();
+  Caller caller;
   // Only where the op is exclusive. `in_place`: the first output is written over the payload, and
   // costs no bytes of answer. `call`: valid until Done.
   bool in_place = false;

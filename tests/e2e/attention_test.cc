@@ -503,7 +503,7 @@ TEST_P(AttentionTransportTest, ARefusalEndsTheStreamAfterTheEarlierAnswers) {
 }
 
 // 256 MiB of scores and a mask with as many rows through a server that takes 8 MiB at once.
-TEST(AttentionStreamTest, ATensorLargerThanAMessageNeedsBoundedMemory) {
+TEST(ResidentMemoryTest, ATensorLargerThanAMessageIsStreamed) {
   ServerProcess server({"--max-request-bytes=8MiB", "--slab-bytes=8MiB", "--max-batch-rows=1024",
                         "--max-held-bytes=48MiB", "--streams=1"});
   const auto stub = v1::Attention::NewStub(Connect(server.tcp()));

@@ -310,7 +310,7 @@ TEST(LoadTest, CancelledCallsFreeEverything) {
 
 // --- bounded memory
 
-TEST(MemoryTest, ManyLargeRequestsStayWithinTheFlag) {
+TEST(ResidentMemoryTest, ManyLargeRequestsStayWithinTheFlag) {
   ServerProcess server({"--max-request-bytes=16MiB", "--slab-bytes=16MiB", "--max-batch-rows=1024",
                         "--max-held-bytes=40MiB", "--streams=1"});
   const auto touch = [&] {  // the first use faults the slabs in, which is not measured
@@ -335,7 +335,7 @@ TEST(MemoryTest, ManyLargeRequestsStayWithinTheFlag) {
   server.ExpectGrownLess(before, 100);
 }
 
-TEST(MemoryTest, UnreadCallsStayAtThePeer) {
+TEST(ResidentMemoryTest, UnreadCallsStayAtThePeer) {
   ServerProcess server(
       {"--max-request-bytes=64MiB", "--max-batch-rows=1024", "--max-held-bytes=65MiB"});
   const AdmittedCall holder(server, Connect(server.tcp()));
@@ -372,7 +372,7 @@ TEST(MemoryTest, CallsWaitingOnOneConnectionDoNotBlockItsAdmittedCall) {
   EXPECT_EQ(server.Wait(absl::ZeroDuration()), std::nullopt) << server.Log();
 }
 
-TEST(MemoryTest, ACompressedBombIsNotInflated) {
+TEST(ResidentMemoryTest, ACompressedBombIsNotInflated) {
   ServerProcess server;
   const int64_t before = server.RssBytes();
   {
@@ -388,7 +388,7 @@ TEST(MemoryTest, ACompressedBombIsNotInflated) {
   server.ExpectGrownLess(before, 16);
 }
 
-TEST(MemoryTest, OversizedMessagesAreRefusedInBoundedMemory) {
+TEST(ResidentMemoryTest, OversizedMessagesAreRefusedInBoundedMemory) {
   ServerProcess server(kRoomForOne);
   const int64_t before = server.RssBytes();
   const auto channel = Connect(server.tcp());

@@ -49,7 +49,8 @@ class ServerProcess {
   int64_t RssBytes() const { return StatusBytes("VmRSS:"); }
   int64_t PeakRssBytes() const { return StatusBytes("VmHWM:"); }
 
-  // Expects that the peak of memory is less than `mib` above `before`.
+  // Expects that the peak of memory is less than `mib` above `before`. Only in the suite
+  // ResidentMemoryTest.
   void ExpectGrownLess(int64_t before, int64_t mib) const;
 
   // The metrics page, and one sample by its name with labels as printed; -1 if there is none.

@@ -1,0 +1,20 @@
+// Who sent a call, as fairness sees it.
+#ifndef LOGITD_SERVER_ENGINE_CALLER_H_
+#define LOGITD_SERVER_ENGINE_CALLER_H_
+
+#include <cstdint>
+
+namespace logitd::engine {
+
+// Work of kBatch runs when no work of kInteractive waits.
+enum class Priority : uint8_t { kInteractive, kBatch };
+
+struct Caller {
+  uint64_t id = 0;    // equal ids share one share of memory and time; e.g. a connection
+  double weight = 1;  // of that share, > 0
+  Priority priority = Priority::kInteractive;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_CALLER_H_

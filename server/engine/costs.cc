@@ -1,0 +1,49 @@
+#include "server/engine/costs.h"
+
+#include <utility>
+
+namespace logitd::engine {
+namespace {
+
+// Share of the past that stays when a batch is added.
+constexpr double kMemory = 0.9;
+
+// Kinds kept. Clients choose vocabularies, so the number of kinds has a bound.
+constexpr size_t kMaxKinds = 1024;
+
+}  // namespace
+
+void Costs::Average::Add(double ns, double of) {
+  time_ns = time_ns * kMemory + ns;
+  units = units * kMemory + of;
+}
+
+void Costs::Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time) {
+  if (rows <= 0) return;
+  const double ns = absl::ToDoubleNanoseconds(time);
+  MutexLock lock(mutex_);
+  if (per_row_.size() >= kMaxKinds) per_row_.clear();
+  per_row_[{key.op, key.dtype, key.row_elements, key.head}].Add(ns, static_cast<double>(rows));
+  per_byte_[key.op].Add(ns, static_cast<double>(payload_bytes));
+}
+
+absl::Duration Costs::OfJob(const JobSpec& spec) const {
+  const BatchKey& key = spec.key;
+  {
+    MutexLock lock(mutex_);
+    const auto kind = per_row_.find({key.op, key.dtype, key.row_elements, key.head});
+    if (kind != per_row_.end()) {
+      return absl::Nanoseconds(kind->second.PerUnit() * static_cast<double>(spec.rows()));
+    }
+  }
+  return OfCall(*key.op, spec.size.payload_bytes);
+}
+
+absl::Duration Costs::OfCall(const OpTraits& op, int64_t payload_bytes) const {
+  MutexLock lock(mutex_);
+  const auto average = per_byte_.find(&op);
+  if (average == per_byte_.end()) return absl::ZeroDuration();
+  return absl::Nanoseconds(average->second.PerUnit() * static_cast<double>(payload_bytes));
+}
+
+}  // namespace logitd::engine

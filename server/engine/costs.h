@@ -1,0 +1,55 @@
+// How long work takes, learned from the work that ran.
+#ifndef LOGITD_SERVER_ENGINE_COSTS_H_
+#define LOGITD_SERVER_ENGINE_COSTS_H_
+
+#include <cstdint>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/time/time.h"
+#include "server/engine/job.h"
+#include "server/engine/sync.h"
+
+namespace logitd::engine {
+
+// Thread-safe. Estimates are times on a stream: copies and kernels, without any wait. They follow
+// the last few batches of the same kind.
+class Costs {
+ public:
+  // `rows` rows of `key` with `payload_bytes` took `time` on a stream.
+  void Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time);
+
+  // Of a job whose shape is known. A kind of job that never ran: as its op's other kinds, by bytes.
+  absl::Duration OfJob(const JobSpec& spec) const;
+
+  // Of a call of which only the op and the size of its message are known. An op that never ran: 0.
+  absl::Duration OfCall(const OpTraits& op, int64_t payload_bytes) const;
+
+ private:
+  // Sums that forget: the last few batches count most.
+  struct Average {
+    double time_ns = 0;
+    double units = 0;
+    void Add(double ns, double of);
+    double PerUnit() const { return units > 0 ? time_ns / units : 0; }
+  };
+  struct Kind {
+    const OpTraits* op;
+    DType dtype;
+    int64_t row_elements;
+    const Head* head;
+    friend bool operator==(const Kind&, const Kind&) = default;
+    template <typename H>
+    friend H AbslHashValue(H hash, const Kind& kind) {
+      return H::combine(std::move(hash), kind.op, kind.dtype, kind.row_elements, kind.head);
+    }
+  };
+
+  mutable Mutex mutex_;
+  absl::flat_hash_map<Kind, Average> per_row_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<const OpTraits*, Average> per_byte_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_COSTS_H_
