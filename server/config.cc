@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
+#include "server/door/listener.h"
 #include "server/rpc/rpc_server.h"
 
 namespace logitd {
@@ -183,6 +184,9 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   Add(app, "--max-waiting-calls", &config->max_waiting_calls,
       "Calls that may wait for that memory; more are refused with RESOURCE_EXHAUSTED")
       ->check(CLI::Range(0, 1 << 20));
+  Add(app, "--max-connections", &config->max_connections,
+      "Connections that may be open; more are closed at once. 0: the limit of open files less 128")
+      ->check(CLI::Range(int64_t{0}, door::kMostConnections));
   Add(app, "--max-batch-rows", &config->max_batch_rows,
       "Rows of one batch, and of the largest request; only bytes bound the rows of attention")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));

@@ -25,6 +25,7 @@ struct Config {
   int64_t max_held_bytes = int64_t{1} << 30;
   int max_waiting_calls = 1024;
   int64_t max_batch_rows = 65536;
+  int64_t max_connections = 0;  // 0: as many as the descriptors allow
   absl::Duration max_batch_delay = absl::ZeroDuration();
   std::vector<engine::HeadRequest> heads;  // loaded at start
   std::string head_root;                   // a directory; empty: clients cannot load heads

@@ -25,6 +25,10 @@
 #include "kernels/backend.h"
 #include "prometheus/exposer.h"
 #include "prometheus/registry.h"
+#include "server/door/connection.h"
+#include "server/door/door_metrics.h"
+#include "server/door/listener.h"
+#include "server/door/memory_watch.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -194,6 +198,42 @@ absl::StatusOr<std::unique_ptr<prometheus::Exposer>> ServeMetrics(const Config& 
   return exposer;
 }
 
+// Memory of a CPU stream that uses a head.
+constexpr int64_t kHeadScratch = int64_t{64} << 20;
+// Parameters and padding of a row, in a slab.
+constexpr int64_t kSlabRowBytes = 168;
+
+// Watches the memory of the process from here on. What the process may have besides its start is
+// what docs/operations.md says: the transport's quota and, on the CPU, memory that becomes resident
+// when it is first used.
+std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const DeviceInfo& device,
+                                               int64_t base, const engine::Admission& admission,
+                                               const engine::Metrics& metrics,
+                                               std::shared_ptr<door::Connections> connections,
+                                               std::shared_ptr<door::DoorMetrics> door_metrics,
+                                               rpc::RpcServer* server) {
+  const bool cpu = device.backend == "cpu";
+  const int64_t slabs =
+      config.streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows);
+  const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
+  const auto device_growth = [=, &metrics]() -> int64_t {
+    if (!cpu) return 0;
+    const int64_t heads = metrics.Get(engine::Gauge::kHeadBytes);
+    const int64_t scratch = heads > 0 ? config.streams * kHeadScratch : 0;
+    return slabs + heads - heads_at_start + scratch;
+  };
+  const int64_t messages = rpc::TransportBytes(config.max_held_bytes);
+  const auto limit = [=] { return base + device_growth() + messages; };
+  return std::make_unique<door::MemoryWatch>(
+      std::move(connections),
+      door::MemoryWatchOptions{
+          .base = base,
+          .allowed_growth = [=] { return limit() - base; },
+          .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
+          .shed = [server](bool shed) { server->RefuseConnections(shed); },
+          .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
+}
+
 // Refuses new calls and waits until the admitted ones are done, the grace is over, a second signal
 // comes or the device is lost, which `event` also says before.
 Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
@@ -220,6 +260,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   Events events;
   TuneMalloc();
   spdlog::info("logitd {}", Version());
+  const int64_t max_connections =
+      door::ConnectionLimit(config.max_connections, door::RaiseDescriptorLimit());
 
   absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend();
   if (!backend.ok()) return CannotStart(backend.status());
@@ -247,23 +289,33 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              });
   if (!engine.ok()) return CannotStart(engine.status());
   spdlog::info(
-      "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, streams {}",
+      "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, streams {}, "
+      "connections {}",
       config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
-      config.max_batch_rows, config.slab_bytes, config.streams);
+      config.max_batch_rows, config.slab_bytes, config.streams, max_connections);
 
   if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
   const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   if (!head_root.ok()) return CannotStart(head_root.status());
   absl::StatusOr<std::unique_ptr<prometheus::Exposer>> exposer = ServeMetrics(config, metrics);
   if (!exposer.ok()) return CannotStart(exposer.status());
+  const auto door_metrics =
+      std::make_shared<door::DoorMetrics>(metrics.registry(), max_connections);
+  const std::shared_ptr<door::Connections> connections =
+      door::Connections::Create({.max_connections = max_connections}, door_metrics);
+  const int64_t base_bytes = door::ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
                              .max_request_bytes = config.max_request_bytes,
                              .head_root = *head_root,
-                             .peer_timeout = config.receive_timeout},
+                             .peer_timeout = config.receive_timeout,
+                             .connections = connections},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
+  const std::unique_ptr<door::MemoryWatch> memory_watch =
+      WatchMemory(config, device, base_bytes, admission, metrics, connections, door_metrics,
+                  server->get());
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
   Events::Kind event = Events::kNothing;

@@ -324,7 +324,12 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   };
   const absl::StatusOr<DeviceMemory> memory = backend_->AllocateDevice(layout.bytes);
   if (!memory.ok()) return no_memory(memory.status());
-  absl::Cleanup free_memory = [&] { backend_->FreeDevice(*memory); };
+  const auto bytes = static_cast<int64_t>(layout.bytes);
+  if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
+  absl::Cleanup free_memory = [&] {
+    backend_->FreeDevice(*memory);
+    if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, -bytes);
+  };
   {
     Copy copy(backend_, request, layout.file_bytes, progress);
     if (absl::Status status = copy.Start(std::min(kChunkBytes, layout.bytes)); !status.ok()) {
@@ -346,9 +351,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   }
   const absl::Time end = absl::Now();
   const HeadView view = layout.View(*source, memory->data);
-  const auto bytes = static_cast<int64_t>(layout.bytes);
   spdlog::info("head {}: loaded in {:.2f} s", request.name, absl::ToDoubleSeconds(end - start));
-  if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
   std::move(free_memory).Cancel();
   return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
                                               {.name = request.name,

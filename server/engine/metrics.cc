@@ -39,7 +39,7 @@ constexpr Help kGauges[] = {
     {"logitd_slabs", "All slabs."},
     {"logitd_slabs_kept", "Slabs in use whose answer is still being sent."},
     {"logitd_heads", "Heads loaded."},
-    {"logitd_head_bytes", "Device memory of heads, unloaded ones that jobs still use included."},
+    {"logitd_head_bytes", "Device memory of heads: loading, loaded, and unloaded ones that jobs still use."},
     {"logitd_draining", "1 from the start of the drain."},
 };
 static_assert(std::size(kGauges) == static_cast<size_t>(Gauge::kDraining) + 1);
@@ -189,6 +189,10 @@ void Metrics::Set(Gauge gauge, int64_t value) {
 
 void Metrics::Add(Gauge gauge, int64_t change) {
   series_->gauges[static_cast<size_t>(gauge)]->Increment(static_cast<double>(change));
+}
+
+int64_t Metrics::Get(Gauge gauge) const {
+  return static_cast<int64_t>(series_->gauges[static_cast<size_t>(gauge)]->Value());
 }
 
 }  // namespace logitd::engine

@@ -52,7 +52,7 @@ enum class Gauge {
   kSlabs,           // logitd_slabs: all slabs
   kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent
   kHeads,           // logitd_heads: heads loaded
-  kHeadBytes,  // logitd_head_bytes: device memory of heads, unloaded ones still in use included
+  kHeadBytes,  // logitd_head_bytes: device memory of heads, loading ones and unloaded ones included
   kDraining,   // logitd_draining: 1 from the start of the drain
 };
 
@@ -85,6 +85,7 @@ class Metrics {
 
   void Set(Gauge gauge, int64_t value);
   void Add(Gauge gauge, int64_t change);
+  int64_t Get(Gauge gauge) const;
 
  private:
   struct Series;

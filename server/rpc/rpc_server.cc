@@ -13,15 +13,14 @@
 #include <utility>
 
 #include "absl/algorithm/container.h"
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
+#include "server/door/listener.h"
+#include "server/door/sockets.h"
 #include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/close_connections.h"
 
 namespace logitd::rpc {
 namespace {
@@ -43,8 +42,10 @@ std::vector<std::unique_ptr<OpService>> MakeOpServices(const CallEnvironment& en
   return services;
 }
 
-// The transport's quota beyond held messages: read buffers, unread calls, other services.
 constexpr int64_t kQuotaSlack = int64_t{128} << 20;
+
+// Time for a new connection to send its preface and settings.
+constexpr int kHandshakeMs = 20000;
 
 // Small fields of a message, and of each of its rows.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
@@ -97,13 +98,18 @@ class RpcServerImpl final : public RpcServer {
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, environment_),
-        info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
+        info_(MakeInfo(options, device, admission->options(), engine->options()), admission),
+        connections_(options.connections),
+        listener_(options.connections) {}
 
   ~RpcServerImpl() override {
     if (server_ != nullptr) Shutdown();
   }
 
   absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
+    if (!door::SocketsAreWatched()) {
+      return absl::InternalError("the program was linked so that its sockets cannot be watched");
+    }
     static std::once_flag once;
     std::call_once(once, [] {
       // Never undone: after a large answer, grpc_shutdown waits up to ten seconds for a thread that
@@ -137,32 +143,23 @@ class RpcServerImpl final : public RpcServer {
     // core hold; beyond it core resets streams. Honest calls stay within max_held_bytes and never
     // reach it.
     grpc::ResourceQuota quota("logitd");
-    quota.Resize(
-        static_cast<size_t>(admission.max_held_bytes + admission.max_held_bytes / 4 + kQuotaSlack));
+    quota.Resize(static_cast<size_t>(TransportBytes(admission.max_held_bytes)));
     builder.SetResourceQuota(quota);
-    // Otherwise two servers on one port would share its calls.
-    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-    std::vector<int> ports(options.listen.size(), 0);
-    for (size_t i = 0; i < options.listen.size(); ++i) {
-      builder.AddListeningPort(options.listen[i], grpc::InsecureServerCredentials(), &ports[i]);
-    }
+    AddDoor(&builder);
+    if (absl::Status status = listener_.Listen(options.listen); !status.ok()) return status;
     server_ = builder.BuildAndStart();
-    // BuildAndStart binds the ports in order and stops at the first that fails.
-    const auto failed = std::find(ports.begin(), ports.end(), 0);
-    if (failed != ports.end()) {
-      return absl::UnavailableError(
-          absl::StrFormat("cannot listen on %s: it is taken, not permitted, or not an address",
-                          options.listen[static_cast<size_t>(failed - ports.begin())]));
-    }
     if (server_ == nullptr) return absl::UnavailableError("the gRPC server did not start");
-    for (size_t i = 0; i < ports.size(); ++i) {
-      listening_.push_back(Bound(options.listen[i], ports[i]));
-    }
     SetServing(true);
+    listener_.Start([this](int fd, int listening_fd) {
+      grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+      connection.listener_fd = listening_fd;
+      connection.fd = fd;
+      acceptor_->HandleNewConnection(&connection);
+    });
     return absl::OkStatus();
   }
 
-  const std::vector<std::string>& listening() const override { return listening_; }
+  const std::vector<std::string>& listening() const override { return listener_.listening(); }
 
   void SetServing(bool serving) override {
     grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
@@ -179,17 +176,34 @@ class RpcServerImpl final : public RpcServer {
 
   bool loading() const override { return heads_.loading(); }
 
+  void RefuseConnections(bool refuse) override { listener_.Refuse(refuse); }
+
+  // gRPC (1.51) has no call that ends connections before calls. Server::Shutdown first drops new
+  // calls without a look and only then tells the peers. Such a call ends as CANCELLED, which callers
+  // do not retry. So the peers see the end of their connections first: every gRPC client turns that
+  // into UNAVAILABLE for its open calls, and for calls it opens before it knows.
   void Shutdown() override {
-    CloseConnections(listening_);
+    listener_.Stop();
+    connections_->EndAll();
     server_->Shutdown(std::chrono::system_clock::now());
     server_.reset();
   }
 
  private:
-  // "127.0.0.1:0" -> "127.0.0.1:40123"
-  static std::string Bound(const std::string& address, int port) {
-    if (absl::StartsWith(address, "unix")) return address;
-    return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+  // gRPC serves the connections that the listener accepts. What gRPC checks itself gets the limits
+  // that the door counts with.
+  void AddDoor(grpc::ServerBuilder* builder) {
+    using Builder = grpc::ServerBuilder::experimental_type;
+    acceptor_ = builder->experimental().AddExternalConnectionAcceptor(
+        Builder::ExternalConnectionType::FROM_FD, grpc::InsecureServerCredentials());
+    const door::FrameLimits& limits = connections_->options().frames;
+    builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, limits.max_streams);
+    const auto header_list = static_cast<int>(limits.max_split_list);
+    builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, header_list);
+#ifdef GRPC_ARG_ABSOLUTE_MAX_METADATA_SIZE  // newer versions advertise this one
+    builder->AddChannelArgument(GRPC_ARG_ABSOLUTE_MAX_METADATA_SIZE, header_list);
+#endif
+    builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
   }
 
   CallTracker tracker_;
@@ -198,14 +212,20 @@ class RpcServerImpl final : public RpcServer {
   const std::vector<std::unique_ptr<OpService>> op_services_;
   HeadsService heads_;
   ServerService info_;
+  const std::shared_ptr<door::Connections> connections_;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
   std::unique_ptr<grpc::Server> server_;
-  std::vector<std::string> listening_;
+  door::Listener listener_;  // ends first: its thread uses the acceptor
 };
 
 }  // namespace
 
 int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows) {
   return max_request_bytes + kHeaderBytes + kHeaderBytesPerRow * max_batch_rows;
+}
+
+int64_t TransportBytes(int64_t max_held_bytes) {
+  return max_held_bytes + max_held_bytes / 4 + kQuotaSlack;
 }
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/door/connection.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -23,11 +24,17 @@ struct RpcServerOptions {
   int64_t max_request_bytes = 0;                    // payload of a request; GetInfo reports it
   std::string head_root;                            // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, then to take an answer
+  // The accounts of the connections, and how many there may be. Not null.
+  std::shared_ptr<door::Connections> connections;
 };
 
 // Bytes of the largest message: a payload of `max_request_bytes` and the other fields of
 // `max_batch_rows` rows.
 int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows);
+
+// The most bytes that the transport may hold for all peers together: what calls are charged, a
+// quarter more for frames and buffers, and 128 MiB for unread calls and other services.
+int64_t TransportBytes(int64_t max_held_bytes);
 
 // Thread-safe.
 class RpcServer {
@@ -51,6 +58,9 @@ class RpcServer {
 
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;
+
+  // While true, new connections are closed at once.
+  virtual void RefuseConnections(bool refuse) = 0;
 
   // See HeadsService. The destructor waits until it is false.
   virtual bool loading() const = 0;

@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -30,7 +31,7 @@ std::string ReadFile(const std::string& path) {
   return text.str();
 }
 
-pid_t Spawn(const std::vector<std::string>& flags, const std::string& output) {
+pid_t Spawn(const std::vector<std::string>& flags, const std::string& output, int max_files = 0) {
   const std::string binary = ServerBinary();
   std::vector<std::string> words = {binary};
   words.insert(words.end(), flags.begin(), flags.end());
@@ -42,6 +43,11 @@ pid_t Spawn(const std::vector<std::string>& flags, const std::string& output) {
     const int out = open(output.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_APPEND, 0600);
     dup2(out, 1);
     dup2(out, 2);
+    if (max_files > 0) {
+      const auto files = static_cast<rlim_t>(max_files);
+      const rlimit limit = {.rlim_cur = files / 2, .rlim_max = files};
+      setrlimit(RLIMIT_NOFILE, &limit);
+    }
     execv(binary.c_str(), argv.data());
     _exit(127);
   }
@@ -89,7 +95,8 @@ Ended RunToEnd(const std::vector<std::string>& flags) {
   return ended;
 }
 
-ServerProcess::ServerProcess(std::vector<std::string> flags) : directory_(MakeDirectory()) {
+ServerProcess::ServerProcess(std::vector<std::string> flags, int max_files)
+    : directory_(MakeDirectory()) {
   log_path_ = directory_ + "/log";
   unix_socket_ = "unix:" + directory_ + "/socket";
   for (const std::string& flag :
@@ -97,7 +104,7 @@ ServerProcess::ServerProcess(std::vector<std::string> flags) : directory_(MakeDi
         "--listen=" + unix_socket_, std::string("--metrics-listen=127.0.0.1:0")}) {
     flags.push_back(flag);
   }
-  pid_ = Spawn(flags, log_path_);
+  pid_ = Spawn(flags, log_path_, max_files);
   const absl::Time end = absl::Now() + absl::Seconds(30);
   std::string listening;
   while (listening.empty()) {

@@ -30,8 +30,9 @@ Ended RunToEnd(const std::vector<std::string>& flags);
 class ServerProcess {
  public:
   // Starts the server on the CPU backend with a TCP port, a Unix socket, a metrics port and
-  // `flags`. Waits until it listens.
-  explicit ServerProcess(std::vector<std::string> flags = {});
+  // `flags`. Waits until it listens. `max_files`: its hard limit of open files; 0: that of this
+  // process.
+  explicit ServerProcess(std::vector<std::string> flags = {}, int max_files = 0);
   // Kills it if it still runs.
   ~ServerProcess();
   ServerProcess(const ServerProcess&) = delete;

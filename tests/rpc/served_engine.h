@@ -13,6 +13,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "server/door/connection.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -55,7 +56,10 @@ class ServedEngine : public ::testing::Test {
   std::shared_ptr<grpc::Channel> Start(const std::string& head_root = "") {
     server_.reset();
     auto server = RpcServer::Start(
-        {.listen = {"127.0.0.1:0"}, .max_request_bytes = max_bytes_, .head_root = head_root},
+        {.listen = {"127.0.0.1:0"},
+         .max_request_bytes = max_bytes_,
+         .head_root = head_root,
+         .connections = door::Connections::Create({})},
         backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);

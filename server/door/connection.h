@@ -1,0 +1,156 @@
+// The connections of the server: who they are, what they sent, and an end to those that break a
+// limit.
+//
+// gRPC reads and writes the sockets. sockets.cc stands in its way: each read and write of a
+// connection that is known here passes its account.
+#ifndef LOGITD_SERVER_DOOR_CONNECTION_H_
+#define LOGITD_SERVER_DOOR_CONNECTION_H_
+
+#include <sys/socket.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "server/door/frames.h"
+#include "server/door/limits.h"
+
+namespace logitd::door {
+
+class Connections;
+
+// One connection, from its acceptance until its descriptor is closed; calls may hold it longer.
+// Thread-safe. Locks are held for the time it takes to read the frames of one read or write.
+class Connection {
+ public:
+  Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer, std::string host);
+
+  uint64_t id() const { return id_; }  // from 1; never used again
+  // As grpc::ServerContext::peer() names it, without percent signs: "ipv4:127.0.0.1:40123",
+  // "ipv6:[::1]:40123". All peers on a Unix socket have the same address, so they are named
+  // "unix:connection-ID".
+  const std::string& peer() const { return peer_; }
+
+  int64_t received_bytes() const { return received_.load(std::memory_order_relaxed); }
+  int64_t message_bytes() const;  // DATA frames' payload, in all
+  int64_t open_streams() const;
+  // Bytes of messages that have begun and not arrived, and the cost of their frames.
+  int64_t under_way() const;
+
+  // A call will read a message of at most `bytes`. Before the message is asked for.
+  void Grant(int64_t bytes);
+  // Takes back what was granted: the message has arrived, or the call ended without it.
+  void Settle(int64_t bytes);
+
+  // Ends the connection. Its calls are cancelled and its peer sees the end. Does nothing if it is
+  // cut or closed. Does not block. Not while the caller holds a lock that gRPC's callbacks take.
+  void Cut(Limit reason);
+
+  // The hooks of sockets.cc; one read and one write at a time. False: the connection was cut.
+  bool Received(absl::Span<const iovec> parts, size_t bytes);
+  void Sent(absl::Span<const iovec> parts, size_t bytes);
+  // The descriptor is about to be closed.
+  void Closed();
+  // Ends the sending side: written bytes still go out, and then the peer sees the end.
+  void EndSending();
+
+ private:
+  friend class Connections;
+
+  // True if this call cut it.
+  bool ShutDown(Limit reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const std::shared_ptr<Connections> owner_;
+  const uint64_t id_;
+  const std::string peer_;
+  const std::string host_;  // the peer's address without its port; empty if it is on this machine
+  std::atomic<int64_t> received_ = 0;
+  int64_t received_at_look_ = 0;  // of Connections::CutLargest, under its lock
+  mutable absl::Mutex mutex_;
+  int fd_ ABSL_GUARDED_BY(mutex_);  // -1: closed
+  Limit cut_ ABSL_GUARDED_BY(mutex_) = Limit::kNone;
+  Frames frames_ ABSL_GUARDED_BY(mutex_);
+};
+
+// What happened to connections. Methods run on any thread, without a lock of Connections.
+class ConnectionEvents {
+ public:
+  virtual ~ConnectionEvents() = default;
+  virtual void OnOpen(int64_t open) {}
+  virtual void OnRefused() {}
+  virtual void OnCut(Limit reason) {}
+};
+
+struct ConnectionOptions {
+  FrameLimits frames;
+  int64_t max_connections = 1024;
+};
+
+// All connections of a server. Thread-safe. Closed connections leave by themselves. It lives until
+// the last of them is gone, because gRPC closes sockets after its server has ended.
+class Connections : public std::enable_shared_from_this<Connections> {
+ public:
+  // `events` may be null.
+  static std::shared_ptr<Connections> Create(const ConnectionOptions& options,
+                                             std::shared_ptr<ConnectionEvents> events = nullptr);
+
+  const ConnectionOptions& options() const { return options_; }
+
+  // Takes on the account of a connected socket. Null: there are max_connections, or half of them
+  // come from the same address of another machine. The caller then closes `fd`.
+  std::shared_ptr<Connection> Add(int fd, const sockaddr* address, socklen_t length);
+  // By the text of grpc::ServerContext::peer(). Null: not a connection of the listener, or closed.
+  std::shared_ptr<Connection> Find(absl::string_view peer) const;
+
+  int64_t open() const;
+
+  // Counts a connection that was closed without an account.
+  void CountRefused();
+
+  // Cuts the connection that sent most since the last call, with Limit::kMemory. Of those that sent
+  // nothing, the one with most under way. False: no connection has anything of either.
+  bool CutLargest();
+
+  // Ends the sending side of all, for the end of the process. See Connection::EndSending. Cuts are
+  // not logged from here on: threads of gRPC may outlive the logger.
+  void EndAll();
+
+ private:
+  friend class Connection;
+
+  Connections(const ConnectionOptions& options, std::shared_ptr<ConnectionEvents> events);
+
+  void Remove(Connection* connection);
+  void CountCut(const Connection& connection, Limit reason);
+
+  const ConnectionOptions options_;
+  const std::shared_ptr<ConnectionEvents> events_;
+  std::atomic<bool> ended_ = false;
+
+  mutable absl::Mutex mutex_;
+  uint64_t last_id_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::flat_hash_map<const Connection*, std::shared_ptr<Connection>> all_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, Connection*> by_peer_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, int64_t> by_host_ ABSL_GUARDED_BY(mutex_);
+
+  // The log has one line for each reason and second.
+  struct Logged {
+    int64_t second = -1;
+    int64_t unlogged = 0;
+  };
+  absl::Mutex log_mutex_;
+  std::array<Logged, kLimitNames.size() + 1> logged_ ABSL_GUARDED_BY(log_mutex_);
+};
+
+}  // namespace logitd::door
+
+#endif  // LOGITD_SERVER_DOOR_CONNECTION_H_

@@ -1,0 +1,53 @@
+#include "server/door/door_metrics.h"
+
+#include <string>
+#include <utility>
+
+#include "prometheus/counter.h"
+#include "prometheus/family.h"
+#include "prometheus/gauge.h"
+#include "prometheus/registry.h"
+
+namespace logitd::door {
+namespace {
+
+prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add({});
+}
+
+}  // namespace
+
+DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections)
+    : registry_(std::move(registry)),
+      open_(&AddGauge(*registry_, "logitd_connections", "Open connections.")),
+      resident_(&AddGauge(*registry_, "logitd_resident_bytes", "Resident memory.")),
+      resident_limit_(&AddGauge(*registry_, "logitd_resident_bytes_limit",
+                                "Most resident memory that the server allows itself.")),
+      refused_(&prometheus::BuildCounter()
+                    .Name("logitd_connections_refused_total")
+                    .Help("Connections closed as soon as they were accepted.")
+                    .Register(*registry_)
+                    .Add({})) {
+  AddGauge(*registry_, "logitd_connections_limit", "Most connections that may be open.")
+      .Set(static_cast<double>(max_connections));
+  auto& family = prometheus::BuildCounter()
+                     .Name("logitd_connections_cut_total")
+                     .Help("Connections that broke a limit.")
+                     .Register(*registry_);
+  for (const LimitName& name : kLimitNames) {
+    cut_[static_cast<size_t>(name.limit) - 1] = &family.Add({{"reason", std::string(name.name)}});
+  }
+}
+
+void DoorMetrics::OnOpen(int64_t open) { open_->Set(static_cast<double>(open)); }
+
+void DoorMetrics::OnRefused() { refused_->Increment(); }
+
+void DoorMetrics::OnCut(Limit reason) { cut_[static_cast<size_t>(reason) - 1]->Increment(); }
+
+void DoorMetrics::SetResident(int64_t bytes, int64_t limit) {
+  resident_->Set(static_cast<double>(bytes));
+  resident_limit_->Set(static_cast<double>(limit));
+}
+
+}  // namespace logitd::door

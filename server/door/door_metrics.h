@@ -1,0 +1,51 @@
+// What an operator sees of connections and memory. Names are stable. Every series exists from the
+// start.
+//
+// Counters
+//   logitd_connections_cut_total{reason}  connections that broke a limit; see kLimitNames
+//   logitd_connections_refused_total      connections closed as soon as they were accepted
+// Gauges
+//   logitd_connections, logitd_connections_limit  open connections, and the most there may be
+//   logitd_resident_bytes, logitd_resident_bytes_limit
+//                                         resident memory, and the most that the watch allows
+#ifndef LOGITD_SERVER_DOOR_DOOR_METRICS_H_
+#define LOGITD_SERVER_DOOR_DOOR_METRICS_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+
+#include "server/door/connection.h"
+#include "server/door/limits.h"
+
+namespace prometheus {
+class Counter;
+class Gauge;
+class Registry;
+}  // namespace prometheus
+
+namespace logitd::door {
+
+// Thread-safe.
+class DoorMetrics final : public ConnectionEvents {
+ public:
+  // Adds the series to `registry`, which has none of them yet.
+  DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections);
+
+  void OnOpen(int64_t open) override;
+  void OnRefused() override;
+  void OnCut(Limit reason) override;
+  void SetResident(int64_t bytes, int64_t limit);
+
+ private:
+  const std::shared_ptr<prometheus::Registry> registry_;
+  prometheus::Gauge* open_;
+  prometheus::Gauge* resident_;
+  prometheus::Gauge* resident_limit_;
+  prometheus::Counter* refused_;
+  std::array<prometheus::Counter*, kLimitNames.size()> cut_;
+};
+
+}  // namespace logitd::door
+
+#endif  // LOGITD_SERVER_DOOR_DOOR_METRICS_H_

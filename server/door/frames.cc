@@ -1,0 +1,256 @@
+#include "server/door/frames.h"
+
+#include <algorithm>
+
+namespace logitd::door {
+namespace {
+
+constexpr size_t kPrefaceBytes = 24;  // "PRI * HTTP/2.0...", which gRPC checks
+
+enum Type : uint8_t {
+  kData = 0,
+  kHeaders = 1,
+  kReset = 3,
+  kSettings = 4,
+  kPing = 6,
+  kWindowUpdate = 8,
+  kContinuation = 9,
+};
+constexpr uint8_t kEndStream = 1;  // of DATA and HEADERS
+constexpr uint8_t kAck = 1;        // of SETTINGS and PING
+constexpr uint8_t kEndHeaders = 4;
+constexpr uint8_t kPriority = 0x20;
+constexpr size_t kPriorityBytes = 5;
+
+constexpr int64_t kTinyUnit = 1024;
+constexpr int64_t kControlPerFrame = 4;
+constexpr int64_t kRefillNs = 10'000'000;
+
+// The grants of calls are for payloads. Frames around them cost a quarter more at most.
+constexpr int64_t kAskedShare = 4;
+
+}  // namespace
+
+Frames::Frames(const FrameLimits& limits, int64_t now_ns)
+    : limits_(limits),
+      refilled_ns_(now_ns),
+      tiny_{.left = limits.tiny_frames * kTinyUnit, .most = limits.tiny_frames * kTinyUnit},
+      control_{.left = limits.control_frames, .most = limits.control_frames},
+      resets_{.left = limits.resets, .most = limits.resets} {
+  in_.skip = kPrefaceBytes;
+}
+
+bool Frames::Direction::TakeHead(absl::Span<const uint8_t>* bytes) {
+  const size_t run = std::min(kHeadBytes - head_bytes, bytes->size());
+  std::copy_n(bytes->begin(), run, head.begin() + head_bytes);
+  head_bytes += run;
+  bytes->remove_prefix(run);
+  if (head_bytes < kHeadBytes) return false;
+  head_bytes = 0;
+  skip = size_t{head[0]} << 16 | size_t{head[1]} << 8 | head[2];
+  type = head[3];
+  flags = head[4];
+  stream = (uint32_t{head[5]} & 0x7f) << 24 | uint32_t{head[6]} << 16 | uint32_t{head[7]} << 8 |
+           uint32_t{head[8]};
+  return true;
+}
+
+Limit Frames::Received(absl::Span<const uint8_t> bytes, int64_t now_ns) {
+  Refill(now_ns);
+  while (!bytes.empty() && broken_ == Limit::kNone) {
+    if (in_.skip == 0) {
+      if (!in_.TakeHead(&bytes)) break;
+      ++frames_;
+      BeginFrame();
+      continue;
+    }
+    const absl::Span<const uint8_t> run = bytes.subspan(0, in_.skip);
+    bytes.remove_prefix(run.size());
+    in_.skip -= run.size();
+    if (in_.type == kData) {
+      const auto stream = streams_.find(in_.stream);
+      if (stream != streams_.end()) ReadMessages(&stream->second, run);
+    } else if (in_.type == kHeaders || in_.type == kContinuation) {
+      ReadHeaders(run);
+    }
+  }
+  return broken_;
+}
+
+void Frames::Sent(absl::Span<const uint8_t> bytes) {
+  while (!bytes.empty()) {
+    const size_t run = std::min(out_.skip, bytes.size());
+    bytes.remove_prefix(run);
+    out_.skip -= run;
+    if (!bytes.empty() && out_.TakeHead(&bytes)) BeginSentFrame();
+  }
+}
+
+void Frames::Refill(int64_t now_ns) {
+  const int64_t ns = std::min<int64_t>(now_ns - refilled_ns_, 1'000'000'000);
+  if (ns < kRefillNs) return;
+  refilled_ns_ = now_ns;
+  const auto share = [ns](int64_t rate) { return rate * (ns / 1000) / 1'000'000; };
+  tiny_.Give(share(limits_.tiny_rate * kTinyUnit));
+  control_.Give(share(limits_.control_rate));
+  resets_.Give(share(limits_.reset_rate));
+}
+
+void Frames::BeginFrame() {
+  switch (in_.type) {
+    case kData:
+      BeginData();
+      break;
+    case kHeaders:
+      BeginHeaders(/*continuation=*/false);
+      break;
+    case kContinuation:
+      BeginHeaders(/*continuation=*/true);
+      break;
+    case kReset:
+      // The peer also resets streams that have ended here. Those cost nothing.
+      if (!streams_.contains(in_.stream)) {
+        TakeControl();
+      } else {
+        EndStream(in_.stream);
+        if (!resets_.Take(1)) Break(Limit::kResets);
+      }
+      break;
+    case kSettings:
+    case kPing:
+      TakeControl();
+      if ((in_.flags & kAck) == 0 && ++unread_answers_ > limits_.unread_answers) {
+        Break(Limit::kUnreadAnswers);
+      }
+      break;
+    default:
+      TakeControl();
+  }
+}
+
+void Frames::BeginHeaders(bool continuation) {
+  control_.Give(kControlPerFrame);
+  if (!continuation) {
+    headers_.Begin();
+    continuations_ = 0;
+    header_bytes_ = 0;
+    priority_bytes_ = (in_.flags & kPriority) != 0 ? kPriorityBytes : 0;
+    if (in_.stream > last_stream_ && in_.stream % 2 == 1) {
+      last_stream_ = in_.stream;
+      streams_.try_emplace(in_.stream);
+      ++opened_;
+      if (open() > int64_t{limits_.max_streams} + limits_.streams_slack) Break(Limit::kStreams);
+    }
+  } else if (++continuations_ > limits_.max_continuations) {
+    Break(Limit::kContinuations);
+  }
+  in_headers_ = (in_.flags & kEndHeaders) == 0;
+  header_bytes_ += in_.skip;
+  if (header_bytes_ > limits_.max_header_block) Break(Limit::kHeaderBlock);
+}
+
+void Frames::ReadHeaders(absl::Span<const uint8_t> bytes) {
+  const size_t priority = std::min(priority_bytes_, bytes.size());
+  priority_bytes_ -= priority;
+  bytes.remove_prefix(priority);
+  if (!headers_.Read(bytes)) Break(Limit::kHeaderFormat);
+  const bool split = in_headers_ || continuations_ > 0;
+  if (headers_.bytes() > (split ? limits_.max_split_list : limits_.max_header_list)) {
+    Break(Limit::kHeaderList);
+  }
+}
+
+void Frames::BeginData() {
+  control_.Give(kControlPerFrame);
+  message_bytes_ += static_cast<int64_t>(in_.skip);
+  tiny_.Give(static_cast<int64_t>(in_.skip));
+  const auto found = streams_.find(in_.stream);
+  bool free = in_.skip >= limits_.tiny_frame;
+  if (found != streams_.end()) {
+    Stream& stream = found->second;
+    const bool ends = in_.skip == 0 && (in_.flags & kEndStream) != 0;
+    if (in_.skip > 0 && stream.frames < 2) {
+      ++stream.frames;
+      free = free || stream.unread_frames < limits_.unread_frames;
+    }
+    ++stream.unread_frames;
+    free = free || ends;
+    stream.under_way += limits_.frame_cost;
+    under_way_ += limits_.frame_cost;
+  }
+  if (!free && !tiny_.Take(kTinyUnit)) Break(Limit::kTinyFrames);
+}
+
+void Frames::ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes) {
+  while (!bytes.empty()) {
+    size_t run = 0;
+    if (stream->prefix_bytes < kPrefixBytes) {
+      // The first byte says whether the message is compressed, the others are its length.
+      run = std::min(kPrefixBytes - stream->prefix_bytes, bytes.size());
+      for (size_t i = 0; i < run; ++i) stream->length = stream->length << 8 | bytes[i];
+      stream->prefix_bytes += static_cast<uint8_t>(run);
+      stream->left = stream->length;
+    } else {
+      run = std::min<size_t>(stream->left, bytes.size());
+      stream->left -= static_cast<uint32_t>(run);
+    }
+    bytes.remove_prefix(run);
+    stream->under_way += static_cast<int64_t>(run);
+    under_way_ += static_cast<int64_t>(run);
+    if (stream->prefix_bytes < kPrefixBytes || stream->left > 0) continue;
+    EndMessage(stream);
+    // What follows in this frame is the next message's first frame.
+    if (!bytes.empty()) stream->frames = 1;
+  }
+  CheckUnasked();
+}
+
+void Frames::EndMessage(Stream* stream) {
+  under_way_ -= stream->under_way;
+  *stream = {.unread_frames = stream->unread_frames};
+}
+
+void Frames::CheckUnasked() {
+  if (!limits_.bound_unasked) return;
+  const int64_t allowed =
+      asked_ + asked_ / kAskedShare + open() * limits_.unasked_stream + limits_.unasked_slack;
+  if (under_way_ > allowed) Break(Limit::kUnasked);
+}
+
+void Frames::TakeControl() {
+  if (!control_.Take(1)) Break(Limit::kControlFrames);
+}
+
+void Frames::BeginSentFrame() {
+  const bool acks = (out_.flags & kAck) != 0;
+  switch (out_.type) {
+    case kData:
+    case kHeaders:
+      control_.Give(kControlPerFrame);
+      if ((out_.flags & kEndStream) != 0) EndStream(out_.stream);
+      break;
+    case kReset:
+      EndStream(out_.stream);
+      break;
+    case kWindowUpdate:
+      if (const auto stream = streams_.find(out_.stream); stream != streams_.end()) {
+        stream->second.unread_frames = 0;
+      }
+      break;
+    case kSettings:
+    case kPing:
+      if (acks && unread_answers_ > 0) --unread_answers_;
+      break;
+    default:
+      break;
+  }
+}
+
+void Frames::EndStream(uint32_t id) {
+  const auto found = streams_.find(id);
+  if (found == streams_.end()) return;
+  under_way_ -= found->second.under_way;
+  streams_.erase(found);
+}
+
+}  // namespace logitd::door

@@ -1,0 +1,125 @@
+// Reads the HTTP/2 frames of one connection in both directions and says when the peer breaks a
+// limit. It keeps counts, not bytes.
+// Source: RFC 9113 (frames), and gRPC over HTTP/2 (the five bytes before a message).
+#ifndef LOGITD_SERVER_DOOR_FRAMES_H_
+#define LOGITD_SERVER_DOOR_FRAMES_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/types/span.h"
+#include "server/door/header_list.h"
+#include "server/door/limits.h"
+
+namespace logitd::door {
+
+// Frames that HTTP/2 forbids are left to gRPC, which ends the connection.
+//
+// Memory: about 40 bytes for each open stream. Cost: constant for each frame and each message,
+// besides that of HeaderList. Not thread-safe. Knows no sockets.
+class Frames {
+ public:
+  // `limits` outlives the object. `now_ns`: any clock that does not go back.
+  Frames(const FrameLimits& limits, int64_t now_ns);
+
+  // Reads the next bytes from the peer. Returns the limit that they break; from then on every call
+  // returns it.
+  Limit Received(absl::Span<const uint8_t> bytes, int64_t now_ns);
+  // Reads the next bytes that were sent to the peer.
+  void Sent(absl::Span<const uint8_t> bytes);
+
+  // What the calls of this connection asked for and have not got. See FrameLimits::bound_unasked.
+  void Ask(int64_t bytes) { asked_ += bytes; }
+
+  int64_t frames() const { return frames_; }
+  int64_t message_bytes() const { return message_bytes_; }  // DATA, in all
+  int64_t opened() const { return opened_; }                // streams, in all
+  int64_t open() const { return static_cast<int64_t>(streams_.size()); }
+  // Bytes of messages that have begun and not ended, and the cost of their frames.
+  int64_t under_way() const { return under_way_; }
+
+ private:
+  static constexpr size_t kHeadBytes = 9;
+  static constexpr size_t kPrefixBytes = 5;
+  static constexpr uint8_t kNoType = 0xff;  // of the preface; HTTP/2 defines no such frame
+
+  // One direction: a frame's head, then its payload.
+  struct Direction {
+    std::array<uint8_t, kHeadBytes> head;
+    size_t head_bytes = 0;
+    size_t skip = 0;  // bytes before the next head
+    uint8_t type = kNoType;
+    uint8_t flags = 0;
+    uint32_t stream = 0;
+
+    // Takes bytes of a head. True when it is complete.
+    bool TakeHead(absl::Span<const uint8_t>* bytes);
+  };
+
+  // A stream that neither side has ended.
+  struct Stream {
+    uint32_t left = 0;         // payload of the message that has not come
+    uint32_t length = 0;       // the message's, while its prefix comes
+    uint8_t prefix_bytes = 0;  // of the message's prefix
+    uint8_t frames = 0;        // of the message, counted up to 2
+    uint32_t unread_frames = 0;  // since the last WINDOW_UPDATE to the peer
+    int64_t under_way = 0;
+  };
+
+  // A number of events that grows by a rate.
+  struct Budget {
+    int64_t left = 0;
+    int64_t most = 0;
+    bool Take(int64_t n) {
+      left -= n;
+      return left >= 0;
+    }
+    void Give(int64_t n) { left = left + n < most ? left + n : most; }
+  };
+
+  void Refill(int64_t now_ns);
+  void BeginFrame();
+  void BeginHeaders(bool continuation);
+  void BeginData();
+  void ReadHeaders(absl::Span<const uint8_t> bytes);
+  void ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes);
+  void EndMessage(Stream* stream);
+  void TakeControl();
+  void BeginSentFrame();
+  void EndStream(uint32_t id);
+  void CheckUnasked();
+  void Break(Limit limit) {
+    if (broken_ == Limit::kNone) broken_ = limit;
+  }
+
+  const FrameLimits& limits_;
+  Limit broken_ = Limit::kNone;
+
+  Direction in_;
+  Direction out_;
+  HeaderList headers_;
+  bool in_headers_ = false;  // END_HEADERS has not come
+  int continuations_ = 0;
+  size_t header_bytes_ = 0;     // of this list, on the wire
+  size_t priority_bytes_ = 0;   // before the list
+  uint32_t last_stream_ = 0;
+  absl::flat_hash_map<uint32_t, Stream> streams_;
+
+  int64_t refilled_ns_;
+  Budget tiny_;      // in units of 1/1024 frame
+  Budget control_;
+  Budget resets_;
+  int64_t unread_answers_ = 0;
+  int64_t asked_ = 0;
+  int64_t under_way_ = 0;
+
+  int64_t frames_ = 0;
+  int64_t message_bytes_ = 0;
+  int64_t opened_ = 0;
+};
+
+}  // namespace logitd::door
+
+#endif  // LOGITD_SERVER_DOOR_FRAMES_H_

@@ -1,0 +1,325 @@
+// Peers that attack the transport: what they send is bounded, they are cut, and others are served.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "tests/e2e/peers.h"
+#include "tests/e2e/raw_peer.h"
+#include "tests/e2e/server_process.h"
+#include "tests/e2e/topk_calls.h"
+
+namespace logitd::e2e {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr absl::Duration kCutTime = absl::Milliseconds(100);
+// What the tests wait at most for the cut to be seen, on a busy machine.
+constexpr absl::Duration kPatience = absl::Seconds(5);
+
+std::string Cut(const std::string& reason) {
+  return "logitd_connections_cut_total{reason=\"" + reason + "\"}";
+}
+
+// Small calls, one after another, while attacks run. Each must succeed soon.
+class HonestCaller {
+ public:
+  explicit HonestCaller(const ServerProcess& server)
+      : channel_(Connect(server.tcp())), thread_([this] {
+          while (!stop_) {
+            const grpc::Status status = SmallTopK(channel_, absl::Seconds(2));
+            EXPECT_TRUE(status.ok()) << status.error_message();
+            ++calls_;
+          }
+        }) {}
+  ~HonestCaller() {
+    stop_ = true;
+    thread_.join();
+    EXPECT_GT(calls_, 0);
+  }
+
+ private:
+  const std::shared_ptr<grpc::Channel> channel_;
+  std::atomic<bool> stop_ = false;
+  std::atomic<int> calls_ = 0;
+  std::thread thread_;
+};
+
+// Sends `piece` again and again until the connection ends. False: it took `most` of them.
+bool SendUntilCut(RawPeer* peer, const std::string& piece, int most) {
+  for (int i = 0; i < most; ++i) {
+    if (!peer->Send(piece)) return true;
+  }
+  return peer->EndsWithin(kPatience);
+}
+
+// --- header lists
+
+TEST(ResidentMemoryTest, AHeaderListWithoutEndIsCut) {
+  ServerProcess server;
+  HonestCaller honest(server);
+  absl::SleepFor(absl::Milliseconds(100));
+  const int64_t before = server.RssBytes();
+  RawPeer peer(server.port());
+  ASSERT_TRUE(peer.Send(Frame(kHeaders, 0, 1, CallHeaders(kTopK))));
+  // A field whose value is longer than all the frames: gRPC keeps what has come of it.
+  std::string head("\0\1x\x7f\x80\x80\x80\x80\x01", 9);
+  peer.Send(Frame(kContinuation, 0, 1, head));
+  EXPECT_TRUE(SendUntilCut(&peer, Frame(kContinuation, 0, 1, std::string(16000, 'a')), 4000));
+  EXPECT_EQ(server.Metric(Cut("header_list")), 1);
+  server.ExpectGrownLess(before, 16);
+}
+
+TEST(ResidentMemoryTest, AListOfManyFieldsIsCut) {
+  ServerProcess server;
+  HonestCaller honest(server);
+  absl::SleepFor(absl::Milliseconds(100));
+  const int64_t before = server.RssBytes();
+  std::string fields;
+  while (fields.size() < 16000) fields += Field("x", "y");
+  for (const bool confirm : {true, false}) {
+    std::vector<std::unique_ptr<RawPeer>> peers;
+    for (int i = 0; i < 20; ++i) {
+      auto& peer = *peers.emplace_back(std::make_unique<RawPeer>(server.port(), confirm));
+      peer.Send(Frame(kHeaders, 0, 1, CallHeaders(kTopK)));
+      EXPECT_TRUE(SendUntilCut(&peer, Frame(kContinuation, 0, 1, fields), 64)) << confirm;
+    }
+  }
+  EXPECT_GE(server.Metric(Cut("header_list")), 40);
+  server.ExpectGrownLess(before, 32);
+}
+
+// One byte stands for a field of 4 KiB.
+TEST(ResidentMemoryTest, AListThatGrowsInDecompressionIsCut) {
+  ServerProcess server;
+  const int64_t before = server.RssBytes();
+  for (int i = 0; i < 20; ++i) {
+    RawPeer peer(server.port(), /*confirm=*/false);
+    std::string block = CallHeaders(kTopK);
+    std::string field = Field("x", std::string(4000, 'y'));
+    field[0] = 0x40;  // goes into the table, where it is number 62
+    block += field + std::string(12000, '\xbe');
+    peer.Send(Frame(kHeaders, kEndHeaders, 1, block));
+    EXPECT_TRUE(peer.EndsWithin(kPatience));
+  }
+  EXPECT_EQ(server.Metric(Cut("header_list")), 20);
+  server.ExpectGrownLess(before, 32);
+}
+
+struct List {
+  const char* name;
+  int value_bytes;
+  bool split;
+  bool confirm;
+  bool accepted;
+};
+
+class HeaderListTest : public ::testing::TestWithParam<List> {};
+
+TEST_P(HeaderListTest, IsAcceptedUpToTheAdvertisedSize) {
+  ServerProcess server;
+  RawPeer peer(server.port(), GetParam().confirm);
+  // The server's settings must be in force: gRPC counts with those that the peer has confirmed.
+  absl::SleepFor(absl::Milliseconds(50));
+  const std::string block = CallHeaders("/no.Such/Method") +
+                            Field("x", std::string(static_cast<size_t>(GetParam().value_bytes), 'y'));
+  if (GetParam().split) {
+    peer.Send(Frame(kHeaders, 0, 1, block.substr(0, 100)) +
+              Frame(kContinuation, kEndHeaders, 1, block.substr(100)));
+  } else {
+    peer.Send(Frame(kHeaders, kEndHeaders, 1, block));
+  }
+  const absl::Time sent = absl::Now();
+  if (GetParam().accepted) {
+    EXPECT_TRUE(peer.Gets(kHeaders, 1, kPatience));
+  } else {
+    EXPECT_TRUE(peer.EndsWithin(kPatience));
+    EXPECT_LT(absl::Now() - sent, kCutTime);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, HeaderListTest,
+    ::testing::Values(List{"of_7_KiB", 7 << 10, false, true, true},
+                      List{"of_7_KiB_in_two_frames", 7 << 10, true, true, true},
+                      List{"of_9_KiB_in_two_frames", 9 << 10, true, true, false},
+                      List{"of_13_KiB_before_the_settings_are_confirmed", 13 << 10, false, false,
+                           false}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(DoorTest, AClientsListAboveTheAdvertisedSizeFailsItsCallOnly) {
+  ServerProcess server;
+  const auto channel = Connect(server.tcp());
+  ASSERT_TRUE(SmallTopK(channel).ok());
+  grpc::ClientContext context;
+  context.AddMetadata("x", std::string(9 << 10, 'y'));
+  v1::TopKResponse response;
+  const grpc::Status status =
+      v1::Sampler::NewStub(channel)->TopK(&context, Request({1, 2}, 1, 1), &response);
+  EXPECT_FALSE(status.ok());
+  EXPECT_TRUE(SmallTopK(channel).ok());
+}
+
+// --- DATA frames
+
+TEST(ResidentMemoryTest, MessagesInFramesOfOneByteAreCut) {
+  ServerProcess server;
+  HonestCaller honest(server);
+  absl::SleepFor(absl::Milliseconds(100));
+  const int64_t before = server.RssBytes();
+  std::string frames;
+  for (int i = 0; i < 20000; ++i) frames += Frame(kData, 0, 1, "z");
+  std::vector<std::thread> attacks;
+  for (int i = 0; i < 4; ++i) {
+    attacks.emplace_back([&] {
+      RawPeer peer(server.port());
+      peer.Send(Frame(kHeaders, kEndHeaders, 1, CallHeaders(kTopK)));
+      peer.Send(Frame(kData, 0, 1, std::string("\0\3\xff\xff\xff", 5)));  // 64 MiB
+      EXPECT_TRUE(SendUntilCut(&peer, frames, 20));
+    });
+  }
+  for (std::thread& attack : attacks) attack.join();
+  EXPECT_EQ(server.Metric(Cut("tiny_frames")), 4);
+  server.ExpectGrownLess(before, 24);
+}
+
+TEST(DoorTest, APeerThatDoesNotReadItsPingsIsCut) {
+  ServerProcess server;
+  RawPeer peer(server.port());
+  // Calls that are answered keep gRPC's own count of PINGs low.
+  std::string pings;
+  for (int i = 0; i < 1000; ++i) pings += Frame(kPing, 0, 0, "12345678");
+  EXPECT_TRUE(SendUntilCut(&peer, pings, 100));
+  EXPECT_TRUE(SmallTopK(Connect(server.tcp())).ok());
+}
+
+// --- connections
+
+TEST(DoorTest, MoreConnectionsThanFilesAreRefusedAndTheServerRecovers) {
+  ServerProcess server({}, /*max_files=*/200);
+  HonestCaller honest(server);
+  absl::SleepFor(absl::Milliseconds(100));
+  const double limit = server.Metric("logitd_connections_limit");
+  EXPECT_GT(limit, 50);
+  EXPECT_LT(limit, 200);
+  {
+    std::vector<std::unique_ptr<RawPeer>> peers;
+    const absl::Time end = absl::Now() + absl::Seconds(2);
+    while (absl::Now() < end && peers.size() < 600) {
+      peers.push_back(std::make_unique<RawPeer>(server.port()));
+    }
+    EXPECT_TRUE(server.WaitForMetric("logitd_connections_refused_total", '>', 0));
+    EXPECT_LE(server.Metric("logitd_connections"), limit);
+  }
+  EXPECT_TRUE(server.WaitForMetric("logitd_connections", '=', 1));
+  EXPECT_TRUE(SmallTopK(Connect(server.tcp()), absl::Seconds(5)).ok());
+}
+
+TEST(DoorTest, TheSoftLimitOfFilesIsRaised) {
+  ServerProcess server({}, /*max_files=*/0);
+  EXPECT_GT(server.Metric("logitd_connections_limit"), 1024);
+}
+
+TEST(DoorTest, TheFlagBoundsConnections) {
+  ServerProcess server({"--max-connections=2"});
+  auto first = std::make_unique<RawPeer>(server.port());
+  RawPeer second(server.port());
+  ASSERT_TRUE(server.WaitForMetric("logitd_connections", '=', 2));
+  RawPeer third(server.port());
+  EXPECT_TRUE(third.EndsWithin(kPatience));
+  EXPECT_EQ(server.Metric("logitd_connections_refused_total"), 1);
+  first.reset();
+  ASSERT_TRUE(server.WaitForMetric("logitd_connections", '=', 1));
+  EXPECT_TRUE(SmallTopK(Connect(server.unix_socket())).ok());
+}
+
+// --- Unix sockets
+
+Ended RunOn(const std::string& address) {
+  return RunToEnd({"--backend=cpu", "--listen=" + address, "--metrics-listen=off"});
+}
+
+TEST(UnixSocketTest, OfALiveServerIsNotTakenOver) {
+  ServerProcess server;
+  const Ended second = RunOn(server.unix_socket());
+  EXPECT_EQ(second.exit_code, 1);
+  EXPECT_THAT(second.text, HasSubstr("cannot listen on " + server.unix_socket() +
+                                     ": another process (pid "));
+  EXPECT_TRUE(SmallTopK(Connect(server.unix_socket())).ok());
+}
+
+TEST(UnixSocketTest, OfADeadServerIsReplaced) {
+  const std::string path = ::testing::TempDir() + absl::StrCat("/logitd_dead_", getpid());
+  const auto start = [&] {
+    return std::make_unique<ServerProcess>(std::vector<std::string>{"--listen=unix:" + path});
+  };
+  start()->Signal(SIGKILL);
+  ASSERT_TRUE(std::filesystem::exists(path));
+  const auto server = start();
+  EXPECT_TRUE(SmallTopK(Connect("unix:" + path)).ok());
+  server->Signal(SIGTERM);
+  EXPECT_EQ(server->Wait(absl::Seconds(10)), 0);
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(UnixSocketTest, OfAnotherServerIsNotRemovedAtTheEnd) {
+  const std::string path = ::testing::TempDir() + absl::StrCat("/logitd_other_", getpid());
+  ServerProcess first({"--listen=unix:" + path});
+  std::filesystem::remove(path);
+  ServerProcess second({"--listen=unix:" + path});
+  first.Signal(SIGTERM);
+  EXPECT_EQ(first.Wait(absl::Seconds(10)), 0);
+  EXPECT_TRUE(SmallTopK(Connect("unix:" + path)).ok());
+  std::filesystem::remove(path);
+}
+
+TEST(UnixSocketTest, PathOfAnotherFileIsRefused) {
+  const std::string path = ::testing::TempDir() + absl::StrCat("/logitd_file_", getpid());
+  std::ofstream(path) << "keep";
+  const Ended ended = RunOn("unix:" + path);
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_THAT(ended.text, HasSubstr("not a socket"));
+  EXPECT_TRUE(std::filesystem::exists(path));
+  std::filesystem::remove(path);
+}
+
+TEST(UnixSocketTest, PathThatIsTooLongIsRefused) {
+  const Ended ended = RunOn("unix:/tmp/" + std::string(110, 'a'));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_THAT(ended.text, HasSubstr("allowed 1 to 107"));
+}
+
+// --- memory
+
+TEST(ResidentMemoryTest, IsGivenBackWhenTheLoadHasEnded) {
+  ServerProcess server({"--streams=1"});
+  {
+    ManyCalls calls(server.tcp(), 14);
+    for (int i = 0; i < 14; ++i) calls.Start(i, LargeRequest(256));  // 64 MiB each
+    for (const grpc::Status& status : calls.WaitAll()) EXPECT_TRUE(status.ok());
+  }
+  const double peak = static_cast<double>(server.PeakRssBytes());
+  const absl::Time end = absl::Now() + absl::Seconds(15);
+  const auto resident = [&] { return static_cast<double>(server.RssBytes()); };
+  while (resident() > peak / 2 && absl::Now() < end) absl::SleepFor(absl::Milliseconds(100));
+  EXPECT_LE(resident(), peak / 2) << "of " << peak;
+  EXPECT_GT(server.Metric("logitd_resident_bytes"), 0);
+}
+
+}  // namespace
+}  // namespace logitd::e2e
