@@ -174,10 +174,10 @@ KeyQueue* Batcher::Arrive(Job* job) {
   Kind* kind = KindOf({.key = spec.key, .priority = spec.caller.priority});
   place.cost_ns = kind->row_ns > 0 ? kind->row_ns * static_cast<double>(spec.rows())
                                    : kUnknownByteNs * static_cast<double>(spec.size.payload_bytes);
-  place.urgency = {.priority = spec.caller.priority,
-                   .start = clock_.Arrive(spec.caller, place.cost_ns),
-                   .sequence = next_sequence_++};
   const bool is_long = place.cost_ns > static_cast<double>(rules_.max_slice_ns);
+  place.urgency = {.priority = spec.caller.priority,
+                   .start = clock_.Arrive(spec.caller, is_long, place.cost_ns),
+                   .sequence = next_sequence_++};
   place.queue = is_long ? &kind->of_long : &kind->of_short;
   return place.queue;
 }
@@ -494,7 +494,7 @@ void Batcher::Settle(const Batch& batch) {
       const Slot& slot = batch.slots[i];
       if (slot.has_run) more_ns += static_cast<double>(slot.rows) * row_ns - slot.cost_ns;
     }
-    clock_.Correct(caller, more_ns);
+    clock_.Correct(caller, batch.queue->is_long, more_ns);
   }
 }
 

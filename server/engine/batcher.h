@@ -81,8 +81,8 @@ struct Kind {
 //
 // Order. By urgency (fair_queue.h): by priority, then fairly by caller, by estimated cost. Streams
 // take the batch with the most urgent job. A free slab goes to the most urgent job without one, and
-// the jobs of its key that fit join it, the most urgent first. Jobs of one caller go in the order
-// of their arrival.
+// the jobs of its key that fit join it, the most urgent first. Long jobs of one caller go
+// in the order of their arrival, and so do its short ones.
 //
 // Slices. A batch that ran a slice waits for its next one like any other batch, as if its work had
 // arrived later by what it has had. Between slices jobs end whose caller has left, whose deadline

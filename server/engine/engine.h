@@ -73,7 +73,8 @@ class Engine {
   //
   // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a slab, a stream,
   // the next slice. Among jobs of one priority the callers share the streams by weight, counted in
-  // estimated time; jobs of one caller go in the order in which they came. Jobs of any caller may
+  // estimated time; jobs of one caller go in the order in which they came, the short ones and
+  // those that take more than one slice each among themselves. Jobs of any caller may
   // share a batch. Batches run in slices (EngineOptions::max_slice), and the most urgent batch gets
   // the next one. A slice is longer than max_slice only where a job may not be cut (JobSpec::whole),
   // or where one pass over a head takes longer.

@@ -5,17 +5,17 @@
 namespace logitd::engine {
 namespace {
 
-// Fewer callers than this are not worth a search for those to forget.
-constexpr size_t kFewCallers = 64;
+// Fewer accounts than this are not worth a search for those to forget.
+constexpr size_t kFewAccounts = 64;
 
-// Callers beyond this are forgotten even if their work is not served yet.
-constexpr size_t kMaxCallers = size_t{1} << 16;
+// Accounts beyond this are forgotten even if their work is not served yet.
+constexpr size_t kMaxAccounts = size_t{1} << 16;
 
 }  // namespace
 
-double FairClock::Arrive(const Caller& caller, double cost_ns) {
+double FairClock::Arrive(const Caller& caller, bool is_long, double cost_ns) {
   if (ends_.size() >= forget_at_) Forget();
-  double& end = ends_[{caller.id, caller.priority}];
+  double& end = ends_[{caller.id, caller.priority, is_long}];
   const double start = std::max(now_, end);
   end = start + cost_ns / caller.weight;
   latest_ = std::max(latest_, end);
@@ -24,8 +24,8 @@ double FairClock::Arrive(const Caller& caller, double cost_ns) {
 
 void FairClock::Serve(double start) { now_ = std::max(now_, start); }
 
-void FairClock::Correct(const Caller& caller, double by_ns) {
-  const auto it = ends_.find({caller.id, caller.priority});
+void FairClock::Correct(const Caller& caller, bool is_long, double by_ns) {
+  const auto it = ends_.find({caller.id, caller.priority, is_long});
   if (it == ends_.end()) return;
   it->second += by_ns / caller.weight;
   latest_ = std::max(latest_, it->second);
@@ -33,8 +33,8 @@ void FairClock::Correct(const Caller& caller, double by_ns) {
 
 void FairClock::Forget() {
   absl::erase_if(ends_, [this](const auto& entry) { return entry.second <= now_; });
-  if (ends_.size() >= kMaxCallers) ends_.clear();
-  forget_at_ = std::max(kFewCallers, 2 * ends_.size());
+  if (ends_.size() >= kMaxAccounts) ends_.clear();
+  forget_at_ = std::max(kFewAccounts, 2 * ends_.size());
 }
 
 }  // namespace logitd::engine

@@ -30,41 +30,45 @@ struct Urgency {
 // before now. So of two callers that always have work waiting, each gets time by its weight. A
 // caller that had none waiting comes before all that have used time since, and saves up nothing.
 //
+// A caller's long and short work, and its work of each priority, are counted apart: long work that
+// waits does not delay short work of the same caller.
+//
 // Not thread-safe.
 class FairClock {
  public:
   // The virtual start of work that arrives now.
-  double Arrive(const Caller& caller, double cost_ns);
+  double Arrive(const Caller& caller, bool is_long, double cost_ns);
 
   // Work with that start is served.
   void Serve(double start);
 
   // Work of `caller` cost `by_ns` more (or less) than Arrive was told.
-  void Correct(const Caller& caller, double by_ns);
+  void Correct(const Caller& caller, bool is_long, double by_ns);
 
   // Nobody's work waits or runs: all callers are equal again.
   void Idle() { now_ = latest_; }
 
-  // Callers in memory. The number that matter is at most that of the callers with work in the
-  // system or just served; the others are forgotten.
-  size_t callers() const { return ends_.size(); }
+  // Accounts in memory: those of callers with work in the system, and some that are not forgotten
+  // yet.
+  size_t accounts() const { return ends_.size(); }
 
  private:
   struct Account {
     uint64_t caller;
-    Priority priority;  // waiting kBatch work takes nothing from its caller's interactive share
+    Priority priority;
+    bool is_long;
     friend bool operator==(const Account&, const Account&) = default;
     template <typename H>
     friend H AbslHashValue(H hash, const Account& account) {
-      return H::combine(std::move(hash), account.caller, account.priority);
+      return H::combine(std::move(hash), account.caller, account.priority, account.is_long);
     }
   };
   void Forget();
 
   double now_ = 0;
   double latest_ = 0;     // of all ends
-  size_t forget_at_ = 0;  // callers, before the next search for those to forget
-  // Where the work of each caller ends. One that is not after now_ says no more than none.
+  size_t forget_at_ = 0;  // accounts, before the next search for those to forget
+  // Where the work of each account ends. One that is not after now_ says no more than none.
   absl::flat_hash_map<Account, double> ends_;
 };
 
