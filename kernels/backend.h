@@ -3,6 +3,7 @@
 #ifndef LOGITD_KERNELS_BACKEND_H_
 #define LOGITD_KERNELS_BACKEND_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -25,6 +26,8 @@ struct DeviceInfo {
   std::string backend;  // "cpu" or "cuda"
   std::string name;     // "NVIDIA H200", or the CPU's SIMD target and thread count
   int64_t memory_bytes = 0;
+  // Rows of a linear op that share one read of the head. Fewer rows in a call cost more each.
+  int64_t linear_rows = 64;
 };
 
 // A piece of host memory and its counterpart on the device. On CUDA `host` is pinned; on the CPU
@@ -97,7 +100,17 @@ class Stream {
   // Blocks until all enqueued work is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;
 
+  // When `*abandoned` becomes true, nobody wants the work until the next Wait: the stream may leave
+  // some of it out, and its results are then unspecified. The flag stays true until that Wait has
+  // returned. It is read until the next call of this; null: none.
+  void Watch(const std::atomic<bool>* abandoned) { abandoned_ = abandoned; }
+
+ protected:
+  const std::atomic<bool>* abandoned() const { return abandoned_; }
+
  private:
+  const std::atomic<bool>* abandoned_ = nullptr;
+
   static absl::Status NoSuchOp(std::string_view name) {
     return absl::UnimplementedError(absl::StrFormat("%s: this backend has no such op", name));
   }

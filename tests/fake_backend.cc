@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "kernels/status_macros.h"
 
@@ -95,6 +96,11 @@ void FakeBackend::SetOpTime(std::chrono::microseconds time) {
   op_time_ = time;
 }
 
+void FakeBackend::SetRowTime(std::chrono::microseconds time) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  row_time_ = time;
+}
+
 void FakeBackend::FailNext(FaultPoint point, absl::Status status) {
   std::lock_guard<std::mutex> lock(mutex_);
   next_faults_.emplace_back(point, std::move(status));
@@ -121,14 +127,14 @@ void FakeBackend::Log(Ran ran) {
   changed_.notify_all();
 }
 
-absl::Status FakeBackend::Reach(FaultPoint point) {
+absl::Status FakeBackend::Reach(FaultPoint point, int64_t rows) {
   std::chrono::microseconds pause{0};
   {
     std::unique_lock<std::mutex> lock(mutex_);
     ++held_;
     changed_.wait(lock, [&] { return hold_ != point; });
     --held_;
-    if (point == FaultPoint::kOp) pause = op_time_;
+    if (point == FaultPoint::kOp) pause = op_time_ + rows * row_time_;
   }
   if (pause.count() > 0) std::this_thread::sleep_for(pause);
   if (faults_) LOGITD_RETURN_IF_ERROR(faults_(point));
@@ -184,14 +190,19 @@ absl::StatusOr<StreamTimes> FakeStream::Wait() {
     });
   }
   LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kWait));
-  return StreamTimes{.h2d_ns = 1, .kernel_ns = 2, .d2h_ns = 3};
+  const auto kernel = std::exchange(rows_time_, std::chrono::nanoseconds(0)).count();
+  return StreamTimes{.h2d_ns = 1, .kernel_ns = 2 + kernel, .d2h_ns = 3};
 }
 
 absl::Status FakeStream::Run(std::string tags, int64_t rows,
                              absl::FunctionRef<absl::Status()> body) {
   Enter(kComputing);
   backend_->Log({.tags = std::move(tags), .rows = rows, .uploaded_bytes = uploaded_bytes_});
-  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kOp));
+  {
+    std::lock_guard<std::mutex> lock(backend_->mutex_);
+    rows_time_ += rows * backend_->row_time_;
+  }
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kOp, rows));
   return body();
 }
 

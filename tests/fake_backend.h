@@ -56,8 +56,9 @@ class FakeBackend final : public Backend {
   void Hold(FaultPoint point = FaultPoint::kOp);
   void Release();
   int held();  // threads that wait
-  // Every op takes this long.
+  // Every op takes this long, and this much more for each of its rows. Streams report the latter.
   void SetOpTime(std::chrono::microseconds time);
+  void SetRowTime(std::chrono::microseconds time);
   // The next thread to reach `point` fails there with `status`.
   void FailNext(FaultPoint point, absl::Status status);
   // Asked at every point; wins over FailNext when not OK. Set before any stream runs.
@@ -69,7 +70,7 @@ class FakeBackend final : public Backend {
 
  private:
   friend class FakeStream;
-  absl::Status Reach(FaultPoint point);
+  absl::Status Reach(FaultPoint point, int64_t rows = 0);
   void Log(Ran ran);
   std::unique_ptr<Stream> CreateCpuStream();
 
@@ -89,6 +90,7 @@ class FakeBackend final : public Backend {
   std::optional<FaultPoint> hold_;
   int held_ = 0;
   std::chrono::microseconds op_time_{0};
+  std::chrono::microseconds row_time_{0};
   std::vector<std::pair<FaultPoint, absl::Status>> next_faults_;
   std::vector<Ran> log_;
   std::vector<Filling> fills_;
@@ -162,6 +164,7 @@ class FakeStream final : public Stream {
   std::unique_ptr<Stream> cpu_;
   Phase phase_ = kIdle;
   size_t uploaded_bytes_ = 0;
+  std::chrono::nanoseconds rows_time_{0};
   std::variant<SoftmaxTopKArgs, SampleArgs, VerifyArgs, AttentionSoftmaxArgs,
                AttentionSoftmaxBackwardArgs, CrossEntropyArgs, LinearTopKArgs, LinearSampleArgs,
                LinearCrossEntropyArgs>

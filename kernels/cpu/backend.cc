@@ -60,13 +60,13 @@ class CpuStream : public Stream {
     return Timed([&] { cpu::CrossEntropyBackward(args, *pool_); });
   }
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    return Timed([&] { cpu::LinearTopK(args, *pool_, linear_scratch_); });
+    return Timed([&] { cpu::LinearTopK(args, *pool_, linear_scratch_, abandoned()); });
   }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
-    return Timed([&] { cpu::LinearSample(args, *pool_, linear_scratch_); });
+    return Timed([&] { cpu::LinearSample(args, *pool_, linear_scratch_, abandoned()); });
   }
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
-    return Timed([&] { cpu::LinearCrossEntropy(args, *pool_, linear_scratch_); });
+    return Timed([&] { cpu::LinearCrossEntropy(args, *pool_, linear_scratch_, abandoned()); });
   }
   absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
     return Timed([&] { cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_); });

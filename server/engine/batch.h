@@ -8,8 +8,11 @@
 #ifndef LOGITD_SERVER_ENGINE_BATCH_H_
 #define LOGITD_SERVER_ENGINE_BATCH_H_
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -49,38 +52,86 @@ absl::Status CheckFits(const JobSpec& spec, const EngineOptions& options);
 
 // A job's rows in a batch.
 struct Slot {
-  Job* job = nullptr;  // null: dropped; the rows are skipped
+  Job* job = nullptr;  // null: dropped, or done
   int64_t first_row = 0;
   int64_t rows = 0;
+  Caller caller;
+  double cost_ns = 0;  // as estimated when the job was submitted
+  // What the job had on each axis, if it ended between slices: its elements keep their places.
+  std::unique_ptr<const AxisCounts> left;
+  bool has_run = false;  // all of its rows
+};
+
+// How far a batch has run, and what its stream needs from one slice to the next.
+struct Progress {
+  bool begun = false;  // payload and inputs are on the device; the members up to `outputs` are set
+  bool done = false;   // no slice is left, and Done of all jobs has run
+  // The rows that run, and the slots that hold them: what was left of the batch when it began.
+  size_t first_slot = 0;
+  size_t end_slot = 0;
+  int64_t first_row = 0;
+  int64_t end_row = 0;
+  size_t row_stride = 0;
+  AxisCounts counts = {};
+  int32_t max_row_entries = 0;
+  uint32_t wanted = 0;
+  bool in_place = false;  // this and the next: only of an exclusive op
+  const ExclusiveCall* call = nullptr;
+  std::array<size_t, kMaxArrays> inputs = {};
+  size_t upload_end = 0;
+  std::array<size_t, kMaxArrays> outputs = {};
+  size_t answer_end = 0;
+
+  int64_t next_row = 0;  // the first row that has not run
+  int64_t rows_run = 0;
+  double row_ns = 0;       // on the device, as the last slice measured it; 0: none has run
+  double kind_row_ns = 0;  // the estimate for its kind, with all slices so far
+  JobTimes times;          // of all slices so far
+
+  // What the last slice did.
+  int64_t slice_rows = 0;
+  int64_t slice_ns = 0;
+  int finished = 0;  // jobs whose Done it ran
 };
 
 struct KeyQueue;
 
-// Guarded by the batcher's lock, except while kRunning: then it belongs to the stream that took it,
-// which changes only its slots.
+// Guarded by the batcher's lock, except while kRunning: then `slots` and `progress` belong to the
+// stream that took it.
 struct Batch {
   enum class State : uint8_t {
     kFree,
-    kOpen,    // jobs of its key may join
-    kSealed,  // complete; ready to run when `copying` is 0
-    kRunning,
-    kKept,  // ran; its job still keeps the answer
+    kOpen,     // jobs of its key may join
+    kSealed,   // complete; ready to run when `copying` is 0
+    kRunning,  // a slice
+    kPaused,   // between two slices, and ready for the next
+    kKept,     // ran; its job still keeps the answer
   };
   Slab slab;
   State state = State::kFree;
   BatchKey key;
   KeyQueue* queue = nullptr;
-  uint64_t sequence = 0;  // of its oldest job
+  Urgency urgency;         // the least of its jobs; later slices start later
+  double weight = 0;       // sum over its callers
+  uint64_t opened_by = 0;  // caller of its first job
+  bool whole = false;      // runs in one slice
   int64_t opened_ns = 0;
-  int64_t taken_ns = 0;  // by the stream that runs it
-  int64_t rows = 0;      // reserved, by dropped jobs too; so are the next two
+  int64_t taken_ns = 0;                                // by the stream that ran its first slice
+  absl::Time first_deadline = absl::InfiniteFuture();  // no job has an earlier one
+  absl::Time last_deadline = absl::InfinitePast();     // nor a later one
+  int64_t rows = 0;  // reserved, by dropped jobs too; so are the next two
   int64_t payload_bytes = 0;
   int64_t answer_bytes = 0;
   int copying = 0;    // payload copies not finished, or not begun
   int copied = 0;     // payload copies finished
   int live = 0;       // slots with a job
+  int gone = 0;       // of these, those whose caller has left while it ran
   bool kept = false;  // by the job, from Keep to TakeBack
+  bool slow = false;  // while kRunning: its slice may take longer than Batcher::kSlowSlice
+  // While kRunning: no job has a caller any more. Written under the lock, read by the stream.
+  std::atomic<bool> abandoned = false;
   std::vector<Slot> slots;
+  Progress progress;
 };
 
 }  // namespace logitd::engine

@@ -15,6 +15,9 @@ namespace {
 // Keys kept without a job: clients come back with the vocabulary they had.
 constexpr size_t kMaxIdleKeys = 256;
 
+// What a byte of payload costs, in nanoseconds, where nothing like it has run.
+constexpr double kUnknownByteNs = 1;
+
 // A brief copy takes about as long as a sleeping thread takes to wake. So a stream is woken when
 // the copy begins, and polls until it ends. That saves 30 us of 400 for a call of 512 KiB on two
 // quiet cores, and nothing on busy cores. A smaller payload is copied before the thread is awake;
@@ -22,23 +25,11 @@ constexpr size_t kMaxIdleKeys = 256;
 constexpr int64_t kMinBriefCopyBytes = int64_t{128} << 10;
 constexpr int64_t kMaxBriefCopyBytes = int64_t{1} << 20;
 
-// Counts the threads inside a public call, from before it first uses the object to after it last
-// does.
-class CallerScope {
- public:
-  explicit CallerScope(std::atomic<int>& callers) : callers_(callers) {
-    callers_.fetch_add(1, std::memory_order_relaxed);
-  }
-  ~CallerScope() { callers_.fetch_sub(1, std::memory_order_release); }
-
- private:
-  std::atomic<int>& callers_;
-};
-
 }  // namespace
 
-size_t Batcher::KeyHash::operator()(const BatchKey& key) const {
-  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head);
+size_t Batcher::KeyHash::operator()(const KindKey& kind) const {
+  const BatchKey& key = kind.key;
+  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head, kind.priority);
 }
 
 void Batcher::JobList::PushBack(Job* job) {
@@ -62,10 +53,13 @@ Job* Batcher::JobList::PopFront() {
   return job;
 }
 
-Batcher::Batcher(const EngineOptions& options, const std::vector<Slab>& slabs, Metrics* metrics)
+Batcher::Batcher(const EngineOptions& options, const SliceRules& rules,
+                 const std::vector<Slab>& slabs, const Costs* costs, Metrics* metrics)
     : options_(options),
       max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
       idle_spin_ns_(absl::ToInt64Nanoseconds(options.idle_spin)),
+      rules_(rules),
+      costs_(costs),
       metrics_(metrics),
       max_kept_(static_cast<int64_t>(slabs.size()) - options.streams),
       desk_(std::make_shared<ReturnDesk>()),
@@ -98,21 +92,19 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
   const size_t row_stride = RowStride(spec.key);
   {
     MutexLock lock(mutex_);
-    place.sequence = next_sequence_++;
     ++unfinished_;
     if (closed_) {
       place.state = Job::Place::State::kDone;
       place.why = absl::StatusCode::kUnavailable;
       ended.PushBack(job);
     } else {
-      KeyQueue* queue = QueueOf(spec.key);
+      KeyQueue* queue = Arrive(job);
       if (queue->open != nullptr && !Fits(*queue->open, spec)) {
         Seal(queue->open);
         if (SealForIdleStreams() > 0) WakeStream();
       }
-      if (queue->open == nullptr) {
-        // If jobs wait, no slab is free: see PlacePending.
-        if (Batch* batch = FreeBatch()) Open(batch, queue, *job);
+      if (queue->open == nullptr && queue->pending.top() == nullptr && MayOpen(*job)) {
+        Open(FreeBatch(), queue, *job);
       }
       if (queue->open != nullptr) {
         Batch* batch = queue->open;
@@ -131,6 +123,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
         }
       } else {
         PushPending(queue, job);
+        PlacePending();  // it may take a slab that the jobs before it may not
         // An open batch gives up its max_batch_delay when jobs wait for slabs.
         if (SealForIdleStreams() > 0) WakeStream();
       }
@@ -154,18 +147,39 @@ bool Batcher::Fits(const Batch& batch, const JobSpec& spec) const {
          batch.answer_bytes + spec.size.answer_bytes <= options_.slab_answer_bytes;
 }
 
-KeyQueue* Batcher::QueueOf(const BatchKey& key) {
-  auto it = queues_.find(key);
-  if (it == queues_.end()) {
-    if (queues_.size() >= kMaxIdleKeys) {
-      absl::erase_if(queues_, [](const auto& entry) {
-        return entry.second->open == nullptr && entry.second->first == nullptr;
+Kind* Batcher::KindOf(const KindKey& key) {
+  auto it = kinds_.find(key);
+  if (it == kinds_.end()) {
+    if (kinds_.size() >= kMaxIdleKeys) {
+      absl::erase_if(kinds_, [](const auto& entry) {
+        const Kind& kind = *entry.second;
+        return kind.batches == 0 && kind.of_short.pending.top() == nullptr &&
+               kind.of_long.pending.top() == nullptr;
       });
     }
-    it = queues_.emplace(key, std::make_unique<KeyQueue>()).first;
-    it->second->key = key;
+    it = kinds_.emplace(key, std::make_unique<Kind>()).first;
+    Kind* kind = it->second.get();
+    kind->key = key;
+    kind->row_ns = costs_->PerRow(key.key);
+    kind->of_short.kind = kind->of_long.kind = kind;
+    kind->of_long.is_long = true;
   }
   return it->second.get();
+}
+
+// Estimates the job's cost, and gives it its place in the order.
+KeyQueue* Batcher::Arrive(Job* job) {
+  const JobSpec& spec = job->spec();
+  Job::Place& place = job->place_;
+  Kind* kind = KindOf({.key = spec.key, .priority = spec.caller.priority});
+  place.cost_ns = kind->row_ns > 0 ? kind->row_ns * static_cast<double>(spec.rows())
+                                   : kUnknownByteNs * static_cast<double>(spec.size.payload_bytes);
+  const bool is_long = place.cost_ns > static_cast<double>(rules_.max_slice_ns);
+  place.urgency = {.priority = spec.caller.priority,
+                   .start = clock_.Arrive(spec.caller, is_long, place.cost_ns),
+                   .sequence = next_sequence_++};
+  place.queue = is_long ? &kind->of_long : &kind->of_short;
+  return place.queue;
 }
 
 Batch* Batcher::FreeBatch() {
@@ -175,27 +189,73 @@ Batch* Batcher::FreeBatch() {
   return nullptr;
 }
 
-void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& oldest) {
+// Whether the job may take a free slab, if there is one. See "Room for short work".
+bool Batcher::MayOpen(const Job& job) const {
+  const Job::Place& place = job.place_;
+  const Caller& caller = job.spec().caller;
+  int free = 0;
+  int at_work = 0;
+  int of_caller = 0;
+  for (const Batch& batch : batches_) {
+    if (batch.state == Batch::State::kFree) {
+      ++free;
+    } else if (batch.state != Batch::State::kKept) {
+      ++at_work;
+      if (batch.opened_by == caller.id) ++of_caller;
+    }
+  }
+  if (free == 0) return false;
+  if (free > 1 || at_work == 0) return true;
+  if (caller.priority == Priority::kBatch) return false;
+  if (batches_.size() == 2) return place.cost_ns <= absl::ToDoubleNanoseconds(kSlowSlice);
+  return !place.queue->is_long && of_caller < at_work;
+}
+
+void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& first) {
   batch->state = Batch::State::kOpen;
-  batch->key = queue->key;
+  batch->key = queue->kind->key.key;
   batch->queue = queue;
-  batch->sequence = oldest.place_.sequence;
-  batch->opened_ns = oldest.place_.submitted_ns;
+  batch->urgency = first.place_.urgency;
+  batch->weight = 0;
+  batch->opened_by = first.spec().caller.id;
+  batch->whole = false;
+  batch->opened_ns = first.place_.submitted_ns;
+  batch->taken_ns = 0;
+  batch->first_deadline = absl::InfiniteFuture();
+  batch->last_deadline = absl::InfinitePast();
   batch->rows = 0;
   batch->payload_bytes = 0;
   batch->answer_bytes = 0;
   batch->copying = 0;
   batch->copied = 0;
   batch->live = 0;
+  batch->gone = 0;
   batch->kept = false;
+  batch->abandoned = false;
   batch->slots.clear();
+  batch->progress = Progress();
   queue->open = batch;
+  ++queue->kind->batches;
 }
 
 void Batcher::Reserve(Batch* batch, Job* job, const JobSpec& spec) {
-  job->place_.batch = batch;
-  job->place_.slot = batch->slots.size();
-  batch->slots.push_back({.job = job, .first_row = batch->rows, .rows = spec.rows()});
+  Job::Place& place = job->place_;
+  place.batch = batch;
+  place.slot = batch->slots.size();
+  // Jobs of one caller mostly come one after another.
+  if (batch->slots.empty() || batch->slots.back().caller.id != spec.caller.id) {
+    batch->weight += spec.caller.weight;
+  }
+  batch->slots.push_back({.job = job,
+                          .first_row = batch->rows,
+                          .rows = spec.rows(),
+                          .caller = spec.caller,
+                          .cost_ns = place.cost_ns,
+                          .left = nullptr});
+  batch->urgency = std::min(batch->urgency, place.urgency);
+  batch->whole = batch->whole || spec.whole;
+  batch->first_deadline = std::min(batch->first_deadline, spec.deadline);
+  batch->last_deadline = std::max(batch->last_deadline, spec.deadline);
   batch->rows += spec.rows();
   batch->payload_bytes += spec.size.payload_bytes;
   batch->answer_bytes += spec.size.answer_bytes;
@@ -211,40 +271,38 @@ void Batcher::Seal(Batch* batch) {
 }
 
 void Batcher::PushPending(KeyQueue* queue, Job* job) {
-  Job::Place& place = job->place_;
-  place.state = Job::Place::State::kPending;
+  job->place_.state = Job::Place::State::kPending;
   pending_.PushBack(job);
-  place.key_previous = queue->last;
-  place.key_next = nullptr;
-  (queue->last != nullptr ? queue->last->place_.key_next : queue->first) = job;
-  queue->last = job;
+  queue->pending.Push(job);
+  (queue->is_long ? pending_long_ : pending_short_).Push(job);
 }
 
-void Batcher::RemovePending(KeyQueue* queue, Job* job) {
-  Job::Place& place = job->place_;
+void Batcher::RemovePending(Job* job) {
+  KeyQueue* queue = job->place_.queue;
   pending_.Remove(job);
-  (place.key_previous != nullptr ? place.key_previous->place_.key_next : queue->first) =
-      place.key_next;
-  (place.key_next != nullptr ? place.key_next->place_.key_previous : queue->last) =
-      place.key_previous;
+  queue->pending.Remove(job);
+  (queue->is_long ? pending_long_ : pending_short_).Remove(job);
 }
 
-// Runs whenever a slab becomes free. So while a slab is free, no job waits for one.
+// Runs whenever a slab becomes free or a job waits for one. So no job waits that may take a slab.
 void Batcher::PlacePending() {
   while (pending_.first != nullptr) {
+    Job* next = nullptr;
+    for (Job* job : {pending_short_.top(), pending_long_.top()}) {
+      if (job == nullptr || !MayOpen(*job)) continue;
+      if (next == nullptr || job->place_.urgency < next->place_.urgency) next = job;
+    }
+    if (next == nullptr) return;
+    KeyQueue* queue = next->place_.queue;
     Batch* batch = FreeBatch();
-    if (batch == nullptr) return;
-    KeyQueue* queue = QueueOf(pending_.first->spec().key);
-    Open(batch, queue, *queue->first);
-    while (queue->first != nullptr && queue->open != nullptr) {
-      Job* job = queue->first;
-      const JobSpec& spec = job->spec();
-      if (!Fits(*batch, spec)) {
+    Open(batch, queue, *next);
+    for (Job* job = next; job != nullptr && queue->open != nullptr; job = queue->pending.top()) {
+      if (!Fits(*batch, job->spec())) {
         Seal(batch);
         break;
       }
-      RemovePending(queue, job);
-      Reserve(batch, job, spec);
+      RemovePending(job);
+      Reserve(batch, job, job->spec());
       job->place_.state = Job::Place::State::kPlaced;
       to_copy_.PushBack(job);
       copy_wake_.Signal();
@@ -311,7 +369,7 @@ bool Batcher::IsDue(const Batch& batch, int64_t now_ns) const {
          now_ns - batch.opened_ns >= max_batch_delay_ns_;
 }
 
-// Seals as many open batches as idle streams could take, oldest first. A batch whose payloads are
+// Seals as many open batches as idle streams could take, the most urgent first. A batch whose payloads are
 // all copied is sealed if a stream can run it now. A batch with copies under way is sealed if a
 // stream has no other batch to wait for: sealed, it waits only for those copies, not for those of
 // later jobs. Returns how many batches are ready to run, or 0 if no stream is idle.
@@ -321,22 +379,22 @@ int Batcher::SealForIdleStreams() {
   int ready = 0;
   int sealed = 0;
   for (const Batch& batch : batches_) {
-    if (batch.state != Batch::State::kSealed) continue;
+    if (batch.state != Batch::State::kSealed && batch.state != Batch::State::kPaused) continue;
     ++sealed;
     if (batch.copying == 0) ++ready;
   }
   for (const bool complete : {true, false}) {
     while ((complete ? ready : sealed) < idle_streams_) {
-      Batch* oldest = nullptr;
+      Batch* first = nullptr;
       for (Batch& batch : batches_) {
         if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
             (batch.copying == 0) == complete && IsDue(batch, now_ns) &&
-            (oldest == nullptr || batch.sequence < oldest->sequence)) {
-          oldest = &batch;
+            (first == nullptr || batch.urgency < first->urgency)) {
+          first = &batch;
         }
       }
-      if (oldest == nullptr) break;
-      Seal(oldest);
+      if (first == nullptr) break;
+      Seal(first);
       ++sealed;
       if (complete) ++ready;
     }
@@ -344,25 +402,41 @@ int Batcher::SealForIdleStreams() {
   return ready;
 }
 
+// Whether the batch's next slice may take longer than kSlowSlice.
+bool Batcher::IsSlow(const Batch& batch) const {
+  const Progress& progress = batch.progress;
+  const double row_ns = progress.row_ns > 0 ? progress.row_ns : batch.queue->kind->row_ns;
+  const int64_t left = progress.begun ? progress.end_row - progress.next_row : batch.rows;
+  const int64_t rows = RowsOfSlice(batch, left, batch.queue->kind->row_ns, rules_);
+  return static_cast<double>(rows) * row_ns > absl::ToDoubleNanoseconds(kSlowSlice);
+}
+
 // An open batch counts if it is due and its payloads are copied. If only sealed batches counted, a
 // key whose batches keep filling up always comes first.
-Batch* Batcher::TakeOldest() {
+Batch* Batcher::TakeMostUrgent() {
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
-  Batch* oldest = nullptr;
+  const bool spare = slow_ < std::max(1, options_.streams - 1);
+  Batch* first = nullptr;
   for (Batch& batch : batches_) {
     const bool ready = batch.state == Batch::State::kSealed ||
+                       batch.state == Batch::State::kPaused ||
                        (batch.state == Batch::State::kOpen && IsDue(batch, now_ns));
     if (ready && batch.copying == 0 && batch.live > 0 &&
-        (oldest == nullptr || batch.sequence < oldest->sequence)) {
-      oldest = &batch;
+        (first == nullptr || batch.urgency < first->urgency) && (spare || !IsSlow(batch))) {
+      first = &batch;
     }
   }
-  if (oldest == nullptr) return nullptr;
-  if (oldest->state == Batch::State::kOpen) Seal(oldest);
-  oldest->state = Batch::State::kRunning;
-  oldest->taken_ns = MonotonicNanos();
-  open_jobs_ -= oldest->live;
-  return oldest;
+  if (first == nullptr) return nullptr;
+  if (first->state == Batch::State::kOpen) Seal(first);
+  if (first->state == Batch::State::kSealed) {
+    first->taken_ns = MonotonicNanos();
+    open_jobs_ -= first->live;
+  }
+  first->state = Batch::State::kRunning;
+  first->slow = IsSlow(*first);
+  if (first->slow) ++slow_;
+  clock_.Serve(first->urgency.start);
+  return first;
 }
 
 // When max_batch_delay is next over for an open batch. A batch that is due already waits for a
@@ -383,22 +457,64 @@ void Batcher::WakeStream() {
   if (!spinning_ && !roused_) stream_wake_.Signal();
 }
 
-Batch* Batcher::Next(Batch* finished) {
+void Batcher::GiveBack(Batch* batch, JobList& ended) {
+  const Progress& progress = batch->progress;
+  if (batch->slow) --slow_;
+  if (progress.slice_rows > 0) {
+    if (progress.kind_row_ns > 0) batch->queue->kind->row_ns = progress.kind_row_ns;
+    batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
+  }
+  unfinished_ -= progress.finished;
+  batch->live -= progress.finished;
+  if (unfinished_ == 0) all_done_.SignalAll();
+  if (!progress.done) {
+    batch->state = Batch::State::kPaused;
+    return EndBetweenSlices(batch, ended);
+  }
+  Settle(*batch);
+  if (unfinished_ == 0) clock_.Idle();
+  if (batch->kept) {
+    batch->state = Batch::State::kKept;
+  } else {
+    Release(batch);
+  }
+}
+
+// Tells the clock what the batch's jobs cost beyond the estimate.
+void Batcher::Settle(const Batch& batch) {
+  const Progress& progress = batch.progress;
+  if (progress.rows_run == 0) return;
+  const JobTimes& times = progress.times;
+  const double row_ns = static_cast<double>(times.h2d_ns + times.kernel_ns + times.d2h_ns) /
+                        static_cast<double>(progress.rows_run);
+  for (size_t i = progress.first_slot; i < progress.end_slot;) {
+    const Caller& caller = batch.slots[i].caller;
+    double more_ns = 0;
+    for (; i < progress.end_slot && batch.slots[i].caller.id == caller.id; ++i) {
+      const Slot& slot = batch.slots[i];
+      if (slot.has_run) more_ns += static_cast<double>(slot.rows) * row_ns - slot.cost_ns;
+    }
+    clock_.Correct(caller, batch.queue->is_long, more_ns);
+  }
+}
+
+Batch* Batcher::Next(Batch* given_back) {
   MutexLock lock(mutex_);
-  if (finished != nullptr) {
-    unfinished_ -= finished->live;
-    if (unfinished_ == 0) all_done_.SignalAll();
-    if (finished->kept) {
-      finished->state = Batch::State::kKept;
-    } else {
-      Release(finished);
+  if (given_back != nullptr) {
+    JobList ended;
+    GiveBack(given_back, ended);
+    if (ended.first != nullptr) {
+      Publish();
+      mutex_.Unlock();
+      End(ended);
+      mutex_.Lock();
     }
   }
   ++idle_streams_;
   bool spun = idle_spin_ns_ == 0;
   Batch* batch = nullptr;
   while (!stopping_) {
-    batch = TakeOldest();
+    batch = TakeMostUrgent();
     if (batch != nullptr) break;
     SealForIdleStreams();
     if ((!spun || brief_copies_ > 0) && !spinning_) {
@@ -478,6 +594,7 @@ bool Batcher::WaitForKept(absl::Time deadline) {
 
 void Batcher::Release(Batch* batch) {
   batch->state = Batch::State::kFree;
+  --batch->queue->kind->batches;
   PlacePending();
 }
 
@@ -485,168 +602,6 @@ void Batcher::ReleaseIfEmpty(Batch* batch) {
   if (batch->live > 0 || batch->copying > 0) return;
   if (batch->state == Batch::State::kOpen) batch->queue->open = nullptr;
   Release(batch);
-}
-
-// ---- cancel, deadline, close ----
-
-// Takes a waiting job out of its list or batch. Does nothing to a job that runs or is done.
-void Batcher::Drop(Job* job, absl::StatusCode why, JobList& ended) {
-  using State = Job::Place::State;
-  Job::Place& place = job->place_;
-  const State state = place.state;
-  if (state == State::kNew || state == State::kDone || place.dropped) return;
-  if (state == State::kPending) {
-    RemovePending(QueueOf(job->spec().key), job);
-    place.state = State::kDone;
-    place.why = why;
-    ended.PushBack(job);
-    return;
-  }
-  Batch* batch = place.batch;
-  if (batch->state == Batch::State::kRunning) return;
-  batch->slots[place.slot].job = nullptr;
-  --batch->live;
-  --open_jobs_;
-  place.why = why;
-  if (state == State::kCopying) {
-    place.dropped = true;
-    return;
-  }
-  if (state == State::kPlaced) {
-    to_copy_.Remove(job);
-    --batch->copying;
-  }
-  place.state = State::kDone;
-  ended.PushBack(job);
-  ReleaseIfEmpty(batch);
-}
-
-// Drops every waiting job whose deadline is not after `due_by`, and finds the next deadline of the
-// other jobs.
-void Batcher::DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended) {
-  bool again = true;
-  while (again) {  // a drop may free a slab and so move jobs to a place this pass has already seen
-    again = false;
-    next_expiry_ = absl::InfiniteFuture();
-    const auto visit = [&](Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      const absl::Time deadline = job->spec().deadline;
-      if (deadline <= due_by) {
-        Drop(job, why, ended);
-        again = true;
-      } else {
-        next_expiry_ = std::min(next_expiry_, deadline);
-      }
-    };
-    for (Job* job = pending_.first; job != nullptr;) {
-      Job* next = job->place_.next;
-      visit(job);
-      job = next;
-    }
-    for (Batch& batch : batches_) {
-      if (batch.state != Batch::State::kOpen && batch.state != Batch::State::kSealed) continue;
-      for (size_t i = 0; i < batch.slots.size(); ++i) {
-        if (batch.slots[i].job != nullptr) visit(batch.slots[i].job);
-      }
-    }
-  }
-  // The dropped copy may be the last one that a sealed batch waited for.
-  if (SealForIdleStreams() > 0) WakeStream();
-}
-
-void Batcher::End(JobList& ended) {
-  if (ended.first == nullptr) return;
-  std::string unavailable;
-  {
-    MutexLock lock(mutex_);
-    unavailable = closed_message_;
-  }
-  const int64_t now_ns = MonotonicNanos();
-  int64_t count = 0;
-  while (Job* job = ended.PopFront()) {
-    Job::Place& place = job->place_;
-    absl::Status status;
-    switch (place.why) {
-      case absl::StatusCode::kCancelled:
-        status = absl::CancelledError("cancelled before it ran");
-        break;
-      case absl::StatusCode::kDeadlineExceeded:
-        status = absl::DeadlineExceededError("the deadline passed before a stream was free");
-        break;
-      default:
-        status = absl::UnavailableError(unavailable);
-    }
-    JobTimes times;
-    Finish(job, status, JobAnswer{}, now_ns, &times);
-    ++count;
-  }
-  MutexLock lock(mutex_);
-  unfinished_ -= count;
-  if (unfinished_ == 0) all_done_.SignalAll();
-}
-
-void Batcher::Cancel(const Job& job) {
-  CallerScope scope(callers_);
-  JobList ended;
-  {
-    MutexLock lock(mutex_);
-    // The job is constant to its caller, except the place that the engine keeps in it.
-    Drop(const_cast<Job*>(&job), absl::StatusCode::kCancelled, ended);
-    if (SealForIdleStreams() > 0) WakeStream();
-    Publish();
-  }
-  End(ended);
-}
-
-void Batcher::ExpireLoop() {
-  mutex_.Lock();
-  while (!stopping_) {
-    const absl::Time now = absl::Now();
-    if (next_expiry_ > now) {
-      timer_wake_.WaitUntil(mutex_, next_expiry_);
-      continue;
-    }
-    JobList ended;
-    DropAll(absl::StatusCode::kDeadlineExceeded, now, ended);
-    Publish();
-    mutex_.Unlock();
-    End(ended);
-    mutex_.Lock();
-  }
-  mutex_.Unlock();
-}
-
-void Batcher::Close(std::string_view message) {
-  JobList ended;
-  {
-    MutexLock lock(mutex_);
-    if (!closed_) closed_message_ = std::string(message);
-    closed_ = true;
-    DropAll(absl::StatusCode::kUnavailable, absl::InfiniteFuture(), ended);
-    Publish();
-  }
-  End(ended);
-}
-
-void Batcher::Stop() {
-  Close("the engine has stopped");
-  MutexLock lock(mutex_);
-  stopping_ = true;
-  stream_wake_.SignalAll();
-  copy_wake_.SignalAll();
-  timer_wake_.SignalAll();
-}
-
-void Batcher::WaitForCallers() {
-  while (callers_.load(std::memory_order_acquire) > 0) {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-}
-
-bool Batcher::WaitIdle(absl::Time deadline) {
-  CallerScope scope(callers_);
-  MutexLock lock(mutex_);
-  while (unfinished_ > 0 && absl::Now() < deadline) all_done_.WaitUntil(mutex_, deadline);
-  return unfinished_ == 0;
 }
 
 std::optional<RunningBatch> Batcher::OldestRunning() {

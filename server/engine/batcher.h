@@ -17,28 +17,82 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/engine/batch.h"
+#include "server/engine/costs.h"
 #include "server/engine/engine.h"
+#include "server/engine/fair_queue.h"
 #include "server/engine/job.h"
+#include "server/engine/run_slice.h"
 #include "server/engine/sync.h"
 
 namespace logitd::engine {
 
 class Metrics;
 
-// The jobs of one key that wait for a slab, in order, and the key's open batch. Never both: a job
+// Counts the threads inside a public call, from before it first uses the object to after it last
+// does.
+class CallerScope {
+ public:
+  explicit CallerScope(std::atomic<int>& callers) : callers_(callers) {
+    callers_.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~CallerScope() { callers_.fetch_sub(1, std::memory_order_release); }
+
+ private:
+  std::atomic<int>& callers_;
+};
+
+// The links of Job::Place, for heaps of jobs by urgency.
+struct QueueLinks {
+  static auto& Of(Job& job) { return job.place_.in_queue; }
+  static bool Before(const Job& a, const Job& b) { return a.place_.urgency < b.place_.urgency; }
+};
+struct AllLinks {
+  static auto& Of(Job& job) { return job.place_.in_all; }
+  static bool Before(const Job& a, const Job& b) { return a.place_.urgency < b.place_.urgency; }
+};
+
+// Jobs that may share a batch: those that wait for a slab, and their open batch. Never both: a job
 // that does not fit seals the open batch.
+struct Kind;
 struct KeyQueue {
-  BatchKey key;
+  Kind* kind = nullptr;
+  bool is_long = false;
   Batch* open = nullptr;
-  Job* first = nullptr;
-  Job* last = nullptr;
+  FairHeap<Job, QueueLinks> pending;
+};
+
+struct KindKey {
+  BatchKey key;
+  Priority priority = Priority::kInteractive;
+  friend bool operator==(const KindKey&, const KindKey&) = default;
+};
+
+// Jobs of one key and priority. A job is long if it is expected to take more than one slice. Long
+// and short jobs do not share batches: a short job never waits for the rows of a long one.
+struct Kind {
+  KindKey key;
+  double row_ns = 0;  // a row's time on a stream, as estimated; 0: unknown
+  KeyQueue of_short;
+  KeyQueue of_long;
+  int batches = 0;  // slabs that hold one of its batches
 };
 
 // Thread-safe. One lock. Under it the batcher calls only spec() of a job.
 //
-// Order. The job that waits longest goes first. Streams take the batch with the oldest first job. A
-// free slab goes to the oldest job without one, and the jobs of its key that fit join it. So no key
-// starves another.
+// Order. By urgency (fair_queue.h): by priority, then fairly by caller, by estimated cost. Streams
+// take the batch with the most urgent job. A free slab goes to the most urgent job without one, and
+// the jobs of its key that fit join it, the most urgent first. Long jobs of one caller go
+// in the order of their arrival, and so do its short ones.
+//
+// Slices. A batch that ran a slice waits for its next one like any other batch, as if its work had
+// arrived later by what it has had. Between slices jobs end whose caller has left, whose deadline
+// has passed, or that Close finds; a batch without jobs ends.
+//
+// Room for short work. While slabs hold work, the last free one is kept from long jobs, from
+// kBatch, and from a caller that opened all other batches. Where there are only two slabs, long
+// jobs up to kSlowSlice may take it, since a stream then needs it to copy while it runs. Slices
+// that may take longer than kSlowSlice never run on all streams at the same time, if there are
+// several.
 //
 // Sealing. A batch is sealed
 //   - when a job of its key does not fit,
@@ -49,8 +103,12 @@ struct KeyQueue {
 // since it cannot run before.
 class Batcher {
  public:
-  // One batch per slab. `metrics` may be null. Both outlive this.
-  Batcher(const EngineOptions& options, const std::vector<Slab>& slabs, Metrics* metrics);
+  // A slice that is not expected to take longer is soon over: others wait for it.
+  static constexpr absl::Duration kSlowSlice = absl::Milliseconds(50);
+
+  // One batch per slab. `metrics` may be null. All outlive this.
+  Batcher(const EngineOptions& options, const SliceRules& rules, const std::vector<Slab>& slabs,
+          const Costs* costs, Metrics* metrics);
 
   // See Engine.
   void Submit(std::shared_ptr<Job> job);
@@ -58,9 +116,10 @@ class Batcher {
   bool WaitIdle(absl::Time deadline);
   std::optional<RunningBatch> OldestRunning();
 
-  // For stream threads: gives `finished` back (null at first; all its jobs are done) and waits for
-  // the next batch, which belongs to the caller until it is given back. Null: the engine stops.
-  Batch* Next(Batch* finished);
+  // For stream threads: gives `batch` back after a slice (null at first) and waits for the next one
+  // to run, which may be the same. It belongs to the caller until it is given back. Null: the
+  // engine stops.
+  Batch* Next(Batch* batch);
 
   // For stream threads: JobAnswer::keep for a batch of the caller's. Null if fewer slabs than
   // streams would be left. It may outlive the batcher.
@@ -71,14 +130,17 @@ class Batcher {
   static void Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
                      int64_t taken_ns, JobTimes* times);
 
+  // For stream threads: whether the caller of a job has left since its batch was taken.
+  static bool IsGone(const Job& job);
+
   // For copy threads: copies the payloads of jobs that waited for a slab, until Stop.
   void CopyLoop();
 
   // For the timer thread: ends waiting jobs whose deadline has passed, until Stop.
   void ExpireLoop();
 
-  // From here on every job that is not running ends with UNAVAILABLE and `message`. The message of
-  // the first Close stays.
+  // From here on every job ends with UNAVAILABLE and `message`: now, or after the slice that it is
+  // in, unless that is its last. The message of the first Close stays.
   void Close(std::string_view message);
 
   // Close, and the loops end when their current work is done.
@@ -93,7 +155,7 @@ class Batcher {
 
  private:
   struct KeyHash {
-    size_t operator()(const BatchKey& key) const;
+    size_t operator()(const KindKey& key) const;
   };
 
   // Kept answers reach the batcher through this, because they may outlive it.
@@ -114,24 +176,34 @@ class Batcher {
   };
 
   bool Fits(const Batch& batch, const JobSpec& spec) const;
-  KeyQueue* QueueOf(const BatchKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Kind* KindOf(const KindKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Open(Batch* batch, KeyQueue* queue, const Job& oldest) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool MayOpen(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  KeyQueue* Arrive(Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Open(Batch* batch, KeyQueue* queue, const Job& first) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Reserve(Batch* batch, Job* job, const JobSpec& spec) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Seal(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Release(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReleaseIfEmpty(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PlacePending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PushPending(KeyQueue* queue, Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RemovePending(KeyQueue* queue, Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RemovePending(Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropFrom(Batch* batch, Job* job, absl::StatusCode why, JobList& ended)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Drop(Job* job, absl::StatusCode why, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ExpireRunning(Batch& batch, absl::StatusCode why, absl::Time due_by)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Copy(Job* job, std::byte* to, size_t row_stride, bool brief);
   void End(JobList& ended);
   bool IsDue(const Batch& batch, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Batch* TakeOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Batch* TakeMostUrgent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsSlow(const Batch& batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveBack(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndBetweenSlices(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Settle(const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Time NextDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WakeStream() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -139,6 +211,8 @@ class Batcher {
   const EngineOptions options_;
   const int64_t max_batch_delay_ns_;
   const int64_t idle_spin_ns_;
+  const SliceRules rules_;
+  const Costs* const costs_;
   Metrics* const metrics_;
   const int64_t max_kept_;  // slabs
   const std::shared_ptr<ReturnDesk> desk_;
@@ -150,18 +224,22 @@ class Batcher {
   CondVar all_done_;
   CondVar all_back_;
   std::vector<Batch> batches_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<BatchKey, std::unique_ptr<KeyQueue>, KeyHash> queues_ ABSL_GUARDED_BY(mutex_);
-  JobList pending_ ABSL_GUARDED_BY(mutex_);  // without a slab, all keys
+  absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_ ABSL_GUARDED_BY(mutex_);
+  JobList pending_ ABSL_GUARDED_BY(mutex_);                        // without a slab, all keys
+  FairHeap<Job, AllLinks> pending_short_ ABSL_GUARDED_BY(mutex_);  // the same jobs
+  FairHeap<Job, AllLinks> pending_long_ ABSL_GUARDED_BY(mutex_);
+  FairClock clock_ ABSL_GUARDED_BY(mutex_);
   JobList to_copy_ ABSL_GUARDED_BY(mutex_);  // kPlaced
   uint64_t next_sequence_ ABSL_GUARDED_BY(mutex_) = 1;
   int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, Done has not returned
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
   int64_t kept_ ABSL_GUARDED_BY(mutex_) = 0;        // slabs
+  int slow_ ABSL_GUARDED_BY(mutex_) = 0;            // slices that may take longer than kSlowSlice
   int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
   bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // an idle stream polls wakes_
   bool roused_ ABSL_GUARDED_BY(mutex_) = false;     // an idle stream was woken for a brief copy
   int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;    // under way; see kMinBriefCopyBytes
-  // No waiting job has an earlier deadline.
+  // No job that waits, or is in a batch between slices, has an earlier deadline.
   absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

@@ -5,7 +5,7 @@
 namespace logitd::engine {
 namespace {
 
-// Share of the past that stays when a batch is added.
+// Share of the past that stays when a slice is added.
 constexpr double kMemory = 0.9;
 
 // Kinds kept. Clients choose vocabularies, so the number of kinds has a bound.
@@ -18,25 +18,24 @@ void Costs::Average::Add(double ns, double of) {
   units = units * kMemory + of;
 }
 
-void Costs::Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time) {
-  if (rows <= 0) return;
+double Costs::Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time) {
   const double ns = absl::ToDoubleNanoseconds(time);
   MutexLock lock(mutex_);
   if (per_row_.size() >= kMaxKinds) per_row_.clear();
-  per_row_[{key.op, key.dtype, key.row_elements, key.head}].Add(ns, static_cast<double>(rows));
   per_byte_[key.op].Add(ns, static_cast<double>(payload_bytes));
+  Average& average = per_row_[{key.op, key.dtype, key.row_elements, key.head}];
+  average.Add(ns, static_cast<double>(rows));
+  return average.PerUnit();
 }
 
-absl::Duration Costs::OfJob(const JobSpec& spec) const {
-  const BatchKey& key = spec.key;
-  {
-    MutexLock lock(mutex_);
-    const auto kind = per_row_.find({key.op, key.dtype, key.row_elements, key.head});
-    if (kind != per_row_.end()) {
-      return absl::Nanoseconds(kind->second.PerUnit() * static_cast<double>(spec.rows()));
-    }
-  }
-  return OfCall(*key.op, spec.size.payload_bytes);
+double Costs::PerRow(const BatchKey& key) const {
+  MutexLock lock(mutex_);
+  const auto kind = per_row_.find({key.op, key.dtype, key.row_elements, key.head});
+  if (kind != per_row_.end()) return kind->second.PerUnit();
+  const auto average = per_byte_.find(key.op);
+  if (average == per_byte_.end()) return 0;
+  return average->second.PerUnit() * static_cast<double>(key.row_elements) *
+         static_cast<double>(SizeOf(key.dtype));
 }
 
 absl::Duration Costs::OfCall(const OpTraits& op, int64_t payload_bytes) const {

@@ -13,20 +13,28 @@
 namespace logitd::engine {
 
 // Thread-safe. Estimates are times on a stream: copies and kernels, without any wait. They follow
-// the last few batches of the same kind.
+// the last few slices of the same kind.
 class Costs {
  public:
-  // `rows` rows of `key` with `payload_bytes` took `time` on a stream.
-  void Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time);
+  // A slice: `rows` > 0 rows of `key` with `payload_bytes` took `time` on a stream. Returns what
+  // PerRow is now.
+  double Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time);
 
-  // Of a job whose shape is known. A kind of job that never ran: as its op's other kinds, by bytes.
-  absl::Duration OfJob(const JobSpec& spec) const;
+  // Nanoseconds. A row's share of the slices it ran in: where a call costs about the same for few
+  // and many rows, it falls as slices grow. A kind that never ran: as its op's other kinds, by
+  // bytes. An op that never ran: 0.
+  double PerRow(const BatchKey& key) const;
+
+  // Of a job whose shape is known: its rows, each as PerRow.
+  absl::Duration OfJob(const JobSpec& spec) const {
+    return absl::Nanoseconds(PerRow(spec.key) * static_cast<double>(spec.rows()));
+  }
 
   // Of a call of which only the op and the size of its message are known. An op that never ran: 0.
   absl::Duration OfCall(const OpTraits& op, int64_t payload_bytes) const;
 
  private:
-  // Sums that forget: the last few batches count most.
+  // Sums that forget: the last few slices count most.
   struct Average {
     double time_ns = 0;
     double units = 0;

@@ -13,8 +13,9 @@
 #include "absl/time/clock.h"
 #include "server/engine/batch.h"
 #include "server/engine/batcher.h"
+#include "server/engine/costs.h"
 #include "server/engine/metrics.h"
-#include "server/engine/run_batch.h"
+#include "server/engine/run_slice.h"
 #include "spdlog/spdlog.h"
 
 namespace logitd::engine {
@@ -52,15 +53,16 @@ class SlabPool {
 class ThreadedEngine final : public Engine {
  public:
   ThreadedEngine(std::unique_ptr<SlabPool> slabs, std::vector<std::unique_ptr<Stream>> streams,
-                 const EngineOptions& options, Metrics* metrics,
+                 const EngineOptions& options, const SliceRules& rules, Metrics* metrics,
                  absl::AnyInvocable<void(absl::Status)> on_device_lost)
       : options_(options),
         layout_(options),
+        rules_(rules),
         metrics_(metrics),
         on_device_lost_(std::move(on_device_lost)),
         slabs_(std::move(slabs)),
         streams_(std::move(streams)),
-        batcher_(options_, slabs_->slabs(), metrics) {
+        batcher_(options_, rules_, slabs_->slabs(), &costs_, metrics) {
     for (const auto& stream : streams_) {
       threads_.emplace_back([this, stream = stream.get()] { StreamLoop(*stream); });
     }
@@ -102,6 +104,7 @@ class ThreadedEngine final : public Engine {
   }
 
   const EngineOptions& options() const override { return options_; }
+  const Costs& costs() const override { return costs_; }
 
  private:
   void StreamLoop(Stream& stream) {
@@ -109,11 +112,14 @@ class ThreadedEngine final : public Engine {
     while ((batch = batcher_.Next(batch)) != nullptr) {
       const std::string_view op = batch->key.op->name;
       JobTimes oldest;
-      const absl::Status status = RunBatch(
-          stream, layout_, *batch, [this](const absl::Status& cause) { Close(cause); },
+      const absl::Status status = RunSlice(
+          stream, layout_, rules_, costs_, *batch,
+          [this](const absl::Status& cause) { Close(cause); },
           [this, batch] { return batcher_.Keep(batch); }, &oldest);
       if (status.ok()) {
-        if (metrics_ != nullptr && oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
+        if (metrics_ == nullptr) continue;
+        if (batch->progress.slice_rows > 0) metrics_->CountSlice(op);
+        if (oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
         continue;
       }
       const bool lost = absl::IsInternal(status);
@@ -135,6 +141,8 @@ class ThreadedEngine final : public Engine {
 
   const EngineOptions options_;
   const SlabLayout layout_;
+  const SliceRules rules_;
+  Costs costs_;
   Metrics* const metrics_;
   absl::AnyInvocable<void(absl::Status)> on_device_lost_;
   std::atomic<bool> device_lost_ = false;
@@ -163,6 +171,8 @@ absl::Status CheckOptions(const EngineOptions& options) {
       {"ops", static_cast<int64_t>(options.ops.size()), 1, 64},
       {"max_batch_delay in microseconds", absl::ToInt64Microseconds(options.max_batch_delay), 0,
        absl::ToInt64Microseconds(absl::Hours(24))},
+      {"max_slice in microseconds", absl::ToInt64Microseconds(options.max_slice), 0,
+       absl::ToInt64Microseconds(absl::Hours(24))},
       {"idle_spin in microseconds", absl::ToInt64Microseconds(options.idle_spin), 0, 10000},
   };
   for (const Range& range : ranges) {
@@ -172,6 +182,14 @@ absl::Status CheckOptions(const EngineOptions& options) {
     }
   }
   return absl::OkStatus();
+}
+
+SliceRules RulesFor(const EngineOptions& options, const DeviceInfo& device) {
+  absl::Duration max_slice = options.max_slice;
+  if (max_slice == absl::ZeroDuration()) {
+    max_slice = absl::Milliseconds(device.backend == "cuda" ? 25 : 2);
+  }
+  return {.max_slice_ns = absl::ToInt64Nanoseconds(max_slice), .linear_rows = device.linear_rows};
 }
 
 }  // namespace
@@ -191,7 +209,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     if (!stream.ok()) return stream.status();
     streams.push_back(*std::move(stream));
   }
-  return std::make_unique<ThreadedEngine>(std::move(slabs), std::move(streams), options, metrics,
+  return std::make_unique<ThreadedEngine>(std::move(slabs), std::move(streams), options,
+                                          RulesFor(options, backend->device()), metrics,
                                           std::move(on_device_lost));
 }
 

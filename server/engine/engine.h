@@ -16,6 +16,7 @@
 
 namespace logitd::engine {
 
+class Costs;
 class Metrics;
 
 struct EngineOptions {
@@ -31,11 +32,15 @@ struct EngineOptions {
   int copy_threads = 2;  // copy payloads of jobs that had to wait for a slab
   // Every op that a job may have. Slabs have room for the parameters of each.
   absl::Span<const OpTraits* const> ops;
+  // Work that takes longer, by estimate, runs in slices of about this time, and other work runs in
+  // between. 0: 2 ms on the CPU, where a cut costs little; 25 ms on CUDA, where a launch and its
+  // last wave of blocks do.
+  absl::Duration max_slice = absl::ZeroDuration();
   // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);
 };
 
-// A batch that a stream runs.
+// A batch of which a stream runs a slice.
 struct RunningBatch {
   std::string_view op;
   int64_t rows;  // those of dropped jobs included
@@ -57,19 +62,27 @@ class Engine {
   // INVALID_ARGUMENT, with value and limit, if a job of this size can never run.
   virtual absl::Status CheckFits(const JobSpec& spec) const = 0;
 
-  // Runs the job: a place in the open batch of its key, one CopyPayload, a stream, Done. If a slab
-  // has room, the payload is copied inside this call. Otherwise the job waits, in order, and a copy
+  // Runs the job: a place in the open batch of its key, one CopyPayload, a stream, Done. If there is
+  // a slab for it, the payload is copied inside this call. Otherwise the job waits, and a copy
   // thread copies it later. Done runs exactly once, possibly before Submit returns, with OK or
   //
-  //   DEADLINE_EXCEEDED  the deadline passed before its batch ran; nothing was computed
-  //   CANCELLED          Cancel came before its batch ran
+  //   DEADLINE_EXCEEDED  the deadline passed before its last slice began
+  //   CANCELLED          Cancel came before its last slice ended
   //   UNAVAILABLE        the device failed for its batch, or the engine has stopped
   //   INVALID_ARGUMENT   the job can never run: see CheckFits
+  //
+  // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a slab, a stream,
+  // the next slice. Among jobs of one priority the callers share the streams by weight, counted in
+  // estimated time; jobs of one caller go in the order in which they came, the short ones and
+  // those that take more than one slice each among themselves. Jobs of any caller may
+  // share a batch. Batches run in slices (EngineOptions::max_slice), and the most urgent batch gets
+  // the next one. A slice is longer than max_slice only where a job may not be cut (JobSpec::whole),
+  // or where one pass over a head takes longer.
   virtual void Submit(std::shared_ptr<Job> job) = 0;
 
-  // The caller of `job` is gone. If its batch does not run yet, the engine drops its rows, and
-  // Done(CANCELLED) runs in this call or soon after on another thread. Otherwise the job completes
-  // as usual.
+  // The caller of `job` is gone. If its batch does not run, its rows are dropped, and
+  // Done(CANCELLED) runs in this call or soon after on another thread. Otherwise that happens after
+  // the slice. A slice in which no job has a caller any more is cut short where the device can.
   virtual void Cancel(const Job& job) = 0;
 
   // A user of the backend other than the engine got INTERNAL. The same as INTERNAL from a batch.
@@ -81,11 +94,14 @@ class Engine {
   // The batch that has run for the longest time, if any runs.
   virtual std::optional<RunningBatch> OldestRunning() = 0;
 
-  // Ends the waiting jobs with UNAVAILABLE and joins all threads. Waits for the running batches,
-  // for ever if the device does not end them. The destructor calls it too. Not from inside Done.
+  // Ends jobs with UNAVAILABLE and joins all threads. Waits for the slices that run, for ever if the
+  // device does not end them; jobs for which that is the last slice get their answers. The destructor calls it too. Not from inside Done.
   virtual void Stop() = 0;
 
   virtual const EngineOptions& options() const = 0;
+
+  // What work costs here. Lives as long as the engine.
+  virtual const Costs& costs() const = 0;
 };
 
 }  // namespace logitd::engine

@@ -16,10 +16,12 @@
 #include "kernels/backend.h"
 #include "kernels/types.h"
 #include "server/engine/caller.h"
+#include "server/engine/fair_queue.h"
 
 namespace logitd::engine {
 
 struct Batch;
+struct KeyQueue;
 class Head;
 
 // What an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of lists,
@@ -63,11 +65,13 @@ consteval std::array<Array, sizeof...(T)> ArraysOf(Kind<T>... typed) {
   return {{{typed.axis, sizeof(T)}...}};
 }
 
-// A sealed batch as an op sees it, in the memory of the backend. Row r of the payload starts at
-// payload + r * row_stride.
+// A slice of a batch as an op sees it, in the memory of the backend: some of its rows, often all.
+// Row r of the payload starts at payload + r * row_stride. Payload and arrays of kRowAxis start at
+// the slice's first row. Arrays of other axes are those of the whole batch.
 struct BatchView {
   DType dtype;
-  AxisCounts counts;  // rows include those of dropped jobs; the other axes do not
+  AxisCounts counts;  // rows: of the slice, those of dropped jobs included; others: of the batch
+  int64_t first_row;  // the slice's first row, counted from the batch's
   int64_t row_elements;
   size_t row_stride;  // bytes: a multiple of 16, or exactly a row where the op is exclusive
   const std::byte* payload;
@@ -117,7 +121,8 @@ class ExclusiveCall {
  public:
   virtual ~ExclusiveCall() = default;
 
-  // As OpTraits::enqueue.
+  // As OpTraits::enqueue. Where the rows may be cut, it shifts arrays of axes that follow the rows
+  // by BatchView::first_row.
   virtual absl::Status Enqueue(Stream& stream, const BatchView& batch) const = 0;
 };
 
@@ -145,6 +150,8 @@ struct JobSpec {
   uint32_t wanted = 0;
   absl::Time deadline = absl::InfiniteFuture();
   Caller caller;
+  // The rows may not be cut into slices: they depend on each other, or an answer sums over them.
+  bool whole = false;
   // Only where the op is exclusive. `in_place`: the first output is written over the payload, and
   // costs no bytes of answer. `call`: valid until Done.
   bool in_place = false;
@@ -159,8 +166,8 @@ JobSize SizeOfJob(const JobSpec& spec);
 
 struct JobTimes {
   int64_t copy_ns = 0;
-  int64_t queue_ns = 0;
-  int64_t h2d_ns = 0;
+  int64_t queue_ns = 0;  // until the first slice
+  int64_t h2d_ns = 0;    // this and the next two: of all slices
   int64_t kernel_ns = 0;
   int64_t d2h_ns = 0;
   int32_t batch_rows = 0;
@@ -210,6 +217,15 @@ class Job {
 
  private:
   friend class Batcher;
+  friend struct QueueLinks;
+  friend struct AllLinks;
+
+  // Neighbours in a heap; see fair_queue.h.
+  struct HeapLinks {
+    Job* child = nullptr;
+    Job* next = nullptr;
+    Job* previous = nullptr;
+  };
 
   // Where the job is. The engine keeps this here so that a job costs it no allocation and no
   // look-up.
@@ -226,16 +242,21 @@ class Job {
     // it gives the batch back.
     std::atomic<State> state = State::kNew;
     bool dropped = false;  // while kCopying: ends with `why` as soon as the copy returns
+    bool begun = false;    // it was dropped after a slice of its batch
+    // Its caller left while its batch ran: it ends after the slice. Written under the lock.
+    std::atomic<bool> gone = false;
     absl::StatusCode why = absl::StatusCode::kOk;
-    size_t slot = 0;         // index in the batch
-    Batch* batch = nullptr;  // from kPlaced on
-    uint64_t sequence = 0;   // order of arrival
+    size_t slot = 0;            // index in the batch
+    Batch* batch = nullptr;     // from kPlaced on
+    KeyQueue* queue = nullptr;  // while kPending
+    Urgency urgency;
+    double cost_ns = 0;  // as estimated when it was submitted
     int64_t submitted_ns = 0;
     int64_t copy_ns = 0;
     Job* previous = nullptr;  // neighbours in the one list the job is in
     Job* next = nullptr;
-    Job* key_previous = nullptr;  // neighbours among pending jobs of the same key
-    Job* key_next = nullptr;
+    HeapLinks in_queue;  // while kPending: among jobs of the same queue, and of all queues
+    HeapLinks in_all;
     std::shared_ptr<Job> self;  // keeps the job from Submit to Done
   };
   Place place_;

@@ -88,6 +88,9 @@ struct OpSeries {
       : op(op_name),
         rows(AddCounter(registry, "logitd_rows_total", "Rows computed.", {{"op", op}})),
         batches(AddCounter(registry, "logitd_batches_total", "Batches computed.", {{"op", op}})),
+        slices(AddCounter(registry, "logitd_slices_total", "Slices computed.", {{"op", op}})),
+        stopped(AddCounter(registry, "logitd_stopped_total",
+                           "Requests that ended between slices of their batch.", {{"op", op}})),
         seconds(AddHistogram(registry, "logitd_request_seconds",
                              "Time of a call from its headers to its status.", SecondsBuckets(),
                              {{"op", op}})) {
@@ -102,6 +105,8 @@ struct OpSeries {
   std::array<Counter*, kCodes> requests;
   Counter& rows;
   Counter& batches;
+  Counter& slices;
+  Counter& stopped;
   Histogram& seconds;
 };
 
@@ -178,6 +183,10 @@ void Metrics::CountBatch(std::string_view op, const JobTimes& oldest) {
     series_->batch_times[i]->Observe(static_cast<double>(oldest.*kBatchTimes[i].time) * 1e-9);
   }
 }
+
+void Metrics::CountSlice(std::string_view op) { series_->Find(op).slices.Increment(); }
+
+void Metrics::CountStopped(std::string_view op) { series_->Find(op).stopped.Increment(); }
 
 void Metrics::CountDeviceError(bool lost) {
   (lost ? series_->device_errors_lost : series_->device_errors_batch).Increment();

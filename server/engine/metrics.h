@@ -5,6 +5,9 @@
 //   logitd_requests_total{op,code}    calls ended, by op and gRPC status name ("OK", "CANCELLED")
 //   logitd_rows_total{op}             rows computed
 //   logitd_batches_total{op}          batches computed
+//   logitd_slices_total{op}           slices computed: a batch that is not cut is one
+//   logitd_stopped_total{op}          requests that ended between slices of their batch: the caller
+//                                     left, the deadline passed or the engine closed
 //   logitd_refused_total{reason}      calls refused before their payload was copied; see Refusal
 //   logitd_device_errors_total{kind}  batches the device failed: "batch" (later work may succeed)
 //                                     or "lost"
@@ -79,6 +82,12 @@ class Metrics {
 
   // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
   void CountBatch(std::string_view op, const JobTimes& oldest);
+
+  // Once per computed slice, by the engine.
+  void CountSlice(std::string_view op);
+
+  // Once per job that ended between slices, by the engine.
+  void CountStopped(std::string_view op);
 
   // Once per batch that the device failed. `lost`: for good.
   void CountDeviceError(bool lost);

@@ -10,26 +10,42 @@ constexpr auto kBackwardInputs = engine::ArraysOf(
 constexpr auto kBackwardOutputs =
     engine::ArraysOf(kAttentionBackwardDScores, kAttentionBackwardDSinks, kAttentionBackwardStatus);
 
+// The rows of the slice.
+AttentionShape ShapeOf(const engine::BatchView& batch, const AttentionCall& call) {
+  AttentionShape shape = call.shape;
+  shape.first_row += batch.first_row;
+  shape.rows = batch.rows();
+  return shape;
+}
+
+// Where the slice's first row starts in an array of one byte an element.
+template <typename Byte>
+Byte* RowsAt(Byte* array, DType dtype, const engine::BatchView& batch) {
+  return array + batch.first_row * batch.row_elements * static_cast<int64_t>(SizeOf(dtype));
+}
+
 absl::Status EnqueueForward(Stream& stream, const engine::BatchView& batch,
                             const AttentionCall& call, MutableTensorView out) {
   AttentionMask mask = call.mask;
   mask.data = batch.In(kAttentionInMask);
-  return stream.AttentionSoftmax({.shape = call.shape,
+  float* logsumexp = batch.Out(kAttentionLogsumexp);
+  if (logsumexp != nullptr) logsumexp += batch.first_row;
+  return stream.AttentionSoftmax({.shape = ShapeOf(batch, call),
                                   .scores = batch.Payload(),
                                   .scale = call.scale,
                                   .window = call.window,
                                   .mask = mask,
                                   .sinks = batch.In(kAttentionInSinks),
                                   .probs = out,
-                                  .logsumexp = batch.Out(kAttentionLogsumexp),
+                                  .logsumexp = logsumexp,
                                   .status = batch.Out(kAttentionStatus)});
 }
 
 absl::Status EnqueueBackward(Stream& stream, const engine::BatchView& batch,
                              const AttentionCall& call, MutableTensorView out) {
   TensorView d_probs = batch.Payload();
-  d_probs.data = batch.In(kAttentionBackwardInDProbs);
-  return stream.AttentionSoftmaxBackward({.shape = call.shape,
+  d_probs.data = RowsAt(batch.In(kAttentionBackwardInDProbs), batch.dtype, batch);
+  return stream.AttentionSoftmaxBackward({.shape = ShapeOf(batch, call),
                                           .probs = batch.Payload(),
                                           .d_probs = d_probs,
                                           .scale = call.scale,
@@ -62,13 +78,15 @@ void AttentionCall::FillSpec(engine::JobSpec* spec) const {
   spec->counts[kAttentionDProbBytes] =
       backward ? shape.rows * shape.keys * static_cast<int64_t>(SizeOf(dtype)) : 0;
   spec->in_place = out_dtype == dtype;
+  spec->whole = backward && sinks > 0;  // the gradients of the sinks are sums over the call's rows
   spec->call = this;
   spec->size = engine::SizeOfJob(*spec);
 }
 
 absl::Status AttentionCall::Enqueue(Stream& stream, const engine::BatchView& batch) const {
   const MutableTensorView out = {
-      .data = batch.Out(backward ? kAttentionBackwardDScores : kAttentionProbs),
+      .data = RowsAt(batch.Out(backward ? kAttentionBackwardDScores : kAttentionProbs), out_dtype,
+                     batch),
       .dtype = out_dtype,
       .rows = batch.rows(),
       .cols = batch.row_elements,

@@ -44,6 +44,8 @@ void VerifyRows::FillSpec(const engine::BatchKey& key, engine::JobSpec* spec) {
   spec->counts[kVerifyDraftIds] = static_cast<int64_t>(draft_ids.size());
   spec->counts[kVerifyDraftProbs] = static_cast<int64_t>(draft_probs.size());
   spec->counts[kVerifySequences] = static_cast<int64_t>(sequences.size());
+  spec->whole =
+      true;  // a sequence is several rows, and refers to them by their places in the batch
   spec->size = engine::SizeOfJob(*spec);
 }
 

@@ -307,8 +307,10 @@ const Scenario kScenarios[] = {
     {"a_cancel_of_the_last_copy_lets_the_batch_run",
      "a 4x1\n wait a\n b 4x1 slow\n copying b\n c 4x1\n cancel b\n copy b\n idle", "a|c",
      "a:OK b:CANCELLED c:OK"},
-    {"a_cancel_of_a_running_or_finished_job_changes_nothing",
-     "hold\n a 4x1\n ops 1\n cancel a\n go\n wait a\n cancel a\n idle\n cancel a", "a", "a:OK"},
+    {"a_job_cancelled_while_it_runs_ends_after_the_slice",
+     "hold\n a 4x1\n ops 1\n cancel a\n cancel a\n go\n wait a\n cancel a\n idle", "a",
+     "a:CANCELLED"},
+    {"a_cancel_of_a_finished_job_changes_nothing", "a 4x1\n idle\n cancel a", "a", "a:OK"},
     // ---- deadlines ----
     {"a_deadline_passes_in_an_open_batch_while_the_stream_is_busy",
      "hold\n a 4x1\n ops 1\n b 4x1 due=20\n c 4x1 due=60000\n wait b\n go\n idle", "a|c",
@@ -376,6 +378,7 @@ INSTANTIATE_TEST_SUITE_P(All, EngineScenarioTest, ::testing::ValuesIn(kScenarios
 TEST(EngineTest, APayloadThatIsDroppedIsNotUploaded) {
   EngineOptions options = SmallOptions();
   options.slab_payload_bytes = 8 << 20;
+  options.max_slice = absl::Seconds(1);  // all jobs are short
   Harness harness(options);
   // 1 MiB dropped at the front, 2 MiB in the middle.
   harness.Run(
@@ -516,6 +519,10 @@ TEST_P(EngineStormTest, EveryJobEndsOnce) {
   });
   backend.SetOpTime(std::chrono::microseconds(50));
   EngineOptions options = SmallOptions();
+  if (seed > 2) {  // most batches have several slices
+    backend.SetRowTime(std::chrono::microseconds(20));
+    options.max_slice = absl::Microseconds(60);
+  }
   options.streams = 2;
   options.slabs_per_stream = 2;
   options.max_batch_rows = 16;
@@ -538,7 +545,9 @@ TEST_P(EngineStormTest, EveryJobEndsOnce) {
                              .row_elements = 3 + below(3),
                              .rows = 1 + below(5),
                              .entries_per_row = static_cast<int32_t>(below(4)),
-                             .notes_per_row = static_cast<int32_t>(below(6))};
+                             .notes_per_row = static_cast<int32_t>(below(6)),
+                             .caller = {.id = below(3), .weight = 1.0 + below(2)}};
+        if (below(4) == 0) shape.caller.priority = Priority::kBatch;
         if (below(4) == 0) shape.deadline = absl::Now() + absl::Microseconds(below(2000));
         auto job = std::make_shared<TestJob>(shape);
         jobs[t][i] = job;

@@ -46,14 +46,17 @@ class ShiftCall final : public ExclusiveCall {
       const auto* in = reinterpret_cast<const uint32_t*>(batch.payload);
       const auto* copied = reinterpret_cast<const uint32_t*>(batch.inputs[0]);
       const auto* written = reinterpret_cast<const uint32_t*>(batch.inputs[1]);
-      auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]);
+      const int64_t skipped = batch.first_row * batch.row_elements;
+      auto* out = reinterpret_cast<uint32_t*>(batch.outputs[0]) + skipped;
       const int64_t notes = batch.counts[kShiftNotes];
       for (int64_t i = 0; i < batch.rows() * batch.row_elements; ++i) {
-        const uint32_t note = notes == 0 ? 0 : copied[i % notes] ^ written[i % notes];
+        const int64_t n = notes == 0 ? 0 : (skipped + i) % notes;
+        const uint32_t note = notes == 0 ? 0 : copied[n] ^ written[n];
         out[i] = in[i] + add_ + note;
       }
       for (int64_t r = 0; r < batch.rows(); ++r) {
-        reinterpret_cast<uint64_t*>(batch.outputs[1])[r] = static_cast<uint64_t>(r) + add_;
+        reinterpret_cast<uint64_t*>(batch.outputs[1])[r] =
+            static_cast<uint64_t>(batch.first_row + r) + add_;
       }
       return absl::OkStatus();
     };

@@ -197,6 +197,8 @@ class TestJob final : public CheckedJob {
     int32_t notes_per_row = 0;
     std::shared_ptr<const Head> head;  // its scale is added to the rows' tags; null: none
     absl::Time deadline = absl::InfiniteFuture();
+    Caller caller;
+    bool whole = false;
   };
 
   explicit TestJob(const Shape& shape) : shape_(shape) {
@@ -209,6 +211,8 @@ class TestJob final : public CheckedJob {
     spec_.counts[kDigestNotes] = shape.rows * shape.notes_per_row;
     spec_.max_row_entries = shape.entries_per_row;
     spec_.deadline = shape.deadline;
+    spec_.caller = shape.caller;
+    spec_.whole = shape.whole;
     spec_.size = SizeOfJob(spec_);
   }
 

@@ -45,20 +45,27 @@ void Pack(const TensorView& hidden, const HeadView& head, int64_t begin, const P
   pool.ParallelFor(rows.padded_rows(), [&](int64_t r) { PackRow(from, norm, r, rows); });
 }
 
+bool IsAbandoned(const std::atomic<bool>* abandoned) {
+  return abandoned != nullptr && abandoned->load(std::memory_order_relaxed);
+}
+
 // The logits of tokens [begin, end), one row of `to` after another, `per_item` tokens at a time.
+// Incomplete if the work was abandoned.
 void ComputeLogits(const PackedRows& rows, const TensorView& weight, int64_t begin, int64_t end,
-                   const LogitsEpilogue& epilogue, float* to, int64_t per_item, ThreadPool& pool) {
+                   const LogitsEpilogue& epilogue, float* to, int64_t per_item, ThreadPool& pool,
+                   const std::atomic<bool>* abandoned = nullptr) {
   pool.ParallelFor((end - begin + per_item - 1) / per_item, [&](int64_t item) {
+    if (IsAbandoned(abandoned)) return;
     const int64_t first = begin + item * per_item;
     Logits(rows, weight, first, std::min(end, first + per_item), epilogue, to + first - begin,
            end - begin);
   });
 }
 
-// Calls body(first row, logits) for one block of rows after another.
+// Calls body(first row, logits) for one block of rows after another, until the work is abandoned.
 template <class Body>
 void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& pool,
-                  LinearScratch& scratch, const Body& body) {
+                  LinearScratch& scratch, const std::atomic<bool>* abandoned, const Body& body) {
   const int64_t vocab = head.vocab();
   const int64_t at_once = RowsAtOnce(vocab);
   const LogitsEpilogue epilogue = {.scale = head.scale, .bias = head.bias, .softcap = head.softcap};
@@ -67,7 +74,8 @@ void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& po
     rows.data = scratch.packed.Get(rows.size());
     float* logits = scratch.logits.Get(rows.rows * vocab);
     Pack(hidden, head, begin, rows, pool);
-    ComputeLogits(rows, head.weight, 0, vocab, epilogue, logits, kItemTokens, pool);
+    ComputeLogits(rows, head.weight, 0, vocab, epilogue, logits, kItemTokens, pool, abandoned);
+    if (IsAbandoned(abandoned)) return;
     body(begin, TensorView{.data = logits,
                            .dtype = DType::kF32,
                            .rows = rows.rows,
@@ -191,29 +199,34 @@ class Backward {
 
 }  // namespace
 
-void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch) {
-  ForEachBlock(args.hidden, args.head, pool, scratch, [&](int64_t first, const TensorView& logits) {
-    SoftmaxTopKArgs part = RowsFrom(args.topk, first);
-    part.logits = logits;
-    SoftmaxTopK(part, pool, scratch.topk);
-  });
+void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                const std::atomic<bool>* abandoned) {
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 SoftmaxTopKArgs part = RowsFrom(args.topk, first);
+                 part.logits = logits;
+                 SoftmaxTopK(part, pool, scratch.topk);
+               });
 }
 
-void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch) {
-  ForEachBlock(args.hidden, args.head, pool, scratch, [&](int64_t first, const TensorView& logits) {
-    SampleArgs part = RowsFrom(args.sample, first);
-    part.logits = logits;
-    Sample(part, pool);
-  });
+void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                  const std::atomic<bool>* abandoned) {
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 SampleArgs part = RowsFrom(args.sample, first);
+                 part.logits = logits;
+                 Sample(part, pool);
+               });
 }
 
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
-                        LinearScratch& scratch) {
-  ForEachBlock(args.hidden, args.head, pool, scratch, [&](int64_t first, const TensorView& logits) {
-    CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
-    part.logits = logits;
-    CrossEntropy(part, pool, scratch.loss);
-  });
+                        LinearScratch& scratch, const std::atomic<bool>* abandoned) {
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
+                 part.logits = logits;
+                 CrossEntropy(part, pool, scratch.loss);
+               });
 }
 
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,

@@ -3,6 +3,8 @@
 #ifndef LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
 #define LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
 
+#include <atomic>
+
 #include "kernels/cpu/linear/product.h"
 #include "kernels/cpu/loss/cross_entropy.h"
 #include "kernels/cpu/rows/sketch.h"
@@ -21,11 +23,15 @@ struct LinearScratch {
 };
 
 // Block until done. The bits of the results depend on neither the pool nor what else runs on it.
-// `scratch` belongs to the caller's stream, and stays for its next call.
-void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch);
-void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch);
+// `scratch` belongs to the caller's stream, and stays for its next call. `abandoned`: see
+// Stream::Watch; one pass over a large head can take a good part of a second, so it is read for
+// every 96 tokens.
+void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                const std::atomic<bool>* abandoned = nullptr);
+void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                  const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
-                        LinearScratch& scratch);
+                        LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch);
 

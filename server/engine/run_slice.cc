@@ -1,0 +1,318 @@
+#include "server/engine/run_slice.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/status_macros.h"
+#include "server/engine/batcher.h"
+#include "server/engine/costs.h"
+#include "server/engine/heads.h"
+
+namespace logitd::engine {
+namespace {
+
+// Payload of dropped jobs between rows that run is not uploaded if there is at least this much of
+// it: a second copy costs about as much as this takes on the bus.
+constexpr size_t kWorthSkippingBytes = size_t{256} << 10;
+
+// The first slice of a kind that never ran.
+constexpr int64_t kUnknownSliceBytes = int64_t{1} << 20;
+
+using Pointers = std::array<std::byte*, kMaxArrays>;
+
+void Finish(Batch& batch, Slot& slot, const absl::Status& status, const JobAnswer& answer,
+            JobTimes* times) {
+  Batcher::Finish(slot.job, status, answer, batch.taken_ns, times);
+  slot.job = nullptr;
+  ++batch.progress.finished;
+}
+
+// Ends the jobs that are late.
+void EndLate(Batch& batch) {
+  if (batch.first_deadline == absl::InfiniteFuture()) return;
+  const absl::Time now = absl::Now();
+  for (Slot& slot : batch.slots) {
+    if (slot.job == nullptr || slot.job->spec().deadline > now) continue;
+    JobTimes times;
+    Finish(batch, slot, absl::DeadlineExceededError("the deadline passed before a stream was free"),
+           JobAnswer{}, &times);
+  }
+}
+
+// Takes dropped jobs off both ends of what is left of the batch.
+void Trim(const Batch& batch, Progress& progress) {
+  const auto is_done = [&](const Slot& slot) {
+    return slot.job == nullptr || slot.first_row + slot.rows <= progress.next_row;
+  };
+  // Jobs whose rows have all run still wait for their answers, so only rows are skipped.
+  size_t next = progress.first_slot;
+  while (next < progress.end_slot && is_done(batch.slots[next])) ++next;
+  size_t end = progress.end_slot;
+  while (end > next && is_done(batch.slots[end - 1])) --end;
+  if (next == end) {
+    progress.next_row = progress.end_row;
+    return;
+  }
+  progress.next_row = std::max(progress.next_row, batch.slots[next].first_row);
+  progress.end_row = batch.slots[end - 1].first_row + batch.slots[end - 1].rows;
+}
+
+// Finds the rows that run. False: no job is left.
+bool FindRows(const Batch& batch, Progress& progress) {
+  size_t first = 0;
+  size_t end = batch.slots.size();
+  while (first < end && batch.slots[first].job == nullptr) ++first;
+  while (end > first && batch.slots[end - 1].job == nullptr) --end;
+  if (first == end) return false;
+  progress.first_slot = first;
+  progress.end_slot = end;
+  progress.first_row = progress.next_row = batch.slots[first].first_row;
+  progress.end_row = batch.slots[end - 1].first_row + batch.slots[end - 1].rows;
+  return true;
+}
+
+// Where in its array a job's slice starts.
+size_t SliceOffset(const Array& array, const AxisCounts& first) {
+  return static_cast<size_t>(first[array.axis]) * array.bytes;
+}
+
+// The elements of a job are followed by those of the next, but its rows keep their places.
+void Advance(const AxisCounts& counts, AxisCounts* first) {
+  for (size_t axis = kRowAxis + 1; axis < kMaxAxes; ++axis) (*first)[axis] += counts[axis];
+}
+
+// Writes the inputs after the payload and lays out the outputs.
+void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
+  const OpTraits& op = *batch.key.op;
+  plan.row_stride = RowStride(batch.key);
+  plan.counts[kRowAxis] = plan.end_row - plan.first_row;
+  for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
+    if (batch.slots[i].job == nullptr) continue;
+    const JobSpec& spec = batch.slots[i].job->spec();
+    Advance(spec.counts, &plan.counts);
+    plan.max_row_entries = std::max(plan.max_row_entries, spec.max_row_entries);
+    plan.wanted |= spec.wanted;
+    plan.in_place = spec.in_place;
+    plan.call = spec.call;
+  }
+  plan.upload_end = LayOut(op.inputs, plan.counts,
+                           static_cast<size_t>(plan.end_row) * plan.row_stride, plan.inputs.data());
+  const size_t in_place = plan.in_place ? 1 : 0;  // outputs, at offset 0 of the payload
+  plan.answer_end = LayOut(op.outputs.subspan(in_place), plan.counts, layout.answer_offset,
+                           plan.outputs.data() + in_place);
+
+  AxisCounts first = {};
+  Pointers inputs;
+  for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
+    const Slot& slot = batch.slots[i];
+    first[kRowAxis] = slot.first_row - plan.first_row;
+    for (size_t a = 0; a < op.inputs.size(); ++a) {
+      inputs[a] = batch.slab.host + plan.inputs[a] + SliceOffset(op.inputs[a], first);
+      if (slot.job == nullptr && op.inputs[a].axis == kRowAxis) {
+        std::memset(inputs[a], 0, static_cast<size_t>(slot.rows) * op.inputs[a].bytes);
+      }
+    }
+    if (slot.job == nullptr) continue;
+    slot.job->WriteInputs(absl::MakeConstSpan(inputs.data(), op.inputs.size()), first);
+    Advance(slot.job->spec().counts, &first);
+  }
+}
+
+// Uploads what runs: payload and parameters as one piece, or as several around large dropped
+// ranges.
+absl::Status Upload(Stream& stream, const Batch& batch) {
+  const Progress& plan = batch.progress;
+  size_t begin = static_cast<size_t>(plan.first_row) * plan.row_stride;
+  int64_t gap_row = -1;  // where the dropped range before the current slot starts
+  for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
+    const Slot& slot = batch.slots[i];
+    if (slot.job == nullptr) {
+      if (gap_row < 0) gap_row = slot.first_row;
+      continue;
+    }
+    if (gap_row >= 0) {
+      const size_t gap_begin = static_cast<size_t>(gap_row) * plan.row_stride;
+      const size_t gap_end = static_cast<size_t>(slot.first_row) * plan.row_stride;
+      if (gap_end - gap_begin >= kWorthSkippingBytes) {
+        LOGITD_RETURN_IF_ERROR(stream.Upload(batch.slab, begin, gap_begin - begin));
+        begin = gap_end;
+      }
+      gap_row = -1;
+    }
+  }
+  return stream.Upload(batch.slab, begin, plan.upload_end - begin);
+}
+
+// Enqueues the op on the next `rows` rows.
+absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
+  const Progress& plan = batch.progress;
+  const OpTraits& op = *batch.key.op;
+  const int64_t first_row = plan.next_row - plan.first_row;
+  const AxisCounts skipped = {first_row};
+  Pointers inputs;
+  Pointers outputs;
+  for (size_t i = 0; i < op.inputs.size(); ++i) {
+    inputs[i] = batch.slab.device + plan.inputs[i] + SliceOffset(op.inputs[i], skipped);
+  }
+  for (size_t i = 0; i < op.outputs.size(); ++i) {
+    outputs[i] = batch.slab.device + plan.outputs[i] + SliceOffset(op.outputs[i], skipped);
+  }
+  AxisCounts counts = plan.counts;
+  counts[kRowAxis] = rows;
+  const BatchView view{
+      .dtype = batch.key.dtype,
+      .counts = counts,
+      .first_row = first_row,
+      .row_elements = batch.key.row_elements,
+      .row_stride = plan.row_stride,
+      .payload = batch.slab.device + static_cast<size_t>(plan.next_row) * plan.row_stride,
+      .max_row_entries = plan.max_row_entries,
+      .wanted = plan.wanted,
+      .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
+      .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
+      .head = batch.key.head == nullptr ? nullptr : &batch.key.head->view(),
+  };
+  return op.exclusive_batch ? plan.call->Enqueue(stream, view) : op.enqueue(stream, view);
+}
+
+absl::Status Download(Stream& stream, const Batch& batch, const SlabLayout& layout) {
+  const Progress& plan = batch.progress;
+  if (plan.in_place) {
+    const Array& first = batch.key.op->outputs[0];
+    LOGITD_RETURN_IF_ERROR(
+        stream.Download(batch.slab, 0, static_cast<size_t>(plan.counts[first.axis]) * first.bytes));
+  }
+  return stream.Download(batch.slab, layout.answer_offset, plan.answer_end - layout.answer_offset);
+}
+
+absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layout, bool first,
+                     int64_t rows) {
+  if (first) LOGITD_RETURN_IF_ERROR(Upload(stream, batch));
+  if (rows > 0) LOGITD_RETURN_IF_ERROR(EnqueueRows(stream, batch, rows));
+  if (batch.progress.next_row + rows < batch.progress.end_row) return absl::OkStatus();
+  return Download(stream, batch, layout);
+}
+
+// What a job gets whose rows have run. Where the batch was abandoned, its answer is not complete.
+absl::Status EndOf(const Batch& batch, const Job& job) {
+  const bool abandoned = batch.abandoned.load(std::memory_order_acquire);
+  if (Batcher::IsGone(job)) return absl::CancelledError("cancelled while it ran");
+  if (abandoned) {
+    return absl::DeadlineExceededError("the deadline passed while it ran");
+  }
+  return absl::OkStatus();
+}
+
+// Ends every job that is left: with `failure`, or with its answer if that is OK.
+void FinishAll(Batch& batch, const absl::Status& failure,
+               absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest) {
+  Progress& progress = batch.progress;
+  progress.times.batch_rows = static_cast<int32_t>(progress.rows_run);
+  const absl::Span<const Array> outputs = batch.key.op->outputs;
+  std::array<absl::Span<const std::byte>, kMaxArrays> answers;
+  AxisCounts first = {};
+  for (size_t i = progress.first_slot; i < progress.end_slot; ++i) {
+    Slot& slot = batch.slots[i];
+    if (slot.job == nullptr) {
+      if (slot.left != nullptr) Advance(*slot.left, &first);
+      continue;
+    }
+    const AxisCounts counts = slot.job->spec().counts;  // the job may be gone after Finish
+    first[kRowAxis] = slot.first_row - progress.first_row;
+    for (size_t a = 0; a < outputs.size(); ++a) {
+      answers[a] = absl::MakeConstSpan(
+          batch.slab.host + progress.outputs[a] + SliceOffset(outputs[a], first),
+          static_cast<size_t>(counts[outputs[a].axis]) * outputs[a].bytes);
+    }
+    Advance(counts, &first);
+    JobTimes times = progress.times;
+    JobAnswer given;
+    const absl::Status status = failure.ok() ? EndOf(batch, *slot.job) : failure;
+    if (status.ok()) {
+      given.outputs = absl::MakeConstSpan(answers.data(), outputs.size());
+      if (batch.key.op->exclusive_batch) given.keep = keep();
+    }
+    slot.has_run = failure.ok();
+    Finish(batch, slot, status, given, &times);
+    if (oldest->batch_rows == 0) *oldest = times;
+  }
+  progress.done = true;
+}
+
+}  // namespace
+
+int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const SliceRules& rules) {
+  if (batch.whole || left == 0) return left;
+  const int64_t step = batch.key.head != nullptr ? rules.linear_rows : 1;
+  int64_t rows = 1;
+  if (batch.progress.row_ns > 0) row_ns = batch.progress.row_ns;
+  if (row_ns > 0) {
+    const double slices =
+        std::round(static_cast<double>(left) * row_ns / static_cast<double>(rules.max_slice_ns));
+    if (slices <= 1) return left;
+    rows = static_cast<int64_t>(std::ceil(static_cast<double>(left) / slices));
+  } else {
+    rows = kUnknownSliceBytes / static_cast<int64_t>(RowStride(batch.key));
+  }
+  return std::min(left, (std::max<int64_t>(rows, 1) + step - 1) / step * step);
+}
+
+absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules& rules,
+                      Costs& costs, Batch& batch, absl::FunctionRef<void(const absl::Status&)> lost,
+                      absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest) {
+  *oldest = JobTimes{};
+  Progress& progress = batch.progress;
+  const bool first = !progress.begun;
+  progress.slice_rows = 0;
+  progress.slice_ns = 0;
+  if (first) {
+    EndLate(batch);
+    if (!FindRows(batch, progress)) {
+      progress.done = true;
+      return absl::OkStatus();
+    }
+    Prepare(batch, layout, progress);
+    progress.begun = true;
+  } else {
+    Trim(batch, progress);
+  }
+
+  const int64_t rows =
+      RowsOfSlice(batch, progress.end_row - progress.next_row, costs.PerRow(batch.key), rules);
+  stream.Watch(&batch.abandoned);
+  absl::Status status = Enqueue(stream, batch, layout, first, rows);
+  // Also after an error: what was enqueued before it still uses the slab.
+  const absl::StatusOr<StreamTimes> device_times = stream.Wait();
+  if (!device_times.ok() && (status.ok() || absl::IsInternal(device_times.status()))) {
+    status = device_times.status();
+  }
+  progress.next_row += rows;
+  progress.rows_run += rows;
+  if (!status.ok()) {
+    progress.times = JobTimes{};
+    if (absl::IsInternal(status)) lost(status);
+    FinishAll(batch, absl::UnavailableError(absl::StrCat("the device failed: ", status.message())),
+              keep, oldest);
+    return status;
+  }
+  progress.slice_rows = rows;
+  progress.slice_ns = device_times->h2d_ns + device_times->kernel_ns + device_times->d2h_ns;
+  progress.times.h2d_ns += device_times->h2d_ns;
+  progress.times.kernel_ns += device_times->kernel_ns;
+  progress.times.d2h_ns += device_times->d2h_ns;
+  // What was cut short says nothing of its cost.
+  if (rows > 0 && !batch.abandoned.load(std::memory_order_relaxed)) {
+    progress.row_ns = static_cast<double>(device_times->kernel_ns) / static_cast<double>(rows);
+    progress.kind_row_ns =
+        costs.Ran(batch.key, rows, rows * static_cast<int64_t>(RowBytes(batch.key)),
+                  absl::Nanoseconds(progress.slice_ns));
+  }
+  if (progress.next_row == progress.end_row) FinishAll(batch, absl::OkStatus(), keep, oldest);
+  return status;
+}
+
+}  // namespace logitd::engine

@@ -1,0 +1,50 @@
+// One slice of a batch over one stream. The slices of a batch bring it from its payload in the slab
+// to Done of its jobs.
+#ifndef LOGITD_SERVER_ENGINE_RUN_SLICE_H_
+#define LOGITD_SERVER_ENGINE_RUN_SLICE_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "kernels/backend.h"
+#include "server/engine/batch.h"
+#include "server/engine/job.h"
+
+namespace logitd::engine {
+
+class Costs;
+
+// How batches are cut.
+struct SliceRules {
+  int64_t max_slice_ns;
+  int64_t linear_rows;  // DeviceInfo::linear_rows
+};
+
+// The rows of the next slice. They take about max_slice_ns, by the batch's last slice, else by
+// `row_ns`, the estimate for its kind; slices of one batch are about equal, and the last one is not
+// much shorter. Of a kind that never ran (0), the first slice holds at most 1 MiB. A batch on a
+// head is cut at multiples of linear_rows: fewer would read the head more often than they have to,
+// so its slices may take longer.
+int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const SliceRules& rules);
+
+// Runs the next slice of a batch that belongs to the calling thread, and tells `costs` what it took.
+// The first slice ends jobs
+// beyond their deadline, then writes the others' inputs and uploads payload and inputs. The last
+// one downloads the outputs and ends every job: with CANCELLED where its caller has left, else OK.
+// Rows that no job is left for are skipped at both ends of the batch. Between slices the device
+// holds the batch, and any stream may run the next one. `progress` says what was done; the slab is
+// quiet when this returns.
+//
+// Returns how the device did: OK, UNAVAILABLE (this batch failed) or INTERNAL (the device is lost);
+// in the last two cases the batch is done, its jobs got UNAVAILABLE, and `lost` ran before they did
+// if it was INTERNAL. `keep` is asked for JobAnswer::keep where the op is exclusive. `oldest`: the
+// times of the oldest job that ran to its end; batch_rows is 0 if none did.
+absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules& rules,
+                      Costs& costs, Batch& batch, absl::FunctionRef<void(const absl::Status&)> lost,
+                      absl::FunctionRef<std::shared_ptr<const void>()> keep, JobTimes* oldest);
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_RUN_SLICE_H_
