@@ -87,11 +87,13 @@ class RpcServerImpl final : public RpcServer {
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
                 engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
                 engine::Metrics* metrics)
-      : tracker_(options.peer_timeout, admission->options().retry_delay),
+      : load_(/*costs=*/nullptr, metrics),
+        tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,
                      .heads = heads,
                      .metrics = metrics,
+                     .load = &load_,
                      .tracker = &tracker_,
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
@@ -192,6 +194,7 @@ class RpcServerImpl final : public RpcServer {
     return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
   }
 
+  engine::Load load_;
   CallTracker tracker_;
   Copier copier_;
   const CallEnvironment environment_;
