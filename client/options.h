@@ -15,10 +15,16 @@ struct RetryOptions {
   absl::Duration max_backoff = absl::Seconds(1);
 };
 
+// Batch work runs when the server has no interactive work.
+enum class Priority { kInteractive, kBatch };
+
 struct ClientOptions {
   std::string address = "127.0.0.1:7450";       // HOST:PORT or unix:PATH
   absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
   RetryOptions retry;
+  Priority priority = Priority::kInteractive;  // of all calls
+  // Unary calls tell the server the size of their message, so that it keeps no more room for it.
+  bool state_sizes = true;
   int64_t max_message_bytes =
       0;  // larger requests are refused here, unsent; 0: this client sets no limit
   // Payload of one message of a stream, about. The server works on some messages while others

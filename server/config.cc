@@ -182,11 +182,14 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   AddSize(app, "--max-held-bytes", &config->max_held_bytes,
           "Host memory for the messages and answers of all calls; calls beyond it wait unread");
   Add(app, "--max-waiting-calls", &config->max_waiting_calls,
-      "Calls that may wait for that memory; more are refused with RESOURCE_EXHAUSTED")
+      "Calls that may wait for that memory, half of them of one connection; more are refused with "
+      "RESOURCE_EXHAUSTED")
       ->check(CLI::Range(0, 1 << 20));
   Add(app, "--max-connections", &config->max_connections,
       "Connections that may be open; more are closed at once. 0: the limit of open files less 128")
       ->check(CLI::Range(int64_t{0}, door::kMostConnections));
+  AddSize(app, "--min-receive-rate", &config->min_receive_rate,
+          "Bytes per second at which a message must come while other calls wait for memory; 0: any");
   Add(app, "--max-batch-rows", &config->max_batch_rows,
       "Rows of one batch, and of the largest request; only bytes bound the rows of attention")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));

@@ -24,6 +24,7 @@ struct Config {
   int64_t max_request_bytes = int64_t{64} << 20;
   int64_t max_held_bytes = int64_t{1} << 30;
   int max_waiting_calls = 1024;
+  int64_t min_receive_rate = int64_t{1} << 20;  // bytes per second; 0: no limit
   int64_t max_batch_rows = 65536;
   int64_t max_connections = 0;  // 0: as many as the descriptors allow
   absl::Duration max_batch_delay = absl::ZeroDuration();

@@ -272,7 +272,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
        .max_held_bytes = config.max_held_bytes,
-       .max_waiting_calls = config.max_waiting_calls},
+       .max_waiting_calls = config.max_waiting_calls,
+       .min_receive_rate = config.min_receive_rate},
       &metrics);
   engine::Heads heads(backend->get(), &metrics);
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/options.h"
 #include "logitd/v1/types.pb.h"
 
 namespace logitd::bench {
@@ -30,6 +31,8 @@ struct Scenario {
   // Closed loop: come back after the server's delay when refused; the latency then includes the
   // waits. Otherwise a refusal is an error like any other.
   bool retry = false;
+  client::Priority priority = client::Priority::kInteractive;
+  bool state_sizes = true;  // see client::ClientOptions
   absl::Duration warmup = absl::Seconds(1);
   absl::Duration duration = absl::Seconds(5);
   absl::Duration deadline =

@@ -95,6 +95,12 @@ void AddFlags(CLI::App* app, Flags* flags) {
          0.0, 1e7);
   app->add_flag("--retry", scenario.retry,
                 "closed loop: try again after a refusal and the server's delay");
+  app->add_option("--priority", scenario.priority, "interactive or batch")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, client::Priority>{{"interactive", client::Priority::kInteractive},
+                                                  {"batch", client::Priority::kBatch}}));
+  app->add_flag("!--no-stated-sizes", scenario.state_sizes,
+                "do not tell the server the size of a message");
   number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);
   number("--duration", &flags->duration_s, "seconds of the window; also in presets", 0.1, 3600.0);
   number("--deadline", &flags->deadline_s, "seconds for one request", 0.001, 3600.0);

@@ -79,6 +79,7 @@ void Client::TopKAsync(const TopKRequest& request,
   call->start = Clock::now();
   call->done = std::move(done);
   call->context.set_deadline(absl::ToChronoTime(transport_->Deadline()));
+  transport_->Describe(&call->context, static_cast<int64_t>(call->request.Length()));
   transport_->stub().UnaryCall(
       &call->context, kTopKMethod, {}, &call->request, &call->response,
       [call](const grpc::Status& status) {

@@ -22,10 +22,12 @@ class RawSampleStream final : public SampleStream {
   using Stream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
   using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
 
-  explicit RawSampleStream(const std::shared_ptr<grpc::Channel>& channel)
+  explicit RawSampleStream(const Transport& transport)
       : method_("/logitd.v1.Sampler/SampleStream", grpc::internal::RpcMethod::BIDI_STREAMING,
-                channel),
-        stream_(Factory::Create(channel.get(), method_, &context_)) {}
+                transport.channel()) {
+    transport.Describe(&context_, /*message_bytes=*/std::nullopt);
+    stream_.reset(Factory::Create(transport.channel().get(), method_, &context_));
+  }
 
   ~RawSampleStream() override {
     context_.TryCancel();
@@ -74,7 +76,7 @@ class RawSampleStream final : public SampleStream {
  private:
   grpc::ClientContext context_;
   const grpc::internal::RpcMethod method_;
-  const std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Stream> stream_;
   bool ended_ = false;       // the reader's
   absl::Status end_status_;  // the reader's
   absl::Mutex mutex_;
@@ -84,7 +86,7 @@ class RawSampleStream final : public SampleStream {
 }  // namespace
 
 std::unique_ptr<SampleStream> Client::OpenSampleStream() {
-  return std::make_unique<RawSampleStream>(transport_->channel());
+  return std::make_unique<RawSampleStream>(*transport_);
 }
 
 }  // namespace logitd::client

@@ -3,6 +3,7 @@
 #include <exception>
 #include <functional>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -128,6 +129,12 @@ void AddCommonFlags(CLI::App* command, CommonFlags* common) {
                    "attempts of one call while the server is full or away")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
+  command
+      ->add_option("--priority", common->priority,
+                   "interactive, or batch: the server runs it when no interactive work waits")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, client::Priority>{{"interactive", client::Priority::kInteractive},
+                                                  {"batch", client::Priority::kBatch}}));
   command->add_option("--format", common->format, "how to print the answer")
       ->check(CLI::IsMember({"table", "json"}))
       ->capture_default_str();

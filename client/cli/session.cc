@@ -55,7 +55,8 @@ absl::StatusOr<Session> Session::Open(const CommonFlags& common) {
   absl::StatusOr<std::unique_ptr<client::Client>> client =
       client::Client::Create({.address = common.address,
                               .deadline = absl::Seconds(common.deadline_s),
-                              .retry = {.max_attempts = common.max_attempts}});
+                              .retry = {.max_attempts = common.max_attempts},
+                              .priority = common.priority});
   if (!client.ok()) return client.status();
   Session session;
   session.client_ = *std::move(client);

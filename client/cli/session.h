@@ -24,6 +24,7 @@ struct CommonFlags {
   std::string address = "127.0.0.1:7450";
   double deadline_s = 30;
   int max_attempts = 4;
+  client::Priority priority = client::Priority::kInteractive;
   std::string format = "table";  // or "json"
 };
 

@@ -12,9 +12,11 @@ using Clock = std::chrono::steady_clock;
 
 class StreamAttempt {
  public:
-  StreamAttempt(MessageStream* messages, absl::Duration patience, PayloadHold* hold,
-                grpc::CompletionQueue* cq)
-      : messages_(messages), patience_(patience), hold_(hold), cq_(cq) {}
+  StreamAttempt(const Transport& transport, MessageStream* messages, absl::Duration patience,
+                PayloadHold* hold, grpc::CompletionQueue* cq)
+      : messages_(messages), patience_(patience), hold_(hold), cq_(cq) {
+    transport.Describe(&context_, /*message_bytes=*/std::nullopt);
+  }
 
   Attempt Run(grpc::GenericStub* stub, const char* method, absl::Time deadline) {
     if (deadline < absl::InfiniteFuture()) context_.set_deadline(absl::ToChronoTime(deadline));
@@ -133,7 +135,7 @@ Attempt Transport::Stream(const char* method, MessageStream* messages, absl::Tim
   grpc::CompletionQueue cq;
   Attempt attempt;
   {  // the call ends before the wait for its slices
-    StreamAttempt stream(messages, patience, hold, &cq);
+    StreamAttempt stream(*this, messages, patience, hold, &cq);
     attempt = stream.Run(&stub_, method, deadline);
   }
   ReleaseAndShutdown(hold, &cq);

@@ -76,6 +76,13 @@ void ReleaseAndShutdown(PayloadHold* hold, grpc::CompletionQueue* cq) {
 Transport::Transport(ClientOptions options)
     : options_(std::move(options)), channel_(MakeChannel(options_.address)), stub_(channel_) {}
 
+void Transport::Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const {
+  if (options_.priority == Priority::kBatch) context->AddMetadata("logitd-priority", "batch");
+  if (options_.state_sizes && message_bytes.has_value()) {
+    context->AddMetadata("logitd-payload-bytes", absl::StrCat(*message_bytes));
+  }
+}
+
 absl::Status Transport::CheckSize(const grpc::ByteBuffer& request) const {
   const auto bytes = static_cast<int64_t>(request.Length());
   if (options_.max_message_bytes <= 0 || bytes <= options_.max_message_bytes) {
@@ -93,6 +100,7 @@ Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Tim
   {
     grpc::ClientContext context;
     context.set_deadline(absl::ToChronoTime(deadline));
+    Describe(&context, static_cast<int64_t>(request->Length()));
     grpc::Status status;
     const Clock::time_point start = Clock::now();
     auto call = stub_.PrepareUnaryCall(&context, method, *request, &cq);

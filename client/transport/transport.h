@@ -69,6 +69,10 @@ class Transport {
   // The deadline of a whole call that begins now.
   absl::Time Deadline() const { return absl::Now() + options_.deadline; }
 
+  // Adds what the server is told about a call besides its message: the priority, and the bytes of
+  // the message where they are known.
+  void Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const;
+
   // INVALID_ARGUMENT: the request is larger than ClientOptions::max_message_bytes.
   absl::Status CheckSize(const grpc::ByteBuffer& request) const;
 

@@ -1,7 +1,10 @@
 #include "server/engine/admission.h"
 
+#include <algorithm>
+#include <list>
 #include <map>
 #include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -9,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "server/engine/metrics.h"
+#include "server/engine/room.h"
 #include "server/engine/sync.h"
 
 namespace logitd::engine {
@@ -18,6 +22,9 @@ absl::Status LateError() {
   return absl::DeadlineExceededError("the deadline passed before there was room for the message");
 }
 
+// A message of unknown progress may take so long for each byte.
+constexpr double kUnknownRate = 64 << 20;  // bytes per second
+
 }  // namespace
 
 absl::Status DrainingError() {
@@ -25,18 +32,37 @@ absl::Status DrainingError() {
       "the server is draining: it finishes admitted calls and takes no new ones");
 }
 
+// The admission's lock guards it until Received; after that only its ticket uses it, except Free.
+struct Admission::Ticket::Charge {
+  Room::Holder* holder = nullptr;
+  RoomPart part = RoomPart::kCommon;
+  int64_t bytes = 0;
+  bool between_messages = false;
+  std::function<int64_t()> received_bytes;
+  std::function<void(const absl::Status&)> too_slow;
+  absl::Time granted;
+  bool told = false;      // that it is too slow
+  bool receiving = true;  // in State::receiving, at `place`
+  std::list<Charge*>::iterator place;
+};
+
 struct Admission::State {
+  using Charge = Ticket::Charge;
+
   struct Waiter {
-    absl::Time deadline;
+    RoomAsk ask;
     Ready ready;
   };
   struct Answer {
     Ready ready;
-    absl::Status refusal;  // OK: a ticket for max_request_bytes
+    absl::StatusOr<Ticket> answer;
   };
 
   State(Admission* admission, const AdmissionOptions& options, Metrics* metrics)
-      : admission(admission), options(options), metrics(metrics) {
+      : admission(admission),
+        options(options),
+        metrics(metrics),
+        room(options.max_request_bytes, options.max_held_bytes) {
     if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
     timer = std::thread([this] { RunTimer(); });
   }
@@ -50,65 +76,70 @@ struct Admission::State {
     timer.join();
   }
 
-  bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    return held + options.max_request_bytes <= options.max_held_bytes;
+  int64_t Charged(const RoomAsk& ask) const {
+    if (ask.bytes <= 0) return options.max_request_bytes;
+    return std::min(ask.bytes, options.max_request_bytes);
   }
 
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (metrics == nullptr) return;
-    metrics->Set(Gauge::kHeldBytes, held);
-    metrics->Set(Gauge::kWaitingCalls, static_cast<int64_t>(waiters.size()));
+    metrics->Set(Gauge::kHeldBytes, room.held());
+    metrics->Set(Gauge::kWaitingCalls, room.waiting());
   }
 
   void Count(Refusal reason) {
     if (metrics != nullptr) metrics->CountRefused(reason);
   }
 
-  // Takes a call out of the line. Its answer is `refusal` or, if that is OK, a ticket.
-  void Take(std::map<WaiterId, Waiter>::iterator it, absl::Status refusal,
-            std::vector<Answer>& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    deadlines.erase({it->second.deadline, it->first});
+  Ticket MakeTicket(RoomAsk& ask, Room::Holder* holder, RoomPart part)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    auto charge = std::make_unique<Charge>();
+    charge->holder = holder;
+    charge->part = part;
+    charge->bytes = Charged(ask);
+    charge->between_messages = ask.between_messages;
+    charge->received_bytes = std::move(ask.received_bytes);
+    charge->too_slow = std::move(ask.too_slow);
+    charge->granted = absl::Now();
+    charge->place = receiving.insert(receiving.end(), charge.get());
+    return Ticket(admission, std::move(charge));
+  }
+
+  // Takes a call out of the line, to be answered with a refusal.
+  void Refuse(std::map<WaiterId, Waiter>::iterator it, absl::Status refusal, Refusal reason,
+              std::vector<Answer>& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Count(reason);
+    deadlines.erase({it->second.ask.deadline, it->first});
+    room.Leave(it->first);
     answers.push_back({std::move(it->second.ready), std::move(refusal)});
     waiters.erase(it);
   }
 
-  void Run(std::vector<Answer>& answers) {
-    for (Answer& answer : answers) {
-      if (answer.refusal.ok()) {
-        answer.ready(Ticket(admission, options.max_request_bytes));
-      } else {
-        answer.ready(std::move(answer.refusal));
-      }
-    }
+  static void Run(std::vector<Answer>& answers) {
+    for (Answer& answer : answers) answer.ready(std::move(answer.answer));
     answers.clear();
   }
 
-  // Gives `bytes` back and lets in the waiting calls that fit. One thread at a time lets calls in.
-  // So answers go out in the order of the line, and a `ready` that drops its ticket at once does
-  // not recurse through the whole line.
-  void Release(int64_t bytes) {
+  // Lets in the waiting calls that have room. One thread at a time does so. So answers go out in
+  // the order of the lines, and a `ready` that drops its ticket at once does not recurse through
+  // the whole line.
+  void LetIn() {
     std::vector<Answer> answers;
     {
       MutexLock lock(mutex);
-      held -= bytes;
-      if (granting || waiters.empty()) return Publish();
+      if (granting || room.waiting() == 0) return;
       granting = true;
     }
     while (true) {
       {
         MutexLock lock(mutex);
-        const absl::Time now = waiters.empty() ? absl::Time() : absl::Now();
-        while (!waiters.empty()) {
-          auto first = waiters.begin();
-          if (first->second.deadline <= now) {
-            Count(Refusal::kDeadline);
-            Take(first, LateError(), answers);
-          } else if (HasRoom()) {
-            held += options.max_request_bytes;
-            Take(first, absl::OkStatus(), answers);
-          } else {
-            break;
-          }
+        RefuseLate(absl::Now(), answers);
+        while (const auto next = room.Grant()) {
+          const auto it = waiters.find(next->waiter);
+          deadlines.erase({it->second.ask.deadline, it->first});
+          answers.push_back({std::move(it->second.ready),
+                             MakeTicket(it->second.ask, next->holder, next->part)});
+          waiters.erase(it);
         }
         if (answers.empty()) granting = false;
         Publish();
@@ -118,134 +149,313 @@ struct Admission::State {
     }
   }
 
-  void RunTimer() {
-    std::vector<Answer> answers;
-    mutex.Lock();
-    while (!stopping) {
-      if (given_back > 0) {
-        const int64_t bytes = std::exchange(given_back, 0);
-        mutex.Unlock();
-        Release(bytes);
-        mutex.Lock();
-        continue;
-      }
-      timer_due = deadlines.empty() ? absl::InfiniteFuture() : deadlines.begin()->first;
-      const absl::Time now = absl::Now();
-      if (timer_due > now) {
-        timer_wake.WaitUntil(mutex, timer_due);
-        continue;
-      }
-      while (!deadlines.empty() && deadlines.begin()->first <= now) {
-        Count(Refusal::kDeadline);
-        Take(waiters.find(deadlines.begin()->second), LateError(), answers);
-      }
-      Publish();
-      mutex.Unlock();
-      Run(answers);
-      mutex.Lock();
+  void RefuseLate(absl::Time now, std::vector<Answer>& answers)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    while (!deadlines.empty() && deadlines.begin()->first <= now) {
+      Refuse(waiters.find(deadlines.begin()->second), LateError(), Refusal::kDeadline, answers);
     }
-    mutex.Unlock();
   }
+
+  // Gives room back. `kept`: what is left of the charge.
+  void Free(Charge* charge, int64_t kept) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    room.Free(charge->holder, &charge->part, charge->bytes - kept, kept);
+    charge->bytes = kept;
+  }
+
+  // After a change that made room. True: call LetIn, without the lock.
+  bool MayLetIn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Publish();
+    return room.waiting() > 0;
+  }
+
+  void StopReceiving(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    if (!charge->receiving) return;
+    charge->receiving = false;
+    receiving.erase(charge->place);
+  }
+
+  void RunTimer();
+  void Look(absl::Time now, std::vector<std::function<void()>>& calls)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  void CountAllowed(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  absl::Status TooSlow(const Charge& charge, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 
   Admission* const admission;
   const AdmissionOptions options;
   Metrics* const metrics;
 
   mutable Mutex mutex;
-  int64_t held ABSL_GUARDED_BY(mutex) = 0;
-  int64_t given_back ABSL_GUARDED_BY(mutex) = 0;  // still part of `held`; the timer releases it
+  Room room ABSL_GUARDED_BY(mutex);
+  // Of tickets that GiveBackLater ended; the timer frees them.
+  std::vector<std::unique_ptr<Charge>> given_back ABSL_GUARDED_BY(mutex);
   bool draining ABSL_GUARDED_BY(mutex) = false;
   bool stopping ABSL_GUARDED_BY(mutex) = false;
-  bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of Release
+  bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of LetIn
   WaiterId next_id ABSL_GUARDED_BY(mutex) = 1;
-  std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);  // the line: ids only grow
+  std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);
   std::set<std::pair<absl::Time, WaiterId>> deadlines ABSL_GUARDED_BY(mutex);  // finite ones
+  std::list<Charge*> receiving ABSL_GUARDED_BY(mutex);  // in the order of their grants
+  // Since when calls have waited without a break; InfiniteFuture: none waits.
+  absl::Time waiting_since ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();
   absl::Time timer_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // the timer wakes then
   CondVar timer_wake;
   std::thread timer;
 };
 
-Admission::Ticket::Ticket(Ticket&& other) noexcept
-    : admission_(std::exchange(other.admission_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
+void Admission::State::RunTimer() {
+  std::vector<Answer> answers;
+  std::vector<std::function<void()>> calls;
+  absl::Time look_due = absl::InfiniteFuture();
+  mutex.Lock();
+  while (!stopping) {
+    if (!given_back.empty()) {
+      for (const auto& charge : std::exchange(given_back, {})) {
+        Free(charge.get(), 0);
+        room.End(charge->holder);
+      }
+      mutex.Unlock();
+      LetIn();
+      mutex.Lock();
+      continue;
+    }
+    const absl::Time now = absl::Now();
+    if (room.waiting() == 0) {
+      waiting_since = look_due = absl::InfiniteFuture();
+    } else if (waiting_since == absl::InfiniteFuture()) {
+      waiting_since = look_due = now;
+    }
+    timer_due = std::min(look_due, deadlines.empty() ? absl::InfiniteFuture()
+                                                     : deadlines.begin()->first);
+    if (timer_due > now) {
+      timer_wake.WaitUntil(mutex, timer_due);
+      continue;
+    }
+    RefuseLate(now, answers);
+    if (look_due <= now) {
+      Look(now, calls);
+      look_due = now + kReceiveTick;
+    }
+    Publish();
+    mutex.Unlock();
+    Run(answers);
+    for (const auto& call : calls) call();
+    calls.clear();
+    LetIn();
+    mutex.Lock();
+  }
+  mutex.Unlock();
+}
+
+// Counts, for each caller whose connection reports its bytes, how many messages its progress
+// suffices for: Holder::receiving. The window of a caller starts again where it is over.
+void Admission::State::CountAllowed(absl::Time now) {
+  for (Charge* charge : receiving) charge->holder->receiving = -1;  // not counted yet
+  for (Charge* charge : receiving) {
+    Room::Holder& holder = *charge->holder;
+    if (charge->received_bytes == nullptr || holder.receiving >= 0) continue;
+    const int64_t now_ns = absl::ToUnixNanos(now);
+    const int64_t begin_ns = absl::ToUnixNanos(waiting_since);
+    holder.receiving = static_cast<int>(receiving.size());
+    if (holder.seen_ns < begin_ns) {
+      holder.seen_ns = now_ns;
+      holder.seen_bytes = charge->received_bytes();
+      continue;
+    }
+    const double seconds = static_cast<double>(now_ns - holder.seen_ns) * 1e-9;
+    if (seconds < absl::ToDoubleSeconds(kReceiveWindow)) continue;
+    const int64_t bytes = charge->received_bytes();
+    holder.rate = static_cast<double>(bytes - std::exchange(holder.seen_bytes, bytes)) / seconds;
+    holder.seen_ns = now_ns;
+    holder.receiving =
+        static_cast<int>(std::min(holder.rate / static_cast<double>(options.min_receive_rate),
+                                  static_cast<double>(receiving.size())));
+  }
+}
+
+// OK: the call may go on.
+absl::Status Admission::State::TooSlow(const Charge& charge, absl::Time now) {
+  const int64_t retry_ms = absl::ToInt64Milliseconds(options.retry_delay);
+  if (charge.received_bytes != nullptr) {
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "messages of this connection came at %d B/s, allowed at least %d B/s for each while other "
+        "calls wait; retry after %d ms",
+        static_cast<int64_t>(charge.holder->rate), options.min_receive_rate, retry_ms));
+  }
+  const absl::Duration allowed =
+      kReceiveWindow + absl::Seconds(static_cast<double>(charge.bytes) / kUnknownRate);
+  if (now - charge.granted < allowed || now - waiting_since < kReceiveWindow) {
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "message not received within %d ms, allowed %d ms while other calls wait; retry after %d ms",
+      absl::ToInt64Milliseconds(now - charge.granted), absl::ToInt64Milliseconds(allowed),
+      retry_ms));
+}
+
+// Finds messages that come too slowly while calls wait.
+void Admission::State::Look(absl::Time now, std::vector<std::function<void()>>& calls) {
+  if (options.min_receive_rate > 0) CountAllowed(now);
+  // In the order of their grants: where a caller's progress suffices for some, the newest end.
+  for (Charge* charge : receiving) {
+    if (charge->between_messages) {
+      if (now - charge->granted >= kReceiveWindow && charge->bytes > 0) Free(charge, 0);
+      continue;
+    }
+    if (options.min_receive_rate <= 0 || charge->too_slow == nullptr) continue;
+    if (now - charge->granted < kReceiveWindow) continue;
+    if (charge->received_bytes != nullptr && charge->holder->receiving-- > 0) continue;
+    const absl::Status why = TooSlow(*charge, now);
+    if (why.ok()) continue;
+    if (!std::exchange(charge->told, true)) Count(Refusal::kSlowReceive);
+    calls.push_back([too_slow = charge->too_slow, why] { too_slow(why); });
+  }
+}
+
+Admission::Ticket::Ticket() = default;
+
+Admission::Ticket::Ticket(Admission* admission, std::unique_ptr<Charge> charge)
+    : admission_(admission), charge_(std::move(charge)) {}
+
+Admission::Ticket::Ticket(Ticket&& other) noexcept = default;
 
 Admission::Ticket& Admission::Ticket::operator=(Ticket&& other) noexcept {
   if (this != &other) {
-    ShrinkTo(0);
-    admission_ = std::exchange(other.admission_, nullptr);
-    bytes_ = std::exchange(other.bytes_, 0);
+    const Ticket old = std::move(*this);
+    admission_ = other.admission_;
+    charge_ = std::move(other.charge_);
   }
   return *this;
 }
 
-Admission::Ticket::~Ticket() { ShrinkTo(0); }
+Admission::Ticket::~Ticket() {
+  if (charge_ == nullptr) return;
+  State& state = *admission_->state_;
+  bool let_in = false;
+  {
+    MutexLock lock(state.mutex);
+    state.StopReceiving(charge_.get());
+    state.Free(charge_.get(), 0);
+    state.room.End(charge_->holder);
+    let_in = state.MayLetIn();
+  }
+  if (let_in) state.LetIn();
+}
+
+bool Admission::Ticket::Received(int64_t bytes) {
+  if (charge_ == nullptr) return false;
+  State& state = *admission_->state_;
+  bytes = std::min(bytes, state.options.max_request_bytes);
+  bool enough = false;
+  bool let_in = false;
+  {
+    MutexLock lock(state.mutex);
+    state.StopReceiving(charge_.get());
+    enough = bytes <= charge_->bytes;
+    state.Free(charge_.get(), enough ? bytes : 0);
+    let_in = state.MayLetIn();
+  }
+  if (!enough) *this = Ticket();
+  if (let_in) state.LetIn();
+  return enough;
+}
 
 void Admission::Ticket::ShrinkTo(int64_t bytes) {
-  const int64_t freed = bytes_ - bytes;
-  if (admission_ == nullptr || freed <= 0) return;
-  bytes_ = bytes;
-  admission_->state_->Release(freed);
+  if (charge_ == nullptr || bytes >= charge_->bytes) return;
+  State& state = *admission_->state_;
+  bool let_in = false;
+  {
+    MutexLock lock(state.mutex);
+    state.Free(charge_.get(), bytes);
+    let_in = state.MayLetIn();
+  }
+  if (let_in) state.LetIn();
 }
 
 void Admission::Ticket::GiveBackLater() {
-  if (admission_ == nullptr || bytes_ == 0) return;
+  if (charge_ == nullptr) return;
   State& state = *admission_->state_;
   MutexLock lock(state.mutex);
-  state.given_back += std::exchange(bytes_, 0);
+  state.StopReceiving(charge_.get());
+  state.given_back.push_back(std::move(charge_));
   state.timer_wake.Signal();
 }
+
+int64_t Admission::Ticket::bytes() const { return charge_ == nullptr ? 0 : charge_->bytes; }
 
 Admission::Admission(const AdmissionOptions& options, Metrics* metrics)
     : state_(std::make_unique<State>(this, options, metrics)) {}
 
-Admission::~Admission() { BeginDrain(); }
-
-Admission::WaiterId Admission::Enter(absl::Time deadline, Ready ready) {
-  State& state = *state_;
-  absl::Status refusal;
+Admission::~Admission() {
+  BeginDrain();
+  std::vector<State::Answer> answers;
   {
-    MutexLock lock(state.mutex);
-    if (state.draining) {
-      state.Count(Refusal::kDraining);
-      refusal = DrainingError();
-    } else if (deadline != absl::InfiniteFuture() && deadline <= absl::Now()) {
-      state.Count(Refusal::kDeadline);
-      refusal = LateError();
-    } else if (state.waiters.empty() && state.HasRoom()) {
-      state.held += state.options.max_request_bytes;
-      state.Publish();
-    } else if (static_cast<int64_t>(state.waiters.size()) < state.options.max_waiting_calls) {
-      const WaiterId id = state.next_id++;
-      state.waiters.emplace(id, State::Waiter{deadline, std::move(ready)});
-      if (deadline != absl::InfiniteFuture()) state.deadlines.emplace(deadline, id);
-      if (deadline < state.timer_due) state.timer_wake.Signal();
-      state.Publish();
-      return id;
-    } else {
-      state.Count(Refusal::kLineFull);
-      refusal = absl::ResourceExhaustedError(absl::StrFormat(
-          "held %d of %d bytes, %d of %d calls waiting; retry after %d ms", state.held,
-          state.options.max_held_bytes, state.waiters.size(), state.options.max_waiting_calls,
-          absl::ToInt64Milliseconds(state.options.retry_delay)));
+    MutexLock lock(state_->mutex);
+    while (!state_->waiters.empty()) {
+      state_->Refuse(state_->waiters.begin(), DrainingError(), Refusal::kDraining, answers);
     }
   }
-  if (refusal.ok()) {
-    ready(Ticket(this, state.options.max_request_bytes));
-  } else {
-    ready(std::move(refusal));
+  state_->Run(answers);
+}
+
+Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
+  State& state = *state_;
+  absl::StatusOr<Ticket> answer = absl::UnknownError("");
+  WaiterId id = 0;
+  {
+    MutexLock lock(state.mutex);
+    const int64_t bytes = state.Charged(ask);
+    if (state.draining && !ask.received) {
+      state.Count(Refusal::kDraining);
+      answer = DrainingError();
+    } else if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= absl::Now()) {
+      state.Count(Refusal::kDeadline);
+      answer = LateError();
+    } else {
+      Room::Holder* const holder = state.room.HolderOf(ask.caller);
+      const int free_places = state.options.max_waiting_calls - state.room.waiting();
+      if (const auto part = state.room.TryTake(holder, bytes); part.has_value()) {
+        answer = state.MakeTicket(ask, holder, *part);
+      } else if (holder->waiting < free_places || ask.received) {
+        id = state.next_id++;
+        state.room.Wait(holder, ask.caller.priority, id, bytes);
+        const absl::Time deadline = ask.deadline;
+        state.waiters.emplace(id, State::Waiter{std::move(ask), std::move(ready)});
+        if (deadline != absl::InfiniteFuture()) state.deadlines.emplace(deadline, id);
+        if (deadline < state.timer_due || state.waiting_since == absl::InfiniteFuture()) {
+          state.timer_wake.Signal();
+        }
+      } else {
+        state.Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull);
+        answer = absl::ResourceExhaustedError(absl::StrFormat(
+            "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry after %d ms",
+            state.room.held(), state.options.max_held_bytes, state.room.waiting(),
+            state.options.max_waiting_calls, holder->waiting,
+            absl::ToInt64Milliseconds(state.options.retry_delay)));
+        state.room.Forget(holder);
+      }
+    }
+    state.Publish();
   }
-  return 0;
+  if (id == 0) {
+    ready(std::move(answer));
+  } else {
+    state.LetIn();  // it may fit into a part that the calls before it cannot use
+  }
+  return id;
 }
 
 bool Admission::Abandon(WaiterId id) {
-  Ready gone;  // destroyed after the lock: its captures may call back
-  MutexLock lock(state_->mutex);
-  auto it = state_->waiters.find(id);
-  if (it == state_->waiters.end()) return false;
-  gone = std::move(it->second.ready);
-  state_->deadlines.erase({it->second.deadline, id});
-  state_->waiters.erase(it);
-  state_->Publish();
+  State::Waiter gone;  // destroyed after the lock: its captures may call back
+  {
+    MutexLock lock(state_->mutex);
+    auto it = state_->waiters.find(id);
+    if (it == state_->waiters.end()) return false;
+    gone = std::move(it->second);
+    state_->deadlines.erase({gone.ask.deadline, id});
+    state_->room.Leave(id);
+    state_->waiters.erase(it);
+  }
+  state_->LetIn();  // calls that waited for this one may have room
   return true;
 }
 
@@ -255,13 +465,15 @@ void Admission::BeginDrain() {
     MutexLock lock(state_->mutex);
     if (!state_->draining && state_->metrics != nullptr) state_->metrics->Set(Gauge::kDraining, 1);
     state_->draining = true;
-    while (!state_->waiters.empty()) {
-      state_->Count(Refusal::kDraining);
-      state_->Take(state_->waiters.begin(), DrainingError(), answers);
+    for (auto it = state_->waiters.begin(); it != state_->waiters.end();) {
+      const auto waiter = it++;
+      if (waiter->second.ask.received) continue;
+      state_->Refuse(waiter, DrainingError(), Refusal::kDraining, answers);
     }
     state_->Publish();
   }
   state_->Run(answers);
+  state_->LetIn();
 }
 
 bool Admission::draining() const {
@@ -271,7 +483,12 @@ bool Admission::draining() const {
 
 int64_t Admission::held_bytes() const {
   MutexLock lock(state_->mutex);
-  return state_->held;
+  return state_->room.held();
+}
+
+int Admission::callers() const {
+  MutexLock lock(state_->mutex);
+  return state_->room.holders();
 }
 
 const AdmissionOptions& Admission::options() const { return state_->options; }

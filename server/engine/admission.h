@@ -1,14 +1,16 @@
-// The only gate. Decides from a call's headers whether it may send its message now, later or never.
+// The gate in front of memory. Decides from a call's headers when it may send its message.
 #ifndef LOGITD_SERVER_ENGINE_ADMISSION_H_
 #define LOGITD_SERVER_ENGINE_ADMISSION_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/engine/caller.h"
 
 namespace logitd::engine {
 
@@ -21,37 +23,83 @@ struct AdmissionOptions {
   // Calls that wait with their headers read because there is no room for their message.
   int max_waiting_calls = 1024;
   absl::Duration retry_delay = absl::Milliseconds(50);  // a refused caller is told to wait it
+  // Bytes per second at which a message must come while other calls wait for room; 0: no limit.
+  int64_t min_receive_rate = int64_t{1} << 20;
 };
 
 // UNAVAILABLE: what a caller gets from the start of the drain.
 absl::Status DrainingError();
 
-// Thread-safe. A message's size is not known before it is received. So a call is charged
-// max_request_bytes until its message has arrived, then the bytes that the message holds, until the
+// What a call asks room for.
+struct RoomAsk {
+  Caller caller;
+  absl::Time deadline = absl::InfiniteFuture();
+  // 0: not known. At most max_request_bytes are charged.
+  int64_t bytes = 0;
+  // The message has been received already. Such a call is not refused by a drain or a full line.
+  bool received = false;
+  // For the next message of a stream, which may never come. See Admission.
+  bool between_messages = false;
+  // Bytes received so far on the connection of the call; null: not known.
+  std::function<int64_t()> received_bytes;
+  // Runs on the admission's thread, without a lock, when the message comes too slowly: with
+  // RESOURCE_EXHAUSTED. Runs again every now and then until the room is given back. Must keep the
+  // objects that it uses alive. Null: never.
+  std::function<void(const absl::Status&)> too_slow;
+};
+
+// Thread-safe. A call is charged the bytes that it asks for, or max_request_bytes where they are
+// not known, until its message has arrived. Then it is charged the bytes that it needs, until the
 // payload is copied into a slab or the call ends. The sum of charges never exceeds max_held_bytes.
-// Calls without room wait unread, in order: the transport's flow control holds their bytes at the
-// peer. Calls beyond max_waiting_calls are refused.
+// Calls without room wait unread: the transport's flow control holds their bytes at the peer.
+//
+// Who gets room:
+// - Each caller has its own line. The next call comes from the line that got the fewest bytes by
+//   its weight; interactive calls come before batch calls. Calls of one line keep their order.
+// - Room for one largest message is kept for callers that hold no room (if max_held_bytes is at
+//   least four largest messages). So a light caller need not wait for the calls of others.
+// - A 16th of all room, and at least 4 MiB, is kept for calls that ask for 1 MiB or less (if three
+//   largest messages fit beside it).
+// - A caller may take a place in the line while it waits with fewer calls than places are free. So
+//   one caller takes half of the places at most, and some place stays free for others.
+//
+// While calls wait, a message must make progress. A call is told that it is too slow where its
+// connection receives less than min_receive_rate for each message that it sends, over
+// kReceiveWindow. Where the bytes of the connection are not known, its time counts: kReceiveWindow
+// and a second for each 64 MiB. A stream that waits for its next message is not told; its room is
+// taken back, and the message has to ask again when it is there.
+//
+// Cost: one lock, O(log waiting callers) for each step; O(messages being received) every
+// kReceiveTick while calls wait.
 class Admission {
  public:
+  static constexpr absl::Duration kReceiveWindow = absl::Milliseconds(500);
+  static constexpr absl::Duration kReceiveTick = absl::Milliseconds(100);
+
   // The room a call holds. Gives it back when destroyed. Movable; used by one thread at a time.
   class Ticket {
    public:
-    Ticket() = default;
+    Ticket();
     Ticket(Ticket&& other) noexcept;
     Ticket& operator=(Ticket&& other) noexcept;
     ~Ticket();
-    // The message has arrived and holds `bytes`, at most bytes(). Gives the rest back.
+    // The message has arrived, and the call needs `bytes` from here on. True: they are charged.
+    // False: the ticket held less, and everything was given back; the call must ask again. Once.
+    bool Received(int64_t bytes);
+    // Gives all but `bytes` back. After Received.
     void ShrinkTo(int64_t bytes);
     // Gives everything back. Waiting calls are let in on the admission's own thread: for callers
     // inside the transport, which must not run another call's code.
     void GiveBackLater();
-    int64_t bytes() const { return bytes_; }
+    // After Received.
+    int64_t bytes() const;
 
    private:
     friend class Admission;
-    Ticket(Admission* admission, int64_t bytes) : admission_(admission), bytes_(bytes) {}
+    struct Charge;
+    Ticket(Admission* admission, std::unique_ptr<Charge> charge);
     Admission* admission_ = nullptr;
-    int64_t bytes_ = 0;
+    std::unique_ptr<Charge> charge_;
   };
 
   using Ready = absl::AnyInvocable<void(absl::StatusOr<Ticket>)>;
@@ -67,16 +115,18 @@ class Admission {
   // back and should be brief. Returns 0 if `ready` has run, else an id for Abandon.
   //
   // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while waiting),
-  // RESOURCE_EXHAUSTED (the line is full; the text gives both limits and the retry delay).
-  WaiterId Enter(absl::Time deadline, Ready ready);
+  // RESOURCE_EXHAUSTED (no place in the line; the text gives the limits and the retry delay).
+  WaiterId Enter(RoomAsk ask, Ready ready);
 
   // The call is gone. True: `ready` will never run. False: it has run or is running.
   bool Abandon(WaiterId id);
 
-  // From here on Enter answers UNAVAILABLE, and so do all waiting calls. Tickets stay valid.
+  // From here on Enter answers UNAVAILABLE, and so do the waiting calls. Tickets stay valid.
   void BeginDrain();
   bool draining() const;
   int64_t held_bytes() const;
+  // Callers that hold room or wait.
+  int callers() const;
   const AdmissionOptions& options() const;
 
  private:

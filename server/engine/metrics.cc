@@ -19,9 +19,9 @@ using prometheus::Counter;
 using prometheus::Histogram;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
-constexpr int kRefusals = 5;
+constexpr int kRefusals = 9;
 constexpr std::array<const char*, kRefusals> kRefusalNames = {"draining", "deadline", "line_full",
-                                                              "too_large", "invalid"};
+                                                              "too_large", "invalid", "caller_share", "slow_receive", "hopeless", "hopeless_late"};
 
 struct Help {
   const char* name;
@@ -40,6 +40,7 @@ constexpr Help kGauges[] = {
     {"logitd_slabs_kept", "Slabs in use whose answer is still being sent."},
     {"logitd_heads", "Heads loaded."},
     {"logitd_head_bytes", "Device memory of heads: loading, loaded, and unloaded ones that jobs still use."},
+    {"logitd_predicted_delay_seconds", "Predicted time of the last call from headers to its end."},
     {"logitd_draining", "1 from the start of the drain."},
 };
 static_assert(std::size(kGauges) == static_cast<size_t>(Gauge::kDraining) + 1);
@@ -192,8 +193,8 @@ void Metrics::CountDeviceError(bool lost) {
   (lost ? series_->device_errors_lost : series_->device_errors_batch).Increment();
 }
 
-void Metrics::Set(Gauge gauge, int64_t value) {
-  series_->gauges[static_cast<size_t>(gauge)]->Set(static_cast<double>(value));
+void Metrics::Set(Gauge gauge, double value) {
+  series_->gauges[static_cast<size_t>(gauge)]->Set(value);
 }
 
 void Metrics::Add(Gauge gauge, int64_t change) {

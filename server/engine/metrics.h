@@ -43,6 +43,10 @@ enum class Refusal {
   kLineFull,  // "line_full": too many calls wait for memory
   kTooLarge,  // "too_large": can never fit
   kInvalid,   // "invalid": malformed, or shape and bytes disagree
+  kCallerShare,  // "caller_share": too many calls of this caller wait for memory
+  kSlowReceive,  // "slow_receive": its message came too slowly while other calls waited
+  kHopeless,     // "hopeless": it would have ended after its deadline, by estimate
+  kHopelessLate,  // "hopeless_late": the same, found out when its message was there
 };
 
 enum class Gauge {
@@ -56,7 +60,8 @@ enum class Gauge {
   kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent
   kHeads,           // logitd_heads: heads loaded
   kHeadBytes,  // logitd_head_bytes: device memory of heads, loading ones and unloaded ones included
-  kDraining,   // logitd_draining: 1 from the start of the drain
+  kPredictedDelay,  // logitd_predicted_delay_seconds: of the last call, from headers to its end
+  kDraining,        // logitd_draining: 1 from the start of the drain
 };
 
 // Thread-safe. No method blocks for longer than a histogram's own lock. Functions that take a
@@ -76,8 +81,7 @@ class Metrics {
   // Once per call, by rpc, when the call's status is known. `seconds`: from headers to status.
   void CountRequest(std::string_view op, absl::StatusCode code, double seconds);
 
-  // Once per refused call, besides CountRequest: by Admission for the first three reasons, by rpc
-  // for the others.
+  // Once per refused call, besides CountRequest: by Admission and Load, or by rpc.
   void CountRefused(Refusal reason);
 
   // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
@@ -92,7 +96,7 @@ class Metrics {
   // Once per batch that the device failed. `lost`: for good.
   void CountDeviceError(bool lost);
 
-  void Set(Gauge gauge, int64_t value);
+  void Set(Gauge gauge, double value);
   void Add(Gauge gauge, int64_t change);
   int64_t Get(Gauge gauge) const;
 

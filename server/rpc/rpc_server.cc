@@ -88,11 +88,13 @@ class RpcServerImpl final : public RpcServer {
   RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
                 engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
                 engine::Metrics* metrics)
-      : tracker_(options.peer_timeout, admission->options().retry_delay),
+      : load_(/*costs=*/nullptr, metrics),
+        tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,
                      .heads = heads,
                      .metrics = metrics,
+                     .load = &load_,
                      .tracker = &tracker_,
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
@@ -206,6 +208,7 @@ class RpcServerImpl final : public RpcServer {
     builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
   }
 
+  engine::Load load_;
   CallTracker tracker_;
   Copier copier_;
   const CallEnvironment environment_;

@@ -21,10 +21,10 @@ namespace logitd::engine {
 namespace {
 
 // One call and the answer it got.
-class Caller {
+class OneCall {
  public:
-  void Enter(Admission& admission, absl::Time deadline = absl::InfiniteFuture()) {
-    id_ = admission.Enter(deadline, [this](absl::StatusOr<Admission::Ticket> answer) {
+  void Enter(Admission& admission, RoomAsk ask = {}) {
+    id_ = admission.Enter(std::move(ask), [this](absl::StatusOr<Admission::Ticket> answer) {
       std::lock_guard<std::mutex> lock(mutex_);
       ++answers_;
       status_ = answer.status();
@@ -43,6 +43,7 @@ class Caller {
   }
   Admission::WaiterId id() const { return id_; }
   Admission::Ticket& ticket() { return ticket_; }
+  bool admitted() { return answers() > 0 && Wait().ok(); }
   void Leave() { ticket_ = Admission::Ticket(); }
 
  private:
@@ -54,7 +55,7 @@ class Caller {
   Admission::WaiterId id_ = 0;
 };
 
-// A script of words "VERB:CALLER[:NUMBER]". The admission has room for two messages of 100 bytes
+// A script of words "VERB:CALLER[:NUMBER]". Each call is of a caller of its own. The admission has room for two messages of 100 bytes
 // and a line of three calls.
 //   enter:a[:MS]  a enters, with a deadline MS from now    leave:a    a destroys its ticket
 //   shrink:a:N    a's message holds N bytes                abandon:a  a leaves the line
@@ -101,7 +102,7 @@ const Scenario kScenarios[] = {
 class AdmissionScenarioTest : public ::testing::TestWithParam<Scenario> {};
 
 TEST_P(AdmissionScenarioTest, Runs) {
-  std::map<std::string, Caller> callers;
+  std::map<std::string, OneCall> callers;
   Admission admission({.max_request_bytes = 100, .max_held_bytes = 200, .max_waiting_calls = 3},
                       nullptr);
   std::istringstream words(GetParam().script);
@@ -111,10 +112,13 @@ TEST_P(AdmissionScenarioTest, Runs) {
     std::getline(parts, verb, ':');
     std::getline(parts, name, ':');
     std::getline(parts, number, ':');
-    Caller& caller = callers[name];
+    OneCall& caller = callers[name];
     if (verb == "enter") {
-      caller.Enter(admission, number.empty() ? absl::InfiniteFuture()
-                                             : absl::Now() + absl::Milliseconds(std::stoi(number)));
+      const absl::Time deadline = number.empty()
+                                      ? absl::InfiniteFuture()
+                                      : absl::Now() + absl::Milliseconds(std::stoi(number));
+      const uint64_t id = static_cast<uint64_t>(name[0]);
+      caller.Enter(admission, {.caller = {.id = id}, .deadline = deadline});
     } else if (verb == "leave") {
       caller.Leave();
     } else if (verb == "shrink") {
@@ -155,17 +159,19 @@ TEST(AdmissionTest, ARefusalNamesBothLimitsAndTheDelay) {
                        .max_held_bytes = int64_t{1} << 30,
                        .max_waiting_calls = 1024},
                       nullptr);
-  std::deque<Caller> callers(16 + 1024 + 1);
-  for (Caller& caller : callers) caller.Enter(admission);
-  EXPECT_EQ(callers.back().Wait().message(),
-            "held 1073741824 of 1073741824 bytes, 1024 of 1024 calls waiting; retry after 50 ms");
+  std::deque<OneCall> calls(15 + 1024 + 1);
+  uint64_t id = 0;
+  for (OneCall& call : calls) call.Enter(admission, {.caller = {.id = ++id}});
+  EXPECT_EQ(calls.back().Wait().message(),
+            "held 1006632960 of 1073741824 bytes, 1024 of 1024 calls waiting, 0 of this "
+            "connection; retry after 50 ms");
   admission.BeginDrain();
-  for (Caller& caller : callers) caller.Leave();
+  for (OneCall& call : calls) call.Leave();
 }
 
 TEST(AdmissionTest, RoomMadeOnAnotherThreadLetsTheNextCallIn) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
-  Caller a, b;
+  OneCall a, b;
   a.Enter(admission);
   b.Enter(admission);
   EXPECT_NE(b.id(), 0u);
@@ -177,10 +183,11 @@ TEST(AdmissionTest, RoomMadeOnAnotherThreadLetsTheNextCallIn) {
 
 TEST(AdmissionTest, GiveBackLaterLetsCallsInOnAnotherThread) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
-  Caller first;
+  OneCall first;
   first.Enter(admission);
   std::atomic<std::thread::id> told;
-  admission.Enter(absl::InfiniteFuture(), [&](absl::StatusOr<Admission::Ticket> answer) {
+  uint64_t id = 0;
+  admission.Enter({.caller = {.id = ++id}}, [&](absl::StatusOr<Admission::Ticket> answer) {
     EXPECT_TRUE(answer.ok());
     told = std::this_thread::get_id();
   });
@@ -195,11 +202,12 @@ TEST(AdmissionTest, GiveBackLaterLetsCallsInOnAnotherThread) {
 TEST(AdmissionTest, CallsThatDropTheirTicketsAtOnceDoNotRecurse) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1, .max_waiting_calls = 5000},
                       nullptr);
-  Caller first;
+  OneCall first;
   first.Enter(admission);
   int depth = 0, deepest = 0, answered = 0;
+  uint64_t id = 0;
   for (int i = 0; i < 5000; ++i) {
-    admission.Enter(absl::InfiniteFuture(), [&](absl::StatusOr<Admission::Ticket> answer) {
+    admission.Enter({.caller = {.id = ++id}}, [&](absl::StatusOr<Admission::Ticket> answer) {
       deepest = std::max(deepest, ++depth);
       EXPECT_TRUE(answer.ok());
       answer = absl::UnknownError("dropped");
@@ -249,11 +257,14 @@ TEST(AdmissionTest, AStormNeverHoldsMoreThanAllowed) {
                                             ? absl::InfiniteFuture()
                                             : absl::Now() + absl::Microseconds(below(300));
             const Admission::WaiterId id =
-                admission.Enter(deadline, [&](absl::StatusOr<Admission::Ticket> answer) {
+                admission.Enter({.caller = {.id = random() % 3},
+                                 .deadline = deadline,
+                                 .bytes = 1 + below(2 * kMessage)},
+                                [&](absl::StatusOr<Admission::Ticket> answer) {
                   ++call.told;
                   if (!answer.ok()) return;
                   ++granted;
-                  const int64_t now = held += kMessage;
+                  const int64_t now = held += answer->bytes();
                   int64_t seen = most;
                   while (now > seen && !most.compare_exchange_weak(seen, now)) {
                   }

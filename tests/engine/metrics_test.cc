@@ -29,6 +29,11 @@ TEST(MetricsTest, EverySeriesExistsFromTheStart) {
            "logitd_batches_total{op=\"digest\"} 0\n",
            "logitd_refused_total{reason=\"line_full\"} 0\n",
            "logitd_refused_total{reason=\"too_large\"} 0\n",
+           "logitd_refused_total{reason=\"caller_share\"} 0\n",
+           "logitd_refused_total{reason=\"slow_receive\"} 0\n",
+           "logitd_refused_total{reason=\"hopeless\"} 0\n",
+           "logitd_refused_total{reason=\"hopeless_late\"} 0\n",
+           "logitd_predicted_delay_seconds 0\n",
            "logitd_device_errors_total{kind=\"batch\"} 0\n",
            "logitd_device_errors_total{kind=\"lost\"} 0\n",
            "logitd_held_bytes 0\n",
@@ -72,7 +77,7 @@ TEST(MetricsTest, AdmissionCountsItsChargesAndRefusals) {
   Admission admission({.max_request_bytes = 60, .max_held_bytes = 100, .max_waiting_calls = 1},
                       &metrics);
   const auto enter = [&](absl::Time deadline) {
-    admission.Enter(deadline, [&](absl::StatusOr<Admission::Ticket> answer) {
+    admission.Enter({.deadline = deadline}, [&](absl::StatusOr<Admission::Ticket> answer) {
       if (answer.ok()) tickets.push_back(*std::move(answer));
     });
   };

@@ -6,7 +6,6 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "server/engine/admission.h"
 
 namespace logitd::rpc {
@@ -17,8 +16,8 @@ class AdmissionWait {
   explicit AdmissionWait(engine::Admission* admission) : admission_(admission) {}
 
   // As Admission::Enter. The call waits at one place at a time.
-  void Enter(absl::Time deadline, engine::Admission::Ready ready) {
-    const engine::Admission::WaiterId waiter = admission_->Enter(deadline, std::move(ready));
+  void Enter(engine::RoomAsk ask, engine::Admission::Ready ready) {
+    const engine::Admission::WaiterId waiter = admission_->Enter(std::move(ask), std::move(ready));
     if (waiter == 0) return;
     {
       absl::MutexLock lock(&mutex_);

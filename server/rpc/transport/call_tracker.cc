@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "server/engine/load.h"
 
 namespace logitd::rpc {
 
@@ -74,8 +75,9 @@ absl::Status CallTracker::MessageLateError() const {
 grpc::Status CallTracker::EndStatus(const absl::Status& status,
                                     grpc::CallbackServerContext* context) const {
   if (absl::IsResourceExhausted(status)) {
+    const absl::Duration delay = engine::RetryDelayOf(status).value_or(retry_delay_);
     context->AddTrailingMetadata("grpc-retry-pushback-ms",
-                                 absl::StrCat(absl::ToInt64Milliseconds(retry_delay_)));
+                                 absl::StrCat(absl::ToInt64Milliseconds(delay)));
   }
   return ToGrpc(status);
 }

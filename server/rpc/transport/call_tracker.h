@@ -30,7 +30,8 @@ class DrainedCall {
 class CallTracker {
  public:
   // `peer_timeout` starts when a message is asked for, and starts again when an answer is sent.
-  // `retry_delay`: what a caller that gets RESOURCE_EXHAUSTED is told to wait.
+  // `retry_delay`: what a caller that gets RESOURCE_EXHAUSTED is told to wait, where the status
+  // itself does not say (engine::WithRetryDelay).
   CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay)
       : retry_delay_(retry_delay), peer_watch_(peer_timeout) {}
 

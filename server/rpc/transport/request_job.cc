@@ -38,9 +38,15 @@ void RequestJob::Count(absl::StatusCode code) const {
   environment_.metrics->CountRequest(codec_->op().name, code, static_cast<double>(age_ns()) * 1e-9);
 }
 
-absl::Status RequestJob::Take(grpc::ByteBuffer* message, absl::Time deadline) {
-  spec_.deadline = deadline;
+absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& headers) {
+  spec_.deadline = headers.deadline;
+  spec_.caller = headers.caller;
   message_.Take(message);
+  if (absl::Status status = headers.CheckMessage(static_cast<int64_t>(message_.bytes()));
+      !status.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    return status;
+  }
   if (absl::Status status =
           codec_->Parse(message_.pieces(), environment_.engine->options().max_batch_rows, &spec_);
       !status.ok()) {
@@ -77,7 +83,6 @@ int64_t RequestJob::needed_bytes() const {
 
 void RequestJob::SetTicket(engine::Admission::Ticket ticket) {
   ticket_ = std::move(ticket);
-  HoldAtMost(needed_bytes());
 }
 
 // `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as

@@ -11,14 +11,15 @@
 #include <memory>
 
 #include "absl/status/status.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/job.h"
+#include "server/engine/load.h"
 #include "server/engine/metrics.h"
 #include "server/rpc/codecs/codec.h"
+#include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/copier.h"
 #include "server/rpc/transport/message.h"
 
@@ -32,6 +33,7 @@ struct CallEnvironment {
   engine::Engine* engine;
   engine::Heads* heads;
   engine::Metrics* metrics;
+  engine::Load* load;
   CallTracker* tracker;
   Copier* copier;
   int64_t max_payload_bytes;
@@ -45,12 +47,13 @@ class RequestJob : public engine::Job {
 
   // Reads and checks the message, which is empty afterwards. If the status is not OK, the request
   // was counted as refused and must not be submitted.
-  absl::Status Take(grpc::ByteBuffer* message, absl::Time deadline);
+  absl::Status Take(grpc::ByteBuffer* message, const CallHeaders& headers);
 
   // The bytes the message holds from here on, or its answer's if they are more.
   int64_t needed_bytes() const;
 
-  // Pays for the message, then for the answer. The job gives back the bytes it no longer needs.
+  // Pays for the message, then for the answer: a ticket that has received needed_bytes(). The job
+  // gives back the bytes it no longer needs.
   void SetTicket(engine::Admission::Ticket ticket);
 
   // Submits the job, which `self` owns, to the engine unless Drop came before.
@@ -71,6 +74,9 @@ class RequestJob : public engine::Job {
                           const engine::JobTimes& times);
   // Encode's message is the next to be sent. See OpCodec.
   void Conclude(grpc::ByteBuffer* message) { codec_->Conclude(message); }
+
+  // The op of the message; before Take, the usual one of the method.
+  const engine::OpTraits& op() const { return codec_->op(); }
 
   // Counts the request in the metrics. Once, when its status is known.
   void Count(absl::StatusCode code) const;

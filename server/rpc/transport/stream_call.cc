@@ -20,6 +20,7 @@ class StreamCall::Item final : public RequestJob {
 
   void End(const absl::Status& why, grpc::ByteBuffer encoded = {}) {
     Count(why.code());
+    work_.End(why.ok());
     {
       absl::MutexLock lock(&stream_->mutex_);
       response.Swap(&encoded);
@@ -29,12 +30,21 @@ class StreamCall::Item final : public RequestJob {
     stream_->Advance();
   }
 
+  // The work of other calls waits for this one. Without a deadline: a message of a stream is not
+  // refused, because that would end the stream.
+  void BeginWork(int64_t message_bytes) {
+    const engine::Load::Call call = {
+        .caller = spec().caller, .op = spec().key.op, .bytes = message_bytes, .received = true};
+    if (environment().load->Begin(call, &work_).ok()) work_.Arrived(message_bytes, spec()).IgnoreError();
+  }
+
   bool done = false;
   absl::Status status;
   grpc::ByteBuffer response;
 
  private:
   const std::shared_ptr<StreamCall> stream_;
+  engine::Load::Work work_;
 };
 
 StreamCall::StreamCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
@@ -42,7 +52,6 @@ StreamCall::StreamCall(grpc::CallbackServerContext* context, const CallEnvironme
     : context_(context),
       environment_(environment),
       make_codec_(std::move(make_codec)),
-      deadline_(DeadlineOf(*context)),
       admission_wait_(environment.admission) {}
 
 StreamCall::~StreamCall() {
@@ -53,6 +62,14 @@ StreamCall::~StreamCall() {
 RawReactor* StreamCall::Start() {
   self_ = shared_from_this();
   environment_.tracker->Add(self_);
+  absl::StatusOr<CallHeaders> headers =
+      ReadHeaders(*context_, environment_.admission->options().max_request_bytes);
+  if (!headers.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    EndInput(headers.status());
+    return this;
+  }
+  headers_ = *headers;
   Advance();
   return this;
 }
@@ -95,10 +112,7 @@ void StreamCall::Advance() {
     }
     if (step == Step::kEnd) return Finish(environment_.tracker->EndStatus(status, context_));
     if (step == Step::kRead) {
-      admission_wait_.Enter(deadline_, [stream = shared_from_this()](
-                                           absl::StatusOr<engine::Admission::Ticket> ticket) {
-        stream->Admitted(std::move(ticket));
-      });
+      EnterForRead();
       continue;
     }
     environment_.tracker->peer_watch().Watch(&write_watch_, [weak_stream = weak_from_this()] {
@@ -116,6 +130,34 @@ void StreamCall::TryCancel() {
   if (!done_) context_->TryCancel();
 }
 
+void StreamCall::EnterForRead() {
+  engine::RoomAsk ask = {.caller = headers_.caller, .deadline = headers_.deadline};
+  {
+    absl::MutexLock lock(&mutex_);
+    ask.between_messages = largest_ > 0;
+    ask.bytes = largest_ > 0 ? largest_ : headers_.room_bytes();
+  }
+  if (!ask.between_messages) {
+    ask.too_slow = [weak_stream = weak_from_this()](const absl::Status& why) {
+      if (auto stream = weak_stream.lock()) stream->TooSlow(why);
+    };
+  }
+  admission_wait_.Enter(std::move(ask), [stream = shared_from_this()](
+                                            absl::StatusOr<engine::Admission::Ticket> ticket) {
+    stream->Admitted(std::move(ticket));
+  });
+}
+
+void StreamCall::TooSlow(const absl::Status& why) {
+  bool told = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    told = std::exchange(too_slow_, true);
+  }
+  // A peer that does not read its status keeps what it has sent. Then the stream is reset.
+  told ? TryCancel() : EndInput(why);
+}
+
 void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return EndInput(ticket.status());
   int64_t largest = 0;
@@ -124,7 +166,6 @@ void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
     largest = largest_;
   }
   ticket_ = *std::move(ticket);
-  if (largest > 0 && largest < ticket_.bytes()) ticket_.ShrinkTo(largest);
   if (largest == 0) {
     environment_.tracker->peer_watch().Watch(&read_watch_, [weak_stream = weak_from_this()] {
       if (auto stream = weak_stream.lock()) {
@@ -179,7 +220,8 @@ void StreamCall::OnReadDone(bool ok) {
   auto item = std::make_shared<Item>(shared_from_this(), make_codec_());
   grpc::ByteBuffer message;
   message.Swap(&in_);
-  const absl::Status status = item->Take(&message, deadline_);
+  const auto message_bytes = static_cast<int64_t>(message.Length());
+  const absl::Status status = item->Take(&message, headers_);
   {
     absl::MutexLock lock(&mutex_);
     items_.push_back(item);
@@ -191,20 +233,25 @@ void StreamCall::OnReadDone(bool ok) {
     }
   }
   if (!status.ok()) return item->End(status);
-  if (item->needed_bytes() <= ticket.bytes()) {
+  item->BeginWork(message_bytes);
+  if (ticket.Received(item->needed_bytes())) {
     item->SetTicket(std::move(ticket));
     return Submit(item);
   }
-  ticket = {};
-  admission_wait_.Enter(deadline_, [stream = shared_from_this(),
-                                    item](absl::StatusOr<engine::Admission::Ticket> more) {
-    if (!more.ok()) {
-      stream->EndInput(more.status());
-      return item->End(more.status());
-    }
-    item->SetTicket(*std::move(more));
-    stream->Submit(item);
-  });
+  admission_wait_.Enter({.caller = headers_.caller,
+                         .deadline = headers_.deadline,
+                         .bytes = item->needed_bytes(),
+                         .received = true},
+                        [stream = shared_from_this(),
+                         item](absl::StatusOr<engine::Admission::Ticket> more) {
+                          if (!more.ok()) {
+                            stream->EndInput(more.status());
+                            return item->End(more.status());
+                          }
+                          more->Received(item->needed_bytes());
+                          item->SetTicket(*std::move(more));
+                          stream->Submit(item);
+                        });
 }
 
 void StreamCall::Submit(const std::shared_ptr<Item>& item) {

@@ -16,10 +16,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "server/engine/admission.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/transport/admission_wait.h"
+#include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/request_job.h"
@@ -29,9 +29,10 @@ namespace logitd::rpc {
 
 // Flow control: the server holds at most kMaxInFlight messages without an answer; further ones stay
 // unread at the peer. Before each read the stream asks the admission for room: for the first
-// message the most that any message may need, later what the largest message of the stream needed
-// so far. A message that is larger waits for its room again before it goes on. So an idle stream
-// holds what its largest message took, not the most it could take.
+// message the size that the peer states, or the most that any message may need; later what the
+// largest message of the stream needed so far. The admission may take the room of a later read back
+// while other calls wait, because an idle stream may never send. A message that is larger than its
+// room waits for room again before it goes on.
 //
 // The first status that is not OK, of a message or of the admission, ends the stream after the
 // answers to all earlier messages. While the server drains, an idle stream ends with UNAVAILABLE,
@@ -59,7 +60,11 @@ class StreamCall final : public DrainedCall,
 
   // Starts everything that can start now: the next answer, the end, the next read.
   void Advance();
+  // Asks for room for the next message.
+  void EnterForRead();
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
+  // The first message comes too slowly while other calls wait for room.
+  void TooSlow(const absl::Status& why);
   void StartOneRead();
   void Submit(const std::shared_ptr<Item>& item);
   // Reads no more messages. The stream ends with `status` after the answers to those it has read.
@@ -74,9 +79,9 @@ class StreamCall final : public DrainedCall,
   grpc::CallbackServerContext* const context_;
   const CallEnvironment environment_;
   const MakeCodec make_codec_;
-  const absl::Time deadline_;
   std::shared_ptr<StreamCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
+  CallHeaders headers_;
   grpc::ByteBuffer in_;               // the transport writes it between StartRead and OnReadDone
   engine::Admission::Ticket ticket_;  // pays for the read that `reading_` marks
   Watchdog::Entry read_watch_;        // for the first message only
@@ -92,6 +97,7 @@ class StreamCall final : public DrainedCall,
   bool gone_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  bool too_slow_ ABSL_GUARDED_BY(mutex_) = false;
   // Threads inside StartRead or StartWrite: nothing may start after the transport's Finish.
   int starting_ ABSL_GUARDED_BY(mutex_) = 0;
 };

@@ -22,11 +22,48 @@ UnaryCall::~UnaryCall() {
 RawReactor* UnaryCall::Start() {
   self_ = shared_from_this();
   environment().tracker->Add();
-  admission_wait_.Enter(DeadlineOf(*context_),
+  absl::StatusOr<CallHeaders> headers =
+      ReadHeaders(*context_, environment().admission->options().max_request_bytes);
+  if (!headers.ok()) {
+    environment().metrics->CountRefused(engine::Refusal::kInvalid);
+    Finish(headers.status());
+    return this;
+  }
+  headers_ = *headers;
+  absl::Status in_time;
+  {
+    absl::MutexLock lock(&mutex_);
+    in_time = environment().load->Begin({.caller = headers_.caller,
+                                         .op = &op(),
+                                         .bytes = headers_.stated_bytes,
+                                         .deadline = headers_.deadline},
+                                        &work_);
+  }
+  if (!in_time.ok()) {
+    Finish(in_time);
+    return this;
+  }
+  admission_wait_.Enter({.caller = headers_.caller,
+                         .deadline = headers_.deadline,
+                         .bytes = headers_.room_bytes(),
+                         .too_slow =
+                             [weak_call = weak_from_this()](const absl::Status& why) {
+                               if (auto call = weak_call.lock()) call->TooSlow(why);
+                             }},
                         [call = self_](absl::StatusOr<engine::Admission::Ticket> ticket) {
                           call->Admitted(std::move(ticket));
                         });
   return this;
+}
+
+void UnaryCall::TooSlow(const absl::Status& why) {
+  bool told = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    told = finished_;
+  }
+  // A peer that does not read its status keeps what it has sent. Then the stream is reset.
+  told ? TryCancel() : Finish(why);
 }
 
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
@@ -78,11 +115,29 @@ void UnaryCall::OnReadDone(bool ok) {
 
 void UnaryCall::Process(grpc::ByteBuffer* message) {
   receive_ns_ = age_ns();
-  if (absl::Status status = Take(message, DeadlineOf(*context_)); !status.ok()) {
-    return Finish(status);
+  const auto bytes = static_cast<int64_t>(message->Length());
+  if (absl::Status status = Take(message, headers_); !status.ok()) return Finish(status);
+  if (absl::Status status = CheckInTime(bytes); !status.ok()) return Finish(status);
+  if (receive_ticket_.Received(needed_bytes())) {
+    SetTicket(std::move(receive_ticket_));
+    return Submit(shared_from_this());
   }
-  SetTicket(std::move(receive_ticket_));
-  Submit(shared_from_this());
+  // The answer needs more than the size that was stated for the message.
+  admission_wait_.Enter({.caller = headers_.caller,
+                         .deadline = headers_.deadline,
+                         .bytes = needed_bytes(),
+                         .received = true},
+                        [call = self_](absl::StatusOr<engine::Admission::Ticket> ticket) {
+                          if (!ticket.ok()) return call->Finish(ticket.status());
+                          ticket->Received(call->needed_bytes());
+                          call->SetTicket(*std::move(ticket));
+                          call->Submit(call);
+                        });
+}
+
+absl::Status UnaryCall::CheckInTime(int64_t message_bytes) {
+  absl::MutexLock lock(&mutex_);
+  return work_.Arrived(message_bytes, spec());
 }
 
 void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
@@ -99,6 +154,7 @@ void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response) {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
     finished_ = true;
+    work_.End(status.ok());
     status_ = environment().tracker->EndStatus(status, context_);
     out_.Swap(&response);
   }
@@ -120,6 +176,7 @@ void UnaryCall::FinishWithoutMessage() {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
     finished_ = no_message_ = may_end_ = true;
+    work_.End(/*complete=*/false);
     status_ = ToGrpc(
         absl::UnimplementedError("request: got no message on a unary method, allowed exactly one"));
     end = ClaimEnd();

@@ -15,8 +15,10 @@
 #include "absl/synchronization/mutex.h"
 #include "server/engine/admission.h"
 #include "server/engine/job.h"
+#include "server/engine/load.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/transport/admission_wait.h"
+#include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/watchdog.h"
@@ -42,9 +44,13 @@ class UnaryCall final : public RequestJob,
 
  private:
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
+  // The message comes too slowly while other calls wait for room.
+  void TooSlow(const absl::Status& why);
   // Starts a read unless the call is finished. False: it is finished.
   bool Read();
   void Process(grpc::ByteBuffer* message);
+  // Whether the call can still meet its deadline, now that its message is there.
+  absl::Status CheckInTime(int64_t message_bytes);
   // Ends the call: with `response` if `status` is OK, otherwise without a message. Thread-safe.
   void Finish(const absl::Status& status, grpc::ByteBuffer response = {});
   void FinishWithoutMessage();
@@ -61,6 +67,7 @@ class UnaryCall final : public RequestJob,
   grpc::CallbackServerContext* const context_;
   std::shared_ptr<UnaryCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
+  CallHeaders headers_;
   Watchdog::Entry peer_watch_;
   bool have_message_ = false;  // used only by OnReadDone
   int64_t receive_ns_ = 0;
@@ -77,6 +84,7 @@ class UnaryCall final : public RequestJob,
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;       // given to the transport
   bool done_ ABSL_GUARDED_BY(mutex_) = false;        // OnDone has run
   bool no_message_ ABSL_GUARDED_BY(mutex_) = false;  // finished by FinishWithoutMessage
+  engine::Load::Work work_ ABSL_GUARDED_BY(mutex_);  // until finished
   // Set by the Finish that wins, read by SendEnd.
   grpc::Status status_;
   grpc::ByteBuffer out_;

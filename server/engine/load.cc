@@ -1,0 +1,278 @@
+#include "server/engine/load.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/engine/metrics.h"
+
+namespace logitd::engine {
+namespace {
+
+constexpr char kRetryDelay[] = "logitd/retry-delay-ms";
+
+// Cost of a call besides the op's own, in nanoseconds: rough, because slowness corrects it. What
+// matters is the ratio between small and large calls.
+constexpr double kCallCost = 100e3;
+constexpr double kByteCost = 0.4;
+
+// No estimate before so many calls.
+constexpr int kMinSamples = 16;
+// A sample of mean cost moves the estimate by 1/32, none by more than 1/8.
+constexpr double kShare = 1.0 / 32;
+constexpr double kMaxShare = 1.0 / 8;
+// The farthest a sample may lie from the mean, as a logarithm.
+constexpr double kMaxStep = 1.0;
+
+// Deviations above the mean that a call must leave at its headers, and when its message is there:
+// by then most of its cost is paid, and only calls that are late for sure are dropped.
+constexpr double kHeaderMargin = 2.0;
+constexpr double kArrivedMargin = 0.0;
+
+// Up to so many active callers, one without outstanding calls is always let in.
+constexpr size_t kFewCallers = 16;
+
+// Where no call has ended for so long, one call in kProbeEvery is let in.
+constexpr absl::Duration kStale = absl::Milliseconds(500);
+constexpr absl::Duration kProbeEvery = absl::Milliseconds(100);
+
+constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
+
+}  // namespace
+
+absl::Status WithRetryDelay(absl::Status status, absl::Duration delay) {
+  status.SetPayload(kRetryDelay, absl::Cord(absl::StrCat(absl::ToInt64Milliseconds(delay))));
+  return status;
+}
+
+std::optional<absl::Duration> RetryDelayOf(const absl::Status& status) {
+  const absl::optional<absl::Cord> payload = status.GetPayload(kRetryDelay);
+  int64_t ms = 0;
+  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &ms)) return std::nullopt;
+  return absl::Milliseconds(ms);
+}
+
+size_t WorkAhead::BucketOf(const Share& share, size_t priority) {
+  const double work = static_cast<double>(share.work[priority]) / share.weight;
+  return std::min<size_t>(std::bit_width(static_cast<uint64_t>(std::min(work, 9e18))), 63);
+}
+
+void WorkAhead::Move(Share* share, Priority priority, int64_t change) {
+  const auto p = static_cast<size_t>(priority);
+  if (share->work[p] > 0) {
+    Bucket& from = buckets_[p][BucketOf(*share, p)];
+    from.work -= share->work[p];
+    if (--from.callers == 0) {
+      from.weight = 0;
+    } else {
+      from.weight -= share->weight;
+    }
+  }
+  share->work[p] += change;
+  if (share->work[p] > 0) {
+    Bucket& to = buckets_[p][BucketOf(*share, p)];
+    to.work += share->work[p];
+    to.weight += share->weight;
+    ++to.callers;
+  }
+}
+
+void WorkAhead::Add(Share* share, Priority priority, int64_t cost) { Move(share, priority, cost); }
+
+void WorkAhead::Remove(Share* share, Priority priority, int64_t cost) {
+  Move(share, priority, -cost);
+}
+
+double WorkAhead::Of(const Share& share, Priority priority, int64_t cost) const {
+  const auto p = static_cast<size_t>(priority);
+  const double mine = static_cast<double>(share.work[p] + cost) / share.weight;
+  double ahead = static_cast<double>(cost);
+  for (const Bucket& bucket : buckets_[p]) {
+    if (bucket.callers > 0) {
+      ahead += std::min(static_cast<double>(bucket.work), bucket.weight * mine);
+    }
+  }
+  if (priority == Priority::kBatch) {
+    for (const Bucket& bucket : buckets_[static_cast<size_t>(Priority::kInteractive)]) {
+      ahead += static_cast<double>(bucket.work);
+    }
+  }
+  return ahead;
+}
+
+void Slowness::Sample(double ahead, double took, double cost, bool complete) {
+  if (ahead <= 0 || took <= 0 || cost <= 0) return;
+  const double ratio = std::log(took / ahead);
+  if (samples_ == 0) {
+    if (!complete) return;
+    mean_ = ratio;
+    mean_cost_ = cost;
+  }
+  if (!complete && ratio <= mean_) return;
+  mean_cost_ += (cost - mean_cost_) * kShare;
+  // The first samples count as in a plain mean.
+  const double first = samples_ < 1 / kMaxShare ? 1.0 / (samples_ + 1) : 0.0;
+  const double share = std::max(first, std::min(kMaxShare, kShare * cost / mean_cost_));
+  const double step = std::clamp(ratio - mean_, -kMaxStep, kMaxStep);
+  mean_ += share * step;
+  deviation_ += share * (std::abs(step) - deviation_);
+  samples_ = std::min(samples_ + 1, kMinSamples);
+}
+
+std::optional<double> Slowness::Predict(double ahead, double deviations) const {
+  if (samples_ < kMinSamples) return std::nullopt;
+  return ahead * std::exp(mean_ + deviations * deviation_);
+}
+
+Load::Load(const Costs* costs, Metrics* metrics, Clock clock)
+    : costs_(costs), metrics_(metrics), clock_(std::move(clock)) {}
+
+int64_t Load::CostOf(const OpTraits& op, int64_t bytes) const {
+  double cost = kCallCost + kByteCost * static_cast<double>(bytes);
+  if (costs_ != nullptr) cost += absl::ToDoubleNanoseconds(costs_->OfCall(op, bytes));
+  return static_cast<int64_t>(std::min(cost, 1e15));
+}
+
+absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const {
+  const absl::Duration delay = std::max(kMinRetry, predicted - std::max(left, kMinRetry));
+  return WithRetryDelay(
+      absl::ResourceExhaustedError(absl::StrFormat(
+          "predicted %d ms, the deadline leaves %d ms; retry after %d ms",
+          absl::ToInt64Milliseconds(predicted), absl::ToInt64Milliseconds(left),
+          absl::ToInt64Milliseconds(delay))),
+      delay);
+}
+
+absl::Status Load::Begin(const Call& call, Work* work) {
+  const absl::Time now = clock_();
+  MutexLock lock(mutex_);
+  double bytes = 0;
+  if (call.bytes.has_value()) {
+    bytes = static_cast<double>(*call.bytes);
+  } else if (const auto mean = mean_bytes_.find(call.op); mean != mean_bytes_.end()) {
+    bytes = mean->second;
+  }
+  const int64_t cost = CostOf(*call.op, static_cast<int64_t>(bytes));
+  CallerWork& caller = callers_[call.caller.id];
+  if (caller.calls == 0) {
+    for (WorkAhead::Share& share : caller.share) share.weight = call.caller.weight;
+  }
+  const Priority priority = call.caller.priority;
+  const double ahead = ahead_[kCall].Of(caller.share[kCall], priority, cost);
+  const std::optional<double> predicted = slowness_[kCall].Predict(ahead, kHeaderMargin);
+  if (predicted.has_value()) {
+    if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
+    const bool light = caller.calls == 0 && callers_.size() <= kFewCallers;
+    const absl::Duration takes = absl::Nanoseconds(*predicted);
+    if (call.deadline != absl::InfiniteFuture() && !light && takes > call.deadline - now) {
+      const bool probe = now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
+      if (!probe) {
+        if (caller.calls == 0) callers_.erase(call.caller.id);
+        if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless);
+        return Hopeless(takes, call.deadline - now);
+      }
+      last_probe_ = now;
+    }
+  }
+  ++caller.calls;
+  ahead_[kCall].Add(&caller.share[kCall], priority, cost);
+  work->load_ = this;
+  work->caller_ = call.caller;
+  work->op_ = call.op;
+  work->deadline_ = call.deadline;
+  work->stated_ = call.bytes.has_value();
+  work->received_ = call.received;
+  work->cost_ = {cost, 0};
+  work->ahead_ = {ahead, 0};
+  work->since_ = {now, now};
+  return absl::OkStatus();
+}
+
+absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spec) {
+  const absl::Time now = clock_();
+  MutexLock lock(mutex_);
+  if (!work->stated_) {
+    const auto bytes = static_cast<double>(message_bytes);
+    const auto [mean, first] = mean_bytes_.try_emplace(work->op_, bytes);
+    mean->second += (bytes - mean->second) * kShare;
+  }
+  CallerWork& caller = callers_[work->caller_.id];
+  const Priority priority = work->caller_.priority;
+  // From here on the true size counts.
+  const int64_t cost = CostOf(*work->op_, message_bytes);
+  ahead_[kCall].Remove(&caller.share[kCall], priority, work->cost_[kCall]);
+  ahead_[kCall].Add(&caller.share[kCall], priority, cost);
+  work->cost_[kCall] = cost;
+  const int64_t job_cost = std::max<int64_t>(
+      costs_ == nullptr ? 0 : absl::ToInt64Nanoseconds(costs_->OfJob(spec)), cost / 4);
+  const double ahead = ahead_[kJob].Of(caller.share[kJob], priority, job_cost);
+  work->arrived_ = true;
+  work->cost_[kJob] = job_cost;
+  work->ahead_[kJob] = ahead;
+  work->since_[kJob] = now;
+  const bool alone = caller.share[kJob].work[static_cast<size_t>(priority)] == 0;
+  ahead_[kJob].Add(&caller.share[kJob], priority, job_cost);
+  const std::optional<double> predicted = slowness_[kJob].Predict(ahead, kArrivedMargin);
+  if (!predicted.has_value() || work->deadline_ == absl::InfiniteFuture() || alone) {
+    return absl::OkStatus();
+  }
+  const absl::Duration takes = absl::Nanoseconds(*predicted);
+  if (takes <= work->deadline_ - now) return absl::OkStatus();
+  if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopelessLate);
+  return Hopeless(takes, work->deadline_ - now);
+}
+
+void Load::End(Work* work, bool complete) {
+  const absl::Time now = clock_();
+  MutexLock lock(mutex_);
+  const auto it = callers_.find(work->caller_.id);
+  CallerWork& caller = it->second;
+  const Priority priority = work->caller_.priority;
+  const int stages = work->arrived_ ? 2 : 1;
+  for (int stage = 0; stage < stages; ++stage) {
+    ahead_[stage].Remove(&caller.share[stage], priority, work->cost_[stage]);
+    if (!work->arrived_ || (stage == kCall && work->received_)) continue;
+    slowness_[stage].Sample(work->ahead_[stage],
+                            absl::ToDoubleNanoseconds(now - work->since_[stage]),
+                            static_cast<double>(work->cost_[stage]), complete);
+  }
+  if (complete) last_end_ = now;
+  if (--caller.calls == 0) callers_.erase(it);
+}
+
+int Load::callers() const {
+  MutexLock lock(mutex_);
+  return static_cast<int>(callers_.size());
+}
+
+Load::Work& Load::Work::operator=(Work&& other) noexcept {
+  if (this != &other) {
+    End(false);
+    load_ = std::exchange(other.load_, nullptr);
+    caller_ = other.caller_;
+    op_ = other.op_;
+    deadline_ = other.deadline_;
+    stated_ = other.stated_;
+    received_ = other.received_;
+    arrived_ = other.arrived_;
+    cost_ = other.cost_;
+    ahead_ = other.ahead_;
+    since_ = other.since_;
+  }
+  return *this;
+}
+
+absl::Status Load::Work::Arrived(int64_t message_bytes, const JobSpec& spec) {
+  return load_ == nullptr ? absl::OkStatus() : load_->Arrived(this, message_bytes, spec);
+}
+
+void Load::Work::End(bool complete) {
+  if (load_ != nullptr) std::exchange(load_, nullptr)->End(this, complete);
+}
+
+}  // namespace logitd::engine

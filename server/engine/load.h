@@ -1,0 +1,168 @@
+// How long calls take from their headers to their end, and which of them cannot meet their
+// deadline.
+#ifndef LOGITD_SERVER_ENGINE_LOAD_H_
+#define LOGITD_SERVER_ENGINE_LOAD_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/engine/caller.h"
+#include "server/engine/costs.h"
+#include "server/engine/job.h"
+#include "server/engine/sync.h"
+
+namespace logitd::engine {
+
+class Metrics;
+
+// RESOURCE_EXHAUSTED whose caller should wait `delay` before it tries again.
+absl::Status WithRetryDelay(absl::Status status, absl::Duration delay);
+// That delay; nullopt: the status has none.
+std::optional<absl::Duration> RetryDelayOf(const absl::Status& status);
+
+// Outstanding work by caller, and how long such work takes.
+//
+// A call's cost is an estimate of its time, from its op and bytes. The work ahead of a call is what
+// fair queuing does until the call is done: its own work, and of every other caller not more than
+// that (by weight). Batch calls also wait for all interactive work. Not thread-safe.
+class WorkAhead {
+ public:
+  // What one caller has to be done.
+  struct Share {
+    std::array<int64_t, 2> work = {};  // by Priority, in nanoseconds of estimated time
+    double weight = 1;
+  };
+
+  void Add(Share* share, Priority priority, int64_t cost);
+  void Remove(Share* share, Priority priority, int64_t cost);
+  // With `cost` more work of this caller, which is included.
+  double Of(const Share& share, Priority priority, int64_t cost) const;
+
+ private:
+  // Callers whose work by weight has the same number of bits. A sum over buckets costs the same for
+  // any number of callers; it is exact up to the bucket of the call itself.
+  struct Bucket {
+    int64_t work = 0;
+    double weight = 0;
+    int callers = 0;
+  };
+  static size_t BucketOf(const Share& share, size_t priority);
+  void Move(Share* share, Priority priority, int64_t change);
+
+  std::array<std::array<Bucket, 64>, 2> buckets_ = {};
+};
+
+// The ratio of the time that calls took to the work that was ahead of them: a mean and a deviation
+// that follow the last calls, weighted by their cost. In logarithms, and no call moves them far, so
+// that a few strange calls do not count. Not thread-safe.
+class Slowness {
+ public:
+  // `complete`: false for a call that ended before it was done, so it would have taken longer.
+  void Sample(double ahead, double took, double cost, bool complete);
+  // How long a call takes at most, mostly: the mean and `deviations` more. nullopt: not known yet.
+  std::optional<double> Predict(double ahead, double deviations) const;
+
+ private:
+  double mean_ = 0;
+  double deviation_ = 0;
+  double mean_cost_ = 0;
+  int samples_ = 0;
+};
+
+// Decides at a call's headers, and again when its message is there, whether it can meet its
+// deadline. Thread-safe.
+//
+// The prediction is (work ahead) x (slowness). Slowness is measured over all of a call: the socket,
+// the line, copies, kernels. So it follows whatever limits the server, and the cost of refusals
+// too. Rules that keep it honest:
+// - No estimate, no refusal: the first calls of a server are let in.
+// - A caller that has nothing outstanding is let in while few callers are active.
+// - Where no call has ended for a while, one call now and then is let in, to measure.
+// - A call counts only if its message came. So peers that send nothing do not slow the estimate.
+class Load {
+ public:
+  using Clock = std::function<absl::Time()>;
+
+  // `costs` and `metrics` may be null; otherwise they outlive this.
+  Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now);
+
+  struct Call {
+    Caller caller;
+    const OpTraits* op = nullptr;
+    std::optional<int64_t> bytes;  // of its message; none: not known
+    absl::Time deadline = absl::InfiniteFuture();
+    bool received = false;  // the message is there, so the time from headers to end is not known
+  };
+
+  // One call's work. Ends when destroyed. Movable. The Load outlives it.
+  class Work {
+   public:
+    Work() = default;
+    Work(Work&& other) noexcept { *this = std::move(other); }
+    Work& operator=(Work&& other) noexcept;
+    ~Work() { End(false); }
+
+    // The message is there. RESOURCE_EXHAUSTED: it has become hopeless, and must not be run.
+    absl::Status Arrived(int64_t message_bytes, const JobSpec& spec);
+    // `complete`: the job ran. Later calls do nothing.
+    void End(bool complete);
+
+   private:
+    friend class Load;
+    Load* load_ = nullptr;
+    Caller caller_;
+    const OpTraits* op_ = nullptr;
+    absl::Time deadline_;
+    bool stated_ = false;
+    bool received_ = false;
+    bool arrived_ = false;
+    std::array<int64_t, 2> cost_ = {};  // by Stage
+    std::array<double, 2> ahead_ = {};
+    std::array<absl::Time, 2> since_;
+  };
+
+  // OK: the call may come, and `work` is it. RESOURCE_EXHAUSTED with a retry delay: it would end
+  // after its deadline; the text has both times.
+  absl::Status Begin(const Call& call, Work* work);
+
+  // Callers with outstanding work.
+  int callers() const;
+
+ private:
+  enum Stage { kCall, kJob };  // from the headers; from the message
+
+  struct CallerWork {
+    std::array<WorkAhead::Share, 2> share;  // by Stage
+    int calls = 0;
+  };
+
+  int64_t CostOf(const OpTraits& op, int64_t bytes) const;
+  // The status of a call that cannot end in time.
+  absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
+  absl::Status Arrived(Work* work, int64_t message_bytes, const JobSpec& spec);
+  void End(Work* work, bool complete);
+
+  const Costs* const costs_;
+  Metrics* const metrics_;
+  const Clock clock_;
+  mutable Mutex mutex_;
+  std::array<WorkAhead, 2> ahead_ ABSL_GUARDED_BY(mutex_);
+  std::array<Slowness, 2> slowness_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<uint64_t, CallerWork> callers_ ABSL_GUARDED_BY(mutex_);
+  // Of messages whose size was not stated, by op.
+  absl::flat_hash_map<const OpTraits*, double> mean_bytes_ ABSL_GUARDED_BY(mutex_);
+  absl::Time last_end_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Time last_probe_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_LOAD_H_

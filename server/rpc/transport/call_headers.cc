@@ -1,0 +1,69 @@
+#include "server/rpc/transport/call_headers.h"
+
+#include <string>
+
+#include "absl/hash/hash.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
+#include "server/rpc/transport/call_tracker.h"
+
+namespace logitd::rpc {
+namespace {
+
+constexpr char kPriority[] = "logitd-priority";
+constexpr char kPayloadBytes[] = "logitd-payload-bytes";
+
+// What a message holds besides its bytes: read buffers, short lists, a small answer.
+constexpr int64_t kMessageOverhead = int64_t{16} << 10;
+
+// For the text of an error: a peer may send any length.
+constexpr size_t kShownBytes = 32;
+
+std::string Shown(absl::string_view text) {
+  return absl::CHexEscape(text.substr(0, kShownBytes));
+}
+
+}  // namespace
+
+int64_t CallHeaders::room_bytes() const {
+  return stated_bytes.has_value() ? *stated_bytes + kMessageOverhead : 0;
+}
+
+absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
+  if (!stated_bytes.has_value() || message_bytes <= *stated_bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat("%s: got %d, the message has %d", kPayloadBytes,
+                                                    *stated_bytes, message_bytes));
+}
+
+absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,
+                                        int64_t max_message_bytes) {
+  CallHeaders headers = {.deadline = DeadlineOf(context)};
+  headers.caller.id = absl::HashOf(context.peer());
+  const auto& metadata = context.client_metadata();
+  const auto value_of = [](const auto& entry) {
+    return absl::string_view(entry->second.data(), entry->second.size());
+  };
+  if (const auto it = metadata.find(kPriority); it != metadata.end()) {
+    const absl::string_view value = value_of(it);
+    if (value == "batch") {
+      headers.caller.priority = engine::Priority::kBatch;
+    } else if (value != "interactive") {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
+    }
+  }
+  if (const auto it = metadata.find(kPayloadBytes); it != metadata.end()) {
+    int64_t bytes = -1;
+    if (!absl::SimpleAtoi(value_of(it), &bytes) || bytes < 0 || bytes > max_message_bytes) {
+      return absl::InvalidArgumentError(absl::StrFormat("%s: got \"%s\", allowed 0..%d",
+                                                        kPayloadBytes, Shown(value_of(it)),
+                                                        max_message_bytes));
+    }
+    headers.stated_bytes = bytes;
+  }
+  return headers;
+}
+
+}  // namespace logitd::rpc

@@ -1,0 +1,37 @@
+// What a call says about itself on its headers.
+#ifndef LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
+#define LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
+
+#include <grpcpp/server_context.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/engine/caller.h"
+
+namespace logitd::rpc {
+
+// server.proto has the metadata's names and meaning.
+struct CallHeaders {
+  engine::Caller caller;  // a connection is a caller
+  absl::Time deadline = absl::InfiniteFuture();
+  // Of the request message; of a stream, of its largest message.
+  std::optional<int64_t> stated_bytes;
+
+  // The room for the message, in the admission's sense: 0 where the size is not stated.
+  int64_t room_bytes() const;
+  // INVALID_ARGUMENT: the message is larger than stated.
+  absl::Status CheckMessage(int64_t message_bytes) const;
+};
+
+// INVALID_ARGUMENT names the metadata, what it has and what is allowed. A stated size may be up to
+// `max_message_bytes`.
+absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,
+                                        int64_t max_message_bytes);
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_

@@ -1,0 +1,248 @@
+// Predictions of how long calls take, with a clock of the test's own.
+#include "server/engine/load.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <string>
+
+#include "server/engine/metrics.h"
+#include "tests/engine/test_job.h"
+
+namespace logitd::engine {
+namespace {
+
+using ::testing::HasSubstr;
+
+// --- the work ahead
+
+struct Shared {
+  WorkAhead::Share share;
+  explicit Shared(double weight = 1) { share.weight = weight; }
+};
+
+TEST(WorkAheadTest, OfEveryOtherCallerCountsNotMoreThanTheOwnWork) {
+  WorkAhead ahead;
+  Shared heavy, light, other;
+  ahead.Add(&heavy.share, Priority::kInteractive, 1'000'000);
+  ahead.Add(&other.share, Priority::kInteractive, 64);
+  EXPECT_EQ(ahead.Of(light.share, Priority::kInteractive, 1000), 1000 + 1000 + 64);
+  EXPECT_EQ(ahead.Of(heavy.share, Priority::kInteractive, 1000), 1'001'000 + 64);
+  ahead.Remove(&heavy.share, Priority::kInteractive, 1'000'000);
+  EXPECT_EQ(ahead.Of(light.share, Priority::kInteractive, 1000), 1064);
+}
+
+TEST(WorkAheadTest, AHeavierCallerGetsMore) {
+  WorkAhead ahead;
+  Shared three(3), one(1);
+  ahead.Add(&three.share, Priority::kInteractive, 1'000'000);
+  ahead.Add(&one.share, Priority::kInteractive, 1'000'000);
+  // While 1000 of `one` are done, 3000 of `three` are.
+  EXPECT_EQ(ahead.Of(Shared(1).share, Priority::kInteractive, 1000), 1000 + 1000 + 3000);
+  EXPECT_NEAR(ahead.Of(Shared(3).share, Priority::kInteractive, 3000), 3000 + 1000 + 3000, 1);
+}
+
+TEST(WorkAheadTest, BatchWaitsForAllInteractiveWorkAndNotTheOtherWayRound) {
+  WorkAhead ahead;
+  Shared interactive, batch;
+  ahead.Add(&interactive.share, Priority::kInteractive, 5000);
+  ahead.Add(&batch.share, Priority::kBatch, 7000);
+  EXPECT_EQ(ahead.Of(Shared().share, Priority::kInteractive, 10), 10 + 10);
+  EXPECT_EQ(ahead.Of(Shared().share, Priority::kBatch, 10), 10 + 10 + 5000);
+}
+
+// --- slowness
+
+TEST(SlownessTest, FollowsTheCallsAndNeedsSome) {
+  Slowness slowness;
+  for (int i = 0; i < 15; ++i) slowness.Sample(100, 300, 100, true);
+  EXPECT_FALSE(slowness.Predict(100, 0).has_value());
+  slowness.Sample(100, 300, 100, true);
+  EXPECT_NEAR(*slowness.Predict(1000, 0), 3000, 1);
+  for (int i = 0; i < 500; ++i) slowness.Sample(100, 600, 100, true);
+  EXPECT_NEAR(*slowness.Predict(1000, 0), 6000, 60);
+  for (int i = 0; i < 500; ++i) slowness.Sample(100, 50, 100, true);
+  EXPECT_NEAR(*slowness.Predict(1000, 0), 500, 5);
+}
+
+TEST(SlownessTest, AStrangeCallMovesLittle) {
+  Slowness slowness;
+  for (int i = 0; i < 100; ++i) slowness.Sample(100, 300, 100, true);
+  slowness.Sample(100, 1e12, 100, true);
+  EXPECT_LT(*slowness.Predict(1000, 0), 3200);
+  // Cheap calls count little, however many they are.
+  for (int i = 0; i < 10; ++i) slowness.Sample(1, 1e12, 1, true);
+  EXPECT_LT(*slowness.Predict(1000, 0), 3300);
+}
+
+TEST(SlownessTest, AnUnfinishedCallCountsOnlyAsSlow) {
+  Slowness slowness;
+  for (int i = 0; i < 100; ++i) slowness.Sample(100, 300, 100, true);
+  for (int i = 0; i < 100; ++i) slowness.Sample(100, 200, 100, false);
+  EXPECT_NEAR(*slowness.Predict(1000, 0), 3000, 1);
+  for (int i = 0; i < 100; ++i) slowness.Sample(100, 900, 100, false);
+  EXPECT_GT(*slowness.Predict(1000, 0), 8000);
+}
+
+// --- decisions
+
+// A server that does one call after another, each in 10 ms.
+class LoadTest : public ::testing::Test {
+ protected:
+  static constexpr absl::Duration kTakes = absl::Milliseconds(10);
+
+  absl::Status Begin(uint64_t caller, absl::Duration left, Load::Work* work) {
+    return load_.Begin({.caller = {.id = caller},
+                        .op = &kOp,
+                        .bytes = 1000,
+                        .deadline = now_ + left},
+                       work);
+  }
+
+  // One call of `caller` in 10 ms, if it is let in.
+  bool RunOne(uint64_t caller, absl::Duration left = absl::InfiniteDuration()) {
+    Load::Work work;
+    if (!Begin(caller, left, &work).ok()) return false;
+    EXPECT_TRUE(work.Arrived(1000, spec_).ok());
+    now_ += kTakes;
+    work.End(true);
+    return true;
+  }
+
+  void Learn() {
+    for (int i = 0; i < 100; ++i) ASSERT_TRUE(RunOne(1));
+  }
+
+  static constexpr OpTraits kOp = {.name = "op"};
+  absl::Time now_ = absl::UnixEpoch() + absl::Hours(1);
+  Metrics metrics_{{}};
+  Load load_{/*costs=*/nullptr, &metrics_, [this] { return now_; }};
+  JobSpec spec_{.key = {.op = &kOp}, .counts = {1}};
+};
+
+TEST_F(LoadTest, WithoutAnEstimateNothingIsRefused) {
+  std::deque<Load::Work> works(100);
+  for (Load::Work& work : works) {
+    EXPECT_TRUE(Begin(1, absl::Milliseconds(1), &work).ok());
+  }
+}
+
+TEST_F(LoadTest, ACallThatCannotEndInTimeIsRefusedWithBothTimes) {
+  Learn();
+  std::deque<Load::Work> works;
+  absl::Status refusal;
+  while (refusal.ok() && works.size() < 100) {
+    works.emplace_back();
+    refusal = Begin(1, absl::Milliseconds(200), &works.back());
+  }
+  // 200 ms are 20 calls of 10 ms.
+  EXPECT_NEAR(static_cast<double>(works.size()), 21, 2);
+  EXPECT_TRUE(absl::IsResourceExhausted(refusal));
+  EXPECT_THAT(refusal.message(), HasSubstr("predicted 2"));
+  EXPECT_THAT(refusal.message(), HasSubstr("the deadline leaves 200 ms; retry after "));
+  ASSERT_TRUE(RetryDelayOf(refusal).has_value());
+  EXPECT_GE(*RetryDelayOf(refusal), absl::Milliseconds(1));
+  EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(20));
+  EXPECT_THAT(Scrape(metrics_), HasSubstr("logitd_refused_total{reason=\"hopeless\"} 1\n"));
+  // A call without a deadline, and one with more time.
+  Load::Work patient, longer;
+  EXPECT_TRUE(Begin(1, absl::InfiniteDuration(), &patient).ok());
+  EXPECT_TRUE(Begin(1, absl::Milliseconds(400), &longer).ok());
+}
+
+TEST_F(LoadTest, ALightCallerIsJudgedByItsShare) {
+  Learn();
+  std::deque<Load::Work> flood(1000);
+  for (Load::Work& work : flood) ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
+  Load::Work first, second, third;
+  EXPECT_TRUE(Begin(2, absl::Milliseconds(25), &first).ok());
+  EXPECT_TRUE(Begin(2, absl::Milliseconds(45), &second).ok());
+  EXPECT_FALSE(Begin(2, absl::Milliseconds(45), &third).ok());
+}
+
+TEST_F(LoadTest, AnIdleServerLetsCallsIn) {
+  Learn();
+  Load::Work work;
+  EXPECT_TRUE(Begin(7, absl::Microseconds(1), &work).ok());
+}
+
+TEST_F(LoadTest, AWrongEstimateRecovers) {
+  Learn();
+  // The server stands still for a while: calls took 10 s.
+  for (int i = 0; i < 50; ++i) {
+    Load::Work work;
+    ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
+    ASSERT_TRUE(work.Arrived(1000, spec_).ok());
+    now_ += absl::Seconds(10);
+    work.End(true);
+  }
+  // Another caller has something outstanding all the time, and this one has two calls at a time.
+  Load::Work stuck;
+  ASSERT_TRUE(Begin(9, absl::InfiniteDuration(), &stuck).ok());
+  int refused = 0;
+  for (int i = 0; i < 2000; ++i) {
+    Load::Work one;
+    EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &one).ok());
+    refused = RunOne(2, absl::Milliseconds(200)) ? 0 : refused + 1;
+    if (one.Arrived(1000, spec_).ok()) now_ += kTakes;
+    one.End(true);
+  }
+  EXPECT_EQ(refused, 0);
+}
+
+TEST_F(LoadTest, WhereNoCallEndsOneIsLetInNowAndThen) {
+  Learn();
+  std::deque<Load::Work> works(200);
+  size_t let_in = 0;
+  for (Load::Work& work : works) let_in += Begin(1, absl::Milliseconds(200), &work).ok();
+  EXPECT_LT(let_in, 30u);
+  now_ += absl::Seconds(1);
+  Load::Work probe, next;
+  EXPECT_TRUE(Begin(1, absl::Milliseconds(200), &probe).ok());
+  EXPECT_FALSE(Begin(1, absl::Milliseconds(200), &next).ok());
+}
+
+TEST_F(LoadTest, ACallThatBecameHopelessIsDroppedWhenItsMessageIsThere) {
+  Learn();
+  std::deque<Load::Work> works(20);
+  for (Load::Work& work : works) {
+    ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
+    ASSERT_TRUE(work.Arrived(1000, spec_).ok());
+  }
+  Load::Work late;
+  ASSERT_TRUE(Begin(1, absl::Milliseconds(300), &late).ok());
+  now_ += absl::Milliseconds(280);  // its message took long
+  const absl::Status dropped = late.Arrived(1000, spec_);
+  EXPECT_TRUE(absl::IsResourceExhausted(dropped));
+  EXPECT_THAT(dropped.message(), HasSubstr("the deadline leaves 20 ms"));
+  EXPECT_THAT(Scrape(metrics_), HasSubstr("logitd_refused_total{reason=\"hopeless_late\"} 1\n"));
+}
+
+TEST_F(LoadTest, PeersThatSendNothingDoNotSlowTheEstimate) {
+  Learn();
+  for (int i = 0; i < 100; ++i) {
+    Load::Work silent;
+    ASSERT_TRUE(Begin(3, absl::InfiniteDuration(), &silent).ok());
+    now_ += absl::Seconds(10);
+    silent.End(false);
+  }
+  Load::Work one, two;
+  ASSERT_TRUE(Begin(1, absl::Milliseconds(200), &one).ok());
+  EXPECT_TRUE(Begin(1, absl::Milliseconds(25), &two).ok());
+}
+
+TEST_F(LoadTest, CallersAreForgottenWhenTheirCallsEnd) {
+  {
+    std::deque<Load::Work> works(100);
+    uint64_t id = 0;
+    for (Load::Work& work : works) ASSERT_TRUE(Begin(++id, absl::InfiniteDuration(), &work).ok());
+    EXPECT_EQ(load_.callers(), 100);
+  }
+  EXPECT_EQ(load_.callers(), 0);
+}
+
+}  // namespace
+}  // namespace logitd::engine
