@@ -188,8 +188,9 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   Add(app, "--max-connections", &config->max_connections,
       "Connections that may be open; more are closed at once. 0: the limit of open files less 128")
       ->check(CLI::Range(int64_t{0}, door::kMostConnections));
-  AddSize(app, "--min-receive-rate", &config->min_receive_rate,
-          "Bytes per second at which a message must come while other calls wait for memory; 0: any");
+  AddSize(
+      app, "--min-receive-rate", &config->min_receive_rate,
+      "Bytes per second at which a message must come while other calls wait for memory; 0: any");
   Add(app, "--max-batch-rows", &config->max_batch_rows,
       "Rows of one batch, and of the largest request; only bytes bound the rows of attention")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));

@@ -14,12 +14,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "server/door/frames.h"
 #include "server/door/limits.h"
@@ -32,7 +33,8 @@ class Connections;
 // Thread-safe. Locks are held for the time it takes to read the frames of one read or write.
 class Connection {
  public:
-  Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer, std::string host);
+  Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer,
+             std::string host);
 
   uint64_t id() const { return id_; }  // from 1; never used again
   // As grpc::ServerContext::peer() names it, without percent signs: "ipv4:127.0.0.1:40123",
@@ -47,8 +49,8 @@ class Connection {
   int64_t under_way() const;
 
   // A call will read a message of at most `bytes`. Before the message is asked for.
-  void Grant(int64_t bytes);
-  // Takes back what was granted: the message has arrived, or the call ended without it.
+  void Allow(int64_t bytes);
+  // Takes back what was allowed: the message has arrived, or the call ended without it.
   void Settle(int64_t bytes);
 
   // Ends the connection. Its calls are cancelled and its peer sees the end. Does nothing if it is
@@ -79,6 +81,23 @@ class Connection {
   int fd_ ABSL_GUARDED_BY(mutex_);  // -1: closed
   Limit cut_ ABSL_GUARDED_BY(mutex_) = Limit::kNone;
   Frames frames_ ABSL_GUARDED_BY(mutex_);
+};
+
+// What a call may receive on its connection, as long as this lives. Movable. Not thread-safe.
+class Grant {
+ public:
+  Grant() = default;
+  // `connection` may be null: one that is not known here.
+  Grant(std::shared_ptr<Connection> connection, int64_t bytes);
+  Grant(Grant&& other) noexcept { *this = std::move(other); }
+  Grant& operator=(Grant&& other) noexcept;
+  ~Grant() { End(); }
+
+ private:
+  void End();
+
+  std::shared_ptr<Connection> connection_;
+  int64_t bytes_ = 0;
 };
 
 // What happened to connections. Methods run on any thread, without a lock of Connections.

@@ -211,7 +211,6 @@ void Frames::EndMessage(Stream* stream) {
 }
 
 void Frames::CheckUnasked() {
-  if (!limits_.bound_unasked) return;
   const int64_t allowed =
       asked_ + asked_ / kAskedShare + open() * limits_.unasked_stream + limits_.unasked_slack;
   if (under_way_ > allowed) Break(Limit::kUnasked);

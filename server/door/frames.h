@@ -30,7 +30,7 @@ class Frames {
   // Reads the next bytes that were sent to the peer.
   void Sent(absl::Span<const uint8_t> bytes);
 
-  // What the calls of this connection asked for and have not got. See FrameLimits::bound_unasked.
+  // What the calls of this connection asked for and have not got. See FrameLimits::unasked_slack.
   void Ask(int64_t bytes) { asked_ += bytes; }
 
   int64_t frames() const { return frames_; }

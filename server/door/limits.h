@@ -84,8 +84,7 @@ struct FrameLimits {
   int64_t unread_answers = 10000;
 
   // Bytes of messages under way beyond what calls asked for: 64 KiB for each open stream, which is
-  // HTTP/2's window, and unasked_slack. Off until calls say what they ask for.
-  bool bound_unasked = false;
+  // HTTP/2's window, and unasked_slack.
   int64_t unasked_stream = int64_t{64} << 10;
   int64_t unasked_slack = int64_t{1} << 20;
 };

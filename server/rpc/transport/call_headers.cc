@@ -2,7 +2,6 @@
 
 #include <string>
 
-#include "absl/hash/hash.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
@@ -21,14 +20,21 @@ constexpr int64_t kMessageOverhead = int64_t{16} << 10;
 // For the text of an error: a peer may send any length.
 constexpr size_t kShownBytes = 32;
 
-std::string Shown(absl::string_view text) {
-  return absl::CHexEscape(text.substr(0, kShownBytes));
-}
+std::string Shown(absl::string_view text) { return absl::CHexEscape(text.substr(0, kShownBytes)); }
 
 }  // namespace
 
 int64_t CallHeaders::room_bytes() const {
   return stated_bytes.has_value() ? *stated_bytes + kMessageOverhead : 0;
+}
+
+door::Grant CallHeaders::GrantRead(int64_t max_message_bytes) const {
+  return door::Grant(connection, stated_bytes.value_or(max_message_bytes));
+}
+
+std::function<int64_t()> CallHeaders::ReceivedBytes() const {
+  if (connection == nullptr) return nullptr;
+  return [connection = connection] { return connection->received_bytes(); };
 }
 
 absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
@@ -38,9 +44,11 @@ absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
 }
 
 absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,
+                                        const door::Connections& connections,
                                         int64_t max_message_bytes) {
-  CallHeaders headers = {.deadline = DeadlineOf(context)};
-  headers.caller.id = absl::HashOf(context.peer());
+  CallHeaders headers = {.connection = connections.Find(context.peer()),
+                         .deadline = DeadlineOf(context)};
+  headers.caller.id = headers.connection == nullptr ? 0 : headers.connection->id();
   const auto& metadata = context.client_metadata();
   const auto value_of = [](const auto& entry) {
     return absl::string_view(entry->second.data(), entry->second.size());
@@ -50,16 +58,15 @@ absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& conte
     if (value == "batch") {
       headers.caller.priority = engine::Priority::kBatch;
     } else if (value != "interactive") {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
     }
   }
   if (const auto it = metadata.find(kPayloadBytes); it != metadata.end()) {
     int64_t bytes = -1;
     if (!absl::SimpleAtoi(value_of(it), &bytes) || bytes < 0 || bytes > max_message_bytes) {
-      return absl::InvalidArgumentError(absl::StrFormat("%s: got \"%s\", allowed 0..%d",
-                                                        kPayloadBytes, Shown(value_of(it)),
-                                                        max_message_bytes));
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "%s: got \"%s\", allowed 0..%d", kPayloadBytes, Shown(value_of(it)), max_message_bytes));
     }
     headers.stated_bytes = bytes;
   }

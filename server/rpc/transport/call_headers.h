@@ -5,22 +5,30 @@
 #include <grpcpp/server_context.h>
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/door/connection.h"
 #include "server/engine/caller.h"
 
 namespace logitd::rpc {
 
 // server.proto has the metadata's names and meaning.
 struct CallHeaders {
-  engine::Caller caller;  // a connection is a caller
+  std::shared_ptr<door::Connection> connection;  // null: not one of the door's
+  engine::Caller caller;                         // a connection is a caller
   absl::Time deadline = absl::InfiniteFuture();
   // Of the request message; of a stream, of its largest message.
   std::optional<int64_t> stated_bytes;
 
+  // What one read may bring. A stream may send more than it did before, but not more than it states.
+  door::Grant GrantRead(int64_t max_message_bytes) const;
+  // How far the connection is; null: not known.
+  std::function<int64_t()> ReceivedBytes() const;
   // The room for the message, in the admission's sense: 0 where the size is not stated.
   int64_t room_bytes() const;
   // INVALID_ARGUMENT: the message is larger than stated.
@@ -30,6 +38,7 @@ struct CallHeaders {
 // INVALID_ARGUMENT names the metadata, what it has and what is allowed. A stated size may be up to
 // `max_message_bytes`.
 absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,
+                                        const door::Connections& connections,
                                         int64_t max_message_bytes);
 
 }  // namespace logitd::rpc

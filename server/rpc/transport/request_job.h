@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "server/door/connection.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -34,6 +35,7 @@ struct CallEnvironment {
   engine::Heads* heads;
   engine::Metrics* metrics;
   engine::Load* load;
+  const door::Connections* connections;
   CallTracker* tracker;
   Copier* copier;
   int64_t max_payload_bytes;

@@ -35,7 +35,8 @@ class StreamCall::Item final : public RequestJob {
   void BeginWork(int64_t message_bytes) {
     const engine::Load::Call call = {
         .caller = spec().caller, .op = spec().key.op, .bytes = message_bytes, .received = true};
-    if (environment().load->Begin(call, &work_).ok()) work_.Arrived(message_bytes, spec()).IgnoreError();
+    if (environment().load->Begin(call, &work_).ok())
+      work_.Arrived(message_bytes, spec()).IgnoreError();
   }
 
   bool done = false;
@@ -63,7 +64,7 @@ RawReactor* StreamCall::Start() {
   self_ = shared_from_this();
   environment_.tracker->Add(self_);
   absl::StatusOr<CallHeaders> headers =
-      ReadHeaders(*context_, environment_.admission->options().max_request_bytes);
+      ReadHeaders(*context_, *environment_.connections, max_message_bytes());
   if (!headers.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
     EndInput(headers.status());
@@ -138,6 +139,7 @@ void StreamCall::EnterForRead() {
     ask.bytes = largest_ > 0 ? largest_ : headers_.room_bytes();
   }
   if (!ask.between_messages) {
+    ask.received_bytes = headers_.ReceivedBytes();
     ask.too_slow = [weak_stream = weak_from_this()](const absl::Status& why) {
       if (auto stream = weak_stream.lock()) stream->TooSlow(why);
     };
@@ -190,6 +192,7 @@ void StreamCall::StartOneRead() {
   if (over) {
     ticket_ = {};
   } else {
+    grant_ = headers_.GrantRead(max_message_bytes());
     StartRead(&in_);
     absl::MutexLock lock(&mutex_);
     --starting_;
@@ -209,6 +212,7 @@ void StreamCall::EndInput(const absl::Status& status) {
 
 void StreamCall::OnReadDone(bool ok) {
   environment_.tracker->peer_watch().Unwatch(&read_watch_);
+  grant_ = {};
   engine::Admission::Ticket ticket = std::move(ticket_);
   ticket_ = {};
   bool over = false;
@@ -238,20 +242,20 @@ void StreamCall::OnReadDone(bool ok) {
     item->SetTicket(std::move(ticket));
     return Submit(item);
   }
-  admission_wait_.Enter({.caller = headers_.caller,
-                         .deadline = headers_.deadline,
-                         .bytes = item->needed_bytes(),
-                         .received = true},
-                        [stream = shared_from_this(),
-                         item](absl::StatusOr<engine::Admission::Ticket> more) {
-                          if (!more.ok()) {
-                            stream->EndInput(more.status());
-                            return item->End(more.status());
-                          }
-                          more->Received(item->needed_bytes());
-                          item->SetTicket(*std::move(more));
-                          stream->Submit(item);
-                        });
+  admission_wait_.Enter(
+      {.caller = headers_.caller,
+       .deadline = headers_.deadline,
+       .bytes = item->needed_bytes(),
+       .received = true},
+      [stream = shared_from_this(), item](absl::StatusOr<engine::Admission::Ticket> more) {
+        if (!more.ok()) {
+          stream->EndInput(more.status());
+          return item->End(more.status());
+        }
+        more->Received(item->needed_bytes());
+        item->SetTicket(*std::move(more));
+        stream->Submit(item);
+      });
 }
 
 void StreamCall::Submit(const std::shared_ptr<Item>& item) {

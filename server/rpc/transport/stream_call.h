@@ -70,6 +70,7 @@ class StreamCall final : public DrainedCall,
   // Reads no more messages. The stream ends with `status` after the answers to those it has read.
   void EndInput(const absl::Status& status);
   void TryCancel();
+  int64_t max_message_bytes() const { return environment_.admission->options().max_request_bytes; }
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override;
@@ -84,6 +85,7 @@ class StreamCall final : public DrainedCall,
   CallHeaders headers_;
   grpc::ByteBuffer in_;               // the transport writes it between StartRead and OnReadDone
   engine::Admission::Ticket ticket_;  // pays for the read that `reading_` marks
+  door::Grant grant_;                 // for the read that the transport has
   Watchdog::Entry read_watch_;        // for the first message only
   Watchdog::Entry write_watch_;
 

@@ -23,7 +23,7 @@ RawReactor* UnaryCall::Start() {
   self_ = shared_from_this();
   environment().tracker->Add();
   absl::StatusOr<CallHeaders> headers =
-      ReadHeaders(*context_, environment().admission->options().max_request_bytes);
+      ReadHeaders(*context_, *environment().connections, max_message_bytes());
   if (!headers.ok()) {
     environment().metrics->CountRefused(engine::Refusal::kInvalid);
     Finish(headers.status());
@@ -46,6 +46,7 @@ RawReactor* UnaryCall::Start() {
   admission_wait_.Enter({.caller = headers_.caller,
                          .deadline = headers_.deadline,
                          .bytes = headers_.room_bytes(),
+                         .received_bytes = headers_.ReceivedBytes(),
                          .too_slow =
                              [weak_call = weak_from_this()](const absl::Status& why) {
                                if (auto call = weak_call.lock()) call->TooSlow(why);
@@ -69,6 +70,7 @@ void UnaryCall::TooSlow(const absl::Status& why) {
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return Finish(ticket.status());
   receive_ticket_ = *std::move(ticket);
+  grant_ = headers_.GrantRead(max_message_bytes());
   environment().tracker->peer_watch().Watch(&peer_watch_, [weak_call = weak_from_this()] {
     if (auto call = weak_call.lock()) {
       call->Finish(call->environment().tracker->MessageLateError());
@@ -106,6 +108,7 @@ void UnaryCall::OnReadDone(bool ok) {
     return;
   }
   environment().tracker->peer_watch().Unwatch(&peer_watch_);
+  grant_ = {};
   if (!ok) return FinishWithoutMessage();
   have_message_ = true;
   grpc::ByteBuffer message;

@@ -58,6 +58,7 @@ class UnaryCall final : public RequestJob,
   bool ClaimEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendEnd();
   void TryCancel();
+  int64_t max_message_bytes() const { return environment().admission->options().max_request_bytes; }
 
   void OnReadDone(bool ok) override;
   // The peer has gone, the deadline has passed or the server is shutting down.
@@ -72,6 +73,7 @@ class UnaryCall final : public RequestJob,
   bool have_message_ = false;  // used only by OnReadDone
   int64_t receive_ns_ = 0;
   engine::Admission::Ticket receive_ticket_;  // pays while the message is received
+  door::Grant grant_;                         // for as long
   grpc::ByteBuffer in_;  // the transport writes it between StartRead and OnReadDone
 
   absl::Mutex mutex_;
