@@ -153,11 +153,12 @@ void Frames::ReadHeaders(absl::Span<const uint8_t> bytes) {
   const size_t priority = std::min(priority_bytes_, bytes.size());
   priority_bytes_ -= priority;
   bytes.remove_prefix(priority);
-  if (!headers_.Read(bytes)) Break(Limit::kHeaderFormat);
+  const bool valid = headers_.Read(bytes);
   const bool split = in_headers_ || continuations_ > 0;
   if (headers_.bytes() > (split ? limits_.max_split_list : limits_.max_header_list)) {
     Break(Limit::kHeaderList);
   }
+  if (!valid) Break(Limit::kHeaderFormat);
 }
 
 void Frames::BeginData() {
@@ -197,12 +198,12 @@ void Frames::ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes) {
     bytes.remove_prefix(run);
     stream->under_way += static_cast<int64_t>(run);
     under_way_ += static_cast<int64_t>(run);
+    CheckUnasked();
     if (stream->prefix_bytes < kPrefixBytes || stream->left > 0) continue;
     EndMessage(stream);
     // What follows in this frame is the next message's first frame.
     if (!bytes.empty()) stream->frames = 1;
   }
-  CheckUnasked();
 }
 
 void Frames::EndMessage(Stream* stream) {

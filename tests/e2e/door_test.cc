@@ -30,7 +30,7 @@ using ::testing::HasSubstr;
 
 constexpr absl::Duration kCutTime = absl::Milliseconds(100);
 // What the tests wait at most for the cut to be seen, on a busy machine.
-constexpr absl::Duration kPatience = absl::Seconds(5);
+constexpr absl::Duration kPatience = absl::Seconds(2);
 
 std::string Cut(const std::string& reason) {
   return "logitd_connections_cut_total{reason=\"" + reason + "\"}";
@@ -97,7 +97,7 @@ TEST(ResidentMemoryTest, AListOfManyFieldsIsCut) {
     for (int i = 0; i < 20; ++i) {
       auto& peer = *peers.emplace_back(std::make_unique<RawPeer>(server.port(), confirm));
       peer.Send(Frame(kHeaders, 0, 1, CallHeaders(kTopK)));
-      EXPECT_TRUE(SendUntilCut(&peer, Frame(kContinuation, 0, 1, fields), 64)) << confirm;
+      ASSERT_TRUE(SendUntilCut(&peer, Frame(kContinuation, 0, 1, fields), 64)) << confirm;
     }
   }
   EXPECT_GE(server.Metric(Cut("header_list")), 40);
@@ -113,7 +113,7 @@ TEST(ResidentMemoryTest, AListThatGrowsInDecompressionIsCut) {
     std::string block = CallHeaders(kTopK);
     std::string field = Field("x", std::string(4000, 'y'));
     field[0] = 0x40;  // goes into the table, where it is number 62
-    block += field + std::string(12000, '\xbe');
+    block += field + std::string(3500, '\xbe');  // below the 16 MiB of a peer without settings
     peer.Send(Frame(kHeaders, kEndHeaders, 1, block));
     EXPECT_TRUE(peer.EndsWithin(kPatience));
   }
@@ -136,13 +136,15 @@ TEST_P(HeaderListTest, IsAcceptedUpToTheAdvertisedSize) {
   RawPeer peer(server.port(), GetParam().confirm);
   // The server's settings must be in force: gRPC counts with those that the peer has confirmed.
   absl::SleepFor(absl::Milliseconds(50));
-  const std::string block = CallHeaders("/no.Such/Method") +
-                            Field("x", std::string(static_cast<size_t>(GetParam().value_bytes), 'y'));
+  const std::string call = CallHeaders("/no.Such/Method");
+  const auto field = [](int bytes) {
+    return Field("x", std::string(static_cast<size_t>(bytes), 'y'));
+  };
   if (GetParam().split) {
-    peer.Send(Frame(kHeaders, 0, 1, block.substr(0, 100)) +
-              Frame(kContinuation, kEndHeaders, 1, block.substr(100)));
+    const std::string half = field(GetParam().value_bytes / 2);
+    peer.Send(Frame(kHeaders, 0, 1, call + half) + Frame(kContinuation, kEndHeaders, 1, half));
   } else {
-    peer.Send(Frame(kHeaders, kEndHeaders, 1, block));
+    peer.Send(Frame(kHeaders, kEndHeaders, 1, call + field(GetParam().value_bytes)));
   }
   const absl::Time sent = absl::Now();
   if (GetParam().accepted) {
@@ -190,22 +192,13 @@ TEST(ResidentMemoryTest, MessagesInFramesOfOneByteAreCut) {
       RawPeer peer(server.port());
       peer.Send(Frame(kHeaders, kEndHeaders, 1, CallHeaders(kTopK)));
       peer.Send(Frame(kData, 0, 1, std::string("\0\3\xff\xff\xff", 5)));  // 64 MiB
-      EXPECT_TRUE(SendUntilCut(&peer, frames, 20));
+      ASSERT_TRUE(peer.Gets(kWindowUpdate, 1, kPatience));  // the server wants the message
+      EXPECT_TRUE(SendUntilCut(&peer, frames, 40));
     });
   }
   for (std::thread& attack : attacks) attack.join();
   EXPECT_EQ(server.Metric(Cut("tiny_frames")), 4);
   server.ExpectGrownLess(before, 24);
-}
-
-TEST(DoorTest, APeerThatDoesNotReadItsPingsIsCut) {
-  ServerProcess server;
-  RawPeer peer(server.port());
-  // Calls that are answered keep gRPC's own count of PINGs low.
-  std::string pings;
-  for (int i = 0; i < 1000; ++i) pings += Frame(kPing, 0, 0, "12345678");
-  EXPECT_TRUE(SendUntilCut(&peer, pings, 100));
-  EXPECT_TRUE(SmallTopK(Connect(server.tcp())).ok());
 }
 
 // --- connections

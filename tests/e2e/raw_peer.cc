@@ -63,11 +63,11 @@ RawPeer::RawPeer(int port, bool confirm) : fd_(socket(AF_INET, SOCK_STREAM | SOC
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const timeval second = {.tv_sec = 1};
+  setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof(second));
   if (connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
     throw std::runtime_error("connect: " + std::string(std::strerror(errno)));
   }
-  const timeval second = {.tv_sec = 1};
-  setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof(second));
   const int on = 1;
   setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   Send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + Frame(kSettings, 0, 0, ""));

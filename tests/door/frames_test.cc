@@ -1,0 +1,263 @@
+#include "server/door/frames.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/door/bytes.h"
+
+namespace logitd::door {
+namespace {
+
+using namespace std::string_literals;
+
+constexpr int64_t kSecond = 1'000'000'000;
+
+class FramesTest : public ::testing::Test {
+ protected:
+  FramesTest() { EXPECT_EQ(Get(Preface() + Frame(kSettings, 0, 0, "")), Limit::kNone); }
+
+  // Also byte for byte, into a second object that must agree.
+  Limit Get(const std::string& bytes) {
+    const Limit whole = frames_.Received(Bytes(bytes), now_);
+    Limit pieces = Limit::kNone;
+    for (const char& byte : bytes) pieces = bytewise_.Received(Bytes({&byte, 1}), now_);
+    EXPECT_EQ(whole, pieces);
+    EXPECT_EQ(frames_.open(), bytewise_.open());
+    EXPECT_EQ(frames_.under_way(), bytewise_.under_way());
+    return whole;
+  }
+  Limit GetTimes(int times, const std::string& bytes) {
+    Limit limit = Limit::kNone;
+    for (int i = 0; i < times && limit == Limit::kNone; ++i) limit = Get(bytes);
+    return limit;
+  }
+  void Send(const std::string& bytes) {
+    frames_.Sent(Bytes(bytes));
+    for (const char& byte : bytes) bytewise_.Sent(Bytes({&byte, 1}));
+  }
+
+  FrameLimits limits_ = {.max_streams = 4,
+                         .streams_slack = 1,
+                         .unread_frames = 100,
+                         .tiny_frames = 20,
+                         .tiny_rate = 10,
+                         .control_frames = 50,
+                         .control_rate = 100,
+                         .resets = 3,
+                         .reset_rate = 1,
+                         .unread_answers = 40};
+  int64_t now_ = 5 * kSecond;
+  Frames frames_{limits_, now_};
+  Frames bytewise_{limits_, now_};
+};
+
+// --- header lists
+
+TEST_F(FramesTest, AListInOneFrameMayBeAbout8KiB) {
+  EXPECT_EQ(Get(Frame(kHeaders, kEndHeaders, 1, "\0\1x\x7f\xf1\x3e"s + std::string(8048, 'y'))),
+            Limit::kNone);
+  EXPECT_EQ(Get(Frame(kHeaders, kEndHeaders, 3, "\0\1x\x7f\xf1\x6e"s + std::string(14192, 'y'))),
+            Limit::kHeaderList);
+}
+
+TEST_F(FramesTest, AListInSeveralFramesIsCountedAsOne) {
+  const std::string half = "\0\1x\x7f\xb1\x1f"s + std::string(4144, 'y');
+  EXPECT_EQ(Get(Frame(kHeaders, 0, 1, half)), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kContinuation, kEndHeaders, 1, half)), Limit::kHeaderList);
+}
+
+TEST_F(FramesTest, ListsAreCountedOneByOne) {
+  const std::string list = "\0\1x\x7f\xf1\x2e"s + std::string(6000, 'y');
+  for (const uint32_t stream : {1U, 3U, 5U}) {
+    EXPECT_EQ(Get(Frame(kHeaders, kEndHeaders, stream, list)), Limit::kNone);
+  }
+}
+
+TEST_F(FramesTest, AListMayHaveFewContinuations) {
+  EXPECT_EQ(Get(Frame(kHeaders, 0, 1, "\x82")), Limit::kNone);
+  EXPECT_EQ(GetTimes(limits_.max_continuations, Frame(kContinuation, 0, 1, "")), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kContinuation, 0, 1, "")), Limit::kContinuations);
+}
+
+TEST_F(FramesTest, AListMayNotTakeManyBytesForFewFields) {
+  EXPECT_EQ(Get(Frame(kHeaders, 0, 1, std::string(16000, '\x20'))), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kContinuation, 0, 1, std::string(16000, '\x20'))), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kContinuation, 0, 1, std::string(16000, '\x20'))), Limit::kHeaderBlock);
+}
+
+TEST_F(FramesTest, PriorityIsNotPartOfTheList) {
+  const std::string block = "\xff\xff\xff\xff\xff\x82\x86\x84"s;
+  EXPECT_EQ(Get(Frame(kHeaders, kEndHeaders | 0x20, 1, block)), Limit::kNone);
+}
+
+// --- streams
+
+TEST_F(FramesTest, StreamsAreBounded) {
+  for (const uint32_t stream : {1U, 3U, 5U, 7U, 9U}) EXPECT_EQ(Get(Open(stream)), Limit::kNone);
+  EXPECT_EQ(frames_.open(), 5);
+  EXPECT_EQ(Get(Open(11)), Limit::kStreams);
+}
+
+TEST_F(FramesTest, AStreamEndsWithTheServersAnswerOrAReset) {
+  uint32_t stream = 1;
+  for (const FrameType type : {kHeaders, kReset}) {
+    EXPECT_EQ(Get(Open(stream)), Limit::kNone);
+    EXPECT_EQ(frames_.open(), 1);
+    Send(Frame(type, kEndStream | kEndHeaders, stream, "\0\0\0\0"s));
+    EXPECT_EQ(frames_.open(), 0);
+    stream += 2;
+  }
+  EXPECT_EQ(Get(Open(stream) + Frame(kReset, 0, stream, "\0\0\0\x8"s)), Limit::kNone);
+  EXPECT_EQ(frames_.open(), 0);
+}
+
+TEST_F(FramesTest, AStreamThatOnlyThePeerHasEndedIsOpen) {
+  EXPECT_EQ(Get(Open(1) + Frame(kData, kEndStream, 1, Message(10))), Limit::kNone);
+  EXPECT_EQ(frames_.open(), 1);
+}
+
+TEST_F(FramesTest, ResetsOfOpenStreamsAreBounded) {
+  const auto reset = [this](uint32_t stream) {
+    return Get(Open(stream) + Frame(kReset, 0, stream, "\0\0\0\x8"s));
+  };
+  for (const uint32_t stream : {1U, 3U, 5U}) EXPECT_EQ(reset(stream), Limit::kNone);
+  now_ += kSecond;  // one more
+  EXPECT_EQ(reset(7), Limit::kNone);
+  EXPECT_EQ(reset(9), Limit::kResets);
+}
+
+TEST_F(FramesTest, ResetsOfEndedStreamsAreFree) {
+  for (uint32_t stream = 1; stream < 60; stream += 2) {
+    ASSERT_EQ(Get(Open(stream)), Limit::kNone);
+    Send(Frame(kHeaders, kEndStream | kEndHeaders, stream, "\x88"));
+    ASSERT_EQ(Get(Frame(kReset, 0, stream, "\0\0\0\0"s)), Limit::kNone);
+  }
+}
+
+// --- messages
+
+TEST_F(FramesTest, MessagesOfAnySizeAreUnderWayUntilTheyEnd) {
+  EXPECT_EQ(Get(Open(1)), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, Message(40000).substr(0, 16384))), Limit::kNone);
+  EXPECT_EQ(frames_.under_way(), 16384 + limits_.frame_cost);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, Message(40000).substr(16384, 16384))), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, Message(40000).substr(32768))), Limit::kNone);
+  EXPECT_EQ(frames_.under_way(), 0);
+  EXPECT_EQ(frames_.message_bytes(), 40005);
+}
+
+TEST_F(FramesTest, AStreamThatEndsTakesItsBytesWithIt) {
+  EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Message(40000).substr(0, 16384))), Limit::kNone);
+  Send(Frame(kReset, 0, 1, "\0\0\0\x8"s));
+  EXPECT_EQ(frames_.under_way(), 0);
+}
+
+TEST_F(FramesTest, ManyMessagesInOneFrameAndSmallMessagesInTheirOwnAreFine) {
+  std::string many;
+  for (int i = 0; i < 400; ++i) many += Message(30);
+  EXPECT_EQ(Get(Open(1)), Limit::kNone);
+  EXPECT_EQ(GetTimes(50, Frame(kData, 0, 1, many)), Limit::kNone);
+  for (int i = 0; i < 50; ++i) {
+    Send(Frame(kWindowUpdate, 0, 1, "\0\0\x10\0"s));
+    EXPECT_EQ(GetTimes(20, Frame(kData, 0, 1, Message(30))), Limit::kNone);
+  }
+  EXPECT_EQ(frames_.under_way(), 0);
+}
+
+TEST_F(FramesTest, APrefixInAFrameOfItsOwnIsFine) {
+  EXPECT_EQ(Get(Open(1)), Limit::kNone);
+  for (int i = 0; i < 100; ++i) {
+    Send(Frame(kWindowUpdate, 0, 1, "\0\0\x10\0"s));
+    EXPECT_EQ(Get(Frame(kData, 0, 1, Prefix(20)) + Frame(kData, 0, 1, std::string(20, 'm'))),
+              Limit::kNone);
+  }
+}
+
+TEST_F(FramesTest, AMessageInFramesOfOneByteIsNot) {
+  EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Prefix(1 << 26))), Limit::kNone);
+  EXPECT_EQ(GetTimes(21, Frame(kData, 0, 1, "z")), Limit::kNone);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, "z")), Limit::kTinyFrames);
+}
+
+TEST_F(FramesTest, TinyFramesMayBeFewInASecondAndFewBesideLargeOnes) {
+  EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Prefix(1 << 26))), Limit::kNone);
+  for (int second = 0; second < 10; ++second) {
+    EXPECT_EQ(GetTimes(10, Frame(kData, 0, 1, "z")), Limit::kNone);
+    now_ += kSecond;
+  }
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(GetTimes(10, Frame(kData, 0, 1, "z")), Limit::kNone);
+    EXPECT_EQ(Get(Frame(kData, 0, 1, std::string(16384, 'z'))), Limit::kNone);
+  }
+}
+
+TEST_F(FramesTest, EmptyFramesAreTinyUnlessTheyEndTheStream) {
+  for (uint32_t stream = 1; stream < 100; stream += 2) {
+    ASSERT_EQ(Get(Open(stream) + Frame(kData, kEndStream, stream, "")), Limit::kNone);
+    Send(Frame(kHeaders, kEndStream | kEndHeaders, stream, "\x88"));
+  }
+  EXPECT_EQ(Get(Open(101)), Limit::kNone);
+  EXPECT_EQ(GetTimes(30, Frame(kData, 0, 101, "")), Limit::kTinyFrames);
+}
+
+// Each message is one small frame, and nobody reads them.
+TEST_F(FramesTest, SmallMessagesThatAreNotReadAreTiny) {
+  EXPECT_EQ(Get(Open(1)), Limit::kNone);
+  EXPECT_EQ(GetTimes(100, Frame(kData, 0, 1, Message(0))), Limit::kNone);
+  EXPECT_EQ(GetTimes(30, Frame(kData, 0, 1, Message(0))), Limit::kTinyFrames);
+}
+
+TEST_F(FramesTest, FramesOfAnEndedStreamCountToo) {
+  EXPECT_EQ(GetTimes(30, Frame(kData, 0, 1, "z")), Limit::kTinyFrames);
+}
+
+// --- what calls asked for
+
+TEST_F(FramesTest, BytesThatNoCallAskedForAreBounded) {
+  limits_.bound_unasked = true;
+  limits_.unasked_slack = 1000;
+  limits_.unasked_stream = 500;
+  const std::string kib(1024, 'z');
+  EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Prefix(1 << 26) + kib)), Limit::kNone);
+  for (Frames* frames : {&frames_, &bytewise_}) frames->Ask(4000);
+  EXPECT_EQ(GetTimes(4, Frame(kData, 0, 1, kib)), Limit::kNone);
+  for (Frames* frames : {&frames_, &bytewise_}) frames->Ask(-4000);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, "z")), Limit::kUnasked);
+}
+
+// --- control frames
+
+TEST_F(FramesTest, ControlFramesAreBoundedInTime) {
+  const std::string update = Frame(kWindowUpdate, 0, 0, "\0\0\0\1"s);
+  EXPECT_EQ(GetTimes(49, update), Limit::kNone);  // and the settings
+  now_ += kSecond / 10;
+  EXPECT_EQ(GetTimes(10, update), Limit::kNone);
+  EXPECT_EQ(Get(update), Limit::kControlFrames);
+}
+
+TEST_F(FramesTest, APeerThatTakesAnswersMayMoveItsWindow) {
+  for (int i = 0; i < 100; ++i) {
+    Send(Frame(kData, 0, 1, std::string(16384, 'a')));
+    EXPECT_EQ(GetTimes(4, Frame(kWindowUpdate, 0, 0, "\0\0\0\1"s)), Limit::kNone);
+  }
+}
+
+TEST_F(FramesTest, ConfirmationsThatThePeerDoesNotTakeAreBounded) {
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(GetTimes(3, Frame(kPing, 0, 0, "12345678")), Limit::kNone);
+    for (int ping = 0; ping < 3; ++ping) Send(Frame(kPing, kAck, 0, "12345678"));
+    now_ += kSecond;
+  }
+  EXPECT_EQ(GetTimes(50, Frame(kPing, 0, 0, "12345678")), Limit::kUnreadAnswers);
+}
+
+TEST_F(FramesTest, ABrokenLimitStays) {
+  EXPECT_EQ(GetTimes(30, Frame(kData, 0, 1, "z")), Limit::kTinyFrames);
+  now_ += 100 * kSecond;
+  EXPECT_EQ(Get(Open(1)), Limit::kTinyFrames);
+}
+
+}  // namespace
+}  // namespace logitd::door

@@ -1,0 +1,209 @@
+#include "server/door/listener.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+
+namespace logitd::door {
+namespace {
+
+using ::testing::HasSubstr;
+
+bool Becomes(const std::function<bool()>& condition) {
+  const absl::Time end = absl::Now() + absl::Seconds(5);
+  while (!condition()) {
+    if (absl::Now() > end) return false;
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  return true;
+}
+
+struct Parsed {
+  const char* text;
+  const char* path;
+  const char* host;
+  int port;  // -1: refused
+};
+
+TEST(AddressTest, IsHostAndPortOrAPath) {
+  for (const Parsed& wanted : {Parsed{"127.0.0.1:80", "", "127.0.0.1", 80},
+                               Parsed{"[::1]:0", "", "::1", 0},
+                               Parsed{"localhost:65535", "", "localhost", 65535},
+                               Parsed{"unix:/run/a b", "/run/a b", "", 0},
+                               Parsed{"unix:///run/x", "/run/x", "", 0},
+                               Parsed{"unix:relative", "relative", "", 0},
+                               Parsed{"unix:", "", "", -1},
+                               Parsed{"nowhere", "", "", -1},
+                               Parsed{":80", "", "", -1},
+                               Parsed{"::1:80", "", "", -1},
+                               Parsed{"[::1:80", "", "", -1},
+                               Parsed{"127.0.0.1:", "", "", -1},
+                               Parsed{"127.0.0.1:-1", "", "", -1},
+                               Parsed{"127.0.0.1:+1", "", "", -1},
+                               Parsed{"127.0.0.1:65536", "", "", -1},
+                               Parsed{"127.0.0.1:http", "", "", -1}}) {
+    const auto address = ParseAddress(wanted.text);
+    EXPECT_EQ(address.ok(), wanted.port >= 0) << wanted.text;
+    if (!address.ok()) continue;
+    EXPECT_EQ(address->path, wanted.path);
+    EXPECT_EQ(address->host, wanted.host);
+    EXPECT_EQ(address->port, wanted.port);
+  }
+  EXPECT_TRUE(ParseAddress("unix:" + std::string(107, 'a')).ok());
+  EXPECT_THAT(ParseAddress("unix:" + std::string(108, 'a')).status().message(),
+              HasSubstr("allowed 1 to 107"));
+}
+
+TEST(ConnectionLimitTest, LeavesAReserve) {
+  EXPECT_EQ(ConnectionLimit(0, 1024), 1024 - 128);
+  EXPECT_EQ(ConnectionLimit(0, 200), 100);
+  EXPECT_EQ(ConnectionLimit(0, 1 << 20), 65536);
+  EXPECT_EQ(ConnectionLimit(5, 1024), 5);
+  EXPECT_EQ(ConnectionLimit(5000, 1024), 1024 - 128);
+  EXPECT_EQ(ConnectionLimit(0, 1), 1);
+}
+
+int ConnectTo(const std::string& listening, int family = AF_INET) {
+  const std::vector<std::string> parts = absl::StrSplit(listening, ':');
+  const auto port = htons(static_cast<uint16_t>(std::stoi(parts.back())));
+  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in v4 = {.sin_family = AF_INET, .sin_port = port};
+  v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_port = port};
+  v6.sin6_addr = in6addr_loopback;
+  const bool four = family == AF_INET;
+  if (connect(fd, four ? reinterpret_cast<sockaddr*>(&v4) : reinterpret_cast<sockaddr*>(&v6),
+              four ? sizeof(v4) : sizeof(v6)) == 0) {
+    return fd;
+  }
+  close(fd);
+  return -1;
+}
+
+// Keeps what it gets open.
+class Taken {
+ public:
+  ~Taken() {
+    for (const int fd : fds_) close(fd);
+  }
+  Listener::Take Take() {
+    return [this](int fd, int) {
+      fds_.push_back(fd);
+      ++count_;
+    };
+  }
+  int count() const { return count_; }
+
+ private:
+  std::vector<int> fds_;  // of the listener's thread until it ends
+  std::atomic<int> count_ = 0;
+};
+
+class ListenerTest : public ::testing::Test {
+ protected:
+  Taken taken_;  // ends last
+  const std::shared_ptr<Connections> connections_ = Connections::Create({.max_connections = 8});
+  Listener listener_{connections_};
+};
+
+TEST_F(ListenerTest, HandsOutWhatConnects) {
+  ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
+  const int early = ConnectTo(listener_.listening()[0]);
+  listener_.Start(taken_.Take());
+  const int late = ConnectTo(listener_.listening()[0]);
+  EXPECT_TRUE(Becomes([&] { return taken_.count() == 2; }));
+  EXPECT_EQ(connections_->open(), 2);
+  listener_.Stop();
+  EXPECT_EQ(ConnectTo(listener_.listening()[0]), -1);
+  close(early);
+  close(late);
+}
+
+TEST_F(ListenerTest, AnAddressWithoutAFamilyTakesBoth) {
+  ASSERT_TRUE(listener_.Listen({"0.0.0.0:0"}).ok());
+  listener_.Start(taken_.Take());
+  const int v4 = ConnectTo(listener_.listening()[0]);
+  const int v6 = ConnectTo(listener_.listening()[0], AF_INET6);
+  EXPECT_GE(v4, 0);
+  EXPECT_TRUE(v6 >= 0 || socket(AF_INET6, SOCK_STREAM, 0) < 0 || errno == EADDRNOTAVAIL);
+  close(v4);
+  if (v6 >= 0) close(v6);
+}
+
+TEST_F(ListenerTest, ANameMayBeSeveralAddressesOfOnePort) {
+  ASSERT_TRUE(listener_.Listen({"localhost:0"}).ok());
+  listener_.Start(taken_.Take());
+  const int v4 = ConnectTo(listener_.listening()[0]);
+  EXPECT_GE(v4, 0);
+  close(v4);
+}
+
+TEST_F(ListenerTest, AnErrorNamesTheAddress) {
+  for (const char* address : {"192.0.2.1:0", "no.such.host.invalid:80", "127.0.0.1:70000"}) {
+    EXPECT_THAT(listener_.Listen({address}).message(), HasSubstr(address));
+  }
+}
+
+TEST_F(ListenerTest, ATakenPortIsRefused) {
+  ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
+  Listener second(connections_);
+  EXPECT_THAT(second.Listen(listener_.listening()).message(), HasSubstr("in use"));
+}
+
+TEST_F(ListenerTest, RefusesWhenItIsTold) {
+  ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
+  listener_.Refuse(true);
+  listener_.Start(taken_.Take());
+  const int fd = ConnectTo(listener_.listening()[0]);
+  char byte = 0;
+  EXPECT_LE(recv(fd, &byte, 1, 0), 0) << "closed";
+  listener_.Refuse(false);
+  const int next = ConnectTo(listener_.listening()[0]);
+  EXPECT_TRUE(Becomes([&] { return taken_.count() == 1; }));
+  close(fd);
+  close(next);
+}
+
+// The process has no descriptor left for a while.
+TEST_F(ListenerTest, RecoversWhenThereWereNoDescriptors) {
+  ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
+  listener_.Start(taken_.Take());
+  const int fd = ConnectTo(listener_.listening()[0]);
+  EXPECT_TRUE(Becomes([&] { return taken_.count() == 1; }));
+  const int last = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  rlimit before = {};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const rlimit none = {.rlim_cur = static_cast<rlim_t>(last), .rlim_max = before.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &none);
+  sockaddr_in address = {.sin_family = AF_INET};
+  const std::vector<std::string> parts = absl::StrSplit(listener_.listening()[0], ':');
+  address.sin_port = htons(static_cast<uint16_t>(std::stoi(parts.back())));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(last, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  char byte = 0;
+  EXPECT_LE(recv(last, &byte, 1, 0), 0) << "refused, not left in the queue";
+  setrlimit(RLIMIT_NOFILE, &before);
+  const int next = ConnectTo(listener_.listening()[0]);
+  EXPECT_TRUE(Becomes([&] { return taken_.count() == 2; }));
+  close(fd);
+  close(last);
+  close(next);
+}
+
+}  // namespace
+}  // namespace logitd::door

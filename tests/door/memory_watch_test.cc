@@ -1,0 +1,127 @@
+#include "server/door/memory_watch.h"
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/time/clock.h"
+
+namespace logitd::door {
+namespace {
+
+bool Becomes(const std::function<bool()>& condition) {
+  const absl::Time end = absl::Now() + absl::Seconds(5);
+  while (!condition()) {
+    if (absl::Now() > end) return false;
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  return true;
+}
+
+class Cuts final : public ConnectionEvents {
+ public:
+  void OnCut(Limit reason) override { count_ += reason == Limit::kMemory; }
+  std::atomic<int> count_ = 0;
+};
+
+// A process whose memory is a number. Limit 100, margin 10.
+class MemoryWatchTest : public ::testing::Test {
+ protected:
+  MemoryWatchOptions Options() {
+    return {.base = 40,
+            .allowed_growth = [] { return int64_t{60}; },
+            .held = [this] { return held_.load(); },
+            .shed = [this](bool shed) { shedding_ = shed; },
+            .saw = [this](int64_t resident) { saw_ = resident; },
+            .margin = 10,
+            .period = absl::Milliseconds(2),
+            .spare = 20,
+            .quiet = absl::Milliseconds(50),
+            .resident = [this] { return resident_.load(); },
+            .give_back =
+                [this] {
+                  ++given_back_;
+                  resident_ -= unused_.exchange(0);
+                }};
+  }
+
+  std::atomic<int64_t> resident_ = 40;
+  std::atomic<int64_t> unused_ = 0;
+  std::atomic<int64_t> held_ = 0;
+  std::atomic<int64_t> saw_ = 0;
+  std::atomic<int> given_back_ = 0;
+  std::atomic<bool> shedding_ = false;
+  const std::shared_ptr<Cuts> cuts_ = std::make_shared<Cuts>();
+  const std::shared_ptr<Connections> connections_ = Connections::Create({}, cuts_);
+};
+
+TEST_F(MemoryWatchTest, BelowTheLimitItOnlyLooks) {
+  resident_ = 90;
+  held_ = 50;
+  const MemoryWatch watch(connections_, Options());
+  EXPECT_EQ(watch.limit(), 100);
+  EXPECT_TRUE(Becomes([&] { return saw_ == 90; }));
+  absl::SleepFor(absl::Milliseconds(100));
+  EXPECT_FALSE(shedding_);
+  EXPECT_EQ(given_back_, 0);
+}
+
+TEST_F(MemoryWatchTest, UnusedMemoryGoesBeforeAnyoneIsCut) {
+  const MemoryWatch watch(connections_, Options());
+  held_ = 50;
+  unused_ = 30;
+  resident_ = 95;
+  EXPECT_TRUE(Becomes([&] { return resident_ == 65; }));
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_FALSE(shedding_);
+}
+
+TEST_F(MemoryWatchTest, AboveTheLimitItShedsAndCutsTheLargestSender) {
+  int pair[2] = {};
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
+  const sockaddr unnamed = {.sa_family = AF_UNIX};
+  ASSERT_NE(connections_->Add(pair[0], &unnamed, sizeof(sa_family_t)), nullptr);
+  ASSERT_EQ(write(pair[1], "PRI", 3), 3);
+  char buffer[8];
+  iovec part = {buffer, sizeof(buffer)};
+  msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+  ASSERT_EQ(recvmsg(pair[0], &message, 0), 3);
+
+  const MemoryWatch watch(connections_, Options());
+  resident_ = 95;
+  EXPECT_TRUE(Becomes([&] { return cuts_->count_ == 1; }));
+  EXPECT_TRUE(shedding_);
+  resident_ = 85;  // below, but not by the margin
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_TRUE(shedding_);
+  resident_ = 60;
+  EXPECT_TRUE(Becomes([&] { return !shedding_; }));
+  close(pair[0]);
+  close(pair[1]);
+}
+
+TEST_F(MemoryWatchTest, MemoryThatStaysUnusedIsGivenBack) {
+  const MemoryWatch watch(connections_, Options());
+  held_ = 10;
+  unused_ = 5;
+  resident_ = 75;  // 40 + 10 + 20 are in use or spare
+  const absl::Time start = absl::Now();
+  EXPECT_TRUE(Becomes([&] { return given_back_ > 0; }));
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(40));
+}
+
+TEST(ResidentBytesTest, AreThoseOfTheProcess) {
+  const int64_t before = ResidentBytes();
+  EXPECT_GT(before, 1 << 20);
+  const std::vector<char> touched(64 << 20, 'x');
+  EXPECT_GT(ResidentBytes() - before, 60 << 20);
+}
+
+}  // namespace
+}  // namespace logitd::door
