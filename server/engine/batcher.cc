@@ -284,7 +284,7 @@ void Batcher::RemovePending(Job* job) {
   (queue->is_long ? pending_long_ : pending_short_).Remove(job);
 }
 
-// Runs whenever a slab becomes free or a job waits for one. So no job waits that may take a slab.
+// Runs whenever a slab is not at work any more, or a job waits for one. So no job waits that may take a slab.
 void Batcher::PlacePending() {
   while (pending_.first != nullptr) {
     Job* next = nullptr;
@@ -475,6 +475,7 @@ void Batcher::GiveBack(Batch* batch, JobList& ended) {
   if (unfinished_ == 0) clock_.Idle();
   if (batch->kept) {
     batch->state = Batch::State::kKept;
+    PlacePending();  // a slab that is kept is not at work
   } else {
     Release(batch);
   }

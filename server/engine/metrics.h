@@ -16,9 +16,9 @@
 //   logitd_request_seconds{op}        from headers to status
 // Histograms, one observation per batch
 //   logitd_batch_rows                 its rows
-//   logitd_batch_queue_seconds        its oldest job's wait for a place and a stream
+//   logitd_batch_queue_seconds        its oldest job's wait for a place and its first slice
 //   logitd_batch_copy_seconds         the copy of its oldest job's payload into the slab
-//   logitd_batch_{h2d,kernel,d2h}_seconds  its times on the device
+//   logitd_batch_{h2d,kernel,d2h}_seconds  its times on the device, in all slices
 #ifndef LOGITD_SERVER_ENGINE_METRICS_H_
 #define LOGITD_SERVER_ENGINE_METRICS_H_
 

@@ -255,7 +255,7 @@ int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const Slice
         std::round(static_cast<double>(left) * row_ns / static_cast<double>(rules.max_slice_ns));
     if (slices <= 1) return left;
     rows = static_cast<int64_t>(std::ceil(static_cast<double>(left) / slices));
-  } else {
+  } else if (batch.key.head == nullptr) {
     rows = kUnknownSliceBytes / static_cast<int64_t>(RowStride(batch.key));
   }
   return std::min(left, (std::max<int64_t>(rows, 1) + step - 1) / step * step);

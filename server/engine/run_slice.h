@@ -24,9 +24,9 @@ struct SliceRules {
 
 // The rows of the next slice. They take about max_slice_ns, by the batch's last slice, else by
 // `row_ns`, the estimate for its kind; slices of one batch are about equal, and the last one is not
-// much shorter. Of a kind that never ran (0), the first slice holds at most 1 MiB. A batch on a
-// head is cut at multiples of linear_rows: fewer would read the head more often than they have to,
-// so its slices may take longer.
+// much shorter. A batch on a head is cut at multiples of linear_rows: fewer would read the head more
+// often than they have to, so its slices may take longer. Of a kind that never ran (0), the first
+// slice is small: 1 MiB, or linear_rows rows.
 int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const SliceRules& rules);
 
 // Runs the next slice of a batch that belongs to the calling thread, and tells `costs` what it took.

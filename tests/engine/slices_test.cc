@@ -216,6 +216,16 @@ TEST_F(SlicesTest, TheFirstSliceOfAnUnknownKindIsSmall) {
   EXPECT_EQ(backend_.log()[0].rows, 4);  // of 256 KiB each
 }
 
+TEST_F(SlicesTest, ABatchOnAHeadIsCutWhereOneReadOfTheHeadEnds) {
+  Start();
+  const auto head =
+      std::make_shared<Head>(&backend_, DeviceMemory(), HeadView{.scale = 1}, HeadInfo());
+  EXPECT_TRUE(Submit({.tag = 'h', .row_elements = kWide, .rows = 200, .head = head})->Wait().ok());
+  std::vector<int64_t> rows;
+  for (const FakeBackend::Ran& ran : Slices()) rows.push_back(ran.rows);
+  EXPECT_THAT(rows, ::testing::ElementsAre(64, 64, 64, 8));
+}
+
 TEST_F(SlicesTest, CallersShareAStreamByWeight) {
   Start();
   constexpr Caller kOne = {.id = 1, .weight = 1};

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
+#include <vector>
 
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/linear_cases.h"
@@ -54,6 +56,36 @@ TEST_F(LinearCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
     EXPECT_EQ(got.d_weight.bytes(), want_gradient.d_weight.bytes());
     EXPECT_EQ(got.d_bias, want_gradient.d_bias);
   });
+}
+
+TEST_F(LinearCpuTest, WorkThatIsAbandonedIsNotComputed) {
+  std::vector<float> weight(1000 * 16, 0.5f), hidden(70 * 16, 1.0f);
+  std::vector<SoftmaxTopKRow> rows(70);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    rows[r] = {.first_entry = static_cast<int64_t>(r), .temperature = 1, .k = 1};
+  }
+  const auto backend = *CreateCpuBackend({.cpu_threads = 2});
+  const auto stream = *backend->CreateStream();
+  for (const bool is_abandoned : {true, false}) {
+    std::vector<int32_t> indices(rows.size(), kUnwrittenIndex);
+    std::vector<float> probs(rows.size()), logsumexp(rows.size());
+    std::vector<RowStatus> status(rows.size());
+    const std::atomic<bool> abandoned = is_abandoned;
+    stream->Watch(&abandoned);
+    ASSERT_TRUE(stream
+                    ->LinearTopK({.hidden = {hidden.data(), DType::kF32, 70, 16, 16},
+                                  .head = {.weight = {weight.data(), DType::kF32, 1000, 16, 16}},
+                                  .topk = {.rows = rows.data(),
+                                           .max_k = 1,
+                                           .indices = indices.data(),
+                                           .probs = probs.data(),
+                                           .logsumexp = logsumexp.data(),
+                                           .status = status.data()}})
+                    .ok());
+    ASSERT_TRUE(stream->Wait().ok());
+    EXPECT_EQ(indices[0], is_abandoned ? kUnwrittenIndex : 0);
+    EXPECT_EQ(indices[69], is_abandoned ? kUnwrittenIndex : 0);
+  }
 }
 
 TEST_F(LinearCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRows) {
