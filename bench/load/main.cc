@@ -1,15 +1,18 @@
 // load_bench: how fast a running logitd answers, and what it does when it gets more than it can.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <exception>
 #include <fstream>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/types/span.h"
 #include "bench/load/load.h"
 #include "bench/load/report.h"
 #include "client/client.h"
@@ -21,7 +24,10 @@ constexpr char kFooter[] = R"(Examples:
   load_bench --preset service --json results.json
   load_bench --rows 8 --vocab 50257 --connections 4 --in-flight 8
   load_bench --rows 1 --rate 2000 --connections 2 --duration 20
+  taskset -c 1 load_bench --preset overload --json overload.json   # logitd: taskset -c 0
 
+The preset overload finds the peak of each shape in a closed loop, then offers 1.1, 2 and 5 times as
+much with a deadline of 200 ms. "in time" is answers within the deadline per second.
 The table: latency percentiles in microseconds; "added" is the client's round trip less the kernel.
 Exit codes: 0 done, 1 a scenario had no answer or the server is not there, 2 bad usage.)";
 
@@ -59,6 +65,25 @@ std::vector<Scenario> ServicePreset(const Scenario& base) {
   return out;
 }
 
+// One shape of request for the overload preset.
+struct Shape {
+  const char* name;
+  int64_t rows;
+  int64_t vocab;
+  int k;
+};
+
+// Work whose cost is the kernel, and work whose cost is the socket.
+constexpr Shape kOverloadShapes[] = {{"1x131072_k20000", 1, 131072, 20000},
+                                     {"8x50257_k10", 8, 50257, 10}};
+// For a server with a device: the cost of a call is its way to the device.
+constexpr Shape kOverloadDeviceShapes[] = {{"1x131072_k64", 1, 131072, 64},
+                                           {"8x50257_k10", 8, 50257, 10}};
+constexpr int kPeakInFlight[] = {1, 2, 4};
+constexpr double kOverloads[] = {1.1, 2, 5};
+constexpr absl::Duration kOverloadDeadline = absl::Milliseconds(200);
+constexpr int kOverloadConnections = 8;
+
 struct Flags {
   Scenario scenario = {.name = "flags"};
   std::string address = "127.0.0.1:7450";
@@ -81,7 +106,7 @@ void AddFlags(CLI::App* app, Flags* flags) {
       ->envname("LOGITD_ADDR")
       ->capture_default_str();
   app->add_option("--preset", flags->preset, "a list of scenarios in place of the other flags")
-      ->check(CLI::IsMember({"service"}));
+      ->check(CLI::IsMember({"service", "overload"}));
   number("--rows", &scenario.rows, "rows per request", 1, 1 << 24);
   number("--vocab", &scenario.vocab, "logits per row", 1, 1 << 20);
   number("--k", &scenario.k, "tokens per row; also in presets", 1, 1 << 20);
@@ -114,6 +139,83 @@ int Fail(int code, const std::string& text) {
   return code;
 }
 
+// Runs scenarios, prints them and adds them to the report.
+class Runner {
+ public:
+  Runner(const Flags& flags, nlohmann::ordered_json report)
+      : flags_(flags), report_(std::move(report)) {
+    report_["results"] = nlohmann::ordered_json::array();
+  }
+
+  // Where `peak` is not 0, the summary says which share of it was answered in time.
+  absl::StatusOr<double> Run(const Scenario& scenario, double peak = 0) {
+    absl::StatusOr<Measured> measured = RunScenario(scenario, flags_.address, flags_.server_pid);
+    if (!measured.ok()) {
+      return absl::Status(measured.status().code(),
+                          absl::StrCat(scenario.name, ": ", measured.status().ToString()));
+    }
+    nlohmann::ordered_json summary = Summarise(*measured);
+    const double in_time = summary["goodput_per_s"];
+    if (peak > 0) {
+      summary["peak_per_s"] = peak;
+      summary["goodput_share_of_peak"] = in_time / peak;
+    }
+    absl::PrintF("%s", TableLines(summary));
+    std::fflush(stdout);
+    report_["results"].push_back(summary);
+    if (measured->samples.empty()) answered_ = false;
+    return in_time;
+  }
+
+  // The peak of a shape, then more than that.
+  absl::Status Overload(const Shape& shape) {
+    Scenario scenario = flags_.scenario;
+    scenario.rows = shape.rows;
+    scenario.vocab = shape.vocab;
+    scenario.k = shape.k;
+    scenario.connections = kOverloadConnections;
+    scenario.deadline = kOverloadDeadline;
+    double peak = 0;
+    for (const int in_flight : kPeakInFlight) {
+      scenario.in_flight = in_flight;
+      scenario.name = absl::StrFormat("%s_peak", shape.name);
+      const absl::StatusOr<double> in_time = Run(scenario);
+      if (!in_time.ok()) return in_time.status();
+      peak = std::max(peak, *in_time);
+    }
+    for (const double times : kOverloads) {
+      scenario.rate = times * peak;
+      scenario.name = absl::StrFormat("%s_x%g", shape.name, times);
+      if (const auto in_time = Run(scenario, peak); !in_time.ok()) return in_time.status();
+    }
+    return absl::OkStatus();
+  }
+
+  const nlohmann::ordered_json& report() const { return report_; }
+  bool answered() const { return answered_; }
+
+ private:
+  const Flags& flags_;
+  nlohmann::ordered_json report_;
+  bool answered_ = true;  // every scenario had an answer
+};
+
+absl::Status RunAll(const Flags& flags, bool device, Runner* runner) {
+  if (flags.preset == "overload") {
+    for (const Shape& shape : absl::MakeConstSpan(device ? kOverloadDeviceShapes
+                                                          : kOverloadShapes)) {
+      if (absl::Status status = runner->Overload(shape); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+  const std::vector<Scenario> scenarios =
+      flags.preset.empty() ? std::vector<Scenario>{flags.scenario} : ServicePreset(flags.scenario);
+  for (const Scenario& scenario : scenarios) {
+    if (const auto in_time = runner->Run(scenario); !in_time.ok()) return in_time.status();
+  }
+  return absl::OkStatus();
+}
+
 int Main(int argc, char** argv) {
   CLI::App app(
       "load_bench: how fast a running logitd answers, and what it does under too much load.",
@@ -129,8 +231,6 @@ int Main(int argc, char** argv) {
   flags.scenario.warmup = absl::Seconds(flags.warmup_s);
   flags.scenario.duration = absl::Seconds(flags.duration_s);
   flags.scenario.deadline = absl::Seconds(flags.deadline_s);
-  const std::vector<Scenario> scenarios =
-      flags.preset.empty() ? std::vector<Scenario>{flags.scenario} : ServicePreset(flags.scenario);
 
   const auto client = client::Client::Create({.address = flags.address});
   if (!client.ok()) return Fail(2, std::string(client.status().message()));
@@ -139,28 +239,18 @@ int Main(int argc, char** argv) {
     return Fail(1, absl::StrFormat("%s\n  hint: is logitd running at %s?", info.status().ToString(),
                                    flags.address));
   }
-  nlohmann::ordered_json report = Provenance(*info, flags.address);
-  report["results"] = nlohmann::ordered_json::array();
   absl::PrintF("logitd %s, %s, %s\n%s", info->version(), info->backend(), info->device().name(),
                TableHeader());
-  int code = 0;
-  for (const Scenario& scenario : scenarios) {
-    absl::StatusOr<Measured> measured = RunScenario(scenario, flags.address, flags.server_pid);
-    if (!measured.ok()) {
-      return Fail(1, absl::StrCat(scenario.name, ": ", measured.status().ToString()));
-    }
-    const nlohmann::ordered_json summary = Summarise(*measured);
-    absl::PrintF("%s", TableLines(summary));
-    std::fflush(stdout);
-    report["results"].push_back(summary);
-    if (measured->samples.empty()) code = 1;
+  Runner runner(flags, Provenance(*info, flags.address));
+  if (absl::Status status = RunAll(flags, info->backend() == "cuda", &runner); !status.ok()) {
+    return Fail(1, std::string(status.message()));
   }
   if (!flags.json_file.empty()) {
     std::ofstream out(flags.json_file);
-    out << report.dump(2) << "\n";
+    out << runner.report().dump(2) << "\n";
     if (!out.flush()) return Fail(1, flags.json_file + ": cannot be written");
   }
-  return code;
+  return runner.answered() ? 0 : 1;
 }
 
 }  // namespace

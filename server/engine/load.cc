@@ -34,6 +34,10 @@ constexpr double kMaxStep = 1.0;
 constexpr double kHeaderMargin = 2.0;
 constexpr double kArrivedMargin = 0.0;
 
+// The part of its time that a call may take by prediction. The rest is for what the server does not
+// see: its headers wait in the caller and in the socket before they are read.
+constexpr double kUsableTime = 0.8;
+
 // Up to so many active callers, one without outstanding calls is always let in.
 constexpr size_t kFewCallers = 16;
 
@@ -169,12 +173,13 @@ absl::Status Load::Begin(const Call& call, Work* work) {
     if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
     const bool light = caller.calls == 0 && callers_.size() <= kFewCallers;
     const absl::Duration takes = absl::Nanoseconds(*predicted);
-    if (call.deadline != absl::InfiniteFuture() && !light && takes > call.deadline - now) {
+    if (call.deadline != absl::InfiniteFuture() && !light &&
+        takes > (call.deadline - now) * kUsableTime) {
       const bool probe = now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
       if (!probe) {
         if (caller.calls == 0) callers_.erase(call.caller.id);
         if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless);
-        return Hopeless(takes, call.deadline - now);
+        return Hopeless(takes / kUsableTime, call.deadline - now);
       }
       last_probe_ = now;
     }

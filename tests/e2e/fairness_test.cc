@@ -32,6 +32,13 @@ std::string Refused(const std::string& reason) {
   return absl::StrCat("logitd_refused_total{reason=\"", reason, "\"}");
 }
 
+// A message of a SampleStream.
+std::string Greedy(const std::vector<float>& logits, int64_t rows) {
+  auto request = Of<v1::SampleRequest>(logits, rows);
+  request.add_temperature(0);
+  return request.SerializeAsString();
+}
+
 // Small calls on a connection of their own: each must succeed within two seconds.
 void ExpectServed(const ServerProcess& server, int calls) {
   const auto channel = Connect(server.tcp());
@@ -72,8 +79,7 @@ TEST(FairnessTest, HeadersWithoutMessagesOnOneConnectionDoNotKeepOthersOut) {
 
 TEST(FairnessTest, IdleStreamsGiveTheirRoomBack) {
   const ServerProcess server(kSomeRoom);
-  const std::string message =
-      Of<v1::SampleRequest>(std::vector<float>(1'900'000, 0.0f), 2).SerializeAsString();
+  const std::string message = Greedy(std::vector<float>(1'900'000, 0.0f), 2);
   std::deque<GenericCall> idle;
   for (int i = 0; i < 20; ++i) {
     idle.emplace_back(Connect(server.tcp()), "/logitd.v1.Sampler/SampleStream");
@@ -146,14 +152,14 @@ TEST(FairnessTest, StatedSizesAndPrioritiesAreChecked) {
 
 TEST(FairnessTest, AStreamEndsAtAMessageLargerThanStated) {
   const ServerProcess server(kSomeRoom);
-  const std::string message = Of<v1::SampleRequest>({1, 2}, 1).SerializeAsString();
+  const std::string message = Greedy({1, 2}, 1);
   GenericCall stream(Connect(server.tcp()), "/logitd.v1.Sampler/SampleStream");
   stream.context().AddMetadata("logitd-payload-bytes", absl::StrCat(message.size()));
   ASSERT_TRUE(stream.Start());
   grpc::ByteBuffer answer;
   ASSERT_TRUE(stream.Write(ToBuffer(message)));
   ASSERT_TRUE(stream.Read(&answer));
-  const std::string larger = Of<v1::SampleRequest>({1, 2, 3}, 1).SerializeAsString();
+  const std::string larger = Greedy({1, 2, 3}, 1);
   ASSERT_TRUE(stream.Write(ToBuffer(larger)));
   EXPECT_FALSE(stream.Read(&answer));
   const grpc::Status status = stream.Finish();
