@@ -46,8 +46,7 @@ PeerName NamePeer(const sockaddr* address, socklen_t length, uint64_t id) {
     }
     char text[INET6_ADDRSTRLEN] = {};
     inet_ntop(AF_INET6, &in.sin6_addr, text, sizeof(text));
-    const std::string zone =
-        in.sin6_scope_id == 0 ? "" : absl::StrCat("%", in.sin6_scope_id);
+    const std::string zone = in.sin6_scope_id == 0 ? "" : absl::StrCat("%", in.sin6_scope_id);
     const bool local = IN6_IS_ADDR_LOOPBACK(&in.sin6_addr);
     return {.peer = absl::StrCat("ipv6:[", text, zone, "]:", ntohs(in.sin6_port)),
             .host = local ? "" : text};
@@ -124,10 +123,10 @@ bool Connection::Received(absl::Span<const iovec> parts, size_t bytes) {
   {
     absl::MutexLock lock(&mutex_);
     if (cut_ != Limit::kNone) return false;
-    ForEachPart(parts, bytes, [&](absl::Span<const uint8_t> part)
-                                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                                    broken = frames_.Received(part, now);
-                                  });
+    ForEachPart(parts, bytes,
+                [&](absl::Span<const uint8_t> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                  broken = frames_.Received(part, now);
+                });
     if (broken == Limit::kNone) return true;
     ShutDown(broken);
   }
@@ -156,8 +155,7 @@ void Connection::EndSending() {
   if (fd_ >= 0) shutdown(fd_, SHUT_WR);
 }
 
-Connections::Connections(const ConnectionOptions& options,
-                         std::shared_ptr<ConnectionEvents> events)
+Connections::Connections(const ConnectionOptions& options, std::shared_ptr<ConnectionEvents> events)
     : options_(options), events_(std::move(events)) {}
 
 std::shared_ptr<Connections> Connections::Create(const ConnectionOptions& options,
@@ -172,12 +170,12 @@ std::shared_ptr<Connection> Connections::Add(int fd, const sockaddr* address, so
     absl::MutexLock lock(&mutex_);
     PeerName name = NamePeer(address, length, last_id_ + 1);
     const auto from_host = name.host.empty() ? by_host_.end() : by_host_.find(name.host);
-    const bool full = static_cast<int64_t>(all_.size()) >= options_.max_connections ||
-                      (from_host != by_host_.end() &&
-                       from_host->second >= (options_.max_connections + 1) / 2);
+    const bool full =
+        static_cast<int64_t>(all_.size()) >= options_.max_connections ||
+        (from_host != by_host_.end() && from_host->second >= (options_.max_connections + 1) / 2);
     if (!full && fd < kMaxDescriptors) {
-      connection = std::make_shared<Connection>(shared_from_this(), ++last_id_, fd, name.peer,
-                                                name.host);
+      connection =
+          std::make_shared<Connection>(shared_from_this(), ++last_id_, fd, name.peer, name.host);
       all_.emplace(connection.get(), connection);
       by_peer_[connection->peer()] = connection.get();
       if (!name.host.empty()) ++by_host_[name.host];

@@ -18,8 +18,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "server/door/frames.h"
 #include "server/door/limits.h"
@@ -32,7 +32,8 @@ class Connections;
 // Thread-safe. Locks are held for the time it takes to read the frames of one read or write.
 class Connection {
  public:
-  Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer, std::string host);
+  Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer,
+             std::string host);
 
   uint64_t id() const { return id_; }  // from 1; never used again
   // As grpc::ServerContext::peer() names it, without percent signs: "ipv4:127.0.0.1:40123",
