@@ -205,6 +205,8 @@ absl::StatusOr<std::unique_ptr<prometheus::Exposer>> ServeMetrics(const Config& 
 
 // Memory of a CPU stream that uses a head.
 constexpr int64_t kHeadScratch = int64_t{64} << 20;
+// What the process itself needs beyond its start: threads, gRPC's own state, what malloc keeps.
+constexpr int64_t kProcessGrowth = int64_t{64} << 20;
 // Parameters and padding of a row, in a slab.
 constexpr int64_t kSlabRowBytes = 168;
 
@@ -227,7 +229,7 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const Devic
     const int64_t scratch = heads > 0 ? config.streams * kHeadScratch : 0;
     return slabs + heads - heads_at_start + scratch;
   };
-  const int64_t messages = rpc::TransportBytes(config.max_held_bytes);
+  const int64_t messages = rpc::TransportBytes(config.max_held_bytes) + kProcessGrowth;
   const auto limit = [=] { return base + device_growth() + messages; };
   return std::make_unique<door::MemoryWatch>(
       std::move(connections),
@@ -320,9 +322,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .connections = connections},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
-  const std::unique_ptr<door::MemoryWatch> memory_watch =
-      WatchMemory(config, device, base_bytes, admission, metrics, connections, door_metrics,
-                  server->get());
+  const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
+      config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
   Events::Kind event = Events::kNothing;

@@ -66,9 +66,8 @@ uint16_t PortOf(int fd) {
   sockaddr_storage address = {};
   socklen_t length = sizeof(address);
   getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  return ntohs(address.ss_family == AF_INET6
-                   ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                   : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                             : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
 bool HasIpv6() {
@@ -181,8 +180,7 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& pat
 
 absl::StatusOr<Address> ParseAddress(absl::string_view text) {
   const auto wrong = [text](absl::string_view allowed) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("got \"%s\", allowed %s", text, allowed));
+    return absl::InvalidArgumentError(absl::StrFormat("got \"%s\", allowed %s", text, allowed));
   };
   if (absl::ConsumePrefix(&text, "unix:")) {
     if (absl::StartsWith(text, "//")) text.remove_prefix(2);  // unix:///PATH, as gRPC's clients

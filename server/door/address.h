@@ -26,8 +26,8 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text);
 // A socket that listens.
 struct ListeningSocket {
   int fd = -1;
-  uint16_t port = 0;       // as bound
-  uint64_t device = 0;     // of a Unix socket's file, with `inode`
+  uint16_t port = 0;    // as bound
+  uint64_t device = 0;  // of a Unix socket's file, with `inode`
   uint64_t inode = 0;
 };
 

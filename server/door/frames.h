@@ -60,10 +60,10 @@ class Frames {
 
   // A stream that neither side has ended.
   struct Stream {
-    uint32_t left = 0;         // payload of the message that has not come
-    uint32_t length = 0;       // the message's, while its prefix comes
-    uint8_t prefix_bytes = 0;  // of the message's prefix
-    uint8_t frames = 0;        // of the message, counted up to 2
+    uint32_t left = 0;           // payload of the message that has not come
+    uint32_t length = 0;         // the message's, while its prefix comes
+    uint8_t prefix_bytes = 0;    // of the message's prefix
+    uint8_t frames = 0;          // of the message, counted up to 2
     uint32_t unread_frames = 0;  // since the last WINDOW_UPDATE to the peer
     int64_t under_way = 0;
   };
@@ -102,13 +102,13 @@ class Frames {
   HeaderList headers_;
   bool in_headers_ = false;  // END_HEADERS has not come
   int continuations_ = 0;
-  size_t header_bytes_ = 0;     // of this list, on the wire
-  size_t priority_bytes_ = 0;   // before the list
+  size_t header_bytes_ = 0;    // of this list, on the wire
+  size_t priority_bytes_ = 0;  // before the list
   uint32_t last_stream_ = 0;
   absl::flat_hash_map<uint32_t, Stream> streams_;
 
   int64_t refilled_ns_;
-  Budget tiny_;      // in units of 1/1024 frame
+  Budget tiny_;  // in units of 1/1024 frame
   Budget control_;
   Budget resets_;
   int64_t unread_answers_ = 0;

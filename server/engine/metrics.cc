@@ -39,7 +39,8 @@ constexpr Help kGauges[] = {
     {"logitd_slabs", "All slabs."},
     {"logitd_slabs_kept", "Slabs in use whose answer is still being sent."},
     {"logitd_heads", "Heads loaded."},
-    {"logitd_head_bytes", "Device memory of heads: loading, loaded, and unloaded ones that jobs still use."},
+    {"logitd_head_bytes",
+     "Device memory of heads: loading, loaded, and unloaded ones that jobs still use."},
     {"logitd_predicted_delay_seconds", "Predicted time of the last call from headers to its end."},
     {"logitd_draining", "1 from the start of the drain."},
 };

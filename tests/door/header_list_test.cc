@@ -42,8 +42,7 @@ INSTANTIATE_TEST_SUITE_P(
         Block{"a_name_of_the_static_table", "\4\5/abcd"s, 5 + 5 + 32},  // :path
         Block{"a_long_value", "\0\1x\x7f\x81\1"s + std::string(256, 'y'), 1 + 256 + 32},
         // RFC 7541, C.4.1: :authority www.example.com (10 + 15 + 32) in 12 bytes of Huffman code.
-        Block{"huffman",
-              "\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff"s, 57},
+        Block{"huffman", "\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff"s, 57},
         Block{"an_added_field_again", "\x40\1x\1y\xbe\xbe"s, 3 * 34},
         Block{"the_newest_field_has_the_lowest_number", "\x40\1x\3yyy\x40\1z\0\xbe\xbf"s,
               36 + 33 + 33 + 36},

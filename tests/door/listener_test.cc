@@ -41,22 +41,15 @@ struct Parsed {
 };
 
 TEST(AddressTest, IsHostAndPortOrAPath) {
-  for (const Parsed& wanted : {Parsed{"127.0.0.1:80", "", "127.0.0.1", 80},
-                               Parsed{"[::1]:0", "", "::1", 0},
-                               Parsed{"localhost:65535", "", "localhost", 65535},
-                               Parsed{"unix:/run/a b", "/run/a b", "", 0},
-                               Parsed{"unix:///run/x", "/run/x", "", 0},
-                               Parsed{"unix:relative", "relative", "", 0},
-                               Parsed{"unix:", "", "", -1},
-                               Parsed{"nowhere", "", "", -1},
-                               Parsed{":80", "", "", -1},
-                               Parsed{"::1:80", "", "", -1},
-                               Parsed{"[::1:80", "", "", -1},
-                               Parsed{"127.0.0.1:", "", "", -1},
-                               Parsed{"127.0.0.1:-1", "", "", -1},
-                               Parsed{"127.0.0.1:+1", "", "", -1},
-                               Parsed{"127.0.0.1:65536", "", "", -1},
-                               Parsed{"127.0.0.1:http", "", "", -1}}) {
+  for (const Parsed& wanted :
+       {Parsed{"127.0.0.1:80", "", "127.0.0.1", 80}, Parsed{"[::1]:0", "", "::1", 0},
+        Parsed{"localhost:65535", "", "localhost", 65535},
+        Parsed{"unix:/run/a b", "/run/a b", "", 0}, Parsed{"unix:///run/x", "/run/x", "", 0},
+        Parsed{"unix:relative", "relative", "", 0}, Parsed{"unix:", "", "", -1},
+        Parsed{"nowhere", "", "", -1}, Parsed{":80", "", "", -1}, Parsed{"::1:80", "", "", -1},
+        Parsed{"[::1:80", "", "", -1}, Parsed{"127.0.0.1:", "", "", -1},
+        Parsed{"127.0.0.1:-1", "", "", -1}, Parsed{"127.0.0.1:+1", "", "", -1},
+        Parsed{"127.0.0.1:65536", "", "", -1}, Parsed{"127.0.0.1:http", "", "", -1}}) {
     const auto address = ParseAddress(wanted.text);
     EXPECT_EQ(address.ok(), wanted.port >= 0) << wanted.text;
     if (!address.ok()) continue;

@@ -15,7 +15,7 @@ inline constexpr uint8_t kHeaders = 1;
 inline constexpr uint8_t kSettings = 4;
 inline constexpr uint8_t kWindowUpdate = 8;
 inline constexpr uint8_t kContinuation = 9;
-inline constexpr uint8_t kAck = 1;        // flag of SETTINGS
+inline constexpr uint8_t kAck = 1;  // flag of SETTINGS
 inline constexpr uint8_t kEndHeaders = 4;
 
 std::string Frame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload);
