@@ -252,7 +252,7 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
   spdlog::info("draining: {} calls to finish within {}", server.calls(),
                absl::FormatDuration(config.drain_grace));
   const absl::Time end = absl::Now() + config.drain_grace;
-  // A batch without a caller also gets the grace: it may be slow, and the device may be well.
+  // A slice without a caller also gets the grace: it may be slow, and the device may be well.
   const auto busy = [&] {
     return server.calls() > 0 || server.loading() || !engine.WaitIdle(absl::InfinitePast());
   };

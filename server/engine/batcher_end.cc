@@ -67,7 +67,7 @@ bool Batcher::IsGone(const Job& job) { return job.place_.gone.load(std::memory_o
 void Batcher::EndBetweenSlices(Batch* batch, JobList& ended) {
   const absl::Time now =
       batch->first_deadline == absl::InfiniteFuture() ? absl::InfinitePast() : absl::Now();
-  const bool late = batch->first_deadline <= now;
+  const bool late = batch->first_deadline <= now || batch->abandoned;
   if (!closed_ && !late && batch->gone == 0) return;
   batch->gone = 0;
   batch->first_deadline = absl::InfiniteFuture();
