@@ -190,6 +190,7 @@ absl::Status Load::Begin(const Call& call, Work* work) {
   work->caller_ = call.caller;
   work->op_ = call.op;
   work->deadline_ = call.deadline;
+  work->expected_bytes_ = static_cast<int64_t>(bytes);
   work->stated_ = call.bytes.has_value();
   work->received_ = call.received;
   work->cost_ = {cost, 0};
@@ -262,6 +263,7 @@ Load::Work& Load::Work::operator=(Work&& other) noexcept {
     caller_ = other.caller_;
     op_ = other.op_;
     deadline_ = other.deadline_;
+    expected_bytes_ = other.expected_bytes_;
     stated_ = other.stated_;
     received_ = other.received_;
     arrived_ = other.arrived_;
