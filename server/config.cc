@@ -184,8 +184,9 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "Calls that may wait for that memory, half of them of one connection; more are refused with "
       "RESOURCE_EXHAUSTED")
       ->check(CLI::Range(0, 1 << 20));
-  AddSize(app, "--min-receive-rate", &config->min_receive_rate,
-          "Bytes per second at which a message must come while other calls wait for memory; 0: any");
+  AddSize(
+      app, "--min-receive-rate", &config->min_receive_rate,
+      "Bytes per second at which a message must come while other calls wait for memory; 0: any");
   Add(app, "--max-batch-rows", &config->max_batch_rows,
       "Rows of one batch, and of the largest request; only bytes bound the rows of attention")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));

@@ -152,8 +152,8 @@ struct Admission::State {
         while (const auto next = room.Grant()) {
           const auto it = waiters.find(next->waiter);
           deadlines.erase({it->second.ask.deadline, it->first});
-          answers.push_back({std::move(it->second.ready),
-                             MakeTicket(it->second.ask, next->holder, next->part)});
+          answers.push_back(
+              {std::move(it->second.ready), MakeTicket(it->second.ask, next->holder, next->part)});
           waiters.erase(it);
         }
         if (answers.empty()) granting = false;
@@ -247,8 +247,8 @@ void Admission::State::RunTimer() {
     } else if (waiting_since == absl::InfiniteFuture()) {
       waiting_since = look_due = now;
     }
-    timer_due = std::min(look_due, deadlines.empty() ? absl::InfiniteFuture()
-                                                     : deadlines.begin()->first);
+    timer_due =
+        std::min(look_due, deadlines.empty() ? absl::InfiniteFuture() : deadlines.begin()->first);
     if (room.waiting() > 0 && !turns.empty()) timer_due = std::min(timer_due, turns.begin()->first);
     if (timer_due > now) {
       timer_wake.WaitUntil(mutex, timer_due);

@@ -144,12 +144,11 @@ int64_t Load::CostOf(const OpTraits& op, int64_t bytes) const {
 
 absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const {
   const absl::Duration delay = std::max(kMinRetry, predicted - std::max(left, kMinRetry));
-  return WithRetryDelay(
-      absl::ResourceExhaustedError(absl::StrFormat(
-          "predicted %d ms, the deadline leaves %d ms; retry after %d ms",
-          absl::ToInt64Milliseconds(predicted), absl::ToInt64Milliseconds(left),
-          absl::ToInt64Milliseconds(delay))),
-      delay);
+  return WithRetryDelay(absl::ResourceExhaustedError(absl::StrFormat(
+                            "predicted %d ms, the deadline leaves %d ms; retry after %d ms",
+                            absl::ToInt64Milliseconds(predicted), absl::ToInt64Milliseconds(left),
+                            absl::ToInt64Milliseconds(delay))),
+                        delay);
 }
 
 absl::Status Load::Begin(const Call& call, Work* work) {

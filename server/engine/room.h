@@ -31,7 +31,8 @@ class Room {
   static constexpr int64_t kUnaskedBytes = int64_t{64} << 10;
   // So many messages are received at the same time, however large they are.
   static constexpr int kMinReceiving = 2;
-  static constexpr int64_t kSmallAsk = (int64_t{1} << 20) + (int64_t{64} << 10);  // 1 MiB and small fields
+  static constexpr int64_t kSmallAsk =
+      (int64_t{1} << 20) + (int64_t{64} << 10);  // 1 MiB and small fields
   using WaiterId = uint64_t;
   struct Line;
 

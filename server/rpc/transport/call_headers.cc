@@ -21,9 +21,7 @@ constexpr int64_t kMessageOverhead = int64_t{16} << 10;
 // For the text of an error: a peer may send any length.
 constexpr size_t kShownBytes = 32;
 
-std::string Shown(absl::string_view text) {
-  return absl::CHexEscape(text.substr(0, kShownBytes));
-}
+std::string Shown(absl::string_view text) { return absl::CHexEscape(text.substr(0, kShownBytes)); }
 
 }  // namespace
 
@@ -50,16 +48,15 @@ absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& conte
     if (value == "batch") {
       headers.caller.priority = engine::Priority::kBatch;
     } else if (value != "interactive") {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
     }
   }
   if (const auto it = metadata.find(kPayloadBytes); it != metadata.end()) {
     int64_t bytes = -1;
     if (!absl::SimpleAtoi(value_of(it), &bytes) || bytes < 0 || bytes > max_message_bytes) {
-      return absl::InvalidArgumentError(absl::StrFormat("%s: got \"%s\", allowed 0..%d",
-                                                        kPayloadBytes, Shown(value_of(it)),
-                                                        max_message_bytes));
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "%s: got \"%s\", allowed 0..%d", kPayloadBytes, Shown(value_of(it)), max_message_bytes));
     }
     headers.stated_bytes = bytes;
   }

@@ -35,7 +35,8 @@ class StreamCall::Item final : public RequestJob {
   void BeginWork(int64_t message_bytes) {
     const engine::Load::Call call = {
         .caller = spec().caller, .op = spec().key.op, .bytes = message_bytes, .received = true};
-    if (environment().load->Begin(call, &work_).ok()) work_.Arrived(message_bytes, spec()).IgnoreError();
+    if (environment().load->Begin(call, &work_).ok())
+      work_.Arrived(message_bytes, spec()).IgnoreError();
   }
 
   bool done = false;
@@ -238,20 +239,20 @@ void StreamCall::OnReadDone(bool ok) {
     item->SetTicket(std::move(ticket));
     return Submit(item);
   }
-  admission_wait_.Enter({.caller = headers_.caller,
-                         .deadline = headers_.deadline,
-                         .bytes = item->needed_bytes(),
-                         .received = true},
-                        [stream = shared_from_this(),
-                         item](absl::StatusOr<engine::Admission::Ticket> more) {
-                          if (!more.ok()) {
-                            stream->EndInput(more.status());
-                            return item->End(more.status());
-                          }
-                          more->Received(item->needed_bytes());
-                          item->SetTicket(*std::move(more));
-                          stream->Submit(item);
-                        });
+  admission_wait_.Enter(
+      {.caller = headers_.caller,
+       .deadline = headers_.deadline,
+       .bytes = item->needed_bytes(),
+       .received = true},
+      [stream = shared_from_this(), item](absl::StatusOr<engine::Admission::Ticket> more) {
+        if (!more.ok()) {
+          stream->EndInput(more.status());
+          return item->End(more.status());
+        }
+        more->Received(item->needed_bytes());
+        item->SetTicket(*std::move(more));
+        stream->Submit(item);
+      });
 }
 
 void StreamCall::Submit(const std::shared_ptr<Item>& item) {
