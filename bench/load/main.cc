@@ -121,9 +121,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
   app->add_flag("--retry", scenario.retry,
                 "closed loop: try again after a refusal and the server's delay");
   app->add_option("--priority", scenario.priority, "interactive or batch")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, client::Priority>{{"interactive", client::Priority::kInteractive},
-                                                  {"batch", client::Priority::kBatch}}));
+      ->transform(CLI::CheckedTransformer(std::map<std::string, client::Priority>{
+          {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
   app->add_flag("!--no-stated-sizes", scenario.state_sizes,
                 "do not tell the server the size of a message");
   number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);
@@ -202,8 +201,8 @@ class Runner {
 
 absl::Status RunAll(const Flags& flags, bool device, Runner* runner) {
   if (flags.preset == "overload") {
-    for (const Shape& shape : absl::MakeConstSpan(device ? kOverloadDeviceShapes
-                                                          : kOverloadShapes)) {
+    for (const Shape& shape :
+         absl::MakeConstSpan(device ? kOverloadDeviceShapes : kOverloadShapes)) {
       if (absl::Status status = runner->Overload(shape); !status.ok()) return status;
     }
     return absl::OkStatus();

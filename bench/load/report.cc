@@ -121,9 +121,9 @@ ordered_json Summarise(const Measured& measured) {
 }
 
 std::string TableHeader() {
-  return absl::StrFormat("%-22s %-6s %8s %9s %9s %9s %7s %9s %9s %9s %9s %9s %9s\n",
-                         "scenario", "loop", "conn x n", "req/s", "in time", "rows/s", "GB/s", "p50 us", "p90", "p99", "p99.9",
-                         "max", "added p50");
+  return absl::StrFormat("%-22s %-6s %8s %9s %9s %9s %7s %9s %9s %9s %9s %9s %9s\n", "scenario",
+                         "loop", "conn x n", "req/s", "in time", "rows/s", "GB/s", "p50 us", "p90",
+                         "p99", "p99.9", "max", "added p50");
 }
 
 std::string TableLines(const ordered_json& s) {
@@ -133,14 +133,13 @@ std::string TableLines(const ordered_json& s) {
       s["mode"] == "open"
           ? absl::StrFormat("%d", s["connections"].get<int>())
           : absl::StrFormat("%dx%d", s["connections"].get<int>(), s["in_flight"].get<int>());
-  std::string out =
-      absl::StrFormat("%-22s %-6s %8s %9.1f %9.1f %9.0f %7.2f %9.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n",
-                      s["name"].get<std::string>(), s["mode"].get<std::string>(), load,
-                      s["requests_per_s"].get<double>(), s["goodput_per_s"].get<double>(),
-                      s["rows_per_s"].get<double>(),
-                      s["payload_gb_per_s"].get<double>(), Micros(latency["p50"]),
-                      Micros(latency["p90"]), Micros(latency["p99"]), Micros(latency["p99_9"]),
-                      Micros(latency["max"]), Micros(s["round_trip_minus_kernel_ns"]["p50"]));
+  std::string out = absl::StrFormat(
+      "%-22s %-6s %8s %9.1f %9.1f %9.0f %7.2f %9.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n",
+      s["name"].get<std::string>(), s["mode"].get<std::string>(), load,
+      s["requests_per_s"].get<double>(), s["goodput_per_s"].get<double>(),
+      s["rows_per_s"].get<double>(), s["payload_gb_per_s"].get<double>(), Micros(latency["p50"]),
+      Micros(latency["p90"]), Micros(latency["p99"]), Micros(latency["p99_9"]),
+      Micros(latency["max"]), Micros(s["round_trip_minus_kernel_ns"]["p50"]));
   absl::StrAppendFormat(
       &out,
       "    medians, us: receive %.1f, copy %.1f, queue %.1f, h2d %.1f, kernel %.1f, d2h %.1f, "

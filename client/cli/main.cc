@@ -132,9 +132,8 @@ void AddCommonFlags(CLI::App* command, CommonFlags* common) {
   command
       ->add_option("--priority", common->priority,
                    "interactive, or batch: the server runs it when no interactive work waits")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, client::Priority>{{"interactive", client::Priority::kInteractive},
-                                                  {"batch", client::Priority::kBatch}}));
+      ->transform(CLI::CheckedTransformer(std::map<std::string, client::Priority>{
+          {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
   command->add_option("--format", common->format, "how to print the answer")
       ->check(CLI::IsMember({"table", "json"}))
       ->capture_default_str();

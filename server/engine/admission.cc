@@ -22,6 +22,9 @@ absl::Status LateError() {
   return absl::DeadlineExceededError("the deadline passed before there was room for the message");
 }
 
+// How long a turn lasts for each byte.
+constexpr double kTurnRate = 256 << 20;  // bytes per second
+
 // A message of unknown progress may take so long for each byte.
 constexpr double kUnknownRate = 64 << 20;  // bytes per second
 
@@ -37,6 +40,8 @@ struct Admission::Ticket::Charge {
   Room::Holder* holder = nullptr;
   RoomPart part = RoomPart::kCommon;
   int64_t bytes = 0;
+  int64_t turn_bytes = 0;  // 0: has no turn, or not any longer
+  absl::Time turn_end;
   bool between_messages = false;
   std::function<int64_t()> received_bytes;
   std::function<void(const absl::Status&)> too_slow;
@@ -62,7 +67,7 @@ struct Admission::State {
       : admission(admission),
         options(options),
         metrics(metrics),
-        room(options.max_request_bytes, options.max_held_bytes) {
+        room(options.max_request_bytes, options.max_held_bytes, options.max_receiving_bytes) {
     if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
     timer = std::thread([this] { RunTimer(); });
   }
@@ -79,6 +84,10 @@ struct Admission::State {
   int64_t Charged(const RoomAsk& ask) const {
     if (ask.bytes <= 0) return options.max_request_bytes;
     return std::min(ask.bytes, options.max_request_bytes);
+  }
+
+  Room::Ask Asked(const RoomAsk& ask) const {
+    return {.bytes = Charged(ask), .receiving = ask.received ? 0 : ask.receiving_bytes};
   }
 
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -101,6 +110,12 @@ struct Admission::State {
     charge->received_bytes = std::move(ask.received_bytes);
     charge->too_slow = std::move(ask.too_slow);
     charge->granted = absl::Now();
+    if (const int64_t bytes = Asked(ask).receiving; bytes > 0) {
+      charge->turn_bytes = bytes;
+      charge->turn_end =
+          charge->granted + kTurn + absl::Seconds(static_cast<double>(bytes) / kTurnRate);
+      turns.insert({charge->turn_end, charge.get()});
+    }
     charge->place = receiving.insert(receiving.end(), charge.get());
     return Ticket(admission, std::move(charge));
   }
@@ -137,8 +152,8 @@ struct Admission::State {
         while (const auto next = room.Grant()) {
           const auto it = waiters.find(next->waiter);
           deadlines.erase({it->second.ask.deadline, it->first});
-          answers.push_back({std::move(it->second.ready),
-                             MakeTicket(it->second.ask, next->holder, next->part)});
+          answers.push_back(
+              {std::move(it->second.ready), MakeTicket(it->second.ask, next->holder, next->part)});
           waiters.erase(it);
         }
         if (answers.empty()) granting = false;
@@ -168,9 +183,16 @@ struct Admission::State {
     return room.waiting() > 0;
   }
 
+  void EndTurn(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    if (charge->turn_bytes == 0) return;
+    turns.erase({charge->turn_end, charge});
+    room.EndTurn(std::exchange(charge->turn_bytes, 0));
+  }
+
   void StopReceiving(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (!charge->receiving) return;
     charge->receiving = false;
+    EndTurn(charge);
     receiving.erase(charge->place);
   }
 
@@ -195,7 +217,8 @@ struct Admission::State {
   std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);
   std::set<std::pair<absl::Time, WaiterId>> deadlines ABSL_GUARDED_BY(mutex);  // finite ones
   std::list<Charge*> receiving ABSL_GUARDED_BY(mutex);  // in the order of their grants
-  // Since when calls have waited without a break; InfiniteFuture: none waits.
+  std::set<std::pair<absl::Time, Charge*>> turns ABSL_GUARDED_BY(mutex);  // by their end
+  // Since when calls have waited for room without a break; InfiniteFuture: none waits.
   absl::Time waiting_since ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();
   absl::Time timer_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // the timer wakes then
   CondVar timer_wake;
@@ -219,18 +242,20 @@ void Admission::State::RunTimer() {
       continue;
     }
     const absl::Time now = absl::Now();
-    if (room.waiting() == 0) {
+    if (!room.IsShort()) {
       waiting_since = look_due = absl::InfiniteFuture();
     } else if (waiting_since == absl::InfiniteFuture()) {
       waiting_since = look_due = now;
     }
-    timer_due = std::min(look_due, deadlines.empty() ? absl::InfiniteFuture()
-                                                     : deadlines.begin()->first);
+    timer_due =
+        std::min(look_due, deadlines.empty() ? absl::InfiniteFuture() : deadlines.begin()->first);
+    if (room.waiting() > 0 && !turns.empty()) timer_due = std::min(timer_due, turns.begin()->first);
     if (timer_due > now) {
       timer_wake.WaitUntil(mutex, timer_due);
       continue;
     }
     RefuseLate(now, answers);
+    while (!turns.empty() && turns.begin()->first <= now) EndTurn(turns.begin()->second);
     if (look_due <= now) {
       Look(now, calls);
       look_due = now + kReceiveTick;
@@ -403,7 +428,7 @@ Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
   WaiterId id = 0;
   {
     MutexLock lock(state.mutex);
-    const int64_t bytes = state.Charged(ask);
+    const Room::Ask asked = state.Asked(ask);
     if (state.draining && !ask.received) {
       state.Count(Refusal::kDraining);
       answer = DrainingError();
@@ -413,17 +438,20 @@ Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
     } else {
       Room::Holder* const holder = state.room.HolderOf(ask.caller);
       const int free_places = state.options.max_waiting_calls - state.room.waiting();
-      if (const auto part = state.room.TryTake(holder, bytes); part.has_value()) {
+      const bool has_room =
+          state.room.held() + state.room.asked() + asked.bytes <= state.options.max_held_bytes;
+      if (const auto part = state.room.TryTake(holder, asked); part.has_value()) {
         answer = state.MakeTicket(ask, holder, *part);
-      } else if (holder->waiting < free_places || ask.received) {
+      } else if (holder->waiting < free_places || ask.received || has_room) {
         id = state.next_id++;
-        state.room.Wait(holder, ask.caller.priority, id, bytes);
+        state.room.Wait(holder, ask.caller.priority, id, asked);
         const absl::Time deadline = ask.deadline;
         state.waiters.emplace(id, State::Waiter{std::move(ask), std::move(ready)});
         if (deadline != absl::InfiniteFuture()) state.deadlines.emplace(deadline, id);
-        if (deadline < state.timer_due || state.waiting_since == absl::InfiniteFuture()) {
-          state.timer_wake.Signal();
-        }
+        const bool new_shortage =
+            state.waiting_since == absl::InfiniteFuture() && state.room.IsShort();
+        const bool turn_ends = !state.turns.empty() && state.turns.begin()->first < state.timer_due;
+        if (deadline < state.timer_due || new_shortage || turn_ends) state.timer_wake.Signal();
       } else {
         state.Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull);
         answer = absl::ResourceExhaustedError(absl::StrFormat(

@@ -25,6 +25,9 @@ struct AdmissionOptions {
   absl::Duration retry_delay = absl::Milliseconds(50);  // a refused caller is told to wait it
   // Bytes per second at which a message must come while other calls wait for room; 0: no limit.
   int64_t min_receive_rate = int64_t{1} << 20;
+  // Bytes of messages that are received at the same time, where their size is known; 0: any. More
+  // at a time take longer: each message comes later, and the socket's work for each byte grows.
+  int64_t max_receiving_bytes = 0;
 };
 
 // UNAVAILABLE: what a caller gets from the start of the drain.
@@ -36,6 +39,8 @@ struct RoomAsk {
   absl::Time deadline = absl::InfiniteFuture();
   // 0: not known. At most max_request_bytes are charged.
   int64_t bytes = 0;
+  // Bytes that will be received, exactly or by estimate; 0: not known. See max_receiving_bytes.
+  int64_t receiving_bytes = 0;
   // The message has been received already. Such a call is not refused by a drain or a full line.
   bool received = false;
   // For the next message of a stream, which may never come. See Admission.
@@ -61,9 +66,15 @@ struct RoomAsk {
 // - A 16th of all room, and at least 4 MiB, is kept for calls that ask for 1 MiB or less (if three
 //   largest messages fit beside it).
 // - A caller may take a place in the line while it waits with fewer calls than places are free. So
-//   one caller takes half of the places at most, and some place stays free for others.
+//   one caller takes half of the places at most, and some place stays free for others. Calls that
+//   have room and only wait for their turn need no place.
 //
-// While calls wait, a message must make progress. A call is told that it is too slow where its
+// Calls also wait for their turn to be received: see max_receiving_bytes. A turn ends when the
+// message is there, or after kTurn and a second for each 256 MiB: a slow peer does not keep others
+// waiting. Two messages always have a turn, a message of 64 KiB or less needs none, nor does one of
+// 1 MiB or less of a caller that holds nothing.
+//
+// While calls wait for room, a message must make progress. A call is told that it is too slow where its
 // connection receives less than min_receive_rate for each message that it sends, over
 // kReceiveWindow. Where the bytes of the connection are not known, its time counts: kReceiveWindow
 // and a second for each 64 MiB. A stream that waits for its next message is not told; its room is
@@ -74,6 +85,7 @@ struct RoomAsk {
 class Admission {
  public:
   static constexpr absl::Duration kReceiveWindow = absl::Milliseconds(500);
+  static constexpr absl::Duration kTurn = absl::Milliseconds(50);
   static constexpr absl::Duration kReceiveTick = absl::Milliseconds(100);
 
   // The room a call holds. Gives it back when destroyed. Movable; used by one thread at a time.

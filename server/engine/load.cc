@@ -144,12 +144,11 @@ int64_t Load::CostOf(const OpTraits& op, int64_t bytes) const {
 
 absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const {
   const absl::Duration delay = std::max(kMinRetry, predicted - std::max(left, kMinRetry));
-  return WithRetryDelay(
-      absl::ResourceExhaustedError(absl::StrFormat(
-          "predicted %d ms, the deadline leaves %d ms; retry after %d ms",
-          absl::ToInt64Milliseconds(predicted), absl::ToInt64Milliseconds(left),
-          absl::ToInt64Milliseconds(delay))),
-      delay);
+  return WithRetryDelay(absl::ResourceExhaustedError(absl::StrFormat(
+                            "predicted %d ms, the deadline leaves %d ms; retry after %d ms",
+                            absl::ToInt64Milliseconds(predicted), absl::ToInt64Milliseconds(left),
+                            absl::ToInt64Milliseconds(delay))),
+                        delay);
 }
 
 absl::Status Load::Begin(const Call& call, Work* work) {
@@ -190,6 +189,7 @@ absl::Status Load::Begin(const Call& call, Work* work) {
   work->caller_ = call.caller;
   work->op_ = call.op;
   work->deadline_ = call.deadline;
+  work->expected_bytes_ = static_cast<int64_t>(bytes);
   work->stated_ = call.bytes.has_value();
   work->received_ = call.received;
   work->cost_ = {cost, 0};
@@ -262,6 +262,7 @@ Load::Work& Load::Work::operator=(Work&& other) noexcept {
     caller_ = other.caller_;
     op_ = other.op_;
     deadline_ = other.deadline_;
+    expected_bytes_ = other.expected_bytes_;
     stated_ = other.stated_;
     received_ = other.received_;
     arrived_ = other.arrived_;

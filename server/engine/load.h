@@ -112,6 +112,8 @@ class Load {
 
     // The message is there. RESOURCE_EXHAUSTED: it has become hopeless, and must not be run.
     absl::Status Arrived(int64_t message_bytes, const JobSpec& spec);
+    // Of the message: as stated, or by estimate; 0: not known.
+    int64_t expected_bytes() const { return expected_bytes_; }
     // `complete`: the job ran. Later calls do nothing.
     void End(bool complete);
 
@@ -121,6 +123,7 @@ class Load {
     Caller caller_;
     const OpTraits* op_ = nullptr;
     absl::Time deadline_;
+    int64_t expected_bytes_ = 0;
     bool stated_ = false;
     bool received_ = false;
     bool arrived_ = false;

@@ -20,8 +20,9 @@ using prometheus::Histogram;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
 constexpr int kRefusals = 9;
-constexpr std::array<const char*, kRefusals> kRefusalNames = {"draining", "deadline", "line_full",
-                                                              "too_large", "invalid", "caller_share", "slow_receive", "hopeless", "hopeless_late"};
+constexpr std::array<const char*, kRefusals> kRefusalNames = {
+    "draining",     "deadline",     "line_full", "too_large",    "invalid",
+    "caller_share", "slow_receive", "hopeless",  "hopeless_late"};
 
 struct Help {
   const char* name;
@@ -32,7 +33,7 @@ constexpr Help kGauges[] = {
     // in the order of Gauge
     {"logitd_held_bytes", "Host memory charged to calls."},
     {"logitd_held_bytes_limit", "Most host memory that may be charged to calls."},
-    {"logitd_waiting_calls", "Calls left unread until host memory is free."},
+    {"logitd_waiting_calls", "Calls left unread until host memory is free, or their turn comes."},
     {"logitd_queued_jobs", "Jobs without a place in a slab."},
     {"logitd_open_jobs", "Jobs with a place in a batch that does not run yet."},
     {"logitd_slabs_in_use", "Slabs that hold a batch."},

@@ -38,21 +38,21 @@ namespace logitd::engine {
 
 // Why a call was refused before its payload was copied.
 enum class Refusal {
-  kDraining,  // "draining"
-  kDeadline,  // "deadline": passed before there was room to receive the message
-  kLineFull,  // "line_full": too many calls wait for memory
-  kTooLarge,  // "too_large": can never fit
-  kInvalid,   // "invalid": malformed, or shape and bytes disagree
-  kCallerShare,  // "caller_share": too many calls of this caller wait for memory
-  kSlowReceive,  // "slow_receive": its message came too slowly while other calls waited
-  kHopeless,     // "hopeless": it would have ended after its deadline, by estimate
+  kDraining,      // "draining"
+  kDeadline,      // "deadline": passed before there was room to receive the message
+  kLineFull,      // "line_full": too many calls wait for memory
+  kTooLarge,      // "too_large": can never fit
+  kInvalid,       // "invalid": malformed, or shape and bytes disagree
+  kCallerShare,   // "caller_share": too many calls of this caller wait for memory
+  kSlowReceive,   // "slow_receive": its message came too slowly while other calls waited
+  kHopeless,      // "hopeless": it would have ended after its deadline, by estimate
   kHopelessLate,  // "hopeless_late": the same, found out when its message was there
 };
 
 enum class Gauge {
   kHeldBytes,       // logitd_held_bytes: host memory charged to calls
   kHeldBytesLimit,  // logitd_held_bytes_limit: the most that may be charged
-  kWaitingCalls,    // logitd_waiting_calls: calls left unread until that memory is free
+  kWaitingCalls,    // logitd_waiting_calls: calls left unread until room or their turn comes
   kQueuedJobs,      // logitd_queued_jobs: jobs without a place in a slab
   kOpenJobs,        // logitd_open_jobs: jobs with a place, whose batch does not run yet
   kSlabsInUse,      // logitd_slabs_in_use: slabs that hold a batch

@@ -19,7 +19,7 @@ struct Room::Line {
   Holder* holder;
   Priority priority;
   double start = 0;
-  std::map<WaiterId, int64_t> calls;  // the bytes each asks for
+  std::map<WaiterId, Ask> calls;
   bool listed = false;
 
   Key key() { return {priority, start, calls.begin()->first, this}; }
@@ -27,7 +27,8 @@ struct Room::Line {
 
 Room::Holder::~Holder() = default;
 
-Room::Room(int64_t max_message, int64_t max_held) {
+Room::Room(int64_t max_message, int64_t max_held, int64_t max_receiving)
+    : max_receiving_(max_receiving) {
   int64_t common = max_held;
   const auto keep = [&](int64_t bytes, int64_t messages_beside) {
     if (common - bytes < messages_beside * max_message) return int64_t{0};
@@ -58,7 +59,30 @@ std::optional<RoomPart> Room::PartFor(const Holder& holder, int64_t bytes) const
   return std::nullopt;
 }
 
-void Room::Charge(Holder* holder, RoomPart part, int64_t bytes) {
+// A light caller does not wait for the messages of others, and no caller for tiny messages.
+bool Room::IsTurn(const Holder& holder, int64_t receiving) const {
+  return max_receiving_ == 0 || receiving <= kUnaskedBytes ||
+         (holder.held == 0 && receiving <= kSmallAsk) || receiving_calls_ < kMinReceiving ||
+         receiving_bytes_ + receiving <= max_receiving_;
+}
+
+void Room::EndTurn(int64_t receiving) {
+  receiving_bytes_ -= receiving;
+  --receiving_calls_;
+}
+
+bool Room::IsShort() const {
+  if (order_.empty()) return false;
+  const Line& line = *order_.begin()->line;
+  return !PartFor(*line.holder, line.calls.begin()->second.bytes).has_value();
+}
+
+void Room::Charge(Holder* holder, RoomPart part, const Ask& ask) {
+  const int64_t bytes = ask.bytes;
+  if (ask.receiving > 0) {
+    receiving_bytes_ += ask.receiving;
+    ++receiving_calls_;
+  }
   free_[static_cast<size_t>(part)] -= bytes;
   held_ += bytes;
   ++holder->charges;
@@ -69,20 +93,21 @@ void Room::Charge(Holder* holder, RoomPart part, int64_t bytes) {
   if (first) ListAll(holder);
 }
 
-std::optional<RoomPart> Room::TryTake(Holder* holder, int64_t bytes) {
-  if (!order_.empty()) return std::nullopt;
-  const std::optional<RoomPart> part = PartFor(*holder, bytes);
+std::optional<RoomPart> Room::TryTake(Holder* holder, const Ask& ask) {
+  if (!order_.empty() || !IsTurn(*holder, ask.receiving)) return std::nullopt;
+  const std::optional<RoomPart> part = PartFor(*holder, ask.bytes);
   if (!part.has_value()) return std::nullopt;
   now_ = std::max(now_, holder->served);
-  Charge(holder, *part, bytes);
+  Charge(holder, *part, ask);
   return part;
 }
 
-void Room::Wait(Holder* holder, Priority priority, WaiterId waiter, int64_t bytes) {
+void Room::Wait(Holder* holder, Priority priority, WaiterId waiter, const Ask& ask) {
+  asked_ += ask.bytes;
   std::unique_ptr<Line>& line = holder->lines[static_cast<size_t>(priority)];
   if (line == nullptr) line = std::make_unique<Line>(Line{holder, priority});
   if (line->calls.empty()) line->start = std::max(now_, holder->served);
-  line->calls.emplace(waiter, bytes);
+  line->calls.emplace(waiter, ask);
   line_of_.emplace(waiter, line.get());
   ++holder->waiting;
   if (line->calls.size() == 1) List(line.get());
@@ -94,6 +119,7 @@ bool Room::Leave(WaiterId waiter) {
   Line* const line = it->second;
   line_of_.erase(it);
   Unlist(line);
+  asked_ -= line->calls.at(waiter).bytes;
   line->calls.erase(waiter);
   List(line);
   --line->holder->waiting;
@@ -103,20 +129,31 @@ bool Room::Leave(WaiterId waiter) {
 
 std::optional<Room::Next> Room::Grant() {
   if (order_.empty()) return std::nullopt;
-  Line* const line = order_.begin()->line;
-  if (const auto part = PartFor(*line->holder, line->calls.begin()->second); part.has_value()) {
-    return Take(line, *part);
-  }
-  // The first in the order waits for the common part. Others may pass it only in a part of theirs.
-  const auto take_first_of = [this](const std::set<Key>& lines,
-                                    RoomPart part) -> std::optional<Next> {
+  // The first of `lines`, if its call may go in.
+  const auto first_of = [this](const std::set<Key>& lines,
+                               std::optional<RoomPart> only) -> std::optional<Next> {
     if (lines.empty()) return std::nullopt;
     Line* const line = lines.begin()->line;
-    if (!Fits(part, line->calls.begin()->second)) return std::nullopt;
-    return Take(line, part);
+    const Ask& ask = line->calls.begin()->second;
+    if (!IsTurn(*line->holder, ask.receiving)) return std::nullopt;
+    std::optional<RoomPart> part = only;
+    if (!only.has_value()) {
+      part = PartFor(*line->holder, ask.bytes);
+    } else if (!Fits(*only, ask.bytes)) {
+      part = std::nullopt;
+    }
+    if (!part.has_value()) return std::nullopt;
+    return Take(line, *part);
   };
-  if (auto next = take_first_of(small_, RoomPart::kSmall); next.has_value()) return next;
-  return take_first_of(first_, RoomPart::kFirst);
+  if (auto next = first_of(order_, std::nullopt); next.has_value()) return next;
+  // Where the first in the order waits for the common part, others may pass it only in a part of
+  // theirs. Where it only waits for its turn, they may pass it if they need no turn.
+  const bool is_short = IsShort();
+  const auto in = [is_short](RoomPart part) {
+    return is_short ? std::optional<RoomPart>(part) : std::nullopt;
+  };
+  if (auto next = first_of(small_, in(RoomPart::kSmall)); next.has_value()) return next;
+  return first_of(first_, in(RoomPart::kFirst));
 }
 
 Room::Next Room::Take(Line* line, RoomPart part) {
@@ -126,8 +163,9 @@ Room::Next Room::Take(Line* line, RoomPart part) {
   line->calls.erase(call);
   line_of_.erase(next.waiter);
   --next.holder->waiting;
+  asked_ -= next.ask.bytes;
   now_ = std::max(now_, line->start);
-  Charge(next.holder, part, next.bytes);
+  Charge(next.holder, part, next.ask);
   Unlist(line);  // where Charge has listed it
   line->start = next.holder->served;
   List(line);
@@ -165,7 +203,7 @@ void Room::List(Line* line) {
   line->listed = true;
   const Key key = line->key();
   order_.insert(key);
-  if (line->calls.begin()->second <= kSmallAsk) small_.insert(key);
+  if (line->calls.begin()->second.bytes <= kSmallAsk) small_.insert(key);
   if (line->holder->held == 0) first_.insert(key);
 }
 

@@ -27,7 +27,12 @@ enum class RoomPart : uint8_t {
 // Not thread-safe. `Waiter` is opaque here: an id that only grows.
 class Room {
  public:
-  static constexpr int64_t kSmallAsk = (int64_t{1} << 20) + (int64_t{64} << 10);  // 1 MiB and small fields
+  // A message that its peer may send before it is asked for needs no turn.
+  static constexpr int64_t kUnaskedBytes = int64_t{64} << 10;
+  // So many messages are received at the same time, however large they are.
+  static constexpr int kMinReceiving = 2;
+  static constexpr int64_t kSmallAsk =
+      (int64_t{1} << 20) + (int64_t{64} << 10);  // 1 MiB and small fields
   using WaiterId = uint64_t;
   struct Line;
 
@@ -49,28 +54,37 @@ class Room {
     ~Holder();
   };
 
+  // What a call asks for.
+  struct Ask {
+    int64_t bytes = 0;      // of room
+    int64_t receiving = 0;  // bytes that will be received; 0: it needs no turn
+  };
+
   struct Next {
     WaiterId waiter;
     Holder* holder;
-    int64_t bytes;
+    Ask ask;
     RoomPart part;
   };
 
-  Room(int64_t max_message, int64_t max_held);
+  // `max_receiving`: bytes of messages that are received at the same time; 0: any.
+  Room(int64_t max_message, int64_t max_held, int64_t max_receiving);
   ~Room();
 
   Holder* HolderOf(const Caller& caller);
   // Ends a holder that holds nothing and does not wait.
   void Forget(Holder* holder);
 
-  // Charges `bytes` at once, unless calls wait or no part has room for it.
-  std::optional<RoomPart> TryTake(Holder* holder, int64_t bytes);
+  // Charges a call at once, unless calls wait, no part has room for it or it is not its turn.
+  std::optional<RoomPart> TryTake(Holder* holder, const Ask& ask);
   // Puts a call at the end of its line.
-  void Wait(Holder* holder, Priority priority, WaiterId waiter, int64_t bytes);
+  void Wait(Holder* holder, Priority priority, WaiterId waiter, const Ask& ask);
   // Takes a call out of its line, without room. False: it does not wait.
   bool Leave(WaiterId waiter);
-  // The next call that has room: it leaves its line and is charged.
+  // The next call that has room and whose turn it is: it leaves its line and is charged.
   std::optional<Next> Grant();
+  // A message of Ask::receiving bytes is there, or does not count any longer.
+  void EndTurn(int64_t receiving);
 
   // Gives `bytes` of a charge back. `kept`: what is left of the charge; it moves to the common part
   // if it fits there.
@@ -79,6 +93,10 @@ class Room {
   void End(Holder* holder);
 
   int64_t held() const { return held_; }
+  // What waiting calls ask for.
+  int64_t asked() const { return asked_; }
+  // A call waits because there is no room, not only because it is not its turn.
+  bool IsShort() const;
   int waiting() const { return static_cast<int>(line_of_.size()); }
   int holders() const { return static_cast<int>(holders_.size()); }
 
@@ -96,7 +114,8 @@ class Room {
     return bytes <= free_[static_cast<size_t>(part)];
   }
   std::optional<RoomPart> PartFor(const Holder& holder, int64_t bytes) const;
-  void Charge(Holder* holder, RoomPart part, int64_t bytes);
+  bool IsTurn(const Holder& holder, int64_t receiving) const;
+  void Charge(Holder* holder, RoomPart part, const Ask& ask);
   void List(Line* line);
   void Unlist(Line* line);
   void ListAll(Holder* holder);
@@ -105,6 +124,10 @@ class Room {
 
   std::array<int64_t, 3> free_;  // by RoomPart
   int64_t held_ = 0;
+  int64_t asked_ = 0;
+  const int64_t max_receiving_;
+  int64_t receiving_bytes_ = 0;
+  int receiving_calls_ = 0;
   double now_ = 0;  // virtual time: the start of the last call that was let in
   absl::flat_hash_map<uint64_t, std::unique_ptr<Holder>> holders_;
   absl::flat_hash_map<WaiterId, Line*> line_of_;

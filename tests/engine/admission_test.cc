@@ -261,16 +261,16 @@ TEST(AdmissionTest, AStormNeverHoldsMoreThanAllowed) {
                                  .deadline = deadline,
                                  .bytes = 1 + below(2 * kMessage)},
                                 [&](absl::StatusOr<Admission::Ticket> answer) {
-                  ++call.told;
-                  if (!answer.ok()) return;
-                  ++granted;
-                  const int64_t now = held += answer->bytes();
-                  int64_t seen = most;
-                  while (now > seen && !most.compare_exchange_weak(seen, now)) {
-                  }
-                  std::lock_guard<std::mutex> lock(mutex);
-                  tickets.push_back(*std::move(answer));
-                });
+                                  ++call.told;
+                                  if (!answer.ok()) return;
+                                  ++granted;
+                                  const int64_t now = held += answer->bytes();
+                                  int64_t seen = most;
+                                  while (now > seen && !most.compare_exchange_weak(seen, now)) {
+                                  }
+                                  std::lock_guard<std::mutex> lock(mutex);
+                                  tickets.push_back(*std::move(answer));
+                                });
             if (id != 0 && below(4) == 0) call.abandoned = admission.Abandon(id);
             Admission::Ticket ticket;
             {

@@ -61,6 +61,31 @@ class Peer {
   Admission::Ticket ticket_;
 };
 
+// What slow calls were told.
+struct Told {
+  absl::Mutex mutex;
+  std::vector<std::string> texts;
+  RoomAsk Ask(std::string name, std::function<int64_t()> received_bytes = nullptr,
+              int64_t bytes = 0) {
+    return {.bytes = bytes,
+            .received_bytes = std::move(received_bytes),
+            .too_slow = [this, name](const absl::Status& why) {
+              EXPECT_TRUE(absl::IsResourceExhausted(why)) << why;
+              absl::MutexLock lock(&mutex);
+              texts.push_back(name + ": " + std::string(why.message()));
+            }};
+  }
+  bool WaitFor(size_t count, absl::Duration timeout = absl::Seconds(5)) {
+    absl::MutexLock lock(&mutex);
+    const auto enough = [&] { return texts.size() >= count; };
+    return mutex.AwaitWithTimeout(absl::Condition(&enough), timeout);
+  }
+  std::string Name(size_t i) {
+    absl::MutexLock lock(&mutex);
+    return texts[i].substr(0, texts[i].find(':'));
+  }
+};
+
 AdmissionOptions Rooms(int64_t messages) {
   return {.max_request_bytes = 64 * kMiB, .max_held_bytes = messages * 64 * kMiB};
 }
@@ -125,12 +150,12 @@ TEST(FairRoomTest, LinesTakeTurnsByWeight) {
   auto first = std::make_unique<Peer>(&admission, 9);
   std::string order;
   const auto ask = [&](char name, double weight, Priority priority) {
-    admission.Enter({.caller = {.id = static_cast<uint64_t>(name), .weight = weight,
-                                .priority = priority}},
-                    [&order, name](absl::StatusOr<Admission::Ticket> answer) {
-                      ASSERT_TRUE(answer.ok());
-                      order += name;  // and gives the room back
-                    });
+    admission.Enter(
+        {.caller = {.id = static_cast<uint64_t>(name), .weight = weight, .priority = priority}},
+        [&order, name](absl::StatusOr<Admission::Ticket> answer) {
+          ASSERT_TRUE(answer.ok());
+          order += name;  // and gives the room back
+        });
   };
   for (int i = 0; i < 6; ++i) ask('a', 1, Priority::kInteractive);
   for (int i = 0; i < 2; ++i) ask('z', 1, Priority::kBatch);
@@ -191,32 +216,59 @@ TEST(FairRoomTest, ADrainAnswersNoCallWhoseMessageIsThere) {
   EXPECT_TRUE(late.in());
 }
 
-// --- slow peers
+// --- turns
 
-// What slow calls were told.
-struct Told {
-  absl::Mutex mutex;
-  std::vector<std::string> texts;
-  RoomAsk Ask(std::string name, std::function<int64_t()> received_bytes = nullptr,
-              int64_t bytes = 0) {
-    return {.bytes = bytes,
-            .received_bytes = std::move(received_bytes),
-            .too_slow = [this, name](const absl::Status& why) {
-              EXPECT_TRUE(absl::IsResourceExhausted(why)) << why;
-              absl::MutexLock lock(&mutex);
-              texts.push_back(name + ": " + std::string(why.message()));
-            }};
+AdmissionOptions Turns() {
+  AdmissionOptions options = Rooms(16);
+  options.max_receiving_bytes = 4 * kMiB;
+  return options;
+}
+
+RoomAsk Sized(int64_t bytes) { return {.bytes = bytes, .receiving_bytes = bytes}; }
+
+TEST(FairRoomTest, MessagesAreReceivedAFewAtATime) {
+  Admission admission(Turns(), nullptr);
+  std::deque<Peer> calls;
+  for (int i = 0; i < 8; ++i) calls.emplace_back(&admission, 1, Sized(2 * kMiB));
+  EXPECT_TRUE(calls[1].in());
+  EXPECT_FALSE(calls[2].in());
+  EXPECT_TRUE(calls[0].ticket().Received(2 * kMiB));
+  EXPECT_TRUE(calls[2].in());
+  EXPECT_FALSE(calls[3].in());
+  // Tiny messages, those of a light caller, and those of unknown size do not wait.
+  Peer tiny(&admission, 1, Sized(64 << 10));
+  Peer light(&admission, 2, Sized(kMiB));
+  EXPECT_TRUE(light.in());
+  admission.BeginDrain();
+}
+
+TEST(FairRoomTest, ASlowPeerDoesNotKeepItsTurn) {
+  Told told;
+  Admission admission(Turns(), nullptr);
+  Peer slow(&admission, 1, told.Ask("slow", nullptr, 4 * kMiB));
+  Peer slower(&admission, 2, Sized(16 * kMiB));
+  Peer slowest(&admission, 3, Sized(16 * kMiB));
+  Peer next(&admission, 4, Sized(16 * kMiB));
+  EXPECT_FALSE(next.in());
+  EXPECT_TRUE(next.WaitIn(absl::Seconds(1)));
+  // No call was short of room, so none was too slow.
+  EXPECT_FALSE(told.WaitFor(1, absl::Milliseconds(700)));
+}
+
+// They do not take places from calls that wait for room.
+TEST(FairRoomTest, CallsThatOnlyWaitForTheirTurnAreNotRefused) {
+  AdmissionOptions options = Turns();
+  options.max_waiting_calls = 4;
+  Admission admission(options, nullptr);
+  std::deque<Peer> calls;
+  for (int i = 0; i < 100; ++i) calls.emplace_back(&admission, 1, Sized(2 * kMiB));
+  for (Peer& call : calls) {
+    ASSERT_TRUE(call.WaitIn());
+    call.Leave();
   }
-  bool WaitFor(size_t count, absl::Duration timeout = absl::Seconds(5)) {
-    absl::MutexLock lock(&mutex);
-    const auto enough = [&] { return texts.size() >= count; };
-    return mutex.AwaitWithTimeout(absl::Condition(&enough), timeout);
-  }
-  std::string Name(size_t i) {
-    absl::MutexLock lock(&mutex);
-    return texts[i].substr(0, texts[i].find(':'));
-  }
-};
+}
+
+// --- slow peers
 
 TEST(FairRoomTest, ASlowMessageIsToldOnlyWhileOthersWait) {
   Metrics metrics{{}};

@@ -95,11 +95,8 @@ class LoadTest : public ::testing::Test {
   static constexpr absl::Duration kTakes = absl::Milliseconds(10);
 
   absl::Status Begin(uint64_t caller, absl::Duration left, Load::Work* work) {
-    return load_.Begin({.caller = {.id = caller},
-                        .op = &kOp,
-                        .bytes = 1000,
-                        .deadline = now_ + left},
-                       work);
+    return load_.Begin(
+        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, work);
   }
 
   // One call of `caller` in 10 ms, if it is let in.
@@ -138,14 +135,14 @@ TEST_F(LoadTest, ACallThatCannotEndInTimeIsRefusedWithBothTimes) {
     works.emplace_back();
     refusal = Begin(1, absl::Milliseconds(200), &works.back());
   }
-  // 200 ms are 20 calls of 10 ms.
-  EXPECT_NEAR(static_cast<double>(works.size()), 21, 2);
+  // Four fifths of 200 ms are 16 calls of 10 ms.
+  EXPECT_NEAR(static_cast<double>(works.size()), 17, 2);
   EXPECT_TRUE(absl::IsResourceExhausted(refusal));
   EXPECT_THAT(refusal.message(), HasSubstr("predicted 2"));
   EXPECT_THAT(refusal.message(), HasSubstr("the deadline leaves 200 ms; retry after "));
   ASSERT_TRUE(RetryDelayOf(refusal).has_value());
   EXPECT_GE(*RetryDelayOf(refusal), absl::Milliseconds(1));
-  EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(20));
+  EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(30));
   EXPECT_THAT(Scrape(metrics_), HasSubstr("logitd_refused_total{reason=\"hopeless\"} 1\n"));
   // A call without a deadline, and one with more time.
   Load::Work patient, longer;
@@ -159,8 +156,8 @@ TEST_F(LoadTest, ALightCallerIsJudgedByItsShare) {
   for (Load::Work& work : flood) ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
   Load::Work first, second, third;
   EXPECT_TRUE(Begin(2, absl::Milliseconds(25), &first).ok());
-  EXPECT_TRUE(Begin(2, absl::Milliseconds(45), &second).ok());
-  EXPECT_FALSE(Begin(2, absl::Milliseconds(45), &third).ok());
+  EXPECT_TRUE(Begin(2, absl::Milliseconds(55), &second).ok());
+  EXPECT_FALSE(Begin(2, absl::Milliseconds(55), &third).ok());
 }
 
 TEST_F(LoadTest, AnIdleServerLetsCallsIn) {

@@ -31,6 +31,7 @@ RawReactor* UnaryCall::Start() {
   }
   headers_ = *headers;
   absl::Status in_time;
+  int64_t receiving_bytes = 0;
   {
     absl::MutexLock lock(&mutex_);
     in_time = environment().load->Begin({.caller = headers_.caller,
@@ -38,6 +39,7 @@ RawReactor* UnaryCall::Start() {
                                          .bytes = headers_.stated_bytes,
                                          .deadline = headers_.deadline},
                                         &work_);
+    receiving_bytes = work_.expected_bytes();
   }
   if (!in_time.ok()) {
     Finish(in_time);
@@ -46,6 +48,7 @@ RawReactor* UnaryCall::Start() {
   admission_wait_.Enter({.caller = headers_.caller,
                          .deadline = headers_.deadline,
                          .bytes = headers_.room_bytes(),
+                         .receiving_bytes = receiving_bytes,
                          .received_bytes = headers_.ReceivedBytes(),
                          .too_slow =
                              [weak_call = weak_from_this()](const absl::Status& why) {

@@ -1,0 +1,93 @@
+// What the client tells the server about a call besides its message.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "client/client.h"
+#include "tests/client/fake_server.h"
+#include "tests/client/subprocess.h"
+
+namespace logitd {
+namespace {
+
+using testing::FakeServer;
+using testing::RunBinary;
+
+// Answers calls, and keeps what the last one stated.
+class CallMetadataTest : public ::testing::Test {
+ protected:
+  std::string Stated(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stated_.count(name) == 0 ? "none" : stated_[name];
+  }
+
+  client::TopKRequest Request() const {
+    client::TopKRequest request = {
+        .dtype = v1::DTYPE_F32, .rows = 1, .vocab = 4, .logits = {*logits_}, .owner = logits_};
+    request.params.add_k(2);
+    return request;
+  }
+
+  void TopK(client::ClientOptions options) {
+    options.address = server_.address();
+    const auto client = client::Client::Create(options);
+    ASSERT_TRUE(client.ok());
+    const auto result = (*client)->TopK(Request());
+    ASSERT_TRUE(result.ok()) << result.status();
+  }
+
+  const std::shared_ptr<const std::string> logits_ = std::make_shared<std::string>(16, '\0');
+  std::mutex mutex_;
+  std::map<std::string, std::string> stated_;
+  size_t message_bytes_ = 0;
+  FakeServer server_{[this](int, grpc::ServerContext* context, const v1::TopKRequest& request,
+                            v1::TopKResponse* response) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stated_.clear();
+      for (const auto& [name, value] : context->client_metadata()) {
+        stated_[std::string(name.data(), name.size())] = std::string(value.data(), value.size());
+      }
+      message_bytes_ = request.ByteSizeLong();
+    }
+    testing::ReferenceTopK(request, response);
+    return grpc::Status::OK;
+  }};
+};
+
+TEST_F(CallMetadataTest, ACallStatesTheSizeOfItsMessage) {
+  TopK({});
+  EXPECT_EQ(Stated("logitd-payload-bytes"), std::to_string(message_bytes_));
+  EXPECT_EQ(Stated("logitd-priority"), "none");
+}
+
+TEST_F(CallMetadataTest, SizesAndThePriorityCanBeChosen) {
+  TopK({.priority = client::Priority::kBatch, .state_sizes = false});
+  EXPECT_EQ(Stated("logitd-payload-bytes"), "none");
+  EXPECT_EQ(Stated("logitd-priority"), "batch");
+}
+
+TEST_F(CallMetadataTest, LoadBenchStatesTheSameInItsOpenLoop) {
+  const std::vector<std::string> args = {"--addr",     server_.address(),
+                                         "--rows",     "1",
+                                         "--vocab",    "50",
+                                         "--k",        "1",
+                                         "--warmup",   "0",
+                                         "--duration", "0.2",
+                                         "--rate",     "100",
+                                         "--priority", "batch"};
+  EXPECT_EQ(RunBinary("load_bench", args).code, 0);
+  EXPECT_EQ(Stated("logitd-payload-bytes"), std::to_string(message_bytes_));
+  EXPECT_EQ(Stated("logitd-priority"), "batch");
+  std::vector<std::string> unstated = args;
+  unstated.push_back("--no-stated-sizes");
+  EXPECT_EQ(RunBinary("load_bench", unstated).code, 0);
+  EXPECT_EQ(Stated("logitd-payload-bytes"), "none");
+}
+
+}  // namespace
+}  // namespace logitd
