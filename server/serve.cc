@@ -15,6 +15,8 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -23,13 +25,17 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
-#include "prometheus/exposer.h"
+#include "prometheus/metric_family.h"
 #include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/address.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
+#include "server/log/limited.h"
+#include "server/metrics_server.h"
 #include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
 
@@ -40,6 +46,7 @@ constexpr int kCannotStart = 1;
 constexpr int kDeviceLost = 3;
 
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
+constexpr absl::Duration kLogReports = absl::Seconds(1);
 // Time for encoded answers to reach their peers, and for health watchers to see the change. Calls
 // that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
@@ -176,22 +183,41 @@ absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
   return root;
 }
 
-// Null if --metrics-listen is off.
-absl::StatusOr<std::unique_ptr<prometheus::Exposer>> ServeMetrics(const Config& config,
-                                                                  const engine::Metrics& metrics) {
-  if (config.metrics_listen == "off") return nullptr;
-  std::unique_ptr<prometheus::Exposer> exposer;
-  try {
-    exposer = std::make_unique<prometheus::Exposer>(config.metrics_listen);
-  } catch (const std::exception& error) {
-    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on ",
-                                               config.metrics_listen, ": ", error.what()));
+// The counters of the log, which counts before there are metrics.
+prometheus::MetricFamily LogMetrics() {
+  prometheus::MetricFamily family = {.name = "logitd_log_lines_suppressed_total",
+                                     .help = "Log lines not written, because there were too many.",
+                                     .type = prometheus::MetricType::Counter};
+  for (const log::Source source : log::kSources) {
+    prometheus::ClientMetric sample;
+    sample.label = {{"source", std::string(log::Name(source))}};
+    sample.counter.value = static_cast<double>(log::LimitOf(source).suppressed());
+    family.metric.push_back(std::move(sample));
   }
-  exposer->RegisterCollectable(metrics.registry());
+  return family;
+}
+
+// Null if --metrics-listen is off.
+absl::StatusOr<std::unique_ptr<MetricsServer>> ServeMetrics(const Config& config,
+                                                            const engine::Metrics& metrics) {
+  if (config.metrics_listen == "off") return nullptr;
+  absl::StatusOr<Address> address = ParseAddress(config.metrics_listen);
+  if (!address.ok()) return address.status();
+  absl::StatusOr<std::unique_ptr<MetricsServer>> server =
+      MetricsServer::Start(*address, [registry = metrics.registry()] {
+        std::vector<prometheus::MetricFamily> families = registry->Collect();
+        families.push_back(LogMetrics());
+        return prometheus::TextSerializer().Serialize(families);
+      });
+  if (!server.ok()) {
+    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on ",
+                                               config.metrics_listen, ": ",
+                                               server.status().message()));
+  }
   spdlog::info("metrics on {}:{}",
                config.metrics_listen.substr(0, config.metrics_listen.rfind(':')),
-               absl::StrJoin(exposer->GetListeningPorts(), ","));
-  return exposer;
+               (*server)->port());
+  return server;
 }
 
 // Refuses new calls and waits until the admitted ones are done, the grace is over, a second signal
@@ -254,8 +280,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
   const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   if (!head_root.ok()) return CannotStart(head_root.status());
-  absl::StatusOr<std::unique_ptr<prometheus::Exposer>> exposer = ServeMetrics(config, metrics);
-  if (!exposer.ok()) return CannotStart(exposer.status());
+  const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
+      ServeMetrics(config, metrics);
+  if (!metrics_server.ok()) return CannotStart(metrics_server.status());
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
@@ -267,7 +294,10 @@ int Serve(const Config& config, MakeBackend make_backend) {
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
   Events::Kind event = Events::kNothing;
-  while (event == Events::kNothing) event = events.Wait(absl::InfiniteDuration());
+  while (event == Events::kNothing) {
+    event = events.Wait(kLogReports);
+    log::ReportSuppressed();
+  }
 
   event = Drain(config, event, events, admission, **engine, **server);
   const int cut = (*server)->calls();
@@ -279,11 +309,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
     if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);
   }
   (*engine)->Stop();
-  // Leaked: its HTTP server takes two seconds to end, the process ends faster. It holds the
-  // registry weakly. Volatile, because a compiler drops a static that is never read, and a leak
-  // checker then reports the exposer.
-  [[maybe_unused]] static prometheus::Exposer* volatile leaked;
-  leaked = exposer->release();
+  log::ReportSuppressed();
   spdlog::info("drained: {} calls cut short", cut);
   const absl::Time end = absl::Now() + kLastWrites;
   while ((*server)->loading() && absl::Now() < end) absl::SleepFor(kPoll);

@@ -1,7 +1,5 @@
 #include "server/engine/heads.h"
 
-#include <spdlog/spdlog.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -18,6 +16,7 @@
 #include "kernels/status_macros.h"
 #include "server/engine/head_source.h"
 #include "server/engine/metrics.h"
+#include "server/log/limited.h"
 
 namespace logitd::engine {
 namespace {
@@ -216,8 +215,9 @@ class Copy {
     // A short load logs no progress.
     const bool long_enough = progress_.total_bytes > kLogSteps * static_cast<int64_t>(kChunkBytes);
     if (long_enough && step > logged_ && step < kLogSteps) {
-      spdlog::info("head {}: {}%, {} of {} MiB", request_.name, step * 100 / kLogSteps,
-                   progress_.done_bytes >> 20, progress_.total_bytes >> 20);
+      log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: {}%, {} of {} MiB",
+                   request_.name, step * 100 / kLogSteps, progress_.done_bytes >> 20,
+                   progress_.total_bytes >> 20);
     }
     logged_ = step;
     if (report_(progress_)) return absl::OkStatus();
@@ -293,7 +293,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
       metrics_->Set(Gauge::kHeads, static_cast<int64_t>(heads_.size()));
     read_ended_.SignalAll();
   }
-  if (!head.ok()) spdlog::warn("{}", head.status().ToString());
+  if (!head.ok())
+    log::Limited(log::Source::kHeads, spdlog::level::warn, "{}", head.status().ToString());
   return head;
 }
 
@@ -313,9 +314,9 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                  absl::Status(status.code(), absl::StrCat(request.path, ": ", status.message())));
   }
   const Layout layout(*source);
-  spdlog::info("head {}: {} [{},{}] {} of {}, {} MiB", request.name, source->weight.name,
-               layout.vocab, layout.hidden, Name(source->weight.dtype), request.path,
-               layout.bytes >> 20);
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: {} [{},{}] {} of {}, {} MiB",
+               request.name, source->weight.name, layout.vocab, layout.hidden,
+               Name(source->weight.dtype), request.path, layout.bytes >> 20);
 
   const auto no_memory = [&](const absl::Status& status) {
     return Named(request.name,
@@ -347,7 +348,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   const absl::Time end = absl::Now();
   const HeadView view = layout.View(*source, memory->data);
   const auto bytes = static_cast<int64_t>(layout.bytes);
-  spdlog::info("head {}: loaded in {:.2f} s", request.name, absl::ToDoubleSeconds(end - start));
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: loaded in {:.2f} s",
+               request.name, absl::ToDoubleSeconds(end - start));
   if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
   std::move(free_memory).Cancel();
   return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
@@ -373,7 +375,7 @@ absl::Status Heads::Unload(std::string_view name) {
   last = std::move(it->second);
   heads_.erase(it);
   if (metrics_ != nullptr) metrics_->Set(Gauge::kHeads, static_cast<int64_t>(heads_.size()));
-  spdlog::info("head {}: unloaded", name);
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: unloaded", name);
   return absl::OkStatus();
 }
 
