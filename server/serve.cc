@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,6 +36,7 @@
 #include "server/engine/metrics.h"
 #include "server/log.h"
 #include "server/log/limited.h"
+#include "server/memory.h"
 #include "server/metrics_server.h"
 #include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
@@ -50,6 +52,8 @@ constexpr absl::Duration kLogReports = absl::Seconds(1);
 // Time for encoded answers to reach their peers, and for health watchers to see the change. Calls
 // that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
+// The share of the grace for messages that are being received.
+constexpr int64_t kReceiveShare = 10;
 // Time for a running batch to end after the grace.
 constexpr absl::Duration kLastBatch = absl::Seconds(5);
 // Longest time for the process to end after the device was lost, even if its driver hangs.
@@ -170,6 +174,24 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events*
   return status.ok() ? std::nullopt : std::optional<int>(CannotStart(status));
 }
 
+// The most device memory of heads. On the CPU it is memory of the host, where more than there is
+// ends the process instead of failing the load.
+int64_t MaxHeadBytes(const Config& config, const DeviceInfo& device) {
+  if (config.max_head_bytes > 0) return config.max_head_bytes;
+  if (device.backend != "cpu") return std::numeric_limits<int64_t>::max();
+  return UsableMemory(device.memory_bytes) / 2;
+}
+
+// The first address for which clients may not load and unload heads; "" if there is none.
+std::string RemoteListen(const Config& config) {
+  if (config.allow_remote_heads) return "";
+  for (const std::string& text : config.listen) {
+    const absl::StatusOr<Address> address = ParseAddress(text);
+    if (!address.ok() || !IsLocal(*address)) return text;
+  }
+  return "";
+}
+
 // --head-root with its links resolved; "" if there is none.
 absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
   if (config.head_root.empty()) return "";
@@ -179,7 +201,14 @@ absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
     return absl::NotFoundError(
         absl::StrCat("--head-root: ", config.head_root, ": ", error.message()));
   }
-  spdlog::info("clients may load heads from {}", root);
+  if (const std::string remote = RemoteListen(config); remote.empty()) {
+    spdlog::info("clients may load heads from {}", root);
+  } else {
+    spdlog::warn(
+        "clients may not load or unload heads: {} is not local, and there is no "
+        "--allow-remote-heads",
+        remote);
+  }
   return root;
 }
 
@@ -226,7 +255,7 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
                    engine::Admission& admission, engine::Engine& engine, rpc::RpcServer& server) {
   server.SetServing(false);
   admission.BeginDrain();
-  server.Drain();
+  server.Drain(config.drain_grace / kReceiveShare);
   if (event == Events::kLost) return event;
   spdlog::info("draining: {} calls to finish within {}", server.calls(),
                absl::FormatDuration(config.drain_grace));
@@ -258,7 +287,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
        .max_held_bytes = config.max_held_bytes,
        .max_waiting_calls = config.max_waiting_calls},
       &metrics);
-  engine::Heads heads(backend->get(), &metrics);
+  engine::Heads heads(backend->get(), &metrics, MaxHeadBytes(config, device));
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
       engine::Engine::Create(backend->get(),
                              {.streams = config.streams,
@@ -288,6 +317,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .version = std::string(Version()),
                              .max_request_bytes = config.max_request_bytes,
                              .head_root = *head_root,
+                             .remote_listen = RemoteListen(config),
                              .peer_timeout = config.receive_timeout},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());

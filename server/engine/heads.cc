@@ -243,7 +243,8 @@ Head::Head(Backend* backend, const DeviceMemory& memory, const HeadView& view, H
 
 Head::~Head() { backend_->FreeDevice(memory_); }
 
-Heads::Heads(Backend* backend, Metrics* metrics) : backend_(backend), metrics_(metrics) {}
+Heads::Heads(Backend* backend, Metrics* metrics, int64_t max_bytes)
+    : backend_(backend), metrics_(metrics), max_bytes_(max_bytes) {}
 
 absl::Status Heads::Check(const HeadRequest& request) const {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
@@ -323,6 +324,15 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                  absl::Status(status.code(), absl::StrFormat("needs %d bytes of device memory: %s",
                                                              layout.bytes, status.message())));
   };
+  const auto bytes = static_cast<int64_t>(layout.bytes);
+  if (const int64_t held = *bytes_; bytes > max_bytes_ - held) {
+    return Named(request.name,
+                 absl::ResourceExhaustedError(absl::StrFormat(
+                     "needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)",
+                     bytes, held, max_bytes_)));
+  }
+  *bytes_ += bytes;
+  absl::Cleanup give_back = [&] { *bytes_ -= bytes; };
   const absl::StatusOr<DeviceMemory> memory = backend_->AllocateDevice(layout.bytes);
   if (!memory.ok()) return no_memory(memory.status());
   absl::Cleanup free_memory = [&] { backend_->FreeDevice(*memory); };
@@ -347,11 +357,11 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   }
   const absl::Time end = absl::Now();
   const HeadView view = layout.View(*source, memory->data);
-  const auto bytes = static_cast<int64_t>(layout.bytes);
   log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: loaded in {:.2f} s",
                request.name, absl::ToDoubleSeconds(end - start));
   if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
   std::move(free_memory).Cancel();
+  std::move(give_back).Cancel();
   return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
                                               {.name = request.name,
                                                .path = request.path,
@@ -360,8 +370,9 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                                .device_bytes = bytes,
                                                .loaded = end,
                                                .load_time = end - start}),
-                                     [metrics = metrics_, bytes](const Head* head) {
+                                     [metrics = metrics_, total = bytes_, bytes](const Head* head) {
                                        delete head;
+                                       *total -= bytes;
                                        if (metrics != nullptr)
                                          metrics->Add(Gauge::kHeadBytes, -bytes);
                                      });

@@ -96,7 +96,7 @@ class RpcServerImpl final : public RpcServer {
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
-        heads_(options.head_root, environment_),
+        heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission) {}
 
   ~RpcServerImpl() override {
@@ -173,7 +173,7 @@ class RpcServerImpl final : public RpcServer {
     }
   }
 
-  void Drain() override { tracker_.Drain(); }
+  void Drain(absl::Duration receive_timeout) override { tracker_.Drain(receive_timeout); }
 
   int calls() const override { return tracker_.alive(); }
 

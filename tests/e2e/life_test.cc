@@ -5,6 +5,7 @@
 #include <signal.h>
 
 #include <atomic>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -68,12 +69,33 @@ TEST(LifeTest, ASecondSignalEndsTheDrain) {
 }
 
 TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
-  ServerProcess server(With(kRoomForOne, {"--drain-grace=200ms"}));
-  AdmittedCall stalls(server, Connect(server.tcp()));
+  ServerProcess server({"--drain-grace=200ms", "--max-batch-delay=1m"});
+  GenericCall waits(Connect(server.tcp()), kTopK);  // in an open batch
+  ASSERT_TRUE(waits.Start());
+  ASSERT_TRUE(waits.Write(ToBuffer(Request({1, 2}, 1, 1).SerializeAsString()), /*last=*/true));
+  ASSERT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 1));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
   EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
-  EXPECT_EQ(stalls.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(waits.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST(LifeTest, MessagesThatNeverArriveGetATenthOfTheGrace) {
+  ServerProcess server({"--drain-grace=8s", "--receive-timeout=inf"});
+  std::vector<std::unique_ptr<BarePeer>> peers;
+  for (int i = 0; i < 10; ++i) {
+    peers.push_back(std::make_unique<BarePeer>(server.port()));
+    peers.back()->SendHeaders(kTopK);
+    peers.back()->SendMessage(1000, "\x10\x01", /*end_stream=*/false);
+  }
+  ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 600'000'000));
+  const absl::Time start = absl::Now();
+  server.Signal(SIGTERM);
+  EXPECT_TRUE(peers[0]->WaitForText("draining and did not receive the message within 800ms",
+                                    absl::Seconds(6)));
+  EXPECT_EQ(server.Wait(absl::Seconds(6)), 0) << server.Log();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+  EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
 }
 
 TEST(LifeTest, HealthWatchersSeeTheDrainAndDoNotDelayIt) {
@@ -178,6 +200,31 @@ INSTANTIATE_TEST_SUITE_P(
                             1,
                             "192.0.2.1:7450"}),
     [](const auto& info) { return info.param.name; });
+
+TEST(LifeTest, UnfinishedRequestsDoNotKeepAScrapeWaiting) {
+  ServerProcess server;
+  const std::string metrics = server.Log().substr(server.Log().find("metrics on "));
+  const int port = std::stoi(metrics.substr(metrics.find(':') + 1));
+  std::vector<std::unique_ptr<BarePeer>> peers;  // a preface of HTTP/2 is half a request of HTTP/1
+  for (int i = 0; i < 500; ++i) peers.push_back(std::make_unique<BarePeer>(port));
+  const absl::Time start = absl::Now();
+  EXPECT_EQ(server.Metric("logitd_draining"), 0);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+}
+
+TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
+  for (const std::string format : {"text", "json"}) {
+    ServerProcess server({"--log-format=" + format});
+    for (int i = 0; i < 50; ++i) {
+      BarePeer peer(server.port());
+      peer.SendHeaders(kTopK, {{"grpc-timeout", "x\n2026-01-01 00:00:00.000 error forged \xff"}});
+      EXPECT_TRUE(peer.WaitForFrame(1, absl::Seconds(5)) || true);
+    }
+    EXPECT_THAT(server.Log(), Not(HasSubstr("\n2026-01-01"))) << format;
+    EXPECT_THAT(server.Log(), Not(HasSubstr("\xff"))) << format;
+    EXPECT_THAT(server.Log(), HasSubstr("forged")) << format;
+  }
+}
 
 TEST(LifeTest, ATakenPortIsAnErrorAndNotShared) {
   ServerProcess server;

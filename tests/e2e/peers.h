@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -120,12 +121,18 @@ class BarePeer {
   // Closes the socket and sends nothing more.
   ~BarePeer();
 
-  void SendHeaders(const std::string& method);
+  // `more`: names and values, each below 127 bytes.
+  void SendHeaders(const std::string& method,
+                   const std::vector<std::pair<std::string, std::string>>& more = {});
   // Sends a gRPC message that claims `claimed` bytes and holds `body`.
-  void SendMessage(uint32_t claimed, std::string_view body, bool end_stream);
+  void SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
+                   bool marked_compressed = false);
   // Reads until a frame of type `type` (3 = RST_STREAM, 1 = HEADERS) comes for the stream. False
   // after `timeout` or at the end of the connection.
   bool WaitForFrame(uint8_t type, absl::Duration timeout);
+  // Reads until `text` comes, for example in a status. False after `timeout` or at the end of the
+  // connection.
+  bool WaitForText(std::string_view text, absl::Duration timeout);
 
  private:
   void SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload);

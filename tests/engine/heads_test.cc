@@ -394,6 +394,36 @@ TEST_F(HeadsTest, WithoutDeviceMemoryTheLoadedHeadsStay) {
   EXPECT_TRUE(Load(request).ok());
 }
 
+TEST_F(HeadsTest, AllHeadsTogetherStayWithinTheirBytes) {
+  // Five rows of 16 bytes and five values of bias, from a border of 256: 276 bytes a head.
+  Heads heads(&backend_, &metrics_, /*max_bytes=*/600);
+  HeadRequest request = Request("named.safetensors");
+  const auto load = [&](const std::string& name) {
+    request.name = name;
+    return heads.Load(request, Always);
+  };
+  auto first = load("first");
+  ASSERT_TRUE(first.ok()) << first.status();
+  const int64_t bytes = (*first)->info().device_bytes;
+  ASSERT_TRUE(load("second").ok());
+  const absl::Status refused = load("third").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr(absl::StrFormat(
+                  "needs %d bytes of device memory, heads hold %d of 600 (--max-head-bytes)", bytes,
+                  2 * bytes)));
+  // An unloaded head that is in use still counts.
+  ASSERT_TRUE(heads.Unload("first").ok());
+  EXPECT_FALSE(load("third").ok());
+  first = absl::NotFoundError("");
+  EXPECT_TRUE(load("third").ok());
+  // A load that fails gives its bytes back.
+  ASSERT_TRUE(heads.Unload("third").ok());
+  backend_.FailNext(FaultPoint::kWait, absl::UnavailableError("no"));
+  EXPECT_FALSE(load("third").ok());
+  EXPECT_TRUE(load("third").ok());
+}
+
 TEST_F(HeadsTest, WithoutSlabsForTheCopyNothingIsKept) {
   backend_.LimitSlabs(1);
   EXPECT_EQ(Load(Request("named.safetensors")).status().code(),
