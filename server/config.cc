@@ -1,5 +1,6 @@
 #include "server/config.h"
 
+#include <grpcpp/grpcpp.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -324,10 +325,16 @@ void CheckNames(const CLI::App& app) {
 
 std::string_view Version() { return LOGITD_VERSION; }
 
+std::string_view GrpcVersion() {
+  static const auto& version = *new std::string(grpc::Version());
+  return version;
+}
+
 std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config, std::ostream& out,
                                std::ostream& err) {
   CLI::App app(kDescription, "logitd");
-  app.set_version_flag("--version", std::string("logitd ") + std::string(Version()));
+  app.set_version_flag("--version",
+                       absl::StrFormat("logitd %s, gRPC %s", Version(), GrpcVersion()));
   app.get_formatter()->column_width(34);
 
   Add(app, "--listen", &config->listen,

@@ -40,6 +40,9 @@ struct Config {
 // Semantic version of this build.
 std::string_view Version();
 
+// The gRPC library that runs: "1.51.1".
+std::string_view GrpcVersion();
+
 // Fills `config`. A value: the process must end with it, 0 after --help or --version (text on
 // `out`), 2 after a wrong flag (flag, got, allowed on `err`).
 std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config, std::ostream& out,

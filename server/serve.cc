@@ -274,7 +274,7 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
 int Serve(const Config& config, MakeBackend make_backend) {
   Events events;
   TuneMalloc();
-  spdlog::info("logitd {}", Version());
+  spdlog::info("logitd {}, gRPC {}", Version(), GrpcVersion());
 
   absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend();
   if (!backend.ok()) return CannotStart(backend.status());
@@ -315,6 +315,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
+                             .grpc_version = std::string(GrpcVersion()),
                              .max_request_bytes = config.max_request_bytes,
                              .head_root = *head_root,
                              .remote_listen = RemoteListen(config),

@@ -9,33 +9,10 @@
 #include <string_view>
 #include <utility>
 
+#include "formats/utf8.h"
+
 namespace logitd::log {
 namespace {
-
-// Bytes of the UTF-8 character at the start of `text`; 0 if there is none (RFC 3629). Sets `code`.
-size_t ReadCharacter(std::string_view text, uint32_t* code) {
-  struct Length {
-    uint8_t mask, lead;  // of the first byte
-    uint32_t least;      // smaller codes have a shorter form, which is the only valid one
-  };
-  constexpr Length kLengths[] = {
-      {0x80, 0x00, 0}, {0xe0, 0xc0, 0x80}, {0xf0, 0xe0, 0x800}, {0xf8, 0xf0, 0x10000}};
-  const auto first = static_cast<uint8_t>(text[0]);
-  for (size_t bytes = 1; bytes <= std::size(kLengths); ++bytes) {
-    const Length& length = kLengths[bytes - 1];
-    if ((first & length.mask) != length.lead) continue;
-    if (text.size() < bytes) return 0;
-    *code = first & ~length.mask;
-    for (size_t i = 1; i < bytes; ++i) {
-      const auto next = static_cast<uint8_t>(text[i]);
-      if ((next & 0xc0) != 0x80) return 0;
-      *code = *code << 6 | (next & 0x3f);
-    }
-    const bool surrogate = *code >= 0xd800 && *code < 0xe000;
-    return *code < length.least || *code > 0x10ffff || surrogate ? 0 : bytes;
-  }
-  return 0;
-}
 
 // Characters that end a line or change how a terminal shows it.
 bool IsControl(uint32_t code) {
@@ -53,7 +30,7 @@ class Message final : public spdlog::custom_flag_formatter {
     std::string_view text = whole.substr(0, kMaxMessage);
     while (!text.empty()) {
       uint32_t code = 0;
-      const size_t bytes = ReadCharacter(text, &code);
+      const size_t bytes = formats::ReadUtf8(text, &code);
       const std::string_view character = text.substr(0, std::max<size_t>(bytes, 1));
       text.remove_prefix(character.size());
       if (bytes == 0 || IsControl(code)) {

@@ -55,6 +55,7 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
                              const engine::EngineOptions& engine) {
   v1::GetInfoResponse info;
   info.set_version(options.version);
+  info.set_grpc_version(options.grpc_version);
   info.set_backend(device.backend);
   info.mutable_device()->set_name(device.name);
   info.mutable_device()->set_memory_bytes(device.memory_bytes);

@@ -20,6 +20,7 @@ namespace logitd::rpc {
 struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
+  std::string grpc_version;
   int64_t max_request_bytes = 0;                    // payload of a request; GetInfo reports it
   std::string head_root;                            // see HeadsService
   std::string remote_listen;                        // see HeadsService

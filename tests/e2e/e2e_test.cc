@@ -215,6 +215,7 @@ TEST_P(TransportTest, InfoHealthAndReflectionDescribeTheServices) {
   ASSERT_TRUE(v1::Server::NewStub(channel_)->GetInfo(&context, {}, &info).ok());
   EXPECT_EQ(info.backend(), "cpu");
   EXPECT_FALSE(info.version().empty());
+  EXPECT_EQ(info.grpc_version(), grpc::Version());
   EXPECT_FALSE(info.draining());
   EXPECT_EQ(info.limits().max_request_bytes(), 64 * kMiB);
   EXPECT_EQ(info.limits().max_vocab(), 1 << 20);

@@ -192,15 +192,19 @@ std::vector<grpc::Status> ManyCalls::WaitAll() {
   return statuses;
 }
 
-BarePeer::BarePeer(int port, uint32_t window)
-    : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+int ConnectSocket(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  if (connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
     throw std::runtime_error("connect: " + std::string(std::strerror(errno)));
   }
+  return fd;
+}
+
+BarePeer::BarePeer(int port, uint32_t window) : fd_(ConnectSocket(port)) {
   const std::string_view preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
   send(fd_, preface.data(), preface.size(), MSG_NOSIGNAL);
   std::string settings;
@@ -222,7 +226,8 @@ void BarePeer::SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::stri
 }
 
 void BarePeer::SendHeaders(const std::string& method,
-                           const std::vector<std::pair<std::string, std::string>>& more) {
+                           const std::vector<std::pair<std::string, std::string>>& more,
+                           uint32_t stream) {
   std::string block = "\x83\x86";  // :method POST, :scheme http
   const auto add = [&block](std::string_view head, std::string_view value) {
     block += head;
@@ -236,7 +241,7 @@ void BarePeer::SendHeaders(const std::string& method,
   for (const auto& [name, value] : more) {
     add(std::string("\0", 1) + static_cast<char>(name.size()) + name, value);
   }
-  SendFrame(1, 4 /* END_HEADERS */, 1, block);
+  SendFrame(1, 4 /* END_HEADERS */, stream, block);
 }
 
 void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_stream,

@@ -112,6 +112,9 @@ class ManyCalls {
   std::thread poller_;  // gRPC moves bytes only while a thread polls
 };
 
+// A socket to 127.0.0.1:`port`, which the caller closes.
+int ConnectSocket(int port);
+
 // One HTTP/2 stream without a gRPC library.
 class BarePeer {
  public:
@@ -123,7 +126,8 @@ class BarePeer {
 
   // `more`: names and values, each below 127 bytes.
   void SendHeaders(const std::string& method,
-                   const std::vector<std::pair<std::string, std::string>>& more = {});
+                   const std::vector<std::pair<std::string, std::string>>& more = {},
+                   uint32_t stream = 1);
   // Sends a gRPC message that claims `claimed` bytes and holds `body`.
   void SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
                    bool marked_compressed = false);
