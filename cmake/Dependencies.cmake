@@ -1,10 +1,20 @@
 # All libraries, found where Debian 12 and the CUDA toolkit install them.
 find_package(Threads REQUIRED)
 find_package(absl REQUIRED CONFIG)
-find_package(Protobuf REQUIRED)
+find_package(Protobuf CONFIG QUIET)  # newer ones; gRPC's own configuration finds it so
+if(NOT Protobuf_FOUND)
+  find_package(Protobuf REQUIRED)
+endif()
 find_package(gRPC REQUIRED CONFIG)
+# gRPC logs through its own functions up to 1.65, and through Abseil's log after that.
+include(CheckCXXSymbolExists)
+set(CMAKE_REQUIRED_LIBRARIES gRPC::gpr)
+check_cxx_symbol_exists(gpr_set_log_function grpc/support/log.h LOGITD_GPR_LOG)
+unset(CMAKE_REQUIRED_LIBRARIES)
 find_package(spdlog REQUIRED CONFIG)
 find_package(prometheus-cpp REQUIRED CONFIG)
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(microhttpd REQUIRED IMPORTED_TARGET libmicrohttpd)
 find_package(nlohmann_json REQUIRED CONFIG)
 find_package(CLI11 REQUIRED CONFIG)
 find_package(PNG REQUIRED)

@@ -5,6 +5,7 @@ function(logitd_compile_options target)
   target_include_directories(${target} PUBLIC ${CMAKE_SOURCE_DIR})
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror;-Wno-unused-parameter;-Wno-missing-field-initializers>
+    $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=deprecated-declarations>  # a newer library may deprecate what an old one needs
     $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>  # false alarms of gcc 12 at -O3 for "text" + string
     $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=-Wall;--expt-relaxed-constexpr>)
   # Compressed kernels take a tenth of the space in every program; the driver unpacks them at their first use.

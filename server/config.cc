@@ -1,15 +1,27 @@
 #include "server/config.h"
 
+#include <grpcpp/grpcpp.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <filesystem>
+#include <functional>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <ostream>
+#include <regex>
 #include <set>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "server/door/address.h"
 #include "server/door/listener.h"
 #include "server/rpc/rpc_server.h"
 
@@ -35,6 +47,14 @@ constexpr const char* kDescription =
     "the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
 constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
+constexpr int64_t kMaxSize = int64_t{1} << 40;
+constexpr absl::Duration kMaxDuration = absl::Hours(24);
+
+// The most rows whose small fields fit into a message beside one byte of payload.
+int64_t MaxBatchRows() {
+  const int64_t fixed = rpc::MaxMessageBytes(1, 0);
+  return (kMaxMessage - fixed) / (rpc::MaxMessageBytes(1, 1) - fixed);
+}
 
 std::string EnvironmentName(std::string flag) {
   flag.erase(0, 2);
@@ -43,31 +63,111 @@ std::string EnvironmentName(std::string flag) {
   return "LOGITD_" + flag;
 }
 
-// An option with its environment variable, and its default in the help.
+// An option with its environment variable.
 template <typename T>
 CLI::Option* Add(CLI::App& app, const std::string& flag, T* value, const std::string& help) {
   return app.add_option(flag, *value, help)->envname(EnvironmentName(flag))->capture_default_str();
 }
 
-void AddSize(CLI::App& app, const std::string& flag, int64_t* value, const std::string& help) {
-  Add(app, flag, value, help)->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))->type_name("SIZE");
-}
-
-void AddDuration(CLI::App& app, const std::string& flag, absl::Duration* value,
-                 const std::string& help) {
+// Adds an option whose text `parse` turns into a value, or refuses by returning false. `allowed`
+// is what the help and the error say.
+void AddParsed(CLI::App& app, const std::string& flag, const std::string& help,
+               const std::string& allowed, const std::string& default_text,
+               const std::function<bool(const std::string&)>& parse) {
   app.add_option_function<std::string>(
          flag,
-         [flag, value](const std::string& text) {
-           if (!absl::ParseDuration(text, value) || *value < absl::ZeroDuration()) {
-             throw CLI::ValidationError(
-                 flag, absl::StrFormat(
-                           "got \"%s\", allowed a duration of 0 or more: 200us, 1.5s, inf", text));
-           }
+         [flag, allowed, parse](const std::string& text) {
+           if (parse(text)) return;
+           throw CLI::ValidationError(
+               flag, absl::StrFormat("got \"%s\", allowed %s", absl::CHexEscape(text), allowed));
          },
          help)
       ->envname(EnvironmentName(flag))
-      ->default_str(absl::FormatDuration(*value))
-      ->type_name("DURATION");
+      ->default_str(default_text)
+      ->type_name(absl::StrCat("(", allowed, ")"));
+}
+
+// Only digits: no sign, no space, no fraction.
+bool ParseDigits(std::string_view text, int64_t* value) {
+  const bool digits = !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+    return absl::ascii_isdigit(static_cast<unsigned char>(c));
+  });
+  return digits && absl::SimpleAtoi(std::string(text), value);
+}
+
+template <typename T>
+void AddInteger(CLI::App& app, const std::string& flag, T* value, int64_t low, int64_t high,
+                const std::string& help) {
+  AddParsed(app, flag, help, absl::StrFormat("%d to %d", low, high), absl::StrCat(*value),
+            [value, low, high](const std::string& text) {
+              int64_t number = 0;
+              if (!ParseDigits(text, &number) || number < low || number > high) return false;
+              *value = static_cast<T>(number);
+              return true;
+            });
+}
+
+constexpr std::string_view kUnits[] = {"", "k", "m", "g", "t"};
+
+// "64MiB", "64M", "64 mb", "67108864".
+bool ParseSize(const std::string& text, int64_t* value) {
+  const size_t end = text.find_first_not_of("0123456789");
+  if (!ParseDigits(std::string_view(text).substr(0, end), value)) return false;
+  std::string unit = end == std::string::npos ? "" : text.substr(end);
+  absl::StripAsciiWhitespace(&unit);
+  absl::AsciiStrToLower(&unit);
+  if (absl::EndsWith(unit, "b")) unit.pop_back();
+  if (absl::EndsWith(unit, "i") && unit.size() == 2) unit.pop_back();
+  const auto at = std::find(std::begin(kUnits), std::end(kUnits), unit);
+  if (at == std::end(kUnits)) return false;
+  const auto shift = 10 * (at - std::begin(kUnits));
+  if (*value > std::numeric_limits<int64_t>::max() >> shift) return false;
+  *value <<= shift;
+  return true;
+}
+
+std::string SizeText(int64_t bytes) {
+  constexpr std::string_view kNames[] = {"", "KiB", "MiB", "GiB", "TiB"};
+  size_t unit = 0;
+  for (; bytes > 0 && bytes % 1024 == 0 && unit + 1 < std::size(kNames); ++unit) bytes /= 1024;
+  return absl::StrCat(bytes, std::string(kNames[unit]));
+}
+
+void AddSize(CLI::App& app, const std::string& flag, int64_t* value, int64_t low,
+             const std::string& help) {
+  AddParsed(app, flag, help,
+            absl::StrFormat("%d to %s, in bytes or with a unit", low, SizeText(kMaxSize)),
+            SizeText(*value), [value, low](const std::string& text) {
+              int64_t bytes = 0;
+              if (!ParseSize(text, &bytes) || bytes < low || bytes > kMaxSize) return false;
+              *value = bytes;
+              return true;
+            });
+}
+
+// `infinite`: inf is allowed too.
+void AddDuration(CLI::App& app, const std::string& flag, absl::Duration* value, absl::Duration low,
+                 bool infinite, const std::string& help) {
+  AddParsed(app, flag, help,
+            absl::StrFormat("%s to %s with a unit%s", absl::FormatDuration(low), "24h",
+                            infinite ? ", or inf" : ""),
+            absl::FormatDuration(*value), [value, low, infinite](const std::string& text) {
+              absl::Duration duration;
+              if (!absl::ParseDuration(text, &duration)) return false;
+              const bool finite = duration >= low && duration <= kMaxDuration;
+              if (!finite && !(infinite && duration == absl::InfiniteDuration())) return false;
+              *value = duration;
+              return true;
+            });
+}
+
+void AddChoice(CLI::App& app, const std::string& flag, std::string* value,
+               const std::vector<std::string>& choices, const std::string& help) {
+  AddParsed(app, flag, help, absl::StrJoin(choices, ", "), *value,
+            [value, choices](const std::string& text) {
+              *value = text;
+              return std::find(choices.begin(), choices.end(), text) != choices.end();
+            });
 }
 
 // NAME=PATH[,vocab=N][,norm]
@@ -117,12 +217,8 @@ void CheckTogether(const Config& config) {
   const auto refuse = [](const std::string& flag, const std::string& text) {
     throw CLI::ValidationError(flag, text);
   };
-  if (config.max_request_bytes == 0) refuse("--max-request-bytes", "got 0, allowed 1 or more");
-  if (config.receive_timeout == absl::ZeroDuration()) {
-    refuse("--receive-timeout", "got 0, allowed more than 0, or inf");
-  }
   const int64_t message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
-  if (message > kMaxMessage) {
+  if (message > kMaxMessage) {  // rows alone fit: see MaxBatchRows
     refuse("--max-request-bytes",
            absl::StrFormat(
                "got %d, allowed at most %d with --max-batch-rows %d", config.max_request_bytes,
@@ -146,11 +242,83 @@ void CheckTogether(const Config& config) {
     }
   }
   if (config.listen.empty()) refuse("--listen", "got nothing, allowed one address or more");
-  for (const std::string& address : config.listen) {
-    if (address.empty() ||
-        (!absl::StartsWith(address, "unix:") && address.find(':') == std::string::npos)) {
-      refuse("--listen", absl::StrFormat("got \"%s\", allowed HOST:PORT or unix:PATH", address));
+  const auto check_address = [&](const std::string& flag, const std::string& text,
+                                 bool may_be_unix) {
+    const absl::StatusOr<door::Address> address = door::ParseAddress(text);
+    if (address.ok() && (may_be_unix || address->path.empty())) return;
+    refuse(flag, absl::StrFormat("got \"%s\", allowed %s", absl::CHexEscape(text),
+                                 address.ok() ? "HOST:PORT or [IPv6]:PORT"
+                                              : std::string(address.status().message())));
+  };
+  for (const std::string& address : config.listen) check_address("--listen", address, true);
+  if (config.metrics_listen != "off") {
+    check_address("--metrics-listen", config.metrics_listen, false);
+  }
+  std::error_code error;
+  if (!config.head_root.empty() && !std::filesystem::is_directory(config.head_root, error)) {
+    refuse("--head-root", absl::StrFormat("got \"%s\", allowed a directory that exists",
+                                          absl::CHexEscape(config.head_root)));
+  }
+}
+
+// Steps of one character from one text to the other.
+size_t Distance(std::string_view from, std::string_view to) {
+  std::vector<size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), 0);
+  for (const char c : from) {
+    size_t diagonal = row[0]++;
+    for (size_t i = 0; i < to.size(); ++i) {
+      const size_t replaced = diagonal + (c == to[i] ? 0 : 1);
+      diagonal = row[i + 1];
+      row[i + 1] = std::min({replaced, row[i] + 1, row[i + 1] + 1});
     }
+  }
+  return row.back();
+}
+
+std::string Nearest(std::string_view name, const std::vector<std::string>& names) {
+  return *std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) {
+    return Distance(name, a) < Distance(name, b);
+  });
+}
+
+// What Kubernetes sets for a Service whose name starts with "logitd".
+bool IsServiceLink(const std::string& name) {
+  static const std::regex kLink(
+      "LOGITD(_.*)?_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|"
+      "ADDR))?)?)");
+  return std::regex_match(name, kLink);
+}
+
+// Refuses flags and variables that are not ours.
+void CheckNames(const CLI::App& app) {
+  std::vector<std::string> flags, variables;
+  for (const CLI::Option* option : app.get_options()) {
+    flags.push_back(option->get_name());
+    if (!option->get_envname().empty()) variables.push_back(option->get_envname());
+  }
+  for (const std::string& extra : app.remaining()) {
+    const std::string name = extra.substr(0, extra.find('='));
+    throw CLI::ValidationError(
+        absl::CHexEscape(name),
+        absl::StartsWith(name, "-")
+            ? absl::StrCat("got an unknown flag, the nearest is ", Nearest(name, flags))
+            : "got a word, allowed only flags");
+  }
+  // Of this project's other programs.
+  for (const char* name : {"LOGITD_ADDR", "LOGITD_BINARY", "LOGITD_CUDA_ARCHITECTURES"}) {
+    variables.emplace_back(name);
+  }
+  for (char** at = environ; *at != nullptr; ++at) {
+    const std::string_view entry = *at;
+    const std::string name(entry.substr(0, entry.find('=')));
+    if (!absl::StartsWith(name, "LOGITD_") || IsServiceLink(name) ||
+        std::find(variables.begin(), variables.end(), name) != variables.end()) {
+      continue;
+    }
+    throw CLI::ValidationError(
+        absl::CHexEscape(name),
+        absl::StrCat("got an unknown variable, the nearest is ", Nearest(name, variables)));
   }
 }
 
@@ -158,71 +326,91 @@ void CheckTogether(const Config& config) {
 
 std::string_view Version() { return LOGITD_VERSION; }
 
+std::string_view GrpcVersion() {
+  static const auto& version = *new std::string(grpc::Version());
+  return version;
+}
+
 std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config, std::ostream& out,
                                std::ostream& err) {
   CLI::App app(kDescription, "logitd");
-  app.set_version_flag("--version", std::string("logitd ") + std::string(Version()));
+  app.set_version_flag("--version",
+                       absl::StrFormat("logitd %s, gRPC %s", Version(), GrpcVersion()));
   app.get_formatter()->column_width(34);
 
   Add(app, "--listen", &config->listen,
       "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
       ->delimiter(',')
       ->type_name("ADDRESS");
-  Add(app, "--backend", &config->backend, "auto uses CUDA if a device answers, else the CPU")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
-  Add(app, "--device", &config->device, "CUDA device")->check(CLI::NonNegativeNumber);
-  Add(app, "--cpu-threads", &config->cpu_threads,
-      "Threads of the CPU backend; 0: all that the process may use")
-      ->check(CLI::Range(0, 4096));
-  Add(app, "--streams", &config->streams, "Batches that run at the same time")
-      ->check(CLI::Range(1, 64));
-  AddSize(app, "--slab-bytes", &config->slab_bytes,
+  AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
+            "auto uses CUDA if a device answers, else the CPU");
+  AddInteger(app, "--device", &config->device, 0, 255, "CUDA device");
+  AddInteger(app, "--cpu-threads", &config->cpu_threads, 0, 4096,
+             "Threads of the CPU backend; 0: all that the process may use");
+  AddInteger(app, "--streams", &config->streams, 1, 64, "Batches that run at the same time");
+  AddSize(app, "--slab-bytes", &config->slab_bytes, 1,
           "Payload of one batch, and the same again for its answers; every stream has two slabs");
-  AddSize(app, "--max-request-bytes", &config->max_request_bytes, "Largest payload of one request");
-  AddSize(app, "--max-held-bytes", &config->max_held_bytes,
+  AddSize(app, "--max-request-bytes", &config->max_request_bytes, 1,
+          "Largest payload of one request");
+  AddSize(app, "--max-held-bytes", &config->max_held_bytes, 1,
           "Host memory for the messages and answers of all calls; calls beyond it wait unread");
-  Add(app, "--max-waiting-calls", &config->max_waiting_calls,
-      "Calls that may wait for that memory, half of them of one connection; more are refused with "
-      "RESOURCE_EXHAUSTED")
-      ->check(CLI::Range(0, 1 << 20));
-  Add(app, "--max-connections", &config->max_connections,
-      "Connections that may be open; more are closed at once. 0: the limit of open files less 128")
-      ->check(CLI::Range(int64_t{0}, door::kMostConnections));
+  AddInteger(
+      app, "--max-waiting-calls", &config->max_waiting_calls, 0, 1 << 20,
+      "Calls that may wait for that memory, half of them of one connection; more are refused "
+      "with RESOURCE_EXHAUSTED");
+  AddInteger(
+      app, "--max-connections", &config->max_connections, 0, door::kMostConnections,
+      "Connections that may be open; more are closed at once. 0: the limit of open files less 128");
   AddSize(
-      app, "--min-receive-rate", &config->min_receive_rate,
+      app, "--min-receive-rate", &config->min_receive_rate, 0,
       "Bytes per second at which a message must come while other calls wait for memory; 0: any");
-  Add(app, "--max-batch-rows", &config->max_batch_rows,
-      "Rows of one batch, and of the largest request; only bytes bound the rows of attention")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
-  AddDuration(app, "--max-batch-delay", &config->max_batch_delay,
+  AddInteger(
+      app, "--max-batch-rows", &config->max_batch_rows, 1, MaxBatchRows(),
+      "Rows of one batch, and of the largest request; only bytes bound the rows of attention");
+  AddDuration(app, "--max-batch-delay", &config->max_batch_delay, absl::ZeroDuration(),
+              /*infinite=*/false,
               "Maximum time an open batch waits for more requests while a stream is idle");
   AddHeads(
       app, "--head", &config->heads,
       "An output head to load at start, from a safetensors file or a model folder. vocab: rows to "
       "keep of a padded weight; norm: apply the model's final RMSNorm; repeatable");
   Add(app, "--head-root", &config->head_root,
-      "Directory that clients may load heads from; without it they cannot load heads")
-      ->check(CLI::ExistingDirectory)
+      "Directory that clients may load heads from; without it they cannot load or unload heads")
       ->type_name("DIR");
-  AddDuration(app, "--receive-timeout", &config->receive_timeout,
+  AddSize(app, "--max-head-bytes", &config->max_head_bytes, 0,
+          "Device memory of all heads. 0: on the CPU half of the memory that the process may use, "
+          "on a GPU what the slabs leave");
+  app.add_flag("--allow-remote-heads", config->allow_remote_heads,
+               "Clients may load and unload heads although --listen has an address that is not "
+               "local")
+      ->envname(EnvironmentName("--allow-remote-heads"));
+  AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
+              /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");
-  AddDuration(app, "--drain-grace", &config->drain_grace,
-              "Maximum time for admitted calls to finish after SIGTERM");
+  AddDuration(app, "--drain-grace", &config->drain_grace, absl::ZeroDuration(), /*infinite=*/true,
+              "Maximum time for admitted calls to finish after SIGTERM; a tenth of it for a "
+              "message that is still being received");
   Add(app, "--metrics-listen", &config->metrics_listen,
       "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one), or off")
       ->type_name("ADDRESS");
-  Add(app, "--log-level", &config->log_level, "Least severe level that is logged")
-      ->check(CLI::IsMember({"debug", "info", "warn", "error", "off"}));
-  Add(app, "--log-format", &config->log_format,
-      "Format of the log on standard error: text, or one JSON object a line")
-      ->check(CLI::IsMember({"text", "json"}));
+  AddChoice(app, "--log-level", &config->log_level, {"debug", "info", "warn", "error", "off"},
+            "Least severe level that is logged");
+  AddChoice(app, "--log-format", &config->log_format, {"text", "json"},
+            "Format of the log on standard error: text, or one JSON object a line");
+  app.allow_extras();  // CheckNames refuses them, with the nearest name
 
+  const auto leave = [&](const CLI::ParseError& error) {
+    return app.exit(error, out, err) == 0 ? 0 : kUsageError;
+  };
   try {
     app.parse(argc, argv);
+    CheckNames(app);
     CheckTogether(*config);
+  } catch (const CLI::ConversionError&) {  // options with a value parse it themselves
+    return leave(CLI::ValidationError("--allow-remote-heads",
+                                      "got another value, allowed true, false or none"));
   } catch (const CLI::ParseError& error) {
-    const int code = app.exit(error, out, err);
-    return code == 0 ? 0 : kUsageError;
+    return leave(error);
   }
   return std::nullopt;
 }

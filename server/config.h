@@ -30,6 +30,8 @@ struct Config {
   absl::Duration max_batch_delay = absl::ZeroDuration();
   std::vector<engine::HeadRequest> heads;  // loaded at start
   std::string head_root;                   // a directory; empty: clients cannot load heads
+  int64_t max_head_bytes = 0;              // 0: see --help
+  bool allow_remote_heads = false;         // also if `listen` has an address that is not local
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"
@@ -39,6 +41,9 @@ struct Config {
 
 // Semantic version of this build.
 std::string_view Version();
+
+// The gRPC library that runs: "1.51.1".
+std::string_view GrpcVersion();
 
 // Fills `config`. A value: the process must end with it, 0 after --help or --version (text on
 // `out`), 2 after a wrong flag (flag, got, allowed on `err`).

@@ -1,63 +1,68 @@
 #include "server/log.h"
 
+#if LOGITD_GPR_LOG
 #include <grpc/support/log.h>
-#include <spdlog/pattern_formatter.h>
+#else
+#include <absl/log/globals.h>
+#include <absl/log/initialize.h>
+#include <absl/log/log_sink.h>
+#include <absl/log/log_sink_registry.h>
+#endif
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include <atomic>
-#include <iterator>
 #include <memory>
+#include <string_view>
+
+#include "server/log/format.h"
+#include "server/log/limited.h"
 
 namespace logitd {
 namespace {
 
-// %*: the message, escaped for a JSON string.
-class JsonMessage final : public spdlog::custom_flag_formatter {
+std::atomic<bool> grpc_is_ending = false;
+
+void LogGrpc(bool is_error, std::string_view message) {
+  if (grpc_is_ending) return;
+  log::Limited(log::Source::kGrpc, is_error ? spdlog::level::warn : spdlog::level::debug,
+               "grpc: {}", message);
+}
+
+#if LOGITD_GPR_LOG
+void TakeGrpcLog() {
+  gpr_set_log_function([](gpr_log_func_args* args) {
+    LogGrpc(args->severity == GPR_LOG_SEVERITY_ERROR, args->message);
+  });
+}
+#else
+class GrpcSink final : public absl::LogSink {
  public:
-  void format(const spdlog::details::log_msg& message, const std::tm&,
-              spdlog::memory_buf_t& out) override {
-    for (const char c : message.payload) {
-      if (c == '"' || c == '\\') {
-        out.push_back('\\');
-        out.push_back(c);
-      } else if (static_cast<unsigned char>(c) < 0x20) {
-        fmt::format_to(std::back_inserter(out), "\\u{:04x}", static_cast<int>(c));
-      } else {
-        out.push_back(c);
-      }
-    }
-  }
-  std::unique_ptr<custom_flag_formatter> clone() const override {
-    return std::make_unique<JsonMessage>();
+  void Send(const absl::LogEntry& entry) override {
+    LogGrpc(entry.log_severity() >= absl::LogSeverity::kError,
+            {entry.text_message().data(), entry.text_message().size()});
   }
 };
 
-std::atomic<bool> grpc_is_ending = false;
-
-void LogGrpc(gpr_log_func_args* args) {
-  if (grpc_is_ending) return;
-  const bool warn = args->severity == GPR_LOG_SEVERITY_ERROR;
-  spdlog::log(warn ? spdlog::level::warn : spdlog::level::debug, "grpc: {}", args->message);
+// Only gRPC uses Abseil's log.
+void TakeGrpcLog() {
+  absl::InitializeLog();
+  absl::SetStderrThreshold(absl::LogSeverityAtLeast::kInfinity);
+  absl::AddLogSink(new GrpcSink);  // never removed: gRPC's threads may outlive everything
 }
+#endif
 
 }  // namespace
 
 void SetUpLogging(const std::string& level, const std::string& format) {
   auto logger =
       std::make_shared<spdlog::logger>("logitd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-  if (format == "json") {
-    auto formatter = std::make_unique<spdlog::pattern_formatter>();
-    formatter->add_flag<JsonMessage>('*').set_pattern(
-        R"({"time":"%Y-%m-%dT%H:%M:%S.%e%z","level":"%l","message":"%*"})");
-    logger->set_formatter(std::move(formatter));
-  } else {
-    logger->set_pattern("%Y-%m-%d %H:%M:%S.%e %l %v");
-  }
+  logger->set_formatter(
+      log::MakeFormatter(format == "json" ? log::Format::kJson : log::Format::kText));
   logger->set_level(spdlog::level::from_str(level));
   logger->flush_on(spdlog::level::info);
   spdlog::set_default_logger(std::move(logger));
-  gpr_set_log_function(&LogGrpc);
+  TakeGrpcLog();
 }
 
 void GrpcIsEnding() { grpc_is_ending = true; }

@@ -11,10 +11,13 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -24,8 +27,10 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
-#include "prometheus/exposer.h"
+#include "prometheus/metric_family.h"
 #include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/door/address.h"
 #include "server/door/connection.h"
 #include "server/door/door_metrics.h"
 #include "server/door/listener.h"
@@ -35,6 +40,9 @@
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/log.h"
+#include "server/log/limited.h"
+#include "server/memory.h"
+#include "server/metrics_server.h"
 #include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
 
@@ -45,12 +53,15 @@ constexpr int kCannotStart = 1;
 constexpr int kDeviceLost = 3;
 
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
+constexpr absl::Duration kLogReports = absl::Seconds(1);
 // Time for encoded answers to reach their peers, and for health watchers to see the change. Calls
 // that come meanwhile are refused.
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
 // Messages that are received at the same time. Measured with one core and messages of 1.6 MB: 3 at
 // a time give the peak rate, and 50 give two thirds of it.
 constexpr int64_t kReceivingBytesPerThread = int64_t{4} << 20;
+// The share of the grace for messages that are being received.
+constexpr int64_t kReceiveShare = 10;
 // Time for a running batch to end after the grace.
 constexpr absl::Duration kLastBatch = absl::Seconds(5);
 // Longest time for the process to end after the device was lost, even if its driver hangs.
@@ -175,6 +186,24 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events*
   return status.ok() ? std::nullopt : std::optional<int>(CannotStart(status));
 }
 
+// The most device memory of heads. On the CPU it is memory of the host, where more than there is
+// ends the process instead of failing the load.
+int64_t MaxHeadBytes(const Config& config, const DeviceInfo& device) {
+  if (config.max_head_bytes > 0) return config.max_head_bytes;
+  if (device.backend != "cpu") return std::numeric_limits<int64_t>::max();
+  return UsableMemory(device.memory_bytes) / 2;
+}
+
+// The first address for which clients may not load and unload heads; "" if there is none.
+std::string RemoteListen(const Config& config) {
+  if (config.allow_remote_heads) return "";
+  for (const std::string& text : config.listen) {
+    const absl::StatusOr<door::Address> address = door::ParseAddress(text);
+    if (!address.ok() || !door::IsLocal(*address)) return text;
+  }
+  return "";
+}
+
 // --head-root with its links resolved; "" if there is none.
 absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
   if (config.head_root.empty()) return "";
@@ -184,26 +213,52 @@ absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
     return absl::NotFoundError(
         absl::StrCat("--head-root: ", config.head_root, ": ", error.message()));
   }
-  spdlog::info("clients may load heads from {}", root);
+  if (const std::string remote = RemoteListen(config); remote.empty()) {
+    spdlog::info("clients may load heads from {}", root);
+  } else {
+    spdlog::warn(
+        "clients may not load or unload heads: {} is not local, and there is no "
+        "--allow-remote-heads",
+        remote);
+  }
   return root;
 }
 
-// Null if --metrics-listen is off.
-absl::StatusOr<std::unique_ptr<prometheus::Exposer>> ServeMetrics(const Config& config,
-                                                                  const engine::Metrics& metrics) {
-  if (config.metrics_listen == "off") return nullptr;
-  std::unique_ptr<prometheus::Exposer> exposer;
-  try {
-    exposer = std::make_unique<prometheus::Exposer>(config.metrics_listen);
-  } catch (const std::exception& error) {
-    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on ",
-                                               config.metrics_listen, ": ", error.what()));
+// The counters of the log, which counts before there are metrics.
+prometheus::MetricFamily LogMetrics() {
+  prometheus::MetricFamily family = {.name = "logitd_log_lines_suppressed_total",
+                                     .help = "Log lines not written, because there were too many.",
+                                     .type = prometheus::MetricType::Counter};
+  for (const log::Source source : log::kSources) {
+    prometheus::ClientMetric sample;
+    sample.label = {{"source", std::string(log::Name(source))}};
+    sample.counter.value = static_cast<double>(log::LimitOf(source).suppressed());
+    family.metric.push_back(std::move(sample));
   }
-  exposer->RegisterCollectable(metrics.registry());
+  return family;
+}
+
+// Null if --metrics-listen is off.
+absl::StatusOr<std::unique_ptr<MetricsServer>> ServeMetrics(const Config& config,
+                                                            const engine::Metrics& metrics) {
+  if (config.metrics_listen == "off") return nullptr;
+  absl::StatusOr<door::Address> address = door::ParseAddress(config.metrics_listen);
+  if (!address.ok()) return address.status();
+  absl::StatusOr<std::unique_ptr<MetricsServer>> server =
+      MetricsServer::Start(*address, [registry = metrics.registry()] {
+        std::vector<prometheus::MetricFamily> families = registry->Collect();
+        families.push_back(LogMetrics());
+        return prometheus::TextSerializer().Serialize(families);
+      });
+  if (!server.ok()) {
+    return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on ",
+                                               config.metrics_listen, ": ",
+                                               server.status().message()));
+  }
   spdlog::info("metrics on {}:{}",
                config.metrics_listen.substr(0, config.metrics_listen.rfind(':')),
-               absl::StrJoin(exposer->GetListeningPorts(), ","));
-  return exposer;
+               (*server)->port());
+  return server;
 }
 
 // Memory of a CPU stream that uses a head.
@@ -250,7 +305,7 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
                    engine::Admission& admission, engine::Engine& engine, rpc::RpcServer& server) {
   server.SetServing(false);
   admission.BeginDrain();
-  server.Drain();
+  server.Drain(config.drain_grace / kReceiveShare);
   if (event == Events::kLost) return event;
   spdlog::info("draining: {} calls to finish within {}", server.calls(),
                absl::FormatDuration(config.drain_grace));
@@ -270,7 +325,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   Events events;
   TuneMalloc();
   TuneMutexes();
-  spdlog::info("logitd {}", Version());
+  spdlog::info("logitd {}, gRPC {}", Version(), GrpcVersion());
   const int64_t max_connections =
       door::ConnectionLimit(config.max_connections, door::RaiseDescriptorLimit());
 
@@ -287,7 +342,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
        .min_receive_rate = config.min_receive_rate,
        .max_receiving_bytes = kReceivingBytesPerThread * std::thread::hardware_concurrency()},
       &metrics);
-  engine::Heads heads(backend->get(), &metrics);
+  engine::Heads heads(backend->get(), &metrics, MaxHeadBytes(config, device));
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
       engine::Engine::Create(backend->get(),
                              {.streams = config.streams,
@@ -310,8 +365,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
   const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   if (!head_root.ok()) return CannotStart(head_root.status());
-  absl::StatusOr<std::unique_ptr<prometheus::Exposer>> exposer = ServeMetrics(config, metrics);
-  if (!exposer.ok()) return CannotStart(exposer.status());
+  const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
+      ServeMetrics(config, metrics);
+  if (!metrics_server.ok()) return CannotStart(metrics_server.status());
   const auto door_metrics =
       std::make_shared<door::DoorMetrics>(metrics.registry(), max_connections);
   const std::shared_ptr<door::Connections> connections =
@@ -320,8 +376,10 @@ int Serve(const Config& config, MakeBackend make_backend) {
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
                              .version = std::string(Version()),
+                             .grpc_version = std::string(GrpcVersion()),
                              .max_request_bytes = config.max_request_bytes,
                              .head_root = *head_root,
+                             .remote_listen = RemoteListen(config),
                              .peer_timeout = config.receive_timeout,
                              .connections = connections},
                             device, &admission, engine->get(), &heads, &metrics);
@@ -331,7 +389,10 @@ int Serve(const Config& config, MakeBackend make_backend) {
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
   Events::Kind event = Events::kNothing;
-  while (event == Events::kNothing) event = events.Wait(absl::InfiniteDuration());
+  while (event == Events::kNothing) {
+    event = events.Wait(kLogReports);
+    log::ReportSuppressed();
+  }
 
   event = Drain(config, event, events, admission, **engine, **server);
   const int cut = (*server)->calls();
@@ -343,11 +404,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
     if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);
   }
   (*engine)->Stop();
-  // Leaked: its HTTP server takes two seconds to end, the process ends faster. It holds the
-  // registry weakly. Volatile, because a compiler drops a static that is never read, and a leak
-  // checker then reports the exposer.
-  [[maybe_unused]] static prometheus::Exposer* volatile leaked;
-  leaked = exposer->release();
+  log::ReportSuppressed();
   spdlog::info("drained: {} calls cut short", cut);
   const absl::Time end = absl::Now() + kLastWrites;
   while ((*server)->loading() && absl::Now() < end) absl::SleepFor(kPoll);

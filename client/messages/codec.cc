@@ -146,7 +146,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& requ
 template <typename Answer>
 absl::StatusOr<LogitsResult<Answer>> DecodeResponse(grpc::ByteBuffer* response) {
   LogitsResult<Answer> result;
-  const std::string& name = Answer::descriptor()->full_name();
+  const std::string name(Answer::descriptor()->full_name());
   if (!ParseMessage(response, &result.answer)) {
     return absl::InternalError(absl::StrFormat("the server's answer is not a %s", name));
   }

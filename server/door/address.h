@@ -1,12 +1,8 @@
-// Addresses to listen on, as the operator writes them.
+// The addresses that flags give.
 #ifndef LOGITD_SERVER_DOOR_ADDRESS_H_
 #define LOGITD_SERVER_DOOR_ADDRESS_H_
 
-#include <sys/socket.h>
-
-#include <cstdint>
 #include <string>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -14,33 +10,18 @@
 namespace logitd::door {
 
 struct Address {
-  std::string path;  // of a Unix socket; empty: TCP
-  std::string host;  // without the brackets of IPv6
-  uint16_t port = 0;
+  std::string host;  // a name or an address, an IPv6 one without its brackets; empty: `path` counts
+  int port = 0;      // 0: any that is free
+  std::string path;  // of a Unix socket
 };
 
-// Parses "HOST:PORT", "[IPV6]:PORT" or "unix:PATH". INVALID_ARGUMENT names what is wrong and what
-// is allowed.
+// HOST:PORT, [IPv6]:PORT or unix:PATH. INVALID_ARGUMENT says what is allowed instead, e.g. "a port
+// of 0 to 65535".
 absl::StatusOr<Address> ParseAddress(absl::string_view text);
 
-// A socket that listens.
-struct ListeningSocket {
-  int fd = -1;
-  uint16_t port = 0;    // as bound
-  uint64_t device = 0;  // of a Unix socket's file, with `inode`
-  uint64_t inode = 0;
-};
-
-// Opens the sockets of an address. A name may stand for several; an address without a family
-// ("0.0.0.0", "::") takes IPv4 and IPv6. Port 0 picks one port for all.
-//
-// A Unix socket's file that no process listens on is replaced. The path is refused if a process
-// listens there, which the error names, or if it is not a socket. UNAVAILABLE: anything the system
-// refuses.
-absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address);
-
-// Removes the file of a Unix socket if it is still the one of `socket`.
-void RemoveSocketFile(const Address& address, const ListeningSocket& socket);
+// True if only this machine reaches it: a Unix socket, "localhost", 127.0.0.0/8 or ::1. A name
+// other than localhost counts as not local.
+bool IsLocal(const Address& address);
 
 }  // namespace logitd::door
 

@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "server/door/address.h"
 #include "server/door/connection.h"
+#include "server/door/listening_socket.h"
 
 namespace logitd::door {
 

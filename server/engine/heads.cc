@@ -1,7 +1,5 @@
 #include "server/engine/heads.h"
 
-#include <spdlog/spdlog.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -18,6 +16,7 @@
 #include "kernels/status_macros.h"
 #include "server/engine/head_source.h"
 #include "server/engine/metrics.h"
+#include "server/log/limited.h"
 
 namespace logitd::engine {
 namespace {
@@ -216,8 +215,9 @@ class Copy {
     // A short load logs no progress.
     const bool long_enough = progress_.total_bytes > kLogSteps * static_cast<int64_t>(kChunkBytes);
     if (long_enough && step > logged_ && step < kLogSteps) {
-      spdlog::info("head {}: {}%, {} of {} MiB", request_.name, step * 100 / kLogSteps,
-                   progress_.done_bytes >> 20, progress_.total_bytes >> 20);
+      log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: {}%, {} of {} MiB",
+                   request_.name, step * 100 / kLogSteps, progress_.done_bytes >> 20,
+                   progress_.total_bytes >> 20);
     }
     logged_ = step;
     if (report_(progress_)) return absl::OkStatus();
@@ -243,7 +243,8 @@ Head::Head(Backend* backend, const DeviceMemory& memory, const HeadView& view, H
 
 Head::~Head() { backend_->FreeDevice(memory_); }
 
-Heads::Heads(Backend* backend, Metrics* metrics) : backend_(backend), metrics_(metrics) {}
+Heads::Heads(Backend* backend, Metrics* metrics, int64_t max_bytes)
+    : backend_(backend), metrics_(metrics), max_bytes_(max_bytes) {}
 
 absl::Status Heads::Check(const HeadRequest& request) const {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
@@ -293,7 +294,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
       metrics_->Set(Gauge::kHeads, static_cast<int64_t>(heads_.size()));
     read_ended_.SignalAll();
   }
-  if (!head.ok()) spdlog::warn("{}", head.status().ToString());
+  if (!head.ok())
+    log::Limited(log::Source::kHeads, spdlog::level::warn, "{}", head.status().ToString());
   return head;
 }
 
@@ -313,18 +315,26 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                  absl::Status(status.code(), absl::StrCat(request.path, ": ", status.message())));
   }
   const Layout layout(*source);
-  spdlog::info("head {}: {} [{},{}] {} of {}, {} MiB", request.name, source->weight.name,
-               layout.vocab, layout.hidden, Name(source->weight.dtype), request.path,
-               layout.bytes >> 20);
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: {} [{},{}] {} of {}, {} MiB",
+               request.name, source->weight.name, layout.vocab, layout.hidden,
+               Name(source->weight.dtype), request.path, layout.bytes >> 20);
 
   const auto no_memory = [&](const absl::Status& status) {
     return Named(request.name,
                  absl::Status(status.code(), absl::StrFormat("needs %d bytes of device memory: %s",
                                                              layout.bytes, status.message())));
   };
+  const auto bytes = static_cast<int64_t>(layout.bytes);
+  if (const int64_t held = *bytes_; bytes > max_bytes_ - held) {
+    return Named(request.name,
+                 absl::ResourceExhaustedError(absl::StrFormat(
+                     "needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)",
+                     bytes, held, max_bytes_)));
+  }
+  *bytes_ += bytes;
+  absl::Cleanup give_back = [&] { *bytes_ -= bytes; };
   const absl::StatusOr<DeviceMemory> memory = backend_->AllocateDevice(layout.bytes);
   if (!memory.ok()) return no_memory(memory.status());
-  const auto bytes = static_cast<int64_t>(layout.bytes);
   if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
   absl::Cleanup free_memory = [&] {
     backend_->FreeDevice(*memory);
@@ -351,8 +361,10 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   }
   const absl::Time end = absl::Now();
   const HeadView view = layout.View(*source, memory->data);
-  spdlog::info("head {}: loaded in {:.2f} s", request.name, absl::ToDoubleSeconds(end - start));
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: loaded in {:.2f} s",
+               request.name, absl::ToDoubleSeconds(end - start));
   std::move(free_memory).Cancel();
+  std::move(give_back).Cancel();
   return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
                                               {.name = request.name,
                                                .path = request.path,
@@ -361,8 +373,9 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                                .device_bytes = bytes,
                                                .loaded = end,
                                                .load_time = end - start}),
-                                     [metrics = metrics_, bytes](const Head* head) {
+                                     [metrics = metrics_, total = bytes_, bytes](const Head* head) {
                                        delete head;
+                                       *total -= bytes;
                                        if (metrics != nullptr)
                                          metrics->Add(Gauge::kHeadBytes, -bytes);
                                      });
@@ -376,7 +389,7 @@ absl::Status Heads::Unload(std::string_view name) {
   last = std::move(it->second);
   heads_.erase(it);
   if (metrics_ != nullptr) metrics_->Set(Gauge::kHeads, static_cast<int64_t>(heads_.size()));
-  spdlog::info("head {}: unloaded", name);
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: unloaded", name);
   return absl::OkStatus();
 }
 

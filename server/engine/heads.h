@@ -2,8 +2,10 @@
 #ifndef LOGITD_SERVER_ENGINE_HEADS_H_
 #define LOGITD_SERVER_ENGINE_HEADS_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -71,8 +73,10 @@ struct HeadProgress {
 // may outlive this.
 class Heads {
  public:
-  // `metrics` may be null. Both outlive this and every Head.
-  Heads(Backend* backend, Metrics* metrics);
+  // `metrics` may be null. Both outlive this and every Head. `max_bytes`: the most device memory of
+  // all heads together, unloaded ones that jobs still use included.
+  Heads(Backend* backend, Metrics* metrics,
+        int64_t max_bytes = std::numeric_limits<int64_t>::max());
 
   // Reads, checks and copies a head to the device, then lists it. `progress` runs on this thread
   // from time to time and once at the end; while another load runs, with total_bytes 0. If it
@@ -80,8 +84,8 @@ class Heads {
   //
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
-  // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (no device memory; the
-  // text says how much the head needs), UNAVAILABLE (a read or the device failed), INTERNAL (the
+  // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (more than max_bytes,
+  // or no device memory; the text says how much the head needs), UNAVAILABLE (a read or the device failed), INTERNAL (the
   // device is lost).
   absl::StatusOr<std::shared_ptr<const Head>> Load(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
@@ -107,6 +111,9 @@ class Heads {
 
   Backend* const backend_;
   Metrics* const metrics_;
+  const int64_t max_bytes_;
+  // Of all Head objects and of the one in Read, which alone adds to it. Heads may outlive this.
+  const std::shared_ptr<std::atomic<int64_t>> bytes_ = std::make_shared<std::atomic<int64_t>>(0);
   mutable Mutex mutex_;
   CondVar read_ended_;
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;                        // a thread is in Read

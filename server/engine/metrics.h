@@ -11,6 +11,7 @@
 //   logitd_refused_total{reason}      calls refused before their payload was copied; see Refusal
 //   logitd_device_errors_total{kind}  batches the device failed: "batch" (later work may succeed)
 //                                     or "lost"
+//   logitd_log_lines_suppressed_total{source}  see server/log/limited.h; the server adds it
 // Gauges: see Gauge
 // Histograms, one observation per call
 //   logitd_request_seconds{op}        from headers to status
@@ -75,7 +76,7 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // For an exposer. Lives until this object and all copies of the pointer are gone.
+  // For a page of all series. Lives until this object and all copies of the pointer are gone.
   std::shared_ptr<prometheus::Registry> registry() const { return registry_; }
 
   // Once per call, by rpc, when the call's status is known. `seconds`: from headers to status.

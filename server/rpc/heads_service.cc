@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/message.h"
 
 namespace logitd::rpc {
 namespace {
@@ -58,9 +59,11 @@ v1::Head Describe(const engine::Head& head) {
   return out;
 }
 
-// Answers a unary call at once.
-grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
-                                 const absl::Status& status = absl::OkStatus()) {
+// Answers a unary call at once, with `answer` in `response` if `status` is OK.
+grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status,
+                                 const google::protobuf::MessageLite& answer,
+                                 grpc::ByteBuffer* response) {
+  if (status.ok()) *response = ToBytes(answer);
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));
   return reactor;
@@ -69,10 +72,10 @@ grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
 }  // namespace
 
 // One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first.
-class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, public DrainedCall {
+class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public DrainedCall {
  public:
-  LoadCall(HeadsService* service, CallTracker* tracker, const v1::LoadHeadRequest& request)
-      : service_(service), tracker_(tracker), request_(request) {}
+  LoadCall(HeadsService* service, CallTracker* tracker, v1::LoadHeadRequest request)
+      : service_(service), tracker_(tracker), request_(std::move(request)) {}
 
   // Keeps the call until the transport is done with it.
   void Start(const std::shared_ptr<LoadCall>& self) {
@@ -96,18 +99,20 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
       writing_ = true;
     }
     next_report_ = now + kProgressEvery;
-    message_.set_done_bytes(progress.done_bytes);
-    message_.set_total_bytes(progress.total_bytes);
+    v1::LoadHeadResponse message;
+    message.set_done_bytes(progress.done_bytes);
+    message.set_total_bytes(progress.total_bytes);
+    message_ = ToBytes(message);
     StartWrite(&message_);
   }
 
   // Only the first End counts. `last` is sent if the status is OK.
-  void End(const absl::Status& status, v1::LoadHeadResponse last = {}) {
+  void End(const absl::Status& status, const v1::LoadHeadResponse& last = {}) {
     {
       absl::MutexLock lock(&mutex_);
       if (status_.has_value()) return;
       status_ = Bounded(status);
-      last_ = std::move(last);
+      last_ = ToBytes(last);
       if (writing_) return;
     }
     FinishNow();
@@ -155,15 +160,19 @@ class LoadCall final : public grpc::ServerWriteReactor<v1::LoadHeadResponse>, pu
   const v1::LoadHeadRequest request_;
   std::shared_ptr<LoadCall> self_;
   absl::Time next_report_ = absl::InfinitePast();
-  v1::LoadHeadResponse message_;  // being sent while writing_
-  v1::LoadHeadResponse last_;
+  grpc::ByteBuffer message_;  // being sent while writing_
+  grpc::ByteBuffer last_;
   mutable absl::Mutex mutex_;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<absl::Status> status_ ABSL_GUARDED_BY(mutex_);  // ended
 };
 
-HeadsService::HeadsService(std::string root, const CallEnvironment& environment)
-    : root_(std::move(root)), environment_(environment), thread_([this] { RunLoads(); }) {}
+HeadsService::HeadsService(std::string root, std::string remote_listen,
+                           const CallEnvironment& environment)
+    : root_(std::move(root)),
+      remote_listen_(std::move(remote_listen)),
+      environment_(environment),
+      thread_([this] { RunLoads(); }) {}
 
 HeadsService::~HeadsService() {
   {
@@ -178,11 +187,14 @@ bool HeadsService::loading() const {
   return running_ != nullptr;
 }
 
-grpc::ServerWriteReactor<v1::LoadHeadResponse>* HeadsService::Load(
-    grpc::CallbackServerContext*, const v1::LoadHeadRequest* request) {
-  auto call = std::make_shared<LoadCall>(this, environment_.tracker, *request);
+grpc::ServerWriteReactor<grpc::ByteBuffer>* HeadsService::Load(grpc::CallbackServerContext* context,
+                                                               const grpc::ByteBuffer* request) {
+  v1::LoadHeadRequest parsed;
+  absl::Status status = ParseMessage(context, *request, &parsed);
+  auto call = std::make_shared<LoadCall>(this, environment_.tracker, std::move(parsed));
   call->Start(call);
-  if (absl::Status status = Enqueue(call); !status.ok()) call->End(status);
+  if (status.ok()) status = Enqueue(call);
+  if (!status.ok()) call->End(status);
   return call.get();
 }
 
@@ -195,12 +207,23 @@ engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
           .vocab = request.vocab()};
 }
 
-absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
+absl::Status HeadsService::CheckMayChange() const {
   if (environment_.admission->draining()) return engine::DrainingError();
   if (root_.empty()) {
     return absl::FailedPreconditionError(
-        "clients cannot load heads: the server was started without --head-root DIR");
+        "clients cannot load or unload heads: the server was started without --head-root DIR");
   }
+  if (!remote_listen_.empty()) {
+    return absl::PermissionDeniedError(absl::StrFormat(
+        "clients cannot load or unload heads: the server listens on %s, which is not local, and "
+        "was started without --allow-remote-heads",
+        remote_listen_));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
+  if (absl::Status status = CheckMayChange(); !status.ok()) return status;
   if (absl::Status status = environment_.heads->Check(RequestOf(*call)); !status.ok()) {
     return status;
   }
@@ -264,32 +287,45 @@ void HeadsService::Run(LoadCall& call) {
     absl::MutexLock lock(&mutex_);
     running_ = nullptr;
   }
-  call.End(head.status(), std::move(last));
+  call.End(head.status(), last);
   // Last: the engine's owner may end the process in it.
   if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
 }
 
 grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* context,
-                                               const v1::UnloadHeadRequest* request,
-                                               v1::UnloadHeadResponse*) {
-  return Answer(context, environment_.admission->draining()
-                             ? engine::DrainingError()
-                             : environment_.heads->Unload(request->name()));
+                                               const grpc::ByteBuffer* request,
+                                               grpc::ByteBuffer* response) {
+  v1::UnloadHeadRequest parsed;
+  absl::Status status = ParseMessage(context, *request, &parsed);
+  if (status.ok()) status = CheckMayChange();
+  if (status.ok()) status = environment_.heads->Unload(parsed.name());
+  return Answer(context, status, v1::UnloadHeadResponse(), response);
 }
 
 grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* context,
-                                             const v1::ListHeadsRequest*,
-                                             v1::ListHeadsResponse* response) {
-  for (const auto& head : environment_.heads->List()) *response->add_heads() = Describe(*head);
-  return Answer(context);
+                                             const grpc::ByteBuffer* request,
+                                             grpc::ByteBuffer* response) {
+  v1::ListHeadsRequest parsed;
+  v1::ListHeadsResponse answer;
+  const absl::Status status = ParseMessage(context, *request, &parsed);
+  if (status.ok()) {
+    for (const auto& head : environment_.heads->List()) *answer.add_heads() = Describe(*head);
+  }
+  return Answer(context, status, answer, response);
 }
 
 grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context,
-                                            const v1::GetHeadRequest* request,
-                                            v1::GetHeadResponse* response) {
-  const auto head = environment_.heads->Find(request->name());
-  if (head.ok()) *response->mutable_head() = Describe(**head);
-  return Answer(context, head.status());
+                                            const grpc::ByteBuffer* request,
+                                            grpc::ByteBuffer* response) {
+  v1::GetHeadRequest parsed;
+  v1::GetHeadResponse answer;
+  absl::Status status = ParseMessage(context, *request, &parsed);
+  if (status.ok()) {
+    const auto head = environment_.heads->Find(parsed.name());
+    if (head.ok()) *answer.mutable_head() = Describe(**head);
+    status = head.status();
+  }
+  return Answer(context, status, answer, response);
 }
 
 }  // namespace logitd::rpc

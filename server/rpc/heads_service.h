@@ -18,13 +18,19 @@ namespace logitd::rpc {
 
 class LoadCall;
 
-// Messages are small, so this uses the generated service. Loads run in their order on a thread of
-// the service, so gRPC's threads never wait for a disk.
-class HeadsService final : public v1::Heads::CallbackService {
+// The generated service, with raw messages, so that a malformed one is refused with a text.
+using RawHeads = v1::Heads::WithRawCallbackMethod_Load<
+    v1::Heads::WithRawCallbackMethod_Unload<v1::Heads::WithRawCallbackMethod_List<
+        v1::Heads::WithRawCallbackMethod_Get<v1::Heads::Service>>>>;
+
+// Messages are small, so a call begins when its message is there. Loads run in their order on a
+// thread of the service, so gRPC's threads never wait for a disk. Thread-safe.
+class HeadsService final : public RawHeads {
  public:
-  // `root`: the directory that contains the paths of Load, with its links resolved; empty: Load is
-  // refused. The objects of `environment` outlive this.
-  HeadsService(std::string root, const CallEnvironment& environment);
+  // `root`: the directory that contains the paths of Load, with its links resolved; empty: Load and
+  // Unload are refused. `remote_listen`: an address that others than this machine reach, for which
+  // they are refused too; empty: none. The objects of `environment` outlive this.
+  HeadsService(std::string root, std::string remote_listen, const CallEnvironment& environment);
   // No call may be left. Waits while loading() is true.
   ~HeadsService() override;
 
@@ -32,20 +38,22 @@ class HeadsService final : public v1::Heads::CallbackService {
   // cancelled or the server drains, and its load ends when it next reports progress.
   bool loading() const;
 
-  grpc::ServerWriteReactor<v1::LoadHeadResponse>* Load(grpc::CallbackServerContext* context,
-                                                       const v1::LoadHeadRequest* request) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* Load(grpc::CallbackServerContext* context,
+                                                   const grpc::ByteBuffer* request) override;
   grpc::ServerUnaryReactor* Unload(grpc::CallbackServerContext* context,
-                                   const v1::UnloadHeadRequest* request,
-                                   v1::UnloadHeadResponse* response) override;
+                                   const grpc::ByteBuffer* request,
+                                   grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* List(grpc::CallbackServerContext* context,
-                                 const v1::ListHeadsRequest* request,
-                                 v1::ListHeadsResponse* response) override;
+                                 const grpc::ByteBuffer* request,
+                                 grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* Get(grpc::CallbackServerContext* context,
-                                const v1::GetHeadRequest* request,
-                                v1::GetHeadResponse* response) override;
+                                const grpc::ByteBuffer* request,
+                                grpc::ByteBuffer* response) override;
 
  private:
   engine::HeadRequest RequestOf(const LoadCall& call) const;
+  // Whether clients may change which heads are loaded.
+  absl::Status CheckMayChange() const;
   absl::Status Enqueue(const std::shared_ptr<LoadCall>& call);
   friend class LoadCall;
   void LeaveLine(const LoadCall& call);  // if it waits
@@ -53,6 +61,7 @@ class HeadsService final : public v1::Heads::CallbackService {
   void Run(LoadCall& call);
 
   const std::string root_;
+  const std::string remote_listen_;
   const CallEnvironment environment_;
   mutable absl::Mutex mutex_;
   std::shared_ptr<LoadCall> running_ ABSL_GUARDED_BY(mutex_);

@@ -56,6 +56,7 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
                              const engine::EngineOptions& engine) {
   v1::GetInfoResponse info;
   info.set_version(options.version);
+  info.set_grpc_version(options.grpc_version);
   info.set_backend(device.backend);
   info.mutable_device()->set_name(device.name);
   info.mutable_device()->set_memory_bytes(device.memory_bytes);
@@ -100,7 +101,7 @@ class RpcServerImpl final : public RpcServer {
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
-        heads_(options.head_root, environment_),
+        heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), admission),
         connections_(options.connections),
         listener_(options.connections) {}
@@ -173,7 +174,7 @@ class RpcServerImpl final : public RpcServer {
     }
   }
 
-  void Drain() override { tracker_.Drain(); }
+  void Drain(absl::Duration receive_timeout) override { tracker_.Drain(receive_timeout); }
 
   int calls() const override { return tracker_.alive(); }
 

@@ -21,8 +21,10 @@ namespace logitd::rpc {
 struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
+  std::string grpc_version;
   int64_t max_request_bytes = 0;                    // payload of a request; GetInfo reports it
   std::string head_root;                            // see HeadsService
+  std::string remote_listen;                        // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, then to take an answer
   // The accounts of the connections, and how many there may be. Not null.
   std::shared_ptr<door::Connections> connections;
@@ -53,8 +55,9 @@ class RpcServer {
   virtual void SetServing(bool serving) = 0;
 
   // Ends idle streams and loads of heads with UNAVAILABLE. A busy stream ends when the messages it
-  // has read are answered.
-  virtual void Drain() = 0;
+  // has read are answered. A unary call whose message has not arrived after `receive_timeout` ends
+  // with UNAVAILABLE.
+  virtual void Drain(absl::Duration receive_timeout) = 0;
 
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;

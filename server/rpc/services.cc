@@ -18,6 +18,8 @@
 #include "server/rpc/codecs/score_codec.h"
 #include "server/rpc/codecs/topk_codec.h"
 #include "server/rpc/codecs/verify_codec.h"
+#include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/message.h"
 #include "server/rpc/transport/stream_call.h"
 
 namespace logitd::rpc {
@@ -101,12 +103,17 @@ ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* 
     : info_(std::move(info)), admission_(admission) {}
 
 grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* context,
-                                                 const v1::GetInfoRequest*,
-                                                 v1::GetInfoResponse* response) {
-  *response = info_;
-  response->set_draining(admission_->draining());
+                                                 const grpc::ByteBuffer* request,
+                                                 grpc::ByteBuffer* response) {
+  v1::GetInfoRequest parsed;
+  const absl::Status status = ParseMessage(context, *request, &parsed);
+  if (status.ok()) {
+    v1::GetInfoResponse info = info_;
+    info.set_draining(admission_->draining());
+    *response = ToBytes(info);
+  }
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(grpc::Status::OK);
+  reactor->Finish(ToGrpc(status));
   return reactor;
 }
 

@@ -17,15 +17,15 @@ class OpService final : public RawService {
   OpService(std::string_view service, const CallEnvironment& environment);
 };
 
-// logitd.v1.Server
-class ServerService final : public v1::Server::CallbackService {
+// logitd.v1.Server. Its message is raw so that a malformed one is refused with a text.
+class ServerService final : public v1::Server::WithRawCallbackMethod_GetInfo<v1::Server::Service> {
  public:
   // `info` is what GetInfo answers, except `draining`, which `admission` knows.
   ServerService(v1::GetInfoResponse info, const engine::Admission* admission);
 
   grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,
-                                    const v1::GetInfoRequest* request,
-                                    v1::GetInfoResponse* response) override;
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override;
 
  private:
   const v1::GetInfoResponse info_;

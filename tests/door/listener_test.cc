@@ -33,35 +33,6 @@ bool Becomes(const std::function<bool()>& condition) {
   return true;
 }
 
-struct Parsed {
-  const char* text;
-  const char* path;
-  const char* host;
-  int port;  // -1: refused
-};
-
-TEST(AddressTest, IsHostAndPortOrAPath) {
-  for (const Parsed& wanted :
-       {Parsed{"127.0.0.1:80", "", "127.0.0.1", 80}, Parsed{"[::1]:0", "", "::1", 0},
-        Parsed{"localhost:65535", "", "localhost", 65535},
-        Parsed{"unix:/run/a b", "/run/a b", "", 0}, Parsed{"unix:///run/x", "/run/x", "", 0},
-        Parsed{"unix:relative", "relative", "", 0}, Parsed{"unix:", "", "", -1},
-        Parsed{"nowhere", "", "", -1}, Parsed{":80", "", "", -1}, Parsed{"::1:80", "", "", -1},
-        Parsed{"[::1:80", "", "", -1}, Parsed{"127.0.0.1:", "", "", -1},
-        Parsed{"127.0.0.1:-1", "", "", -1}, Parsed{"127.0.0.1:+1", "", "", -1},
-        Parsed{"127.0.0.1:65536", "", "", -1}, Parsed{"127.0.0.1:http", "", "", -1}}) {
-    const auto address = ParseAddress(wanted.text);
-    EXPECT_EQ(address.ok(), wanted.port >= 0) << wanted.text;
-    if (!address.ok()) continue;
-    EXPECT_EQ(address->path, wanted.path);
-    EXPECT_EQ(address->host, wanted.host);
-    EXPECT_EQ(address->port, wanted.port);
-  }
-  EXPECT_TRUE(ParseAddress("unix:" + std::string(107, 'a')).ok());
-  EXPECT_THAT(ParseAddress("unix:" + std::string(108, 'a')).status().message(),
-              HasSubstr("allowed 1 to 107"));
-}
-
 TEST(ConnectionLimitTest, LeavesAReserve) {
   EXPECT_EQ(ConnectionLimit(0, 1024), 1024 - 128);
   EXPECT_EQ(ConnectionLimit(0, 200), 100);

@@ -36,6 +36,8 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 using TransportTest = BothTransportsTest;
 INSTANTIATE_TEST_SUITE_P(All, TransportTest, ::testing::Bool(), TransportName);
 
+using BareTest = SharedServerTest;
+
 TEST_P(TransportTest, AnswersAreRight) {
   for (const auto& [rows, vocab] :
        {std::pair<int64_t, int64_t>{1, 1}, {1, 1000}, {7, 333}, {3, 50257}}) {
@@ -168,12 +170,52 @@ TEST_P(TransportTest, CompressedMessagesAreRefused) {
   }
 }
 
+// Not the header's name, which the transport reads, but the mark on the message decides.
+TEST_F(BareTest, AMessageMarkedAsCompressedIsNeverReadAsPlain) {
+  const std::string request = Request({1, 2}, 1, 1).SerializeAsString();
+  const auto size = static_cast<uint32_t>(request.size());
+  for (const std::string encoding : {"", "identity", "snappy", "zstd"}) {
+    for (const std::string method :
+         {kTopK, "/logitd.v1.Sampler/SampleStream", "/logitd.v1.Server/GetInfo"}) {
+      BarePeer peer(server_->port());
+      if (encoding.empty()) {
+        peer.SendHeaders(method);
+      } else {
+        peer.SendHeaders(method, {{"grpc-encoding", encoding}});
+      }
+      peer.SendMessage(size, request, /*end_stream=*/true, /*marked_compressed=*/true);
+      EXPECT_TRUE(peer.WaitForText("marked as compressed", absl::Seconds(5)))
+          << method << " " << encoding;
+    }
+  }
+}
+
+TEST_F(BareTest, ATruncatedMessageIsCalledSo) {
+  for (const std::string method : {kTopK, "/logitd.v1.Server/GetInfo", "/logitd.v1.Heads/Get"}) {
+    BarePeer peer(server_->port());
+    peer.SendHeaders(method);
+    peer.SendMessage(5000, "\x10\x01", /*end_stream=*/true);
+    EXPECT_TRUE(peer.WaitForText("truncated", absl::Seconds(5))) << method;
+  }
+}
+
+TEST_F(BareTest, ADeadlineOfManyThousandYearsIsNone) {
+  const std::string request = Request({1, 2}, 1, 1).SerializeAsString();
+  for (const char* timeout : {"2562047H", "2562048H", "99999999H", "99999999M"}) {
+    BarePeer peer(server_->port());
+    peer.SendHeaders(kTopK, {{"grpc-timeout", timeout}});
+    peer.SendMessage(static_cast<uint32_t>(request.size()), request, /*end_stream=*/true);
+    EXPECT_TRUE(peer.WaitForFrame(0, absl::Seconds(5))) << timeout;  // the answer
+  }
+}
+
 TEST_P(TransportTest, InfoHealthAndReflectionDescribeTheServices) {
   grpc::ClientContext context;
   v1::GetInfoResponse info;
   ASSERT_TRUE(v1::Server::NewStub(channel_)->GetInfo(&context, {}, &info).ok());
   EXPECT_EQ(info.backend(), "cpu");
   EXPECT_FALSE(info.version().empty());
+  EXPECT_EQ(info.grpc_version(), grpc::Version());
   EXPECT_FALSE(info.draining());
   EXPECT_EQ(info.limits().max_request_bytes(), 64 * kMiB);
   EXPECT_EQ(info.limits().max_vocab(), 1 << 20);

@@ -3,9 +3,14 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -68,12 +73,33 @@ TEST(LifeTest, ASecondSignalEndsTheDrain) {
 }
 
 TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
-  ServerProcess server(With(kRoomForOne, {"--drain-grace=200ms"}));
-  AdmittedCall stalls(server, Connect(server.tcp()));
+  ServerProcess server({"--drain-grace=200ms", "--max-batch-delay=1m"});
+  GenericCall waits(Connect(server.tcp()), kTopK);  // in an open batch
+  ASSERT_TRUE(waits.Start());
+  ASSERT_TRUE(waits.Write(ToBuffer(Request({1, 2}, 1, 1).SerializeAsString()), /*last=*/true));
+  ASSERT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 1));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
   EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
-  EXPECT_EQ(stalls.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(waits.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST(LifeTest, MessagesThatNeverArriveGetATenthOfTheGrace) {
+  ServerProcess server({"--drain-grace=8s", "--receive-timeout=inf"});
+  std::vector<std::unique_ptr<BarePeer>> peers;
+  for (int i = 0; i < 10; ++i) {
+    peers.push_back(std::make_unique<BarePeer>(server.port()));
+    peers.back()->SendHeaders(kTopK);
+    peers.back()->SendMessage(1000, "\x10\x01", /*end_stream=*/false);
+  }
+  ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 600'000'000));
+  const absl::Time start = absl::Now();
+  server.Signal(SIGTERM);
+  EXPECT_TRUE(peers[0]->WaitForText("draining and did not receive the message within 800ms",
+                                    absl::Seconds(6)));
+  EXPECT_EQ(server.Wait(absl::Seconds(6)), 0) << server.Log();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+  EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
 }
 
 TEST(LifeTest, HealthWatchersSeeTheDrainAndDoNotDelayIt) {
@@ -178,6 +204,40 @@ INSTANTIATE_TEST_SUITE_P(
                             1,
                             "192.0.2.1:7450"}),
     [](const auto& info) { return info.param.name; });
+
+TEST(LifeTest, UnfinishedRequestsDoNotKeepAScrapeWaiting) {
+  ServerProcess server;
+  std::vector<int> peers;
+  for (int i = 0; i < 500; ++i) {
+    peers.push_back(ConnectSocket(server.metrics_port()));
+    const std::string_view half = "GET /metrics HTTP/1.1\r\nHost:";
+    send(peers.back(), half.data(), half.size(), MSG_NOSIGNAL);
+  }
+  const absl::Time start = absl::Now();
+  EXPECT_EQ(server.Metric("logitd_draining"), 0);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+  for (const int fd : peers) close(fd);
+}
+
+// gRPC logs a header that it cannot parse, with its value.
+TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
+  for (const std::string format : {"text", "json"}) {
+    ServerProcess server({"--log-format=" + format});
+    BarePeer peer(server.port());
+    for (int i = 0; i < 2000; ++i) {
+      peer.SendHeaders(kTopK, {{"grpc-timeout", "x\n2026-01-01 00:00:00.000 error forged \xff"}},
+                       /*stream=*/1 + 2 * i);
+    }
+    EXPECT_TRUE(server.WaitForMetric("logitd_log_lines_suppressed_total{source=\"grpc\"}", '>', 0));
+    absl::SleepFor(absl::Seconds(1.2));
+    const std::string log = server.Log();
+    EXPECT_THAT(log, HasSubstr("forged"));
+    EXPECT_THAT(log, Not(HasSubstr("\n2026-01-01")));
+    EXPECT_THAT(log, Not(HasSubstr("\xff")));
+    EXPECT_THAT(log, HasSubstr("log lines of grpc: more than 20 a second"));
+    EXPECT_LT(std::count(log.begin(), log.end(), '\n'), 300);
+  }
+}
 
 TEST(LifeTest, ATakenPortIsAnErrorAndNotShared) {
   ServerProcess server;

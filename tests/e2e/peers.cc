@@ -192,15 +192,19 @@ std::vector<grpc::Status> ManyCalls::WaitAll() {
   return statuses;
 }
 
-BarePeer::BarePeer(int port, uint32_t window)
-    : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+int ConnectSocket(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  if (connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
     throw std::runtime_error("connect: " + std::string(std::strerror(errno)));
   }
+  return fd;
+}
+
+BarePeer::BarePeer(int port, uint32_t window) : fd_(ConnectSocket(port)) {
   const std::string_view preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
   send(fd_, preface.data(), preface.size(), MSG_NOSIGNAL);
   std::string settings;
@@ -221,7 +225,9 @@ void BarePeer::SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::stri
   send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL);
 }
 
-void BarePeer::SendHeaders(const std::string& method) {
+void BarePeer::SendHeaders(const std::string& method,
+                           const std::vector<std::pair<std::string, std::string>>& more,
+                           uint32_t stream) {
   std::string block = "\x83\x86";  // :method POST, :scheme http
   const auto add = [&block](std::string_view head, std::string_view value) {
     block += head;
@@ -232,11 +238,15 @@ void BarePeer::SendHeaders(const std::string& method) {
   add("\x01", "localhost");             // :authority
   add("\x0f\x10", "application/grpc");  // content-type
   add(std::string_view("\0\x02te", 4), "trailers");
-  SendFrame(1, 4 /* END_HEADERS */, 1, block);
+  for (const auto& [name, value] : more) {
+    add(std::string("\0", 1) + static_cast<char>(name.size()) + name, value);
+  }
+  SendFrame(1, 4 /* END_HEADERS */, stream, block);
 }
 
-void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_stream) {
-  std::string message(1, '\0');  // not compressed
+void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
+                           bool marked_compressed) {
+  std::string message(1, marked_compressed ? '\1' : '\0');
   AppendBigEndian(&message, claimed, 4);
   message += body;
   SendFrame(0, end_stream ? 1 : 0, 1, message);
@@ -261,6 +271,21 @@ bool BarePeer::WaitForFrame(uint8_t type, absl::Duration timeout) {
     bytes.append(buffer, static_cast<size_t>(got));
   }
   return false;
+}
+
+bool BarePeer::WaitForText(std::string_view text, absl::Duration timeout) {
+  const absl::Time end = absl::Now() + timeout;
+  std::string bytes;
+  while (bytes.find(text) == std::string::npos) {
+    if (absl::Now() > end) return false;
+    pollfd waiting = {fd_, POLLIN, 0};
+    if (poll(&waiting, 1, 20) <= 0) continue;
+    char buffer[4096];
+    const ssize_t got = recv(fd_, buffer, sizeof(buffer), 0);
+    if (got <= 0) return false;
+    bytes.append(buffer, static_cast<size_t>(got));
+  }
+  return true;
 }
 
 }  // namespace logitd::e2e

@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -111,6 +112,9 @@ class ManyCalls {
   std::thread poller_;  // gRPC moves bytes only while a thread polls
 };
 
+// A socket to 127.0.0.1:`port`, which the caller closes.
+int ConnectSocket(int port);
+
 // One HTTP/2 stream without a gRPC library.
 class BarePeer {
  public:
@@ -120,12 +124,19 @@ class BarePeer {
   // Closes the socket and sends nothing more.
   ~BarePeer();
 
-  void SendHeaders(const std::string& method);
+  // `more`: names and values, each below 127 bytes.
+  void SendHeaders(const std::string& method,
+                   const std::vector<std::pair<std::string, std::string>>& more = {},
+                   uint32_t stream = 1);
   // Sends a gRPC message that claims `claimed` bytes and holds `body`.
-  void SendMessage(uint32_t claimed, std::string_view body, bool end_stream);
+  void SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
+                   bool marked_compressed = false);
   // Reads until a frame of type `type` (3 = RST_STREAM, 1 = HEADERS) comes for the stream. False
   // after `timeout` or at the end of the connection.
   bool WaitForFrame(uint8_t type, absl::Duration timeout);
+  // Reads until `text` comes, for example in a status. False after `timeout` or at the end of the
+  // connection.
+  bool WaitForText(std::string_view text, absl::Duration timeout);
 
  private:
   void SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload);

@@ -41,6 +41,7 @@ class ServerProcess {
   const std::string& tcp() const { return tcp_; }                  // "127.0.0.1:PORT"
   const std::string& unix_socket() const { return unix_socket_; }  // "unix:PATH"
   int port() const;
+  int metrics_port() const { return metrics_port_; }
 
   void Signal(int signal);
   // The exit code, or nullopt if it still runs after `timeout`; 128 + n if signal n ended it.

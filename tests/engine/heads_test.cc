@@ -394,6 +394,35 @@ TEST_F(HeadsTest, WithoutDeviceMemoryTheLoadedHeadsStay) {
   EXPECT_TRUE(Load(request).ok());
 }
 
+TEST_F(HeadsTest, AllHeadsTogetherStayWithinTheirBytes) {
+  HeadRequest request = Request("named.safetensors");
+  const int64_t bytes = (*Load(request))->info().device_bytes;
+  Heads heads(&backend_, &metrics_, /*max_bytes=*/2 * bytes + 1);
+  const auto load = [&](const std::string& name) {
+    request.name = name;
+    return heads.Load(request, Always);
+  };
+  auto first = load("first");
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_TRUE(load("second").ok());
+  const absl::Status refused = load("third").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr(absl::StrFormat(
+                  "needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)", bytes,
+                  2 * bytes, 2 * bytes + 1)));
+  // An unloaded head that is in use still counts.
+  ASSERT_TRUE(heads.Unload("first").ok());
+  EXPECT_FALSE(load("third").ok());
+  first = absl::NotFoundError("");
+  EXPECT_TRUE(load("third").ok());
+  // A load that fails gives its bytes back.
+  ASSERT_TRUE(heads.Unload("third").ok());
+  backend_.FailNext(FaultPoint::kWait, absl::UnavailableError("no"));
+  EXPECT_FALSE(load("third").ok());
+  EXPECT_TRUE(load("third").ok());
+}
+
 TEST_F(HeadsTest, WithoutSlabsForTheCopyNothingIsKept) {
   backend_.LimitSlabs(1);
   EXPECT_EQ(Load(Request("named.safetensors")).status().code(),

@@ -5,7 +5,6 @@
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
 #include <google/protobuf/reflection.h>
-#include <google/protobuf/stubs/logging.h>
 
 #include <algorithm>
 #include <bit>
@@ -23,6 +22,10 @@
 #include "kernels/row_params.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
 #include "server/rpc/wire/reader.h"
+
+#if __has_include(<google/protobuf/stubs/logging.h>)  // up to protobuf 3.21
+#include <google/protobuf/stubs/logging.h>
+#endif
 
 namespace logitd::rpc::testing {
 
@@ -115,7 +118,9 @@ class FieldComparison {
 // accept the message, and returns what is wrong.
 template <typename Request, typename Fields, typename Parse, typename After>
 std::string Disagreement(std::string_view bytes, Parse parse, After after) {
+#if __has_include(<google/protobuf/stubs/logging.h>)
   const google::protobuf::LogSilencer silence;  // generated code logs a head that is not UTF-8
+#endif
   Request expected;
   const bool expected_ok = expected.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
   for (size_t most : {bytes.size(), size_t{1}, size_t{3}, size_t{17}}) {

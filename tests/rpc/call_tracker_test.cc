@@ -2,8 +2,10 @@
 
 #include <memory>
 
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/watchdog.h"
 
 namespace logitd::rpc {
 namespace {
@@ -23,7 +25,7 @@ TEST(CallTrackerTest, ADrainReachesCallsBetweenAddAndRemove) {
   tracker.Add(alive);
   EXPECT_EQ(tracker.alive(), 2);
   tracker.Remove(over);
-  tracker.Drain();
+  tracker.Drain(absl::Seconds(1));
   tracker.Add(late);
   EXPECT_EQ(tracker.alive(), 2);
   EXPECT_EQ(over->drains, 0);
@@ -45,8 +47,36 @@ TEST(CallTrackerTest, ADrainReachesACallAtTheAddressOfAnEndedCall) {
   tracker.Add(second);
   tracker.Remove(gone);
   EXPECT_EQ(tracker.alive(), 1);
-  tracker.Drain();
+  tracker.Drain(absl::Seconds(1));
   EXPECT_EQ(memory.drains, 1);
+}
+
+// Without an end of its own, as with --receive-timeout inf.
+TEST(WatchdogTest, HurryBoundsWhatIsUnderWayAndWhatComes) {
+  Watchdog watchdog(absl::InfiniteDuration());
+  Watchdog::Entry before, after, over;
+  absl::Notification before_late, after_late;
+  bool over_late = false;
+  watchdog.Watch(&before, [&] { before_late.Notify(); });
+  watchdog.Watch(&over, [&] { over_late = true; });
+  EXPECT_FALSE(before_late.WaitForNotificationWithTimeout(absl::Milliseconds(50)));
+  watchdog.Unwatch(&over);
+  watchdog.Hurry(absl::Milliseconds(20));
+  EXPECT_TRUE(before_late.WaitForNotificationWithTimeout(absl::Seconds(5)));
+  watchdog.Watch(&after, [&] { after_late.Notify(); });
+  EXPECT_TRUE(after_late.WaitForNotificationWithTimeout(absl::Seconds(5)));
+  watchdog.Hurry(absl::Hours(1));
+  EXPECT_EQ(watchdog.timeout(), absl::Milliseconds(20));
+  EXPECT_FALSE(over_late);
+}
+
+TEST(CallTrackerTest, AMessageThatIsLateInADrainIsUnavailable) {
+  CallTracker tracker(absl::Seconds(30), absl::Milliseconds(50));
+  EXPECT_EQ(tracker.MessageLateError().code(), absl::StatusCode::kDeadlineExceeded);
+  tracker.Drain(absl::Milliseconds(300));
+  EXPECT_EQ(tracker.MessageLateError(),
+            absl::UnavailableError(
+                "the server is draining and did not receive the message within 300ms"));
 }
 
 }  // namespace

@@ -103,6 +103,60 @@ TEST(ConfigTest, TheEnvironmentReplacesMissingFlagsAndFlagsWin) {
   EXPECT_EQ(from_flag.config.slab_bytes, int64_t{128} << 20);
 }
 
+TEST(ConfigTest, AnUnknownVariableIsRefusedWithTheNearestName) {
+  setenv("LOGITD_SLAB_BYTE", "1MiB", 1);
+  const Result r = Parse({});
+  unsetenv("LOGITD_SLAB_BYTE");
+  EXPECT_EQ(r.exit_code, 2);
+  EXPECT_THAT(r.err, HasSubstr("LOGITD_SLAB_BYTE: got an unknown variable, the nearest is "
+                               "LOGITD_SLAB_BYTES"));
+}
+
+// Kubernetes sets them in every pod of a namespace that has a Service "logitd" or "logitd-gpu".
+TEST(ConfigTest, VariablesOfKubernetesServicesAndOfTheClientAreNotFlags) {
+  const char* const names[] = {"LOGITD_SERVICE_HOST",           "LOGITD_SERVICE_PORT",
+                               "LOGITD_SERVICE_PORT_GRPC",      "LOGITD_PORT",
+                               "LOGITD_PORT_7450_TCP",          "LOGITD_PORT_7450_TCP_PROTO",
+                               "LOGITD_PORT_7450_TCP_ADDR",     "LOGITD_GPU_SERVICE_HOST",
+                               "LOGITD_GPU_PORT_7450_TCP_PORT", "LOGITD_ADDR"};
+  for (const char* name : names) setenv(name, "tcp://10.0.0.1:7450", 1);
+  const Result r = Parse({});
+  for (const char* name : names) unsetenv(name);
+  EXPECT_FALSE(r.exit_code.has_value()) << r.err;
+}
+
+TEST(ConfigTest, SizesTakeTheUnitsOfHabit) {
+  for (const char* text : {"64MiB", "64M", "64 mb", "64Mi", "65536KiB", "67108864", "67108864B"}) {
+    const Result r = Parse({"--slab-bytes", text});
+    EXPECT_FALSE(r.exit_code.has_value()) << r.err;
+    EXPECT_EQ(r.config.slab_bytes, int64_t{64} << 20) << text;
+  }
+  EXPECT_EQ(Parse({"--max-held-bytes=1TiB"}).config.max_held_bytes, int64_t{1} << 40);
+}
+
+TEST(ConfigTest, AddressesMayBeIpv6NamesAndSockets) {
+  const Result r =
+      Parse({"--listen=[::]:0", "--listen=[fe80::1%eth0]:1", "--listen=my-host.a_b:65535",
+             "--listen=unix:/tmp/a b", "--metrics-listen=[::1]:0"});
+  EXPECT_FALSE(r.exit_code.has_value()) << r.err;
+  EXPECT_EQ(r.config.listen.size(), 4u);
+}
+
+TEST(ConfigTest, AnUnlimitedTimeIsInf) {
+  const Result r = Parse({"--receive-timeout=inf", "--drain-grace=inf"});
+  ASSERT_FALSE(r.exit_code.has_value()) << r.err;
+  EXPECT_EQ(r.config.receive_timeout, absl::InfiniteDuration());
+  EXPECT_EQ(r.config.drain_grace, absl::InfiniteDuration());
+}
+
+TEST(ConfigTest, TheHelpSaysWhatIsAllowed) {
+  const Result r = Parse({"--help"});
+  EXPECT_THAT(r.out, HasSubstr("--device (0 to 255)=0"));
+  EXPECT_THAT(r.out, HasSubstr("--slab-bytes (1 to 1TiB, in bytes or with a unit)=64MiB"));
+  EXPECT_THAT(r.out, HasSubstr("--max-batch-delay (0 to 24h with a unit)=0"));
+  EXPECT_THAT(r.out, HasSubstr("--backend (auto, cpu, cuda)=auto"));
+}
+
 TEST(ConfigTest, HelpShowsExamplesVariablesAndExitCodes) {
   const Result r = Parse({"--help"});
   EXPECT_EQ(r.exit_code, 0);
@@ -136,10 +190,69 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"size_0", {"--max-request-bytes=0"}, "--max-request-bytes"},
         Bad{"size_negative", {"--slab-bytes=-1"}, "--slab-bytes"},
         Bad{"size_is_a_word", {"--slab-bytes=lots"}, "--slab-bytes"},
-        Bad{"streams_0", {"--streams=0"}, "--streams"},
-        Bad{"batch_rows_0", {"--max-batch-rows=0"}, "--max-batch-rows"},
-        Bad{"negative_duration", {"--drain-grace=-1s"}, "--drain-grace"},
-        Bad{"receive_timeout_0", {"--receive-timeout=0"}, "--receive-timeout"},
+        Bad{"request_size_negative",
+            {"--max-request-bytes=-5"},
+            "--max-request-bytes: got \"-5\", allowed 1 to 1TiB, in bytes or with a unit"},
+        Bad{"held_size_negative", {"--max-held-bytes=-1"}, "--max-held-bytes: got \"-1\""},
+        Bad{"size_overflows", {"--slab-bytes=99999999999999999999"}, "allowed 1 to 1TiB"},
+        Bad{"size_overflows_by_its_unit", {"--slab-bytes=9999999999TiB"}, "allowed 1 to 1TiB"},
+        Bad{"size_too_large", {"--slab-bytes=2TiB"}, "--slab-bytes: got \"2TiB\""},
+        Bad{"size_with_a_fraction", {"--slab-bytes=1.5GiB"}, "--slab-bytes: got \"1.5GiB\""},
+        Bad{"size_inf", {"--slab-bytes=inf"}, "--slab-bytes: got \"inf\""},
+        Bad{"size_with_a_wrong_unit", {"--slab-bytes=1XiB"}, "--slab-bytes: got \"1XiB\""},
+        Bad{"streams_0", {"--streams=0"}, "--streams: got \"0\", allowed 1 to 64"},
+        Bad{"streams_nan", {"--streams=nan"}, "--streams: got \"nan\", allowed 1 to 64"},
+        Bad{"streams_overflow", {"--streams=4294967297"}, "--streams: got \"4294967297\""},
+        Bad{"streams_without_value", {"--streams"}, "--streams: 1 required (1 to 64) missing"},
+        Bad{"device_negative", {"--device=-1"}, "--device: got \"-1\", allowed 0 to 255\n"},
+        Bad{"device_fraction", {"--device=0.5"}, "--device: got \"0.5\", allowed 0 to 255\n"},
+        Bad{"cpu_threads_negative", {"--cpu-threads=-1"}, "allowed 0 to 4096"},
+        Bad{"waiting_calls_negative", {"--max-waiting-calls=-1"}, "allowed 0 to 1048576"},
+        Bad{"batch_rows_0", {"--max-batch-rows=0"}, "--max-batch-rows: got \"0\""},
+        Bad{"batch_rows_beyond_a_message",
+            {"--max-batch-rows=16777216"},
+            "--max-batch-rows: got \"16777216\", allowed 1 to 16776703\n"},
+        Bad{"batch_rows_leave_little_room",
+            {"--max-batch-rows=16776703"},
+            "--max-request-bytes: got 67108864, allowed at most 127 with --max-batch-rows"},
+        Bad{"batch_delay_inf",
+            {"--max-batch-delay=inf"},
+            "--max-batch-delay: got \"inf\", allowed 0 to 24h with a unit\n"},
+        Bad{"batch_delay_too_long", {"--max-batch-delay=25h"}, "allowed 0 to 24h"},
+        Bad{"negative_duration",
+            {"--drain-grace=-1s"},
+            "--drain-grace: got \"-1s\", allowed 0 to 24h with a unit, or inf\n"},
+        Bad{"negative_inf", {"--drain-grace=-inf"}, "--drain-grace: got \"-inf\""},
+        Bad{"duration_nan", {"--drain-grace=nan"}, "--drain-grace: got \"nan\""},
+        Bad{"duration_without_unit", {"--drain-grace=5"}, "--drain-grace: got \"5\""},
+        Bad{"receive_timeout_0",
+            {"--receive-timeout=0"},
+            "--receive-timeout: got \"0\", allowed 1ms to 24h with a unit, or inf\n"},
+        Bad{"port_too_large",
+            {"--listen=127.0.0.1:99999"},
+            "--listen: got \"127.0.0.1:99999\", allowed a port of 0 to 65535\n"},
+        Bad{"port_negative", {"--listen=127.0.0.1:-1"}, "allowed a port of 0 to 65535"},
+        Bad{"port_empty", {"--listen=127.0.0.1:"}, "allowed a port of 0 to 65535"},
+        Bad{"port_is_a_word", {"--listen=127.0.0.1:http"}, "allowed a port of 0 to 65535"},
+        Bad{"host_empty", {"--listen=:7450"}, "allowed a host before the port"},
+        Bad{"host_with_a_slash", {"--listen=dns:///a:1"}, "--listen: got \"dns:///a:1\""},
+        Bad{"ipv6_without_brackets", {"--listen=::1:7450"}, "allowed brackets around an IPv6"},
+        Bad{"ipv6_of_letters", {"--listen=[host]:7450"}, "allowed an IPv6 address in the brackets"},
+        Bad{"no_port", {"--listen=nowhere"}, "allowed HOST:PORT, [IPv6]:PORT or unix:PATH"},
+        Bad{"unix_without_path", {"--listen=unix:"}, "got \"unix:\", allowed a path after unix:"},
+        Bad{"listen_with_a_control_character", {"--listen=a\n:1"}, "--listen: got \"a\\n:1\""},
+        Bad{"second_listen_is_wrong", {"--listen=[::1]:1", "--listen=b"}, "--listen: got \"b\""},
+        Bad{"metrics_port_too_large",
+            {"--metrics-listen=127.0.0.1:65536"},
+            "--metrics-listen: got \"127.0.0.1:65536\", allowed a port of 0 to 65535\n"},
+        Bad{"metrics_on_a_unix_socket",
+            {"--metrics-listen=unix:/tmp/a"},
+            "--metrics-listen: got \"unix:/tmp/a\", allowed HOST:PORT or [IPv6]:PORT"},
+        Bad{"backend", {"--backend=tpu"}, "--backend: got \"tpu\", allowed auto, cpu, cuda"},
+        Bad{"switch_with_a_word",
+            {"--allow-remote-heads=maybe"},
+            "--allow-remote-heads: got another value, allowed true, false or none"},
+        Bad{"head_bytes_negative", {"--max-head-bytes=-1"}, "allowed 0 to 1TiB"},
         Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed NAME=PATH"},
         Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm]"},
         Bad{"head_with_only_options", {"--head=a=,norm"}, "allowed NAME=PATH"},
@@ -148,9 +261,16 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"head_twice",
             {"--head=a=/m", "--head=b=/m", "--head=a=/n"},
             "--head: got the name \"a\" twice"},
-        Bad{"head_root_missing", {"--head-root=/nowhere/at/all"}, "--head-root"},
-        Bad{"log_level", {"--log-level=loud"}, "--log-level"},
-        Bad{"not_a_flag", {"--listen-on=1"}, "--listen-on"}),
+        Bad{"head_root_missing",
+            {"--head-root=/nowhere/at/all"},
+            "--head-root: got \"/nowhere/at/all\", allowed a directory that exists"},
+        Bad{"log_level",
+            {"--log-level=loud"},
+            "--log-level: got \"loud\", allowed debug, info, warn, error, off"},
+        Bad{"not_a_flag",
+            {"--listen-on=1"},
+            "--listen-on: got an unknown flag, the nearest is --listen"},
+        Bad{"not_a_flag_at_all", {"serve"}, "serve: got a word, allowed only flags"}),
     [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "server/rpc/heads_service.h"
 
 #include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
@@ -47,7 +48,8 @@ class HeadsServiceTest : public ServedEngine {
     WriteHead(folder_ + "/top/small.safetensors", 10, 4);
     WriteHead(folder_ + "/top/inner/large.safetensors", 2048, 4096);  // two chunks and a bias
     WriteHead(folder_ + "/outside.safetensors", 10, 4);
-    stub_ = v1::Heads::NewStub(Start(folder_ + "/top"));
+    channel_ = Start(folder_ + "/top");
+    stub_ = v1::Heads::NewStub(channel_);
   }
   ~HeadsServiceTest() override { std::filesystem::remove_all(folder_); }
 
@@ -105,6 +107,7 @@ class HeadsServiceTest : public ServedEngine {
   }
 
   std::string folder_;
+  std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::Heads::Stub> stub_;
 };
 
@@ -211,11 +214,50 @@ TEST_F(HeadsServiceTest, PathsDoNotLeaveTheRoot) {
   EXPECT_EQ(Load("a b", "small.safetensors").error_code(), grpc::INVALID_ARGUMENT);
 }
 
-TEST_F(HeadsServiceTest, WithoutARootClientsLoadNothing) {
+TEST_F(HeadsServiceTest, WithoutARootClientsLoadAndUnloadNothing) {
+  ASSERT_TRUE(Load("there", "small.safetensors").ok());
   stub_ = v1::Heads::NewStub(Start(/*head_root=*/""));
-  const grpc::Status status = Load("x", "small.safetensors");
-  EXPECT_EQ(status.error_code(), grpc::FAILED_PRECONDITION);
-  EXPECT_THAT(status.error_message(), HasSubstr("--head-root DIR"));
+  for (const grpc::Status& status : {Load("x", "small.safetensors"), Unload("there")}) {
+    EXPECT_EQ(status.error_code(), grpc::FAILED_PRECONDITION);
+    EXPECT_THAT(status.error_message(), HasSubstr("--head-root DIR"));
+  }
+  EXPECT_THAT(List(), ElementsAre("there"));
+}
+
+TEST_F(HeadsServiceTest, OnAnAddressThatIsNotLocalClientsMayOnlyLook) {
+  ASSERT_TRUE(Load("there", "small.safetensors").ok());
+  stub_ = v1::Heads::NewStub(Start(folder_ + "/top", /*remote_listen=*/"0.0.0.0:7450"));
+  for (const grpc::Status& status : {Load("x", "small.safetensors"), Unload("there")}) {
+    EXPECT_EQ(status.error_code(), grpc::PERMISSION_DENIED);
+    EXPECT_THAT(status.error_message(),
+                AllOf(HasSubstr("0.0.0.0:7450"), HasSubstr("--allow-remote-heads")));
+  }
+  EXPECT_THAT(List(), ElementsAre("there"));
+}
+
+TEST_F(HeadsServiceTest, MalformedMessagesAreRefusedWithTheirReason) {
+  const grpc::Slice slice("\x0a\xffnot a message");
+  const grpc::ByteBuffer bytes(&slice, 1);
+  for (const char* method :
+       {"/logitd.v1.Heads/Load", "/logitd.v1.Heads/Unload", "/logitd.v1.Heads/List",
+        "/logitd.v1.Heads/Get", "/logitd.v1.Server/GetInfo"}) {
+    grpc::GenericStub stub(channel_);
+    grpc::ClientContext context;
+    grpc::CompletionQueue queue;
+    grpc::Status status;
+    grpc::ByteBuffer answer;
+    const auto call = stub.PrepareUnaryCall(&context, method, bytes, &queue);
+    call->StartCall();
+    call->Finish(&answer, &status, nullptr);
+    void* tag = nullptr;
+    bool ok = false;
+    ASSERT_TRUE(queue.Next(&tag, &ok));
+    EXPECT_EQ(status.error_code(), grpc::INVALID_ARGUMENT) << method;
+    EXPECT_THAT(status.error_message(),
+                AllOf(HasSubstr("got 15 bytes that are not a protobuf message"),
+                      HasSubstr("allowed a logitd.v1.")))
+        << method;
+  }
 }
 
 TEST_F(HeadsServiceTest, ARequestThatIsWrongIsRefusedAtOnceWhileAnotherLoads) {
@@ -315,7 +357,7 @@ TEST_F(HeadsServiceTest, ADrainEndsLoadsAndTakesNoMore) {
   auto waits = Begin("waits", "small.safetensors");
   ASSERT_TRUE(Becomes([&] { return server_->calls() == 2; }));
   admission_.BeginDrain();
-  server_->Drain();
+  server_->Drain(absl::Seconds(1));
   // The calls end at once, even though the load itself hangs.
   for (Call* ending : {call.get(), waits.get()}) {
     const grpc::Status ended = ending->Finish();

@@ -4,8 +4,9 @@
 #define LOGITD_SERVER_RPC_CODECS_FIELD_TABLE_H_
 
 #include <google/protobuf/descriptor.h>
-#include <google/protobuf/stubs/logging.h>
 
+#include <cstdlib>
+#include <iostream>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -60,7 +61,10 @@ class FieldTable {
 
   void Add(std::string_view name, typename Field<M>::Member member) {
     const auto* field = descriptor_->FindFieldByName(std::string(name.substr(name.rfind('.') + 1)));
-    GOOGLE_CHECK(field != nullptr) << descriptor_->full_name() << " has no field " << name;
+    if (field == nullptr) {
+      std::cerr << descriptor_->full_name() << " has no field " << name << "\n";
+      std::abort();
+    }
     fields_.push_back({static_cast<uint32_t>(field->number()), name, member});
   }
 

@@ -16,9 +16,12 @@ grpc::Status ToGrpc(const absl::Status& status) {
 }
 
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
-  const auto deadline = context.deadline();
-  return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture()
-                                                                  : absl::FromChrono(deadline);
+  // Not context.deadline(), which counts nanoseconds in 64 bits: a deadline 292 years away wraps.
+  const gpr_timespec deadline = gpr_convert_clock_type(context.raw_deadline(), GPR_CLOCK_REALTIME);
+  if (gpr_time_cmp(deadline, gpr_inf_future(GPR_CLOCK_REALTIME)) == 0) {
+    return absl::InfiniteFuture();
+  }
+  return absl::FromUnixSeconds(deadline.tv_sec) + absl::Nanoseconds(deadline.tv_nsec);
 }
 
 int CallTracker::alive() const {
@@ -54,7 +57,7 @@ void CallTracker::Remove(const std::weak_ptr<DrainedCall>& call) {
   drained_.erase(call);
 }
 
-void CallTracker::Drain() {
+void CallTracker::Drain(absl::Duration receive_timeout) {
   std::vector<std::shared_ptr<DrainedCall>> calls;
   {
     absl::MutexLock lock(&mutex_);
@@ -63,13 +66,21 @@ void CallTracker::Drain() {
       if (auto call = drained.lock()) calls.push_back(std::move(call));
     }
   }
+  receive_watch_.Hurry(receive_timeout);
   for (const auto& call : calls) call->OnDrain();
 }
 
 absl::Status CallTracker::MessageLateError() const {
+  const std::string timeout = absl::FormatDuration(receive_watch_.timeout());
+  {
+    absl::MutexLock lock(&mutex_);
+    if (draining_) {
+      return absl::UnavailableError(absl::StrFormat(
+          "the server is draining and did not receive the message within %s", timeout));
+    }
+  }
   return absl::DeadlineExceededError(
-      absl::StrFormat("message not received within %s of being asked for",
-                      absl::FormatDuration(peer_watch_.timeout())));
+      absl::StrFormat("message not received within %s of being asked for", timeout));
 }
 
 grpc::Status CallTracker::EndStatus(const absl::Status& status,

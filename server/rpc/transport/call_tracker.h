@@ -33,7 +33,7 @@ class CallTracker {
   // `retry_delay`: what a caller that gets RESOURCE_EXHAUSTED is told to wait, where the status
   // itself does not say (engine::WithRetryDelay).
   CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay)
-      : retry_delay_(retry_delay), peer_watch_(peer_timeout) {}
+      : retry_delay_(retry_delay), receive_watch_(peer_timeout), peer_watch_(peer_timeout) {}
 
   int alive() const;
 
@@ -44,10 +44,12 @@ class CallTracker {
   // compares owners, not addresses: the object may be gone at Remove, and its address used again.
   void Add(const std::weak_ptr<DrainedCall>& call);
   void Remove(const std::weak_ptr<DrainedCall>& call);
-  void Drain();
+  // A message that is being received has at most `receive_timeout` from here on.
+  void Drain(absl::Duration receive_timeout);
 
-  Watchdog& peer_watch() { return peer_watch_; }
-  // For a call whose message did not come within peer_timeout.
+  Watchdog& receive_watch() { return receive_watch_; }  // of messages
+  Watchdog& peer_watch() { return peer_watch_; }        // of answers
+  // For a call whose message did not come in time: DEADLINE_EXCEEDED, or UNAVAILABLE in a drain.
   absl::Status MessageLateError() const;
   // `status` as the transport ends a call with it. RESOURCE_EXHAUSTED adds the trailing metadata
   // `grpc-retry-pushback-ms`, which tells the caller when to retry.
@@ -59,6 +61,7 @@ class CallTracker {
   int alive_ ABSL_GUARDED_BY(mutex_) = 0;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   std::set<std::weak_ptr<DrainedCall>, std::owner_less<>> drained_ ABSL_GUARDED_BY(mutex_);
+  Watchdog receive_watch_;
   Watchdog peer_watch_;
 };
 

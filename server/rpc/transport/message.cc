@@ -1,10 +1,23 @@
 #include "server/rpc/transport/message.h"
 
+#include <grpcpp/support/proto_buffer_reader.h>
+
 #include <algorithm>
+#include <string>
 
 #include "absl/container/inlined_vector.h"
+#include "absl/strings/str_format.h"
+
+// Of gRPC's library, but in none of its headers. Null in a version without it.
+__attribute__((weak)) uint32_t grpc_call_test_only_get_message_flags(grpc_call* call);
 
 namespace logitd::rpc {
+namespace {
+
+// How gRPC marks a message with the compressed flag that it has not inflated.
+constexpr uint32_t kStillCompressed = 0x80000000u;
+
+}  // namespace
 
 void Message::Take(grpc::ByteBuffer* buffer) {
   Release();
@@ -44,6 +57,39 @@ void Message::Release() {
   std::vector<grpc::Slice>().swap(slices_);
   std::vector<Piece>().swap(pieces_);
   bytes_ = 0;
+}
+
+absl::Status CheckNotCompressed(grpc::CallbackServerContext* context) {
+  if (&grpc_call_test_only_get_message_flags == nullptr ||
+      (grpc_call_test_only_get_message_flags(context->c_call()) & kStillCompressed) == 0) {
+    return absl::OkStatus();
+  }
+  return absl::UnimplementedError(
+      "request: got a message marked as compressed, in an encoding that is unknown or not stated; "
+      "allowed are messages that are not compressed");
+}
+
+absl::Status NoMessageError() {
+  return absl::UnimplementedError(
+      "request: got the end of the call before a whole message (none, or it was truncated), "
+      "allowed exactly one");
+}
+
+absl::Status ParseMessage(grpc::CallbackServerContext* context, const grpc::ByteBuffer& bytes,
+                          google::protobuf::MessageLite* message) {
+  if (!bytes.Valid()) return NoMessageError();
+  if (absl::Status status = CheckNotCompressed(context); !status.ok()) return status;
+  grpc::ByteBuffer copy = bytes;  // the reader wants one that may change; slices are shared
+  grpc::ProtoBufferReader reader(&copy);
+  if (reader.status().ok() && message->ParseFromZeroCopyStream(&reader)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("request: got %d bytes that are not a protobuf message, allowed a %s",
+                      bytes.Length(), std::string(message->GetTypeName())));
+}
+
+grpc::ByteBuffer ToBytes(const google::protobuf::MessageLite& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
 }
 
 }  // namespace logitd::rpc

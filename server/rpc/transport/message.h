@@ -1,12 +1,15 @@
-// A received message as the slices that the transport gave.
+// A received message: as the slices that the transport gave, or as a protobuf message.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_MESSAGE_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_MESSAGE_H_
 
+#include <google/protobuf/message_lite.h>
+#include <grpcpp/server_context.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "server/rpc/wire/reader.h"
 
@@ -35,6 +38,22 @@ class Message {
   std::vector<Piece> pieces_;
   size_t bytes_ = 0;
 };
+
+// UNIMPLEMENTED if the peer marked the message that was read last as compressed. The transport
+// itself refuses the encodings it knows, but hands on a marked message whose encoding is unknown or
+// not stated, as if it were plain. Call it in OnReadDone, before the next read.
+absl::Status CheckNotCompressed(grpc::CallbackServerContext* context);
+
+// For a unary call whose peer has ended its side. The transport does not say whether it sent a part
+// of a message before.
+absl::Status NoMessageError();
+
+// Parses the one message of a call with small messages. UNIMPLEMENTED: there is none, or it is
+// compressed. INVALID_ARGUMENT: it is malformed.
+absl::Status ParseMessage(grpc::CallbackServerContext* context, const grpc::ByteBuffer& bytes,
+                          google::protobuf::MessageLite* message);
+
+grpc::ByteBuffer ToBytes(const google::protobuf::MessageLite& message);
 
 }  // namespace logitd::rpc
 

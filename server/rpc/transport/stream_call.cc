@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/rpc/transport/message.h"
+
 namespace logitd::rpc {
 
 // One message. The stream's lock guards its public members.
@@ -56,7 +58,7 @@ StreamCall::StreamCall(grpc::CallbackServerContext* context, const CallEnvironme
       admission_wait_(environment.admission) {}
 
 StreamCall::~StreamCall() {
-  environment_.tracker->peer_watch().Unwatch(&read_watch_);
+  environment_.tracker->receive_watch().Unwatch(&read_watch_);
   environment_.tracker->peer_watch().Unwatch(&write_watch_);
 }
 
@@ -169,7 +171,7 @@ void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   }
   ticket_ = *std::move(ticket);
   if (largest == 0) {
-    environment_.tracker->peer_watch().Watch(&read_watch_, [weak_stream = weak_from_this()] {
+    environment_.tracker->receive_watch().Watch(&read_watch_, [weak_stream = weak_from_this()] {
       if (auto stream = weak_stream.lock()) {
         stream->EndInput(stream->environment_.tracker->MessageLateError());
       }
@@ -211,7 +213,7 @@ void StreamCall::EndInput(const absl::Status& status) {
 }
 
 void StreamCall::OnReadDone(bool ok) {
-  environment_.tracker->peer_watch().Unwatch(&read_watch_);
+  environment_.tracker->receive_watch().Unwatch(&read_watch_);
   grant_ = {};
   engine::Admission::Ticket ticket = std::move(ticket_);
   ticket_ = {};
@@ -225,7 +227,8 @@ void StreamCall::OnReadDone(bool ok) {
   grpc::ByteBuffer message;
   message.Swap(&in_);
   const auto message_bytes = static_cast<int64_t>(message.Length());
-  const absl::Status status = item->Take(&message, headers_);
+  absl::Status status = CheckNotCompressed(context_);
+  if (status.ok()) status = item->Take(&message, headers_);
   {
     absl::MutexLock lock(&mutex_);
     items_.push_back(item);

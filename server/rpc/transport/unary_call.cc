@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/message.h"
 
 namespace logitd::rpc {
 
@@ -16,7 +17,7 @@ UnaryCall::UnaryCall(grpc::CallbackServerContext* context, const CallEnvironment
 
 UnaryCall::~UnaryCall() {
   // Admitted may start the watch after OnDone.
-  environment().tracker->peer_watch().Unwatch(&peer_watch_);
+  environment().tracker->receive_watch().Unwatch(&receive_watch_);
 }
 
 RawReactor* UnaryCall::Start() {
@@ -74,7 +75,7 @@ void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return Finish(ticket.status());
   receive_ticket_ = *std::move(ticket);
   grant_ = headers_.GrantRead(max_message_bytes());
-  environment().tracker->peer_watch().Watch(&peer_watch_, [weak_call = weak_from_this()] {
+  environment().tracker->receive_watch().Watch(&receive_watch_, [weak_call = weak_from_this()] {
     if (auto call = weak_call.lock()) {
       call->Finish(call->environment().tracker->MessageLateError());
     }
@@ -110,10 +111,11 @@ void UnaryCall::OnReadDone(bool ok) {
     }
     return;
   }
-  environment().tracker->peer_watch().Unwatch(&peer_watch_);
+  environment().tracker->receive_watch().Unwatch(&receive_watch_);
   grant_ = {};
   if (!ok) return FinishWithoutMessage();
   have_message_ = true;
+  if (absl::Status status = CheckNotCompressed(context_); !status.ok()) return Finish(status);
   grpc::ByteBuffer message;
   message.Swap(&in_);
   if (Read()) Process(&message);
@@ -183,8 +185,7 @@ void UnaryCall::FinishWithoutMessage() {
     if (finished_) return;
     finished_ = no_message_ = may_end_ = true;
     work_.End(/*complete=*/false);
-    status_ = ToGrpc(
-        absl::UnimplementedError("request: got no message on a unary method, allowed exactly one"));
+    status_ = ToGrpc(NoMessageError());
     end = ClaimEnd();
   }
   if (end) SendEnd();

@@ -69,6 +69,7 @@ class UnaryCall final : public RequestJob,
   std::shared_ptr<UnaryCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
   CallHeaders headers_;
+  Watchdog::Entry receive_watch_;
   Watchdog::Entry peer_watch_;
   bool have_message_ = false;  // used only by OnReadDone
   int64_t receive_ns_ = 0;

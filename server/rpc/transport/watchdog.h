@@ -1,5 +1,5 @@
 // Calls back for operations that take longer than a fixed time. One thread and one list are enough,
-// because the time is the same for all.
+// because the time is the same for all, also after Hurry.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_WATCHDOG_H_
 
@@ -32,11 +32,14 @@ class Watchdog {
     bool listed_ = false;
   };
 
-  // InfiniteDuration watches nothing.
+  // With InfiniteDuration nothing is late before Hurry.
   explicit Watchdog(absl::Duration timeout);
   ~Watchdog();
 
-  absl::Duration timeout() const { return timeout_; }
+  absl::Duration timeout() const;
+
+  // From here on operations have at most `timeout`, those under way from now.
+  void Hurry(absl::Duration timeout);
 
   // Runs `late` on the watchdog's thread, without a lock, unless Unwatch comes within the timeout.
   // `late` must keep the objects it uses alive.
@@ -47,8 +50,9 @@ class Watchdog {
  private:
   void Run();
 
-  const absl::Duration timeout_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
+  absl::Duration timeout_ ABSL_GUARDED_BY(mutex_);
+  bool changed_ ABSL_GUARDED_BY(mutex_) = false;  // since Run last looked
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::list<Entry::Item> items_ ABSL_GUARDED_BY(mutex_);  // in order of `due`
   std::thread thread_;

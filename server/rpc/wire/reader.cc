@@ -1,13 +1,12 @@
 #include "server/rpc/wire/reader.h"
 
-#include <google/protobuf/stubs/common.h>
-
 #include <algorithm>
 #include <bit>
 #include <climits>
 #include <cstring>
 
 #include "absl/strings/str_format.h"
+#include "formats/utf8.h"
 
 namespace logitd::rpc {
 
@@ -206,9 +205,7 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::strin
   size_t length = 0;
   if (!reader.ReadLength(&length)) return Outcome::kBad;
   value->resize(length);
-  const bool good =
-      reader.Read(value->data(), length) &&
-      google::protobuf::internal::IsStructurallyValidUTF8(value->data(), static_cast<int>(length));
+  const bool good = reader.Read(value->data(), length) && formats::IsUtf8(*value);
   return good ? Outcome::kRead : Outcome::kBad;
 }
 
