@@ -269,6 +269,7 @@ absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules
   const bool first = !progress.begun;
   progress.slice_rows = 0;
   progress.slice_ns = 0;
+  progress.finished = 0;
   if (first) {
     EndLate(batch);
     if (!FindRows(batch, progress)) {
