@@ -142,7 +142,7 @@ struct Admission::State {
     std::vector<Answer> answers;
     {
       MutexLock lock(mutex);
-      if (granting || room.waiting() == 0) return;
+      if (granting || room.waiting() == 0) return Publish();
       granting = true;
     }
     while (true) {
