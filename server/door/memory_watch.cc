@@ -96,7 +96,7 @@ void MemoryWatch::Shed(bool shed) {
   if (shedding_ == shed) return;
   shedding_ = shed;
   if (shed) {
-    spdlog::warn("memory: above the limit of {} MiB less {} MiB, new calls are refused",
+    spdlog::warn("memory: above the limit of {} MiB less {} MiB, new connections are closed",
                  limit() >> 20, options_.margin >> 20);
   } else {
     spdlog::info("memory: below the limit again");

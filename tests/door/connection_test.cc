@@ -9,7 +9,9 @@
 
 #include <cerrno>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "server/door/sockets.h"
@@ -215,16 +217,16 @@ TEST_F(ConnectionTest, TheLargestSenderSinceTheLastLookIsCut) {
 }
 
 TEST_F(ConnectionTest, BytesBeyondTheGrantsCutIt) {
-  const auto connections = Connections::Create(
-      {.frames = {.bound_unasked = true, .unasked_stream = 100, .unasked_slack = 100}}, counts_);
+  const auto connections =
+      Connections::Create({.frames = {.unasked_stream = 100, .unasked_slack = 100}}, counts_);
   const Pair pair;
   const sockaddr_in from = From("127.0.0.1", 1);
   const auto connection =
       connections->Add(pair.fd, reinterpret_cast<const sockaddr*>(&from), sizeof(from));
-  connection->Grant(10000);
+  std::optional<Grant> grant(std::in_place, connection, 10000);
   pair.Write(Preface() + Open(1) + Frame(kData, 0, 1, Message(10000)));
   EXPECT_GT(pair.Read(), 0);
-  connection->Settle(10000);
+  grant.reset();
   pair.Write(Frame(kData, 0, 1, Message(10000)));
   EXPECT_EQ(pair.Read(), -1);
   EXPECT_EQ(counts_->cut_, std::vector<Limit>{Limit::kUnasked});

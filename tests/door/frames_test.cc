@@ -216,7 +216,6 @@ TEST_F(FramesTest, FramesOfAnEndedStreamCountToo) {
 // --- what calls asked for
 
 TEST_F(FramesTest, BytesThatNoCallAskedForAreBounded) {
-  limits_.bound_unasked = true;
   limits_.unasked_slack = 1000;
   limits_.unasked_stream = 500;
   const std::string kib(1024, 'z');
