@@ -303,8 +303,8 @@ TEST(UnixSocketTest, PathOfAnotherFileIsRefused) {
 
 TEST(UnixSocketTest, PathThatIsTooLongIsRefused) {
   const Ended ended = RunOn("unix:/tmp/" + std::string(110, 'a'));
-  EXPECT_EQ(ended.exit_code, 1);
-  EXPECT_THAT(ended.text, HasSubstr("allowed 1 to 107"));
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_THAT(ended.text, HasSubstr("allowed a path of at most 107 bytes"));
 }
 
 // --- memory

@@ -28,8 +28,9 @@ int64_t CallHeaders::room_bytes() const {
   return stated_bytes.has_value() ? *stated_bytes + kMessageOverhead : 0;
 }
 
-door::Grant CallHeaders::GrantRead(int64_t max_message_bytes) const {
-  return door::Grant(connection, stated_bytes.value_or(max_message_bytes));
+door::Grant CallHeaders::GrantRead() const {
+  constexpr int64_t kAnything = int64_t{1} << 40;
+  return door::Grant(connection, stated_bytes.value_or(kAnything));
 }
 
 std::function<int64_t()> CallHeaders::ReceivedBytes() const {

@@ -25,8 +25,9 @@ struct CallHeaders {
   // Of the request message; of a stream, of its largest message.
   std::optional<int64_t> stated_bytes;
 
-  // What one read may bring. A stream may send more than it did before, but not more than it states.
-  door::Grant GrantRead(int64_t max_message_bytes) const;
+  // What one read may bring: the size that the call states, or anything. gRPC refuses a message that
+  // is too large with a status, which a cut connection would not give.
+  door::Grant GrantRead() const;
   // How far the connection is; null: not known.
   std::function<int64_t()> ReceivedBytes() const;
   // The room for the message, in the admission's sense: 0 where the size is not stated.

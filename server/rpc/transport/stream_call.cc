@@ -194,7 +194,7 @@ void StreamCall::StartOneRead() {
   if (over) {
     ticket_ = {};
   } else {
-    grant_ = headers_.GrantRead(max_message_bytes());
+    grant_ = headers_.GrantRead();
     StartRead(&in_);
     absl::MutexLock lock(&mutex_);
     --starting_;

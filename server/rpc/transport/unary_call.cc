@@ -74,7 +74,7 @@ void UnaryCall::TooSlow(const absl::Status& why) {
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return Finish(ticket.status());
   receive_ticket_ = *std::move(ticket);
-  grant_ = headers_.GrantRead(max_message_bytes());
+  grant_ = headers_.GrantRead();
   environment().tracker->receive_watch().Watch(&receive_watch_, [weak_call = weak_from_this()] {
     if (auto call = weak_call.lock()) {
       call->Finish(call->environment().tracker->MessageLateError());
