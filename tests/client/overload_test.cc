@@ -31,8 +31,8 @@ class OverloadTest : public RunningLogitd {
   }
 };
 
-// Bars far below what an idle machine reaches, because others use this one. Without admission by
-// deadline, less than a fifth is answered in time, and nothing is refused.
+// Low bars, because other tests and programs use this machine too. Without admission by deadline
+// nothing is refused, and most answers come too late.
 TEST_F(OverloadTest, AtThreeTimesTheLoadMostOfThePeakIsStillAnsweredInTime) {
   double share = 0;
   nlohmann::json result;
