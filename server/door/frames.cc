@@ -227,7 +227,10 @@ void Frames::BeginSentFrame() {
     case kData:
     case kHeaders:
       control_.Give(kControlPerFrame);
-      if ((out_.flags & kEndStream) != 0) EndStream(out_.stream);
+      if ((out_.flags & kEndStream) != 0) {
+        resets_.Give(1);
+        EndStream(out_.stream);
+      }
       break;
     case kReset:
       EndStream(out_.stream);

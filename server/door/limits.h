@@ -79,8 +79,10 @@ struct FrameLimits {
   // more each second, and four more for each DATA or HEADERS frame in either direction.
   int64_t control_frames = 20000;
   int64_t control_rate = 5000;
-  int64_t resets = 10000;
-  int64_t reset_rate = 5000;
+  // Calls that the peer cancels before they end: resets, reset_rate more each second, and one more for
+  // each call that was answered or refused. Each costs gRPC about 100 us, which others wait for.
+  int64_t resets = 2048;
+  int64_t reset_rate = 500;
   int64_t unread_answers = 10000;
 
   // Bytes of messages under way beyond what calls asked for: 64 KiB for each open stream, which is

@@ -128,6 +128,14 @@ TEST_F(FramesTest, ResetsOfOpenStreamsAreBounded) {
   EXPECT_EQ(reset(9), Limit::kResets);
 }
 
+TEST_F(FramesTest, CallsThatEndAllowResetsOfOthers) {
+  for (uint32_t stream = 1; stream < 60; stream += 4) {
+    ASSERT_EQ(Get(Open(stream) + Open(stream + 2)), Limit::kNone);
+    Send(Frame(kHeaders, kEndStream | kEndHeaders, stream, "\x88"));
+    ASSERT_EQ(Get(Frame(kReset, 0, stream + 2, "\0\0\0\0"s)), Limit::kNone);
+  }
+}
+
 TEST_F(FramesTest, ResetsOfEndedStreamsAreFree) {
   for (uint32_t stream = 1; stream < 60; stream += 2) {
     ASSERT_EQ(Get(Open(stream)), Limit::kNone);
