@@ -124,7 +124,8 @@ TEST_F(LimitsTest, SmallerOnesAreAskedForWhenAMessageIsRefused) {
   }
 }
 
-TEST_F(LimitsTest, AMessageTooLargeForTheTransportIsNotSentAgain) {
+// The client states the size of its message, so the server refuses it on the headers.
+TEST_F(LimitsTest, AMessageTooLargeForTheServerIsNotSentAgain) {
   const std::vector<float> logits = Logits(1000 * 100);
   Serve("100KiB", 100);
   const absl::Status refused =
@@ -132,7 +133,8 @@ TEST_F(LimitsTest, AMessageTooLargeForTheTransportIsNotSentAgain) {
           ->TopK(
               {.rows = 1000, .vocab = 100, .logits = {ViewOf(logits)}, .params = TopKParams({1})})
           .status();
-  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("logitd-payload-bytes: got"));
   EXPECT_THAT(std::string(refused.message()), Not(HasSubstr("attempts"))) << "tried again";
 }
 
