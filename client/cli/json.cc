@@ -66,10 +66,10 @@ ordered_json ToJson(const Message& message) {
   for (int f = 0; f < message.GetDescriptor()->field_count(); ++f) {
     const FieldDescriptor* field = message.GetDescriptor()->field(f);
     if (!field->is_repeated()) {
-      out[field->name()] = ValueOf(message, field, 0);
+      out[std::string(field->name())] = ValueOf(message, field, 0);
       continue;
     }
-    ordered_json& array = out[field->name()] = ordered_json::array();
+    ordered_json& array = out[std::string(field->name())] = ordered_json::array();
     const int size = message.GetReflection()->FieldSize(message, field);
     for (int i = 0; i < size; ++i) array.push_back(ValueOf(message, field, i));
   }

@@ -77,7 +77,7 @@ int ParamCutter::SizeOf(const Field& field) const {
 absl::Status ParamCutter::Check(int64_t rows) const {
   for (const Field& field : fields_) {
     const int size = SizeOf(field);
-    const std::string& name = field.descriptor->name();
+    const std::string name(field.descriptor->name());
     if (field.count == nullptr && size > 1 && size != rows) {
       return absl::InvalidArgumentError(
           absl::StrFormat("%s: got %d values, allowed none, 1 or %d (rows)", name, size, rows));
