@@ -7,6 +7,7 @@ function(logitd_compile_options target)
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror;-Wno-unused-parameter;-Wno-missing-field-initializers>
     $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=deprecated-declarations>  # a newer library may deprecate what an old one needs
     $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>  # false alarms of gcc 12 at -O3 for "text" + string
+    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-error=maybe-uninitialized>  # false alarms of gcc 16 for absl::InlinedVector
     $<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=-Wall;--expt-relaxed-constexpr>)
   # Compressed kernels take a tenth of the space in every program; the driver unpacks them at their first use.
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
