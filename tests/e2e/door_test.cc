@@ -213,6 +213,19 @@ TEST(ResidentMemoryTest, MessagesInFramesOfOneByteAreCut) {
 
 // --- connections
 
+TEST(ResidentMemoryTest, AMessageFarLargerThanStatedIsCut) {
+  ServerProcess server;
+  HonestCaller honest(server);
+  absl::SleepFor(absl::Milliseconds(100));
+  const int64_t before = server.RssBytes();
+  GenericCall liar(Connect(server.tcp()), kTopK);
+  liar.context().AddMetadata("logitd-payload-bytes", "100");
+  grpc::ByteBuffer answer;
+  EXPECT_EQ(liar.Unary(LargeRequest(256), &answer).error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_TRUE(server.WaitForMetric(Cut("unasked"), '=', 1, kPatience));
+  server.ExpectGrownLess(before, 24);
+}
+
 TEST(DoorTest, MoreConnectionsThanFilesAreRefusedAndTheServerRecovers) {
   ServerProcess server({}, /*max_files=*/200);
   HonestCaller honest(server);
