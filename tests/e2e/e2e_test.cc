@@ -440,8 +440,10 @@ TEST(ResidentMemoryTest, OversizedMessagesAreRefusedInBoundedMemory) {
   EXPECT_EQ(large.Unary(LargeRequest(40), &answer).error_code(),
             grpc::StatusCode::RESOURCE_EXHAUSTED);
   GenericCall huge(channel, kTopK);  // 1 GiB
-  EXPECT_EQ(huge.Unary(LargeRequest(4096), &answer).error_code(),
-            grpc::StatusCode::RESOURCE_EXHAUSTED);
+  // gRPC refuses the message when its quota is used up. If the process reaches its own bound first,
+  // the connection is cut.
+  EXPECT_THAT(huge.Unary(LargeRequest(4096), &answer).error_code(),
+              AnyOf(grpc::StatusCode::RESOURCE_EXHAUSTED, grpc::StatusCode::UNAVAILABLE));
   server.ExpectGrownLess(before, 192);
   EXPECT_TRUE(SmallTopK(Connect(server.tcp())).ok());
 }
