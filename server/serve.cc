@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/config.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -264,7 +265,12 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> ServeMetrics(const Config& config
 // Memory of a CPU stream that uses a head.
 constexpr int64_t kHeadScratch = int64_t{64} << 20;
 // What the process itself needs beyond its start: threads, gRPC's own state, what malloc keeps.
+// AddressSanitizer keeps freed memory, and shadows of all memory.
+#ifdef ABSL_HAVE_ADDRESS_SANITIZER
+constexpr int64_t kProcessGrowth = int64_t{16} << 30;
+#else
 constexpr int64_t kProcessGrowth = int64_t{64} << 20;
+#endif
 // Parameters and padding of a row, in a slab.
 constexpr int64_t kSlabRowBytes = 168;
 
