@@ -25,12 +25,12 @@ class Costs {
   // bytes. An op that never ran: 0.
   double PerRow(const BatchKey& key) const;
 
-  // Of a job whose shape is known: its rows, each as PerRow.
+  // The time of a job: its rows, each as PerRow.
   absl::Duration OfJob(const JobSpec& spec) const {
     return absl::Nanoseconds(PerRow(spec.key) * static_cast<double>(spec.rows()));
   }
 
-  // Of a call of which only the op and the size of its message are known. An op that never ran: 0.
+  // The time of a call, from its op and the size of its message. 0: the op never ran.
   absl::Duration OfCall(const OpTraits& op, int64_t payload_bytes) const;
 
  private:

@@ -22,7 +22,7 @@ struct CallHeaders {
   std::shared_ptr<door::Connection> connection;  // null: not one of the door's
   engine::Caller caller;                         // a connection is a caller
   absl::Time deadline = absl::InfiniteFuture();
-  // Of the request message; of a stream, of its largest message.
+  // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
 
   // What one read may bring: the size that the call states, or anything. gRPC refuses a message that
