@@ -218,7 +218,7 @@ void CheckTogether(const Config& config) {
     throw CLI::ValidationError(flag, text);
   };
   const int64_t message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
-  if (message > kMaxMessage) {  // rows alone fit: see MaxBatchRows
+  if (message > kMaxMessage) {  // the rows fit: see MaxBatchRows
     refuse("--max-request-bytes",
            absl::StrFormat(
                "got %d, allowed at most %d with --max-batch-rows %d", config.max_request_bytes,

@@ -112,7 +112,8 @@ class Heads {
   Backend* const backend_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
-  // Of all Head objects and of the one in Read, which alone adds to it. Heads may outlive this.
+  // Device memory of all Head objects and of the one in Read. Only Read adds to it. Heads may
+  // outlive this.
   const std::shared_ptr<std::atomic<int64_t>> bytes_ = std::make_shared<std::atomic<int64_t>>(0);
   mutable Mutex mutex_;
   CondVar read_ended_;

@@ -112,7 +112,7 @@ class Load {
 
     // The message is there. RESOURCE_EXHAUSTED: it has become hopeless, and must not be run.
     absl::Status Arrived(int64_t message_bytes, const JobSpec& spec);
-    // Of the message: as stated, or by estimate; 0: not known.
+    // The size of the message, as stated or by estimate. 0: not known.
     int64_t expected_bytes() const { return expected_bytes_; }
     // `complete`: the job ran. Later calls do nothing.
     void End(bool complete);

@@ -125,7 +125,7 @@ TEST(FairRoomTest, SmallCallsPassLargeOnesThatWait) {
   admission.BeginDrain();
 }
 
-// The small part is 64 MiB. What does not fit into it waits behind the large call.
+// The small part is 64 MiB. What does not fit into it waits for the large call.
 TEST(FairRoomTest, SmallCallsDoNotStarveALargeOne) {
   Admission admission(Rooms(16), nullptr);
   std::deque<Peer> large;
