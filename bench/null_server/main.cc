@@ -1,0 +1,114 @@
+// null_server: a gRPC server that looks at nothing. What load_bench measures with it is what gRPC and the sockets cost
+// on this machine, so a figure of logitd beside it says what logitd adds.
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/grpcpp.h>
+#include <signal.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "logitd/v1/sampler.pb.h"
+
+namespace logitd::bench {
+namespace {
+
+grpc::ByteBuffer Serialize(const v1::TopKResponse& response) {
+  const grpc::Slice slice(response.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// Reads the message of a unary call and sends the answer, or refuses the call on its headers.
+class Call final : public grpc::ServerGenericBidiReactor {
+ public:
+  Call(const grpc::ByteBuffer& answer, bool refuse) : answer_(answer) {
+    if (refuse) {
+      Finish({grpc::StatusCode::RESOURCE_EXHAUSTED, "refused"});
+    } else {
+      StartRead(&message_);
+    }
+  }
+  void OnReadDone(bool ok) override {
+    if (ok) {
+      StartWriteAndFinish(&answer_, grpc::WriteOptions(), grpc::Status::OK);
+    } else {
+      Finish({grpc::StatusCode::INVALID_ARGUMENT, "no message"});
+    }
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  grpc::ByteBuffer message_;
+  grpc::ByteBuffer answer_;
+};
+
+class Service final : public grpc::CallbackGenericService {
+ public:
+  Service(grpc::ByteBuffer answer, bool refuse) : answer_(std::move(answer)), refuse_(refuse) {}
+
+ private:
+  grpc::ServerGenericBidiReactor* CreateReactor(
+      grpc::GenericCallbackServerContext* context) override {
+    // load_bench asks what it measures. Here an empty answer says so.
+    if (absl::EndsWith(context->method(), "/GetInfo")) return new Call(nothing_, false);
+    return new Call(answer_, refuse_);
+  }
+
+  const grpc::ByteBuffer answer_;
+  const grpc::ByteBuffer nothing_ = Serialize({});
+  const bool refuse_;
+};
+
+}  // namespace
+
+int Main(int argc, char** argv) {
+  CLI::App app("null_server: a gRPC server that looks at nothing, to measure logitd against.");
+  std::string listen = "127.0.0.1:7460";
+  int64_t rows = 1;
+  int k = 64;
+  bool refuse = false;
+  app.add_option("--listen", listen, "HOST:PORT or unix:PATH")->capture_default_str();
+  app.add_option("--rows", rows, "rows of every answer, as load_bench asks for")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  app.add_option("--k", k, "tokens of a row")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  app.add_flag("--refuse", refuse, "refuse every call on its headers");
+  CLI11_PARSE(app, argc, argv);
+
+  v1::TopKResponse response;
+  for (int64_t row = 0; row < rows; ++row) {
+    response.add_k(k);
+    response.add_logsumexp(0);
+    response.add_status(v1::ROW_STATUS_OK);
+    response.add_status_position(-1);
+  }
+  response.mutable_indices()->Resize(static_cast<int>(rows * k), 0);
+  response.mutable_probs()->Resize(static_cast<int>(rows * k), 0);
+  Service service(Serialize(response), refuse);
+
+  sigset_t stop;
+  sigemptyset(&stop);
+  sigaddset(&stop, SIGTERM);
+  sigaddset(&stop, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &stop, nullptr);  // gRPC's threads inherit it
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(listen, grpc::InsecureServerCredentials());
+  builder.RegisterCallbackGenericService(&service);
+  builder.SetMaxReceiveMessageSize(-1);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr) {
+    std::fprintf(stderr, "null_server: cannot listen on %s\n", listen.c_str());
+    return 1;
+  }
+  int signal = 0;
+  sigwait(&stop, &signal);
+  server->Shutdown();
+  return 0;
+}
+
+}  // namespace logitd::bench
+
+int main(int argc, char** argv) { return logitd::bench::Main(argc, argv); }
