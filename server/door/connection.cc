@@ -96,9 +96,9 @@ void Connection::Allow(int64_t bytes) {
   frames_.Ask(bytes);
 }
 
-void Connection::Settle(int64_t bytes) {
+void Connection::Settle(int64_t bytes, bool arrived) {
   absl::MutexLock lock(&mutex_);
-  frames_.Ask(-bytes);
+  arrived ? frames_.Got(bytes) : frames_.GiveUp(bytes);
 }
 
 Grant::Grant(std::shared_ptr<Connection> connection, int64_t bytes)
@@ -108,15 +108,15 @@ Grant::Grant(std::shared_ptr<Connection> connection, int64_t bytes)
 
 Grant& Grant::operator=(Grant&& other) noexcept {
   if (this != &other) {
-    End();
+    End(/*arrived=*/false);
     connection_ = std::exchange(other.connection_, nullptr);
     bytes_ = other.bytes_;
   }
   return *this;
 }
 
-void Grant::End() {
-  if (connection_ != nullptr) std::exchange(connection_, nullptr)->Settle(bytes_);
+void Grant::End(bool arrived) {
+  if (connection_ != nullptr) std::exchange(connection_, nullptr)->Settle(bytes_, arrived);
 }
 
 bool Connection::ShutDown(Limit reason) {

@@ -50,8 +50,8 @@ class Connection {
 
   // A call will read a message of at most `bytes`. Before the message is asked for.
   void Allow(int64_t bytes);
-  // Takes back what was allowed: the message has arrived, or the call ended without it.
-  void Settle(int64_t bytes);
+  // Takes it back: the message has come, or the call ended without it.
+  void Settle(int64_t bytes, bool arrived);
 
   // Ends the connection. Its calls are cancelled and its peer sees the end. Does nothing if it is
   // cut or closed. Does not block. Not while the caller holds a lock that gRPC's callbacks take.
@@ -91,10 +91,13 @@ class Grant {
   Grant(std::shared_ptr<Connection> connection, int64_t bytes);
   Grant(Grant&& other) noexcept { *this = std::move(other); }
   Grant& operator=(Grant&& other) noexcept;
-  ~Grant() { End(); }
+  ~Grant() { End(/*arrived=*/false); }
+
+  // The message has come.
+  void Arrived() { End(/*arrived=*/true); }
 
  private:
-  void End();
+  void End(bool arrived);
 
   std::shared_ptr<Connection> connection_;
   int64_t bytes_ = 0;

@@ -1,6 +1,7 @@
 #include "server/door/frames.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace logitd::door {
 namespace {
@@ -25,6 +26,7 @@ constexpr size_t kPriorityBytes = 5;
 constexpr int64_t kTinyUnit = 1024;
 constexpr int64_t kControlPerFrame = 4;
 constexpr int64_t kRefillNs = 10'000'000;
+constexpr int64_t kPeriodNs = 1'000'000'000;
 
 // The grants of calls are for payloads. Frames around them cost a quarter more at most.
 constexpr int64_t kAskedShare = 4;
@@ -36,7 +38,8 @@ Frames::Frames(const FrameLimits& limits, int64_t now_ns)
       refilled_ns_(now_ns),
       tiny_{.left = limits.tiny_frames * kTinyUnit, .most = limits.tiny_frames * kTinyUnit},
       control_{.left = limits.control_frames, .most = limits.control_frames},
-      resets_{.left = limits.resets, .most = limits.resets} {
+      resets_{.left = limits.resets, .most = limits.resets},
+      period_ns_(now_ns) {
   in_.skip = kPrefaceBytes;
 }
 
@@ -94,6 +97,10 @@ void Frames::Refill(int64_t now_ns) {
   tiny_.Give(share(limits_.tiny_rate * kTinyUnit));
   control_.Give(share(limits_.control_rate));
   resets_.Give(share(limits_.reset_rate));
+  if (now_ns - period_ns_ >= kPeriodNs) {
+    period_ns_ = now_ns;
+    asked_ -= std::exchange(given_up_then_, std::exchange(given_up_, 0));
+  }
 }
 
 void Frames::BeginFrame() {

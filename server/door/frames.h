@@ -30,8 +30,13 @@ class Frames {
   // Reads the next bytes that were sent to the peer.
   void Sent(absl::Span<const uint8_t> bytes);
 
-  // What the calls of this connection asked for and have not got. See FrameLimits::unasked_slack.
+  // A call wants a message of at most `bytes`. See FrameLimits::unasked_slack.
   void Ask(int64_t bytes) { asked_ += bytes; }
+  // The message has come.
+  void Got(int64_t bytes) { asked_ -= bytes; }
+  // The call ended without it. The peer sends on until it learns that, so for one to two seconds
+  // such bytes are still expected.
+  void GiveUp(int64_t bytes) { given_up_ += bytes; }
 
   int64_t frames() const { return frames_; }
   int64_t message_bytes() const { return message_bytes_; }  // DATA, in all
@@ -112,7 +117,10 @@ class Frames {
   Budget control_;
   Budget resets_;
   int64_t unread_answers_ = 0;
-  int64_t asked_ = 0;
+  int64_t asked_ = 0;          // with what calls gave up lately
+  int64_t given_up_ = 0;       // in this period
+  int64_t given_up_then_ = 0;  // in the period before
+  int64_t period_ns_;          // when this one began
   int64_t under_way_ = 0;
 
   int64_t frames_ = 0;

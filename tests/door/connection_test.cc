@@ -226,7 +226,7 @@ TEST_F(ConnectionTest, BytesBeyondTheGrantsCutIt) {
   std::optional<Grant> grant(std::in_place, connection, 10000);
   pair.Write(Preface() + Open(1) + Frame(kData, 0, 1, Message(10000)));
   EXPECT_GT(pair.Read(), 0);
-  grant.reset();
+  grant->Arrived();
   pair.Write(Frame(kData, 0, 1, Message(10000)));
   EXPECT_EQ(pair.Read(), -1);
   EXPECT_EQ(counts_->cut_, std::vector<Limit>{Limit::kUnasked});

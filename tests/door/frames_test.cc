@@ -230,7 +230,22 @@ TEST_F(FramesTest, BytesThatNoCallAskedForAreBounded) {
   EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Prefix(1 << 26) + kib)), Limit::kNone);
   for (Frames* frames : {&frames_, &bytewise_}) frames->Ask(4000);
   EXPECT_EQ(GetTimes(4, Frame(kData, 0, 1, kib)), Limit::kNone);
-  for (Frames* frames : {&frames_, &bytewise_}) frames->Ask(-4000);
+  for (Frames* frames : {&frames_, &bytewise_}) frames->Got(4000);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, "z")), Limit::kUnasked);
+}
+
+// The transport ends the call before the peer knows: no peer is cut for what it had begun to send.
+TEST_F(FramesTest, BytesOfACallThatGaveUpMayStillCome) {
+  limits_.unasked_slack = 1000;
+  limits_.unasked_stream = 500;
+  const std::string kib(1024, 'z');
+  for (Frames* frames : {&frames_, &bytewise_}) frames->Ask(8000);
+  EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Prefix(1 << 26) + kib + kib)), Limit::kNone);
+  for (Frames* frames : {&frames_, &bytewise_}) frames->GiveUp(8000);
+  EXPECT_EQ(Get(Frame(kData, 0, 1, kib)), Limit::kNone);
+  now_ += kSecond;
+  EXPECT_EQ(Get(Frame(kData, 0, 1, "z")), Limit::kNone);
+  now_ += kSecond;
   EXPECT_EQ(Get(Frame(kData, 0, 1, "z")), Limit::kUnasked);
 }
 

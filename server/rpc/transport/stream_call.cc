@@ -214,6 +214,7 @@ void StreamCall::EndInput(const absl::Status& status) {
 
 void StreamCall::OnReadDone(bool ok) {
   environment_.tracker->receive_watch().Unwatch(&read_watch_);
+  if (ok) grant_.Arrived();
   grant_ = {};
   engine::Admission::Ticket ticket = std::move(ticket_);
   ticket_ = {};

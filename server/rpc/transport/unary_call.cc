@@ -112,6 +112,7 @@ void UnaryCall::OnReadDone(bool ok) {
     return;
   }
   environment().tracker->receive_watch().Unwatch(&receive_watch_);
+  if (ok) grant_.Arrived();
   grant_ = {};
   if (!ok) return FinishWithoutMessage();
   have_message_ = true;
