@@ -10,6 +10,8 @@ option(LOGITD_TESTS "Build the tests" ON)
 option(LOGITD_FUZZ "Build the libFuzzer targets (clang only)" OFF)
 option(LOGITD_CCACHE "Compile through ccache where it is installed" ON)
 set(LOGITD_CUDA_ARCHITECTURES "80;89;90a;100" CACHE STRING "CUDA architectures; only 90a is enough for Hopper")
+set(LOGITD_CPU_TARGETS all CACHE STRING "Instruction sets of kernels/cpu: all, avx2 or baseline; the last two are for tests")
+set_property(CACHE LOGITD_CPU_TARGETS PROPERTY STRINGS all avx2 baseline)
 set(LOGITD_SANITIZE "" CACHE STRING "Sanitizers for -fsanitize=, e.g. address,undefined or thread")
 
 set(CMAKE_CXX_STANDARD 20)

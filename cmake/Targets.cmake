@@ -115,6 +115,9 @@ function(logitd_test dir)
     logitd_compile_options(${name})
     target_link_libraries(${name} PRIVATE ${ARGN} GTest::gmock GTest::gtest_main)
     target_compile_definitions(${name} PRIVATE LOGITD_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
+    if(NOT dir STREQUAL "kernels")  # only those compute much
+      target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
+    endif()
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES LABELS "${kind};${dir}" TIMEOUT 1200
       SKIP_REGULAR_EXPRESSION "no CUDA device: every test skipped")
