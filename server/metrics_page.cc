@@ -29,9 +29,8 @@ void AddSample(prometheus::MetricFamily* family, double value,
 
 // The counters of the log, which counts before there are metrics.
 prometheus::MetricFamily LogMetrics() {
-  prometheus::MetricFamily family =
-      Counter("logitd_log_lines_suppressed_total",
-              "Log lines not written, because there were too many.");
+  prometheus::MetricFamily family = Counter("logitd_log_lines_suppressed_total",
+                                            "Log lines not written, because there were too many.");
   for (const log::Source source : log::kSources) {
     AddSample(&family, static_cast<double>(log::LimitOf(source).suppressed()),
               {{"source", std::string(log::Name(source))}});
@@ -42,8 +41,7 @@ prometheus::MetricFamily LogMetrics() {
 void AddTraffic(const door::Connections& connections,
                 std::vector<prometheus::MetricFamily>* families) {
   const door::Traffic traffic = connections.traffic();
-  families->push_back(
-      Counter("logitd_received_bytes_total", "Bytes received on all connections."));
+  families->push_back(Counter("logitd_received_bytes_total", "Bytes received on all connections."));
   AddSample(&families->back(), static_cast<double>(traffic.received));
   families->push_back(Counter("logitd_sent_bytes_total", "Bytes sent on all connections."));
   AddSample(&families->back(), static_cast<double>(traffic.sent));
@@ -72,15 +70,15 @@ std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registr
       .Set(1);
   std::shared_ptr<const GpuMetrics> gpu;
   if (!device.pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), device.pci_bus_id);
-  return [registry = std::move(registry), connections = std::move(connections),
-          gpu = std::move(gpu)] {
-    std::vector<prometheus::MetricFamily> families = registry->Collect();
-    families.push_back(LogMetrics());
-    AddTraffic(*connections, &families);
-    Append(ProcessMetrics(), &families);
-    if (gpu != nullptr) Append(gpu->Collect(), &families);
-    return prometheus::TextSerializer().Serialize(families);
-  };
+  return
+      [registry = std::move(registry), connections = std::move(connections), gpu = std::move(gpu)] {
+        std::vector<prometheus::MetricFamily> families = registry->Collect();
+        families.push_back(LogMetrics());
+        AddTraffic(*connections, &families);
+        Append(ProcessMetrics(), &families);
+        if (gpu != nullptr) Append(gpu->Collect(), &families);
+        return prometheus::TextSerializer().Serialize(families);
+      };
 }
 
 }  // namespace logitd

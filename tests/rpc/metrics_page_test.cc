@@ -36,9 +36,9 @@ double Sample(const std::string& page, const std::string& name) {
   return value;
 }
 
-std::function<std::string()> Page(std::shared_ptr<const door::Connections> connections =
-                                      door::Connections::Create({}),
-                                  const DeviceInfo& device = {.backend = "fake"}) {
+std::function<std::string()> Page(
+    std::shared_ptr<const door::Connections> connections = door::Connections::Create({}),
+    const DeviceInfo& device = {.backend = "fake"}) {
   return MakeMetricsPage(std::make_shared<prometheus::Registry>(), std::move(connections), "1.2.3",
                          "4.5", device);
 }
