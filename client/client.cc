@@ -20,4 +20,9 @@ absl::StatusOr<v1::GetInfoResponse> Client::Info() {
   return transport_->Info(transport_->Deadline());
 }
 
+absl::StatusOr<v1::GetLoadResponse> Client::GetLoad() {
+  return transport_->CallSmall<v1::GetLoadResponse>("/logitd.v1.Server/GetLoad",
+                                                    v1::GetLoadRequest(), transport_->Deadline());
+}
+
 }  // namespace logitd::client

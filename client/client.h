@@ -170,6 +170,10 @@ class Client {
   // owner of the payload: INVALID_ARGUMENT, through `done`, before this returns. Calls in flight
   // must end before the Client does.
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
+  void SampleAsync(const SampleRequest& request,
+                   std::function<void(absl::StatusOr<SampleResult>)> done);
+  void ScoreAsync(const ScoreRequest& request,
+                  std::function<void(absl::StatusOr<ScoreResult>)> done);
 
   // The server's output heads; heads.proto has fields and errors. During a load, `progress` (may be
   // null) is called now and then, with a total of 0 while the load waits its turn; false cancels
@@ -183,6 +187,9 @@ class Client {
   absl::StatusOr<v1::Head> GetHead(const std::string& name);
 
   absl::StatusOr<v1::GetInfoResponse> Info();
+
+  // What the server is doing now, for a choice between servers.
+  absl::StatusOr<v1::GetLoadResponse> GetLoad();
 
   // grpc.health.v1.Health/Check. NOT_FOUND: the server does not know the service. "" is the server
   // as a whole.

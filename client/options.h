@@ -23,6 +23,10 @@ struct ClientOptions {
   absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
   RetryOptions retry;
   Priority priority = Priority::kInteractive;  // of all calls
+  // Names of all calls in the server's log; empty: none. server.proto says what is allowed; the
+  // server ignores others.
+  std::string request_id;
+  std::string traceparent;
   // Unary calls tell the server the size of their message, so that it keeps no more room for it.
   bool state_sizes = true;
   int64_t max_message_bytes =

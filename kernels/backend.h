@@ -26,6 +26,7 @@ struct DeviceInfo {
   std::string backend;  // "cpu" or "cuda"
   std::string name;     // "NVIDIA H200", or the CPU's SIMD target and thread count
   int64_t memory_bytes = 0;
+  std::string pci_bus_id;  // "00000000:1b:00.0"; empty: not a PCI device
   // Rows of a linear op that share one read of the head. Fewer rows in a call cost more each.
   int64_t linear_rows = 64;
 };

@@ -41,7 +41,9 @@ constexpr const char* kDescription =
     "has an environment variable: LOGITD_SLAB_BYTES is --slab-bytes. The flag wins.\n\n"
     "SIGTERM or SIGINT starts a drain: health becomes NOT_SERVING, new calls get UNAVAILABLE,\n"
     "admitted calls finish, and the process exits with 0. A second signal ends it at once. Exit\n"
-    "code 1: could not start. 2: bad usage. 3: the device was lost, or hangs.\n\n"
+    "code 1: could not start. 2: bad usage. 3: the device was lost, or hangs. SIGUSR1 sets the "
+    "log's\n"
+    "level to debug, SIGUSR2 back.\n\n"
     "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned if there is a GPU), and at most\n"
     "about 1.25 x --max-held-bytes + 128 MiB for everything that peers make the server hold. On\n"
     "the CPU also the heads, and 64 MiB for each stream that uses one.\n";
@@ -393,6 +395,11 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   Add(app, "--metrics-listen", &config->metrics_listen,
       "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one), or off")
       ->type_name("ADDRESS");
+  AddDuration(app, "--slow-call", &config->slow_call, absl::ZeroDuration(), /*infinite=*/true,
+              "A call, or message of a stream, that takes as long has a line in the log");
+  AddDuration(app, "--stall-timeout", &config->stall_timeout, absl::Milliseconds(100),
+              /*infinite=*/true,
+              "Health is NOT_SERVING while every stream has been in one slice for as long");
   AddChoice(app, "--log-level", &config->log_level, {"debug", "info", "warn", "error", "off"},
             "Least severe level that is logged");
   AddChoice(app, "--log-format", &config->log_format, {"text", "json"},

@@ -11,13 +11,13 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "absl/base/config.h"
 #include "absl/status/status.h"
@@ -28,21 +28,21 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
-#include "prometheus/metric_family.h"
-#include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 #include "server/door/address.h"
 #include "server/door/connection.h"
 #include "server/door/door_metrics.h"
 #include "server/door/listener.h"
 #include "server/door/memory_watch.h"
+#include "server/engine/activity.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
+#include "server/engine/sync.h"
 #include "server/log.h"
 #include "server/log/limited.h"
 #include "server/memory.h"
+#include "server/metrics_page.h"
 #include "server/metrics_server.h"
 #include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
@@ -80,6 +80,8 @@ class Events {
     sigemptyset(&signals);
     sigaddset(&signals, SIGTERM);
     sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGUSR1);
+    sigaddset(&signals, SIGUSR2);
     pthread_sigmask(SIG_BLOCK, &signals, nullptr);
     signal_ = signalfd(-1, &signals, SFD_CLOEXEC);
     lost_ = eventfd(0, EFD_CLOEXEC);
@@ -95,6 +97,7 @@ class Events {
     [[maybe_unused]] const ssize_t written = write(lost_, &one, sizeof(one));
   }
 
+  // SIGUSR1 and SIGUSR2 change the level of the log here, and are nothing to the caller.
   Kind Wait(absl::Duration timeout) {
     pollfd fds[] = {{signal_, POLLIN, 0}, {lost_, POLLIN, 0}};
     const int ms = timeout == absl::InfiniteDuration()
@@ -103,11 +106,25 @@ class Events {
     if (poll(fds, 2, ms) <= 0) return kNothing;
     if (fds[1].revents != 0) return kLost;
     signalfd_siginfo info;
-    [[maybe_unused]] const ssize_t taken = read(signal_, &info, sizeof(info));
-    return kSignal;
+    if (read(signal_, &info, sizeof(info)) != ssize_t{sizeof(info)}) return kNothing;
+    if (info.ssi_signo != SIGUSR1 && info.ssi_signo != SIGUSR2) return kSignal;
+    SetLogLevel(info.ssi_signo == SIGUSR1 ? spdlog::level::debug : usual_level_);
+    return kNothing;
   }
 
  private:
+  static void SetLogLevel(spdlog::level::level_enum level) {
+    // Said at the more talkative of the two levels, or nobody sees it.
+    const auto say = [level] {
+      spdlog::info("log level {}", spdlog::level::to_string_view(level));
+    };
+    const bool quieter = level > spdlog::get_level();
+    if (quieter) say();
+    spdlog::set_level(level);
+    if (!quieter) say();
+  }
+
+  const spdlog::level::level_enum usual_level_ = spdlog::get_level();
   int signal_;
   int lost_;
 };
@@ -225,32 +242,14 @@ absl::StatusOr<std::string> ResolveHeadRoot(const Config& config) {
   return root;
 }
 
-// The counters of the log, which counts before there are metrics.
-prometheus::MetricFamily LogMetrics() {
-  prometheus::MetricFamily family = {.name = "logitd_log_lines_suppressed_total",
-                                     .help = "Log lines not written, because there were too many.",
-                                     .type = prometheus::MetricType::Counter};
-  for (const log::Source source : log::kSources) {
-    prometheus::ClientMetric sample;
-    sample.label = {{"source", std::string(log::Name(source))}};
-    sample.counter.value = static_cast<double>(log::LimitOf(source).suppressed());
-    family.metric.push_back(std::move(sample));
-  }
-  return family;
-}
-
 // Null if --metrics-listen is off.
 absl::StatusOr<std::unique_ptr<MetricsServer>> ServeMetrics(const Config& config,
-                                                            const engine::Metrics& metrics) {
+                                                            std::function<std::string()> page) {
   if (config.metrics_listen == "off") return nullptr;
   absl::StatusOr<door::Address> address = door::ParseAddress(config.metrics_listen);
   if (!address.ok()) return address.status();
   absl::StatusOr<std::unique_ptr<MetricsServer>> server =
-      MetricsServer::Start(*address, [registry = metrics.registry()] {
-        std::vector<prometheus::MetricFamily> families = registry->Collect();
-        families.push_back(LogMetrics());
-        return prometheus::TextSerializer().Serialize(families);
-      });
+      MetricsServer::Start(*address, std::move(page));
   if (!server.ok()) {
     return absl::UnavailableError(absl::StrCat("--metrics-listen: cannot listen on ",
                                                config.metrics_listen, ": ",
@@ -303,6 +302,28 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const Devic
           .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
           .shed = [server](bool shed) { server->RefuseConnections(shed); },
           .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
+}
+
+// Serves until something ends it. Health is NOT_SERVING while the device does not move: every stream
+// has been in one slice for --stall-timeout.
+Events::Kind ServeUntilEvent(const Config& config, Events& events, const engine::Engine& engine,
+                             rpc::RpcServer& server) {
+  bool serving = true;
+  while (true) {
+    const Events::Kind event = events.Wait(kLogReports);
+    log::ReportSuppressed();
+    if (event != Events::kNothing) return event;
+    const absl::Duration stalled = engine.activity().Stalled(engine::MonotonicNanos());
+    if (serving == (stalled < config.stall_timeout)) continue;
+    serving = !serving;
+    server.SetServing(serving);
+    if (serving) {
+      spdlog::info("the device moves again: health is SERVING");
+    } else {
+      spdlog::error("no stream has ended a slice for {}: health is NOT_SERVING",
+                    absl::FormatDuration(absl::Trunc(stalled, absl::Milliseconds(1))));
+    }
+  }
 }
 
 // Refuses new calls and waits until the admitted ones are done, the grace is over, a second signal
@@ -371,13 +392,13 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
   const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   if (!head_root.ok()) return CannotStart(head_root.status());
-  const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      ServeMetrics(config, metrics);
-  if (!metrics_server.ok()) return CannotStart(metrics_server.status());
   const auto door_metrics =
       std::make_shared<door::DoorMetrics>(metrics.registry(), max_connections);
   const std::shared_ptr<door::Connections> connections =
       door::Connections::Create({.max_connections = max_connections}, door_metrics);
+  const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server = ServeMetrics(
+      config, MakeMetricsPage(metrics.registry(), connections, Version(), GrpcVersion(), device));
+  if (!metrics_server.ok()) return CannotStart(metrics_server.status());
   const int64_t base_bytes = door::ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
@@ -387,6 +408,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .head_root = *head_root,
                              .remote_listen = RemoteListen(config),
                              .peer_timeout = config.receive_timeout,
+                             .slow_call = config.slow_call,
                              .connections = connections},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
@@ -394,12 +416,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
       config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
-  Events::Kind event = Events::kNothing;
-  while (event == Events::kNothing) {
-    event = events.Wait(kLogReports);
-    log::ReportSuppressed();
-  }
-
+  Events::Kind event = ServeUntilEvent(config, events, **engine, **server);
   event = Drain(config, event, events, admission, **engine, **server);
   const int cut = (*server)->calls();
   if (event == Events::kLost) LeaveLostDevice();

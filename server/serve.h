@@ -17,8 +17,8 @@ using MakeBackend = absl::FunctionRef<absl::StatusOr<std::unique_ptr<Backend>>()
 // batch when everything else has ended, it ends the process with 3 instead: objects that use the
 // device cannot be destroyed safely then. `make_backend` runs once.
 //
-// Once a process. Call it before other threads start: it blocks SIGTERM and SIGINT and waits for
-// them.
+// Once a process. Call it before other threads start: it blocks SIGTERM, SIGINT, SIGUSR1 and
+// SIGUSR2 and waits for them. SIGUSR1 sets the log's level to debug, SIGUSR2 back to what it was.
 int Serve(const Config& config, MakeBackend make_backend);
 
 }  // namespace logitd

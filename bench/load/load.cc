@@ -7,7 +7,11 @@
 #include <cmath>
 #include <cstring>
 #include <fstream>
+#include <functional>
+#include <iterator>
 #include <memory>
+#include <optional>
+#include <queue>
 #include <random>
 #include <string>
 #include <thread>
@@ -16,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
@@ -28,15 +33,17 @@ namespace logitd::bench {
 namespace {
 
 using client::Client;
-using client::TopKRequest;
-using client::TopKResult;
 using Clock = std::chrono::steady_clock;
+
+constexpr absl::string_view kHidden = "hidden_";
+constexpr std::pair<absl::string_view, Op> kOps[] = {
+    {"topk", Op::kTopK}, {"sample", Op::kSample}, {"score", Op::kScore}};
 
 // Requests of an open loop in flight: bounds our own memory when the server falls behind.
 constexpr int kMaxOutstanding = 20000;
 
-// Logits of nearly normal distribution with a deviation of 3; the same size gives the same logits.
-std::shared_ptr<const std::string> RandomLogits(int64_t elements, v1::DType dtype) {
+// Values of nearly normal distribution with a deviation of 3; the same size gives the same values.
+std::shared_ptr<const std::string> RandomElements(int64_t elements, v1::DType dtype) {
   auto bytes = std::make_shared<std::string>(elements * client::DTypeSize(dtype), '\0');
   uint64_t state = 0x9e3779b97f4a7c15;
   for (int64_t i = 0; i < elements; ++i) {
@@ -61,17 +68,129 @@ int64_t Nanos(Clock::duration duration) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
 }
 
+// An answer, without what it says.
+struct Answered {
+  absl::Duration round_trip;
+  int attempts;
+  v1::Timings timings;
+};
+
+template <typename Result>
+absl::StatusOr<Answered> ToAnswered(const absl::StatusOr<Result>& result) {
+  if (!result.ok()) return result.status();
+  return Answered{result->round_trip, result->attempts, result->answer.timings()};
+}
+
+// One part of the mix, ready to be sent. Thread-safe.
+class Call {
+ public:
+  virtual ~Call() = default;
+  virtual int64_t payload_bytes() const = 0;
+  virtual absl::StatusOr<Answered> Run(Client& client) const = 0;
+  virtual void RunAsync(Client& client,
+                        std::function<void(const absl::StatusOr<Answered>&)> done) const = 0;
+};
+
+template <typename Request, auto run, auto run_async>
+class CallOf final : public Call {
+ public:
+  CallOf(Request request, int64_t payload_bytes)
+      : request_(std::move(request)), payload_bytes_(payload_bytes) {}
+
+  int64_t payload_bytes() const override { return payload_bytes_; }
+  absl::StatusOr<Answered> Run(Client& client) const override {
+    return ToAnswered((client.*run)(request_));
+  }
+  void RunAsync(Client& client,
+                std::function<void(const absl::StatusOr<Answered>&)> done) const override {
+    (client.*run_async)(request_,
+                        [done = std::move(done)](const auto& result) { done(ToAnswered(result)); });
+  }
+
+ private:
+  const Request request_;
+  const int64_t payload_bytes_;
+};
+using TopKCall = CallOf<client::TopKRequest, &Client::TopK, &Client::TopKAsync>;
+using SampleCall = CallOf<client::SampleRequest, &Client::Sample, &Client::SampleAsync>;
+using ScoreCall = CallOf<client::ScoreRequest, &Client::Score, &Client::ScoreAsync>;
+
+// The rows of a part, as its request has them.
+template <typename Request>
+Request RowsOf(const Scenario& scenario, const v1::Head* head, int64_t* bytes) {
+  const v1::DType dtype = head == nullptr ? scenario.dtype : head->dtype();
+  const int64_t width = head == nullptr ? scenario.vocab : head->hidden();
+  const std::shared_ptr<const std::string> payload = RandomElements(scenario.rows * width, dtype);
+  *bytes = static_cast<int64_t>(payload->size());
+  Request request = {.dtype = dtype, .rows = scenario.rows, .owner = payload};
+  if (head == nullptr) {
+    request.vocab = width;
+    request.logits = {*payload};
+  } else {
+    request.head = head->name();
+    request.hidden_size = width;
+    request.hidden = {*payload};
+  }
+  return request;
+}
+
+// `head` is null for logits.
+std::unique_ptr<Call> MakeCall(const Scenario& scenario, Op op, const v1::Head* head) {
+  const int64_t vocab = head == nullptr ? scenario.vocab : head->vocab();
+  int64_t bytes = 0;
+  switch (op) {
+    case Op::kTopK: {
+      auto request = RowsOf<client::TopKRequest>(scenario, head, &bytes);
+      request.params.add_k(static_cast<int32_t>(std::min<int64_t>(scenario.k, vocab)));
+      return std::make_unique<TopKCall>(std::move(request), bytes);
+    }
+    case Op::kSample: {
+      auto request = RowsOf<client::SampleRequest>(scenario, head, &bytes);
+      request.params.add_temperature(0.8f);
+      request.params.add_top_p(0.95f);
+      for (int64_t row = 0; row < scenario.rows; ++row) {
+        request.params.add_seed(static_cast<uint64_t>(row));
+      }
+      return std::make_unique<SampleCall>(std::move(request), bytes);
+    }
+    case Op::kScore:
+      break;
+  }
+  auto request = RowsOf<client::ScoreRequest>(scenario, head, &bytes);
+  std::mt19937 random(7);
+  std::uniform_int_distribution<int32_t> token(0, static_cast<int32_t>(vocab - 1));
+  for (int64_t row = 0; row < scenario.rows; ++row) request.params.add_targets(token(random));
+  return std::make_unique<ScoreCall>(std::move(request), bytes);
+}
+
+using Calls = std::vector<std::unique_ptr<Call>>;
+
+// Draws parts of the mix by weight. Not thread-safe.
+class Choice {
+ public:
+  Choice(const Scenario& scenario, uint64_t seed) : random_(seed) {
+    std::vector<double> weights;
+    for (const MixPart& part : scenario.mix) weights.push_back(part.weight);
+    part_ = std::discrete_distribution<int>(weights.begin(), weights.end());
+  }
+  int Next() { return part_(random_); }
+
+ private:
+  std::mt19937_64 random_;
+  std::discrete_distribution<int> part_;
+};
+
 // What one thread, or one connection, saw.
 struct Recorder {
-  void Record(const absl::StatusOr<TopKResult>& result, Clock::time_point from,
-              Clock::time_point now) {
+  void Record(const absl::StatusOr<Answered>& result, int part, Clock::time_point from,
+              int64_t late_ns, Clock::time_point now) {
     if (!result.ok()) {
       ++errors[absl::StatusCodeToString(result.status().code())];
       return;
     }
     retries += result->attempts - 1;
     samples.push_back({Nanos(now - from), absl::ToInt64Nanoseconds(result->round_trip),
-                       result->answer.timings()});
+                       result->timings, late_ns, part});
   }
 
   std::vector<Sample> samples;
@@ -85,7 +204,7 @@ struct Window {
   bool Holds(Clock::time_point t) const { return t >= begin && t < end; }
 };
 
-void ClosedLoop(const Scenario& scenario, const TopKRequest& request,
+void ClosedLoop(const Scenario& scenario, const Calls& calls,
                 std::vector<std::unique_ptr<Client>>& clients, const Window& window,
                 std::vector<Recorder>& recorders) {
   const size_t count = clients.size() * scenario.in_flight;
@@ -94,12 +213,14 @@ void ClosedLoop(const Scenario& scenario, const TopKRequest& request,
   for (size_t i = 0; i < count; ++i) {
     threads.emplace_back([&, i] {
       Client& client = *clients[i % clients.size()];
+      Choice choice(scenario, i);
       Recorder recorder;
       recorder.samples.reserve(1 << 12);
       for (Clock::time_point start = Clock::now(); start < window.end; start = Clock::now()) {
-        const absl::StatusOr<TopKResult> result = client.TopK(request);
+        const int part = choice.Next();
+        const absl::StatusOr<Answered> result = calls[part]->Run(client);
         const Clock::time_point now = Clock::now();
-        if (window.Holds(now)) recorder.Record(result, start, now);
+        if (window.Holds(now)) recorder.Record(result, part, start, /*late_ns=*/0, now);
         if (!result.ok() && !scenario.retry) {
           // A refusal costs the server little: without a pause the client measures itself.
           absl::SleepFor(absl::Milliseconds(1));
@@ -111,46 +232,101 @@ void ClosedLoop(const Scenario& scenario, const TopKRequest& request,
   for (std::thread& thread : threads) thread.join();
 }
 
-void OpenLoop(const Scenario& scenario, const TopKRequest& request,
-              std::vector<std::unique_ptr<Client>>& clients, const Window& window,
-              std::vector<Recorder>& recorders) {
-  struct Shard {
-    absl::Mutex mutex;
-    Recorder recorder;
-  };
-  std::vector<Shard> shards(clients.size());
-  std::atomic<int> outstanding = 0;
-  std::mt19937_64 random(20241121);
-  std::exponential_distribution<double> gap(scenario.rate);
-  int64_t not_sent = 0;
-  Clock::time_point due = Clock::now();
-  for (size_t i = 0;; ++i) {
-    due += std::chrono::nanoseconds(static_cast<int64_t>(gap(random) * 1e9));
-    if (due >= window.end) break;
-    std::this_thread::sleep_until(due);
-    if (outstanding >= kMaxOutstanding) {
-      not_sent += window.Holds(due);
-      continue;
-    }
-    ++outstanding;
-    Shard& shard = shards[i % shards.size()];
+// The requests of one connection in an open loop. Its methods run on one thread, except the
+// callbacks of calls.
+class Arrivals {
+ public:
+  Arrivals(const Scenario& scenario, const Calls& calls, Client* client, const Window& window,
+           uint64_t seed, std::atomic<int>* outstanding)
+      : calls_(calls),
+        client_(*client),
+        window_(window),
+        choice_(scenario, seed),
+        random_(~seed),
+        gap_(scenario.rate / scenario.connections),
+        outstanding_(*outstanding),
+        due_(Clock::now()) {
+    Advance();
+  }
+
+  Clock::time_point due() const { return due_; }
+
+  // Sends the request that is due, without waiting for its answer.
+  void Send() {
+    const Clock::time_point due = due_;
+    Advance();
     // Arrivals in the window count, not answers: a server that falls behind answers late.
-    const bool counts = window.Holds(due);
-    clients[i % clients.size()]->TopKAsync(
-        request, [&shard, &outstanding, counts, due](const absl::StatusOr<TopKResult>& result) {
+    const bool counts = window_.Holds(due);
+    if (outstanding_ >= kMaxOutstanding) {
+      not_sent_ += counts;
+      return;
+    }
+    ++outstanding_;
+    const int part = choice_.Next();
+    const int64_t late_ns = Nanos(Clock::now() - due);
+    calls_[part]->RunAsync(
+        client_, [this, counts, due, late_ns, part](const absl::StatusOr<Answered>& result) {
           if (counts) {
-            absl::MutexLock lock(&shard.mutex);
-            shard.recorder.Record(result, due, Clock::now());
+            absl::MutexLock lock(&mutex_);
+            recorder_.Record(result, part, due, late_ns, Clock::now());
           }
-          --outstanding;
+          --outstanding_;
         });
   }
-  while (outstanding > 0) absl::SleepFor(absl::Milliseconds(1));  // each has its deadline
-  for (Shard& shard : shards) {
-    absl::MutexLock lock(&shard.mutex);
-    recorders.push_back(std::move(shard.recorder));
+
+  // When no call is outstanding.
+  Recorder Take() {
+    absl::MutexLock lock(&mutex_);
+    if (not_sent_ > 0) recorder_.errors["NOT_SENT"] += not_sent_;
+    return std::move(recorder_);
   }
-  if (not_sent > 0) recorders[0].errors["NOT_SENT"] += not_sent;
+
+ private:
+  void Advance() { due_ += std::chrono::nanoseconds(static_cast<int64_t>(gap_(random_) * 1e9)); }
+
+  const Calls& calls_;
+  Client& client_;
+  const Window& window_;
+  Choice choice_;
+  std::mt19937_64 random_;
+  std::exponential_distribution<double> gap_;
+  std::atomic<int>& outstanding_;
+  Clock::time_point due_;
+  int64_t not_sent_ = 0;
+  absl::Mutex mutex_;
+  Recorder recorder_ ABSL_GUARDED_BY(mutex_);
+};
+
+void OpenLoop(const Scenario& scenario, const Calls& calls,
+              std::vector<std::unique_ptr<Client>>& clients, const Window& window,
+              std::vector<Recorder>& recorders) {
+  std::atomic<int> outstanding = 0;
+  std::vector<std::unique_ptr<Arrivals>> arrivals;
+  for (size_t i = 0; i < clients.size(); ++i) {
+    arrivals.push_back(std::make_unique<Arrivals>(scenario, calls, clients[i].get(), window,
+                                                  /*seed=*/20241121 + i, &outstanding));
+  }
+  // A thread sends for some of the connections: always the request that is due first.
+  const size_t senders =
+      std::min<size_t>(clients.size(), std::max(1u, std::thread::hardware_concurrency()));
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < senders; ++t) {
+    threads.emplace_back([&, t] {
+      const auto later = [](const Arrivals* a, const Arrivals* b) { return a->due() > b->due(); };
+      std::priority_queue<Arrivals*, std::vector<Arrivals*>, decltype(later)> next(later);
+      for (size_t i = t; i < arrivals.size(); i += senders) next.push(arrivals[i].get());
+      while (next.top()->due() < window.end) {
+        Arrivals* const first = next.top();
+        next.pop();
+        std::this_thread::sleep_until(first->due());
+        first->Send();
+        next.push(first);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  while (outstanding > 0) absl::SleepFor(absl::Milliseconds(1));  // each has its deadline
+  for (const auto& connection : arrivals) recorders.push_back(connection->Take());
 }
 
 // VmHWM of a process, in bytes; 0 where it cannot be read.
@@ -171,7 +347,41 @@ void ResetPeak(int pid) { std::ofstream(absl::StrCat("/proc/", pid, "/clear_refs
 
 }  // namespace
 
-int64_t Scenario::payload_bytes() const { return rows * vocab * client::DTypeSize(dtype); }
+std::string NameOf(const MixPart& part) {
+  for (const auto& [name, op] : kOps) {
+    if (op == part.op) return absl::StrCat(part.hidden ? kHidden : "", name);
+  }
+  return "";
+}
+
+absl::StatusOr<std::vector<MixPart>> ParseMix(const std::string& text) {
+  const auto refuse = [&] {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "got \"", text,
+        "\", allowed NAME=WEIGHT,... with a weight above 0 and each name once, of topk, sample, "
+        "score, hidden_topk, hidden_sample, hidden_score"));
+  };
+  std::vector<MixPart> mix;
+  for (const absl::string_view entry : absl::StrSplit(text, ',')) {
+    const std::vector<absl::string_view> sides = absl::StrSplit(entry, absl::MaxSplits('=', 1));
+    absl::string_view name = sides[0];
+    MixPart part;
+    part.hidden = absl::ConsumePrefix(&name, kHidden);
+    const auto op = std::find_if(std::begin(kOps), std::end(kOps),
+                                 [&](const auto& o) { return o.first == name; });
+    if (op == std::end(kOps)) return refuse();
+    part.op = op->second;
+    if (sides.size() == 2 && (!absl::SimpleAtod(sides[1], &part.weight) || !(part.weight > 0) ||
+                              !std::isfinite(part.weight))) {
+      return refuse();
+    }
+    for (const MixPart& other : mix) {
+      if (other.op == part.op && other.hidden == part.hidden) return refuse();
+    }
+    mix.push_back(part);
+  }
+  return mix;
+}
 
 int64_t Percentile(std::vector<int64_t>& values, double p) {
   if (values.empty()) return 0;
@@ -199,24 +409,27 @@ absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string
     }
     clients.push_back(*std::move(client));
   }
-  const std::shared_ptr<const std::string> logits =
-      RandomLogits(scenario.rows * scenario.vocab, scenario.dtype);
-  TopKRequest request = {.dtype = scenario.dtype,
-                         .rows = scenario.rows,
-                         .vocab = scenario.vocab,
-                         .logits = {*logits},
-                         .owner = logits};
-  request.params.add_k(scenario.k);
+  std::optional<v1::Head> head;
+  Calls calls;
   Measured measured = {.scenario = scenario, .seconds = absl::ToDoubleSeconds(scenario.duration)};
+  for (const MixPart& part : scenario.mix) {
+    if (part.hidden && !head.has_value()) {
+      const absl::StatusOr<v1::Head> found = clients[0]->GetHead(scenario.head);
+      if (!found.ok()) return found.status();
+      head = *found;
+    }
+    calls.push_back(MakeCall(scenario, part.op, part.hidden ? &*head : nullptr));
+    measured.part_bytes.push_back(calls.back()->payload_bytes());
+  }
   if (server_pid != 0) ResetPeak(server_pid);
   Window window;
   window.begin = Clock::now() + absl::ToChronoNanoseconds(scenario.warmup);
   window.end = window.begin + absl::ToChronoNanoseconds(scenario.duration);
   std::vector<Recorder> recorders;
   if (scenario.rate > 0) {
-    OpenLoop(scenario, request, clients, window, recorders);
+    OpenLoop(scenario, calls, clients, window, recorders);
   } else {
-    ClosedLoop(scenario, request, clients, window, recorders);
+    ClosedLoop(scenario, calls, clients, window, recorders);
   }
   if (server_pid != 0) measured.server_peak_bytes = PeakResidentBytes(server_pid);
   for (Recorder& recorder : recorders) {

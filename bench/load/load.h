@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/options.h"
@@ -14,8 +15,24 @@
 
 namespace logitd::bench {
 
+enum class Op { kTopK, kSample, kScore };
+
+// One kind of call in a mix.
+struct MixPart {
+  Op op = Op::kTopK;
+  bool hidden = false;  // hidden states for Scenario::head in place of logits
+  double weight = 1;    // of all calls, relative to the other parts
+};
+std::string NameOf(const MixPart& part);  // "topk", "hidden_sample"
+
+// "topk=3,sample=1,hidden_score" with weights of 1 where they are missing. INVALID_ARGUMENT: what it
+// got, what is allowed.
+absl::StatusOr<std::vector<MixPart>> ParseMix(const std::string& text);
+
 struct Scenario {
   std::string name;
+  std::vector<MixPart> mix = {MixPart{}};  // each call is one of them, drawn by weight
+  std::string head;  // of parts with hidden states, which have its size and type
   int64_t rows = 1;
   int64_t vocab = 131072;
   int k = 64;
@@ -23,8 +40,8 @@ struct Scenario {
   int connections = 1;
   // Closed loop (rate 0): every connection keeps this many requests in flight. Open loop: not used.
   int in_flight = 1;
-  // Open loop: requests per second over all connections, with exponential gaps, sent whether or not
-  // earlier ones were answered. A latency counts from the moment the request was due, not from when
+  // Open loop: requests per second over all connections. Every connection has its own share of them
+  // with its own exponential gaps, sent whether or not earlier ones were answered. A latency counts from the moment the request was due, not from when
   // it was sent, so that a stalled server does not hide the requests that it delayed (coordinated
   // omission).
   double rate = 0;
@@ -37,8 +54,6 @@ struct Scenario {
   absl::Duration duration = absl::Seconds(5);
   absl::Duration deadline =
       absl::Seconds(30);  // of one request; bounds how long a scenario overruns
-
-  int64_t payload_bytes() const;
 };
 
 // One answered request.
@@ -46,11 +61,14 @@ struct Sample {
   int64_t latency_ns;     // from the start, or in an open loop from when it was due
   int64_t round_trip_ns;  // of the last attempt
   v1::Timings timings;
+  int64_t late_ns;  // open loop: how much later than due it was sent, by our own fault
+  int part;         // of the mix
 };
 
 struct Measured {
   Scenario scenario;
   double seconds = 0;                     // the window in which answers counted
+  std::vector<int64_t> part_bytes;        // payload of a call, by part of the mix
   std::vector<Sample> samples;            // answers OK inside the window, in no order
   std::map<std::string, int64_t> errors;  // by status code; NOT_SENT: too many were in flight
   int64_t retries = 0;

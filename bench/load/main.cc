@@ -26,6 +26,13 @@ constexpr char kFooter[] = R"(Examples:
   load_bench --rows 1 --rate 2000 --connections 2 --duration 20
   taskset -c 1 load_bench --preset overload --json overload.json   # logitd: taskset -c 0
 
+Calls are TopK of logits, or a mix: --mix topk=3,sample=1,hidden_score=1 sends three TopK for each
+Sample and each Score of hidden states, which need --head. Sample has temperature 0.8 and top-p 0.95.
+In an open loop every connection sends its share of --rate at times of its own, and a latency counts
+from when the request was due.
+
+The preset sweep finds the peak of what the other flags say in a closed loop, then offers 10% to 200%
+of it; scripts/plot_load draws the JSON.
 The preset overload finds the peak of each shape in a closed loop, then offers 1.1, 2 and 5 times as
 much with a deadline of 200 ms. "in time" is answers within the deadline per second.
 The table: latency percentiles in microseconds; "added" is the client's round trip less the kernel.
@@ -81,6 +88,7 @@ constexpr Shape kOverloadDeviceShapes[] = {{"1x131072_k64", 1, 131072, 64},
                                            {"8x50257_k10", 8, 50257, 10}};
 constexpr int kPeakInFlight[] = {1, 2, 4};
 constexpr double kOverloads[] = {1.1, 2, 5};
+constexpr double kSweep[] = {0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2};
 constexpr absl::Duration kOverloadDeadline = absl::Milliseconds(200);
 constexpr int kOverloadConnections = 8;
 
@@ -105,8 +113,21 @@ void AddFlags(CLI::App* app, Flags* flags) {
   app->add_option("--addr", flags->address, "HOST:PORT or unix:PATH")
       ->envname("LOGITD_ADDR")
       ->capture_default_str();
-  app->add_option("--preset", flags->preset, "a list of scenarios in place of the other flags")
-      ->check(CLI::IsMember({"service", "overload"}));
+  app->add_option("--preset", flags->preset,
+                  "a list of scenarios: service and overload in place of the other flags, sweep of "
+                  "what they say")
+      ->check(CLI::IsMember({"service", "overload", "sweep"}));
+  app->add_option_function<std::string>(
+         "--mix",
+         [&scenario](const std::string& text) {
+           absl::StatusOr<std::vector<MixPart>> mix = ParseMix(text);
+           if (!mix.ok()) throw CLI::ValidationError("--mix", std::string(mix.status().message()));
+           scenario.mix = *std::move(mix);
+         },
+         "what is called, and how often: NAME=WEIGHT,... of topk, sample, score, hidden_topk, "
+         "hidden_sample, hidden_score")
+      ->default_str("topk=1");
+  app->add_option("--head", scenario.head, "a head of the server, for hidden states");
   number("--rows", &scenario.rows, "rows per request", 1, 1 << 24);
   number("--vocab", &scenario.vocab, "logits per row", 1, 1 << 20);
   number("--k", &scenario.k, "tokens per row; also in presets", 1, 1 << 20);
@@ -166,25 +187,33 @@ class Runner {
     return in_time;
   }
 
-  // The peak of a shape, then more than that.
   absl::Status Overload(const Shape& shape) {
     Scenario scenario = flags_.scenario;
+    scenario.name = shape.name;
     scenario.rows = shape.rows;
     scenario.vocab = shape.vocab;
     scenario.k = shape.k;
     scenario.connections = kOverloadConnections;
     scenario.deadline = kOverloadDeadline;
+    return PeakAndShares(scenario, kOverloads);
+  }
+
+  // The peak in a closed loop, then these multiples of it in an open one.
+  absl::Status PeakAndShares(Scenario scenario, absl::Span<const double> multiples) {
+    const std::string name = scenario.name;
     double peak = 0;
+    scenario.rate = 0;
     for (const int in_flight : kPeakInFlight) {
       scenario.in_flight = in_flight;
-      scenario.name = absl::StrFormat("%s_peak", shape.name);
+      scenario.name = absl::StrFormat("%s_peak", name);
       const absl::StatusOr<double> in_time = Run(scenario);
       if (!in_time.ok()) return in_time.status();
       peak = std::max(peak, *in_time);
     }
-    for (const double times : kOverloads) {
+    if (peak == 0) return absl::UnavailableError(name + ": no answer came in time");
+    for (const double times : multiples) {
       scenario.rate = times * peak;
-      scenario.name = absl::StrFormat("%s_x%g", shape.name, times);
+      scenario.name = absl::StrFormat("%s_x%g", name, times);
       if (const auto in_time = Run(scenario, peak); !in_time.ok()) return in_time.status();
     }
     return absl::OkStatus();
@@ -207,6 +236,11 @@ absl::Status RunAll(const Flags& flags, bool device, Runner* runner) {
     }
     return absl::OkStatus();
   }
+  if (flags.preset == "sweep") {
+    Scenario scenario = flags.scenario;
+    scenario.name = "sweep";
+    return runner->PeakAndShares(scenario, kSweep);
+  }
   const std::vector<Scenario> scenarios =
       flags.preset.empty() ? std::vector<Scenario>{flags.scenario} : ServicePreset(flags.scenario);
   for (const Scenario& scenario : scenarios) {
@@ -226,6 +260,11 @@ int Main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
+  }
+  const bool hidden = std::any_of(flags.scenario.mix.begin(), flags.scenario.mix.end(),
+                                  [](const MixPart& part) { return part.hidden; });
+  if (hidden != !flags.scenario.head.empty()) {
+    return Fail(2, "--head: allowed with a hidden_ name in --mix, which needs it, and only there");
   }
   flags.scenario.warmup = absl::Seconds(flags.warmup_s);
   flags.scenario.duration = absl::Seconds(flags.duration_s);

@@ -1,6 +1,7 @@
 #include "bench/load/report.h"
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <thread>
 #include <utility>
@@ -48,6 +49,33 @@ double InTime(const Measured& measured) {
                     [&](const Sample& sample) { return sample.latency_ns <= deadline_ns; }));
 }
 
+// Of a call, by the weights of the mix.
+double MeanBytes(const Measured& measured) {
+  double bytes = 0, weights = 0;
+  for (size_t i = 0; i < measured.part_bytes.size(); ++i) {
+    const double weight = measured.scenario.mix[i].weight;
+    bytes += weight * static_cast<double>(measured.part_bytes[i]);
+    weights += weight;
+  }
+  return bytes / weights;
+}
+
+// Each part of the mix: what was asked for, and what came.
+ordered_json MixOf(const Measured& measured) {
+  ordered_json mix = ordered_json::object();
+  for (size_t i = 0; i < measured.part_bytes.size(); ++i) {
+    std::vector<int64_t> latencies;
+    for (const Sample& sample : measured.samples) {
+      if (sample.part == static_cast<int>(i)) latencies.push_back(sample.latency_ns);
+    }
+    mix[NameOf(measured.scenario.mix[i])] = {{"weight", measured.scenario.mix[i].weight},
+                                             {"payload_bytes", measured.part_bytes[i]},
+                                             {"answers", latencies.size()},
+                                             {"latency_ns", Percentiles(std::move(latencies))}};
+  }
+  return mix;
+}
+
 std::string CpuModel() {
   std::ifstream info("/proc/cpuinfo");
   std::string line;
@@ -66,7 +94,11 @@ ordered_json Summarise(const Measured& measured) {
   const Scenario& scenario = measured.scenario;
   const double requests = static_cast<double>(measured.samples.size());
   const double rate = requests / measured.seconds;
-  const double bytes = static_cast<double>(scenario.payload_bytes());
+  double all_bytes = 0;
+  for (const Sample& sample : measured.samples) {
+    all_bytes += static_cast<double>(measured.part_bytes[static_cast<size_t>(sample.part)]);
+  }
+  const double bytes = MeanBytes(measured);
   const int64_t take_ns = Median(
       measured, [](const Sample& s) { return s.timings.receive_ns() + s.timings.copy_ns(); });
   constexpr std::pair<const char*, int64_t (v1::Timings::*)() const> kPhases[] = {
@@ -95,7 +127,9 @@ ordered_json Summarise(const Measured& measured) {
       {"vocab", scenario.vocab},
       {"k", scenario.k},
       {"dtype", client::DTypeShortName(scenario.dtype)},
-      {"payload_bytes", scenario.payload_bytes()},
+      {"mix", MixOf(measured)},
+      {"head", scenario.head},
+      {"payload_bytes", static_cast<int64_t>(std::lround(bytes))},
       {"seconds", measured.seconds},
       {"answers", measured.samples.size()},
       {"errors", errors},
@@ -104,7 +138,7 @@ ordered_json Summarise(const Measured& measured) {
       // Answers within the deadline, by the clock that also counts the client's own delay.
       {"goodput_per_s", InTime(measured) / measured.seconds},
       {"rows_per_s", rate * static_cast<double>(scenario.rows)},
-      {"payload_gb_per_s", rate * bytes / 1e9},
+      {"payload_gb_per_s", all_bytes / measured.seconds / 1e9},
       // From socket to pinned memory, by the server's own clock and the median request.
       {"receive_copy_gb_per_s", take_ns > 0 ? bytes / static_cast<double>(take_ns) : 0.0},
       {"latency_ns", Percentiles(Column(measured, [](const Sample& s) { return s.latency_ns; }))},
@@ -115,6 +149,9 @@ ordered_json Summarise(const Measured& measured) {
       {"median_batch_rows",
        Median(measured, [](const Sample& s) -> int64_t { return s.timings.batch_rows(); })},
   };
+  if (scenario.rate > 0) {
+    out["sent_late_ns"] = Percentiles(Column(measured, [](const Sample& s) { return s.late_ns; }));
+  }
   if (measured.server_peak_bytes > 0)
     out["server_peak_resident_bytes"] = measured.server_peak_bytes;
   return out;

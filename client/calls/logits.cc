@@ -12,6 +12,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
+constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
+constexpr char kScoreMethod[] = "/logitd.v1.Scorer/Score";
 
 template <typename Params>
 absl::StatusOr<grpc::ByteBuffer> Encode(const Transport& transport,
@@ -42,6 +44,41 @@ absl::StatusOr<LogitsResult<Answer>> Call(Transport& transport, const char* meth
   return result;
 }
 
+template <typename Answer, typename Params>
+void CallAsync(Transport& transport, const char* method, const LogitsRequest<Params>& request,
+               std::function<void(absl::StatusOr<LogitsResult<Answer>>)> done) {
+  if (request.owner == nullptr) {
+    return done(absl::InvalidArgumentError("owner: got none, allowed the payload's owner"));
+  }
+  absl::StatusOr<grpc::ByteBuffer> buffer = Encode(transport, request, request.owner);
+  if (!buffer.ok()) return done(buffer.status());
+  struct InFlight {
+    grpc::ClientContext context;
+    grpc::ByteBuffer request;
+    grpc::ByteBuffer response;
+    Clock::time_point start;
+    std::function<void(absl::StatusOr<LogitsResult<Answer>>)> done;
+  };
+  auto call = std::make_shared<InFlight>();
+  call->request.Swap(&*buffer);
+  call->start = Clock::now();
+  call->done = std::move(done);
+  call->context.set_deadline(absl::ToChronoTime(transport.Deadline()));
+  transport.Describe(&call->context, static_cast<int64_t>(call->request.Length()));
+  transport.stub().UnaryCall(
+      &call->context, method, {}, &call->request, &call->response,
+      [call](const grpc::Status& status) {
+        const absl::Duration round_trip = absl::FromChrono(Clock::now() - call->start);
+        if (!status.ok()) return call->done(ToAbsl(status));
+        absl::StatusOr<LogitsResult<Answer>> result = DecodeResponse<Answer>(&call->response);
+        if (result.ok()) {
+          result->round_trip = round_trip;
+          result->attempts = 1;
+        }
+        call->done(std::move(result));
+      });
+}
+
 }  // namespace
 
 absl::StatusOr<TopKResult> Client::TopK(const TopKRequest& request) {
@@ -49,7 +86,7 @@ absl::StatusOr<TopKResult> Client::TopK(const TopKRequest& request) {
 }
 
 absl::StatusOr<SampleResult> Client::Sample(const SampleRequest& request) {
-  return Call<v1::SampleResponse>(*transport_, "/logitd.v1.Sampler/Sample", request);
+  return Call<v1::SampleResponse>(*transport_, kSampleMethod, request);
 }
 
 absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
@@ -57,41 +94,22 @@ absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
 }
 
 absl::StatusOr<ScoreResult> Client::Score(const ScoreRequest& request) {
-  return Call<v1::ScoreResponse>(*transport_, "/logitd.v1.Scorer/Score", request);
+  return Call<v1::ScoreResponse>(*transport_, kScoreMethod, request);
 }
 
 void Client::TopKAsync(const TopKRequest& request,
                        std::function<void(absl::StatusOr<TopKResult>)> done) {
-  if (request.owner == nullptr) {
-    return done(absl::InvalidArgumentError("owner: got none, allowed the payload's owner"));
-  }
-  absl::StatusOr<grpc::ByteBuffer> buffer = Encode(*transport_, request, request.owner);
-  if (!buffer.ok()) return done(buffer.status());
-  struct InFlight {
-    grpc::ClientContext context;
-    grpc::ByteBuffer request;
-    grpc::ByteBuffer response;
-    Clock::time_point start;
-    std::function<void(absl::StatusOr<TopKResult>)> done;
-  };
-  auto call = std::make_shared<InFlight>();
-  call->request.Swap(&*buffer);
-  call->start = Clock::now();
-  call->done = std::move(done);
-  call->context.set_deadline(absl::ToChronoTime(transport_->Deadline()));
-  transport_->Describe(&call->context, static_cast<int64_t>(call->request.Length()));
-  transport_->stub().UnaryCall(
-      &call->context, kTopKMethod, {}, &call->request, &call->response,
-      [call](const grpc::Status& status) {
-        const absl::Duration round_trip = absl::FromChrono(Clock::now() - call->start);
-        if (!status.ok()) return call->done(ToAbsl(status));
-        absl::StatusOr<TopKResult> result = DecodeResponse<v1::TopKResponse>(&call->response);
-        if (result.ok()) {
-          result->round_trip = round_trip;
-          result->attempts = 1;
-        }
-        call->done(std::move(result));
-      });
+  CallAsync<v1::TopKResponse>(*transport_, kTopKMethod, request, std::move(done));
+}
+
+void Client::SampleAsync(const SampleRequest& request,
+                         std::function<void(absl::StatusOr<SampleResult>)> done) {
+  CallAsync<v1::SampleResponse>(*transport_, kSampleMethod, request, std::move(done));
+}
+
+void Client::ScoreAsync(const ScoreRequest& request,
+                        std::function<void(absl::StatusOr<ScoreResult>)> done) {
+  CallAsync<v1::ScoreResponse>(*transport_, kScoreMethod, request, std::move(done));
 }
 
 }  // namespace logitd::client

@@ -103,6 +103,7 @@ int RunListHeads(const Session& session);
 int RunGetHead(const Session& session, const std::string& name);
 
 int RunInfo(const Session& session);
+int RunLoad(const Session& session);
 
 struct HealthFlags {
   std::string service;

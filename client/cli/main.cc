@@ -1,5 +1,6 @@
 // logitctl: asks a logitd from the command line.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <iostream>
@@ -30,6 +31,7 @@ constexpr char kFooter[] = R"(Examples:
   logitctl heads load llama models/llama --norm
   logitctl heads list
   logitctl info --addr unix:/run/logitd.sock
+  logitctl load --format json
   logitctl health --watch
 
 Exit codes:
@@ -134,6 +136,17 @@ void AddCommonFlags(CLI::App* command, CommonFlags* common) {
                    "interactive, or batch: the server runs it when no interactive work waits")
       ->transform(CLI::CheckedTransformer(std::map<std::string, client::Priority>{
           {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
+  const auto metadata = [](const std::string& value) {
+    const bool sendable =
+        std::all_of(value.begin(), value.end(), [](char c) { return c > ' ' && c <= '~'; });
+    return sendable ? std::string() : std::string("allowed visible ASCII without spaces");
+  };
+  command->add_option("--request-id", common->request_id, "names the call in the server's log")
+      ->check(metadata);
+  command
+      ->add_option("--traceparent", common->traceparent,
+                   "names it there too: W3C Trace Context, 00-TRACE-PARENT-FLAGS")
+      ->check(metadata);
   command->add_option("--format", common->format, "how to print the answer")
       ->check(CLI::IsMember({"table", "json"}))
       ->capture_default_str();
@@ -300,6 +313,7 @@ void AddServer(CLI::App* app, Commands* commands) {
   commands->push_back(
       {app->add_subcommand("info", "What the server is: version, backend, device, limits, ops."),
        &RunInfo});
+  commands->push_back({app->add_subcommand("load", "What the server is doing now."), &RunLoad});
   const auto [health, flags] = AddCommand(
       app, commands, "health",
       "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.", &RunHealth);

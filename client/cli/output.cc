@@ -360,4 +360,27 @@ std::string Table(const InfoOutput& output) {
   return out;
 }
 
+std::string Json(const LoadOutput& output) { return Line(ToJson(output.load)); }
+
+std::string Table(const LoadOutput& output) {
+  const v1::GetLoadResponse& load = output.load;
+  std::string out = absl::StrFormat("busy     %.1f%% of the streams%s\n", 100 * load.busy(),
+                                    load.draining() ? ", draining" : "");
+  absl::StrAppendFormat(&out, "calls    %d open, %d of them streams; %d wait unread\n",
+                        load.open_calls(), load.open_streams(), load.waiting_calls());
+  absl::StrAppendFormat(&out, "jobs     %d without a place, %d in open batches\n",
+                        load.queued_jobs(), load.open_jobs());
+  absl::StrAppendFormat(&out, "memory   %s of %s held\n", Bytes(load.held_bytes()),
+                        Bytes(load.max_held_bytes()));
+  if (load.predicted_call_ns() > 0) {
+    absl::StrAppendFormat(&out, "a call   %.3f ms, predicted\n",
+                          static_cast<double>(load.predicted_call_ns()) * 1e-6);
+  }
+  for (const v1::OpLoad& op : load.ops()) {
+    absl::StrAppendFormat(&out, "%-26s %10.1f rows/s, %5.1f%% of the streams\n", op.name(),
+                          op.rows_per_s(), 100 * op.busy());
+  }
+  return out;
+}
+
 }  // namespace logitd::cli

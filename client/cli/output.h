@@ -91,6 +91,12 @@ struct InfoOutput {
 std::string Json(const InfoOutput& output);
 std::string Table(const InfoOutput& output);
 
+struct LoadOutput {
+  v1::GetLoadResponse load;
+};
+std::string Json(const LoadOutput& output);
+std::string Table(const LoadOutput& output);
+
 }  // namespace logitd::cli
 
 #endif  // LOGITD_CLIENT_CLI_OUTPUT_H_

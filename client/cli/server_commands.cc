@@ -1,4 +1,4 @@
-// logitctl info and logitctl health.
+// logitctl info, logitctl load and logitctl health.
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
@@ -12,6 +12,12 @@ int RunInfo(const Session& session) {
   const absl::StatusOr<v1::GetInfoResponse> info = session.client().Info();
   if (!info.ok()) return session.CallFailed(info.status());
   return session.Show(InfoOutput{.info = *info, .address = session.address()});
+}
+
+int RunLoad(const Session& session) {
+  const absl::StatusOr<v1::GetLoadResponse> load = session.client().GetLoad();
+  if (!load.ok()) return session.CallFailed(load.status());
+  return session.Show(LoadOutput{*load});
 }
 
 int RunHealth(const Session& session, const HealthFlags& flags) {

@@ -56,7 +56,9 @@ absl::StatusOr<Session> Session::Open(const CommonFlags& common) {
       client::Client::Create({.address = common.address,
                               .deadline = absl::Seconds(common.deadline_s),
                               .retry = {.max_attempts = common.max_attempts},
-                              .priority = common.priority});
+                              .priority = common.priority,
+                              .request_id = common.request_id,
+                              .traceparent = common.traceparent});
   if (!client.ok()) return client.status();
   Session session;
   session.client_ = *std::move(client);

@@ -25,6 +25,8 @@ struct CommonFlags {
   double deadline_s = 30;
   int max_attempts = 4;
   client::Priority priority = client::Priority::kInteractive;
+  std::string request_id;
+  std::string traceparent;
   std::string format = "table";  // or "json"
 };
 

@@ -78,6 +78,8 @@ Transport::Transport(ClientOptions options)
 
 void Transport::Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const {
   if (options_.priority == Priority::kBatch) context->AddMetadata("logitd-priority", "batch");
+  if (!options_.request_id.empty()) context->AddMetadata("x-request-id", options_.request_id);
+  if (!options_.traceparent.empty()) context->AddMetadata("traceparent", options_.traceparent);
   if (options_.state_sizes && message_bytes.has_value()) {
     context->AddMetadata("logitd-payload-bytes", absl::StrCat(*message_bytes));
   }

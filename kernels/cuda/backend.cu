@@ -221,6 +221,8 @@ class CudaBackend final : public Backend {
     info_.backend = "cuda";
     info_.name = properties.name;
     info_.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+    info_.pci_bus_id = absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID,
+                                       properties.pciBusID, properties.pciDeviceID);
   }
 
   const DeviceInfo& device() const override { return info_; }

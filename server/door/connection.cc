@@ -153,6 +153,7 @@ bool Connection::Received(absl::Span<const iovec> parts, size_t bytes) {
 }
 
 void Connection::Sent(absl::Span<const iovec> parts, size_t bytes) {
+  sent_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   absl::MutexLock lock(&mutex_);
   ForEachPart(parts, bytes,
               [&](absl::Span<const uint8_t> part)
@@ -226,6 +227,16 @@ int64_t Connections::open() const {
   return static_cast<int64_t>(all_.size());
 }
 
+Traffic Connections::traffic() const {
+  absl::MutexLock lock(&mutex_);
+  Traffic sum = of_closed_;
+  for (const auto& [_, connection] : all_) {
+    sum.received += connection->received_bytes();
+    sum.sent += connection->sent_bytes();
+  }
+  return sum;
+}
+
 void Connections::CountRefused() {
   if (events_ != nullptr) events_->OnRefused();
 }
@@ -270,6 +281,8 @@ void Connections::Remove(Connection* connection) {
     if (found == all_.end()) return;
     removed = std::move(found->second);
     all_.erase(found);
+    of_closed_.received += removed->received_bytes();
+    of_closed_.sent += removed->sent_bytes();
     const auto named = by_peer_.find(removed->peer());
     if (named != by_peer_.end() && named->second == connection) by_peer_.erase(named);
     const auto host = by_host_.find(removed->host_);

@@ -43,6 +43,7 @@ class Connection {
   const std::string& peer() const { return peer_; }
 
   int64_t received_bytes() const { return received_.load(std::memory_order_relaxed); }
+  int64_t sent_bytes() const { return sent_.load(std::memory_order_relaxed); }
   int64_t message_bytes() const;  // DATA frames' payload, in all
   int64_t open_streams() const;
   // Bytes of messages that have begun and not arrived, and the cost of their frames.
@@ -76,6 +77,7 @@ class Connection {
   const std::string peer_;
   const std::string host_;  // the peer's address without its port; empty if it is on this machine
   std::atomic<int64_t> received_ = 0;
+  std::atomic<int64_t> sent_ = 0;
   int64_t received_at_look_ = 0;  // of Connections::CutLargest, under its lock
   mutable absl::Mutex mutex_;
   int fd_ ABSL_GUARDED_BY(mutex_);  // -1: closed
@@ -112,6 +114,12 @@ class ConnectionEvents {
   virtual void OnCut(Limit reason) {}
 };
 
+// Bytes of all connections since the start, closed ones included.
+struct Traffic {
+  int64_t received = 0;
+  int64_t sent = 0;
+};
+
 struct ConnectionOptions {
   FrameLimits frames;
   int64_t max_connections = 1024;
@@ -134,6 +142,9 @@ class Connections : public std::enable_shared_from_this<Connections> {
   std::shared_ptr<Connection> Find(absl::string_view peer) const;
 
   int64_t open() const;
+
+  // Costs a step for each open connection.
+  Traffic traffic() const;
 
   // Counts a connection that was closed without an account.
   void CountRefused();
@@ -160,6 +171,7 @@ class Connections : public std::enable_shared_from_this<Connections> {
 
   mutable absl::Mutex mutex_;
   uint64_t last_id_ ABSL_GUARDED_BY(mutex_) = 0;
+  Traffic of_closed_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<const Connection*, std::shared_ptr<Connection>> all_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<std::string, Connection*> by_peer_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<std::string, int64_t> by_host_ ABSL_GUARDED_BY(mutex_);

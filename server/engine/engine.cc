@@ -11,11 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "server/engine/activity.h"
 #include "server/engine/batch.h"
 #include "server/engine/batcher.h"
 #include "server/engine/costs.h"
 #include "server/engine/metrics.h"
 #include "server/engine/run_slice.h"
+#include "server/engine/sync.h"
 #include "spdlog/spdlog.h"
 
 namespace logitd::engine {
@@ -62,9 +64,10 @@ class ThreadedEngine final : public Engine {
         on_device_lost_(std::move(on_device_lost)),
         slabs_(std::move(slabs)),
         streams_(std::move(streams)),
+        activity_(options.streams, options.ops),
         batcher_(options_, rules_, slabs_->slabs(), &costs_, metrics) {
-    for (const auto& stream : streams_) {
-      threads_.emplace_back([this, stream = stream.get()] { StreamLoop(*stream); });
+    for (int i = 0; i < options_.streams; ++i) {
+      threads_.emplace_back([this, i] { StreamLoop(i); });
     }
     for (int i = 0; i < options_.copy_threads; ++i) {
       threads_.emplace_back([this] { batcher_.CopyLoop(); });
@@ -105,20 +108,28 @@ class ThreadedEngine final : public Engine {
 
   const EngineOptions& options() const override { return options_; }
   const Costs& costs() const override { return costs_; }
+  const Activity& activity() const override { return activity_; }
 
  private:
-  void StreamLoop(Stream& stream) {
+  void StreamLoop(int index) {
+    Stream& stream = *streams_[static_cast<size_t>(index)];
     Batch* batch = nullptr;
     while ((batch = batcher_.Next(batch)) != nullptr) {
       const std::string_view op = batch->key.op->name;
+      const int64_t begun_ns = MonotonicNanos();
+      activity_.Begin(index, batch->key.op, begun_ns);
       JobTimes oldest;
       const absl::Status status = RunSlice(
           stream, layout_, rules_, costs_, *batch,
           [this](const absl::Status& cause) { Close(cause); },
           [this, batch] { return batcher_.Keep(batch); }, &oldest);
+      const int64_t ended_ns = MonotonicNanos();
+      activity_.End(index, batch->progress.slice_rows, ended_ns);
       if (status.ok()) {
         if (metrics_ == nullptr) continue;
-        if (batch->progress.slice_rows > 0) metrics_->CountSlice(op);
+        if (batch->progress.slice_rows > 0) {
+          metrics_->CountSlice(op, static_cast<double>(ended_ns - begun_ns) * 1e-9);
+        }
         if (oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
         continue;
       }
@@ -148,6 +159,7 @@ class ThreadedEngine final : public Engine {
   std::atomic<bool> device_lost_ = false;
   const std::unique_ptr<SlabPool> slabs_;
   const std::vector<std::unique_ptr<Stream>> streams_;
+  Activity activity_;
   Batcher batcher_;
   std::once_flag stop_once_;
   std::vector<std::thread> threads_;

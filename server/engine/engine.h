@@ -17,6 +17,7 @@
 namespace logitd::engine {
 
 class Costs;
+class Activity;
 class Metrics;
 
 struct EngineOptions {
@@ -102,6 +103,9 @@ class Engine {
 
   // What work costs here. Lives as long as the engine.
   virtual const Costs& costs() const = 0;
+
+  // How busy the streams are. Lives as long as the engine.
+  virtual const Activity& activity() const = 0;
 };
 
 }  // namespace logitd::engine

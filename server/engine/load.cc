@@ -255,6 +255,16 @@ int Load::callers() const {
   return static_cast<int>(callers_.size());
 }
 
+std::optional<absl::Duration> Load::PredictNext() const {
+  MutexLock lock(mutex_);
+  const Slowness& slowness = slowness_[kCall];
+  const double ahead = ahead_[kCall].Of(WorkAhead::Share(), Priority::kInteractive,
+                                        static_cast<int64_t>(slowness.mean_cost()));
+  const std::optional<double> predicted = slowness.Predict(ahead, /*deviations=*/0);
+  if (!predicted.has_value()) return std::nullopt;
+  return absl::Nanoseconds(*predicted);
+}
+
 Load::Work& Load::Work::operator=(Work&& other) noexcept {
   if (this != &other) {
     End(false);

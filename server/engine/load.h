@@ -69,6 +69,8 @@ class Slowness {
   void Sample(double ahead, double took, double cost, bool complete);
   // How long a call takes at most, mostly: the mean and `deviations` more. nullopt: not known yet.
   std::optional<double> Predict(double ahead, double deviations) const;
+  // Of the last calls; 0: there were none.
+  double mean_cost() const { return mean_cost_; }
 
  private:
   double mean_ = 0;
@@ -138,6 +140,10 @@ class Load {
 
   // Callers with outstanding work.
   int callers() const;
+
+  // From headers to end, of an interactive call that comes now, costs what the last calls did, and
+  // is the only one of its caller. nullopt: not known yet.
+  std::optional<absl::Duration> PredictNext() const;
 
  private:
   enum Stage { kCall, kJob };  // from the headers; from the message

@@ -42,6 +42,8 @@ constexpr Help kGauges[] = {
     {"logitd_heads", "Heads loaded."},
     {"logitd_head_bytes",
      "Device memory of heads: loading, loaded, and unloaded ones that jobs still use."},
+    {"logitd_open_calls", "Calls of ops that are not over."},
+    {"logitd_open_streams", "Open calls that are streams."},
     {"logitd_predicted_delay_seconds", "Predicted time of the last call from headers to its end."},
     {"logitd_draining", "1 from the start of the drain."},
 };
@@ -59,6 +61,13 @@ constexpr BatchTime kBatchTimes[] = {
     {{"logitd_batch_h2d_seconds", "Host to device copy of a batch."}, &JobTimes::h2d_ns},
     {{"logitd_batch_kernel_seconds", "The op of a batch."}, &JobTimes::kernel_ns},
     {{"logitd_batch_d2h_seconds", "Device to host copy of a batch."}, &JobTimes::d2h_ns},
+};
+
+constexpr Help kPhases[] = {
+    // in the order of CallPhase
+    {"logitd_admission_wait_seconds", "From a call's headers until its message may come."},
+    {"logitd_receive_seconds", "From then until the message of a unary call is there."},
+    {"logitd_send_seconds", "From the answer of a unary call until the transport has sent it."},
 };
 
 // Steps of 1, 2.5 and 5 from a microsecond (a kernel on one row) to ten seconds (a slow call).
@@ -92,6 +101,8 @@ struct OpSeries {
         rows(AddCounter(registry, "logitd_rows_total", "Rows computed.", {{"op", op}})),
         batches(AddCounter(registry, "logitd_batches_total", "Batches computed.", {{"op", op}})),
         slices(AddCounter(registry, "logitd_slices_total", "Slices computed.", {{"op", op}})),
+        busy(AddCounter(registry, "logitd_stream_busy_seconds_total",
+                        "Time that streams spent on slices.", {{"op", op}})),
         stopped(AddCounter(registry, "logitd_stopped_total",
                            "Requests that ended between slices of their batch.", {{"op", op}})),
         seconds(AddHistogram(registry, "logitd_request_seconds",
@@ -102,6 +113,11 @@ struct OpSeries {
           registry, "logitd_requests_total", "Calls ended, by op and status.",
           {{"op", op}, {"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
     }
+    for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
+      const Help& help = kBatchTimes[i].help;
+      batch_times[i] =
+          &AddHistogram(registry, help.name, help.text, SecondsBuckets(), {{"op", op}});
+    }
   }
 
   std::string op;
@@ -109,8 +125,10 @@ struct OpSeries {
   Counter& rows;
   Counter& batches;
   Counter& slices;
+  Counter& busy;
   Counter& stopped;
   Histogram& seconds;
+  std::array<Histogram*, std::size(kBatchTimes)> batch_times;
 };
 
 }  // namespace
@@ -129,9 +147,8 @@ struct Metrics::Series {
                        .Register(registry)
                        .Add({});
     }
-    for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
-      const Help& help = kBatchTimes[i].help;
-      batch_times[i] = &AddHistogram(registry, help.name, help.text, SecondsBuckets());
+    for (size_t i = 0; i < std::size(kPhases); ++i) {
+      phases[i] = &AddHistogram(registry, kPhases[i].name, kPhases[i].text, SecondsBuckets());
     }
     for (int i = 0; i < kRefusals; ++i) {
       refused[i] = &AddCounter(registry, "logitd_refused_total",
@@ -154,7 +171,7 @@ struct Metrics::Series {
   Counter& device_errors_lost;
   Histogram& batch_rows;
   std::array<prometheus::Gauge*, std::size(kGauges)> gauges;
-  std::array<Histogram*, std::size(kBatchTimes)> batch_times;
+  std::array<Histogram*, std::size(kPhases)> phases;
   std::array<Counter*, kRefusals> refused;
   std::vector<OpSeries> ops;  // few, found by comparing; the last is "unknown"
 };
@@ -173,6 +190,10 @@ void Metrics::CountRequest(std::string_view op, absl::StatusCode code, double se
   series.seconds.Observe(seconds);
 }
 
+void Metrics::CountPhase(CallPhase phase, double seconds) {
+  series_->phases[static_cast<size_t>(phase)]->Observe(seconds);
+}
+
 void Metrics::CountRefused(Refusal reason) {
   series_->refused[static_cast<int>(reason)]->Increment();
 }
@@ -183,11 +204,15 @@ void Metrics::CountBatch(std::string_view op, const JobTimes& oldest) {
   series.rows.Increment(oldest.batch_rows);
   series_->batch_rows.Observe(oldest.batch_rows);
   for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
-    series_->batch_times[i]->Observe(static_cast<double>(oldest.*kBatchTimes[i].time) * 1e-9);
+    series.batch_times[i]->Observe(static_cast<double>(oldest.*kBatchTimes[i].time) * 1e-9);
   }
 }
 
-void Metrics::CountSlice(std::string_view op) { series_->Find(op).slices.Increment(); }
+void Metrics::CountSlice(std::string_view op, double seconds) {
+  OpSeries& series = series_->Find(op);
+  series.slices.Increment();
+  series.busy.Increment(seconds);
+}
 
 void Metrics::CountStopped(std::string_view op) { series_->Find(op).stopped.Increment(); }
 

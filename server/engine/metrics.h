@@ -6,6 +6,7 @@
 //   logitd_rows_total{op}             rows computed
 //   logitd_batches_total{op}          batches computed
 //   logitd_slices_total{op}           slices computed: a batch that is not cut is one
+//   logitd_stream_busy_seconds_total{op}  time that streams spent on slices, by the host's clock
 //   logitd_stopped_total{op}          requests that ended between slices of their batch: the caller
 //                                     left, the deadline passed or the engine closed
 //   logitd_refused_total{reason}      calls refused before their payload was copied; see Refusal
@@ -15,11 +16,15 @@
 // Gauges: see Gauge
 // Histograms, one observation per call
 //   logitd_request_seconds{op}        from headers to status
+//   logitd_admission_wait_seconds     from headers until the message may come; of a stream, only
+//                                     for its first message
+//   logitd_receive_seconds            from then until the message is there; of unary calls
+//   logitd_send_seconds               from the answer until the transport has sent it; of unary calls
 // Histograms, one observation per batch
 //   logitd_batch_rows                 its rows
-//   logitd_batch_queue_seconds        its oldest job's wait for a place and its first slice
-//   logitd_batch_copy_seconds         the copy of its oldest job's payload into the slab
-//   logitd_batch_{h2d,kernel,d2h}_seconds  its times on the device, in all slices
+//   logitd_batch_queue_seconds{op}    its oldest job's wait for a place and its first slice
+//   logitd_batch_copy_seconds{op}     the copy of its oldest job's payload into the slab
+//   logitd_batch_{h2d,kernel,d2h}_seconds{op}  its times on the device, in all slices
 #ifndef LOGITD_SERVER_ENGINE_METRICS_H_
 #define LOGITD_SERVER_ENGINE_METRICS_H_
 
@@ -61,8 +66,17 @@ enum class Gauge {
   kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent
   kHeads,           // logitd_heads: heads loaded
   kHeadBytes,  // logitd_head_bytes: device memory of heads, loading ones and unloaded ones included
+  kOpenCalls,  // logitd_open_calls: calls of ops that are not over
+  kOpenStreams,     // logitd_open_streams: those of them that are gRPC streams
   kPredictedDelay,  // logitd_predicted_delay_seconds: of the last call, from headers to its end
   kDraining,        // logitd_draining: 1 from the start of the drain
+};
+
+// Where a call spends its time outside the engine.
+enum class CallPhase {
+  kAdmission,  // logitd_admission_wait_seconds
+  kReceive,    // logitd_receive_seconds
+  kSend,       // logitd_send_seconds
 };
 
 // Thread-safe. No method blocks for longer than a histogram's own lock. Functions that take a
@@ -82,14 +96,17 @@ class Metrics {
   // Once per call, by rpc, when the call's status is known. `seconds`: from headers to status.
   void CountRequest(std::string_view op, absl::StatusCode code, double seconds);
 
+  // At most once per call and phase, by rpc, when the phase ends.
+  void CountPhase(CallPhase phase, double seconds);
+
   // Once per refused call, besides CountRequest: by Admission and Load, or by rpc.
   void CountRefused(Refusal reason);
 
   // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
   void CountBatch(std::string_view op, const JobTimes& oldest);
 
-  // Once per computed slice, by the engine.
-  void CountSlice(std::string_view op);
+  // Once per computed slice, by the engine. `seconds`: from the stream's start on it to its end.
+  void CountSlice(std::string_view op, double seconds);
 
   // Once per job that ended between slices, by the engine.
   void CountStopped(std::string_view op);

@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/message.h"
+#include "server/rpc/transport/trace.h"
 
 namespace logitd::rpc {
 namespace {
@@ -189,6 +190,7 @@ bool HeadsService::loading() const {
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* HeadsService::Load(grpc::CallbackServerContext* context,
                                                                const grpc::ByteBuffer* request) {
+  ReadAndEchoTrace(context);
   v1::LoadHeadRequest parsed;
   absl::Status status = ParseMessage(context, *request, &parsed);
   auto call = std::make_shared<LoadCall>(this, environment_.tracker, std::move(parsed));
@@ -295,6 +297,7 @@ void HeadsService::Run(LoadCall& call) {
 grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* context,
                                                const grpc::ByteBuffer* request,
                                                grpc::ByteBuffer* response) {
+  ReadAndEchoTrace(context);
   v1::UnloadHeadRequest parsed;
   absl::Status status = ParseMessage(context, *request, &parsed);
   if (status.ok()) status = CheckMayChange();
@@ -305,6 +308,7 @@ grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* cont
 grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* context,
                                              const grpc::ByteBuffer* request,
                                              grpc::ByteBuffer* response) {
+  ReadAndEchoTrace(context);
   v1::ListHeadsRequest parsed;
   v1::ListHeadsResponse answer;
   const absl::Status status = ParseMessage(context, *request, &parsed);
@@ -317,6 +321,7 @@ grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* contex
 grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context,
                                             const grpc::ByteBuffer* request,
                                             grpc::ByteBuffer* response) {
+  ReadAndEchoTrace(context);
   v1::GetHeadRequest parsed;
   v1::GetHeadResponse answer;
   absl::Status status = ParseMessage(context, *request, &parsed);

@@ -20,6 +20,7 @@
 #include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
 #include "server/rpc/services.h"
+#include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
 
 namespace logitd::rpc {
@@ -90,6 +91,7 @@ class RpcServerImpl final : public RpcServer {
                 engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
                 engine::Metrics* metrics)
       : load_(&engine->costs(), metrics),
+        log_(options.slow_call),
         tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,
@@ -98,11 +100,12 @@ class RpcServerImpl final : public RpcServer {
                      .load = &load_,
                      .connections = options.connections.get(),
                      .tracker = &tracker_,
+                     .log = &log_,
                      .copier = &copier_,
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, options.remote_listen, environment_),
-        info_(MakeInfo(options, device, admission->options(), engine->options()), admission),
+        info_(MakeInfo(options, device, admission->options(), engine->options()), environment_),
         connections_(options.connections),
         listener_(options.connections) {}
 
@@ -212,6 +215,7 @@ class RpcServerImpl final : public RpcServer {
   }
 
   engine::Load load_;
+  const CallLog log_;
   CallTracker tracker_;
   Copier copier_;
   const CallEnvironment environment_;

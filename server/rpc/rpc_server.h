@@ -22,10 +22,11 @@ struct RpcServerOptions {
   std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
   std::string version;
   std::string grpc_version;
-  int64_t max_request_bytes = 0;                    // payload of a request; GetInfo reports it
-  std::string head_root;                            // see HeadsService
-  std::string remote_listen;                        // see HeadsService
-  absl::Duration peer_timeout = absl::Seconds(30);  // to send a message, then to take an answer
+  int64_t max_request_bytes = 0;                        // payload of a request; GetInfo reports it
+  std::string head_root;                                // see HeadsService
+  std::string remote_listen;                            // see HeadsService
+  absl::Duration peer_timeout = absl::Seconds(30);      // to send a message, then to take an answer
+  absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
   // The accounts of the connections, and how many there may be. Not null.
   std::shared_ptr<door::Connections> connections;
 };

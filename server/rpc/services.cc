@@ -12,6 +12,8 @@
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
+#include "server/engine/activity.h"
+#include "server/engine/sync.h"
 #include "server/ops/ops.h"
 #include "server/rpc/codecs/attention_codec.h"
 #include "server/rpc/codecs/sample_codec.h"
@@ -21,6 +23,7 @@
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/message.h"
 #include "server/rpc/transport/stream_call.h"
+#include "server/rpc/transport/trace.h"
 
 namespace logitd::rpc {
 namespace {
@@ -85,33 +88,82 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
       return absl::StrCat("/", descriptor->full_name(), "/",
                           descriptor->FindMethodByName(std::string(method))->name());
     };
-    AddRawMethod(path(op.method), [=](grpc::CallbackServerContext* context) {
-      return std::make_shared<UnaryCall>(context, environment,
-                                         codecs.for_call(find_head, /*is_stream=*/false)())
-          ->Start();
-    });
+    AddRawMethod(
+        path(op.method), [=, method = path(op.method)](grpc::CallbackServerContext* context) {
+          return std::make_shared<UnaryCall>(context, method, environment,
+                                             codecs.for_call(find_head, /*is_stream=*/false)())
+              ->Start();
+        });
     if (op.stream_method.empty()) continue;
-    AddRawMethod(path(op.stream_method), [=](grpc::CallbackServerContext* context) {
-      return std::make_shared<StreamCall>(context, environment,
+    AddRawMethod(path(op.stream_method), [=, method = path(op.stream_method)](
+                                             grpc::CallbackServerContext* context) {
+      return std::make_shared<StreamCall>(context, method, environment,
                                           codecs.for_call(find_head, /*is_stream=*/true))
           ->Start();
     });
   }
 }
 
-ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* admission)
-    : info_(std::move(info)), admission_(admission) {}
+namespace {
+
+// Less than this is what is left of work that ended long ago.
+constexpr double kLately = 1e-6;
+
+v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
+  const engine::Metrics& metrics = *environment.metrics;
+  const engine::Admission& admission = *environment.admission;
+  v1::GetLoadResponse load;
+  load.set_draining(admission.draining());
+  load.set_open_calls(metrics.Get(engine::Gauge::kOpenCalls));
+  load.set_open_streams(metrics.Get(engine::Gauge::kOpenStreams));
+  load.set_waiting_calls(metrics.Get(engine::Gauge::kWaitingCalls));
+  load.set_queued_jobs(metrics.Get(engine::Gauge::kQueuedJobs));
+  load.set_open_jobs(metrics.Get(engine::Gauge::kOpenJobs));
+  load.set_held_bytes(admission.held_bytes());
+  load.set_max_held_bytes(admission.options().max_held_bytes);
+  if (const auto predicted = environment.load->PredictNext()) {
+    load.set_predicted_call_ns(absl::ToInt64Nanoseconds(*predicted));
+  }
+  const engine::Activity::View view = environment.engine->activity().Read(engine::MonotonicNanos());
+  load.set_busy(view.busy);
+  for (const engine::Activity::OfOp& op : view.ops) {
+    if (op.busy < kLately) continue;
+    v1::OpLoad* ran = load.add_ops();
+    ran->set_name(std::string(op.op));
+    ran->set_rows_per_s(op.rows_per_s);
+    ran->set_busy(op.busy);
+  }
+  return load;
+}
+
+}  // namespace
+
+ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& environment)
+    : info_(std::move(info)), environment_(environment) {}
 
 grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* context,
                                                  const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
+  ReadAndEchoTrace(context);
   v1::GetInfoRequest parsed;
   const absl::Status status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     v1::GetInfoResponse info = info_;
-    info.set_draining(admission_->draining());
+    info.set_draining(environment_.admission->draining());
     *response = ToBytes(info);
   }
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(ToGrpc(status));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* ServerService::GetLoad(grpc::CallbackServerContext* context,
+                                                 const grpc::ByteBuffer* request,
+                                                 grpc::ByteBuffer* response) {
+  ReadAndEchoTrace(context);
+  v1::GetLoadRequest parsed;
+  const absl::Status status = ParseMessage(context, *request, &parsed);
+  if (status.ok()) *response = ToBytes(LoadOf(environment_));
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));
   return reactor;

@@ -5,7 +5,6 @@
 #include <string_view>
 
 #include "logitd/v1/server.grpc.pb.h"
-#include "server/engine/admission.h"
 #include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/unary_call.h"
 
@@ -17,19 +16,26 @@ class OpService final : public RawService {
   OpService(std::string_view service, const CallEnvironment& environment);
 };
 
-// logitd.v1.Server. Its message is raw so that a malformed one is refused with a text.
-class ServerService final : public v1::Server::WithRawCallbackMethod_GetInfo<v1::Server::Service> {
+// The generated service, with raw messages, so that a malformed one is refused with a text.
+using RawServer = v1::Server::WithRawCallbackMethod_GetInfo<
+    v1::Server::WithRawCallbackMethod_GetLoad<v1::Server::Service>>;
+
+// logitd.v1.Server
+class ServerService final : public RawServer {
  public:
-  // `info` is what GetInfo answers, except `draining`, which `admission` knows.
-  ServerService(v1::GetInfoResponse info, const engine::Admission* admission);
+  // `info` is what GetInfo answers, except `draining`. The objects of `environment` outlive this.
+  ServerService(v1::GetInfoResponse info, const CallEnvironment& environment);
 
   grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override;
+  grpc::ServerUnaryReactor* GetLoad(grpc::CallbackServerContext* context,
                                     const grpc::ByteBuffer* request,
                                     grpc::ByteBuffer* response) override;
 
  private:
   const v1::GetInfoResponse info_;
-  const engine::Admission* const admission_;
+  const CallEnvironment environment_;
 };
 
 }  // namespace logitd::rpc

@@ -11,6 +11,7 @@
 #include "client/client.h"
 #include "tests/client/fake_server.h"
 #include "tests/client/subprocess.h"
+#include "tests/client/test_files.h"
 
 namespace logitd {
 namespace {
@@ -78,6 +79,29 @@ TEST_F(CallMetadataTest, SizesAndThePriorityCanBeChosen) {
   TopK({.priority = client::Priority::kBatch, .state_sizes = false});
   EXPECT_EQ(Stated("logitd-payload-bytes"), "none");
   EXPECT_EQ(Stated("logitd-priority"), "batch");
+}
+
+TEST_F(CallMetadataTest, NamesOfCallsAreSentAsTheyAreGiven) {
+  constexpr char kParent[] = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+  TopK({.request_id = "req-7", .traceparent = kParent});
+  EXPECT_EQ(Stated("x-request-id"), "req-7");
+  EXPECT_EQ(Stated("traceparent"), kParent);
+  TopK({});
+  EXPECT_EQ(Stated("x-request-id"), "none");
+  EXPECT_EQ(Stated("traceparent"), "none");
+}
+
+TEST_F(CallMetadataTest, LogitctlSendsNamesToo) {
+  const testing::TempDir dir;
+  const std::string file = dir.Write("logits.npy", testing::NpyF32(1, 4, {1, 2, 3, 4}));
+  const auto logitctl = [&](const std::string& id) {
+    return RunBinary("logitctl", {"topk", "--logits", file, "--k", "1", "--addr", server_.address(),
+                                  "--request-id", id});
+  };
+  const testing::Ran ran = logitctl("req-9");
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Stated("x-request-id"), "req-9");
+  EXPECT_EQ(logitctl("two words").code, 2);
 }
 
 TEST_F(CallMetadataTest, LoadBenchStatesTheSameInItsOpenLoop) {

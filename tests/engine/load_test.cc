@@ -231,6 +231,20 @@ TEST_F(LoadTest, PeersThatSendNothingDoNotSlowTheEstimate) {
   EXPECT_TRUE(Begin(1, absl::Milliseconds(25), &two).ok());
 }
 
+TEST_F(LoadTest, TheNextCallIsPredictedFromTheLastOnesAndTheOthersThatWait) {
+  EXPECT_FALSE(load_.PredictNext().has_value());
+  Learn();
+  const double takes = absl::ToDoubleSeconds(kTakes);
+  ASSERT_TRUE(load_.PredictNext().has_value());
+  EXPECT_NEAR(absl::ToDoubleSeconds(*load_.PredictNext()), takes, 0.2 * takes);
+  // Three other callers have one such call each, however many more one of them has: fair turns.
+  std::deque<Load::Work> works(12);
+  for (size_t i = 0; i < works.size(); ++i) {
+    ASSERT_TRUE(Begin(i < 3 ? i + 1 : 3, absl::InfiniteDuration(), &works[i]).ok());
+  }
+  EXPECT_NEAR(absl::ToDoubleSeconds(*load_.PredictNext()), 4 * takes, 0.8 * takes);
+}
+
 TEST_F(LoadTest, CallersAreForgottenWhenTheirCallsEnd) {
   {
     std::deque<Load::Work> works(100);

@@ -47,11 +47,17 @@ TEST(MetricsTest, EverySeriesExistsFromTheStart) {
            "logitd_head_bytes 0\n",
            "logitd_request_seconds_count{op=\"digest\"} 0\n",
            "logitd_batch_rows_count 0\n",
-           "logitd_batch_queue_seconds_count 0\n",
-           "logitd_batch_copy_seconds_count 0\n",
-           "logitd_batch_h2d_seconds_count 0\n",
-           "logitd_batch_kernel_seconds_count 0\n",
-           "logitd_batch_d2h_seconds_count 0\n",
+           "logitd_batch_queue_seconds_count{op=\"digest\"} 0\n",
+           "logitd_batch_copy_seconds_count{op=\"digest\"} 0\n",
+           "logitd_batch_h2d_seconds_count{op=\"digest\"} 0\n",
+           "logitd_batch_kernel_seconds_count{op=\"digest\"} 0\n",
+           "logitd_batch_d2h_seconds_count{op=\"digest\"} 0\n",
+           "logitd_stream_busy_seconds_total{op=\"digest\"} 0\n",
+           "logitd_admission_wait_seconds_count 0\n",
+           "logitd_receive_seconds_count 0\n",
+           "logitd_send_seconds_count 0\n",
+           "logitd_open_calls 0\n",
+           "logitd_open_streams 0\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }
@@ -138,7 +144,8 @@ TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
            "logitd_rows_total{op=\"digest\"} 6\n",
            "logitd_batch_rows_count 2\n",
            "logitd_batch_rows_sum 6\n",
-           "logitd_batch_kernel_seconds_count 2\n",
+           "logitd_batch_kernel_seconds_count{op=\"digest\"} 2\n",
+           "logitd_slices_total{op=\"digest\"} 2\n",
            "logitd_device_errors_total{kind=\"batch\"} 1\n",
            "logitd_device_errors_total{kind=\"lost\"} 0\n",
        }) {

@@ -50,7 +50,8 @@ TEST(ConfigTest, ListenReplacesTheDefaultAndRepeats) {
 TEST(ConfigTest, SizesAndDurationsTakeUnits) {
   const Result r =
       Parse({"--slab-bytes=128MiB", "--max-held-bytes=2GiB", "--max-request-bytes=1000000",
-             "--max-batch-delay=200us", "--receive-timeout=1.5s", "--drain-grace=0"});
+             "--max-batch-delay=200us", "--receive-timeout=1.5s", "--drain-grace=0",
+             "--slow-call=50ms", "--stall-timeout=1m"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
   EXPECT_EQ(r.config.slab_bytes, int64_t{128} << 20);
   EXPECT_EQ(r.config.max_held_bytes, int64_t{2} << 30);
@@ -58,6 +59,8 @@ TEST(ConfigTest, SizesAndDurationsTakeUnits) {
   EXPECT_EQ(r.config.max_batch_delay, absl::Microseconds(200));
   EXPECT_EQ(r.config.receive_timeout, absl::Milliseconds(1500));
   EXPECT_EQ(r.config.drain_grace, absl::ZeroDuration());
+  EXPECT_EQ(r.config.slow_call, absl::Milliseconds(50));
+  EXPECT_EQ(r.config.stall_timeout, absl::Minutes(1));
 }
 
 TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {

@@ -202,6 +202,53 @@ TEST_F(ServeDeathTest, ASlowBatchWithoutACallerIsNotTakenForADeviceThatHangs) {
                     HasSubstr("drained: 0 calls cut short")));
 }
 
+// Prints every change of health while one slice takes three seconds.
+void WatchASlowSlice(const std::string& directory) {
+  const std::unique_ptr<client::Client> client = Connected(directory);
+  std::thread call([&client = *client] {
+    const absl::Status status = client.TopK(OneRow()).status();
+    std::fprintf(stderr, "call: %s\n", status.ToString().c_str());
+  });
+  bool stalled = false;  // a status may come twice
+  client
+      ->WatchHealth("logitd.v1.Sampler",
+                    [&stalled](client::ServingStatus status) {
+                      const std::string name(client::ServingStatusName(status));
+                      std::fprintf(stderr, "health %s\n", name.c_str());
+                      const bool serving = status == client::ServingStatus::kServing;
+                      stalled = stalled || !serving;
+                      return !(stalled && serving);
+                    })
+      .IgnoreError();
+  call.join();
+  kill(getpid(), SIGTERM);
+}
+
+void ServeASlowSlice(const std::string& directory) {
+  alarm(60);
+  SetUpLogging("info", "text");
+  Config config = SmallConfig(directory);
+  config.streams = 1;
+  config.stall_timeout = absl::Milliseconds(500);
+  std::thread watcher;
+  const int code = Serve(config, [&] {
+    watcher = std::thread(WatchASlowSlice, directory);
+    return Doomed(FaultPoint::kWait, [] {
+      absl::SleepFor(absl::Seconds(3));
+      return absl::OkStatus();
+    });
+  });
+  watcher.join();
+  std::_Exit(code);
+}
+
+TEST_F(ServeDeathTest, HealthIsNotServingWhileNoStreamMoves) {
+  EXPECT_EXIT(ServeASlowSlice(directory()), ExitedWithCode(0),
+              AllOf(ContainsRegex("health SERVING(.|\n)*health NOT_SERVING(.|\n)*health SERVING"
+                                  "(.|\n)*drained: 0 calls"),
+                    HasSubstr("no stream has ended a slice for"), HasSubstr("call: OK")));
+}
+
 // A safetensors file with a head of one token.
 std::string HeadFile() {
   const std::string header = R"({"w":{"dtype":"F32","shape":[1,4],"data_offsets":[0,16]}})";

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -24,6 +25,9 @@ struct CallHeaders {
   absl::Time deadline = absl::InfiniteFuture();
   // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
+
+  // The door's name of the peer; empty: not one of its connections.
+  std::string peer() const { return connection == nullptr ? "" : connection->peer(); }
 
   // What one read may bring: the size that the call states, or anything. gRPC refuses a message that
   // is too large with a status, which a cut connection would not give.

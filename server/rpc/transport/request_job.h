@@ -26,6 +26,7 @@
 
 namespace logitd::rpc {
 
+class CallLog;
 class CallTracker;
 
 // What the calls of one server share. Outlives the calls.
@@ -37,6 +38,7 @@ struct CallEnvironment {
   engine::Load* load;
   const door::Connections* connections;
   CallTracker* tracker;
+  const CallLog* log;
   Copier* copier;
   int64_t max_payload_bytes;
 };

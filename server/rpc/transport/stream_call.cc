@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/engine/sync.h"
+#include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/message.h"
 
 namespace logitd::rpc {
@@ -16,7 +18,9 @@ class StreamCall::Item final : public RequestJob {
   void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override {
     grpc::ByteBuffer encoded;
+    const int64_t begun_ns = age_ns();
     if (status.ok()) encoded = Encode(answer, /*receive_ns=*/0, times);
+    ReportIfSlow(status.code(), static_cast<int64_t>(encoded.Length()), times, age_ns() - begun_ns);
     End(status, std::move(encoded));
   }
 
@@ -44,15 +48,34 @@ class StreamCall::Item final : public RequestJob {
   bool done = false;
   absl::Status status;
   grpc::ByteBuffer response;
+  int64_t message_bytes = 0;  // constant from Submit on
 
  private:
+  void ReportIfSlow(absl::StatusCode code, int64_t sent_bytes, const engine::JobTimes& times,
+                    int64_t encode_ns) const {
+    const int64_t total_ns = age_ns();
+    if (!environment().log->WantsMessage(total_ns)) return;
+    environment().log->Write({.method = stream_->method_,
+                              .peer = stream_->headers_.peer(),
+                              .trace = &stream_->trace_,
+                              .code = code,
+                              .rows = spec().rows(),
+                              .received_bytes = message_bytes,
+                              .sent_bytes = sent_bytes,
+                              .total_ns = total_ns,
+                              .job = times,
+                              .encode_ns = encode_ns});
+  }
+
   const std::shared_ptr<StreamCall> stream_;
   engine::Load::Work work_;
 };
 
-StreamCall::StreamCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-                       MakeCodec make_codec)
+StreamCall::StreamCall(grpc::CallbackServerContext* context, std::string_view method,
+                       const CallEnvironment& environment, MakeCodec make_codec)
     : context_(context),
+      method_(method),
+      started_ns_(engine::MonotonicNanos()),
       environment_(environment),
       make_codec_(std::move(make_codec)),
       admission_wait_(environment.admission) {}
@@ -64,11 +87,15 @@ StreamCall::~StreamCall() {
 
 RawReactor* StreamCall::Start() {
   self_ = shared_from_this();
+  environment_.metrics->Add(engine::Gauge::kOpenCalls, 1);
+  environment_.metrics->Add(engine::Gauge::kOpenStreams, 1);
+  trace_ = ReadAndEchoTrace(context_);
   environment_.tracker->Add(self_);
   absl::StatusOr<CallHeaders> headers =
       ReadHeaders(*context_, *environment_.connections, max_message_bytes());
   if (!headers.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    headers_.connection = environment_.connections->Find(context_->peer());
     EndInput(headers.status());
     return this;
   }
@@ -111,7 +138,10 @@ void StreamCall::Advance() {
         ++starting_;
       }
       if (step == Step::kRead) reading_ = true;
-      if (step == Step::kEnd) finished_ = true;
+      if (step == Step::kEnd) {
+        finished_ = true;
+        code_ = status.code();
+      }
     }
     if (step == Step::kEnd) return Finish(environment_.tracker->EndStatus(status, context_));
     if (step == Step::kRead) {
@@ -122,8 +152,10 @@ void StreamCall::Advance() {
       if (auto stream = weak_stream.lock()) stream->TryCancel();
     });
     item->Conclude(&item->response);
+    const auto sent_bytes = static_cast<int64_t>(item->response.Length());
     StartWrite(&item->response);
     absl::MutexLock lock(&mutex_);
+    sent_bytes_ += sent_bytes;
     --starting_;
   }
 }
@@ -171,6 +203,13 @@ void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   }
   ticket_ = *std::move(ticket);
   if (largest == 0) {
+    const int64_t wait_ns = engine::MonotonicNanos() - started_ns_;
+    environment_.metrics->CountPhase(engine::CallPhase::kAdmission,
+                                     static_cast<double>(wait_ns) * 1e-9);
+    {
+      absl::MutexLock lock(&mutex_);
+      wait_ns_ = wait_ns;
+    }
     environment_.tracker->receive_watch().Watch(&read_watch_, [weak_stream = weak_from_this()] {
       if (auto stream = weak_stream.lock()) {
         stream->EndInput(stream->environment_.tracker->MessageLateError());
@@ -228,12 +267,16 @@ void StreamCall::OnReadDone(bool ok) {
   grpc::ByteBuffer message;
   message.Swap(&in_);
   const auto message_bytes = static_cast<int64_t>(message.Length());
+  item->message_bytes = message_bytes;
   absl::Status status = CheckNotCompressed(context_);
   if (status.ok()) status = item->Take(&message, headers_);
   {
     absl::MutexLock lock(&mutex_);
     items_.push_back(item);
+    ++messages_;
+    received_bytes_ += message_bytes;
     if (status.ok()) {
+      rows_ += item->spec().rows();
       largest_ = std::max(largest_, item->needed_bytes());
     } else {
       input_over_ = true;
@@ -313,6 +356,22 @@ void StreamCall::OnDrain() {
   Advance();
 }
 
+void StreamCall::Report() {
+  // A stream may be open for long and is not slow for that: its messages may be.
+  if (!environment_.log->WantsStream()) return;
+  absl::MutexLock lock(&mutex_);
+  environment_.log->WriteStream({.method = method_,
+                                 .peer = headers_.peer(),
+                                 .trace = &trace_,
+                                 .code = code_,
+                                 .messages = messages_,
+                                 .rows = rows_,
+                                 .received_bytes = received_bytes_,
+                                 .sent_bytes = sent_bytes_,
+                                 .total_ns = engine::MonotonicNanos() - started_ns_,
+                                 .wait_ns = wait_ns_});
+}
+
 void StreamCall::OnDone() {
   std::deque<std::shared_ptr<Item>> items;
   {
@@ -321,6 +380,9 @@ void StreamCall::OnDone() {
     items.swap(items_);
   }
   items.clear();  // not under the lock: the room they give back lets other calls run
+  Report();
+  environment_.metrics->Add(engine::Gauge::kOpenStreams, -1);
+  environment_.metrics->Add(engine::Gauge::kOpenCalls, -1);
   CallTracker* const tracker = environment_.tracker;
   const std::weak_ptr<DrainedCall> call = self_;
   self_.reset();  // may delete this

@@ -11,6 +11,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string_view>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -23,6 +24,7 @@
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/request_job.h"
+#include "server/rpc/transport/trace.h"
 #include "server/rpc/transport/watchdog.h"
 
 namespace logitd::rpc {
@@ -46,8 +48,9 @@ class StreamCall final : public DrainedCall,
   static constexpr size_t kMaxInFlight = 4;
   using MakeCodec = std::function<std::unique_ptr<OpCodec>()>;
 
-  StreamCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-             MakeCodec make_codec);
+  // `method`: as in the log; outlives the call.
+  StreamCall(grpc::CallbackServerContext* context, std::string_view method,
+             const CallEnvironment& environment, MakeCodec make_codec);
   ~StreamCall() override;
 
   // On headers. The reactor belongs to the transport until OnDone.
@@ -70,6 +73,8 @@ class StreamCall final : public DrainedCall,
   // Reads no more messages. The stream ends with `status` after the answers to those it has read.
   void EndInput(const absl::Status& status);
   void TryCancel();
+  // Writes the line of the log. From OnDone.
+  void Report();
   int64_t max_message_bytes() const { return environment_.admission->options().max_request_bytes; }
 
   void OnReadDone(bool ok) override;
@@ -78,11 +83,14 @@ class StreamCall final : public DrainedCall,
   void OnDone() override;
 
   grpc::CallbackServerContext* const context_;
+  const std::string_view method_;
+  const int64_t started_ns_;
   const CallEnvironment environment_;
   const MakeCodec make_codec_;
   std::shared_ptr<StreamCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
   CallHeaders headers_;
+  Trace trace_;
   grpc::ByteBuffer in_;               // the transport writes it between StartRead and OnReadDone
   engine::Admission::Ticket ticket_;  // pays for the read that `reading_` marks
   door::Grant grant_;                 // for the read that the transport has
@@ -100,6 +108,13 @@ class StreamCall final : public DrainedCall,
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   bool too_slow_ ABSL_GUARDED_BY(mutex_) = false;
+  // For the log.
+  absl::StatusCode code_ ABSL_GUARDED_BY(mutex_) = absl::StatusCode::kUnknown;
+  int64_t wait_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // of the first message
+  int64_t messages_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t rows_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t received_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t sent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   // Threads inside StartRead or StartWrite: nothing may start after the transport's Finish.
   int starting_ ABSL_GUARDED_BY(mutex_) = 0;
 };

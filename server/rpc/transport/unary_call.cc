@@ -4,15 +4,17 @@
 
 #include <utility>
 
+#include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/message.h"
 
 namespace logitd::rpc {
 
-UnaryCall::UnaryCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-                     std::unique_ptr<OpCodec> codec)
+UnaryCall::UnaryCall(grpc::CallbackServerContext* context, std::string_view method,
+                     const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
     : RequestJob(environment, std::move(codec)),
       context_(context),
+      method_(method),
       admission_wait_(environment.admission) {}
 
 UnaryCall::~UnaryCall() {
@@ -23,10 +25,13 @@ UnaryCall::~UnaryCall() {
 RawReactor* UnaryCall::Start() {
   self_ = shared_from_this();
   environment().tracker->Add();
+  environment().metrics->Add(engine::Gauge::kOpenCalls, 1);
+  trace_ = ReadAndEchoTrace(context_);
   absl::StatusOr<CallHeaders> headers =
       ReadHeaders(*context_, *environment().connections, max_message_bytes());
   if (!headers.ok()) {
     environment().metrics->CountRefused(engine::Refusal::kInvalid);
+    headers_.connection = environment().connections->Find(context_->peer());
     Finish(headers.status());
     return this;
   }
@@ -74,6 +79,9 @@ void UnaryCall::TooSlow(const absl::Status& why) {
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return Finish(ticket.status());
   receive_ticket_ = *std::move(ticket);
+  admitted_ns_ = age_ns();
+  environment().metrics->CountPhase(engine::CallPhase::kAdmission,
+                                    static_cast<double>(admitted_ns_) * 1e-9);
   grant_ = headers_.GrantRead();
   environment().tracker->receive_watch().Watch(&receive_watch_, [weak_call = weak_from_this()] {
     if (auto call = weak_call.lock()) {
@@ -124,7 +132,10 @@ void UnaryCall::OnReadDone(bool ok) {
 
 void UnaryCall::Process(grpc::ByteBuffer* message) {
   receive_ns_ = age_ns();
+  environment().metrics->CountPhase(engine::CallPhase::kReceive,
+                                    static_cast<double>(receive_ns_ - admitted_ns_) * 1e-9);
   const auto bytes = static_cast<int64_t>(message->Length());
+  received_bytes_ = bytes;
   if (absl::Status status = Take(message, headers_); !status.ok()) return Finish(status);
   if (absl::Status status = CheckInTime(bytes); !status.ok()) return Finish(status);
   if (receive_ticket_.Received(needed_bytes())) {
@@ -151,18 +162,22 @@ absl::Status UnaryCall::CheckInTime(int64_t message_bytes) {
 
 void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
                      const engine::JobTimes& times) {
-  if (!status.ok()) return Finish(status);
+  if (!status.ok()) return Finish(status, {}, {.times = times});
   if (dropped()) return;
+  const int64_t begun_ns = age_ns();
   grpc::ByteBuffer response = Encode(answer, receive_ns_, times);
   Conclude(&response);
-  Finish(status, std::move(response));
+  Finish(status, std::move(response), {.times = times, .encode_ns = age_ns() - begun_ns});
 }
 
-void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response) {
+void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response, const RanJob& ran) {
   {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
     finished_ = true;
+    finished_ns_ = age_ns();
+    ran_ = ran;
+    sent_bytes_ = static_cast<int64_t>(response.Length());
     work_.End(status.ok());
     status_ = environment().tracker->EndStatus(status, context_);
     out_.Swap(&response);
@@ -185,6 +200,7 @@ void UnaryCall::FinishWithoutMessage() {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
     finished_ = no_message_ = may_end_ = true;
+    finished_ns_ = age_ns();
     work_.End(/*complete=*/false);
     status_ = ToGrpc(NoMessageError());
     end = ClaimEnd();
@@ -221,16 +237,49 @@ void UnaryCall::OnCancel() {
   Drop();
 }
 
+void UnaryCall::Report(absl::StatusCode code) {
+  const int64_t total_ns = age_ns();
+  const bool wanted = environment().log->Wants(total_ns);
+  if (code != absl::StatusCode::kOk && !wanted) return;
+  absl::MutexLock lock(&mutex_);
+  const int64_t send_ns = total_ns - finished_ns_;
+  if (code == absl::StatusCode::kOk) {
+    environment().metrics->CountPhase(engine::CallPhase::kSend,
+                                      static_cast<double>(send_ns) * 1e-9);
+  }
+  if (!wanted) return;
+  const bool received = received_bytes_ > 0;
+  environment().log->Write({.method = method_,
+                            .peer = headers_.peer(),
+                            .trace = &trace_,
+                            .code = code,
+                            .messages = received ? 1 : 0,
+                            .rows = spec().rows(),
+                            .received_bytes = received_bytes_,
+                            .sent_bytes = sent_bytes_,
+                            .total_ns = total_ns,
+                            .wait_ns = admitted_ns_,
+                            .receive_ns = received ? receive_ns_ - admitted_ns_ : 0,
+                            .job = ran_.times,
+                            .encode_ns = ran_.encode_ns,
+                            .send_ns = send_ns});
+}
+
 void UnaryCall::OnDone() {
   bool no_message = false;
+  absl::StatusCode code;
   {
     absl::MutexLock lock(&mutex_);
     done_ = true;
     no_message = no_message_;
+    code = static_cast<absl::StatusCode>(status_.error_code());
   }
   if (no_message) {
-    Count(dropped() ? absl::StatusCode::kCancelled : absl::StatusCode::kUnimplemented);
+    code = dropped() ? absl::StatusCode::kCancelled : absl::StatusCode::kUnimplemented;
+    Count(code);
   }
+  Report(code);
+  environment().metrics->Add(engine::Gauge::kOpenCalls, -1);
   CallTracker* const tracker = environment().tracker;
   tracker->peer_watch().Unwatch(&peer_watch_);
   self_.reset();  // may delete this

@@ -6,8 +6,10 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -21,9 +23,16 @@
 #include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/request_job.h"
+#include "server/rpc/transport/trace.h"
 #include "server/rpc/transport/watchdog.h"
 
 namespace logitd::rpc {
+
+// What a job took, for the log.
+struct RanJob {
+  engine::JobTimes times;
+  int64_t encode_ns = 0;
+};
 
 // Every path ends in Finish: the first one wins, later ones do nothing. The object lives until the
 // transport and the engine are done with it.
@@ -31,8 +40,9 @@ class UnaryCall final : public RequestJob,
                         public std::enable_shared_from_this<UnaryCall>,
                         private RawReactor {
  public:
-  UnaryCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-            std::unique_ptr<OpCodec> codec);
+  // `method`: as in the log, e.g. "/logitd.v1.Sampler/TopK"; outlives the call.
+  UnaryCall(grpc::CallbackServerContext* context, std::string_view method,
+            const CallEnvironment& environment, std::unique_ptr<OpCodec> codec);
   ~UnaryCall() override;
 
   // On headers. The reactor belongs to the transport until OnDone.
@@ -52,11 +62,13 @@ class UnaryCall final : public RequestJob,
   // Whether the call can still meet its deadline, now that its message is there.
   absl::Status CheckInTime(int64_t message_bytes);
   // Ends the call: with `response` if `status` is OK, otherwise without a message. Thread-safe.
-  void Finish(const absl::Status& status, grpc::ByteBuffer response = {});
+  void Finish(const absl::Status& status, grpc::ByteBuffer response = {}, const RanJob& ran = {});
   void FinishWithoutMessage();
   // True for the one caller that must run SendEnd.
   bool ClaimEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendEnd();
+  // Writes the line of the log and counts the time of sending. From OnDone.
+  void Report(absl::StatusCode code);
   void TryCancel();
   int64_t max_message_bytes() const { return environment().admission->options().max_request_bytes; }
 
@@ -66,13 +78,17 @@ class UnaryCall final : public RequestJob,
   void OnDone() override;
 
   grpc::CallbackServerContext* const context_;
+  const std::string_view method_;
   std::shared_ptr<UnaryCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
   CallHeaders headers_;
+  Trace trace_;
   Watchdog::Entry receive_watch_;
   Watchdog::Entry peer_watch_;
-  bool have_message_ = false;  // used only by OnReadDone
-  int64_t receive_ns_ = 0;
+  bool have_message_ = false;             // used only by OnReadDone
+  std::atomic<int64_t> admitted_ns_ = 0;  // the call's age; Admitted may run after OnDone
+  int64_t receive_ns_ = 0;                // its age when the message was there
+  int64_t received_bytes_ = 0;
   engine::Admission::Ticket receive_ticket_;  // pays while the message is received
   door::Grant grant_;                         // for as long
   grpc::ByteBuffer in_;  // the transport writes it between StartRead and OnReadDone
@@ -88,6 +104,9 @@ class UnaryCall final : public RequestJob,
   bool done_ ABSL_GUARDED_BY(mutex_) = false;        // OnDone has run
   bool no_message_ ABSL_GUARDED_BY(mutex_) = false;  // finished by FinishWithoutMessage
   engine::Load::Work work_ ABSL_GUARDED_BY(mutex_);  // until finished
+  RanJob ran_ ABSL_GUARDED_BY(mutex_);
+  int64_t sent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t finished_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // the call's age
   // Set by the Finish that wins, read by SendEnd.
   grpc::Status status_;
   grpc::ByteBuffer out_;

@@ -1,0 +1,84 @@
+#include "server/metrics_page.h"
+
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "prometheus/gauge.h"
+#include "prometheus/metric_family.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/gpu_metrics.h"
+#include "server/log/limited.h"
+#include "server/process_metrics.h"
+
+namespace logitd {
+namespace {
+
+prometheus::MetricFamily Counter(const char* name, const char* help) {
+  return {.name = name, .help = help, .type = prometheus::MetricType::Counter};
+}
+
+void AddSample(prometheus::MetricFamily* family, double value,
+               std::vector<prometheus::ClientMetric::Label> labels = {}) {
+  prometheus::ClientMetric sample;
+  sample.label = std::move(labels);
+  sample.counter.value = value;
+  family->metric.push_back(std::move(sample));
+}
+
+// The counters of the log, which counts before there are metrics.
+prometheus::MetricFamily LogMetrics() {
+  prometheus::MetricFamily family = Counter("logitd_log_lines_suppressed_total",
+                                            "Log lines not written, because there were too many.");
+  for (const log::Source source : log::kSources) {
+    AddSample(&family, static_cast<double>(log::LimitOf(source).suppressed()),
+              {{"source", std::string(log::Name(source))}});
+  }
+  return family;
+}
+
+void AddTraffic(const door::Connections& connections,
+                std::vector<prometheus::MetricFamily>* families) {
+  const door::Traffic traffic = connections.traffic();
+  families->push_back(Counter("logitd_received_bytes_total", "Bytes received on all connections."));
+  AddSample(&families->back(), static_cast<double>(traffic.received));
+  families->push_back(Counter("logitd_sent_bytes_total", "Bytes sent on all connections."));
+  AddSample(&families->back(), static_cast<double>(traffic.sent));
+}
+
+void Append(std::vector<prometheus::MetricFamily> more,
+            std::vector<prometheus::MetricFamily>* families) {
+  families->insert(families->end(), std::make_move_iterator(more.begin()),
+                   std::make_move_iterator(more.end()));
+}
+
+}  // namespace
+
+std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registry> registry,
+                                             std::shared_ptr<const door::Connections> connections,
+                                             std::string_view version,
+                                             std::string_view grpc_version,
+                                             const DeviceInfo& device) {
+  prometheus::BuildGauge()
+      .Name("logitd_build_info")
+      .Help("1; the labels say what runs.")
+      .Register(*registry)
+      .Add({{"version", std::string(version)},
+            {"grpc", std::string(grpc_version)},
+            {"backend", device.backend}})
+      .Set(1);
+  std::shared_ptr<const GpuMetrics> gpu;
+  if (!device.pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), device.pci_bus_id);
+  return
+      [registry = std::move(registry), connections = std::move(connections), gpu = std::move(gpu)] {
+        std::vector<prometheus::MetricFamily> families = registry->Collect();
+        families.push_back(LogMetrics());
+        AddTraffic(*connections, &families);
+        Append(ProcessMetrics(), &families);
+        if (gpu != nullptr) Append(gpu->Collect(), &families);
+        return prometheus::TextSerializer().Serialize(families);
+      };
+}
+
+}  // namespace logitd

@@ -1,0 +1,31 @@
+// Names that a caller gives to its call, so that it can be found in logs.
+#ifndef LOGITD_SERVER_RPC_TRANSPORT_TRACE_H_
+#define LOGITD_SERVER_RPC_TRANSPORT_TRACE_H_
+
+#include <grpcpp/server_context.h>
+
+#include <string>
+#include <string_view>
+
+namespace logitd::rpc {
+
+// server.proto has the metadata's names and meaning. Empty: the call has none, or a malformed one.
+struct Trace {
+  std::string request_id;
+  std::string traceparent;
+};
+
+// Visible ASCII without spaces, 1 to 128 characters.
+bool IsRequestId(std::string_view text);
+
+// W3C Trace Context, section 3.2: version 00 exactly, or a later version that starts like it, of at
+// most 128 characters. Not one whose trace or parent is all zeros.
+bool IsTraceparent(std::string_view text);
+
+// Reads both, and sends them back in the call's trailing metadata. Once for a call, before anything
+// ends it.
+Trace ReadAndEchoTrace(grpc::CallbackServerContext* context);
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_TRANSPORT_TRACE_H_

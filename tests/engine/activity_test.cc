@@ -1,0 +1,91 @@
+#include "server/engine/activity.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "absl/time/clock.h"
+#include "server/engine/engine.h"
+#include "server/engine/metrics.h"
+#include "tests/engine/test_job.h"
+
+namespace logitd::engine {
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+constexpr OpTraits kFirst = {.name = "first"};
+constexpr OpTraits kSecondOp = {.name = "second"};
+constexpr const OpTraits* kOps[] = {&kFirst, &kSecondOp};
+
+TEST(ActivityTest, AStreamThatAlwaysWorksIsBusyAndItsRowsAreARate) {
+  Activity activity(/*streams=*/2, kOps);
+  int64_t now = kSecond;
+  for (int i = 0; i < 1000; ++i) {  // ten seconds
+    activity.Begin(0, &kSecondOp, now);
+    now += kSecond / 100;
+    activity.End(0, 30, now);
+  }
+  const Activity::View view = activity.Read(now);
+  EXPECT_NEAR(view.busy, 0.5, 1e-3);  // one stream of two
+  ASSERT_EQ(view.ops.size(), 2u);
+  EXPECT_EQ(view.ops[0].op, "first");
+  EXPECT_EQ(view.ops[0].busy, 0);
+  EXPECT_EQ(view.ops[0].rows_per_s, 0);
+  EXPECT_EQ(view.ops[1].op, "second");
+  EXPECT_NEAR(view.ops[1].busy, 0.5, 1e-3);
+  EXPECT_NEAR(view.ops[1].rows_per_s, 3000, 3000 * 0.01);  // half a slice of 10 ms
+}
+
+TEST(ActivityTest, ThePastFadesByESecond) {
+  Activity activity(/*streams=*/1, kOps);
+  activity.Begin(0, &kFirst, kSecond);
+  activity.End(0, 1, 100 * kSecond);
+  EXPECT_NEAR(activity.Read(100 * kSecond).busy, 1, 1e-9);
+  EXPECT_NEAR(activity.Read(101 * kSecond).busy, std::exp(-1), 1e-9);
+  EXPECT_NEAR(activity.Read(103 * kSecond).busy, std::exp(-3), 1e-9);
+}
+
+TEST(ActivityTest, ASliceThatStillRunsCounts) {
+  Activity activity(/*streams=*/1, kOps);
+  activity.Begin(0, &kFirst, 5 * kSecond);
+  EXPECT_NEAR(activity.Read(6 * kSecond).busy, 1 - std::exp(-1), 1e-9);
+}
+
+TEST(ActivityTest, ItIsStalledWhileNoStreamEndsASlice) {
+  Activity activity(/*streams=*/2, kOps);
+  EXPECT_EQ(activity.Stalled(kSecond), absl::ZeroDuration());
+  activity.Begin(0, &kFirst, kSecond);
+  EXPECT_EQ(activity.Stalled(9 * kSecond), absl::ZeroDuration());  // the other stream is free
+  activity.Begin(1, &kFirst, 4 * kSecond);
+  EXPECT_EQ(activity.Stalled(9 * kSecond), absl::Seconds(5));
+  activity.End(0, 1, 9 * kSecond);
+  EXPECT_EQ(activity.Stalled(20 * kSecond), absl::ZeroDuration());
+}
+
+TEST(ActivityTest, TheEngineTellsItOfEverySlice) {
+  FakeBackend backend;
+  EngineOptions options;
+  options.streams = 1;
+  options.slab_payload_bytes = options.slab_answer_bytes = 4096;
+  options.ops = kTestOps;
+  auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  backend.Hold();
+  (*engine)->Submit(std::make_shared<TestJob>(TestJob::Shape{.row_elements = 4, .rows = 7}));
+  backend.WaitForOps(1);
+  absl::SleepFor(absl::Milliseconds(20));
+  const Activity& activity = (*engine)->activity();
+  EXPECT_GE(activity.Stalled(MonotonicNanos()), absl::Milliseconds(20));
+  backend.Release();
+  (*engine)->WaitIdle(absl::Now() + absl::Seconds(20));
+  (*engine)->Stop();
+  EXPECT_EQ(activity.Stalled(MonotonicNanos()), absl::ZeroDuration());
+  EXPECT_GT(activity.Read(MonotonicNanos()).busy, 0);
+  double rows_per_s = 0;
+  for (const Activity::OfOp& op : activity.Read(MonotonicNanos()).ops) rows_per_s += op.rows_per_s;
+  EXPECT_GT(rows_per_s, 0);
+  EXPECT_LE(rows_per_s, 7);
+}
+
+}  // namespace
+}  // namespace logitd::engine

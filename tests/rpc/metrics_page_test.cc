@@ -1,0 +1,168 @@
+// Series that are read when they are asked for: of the process, of connections and of the GPU.
+#include "server/metrics_page.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/time/clock.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/gpu_metrics.h"
+
+namespace logitd {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// -1: the page has no such sample.
+double Sample(const std::string& page, const std::string& name) {
+  const size_t at = page.find("\n" + name + " ");
+  double value = -1;
+  if (at == std::string::npos) return value;
+  const size_t begin = at + name.size() + 2;
+  EXPECT_TRUE(absl::SimpleAtod(page.substr(begin, page.find('\n', begin) - begin), &value));
+  return value;
+}
+
+std::function<std::string()> Page(
+    std::shared_ptr<const door::Connections> connections = door::Connections::Create({}),
+    const DeviceInfo& device = {.backend = "fake"}) {
+  return MakeMetricsPage(std::make_shared<prometheus::Registry>(), std::move(connections), "1.2.3",
+                         "4.5", device);
+}
+
+TEST(MetricsPageTest, SaysWhatRuns) {
+  EXPECT_THAT(Page()(),
+              HasSubstr("logitd_build_info{backend=\"fake\",grpc=\"4.5\",version=\"1.2.3\"} 1\n"));
+}
+
+TEST(MetricsPageTest, TheProcessUsesWhatItUses) {
+  const auto page = Page();
+  const std::string before = page();
+  const double started = Sample(before, "process_start_time_seconds");
+  EXPECT_NEAR(started, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()), 3600);
+  EXPECT_LE(started, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()) + 2);
+  EXPECT_GT(Sample(before, "process_max_fds"), Sample(before, "process_open_fds"));
+  EXPECT_GT(Sample(before, "process_virtual_memory_bytes"),
+            Sample(before, "process_resident_memory_bytes"));
+
+  constexpr size_t kBytes = size_t{64} << 20;
+  std::vector<int> descriptors;
+  for (int i = 0; i < 5; ++i) descriptors.push_back(open("/dev/null", O_RDONLY));
+  std::vector<char> memory(kBytes, 1);
+  const absl::Time end = absl::Now() + absl::Milliseconds(300);
+  while (absl::Now() < end) memory[static_cast<size_t>(absl::ToUnixNanos(absl::Now())) % kBytes]++;
+  const std::string after = page();
+  EXPECT_EQ(Sample(after, "process_open_fds"), Sample(before, "process_open_fds") + 5);
+  EXPECT_GE(Sample(after, "process_resident_memory_bytes"),
+            Sample(before, "process_resident_memory_bytes") + 0.9 * kBytes);
+  EXPECT_GE(Sample(after, "process_cpu_seconds_total"),
+            Sample(before, "process_cpu_seconds_total") + 0.02);
+  EXPECT_EQ(Sample(after, "process_start_time_seconds"), started);
+  for (const int fd : descriptors) close(fd);
+}
+
+TEST(MetricsPageTest, TrafficIsThatOfOpenAndClosedConnections) {
+  const auto connections = door::Connections::Create({});
+  const auto page = Page(connections);
+  int first[2], second[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, first), 0);
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, second), 0);
+  EXPECT_EQ(Sample(page(), "logitd_received_bytes_total"), 0);
+  sockaddr_storage none = {};
+  ASSERT_NE(connections->Add(first[0], reinterpret_cast<sockaddr*>(&none), 0), nullptr);
+  ASSERT_NE(connections->Add(second[0], reinterpret_cast<sockaddr*>(&none), 0), nullptr);
+  char bytes[64] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+  const auto move = [&](int from, int to, size_t count) {
+    iovec part = {bytes, count};
+    msghdr message = {};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    ASSERT_EQ(sendmsg(from, &message, 0), static_cast<ssize_t>(count));
+    ASSERT_EQ(recvmsg(to, &message, 0), static_cast<ssize_t>(count));
+  };
+  move(first[1], first[0], 24);
+  move(second[1], second[0], 10);
+  move(second[0], second[1], 7);
+  close(second[0]);
+  EXPECT_EQ(Sample(page(), "logitd_received_bytes_total"), 34);
+  EXPECT_EQ(Sample(page(), "logitd_sent_bytes_total"), 7);
+  close(first[0]);
+  close(first[1]);
+  close(second[1]);
+  EXPECT_EQ(Sample(page(), "logitd_received_bytes_total"), 34);
+}
+
+TEST(MetricsPageTest, WithoutAGpuItHasNoSeries) {
+  EXPECT_THAT(Page()(), Not(HasSubstr("logitd_device_memory")));
+  EXPECT_THAT(Page()(), Not(HasSubstr("logitd_device_utilization")));
+}
+
+// A driver with one GPU, whose handle is the address of its name.
+constexpr char kBus[] = "00000000:1b:00.0";
+Nvml FakeDriver() {
+  return {.init = [] { return 0; },
+          .device_by_pci =
+              [](const char* bus, void** device) {
+                if (std::string(bus) != kBus) return 6;  // NVML_ERROR_NOT_FOUND
+                *device = const_cast<char*>(kBus);
+                return 0;
+              },
+          .memory =
+              [](void* device, Nvml::Memory* out) {
+                *out = {.total = 1000, .free = 300, .used = 700};
+                return device == kBus ? 0 : 2;
+              },
+          .utilization =
+              [](void* device, Nvml::Utilization* out) {
+                *out = {.gpu = 25, .memory = 99};
+                return device == kBus ? 0 : 2;
+              }};
+}
+
+std::string Text(const GpuMetrics& gpu) {
+  return "\n" + prometheus::TextSerializer().Serialize(gpu.Collect());
+}
+
+TEST(GpuMetricsTest, TellsWhatTheDriverTells) {
+  const auto gpu = GpuMetrics::Create(FakeDriver(), kBus);
+  ASSERT_NE(gpu, nullptr);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_bytes"), 1000);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_used_bytes"), 700);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_utilization"), 0.25);
+}
+
+TEST(GpuMetricsTest, LeavesOutWhatTheDriverRefuses) {
+  Nvml part_of_a_gpu = FakeDriver();
+  part_of_a_gpu.utilization = [](void*, Nvml::Utilization*) { return 3; };  // NOT_SUPPORTED
+  const auto gpu = GpuMetrics::Create(part_of_a_gpu, kBus);
+  ASSERT_NE(gpu, nullptr);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_bytes"), 1000);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_utilization"), -1);
+}
+
+TEST(GpuMetricsTest, WithoutADriverOrADeviceThereIsNone) {
+  EXPECT_EQ(GpuMetrics::Create(std::nullopt, kBus), nullptr);
+  EXPECT_EQ(GpuMetrics::Create(FakeDriver(), ""), nullptr);
+  EXPECT_EQ(GpuMetrics::Create(FakeDriver(), "00000000:1c:00.0"), nullptr);
+  Nvml broken = FakeDriver();
+  broken.init = [] { return 9; };  // NVML_ERROR_DRIVER_NOT_LOADED
+  EXPECT_EQ(GpuMetrics::Create(broken, kBus), nullptr);
+  EXPECT_FALSE(Nvml::Load("libno-such-driver.so.1").has_value());
+  EXPECT_FALSE(Nvml::Load("libm.so.6").has_value());  // a library without the functions
+}
+
+}  // namespace
+}  // namespace logitd
