@@ -17,8 +17,10 @@ enum class Source {
   kGrpc,         // gRPC's own messages
   kHeads,        // loads and unloads of heads
   kConnections,  // connections that were refused or cut
+  kCallers,      // calls without an identity, or without the role
 };
-inline constexpr Source kSources[] = {Source::kGrpc, Source::kHeads, Source::kConnections};
+inline constexpr Source kSources[] = {Source::kGrpc, Source::kHeads, Source::kConnections,
+                                      Source::kCallers};
 std::string_view Name(Source source);  // "grpc"
 
 // A source may write kBurst lines at once, and kLinesPerSecond in the long run.

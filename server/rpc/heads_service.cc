@@ -190,7 +190,8 @@ bool HeadsService::loading() const {
 grpc::ServerWriteReactor<grpc::ByteBuffer>* HeadsService::Load(grpc::CallbackServerContext* context,
                                                                const grpc::ByteBuffer* request) {
   v1::LoadHeadRequest parsed;
-  absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {"Load", door::Role::kHeads});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   auto call = std::make_shared<LoadCall>(this, environment_.tracker, std::move(parsed));
   call->Start(call);
   if (status.ok()) status = Enqueue(call);
@@ -296,7 +297,8 @@ grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* cont
                                                const grpc::ByteBuffer* request,
                                                grpc::ByteBuffer* response) {
   v1::UnloadHeadRequest parsed;
-  absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {"Unload", door::Role::kHeads});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) status = CheckMayChange();
   if (status.ok()) status = environment_.heads->Unload(parsed.name());
   return Answer(context, status, v1::UnloadHeadResponse(), response);
@@ -307,7 +309,8 @@ grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* contex
                                              grpc::ByteBuffer* response) {
   v1::ListHeadsRequest parsed;
   v1::ListHeadsResponse answer;
-  const absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "List"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     for (const auto& head : environment_.heads->List()) *answer.add_heads() = Describe(*head);
   }
@@ -319,7 +322,8 @@ grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context
                                             grpc::ByteBuffer* response) {
   v1::GetHeadRequest parsed;
   v1::GetHeadResponse answer;
-  absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "Get"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     const auto head = environment_.heads->Find(parsed.name());
     if (head.ok()) *answer.mutable_head() = Describe(**head);

@@ -54,17 +54,21 @@ MakeCodec ForAttention(const FindHead&, bool is_stream) {
 // in, for reflection to serve.
 struct OpCodecs {
   const engine::OpTraits* op;
+  door::Role role;
   MakeCodec (*for_call)(const FindHead& find_head, bool is_stream);
   const google::protobuf::Descriptor* (*message)();
 };
 constexpr OpCodecs kCodecs[] = {
-    {&ops::kSoftmaxTopKTraits, &ForTokens<TopKCodec>, &v1::TopKRequest::descriptor},
-    {&ops::kSampleTraits, &ForTokens<SampleCodec>, &v1::SampleRequest::descriptor},
-    {&ops::kVerifyTraits, &ForVerify, &v1::VerifyRequest::descriptor},
-    {&ops::kCrossEntropyTraits, &ForScore, &v1::ScoreRequest::descriptor},
-    {&ops::kAttentionSoftmaxTraits, &ForAttention<AttentionDirection::kForward>,
+    {&ops::kSoftmaxTopKTraits, door::Role::kInfer, &ForTokens<TopKCodec>,
+     &v1::TopKRequest::descriptor},
+    {&ops::kSampleTraits, door::Role::kInfer, &ForTokens<SampleCodec>,
+     &v1::SampleRequest::descriptor},
+    {&ops::kVerifyTraits, door::Role::kInfer, &ForVerify, &v1::VerifyRequest::descriptor},
+    {&ops::kCrossEntropyTraits, door::Role::kScore, &ForScore, &v1::ScoreRequest::descriptor},
+    {&ops::kAttentionSoftmaxTraits, door::Role::kInfer, &ForAttention<AttentionDirection::kForward>,
      &v1::AttentionSoftmaxRequest::descriptor},
-    {&ops::kAttentionSoftmaxBackwardTraits, &ForAttention<AttentionDirection::kBackward>,
+    {&ops::kAttentionSoftmaxBackwardTraits, door::Role::kInfer,
+     &ForAttention<AttentionDirection::kBackward>,
      &v1::AttentionSoftmaxBackwardRequest::descriptor},
 };
 static_assert(std::size(kCodecs) == std::size(ops::kOps));
@@ -81,35 +85,41 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
                                            [&](const OpCodecs& c) { return c.op == op.op; });
     const google::protobuf::ServiceDescriptor* const descriptor =
         codecs.message()->file()->pool()->FindServiceByName(std::string(service));
+    const auto access = [&](std::string_view method) {
+      return Access{.method = {method.data(), method.size()}, .role = codecs.role};
+    };
     const auto path = [&](std::string_view method) {
       return absl::StrCat("/", descriptor->full_name(), "/",
                           descriptor->FindMethodByName(std::string(method))->name());
     };
-    AddRawMethod(path(op.method), [=](grpc::CallbackServerContext* context) {
-      return std::make_shared<UnaryCall>(context, environment,
-                                         codecs.for_call(find_head, /*is_stream=*/false)())
-          ->Start();
-    });
+    AddRawMethod(
+        path(op.method), [=, access = access(op.method)](grpc::CallbackServerContext* context) {
+          return std::make_shared<UnaryCall>(context, environment, access,
+                                             codecs.for_call(find_head, /*is_stream=*/false)())
+              ->Start();
+        });
     if (op.stream_method.empty()) continue;
-    AddRawMethod(path(op.stream_method), [=](grpc::CallbackServerContext* context) {
-      return std::make_shared<StreamCall>(context, environment,
+    AddRawMethod(path(op.stream_method), [=, access = access(op.stream_method)](
+                                             grpc::CallbackServerContext* context) {
+      return std::make_shared<StreamCall>(context, environment, access,
                                           codecs.for_call(find_head, /*is_stream=*/true))
           ->Start();
     });
   }
 }
 
-ServerService::ServerService(v1::GetInfoResponse info, const engine::Admission* admission)
-    : info_(std::move(info)), admission_(admission) {}
+ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& environment)
+    : info_(std::move(info)), environment_(environment) {}
 
 grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* context,
                                                  const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
   v1::GetInfoRequest parsed;
-  const absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "GetInfo"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     v1::GetInfoResponse info = info_;
-    info.set_draining(admission_->draining());
+    info.set_draining(environment_.admission->draining());
     *response = ToBytes(info);
   }
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();

@@ -20,8 +20,8 @@ class OpService final : public RawService {
 // logitd.v1.Server. Its message is raw so that a malformed one is refused with a text.
 class ServerService final : public v1::Server::WithRawCallbackMethod_GetInfo<v1::Server::Service> {
  public:
-  // `info` is what GetInfo answers, except `draining`, which `admission` knows.
-  ServerService(v1::GetInfoResponse info, const engine::Admission* admission);
+  // `info` is what GetInfo answers, except `draining`.
+  ServerService(v1::GetInfoResponse info, const CallEnvironment& environment);
 
   grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,
                                     const grpc::ByteBuffer* request,
@@ -29,7 +29,7 @@ class ServerService final : public v1::Server::WithRawCallbackMethod_GetInfo<v1:
 
  private:
   const v1::GetInfoResponse info_;
-  const engine::Admission* const admission_;
+  const CallEnvironment environment_;
 };
 
 }  // namespace logitd::rpc

@@ -51,9 +51,10 @@ class StreamCall::Item final : public RequestJob {
 };
 
 StreamCall::StreamCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-                       MakeCodec make_codec)
+                       const Access& access, MakeCodec make_codec)
     : context_(context),
       environment_(environment),
+      access_(access),
       make_codec_(std::move(make_codec)),
       admission_wait_(environment.admission) {}
 
@@ -64,16 +65,22 @@ StreamCall::~StreamCall() {
 
 RawReactor* StreamCall::Start() {
   self_ = shared_from_this();
-  environment_.tracker->Add(self_);
   absl::StatusOr<CallHeaders> headers =
       ReadHeaders(*context_, *environment_.connections, max_message_bytes());
-  if (!headers.ok()) {
+  absl::Status status = headers.status();
+  if (status.ok()) {
+    headers_ = *headers;
+    status = headers_.Authorize(*context_, environment_.identities, access_, environment_.metrics);
+  } else {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
-    EndInput(headers.status());
-    return this;
   }
-  headers_ = *headers;
-  Advance();
+  environment_.tracker->Add(self_);  // may call OnDrain and OnIdentities, which read the headers
+  if (status.ok()) {
+    OnIdentities();  // they may have changed before the tracker knew the stream
+    Advance();
+  } else {
+    EndInput(status);
+  }
   return this;
 }
 
@@ -113,6 +120,7 @@ void StreamCall::Advance() {
       if (step == Step::kRead) reading_ = true;
       if (step == Step::kEnd) finished_ = true;
     }
+    if (step == Step::kEnd) headers_.place = nullptr;  // before the peer knows
     if (step == Step::kEnd) return Finish(environment_.tracker->EndStatus(status, context_));
     if (step == Step::kRead) {
       EnterForRead();
@@ -310,6 +318,12 @@ void StreamCall::OnDrain() {
     // Finish ends a read that is under way.
   }
   Advance();
+}
+
+void StreamCall::OnIdentities() {
+  const absl::Status status =
+      CheckStillAuthorized(headers_.authorization, environment_.identities, access_);
+  if (!status.ok()) EndInput(status);
 }
 
 void StreamCall::OnDone() {

@@ -47,13 +47,14 @@ class StreamCall final : public DrainedCall,
   using MakeCodec = std::function<std::unique_ptr<OpCodec>()>;
 
   StreamCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-             MakeCodec make_codec);
+             const Access& access, MakeCodec make_codec);
   ~StreamCall() override;
 
   // On headers. The reactor belongs to the transport until OnDone.
   RawReactor* Start();
 
   void OnDrain() override;
+  void OnIdentities() override;
 
  private:
   class Item;
@@ -79,6 +80,7 @@ class StreamCall final : public DrainedCall,
 
   grpc::CallbackServerContext* const context_;
   const CallEnvironment environment_;
+  const Access access_;
   const MakeCodec make_codec_;
   std::shared_ptr<StreamCall> self_;  // until OnDone
   AdmissionWait admission_wait_;

@@ -10,9 +10,10 @@
 namespace logitd::rpc {
 
 UnaryCall::UnaryCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-                     std::unique_ptr<OpCodec> codec)
+                     const Access& access, std::unique_ptr<OpCodec> codec)
     : RequestJob(environment, std::move(codec)),
       context_(context),
+      access_(access),
       admission_wait_(environment.admission) {}
 
 UnaryCall::~UnaryCall() {
@@ -31,6 +32,12 @@ RawReactor* UnaryCall::Start() {
     return this;
   }
   headers_ = *headers;
+  if (absl::Status status =
+          headers_.Authorize(*context_, environment().identities, access_, environment().metrics);
+      !status.ok()) {
+    Finish(status);
+    return this;
+  }
   absl::Status in_time;
   int64_t receiving_bytes = 0;
   {
@@ -162,6 +169,7 @@ void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response) {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
     finished_ = true;
+    headers_.place = nullptr;  // before the peer knows, and sends its next call
     work_.End(status.ok());
     status_ = environment().tracker->EndStatus(status, context_);
     out_.Swap(&response);
@@ -184,6 +192,7 @@ void UnaryCall::FinishWithoutMessage() {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
     finished_ = no_message_ = may_end_ = true;
+    headers_.place = nullptr;
     work_.End(/*complete=*/false);
     status_ = ToGrpc(NoMessageError());
     end = ClaimEnd();

@@ -32,7 +32,7 @@ class UnaryCall final : public RequestJob,
                         private RawReactor {
  public:
   UnaryCall(grpc::CallbackServerContext* context, const CallEnvironment& environment,
-            std::unique_ptr<OpCodec> codec);
+            const Access& access, std::unique_ptr<OpCodec> codec);
   ~UnaryCall() override;
 
   // On headers. The reactor belongs to the transport until OnDone.
@@ -66,6 +66,7 @@ class UnaryCall final : public RequestJob,
   void OnDone() override;
 
   grpc::CallbackServerContext* const context_;
+  const Access access_;
   std::shared_ptr<UnaryCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
   CallHeaders headers_;
