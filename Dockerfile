@@ -42,7 +42,7 @@ USER 65532:65532
 EXPOSE 7450 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["logitctl", "health"]
 ENTRYPOINT ["logitd"]
-CMD ["--metrics-listen", "0.0.0.0:9464", "--backend", "cuda"]
+CMD ["--listen", "127.0.0.1:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cuda"]
 
 FROM ${BASE} AS cpu
 COPY --from=build-cpu /dist/packages /tmp/packages
@@ -54,4 +54,4 @@ USER 65532:65532
 EXPOSE 7450 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s CMD ["logitctl", "health"]
 ENTRYPOINT ["logitd"]
-CMD ["--metrics-listen", "0.0.0.0:9464", "--backend", "cpu"]
+CMD ["--listen", "127.0.0.1:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cpu"]

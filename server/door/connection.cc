@@ -59,7 +59,7 @@ std::optional<uint32_t> UserOf(int fd, const sockaddr* address) {
   ucred peer = {};
   socklen_t length = sizeof(peer);
   if (address->sa_family != AF_UNIX ||
-      getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0 || peer.pid == 0) {
+      getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
     return std::nullopt;
   }
   return peer.uid;

@@ -26,6 +26,8 @@ constexpr uint64_t kFirstId = uint64_t{1} << 63;
 constexpr size_t kMaxName = 64;
 constexpr int64_t kMaxLimit = int64_t{1} << 50;
 constexpr double kMaxWeight = 1000;
+// What Linux says of a user of another namespace that has no number in this one.
+constexpr uint64_t kUnknownUser = 65534;
 
 constexpr const char* kKeys[] = {
     "name",   "token_sha256",   "certificates",        "uids",     "roles",
@@ -207,6 +209,7 @@ absl::StatusOr<Identities::Table> Identities::Parse(std::string_view text) {
       credential = true;
       return value.is_number_unsigned() &&
              value.get<uint64_t>() < std::numeric_limits<uint32_t>::max() &&
+             value.get<uint64_t>() != kUnknownUser &&
              table.uids.emplace(value.get<uint32_t>(), i).second;
     };
     const auto read_role = [&](const Json& value) {
@@ -224,8 +227,9 @@ absl::StatusOr<Identities::Table> Identities::Parse(std::string_view text) {
     status.Update(ReadList(entry, place, "certificates",
                            "uri:..., dns:... or cn:... that no other identity has",
                            read_certificate));
-    status.Update(
-        ReadList(entry, place, "uids", "a user's number that no other identity has", read_uid));
+    status.Update(ReadList(entry, place, "uids",
+                           "a user's number, not 65534 (nobody), that no other identity has",
+                           read_uid));
     status.Update(
         ReadList(entry, place, "roles", absl::StrJoin(kRoleNames, ", ").c_str(), read_role));
     status.Update(

@@ -94,9 +94,13 @@ void WatchedFiles::Start() {
   thread_ = std::thread([this] { Run(); });
 }
 
-void WatchedFiles::Run() {
+bool WatchedFiles::StopsWithin(absl::Duration time) {
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&stop_), period_)) {
+  return mutex_.AwaitWithTimeout(absl::Condition(&stop_), time);
+}
+
+void WatchedFiles::Run() {
+  while (!StopsWithin(period_)) {
     for (Watched& watched : watched_) {
       bool changed = false;
       const absl::Status status = Look(watched, &changed);

@@ -122,6 +122,7 @@ TEST_F(IdentitiesTest, AWrongFileSaysWhereAndLeavesTheOldOne) {
       {File(R"({"name": "a", "roles": ["infer"]})"), "with token_sha256, certificates or uids"},
       {File(R"({"name": "a", "roles": ["infer"], "uids": [-1]})"), "identities[0].uids[0]"},
       {File(R"({"name": "a", "roles": ["infer"], "uids": ["root"]})"), "identities[0].uids[0]"},
+      {File(R"({"name": "a", "roles": ["infer"], "uids": [65534]})"), "not 65534"},
       {File(R"({"name": "a", "roles": ["infer"], "token_sha256": ["12"]})"), "64 hexadecimal"},
       {File(R"({"name": "a", "roles": ["infer"], "token": "x", "uids": [1]})"), "got \"token\""},
       {File(R"({"name": "a", "roles": ["infer"], "certificates": ["b"]})"), "uri:..., dns:..."},

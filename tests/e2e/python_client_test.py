@@ -217,8 +217,8 @@ class PythonTlsTest(ServerTest):
     @classmethod
     def issue(cls, name, days):
         """A key and a certificate of the test's authority."""
-        cls.openssl("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-                    "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        cls.openssl("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                    "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         path = pathlib.Path(cls.directory, f"{name}.ext")
         path.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
         cls.openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-days", str(days),

@@ -365,6 +365,28 @@ TEST_F(TlsTest, AWrongFileAtTheStartSaysSo) {
   EXPECT_THAT(RunToEnd(flags).text, HasSubstr("allowed a file that exists"));
 }
 
+// --- the life of connections
+
+TEST_F(TlsTest, AnOldConnectionEndsWithoutADroppedCall) {
+  const ServerProcess server(With(files_.TlsFlags(), {"--max-connection-age=1s"}));
+  const auto channel = ConnectTls(server, authority_);
+  const absl::Time end = absl::Now() + absl::Seconds(4);
+  int calls = 0;
+  for (; absl::Now() < end; ++calls) {
+    const grpc::Status status = SmallTopK(channel);
+    ASSERT_TRUE(status.ok()) << status.error_message() << " after " << calls;
+  }
+  EXPECT_GE(server.Metric(Handshakes("ok")), 3) << "one connection served all";
+}
+
+TEST_F(TlsTest, AnIdleConnectionEnds) {
+  const ServerProcess server(With(files_.TlsFlags(), {"--max-connection-idle=1s"}));
+  const auto channel = ConnectTls(server, authority_);
+  ASSERT_TRUE(SmallTopK(channel).ok());
+  EXPECT_TRUE(server.WaitForMetric("logitd_connections", '=', 0));
+  EXPECT_TRUE(SmallTopK(channel).ok());
+}
+
 // --- identities
 
 class IdentityTest : public TlsTest {
