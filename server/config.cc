@@ -466,8 +466,9 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
     app.parse(argc, argv);
     CheckNames(app);
     CheckTogether(*config);
-  } catch (const CLI::ConversionError&) {  // options with a value parse it themselves
-    return leave(CLI::ValidationError("--allow-remote-heads or --insecure",
+  } catch (const CLI::ConversionError& error) {  // options with a value parse it themselves
+    const bool insecure = absl::StrContains(error.what(), "--insecure");
+    return leave(CLI::ValidationError(insecure ? "--insecure" : "--allow-remote-heads",
                                       "got another value, allowed true, false or none"));
   } catch (const CLI::ParseError& error) {
     return leave(error);
