@@ -1,6 +1,8 @@
 # Two images from one file:
 #   docker build --target cpu  -t logitd:cpu .
 #   docker build --target cuda -t logitd:cuda .
+# Without arguments the server listens on the container's loopback only. To let others in, give it --listen 0.0.0.0:7450
+# with --tls-cert, --tls-key and --tokens or --tls-client-ca; or with --insecure, where the container's network is trusted.
 # A build stage compiles the two programs and lists the packages of the shared libraries they use. A runtime stage is a
 # base image plus those packages and programs, so each runtime base must be the same distribution as its build base. The
 # CUDA runtime base has cuBLASLt, which logitd loads at run time for heads.
@@ -40,7 +42,7 @@ USER 65532:65532
 EXPOSE 7450 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s CMD ["logitctl", "health"]
 ENTRYPOINT ["logitd"]
-CMD ["--listen", "0.0.0.0:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cuda"]
+CMD ["--listen", "127.0.0.1:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cuda"]
 
 FROM ${BASE} AS cpu
 COPY --from=build-cpu /dist/packages /tmp/packages
@@ -52,4 +54,4 @@ USER 65532:65532
 EXPOSE 7450 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s CMD ["logitctl", "health"]
 ENTRYPOINT ["logitd"]
-CMD ["--listen", "0.0.0.0:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cpu"]
+CMD ["--listen", "127.0.0.1:7450", "--metrics-listen", "0.0.0.0:9464", "--backend", "cpu"]

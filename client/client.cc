@@ -9,7 +9,10 @@ namespace logitd::client {
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Create(ClientOptions options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  return std::unique_ptr<Client>(new Client(std::make_unique<Transport>(std::move(options))));
+  auto channel = MakeChannel(options);
+  if (!channel.ok()) return channel.status();
+  return std::unique_ptr<Client>(
+      new Client(std::make_unique<Transport>(std::move(options), *std::move(channel))));
 }
 
 Client::Client(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}

@@ -3,6 +3,7 @@
 #define LOGITD_CLIENT_OPTIONS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/time/time.h"
@@ -18,8 +19,21 @@ struct RetryOptions {
 // Batch work runs when the server has no interactive work.
 enum class Priority { kInteractive, kBatch };
 
+// Files are PEM and read once, when the Client is made.
+struct TlsOptions {
+  std::string ca_file;    // authorities of the server's certificate; empty: those of the system
+  std::string cert_file;  // of the client, for mutual TLS, with `key_file`; empty: none
+  std::string key_file;
+  std::string server_name;  // in the server's certificate; empty: the host of the address
+};
+
 struct ClientOptions {
-  std::string address = "127.0.0.1:7450";       // HOST:PORT or unix:PATH
+  std::string address = "127.0.0.1:7450";  // HOST:PORT or unix:PATH
+  std::optional<TlsOptions> tls;           // nullopt: none
+  // Shows the server who calls, in all calls except those of Health. Empty: none. Without TLS it is
+  // only sent to this machine, unless `token_over_plaintext`: everybody on the way can read it.
+  std::string token;
+  bool token_over_plaintext = false;
   absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
   RetryOptions retry;
   Priority priority = Priority::kInteractive;  // of all calls

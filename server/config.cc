@@ -33,7 +33,8 @@ constexpr int kUsageError = 2;
 constexpr const char* kDescription =
     "logitd: top-K, sampling, scoring and attention softmax over logits, as a gRPC service.\n\n"
     "  logitd                             # listens on 127.0.0.1:7450, uses a GPU if one answers\n"
-    "  logitd --listen 0.0.0.0:7450 --listen unix:/run/logitd.sock\n"
+    "  logitd --listen 0.0.0.0:7450 --tls-cert cert.pem --tls-key key.pem --tokens tokens.json\n"
+    "  logitd --listen unix:/run/logitd.sock --listen 127.0.0.1:7450\n"
     "  logitd --backend cpu --cpu-threads 8\n"
     "  logitd --head llama=/models/llama --head-root /models\n\n"
     "Sizes take units (64MiB, 1GiB; factors of 1024), and so do durations (200us, 30s). Every "
@@ -214,6 +215,33 @@ void AddHeads(CLI::App& app, const std::string& flag, std::vector<engine::HeadRe
       ->type_name("NAME=PATH[,vocab=N][,norm]");
 }
 
+// Strangers must not reach a server that does not know who calls, or that lets others read along.
+void CheckDoor(const Config& config) {
+  const auto refuse = [](const std::string& flag, const std::string& text) {
+    throw CLI::ValidationError(flag, text);
+  };
+  if (config.tls_cert.empty() != config.tls_key.empty()) {
+    const bool cert = config.tls_key.empty();
+    refuse(cert ? "--tls-key" : "--tls-cert",
+           absl::StrCat("got nothing, allowed a file, since there is ",
+                        cert ? "--tls-cert" : "--tls-key"));
+  }
+  if (!config.tls_client_ca.empty() && config.tls_cert.empty()) {
+    refuse("--tls-cert", "got nothing, allowed a file, since there is --tls-client-ca");
+  }
+  const bool knows_callers = !config.tokens.empty() || !config.tls_client_ca.empty();
+  if (config.insecure || (!config.tls_cert.empty() && knows_callers)) return;
+  for (const std::string& text : config.listen) {
+    const absl::StatusOr<door::Address> address = door::ParseAddress(text);
+    if (address.ok() && door::IsLocal(*address)) continue;
+    refuse(
+        "--listen",
+        absl::StrFormat("got \"%s\", which other machines reach, allowed only with --tls-cert and "
+                        "--tokens or --tls-client-ca, or with --insecure",
+                        absl::CHexEscape(text)));
+  }
+}
+
 // Checks that the flags agree with each other.
 void CheckTogether(const Config& config) {
   const auto refuse = [](const std::string& flag, const std::string& text) {
@@ -256,6 +284,7 @@ void CheckTogether(const Config& config) {
   if (config.metrics_listen != "off") {
     check_address("--metrics-listen", config.metrics_listen, false);
   }
+  CheckDoor(config);
   std::error_code error;
   if (!config.head_root.empty() && !std::filesystem::is_directory(config.head_root, error)) {
     refuse("--head-root", absl::StrFormat("got \"%s\", allowed a directory that exists",
@@ -308,7 +337,8 @@ void CheckNames(const CLI::App& app) {
             : "got a word, allowed only flags");
   }
   // Of this project's other programs.
-  for (const char* name : {"LOGITD_ADDR", "LOGITD_BINARY", "LOGITD_CUDA_ARCHITECTURES"}) {
+  for (const char* name :
+       {"LOGITD_ADDR", "LOGITD_TOKEN", "LOGITD_BINARY", "LOGITD_CUDA_ARCHITECTURES"}) {
     variables.emplace_back(name);
   }
   for (char** at = environ; *at != nullptr; ++at) {
@@ -386,6 +416,36 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                "Clients may load and unload heads although --listen has an address that is not "
                "local")
       ->envname(EnvironmentName("--allow-remote-heads"));
+  Add(app, "--tls-cert", &config->tls_cert,
+      "PEM file of the server's certificate and those that lead to its root: TLS on all addresses "
+      "of --listen that are no Unix sockets; read again when it changes")
+      ->type_name("FILE");
+  Add(app, "--tls-key", &config->tls_key, "PEM file of the key of --tls-cert")->type_name("FILE");
+  Add(app, "--tls-client-ca", &config->tls_client_ca,
+      "PEM file of the authorities whose certificates clients must have (mutual TLS)")
+      ->type_name("FILE");
+  Add(app, "--tokens", &config->tokens,
+      "JSON file of the identities that may call: their tokens, certificates and users, roles, "
+      "weights and quotas; read again when it changes")
+      ->type_name("FILE");
+  app.add_flag("--insecure", config->insecure,
+               "Listen on addresses that other machines reach although there is no TLS, or nothing "
+               "that shows who calls")
+      ->envname(EnvironmentName("--insecure"));
+  AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
+             "Calls that may be open on a connection");
+  AddDuration(
+      app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
+      /*infinite=*/true,
+      "Age at which a connection is asked to end: its calls finish, and its client connects "
+      "again");
+  AddDuration(app, "--max-connection-idle", &config->max_connection_idle, absl::Seconds(1),
+              /*infinite=*/true, "Time without a call after which a connection ends");
+  AddDuration(
+      app, "--keepalive-time", &config->keepalive_time, absl::Seconds(1),
+      /*infinite=*/true,
+      "Time without a byte from a peer after which the server asks whether it is still there; "
+      "the connection ends without an answer in 20s");
   AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
               /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");
@@ -413,8 +473,9 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
     app.parse(argc, argv);
     CheckNames(app);
     CheckTogether(*config);
-  } catch (const CLI::ConversionError&) {  // options with a value parse it themselves
-    return leave(CLI::ValidationError("--allow-remote-heads",
+  } catch (const CLI::ConversionError& error) {  // options with a value parse it themselves
+    const bool insecure = absl::StrContains(error.what(), "--insecure");
+    return leave(CLI::ValidationError(insecure ? "--insecure" : "--allow-remote-heads",
                                       "got another value, allowed true, false or none"));
   } catch (const CLI::ParseError& error) {
     return leave(error);

@@ -32,6 +32,15 @@ struct Config {
   std::string head_root;                   // a directory; empty: clients cannot load heads
   int64_t max_head_bytes = 0;              // 0: see --help
   bool allow_remote_heads = false;         // also if `listen` has an address that is not local
+  std::string tls_cert;                    // files; empty: none
+  std::string tls_key;
+  std::string tls_client_ca;
+  std::string tokens;
+  bool insecure = false;
+  int max_streams = 2048;  // open calls of a connection
+  absl::Duration max_connection_age = absl::InfiniteDuration();
+  absl::Duration max_connection_idle = absl::InfiniteDuration();
+  absl::Duration keepalive_time = absl::Minutes(1);
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"

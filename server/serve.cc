@@ -31,8 +31,11 @@
 #include "server/door/address.h"
 #include "server/door/connection.h"
 #include "server/door/door_metrics.h"
+#include "server/door/identities.h"
 #include "server/door/listener.h"
 #include "server/door/memory_watch.h"
+#include "server/door/tls_context.h"
+#include "server/door/watched_files.h"
 #include "server/engine/activity.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
@@ -214,7 +217,8 @@ int64_t MaxHeadBytes(const Config& config, const DeviceInfo& device) {
 
 // The first address for which clients may not load and unload heads; "" if there is none.
 std::string RemoteListen(const Config& config) {
-  if (config.allow_remote_heads) return "";
+  // Where there are identities, their roles say who may.
+  if (config.allow_remote_heads || !config.tokens.empty()) return "";
   for (const std::string& text : config.listen) {
     const absl::StatusOr<door::Address> address = door::ParseAddress(text);
     if (!address.ok() || !door::IsLocal(*address)) return text;
@@ -259,6 +263,56 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> ServeMetrics(const Config& config
                config.metrics_listen.substr(0, config.metrics_listen.rfind(':')),
                (*server)->port());
   return server;
+}
+
+// The files that say who may come in, as they are now.
+struct Door {
+  std::shared_ptr<door::TlsSource> tls;          // null: no TLS
+  std::unique_ptr<door::Identities> identities;  // null: everybody may call everything
+};
+
+// Fills `door` and `files`. `on_identities` runs after each change of the identities.
+absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetrics>& metrics,
+                      std::function<void()> on_identities, Door* door,
+                      std::unique_ptr<door::WatchedFiles>* files) {
+  std::vector<door::FileGroup> groups;
+  const auto on_read = [&metrics](const std::string& file) {
+    metrics->AddFile(file);
+    return [metrics, file](bool used) { metrics->OnRead(file, used); };
+  };
+  if (!config.tls_cert.empty()) {
+    door->tls = std::make_shared<door::TlsSource>();
+    metrics->AddTls();
+    const bool mutual = !config.tls_client_ca.empty();
+    std::vector<std::string> paths = {config.tls_cert, config.tls_key};
+    if (mutual) paths.push_back(config.tls_client_ca);
+    const auto use = [tls = door->tls, metrics, mutual](const std::vector<std::string>& contents) {
+      door::TlsPems pems = {.certificate = contents[0], .key = contents[1]};
+      if (mutual) pems.client_ca = contents[2];
+      absl::Status status = tls->Set(pems);
+      if (status.ok()) metrics->SetCertificateExpiry(tls->Get()->expiry());
+      return status;
+    };
+    groups.push_back({.name = absl::StrJoin(paths, ", "),
+                      .paths = paths,
+                      .use = use,
+                      .on_read = on_read("tls")});
+  }
+  if (!config.tokens.empty()) {
+    door->identities = std::make_unique<door::Identities>();
+    const auto use = [identities = door->identities.get(),
+                      on_identities](const std::vector<std::string>& contents) {
+      absl::Status status = identities->Set(contents[0]);
+      if (status.ok()) on_identities();
+      return status;
+    };
+    groups.push_back({.name = config.tokens,
+                      .paths = {config.tokens},
+                      .use = use,
+                      .on_read = on_read("tokens")});
+  }
+  *files = std::make_unique<door::WatchedFiles>(std::move(groups));
+  return (*files)->Load();
 }
 
 // Memory of a CPU stream that uses a head.
@@ -394,11 +448,22 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (!head_root.ok()) return CannotStart(head_root.status());
   const auto door_metrics =
       std::make_shared<door::DoorMetrics>(metrics.registry(), max_connections);
-  const std::shared_ptr<door::Connections> connections =
-      door::Connections::Create({.max_connections = max_connections}, door_metrics);
+  const std::shared_ptr<door::Connections> connections = door::Connections::Create(
+      {.frames = {.max_streams = config.max_streams}, .max_connections = max_connections},
+      door_metrics);
   const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server = ServeMetrics(
       config, MakeMetricsPage(metrics.registry(), connections, Version(), GrpcVersion(), device));
   if (!metrics_server.ok()) return CannotStart(metrics_server.status());
+  // Before the server, which ends first.
+  Door door;
+  std::atomic<rpc::RpcServer*> rechecked = nullptr;
+  std::unique_ptr<door::WatchedFiles> files;
+  const auto recheck = [&rechecked] {
+    if (rpc::RpcServer* const server = rechecked) server->RecheckIdentities();
+  };
+  if (absl::Status s = OpenDoor(config, door_metrics, recheck, &door, &files); !s.ok()) {
+    return CannotStart(s);
+  }
   const int64_t base_bytes = door::ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
@@ -409,11 +474,19 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .remote_listen = RemoteListen(config),
                              .peer_timeout = config.receive_timeout,
                              .slow_call = config.slow_call,
-                             .connections = connections},
+                             .connections = connections,
+                             .tls = door.tls,
+                             .identities = door.identities.get(),
+                             .max_connection_age = config.max_connection_age,
+                             .max_connection_idle = config.max_connection_idle,
+                             .keepalive_time = config.keepalive_time},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
   const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
       config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
+  rechecked = server->get();
+  files->Start();
+  if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
   Events::Kind event = ServeUntilEvent(config, events, **engine, **server);
@@ -422,6 +495,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (event == Events::kLost) LeaveLostDevice();
   if (cut == 0) absl::SleepFor(kLastWrites);
   GrpcIsEnding();
+  files.reset();  // its thread uses the server
   (*server)->Shutdown();
   if (!(*engine)->WaitIdle(absl::Now() + kLastBatch)) {
     if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);

@@ -391,12 +391,11 @@ int64_t Percentile(std::vector<int64_t>& values, double p) {
   return values[index];
 }
 
-absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string& address,
+absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const client::ClientOptions& target,
                                      int server_pid) {
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < scenario.connections; ++i) {
-    client::ClientOptions options;
-    options.address = address;
+    client::ClientOptions options = target;
     options.deadline = scenario.deadline;
     options.priority = scenario.priority;
     options.state_sizes = scenario.state_sizes;

@@ -75,10 +75,10 @@ struct Measured {
   int64_t server_peak_bytes = 0;  // resident, during the scenario; 0: not known
 };
 
-// Runs one scenario against `address`. `server_pid` (0: not known) is the server's process on this
+// Runs one scenario against the server of `target`. `server_pid` (0: not known) is the server's process on this
 // machine, whose peak of resident memory is read. Fails only for options that cannot work; a failed
 // call is a count in `errors`.
-absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const std::string& address,
+absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const client::ClientOptions& target,
                                      int server_pid);
 
 // Exact: the sample at rank ceil(p * n) of the sorted values, p in (0, 1]. Not HdrHistogram: Debian

@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "bench/load/load.h"
 #include "bench/load/report.h"
+#include "client/cli/connection_flags.h"
 #include "client/client.h"
 
 namespace logitd::bench {
@@ -94,7 +95,8 @@ constexpr int kOverloadConnections = 8;
 
 struct Flags {
   Scenario scenario = {.name = "flags"};
-  std::string address = "127.0.0.1:7450";
+  cli::ConnectionFlags connection;
+  client::ClientOptions target;  // of `connection`
   std::string preset;
   std::string json_file;
   double warmup_s = 1;
@@ -110,9 +112,7 @@ void AddFlags(CLI::App* app, Flags* flags) {
                             auto most) {
     app->add_option(name, *value, help)->check(CLI::Range(least, most))->capture_default_str();
   };
-  app->add_option("--addr", flags->address, "HOST:PORT or unix:PATH")
-      ->envname("LOGITD_ADDR")
-      ->capture_default_str();
+  cli::AddConnectionFlags(app, &flags->connection);
   app->add_option("--preset", flags->preset,
                   "a list of scenarios: service and overload in place of the other flags, sweep of "
                   "what they say")
@@ -169,7 +169,7 @@ class Runner {
 
   // Where `peak` is not 0, the summary says which share of it was answered in time.
   absl::StatusOr<double> Run(const Scenario& scenario, double peak = 0) {
-    absl::StatusOr<Measured> measured = RunScenario(scenario, flags_.address, flags_.server_pid);
+    absl::StatusOr<Measured> measured = RunScenario(scenario, flags_.target, flags_.server_pid);
     if (!measured.ok()) {
       return absl::Status(measured.status().code(),
                           absl::StrCat(scenario.name, ": ", measured.status().ToString()));
@@ -270,16 +270,19 @@ int Main(int argc, char** argv) {
   flags.scenario.duration = absl::Seconds(flags.duration_s);
   flags.scenario.deadline = absl::Seconds(flags.deadline_s);
 
-  const auto client = client::Client::Create({.address = flags.address});
+  const absl::StatusOr<client::ClientOptions> target = cli::OptionsOf(flags.connection);
+  if (!target.ok()) return Fail(2, std::string(target.status().message()));
+  flags.target = *target;
+  const auto client = client::Client::Create(flags.target);
   if (!client.ok()) return Fail(2, std::string(client.status().message()));
   const absl::StatusOr<v1::GetInfoResponse> info = (*client)->Info();
   if (!info.ok()) {
     return Fail(1, absl::StrFormat("%s\n  hint: is logitd running at %s?", info.status().ToString(),
-                                   flags.address));
+                                   flags.target.address));
   }
   absl::PrintF("logitd %s, %s, %s\n%s", info->version(), info->backend(), info->device().name(),
                TableHeader());
-  Runner runner(flags, Provenance(*info, flags.address));
+  Runner runner(flags, Provenance(*info, flags.target.address));
   if (absl::Status status = RunAll(flags, info->backend() == "cuda", &runner); !status.ok()) {
     return Fail(1, std::string(status.message()));
   }

@@ -102,6 +102,7 @@ int RunUnloadHead(const Session& session, const std::string& name);
 int RunListHeads(const Session& session);
 int RunGetHead(const Session& session, const std::string& name);
 
+int RunToken(const Session& session);
 int RunInfo(const Session& session);
 int RunLoad(const Session& session);
 

@@ -120,9 +120,7 @@ struct Command {
 using Commands = std::vector<Command>;
 
 void AddCommonFlags(CLI::App* command, CommonFlags* common) {
-  command->add_option("--addr", common->address, "HOST:PORT or unix:PATH of the server")
-      ->envname("LOGITD_ADDR")
-      ->capture_default_str();
+  AddConnectionFlags(command, &common->connection);
   command->add_option("--deadline", common->deadline_s, "seconds for one call, retries included")
       ->check(CLI::Range(0.001, 86400.0))
       ->capture_default_str();
@@ -314,6 +312,10 @@ void AddServer(CLI::App* app, Commands* commands) {
       {app->add_subcommand("info", "What the server is: version, backend, device, limits, ops."),
        &RunInfo});
   commands->push_back({app->add_subcommand("load", "What the server is doing now."), &RunLoad});
+  commands->push_back(
+      {app->add_subcommand("token",
+                           "Makes a random token, and its SHA-256 for the server's --tokens file."),
+       &RunToken});
   const auto [health, flags] = AddCommand(
       app, commands, "health",
       "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.", &RunHealth);

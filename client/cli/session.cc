@@ -52,17 +52,18 @@ void Progress::Show(int64_t done, int64_t total, const std::string& note) {
 }
 
 absl::StatusOr<Session> Session::Open(const CommonFlags& common) {
-  absl::StatusOr<std::unique_ptr<client::Client>> client =
-      client::Client::Create({.address = common.address,
-                              .deadline = absl::Seconds(common.deadline_s),
-                              .retry = {.max_attempts = common.max_attempts},
-                              .priority = common.priority,
-                              .request_id = common.request_id,
-                              .traceparent = common.traceparent});
+  absl::StatusOr<client::ClientOptions> options = OptionsOf(common.connection);
+  if (!options.ok()) return options.status();
+  options->deadline = absl::Seconds(common.deadline_s);
+  options->retry.max_attempts = common.max_attempts;
+  options->priority = common.priority;
+  options->request_id = common.request_id;
+  options->traceparent = common.traceparent;
+  absl::StatusOr<std::unique_ptr<client::Client>> client = client::Client::Create(*options);
   if (!client.ok()) return client.status();
   Session session;
   session.client_ = *std::move(client);
-  session.address_ = common.address;
+  session.address_ = common.connection.address;
   session.json_ = common.format == "json";
   return session;
 }
@@ -77,6 +78,9 @@ int Session::CallFailed(const absl::Status& status) const {
       return kExitUnavailable;
     case absl::StatusCode::kResourceExhausted:
       Complain(text, "the server is full; more --max-attempts or a longer --deadline may help");
+      return kExitCallFailed;
+    case absl::StatusCode::kUnauthenticated:
+      Complain(text, "--token-file or $LOGITD_TOKEN has the token that shows who calls");
       return kExitCallFailed;
     case absl::StatusCode::kDeadlineExceeded:
       Complain(text, "a longer --deadline gives the call more time");

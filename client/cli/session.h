@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "client/cli/connection_flags.h"
 #include "client/client.h"
 
 namespace logitd::cli {
@@ -21,7 +22,7 @@ enum ExitCode {
 };
 
 struct CommonFlags {
-  std::string address = "127.0.0.1:7450";
+  ConnectionFlags connection;
   double deadline_s = 30;
   int max_attempts = 4;
   client::Priority priority = client::Priority::kInteractive;

@@ -1,7 +1,13 @@
 #include "client/transport/channel.h"
 
 #include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
 
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
@@ -17,6 +23,60 @@ bool IsAddress(const std::string& address) {
   return colon != std::string::npos && colon > 0 &&
          absl::SimpleAtoi(absl::string_view(address).substr(colon + 1), &port) && port > 0 &&
          port <= 65535;
+}
+
+bool IsThisMachine(const std::string& address) {
+  return absl::StartsWith(address, "unix:") || absl::StartsWith(address, "127.") ||
+         absl::StartsWith(address, "localhost:") || absl::StartsWith(address, "[::1]:");
+}
+
+absl::Status CheckToken(const ClientOptions& options) {
+  const std::string& token = options.token;
+  if (token.empty()) return absl::OkStatus();
+  const bool plain = std::all_of(token.begin(), token.end(), [](char c) {
+    return absl::ascii_isgraph(static_cast<unsigned char>(c));
+  });
+  if (token.size() < 16 || token.size() > 512 || !plain) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "token: got %d characters%s, allowed 16 to 512 printable ones without spaces", token.size(),
+        plain ? "" : ", some not printable"));
+  }
+  if (!options.tls.has_value() && !options.token_over_plaintext &&
+      !IsThisMachine(options.address)) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "token: got one for %s without TLS, where others can read it; allowed with TLS, or where "
+        "token_over_plaintext says so",
+        options.address));
+  }
+  return absl::OkStatus();
+}
+
+// Empty for an empty path.
+absl::StatusOr<std::string> ReadPem(const std::string& path) {
+  if (path.empty()) return "";
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file) return absl::NotFoundError(absl::StrFormat("%s: cannot be read", path));
+  return text.str();
+}
+
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
+    const ClientOptions& options) {
+  if (!options.tls.has_value()) return grpc::InsecureChannelCredentials();
+  const TlsOptions& tls = *options.tls;
+  if (tls.cert_file.empty() != tls.key_file.empty()) {
+    return absl::InvalidArgumentError(
+        "tls: got a certificate without a key or a key without a certificate, allowed both");
+  }
+  const auto ca = ReadPem(tls.ca_file);
+  const auto cert = ReadPem(tls.cert_file);
+  const auto key = ReadPem(tls.key_file);
+  for (const auto* pem : {&ca, &cert, &key}) {
+    if (!pem->ok()) return pem->status();
+  }
+  return grpc::SslCredentials(
+      {.pem_root_certs = *ca, .pem_private_key = *key, .pem_cert_chain = *cert});
 }
 
 }  // namespace
@@ -35,10 +95,12 @@ absl::Status CheckOptions(const ClientOptions& options) {
         absl::StrFormat("deadline: got %s, allowed above 0 and up to a year",
                         absl::FormatDuration(options.deadline)));
   }
-  return absl::OkStatus();
+  return CheckToken(options);
 }
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
+absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ClientOptions& options) {
+  auto credentials = MakeCredentials(options);
+  if (!credentials.ok()) return credentials.status();
   grpc::ChannelArguments args;
   args.SetMaxReceiveMessageSize(-1);
   args.SetMaxSendMessageSize(-1);
@@ -54,7 +116,10 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
   // for ever.
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60000);
   args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), args);
+  if (options.tls.has_value() && !options.tls->server_name.empty()) {
+    args.SetSslTargetNameOverride(options.tls->server_name);
+  }
+  return grpc::CreateCustomChannel(options.address, *credentials, args);
 }
 
 }  // namespace logitd::client

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "client/options.h"
 
 namespace logitd::client {
@@ -16,7 +17,8 @@ namespace logitd::client {
 absl::Status CheckOptions(const ClientOptions& options);
 
 // Connects at the first call. The channel is not shared with other channels to the same address.
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address);
+// NOT_FOUND or INVALID_ARGUMENT: a file of the TLS options cannot be read.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ClientOptions& options);
 
 }  // namespace logitd::client
 

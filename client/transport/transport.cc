@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
-#include "client/transport/channel.h"
 
 namespace logitd::client {
 namespace {
@@ -73,10 +72,13 @@ void ReleaseAndShutdown(PayloadHold* hold, grpc::CompletionQueue* cq) {
   }
 }
 
-Transport::Transport(ClientOptions options)
-    : options_(std::move(options)), channel_(MakeChannel(options_.address)), stub_(channel_) {}
+Transport::Transport(ClientOptions options, std::shared_ptr<grpc::Channel> channel)
+    : options_(std::move(options)), channel_(std::move(channel)), stub_(channel_) {}
 
 void Transport::Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const {
+  if (!options_.token.empty()) {
+    context->AddMetadata("authorization", absl::StrCat("Bearer ", options_.token));
+  }
   if (options_.priority == Priority::kBatch) context->AddMetadata("logitd-priority", "batch");
   if (!options_.request_id.empty()) context->AddMetadata("x-request-id", options_.request_id);
   if (!options_.traceparent.empty()) context->AddMetadata("traceparent", options_.traceparent);

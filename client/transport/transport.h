@@ -60,7 +60,7 @@ bool ParseMessage(grpc::ByteBuffer* buffer, google::protobuf::MessageLite* messa
 // Thread-safe.
 class Transport {
  public:
-  explicit Transport(ClientOptions options);
+  Transport(ClientOptions options, std::shared_ptr<grpc::Channel> channel);
 
   const ClientOptions& options() const { return options_; }
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
@@ -69,8 +69,8 @@ class Transport {
   // The deadline of a whole call that begins now.
   absl::Time Deadline() const { return absl::Now() + options_.deadline; }
 
-  // Adds what the server is told about a call besides its message: the priority, and the bytes of
-  // the message where they are known.
+  // Adds what the server is told about a call besides its message: the token, the priority, and the
+  // bytes of the message where they are known.
   void Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const;
 
   // INVALID_ARGUMENT: the request is larger than ClientOptions::max_message_bytes.

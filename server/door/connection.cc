@@ -54,6 +54,17 @@ PeerName NamePeer(const sockaddr* address, socklen_t length, uint64_t id) {
   return {.peer = absl::StrCat("unix:connection-", id)};
 }
 
+// The user of the process that connected to a Unix socket.
+std::optional<uint32_t> UserOf(int fd, const sockaddr* address) {
+  ucred peer = {};
+  socklen_t length = sizeof(peer);
+  if (address->sa_family != AF_UNIX ||
+      getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
+    return std::nullopt;
+  }
+  return peer.uid;
+}
+
 // Calls `read` for the first `bytes` of `parts`.
 template <typename Read>
 void ForEachPart(absl::Span<const iovec> parts, size_t bytes, Read read) {
@@ -68,13 +79,20 @@ void ForEachPart(absl::Span<const iovec> parts, size_t bytes, Read read) {
 }  // namespace
 
 Connection::Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer,
-                       std::string host)
+                       std::string host, std::optional<uint32_t> uid)
     : owner_(std::move(owner)),
       id_(id),
       peer_(std::move(peer)),
       host_(std::move(host)),
+      uid_(uid),
       fd_(fd),
       frames_(owner_->options().frames, absl::GetCurrentTimeNanos()) {}
+
+void Connection::SetTls(std::unique_ptr<TlsSession> session) {
+  tls_owner_ = std::move(session);
+  certificate_names_ = tls_owner_->CertificateNames();
+  tls_.store(tls_owner_.get(), std::memory_order_release);
+}
 
 int64_t Connection::message_bytes() const {
   absl::MutexLock lock(&mutex_);
@@ -165,6 +183,7 @@ void Connection::Closed() {
     absl::MutexLock lock(&mutex_);
     fd_ = -1;
   }
+  if (TlsSession* const session = tls()) session->Release();
   const std::shared_ptr<Connections> owner = owner_;  // `this` may end in Remove
   owner->Remove(this);
 }
@@ -191,10 +210,11 @@ std::shared_ptr<Connection> Connections::Add(int fd, const sockaddr* address, so
     const auto from_host = name.host.empty() ? by_host_.end() : by_host_.find(name.host);
     const bool full =
         static_cast<int64_t>(all_.size()) >= options_.max_connections ||
+        by_peer_.contains(name.peer) ||
         (from_host != by_host_.end() && from_host->second >= (options_.max_connections + 1) / 2);
     if (!full && fd < kMaxDescriptors) {
-      connection =
-          std::make_shared<Connection>(shared_from_this(), ++last_id_, fd, name.peer, name.host);
+      connection = std::make_shared<Connection>(shared_from_this(), ++last_id_, fd, name.peer,
+                                                name.host, UserOf(fd, address));
       all_.emplace(connection.get(), connection);
       by_peer_[connection->peer()] = connection.get();
       if (!name.host.empty()) ++by_host_[name.host];
@@ -239,6 +259,10 @@ Traffic Connections::traffic() const {
 
 void Connections::CountRefused() {
   if (events_ != nullptr) events_->OnRefused();
+}
+
+void Connections::CountHandshake(HandshakeEnd end) {
+  if (events_ != nullptr) events_->OnHandshake(end);
 }
 
 bool Connections::CutLargest() {

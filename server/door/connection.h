@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "absl/types/span.h"
 #include "server/door/frames.h"
 #include "server/door/limits.h"
+#include "server/door/tls_session.h"
 
 namespace logitd::door {
 
@@ -34,7 +36,7 @@ class Connections;
 class Connection {
  public:
   Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer,
-             std::string host);
+             std::string host, std::optional<uint32_t> uid = std::nullopt);
 
   uint64_t id() const { return id_; }  // from 1; never used again
   // As grpc::ServerContext::peer() names it, without percent signs: "ipv4:127.0.0.1:40123",
@@ -42,6 +44,17 @@ class Connection {
   // "unix:connection-ID".
   const std::string& peer() const { return peer_; }
 
+  // Who the peer is, as far as the transport proves it: the names in its certificate, in the form of
+  // TlsSession::CertificateNames, and the user of a process at the other end of a Unix socket.
+  absl::Span<const std::string> certificate_names() const { return certificate_names_; }
+  std::optional<uint32_t> uid() const { return uid_; }
+
+  // Once, when the handshake is done and before gRPC has the connection.
+  void SetTls(std::unique_ptr<TlsSession> session);
+  // Null: the bytes of the socket are plain.
+  TlsSession* tls() const { return tls_.load(std::memory_order_acquire); }
+
+  // Of plain bytes, without what TLS adds.
   int64_t received_bytes() const { return received_.load(std::memory_order_relaxed); }
   int64_t sent_bytes() const { return sent_.load(std::memory_order_relaxed); }
   int64_t message_bytes() const;  // DATA frames' payload, in all
@@ -76,6 +89,10 @@ class Connection {
   const uint64_t id_;
   const std::string peer_;
   const std::string host_;  // the peer's address without its port; empty if it is on this machine
+  const std::optional<uint32_t> uid_;
+  std::unique_ptr<TlsSession> tls_owner_;  // written by SetTls, then only read
+  std::vector<std::string> certificate_names_;
+  std::atomic<TlsSession*> tls_ = nullptr;
   std::atomic<int64_t> received_ = 0;
   std::atomic<int64_t> sent_ = 0;
   int64_t received_at_look_ = 0;  // of Connections::CutLargest, under its lock
@@ -112,6 +129,7 @@ class ConnectionEvents {
   virtual void OnOpen(int64_t open) {}
   virtual void OnRefused() {}
   virtual void OnCut(Limit reason) {}
+  virtual void OnHandshake(HandshakeEnd end) {}
 };
 
 // Bytes of all connections since the start, closed ones included.
@@ -136,7 +154,8 @@ class Connections : public std::enable_shared_from_this<Connections> {
   const ConnectionOptions& options() const { return options_; }
 
   // Takes on the account of a connected socket. Null: there are max_connections, or half of them
-  // come from the same address of another machine. The caller then closes `fd`.
+  // come from the same address of another machine; or an open connection has the same address and
+  // port, so that calls could not tell them apart. The caller then closes `fd`.
   std::shared_ptr<Connection> Add(int fd, const sockaddr* address, socklen_t length);
   // By the text of grpc::ServerContext::peer(). Null: not a connection of the listener, or closed.
   std::shared_ptr<Connection> Find(absl::string_view peer) const;
@@ -148,6 +167,8 @@ class Connections : public std::enable_shared_from_this<Connections> {
 
   // Counts a connection that was closed without an account.
   void CountRefused();
+
+  void CountHandshake(HandshakeEnd end);
 
   // Cuts the connection that sent most since the last call, with Limit::kMemory. Of those that sent
   // nothing, the one with most under way. False: no connection has anything of either.

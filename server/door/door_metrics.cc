@@ -45,6 +45,46 @@ void DoorMetrics::OnRefused() { refused_->Increment(); }
 
 void DoorMetrics::OnCut(Limit reason) { cut_[static_cast<size_t>(reason) - 1]->Increment(); }
 
+void DoorMetrics::OnHandshake(HandshakeEnd end) {
+  handshakes_[static_cast<size_t>(end)]->Increment();
+}
+
+void DoorMetrics::AddTls() {
+  auto& family = prometheus::BuildCounter()
+                     .Name("logitd_tls_handshakes_total")
+                     .Help("TLS handshakes that ended, by how.")
+                     .Register(*registry_);
+  for (size_t i = 0; i < kHandshakeEndNames.size(); ++i) {
+    handshakes_[i] = &family.Add({{"result", std::string(kHandshakeEndNames[i])}});
+  }
+  expiry_ = &AddGauge(*registry_, "logitd_tls_certificate_expiry_seconds",
+                      "When the server's certificate expires, as a Unix time.");
+}
+
+void DoorMetrics::SetCertificateExpiry(absl::Time expiry) {
+  expiry_->Set(static_cast<double>(absl::ToUnixSeconds(expiry)));
+}
+
+void DoorMetrics::AddFile(const std::string& file) {
+  auto& stale = prometheus::BuildGauge()
+                    .Name("logitd_file_stale")
+                    .Help("1: the file holds something that the server cannot use.")
+                    .Register(*registry_);
+  auto& reads = prometheus::BuildCounter()
+                    .Name("logitd_file_reads_total")
+                    .Help("Changes of the file that the server read.")
+                    .Register(*registry_);
+  files_[file] = {.stale = &stale.Add({{"file", file}}),
+                  .used = &reads.Add({{"file", file}, {"result", "used"}}),
+                  .refused = &reads.Add({{"file", file}, {"result", "refused"}})};
+}
+
+void DoorMetrics::OnRead(const std::string& file, bool used) {
+  const FileSeries& series = files_.at(file);
+  series.stale->Set(used ? 0 : 1);
+  (used ? series.used : series.refused)->Increment();
+}
+
 void DoorMetrics::SetResident(int64_t bytes, int64_t limit) {
   resident_->Set(static_cast<double>(bytes));
   resident_limit_->Set(static_cast<double>(limit));

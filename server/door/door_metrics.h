@@ -13,7 +13,11 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
+
+#include "absl/time/time.h"
 
 #include "server/door/connection.h"
 #include "server/door/limits.h"
@@ -35,7 +39,16 @@ class DoorMetrics final : public ConnectionEvents {
   void OnOpen(int64_t open) override;
   void OnRefused() override;
   void OnCut(Limit reason) override;
+  void OnHandshake(HandshakeEnd end) override;
   void SetResident(int64_t bytes, int64_t limit);
+
+  // Adds the series of TLS. Before the first connection.
+  void AddTls();
+  void SetCertificateExpiry(absl::Time expiry);
+  // Adds the series of a file that is read again when it changes: "tls" or "tokens".
+  void AddFile(const std::string& file);
+  // The file was read again. `used`: the server uses what it holds now.
+  void OnRead(const std::string& file, bool used);
 
  private:
   const std::shared_ptr<prometheus::Registry> registry_;
@@ -44,6 +57,14 @@ class DoorMetrics final : public ConnectionEvents {
   prometheus::Gauge* resident_limit_;
   prometheus::Counter* refused_;
   std::array<prometheus::Counter*, kLimitNames.size()> cut_;
+  std::array<prometheus::Counter*, kHandshakeEndNames.size()> handshakes_ = {};
+  prometheus::Gauge* expiry_ = nullptr;
+  struct FileSeries {
+    prometheus::Gauge* stale;
+    prometheus::Counter* used;
+    prometheus::Counter* refused;
+  };
+  std::map<std::string, FileSeries> files_;
 };
 
 }  // namespace logitd::door

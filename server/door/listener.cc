@@ -44,8 +44,11 @@ int64_t ConnectionLimit(int64_t asked, int64_t descriptors) {
   return std::min({asked == 0 ? kMostConnections : asked, room, kMostConnections});
 }
 
-Listener::Listener(std::shared_ptr<Connections> connections)
+Listener::Listener(std::shared_ptr<Connections> connections, std::shared_ptr<const TlsSource> tls,
+                   HandshakeLimits limits)
     : connections_(std::move(connections)),
+      tls_(std::move(tls)),
+      limits_(limits),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       spare_(OpenSpare()) {}
 
@@ -75,6 +78,9 @@ absl::Status Listener::Listen(absl::Span<const std::string> addresses) {
 
 void Listener::Start(Take take) {
   take_ = std::move(take);
+  if (tls_ != nullptr) {
+    handshakes_ = std::make_unique<Handshakes>(connections_, tls_, limits_, take_);
+  }
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -84,6 +90,7 @@ void Listener::Stop() {
     [[maybe_unused]] const ssize_t written = write(stop_, &one, sizeof(one));
     thread_.join();
   }
+  handshakes_.reset();
   for (const Place& place : places_) {
     RemoveSocketFile(place.address, place.socket);
     close(place.socket.fd);
@@ -94,20 +101,32 @@ void Listener::Stop() {
 void Listener::Run() {
   std::vector<pollfd> fds = {{.fd = stop_, .events = POLLIN}};
   for (const Place& place : places_) fds.push_back({.fd = place.socket.fd, .events = POLLIN});
+  const size_t listening = fds.size();
+  if (handshakes_ != nullptr) fds.push_back({.fd = handshakes_->fd(), .events = POLLIN});
   while (true) {
-    if (poll(fds.data(), fds.size(), -1) < 0) continue;
+    if (poll(fds.data(), fds.size(), WaitMs()) < 0) continue;
     if (fds[0].revents != 0) return;
+    if (handshakes_ != nullptr) handshakes_->Step();
     bool rest = false;
-    for (size_t i = 1; i < fds.size(); ++i) {
+    for (size_t i = 1; i < listening; ++i) {
       if (fds[i].revents != 0 && !AcceptAll(fds[i].fd)) rest = true;
     }
     if (rest) poll(fds.data(), 1, static_cast<int>(absl::ToInt64Milliseconds(kRest)));
   }
 }
 
+int Listener::WaitMs() const {
+  const absl::Time due = handshakes_ == nullptr ? absl::InfiniteFuture() : handshakes_->due();
+  if (due == absl::InfiniteFuture()) return -1;
+  const absl::Duration wait = std::max(due - absl::Now(), absl::ZeroDuration());
+  return static_cast<int>(absl::ToInt64Milliseconds(wait)) + 1;
+}
+
 bool Listener::AcceptAll(int listening_fd) {
-  // A bound, so that one busy address does not keep the others or the end waiting.
-  for (int i = 0; i < 256; ++i) {
+  // A bound, so that one busy address does not keep the others or the end waiting. With TLS a lower
+  // one: handshakes that can go on do so before many newer connections need their places.
+  const int most = handshakes_ == nullptr ? 256 : 16;
+  for (int i = 0; i < most; ++i) {
     const int fd = accept4(listening_fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd >= 0) {
       Admit(fd, listening_fd);
@@ -155,8 +174,12 @@ void Listener::Admit(int fd, int listening_fd) {
   if (refuse_) {
     connections_->CountRefused();
     close(fd);
-  } else if (connections_->Add(fd, peer, length) != nullptr) {
-    take_(fd, listening_fd);
+  } else if (auto connection = connections_->Add(fd, peer, length); connection != nullptr) {
+    if (handshakes_ != nullptr && address.ss_family != AF_UNIX) {
+      handshakes_->Add(fd, listening_fd, std::move(connection));
+    } else {
+      take_(fd, listening_fd);
+    }
   } else {
     close(fd);
   }

@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "server/door/address.h"
 #include "server/door/connection.h"
+#include "server/door/handshakes.h"
 #include "server/door/listening_socket.h"
 
 namespace logitd::door {
@@ -34,11 +35,14 @@ int64_t ConnectionLimit(int64_t asked, int64_t descriptors);
 // Owns the sockets that listen and the thread that accepts. Listen, Start and Stop from one thread.
 class Listener {
  public:
-  // Takes a connected, non-blocking socket and owns it from then on. Runs on the listener's thread.
+  // Takes a connected, non-blocking socket, whose TLS handshake is done if it has TLS, and owns it
+  // from then on. Runs on the listener's thread.
   using Take = std::function<void(int fd, int listening_fd)>;
 
-  // `connections` decides who comes in and keeps the accounts.
-  explicit Listener(std::shared_ptr<Connections> connections);
+  // `connections` decides who comes in and keeps the accounts. With `tls`, connections that are not
+  // over Unix sockets have TLS; null: none has.
+  explicit Listener(std::shared_ptr<Connections> connections,
+                    std::shared_ptr<const TlsSource> tls = nullptr, HandshakeLimits limits = {});
   // Stops.
   ~Listener();
   Listener(const Listener&) = delete;
@@ -69,11 +73,16 @@ class Listener {
   // False: there are no descriptors, so the thread rests before the next try.
   bool AcceptAll(int listening_fd);
   void Admit(int fd, int listening_fd);
+  // For poll: until the first handshake takes too long.
+  int WaitMs() const;
 
   const std::shared_ptr<Connections> connections_;
+  const std::shared_ptr<const TlsSource> tls_;
+  const HandshakeLimits limits_;
   std::vector<Place> places_;
   std::vector<std::string> listening_;
   Take take_;
+  std::unique_ptr<Handshakes> handshakes_;  // of the thread; null: no TLS
   std::atomic<bool> refuse_ = false;
   int stop_ = -1;   // an eventfd
   int spare_ = -1;  // closed to make room for one descriptor

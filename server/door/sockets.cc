@@ -1,6 +1,8 @@
 #include "server/door/sockets.h"
 
 #include <dlfcn.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -39,6 +41,28 @@ void NameUnixPeer(const Connection& connection, sockaddr* address, socklen_t roo
   std::memcpy(address, &named, std::min(room, *length));
 }
 
+// Tells the reader how many bytes the kernel still has, as TCP_INQ asks for: 0 saves gRPC a read
+// that would find nothing. Otherwise it says nothing, and gRPC reads on until there is nothing.
+void TellInQueue(msghdr* message, bool drained) {
+  cmsghdr* const control = drained ? CMSG_FIRSTHDR(message) : nullptr;
+  if (control == nullptr || message->msg_controllen < CMSG_SPACE(sizeof(int))) {
+    message->msg_controllen = 0;
+    return;
+  }
+  const int left = 0;
+  *control = {.cmsg_len = CMSG_LEN(sizeof(left)), .cmsg_level = SOL_TCP, .cmsg_type = TCP_CM_INQ};
+  std::memcpy(CMSG_DATA(control), &left, sizeof(left));
+  message->msg_controllen = CMSG_SPACE(sizeof(left));
+}
+
+ssize_t ReadTls(TlsSession& session, msghdr* message) {
+  bool drained = false;
+  const ssize_t got = session.Read({message->msg_iov, message->msg_iovlen}, &drained);
+  TellInQueue(message, drained);
+  message->msg_flags = 0;
+  return got;
+}
+
 }  // namespace
 
 void SetConnection(int fd, Connection* connection) {
@@ -49,6 +73,8 @@ bool SocketsAreWatched() {
   return dlsym(RTLD_DEFAULT, "recvmsg") == reinterpret_cast<void*>(&recvmsg) &&
          dlsym(RTLD_DEFAULT, "sendmsg") == reinterpret_cast<void*>(&sendmsg) &&
          dlsym(RTLD_DEFAULT, "getpeername") == reinterpret_cast<void*>(&getpeername) &&
+         dlsym(RTLD_DEFAULT, "shutdown") == reinterpret_cast<void*>(&shutdown) &&
+         dlsym(RTLD_DEFAULT, "setsockopt") == reinterpret_cast<void*>(&setsockopt) &&
          dlsym(RTLD_DEFAULT, "close") == reinterpret_cast<void*>(&close);
 }
 
@@ -56,13 +82,22 @@ bool SocketsAreWatched() {
 
 using logitd::door::Connection;
 using logitd::door::Lookup;
+using logitd::door::ReadTls;
+using logitd::door::TlsSession;
 
 extern "C" {
 
 ssize_t recvmsg(int fd, msghdr* message, int flags) {
   Connection* const connection = Lookup(fd);
-  const ssize_t got = syscall(SYS_recvmsg, fd, message, flags);
-  if (connection == nullptr || got <= 0 || (flags & (MSG_ERRQUEUE | MSG_PEEK)) != 0) return got;
+  const bool data = (flags & (MSG_ERRQUEUE | MSG_PEEK)) == 0;
+  TlsSession* const tls = connection == nullptr ? nullptr : connection->tls();
+  if (tls != nullptr && (flags & MSG_PEEK) != 0) {
+    errno = EOPNOTSUPP;
+    return -1;
+  }
+  const ssize_t got =
+      tls != nullptr && data ? ReadTls(*tls, message) : syscall(SYS_recvmsg, fd, message, flags);
+  if (connection == nullptr || got <= 0 || !data) return got;
   if (connection->Received({message->msg_iov, message->msg_iovlen}, static_cast<size_t>(got))) {
     return got;
   }
@@ -72,7 +107,9 @@ ssize_t recvmsg(int fd, msghdr* message, int flags) {
 
 ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   Connection* const connection = Lookup(fd);
-  const ssize_t put = syscall(SYS_sendmsg, fd, message, flags);
+  TlsSession* const tls = connection == nullptr ? nullptr : connection->tls();
+  const ssize_t put = tls != nullptr ? tls->Write({message->msg_iov, message->msg_iovlen})
+                                     : syscall(SYS_sendmsg, fd, message, flags);
   if (connection == nullptr || put <= 0) return put;
   connection->Sent({message->msg_iov, message->msg_iovlen}, static_cast<size_t>(put));
   return put;
@@ -86,6 +123,22 @@ int getpeername(int fd, sockaddr* __restrict address, socklen_t* __restrict leng
     logitd::door::NameUnixPeer(*connection, address, room, length);
   }
   return result;
+}
+
+int setsockopt(int fd, int level, int option, const void* value, socklen_t bytes) noexcept {
+  // Newer gRPC sets the bytes it waits for. They are plain bytes, of which OpenSSL may have read
+  // some already: the kernel could wait for bytes that never come.
+  const Connection* const connection =
+      level == SOL_SOCKET && option == SO_RCVLOWAT ? Lookup(fd) : nullptr;
+  if (connection != nullptr && connection->tls() != nullptr) return 0;
+  return static_cast<int>(syscall(SYS_setsockopt, fd, level, option, value, bytes));
+}
+
+int shutdown(int fd, int how) noexcept {
+  const Connection* const connection = how == SHUT_RD ? nullptr : Lookup(fd);
+  TlsSession* const tls = connection == nullptr ? nullptr : connection->tls();
+  if (tls != nullptr) tls->SendEnd();
+  return static_cast<int>(syscall(SYS_shutdown, fd, how));
 }
 
 int close(int fd) {

@@ -1,11 +1,12 @@
 // Which connection a descriptor belongs to.
 //
-// This room defines recvmsg, sendmsg, getpeername and close for the whole process. The linker binds
+// This room defines recvmsg, sendmsg, getpeername, shutdown and close for the whole process. The linker binds
 // the calls of gRPC to them, whether gRPC is a shared library or linked statically. For descriptors
 // that are no connection of the listener they do what the C library does, for the price of one load.
 // It is exact: gRPC sees no byte that was not counted, and a connection that breaks a limit is cut
 // within the read that broke it. Nothing else shows the frames of a connection to the process
-// before gRPC acts on them, on any version of gRPC.
+// before gRPC acts on them, on any version of gRPC. With TLS the functions decrypt and encrypt, so
+// that the frames are seen there too.
 #ifndef LOGITD_SERVER_DOOR_SOCKETS_H_
 #define LOGITD_SERVER_DOOR_SOCKETS_H_
 

@@ -196,6 +196,15 @@ struct Admission::State {
     receiving.erase(charge->place);
   }
 
+  absl::Status QuotaError(const Room::Holder& holder, const RoomAsk& ask, int64_t bytes) const {
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "the caller's calls hold or wait for %d bytes and this one needs %d%s, allowed %d; retry "
+        "after %d ms",
+        holder.held + holder.asked, bytes,
+        ask.bytes > 0 ? "" : " (the largest message: it states no size)", ask.caller.max_held_bytes,
+        absl::ToInt64Milliseconds(options.retry_delay)));
+  }
+
   void RunTimer();
   void Look(absl::Time now, std::vector<std::function<void()>>& calls)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -440,7 +449,12 @@ Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
       const int free_places = state.options.max_waiting_calls - state.room.waiting();
       const bool has_room =
           state.room.held() + state.room.asked() + asked.bytes <= state.options.max_held_bytes;
-      if (const auto part = state.room.TryTake(holder, asked); part.has_value()) {
+      const int64_t quota = ask.caller.max_held_bytes;
+      if (quota > 0 && holder->held + holder->asked + asked.bytes > quota) {
+        state.Count(Refusal::kQuotaBytes);
+        answer = state.QuotaError(*holder, ask, asked.bytes);
+        state.room.Forget(holder);
+      } else if (const auto part = state.room.TryTake(holder, asked); part.has_value()) {
         answer = state.MakeTicket(ask, holder, *part);
       } else if (holder->waiting < free_places || ask.received || has_room) {
         id = state.next_id++;

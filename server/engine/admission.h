@@ -127,7 +127,8 @@ class Admission {
   // back and should be brief. Returns 0 if `ready` has run, else an id for Abandon.
   //
   // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (already passed, or passed while waiting),
-  // RESOURCE_EXHAUSTED (no place in the line; the text gives the limits and the retry delay).
+  // RESOURCE_EXHAUSTED (no place in the line, or more than Caller::max_held_bytes; the text gives the
+  // limits and the retry delay).
   WaiterId Enter(RoomAsk ask, Ready ready);
 
   // The call is gone. True: `ready` will never run. False: it has run or is running.

@@ -10,9 +10,10 @@ namespace logitd::engine {
 enum class Priority : uint8_t { kInteractive, kBatch };
 
 struct Caller {
-  uint64_t id = 0;    // equal ids share one share of memory and time; e.g. a connection
+  uint64_t id = 0;    // equal ids share one share of memory and time; an identity or a connection
   double weight = 1;  // of that share, > 0
   Priority priority = Priority::kInteractive;
+  int64_t max_held_bytes = 0;  // room that it may hold and wait for; 0: no limit of its own
 };
 
 }  // namespace logitd::engine

@@ -19,10 +19,11 @@ using prometheus::Counter;
 using prometheus::Histogram;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
-constexpr int kRefusals = 9;
+constexpr int kRefusals = 14;
 constexpr std::array<const char*, kRefusals> kRefusalNames = {
-    "draining",     "deadline",     "line_full", "too_large",    "invalid",
-    "caller_share", "slow_receive", "hopeless",  "hopeless_late"};
+    "draining",     "deadline",     "line_full",  "too_large",     "invalid",
+    "caller_share", "slow_receive", "hopeless",   "hopeless_late", "unauthenticated",
+    "role",         "quota_bytes",  "quota_rows", "quota_calls"};
 
 struct Help {
   const char* name;

@@ -44,15 +44,20 @@ namespace logitd::engine {
 
 // Why a call was refused before its payload was copied.
 enum class Refusal {
-  kDraining,      // "draining"
-  kDeadline,      // "deadline": passed before there was room to receive the message
-  kLineFull,      // "line_full": too many calls wait for memory
-  kTooLarge,      // "too_large": can never fit
-  kInvalid,       // "invalid": malformed, or shape and bytes disagree
-  kCallerShare,   // "caller_share": too many calls of this caller wait for memory
-  kSlowReceive,   // "slow_receive": its message came too slowly while other calls waited
-  kHopeless,      // "hopeless": it would have ended after its deadline, by estimate
-  kHopelessLate,  // "hopeless_late": the same, found out when its message was there
+  kDraining,         // "draining"
+  kDeadline,         // "deadline": passed before there was room to receive the message
+  kLineFull,         // "line_full": too many calls wait for memory
+  kTooLarge,         // "too_large": can never fit
+  kInvalid,          // "invalid": malformed, or shape and bytes disagree
+  kCallerShare,      // "caller_share": too many calls of this caller wait for memory
+  kSlowReceive,      // "slow_receive": its message came too slowly while other calls waited
+  kHopeless,         // "hopeless": it would have ended after its deadline, by estimate
+  kHopelessLate,     // "hopeless_late": the same, found out when its message was there
+  kUnauthenticated,  // "unauthenticated": no identity, or a wrong token
+  kRole,             // "role": the identity lacks the method's role
+  kQuotaBytes,       // "quota_bytes": the identity holds as much room as it may
+  kQuotaRows,        // "quota_rows": the identity has sent as many rows as it may
+  kQuotaCalls,       // "quota_calls": the identity has as many calls as it may
 };
 
 enum class Gauge {

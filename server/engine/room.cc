@@ -104,6 +104,7 @@ std::optional<RoomPart> Room::TryTake(Holder* holder, const Ask& ask) {
 
 void Room::Wait(Holder* holder, Priority priority, WaiterId waiter, const Ask& ask) {
   asked_ += ask.bytes;
+  holder->asked += ask.bytes;
   std::unique_ptr<Line>& line = holder->lines[static_cast<size_t>(priority)];
   if (line == nullptr) line = std::make_unique<Line>(Line{holder, priority});
   if (line->calls.empty()) line->start = std::max(now_, holder->served);
@@ -120,6 +121,7 @@ bool Room::Leave(WaiterId waiter) {
   line_of_.erase(it);
   Unlist(line);
   asked_ -= line->calls.at(waiter).bytes;
+  line->holder->asked -= line->calls.at(waiter).bytes;
   line->calls.erase(waiter);
   List(line);
   --line->holder->waiting;
@@ -164,6 +166,7 @@ Room::Next Room::Take(Line* line, RoomPart part) {
   line_of_.erase(next.waiter);
   --next.holder->waiting;
   asked_ -= next.ask.bytes;
+  next.holder->asked -= next.ask.bytes;
   now_ = std::max(now_, line->start);
   Charge(next.holder, part, next.ask);
   Unlist(line);  // where Charge has listed it

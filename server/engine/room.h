@@ -41,7 +41,8 @@ class Room {
     uint64_t id;
     double weight;
     int64_t held = 0;
-    int charges = 0;  // not given back, those of 0 bytes included
+    int64_t asked = 0;  // by its waiting calls
+    int charges = 0;    // not given back, those of 0 bytes included
     int waiting = 0;
     double served = 0;  // virtual time up to which it has had its share
     // The admission's: what its connection had received when it last looked, the rate up to then,

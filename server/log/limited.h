@@ -17,10 +17,11 @@ enum class Source {
   kGrpc,         // gRPC's own messages
   kHeads,        // loads and unloads of heads
   kConnections,  // connections that were refused or cut
+  kCallers,      // calls without an identity, or without the role
   kSlowCalls,    // calls that took long
 };
 inline constexpr Source kSources[] = {Source::kGrpc, Source::kHeads, Source::kConnections,
-                                      Source::kSlowCalls};
+                                      Source::kCallers, Source::kSlowCalls};
 std::string_view Name(Source source);  // "grpc"
 
 // A source may write kBurst lines at once, and kLinesPerSecond in the long run.

@@ -192,7 +192,8 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* HeadsService::Load(grpc::CallbackSer
                                                                const grpc::ByteBuffer* request) {
   ReadAndEchoTrace(context);
   v1::LoadHeadRequest parsed;
-  absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {"Load", door::Role::kHeads});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   auto call = std::make_shared<LoadCall>(this, environment_.tracker, std::move(parsed));
   call->Start(call);
   if (status.ok()) status = Enqueue(call);
@@ -299,7 +300,8 @@ grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* cont
                                                grpc::ByteBuffer* response) {
   ReadAndEchoTrace(context);
   v1::UnloadHeadRequest parsed;
-  absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {"Unload", door::Role::kHeads});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) status = CheckMayChange();
   if (status.ok()) status = environment_.heads->Unload(parsed.name());
   return Answer(context, status, v1::UnloadHeadResponse(), response);
@@ -311,7 +313,8 @@ grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* contex
   ReadAndEchoTrace(context);
   v1::ListHeadsRequest parsed;
   v1::ListHeadsResponse answer;
-  const absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "List"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     for (const auto& head : environment_.heads->List()) *answer.add_heads() = Describe(*head);
   }
@@ -324,7 +327,8 @@ grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context
   ReadAndEchoTrace(context);
   v1::GetHeadRequest parsed;
   v1::GetHeadResponse answer;
-  absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "Get"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     const auto head = environment_.heads->Find(parsed.name());
     if (head.ok()) *answer.mutable_head() = Describe(**head);

@@ -48,6 +48,9 @@ constexpr int64_t kQuotaSlack = int64_t{128} << 20;
 // Time for a new connection to send its preface and settings.
 constexpr int kHandshakeMs = 20000;
 
+// Time for a peer to answer a ping.
+constexpr absl::Duration kKeepaliveTimeout = absl::Seconds(20);
+
 // Small fields of a message, and of each of its rows.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
 constexpr int64_t kHeaderBytesPerRow = 128;
@@ -99,6 +102,7 @@ class RpcServerImpl final : public RpcServer {
                      .metrics = metrics,
                      .load = &load_,
                      .connections = options.connections.get(),
+                     .identities = options.identities,
                      .tracker = &tracker_,
                      .log = &log_,
                      .copier = &copier_,
@@ -107,7 +111,7 @@ class RpcServerImpl final : public RpcServer {
         heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, device, admission->options(), engine->options()), environment_),
         connections_(options.connections),
-        listener_(options.connections) {}
+        listener_(options.connections, options.tls) {}
 
   ~RpcServerImpl() override {
     if (server_ != nullptr) Shutdown();
@@ -154,6 +158,7 @@ class RpcServerImpl final : public RpcServer {
     quota.Resize(static_cast<size_t>(TransportBytes(admission.max_held_bytes)));
     builder.SetResourceQuota(quota);
     AddDoor(&builder);
+    AddLife(options, &builder);
     if (absl::Status status = listener_.Listen(options.listen); !status.ok()) return status;
     server_ = builder.BuildAndStart();
     if (server_ == nullptr) return absl::UnavailableError("the gRPC server did not start");
@@ -179,6 +184,8 @@ class RpcServerImpl final : public RpcServer {
   }
 
   void Drain(absl::Duration receive_timeout) override { tracker_.Drain(receive_timeout); }
+
+  void RecheckIdentities() override { tracker_.RecheckIdentities(); }
 
   int calls() const override { return tracker_.alive(); }
 
@@ -212,6 +219,21 @@ class RpcServerImpl final : public RpcServer {
     builder->AddChannelArgument(GRPC_ARG_ABSOLUTE_MAX_METADATA_SIZE, header_list);
 #endif
     builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
+  }
+
+  // How long a connection may live. gRPC ends one with GOAWAY: its calls finish, for as long as they
+  // take, and its client connects again.
+  static void AddLife(const RpcServerOptions& options, grpc::ServerBuilder* builder) {
+    const auto add = [builder](const char* name, absl::Duration time) {
+      const int64_t ms = absl::ToInt64Milliseconds(time);
+      builder->AddChannelArgument(
+          name, static_cast<int>(std::min<int64_t>(ms, std::numeric_limits<int>::max())));
+    };
+    add(GRPC_ARG_MAX_CONNECTION_AGE_MS, options.max_connection_age);
+    add(GRPC_ARG_MAX_CONNECTION_IDLE_MS, options.max_connection_idle);
+    add(GRPC_ARG_KEEPALIVE_TIME_MS, options.keepalive_time);
+    add(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeout);
+    builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   }
 
   engine::Load load_;

@@ -11,6 +11,8 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/door/connection.h"
+#include "server/door/identities.h"
+#include "server/door/tls_context.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -29,6 +31,13 @@ struct RpcServerOptions {
   absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
   // The accounts of the connections, and how many there may be. Not null.
   std::shared_ptr<door::Connections> connections;
+  std::shared_ptr<const door::TlsSource> tls;  // null: no TLS
+  // Who may call what; null: everybody everything. Outlives the server.
+  const door::Identities* identities = nullptr;
+  // See the flags of the same names. InfiniteDuration: never.
+  absl::Duration max_connection_age = absl::InfiniteDuration();
+  absl::Duration max_connection_idle = absl::InfiniteDuration();
+  absl::Duration keepalive_time = absl::Minutes(1);
 };
 
 // Bytes of the largest message: a payload of `max_request_bytes` and the other fields of
@@ -59,6 +68,9 @@ class RpcServer {
   // has read are answered. A unary call whose message has not arrived after `receive_timeout` ends
   // with UNAVAILABLE.
   virtual void Drain(absl::Duration receive_timeout) = 0;
+
+  // The identities have changed: ends the streams of callers that may not call any longer.
+  virtual void RecheckIdentities() = 0;
 
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;

@@ -57,17 +57,21 @@ MakeCodec ForAttention(const FindHead&, bool is_stream) {
 // in, for reflection to serve.
 struct OpCodecs {
   const engine::OpTraits* op;
+  door::Role role;
   MakeCodec (*for_call)(const FindHead& find_head, bool is_stream);
   const google::protobuf::Descriptor* (*message)();
 };
 constexpr OpCodecs kCodecs[] = {
-    {&ops::kSoftmaxTopKTraits, &ForTokens<TopKCodec>, &v1::TopKRequest::descriptor},
-    {&ops::kSampleTraits, &ForTokens<SampleCodec>, &v1::SampleRequest::descriptor},
-    {&ops::kVerifyTraits, &ForVerify, &v1::VerifyRequest::descriptor},
-    {&ops::kCrossEntropyTraits, &ForScore, &v1::ScoreRequest::descriptor},
-    {&ops::kAttentionSoftmaxTraits, &ForAttention<AttentionDirection::kForward>,
+    {&ops::kSoftmaxTopKTraits, door::Role::kInfer, &ForTokens<TopKCodec>,
+     &v1::TopKRequest::descriptor},
+    {&ops::kSampleTraits, door::Role::kInfer, &ForTokens<SampleCodec>,
+     &v1::SampleRequest::descriptor},
+    {&ops::kVerifyTraits, door::Role::kInfer, &ForVerify, &v1::VerifyRequest::descriptor},
+    {&ops::kCrossEntropyTraits, door::Role::kScore, &ForScore, &v1::ScoreRequest::descriptor},
+    {&ops::kAttentionSoftmaxTraits, door::Role::kInfer, &ForAttention<AttentionDirection::kForward>,
      &v1::AttentionSoftmaxRequest::descriptor},
-    {&ops::kAttentionSoftmaxBackwardTraits, &ForAttention<AttentionDirection::kBackward>,
+    {&ops::kAttentionSoftmaxBackwardTraits, door::Role::kInfer,
+     &ForAttention<AttentionDirection::kBackward>,
      &v1::AttentionSoftmaxBackwardRequest::descriptor},
 };
 static_assert(std::size(kCodecs) == std::size(ops::kOps));
@@ -84,20 +88,24 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
                                            [&](const OpCodecs& c) { return c.op == op.op; });
     const google::protobuf::ServiceDescriptor* const descriptor =
         codecs.message()->file()->pool()->FindServiceByName(std::string(service));
+    const auto access = [&](std::string_view method) {
+      return Access{.method = {method.data(), method.size()}, .role = codecs.role};
+    };
     const auto path = [&](std::string_view method) {
       return absl::StrCat("/", descriptor->full_name(), "/",
                           descriptor->FindMethodByName(std::string(method))->name());
     };
-    AddRawMethod(
-        path(op.method), [=, method = path(op.method)](grpc::CallbackServerContext* context) {
-          return std::make_shared<UnaryCall>(context, method, environment,
-                                             codecs.for_call(find_head, /*is_stream=*/false)())
-              ->Start();
-        });
+    AddRawMethod(path(op.method), [=, method = path(op.method), access = access(op.method)](
+                                      grpc::CallbackServerContext* context) {
+      return std::make_shared<UnaryCall>(context, method, environment, access,
+                                         codecs.for_call(find_head, /*is_stream=*/false)())
+          ->Start();
+    });
     if (op.stream_method.empty()) continue;
-    AddRawMethod(path(op.stream_method), [=, method = path(op.stream_method)](
+    AddRawMethod(path(op.stream_method), [=, method = path(op.stream_method),
+                                          access = access(op.stream_method)](
                                              grpc::CallbackServerContext* context) {
-      return std::make_shared<StreamCall>(context, method, environment,
+      return std::make_shared<StreamCall>(context, method, environment, access,
                                           codecs.for_call(find_head, /*is_stream=*/true))
           ->Start();
     });
@@ -146,7 +154,8 @@ grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* co
                                                  grpc::ByteBuffer* response) {
   ReadAndEchoTrace(context);
   v1::GetInfoRequest parsed;
-  const absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "GetInfo"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) {
     v1::GetInfoResponse info = info_;
     info.set_draining(environment_.admission->draining());
@@ -162,7 +171,8 @@ grpc::ServerUnaryReactor* ServerService::GetLoad(grpc::CallbackServerContext* co
                                                  grpc::ByteBuffer* response) {
   ReadAndEchoTrace(context);
   v1::GetLoadRequest parsed;
-  const absl::Status status = ParseMessage(context, *request, &parsed);
+  absl::Status status = CheckAccess(*context, environment_, {.method = "GetLoad"});
+  if (status.ok()) status = ParseMessage(context, *request, &parsed);
   if (status.ok()) *response = ToBytes(LoadOf(environment_));
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));

@@ -106,6 +106,18 @@ TEST_F(ConnectionTest, CountsWhatIsReadAndWritten) {
   EXPECT_EQ(connection->open_streams(), 0);
 }
 
+// Calls find their connection, and so the identity of its certificate, by the peer's address.
+TEST_F(ConnectionTest, ASecondConnectionOfAnOpenAddressIsRefused) {
+  const Pair first;
+  const Pair second;
+  const auto connection = Add(first.fd, From("10.0.0.1", 5000));
+  ASSERT_NE(connection, nullptr);
+  EXPECT_EQ(Add(second.fd, From("10.0.0.1", 5000)), nullptr);
+  EXPECT_EQ(connections_->Find("ipv4:10.0.0.1:5000"), connection);
+  connection->Closed();
+  EXPECT_NE(Add(second.fd, From("10.0.0.1", 5000)), nullptr);
+}
+
 TEST_F(ConnectionTest, IsCutByTheReadThatBreaksALimit) {
   const Pair pair;
   const auto connection = Add(pair);

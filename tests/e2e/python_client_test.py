@@ -3,6 +3,8 @@
 usage: python_client_test.py SERVER [unittest arguments]. Exits with 77 (skipped) if grpcio or protobuf is missing.
 """
 
+import hashlib
+import json
 import math
 import os
 import pathlib
@@ -13,6 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -58,17 +61,26 @@ def causal_softmax(scores, queries, keys, scale):
     return probs, logsumexp
 
 
-class PythonClientTest(unittest.TestCase):
+class ServerTest(unittest.TestCase):
+    """A server with the flags that more_flags() gives."""
+
+    @classmethod
+    def more_flags(cls):
+        return []
+
     @classmethod
     def setUpClass(cls):
+        if cls is ServerTest:
+            raise unittest.SkipTest("has no tests of its own")
         cls.directory = tempfile.mkdtemp()
         generate(cls.directory)
+        flags = cls.more_flags()
         cls.log_path = os.path.join(cls.directory, "log")
         cls.socket = f"unix:{cls.directory}/socket"
         with open(cls.log_path, "wb") as log:
             cls.server = subprocess.Popen(
                 [SERVER, "--backend=cpu", "--listen=127.0.0.1:0", f"--listen={cls.socket}",
-                 "--metrics-listen=off"], stderr=log)
+                 "--metrics-listen=off", *flags], stderr=log)
         listening = None
         end = time.monotonic() + 30
         while listening is None:
@@ -89,6 +101,8 @@ class PythonClientTest(unittest.TestCase):
         shutil.rmtree(cls.directory)
         assert code == 0, code
 
+
+class PythonClientTest(ServerTest):
     def stub(self, address):
         from logitd.v1 import sampler_pb2_grpc
         channel = grpc.insecure_channel(address)
@@ -189,6 +203,96 @@ class PythonClientTest(unittest.TestCase):
             info = server_pb2_grpc.ServerStub(channel).GetInfo(server_pb2.GetInfoRequest(), timeout=30)
         self.assertEqual(info.backend, "cpu")
         self.assertEqual(info.ops[0].name, "softmax_topk")
+
+
+class PythonTlsTest(ServerTest):
+    """Mutual TLS and tokens."""
+
+    token = "a-token-of-a-python-client"
+
+    @classmethod
+    def openssl(cls, *words):
+        subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=cls.directory)
+
+    @classmethod
+    def issue(cls, name, days):
+        """A key and a certificate of the test's authority."""
+        cls.openssl("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                    "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        path = pathlib.Path(cls.directory, f"{name}.ext")
+        path.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        cls.openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-days", str(days),
+                    "-extfile", path.name, "-out", f"{name}.pem")
+
+    @classmethod
+    def more_flags(cls):
+        cls.openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=ca",
+                    "-keyout", "ca.key", "-out", "ca.pem", "-days", "1")
+        cls.issue("server", 1)
+        cls.issue("client", 1)
+        cls.issue("late", -1)
+        tokens = {"identities": [{"name": "python", "roles": ["infer"], "max_calls": 1,
+                                  "token_sha256": [hashlib.sha256(cls.token.encode()).hexdigest()]}]}
+        pathlib.Path(cls.directory, "tokens.json").write_text(json.dumps(tokens))
+        return [f"--tls-cert={cls.directory}/server.pem", f"--tls-key={cls.directory}/server.key",
+                f"--tls-client-ca={cls.directory}/ca.pem", f"--tokens={cls.directory}/tokens.json"]
+
+    def channel(self, own="client"):
+        read = lambda name: pathlib.Path(self.directory, name).read_bytes()  # noqa: E731
+        own = {"private_key": read(f"{own}.key"), "certificate_chain": read(f"{own}.pem")} if own else {}
+        channel = grpc.secure_channel(self.tcp, grpc.ssl_channel_credentials(root_certificates=read("ca.pem"), **own))
+        self.addCleanup(channel.close)
+        return channel
+
+    def top(self, channel, token=None):
+        from logitd.v1 import sampler_pb2, sampler_pb2_grpc
+        request = sampler_pb2.TopKRequest(dtype="DTYPE_F32", rows=1, vocab=3, logits=struct.pack("<3f", 1, 3, 2), k=[2])
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        return sampler_pb2_grpc.SamplerStub(channel).TopK(request, timeout=20, metadata=metadata)
+
+    def code(self, *arguments):
+        with self.assertRaises(grpc.RpcError) as caught:
+            self.top(*arguments)
+        return caught.exception.code()
+
+    def test_certificate_and_token_may_call(self):
+        self.assertEqual(list(self.top(self.channel(), self.token).indices), [1, 2])
+
+    def test_a_wrong_or_missing_token_may_not(self):
+        channel = self.channel()
+        self.assertEqual(self.code(channel, "a-token-that-is-wrong"), grpc.StatusCode.UNAUTHENTICATED)
+        self.assertEqual(self.code(channel), grpc.StatusCode.UNAUTHENTICATED)
+
+    def test_an_expired_or_missing_certificate_may_not(self):
+        for own in ("late", None):
+            self.assertEqual(self.code(self.channel(own), self.token), grpc.StatusCode.UNAVAILABLE)
+
+    def test_a_role_that_is_not_allowed(self):
+        from logitd.v1 import scorer_pb2, scorer_pb2_grpc
+        request = scorer_pb2.ScoreRequest(dtype="DTYPE_F32", rows=1, vocab=1, logits=bytes(4), targets=[0])
+        with self.assertRaises(grpc.RpcError) as caught:
+            scorer_pb2_grpc.ScorerStub(self.channel()).Score(
+                request, timeout=20, metadata=[("authorization", f"Bearer {self.token}")])
+        self.assertEqual(caught.exception.code(), grpc.StatusCode.PERMISSION_DENIED)
+        self.assertIn("python may not call Score", caught.exception.details())
+
+    def test_a_quota_in_use(self):
+        from logitd.v1 import sampler_pb2, sampler_pb2_grpc
+        channel = self.channel()
+        done = threading.Event()
+        request = sampler_pb2.SampleRequest(dtype="DTYPE_F32", rows=1, vocab=1, logits=bytes(4), seed=[0], position=[0])
+
+        def messages():
+            yield request
+            done.wait(20)
+
+        stream = sampler_pb2_grpc.SamplerStub(channel).SampleStream(
+            messages(), timeout=20, metadata=[("authorization", f"Bearer {self.token}")])
+        next(stream)
+        self.assertEqual(self.code(channel, self.token), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        done.set()
+        self.assertEqual(list(stream), [])
+        self.top(channel, self.token)
 
 
 if __name__ == "__main__":

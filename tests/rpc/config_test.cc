@@ -12,6 +12,7 @@
 namespace logitd {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -43,7 +44,7 @@ TEST(ConfigTest, DefaultsAreSafe) {
 }
 
 TEST(ConfigTest, ListenReplacesTheDefaultAndRepeats) {
-  const Result r = Parse({"--listen", "0.0.0.0:1", "--listen=unix:/tmp/s"});
+  const Result r = Parse({"--insecure", "--listen", "0.0.0.0:1", "--listen=unix:/tmp/s"});
   EXPECT_THAT(r.config.listen, ElementsAre("0.0.0.0:1", "unix:/tmp/s"));
 }
 
@@ -139,10 +140,55 @@ TEST(ConfigTest, SizesTakeTheUnitsOfHabit) {
 
 TEST(ConfigTest, AddressesMayBeIpv6NamesAndSockets) {
   const Result r =
-      Parse({"--listen=[::]:0", "--listen=[fe80::1%eth0]:1", "--listen=my-host.a_b:65535",
-             "--listen=unix:/tmp/a b", "--metrics-listen=[::1]:0"});
+      Parse({"--insecure", "--listen=[::]:0", "--listen=[fe80::1%eth0]:1",
+             "--listen=my-host.a_b:65535", "--listen=unix:/tmp/a b", "--metrics-listen=[::1]:0"});
   EXPECT_FALSE(r.exit_code.has_value()) << r.err;
   EXPECT_EQ(r.config.listen.size(), 4u);
+}
+
+TEST(ConfigTest, OtherMachinesComeInOnlyWithTlsAndIdentities) {
+  const std::vector<std::vector<const char*>> refused = {
+      {"--listen=0.0.0.0:1"},
+      {"--listen=127.0.0.1:1", "--listen=10.1.2.3:1"},
+      {"--listen=my-host:1"},
+      {"--listen=[::]:1", "--tls-cert=c", "--tls-key=k"},
+      {"--listen=[::]:1", "--tokens=t"},
+  };
+  for (const auto& flags : refused) {
+    const Result r = Parse(flags);
+    EXPECT_EQ(r.exit_code, 2) << flags.front();
+    EXPECT_THAT(r.err, AllOf(HasSubstr("--listen: got \""), HasSubstr("or with --insecure")));
+  }
+  const std::vector<std::vector<const char*>> allowed = {
+      {"--listen=localhost:1", "--listen=[::1]:1", "--listen=127.1.2.3:1", "--tokens=t"},
+      {"--listen=0.0.0.0:1", "--insecure"},
+      {"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k", "--tokens=t"},
+      {"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"},
+  };
+  for (const auto& flags : allowed) {
+    const Result r = Parse(flags);
+    EXPECT_FALSE(r.exit_code.has_value()) << r.err;
+  }
+}
+
+TEST(ConfigTest, TlsNeedsACertificateAndItsKey) {
+  EXPECT_THAT(Parse({"--tls-cert=c"}).err, HasSubstr("--tls-key: got nothing"));
+  EXPECT_THAT(Parse({"--tls-key=k"}).err, HasSubstr("--tls-cert: got nothing"));
+  EXPECT_THAT(Parse({"--tls-client-ca=a"}).err, HasSubstr("--tls-cert: got nothing"));
+}
+
+TEST(ConfigTest, ConnectionsHaveLimitsOfTime) {
+  const Result r = Parse({"--max-connection-age=1h", "--max-connection-idle=inf",
+                          "--keepalive-time=30s", "--max-streams=100"});
+  ASSERT_FALSE(r.exit_code.has_value()) << r.err;
+  EXPECT_EQ(r.config.max_connection_age, absl::Hours(1));
+  EXPECT_EQ(r.config.max_connection_idle, absl::InfiniteDuration());
+  EXPECT_EQ(r.config.keepalive_time, absl::Seconds(30));
+  EXPECT_EQ(r.config.max_streams, 100);
+  for (const char* flag : {"--max-connection-age=0", "--max-connection-idle=1ms",
+                           "--keepalive-time=0s", "--max-streams=0"}) {
+    EXPECT_EQ(Parse({flag}).exit_code, 2) << flag;
+  }
 }
 
 TEST(ConfigTest, AnUnlimitedTimeIsInf) {
@@ -255,6 +301,9 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"switch_with_a_word",
             {"--allow-remote-heads=maybe"},
             "--allow-remote-heads: got another value, allowed true, false or none"},
+        Bad{"another_switch_with_a_word",
+            {"--insecure=maybe"},
+            "--insecure: got another value, allowed true, false or none"},
         Bad{"head_bytes_negative", {"--max-head-bytes=-1"}, "allowed 0 to 1TiB"},
         Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed NAME=PATH"},
         Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm]"},

@@ -24,6 +24,22 @@ std::string Shown(absl::string_view text) { return absl::CHexEscape(text.substr(
 
 }  // namespace
 
+absl::Status CallHeaders::Authorize(const grpc::CallbackServerContext& context,
+                                    const door::Identities* identities, const Access& access,
+                                    engine::Metrics* metrics) {
+  auto who = rpc::Authorize(context, connection.get(), identities, access, metrics);
+  if (!who.ok()) return who.status();
+  authorization = *std::move(who);
+  const door::Identity* const identity = authorization.identity.get();
+  if (identity == nullptr) return absl::OkStatus();
+  caller.id = identity->id;
+  caller.weight = identity->weight;
+  caller.max_held_bytes = identity->max_held_bytes;
+  auto taken = TakePlace(identity, metrics);
+  if (taken.ok()) place = *std::move(taken);
+  return taken.status();
+}
+
 int64_t CallHeaders::room_bytes() const {
   return stated_bytes.has_value() ? *stated_bytes + kMessageOverhead : 0;
 }

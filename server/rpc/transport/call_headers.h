@@ -15,17 +15,24 @@
 #include "absl/time/time.h"
 #include "server/door/connection.h"
 #include "server/engine/caller.h"
+#include "server/rpc/transport/authorization.h"
 
 namespace logitd::rpc {
 
 // server.proto has the metadata's names and meaning.
 struct CallHeaders {
   std::shared_ptr<door::Connection> connection;  // null: not one of the door's
-  engine::Caller caller;                         // a connection is a caller
+  engine::Caller caller;                         // an identity, or else a connection
+  Authorization authorization;
+  std::shared_ptr<CallPlace> place;  // among the identity's calls; null: it has no limit
   absl::Time deadline = absl::InfiniteFuture();
   // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
 
+  // Fills `authorization`, `place` and `caller`. Errors as of Authorize and TakePlace.
+  absl::Status Authorize(const grpc::CallbackServerContext& context,
+                         const door::Identities* identities, const Access& access,
+                         engine::Metrics* metrics);
   // The door's name of the peer; empty: not one of its connections.
   std::string peer() const { return connection == nullptr ? "" : connection->peer(); }
 

@@ -62,12 +62,27 @@ void CallTracker::Drain(absl::Duration receive_timeout) {
   {
     absl::MutexLock lock(&mutex_);
     draining_ = true;
-    for (const auto& drained : drained_) {
-      if (auto call = drained.lock()) calls.push_back(std::move(call));
-    }
+    calls = Drained();
   }
   receive_watch_.Hurry(receive_timeout);
   for (const auto& call : calls) call->OnDrain();
+}
+
+void CallTracker::RecheckIdentities() {
+  std::vector<std::shared_ptr<DrainedCall>> calls;
+  {
+    absl::MutexLock lock(&mutex_);
+    calls = Drained();
+  }
+  for (const auto& call : calls) call->OnIdentities();
+}
+
+std::vector<std::shared_ptr<DrainedCall>> CallTracker::Drained() const {
+  std::vector<std::shared_ptr<DrainedCall>> calls;
+  for (const auto& drained : drained_) {
+    if (auto call = drained.lock()) calls.push_back(std::move(call));
+  }
+  return calls;
 }
 
 absl::Status CallTracker::MessageLateError() const {

@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <set>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -24,6 +25,8 @@ class DrainedCall {
  public:
   virtual ~DrainedCall() = default;
   virtual void OnDrain() = 0;
+  // The identities have changed: end, if the caller may not call any longer.
+  virtual void OnIdentities() {}
 };
 
 // Counts the calls that are alive and knows their time limits. Thread-safe. Outlives its calls.
@@ -47,6 +50,9 @@ class CallTracker {
   // A message that is being received has at most `receive_timeout` from here on.
   void Drain(absl::Duration receive_timeout);
 
+  // The identities have changed.
+  void RecheckIdentities();
+
   Watchdog& receive_watch() { return receive_watch_; }  // of messages
   Watchdog& peer_watch() { return peer_watch_; }        // of answers
   // For a call whose message did not come in time: DEADLINE_EXCEEDED, or UNAVAILABLE in a drain.
@@ -57,6 +63,8 @@ class CallTracker {
 
  private:
   const absl::Duration retry_delay_;
+  std::vector<std::shared_ptr<DrainedCall>> Drained() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   mutable absl::Mutex mutex_;
   int alive_ ABSL_GUARDED_BY(mutex_) = 0;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;

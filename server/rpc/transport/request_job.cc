@@ -29,6 +29,13 @@ struct KeptAnswer {
 
 }  // namespace
 
+absl::Status CheckAccess(const grpc::CallbackServerContext& context,
+                         const CallEnvironment& environment, const Access& access) {
+  const auto connection = environment.connections->Find(context.peer());
+  return Authorize(context, connection.get(), environment.identities, access, environment.metrics)
+      .status();
+}
+
 RequestJob::RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
     : environment_(environment), codec_(std::move(codec)), started_ns_(engine::MonotonicNanos()) {}
 
@@ -55,6 +62,11 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
   }
   if (absl::Status status = CheckFits(); !status.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
+    return status;
+  }
+  if (absl::Status status =
+          TakeRows(headers.authorization.identity.get(), spec_.rows(), environment_.metrics);
+      !status.ok()) {
     return status;
   }
   absl::InlinedVector<ByteRange, 4> wanted = {codec_->payload().range};

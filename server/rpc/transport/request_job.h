@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "server/door/connection.h"
+#include "server/door/identities.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -37,11 +38,16 @@ struct CallEnvironment {
   engine::Metrics* metrics;
   engine::Load* load;
   const door::Connections* connections;
+  const door::Identities* identities;  // null: everybody may call everything
   CallTracker* tracker;
   const CallLog* log;
   Copier* copier;
   int64_t max_payload_bytes;
 };
+
+// For methods that are no ops. Errors as of Authorize.
+absl::Status CheckAccess(const grpc::CallbackServerContext& context,
+                         const CallEnvironment& environment, const Access& access);
 
 // One thread at a time uses it, in the order of the methods, except Drop and dropped.
 class RequestJob : public engine::Job {

@@ -72,11 +72,13 @@ class StreamCall::Item final : public RequestJob {
 };
 
 StreamCall::StreamCall(grpc::CallbackServerContext* context, std::string_view method,
-                       const CallEnvironment& environment, MakeCodec make_codec)
+                       const CallEnvironment& environment, const Access& access,
+                       MakeCodec make_codec)
     : context_(context),
       method_(method),
       started_ns_(engine::MonotonicNanos()),
       environment_(environment),
+      access_(access),
       make_codec_(std::move(make_codec)),
       admission_wait_(environment.admission) {}
 
@@ -90,17 +92,23 @@ RawReactor* StreamCall::Start() {
   environment_.metrics->Add(engine::Gauge::kOpenCalls, 1);
   environment_.metrics->Add(engine::Gauge::kOpenStreams, 1);
   trace_ = ReadAndEchoTrace(context_);
-  environment_.tracker->Add(self_);
   absl::StatusOr<CallHeaders> headers =
       ReadHeaders(*context_, *environment_.connections, max_message_bytes());
-  if (!headers.ok()) {
+  absl::Status status = headers.status();
+  if (status.ok()) {
+    headers_ = *headers;
+    status = headers_.Authorize(*context_, environment_.identities, access_, environment_.metrics);
+  } else {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid);
     headers_.connection = environment_.connections->Find(context_->peer());
-    EndInput(headers.status());
-    return this;
   }
-  headers_ = *headers;
-  Advance();
+  environment_.tracker->Add(self_);  // may call OnDrain and OnIdentities, which read the headers
+  if (status.ok()) {
+    OnIdentities();  // they may have changed before the tracker knew the stream
+    Advance();
+  } else {
+    EndInput(status);
+  }
   return this;
 }
 
@@ -143,6 +151,7 @@ void StreamCall::Advance() {
         code_ = status.code();
       }
     }
+    if (step == Step::kEnd) headers_.place = nullptr;  // before the peer knows
     if (step == Step::kEnd) return Finish(environment_.tracker->EndStatus(status, context_));
     if (step == Step::kRead) {
       EnterForRead();
@@ -370,6 +379,12 @@ void StreamCall::Report() {
                                  .sent_bytes = sent_bytes_,
                                  .total_ns = engine::MonotonicNanos() - started_ns_,
                                  .wait_ns = wait_ns_});
+}
+
+void StreamCall::OnIdentities() {
+  const absl::Status status =
+      CheckStillAuthorized(headers_.authorization, environment_.identities, access_);
+  if (!status.ok()) EndInput(status);
 }
 
 void StreamCall::OnDone() {

@@ -50,13 +50,14 @@ class StreamCall final : public DrainedCall,
 
   // `method`: as in the log; outlives the call.
   StreamCall(grpc::CallbackServerContext* context, std::string_view method,
-             const CallEnvironment& environment, MakeCodec make_codec);
+             const CallEnvironment& environment, const Access& access, MakeCodec make_codec);
   ~StreamCall() override;
 
   // On headers. The reactor belongs to the transport until OnDone.
   RawReactor* Start();
 
   void OnDrain() override;
+  void OnIdentities() override;
 
  private:
   class Item;
@@ -86,6 +87,7 @@ class StreamCall final : public DrainedCall,
   const std::string_view method_;
   const int64_t started_ns_;
   const CallEnvironment environment_;
+  const Access access_;
   const MakeCodec make_codec_;
   std::shared_ptr<StreamCall> self_;  // until OnDone
   AdmissionWait admission_wait_;

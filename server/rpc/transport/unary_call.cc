@@ -11,10 +11,12 @@
 namespace logitd::rpc {
 
 UnaryCall::UnaryCall(grpc::CallbackServerContext* context, std::string_view method,
-                     const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
+                     const CallEnvironment& environment, const Access& access,
+                     std::unique_ptr<OpCodec> codec)
     : RequestJob(environment, std::move(codec)),
       context_(context),
       method_(method),
+      access_(access),
       admission_wait_(environment.admission) {}
 
 UnaryCall::~UnaryCall() {
@@ -36,6 +38,12 @@ RawReactor* UnaryCall::Start() {
     return this;
   }
   headers_ = *headers;
+  if (absl::Status status =
+          headers_.Authorize(*context_, environment().identities, access_, environment().metrics);
+      !status.ok()) {
+    Finish(status);
+    return this;
+  }
   absl::Status in_time;
   int64_t receiving_bytes = 0;
   {
@@ -178,6 +186,7 @@ void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response, co
     finished_ns_ = age_ns();
     ran_ = ran;
     sent_bytes_ = static_cast<int64_t>(response.Length());
+    headers_.place = nullptr;  // before the peer knows, and sends its next call
     work_.End(status.ok());
     status_ = environment().tracker->EndStatus(status, context_);
     out_.Swap(&response);
@@ -201,6 +210,7 @@ void UnaryCall::FinishWithoutMessage() {
     if (finished_) return;
     finished_ = no_message_ = may_end_ = true;
     finished_ns_ = age_ns();
+    headers_.place = nullptr;
     work_.End(/*complete=*/false);
     status_ = ToGrpc(NoMessageError());
     end = ClaimEnd();

@@ -42,7 +42,8 @@ class UnaryCall final : public RequestJob,
  public:
   // `method`: as in the log, e.g. "/logitd.v1.Sampler/TopK"; outlives the call.
   UnaryCall(grpc::CallbackServerContext* context, std::string_view method,
-            const CallEnvironment& environment, std::unique_ptr<OpCodec> codec);
+            const CallEnvironment& environment, const Access& access,
+            std::unique_ptr<OpCodec> codec);
   ~UnaryCall() override;
 
   // On headers. The reactor belongs to the transport until OnDone.
@@ -79,6 +80,7 @@ class UnaryCall final : public RequestJob,
 
   grpc::CallbackServerContext* const context_;
   const std::string_view method_;
+  const Access access_;
   std::shared_ptr<UnaryCall> self_;  // until OnDone
   AdmissionWait admission_wait_;
   CallHeaders headers_;

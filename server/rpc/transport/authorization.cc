@@ -1,0 +1,121 @@
+#include "server/rpc/transport/authorization.h"
+
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "server/engine/load.h"
+#include "server/log/limited.h"
+
+namespace logitd::rpc {
+namespace {
+
+constexpr char kAuthorization[] = "authorization";
+constexpr absl::string_view kScheme = "bearer ";
+
+// A shorter token can be guessed, whatever its hash is.
+constexpr size_t kMinToken = 16;
+constexpr size_t kMaxToken = 512;
+
+absl::StatusOr<door::Credentials> ReadCredentials(const grpc::CallbackServerContext& context,
+                                                  const door::Connection* connection) {
+  door::Credentials credentials;
+  if (connection != nullptr) {
+    const auto names = connection->certificate_names();
+    credentials.certificate_names.assign(names.begin(), names.end());
+    credentials.uid = connection->uid();
+  }
+  const auto [begin, end] = context.client_metadata().equal_range(kAuthorization);
+  if (begin == end) return credentials;
+  if (std::next(begin) != end) {
+    return absl::UnauthenticatedError("authorization: got it more than once, allowed once");
+  }
+  const absl::string_view value(begin->second.data(), begin->second.size());
+  if (!absl::StartsWithIgnoreCase(value, kScheme)) {
+    return absl::UnauthenticatedError(
+        "authorization: got another scheme, allowed \"Bearer TOKEN\"");
+  }
+  const absl::string_view token = value.substr(kScheme.size());
+  if (token.size() < kMinToken || token.size() > kMaxToken) {
+    return absl::UnauthenticatedError(
+        absl::StrFormat("authorization: got a token of %d characters, allowed %d to %d",
+                        token.size(), kMinToken, kMaxToken));
+  }
+  credentials.token = door::HashToken({token.data(), token.size()});
+  return credentials;
+}
+
+absl::Status CheckRole(const door::Identity& identity, const Access& access) {
+  if (!access.role.has_value() || identity.Has(*access.role)) return absl::OkStatus();
+  return absl::PermissionDeniedError(
+      absl::StrFormat("%s may not call %s: got the roles %s, allowed %s", identity.name,
+                      access.method, identity.RoleList(), door::NameOf(*access.role)));
+}
+
+std::string PeerOf(const door::Connection* connection) {
+  return connection == nullptr ? "an unknown peer" : connection->peer();
+}
+
+}  // namespace
+
+absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& context,
+                                        const door::Connection* connection,
+                                        const door::Identities* identities, const Access& access,
+                                        engine::Metrics* metrics) {
+  if (identities == nullptr) return Authorization();
+  Authorization authorization;
+  absl::StatusOr<door::Credentials> credentials = ReadCredentials(context, connection);
+  absl::Status status = credentials.status();
+  if (status.ok()) {
+    authorization.credentials = *std::move(credentials);
+    auto identity = identities->Find(authorization.credentials);
+    status = identity.status();
+    if (status.ok()) authorization.identity = *std::move(identity);
+  }
+  if (status.ok()) status = CheckRole(*authorization.identity, access);
+  if (status.ok()) return authorization;
+  metrics->CountRefused(absl::IsUnauthenticated(status) ? engine::Refusal::kUnauthenticated
+                                                        : engine::Refusal::kRole);
+  log::Limited(log::Source::kCallers, spdlog::level::warn, "{} of {} was refused: {}",
+               std::string(access.method), PeerOf(connection), std::string(status.message()));
+  return status;
+}
+
+absl::Status CheckStillAuthorized(const Authorization& authorization,
+                                  const door::Identities* identities, const Access& access) {
+  if (identities == nullptr) return absl::OkStatus();
+  const auto identity = identities->Find(authorization.credentials);
+  if (!identity.ok()) return identity.status();
+  if ((*identity)->name != authorization.identity->name) {
+    return absl::UnauthenticatedError("the token, certificate or user is now another identity");
+  }
+  return CheckRole(**identity, access);
+}
+
+absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const door::Identity* identity,
+                                                     engine::Metrics* metrics) {
+  if (identity == nullptr || identity->max_calls == 0) return nullptr;
+  if (identity->usage->BeginCall(identity->max_calls)) {
+    return std::make_shared<CallPlace>(identity->usage);
+  }
+  metrics->CountRefused(engine::Refusal::kQuotaCalls);
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "%s: got one more call at the same time, allowed %d", identity->name, identity->max_calls));
+}
+
+absl::Status TakeRows(const door::Identity* identity, int64_t rows, engine::Metrics* metrics) {
+  if (identity == nullptr) return absl::OkStatus();
+  const absl::Duration wait =
+      identity->usage->TakeRows(rows, identity->max_rows_per_second, absl::Now());
+  if (wait == absl::ZeroDuration()) return absl::OkStatus();
+  metrics->CountRefused(engine::Refusal::kQuotaRows);
+  return engine::WithRetryDelay(
+      absl::ResourceExhaustedError(absl::StrFormat(
+          "%s: got %d rows after those of the last second, allowed %g rows per second; retry after "
+          "%d ms",
+          identity->name, rows, identity->max_rows_per_second, absl::ToInt64Milliseconds(wait))),
+      wait);
+}
+
+}  // namespace logitd::rpc

@@ -1,0 +1,68 @@
+// Whether a caller may call a method.
+#ifndef LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
+#define LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
+
+#include <grpcpp/server_context.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/door/connection.h"
+#include "server/door/identities.h"
+#include "server/engine/metrics.h"
+
+namespace logitd::rpc {
+
+// What a method demands.
+struct Access {
+  absl::string_view method;        // for errors; lives as long as the server
+  std::optional<door::Role> role;  // none: any identity
+};
+
+// A place among the calls of an identity, as long as it lives.
+class CallPlace {
+ public:
+  explicit CallPlace(std::shared_ptr<door::Usage> usage) : usage_(std::move(usage)) {}
+  ~CallPlace() { usage_->EndCall(); }
+  CallPlace(const CallPlace&) = delete;
+  CallPlace& operator=(const CallPlace&) = delete;
+
+ private:
+  const std::shared_ptr<door::Usage> usage_;
+};
+
+// Who calls.
+struct Authorization {
+  std::shared_ptr<const door::Identity> identity;  // null: the server has no identities
+  door::Credentials credentials;                   // that showed it; empty if there is no identity
+};
+
+// `connection`: that of the call; null: not known. `identities` null: everybody may call
+// everything. UNAUTHENTICATED: no identity. PERMISSION_DENIED: it lacks the role. Both are counted
+// and logged, never with the token.
+absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& context,
+                                        const door::Connection* connection,
+                                        const door::Identities* identities, const Access& access,
+                                        engine::Metrics* metrics);
+
+// Whether credentials that were shown before still give the identity and the role: the file of
+// identities has changed.
+absl::Status CheckStillAuthorized(const Authorization& authorization,
+                                  const door::Identities* identities, const Access& access);
+
+// A place for one more call of the identity, null where it has no limit. RESOURCE_EXHAUSTED, counted:
+// it has as many as it may have.
+absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const door::Identity* identity,
+                                                     engine::Metrics* metrics);
+
+// Charges the rows of a message. RESOURCE_EXHAUSTED with a retry delay, counted: the identity has
+// sent as many rows as it may send.
+absl::Status TakeRows(const door::Identity* identity, int64_t rows, engine::Metrics* metrics);
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
