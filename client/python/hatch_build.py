@@ -1,6 +1,7 @@
 """Makes logitd/descriptors.binpb, the message types of proto/, when the package is built.
 
-Generated code of protoc runs only with the protobuf releases next to its own. A serialized FileDescriptorSet has no such
+Generated code of protoc runs only with the protobuf releases next to its own. A serialized FileDescriptorSet has no
+such
 tie: the package makes its message classes from it at import, with whatever protobuf is there. Nothing generated is
 committed, so nothing can be out of date. An sdist has no proto/; it ships the file.
 """
@@ -25,7 +26,9 @@ def compile_descriptors(protos, out):
 
     files = sorted(map(str, protos.glob("logitd/v1/*.proto")))
     if not files:
-        raise RuntimeError(f"proto files: got none in {protos}, allowed is a checkout of the whole repository, or an sdist")
+        raise RuntimeError(
+            f"proto files: got none in {protos}, allowed is a checkout of the whole repository, or an sdist"
+        )
     code = protoc.main(["protoc", f"-I{protos}", "--include_imports", f"--descriptor_set_out={out}", *files])
     if code != 0:
         raise RuntimeError(f"protoc failed with exit code {code}")

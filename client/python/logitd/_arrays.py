@@ -24,8 +24,9 @@ def as_numpy(value: Any) -> np.ndarray:
     """Any array-like as a NumPy array; a tensor of another device is copied to the host. bf16 tensors become int16."""
     if is_torch(value):
         tensor = value.detach().cpu()
-        bits = sys.modules["torch"].int16
-        return (tensor.view(bits) if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()  # type: ignore[no-any-return]
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.view(sys.modules["torch"].int16)
+        return tensor.numpy()  # type: ignore[no-any-return]
     return np.asarray(value)
 
 
@@ -53,8 +54,10 @@ def tensor(name: str, value: Any, dtype: Optional[str] = None) -> Tensor:
     bits = kind in ("uint16", "int16") and dtype == "bf16"
     found = "bf16" if bits else _NAMES.get(kind)
     if found is None:
-        raise InvalidArgument(f"{name}: got an array of {kind}, allowed float32, float16 and bfloat16 "
-                              "(or uint16 with dtype=\"bf16\"); convert it first")
+        raise InvalidArgument(
+            f"{name}: got an array of {kind}, allowed float32, float16 and bfloat16 "
+            '(or uint16 with dtype="bf16"); convert it first'
+        )
     if dtype not in (None, found):
         raise InvalidArgument(f"{name}: got an array of {kind} with dtype={dtype!r}, allowed dtype={found!r}")
     held = array.dtype if found == "bf16" and not is_torch(value) else None

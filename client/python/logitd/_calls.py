@@ -20,8 +20,17 @@ from logitd._messages import Codec
 from logitd._params import RowParams, lists
 from logitd._rows import ANSWERS, REQUESTS, RowInput, joined, result_of
 from logitd._score_messages import ScoreMessages
-from logitd.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, LogitdError, NotFound, ResourceExhausted
-from logitd.errors import Unavailable, error_of
+from logitd.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    LogitdError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    error_of,
+)
 from logitd.options import Options, check_deadline
 
 T = TypeVar("T")
@@ -102,7 +111,8 @@ def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, secon
 def _retryable(error: LogitdError) -> bool:
     # A message that is too large for a transport stays too large. gRPC has the same code for it as for a full server.
     return isinstance(error, Unavailable) or (
-        isinstance(error, ResourceExhausted) and "message larger than max (" not in error.message)
+        isinstance(error, ResourceExhausted) and "message larger than max (" not in error.message
+    )
 
 
 class Session:
@@ -139,37 +149,52 @@ class Session:
                 raise _with_attempts(reply.error, attempts, "the server asks not to retry")
             delay = backoff * random.uniform(0.5, 1.0) if reply.pushback_ms is None else reply.pushback_ms / 1000
             if end is not None and time.monotonic() + delay >= end:
-                raise _with_attempts(reply.error, attempts,
-                                     f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline")
+                raise _with_attempts(
+                    reply.error, attempts, f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline"
+                )
             yield Sleep(delay)
             backoff = min(2 * backoff, rules.max_backoff)
 
     def unary(self, method: str, message: bytes, end: float) -> Call[Reply]:
         def once() -> Call[Reply]:
             return (yield Unary(method, message, end))
+
         limit = self.options.max_message_bytes
         if 0 < limit < len(message):
             raise InvalidArgument(f"request: got {len(message)} bytes, allowed 1 to {limit} (max_message_bytes)")
         return (yield from self.retry(end, once))
 
-    def small(self, method: str, codecs: Tuple[Codec, Codec], fields: Mapping[str, Any],
-              end: float) -> Call[Tuple[Any, Reply]]:
+    def small(
+        self, method: str, codecs: Tuple[Codec, Codec], fields: Mapping[str, Any], end: float
+    ) -> Call[Tuple[Any, Reply]]:
         reply = yield from self.unary(method, codecs[0].encode(fields), end)
         return decode(codecs[1], reply.data)[1], reply
 
     # Rows.
 
-    def rows(self, kind: str, rows: RowInput, params: RowParams, deadline: Optional[float],
-             more: Optional[Mapping[str, Any]] = None) -> Call[Any]:
+    def rows(
+        self,
+        kind: str,
+        rows: RowInput,
+        params: RowParams,
+        deadline: Optional[float],
+        more: Optional[Mapping[str, Any]] = None,
+    ) -> Call[Any]:
         """TopK, Sample, Verify or Score in one message."""
         method, codec = REQUESTS[kind]
         message = codec.encode({**rows.fields(), **params.all(), **(more or {}), **rows.payload()})
         reply = yield from self.unary(method, message, self.end(deadline))
         return decoded(kind, reply, rows)
 
-    def score_stream(self, rows: RowInput, params: RowParams, deadline: Optional[float], offset: int,
-                     totals: Optional[results.ScoreTotals],
-                     progress: Optional[Callable[[results.ScoreProgress], Any]]) -> Call[results.ScoreResult]:
+    def score_stream(
+        self,
+        rows: RowInput,
+        params: RowParams,
+        deadline: Optional[float],
+        offset: int,
+        totals: Optional[results.ScoreTotals],
+        progress: Optional[Callable[[results.ScoreProgress], Any]],
+    ) -> Call[results.ScoreResult]:
         start = time.monotonic()
         self.end(deadline)  # checks it
         patience = self.options.deadline if deadline is None else deadline
@@ -190,8 +215,9 @@ class Session:
             streams += 1
             messages.begin()
             before = messages.taken_rows
-            reply = yield Stream("/logitd.v1.Scorer/ScoreStream", messages.encode, messages.count, messages.take, None,
-                                 patience)
+            reply = yield Stream(
+                "/logitd.v1.Scorer/ScoreStream", messages.encode, messages.count, messages.take, None, patience
+            )
             error = reply.error
             if isinstance(error, Cancelled) and error.attempts:
                 # This is how a server ends a stream whose answers were not read in time, because `progress` took long.
@@ -215,8 +241,9 @@ class Session:
 
     # Attention.
 
-    def attention(self, make: Callable[[results.Limits, Options], AttentionMessages],
-                  deadline: Optional[float]) -> Call[Any]:
+    def attention(
+        self, make: Callable[[results.Limits, Options], AttentionMessages], deadline: Optional[float]
+    ) -> Call[Any]:
         end = self.end(deadline)
         limits = yield from self.limits(end)
         try:
@@ -234,8 +261,11 @@ class Session:
         def once() -> Call[Reply]:
             messages.begin()
             if messages.count > 1:
-                return (yield Stream(f"/logitd.v1.Attention/{name}Stream", messages.encode, messages.count,
-                                     messages.take, end, None))
+                return (
+                    yield Stream(
+                        f"/logitd.v1.Attention/{name}Stream", messages.encode, messages.count, messages.take, end, None
+                    )
+                )
             reply = yield Unary(f"/logitd.v1.Attention/{name}", first, end)
             if reply.error is None:
                 messages.take(0, reply.data)
@@ -253,10 +283,14 @@ class Session:
         message, _ = yield from self.small("/logitd.v1.Server/GetInfo", _INFO, {}, end)
         names = {number: name for name, number in _arrays.DTYPES.items()}
         return results.ServerInfo(
-            version=message.version, backend=message.backend, device=_plain(results.Device, message.device),
-            limits=_plain(results.Limits, message.limits), draining=message.draining,
+            version=message.version,
+            backend=message.backend,
+            device=_plain(results.Device, message.device),
+            limits=_plain(results.Limits, message.limits),
+            draining=message.draining,
             grpc_version=message.grpc_version,
-            ops=[results.Op(op.name, op.method, tuple(names.get(d, str(d)) for d in op.dtypes)) for op in message.ops])
+            ops=[results.Op(op.name, op.method, tuple(names.get(d, str(d)) for d in op.dtypes)) for op in message.ops],
+        )
 
     def limits(self, end: float) -> Call[results.Limits]:
         if self._limits is not None:
@@ -298,8 +332,9 @@ class Session:
             if error.attempts <= 1:  # else the first attempt may have unloaded it, although its answer was lost
                 raise
 
-    def load_head(self, name: str, path: str, final_norm: bool, vocab: int,
-                  progress: Optional[Callable[[int, int], Any]]) -> Call[results.Head]:
+    def load_head(
+        self, name: str, path: str, final_norm: bool, vocab: int, progress: Optional[Callable[[int, int], Any]]
+    ) -> Call[results.Head]:
         loaded: List[results.Head] = []
         stopped = False
 
@@ -314,7 +349,9 @@ class Session:
         request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab}
         reply = yield Receive("/logitd.v1.Heads/Load", _LOAD[0].encode(request), take)
         if stopped:
-            raise Cancelled("stopped by progress" + (" as the load ended: the head is loaded" if loaded else ""), attempts=1)
+            raise Cancelled(
+                "stopped by progress" + (" as the load ended: the head is loaded" if loaded else ""), attempts=1
+            )
         if reply.error is not None:
             raise reply.error
         if not loaded:
@@ -371,13 +408,15 @@ def no_answer(patience: float, taken: int, count: int) -> DeadlineExceeded:
     return DeadlineExceeded(f"no answer for {patience:g} s, after {taken} of {count} messages", attempts=1)
 
 
-def verify_fields(sequence_rows: Any, drafts: Any, draft_kind: Union[str, Sequence[str], None], draft_ids: Any,
-                  draft_probs: Any) -> Dict[str, Any]:
+def verify_fields(
+    sequence_rows: Any, drafts: Any, draft_kind: Union[str, Sequence[str], None], draft_ids: Any, draft_probs: Any
+) -> Dict[str, Any]:
     """The fields of Verify that are about the drafts."""
     codec = REQUESTS["verify"][1]
     fields: Dict[str, Any] = {
         "sequence_rows": np.atleast_1d(_arrays.integers("sequence_rows", sequence_rows, codec.dtype("sequence_rows"))),
-        "drafts": np.atleast_1d(_arrays.integers("drafts", drafts, codec.dtype("drafts"))).reshape(-1)}
+        "drafts": np.atleast_1d(_arrays.integers("drafts", drafts, codec.dtype("drafts"))).reshape(-1),
+    }
     if draft_kind is not None:
         allowed = codec.enum("draft_kind")
         kinds = [draft_kind] if isinstance(draft_kind, str) else list(draft_kind)

@@ -13,20 +13,33 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from logitd import _wire
+from logitd.errors import InvalidArgument
 
+_MAX_MESSAGE = 2**31 - 1 - 16  # protobuf's own limit
 _Field = descriptor_pb2.FieldDescriptorProto
 _FIXED = {
-    _Field.TYPE_FLOAT: "<f4", _Field.TYPE_DOUBLE: "<f8", _Field.TYPE_FIXED64: "<u8", _Field.TYPE_SFIXED64: "<i8",
-    _Field.TYPE_FIXED32: "<u4", _Field.TYPE_SFIXED32: "<i4"}
-_VARINT = {_Field.TYPE_INT32: np.int32, _Field.TYPE_INT64: np.int64, _Field.TYPE_ENUM: np.int32,
-           _Field.TYPE_BOOL: np.bool_}
+    _Field.TYPE_FLOAT: "<f4",
+    _Field.TYPE_DOUBLE: "<f8",
+    _Field.TYPE_FIXED64: "<u8",
+    _Field.TYPE_SFIXED64: "<i8",
+    _Field.TYPE_FIXED32: "<u4",
+    _Field.TYPE_SFIXED32: "<i4",
+}
+_VARINT = {
+    _Field.TYPE_INT32: np.int32,
+    _Field.TYPE_INT64: np.int64,
+    _Field.TYPE_ENUM: np.int32,
+    _Field.TYPE_BOOL: np.bool_,
+}
 
 
 def _load() -> Tuple[Any, Dict[str, Any]]:
     try:
         data = pkgutil.get_data("logitd", "descriptors.binpb")
     except FileNotFoundError as error:
-        raise ImportError("logitd/descriptors.binpb: missing; the build makes it: pip install ./client/python") from error
+        raise ImportError(
+            "logitd/descriptors.binpb: missing; the build makes it: pip install ./client/python"
+        ) from error
     pool = descriptor_pool.DescriptorPool()
     described: Dict[str, Any] = {}
     files: Any = descriptor_pb2.FileDescriptorSet.FromString(data or b"")
@@ -55,7 +68,13 @@ def enum_values(name: str) -> Dict[str, int]:
     common = prefixes[0][: prefixes[0].rindex("_") + 1]
     while not all(prefix.startswith(common) for prefix in prefixes):
         common = common[: common[:-1].rindex("_") + 1]
-    return {value.name[len(common):].lower(): value.number for value in described.value}
+    return {value.name[len(common) :].lower(): value.number for value in described.value}
+
+
+def check_size(total: int) -> None:
+    """InvalidArgument: protobuf cannot carry a message of so many bytes."""
+    if total > _MAX_MESSAGE:
+        raise InvalidArgument(f"request: got {total} bytes, allowed 0 to {_MAX_MESSAGE}; send fewer rows a call")
 
 
 class Codec:
@@ -109,6 +128,7 @@ class Codec:
             if len(data) > 0:
                 pieces += (_wire.head(field.number, len(data)), data)
         pieces[0] = message.SerializeToString()
+        check_size(sum(map(len, pieces)))
         return b"".join(pieces)
 
     def decode(self, data: bytes) -> Tuple[Dict[str, np.ndarray], Any]:

@@ -99,20 +99,21 @@ class RowParams:
         """The fields for some of the rows."""
         out: Dict[str, Any] = dict(self._single)
         for name, array in self._rows.items():
-            out[name] = array if array.size <= 1 else array[first:first + rows]
+            out[name] = array if array.size <= 1 else array[first : first + rows]
         for name, (counts, parts) in self._lists.items():
             if counts is None or counts.size == 1:
                 out.update(parts)
                 continue
-            begin, end = int(counts[:first].sum()), int(counts[:first + rows].sum())
-            out[name] = counts[first:first + rows]
+            begin, end = int(counts[:first].sum()), int(counts[: first + rows].sum())
+            out[name] = counts[first : first + rows]
             out.update({part: array[begin:end] for part, array in parts.items()})
         return out
 
     def row_bytes(self) -> int:
         """Encoded bytes of a row's values, at most, without its lists."""
         return sum(_value_bytes(array) for array in self._rows.values() if array.size > 1) + 10 * sum(
-            counts is not None and counts.size > 1 for counts, _ in self._lists.values())
+            counts is not None and counts.size > 1 for counts, _ in self._lists.values()
+        )
 
     def largest(self, name: str) -> int:
         """The largest value of a parameter of numbers; 0 without one."""
@@ -139,8 +140,10 @@ def _mask(value: Any) -> np.ndarray:
     if array.dtype == np.uint32 or (array.dtype == np.int32 and array.ndim <= 2):
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if array.dtype != np.bool_ or array.ndim not in (1, 2):
-        raise InvalidArgument(f"allowed_tokens: got {array.ndim} dimensions of {array.dtype}, allowed bool [V] or [M, V], "
-                              "or uint32 words [M, ceil(V / 32)]")
+        raise InvalidArgument(
+            f"allowed_tokens: got {array.ndim} dimensions of {array.dtype}, allowed bool [V] or [M, V], "
+            "or uint32 words [M, ceil(V / 32)]"
+        )
     rows = np.atleast_2d(array)
     packed = np.packbits(rows, axis=1, bitorder="little")
     return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).reshape(-1)

@@ -18,10 +18,17 @@ REQUESTS: Dict[str, Tuple[str, Codec]] = {
     "score": ("/logitd.v1.Scorer/Score", Codec("ScoreRequest")),
 }
 ANSWERS: Dict[str, Codec] = {
-    "top_k": Codec("TopKResponse"), "sample": Codec("SampleResponse"), "verify": Codec("VerifyResponse"),
-    "score": Codec("ScoreResponse")}
-_KINDS: Dict[str, Any] = {"top_k": results.TopKResult, "sample": results.SampleResult, "verify": results.VerifyResult,
-                          "score": results.ScoreResult}
+    "top_k": Codec("TopKResponse"),
+    "sample": Codec("SampleResponse"),
+    "verify": Codec("VerifyResponse"),
+    "score": Codec("ScoreResponse"),
+}
+_KINDS: Dict[str, Any] = {
+    "top_k": results.TopKResult,
+    "sample": results.SampleResult,
+    "verify": results.VerifyResult,
+    "score": results.ScoreResult,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class RowInput:
     def payload(self, first: int = 0, rows: Optional[int] = None) -> Dict[str, np.ndarray]:
         """The bytes of some of the rows, not copied; None: all from `first` on."""
         end = None if rows is None else (first + rows) * self.row_bytes
-        return {"logits" if self.head is None else "hidden": self.tensor.data[first * self.row_bytes:end]}
+        return {"logits" if self.head is None else "hidden": self.tensor.data[first * self.row_bytes : end]}
 
     @property
     def row_bytes(self) -> int:
@@ -55,8 +62,11 @@ def row_input(logits: Any, hidden: Any = None, head: Optional[str] = None, dtype
     """InvalidArgument: not exactly one of logits, and hidden with head; or an array that is not [N, V] or [V]."""
     name, value = ("logits", logits) if hidden is None else ("hidden", hidden)
     if value is None or (logits is not None and hidden is not None):
-        raise InvalidArgument("input: got " + ("none" if value is None else "both logits and hidden") +
-                              ", allowed logits, or hidden with head")
+        raise InvalidArgument(
+            "input: got "
+            + ("none" if value is None else "both logits and hidden")
+            + ", allowed logits, or hidden with head"
+        )
     if (head is None) != (hidden is None):
         raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
     tensor = _arrays.tensor(name, value, dtype)
@@ -66,8 +76,9 @@ def row_input(logits: Any, hidden: Any = None, head: Optional[str] = None, dtype
     return RowInput(tensor, rows, tensor.shape[-1], head)
 
 
-def result_of(kind: str, arrays: Mapping[str, np.ndarray], message: Any, seconds: float, attempts: int,
-              rows: RowInput) -> Any:
+def result_of(
+    kind: str, arrays: Mapping[str, np.ndarray], message: Any, seconds: float, attempts: int, rows: RowInput
+) -> Any:
     """Internal: the answer's arrays do not fit each other, or the request."""
     _check_sizes(kind, arrays, rows.rows)
     torch = rows.tensor.torch
@@ -77,8 +88,13 @@ def result_of(kind: str, arrays: Mapping[str, np.ndarray], message: Any, seconds
         return results.Ragged(values[name], arrays[counts])
 
     found: Dict[str, Any] = {
-        "timings": timings_of(message.timings), "round_trip": seconds, "attempts": attempts,
-        "status": values["status"], "status_position": values["status_position"], "logsumexp": values["logsumexp"]}
+        "timings": timings_of(message.timings),
+        "round_trip": seconds,
+        "attempts": attempts,
+        "status": values["status"],
+        "status_position": values["status_position"],
+        "logsumexp": values["logsumexp"],
+    }
     if kind == "top_k":
         return results.TopKResult(**found, indices=ragged("indices", "k"), probs=ragged("probs", "k"))
     found["top_ids"], found["top_logprobs"] = ragged("top_ids", "top_count"), ragged("top_logprobs", "top_count")
@@ -110,8 +126,11 @@ def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None
     sizes.update({name: int(arrays[counts].sum()) for name, counts in lists.items()})
     for name, size in sizes.items():
         if arrays[name].size != size or any(arrays[counts].min(initial=0) < 0 for counts in lists.values()):
-            raise Internal(f"the server's answer does not fit the request of {rows} rows: {name} has "
-                           f"{arrays[name].size} values, allowed {size}", attempts=1)
+            raise Internal(
+                f"the server's answer does not fit the request of {rows} rows: {name} has "
+                f"{arrays[name].size} values, allowed {size}",
+                attempts=1,
+            )
 
 
 def timings_of(message: Any) -> results.Timings:
@@ -140,10 +159,25 @@ def joined(parts: List[results.ScoreResult]) -> results.ScoreResult:
             return results.Ragged(join([a.values for a in arrays]), np.concatenate([a.counts for a in arrays]))
         if _arrays.is_torch(arrays[0]):
             import torch
+
             return torch.cat(arrays)
         return np.concatenate(arrays)
 
-    rows = ("status", "status_position", "logsumexp", "losses", "target_logprobs", "ranks", "entropies", "top_ids",
-            "top_logprobs", "extra_logprobs")
-    return replace(parts[0], **{name: join([getattr(part, name) for part in parts]) for name in rows},
-                   totals=parts[-1].totals, timings=add_timings([part.timings for part in parts]))
+    rows = (
+        "status",
+        "status_position",
+        "logsumexp",
+        "losses",
+        "target_logprobs",
+        "ranks",
+        "entropies",
+        "top_ids",
+        "top_logprobs",
+        "extra_logprobs",
+    )
+    return replace(
+        parts[0],
+        **{name: join([getattr(part, name) for part in parts]) for name in rows},
+        totals=parts[-1].totals,
+        timings=add_timings([part.timings for part in parts]),
+    )

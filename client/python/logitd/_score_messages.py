@@ -20,11 +20,19 @@ _MAX_PAYLOAD = 2**31 - 1 - (64 << 20)  # protobuf carries 2 GiB; the small field
 class ScoreMessages:
     """Cuts a sequence into messages of whole rows and collects the answers.
 
-    Each stream begins after the last answer so far. The sizes that are cut are checked here; the server checks the rest.
+    Each stream begins after the last answer so far. The sizes that are cut are checked here; the server checks the
+    rest.
     """
 
-    def __init__(self, rows: RowInput, params: RowParams, options: Options, offset: int,
-                 totals: Optional[results.ScoreTotals], progress: Optional[Callable[[results.ScoreProgress], Any]]) -> None:
+    def __init__(
+        self,
+        rows: RowInput,
+        params: RowParams,
+        options: Options,
+        offset: int,
+        totals: Optional[results.ScoreTotals],
+        progress: Optional[Callable[[results.ScoreProgress], Any]],
+    ) -> None:
         self._rows = rows
         self._params = params
         self._options = options
@@ -39,12 +47,14 @@ class ScoreMessages:
     def plan(self, limits: results.Limits) -> None:
         """Cuts the rows without an answer by these limits. InvalidArgument: not even one row fits."""
         if self._rows.rows < 1 or self._rows.width < 1:
-            raise InvalidArgument(f"rows: got {self._rows.rows} of {self._rows.width} values, allowed 1 or more of each")
-        self._params.check(self._rows.rows)
+            raise InvalidArgument(
+                f"rows: got {self._rows.rows} of {self._rows.width} values, allowed 1 or more of each"
+            )
         targets = self._params.all().get("targets")
         if targets is None or targets.size != self._rows.rows:
             got = 0 if targets is None else targets.size
             raise InvalidArgument(f"targets: got {got} values, allowed {self._rows.rows} (rows)")
+        self._params.check(self._rows.rows)
         extra, per_row = self._params.longest("extra_count")
         row_bytes = self._rows.row_bytes + (4 * extra if per_row else 0)
         answer_row = _ANSWER_ROW_BYTES + 8 * self._params.largest("top_logprobs") + 4 * extra
@@ -59,11 +69,13 @@ class ScoreMessages:
             raise InvalidArgument(
                 f"one row of {row_bytes} bytes, and {answer_row} of its answer, is more than a message takes: "
                 f"max_request_bytes {limits.max_request_bytes}, max_answer_bytes {limits.max_answer_bytes}, "
-                f"max_message_bytes {self._options.max_message_bytes}")
+                f"max_message_bytes {self._options.max_message_bytes}"
+            )
         if limits.max_batch_rows > 0:
             rows = min(rows, limits.max_batch_rows)
-        self._message_rows = min(rows, _MAX_MESSAGE_ROWS,
-                                 max(1, self._options.score_message_bytes // self._rows.row_bytes))
+        self._message_rows = min(
+            rows, _MAX_MESSAGE_ROWS, max(1, self._options.score_message_bytes // self._rows.row_bytes)
+        )
 
     def _field_bytes(self) -> int:
         """Encoded size of a message, at most, without its payload and the parameters of its rows."""
@@ -86,15 +98,23 @@ class ScoreMessages:
 
     def encode(self) -> Iterator[bytes]:
         """The first message of a stream has everything that later ones inherit."""
-        first_row, taken = self._first_row, len(self.parts)
-        for i in range(self.count):
-            first, rows = self._cut(i)
-            totals = None
-            if i == 0:
-                totals = self.parts[taken - 1].totals if first_row > 0 else self._totals
-            yield REQUESTS["score"][1].encode({
-                **self._rows.fields(rows), **self._params.cut(first, rows), "offset": self._offset + first,
-                "totals": None if totals is None else totals_fields(totals), **self._rows.payload(first, rows)})
+        # All at once: of a stream that was lost, gRPC's thread may ask for messages when the next one has begun.
+        return self._encode(
+            [self._cut(i) for i in range(self.count)], self.parts[-1].totals if self.parts else self._totals
+        )
+
+    def _encode(self, cuts: "list[tuple[int, int]]", before: Optional[results.ScoreTotals]) -> Iterator[bytes]:
+        for i, (first, rows) in enumerate(cuts):
+            totals = before if i == 0 else None
+            yield REQUESTS["score"][1].encode(
+                {
+                    **self._rows.fields(rows),
+                    **self._params.cut(first, rows),
+                    "offset": self._offset + first,
+                    "totals": None if totals is None else totals_fields(totals),
+                    **self._rows.payload(first, rows),
+                }
+            )
 
     def take(self, i: int, data: bytes) -> None:
         """Internal: the answer does not fit the message. Cancelled: `progress` returned False."""
@@ -104,8 +124,11 @@ class ScoreMessages:
         except _wire.WireError as error:
             raise Internal(f"the server's answer is not a ScoreResponse: {error}", attempts=1) from error
         if message.offset != self._offset + first:
-            raise Internal(f"the server's answer does not fit the message: got rows at {message.offset}, asked for "
-                           f"{rows} at {self._offset + first}", attempts=1)
+            raise Internal(
+                f"the server's answer does not fit the message: got rows at {message.offset}, asked for "
+                f"{rows} at {self._offset + first}",
+                attempts=1,
+            )
         part = result_of("score", arrays, message, 0.0, 1, dataclasses.replace(self._rows, rows=rows))
         self.parts.append(part)
         self.taken_rows = first + rows

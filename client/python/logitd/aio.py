@@ -7,8 +7,20 @@ import time
 from collections import deque
 from dataclasses import replace
 from types import TracebackType
-from typing import (TYPE_CHECKING, Any, AsyncIterator, Callable, Deque, List, Optional, Sequence, Tuple, Type, TypeVar,
-                    Union)
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    AsyncIterator,
+    Callable,
+    Deque,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+)
 
 import grpc
 import grpc.aio
@@ -19,8 +31,18 @@ from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.errors import Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
-from logitd.results import (AttentionBackwardResult, AttentionResult, Head, SampleResult, ScoreProgress, ScoreResult,
-                            ScoreTotals, ServerInfo, TopKResult, VerifyResult)
+from logitd.results import (
+    AttentionBackwardResult,
+    AttentionResult,
+    Head,
+    SampleResult,
+    ScoreProgress,
+    ScoreResult,
+    ScoreTotals,
+    ServerInfo,
+    TopKResult,
+    VerifyResult,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,8 +69,9 @@ class AsyncClient(Base):
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
-                        trace: Optional[TracebackType]) -> None:
+    async def __aexit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
         await self.close()
 
     async def top_k(self, logits: Optional[Array] = None, *, k: Ints, **params: Unpack[TopKParams]) -> TopKResult:
@@ -63,43 +86,80 @@ class AsyncClient(Base):
         """As Client.sample_stream; see AsyncSampleStream."""
         return AsyncSampleStream(self)
 
-    async def verify(self, logits: Array, *, sequence_rows: Union[int, Sequence[int], Array],
-                     drafts: Union[Sequence[int], Array],
-                     draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
-                     draft_ids: Optional[TokenLists] = None, draft_probs: Any = None,
-                     **params: Unpack[VerifyParams]) -> VerifyResult:
+    async def verify(
+        self,
+        logits: Array,
+        *,
+        sequence_rows: Union[int, Sequence[int], Array],
+        drafts: Union[Sequence[int], Array],
+        draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
+        draft_ids: Optional[TokenLists] = None,
+        draft_probs: Any = None,
+        **params: Unpack[VerifyParams],
+    ) -> VerifyResult:
         """As Client.verify."""
         return await self._run(self._verify(logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, params))
 
-    async def score(self, logits: Optional[Array] = None, *, targets: Ints,
-                    **params: Unpack[ScoreParams]) -> ScoreResult:
+    async def score(
+        self, logits: Optional[Array] = None, *, targets: Ints, **params: Unpack[ScoreParams]
+    ) -> ScoreResult:
         """As Client.score."""
         return await self._run(self._score(logits, targets, params))
 
-    async def score_stream(self, logits: Optional[Array] = None, *, targets: Ints, offset: int = 0,
-                           totals: Optional[ScoreTotals] = None,
-                           progress: Optional[Callable[[ScoreProgress], Any]] = None,
-                           **params: Unpack[ScoreParams]) -> ScoreResult:
+    async def score_stream(
+        self,
+        logits: Optional[Array] = None,
+        *,
+        targets: Ints,
+        offset: int = 0,
+        totals: Optional[ScoreTotals] = None,
+        progress: Optional[Callable[[ScoreProgress], Any]] = None,
+        **params: Unpack[ScoreParams],
+    ) -> ScoreResult:
         """As Client.score_stream; `progress` is an ordinary function."""
         return await self._run(self._score_stream(logits, targets, offset, totals, progress, params))
 
-    async def attention_softmax(self, scores: Array, *, scale: float = 1.0, causal: bool = False,
-                                window: Optional[Window] = None, mask: Optional[Array] = None,
-                                sinks: Optional[Floats] = None, out_dtype: Optional[DType] = None,
-                                want_logsumexp: bool = False, out: Optional[Array] = None,
-                                dtype: Optional[DType] = None, deadline: Optional[float] = None) -> AttentionResult:
+    async def attention_softmax(
+        self,
+        scores: Array,
+        *,
+        scale: float = 1.0,
+        causal: bool = False,
+        window: Optional[Window] = None,
+        mask: Optional[Array] = None,
+        sinks: Optional[Floats] = None,
+        out_dtype: Optional[DType] = None,
+        want_logsumexp: bool = False,
+        out: Optional[Array] = None,
+        dtype: Optional[DType] = None,
+        deadline: Optional[float] = None,
+    ) -> AttentionResult:
         """As Client.attention_softmax."""
-        return await self._run(self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out,
-                                             dtype, deadline))
+        return await self._run(
+            self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, deadline)
+        )
 
-    async def attention_softmax_backward(self, probs: Array, d_probs: Array, *, scale: float = 1.0, causal: bool = False,
-                                         window: Optional[Window] = None, sinks: Optional[Floats] = None,
-                                         logsumexp: Optional[Array] = None, out_dtype: Optional[DType] = None,
-                                         out: Optional[Array] = None, dtype: Optional[DType] = None,
-                                         deadline: Optional[float] = None) -> AttentionBackwardResult:
+    async def attention_softmax_backward(
+        self,
+        probs: Array,
+        d_probs: Array,
+        *,
+        scale: float = 1.0,
+        causal: bool = False,
+        window: Optional[Window] = None,
+        sinks: Optional[Floats] = None,
+        logsumexp: Optional[Array] = None,
+        out_dtype: Optional[DType] = None,
+        out: Optional[Array] = None,
+        dtype: Optional[DType] = None,
+        deadline: Optional[float] = None,
+    ) -> AttentionBackwardResult:
         """As Client.attention_softmax_backward."""
-        return await self._run(self._softmax_backward(probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype,
-                                                      out, dtype, deadline))
+        return await self._run(
+            self._softmax_backward(
+                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, deadline
+            )
+        )
 
     async def info(self, *, deadline: Optional[float] = None) -> ServerInfo:
         """As Client.info."""
@@ -112,7 +172,8 @@ class AsyncClient(Base):
     async def watch_health(self, service: str = "") -> AsyncIterator[str]:
         """As Client.watch_health."""
         call = self._method("unary_stream", "/grpc.health.v1.Health/Watch")(
-            _calls.health_request(service), metadata=self.options.metadata())
+            _calls.health_request(service), metadata=self.options.metadata()
+        )
         try:
             async for data in call:
                 yield _calls.serving_status(data)
@@ -121,8 +182,15 @@ class AsyncClient(Base):
         finally:
             call.cancel()
 
-    async def load_head(self, name: str, path: str, *, final_norm: bool = False, vocab: int = 0,
-                        progress: Optional[Callable[[int, int], Any]] = None) -> Head:
+    async def load_head(
+        self,
+        name: str,
+        path: str,
+        *,
+        final_norm: bool = False,
+        vocab: int = 0,
+        progress: Optional[Callable[[int, int], Any]] = None,
+    ) -> Head:
         """As Client.load_head; `progress` is an ordinary function."""
         return await self._run(self._session.load_head(name, path, final_norm, vocab, progress))
 
@@ -186,9 +254,9 @@ class AsyncClient(Base):
         async def write() -> None:
             try:
                 for message in step.messages():
-                    await call.write(message)
+                    await _write(call, message)
                 await call.done_writing()
-            except (grpc.RpcError, asyncio.InvalidStateError):
+            except _ENDED:
                 pass  # the stream has ended; reading tells why
 
         writer = asyncio.ensure_future(write())
@@ -228,21 +296,40 @@ def _reply_of(error: Any, seconds: float) -> Reply:
     return _calls.reply_of(error.code(), error.details(), error.trailing_metadata(), seconds)
 
 
+_ENDED = (grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError)  # a write met the end of the stream
+
+
+async def _write(call: Any, message: bytes) -> None:
+    """call.write(message). Where that meets the end of the stream, it sets a status of its own (INTERNAL, "Internal
+    error from Core"), and the server's status and last answers are lost. What it calls inside does not."""
+    inner = getattr(call, "_cython_call", None)
+    if inner is None or not hasattr(inner, "send_serialized_message"):
+        await call.write(message)
+        return
+    await call.wait_for_connection()
+    if call.done():
+        raise asyncio.InvalidStateError("the stream has ended")
+    await inner.send_serialized_message(message)
+
+
 class AsyncSampleStream:
     """SampleStream for asyncio: one task may write while another reads."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._written: Deque[Tuple[float, RowInput]] = deque()
-        self._call = client._method("stream_stream", "/logitd.v1.Sampler/SampleStream")(metadata=client.options.metadata())
+        self._call = client._method("stream_stream", "/logitd.v1.Sampler/SampleStream")(
+            metadata=client.options.metadata()
+        )
 
     async def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
-        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the reason."""
+        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the
+        reason."""
         message, rows = self._client._stream_message(logits, params)
         self._written.append((time.monotonic(), rows))
         try:
-            await self._call.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            await _write(self._call, message)
+        except _ENDED as error:
             raise Unavailable("the stream has ended; read has the reason") from error
 
     async def done(self) -> None:
@@ -250,7 +337,8 @@ class AsyncSampleStream:
         await self._call.done_writing()
 
     async def read(self) -> Optional[SampleResult]:
-        """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the stream."""
+        """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the
+        stream."""
         try:
             data = await self._call.read()
         except grpc.RpcError as error:
@@ -276,6 +364,7 @@ class AsyncSampleStream:
     async def __aenter__(self) -> "AsyncSampleStream":
         return self
 
-    async def __aexit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
-                        trace: Optional[TracebackType]) -> None:
+    async def __aexit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
         await self.close()

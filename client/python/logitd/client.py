@@ -18,8 +18,18 @@ from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.errors import Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
-from logitd.results import (AttentionBackwardResult, AttentionResult, Head, SampleResult, ScoreProgress, ScoreResult,
-                            ScoreTotals, ServerInfo, TopKResult, VerifyResult)
+from logitd.results import (
+    AttentionBackwardResult,
+    AttentionResult,
+    Head,
+    SampleResult,
+    ScoreProgress,
+    ScoreResult,
+    ScoreTotals,
+    ServerInfo,
+    TopKResult,
+    VerifyResult,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,13 +55,14 @@ class Client(Base):
     attention_message_bytes, score_message_bytes: payload of one message of a stream, about. Attention tensors that are
         larger go as a stream.
 
-    Arrays: f32, f16 or bf16, of NumPy or torch. bf16 is a torch tensor, an array of ml_dtypes.bfloat16, or the bits in a
-    uint16 array with dtype="bf16". Answers are of the same library. Arrays that are contiguous and on the host are copied
-    once here, into the message; gRPC copies the message once more on its way out, and an answer's twice on its way in.
-    docs/python.md has the whole account.
+    Arrays: f32, f16 or bf16, of NumPy or torch. bf16 is a torch tensor, an array of ml_dtypes.bfloat16, or the bits in
+        a uint16 array with dtype="bf16". Answers are of the same library. Arrays that are contiguous and on the host
+        are copied once here, into the message; gRPC copies the message once more on its way out, and an answer's twice
+        on its way in. docs/python.md has the whole account.
 
     Errors: every method raises LogitdError, a class of it for each code; see logitd.errors. A parameter that does not
-    exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's status.
+    exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's
+    status.
 
     Close it after use, or use it in a `with` statement.
     """
@@ -65,8 +76,9 @@ class Client(Base):
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
-                 trace: Optional[TracebackType]) -> None:
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
         self.close()
 
     # Rows.
@@ -85,8 +97,8 @@ class Client(Base):
         The steps: logit bias, penalties, mask of allowed tokens, temperature, min_p, top_k, top_p, draw.
         docs/semantics.md has every step to the bit.
 
-        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed` is required unless
-        every temperature is 0.
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed` is required
+            unless every temperature is 0.
         """
         return self._run(self._sample(logits, params))
 
@@ -94,10 +106,17 @@ class Client(Base):
         """A stream of sample requests for a decode loop; see SampleStream."""
         return SampleStream(self)
 
-    def verify(self, logits: Array, *, sequence_rows: Union[int, Sequence[int], Array],
-               drafts: Union[Sequence[int], Array], draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
-               draft_ids: Optional[TokenLists] = None, draft_probs: Any = None,
-               **params: Unpack[VerifyParams]) -> VerifyResult:
+    def verify(
+        self,
+        logits: Array,
+        *,
+        sequence_rows: Union[int, Sequence[int], Array],
+        drafts: Union[Sequence[int], Array],
+        draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
+        draft_ids: Optional[TokenLists] = None,
+        draft_probs: Any = None,
+        **params: Unpack[VerifyParams],
+    ) -> VerifyResult:
         """Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
 
         logits: [N, V], sequence after sequence: the target's at each draft, and after the last draft.
@@ -106,8 +125,8 @@ class Client(Base):
         draft_kind: for all drafts, or one per draft. "greedy": drawn with certainty, or unknown. "list": from draft_ids
             with draft_probs. "dense": from the whole vocabulary, with V of draft_probs. Default "greedy".
         draft_ids: for each draft of kind "list", its token ids in ascending order, the draft among them; or one list.
-        draft_probs: f32, draft after draft: the probabilities that the draft was drawn with, as many as its draft_ids, or V.
-        Parameters: params.VerifyParams, each with a value per row of logits.
+        draft_probs: f32, draft after draft: the probabilities that the draft was drawn with, as many as its draft_ids,
+            or V. Parameters: params.VerifyParams, each with a value per row of logits.
         """
         return self._run(self._verify(logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, params))
 
@@ -120,18 +139,24 @@ class Client(Base):
         """
         return self._run(self._score(logits, targets, params))
 
-    def score_stream(self, logits: Optional[Array] = None, *, targets: Ints, offset: int = 0,
-                     totals: Optional[ScoreTotals] = None,
-                     progress: Optional[Callable[[ScoreProgress], Any]] = None,
-                     **params: Unpack[ScoreParams]) -> ScoreResult:
+    def score_stream(
+        self,
+        logits: Optional[Array] = None,
+        *,
+        targets: Ints,
+        offset: int = 0,
+        totals: Optional[ScoreTotals] = None,
+        progress: Optional[Callable[[ScoreProgress], Any]] = None,
+        **params: Unpack[ScoreParams],
+    ) -> ScoreResult:
         """score() of a sequence of any length: cut into messages of whole rows, which go as a stream.
 
-        When a stream is lost, a new one continues after the last answer. Attempts are counted since then, and the deadline
-        is how long one answer may take. `progress` is called after every answer; where it returns False the call ends with
-        Cancelled. Nothing is read meanwhile, so it should be quick.
+        When a stream is lost, a new one continues after the last answer. Attempts are counted since then, and the
+        deadline is how long one answer may take. `progress` is called after every answer; where it returns False the
+        call ends with Cancelled. Nothing is read meanwhile, so it should be quick.
 
-        offset, totals: to continue after an error where `progress` last stood: the rows scored before, and their totals;
-        `logits` and `targets` then begin with the row at `offset`.
+        offset, totals: to continue after an error where `progress` last stood: the rows scored before, and their
+        totals; `logits` and `targets` then begin with the row at `offset`.
 
         A new stream looks its head up again: until the call ends, the name must mean the same weights.
         """
@@ -139,28 +164,49 @@ class Client(Base):
 
     # Attention.
 
-    def attention_softmax(self, scores: Array, *, scale: float = 1.0, causal: bool = False,
-                          window: Optional[Window] = None, mask: Optional[Array] = None, sinks: Optional[Floats] = None,
-                          out_dtype: Optional[DType] = None, want_logsumexp: bool = False, out: Optional[Array] = None,
-                          dtype: Optional[DType] = None, deadline: Optional[float] = None) -> AttentionResult:
+    def attention_softmax(
+        self,
+        scores: Array,
+        *,
+        scale: float = 1.0,
+        causal: bool = False,
+        window: Optional[Window] = None,
+        mask: Optional[Array] = None,
+        sinks: Optional[Floats] = None,
+        out_dtype: Optional[DType] = None,
+        want_logsumexp: bool = False,
+        out: Optional[Array] = None,
+        dtype: Optional[DType] = None,
+        deadline: Optional[float] = None,
+    ) -> AttentionResult:
         """softmax(scale * scores + mask) of every row over the keys that its query sees.
 
-        scores: [B, H, Sq, Sk], of any size; leading dimensions may be missing. The last query is aligned with the last key.
-        causal: no query sees keys after its own.
-        window: (left, right), how many keys before and after its own a query sees; None: no bound.
-        mask: [B or 1, H or 1, Sq or 1, Sk]; bool: True masks a key; floats: added after the scale, -inf masks a key.
-        sinks: [H], a logit per head that takes part in the denominator.
-        out_dtype: of the probabilities: the type of the scores (default) or "f32".
-        out: an array for the probabilities, of their shape and type; undefined after an error. None: a new one.
+        scores: [B, H, Sq, Sk], of any size; leading dimensions may be missing. The last query is aligned with the last
+            key. causal: no query sees keys after its own. window: (left, right), how many keys before and after its own
+            a query sees; None: no bound. mask: [B or 1, H or 1, Sq or 1, Sk]; bool: True masks a key; floats: added
+            after the scale, -inf masks a key. sinks: [H], a logit per head that takes part in the denominator.
+            out_dtype: of the probabilities: the type of the scores (default) or "f32". out: an array for the
+            probabilities, of their shape and type; undefined after an error. None: a new one.
         """
-        return self._run(self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype,
-                                       deadline))
+        return self._run(
+            self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, deadline)
+        )
 
-    def attention_softmax_backward(self, probs: Array, d_probs: Array, *, scale: float = 1.0, causal: bool = False,
-                                   window: Optional[Window] = None, sinks: Optional[Floats] = None,
-                                   logsumexp: Optional[Array] = None, out_dtype: Optional[DType] = None,
-                                   out: Optional[Array] = None, dtype: Optional[DType] = None,
-                                   deadline: Optional[float] = None) -> AttentionBackwardResult:
+    def attention_softmax_backward(
+        self,
+        probs: Array,
+        d_probs: Array,
+        *,
+        scale: float = 1.0,
+        causal: bool = False,
+        window: Optional[Window] = None,
+        sinks: Optional[Floats] = None,
+        logsumexp: Optional[Array] = None,
+        out_dtype: Optional[DType] = None,
+        out: Optional[Array] = None,
+        dtype: Optional[DType] = None,
+        deadline: Optional[float] = None,
+    ) -> AttentionBackwardResult:
         """The gradient of attention_softmax with respect to its scores and sinks.
 
         probs: as attention_softmax answered. d_probs: the gradient with respect to them, of their shape and type.
@@ -168,8 +214,11 @@ class Client(Base):
         out_dtype: of the gradient: the type of probs (default) or, where that is f32, any.
         out: an array for the gradient. None: a new one.
         """
-        return self._run(self._softmax_backward(probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out,
-                                                dtype, deadline))
+        return self._run(
+            self._softmax_backward(
+                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, deadline
+            )
+        )
 
     # The server and its heads.
 
@@ -178,13 +227,14 @@ class Client(Base):
         return self._run(self._session.info(deadline))
 
     def health(self, service: str = "", *, deadline: Optional[float] = None) -> str:
-        """"SERVING" or "NOT_SERVING"; "" is the server as a whole. NotFound: the server has no such service."""
+        """ "SERVING" or "NOT_SERVING"; "" is the server as a whole. NotFound: the server has no such service."""
         return self._run(self._session.health(service, deadline))
 
     def watch_health(self, service: str = "") -> Iterator[str]:
         """The present health and every later one, until the iterator is closed or the server ends. No deadline."""
         call = self._method("unary_stream", "/grpc.health.v1.Health/Watch")(
-            _calls.health_request(service), metadata=self.options.metadata())
+            _calls.health_request(service), metadata=self.options.metadata()
+        )
         try:
             for data in call:
                 yield _calls.serving_status(data)
@@ -193,9 +243,17 @@ class Client(Base):
         finally:
             call.cancel()
 
-    def load_head(self, name: str, path: str, *, final_norm: bool = False, vocab: int = 0,
-                  progress: Optional[Callable[[int, int], Any]] = None) -> Head:
-        """Loads an output head from below the server's --head-root: a Hugging Face model's folder, or a safetensors file.
+    def load_head(
+        self,
+        name: str,
+        path: str,
+        *,
+        final_norm: bool = False,
+        vocab: int = 0,
+        progress: Optional[Callable[[int, int], Any]] = None,
+    ) -> Head:
+        """Loads an output head from below the server's --head-root: a Hugging Face model's folder, or a safetensors
+        file.
 
         final_norm: load the model's final norm too; hidden states are then sent from before it.
         vocab: rows to keep of a padded weight; 0: what the model's configuration says, or all.
@@ -260,12 +318,12 @@ class Client(Base):
 
     def _stream(self, step: _calls.Stream) -> Reply:
         start = time.monotonic()
-        faults: List[BaseException] = []
+        faults: List[Exception] = []
 
         def messages() -> Iterator[bytes]:
             try:
                 yield from step.messages()
-            except BaseException as error:  # gRPC would only log it
+            except Exception as error:  # gRPC would only log it
                 faults.append(error)
                 raise
 
@@ -324,9 +382,9 @@ def _reply_of(error: Any, seconds: float) -> Reply:
 class SampleStream:
     """Requests go out with write, their answers come back with read, in order.
 
-    The server takes a few requests at once and leaves further ones unread; write then blocks until read has taken answers.
-    So a decode loop writes and reads in turn, or keeps a few requests in flight. No deadline and no retries. One thread
-    may write while another reads.
+    The server takes a few requests at once and leaves further ones unread; write then blocks until read has taken
+    answers. So a decode loop writes and reads in turn, or keeps a few requests in flight. No deadline and no retries.
+    One thread may write while another reads.
     """
 
     def __init__(self, client: Client) -> None:
@@ -334,11 +392,13 @@ class SampleStream:
         self._outbox: "queue.Queue[Optional[bytes]]" = queue.Queue(maxsize=1)
         self._written: Deque[Tuple[float, RowInput]] = deque()
         self._call = client._method("stream_stream", "/logitd.v1.Sampler/SampleStream")(
-            iter(self._outbox.get, None), metadata=client.options.metadata())
+            iter(self._outbox.get, None), metadata=client.options.metadata()
+        )
         self._error: Optional[LogitdError] = None
 
     def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
-        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the reason."""
+        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the
+        reason."""
         message, rows = self._client._stream_message(logits, params)
         self._written.append((time.monotonic(), rows))
         self._put(message)
@@ -357,7 +417,8 @@ class SampleStream:
             raise Unavailable("the stream has ended; read has the reason")
 
     def read(self) -> Optional[SampleResult]:
-        """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the stream."""
+        """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the
+        stream."""
         if self._error is not None:
             raise self._error
         try:
@@ -386,6 +447,7 @@ class SampleStream:
     def __enter__(self) -> "SampleStream":
         return self
 
-    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
-                 trace: Optional[TracebackType]) -> None:
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
         self.close()

@@ -127,7 +127,8 @@ class DataLoss(LogitdError):
 _BY_CODE: Dict[grpc.StatusCode, Type[LogitdError]] = {kind.code: kind for kind in LogitdError.__subclasses__()}
 
 
-def error_of(code: grpc.StatusCode, message: str, *, retry_delay: Optional[float] = None,
-             attempts: int = 0) -> LogitdError:
+def error_of(
+    code: grpc.StatusCode, message: str, *, retry_delay: Optional[float] = None, attempts: int = 0
+) -> LogitdError:
     """The exception of a gRPC status."""
     return _BY_CODE.get(code, LogitdError)(message, retry_delay=retry_delay, attempts=attempts)

@@ -18,8 +18,8 @@ Metadata = Tuple[Tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Retry:
-    """UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the delay that the server asks for, else after a backoff
-    that doubles, with jitter; never past the deadline. Seconds."""
+    """UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the delay that the server asks for, else after a
+    backoff that doubles, with jitter; never past the deadline. Seconds."""
 
     max_attempts: int = 4
     """Of one call, the first included; 1 or more."""
@@ -67,15 +67,18 @@ class Options:
         if self.tls is not None and (self.tls.cert is None) != (self.tls.key is None):
             raise InvalidArgument("tls: got only one of cert and key, allowed both or none")
         if self.token is not None and self.tls is None and not self.plaintext_token and not _is_local(self.address):
-            raise InvalidArgument(f"token: got one without tls for {self.address!r}, where others on the network could "
-                                  "read it; allowed with tls, on this machine, or with plaintext_token=True")
+            raise InvalidArgument(
+                f"token: got one without tls for {self.address!r}, where others on the network could "
+                "read it; allowed with tls, on this machine, or with plaintext_token=True"
+            )
 
     def credentials(self) -> Optional[Any]:
         """Of the channel; None: plaintext. InvalidArgument: a file that cannot be read."""
         if self.tls is None:
             return None
         return grpc.ssl_channel_credentials(
-            _read("tls.ca", self.tls.ca), _read("tls.key", self.tls.key), _read("tls.cert", self.tls.cert))
+            _read("tls.ca", self.tls.ca), _read("tls.key", self.tls.key), _read("tls.cert", self.tls.cert)
+        )
 
     def channel_arguments(self) -> List[Tuple[str, Any]]:
         """gRPC's channel arguments. They are those of the C++ client."""
@@ -108,7 +111,9 @@ class Options:
         if self.token is not None:
             token = self.token() if callable(self.token) else self.token
             if not re.fullmatch(r"[!-~]+", token):  # the text must not repeat it
-                raise InvalidArgument(f"token: got {len(token)} characters, allowed 1 or more, printable, without spaces")
+                raise InvalidArgument(
+                    f"token: got {len(token)} characters, allowed 1 or more, printable, without spaces"
+                )
             pairs.append(("authorization", f"Bearer {token}"))
         return tuple(pairs)
 

@@ -78,7 +78,8 @@ class SamplingParams(TypedDict, total=False):
     extra_ids: TokenLists
     """Token ids whose log-probabilities to report."""
     allowed_tokens: Array
-    """bool [V] or [M, V], True where a token is allowed; or uint32 words [M, ceil(V / 32)], least significant bit first."""
+    """bool [V] or [M, V], True where a token is allowed; or uint32 words [M, ceil(V / 32)], least significant bit
+    first."""
     allowed_tokens_mask: Ints
     """Per row, which of the M masks holds; -1: every token is allowed. Not needed where M is 1 or N."""
     want_rank: Union[bool, Sequence[bool], Array]

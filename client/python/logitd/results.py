@@ -1,8 +1,8 @@
 """What calls return: arrays with names.
 
 Arrays are NumPy's, or torch tensors on the host where the request's were tensors. NumPy arrays are read-only views of
-the received message: no copy was made. Copy one (`numpy.array(x)`) to change it, or to let go of the rest of the message.
-N is the number of rows of the request.
+the received message: no copy was made. Copy one (`numpy.array(x)`) to change it, or to let go of the rest of the
+message. N is the number of rows of the request.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ragged:
         if not -len(self) <= row < len(self):
             raise IndexError(f"row: got {row}, allowed {-len(self)} to {len(self) - 1}")
         row %= len(self)
-        return self.values[int(self.offsets[row]):int(self.offsets[row + 1])]
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
 
     def __iter__(self) -> Iterator[Array]:
         return (self[row] for row in range(len(self)))
@@ -70,7 +70,8 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where the server's time went, in nanoseconds. A request of several messages has the sums, and its largest batch."""
+    """Where the server's time went, in nanoseconds. A request of several messages has the sums, and its largest
+    batch."""
 
     receive_ns: int = 0
     copy_ns: int = 0
