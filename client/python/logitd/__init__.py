@@ -5,6 +5,7 @@
         print(client.sample(logits, seed=7, top_p=0.9).tokens)
 
 Client blocks; AsyncClient is for asyncio. params has the parameters, results what comes back, errors what is raised.
+logitd.transformers and logitd.ray put it into the loops of others, and are imported on their own.
 """
 
 __version__ = "0.1.0"

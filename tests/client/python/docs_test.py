@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import sys
 
 from harness import REPOSITORY, RunningServer, TestCase
 
@@ -19,6 +20,7 @@ class DocsTest(TestCase):
     def test_every_example_runs(self):
         server = RunningServer()
         self.addCleanup(server.close)
+        self.addCleanup(lambda: sys.modules["ray"].shutdown() if "ray" in sys.modules else None)  # an example's cluster
         for page in PAGES:
             found = examples(page)
             self.assertTrue(found, page)

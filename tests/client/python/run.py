@@ -7,6 +7,7 @@ repository, with its descriptors made by protoc. Exits with 77 (skipped) where g
 import importlib.util
 import os
 import pathlib
+import secrets
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def stage(folder):
         check=True,
     )
     sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = folder  # for processes of a test
 
 
 def main():
@@ -51,6 +53,7 @@ def main():
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home directory
         if importlib.util.find_spec("logitd") is None:
             stage(folder)
         unittest.main(
