@@ -40,6 +40,7 @@ _LIST = Codec("ListHeadsRequest"), Codec("ListHeadsResponse")
 _GET = Codec("GetHeadRequest"), Codec("GetHeadResponse")
 _UNLOAD = Codec("UnloadHeadRequest"), Codec("UnloadHeadResponse")
 _LOAD = Codec("LoadHeadRequest"), Codec("LoadHeadResponse")
+WATCH, SAMPLE_STREAM = "/grpc.health.v1.Health/Watch", "/logitd.v1.Sampler/SampleStream"
 SERVING = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
 
 

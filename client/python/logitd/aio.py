@@ -171,8 +171,8 @@ class AsyncClient(Base):
 
     async def watch_health(self, service: str = "") -> AsyncIterator[str]:
         """As Client.watch_health."""
-        call = self._method("unary_stream", "/grpc.health.v1.Health/Watch")(
-            _calls.health_request(service), metadata=self.options.metadata()
+        call = self._method("unary_stream", _calls.WATCH)(
+            _calls.health_request(service), metadata=self.options.metadata(_calls.WATCH)
         )
         try:
             async for data in call:
@@ -226,7 +226,10 @@ class AsyncClient(Base):
             return stop.value  # type: ignore[no-any-return]
 
     async def _unary(self, step: _calls.Unary) -> Reply:
-        method, metadata = self._method("unary_unary", step.method), self.options.metadata(len(step.message))
+        method, metadata = (
+            self._method("unary_unary", step.method),
+            self.options.metadata(step.method, len(step.message)),
+        )
         start = time.monotonic()
         try:
             data = await method(step.message, timeout=max(0.0, step.end - start), metadata=metadata)
@@ -235,7 +238,7 @@ class AsyncClient(Base):
         return Reply(data=data, seconds=time.monotonic() - start)
 
     async def _receive(self, step: _calls.Receive) -> Reply:
-        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata())
+        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata(step.method))
         try:
             async for data in call:
                 if not step.take(data):
@@ -249,7 +252,7 @@ class AsyncClient(Base):
     async def _stream(self, step: _calls.Stream) -> Reply:
         start = time.monotonic()
         timeout = None if step.end is None else max(0.0, step.end - start)
-        call = self._method("stream_stream", step.method)(timeout=timeout, metadata=self.options.metadata())
+        call = self._method("stream_stream", step.method)(timeout=timeout, metadata=self.options.metadata(step.method))
 
         async def write() -> None:
             try:
@@ -318,8 +321,8 @@ class AsyncSampleStream:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._written: Deque[Tuple[float, RowInput]] = deque()
-        self._call = client._method("stream_stream", "/logitd.v1.Sampler/SampleStream")(
-            metadata=client.options.metadata()
+        self._call = client._method("stream_stream", _calls.SAMPLE_STREAM)(
+            metadata=client.options.metadata(_calls.SAMPLE_STREAM)
         )
 
     async def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:

@@ -49,7 +49,7 @@ class Client(Base):
     priority: "interactive", or "batch" for work that may wait until no interactive work does.
     tls: TLS to the server; None: plaintext.
     token: sent as `authorization: Bearer TOKEN`; or a function that returns it, called for every attempt.
-    plaintext_token: send the token without TLS also to another machine, where others on the network can read it.
+    token_over_plaintext: send the token without TLS also to another machine, where others on the network can read it.
     state_sizes: tell the server the size of each message, so that it keeps no more room for it.
     max_message_bytes: larger requests are refused here, unsent; 0: no limit of the client's.
     attention_message_bytes, score_message_bytes: payload of one message of a stream, about. Attention tensors that are
@@ -232,8 +232,8 @@ class Client(Base):
 
     def watch_health(self, service: str = "") -> Iterator[str]:
         """The present health and every later one, until the iterator is closed or the server ends. No deadline."""
-        call = self._method("unary_stream", "/grpc.health.v1.Health/Watch")(
-            _calls.health_request(service), metadata=self.options.metadata()
+        call = self._method("unary_stream", _calls.WATCH)(
+            _calls.health_request(service), metadata=self.options.metadata(_calls.WATCH)
         )
         try:
             for data in call:
@@ -296,7 +296,10 @@ class Client(Base):
             return stop.value  # type: ignore[no-any-return]
 
     def _unary(self, step: _calls.Unary) -> Reply:
-        method, metadata = self._method("unary_unary", step.method), self.options.metadata(len(step.message))
+        method, metadata = (
+            self._method("unary_unary", step.method),
+            self.options.metadata(step.method, len(step.message)),
+        )
         start = time.monotonic()
         try:
             data = method(step.message, timeout=max(0.0, step.end - start), metadata=metadata)
@@ -305,7 +308,7 @@ class Client(Base):
         return Reply(data=data, seconds=time.monotonic() - start)
 
     def _receive(self, step: _calls.Receive) -> Reply:
-        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata())
+        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata(step.method))
         try:
             for data in call:
                 if not step.take(data):
@@ -328,7 +331,9 @@ class Client(Base):
                 raise
 
         timeout = None if step.end is None else max(0.0, step.end - start)
-        call = self._method("stream_stream", step.method)(messages(), timeout=timeout, metadata=self.options.metadata())
+        call = self._method("stream_stream", step.method)(
+            messages(), timeout=timeout, metadata=self.options.metadata(step.method)
+        )
         late = threading.Event()
 
         def give_up() -> None:
@@ -391,8 +396,8 @@ class SampleStream:
         self._client = client
         self._outbox: "queue.Queue[Optional[bytes]]" = queue.Queue(maxsize=1)
         self._written: Deque[Tuple[float, RowInput]] = deque()
-        self._call = client._method("stream_stream", "/logitd.v1.Sampler/SampleStream")(
-            iter(self._outbox.get, None), metadata=client.options.metadata()
+        self._call = client._method("stream_stream", _calls.SAMPLE_STREAM)(
+            iter(self._outbox.get, None), metadata=client.options.metadata(_calls.SAMPLE_STREAM)
         )
         self._error: Optional[LogitdError] = None
 

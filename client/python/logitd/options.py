@@ -50,7 +50,7 @@ class Options:
     priority: str = "interactive"
     tls: Optional[TLS] = None
     token: Union[str, Callable[[], str], None] = None
-    plaintext_token: bool = False
+    token_over_plaintext: bool = False
     state_sizes: bool = True
     max_message_bytes: int = 0
     attention_message_bytes: int = 8 << 20
@@ -66,10 +66,15 @@ class Options:
             raise InvalidArgument(f"priority: got {self.priority!r}, allowed 'interactive', 'batch'")
         if self.tls is not None and (self.tls.cert is None) != (self.tls.key is None):
             raise InvalidArgument("tls: got only one of cert and key, allowed both or none")
-        if self.token is not None and self.tls is None and not self.plaintext_token and not _is_local(self.address):
+        if (
+            self.token is not None
+            and self.tls is None
+            and not self.token_over_plaintext
+            and not _is_local(self.address)
+        ):
             raise InvalidArgument(
                 f"token: got one without tls for {self.address!r}, where others on the network could "
-                "read it; allowed with tls, on this machine, or with plaintext_token=True"
+                "read it; allowed with tls, on this machine, or with token_over_plaintext=True"
             )
 
     def credentials(self) -> Optional[Any]:
@@ -101,14 +106,14 @@ class Options:
             arguments.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return arguments
 
-    def metadata(self, message_bytes: Optional[int] = None) -> Metadata:
+    def metadata(self, method: str, message_bytes: Optional[int] = None) -> Metadata:
         """What the server is told about a call besides its message."""
         pairs: List[Tuple[str, str]] = []
         if self.priority == "batch":
             pairs.append(("logitd-priority", "batch"))
         if self.state_sizes and message_bytes is not None:
             pairs.append(("logitd-payload-bytes", str(message_bytes)))
-        if self.token is not None:
+        if self.token is not None and not method.startswith("/grpc.health."):  # probes need none
             token = self.token() if callable(self.token) else self.token
             if not re.fullmatch(r"[!-~]+", token):  # the text must not repeat it
                 raise InvalidArgument(

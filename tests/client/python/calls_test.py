@@ -1,11 +1,15 @@
 """Attempts, deadlines, metadata, TLS, streams and health: how calls go, whatever they compute."""
 
 import asyncio
+import hashlib
+import json
+import os
 import pathlib
 import subprocess
 import tempfile
 import threading
 import time
+import unittest
 
 import grpc
 import logitd
@@ -149,6 +153,13 @@ class MetadataTest(TestCase):
             self.assertEqual(server.metadata[0]["authorization"], "Bearer secret-7")
             self.assertNotIn("logitd-payload-bytes", server.metadata[0])
 
+    def test_probes_send_no_token(self):
+        for kind in CLIENTS:
+            with FakeServer({"Check": lambda message, context: b"\x08\x01"}) as server:
+                with kind(server.address, token="secret-7") as client:
+                    self.assertEqual(client.health(), "SERVING")
+                self.assertNotIn("authorization", server.metadata[0])
+
     def test_a_token_may_change_between_attempts(self):
         tokens = iter(["old", "new"])
         with FakeServer({"TopK": failing(UNAVAILABLE, "", 1)}) as server:
@@ -173,10 +184,10 @@ class MetadataTest(TestCase):
 
     def test_a_token_is_not_sent_in_plaintext_to_another_machine(self):
         for address in ("example.com:7450", "192.0.2.1:7450", "[2001:db8::1]:7450", "localhost.example.com:1"):
-            with self.refused(logitd.InvalidArgument, "token: got one without tls", "plaintext_token") as caught:
+            with self.refused(logitd.InvalidArgument, "token: got one without tls", "token_over_plaintext") as caught:
                 logitd.Client(address, token="secret-7")
             self.assertNotIn("secret-7", str(caught.exception))
-            logitd.Client(address, token="secret-7", plaintext_token=True).close()
+            logitd.Client(address, token="secret-7", token_over_plaintext=True).close()
         for address in ("localhost:1", "127.8.0.1:1", "[::1]:1", "unix:/run/x"):
             logitd.Client(address, token="secret-7").close()
 
@@ -188,70 +199,37 @@ class MetadataTest(TestCase):
                 self.assertFalse(token and token in str(caught.exception))
 
 
-class TlsTest(TestCase):
+class CertificatesTestCase(TestCase):
+    """With certificates of an authority of its own, in a folder."""
+
     @classmethod
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        new = "req -newkey rsa:2048 -nodes"
         for name in ("ca", "other"):
-            cls.openssl(
-                "req",
-                "-x509",
-                "-newkey",
-                "rsa:2048",
-                "-nodes",
-                "-days",
-                "2",
-                "-subj",
-                f"/CN={name}",
-                "-keyout",
-                f"{name}.key",
-                "-out",
-                f"{name}.pem",
-            )
-        for name, san in (("server", "DNS:logitd.test"), ("client", "DNS:caller.test")):
-            cls.path("ext").write_text(f"subjectAltName={san}\n")
-            cls.openssl(
-                "req",
-                "-newkey",
-                "rsa:2048",
-                "-nodes",
-                "-subj",
-                f"/CN={name}",
-                "-keyout",
-                f"{name}.key",
-                "-out",
-                f"{name}.csr",
-            )
-            cls.openssl(
-                "x509",
-                "-req",
-                "-in",
-                f"{name}.csr",
-                "-CA",
-                "ca.pem",
-                "-CAkey",
-                "ca.key",
-                "-CAcreateserial",
-                "-days",
-                "2",
-                "-extfile",
-                "ext",
-                "-out",
-                f"{name}.pem",
-            )
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.folder.cleanup()
+            cls.openssl(f"{new} -x509 -days 2 -subj /CN={name} -keyout {name}.key -out {name}.pem")
+        for name, host in (("server", "logitd.test"), ("client", "caller.test")):
+            cls.path("ext").write_text(f"subjectAltName=DNS:{host}\n")
+            cls.openssl(f"{new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
+            signing = "-CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile ext"
+            cls.openssl(f"x509 -req -in {name}.csr {signing} -out {name}.pem")
 
     @classmethod
     def path(cls, name):
         return pathlib.Path(cls.folder.name, name)
 
     @classmethod
-    def openssl(cls, *arguments):
-        subprocess.run(["openssl", *arguments], cwd=cls.folder.name, check=True, capture_output=True)
+    def openssl(cls, command):
+        subprocess.run(["openssl", *command.split()], cwd=cls.folder.name, check=True, capture_output=True)
 
+    def tls(self, **changed):
+        names = {"ca": "ca.pem", **changed}
+        server_name = names.pop("server_name", "logitd.test")
+        return logitd.TLS(**{key: self.path(name) for key, name in names.items()}, server_name=server_name)
+
+
+class TlsTest(CertificatesTestCase):
     def server(self, demand):
         read = lambda name: self.path(name).read_bytes()  # noqa: E731
         return FakeServer(
@@ -260,11 +238,6 @@ class TlsTest(TestCase):
                 [(read("server.key"), read("server.pem"))], read("ca.pem") if demand else None, demand
             ),
         )
-
-    def tls(self, **changed):
-        names = {"ca": "ca.pem", **changed}
-        server_name = names.pop("server_name", "logitd.test")
-        return logitd.TLS(**{key: self.path(name) for key, name in names.items()}, server_name=server_name)
 
     def test_calls_go_through_with_the_right_certificates(self):
         with self.server(demand=False) as server:
@@ -285,20 +258,77 @@ class TlsTest(TestCase):
             self.assertEqual(server.metadata, [])
 
 
+class DoorTest(CertificatesTestCase):
+    """The real server with TLS and tokens."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        options = subprocess.run([os.environ["LOGITD_BINARY"], "--help"], capture_output=True, text=True).stdout
+        if "--tls-cert" not in options or "--tokens" not in options:
+            raise unittest.SkipTest("this logitd has no TLS")
+        identities = [
+            {"name": role, "roles": [role], "token_sha256": [hashlib.sha256(cls.token(role).encode()).hexdigest()]}
+            for role in ("infer", "score")
+        ]
+        cls.path("tokens.json").write_text(json.dumps({"identities": identities}))
+        files = {"tls-cert": "server.pem", "tls-key": "server.key", "tls-client-ca": "ca.pem", "tokens": "tokens.json"}
+        cls.server = RunningServer(*(f"--{flag}={cls.path(file)}" for flag, file in files.items()))
+        cls.addClassCleanup(cls.server.close)
+
+    @staticmethod
+    def token(role):
+        return f"{role}-0123456789abcdef0123456789abcdef"
+
+    def test_a_caller_with_certificate_and_token_may_do_what_its_role_says(self):
+        tls = self.tls(cert="client.pem", key="client.key")
+        for client in self.both(self.server.tcp, tls=tls, token=self.token("infer")):
+            self.assertEqual(client.top_k(ROW, k=1).indices[0].tolist(), [1])
+            self.assertEqual(client.info().backend, "cpu")
+            for score in (client.score, client.score_stream):
+                with self.refused(logitd.PermissionDenied, "infer", "score"):
+                    score(ROW, targets=[1])
+        for client in self.both(self.server.tcp, tls=tls, token=self.token("score")):
+            self.assertEqual(client.score_stream(ROW, targets=[1]).totals.counted, 1)
+
+    def test_others_are_unauthenticated_and_probes_are_not(self):
+        tls = self.tls(cert="client.pem", key="client.key")
+        for token in (None, "wrong-0123456789abcdef0123456789abcdef"):
+            for client in self.both(self.server.tcp, tls=tls, token=token):
+                with self.assertRaises(logitd.Unauthenticated) as caught:
+                    client.top_k(ROW, k=1)
+                self.assertNotIn("wrong-", str(caught.exception))
+                self.assertEqual(caught.exception.attempts, 1)
+                self.assertEqual(client.health(), "SERVING")
+
+    def test_without_the_right_certificate_there_is_no_connection(self):
+        for tls in (self.tls(), self.tls(ca="other.pem", cert="client.pem", key="client.key"), None):
+            once = dict(tls=tls, token=self.token("infer"), retry=logitd.Retry(max_attempts=1))
+            for client in self.both(self.server.tcp, **once):
+                with self.assertRaises(logitd.Unavailable):
+                    client.top_k(ROW, k=1, deadline=5)
+
+    def test_large_messages_pass_both_ways(self):
+        logits = np.random.default_rng(1).standard_normal((4, 1 << 20)).astype(np.float32)
+        tls = self.tls(cert="client.pem", key="client.key")
+        for client in self.both(self.server.tcp, tls=tls, token=self.token("infer")):
+            result = client.top_k(logits, k=1 << 18)
+            self.assertTrue((result.indices.dense()[:, 0] == logits.argmax(axis=1)).all())
+
+
 class DeadlineTest(TestCase):
     def test_a_call_ends_at_its_deadline(self):
         released = threading.Event()
         with FakeServer({"TopK": lambda message, context: released.wait(10) and ANSWER}) as server:
-            for client in self.both(server.address, deadline=0.3):
-                start = time.monotonic()
-                with self.assertRaises(logitd.DeadlineExceeded) as caught:
-                    client.top_k(ROW, k=1)
-                self.assertLess(abs(time.monotonic() - start - 0.3), 0.25)
-                self.assertIsInstance(caught.exception, TimeoutError)
-                start = time.monotonic()
-                with self.assertRaises(logitd.DeadlineExceeded):
-                    client.top_k(ROW, k=1, deadline=0.1)
-                self.assertLess(time.monotonic() - start, 0.28)
+            for of_client, of_call in ((0.3, None), (30.0, 0.3)):
+                for client in self.both(server.address, deadline=of_client):
+                    start = time.monotonic()
+                    with self.assertRaises(logitd.DeadlineExceeded) as caught:
+                        client.top_k(ROW, k=1, deadline=of_call)
+                    self.assertGreaterEqual(time.monotonic() - start, 0.28)
+                    self.assertLess(time.monotonic() - start, 3)
+                    self.assertIsInstance(caught.exception, TimeoutError)
+            for client in self.both(server.address):
                 with self.refused(logitd.InvalidArgument, "deadline: got -1 s"):
                     client.top_k(ROW, k=1, deadline=-1)
             released.set()
@@ -310,7 +340,7 @@ class DeadlineTest(TestCase):
                 start = time.monotonic()
                 with self.assertRaises(logitd.LogitdError):
                     client.top_k(ROW, k=1)
-                self.assertLess(time.monotonic() - start, 0.9)
+                self.assertLess(time.monotonic() - start, 3)
 
 
 class ServerTest(ServerTestCase):
@@ -343,8 +373,8 @@ class ServerTest(ServerTestCase):
     def test_large_messages_pass_both_ways(self):
         logits = np.random.default_rng(1).standard_normal((8, 1 << 20)).astype(np.float32)  # 32 MiB
         for client in self.both(self.server.unix):
-            result = client.top_k(logits, k=1 << 19)
-            self.assertEqual(result.indices.dense().shape, (8, 1 << 19))
+            result = client.top_k(logits, k=1 << 17)
+            self.assertEqual(result.indices.dense().shape, (8, 1 << 17))
             self.assertTrue((result.indices.dense()[:, 0] == logits.argmax(axis=1)).all())
 
     def test_one_client_serves_many_threads(self):
@@ -575,7 +605,7 @@ class LifeTest(TestCase):
         self.addCleanup(self.server.close)
 
     def test_a_server_that_comes_back_is_found(self):
-        retry = logitd.Retry(max_attempts=50, initial_backoff=0.1, max_backoff=0.1)
+        retry = logitd.Retry(max_attempts=200, initial_backoff=0.1, max_backoff=0.1)
         for client in self.both(self.server.tcp, retry=retry):
             self.assertEqual(client.health(), "SERVING")
             self.assertEqual(self.server.stop(), 0)

@@ -14,6 +14,9 @@ import sys
 import tempfile
 import unittest
 
+# Tests start servers while gRPC's threads run. Its handlers of fork() may hang the new process before the exec.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 try:
     import google.protobuf
     import grpc
