@@ -1,0 +1,90 @@
+"""logitd turns logits, or the hidden states before them, into tokens, probabilities and losses, on a GPU.
+
+    import logitd
+    with logitd.Client("127.0.0.1:7450") as client:
+        print(client.sample(logits, seed=7, top_p=0.9).tokens)
+
+Client blocks; AsyncClient is for asyncio. params has the parameters, results what comes back, errors what is raised.
+logitd.transformers and logitd.ray put it into the loops of others, and are imported on their own.
+"""
+
+__version__ = "0.1.0"
+
+from logitd.aio import AsyncClient, AsyncSampleStream
+from logitd.client import Client, SampleStream
+from logitd.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    LogitdError,
+    NotFound,
+    OutOfRange,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    Unknown,
+)
+from logitd.options import TLS, Retry
+from logitd.results import (
+    AttentionBackwardResult,
+    AttentionFault,
+    AttentionResult,
+    Head,
+    Ragged,
+    RowStatus,
+    SampleResult,
+    ScoreProgress,
+    ScoreResult,
+    ScoreTotals,
+    ServerInfo,
+    Timings,
+    TopKResult,
+    VerifyResult,
+)
+
+__all__ = [
+    "Aborted",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncSampleStream",
+    "AttentionBackwardResult",
+    "AttentionFault",
+    "AttentionResult",
+    "Cancelled",
+    "Client",
+    "DataLoss",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "Head",
+    "Internal",
+    "InvalidArgument",
+    "LogitdError",
+    "NotFound",
+    "OutOfRange",
+    "PermissionDenied",
+    "Ragged",
+    "ResourceExhausted",
+    "Retry",
+    "RowStatus",
+    "SampleResult",
+    "SampleStream",
+    "ScoreProgress",
+    "ScoreResult",
+    "ScoreTotals",
+    "ServerInfo",
+    "TLS",
+    "Timings",
+    "TopKResult",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "Unknown",
+    "VerifyResult",
+]

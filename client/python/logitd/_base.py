@@ -1,0 +1,182 @@
+"""What Client and AsyncClient have in common: options, and the steps of every call."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Mapping, Optional, Union
+
+from logitd import _arrays, _attention, results
+from logitd._calls import Call, Session, verify_fields
+from logitd._params import RowParams
+from logitd._rows import REQUESTS, RowInput, row_input
+from logitd.options import TLS, Options, Retry
+from logitd.params import split
+
+
+class Base:
+    """Not for use on its own."""
+
+    _grpc: Any  # the module that makes channels
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:7450",
+        *,
+        deadline: float = 30.0,
+        retry: Retry = Retry(),
+        priority: str = "interactive",
+        tls: Optional[TLS] = None,
+        token: Union[str, Callable[[], str], None] = None,
+        token_over_plaintext: bool = False,
+        state_sizes: bool = True,
+        max_message_bytes: int = 0,
+        attention_message_bytes: int = 8 << 20,
+        score_message_bytes: int = 4 << 20,
+    ) -> None:
+        self.options = Options(
+            address,
+            deadline=deadline,
+            retry=retry,
+            priority=priority,
+            tls=tls,
+            token=token,
+            token_over_plaintext=token_over_plaintext,
+            state_sizes=state_sizes,
+            max_message_bytes=max_message_bytes,
+            attention_message_bytes=attention_message_bytes,
+            score_message_bytes=score_message_bytes,
+        )
+        self._session = Session(self.options)
+        self._methods: Dict[str, Any] = {}
+        credentials, arguments = self.options.credentials(), self.options.channel_arguments()
+        if credentials is None:
+            self._channel = self._grpc.insecure_channel(address, options=arguments)
+        else:
+            self._channel = self._grpc.secure_channel(address, credentials, options=arguments)
+
+    def _method(self, kind: str, name: str) -> Any:
+        """A method of raw messages: with no serializer, bytes go through as they are."""
+        if name not in self._methods:
+            self._methods[name] = getattr(self._channel, kind)(name)
+        return self._methods[name]
+
+    @staticmethod
+    def _row_request(
+        kind: str, logits: Any, params: Mapping[str, Any]
+    ) -> "tuple[RowInput, RowParams, Optional[float]]":
+        (hidden, head, dtype, deadline), rest = split(params, "hidden", "head", "dtype", "deadline")
+        return row_input(logits, hidden, head, dtype), RowParams(REQUESTS[kind][1], kind, rest), deadline
+
+    def _top_k(self, logits: Any, k: Any, params: Mapping[str, Any]) -> Call[results.TopKResult]:
+        rows, row_params, deadline = self._row_request("top_k", logits, {**params, "k": k})
+        return self._session.rows("top_k", rows, row_params, deadline)
+
+    def _sample(self, logits: Any, params: Mapping[str, Any]) -> Call[results.SampleResult]:
+        rows, row_params, deadline = self._row_request("sample", logits, params)
+        return self._session.rows("sample", rows, row_params, deadline)
+
+    def _verify(
+        self,
+        logits: Any,
+        sequence_rows: Any,
+        drafts: Any,
+        draft_kind: Any,
+        draft_ids: Any,
+        draft_probs: Any,
+        params: Mapping[str, Any],
+    ) -> Call[results.VerifyResult]:
+        (dtype, deadline), rest = split(params, "dtype", "deadline")
+        rows = row_input(logits, dtype=dtype)
+        row_params = RowParams(REQUESTS["verify"][1], "verify", rest)
+        fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs)
+        return self._session.rows("verify", rows, row_params, deadline, fields)
+
+    def _score(self, logits: Any, targets: Any, params: Mapping[str, Any]) -> Call[results.ScoreResult]:
+        rows, row_params, deadline = self._row_request("score", logits, {**params, "targets": targets})
+        return self._session.rows("score", rows, row_params, deadline)
+
+    def _score_stream(
+        self,
+        logits: Any,
+        targets: Any,
+        offset: int,
+        totals: Optional[results.ScoreTotals],
+        progress: Optional[Callable[[results.ScoreProgress], Any]],
+        params: Mapping[str, Any],
+    ) -> Call[results.ScoreResult]:
+        rows, row_params, deadline = self._row_request("score", logits, {**params, "targets": targets})
+        return self._session.score_stream(rows, row_params, deadline, offset, totals, progress)
+
+    def _softmax(
+        self,
+        scores: Any,
+        scale: float,
+        causal: bool,
+        window: Any,
+        mask: Any,
+        sinks: Any,
+        out_dtype: Optional[str],
+        want_logsumexp: bool,
+        out: Any,
+        dtype: Optional[str],
+        deadline: Optional[float],
+    ) -> Call[results.AttentionResult]:
+        payload = _arrays.tensor("scores", scores, dtype)
+        full = _attention.shape_of("scores", payload.shape)
+        held_mask = None if mask is None else _attention.mask_of(mask, full, dtype)
+        span = _attention.window_of(window, causal)
+
+        def make(limits: results.Limits, options: Options) -> _attention.AttentionMessages:
+            return _attention.AttentionMessages(
+                limits,
+                options,
+                payload=payload,
+                scale=scale,
+                window=span,
+                sinks=sinks,
+                out_dtype=out_dtype,
+                out=out,
+                mask=held_mask,
+                want_logsumexp=want_logsumexp,
+            )
+
+        return self._session.attention(make, deadline)
+
+    def _softmax_backward(
+        self,
+        probs: Any,
+        d_probs: Any,
+        scale: float,
+        causal: bool,
+        window: Any,
+        sinks: Any,
+        logsumexp: Any,
+        out_dtype: Optional[str],
+        out: Any,
+        dtype: Optional[str],
+        deadline: Optional[float],
+    ) -> Call[results.AttentionBackwardResult]:
+        payload, gradient = _arrays.tensor("probs", probs, dtype), _arrays.tensor("d_probs", d_probs, dtype)
+        span = _attention.window_of(window, causal)
+
+        def make(limits: results.Limits, options: Options) -> _attention.AttentionMessages:
+            return _attention.AttentionMessages(
+                limits,
+                options,
+                payload=payload,
+                scale=scale,
+                window=span,
+                sinks=sinks,
+                out_dtype=out_dtype,
+                out=out,
+                d_probs=gradient,
+                logsumexp=logsumexp,
+            )
+
+        return self._session.attention(make, deadline)
+
+    def _stream_message(self, logits: Any, params: Mapping[str, Any]) -> "tuple[bytes, RowInput]":
+        (deadline,), rest = split(params, "deadline")
+        if deadline is not None:
+            raise TypeError("write: got a deadline, allowed none: a stream has no deadline")
+        rows, row_params, _ = self._row_request("sample", logits, rest)
+        return REQUESTS["sample"][1].encode({**rows.fields(), **row_params.all(), **rows.payload()}), rows

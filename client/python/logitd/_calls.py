@@ -1,0 +1,438 @@
+"""Every call, without input and output.
+
+A call is a generator. It yields what to do next (Unary, Stream, Receive, Sleep), is sent how that went (Reply), and
+returns the result or raises. Client and AsyncClient only carry the steps out, so both do the same.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+
+import grpc
+import numpy as np
+
+from logitd import _arrays, _wire, results
+from logitd._attention import AttentionMessages
+from logitd._messages import Codec
+from logitd._params import RowParams, lists
+from logitd._rows import ANSWERS, REQUESTS, RowInput, joined, result_of
+from logitd._score_messages import ScoreMessages
+from logitd.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    LogitdError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    error_of,
+)
+from logitd.options import Options, check_deadline
+
+T = TypeVar("T")
+
+_INFO = Codec("GetInfoRequest"), Codec("GetInfoResponse")
+_LIST = Codec("ListHeadsRequest"), Codec("ListHeadsResponse")
+_GET = Codec("GetHeadRequest"), Codec("GetHeadResponse")
+_UNLOAD = Codec("UnloadHeadRequest"), Codec("UnloadHeadResponse")
+_LOAD = Codec("LoadHeadRequest"), Codec("LoadHeadResponse")
+WATCH, SAMPLE_STREAM = "/grpc.health.v1.Health/Watch", "/logitd.v1.Sampler/SampleStream"
+SERVING = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a step went."""
+
+    error: Optional[LogitdError] = None
+    data: bytes = b""
+    seconds: float = 0.0
+    pushback_ms: Optional[int] = None  # when the server allows the next attempt; negative: never
+    progressed: bool = False  # the next attempt continues where this one stopped
+    attempts: int = 1
+
+
+@dataclass(frozen=True)
+class Unary:
+    method: str
+    message: bytes
+    end: float  # time.monotonic()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All messages, written as the server takes them, while `take` gets the answers in order.
+
+    With the last answer the step has gone well, however the stream ends.
+    """
+
+    method: str
+    messages: Callable[[], Iterator[bytes]]
+    count: int
+    take: Callable[[int, bytes], None]
+    end: Optional[float]  # time.monotonic(), of the stream
+    patience: Optional[float]  # seconds that one answer may take
+
+
+@dataclass(frozen=True)
+class Receive:
+    """One message, any number of answers. `take` returns False to cancel."""
+
+    method: str
+    message: bytes
+    take: Callable[[bytes], bool]
+
+
+@dataclass(frozen=True)
+class Sleep:
+    seconds: float
+
+
+Step = Union[Unary, Stream, Receive, Sleep]
+Call = Generator[Step, Reply, T]
+
+
+def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, seconds: float = 0.0) -> Reply:
+    """A failed attempt, from gRPC's status and trailing metadata."""
+    pushback = None
+    for key, value in trailers or ():
+        if key == "grpc-retry-pushback-ms":
+            try:
+                pushback = int(value)
+            except ValueError:
+                pushback = -1  # no retry, as in gRPC's own retries
+    delay = pushback / 1000 if pushback is not None and pushback >= 0 else None
+    return Reply(error_of(code, details or "", retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
+
+
+def _retryable(error: LogitdError) -> bool:
+    # A message that is too large for a transport stays too large. gRPC has the same code for it as for a full server.
+    return isinstance(error, Unavailable) or (
+        isinstance(error, ResourceExhausted) and "message larger than max (" not in error.message
+    )
+
+
+class Session:
+    """What the calls of one client share: options and the server's limits. Thread-safe."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._limits: Optional[results.Limits] = None
+
+    def end(self, deadline: Optional[float]) -> float:
+        if deadline is not None:
+            check_deadline(deadline)
+        return time.monotonic() + (self.options.deadline if deadline is None else deadline)
+
+    # Attempts.
+
+    def retry(self, end: Optional[float], once: Callable[[], Call[Reply]]) -> Call[Reply]:
+        """Attempts until one succeeds, none may follow, or time is up. options.Retry has the rules."""
+        rules = self.options.retry
+        backoff, attempts = rules.initial_backoff, 0
+        while True:
+            reply = yield from once()
+            attempts += 1
+            if reply.error is None:
+                return replace(reply, attempts=attempts)
+            if not _retryable(reply.error):
+                raise _with_attempts(reply.error, attempts)
+            if reply.progressed:
+                attempts, backoff = 1, rules.initial_backoff
+            if attempts >= rules.max_attempts:
+                why = f"gave up after {attempts} attempts" if attempts > 1 else ""
+                raise _with_attempts(reply.error, attempts, why)
+            if reply.pushback_ms is not None and reply.pushback_ms < 0:
+                raise _with_attempts(reply.error, attempts, "the server asks not to retry")
+            delay = backoff * random.uniform(0.5, 1.0) if reply.pushback_ms is None else reply.pushback_ms / 1000
+            if end is not None and time.monotonic() + delay >= end:
+                raise _with_attempts(
+                    reply.error, attempts, f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline"
+                )
+            yield Sleep(delay)
+            backoff = min(2 * backoff, rules.max_backoff)
+
+    def unary(self, method: str, message: bytes, end: float) -> Call[Reply]:
+        def once() -> Call[Reply]:
+            return (yield Unary(method, message, end))
+
+        limit = self.options.max_message_bytes
+        if 0 < limit < len(message):
+            raise InvalidArgument(f"request: got {len(message)} bytes, allowed 1 to {limit} (max_message_bytes)")
+        return (yield from self.retry(end, once))
+
+    def small(
+        self, method: str, codecs: Tuple[Codec, Codec], fields: Mapping[str, Any], end: float
+    ) -> Call[Tuple[Any, Reply]]:
+        reply = yield from self.unary(method, codecs[0].encode(fields), end)
+        return decode(codecs[1], reply.data)[1], reply
+
+    # Rows.
+
+    def rows(
+        self,
+        kind: str,
+        rows: RowInput,
+        params: RowParams,
+        deadline: Optional[float],
+        more: Optional[Mapping[str, Any]] = None,
+    ) -> Call[Any]:
+        """TopK, Sample, Verify or Score in one message."""
+        method, codec = REQUESTS[kind]
+        message = codec.encode({**rows.fields(), **params.all(), **(more or {}), **rows.payload()})
+        reply = yield from self.unary(method, message, self.end(deadline))
+        return decoded(kind, reply, rows)
+
+    def score_stream(
+        self,
+        rows: RowInput,
+        params: RowParams,
+        deadline: Optional[float],
+        offset: int,
+        totals: Optional[results.ScoreTotals],
+        progress: Optional[Callable[[results.ScoreProgress], Any]],
+    ) -> Call[results.ScoreResult]:
+        start = time.monotonic()
+        self.end(deadline)  # checks it
+        patience = self.options.deadline if deadline is None else deadline
+        limits = yield from self.limits(self.end(deadline))
+        messages = ScoreMessages(rows, params, self.options, offset, totals, progress)
+        try:
+            messages.plan(limits)
+        except InvalidArgument as error:
+            changed = yield from self._changed(error, limits, self.end(deadline))
+            if changed is None:
+                raise
+            limits = changed
+            messages.plan(limits)
+        streams = 0
+
+        def once() -> Call[Reply]:
+            nonlocal streams
+            streams += 1
+            messages.begin()
+            before = messages.taken_rows
+            reply = yield Stream(
+                "/logitd.v1.Scorer/ScoreStream", messages.encode, messages.count, messages.take, None, patience
+            )
+            error = reply.error
+            if isinstance(error, Cancelled) and error.attempts:
+                # This is how a server ends a stream whose answers were not read in time, because `progress` took long.
+                error = Unavailable(f"the server gave the stream up: {error.message}")
+            return replace(reply, error=error, progressed=messages.taken_rows > before)
+
+        replanned_at = -1  # not twice at one row
+        while True:
+            try:
+                yield from self.retry(None, once)
+                break
+            except LogitdError as error:
+                changed = None
+                if messages.taken_rows > replanned_at:
+                    changed = yield from self._changed(error, limits, self.end(deadline))
+                if changed is None:
+                    raise
+                limits, replanned_at = changed, messages.taken_rows
+                messages.plan(limits)
+        return replace(joined(messages.parts), round_trip=time.monotonic() - start, attempts=streams)
+
+    # Attention.
+
+    def attention(
+        self, make: Callable[[results.Limits, Options], AttentionMessages], deadline: Optional[float]
+    ) -> Call[Any]:
+        end = self.end(deadline)
+        limits = yield from self.limits(end)
+        try:
+            return (yield from self._attention(make(limits, self.options), end))
+        except LogitdError as error:
+            changed = yield from self._changed(error, limits, end)
+            if changed is None:
+                raise
+            return (yield from self._attention(make(changed, self.options), end))
+
+    def _attention(self, messages: AttentionMessages, end: float) -> Call[Any]:
+        name = "SoftmaxBackward" if messages.backward else "Softmax"
+        first = next(messages.encode()) if messages.count == 1 else b""  # the same in every attempt
+
+        def once() -> Call[Reply]:
+            messages.begin()
+            if messages.count > 1:
+                return (
+                    yield Stream(
+                        f"/logitd.v1.Attention/{name}Stream", messages.encode, messages.count, messages.take, end, None
+                    )
+                )
+            reply = yield Unary(f"/logitd.v1.Attention/{name}", first, end)
+            if reply.error is None:
+                messages.take(0, reply.data)
+            return replace(reply, data=b"")
+
+        reply = yield from self.retry(end, once)
+        return messages.finish(reply.seconds, reply.attempts)
+
+    # The server.
+
+    def info(self, deadline: Optional[float]) -> Call[results.ServerInfo]:
+        return (yield from self._info(self.end(deadline)))
+
+    def _info(self, end: float) -> Call[results.ServerInfo]:
+        message, _ = yield from self.small("/logitd.v1.Server/GetInfo", _INFO, {}, end)
+        names = {number: name for name, number in _arrays.DTYPES.items()}
+        return results.ServerInfo(
+            version=message.version,
+            backend=message.backend,
+            device=_plain(results.Device, message.device),
+            limits=_plain(results.Limits, message.limits),
+            draining=message.draining,
+            grpc_version=message.grpc_version,
+            ops=[results.Op(op.name, op.method, tuple(names.get(d, str(d)) for d in op.dtypes)) for op in message.ops],
+        )
+
+    def limits(self, end: float) -> Call[results.Limits]:
+        if self._limits is not None:
+            return self._limits
+        return (yield from self._ask_limits(end))
+
+    def _ask_limits(self, end: float) -> Call[results.Limits]:
+        self._limits = (yield from self._info(end)).limits
+        return self._limits
+
+    def _changed(self, error: LogitdError, used: results.Limits, end: float) -> Call[Optional[results.Limits]]:
+        """After a refusal under the limits `used`: others that the server has now, e.g. because it was restarted."""
+        if not isinstance(error, (InvalidArgument, ResourceExhausted)):
+            return None
+        try:
+            now = yield from self._ask_limits(end)
+        except LogitdError:
+            return None
+        return None if now == used else now
+
+    def health(self, service: str, deadline: Optional[float]) -> Call[str]:
+        reply = yield from self.unary("/grpc.health.v1.Health/Check", health_request(service), self.end(deadline))
+        return serving_status(reply.data)
+
+    # Heads.
+
+    def list_heads(self, deadline: Optional[float]) -> Call[List[results.Head]]:
+        message, _ = yield from self.small("/logitd.v1.Heads/List", _LIST, {}, self.end(deadline))
+        return [_head(head) for head in message.heads]
+
+    def get_head(self, name: str, deadline: Optional[float]) -> Call[results.Head]:
+        message, _ = yield from self.small("/logitd.v1.Heads/Get", _GET, {"name": name}, self.end(deadline))
+        return _head(message.head)
+
+    def unload_head(self, name: str, deadline: Optional[float]) -> Call[None]:
+        try:
+            yield from self.small("/logitd.v1.Heads/Unload", _UNLOAD, {"name": name}, self.end(deadline))
+        except NotFound as error:
+            if error.attempts <= 1:  # else the first attempt may have unloaded it, although its answer was lost
+                raise
+
+    def load_head(
+        self, name: str, path: str, final_norm: bool, vocab: int, progress: Optional[Callable[[int, int], Any]]
+    ) -> Call[results.Head]:
+        loaded: List[results.Head] = []
+        stopped = False
+
+        def take(data: bytes) -> bool:
+            nonlocal stopped
+            _, message = decode(_LOAD[1], data)
+            if message.HasField("head"):
+                loaded.append(_head(message.head))
+            stopped = progress is not None and progress(message.done_bytes, message.total_bytes) is False
+            return not stopped
+
+        request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab}
+        reply = yield Receive("/logitd.v1.Heads/Load", _LOAD[0].encode(request), take)
+        if stopped:
+            raise Cancelled(
+                "stopped by progress" + (" as the load ended: the head is loaded" if loaded else ""), attempts=1
+            )
+        if reply.error is not None:
+            raise reply.error
+        if not loaded:
+            raise Internal("the server's last answer has no head", attempts=1)
+        return loaded[-1]
+
+
+def _with_attempts(error: LogitdError, attempts: int, why: str = "") -> LogitdError:
+    text = f"{error.message} ({why})" if why else error.message
+    return type(error)(text, retry_delay=error.retry_delay, attempts=attempts)
+
+
+def decode(codec: Codec, data: bytes) -> Tuple[Dict[str, np.ndarray], Any]:
+    """A server's answer. Internal: it is not such a message."""
+    try:
+        return codec.decode(data)
+    except _wire.WireError as error:
+        raise Internal(f"the server's answer is not a {codec.name}: {error}", attempts=1) from error
+
+
+def decoded(kind: str, reply: Reply, rows: RowInput) -> Any:
+    """The result of an answer to rows."""
+    arrays, message = decode(ANSWERS[kind], reply.data)
+    return result_of(kind, arrays, message, reply.seconds, reply.attempts, rows)
+
+
+def _plain(kind: Callable[..., T], message: Any) -> T:
+    """A dataclass from the fields of the same names."""
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: getattr(message, name) for name in names})
+
+
+def _head(message: Any) -> results.Head:
+    names = {number: name for name, number in _arrays.DTYPES.items()}
+    return replace(_plain(results.Head, message), dtype=names.get(message.dtype, str(message.dtype)))
+
+
+def health_request(service: str) -> bytes:
+    """grpc.health.v1.HealthCheckRequest: one string."""
+    name = service.encode()
+    return _wire.head(1, len(name)) + name if name else b""
+
+
+def serving_status(data: bytes) -> str:
+    """grpc.health.v1.HealthCheckResponse: one enum, not on the wire where it is 0."""
+    try:
+        found = {number: value for number, value, _ in _wire.fields(data)}
+        return SERVING[int(_wire.unpack_varints(found[1])[0])] if found else SERVING[0]
+    except (_wire.WireError, KeyError, IndexError) as error:
+        raise Internal("the health answer is not a grpc.health.v1.HealthCheckResponse", attempts=1) from error
+
+
+def no_answer(patience: float, taken: int, count: int) -> DeadlineExceeded:
+    return DeadlineExceeded(f"no answer for {patience:g} s, after {taken} of {count} messages", attempts=1)
+
+
+def verify_fields(
+    sequence_rows: Any, drafts: Any, draft_kind: Union[str, Sequence[str], None], draft_ids: Any, draft_probs: Any
+) -> Dict[str, Any]:
+    """The fields of Verify that are about the drafts."""
+    codec = REQUESTS["verify"][1]
+    fields: Dict[str, Any] = {
+        "sequence_rows": np.atleast_1d(_arrays.integers("sequence_rows", sequence_rows, codec.dtype("sequence_rows"))),
+        "drafts": np.atleast_1d(_arrays.integers("drafts", drafts, codec.dtype("drafts"))).reshape(-1),
+    }
+    if draft_kind is not None:
+        allowed = codec.enum("draft_kind")
+        kinds = [draft_kind] if isinstance(draft_kind, str) else list(draft_kind)
+        for kind in kinds:
+            if kind not in allowed:
+                raise InvalidArgument(f"draft_kind: got {kind!r}, allowed {', '.join(map(repr, allowed))}")
+        fields["draft_kind"] = np.array([allowed[kind] for kind in kinds], np.int32)
+    if draft_ids is not None:
+        counts, flat = lists("draft_ids", draft_ids)
+        fields["draft_ids"] = flat
+        fields["draft_count"] = np.array([flat.size]) if counts is None else counts
+    if draft_probs is not None:
+        values = draft_probs.values if isinstance(draft_probs, results.Ragged) else draft_probs
+        if not hasattr(values, "dtype") and len(values) and np.ndim(values[0]) == 1:
+            values = np.concatenate([_arrays.as_numpy(part) for part in values])
+        flat = _arrays.numbers("draft_probs", values, np.dtype("<f4"))
+        fields["draft_probs"] = np.ascontiguousarray(flat).reshape(-1).view(np.uint8)
+    return fields

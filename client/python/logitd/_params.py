@@ -1,0 +1,159 @@
+"""The parameters of rows as fields of a request, generic over the message type: the proto says which there are."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from logitd import _arrays
+from logitd._messages import Codec
+from logitd.errors import InvalidArgument
+from logitd.results import Ragged
+
+_LIST_COUNTS = {"history": "history_count", "logit_bias": "logit_bias_count", "extra_ids": "extra_count"}
+_WITH_LISTS = {*_LIST_COUNTS.values(), "logit_bias_ids"}  # set together with a list
+
+
+def names(codec: Codec) -> List[str]:
+    """The parameters that a caller may give: fields 16 to 39, without those that a list brings along."""
+    return [f.name for f in codec.fields.values() if 16 <= f.number < 40 and f.name not in _WITH_LISTS]
+
+
+def lists(name: str, value: Any) -> Tuple[Optional[np.ndarray], np.ndarray]:
+    """Token ids as one list for all rows (no counts), or as lists with their counts."""
+    if isinstance(value, Ragged):
+        return value.counts, _arrays.integers(name, value.values, np.dtype(np.int32))
+    if not (hasattr(value, "dtype") or all(isinstance(x, (int, np.integer)) for x in value)):
+        parts = [_arrays.integers(name, part, np.dtype(np.int32)).reshape(-1) for part in value]
+        return np.array([part.size for part in parts]), np.concatenate(parts)
+    array = _arrays.integers(name, value, np.dtype(np.int32))
+    if array.ndim == 2:
+        return np.full(array.shape[0], array.shape[1]), array.reshape(-1)
+    if array.ndim == 1:
+        return None, array
+    raise InvalidArgument(f"{name}: got {array.ndim} dimensions, allowed 1 (for all rows) or 2 (a list per row)")
+
+
+class RowParams:
+    """The parameters of a request, with those of some of its rows on demand."""
+
+    def __init__(self, codec: Codec, call: str, params: Mapping[str, Any]) -> None:
+        self._codec = codec
+        self._rows: Dict[str, np.ndarray] = {}  # one value, or one per row
+        self._lists: Dict[str, Tuple[Optional[np.ndarray], Dict[str, np.ndarray]]] = {}  # by name of the counts
+        self._single: Dict[str, Any] = {}
+        allowed = names(codec)
+        for name, value in params.items():
+            if name not in allowed:
+                raise TypeError(f"{call}: got an unknown parameter {name!r}, allowed {', '.join(allowed)}")
+            if value is not None:
+                self._add(name, value)
+
+    def _add(self, name: str, value: Any) -> None:
+        if name == "allowed_tokens":
+            self._single[name] = _mask(value)
+        elif name == "logit_bias":
+            count, ids, biases = _biases(value)
+            self._lists["logit_bias_count"] = count, {"logit_bias_ids": ids, "logit_bias": biases}
+        elif name in _LIST_COUNTS:
+            counts, flat = lists(name, value)
+            self._lists[_LIST_COUNTS[name]] = counts, {name: flat}
+        elif not self._codec.is_repeated(name):
+            self._single[name] = _arrays.numbers(name, value, self._codec.dtype(name)).item()
+        else:
+            self._rows[name] = self._row_values(name, value)
+
+    def _row_values(self, name: str, value: Any) -> np.ndarray:
+        allowed = self._codec.enum(name)
+        if allowed:
+            texts = [value] if isinstance(value, str) else list(value)
+            for text in texts:
+                if text not in allowed:
+                    raise InvalidArgument(f"{name}: got {text!r}, allowed {', '.join(map(repr, allowed))}")
+            return np.array([allowed[text] for text in texts], np.int32)
+        array = _arrays.numbers(name, value, self._codec.dtype(name))
+        if array.ndim > 1:
+            raise InvalidArgument(f"{name}: got {array.ndim} dimensions, allowed one value, or one per row")
+        return array.reshape(-1)
+
+    def all(self) -> Dict[str, Any]:
+        """The fields of the whole request."""
+        out: Dict[str, Any] = {**self._single, **self._rows}
+        for count_name, (counts, parts) in self._lists.items():
+            out.update(parts)
+            if counts is not None:
+                out[count_name] = counts
+        return out
+
+    def check(self, rows: int) -> None:
+        """InvalidArgument: sizes that do not fit the rows, so that cut() cannot be called."""
+        for name, array in self._rows.items():
+            if array.size not in (0, 1, rows):
+                raise InvalidArgument(f"{name}: got {array.size} values, allowed none, 1 or {rows} (rows)")
+        for name, (counts, _) in self._lists.items():
+            if counts is not None and counts.size not in (1, rows):
+                raise InvalidArgument(f"{name}: got {counts.size} lists, allowed one, or {rows} (rows)")
+
+    def cut(self, first: int, rows: int) -> Dict[str, Any]:
+        """The fields for some of the rows."""
+        out: Dict[str, Any] = dict(self._single)
+        for name, array in self._rows.items():
+            out[name] = array if array.size <= 1 else array[first : first + rows]
+        for name, (counts, parts) in self._lists.items():
+            if counts is None or counts.size == 1:
+                out.update(parts)
+                continue
+            begin, end = int(counts[:first].sum()), int(counts[: first + rows].sum())
+            out[name] = counts[first : first + rows]
+            out.update({part: array[begin:end] for part, array in parts.items()})
+        return out
+
+    def row_bytes(self) -> int:
+        """Encoded bytes of a row's values, at most, without its lists."""
+        return sum(_value_bytes(array) for array in self._rows.values() if array.size > 1) + 10 * sum(
+            counts is not None and counts.size > 1 for counts, _ in self._lists.values()
+        )
+
+    def largest(self, name: str) -> int:
+        """The largest value of a parameter of numbers; 0 without one."""
+        array = self._rows.get(name)
+        return 0 if array is None or array.size == 0 else max(0, int(array.max()))
+
+    def longest(self, count_name: str) -> Tuple[int, bool]:
+        """Length of the longest list, and whether rows have lists of their own."""
+        if count_name not in self._lists:
+            return 0, False
+        counts, parts = self._lists[count_name]
+        if counts is None or counts.size == 1:
+            return next(iter(parts.values())).size, False
+        return int(counts.max()), True
+
+
+def _value_bytes(array: np.ndarray) -> int:
+    return array.itemsize if array.dtype.kind in "fb" else 10
+
+
+def _mask(value: Any) -> np.ndarray:
+    """[M, V] or [V] of bool as words of 32 bits, least significant first; words (uint32) stay as they are."""
+    array = _arrays.as_numpy(value)
+    if array.dtype == np.uint32 or (array.dtype == np.int32 and array.ndim <= 2):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if array.dtype != np.bool_ or array.ndim not in (1, 2):
+        raise InvalidArgument(
+            f"allowed_tokens: got {array.ndim} dimensions of {array.dtype}, allowed bool [V] or [M, V], "
+            "or uint32 words [M, ceil(V / 32)]"
+        )
+    rows = np.atleast_2d(array)
+    packed = np.packbits(rows, axis=1, bitorder="little")
+    return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).reshape(-1)
+
+
+def _biases(value: Any) -> Tuple[Optional[np.ndarray], np.ndarray, np.ndarray]:
+    shared = isinstance(value, Mapping)
+    rows: Sequence[Mapping[int, float]] = [value] if shared else [row or {} for row in value]
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise InvalidArgument(f"logit_bias: got {value!r:.80}, allowed a dict of token id to bias, or one per row")
+    ids = _arrays.integers("logit_bias", [token for row in rows for token in row], np.dtype(np.int32))
+    biases = _arrays.numbers("logit_bias", [bias for row in rows for bias in row.values()], np.dtype(np.float32))
+    return None if shared else np.array([len(row) for row in rows]), ids, biases

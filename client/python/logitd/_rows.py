@@ -1,0 +1,183 @@
+"""Requests of rows (TopK, Sample, Verify, Score): their input, and results from answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import numpy as np
+
+from logitd import _arrays, results
+from logitd._messages import Codec
+from logitd.errors import Internal, InvalidArgument
+
+REQUESTS: Dict[str, Tuple[str, Codec]] = {
+    "top_k": ("/logitd.v1.Sampler/TopK", Codec("TopKRequest")),
+    "sample": ("/logitd.v1.Sampler/Sample", Codec("SampleRequest")),
+    "verify": ("/logitd.v1.Sampler/Verify", Codec("VerifyRequest")),
+    "score": ("/logitd.v1.Scorer/Score", Codec("ScoreRequest")),
+}
+ANSWERS: Dict[str, Codec] = {
+    "top_k": Codec("TopKResponse"),
+    "sample": Codec("SampleResponse"),
+    "verify": Codec("VerifyResponse"),
+    "score": Codec("ScoreResponse"),
+}
+_KINDS: Dict[str, Any] = {
+    "top_k": results.TopKResult,
+    "sample": results.SampleResult,
+    "verify": results.VerifyResult,
+    "score": results.ScoreResult,
+}
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """Logits [N, V], or hidden states [N, D] for a head."""
+
+    tensor: _arrays.Tensor
+    rows: int
+    width: int
+    head: Optional[str]
+    vocab: Optional[int] = None
+
+    def fields(self, rows: Optional[int] = None) -> Dict[str, Any]:
+        """Of the message that has `rows` of the rows; None: all."""
+        shape = {"dtype": _arrays.DTYPES[self.tensor.dtype], "rows": self.rows if rows is None else rows}
+        if self.head is None:
+            return {**shape, "vocab": self.width}
+        return {**shape, "head": self.head, "hidden_size": self.width}
+
+    def payload(self, first: int = 0, rows: Optional[int] = None) -> Dict[str, np.ndarray]:
+        """The bytes of some of the rows, not copied; None: all from `first` on."""
+        end = None if rows is None else (first + rows) * self.row_bytes
+        return {"logits" if self.head is None else "hidden": self.tensor.data[first * self.row_bytes : end]}
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * _arrays.SIZES[self.tensor.dtype]
+
+
+def row_input(logits: Any, hidden: Any = None, head: Optional[str] = None, dtype: Optional[str] = None) -> RowInput:
+    """InvalidArgument: not exactly one of logits, and hidden with head; or an array that is not [N, V] or [V]."""
+    name, value = ("logits", logits) if hidden is None else ("hidden", hidden)
+    if value is None or (logits is not None and hidden is not None):
+        raise InvalidArgument(
+            "input: got "
+            + ("none" if value is None else "both logits and hidden")
+            + ", allowed logits, or hidden with head"
+        )
+    if (head is None) != (hidden is None):
+        raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
+    tensor = _arrays.tensor(name, value, dtype)
+    if len(tensor.shape) not in (1, 2):
+        raise InvalidArgument(f"{name}: got shape {list(tensor.shape)}, allowed [rows, width], or [width] for one row")
+    rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
+    return RowInput(tensor, rows, tensor.shape[-1], head)
+
+
+def result_of(
+    kind: str, arrays: Mapping[str, np.ndarray], message: Any, seconds: float, attempts: int, rows: RowInput
+) -> Any:
+    """Internal: the answer's arrays do not fit each other, or the request."""
+    _check_sizes(kind, arrays, rows.rows)
+    torch = rows.tensor.torch
+    values = {name: _arrays.output(arrays[name], torch) for name in arrays}
+
+    def ragged(name: str, counts: str) -> results.Ragged:
+        return results.Ragged(values[name], arrays[counts])
+
+    found: Dict[str, Any] = {
+        "timings": timings_of(message.timings),
+        "round_trip": seconds,
+        "attempts": attempts,
+        "status": values["status"],
+        "status_position": values["status_position"],
+        "logsumexp": values["logsumexp"],
+    }
+    if kind == "top_k":
+        return results.TopKResult(**found, indices=ragged("indices", "k"), probs=ragged("probs", "k"))
+    found["top_ids"], found["top_logprobs"] = ragged("top_ids", "top_count"), ragged("top_logprobs", "top_count")
+    found["extra_logprobs"] = ragged("extra_logprobs", "extra_count")
+    if kind == "score":
+        for name in ("losses", "target_logprobs"):
+            found[name] = values[name]
+        for name in ("ranks", "entropies"):
+            found[name] = values[name] if arrays[name].size else None
+        found["totals"] = totals_of(message.totals)
+        found["offset"] = message.offset
+    else:
+        for name in ("tokens", "logprobs", "ranks") + (("accepted",) if kind == "verify" else ()):
+            found[name] = values[name]
+    return _KINDS[kind](**found)
+
+
+def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None:
+    sizes = {name: rows for name in ("status", "status_position", "logsumexp")}
+    if kind == "top_k":
+        sizes.update(k=rows)
+        lists = {"indices": "k", "probs": "k"}
+    else:
+        lists = {"top_ids": "top_count", "top_logprobs": "top_count", "extra_logprobs": "extra_count"}
+        names = ("losses", "target_logprobs") if kind == "score" else ("tokens", "logprobs", "ranks")
+        sizes.update({name: rows for name in (*names, "top_count", "extra_count")})
+    if kind == "score":
+        sizes.update({name: rows for name in ("ranks", "entropies") if arrays[name].size})
+    sizes.update({name: int(arrays[counts].sum()) for name, counts in lists.items()})
+    for name, size in sizes.items():
+        if arrays[name].size != size or any(arrays[counts].min(initial=0) < 0 for counts in lists.values()):
+            raise Internal(
+                f"the server's answer does not fit the request of {rows} rows: {name} has "
+                f"{arrays[name].size} values, allowed {size}",
+                attempts=1,
+            )
+
+
+def timings_of(message: Any) -> results.Timings:
+    return results.Timings(**{f.name: getattr(message, f.name) for f in fields(results.Timings)})
+
+
+def totals_of(message: Any) -> results.ScoreTotals:
+    return results.ScoreTotals(**{f.name: getattr(message, f.name) for f in fields(results.ScoreTotals)})
+
+
+def add_timings(parts: List[results.Timings]) -> results.Timings:
+    """Sums, and the largest batch."""
+    added = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(results.Timings)}
+    return results.Timings(**{**added, "batch_rows": max((part.batch_rows for part in parts), default=0)})
+
+
+def joined(parts: List[results.ScoreResult]) -> results.ScoreResult:
+    """The rows of several answers as one; the totals of the last."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(arrays: List[Any]) -> Any:
+        if arrays[0] is None:
+            return None
+        if isinstance(arrays[0], results.Ragged):
+            return results.Ragged(join([a.values for a in arrays]), np.concatenate([a.counts for a in arrays]))
+        if _arrays.is_torch(arrays[0]):
+            import torch
+
+            return torch.cat(arrays)
+        return np.concatenate(arrays)
+
+    rows = (
+        "status",
+        "status_position",
+        "logsumexp",
+        "losses",
+        "target_logprobs",
+        "ranks",
+        "entropies",
+        "top_ids",
+        "top_logprobs",
+        "extra_logprobs",
+    )
+    return replace(
+        parts[0],
+        **{name: join([getattr(part, name) for part in parts]) for name in rows},
+        totals=parts[-1].totals,
+        timings=add_timings([part.timings for part in parts]),
+    )

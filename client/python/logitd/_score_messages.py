@@ -1,0 +1,144 @@
+"""A sequence to score as the messages of a stream, and its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Iterator, List, Optional
+
+from logitd import _wire, results
+from logitd._params import RowParams
+from logitd._rows import ANSWERS, REQUESTS, RowInput, result_of
+from logitd.errors import Cancelled, Internal, InvalidArgument
+from logitd.options import Options
+
+_ANSWER_ROW_BYTES = 40  # a row of an answer without its lists, at most
+# Rows of a message at most: an answer is a step of progress, and what a lost stream costs.
+_MAX_MESSAGE_ROWS = 4096
+_MAX_PAYLOAD = 2**31 - 1 - (64 << 20)  # protobuf carries 2 GiB; the small fields fit next to this
+
+
+class ScoreMessages:
+    """Cuts a sequence into messages of whole rows and collects the answers.
+
+    Each stream begins after the last answer so far. The sizes that are cut are checked here; the server checks the
+    rest.
+    """
+
+    def __init__(
+        self,
+        rows: RowInput,
+        params: RowParams,
+        options: Options,
+        offset: int,
+        totals: Optional[results.ScoreTotals],
+        progress: Optional[Callable[[results.ScoreProgress], Any]],
+    ) -> None:
+        self._rows = rows
+        self._params = params
+        self._options = options
+        self._offset = offset
+        self._totals = totals
+        self._progress = progress
+        self._message_rows = 0
+        self._first_row = 0  # of the stream
+        self.taken_rows = 0  # with an answer
+        self.parts: List[results.ScoreResult] = []
+
+    def plan(self, limits: results.Limits) -> None:
+        """Cuts the rows without an answer by these limits. InvalidArgument: not even one row fits."""
+        if self._rows.rows < 1 or self._rows.width < 1:
+            raise InvalidArgument(
+                f"rows: got {self._rows.rows} of {self._rows.width} values, allowed 1 or more of each"
+            )
+        targets = self._params.all().get("targets")
+        if targets is None or targets.size != self._rows.rows:
+            got = 0 if targets is None else targets.size
+            raise InvalidArgument(f"targets: got {got} values, allowed {self._rows.rows} (rows)")
+        self._params.check(self._rows.rows)
+        extra, per_row = self._params.longest("extra_count")
+        row_bytes = self._rows.row_bytes + (4 * extra if per_row else 0)
+        answer_row = _ANSWER_ROW_BYTES + 8 * self._params.largest("top_logprobs") + 4 * extra
+        room = min(_MAX_PAYLOAD, limits.max_request_bytes or _MAX_PAYLOAD) - (0 if per_row else 4 * extra)
+        rows = room // row_bytes
+        if limits.max_answer_bytes > 0:
+            rows = min(rows, limits.max_answer_bytes // answer_row)
+        if self._options.max_message_bytes > 0:
+            left = self._options.max_message_bytes - self._field_bytes()
+            rows = min(rows, left // (row_bytes + self._params.row_bytes()))
+        if rows < 1:
+            raise InvalidArgument(
+                f"one row of {row_bytes} bytes, and {answer_row} of its answer, is more than a message takes: "
+                f"max_request_bytes {limits.max_request_bytes}, max_answer_bytes {limits.max_answer_bytes}, "
+                f"max_message_bytes {self._options.max_message_bytes}"
+            )
+        if limits.max_batch_rows > 0:
+            rows = min(rows, limits.max_batch_rows)
+        self._message_rows = min(
+            rows, _MAX_MESSAGE_ROWS, max(1, self._options.score_message_bytes // self._rows.row_bytes)
+        )
+
+    def _field_bytes(self) -> int:
+        """Encoded size of a message, at most, without its payload and the parameters of its rows."""
+        shared = self._params.cut(0, 1)
+        message = REQUESTS["score"][1].encode({**self._rows.fields(), **shared, "offset": -1})
+        return len(message) + 128  # the totals, and the longer lengths of lists
+
+    def begin(self) -> None:
+        """Before each stream."""
+        self._first_row = self.taken_rows
+
+    @property
+    def count(self) -> int:
+        """Messages of the stream that has begun."""
+        return -(-(self._rows.rows - self._first_row) // self._message_rows)
+
+    def _cut(self, i: int) -> "tuple[int, int]":
+        first = self._first_row + i * self._message_rows
+        return first, min(self._message_rows, self._rows.rows - first)
+
+    def encode(self) -> Iterator[bytes]:
+        """The first message of a stream has everything that later ones inherit."""
+        # All at once: of a stream that was lost, gRPC's thread may ask for messages when the next one has begun.
+        return self._encode(
+            [self._cut(i) for i in range(self.count)], self.parts[-1].totals if self.parts else self._totals
+        )
+
+    def _encode(self, cuts: "list[tuple[int, int]]", before: Optional[results.ScoreTotals]) -> Iterator[bytes]:
+        for i, (first, rows) in enumerate(cuts):
+            totals = before if i == 0 else None
+            yield REQUESTS["score"][1].encode(
+                {
+                    **self._rows.fields(rows),
+                    **self._params.cut(first, rows),
+                    "offset": self._offset + first,
+                    "totals": None if totals is None else totals_fields(totals),
+                    **self._rows.payload(first, rows),
+                }
+            )
+
+    def take(self, i: int, data: bytes) -> None:
+        """Internal: the answer does not fit the message. Cancelled: `progress` returned False."""
+        first, rows = self._cut(i)
+        try:
+            arrays, message = ANSWERS["score"].decode(data)
+        except _wire.WireError as error:
+            raise Internal(f"the server's answer is not a ScoreResponse: {error}", attempts=1) from error
+        if message.offset != self._offset + first:
+            raise Internal(
+                f"the server's answer does not fit the message: got rows at {message.offset}, asked for "
+                f"{rows} at {self._offset + first}",
+                attempts=1,
+            )
+        part = result_of("score", arrays, message, 0.0, 1, dataclasses.replace(self._rows, rows=rows))
+        self.parts.append(part)
+        self.taken_rows = first + rows
+        now = results.ScoreProgress(self.taken_rows, self._rows.rows, part.totals)
+        if self._progress is not None and self._progress(now) is False:
+            raise Cancelled(f"stopped after {self.taken_rows} of {self._rows.rows} rows")
+
+
+def totals_fields(totals: results.ScoreTotals) -> "dict[str, Any]":
+    """What a request has of totals; the server derives the mean and the perplexity."""
+    fields = dataclasses.asdict(totals)
+    del fields["loss_mean"], fields["perplexity"]
+    return fields

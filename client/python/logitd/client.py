@@ -1,0 +1,458 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Callable, Deque, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar, Union
+
+import grpc
+
+from logitd import _calls
+from logitd._base import Base
+from logitd._calls import Call, Reply
+from logitd._rows import RowInput
+from logitd.errors import Internal, LogitdError, Unavailable
+from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
+from logitd.results import (
+    AttentionBackwardResult,
+    AttentionResult,
+    Head,
+    SampleResult,
+    ScoreProgress,
+    ScoreResult,
+    ScoreTotals,
+    ServerInfo,
+    TopKResult,
+    VerifyResult,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from logitd.params import SampleParams, ScoreParams, TopKParams, VerifyParams
+
+T = TypeVar("T")
+Window = Tuple[Optional[int], Optional[int]]
+
+
+class Client(Base):
+    """One connection to one server. Connects at the first call. Thread-safe.
+
+    address: HOST:PORT or unix:PATH.
+    deadline: seconds for a whole call, all attempts and waits included; a call's own `deadline` overrides it.
+    retry: how UNAVAILABLE and RESOURCE_EXHAUSTED are tried again.
+    priority: "interactive", or "batch" for work that may wait until no interactive work does.
+    tls: TLS to the server; None: plaintext.
+    token: sent as `authorization: Bearer TOKEN`; or a function that returns it, called for every attempt.
+    token_over_plaintext: send the token without TLS also to another machine, where others on the network can read it.
+    state_sizes: tell the server the size of each message, so that it keeps no more room for it.
+    max_message_bytes: larger requests are refused here, unsent; 0: no limit of the client's.
+    attention_message_bytes, score_message_bytes: payload of one message of a stream, about. Attention tensors that are
+        larger go as a stream.
+
+    Arrays: f32, f16 or bf16, of NumPy or torch. bf16 is a torch tensor, an array of ml_dtypes.bfloat16, or the bits in
+        a uint16 array with dtype="bf16". Answers are of the same library. Arrays that are contiguous and on the host
+        are copied once here, into the message; gRPC copies the message once more on its way out, and an answer's twice
+        on its way in. docs/python.md has the whole account.
+
+    Errors: every method raises LogitdError, a class of it for each code; see logitd.errors. A parameter that does not
+    exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's
+    status.
+
+    Close it after use, or use it in a `with` statement.
+    """
+
+    _grpc = grpc
+
+    def close(self) -> None:
+        """Ends the connection and the calls on it."""
+        self._channel.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close()
+
+    # Rows.
+
+    def top_k(self, logits: Optional[Array] = None, *, k: Ints, **params: Unpack[TopKParams]) -> TopKResult:
+        """The k most probable tokens of every row under softmax(logits / temperature).
+
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`.
+        k: per row, 1 to V. Other parameters: params.TopKParams.
+        """
+        return self._run(self._top_k(logits, k, params))
+
+    def sample(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> SampleResult:
+        """Draws one token from every row with that row's parameters.
+
+        The steps: logit bias, penalties, mask of allowed tokens, temperature, min_p, top_k, top_p, draw.
+        docs/semantics.md has every step to the bit.
+
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed` is required
+            unless every temperature is 0.
+        """
+        return self._run(self._sample(logits, params))
+
+    def sample_stream(self) -> "SampleStream":
+        """A stream of sample requests for a decode loop; see SampleStream."""
+        return SampleStream(self)
+
+    def verify(
+        self,
+        logits: Array,
+        *,
+        sequence_rows: Union[int, Sequence[int], Array],
+        drafts: Union[Sequence[int], Array],
+        draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
+        draft_ids: Optional[TokenLists] = None,
+        draft_probs: Any = None,
+        **params: Unpack[VerifyParams],
+    ) -> VerifyResult:
+        """Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
+
+        logits: [N, V], sequence after sequence: the target's at each draft, and after the last draft.
+        sequence_rows: [S], rows of each sequence: its drafts + 1.
+        drafts: [N - S], token ids, row after row.
+        draft_kind: for all drafts, or one per draft. "greedy": drawn with certainty, or unknown. "list": from draft_ids
+            with draft_probs. "dense": from the whole vocabulary, with V of draft_probs. Default "greedy".
+        draft_ids: for each draft of kind "list", its token ids in ascending order, the draft among them; or one list.
+        draft_probs: f32, draft after draft: the probabilities that the draft was drawn with, as many as its draft_ids,
+            or V. Parameters: params.VerifyParams, each with a value per row of logits.
+        """
+        return self._run(self._verify(logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, params))
+
+    def score(self, logits: Optional[Array] = None, *, targets: Ints, **params: Unpack[ScoreParams]) -> ScoreResult:
+        """The loss of every row's target under softmax(logits / temperature), in nats, and totals over the rows.
+
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`.
+        targets: [N], token ids, or ignore_index for rows that are not counted.
+        Parameters: params.ScoreParams.
+        """
+        return self._run(self._score(logits, targets, params))
+
+    def score_stream(
+        self,
+        logits: Optional[Array] = None,
+        *,
+        targets: Ints,
+        offset: int = 0,
+        totals: Optional[ScoreTotals] = None,
+        progress: Optional[Callable[[ScoreProgress], Any]] = None,
+        **params: Unpack[ScoreParams],
+    ) -> ScoreResult:
+        """score() of a sequence of any length: cut into messages of whole rows, which go as a stream.
+
+        When a stream is lost, a new one continues after the last answer. Attempts are counted since then, and the
+        deadline is how long one answer may take. `progress` is called after every answer; where it returns False the
+        call ends with Cancelled. Nothing is read meanwhile, so it should be quick.
+
+        offset, totals: to continue after an error where `progress` last stood: the rows scored before, and their
+        totals; `logits` and `targets` then begin with the row at `offset`.
+
+        A new stream looks its head up again: until the call ends, the name must mean the same weights.
+        """
+        return self._run(self._score_stream(logits, targets, offset, totals, progress, params))
+
+    # Attention.
+
+    def attention_softmax(
+        self,
+        scores: Array,
+        *,
+        scale: float = 1.0,
+        causal: bool = False,
+        window: Optional[Window] = None,
+        mask: Optional[Array] = None,
+        sinks: Optional[Floats] = None,
+        out_dtype: Optional[DType] = None,
+        want_logsumexp: bool = False,
+        out: Optional[Array] = None,
+        dtype: Optional[DType] = None,
+        deadline: Optional[float] = None,
+    ) -> AttentionResult:
+        """softmax(scale * scores + mask) of every row over the keys that its query sees.
+
+        scores: [B, H, Sq, Sk], of any size; leading dimensions may be missing. The last query is aligned with the last
+            key. causal: no query sees keys after its own. window: (left, right), how many keys before and after its own
+            a query sees; None: no bound. mask: [B or 1, H or 1, Sq or 1, Sk]; bool: True masks a key; floats: added
+            after the scale, -inf masks a key. sinks: [H], a logit per head that takes part in the denominator.
+            out_dtype: of the probabilities: the type of the scores (default) or "f32". out: an array for the
+            probabilities, of their shape and type; undefined after an error. None: a new one.
+        """
+        return self._run(
+            self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, deadline)
+        )
+
+    def attention_softmax_backward(
+        self,
+        probs: Array,
+        d_probs: Array,
+        *,
+        scale: float = 1.0,
+        causal: bool = False,
+        window: Optional[Window] = None,
+        sinks: Optional[Floats] = None,
+        logsumexp: Optional[Array] = None,
+        out_dtype: Optional[DType] = None,
+        out: Optional[Array] = None,
+        dtype: Optional[DType] = None,
+        deadline: Optional[float] = None,
+    ) -> AttentionBackwardResult:
+        """The gradient of attention_softmax with respect to its scores and sinks.
+
+        probs: as attention_softmax answered. d_probs: the gradient with respect to them, of their shape and type.
+        scale, causal, window, sinks: as in attention_softmax. logsumexp: its answer; required with sinks, else none.
+        out_dtype: of the gradient: the type of probs (default) or, where that is f32, any.
+        out: an array for the gradient. None: a new one.
+        """
+        return self._run(
+            self._softmax_backward(
+                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, deadline
+            )
+        )
+
+    # The server and its heads.
+
+    def info(self, *, deadline: Optional[float] = None) -> ServerInfo:
+        """Version, backend, device, limits and ops of the server. Answers also while the server drains."""
+        return self._run(self._session.info(deadline))
+
+    def health(self, service: str = "", *, deadline: Optional[float] = None) -> str:
+        """ "SERVING" or "NOT_SERVING"; "" is the server as a whole. NotFound: the server has no such service."""
+        return self._run(self._session.health(service, deadline))
+
+    def watch_health(self, service: str = "") -> Iterator[str]:
+        """The present health and every later one, until the iterator is closed or the server ends. No deadline."""
+        call = self._method("unary_stream", _calls.WATCH)(
+            _calls.health_request(service), metadata=self.options.metadata(_calls.WATCH)
+        )
+        try:
+            for data in call:
+                yield _calls.serving_status(data)
+        except grpc.RpcError as error:
+            raise _reply_of(error, 0.0).error or error from None
+        finally:
+            call.cancel()
+
+    def load_head(
+        self,
+        name: str,
+        path: str,
+        *,
+        final_norm: bool = False,
+        vocab: int = 0,
+        progress: Optional[Callable[[int, int], Any]] = None,
+    ) -> Head:
+        """Loads an output head from below the server's --head-root: a Hugging Face model's folder, or a safetensors
+        file.
+
+        final_norm: load the model's final norm too; hidden states are then sent from before it.
+        vocab: rows to keep of a padded weight; 0: what the model's configuration says, or all.
+        progress: called with the bytes read and the bytes in all (0 while an earlier load runs); False ends the load.
+
+        No deadline, because it may take minutes, and one attempt. Errors: AlreadyExists, FailedPrecondition (no
+        --head-root), PermissionDenied, NotFound (no such file), InvalidArgument, ResourceExhausted.
+        """
+        return self._run(self._session.load_head(name, path, final_norm, vocab, progress))
+
+    def unload_head(self, name: str, *, deadline: Optional[float] = None) -> None:
+        """New calls no longer find the head. NotFound: the text lists the loaded heads."""
+        return self._run(self._session.unload_head(name, deadline))
+
+    def list_heads(self, *, deadline: Optional[float] = None) -> List[Head]:
+        """The heads that are loaded, by ascending name."""
+        return self._run(self._session.list_heads(deadline))
+
+    def get_head(self, name: str, *, deadline: Optional[float] = None) -> Head:
+        """One head. NotFound: the text lists the loaded heads."""
+        return self._run(self._session.get_head(name, deadline))
+
+    # Steps.
+
+    def _run(self, call: Call[T]) -> T:
+        try:
+            step = next(call)
+            while True:
+                if isinstance(step, _calls.Unary):
+                    reply = self._unary(step)
+                elif isinstance(step, _calls.Stream):
+                    reply = self._stream(step)
+                elif isinstance(step, _calls.Receive):
+                    reply = self._receive(step)
+                else:
+                    time.sleep(step.seconds)
+                    reply = Reply()
+                step = call.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _unary(self, step: _calls.Unary) -> Reply:
+        method, metadata = (
+            self._method("unary_unary", step.method),
+            self.options.metadata(step.method, len(step.message)),
+        )
+        start = time.monotonic()
+        try:
+            data = method(step.message, timeout=max(0.0, step.end - start), metadata=metadata)
+        except grpc.RpcError as error:
+            return _reply_of(error, time.monotonic() - start)
+        return Reply(data=data, seconds=time.monotonic() - start)
+
+    def _receive(self, step: _calls.Receive) -> Reply:
+        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata(step.method))
+        try:
+            for data in call:
+                if not step.take(data):
+                    break
+        except grpc.RpcError as error:
+            return _reply_of(error, 0.0)
+        finally:
+            call.cancel()
+        return Reply()
+
+    def _stream(self, step: _calls.Stream) -> Reply:
+        start = time.monotonic()
+        faults: List[Exception] = []
+
+        def messages() -> Iterator[bytes]:
+            try:
+                yield from step.messages()
+            except Exception as error:  # gRPC would only log it
+                faults.append(error)
+                raise
+
+        timeout = None if step.end is None else max(0.0, step.end - start)
+        call = self._method("stream_stream", step.method)(
+            messages(), timeout=timeout, metadata=self.options.metadata(step.method)
+        )
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            call.cancel()
+
+        taken = 0
+        reply = Reply()
+        try:
+            while True:
+                watch = _after(step.patience, give_up)
+                try:
+                    data = next(call)
+                finally:
+                    if watch is not None:
+                        watch.cancel()
+                if taken == step.count:
+                    return Reply(Internal("the server sent more answers than there were messages", attempts=1))
+                step.take(taken, data)
+                taken += 1
+        except StopIteration:
+            if taken < step.count:
+                reply = Reply(Internal(f"the server sent {taken} answers to {step.count} messages", attempts=1))
+        except grpc.RpcError as error:
+            if faults:
+                raise faults[0] from None
+            if taken < step.count:
+                reply = _reply_of(error, 0.0)
+                if late.is_set() and step.patience is not None:
+                    reply = Reply(_calls.no_answer(step.patience, taken, step.count))
+        except LogitdError as error:  # of take
+            reply = Reply(error)
+        finally:
+            call.cancel()
+        return replace(reply, seconds=time.monotonic() - start)
+
+
+def _after(seconds: Optional[float], run: Callable[[], Any]) -> Optional[threading.Timer]:
+    if seconds is None:
+        return None
+    timer = threading.Timer(seconds, run)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _reply_of(error: Any, seconds: float) -> Reply:
+    return _calls.reply_of(error.code(), error.details(), error.trailing_metadata(), seconds)
+
+
+class SampleStream:
+    """Requests go out with write, their answers come back with read, in order.
+
+    The server takes a few requests at once and leaves further ones unread; write then blocks until read has taken
+    answers. So a decode loop writes and reads in turn, or keeps a few requests in flight. No deadline and no retries.
+    One thread may write while another reads.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._outbox: "queue.Queue[Optional[bytes]]" = queue.Queue(maxsize=1)
+        self._written: Deque[Tuple[float, RowInput]] = deque()
+        self._call = client._method("stream_stream", _calls.SAMPLE_STREAM)(
+            iter(self._outbox.get, None), metadata=client.options.metadata(_calls.SAMPLE_STREAM)
+        )
+        self._error: Optional[LogitdError] = None
+
+    def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
+        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the
+        reason."""
+        message, rows = self._client._stream_message(logits, params)
+        self._written.append((time.monotonic(), rows))
+        self._put(message)
+
+    def done(self) -> None:
+        """There are no more requests. The answers to those before can still be read."""
+        self._put(None)
+
+    def _put(self, message: Optional[bytes]) -> None:
+        while self._call.is_active():
+            try:
+                return self._outbox.put(message, timeout=0.1)
+            except queue.Full:
+                pass
+        if message is not None:
+            raise Unavailable("the stream has ended; read has the reason")
+
+    def read(self) -> Optional[SampleResult]:
+        """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the
+        stream."""
+        if self._error is not None:
+            raise self._error
+        try:
+            data = next(self._call)
+        except StopIteration:
+            return None
+        except grpc.RpcError as error:
+            self._error = _reply_of(error, 0.0).error
+            raise self._error or error from None
+        start, rows = self._written.popleft()
+        result: SampleResult = _calls.decoded("sample", Reply(data=data, seconds=time.monotonic() - start), rows)
+        return result
+
+    def __iter__(self) -> Iterator[SampleResult]:
+        """The answers up to the last one."""
+        return iter(self.read, None)
+
+    def close(self) -> None:
+        """Cancels what is in flight."""
+        self._call.cancel()
+        try:
+            self._outbox.put_nowait(None)  # lets gRPC's thread go that waits for a message
+        except queue.Full:
+            pass
+
+    def __enter__(self) -> "SampleStream":
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close()

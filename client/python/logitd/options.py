@@ -1,0 +1,158 @@
+"""How a client connects, waits, tries again and cuts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any, Callable, List, Optional, Tuple, Union
+
+import grpc
+
+from logitd.errors import InvalidArgument
+
+Path = Union[str, "os.PathLike[str]"]
+Metadata = Tuple[Tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Retry:
+    """UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the delay that the server asks for, else after a
+    backoff that doubles, with jitter; never past the deadline. Seconds."""
+
+    max_attempts: int = 4
+    """Of one call, the first included; 1 or more."""
+    initial_backoff: float = 0.02
+    max_backoff: float = 1.0
+
+
+@dataclass(frozen=True)
+class TLS:
+    """TLS to the server. PEM files, read when the client is made."""
+
+    ca: Optional[Path] = None
+    """Certificates that the server's must come from; None: the roots that gRPC ships."""
+    cert: Optional[Path] = None
+    """The client's own certificate chain, where the server asks for one; with `key`."""
+    key: Optional[Path] = None
+    server_name: Optional[str] = None
+    """The name that the server's certificate must have; None: the host of the address."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What Client and AsyncClient take; Client has the meaning."""
+
+    address: str
+    deadline: float = 30.0
+    retry: Retry = field(default_factory=Retry)
+    priority: str = "interactive"
+    tls: Optional[TLS] = None
+    token: Union[str, Callable[[], str], None] = None
+    token_over_plaintext: bool = False
+    state_sizes: bool = True
+    max_message_bytes: int = 0
+    attention_message_bytes: int = 8 << 20
+    score_message_bytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        if not _is_address(self.address):
+            raise InvalidArgument(f"address: got {self.address!r}, allowed HOST:PORT or unix:PATH")
+        check_deadline(self.deadline)
+        if self.retry.max_attempts < 1:
+            raise InvalidArgument(f"retry.max_attempts: got {self.retry.max_attempts}, allowed 1 or more")
+        if self.priority not in ("interactive", "batch"):
+            raise InvalidArgument(f"priority: got {self.priority!r}, allowed 'interactive', 'batch'")
+        if self.tls is not None and (self.tls.cert is None) != (self.tls.key is None):
+            raise InvalidArgument("tls: got only one of cert and key, allowed both or none")
+        if (
+            self.token is not None
+            and self.tls is None
+            and not self.token_over_plaintext
+            and not _is_local(self.address)
+        ):
+            raise InvalidArgument(
+                f"token: got one without tls for {self.address!r}, where others on the network could "
+                "read it; allowed with tls, on this machine, or with token_over_plaintext=True"
+            )
+
+    def credentials(self) -> Optional[Any]:
+        """Of the channel; None: plaintext. InvalidArgument: a file that cannot be read."""
+        if self.tls is None:
+            return None
+        return grpc.ssl_channel_credentials(
+            _read("tls.ca", self.tls.ca), _read("tls.key", self.tls.key), _read("tls.cert", self.tls.cert)
+        )
+
+    def channel_arguments(self) -> List[Tuple[str, Any]]:
+        """gRPC's channel arguments. They are those of the C++ client."""
+        arguments: List[Tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.enable_retries", 0),  # the client's own retries know the server's delay and the deadline
+            ("grpc.use_local_subchannel_pool", 1),  # a client is a connection
+            ("grpc.enable_http_proxy", 0),  # tensors do not go through a web proxy
+            # Between two tries to connect, calls fail at once. These bound how long a server that has come back stays
+            # unnoticed. The "minimum" is how long one try may take.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", 250),
+            # Keepalive also bounds how long a peer that stopped reading holds a call.
+            ("grpc.keepalive_time_ms", 60000),
+            ("grpc.keepalive_timeout_ms", 20000),
+        ]
+        if self.tls is not None and self.tls.server_name is not None:
+            arguments.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return arguments
+
+    def metadata(self, method: str, message_bytes: Optional[int] = None) -> Metadata:
+        """What the server is told about a call besides its message."""
+        pairs: List[Tuple[str, str]] = []
+        if self.priority == "batch":
+            pairs.append(("logitd-priority", "batch"))
+        if self.state_sizes and message_bytes is not None:
+            pairs.append(("logitd-payload-bytes", str(message_bytes)))
+        if self.token is not None and not method.startswith("/grpc.health."):  # probes need none
+            token = self.token() if callable(self.token) else self.token
+            if not re.fullmatch(r"[!-~]+", token):  # the text must not repeat it
+                raise InvalidArgument(
+                    f"token: got {len(token)} characters, allowed 1 or more, printable, without spaces"
+                )
+            pairs.append(("authorization", f"Bearer {token}"))
+        return tuple(pairs)
+
+
+def check_deadline(seconds: float) -> None:
+    if not 0 < seconds <= 365 * 24 * 3600:
+        raise InvalidArgument(f"deadline: got {seconds} s, allowed above 0 and up to a year")
+
+
+def _read(name: str, path: Optional[Path]) -> Optional[bytes]:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise InvalidArgument(f"{name}: cannot read {os.fspath(path)!r}: {error.strerror}") from error
+    if b"-----BEGIN " not in data:
+        raise InvalidArgument(f"{name}: got {os.fspath(path)!r}, which is not PEM, allowed a PEM file")
+    return data
+
+
+def _is_address(address: str) -> bool:
+    if address.startswith("unix:"):
+        return len(address) > len("unix:")
+    host, _, port = address.rpartition(":")
+    return host != "" and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+
+
+def _is_local(address: str) -> bool:
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,128 @@
+"""The keyword parameters of calls, for type checkers. The proto files have the exact meaning and the limits.
+
+"Per row": one value for all rows, or an array of N values. V is the vocabulary, D the hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Mapping, Optional, Sequence, TypedDict, Union
+
+import numpy as np
+
+from logitd.results import Ragged
+
+if TYPE_CHECKING:
+    import torch
+
+Array = Union[np.ndarray, "torch.Tensor"]
+Floats = Union[float, Sequence[float], Array]
+Ints = Union[int, Sequence[int], Array]
+TokenLists = Union[Sequence[int], Sequence[Sequence[int]], Array, Ragged]
+"""Token ids: one list for all rows, or a list per row (also as a 2-D array)."""
+DType = Literal["f32", "f16", "bf16"]
+LogprobMode = Literal["raw", "processed"]
+Smoothing = Literal["torch", "megatron"]
+DraftKind = Literal["greedy", "list", "dense"]
+Biases = Union[Mapping[int, float], Sequence[Optional[Mapping[int, float]]]]
+
+
+class InputParams(TypedDict, total=False):
+    """What stands in place of logits, and the deadline."""
+
+    hidden: Optional[Array]
+    """[N, D] or [D], hidden states for `head`, in the type of its weight."""
+    head: Optional[str]
+    """Name of a head that the server has loaded."""
+    dtype: Optional[DType]
+    """Only for bf16 bits in a uint16 array: "bf16"."""
+    deadline: Optional[float]
+    """Seconds for the call, all attempts and waits included; None: the client's."""
+
+
+class TopKParams(InputParams, total=False):
+    """Of top_k."""
+
+    temperature: Floats
+    """Per row. Divides the logits; above 0; default 1."""
+
+
+class SamplingParams(TypedDict, total=False):
+    """Of sample, sample_stream and verify."""
+
+    seed: Ints
+    """Per row, 0 to 2^64-1. The same seed and position draw the same token. Required unless every temperature is 0."""
+    position: Ints
+    """Per row, 0 to 2^64-1. Place in the seed's sequence, e.g. the tokens drawn so far; default 0."""
+    temperature: Floats
+    """Per row, 0 or more. 0 takes the highest logit; default 1."""
+    top_k: Ints
+    """Per row. Keeps the k highest logits; 0 and V keep all; default 0."""
+    top_p: Floats
+    """Per row, above 0, to 1. Keeps the fewest tokens whose mass reaches p; default 1."""
+    min_p: Floats
+    """Per row, 0 to 1. Drops tokens below this share of the highest probability; default 0."""
+    repetition_penalty: Floats
+    """Per row, above 0. Scales down logits of tokens in the history; default 1."""
+    presence_penalty: Floats
+    """Per row. Taken off the logits of tokens in the history; default 0."""
+    frequency_penalty: Floats
+    """Per row. Taken off a logit for each time its token occurs; default 0."""
+    top_logprobs: Ints
+    """Per row, 0 to min(128, V). Most probable tokens to report; default 0."""
+    logprob_mode: Union[LogprobMode, Sequence[LogprobMode]]
+    """Per row. Log-probabilities of the row as sent ("raw"), or after every step ("processed"); default "raw"."""
+    history: TokenLists
+    """Tokens so far; the penalties use them."""
+    logit_bias: Biases
+    """{token id: bias} for all rows, or one dict (or None) per row. Added to the logit; -inf bans the token."""
+    extra_ids: TokenLists
+    """Token ids whose log-probabilities to report."""
+    allowed_tokens: Array
+    """bool [V] or [M, V], True where a token is allowed; or uint32 words [M, ceil(V / 32)], least significant bit
+    first."""
+    allowed_tokens_mask: Ints
+    """Per row, which of the M masks holds; -1: every token is allowed. Not needed where M is 1 or N."""
+    want_rank: Union[bool, Sequence[bool], Array]
+    """Per row. Report the token's rank; default False."""
+
+
+class SampleParams(InputParams, SamplingParams, total=False):
+    """Of sample and of sample_stream's write."""
+
+
+class VerifyParams(SamplingParams, total=False):
+    """Of verify."""
+
+    dtype: Optional[DType]
+    deadline: Optional[float]
+
+
+class ScoreParams(InputParams, total=False):
+    """Of score and score_stream."""
+
+    ignore_index: int
+    """Target of rows that are not counted; default -100."""
+    temperature: Floats
+    """Per row. Divides the logits; above 0; default 1."""
+    softcap: Floats
+    """Per row. Caps the logits: softcap * tanh(logit / softcap); 0 is off. Only with logits: a head has its own."""
+    label_smoothing: Floats
+    """Per row, 0 to below 1. Mass taken from the target; default 0."""
+    smoothing: Union[Smoothing, Sequence[Smoothing]]
+    """Per row. The mass goes to all tokens ("torch") or to the others ("megatron"); default "torch"."""
+    z_loss: Floats
+    """Per row, 0 or more. Adds z_loss * logsumexp^2 to the loss; default 0."""
+    top_logprobs: Ints
+    """Per row, 0 to min(128, V). Most probable tokens to report; default 0."""
+    extra_ids: TokenLists
+    """Token ids whose log-probabilities to report."""
+    want_rank: bool
+    """Report the rank of every target."""
+    want_entropy: bool
+    """Report the entropy of every row."""
+
+
+def split(params: Mapping[str, Any], *names: str) -> "tuple[list[Any], dict[str, Any]]":
+    """The values of `names`, None where absent, and the other parameters."""
+    rest = dict(params)
+    return [rest.pop(name, None) for name in names], rest

@@ -1,0 +1,147 @@
+"""Scoring of a dataset of Ray Data over several logitd replicas.
+
+from logitd.ray import score, totals
+scored = score(dataset, ["gpu-1:7450", "gpu-2:7450"], head="llama")
+print(totals(scored).perplexity)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import numpy as np
+import ray.data
+
+from logitd.client import Client
+from logitd.errors import InvalidArgument, Unavailable
+from logitd.results import ScoreTotals
+
+_SUMS = ("rows", "counted", "ignored", "faulty", "loss_sum", "target_logprob_sum")
+
+
+class Score:
+    """A class for Dataset.map_batches: scores the sequences of a batch on one of the replicas.
+
+    A sequence is one row of the dataset: logits [T, V], or hidden states [T, D] for `head`, and its targets [T]. A
+    batch goes to one replica as one score_stream; batches take turns over the replicas. Where a replica is not
+    available, the batch goes to the next one. Unavailable: none of them is.
+
+    addresses: of the replicas, which hold the same head.
+    inputs, targets: names of the columns.
+    params: parameters of Client.score_stream, except head and targets.
+    options: of Client, e.g. deadline, tls and token.
+
+    The batch comes back without its inputs, and with these columns:
+        losses, target_logprobs: [T] float32, as ScoreResult has them.
+        rows, counted, ignored, faulty: numbers of rows; loss_sum, target_logprob_sum: float64, over counted rows.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        head: Optional[str] = None,
+        inputs: str = "hidden",
+        targets: str = "targets",
+        params: Optional[Mapping[str, Any]] = None,
+        options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        if not addresses or isinstance(addresses, str):
+            raise InvalidArgument(f"addresses: got {addresses!r}, allowed a list of one or more")
+        self._clients = [Client(address, **{"priority": "batch", **(options or {})}) for address in addresses]
+        self._next = os.getpid()  # workers begin with different replicas
+        self._head, self._inputs, self._targets = head, inputs, targets
+        self._params = dict(params or {})
+
+    def __call__(self, batch: Dict[str, np.ndarray]) -> Dict[str, Any]:
+        for column in (self._inputs, self._targets):
+            if column not in batch:
+                raise InvalidArgument(f"columns: got {', '.join(sorted(batch))}, allowed are those with {column!r}")
+        targets = [np.asarray(sequence) for sequence in batch[self._targets]]
+        sequences = [np.asarray(sequence) for sequence in batch[self._inputs]]
+        for sequence, expected in zip(sequences, targets):
+            if sequence.ndim != 2 or expected.shape != sequence.shape[:1]:
+                raise InvalidArgument(
+                    f"{self._inputs}: got a sequence of shape {list(sequence.shape)} with targets of shape "
+                    f"{list(expected.shape)}, allowed [T, width] with [T]"
+                )
+        result = self._score(np.concatenate(sequences), np.concatenate(targets))
+        counted = np.concatenate(targets) != self._params.get("ignore_index", -100)
+        ends = np.cumsum([len(sequence) for sequence in targets])[:-1]
+        columns: Dict[str, Any] = {name: values for name, values in batch.items() if name != self._inputs}
+        columns["losses"] = _column(np.split(result.losses, ends))
+        columns["target_logprobs"] = _column(np.split(result.target_logprobs, ends))
+        parts = [
+            _sums(*part)
+            for part in zip(*(np.split(a, ends) for a in (counted, result.ok, result.losses, result.target_logprobs)))
+        ]
+        columns.update({name: np.array([part[name] for part in parts]) for name in _SUMS})
+        return columns
+
+    def _score(self, inputs: np.ndarray, targets: np.ndarray) -> Any:
+        payload = {"logits": inputs} if self._head is None else {"hidden": inputs, "head": self._head}
+        for attempt in range(len(self._clients)):
+            self._next += 1
+            client = self._clients[self._next % len(self._clients)]
+            try:
+                return client.score_stream(targets=targets, **payload, **self._params)
+            except Unavailable:
+                if attempt + 1 == len(self._clients):
+                    raise
+        raise AssertionError("a loop over one or more clients ended")
+
+
+def _column(parts: List[np.ndarray]) -> np.ndarray:
+    """Arrays of different lengths as a column."""
+    column = np.empty(len(parts), object)
+    column[:] = parts
+    return column
+
+
+def _sums(counted: np.ndarray, ok: np.ndarray, losses: np.ndarray, logprobs: np.ndarray) -> Dict[str, float]:
+    of = counted & ok
+    return {
+        "rows": len(ok),
+        "counted": int(of.sum()),
+        "ignored": int((~counted & ok).sum()),
+        "faulty": int((~ok).sum()),
+        "loss_sum": float(losses[of].sum(dtype=np.float64)),
+        "target_logprob_sum": float(logprobs[of].sum(dtype=np.float64)),
+    }
+
+
+def score(
+    dataset: Any, addresses: Sequence[str], *, batch_size: int = 32, concurrency: Optional[int] = None, **kwargs: Any
+) -> Any:
+    """The dataset with the columns that Score adds; lazy, as all of Ray Data.
+
+    batch_size: sequences of a batch. concurrency: workers; None: two for each replica. kwargs: as of Score.
+    """
+    workers = 2 * len(addresses) if concurrency is None else concurrency
+    return dataset.map_batches(
+        Score,
+        fn_constructor_args=(list(addresses),),
+        fn_constructor_kwargs=kwargs,
+        batch_size=batch_size,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=0.1,  # a worker waits for its replica
+    )
+
+
+def totals(scored: Any) -> ScoreTotals:
+    """Totals over all sequences of a dataset that was scored, perplexity included."""
+    found = scored.sum(list(_SUMS)) or {}
+    sums = {name: found.get(f"sum({name})") or 0 for name in _SUMS}
+    counts = {name: int(sums[name]) for name in _SUMS[:4]}
+    if counts["counted"] == 0:
+        return ScoreTotals(**counts)
+    return ScoreTotals(
+        **counts,
+        loss_sum=sums["loss_sum"],
+        target_logprob_sum=sums["target_logprob_sum"],
+        loss_mean=sums["loss_sum"] / counts["counted"],
+        perplexity=math.exp(-sums["target_logprob_sum"] / counts["counted"]),
+    )

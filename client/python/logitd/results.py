@@ -1,0 +1,305 @@
+"""What calls return: arrays with names.
+
+Arrays are NumPy's, or torch tensors on the host where the request's were tensors. NumPy arrays are read-only views of
+the received message: no copy was made. Copy one (`numpy.array(x)`) to change it, or to let go of the rest of the
+message. N is the number of rows of the request.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Iterator, List, Optional, Tuple
+
+import numpy as np
+
+Array = Any  # numpy.ndarray, or torch.Tensor where the request's arrays are tensors
+
+
+class RowStatus(enum.IntEnum):
+    """How one row went. The call is fine whatever its rows say."""
+
+    OK = 0
+    NAN_LOGIT = 1
+    """A logit (a score) is NaN; the row's other outputs mean nothing."""
+    EMPTY_SUPPORT = 2
+    """Every logit is -inf: there is no distribution."""
+    NOT_REACHED = 3
+    """verify: an earlier draft of the sequence was rejected; nothing was drawn here."""
+
+
+class Ragged:
+    """Lists of different lengths, one per row: `ragged[i]` is the list of row i.
+
+    values: all lists, one after another.
+    offsets: [N + 1], where they begin; row i is values[offsets[i]:offsets[i + 1]].
+    """
+
+    def __init__(self, values: Array, counts: np.ndarray) -> None:
+        self.values = values
+        self.offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[N], the length of every list."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row: got {row}, allowed {-len(self)} to {len(self) - 1}")
+        row %= len(self)
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[row] for row in range(len(self)))
+
+    def dense(self) -> Array:
+        """[N, length], shares memory. ValueError: the lists differ in length."""
+        counts = self.counts
+        width = int(counts[0]) if len(counts) else 0
+        if (counts != width).any():
+            raise ValueError(f"lists: got lengths from {counts.min()} to {counts.max()}, allowed one length for all")
+        return self.values.reshape(len(self), width)
+
+    def __repr__(self) -> str:
+        return f"Ragged({[row.tolist() for row in self]})"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where the server's time went, in nanoseconds. A request of several messages has the sums, and its largest
+    batch."""
+
+    receive_ns: int = 0
+    copy_ns: int = 0
+    queue_ns: int = 0
+    h2d_ns: int = 0
+    kernel_ns: int = 0
+    d2h_ns: int = 0
+    batch_rows: int = 0
+    total_ns: int = 0
+
+
+@dataclass(frozen=True)
+class _Call:
+    timings: Timings
+    round_trip: float
+    """Seconds on this machine's clock, of the last attempt; of score_stream, of the whole call."""
+    attempts: int
+    """How often the call was tried; of score_stream, how many streams it took."""
+
+
+@dataclass(frozen=True)
+class _Rows(_Call):
+    status: Array
+    """[N] int32, see RowStatus."""
+    status_position: Array
+    """[N] int32, NAN_LOGIT: the lowest token id whose logit is NaN; otherwise -1."""
+
+    @property
+    def ok(self) -> Array:
+        """[N] bool, the rows whose status is OK."""
+        return self.status == 0
+
+
+@dataclass(frozen=True)
+class TopKResult(_Rows):
+    """Of top_k."""
+
+    indices: Ragged
+    """Token ids, int32, k per row, most probable first; equal logits by ascending id."""
+    probs: Ragged
+    """Their probabilities, float32, under the full softmax: not renormalised over the k."""
+    logsumexp: Array
+    """[N] float32, natural log, of logits / temperature."""
+
+
+@dataclass(frozen=True)
+class SampleResult(_Rows):
+    """Of sample. Log-probabilities are natural logs; `logprob_mode` says of which distribution."""
+
+    tokens: Array
+    """[N] int32, the tokens drawn; -1 where the status is not OK."""
+    logprobs: Array
+    """[N] float32, of the tokens."""
+    ranks: Array
+    """[N] int32, the token's place in the order of top_ids, from 1; 0 where not wanted, or without a token."""
+    logsumexp: Array
+    """[N] float32, natural log, of the row as sent, at temperature 1."""
+    top_ids: Ragged
+    """int32, the most probable tokens, as many as `top_logprobs` asked for; equal logits by ascending id."""
+    top_logprobs: Ragged
+    """float32, of top_ids; -inf for tokens that cannot be drawn."""
+    extra_logprobs: Ragged
+    """float32, of the request's extra_ids, in their order."""
+
+
+@dataclass(frozen=True)
+class VerifyResult(SampleResult):
+    """Of verify: a row has the token emitted there. Rows after the bonus token are NOT_REACHED."""
+
+    accepted: Array
+    """[S] int32, drafts accepted in each sequence; the bonus token is at this row of it."""
+
+
+@dataclass(frozen=True)
+class ScoreTotals:
+    """Totals over the rows of a sequence so far."""
+
+    rows: int = 0
+    counted: int = 0
+    """Rows with a target that is not ignored, and with status OK."""
+    ignored: int = 0
+    faulty: int = 0
+    """Rows with another status; the sums leave them out."""
+    loss_sum: float = 0.0
+    """Nats, over counted rows."""
+    target_logprob_sum: float = 0.0
+    loss_mean: float = float("nan")
+    """NaN where no row is counted; so is perplexity."""
+    perplexity: float = float("nan")
+    """exp(-target_logprob_sum / counted)."""
+
+
+@dataclass(frozen=True)
+class ScoreResult(_Rows):
+    """Of score and score_stream."""
+
+    losses: Array
+    """[N] float32, nats; 0 where ignored, NaN where NAN_LOGIT."""
+    target_logprobs: Array
+    """[N] float32, natural log; 0 where ignored, NaN where NAN_LOGIT."""
+    logsumexp: Array
+    """[N] float32, natural log, of the logits after softcap and temperature."""
+    ranks: Optional[Array]
+    """[N] int32, the target's place in the order of top_ids, from 1; None where not wanted."""
+    entropies: Optional[Array]
+    """[N] float32, nats; None where not wanted."""
+    top_ids: Ragged
+    """int32, the most probable tokens; equal logits by ascending id."""
+    top_logprobs: Ragged
+    """float32, of top_ids."""
+    extra_logprobs: Ragged
+    """float32, of the request's extra_ids, in their order."""
+    totals: ScoreTotals
+    offset: int
+    """The row of the sequence that the request began with."""
+
+
+@dataclass(frozen=True)
+class ScoreProgress:
+    """How far a score_stream is."""
+
+    rows: int
+    """Rows scored so far."""
+    total_rows: int
+    totals: ScoreTotals
+
+
+@dataclass(frozen=True)
+class AttentionFault:
+    """A row whose status is not OK."""
+
+    row: int
+    """Its number, rows counted over [B, H, Sq]."""
+    status: RowStatus
+    position: int
+    """NAN_LOGIT: the lowest key with NaN; otherwise -1."""
+
+
+@dataclass(frozen=True)
+class AttentionResult(_Call):
+    """Of attention_softmax."""
+
+    probs: Array
+    """In the shape of the scores; exactly 0 for keys that are not seen."""
+    logsumexp: Optional[Array]
+    """float32, in the shape of the scores without keys, sinks included; None where not wanted."""
+    faults: Tuple[AttentionFault, ...]
+    """By ascending row."""
+    messages: int
+    """In which the tensor went."""
+
+
+@dataclass(frozen=True)
+class AttentionBackwardResult(_Call):
+    """Of attention_softmax_backward."""
+
+    d_scores: Array
+    """In the shape of the scores."""
+    d_sinks: Optional[Array]
+    """[H] float64, where the request has sinks."""
+    faults: Tuple[AttentionFault, ...]
+    messages: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """An output head that the server holds."""
+
+    name: str
+    path: str
+    tensor: str
+    """Name of the weight in its file."""
+    dtype: str
+    """"f32", "f16" or "bf16"; hidden states are sent in the same type."""
+    vocab: int
+    hidden: int
+    """Values of a hidden state."""
+    stored_vocab: int
+    bias: bool
+    final_norm: bool
+    """The head applies the model's final norm: send hidden states from before it."""
+    norm_epsilon: float
+    scale: float
+    softcap: float
+    device_bytes: int
+    loaded_unix_ms: int
+    load_ms: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes in one request; see server.proto."""
+
+    max_request_bytes: int
+    max_held_bytes: int
+    max_batch_rows: int
+    max_vocab: int
+    max_answer_bytes: int
+    streams: int
+    max_keys: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op that the server has."""
+
+    name: str
+    method: str
+    dtypes: Tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """Of info."""
+
+    version: str
+    backend: str
+    """"cuda" or "cpu"."""
+    device: Device
+    limits: Limits
+    ops: List[Op] = field(default_factory=list)
+    draining: bool = False
+    grpc_version: str = ""

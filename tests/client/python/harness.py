@@ -1,0 +1,195 @@
+"""A real server, a server that does what a test says, and both clients behind one face."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import unittest
+from concurrent import futures
+
+import grpc
+import logitd
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
+
+
+class RunningServer:
+    """logitd of $LOGITD_BINARY on a free TCP port and a Unix socket."""
+
+    def __init__(self, *flags):
+        self.directory = tempfile.mkdtemp()
+        self.flags = flags
+        self.unix = f"unix:{self.directory}/socket"
+        self.tcp = None
+        self.start()
+
+    def start(self):
+        """Starts it; after stop(), at the address that it had."""
+        log = pathlib.Path(self.directory, "log")
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen(
+                [
+                    os.environ["LOGITD_BINARY"],
+                    "--backend=cpu",
+                    "--cpu-threads=2",
+                    f"--listen={self.tcp or '127.0.0.1:0'}",
+                    f"--listen={self.unix}",
+                    "--metrics-listen=off",
+                    *self.flags,
+                ],
+                stderr=file,
+            )
+        end = time.monotonic() + 30
+        while not (listening := re.search(r"listening on (\S+) .*\n", log.read_text())):
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.01)
+        self.tcp = listening.group(1)
+
+    def stop(self):
+        """SIGTERM, and the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    def close(self):
+        code = self.stop() if self.process.poll() is None else 0
+        shutil.rmtree(self.directory)
+        assert code == 0, code
+
+
+class FakeServer:
+    """Answers every method with a function of the test's.
+
+    unary: {method: f(message, context) -> message}; stream: {method: f(messages, context) -> messages}. `metadata` has
+    that of every call, and `messages` the size of every unary one.
+    """
+
+    def __init__(self, unary=None, stream=None, credentials=None):
+        self.metadata, self.sizes = [], []
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)]
+        )
+        outer = self
+
+        class Handler(grpc.GenericRpcHandler):
+            def service(self, details):
+                outer.metadata.append(dict(details.invocation_metadata))
+                name = details.method.rsplit("/", 1)[-1]
+                if name in (unary or {}):
+
+                    def call(message, context):
+                        outer.sizes.append(len(message))
+                        return unary[name](message, context)
+
+                    return grpc.unary_unary_rpc_method_handler(call)
+                if name in (stream or {}):
+                    return grpc.stream_stream_rpc_method_handler(stream[name])
+                if name == "GetInfo":  # no limits
+                    return grpc.unary_unary_rpc_method_handler(lambda message, context: b"")
+                return None
+
+        self._server.add_generic_rpc_handlers((Handler(),))
+        port = (
+            self._server.add_secure_port("127.0.0.1:0", credentials)
+            if credentials is not None
+            else self._server.add_insecure_port("127.0.0.1:0")
+        )
+        self.address = f"127.0.0.1:{port}"
+        self._server.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._server.stop(None).wait()
+
+
+def forward(address, method):
+    """A stream handler that hands everything to the server at `address`."""
+
+    def handle(messages, context):
+        with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+            yield from channel.stream_stream(method)(messages)
+
+    return handle
+
+
+_LOOP = asyncio.new_event_loop()  # one for all: gRPC logs faults of its own where loops come and go
+
+
+def run(task):
+    """As asyncio.run."""
+    return _LOOP.run_until_complete(task)
+
+
+class Blocking:
+    """An AsyncClient whose methods block, so that one test serves both clients."""
+
+    def __init__(self, *args, **kwargs):
+        async def make():
+            return logitd.AsyncClient(*args, **kwargs)
+
+        self.client = run(make())
+
+    def __getattr__(self, name):
+        method = getattr(self.client, name)
+        return lambda *args, **kwargs: run(method(*args, **kwargs))
+
+    def close(self):
+        run(self.client.close())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+CLIENTS = (logitd.Client, Blocking)
+
+
+class TestCase(unittest.TestCase):
+    def both(self, *args, **kwargs):
+        """A client of each kind."""
+        for kind in CLIENTS:
+            with kind(*args, **kwargs) as client:
+                yield client
+
+    @contextlib.contextmanager
+    def refused(self, error, *texts):
+        """The call raises `error`, and its text has all of `texts`."""
+        with self.assertRaises(error) as caught:
+            yield caught
+        for text in texts:
+            self.assertIn(text, str(caught.exception))
+
+
+class ServerTestCase(TestCase):
+    """With one server for all tests of the class."""
+
+    FLAGS = ()
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = RunningServer(*cls.FLAGS)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.close()
+
+
+def later(seconds, run):
+    timer = threading.Timer(seconds, run)
+    timer.start()
+    return timer

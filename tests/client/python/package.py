@@ -1,0 +1,122 @@
+"""The Python client as users get it: installed with pip, as a wheel and as an sdist, with old and new protobuf.
+
+usage: package.py SERVER. Exits with 77 (skipped) where no virtual environment can be made or no package index be
+    reached.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+CLIENT = ROOT / "client/python"
+TESTS = ROOT / "tests/client/python"
+PROTOBUF = ("3.20.3", "5.26.1", "6.31.1")  # besides the newest, which pip installs, and Debian's
+IN_ALL = {"logitd/__init__.py", "logitd/client.py", "logitd/aio.py", "logitd/py.typed", "logitd/descriptors.binpb"}
+TYPED = """
+import logitd
+import numpy as np
+
+with logitd.Client("127.0.0.1:7450", deadline=5.0) as client:
+    logits = np.zeros((2, 10), np.float32)
+    result = client.sample(logits, seed=[1, 2], top_p=0.9, logprob_mode="raw")
+    rows: int = len(result.top_ids)
+    totals: logitd.ScoreTotals = client.score(logits, targets=[1, 2], want_rank=True).totals
+"""
+WRONG = """
+import logitd
+import numpy as np
+
+logitd.Client(deadline="soon").sample(np.zeros((2, 10), np.float32), topp=0.9)
+"""
+
+
+class Failed(Exception):
+    pass
+
+
+def run(*command, **environment):
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise Failed(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def skip_where(what, *command):
+    try:
+        run(*command)
+    except Failed as reason:
+        print(f"skipped: {what}: {reason}")
+        sys.exit(77)
+
+
+def check_contents(folder):
+    """Both archives have everything, and nothing but the package."""
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    in_wheel = set(zipfile.ZipFile(wheel).namelist())
+    in_sdist = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames() if "/" in name}
+    missing = (IN_ALL - in_wheel) | ((IN_ALL | {"LICENSE", "README.md", "hatch_build.py", "pyproject.toml"}) - in_sdist)
+    strange = {name for name in in_wheel if not name.startswith(("logitd/", "logitd-"))}
+    if missing or strange or not any(name.endswith("LICENSE") for name in in_wheel):
+        raise Failed(f"archives: missing {missing}, not expected {strange}; the wheel has {sorted(in_wheel)}")
+
+
+def main():
+    server = os.path.abspath(sys.argv[1])
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        python = folder / "venv/bin/python"
+        skip_where("no virtual environment", sys.executable, "-m", "venv", folder / "venv")
+        pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+        skip_where("no package index", *pip, "build", "mypy", "hatchling", "grpcio-tools")
+
+        run(*pip, CLIENT)
+        print(run(python, TESTS / "run.py", server, "rows_test", "wire_test", PYTHONPATH=str(TESTS)))
+
+        run(
+            python, "-m", "build", "--no-isolation", "--outdir", folder / "dist", CLIENT
+        )  # the wheel is built from the sdist
+        check_contents(folder / "dist")
+
+        for version in PROTOBUF:
+            run(*pip, "--no-deps", "--target", folder / version, f"protobuf=={version}")
+            run(
+                python,
+                TESTS / "run.py",
+                server,
+                "wire_test",
+                "rows_test.SampleTest",
+                PYTHONPATH=f"{folder / version}:{TESTS}",
+            )
+            print(f"protobuf {version}: ok")
+
+        mypy = (python, "-m", "mypy", "--cache-dir", folder / "mypy")
+        run(*mypy, "--config-file", CLIENT / "pyproject.toml", "-p", "logitd")
+        for text, typed in ((TYPED, True), (WRONG, False)):
+            (folder / "user.py").write_text(text)
+            try:
+                run(*mypy, "--ignore-missing-imports", folder / "user.py")
+                accepted = True
+            except Failed:
+                accepted = False
+            if accepted != typed:
+                raise Failed(f"mypy: accepted is {accepted}, but should be {typed}: {text}")
+    print("1 passed, 0 failed")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Failed as failure:
+        print(failure)
+        sys.exit(1)
