@@ -1,6 +1,7 @@
 """A real server, a server that does what a test says, and both clients behind one face."""
 
 import asyncio
+import atexit
 import contextlib
 import os
 import pathlib
@@ -28,6 +29,7 @@ class RunningServer:
         self.flags = flags
         self.unix = f"unix:{self.directory}/socket"
         self.tcp = None
+        atexit.register(self.close)  # also where a test's set-up fails
         self.start()
 
     def start(self):
@@ -63,6 +65,7 @@ class RunningServer:
             raise
 
     def close(self):
+        atexit.unregister(self.close)
         code = self.stop() if self.process.poll() is None else 0
         shutil.rmtree(self.directory)
         assert code == 0, code
