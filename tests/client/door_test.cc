@@ -51,29 +51,7 @@ int FreePort() {
 // A server with mutual TLS and one token, and the files of its client.
 class SecureLogitdTest : public ::logitd::testing::RunningLogitd {
  protected:
-  SecureLogitdTest()
-      : RunningLogitd([this](const TempDir& dir) {
-          port_ = FreePort();
-          const testing::Authority authority;
-          const testing::Issued server = authority.IssueServer();
-          const testing::Issued own = authority.Issue({.common_name = "test"});
-          dir.Write("own-cert", own.certificate);
-          dir.Write("own-key", own.key);
-          dir.Write("token", absl::StrCat(kToken, "\n"));
-          const std::string ca = dir.Write("ca", authority.pem());
-          return Flags{"--listen",
-                       absl::StrCat("127.0.0.1:", port_),
-                       "--tls-cert",
-                       dir.Write("cert", server.certificate),
-                       "--tls-key",
-                       dir.Write("key", server.key),
-                       "--tls-client-ca",
-                       ca,
-                       "--tokens",
-                       dir.Write("tokens", absl::StrCat(R"({"identities": [{"name": "test", )",
-                                                        R"("roles": ["infer"], "token_sha256": [")",
-                                                        HashOf(kToken), R"("]}]})"))};
-        }) {}
+  SecureLogitdTest() : SecureLogitdTest(FreePort()) {}
 
   std::string tcp() const { return absl::StrCat("127.0.0.1:", port_); }
   client::ClientOptions Options() const {
@@ -93,7 +71,32 @@ class SecureLogitdTest : public ::logitd::testing::RunningLogitd {
             "--tls-key",  dir_.path("own-key")};
   }
 
-  int port_ = 0;
+  const int port_;
+
+ private:
+  explicit SecureLogitdTest(int port)
+      : RunningLogitd([port](const TempDir& dir) {
+          const testing::Authority authority;
+          const testing::Issued server = authority.IssueServer();
+          const testing::Issued own = authority.Issue({.common_name = "test"});
+          dir.Write("own-cert", own.certificate);
+          dir.Write("own-key", own.key);
+          dir.Write("token", absl::StrCat(kToken, "\n"));
+          const std::string ca = dir.Write("ca", authority.pem());
+          return Flags{"--listen",
+                       absl::StrCat("127.0.0.1:", port),
+                       "--tls-cert",
+                       dir.Write("cert", server.certificate),
+                       "--tls-key",
+                       dir.Write("key", server.key),
+                       "--tls-client-ca",
+                       ca,
+                       "--tokens",
+                       dir.Write("tokens", absl::StrCat(R"({"identities": [{"name": "test", )",
+                                                        R"("roles": ["infer"], "token_sha256": [")",
+                                                        HashOf(kToken), R"("]}]})"))};
+        }),
+        port_(port) {}
 };
 
 TEST_F(SecureLogitdTest, TheLibraryCallsWithCertificateAndToken) {

@@ -21,10 +21,8 @@ std::string PathOf(const std::string& name) {
   return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
 }
 
-// 0 and a failed test where it cannot be started.
-pid_t Spawn(const std::string& name, std::vector<std::string> args,
-            const posix_spawn_file_actions_t* actions) {
-  args.insert(args.begin(), PathOf(name));
+// `args[0]` is a path. 0 and a failed test where it cannot be started.
+pid_t Spawn(std::vector<std::string> args, const posix_spawn_file_actions_t* actions) {
   std::vector<char*> argv;
   for (std::string& arg : args) argv.push_back(arg.data());
   argv.push_back(nullptr);
@@ -48,7 +46,8 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, out[1], 1);
   posix_spawn_file_actions_adddup2(&actions, err[1], 2);
-  const pid_t pid = Spawn(name, std::move(args), &actions);
+  args.insert(args.begin(), PathOf(name));
+  const pid_t pid = Spawn(std::move(args), &actions);
   posix_spawn_file_actions_destroy(&actions);
   close(out[1]);
   close(err[1]);
@@ -85,8 +84,12 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   return ran;
 }
 
-Daemon::Daemon(const std::string& name, std::vector<std::string> args)
-    : pid_(Spawn(name, std::move(args), nullptr)) {}
+// setpriv becomes the daemon, which then ends with this process: one that outlives a test that
+// crashes would hold its output open, and whoever reads that would wait.
+Daemon::Daemon(const std::string& name, std::vector<std::string> args) {
+  args.insert(args.begin(), {"/usr/bin/setpriv", "--pdeathsig", "KILL", PathOf(name)});
+  pid_ = Spawn(std::move(args), nullptr);
+}
 
 Daemon::~Daemon() {
   if (pid_ == 0) return;
