@@ -190,19 +190,19 @@ TEST_P(UsageTest, ExitsWithTheCodeAndTheReason) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, UsageTest,
-    ::testing::Values(Usage{"help", {"--help"}, 0, "--max-held-bytes"},
-                      Usage{"version", {"--version"}, 0, "logitd 0."},
-                      Usage{"unknown_flag", {"--frobnicate"}, 2, "--frobnicate"},
-                      Usage{"unknown_backend", {"--backend=tpu"}, 2, "--backend"},
-                      Usage{"slab_below_request", {"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
-                      Usage{
-                          "held_below_request", {"--max-held-bytes=64MiB"}, 2, "--max-held-bytes"},
-                      Usage{"not_a_duration", {"--receive-timeout=soon"}, 2, "--receive-timeout"},
-                      Usage{"not_an_address", {"--listen=nowhere"}, 2, "--listen"},
-                      Usage{"address_not_ours",
-                            {"--backend=cpu", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
-                            1,
-                            "192.0.2.1:7450"}),
+    ::testing::Values(
+        Usage{"help", {"--help"}, 0, "--max-held-bytes"},
+        Usage{"version", {"--version"}, 0, "logitd 0."},
+        Usage{"unknown_flag", {"--frobnicate"}, 2, "--frobnicate"},
+        Usage{"unknown_backend", {"--backend=tpu"}, 2, "--backend"},
+        Usage{"slab_below_request", {"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
+        Usage{"held_below_request", {"--max-held-bytes=64MiB"}, 2, "--max-held-bytes"},
+        Usage{"not_a_duration", {"--receive-timeout=soon"}, 2, "--receive-timeout"},
+        Usage{"not_an_address", {"--listen=nowhere"}, 2, "--listen"},
+        Usage{"address_not_ours",
+              {"--backend=cpu", "--insecure", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
+              1,
+              "192.0.2.1:7450"}),
     [](const auto& info) { return info.param.name; });
 
 TEST(LifeTest, UnfinishedRequestsDoNotKeepAScrapeWaiting) {
