@@ -108,13 +108,13 @@ TEST_F(ConnectionTest, CountsWhatIsReadAndWritten) {
 
 // Calls find their connection, and so the identity of its certificate, by the peer's address.
 TEST_F(ConnectionTest, ASecondConnectionOfAnOpenAddressIsRefused) {
-  const Pair first;
+  auto first = std::make_unique<Pair>();
   const Pair second;
-  const auto connection = Add(first.fd, From("10.0.0.1", 5000));
+  const auto connection = Add(first->fd, From("10.0.0.1", 5000));
   ASSERT_NE(connection, nullptr);
   EXPECT_EQ(Add(second.fd, From("10.0.0.1", 5000)), nullptr);
   EXPECT_EQ(connections_->Find("ipv4:10.0.0.1:5000"), connection);
-  connection->Closed();
+  first.reset();  // closes it
   EXPECT_NE(Add(second.fd, From("10.0.0.1", 5000)), nullptr);
 }
 
