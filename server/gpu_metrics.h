@@ -25,7 +25,7 @@ struct Nvml {
   int (*memory)(void* device, Memory* out);                 // nvmlDeviceGetMemoryInfo
   int (*utilization)(void* device, Utilization* out);       // nvmlDeviceGetUtilizationRates
 
-  // Of the driver's library, which stays loaded. nullopt: it is not there.
+  // The functions of the driver's library, which stays loaded; nullopt where it is not installed.
   static std::optional<Nvml> Load(const std::string& library = "libnvidia-ml.so.1");
 };
 

@@ -49,7 +49,7 @@ double InTime(const Measured& measured) {
                     [&](const Sample& sample) { return sample.latency_ns <= deadline_ns; }));
 }
 
-// Of a call, by the weights of the mix.
+// The mean of a call: parts of the mix count by their weights.
 double MeanBytes(const Measured& measured) {
   double bytes = 0, weights = 0;
   for (size_t i = 0; i < measured.part_bytes.size(); ++i) {

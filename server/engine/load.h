@@ -69,7 +69,7 @@ class Slowness {
   void Sample(double ahead, double took, double cost, bool complete);
   // How long a call takes at most, mostly: the mean and `deviations` more. nullopt: not known yet.
   std::optional<double> Predict(double ahead, double deviations) const;
-  // Of the last calls; 0: there were none.
+  // A mean over the last calls; 0 if there were none.
   double mean_cost() const { return mean_cost_; }
 
  private:

@@ -42,7 +42,7 @@ std::shared_ptr<const TlsContext> MakeContext(bool mutual = false) {
   return *std::move(context);
 }
 
-// A client made of OpenSSL alone, on a blocking socket.
+// A client that uses OpenSSL directly, on a blocking socket.
 class PlainClient {
  public:
   explicit PlainClient(int fd, bool h2 = true, const testing::Issued* own = nullptr,
