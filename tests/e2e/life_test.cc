@@ -92,7 +92,7 @@ TEST(LifeTest, MessagesThatNeverArriveGetATenthOfTheGrace) {
     peers.back()->SendHeaders(kTopK);
     peers.back()->SendMessage(1000, "\x10\x01", /*end_stream=*/false);
   }
-  ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 600'000'000));
+  ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 670'000'000));  // all ten: 64 MiB each
   const absl::Time start = absl::Now();
   server.Signal(SIGTERM);
   EXPECT_TRUE(peers[0]->WaitForText("draining and did not receive the message within 800ms",
