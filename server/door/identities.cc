@@ -262,8 +262,7 @@ absl::Status Identities::Set(std::string_view text) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<const Identity>> Identities::Find(
-    const Credentials& credentials) const {
+absl::StatusOr<Identities::Found> Identities::Find(const Credentials& credentials) const {
   std::shared_ptr<const Table> table;
   {
     absl::MutexLock lock(&mutex_);
@@ -282,8 +281,9 @@ absl::StatusOr<std::shared_ptr<const Identity>> Identities::Find(
       }
     }
     if (found == nullptr) return absl::UnauthenticatedError("the token is unknown");
-    return found;
+    return Found{found, Proof::kToken};
   }
+  Proof proof = Proof::kCertificate;
   std::optional<size_t> found;
   for (const std::string& name : credentials.certificate_names) {
     const auto it = table->certificates.find(name);
@@ -296,10 +296,11 @@ absl::StatusOr<std::shared_ptr<const Identity>> Identities::Find(
   if (!found.has_value() && credentials.uid.has_value()) {
     if (const auto it = table->uids.find(*credentials.uid); it != table->uids.end()) {
       found = it->second;
+      proof = Proof::kUser;
     }
   }
   if (!found.has_value()) return absl::UnauthenticatedError(kNone);
-  return table->identities[*found];
+  return Found{table->identities[*found], proof};
 }
 
 }  // namespace logitd::door

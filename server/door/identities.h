@@ -84,10 +84,17 @@ class Identities {
   // text, what it has and what is allowed.
   absl::Status Set(std::string_view text);
 
+  // An identity, and which of the credentials proved it.
+  enum class Proof : uint8_t { kToken, kCertificate, kUser };
+  struct Found {
+    std::shared_ptr<const Identity> identity;
+    Proof proof;
+  };
+
   // By the token if there is one, else by the names of the certificate, else by the user.
   // UNAUTHENTICATED says what is missing or wrong, without what the caller sent. Tokens are
   // compared in constant time.
-  absl::StatusOr<std::shared_ptr<const Identity>> Find(const Credentials& credentials) const;
+  absl::StatusOr<Found> Find(const Credentials& credentials) const;
 
  private:
   struct Table;

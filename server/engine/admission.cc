@@ -43,6 +43,7 @@ struct Admission::Ticket::Charge {
   int64_t turn_bytes = 0;  // 0: has no turn, or not any longer
   absl::Time turn_end;
   bool between_messages = false;
+  Caller caller;
   std::function<int64_t()> received_bytes;
   std::function<void(const absl::Status&)> too_slow;
   absl::Time granted;
@@ -96,8 +97,8 @@ struct Admission::State {
     metrics->Set(Gauge::kWaitingCalls, room.waiting());
   }
 
-  void Count(Refusal reason) {
-    if (metrics != nullptr) metrics->CountRefused(reason);
+  void Count(Refusal reason, const Caller& caller) {
+    if (metrics != nullptr) metrics->CountRefused(reason, caller.proof);
   }
 
   Ticket MakeTicket(RoomAsk& ask, Room::Holder* holder, RoomPart part)
@@ -107,6 +108,7 @@ struct Admission::State {
     charge->part = part;
     charge->bytes = Charged(ask);
     charge->between_messages = ask.between_messages;
+    charge->caller = ask.caller;
     charge->received_bytes = std::move(ask.received_bytes);
     charge->too_slow = std::move(ask.too_slow);
     charge->granted = absl::Now();
@@ -123,7 +125,7 @@ struct Admission::State {
   // Takes a call out of the line, to be answered with a refusal.
   void Refuse(std::map<WaiterId, Waiter>::iterator it, absl::Status refusal, Refusal reason,
               std::vector<Answer>& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    Count(reason);
+    Count(reason, it->second.ask.caller);
     deadlines.erase({it->second.ask.deadline, it->first});
     room.Leave(it->first);
     answers.push_back({std::move(it->second.ready), std::move(refusal)});
@@ -340,7 +342,7 @@ void Admission::State::Look(absl::Time now, std::vector<std::function<void()>>& 
     if (charge->received_bytes != nullptr && charge->holder->receiving-- > 0) continue;
     const absl::Status why = TooSlow(*charge, now);
     if (why.ok()) continue;
-    if (!std::exchange(charge->told, true)) Count(Refusal::kSlowReceive);
+    if (!std::exchange(charge->told, true)) Count(Refusal::kSlowReceive, charge->caller);
     calls.push_back([too_slow = charge->too_slow, why] { too_slow(why); });
   }
 }
@@ -439,10 +441,10 @@ Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
     MutexLock lock(state.mutex);
     const Room::Ask asked = state.Asked(ask);
     if (state.draining && !ask.received) {
-      state.Count(Refusal::kDraining);
+      state.Count(Refusal::kDraining, ask.caller);
       answer = DrainingError();
     } else if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= absl::Now()) {
-      state.Count(Refusal::kDeadline);
+      state.Count(Refusal::kDeadline, ask.caller);
       answer = LateError();
     } else {
       Room::Holder* const holder = state.room.HolderOf(ask.caller);
@@ -451,7 +453,7 @@ Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
           state.room.held() + state.room.asked() + asked.bytes <= state.options.max_held_bytes;
       const int64_t quota = ask.caller.max_held_bytes;
       if (quota > 0 && holder->held + holder->asked + asked.bytes > quota) {
-        state.Count(Refusal::kQuotaBytes);
+        state.Count(Refusal::kQuotaBytes, ask.caller);
         answer = state.QuotaError(*holder, ask, asked.bytes);
         state.room.Forget(holder);
       } else if (const auto part = state.room.TryTake(holder, asked); part.has_value()) {
@@ -467,7 +469,7 @@ Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
         const bool turn_ends = !state.turns.empty() && state.turns.begin()->first < state.timer_due;
         if (deadline < state.timer_due || new_shortage || turn_ends) state.timer_wake.Signal();
       } else {
-        state.Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull);
+        state.Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull, ask.caller);
         answer = absl::ResourceExhaustedError(absl::StrFormat(
             "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry after %d ms",
             state.room.held(), state.options.max_held_bytes, state.room.waiting(),

@@ -47,6 +47,12 @@ constexpr absl::Duration kProbeEvery = absl::Milliseconds(100);
 
 constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 
+// The part of its time that a call may take in a line that is kept short.
+constexpr double kShortTime = 0.1;
+// So many outstanding calls of a caller are never too many for a short line: while one runs,
+// another comes.
+constexpr int kShortLineFree = 2;
+
 }  // namespace
 
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay) {
@@ -151,6 +157,22 @@ absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const
                         delay);
 }
 
+absl::Status Load::TooLong(const CallerWork& caller, absl::Time now, absl::Duration predicted,
+                           absl::Duration alone, absl::Duration left) const {
+  if (now >= caller.short_until || left >= caller.short_below || caller.calls < kShortLineFree) {
+    return absl::OkStatus();
+  }
+  const absl::Duration allowed = std::max(left * kShortTime, alone * kShortCalls);
+  if (predicted <= allowed) return absl::OkStatus();
+  const absl::Duration delay = std::max(kMinRetry, predicted - allowed);
+  return WithRetryDelay(absl::ResourceExhaustedError(absl::StrFormat(
+                            "predicted %d ms, allowed %d ms while more calls come than can be "
+                            "done; retry after %d ms",
+                            absl::ToInt64Milliseconds(predicted),
+                            absl::ToInt64Milliseconds(allowed), absl::ToInt64Milliseconds(delay))),
+                        delay);
+}
+
 absl::Status Load::Begin(const Call& call, Work* work) {
   const absl::Time now = clock_();
   MutexLock lock(mutex_);
@@ -172,15 +194,30 @@ absl::Status Load::Begin(const Call& call, Work* work) {
     if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
     const bool light = caller.calls == 0 && callers_.size() <= kFewCallers;
     const absl::Duration takes = absl::Nanoseconds(*predicted);
-    if (call.deadline != absl::InfiniteFuture() && !light &&
-        takes > (call.deadline - now) * kUsableTime) {
+    const absl::Duration left = call.deadline - now;
+    if (call.deadline != absl::InfiniteFuture() && !light && takes > left * kUsableTime) {
       const bool probe = now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
       if (!probe) {
+        caller.short_until = now + kShortLine;
+        caller.short_below = left * 2;
         if (caller.calls == 0) callers_.erase(call.caller.id);
-        if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless);
-        return Hopeless(takes / kUsableTime, call.deadline - now);
+        if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless, call.caller.proof);
+        return Hopeless(takes / kUsableTime, left);
       }
       last_probe_ = now;
+    } else {
+      // A small call may wait for as many of the caller's large ones as a large one may.
+      const int64_t usual =
+          caller.calls == 0
+              ? 0
+              : caller.share[kCall].work[static_cast<size_t>(priority)] / caller.calls;
+      const double alone =
+          *slowness_[kCall].Predict(static_cast<double>(std::max(cost, usual)), kHeaderMargin);
+      if (absl::Status status = TooLong(caller, now, takes, absl::Nanoseconds(alone), left);
+          !status.ok()) {
+        if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kOverloaded, call.caller.proof);
+        return status;
+      }
     }
   }
   ++caller.calls;
@@ -228,7 +265,7 @@ absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spe
   }
   const absl::Duration takes = absl::Nanoseconds(*predicted);
   if (takes <= work->deadline_ - now) return absl::OkStatus();
-  if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopelessLate);
+  if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopelessLate, work->caller_.proof);
   return Hopeless(takes, work->deadline_ - now);
 }
 

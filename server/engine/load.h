@@ -89,9 +89,19 @@ class Slowness {
 // - A caller that has nothing outstanding is let in while few callers are active.
 // - Where no call has ended for a while, one call now and then is let in, to measure.
 // - A call counts only if its message came. So peers that send nothing do not slow the estimate.
+//
+// A refusal of this kind means that calls come faster than they end, and that the line is as long
+// as the deadline allows: all calls wait for nearly all of their time, in memory that no cache
+// holds. So for kShortLine after it, the line of that caller is kept short: beside two outstanding
+// calls, another one is refused where it would take longer than a tenth of its time, and longer
+// than kShortCalls calls like it, or like the outstanding ones, one after another. The server is as
+// busy with a short line, and calls are answered sooner. Calls with twice the refused call's time, or without a deadline, may wait.
 class Load {
  public:
   using Clock = std::function<absl::Time()>;
+
+  static constexpr absl::Duration kShortLine = absl::Seconds(5);
+  static constexpr int kShortCalls = 32;
 
   // `costs` and `metrics` may be null; otherwise they outlive this.
   Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now);
@@ -135,7 +145,7 @@ class Load {
   };
 
   // OK: the call may come, and `work` is it. RESOURCE_EXHAUSTED with a retry delay: it would end
-  // after its deadline; the text has both times.
+  // after its deadline, or make a line long that is kept short; the text has both times.
   absl::Status Begin(const Call& call, Work* work);
 
   // Callers with outstanding work.
@@ -151,11 +161,18 @@ class Load {
   struct CallerWork {
     std::array<WorkAhead::Share, 2> share;  // by Stage
     int calls = 0;
+    // The line is kept short until then, for calls with less time than `short_below`.
+    absl::Time short_until = absl::InfinitePast();
+    absl::Duration short_below;
   };
 
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
   // The status of a call that cannot end in time.
   absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
+  // The status of a call that would make a short line long; OK: it would not. `predicted`: with the
+  // caller's work; `alone`: without any other call; `left`: until the call's deadline.
+  absl::Status TooLong(const CallerWork& caller, absl::Time now, absl::Duration predicted,
+                       absl::Duration alone, absl::Duration left) const;
   absl::Status Arrived(Work* work, int64_t message_bytes, const JobSpec& spec);
   void End(Work* work, bool complete);
 

@@ -19,11 +19,14 @@ using prometheus::Counter;
 using prometheus::Histogram;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
-constexpr int kRefusals = 14;
+constexpr int kRefusals = 15;
 constexpr std::array<const char*, kRefusals> kRefusalNames = {
-    "draining",     "deadline",     "line_full",  "too_large",     "invalid",
-    "caller_share", "slow_receive", "hopeless",   "hopeless_late", "unauthenticated",
-    "role",         "quota_bytes",  "quota_rows", "quota_calls"};
+    "draining",        "deadline",     "line_full",   "too_large",     "invalid",
+    "caller_share",    "slow_receive", "hopeless",    "hopeless_late", "overloaded",
+    "unauthenticated", "role",         "quota_bytes", "quota_rows",    "quota_calls"};
+
+// In the order of Proof.
+constexpr std::array<const char*, 4> kProofNames = {"none", "token", "certificate", "user"};
 
 struct Help {
   const char* name;
@@ -152,9 +155,13 @@ struct Metrics::Series {
       phases[i] = &AddHistogram(registry, kPhases[i].name, kPhases[i].text, SecondsBuckets());
     }
     for (int i = 0; i < kRefusals; ++i) {
-      refused[i] = &AddCounter(registry, "logitd_refused_total",
-                               "Calls refused before their payload was copied.",
-                               {{"reason", kRefusalNames[i]}});
+      for (size_t proof = 0; proof < kProofNames.size(); ++proof) {
+        refused[i][proof] =
+            &AddCounter(registry, "logitd_refused_total",
+                        "Calls refused before their payload was copied, by reason and by how the "
+                        "caller showed who it is.",
+                        {{"reason", kRefusalNames[i]}, {"identity", kProofNames[proof]}});
+      }
     }
     ops.reserve(op_names.size() + 1);
     for (std::string_view op : op_names) ops.emplace_back(registry, op);
@@ -173,7 +180,7 @@ struct Metrics::Series {
   Histogram& batch_rows;
   std::array<prometheus::Gauge*, std::size(kGauges)> gauges;
   std::array<Histogram*, std::size(kPhases)> phases;
-  std::array<Counter*, kRefusals> refused;
+  std::array<std::array<Counter*, kProofNames.size()>, kRefusals> refused;
   std::vector<OpSeries> ops;  // few, found by comparing; the last is "unknown"
 };
 
@@ -195,8 +202,8 @@ void Metrics::CountPhase(CallPhase phase, double seconds) {
   series_->phases[static_cast<size_t>(phase)]->Observe(seconds);
 }
 
-void Metrics::CountRefused(Refusal reason) {
-  series_->refused[static_cast<int>(reason)]->Increment();
+void Metrics::CountRefused(Refusal reason, Proof proof) {
+  series_->refused[static_cast<int>(reason)][static_cast<size_t>(proof)]->Increment();
 }
 
 void Metrics::CountBatch(std::string_view op, const JobTimes& oldest) {

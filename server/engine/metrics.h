@@ -34,6 +34,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "server/engine/caller.h"
 #include "server/engine/job.h"
 
 namespace prometheus {
@@ -53,6 +54,7 @@ enum class Refusal {
   kSlowReceive,      // "slow_receive": its message came too slowly while other calls waited
   kHopeless,         // "hopeless": it would have ended after its deadline, by estimate
   kHopelessLate,     // "hopeless_late": the same, found out when its message was there
+  kOverloaded,       // "overloaded": more calls come than end, and the caller's line is kept short
   kUnauthenticated,  // "unauthenticated": no identity, or a wrong token
   kRole,             // "role": the identity lacks the method's role
   kQuotaBytes,       // "quota_bytes": the identity holds as much room as it may
@@ -104,8 +106,9 @@ class Metrics {
   // At most once per call and phase, by rpc, when the phase ends.
   void CountPhase(CallPhase phase, double seconds);
 
-  // Once per refused call, besides CountRequest: by Admission and Load, or by rpc.
-  void CountRefused(Refusal reason);
+  // Once per refused call, besides CountRequest: by Admission and Load, or by rpc. `proof`: of its
+  // caller.
+  void CountRefused(Refusal reason, Proof proof);
 
   // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
   void CountBatch(std::string_view op, const JobTimes& oldest);

@@ -28,7 +28,9 @@ class IdentitiesTest : public ::testing::Test {
  protected:
   std::string NameOf(const Credentials& credentials) const {
     const auto found = identities_.Find(credentials);
-    return found.ok() ? (*found)->name : std::string(found.status().message());
+    if (!found.ok()) return std::string(found.status().message());
+    constexpr const char* kProofs[] = {"token", "certificate", "user"};  // in the order of Proof
+    return absl::StrCat(found->identity->name, " by ", kProofs[static_cast<int>(found->proof)]);
   }
   Identities identities_;
 };
@@ -47,13 +49,13 @@ TEST_F(IdentitiesTest, TheTokenCountsBeforeTheCertificateAndThatBeforeTheUser) {
   Credentials all = Token(kToken);
   all.certificate_names = {"dns:b"};
   all.uid = 7;
-  EXPECT_EQ(NameOf(all), "a");
+  EXPECT_EQ(NameOf(all), "a by token");
   all.token = std::nullopt;
-  EXPECT_EQ(NameOf(all), "b");
+  EXPECT_EQ(NameOf(all), "b by certificate");
   all.certificate_names = {"dns:x", "cn:b"};
-  EXPECT_EQ(NameOf(all), "b");
+  EXPECT_EQ(NameOf(all), "b by certificate");
   all.certificate_names = {"uri:b", "dns:cn:b"};
-  EXPECT_EQ(NameOf(all), "c");
+  EXPECT_EQ(NameOf(all), "c by user");
   all.uid = 8;
   EXPECT_THAT(NameOf(all), HasSubstr("no identity"));
   // A wrong token does not fall back to what would be right.
@@ -76,7 +78,7 @@ TEST_F(IdentitiesTest, RolesAndLimitsAreThoseOfTheFile) {
                                 "weight": 2.5, "max_held_bytes": 1000, "max_calls": 3,
                                 "max_rows_per_second": 0.5})"))
                   .ok());
-  const Identity a = **identities_.Find({.uid = 1});
+  const Identity a = *identities_.Find({.uid = 1})->identity;
   EXPECT_TRUE(a.Has(Role::kInfer));
   EXPECT_FALSE(a.Has(Role::kScore));
   EXPECT_TRUE(a.Has(Role::kHeads));
@@ -92,13 +94,13 @@ TEST_F(IdentitiesTest, AReloadKeepsIdsAndUsageByName) {
   const std::string text = File(R"({"name": "a", "roles": ["infer"], "uids": [1], "max_calls": 1},
                                    {"name": "b", "roles": ["infer"], "uids": [2]})");
   ASSERT_TRUE(identities_.Set(text).ok());
-  const auto before = *identities_.Find({.uid = 1});
+  const auto before = identities_.Find({.uid = 1})->identity;
   EXPECT_TRUE(before->usage->BeginCall(1));
   ASSERT_TRUE(identities_.Set(absl::StrReplaceAll(text, {{"[1]", "[3]"}})).ok());
-  const auto after = *identities_.Find({.uid = 3});
+  const auto after = identities_.Find({.uid = 3})->identity;
   EXPECT_EQ(after->id, before->id);
   EXPECT_FALSE(after->usage->BeginCall(1));
-  EXPECT_NE((*identities_.Find({.uid = 2}))->id, after->id);
+  EXPECT_NE(identities_.Find({.uid = 2})->identity->id, after->id);
   EXPECT_FALSE(identities_.Find({.uid = 1}).ok());
 }
 
@@ -143,7 +145,7 @@ TEST_F(IdentitiesTest, AWrongFileSaysWhereAndLeavesTheOldOne) {
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << c.text;
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.error)) << c.text;
   }
-  EXPECT_EQ(NameOf({.uid = 1}), "a");
+  EXPECT_EQ(NameOf({.uid = 1}), "a by user");
 }
 
 TEST(UsageTest, CallsAreCountedUpToTheLimit) {

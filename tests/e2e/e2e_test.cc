@@ -329,7 +329,7 @@ TEST(LoadTest, MetricsCountCallsRowsAndRefusals) {
   EXPECT_EQ(server.Metric(Requests("INVALID_ARGUMENT")), 1);
   // Rows are counted once per batch, after its calls are answered.
   EXPECT_TRUE(server.WaitForMetric("logitd_rows_total{op=\"softmax_topk\"}", '=', 15));
-  EXPECT_EQ(server.Metric("logitd_refused_total{reason=\"invalid\"}"), 1);
+  EXPECT_EQ(server.Metric("logitd_refused_total{identity=\"none\",reason=\"invalid\"}"), 1);
   EXPECT_EQ(server.Metric("logitd_request_seconds_count{op=\"softmax_topk\"}"), 6);
   EXPECT_EQ(server.Metric("logitd_draining"), 0);
 }

@@ -29,7 +29,7 @@ const std::vector<std::string> kSomeRoom = {"--max-request-bytes=8MiB", "--slab-
                                             "--max-batch-rows=1024", "--max-held-bytes=128MiB"};
 
 std::string Refused(const std::string& reason) {
-  return absl::StrCat("logitd_refused_total{reason=\"", reason, "\"}");
+  return absl::StrCat("logitd_refused_total{identity=\"none\",reason=\"", reason, "\"}");
 }
 
 // A message of a SampleStream.

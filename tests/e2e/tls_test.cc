@@ -48,8 +48,8 @@ constexpr char kScoreToken[] = "token-that-may-score-0123456789";
 std::string Handshakes(const std::string& result) {
   return "logitd_tls_handshakes_total{result=\"" + result + "\"}";
 }
-std::string Refused(const std::string& reason) {
-  return "logitd_refused_total{reason=\"" + reason + "\"}";
+std::string Refused(const std::string& reason, const std::string& identity = "token") {
+  return "logitd_refused_total{identity=\"" + identity + "\",reason=\"" + reason + "\"}";
 }
 
 std::string HashOf(const std::string& token) {
@@ -421,7 +421,7 @@ TEST_F(IdentityTest, OnlyAKnownTokenMayCall) {
   // A Unix socket is no way around.
   EXPECT_EQ(TopKAs(Connect(server.unix_socket()), "").error_code(),
             grpc::StatusCode::UNAUTHENTICATED);
-  EXPECT_EQ(server.Metric(Refused("unauthenticated")), 6);
+  EXPECT_EQ(server.Metric(Refused("unauthenticated", "none")), 6);
   EXPECT_THAT(server.Log(), HasSubstr("TopK of ipv4:127.0.0.1:"));
   EXPECT_THAT(server.Log(), Not(HasSubstr(wrong)));
 }

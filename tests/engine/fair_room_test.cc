@@ -189,7 +189,8 @@ TEST(FairRoomTest, OneCallerCannotFillTheLine) {
   for (int i = 0; i < 1100; ++i) crowd.emplace_back(&admission, 1);
   EXPECT_TRUE(absl::IsResourceExhausted(crowd.back().status()));
   EXPECT_THAT(crowd.back().status().message(), HasSubstr("512 of this connection"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_refused_total{reason=\"caller_share\"} 587\n"));
+  EXPECT_THAT(Scrape(metrics),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"caller_share\"} 587\n"));
   Peer other(&admission, 2);
   EXPECT_FALSE(absl::IsResourceExhausted(other.status()));
   // And the other caller's turn comes before those of the many.
@@ -296,7 +297,8 @@ TEST(FairRoomTest, ASlowMessageIsToldOnlyWhileOthersWait) {
   EXPECT_THAT(told.texts()[0], HasSubstr("allowed 1000 ms while other calls wait"));
   // It is told again while it holds its room, and counted once.
   EXPECT_TRUE(told.WaitFor(2));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_refused_total{reason=\"slow_receive\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"slow_receive\"} 1\n"));
   slow.Leave();
   EXPECT_TRUE(waits.WaitIn());
   admission.BeginDrain();

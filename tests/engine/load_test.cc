@@ -109,6 +109,22 @@ class LoadTest : public ::testing::Test {
     return true;
   }
 
+  // How many calls of `caller` are let in before one is refused; 1000 at most.
+  int Fill(uint64_t caller, absl::Duration left, std::deque<Load::Work>* works) {
+    absl::Status refusal;
+    while (refusal.ok() && works->size() < 1000) {
+      works->emplace_back();
+      refusal = Begin(caller, left, &works->back());
+    }
+    works->pop_back();
+    return static_cast<int>(works->size());
+  }
+
+  // Ends all calls but the first `kept`.
+  static void Drain(std::deque<Load::Work>* works, size_t kept) {
+    while (works->size() > kept) works->pop_back();
+  }
+
   void Learn() {
     for (int i = 0; i < 100; ++i) ASSERT_TRUE(RunOne(1));
   }
@@ -143,7 +159,8 @@ TEST_F(LoadTest, ACallThatCannotEndInTimeIsRefusedWithBothTimes) {
   ASSERT_TRUE(RetryDelayOf(refusal).has_value());
   EXPECT_GE(*RetryDelayOf(refusal), absl::Milliseconds(1));
   EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(30));
-  EXPECT_THAT(Scrape(metrics_), HasSubstr("logitd_refused_total{reason=\"hopeless\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics_),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
   // A call without a deadline, and one with more time.
   Load::Work patient, longer;
   EXPECT_TRUE(Begin(1, absl::InfiniteDuration(), &patient).ok());
@@ -158,6 +175,64 @@ TEST_F(LoadTest, ALightCallerIsJudgedByItsShare) {
   EXPECT_TRUE(Begin(2, absl::Milliseconds(25), &first).ok());
   EXPECT_TRUE(Begin(2, absl::Milliseconds(55), &second).ok());
   EXPECT_FALSE(Begin(2, absl::Milliseconds(55), &third).ok());
+}
+
+TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
+  Learn();
+  std::deque<Load::Work> works;
+  // Four fifths of 4 s are 320 calls of 10 ms. A tenth of it is 400 ms, 40 of them.
+  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 320, 40);
+  Drain(&works, 2);
+  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 40, 5);
+  EXPECT_THAT(Scrape(metrics_),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics_),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"overloaded\"} 1\n"));
+  Load::Work refused, patient, longer, other;
+  const absl::Status refusal = Begin(1, absl::Seconds(4), &refused);
+  EXPECT_TRUE(absl::IsResourceExhausted(refusal));
+  EXPECT_THAT(refusal.message(),
+              HasSubstr("allowed 400 ms while more calls come than can be done"));
+  ASSERT_TRUE(RetryDelayOf(refusal).has_value());
+  EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(100));
+  // Other callers, and calls with twice the time or without a deadline, may wait.
+  EXPECT_TRUE(Begin(1, absl::InfiniteDuration(), &patient).ok());
+  EXPECT_TRUE(Begin(1, absl::Seconds(8), &longer).ok());
+  std::deque<Load::Work> others;
+  EXPECT_GT(Fill(2, absl::Seconds(4), &others), 100);
+}
+
+TEST_F(LoadTest, AShortLineHolds32CallsHoweverShortTheirDeadline) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(500), &works);  // four fifths are 40 calls
+  Drain(&works, 2);
+  EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), 32, 4);
+}
+
+TEST_F(LoadTest, TheLineMayGrowAgainAfterAWhile) {
+  Learn();
+  std::deque<Load::Work> works;
+  const int all = Fill(1, absl::Seconds(4), &works);
+  Drain(&works, 2);
+  now_ += Load::kShortLine - absl::Milliseconds(1);
+  EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4);
+  Drain(&works, 2);
+  now_ += absl::Milliseconds(1);
+  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), all, 2);
+}
+
+TEST_F(LoadTest, ASmallCallMayWaitForLargeOnesInAShortLine) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Seconds(4), &works);
+  Drain(&works, 20);
+  Load::Work small;
+  EXPECT_TRUE(
+      load_
+          .Begin({.caller = {.id = 1}, .op = &kOp, .bytes = 1, .deadline = now_ + absl::Seconds(1)},
+                 &small)
+          .ok());
 }
 
 TEST_F(LoadTest, AnIdleServerLetsCallsIn) {
@@ -215,7 +290,8 @@ TEST_F(LoadTest, ACallThatBecameHopelessIsDroppedWhenItsMessageIsThere) {
   const absl::Status dropped = late.Arrived(1000, spec_);
   EXPECT_TRUE(absl::IsResourceExhausted(dropped));
   EXPECT_THAT(dropped.message(), HasSubstr("the deadline leaves 20 ms"));
-  EXPECT_THAT(Scrape(metrics_), HasSubstr("logitd_refused_total{reason=\"hopeless_late\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics_),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless_late\"} 1\n"));
 }
 
 TEST_F(LoadTest, PeersThatSendNothingDoNotSlowTheEstimate) {

@@ -27,12 +27,13 @@ TEST(MetricsTest, EverySeriesExistsFromTheStart) {
            "logitd_requests_total{code=\"UNAUTHENTICATED\",op=\"unknown\"} 0\n",
            "logitd_rows_total{op=\"digest\"} 0\n",
            "logitd_batches_total{op=\"digest\"} 0\n",
-           "logitd_refused_total{reason=\"line_full\"} 0\n",
-           "logitd_refused_total{reason=\"too_large\"} 0\n",
-           "logitd_refused_total{reason=\"caller_share\"} 0\n",
-           "logitd_refused_total{reason=\"slow_receive\"} 0\n",
-           "logitd_refused_total{reason=\"hopeless\"} 0\n",
-           "logitd_refused_total{reason=\"hopeless_late\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"line_full\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"too_large\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"caller_share\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"slow_receive\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"hopeless_late\"} 0\n",
+           "logitd_refused_total{identity=\"none\",reason=\"overloaded\"} 0\n",
            "logitd_predicted_delay_seconds 0\n",
            "logitd_device_errors_total{kind=\"batch\"} 0\n",
            "logitd_device_errors_total{kind=\"lost\"} 0\n",
@@ -94,14 +95,17 @@ TEST(MetricsTest, AdmissionCountsItsChargesAndRefusals) {
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes 60\n"));
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes_limit 100\n"));
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_waiting_calls 1\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_refused_total{reason=\"line_full\"} 1\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_refused_total{reason=\"deadline\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"line_full\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"deadline\"} 1\n"));
   admission.BeginDrain();  // ends the wait
   tickets.clear();
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes 0\n"));
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_waiting_calls 0\n"));
   EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_draining 1\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_refused_total{reason=\"draining\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"draining\"} 1\n"));
 }
 
 TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {

@@ -53,6 +53,18 @@ absl::Status CheckRole(const door::Identity& identity, const Access& access) {
                       access.method, identity.RoleList(), door::NameOf(*access.role)));
 }
 
+engine::Proof ProofOf(door::Identities::Proof proof) {
+  switch (proof) {
+    case door::Identities::Proof::kToken:
+      return engine::Proof::kToken;
+    case door::Identities::Proof::kCertificate:
+      return engine::Proof::kCertificate;
+    case door::Identities::Proof::kUser:
+      return engine::Proof::kUser;
+  }
+  return engine::Proof::kNone;
+}
+
 std::string PeerOf(const door::Connection* connection) {
   return connection == nullptr ? "an unknown peer" : connection->peer();
 }
@@ -69,14 +81,18 @@ absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& conte
   absl::Status status = credentials.status();
   if (status.ok()) {
     authorization.credentials = *std::move(credentials);
-    auto identity = identities->Find(authorization.credentials);
-    status = identity.status();
-    if (status.ok()) authorization.identity = *std::move(identity);
+    auto found = identities->Find(authorization.credentials);
+    status = found.status();
+    if (status.ok()) {
+      authorization.identity = std::move(found->identity);
+      authorization.proof = ProofOf(found->proof);
+    }
   }
   if (status.ok()) status = CheckRole(*authorization.identity, access);
   if (status.ok()) return authorization;
-  metrics->CountRefused(absl::IsUnauthenticated(status) ? engine::Refusal::kUnauthenticated
-                                                        : engine::Refusal::kRole);
+  metrics->CountRefused(
+      absl::IsUnauthenticated(status) ? engine::Refusal::kUnauthenticated : engine::Refusal::kRole,
+      authorization.proof);
   log::Limited(log::Source::kCallers, spdlog::level::warn, "{} of {} was refused: {}",
                std::string(access.method), PeerOf(connection), std::string(status.message()));
   return status;
@@ -85,31 +101,33 @@ absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& conte
 absl::Status CheckStillAuthorized(const Authorization& authorization,
                                   const door::Identities* identities, const Access& access) {
   if (identities == nullptr) return absl::OkStatus();
-  const auto identity = identities->Find(authorization.credentials);
-  if (!identity.ok()) return identity.status();
-  if ((*identity)->name != authorization.identity->name) {
+  const auto found = identities->Find(authorization.credentials);
+  if (!found.ok()) return found.status();
+  if (found->identity->name != authorization.identity->name) {
     return absl::UnauthenticatedError("the token, certificate or user is now another identity");
   }
-  return CheckRole(**identity, access);
+  return CheckRole(*found->identity, access);
 }
 
-absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const door::Identity* identity,
+absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const Authorization& authorization,
                                                      engine::Metrics* metrics) {
+  const door::Identity* const identity = authorization.identity.get();
   if (identity == nullptr || identity->max_calls == 0) return nullptr;
   if (identity->usage->BeginCall(identity->max_calls)) {
     return std::make_shared<CallPlace>(identity->usage);
   }
-  metrics->CountRefused(engine::Refusal::kQuotaCalls);
+  metrics->CountRefused(engine::Refusal::kQuotaCalls, authorization.proof);
   return absl::ResourceExhaustedError(absl::StrFormat(
       "%s: got one more call at the same time, allowed %d", identity->name, identity->max_calls));
 }
 
-absl::Status TakeRows(const door::Identity* identity, int64_t rows, engine::Metrics* metrics) {
+absl::Status TakeRows(const Authorization& authorization, int64_t rows, engine::Metrics* metrics) {
+  const door::Identity* const identity = authorization.identity.get();
   if (identity == nullptr) return absl::OkStatus();
   const absl::Duration wait =
       identity->usage->TakeRows(rows, identity->max_rows_per_second, absl::Now());
   if (wait == absl::ZeroDuration()) return absl::OkStatus();
-  metrics->CountRefused(engine::Refusal::kQuotaRows);
+  metrics->CountRefused(engine::Refusal::kQuotaRows, authorization.proof);
   return engine::WithRetryDelay(
       absl::ResourceExhaustedError(absl::StrFormat(
           "%s: got %d rows after those of the last second, allowed %g rows per second; retry after "

@@ -13,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "server/door/connection.h"
 #include "server/door/identities.h"
+#include "server/engine/caller.h"
 #include "server/engine/metrics.h"
 
 namespace logitd::rpc {
@@ -38,6 +39,7 @@ class CallPlace {
 // Who calls.
 struct Authorization {
   std::shared_ptr<const door::Identity> identity;  // null: the server has no identities
+  engine::Proof proof = engine::Proof::kNone;      // how it was shown
   door::Credentials credentials;                   // that showed it; empty if there is no identity
 };
 
@@ -56,12 +58,12 @@ absl::Status CheckStillAuthorized(const Authorization& authorization,
 
 // A place for one more call of the identity, null where it has no limit. RESOURCE_EXHAUSTED, counted:
 // it has as many as it may have.
-absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const door::Identity* identity,
+absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const Authorization& authorization,
                                                      engine::Metrics* metrics);
 
 // Charges the rows of a message. RESOURCE_EXHAUSTED with a retry delay, counted: the identity has
 // sent as many rows as it may send.
-absl::Status TakeRows(const door::Identity* identity, int64_t rows, engine::Metrics* metrics);
+absl::Status TakeRows(const Authorization& authorization, int64_t rows, engine::Metrics* metrics);
 
 }  // namespace logitd::rpc
 

@@ -35,7 +35,8 @@ absl::Status CallHeaders::Authorize(const grpc::CallbackServerContext& context,
   caller.id = identity->id;
   caller.weight = identity->weight;
   caller.max_held_bytes = identity->max_held_bytes;
-  auto taken = TakePlace(identity, metrics);
+  caller.proof = authorization.proof;
+  auto taken = TakePlace(authorization, metrics);
   if (taken.ok()) place = *std::move(taken);
   return taken.status();
 }

@@ -51,21 +51,20 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
   message_.Take(message);
   if (absl::Status status = headers.CheckMessage(static_cast<int64_t>(message_.bytes()));
       !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
     return status;
   }
   if (absl::Status status =
           codec_->Parse(message_.pieces(), environment_.engine->options().max_batch_rows, &spec_);
       !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
     return status;
   }
   if (absl::Status status = CheckFits(); !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kTooLarge);
+    environment_.metrics->CountRefused(engine::Refusal::kTooLarge, headers.caller.proof);
     return status;
   }
-  if (absl::Status status =
-          TakeRows(headers.authorization.identity.get(), spec_.rows(), environment_.metrics);
+  if (absl::Status status = TakeRows(headers.authorization, spec_.rows(), environment_.metrics);
       !status.ok()) {
     return status;
   }

@@ -99,7 +99,7 @@ RawReactor* StreamCall::Start() {
     headers_ = *headers;
     status = headers_.Authorize(*context_, environment_.identities, access_, environment_.metrics);
   } else {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid);
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid, engine::Proof::kNone);
     headers_.connection = environment_.connections->Find(context_->peer());
   }
   environment_.tracker->Add(self_);  // may call OnDrain and OnIdentities, which read the headers

@@ -32,7 +32,7 @@ RawReactor* UnaryCall::Start() {
   absl::StatusOr<CallHeaders> headers =
       ReadHeaders(*context_, *environment().connections, max_message_bytes());
   if (!headers.ok()) {
-    environment().metrics->CountRefused(engine::Refusal::kInvalid);
+    environment().metrics->CountRefused(engine::Refusal::kInvalid, engine::Proof::kNone);
     headers_.connection = environment().connections->Find(context_->peer());
     Finish(headers.status());
     return this;
