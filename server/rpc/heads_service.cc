@@ -11,7 +11,7 @@
 #include "absl/time/time.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/message.h"
-#include "server/rpc/transport/trace.h"
+#include "server/rpc/transport/small_call.h"
 
 namespace logitd::rpc {
 namespace {
@@ -60,23 +60,16 @@ v1::Head Describe(const engine::Head& head) {
   return out;
 }
 
-// Answers a unary call at once, with `answer` in `response` if `status` is OK.
-grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status,
-                                 const google::protobuf::MessageLite& answer,
-                                 grpc::ByteBuffer* response) {
-  if (status.ok()) *response = ToBytes(answer);
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(status));
-  return reactor;
-}
-
 }  // namespace
 
 // One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first.
 class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public DrainedCall {
  public:
-  LoadCall(HeadsService* service, CallTracker* tracker, v1::LoadHeadRequest request)
-      : service_(service), tracker_(tracker), request_(std::move(request)) {}
+  LoadCall(HeadsService* service, CallTracker* tracker, SmallCall call, v1::LoadHeadRequest request)
+      : service_(service),
+        tracker_(tracker),
+        call_(std::move(call)),
+        request_(std::move(request)) {}
 
   // Keeps the call until the transport is done with it.
   void Start(const std::shared_ptr<LoadCall>& self) {
@@ -104,6 +97,10 @@ class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public
     message.set_done_bytes(progress.done_bytes);
     message.set_total_bytes(progress.total_bytes);
     message_ = ToBytes(message);
+    {
+      absl::MutexLock lock(&mutex_);
+      sent_bytes_ += static_cast<int64_t>(message_.Length());
+    }
     StartWrite(&message_);
   }
 
@@ -114,6 +111,7 @@ class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public
       if (status_.has_value()) return;
       status_ = Bounded(status);
       last_ = ToBytes(last);
+      if (status.ok()) sent_bytes_ += static_cast<int64_t>(last_.Length());
       if (writing_) return;
     }
     FinishNow();
@@ -138,6 +136,10 @@ class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public
     service_->LeaveLine(*this);
   }
   void OnDone() override {
+    {
+      absl::MutexLock lock(&mutex_);
+      call_.LogStream(status_->code(), sent_bytes_);
+    }
     tracker_->Remove(self_);
     self_.reset();  // may delete this
   }
@@ -158,6 +160,7 @@ class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public
 
   HeadsService* const service_;
   CallTracker* const tracker_;
+  const SmallCall call_;
   const v1::LoadHeadRequest request_;
   std::shared_ptr<LoadCall> self_;
   absl::Time next_report_ = absl::InfinitePast();
@@ -165,6 +168,7 @@ class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public
   grpc::ByteBuffer last_;
   mutable absl::Mutex mutex_;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t sent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::optional<absl::Status> status_ ABSL_GUARDED_BY(mutex_);  // ended
 };
 
@@ -190,11 +194,11 @@ bool HeadsService::loading() const {
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* HeadsService::Load(grpc::CallbackServerContext* context,
                                                                const grpc::ByteBuffer* request) {
-  ReadAndEchoTrace(context);
+  SmallCall small(context, environment_, "/logitd.v1.Heads/Load", door::Role::kHeads);
   v1::LoadHeadRequest parsed;
-  absl::Status status = CheckAccess(*context, environment_, {"Load", door::Role::kHeads});
-  if (status.ok()) status = ParseMessage(context, *request, &parsed);
-  auto call = std::make_shared<LoadCall>(this, environment_.tracker, std::move(parsed));
+  absl::Status status = small.Read(*request, &parsed);
+  auto call =
+      std::make_shared<LoadCall>(this, environment_.tracker, std::move(small), std::move(parsed));
   call->Start(call);
   if (status.ok()) status = Enqueue(call);
   if (!status.ok()) call->End(status);
@@ -298,43 +302,40 @@ void HeadsService::Run(LoadCall& call) {
 grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* context,
                                                const grpc::ByteBuffer* request,
                                                grpc::ByteBuffer* response) {
-  ReadAndEchoTrace(context);
+  SmallCall call(context, environment_, "/logitd.v1.Heads/Unload", door::Role::kHeads);
   v1::UnloadHeadRequest parsed;
-  absl::Status status = CheckAccess(*context, environment_, {"Unload", door::Role::kHeads});
-  if (status.ok()) status = ParseMessage(context, *request, &parsed);
+  absl::Status status = call.Read(*request, &parsed);
   if (status.ok()) status = CheckMayChange();
   if (status.ok()) status = environment_.heads->Unload(parsed.name());
-  return Answer(context, status, v1::UnloadHeadResponse(), response);
+  return call.Answer(status, v1::UnloadHeadResponse(), response);
 }
 
 grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* context,
                                              const grpc::ByteBuffer* request,
                                              grpc::ByteBuffer* response) {
-  ReadAndEchoTrace(context);
+  SmallCall call(context, environment_, "/logitd.v1.Heads/List");
   v1::ListHeadsRequest parsed;
   v1::ListHeadsResponse answer;
-  absl::Status status = CheckAccess(*context, environment_, {.method = "List"});
-  if (status.ok()) status = ParseMessage(context, *request, &parsed);
+  absl::Status status = call.Read(*request, &parsed);
   if (status.ok()) {
     for (const auto& head : environment_.heads->List()) *answer.add_heads() = Describe(*head);
   }
-  return Answer(context, status, answer, response);
+  return call.Answer(status, answer, response);
 }
 
 grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context,
                                             const grpc::ByteBuffer* request,
                                             grpc::ByteBuffer* response) {
-  ReadAndEchoTrace(context);
+  SmallCall call(context, environment_, "/logitd.v1.Heads/Get");
   v1::GetHeadRequest parsed;
   v1::GetHeadResponse answer;
-  absl::Status status = CheckAccess(*context, environment_, {.method = "Get"});
-  if (status.ok()) status = ParseMessage(context, *request, &parsed);
+  absl::Status status = call.Read(*request, &parsed);
   if (status.ok()) {
     const auto head = environment_.heads->Find(parsed.name());
     if (head.ok()) *answer.mutable_head() = Describe(**head);
     status = head.status();
   }
-  return Answer(context, status, answer, response);
+  return call.Answer(status, answer, response);
 }
 
 }  // namespace logitd::rpc

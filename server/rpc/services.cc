@@ -21,9 +21,8 @@
 #include "server/rpc/codecs/topk_codec.h"
 #include "server/rpc/codecs/verify_codec.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/message.h"
+#include "server/rpc/transport/small_call.h"
 #include "server/rpc/transport/stream_call.h"
-#include "server/rpc/transport/trace.h"
 
 namespace logitd::rpc {
 namespace {
@@ -152,31 +151,21 @@ ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& en
 grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* context,
                                                  const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  ReadAndEchoTrace(context);
+  SmallCall call(context, environment_, "/logitd.v1.Server/GetInfo");
   v1::GetInfoRequest parsed;
-  absl::Status status = CheckAccess(*context, environment_, {.method = "GetInfo"});
-  if (status.ok()) status = ParseMessage(context, *request, &parsed);
-  if (status.ok()) {
-    v1::GetInfoResponse info = info_;
-    info.set_draining(environment_.admission->draining());
-    *response = ToBytes(info);
-  }
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(status));
-  return reactor;
+  const absl::Status status = call.Read(*request, &parsed);
+  v1::GetInfoResponse info = info_;
+  info.set_draining(environment_.admission->draining());
+  return call.Answer(status, info, response);
 }
 
 grpc::ServerUnaryReactor* ServerService::GetLoad(grpc::CallbackServerContext* context,
                                                  const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  ReadAndEchoTrace(context);
+  SmallCall call(context, environment_, "/logitd.v1.Server/GetLoad");
   v1::GetLoadRequest parsed;
-  absl::Status status = CheckAccess(*context, environment_, {.method = "GetLoad"});
-  if (status.ok()) status = ParseMessage(context, *request, &parsed);
-  if (status.ok()) *response = ToBytes(LoadOf(environment_));
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(status));
-  return reactor;
+  const absl::Status status = call.Read(*request, &parsed);
+  return call.Answer(status, status.ok() ? LoadOf(environment_) : v1::GetLoadResponse(), response);
 }
 
 }  // namespace logitd::rpc

@@ -193,6 +193,32 @@ TEST(CallLogTest, AtDebugEveryCallHasALine) {
   EXPECT_THAT(lines[2], HasSubstr("request_id=- traceparent=- "));
 }
 
+TEST(CallLogTest, AtDebugCallsThatAreNoOpsHaveALineToo) {
+  ServerProcess server({"--log-level=debug"});
+  const auto channel = Connect(server.unix_socket());
+  const auto info_context = Context();
+  info_context->AddMetadata("x-request-id", "info-1");
+  v1::GetInfoResponse info;
+  ASSERT_TRUE(v1::Server::NewStub(channel)->GetInfo(info_context.get(), {}, &info).ok());
+  const auto heads = v1::Heads::NewStub(channel);
+  v1::GetHeadRequest get;
+  get.set_name("missing");
+  v1::GetHeadResponse head;
+  EXPECT_EQ(heads->Get(Context().get(), get, &head).error_code(), grpc::StatusCode::NOT_FOUND);
+  const auto load_context = Context();
+  EXPECT_EQ(heads->Load(load_context.get(), {})->Finish().error_code(),
+            grpc::StatusCode::FAILED_PRECONDITION);
+  ASSERT_TRUE(Becomes([&] { return LinesWith(server, " call method=").size() == 3; }))
+      << server.Log();
+  EXPECT_THAT(LinesWith(server, " call method="),
+              ElementsAre(ContainsRegex("debug call method=/logitd.v1.Server/GetInfo code=OK "
+                                        "peer=unix:connection-[0-9]+ request_id=info-1 .* "
+                                        "received_bytes=0 sent_bytes=[1-9]"),
+                          ContainsRegex("method=/logitd.v1.Heads/Get code=NOT_FOUND .* "
+                                        "received_bytes=9 sent_bytes=0 "),
+                          ContainsRegex("method=/logitd.v1.Heads/Load code=FAILED_PRECONDITION ")));
+}
+
 TEST(CallLogTest, AStreamHasOneLineWithItsSums) {
   ServerProcess server({"--log-level=debug"});
   const auto channel = Connect(server.unix_socket());
