@@ -19,7 +19,8 @@ struct RetryOptions {
 // Batch work runs when the server has no interactive work.
 enum class Priority { kInteractive, kBatch };
 
-// Files are PEM and read once, when the Client is made.
+// Files are PEM. They must be readable when the Client is made, and are read again when they change:
+// the next connection uses what they hold then, open connections stay.
 struct TlsOptions {
   std::string ca_file;    // authorities of the server's certificate; empty: those of the system
   std::string cert_file;  // of the client, for mutual TLS, with `key_file`; empty: none

@@ -2,10 +2,12 @@
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
+#include <grpcpp/security/tls_certificate_provider.h>
+#include <grpcpp/security/tls_credentials_options.h>
 
 #include <algorithm>
 #include <fstream>
-#include <sstream>
+#include <memory>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -51,14 +53,16 @@ absl::Status CheckToken(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
-// Empty for an empty path.
-absl::StatusOr<std::string> ReadPem(const std::string& path) {
-  if (path.empty()) return "";
+// How often the files of the TLS options are looked at.
+constexpr unsigned kRefreshSeconds = 1;
+
+absl::Status CheckReadable(const std::string& path) {
+  if (path.empty()) return absl::OkStatus();
   std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file) return absl::NotFoundError(absl::StrFormat("%s: cannot be read", path));
-  return text.str();
+  if (file.peek() == std::ifstream::traits_type::eof()) {  // missing, a folder, or empty
+    return absl::NotFoundError(absl::StrFormat("%s: cannot be read", path));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
@@ -69,14 +73,20 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
     return absl::InvalidArgumentError(
         "tls: got a certificate without a key or a key without a certificate, allowed both");
   }
-  const auto ca = ReadPem(tls.ca_file);
-  const auto cert = ReadPem(tls.cert_file);
-  const auto key = ReadPem(tls.key_file);
-  for (const auto* pem : {&ca, &cert, &key}) {
-    if (!pem->ok()) return pem->status();
+  for (const std::string* path : {&tls.ca_file, &tls.cert_file, &tls.key_file}) {
+    if (absl::Status status = CheckReadable(*path); !status.ok()) return status;
   }
-  return grpc::SslCredentials(
-      {.pem_root_certs = *ca, .pem_private_key = *key, .pem_cert_chain = *cert});
+  // gRPC's own reader of files: it looks at them every second and hands on a certificate and a key
+  // only if both were read. Without a file of authorities, its default ones count.
+  grpc::experimental::TlsChannelCredentialsOptions tls_options;
+  if (!tls.ca_file.empty() || !tls.cert_file.empty()) {
+    tls_options.set_certificate_provider(
+        std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
+            tls.key_file, tls.cert_file, tls.ca_file, kRefreshSeconds));
+  }
+  if (!tls.ca_file.empty()) tls_options.watch_root_certs();
+  if (!tls.cert_file.empty()) tls_options.watch_identity_key_cert_pairs();
+  return grpc::experimental::TlsCredentials(tls_options);
 }
 
 }  // namespace

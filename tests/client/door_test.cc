@@ -72,17 +72,19 @@ class SecureLogitdTest : public ::logitd::testing::RunningLogitd {
   }
 
   const int port_;
+  const std::shared_ptr<const testing::Authority> authority_;
 
  private:
   explicit SecureLogitdTest(int port)
-      : RunningLogitd([port](const TempDir& dir) {
-          const testing::Authority authority;
-          const testing::Issued server = authority.IssueServer();
-          const testing::Issued own = authority.Issue({.common_name = "test"});
+      : SecureLogitdTest(port, std::make_shared<const testing::Authority>()) {}
+  SecureLogitdTest(int port, const std::shared_ptr<const testing::Authority>& authority)
+      : RunningLogitd([port, &authority](const TempDir& dir) {
+          const testing::Issued server = authority->IssueServer();
+          const testing::Issued own = authority->Issue({.common_name = "test"});
           dir.Write("own-cert", own.certificate);
           dir.Write("own-key", own.key);
           dir.Write("token", absl::StrCat(kToken, "\n"));
-          const std::string ca = dir.Write("ca", authority.pem());
+          const std::string ca = dir.Write("ca", authority->pem());
           return Flags{"--listen",
                        absl::StrCat("127.0.0.1:", port),
                        "--tls-cert",
@@ -96,7 +98,8 @@ class SecureLogitdTest : public ::logitd::testing::RunningLogitd {
                                                         R"("roles": ["infer"], "token_sha256": [")",
                                                         HashOf(kToken), R"("]}]})"))};
         }),
-        port_(port) {}
+        port_(port),
+        authority_(authority) {}
 };
 
 TEST_F(SecureLogitdTest, TheLibraryCallsWithCertificateAndToken) {
@@ -124,6 +127,41 @@ TEST_F(SecureLogitdTest, WithoutEitherItIsRefused) {
   options.deadline = absl::Seconds(2);
   options.tls->cert_file = options.tls->key_file = "";
   EXPECT_FALSE((*client::Client::Create(options))->Info().ok());
+}
+
+TEST_F(SecureLogitdTest, AServerOfAnotherNameOrAuthorityIsRefused) {
+  client::ClientOptions options = Options();
+  options.deadline = absl::Seconds(2);
+  options.tls->server_name = "localhost";
+  EXPECT_TRUE((*client::Client::Create(options))->Info().ok());
+  options.tls->server_name = "other.example";
+  EXPECT_EQ((*client::Client::Create(options))->Info().status().code(),
+            absl::StatusCode::kUnavailable);
+  options = Options();
+  options.deadline = absl::Seconds(2);
+  options.tls->ca_file = dir_.Write("other-ca", testing::Authority("other").pem());
+  EXPECT_EQ((*client::Client::Create(options))->Info().status().code(),
+            absl::StatusCode::kUnavailable);
+}
+
+TEST_F(SecureLogitdTest, ANewCertificateIsUsedByTheNextConnection) {
+  const testing::Issued expired = authority_->Issue({.common_name = "test", .to_seconds = -60});
+  client::ClientOptions options = Options();
+  options.tls->cert_file = dir_.Write("rotated-cert", expired.certificate);
+  options.tls->key_file = dir_.Write("rotated-key", expired.key);
+  options.deadline = absl::Seconds(2);
+  const auto client = client::Client::Create(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_FALSE((*client)->Info().ok());
+  const testing::Issued fresh = authority_->Issue({.common_name = "test"});
+  dir_.Write("rotated-key", fresh.key);
+  dir_.Write("rotated-cert", fresh.certificate);
+  absl::Status status;
+  const absl::Time end = absl::Now() + absl::Seconds(60);
+  do {
+    status = (*client)->Info().status();
+  } while (!status.ok() && absl::Now() < end);
+  EXPECT_TRUE(status.ok()) << status;
 }
 
 TEST_F(SecureLogitdTest, LogitctlAndLoadBenchTakeFlags) {
