@@ -71,6 +71,20 @@ class SlicesTest : public ::testing::Test {
     return job;
   }
 
+  // The rows of other jobs that ran from now until the last slice with `tag`, the job's own. A busy
+  // machine stretches times, but not this.
+  int64_t RowsBefore(TestJob& job, char tag) {
+    const size_t begin = Slices().size();
+    job.Wait().IgnoreError();
+    const std::vector<FakeBackend::Ran> slices = Slices();
+    size_t own = slices.size();
+    while (own > 0 && slices[own - 1].tags.find(tag) == std::string::npos) --own;
+    EXPECT_GT(own, 0u) << "no slice has the tag " << tag;
+    int64_t rows = 0;
+    for (size_t i = begin; i + 1 < own; ++i) rows += slices[i].rows;
+    return rows;
+  }
+
   // How long the job takes from now on.
   static absl::Duration TimeOf(TestJob& job) {
     const absl::Time start = absl::Now();
@@ -110,9 +124,9 @@ TEST_F(SlicesTest, AShortJobRunsBetweenTheSlicesOfALongOne) {
   auto longer = Submit({.tag = 'l', .rows = 10000});  // ten seconds
   WaitForSlices(3);
   auto other_key = Submit({.tag = 's', .row_elements = 5});
-  EXPECT_LT(TimeOf(*other_key), absl::Milliseconds(200));
+  EXPECT_LE(RowsBefore(*other_key, 's'), 100);
   auto same_key = Submit({.tag = 'k'});
-  EXPECT_LT(TimeOf(*same_key), absl::Milliseconds(200));
+  EXPECT_LE(RowsBefore(*same_key, 'k'), 100);
   EXPECT_EQ(other_key->status(), absl::OkStatus());
   EXPECT_EQ(same_key->status(), absl::OkStatus());
   EXPECT_FALSE(longer->status().has_value());
@@ -145,9 +159,9 @@ TEST_F(SlicesTest, AJobWithoutACallerEndsAtTheNextSlice) {
   auto job = Submit({.rows = 10000});
   WaitForSlices(2);
   engine_->Cancel(*job);
-  EXPECT_LT(TimeOf(*job), absl::Milliseconds(200));
+  EXPECT_LT(TimeOf(*job), absl::Seconds(5));  // of ten
   EXPECT_EQ(job->status()->code(), absl::StatusCode::kCancelled);
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Milliseconds(200)));
+  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
   EXPECT_LT(Slices().size(), 30u);
   EXPECT_EQ(Metric("logitd_stopped_total{op=\"digest\"}"), 1);
   EXPECT_TRUE(Submit({})->Wait().ok());
@@ -156,10 +170,10 @@ TEST_F(SlicesTest, AJobWithoutACallerEndsAtTheNextSlice) {
 TEST_F(SlicesTest, AJobWhoseDeadlinePassesEndsAtTheNextSlice) {
   Start();
   auto job = Submit({.rows = 10000, .deadline = absl::Now() + absl::Milliseconds(60)});
-  EXPECT_LT(TimeOf(*job), absl::Milliseconds(300));
+  EXPECT_LT(TimeOf(*job), absl::Seconds(5));  // of ten
   EXPECT_EQ(job->status()->code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(job->status()->message()), HasSubstr("while it ran"));
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Milliseconds(200)));
+  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
 }
 
 // Each job checks its own answer, whose place depends on the lists of the jobs before it.
@@ -187,7 +201,7 @@ TEST_F(SlicesTest, CloseEndsARunningJobAtTheNextSlice) {
   WaitForSlices(2);
   const absl::Time start = absl::Now();
   engine_->Stop();
-  EXPECT_LT(absl::Now() - start, absl::Milliseconds(300));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));  // of ten
   EXPECT_EQ(job->Wait().code(), absl::StatusCode::kUnavailable);
 }
 
@@ -250,13 +264,13 @@ TEST_F(SlicesTest, AFloodDoesNotDelayALightCaller) {
     std::vector<std::shared_ptr<TestJob>> flood;
     for (int i = 0; i < 40; ++i) flood.push_back(Submit({.tag = 'f', .rows = 200, .caller = {1}}));
     WaitForSlices(4);
-    std::vector<absl::Duration> times;
+    std::vector<int64_t> rows;
     for (int i = 0; i < 5; ++i) {
-      times.push_back(TimeOf(*Submit({.tag = 's', .rows = 2, .caller = {2}})));
+      rows.push_back(RowsBefore(*Submit({.tag = 's', .rows = 2, .caller = {2}}), 's'));
     }
-    std::sort(times.begin(), times.end());
-    EXPECT_LT(times[2], absl::Milliseconds(40));
-    EXPECT_LT(times[4], absl::Milliseconds(150));
+    std::sort(rows.begin(), rows.end());
+    EXPECT_LE(rows[2], 60);
+    EXPECT_LE(rows[4], 150);
     EXPECT_FALSE(flood.back()->status().has_value());
     for (const auto& job : flood) engine_->Cancel(*job);
   }
@@ -268,8 +282,7 @@ TEST_F(SlicesTest, AFloodOfShortJobsDoesNotDelayALightCaller) {
   Start(options);
   std::vector<std::shared_ptr<TestJob>> flood;
   for (int i = 0; i < 200; ++i) flood.push_back(Submit({.tag = 'f', .rows = 8, .caller = {1}}));
-  EXPECT_LT(TimeOf(*Submit({.tag = 's', .row_elements = 5, .caller = {2}})),
-            absl::Milliseconds(60));
+  EXPECT_LE(RowsBefore(*Submit({.tag = 's', .row_elements = 5, .caller = {2}}), 's'), 100);
   EXPECT_FALSE(flood.back()->status().has_value());
   for (const auto& job : flood) engine_->Cancel(*job);
 }
@@ -279,12 +292,17 @@ TEST_F(SlicesTest, BatchWorkRunsOnlyWhenNoInteractiveWorkWaits) {
   constexpr Caller kBatch = {.id = 1, .weight = 100, .priority = Priority::kBatch};
   auto batch = Submit({.tag = 'b', .rows = 300, .caller = kBatch});
   WaitForSlices(3);
-  const int64_t rows_before = RowsOf("b");
   auto inter = Submit({.tag = 'i', .rows = 60, .caller = {.id = 2}});
   auto more = Submit({.tag = 'j', .rows = 60, .caller = {.id = 3}});
+  const size_t begin = Slices().size();
   EXPECT_TRUE(inter->Wait().ok());
   EXPECT_TRUE(more->Wait().ok());
-  EXPECT_LE(RowsOf("b"), rows_before + 30) << "at most the slice that ran, and the next of the log";
+  const std::vector<FakeBackend::Ran> slices = Slices();
+  size_t end = slices.size();
+  while (end > begin && slices[end - 1].tags == "b") --end;  // after all interactive work
+  int64_t rows = 0;
+  for (size_t i = begin; i < end; ++i) rows += slices[i].tags == "b" ? slices[i].rows : 0;
+  EXPECT_LE(rows, 30) << "at most the slice that ran, and the next of the log";
   EXPECT_FALSE(batch->status().has_value());
   engine_->Cancel(*batch);
 }
@@ -316,7 +334,7 @@ TEST_F(SlicesTest, LongJobsLeaveASlabForShortOnes) {
   auto shorter = Submit({.tag = 's', .caller = {.id = 5}});
   EXPECT_EQ(Metric("logitd_slabs_in_use"), 4);
   backend_.Release();
-  EXPECT_LT(TimeOf(*shorter), absl::Milliseconds(100));
+  EXPECT_LE(RowsBefore(*shorter, 's'), 60);
   for (const auto& job : longer) engine_->Cancel(*job);
 }
 
@@ -337,7 +355,7 @@ TEST_F(SlicesTest, OneStreamLeavesASlabOnlyFromVeryLongJobs) {
   first = Submit({.tag = 'l', .rows = 4000});
   second = Submit({.tag = 'l', .rows = 4000});
   EXPECT_EQ(Metric("logitd_queued_jobs"), 1);
-  EXPECT_LT(TimeOf(*Submit({.tag = 's', .caller = {.id = 5}})), absl::Milliseconds(100));
+  EXPECT_LE(RowsBefore(*Submit({.tag = 's', .caller = {.id = 5}}), 's'), 100);
   engine_->Cancel(*first);
   engine_->Cancel(*second);
 }
@@ -357,7 +375,7 @@ TEST_F(SlicesTest, SlowSlicesLeaveAStreamForOthers) {
   auto first = Submit({.tag = 'w', .rows = 300, .whole = true});
   auto second = Submit({.tag = 'w', .rows = 300, .whole = true});
   WaitForSlices(1);
-  EXPECT_LT(TimeOf(*Submit({.tag = 's', .caller = {.id = 5}})), absl::Milliseconds(100));
+  EXPECT_LE(RowsBefore(*Submit({.tag = 's', .caller = {.id = 5}}), 's'), 100);
   EXPECT_FALSE(first->status().has_value() && second->status().has_value());
   EXPECT_TRUE(first->Wait().ok());
   EXPECT_TRUE(second->Wait().ok());
