@@ -100,6 +100,8 @@ constexpr Entry kSampleEntries[] = {
     {"top-p 0.9 alone, flat row", Sample(64, kF32, Asking(1, 0, 0.9f, 0))},
     {"top-k 50, top-p 0.9, one row", Sample(1, kF32, Asking(1, 50, 0.9f, 0))},
     {"with temperature, 20 top log-probs", Sample(1, kF32, Asking(0.8f, 64, 0.9f, 20))},
+    {"with history 4096, mask, one row",
+     Sample(1, kF32, Asking(0.8f, 64, 0.9f, 20), /*history=*/4096, /*mask=*/true)},
     {"with temperature, 20 top log-probs", Sample(512, kF32, Asking(0.8f, 64, 0.9f, 20))},
     {"with history 4096, mask",
      Sample(512, kF32, Asking(0.8f, 64, 0.9f, 20), /*history=*/4096, /*mask=*/true)},

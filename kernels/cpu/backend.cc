@@ -42,7 +42,7 @@ class CpuStream : public Stream {
     return Timed([&] { cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_); });
   }
   absl::Status Sample(const SampleArgs& args) override {
-    return Timed([&] { cpu::Sample(args, *pool_); });
+    return Timed([&] { cpu::Sample(args, *pool_, sample_scratch_); });
   }
   absl::Status Verify(const VerifyArgs& args) override {
     return Timed([&] { cpu::Verify(args, *pool_); });
@@ -90,6 +90,7 @@ class CpuStream : public Stream {
 
   cpu::ThreadPool* pool_;
   cpu::SketchScratch softmax_topk_scratch_;
+  cpu::SampleCallScratch sample_scratch_;
   cpu::Buffer<double> sink_scratch_;
   cpu::LossScratch loss_scratch_;
   cpu::LinearScratch linear_scratch_;

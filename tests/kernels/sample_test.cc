@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
+#include <optional>
 #include <random>
+#include <utility>
 
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/sample_cases.h"
@@ -35,21 +38,43 @@ TEST_F(SampleCpuTest, TopPOfEqualTokensKeepsExactlyItsShare) {
 }
 
 TEST_F(SampleCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
-  const int64_t rows = 50, vocab = 5000;
-  HostTensor tensor(DType::kF32, rows, vocab, vocab, 0);
-  SampleBatch batch;
-  std::mt19937_64 random(3);
-  for (int64_t r = 0; r < rows; ++r) {
-    FillRow(tensor, r, Fill::kNormal, 3);
-    AddRandomRow(batch, vocab, random);
-  }
-  const SampleAnswer want = runner_->Sample(tensor, batch).value();
-  ForEachThreadCount([&](OpRunner& runner) {
-    const SampleAnswer got = runner.Sample(tensor, batch).value();
+  // Many rows are whole rows of a thread; of few long rows, several threads read each.
+  for (const auto& [rows, vocab] : {std::pair(50, 5000), {1, 200000}, {5, 70001}, {13, 32769}}) {
+    HostTensor tensor(DType::kF32, rows, vocab, vocab, 0);
+    SampleBatch batch;
+    std::mt19937_64 random(3);
     for (int64_t r = 0; r < rows; ++r) {
-      EXPECT_EQ(SampleBits(got, batch.rows[r], r), SampleBits(want, batch.rows[r], r)) << r;
+      FillRow(tensor, r, Fill::kNormal, 3);
+      AddRandomRow(batch, vocab, random);
     }
-  });
+    if (rows > 4) batch.rows[2].active = 0;
+    std::optional<SampleAnswer> want;
+    ForEachThreadCount([&](OpRunner& runner) {
+      const SampleAnswer got = runner.Sample(tensor, batch).value();
+      if (!want.has_value()) want = got;
+      for (int64_t r = 0; r < rows; ++r) {
+        if (batch.rows[r].active == 0) continue;
+        EXPECT_EQ(SampleBits(got, batch.rows[r], r), SampleBits(*want, batch.rows[r], r))
+            << "row " << r << " of " << rows << " x " << vocab;
+      }
+    });
+  }
+}
+
+TEST_F(SampleCpuTest, ARowThatSeveralThreadsReadMayHoldNan) {
+  const int64_t vocab = 100000;
+  HostTensor tensor(DType::kF32, 2, vocab, vocab, 0);
+  SampleBatch batch;
+  for (int64_t r = 0; r < 2; ++r) {
+    FillRow(tensor, r, Fill::kNormal, 4);
+    batch.rows.push_back(PlainRow());
+  }
+  tensor.Set(0, 70007, std::numeric_limits<float>::quiet_NaN());
+  tensor.Set(0, 99999, std::numeric_limits<float>::quiet_NaN());
+  const SampleAnswer got = runner_->Sample(tensor, batch).value();
+  EXPECT_EQ(got.status[0].code, RowCode::kNanLogit);
+  EXPECT_EQ(got.status[0].position, 70007);
+  EXPECT_EQ(got.status[1].code, RowCode::kOk);
 }
 
 TEST(SampleTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {

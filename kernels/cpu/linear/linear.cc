@@ -215,7 +215,7 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
                [&](int64_t first, const TensorView& logits) {
                  SampleArgs part = RowsFrom(args.sample, first);
                  part.logits = logits;
-                 Sample(part, pool);
+                 Sample(part, pool, scratch.sample);
                });
 }
 

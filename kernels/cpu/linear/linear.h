@@ -8,6 +8,7 @@
 #include "kernels/cpu/linear/product.h"
 #include "kernels/cpu/loss/cross_entropy.h"
 #include "kernels/cpu/rows/sketch.h"
+#include "kernels/cpu/sampling/sample_row.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/linear.h"
 
@@ -19,6 +20,7 @@ struct LinearScratch {
   AlignedBuffer packed, logits;
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;
+  SampleCallScratch sample;
   LossScratch loss;
 };
 

@@ -19,12 +19,13 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Bias and history by ascending token. Returns how many tokens they touch.
-inline int64_t MakePatches(const SampleArgs& args, const SampleRow& ask, int32_t history_count,
-                           SampleScratch& scratch) {
+// Writes bias and history by ascending token. Returns how many tokens they touch; `patches` has room
+// for MaxPatches.
+inline int64_t MakePatches(const SampleArgs& args, const SampleRow& ask, SampleScratch& scratch,
+                           Patch* patches) {
+  const int32_t history_count = HistoryCount(ask);
   int32_t* history = scratch.history.Get(history_count);
   SampleBias* bias = scratch.bias.Get(ask.bias_count);
-  Patch* patches = scratch.patches.Get(int64_t{history_count} + ask.bias_count);
   std::copy_n(args.history + ask.first_history, history_count, history);
   std::copy_n(args.bias + ask.first_bias, ask.bias_count, bias);
   scratch.sorter(history, static_cast<size_t>(history_count), hwy::SortAscending());
@@ -69,66 +70,72 @@ void MaskedCopy(const T* logits, const uint32_t* mask, int64_t begin, int64_t en
   }
 }
 
-// A row as sent, and after bias, penalties and mask. Both are the same memory where there are no
-// edits and the sums are not needed at another temperature.
-struct Rows {
-  Row raw;
-  Row processed;
-};
-
-// Reads row r once. An edited row is written to scratch, and sketched from there, kChunkCells cells
-// at a time: so the second look is at cached memory. The same holds for a row whose sums are needed
-// at another temperature.
-inline Rows ReadRow(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
+// What reading row r has to do. Its sketches and its copy are slot `slot` of `slots` in `memory`.
+inline RowRead PlanRead(const SampleArgs& args, int64_t r, int64_t slots, int64_t slot,
+                        RowMemory& memory, SampleScratch& scratch, Patch* patches) {
   const SampleRow& ask = args.rows[r];
   const TensorView& logits = args.logits;
   const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
   const int64_t vocab = logits.cols;
-  const int64_t cells = CellCount(vocab);
-  Rows rows;
-  rows.raw = {.logits = static_cast<const std::byte*>(logits.data) + offset,
-              .dtype = logits.dtype,
-              .vocab = vocab,
-              .temperature = 1,
-              .sketch = SketchAt(scratch.raw, 1, 0, vocab)};
-  rows.processed = rows.raw;
-  const uint32_t* mask = ask.first_mask_word < 0 ? nullptr : args.mask_words + ask.first_mask_word;
-  const int32_t history_count = PenaltiesAreOn(ask) ? ask.history_count : 0;
-  const bool edited = mask != nullptr || history_count > 0 || ask.bias_count > 0;
+  RowRead read;
+  read.rows.raw = {.logits = static_cast<const std::byte*>(logits.data) + offset,
+                   .dtype = logits.dtype,
+                   .vocab = vocab,
+                   .temperature = 1,
+                   .sketch = SketchAt(memory.raw, slots, slot, vocab)};
+  read.rows.processed = read.rows.raw;
+  if (ask.first_mask_word >= 0) read.mask = args.mask_words + ask.first_mask_word;
   // A list of tokens (top_k, min_p) has a sum of its own.
   const bool sums_needed = !TopKIsOn(ask, vocab) && ask.min_p == 0 && ask.temperature > 0;
-  if (!edited && (!sums_needed || ask.temperature == 1)) {
-    SketchCells(rows.raw, 0, cells);
-    return rows;
+  read.has_two = IsEdited(ask) || (sums_needed && ask.temperature != 1);
+  if (!read.has_two) return read;
+  read.rows.processed.sketch = SketchAt(memory.processed, slots, slot, vocab);
+  if (sums_needed) read.rows.processed.temperature = ask.temperature;
+  if (IsEdited(ask)) {
+    read.edited = memory.edited.Get(slots * vocab) + slot * vocab;
+    read.rows.processed.logits = read.edited;
+    read.rows.processed.dtype = DType::kF32;
+    read.patch_count = MakePatches(args, ask, scratch, patches);
+    read.patches = patches;
   }
-  rows.processed.sketch = SketchAt(scratch.processed, 1, 0, vocab);
-  if (sums_needed) rows.processed.temperature = ask.temperature;
-  float* copy = nullptr;
-  const Patch* patch = nullptr;
-  const Patch* patches_end = nullptr;
-  if (edited) {
-    copy = scratch.edited.Get(vocab);
-    rows.processed.logits = copy;
-    rows.processed.dtype = DType::kF32;
-    const int64_t count = MakePatches(args, ask, history_count, scratch);
-    patch = scratch.patches.Get(count);
-    patches_end = patch + count;
-  }
-  for (int64_t c = 0; c < cells; c += kChunkCells) {
-    const int64_t end_cell = std::min(cells, c + kChunkCells);
-    SketchCells(rows.raw, c, end_cell);
-    if (edited) {
-      const int64_t end = std::min(vocab, end_cell * kCellElements);
-      AsType(rows.raw.dtype, rows.raw.logits,
-             [&](const auto* logits) { MaskedCopy(logits, mask, c * kCellElements, end, copy); });
-      for (; patch != patches_end && patch->id < end; ++patch) {
-        const bool allowed = mask == nullptr || (mask[patch->id / 32] >> (patch->id % 32) & 1) != 0;
-        if (allowed) copy[patch->id] = EditLogit(Element(rows.raw, patch->id), *patch, ask);
-      }
+  return read;
+}
+
+// Reads cells [begin, end) of the row, at most kChunkCells. An edited row is written to scratch, and
+// sketched from there: so the second look is at cached memory. The same holds for a row whose sums
+// are needed at another temperature.
+inline void ReadCells(const RowRead& read, const SampleRow& ask, int64_t begin, int64_t end) {
+  const Row& raw = read.rows.raw;
+  SketchCells(raw, begin, end);
+  if (!read.has_two) return;
+  if (read.edited != nullptr) {
+    const int64_t first = begin * kCellElements;
+    const int64_t last = std::min(raw.vocab, end * kCellElements);
+    const uint32_t* mask = read.mask;
+    float* copy = read.edited;
+    AsType(raw.dtype, raw.logits,
+           [&](const auto* logits) { MaskedCopy(logits, mask, first, last, copy); });
+    const Patch* const patches_end = read.patches + read.patch_count;
+    const auto comes_before = [](const Patch& patch, int64_t id) { return patch.id < id; };
+    const Patch* patch = std::lower_bound(read.patches, patches_end, first, comes_before);
+    for (; patch != patches_end && patch->id < last; ++patch) {
+      const bool allowed = mask == nullptr || (mask[patch->id / 32] >> (patch->id % 32) & 1) != 0;
+      if (allowed) copy[patch->id] = EditLogit(Element(raw, patch->id), *patch, ask);
     }
-    SketchCells(rows.processed, c, end_cell);
   }
-  return rows;
+  SketchCells(read.rows.processed, begin, end);
+}
+
+// Reads row r, with one thread.
+inline Rows ReadRow(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
+  const SampleRow& ask = args.rows[r];
+  Patch* patches = scratch.patches.Get(MaxPatches(ask));
+  const RowRead read = PlanRead(args, r, /*slots=*/1, /*slot=*/0, scratch.row, scratch, patches);
+  const int64_t cells = CellCount(args.logits.cols);
+  for (int64_t c = 0; c < cells; c += kChunkCells) {
+    ReadCells(read, ask, c, std::min(cells, c + kChunkCells));
+  }
+  return read.rows;
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE

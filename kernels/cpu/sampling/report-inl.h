@@ -40,10 +40,10 @@ struct OpenRow {
   float max;  // after bias, penalties and mask
 };
 
-// Reads row r and writes its logsumexp. False: there is nothing to draw, and its answers are
-// written.
-inline bool Open(const SampleArgs& args, int64_t r, SampleScratch& scratch, OpenRow& opened) {
-  opened.rows = ReadRow(args, r, scratch);
+// Writes the logsumexp of row r, which has been read. False: there is nothing to draw, and its
+// answers are written.
+inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& opened) {
+  opened.rows = rows;
   const Peak raw_peak = FindPeak(opened.rows.raw);
   if (HWY_UNLIKELY(raw_peak.nan_cell >= 0)) {
     args.logsumexp[r] = std::numeric_limits<float>::quiet_NaN();

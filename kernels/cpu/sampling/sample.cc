@@ -1,6 +1,9 @@
 // sample on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h), where the token
 // is found: edit-inl.h reads, filter-inl.h lists, draw-inl.h draws, report-inl.h answers.
 //
+// With many rows, each thread takes whole rows; few rows are read by all threads, 32 cells at a
+// time. The bits are the same.
+//
 // Cost at 64 x 131072 f32, top-k 50 and top-p 0.9: reads 33.6 MB once, which is the floor. Edits
 // and another temperature for the whole row add a pass over cached memory; a flat top-p adds about
 // ten operations a token.
@@ -31,11 +34,24 @@
 HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 
-void SampleOne(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
+void FinishSample(const SampleArgs& args, int64_t r, const Rows& rows, SampleScratch& scratch) {
   OpenRow opened;
-  if (!Open(args, r, scratch, opened)) return;
+  if (!Open(args, r, rows, opened)) return;
   const Drawn drawn = Draw(opened.rows.processed, args.rows[r], opened.max, scratch);
   Report(args, r, opened, drawn, scratch);
+}
+
+void SampleOne(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
+  FinishSample(args, r, ReadRow(args, r, scratch), scratch);
+}
+
+// Of a row that several threads read.
+void PlanSample(const SampleArgs& args, int64_t r, RowMemory& memory, Patch* patches,
+                SampleScratch& scratch, RowRead* read) {
+  *read = PlanRead(args, r, args.logits.rows, r, memory, scratch, patches);
+}
+void ReadSample(const RowRead& read, const SampleRow& ask, int64_t begin, int64_t end) {
+  ReadCells(read, ask, begin, end);
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE
@@ -45,14 +61,57 @@ HWY_AFTER_NAMESPACE();
 namespace logitd::cpu {
 
 HWY_EXPORT(SampleOne);
+HWY_EXPORT(PlanSample);
+HWY_EXPORT(ReadSample);
+HWY_EXPORT(FinishSample);
 
 namespace {
 
 // Cells handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
-constexpr int64_t kItemCells = 32;
+constexpr int64_t kItemCells = kChunkCells;
+
+// With fewer rows per thread than this, several threads read a row. An edited row then needs memory
+// of its own, so it is less than for softmax_topk.
+constexpr int64_t kWholeRowsPerThread = 2;
 
 // A ban wins where infinities of both signs meet.
 float BanIfNan(float x) { return std::isnan(x) ? -kInf : x; }
+
+// Few rows: all threads read each row, and then one thread draws from it.
+void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch) {
+  const int64_t rows = args.logits.rows;
+  const int64_t cells = CellCount(args.logits.cols);
+  // Sized here: no thread may grow memory that another one reads.
+  SketchAt(scratch.rows.raw, rows, 0, args.logits.cols);
+  SketchAt(scratch.rows.processed, rows, 0, args.logits.cols);
+  int64_t max_patches = 0;
+  bool any_edited = false;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (args.rows[r].active == 0) continue;
+    max_patches = std::max(max_patches, MaxPatches(args.rows[r]));
+    any_edited |= IsEdited(args.rows[r]);
+  }
+  if (any_edited) scratch.rows.edited.Get(rows * args.logits.cols);
+  Patch* const patches = scratch.patches.Get(rows * max_patches);
+  RowRead* const reads = scratch.reads.Get(rows);
+  pool.ParallelFor(rows, [&](int64_t r) {
+    if (args.rows[r].active == 0) return;
+    HWY_DYNAMIC_DISPATCH(PlanSample)
+    (args, r, scratch.rows, patches + r * max_patches, SampleScratchOfThisThread(), reads + r);
+  });
+  const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
+  pool.ParallelFor(rows * per_row, [&](int64_t item) {
+    const int64_t r = item / per_row;
+    if (args.rows[r].active == 0) return;
+    const int64_t begin = item % per_row * kItemCells;
+    HWY_DYNAMIC_DISPATCH(ReadSample)
+    (reads[r], args.rows[r], begin, std::min(cells, begin + kItemCells));
+  });
+  pool.ParallelFor(rows, [&](int64_t r) {
+    if (args.rows[r].active == 0) return;
+    HWY_DYNAMIC_DISPATCH(FinishSample)(args, r, reads[r].rows, SampleScratchOfThisThread());
+  });
+}
 
 }  // namespace
 
@@ -69,9 +128,14 @@ HWY_NOINLINE float EditLogit(float x, const Patch& patch, const SampleRow& ask) 
   return BanIfNan(x - often) - ask.presence;
 }
 
-void Sample(const SampleArgs& args, ThreadPool& pool) {
+void Sample(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch) {
   const int64_t rows = args.logits.rows;
-  const int64_t per_item = std::max<int64_t>(1, kItemCells / CellCount(args.logits.cols));
+  const int64_t cells = CellCount(args.logits.cols);
+  if (pool.threads() > 1 && rows < kWholeRowsPerThread * pool.threads() &&
+      rows * cells > kItemCells) {
+    return SampleFew(args, pool, scratch);
+  }
+  const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
   pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
     for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
       if (args.rows[r].active == 0) continue;

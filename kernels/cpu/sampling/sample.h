@@ -2,13 +2,15 @@
 #ifndef LOGITD_KERNELS_CPU_SAMPLING_SAMPLE_H_
 #define LOGITD_KERNELS_CPU_SAMPLING_SAMPLE_H_
 
+#include "kernels/cpu/sampling/sample_row.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/sample.h"
 
 namespace logitd::cpu {
 
 // Blocks until done. The bits of the result depend on neither the pool nor what else runs on it.
-void Sample(const SampleArgs& args, ThreadPool& pool);
+// `scratch` belongs to the caller's stream, and stays for its next call.
+void Sample(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch);
 
 }  // namespace logitd::cpu
 

@@ -39,10 +39,15 @@ struct Patch {
   float bias;
 };
 
-// Scratch of one thread.
-struct SampleScratch {
+// Memory of rows that are read: of one row, or of the rows of a call.
+struct RowMemory {
   SketchScratch raw, processed;
   Buffer<float> edited;
+};
+
+// Scratch of one thread.
+struct SampleScratch {
+  RowMemory row;
   Buffer<int32_t> history;
   Buffer<SampleBias> bias;
   Buffer<Patch> patches;
@@ -56,6 +61,30 @@ struct SampleScratch {
 // Each thread has its own.
 SampleScratch& SampleScratchOfThisThread();
 
+// A row as sent, and after bias, penalties and mask. Both are the same memory where there are no
+// edits and the sums are not needed at another temperature.
+struct Rows {
+  Row raw;
+  Row processed;
+};
+
+// What reading a row has to do, for each of its cells.
+struct RowRead {
+  Rows rows;
+  bool has_two = false;            // sketches: of rows.raw and of rows.processed
+  float* edited = nullptr;         // where the read writes rows.processed; null: there are no edits
+  const uint32_t* mask = nullptr;  // null: none
+  const Patch* patches = nullptr;  // by ascending token
+  int64_t patch_count = 0;
+};
+
+// Memory of a call whose rows are read by several threads each.
+struct SampleCallScratch {
+  RowMemory rows;
+  Buffer<Patch> patches;
+  Buffer<RowRead> reads;
+};
+
 // A top_k of the whole vocabulary is off.
 inline bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
   return ask.top_k > 0 && ask.top_k < vocab;
@@ -63,6 +92,19 @@ inline bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
 
 inline bool PenaltiesAreOn(const SampleRow& ask) {
   return ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0;
+}
+
+// The tokens of the history that count.
+inline int32_t HistoryCount(const SampleRow& ask) {
+  return PenaltiesAreOn(ask) ? ask.history_count : 0;
+}
+// The most patches that a row can have.
+inline int64_t MaxPatches(const SampleRow& ask) {
+  return int64_t{HistoryCount(ask)} + ask.bias_count;
+}
+
+inline bool IsEdited(const SampleRow& ask) {
+  return ask.first_mask_word >= 0 || MaxPatches(ask) > 0;
 }
 
 // Bias and penalties of one logit. Every operation rounds: the function is not inlined, so that no

@@ -119,7 +119,7 @@ void VerifyOne(const VerifyArgs& args, int64_t s, SampleScratch& scratch) {
     const VerifyDraft& draft = args.drafts[r];
     const bool has_draft = r + 1 < end;
     OpenRow opened;
-    if (!Open(args.sample, r, scratch, opened)) break;
+    if (!Open(args.sample, r, ReadRow(args.sample, r, scratch), opened)) break;
     const Drawn drawn = has_draft && draft.kind != DraftKind::kGreedy
                             ? Reject(args, draft, ask, opened, scratch)
                             : Draw(opened.rows.processed, ask, opened.max, scratch);
