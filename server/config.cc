@@ -46,8 +46,9 @@ constexpr const char* kDescription =
     "log's\n"
     "level to debug, SIGUSR2 back.\n\n"
     "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned if there is a GPU), and at most\n"
-    "about 1.25 x --max-held-bytes + 128 MiB for everything that peers make the server hold. On\n"
-    "the CPU also the heads, and 64 MiB for each stream that uses one.\n";
+    "about 1.25 x --max-held-bytes + 128 MiB for everything that peers make the server hold. With\n"
+    "--arena-listen also --max-arena-bytes. On the CPU also the heads, and 64 MiB for each stream\n"
+    "that uses one.\n";
 
 constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
 constexpr int64_t kMaxSize = int64_t{1} << 40;
@@ -173,6 +174,32 @@ void AddChoice(CLI::App& app, const std::string& flag, std::string* value,
             });
 }
 
+// The permissions of a socket's file: three or four octal digits.
+void AddMode(CLI::App& app, const std::string& flag, uint32_t* value, const std::string& help) {
+  AddParsed(app, flag, help, "0600 to 0777, in octal", absl::StrFormat("%04o", *value),
+            [value](const std::string& text) {
+              if (text.size() < 3 || text.size() > 4 ||
+                  text.find_first_not_of("01234567") != std::string::npos) {
+                return false;
+              }
+              const auto mode = static_cast<uint32_t>(std::stoul(text, nullptr, 8));
+              *value = mode;
+              return (mode & 0600) == 0600 && mode <= 0777;
+            });
+}
+
+// Memory that clients on this machine lease.
+void AddArenas(CLI::App& app, Config* config) {
+  Add(app, "--arena-listen", &config->arena_listen,
+      "Unix socket on which clients of this machine lease memory, to hand over rows without "
+      "sending them; without it there are no leases")
+      ->type_name("unix:PATH");
+  AddMode(app, "--arena-mode", &config->arena_mode, "Permissions of that socket: who may lease");
+  AddSize(app, "--max-arena-bytes", &config->max_arena_bytes, 1,
+          "Memory of one lease, and of all leases together");
+  AddInteger(app, "--max-leases", &config->max_leases, 1, 4096, "Leases at the same time");
+}
+
 // NAME=PATH[,vocab=N][,norm]
 engine::HeadRequest ParseHead(const std::string& flag, const std::string& text) {
   const auto refuse = [&](const std::string& allowed) {
@@ -242,6 +269,19 @@ void CheckDoor(const Config& config) {
   }
 }
 
+void CheckArenas(const Config& config) {
+  const absl::StatusOr<door::Address> address = door::ParseAddress(config.arena_listen);
+  const bool in_use = std::find(config.listen.begin(), config.listen.end(), config.arena_listen) !=
+                      config.listen.end();
+  if (address.ok() && !address->path.empty() && !in_use) return;
+  throw CLI::ValidationError(
+      "--arena-listen",
+      absl::StrFormat("got \"%s\", allowed %s", absl::CHexEscape(config.arena_listen),
+                      in_use         ? "a path that --listen does not have"
+                      : address.ok() ? "unix:PATH"
+                                     : std::string(address.status().message())));
+}
+
 // Checks that the flags agree with each other.
 void CheckTogether(const Config& config) {
   const auto refuse = [](const std::string& flag, const std::string& text) {
@@ -284,6 +324,7 @@ void CheckTogether(const Config& config) {
   if (config.metrics_listen != "off") {
     check_address("--metrics-listen", config.metrics_listen, false);
   }
+  if (!config.arena_listen.empty()) CheckArenas(config);
   CheckDoor(config);
   std::error_code error;
   if (!config.head_root.empty() && !std::filesystem::is_directory(config.head_root, error)) {
@@ -432,6 +473,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                "Listen on addresses that other machines reach although there is no TLS, or nothing "
                "that shows who calls")
       ->envname(EnvironmentName("--insecure"));
+  AddArenas(app, config);
   AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
              "Calls that may be open on a connection");
   AddDuration(

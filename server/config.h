@@ -37,6 +37,10 @@ struct Config {
   std::string tls_client_ca;
   std::string tokens;
   bool insecure = false;
+  std::string arena_listen;  // a Unix socket on which clients lease memory; empty: none
+  uint32_t arena_mode = 0600;
+  int64_t max_arena_bytes = int64_t{1} << 30;  // of one arena, and of all together
+  int max_leases = 64;
   int max_streams = 2048;  // open calls of a connection
   absl::Duration max_connection_age = absl::InfiniteDuration();
   absl::Duration max_connection_idle = absl::InfiniteDuration();

@@ -28,6 +28,8 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/arena/arena_server.h"
+#include "server/arena/leases.h"
 #include "server/door/address.h"
 #include "server/door/connection.h"
 #include "server/door/door_metrics.h"
@@ -315,6 +317,44 @@ absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetr
   return (*files)->Load();
 }
 
+// Null without --arena-listen. `identities` may be null.
+absl::StatusOr<std::unique_ptr<arena::ArenaServer>> ServeArenas(
+    const Config& config, const door::Identities* identities, arena::Leases* leases,
+    std::shared_ptr<prometheus::Registry> registry) {
+  if (config.arena_listen.empty()) return nullptr;
+  const absl::StatusOr<door::Address> address = door::ParseAddress(config.arena_listen);
+  if (!address.ok()) return address.status();
+  // Where there are identities, only their users may lease: not all who may open the file.
+  const auto check_user = [identities](uid_t uid) -> absl::Status {
+    if (identities == nullptr) return absl::OkStatus();
+    door::Credentials shown;
+    shown.uid = uid;
+    const auto found = identities->Find(shown);
+    if (!found.ok()) {
+      return absl::UnauthenticatedError(
+          absl::StrCat("arena: got user ", uid, ", allowed users of an identity in --tokens"));
+    }
+    const door::Identity& identity = *found->identity;
+    if (identity.Has(door::Role::kInfer) || identity.Has(door::Role::kScore)) {
+      return absl::OkStatus();
+    }
+    return absl::PermissionDeniedError(
+        absl::StrCat("arena: got identity ", identity.name, " with the roles ", identity.RoleList(),
+                     ", allowed one with infer or score"));
+  };
+  absl::StatusOr<std::unique_ptr<arena::ArenaServer>> server = arena::ArenaServer::Start(
+      {.address = *address, .mode = config.arena_mode, .check_user = check_user}, leases,
+      std::move(registry));
+  if (!server.ok()) {
+    return absl::UnavailableError(absl::StrCat("--arena-listen: cannot listen on ",
+                                               config.arena_listen, ": ",
+                                               server.status().message()));
+  }
+  spdlog::info("arenas on {}: at most {} leases and {} B", config.arena_listen, config.max_leases,
+               config.max_arena_bytes);
+  return server;
+}
+
 // Memory of a CPU stream that uses a head.
 constexpr int64_t kHeadScratch = int64_t{64} << 20;
 // What the process itself needs beyond its start: threads, gRPC's own state, what malloc keeps.
@@ -333,6 +373,7 @@ constexpr int64_t kSlabRowBytes = 168;
 std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const DeviceInfo& device,
                                                int64_t base, const engine::Admission& admission,
                                                const engine::Metrics& metrics,
+                                               const arena::Leases& leases,
                                                std::shared_ptr<door::Connections> connections,
                                                std::shared_ptr<door::DoorMetrics> door_metrics,
                                                rpc::RpcServer* server) {
@@ -340,20 +381,22 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const Devic
   const int64_t slabs =
       config.streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
-  const auto device_growth = [=, &metrics]() -> int64_t {
-    if (!cpu) return 0;
+  // Leased memory counts as held: a client writes it without asking.
+  const auto other_growth = [=, &metrics, &leases]() -> int64_t {
+    const int64_t leased = leases.bytes();
+    if (!cpu) return leased;
     const int64_t heads = metrics.Get(engine::Gauge::kHeadBytes);
     const int64_t scratch = heads > 0 ? config.streams * kHeadScratch : 0;
-    return slabs + heads - heads_at_start + scratch;
+    return leased + slabs + heads - heads_at_start + scratch;
   };
   const int64_t messages = rpc::TransportBytes(config.max_held_bytes) + kProcessGrowth;
-  const auto limit = [=] { return base + device_growth() + messages; };
+  const auto limit = [=] { return base + other_growth() + messages; };
   return std::make_unique<door::MemoryWatch>(
       std::move(connections),
       door::MemoryWatchOptions{
           .base = base,
           .allowed_growth = [=] { return limit() - base; },
-          .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
+          .held = [=, &admission] { return other_growth() + admission.held_bytes(); },
           .shed = [server](bool shed) { server->RefuseConnections(shed); },
           .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
 }
@@ -464,6 +507,12 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (absl::Status s = OpenDoor(config, door_metrics, recheck, &door, &files); !s.ok()) {
     return CannotStart(s);
   }
+  // Calls use leases until the server has ended.
+  arena::Leases leases(
+      {.max_bytes = config.max_arena_bytes, .max_leases = config.max_leases});
+  const absl::StatusOr<std::unique_ptr<arena::ArenaServer>> arenas =
+      ServeArenas(config, door.identities.get(), &leases, metrics.registry());
+  if (!arenas.ok()) return CannotStart(arenas.status());
   const int64_t base_bytes = door::ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
@@ -477,19 +526,22 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .connections = connections,
                              .tls = door.tls,
                              .identities = door.identities.get(),
+                             .leases = *arenas == nullptr ? nullptr : &leases,
                              .max_connection_age = config.max_connection_age,
                              .max_connection_idle = config.max_connection_idle,
                              .keepalive_time = config.keepalive_time},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
   const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
-      config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
+      config, device, base_bytes, admission, metrics, leases, connections, door_metrics,
+      server->get());
   rechecked = server->get();
   files->Start();
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
 
   Events::Kind event = ServeUntilEvent(config, events, **engine, **server);
+  leases.BeginDrain();
   event = Drain(config, event, events, admission, **engine, **server);
   const int cut = (*server)->calls();
   if (event == Events::kLost) LeaveLostDevice();

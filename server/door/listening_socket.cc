@@ -111,13 +111,13 @@ sockaddr_un UnixAddress(const std::string& path) {
 
 // What is at the path of a Unix socket, seen by connecting to it. OK: a file that no process
 // listens on.
-absl::Status CheckStale(const std::string& path, const sockaddr_un& address) {
+absl::Status CheckStale(const std::string& path, const sockaddr_un& address, int type) {
   struct stat file = {};
   if (lstat(path.c_str(), &file) != 0) {
     return errno == ENOENT ? absl::OkStatus() : Failed("stat");
   }
   if (!S_ISSOCK(file.st_mode)) return absl::UnavailableError("the file there is not a socket");
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const int fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return Failed("socket");
   absl::Cleanup close_fd = [fd] { close(fd); };
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
@@ -128,7 +128,10 @@ absl::Status CheckStale(const std::string& path, const sockaddr_un& address) {
         absl::StrFormat("another process (pid %d) listens there", holder.pid));
   }
   if (errno == ECONNREFUSED || errno == ENOENT) return absl::OkStatus();
-  if (errno == EAGAIN) return absl::UnavailableError("another process listens there");
+  // EPROTOTYPE: it listens with a socket of another type.
+  if (errno == EAGAIN || errno == EPROTOTYPE) {
+    return absl::UnavailableError("another process listens there");
+  }
   return Failed("connect");
 }
 
@@ -154,11 +157,12 @@ class DirectoryLock {
   int fd_ = -1;
 };
 
-absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& path) {
+absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& path,
+                                                          const UnixSocketOptions& options) {
   const sockaddr_un address = UnixAddress(path);
   const DirectoryLock lock(path);
-  if (absl::Status status = CheckStale(path, address); !status.ok()) return status;
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (absl::Status status = CheckStale(path, address, options.type); !status.ok()) return status;
+  const int fd = socket(AF_UNIX, options.type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return Failed("socket");
   absl::Cleanup close_fd = [fd] { close(fd); };
   if (unlink(path.c_str()) != 0 && errno != ENOENT) return Failed("unlink");
@@ -167,6 +171,8 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& pat
   }
   struct stat file = {};
   if (lstat(path.c_str(), &file) != 0) return Failed("stat");
+  // Nobody can connect before listen.
+  if (options.mode.has_value() && chmod(path.c_str(), *options.mode) != 0) return Failed("chmod");
   if (listen(fd, kBacklog) != 0) return Failed("listen");
   std::move(close_fd).Cancel();
   return std::vector<ListeningSocket>{{.fd = fd, .device = file.st_dev, .inode = file.st_ino}};
@@ -174,8 +180,9 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& pat
 
 }  // namespace
 
-absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address) {
-  return address.path.empty() ? ListenOnTcp(address) : ListenOnUnix(address.path);
+absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address,
+                                                      const UnixSocketOptions& options) {
+  return address.path.empty() ? ListenOnTcp(address) : ListenOnUnix(address.path, options);
 }
 
 void RemoveSocketFile(const Address& address, const ListeningSocket& socket) {

@@ -2,7 +2,11 @@
 #ifndef LOGITD_SERVER_DOOR_LISTENING_SOCKET_H_
 #define LOGITD_SERVER_DOOR_LISTENING_SOCKET_H_
 
+#include <sys/socket.h>
+#include <sys/types.h>
+
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -18,13 +22,20 @@ struct ListeningSocket {
   uint64_t inode = 0;
 };
 
+// What a Unix socket is like. Others ignore it.
+struct UnixSocketOptions {
+  int type = SOCK_STREAM;
+  std::optional<mode_t> mode;  // of its file; nullopt: what the process's umask leaves
+};
+
 // Opens the sockets of an address. A name may stand for several; an address without a family
 // ("0.0.0.0", "::") takes IPv4 and IPv6. Port 0 picks one port for all.
 //
 // A Unix socket's file that no process listens on is replaced. The path is refused if a process
 // listens there, which the error names, or if it is not a socket. UNAVAILABLE: anything the system
 // refuses.
-absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address);
+absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address,
+                                                     const UnixSocketOptions& options = {});
 
 // Removes the file of a Unix socket if it is still the one of `socket`.
 void RemoveSocketFile(const Address& address, const ListeningSocket& socket);

@@ -19,9 +19,10 @@ enum class Source {
   kConnections,  // connections that were refused or cut
   kCallers,      // calls without an identity, or without the role
   kSlowCalls,    // calls that took long
+  kArenas,       // leases of shared memory
 };
 inline constexpr Source kSources[] = {Source::kGrpc, Source::kHeads, Source::kConnections,
-                                      Source::kCallers, Source::kSlowCalls};
+                                      Source::kCallers, Source::kSlowCalls, Source::kArenas};
 std::string_view Name(Source source);  // "grpc"
 
 // A source may write kBurst lines at once, and kLinesPerSecond in the long run.

@@ -106,6 +106,7 @@ class RpcServerImpl final : public RpcServer {
                      .tracker = &tracker_,
                      .log = &log_,
                      .copier = &copier_,
+                     .leases = options.leases,
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, options.remote_listen, environment_),

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/arena/leases.h"
 #include "server/door/connection.h"
 #include "server/door/identities.h"
 #include "server/door/tls_context.h"
@@ -34,6 +35,7 @@ struct RpcServerOptions {
   std::shared_ptr<const door::TlsSource> tls;  // null: no TLS
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
+  const arena::Leases* leases = nullptr;  // that requests may refer to; outlives the server
   // See the flags of the same names. InfiniteDuration: never.
   absl::Duration max_connection_age = absl::InfiniteDuration();
   absl::Duration max_connection_idle = absl::InfiniteDuration();

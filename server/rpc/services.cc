@@ -31,22 +31,18 @@ using MakeCodec = StreamCall::MakeCodec;
 
 // For one call of a method: makes the codec of each of its messages.
 template <typename Codec>
-MakeCodec ForTokens(const FindHead& find_head, bool /*is_stream*/) {
-  return [find_head] { return std::make_unique<Codec>(find_head); };
+MakeCodec ForTokens(const Finders& find, bool /*is_stream*/) {
+  return [find] { return std::make_unique<Codec>(find); };
 }
 
-MakeCodec ForVerify(const FindHead&, bool /*is_stream*/) {
-  return [] { return std::make_unique<VerifyCodec>(); };
-}
-
-MakeCodec ForScore(const FindHead& find_head, bool /*is_stream*/) {
-  return [find_head, sequence = std::make_shared<ScoreSequence>()] {
-    return std::make_unique<ScoreCodec>(find_head, sequence);
+MakeCodec ForScore(const Finders& find, bool /*is_stream*/) {
+  return [find, sequence = std::make_shared<ScoreSequence>()] {
+    return std::make_unique<ScoreCodec>(find, sequence);
   };
 }
 
 template <AttentionDirection direction>
-MakeCodec ForAttention(const FindHead&, bool is_stream) {
+MakeCodec ForAttention(const Finders&, bool is_stream) {
   return [tensor = is_stream ? std::make_shared<AttentionTensor>() : nullptr] {
     return std::make_unique<AttentionCodec>(direction, tensor);
   };
@@ -57,7 +53,7 @@ MakeCodec ForAttention(const FindHead&, bool is_stream) {
 struct OpCodecs {
   const engine::OpTraits* op;
   door::Role role;
-  MakeCodec (*for_call)(const FindHead& find_head, bool is_stream);
+  MakeCodec (*for_call)(const Finders& find, bool is_stream);
   const google::protobuf::Descriptor* (*message)();
 };
 constexpr OpCodecs kCodecs[] = {
@@ -65,7 +61,8 @@ constexpr OpCodecs kCodecs[] = {
      &v1::TopKRequest::descriptor},
     {&ops::kSampleTraits, door::Role::kInfer, &ForTokens<SampleCodec>,
      &v1::SampleRequest::descriptor},
-    {&ops::kVerifyTraits, door::Role::kInfer, &ForVerify, &v1::VerifyRequest::descriptor},
+    {&ops::kVerifyTraits, door::Role::kInfer, &ForTokens<VerifyCodec>,
+      &v1::VerifyRequest::descriptor},
     {&ops::kCrossEntropyTraits, door::Role::kScore, &ForScore, &v1::ScoreRequest::descriptor},
     {&ops::kAttentionSoftmaxTraits, door::Role::kInfer, &ForAttention<AttentionDirection::kForward>,
      &v1::AttentionSoftmaxRequest::descriptor},
@@ -78,9 +75,12 @@ static_assert(std::size(kCodecs) == std::size(ops::kOps));
 }  // namespace
 
 OpService::OpService(std::string_view service, const CallEnvironment& environment) {
-  const FindHead find_head = [heads = environment.heads](std::string_view name) {
-    return heads->Find(name);
-  };
+  Finders find = {
+      .head = [heads = environment.heads](std::string_view name) { return heads->Find(name); },
+      .lease = nullptr};
+  if (environment.leases != nullptr) {
+    find.lease = [leases = environment.leases](std::string_view id) { return leases->Find(id); };
+  }
   for (const ops::Op& op : ops::kOps) {
     if (op.service != service) continue;
     const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),
@@ -97,7 +97,7 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
     AddRawMethod(path(op.method), [=, method = path(op.method), access = access(op.method)](
                                       grpc::CallbackServerContext* context) {
       return std::make_shared<UnaryCall>(context, method, environment, access,
-                                         codecs.for_call(find_head, /*is_stream=*/false)())
+                                         codecs.for_call(find, /*is_stream=*/false)())
           ->Start();
     });
     if (op.stream_method.empty()) continue;
@@ -105,7 +105,7 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
                                           access = access(op.stream_method)](
                                              grpc::CallbackServerContext* context) {
       return std::make_shared<StreamCall>(context, method, environment, access,
-                                          codecs.for_call(find_head, /*is_stream=*/true))
+                                          codecs.for_call(find, /*is_stream=*/true))
           ->Start();
     });
   }

@@ -52,20 +52,11 @@ inline void Compare(const v1::VerifyRequest& expected, const VerifyFields& ours,
   compare->Bytes("draft_probs", expected.draft_probs(), ours.draft_probs);
 }
 
-template <typename Codec>
-Codec MakeCodec(const OneHead& head) {
-  if constexpr (std::is_constructible_v<Codec, FindHead>) {
-    return Codec(head.Find());
-  } else {
-    return Codec();
-  }
-}
-
 // Runs what a server would up to the op, into memory of exactly the size that the job asked for.
 template <typename Codec>
 void WriteEverything(Pieces pieces) {
   const OneHead head;
-  Codec codec = MakeCodec<Codec>(head);
+  Codec codec(head.Find());
   engine::JobSpec spec;
   if (!codec.Parse(pieces, /*max_rows=*/64, &spec).ok()) return;
   std::vector<std::unique_ptr<std::byte[]>> memory;

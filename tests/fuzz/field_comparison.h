@@ -97,6 +97,12 @@ class FieldComparison {
     Note("rows", ours.rows == expected.rows());
     Note("vocab", ours.vocab == expected.vocab());
     Note("input", static_cast<int>(ours.input.number) == static_cast<int>(expected.input_case()));
+    if (!expected.has_shared()) return;
+    SharedFields shared;
+    Note("shared", ParseSharedFields(pieces_, ours.input, &shared).ok());
+    Bytes("shared.lease", expected.shared().lease(), shared.lease);
+    Note("shared.offset", shared.offset == expected.shared().offset());
+    Note("shared.row_stride", shared.row_stride == expected.shared().row_stride());
   }
 
   // The same with the input itself, for requests that may have hidden states.

@@ -1,14 +1,17 @@
-// One loaded head for codecs: "h", 3 tokens x 2, f32.
+// What codecs may refer to: one loaded head, "h", 3 tokens x 2, f32; and one lease.
 #ifndef LOGITD_TESTS_RPC_ONE_HEAD_H_
 #define LOGITD_TESTS_RPC_ONE_HEAD_H_
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "server/arena/leases.h"
 #include "server/engine/heads.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
 #include "tests/fake_backend.h"
@@ -17,18 +20,35 @@ namespace logitd::rpc::testing {
 
 class OneHead {
  public:
+  static constexpr std::string_view kLease = "0123456789abcdef";
+  static constexpr size_t kLeaseBytes = 4096;
+
   // This outlives the result.
-  FindHead Find() const {
-    return [this](std::string_view name) -> absl::StatusOr<std::shared_ptr<const engine::Head>> {
-      if (name == "h" && head_ != nullptr) return head_;
-      return absl::NotFoundError(absl::StrCat("no head ", std::string(name), ", only h"));
-    };
+  Finders Find() const {
+    return {
+        .head = [this](std::string_view name)
+            -> absl::StatusOr<std::shared_ptr<const engine::Head>> {
+          if (name == "h" && head_ != nullptr) return head_;
+          return absl::NotFoundError(absl::StrCat("no head ", std::string(name), ", only h"));
+        },
+        .lease = [this](std::string_view id)
+            -> absl::StatusOr<std::shared_ptr<const arena::Memory>> {
+          if (id == kLease && memory_ != nullptr) return memory_;
+          return absl::NotFoundError("no such lease");
+        }};
   }
+
+  // The bytes of the lease.
+  std::byte* leased() { return bytes_.data(); }
 
   // As engine::Heads::Unload: Find does not return the head any more, and its last user frees it.
   void Unload() { head_.reset(); }
 
   std::weak_ptr<const engine::Head> watch() const { return head_; }
+
+  // As arena::Leases::End.
+  void EndLease() { memory_.reset(); }
+  std::weak_ptr<const arena::Memory> watch_lease() const { return memory_; }
 
  private:
   // The weight is never read.
@@ -37,6 +57,8 @@ class OneHead {
       backend_.get(), DeviceMemory(),
       HeadView{.weight = {.dtype = DType::kF32, .rows = 3, .cols = 2, .row_stride = 4}},
       engine::HeadInfo{.name = "h"});
+  std::vector<std::byte> bytes_ = std::vector<std::byte>(kLeaseBytes);
+  std::shared_ptr<const arena::Memory> memory_ = std::make_shared<const arena::Memory>(bytes_);
 };
 
 }  // namespace logitd::rpc::testing

@@ -61,7 +61,7 @@ struct ParsedAs {
   std::string bytes;
   Piece piece;
   testing::OneHead heads;
-  Codec codec = testing::MakeCodec<Codec>(heads);
+  Codec codec{heads.Find()};
   engine::JobSpec spec;
   absl::Status status;
 };

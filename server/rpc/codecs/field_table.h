@@ -65,7 +65,8 @@ class FieldTable {
       std::cerr << descriptor_->full_name() << " has no field " << name << "\n";
       std::abort();
     }
-    fields_.push_back({static_cast<uint32_t>(field->number()), name, member});
+    const bool is_message = field->type() == google::protobuf::FieldDescriptor::TYPE_MESSAGE;
+    fields_.push_back({static_cast<uint32_t>(field->number()), name, member, is_message});
   }
 
   const google::protobuf::Descriptor* const descriptor_;

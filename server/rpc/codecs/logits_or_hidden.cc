@@ -1,5 +1,6 @@
 #include "server/rpc/codecs/logits_or_hidden.h"
 
+#include <array>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -8,16 +9,27 @@
 #include "kernels/status_macros.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
+#include "logitd/v1/types.pb.h"
 #include "server/rpc/codecs/dtype.h"
 
 namespace logitd::rpc {
 namespace {
 
-// Choice tells hidden states by their number, which must be the same in every request.
+// Choice tells what it holds by the number, which must be the same in every request.
 constexpr uint32_t kHiddenNumber = v1::TopKRequest::kHiddenFieldNumber;
 static_assert(v1::SampleRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::ScoreRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::VerifyRequest::kLogitsFieldNumber != int{kHiddenNumber});
+constexpr uint32_t kSharedNumber = v1::TopKRequest::kSharedFieldNumber;
+static_assert(v1::SampleRequest::kSharedFieldNumber == int{kSharedNumber});
+static_assert(v1::ScoreRequest::kSharedFieldNumber == int{kSharedNumber});
+static_assert(v1::VerifyRequest::kSharedFieldNumber == int{kSharedNumber});
+
+constexpr NamedField<SharedFields> kSharedFields[] = {
+    {"shared.lease", &SharedFields::lease},
+    {"shared.offset", &SharedFields::offset},
+    {"shared.row_stride", &SharedFields::row_stride},
+};
 
 constexpr size_t kMaxHeadName = 128;
 
@@ -29,21 +41,30 @@ absl::Status CheckHeadName(std::string_view name) {
       absl::StrFormat("head: got a name of %d bytes, allowed 1..%d", name.size(), kMaxHeadName));
 }
 
-absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
-                                  const FindHead& find_head) {
+absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields) {
+  static const auto* const table = new auto(
+      FieldTable<SharedFields>(v1::SharedRows::descriptor()).Add(kSharedFields));
+  // None of the fields is a list.
+  return ParseNested<SharedFields>(pieces, input.message, *table, /*max_list=*/1, fields);
+}
+
+absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
+                                  const Finders& find) {
   std::shared_ptr<const engine::Head> head;
   LOGITD_RETURN_IF_ERROR(CheckHeadName(fields.head));
   if (!fields.head.empty()) {
-    absl::StatusOr<std::shared_ptr<const engine::Head>> found = find_head(fields.head);
+    absl::StatusOr<std::shared_ptr<const engine::Head>> found = find.head(fields.head);
     if (!found.ok()) return found.status();
     head = *std::move(found);
   }
-  return Read(fields, max_rows, std::move(head));
+  return Read(pieces, fields, max_rows, find.lease, std::move(head));
 }
 
-absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
+absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
+                                  const FindLease& find_lease,
                                   std::shared_ptr<const engine::Head> head) {
-  const bool hidden = fields.input.number == kHiddenNumber;
+  const bool shared = fields.input.number == kSharedNumber;
+  const bool hidden = shared ? head != nullptr : fields.input.number == kHiddenNumber;
   if (hidden != (head != nullptr)) {
     return absl::InvalidArgumentError(
         hidden
@@ -53,16 +74,22 @@ absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
                               head->info().name, fields.input.number == 0 ? "missing" : "logits"));
   }
   LOGITD_RETURN_IF_ERROR(DTypeFromWire("dtype", fields.dtype, &dtype_));
-  const auto bytes = static_cast<int64_t>(fields.input.range.bytes);
+  const HeadView* const view = hidden ? &head->view() : nullptr;
+  // A lease has no size of its own to compare with: the shape says how many bytes there must be. The
+  // product may wrap around only where the checks refuse the shape before they compare.
+  const int64_t elements = hidden ? view->hidden() : fields.vocab;
+  const auto bytes = static_cast<int64_t>(shared ? static_cast<uint64_t>(fields.rows) *
+                                                       static_cast<uint64_t>(elements) *
+                                                       SizeOf(dtype_)
+                                                 : fields.input.range.bytes);
   if (hidden) {
-    const HeadView& view = head->view();
-    vocab_ = view.vocab();
-    row_elements_ = view.hidden();
+    vocab_ = view->vocab();
+    row_elements_ = view->hidden();
     LOGITD_RETURN_IF_ERROR(CheckHidden({.dtype = dtype_,
                                         .rows = fields.rows,
                                         .hidden = fields.hidden_size,
                                         .payload_bytes = bytes},
-                                       view));
+                                       *view));
     if (fields.vocab != 0 && fields.vocab != vocab_) {
       return absl::InvalidArgumentError(
           absl::StrFormat("vocab: got %d, allowed %d, which is that of head %s, or 0", fields.vocab,
@@ -82,7 +109,61 @@ absl::Status LogitsOrHidden::Read(const InputFields& fields, int64_t max_rows,
   payload_ = {.range = fields.input.range,
               .rows = fields.rows,
               .row_bytes = static_cast<size_t>(row_elements_) * SizeOf(dtype_)};
+  if (shared) LOGITD_RETURN_IF_ERROR(Locate(pieces, fields.input, find_lease));
   head_ = std::move(head);
+  return absl::OkStatus();
+}
+absl::Status LogitsOrHidden::Locate(Pieces pieces, const Choice& input,
+                                    const FindLease& find_lease) {
+  SharedFields fields;
+  LOGITD_RETURN_IF_ERROR(ParseSharedFields(pieces, input, &fields));
+  if (find_lease == nullptr) {
+    return absl::NotFoundError(
+        "shared: got rows in a lease, allowed only where the server has --arena-listen");
+  }
+  if (fields.lease.bytes != kLeaseIdBytes) {
+    return absl::InvalidArgumentError(absl::StrFormat("shared.lease: got %d bytes, allowed %d",
+                                                      fields.lease.bytes, kLeaseIdBytes));
+  }
+  std::array<char, kLeaseIdBytes> id;
+  CopyRange(pieces, fields.lease, id.data());
+  absl::StatusOr<std::shared_ptr<const arena::Memory>> lease =
+      find_lease(std::string_view(id.data(), id.size()));
+  if (!lease.ok()) return lease.status();
+  const auto total = static_cast<int64_t>((*lease)->size());
+  const auto element = static_cast<int64_t>(SizeOf(dtype_));
+  const auto row_bytes = static_cast<int64_t>(payload_.row_bytes);
+  const int64_t stride = fields.row_stride == 0 ? row_bytes : fields.row_stride;
+  if (stride < row_bytes || stride > total || stride % element != 0) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "shared.row_stride: got %d, allowed 0, or a multiple of %d from %d, the bytes of a row, to "
+        "%d, the bytes of the lease",
+        fields.row_stride, element, row_bytes, total));
+  }
+  // Not more than 2^63: rows are fewer than 2^24, and a lease is at most 2^40 bytes.
+  const int64_t last = total - row_bytes - (payload_.rows - 1) * stride;
+  if (fields.offset < 0 || fields.offset > last || fields.offset % element != 0) {
+    return absl::InvalidArgumentError(
+        last < 0 ? absl::StrFormat("shared: got %d rows of %d bytes, allowed at most the %d bytes of "
+                                   "the lease",
+                                   payload_.rows, stride, total)
+                 : absl::StrFormat("shared.offset: got %d, allowed a multiple of %d from 0 to %d: "
+                                   "%d rows of %d bytes in a lease of %d",
+                                   fields.offset, element, last, payload_.rows, stride, total));
+  }
+  const Piece all = (*lease)->subspan(static_cast<size_t>(fields.offset));
+  if (stride == row_bytes) {
+    shared_rows_.assign(1, all.subspan(0, static_cast<size_t>(payload_.rows * row_bytes)));
+  } else {
+    shared_rows_.reserve(static_cast<size_t>(payload_.rows));
+    for (int64_t row = 0; row < payload_.rows; ++row) {
+      shared_rows_.push_back(
+          all.subspan(static_cast<size_t>(row * stride), static_cast<size_t>(row_bytes)));
+    }
+  }
+  payload_.range = {.bytes = static_cast<size_t>(payload_.rows * row_bytes)};
+  payload_.shared = shared_rows_;
+  lease_ = *std::move(lease);
   return absl::OkStatus();
 }
 

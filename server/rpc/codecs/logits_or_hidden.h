@@ -1,5 +1,5 @@
-// What the rows of a request are: logits, or hidden states of a head. For the ops that have a
-// linear form.
+// What the rows of a request are, logits or hidden states of a head, and where they lie: in the
+// message or in a lease. For the ops that have a linear form.
 #ifndef LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 #define LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 
@@ -8,10 +8,12 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/types.h"
+#include "server/arena/leases.h"
 #include "server/engine/heads.h"
 #include "server/engine/job.h"
 #include "server/rpc/codecs/field_table.h"
@@ -24,6 +26,16 @@ namespace logitd::rpc {
 using FindHead =
     std::function<absl::StatusOr<std::shared_ptr<const engine::Head>>(std::string_view name)>;
 
+// As arena::Leases::Find. Thread-safe.
+using FindLease =
+    std::function<absl::StatusOr<std::shared_ptr<const arena::Memory>>(std::string_view id)>;
+
+// What requests refer to by name.
+struct Finders {
+  FindHead head;    // null where hidden states cannot come
+  FindLease lease;  // null: the server leases nothing
+};
+
 // Fields 1 to 15 of a request, as they are in the message.
 struct InputFields {
   int32_t dtype = 0;  // logitd.v1.DType
@@ -31,13 +43,25 @@ struct InputFields {
   int64_t vocab = 0;
   std::string head;
   int64_t hidden_size = 0;
-  Choice input;  // logits or hidden
+  Choice input;  // logits, hidden or shared
 };
+
+// SharedRows as it is in the message.
+struct SharedFields {
+  ByteRange lease;
+  int64_t offset = 0;
+  int64_t row_stride = 0;
+};
+
+// As ParseMessage, of a field that is a SharedRows.
+absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields);
+
 
 // The fields of every request.
 inline constexpr NamedField<InputFields> kLogitsFields[] = {{"dtype", &InputFields::dtype},
                                                             {"rows", &InputFields::rows},
                                                             {"vocab", &InputFields::vocab},
+                                                            {"shared", &InputFields::input},
                                                             {"logits", &InputFields::input}};
 // The fields of requests that may have hidden states.
 inline constexpr NamedField<InputFields> kHiddenFields[] = {
@@ -48,17 +72,18 @@ inline constexpr NamedField<InputFields> kHiddenFields[] = {
 // INVALID_ARGUMENT: longer than the name of any head, so that no text has to repeat it.
 absl::Status CheckHeadName(std::string_view name);
 
-// The input of one request. Keeps its head.
+// The input of one request. Keeps its head and its lease.
 class LogitsOrHidden {
  public:
-  // Checks the input; afterwards vocab() and the others are known. `find_head` may be null where
-  // hidden states cannot come. INVALID_ARGUMENT naming the field, the value and what is allowed;
-  // NOT_FOUND: no such head.
-  absl::Status Read(const InputFields& fields, int64_t max_rows, const FindHead& find_head);
+  // Checks the input of a message that lies in `pieces`; afterwards vocab() and the others are
+  // known. INVALID_ARGUMENT naming the field, the value and what is allowed; NOT_FOUND: no such
+  // head, or no such lease.
+  absl::Status Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
+                    const Finders& find);
 
   // As above, for a later message of a sequence: `head` is the sequence's, null with logits.
-  absl::Status Read(const InputFields& fields, int64_t max_rows,
-                    std::shared_ptr<const engine::Head> head);
+  absl::Status Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
+                    const FindLease& find_lease, std::shared_ptr<const engine::Head> head);
 
   // Jobs of `op` with equal keys may share a batch.
   engine::BatchKey Key(const engine::OpTraits& op) const;
@@ -67,13 +92,20 @@ class LogitsOrHidden {
   int64_t vocab() const { return vocab_; }
   const Payload& payload() const { return payload_; }
   const std::shared_ptr<const engine::Head>& head() const { return head_; }  // null: logits
+  // What the payload's place takes besides the message.
+  int64_t bytes() const { return static_cast<int64_t>(shared_rows_.size() * sizeof(Piece)); }
 
  private:
+  // Finds the rows in a lease.
+  absl::Status Locate(Pieces pieces, const Choice& input, const FindLease& find_lease);
+
   DType dtype_ = DType::kF32;
   int64_t vocab_ = 0;
   int64_t row_elements_ = 0;
   Payload payload_;
   std::shared_ptr<const engine::Head> head_;
+  std::shared_ptr<const arena::Memory> lease_;
+  std::vector<Piece> shared_rows_;  // rows in `lease_`; empty: they are in the message
 };
 
 }  // namespace logitd::rpc

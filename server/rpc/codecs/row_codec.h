@@ -20,17 +20,16 @@ class RowCodec : public OpCodec {
  public:
   const engine::OpTraits& op() const final { return input_.head() == nullptr ? op_ : linear_; }
   int64_t answer_bytes() const final { return answer_bytes_; }
-  int64_t list_bytes() const final { return rows_.bytes(); }
+  int64_t list_bytes() const final { return rows_.bytes() + input_.bytes(); }
   Payload payload() const final { return input_.payload(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) final {
     rows_.WriteInputs(inputs, first);
   }
 
  protected:
-  // `linear`: the op on hidden states; where it has none, the op itself. `find_head`: see
-  // LogitsOrHidden::Read.
-  RowCodec(const engine::OpTraits& op, const engine::OpTraits& linear, FindHead find_head)
-      : op_(op), linear_(linear), find_head_(std::move(find_head)) {}
+  // `linear`: the op on hidden states; where it has none, the op itself.
+  RowCodec(const engine::OpTraits& op, const engine::OpTraits& linear, Finders find)
+      : op_(op), linear_(linear), find_(std::move(find)) {}
 
   // The end of Parse: the rows have been checked. `more_bytes`: fields without an output array.
   void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0) {
@@ -40,7 +39,7 @@ class RowCodec : public OpCodec {
 
   const engine::OpTraits& op_;
   const engine::OpTraits& linear_;
-  const FindHead find_head_;
+  const Finders find_;
   LogitsOrHidden input_;
   Rows rows_;
   int64_t answer_bytes_ = 0;

@@ -126,7 +126,7 @@ void WriteSampleAnswer(const ops::SampleRows& rows, const engine::JobAnswer& ans
 absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   SampleFields fields;
   LOGITD_RETURN_IF_ERROR(ParseSampleFields(pieces, static_cast<size_t>(max_rows), &fields));
-  LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, find_head_));
+  LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(CheckSample(rows_.Request(input_.vocab())));
   FillSpec(spec);

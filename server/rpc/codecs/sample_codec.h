@@ -61,8 +61,8 @@ void WriteSampleAnswer(const ops::SampleRows& rows, const engine::JobAnswer& ans
 
 class SampleCodec final : public RowCodec<ops::SampleRows> {
  public:
-  explicit SampleCodec(FindHead find_head)
-      : RowCodec(ops::kSampleTraits, ops::kLinearSampleTraits, std::move(find_head)) {}
+  explicit SampleCodec(Finders find)
+      : RowCodec(ops::kSampleTraits, ops::kLinearSampleTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;

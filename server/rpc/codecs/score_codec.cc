@@ -131,9 +131,9 @@ absl::Status ScoreCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec*
   LOGITD_RETURN_IF_ERROR(ParseScoreFields(pieces, static_cast<size_t>(max_rows), &fields));
   if (sequence_->begun) {
     LOGITD_RETURN_IF_ERROR(Inherit(&fields));
-    LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, sequence_->head));
+    LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_.lease, sequence_->head));
   } else {
-    LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, find_head_));
+    LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
   }
   LOGITD_RETURN_IF_ERROR(ReadPlace(fields));
   LOGITD_RETURN_IF_ERROR(BuildRows(fields));

@@ -65,9 +65,9 @@ struct ScoreSequence {
 
 class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
  public:
-  explicit ScoreCodec(FindHead find_head,
+  explicit ScoreCodec(Finders find,
                       std::shared_ptr<ScoreSequence> sequence = std::make_shared<ScoreSequence>())
-      : RowCodec(ops::kCrossEntropyTraits, ops::kLinearCrossEntropyTraits, std::move(find_head)),
+      : RowCodec(ops::kCrossEntropyTraits, ops::kLinearCrossEntropyTraits, std::move(find)),
         sequence_(std::move(sequence)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;

@@ -17,7 +17,7 @@ absl::Status ParseTopKFields(Pieces pieces, size_t max_list, TopKFields* fields)
 absl::Status TopKCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   TopKFields fields;
   LOGITD_RETURN_IF_ERROR(ParseTopKFields(pieces, static_cast<size_t>(max_rows), &fields));
-  LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, find_head_));
+  LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
   rows_.rows.resize(static_cast<size_t>(input_.rows()));
   LOGITD_RETURN_IF_ERROR(
       FillParams<SoftmaxTopKRow>(kSoftmaxTopKParams, fields.params, absl::MakeSpan(rows_.rows)));

@@ -25,8 +25,8 @@ absl::Status ParseTopKFields(Pieces pieces, size_t max_list, TopKFields* fields)
 
 class TopKCodec final : public RowCodec<ops::SoftmaxTopKRows> {
  public:
-  explicit TopKCodec(FindHead find_head)
-      : RowCodec(ops::kSoftmaxTopKTraits, ops::kLinearTopKTraits, std::move(find_head)) {}
+  explicit TopKCodec(Finders find)
+      : RowCodec(ops::kSoftmaxTopKTraits, ops::kLinearTopKTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;

@@ -150,7 +150,7 @@ absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fie
 absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   VerifyFields fields;
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
-  LOGITD_RETURN_IF_ERROR(input_.Read(fields, max_rows, find_head_));
+  LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_.sample));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields.sequence_rows, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields, &rows_));

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "server/engine/job.h"
 #include "server/ops/verify.h"
@@ -28,7 +29,8 @@ absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fie
 
 class VerifyCodec final : public RowCodec<ops::VerifyRows> {
  public:
-  VerifyCodec() : RowCodec(ops::kVerifyTraits, ops::kVerifyTraits, FindHead()) {}
+  explicit VerifyCodec(Finders find)
+      : RowCodec(ops::kVerifyTraits, ops::kVerifyTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;

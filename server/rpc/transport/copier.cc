@@ -92,7 +92,8 @@ Copier::~Copier() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
-void Copier::Copy(Pieces pieces, const Payload& payload, std::byte* dst, size_t row_stride) {
+void Copier::Copy(Pieces message, const Payload& payload, std::byte* dst, size_t row_stride) {
+  const Pieces pieces = payload.shared.empty() ? message : payload.shared;
   if (helpers_.empty() || payload.range.bytes < 2 * kPartBytes) {
     CopyPart(pieces, payload.range, 0, payload.row_bytes, dst, row_stride);
     return;

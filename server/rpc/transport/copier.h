@@ -1,4 +1,4 @@
-// The one copy of a payload: from the message's slices into the rows of a slab.
+// The one copy of a payload: from the message's slices, or from a lease, into the rows of a slab.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_COPIER_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_COPIER_H_
 
@@ -14,11 +14,12 @@
 
 namespace logitd::rpc {
 
-// Rows in a message, one after another.
+// Rows one after another, in a message or in shared memory.
 struct Payload {
-  ByteRange range;
+  ByteRange range;  // in the message; in `shared`, all of it
   int64_t rows = 0;
   size_t row_bytes = 0;
+  Pieces shared = {};  // empty: the rows are in the message. Whoever makes the payload keeps them
 };
 
 // Copies large payloads with several threads. One core copies cold memory at 6 to 10 GB/s; after a
@@ -34,9 +35,9 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Copies row r to dst + r * row_stride. Does not write between rows. The payload must lie within
-  // `pieces`.
-  void Copy(Pieces pieces, const Payload& payload, std::byte* dst, size_t row_stride);
+  // Copies row r to dst + r * row_stride. Does not write between rows. `message` is where a payload
+  // lies that is not shared.
+  void Copy(Pieces message, const Payload& payload, std::byte* dst, size_t row_stride);
 
  private:
   struct Task;

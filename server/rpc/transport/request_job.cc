@@ -68,7 +68,9 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
       !status.ok()) {
     return status;
   }
-  absl::InlinedVector<ByteRange, 4> wanted = {codec_->payload().range};
+  absl::InlinedVector<ByteRange, 4> wanted;
+  const Payload payload = codec_->payload();
+  if (payload.shared.empty()) wanted.push_back(payload.range);
   for (const ByteRange& range : codec_->copied_inputs()) wanted.push_back(range);
   message_.KeepOnly(wanted);
   return absl::OkStatus();

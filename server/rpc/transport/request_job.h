@@ -5,6 +5,7 @@
 
 #include <grpcpp/support/byte_buffer.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "server/arena/leases.h"
 #include "server/door/connection.h"
 #include "server/door/identities.h"
 #include "server/engine/admission.h"
@@ -42,6 +44,7 @@ struct CallEnvironment {
   CallTracker* tracker;
   const CallLog* log;
   Copier* copier;
+  const arena::Leases* leases;  // null: the server leases no memory
   int64_t max_payload_bytes;
 };
 
@@ -61,6 +64,11 @@ class RequestJob : public engine::Job {
 
   // The bytes the message holds from here on, or its answer's if they are more.
   int64_t needed_bytes() const;
+
+  // Of a message of `message_bytes`: what its work goes by. Rows in a lease are not in the message.
+  int64_t work_bytes(int64_t message_bytes) const {
+    return std::max(message_bytes, spec_.size.payload_bytes);
+  }
 
   // Pays for the message, then for the answer: a ticket that has received needed_bytes(). The job
   // gives back the bytes it no longer needs.

@@ -38,11 +38,11 @@ class StreamCall::Item final : public RequestJob {
 
   // The work of other calls waits for this one. Without a deadline: a message of a stream is not
   // refused, because that would end the stream.
-  void BeginWork(int64_t message_bytes) {
+  void BeginWork() {
+    const int64_t bytes = work_bytes(message_bytes);
     const engine::Load::Call call = {
-        .caller = spec().caller, .op = spec().key.op, .bytes = message_bytes, .received = true};
-    if (environment().load->Begin(call, &work_).ok())
-      work_.Arrived(message_bytes, spec()).IgnoreError();
+        .caller = spec().caller, .op = spec().key.op, .bytes = bytes, .received = true};
+    if (environment().load->Begin(call, &work_).ok()) work_.Arrived(bytes, spec()).IgnoreError();
   }
 
   bool done = false;
@@ -293,7 +293,7 @@ void StreamCall::OnReadDone(bool ok) {
     }
   }
   if (!status.ok()) return item->End(status);
-  item->BeginWork(message_bytes);
+  item->BeginWork();
   if (ticket.Received(item->needed_bytes())) {
     item->SetTicket(std::move(ticket));
     return Submit(item);

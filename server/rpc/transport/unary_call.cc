@@ -145,7 +145,7 @@ void UnaryCall::Process(grpc::ByteBuffer* message) {
   const auto bytes = static_cast<int64_t>(message->Length());
   received_bytes_ = bytes;
   if (absl::Status status = Take(message, headers_); !status.ok()) return Finish(status);
-  if (absl::Status status = CheckInTime(bytes); !status.ok()) return Finish(status);
+  if (absl::Status status = CheckInTime(work_bytes(bytes)); !status.ok()) return Finish(status);
   if (receive_ticket_.Received(needed_bytes())) {
     SetTicket(std::move(receive_ticket_));
     return Submit(shared_from_this());
@@ -163,9 +163,9 @@ void UnaryCall::Process(grpc::ByteBuffer* message) {
                         });
 }
 
-absl::Status UnaryCall::CheckInTime(int64_t message_bytes) {
+absl::Status UnaryCall::CheckInTime(int64_t bytes) {
   absl::MutexLock lock(&mutex_);
-  return work_.Arrived(message_bytes, spec());
+  return work_.Arrived(bytes, spec());
 }
 
 void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer,

@@ -61,7 +61,7 @@ class UnaryCall final : public RequestJob,
   bool Read();
   void Process(grpc::ByteBuffer* message);
   // Whether the call can still meet its deadline, now that its message is there.
-  absl::Status CheckInTime(int64_t message_bytes);
+  absl::Status CheckInTime(int64_t bytes);
   // Ends the call: with `response` if `status` is OK, otherwise without a message. Thread-safe.
   void Finish(const absl::Status& status, grpc::ByteBuffer response = {}, const RanJob& ran = {});
   void FinishWithoutMessage();

@@ -233,10 +233,6 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange*
   return reader.Skip(length) ? Outcome::kRead : Outcome::kBad;
 }
 
-Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Choice* value) {
-  return ReadValue(reader, type, max_list, &value->range);
-}
-
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Nested* value) {
   ByteRange part;
   const Outcome outcome = ReadValue(reader, type, max_list, &part);
@@ -244,6 +240,30 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Nested* va
   if (value->parts.size() == max_list) return Outcome::kTooLong;
   value->parts.push_back(part);
   return outcome;
+}
+
+Outcome ReadChoice(WireReader& reader, WireType type, size_t max_list, uint32_t number,
+                   bool is_message, Choice* value) {
+  if (!is_message) {
+    const Outcome outcome = ReadValue(reader, type, max_list, &value->range);
+    if (outcome == Outcome::kRead) value->number = number;
+    return outcome;
+  }
+  size_t length = 0;
+  if (type != WireType::kLength) return Outcome::kSkip;
+  if (!reader.ReadLength(&length)) return Outcome::kBad;
+  if (value->number != number) value->message.parts.clear();
+  value->number = number;
+  value->range = {};
+  if (value->message.parts.size() == max_list) return Outcome::kTooLong;
+  value->message.parts.push_back(reader.Here(length));
+  // A part that does not count in the end must be well-formed too, as for the generated parser.
+  const size_t end = reader.position() + length;
+  while (reader.position() < end) {
+    uint32_t tag = 0;
+    if (!reader.ReadTag(&tag) || !reader.SkipValue(tag, kMaxGroupDepth - 1)) return Outcome::kBad;
+  }
+  return reader.position() == end ? Outcome::kRead : Outcome::kBad;
 }
 
 namespace {

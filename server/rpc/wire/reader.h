@@ -62,16 +62,19 @@ using Int64List = absl::InlinedVector<int64_t, 4>;
 using IdList = std::vector<int32_t>;  // sfixed32
 using ValueList = std::vector<float>;
 
-// What a oneof of `bytes` holds: the fields share one member, and the last on the wire wins.
-struct Choice {
-  uint32_t number = 0;  // of the field; 0: none was there
-  ByteRange range;
-};
-
 // A message in the message: every occurrence of it, for a table of its own (ParseNested). No more
 // than rows are read.
 struct Nested {
   absl::InlinedVector<ByteRange, 1> parts;
+};
+
+// What a oneof of `bytes` and messages holds: the fields share one member, and the last on the wire
+// wins.
+struct Choice {
+  uint32_t number = 0;  // of the field; 0: none was there
+  ByteRange range;      // of a field of bytes
+  // Of a message: its occurrences since another field of the oneof was there last, for ParseNested.
+  Nested message;
 };
 
 // One field of message M. The member's type decides how the field is read: int32_t, int64_t and bool
@@ -86,6 +89,7 @@ struct Field {
                    Choice M::*, Nested M::*, Int32List M::*, Int64List M::*, Uint64List M::*,
                    FloatList M::*, IdList M::*, ValueList M::*, ListOf<M>>;
   Member member;
+  bool is_message = false;  // for a Choice
 };
 
 // Copies the bytes of `range` to `dst`.
@@ -158,7 +162,6 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list,
                   std::optional<int64_t>* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, std::optional<float>* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ByteRange* value);
-Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Choice* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Nested* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int32List* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, Int64List* value);
@@ -167,6 +170,9 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, FloatList*
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, IdList* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, ValueList* value);
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, AnyList* value);
+// `number` and `is_message`: of the field.
+Outcome ReadChoice(WireReader& reader, WireType type, size_t max_list, uint32_t number,
+                   bool is_message, Choice* value);
 
 // Where a field of `message` goes.
 template <typename M, typename T>
@@ -200,12 +206,12 @@ absl::Status ParseMessage(Pieces pieces, absl::Span<const Field<M>> fields, size
       outcome = std::visit(
           [&](auto member) {
             auto& value = internal::PlaceOf(message, member);
-            const internal::Outcome read =
-                internal::ReadValue(reader, internal::TypeOf(tag), max_list, &value);
+            const internal::WireType type = internal::TypeOf(tag);
             if constexpr (std::is_same_v<decltype(value), Choice&>) {
-              if (read == internal::Outcome::kRead) value.number = number;
+              return internal::ReadChoice(reader, type, max_list, number, field.is_message, &value);
+            } else {
+              return internal::ReadValue(reader, type, max_list, &value);
             }
-            return read;
           },
           field.member);
       break;

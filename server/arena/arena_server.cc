@@ -1,0 +1,265 @@
+#include "server/arena/arena_server.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "prometheus/counter.h"
+#include "prometheus/family.h"
+#include "prometheus/gauge.h"
+#include "prometheus/registry.h"
+#include "server/log/limited.h"
+
+namespace logitd::arena {
+namespace {
+
+// Connections that may be open beside those with a lease.
+constexpr size_t kSparePeers = 16;
+// How often unused memory is looked for while there is some that calls still use, and how long no
+// connection is accepted after one failed for lack of descriptors.
+constexpr absl::Duration kSoon = absl::Milliseconds(20);
+
+prometheus::Gauge* AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
+  return &prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add({});
+}
+
+prometheus::Counter* AddCounter(prometheus::Registry& registry, const char* name,
+                                const char* help) {
+  return &prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add({});
+}
+
+// One packet, with `fd` if it is not below 0. False: the peer does not take it.
+bool Send(int socket, ArenaAnswer answer, absl::string_view text, int fd) {
+  text = text.substr(0, kMaxArenaText);
+  answer.text_bytes = static_cast<uint32_t>(text.size());
+  std::array<iovec, 2> parts = {iovec{&answer, sizeof(answer)},
+                                iovec{const_cast<char*>(text.data()), text.size()}};
+  msghdr message = {};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = parts.size();
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+  if (fd >= 0) {
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+  }
+  return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
+}
+
+absl::Status CheckAsk(const ArenaAsk& ask, size_t bytes) {
+  if (bytes != sizeof(ask) || ask.magic != kArenaMagic) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("arena: got %d bytes that are no request for a lease, allowed %d: see "
+                        "formats/arena_protocol.h",
+                        bytes, sizeof(ask)));
+  }
+  if (ask.version != kArenaVersion) {
+    return absl::UnimplementedError(absl::StrFormat(
+        "arena: got version %d of the protocol, allowed %d", ask.version, kArenaVersion));
+  }
+  if (ask.kind != kHostArena) {
+    return absl::UnimplementedError(absl::StrFormat(
+        "arena: got kind %d, allowed %d: memory of the host", ask.kind, kHostArena));
+  }
+  if (ask.bytes > static_cast<uint64_t>(INT64_MAX)) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("arena: got %d bytes to lease, allowed fewer", ask.bytes));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+// A connection.
+struct ArenaServer::Peer {
+  int fd;
+  ucred user;
+  absl::Time ask_by;             // if it has no lease
+  std::optional<LeaseId> lease;  // since it has asked
+};
+
+ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
+                         std::shared_ptr<prometheus::Registry> registry,
+                         door::ListeningSocket socket, int stop_fd)
+    : options_(options),
+      leases_(leases),
+      registry_(std::move(registry)),
+      socket_(socket),
+      stop_fd_(stop_fd),
+      open_(AddGauge(*registry_, "logitd_arena_leases", "Leased arenas.")),
+      bytes_(AddGauge(*registry_, "logitd_arena_bytes",
+                      "Memory of arenas, also of ended leases that calls still use.")),
+      opened_(AddCounter(*registry_, "logitd_arena_leases_total", "Arenas that were leased.")),
+      refused_(AddCounter(*registry_, "logitd_arena_refused_total",
+                          "Connections for a lease that got none.")) {
+  AddGauge(*registry_, "logitd_arena_bytes_limit", "Most memory of all arenas.")
+      ->Set(static_cast<double>(leases_->limits().max_bytes));
+  thread_ = std::thread([this] { Run(); });
+}
+
+absl::StatusOr<std::unique_ptr<ArenaServer>> ArenaServer::Start(
+    const ArenaServerOptions& options, Leases* leases,
+    std::shared_ptr<prometheus::Registry> registry) {
+  const absl::StatusOr<std::vector<door::ListeningSocket>> sockets =
+      door::ListenOn(options.address, {.type = SOCK_SEQPACKET, .mode = options.mode});
+  if (!sockets.ok()) return sockets.status();
+  const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (stop_fd < 0) {
+    door::RemoveSocketFile(options.address, sockets->front());
+    close(sockets->front().fd);
+    return absl::UnavailableError(absl::StrCat("eventfd: ", std::strerror(errno)));
+  }
+  return std::unique_ptr<ArenaServer>(
+      new ArenaServer(options, leases, std::move(registry), sockets->front(), stop_fd));
+}
+
+ArenaServer::~ArenaServer() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
+  thread_.join();
+  for (Peer& peer : peers_) EndPeer(peer);
+  door::RemoveSocketFile(options_.address, socket_);
+  close(socket_.fd);
+  close(stop_fd_);
+}
+
+void ArenaServer::Run() {
+  bool some_used = false;  // memory of ended leases
+  std::vector<pollfd> fds;
+  while (true) {
+    const absl::Time now = absl::Now();
+    absl::Time wake = some_used ? now + kSoon : absl::InfiniteFuture();
+    const bool accepts = accept_again_ <= now;
+    if (!accepts) wake = std::min(wake, accept_again_);
+    fds.assign({{.fd = stop_fd_, .events = POLLIN},
+                {.fd = accepts ? socket_.fd : -1, .events = POLLIN}});
+    for (const Peer& peer : peers_) {
+      fds.push_back({.fd = peer.fd, .events = POLLIN});
+      if (!peer.lease.has_value()) wake = std::min(wake, peer.ask_by);
+    }
+    int wait_ms = -1;
+    if (wake != absl::InfiniteFuture()) {
+      const absl::Duration wait = std::max(wake - now, absl::ZeroDuration());
+      wait_ms = static_cast<int>(absl::ToInt64Milliseconds(wait)) + 1;
+    }
+    if (poll(fds.data(), fds.size(), wait_ms) < 0) continue;
+    if (fds[0].revents != 0) return;
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      Peer& peer = peers_[i];
+      const bool heard = fds[i + 2].revents != 0;
+      const bool late = !peer.lease.has_value() && absl::Now() >= peer.ask_by;
+      if (!heard && late) {
+        Refuse(peer, absl::DeadlineExceededError(absl::StrFormat(
+                         "arena: got no request in %s, allowed one right after the connection",
+                         absl::FormatDuration(options_.ask_timeout))));
+      }
+      if (heard ? !Hear(peer) : late) EndPeer(peer);
+    }
+    peers_.erase(std::remove_if(peers_.begin(), peers_.end(),
+                                [](const Peer& peer) { return peer.fd < 0; }),
+                 peers_.end());
+    if (fds[1].revents != 0) Accept();
+    some_used = leases_->FreeEnded();
+    ShowLeases();
+  }
+}
+
+void ArenaServer::Accept() {
+  const int fd = accept4(socket_.fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (fd < 0) {
+    // Without a descriptor for it the connection stays in the queue, and would wake this thread
+    // again and again.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+      accept_again_ = absl::Now() + kSoon;
+    }
+    return;
+  }
+  Peer peer = {.fd = fd, .user = {}, .ask_by = absl::Now() + options_.ask_timeout, .lease = {}};
+  socklen_t length = sizeof(peer.user);
+  getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer.user, &length);
+  absl::Status allowed = options_.check_user(peer.user.uid);
+  const size_t most = static_cast<size_t>(leases_->limits().max_leases) + kSparePeers;
+  if (allowed.ok() && peers_.size() >= most) {
+    allowed = absl::ResourceExhaustedError(
+        absl::StrFormat("arena: got one connection more than the %d there are, allowed %d",
+                        peers_.size(), most));
+  }
+  if (allowed.ok()) {
+    peers_.push_back(peer);
+    return;
+  }
+  Refuse(peer, allowed);
+  close(fd);
+}
+
+bool ArenaServer::Hear(Peer& peer) {
+  ArenaAsk ask;
+  const ssize_t bytes = recv(peer.fd, &ask, sizeof(ask), MSG_DONTWAIT | MSG_TRUNC);
+  if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+  if (bytes <= 0) return false;
+  if (peer.lease.has_value()) {
+    log::Limited(log::Source::kArenas, spdlog::level::info,
+                 "arena: a peer (pid {}, uid {}) sent {} bytes after its request: its lease ends",
+                 peer.user.pid, peer.user.uid, bytes);
+    return false;
+  }
+  absl::Status status = CheckAsk(ask, static_cast<size_t>(bytes));
+  absl::StatusOr<Leases::Lease> lease =
+      status.ok() ? leases_->Open(static_cast<int64_t>(ask.bytes)) : status;
+  if (!lease.ok()) {
+    Refuse(peer, lease.status());
+    return false;
+  }
+  peer.lease = lease->id;
+  const ArenaAnswer answer = {.bytes = static_cast<uint64_t>(lease->bytes), .lease = lease->id};
+  const bool sent = Send(peer.fd, answer, "", lease->fd);
+  close(lease->fd);
+  if (!sent) return false;
+  opened_->Increment();
+  log::Limited(log::Source::kArenas, spdlog::level::info,
+               "arena: {} bytes leased to pid {}, uid {}", lease->bytes, peer.user.pid,
+               peer.user.uid);
+  return true;
+}
+
+void ArenaServer::Refuse(const Peer& peer, const absl::Status& why) {
+  refused_->Increment();
+  log::Limited(log::Source::kArenas, spdlog::level::info,
+               "arena: no lease for pid {}, uid {}: {}", peer.user.pid, peer.user.uid,
+               std::string(why.message()));
+  const ArenaAnswer answer = {.code = static_cast<uint32_t>(why.code())};
+  Send(peer.fd, answer, why.message(), -1);
+}
+
+void ArenaServer::EndPeer(Peer& peer) {
+  if (peer.fd < 0) return;
+  close(peer.fd);
+  peer.fd = -1;
+  if (!peer.lease.has_value()) return;
+  leases_->End(*peer.lease);
+  log::Limited(log::Source::kArenas, spdlog::level::info, "arena: the lease of pid {} has ended",
+               peer.user.pid);
+}
+
+void ArenaServer::ShowLeases() {
+  open_->Set(static_cast<double>(leases_->leases()));
+  bytes_->Set(static_cast<double>(leases_->bytes()));
+}
+
+}  // namespace logitd::arena

@@ -1,0 +1,88 @@
+// The socket on which clients lease arenas. formats/arena_protocol.h has the protocol.
+#ifndef LOGITD_SERVER_ARENA_ARENA_SERVER_H_
+#define LOGITD_SERVER_ARENA_ARENA_SERVER_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/arena/leases.h"
+#include "server/door/address.h"
+#include "server/door/listening_socket.h"
+
+namespace prometheus {
+class Counter;
+class Gauge;
+class Registry;
+}  // namespace prometheus
+
+namespace logitd::arena {
+
+struct ArenaServerOptions {
+  door::Address address;  // a Unix socket
+  // Of the socket's file: who may connect.
+  mode_t mode = 0600;
+  // OK: this user may lease. The socket's file has already let it in.
+  std::function<absl::Status(uid_t)> check_user = [](uid_t) { return absl::OkStatus(); };
+  // A peer that has connected must ask within this time.
+  absl::Duration ask_timeout = absl::Seconds(5);
+};
+
+// Serves leases with one thread. Every connection is watched until it ends, and its lease with it.
+// A peer cannot slow others: nothing waits for a peer, and connections are bounded by
+// LeaseLimits::max_leases and some that have not asked yet.
+//
+// Counters  logitd_arena_leases_total, logitd_arena_refused_total
+// Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit
+class ArenaServer {
+ public:
+  // `leases` outlives the server. UNAVAILABLE: cannot listen there.
+  static absl::StatusOr<std::unique_ptr<ArenaServer>> Start(
+      const ArenaServerOptions& options, Leases* leases,
+      std::shared_ptr<prometheus::Registry> registry);
+
+  // Ends every lease and removes the socket's file.
+  ~ArenaServer();
+  ArenaServer(const ArenaServer&) = delete;
+  ArenaServer& operator=(const ArenaServer&) = delete;
+
+ private:
+  struct Peer;
+
+  ArenaServer(const ArenaServerOptions& options, Leases* leases,
+              std::shared_ptr<prometheus::Registry> registry, door::ListeningSocket socket,
+              int stop_fd);
+
+  void Run();
+  void Accept();
+  // Reads what a peer sent. False: the connection is over.
+  bool Hear(Peer& peer);
+  void EndPeer(Peer& peer);
+  void Refuse(const Peer& peer, const absl::Status& why);
+  void ShowLeases();
+
+  const ArenaServerOptions options_;
+  Leases* const leases_;
+  const std::shared_ptr<prometheus::Registry> registry_;
+  const door::ListeningSocket socket_;
+  const int stop_fd_;
+  prometheus::Gauge* open_;
+  prometheus::Gauge* bytes_;
+  prometheus::Counter* opened_;
+  prometheus::Counter* refused_;
+  // Used by the thread only.
+  std::vector<Peer> peers_;
+  absl::Time accept_again_ = absl::InfinitePast();  // after a failure for lack of descriptors
+  std::thread thread_;
+};
+
+}  // namespace logitd::arena
+
+#endif  // LOGITD_SERVER_ARENA_ARENA_SERVER_H_

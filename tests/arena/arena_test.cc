@@ -1,0 +1,474 @@
+// Leases of shared memory, and the socket that gives them out.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/arena/arena_server.h"
+#include "server/arena/leases.h"
+
+namespace logitd::arena {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kPage = 4096;
+
+std::string_view IdOf(const LeaseId& id) {
+  return {reinterpret_cast<const char*>(id.data()), id.size()};
+}
+
+int OpenDescriptors() {
+  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                                        std::filesystem::directory_iterator()));
+}
+
+// Until `condition` holds; false after ten seconds.
+template <typename Condition>
+bool Eventually(Condition condition) {
+  for (const absl::Time end = absl::Now() + absl::Seconds(10); absl::Now() < end;) {
+    if (condition()) return true;
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  return condition();
+}
+
+TEST(LeasesTest, WhatTheClientWritesIsRead) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 2});
+  const absl::StatusOr<Leases::Lease> lease = leases.Open(5000);
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  EXPECT_EQ(lease->bytes, 2 * kPage);
+  EXPECT_EQ(leases.bytes(), 2 * kPage);
+  char* const client = static_cast<char*>(
+      mmap(nullptr, 2 * kPage, PROT_READ | PROT_WRITE, MAP_SHARED, lease->fd, 0));
+  ASSERT_NE(client, MAP_FAILED);
+  close(lease->fd);
+  const auto memory = leases.Find(IdOf(lease->id));
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  ASSERT_EQ((*memory)->size(), 2 * kPage);
+  EXPECT_EQ((**memory)[0], std::byte{0});
+  client[4999] = 7;
+  EXPECT_EQ((**memory)[4999], std::byte{7});
+  munmap(client, 2 * kPage);
+}
+
+TEST(LeasesTest, NobodyCanShrinkGrowOrSealAnArena) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 2});
+  const auto lease = leases.Open(kPage);
+  ASSERT_TRUE(lease.ok());
+  EXPECT_EQ(ftruncate(lease->fd, 0), -1);
+  EXPECT_EQ(ftruncate(lease->fd, 2 * kPage), -1);
+  EXPECT_EQ(fcntl(lease->fd, F_ADD_SEALS, F_SEAL_WRITE), -1);
+  struct stat file = {};
+  ASSERT_EQ(fstat(lease->fd, &file), 0);
+  EXPECT_EQ(file.st_size, kPage);
+  close(lease->fd);
+}
+
+TEST(LeasesTest, IdsAreAllDifferent) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 8});
+  std::vector<LeaseId> ids;
+  for (int i = 0; i < 8; ++i) {
+    const auto lease = leases.Open(1);
+    ASSERT_TRUE(lease.ok());
+    close(lease->fd);
+    EXPECT_EQ(std::count(ids.begin(), ids.end(), lease->id), 0);
+    ids.push_back(lease->id);
+  }
+}
+
+TEST(LeasesTest, SizesOutsideTheLimitAreRefusedForGood) {
+  Leases leases({.max_bytes = 2 * kPage, .max_leases = 2});
+  for (const int64_t bytes : {int64_t{-1}, int64_t{0}, 2 * kPage + 1, INT64_MAX}) {
+    const auto lease = leases.Open(bytes);
+    EXPECT_EQ(lease.status().code(), absl::StatusCode::kInvalidArgument) << bytes;
+    EXPECT_THAT(std::string(lease.status().message()),
+                HasSubstr(absl::StrCat("got ", bytes, " bytes to lease, allowed 1..8192")));
+  }
+  EXPECT_EQ(leases.bytes(), 0);
+}
+
+TEST(LeasesTest, ALimitThatIsNoWholePageHoldsOneMorePage) {
+  Leases leases({.max_bytes = 1000, .max_leases = 2});
+  const auto lease = leases.Open(1000);
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  close(lease->fd);
+}
+
+TEST(LeasesTest, WhatIsLeasedIsMissingForOthersUntilItIsFreed) {
+  Leases leases({.max_bytes = 3 * kPage, .max_leases = 8});
+  const auto first = leases.Open(2 * kPage);
+  ASSERT_TRUE(first.ok());
+  const auto second = leases.Open(2 * kPage);
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(second.status().message()),
+              HasSubstr("got 8192 bytes to lease, allowed 4096: 8192 of 12288"));
+  leases.End(first->id);
+  EXPECT_FALSE(leases.FreeEnded());
+  const auto third = leases.Open(3 * kPage);
+  EXPECT_TRUE(third.ok()) << third.status();
+  close(first->fd);
+  close(third->fd);
+}
+
+TEST(LeasesTest, TheNumberOfLeasesIsBounded) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 1});
+  const auto first = leases.Open(1);
+  ASSERT_TRUE(first.ok());
+  const auto second = leases.Open(1);
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr("allowed 1 (--max-leases)"));
+  leases.End(first->id);
+  close(first->fd);
+  const auto third = leases.Open(1);
+  EXPECT_TRUE(third.ok()) << third.status();
+  close(third->fd);
+}
+
+TEST(LeasesTest, AnEndedLeaseIsUnknownAndItsMemoryStaysWhileItIsUsed) {
+  Leases leases({.max_bytes = kPage, .max_leases = 1});
+  const auto lease = leases.Open(kPage);
+  ASSERT_TRUE(lease.ok());
+  auto used = leases.Find(IdOf(lease->id));
+  ASSERT_TRUE(used.ok());
+  ASSERT_EQ(pwrite(lease->fd, "x", 1, 0), 1);
+  leases.End(lease->id);
+  EXPECT_EQ(leases.Find(IdOf(lease->id)).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(leases.leases(), 0);
+  EXPECT_TRUE(leases.FreeEnded());
+  EXPECT_EQ(leases.bytes(), kPage);
+  EXPECT_EQ((**used)[0], std::byte{'x'});
+  used->reset();
+  EXPECT_FALSE(leases.FreeEnded());
+  EXPECT_EQ(leases.bytes(), 0);
+  close(lease->fd);
+}
+
+TEST(LeasesTest, AFreedArenaHasNoPagesThoughTheClientKeepsItsDescriptor) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 1});
+  const auto lease = leases.Open(1 << 20);
+  ASSERT_TRUE(lease.ok());
+  struct stat file = {};
+  ASSERT_EQ(fstat(lease->fd, &file), 0);
+  EXPECT_GE(file.st_blocks * 512, 1 << 20);
+  leases.End(lease->id);
+  leases.FreeEnded();
+  ASSERT_EQ(fstat(lease->fd, &file), 0);
+  EXPECT_EQ(file.st_blocks, 0);
+  close(lease->fd);
+}
+
+TEST(LeasesTest, UnknownIdsOfAnyLengthAreNotFound) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 1});
+  for (const std::string& id : {std::string(), std::string(15, 'a'), std::string(16, '\0'),
+                                std::string(17, 'a'), std::string(1000, 'a')}) {
+    EXPECT_EQ(leases.Find(id).status().code(), absl::StatusCode::kNotFound) << id.size();
+  }
+}
+
+TEST(LeasesTest, ADrainGivesNoLeaseAndLeavesThoseThereAre) {
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 2});
+  const auto lease = leases.Open(1);
+  ASSERT_TRUE(lease.ok());
+  leases.BeginDrain();
+  EXPECT_EQ(leases.Open(1).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(leases.Find(IdOf(lease->id)).ok());
+  close(lease->fd);
+}
+
+// What a client got for its request.
+struct Got {
+  ArenaAnswer answer;
+  std::string text;
+  int fd = -1;
+  bool ended = false;  // the connection
+};
+
+class ArenaServerTest : public ::testing::Test {
+ protected:
+  void Start(LeaseLimits limits = {.max_bytes = 1 << 20, .max_leases = 4},
+             ArenaServerOptions options = {}) {
+    leases_ = std::make_unique<Leases>(limits);
+    options.address.path = path();
+    auto server = ArenaServer::Start(options, leases_.get(), registry_);
+    ASSERT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+  }
+
+  void SetUp() override {
+    directory_ = absl::StrCat(::testing::TempDir(), "/arena_", getpid());
+    std::filesystem::create_directories(directory_);
+  }
+
+  void TearDown() override {
+    server_.reset();
+    leases_.reset();
+    std::filesystem::remove_all(directory_);
+  }
+
+  std::string path() const { return directory_ + "/arena.sock"; }
+
+  int Connect() const {
+    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    sockaddr_un address = {};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path().c_str(), sizeof(address.sun_path) - 1);
+    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0)
+        << std::strerror(errno);
+    return fd;
+  }
+
+  static Got Receive(int socket) {
+    pollfd ready = {.fd = socket, .events = POLLIN, .revents = 0};
+    EXPECT_EQ(poll(&ready, 1, 10000), 1) << "no answer";
+    Got got;
+    std::array<char, kMaxArenaText> text;
+    std::array<iovec, 2> parts = {iovec{&got.answer, sizeof(got.answer)},
+                                  iovec{text.data(), text.size()}};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+    msghdr message = {};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    const ssize_t bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    got.ended = bytes <= 0;
+    if (got.ended) return got;
+    EXPECT_EQ(static_cast<size_t>(bytes), sizeof(got.answer) + got.answer.text_bytes);
+    got.text.assign(text.data(), got.answer.text_bytes);
+    if (const cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr) {
+      std::memcpy(&got.fd, CMSG_DATA(header), sizeof(got.fd));
+    }
+    return got;
+  }
+
+  static Got Ask(int socket, const ArenaAsk& ask) {
+    EXPECT_EQ(send(socket, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+    return Receive(socket);
+  }
+
+  static bool Ended(int socket) {
+    pollfd ready = {.fd = socket, .events = POLLIN, .revents = 0};
+    char byte;
+    return poll(&ready, 1, 10000) == 1 && recv(socket, &byte, 1, 0) <= 0;
+  }
+
+  std::string Metrics() const { return prometheus::TextSerializer().Serialize(registry_->Collect()); }
+
+  std::string directory_;
+  std::shared_ptr<prometheus::Registry> registry_ = std::make_shared<prometheus::Registry>();
+  std::unique_ptr<Leases> leases_;
+  std::unique_ptr<ArenaServer> server_;
+};
+
+TEST_F(ArenaServerTest, ALeaseEndsWithItsConnection) {
+  Start();
+  const int peer = Connect();
+  const Got got = Ask(peer, {.bytes = 5000});
+  ASSERT_EQ(got.answer.code, 0u) << got.text;
+  EXPECT_EQ(got.answer.bytes, 8192u);
+  ASSERT_GE(got.fd, 0);
+  ASSERT_EQ(pwrite(got.fd, "hello", 5, 0), 5);
+  {
+    const auto memory = leases_->Find(IdOf(got.answer.lease));
+    ASSERT_TRUE(memory.ok()) << memory.status();
+    EXPECT_EQ(std::memcmp((*memory)->data(), "hello", 5), 0);
+  }
+  EXPECT_TRUE(Eventually([&] {
+    return Metrics().find("logitd_arena_bytes 8192") != std::string::npos;
+  }));
+  EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_leases 1"));
+  EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_leases_total 1"));
+  EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_bytes_limit 1048576"));
+  close(peer);
+  EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0; }));
+  EXPECT_FALSE(leases_->Find(IdOf(got.answer.lease)).ok());
+  EXPECT_TRUE(Eventually([&] {
+    return Metrics().find("logitd_arena_bytes 0") != std::string::npos;
+  }));
+  close(got.fd);
+}
+
+TEST_F(ArenaServerTest, MemoryThatACallUsesIsFreedAfterIt) {
+  Start();
+  const int peer = Connect();
+  const Got got = Ask(peer, {.bytes = 4096});
+  ASSERT_EQ(got.answer.code, 0u) << got.text;
+  auto used = leases_->Find(IdOf(got.answer.lease));
+  ASSERT_TRUE(used.ok());
+  close(peer);
+  close(got.fd);
+  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  EXPECT_EQ(leases_->bytes(), 4096);
+  EXPECT_EQ((**used)[4095], std::byte{0});
+  used->reset();
+  EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0; }));
+}
+
+TEST_F(ArenaServerTest, RefusalsSayWhatWasGotAndWhatIsAllowed) {
+  Start();
+  const struct {
+    ArenaAsk ask;
+    absl::StatusCode code;
+    std::string text;
+  } kCases[] = {
+      {{.magic = {'H', 'T', 'T', 'P'}}, absl::StatusCode::kInvalidArgument, "no request for a lease"},
+      {{.version = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got version 2"},
+      {{.kind = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got kind 2"},
+      {{.bytes = 0}, absl::StatusCode::kInvalidArgument, "got 0 bytes to lease, allowed 1..1048576"},
+      {{.bytes = 1 << 21}, absl::StatusCode::kInvalidArgument, "got 2097152 bytes"},
+      {{.bytes = ~uint64_t{0}}, absl::StatusCode::kInvalidArgument, "allowed fewer"},
+  };
+  for (const auto& refused : kCases) {
+    const int peer = Connect();
+    const Got got = Ask(peer, refused.ask);
+    EXPECT_EQ(got.answer.code, static_cast<uint32_t>(refused.code)) << got.text;
+    EXPECT_THAT(got.text, HasSubstr(refused.text));
+    EXPECT_EQ(got.fd, -1);
+    EXPECT_TRUE(Ended(peer));
+    close(peer);
+  }
+  EXPECT_EQ(leases_->bytes(), 0);
+  EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_refused_total 6"));
+}
+
+TEST_F(ArenaServerTest, PacketsOfOtherSizesAreRefused) {
+  Start();
+  for (const size_t bytes : {size_t{1}, sizeof(ArenaAsk) - 1, sizeof(ArenaAsk) + 1, size_t{5000}}) {
+    const int peer = Connect();
+    const std::string packet(bytes, 'L');
+    ASSERT_EQ(send(peer, packet.data(), packet.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes));
+    const Got got = Receive(peer);
+    EXPECT_EQ(got.answer.code, static_cast<uint32_t>(absl::StatusCode::kInvalidArgument));
+    EXPECT_THAT(got.text, HasSubstr(absl::StrCat("got ", bytes, " bytes")));
+    EXPECT_TRUE(Ended(peer));
+    close(peer);
+  }
+}
+
+TEST_F(ArenaServerTest, OneConnectionHasOneLease) {
+  Start();
+  const int peer = Connect();
+  const Got got = Ask(peer, {.bytes = 1});
+  ASSERT_EQ(got.answer.code, 0u);
+  close(got.fd);
+  const ArenaAsk again = {.bytes = 1};
+  ASSERT_EQ(send(peer, &again, sizeof(again), MSG_NOSIGNAL), ssize_t{sizeof(again)});
+  EXPECT_TRUE(Ended(peer));
+  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  close(peer);
+}
+
+TEST_F(ArenaServerTest, APeerThatDoesNotAskIsCutAndDelaysNobody) {
+  Start({.max_bytes = 1 << 20, .max_leases = 4}, {.ask_timeout = absl::Milliseconds(300)});
+  const int silent = Connect();
+  const int peer = Connect();
+  const Got got = Ask(peer, {.bytes = 1});
+  EXPECT_EQ(got.answer.code, 0u);
+  const Got late = Receive(silent);
+  EXPECT_EQ(late.answer.code, static_cast<uint32_t>(absl::StatusCode::kDeadlineExceeded));
+  EXPECT_TRUE(Ended(silent));
+  // The time is for the request only: the lease stays.
+  EXPECT_TRUE(leases_->Find(IdOf(got.answer.lease)).ok());
+  close(silent);
+  close(peer);
+  close(got.fd);
+}
+
+TEST_F(ArenaServerTest, ConnectionsThatDoNotAskAreBounded) {
+  Start({.max_bytes = 1 << 20, .max_leases = 1}, {.ask_timeout = absl::Seconds(60)});
+  std::vector<int> peers;
+  for (int i = 0; i < 17; ++i) peers.push_back(Connect());
+  const int beyond = Connect();
+  const Got got = Receive(beyond);
+  EXPECT_EQ(got.answer.code, static_cast<uint32_t>(absl::StatusCode::kResourceExhausted));
+  EXPECT_THAT(got.text, HasSubstr("allowed 17"));
+  // One place is free again once a peer has gone.
+  close(peers.back());
+  peers.pop_back();
+  close(beyond);
+  EXPECT_TRUE(Eventually([&] {
+    const int peer = Connect();
+    const Got lease = Ask(peer, {.bytes = 1});
+    close(peer);
+    if (lease.fd >= 0) close(lease.fd);
+    return lease.answer.code == 0 && !lease.ended;
+  }));
+  for (const int peer : peers) close(peer);
+}
+
+TEST_F(ArenaServerTest, UsersAreAsked) {
+  Start({.max_bytes = 1 << 20, .max_leases = 1}, {.check_user = [](uid_t uid) {
+          return absl::PermissionDeniedError(absl::StrCat("user ", uid, " may not"));
+        }});
+  const int peer = Connect();
+  const Got got = Receive(peer);
+  EXPECT_EQ(got.answer.code, static_cast<uint32_t>(absl::StatusCode::kPermissionDenied));
+  EXPECT_EQ(got.text, absl::StrCat("user ", getuid(), " may not"));
+  EXPECT_TRUE(Ended(peer));
+  close(peer);
+}
+
+TEST_F(ArenaServerTest, TheFileHasItsModeAndGoesWithTheServer) {
+  Start({.max_bytes = 1 << 20, .max_leases = 1}, {.mode = 0640});
+  struct stat file = {};
+  ASSERT_EQ(stat(path().c_str(), &file), 0);
+  EXPECT_EQ(file.st_mode & 07777, 0640u);
+  server_.reset();
+  EXPECT_EQ(stat(path().c_str(), &file), -1);
+}
+
+TEST_F(ArenaServerTest, APathInUseIsRefused) {
+  Start();
+  Leases others({.max_bytes = 1, .max_leases = 1});
+  ArenaServerOptions options;
+  options.address.path = path();
+  const auto second =
+      ArenaServer::Start(options, &others, std::make_shared<prometheus::Registry>());
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr("another process"));
+  const int peer = Connect();
+  EXPECT_EQ(Ask(peer, {.bytes = 1}).answer.code, 0u);
+  close(peer);
+}
+
+TEST_F(ArenaServerTest, PeersThatComeAndGoLeaveNoDescriptorAndNoMemory) {
+  Start({.max_bytes = 1 << 20, .max_leases = 64});
+  const int before = OpenDescriptors();
+  for (int i = 0; i < 200; ++i) {
+    const int peer = Connect();
+    if (i % 4 != 0) {
+      const ArenaAsk ask = {.bytes = static_cast<uint64_t>(1 + i)};
+      send(peer, &ask, sizeof(ask), MSG_NOSIGNAL);
+    }
+    if (i % 4 == 2) {
+      const Got got = Receive(peer);
+      if (got.fd >= 0) close(got.fd);
+    }
+    close(peer);
+  }
+  EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0 && OpenDescriptors() <= before; }))
+      << leases_->bytes() << " bytes, " << OpenDescriptors() - before << " descriptors more";
+}
+
+}  // namespace
+}  // namespace logitd::arena
