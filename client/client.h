@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/arena.h"
 #include "client/attention.h"
 #include "client/options.h"
 #include "logitd/v1/heads.pb.h"
@@ -41,6 +42,8 @@ struct LogitsRequest {
   std::string head;
   int64_t hidden_size = 0;
   std::vector<absl::string_view> hidden;
+  // Where `logits` or `hidden` lie, if in leased memory: then they are not sent. Outlives the call.
+  const Arena* arena = nullptr;
   // Every other field of the message. The fields above override those of `params`. The proto has
   // units, defaults and limits.
   Params params;
@@ -48,6 +51,7 @@ struct LogitsRequest {
   // it and the call returns at once. Without, the call returns only when gRPC has let go, so that
   // stack memory is safe; a peer that neither reads nor closes can then hold the call past its
   // deadline, over TCP for 20 s at most.
+  // Not looked at with an arena.
   std::shared_ptr<const void> owner;
 };
 using TopKRequest = LogitsRequest<v1::TopKRequest>;
@@ -167,7 +171,7 @@ class Client {
   std::unique_ptr<SampleStream> OpenSampleStream();
 
   // One attempt, no retries. `done` runs once, on a gRPC thread, and must not block. Without an
-  // owner of the payload: INVALID_ARGUMENT, through `done`, before this returns. Calls in flight
+  // owner of the payload, or an arena: INVALID_ARGUMENT, through `done`, before this returns. Calls in flight
   // must end before the Client does.
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
   void SampleAsync(const SampleRequest& request,

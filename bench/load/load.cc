@@ -94,8 +94,9 @@ class Call {
 template <typename Request, auto run, auto run_async>
 class CallOf final : public Call {
  public:
-  CallOf(Request request, int64_t payload_bytes)
-      : request_(std::move(request)), payload_bytes_(payload_bytes) {}
+  // `arena`: where the rows of `request` lie; null: they are sent.
+  CallOf(Request request, int64_t payload_bytes, std::unique_ptr<client::Arena> arena)
+      : arena_(std::move(arena)), request_(std::move(request)), payload_bytes_(payload_bytes) {}
 
   int64_t payload_bytes() const override { return payload_bytes_; }
   absl::StatusOr<Answered> Run(Client& client) const override {
@@ -108,6 +109,7 @@ class CallOf final : public Call {
   }
 
  private:
+  const std::unique_ptr<client::Arena> arena_;
   const Request request_;
   const int64_t payload_bytes_;
 };
@@ -115,52 +117,84 @@ using TopKCall = CallOf<client::TopKRequest, &Client::TopK, &Client::TopKAsync>;
 using SampleCall = CallOf<client::SampleRequest, &Client::Sample, &Client::SampleAsync>;
 using ScoreCall = CallOf<client::ScoreRequest, &Client::Score, &Client::ScoreAsync>;
 
-// The rows of a part, as its request has them.
+// The rows of a part.
+struct Rows {
+  const v1::Head* head;  // null: logits
+  v1::DType dtype;
+  int64_t count;
+  int64_t width;
+  std::shared_ptr<const std::string> payload;
+  std::unique_ptr<client::Arena> arena;  // with a copy of the payload; null: it is sent
+};
+
+absl::StatusOr<Rows> MakeRows(const Scenario& scenario, const v1::Head* head) {
+  Rows rows = {.head = head,
+               .dtype = head == nullptr ? scenario.dtype : head->dtype(),
+               .count = scenario.rows,
+               .width = head == nullptr ? scenario.vocab : head->hidden(),
+               .payload = nullptr,
+               .arena = nullptr};
+  rows.payload = RandomElements(rows.count * rows.width, rows.dtype);
+  if (scenario.arena.empty()) return rows;
+  absl::StatusOr<std::unique_ptr<client::Arena>> arena =
+      client::Arena::Lease(scenario.arena, static_cast<int64_t>(rows.payload->size()));
+  if (!arena.ok()) return arena.status();
+  rows.arena = *std::move(arena);
+  std::memcpy(rows.arena->data(), rows.payload->data(), rows.payload->size());
+  return rows;
+}
+
+// A request of these rows without its parameters.
 template <typename Request>
-Request RowsOf(const Scenario& scenario, const v1::Head* head, int64_t* bytes) {
-  const v1::DType dtype = head == nullptr ? scenario.dtype : head->dtype();
-  const int64_t width = head == nullptr ? scenario.vocab : head->hidden();
-  const std::shared_ptr<const std::string> payload = RandomElements(scenario.rows * width, dtype);
-  *bytes = static_cast<int64_t>(payload->size());
-  Request request = {.dtype = dtype, .rows = scenario.rows, .owner = payload};
-  if (head == nullptr) {
-    request.vocab = width;
-    request.logits = {*payload};
+Request RequestOf(const Rows& rows) {
+  Request request = {.dtype = rows.dtype, .rows = rows.count};
+  absl::string_view payload = *rows.payload;
+  if (rows.arena != nullptr) {
+    payload = absl::string_view(rows.arena->data(), rows.payload->size());
+    request.arena = rows.arena.get();
+  }
+  request.owner = rows.payload;
+  if (rows.head == nullptr) {
+    request.vocab = rows.width;
+    request.logits = {payload};
   } else {
-    request.head = head->name();
-    request.hidden_size = width;
-    request.hidden = {*payload};
+    request.head = rows.head->name();
+    request.hidden_size = rows.width;
+    request.hidden = {payload};
   }
   return request;
 }
 
 // `head` is null for logits.
-std::unique_ptr<Call> MakeCall(const Scenario& scenario, Op op, const v1::Head* head) {
+absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
+                                               const v1::Head* head) {
+  absl::StatusOr<Rows> rows = MakeRows(scenario, head);
+  if (!rows.ok()) return rows.status();
   const int64_t vocab = head == nullptr ? scenario.vocab : head->vocab();
-  int64_t bytes = 0;
+  const auto bytes = static_cast<int64_t>(rows->payload->size());
   switch (op) {
     case Op::kTopK: {
-      auto request = RowsOf<client::TopKRequest>(scenario, head, &bytes);
+      auto request = RequestOf<client::TopKRequest>(*rows);
       request.params.add_k(static_cast<int32_t>(std::min<int64_t>(scenario.k, vocab)));
-      return std::make_unique<TopKCall>(std::move(request), bytes);
+      return std::make_unique<TopKCall>(std::move(request), bytes, std::move(rows->arena));
     }
     case Op::kSample: {
-      auto request = RowsOf<client::SampleRequest>(scenario, head, &bytes);
+      auto request = RequestOf<client::SampleRequest>(*rows);
       request.params.add_temperature(0.8f);
       request.params.add_top_p(0.95f);
       for (int64_t row = 0; row < scenario.rows; ++row) {
         request.params.add_seed(static_cast<uint64_t>(row));
       }
-      return std::make_unique<SampleCall>(std::move(request), bytes);
+      return std::make_unique<SampleCall>(std::move(request), bytes, std::move(rows->arena));
     }
     case Op::kScore:
       break;
   }
-  auto request = RowsOf<client::ScoreRequest>(scenario, head, &bytes);
+  auto request = RequestOf<client::ScoreRequest>(*rows);
   std::mt19937 random(7);
   std::uniform_int_distribution<int32_t> token(0, static_cast<int32_t>(vocab - 1));
   for (int64_t row = 0; row < scenario.rows; ++row) request.params.add_targets(token(random));
-  return std::make_unique<ScoreCall>(std::move(request), bytes);
+  return std::make_unique<ScoreCall>(std::move(request), bytes, std::move(rows->arena));
 }
 
 using Calls = std::vector<std::unique_ptr<Call>>;
@@ -417,7 +451,10 @@ absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const client::Cli
       if (!found.ok()) return found.status();
       head = *found;
     }
-    calls.push_back(MakeCall(scenario, part.op, part.hidden ? &*head : nullptr));
+    absl::StatusOr<std::unique_ptr<Call>> call =
+        MakeCall(scenario, part.op, part.hidden ? &*head : nullptr);
+    if (!call.ok()) return call.status();
+    calls.push_back(*std::move(call));
     measured.part_bytes.push_back(calls.back()->payload_bytes());
   }
   if (server_pid != 0) ResetPeak(server_pid);

@@ -48,6 +48,8 @@ struct Scenario {
   // Closed loop: come back after the server's delay when refused; the latency then includes the
   // waits. Otherwise a refusal is an error like any other.
   bool retry = false;
+  // Where the server leases memory ("unix:PATH"): rows lie there and are not sent. Empty: sent.
+  std::string arena;
   client::Priority priority = client::Priority::kInteractive;
   bool state_sizes = true;  // see client::ClientOptions
   absl::Duration warmup = absl::Seconds(1);

@@ -144,6 +144,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
   app->add_option("--priority", scenario.priority, "interactive or batch")
       ->transform(CLI::CheckedTransformer(std::map<std::string, client::Priority>{
           {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
+  app->add_option("--arena", scenario.arena,
+                  "unix:PATH, where the server leases memory: rows lie there and are not sent");
   app->add_flag("!--no-stated-sizes", scenario.state_sizes,
                 "do not tell the server the size of a message");
   number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);

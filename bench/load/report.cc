@@ -123,6 +123,7 @@ ordered_json Summarise(const Measured& measured) {
       {"deadline_s", absl::ToDoubleSeconds(scenario.deadline)},
       {"priority", scenario.priority == client::Priority::kBatch ? "batch" : "interactive"},
       {"stated_sizes", scenario.state_sizes},
+      {"arena", !scenario.arena.empty()},
       {"rows", scenario.rows},
       {"vocab", scenario.vocab},
       {"k", scenario.k},

@@ -47,8 +47,9 @@ absl::StatusOr<LogitsResult<Answer>> Call(Transport& transport, const char* meth
 template <typename Answer, typename Params>
 void CallAsync(Transport& transport, const char* method, const LogitsRequest<Params>& request,
                std::function<void(absl::StatusOr<LogitsResult<Answer>>)> done) {
-  if (request.owner == nullptr) {
-    return done(absl::InvalidArgumentError("owner: got none, allowed the payload's owner"));
+  if (request.owner == nullptr && request.arena == nullptr) {
+    return done(
+        absl::InvalidArgumentError("owner: got none, allowed the payload's owner, or an arena"));
   }
   absl::StatusOr<grpc::ByteBuffer> buffer = Encode(transport, request, request.owner);
   if (!buffer.ok()) return done(buffer.status());

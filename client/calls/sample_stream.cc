@@ -37,7 +37,7 @@ class RawSampleStream final : public SampleStream {
   absl::Status Write(const SampleRequest& request) override {
     std::vector<absl::string_view> payload = PayloadOf(request);
     std::shared_ptr<const void> owner = request.owner;
-    if (owner == nullptr) {
+    if (owner == nullptr && request.arena == nullptr) {
       auto copy = std::make_shared<std::string>();
       for (absl::string_view piece : payload) copy->append(piece.data(), piece.size());
       payload = {*copy};

@@ -1,5 +1,6 @@
 #include "client/cli/input.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -57,6 +58,26 @@ absl::StatusOr<v1::Head> FindHead(const Session& session, const std::string& nam
 
 int NoHead(const Session& session, const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? BadInput(status) : session.CallFailed(status);
+}
+
+int NoArena(const Session& session, const absl::Status& status) {
+  if (absl::IsInvalidArgument(status)) return BadInput(status);
+  if (!absl::IsUnavailable(status)) return session.CallFailed(status);
+  Complain(status.message(), "does logitd lease memory there? Its flag is --arena-listen");
+  return kExitUnavailable;
+}
+
+absl::Status Input::MoveToArena(const std::string& address) {
+  if (address.empty()) return absl::OkStatus();
+  const auto bytes = static_cast<int64_t>(payload.size());
+  if (arena == nullptr || arena->bytes() < bytes) {
+    absl::StatusOr<std::unique_ptr<client::Arena>> lease = client::Arena::Lease(address, bytes);
+    if (!lease.ok()) return lease.status();
+    arena = *std::move(lease);
+  }
+  std::copy(payload.begin(), payload.end(), arena->data());
+  payload = {arena->data(), payload.size()};
+  return absl::OkStatus();
 }
 
 void Input::SetRow(absl::Span<const float> state, const v1::Head& to) {

@@ -46,6 +46,7 @@ struct Input {
   std::unique_ptr<client::LanguageModel> model;  // null: from a file
   std::vector<int32_t> tokens;                   // of the text
   std::string computed;                          // by the model
+  std::unique_ptr<client::Arena> arena;          // with a copy of the payload; null: it is sent
 
   std::vector<std::string> TextOf(absl::Span<const int32_t> ids) const {
     return cli::TextOf(model.get(), ids);
@@ -53,16 +54,24 @@ struct Input {
   // The row that the model sends: its hidden state for `to`, or without a name its logits.
   void SetRow(absl::Span<const float> hidden, const v1::Head& to);
 
+  // Copies the payload into memory that the server leases at `address`; with "" nothing is done.
+  // Errors as Arena::Lease.
+  absl::Status MoveToArena(const std::string& address);
+
   // Makes this the rows of a request.
   template <typename Params>
   void Fill(client::LogitsRequest<Params>* request) const {
     request->dtype = dtype;
     request->rows = rows;
     request->head = head;
+    request->arena = arena.get();
     (head.empty() ? request->vocab : request->hidden_size) = width;
     (head.empty() ? request->logits : request->hidden) = {payload};
   }
 };
+
+// For an error of MoveToArena: complains, and returns the exit code.
+int NoArena(const Session& session, const absl::Status& status);
 
 // The rows of --logits or --hidden. INVALID_ARGUMENT also for flags that do not go together.
 absl::StatusOr<Input> LoadFile(const InputFlags& flags);

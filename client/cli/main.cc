@@ -164,6 +164,13 @@ std::pair<CLI::App*, Flags*> AddCommand(CLI::App* parent, Commands* commands, co
 
 enum Sources { kLogits = 1, kHidden = 2, kText = 4, kTextFile = 8 };
 
+void AddArena(CLI::App* command, InputFlags* input) {
+  command->add_option("--arena", input->arena,
+                      "where logitd leases memory (its --arena-listen): hands the rows over there, "
+                      "without sending them")
+      ->type_name("unix:PATH");
+}
+
 // Flags for where the rows come from, exactly one of `sources`.
 void AddInput(CLI::App* command, InputFlags* input, int sources, const char* head_help) {
   CLI::Option_group* group = command->add_option_group("input", "one of");
@@ -183,6 +190,7 @@ void AddInput(CLI::App* command, InputFlags* input, int sources, const char* hea
       ->capture_default_str();
   CLI::Option* head = command->add_option("--head", input->head, head_help);
   if ((sources & kTextFile) == 0) head->excludes(logits);
+  AddArena(command, input);
 }
 
 void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
@@ -231,6 +239,7 @@ void AddGenerate(CLI::App* app, Commands* commands) {
       ->capture_default_str();
   command->add_option("--head", flags->input.head,
                       "a head of the server that is the model's; sends hidden states");
+  AddArena(command, &flags->input);
   command->add_option("--tokens", flags->tokens, "how many to draw")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();

@@ -143,6 +143,9 @@ int RunSample(const Session& session, const SampleFlags& flags) {
     params->mutable_history()->Add(input->tokens.begin(), input->tokens.end());
   }
   client::SampleRequest request;
+  if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+    return NoArena(session, moved);
+  }
   input->Fill(&request);
   request.params = *std::move(params);
   const absl::StatusOr<client::SampleResult> result = session.client().Sample(request);
@@ -239,7 +242,10 @@ int RunGenerate(const Session& session, const GenerateFlags& flags) {
   const std::unique_ptr<client::SampleStream> stream = session.client().OpenSampleStream();
   for (int place = 0; place < flags.tokens; ++place) {
     input->SetRow(hidden, *head);
-    input->Fill(&request);
+    if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+    return NoArena(session, moved);
+  }
+  input->Fill(&request);
     request.params.clear_position();
     request.params.add_position(static_cast<uint64_t>(place));
     const absl::Status sent = stream->Write(request);

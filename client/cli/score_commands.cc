@@ -151,6 +151,9 @@ int RunScore(const Session& session, const ScoreFlags& flags) {
     if (!head.ok()) return NoHead(session, head.status());
     RunModel(*head, &*input);
   }
+  if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+    return NoArena(session, moved);
+  }
   input->Fill(&request);
   request.params.mutable_targets()->Add(input->tokens.begin(), input->tokens.end());
   const absl::StatusOr<client::ScoreResult> result = Score(session, request);

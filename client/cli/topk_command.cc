@@ -47,6 +47,9 @@ int RunTopK(const Session& session, const TopKFlags& flags) {
     client::LanguageModel::State state = input->model->InitialState();
     input->SetRow(ReadTokens(*input->model, &state, input->tokens), *head);
   }
+  if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+    return NoArena(session, moved);
+  }
   input->Fill(&request);
   const absl::StatusOr<std::vector<client::TopKRequest>> parts =
       client::CutTopK(request, info->limits());

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "client/tensor_file.h"
 #include "client/transport/transport.h"
 
 namespace logitd::client {
@@ -22,13 +23,16 @@ using google::protobuf::io::CodedOutputStream;
 
 constexpr uint64_t kMaxMessage = std::numeric_limits<int32_t>::max() - 16;  // protobuf's own limit
 
+constexpr int64_t kMaxElements = int64_t{1} << 20;  // of a row
+
 // The numbers are the same in every request, except that Verify takes no head.
 using Fields = v1::TopKRequest;
 template <typename Params>
 constexpr bool kSameFields = Params::kDtypeFieldNumber == int{Fields::kDtypeFieldNumber} &&
                              Params::kRowsFieldNumber == int{Fields::kRowsFieldNumber} &&
                              Params::kVocabFieldNumber == int{Fields::kVocabFieldNumber} &&
-                             Params::kLogitsFieldNumber == int{Fields::kLogitsFieldNumber};
+                             Params::kLogitsFieldNumber == int{Fields::kLogitsFieldNumber} &&
+                             Params::kSharedFieldNumber == int{Fields::kSharedFieldNumber};
 template <typename Params>
 constexpr bool kSameHeadFields =
     Params::kHeadFieldNumber == int{Fields::kHeadFieldNumber} &&
@@ -41,10 +45,12 @@ static_assert(kSameFields<v1::VerifyRequest>);
 template <typename Params>
 constexpr bool kTakesHeads = !std::is_same_v<Params, v1::VerifyRequest>;
 
-// The fields of LogitsRequest itself, then the payload's tag and length. Written even where they
-// have their default, so that they override whatever the parameters have there.
+// The fields of LogitsRequest itself, then those of the input, without the payload where it is sent.
+// Written even where they have their default, so that they override whatever the parameters have
+// there.
 template <typename Params>
-std::string OwnFields(const LogitsRequest<Params>& request, uint64_t payload_bytes) {
+std::string OwnFields(const LogitsRequest<Params>& request, const v1::SharedRows* shared,
+                      uint64_t payload_bytes) {
   const bool hidden = !request.head.empty();
   std::string bytes;
   {  // the streams have written everything once they are gone
@@ -57,11 +63,32 @@ std::string OwnFields(const LogitsRequest<Params>& request, uint64_t payload_byt
       WireFormatLite::WriteString(Fields::kHeadFieldNumber, request.head, &out);
       WireFormatLite::WriteInt64(Fields::kHiddenSizeFieldNumber, request.hidden_size, &out);
     }
-    WireFormatLite::WriteTag(hidden ? Fields::kHiddenFieldNumber : Fields::kLogitsFieldNumber,
-                             WireFormatLite::WIRETYPE_LENGTH_DELIMITED, &out);
-    out.WriteVarint64(payload_bytes);
+    if (shared != nullptr) {
+      WireFormatLite::WriteBytes(Fields::kSharedFieldNumber, shared->SerializeAsString(), &out);
+    } else {
+      WireFormatLite::WriteTag(hidden ? Fields::kHiddenFieldNumber : Fields::kLogitsFieldNumber,
+                               WireFormatLite::WIRETYPE_LENGTH_DELIMITED, &out);
+      out.WriteVarint64(payload_bytes);
+    }
   }
   return bytes;
+}
+
+// Where the payload lies in the request's arena.
+template <typename Params>
+absl::StatusOr<v1::SharedRows> FindShared(const LogitsRequest<Params>& request,
+                                          const Pieces& payload) {
+  const int64_t elements = request.head.empty() ? request.vocab : request.hidden_size;
+  if (elements < 1 || elements > kMaxElements) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%s: got %d, allowed 1..%d with an arena", request.head.empty() ? "vocab" : "hidden_size",
+        elements, kMaxElements));
+  }
+  if (!v1::DType_IsValid(request.dtype) || request.dtype == v1::DTYPE_UNSPECIFIED) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(request.dtype)));
+  }
+  return request.arena->Find(payload, request.rows, elements * DTypeSize(request.dtype));
 }
 
 // Running sums of `counts` from 0. False: a count is negative.
@@ -123,8 +150,16 @@ absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& requ
                         Params::descriptor()->name()));
   }
   uint64_t payload_bytes = 0;
-  for (absl::string_view piece : payload) payload_bytes += piece.size();
-  const std::string own_fields = OwnFields(request, payload_bytes);
+  v1::SharedRows shared;
+  if (request.arena != nullptr) {
+    absl::StatusOr<v1::SharedRows> found = FindShared(request, payload);
+    if (!found.ok()) return found.status();
+    shared = *std::move(found);
+  } else {
+    for (absl::string_view piece : payload) payload_bytes += piece.size();
+  }
+  const std::string own_fields =
+      OwnFields(request, request.arena == nullptr ? nullptr : &shared, payload_bytes);
   const size_t param_bytes = request.params.ByteSizeLong();
   const uint64_t total = param_bytes + own_fields.size() + payload_bytes;
   if (total > kMaxMessage) {
@@ -138,7 +173,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& requ
   uint8_t* const end = request.params.SerializeWithCachedSizesToArray(bytes);
   std::copy(own_fields.begin(), own_fields.end(), end);
   for (absl::string_view piece : payload) {
-    if (!piece.empty()) slices.push_back(SliceOver(piece, owner));
+    if (!piece.empty() && request.arena == nullptr) slices.push_back(SliceOver(piece, owner));
   }
   return grpc::ByteBuffer(slices.data(), slices.size());
 }

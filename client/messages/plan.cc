@@ -91,6 +91,7 @@ absl::StatusOr<std::vector<TopKRequest>> CutTopK(const TopKRequest& request,
     part.head = request.head;
     part.hidden_size = request.hidden_size;
     part.owner = request.owner;
+    part.arena = request.arena;
     (request.head.empty() ? part.logits : part.hidden) =
         CutPieces(PayloadOf(request), row * row_bytes, part.rows * row_bytes);
     params.Cut(row, part.rows, &part.params);

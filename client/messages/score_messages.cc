@@ -139,7 +139,8 @@ absl::StatusOr<grpc::ByteBuffer> ScoreMessages::Encode(
                           .rows = rows,
                           .vocab = request_.vocab,
                           .head = request_.head,
-                          .hidden_size = request_.hidden_size};
+                          .hidden_size = request_.hidden_size,
+                          .arena = request_.arena};
   params_.Cut(row, rows, &message.params);
   message.params.set_offset(request_.params.offset() + row);
   if (i == 0 && row > 0) *message.params.mutable_totals() = result_.answer.totals();

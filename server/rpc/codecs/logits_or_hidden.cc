@@ -1,7 +1,9 @@
 #include "server/rpc/codecs/logits_or_hidden.h"
 
-#include <array>
+#include <algorithm>
+#include <limits>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "kernels/checks.h"
@@ -25,10 +27,19 @@ static_assert(v1::SampleRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::ScoreRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::VerifyRequest::kSharedFieldNumber == int{kSharedNumber});
 
-constexpr NamedField<SharedFields> kSharedFields[] = {
-    {"shared.lease", &SharedFields::lease},
-    {"shared.offset", &SharedFields::offset},
-    {"shared.row_stride", &SharedFields::row_stride},
+// One occurrence of a SharedRows.
+struct SharedPart {
+  ByteRange lease = {.piece = kNoPiece};  // in the part
+  int64_t offset = 0;
+  int64_t row_stride = 0;
+
+  static constexpr size_t kNoPiece = std::numeric_limits<size_t>::max();
+};
+
+constexpr NamedField<SharedPart> kSharedFields[] = {
+    {"shared.lease", &SharedPart::lease},
+    {"shared.offset", &SharedPart::offset},
+    {"shared.row_stride", &SharedPart::row_stride},
 };
 
 constexpr size_t kMaxHeadName = 128;
@@ -43,9 +54,21 @@ absl::Status CheckHeadName(std::string_view name) {
 
 absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields) {
   static const auto* const table = new auto(
-      FieldTable<SharedFields>(v1::SharedRows::descriptor()).Add(kSharedFields));
-  // None of the fields is a list.
-  return ParseNested<SharedFields>(pieces, input.message, *table, /*max_list=*/1, fields);
+      FieldTable<SharedPart>(v1::SharedRows::descriptor()).Add(kSharedFields));
+  for (const ByteRange& range : input.message.parts) {
+    const std::vector<Piece> own = PiecesOf(pieces, range);
+    SharedPart part = {.offset = fields->offset, .row_stride = fields->row_stride};
+    // None of the fields is a list.
+    LOGITD_RETURN_IF_ERROR(ParseMessage<SharedPart>(own, *table, /*max_list=*/1, &part));
+    fields->offset = part.offset;
+    fields->row_stride = part.row_stride;
+    if (part.lease.piece == SharedPart::kNoPiece) continue;
+    fields->lease_bytes = part.lease.bytes;
+    part.lease.bytes = std::min(part.lease.bytes, kLeaseIdBytes);
+    fields->lease.resize(part.lease.bytes);
+    CopyRange(own, part.lease, fields->lease.data());
+  }
+  return absl::OkStatus();
 }
 
 absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
@@ -121,14 +144,11 @@ absl::Status LogitsOrHidden::Locate(Pieces pieces, const Choice& input,
     return absl::NotFoundError(
         "shared: got rows in a lease, allowed only where the server has --arena-listen");
   }
-  if (fields.lease.bytes != kLeaseIdBytes) {
+  if (fields.lease_bytes != kLeaseIdBytes) {
     return absl::InvalidArgumentError(absl::StrFormat("shared.lease: got %d bytes, allowed %d",
-                                                      fields.lease.bytes, kLeaseIdBytes));
+                                                      fields.lease_bytes, kLeaseIdBytes));
   }
-  std::array<char, kLeaseIdBytes> id;
-  CopyRange(pieces, fields.lease, id.data());
-  absl::StatusOr<std::shared_ptr<const arena::Memory>> lease =
-      find_lease(std::string_view(id.data(), id.size()));
+  absl::StatusOr<std::shared_ptr<const arena::Memory>> lease = find_lease(fields.lease);
   if (!lease.ok()) return lease.status();
   const auto total = static_cast<int64_t>((*lease)->size());
   const auto element = static_cast<int64_t>(SizeOf(dtype_));

@@ -48,7 +48,8 @@ struct InputFields {
 
 // SharedRows as it is in the message.
 struct SharedFields {
-  ByteRange lease;
+  size_t lease_bytes = 0;
+  std::string lease;  // its first kLeaseIdBytes
   int64_t offset = 0;
   int64_t row_stride = 0;
 };

@@ -1,0 +1,53 @@
+// Memory that a server on this machine leases to its client: rows that lie in it are named in
+// requests and not sent. formats/arena_protocol.h has the protocol, docs/operations.md what each
+// side may rely on.
+#ifndef LOGITD_CLIENT_ARENA_H_
+#define LOGITD_CLIENT_ARENA_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "logitd/v1/types.pb.h"
+
+namespace logitd::client {
+
+// A lease and its memory, mapped to be written. The lease ends with the object; a request that runs
+// then still reads what was there. What is written while a request runs that names it may change
+// that request's answer. Thread-safe, as far as memory is.
+class Arena {
+ public:
+  // Leases at least `bytes` bytes, all zero, from the server that listens at `address`
+  // ("unix:PATH", its --arena-listen). INVALID_ARGUMENT: no such address, or a size that the server
+  // never leases. UNAVAILABLE: nobody listens there, or not in time. Otherwise the server's error.
+  static absl::StatusOr<std::unique_ptr<Arena>> Lease(const std::string& address, int64_t bytes,
+                                                      absl::Duration timeout = absl::Seconds(10));
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  char* data() const { return data_; }  // page-aligned
+  int64_t bytes() const { return bytes_; }
+
+  // Where a payload lies: `rows` rows of `row_bytes` bytes, as one run of memory, in any number of
+  // pieces, or in one piece a row at equal distances. INVALID_ARGUMENT: it does not lie in the
+  // arena, or not so, or has another size.
+  absl::StatusOr<v1::SharedRows> Find(const std::vector<absl::string_view>& pieces, int64_t rows,
+                                      int64_t row_bytes) const;
+
+ private:
+  Arena(int socket, char* data, int64_t bytes, std::string lease);
+
+  const int socket_;  // the lease lives as long as the connection
+  char* const data_;
+  const int64_t bytes_;
+  const std::string lease_;
+};
+
+}  // namespace logitd::client
+
+#endif  // LOGITD_CLIENT_ARENA_H_

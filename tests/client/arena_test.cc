@@ -1,0 +1,355 @@
+// Rows in leased memory, from the client's side: the library, logitctl and the load generator
+// against the real server.
+#include "client/arena.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "client/client.h"
+#include "logitd/v1/sampler.grpc.pb.h"
+#include "tests/client/running_logitd.h"
+#include "tests/client/scoring_logitd.h"
+#include "tests/client/test_values.h"
+
+namespace logitd {
+namespace {
+
+using ::logitd::client::Arena;
+using ::logitd::testing::Normal;
+using ::logitd::testing::NpyF32;
+using ::logitd::testing::Ran;
+using ::logitd::testing::RunBinary;
+using ::logitd::testing::TempDir;
+using ::logitd::testing::TinyHead;
+using ::logitd::testing::TopKParams;
+using ::logitd::testing::ViewOf;
+using ::testing::HasSubstr;
+
+constexpr int64_t kVocab = 1003;
+constexpr int64_t kRows = 4;
+constexpr int64_t kArenaBytes = int64_t{1} << 20;
+
+// An answer without what differs from run to run.
+template <typename Result>
+std::string AnswerOf(const absl::StatusOr<Result>& result) {
+  if (!result.ok()) return result.status().ToString();
+  auto answer = result->answer;
+  answer.clear_timings();
+  return answer.SerializeAsString();
+}
+
+// Calls `use` on a request of `rows` rows of `width` floats, first sent, then from the start and
+// the middle of an arena, in one piece, in a piece a row, and with space between the rows. All
+// answers must be OK and equal.
+template <typename Request, typename Use>
+void ExpectEqualAnswers(const Arena& arena, Request request, const std::vector<float>& values,
+                        int64_t width, Use use) {
+  auto& payload = request.head.empty() ? request.logits : request.hidden;
+  payload = {ViewOf(values)};
+  const auto sent = use(request);
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  const std::string expected = AnswerOf(sent);
+  request.arena = &arena;
+  const size_t row_bytes = static_cast<size_t>(width) * sizeof(float);
+  for (const size_t offset : {size_t{0}, size_t{4}, size_t{70000}}) {
+    for (const size_t gap : {size_t{0}, size_t{4}, size_t{1000}}) {
+      for (const bool one_piece : {true, false}) {
+        if (one_piece && gap != 0) continue;
+        SCOPED_TRACE(absl::StrCat("offset ", offset, ", gap ", gap, ", one piece ", one_piece));
+        payload.clear();
+        for (int64_t row = 0; row < request.rows; ++row) {
+          char* const to = arena.data() + offset + static_cast<size_t>(row) * (row_bytes + gap);
+          std::memcpy(to, values.data() + row * width, row_bytes);
+          payload.emplace_back(to, row_bytes);
+        }
+        if (one_piece) payload = {{arena.data() + offset, values.size() * sizeof(float)}};
+        EXPECT_EQ(AnswerOf(use(request)), expected);
+      }
+    }
+  }
+}
+
+class ArenaClientTest : public ::logitd::testing::RunningLogitd {
+ protected:
+  explicit ArenaClientTest(const Flags& more = {})
+      : RunningLogitd(
+            [&more](const TempDir& dir) -> Flags {
+              Flags flags = {"--arena-listen",    absl::StrCat("unix:", dir.path("arena")),
+                             "--max-arena-bytes", "4MiB",
+                             "--max-leases",      "4",
+                             "--head",            absl::StrCat("tiny=", TinyHead(dir))};
+              flags.insert(flags.end(), more.begin(), more.end());
+              return flags;
+            },
+            "logitd.v1.Scorer") {}
+
+  std::string arena_address() const { return "unix:" + dir_.path("arena"); }
+
+  std::unique_ptr<Arena> Lease(int64_t bytes = kArenaBytes) const {
+    auto arena = Arena::Lease(arena_address(), bytes);
+    EXPECT_TRUE(arena.ok()) << arena.status();
+    return *std::move(arena);
+  }
+
+  // Leases until the server has freed what was there before.
+  bool AllIsFree() const {
+    for (int i = 0; i < 1000; ++i) {
+      if (Arena::Lease(arena_address(), 4 << 20).ok()) return true;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+    return false;
+  }
+
+  static client::TopKRequest TopKOf(absl::string_view logits) {
+    return {.rows = kRows, .vocab = kVocab, .logits = {logits}, .params = TopKParams({5})};
+  }
+};
+
+TEST_F(ArenaClientTest, AnswersAreThoseOfRowsThatWereSent) {
+  const auto arena = Lease();
+  const std::vector<float> logits = Normal(kRows * kVocab, 1);
+  ExpectEqualAnswers(*arena, TopKOf(""), logits, kVocab,
+                     [this](const auto& request) { return client_->TopK(request); });
+
+  client::SampleRequest sample = {.rows = kRows, .vocab = kVocab};
+  sample.params.add_temperature(0.8f);
+  sample.params.add_top_p(0.9f);
+  sample.params.add_top_logprobs(3);
+  for (uint64_t row = 0; row < kRows; ++row) sample.params.add_seed(row);
+  ExpectEqualAnswers(*arena, sample, logits, kVocab,
+                     [this](const auto& request) { return client_->Sample(request); });
+
+  client::VerifyRequest verify = {.rows = kRows, .vocab = kVocab};
+  verify.params.add_sequence_rows(kRows);
+  for (int i = 0; i < kRows - 1; ++i) verify.params.add_drafts(i);
+  verify.params.add_seed(7);
+  ExpectEqualAnswers(*arena, verify, logits, kVocab,
+                     [this](const auto& request) { return client_->Verify(request); });
+
+  client::ScoreRequest score = {.rows = kRows, .vocab = kVocab};
+  for (int i = 0; i < kRows; ++i) score.params.add_targets(i);
+  ExpectEqualAnswers(*arena, score, logits, kVocab,
+                     [this](const auto& request) { return client_->Score(request); });
+}
+
+TEST_F(ArenaClientTest, HiddenStatesGoToTheHead) {
+  const auto arena = Lease();
+  const std::vector<float> hidden = Normal(kRows * 2, 2);
+  client::TopKRequest topk = {.rows = kRows, .head = "tiny", .hidden_size = 2};
+  topk.params = TopKParams({3});
+  ExpectEqualAnswers(*arena, topk, hidden, 2,
+                     [this](const auto& request) { return client_->TopK(request); });
+  client::ScoreRequest score = {.rows = kRows, .head = "tiny", .hidden_size = 2};
+  for (int i = 0; i < kRows; ++i) score.params.add_targets(i % 3);
+  ExpectEqualAnswers(*arena, score, hidden, 2,
+                     [this](const auto& request) { return client_->Score(request); });
+}
+
+TEST_F(ArenaClientTest, AStreamOfScoresIsCutInTheArena) {
+  const auto client = Connect({.score_message_bytes = 2 * kVocab * int64_t{sizeof(float)}});
+  const auto arena = Lease();
+  client::ScoreRequest score = {.rows = kRows, .vocab = kVocab};
+  for (int i = 0; i < kRows; ++i) score.params.add_targets(i);
+  ExpectEqualAnswers(*arena, score, Normal(kRows * kVocab, 3), kVocab, [&](const auto& request) {
+    auto result = client->ScoreStream(request);
+    if (result.ok()) {
+      EXPECT_EQ(result->messages, 2);
+    }
+    return result;
+  });
+}
+
+TEST_F(ArenaClientTest, AStreamOfSamplesReadsEachStep) {
+  const auto arena = Lease();
+  const auto sent = client_->OpenSampleStream();
+  const auto shared = client_->OpenSampleStream();
+  for (uint32_t step = 0; step < 5; ++step) {
+    const std::vector<float> logits = Normal(kVocab, step);
+    client::SampleRequest request = {.rows = 1, .vocab = kVocab, .logits = {ViewOf(logits)}};
+    request.params.add_seed(step);
+    ASSERT_TRUE(sent->Write(request).ok());
+    std::memcpy(arena->data(), logits.data(), logits.size() * sizeof(float));
+    request.logits = {{arena->data(), logits.size() * sizeof(float)}};
+    request.arena = arena.get();
+    ASSERT_TRUE(shared->Write(request).ok());
+    const std::string expected = AnswerOf(sent->Read());
+    EXPECT_EQ(AnswerOf(shared->Read()), expected);
+  }
+}
+
+TEST_F(ArenaClientTest, APayloadThatTheArenaDoesNotHoldSoIsRefusedUnsent) {
+  const auto arena = Lease();
+  const std::vector<float> own = Normal(kRows * kVocab, 1);
+  const char* const data = arena->data();
+  const size_t row = kVocab * sizeof(float);
+  const struct {
+    std::vector<absl::string_view> pieces;
+    std::string text;
+  } kCases[] = {
+      {{ViewOf(own)}, "outside of it, allowed one in its 1048576 bytes"},
+      {{{data + kArenaBytes - 4, kRows * row}}, "outside of it"},
+      {{{data, kRows * row - 4}}, "got 16044 bytes in the arena, allowed 4 rows of 4012 bytes"},
+      {{}, "got 0 bytes in the arena"},
+      {{{data, row}, {data + row, row}}, "got 8024 bytes"},
+      {{{data, 2 * row}, {data + 3 * row, 2 * row}}, "2 runs of memory"},
+      {{{data, row}, {data + 2 * row, row}, {data + 3 * row, row}, {data + 5 * row, row}},
+       "runs of memory"},
+      {{{data + 6 * row, row}, {data + 4 * row, row}, {data + 2 * row, row}, {data, row}},
+       "4 runs of memory, allowed one run, or 4 rows of 4012 bytes at equal, ascending distances"},
+  };
+  for (const auto& refused : kCases) {
+    client::TopKRequest request = TopKOf("");
+    request.logits = refused.pieces;
+    request.arena = arena.get();
+    const absl::Status status = client_->TopK(request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(refused.text));
+  }
+}
+
+TEST_F(ArenaClientTest, RefusalsOfTheServerReachTheClient) {
+  const auto beyond = Arena::Lease(arena_address(), (4 << 20) + 1);
+  EXPECT_EQ(beyond.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(beyond.status().message()), HasSubstr("allowed 1..4194304"));
+  const auto most = Lease(3 << 20);
+  const auto now = Arena::Lease(arena_address(), 2 << 20);
+  EXPECT_EQ(now.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(now.status().message()), HasSubstr("allowed 1048576: 3145728 of 4194304"));
+  const auto nobody = Arena::Lease("unix:" + dir_.path("nobody"), 1);
+  EXPECT_EQ(nobody.status().code(), absl::StatusCode::kUnavailable);
+  for (const std::string address : {"", "unix:", "localhost:1", "/tmp/a"}) {
+    EXPECT_EQ(Arena::Lease(address, 1).status().code(), absl::StatusCode::kInvalidArgument)
+        << address;
+  }
+  EXPECT_EQ(Arena::Lease(arena_address(), 0).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(ArenaClientTest, ALeaseThatHasEndedIsNotFound) {
+  v1::SharedRows shared;
+  {
+    const auto arena = Lease();
+    shared = *arena->Find({{arena->data(), 4}}, 1, 4);
+  }
+  ASSERT_TRUE(AllIsFree());
+  client::TopKRequest request = {.rows = 1, .vocab = 1, .params = TopKParams({1})};
+  *request.params.mutable_shared() = shared;
+  // The library writes an input of its own behind the parameters, so this goes without it.
+  v1::TopKRequest raw = request.params;
+  raw.set_dtype(v1::DTYPE_F32);
+  raw.set_rows(1);
+  raw.set_vocab(1);
+  const auto channel = grpc::CreateChannel(address_, grpc::InsecureChannelCredentials());
+  grpc::ClientContext context;
+  v1::TopKResponse response;
+  const grpc::Status status = v1::Sampler::NewStub(channel)->TopK(&context, raw, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_THAT(status.error_message(), HasSubstr("a lease ends with its connection"));
+}
+
+// A client that is killed at any moment leaves nothing behind, and others go on.
+TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
+  const std::vector<float> logits = Normal(kRows * kVocab, 4);
+  const std::string binary = ::logitd::testing::BinaryPath("load_bench");
+  for (int i = 0; i < 10; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      execl(binary.c_str(), "load_bench", "--addr",
+            address_.c_str(), "--arena", arena_address().c_str(), "--rows", "64", "--vocab", "3000",
+            "--in-flight", "3", "--warmup", "0", "--duration", "5", nullptr);
+      _exit(127);
+    }
+    absl::SleepFor(absl::Milliseconds(20 + 25 * i));
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    const auto honest = client_->TopK(TopKOf(ViewOf(logits)));
+    EXPECT_TRUE(honest.ok()) << honest.status();
+  }
+  EXPECT_TRUE(AllIsFree());
+}
+
+// What changes while it is read harms its own answer alone.
+TEST_F(ArenaClientTest, AScribblerHarmsOnlyItself) {
+  const auto arena = Lease();
+  std::atomic<bool> stop = false;
+  std::thread scribbler([&] {
+    auto* const words = reinterpret_cast<volatile uint32_t*>(arena->data());
+    for (uint32_t value = 0; !stop; ++value) {
+      for (size_t i = 0; i < kRows * kVocab; i += 7) words[i] = value * 2654435761u;
+    }
+  });
+  const std::vector<float> logits = Normal(kRows * kVocab, 5);
+  const std::string expected = AnswerOf(client_->TopK(TopKOf(ViewOf(logits))));
+  client::TopKRequest shared = TopKOf({arena->data(), kRows * kVocab * sizeof(float)});
+  shared.arena = arena.get();
+  for (int i = 0; i < 100; ++i) {
+    const auto torn = client_->TopK(shared);
+    EXPECT_TRUE(torn.ok()) << torn.status();
+    EXPECT_EQ(AnswerOf(client_->TopK(TopKOf(ViewOf(logits)))), expected);
+  }
+  stop = true;
+  scribbler.join();
+}
+
+TEST_F(ArenaClientTest, TheCommandLineGivesTheSameAnswer) {
+  const std::string file = dir_.Write("rows.npy", NpyF32(2, 3, {1, 2, 3, 3, 2, 1}));
+  const std::string hidden = dir_.Write("hidden.npy", NpyF32(2, 2, {1, 2, 3, 4}));
+  const std::vector<std::vector<std::string>> kCommands = {
+      {"topk", "--logits", file, "--k", "2"},
+      {"sample", "--logits", file, "--seed", "1,2", "--temperature", "1"},
+      {"sample", "--hidden", hidden, "--head", "tiny", "--temperature", "0"},
+  };
+  for (std::vector<std::string> command : kCommands) {
+    SCOPED_TRACE(command[0]);
+    const Ran sent = Logitctl(command);
+    ASSERT_EQ(sent.code, 0) << sent.err;
+    command.insert(command.end(), {"--arena", arena_address()});
+    const Ran shared = Logitctl(command);
+    EXPECT_EQ(shared.code, 0) << shared.err;
+    const auto rows_of = [](const Ran& ran) { return ran.out.substr(0, ran.out.find("server:")); };
+    EXPECT_THAT(rows_of(sent), HasSubstr("token"));
+    EXPECT_EQ(rows_of(shared), rows_of(sent));
+  }
+  const Ran wrong = Logitctl({"sample", "--logits", file, "--temperature", "0", "--arena",
+                               "unix:" + dir_.path("nobody")});
+  EXPECT_EQ(wrong.code, 3);
+  EXPECT_THAT(wrong.err, HasSubstr("--arena-listen"));
+}
+
+TEST_F(ArenaClientTest, TheLoadGeneratorHandsRowsOver) {
+  const Ran ran = RunBinary("load_bench", {"--addr", address_, "--arena", arena_address(), "--vocab",
+                                           "100", "--k", "1", "--warmup", "0", "--duration", "0.2"});
+  EXPECT_EQ(ran.code, 0) << ran.err << ran.out;
+}
+
+class NoArenaClientTest : public ::logitd::testing::RunningLogitd {};
+
+TEST_F(NoArenaClientTest, AServerThatLeasesNothingSaysSo) {
+  v1::TopKRequest raw = TopKParams({1});
+  raw.set_dtype(v1::DTYPE_F32);
+  raw.set_rows(1);
+  raw.set_vocab(1);
+  raw.mutable_shared()->set_lease(std::string(16, 'x'));
+  const auto channel = grpc::CreateChannel(address_, grpc::InsecureChannelCredentials());
+  grpc::ClientContext context;
+  v1::TopKResponse response;
+  const grpc::Status status = v1::Sampler::NewStub(channel)->TopK(&context, raw, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_THAT(status.error_message(), HasSubstr("--arena-listen"));
+}
+
+}  // namespace
+}  // namespace logitd
