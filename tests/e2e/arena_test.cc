@@ -40,7 +40,8 @@ int64_t CodeOf(int fd) {
 
 TEST(ArenaTest, ThePageCountsLeasesAndADrainEndsThem) {
   const std::string path = absl::StrCat(::testing::TempDir(), "/logitd_arena_", getpid());
-  ServerProcess server({"--arena-listen", absl::StrCat("unix:", path), "--max-arena-bytes", "1MiB"});
+  ServerProcess server(
+      {"--arena-listen", absl::StrCat("unix:", path), "--max-arena-bytes", "1MiB"});
   EXPECT_EQ(server.Metric("logitd_arena_bytes_limit"), 1 << 20);
   const int first = AskForPage(path);
   const int second = AskForPage(path);
