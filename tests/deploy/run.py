@@ -21,9 +21,10 @@ def main():
         ("LOGITD_BINARY", server),
         ("LOGITCTL_BINARY", logitctl),
         ("LOAD_BENCH_BINARY", load_bench),
-        ("LOGITD_DEPLOY_TOOLS", tools),
+        ("DEPLOY_TOOLS", tools),
     ):
         os.environ[name] = os.path.abspath(path)
+    sys.dont_write_bytecode = True  # scripts are read as modules
     sys.path.insert(0, str(HERE))
     try:
         tests = importlib.import_module(module)

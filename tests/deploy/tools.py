@@ -24,7 +24,7 @@ class ToolMissing(unittest.SkipTest):
 
 
 def folder():
-    path = pathlib.Path(os.environ["LOGITD_DEPLOY_TOOLS"])
+    path = pathlib.Path(os.environ["DEPLOY_TOOLS"])
     path.mkdir(parents=True, exist_ok=True)
     return path
 
