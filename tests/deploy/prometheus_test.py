@@ -276,7 +276,7 @@ class ScrapeTest(unittest.TestCase):
                     self.place,
                     server.address,
                     *("--tls-ca", f"{self.place}/tls.crt", "--head", "demo", "--rows", "4", "--vocab", "50257"),
-                    *("--mix", "topk=2,sample=2,score=1,hidden_sample=1", "--connections", "2", "--duration", "40"),
+                    *("--mix", "topk=2,sample=2,score=1,hidden_sample=1", "--connections", "2", "--duration", "300"),
                     name=f"load{i}",
                 )
             )
