@@ -105,6 +105,9 @@ def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, secon
                 pushback = int(value)
             except ValueError:
                 pushback = -1  # no retry, as in gRPC's own retries
+    # A proxy that gets a refusal while it still sends the message cuts the stream. logitd itself never does.
+    if code is grpc.StatusCode.CANCELLED and "Received RST_STREAM" in (details or ""):
+        code = grpc.StatusCode.UNAVAILABLE
     delay = pushback / 1000 if pushback is not None and pushback >= 0 else None
     return Reply(error_of(code, details or "", retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
 

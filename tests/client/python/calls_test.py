@@ -57,6 +57,14 @@ class RetryTest(TestCase):
                 self.assertEqual((result.attempts, len(handler.calls)), (4, 4))
                 self.assertEqual(result.indices[0].tolist(), [1])
 
+    def test_a_stream_that_a_proxy_cut_is_tried_again(self):
+        cut = "Received RST_STREAM with error code 8"
+        for client, handler in self.served(lambda: failing(grpc.StatusCode.CANCELLED, cut, 1)):
+            self.assertEqual(client.top_k(ROW, k=1).attempts, 2)
+        for client, handler in self.served(lambda: failing(grpc.StatusCode.CANCELLED, cut, 99)):
+            with self.refused(logitd.Unavailable, cut):
+                client.top_k(ROW, k=1)
+
     def test_waits_as_long_as_the_server_says(self):
         for client, handler in self.served(lambda: failing(EXHAUSTED, "full", 1, "300")):
             client.top_k(ROW, k=1)

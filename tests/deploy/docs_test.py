@@ -1,0 +1,107 @@
+"""The commands of the README and of docs/deploying.md, run as they stand.
+
+A block of commands starts with ```sh run (or ```python run), or with ```sh and the name of the script or ctest that does
+the same. A page's blocks run in order, as one script, in a folder where the repository's and the build tree's names are,
+and in a network of their own, so the default ports are free.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+from haproxy_test import python_client
+from processes import program
+from tools import ROOT
+
+PAGES = ("README.md", "docs/deploying.md")
+BLOCK = re.compile(r"^```(sh|python) *(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A reader is slower than a server's start.
+READY = "until logitctl health {} >/dev/null 2>&1; do kill -0 $!; sleep 0.05; done"
+
+
+def blocks(page):
+    """(language, what runs it, text)"""
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def script_of(page):
+    """One bash script of the page's blocks that run here."""
+    script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
+    for language, how, text in blocks(page):
+        if how != "run":
+            continue
+        if language == "python":
+            script.append(f"python3 - <<'END_OF_PYTHON'\n{text}END_OF_PYTHON")
+            continue
+        for command in re.sub(r"\\\n", " ", text).splitlines():
+            script.append(command)
+            server = re.match(r"(?:\S*/)?logitd\b([^#]*)&\s*(?:#.*)?$", command)
+            if server:
+                address = re.search(r"--listen (\S+)", server[1])
+                secure = " --tls-ca tls.crt" if "--tls-cert" in command else ""
+                script.append(READY.format(f"--addr {address[1]}{secure}" if address else ""))
+            elif re.search(r"haproxy .*&$", command):
+                bind = re.search(r"LOGITD_BIND=(\S+)", command)[1]
+                script.append(READY.format(f"--addr {bind} --tls-ca tls.crt"))
+    return "\n".join(script) + "\n"
+
+
+class DocsTest(unittest.TestCase):
+    def test_every_block_says_what_runs_it(self):
+        cmake = (ROOT / "CMakeLists.txt").read_text()
+        (deploy,) = re.findall(r"foreach\(deploy IN ITEMS ([\w ]+)\)", cmake)
+        known = {"run", *re.findall(r"add_test\(NAME (\w+)", cmake), *(f"deploy_{name}" for name in deploy.split())}
+        for page in PAGES:
+            text = (ROOT / page).read_text()
+            self.assertEqual(text.count("\n```sh"), sum(language == "sh" for language, _, _ in blocks(page)))
+            for language, how, block in blocks(page):
+                if language == "sh":
+                    self.assertTrue(how in known or (ROOT / how).is_file() and how, f"{page}: {how!r}: {block}")
+
+    def run_page(self, page):
+        program("haproxy")
+        isolated = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+        if subprocess.run([*isolated, "ip", "link", "set", "lo", "up"], check=False, capture_output=True).returncode:
+            self.skipTest("may not make a network namespace")
+        script = script_of(page)
+        starts = len(re.findall(r"logitd\b[^#\n]*&\s*(?:#.*)?$|haproxy [^#\n]*&$", script, re.MULTILINE))
+        self.assertGreater(starts, 0, "nothing of the page runs")
+        self.assertEqual(script.count("until logitctl health"), starts)
+        with tempfile.TemporaryDirectory() as name:
+            place = pathlib.Path(name)
+            python_client(place / "package")
+            for entry in ("demo", "deploy", "scripts", "client", "proto"):
+                (place / entry).symlink_to(ROOT / entry)
+            programs = place / "build/release"
+            programs.mkdir(parents=True)
+            for variable in ("LOGITD_BINARY", "LOGITCTL_BINARY", "LOAD_BENCH_BINARY"):
+                (programs / pathlib.Path(os.environ[variable]).name).symlink_to(os.environ[variable])
+            (programs / "python3").symlink_to(sys.executable)  # with NumPy and grpcio
+            environment = {
+                "PATH": f"{programs}:/usr/sbin:{os.environ['PATH']}",
+                "PYTHONPATH": str(place / "package"),
+                "HOME": name,
+                "LOGITD_CPU_THREADS": "1",
+            }
+            inside = [*isolated, "sh", "-c", 'ip link set lo up && exec bash -c "$1"', "sh", script]
+            with open(place / "output", "w+", encoding="utf-8") as output:
+                done = subprocess.run(
+                    inside, cwd=place, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=200, check=False
+                )
+                output.seek(0)
+                self.assertEqual(done.returncode, 0, f"{page}:\n{output.read()[-6000:]}")
+
+
+def page_test(page):
+    def test(self):
+        self.run_page(page)
+
+    return test
+
+
+for each in PAGES:
+    setattr(DocsTest, f"test_the_commands_of_{re.sub(r'[^a-z]+', '_', each.lower())}_run", page_test(each))
