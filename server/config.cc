@@ -9,7 +9,6 @@
 #include <functional>
 #include <iterator>
 #include <limits>
-#include <numeric>
 #include <ostream>
 #include <regex>
 #include <set>
@@ -21,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "formats/nearest.h"
 #include "server/door/address.h"
 #include "server/door/listener.h"
 #include "server/rpc/rpc_server.h"
@@ -292,25 +292,10 @@ void CheckTogether(const Config& config) {
   }
 }
 
-// Steps of one character from one text to the other.
-size_t Distance(std::string_view from, std::string_view to) {
-  std::vector<size_t> row(to.size() + 1);
-  std::iota(row.begin(), row.end(), 0);
-  for (const char c : from) {
-    size_t diagonal = row[0]++;
-    for (size_t i = 0; i < to.size(); ++i) {
-      const size_t replaced = diagonal + (c == to[i] ? 0 : 1);
-      diagonal = row[i + 1];
-      row[i + 1] = std::min({replaced, row[i] + 1, row[i + 1] + 1});
-    }
-  }
-  return row.back();
-}
-
-std::string Nearest(std::string_view name, const std::vector<std::string>& names) {
-  return *std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) {
-    return Distance(name, a) < Distance(name, b);
-  });
+// "the nearest is --listen", or what else helps.
+std::string Hint(const std::string& name, const std::vector<std::string>& names) {
+  const std::string nearest = formats::Nearest(name, names);
+  return nearest.empty() ? "allowed are those of --help" : absl::StrCat("the nearest is ", nearest);
 }
 
 // What Kubernetes sets for a Service whose name starts with "logitd".
@@ -330,11 +315,10 @@ void CheckNames(const CLI::App& app) {
   }
   for (const std::string& extra : app.remaining()) {
     const std::string name = extra.substr(0, extra.find('='));
-    throw CLI::ValidationError(
-        absl::CHexEscape(name),
-        absl::StartsWith(name, "-")
-            ? absl::StrCat("got an unknown flag, the nearest is ", Nearest(name, flags))
-            : "got a word, allowed only flags");
+    throw CLI::ValidationError(absl::CHexEscape(name),
+                               absl::StartsWith(name, "-")
+                                   ? absl::StrCat("got an unknown flag, ", Hint(name, flags))
+                                   : "got a word, allowed only flags");
   }
   // Of this project's other programs.
   for (const char* name :
@@ -348,9 +332,8 @@ void CheckNames(const CLI::App& app) {
         std::find(variables.begin(), variables.end(), name) != variables.end()) {
       continue;
     }
-    throw CLI::ValidationError(
-        absl::CHexEscape(name),
-        absl::StrCat("got an unknown variable, the nearest is ", Nearest(name, variables)));
+    throw CLI::ValidationError(absl::CHexEscape(name),
+                               absl::StrCat("got an unknown variable, ", Hint(name, variables)));
   }
 }
 

@@ -33,12 +33,16 @@ inline void AddConnectionFlags(CLI::App* command, ConnectionFlags* flags) {
   command
       ->add_option("--tls-ca", flags->tls_files.ca_file,
                    "PEM file of the authorities of the server's certificate; implies --tls")
+      ->type_name("FILE")
       ->group(kGroup);
   command
       ->add_option("--tls-cert", flags->tls_files.cert_file,
                    "PEM file of the client's certificate, for mutual TLS; implies --tls")
+      ->type_name("FILE")
       ->group(kGroup);
-  command->add_option("--tls-key", flags->tls_files.key_file, "PEM file of its key")->group(kGroup);
+  command->add_option("--tls-key", flags->tls_files.key_file, "PEM file of its key")
+      ->type_name("FILE")
+      ->group(kGroup);
   command
       ->add_option("--tls-server-name", flags->tls_files.server_name,
                    "the name in the server's certificate, if it is not the address's host")
@@ -46,6 +50,7 @@ inline void AddConnectionFlags(CLI::App* command, ConnectionFlags* flags) {
   command
       ->add_option("--token-file", flags->token_file,
                    "a file with the token that shows who calls; without it $LOGITD_TOKEN")
+      ->type_name("FILE")
       ->group(kGroup);
   command
       ->add_flag("--token-over-plaintext", flags->token_over_plaintext,

@@ -17,10 +17,6 @@
 namespace logitd::testing {
 namespace {
 
-std::string PathOf(const std::string& name) {
-  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
-}
-
 // `args[0]` is a path. 0 and a failed test where it cannot be started.
 pid_t Spawn(std::vector<std::string> args, const posix_spawn_file_actions_t* actions) {
   std::vector<char*> argv;
@@ -36,6 +32,10 @@ pid_t Spawn(std::vector<std::string> args, const posix_spawn_file_actions_t* act
 
 }  // namespace
 
+std::string BinaryPath(const std::string& name) {
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
+}
+
 Ran RunBinary(const std::string& name, std::vector<std::string> args,
               const std::function<void(const std::string&)>& on_output) {
   std::array<int, 2> out;
@@ -46,7 +46,7 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, out[1], 1);
   posix_spawn_file_actions_adddup2(&actions, err[1], 2);
-  args.insert(args.begin(), PathOf(name));
+  args.insert(args.begin(), BinaryPath(name));
   const pid_t pid = Spawn(std::move(args), &actions);
   posix_spawn_file_actions_destroy(&actions);
   close(out[1]);
@@ -87,7 +87,7 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
 // setpriv becomes the daemon, which then ends with this process: one that outlives a test that
 // crashes would hold its output open, and whoever reads that would wait.
 Daemon::Daemon(const std::string& name, std::vector<std::string> args) {
-  args.insert(args.begin(), {"/usr/bin/setpriv", "--pdeathsig", "KILL", PathOf(name)});
+  args.insert(args.begin(), {"/usr/bin/setpriv", "--pdeathsig", "KILL", BinaryPath(name)});
   pid_ = Spawn(std::move(args), nullptr);
 }
 
