@@ -73,7 +73,9 @@ std::string AfterOption(const CLI::Option& option) {
   std::vector<std::string> values = ValuesOf(type);
   const bool file = type == "FILE" || std::erase(values, "FILE") > 0;
   return absl::StrFormat("values=\"%s\" paths=%s", absl::StrJoin(values, " "),
-                         file ? "file" : type == "DIR" ? "directory" : "none");
+                         file            ? "file"
+                         : type == "DIR" ? "directory"
+                                         : "none");
 }
 
 // Adds the case of `command`, and of those below it. `path`: " heads load".
@@ -88,7 +90,8 @@ void AddCases(const CLI::App& command, const std::string& path, std::vector<std:
     }
     for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
     if (option->get_items_expected_max() == 0) continue;
-    after.push_back(absl::StrFormat("        %s) %s ;;\n", FlagNames(*option), AfterOption(*option)));
+    after.push_back(
+        absl::StrFormat("        %s) %s ;;\n", FlagNames(*option), AfterOption(*option)));
   }
   for (const CLI::App* subcommand : SubcommandsOf(command)) {
     names.push_back(subcommand->get_name());
@@ -96,7 +99,8 @@ void AddCases(const CLI::App& command, const std::string& path, std::vector<std:
   absl::StrAppendFormat(cases, "    \"%s\")\n      commands=\"%s\" flags=\"%s\"\n", path,
                         absl::StrJoin(names, " "), absl::StrJoin(flags, " "));
   if (!after.empty()) {
-    absl::StrAppendFormat(cases, "      case \"$prev\" in\n%s      esac\n", absl::StrJoin(after, ""));
+    absl::StrAppendFormat(cases, "      case \"$prev\" in\n%s      esac\n",
+                          absl::StrJoin(after, ""));
   }
   absl::StrAppend(cases, "      ;;\n");
   for (const CLI::App* subcommand : SubcommandsOf(command)) {

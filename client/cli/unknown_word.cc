@@ -31,9 +31,9 @@ std::string UnknownFlag(const CLI::App& command, const std::string& flag) {
     for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
   }
   const std::string nearest = formats::Nearest(flag, flags);
-  return absl::StrFormat("%s: got an unknown flag of %s, %s", flag, PathOf(command),
-                         nearest.empty() ? "allowed are those of --help"
-                                         : absl::StrCat("the nearest is ", nearest));
+  return absl::StrFormat(
+      "%s: got an unknown flag of %s, %s", flag, PathOf(command),
+      nearest.empty() ? "allowed are those of --help" : absl::StrCat("the nearest is ", nearest));
 }
 
 std::string UnknownSubcommand(const CLI::App& command, const std::string& word) {
