@@ -173,6 +173,18 @@ void AddChoice(CLI::App& app, const std::string& flag, std::string* value,
             });
 }
 
+void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
+  AddParsed(app, "--socket-mode",
+            "Permissions of the files of Unix sockets; without it as the umask leaves them",
+            "0 to 0777, octal", "", [value](const std::string& text) {
+              constexpr std::string_view kOctal = "01234567";
+              if (text.empty() || text.size() > 4 || text.find_first_not_of(kOctal) != text.npos)
+                return false;
+              *value = static_cast<mode_t>(std::stoul(text, nullptr, 8));
+              return **value <= 0777;
+            });
+}
+
 // NAME=PATH[,vocab=N][,norm]
 engine::HeadRequest ParseHead(const std::string& flag, const std::string& text) {
   const auto refuse = [&](const std::string& allowed) {
@@ -357,6 +369,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
       ->delimiter(',')
       ->type_name("ADDRESS");
+  AddSocketMode(app, &config->socket_mode);
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
   AddInteger(app, "--device", &config->device, 0, 255, "CUDA device");

@@ -2,6 +2,8 @@
 #ifndef LOGITD_SERVER_CONFIG_H_
 #define LOGITD_SERVER_CONFIG_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <iosfwd>
 #include <optional>
@@ -16,6 +18,7 @@ namespace logitd {
 
 struct Config {
   std::vector<std::string> listen = {"127.0.0.1:7450"};
+  std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
   int device = 0;
   int cpu_threads = 0;

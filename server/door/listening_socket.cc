@@ -154,7 +154,8 @@ class DirectoryLock {
   int fd_ = -1;
 };
 
-absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& path) {
+absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& path,
+                                                          std::optional<mode_t> mode) {
   const sockaddr_un address = UnixAddress(path);
   const DirectoryLock lock(path);
   if (absl::Status status = CheckStale(path, address); !status.ok()) return status;
@@ -165,6 +166,8 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& pat
   if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return Failed("bind");
   }
+  // Until listen, connections are refused.
+  if (mode.has_value() && chmod(path.c_str(), *mode) != 0) return Failed("chmod");
   struct stat file = {};
   if (lstat(path.c_str(), &file) != 0) return Failed("stat");
   if (listen(fd, kBacklog) != 0) return Failed("listen");
@@ -174,8 +177,9 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& pat
 
 }  // namespace
 
-absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address) {
-  return address.path.empty() ? ListenOnTcp(address) : ListenOnUnix(address.path);
+absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address,
+                                                      std::optional<mode_t> unix_mode) {
+  return address.path.empty() ? ListenOnTcp(address) : ListenOnUnix(address.path, unix_mode);
 }
 
 void RemoveSocketFile(const Address& address, const ListeningSocket& socket) {

@@ -2,7 +2,10 @@
 #ifndef LOGITD_SERVER_DOOR_LISTENING_SOCKET_H_
 #define LOGITD_SERVER_DOOR_LISTENING_SOCKET_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -24,7 +27,11 @@ struct ListeningSocket {
 // A Unix socket's file that no process listens on is replaced. The path is refused if a process
 // listens there, which the error names, or if it is not a socket. UNAVAILABLE: anything the system
 // refuses.
-absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address);
+//
+// `unix_mode`: the permission bits of a Unix socket's file, set before anybody can connect; nullopt:
+// as the umask leaves them.
+absl::StatusOr<std::vector<ListeningSocket>> ListenOn(
+    const Address& address, std::optional<mode_t> unix_mode = std::nullopt);
 
 // Removes the file of a Unix socket if it is still the one of `socket`.
 void RemoveSocketFile(const Address& address, const ListeningSocket& socket);

@@ -112,9 +112,9 @@ TEST_F(HeadFamiliesTest, LogitsAreThoseOfTransformersOrTheHeadIsRefused) {
     ASSERT_EQ(view.weight.dtype, DType::kF32);
     ASSERT_EQ(view.hidden(), static_cast<int64_t>(expected.hidden));
     ASSERT_EQ(view.vocab(), static_cast<int64_t>(expected.vocab));
-    const float largest = std::abs(*std::max_element(
-        expected.logits.begin(), expected.logits.end(),
-        [](float a, float b) { return std::abs(a) < std::abs(b); }));
+    const float largest =
+        std::abs(*std::max_element(expected.logits.begin(), expected.logits.end(),
+                                   [](float a, float b) { return std::abs(a) < std::abs(b); }));
     EXPECT_GT(largest, 0.05);  // zeros would pass with any weight
     EXPECT_LE(WorstError(view, expected), 1e-5 * (1 + largest));
     ++loaded;

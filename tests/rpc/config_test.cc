@@ -81,6 +81,12 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.head_root, "/tmp");
 }
 
+TEST(ConfigTest, TheSocketModeIsOctal) {
+  EXPECT_EQ(Parse({"--socket-mode=0660"}).config.socket_mode, mode_t{0660});
+  EXPECT_EQ(Parse({"--socket-mode", "7"}).config.socket_mode, mode_t{7});
+  EXPECT_EQ(Parse({}).config.socket_mode, std::nullopt);
+}
+
 TEST(ConfigTest, SemicolonsSeparateHeadsInTheEnvironment) {
   setenv("LOGITD_HEAD", "a=/m/a,norm;b=/m/b", 1);
   const Result r = Parse({});
@@ -297,6 +303,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"metrics_on_a_unix_socket",
             {"--metrics-listen=unix:/tmp/a"},
             "--metrics-listen: got \"unix:/tmp/a\", allowed HOST:PORT or [IPv6]:PORT"},
+        Bad{"socket_mode_decimal", {"--socket-mode=689"}, "--socket-mode: got \"689\", allowed 0"},
+        Bad{"socket_mode_too_much", {"--socket-mode=1777"}, "allowed 0 to 0777, octal"},
         Bad{"backend", {"--backend=tpu"}, "--backend: got \"tpu\", allowed auto, cpu, cuda"},
         Bad{"switch_with_a_word",
             {"--allow-remote-heads=maybe"},
