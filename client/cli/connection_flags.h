@@ -17,6 +17,7 @@ namespace logitd::cli {
 
 struct ConnectionFlags {
   std::string address = "127.0.0.1:7450";
+  bool round_robin = false;
   bool tls = false;
   client::TlsOptions tls_files;
   std::string token_file;
@@ -24,9 +25,10 @@ struct ConnectionFlags {
 };
 
 inline void AddConnectionFlags(CLI::App* command, ConnectionFlags* flags) {
-  command->add_option("--addr", flags->address, "HOST:PORT or unix:PATH of the server")
+  command->add_option("--addr", flags->address, "HOST:PORT or unix:PATH of the server; ipv4:A:PORT,B:PORT or dns:///HOST:PORT of several")
       ->envname("LOGITD_ADDR")
       ->capture_default_str();
+  command->add_flag("--round-robin", flags->round_robin, "calls go to all of several servers");
   const char* const kGroup = "TLS and token";
   command->add_flag("--tls", flags->tls, "TLS, with the system's authorities unless --tls-ca")
       ->group(kGroup);
@@ -62,6 +64,7 @@ inline void AddConnectionFlags(CLI::App* command, ConnectionFlags* flags) {
 inline absl::StatusOr<client::ClientOptions> OptionsOf(const ConnectionFlags& flags) {
   client::ClientOptions options;
   options.address = flags.address;
+  options.round_robin = flags.round_robin;
   const client::TlsOptions& files = flags.tls_files;
   if (flags.tls || !files.ca_file.empty() || !files.cert_file.empty() || !files.key_file.empty()) {
     options.tls = files;
