@@ -1,4 +1,4 @@
-// The C++ client of logitd: one channel to one server, calls with deadlines and retries, and
+// The C++ client of logitd: one channel to one server or several, calls with deadlines and retries, and
 // tensors that travel from the caller's memory to the socket without a copy of ours in between.
 #ifndef LOGITD_CLIENT_CLIENT_H_
 #define LOGITD_CLIENT_CLIENT_H_

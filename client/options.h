@@ -29,8 +29,15 @@ struct TlsOptions {
 };
 
 struct ClientOptions {
-  std::string address = "127.0.0.1:7450";  // HOST:PORT or unix:PATH
-  std::optional<TlsOptions> tls;           // nullopt: none
+  // HOST:PORT or unix:PATH; for several servers ipv4:A:PORT,B:PORT, ipv6:[A]:PORT,[B]:PORT or
+  // dns:///HOST:PORT, a name with several addresses.
+  std::string address = "127.0.0.1:7450";
+  // With several servers: calls go to them in turn, as gRPC's round_robin does it; a server that is
+  // away, or whose health is not SERVING because it drains, is left out. A stream stays with one.
+  // The servers must have the same limits and heads. Without, all calls go to the first that
+  // answers. With TLS and an ipv4: or ipv6: address, `tls` must state the server's name.
+  bool round_robin = false;
+  std::optional<TlsOptions> tls;  // nullopt: none
   // Shows the server who calls, in all calls except those of Health. Empty: none. Without TLS it is
   // only sent to this machine, unless `token_over_plaintext`: everybody on the way can read it.
   std::string token;

@@ -204,6 +204,22 @@ bool TypeOf(absl::Span<const ElementType> types, absl::string_view name, Element
   return false;
 }
 
+// How to turn elements that are not read here into some that are; empty: it is not known.
+std::string HowToConvert(absl::string_view type, Elements elements) {
+  const bool npy = type.size() > 1 && !absl::ascii_isalpha(static_cast<unsigned char>(type[0]));
+  const absl::string_view kind = npy ? type.substr(1, 1) : type.substr(0, 1);
+  const bool integer = absl::StrContains("iuIU", kind);
+  const bool real = absl::StrContains("fF", kind);
+  if (elements == Elements::kIntegers ? !integer : !integer && !real) return "";
+  const bool to_integer = elements == Elements::kIntegers;
+  if (npy) {
+    return absl::StrFormat("; numpy.save(FILE, x.astype(\"<%s\")) converts it",
+                           to_integer ? "i8" : "f4");
+  }
+  return absl::StrFormat("; x.to(torch.%s) or x.astype(numpy.%s) converts it",
+                         to_integer ? "int64" : "float32", to_integer ? "int64" : "float32");
+}
+
 std::string NamesOf(absl::Span<const ElementType> types, Elements elements) {
   std::vector<absl::string_view> names;
   for (const ElementType& type : types) {
@@ -241,7 +257,8 @@ absl::StatusOr<FileTensor> OpenNpy(const std::string& path, Elements elements) {
                                      NamesOf(kNpyTypes, elements)) +
                          (elements == Elements::kIntegers
                               ? " (little-endian)"
-                              : " (little-endian); bfloat16 goes into a .safetensors file"));
+                              : " (little-endian); bfloat16 goes into a .safetensors file") +
+                         HowToConvert(header.descr, elements));
   }
   if (header.fortran_order) {
     return Bad(path, "Fortran order; allowed: C order (save numpy.ascontiguousarray(x))");
@@ -319,8 +336,9 @@ absl::StatusOr<FileTensor> SafetensorsFile::Find(const std::string& name, Elemen
   }
   FileTensor tensor = it->second.tensor;
   if (!TypeOf(kSafetensorsTypes, it->second.dtype, elements, &tensor)) {
-    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: %s", name,
-                                      it->second.dtype, NamesOf(kSafetensorsTypes, elements)));
+    return Bad(path_, absl::StrFormat("tensor '%s' has dtype %s; allowed: %s%s", name,
+                                      it->second.dtype, NamesOf(kSafetensorsTypes, elements),
+                                      HowToConvert(it->second.dtype, elements)));
   }
   return tensor;
 }

@@ -2,7 +2,7 @@
 include(GoogleTest)
 
 function(logitd_compile_options target)
-  target_include_directories(${target} PUBLIC ${CMAKE_SOURCE_DIR})
+  target_include_directories(${target} PUBLIC $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}>)
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror;-Wno-unused-parameter;-Wno-missing-field-initializers>
     $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=deprecated-declarations>  # a newer library may deprecate what an old one needs
@@ -38,6 +38,7 @@ function(logitd_library name)
     list(FILTER sources EXCLUDE REGEX "/${except}$")
   endforeach()
   add_library(${name} STATIC ${sources})
+  target_compile_features(${name} PUBLIC cxx_std_20)
   logitd_compile_options(${name})
 endfunction()
 
@@ -73,7 +74,7 @@ function(logitd_proto_library name dir)
     list(APPEND generated ${base}.pb.cc ${base}.grpc.pb.cc)
   endforeach()
   add_library(${name} STATIC ${generated})
-  target_include_directories(${name} SYSTEM PUBLIC ${out})
+  target_include_directories(${name} SYSTEM PUBLIC $<BUILD_INTERFACE:${out}>)
   target_link_libraries(${name} PUBLIC protobuf::libprotobuf gRPC::grpc++)
 endfunction()
 

@@ -9,7 +9,6 @@
 #include <functional>
 #include <iterator>
 #include <limits>
-#include <numeric>
 #include <ostream>
 #include <regex>
 #include <set>
@@ -21,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "formats/nearest.h"
 #include "server/door/address.h"
 #include "server/door/listener.h"
 #include "server/rpc/rpc_server.h"
@@ -174,18 +174,21 @@ void AddChoice(CLI::App& app, const std::string& flag, std::string* value,
             });
 }
 
-// The permissions of a socket's file: three or four octal digits.
-void AddMode(CLI::App& app, const std::string& flag, uint32_t* value, const std::string& help) {
-  AddParsed(app, flag, help, "0600 to 0777, in octal", absl::StrFormat("%04o", *value),
-            [value](const std::string& text) {
-              if (text.size() < 3 || text.size() > 4 ||
-                  text.find_first_not_of("01234567") != std::string::npos) {
-                return false;
-              }
-              const auto mode = static_cast<uint32_t>(std::stoul(text, nullptr, 8));
-              *value = mode;
-              return (mode & 0600) == 0600 && mode <= 0777;
-            });
+// The permissions of a Unix socket's file: octal digits, from `least` to 0777.
+bool ParseMode(const std::string& text, mode_t least, mode_t* mode) {
+  constexpr std::string_view kOctal = "01234567";
+  if (text.empty() || text.size() > 4 || text.find_first_not_of(kOctal) != std::string::npos) {
+    return false;
+  }
+  *mode = static_cast<mode_t>(std::stoul(text, nullptr, 8));
+  return *mode >= least && *mode <= 0777;
+}
+
+void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
+  AddParsed(app, "--socket-mode",
+            "Permissions of the files of Unix sockets; without it as the umask leaves them",
+            "0 to 0777, octal", "",
+            [value](const std::string& text) { return ParseMode(text, 0, &value->emplace()); });
 }
 
 // Memory that clients on this machine lease.
@@ -194,7 +197,10 @@ void AddArenas(CLI::App& app, Config* config) {
       "Unix socket on which clients of this machine lease memory, to hand over rows without "
       "sending them; without it there are no leases")
       ->type_name("unix:PATH");
-  AddMode(app, "--arena-mode", &config->arena_mode, "Permissions of that socket: who may lease");
+  AddParsed(
+      app, "--arena-mode", "Permissions of that socket's file: who may lease",
+      "0600 to 0777, octal", absl::StrFormat("%04o", config->arena_mode),
+      [config](const std::string& text) { return ParseMode(text, 0600, &config->arena_mode); });
   AddSize(app, "--max-arena-bytes", &config->max_arena_bytes, 1,
           "Memory of one lease, and of all leases together");
   AddInteger(app, "--max-leases", &config->max_leases, 1, 4096, "Leases at the same time");
@@ -333,25 +339,10 @@ void CheckTogether(const Config& config) {
   }
 }
 
-// Steps of one character from one text to the other.
-size_t Distance(std::string_view from, std::string_view to) {
-  std::vector<size_t> row(to.size() + 1);
-  std::iota(row.begin(), row.end(), 0);
-  for (const char c : from) {
-    size_t diagonal = row[0]++;
-    for (size_t i = 0; i < to.size(); ++i) {
-      const size_t replaced = diagonal + (c == to[i] ? 0 : 1);
-      diagonal = row[i + 1];
-      row[i + 1] = std::min({replaced, row[i] + 1, row[i + 1] + 1});
-    }
-  }
-  return row.back();
-}
-
-std::string Nearest(std::string_view name, const std::vector<std::string>& names) {
-  return *std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) {
-    return Distance(name, a) < Distance(name, b);
-  });
+// "the nearest is --listen", or what else helps.
+std::string Hint(const std::string& name, const std::vector<std::string>& names) {
+  const std::string nearest = formats::Nearest(name, names);
+  return nearest.empty() ? "allowed are those of --help" : absl::StrCat("the nearest is ", nearest);
 }
 
 // What Kubernetes sets for a Service whose name starts with "logitd".
@@ -371,11 +362,10 @@ void CheckNames(const CLI::App& app) {
   }
   for (const std::string& extra : app.remaining()) {
     const std::string name = extra.substr(0, extra.find('='));
-    throw CLI::ValidationError(
-        absl::CHexEscape(name),
-        absl::StartsWith(name, "-")
-            ? absl::StrCat("got an unknown flag, the nearest is ", Nearest(name, flags))
-            : "got a word, allowed only flags");
+    throw CLI::ValidationError(absl::CHexEscape(name),
+                               absl::StartsWith(name, "-")
+                                   ? absl::StrCat("got an unknown flag, ", Hint(name, flags))
+                                   : "got a word, allowed only flags");
   }
   // Of this project's other programs.
   for (const char* name :
@@ -389,9 +379,8 @@ void CheckNames(const CLI::App& app) {
         std::find(variables.begin(), variables.end(), name) != variables.end()) {
       continue;
     }
-    throw CLI::ValidationError(
-        absl::CHexEscape(name),
-        absl::StrCat("got an unknown variable, the nearest is ", Nearest(name, variables)));
+    throw CLI::ValidationError(absl::CHexEscape(name),
+                               absl::StrCat("got an unknown variable, ", Hint(name, variables)));
   }
 }
 
@@ -415,6 +404,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
       ->delimiter(',')
       ->type_name("ADDRESS");
+  AddSocketMode(app, &config->socket_mode);
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
   AddInteger(app, "--device", &config->device, 0, 255, "CUDA device");

@@ -2,6 +2,8 @@
 #ifndef LOGITD_SERVER_CONFIG_H_
 #define LOGITD_SERVER_CONFIG_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <iosfwd>
 #include <optional>
@@ -16,6 +18,7 @@ namespace logitd {
 
 struct Config {
   std::vector<std::string> listen = {"127.0.0.1:7450"};
+  std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
   int device = 0;
   int cpu_threads = 0;
@@ -38,7 +41,7 @@ struct Config {
   std::string tokens;
   bool insecure = false;
   std::string arena_listen;  // a Unix socket on which clients lease memory; empty: none
-  uint32_t arena_mode = 0600;
+  mode_t arena_mode = 0600;
   int64_t max_arena_bytes = int64_t{1} << 30;  // of one arena, and of all together
   int max_leases = 64;
   int max_streams = 2048;  // open calls of a connection

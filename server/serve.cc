@@ -514,6 +514,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const int64_t base_bytes = door::ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start({.listen = config.listen,
+                             .socket_mode = config.socket_mode,
                              .version = std::string(Version()),
                              .grpc_version = std::string(GrpcVersion()),
                              .max_request_bytes = config.max_request_bytes,

@@ -176,7 +176,11 @@ int Main(int argc, char** argv) {
   app.add_option("--json", json_path, "also write the results to this file");
   app.add_option("--only", only, "only entries whose line contains this text, e.g. K=64");
   app.add_option("--commit", commit, "the commit that is measured, for the JSON");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
 
   absl::StatusOr<std::unique_ptr<Device>> device =
       absl::UnavailableError("this build has only the CPU backend");

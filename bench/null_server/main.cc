@@ -76,7 +76,11 @@ int Main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--k", k, "tokens of a row")->check(CLI::Range(1, 1 << 20))->capture_default_str();
   app.add_flag("--refuse", refuse, "refuse every call on its headers");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
 
   v1::TopKResponse response;
   for (int64_t row = 0; row < rows; ++row) {

@@ -1,4 +1,6 @@
 // logitctl: asks a logitd from the command line.
+#include <grpcpp/grpcpp.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <exception>
@@ -6,38 +8,29 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
+#include "client/cli/completion.h"
+#include "client/cli/unknown_word.h"
 
 namespace logitd::cli {
 namespace {
 
 constexpr char kFooter[] = R"(Examples:
-  logitctl topk --logits logits.npy --k 5
-  logitctl topk --logits batch.safetensors:logits --k 50 --temperature 0.7 --format json
-  logitctl topk --text "It is a truth universally" --model demo/model --k 10
-  logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
-  logitctl sample --logits logits.npy --params params.json --format json
-  logitctl sample --hidden states.npy --head llama --seed 7 --top-p 0.9
-  logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8 --top-p 0.9
-  logitctl generate --text "It is a truth" --head demo --tokens 40 --seed 7
-  logitctl score --text-file chapter.txt --model demo/model --head demo --plot loss.png
-  logitctl score --hidden states.npy --head llama --targets ids.npy --totals --out losses.npy
-  logitctl score --logits logits.npy --targets ids.npy --label-smoothing 0.1 --rank --entropy
-  logitctl softmax --scores scores.npy --mask causal --scale 0.125 --out probs.npy
-  logitctl softmax-backward --probs probs.npy --d-probs d.npy --scale 0.125 --causal --out g.npy
-  logitctl heads load llama models/llama --norm
-  logitctl heads list
   logitctl info --addr unix:/run/logitd.sock
-  logitctl load --format json
-  logitctl health --watch
+  logitctl topk --logits logits.npy --k 5
+  logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8
+
+`logitctl COMMAND --help` has the flags and examples of a command.
 
 Exit codes:
   0  done
   1  the server refused or failed the call
-  2  bad usage or a bad file
+  2  a bad flag, value, subcommand or file, whether logitctl or the server found it
   3  no answer at the address, or the server is not serving)";
 
 constexpr char kTopKHelp[] =
@@ -47,6 +40,9 @@ Probabilities are of the full softmax of logits / temperature. JSON has the keys
 logitd.v1.TopKResponse: row i's tokens are entries [k_0 + ... + k_(i-1), + k_i) of indices and
 probs. With --text there is one more key, text. A file larger than the server takes at once goes in
 several requests of whole rows; the timings are then sums.)";
+constexpr char kTopKExamples[] = R"(  logitctl topk --logits logits.npy --k 5
+  logitctl topk --logits batch.safetensors:logits --k 50 --temperature 0.7 --format json
+  logitctl topk --text "It is a truth universally" --model demo/model --k 10)";
 
 constexpr char kSampleHelp[] =
     R"(One token from every row of a tensor of logits, or of hidden states, or after a prompt.
@@ -58,6 +54,10 @@ The steps are, in this order: logit bias, penalties, allowed tokens, temperature
 top-p, draw. The same seed and position always draw the same token. Parameters come as flags or
 from a JSON file with the keys of logitd.v1.SampleRequest; a flag overrides the file. JSON output has
 the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
+constexpr char kSampleExamples[] =
+    R"(  logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
+  logitctl sample --logits logits.npy --params params.json --format json
+  logitctl sample --hidden states.npy --head llama --seed 7 --top-p 0.9)";
 
 constexpr char kGenerateHelp[] =
     R"(Continues a prompt, and prints the tokens as they are drawn.
@@ -66,6 +66,9 @@ The language model of --model runs here, and the server draws: one message of a 
 with positions from 0. The same seed and flags give the same text. Penalties count the prompt and
 the tokens drawn so far. With --head the server has the model's output head (logitd --head
 NAME=PATH), and gets hidden states instead of logits.)";
+constexpr char kGenerateExamples[] =
+    R"(  logitctl generate --text "It is a truth" --tokens 40 --seed 7 --temperature 0.8 --top-p 0.9
+  logitctl generate --text "It is a truth" --head demo --tokens 40 --seed 7)";
 
 constexpr char kScoreHelp[] =
     R"(How probable the tokens of a text are: loss and log-probability of every token, and perplexity.
@@ -80,6 +83,10 @@ Long input goes as a stream of messages. If the stream is lost, a new one contin
 answer; --deadline is then how long one answer may take. The perplexity is exp of the mean negative
 log-probability, without smoothing and z-loss. JSON has the keys of logitd.v1.ScoreResponse, and
 targets; with a text also text and top_text.)";
+constexpr char kScoreExamples[] =
+    R"(  logitctl score --text-file chapter.txt --model demo/model --head demo --plot loss.png
+  logitctl score --hidden states.npy --head llama --targets ids.npy --totals --out losses.npy
+  logitctl score --logits logits.npy --targets ids.npy --label-smoothing 0.1 --rank --entropy)";
 
 constexpr char kSoftmaxHelp[] =
     R"(Attention: softmax(scale * scores + mask) of every row of a tensor of scores, into a file.
@@ -90,6 +97,9 @@ key is hidden, or floats that are added to the scaled scores. Its sizes are thos
 1; missing sizes in front are 1. If queries and keys differ in number, the last query is aligned
 with the last key. Hidden keys get exactly 0; a row with no visible key is all zeros, and is listed.
 A tensor larger than the server takes at once is streamed; the timings are then sums.)";
+constexpr char kSoftmaxExamples[] =
+    R"(  logitctl softmax --scores scores.npy --mask causal --scale 0.125 --out probs.npy
+  logitctl softmax --scores scores.safetensors --window 128,0 --sinks sinks.npy --out probs.safetensors)";
 
 constexpr char kSoftmaxBackwardHelp[] =
     R"(The gradient of softmax: from probabilities and their gradient to that of the scores.
@@ -97,6 +107,8 @@ constexpr char kSoftmaxBackwardHelp[] =
 Files and shapes are as in logitctl softmax, with the same scale and window. No mask is needed: where
 a probability is 0, so is the gradient. With --sinks, --logsumexp is the file that logitctl softmax
 wrote, and the gradient of the sinks is printed.)";
+constexpr char kSoftmaxBackwardExamples[] =
+    R"(  logitctl softmax-backward --probs probs.npy --d-probs d.npy --scale 0.125 --causal --out g.npy)";
 
 constexpr char kHeadsHelp[] =
     R"(Output heads: the last matrices of models, which the server holds on its device by name.
@@ -111,6 +123,14 @@ PATH is a safetensors file, or a folder of a Hugging Face model, inside the dire
 started with (--head-root). In a folder, config.json says how the model uses its head: the real size
 of a padded vocabulary, tied embeddings, scale and softcap of the logits. A terminal shows a bar.
 --deadline does not count here: Ctrl-C cancels the load.)";
+constexpr char kLoadHeadExamples[] = R"(  logitctl heads load llama models/llama --norm
+  logitctl heads load gpt2 gpt2/model.safetensors --vocab 50257)";
+
+constexpr char kCompletionHelp[] =
+    R"(Prints a script that completes subcommands, flags, values and files in a shell.
+
+The package of logitd installs it.)";
+constexpr char kCompletionExamples[] = R"(  . <(logitctl completion bash))";
 
 // A subcommand, and what runs it.
 struct Command {
@@ -150,13 +170,20 @@ void AddCommonFlags(CLI::App* command, CommonFlags* common) {
       ->capture_default_str();
 }
 
+// Adds a subcommand. The first line of `help` is what the list of subcommands says.
+CLI::App* AddText(CLI::App* parent, const char* name, const char* help, const char* examples) {
+  CLI::App* command = parent->add_subcommand(name, help);
+  command->footer(absl::StrCat("Examples:\n", examples));
+  return command;
+}
+
 // Adds a subcommand whose flags live as long as it does.
 template <typename Flags>
 std::pair<CLI::App*, Flags*> AddCommand(CLI::App* parent, Commands* commands, const char* name,
-                                        const char* help,
+                                        const char* help, const char* examples,
                                         int (*run)(const Session&, const Flags&)) {
   auto flags = std::make_shared<Flags>();
-  CLI::App* command = parent->add_subcommand(name, help);
+  CLI::App* command = AddText(parent, name, help, examples);
   commands->push_back(
       {command, [flags, run](const Session& session) { return run(session, *flags); }});
   return {command, flags.get()};
@@ -176,18 +203,22 @@ void AddArena(CLI::App* command, InputFlags* input) {
 void AddInput(CLI::App* command, InputFlags* input, int sources, const char* head_help) {
   CLI::Option_group* group = command->add_option_group("input", "one of");
   CLI::Option* logits =
-      group->add_option("--logits", input->logits,
-                        "FILE.npy, FILE.safetensors or FILE.safetensors:NAME; [rows,vocab] or "
-                        "[vocab], f32, f16 or (safetensors) bf16");
+      group
+          ->add_option("--logits", input->logits,
+                       "FILE.npy, FILE.safetensors or FILE.safetensors:NAME; [rows,vocab] or "
+                       "[vocab], f32, f16 or (safetensors) bf16")
+          ->type_name("FILE");
   if ((sources & kHidden) != 0) {
-    group->add_option("--hidden", input->hidden, "a file, [rows,hidden], in the dtype of the head");
+    group->add_option("--hidden", input->hidden, "a file, [rows,hidden], in the dtype of the head")
+        ->type_name("FILE");
   }
   group->add_option("--text", input->text, "a text, for the language model of --model");
   if ((sources & kTextFile) != 0) {
-    group->add_option("--text-file", input->text_file, "a file that has it");
+    group->add_option("--text-file", input->text_file, "a file that has it")->type_name("FILE");
   }
   group->require_option(1);
   command->add_option("--model", input->model, "directory of the language model for a text")
+      ->type_name("DIR")
       ->capture_default_str();
   CLI::Option* head = command->add_option("--head", input->head, head_help);
   if ((sources & kTextFile) == 0) head->excludes(logits);
@@ -206,8 +237,10 @@ void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
 
 void AddSampling(CLI::App* command, SamplingFlags* flags) {
   AddParameters(command, &flags->params);
-  command->add_option("--params", flags->file,
-                      "a JSON file of parameters, e.g. {\"top_k\": [50], \"top_p\": [0.9]}");
+  command
+      ->add_option("--params", flags->file,
+                   "a JSON file of parameters, e.g. {\"top_k\": [50], \"top_p\": [0.9]}")
+      ->type_name("FILE");
   command->add_option("--logit-bias", flags->logit_bias, "ID=VALUE, added to a logit; repeatable")
       ->delimiter(',');
   command->add_option("--allow", flags->allow, "the only tokens that may be drawn: ID,ID,...")
@@ -215,7 +248,8 @@ void AddSampling(CLI::App* command, SamplingFlags* flags) {
 }
 
 void AddTopK(CLI::App* app, Commands* commands) {
-  const auto [command, flags] = AddCommand(app, commands, "topk", kTopKHelp, &RunTopK);
+  const auto [command, flags] =
+      AddCommand(app, commands, "topk", kTopKHelp, kTopKExamples, &RunTopK);
   AddInput(command, &flags->input, kLogits | kText,
            "with --text: a head of the server that is the model's; sends its hidden state");
   for (ParameterFlag& flag : flags->params) {
@@ -226,7 +260,8 @@ void AddTopK(CLI::App* app, Commands* commands) {
 }
 
 void AddSample(CLI::App* app, Commands* commands) {
-  const auto [command, flags] = AddCommand(app, commands, "sample", kSampleHelp, &RunSample);
+  const auto [command, flags] =
+      AddCommand(app, commands, "sample", kSampleHelp, kSampleExamples, &RunSample);
   AddInput(command, &flags->input, kLogits | kHidden | kText,
            "a head that the server has loaded; required with --hidden; with --text the model's "
            "own, and its hidden state is sent");
@@ -234,9 +269,11 @@ void AddSample(CLI::App* app, Commands* commands) {
 }
 
 void AddGenerate(CLI::App* app, Commands* commands) {
-  const auto [command, flags] = AddCommand(app, commands, "generate", kGenerateHelp, &RunGenerate);
+  const auto [command, flags] =
+      AddCommand(app, commands, "generate", kGenerateHelp, kGenerateExamples, &RunGenerate);
   command->add_option("--text", flags->input.text, "the prompt")->required();
   command->add_option("--model", flags->input.model, "directory of the language model")
+      ->type_name("DIR")
       ->capture_default_str();
   command->add_option("--head", flags->input.head,
                       "a head of the server that is the model's; sends hidden states");
@@ -250,43 +287,60 @@ void AddGenerate(CLI::App* app, Commands* commands) {
 }
 
 void AddScore(CLI::App* app, Commands* commands) {
-  const auto [command, flags] = AddCommand(app, commands, "score", kScoreHelp, &RunScore);
+  const auto [command, flags] =
+      AddCommand(app, commands, "score", kScoreHelp, kScoreExamples, &RunScore);
   AddInput(command, &flags->input, kLogits | kHidden | kText | kTextFile,
            "a head that the server has loaded; required with --hidden");
-  command->add_option("--targets", flags->targets,
-                      "a file of token ids, [rows]; required with --logits and --hidden");
+  command
+      ->add_option("--targets", flags->targets,
+                   "a file of token ids, [rows]; required with --logits and --hidden")
+      ->type_name("FILE");
   AddParameters(command, &flags->params);
   command->add_flag("--totals", flags->totals, "no line for every token");
-  command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors: the losses");
-  command->add_option("--plot", flags->plot, "FILE.png: the loss along the text");
+  command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors: the losses")
+      ->type_name("FILE");
+  command->add_option("--plot", flags->plot, "FILE.png: the loss along the text")
+      ->type_name("FILE");
 }
 
 void AddAttention(CLI::App* command, AttentionFlags* flags, const char* logsumexp_help) {
   command->add_option("--window", flags->window,
                       "L,R: keys that a query sees to its left and right; inf: no bound");
   command->add_option("--scale", flags->scale, "multiplies the scores")->capture_default_str();
-  command->add_option("--sinks", flags->sinks,
-                      "a file [heads], f32: one logit per head that takes its share; 0 is softmax "
-                      "off by one");
+  command
+      ->add_option("--sinks", flags->sinks,
+                   "a file [heads], f32: one logit per head that takes its share; 0 is softmax off "
+                   "by one")
+      ->type_name("FILE");
   command->add_option("--out-dtype", flags->out_dtype, "of the answer; default: that of the input")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}));
-  command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors to write")->required();
-  command->add_option("--logsumexp", flags->logsumexp, logsumexp_help);
+  command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors to write")
+      ->type_name("FILE")
+      ->required();
+  command->add_option("--logsumexp", flags->logsumexp, logsumexp_help)->type_name("FILE");
 }
 
 void AddSoftmax(CLI::App* app, Commands* commands) {
-  const auto [command, flags] = AddCommand(app, commands, "softmax", kSoftmaxHelp, &RunSoftmax);
-  command->add_option("--scores", flags->scores, "the scores, a file")->required();
+  const auto [command, flags] =
+      AddCommand(app, commands, "softmax", kSoftmaxHelp, kSoftmaxExamples, &RunSoftmax);
+  command->add_option("--scores", flags->scores, "the scores, a file")
+      ->type_name("FILE")
+      ->required();
   command->add_option("--mask", flags->mask, "none, causal, or a file of bool or float")
+      ->type_name("none|causal|FILE")
       ->capture_default_str();
   AddAttention(command, flags, "a file to write, f32: the rows' log-sum-exp, sinks included");
 }
 
 void AddSoftmaxBackward(CLI::App* app, Commands* commands) {
-  const auto [command, flags] =
-      AddCommand(app, commands, "softmax-backward", kSoftmaxBackwardHelp, &RunSoftmaxBackward);
-  command->add_option("--probs", flags->probs, "the answer of softmax, a file")->required();
-  command->add_option("--d-probs", flags->d_probs, "its gradient, a file")->required();
+  const auto [command, flags] = AddCommand(app, commands, "softmax-backward", kSoftmaxBackwardHelp,
+                                           kSoftmaxBackwardExamples, &RunSoftmaxBackward);
+  command->add_option("--probs", flags->probs, "the answer of softmax, a file")
+      ->type_name("FILE")
+      ->required();
+  command->add_option("--d-probs", flags->d_probs, "its gradient, a file")
+      ->type_name("FILE")
+      ->required();
   command->add_flag("--causal", flags->causal, "the mask was causal");
   AddAttention(command, flags, "the rows' log-sum-exp, a file; with --sinks");
 }
@@ -297,9 +351,12 @@ void AddName(CLI::App* command, std::string* name) {
 }
 
 void AddHeads(CLI::App* app, Commands* commands) {
-  CLI::App* heads = app->add_subcommand("heads", kHeadsHelp);
+  CLI::App* heads = AddText(app, "heads", kHeadsHelp,
+                            "  logitctl heads load llama models/llama --norm\n"
+                            "  logitctl heads list");
   heads->require_subcommand(1);
-  const auto [load, flags] = AddCommand(heads, commands, "load", kLoadHeadHelp, &RunLoadHead);
+  const auto [load, flags] =
+      AddCommand(heads, commands, "load", kLoadHeadHelp, kLoadHeadExamples, &RunLoadHead);
   AddName(load, &flags->name);
   load->add_option("PATH", flags->path, "of the file or folder, in the server's --head-root")
       ->required();
@@ -309,34 +366,58 @@ void AddHeads(CLI::App* app, Commands* commands) {
       ->check(CLI::Range(0, 1 << 20));
   const auto [unload, unload_name] = AddCommand<std::string>(
       heads, commands, "unload",
-      "Takes a head away from new calls; calls in flight keep it until they end.", &RunUnloadHead);
+      "Takes a head away from new calls; calls in flight keep it until they end.",
+      "  logitctl heads unload llama", &RunUnloadHead);
   AddName(unload, unload_name);
-  commands->push_back({heads->add_subcommand("list", "All heads that are loaded."), &RunListHeads});
-  const auto [get, get_name] =
-      AddCommand<std::string>(heads, commands, "get", "One head by its name.", &RunGetHead);
+  commands->push_back(
+      {AddText(heads, "list", "All heads that are loaded.", "  logitctl heads list --format json"),
+       &RunListHeads});
+  const auto [get, get_name] = AddCommand<std::string>(
+      heads, commands, "get", "One head by its name.", "  logitctl heads get llama", &RunGetHead);
   AddName(get, get_name);
 }
 
 void AddServer(CLI::App* app, Commands* commands) {
   commands->push_back(
-      {app->add_subcommand("info", "What the server is: version, backend, device, limits, ops."),
+      {AddText(app, "info", "What the server is: version, backend, device, limits, ops.",
+               "  logitctl info\n  logitctl info --addr unix:/run/logitd.sock --format json"),
        &RunInfo});
-  commands->push_back({app->add_subcommand("load", "What the server is doing now."), &RunLoad});
+  commands->push_back({AddText(app, "load", "What the server is doing now.",
+                               "  logitctl load\n  logitctl load --format json"),
+                       &RunLoad});
   commands->push_back(
-      {app->add_subcommand("token",
-                           "Makes a random token, and its SHA-256 for the server's --tokens file."),
+      {AddText(app, "token",
+               "Makes a random token, and its SHA-256 for the server's --tokens file.",
+               "  logitctl token\n  logitctl token --format json"),
        &RunToken});
   const auto [health, flags] = AddCommand(
       app, commands, "health",
-      "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.", &RunHealth);
+      "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.",
+      "  logitctl health --addr 10.0.0.7:7450 --tls-ca ca.crt\n  logitctl health --watch",
+      &RunHealth);
   health->add_option("--service", flags->service, "a service's name; empty: the server");
   health->add_flag("--watch", flags->watch,
                    "print the status and every change of it until the server ends");
 }
 
+// The list of subcommands has the first line of each help.
+class Formatter : public CLI::Formatter {
+ public:
+  std::string make_subcommand(const CLI::App* command) const override {
+    const std::string help = command->get_description();
+    std::ostringstream out;
+    CLI::detail::format_help(out, command->get_display_name(true), help.substr(0, help.find('\n')),
+                             get_column_width());
+    return out.str();
+  }
+};
+
 int Main(int argc, char** argv) {
   CLI::App app("logitctl: asks a logitd, the server that turns logits into tokens.", "logitctl");
+  app.formatter(std::make_shared<Formatter>());
   app.footer(kFooter);
+  app.set_version_flag("--version",
+                       absl::StrCat("logitctl ", LOGITD_VERSION, ", gRPC ", grpc::Version()));
   app.require_subcommand(1);
   Commands commands;
   for (auto add : {AddTopK, AddSample, AddGenerate, AddScore, AddSoftmax, AddSoftmaxBackward,
@@ -345,10 +426,22 @@ int Main(int argc, char** argv) {
   }
   CommonFlags common;
   for (const Command& command : commands) AddCommonFlags(command.app, &common);
+  CLI::App* const completion = AddText(&app, "completion", kCompletionHelp, kCompletionExamples);
+  std::string shell;
+  completion->add_option("SHELL", shell, "bash")->required()->check(CLI::IsMember({"bash"}));
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kExitOk : kExitBadInput;
+    const std::string unknown = UnknownWord(app, {argv + 1, argv + argc});
+    if (error.get_exit_code() == 0 || unknown.empty()) {
+      return app.exit(error) == 0 ? kExitOk : kExitBadInput;
+    }
+    Complain(unknown);
+    return kExitBadInput;
+  }
+  if (completion->parsed()) {
+    Print(BashCompletion(app));
+    return kExitOk;
   }
   const absl::StatusOr<Session> session = Session::Open(common);
   if (!session.ok()) return BadInput(session.status());

@@ -79,6 +79,10 @@ int Session::CallFailed(const absl::Status& status) const {
     case absl::StatusCode::kResourceExhausted:
       Complain(text, "the server is full; more --max-attempts or a longer --deadline may help");
       return kExitCallFailed;
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kOutOfRange:
+      Complain(text);
+      return kExitBadInput;
     case absl::StatusCode::kUnauthenticated:
       Complain(text, "--token-file or $LOGITD_TOKEN has the token that shows who calls");
       return kExitCallFailed;

@@ -17,7 +17,7 @@ namespace logitd::cli {
 enum ExitCode {
   kExitOk = 0,
   kExitCallFailed = 1,   // the server refused or failed the call
-  kExitBadInput = 2,     // the command line or a file
+  kExitBadInput = 2,     // a flag, a value or a file, whether found here or by the server
   kExitUnavailable = 3,  // no answer, or not serving
 };
 

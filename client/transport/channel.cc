@@ -8,28 +8,52 @@
 #include <algorithm>
 #include <fstream>
 #include <memory>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 
 namespace logitd::client {
 namespace {
 
+// gRPC's names of addresses that may stand for several servers.
+constexpr absl::string_view kSchemes[] = {"ipv4:", "ipv6:", "dns:///"};
+
+// HOST:PORT of every server.
+std::vector<absl::string_view> Servers(absl::string_view address) {
+  for (const absl::string_view scheme : kSchemes) {
+    if (!absl::ConsumePrefix(&address, scheme)) continue;
+    if (scheme == "dns:///") return {address};
+    return absl::StrSplit(address, ',');
+  }
+  return {address};
+}
+
+bool HasPort(absl::string_view server) {
+  const size_t colon = server.rfind(':');
+  int port = 0;
+  return colon != absl::string_view::npos && colon > 0 &&
+         absl::SimpleAtoi(server.substr(colon + 1), &port) && port > 0 && port <= 65535;
+}
+
 bool IsAddress(const std::string& address) {
   if (absl::StartsWith(address, "unix:")) return address.size() > 5;
-  const size_t colon = address.rfind(':');
-  int port = 0;
-  return colon != std::string::npos && colon > 0 &&
-         absl::SimpleAtoi(absl::string_view(address).substr(colon + 1), &port) && port > 0 &&
-         port <= 65535;
+  const std::vector<absl::string_view> servers = Servers(address);
+  return std::all_of(servers.begin(), servers.end(), HasPort);
 }
 
 bool IsThisMachine(const std::string& address) {
-  return absl::StartsWith(address, "unix:") || absl::StartsWith(address, "127.") ||
-         absl::StartsWith(address, "localhost:") || absl::StartsWith(address, "[::1]:");
+  if (absl::StartsWith(address, "unix:")) return true;
+  const std::vector<absl::string_view> servers = Servers(address);
+  return std::all_of(servers.begin(), servers.end(), [](absl::string_view server) {
+    return absl::StartsWith(server, "127.") || absl::StartsWith(server, "localhost:") ||
+           absl::StartsWith(server, "[::1]:");
+  });
 }
 
 absl::Status CheckToken(const ClientOptions& options) {
@@ -94,7 +118,10 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
 absl::Status CheckOptions(const ClientOptions& options) {
   if (!IsAddress(options.address)) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("address: got \"%s\", allowed HOST:PORT or unix:PATH", options.address));
+        absl::StrFormat("address: got \"%s\", allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT, "
+                        "ipv6:[A]:PORT,[B]:PORT or "
+                        "dns:///HOST:PORT",
+                        options.address));
   }
   if (options.retry.max_attempts < 1) {
     return absl::InvalidArgumentError(absl::StrFormat(
@@ -126,6 +153,11 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ClientOptions& 
   // for ever.
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60000);
   args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
+  if (options.round_robin) {
+    // The empty name asks for the health of the whole server.
+    args.SetServiceConfigJSON(
+        R"({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})");
+  }
   if (options.tls.has_value() && !options.tls->server_name.empty()) {
     args.SetSslTargetNameOverride(options.tls->server_name);
   }

@@ -58,7 +58,8 @@ Listener::~Listener() {
   if (spare_ >= 0) close(spare_);
 }
 
-absl::Status Listener::Listen(absl::Span<const std::string> addresses) {
+absl::Status Listener::Listen(absl::Span<const std::string> addresses,
+                              std::optional<mode_t> unix_mode) {
   for (const std::string& text : addresses) {
     const auto refused = [&text](const absl::Status& status) {
       return absl::Status(status.code(),
@@ -66,7 +67,8 @@ absl::Status Listener::Listen(absl::Span<const std::string> addresses) {
     };
     const absl::StatusOr<Address> address = ParseAddress(text);
     if (!address.ok()) return refused(address.status());
-    const absl::StatusOr<std::vector<ListeningSocket>> sockets = ListenOn(*address);
+    const absl::StatusOr<std::vector<ListeningSocket>> sockets =
+        ListenOn(*address, {.mode = unix_mode});
     if (!sockets.ok()) return refused(sockets.status());
     for (const ListeningSocket& socket : *sockets) places_.push_back({*address, socket});
     listening_.push_back(address->path.empty() ? absl::StrCat(text.substr(0, text.rfind(':')), ":",

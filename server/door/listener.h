@@ -3,10 +3,13 @@
 #ifndef LOGITD_SERVER_DOOR_LISTENER_H_
 #define LOGITD_SERVER_DOOR_LISTENER_H_
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -50,7 +53,8 @@ class Listener {
 
   // Opens the sockets; connections wait in the system's queue until Start. See ListenOn for errors,
   // which name the address. Once.
-  absl::Status Listen(absl::Span<const std::string> addresses);
+  absl::Status Listen(absl::Span<const std::string> addresses,
+                      std::optional<mode_t> unix_mode = std::nullopt);
   // The addresses with the ports that were bound.
   const std::vector<std::string>& listening() const { return listening_; }
 

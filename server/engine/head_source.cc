@@ -32,49 +32,106 @@ constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
 
 constexpr size_t kMaxTensorName = 128;  // of a name that only the file gives
 
-// Prefixes of tensor names. Multimodal models nest their language model.
-constexpr const char* kHeadPrefixes[] = {"lm_head.", "language_model.lm_head.",
-                                         "model.language_model.lm_head."};
-constexpr const char* kModelPrefixes[] = {"model.", "language_model.model.",
-                                          "model.language_model."};
+// Prefixes of a head's own tensors, the most usual first. Multimodal models nest their language
+// model. GPT-NeoX, BioGPT and TrOCR, XLNet, RWKV.
+constexpr const char* kHeadPrefixes[] = {
+    "lm_head.",   "language_model.lm_head.", "model.language_model.lm_head.",
+    "embed_out.", "output_projection.",      "lm_loss.",
+    "head."};
+// Input embeddings, which are the head of a model that ties them.
+constexpr const char* kEmbeddings[] = {
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "transformer.wte.weight",  // GPT-2, GPT-Neo, GPT-BigCode, MPT
+    "wte.weight",
+    "transformer.word_embeddings.weight",  // BLOOM, Falcon
+    "word_embeddings.weight",
+    "gpt_neox.embed_in.weight",
+    "gpt_neox_japanese.embed_in.weight",
+    "model.decoder.embed_tokens.weight",  // OPT, BART's decoder
+    "decoder.embed_tokens.weight",
+    "biogpt.embed_tokens.weight",
+    "backbone.embeddings.weight",  // Mamba, FalconMamba, xLSTM
+    "model.embeddings.weight",     // Nemotron-H
+    "transformer.tokens_embed.weight",
+    "tokens_embed.weight",                // GPT
+    "transformer.w.weight",               // CTRL
+    "transformer.word_embedding.weight",  // XLNet
+    "embed_tokens.weight",
+};
+constexpr const char* kNorms[] = {"model.norm.weight", "language_model.model.norm.weight",
+                                  "model.language_model.norm.weight"};
+// Encoder-decoder models add it to their logits, with a shape of its own.
+constexpr const char kOtherBias[] = "final_logits_bias";
 
-constexpr std::string_view kHeadTensors[] = {"weight", "bias"};
-constexpr std::string_view kModelTensors[] = {"embed_tokens.weight", "norm.weight", "norm.bias"};
+constexpr std::string_view kHeadTensors[] = {"weight", "bias", "dense.weight"};
 
 constexpr char kWeightMap[] = "weight_map";  // key of an index
 constexpr char kInnerModel[] = "text_config";
-constexpr std::string_view kSettings[] = {
-    "vocab_size",         "tie_word_embeddings", "logit_scale",
-    "lm_head_multiplier", "logits_scaling",      "final_logit_softcapping",
-    "rms_norm_eps",       "dim_model_base",      "model_type"};
 
-// Keys by which models change their logits in ways that kSettings do not cover: Phi-3-small,
-// Cerebras and Jais, Grok, RecurrentGemma, xLSTM.
+// Settings that scale the logits.
+struct Scale {
+  const char* key;
+  bool divides;
+  bool of_hidden;  // scales the hidden states: the same only without a bias
+};
+constexpr Scale kScales[] = {
+    {"logit_scale", false, false},                // Cohere
+    {"lm_head_multiplier", false, false},         // Falcon-H1
+    {"output_multiplier", false, false},          // Muse
+    {"logits_scaling", true, false},              // Granite; see kLogitsScalingMultiplies
+    {"logits_mup_width_multiplier", true, true},  // Inkling
+};
+constexpr char kLogitsScalingMultiplies[] = "hyperclovax";  // as part of model_type
+// Settings with the softcap; a model has one of them. Gemma and NanoChat, RecurrentGemma, xLSTM.
+constexpr const char* kSoftcaps[] = {"final_logit_softcapping", "logits_soft_cap",
+                                     "output_logit_soft_cap"};
+constexpr std::string_view kSettings[] = {
+    "vocab_size",   "unpadded_vocab_size", "tie_word_embeddings", "is_encoder_decoder",
+    "rms_norm_eps", "dim_model_base",      "model_type"};
+
+// Keys by which models change their logits in ways that are not part of transformers, and not
+// known here: Phi-3-small, Cerebras and Jais, Grok.
 constexpr const char* kOtherScales[] = {"mup_width_multiplier", "mup_output_alpha",
-                                        "output_multiplier_scale", "logits_soft_cap",
-                                        "output_logit_soft_cap"};
+                                        "output_multiplier_scale"};
 
 // model_type of models whose final RMSNorm multiplies by 1 + weight; of models with similar names
 // whose norm multiplies by weight; and parts of names for which one of the two must be known.
-constexpr std::string_view kOnePlusWeight[] = {"gemma",        "gemma2",      "gemma3",
-                                               "gemma3_text",  "qwen3_next",  "qwen3_5",
-                                               "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"};
+constexpr std::string_view kOnePlusWeight[] = {
+    "gemma",       "gemma2",           "gemma3",        "gemma3_text",
+    "vaultgemma",  "qwen3_next",       "qwen3_5",       "qwen3_5_text",
+    "qwen3_5_moe", "qwen3_5_moe_text", "minimax_m3_vl", "minimax_m3_vl_text"};
 constexpr std::string_view kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
-constexpr std::string_view kAmbiguousFamilies[] = {"gemma", "qwen3_next", "qwen3_5"};
+constexpr std::string_view kAmbiguousFamilies[] = {"gemma",     "qwen3_next", "qwen3_5",
+                                                   "qwen4_exp", "minimax_m3", "step3p7"};
 
 template <typename Names>
 bool Contains(const Names& names, std::string_view name) {
   return std::find(std::begin(names), std::end(names), name) != std::end(names);
 }
 
+std::string BiasOf(const std::string& weight) {
+  return absl::StrCat(weight.substr(0, weight.rfind('.') + 1), "bias");
+}
+
 // A tensor of an index that this file reads.
 bool IsHeadTensor(std::string_view tensor) {
-  const auto one_of = [tensor](const auto& prefixes, const auto& rests) {
-    return std::any_of(std::begin(prefixes), std::end(prefixes), [&](std::string_view prefix) {
-      return tensor.starts_with(prefix) && Contains(rests, tensor.substr(prefix.size()));
-    });
-  };
-  return one_of(kHeadPrefixes, kHeadTensors) || one_of(kModelPrefixes, kModelTensors);
+  const bool of_head =
+      std::any_of(std::begin(kHeadPrefixes), std::end(kHeadPrefixes), [&](std::string_view prefix) {
+        return tensor.starts_with(prefix) && Contains(kHeadTensors, tensor.substr(prefix.size()));
+      });
+  return of_head || tensor == kOtherBias || Contains(kEmbeddings, tensor) ||
+         std::any_of(std::begin(kNorms), std::end(kNorms), [&](const std::string& norm) {
+           return tensor == norm || tensor == BiasOf(norm);
+         });
+}
+
+// A key of config.json that this file reads.
+bool IsSetting(std::string_view key) {
+  return Contains(kSettings, key) || Contains(kOtherScales, key) || Contains(kSoftcaps, key) ||
+         std::any_of(std::begin(kScales), std::end(kScales),
+                     [&](const Scale& scale) { return key == scale.key; });
 }
 
 bool OneLine(std::string_view text) {
@@ -169,9 +226,9 @@ class Tensors {
 
   bool Has(const std::string& name) const { return file_of_.contains(name); }
 
-  // The first name that exists, or "".
+  // The first of the names, each with `rest` at its end, that exists, or "".
   template <typename Prefixes>
-  std::string FirstOf(const Prefixes& prefixes, std::string_view rest) const {
+  std::string FirstOf(const Prefixes& prefixes, std::string_view rest = "") const {
     for (const char* prefix : prefixes) {
       if (std::string name = absl::StrCat(prefix, std::string(rest)); Has(name)) return name;
     }
@@ -256,8 +313,7 @@ class Settings {
     if (!text.ok()) return text.status();
     absl::StatusOr<formats::JsonFields> fields =
         formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
-          return (object.empty() || object == kInnerModel) &&
-                 (Contains(kSettings, key) || Contains(kOtherScales, key));
+          return (object.empty() || object == kInnerModel) && IsSetting(key);
         });
     if (!fields.ok()) return fields.status();
     return Settings(path, *std::move(fields));
@@ -312,14 +368,14 @@ class Settings {
     return text != nullptr ? *text : "";
   }
 
-  // True if the key is there, and false wherever it is.
-  bool IsFalse(const char* key) {
+  // True if the key is there, and `want` wherever it is.
+  bool IsEverywhere(const char* key, bool want) const {
     int found = 0;
     for (const char* object : kPlaces) {
       const auto it = fields_.find({object, key});
       const auto* value = it != fields_.end() ? std::get_if<bool>(&it->second) : nullptr;
       if (value == nullptr) continue;
-      if (*value) return false;
+      if (*value != want) return false;
       ++found;
     }
     return found > 0;
@@ -365,30 +421,57 @@ absl::Status ToFloat(const std::string& where, const char* what, double value, f
   return absl::OkStatus();
 }
 
-absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSource* head) {
-  const int64_t stored = head->weight.shape[0];
-  const int64_t stated = settings.Size("vocab_size").value_or(stored);
-  const double scale = settings.Number("logit_scale").value_or(1.0);
-  const double factor = settings.Number("lm_head_multiplier").value_or(1.0);
-  const double divisor = settings.Number("logits_scaling").value_or(1.0);
-  const std::optional<int64_t> base = settings.Size("dim_model_base");
-  const double softcap = settings.Number("final_logit_softcapping").value_or(0.0);
-  for (const char* key : kOtherScales) settings.RefuseAny(key);
-  LOGITD_RETURN_IF_ERROR(settings.status());
-  if (divisor == 0)
-    return FileError(settings.where(), "logits_scaling: got 0, allowed any other number");
+// All scales of the settings as one factor of the logits.
+absl::StatusOr<double> ScaleOf(Settings& settings, const HeadSource& head) {
+  double factor = 1.0;
+  for (const Scale& scale : kScales) {
+    const std::optional<double> value = settings.Number(scale.key);
+    if (!value.has_value()) continue;
+    const bool divides = scale.divides && !(std::string_view(scale.key) == "logits_scaling" &&
+                                            absl::StrContains(settings.Text("model_type"),
+                                                              kLogitsScalingMultiplies));
+    if (divides && *value == 0) {
+      return FileError(settings.where(),
+                       absl::StrFormat("%s: got 0, allowed any other number", scale.key));
+    }
+    if (scale.of_hidden && head.bias.has_value()) {
+      return FileError(settings.where(),
+                       absl::StrFormat("%s: got one and a bias, allowed one of them", scale.key));
+    }
+    factor = divides ? factor / *value : factor * *value;
+  }
   // A factor of the hidden states is a factor of the logits if there is no bias.
-  const double of_hidden =
-      base.has_value() ? static_cast<double>(*base) / static_cast<double>(head->weight.shape[1])
-                       : 1.0;
-  if (base.has_value() && head->bias.has_value()) {
+  const std::optional<int64_t> base = settings.Size("dim_model_base");
+  if (base.has_value() && head.bias.has_value()) {
     return FileError(settings.where(), "dim_model_base: got one and a bias, allowed one of them");
   }
-  LOGITD_RETURN_IF_ERROR(ToFloat(settings.where(), "the scale of the logits",
-                                 scale * factor / divisor * of_hidden, &head->scale));
+  if (base.has_value()) {
+    factor *= static_cast<double>(*base) / static_cast<double>(head.weight.shape[1]);
+  }
+  return factor;
+}
+
+absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSource* head) {
+  const int64_t stored = head->weight.shape[0];
+  std::optional<int64_t> stated = settings.Size("unpadded_vocab_size");
+  if (!stated.has_value()) stated = settings.Size("vocab_size");
+  const absl::StatusOr<double> scale = ScaleOf(settings, *head);
+  const char* softcap = kSoftcaps[0];
+  double cap = 0.0;
+  for (const char* key : kSoftcaps) {
+    const std::optional<double> value = settings.Number(key);
+    if (!value.has_value()) continue;
+    softcap = key;
+    cap = *value;
+    break;
+  }
+  for (const char* key : kOtherScales) settings.RefuseAny(key);
+  LOGITD_RETURN_IF_ERROR(settings.status());
+  if (!scale.ok()) return scale.status();
   LOGITD_RETURN_IF_ERROR(
-      ToFloat(settings.where(), "final_logit_softcapping", softcap, &head->softcap));
-  head->vocab = request.vocab > 0 ? request.vocab : stated;
+      ToFloat(settings.where(), "the scale of the logits", *scale, &head->scale));
+  LOGITD_RETURN_IF_ERROR(ToFloat(settings.where(), softcap, cap, &head->softcap));
+  head->vocab = request.vocab > 0 ? request.vocab : stated.value_or(stored);
   if (head->vocab > stored) {
     return FileError(request.vocab > 0 ? head->weight.file->path() : settings.where(),
                      absl::StrFormat("vocab%s: got %d, allowed 1 to %d, the rows of tensor %s",
@@ -398,18 +481,41 @@ absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSo
   return absl::OkStatus();
 }
 
+// Refuses models whose logits are not a product with the last hidden states.
+absl::Status CheckKind(const Tensors& tensors, const Settings& settings) {
+  // T5 scales its states if it ties its embeddings; BART and others add a bias.
+  if (settings.IsEverywhere("is_encoder_decoder", true) &&
+      !settings.IsEverywhere("tie_word_embeddings", false)) {
+    return FileError(
+        settings.where(),
+        "is_encoder_decoder: got true with tied embeddings, allowed false: such models "
+        "change their logits in ways that are not known");
+  }
+  if (tensors.Has(kOtherBias)) {
+    return FileError(settings.where(),
+                     absl::StrFormat("tensor '%s': got one, allowed none: only encoder-decoder "
+                                     "models add it to their logits",
+                                     kOtherBias));
+  }
+  // The heads of masked language models first transform the states.
+  const std::string dense = tensors.FirstOf(kHeadPrefixes, "dense.weight");
+  if (!dense.empty()) {
+    return FileError(settings.where(),
+                     absl::StrFormat("tensor '%s': got one, allowed none: the head must be one "
+                                     "matrix and a bias",
+                                     dense));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
   const std::string& where = settings.where();
-  const std::string name = tensors.FirstOf(kModelPrefixes, "norm.weight");
+  const std::string name = tensors.FirstOf(kNorms);
   if (name.empty()) {
-    return FileError(
-        where, absl::StrFormat(
-                   "final norm: got none, allowed one of the tensors %s",
-                   absl::StrJoin(kModelPrefixes, ", ", [](std::string* out, const char* prefix) {
-                     absl::StrAppend(out, prefix, "norm.weight");
-                   })));
+    return FileError(where, absl::StrCat("final norm: got none, allowed one of the tensors ",
+                                         absl::StrJoin(kNorms, ", ")));
   }
-  const std::string bias = absl::StrCat(name.substr(0, name.rfind('.')), ".bias");
+  const std::string bias = BiasOf(name);
   if (tensors.Has(bias)) {
     return FileError(
         where, absl::StrFormat("final norm: got a LayerNorm with the bias %s, allowed an RMSNorm",
@@ -461,12 +567,13 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
                                           : Settings::OfMetadata(request.path, tensors->header());
   if (!settings.ok()) return settings.status();
 
+  LOGITD_RETURN_IF_ERROR(CheckKind(*tensors, *settings));
   std::string weight = tensors->FirstOf(kHeadPrefixes, "weight");
   std::string bias;
   if (!weight.empty()) {
-    bias = absl::StrCat(weight.substr(0, weight.size() - 6), "bias");
-  } else if (weight = tensors->FirstOf(kModelPrefixes, "embed_tokens.weight"); !weight.empty()) {
-    if (settings->IsFalse("tie_word_embeddings")) {
+    bias = BiasOf(weight);
+  } else if (weight = tensors->FirstOf(kEmbeddings); !weight.empty()) {
+    if (settings->IsEverywhere("tie_word_embeddings", false)) {
       return FileError(
           settings->where(),
           "tie_word_embeddings: got false, allowed true if there is no tensor 'lm_head.weight'");
@@ -478,7 +585,8 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
     if (matrices.size() != 1) {
       return FileError(
           request.path,
-          absl::StrFormat("no tensor 'lm_head.weight' or 'model.embed_tokens.weight'%s",
+          absl::StrFormat("no tensor 'lm_head.weight', 'model.embed_tokens.weight' or another name "
+                          "of a known head%s",
                           folder ? ""
                                  : absl::StrFormat("; tensors of 2 dimensions: got %d, allowed 1",
                                                    matrices.size())));

@@ -40,12 +40,10 @@ struct HeadSource {
 // Errors: those of Heads::Load about files and settings. Thread-safe.
 //
 // A folder's settings are in its config.json, where "text_config" comes first. A single file's
-// settings are in its metadata, under the same keys: vocab_size, tie_word_embeddings, logit_scale
-// and lm_head_multiplier (multiply), logits_scaling (divides), dim_model_base (multiplies, divided
-// by the weight's width), final_logit_softcapping, rms_norm_eps, model_type. Only rms_norm_eps is
-// required, and only for the norm. Keys that are known to change logits in other ways are refused.
-// hidden_size is not read: the weight's own width counts, because models that project their states
-// before the head state another size.
+// settings are in its metadata, under the same keys. docs/operations.md lists the keys and the
+// names of tensors. Only rms_norm_eps is required, and only for the norm. Keys that are known to
+// change logits in other ways are refused. hidden_size is not read: the weight's own width counts,
+// because models that project their states before the head state another size.
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request);
 
 }  // namespace logitd::engine

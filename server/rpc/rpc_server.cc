@@ -160,7 +160,8 @@ class RpcServerImpl final : public RpcServer {
     builder.SetResourceQuota(quota);
     AddDoor(&builder);
     AddLife(options, &builder);
-    if (absl::Status status = listener_.Listen(options.listen); !status.ok()) return status;
+    if (absl::Status status = listener_.Listen(options.listen, options.socket_mode); !status.ok())
+      return status;
     server_ = builder.BuildAndStart();
     if (server_ == nullptr) return absl::UnavailableError("the gRPC server did not start");
     SetServing(true);

@@ -2,8 +2,11 @@
 #ifndef LOGITD_SERVER_RPC_RPC_SERVER_H_
 #define LOGITD_SERVER_RPC_RPC_SERVER_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,7 +25,8 @@
 namespace logitd::rpc {
 
 struct RpcServerOptions {
-  std::vector<std::string> listen;  // "host:port" (port 0 picks one) or "unix:PATH"
+  std::vector<std::string> listen;    // "host:port" (port 0 picks one) or "unix:PATH"
+  std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string version;
   std::string grpc_version;
   int64_t max_request_bytes = 0;                        // payload of a request; GetInfo reports it

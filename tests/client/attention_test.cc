@@ -405,7 +405,7 @@ TEST_F(AttentionTest, LogitctlTakesBf16AndAddsAMask) {
       "mask.npy", NpyOf("<f4", {2, 1, 1}, BytesOf<float>({0, 0})));  // not the keys' number
   Ran ran =
       Logitctl({"softmax", "--scores", file, "--mask", mask, "--out", dir_.path("p.safetensors")});
-  EXPECT_EQ(ran.code, 1);
+  EXPECT_EQ(ran.code, 2);
   EXPECT_THAT(ran.err, HasSubstr("mask.shape: got [1,2,1,1], allowed [1 or 1,2 or 1,1 or 1,2]"));
   dir_.Write("mask.npy", NpyOf("<f4", {2, 1, 2}, BytesOf<float>({0, std::log(3.0f), 0, -kInf})));
   const std::string out = dir_.path("p.safetensors");

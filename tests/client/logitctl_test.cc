@@ -8,10 +8,15 @@
 #include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "logitd/v1/sampler.pb.h"
 #include "tests/client/fake_server.h"
 #include "tests/client/subprocess.h"
@@ -30,8 +35,12 @@ using ::logitd::testing::Safetensors;
 using ::logitd::testing::TempDir;
 using ::logitd::testing::TinyModel;
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
+using ::testing::Not;
+using ::testing::UnorderedElementsAreArray;
 
 Ran Logitctl(const std::vector<std::string>& args,
              const std::function<void(const std::string&)>& on_output = nullptr) {
@@ -44,11 +53,115 @@ TEST(LogitctlTest, HelpTeaches) {
   const Ran help = Logitctl({"--help"});
   EXPECT_EQ(help.code, 0);
   EXPECT_THAT(help.out, AllOf(HasSubstr("Exit codes:"), HasSubstr("logitctl topk --logits"),
-                              HasSubstr("health")));
+                              HasSubstr("health"), Not(HasSubstr("JSON has the keys"))));
   const Ran topk = Logitctl({"topk", "--help"});
   EXPECT_EQ(topk.code, 0);
   EXPECT_THAT(topk.out, AllOf(HasSubstr("--temperature"), HasSubstr("LOGITD_ADDR"),
-                              HasSubstr("127.0.0.1:7450")));
+                              HasSubstr("127.0.0.1:7450"), HasSubstr("JSON has the keys")));
+}
+
+// The words of a line of a help that lists subcommands or flags.
+std::vector<std::string> WordsOf(const std::string& line) {
+  return absl::StrSplit(line, absl::ByAnyChar(" ,"), absl::SkipEmpty());
+}
+
+// Subcommands by their path, "heads load", with their helps; those of "" are the program's own.
+std::map<std::string, std::string> AllHelps() {
+  std::map<std::string, std::string> helps;
+  std::vector<std::string> open = {""};
+  while (!open.empty()) {
+    const std::string path = open.back();
+    open.pop_back();
+    std::vector<std::string> args = WordsOf(path);
+    args.push_back("--help");
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, 0) << path;
+    helps[path] = ran.out;
+    bool listed = false;
+    for (const absl::string_view line : absl::StrSplit(ran.out, '\n')) {
+      if (!absl::StartsWith(line, "  ")) listed = line == "Subcommands:";
+      if (listed && line.size() > 2 && line[2] != ' ') {
+        const std::string name = WordsOf(std::string(line))[0];
+        open.push_back(path.empty() ? name : absl::StrCat(path, " ", name));
+      }
+    }
+  }
+  return helps;
+}
+
+TEST(LogitctlTest, EverySubcommandShowsItsOwnExamples) {
+  const auto helps = AllHelps();
+  EXPECT_GE(helps.size(), 17u);
+  for (const auto& [path, help] : helps) {
+    SCOPED_TRACE(path);
+    const size_t examples = help.find("Examples:\n");
+    ASSERT_NE(examples, std::string::npos);
+    int own = 0;
+    const std::string start = absl::StrCat("  logitctl ", path);
+    for (const absl::string_view line :
+         absl::StrSplit(absl::string_view(help).substr(examples), '\n')) {
+      if (path == "completion") own += absl::StrContains(line, "logitctl completion bash");
+      if (absl::StartsWith(line, "  logitctl ")) {
+        EXPECT_THAT(std::string(line), ::testing::StartsWith(start));
+        ++own;
+      }
+    }
+    EXPECT_GE(own, 1);
+    EXPECT_LE(own, 3);
+  }
+}
+
+TEST(LogitctlTest, VersionIsThatOfTheProjectAndOfGrpc) {
+  const Ran ran = Logitctl({"--version"});
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_THAT(ran.out, MatchesRegex("logitctl [0-9]+\\.[0-9]+\\.[0-9]+, gRPC 1\\.[0-9.]+\n"));
+}
+
+// What bash offers after `words`; the last one is being typed.
+std::vector<std::string> Completed(const std::vector<std::string>& words) {
+  std::vector<std::string> args = {"-c",
+                                   "source <(\"$0\" completion bash) && shift && "
+                                   "COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)) && "
+                                   "_logitctl && printf '%s\\n' \"${COMPREPLY[@]}\"",
+                                   testing::BinaryPath("logitctl"), "-", "logitctl"};
+  args.insert(args.end(), words.begin(), words.end());
+  const Ran ran = RunBinary("/bin/bash", args);
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(ran.err, "");
+  return absl::StrSplit(ran.out, '\n', absl::SkipEmpty());
+}
+
+TEST(LogitctlTest, BashCompletesWhatMayFollow) {
+  TempDir dir;
+  const std::string npy = dir.Write("some.npy", "x");
+  EXPECT_THAT(Completed({"sam"}), ElementsAre("sample"));
+  EXPECT_THAT(Completed({"heads", ""}), ElementsAre("load", "unload", "list", "get"));
+  EXPECT_THAT(Completed({"sample", "--top-"}), ElementsAre("--top-k", "--top-p", "--top-logprobs"));
+  EXPECT_THAT(Completed({"info", "--format", ""}), ElementsAre("table", "json"));
+  EXPECT_THAT(Completed({"info", "--format", "=", "j"}), ElementsAre("json"));
+  EXPECT_THAT(Completed({"sample", "--logprob-mode", ""}), ElementsAre("raw", "processed"));
+  EXPECT_THAT(Completed({"info", "--priority", ""}), ElementsAre("batch", "interactive"));
+  EXPECT_THAT(Completed({"topk", "--logits", dir.path("so")}), ElementsAre(npy));
+  EXPECT_THAT(Completed({"softmax", "--mask", "cau"}), ElementsAre("causal"));
+  EXPECT_THAT(Completed({"softmax", "--mask", dir.path("so")}), ElementsAre(npy));
+  EXPECT_THAT(Completed({"completion", ""}), Contains("bash"));
+  EXPECT_THAT(Completed({"topk", "--k", ""}), ElementsAre());
+}
+
+TEST(LogitctlTest, BashCompletesEveryFlagOfEveryHelp) {
+  for (const auto& [path, help] : AllHelps()) {
+    std::vector<std::string> flags;
+    for (const absl::string_view line : absl::StrSplit(help, '\n')) {
+      if (!absl::StartsWith(line, "  -")) continue;
+      for (const std::string& word : WordsOf(std::string(line))) {
+        if (absl::StartsWith(word, "--")) flags.push_back(word);
+        if (!absl::StartsWith(word, "-")) break;
+      }
+    }
+    std::vector<std::string> words = WordsOf(path);
+    words.emplace_back("--");
+    EXPECT_THAT(Completed(words), UnorderedElementsAreArray(flags)) << path;
+  }
 }
 
 TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
@@ -60,7 +173,15 @@ TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
   };
   const Case cases[] = {
       {{}, "subcommand"},
-      {{"dance"}, "A subcommand is required"},
+      {{"smaple"}, "smaple: got an unknown subcommand of logitctl, the nearest is sample"},
+      {{"dance"}, "dance: got an unknown subcommand of logitctl, allowed topk, sample, "},
+      {{"heads", "lod"}, "lod: got an unknown subcommand of logitctl heads, the nearest is load"},
+      {{"sample", "--logits", npy, "--topk", "3"},
+       "--topk: got an unknown flag of logitctl sample, the nearest is --top-k"},
+      {{"heads", "unload", "x", "--fromat=json"}, "the nearest is --format"},
+      {{"topk", "--logits", npy, "--xyzzyxyzzy"}, "logitctl topk, allowed are those of --help"},
+      {{"--addr", "x", "topk"}, "--addr: got before a subcommand, allowed after it: logitctl topk"},
+      {{"topk", "--text", "--topk", "--logits", npy}, "and 2 were given"},  // the value of a flag
       {{"topk"}, "Exactly 1 option from [--logits,--text] is required"},
       {{"topk", "--logits", npy, "--text", "x"}, "and 2 were given"},
       {{"topk", "--logits", npy, "--k", "x"}, "--k"},
@@ -264,16 +385,25 @@ TEST(LogitctlTest, ContinuesAPrompt) {
   EXPECT_EQ(nlohmann::json::parse(json.out)["text"][0], "\n");
 }
 
-TEST(LogitctlTest, ARefusedCallIs1) {
-  FakeServer server([](int, grpc::ServerContext*, const v1::TopKRequest&, v1::TopKResponse*) {
-    return grpc::Status(grpc::INVALID_ARGUMENT, "vocab is 3; allowed: 7");
-  });
+TEST(LogitctlTest, WhoeverFindsABadValueItIs2) {
   TempDir dir;
-  const Ran ran = Logitctl({"topk", "--addr", server.address(), "--logits",
-                            dir.Write("a.npy", NpyF32(1, 3, kLogits)), "--k", "1"});
-  EXPECT_EQ(ran.code, 1);
-  EXPECT_THAT(ran.err, HasSubstr("logitctl: INVALID_ARGUMENT: vocab is 3; allowed: 7"));
-  EXPECT_EQ(ran.out, "");
+  const std::string npy = dir.Write("a.npy", NpyF32(1, 3, kLogits));
+  const struct {
+    grpc::StatusCode code;
+    int exit_code;
+  } cases[] = {{grpc::INVALID_ARGUMENT, 2}, {grpc::OUT_OF_RANGE, 2},
+               {grpc::NOT_FOUND, 1},        {grpc::FAILED_PRECONDITION, 1},
+               {grpc::INTERNAL, 1},         {grpc::PERMISSION_DENIED, 1},
+               {grpc::UNIMPLEMENTED, 1}};
+  for (const auto& test : cases) {
+    FakeServer server([&](int, grpc::ServerContext*, const v1::TopKRequest&, v1::TopKResponse*) {
+      return grpc::Status(test.code, "vocab is 3; allowed: 7");
+    });
+    const Ran ran = Logitctl({"topk", "--addr", server.address(), "--logits", npy, "--k", "1"});
+    EXPECT_EQ(ran.code, test.exit_code) << test.code;
+    EXPECT_THAT(ran.err, HasSubstr(": vocab is 3; allowed: 7"));
+    EXPECT_EQ(ran.out, "");
+  }
 }
 
 TEST(LogitctlTest, NobodyThereIs3WithAHint) {

@@ -14,11 +14,11 @@ struct Ran {
   std::string err;
 };
 
-// The path of the binary `name`, which is next to the test, as in the build directory.
+// Where the binary `name` is: next to the test, as in the build directory.
 std::string BinaryPath(const std::string& name);
 
-// Runs the binary `name`. Killed, and
-// the test failed, after 60 s. `on_output` runs after every piece of stdout with all of it so far.
+// Runs the binary `name`, or that of an absolute path. Killed, and the test failed, after 60 s.
+// `on_output` runs after every piece of stdout with all of it so far.
 Ran RunBinary(const std::string& name, std::vector<std::string> args,
               const std::function<void(const std::string&)>& on_output = nullptr);
 

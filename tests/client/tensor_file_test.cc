@@ -180,6 +180,8 @@ const BadCase kBad[] = {
     {"npy_big_endian", "a.npy", BadNpy(NpyHeader(">f4", "False", "(6,)")),
      "dtype '>f4'; allowed: <f4, <f2"},
     {"npy_double", "a.npy", BadNpy(NpyHeader("<f8", "False", "(3,)")), "dtype '<f8'; allowed"},
+    {"npy_double_converts", "a.npy", BadNpy(NpyHeader("<f8", "False", "(3,)")),
+     "; numpy.save(FILE, x.astype(\"<f4\")) converts it"},
     {"npy_integers", "a.npy", BadNpy(NpyHeader("<i4", "False", "(6,)")), "dtype '<i4'; allowed"},
     {"npy_fortran", "a.npy", BadNpy(NpyHeader("<f4", "True", "(2, 3)")),
      "Fortran order; allowed: C order"},
@@ -249,7 +251,8 @@ const BadCase kBad[] = {
      "allowed one with its 0 data bytes"},
     {"safetensors_dtype_not_read", "a.safetensors",
      OneTensor(R"({"dtype":"F64","shape":[3],"data_offsets":[0,24]})"),
-     "tensor 'x' has dtype F64; allowed: F32, F16, BF16"},
+     "tensor 'x' has dtype F64; allowed: F32, F16, BF16; x.to(torch.float32) or "
+     "x.astype(numpy.float32) converts it"},
     {"safetensors_dtype_unknown", "a.safetensors",
      OneTensor(R"({"dtype":"Q3","shape":[3],"data_offsets":[0,24]})"),
      "tensor 'x' has dtype Q3; allowed"},

@@ -5,11 +5,14 @@
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
@@ -84,6 +87,20 @@ class ListenerTest : public ::testing::Test {
   const std::shared_ptr<Connections> connections_ = Connections::Create({.max_connections = 8});
   Listener listener_{connections_};
 };
+
+TEST_F(ListenerTest, AUnixSocketsFileHasThePermissionsThatAreAskedFor) {
+  std::string directory = (std::filesystem::temp_directory_path() / "listener-XXXXXX").string();
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  for (const mode_t mode : {0600, 0666}) {
+    const std::string path = absl::StrCat(directory, "/", mode);
+    Listener listener(connections_);
+    ASSERT_TRUE(listener.Listen({"unix:" + path}, mode).ok());
+    struct stat file = {};
+    ASSERT_EQ(stat(path.c_str(), &file), 0);
+    EXPECT_EQ(file.st_mode & 0777, mode);
+  }
+  std::filesystem::remove_all(directory);
+}
 
 TEST_F(ListenerTest, HandsOutWhatConnects) {
   ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());

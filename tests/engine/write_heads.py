@@ -6,7 +6,9 @@
 Element (row, column) of every weight is pattern(row, column), exact in every dtype; vectors are pattern(i, 0).
 """
 
+import base64
 import json
+import math
 import os
 import struct
 import sys
@@ -95,6 +97,25 @@ def good(out):
         "model-00002-of-00002.safetensors": {"lm_head.weight": tensor("F32", 5, 4), "lm_head.bias": tensor("F32", 5)}})
 
 
+def families(out):
+    """What transformers saved of its models (see write_families.py), each with expected.txt: the sizes rows, hidden
+    and vocab, the last hidden states, and the logits that transformers computed from them."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "families.json"), encoding="utf-8") as file:
+        saved = json.load(file)["families"]
+    for name, family in saved.items():
+        def stored(key, shape):
+            size = 4 * math.prod(shape)
+            content = base64.b64decode(family["values"][key]) if key in family["values"] else b"\x01" * size
+            return "F32", shape, content
+
+        folder(f"{out}/families/{name}", family["config"], {key: stored(key, shape) for key, shape in family["tensors"].items()})
+        hidden, logits = (struct.unpack(f"<{len(data) // 4}f", data)
+                          for data in map(base64.b64decode, (family["hidden"], family["logits"])))
+        with open(f"{out}/families/{name}/expected.txt", "w") as file:
+            rows = family["rows"]
+            print(rows, len(hidden) // rows, len(logits) // rows, *hidden, *logits, file=file)
+
+
 def bad(out):
     head = {"lm_head.weight": tensor("F16", 4, 8)}
     with_bias = {**head, "lm_head.bias": tensor("F16", 4)}
@@ -125,7 +146,7 @@ def bad(out):
     write(f"{out}/base_0.safetensors", head, {"dim_model_base": "0"})
     write(f"{out}/base_and_bias.safetensors", with_bias, {"dim_model_base": "4"})
     write(f"{out}/other_scale.safetensors", head, {"mup_width_multiplier": "8"})
-    folder(f"{out}/other_cap", {"logits_soft_cap": 30}, head)
+    folder(f"{out}/other_multiplier", {"output_multiplier_scale": 30}, head)
     for name, tensor_name in {"long_name": "a" * 129, "name_of_two_lines": "a\nb", "name_of_nothing": ""}.items():
         write(f"{out}/{name}.safetensors", {tensor_name: tensor("F16", 4, 8)})
     with open(f"{out}/named.safetensors", "rb") as file:
@@ -137,6 +158,9 @@ def bad(out):
 
     norm = {"model.norm.weight": tensor("F16", 8)}
     llama = {"model_type": "llama", "rms_norm_eps": 1e-5}
+    folder(f"{out}/mup_and_bias", {"logits_mup_width_multiplier": 4}, with_bias)
+    folder(f"{out}/tied_encoder_decoder", {"is_encoder_decoder": True}, head)
+    folder(f"{out}/final_logits_bias", {}, {**head, "final_logits_bias": tensor("F16", 1, 4)})
     folder(f"{out}/vocab_beyond", {"vocab_size": 5}, head)
     folder(f"{out}/vocab_negative", {"vocab_size": -5}, head)
     folder(f"{out}/not_tied", {"tie_word_embeddings": False}, {"model.embed_tokens.weight": tensor("F16", 4, 8)})
@@ -182,3 +206,4 @@ def bad(out):
 if __name__ == "__main__":
     good(sys.argv[1])
     bad(sys.argv[1])
+    families(sys.argv[1])

@@ -81,6 +81,12 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.head_root, "/tmp");
 }
 
+TEST(ConfigTest, TheSocketModeIsOctal) {
+  EXPECT_EQ(Parse({"--socket-mode=0660"}).config.socket_mode, mode_t{0660});
+  EXPECT_EQ(Parse({"--socket-mode", "7"}).config.socket_mode, mode_t{7});
+  EXPECT_EQ(Parse({}).config.socket_mode, std::nullopt);
+}
+
 TEST(ConfigTest, SemicolonsSeparateHeadsInTheEnvironment) {
   setenv("LOGITD_HEAD", "a=/m/a,norm;b=/m/b", 1);
   const Result r = Parse({});
@@ -314,11 +320,13 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"arenas_where_calls_come",
             {"--listen=unix:/a", "--arena-listen=unix:/a"},
             "allowed a path that --listen does not have"},
-        Bad{"arena_mode_word", {"--arena-mode=all"}, "got \"all\", allowed 0600 to 0777, in octal"},
+        Bad{"arena_mode_word", {"--arena-mode=all"}, "got \"all\", allowed 0600 to 0777, octal"},
         Bad{"arena_mode_that_shuts_the_owner_out", {"--arena-mode=0060"}, "--arena-mode: got"},
         Bad{"arena_mode_with_more_bits", {"--arena-mode=4600"}, "--arena-mode: got"},
         Bad{"arena_bytes_0", {"--max-arena-bytes=0"}, "allowed 1 to 1TiB"},
         Bad{"leases_0", {"--max-leases=0"}, "allowed 1 to 4096"},
+        Bad{"socket_mode_decimal", {"--socket-mode=689"}, "--socket-mode: got \"689\", allowed 0"},
+        Bad{"socket_mode_too_much", {"--socket-mode=1777"}, "allowed 0 to 0777, octal"},
         Bad{"backend", {"--backend=tpu"}, "--backend: got \"tpu\", allowed auto, cpu, cuda"},
         Bad{"switch_with_a_word",
             {"--allow-remote-heads=maybe"},

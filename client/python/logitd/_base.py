@@ -21,6 +21,7 @@ class Base:
         self,
         address: str = "127.0.0.1:7450",
         *,
+        round_robin: bool = False,
         deadline: float = 30.0,
         retry: Retry = Retry(),
         priority: str = "interactive",
@@ -34,6 +35,7 @@ class Base:
     ) -> None:
         self.options = Options(
             address,
+            round_robin=round_robin,
             deadline=deadline,
             retry=retry,
             priority=priority,

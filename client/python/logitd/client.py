@@ -41,9 +41,14 @@ Window = Tuple[Optional[int], Optional[int]]
 
 
 class Client(Base):
-    """One connection to one server. Connects at the first call. Thread-safe.
+    """One connection to one server, or one to each of several. Connects at the first call. Thread-safe.
 
-    address: HOST:PORT or unix:PATH.
+    address: HOST:PORT or unix:PATH; for several servers ipv4:A:PORT,B:PORT, ipv6:[A]:PORT,[B]:PORT or dns:///HOST:PORT, a
+        name with several addresses.
+    round_robin: with several servers, calls go to them in turn; a server that is away, or whose health is not SERVING
+        because it drains, is left out. A stream stays with one. The servers must have the same limits and heads.
+        Without, all calls go to the first that answers. With TLS and an ipv4: or ipv6: address, `tls` must state the
+        server's name.
     deadline: seconds for a whole call, all attempts and waits included; a call's own `deadline` overrides it.
     retry: how UNAVAILABLE and RESOURCE_EXHAUSTED are tried again.
     priority: "interactive", or "batch" for work that may wait until no interactive work does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Options:
     """What Client and AsyncClient take; Client has the meaning."""
 
     address: str
+    round_robin: bool = False
     deadline: float = 30.0
     retry: Retry = field(default_factory=Retry)
     priority: str = "interactive"
@@ -58,7 +60,10 @@ class Options:
 
     def __post_init__(self) -> None:
         if not _is_address(self.address):
-            raise InvalidArgument(f"address: got {self.address!r}, allowed HOST:PORT or unix:PATH")
+            raise InvalidArgument(
+                f"address: got {self.address!r}, allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT, "
+                "ipv6:[A]:PORT,[B]:PORT or dns:///HOST:PORT"
+            )
         check_deadline(self.deadline)
         if self.retry.max_attempts < 1:
             raise InvalidArgument(f"retry.max_attempts: got {self.retry.max_attempts}, allowed 1 or more")
@@ -102,6 +107,10 @@ class Options:
             ("grpc.keepalive_time_ms", 60000),
             ("grpc.keepalive_timeout_ms", 20000),
         ]
+        if self.round_robin:
+            # The empty name asks for the health of the whole server.
+            config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+            arguments.append(("grpc.service_config", json.dumps(config)))
         if self.tls is not None and self.tls.server_name is not None:
             arguments.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return arguments
@@ -141,18 +150,26 @@ def _read(name: str, path: Optional[Path]) -> Optional[bytes]:
     return data
 
 
+def _servers(address: str) -> List[str]:
+    """HOST:PORT of every server."""
+    for scheme in ("ipv4:", "ipv6:"):
+        if address.startswith(scheme):
+            return address[len(scheme) :].split(",")
+    return [address[len("dns:///") :] if address.startswith("dns:///") else address]
+
+
 def _is_address(address: str) -> bool:
     if address.startswith("unix:"):
         return len(address) > len("unix:")
-    host, _, port = address.rpartition(":")
-    return host != "" and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+    parts = [server.rpartition(":") for server in _servers(address)]
+    return all(host != "" and port.isascii() and port.isdigit() and 0 < int(port) <= 65535 for host, _, port in parts)
 
 
 def _is_local(address: str) -> bool:
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].strip("[]")
+    hosts = [server.rpartition(":")[0].strip("[]") for server in _servers(address)]
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return all(host == "localhost" or ipaddress.ip_address(host).is_loopback for host in hosts)
     except ValueError:
         return False

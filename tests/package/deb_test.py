@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""cpack makes a tarball and a .deb that have what they should; the tarball's server runs from any folder; systemd accepts
+the unit and finds it hardened.
+
+    deb_test.py BUILD_DIR
+"""
+
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+SOURCE = pathlib.Path(__file__).resolve().parent.parent.parent
+# systemd-analyze security: 0 is locked up, 10 is open. The unit needs the network and NVIDIA's devices.
+MOST_EXPOSED = 25  # tenths
+
+RUNTIME = {
+    "usr/bin/logitd", "usr/bin/logitctl", "usr/bin/load_bench", "usr/lib/systemd/system/logitd.service",
+    "usr/share/bash-completion/completions/logitctl", "usr/share/doc/logitd/copyright",
+    "usr/share/doc/logitd/operations.md", "usr/share/doc/logitd/semantics.md", "usr/share/doc/logitd/README.md",
+}
+DEVELOPMENT = {"usr/include/logitd/client/client.h", "usr/include/logitd/kernels/backend.h",
+               "usr/include/logitd/v1/sampler.pb.h", "usr/share/logitd/proto/logitd/v1/sampler.proto"}
+
+
+def run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def check(what, good):
+    if not good:
+        sys.exit(f"wrong: {what}")
+
+
+def contents(package):
+    names = set()
+    for line in run("dpkg-deb", "--contents", package).splitlines():
+        mode, owner, *_, name = line.split()
+        check(f"{package.name}: {name} of {owner}", owner == "root/root")
+        check(f"{package.name}: {name} has mode {mode}", mode[1:4] in ("rwx", "rw-") and "w" not in mode[4:])
+        if not name.endswith("/"):
+            names.add(name.removeprefix("./"))
+    return names
+
+
+def check_packages(folder):
+    (runtime,) = folder.glob("logitd_*.deb")
+    (development,) = folder.glob("liblogitd-dev_*.deb")
+    check(f"files of {runtime.name}: got {sorted(contents(runtime) ^ RUNTIME)} too much or missing", contents(runtime) == RUNTIME)
+    check(f"files missing from {development.name}", DEVELOPMENT <= contents(development))
+    depends = run("dpkg-deb", "--field", runtime, "Depends")
+    for library in ("libc6", "libgrpc++", "libprotobuf", "libssl3", "libspdlog", "libmicrohttpd"):
+        check(f"Depends: {depends} without {library}", library in depends)
+    check(f"Depends: {depends}: a -dev package", "-dev" not in depends)
+
+
+def check_completion(prefix):
+    listed = run("bash", "-c", 'source "$0" && COMP_WORDS=(logitctl heads l) COMP_CWORD=2 && _logitctl && '
+                 'echo "${COMPREPLY[@]}"', prefix / "share/bash-completion/completions/logitctl")
+    check(f"completion of `heads l`: {listed}", listed.split() == ["load", "list"])
+
+
+def check_server(prefix, scratch):
+    server = subprocess.Popen([prefix / "bin/logitd", "--backend", "cpu", "--metrics-listen", "off", "--listen",
+                               f"unix:{scratch}/socket", "--socket-mode", "0660"], stderr=subprocess.PIPE, text=True)
+    try:
+        for line in server.stderr:
+            if re.search("listening on", line):
+                break
+        check("health of the server", run(prefix / "bin/logitctl", "health", "--addr", f"unix:{scratch}/socket") == "SERVING\n")
+        check("mode of the socket", (scratch / "socket").stat().st_mode & 0o777 == 0o660)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.stderr.read()
+        code = server.wait(60)
+    check(f"exit code {code} of the server", code == 0)
+
+
+def check_unit(prefix, scratch):
+    if shutil.which("systemd-analyze") is None:
+        print("no systemd-analyze: the unit was not checked")
+        return
+    unit = scratch / "logitd.service"
+    text = (prefix / "lib/systemd/system/logitd.service").read_text()
+    check("ExecStart of the unit", "ExecStart=/usr/bin/logitd\n" in text)
+    unit.write_text(text.replace("/usr/bin/logitd\n", f"{prefix}/bin/logitd\n"))
+    verified = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
+    faults = [line for line in verified.stderr.splitlines() if "logitd" in line]
+    check(f"systemd-analyze verify: {faults}", not faults)
+    answer = subprocess.run(["systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED}", unit],
+                            capture_output=True, text=True)
+    level = re.search(r"Overall exposure level for \S+: ([\d.]+)", answer.stdout)
+    check(f"systemd-analyze security: {answer.stdout[-300:]}{answer.stderr}", level and answer.returncode == 0)
+    print(f"systemd-analyze security: exposure {level[1]} of 10, allowed {MOST_EXPOSED / 10}")
+
+
+def main():
+    if shutil.which("dpkg-deb") is None or shutil.which("cpack") is None:
+        print("skipped: no dpkg-deb or no cpack")
+        sys.exit(77)
+    build = pathlib.Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory(prefix="logitd-deb-") as scratch:
+        scratch = pathlib.Path(scratch)
+        run("cpack", "-G", "TGZ;DEB", "-B", scratch / "packages", cwd=build)
+        check_packages(scratch / "packages")
+        (tarball,) = (scratch / "packages").glob("logitd-*-runtime.tar.gz")
+        run("tar", "-xzf", tarball, "-C", scratch)
+        (prefix,) = scratch.glob("logitd-*/")
+        check_completion(prefix)
+        check_server(prefix, scratch)
+        check_unit(prefix, scratch)
+
+
+if __name__ == "__main__":
+    main()
