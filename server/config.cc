@@ -191,6 +191,26 @@ void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
             [value](const std::string& text) { return ParseMode(text, 0, &value->emplace()); });
 }
 
+// Who may come in and call.
+void AddDoor(CLI::App& app, Config* config) {
+  Add(app, "--tls-cert", &config->tls_cert,
+      "PEM file of the server's certificate and those that lead to its root: TLS on all addresses "
+      "of --listen that are no Unix sockets; read again when it changes")
+      ->type_name("FILE");
+  Add(app, "--tls-key", &config->tls_key, "PEM file of the key of --tls-cert")->type_name("FILE");
+  Add(app, "--tls-client-ca", &config->tls_client_ca,
+      "PEM file of the authorities whose certificates clients must have (mutual TLS)")
+      ->type_name("FILE");
+  Add(app, "--tokens", &config->tokens,
+      "JSON file of the identities that may call: their tokens, certificates and users, roles, "
+      "weights and quotas; read again when it changes")
+      ->type_name("FILE");
+  app.add_flag("--insecure", config->insecure,
+               "Listen on addresses that other machines reach although there is no TLS, or nothing "
+               "that shows who calls")
+      ->envname(EnvironmentName("--insecure"));
+}
+
 // Memory that clients on this machine lease.
 void AddArenas(CLI::App& app, Config* config) {
   Add(app, "--arena-listen", &config->arena_listen,
@@ -447,22 +467,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                "Clients may load and unload heads although --listen has an address that is not "
                "local")
       ->envname(EnvironmentName("--allow-remote-heads"));
-  Add(app, "--tls-cert", &config->tls_cert,
-      "PEM file of the server's certificate and those that lead to its root: TLS on all addresses "
-      "of --listen that are no Unix sockets; read again when it changes")
-      ->type_name("FILE");
-  Add(app, "--tls-key", &config->tls_key, "PEM file of the key of --tls-cert")->type_name("FILE");
-  Add(app, "--tls-client-ca", &config->tls_client_ca,
-      "PEM file of the authorities whose certificates clients must have (mutual TLS)")
-      ->type_name("FILE");
-  Add(app, "--tokens", &config->tokens,
-      "JSON file of the identities that may call: their tokens, certificates and users, roles, "
-      "weights and quotas; read again when it changes")
-      ->type_name("FILE");
-  app.add_flag("--insecure", config->insecure,
-               "Listen on addresses that other machines reach although there is no TLS, or nothing "
-               "that shows who calls")
-      ->envname(EnvironmentName("--insecure"));
+  AddDoor(app, config);
   AddArenas(app, config);
   AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
              "Calls that may be open on a connection");
