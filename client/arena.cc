@@ -59,10 +59,12 @@ bool Receive(int socket, Received* received) {
   message.msg_iovlen = parts.size();
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t bytes = -1;
-  do {
+  ssize_t bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  // ECONNRESET: the server has closed the connection without reading the request. This is said once,
+  // before the answer that it sent.
+  for (int resets = 0; bytes < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0));) {
     bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  } while (bytes < 0 && errno == EINTR);
+  }
   if (const cmsghdr* header = CMSG_FIRSTHDR(&message);
       bytes >= 0 && header != nullptr && header->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&received->fd, CMSG_DATA(header), sizeof(received->fd));
@@ -127,14 +129,13 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Lease(const std::string& address, 
   void* const data = mmap(nullptr, answer.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
                           received.fd, 0);
   if (data == MAP_FAILED) {
-    return absl::ResourceExhaustedError(
-        absl::StrFormat("arena: got %d bytes, which cannot be mapped: %s", answer.bytes,
-                        std::strerror(errno)));
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "arena: got %d bytes, which cannot be mapped: %s", answer.bytes, std::strerror(errno)));
   }
   std::move(close_socket).Cancel();
-  return std::unique_ptr<Arena>(
-      new Arena(socket, static_cast<char*>(data), static_cast<int64_t>(answer.bytes),
-                std::string(answer.lease.begin(), answer.lease.end())));
+  return std::unique_ptr<Arena>(new Arena(socket, static_cast<char*>(data),
+                                          static_cast<int64_t>(answer.bytes),
+                                          std::string(answer.lease.begin(), answer.lease.end())));
 }
 
 Arena::Arena(int socket, char* data, int64_t bytes, std::string lease)
@@ -152,8 +153,8 @@ absl::StatusOr<v1::SharedRows> Arena::Find(const std::vector<absl::string_view>&
   for (const absl::string_view piece : pieces) {
     if (piece.empty()) continue;
     // As numbers: pointers into different memory do not compare.
-    const auto offset = reinterpret_cast<uintptr_t>(piece.data()) -
-                        reinterpret_cast<uintptr_t>(data_);
+    const auto offset =
+        reinterpret_cast<uintptr_t>(piece.data()) - reinterpret_cast<uintptr_t>(data_);
     if (offset > static_cast<uint64_t>(bytes_) ||
         piece.size() > static_cast<uint64_t>(bytes_) - offset) {
       return absl::InvalidArgumentError(absl::StrFormat(
@@ -171,9 +172,8 @@ absl::StatusOr<v1::SharedRows> Arena::Find(const std::vector<absl::string_view>&
   const bool fits = rows > 0 && row_bytes > 0 && total % static_cast<uint64_t>(row_bytes) == 0 &&
                     total / static_cast<uint64_t>(row_bytes) == static_cast<uint64_t>(rows);
   if (!fits) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("payload: got %d bytes in the arena, allowed %d rows of %d bytes", total,
-                        rows, row_bytes));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "payload: got %d bytes in the arena, allowed %d rows of %d bytes", total, rows, row_bytes));
   }
   v1::SharedRows found;
   found.set_lease(lease_);

@@ -338,17 +338,16 @@ absl::StatusOr<std::unique_ptr<arena::ArenaServer>> ServeArenas(
     if (identity.Has(door::Role::kInfer) || identity.Has(door::Role::kScore)) {
       return absl::OkStatus();
     }
-    return absl::PermissionDeniedError(
-        absl::StrCat("arena: got identity ", identity.name, " with the roles ", identity.RoleList(),
-                     ", allowed one with infer or score"));
+    return absl::PermissionDeniedError(absl::StrCat("arena: got identity ", identity.name,
+                                                    " with the roles ", identity.RoleList(),
+                                                    ", allowed one with infer or score"));
   };
   absl::StatusOr<std::unique_ptr<arena::ArenaServer>> server = arena::ArenaServer::Start(
       {.address = *address, .mode = config.arena_mode, .check_user = check_user}, leases,
       std::move(registry));
   if (!server.ok()) {
-    return absl::UnavailableError(absl::StrCat("--arena-listen: cannot listen on ",
-                                               config.arena_listen, ": ",
-                                               server.status().message()));
+    return absl::UnavailableError(absl::StrCat(
+        "--arena-listen: cannot listen on ", config.arena_listen, ": ", server.status().message()));
   }
   spdlog::info("arenas on {}: at most {} leases and {} B", config.arena_listen, config.max_leases,
                config.max_arena_bytes);
@@ -508,8 +507,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
     return CannotStart(s);
   }
   // Calls use leases until the server has ended.
-  arena::Leases leases(
-      {.max_bytes = config.max_arena_bytes, .max_leases = config.max_leases});
+  arena::Leases leases({.max_bytes = config.max_arena_bytes, .max_leases = config.max_leases});
   const absl::StatusOr<std::unique_ptr<arena::ArenaServer>> arenas =
       ServeArenas(config, door.identities.get(), &leases, metrics.registry());
   if (!arenas.ok()) return CannotStart(arenas.status());
@@ -532,9 +530,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .keepalive_time = config.keepalive_time},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
-  const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
-      config, device, base_bytes, admission, metrics, leases, connections, door_metrics,
-      server->get());
+  const std::unique_ptr<door::MemoryWatch> memory_watch =
+      WatchMemory(config, device, base_bytes, admission, metrics, leases, connections, door_metrics,
+                  server->get());
   rechecked = server->get();
   files->Start();
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");

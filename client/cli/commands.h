@@ -21,7 +21,7 @@ struct InputFlags {
   std::string text;       // a prompt or text, for `model`
   std::string text_file;  // the same in a file
   std::string model = "demo/model";
-  std::string head;  // of the server; with a text: the model's own, which gets its hidden states
+  std::string head;   // of the server; with a text: the model's own, which gets its hidden states
   std::string arena;  // where the server leases memory; empty: the rows are sent
 
   bool is_file() const { return !logits.empty() || !hidden.empty(); }

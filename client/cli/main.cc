@@ -165,9 +165,10 @@ std::pair<CLI::App*, Flags*> AddCommand(CLI::App* parent, Commands* commands, co
 enum Sources { kLogits = 1, kHidden = 2, kText = 4, kTextFile = 8 };
 
 void AddArena(CLI::App* command, InputFlags* input) {
-  command->add_option("--arena", input->arena,
-                      "where logitd leases memory (its --arena-listen): hands the rows over there, "
-                      "without sending them")
+  command
+      ->add_option("--arena", input->arena,
+                   "where logitd leases memory (its --arena-listen): hands the rows over there, "
+                   "without sending them")
       ->type_name("unix:PATH");
 }
 

@@ -243,9 +243,9 @@ int RunGenerate(const Session& session, const GenerateFlags& flags) {
   for (int place = 0; place < flags.tokens; ++place) {
     input->SetRow(hidden, *head);
     if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
-    return NoArena(session, moved);
-  }
-  input->Fill(&request);
+      return NoArena(session, moved);
+    }
+    input->Fill(&request);
     request.params.clear_position();
     request.params.add_position(static_cast<uint64_t>(place));
     const absl::Status sent = stream->Write(request);

@@ -80,9 +80,9 @@ absl::StatusOr<v1::SharedRows> FindShared(const LogitsRequest<Params>& request,
                                           const Pieces& payload) {
   const int64_t elements = request.head.empty() ? request.vocab : request.hidden_size;
   if (elements < 1 || elements > kMaxElements) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: got %d, allowed 1..%d with an arena", request.head.empty() ? "vocab" : "hidden_size",
-        elements, kMaxElements));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s: got %d, allowed 1..%d with an arena",
+                        request.head.empty() ? "vocab" : "hidden_size", elements, kMaxElements));
   }
   if (!v1::DType_IsValid(request.dtype) || request.dtype == v1::DTYPE_UNSPECIFIED) {
     return absl::InvalidArgumentError(

@@ -147,8 +147,8 @@ void ArenaServer::Run() {
     absl::Time wake = some_used ? now + kSoon : absl::InfiniteFuture();
     const bool accepts = accept_again_ <= now;
     if (!accepts) wake = std::min(wake, accept_again_);
-    fds.assign({{.fd = stop_fd_, .events = POLLIN},
-                {.fd = accepts ? socket_.fd : -1, .events = POLLIN}});
+    fds.assign(
+        {{.fd = stop_fd_, .events = POLLIN}, {.fd = accepts ? socket_.fd : -1, .events = POLLIN}});
     for (const Peer& peer : peers_) {
       fds.push_back({.fd = peer.fd, .events = POLLIN});
       if (!peer.lease.has_value()) wake = std::min(wake, peer.ask_by);
@@ -171,9 +171,9 @@ void ArenaServer::Run() {
       }
       if (heard ? !Hear(peer) : late) EndPeer(peer);
     }
-    peers_.erase(std::remove_if(peers_.begin(), peers_.end(),
-                                [](const Peer& peer) { return peer.fd < 0; }),
-                 peers_.end());
+    peers_.erase(
+        std::remove_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.fd < 0; }),
+        peers_.end());
     if (fds[1].revents != 0) Accept();
     some_used = leases_->FreeEnded();
     ShowLeases();
@@ -193,18 +193,15 @@ void ArenaServer::Accept() {
   Peer peer = {.fd = fd, .user = {}, .ask_by = absl::Now() + options_.ask_timeout, .lease = {}};
   socklen_t length = sizeof(peer.user);
   getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer.user, &length);
-  absl::Status allowed = options_.check_user(peer.user.uid);
   const size_t most = static_cast<size_t>(leases_->limits().max_leases) + kSparePeers;
-  if (allowed.ok() && peers_.size() >= most) {
-    allowed = absl::ResourceExhaustedError(
-        absl::StrFormat("arena: got one connection more than the %d there are, allowed %d",
-                        peers_.size(), most));
-  }
-  if (allowed.ok()) {
+  if (peers_.size() < most) {
     peers_.push_back(peer);
     return;
   }
-  Refuse(peer, allowed);
+  Refuse(peer, absl::ResourceExhaustedError(
+                   absl::StrFormat("arena: got one connection more than the %d there are, allowed "
+                                   "%d",
+                                   peers_.size(), most)));
   close(fd);
 }
 
@@ -219,7 +216,9 @@ bool ArenaServer::Hear(Peer& peer) {
                  peer.user.pid, peer.user.uid, bytes);
     return false;
   }
-  absl::Status status = CheckAsk(ask, static_cast<size_t>(bytes));
+  // Here and not at the connection: a peer whose request is not read may lose the answer.
+  absl::Status status = options_.check_user(peer.user.uid);
+  if (status.ok()) status = CheckAsk(ask, static_cast<size_t>(bytes));
   absl::StatusOr<Leases::Lease> lease =
       status.ok() ? leases_->Open(static_cast<int64_t>(ask.bytes)) : status;
   if (!lease.ok()) {
@@ -240,9 +239,8 @@ bool ArenaServer::Hear(Peer& peer) {
 
 void ArenaServer::Refuse(const Peer& peer, const absl::Status& why) {
   refused_->Increment();
-  log::Limited(log::Source::kArenas, spdlog::level::info,
-               "arena: no lease for pid {}, uid {}: {}", peer.user.pid, peer.user.uid,
-               std::string(why.message()));
+  log::Limited(log::Source::kArenas, spdlog::level::info, "arena: no lease for pid {}, uid {}: {}",
+               peer.user.pid, peer.user.uid, std::string(why.message()));
   const ArenaAnswer answer = {.code = static_cast<uint32_t>(why.code())};
   Send(peer.fd, answer, why.message(), -1);
 }

@@ -83,9 +83,9 @@ absl::Status Leases::Reserve(int64_t bytes) {
   }
   const int leases = static_cast<int>(leases_.size()) + opening_;
   if (leases >= limits_.max_leases) {
-    return absl::ResourceExhaustedError(
-        absl::StrFormat("arena: got one lease more than the %d there are, allowed %d (--max-leases)",
-                        leases, limits_.max_leases));
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "arena: got one lease more than the %d there are, allowed %d (--max-leases)", leases,
+        limits_.max_leases));
   }
   if (bytes > limits_.max_bytes - bytes_) {
     return absl::ResourceExhaustedError(absl::StrFormat(
@@ -130,8 +130,8 @@ absl::StatusOr<Leases::Lease> Leases::Open(int64_t bytes) {
   lease.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (lease.fd < 0) return NoMemory("there is no descriptor for it", bytes, errno);
   absl::Cleanup close_lease_fd = [&lease] { close(lease.fd); };
-  void* const at = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED | MAP_POPULATE,
-                        fd, 0);
+  void* const at =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (at == MAP_FAILED) return NoMemory("it cannot be mapped", bytes, errno);
   auto arena = std::make_shared<const Arena>(this, fd, at, bytes);
   std::move(close_lease_fd).Cancel();

@@ -35,7 +35,7 @@ struct UnixSocketOptions {
 // listens there, which the error names, or if it is not a socket. UNAVAILABLE: anything the system
 // refuses.
 absl::StatusOr<std::vector<ListeningSocket>> ListenOn(const Address& address,
-                                                     const UnixSocketOptions& options = {});
+                                                      const UnixSocketOptions& options = {});
 
 // Removes the file of a Unix socket if it is still the one of `socket`.
 void RemoveSocketFile(const Address& address, const ListeningSocket& socket);

@@ -11,8 +11,8 @@ namespace {
 constexpr int64_t kSecondNs = 1'000'000'000;
 constexpr int64_t kLineNs = kSecondNs / kLinesPerSecond;
 
-constexpr std::string_view kNames[] = {"grpc", "heads", "connections", "callers", "slow_calls",
-                                      "arenas"};
+constexpr std::string_view kNames[] = {"grpc",    "heads",      "connections",
+                                       "callers", "slow_calls", "arenas"};
 static_assert(std::size(kNames) == std::size(kSources));
 
 int64_t MonotonicNanos() {

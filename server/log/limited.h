@@ -21,7 +21,7 @@ enum class Source {
   kSlowCalls,    // calls that took long
   kArenas,       // leases of shared memory
 };
-inline constexpr Source kSources[] = {Source::kGrpc, Source::kHeads, Source::kConnections,
+inline constexpr Source kSources[] = {Source::kGrpc,    Source::kHeads,     Source::kConnections,
                                       Source::kCallers, Source::kSlowCalls, Source::kArenas};
 std::string_view Name(Source source);  // "grpc"
 

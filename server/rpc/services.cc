@@ -62,7 +62,7 @@ constexpr OpCodecs kCodecs[] = {
     {&ops::kSampleTraits, door::Role::kInfer, &ForTokens<SampleCodec>,
      &v1::SampleRequest::descriptor},
     {&ops::kVerifyTraits, door::Role::kInfer, &ForTokens<VerifyCodec>,
-      &v1::VerifyRequest::descriptor},
+     &v1::VerifyRequest::descriptor},
     {&ops::kCrossEntropyTraits, door::Role::kScore, &ForScore, &v1::ScoreRequest::descriptor},
     {&ops::kAttentionSoftmaxTraits, door::Role::kInfer, &ForAttention<AttentionDirection::kForward>,
      &v1::AttentionSoftmaxRequest::descriptor},
@@ -101,13 +101,13 @@ OpService::OpService(std::string_view service, const CallEnvironment& environmen
           ->Start();
     });
     if (op.stream_method.empty()) continue;
-    AddRawMethod(path(op.stream_method), [=, method = path(op.stream_method),
-                                          access = access(op.stream_method)](
-                                             grpc::CallbackServerContext* context) {
-      return std::make_shared<StreamCall>(context, method, environment, access,
-                                          codecs.for_call(find, /*is_stream=*/true))
-          ->Start();
-    });
+    AddRawMethod(path(op.stream_method),
+                 [=, method = path(op.stream_method),
+                  access = access(op.stream_method)](grpc::CallbackServerContext* context) {
+                   return std::make_shared<StreamCall>(context, method, environment, access,
+                                                       codecs.for_call(find, /*is_stream=*/true))
+                       ->Start();
+                 });
   }
 }
 

@@ -272,7 +272,9 @@ class ArenaServerTest : public ::testing::Test {
     return poll(&ready, 1, 10000) == 1 && recv(socket, &byte, 1, 0) <= 0;
   }
 
-  std::string Metrics() const { return prometheus::TextSerializer().Serialize(registry_->Collect()); }
+  std::string Metrics() const {
+    return prometheus::TextSerializer().Serialize(registry_->Collect());
+  }
 
   std::string directory_;
   std::shared_ptr<prometheus::Registry> registry_ = std::make_shared<prometheus::Registry>();
@@ -293,18 +295,16 @@ TEST_F(ArenaServerTest, ALeaseEndsWithItsConnection) {
     ASSERT_TRUE(memory.ok()) << memory.status();
     EXPECT_EQ(std::memcmp((*memory)->data(), "hello", 5), 0);
   }
-  EXPECT_TRUE(Eventually([&] {
-    return Metrics().find("logitd_arena_bytes 8192") != std::string::npos;
-  }));
+  EXPECT_TRUE(
+      Eventually([&] { return Metrics().find("logitd_arena_bytes 8192") != std::string::npos; }));
   EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_leases 1"));
   EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_leases_total 1"));
   EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_bytes_limit 1048576"));
   close(peer);
   EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0; }));
   EXPECT_FALSE(leases_->Find(IdOf(got.answer.lease)).ok());
-  EXPECT_TRUE(Eventually([&] {
-    return Metrics().find("logitd_arena_bytes 0") != std::string::npos;
-  }));
+  EXPECT_TRUE(
+      Eventually([&] { return Metrics().find("logitd_arena_bytes 0") != std::string::npos; }));
   close(got.fd);
 }
 
@@ -331,10 +331,14 @@ TEST_F(ArenaServerTest, RefusalsSayWhatWasGotAndWhatIsAllowed) {
     absl::StatusCode code;
     std::string text;
   } kCases[] = {
-      {{.magic = {'H', 'T', 'T', 'P'}}, absl::StatusCode::kInvalidArgument, "no request for a lease"},
+      {{.magic = {'H', 'T', 'T', 'P'}},
+       absl::StatusCode::kInvalidArgument,
+       "no request for a lease"},
       {{.version = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got version 2"},
       {{.kind = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got kind 2"},
-      {{.bytes = 0}, absl::StatusCode::kInvalidArgument, "got 0 bytes to lease, allowed 1..1048576"},
+      {{.bytes = 0},
+       absl::StatusCode::kInvalidArgument,
+       "got 0 bytes to lease, allowed 1..1048576"},
       {{.bytes = 1 << 21}, absl::StatusCode::kInvalidArgument, "got 2097152 bytes"},
       {{.bytes = ~uint64_t{0}}, absl::StatusCode::kInvalidArgument, "allowed fewer"},
   };
@@ -421,7 +425,7 @@ TEST_F(ArenaServerTest, UsersAreAsked) {
           return absl::PermissionDeniedError(absl::StrCat("user ", uid, " may not"));
         }});
   const int peer = Connect();
-  const Got got = Receive(peer);
+  const Got got = Ask(peer, {.bytes = 1});
   EXPECT_EQ(got.answer.code, static_cast<uint32_t>(absl::StatusCode::kPermissionDenied));
   EXPECT_EQ(got.text, absl::StrCat("user ", getuid(), " may not"));
   EXPECT_TRUE(Ended(peer));

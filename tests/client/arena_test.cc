@@ -88,10 +88,14 @@ class ArenaClientTest : public ::logitd::testing::RunningLogitd {
   explicit ArenaClientTest(const Flags& more = {})
       : RunningLogitd(
             [&more](const TempDir& dir) -> Flags {
-              Flags flags = {"--arena-listen",    absl::StrCat("unix:", dir.path("arena")),
-                             "--max-arena-bytes", "4MiB",
-                             "--max-leases",      "4",
-                             "--head",            absl::StrCat("tiny=", TinyHead(dir))};
+              Flags flags = {"--arena-listen",
+                             absl::StrCat("unix:", dir.path("arena")),
+                             "--max-arena-bytes",
+                             "4MiB",
+                             "--max-leases",
+                             "4",
+                             "--head",
+                             absl::StrCat("tiny=", TinyHead(dir))};
               flags.insert(flags.end(), more.begin(), more.end());
               return flags;
             },
@@ -228,7 +232,8 @@ TEST_F(ArenaClientTest, RefusalsOfTheServerReachTheClient) {
   const auto most = Lease(3 << 20);
   const auto now = Arena::Lease(arena_address(), 2 << 20);
   EXPECT_EQ(now.status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(now.status().message()), HasSubstr("allowed 1048576: 3145728 of 4194304"));
+  EXPECT_THAT(std::string(now.status().message()),
+              HasSubstr("allowed 1048576: 3145728 of 4194304"));
   const auto nobody = Arena::Lease("unix:" + dir_.path("nobody"), 1);
   EXPECT_EQ(nobody.status().code(), absl::StatusCode::kUnavailable);
   for (const std::string address : {"", "unix:", "localhost:1", "/tmp/a"}) {
@@ -267,9 +272,9 @@ TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
   for (int i = 0; i < 10; ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      execl(binary.c_str(), "load_bench", "--addr",
-            address_.c_str(), "--arena", arena_address().c_str(), "--rows", "64", "--vocab", "3000",
-            "--in-flight", "3", "--warmup", "0", "--duration", "5", nullptr);
+      execl(binary.c_str(), "load_bench", "--addr", address_.c_str(), "--arena",
+            arena_address().c_str(), "--rows", "64", "--vocab", "3000", "--in-flight", "3",
+            "--warmup", "0", "--duration", "5", nullptr);
       _exit(127);
     }
     absl::SleepFor(absl::Milliseconds(20 + 25 * i));
@@ -323,16 +328,59 @@ TEST_F(ArenaClientTest, TheCommandLineGivesTheSameAnswer) {
     EXPECT_THAT(rows_of(sent), HasSubstr("token"));
     EXPECT_EQ(rows_of(shared), rows_of(sent));
   }
-  const Ran wrong = Logitctl({"sample", "--logits", file, "--temperature", "0", "--arena",
-                               "unix:" + dir_.path("nobody")});
+  const Ran wrong = Logitctl(
+      {"sample", "--logits", file, "--temperature", "0", "--arena", "unix:" + dir_.path("nobody")});
   EXPECT_EQ(wrong.code, 3);
   EXPECT_THAT(wrong.err, HasSubstr("--arena-listen"));
 }
 
 TEST_F(ArenaClientTest, TheLoadGeneratorHandsRowsOver) {
-  const Ran ran = RunBinary("load_bench", {"--addr", address_, "--arena", arena_address(), "--vocab",
-                                           "100", "--k", "1", "--warmup", "0", "--duration", "0.2"});
+  const Ran ran =
+      RunBinary("load_bench", {"--addr", address_, "--arena", arena_address(), "--vocab", "100",
+                               "--k", "1", "--warmup", "0", "--duration", "0.2"});
   EXPECT_EQ(ran.code, 0) << ran.err << ran.out;
+}
+
+// Who may lease where there are identities.
+class ArenaOfIdentitiesTest : public ArenaClientTest {
+ protected:
+  static Flags Tokens(const TempDir& dir, uid_t uid, const std::string& role) {
+    return {"--tokens",
+            dir.Write("tokens", absl::StrCat(R"({"identities": [{"name": "me", "roles": [")", role,
+                                             R"("], "uids": [)", uid, "]}]}"))};
+  }
+  explicit ArenaOfIdentitiesTest(uid_t uid = geteuid(), const std::string& role = "score")
+      : ArenaClientTest(Tokens(own_dir_, uid, role)) {}
+
+ private:
+  static inline const TempDir own_dir_;
+};
+
+TEST_F(ArenaOfIdentitiesTest, AUserWithARoleThatSendsRowsMay) {
+  const auto arena = Arena::Lease(arena_address(), 1);
+  EXPECT_TRUE(arena.ok()) << arena.status();
+}
+
+class ArenaOfAnotherRoleTest : public ArenaOfIdentitiesTest {
+ protected:
+  ArenaOfAnotherRoleTest() : ArenaOfIdentitiesTest(geteuid(), "heads") {}
+};
+
+TEST_F(ArenaOfAnotherRoleTest, AUserWithoutSuchARoleMayNot) {
+  const absl::Status status = Arena::Lease(arena_address(), 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("got identity me with the roles heads"));
+}
+
+class ArenaOfAnotherUserTest : public ArenaOfIdentitiesTest {
+ protected:
+  ArenaOfAnotherUserTest() : ArenaOfIdentitiesTest(geteuid() + 1) {}
+};
+
+TEST_F(ArenaOfAnotherUserTest, AUserOfNoIdentityMayNot) {
+  const absl::Status status = Arena::Lease(arena_address(), 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("got user ", geteuid())));
 }
 
 class NoArenaClientTest : public ::logitd::testing::RunningLogitd {};

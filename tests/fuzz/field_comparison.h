@@ -101,8 +101,8 @@ class FieldComparison {
     SharedFields shared;
     Note("shared", ParseSharedFields(pieces_, ours.input, &shared).ok());
     const std::string& lease = expected.shared().lease();
-    Note("shared.lease", shared.lease_bytes == lease.size() &&
-                             shared.lease == lease.substr(0, kLeaseIdBytes));
+    Note("shared.lease",
+         shared.lease_bytes == lease.size() && shared.lease == lease.substr(0, kLeaseIdBytes));
     Note("shared.offset", shared.offset == expected.shared().offset());
     Note("shared.row_stride", shared.row_stride == expected.shared().row_stride());
   }

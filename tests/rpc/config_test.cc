@@ -191,6 +191,18 @@ TEST(ConfigTest, ConnectionsHaveLimitsOfTime) {
   }
 }
 
+TEST(ConfigTest, ArenasHaveASocketAndLimits) {
+  const Result r = Parse({"--arena-listen=unix:/run/a", "--arena-mode=660",
+                          "--max-arena-bytes=2GiB", "--max-leases=7"});
+  ASSERT_FALSE(r.exit_code.has_value()) << r.err;
+  EXPECT_EQ(r.config.arena_listen, "unix:/run/a");
+  EXPECT_EQ(r.config.arena_mode, 0660u);
+  EXPECT_EQ(r.config.max_arena_bytes, int64_t{2} << 30);
+  EXPECT_EQ(r.config.max_leases, 7);
+  EXPECT_EQ(Parse({}).config.arena_listen, "");
+  EXPECT_EQ(Parse({}).config.arena_mode, 0600u);
+}
+
 TEST(ConfigTest, AnUnlimitedTimeIsInf) {
   const Result r = Parse({"--receive-timeout=inf", "--drain-grace=inf"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
@@ -297,6 +309,16 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"metrics_on_a_unix_socket",
             {"--metrics-listen=unix:/tmp/a"},
             "--metrics-listen: got \"unix:/tmp/a\", allowed HOST:PORT or [IPv6]:PORT"},
+        Bad{"arenas_on_tcp", {"--arena-listen=127.0.0.1:1"}, "allowed unix:PATH"},
+        Bad{"arenas_without_path", {"--arena-listen=unix:"}, "allowed a path after unix:"},
+        Bad{"arenas_where_calls_come",
+            {"--listen=unix:/a", "--arena-listen=unix:/a"},
+            "allowed a path that --listen does not have"},
+        Bad{"arena_mode_word", {"--arena-mode=all"}, "got \"all\", allowed 0600 to 0777, in octal"},
+        Bad{"arena_mode_that_shuts_the_owner_out", {"--arena-mode=0060"}, "--arena-mode: got"},
+        Bad{"arena_mode_with_more_bits", {"--arena-mode=4600"}, "--arena-mode: got"},
+        Bad{"arena_bytes_0", {"--max-arena-bytes=0"}, "allowed 1 to 1TiB"},
+        Bad{"leases_0", {"--max-leases=0"}, "allowed 1 to 4096"},
         Bad{"backend", {"--backend=tpu"}, "--backend: got \"tpu\", allowed auto, cpu, cuda"},
         Bad{"switch_with_a_word",
             {"--allow-remote-heads=maybe"},

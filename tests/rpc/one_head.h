@@ -26,13 +26,13 @@ class OneHead {
   // This outlives the result.
   Finders Find() const {
     return {
-        .head = [this](std::string_view name)
-            -> absl::StatusOr<std::shared_ptr<const engine::Head>> {
+        .head =
+            [this](std::string_view name) -> absl::StatusOr<std::shared_ptr<const engine::Head>> {
           if (name == "h" && head_ != nullptr) return head_;
           return absl::NotFoundError(absl::StrCat("no head ", std::string(name), ", only h"));
         },
-        .lease = [this](std::string_view id)
-            -> absl::StatusOr<std::shared_ptr<const arena::Memory>> {
+        .lease =
+            [this](std::string_view id) -> absl::StatusOr<std::shared_ptr<const arena::Memory>> {
           if (id == kLease && memory_ != nullptr) return memory_;
           return absl::NotFoundError("no such lease");
         }};

@@ -95,13 +95,15 @@ TEST(SharedRowsTest, TheWholeLeaseMayBeUsedAndNothingBeyond) {
     std::string text;
   } kCases[] = {
       {Request(5, kLeaseBytes / 16), "shared: got 5 rows of 1024 bytes"},
-      {Request(1, 1, kLeaseBytes), "shared.offset: got 4096, allowed a multiple of 4 from 0 to 4092"},
+      {Request(1, 1, kLeaseBytes),
+       "shared.offset: got 4096, allowed a multiple of 4 from 0 to 4092"},
       {Request(1, 1, kLeaseBytes - 3), "shared.offset: got 4093"},
       {Request(1, 1, 2), "shared.offset: got 2, allowed a multiple of 4"},
       {Request(1, 1, -4), "shared.offset: got -4"},
       {Request(1, 1, kMost), "shared.offset: got 9223372036854775807"},
       {Request(1, 1, kLeast), "shared.offset: got -9223372036854775808"},
-      {Request(2, 1, 4, kLeaseBytes - 4), "shared.offset: got 4, allowed a multiple of 4 from 0 to 0"},
+      {Request(2, 1, 4, kLeaseBytes - 4),
+       "shared.offset: got 4, allowed a multiple of 4 from 0 to 0"},
       {Request(2, 1, 0, kLeaseBytes), "shared: got 2 rows of 4096 bytes"},
       {Request(2, 4, 0, 12), "shared.row_stride: got 12, allowed 0, or a multiple of 4 from 16"},
       {Request(2, 1, 0, 6), "shared.row_stride: got 6"},

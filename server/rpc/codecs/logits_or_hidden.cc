@@ -53,8 +53,8 @@ absl::Status CheckHeadName(std::string_view name) {
 }
 
 absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields) {
-  static const auto* const table = new auto(
-      FieldTable<SharedPart>(v1::SharedRows::descriptor()).Add(kSharedFields));
+  static const auto* const table =
+      new auto(FieldTable<SharedPart>(v1::SharedRows::descriptor()).Add(kSharedFields));
   for (const ByteRange& range : input.message.parts) {
     const std::vector<Piece> own = PiecesOf(pieces, range);
     SharedPart part = {.offset = fields->offset, .row_stride = fields->row_stride};
@@ -101,10 +101,9 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
   // A lease has no size of its own to compare with: the shape says how many bytes there must be. The
   // product may wrap around only where the checks refuse the shape before they compare.
   const int64_t elements = hidden ? view->hidden() : fields.vocab;
-  const auto bytes = static_cast<int64_t>(shared ? static_cast<uint64_t>(fields.rows) *
-                                                       static_cast<uint64_t>(elements) *
-                                                       SizeOf(dtype_)
-                                                 : fields.input.range.bytes);
+  const auto bytes = static_cast<int64_t>(
+      shared ? static_cast<uint64_t>(fields.rows) * static_cast<uint64_t>(elements) * SizeOf(dtype_)
+             : fields.input.range.bytes);
   if (hidden) {
     vocab_ = view->vocab();
     row_elements_ = view->hidden();
@@ -164,12 +163,13 @@ absl::Status LogitsOrHidden::Locate(Pieces pieces, const Choice& input,
   const int64_t last = total - row_bytes - (payload_.rows - 1) * stride;
   if (fields.offset < 0 || fields.offset > last || fields.offset % element != 0) {
     return absl::InvalidArgumentError(
-        last < 0 ? absl::StrFormat("shared: got %d rows of %d bytes, allowed at most the %d bytes of "
-                                   "the lease",
-                                   payload_.rows, stride, total)
-                 : absl::StrFormat("shared.offset: got %d, allowed a multiple of %d from 0 to %d: "
-                                   "%d rows of %d bytes in a lease of %d",
-                                   fields.offset, element, last, payload_.rows, stride, total));
+        last < 0
+            ? absl::StrFormat("shared: got %d rows of %d bytes, allowed at most the %d bytes of "
+                              "the lease",
+                              payload_.rows, stride, total)
+            : absl::StrFormat("shared.offset: got %d, allowed a multiple of %d from 0 to %d: "
+                              "%d rows of %d bytes in a lease of %d",
+                              fields.offset, element, last, payload_.rows, stride, total));
   }
   const Piece all = (*lease)->subspan(static_cast<size_t>(fields.offset));
   if (stride == row_bytes) {

@@ -57,7 +57,6 @@ struct SharedFields {
 // As ParseMessage, of a field that is a SharedRows.
 absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields);
 
-
 // The fields of every request.
 inline constexpr NamedField<InputFields> kLogitsFields[] = {{"dtype", &InputFields::dtype},
                                                             {"rows", &InputFields::rows},
