@@ -30,26 +30,34 @@ import os, sys
 import logitd
 arena = logitd.Arena.lease(sys.argv[1], 1 << 20)
 arena.empty(1000)[:] = 1
+ended, held = os.pipe()
 child = os.fork() if sys.argv[2:] == ["fork"] else None
 if child == 0:
     arena.close()  # ends only the child's copy
-    os.write(1, b"closed")
-    sys.stdin.read()
+    os.close(held)
+    os.write(1, b"forked")
+    os.read(ended, 1)  # until the parent ends
     os._exit(0)
 if child is None:
     print("leased", flush=True)
 sys.stdin.readline()
 arena.close()
-print("ended", flush=True)
 sys.stdin.readline()
 """
 INHERITOR = HOLDER.replace("    arena.close()  # ends only the child's copy\n", "")
 
 
 def files():
-    """The open descriptors of this process."""
+    """The descriptors of arenas, and of connections to sockets that lease them. gRPC opens and closes only others."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    unix = [line.split() for line in pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]]
+    leasing = {f"socket:[{inode}]" for _, _, _, _, kind, _, inode, *_ in unix if int(kind) == socket.SOCK_SEQPACKET}
+    found = 0
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            link = os.readlink(f"/proc/self/fd/{file}")
+            found += link in leasing or link.startswith("/memfd:")
+    return found
 
 
 def mapped():
@@ -71,7 +79,11 @@ class LeaseTestCase(ServerTestCase):
         cls.root.cleanup()
 
     def setUp(self):
-        self.addCleanup(until, lambda: self.server.metric("logitd_arena_bytes") == 0)
+        self.addCleanup(until, lambda: self.metrics() == (0, 0))
+
+    def metrics(self):
+        """Leases and their bytes. The server shows them soon after it has answered."""
+        return tuple(self.server.metric(f"logitd_arena_{name}") for name in ("leases", "bytes"))
 
     def lease(self, nbytes=4 * MIB):
         arena = logitd.Arena.lease(self.server.arena, nbytes)
@@ -339,6 +351,7 @@ class RefusedRowsTest(LeaseTestCase):
             stream = stack.enter_context(client.sample_stream())
             stream.write(rows, arena=arena, seed=1)
             self.assertTrue(stream.read().ok.all())
+            until(lambda: self.metrics()[0] == 1)
             arena._connection.shutdown(socket.SHUT_RDWR)  # the lease ends, and its client does not know
             until(lambda: self.server.metric("logitd_arena_leases") == 0)
             stream.write(rows, arena=arena, seed=1)
@@ -355,9 +368,8 @@ class LeaseTest(LeaseTestCase):
             self.assertNotEqual(arena.lease_id, other.lease_id)
             self.assertFalse(arena.array(0, 2048).any())
             self.assertNotIn(repr(arena.lease_id), repr(arena))
-            self.assertEqual(self.server.metric("logitd_arena_leases"), 2)
-            self.assertEqual(self.server.metric("logitd_arena_bytes"), 12288)
-        until(lambda: self.server.metric("logitd_arena_leases") == 0)
+            until(lambda: self.metrics() == (2, 12288))
+        until(lambda: self.metrics() == (0, 0))
         self.assertEqual(self.server.metric("logitd_arena_leases_total"), before + 2)
 
     def test_arrays_lie_one_after_another_until_the_arena_is_full(self):
@@ -396,8 +408,10 @@ class LeaseTest(LeaseTestCase):
     def test_arrays_outlive_the_arena(self):
         before = files()
         arena = self.lease()
+        self.assertEqual(files(), before + 2)
         rows = arena.empty((10, 1000))[:, 5:]
         self.assertEqual(mapped(), 1)
+        until(lambda: self.metrics() == (1, 4 * MIB))
         arena.close()
         self.assertEqual(mapped(), 1)
         until(lambda: self.server.metric("logitd_arena_bytes") == 0)  # the server has given its memory back
@@ -461,24 +475,24 @@ class LifeTest(LeaseTestCase):
     def test_a_killed_client_leaves_no_lease(self):
         process = self.hold(HOLDER)
         self.assertEqual(process.stdout.readline(), b"leased\n")
-        self.assertEqual(self.server.metric("logitd_arena_leases"), 1)
-        self.assertEqual(self.server.metric("logitd_arena_bytes"), MIB)
+        until(lambda: self.metrics() == (1, MIB))
         process.send_signal(signal.SIGKILL)
         self.assertEqual(process.wait(WAIT), -signal.SIGKILL)
-        until(lambda: self.server.metric("logitd_arena_leases") == 0 and self.server.metric("logitd_arena_bytes") == 0)
+        until(lambda: self.metrics() == (0, 0))
 
     def test_a_forked_child_cannot_end_the_lease(self):
         process = self.hold(HOLDER, "fork")
-        self.assertEqual(process.stdout.read(6), b"closed")  # by the child
-        self.assertEqual(self.server.metric("logitd_arena_leases"), 1)
+        self.assertEqual(process.stdout.read(6), b"forked")  # by the child
+        with self.lease(MIB):  # after the server has heard of what the child did
+            until(lambda: self.metrics() == (2, 2 * MIB))
 
     def test_close_ends_the_lease_although_a_forked_child_holds_it(self):
         process = self.hold(INHERITOR, "fork")
-        self.assertEqual(process.stdout.read(6), b"closed")  # the child runs
-        self.assertEqual(self.server.metric("logitd_arena_leases"), 1)
+        self.assertEqual(process.stdout.read(6), b"forked")  # the child runs
+        until(lambda: self.metrics() == (1, MIB))
         process.stdin.write(b"\n")
         process.stdin.flush()
-        until(lambda: self.server.metric("logitd_arena_leases") == 0 and self.server.metric("logitd_arena_bytes") == 0)
+        until(lambda: self.metrics() == (0, 0))
         self.assertIsNone(process.poll())
 
 

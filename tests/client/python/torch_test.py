@@ -97,6 +97,7 @@ class TorchTest(ServerTestCase):
         tensor = arena.tensor(1024, (2, 8), "bf16")
         arena.array(1024, (2, 8), "f16")[1, 7] = 1  # 0x3c00, in bf16 2^-7
         self.assertEqual(tensor[1, 7].item(), 2.0**-7)
+        until(lambda: self.server.metric("logitd_arena_bytes") == 4096)
         arena.close()
         del arena
         until(lambda: self.server.metric("logitd_arena_bytes") == 0)
