@@ -4,13 +4,15 @@
     with logitd.Client("127.0.0.1:7450") as client:
         print(client.sample(logits, seed=7, top_p=0.9).tokens)
 
-Client blocks; AsyncClient is for asyncio. params has the parameters, results what comes back, errors what is raised.
-logitd.transformers and logitd.ray put it into the loops of others, and are imported on their own.
+Client blocks; AsyncClient is for asyncio. Arena is memory that a server on the same machine reads rows from. params has
+the parameters, results what comes back, errors what is raised. logitd.transformers and logitd.ray put it into the loops
+of others, and are imported on their own.
 """
 
 __version__ = "0.1.0"
 
 from logitd.aio import AsyncClient, AsyncSampleStream
+from logitd.arena import Arena
 from logitd.client import Client, SampleStream
 from logitd.errors import (
     Aborted,
@@ -52,6 +54,7 @@ from logitd.results import (
 __all__ = [
     "Aborted",
     "AlreadyExists",
+    "Arena",
     "AsyncClient",
     "AsyncSampleStream",
     "AttentionBackwardResult",

@@ -41,8 +41,8 @@ class Tensor:
     bf16: Optional[np.dtype[Any]] = None  # how NumPy callers hold bf16, where the array is bf16
 
 
-def tensor(name: str, value: Any, dtype: Optional[str] = None) -> Tensor:
-    """An f32, f16 or bf16 array, not copied where it is contiguous, little-endian and on the host.
+def floats(name: str, value: Any, dtype: Optional[str] = None) -> Tuple[np.ndarray, str]:
+    """An f32, f16 or bf16 array as it lies in memory, not copied where it is on the host; and which of them it is.
 
     bf16: a torch tensor, an array of ml_dtypes.bfloat16, or a uint16 array of the bits with dtype="bf16".
     InvalidArgument: another type.
@@ -60,12 +60,22 @@ def tensor(name: str, value: Any, dtype: Optional[str] = None) -> Tensor:
         )
     if dtype not in (None, found):
         raise InvalidArgument(f"{name}: got an array of {kind} with dtype={dtype!r}, allowed dtype={found!r}")
-    held = array.dtype if found == "bf16" and not is_torch(value) else None
+    return array, found
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The elements as they go over the wire, not copied where they are contiguous and little-endian."""
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
-    shape = np.shape(value)
-    return Tensor(array.reshape(-1).view(np.uint8), found, tuple(shape), is_torch(value), held)
+    return array.reshape(-1).view(np.uint8)
+
+
+def tensor(name: str, value: Any, dtype: Optional[str] = None) -> Tensor:
+    """As floats(), with the array's bytes."""
+    array, found = floats(name, value, dtype)
+    held = array.dtype if found == "bf16" and not is_torch(value) else None
+    return Tensor(as_bytes(array), found, array.shape, is_torch(value), held)
 
 
 def integers(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
@@ -132,12 +142,13 @@ def shaped(raw: np.ndarray, dtype: str, shape: Sequence[int], like: Tensor) -> A
         torch = sys.modules["torch"]
         kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
         return torch.from_numpy(raw).view(kinds[dtype]).reshape(tuple(shape))
-    if dtype == "bf16":
-        return raw.view(like.bf16 if like.bf16 is not None else _bf16()).reshape(shape)
-    return raw.view({"f32": np.float32, "f16": np.float16}[dtype]).reshape(shape)
+    return raw.view(like.bf16 if dtype == "bf16" and like.bf16 is not None else numpy_type(dtype)).reshape(shape)
 
 
-def _bf16() -> np.dtype[Any]:
+def numpy_type(dtype: str) -> np.dtype[Any]:
+    """The NumPy type of "f32", "f16" or "bf16": for the last, that of ml_dtypes, or uint16 where it is missing."""
+    if dtype != "bf16":
+        return np.dtype({"f32": np.float32, "f16": np.float16}[dtype])
     try:
         import ml_dtypes
     except ImportError:

@@ -65,8 +65,8 @@ class Base:
     def _row_request(
         kind: str, logits: Any, params: Mapping[str, Any]
     ) -> "tuple[RowInput, RowParams, Optional[float]]":
-        (hidden, head, dtype, deadline), rest = split(params, "hidden", "head", "dtype", "deadline")
-        return row_input(logits, hidden, head, dtype), RowParams(REQUESTS[kind][1], kind, rest), deadline
+        (hidden, head, dtype, arena, deadline), rest = split(params, "hidden", "head", "dtype", "arena", "deadline")
+        return row_input(logits, hidden, head, dtype, arena), RowParams(REQUESTS[kind][1], kind, rest), deadline
 
     def _top_k(self, logits: Any, k: Any, params: Mapping[str, Any]) -> Call[results.TopKResult]:
         rows, row_params, deadline = self._row_request("top_k", logits, {**params, "k": k})
@@ -86,8 +86,8 @@ class Base:
         draft_probs: Any,
         params: Mapping[str, Any],
     ) -> Call[results.VerifyResult]:
-        (dtype, deadline), rest = split(params, "dtype", "deadline")
-        rows = row_input(logits, dtype=dtype)
+        (dtype, arena, deadline), rest = split(params, "dtype", "arena", "deadline")
+        rows = row_input(logits, dtype=dtype, arena=arena)
         row_params = RowParams(REQUESTS["verify"][1], "verify", rest)
         fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs)
         return self._session.rows("verify", rows, row_params, deadline, fields)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import numpy as np
 
 from logitd import _arrays, results
 from logitd._messages import Codec
+from logitd.arena import Arena, Place
 from logitd.errors import Internal, InvalidArgument
 
 REQUESTS: Dict[str, Tuple[str, Codec]] = {
@@ -35,31 +36,53 @@ _KINDS: Dict[str, Any] = {
 class RowInput:
     """Logits [N, V], or hidden states [N, D] for a head."""
 
-    tensor: _arrays.Tensor
+    data: Union[np.ndarray, Place]  # uint8, one dimension; or where the rows lie in an arena
+    dtype: str  # "f32", "f16" or "bf16"
+    torch: bool
     rows: int
     width: int
     head: Optional[str]
-    vocab: Optional[int] = None
 
     def fields(self, rows: Optional[int] = None) -> Dict[str, Any]:
         """Of the message that has `rows` of the rows; None: all."""
-        shape = {"dtype": _arrays.DTYPES[self.tensor.dtype], "rows": self.rows if rows is None else rows}
+        shape = {"dtype": _arrays.DTYPES[self.dtype], "rows": self.rows if rows is None else rows}
         if self.head is None:
             return {**shape, "vocab": self.width}
         return {**shape, "head": self.head, "hidden_size": self.width}
 
-    def payload(self, first: int = 0, rows: Optional[int] = None) -> Dict[str, np.ndarray]:
-        """The bytes of some of the rows, not copied; None: all from `first` on."""
+    def payload(self, first: int = 0, rows: Optional[int] = None) -> Dict[str, Any]:
+        """The bytes of some of the rows, not copied, or where they lie; None: all from `first` on."""
+        if isinstance(self.data, Place):
+            stride = self.data.row_stride
+            return {
+                "shared": {
+                    "lease": self.data.lease,
+                    "offset": self.data.offset + first * stride,
+                    "row_stride": stride,
+                }
+            }
         end = None if rows is None else (first + rows) * self.row_bytes
-        return {"logits" if self.head is None else "hidden": self.tensor.data[first * self.row_bytes : end]}
+        return {"logits" if self.head is None else "hidden": self.data[first * self.row_bytes : end]}
 
     @property
     def row_bytes(self) -> int:
-        return self.width * _arrays.SIZES[self.tensor.dtype]
+        return self.width * _arrays.SIZES[self.dtype]
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of a row in a message."""
+        return 0 if isinstance(self.data, Place) else self.row_bytes
 
 
-def row_input(logits: Any, hidden: Any = None, head: Optional[str] = None, dtype: Optional[str] = None) -> RowInput:
-    """InvalidArgument: not exactly one of logits, and hidden with head; or an array that is not [N, V] or [V]."""
+def row_input(
+    logits: Any,
+    hidden: Any = None,
+    head: Optional[str] = None,
+    dtype: Optional[str] = None,
+    arena: Optional[Arena] = None,
+) -> RowInput:
+    """InvalidArgument: not exactly one of logits, and hidden with head; an array that is not [N, V] or [V]; or one that
+    the arena cannot name."""
     name, value = ("logits", logits) if hidden is None else ("hidden", hidden)
     if value is None or (logits is not None and hidden is not None):
         raise InvalidArgument(
@@ -69,11 +92,12 @@ def row_input(logits: Any, hidden: Any = None, head: Optional[str] = None, dtype
         )
     if (head is None) != (hidden is None):
         raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
-    tensor = _arrays.tensor(name, value, dtype)
-    if len(tensor.shape) not in (1, 2):
-        raise InvalidArgument(f"{name}: got shape {list(tensor.shape)}, allowed [rows, width], or [width] for one row")
-    rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
-    return RowInput(tensor, rows, tensor.shape[-1], head)
+    array, found = _arrays.floats(name, value, dtype)
+    if array.ndim not in (1, 2):
+        raise InvalidArgument(f"{name}: got shape {list(array.shape)}, allowed [rows, width], or [width] for one row")
+    data = _arrays.as_bytes(array) if arena is None else arena.place(name, array)
+    rows = array.shape[0] if array.ndim == 2 else 1
+    return RowInput(data, found, _arrays.is_torch(value), rows, array.shape[-1], head)
 
 
 def result_of(
@@ -81,8 +105,7 @@ def result_of(
 ) -> Any:
     """Internal: the answer's arrays do not fit each other, or the request."""
     _check_sizes(kind, arrays, rows.rows)
-    torch = rows.tensor.torch
-    values = {name: _arrays.output(arrays[name], torch) for name in arrays}
+    values = {name: _arrays.output(arrays[name], rows.torch) for name in arrays}
 
     def ragged(name: str, counts: str) -> results.Ragged:
         return results.Ragged(values[name], arrays[counts])

@@ -64,7 +64,8 @@ class ScoreMessages:
             rows = min(rows, limits.max_answer_bytes // answer_row)
         if self._options.max_message_bytes > 0:
             left = self._options.max_message_bytes - self._field_bytes()
-            rows = min(rows, left // (row_bytes + self._params.row_bytes()))
+            sent = row_bytes - self._rows.row_bytes + self._rows.sent_row_bytes + self._params.row_bytes()
+            rows = min(rows, left // max(1, sent))
         if rows < 1:
             raise InvalidArgument(
                 f"one row of {row_bytes} bytes, and {answer_row} of its answer, is more than a message takes: "

@@ -63,7 +63,7 @@ class Client(Base):
     Arrays: f32, f16 or bf16, of NumPy or torch. bf16 is a torch tensor, an array of ml_dtypes.bfloat16, or the bits in
         a uint16 array with dtype="bf16". Answers are of the same library. Arrays that are contiguous and on the host
         are copied once here, into the message; gRPC copies the message once more on its way out, and an answer's twice
-        on its way in. docs/python.md has the whole account.
+        on its way in. docs/python.md has the whole account. With `arena=` they are not sent at all; see Arena.
 
     Errors: every method raises LogitdError, a class of it for each code; see logitd.errors. A parameter that does not
     exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's

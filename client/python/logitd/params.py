@@ -14,6 +14,8 @@ from logitd.results import Ragged
 if TYPE_CHECKING:
     import torch
 
+    from logitd.arena import Arena
+
 Array = Union[np.ndarray, "torch.Tensor"]
 Floats = Union[float, Sequence[float], Array]
 Ints = Union[int, Sequence[int], Array]
@@ -27,7 +29,7 @@ Biases = Union[Mapping[int, float], Sequence[Optional[Mapping[int, float]]]]
 
 
 class InputParams(TypedDict, total=False):
-    """What stands in place of logits, and the deadline."""
+    """What stands in place of logits, where they lie, and the deadline."""
 
     hidden: Optional[Array]
     """[N, D] or [D], hidden states for `head`, in the type of its weight."""
@@ -35,6 +37,9 @@ class InputParams(TypedDict, total=False):
     """Name of a head that the server has loaded."""
     dtype: Optional[DType]
     """Only for bf16 bits in a uint16 array: "bf16"."""
+    arena: Optional[Arena]
+    """The arena in which the logits or hidden states lie, so that they are named and not sent: a contiguous array, or
+    rows at equal distances. InvalidArgument: they do not lie there, or not so."""
     deadline: Optional[float]
     """Seconds for the call, all attempts and waits included; None: the client's."""
 
@@ -94,6 +99,7 @@ class VerifyParams(SamplingParams, total=False):
     """Of verify."""
 
     dtype: Optional[DType]
+    arena: Optional[Arena]
     deadline: Optional[float]
 
 

@@ -18,7 +18,7 @@ def examples(page):
 
 class DocsTest(TestCase):
     def test_every_example_runs(self):
-        server = RunningServer()
+        server = RunningServer(arenas=True)
         self.addCleanup(server.close)
         self.addCleanup(lambda: sys.modules["ray"].shutdown() if "ray" in sys.modules else None)  # an example's cluster
         for page in PAGES:
@@ -28,9 +28,11 @@ class DocsTest(TestCase):
                 self.assertIn('"127.0.0.1:7450"', example)
                 if any(importlib.util.find_spec(name) is None for name in re.findall(r"^import (\w+)", example, re.M)):
                     continue  # transformers, where it is not installed
+                ours = example.replace("127.0.0.1:7450", server.tcp)
+                ours = ours.replace("unix:/run/logitd/arena.sock", server.arena)
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
-                    exec(compile(example.replace("127.0.0.1:7450", server.tcp), page, "exec"), {"__name__": "example"})
+                    exec(compile(ours, page, "exec"), {"__name__": "example"})
                 self.assertTrue(printed.getvalue(), f"{page}: {example}")
                 for claimed in re.findall(r"print\(.*\)  # (.*)", example):
                     self.assertIn(claimed, printed.getvalue())

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import unittest
+import urllib.request
 from concurrent import futures
 
 import grpc
@@ -22,11 +23,16 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 
 
 class RunningServer:
-    """logitd of $LOGITD_BINARY on a free TCP port and a Unix socket."""
+    """logitd of $LOGITD_BINARY on a free TCP port and a Unix socket.
 
-    def __init__(self, *flags):
+    arenas: it leases memory on another Unix socket, `arena`, and has metrics.
+    """
+
+    def __init__(self, *flags, arenas=False):
         self.directory = tempfile.mkdtemp()
-        self.flags = flags
+        self.arena = f"unix:{self.directory}/arena"
+        leasing = (f"--arena-listen={self.arena}", "--metrics-listen=127.0.0.1:0")
+        self.flags = (*flags, *(leasing if arenas else ("--metrics-listen=off",)))
         self.unix = f"unix:{self.directory}/socket"
         self.tcp = None
         atexit.register(self.close)  # also where a test's set-up fails
@@ -43,7 +49,6 @@ class RunningServer:
                     "--cpu-threads=2",
                     f"--listen={self.tcp or '127.0.0.1:0'}",
                     f"--listen={self.unix}",
-                    "--metrics-listen=off",
                     *self.flags,
                 ],
                 stderr=file,
@@ -54,6 +59,12 @@ class RunningServer:
                 raise RuntimeError(log.read_text())
             time.sleep(0.01)
         self.tcp = listening.group(1)
+
+    def metric(self, name):
+        """A metric without labels."""
+        address = re.search(r"metrics on (\S+)", pathlib.Path(self.directory, "log").read_text()).group(1)
+        page = urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
+        return float(re.search(rf"^{name} (\S+)", page, re.M).group(1))
 
     def stop(self):
         """SIGTERM, and the exit code."""
@@ -182,14 +193,24 @@ class ServerTestCase(TestCase):
     """With one server for all tests of the class."""
 
     FLAGS = ()
+    ARENAS = False
 
     @classmethod
     def setUpClass(cls):
-        cls.server = RunningServer(*cls.FLAGS)
+        cls.server = RunningServer(*cls.FLAGS, arenas=cls.ARENAS)
 
     @classmethod
     def tearDownClass(cls):
         cls.server.close()
+
+
+def until(holds):
+    """Waits until holds() does."""
+    end = time.monotonic() + 30
+    while not holds():
+        if time.monotonic() > end:
+            raise AssertionError("what was waited for did not come")
+        time.sleep(0.01)
 
 
 def later(seconds, run):

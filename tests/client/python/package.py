@@ -26,6 +26,8 @@ with logitd.Client("127.0.0.1:7450", deadline=5.0) as client:
     result = client.sample(logits, seed=[1, 2], top_p=0.9, logprob_mode="raw")
     rows: int = len(result.top_ids)
     totals: logitd.ScoreTotals = client.score(logits, targets=[1, 2], want_rank=True).totals
+    with logitd.Arena.lease("unix:/run/logitd/arena.sock", 1 << 20) as arena:
+        client.top_k(arena.empty((2, 10), "f16"), k=3, arena=arena)
 """
 WRONG = """
 import logitd

@@ -5,7 +5,7 @@ import warnings
 
 import logitd
 import numpy as np
-from harness import ServerTestCase
+from harness import ServerTestCase, until
 from reference import attention, log_softmax, order, window
 
 try:
@@ -15,6 +15,8 @@ except ImportError:
 
 
 class TorchTest(ServerTestCase):
+    ARENAS = True
+
     def setUp(self):
         torch.manual_seed(5)
         warnings.simplefilter("error")  # torch warns of tensors over memory that cannot be written
@@ -72,6 +74,35 @@ class TorchTest(ServerTestCase):
             exact = client.attention_softmax(scores, out_dtype="f32").probs
             self.assertEqual(exact.dtype, torch.float32)
             np.testing.assert_allclose(exact.numpy(), want, rtol=1e-5)
+
+    def test_tensors_in_an_arena_are_named_and_answers_are_tensors(self):
+        with logitd.Arena.lease(self.server.arena, 1 << 20) as arena:
+            for name, dtype in (("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)):
+                logits = torch.randn(6, 400).to(dtype)
+                shared = arena.empty_tensor((6, 500), name)
+                self.assertEqual((shared.dtype, shared.shape), (dtype, (6, 500)))
+                rows = shared[::2, 100:]
+                rows.copy_(logits[:3])
+                for client in self.both(self.server.unix):
+                    got, want = client.top_k(rows, k=4, arena=arena), client.top_k(logits[:3], k=4)
+                    self.assertTrue(torch.equal(got.indices.values, want.indices.values))
+                    self.assertTrue(torch.equal(got.probs.values, want.probs.values))
+                    with self.refused(logitd.InvalidArgument, "does not lie in the arena"):
+                        client.top_k(logits, k=1, arena=arena)
+                    with self.refused(logitd.InvalidArgument, "got strides"):
+                        client.top_k(shared[:, ::2], k=1, arena=arena)
+
+    def test_tensors_outlive_the_arena(self):
+        arena = logitd.Arena.lease(self.server.arena, 4096)
+        tensor = arena.tensor(1024, (2, 8), "bf16")
+        arena.array(1024, (2, 8), "f16")[1, 7] = 1  # 0x3c00, in bf16 2^-7
+        self.assertEqual(tensor[1, 7].item(), 2.0**-7)
+        until(lambda: self.server.metric("logitd_arena_bytes") == 4096)
+        arena.close()
+        del arena
+        until(lambda: self.server.metric("logitd_arena_bytes") == 0)
+        tensor[:] = 3
+        self.assertEqual(tensor.sum().item(), 48)
 
     def test_other_types_are_refused(self):
         for client in self.both(self.server.unix):
