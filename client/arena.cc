@@ -100,7 +100,7 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Lease(const std::string& address, 
   const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (socket < 0) return Unavailable(address, "socket");
   absl::Cleanup close_socket = [socket] { close(socket); };
-  const timeval time = absl::ToTimeval(timeout);
+  const timeval time = absl::ToTimeval(std::max(timeout, absl::Milliseconds(1)));  // 0 is no limit
   setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time));
   setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time));
   if (connect(socket, reinterpret_cast<const sockaddr*>(&*at), sizeof(*at)) != 0) {
@@ -143,6 +143,7 @@ Arena::Arena(int socket, char* data, int64_t bytes, std::string lease)
 
 Arena::~Arena() {
   munmap(data_, static_cast<size_t>(bytes_));
+  shutdown(socket_, SHUT_RDWR);  // also ends the lease where a child process has the descriptor
   close(socket_);
 }
 

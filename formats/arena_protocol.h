@@ -8,7 +8,8 @@
 // (logitd.v1.SharedRows). Otherwise the code is one of gRPC's and the text says why.
 //
 // The connection is the lease: the lease ends when the connection ends, from either side. Nothing
-// more is sent on it. Numbers are little-endian, and there is no padding.
+// more is sent on it. Numbers are little-endian, and there is no padding. A refusal may come before
+// the request was read: then a client's first read may say ECONNRESET, and the next one has it.
 #ifndef LOGITD_FORMATS_ARENA_PROTOCOL_H_
 #define LOGITD_FORMATS_ARENA_PROTOCOL_H_
 
@@ -33,7 +34,7 @@ struct ArenaAsk {
   std::array<char, 4> magic = kArenaMagic;
   uint32_t version = kArenaVersion;
   uint32_t kind = kHostArena;
-  uint32_t unused = 0;
+  uint32_t unused = 0;  // must be 0
   uint64_t bytes = 0;
 };
 static_assert(sizeof(ArenaAsk) == 24);

@@ -46,9 +46,8 @@ constexpr const char* kDescription =
     "log's\n"
     "level to debug, SIGUSR2 back.\n\n"
     "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned if there is a GPU), and at most\n"
-    "about 1.25 x --max-held-bytes + 128 MiB for everything that peers make the server hold. With\n"
-    "--arena-listen also --max-arena-bytes. On the CPU also the heads, and 64 MiB for each stream\n"
-    "that uses one.\n";
+    "about 1.25 x --max-held-bytes + 128 MiB for everything that peers make the server hold. On\n"
+    "the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
 constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
 constexpr int64_t kMaxSize = int64_t{1} << 40;

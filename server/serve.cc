@@ -317,6 +317,11 @@ absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetr
   return (*files)->Load();
 }
 
+// Descriptors of leases: each has its memory and its connection.
+int64_t ArenaDescriptors(const Config& config) {
+  return config.arena_listen.empty() ? 0 : 2 * int64_t{config.max_leases};
+}
+
 // Null without --arena-listen. `identities` may be null.
 absl::StatusOr<std::unique_ptr<arena::ArenaServer>> ServeArenas(
     const Config& config, const door::Identities* identities, arena::Leases* leases,
@@ -372,7 +377,6 @@ constexpr int64_t kSlabRowBytes = 168;
 std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const DeviceInfo& device,
                                                int64_t base, const engine::Admission& admission,
                                                const engine::Metrics& metrics,
-                                               const arena::Leases& leases,
                                                std::shared_ptr<door::Connections> connections,
                                                std::shared_ptr<door::DoorMetrics> door_metrics,
                                                rpc::RpcServer* server) {
@@ -380,22 +384,20 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const Devic
   const int64_t slabs =
       config.streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
-  // Leased memory counts as held: a client writes it without asking.
-  const auto other_growth = [=, &metrics, &leases]() -> int64_t {
-    const int64_t leased = leases.bytes();
-    if (!cpu) return leased;
+  const auto device_growth = [=, &metrics]() -> int64_t {
+    if (!cpu) return 0;
     const int64_t heads = metrics.Get(engine::Gauge::kHeadBytes);
     const int64_t scratch = heads > 0 ? config.streams * kHeadScratch : 0;
-    return leased + slabs + heads - heads_at_start + scratch;
+    return slabs + heads - heads_at_start + scratch;
   };
   const int64_t messages = rpc::TransportBytes(config.max_held_bytes) + kProcessGrowth;
-  const auto limit = [=] { return base + other_growth() + messages; };
+  const auto limit = [=] { return base + device_growth() + messages; };
   return std::make_unique<door::MemoryWatch>(
       std::move(connections),
       door::MemoryWatchOptions{
           .base = base,
           .allowed_growth = [=] { return limit() - base; },
-          .held = [=, &admission] { return other_growth() + admission.held_bytes(); },
+          .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
           .shed = [server](bool shed) { server->RefuseConnections(shed); },
           .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
 }
@@ -449,8 +451,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   TuneMalloc();
   TuneMutexes();
   spdlog::info("logitd {}, gRPC {}", Version(), GrpcVersion());
-  const int64_t max_connections =
-      door::ConnectionLimit(config.max_connections, door::RaiseDescriptorLimit());
+  const int64_t max_connections = door::ConnectionLimit(
+      config.max_connections, door::RaiseDescriptorLimit() - ArenaDescriptors(config));
 
   absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend();
   if (!backend.ok()) return CannotStart(backend.status());
@@ -531,9 +533,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .keepalive_time = config.keepalive_time},
                             device, &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
-  const std::unique_ptr<door::MemoryWatch> memory_watch =
-      WatchMemory(config, device, base_bytes, admission, metrics, leases, connections, door_metrics,
-                  server->get());
+  const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
+      config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
   rechecked = server->get();
   files->Start();
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");

@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
@@ -25,8 +26,8 @@
 namespace logitd::arena {
 namespace {
 
-// Connections that may be open beside those with a lease.
-constexpr size_t kSparePeers = 16;
+// Connections that may be open without a lease.
+constexpr int64_t kSilentPeers = 16;
 // How often unused memory is looked for while there is some that calls still use, and how long no
 // connection is accepted after one failed for lack of descriptors.
 constexpr absl::Duration kSoon = absl::Milliseconds(20);
@@ -63,11 +64,16 @@ bool Send(int socket, ArenaAnswer answer, absl::string_view text, int fd) {
 }
 
 absl::Status CheckAsk(const ArenaAsk& ask, size_t bytes) {
-  if (bytes != sizeof(ask) || ask.magic != kArenaMagic) {
+  if (bytes != sizeof(ask)) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("arena: got %d bytes that are no request for a lease, allowed %d: see "
-                        "formats/arena_protocol.h",
-                        bytes, sizeof(ask)));
+        absl::StrFormat("arena: got a request of %d bytes, allowed %d", bytes, sizeof(ask)));
+  }
+  if (ask.magic != kArenaMagic || ask.unused != 0) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "arena: got a request that begins with \"%s\" and has %d in its unused field, allowed "
+        "\"%s\" and 0",
+        absl::CHexEscape(absl::string_view(ask.magic.data(), ask.magic.size())), ask.unused,
+        absl::string_view(kArenaMagic.data(), kArenaMagic.size())));
   }
   if (ask.version != kArenaVersion) {
     return absl::UnimplementedError(absl::StrFormat(
@@ -79,7 +85,7 @@ absl::Status CheckAsk(const ArenaAsk& ask, size_t bytes) {
   }
   if (ask.bytes > static_cast<uint64_t>(INT64_MAX)) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("arena: got %d bytes to lease, allowed fewer", ask.bytes));
+        absl::StrFormat("arena: got %d bytes to lease, allowed 1..%d", ask.bytes, INT64_MAX));
   }
   return absl::OkStatus();
 }
@@ -192,17 +198,29 @@ void ArenaServer::Accept() {
   }
   Peer peer = {.fd = fd, .user = {}, .ask_by = absl::Now() + options_.ask_timeout, .lease = {}};
   socklen_t length = sizeof(peer.user);
-  getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer.user, &length);
-  const size_t most = static_cast<size_t>(leases_->limits().max_leases) + kSparePeers;
-  if (peers_.size() < most) {
-    peers_.push_back(peer);
+  absl::Status allowed =
+      getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer.user, &length) == 0
+          ? options_.check_user(peer.user.uid)
+          : absl::InternalError(absl::StrCat("arena: SO_PEERCRED: ", std::strerror(errno)));
+  if (!allowed.ok()) {
+    Refuse(peer, allowed);
+    close(fd);
     return;
   }
-  Refuse(peer, absl::ResourceExhaustedError(
-                   absl::StrFormat("arena: got one connection more than the %d there are, allowed "
-                                   "%d",
-                                   peers_.size(), most)));
-  close(fd);
+  MakePlace();
+  peers_.push_back(peer);
+}
+
+void ArenaServer::MakePlace() {
+  const auto silent = [](const Peer& peer) { return !peer.lease.has_value(); };
+  if (std::count_if(peers_.begin(), peers_.end(), silent) < kSilentPeers) return;
+  const auto oldest = std::find_if(peers_.begin(), peers_.end(), silent);
+  Refuse(*oldest, absl::ResourceExhaustedError(absl::StrFormat(
+                      "arena: got a connection without a request, while %d more came; allowed "
+                      "are %d",
+                      kSilentPeers, kSilentPeers)));
+  EndPeer(*oldest);
+  peers_.erase(oldest);
 }
 
 bool ArenaServer::Hear(Peer& peer) {
@@ -216,25 +234,30 @@ bool ArenaServer::Hear(Peer& peer) {
                  peer.user.pid, peer.user.uid, bytes);
     return false;
   }
-  // Here and not at the connection: a peer whose request is not read may lose the answer.
-  absl::Status status = options_.check_user(peer.user.uid);
-  if (status.ok()) status = CheckAsk(ask, static_cast<size_t>(bytes));
-  absl::StatusOr<Leases::Lease> lease =
-      status.ok() ? leases_->Open(static_cast<int64_t>(ask.bytes)) : status;
-  if (!lease.ok()) {
-    Refuse(peer, lease.status());
-    return false;
-  }
+  const absl::Status status = GiveLease(peer, ask, static_cast<size_t>(bytes));
+  if (!status.ok()) Refuse(peer, status);
+  return status.ok();
+}
+
+absl::Status ArenaServer::GiveLease(Peer& peer, const ArenaAsk& ask, size_t bytes) {
+  if (absl::Status status = CheckAsk(ask, bytes); !status.ok()) return status;
+  const absl::StatusOr<Leases::Lease> lease = leases_->Open(static_cast<int64_t>(ask.bytes));
+  if (!lease.ok()) return lease.status();
   peer.lease = lease->id;
   const ArenaAnswer answer = {.bytes = static_cast<uint64_t>(lease->bytes), .lease = lease->id};
   const bool sent = Send(peer.fd, answer, "", lease->fd);
+  const int error = errno;
   close(lease->fd);
-  if (!sent) return false;
+  // ETOOMANYREFS: other peers have left the descriptors unread that were sent to them.
+  if (!sent) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("arena: its descriptor cannot be sent: ", std::strerror(error)));
+  }
   opened_->Increment();
   log::Limited(log::Source::kArenas, spdlog::level::info,
                "arena: {} bytes leased to pid {}, uid {}", lease->bytes, peer.user.pid,
                peer.user.uid);
-  return true;
+  return absl::OkStatus();
 }
 
 void ArenaServer::Refuse(const Peer& peer, const absl::Status& why) {

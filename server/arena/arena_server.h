@@ -36,8 +36,8 @@ struct ArenaServerOptions {
 };
 
 // Serves leases with one thread. Every connection is watched until it ends, and its lease with it.
-// A peer cannot slow others: nothing waits for a peer, and connections are bounded by
-// LeaseLimits::max_leases and some that have not asked yet.
+// Nothing waits for a peer. A few peers may be connected that have not asked yet: one more takes the
+// place of the oldest of them, so silent peers keep nobody out.
 //
 // Counters  logitd_arena_leases_total, logitd_arena_refused_total
 // Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit
@@ -62,8 +62,11 @@ class ArenaServer {
 
   void Run();
   void Accept();
+  // Keeps the peers that have not asked yet few.
+  void MakePlace();
   // Reads what a peer sent. False: the connection is over.
   bool Hear(Peer& peer);
+  absl::Status GiveLease(Peer& peer, const ArenaAsk& ask, size_t bytes);
   void EndPeer(Peer& peer);
   void Refuse(const Peer& peer, const absl::Status& why);
   void ShowLeases();

@@ -1,11 +1,14 @@
 #include "server/arena/leases.h"
 
 #include <fcntl.h>
+#include <limits.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
@@ -18,13 +21,20 @@
 namespace logitd::arena {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;
+#ifdef MFD_NOEXEC_SEAL
+constexpr unsigned kNoExec = MFD_NOEXEC_SEAL;
+#else
+constexpr unsigned kNoExec = 0x0008;  // of newer headers
+#endif
 
-int64_t WholePages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+int64_t WholePages(int64_t bytes) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  return (bytes + page - 1) / page * page;
+}
 
 absl::Status NoMemory(absl::string_view what, int64_t bytes, int error) {
-  return absl::ResourceExhaustedError(absl::StrFormat("arena: got %d bytes to lease, but %s: %s",
-                                                      bytes, what, std::strerror(error)));
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "arena: got %d bytes to lease, allowed none now: %s: %s", bytes, what, std::strerror(error)));
 }
 
 absl::Status FillRandom(LeaseId* id) {
@@ -35,71 +45,58 @@ absl::Status FillRandom(LeaseId* id) {
   return absl::InternalError(absl::StrCat("getrandom: ", std::strerror(errno)));
 }
 
+// A file in memory. Older kernels do not know that it cannot be run.
+int MakeFile() {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  const int fd = memfd_create("logitd-arena", kFlags | kNoExec);
+  return fd < 0 && errno == EINVAL ? memfd_create("logitd-arena", kFlags) : fd;
+}
+
 }  // namespace
 
-// The memory of one lease. It outlives the lease while calls use it.
-class Leases::Arena {
- public:
-  // `bytes` are whole pages that `leases` has reserved; the arena gives them back.
-  Arena(Leases* leases, int fd, void* at, int64_t bytes)
-      : leases_(leases),
-        fd_(fd),
-        memory_(static_cast<const std::byte*>(at), static_cast<size_t>(bytes)) {}
+Arena::~Arena() { close(fd_); }
 
-  ~Arena() {
-    const auto bytes = static_cast<int64_t>(memory_.size());
-    munmap(const_cast<std::byte*>(memory_.data()), memory_.size());
-    // The client may keep its descriptor for good. It must not keep memory that this process pays
-    // for: pages that it writes after this are its own.
-    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, bytes);
-    close(fd_);
-    leases_->Release(bytes);
+void Arena::Read(int64_t offset, absl::Span<const absl::Span<std::byte>> to) const {
+  std::array<iovec, IOV_MAX> parts;
+  size_t done = 0;  // bytes of to[0] that are there
+  while (!to.empty()) {
+    const size_t count = std::min(to.size(), parts.size());
+    for (size_t i = 0; i < count; ++i) parts[i] = {to[i].data(), to[i].size()};
+    parts[0] = {to[0].data() + done, to[0].size() - done};
+    ssize_t got = preadv(fd_, parts.data(), static_cast<int>(count), offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {  // for example, what was swapped out cannot be read
+      std::memset(parts[0].iov_base, 0xff, parts[0].iov_len);
+      got = static_cast<ssize_t>(parts[0].iov_len);
+    }
+    offset += got;
+    done += static_cast<size_t>(got);
+    while (!to.empty() && done >= to[0].size()) {
+      done -= to[0].size();
+      to.remove_prefix(1);
+    }
   }
-
-  const Memory& memory() const { return memory_; }
-
- private:
-  Leases* const leases_;
-  const int fd_;
-  const Memory memory_;
-};
+}
 
 Leases::Leases(LeaseLimits limits)
     : limits_({.max_bytes = WholePages(limits.max_bytes), .max_leases = limits.max_leases}) {}
 
-// Outside the lock, which an Arena takes when it ends.
-Leases::~Leases() {
-  decltype(leases_) leases;
-  decltype(ended_) ended;
-  absl::MutexLock lock(&mutex_);
-  leases.swap(leases_);
-  ended.swap(ended_);
-}
-
-absl::Status Leases::Reserve(int64_t bytes) {
-  absl::MutexLock lock(&mutex_);
+absl::Status Leases::CheckRoom(int64_t bytes) const {
   if (draining_) {
     return absl::UnavailableError("arena: the server is shutting down; lease from another one");
   }
-  const int leases = static_cast<int>(leases_.size()) + opening_;
-  if (leases >= limits_.max_leases) {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "arena: got one lease more than the %d there are, allowed %d (--max-leases)", leases,
-        limits_.max_leases));
+  const size_t leases = leases_.size() + ended_.size();
+  if (leases >= static_cast<size_t>(limits_.max_leases)) {
+    return absl::ResourceExhaustedError(
+        absl::StrFormat("arena: got one lease more than the %d in use, allowed %d (--max-leases)",
+                        leases, limits_.max_leases));
   }
   if (bytes > limits_.max_bytes - bytes_) {
     return absl::ResourceExhaustedError(absl::StrFormat(
         "arena: got %d bytes to lease, allowed %d: %d of %d (--max-arena-bytes) are leased", bytes,
         limits_.max_bytes - bytes_, bytes_, limits_.max_bytes));
   }
-  bytes_ += bytes;
-  ++opening_;
   return absl::OkStatus();
-}
-
-void Leases::Release(int64_t bytes) {
-  absl::MutexLock lock(&mutex_);
-  bytes_ -= bytes;
 }
 
 absl::StatusOr<Leases::Lease> Leases::Open(int64_t bytes) {
@@ -109,37 +106,22 @@ absl::StatusOr<Leases::Lease> Leases::Open(int64_t bytes) {
                         limits_.max_bytes));
   }
   bytes = WholePages(bytes);
-  if (absl::Status status = Reserve(bytes); !status.ok()) return status;
-  absl::Cleanup unreserve = [this, bytes] {
-    Release(bytes);
-    absl::MutexLock lock(&mutex_);
-    --opening_;
-  };
-  Lease lease = {.bytes = bytes};
+  absl::MutexLock lock(&mutex_);
+  if (absl::Status status = CheckRoom(bytes); !status.ok()) return status;
+  Lease lease = {.id = {}, .bytes = bytes, .fd = -1};
   if (absl::Status status = FillRandom(&lease.id); !status.ok()) return status;
-  const int fd = memfd_create("logitd-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  const int fd = MakeFile();
   if (fd < 0) return NoMemory("there is no memfd", bytes, errno);
   absl::Cleanup close_fd = [fd] { close(fd); };
-  // All pages now: a page that cannot be had later would be a SIGBUS.
-  if (const int error = posix_fallocate(fd, 0, bytes); error != 0) {
-    return NoMemory("there are no pages for it", bytes, error);
-  }
+  if (ftruncate(fd, bytes) != 0) return NoMemory("it cannot be so large", bytes, errno);
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return NoMemory("it cannot be sealed", bytes, errno);
   }
   lease.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (lease.fd < 0) return NoMemory("there is no descriptor for it", bytes, errno);
-  absl::Cleanup close_lease_fd = [&lease] { close(lease.fd); };
-  void* const at =
-      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED | MAP_POPULATE, fd, 0);
-  if (at == MAP_FAILED) return NoMemory("it cannot be mapped", bytes, errno);
-  auto arena = std::make_shared<const Arena>(this, fd, at, bytes);
-  std::move(close_lease_fd).Cancel();
   std::move(close_fd).Cancel();
-  std::move(unreserve).Cancel();
-  absl::MutexLock lock(&mutex_);
-  --opening_;
-  leases_.emplace(lease.id, std::move(arena));
+  leases_.emplace(lease.id, std::make_shared<const Arena>(fd, bytes));
+  bytes_ += bytes;
   return lease;
 }
 
@@ -155,24 +137,23 @@ bool Leases::FreeEnded() {
   std::vector<std::shared_ptr<const Arena>> unused;  // freed after the lock
   absl::MutexLock lock(&mutex_);
   // Find does not know an ended lease, so an arena that only this vector has stays so.
-  const auto used = std::partition(ended_.begin(), ended_.end(),
-                                   [](const auto& arena) { return arena.use_count() > 1; });
-  unused.assign(std::make_move_iterator(used), std::make_move_iterator(ended_.end()));
-  ended_.erase(used, ended_.end());
+  const auto first = std::partition(ended_.begin(), ended_.end(),
+                                    [](const auto& arena) { return arena.use_count() > 1; });
+  unused.assign(std::make_move_iterator(first), std::make_move_iterator(ended_.end()));
+  ended_.erase(first, ended_.end());
+  for (const auto& arena : unused) bytes_ -= arena->bytes();
   return !ended_.empty();
 }
 
-absl::StatusOr<std::shared_ptr<const Memory>> Leases::Find(std::string_view id) const {
+absl::StatusOr<std::shared_ptr<const Arena>> Leases::Find(std::string_view id) const {
   LeaseId key;
   if (id.size() == key.size()) {
     std::memcpy(key.data(), id.data(), key.size());
     absl::MutexLock lock(&mutex_);
-    if (const auto it = leases_.find(key); it != leases_.end()) {
-      return std::shared_ptr<const Memory>(it->second, &it->second->memory());
-    }
+    if (const auto it = leases_.find(key); it != leases_.end()) return it->second;
   }
   return absl::NotFoundError(
-      "shared.lease: got one that is not known here; a lease ends with its connection");
+      "shared.lease: got one that is unknown here, allowed one whose connection is open");
 }
 
 void Leases::BeginDrain() {

@@ -2,12 +2,15 @@
 #ifndef LOGITD_TESTS_RPC_ONE_HEAD_H_
 #define LOGITD_TESTS_RPC_ONE_HEAD_H_
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -23,6 +26,17 @@ class OneHead {
   static constexpr std::string_view kLease = "0123456789abcdef";
   static constexpr size_t kLeaseBytes = 4096;
 
+  OneHead() {
+    const int fd = memfd_create("lease", MFD_CLOEXEC);
+    const bool sized = ftruncate(fd, kLeaseBytes) == 0;
+    leased_ = mmap(nullptr, kLeaseBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (!sized || leased_ == MAP_FAILED) std::abort();
+    arena_ = std::make_shared<const arena::Arena>(fd, kLeaseBytes);
+  }
+  ~OneHead() { munmap(leased_, kLeaseBytes); }
+  OneHead(const OneHead&) = delete;
+  OneHead& operator=(const OneHead&) = delete;
+
   // This outlives the result.
   Finders Find() const {
     return {
@@ -32,14 +46,14 @@ class OneHead {
           return absl::NotFoundError(absl::StrCat("no head ", std::string(name), ", only h"));
         },
         .lease =
-            [this](std::string_view id) -> absl::StatusOr<std::shared_ptr<const arena::Memory>> {
-          if (id == kLease && memory_ != nullptr) return memory_;
+            [this](std::string_view id) -> absl::StatusOr<std::shared_ptr<const arena::Arena>> {
+          if (id == kLease && arena_ != nullptr) return arena_;
           return absl::NotFoundError("no such lease");
         }};
   }
 
   // The bytes of the lease.
-  std::byte* leased() { return bytes_.data(); }
+  std::byte* leased() { return static_cast<std::byte*>(leased_); }
 
   // As engine::Heads::Unload: Find does not return the head any more, and its last user frees it.
   void Unload() { head_.reset(); }
@@ -47,8 +61,8 @@ class OneHead {
   std::weak_ptr<const engine::Head> watch() const { return head_; }
 
   // As arena::Leases::End.
-  void EndLease() { memory_.reset(); }
-  std::weak_ptr<const arena::Memory> watch_lease() const { return memory_; }
+  void EndLease() { arena_.reset(); }
+  std::weak_ptr<const arena::Arena> watch_lease() const { return arena_; }
 
  private:
   // The weight is never read.
@@ -57,8 +71,8 @@ class OneHead {
       backend_.get(), DeviceMemory(),
       HeadView{.weight = {.dtype = DType::kF32, .rows = 3, .cols = 2, .row_stride = 4}},
       engine::HeadInfo{.name = "h"});
-  std::vector<std::byte> bytes_ = std::vector<std::byte>(kLeaseBytes);
-  std::shared_ptr<const arena::Memory> memory_ = std::make_shared<const arena::Memory>(bytes_);
+  void* leased_ = nullptr;
+  std::shared_ptr<const arena::Arena> arena_;
 };
 
 }  // namespace logitd::rpc::testing

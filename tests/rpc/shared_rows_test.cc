@@ -94,7 +94,8 @@ TEST(SharedRowsTest, TheWholeLeaseMayBeUsedAndNothingBeyond) {
     v1::TopKRequest request;
     std::string text;
   } kCases[] = {
-      {Request(5, kLeaseBytes / 16), "shared: got 5 rows of 1024 bytes"},
+      {Request(5, kLeaseBytes / 16), "shared: got 5 rows of 1024 bytes at distances of 1024"},
+      {Request(1, kLeaseBytes), "shared: got 1 rows of 16384 bytes"},
       {Request(1, 1, kLeaseBytes),
        "shared.offset: got 4096, allowed a multiple of 4 from 0 to 4092"},
       {Request(1, 1, kLeaseBytes - 3), "shared.offset: got 4093"},
@@ -104,11 +105,13 @@ TEST(SharedRowsTest, TheWholeLeaseMayBeUsedAndNothingBeyond) {
       {Request(1, 1, kLeast), "shared.offset: got -9223372036854775808"},
       {Request(2, 1, 4, kLeaseBytes - 4),
        "shared.offset: got 4, allowed a multiple of 4 from 0 to 0"},
-      {Request(2, 1, 0, kLeaseBytes), "shared: got 2 rows of 4096 bytes"},
+      {Request(2, 1, 0, kLeaseBytes), "shared: got 2 rows of 4 bytes at distances of 4096"},
       {Request(2, 4, 0, 12), "shared.row_stride: got 12, allowed 0, or a multiple of 4 from 16"},
       {Request(2, 1, 0, 6), "shared.row_stride: got 6"},
       {Request(2, 1, 0, -4), "shared.row_stride: got -4"},
       {Request(2, 1, 0, kMost), "shared.row_stride: got 9223372036854775807"},
+      {Request(100, 1, 0, kMost - 3),
+       "shared: got 100 rows of 4 bytes at distances of 92233720368547"},
       {Request(100, 1, 0, kLeaseBytes), "shared: got 100 rows"},
   };
   for (const auto& refused : kCases) {
@@ -152,7 +155,7 @@ TEST(SharedRowsTest, ForeignLeasesAndBadIdsAreRefused) {
   EXPECT_EQ(Parsed(request).status.code(), absl::StatusCode::kNotFound);
 }
 
-TEST(SharedRowsTest, TheRequestKeepsTheLease) {
+TEST(SharedRowsTest, TheRequestKeepsTheLeaseUntilItsRowsAreCopied) {
   const std::string bytes = Request(1, 1).SerializeAsString();
   const Piece piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size());
   OneHead lent;
@@ -163,14 +166,30 @@ TEST(SharedRowsTest, TheRequestKeepsTheLease) {
     ASSERT_TRUE(codec.Parse(Pieces(&piece, 1), kMaxRows, &spec).ok());
     lent.EndLease();
     EXPECT_FALSE(watch.expired());
+    codec.PayloadCopied();
+    EXPECT_TRUE(watch.expired());
   }
-  EXPECT_TRUE(watch.expired());
 }
 
-TEST(SharedRowsTest, RowsWithSpaceBetweenThemArePaidFor) {
-  // A small message may name many rows, and the server keeps a place for each.
-  EXPECT_GE(Parsed(Request(100, 1, 0, 8)).codec.list_bytes(),
-            Parsed(Request(100, 1)).codec.list_bytes() + 99 * int64_t{sizeof(Piece)});
+// Rows of a slab may be further apart than their bytes, and so may those of a lease.
+TEST(SharedRowsTest, EveryDistanceOfRowsIsCopied) {
+  for (const int64_t stride : {int64_t{0}, int64_t{4}, int64_t{12}}) {
+    for (const size_t slab_stride : {size_t{4}, size_t{16}}) {
+      Parsed p(Request(100, 1, 8, stride));
+      ASSERT_TRUE(p.status.ok()) << p.status;
+      std::vector<std::byte> slab(100 * slab_stride, std::byte{0xee});
+      Copier(/*helpers=*/0).Copy({}, p.codec.payload(), slab.data(), slab_stride);
+      for (int64_t row = 0; row < 100; ++row) {
+        const auto from = static_cast<size_t>(8 + row * (stride == 0 ? 4 : stride));
+        const std::byte* const copied = &slab[static_cast<size_t>(row) * slab_stride];
+        EXPECT_EQ(std::memcmp(copied, p.lent.leased() + from, 4), 0)
+            << "row " << row << ", distances " << stride << " and " << slab_stride;
+        if (slab_stride > 4) {
+          EXPECT_EQ(copied[4], std::byte{0xee});
+        }
+      }
+    }
+  }
 }
 
 // Occurrences of the field are read as the generated parser reads them.
@@ -221,7 +240,7 @@ TEST(SharedRowsTest, EachMessageOfASequenceNamesItsRows) {
     engine::JobSpec spec;
     const absl::Status status = codec.Parse(Pieces(&piece, 1), kMaxRows, &spec);
     ASSERT_TRUE(status.ok()) << status;
-    EXPECT_EQ(codec.payload().shared[0].data(), lent.leased() + 4 * i);
+    EXPECT_EQ(codec.payload().arena_offset, 4 * i);
   }
 }
 

@@ -55,8 +55,8 @@ class Arena:
     answer. A call that ended by an error may still read them for a moment.
 
     The lease ends with close(), with the process, or with the server; then calls that name it get NotFound. Arrays may
-    still be used, but what they held may be gone: the server takes its memory back, and they read zeros. A child that
-    os.fork() made holds the lease too, until its parent calls close().
+    still be used, and keep what they hold. A child that os.fork() made holds the lease too, until its parent calls
+    close().
 
     Thread-safe, as far as memory is. Close it after use, or use it in a `with` statement.
     """
@@ -263,7 +263,10 @@ def _ask(connection: socket.socket, path: str, nbytes: int, timeout: float) -> T
         except (BrokenPipeError, ConnectionResetError):
             pass  # a server that has already refused this process no longer reads; its answer is there
         limit(socket.SO_RCVTIMEO)
-        data, files, _, _ = socket.recv_fds(connection, _ANSWER.size + _MAX_TEXT, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            data, files, _, _ = socket.recv_fds(connection, _ANSWER.size + _MAX_TEXT, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # said once, before the answer of a server that has not read the request
+            data, files, _, _ = socket.recv_fds(connection, _ANSWER.size + _MAX_TEXT, 1, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError as error:
         raise Unavailable(f"arena: unix:{path}: {doing} in {timeout:g} s", attempts=1) from error
     except OSError as error:

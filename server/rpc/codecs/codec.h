@@ -41,8 +41,11 @@ class OpCodec {
   // Bytes copied out of the message and kept until WriteInputs. After Parse.
   virtual int64_t list_bytes() const { return 0; }
 
-  // Where the payload is in the pieces that Parse read.
+  // Where the payload is: in the pieces that Parse read, or in a lease.
   virtual Payload payload() const = 0;
+
+  // The payload has been copied: from here on its place is not needed.
+  virtual void PayloadCopied() {}
 
   // Only of an exclusive op: where in the message the first of op().inputs are, in their order.
   // They are copied with the payload, as they are; WriteInputs writes the others.

@@ -147,43 +147,36 @@ absl::Status LogitsOrHidden::Locate(Pieces pieces, const Choice& input,
     return absl::InvalidArgumentError(absl::StrFormat("shared.lease: got %d bytes, allowed %d",
                                                       fields.lease_bytes, kLeaseIdBytes));
   }
-  absl::StatusOr<std::shared_ptr<const arena::Memory>> lease = find_lease(fields.lease);
-  if (!lease.ok()) return lease.status();
-  const auto total = static_cast<int64_t>((*lease)->size());
+  absl::StatusOr<std::shared_ptr<const arena::Arena>> arena = find_lease(fields.lease);
+  if (!arena.ok()) return arena.status();
+  const int64_t total = (*arena)->bytes();
   const auto element = static_cast<int64_t>(SizeOf(dtype_));
   const auto row_bytes = static_cast<int64_t>(payload_.row_bytes);
   const int64_t stride = fields.row_stride == 0 ? row_bytes : fields.row_stride;
-  if (stride < row_bytes || stride > total || stride % element != 0) {
+  if (stride < row_bytes || stride % element != 0) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "shared.row_stride: got %d, allowed 0, or a multiple of %d from %d, the bytes of a row, to "
-        "%d, the bytes of the lease",
-        fields.row_stride, element, row_bytes, total));
+        "shared.row_stride: got %d, allowed 0, or a multiple of %d from %d, the bytes of a row",
+        fields.row_stride, element, row_bytes));
   }
-  // Not more than 2^63: rows are fewer than 2^24, and a lease is at most 2^40 bytes.
-  const int64_t last = total - row_bytes - (payload_.rows - 1) * stride;
+  // By division: the product of rows and stride may be beyond 64 bits.
+  const int64_t rows = payload_.rows;
+  if (row_bytes > total || (total - row_bytes) / stride < rows - 1) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "shared: got %d rows of %d bytes at distances of %d, allowed what fits into "
+        "the %d bytes of the lease",
+        rows, row_bytes, stride, total));
+  }
+  const int64_t last = total - row_bytes - (rows - 1) * stride;
   if (fields.offset < 0 || fields.offset > last || fields.offset % element != 0) {
-    return absl::InvalidArgumentError(
-        last < 0
-            ? absl::StrFormat("shared: got %d rows of %d bytes, allowed at most the %d bytes of "
-                              "the lease",
-                              payload_.rows, stride, total)
-            : absl::StrFormat("shared.offset: got %d, allowed a multiple of %d from 0 to %d: "
-                              "%d rows of %d bytes in a lease of %d",
-                              fields.offset, element, last, payload_.rows, stride, total));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "shared.offset: got %d, allowed a multiple of %d from 0 to %d: %d rows of %d bytes in a "
+        "lease of %d",
+        fields.offset, element, last, rows, stride, total));
   }
-  const Piece all = (*lease)->subspan(static_cast<size_t>(fields.offset));
-  if (stride == row_bytes) {
-    shared_rows_.assign(1, all.subspan(0, static_cast<size_t>(payload_.rows * row_bytes)));
-  } else {
-    shared_rows_.reserve(static_cast<size_t>(payload_.rows));
-    for (int64_t row = 0; row < payload_.rows; ++row) {
-      shared_rows_.push_back(
-          all.subspan(static_cast<size_t>(row * stride), static_cast<size_t>(row_bytes)));
-    }
-  }
-  payload_.range = {.bytes = static_cast<size_t>(payload_.rows * row_bytes)};
-  payload_.shared = shared_rows_;
-  lease_ = *std::move(lease);
+  payload_.range = {.bytes = static_cast<size_t>(rows) * payload_.row_bytes};
+  payload_.arena = *std::move(arena);
+  payload_.arena_offset = fields.offset;
+  payload_.arena_stride = stride;
   return absl::OkStatus();
 }
 

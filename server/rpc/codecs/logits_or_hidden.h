@@ -8,7 +8,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -28,7 +27,7 @@ using FindHead =
 
 // As arena::Leases::Find. Thread-safe.
 using FindLease =
-    std::function<absl::StatusOr<std::shared_ptr<const arena::Memory>>(std::string_view id)>;
+    std::function<absl::StatusOr<std::shared_ptr<const arena::Arena>>(std::string_view id)>;
 
 // What requests refer to by name.
 struct Finders {
@@ -72,7 +71,7 @@ inline constexpr NamedField<InputFields> kHiddenFields[] = {
 // INVALID_ARGUMENT: longer than the name of any head, so that no text has to repeat it.
 absl::Status CheckHeadName(std::string_view name);
 
-// The input of one request. Keeps its head and its lease.
+// The input of one request. Keeps its head, and its lease until DropLease.
 class LogitsOrHidden {
  public:
   // Checks the input of a message that lies in `pieces`; afterwards vocab() and the others are
@@ -92,8 +91,8 @@ class LogitsOrHidden {
   int64_t vocab() const { return vocab_; }
   const Payload& payload() const { return payload_; }
   const std::shared_ptr<const engine::Head>& head() const { return head_; }  // null: logits
-  // What the payload's place takes besides the message.
-  int64_t bytes() const { return static_cast<int64_t>(shared_rows_.size() * sizeof(Piece)); }
+  // The payload was copied: a lease is no longer needed.
+  void DropLease() { payload_.arena.reset(); }
 
  private:
   // Finds the rows in a lease.
@@ -104,8 +103,6 @@ class LogitsOrHidden {
   int64_t row_elements_ = 0;
   Payload payload_;
   std::shared_ptr<const engine::Head> head_;
-  std::shared_ptr<const arena::Memory> lease_;
-  std::vector<Piece> shared_rows_;  // rows in `lease_`; empty: they are in the message
 };
 
 }  // namespace logitd::rpc

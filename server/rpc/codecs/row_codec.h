@@ -20,8 +20,9 @@ class RowCodec : public OpCodec {
  public:
   const engine::OpTraits& op() const final { return input_.head() == nullptr ? op_ : linear_; }
   int64_t answer_bytes() const final { return answer_bytes_; }
-  int64_t list_bytes() const final { return rows_.bytes() + input_.bytes(); }
+  int64_t list_bytes() const final { return rows_.bytes(); }
   Payload payload() const final { return input_.payload(); }
+  void PayloadCopied() final { input_.DropLease(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) final {
     rows_.WriteInputs(inputs, first);
   }

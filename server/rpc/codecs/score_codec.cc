@@ -229,7 +229,8 @@ void ScoreCodec::Remember(const ScoreFields& fields) {
   ScoreSettings& first = sequence_->first;
   first = fields;
   first.vocab = input_.vocab();  // of a head too
-  first.input = {};
+  first.input.number = 0;
+  first.input.message.parts.clear();
   for (AnyList& any : first.params) {
     std::visit(
         [](auto& list) {

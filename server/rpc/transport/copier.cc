@@ -1,6 +1,7 @@
 #include "server/rpc/transport/copier.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace logitd::rpc {
@@ -9,6 +10,7 @@ namespace {
 // Below twice this, waking a helper costs more than it saves.
 constexpr size_t kPartBytes = size_t{1} << 20;
 constexpr int kMaxHelpers = 3;
+constexpr size_t kRowsPerRead = 256;
 
 int SpareThreads() {
   return std::min(kMaxHelpers, static_cast<int>(std::thread::hardware_concurrency()) / 4);
@@ -40,6 +42,46 @@ void CopyPart(Pieces pieces, ByteRange at, size_t first, size_t row_bytes, std::
   }
 }
 
+// Copies `bytes` bytes, which start at byte `first` of a payload in an arena. One read for as many
+// rows as lie together there.
+void ReadPart(const Payload& payload, size_t first, size_t bytes, std::byte* dst,
+              size_t row_stride) {
+  const auto arena_stride = static_cast<size_t>(payload.arena_stride);
+  const bool together = arena_stride == payload.row_bytes;
+  if (together && row_stride == payload.row_bytes) {
+    const absl::Span<std::byte> all(dst + first, bytes);
+    payload.arena->Read(payload.arena_offset + static_cast<int64_t>(first), {&all, 1});
+    return;
+  }
+  std::array<absl::Span<std::byte>, kRowsPerRead> rows;
+  while (bytes > 0) {
+    const size_t row = first / payload.row_bytes;
+    size_t in_row = first % payload.row_bytes;
+    const size_t from = row * arena_stride + in_row;
+    size_t count = 0;
+    while (bytes > 0 && count < (together ? rows.size() : 1)) {
+      const size_t run = std::min(bytes, payload.row_bytes - in_row);
+      rows[count] = {dst + (row + count) * row_stride + in_row, run};
+      ++count;
+      first += run;
+      bytes -= run;
+      in_row = 0;
+    }
+    payload.arena->Read(payload.arena_offset + static_cast<int64_t>(from),
+                        absl::MakeConstSpan(rows.data(), count));
+  }
+}
+
+// The part that starts at byte `first` of the payload, and that `at` locates in a message.
+void CopyAnyPart(Pieces message, const Payload& payload, const ByteRange& at, size_t first,
+                 std::byte* dst, size_t row_stride) {
+  if (payload.arena != nullptr) {
+    ReadPart(payload, first, at.bytes, dst, row_stride);
+  } else {
+    CopyPart(message, at, first, payload.row_bytes, dst, row_stride);
+  }
+}
+
 // Moves the start of `at` on by `bytes`.
 void Advance(Pieces pieces, size_t bytes, ByteRange* at) {
   at->bytes -= bytes;
@@ -58,11 +100,10 @@ void Advance(Pieces pieces, size_t bytes, ByteRange* at) {
 
 // Lives on the caller's stack. The copier's mutex guards the members that are not constant.
 struct Copier::Task {
-  const Pieces pieces;
-  const size_t row_bytes;
+  const Pieces message;
+  const Payload& payload;
   std::byte* const dst;
   const size_t row_stride;
-  const size_t total;
 
   ByteRange rest;   // not taken yet
   int running = 0;  // parts taken and not done
@@ -71,8 +112,12 @@ struct Copier::Task {
   ByteRange Take(size_t* first) {
     ByteRange part = rest;
     part.bytes = std::min(part.bytes, kPartBytes);
-    *first = total - rest.bytes;
-    Advance(pieces, part.bytes, &rest);
+    *first = payload.range.bytes - rest.bytes;
+    if (payload.arena != nullptr) {
+      rest.bytes -= part.bytes;
+    } else {
+      Advance(message, part.bytes, &rest);
+    }
     ++running;
     return part;
   }
@@ -93,16 +138,14 @@ Copier::~Copier() {
 }
 
 void Copier::Copy(Pieces message, const Payload& payload, std::byte* dst, size_t row_stride) {
-  const Pieces pieces = payload.shared.empty() ? message : payload.shared;
   if (helpers_.empty() || payload.range.bytes < 2 * kPartBytes) {
-    CopyPart(pieces, payload.range, 0, payload.row_bytes, dst, row_stride);
+    CopyAnyPart(message, payload, payload.range, 0, dst, row_stride);
     return;
   }
-  Task task = {.pieces = pieces,
-               .row_bytes = payload.row_bytes,
+  Task task = {.message = message,
+               .payload = payload,
                .dst = dst,
                .row_stride = row_stride,
-               .total = payload.range.bytes,
                .rest = payload.range};
   absl::MutexLock lock(&mutex_);
   const auto place = tasks_.insert(tasks_.end(), &task);
@@ -110,7 +153,7 @@ void Copier::Copy(Pieces message, const Payload& payload, std::byte* dst, size_t
     size_t first = 0;
     const ByteRange part = task.Take(&first);
     mutex_.Unlock();
-    CopyPart(pieces, part, first, payload.row_bytes, dst, row_stride);
+    CopyAnyPart(message, payload, part, first, dst, row_stride);
     mutex_.Lock();
     --task.running;
   }
@@ -132,7 +175,7 @@ void Copier::Help() {
       size_t first = 0;
       const ByteRange part = task->Take(&first);
       mutex_.Unlock();
-      CopyPart(task->pieces, part, first, task->row_bytes, task->dst, task->row_stride);
+      CopyAnyPart(task->message, task->payload, part, first, task->dst, task->row_stride);
       mutex_.Lock();
       --task->running;
     }

@@ -70,7 +70,7 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
   }
   absl::InlinedVector<ByteRange, 4> wanted;
   const Payload payload = codec_->payload();
-  if (payload.shared.empty()) wanted.push_back(payload.range);
+  if (payload.arena == nullptr) wanted.push_back(payload.range);
   for (const ByteRange& range : codec_->copied_inputs()) wanted.push_back(range);
   message_.KeepOnly(wanted);
   return absl::OkStatus();
@@ -125,6 +125,7 @@ void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
     }
   }
   message_.Release();
+  codec_->PayloadCopied();
   HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
 }
 
