@@ -36,6 +36,12 @@ double Jitter() {
 }  // namespace
 
 absl::Status ToAbsl(const grpc::Status& status) {
+  // A proxy that gets a refusal while it still sends the message cuts the stream. logitd itself
+  // never does, and a caller's own cancellation has another text.
+  if (status.error_code() == grpc::StatusCode::CANCELLED &&
+      absl::StrContains(status.error_message(), "Received RST_STREAM")) {
+    return absl::UnavailableError(status.error_message());
+  }
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 

@@ -317,6 +317,21 @@ TEST(RetryTest, TriesAgainUntilItSucceeds) {
   }
 }
 
+TEST(RetryTest, AStreamThatAProxyCutIsTriedAgain) {
+  FakeServer server([](int call, grpc::ServerContext*, const v1::TopKRequest& request,
+                       v1::TopKResponse* response) {
+    if (call == 1) {
+      return grpc::Status(grpc::CANCELLED, "Received RST_STREAM with error code 8");
+    }
+    ReferenceTopK(request, response);
+    return grpc::Status::OK;
+  });
+  auto client = Connect(server.address(), {.retry = {.initial_backoff = absl::Milliseconds(1)}});
+  absl::StatusOr<TopKResult> result = client->TopK(OneRow());
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->attempts, 2);
+}
+
 TEST(RetryTest, WaitsAsLongAsTheServerSays) {
   FakeServer server(Refuse(2, grpc::RESOURCE_EXHAUSTED, "60"));
   // A backoff of our own would pass the deadline.

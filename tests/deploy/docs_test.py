@@ -1,8 +1,8 @@
-"""The commands of the README and of docs/deploying.md, run as they stand.
+"""The commands of the documentation: those of the README and of docs/deploying.md are run as they stand.
 
-A block of commands starts with ```sh run (or ```python run), or with ```sh and the name of the script or ctest that does
-the same. A page's blocks run in order, as one script, in a folder where the repository's and the build tree's names are,
-and in a network of their own, so the default ports are free.
+A block of commands starts with ```sh run (or ```python run), or with ```sh and the name of the script or ctest that
+does the same. A page's blocks run in order, as one script, in a folder where the repository's and the build tree's
+names are, and in a network of their own, so the default ports are free.
 """
 
 import os
@@ -17,7 +17,8 @@ from haproxy_test import python_client
 from processes import program
 from tools import ROOT
 
-PAGES = ("README.md", "docs/deploying.md")
+PAGES = ("README.md", "docs/deploying.md")  # their blocks run here
+CHECKED = (*PAGES, "docs/python.md", "docs/operations.md")
 BLOCK = re.compile(r"^```(sh|python) *(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A reader is slower than a server's start.
 READY = "until logitctl health {} >/dev/null 2>&1; do kill -0 $!; sleep 0.05; done"
@@ -55,7 +56,8 @@ class DocsTest(unittest.TestCase):
         cmake = (ROOT / "CMakeLists.txt").read_text()
         (deploy,) = re.findall(r"foreach\(deploy IN ITEMS ([\w ]+)\)", cmake)
         known = {"run", *re.findall(r"add_test\(NAME (\w+)", cmake), *(f"deploy_{name}" for name in deploy.split())}
-        for page in PAGES:
+        known |= {f"{name}_test" for name in re.findall(r"logitd_test\((\w+)", cmake)}
+        for page in CHECKED:
             text = (ROOT / page).read_text()
             self.assertEqual(text.count("\n```sh"), sum(language == "sh" for language, _, _ in blocks(page)))
             for language, how, block in blocks(page):
@@ -89,9 +91,8 @@ class DocsTest(unittest.TestCase):
             }
             inside = [*isolated, "sh", "-c", 'ip link set lo up && exec bash -c "$1"', "sh", script]
             with open(place / "output", "w+", encoding="utf-8") as output:
-                done = subprocess.run(
-                    inside, cwd=place, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=200, check=False
-                )
+                to = {"stdout": output, "stderr": subprocess.STDOUT}
+                done = subprocess.run(inside, cwd=place, env=environment, timeout=200, check=False, **to)
                 output.seek(0)
                 self.assertEqual(done.returncode, 0, f"{page}:\n{output.read()[-6000:]}")
 

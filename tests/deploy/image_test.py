@@ -12,6 +12,8 @@ import tempfile
 import unittest
 
 import image_check
+import yaml
+from processes import Process, logitctl
 from tools import ROOT, python_with, run
 
 
@@ -82,3 +84,26 @@ class ImageTest(unittest.TestCase):
         (project,) = re.findall(r"^project\(logitd VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
         (image,) = re.findall(r"^ARG VERSION=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
         self.assertEqual(image, project)
+
+
+class ComposeTest(unittest.TestCase):
+    def test_every_service_runs_with_its_flags_and_stops_within_its_grace(self):
+        services = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+        servers = {name: service for name, service in services.items() if service["image"].startswith("logitd:")}
+        self.assertEqual({s["build"]["target"] for s in servers.values()}, {"cpu", "cuda"})
+        for name, service in servers.items():
+            with self.subTest(name), tempfile.TemporaryDirectory() as place:
+                self.assertTrue(service["read_only"])
+                self.assertEqual(service["cap_drop"], ["ALL"])
+                flags = dict(flag.split("=", 1) for flag in service["command"] if "=" in flag)
+                drain, grace = (int(t.rstrip("s")) for t in (flags["--drain-grace"], service["stop_grace_period"]))
+                self.assertGreater(grace, drain + 5)  # a slice that hangs takes 5 s more
+                for port, flag in (("7450", "--listen"), ("9464", "--metrics-listen")):
+                    self.assertEqual(flags[flag], f"0.0.0.0:{port}")
+                command = [flag.replace("=cuda", "=cpu") for flag in service["command"]]  # there may be no GPU
+                command = [re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", flag) for flag in command]
+                server = Process(place, name, os.environ["LOGITD_BINARY"], *command)
+                self.addCleanup(server.stop)
+                address = server.wait_for("listening", lambda: re.search(r"listening on (\S+)", server.log))[1]
+                self.assertEqual(logitctl("health", "--addr", address).strip(), "SERVING")
+                self.assertEqual(server.stop(), 0, server.log)

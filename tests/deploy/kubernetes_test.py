@@ -162,9 +162,8 @@ class KubernetesTest(unittest.TestCase):
 
     def test_memory_limit_covers_what_the_server_may_hold(self):
         usage = run(os.environ["LOGITD_BINARY"], "--help")
-        default = {
-            flag: re.search(rf"--{flag} \(.*?\)=(\w+) ", usage)[1] for flag in ("streams", "slab-bytes", "max-held-bytes")
-        }
+        flags = ("streams", "slab-bytes", "max-held-bytes")
+        default = {flag: re.search(rf"--{flag} \(.*?\)=(\w+) ", usage)[1] for flag in flags}
         for overlay in OVERLAYS:
             flags = named(self.built[overlay], "ConfigMap")["data"]
             value = {f: size(flags.get("LOGITD_" + f.upper().replace("-", "_"), d)) for f, d in default.items()}

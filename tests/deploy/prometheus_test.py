@@ -1,4 +1,4 @@
-"""deploy/prometheus and deploy/grafana: alerts by promtool, and every query by a Prometheus that scrapes two servers."""
+"""deploy/prometheus and deploy/grafana: alerts by promtool, every query by a Prometheus that scrapes two servers."""
 
 import dataclasses
 import importlib.machinery

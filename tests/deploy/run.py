@@ -1,7 +1,7 @@
 """Runs tests of deploy/ and of the documentation's commands against a real server.
 
-usage: run.py SERVER LOGITCTL LOAD_BENCH TOOLS MODULE. TOOLS: a folder of the build tree that keeps what the tests fetch.
-Exits with 77 (skipped) where all of the module's tests skip.
+usage: run.py SERVER LOGITCTL LOAD_BENCH TOOLS MODULE. TOOLS: a folder of the build tree that keeps what the tests
+fetch. Exits with 77 (skipped) where all of the module's tests skip.
 """
 
 import importlib

@@ -294,11 +294,22 @@ class Client(Base):
                 elif isinstance(step, _calls.Receive):
                     reply = self._receive(step)
                 else:
-                    time.sleep(step.seconds)
+                    self._wait(step.seconds)
                     reply = Reply()
                 step = call.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
+
+    def _wait(self, seconds: float) -> None:
+        # A connection moves on only while a thread is inside gRPC. An attempt on a lost connection ends at once, so
+        # without this the handshake of the next connection would stand still until it times out, again and again.
+        def ignore(_: grpc.ChannelConnectivity) -> None: ...
+
+        self._channel.subscribe(ignore, try_to_connect=True)
+        try:
+            time.sleep(seconds)
+        finally:
+            self._channel.unsubscribe(ignore)
 
     def _unary(self, step: _calls.Unary) -> Reply:
         method, metadata = (

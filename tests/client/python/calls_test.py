@@ -607,6 +607,25 @@ class LostStreamTest(ServerTestCase):
                         client.score_stream(self.LOGITS, **self.SCORE)
 
 
+class LateServerTest(CertificatesTestCase):
+    def test_a_server_that_starts_after_its_client_is_found(self):
+        server = RunningServer(f"--tls-cert={self.path('server.pem')}", f"--tls-key={self.path('server.key')}")
+        self.addCleanup(server.close)
+        for kind in CLIENTS:
+            self.assertEqual(server.stop(), 0)
+            with kind(server.tcp, tls=self.tls()) as client:
+                with self.refused(logitd.Unavailable, "UNAVAILABLE"):
+                    client.health()
+                server.start()
+                end = time.monotonic() + 30
+                while True:  # as short calls do it
+                    try:
+                        self.assertEqual(client.health(), "SERVING")
+                        break
+                    except logitd.Unavailable:
+                        self.assertLess(time.monotonic(), end)
+
+
 class LifeTest(TestCase):
     def setUp(self):
         self.server = RunningServer()
