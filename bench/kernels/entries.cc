@@ -225,11 +225,19 @@ constexpr Entry kCudaCrossEntropy[] = {
     {"rank, entropy, 5 tops",
      Losses(8192, 128256, kBF16, {.top_logprobs = 5, .want = kWantRank | kWantEntropy})},
     {"label smoothing", Losses(8192, 128256, kBF16, {.label_smoothing = 0.1f})},
+    {"entropy", Losses(8192, 128256, kBF16, {.want = kWantEntropy})},
     {"softcap", Losses(8192, 128256, kBF16, {.softcap = 30})},
+    {"softcap, logits up to twice it", Losses(8192, 128256, kBF16, {.softcap = 3})},
+    {"softcap, rows off alignment", Losses(8192, 50257, kBF16, {.softcap = 30})},
+    {"softcap, between two waves", Losses(777, 151936, kBF16, {.softcap = 30})},
+    {"softcap and entropy", Losses(8192, 128256, kBF16, {.softcap = 30, .want = kWantEntropy})},
     {"backward, softcap", LossesBackward(8192, 128256, kBF16, {.softcap = 30})},
+    {"backward, softcap, rows off alignment", LossesBackward(8192, 50257, kBF16, {.softcap = 30})},
     {"scoring, few rows", Losses(64, 128256, kBF16)},
     {"scoring, one row", Losses(1, 128256, kBF16)},
     {"short rows", Losses(65536, 1000, kBF16)},
+    {"short rows, off alignment", Losses(65536, 1001, kBF16)},
+    {"rows of two cells", Losses(32768, 2000, kBF16)},
 };
 
 constexpr Entry kCpuCrossEntropy[] = {

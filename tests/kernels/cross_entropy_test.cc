@@ -7,13 +7,15 @@
 
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/cross_entropy_cases.h"
+#include "tests/kernels/cross_entropy_softcap_cases.h"
 
 namespace logitd::testing {
 namespace {
 
 class CrossEntropyCpuTest : public CpuTest {};
 const bool kRegistered =
-    RegisterChecks<CrossEntropyCpuTest>("CrossEntropyCpuTest", CrossEntropyChecks());
+    RegisterChecks<CrossEntropyCpuTest>("CrossEntropyCpuTest", CrossEntropyChecks()) &&
+    RegisterChecks<CrossEntropyCpuTest>("CrossEntropyCpuTest", CrossEntropySoftcapChecks());
 
 TEST_F(CrossEntropyCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
   for (const int64_t rows : {2, 50}) {

@@ -3,8 +3,10 @@
 #define LOGITD_KERNELS_CUDA_LOSS_CELL_SUMS_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/loss/softcap.cuh"
 #include "kernels/cuda/rows/cell.cuh"
 
 namespace logitd::cuda {
@@ -40,57 +42,6 @@ __device__ inline float Reweighted(const Exponential& to, Stats part, float weig
   return __fmul_rn(to.Factor(part.max), fmaf(FactorPower(to, part.max), part.sum, weighted));
 }
 
-// A lane's sums of a cell. Bit e of `valid` says whether element e is in the row; the others are
-// -inf. Without a softcap stats.sum has the bits of LaneStats.
-template <bool kCapped, class T>
-__device__ inline CellSums LaneSums(const LaneCell<T>& x, float lane_max, Cap cap,
-                                    float log2e_over_temperature, uint32_t valid) {
-  const float max = kCapped ? cap.Tanh(lane_max) : lane_max;
-  const Exponential exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
-  float sums[kSums];
-  float weighted[kSums];
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) sums[i] = weighted[i] = 0.0f;
-  float total = 0.0f;
-  const auto add = [&](int e, auto power_of) {
-    const bool is_valid = (valid >> e & 1) != 0;
-    float value = x[e];
-    if constexpr (kCapped) {
-      value = cap.Tanh(value);
-      value = value > max ? max : value;  // tanhf may not rise everywhere; NaN stays
-      if (!is_valid) value = -kInfinity;
-    }
-    float power = power_of(value);
-    power = power < kLeastPower ? kLeastPower : power;
-    const float weight = Exp2(power);
-    sums[e / kSumElements] += weight;
-    weighted[e / kSumElements] = fmaf(weight, power, weighted[e / kSumElements]);
-    total = fmaf(is_valid ? value : 0.0f, kTotalUnit, total);
-  };
-  if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e)
-      add(e, [&](float value) {
-        return fmaf(value, exponential.log2e_over_temperature, exponential.shift);
-      });
-  } else {
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      add(e, [&](float value) {
-        if (exponential.plain)
-          return fmaf(value, exponential.log2e_over_temperature, exponential.shift);
-        return value == exponential.max
-                   ? 0.0f
-                   : (value - exponential.max) * exponential.log2e_over_temperature;
-      });
-    }
-  }
-  return {.stats = {max, (sums[0] + sums[1]) + (sums[2] + sums[3])},
-          .weighted = (weighted[0] + weighted[1]) + (weighted[2] + weighted[3]),
-          .total = total,
-          .before = 0};
-}
-
 // Which of a lane's elements of the cell are among its first `count`.
 template <class T>
 __device__ inline uint32_t ValidElements(int count, int lane) {
@@ -101,56 +52,282 @@ __device__ inline uint32_t ValidElements(int count, int lane) {
   return valid;
 }
 
-// How many of the lane's elements of the cell at `first` rank before the target.
+// The binary logarithm of exponential(value), before rounding; PlainPower where it is plain.
+__device__ inline float PlainPower(const Exponential& exponential, float value) {
+  return fmaf(value, exponential.log2e_over_temperature, exponential.shift);
+}
+__device__ inline float Power(const Exponential& exponential, float value) {
+  if (exponential.plain) return PlainPower(exponential, value);
+  return value == exponential.max ? 0.0f
+                                  : (value - exponential.max) * exponential.log2e_over_temperature;
+}
+
+// The smallest of a lane's elements; +inf where all are NaN.
 template <class T>
-__device__ inline int CountBefore(const LaneCell<T>& x, int first, int lane, int target,
-                                  float target_logit) {
-  int before = 0;
-  if (first + kCell <= target) {  // an equal logit ranks before the target
+__device__ inline float LaneMin(const LaneCell<T>& x) {
+  if constexpr (sizeof(T) == 4) {
+    float min = kInfinity;
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) before += x[e] >= target_logit;
+    for (int e = 0; e < kLaneElements; ++e) min = fminf(min, x[e]);
+    return min;
+  } else {
+    using Pair = PairOf<T>;
+    Pair min = reinterpret_cast<const Pair&>(x.words[0]);
+#pragma unroll
+    for (int w = 1; w < kLaneElements / 2; ++w)
+      min = __hmin2(min, reinterpret_cast<const Pair&>(x.words[w]));
+    return fminf(fminf(ToFloat(min.x), ToFloat(min.y)), kInfinity);
+  }
+}
+
+// A lane's sums of a cell under a softcap, by tanhf. Bit e of `valid` says whether element e is in
+// the row; the others are -inf.
+template <class T>
+__device__ inline CellSums CappedLaneSums(const LaneCell<T>& x, float lane_max, Cap cap,
+                                          float log2e_over_temperature, uint32_t valid) {
+  const float max = cap.Tanh(lane_max);
+  const Exponential exponential(max, log2e_over_temperature);
+  float sums[kSums];
+  float weighted[kSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] = weighted[i] = 0.0f;
+  float total = 0.0f;
+  const auto add = [&](int e, auto power_of) {
+    const bool is_valid = (valid >> e & 1) != 0;
+    float value = cap.Tanh(x[e]);
+    value = value > max ? max : value;  // tanhf may not rise everywhere; NaN stays
+    if (!is_valid) value = -kInfinity;
+    const float power = MaxOrNan(power_of(value), kLeastPower);
+    const float weight = Exp2(power);
+    sums[e / kSumElements] += weight;
+    weighted[e / kSumElements] = fmaf(weight, power, weighted[e / kSumElements]);
+    total = fmaf(is_valid ? value : 0.0f, kTotalUnit, total);
+  };
+  if (__all_sync(kFullWarp, exponential.plain)) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e)
+      add(e, [&](float value) { return PlainPower(exponential, value); });
   } else {
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) before += x[e] > target_logit;
-    if (first <= target) {
+    for (int e = 0; e < kLaneElements; ++e)
+      add(e, [&](float value) { return Power(exponential, value); });
+  }
+  return {.stats = {max, (sums[0] + sums[1]) + (sums[2] + sums[3])},
+          .weighted = (weighted[0] + weighted[1]) + (weighted[2] + weighted[3]),
+          .total = total,
+          .before = 0};
+}
+
+// A lane's statistics of a cell under a mild softcap, without tanhf. They are relative to a value
+// near the maximum: lane_max / softcap within [-1, 1], at most 2^61 below or above in powers. The
+// first `count` elements of the cell are in the row; the others are -inf.
+template <class T>
+__device__ inline Stats MildlyCappedStats(const LaneCell<T>& x, float lane_max,
+                                          const CappedPowers& powers, float log2e_over_temperature,
+                                          int count, int lane) {
+  const float near_max = fminf(fmaxf(__fmul_rn(lane_max, powers.inverse), -1.0f), 1.0f);
+  const float shift = -__fmul_rn(near_max, log2e_over_temperature);
+  float sums[kSums];
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  if (count >= kCell) {
+    const float reach = fmaxf(fabsf(lane_max), fabsf(LaneMin(x)));
+    powers.Each(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift,
+                [&](int e, float power) { sums[e / kSumElements] += Exp2(power); });
+  } else {
+    powers.EachOfAny(x, shift, [&](int e, float power) {
+      sums[e / kSumElements] += CellIndex<T>(lane, e) < count ? Exp2(power) : 0.0f;
+    });
+  }
+  return {near_max, (sums[0] + sums[1]) + (sums[2] + sums[3])};
+}
+
+// A lane's statistics of a cell, with the bits of LaneStats, and its sum of e log2(e).
+struct WeightedStats {
+  Stats stats;
+  float weighted;
+};
+template <class T>
+__device__ inline WeightedStats LaneWeightedStats(const LaneCell<T>& x, float lane_max,
+                                                  float log2e_over_temperature) {
+  const Exponential exponential(lane_max == -kInfinity ? 0.0f : lane_max, log2e_over_temperature);
+  float sums[kSums];
+  float weighted[kSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] = weighted[i] = 0.0f;
+  const auto add = [&](int e, float power) {
+    power = MaxOrNan(power, kLeastPower);  // for -inf: 0 times it is 0
+    const float weight = Exp2(power);
+    sums[e / kSumElements] += weight;
+    weighted[e / kSumElements] = fmaf(weight, power, weighted[e / kSumElements]);
+  };
+  if (__all_sync(kFullWarp, exponential.plain)) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) add(e, PlainPower(exponential, x[e]));
+  } else {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) add(e, Power(exponential, x[e]));
+  }
+  return {.stats = {lane_max, (sums[0] + sums[1]) + (sums[2] + sums[3])},
+          .weighted = (weighted[0] + weighted[1]) + (weighted[2] + weighted[3])};
+}
+
+// c += a times b by tensor cores: 16 rows, 16 products, 8 columns. A lane's words are in PTX's order.
+template <class T>
+__device__ inline void MultiplyAdd(const uint32_t* a, uint32_t b0, uint32_t b1, float (&c)[4]) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// The sum of a whole cell's elements times kTotalUnit, for 16-bit types: by tensor cores, which add
+// exact products in fp32. The same in every lane.
+template <class T>
+__device__ inline float TotalOfWhole(const LaneCell<T>& x) {
+  static_assert(sizeof(T) == 2);
+  const uint32_t unit = PackPair<T>(kTotalUnit, kTotalUnit);
+  float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int w = 0; w < kLaneElements / 2; w += 4) MultiplyAdd<T>(&x.words[w], unit, unit, c);
+  // Columns are equal; a lane has two rows, and lanes of one group of four have the same.
+  float sum = c[0] + c[2];
+#pragma unroll
+  for (int offset = 16; offset >= 4; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+  return sum;
+}
+
+// The sum of a cell's first `count` elements times kTotalUnit, the same in every lane.
+template <class T>
+__device__ inline float TotalOf(const LaneCell<T>& x, int count, int lane) {
+  if constexpr (sizeof(T) == 2) {
+    if (count >= kCell) return TotalOfWhole(x);
+  }
+  float total = 0.0f;
+#pragma unroll
+  for (int e = 0; e < kLaneElements; ++e)
+    total = fmaf(CellIndex<T>(lane, e) < count ? x[e] : 0.0f, kTotalUnit, total);
+  return WarpSum(total);
+}
+
+// Counts the tokens of a warp's cells that rank before the target. Counts are exact in any order.
+template <class T>
+class RankCounter {
+ public:
+  __device__ RankCounter(int target, float target_logit)
+      : target_(target), target_logit_(target_logit) {}
+
+  // Counts in the cell at `first`.
+  __device__ void Add(const LaneCell<T>& x, int first, int lane) {
+    if (first + kCell <= target_) return AddAbove<true>(x);  // equals rank before the target
+    AddAbove<false>(x);
+    if (first > target_) return;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e)
+      counted_ += x[e] == target_logit_ && first + CellIndex<T>(lane, e) < target_;
+  }
+  // The count of the warp, in every lane.
+  __device__ int Total() const {
+    // A lower half that counts adds 2^16 - 1 to the masks, an upper half -2^16.
+    const uint32_t lower = -masks_ & 0xffffu;
+    const uint32_t upper = (lower - ((masks_ + lower) >> 16)) & 0xffffu;
+    return __reduce_add_sync(kFullWarp, counted_ + static_cast<int>(lower + upper));
+  }
+
+ private:
+  template <bool kOrEqual>
+  __device__ void AddAbove(const LaneCell<T>& x) {
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
       for (int e = 0; e < kLaneElements; ++e)
-        before += x[e] == target_logit && first + CellIndex<T>(lane, e) < target;
+        counted_ += kOrEqual ? x[e] >= target_logit_ : x[e] > target_logit_;
+    } else {
+      using Pair = PairOf<T>;
+      const uint32_t both = PackPair<T>(target_logit_, target_logit_);
+      const Pair to = reinterpret_cast<const Pair&>(both);
+#pragma unroll
+      for (int w = 0; w < kLaneElements / 2; ++w) {
+        const Pair pair = reinterpret_cast<const Pair&>(x.words[w]);
+        masks_ += kOrEqual ? __hge2_mask(pair, to) : __hgt2_mask(pair, to);
+      }
     }
   }
-  return before;
-}
+
+  const int target_;
+  const float target_logit_;
+  int counted_ = 0;
+  // The sum of the masks of compared pairs, for 16-bit types. A lane has at most kMaxVocab / 64
+  // pairs, so that its halves do not overflow.
+  uint32_t masks_ = 0;
+};
+static_assert(kMaxVocab / 64 < 65536);
 
 // What a row asks of its cells.
 struct CellAsk {
   int target;          // whose rank is wanted; else kIgnoredTarget
   float target_logit;  // where there is a target
-  bool summed;         // weighted and total are wanted
-  Cap cap;
+  bool weighted;       // wanted, as in CellSums
+  bool total;          // wanted
+  float softcap;
   float log2e_over_temperature;
 };
 
-// The sums of the cell at `first` of a row that ends at `end`, the same in every lane.
-template <class T>
+// How a row's cells are summed. Each way is a loop of its own: together they would cost the plain
+// one registers.
+enum class Summing { kPlain, kWithRankOrTotal, kWeighted, kMildlyCapped, kCapped };
+
+__device__ inline Summing SummingOf(const CellAsk& ask) {
+  if (ask.softcap > 0) {
+    return !ask.weighted && !ask.total && IsMildSoftcap(ask.softcap, ask.log2e_over_temperature)
+               ? Summing::kMildlyCapped
+               : Summing::kCapped;
+  }
+  if (ask.weighted) return Summing::kWeighted;
+  return ask.total || ask.target >= 0 ? Summing::kWithRankOrTotal : Summing::kPlain;
+}
+
+// The sums of the cell at `first` of a row that ends at `end`, the same in every lane, except
+// `before`: it is 0, as the caller counts it over all cells.
+template <Summing kSumming, class T>
 __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const CellAsk& ask,
                                    int first, int end, int lane) {
-  CellSums sums{};
   const float log2e_over_temperature = ask.log2e_over_temperature;
-  if (ask.cap.on() || ask.summed) {
-    const uint32_t valid = ValidElements<T>(end - first, lane);
-    sums = ask.cap.on() ? LaneSums<true>(x, lane_max, ask.cap, log2e_over_temperature, valid)
-                        : LaneSums<false>(x, lane_max, ask.cap, log2e_over_temperature, valid);
-    const Stats stats = MergeLanes(sums.stats, log2e_over_temperature);
-    sums.weighted = WarpSum(
-        Reweighted(Exponential(stats.max, log2e_over_temperature), sums.stats, sums.weighted));
-    sums.total = WarpSum(sums.total);
-    sums.stats = stats;
+  const auto merge = [=](Stats stats) { return MergeLanes(stats, log2e_over_temperature); };
+  const auto merge_weighted = [=](Stats part, float weighted, Stats stats) {
+    const Exponential exponential(stats.max, log2e_over_temperature);
+    return WarpSum(Reweighted(exponential, part, weighted));
+  };
+  CellSums sums{};
+  if constexpr (kSumming == Summing::kPlain || kSumming == Summing::kWithRankOrTotal) {
+    sums.stats = merge(LaneStats(x, lane_max, log2e_over_temperature));
+  } else if constexpr (kSumming == Summing::kWeighted) {
+    const WeightedStats of_lane = LaneWeightedStats(x, lane_max, log2e_over_temperature);
+    sums.stats = merge(of_lane.stats);
+    sums.weighted = merge_weighted(of_lane.stats, of_lane.weighted, sums.stats);
   } else {
-    sums.stats = MergeLanes(LaneStats(x, lane_max, log2e_over_temperature), log2e_over_temperature);
+    if constexpr (kSumming == Summing::kMildlyCapped) {
+      sums.stats = merge(MildlyCappedStats(x, lane_max,
+                                           CappedPowers::Of(ask.softcap, log2e_over_temperature),
+                                           log2e_over_temperature, end - first, lane));
+    } else {
+      const uint32_t valid = ValidElements<T>(end - first, lane);
+      sums = CappedLaneSums(x, lane_max, Cap::Of(ask.softcap), log2e_over_temperature, valid);
+      const Stats stats = merge(sums.stats);
+      sums.weighted = merge_weighted(sums.stats, sums.weighted, stats);
+      sums.total = WarpSum(sums.total);
+      sums.stats = stats;
+    }
   }
-  if (ask.target >= 0)
-    sums.before =
-        __reduce_add_sync(kFullWarp, CountBefore<T>(x, first, lane, ask.target, ask.target_logit));
+  if constexpr (kSumming == Summing::kWithRankOrTotal || kSumming == Summing::kWeighted) {
+    if (ask.total) sums.total = TotalOf(x, end - first, lane);
+  }
   return sums;
 }
 

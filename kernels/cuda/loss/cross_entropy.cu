@@ -3,30 +3,38 @@
 //
 // A warp takes cells of 1024 logits (cell.cuh) from a ring of copies. For each cell it leaves the
 // maximum and the sum of exponentials. Where the row asks for them it also leaves the sum of p ln
-// p, the sum of the logits and the number of tokens before the target. These are branches of the
-// row, the same in all its threads. They do not affect the bits of the sum of exponentials. Rows
-// with top tokens have a kernel of their own, because tops need shared memory that would cost the
-// others residency: it keeps softmax_topk's sketch of the row and selects from it. Where a block
-// may have 99 KB, f32 rows with tops end at about 460,000 tokens (cudaErrorNotSupported). Cells
-// merge in one order, whatever the grid:
+// p, the sum of the logits and the number of tokens before the target. What a row asks is a loop of
+// its own (Summing), the same in all its threads. Without a softcap the bits of the sum of
+// exponentials are the same in every loop. Rows with top tokens have a kernel of their own, because
+// tops need shared memory that would cost the others residency: it keeps softmax_topk's sketch of
+// the row and selects from it. Where a block may have 99 KB, f32 rows with tops end at about
+// 460,000 tokens (cudaErrorNotSupported). Cells merge in one order, whatever the grid:
 //
-//   warp per row      rows of up to 4 cells
+//   many rows a warp  rows of up to 4 cells: up to 32 rows one after the other; then a lane for
+//                     each of them merges and concludes
 //   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
 //                     the first block's shared memory (sm_90; before that a large block a row)
 //   block per row     all other rows
 //
-// Logarithms, differences and means, once a row, are in double. A softcap is tanhf of every logit:
-// the sums are of tanh(l / softcap), and the softcap is a factor of the exponent.
+// Logarithms, differences and means, once a row, are in double. A softcap is a polynomial of the
+// logit (softcap.cuh), or tanhf where it is extreme or the row also wants entropy or smoothing: the
+// sums are of tanh(l / softcap), and the softcap is a factor of the exponent.
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 16 to 24 bytes a row. Limited by: HBM; bf16
 // takes about 7 instructions and one ex2 an element, 50% and 57% of what a multiprocessor issues at
-// the read ceiling. Softcap, entropy and smoothing take up to 30 instructions, and are limited by
-// them.
-// Measured (bench/results/h200/kernels.json), as a share of one read, bf16: 8192 x 128256, 96%;
-// 8192 x 32000, 88%; with rank 87%; with rank, entropy and 5 tops 56%; label smoothing 66%; softcap
-// 31%; 64 rows 11 us, one row 6.9.
+// the read ceiling. Of 16-bit logits the sum is taken by tensor cores, and two are compared with
+// the target's at once, so that smoothing and rank cost little. A softcap takes 14 to 24
+// instructions, by how large the logits are, and is limited by them, as tops with entropy (14).
+// Short rows are limited by instructions too (515 a row of 1000).
+// Measured (bench/results/h200/losses.json), as a share of one read, bf16: 8192 x 128256, 96%;
+// 8192 x 32000, 88%; with rank 92%; label smoothing 85%; entropy 75%; rank, entropy and 5 tops 70%;
+// softcap 62%, 46% where logits are larger than it; softcap and entropy 32%; 65536 x 1000, 49%; 64
+// rows 12 us, one row 7.1. With many instructions the card reaches its power limit in the bench, and
+// its clock falls.
 // Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
-// slower), of one warp (5%), fewer stages and more blocks (3%).
+// slower), of one warp (5%), fewer stages and more blocks (3%). One loop for all that rows may ask:
+// spills, 4% slower for plain rows. Counting ranks by tensor cores (10% slower with entropy: their
+// latency). Merging and concluding a row as two functions (3%, at the ends of rows).
 #include <algorithm>
 
 #include "kernels/cross_entropy.h"
@@ -91,14 +99,16 @@ struct BlockMemory {
 
 // Reads the block's part of a row, which ends at `end`: leaves the sums of its cells and, where
 // there are tops, their sketch. Returns the largest logit the lane has seen, also only for tops.
-template <class Block>
-__device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, int end,
-                                  CellSums* cells, SmallPool::Sketch* sketch) {
+template <Summing kSumming, class Block>
+__device__ inline float ReadCellsBy(RowStream<Block>& stream, const CellAsk& ask, int end,
+                                    CellSums* cells, SmallPool::Sketch* sketch) {
   using T = typename Block::Element;
   const int lane = threadIdx.x % 32;
   float lane_best = -kInfinity;
   SmallPool::Sketch* sketch_to = sketch + threadIdx.x;
   LaneCell<T> x;
+  RankCounter<T> rank(ask.target, ask.target_logit);
+  int last = -1;  // cell
 #pragma unroll 1
   while (stream.Next(x)) {
     const int first = stream.first();
@@ -111,10 +121,44 @@ __device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, 
     } else {
       lane_max = x.Max(0, kLaneElements);
     }
-    const CellSums sums = SumCell<T>(x, lane_max, ask, first, end, lane);
-    if (lane == 0) cells[first / kCell] = sums;
+    if constexpr (kSumming != Summing::kPlain) {
+      if (ask.target >= 0) rank.Add(x, first, lane);
+    }
+    const CellSums sums = SumCell<kSumming, T>(x, lane_max, ask, first, end, lane);
+    last = first / kCell;
+    if (lane == 0) cells[last] = sums;
+  }
+  if (kSumming != Summing::kPlain && ask.target >= 0 && last >= 0) {
+    const int before = rank.Total();
+    if (lane == 0) cells[last].before = before;
   }
   return lane_best;
+}
+
+template <class Block>
+__device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, int end,
+                                  CellSums* cells, SmallPool::Sketch* sketch) {
+  switch (SummingOf(ask)) {
+    case Summing::kPlain:
+      return ReadCellsBy<Summing::kPlain>(stream, ask, end, cells, sketch);
+    case Summing::kWithRankOrTotal:
+      return ReadCellsBy<Summing::kWithRankOrTotal>(stream, ask, end, cells, sketch);
+    case Summing::kWeighted:
+      return ReadCellsBy<Summing::kWeighted>(stream, ask, end, cells, sketch);
+    case Summing::kMildlyCapped:
+      return ReadCellsBy<Summing::kMildlyCapped>(stream, ask, end, cells, sketch);
+    case Summing::kCapped:
+      return ReadCellsBy<Summing::kCapped>(stream, ask, end, cells, sketch);
+  }
+  __builtin_unreachable();
+}
+
+// The lowest NaN of a row whose sum is NaN, by one warp.
+template <class T>
+__device__ inline int FindNanOfRow(const T* row, const CellSums* cells, int count, int32_t vocab) {
+  int cell = 0;
+  while (cell + 1 < count && !isnan(cells[cell].stats.sum)) ++cell;
+  return FindNan(row, cell * kCell, vocab, static_cast<int>(threadIdx.x % 32));
 }
 
 // Merges a row's cells and writes its answers except tops and extras, by one warp. Not inlined: one
@@ -140,11 +184,7 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
   const RowSums sums{stats, WarpSum(weighted), WarpSum(total),
                      __reduce_add_sync(kFullWarp, before)};
   int nan = vocab;
-  if (isnan(stats.sum)) {
-    int cell = 0;
-    while (cell + 1 < p.cells && !isnan(cells[cell].stats.sum)) ++cell;
-    nan = FindNan(row, cell * kCell, vocab, lane);
-  }
+  if (isnan(stats.sum)) nan = FindNanOfRow(row, cells, p.cells, vocab);
   const float target_logit = ask.target < 0 ? 0.0f : ToFloat(row[ask.target]);
   return Conclude(p.args, r, sums, target_logit, nan, lane);
 }
@@ -209,11 +249,13 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (is_active == 0) return stream.Abandon();
   const int target = (want & kWantRank) != 0 ? asked_target : kIgnoredTarget;
+  const float log2e_over_temperature = Log2EOverTemperature(softcap, temperature);
   const CellAsk cell_ask{.target = target,
                          .target_logit = target >= 0 ? ToFloat(row[target]) : 0.0f,
-                         .summed = (want & kWantEntropy) != 0 || smoothing > 0,
-                         .cap = Cap::Of(softcap),
-                         .log2e_over_temperature = Log2EOverTemperature(softcap, temperature)};
+                         .weighted = (want & kWantEntropy) != 0,
+                         .total = smoothing > 0,
+                         .softcap = softcap,
+                         .log2e_over_temperature = log2e_over_temperature};
   CellSums* row_cells = memory.cells;
   if constexpr (Block::kCluster) {
     if (p.blocks > 1) row_cells = InBlock(memory.cells, 0);
@@ -250,6 +292,215 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   if constexpr (Block::kTop) {
     if (top > 0) WriteTops<Block>(p, *ask, top, outcome);
   }
+}
+
+// ---- short rows --------------------------------------------------------------------------------
+
+// Cells of a row that one warp takes.
+constexpr int32_t kShortCells = 4;
+constexpr int kShortWarps = 4;
+constexpr int kShortResident = 5;
+constexpr int kShortStages = 2;
+constexpr int kMostShortRows = 32;  // of a warp: a lane concludes a row
+
+template <class T>
+struct ShortShared {
+  typename CellRing<T, kShortStages>::Storage rings[kShortWarps];
+  Outcome outcomes[kShortWarps];
+  CellSums cells[kShortWarps][kMostShortRows][kShortCells];
+};
+
+// Merges a row's cells by one lane, with the bits of ConcludeRow: it adds in the order of WarpSum.
+__device__ inline RowSums MergeShort(const CellSums* cells, int count,
+                                     float log2e_over_temperature) {
+  static_assert(kShortCells == 4);
+  float max = -kInfinity;
+  for (int i = 0; i < count; ++i) max = fmaxf(max, cells[i].stats.max);
+  const Exponential exponential(max, log2e_over_temperature);
+  float sums[kShortCells] = {};
+  float weighted[kShortCells] = {};
+  double totals[kShortCells] = {};
+  int before = 0;
+#pragma unroll
+  for (int i = 0; i < kShortCells; ++i) {
+    if (i >= count) continue;
+    const CellSums& cell = cells[i];
+    sums[i] = cell.stats.max == -kInfinity
+                  ? cell.stats.sum
+                  : __fmul_rn(cell.stats.sum, exponential.Factor(cell.stats.max));
+    weighted[i] = Reweighted(exponential, cell.stats, cell.weighted);
+    totals[i] = cell.total;
+    before += cell.before;
+  }
+  return {{max, (sums[0] + sums[2]) + (sums[1] + sums[3])},
+          (weighted[0] + weighted[2]) + (weighted[1] + weighted[3]),
+          (totals[0] + totals[2]) + (totals[1] + totals[3]),
+          before};
+}
+
+// The rows of a warp, cell by cell, copied ahead.
+template <class T>
+class ShortRows {
+ public:
+  __device__ ShortRows(typename CellRing<T, kShortStages>::Storage& storage,
+                       const TensorView& logits, int64_t first_row, int rows)
+      : ring_(storage, static_cast<int>(threadIdx.x % 32)),
+        vocab_(static_cast<int>(logits.cols)),
+        stride_(logits.row_stride),
+        ahead_(static_cast<const T*>(logits.data) + first_row * logits.row_stride),
+        ahead_rows_(rows),
+        row_(ahead_) {
+#pragma unroll
+    for (int stage = 0; stage < kShortStages; ++stage) Push();
+  }
+
+  // The cell at `first` of the present row. Cells are asked for in order, and all of them.
+  __device__ void Next(int first, LaneCell<T>& x) {
+    ring_.Pop(row_ + first, vocab_ - first, x);
+    Push();
+  }
+  __device__ void NextRow() { row_ += stride_; }
+
+ private:
+  __device__ void Push() {
+    if (ahead_rows_ <= 0) return ring_.PushNothing();
+    ring_.Push(ahead_ + ahead_first_, vocab_ - ahead_first_);
+    ahead_first_ += kCell;
+    if (ahead_first_ < vocab_) return;
+    ahead_first_ = 0;
+    ahead_ += stride_;
+    --ahead_rows_;
+  }
+
+  CellRing<T, kShortStages> ring_;
+  const int vocab_;
+  const int64_t stride_;
+  const T* ahead_;
+  int ahead_first_ = 0;
+  int ahead_rows_;
+  const T* row_;
+};
+
+template <class T>
+__device__ inline CellSums SumCellOf(Summing summing, const LaneCell<T>& x, const CellAsk& ask,
+                                     int first, int end, int lane) {
+  const float lane_max = x.Max(0, kLaneElements);
+  switch (summing) {
+    case Summing::kPlain:
+    case Summing::kWithRankOrTotal:
+      return SumCell<Summing::kWithRankOrTotal>(x, lane_max, ask, first, end, lane);
+    case Summing::kWeighted:
+      return SumCell<Summing::kWeighted>(x, lane_max, ask, first, end, lane);
+    case Summing::kMildlyCapped:
+      return SumCell<Summing::kMildlyCapped>(x, lane_max, ask, first, end, lane);
+    case Summing::kCapped:
+      return SumCell<Summing::kCapped>(x, lane_max, ask, first, end, lane);
+  }
+  __builtin_unreachable();
+}
+
+// Writes the extras of the warp's rows, row by row. `outcome` is of the lane's row, which has
+// `extras` of them; `shared` is the warp's.
+template <class T>
+__device__ inline void WriteShortExtras(const Params& p, int64_t first_row, int extras,
+                                        const Outcome& outcome, Outcome& shared) {
+  const int lane = threadIdx.x % 32;
+  for (unsigned left = __ballot_sync(kFullWarp, extras > 0); left != 0; left &= left - 1) {
+    const int k = __ffs(left) - 1;
+    __syncwarp();
+    if (lane == k) shared = outcome;
+    __syncwarp();
+    const Outcome of_row = shared;
+    const CrossEntropyRow& ask = p.args.rows[first_row + k];
+    const T* row =
+        static_cast<const T*>(p.args.logits.data) + (first_row + k) * p.args.logits.row_stride;
+    for (int i = lane; i < ask.extra_count; i += 32) {
+      const float logit = ToFloat(row[p.args.extra_ids[ask.first_extra + i]]);
+      p.args.answers.extra_logprobs[ask.first_extra_entry + i] =
+          static_cast<float>(of_row.Logprob(logit));
+    }
+  }
+}
+
+// Rows of up to kShortCells cells: a warp takes `rows_of_warp` of them one after the other. What a
+// row asks is read by a lane for each row before, and a lane for each row concludes after: in
+// double, once for all.
+template <class T>
+__global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
+    ShortRowsKernel(const __grid_constant__ Params p, int rows_of_warp) {
+  __shared__ ShortShared<T> shared;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kShortWarps + warp) * rows_of_warp;
+  const int rows =
+      static_cast<int>(min(static_cast<int64_t>(rows_of_warp), p.args.logits.rows - first_row));
+  if (rows <= 0) return;
+  const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
+
+  // The lane's row.
+  const bool has_row = lane < rows;
+  const int64_t r = first_row + (has_row ? lane : 0);
+  const CrossEntropyRow& own = p.args.rows[r];
+  const bool active = has_row && own.active != 0;
+  const int own_target = own.target;
+  const int own_want = own.want;
+  const float own_softcap = own.softcap;
+  const float own_smoothing = own.label_smoothing;
+  const float own_scale = active ? Log2EOverTemperature(own_softcap, own.temperature) : 1.0f;
+  const T* own_row = static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride;
+  const float own_target_logit = active && own_target >= 0 ? ToFloat(own_row[own_target]) : 0.0f;
+
+  ShortRows<T> stream(shared.rings[warp], p.args.logits, first_row, rows);
+#pragma unroll 1
+  for (int k = 0; k < rows; ++k, stream.NextRow()) {
+    const int want = __shfl_sync(kFullWarp, own_want, k);
+    const int target = __shfl_sync(kFullWarp, own_target, k);
+    const CellAsk ask{.target = (want & kWantRank) != 0 ? target : kIgnoredTarget,
+                      .target_logit = __shfl_sync(kFullWarp, own_target_logit, k),
+                      .weighted = (want & kWantEntropy) != 0,
+                      .total = __shfl_sync(kFullWarp, own_smoothing, k) > 0,
+                      .softcap = __shfl_sync(kFullWarp, own_softcap, k),
+                      .log2e_over_temperature = __shfl_sync(kFullWarp, own_scale, k)};
+    const Summing summing = SummingOf(ask);
+    RankCounter<T> rank(ask.target, ask.target_logit);
+#pragma unroll 1
+    for (int first = 0; first < vocab; first += kCell) {
+      LaneCell<T> x;
+      stream.Next(first, x);
+      if (ask.target >= 0) rank.Add(x, first, lane);
+      CellSums sums = SumCellOf<T>(summing, x, ask, first, vocab, lane);
+      if (ask.target >= 0 && first + kCell >= vocab) sums.before = rank.Total();
+      if (lane == 0) shared.cells[warp][k][first / kCell] = sums;
+    }
+  }
+  WaitAsync<0>();
+  __syncwarp();
+
+  RowSums sums{};
+  if (active) sums = MergeShort(shared.cells[warp][lane], p.cells, own_scale);
+  int first_nan = vocab;
+  for (unsigned left = __ballot_sync(kFullWarp, isnan(sums.stats.sum)); left != 0;
+       left &= left - 1) {
+    const int k = __ffs(left) - 1;
+    const T* row =
+        static_cast<const T*>(p.args.logits.data) + (first_row + k) * p.args.logits.row_stride;
+    const int nan = FindNanOfRow(row, shared.cells[warp][k], p.cells, vocab);
+    if (lane == k) first_nan = nan;
+  }
+  Outcome outcome{};
+  if (active) outcome = Conclude(p.args, r, sums, own_target_logit, first_nan, /*lane=*/0);
+  __syncwarp();
+  WriteShortExtras<T>(p, first_row, active ? own.extra_count : 0, outcome, shared.outcomes[warp]);
+}
+
+template <class T>
+cudaError_t LaunchShort(const Params& p, const Scratch& scratch, cudaStream_t stream) {
+  const int64_t rows = p.args.logits.rows;
+  const int64_t at_once = int64_t{kShortResident} * kShortWarps * scratch.multiprocessors;
+  const int64_t of_warp = std::min<int64_t>(CeilDiv(rows, at_once), kMostShortRows);
+  return LaunchKernel(&ShortRowsKernel<T>,
+                      {.grid = GridFor(rows, of_warp * kShortWarps), .threads = kShortWarps * 32},
+                      stream, p, static_cast<int>(of_warp));
 }
 
 // ---- launch ------------------------------------------------------------------------------------
@@ -289,9 +540,6 @@ cudaError_t Launch(Params p, const Scratch& scratch, cudaStream_t stream) {
                       stream, p);
 }
 
-// Cells of a row that one warp takes.
-constexpr int32_t kShortCells = 4;
-
 template <class T>
 cudaError_t LaunchRows(Params p, const Scratch& scratch, cudaStream_t stream) {
   constexpr int kStages = sizeof(T) == 4 ? 2 : 3;
@@ -305,7 +553,7 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, cudaStream_t stream) {
                : Launch<TopShape<T, 4, 2, kResident>>(p, scratch, stream);
   }
   if (few && Fit<Wide>(p, scratch)) return Launch<Wide>(p, scratch, stream);
-  if (p.cells <= kShortCells) return Launch<StreamShape<T, 1, 2, 24>>(p, scratch, stream);
+  if (p.cells <= kShortCells) return LaunchShort<T>(p, scratch, stream);
   return Launch<StreamShape<T, 4, kStages, kResident>>(p, scratch, stream);
 }
 
