@@ -37,7 +37,7 @@ struct ClientOptions {
   // The servers must have the same limits and heads. Without, all calls go to the first that
   // answers. With TLS and an ipv4: or ipv6: address, `tls` must state the server's name.
   bool round_robin = false;
-  std::optional<TlsOptions> tls;           // nullopt: none
+  std::optional<TlsOptions> tls;  // nullopt: none
   // Shows the server who calls, in all calls except those of Health. Empty: none. Without TLS it is
   // only sent to this machine, unless `token_over_plaintext`: everybody on the way can read it.
   std::string token;

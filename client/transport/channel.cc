@@ -118,7 +118,8 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
 absl::Status CheckOptions(const ClientOptions& options) {
   if (!IsAddress(options.address)) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("address: got \"%s\", allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT, ipv6:[A]:PORT,[B]:PORT or "
+        absl::StrFormat("address: got \"%s\", allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT, "
+                        "ipv6:[A]:PORT,[B]:PORT or "
                         "dns:///HOST:PORT",
                         options.address));
   }
