@@ -42,6 +42,16 @@ function(logitd_library name)
   logitd_compile_options(${name})
 endfunction()
 
+# The headers that most of these targets' time goes into, read once for each target, if LOGITD_PCH says so.
+function(logitd_precompile)
+  if(LOGITD_PCH)
+    foreach(target ${ARGN})
+      target_precompile_headers(${target} PRIVATE <grpcpp/grpcpp.h> <google/protobuf/message.h> <absl/status/statusor.h>
+                                                  <absl/strings/str_format.h> <absl/time/time.h> <string> <vector>)
+    endforeach()
+  endif()
+endfunction()
+
 # logitd_executable(name SOURCES dir...)
 function(logitd_executable name)
   cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})

@@ -79,8 +79,9 @@ std::map<std::string, std::string> AllHelps() {
     helps[path] = ran.out;
     bool listed = false;
     for (const absl::string_view line : absl::StrSplit(ran.out, '\n')) {
-      if (!absl::StartsWith(line, "  ")) listed = line == "Subcommands:";
-      if (listed && line.size() > 2 && line[2] != ' ') {
+      if (!absl::StartsWith(line, "  ")) {
+        listed = line == "Subcommands:";
+      } else if (listed && line[2] != ' ') {
         const std::string name = WordsOf(std::string(line))[0];
         open.push_back(path.empty() ? name : absl::StrCat(path, " ", name));
       }
@@ -193,7 +194,7 @@ TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
        "--temperature: got nan, allowed"},
       {{"topk", "--logits", npy, "--k", "1", "--format", "xml"}, "--format"},
       {{"topk", "--logits", npy, "--k", "1", "--addr", "nowhere"},
-       "address: got \"nowhere\", allowed HOST:PORT or unix:PATH"},
+       "address: got \"nowhere\", allowed HOST:PORT, unix:PATH, ipv4:A:PORT,"},
       {{"topk", "--logits", dir.path("none.npy"), "--k", "1"}, "none.npy: No such file"},
       {{"topk", "--logits", dir.Write("b.npy", "x"), "--k", "1"}, "not an npy file"},
       {{"topk", "--text", "x", "--model", dir.path("none")}, "none/config.json"},

@@ -178,7 +178,7 @@ class MetadataTest(TestCase):
     def test_options_that_cannot_work_are_refused(self):
         for kind in (logitd.Client, logitd.AsyncClient):
             for options, text in (
-                (dict(address="nowhere"), "address: got 'nowhere', allowed HOST:PORT or unix:PATH"),
+                (dict(address="nowhere"), "address: got 'nowhere', allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT"),
                 (dict(address="host:99999"), "address"),
                 (dict(deadline=0), "deadline: got 0 s, allowed above 0"),
                 (dict(retry=logitd.Retry(max_attempts=0)), "retry.max_attempts: got 0, allowed 1 or more"),
