@@ -153,7 +153,7 @@ TEST(LogitctlTest, BashCompletesEveryFlagOfEveryHelp) {
   for (const auto& [path, help] : AllHelps()) {
     std::vector<std::string> flags;
     for (const absl::string_view line : absl::StrSplit(help, '\n')) {
-      if (!absl::StartsWith(line, "  -")) continue;
+      if (!absl::StartsWith(line, "  -") && !absl::StartsWith(line, "    -")) continue;
       for (const std::string& word : WordsOf(std::string(line))) {
         if (absl::StartsWith(word, "--")) flags.push_back(word);
         if (!absl::StartsWith(word, "-")) break;
