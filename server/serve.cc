@@ -8,6 +8,7 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
@@ -460,12 +461,14 @@ int Serve(const Config& config, MakeBackend make_backend) {
   spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
 
   engine::Metrics metrics(ops::AllNames());
+  const auto threads = static_cast<int>(std::thread::hardware_concurrency());
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
        .max_held_bytes = config.max_held_bytes,
        .max_waiting_calls = config.max_waiting_calls,
        .min_receive_rate = config.min_receive_rate,
-       .max_receiving_bytes = kReceivingBytesPerThread * std::thread::hardware_concurrency()},
+       .max_receiving_bytes = kReceivingBytesPerThread * threads,
+       .min_receiving_calls = std::max(2, threads / 2)},
       &metrics);
   engine::Heads heads(backend->get(), &metrics, MaxHeadBytes(config, device));
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine =

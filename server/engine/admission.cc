@@ -68,7 +68,8 @@ struct Admission::State {
       : admission(admission),
         options(options),
         metrics(metrics),
-        room(options.max_request_bytes, options.max_held_bytes, options.max_receiving_bytes) {
+        room(options.max_request_bytes, options.max_held_bytes, options.max_receiving_bytes,
+             options.min_receiving_calls) {
     if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
     timer = std::thread([this] { RunTimer(); });
   }

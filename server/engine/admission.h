@@ -28,6 +28,9 @@ struct AdmissionOptions {
   // Bytes of messages that are received at the same time, where their size is known; 0: any. More
   // at a time take longer: each message comes later, and the socket's work for each byte grows.
   int64_t max_receiving_bytes = 0;
+  // Messages that may always be received at the same time: one core brings about 2 GB/s from a
+  // socket, so large messages need several cores to fill the way to a device.
+  int min_receiving_calls = 2;
 };
 
 // UNAVAILABLE: what a caller gets from the start of the drain.
@@ -71,7 +74,7 @@ struct RoomAsk {
 //
 // Calls also wait for their turn to be received: see max_receiving_bytes. A turn ends when the
 // message is there, or after kTurn and a second for each 256 MiB: a slow peer does not keep others
-// waiting. Two messages always have a turn, a message of 64 KiB or less needs none, nor does one of
+// waiting. min_receiving_calls messages always have a turn, a message of 64 KiB or less needs none, nor does one of
 // 1 MiB or less of a caller that holds nothing.
 //
 // While calls wait for room, a message must make progress. A call is told that it is too slow where its

@@ -27,8 +27,8 @@ struct Room::Line {
 
 Room::Holder::~Holder() = default;
 
-Room::Room(int64_t max_message, int64_t max_held, int64_t max_receiving)
-    : max_receiving_(max_receiving) {
+Room::Room(int64_t max_message, int64_t max_held, int64_t max_receiving, int min_receiving_calls)
+    : max_receiving_(max_receiving), min_receiving_calls_(min_receiving_calls) {
   int64_t common = max_held;
   const auto keep = [&](int64_t bytes, int64_t messages_beside) {
     if (common - bytes < messages_beside * max_message) return int64_t{0};
@@ -62,7 +62,7 @@ std::optional<RoomPart> Room::PartFor(const Holder& holder, int64_t bytes) const
 // A light caller does not wait for the messages of others, and no caller for tiny messages.
 bool Room::IsTurn(const Holder& holder, int64_t receiving) const {
   return max_receiving_ == 0 || receiving <= kUnaskedBytes ||
-         (holder.held == 0 && receiving <= kSmallAsk) || receiving_calls_ < kMinReceiving ||
+         (holder.held == 0 && receiving <= kSmallAsk) || receiving_calls_ < min_receiving_calls_ ||
          receiving_bytes_ + receiving <= max_receiving_;
 }
 

@@ -29,8 +29,6 @@ class Room {
  public:
   // A message that its peer may send before it is asked for needs no turn.
   static constexpr int64_t kUnaskedBytes = int64_t{64} << 10;
-  // So many messages are received at the same time, however large they are.
-  static constexpr int kMinReceiving = 2;
   static constexpr int64_t kSmallAsk =
       (int64_t{1} << 20) + (int64_t{64} << 10);  // 1 MiB and small fields
   using WaiterId = uint64_t;
@@ -68,8 +66,9 @@ class Room {
     RoomPart part;
   };
 
-  // `max_receiving`: bytes of messages that are received at the same time; 0: any.
-  Room(int64_t max_message, int64_t max_held, int64_t max_receiving);
+  // `max_receiving`: bytes of messages that are received at the same time; 0: any. So many calls may
+  // always receive: `min_receiving_calls`.
+  Room(int64_t max_message, int64_t max_held, int64_t max_receiving, int min_receiving_calls);
   ~Room();
 
   Holder* HolderOf(const Caller& caller);
@@ -127,6 +126,7 @@ class Room {
   int64_t held_ = 0;
   int64_t asked_ = 0;
   const int64_t max_receiving_;
+  const int min_receiving_calls_;
   int64_t receiving_bytes_ = 0;
   int receiving_calls_ = 0;
   double now_ = 0;  // virtual time: the start of the last call that was let in

@@ -303,7 +303,7 @@ TEST_F(ScoreCliTest, LogitctlSamplesFromAFileOfHiddenStates) {
       {{"--head", "tiny", "--allow", "3"}, 2, "--allow: got token 3, allowed 0..2"},
       {{}, 2, "--head is missing; with --hidden it names a head"},
       {{"--head", "nobody"}, 1, "NOT_FOUND"},
-      {{"--head", "demo"}, 1, "INVALID_ARGUMENT: dtype: got f32, allowed bf16"},
+      {{"--head", "demo"}, 2, "INVALID_ARGUMENT: dtype: got f32, allowed bf16"},
       {{"--head", "tiny", "--text", "x"}, 2, "--hidden"},
   };
   for (const Case& test : cases) {

@@ -439,7 +439,7 @@ class LeaseTest(LeaseTestCase):
         with contextlib.ExitStack() as stack:
             for _ in range(3):
                 stack.enter_context(self.lease(1))
-            with self.refused(logitd.ResourceExhausted, "the 3 there are, allowed 3 (--max-leases)"):
+            with self.refused(logitd.ResourceExhausted, "the 3 in use, allowed 3 (--max-leases)"):
                 self.lease(1)
         self.assertEqual(files(), before)
 
