@@ -34,7 +34,8 @@ struct ClientOptions {
   std::string address = "127.0.0.1:7450";
   // With several servers: calls go to them in turn, as gRPC's round_robin does it; a server that is
   // away, or whose health is not SERVING because it drains, is left out. A stream stays with one.
-  // The servers must have the same limits and heads. Without, all calls go to the first that
+  // The servers must have the same limits and heads: LoadHead, UnloadHead and an Arena are for one
+  // server, so use a client of its own address for them. Without, all calls go to the first that
   // answers. With TLS and an ipv4: or ipv6: address, `tls` must state the server's name.
   bool round_robin = false;
   std::optional<TlsOptions> tls;  // nullopt: none

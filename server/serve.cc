@@ -23,6 +23,7 @@
 #include "absl/base/config.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
@@ -318,9 +319,18 @@ absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetr
   return (*files)->Load();
 }
 
-// Descriptors of leases: each has its memory and its connection.
-int64_t ArenaDescriptors(const Config& config) {
-  return config.arena_listen.empty() ? 0 : 2 * int64_t{config.max_leases};
+// Connections that may be open beside the descriptors of leases: each lease has its memory and its
+// own connection.
+absl::StatusOr<int64_t> MaxConnections(const Config& config) {
+  const int64_t descriptors = door::RaiseDescriptorLimit();
+  const int64_t of_leases = config.arena_listen.empty() ? 0 : 2 * int64_t{config.max_leases};
+  if (of_leases > descriptors / 2) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "--max-leases: got %d, allowed at most %d: each takes two of the %d files that the process "
+        "may open, and connections need half of them",
+        config.max_leases, descriptors / 4, descriptors));
+  }
+  return door::ConnectionLimit(config.max_connections, descriptors - of_leases);
 }
 
 // Null without --arena-listen. `identities` may be null.
@@ -452,8 +462,8 @@ int Serve(const Config& config, MakeBackend make_backend) {
   TuneMalloc();
   TuneMutexes();
   spdlog::info("logitd {}, gRPC {}", Version(), GrpcVersion());
-  const int64_t max_connections = door::ConnectionLimit(
-      config.max_connections, door::RaiseDescriptorLimit() - ArenaDescriptors(config));
+  const absl::StatusOr<int64_t> max_connections = MaxConnections(config);
+  if (!max_connections.ok()) return CannotStart(max_connections.status());
 
   absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend();
   if (!backend.ok()) return CannotStart(backend.status());
@@ -488,15 +498,15 @@ int Serve(const Config& config, MakeBackend make_backend) {
       "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, streams {}, "
       "connections {}",
       config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
-      config.max_batch_rows, config.slab_bytes, config.streams, max_connections);
+      config.max_batch_rows, config.slab_bytes, config.streams, *max_connections);
 
   if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
   const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   if (!head_root.ok()) return CannotStart(head_root.status());
   const auto door_metrics =
-      std::make_shared<door::DoorMetrics>(metrics.registry(), max_connections);
+      std::make_shared<door::DoorMetrics>(metrics.registry(), *max_connections);
   const std::shared_ptr<door::Connections> connections = door::Connections::Create(
-      {.frames = {.max_streams = config.max_streams}, .max_connections = max_connections},
+      {.frames = {.max_streams = config.max_streams}, .max_connections = *max_connections},
       door_metrics);
   const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server = ServeMetrics(
       config, MakeMetricsPage(metrics.registry(), connections, Version(), GrpcVersion(), device));

@@ -37,7 +37,7 @@ of it; scripts/plot_load draws the JSON.
 The preset overload finds the peak of each shape in a closed loop, then offers 1.1, 2 and 5 times as
 much with a deadline of 200 ms. "in time" is answers within the deadline per second.
 The table: latency percentiles in microseconds; "added" is the client's round trip less the kernel.
-Exit codes: 0 done, 1 a scenario had no answer or the server is not there, 2 bad usage.)";
+Exit codes: 0 done, 1 a scenario had no answer, 2 bad usage, 3 the server is not there.)";
 
 // Why each is there: one row is the latency of a decode loop. 1 to 64 MiB over one connection is
 // the way from socket to pinned memory, with one call and with calls that overlap. 64 at once is
@@ -279,7 +279,7 @@ int Main(int argc, char** argv) {
   if (!client.ok()) return Fail(2, std::string(client.status().message()));
   const absl::StatusOr<v1::GetInfoResponse> info = (*client)->Info();
   if (!info.ok()) {
-    return Fail(1, absl::StrFormat("%s\n  hint: is logitd running at %s?", info.status().ToString(),
+    return Fail(3, absl::StrFormat("%s\n  hint: is logitd running at %s?", info.status().ToString(),
                                    flags.target.address));
   }
   absl::PrintF("logitd %s, %s, %s\n%s", info->version(), info->backend(), info->device().name(),

@@ -1,5 +1,6 @@
 #include "client/transport/channel.h"
 
+#include <arpa/inet.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/security/tls_certificate_provider.h>
@@ -51,8 +52,12 @@ bool IsThisMachine(const std::string& address) {
   if (absl::StartsWith(address, "unix:")) return true;
   const std::vector<absl::string_view> servers = Servers(address);
   return std::all_of(servers.begin(), servers.end(), [](absl::string_view server) {
-    return absl::StartsWith(server, "127.") || absl::StartsWith(server, "localhost:") ||
-           absl::StartsWith(server, "[::1]:");
+    const std::string host(server.substr(0, server.rfind(':')));
+    in_addr ip = {};
+    // Of 127.0.0.0/8; a name may begin with 127. too.
+    const bool loopback =
+        inet_pton(AF_INET, host.c_str(), &ip) == 1 && ntohl(ip.s_addr) >> 24 == 127;
+    return loopback || host == "localhost" || host == "[::1]";
   });
 }
 

@@ -27,7 +27,7 @@ namespace logitd::arena {
 namespace {
 
 // Connections that may be open without a lease.
-constexpr int64_t kSilentPeers = 16;
+constexpr int64_t kSilentPeers = 64;
 // How often unused memory is looked for while there is some that calls still use, and how long no
 // connection is accepted after one failed for lack of descriptors.
 constexpr absl::Duration kSoon = absl::Milliseconds(20);

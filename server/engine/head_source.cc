@@ -91,6 +91,22 @@ constexpr std::string_view kSettings[] = {
     "vocab_size",   "unpadded_vocab_size", "tie_word_embeddings", "is_encoder_decoder",
     "rms_norm_eps", "dim_model_base",      "model_type"};
 
+// Settings that these models have by default: a configuration may leave them out, and then says
+// nothing of their value.
+struct NeededSetting {
+  std::string_view model_type;
+  const char* key;
+};
+constexpr NeededSetting kNeededSettings[] = {
+    {"cohere", "logit_scale"},
+    {"cohere2", "logit_scale"},
+    {"gemma2", "final_logit_softcapping"},
+    {"gemma3n_text", "final_logit_softcapping"},
+    {"nanochat", "final_logit_softcapping"},
+    {"recurrent_gemma", "logits_soft_cap"},
+    {"xlstm", "output_logit_soft_cap"},
+};
+
 // Keys by which models change their logits in ways that are not part of transformers, and not
 // known here: Phi-3-small, Cerebras and Jais, Grok.
 constexpr const char* kOtherScales[] = {"mup_width_multiplier", "mup_output_alpha",
@@ -368,6 +384,13 @@ class Settings {
     return text != nullptr ? *text : "";
   }
 
+  // Also where it is null.
+  bool Has(const char* key) const {
+    return std::any_of(std::begin(kPlaces), std::end(kPlaces), [&](const char* object) {
+      return fields_.find({object, key}) != fields_.end();
+    });
+  }
+
   // True if the key is there, and `want` wherever it is.
   bool IsEverywhere(const char* key, bool want) const {
     int found = 0;
@@ -451,7 +474,20 @@ absl::StatusOr<double> ScaleOf(Settings& settings, const HeadSource& head) {
   return factor;
 }
 
+absl::Status CheckNeeded(Settings& settings) {
+  const std::string type = settings.Text("model_type");
+  for (const NeededSetting& needed : kNeededSettings) {
+    if (needed.model_type != type || settings.Has(needed.key)) continue;
+    return FileError(settings.where(),
+                     absl::StrFormat("%s: got none, allowed a number or null: a model of type %s "
+                                     "has one by default",
+                                     needed.key, type));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSource* head) {
+  LOGITD_RETURN_IF_ERROR(CheckNeeded(settings));
   const int64_t stored = head->weight.shape[0];
   std::optional<int64_t> stated = settings.Size("unpadded_vocab_size");
   if (!stated.has_value()) stated = settings.Size("vocab_size");

@@ -271,6 +271,7 @@ TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
   const std::vector<float> logits = Normal(kRows * kVocab, 4);
   const std::string binary = ::logitd::testing::BinaryPath("load_bench");
   for (int i = 0; i < 10; ++i) {
+    ASSERT_TRUE(AllIsFree());  // or load_bench gets no lease
     const pid_t child = fork();
     if (child == 0) {
       execl(binary.c_str(), "load_bench", "--addr", address_.c_str(), "--arena",

@@ -198,6 +198,8 @@ TEST(TokenTest, ATokenDoesNotTravelInPlaintextToOtherMachines) {
   options.token = kToken;
   EXPECT_THAT(std::string(client::Client::Create(options).status().message()),
               HasSubstr("without TLS"));
+  options.address = "127.another.machine:7450";
+  EXPECT_FALSE(client::Client::Create(options).ok());
   options.token_over_plaintext = true;
   EXPECT_TRUE(client::Client::Create(options).ok());
   options.token_over_plaintext = false;

@@ -119,7 +119,7 @@ TEST(LoadBenchTest, NobodyThereIs1AndBadUsageIs2) {
     address = gone.address();
   }
   const Ran ran = RunBinary("load_bench", {"--addr", address});
-  EXPECT_EQ(ran.code, 1);
+  EXPECT_EQ(ran.code, 3);
   EXPECT_THAT(ran.err, HasSubstr("is logitd running at " + address));
   EXPECT_EQ(RunBinary("load_bench", {"--rows", "0"}).code, 2);
   EXPECT_EQ(RunBinary("load_bench", {"--addr", "nowhere"}).code, 2);

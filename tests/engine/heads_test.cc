@@ -290,6 +290,8 @@ TEST_F(HeadsTest, ABadHeadIsRefusedWithItsReasonAndLeavesNothing) {
            {"other_multiplier",
             kInvalid,
             {"config.json: output_multiplier_scale: got 30, allowed none"}},
+           {"no_softcap", kInvalid, {"final_logit_softcapping: got none", "type gemma2"}},
+           {"no_scale", kInvalid, {"logit_scale: got none", "type cohere2"}},
            {"mup_and_bias", kInvalid, {"logits_mup_width_multiplier: got one and a bias"}},
            {"tied_encoder_decoder", kInvalid, {"is_encoder_decoder: got true with tied"}},
            {"final_logits_bias", kInvalid, {"tensor 'final_logits_bias': got one"}},

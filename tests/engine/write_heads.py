@@ -81,7 +81,7 @@ def good(out):
         "logit_scale": "3", "lm_head_multiplier": "0.5", "logits_scaling": "4", "dim_model_base": "2"})
     for model in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gemma", "gemma2",
                   "qwen3", "qwen3_moe", "gemma3n"):
-        folder(f"{out}/norm_of_{model}", {"model_type": model, "rms_norm_eps": 1e-6},
+        folder(f"{out}/norm_of_{model}", {"model_type": model, "rms_norm_eps": 1e-6, "final_logit_softcapping": None},
                {"lm_head.weight": tensor("F16", 4, 8), "model.norm.weight": tensor("F16", 8)})
     write(f"{out}/big.safetensors", {"lm_head.weight": tensor("BF16", 13000, 1001)})
     folder(f"{out}/padded", {"model_type": "llama", "vocab_size": 6, "hidden_size": 16, "rms_norm_eps": 1e-5,
@@ -159,6 +159,8 @@ def bad(out):
     norm = {"model.norm.weight": tensor("F16", 8)}
     llama = {"model_type": "llama", "rms_norm_eps": 1e-5}
     folder(f"{out}/mup_and_bias", {"logits_mup_width_multiplier": 4}, with_bias)
+    folder(f"{out}/no_softcap", {"model_type": "paligemma", "text_config": {"model_type": "gemma2"}}, head)
+    folder(f"{out}/no_scale", {"model_type": "aya_vision", "text_config": {"model_type": "cohere2"}}, head)
     folder(f"{out}/tied_encoder_decoder", {"is_encoder_decoder": True}, head)
     folder(f"{out}/final_logits_bias", {}, {**head, "final_logits_bias": tensor("F16", 1, 4)})
     folder(f"{out}/vocab_beyond", {"vocab_size": 5}, head)
