@@ -492,8 +492,9 @@ TEST_F(ArenaServerTest, SilentPeersKeepNobodyOut) {
 TEST_F(ArenaServerTest, DescriptorsOfPeersAreNotTaken) {
   Start();
   const int peer = Connect();
-  int off = 0;
-  if (setsockopt(peer, SOL_SOCKET, /*SO_PASSRIGHTS*/ 83, &off, sizeof(off)) != 0) {
+  int takes = 0;
+  socklen_t length = sizeof(takes);
+  if (getsockopt(peer, SOL_SOCKET, /*SO_PASSRIGHTS*/ 83, &takes, &length) != 0) {
     close(peer);
     GTEST_SKIP() << "this kernel cannot refuse descriptors (Linux 6.16 can)";
   }
