@@ -128,10 +128,10 @@ class KubernetesTest(unittest.TestCase):
             target = named(documents, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
             self.assertEqual((target["kind"], target["name"]), ("Deployment", "logitd"))
 
-    def test_the_autoscaler_and_the_adapter_name_the_same_metric(self):
-        (metric,) = named(self.built["cpu"], "HorizontalPodAutoscaler")["spec"]["metrics"]
-        (rule,) = yaml.safe_load((KUBERNETES / "adapter-rules.yaml").read_text())["rules"]
-        self.assertEqual(metric["pods"]["metric"]["name"], rule["name"]["as"])
+    def test_the_autoscaler_and_the_adapter_name_the_same_metrics(self):
+        metrics = named(self.built["cpu"], "HorizontalPodAutoscaler")["spec"]["metrics"]
+        rules = yaml.safe_load((KUBERNETES / "adapter-rules.yaml").read_text())["rules"]
+        self.assertEqual([m["pods"]["metric"]["name"] for m in metrics], [r["name"]["as"] for r in rules])
 
     def test_gpus(self):
         gpu = {"nvidia.com/gpu": 1}

@@ -40,6 +40,10 @@ CASES = {
         {'up{job="logitd",instance="a"}': "0x10"},
         {'up{job="logitd",instance="a"}': "1x10"},
         "2m", JOB, "a does not answer"),
+    "LogitdGone": Case(
+        {'up{job="other",instance="a"}': "1x10"},
+        {'up{job="logitd",instance="a"}': "0x10"},
+        "4m", {"job": "logitd"}, "Prometheus finds no logitd"),
     "LogitdRestarts": Case(
         {'process_start_time_seconds{job="logitd",instance="a"}': "1 2 3 4 4x10"},
         {'process_start_time_seconds{job="logitd",instance="a"}': "1 2 3 3 3x10"},
@@ -289,12 +293,13 @@ class ScrapeTest(unittest.TestCase):
             with self.subTest(title, expression=expression):
                 self.wait_for_data(plot.fill_in(expression, 10), loads)
         self.assertEqual(self.numbers('sum(up{job="logitd"})'), [2.0])
-        (rule,) = yaml.safe_load((ROOT / "deploy/kubernetes/adapter-rules.yaml").read_text())["rules"]
-        series = rule["seriesQuery"].split("{")[0]
-        asked = rule["metricsQuery"].replace("<<.Series>>", series).replace("<<.GroupBy>>", "pod")
-        asked = asked.replace("<<.LabelMatchers>>", 'namespace="logitd",pod=~"logitd-0|logitd-1"').replace("2m", "10s")
-        wait_for(f"a value for each pod: {asked}", lambda: len(self.numbers(asked)) == 2)
-        self.assertTrue(self.query(rule["seriesQuery"]))
+        for rule in yaml.safe_load((ROOT / "deploy/kubernetes/adapter-rules.yaml").read_text())["rules"]:
+            series = rule["seriesQuery"].split("{")[0]
+            asked = rule["metricsQuery"].replace("<<.Series>>", series).replace("<<.GroupBy>>", "pod")
+            pods = 'namespace="logitd",pod=~"logitd-0|logitd-1"'
+            asked = asked.replace("<<.LabelMatchers>>", pods).replace("2m", "10s")
+            wait_for(f"a value for each pod: {asked}", lambda asked=asked: len(self.numbers(asked)) == 2)
+            self.assertTrue(self.query(rule["seriesQuery"]))
 
         picture = pathlib.Path(self.place, "dashboard.png")
         titles = plot.draw(self.base, minutes=0.5, step=1, interval=10, out=picture)
