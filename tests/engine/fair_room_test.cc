@@ -223,10 +223,10 @@ TEST(FairRoomTest, ADrainAnswersNoCallWhoseMessageIsThere) {
   admission.BeginDrain();
   EXPECT_TRUE(absl::IsUnavailable(unread.status()));
   holds.Leave();
-  EXPECT_TRUE(received.in());
+  EXPECT_TRUE(received.WaitIn());
   Peer late(&admission, 4, {.received = true});
   received.Leave();
-  EXPECT_TRUE(late.in());
+  EXPECT_TRUE(late.WaitIn());
 }
 
 // --- turns
