@@ -65,8 +65,9 @@ bool Receive(int socket, Received* received) {
   for (int resets = 0; bytes < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0));) {
     bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   }
-  if (const cmsghdr* header = CMSG_FIRSTHDR(&message);
-      bytes >= 0 && header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+  if (const cmsghdr* header = CMSG_FIRSTHDR(&message); bytes >= 0 && header != nullptr &&
+                                                       header->cmsg_level == SOL_SOCKET &&
+                                                       header->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&received->fd, CMSG_DATA(header), sizeof(received->fd));
   }
   const auto size = static_cast<size_t>(std::max<ssize_t>(bytes, 0));
@@ -79,7 +80,7 @@ bool Receive(int socket, Received* received) {
   return true;
 }
 
-// The memory behind the descriptor must stay as large as it is, or a write would be a SIGBUS.
+// A file that can shrink is refused: a write beyond its end would kill this process (SIGBUS).
 bool IsWhole(int fd, uint64_t bytes) {
   struct stat file = {};
   const int seals = fcntl(fd, F_GET_SEALS);

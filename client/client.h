@@ -51,7 +51,7 @@ struct LogitsRequest {
   // it and the call returns at once. Without, the call returns only when gRPC has let go, so that
   // stack memory is safe; a peer that neither reads nor closes can then hold the call past its
   // deadline, over TCP for 20 s at most.
-  // Not looked at with an arena.
+  // With an arena it is not used.
   std::shared_ptr<const void> owner;
 };
 using TopKRequest = LogitsRequest<v1::TopKRequest>;

@@ -27,7 +27,7 @@ namespace logitd::arena {
 
 struct ArenaServerOptions {
   door::Address address;  // a Unix socket
-  // Of the socket's file: who may connect.
+  // Permissions of the socket's file, which say who may connect.
   mode_t mode = 0600;
   // OK: this user may lease. The socket's file has already let it in.
   std::function<absl::Status(uid_t)> check_user = [](uid_t) { return absl::OkStatus(); };

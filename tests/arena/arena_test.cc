@@ -522,7 +522,7 @@ TEST_F(ArenaServerTest, UsersAreAsked) {
           return absl::PermissionDeniedError(absl::StrCat("user ", uid, " may not"));
         }});
   const int peer = Connect();
-  const Got got = Receive(peer);  // without a request: the user alone decides
+  const Got got = Receive(peer);  // no request was sent: the user is enough to refuse
   EXPECT_EQ(got.answer.code, static_cast<uint32_t>(absl::StatusCode::kPermissionDenied));
   EXPECT_EQ(got.text, absl::StrCat("user ", getuid(), " may not"));
   EXPECT_TRUE(Ended(peer));

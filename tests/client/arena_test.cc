@@ -253,7 +253,7 @@ TEST_F(ArenaClientTest, ALeaseThatHasEndedIsNotFound) {
   ASSERT_TRUE(AllIsFree());
   client::TopKRequest request = {.rows = 1, .vocab = 1, .params = TopKParams({1})};
   *request.params.mutable_shared() = shared;
-  // The library writes an input of its own behind the parameters, so this goes without it.
+  // Sent without the library, which would add an input of its own.
   v1::TopKRequest raw = request.params;
   raw.set_dtype(v1::DTYPE_F32);
   raw.set_rows(1);
@@ -294,7 +294,7 @@ TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
   }
 }
 
-// What changes while it is read harms its own answer alone.
+// Rows that change while they are read spoil only the answer of their own call.
 TEST_F(ArenaClientTest, AScribblerHarmsOnlyItself) {
   const auto arena = Lease();
   std::atomic<bool> stop = false;

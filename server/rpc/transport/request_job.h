@@ -65,7 +65,8 @@ class RequestJob : public engine::Job {
   // The bytes the message holds from here on, or its answer's if they are more.
   int64_t needed_bytes() const;
 
-  // Of a message of `message_bytes`: what its work goes by. Rows in a lease are not in the message.
+  // Bytes by which the work of a message of `message_bytes` is estimated. Rows in a lease count too,
+  // although they are not in the message.
   int64_t work_bytes(int64_t message_bytes) const {
     return std::max(message_bytes, spec_.size.payload_bytes);
   }

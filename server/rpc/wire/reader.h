@@ -73,7 +73,7 @@ struct Nested {
 struct Choice {
   uint32_t number = 0;  // of the field; 0: none was there
   ByteRange range;      // of a field of bytes
-  // Of a message: its occurrences since another field of the oneof was there last, for ParseNested.
+  // Of a message: its occurrences after the last other field of the oneof.
   Nested message;
 };
 
