@@ -148,6 +148,12 @@ Arena::~Arena() {
   close(socket_);
 }
 
+bool Arena::Overlaps(absl::string_view bytes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(data_);
+  const auto at = reinterpret_cast<uintptr_t>(bytes.data());
+  return !bytes.empty() && at < begin + static_cast<size_t>(bytes_) && at + bytes.size() > begin;
+}
+
 absl::StatusOr<v1::SharedRows> Arena::Find(const std::vector<absl::string_view>& pieces,
                                            int64_t rows, int64_t row_bytes) const {
   std::vector<absl::string_view> runs;  // pieces that touch, as one

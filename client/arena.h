@@ -16,9 +16,9 @@
 
 namespace logitd::client {
 
-// A lease and its memory, mapped to be written. The lease ends with the object; a request that runs
-// then still reads what was there. What is written while a request runs that names it may change
-// that request's answer. Thread-safe, as far as memory is.
+// A lease and its memory, mapped to be read and written. The lease ends with the object; a request
+// that runs then still reads what was there. What is written while a request runs that names it may
+// change that request's answer. Thread-safe, as far as memory is.
 class Arena {
  public:
   // Leases at least `bytes` bytes, all zero, from the server that listens at `address`
@@ -30,8 +30,11 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  char* data() const { return data_; }  // page-aligned
+  char* data() const { return data_; }    // page-aligned
   int64_t bytes() const { return bytes_; }
+
+  // Whether any of `bytes` lies in the arena. No bytes: no.
+  bool Overlaps(absl::string_view bytes) const;
 
   // Where a payload lies: `rows` rows of `row_bytes` bytes, as one run of memory, in any number of
   // pieces, or in one piece a row at equal distances. INVALID_ARGUMENT: it does not lie in the

@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/arena.h"
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/types.pb.h"
 
@@ -42,6 +43,11 @@ struct AttentionMask {
 
 // The arrays are the caller's, little-endian, rows without padding, and are not copied. They must
 // not overlap the answer's. LogitsRequest::owner says how long they must live.
+//
+// With an arena, which outlives the call, `scores` must lie in it, one run of memory, and is not sent
+// (of a gradient: `probs` and `d_probs`). If the answer's array lies in it too, the server writes the
+// answer there. After an error it may still do so for a moment: use that memory only for the same
+// call again, or end the lease.
 struct AttentionSoftmaxRequest {
   v1::DType dtype = v1::DTYPE_F32;
   AttentionShape shape;
@@ -54,6 +60,7 @@ struct AttentionSoftmaxRequest {
   bool want_logsumexp = false;
   // Where the answer goes, of exactly its size; empty: into the result. Undefined after an error.
   absl::Span<char> probs;
+  const Arena* arena = nullptr;
   std::shared_ptr<const void> owner;
 };
 
@@ -69,6 +76,7 @@ struct AttentionSoftmaxBackwardRequest {
   // The type of d_scores: `dtype` (the default), or any type where `dtype` is f32.
   v1::DType out_dtype = v1::DTYPE_UNSPECIFIED;
   absl::Span<char> d_scores;  // as AttentionSoftmaxRequest::probs
+  const Arena* arena = nullptr;
   std::shared_ptr<const void> owner;
 };
 

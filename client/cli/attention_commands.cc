@@ -1,7 +1,9 @@
 // logitctl softmax and logitctl softmax-backward.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,7 +14,9 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "client/arena.h"
 #include "client/cli/commands.h"
+#include "client/cli/input.h"
 #include "client/cli/output.h"
 #include "client/client.h"
 #include "client/tensor_file.h"
@@ -95,6 +99,52 @@ absl::Status CheckScale(float scale) {
       absl::StrFormat("--scale: got %g, allowed any finite number", scale));
 }
 
+// Leased memory with copies of the inputs, one after another, and room for the answer.
+struct Shared {
+  std::unique_ptr<client::Arena> arena;  // null: the inputs are sent
+  std::vector<absl::string_view> inputs;
+  absl::Span<char> out;  // empty: the answer comes in the message
+};
+
+// `address`: of --arena; empty: the inputs stay where they are.
+absl::StatusOr<Shared> MoveToArena(const std::string& address,
+                                   const std::vector<absl::string_view>& inputs,
+                                   int64_t out_bytes) {
+  constexpr size_t kAlignment = 64;
+  const auto aligned = [](size_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  Shared shared;
+  if (address.empty()) {
+    shared.inputs = inputs;
+    return shared;
+  }
+  size_t bytes = static_cast<size_t>(out_bytes);
+  for (const absl::string_view input : inputs) bytes += aligned(input.size());
+  auto lease = client::Arena::Lease(address, static_cast<int64_t>(bytes));
+  if (!lease.ok()) return lease.status();
+  shared.arena = *std::move(lease);
+  char* to = shared.arena->data();
+  for (const absl::string_view input : inputs) {
+    std::copy(input.begin(), input.end(), to);
+    shared.inputs.emplace_back(to, input.size());
+    to += aligned(input.size());
+  }
+  shared.out = {to, static_cast<size_t>(out_bytes)};
+  return shared;
+}
+
+int64_t OutBytes(const client::FileTensor& tensor, v1::DType out_dtype) {
+  return static_cast<int64_t>(tensor.bytes.size()) / client::DTypeSize(tensor.dtype) *
+         client::DTypeSize(out_dtype);
+}
+
+// The answer, wherever it is.
+absl::string_view Values(const client::AttentionResult& result, const Shared& shared) {
+  if (shared.arena == nullptr) return result.values;
+  return {shared.out.data(), shared.out.size()};
+}
+
 }  // namespace
 
 int RunSoftmax(const Session& session, const SoftmaxFlags& flags) {
@@ -133,9 +183,16 @@ int RunSoftmax(const Session& session, const SoftmaxFlags& flags) {
       return BadInput(status);
     }
   }
+  const absl::StatusOr<Shared> shared =
+      MoveToArena(flags.arena, {scores->bytes}, OutBytes(*scores, request.out_dtype));
+  if (!shared.ok()) return NoArena(session, shared.status());
+  request.scores = shared->inputs[0];
+  request.probs = shared->out;
+  request.arena = shared->arena.get();
   const absl::StatusOr<client::AttentionResult> result = session.client().AttentionSoftmax(request);
   if (!result.ok()) return session.CallFailed(result.status());
-  absl::Status saved = client::SaveTensor(flags.out, result->dtype, scores->shape, result->values);
+  absl::Status saved =
+      client::SaveTensor(flags.out, result->dtype, scores->shape, Values(*result, *shared));
   if (saved.ok() && !flags.logsumexp.empty()) {
     std::vector<int64_t> shape = scores->shape;
     shape.pop_back();
@@ -166,25 +223,31 @@ int RunSoftmaxBackward(const Session& session, const SoftmaxBackwardFlags& flags
   if (!sinks.ok()) return BadInput(sinks.status());
   const absl::StatusOr<std::vector<float>> logsumexp = LoadFloats("--logsumexp", flags.logsumexp);
   if (!logsumexp.ok()) return BadInput(logsumexp.status());
+  const v1::DType out_dtype = DTypeOf(flags.out_dtype, probs->dtype);
+  if (absl::Status status = client::CheckSavable(flags.out, out_dtype); !status.ok()) {
+    return BadInput(status);
+  }
+  const absl::StatusOr<Shared> shared =
+      MoveToArena(flags.arena, {probs->bytes, d_probs->bytes}, OutBytes(*probs, out_dtype));
+  if (!shared.ok()) return NoArena(session, shared.status());
   const client::AttentionSoftmaxBackwardRequest request = {
       .dtype = probs->dtype,
       .shape = ShapeOf(*probs),
-      .probs = probs->bytes,
-      .d_probs = d_probs->bytes,
+      .probs = shared->inputs[0],
+      .d_probs = shared->inputs[1],
       .scale = flags.scale,
       .window = *window,
       .sinks = *std::move(sinks),
       .logsumexp = *logsumexp,
-      .out_dtype = DTypeOf(flags.out_dtype, probs->dtype),
+      .out_dtype = out_dtype,
+      .d_scores = shared->out,
+      .arena = shared->arena.get(),
   };
-  if (absl::Status status = client::CheckSavable(flags.out, request.out_dtype); !status.ok()) {
-    return BadInput(status);
-  }
   const absl::StatusOr<client::AttentionResult> result =
       session.client().AttentionSoftmaxBackward(request);
   if (!result.ok()) return session.CallFailed(result.status());
   if (absl::Status saved =
-          client::SaveTensor(flags.out, result->dtype, probs->shape, result->values);
+          client::SaveTensor(flags.out, result->dtype, probs->shape, Values(*result, *shared));
       !saved.ok()) {
     return BadInput(saved);
   }

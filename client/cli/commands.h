@@ -77,6 +77,7 @@ struct AttentionFlags {
   std::string out_dtype;  // "f32", "f16", "bf16"; empty: that of the input
   std::string out;        // a file that is written
   std::string logsumexp;  // a file: written by softmax, read by softmax-backward; empty: none
+  std::string arena;      // where the server leases memory; empty: the tensor is sent
 };
 
 struct SoftmaxFlags : AttentionFlags {

@@ -191,12 +191,11 @@ std::pair<CLI::App*, Flags*> AddCommand(CLI::App* parent, Commands* commands, co
 
 enum Sources { kLogits = 1, kHidden = 2, kText = 4, kTextFile = 8 };
 
-void AddArena(CLI::App* command, InputFlags* input) {
-  command
-      ->add_option("--arena", input->arena,
-                   "where logitd leases memory (its --arena-listen): hands the rows over there, "
-                   "without sending them")
-      ->type_name("unix:PATH");
+void AddArena(CLI::App* command, std::string* address,
+              const char* help =
+                  "where logitd leases memory (its --arena-listen): hands the rows "
+                  "over there, without sending them") {
+  command->add_option("--arena", *address, help)->type_name("unix:PATH");
 }
 
 // Flags for where the rows come from, exactly one of `sources`.
@@ -222,7 +221,7 @@ void AddInput(CLI::App* command, InputFlags* input, int sources, const char* hea
       ->capture_default_str();
   CLI::Option* head = command->add_option("--head", input->head, head_help);
   if ((sources & kTextFile) == 0) head->excludes(logits);
-  AddArena(command, input);
+  AddArena(command, &input->arena);
 }
 
 void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
@@ -277,7 +276,7 @@ void AddGenerate(CLI::App* app, Commands* commands) {
       ->capture_default_str();
   command->add_option("--head", flags->input.head,
                       "a head of the server that is the model's; sends hidden states");
-  AddArena(command, &flags->input);
+  AddArena(command, &flags->input.arena);
   command->add_option("--tokens", flags->tokens, "how many to draw")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
@@ -318,6 +317,9 @@ void AddAttention(CLI::App* command, AttentionFlags* flags, const char* logsumex
       ->type_name("FILE")
       ->required();
   command->add_option("--logsumexp", flags->logsumexp, logsumexp_help)->type_name("FILE");
+  AddArena(command, &flags->arena,
+           "where logitd leases memory (its --arena-listen): hands the tensor over there, and gets "
+           "the answer there");
 }
 
 void AddSoftmax(CLI::App* app, Commands* commands) {

@@ -75,14 +75,18 @@ class SliceList {
     small_.clear();
     slices_.push_back(SliceOver(bytes, owner));
   }
-  grpc::ByteBuffer Take() { return grpc::ByteBuffer(slices_.data(), slices_.size()); }
+  grpc::ByteBuffer Take() {
+    if (!small_.empty()) slices_.emplace_back(small_);
+    return grpc::ByteBuffer(slices_.data(), slices_.size());
+  }
 
  private:
   std::string small_;
   std::vector<grpc::Slice> slices_;
 };
 
-// Reads the large array into `large`, and all other fields into `rest`.
+// Reads the large array into `large`, and all other fields into `rest`. An empty `large`: there must
+// be none.
 bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* rest) {
   grpc::ProtoBufferReader reader(answer);
   if (!reader.status().ok()) return false;
@@ -104,7 +108,7 @@ bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* 
     }
     found = true;
   }
-  return found && in.ConsumedEntireMessage();
+  return found == !large.empty() && in.ConsumedEntireMessage();
 }
 
 }  // namespace
@@ -128,6 +132,7 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(const AttentionSoftmax
                      .out = request.probs,
                      .sinks = static_cast<int64_t>(request.sinks.size()),
                      .want_logsumexp = request.want_logsumexp,
+                     .arena = request.arena,
                      .header = header.SerializeAsString()},
               limits, options);
 }
@@ -145,6 +150,7 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(
                                    request.logsumexp.size() * sizeof(float)},
                      .out = request.d_scores,
                      .sinks = static_cast<int64_t>(request.sinks.size()),
+                     .arena = request.arena,
                      .header = HeaderOf<Backward>(request).SerializeAsString()},
               limits, options);
 }
@@ -154,6 +160,7 @@ absl::StatusOr<AttentionMessages> AttentionMessages::Plan(Tensor tensor, const v
   AttentionMessages messages(std::move(tensor));
   const Tensor& t = messages.tensor_;
   if (absl::Status status = messages.CheckSizes(); !status.ok()) return status;
+  if (absl::Status status = messages.CheckArena(); !status.ok()) return status;
   // The server writes an answer of the input's type over the input; it does not count.
   const int64_t answer_row = t.out_dtype == t.dtype ? 0 : messages.out_row_bytes();
   const MessageRoom room =
@@ -204,6 +211,57 @@ absl::Status AttentionMessages::CheckSizes() const {
     return WrongSize(array.name, array.got, array.allowed);
   }
   return t.mask.kind == v1::MASK_KIND_NONE ? absl::OkStatus() : CheckMask();
+}
+
+absl::Status AttentionMessages::CheckArena() const {
+  const Tensor& t = tensor_;
+  if (t.arena == nullptr) return absl::OkStatus();
+  const absl::string_view out(t.out.data(), t.out.size());
+  const int64_t row = t.shape.keys * DTypeSize(t.dtype);
+  for (const absl::string_view input : {t.payload, t.d_probs}) {
+    if (input.empty()) continue;
+    if (auto found = t.arena->Find({input}, t.shape.rows(), row); !found.ok()) {
+      return found.status();
+    }
+    if (input.data() < out.data() + out.size() && out.data() < input.data() + input.size()) {
+      return absl::InvalidArgumentError(
+          "arena: got an answer's array that overlaps the input, allowed one apart from it");
+    }
+  }
+  if (!t.arena->Overlaps(out)) return absl::OkStatus();
+  return t.arena->Find({out}, t.shape.rows(), out_row_bytes()).status();
+}
+
+bool AttentionMessages::out_is_shared() const {
+  return tensor_.arena != nullptr &&
+         tensor_.arena->Overlaps({tensor_.out.data(), tensor_.out.size()});
+}
+
+absl::StatusOr<std::string> AttentionMessages::SharedFields(const Chunk& chunk) const {
+  const Tensor& t = tensor_;
+  const auto find = [&](absl::string_view array, int64_t row_bytes) {
+    return t.arena->Find({array.substr(static_cast<size_t>(chunk.first_row * row_bytes),
+                                       static_cast<size_t>(chunk.rows * row_bytes))},
+                         chunk.rows, row_bytes);
+  };
+  const int64_t row = t.shape.keys * DTypeSize(t.dtype);
+  absl::StatusOr<v1::SharedRows> input = find(t.payload, row);
+  if (!input.ok()) return input.status();
+  absl::StatusOr<v1::SharedRows> output = v1::SharedRows();
+  if (out_is_shared()) output = find({t.out.data(), t.out.size()}, out_row_bytes());
+  if (!output.ok()) return output.status();
+  const auto common = [&](auto message) {
+    message.set_shared_rows(chunk.rows);
+    *message.mutable_shared() = *std::move(input);
+    if (!output->lease().empty()) *message.mutable_shared_output() = *std::move(output);
+    return message;
+  };
+  if (!t.backward) return common(Forward()).SerializeAsString();
+  absl::StatusOr<v1::SharedRows> gradient = find(t.d_probs, row);
+  if (!gradient.ok()) return gradient.status();
+  Backward message = common(Backward());
+  *message.mutable_shared_d_probs() = *std::move(gradient);
+  return message.SerializeAsString();
 }
 
 absl::Status AttentionMessages::CheckMask() const {
@@ -302,11 +360,18 @@ absl::StatusOr<grpc::ByteBuffer> AttentionMessages::Encode(
                         static_cast<size_t>(chunk.rows * bytes));
   };
   const int64_t row = t.shape.keys * DTypeSize(t.dtype);
-  SliceList slices(i == 0 ? t.header : "");
+  std::string small = i == 0 ? t.header : "";
+  if (t.arena != nullptr) {
+    absl::StatusOr<std::string> shared = SharedFields(chunk);
+    if (!shared.ok()) return shared.status();
+    small += *shared;
+  }
+  SliceList slices(std::move(small));
   if (t.backward) {
     if (t.sinks > 0) {
       slices.Bytes(Backward::kLogsumexpFieldNumber, rows_of(t.logsumexp, sizeof(float)), owner);
     }
+    if (t.arena != nullptr) return slices.Take();
     slices.Bytes(Backward::kProbsFieldNumber, rows_of(t.payload, row), owner);
     slices.Bytes(Backward::kDProbsFieldNumber, rows_of(t.d_probs, row), owner);
     return slices.Take();
@@ -318,7 +383,9 @@ absl::StatusOr<grpc::ByteBuffer> AttentionMessages::Encode(
                                      static_cast<size_t>(mask.rows * mask_row_bytes())),
                  owner);
   }
-  slices.Bytes(Forward::kScoresFieldNumber, rows_of(t.payload, row), owner);
+  if (t.arena == nullptr) {
+    slices.Bytes(Forward::kScoresFieldNumber, rows_of(t.payload, row), owner);
+  }
   return slices.Take();
 }
 
@@ -334,9 +401,10 @@ void AttentionMessages::Begin() {
 template <typename Fields>
 bool AttentionMessages::TakeFields(const Chunk& chunk, const Fields& fields) {
   const int faults = fields.fault_rows_size();
-  if (fields.first_row() != chunk.first_row || fields.rows() != chunk.rows ||
-      fields.dtype() != tensor_.out_dtype || fields.fault_status_size() != faults ||
-      fields.fault_positions_size() != faults) {
+  const int64_t written = out_is_shared() ? chunk.rows * out_row_bytes() : 0;
+  if (fields.output_bytes() != written || fields.first_row() != chunk.first_row ||
+      fields.rows() != chunk.rows || fields.dtype() != tensor_.out_dtype ||
+      fields.fault_status_size() != faults || fields.fault_positions_size() != faults) {
     return false;
   }
   for (int f = 0; f < faults; ++f) {
@@ -352,10 +420,11 @@ absl::Status AttentionMessages::Take(int i, grpc::ByteBuffer* answer) {
   const Chunk& chunk = chunks_[static_cast<size_t>(i)];
   const absl::Span<char> out = tensor_.out.empty() ? absl::MakeSpan(result_.values) : tensor_.out;
   std::string rest;
-  const bool split = SplitAnswer(answer,
-                                 out.subspan(static_cast<size_t>(chunk.first_row * out_row_bytes()),
-                                             static_cast<size_t>(chunk.rows * out_row_bytes())),
-                                 &rest);
+  const absl::Span<char> rows =
+      out_is_shared() ? absl::Span<char>()
+                      : out.subspan(static_cast<size_t>(chunk.first_row * out_row_bytes()),
+                                    static_cast<size_t>(chunk.rows * out_row_bytes()));
+  const bool split = SplitAnswer(answer, rows, &rest);
   answer->Clear();
   const auto disagrees = [&] {
     return absl::InternalError(absl::StrFormat(

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/arena.h"
 #include "client/attention.h"
 #include "client/options.h"
 #include "client/transport/transport.h"
@@ -62,7 +63,8 @@ class AttentionMessages final : public MessageStream {
     absl::Span<char> out;  // empty: the answer goes into the result
     int64_t sinks = 0;
     bool want_logsumexp = false;
-    std::string header;  // the small fields
+    const Arena* arena = nullptr;  // where payload and d_probs lie
+    std::string header;            // the small fields
   };
   struct MaskRows {
     int64_t first;
@@ -74,6 +76,10 @@ class AttentionMessages final : public MessageStream {
                                                 const ClientOptions& options);
   absl::Status CheckSizes() const;
   absl::Status CheckMask() const;
+  absl::Status CheckArena() const;
+  // The fields that say where in the arena the chunk's arrays lie.
+  absl::StatusOr<std::string> SharedFields(const Chunk& chunk) const;
+  bool out_is_shared() const;
   absl::Status Cut(int64_t max_bytes, int64_t max_rows);
   int64_t row_bytes() const;
   int64_t out_row_bytes() const;

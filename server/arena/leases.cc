@@ -78,6 +78,21 @@ void Arena::Read(int64_t offset, absl::Span<const absl::Span<std::byte>> to) con
   }
 }
 
+absl::Status Arena::Write(int64_t offset, absl::Span<const std::byte> from) const {
+  while (!from.empty()) {
+    const ssize_t put = pwrite(fd_, from.data(), from.size(), offset);
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0) {
+      return absl::ResourceExhaustedError(
+          absl::StrFormat("shared_output: got %d bytes that cannot be written to the lease: %s",
+                          from.size(), std::strerror(put < 0 ? errno : ENOSPC)));
+    }
+    offset += put;
+    from.remove_prefix(static_cast<size_t>(put));
+  }
+  return absl::OkStatus();
+}
+
 Leases::Leases(LeaseLimits limits)
     : limits_({.max_bytes = WholePages(limits.max_bytes), .max_leases = limits.max_leases}) {}
 

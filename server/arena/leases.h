@@ -22,8 +22,9 @@ namespace logitd::arena {
 //
 // It is a file in memory, and this process never maps it: a page that the client has written is the
 // client's, in the sense of a container's limit, and reading a page that nobody has written takes no
-// memory and gives zeros. Nothing that the client does to the file makes Read wait or fault.
-// Thread-safe.
+// memory and gives zeros. Nothing that the client does to the file makes Read wait or fault. A write
+// is different: it takes a page where none is, and it takes the file's lock, which the client's own
+// calls (fallocate) can hold for as long as they run. So only the Writer calls Write. Thread-safe.
 class Arena {
  public:
   // Owns `fd`, a sealed memfd of `bytes` bytes.
@@ -37,6 +38,10 @@ class Arena {
   // Copies what is at `offset`, one span after the other. [offset, offset + all sizes) must be in
   // the arena. What the system fails to read becomes bytes of 255, which are NaN in every dtype.
   void Read(int64_t offset, absl::Span<const absl::Span<std::byte>> to) const;
+
+  // Writes `from` at `offset`, which must fit into the arena. RESOURCE_EXHAUSTED: the system has no
+  // memory for it; then some of it may be written.
+  absl::Status Write(int64_t offset, absl::Span<const std::byte> from) const;
 
  private:
   const int fd_;

@@ -107,6 +107,7 @@ class RpcServerImpl final : public RpcServer {
                      .log = &log_,
                      .copier = &copier_,
                      .leases = options.leases,
+                     .writer = options.leases == nullptr ? nullptr : &writer_,
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, options.remote_listen, environment_),
@@ -242,6 +243,7 @@ class RpcServerImpl final : public RpcServer {
   const CallLog log_;
   CallTracker tracker_;
   Copier copier_;
+  arena::Writer writer_;
   const CallEnvironment environment_;
   const std::vector<std::unique_ptr<OpService>> op_services_;
   HeadsService heads_;

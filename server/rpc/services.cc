@@ -42,9 +42,9 @@ MakeCodec ForScore(const Finders& find, bool /*is_stream*/) {
 }
 
 template <AttentionDirection direction>
-MakeCodec ForAttention(const Finders&, bool is_stream) {
-  return [tensor = is_stream ? std::make_shared<AttentionTensor>() : nullptr] {
-    return std::make_unique<AttentionCodec>(direction, tensor);
+MakeCodec ForAttention(const Finders& find, bool is_stream) {
+  return [find, tensor = is_stream ? std::make_shared<AttentionTensor>() : nullptr] {
+    return std::make_unique<AttentionCodec>(direction, find.lease, tensor);
   };
 }
 

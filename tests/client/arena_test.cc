@@ -6,11 +6,17 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
 #include <memory>
 #include <set>
 #include <string>
@@ -21,6 +27,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
+#include "logitd/v1/attention.grpc.pb.h"
 #include "logitd/v1/sampler.grpc.pb.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/scoring_logitd.h"
@@ -318,6 +325,250 @@ TEST_F(ArenaClientTest, AScribblerHarmsOnlyItself) {
   stop = true;
   scribbler.join();
   EXPECT_GT(torn_answers.size(), 1u) << "the rows did not change while they were read";
+}
+
+// What the server answered for an attention tensor, with the large array from wherever it is.
+std::string AnswerOf(const absl::StatusOr<client::AttentionResult>& result, absl::string_view out) {
+  if (!result.ok()) return result.status().ToString();
+  std::string all = out.empty() ? result->values : std::string(out);
+  for (const float value : result->logsumexp) absl::StrAppend(&all, " ", value);
+  for (const double value : result->d_sinks) absl::StrAppend(&all, " ", value);
+  for (const client::AttentionFault& fault : result->faults) {
+    absl::StrAppend(&all, " fault ", fault.row, " ", static_cast<int>(fault.status));
+  }
+  return all;
+}
+
+constexpr client::AttentionShape kAttention = {.batch = 2, .heads = 3, .queries = 9, .keys = 70};
+constexpr size_t kAttentionBytes = 2 * 3 * 9 * 70 * sizeof(float);
+
+client::AttentionSoftmaxRequest SoftmaxOf(absl::string_view scores) {
+  return {.shape = kAttention,
+          .scores = scores,
+          .scale = 0.5f,
+          .window = {.right = 0},
+          .sinks = {0.5f, -1, 2},
+          .want_logsumexp = true};
+}
+
+TEST_F(ArenaClientTest, AttentionIsTheSameToTheBitWhereverItLies) {
+  const auto arena = Lease();
+  std::vector<float> scores = Normal(2 * 3 * 9 * 70, 11);
+  scores[70 * 20 + 3] = std::numeric_limits<float>::quiet_NaN();  // a fault
+  const std::vector<float> gradient = Normal(2 * 3 * 9 * 70, 12);
+  // One message, and a stream of many.
+  for (const int64_t message_bytes : {int64_t{8} << 20, int64_t{1000}}) {
+    SCOPED_TRACE(message_bytes);
+    auto client =
+        client::Client::Create({.address = address_, .attention_message_bytes = message_bytes});
+    ASSERT_TRUE(client.ok()) << client.status();
+    client::AttentionSoftmaxRequest sent = SoftmaxOf(ViewOf(scores));
+    const auto forward = (*client)->AttentionSoftmax(sent);
+    ASSERT_TRUE(forward.ok()) << forward.status();
+    EXPECT_EQ(forward->faults.size(), 1u);
+    const std::string expected = AnswerOf(forward, "");
+    for (const size_t offset : {size_t{0}, size_t{4}, size_t{70000}}) {
+      for (const bool out : {false, true}) {
+        char* const in = arena->data() + offset;
+        std::memcpy(in, scores.data(), kAttentionBytes);
+        client::AttentionSoftmaxRequest shared = SoftmaxOf({in, kAttentionBytes});
+        shared.arena = arena.get();
+        // Right after the input: not a byte between.
+        if (out) shared.probs = {in + kAttentionBytes, kAttentionBytes};
+        EXPECT_EQ(AnswerOf((*client)->AttentionSoftmax(shared),
+                           {shared.probs.data(), shared.probs.size()}),
+                  expected);
+      }
+    }
+    client::AttentionSoftmaxBackwardRequest back = {.shape = kAttention,
+                                                    .probs = forward->values,
+                                                    .d_probs = ViewOf(gradient),
+                                                    .sinks = {0.5f, -1, 2},
+                                                    .logsumexp = forward->logsumexp};
+    back.out_dtype = v1::DTYPE_BF16;
+    const std::string expected_back = AnswerOf((*client)->AttentionSoftmaxBackward(back), "");
+    ASSERT_GT(expected_back.size(), kAttentionBytes / 2) << expected_back;
+    char* const probs = arena->data() + 100000;
+    std::memcpy(probs, forward->values.data(), kAttentionBytes);
+    std::memcpy(probs + kAttentionBytes, gradient.data(), kAttentionBytes);
+    back.probs = {probs, kAttentionBytes};
+    back.d_probs = {probs + kAttentionBytes, kAttentionBytes};
+    back.arena = arena.get();
+    EXPECT_EQ(AnswerOf((*client)->AttentionSoftmaxBackward(back), ""), expected_back);
+    back.d_scores = {arena->data(), kAttentionBytes / 2};
+    EXPECT_EQ(AnswerOf((*client)->AttentionSoftmaxBackward(back),
+                       {back.d_scores.data(), back.d_scores.size()}),
+              expected_back);
+  }
+}
+
+TEST_F(ArenaClientTest, AMaskTravelsWithScoresThatDoNot) {
+  const auto arena = Lease();
+  const std::vector<float> scores = Normal(2 * 3 * 9 * 70, 13);
+  const std::string mask(3 * 70, '\0');
+  std::string some = mask;
+  for (size_t i = 0; i < some.size(); i += 3) some[i] = 1;
+  client::AttentionSoftmaxRequest request = SoftmaxOf(ViewOf(scores));
+  request.mask = {.kind = v1::MASK_KIND_BOOL, .shape = {1, 3, 1, 70}, .bytes = some};
+  const std::string expected = AnswerOf(client_->AttentionSoftmax(request), "");
+  std::memcpy(arena->data(), scores.data(), kAttentionBytes);
+  request.scores = {arena->data(), kAttentionBytes};
+  request.probs = {arena->data() + (1 << 19), kAttentionBytes};
+  request.arena = arena.get();
+  EXPECT_EQ(
+      AnswerOf(client_->AttentionSoftmax(request), {request.probs.data(), request.probs.size()}),
+      expected);
+}
+
+TEST_F(ArenaClientTest, AnAttentionTensorThatDoesNotLieSoIsRefusedUnsent) {
+  const auto arena = Lease();
+  const std::vector<float> own = Normal(2 * 3 * 9 * 70, 1);
+  char* const data = arena->data();
+  std::string outside(kAttentionBytes, 'x');
+  const struct {
+    absl::string_view scores;
+    absl::Span<char> probs;
+    std::string text;
+  } kCases[] = {
+      {ViewOf(own), {}, "outside of it"},
+      {{data + kArenaBytes - 4, kAttentionBytes}, {}, "outside of it"},
+      {{data, kAttentionBytes}, {data, kAttentionBytes}, "overlaps the input"},
+      {{data, kAttentionBytes}, {data + kAttentionBytes - 4, kAttentionBytes}, "overlaps"},
+      {{data, kAttentionBytes}, {data + kArenaBytes - 4, kAttentionBytes}, "outside of it"},
+      {{data, kAttentionBytes - 4}, {}, "scores: got"},
+  };
+  for (const auto& refused : kCases) {
+    client::AttentionSoftmaxRequest request = SoftmaxOf(refused.scores);
+    request.probs = refused.probs;
+    request.arena = arena.get();
+    const absl::Status status = client_->AttentionSoftmax(request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(refused.text));
+  }
+  // An answer's array outside is filled from the message.
+  client::AttentionSoftmaxRequest request = SoftmaxOf({data, kAttentionBytes});
+  std::memcpy(data, own.data(), kAttentionBytes);
+  request.arena = arena.get();
+  request.probs = absl::MakeSpan(outside);
+  const std::string expected = AnswerOf(client_->AttentionSoftmax(SoftmaxOf(ViewOf(own))), "");
+  EXPECT_EQ(AnswerOf(client_->AttentionSoftmax(request), outside), expected);
+}
+
+// A call that the server refuses leaves the range of its answer as it was.
+TEST_F(ArenaClientTest, ARefusedCallWritesNothing) {
+  const auto arena = Lease();
+  std::memset(arena->data(), 0x5a, kArenaBytes);
+  const std::string before(arena->data(), kArenaBytes);
+  const auto channel = grpc::CreateChannel(address_, grpc::InsecureChannelCredentials());
+  const auto stub = v1::Attention::NewStub(channel);
+  const v1::SharedRows input = *arena->Find({{arena->data(), 4096}}, 1, 4096);
+  v1::AttentionSoftmaxRequest good;
+  good.set_dtype(v1::DTYPE_F32);
+  good.set_batch(1);
+  good.set_heads(1);
+  good.set_queries(4);
+  good.set_keys(256);
+  *good.mutable_shared() = input;
+  *good.mutable_shared_output() = input;
+  good.mutable_shared_output()->set_offset(8192);
+  const auto call = [&](auto change) {
+    v1::AttentionSoftmaxRequest request = good;
+    change(&request);
+    grpc::ClientContext context;
+    v1::AttentionSoftmaxResponse response;
+    return stub->Softmax(&context, request, &response);
+  };
+  const auto refused = [&](grpc::StatusCode code, auto change) {
+    const grpc::Status status = call(change);
+    EXPECT_EQ(status.error_code(), code) << status.error_message();
+    EXPECT_EQ(std::string(arena->data(), kArenaBytes), before);
+  };
+  refused(grpc::INVALID_ARGUMENT, [](auto* r) { r->mutable_shared_output()->set_offset(4092); });
+  refused(grpc::INVALID_ARGUMENT, [](auto* r) { r->mutable_shared_output()->set_offset(8193); });
+  refused(grpc::INVALID_ARGUMENT,
+          [](auto* r) { r->mutable_shared_output()->set_offset(kArenaBytes - 4092); });
+  refused(grpc::NOT_FOUND,
+          [](auto* r) { r->mutable_shared_output()->set_lease("abcdefghijklmnop"); });
+  refused(grpc::INVALID_ARGUMENT, [](auto* r) { r->set_queries(int64_t{1} << 40); });
+  refused(grpc::INVALID_ARGUMENT, [](auto* r) { r->set_queries(int64_t{1} << 62); });
+  refused(grpc::INVALID_ARGUMENT, [](auto* r) { r->set_scale(INFINITY); });
+  const grpc::Status status = call([](auto*) {});
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_NE(std::string(arena->data(), kArenaBytes), before);
+  EXPECT_EQ(std::string(arena->data(), 8192), before.substr(0, 8192));
+  EXPECT_EQ(std::string(arena->data() + 12288, 100), before.substr(0, 100));
+}
+
+// The client changes everything at all times: input and answer, and takes pages out of the file.
+TEST_F(ArenaClientTest, AScribblerOverAnAnswerHarmsOnlyItself) {
+  const auto arena = Lease();
+  std::atomic<bool> stop = false;
+  std::thread scribbler([&] {
+    while (!stop) {
+      std::memset(arena->data(), 0x5a, kArenaBytes);
+      madvise(arena->data(), kArenaBytes, MADV_REMOVE);
+    }
+  });
+  const std::vector<float> scores = Normal(2 * 3 * 9 * 70, 5);
+  const std::string expected = AnswerOf(client_->AttentionSoftmax(SoftmaxOf(ViewOf(scores))), "");
+  client::AttentionSoftmaxRequest shared = SoftmaxOf({arena->data(), kAttentionBytes});
+  shared.probs = {arena->data() + (1 << 19), kAttentionBytes};
+  shared.arena = arena.get();
+  for (int i = 0; i < 100; ++i) {
+    const auto torn = client_->AttentionSoftmax(shared);
+    EXPECT_TRUE(torn.ok()) << torn.status();
+    EXPECT_EQ(AnswerOf(client_->AttentionSoftmax(SoftmaxOf(ViewOf(scores))), ""), expected);
+  }
+  stop = true;
+  scribbler.join();
+}
+
+// Clients that are killed while answers are written to their memory leave nothing behind.
+TEST_F(ArenaClientTest, KilledClientsOfAttentionLeaveNothingBehind) {
+  for (int i = 0; i < 8; ++i) {
+    ASSERT_TRUE(AllIsFree());
+    const std::string file = dir_.Write("scores.npy", NpyF32(256, 256, Normal(256 * 256, 3)));
+    const std::string out = dir_.path("out.npy");
+    const std::string binary = ::logitd::testing::BinaryPath("logitctl");
+    const pid_t child = fork();
+    if (child == 0) {
+      execl(binary.c_str(), "logitctl", "softmax", "--addr", address_.c_str(), "--arena",
+            arena_address().c_str(), "--scores", file.c_str(), "--out", out.c_str(), nullptr);
+      _exit(127);
+    }
+    absl::SleepFor(absl::Milliseconds(4 * i));
+    kill(child, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+  }
+  EXPECT_TRUE(AllIsFree());
+}
+
+TEST_F(ArenaClientTest, TheCommandLineGivesTheSameAttention) {
+  const std::string scores = dir_.Write("scores.npy", NpyF32(3, 5, Normal(15, 2)));
+  const std::string gradient = dir_.Write("gradient.npy", NpyF32(3, 5, Normal(15, 3)));
+  const std::string sent = dir_.path("sent.npy");
+  const std::string shared = dir_.path("shared.npy");
+  const auto same = [&](std::vector<std::string> command) {
+    for (const std::string& out : {sent, shared}) {
+      std::vector<std::string> words = command;
+      words.insert(words.end(), {"--out", out});
+      if (out == shared) words.insert(words.end(), {"--arena", arena_address()});
+      const Ran ran = Logitctl(words);
+      ASSERT_EQ(ran.code, 0) << ran.err;
+    }
+    const auto bytes_of = [](const std::string& path) {
+      std::ifstream file(path, std::ios::binary);
+      return std::string(std::istreambuf_iterator<char>(file), {});
+    };
+    EXPECT_GT(bytes_of(sent).size(), 15 * sizeof(float));
+    EXPECT_EQ(bytes_of(shared), bytes_of(sent));
+  };
+  same({"softmax", "--scores", scores, "--mask", "causal"});
+  same({"softmax", "--scores", scores, "--out-dtype", "f32"});
+  const std::string kept = dir_.path("probs.npy");
+  std::filesystem::copy_file(sent, kept);
+  same({"softmax-backward", "--probs", kept, "--d-probs", gradient});
 }
 
 TEST_F(ArenaClientTest, TheCommandLineGivesTheSameAnswer) {

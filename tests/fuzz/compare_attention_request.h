@@ -4,16 +4,21 @@
 #ifndef LOGITD_TESTS_FUZZ_COMPARE_ATTENTION_REQUEST_H_
 #define LOGITD_TESTS_FUZZ_COMPARE_ATTENTION_REQUEST_H_
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/attention.pb.h"
 #include "server/engine/batch.h"
@@ -22,6 +27,16 @@
 #include "tests/fuzz/field_comparison.h"
 
 namespace logitd::rpc::testing {
+
+// Every name is that of one lease of 4096 bytes.
+inline absl::StatusOr<std::shared_ptr<const arena::Arena>> FindOneLease(std::string_view) {
+  static const auto* const arena = [] {
+    const int fd = memfd_create("lease", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, 4096) != 0) std::abort();
+    return new auto(std::make_shared<const arena::Arena>(fd, 4096));
+  }();
+  return *arena;
+}
 
 inline bool SameFloat(bool has, float expected, const std::optional<float>& ours) {
   return has == ours.has_value() &&
@@ -32,7 +47,7 @@ inline bool SameInt(bool has, int64_t expected, const std::optional<int64_t>& ou
 }
 
 template <typename Request>
-void CompareShared(const Request& expected, const AttentionFields& ours, FieldComparison* compare) {
+void CompareCommon(const Request& expected, const AttentionFields& ours, FieldComparison* compare) {
   compare->Note("dtype", ours.dtype == static_cast<int>(expected.dtype()));
   compare->Note("batch", ours.batch == expected.batch());
   compare->Note("heads", ours.heads == expected.heads());
@@ -45,12 +60,18 @@ void CompareShared(const Request& expected, const AttentionFields& ours, FieldCo
                 SameInt(expected.has_window_right(), expected.window_right(), ours.window_right));
   compare->List("sinks", expected.sinks(), ours.sinks);
   compare->Note("out_dtype", ours.out_dtype == static_cast<int>(expected.out_dtype()));
+  compare->Note("shared_rows", ours.shared_rows == expected.shared_rows());
+  compare->Note("input",
+                static_cast<int>(ours.payload.number) == static_cast<int>(expected.input_case()));
+  if (expected.has_shared()) compare->Shared(expected.shared(), ours.payload);
+  compare->Note("shared_output", expected.has_shared_output() == (ours.output.number != 0));
+  if (expected.has_shared_output()) compare->Shared(expected.shared_output(), ours.output);
 }
 
 inline void Compare(const v1::AttentionSoftmaxRequest& expected, const AttentionFields& ours,
                     FieldComparison* compare) {
-  CompareShared(expected, ours, compare);
-  compare->Bytes("scores", expected.scores(), ours.payload);
+  CompareCommon(expected, ours, compare);
+  compare->Bytes("scores", expected.scores(), ours.payload.range);
   compare->Note("mask_kind", ours.mask_kind == static_cast<int>(expected.mask_kind()));
   compare->Note("mask_dtype", ours.mask_dtype == static_cast<int>(expected.mask_dtype()));
   compare->List("mask_shape", expected.mask_shape(), ours.mask_shape);
@@ -60,9 +81,12 @@ inline void Compare(const v1::AttentionSoftmaxRequest& expected, const Attention
 
 inline void Compare(const v1::AttentionSoftmaxBackwardRequest& expected,
                     const AttentionFields& ours, FieldComparison* compare) {
-  CompareShared(expected, ours, compare);
-  compare->Bytes("probs", expected.probs(), ours.payload);
-  compare->Bytes("d_probs", expected.d_probs(), ours.d_probs);
+  CompareCommon(expected, ours, compare);
+  compare->Bytes("probs", expected.probs(), ours.payload.range);
+  compare->Note("gradient", static_cast<int>(ours.d_probs.number) ==
+                                static_cast<int>(expected.gradient_case()));
+  if (expected.has_shared_d_probs()) compare->Shared(expected.shared_d_probs(), ours.d_probs);
+  compare->Bytes("d_probs", expected.d_probs(), ours.d_probs.range);
   compare->Bytes("logsumexp", expected.logsumexp(), ours.logsumexp);
 }
 
@@ -70,7 +94,7 @@ inline void Compare(const v1::AttentionSoftmaxBackwardRequest& expected,
 // Empty, or which part of the mask is outside of what was copied.
 inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces, bool stream) {
   auto tensor = stream ? std::make_shared<AttentionTensor>() : nullptr;
-  AttentionCodec codec(direction, tensor);
+  AttentionCodec codec(direction, FindOneLease, tensor);
   engine::JobSpec spec;
   if (!codec.Parse(pieces, /*max_rows=*/64, &spec).ok()) return "";
   const size_t row_stride = engine::RowStride(spec.key);
@@ -83,11 +107,11 @@ inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces
   std::vector<std::byte*> inputs;
   for (size_t i = 0; i < arrays.size(); ++i) inputs.push_back(memory.get() + offsets[i]);
   for (size_t i = 0; i < codec.copied_inputs().size(); ++i) {
-    const ByteRange& range = codec.copied_inputs()[i];
-    if (range.bytes != static_cast<size_t>(spec.counts[arrays[i].axis]) * arrays[i].bytes) {
-      return absl::StrCat("input ", i, " has ", range.bytes, " bytes in the message");
+    const Payload& input = codec.copied_inputs()[i];
+    if (input.range.bytes != static_cast<size_t>(spec.counts[arrays[i].axis]) * arrays[i].bytes) {
+      return absl::StrCat("input ", i, " has ", input.range.bytes, " bytes");
     }
-    CopyRange(pieces, range, inputs[i]);
+    Copier(/*helpers=*/0).Copy(pieces, input, inputs[i], input.row_bytes);
   }
   codec.WriteInputs(inputs, {});
 

@@ -20,7 +20,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/row_params.h"
+#include "logitd/v1/types.pb.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
+#include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/wire/reader.h"
 
 #if __has_include(<google/protobuf/stubs/logging.h>)  // up to protobuf 3.21
@@ -98,13 +100,17 @@ class FieldComparison {
     Note("vocab", ours.vocab == expected.vocab());
     Note("input", static_cast<int>(ours.input.number) == static_cast<int>(expected.input_case()));
     if (!expected.has_shared()) return;
+    Shared(expected.shared(), ours.input);
+  }
+
+  // A SharedRows.
+  void Shared(const v1::SharedRows& expected, const Choice& ours) {
     SharedFields shared;
-    Note("shared", ParseSharedFields(pieces_, ours.input, &shared).ok());
-    const std::string& lease = expected.shared().lease();
-    Note("shared.lease",
-         shared.lease_bytes == lease.size() && shared.lease == lease.substr(0, kLeaseIdBytes));
-    Note("shared.offset", shared.offset == expected.shared().offset());
-    Note("shared.row_stride", shared.row_stride == expected.shared().row_stride());
+    Note("shared", ParseSharedFields(pieces_, ours.message.parts, &shared).ok());
+    Note("shared.lease", shared.lease_bytes == expected.lease().size() &&
+                             shared.lease == expected.lease().substr(0, kLeaseIdBytes));
+    Note("shared.offset", shared.offset == expected.offset());
+    Note("shared.row_stride", shared.row_stride == expected.row_stride());
   }
 
   // The same with the input itself, for requests that may have hidden states.

@@ -17,6 +17,7 @@
 #include "logitd/v1/attention.pb.h"
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_attention_request.h"
+#include "tests/rpc/attention_requests.h"
 #include "tests/tree.h"
 
 namespace logitd::rpc {
@@ -24,93 +25,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using Forward = v1::AttentionSoftmaxRequest;
-using Backward = v1::AttentionSoftmaxBackwardRequest;
-
-constexpr int64_t kMaxRows = 100;
-
-// Bytes that tell their place.
-std::string Numbered(int64_t bytes, int first = 0) {
-  std::string out(static_cast<size_t>(bytes), '\0');
-  for (size_t i = 0; i < out.size(); ++i) out[i] = static_cast<char>(first + i);
-  return out;
-}
-
-template <typename Request>
-Request Shaped(int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
-  Request request;
-  request.set_dtype(v1::DTYPE_F16);
-  request.set_batch(batch);
-  request.set_heads(heads);
-  request.set_queries(queries);
-  request.set_keys(keys);
-  return request;
-}
-
-// B 2, H 3, Sq 4, Sk 5 in f16: 24 rows of 10 bytes.
-Forward Scores() {
-  Forward request = Shaped<Forward>(2, 3, 4, 5);
-  request.set_scores(Numbered(240));
-  return request;
-}
-
-Backward Gradient() {
-  Backward request = Shaped<Backward>(2, 3, 4, 5);
-  request.set_probs(Numbered(240));
-  request.set_d_probs(Numbered(240, 7));
-  return request;
-}
-
-template <typename Request>
-void SetMaskShape(std::vector<int64_t> shape, Request* request) {
-  request->clear_mask_shape();
-  for (int64_t size : shape) request->add_mask_shape(size);
-}
-
-Forward BoolMasked(std::vector<int64_t> shape) {
-  Forward request = Scores();
-  request.set_mask_kind(v1::MASK_KIND_BOOL);
-  SetMaskShape(shape, &request);
-  request.set_mask(Numbered(shape[0] * shape[1] * shape[2] * shape[3], 100));
-  return request;
-}
-
-struct Parsed {
-  explicit Parsed(const Forward& request, std::shared_ptr<AttentionTensor> tensor = nullptr)
-      : Parsed(request.SerializeAsString(), AttentionDirection::kForward, std::move(tensor)) {}
-  explicit Parsed(const Backward& request, std::shared_ptr<AttentionTensor> tensor = nullptr)
-      : Parsed(request.SerializeAsString(), AttentionDirection::kBackward, std::move(tensor)) {}
-  Parsed(std::string message, AttentionDirection direction, std::shared_ptr<AttentionTensor> tensor)
-      : bytes(std::move(message)),
-        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
-        codec(direction, std::move(tensor)),
-        status(codec.Parse(pieces(), kMaxRows, &spec)) {}
-  Parsed(const Parsed&) = delete;
-
-  Pieces pieces() const { return Pieces(&piece, 1); }
-  const ops::AttentionCall& call() const {
-    return dynamic_cast<const ops::AttentionCall&>(*spec.call);
-  }
-  std::string Copied(size_t input) const {
-    const ByteRange range = codec.copied_inputs()[input];
-    std::string out(range.bytes, '\0');
-    if (!out.empty()) CopyRange(pieces(), range, out.data());
-    return out;
-  }
-  std::vector<float> Sinks() {
-    std::vector<float> sinks(static_cast<size_t>(spec.counts[ops::kAttentionSinks]));
-    std::vector<std::byte*> inputs(codec.op().inputs.size());
-    inputs.back() = reinterpret_cast<std::byte*>(sinks.data());
-    codec.WriteInputs(inputs, {});
-    return sinks;
-  }
-
-  std::string bytes;
-  Piece piece;
-  AttentionCodec codec;
-  engine::JobSpec spec;
-  absl::Status status;
-};
 
 TEST(AttentionCodecTest, WhatIsNotSetIsThePlainSoftmaxInPlace) {
   const Parsed p(Scores());
@@ -320,6 +234,57 @@ TEST(AttentionCodecTest, AStreamsShapeIsCheckedAsACallsIs) {
   EXPECT_THAT(refusal([](Forward* r) { r->set_keys(1 << 21); }), HasSubstr("keys: got 2097152"));
   EXPECT_THAT(refusal([](Forward* r) { r->set_batch(0); }), HasSubstr("batch: got 0"));
   EXPECT_THAT(refusal([](Forward* r) { r->set_queries(-1); }), HasSubstr("queries: got -1"));
+}
+
+// The part of the mask that a message brings, against a count row by row.
+TEST(AttentionCodecTest, TheMaskRowsOfAMessageAreThoseOfEveryRow) {
+  uint32_t seed = 12345;
+  const auto draw = [&seed](uint32_t below) {
+    seed = seed * 1664525u + 1013904223u;
+    return static_cast<int64_t>((seed >> 8) % below);
+  };
+  for (int round = 0; round < 2000; ++round) {
+    const int64_t full[] = {1 + draw(3), 1 + draw(3), 1 + draw(3), 1 + draw(2)};
+    std::vector<int64_t> shape(full, full + 4);
+    for (size_t axis = 0; axis < 3; ++axis) {
+      if (draw(2) == 0) shape[axis] = 1;
+    }
+    const int64_t total = full[0] * full[1] * full[2];
+    const int64_t first = draw(static_cast<uint32_t>(total));
+    const int64_t rows = 1 + draw(static_cast<uint32_t>(total - first));
+    int64_t low = std::numeric_limits<int64_t>::max();
+    int64_t high = 0;
+    for (int64_t row = first; row < first + rows; ++row) {
+      const int64_t item = row / full[2] / full[1];
+      const int64_t head = row / full[2] % full[1];
+      const int64_t query = row % full[2];
+      const int64_t at =
+          ((shape[0] == 1 ? 0 : item) * shape[1] + (shape[1] == 1 ? 0 : head)) * shape[2] +
+          (shape[2] == 1 ? 0 : query);
+      low = std::min(low, at);
+      high = std::max(high, at + 1);
+    }
+    auto tensor = std::make_shared<AttentionTensor>();
+    tensor->header.dtype = v1::DTYPE_F16;
+    tensor->header.batch = full[0];
+    tensor->header.heads = full[1];
+    tensor->header.queries = full[2];
+    tensor->header.keys = full[3];
+    tensor->header.mask_kind = v1::MASK_KIND_BOOL;
+    tensor->header.mask_shape.assign(shape.begin(), shape.end());
+    tensor->next_row = first;
+    Forward message;
+    if (first == 0) {  // begins the tensor, with its fields
+      message = Shaped<Forward>(full[0], full[1], full[2], full[3]);
+      message.set_mask_kind(v1::MASK_KIND_BOOL);
+      SetMaskShape(shape, &message);
+    }
+    message.set_scores(Numbered(2 * full[3] * rows));
+    message.set_mask(Numbered(full[3] * (high - low)));
+    const Parsed p(message, tensor);
+    ASSERT_TRUE(p.status.ok()) << "round " << round << ": " << p.status;
+    EXPECT_EQ(p.call().mask.origin, full[3] * low) << "round " << round;
+  }
 }
 
 // --- refusals

@@ -10,6 +10,7 @@ import numpy as np
 from logitd import _arrays, _wire, results
 from logitd._messages import Codec
 from logitd._rows import add_timings, timings_of
+from logitd.arena import Arena, Place
 from logitd.errors import Internal, InvalidArgument
 from logitd.options import Options
 
@@ -92,6 +93,7 @@ class AttentionMessages:
         want_logsumexp: bool = False,
         d_probs: Optional[_arrays.Tensor] = None,
         logsumexp: Any = None,
+        arena: Optional[Arena] = None,
     ) -> None:
         self.backward = d_probs is not None
         self._request, self._response = _BACKWARD if self.backward else _FORWARD
@@ -126,6 +128,9 @@ class AttentionMessages:
         self._chunks = self._plan(limits, options)
         self._out = out
         self._into = None if out is None else self._check_out(out)
+        self._places: Dict[str, Tuple[Place, int]] = {}  # of arrays in the arena, with the bytes of a row
+        if arena is not None:
+            self._place(arena)
         self._answer: Any = out
         self._parts: List[Tuple[Any, Dict[str, np.ndarray]]] = []
 
@@ -151,6 +156,22 @@ class AttentionMessages:
                 raise InvalidArgument(
                     f"logsumexp: got {got} values, allowed {wanted}: one per row with sinks, else none"
                 )
+
+    def _place(self, arena: Arena) -> None:
+        """Finds the input in the arena, and the answer where `out` lies there too."""
+        inputs = [("shared", "probs" if self.backward else "scores", self._payload)]
+        if self._d_probs is not None:
+            inputs.append(("shared_d_probs", "d_probs", self._d_probs))
+        row = self._row(self._payload.dtype)
+        for field, name, tensor in inputs:
+            self._places[field] = (arena.place(name, tensor.data.reshape(-1, row)), row)
+        if self._into is None or not arena.overlaps(self._into):
+            return
+        for _, name, tensor in inputs:
+            if np.may_share_memory(tensor.data, self._into):
+                raise InvalidArgument(f"out: got an array that overlaps {name}, allowed one apart from it")
+        row = self._row(self._out_dtype)
+        self._places["shared_output"] = (arena.place("out", self._into.reshape(-1, row)), row)
 
     def _check_out(self, out: Any) -> np.ndarray:
         name = "d_scores" if self.backward else "probs"
@@ -249,16 +270,22 @@ class AttentionMessages:
         for i, (first, rows) in enumerate(self._chunks):
             fields: Dict[str, Any] = dict(self._fields) if i == 0 else {}
             part = slice(first * row, (first + rows) * row)
+            for name, (place, row_bytes) in self._places.items():
+                fields[name] = {"lease": place.lease, "offset": place.offset + first * row_bytes}
+            if self._places:
+                fields["shared_rows"] = rows
             if self._d_probs is not None:
                 if self._logsumexp is not None:
                     fields["logsumexp"] = self._logsumexp[first : first + rows].view(np.uint8)
-                fields["probs"], fields["d_probs"] = self._payload.data[part], self._d_probs.data[part]
+                if not self._places:
+                    fields["probs"], fields["d_probs"] = self._payload.data[part], self._d_probs.data[part]
             else:
                 if self._mask is not None:
                     low, count = self._mask_rows(first, rows)
                     size = self._mask.row_bytes
                     fields["mask"] = self._mask.tensor.data[low * size : (low + count) * size]
-                fields["scores"] = self._payload.data[part]
+                if not self._places:
+                    fields["scores"] = self._payload.data[part]
             yield self._request.encode(fields)
 
     def begin(self) -> None:
@@ -276,10 +303,11 @@ class AttentionMessages:
         row = self._row(self._out_dtype)
         faults = {arrays[name].size for name in ("fault_rows", "fault_status", "fault_positions")}
         sinks = 0 if self._sinks is None else self._sinks.size
+        written = "shared_output" in self._places
         small = ("d_sinks", sinks) if self.backward else ("logsumexp", 4 * rows if self._want_logsumexp else 0)
         if (
-            (message.first_row, message.rows, message.dtype, values.size)
-            != (first, rows, _arrays.DTYPES[self._out_dtype], rows * row)
+            (message.first_row, message.rows, message.dtype, values.size, message.output_bytes)
+            != (first, rows, _arrays.DTYPES[self._out_dtype], *((0, rows * row) if written else (rows * row, 0)))
             or len(faults) != 1
             or (arrays[small[0]].size != small[1])
         ):
@@ -289,6 +317,8 @@ class AttentionMessages:
                 attempts=1,
             )
         self._parts.append((message, arrays))
+        if written:
+            return
         if self._into is None and self.count == 1 and not self._payload.torch:
             self._answer = _arrays.shaped(values, self._out_dtype, self._payload.shape, self._payload)
             return

@@ -8,6 +8,7 @@ from logitd import _arrays, _attention, results
 from logitd._calls import Call, Session, verify_fields
 from logitd._params import RowParams
 from logitd._rows import REQUESTS, RowInput, row_input
+from logitd.arena import Arena
 from logitd.options import TLS, Options, Retry
 from logitd.params import split
 
@@ -120,6 +121,7 @@ class Base:
         want_logsumexp: bool,
         out: Any,
         dtype: Optional[str],
+        arena: Optional[Arena],
         deadline: Optional[float],
     ) -> Call[results.AttentionResult]:
         payload = _arrays.tensor("scores", scores, dtype)
@@ -139,6 +141,7 @@ class Base:
                 out=out,
                 mask=held_mask,
                 want_logsumexp=want_logsumexp,
+                arena=arena,
             )
 
         return self._session.attention(make, deadline)
@@ -155,6 +158,7 @@ class Base:
         out_dtype: Optional[str],
         out: Any,
         dtype: Optional[str],
+        arena: Optional[Arena],
         deadline: Optional[float],
     ) -> Call[results.AttentionBackwardResult]:
         payload, gradient = _arrays.tensor("probs", probs, dtype), _arrays.tensor("d_probs", d_probs, dtype)
@@ -172,6 +176,7 @@ class Base:
                 out=out,
                 d_probs=gradient,
                 logsumexp=logsumexp,
+                arena=arena,
             )
 
         return self._session.attention(make, deadline)

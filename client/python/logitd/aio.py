@@ -29,6 +29,7 @@ from logitd import _calls
 from logitd._base import Base
 from logitd._calls import Call, Reply
 from logitd._rows import RowInput
+from logitd.arena import Arena
 from logitd.errors import Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
 from logitd.results import (
@@ -132,11 +133,14 @@ class AsyncClient(Base):
         want_logsumexp: bool = False,
         out: Optional[Array] = None,
         dtype: Optional[DType] = None,
+        arena: Optional[Arena] = None,
         deadline: Optional[float] = None,
     ) -> AttentionResult:
         """As Client.attention_softmax."""
         return await self._run(
-            self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, deadline)
+            self._softmax(
+                scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, arena, deadline
+            )
         )
 
     async def attention_softmax_backward(
@@ -152,12 +156,13 @@ class AsyncClient(Base):
         out_dtype: Optional[DType] = None,
         out: Optional[Array] = None,
         dtype: Optional[DType] = None,
+        arena: Optional[Arena] = None,
         deadline: Optional[float] = None,
     ) -> AttentionBackwardResult:
         """As Client.attention_softmax_backward."""
         return await self._run(
             self._softmax_backward(
-                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, deadline
+                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, arena, deadline
             )
         )
 

@@ -52,7 +52,8 @@ class Arena:
 
     Arrays from empty() and array() lie in the arena, and so do their views. With `arena=`, a call names the place of
     its rows, and neither copies nor sends them. Until the call has ended, what is written to its rows may change its
-    answer. A call that ended by an error may still read them for a moment.
+    answer. A call that ended by an error may still read them for a moment. The answers of attention come in an array
+    of the arena too where `out=` is one; after an error the server may still write it for a moment.
 
     The lease ends with close(), with the process, or with the server; then calls that name it get NotFound. Arrays may
     still be used, and keep what they hold. A child that os.fork() made holds the lease too, until its parent calls
@@ -194,6 +195,10 @@ class Arena:
                 "view of one"
             )
         return Place(self._lease_id, offset, row_stride)
+
+    def overlaps(self, array: np.ndarray) -> bool:
+        """Whether any of a contiguous array lies in the arena."""
+        return self._start - array.nbytes < _address(array) < self._start + self._nbytes and array.nbytes > 0
 
     def _open(self) -> np.ndarray:
         if self._bytes is None:

@@ -16,6 +16,7 @@ from logitd import _calls
 from logitd._base import Base
 from logitd._calls import Call, Reply
 from logitd._rows import RowInput
+from logitd.arena import Arena
 from logitd.errors import Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
 from logitd.results import (
@@ -182,6 +183,7 @@ class Client(Base):
         want_logsumexp: bool = False,
         out: Optional[Array] = None,
         dtype: Optional[DType] = None,
+        arena: Optional[Arena] = None,
         deadline: Optional[float] = None,
     ) -> AttentionResult:
         """softmax(scale * scores + mask) of every row over the keys that its query sees.
@@ -191,10 +193,13 @@ class Client(Base):
             a query sees; None: no bound. mask: [B or 1, H or 1, Sq or 1, Sk]; bool: True masks a key; floats: added
             after the scale, -inf masks a key. sinks: [H], a logit per head that takes part in the denominator.
             out_dtype: of the probabilities: the type of the scores (default) or "f32". out: an array for the
-            probabilities, of their shape and type; undefined after an error. None: a new one.
+            probabilities, of their shape and type; undefined after an error. None: a new one. arena: where the scores
+            lie, contiguous; they are not sent, and if `out` lies there too, the server writes the answer there.
         """
         return self._run(
-            self._softmax(scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, deadline)
+            self._softmax(
+                scores, scale, causal, window, mask, sinks, out_dtype, want_logsumexp, out, dtype, arena, deadline
+            )
         )
 
     def attention_softmax_backward(
@@ -210,6 +215,7 @@ class Client(Base):
         out_dtype: Optional[DType] = None,
         out: Optional[Array] = None,
         dtype: Optional[DType] = None,
+        arena: Optional[Arena] = None,
         deadline: Optional[float] = None,
     ) -> AttentionBackwardResult:
         """The gradient of attention_softmax with respect to its scores and sinks.
@@ -217,11 +223,11 @@ class Client(Base):
         probs: as attention_softmax answered. d_probs: the gradient with respect to them, of their shape and type.
         scale, causal, window, sinks: as in attention_softmax. logsumexp: its answer; required with sinks, else none.
         out_dtype: of the gradient: the type of probs (default) or, where that is f32, any.
-        out: an array for the gradient. None: a new one.
+        out: an array for the gradient. None: a new one. arena: as in attention_softmax, of probs and d_probs.
         """
         return self._run(
             self._softmax_backward(
-                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, deadline
+                probs, d_probs, scale, causal, window, sinks, logsumexp, out_dtype, out, dtype, arena, deadline
             )
         )
 

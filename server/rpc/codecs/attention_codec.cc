@@ -17,7 +17,7 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr NamedField<AttentionFields> kSharedFields[] = {
+constexpr NamedField<AttentionFields> kCommonFields[] = {
     {"dtype", &AttentionFields::dtype},
     {"batch", &AttentionFields::batch},
     {"heads", &AttentionFields::heads},
@@ -28,6 +28,9 @@ constexpr NamedField<AttentionFields> kSharedFields[] = {
     {"window_right", &AttentionFields::window_right},
     {"sinks", &AttentionFields::sinks},
     {"out_dtype", &AttentionFields::out_dtype},
+    {"shared_rows", &AttentionFields::shared_rows},
+    {"shared", &AttentionFields::payload},
+    {"shared_output", &AttentionFields::output},
 };
 constexpr NamedField<AttentionFields> kForwardFields[] = {
     {"scores", &AttentionFields::payload},
@@ -40,8 +43,15 @@ constexpr NamedField<AttentionFields> kForwardFields[] = {
 constexpr NamedField<AttentionFields> kBackwardFields[] = {
     {"probs", &AttentionFields::payload},
     {"d_probs", &AttentionFields::d_probs},
+    {"shared_d_probs", &AttentionFields::d_probs},
     {"logsumexp", &AttentionFields::logsumexp},
 };
+
+// Choice tells what it holds by the number, which must be the same in both directions.
+constexpr uint32_t kSharedNumber = v1::AttentionSoftmaxRequest::kSharedFieldNumber;
+static_assert(v1::AttentionSoftmaxBackwardRequest::kSharedFieldNumber == int{kSharedNumber});
+constexpr uint32_t kSharedDProbsNumber =
+    v1::AttentionSoftmaxBackwardRequest::kSharedDProbsFieldNumber;
 
 static_assert(v1::MASK_KIND_NONE == static_cast<int>(MaskKind::kNone));
 static_assert(v1::MASK_KIND_BOOL == static_cast<int>(MaskKind::kBool));
@@ -63,18 +73,27 @@ struct MaskExtent {
   int64_t end = 0;
 };
 
+// Takes the same time for any shape. The mask's part for a head starts at or after that of the head
+// before it, except where a batch item begins and the items share one mask. So the first element is
+// used by the first head, by the next one (of which all queries are there), or by the first head of
+// a later item; the last element likewise.
 MaskExtent FindMaskExtent(const AttentionShape& shape, const AttentionMask& mask) {
+  const int64_t last_row = shape.first_row + shape.rows - 1;
+  const int64_t first = shape.first_row / shape.queries;  // heads, counted over the items
+  const int64_t last = last_row / shape.queries;
+  const auto start = [&](int64_t head) {
+    return head / shape.heads * mask.batch_stride + head % shape.heads * mask.head_stride;
+  };
   MaskExtent extent{.first = std::numeric_limits<int64_t>::max()};
-  const int64_t end_row = shape.first_row + shape.rows;
-  for (int64_t row = shape.first_row; row < end_row;) {
-    const int64_t query = row % shape.queries;
-    const int64_t head = row / shape.queries % shape.heads;
-    const int64_t item = row / shape.queries / shape.heads;
-    const int64_t rows = std::min(shape.queries - query, end_row - row);
-    const int64_t start = item * mask.batch_stride + head * mask.head_stride;
-    extent.first = std::min(extent.first, start + query * mask.query_stride);
-    extent.end = std::max(extent.end, start + (query + rows - 1) * mask.query_stride + shape.keys);
-    row += rows;
+  for (const int64_t head : {first, first + 1, (first / shape.heads + 1) * shape.heads}) {
+    if (head > last) continue;
+    const int64_t query = head == first ? shape.first_row % shape.queries : 0;
+    extent.first = std::min(extent.first, start(head) + query * mask.query_stride);
+  }
+  for (const int64_t head : {last, last - 1, last / shape.heads * shape.heads - 1}) {
+    if (head < first) continue;
+    const int64_t query = head == last ? last_row % shape.queries : shape.queries - 1;
+    extent.end = std::max(extent.end, start(head) + query * mask.query_stride + shape.keys);
   }
   return extent;
 }
@@ -89,7 +108,7 @@ grpc::Slice SliceOver(absl::Span<const std::byte> bytes, std::shared_ptr<const v
 
 // The bytes of one row in the answer.
 constexpr int64_t kFaultBytes = sizeof(int64_t) + kMaxStatusBytes;
-constexpr int64_t kFixedBytes = 9 * kMaxLengthHead + kMaxFixedBytes;
+constexpr int64_t kFixedBytes = 10 * kMaxLengthHead + kMaxFixedBytes;
 
 // The first fields of an answer, which have the same numbers in both directions.
 void WriteHead(WireWriter& writer, const ops::AttentionCall& call,
@@ -126,6 +145,7 @@ static_assert(Response::kFaultPositionsFieldNumber ==
               int{BackwardResponse::kFaultPositionsFieldNumber});
 static_assert(Response::kTimingsFieldNumber == int{BackwardResponse::kTimingsFieldNumber});
 static_assert(Response::kProbsFieldNumber == int{BackwardResponse::kDScoresFieldNumber});
+static_assert(Response::kOutputBytesFieldNumber == int{BackwardResponse::kOutputBytesFieldNumber});
 
 }  // namespace
 
@@ -133,11 +153,11 @@ absl::Status ParseAttentionFields(AttentionDirection direction, Pieces pieces, s
                                   AttentionFields* fields) {
   static const auto* const forward =
       new auto(FieldTable<AttentionFields>(v1::AttentionSoftmaxRequest::descriptor())
-                   .Add(kSharedFields)
+                   .Add(kCommonFields)
                    .Add(kForwardFields));
   static const auto* const backward =
       new auto(FieldTable<AttentionFields>(v1::AttentionSoftmaxBackwardRequest::descriptor())
-                   .Add(kSharedFields)
+                   .Add(kCommonFields)
                    .Add(kBackwardFields));
   return ParseMessage<AttentionFields>(
       pieces, direction == AttentionDirection::kForward ? *forward : *backward, max_list, fields);
@@ -161,9 +181,8 @@ absl::Status AttentionCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobS
     return absl::InvalidArgumentError(
         absl::StrFormat("sinks: got %d values, allowed 0..%d", header_.sinks.size(), max_rows));
   }
-  payload_ = fields.payload;
   LOGITD_RETURN_IF_ERROR(DTypeFromWire("dtype", header_.dtype, &call_.dtype));
-  LOGITD_RETURN_IF_ERROR(ReadRows(fields.payload.bytes));
+  LOGITD_RETURN_IF_ERROR(ReadRows(fields));
 
   AttentionSoftmaxRequest request;
   LOGITD_RETURN_IF_ERROR(ReadParameters(&request));
@@ -171,10 +190,9 @@ absl::Status AttentionCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobS
   LOGITD_RETURN_IF_ERROR(CheckAttentionSoftmax(request));
   if (call_.mask.kind != MaskKind::kNone) LOGITD_RETURN_IF_ERROR(CheckMaskRows(fields.mask.bytes));
   if (backward()) LOGITD_RETURN_IF_ERROR(CheckBackwardInputs(fields));
+  LOGITD_RETURN_IF_ERROR(Locate(pieces, fields));
 
   call_.FillSpec(spec);
-  copied_ = backward() ? std::array{fields.d_probs, fields.logsumexp}
-                       : std::array{fields.mask, ByteRange()};
   answer_bytes_ = call_.out_bytes() + call_.shape.rows * kFaultBytes + kFixedBytes;
   if (backward()) answer_bytes_ += call_.sinks * static_cast<int64_t>(sizeof(double));
   if (call_.want_logsumexp) answer_bytes_ += call_.shape.rows * static_cast<int64_t>(sizeof(float));
@@ -192,11 +210,38 @@ absl::Status AttentionCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobS
   return absl::OkStatus();
 }
 
+// Where the arrays lie. Runs after the checks of the shape, so that nothing overflows.
+absl::Status AttentionCodec::Locate(Pieces pieces, const AttentionFields& fields) {
+  const auto plain = [](const ByteRange& range) {
+    return Payload{.range = range, .rows = 1, .row_bytes = range.bytes};
+  };
+  const size_t element = SizeOf(call_.dtype);
+  if (fields.payload.number == kSharedNumber) {
+    LOGITD_RETURN_IF_ERROR(LocateRows("shared", pieces, fields.payload.message.parts, element,
+                                      find_lease_, &payload_));
+  }
+  copied_[0] = plain(backward() ? fields.d_probs.range : fields.mask);
+  copied_[1] = plain(fields.logsumexp);
+  if (fields.d_probs.number == kSharedDProbsNumber) {
+    copied_[0] = {.rows = payload_.rows, .row_bytes = payload_.row_bytes};
+    LOGITD_RETURN_IF_ERROR(LocateRows("shared_d_probs", pieces, fields.d_probs.message.parts,
+                                      element, find_lease_, &copied_[0]));
+  }
+  if (fields.output.number == 0) return absl::OkStatus();
+  const size_t out_element = SizeOf(call_.out_dtype);
+  LOGITD_RETURN_IF_ERROR(LocateOutput(
+      "shared_output", pieces, fields.output.message.parts, out_element, call_.shape.rows,
+      static_cast<size_t>(call_.shape.keys) * out_element, find_lease_, &output_));
+  LOGITD_RETURN_IF_ERROR(CheckApart("shared", payload_, output_));
+  return CheckApart("shared_d_probs", copied_[0], output_);
+}
+
 absl::Status AttentionCodec::CheckBackwardInputs(const AttentionFields& fields) const {
-  if (fields.d_probs.bytes != payload_.bytes) {
+  const bool shared = fields.d_probs.number == kSharedDProbsNumber;
+  if (!shared && fields.d_probs.range.bytes != payload_.range.bytes) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("d_probs: got %d bytes, allowed %d, as many as probs", fields.d_probs.bytes,
-                        payload_.bytes));
+        absl::StrFormat("d_probs: got %d bytes, allowed %d, as many as probs",
+                        fields.d_probs.range.bytes, payload_.range.bytes));
   }
   const size_t wanted = header_.sinks.empty() ? 0 : call_.shape.rows * sizeof(float);
   if (fields.logsumexp.bytes == wanted) return absl::OkStatus();
@@ -207,25 +252,49 @@ absl::Status AttentionCodec::CheckBackwardInputs(const AttentionFields& fields) 
 }
 
 // Reads the shape, and the rows that the message brings. CheckAttentionSoftmax checks the sizes.
-absl::Status AttentionCodec::ReadRows(size_t bytes) {
-  row_bytes_ =
+absl::Status AttentionCodec::ReadRows(const AttentionFields& fields) {
+  const bool shared = fields.payload.number == kSharedNumber;
+  const size_t row_bytes =
       static_cast<size_t>(std::clamp<int64_t>(header_.keys, 1, kMaxKeys)) * SizeOf(call_.dtype);
   const int64_t total = SaturatingProduct({header_.batch, header_.heads, header_.queries});
-  call_.shape = {.batch = header_.batch,
-                 .heads = header_.heads,
-                 .queries = header_.queries,
-                 .keys = header_.keys,
-                 .rows = total};
+  AttentionShape& shape = call_.shape;
+  shape = {.batch = header_.batch,
+           .heads = header_.heads,
+           .queries = header_.queries,
+           .keys = header_.keys,
+           .rows = total};
   const bool sized = total > 0 && header_.keys > 0 && header_.keys <= kMaxKeys;
-  if (tensor_ == nullptr || !sized) return absl::OkStatus();
-  call_.shape.first_row = tensor_->next_row;
-  call_.shape.rows = static_cast<int64_t>(bytes / row_bytes_);
-  const int64_t left = total - call_.shape.first_row;
-  if (bytes % row_bytes_ != 0 || call_.shape.rows < 1 || call_.shape.rows > left) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: got %d bytes at row %d, allowed 1..%d whole rows of %d bytes",
-        backward() ? "probs" : "scores", bytes, call_.shape.first_row, left, row_bytes_));
+  if (tensor_ != nullptr && sized) {
+    shape.first_row = tensor_->next_row;
+    shape.rows = total - shape.first_row;
   }
+  const int64_t left = shape.rows;
+  if (!shared && fields.shared_rows != 0) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "shared_rows: got %d without shared, allowed only with it", fields.shared_rows));
+  }
+  if (shared && fields.shared_rows != 0) {
+    const int64_t least = tensor_ == nullptr ? left : 1;
+    if (fields.shared_rows < least || fields.shared_rows > left) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("shared_rows: got %d at row %d, allowed 0, or %d..%d", fields.shared_rows,
+                          shape.first_row, least, left));
+    }
+    shape.rows = fields.shared_rows;
+  }
+  if (!shared && tensor_ != nullptr && sized) {
+    const size_t bytes = fields.payload.range.bytes;
+    shape.rows = static_cast<int64_t>(bytes / row_bytes);
+    if (bytes % row_bytes != 0 || shape.rows < 1 || shape.rows > left) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "%s: got %d bytes at row %d, allowed 1..%d whole rows of %d bytes",
+          backward() ? "probs" : "scores", bytes, shape.first_row, left, row_bytes));
+    }
+  }
+  payload_ = {.range = fields.payload.range, .rows = shape.rows, .row_bytes = row_bytes};
+  // A lease has no size of its own to compare with: the shape says how many bytes there must be. The
+  // product may wrap around only where the checks refuse the shape before they compare.
+  if (shared) payload_.range = {.bytes = static_cast<size_t>(shape.rows) * row_bytes};
   return absl::OkStatus();
 }
 
@@ -243,7 +312,7 @@ absl::Status AttentionCodec::ReadParameters(AttentionSoftmaxRequest* request) {
               .dtype = call_.dtype,
               .out_dtype = call_.out_dtype,
               .backward = backward(),
-              .payload_bytes = static_cast<int64_t>(payload_.bytes),
+              .payload_bytes = static_cast<int64_t>(payload_.range.bytes),
               .scale = call_.scale,
               .window = call_.window,
               .sinks = header_.sinks};
@@ -310,8 +379,16 @@ void AttentionCodec::WriteInputs(absl::Span<std::byte* const> inputs, const engi
                inputs);
 }
 
+SharedAnswer AttentionCodec::shared_answer(const engine::JobAnswer& answer) const {
+  if (output_.arena == nullptr) return {};
+  return {.arena = output_.arena,
+          .offset = output_.offset,
+          .bytes = answer.Out(backward() ? ops::kAttentionBackwardDScores : ops::kAttentionProbs)};
+}
+
 // The large array comes last, in a slice of its own, which refers to the slab where that is kept.
 grpc::ByteBuffer AttentionCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+  const bool shared = output_.arena != nullptr;
   const absl::Span<const std::byte> large =
       answer.Out(backward() ? ops::kAttentionBackwardDScores : ops::kAttentionProbs);
   grpc::ByteBuffer head =
@@ -325,8 +402,13 @@ grpc::ByteBuffer AttentionCodec::Encode(const engine::JobAnswer& answer, const C
           WriteArray(writer, Response::kLogsumexpFieldNumber, answer.Out(ops::kAttentionLogsumexp));
         }
         WriteTimings(writer, Response::kTimingsFieldNumber, times);
-        writer.LengthHead(Response::kProbsFieldNumber, large.size());
+        if (shared) {
+          writer.VarintField(Response::kOutputBytesFieldNumber, static_cast<int64_t>(large.size()));
+        } else {
+          writer.LengthHead(Response::kProbsFieldNumber, large.size());
+        }
       });
+  if (shared) return head;
   grpc::Slice slices[2];
   head.DumpToSingleSlice(&slices[0]).IgnoreError();
   slices[1] = answer.keep == nullptr ? grpc::Slice(large.data(), large.size())

@@ -15,6 +15,7 @@
 #include "server/engine/job.h"
 #include "server/ops/attention_softmax.h"
 #include "server/rpc/codecs/codec.h"
+#include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {
@@ -40,10 +41,12 @@ struct AttentionHeader {
 
 // AttentionSoftmaxRequest or AttentionSoftmaxBackwardRequest as it is in the message.
 struct AttentionFields : AttentionHeader {
-  ByteRange payload;    // scores; backward: probs
+  Choice payload;       // scores; backward: probs; or shared
   ByteRange mask;       // forward
-  ByteRange d_probs;    // backward
+  Choice d_probs;       // backward; or shared
   ByteRange logsumexp;  // backward
+  int64_t shared_rows = 0;
+  Choice output;  // shared_output
 };
 
 enum class AttentionDirection { kForward, kBackward };
@@ -62,9 +65,10 @@ struct AttentionTensor {
 class AttentionCodec final : public OpCodec {
  public:
   // `tensor`: the stream's; null: a call, whose message has all rows.
-  explicit AttentionCodec(AttentionDirection direction,
+  // `find_lease`: null: the server leases nothing.
+  explicit AttentionCodec(AttentionDirection direction, FindLease find_lease = nullptr,
                           std::shared_ptr<AttentionTensor> tensor = nullptr)
-      : tensor_(std::move(tensor)) {
+      : find_lease_(std::move(find_lease)), tensor_(std::move(tensor)) {
     call_.backward = direction == AttentionDirection::kBackward;
   }
 
@@ -74,29 +78,34 @@ class AttentionCodec final : public OpCodec {
   int64_t list_bytes() const override {
     return static_cast<int64_t>(header_.sinks.size() * sizeof(float));
   }
-  Payload payload() const override {
-    return {.range = payload_, .rows = call_.shape.rows, .row_bytes = row_bytes_};
-  }
-  absl::Span<const ByteRange> copied_inputs() const override {
+  Payload payload() const override { return payload_; }
+  absl::Span<const Payload> copied_inputs() const override {
     return absl::MakeConstSpan(copied_).first(backward() ? 2 : 1);
   }
+  void PayloadCopied() override {
+    payload_.arena.reset();
+    copied_[0].arena.reset();
+  }
+  SharedAnswer shared_answer(const engine::JobAnswer& answer) const override;
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
   bool backward() const { return call_.backward; }
-  absl::Status ReadRows(size_t bytes);
+  absl::Status ReadRows(const AttentionFields& fields);
+  absl::Status Locate(Pieces pieces, const AttentionFields& fields);
   absl::Status ReadParameters(AttentionSoftmaxRequest* request);
   absl::Status ReadMask(const ByteRange& mask, AttentionSoftmaxRequest* request);
   absl::Status CheckMaskRows(size_t bytes);
   absl::Status CheckBackwardInputs(const AttentionFields& fields) const;
 
+  const FindLease find_lease_;
   const std::shared_ptr<AttentionTensor> tensor_;
   AttentionHeader header_;
   ops::AttentionCall call_;
-  ByteRange payload_;
-  std::array<ByteRange, 2> copied_;
-  size_t row_bytes_ = 0;
+  Payload payload_;
+  std::array<Payload, 2> copied_;
+  SharedOutput output_;
   int64_t answer_bytes_ = 0;
 };
 

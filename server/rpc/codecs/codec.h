@@ -6,9 +6,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "server/arena/leases.h"
 #include "server/engine/job.h"
 #include "server/rpc/transport/copier.h"
 #include "server/rpc/wire/reader.h"
@@ -20,6 +22,13 @@ struct CallTimes {
   int64_t receive_ns = 0;
   int64_t total_ns = 0;
   engine::JobTimes job;
+};
+
+// Bytes of an answer, and where in a lease they go.
+struct SharedAnswer {
+  std::shared_ptr<const arena::Arena> arena;
+  int64_t offset = 0;
+  absl::Span<const std::byte> bytes;  // as long-lived as the job's answer
 };
 
 // proto <-> job for one call of one op. Used by one thread at a time, in the order of the methods.
@@ -47,9 +56,10 @@ class OpCodec {
   // The payload has been copied: from here on its place is not needed.
   virtual void PayloadCopied() {}
 
-  // Only of an exclusive op: where in the message the first of op().inputs are, in their order.
-  // They are copied with the payload, as they are; WriteInputs writes the others.
-  virtual absl::Span<const ByteRange> copied_inputs() const { return {}; }
+  // Only of an exclusive op: where the first of op().inputs are, in their order, in the message or
+  // in a lease. They are copied with the payload, their rows one after another; WriteInputs writes
+  // the others.
+  virtual absl::Span<const Payload> copied_inputs() const { return {}; }
 
   // As engine::Job.
   virtual void WriteInputs(absl::Span<std::byte* const> inputs,
@@ -58,6 +68,10 @@ class OpCodec {
   // The message, from the job's own slice of each output array. With `answer.keep` it may refer to
   // them.
   virtual grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
+
+  // The part of the answer that goes to a lease, which Encode leaves out. It must be there before
+  // the message is sent. Without an arena: there is none.
+  virtual SharedAnswer shared_answer(const engine::JobAnswer& answer) const { return {}; }
 
   // Called when `answer`, which Encode made, is the next to be sent on its stream, after the calls
   // for all messages before it. May add to the answer, within answer_bytes().

@@ -1,9 +1,6 @@
 #include "server/rpc/codecs/logits_or_hidden.h"
 
-#include <algorithm>
-#include <limits>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "kernels/checks.h"
@@ -11,7 +8,6 @@
 #include "kernels/status_macros.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
-#include "logitd/v1/types.pb.h"
 #include "server/rpc/codecs/dtype.h"
 
 namespace logitd::rpc {
@@ -27,21 +23,6 @@ static_assert(v1::SampleRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::ScoreRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::VerifyRequest::kSharedFieldNumber == int{kSharedNumber});
 
-// One occurrence of a SharedRows.
-struct SharedPart {
-  ByteRange lease = {.piece = kNoPiece};  // in the part
-  int64_t offset = 0;
-  int64_t row_stride = 0;
-
-  static constexpr size_t kNoPiece = std::numeric_limits<size_t>::max();
-};
-
-constexpr NamedField<SharedPart> kSharedFields[] = {
-    {"shared.lease", &SharedPart::lease},
-    {"shared.offset", &SharedPart::offset},
-    {"shared.row_stride", &SharedPart::row_stride},
-};
-
 constexpr size_t kMaxHeadName = 128;
 
 }  // namespace
@@ -50,25 +31,6 @@ absl::Status CheckHeadName(std::string_view name) {
   if (name.size() <= kMaxHeadName) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrFormat("head: got a name of %d bytes, allowed 1..%d", name.size(), kMaxHeadName));
-}
-
-absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields) {
-  static const auto* const table =
-      new auto(FieldTable<SharedPart>(v1::SharedRows::descriptor()).Add(kSharedFields));
-  for (const ByteRange& range : input.message.parts) {
-    const std::vector<Piece> own = PiecesOf(pieces, range);
-    SharedPart part = {.offset = fields->offset, .row_stride = fields->row_stride};
-    // None of the fields is a list.
-    LOGITD_RETURN_IF_ERROR(ParseMessage<SharedPart>(own, *table, /*max_list=*/1, &part));
-    fields->offset = part.offset;
-    fields->row_stride = part.row_stride;
-    if (part.lease.piece == SharedPart::kNoPiece) continue;
-    fields->lease_bytes = part.lease.bytes;
-    part.lease.bytes = std::min(part.lease.bytes, kLeaseIdBytes);
-    fields->lease.resize(part.lease.bytes);
-    CopyRange(own, part.lease, fields->lease.data());
-  }
-  return absl::OkStatus();
 }
 
 absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
@@ -131,52 +93,11 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
   payload_ = {.range = fields.input.range,
               .rows = fields.rows,
               .row_bytes = static_cast<size_t>(row_elements_) * SizeOf(dtype_)};
-  if (shared) LOGITD_RETURN_IF_ERROR(Locate(pieces, fields.input, find_lease));
+  if (shared) {
+    LOGITD_RETURN_IF_ERROR(LocateRows("shared", pieces, fields.input.message.parts, SizeOf(dtype_),
+                                      find_lease, &payload_));
+  }
   head_ = std::move(head);
-  return absl::OkStatus();
-}
-absl::Status LogitsOrHidden::Locate(Pieces pieces, const Choice& input,
-                                    const FindLease& find_lease) {
-  SharedFields fields;
-  LOGITD_RETURN_IF_ERROR(ParseSharedFields(pieces, input, &fields));
-  if (find_lease == nullptr) {
-    return absl::NotFoundError(
-        "shared: got rows in a lease, allowed only where the server has --arena-listen");
-  }
-  if (fields.lease_bytes != kLeaseIdBytes) {
-    return absl::InvalidArgumentError(absl::StrFormat("shared.lease: got %d bytes, allowed %d",
-                                                      fields.lease_bytes, kLeaseIdBytes));
-  }
-  absl::StatusOr<std::shared_ptr<const arena::Arena>> arena = find_lease(fields.lease);
-  if (!arena.ok()) return arena.status();
-  const int64_t total = (*arena)->bytes();
-  const auto element = static_cast<int64_t>(SizeOf(dtype_));
-  const auto row_bytes = static_cast<int64_t>(payload_.row_bytes);
-  const int64_t stride = fields.row_stride == 0 ? row_bytes : fields.row_stride;
-  if (stride < row_bytes || stride % element != 0) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "shared.row_stride: got %d, allowed 0, or a multiple of %d from %d, the bytes of a row",
-        fields.row_stride, element, row_bytes));
-  }
-  // By division: the product of rows and stride may be beyond 64 bits.
-  const int64_t rows = payload_.rows;
-  if (row_bytes > total || (total - row_bytes) / stride < rows - 1) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "shared: got %d rows of %d bytes at distances of %d, allowed what fits into "
-        "the %d bytes of the lease",
-        rows, row_bytes, stride, total));
-  }
-  const int64_t last = total - row_bytes - (rows - 1) * stride;
-  if (fields.offset < 0 || fields.offset > last || fields.offset % element != 0) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "shared.offset: got %d, allowed a multiple of %d from 0 to %d: %d rows of %d bytes in a "
-        "lease of %d",
-        fields.offset, element, last, rows, stride, total));
-  }
-  payload_.range = {.bytes = static_cast<size_t>(rows) * payload_.row_bytes};
-  payload_.arena = *std::move(arena);
-  payload_.arena_offset = fields.offset;
-  payload_.arena_stride = stride;
   return absl::OkStatus();
 }
 

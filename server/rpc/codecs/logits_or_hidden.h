@@ -12,10 +12,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/types.h"
-#include "server/arena/leases.h"
 #include "server/engine/heads.h"
 #include "server/engine/job.h"
 #include "server/rpc/codecs/field_table.h"
+#include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/transport/copier.h"
 #include "server/rpc/wire/reader.h"
 
@@ -24,10 +24,6 @@ namespace logitd::rpc {
 // As engine::Heads::Find. Thread-safe.
 using FindHead =
     std::function<absl::StatusOr<std::shared_ptr<const engine::Head>>(std::string_view name)>;
-
-// As arena::Leases::Find. Thread-safe.
-using FindLease =
-    std::function<absl::StatusOr<std::shared_ptr<const arena::Arena>>(std::string_view id)>;
 
 // What requests refer to by name.
 struct Finders {
@@ -44,17 +40,6 @@ struct InputFields {
   int64_t hidden_size = 0;
   Choice input;  // logits, hidden or shared
 };
-
-// SharedRows as it is in the message.
-struct SharedFields {
-  size_t lease_bytes = 0;
-  std::string lease;  // its first kLeaseIdBytes
-  int64_t offset = 0;
-  int64_t row_stride = 0;
-};
-
-// As ParseMessage, of a field that is a SharedRows.
-absl::Status ParseSharedFields(Pieces pieces, const Choice& input, SharedFields* fields);
 
 // The fields of every request.
 inline constexpr NamedField<InputFields> kLogitsFields[] = {{"dtype", &InputFields::dtype},
@@ -95,9 +80,6 @@ class LogitsOrHidden {
   void DropLease() { payload_.arena.reset(); }
 
  private:
-  // Finds the rows in a lease.
-  absl::Status Locate(Pieces pieces, const Choice& input, const FindLease& find_lease);
-
   DType dtype_ = DType::kF32;
   int64_t vocab_ = 0;
   int64_t row_elements_ = 0;

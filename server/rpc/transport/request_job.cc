@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
@@ -71,7 +72,9 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
   absl::InlinedVector<ByteRange, 4> wanted;
   const Payload payload = codec_->payload();
   if (payload.arena == nullptr) wanted.push_back(payload.range);
-  for (const ByteRange& range : codec_->copied_inputs()) wanted.push_back(range);
+  for (const Payload& input : codec_->copied_inputs()) {
+    if (input.arena == nullptr) wanted.push_back(input.range);
+  }
   message_.KeepOnly(wanted);
   return absl::OkStatus();
 }
@@ -113,15 +116,14 @@ void RequestJob::Drop() {
 
 void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
   environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
-  const absl::Span<const ByteRange> copied = codec_->copied_inputs();
+  const absl::Span<const Payload> copied = codec_->copied_inputs();
   if (!copied.empty()) {
     std::array<size_t, engine::kMaxArrays> offsets;
     engine::LayOut(spec_.key.op->inputs, spec_.counts,
                    static_cast<size_t>(spec_.rows()) * row_stride, offsets.data());
     for (size_t i = 0; i < copied.size(); ++i) {
-      environment_.copier->Copy(message_.pieces(),
-                                {.range = copied[i], .rows = 1, .row_bytes = copied[i].bytes},
-                                dst + offsets[i], copied[i].bytes);
+      environment_.copier->Copy(message_.pieces(), copied[i], dst + offsets[i],
+                                copied[i].row_bytes);
     }
   }
   message_.Release();
@@ -137,10 +139,30 @@ void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::
 grpc::ByteBuffer RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
                                     const engine::JobTimes& times) {
   engine::JobAnswer sent{.outputs = answer.outputs};
-  if (answer.keep != nullptr && codec_->answer_bytes() >= kMinKeptBytes) {
+  const bool in_message = codec_->shared_answer(answer).arena == nullptr;
+  if (answer.keep != nullptr && in_message && codec_->answer_bytes() >= kMinKeptBytes) {
     sent.keep = std::make_shared<KeptAnswer>(answer.keep, std::move(ticket_));
   }
   return codec_->Encode(sent, {.receive_ns = receive_ns, .total_ns = age_ns(), .job = times});
+}
+
+void RequestJob::WriteShared(const engine::JobAnswer& answer,
+                             absl::AnyInvocable<void(const absl::Status&)> next) {
+  SharedAnswer shared = codec_->shared_answer(answer);
+  if (shared.arena == nullptr) return next(absl::OkStatus());
+  std::shared_ptr<const void> keep = answer.keep;
+  if (keep == nullptr) {  // the ticket pays for this copy
+    auto copy = std::make_shared<std::string>(reinterpret_cast<const char*>(shared.bytes.data()),
+                                              shared.bytes.size());
+    shared.bytes = {reinterpret_cast<const std::byte*>(copy->data()), copy->size()};
+    keep = std::move(copy);
+  }
+  environment_.writer->Write({.arena = std::move(shared.arena),
+                              .offset = shared.offset,
+                              .bytes = shared.bytes,
+                              .keep = std::move(keep),
+                              .wanted = [this] { return !dropped_; },
+                              .done = std::move(next)});
 }
 
 void RequestJob::HoldAtMost(int64_t bytes) {

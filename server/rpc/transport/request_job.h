@@ -11,9 +11,11 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "server/arena/leases.h"
+#include "server/arena/writer.h"
 #include "server/door/connection.h"
 #include "server/door/identities.h"
 #include "server/engine/admission.h"
@@ -45,6 +47,7 @@ struct CallEnvironment {
   const CallLog* log;
   Copier* copier;
   const arena::Leases* leases;  // null: the server leases no memory
+  arena::Writer* writer;        // null like `leases`
   int64_t max_payload_bytes;
 };
 
@@ -91,6 +94,12 @@ class RequestJob : public engine::Job {
   // the ticket until the transport drops the message.
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, int64_t receive_ns,
                           const engine::JobTimes& times);
+  // Writes the part of the answer that goes to a lease, if there is one, then runs `next`: with OK, or
+  // with the error that the request ends with. `next` runs in this call, or on the lease's own
+  // thread, and keeps this alive.
+  void WriteShared(const engine::JobAnswer& answer,
+                   absl::AnyInvocable<void(const absl::Status&)> next);
+
   // Encode's message is the next to be sent. See OpCodec.
   void Conclude(grpc::ByteBuffer* message) { codec_->Conclude(message); }
 

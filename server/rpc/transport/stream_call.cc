@@ -10,18 +10,21 @@
 namespace logitd::rpc {
 
 // One message. The stream's lock guards its public members.
-class StreamCall::Item final : public RequestJob {
+class StreamCall::Item final : public RequestJob, public std::enable_shared_from_this<Item> {
  public:
   Item(std::shared_ptr<StreamCall> stream, std::unique_ptr<OpCodec> codec)
       : RequestJob(stream->environment_, std::move(codec)), stream_(std::move(stream)) {}
 
   void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override {
-    grpc::ByteBuffer encoded;
+    if (!status.ok()) return Report(status, {}, times, /*encode_ns=*/0);
     const int64_t begun_ns = age_ns();
-    if (status.ok()) encoded = Encode(answer, /*receive_ns=*/0, times);
-    ReportIfSlow(status.code(), static_cast<int64_t>(encoded.Length()), times, age_ns() - begun_ns);
-    End(status, std::move(encoded));
+    grpc::ByteBuffer encoded = Encode(answer, /*receive_ns=*/0, times);
+    WriteShared(answer, [item = shared_from_this(), encoded = std::move(encoded), times,
+                         encode_ns = age_ns() - begun_ns](const absl::Status& written) mutable {
+      item->Report(written, written.ok() ? std::move(encoded) : grpc::ByteBuffer(), times,
+                   encode_ns);
+    });
   }
 
   void End(const absl::Status& why, grpc::ByteBuffer encoded = {}) {
@@ -51,6 +54,12 @@ class StreamCall::Item final : public RequestJob {
   int64_t message_bytes = 0;  // constant from Submit on
 
  private:
+  void Report(const absl::Status& why, grpc::ByteBuffer encoded, const engine::JobTimes& times,
+              int64_t encode_ns) {
+    ReportIfSlow(why.code(), static_cast<int64_t>(encoded.Length()), times, encode_ns);
+    End(why, std::move(encoded));
+  }
+
   void ReportIfSlow(absl::StatusCode code, int64_t sent_bytes, const engine::JobTimes& times,
                     int64_t encode_ns) const {
     const int64_t total_ns = age_ns();

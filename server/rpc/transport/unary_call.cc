@@ -175,7 +175,11 @@ void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer
   const int64_t begun_ns = age_ns();
   grpc::ByteBuffer response = Encode(answer, receive_ns_, times);
   Conclude(&response);
-  Finish(status, std::move(response), {.times = times, .encode_ns = age_ns() - begun_ns});
+  const RanJob ran = {.times = times, .encode_ns = age_ns() - begun_ns};
+  WriteShared(answer, [call = shared_from_this(), response = std::move(response),
+                       ran](const absl::Status& written) mutable {
+    call->Finish(written, written.ok() ? std::move(response) : grpc::ByteBuffer(), ran);
+  });
 }
 
 void UnaryCall::Finish(const absl::Status& status, grpc::ByteBuffer response, const RanJob& ran) {

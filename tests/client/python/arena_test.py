@@ -256,6 +256,71 @@ class AnswersTest(LeaseTestCase):
                     self.assertEqual(len(seen), messages)
 
 
+class AttentionTest(LeaseTestCase):
+    SHAPE = (2, 3, 9, 70)
+
+    def into(self, arena, values, dtype="f32"):
+        array = arena.empty(values.shape, dtype)
+        array.view(values.dtype)[:] = values
+        return array
+
+    def test_answers_are_those_of_sent_tensors_to_the_bit(self):
+        scores = RANDOM.standard_normal(self.SHAPE).astype(np.float32)
+        scores[1, 2, 3, 4] = np.nan
+        gradient = RANDOM.standard_normal(self.SHAPE).astype(np.float32)
+        mask = RANDOM.standard_normal((1, 3, 1, 70)) < 0
+        sinks = np.float32([0.5, -1, 2])
+        with self.lease(8 * MIB) as arena:
+            held, held_gradient = self.into(arena, scores), self.into(arena, gradient)
+            probs, d_scores = arena.empty(self.SHAPE), arena.empty(self.SHAPE, "f16")
+            for message_bytes in (8 << 20, 1000):  # a call, and a stream
+                for client in self.both(self.server.unix, attention_message_bytes=message_bytes):
+                    want = client.attention_softmax(scores, mask=mask, sinks=sinks, want_logsumexp=True)
+                    for out in (None, np.empty(self.SHAPE, np.float32), probs):
+                        got = client.attention_softmax(
+                            held, mask=mask, sinks=sinks, want_logsumexp=True, out=out, arena=arena
+                        )
+                        self.assert_same(got, want)
+                        self.assertTrue(out is None or got.probs is out)
+                    args = {"sinks": sinks, "logsumexp": want.logsumexp, "out_dtype": "f16"}
+                    back = client.attention_softmax_backward(want.probs, gradient, **args)
+                    for out in (None, d_scores):
+                        got = client.attention_softmax_backward(probs, held_gradient, out=out, arena=arena, **args)
+                        self.assert_same(got, back)
+
+    def test_the_message_names_both_places(self):
+        seen = []
+
+        def answer(message, context):
+            seen.append(_messages.Codec("AttentionSoftmaxRequest").decode(message))
+            context.abort(grpc.StatusCode.ABORTED, "seen")
+
+        with self.lease() as arena, FakeServer({"Softmax": answer}) as fake:
+            held, out = arena.array(4096, (8, 100)), arena.array(65536, (8, 100))
+            for client in self.both(fake.address):
+                with self.refused(logitd.Aborted, "seen"):
+                    client.attention_softmax(held, out=out, arena=arena)
+                arrays, message = seen[-1]
+                self.assertEqual(arrays["scores"].size, 0)
+                self.assertEqual((message.shared.lease, message.shared.offset), (arena.lease_id, 4096))
+                self.assertEqual(message.shared_output.offset, 65536)
+                self.assertEqual(message.shared_rows, 8)
+
+    def test_what_cannot_be_named_is_refused_unsent(self):
+        with self.lease() as arena:
+            held = arena.empty((8, 100))
+            for client in self.both(self.server.unix):
+                for scores, out, text in (
+                    (np.zeros((8, 100), np.float32), None, "scores: got an array that does not lie in the arena"),
+                    (held[:, :50], None, "scores: got an array that does not lie in the arena"),
+                    (held, held, "out: got an array that overlaps scores"),
+                    (held[:4], held[2:6], "out: got an array that overlaps scores"),
+                ):
+                    with self.refused(logitd.InvalidArgument, text) as caught:
+                        client.attention_softmax(scores, out=out, arena=arena)
+                    self.assertEqual(caught.exception.attempts, 0)
+
+
 class RefusedRowsTest(LeaseTestCase):
     def test_rows_that_cannot_be_named_are_refused_unsent(self):
         with self.lease() as arena, self.lease() as other:

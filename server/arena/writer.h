@@ -1,0 +1,57 @@
+// Writes answers into arenas.
+#ifndef LOGITD_SERVER_ARENA_WRITER_H_
+#define LOGITD_SERVER_ARENA_WRITER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "server/arena/leases.h"
+
+namespace logitd::arena {
+
+// An answer for an arena.
+struct Answer {
+  std::shared_ptr<const Arena> arena;
+  int64_t offset = 0;
+  absl::Span<const std::byte> bytes;
+  std::shared_ptr<const void> keep;  // of `bytes`; dropped before `done` runs
+  // Asked right before the write. False: CANCELLED, and nothing is written.
+  absl::AnyInvocable<bool()> wanted;
+  // Once, with OK when everything is written. Otherwise as Arena::Write; UNAVAILABLE: there is no
+  // thread for it. Its destruction may be the end of what `wanted` uses.
+  absl::AnyInvocable<void(const absl::Status&)> done;
+};
+
+// A client can make a write to its arena wait. So each arena has a thread of its own while there is
+// something to write, and one client's arena never keeps another's answer waiting. Thread-safe.
+class Writer {
+ public:
+  Writer();
+  // Waits for what is not written yet.
+  ~Writer();
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
+
+  // Answers of one arena are written in the order of these calls.
+  void Write(Answer answer);
+
+ private:
+  struct Line;
+
+  void Run(Line* line);
+
+  absl::Mutex mutex_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::flat_hash_map<const Arena*, std::unique_ptr<Line>> lines_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace logitd::arena
+
+#endif  // LOGITD_SERVER_ARENA_WRITER_H_
