@@ -31,6 +31,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   char* data() const { return data_; }    // page-aligned
+  int socket() const { return socket_; }  // the lease's connection, for its ring
   int64_t bytes() const { return bytes_; }
 
   // Whether any of `bytes` lies in the arena. No bytes: no.

@@ -7,8 +7,8 @@
 // can shrink, grow or seal. The client maps it, and names `lease` in its requests
 // (logitd.v1.SharedRows). Otherwise the code is one of gRPC's and the text says why.
 //
-// The connection is the lease: the lease ends when the connection ends, from either side. Nothing
-// more is sent on it. Numbers are little-endian, and there is no padding. A refusal may come before
+// The connection is the lease: the lease ends when the connection ends, from either side. After the
+// answer it may open a ring (ring_protocol.h); nothing else is sent on it. Numbers are little-endian, and there is no padding. A refusal may come before
 // the request was read: then a client's first read may say ECONNRESET, and the next one has it.
 #ifndef LOGITD_FORMATS_ARENA_PROTOCOL_H_
 #define LOGITD_FORMATS_ARENA_PROTOCOL_H_

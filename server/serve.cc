@@ -320,15 +320,16 @@ absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetr
 }
 
 // Connections that may be open beside the descriptors of leases: each lease has its memory and its
-// own connection.
+// own connection, and its ring a copy of the connection and what wakes its thread.
 absl::StatusOr<int64_t> MaxConnections(const Config& config) {
   const int64_t descriptors = door::RaiseDescriptorLimit();
-  const int64_t of_leases = config.arena_listen.empty() ? 0 : 2 * int64_t{config.max_leases};
+  constexpr int64_t kOfLease = 4;
+  const int64_t of_leases = config.arena_listen.empty() ? 0 : kOfLease * config.max_leases;
   if (of_leases > descriptors / 2) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "--max-leases: got %d, allowed at most %d: each takes two of the %d files that the process "
-        "may open, and connections need half of them",
-        config.max_leases, descriptors / 4, descriptors));
+        "--max-leases: got %d, allowed at most %d: each takes up to %d of the %d files that the "
+        "process may open, and connections need half of them",
+        config.max_leases, descriptors / 2 / kOfLease, kOfLease, descriptors));
   }
   return door::ConnectionLimit(config.max_connections, descriptors - of_leases);
 }
@@ -549,6 +550,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
       config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
   rechecked = server->get();
+  if (*arenas != nullptr) (*arenas)->ServeRings((*server)->ring_service());
   files->Start();
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));
@@ -561,6 +563,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (cut == 0) absl::SleepFor(kLastWrites);
   GrpcIsEnding();
   files.reset();  // its thread uses the server
+  if (*arenas != nullptr) (*arenas)->EndRings();
   (*server)->Shutdown();
   if (!(*engine)->WaitIdle(absl::Now() + kLastBatch)) {
     if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);

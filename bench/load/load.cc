@@ -25,9 +25,13 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "client/arena.h"
+#include "client/attention.h"
 #include "client/client.h"
+#include "client/ring.h"
 #include "client/tensor_file.h"
 #include "formats/half.h"
+#include "formats/ring_protocol.h"
 
 namespace logitd::bench {
 namespace {
@@ -37,7 +41,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr absl::string_view kHidden = "hidden_";
 constexpr std::pair<absl::string_view, Op> kOps[] = {
-    {"topk", Op::kTopK}, {"sample", Op::kSample}, {"score", Op::kScore}};
+    {"topk", Op::kTopK}, {"sample", Op::kSample}, {"score", Op::kScore}, {"softmax", Op::kSoftmax}};
 
 // Requests of an open loop in flight: bounds our own memory when the server falls behind.
 constexpr int kMaxOutstanding = 20000;
@@ -81,14 +85,22 @@ absl::StatusOr<Answered> ToAnswered(const absl::StatusOr<Result>& result) {
   return Answered{result->round_trip, result->attempts, result->answer.timings()};
 }
 
+absl::StatusOr<Answered> ToAnswered(const absl::StatusOr<client::AttentionResult>& result) {
+  if (!result.ok()) return result.status();
+  return Answered{result->round_trip, result->attempts, result->timings};
+}
+
 // One part of the mix, ready to be sent. Thread-safe.
 class Call {
  public:
   virtual ~Call() = default;
   virtual int64_t payload_bytes() const = 0;
   virtual absl::StatusOr<Answered> Run(Client& client) const = 0;
+  // Calls of some kinds cannot; see CheckScenario.
   virtual void RunAsync(Client& client,
-                        std::function<void(const absl::StatusOr<Answered>&)> done) const = 0;
+                        std::function<void(const absl::StatusOr<Answered>&)> done) const {
+    done(absl::UnimplementedError("a call that is not asynchronous"));
+  }
 };
 
 template <typename Request, auto run, auto run_async>
@@ -117,6 +129,91 @@ using TopKCall = CallOf<client::TopKRequest, &Client::TopK, &Client::TopKAsync>;
 using SampleCall = CallOf<client::SampleRequest, &Client::Sample, &Client::SampleAsync>;
 using ScoreCall = CallOf<client::ScoreRequest, &Client::Score, &Client::ScoreAsync>;
 
+// The softmax of a tensor, into leased memory if it lies there.
+class SoftmaxCall final : public Call {
+ public:
+  SoftmaxCall(client::AttentionSoftmaxRequest request, std::unique_ptr<client::Arena> arena)
+      : arena_(std::move(arena)), request_(std::move(request)) {}
+
+  int64_t payload_bytes() const override { return static_cast<int64_t>(request_.scores.size()); }
+  absl::StatusOr<Answered> Run(Client& client) const override {
+    return ToAnswered(client.AttentionSoftmax(request_));
+  }
+
+ private:
+  const std::unique_ptr<client::Arena> arena_;
+  const client::AttentionSoftmaxRequest request_;
+};
+
+// A call through rings, as many as run at the same time. Each has its lease, with a copy of the rows
+// of `request` and the ring after it.
+template <typename Request, auto run>
+class RingCallOf final : public Call {
+ public:
+  RingCallOf(Request request, std::string arena, absl::string_view payload,
+             client::RingOptions options)
+      : request_(std::move(request)),
+        address_(std::move(arena)),
+        payload_(payload),
+        options_(options) {}
+
+  int64_t payload_bytes() const override { return static_cast<int64_t>(payload_.size()); }
+  absl::StatusOr<Answered> Run(Client&) const override {
+    absl::StatusOr<std::unique_ptr<Place>> place = Take();
+    if (!place.ok()) return place.status();
+    Request request = (*place)->request;
+    const auto result = ((*place)->ring.get()->*run)(request, absl::InfiniteDuration());
+    const auto answered = ToAnswered(result);
+    if (absl::IsUnavailable(answered.status())) return answered;  // perhaps the ring is over
+    absl::MutexLock lock(&mutex_);
+    free_.push_back(*std::move(place));
+    return answered;
+  }
+
+ private:
+  struct Place {
+    std::unique_ptr<client::Arena> arena;
+    std::unique_ptr<client::Ring> ring;
+    Request request;
+  };
+
+  absl::StatusOr<std::unique_ptr<Place>> Take() const {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!free_.empty()) {
+        std::unique_ptr<Place> place = std::move(free_.back());
+        free_.pop_back();
+        return place;
+      }
+    }
+    const auto at = (static_cast<int64_t>(payload_.size()) + 63) / 64 * 64;
+    absl::StatusOr<std::unique_ptr<client::Arena>> arena =
+        client::Arena::Lease(address_, at + client::Ring::Bytes(options_));
+    if (!arena.ok()) return arena.status();
+    std::memcpy((*arena)->data(), payload_.data(), payload_.size());
+    absl::StatusOr<std::unique_ptr<client::Ring>> ring =
+        client::Ring::Open(arena->get(), at, options_);
+    if (!ring.ok()) return ring.status();
+    auto place = std::make_unique<Place>();
+    place->arena = *std::move(arena);
+    place->ring = *std::move(ring);
+    place->request = request_;
+    place->request.arena = place->arena.get();
+    auto& rows = request_.head.empty() ? place->request.logits : place->request.hidden;
+    rows = {absl::string_view(place->arena->data(), payload_.size())};
+    return place;
+  }
+
+  const Request request_;
+  const std::string address_;
+  const absl::string_view payload_;  // the request owns it
+  const client::RingOptions options_;
+  mutable absl::Mutex mutex_;
+  mutable std::vector<std::unique_ptr<Place>> free_ ABSL_GUARDED_BY(mutex_);
+};
+using TopKRingCall = RingCallOf<client::TopKRequest, &client::Ring::TopK>;
+using SampleRingCall = RingCallOf<client::SampleRequest, &client::Ring::Sample>;
+
 // The rows of a part.
 struct Rows {
   const v1::Head* head;  // null: logits
@@ -135,9 +232,10 @@ absl::StatusOr<Rows> MakeRows(const Scenario& scenario, const v1::Head* head) {
                .payload = nullptr,
                .arena = nullptr};
   rows.payload = RandomElements(rows.count * rows.width, rows.dtype);
-  if (scenario.arena.empty()) return rows;
+  if (scenario.arena.empty() || scenario.ring) return rows;
+  // Twice, for the answer of softmax.
   absl::StatusOr<std::unique_ptr<client::Arena>> arena =
-      client::Arena::Lease(scenario.arena, static_cast<int64_t>(rows.payload->size()));
+      client::Arena::Lease(scenario.arena, 2 * static_cast<int64_t>(rows.payload->size()));
   if (!arena.ok()) return arena.status();
   rows.arena = *std::move(arena);
   std::memcpy(rows.arena->data(), rows.payload->data(), rows.payload->size());
@@ -165,6 +263,17 @@ Request RequestOf(const Rows& rows) {
   return request;
 }
 
+// Requests and answers of a scenario fit, one at a time.
+client::RingOptions RingFor(const Scenario& scenario) {
+  const auto aligned = [](int64_t bytes) {
+    return static_cast<uint32_t>((std::min<int64_t>(bytes, kMaxRingSlotBytes) + 63) / 64 * 64);
+  };
+  return {.slots = 1,
+          .entry_bytes = aligned(512 + 16 * scenario.rows),
+          .answer_bytes = aligned(1024 + scenario.rows * (64 + 10 * int64_t{scenario.k})),
+          .priority = scenario.priority};
+}
+
 // `head` is null for logits.
 absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
                                                const v1::Head* head) {
@@ -176,6 +285,10 @@ absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
     case Op::kTopK: {
       auto request = RequestOf<client::TopKRequest>(*rows);
       request.params.add_k(static_cast<int32_t>(std::min<int64_t>(scenario.k, vocab)));
+      if (scenario.ring) {
+        return std::make_unique<TopKRingCall>(std::move(request), scenario.arena, *rows->payload,
+                                              RingFor(scenario));
+      }
       return std::make_unique<TopKCall>(std::move(request), bytes, std::move(rows->arena));
     }
     case Op::kSample: {
@@ -185,7 +298,25 @@ absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
       for (int64_t row = 0; row < scenario.rows; ++row) {
         request.params.add_seed(static_cast<uint64_t>(row));
       }
+      if (scenario.ring) {
+        return std::make_unique<SampleRingCall>(std::move(request), scenario.arena, *rows->payload,
+                                                RingFor(scenario));
+      }
       return std::make_unique<SampleCall>(std::move(request), bytes, std::move(rows->arena));
+    }
+    case Op::kSoftmax: {
+      client::AttentionSoftmaxRequest request = {
+          .dtype = rows->dtype,
+          .shape = {.queries = rows->count, .keys = rows->width},
+          .scores = *rows->payload,
+          .owner = rows->payload};
+      if (rows->arena != nullptr) {
+        char* const data = rows->arena->data();
+        request.scores = {data, rows->payload->size()};
+        request.probs = {data + rows->payload->size(), rows->payload->size()};
+        request.arena = rows->arena.get();
+      }
+      return std::make_unique<SoftmaxCall>(std::move(request), std::move(rows->arena));
     }
     case Op::kScore:
       break;
@@ -393,7 +524,7 @@ absl::StatusOr<std::vector<MixPart>> ParseMix(const std::string& text) {
     return absl::InvalidArgumentError(absl::StrCat(
         "got \"", text,
         "\", allowed NAME=WEIGHT,... with a weight above 0 and each name once, of topk, sample, "
-        "score, hidden_topk, hidden_sample, hidden_score"));
+        "score, softmax, hidden_topk, hidden_sample, hidden_score"));
   };
   std::vector<MixPart> mix;
   for (const absl::string_view entry : absl::StrSplit(text, ',')) {
@@ -405,6 +536,7 @@ absl::StatusOr<std::vector<MixPart>> ParseMix(const std::string& text) {
                                  [&](const auto& o) { return o.first == name; });
     if (op == std::end(kOps)) return refuse();
     part.op = op->second;
+    if (part.hidden && part.op == Op::kSoftmax) return refuse();
     if (sides.size() == 2 && (!absl::SimpleAtod(sides[1], &part.weight) || !(part.weight > 0) ||
                               !std::isfinite(part.weight))) {
       return refuse();
@@ -425,8 +557,29 @@ int64_t Percentile(std::vector<int64_t>& values, double p) {
   return values[index];
 }
 
+namespace {
+
+absl::Status CheckScenario(const Scenario& scenario) {
+  if (scenario.ring && (scenario.arena.empty() || scenario.rate > 0)) {
+    return absl::InvalidArgumentError("a ring needs --arena, and a closed loop (no --rate)");
+  }
+  for (const MixPart& part : scenario.mix) {
+    if (part.op == Op::kSoftmax && scenario.rate > 0) {
+      return absl::InvalidArgumentError("softmax needs a closed loop (no --rate)");
+    }
+    if (scenario.ring && part.op != Op::kTopK && part.op != Op::kSample) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(NameOf(part), ": a ring takes topk and sample only"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const client::ClientOptions& target,
                                      int server_pid) {
+  if (absl::Status status = CheckScenario(scenario); !status.ok()) return status;
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < scenario.connections; ++i) {
     client::ClientOptions options = target;

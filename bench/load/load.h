@@ -15,7 +15,7 @@
 
 namespace logitd::bench {
 
-enum class Op { kTopK, kSample, kScore };
+enum class Op { kTopK, kSample, kScore, kSoftmax };
 
 // One kind of call in a mix.
 struct MixPart {
@@ -49,7 +49,11 @@ struct Scenario {
   // waits. Otherwise a refusal is an error like any other.
   bool retry = false;
   // Where the server leases memory ("unix:PATH"): rows lie there and are not sent. Empty: sent.
+  // The answers of softmax go there too.
   std::string arena;
+  // Calls go through rings of leased memory, a ring for each call in flight. With `arena`, in a
+  // closed loop.
+  bool ring = false;
   client::Priority priority = client::Priority::kInteractive;
   bool state_sizes = true;  // see client::ClientOptions
   absl::Duration warmup = absl::Seconds(1);

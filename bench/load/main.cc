@@ -124,8 +124,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
            if (!mix.ok()) throw CLI::ValidationError("--mix", std::string(mix.status().message()));
            scenario.mix = *std::move(mix);
          },
-         "what is called, and how often: NAME=WEIGHT,... of topk, sample, score, hidden_topk, "
-         "hidden_sample, hidden_score")
+         "what is called, and how often: NAME=WEIGHT,... of topk, sample, score, softmax (of "
+         "--rows by --vocab), hidden_topk, hidden_sample, hidden_score")
       ->default_str("topk=1");
   app->add_option("--head", scenario.head, "a head of the server, for hidden states");
   number("--rows", &scenario.rows, "rows per request", 1, 1 << 24);
@@ -146,6 +146,10 @@ void AddFlags(CLI::App* app, Flags* flags) {
           {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
   app->add_option("--arena", scenario.arena,
                   "unix:PATH, where the server leases memory: rows lie there and are not sent");
+  app->add_flag(
+      "--ring", scenario.ring,
+      "with --arena: topk and sample go through rings of leased memory, one for each call "
+      "in flight");
   app->add_flag("!--no-stated-sizes", scenario.state_sizes,
                 "do not tell the server the size of a message");
   number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);

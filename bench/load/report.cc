@@ -124,6 +124,7 @@ ordered_json Summarise(const Measured& measured) {
       {"priority", scenario.priority == client::Priority::kBatch ? "batch" : "interactive"},
       {"stated_sizes", scenario.state_sizes},
       {"arena", !scenario.arena.empty()},
+      {"ring", scenario.ring},
       {"rows", scenario.rows},
       {"vocab", scenario.vocab},
       {"k", scenario.k},

@@ -23,6 +23,7 @@ struct InputFlags {
   std::string model = "demo/model";
   std::string head;   // of the server; with a text: the model's own, which gets its hidden states
   std::string arena;  // where the server leases memory; empty: the rows are sent
+  bool ring = false;  // with `arena`, of topk and sample: through a ring of it
 
   bool is_file() const { return !logits.empty() || !hidden.empty(); }
 };

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "formats/half.h"
+#include "formats/ring_protocol.h"
 
 namespace logitd::cli {
 
@@ -67,9 +68,13 @@ int NoArena(const Session& session, const absl::Status& status) {
   return kExitUnavailable;
 }
 
-absl::Status Input::MoveToArena(const std::string& address) {
+absl::Status Input::MoveToArena(const std::string& address, bool with_ring) {
   if (address.empty()) return absl::OkStatus();
-  const auto bytes = static_cast<int64_t>(payload.size());
+  // Room for the largest request and the largest answer, one at a time.
+  constexpr client::RingOptions kRing = {
+      .slots = 1, .entry_bytes = kMaxRingSlotBytes, .answer_bytes = kMaxRingSlotBytes};
+  const auto ring_at = static_cast<int64_t>((payload.size() + 63) / 64 * 64);
+  const int64_t bytes = ring_at + (with_ring ? client::Ring::Bytes(kRing) : 0);
   if (arena == nullptr || arena->bytes() < bytes) {
     absl::StatusOr<std::unique_ptr<client::Arena>> lease = client::Arena::Lease(address, bytes);
     if (!lease.ok()) return lease.status();
@@ -77,6 +82,11 @@ absl::Status Input::MoveToArena(const std::string& address) {
   }
   std::copy(payload.begin(), payload.end(), arena->data());
   payload = {arena->data(), payload.size()};
+  if (!with_ring) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<client::Ring>> opened =
+      client::Ring::Open(arena.get(), ring_at, kRing);
+  if (!opened.ok()) return opened.status();
+  ring = *std::move(opened);
   return absl::OkStatus();
 }
 

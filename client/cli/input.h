@@ -13,6 +13,7 @@
 #include "client/cli/commands.h"
 #include "client/client.h"
 #include "client/language_model.h"
+#include "client/ring.h"
 #include "client/tensor_file.h"
 
 namespace logitd::cli {
@@ -47,6 +48,7 @@ struct Input {
   std::vector<int32_t> tokens;                   // of the text
   std::string computed;                          // by the model
   std::unique_ptr<client::Arena> arena;          // with a copy of the payload; null: it is sent
+  std::unique_ptr<client::Ring> ring;            // of the arena; null: calls go over gRPC
 
   std::vector<std::string> TextOf(absl::Span<const int32_t> ids) const {
     return cli::TextOf(model.get(), ids);
@@ -55,8 +57,8 @@ struct Input {
   void SetRow(absl::Span<const float> hidden, const v1::Head& to);
 
   // Copies the payload into memory that the server leases at `address`; with "" nothing is done.
-  // Errors as Arena::Lease.
-  absl::Status MoveToArena(const std::string& address);
+  // `with_ring`: opens a ring there too. Errors as Arena::Lease and Ring::Open.
+  absl::Status MoveToArena(const std::string& address, bool with_ring = false);
 
   // Makes this the rows of a request.
   template <typename Params>

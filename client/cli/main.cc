@@ -246,11 +246,20 @@ void AddSampling(CLI::App* command, SamplingFlags* flags) {
       ->delimiter(',');
 }
 
+// After AddInput.
+void AddRing(CLI::App* command, bool* ring) {
+  command
+      ->add_flag("--ring", *ring,
+                 "with --arena: the call goes through a ring in the leased memory, not over --addr")
+      ->needs("--arena");
+}
+
 void AddTopK(CLI::App* app, Commands* commands) {
   const auto [command, flags] =
       AddCommand(app, commands, "topk", kTopKHelp, kTopKExamples, &RunTopK);
   AddInput(command, &flags->input, kLogits | kText,
            "with --text: a head of the server that is the model's; sends its hidden state");
+  AddRing(command, &flags->input.ring);
   for (ParameterFlag& flag : flags->params) {
     if (flag.names == "--k") flag.text = "10";
   }
@@ -264,6 +273,7 @@ void AddSample(CLI::App* app, Commands* commands) {
   AddInput(command, &flags->input, kLogits | kHidden | kText,
            "a head that the server has loaded; required with --hidden; with --text the model's "
            "own, and its hidden state is sent");
+  AddRing(command, &flags->input.ring);
   AddSampling(command, &flags->sampling);
 }
 

@@ -143,12 +143,13 @@ int RunSample(const Session& session, const SampleFlags& flags) {
     params->mutable_history()->Add(input->tokens.begin(), input->tokens.end());
   }
   client::SampleRequest request;
-  if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+  if (absl::Status moved = input->MoveToArena(flags.input.arena, flags.input.ring); !moved.ok()) {
     return NoArena(session, moved);
   }
   input->Fill(&request);
   request.params = *std::move(params);
-  const absl::StatusOr<client::SampleResult> result = session.client().Sample(request);
+  const absl::StatusOr<client::SampleResult> result =
+      input->ring == nullptr ? session.client().Sample(request) : input->ring->Sample(request);
   if (!result.ok()) return session.CallFailed(result.status());
   const v1::SampleResponse& a = result->answer;
   return session.Show(SampleOutput{

@@ -47,7 +47,7 @@ int RunTopK(const Session& session, const TopKFlags& flags) {
     client::LanguageModel::State state = input->model->InitialState();
     input->SetRow(ReadTokens(*input->model, &state, input->tokens), *head);
   }
-  if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+  if (absl::Status moved = input->MoveToArena(flags.input.arena, flags.input.ring); !moved.ok()) {
     return NoArena(session, moved);
   }
   input->Fill(&request);
@@ -56,7 +56,8 @@ int RunTopK(const Session& session, const TopKFlags& flags) {
   if (!parts.ok()) return BadInput(parts.status());
   TopKOutput output;
   for (const client::TopKRequest& part : *parts) {
-    absl::StatusOr<client::TopKResult> result = session.client().TopK(part);
+    absl::StatusOr<client::TopKResult> result =
+        input->ring == nullptr ? session.client().TopK(part) : input->ring->TopK(part);
     if (!result.ok()) return session.CallFailed(result.status());
     client::AppendRows(*std::move(result), &output.result);
   }

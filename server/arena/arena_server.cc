@@ -63,6 +63,19 @@ bool Send(int socket, ArenaAnswer answer, absl::string_view text, int fd) {
   return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
 }
 
+// False: the peer does not take it.
+bool SendRingAnswer(int socket, const absl::Status& status) {
+  const absl::string_view text = status.message().substr(0, kMaxArenaText);
+  RingAnswer answer = {.code = static_cast<uint32_t>(status.code()),
+                       .text_bytes = static_cast<uint32_t>(text.size())};
+  std::array<iovec, 2> parts = {iovec{&answer, sizeof(answer)},
+                                iovec{const_cast<char*>(text.data()), text.size()}};
+  msghdr message = {};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = parts.size();
+  return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
+}
+
 absl::Status CheckAsk(const ArenaAsk& ask, size_t bytes) {
   if (bytes != sizeof(ask)) {
     return absl::InvalidArgumentError(
@@ -98,6 +111,7 @@ struct ArenaServer::Peer {
   ucred user;
   absl::Time ask_by;             // if it has no lease
   std::optional<LeaseId> lease;  // since it has asked
+  std::shared_ptr<Ring> ring;    // null: none; its thread reads the connection
 };
 
 ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
@@ -113,7 +127,9 @@ ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
                       "Memory of arenas, also of ended leases that calls still use.")),
       opened_(AddCounter(*registry_, "logitd_arena_leases_total", "Arenas that were leased.")),
       refused_(AddCounter(*registry_, "logitd_arena_refused_total",
-                          "Connections for a lease that got none.")) {
+                          "Connections for a lease that got none.")),
+      rings_open_(AddGauge(*registry_, "logitd_arena_rings", "Open rings.")),
+      rings_opened_(AddCounter(*registry_, "logitd_arena_rings_total", "Rings that were opened.")) {
   AddGauge(*registry_, "logitd_arena_bytes_limit", "Most memory of all arenas.")
       ->Set(static_cast<double>(leases_->limits().max_bytes));
   thread_ = std::thread([this] { Run(); });
@@ -140,9 +156,21 @@ ArenaServer::~ArenaServer() {
   [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
   thread_.join();
   for (Peer& peer : peers_) EndPeer(peer);
+  EndRings();
   door::RemoveSocketFile(options_.address, socket_);
   close(socket_.fd);
   close(stop_fd_);
+}
+
+void ArenaServer::ServeRings(ServeRing serve) {
+  absl::MutexLock lock(&rings_mutex_);
+  rings_ = std::make_unique<Rings>(std::move(serve));
+}
+
+void ArenaServer::EndRings() {
+  std::unique_ptr<Rings> rings;  // ends without the lock
+  absl::MutexLock lock(&rings_mutex_);
+  rings.swap(rings_);
 }
 
 void ArenaServer::Run() {
@@ -156,7 +184,9 @@ void ArenaServer::Run() {
     fds.assign(
         {{.fd = stop_fd_, .events = POLLIN}, {.fd = accepts ? socket_.fd : -1, .events = POLLIN}});
     for (const Peer& peer : peers_) {
-      fds.push_back({.fd = peer.fd, .events = POLLIN});
+      // Without events, poll still tells the end of the connection.
+      const bool reads = peer.ring == nullptr;
+      fds.push_back({.fd = peer.fd, .events = reads ? int16_t{POLLIN} : int16_t{0}});
       if (!peer.lease.has_value()) wake = std::min(wake, peer.ask_by);
     }
     int wait_ms = -1;
@@ -224,19 +254,50 @@ void ArenaServer::MakePlace() {
 }
 
 bool ArenaServer::Hear(Peer& peer) {
-  ArenaAsk ask;
+  if (peer.ring != nullptr) return false;  // only its end is heard
+  union {
+    ArenaAsk lease;
+    RingAsk ring;
+  } ask = {.ring = {}};
   const ssize_t bytes = recv(peer.fd, &ask, sizeof(ask), MSG_DONTWAIT | MSG_TRUNC);
   if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return true;
   if (bytes <= 0) return false;
-  if (peer.lease.has_value()) {
+  if (peer.lease.has_value()) return HearLeased(peer, ask.ring, static_cast<size_t>(bytes));
+  const absl::Status status = GiveLease(peer, ask.lease, static_cast<size_t>(bytes));
+  if (!status.ok()) Refuse(peer, status);
+  return status.ok();
+}
+
+bool ArenaServer::HearLeased(Peer& peer, const RingAsk& ask, size_t bytes) {
+  if (bytes != sizeof(ask) || ask.magic != kRingMagic) {
     log::Limited(log::Source::kArenas, spdlog::level::info,
                  "arena: a peer (pid {}, uid {}) sent {} bytes after its request: its lease ends",
                  peer.user.pid, peer.user.uid, bytes);
     return false;
   }
-  const absl::Status status = GiveLease(peer, ask, static_cast<size_t>(bytes));
-  if (!status.ok()) Refuse(peer, status);
-  return status.ok();
+  const absl::Status status = OpenRing(peer, ask, bytes);
+  log::Limited(log::Source::kArenas, spdlog::level::info, "arena: a ring for pid {}, uid {}: {}",
+               peer.user.pid, peer.user.uid, status.ok() ? "open" : std::string(status.message()));
+  return SendRingAnswer(peer.fd, status);
+}
+
+// The answer goes out before the ring's thread may send a doorbell: it sends none before its first
+// submission, which comes after the answer.
+absl::Status ArenaServer::OpenRing(Peer& peer, const RingAsk& ask, size_t bytes) {
+  const absl::string_view id(reinterpret_cast<const char*>(peer.lease->data()), peer.lease->size());
+  absl::StatusOr<std::shared_ptr<const Arena>> arena = leases_->Find({id.data(), id.size()});
+  if (!arena.ok()) return arena.status();
+  if (absl::Status status = CheckRing(ask, bytes, (*arena)->bytes()); !status.ok()) return status;
+  absl::MutexLock lock(&rings_mutex_);
+  if (rings_ == nullptr) {
+    return absl::UnavailableError("ring: the server opens none now: it starts, or shuts down");
+  }
+  absl::StatusOr<std::shared_ptr<Ring>> ring =
+      rings_->Open(*std::move(arena), ask, peer.fd, peer.user);
+  if (!ring.ok()) return ring.status();
+  peer.ring = *std::move(ring);
+  rings_opened_->Increment();
+  return absl::OkStatus();
 }
 
 absl::Status ArenaServer::GiveLease(Peer& peer, const ArenaAsk& ask, size_t bytes) {
@@ -270,6 +331,12 @@ void ArenaServer::Refuse(const Peer& peer, const absl::Status& why) {
 
 void ArenaServer::EndPeer(Peer& peer) {
   if (peer.fd < 0) return;
+  if (peer.ring != nullptr) {
+    // Its thread has a copy of the connection, and lets go of it when it can.
+    shutdown(peer.fd, SHUT_RDWR);
+    peer.ring->Stop();
+    peer.ring.reset();
+  }
   close(peer.fd);
   peer.fd = -1;
   if (!peer.lease.has_value()) return;
@@ -281,6 +348,8 @@ void ArenaServer::EndPeer(Peer& peer) {
 void ArenaServer::ShowLeases() {
   open_->Set(static_cast<double>(leases_->leases()));
   bytes_->Set(static_cast<double>(leases_->bytes()));
+  absl::MutexLock lock(&rings_mutex_);
+  rings_open_->Set(rings_ == nullptr ? 0 : rings_->open());
 }
 
 }  // namespace logitd::arena

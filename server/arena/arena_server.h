@@ -10,10 +10,13 @@
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/arena/leases.h"
+#include "server/arena/ring.h"
 #include "server/door/address.h"
 #include "server/door/listening_socket.h"
 
@@ -39,8 +42,10 @@ struct ArenaServerOptions {
 // Nothing waits for a peer. A few peers may be connected that have not asked yet: one more takes the
 // place of the oldest of them, so silent peers keep nobody out.
 //
-// Counters  logitd_arena_leases_total, logitd_arena_refused_total
-// Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit
+// A lease may have a ring (ring.h), which ends with it.
+//
+// Counters  logitd_arena_leases_total, logitd_arena_refused_total, logitd_arena_rings_total
+// Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit, logitd_arena_rings
 class ArenaServer {
  public:
   // `leases` outlives the server. UNAVAILABLE: cannot listen there.
@@ -48,7 +53,12 @@ class ArenaServer {
       const ArenaServerOptions& options, Leases* leases,
       std::shared_ptr<prometheus::Registry> registry);
 
-  // Ends every lease and removes the socket's file.
+  // From here on leases may have rings, whose calls `serve` serves. Once.
+  void ServeRings(ServeRing serve);
+  // Ends every ring, and waits for their threads. No more are opened.
+  void EndRings();
+
+  // Ends every lease and ring, and removes the socket's file.
   ~ArenaServer();
   ArenaServer(const ArenaServer&) = delete;
   ArenaServer& operator=(const ArenaServer&) = delete;
@@ -67,6 +77,9 @@ class ArenaServer {
   // Reads what a peer sent. False: the connection is over.
   bool Hear(Peer& peer);
   absl::Status GiveLease(Peer& peer, const ArenaAsk& ask, size_t bytes);
+  // For a packet on a lease's connection. False: the connection is over.
+  bool HearLeased(Peer& peer, const RingAsk& ask, size_t bytes);
+  absl::Status OpenRing(Peer& peer, const RingAsk& ask, size_t bytes);
   void EndPeer(Peer& peer);
   void Refuse(const Peer& peer, const absl::Status& why);
   void ShowLeases();
@@ -80,6 +93,10 @@ class ArenaServer {
   prometheus::Gauge* bytes_;
   prometheus::Counter* opened_;
   prometheus::Counter* refused_;
+  prometheus::Gauge* rings_open_;
+  prometheus::Counter* rings_opened_;
+  mutable absl::Mutex rings_mutex_;
+  std::unique_ptr<Rings> rings_ ABSL_GUARDED_BY(rings_mutex_);
   // Used by the thread only.
   std::vector<Peer> peers_;
   absl::Time accept_again_ = absl::InfinitePast();  // after a failure for lack of descriptors

@@ -19,6 +19,7 @@
 #include "server/door/sockets.h"
 #include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
+#include "server/rpc/ring_service.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
@@ -189,6 +190,8 @@ class RpcServerImpl final : public RpcServer {
   void Drain(absl::Duration receive_timeout) override { tracker_.Drain(receive_timeout); }
 
   void RecheckIdentities() override { tracker_.RecheckIdentities(); }
+
+  arena::ServeRing ring_service() override { return MakeRingService(environment_); }
 
   int calls() const override { return tracker_.alive(); }
 

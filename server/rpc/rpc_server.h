@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/arena/leases.h"
+#include "server/arena/ring.h"
 #include "server/door/connection.h"
 #include "server/door/identities.h"
 #include "server/door/tls_context.h"
@@ -77,6 +78,9 @@ class RpcServer {
 
   // The identities have changed: ends the streams of callers that may not call any longer.
   virtual void RecheckIdentities() = 0;
+
+  // What rings of leases serve their calls with; the rings end before the server does.
+  virtual arena::ServeRing ring_service() = 0;
 
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;

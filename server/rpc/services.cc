@@ -74,13 +74,18 @@ static_assert(std::size(kCodecs) == std::size(ops::kOps));
 
 }  // namespace
 
-OpService::OpService(std::string_view service, const CallEnvironment& environment) {
+Finders FindersOf(const CallEnvironment& environment) {
   Finders find = {
       .head = [heads = environment.heads](std::string_view name) { return heads->Find(name); },
       .lease = nullptr};
   if (environment.leases != nullptr) {
     find.lease = [leases = environment.leases](std::string_view id) { return leases->Find(id); };
   }
+  return find;
+}
+
+OpService::OpService(std::string_view service, const CallEnvironment& environment) {
+  const Finders find = FindersOf(environment);
   for (const ops::Op& op : ops::kOps) {
     if (op.service != service) continue;
     const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),

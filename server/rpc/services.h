@@ -5,10 +5,14 @@
 #include <string_view>
 
 #include "logitd/v1/server.grpc.pb.h"
+#include "server/rpc/codecs/logits_or_hidden.h"
 #include "server/rpc/transport/raw_service.h"
 #include "server/rpc/transport/unary_call.h"
 
 namespace logitd::rpc {
+
+// What requests of a server refer to. The objects of `environment` outlive it.
+Finders FindersOf(const CallEnvironment& environment);
 
 // A service of ops::kOps: all its methods.
 class OpService final : public RawService {

@@ -261,6 +261,10 @@ TEST(LeasesTest, ADrainGivesNoLeaseAndLeavesThoseThereAre) {
   close(lease->fd);
 }
 
+bool HasSubstrIn(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 // What a client got for its request.
 struct Got {
   ArenaAnswer answer;
@@ -450,6 +454,63 @@ TEST_F(ArenaServerTest, OneConnectionHasOneLease) {
   EXPECT_TRUE(Ended(peer));
   EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
   close(peer);
+}
+
+TEST_F(ArenaServerTest, ALeaseOpensARingWhichEndsWithIt) {
+  Start();
+  const int early = Connect();
+  ASSERT_GE(Ask(early, {.bytes = 1 << 16}).fd, 0);
+  const RingAsk ask = {.slots = 4, .entry_bytes = 256, .answer_bytes = 256, .offset = 0};
+  const auto ask_ring = [](int socket, const RingAsk& ring) {
+    EXPECT_EQ(send(socket, &ring, sizeof(ring), MSG_NOSIGNAL), ssize_t{sizeof(ring)});
+    std::array<char, sizeof(RingAnswer) + kMaxArenaText> packet;
+    const ssize_t got = recv(socket, packet.data(), packet.size(), 0);
+    EXPECT_GE(got, ssize_t{sizeof(RingAnswer)});
+    RingAnswer answer;
+    std::memcpy(&answer, packet.data(), sizeof(answer));
+    return std::pair(static_cast<absl::StatusCode>(answer.code),
+                     std::string(packet.data() + sizeof(answer), answer.text_bytes));
+  };
+  EXPECT_EQ(ask_ring(early, ask).first, absl::StatusCode::kUnavailable);
+  server_->ServeRings([](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
+    ring->Complete(serial, {.tag = request.tag}, nullptr);
+    return std::shared_ptr<RingWork>();
+  });
+  RingAsk wrong = ask;
+  wrong.offset = (1 << 16) - 64;
+  EXPECT_EQ(ask_ring(early, wrong).first, absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ask_ring(early, ask).first, absl::StatusCode::kOk);
+  EXPECT_TRUE(Eventually([&] { return HasSubstrIn(Metrics(), "logitd_arena_rings 1"); }));
+  close(early);
+  EXPECT_TRUE(Eventually([&] {
+    const int other = Connect();  // makes the server look at its gauges
+    close(other);
+    return HasSubstrIn(Metrics(), "logitd_arena_rings 0") && leases_->bytes() == 0;
+  }));
+}
+
+TEST_F(ArenaServerTest, ARingThatIsCutOffEndsItsLease) {
+  Start();
+  server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t, RingRequest) {
+    return std::shared_ptr<RingWork>();
+  });
+  const int client = Connect();
+  const Got got = Ask(client, {.bytes = 1 << 16});
+  ASSERT_GE(got.fd, 0);
+  const RingAsk ask = {.slots = 4, .entry_bytes = 256, .answer_bytes = 256, .offset = 0};
+  ASSERT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+  std::array<char, 2048> packet;
+  ASSERT_EQ(recv(client, packet.data(), packet.size(), 0), ssize_t{sizeof(RingAnswer)});
+  const RingEntry broken = {.phase = RingPhase(0, 4), .method = 99};
+  ASSERT_EQ(pwrite(got.fd, &broken, sizeof(broken), kSubmissionsAt), ssize_t{sizeof(broken)});
+  ASSERT_EQ(send(client, "", 1, MSG_NOSIGNAL), 1);
+  ssize_t told = recv(client, packet.data(), packet.size(), 0);
+  if (told < 0) told = recv(client, packet.data(), packet.size(), 0);  // ECONNRESET comes first
+  ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});
+  EXPECT_EQ(recv(client, packet.data(), packet.size(), 0), 0);
+  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  close(got.fd);
+  close(client);
 }
 
 TEST_F(ArenaServerTest, APeerThatDoesNotAskIsCutAndDelaysNobody) {

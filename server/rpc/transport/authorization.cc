@@ -69,15 +69,11 @@ std::string PeerOf(const door::Connection* connection) {
   return connection == nullptr ? "an unknown peer" : connection->peer();
 }
 
-}  // namespace
-
-absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& context,
-                                        const door::Connection* connection,
-                                        const door::Identities* identities, const Access& access,
-                                        engine::Metrics* metrics) {
-  if (identities == nullptr) return Authorization();
+absl::StatusOr<Authorization> AuthorizeShown(absl::StatusOr<door::Credentials> credentials,
+                                             const std::string& peer,
+                                             const door::Identities* identities,
+                                             const Access& access, engine::Metrics* metrics) {
   Authorization authorization;
-  absl::StatusOr<door::Credentials> credentials = ReadCredentials(context, connection);
   absl::Status status = credentials.status();
   if (status.ok()) {
     authorization.credentials = *std::move(credentials);
@@ -94,8 +90,28 @@ absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& conte
       absl::IsUnauthenticated(status) ? engine::Refusal::kUnauthenticated : engine::Refusal::kRole,
       authorization.proof);
   log::Limited(log::Source::kCallers, spdlog::level::warn, "{} of {} was refused: {}",
-               std::string(access.method), PeerOf(connection), std::string(status.message()));
+               std::string(access.method), peer, std::string(status.message()));
   return status;
+}
+
+}  // namespace
+
+absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& context,
+                                        const door::Connection* connection,
+                                        const door::Identities* identities, const Access& access,
+                                        engine::Metrics* metrics) {
+  if (identities == nullptr) return Authorization();
+  return AuthorizeShown(ReadCredentials(context, connection), PeerOf(connection), identities,
+                        access, metrics);
+}
+
+absl::StatusOr<Authorization> AuthorizeUser(uint32_t uid, const std::string& peer,
+                                            const door::Identities* identities,
+                                            const Access& access, engine::Metrics* metrics) {
+  if (identities == nullptr) return Authorization();
+  door::Credentials credentials;
+  credentials.uid = uid;
+  return AuthorizeShown(std::move(credentials), peer, identities, access, metrics);
 }
 
 absl::Status CheckStillAuthorized(const Authorization& authorization,

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -50,6 +51,11 @@ absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& conte
                                         const door::Connection* connection,
                                         const door::Identities* identities, const Access& access,
                                         engine::Metrics* metrics);
+
+// The same for a caller that has shown nothing but who it is on this machine. `peer`: for the log.
+absl::StatusOr<Authorization> AuthorizeUser(uint32_t uid, const std::string& peer,
+                                            const door::Identities* identities,
+                                            const Access& access, engine::Metrics* metrics);
 
 // Whether credentials that were shown before still give the identity and the role: the file of
 // identities has changed.

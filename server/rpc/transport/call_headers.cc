@@ -27,7 +27,16 @@ std::string Shown(absl::string_view text) { return absl::CHexEscape(text.substr(
 absl::Status CallHeaders::Authorize(const grpc::CallbackServerContext& context,
                                     const door::Identities* identities, const Access& access,
                                     engine::Metrics* metrics) {
-  auto who = rpc::Authorize(context, connection.get(), identities, access, metrics);
+  return Take(rpc::Authorize(context, connection.get(), identities, access, metrics), metrics);
+}
+
+absl::Status CallHeaders::AuthorizeUser(uint32_t uid, const std::string& peer,
+                                        const door::Identities* identities, const Access& access,
+                                        engine::Metrics* metrics) {
+  return Take(rpc::AuthorizeUser(uid, peer, identities, access, metrics), metrics);
+}
+
+absl::Status CallHeaders::Take(absl::StatusOr<Authorization> who, engine::Metrics* metrics) {
   if (!who.ok()) return who.status();
   authorization = *std::move(who);
   const door::Identity* const identity = authorization.identity.get();

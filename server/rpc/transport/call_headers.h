@@ -33,6 +33,10 @@ struct CallHeaders {
   absl::Status Authorize(const grpc::CallbackServerContext& context,
                          const door::Identities* identities, const Access& access,
                          engine::Metrics* metrics);
+  // The same for the user at the other end of a ring. `peer`: for the log.
+  absl::Status AuthorizeUser(uint32_t uid, const std::string& peer,
+                             const door::Identities* identities, const Access& access,
+                             engine::Metrics* metrics);
   // The door's name of the peer; empty: not one of its connections.
   std::string peer() const { return connection == nullptr ? "" : connection->peer(); }
 
@@ -45,6 +49,9 @@ struct CallHeaders {
   int64_t room_bytes() const;
   // INVALID_ARGUMENT: the message is larger than stated.
   absl::Status CheckMessage(int64_t message_bytes) const;
+
+ private:
+  absl::Status Take(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
 };
 
 // INVALID_ARGUMENT names the metadata, what it has and what is allowed. A stated size may be up to

@@ -68,6 +68,9 @@ class RequestJob : public engine::Job {
   // The bytes the message holds from here on, or its answer's if they are more.
   int64_t needed_bytes() const;
 
+  // An upper bound of the answer's bytes. After Take.
+  int64_t max_answer_bytes() const { return codec_->answer_bytes(); }
+
   // Bytes by which the work of a message of `message_bytes` is estimated. Rows in a lease count too,
   // although they are not in the message.
   int64_t work_bytes(int64_t message_bytes) const {

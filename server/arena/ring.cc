@@ -1,0 +1,282 @@
+#include "server/arena/ring.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/log/limited.h"
+
+namespace logitd::arena {
+namespace {
+
+// How long a thread looks for work after the last of it, and while its own calls run. A thread that
+// sleeps takes 5 to 50 us to wake.
+constexpr int64_t kSpinNs = 100 * 1000;
+constexpr int64_t kSpinRunningNs = 2 * 1000 * 1000;
+
+// Ids of callers: connections count from below, and identities from 2^63.
+constexpr uint64_t kFirstId = uint64_t{1} << 62;
+
+uint64_t NextId() {
+  static std::atomic<uint64_t> next = kFirstId;
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
+absl::Status NoRoom(const char* what) {
+  return absl::ResourceExhaustedError(absl::StrCat("ring: ", what, ": ", std::strerror(errno)));
+}
+
+}  // namespace
+
+Ring::Ring(Rings* rings, std::shared_ptr<const Arena> arena, const RingAsk& shape, int socket,
+           int wake_fd, ucred user)
+    : rings_(rings),
+      id_(NextId()),
+      user_(user),
+      max_message_bytes_(shape.answer_bytes - sizeof(RingCompletion)),
+      socket_(socket),
+      wake_fd_(wake_fd),
+      pages_(std::move(arena), shape) {}
+
+Ring::~Ring() {
+  close(socket_);
+  close(wake_fd_);
+}
+
+void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep) {
+  std::shared_ptr<RingWork> work;  // dropped after the lock
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto it = open_.find(serial);
+    if (it == open_.end()) return;
+    work = std::move(it->second);
+    open_.erase(it);
+    if (stop_) return;
+    postings_.push_back({std::move(reply), std::move(keep)});
+  }
+  replies_.fetch_add(1);
+  if (!asleep_) return;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
+}
+
+void Ring::Stop() {
+  stop_ = true;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
+  std::vector<std::shared_ptr<RingWork>> works;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const auto& [serial, work] : open_) {
+      if (work != nullptr) works.push_back(work);
+    }
+  }
+  for (const auto& work : works) work->Drop();
+}
+
+absl::StatusOr<bool> Ring::TakeAll() {
+  bool worked = false;
+  for (uint32_t i = 0; i < pages_.slots() && !stop_; ++i) {
+    const uint64_t serial = next_serial_;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (open_.size() + postings_.size() >= pages_.slots()) break;
+    }
+    RingRequest request;
+    const absl::StatusOr<bool> taken = pages_.Take(&request);
+    if (!taken.ok()) return taken;
+    if (!*taken) break;
+    worked = true;
+    ++next_serial_;
+    {
+      absl::MutexLock lock(&mutex_);
+      open_[serial] = nullptr;
+    }
+    std::shared_ptr<RingWork> work = rings_->serve_(shared_from_this(), serial, std::move(request));
+    {
+      absl::MutexLock lock(&mutex_);
+      if (const auto it = open_.find(serial); it != open_.end()) it->second = work;
+    }
+    if (stop_ && work != nullptr) work->Drop();  // Stop may not have seen it
+  }
+  return worked;
+}
+
+absl::StatusOr<bool> Ring::PostAll() {
+  if (replies_ == 0) return false;
+  std::vector<Posting> postings;
+  {
+    absl::MutexLock lock(&mutex_);
+    postings.swap(postings_);
+  }
+  replies_.fetch_sub(static_cast<int64_t>(postings.size()));
+  for (const Posting& posting : postings) {
+    if (absl::Status status = pages_.Post(posting.reply); !status.ok()) return status;
+  }
+  RingFence();
+  if (pages_.client_asleep()) {
+    // A full socket has a doorbell in it.
+    const char bell = 0;
+    [[maybe_unused]] const ssize_t sent = send(socket_, &bell, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  return !postings.empty();
+}
+
+bool Ring::MaySpin() {
+  const int64_t idle = absl::GetCurrentTimeNanos() - worked_ns_;
+  if (idle < kSpinNs) return true;
+  absl::MutexLock lock(&mutex_);
+  return idle < kSpinRunningNs && !open_.empty();
+}
+
+absl::Status Ring::Sleep() {
+  asleep_ = true;
+  if (absl::Status status = pages_.SetAsleep(true); !status.ok()) return status;
+  RingFence();
+  bool full = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    full = open_.size() + postings_.size() >= pages_.slots();
+  }
+  if (!stop_ && replies_ == 0 && (full || !pages_.Ready())) {
+    std::array<pollfd, 2> fds = {pollfd{.fd = socket_, .events = POLLIN},
+                                 pollfd{.fd = wake_fd_, .events = POLLIN}};
+    poll(fds.data(), fds.size(), -1);
+    if ((fds[1].revents & POLLIN) != 0) {
+      uint64_t count = 0;
+      [[maybe_unused]] const ssize_t got = read(wake_fd_, &count, sizeof(count));
+    }
+  }
+  asleep_ = false;
+  return pages_.SetAsleep(false);
+}
+
+void Ring::CutOff(const absl::Status& why) {
+  log::Limited(log::Source::kArenas, spdlog::level::info,
+               "arena: the ring of pid {}, uid {} is cut off: {}", user_.pid, user_.uid,
+               std::string(why.message()));
+  const std::string text(why.message().substr(0, kMaxArenaText));
+  RingAnswer answer = {.code = static_cast<uint32_t>(why.code()),
+                       .text_bytes = static_cast<uint32_t>(text.size())};
+  std::array<iovec, 2> parts = {iovec{&answer, sizeof(answer)},
+                                iovec{const_cast<char*>(text.data()), text.size()}};
+  msghdr message = {};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = parts.size();
+  sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  shutdown(socket_, SHUT_RDWR);  // the arena's server sees it, and ends the lease
+}
+
+void Ring::Run() {
+  worked_ns_ = absl::GetCurrentTimeNanos();
+  while (!stop_) {
+    // Doorbells only wake; an end of the connection shows here too, as 0 bytes.
+    std::array<char, sizeof(RingAsk)> bell;
+    const absl::StatusOr<bool> posted = PostAll();
+    const absl::StatusOr<bool> taken = posted.ok() ? TakeAll() : posted;
+    if (!taken.ok()) {
+      CutOff(taken.status());
+      break;
+    }
+    if (*posted || *taken) {
+      worked_ns_ = absl::GetCurrentTimeNanos();
+      continue;
+    }
+    if (MaySpin() && (spins_ || (spins_ = rings_->TakeSpin()))) {
+      std::this_thread::yield();
+      continue;
+    }
+    if (std::exchange(spins_, false)) rings_->EndSpin();
+    if (!Sleep().ok()) break;
+    ssize_t heard = -1;
+    for (int i = 0; i < 64; ++i) {
+      heard = recv(socket_, bell.data(), bell.size(), MSG_DONTWAIT);
+      if (heard <= 0) break;
+    }
+    if (heard == 0) break;
+    worked_ns_ = absl::GetCurrentTimeNanos();
+  }
+  if (std::exchange(spins_, false)) rings_->EndSpin();
+  Stop();
+  std::vector<Posting> postings;
+  {
+    absl::MutexLock lock(&mutex_);
+    postings.swap(postings_);
+  }
+}
+
+Rings::Rings(ServeRing serve)
+    : serve_(std::move(serve)),
+      max_spinning_(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / 4)) {}
+
+Rings::~Rings() {
+  std::vector<std::shared_ptr<Ring>> rings;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (Ring* ring : rings_) {
+      if (auto held = ring->weak_from_this().lock()) rings.push_back(std::move(held));
+    }
+  }
+  for (const auto& ring : rings) ring->Stop();
+  rings.clear();
+  absl::MutexLock lock(&mutex_);
+  const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rings_.empty(); };
+  mutex_.Await(absl::Condition(&none));
+}
+
+absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> arena,
+                                                  const RingAsk& shape, int socket, ucred user) {
+  const int own = fcntl(socket, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) return NoRoom("there is no descriptor for it");
+  const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (wake_fd < 0) {
+    const absl::Status status = NoRoom("there is no eventfd for it");
+    close(own);
+    return status;
+  }
+  auto ring = std::make_shared<Ring>(this, std::move(arena), shape, own, wake_fd, user);
+  absl::MutexLock lock(&mutex_);
+  rings_.insert(ring.get());
+  try {
+    std::thread([this, ring] {
+      ring->Run();
+      Ended(ring.get());
+    }).detach();
+  } catch (const std::system_error&) {
+    rings_.erase(ring.get());
+    return absl::ResourceExhaustedError("ring: there is no thread for it");
+  }
+  return ring;
+}
+
+bool Rings::TakeSpin() {
+  if (spinning_.fetch_add(1, std::memory_order_relaxed) < max_spinning_) return true;
+  EndSpin();
+  return false;
+}
+
+void Rings::Ended(Ring* ring) {
+  absl::MutexLock lock(&mutex_);
+  rings_.erase(ring);
+}
+
+int Rings::open() const {
+  absl::MutexLock lock(&mutex_);
+  return static_cast<int>(rings_.size());
+}
+
+}  // namespace logitd::arena

@@ -1,0 +1,138 @@
+// Rings: threads that take calls out of leased memory and put answers there.
+#ifndef LOGITD_SERVER_ARENA_RING_H_
+#define LOGITD_SERVER_ARENA_RING_H_
+
+#include <sys/socket.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "formats/ring_protocol.h"
+#include "server/arena/leases.h"
+#include "server/arena/ring_pages.h"
+
+namespace logitd::arena {
+
+class Rings;
+
+// A call of a ring, as the ring sees it.
+class RingWork {
+ public:
+  virtual ~RingWork() = default;
+  // The peer is gone: the work may stop. Its reply is not needed, and may still come. Any thread.
+  virtual void Drop() = 0;
+};
+
+// An open ring. One thread of its own touches the shared memory, because the peer can make a write
+// there wait. Thread-safe.
+class Ring : public std::enable_shared_from_this<Ring> {
+ public:
+  // Use Rings::Open.
+  Ring(Rings* rings, std::shared_ptr<const Arena> arena, const RingAsk& shape, int socket,
+       int wake_fd, ucred user);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // Unique among the rings of the process. Never an id of a connection or an identity.
+  uint64_t id() const { return id_; }
+  const ucred& user() const { return user_; }
+  // Of a reply. A longer one becomes an error.
+  size_t max_message_bytes() const { return max_message_bytes_; }
+
+  // The reply to work number `serial`. Once for each. `keep` is dropped when the reply is in the
+  // ring, or the ring has ended.
+  void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep);
+
+  // The ring ends soon: drops its work. Any thread, any number of times.
+  void Stop();
+
+ private:
+  friend class Rings;
+  struct Posting {
+    RingReply reply;
+    std::shared_ptr<const void> keep;
+  };
+
+  void Run();
+  // Each does what there is to do. False: there was nothing.
+  absl::StatusOr<bool> TakeAll();
+  absl::StatusOr<bool> PostAll();
+  bool MaySpin();
+  absl::Status Sleep();
+  // Tells the peer why its ring ends.
+  void CutOff(const absl::Status& why);
+
+  Rings* const rings_;
+  const uint64_t id_;
+  const ucred user_;
+  const size_t max_message_bytes_;
+  const int socket_;  // a copy of the lease's connection
+  const int wake_fd_;
+  std::atomic<bool> stop_ = false;
+  std::atomic<bool> asleep_ = false;
+  std::atomic<int64_t> replies_ = 0;  // that wait for the thread
+
+  // Used by the thread only.
+  RingPages pages_;
+  uint64_t next_serial_ = 0;
+  int64_t worked_ns_ = 0;  // when there was something to do
+  bool spins_ = false;     // has one of the places of threads that spin
+
+  absl::Mutex mutex_;
+  // By serial; null while it is handed over.
+  absl::flat_hash_map<uint64_t, std::shared_ptr<RingWork>> open_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Posting> postings_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Serves a call: work that ends in ring->Complete(serial, ...), possibly before this returns. Runs
+// on the ring's thread.
+using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<Ring>& ring,
+                                                          uint64_t serial, RingRequest request)>;
+
+// All rings of a server. Thread-safe.
+//
+// A ring's thread looks for work for a short while after the last work, then it sleeps. So an idle
+// ring costs nothing, and a decode loop does not wait for a wake-up. Few threads may look at the same
+// time: a quarter of the hardware's, or one.
+class Rings {
+ public:
+  explicit Rings(ServeRing serve);
+  // Stops every ring and waits for its thread.
+  ~Rings();
+  Rings(const Rings&) = delete;
+  Rings& operator=(const Rings&) = delete;
+
+  // Opens a ring on `socket`, of which it keeps a copy; see CheckRing for `shape`.
+  // RESOURCE_EXHAUSTED: no descriptor, or no thread.
+  absl::StatusOr<std::shared_ptr<Ring>> Open(std::shared_ptr<const Arena> arena,
+                                             const RingAsk& shape, int socket, ucred user);
+
+  int open() const;  // whose threads run
+
+ private:
+  friend class Ring;
+  bool TakeSpin();
+  void EndSpin() { spinning_.fetch_sub(1, std::memory_order_relaxed); }
+  void Ended(Ring* ring);
+
+  const ServeRing serve_;
+  const int max_spinning_;
+  std::atomic<int> spinning_ = 0;
+  mutable absl::Mutex mutex_;
+  absl::flat_hash_set<Ring*> rings_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace logitd::arena
+
+#endif  // LOGITD_SERVER_ARENA_RING_H_

@@ -1,0 +1,157 @@
+#include "server/rpc/transport/ring_call.h"
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "server/rpc/transport/call_log.h"
+#include "server/rpc/transport/call_tracker.h"
+
+namespace logitd::rpc {
+namespace {
+
+// Counts an open call for as long as it lives.
+std::shared_ptr<const void> CountAlive(const CallEnvironment& environment) {
+  environment.tracker->Add();
+  environment.metrics->Add(engine::Gauge::kOpenCalls, 1);
+  return std::shared_ptr<const void>(
+      static_cast<const void*>(environment.tracker),
+      [tracker = environment.tracker, metrics = environment.metrics](const void*) {
+        metrics->Add(engine::Gauge::kOpenCalls, -1);
+        tracker->Remove();
+      });
+}
+
+std::string PeerOf(const arena::Ring& ring) {
+  return absl::StrCat("ring:pid ", ring.user().pid);
+}
+
+}  // namespace
+
+RingCall::RingCall(const CallEnvironment& environment, std::shared_ptr<arena::Ring> ring,
+                   uint64_t serial, std::string_view method, std::unique_ptr<OpCodec> codec)
+    : RequestJob(environment, std::move(codec)),
+      ring_(std::move(ring)),
+      serial_(serial),
+      method_(method),
+      alive_(CountAlive(environment)),
+      admission_wait_(environment.admission) {}
+
+void RingCall::Start(arena::RingRequest request) {
+  tag_ = request.tag;
+  if (absl::Status status = Prepare(request); !status.ok()) return Finish(status);
+  admission_wait_.Enter(
+      {.caller = headers_.caller, .deadline = headers_.deadline, .bytes = needed_bytes()},
+      [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> ticket) {
+        call->Admitted(std::move(ticket));
+      });
+}
+
+// Who calls, whether the call can end in time, and what it asks for: in the order of a unary call.
+absl::Status RingCall::Prepare(const arena::RingRequest& request) {
+  headers_.caller.id = ring_->id();
+  if (request.is_batch) headers_.caller.priority = engine::Priority::kBatch;
+  headers_.deadline = absl::Now() + request.timeout;
+  const std::string_view name = method_.substr(method_.rfind('/') + 1);
+  if (absl::Status status =
+          headers_.AuthorizeUser(ring_->user().uid, PeerOf(*ring_), environment().identities,
+                                 {.method = {name.data(), name.size()}, .role = door::Role::kInfer},
+                                 environment().metrics);
+      !status.ok()) {
+    return status;
+  }
+  message_bytes_ = static_cast<int64_t>(request.message.size());
+  {
+    absl::MutexLock lock(&mutex_);
+    absl::Status in_time = environment().load->Begin({.caller = headers_.caller,
+                                                      .op = &op(),
+                                                      .bytes = message_bytes_,
+                                                      .deadline = headers_.deadline},
+                                                     &work_);
+    if (!in_time.ok()) return in_time;
+  }
+  const grpc::Slice slice(request.message);
+  grpc::ByteBuffer message(&slice, 1);
+  if (absl::Status status = Take(&message, headers_); !status.ok()) return status;
+  if (max_answer_bytes() > static_cast<int64_t>(ring_->max_message_bytes())) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "ring: got a request whose answer may have %d bytes, allowed %d; ask over gRPC, or open a "
+        "ring with larger answers",
+        max_answer_bytes(), ring_->max_message_bytes()));
+  }
+  absl::MutexLock lock(&mutex_);
+  return work_.Arrived(work_bytes(message_bytes_), spec());
+}
+
+void RingCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
+  if (!ticket.ok()) return Finish(ticket.status());
+  if (ticket->Received(needed_bytes())) {
+    SetTicket(*std::move(ticket));
+    return Submit(shared_from_this());
+  }
+  // The answer needs more than the largest message.
+  admission_wait_.Enter({.caller = headers_.caller,
+                         .deadline = headers_.deadline,
+                         .bytes = needed_bytes(),
+                         .received = true},
+                        [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> more) {
+                          if (!more.ok()) return call->Finish(more.status());
+                          more->Received(call->needed_bytes());
+                          call->SetTicket(*std::move(more));
+                          call->Submit(call);
+                        });
+}
+
+void RingCall::Drop() {
+  Finish(absl::CancelledError("the ring has ended"));
+  admission_wait_.Abandon();
+  RequestJob::Drop();
+}
+
+void RingCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
+                    const engine::JobTimes& times) {
+  if (!status.ok()) return Finish(status, {}, times);
+  if (dropped()) return;
+  grpc::ByteBuffer response = Encode(answer, /*receive_ns=*/0, times);
+  Conclude(&response);
+  grpc::Slice slice;
+  if (!response.TrySingleSlice(&slice).ok()) response.DumpToSingleSlice(&slice).IgnoreError();
+  Finish(status, std::string(reinterpret_cast<const char*>(slice.begin()), slice.size()), times);
+}
+
+void RingCall::Finish(const absl::Status& status, std::string message,
+                      const engine::JobTimes& times) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (finished_) return;
+    finished_ = true;
+    headers_.place = nullptr;  // before the peer knows, and sends its next call
+    work_.End(status.ok());
+  }
+  Count(status.code());
+  const auto sent_bytes = static_cast<int64_t>(message.size());
+  arena::RingReply reply = {.tag = tag_, .status = status, .message = std::move(message)};
+  if (absl::IsResourceExhausted(status)) {
+    reply.retry_after = engine::RetryDelayOf(status).value_or(
+        environment().admission->options().retry_delay);
+  }
+  ring_->Complete(serial_, std::move(reply), alive_);
+  if (environment().log->Wants(age_ns())) {
+    static const Trace kNoTrace;
+    environment().log->Write({.method = method_,
+                              .peer = PeerOf(*ring_),
+                              .trace = &kNoTrace,
+                              .code = status.code(),
+                              .rows = spec().rows(),
+                              .received_bytes = message_bytes_,
+                              .sent_bytes = sent_bytes,
+                              .total_ns = age_ns(),
+                              .job = times});
+  }
+}
+
+}  // namespace logitd::rpc

@@ -1,0 +1,446 @@
+// Rings: what the server's side takes out of shared memory, what it puts there, and when it stops.
+#include "server/arena/ring.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+
+namespace logitd::arena {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kArenaBytes = 1 << 16;
+constexpr RingAsk kShape = {.slots = 4, .entry_bytes = 256, .answer_bytes = 192, .offset = 4096};
+
+int OpenDescriptors() {
+  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                                        std::filesystem::directory_iterator()));
+}
+
+template <typename Condition>
+bool Eventually(Condition condition) {
+  for (const absl::Time end = absl::Now() + absl::Seconds(20); absl::Now() < end;) {
+    if (condition()) return true;
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  return condition();
+}
+
+// The memory of a lease, as the server and as a client sees it. The client is written by hand, so
+// that it can break the protocol.
+class Peer {
+ public:
+  explicit Peer(const RingAsk& shape = kShape) : shape_(shape) {
+    const int fd = memfd_create("ring", MFD_CLOEXEC);
+    EXPECT_EQ(ftruncate(fd, kArenaBytes), 0);
+    data_ = static_cast<char*>(
+        mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
+    arena_ = std::make_shared<const Arena>(fd, kArenaBytes);
+  }
+  ~Peer() { munmap(data_, kArenaBytes); }
+
+  const std::shared_ptr<const Arena>& arena() const { return arena_; }
+  char* data() const { return data_; }
+  char* ring() const { return data_ + shape_.offset; }
+  char* submission(uint64_t n) const {
+    return ring() + kSubmissionsAt + n % shape_.slots * shape_.entry_bytes;
+  }
+  char* completion(uint64_t n) const {
+    return ring() + kSubmissionsAt + shape_.slots * shape_.entry_bytes +
+           n % shape_.slots * shape_.answer_bytes;
+  }
+  void Submit(uint64_t n, const std::string& message, RingEntry head = {.method = 1}) const {
+    if (head.bytes == 0) head.bytes = static_cast<uint32_t>(message.size());
+    head.tag = 1000 + n;
+    std::memcpy(submission(n), &head, sizeof(head));
+    std::memcpy(submission(n) + sizeof(head), message.data(), message.size());
+    __atomic_store_n(submission(n), static_cast<char>(RingPhase(n, shape_.slots)),
+                     __ATOMIC_RELEASE);
+  }
+  bool Completed(uint64_t n) const {
+    return __atomic_load_n(completion(n), __ATOMIC_ACQUIRE) ==
+           static_cast<char>(RingPhase(n, shape_.slots));
+  }
+  RingCompletion Head(uint64_t n) const {
+    RingCompletion head;
+    std::memcpy(&head, completion(n), sizeof(head));
+    return head;
+  }
+  std::string Body(uint64_t n) const {
+    return {completion(n) + sizeof(RingCompletion), Head(n).bytes};
+  }
+  bool ServerAsleep() const { return __atomic_load_n(ring() + kServerAsleepAt, __ATOMIC_SEQ_CST); }
+  void SetAsleep(bool asleep) const {
+    __atomic_store_n(ring() + kClientAsleepAt, static_cast<char>(asleep), __ATOMIC_SEQ_CST);
+  }
+
+ private:
+  const RingAsk shape_;
+  char* data_;
+  std::shared_ptr<const Arena> arena_;
+};
+
+TEST(RingAskTest, RingsThatCannotBeAreRefused) {
+  struct Case {
+    RingAsk ask;
+    std::string text;
+  };
+  const auto with = [](auto change) {
+    RingAsk ask = kShape;
+    change(ask);
+    return ask;
+  };
+  const Case cases[] = {
+      {with([](RingAsk& a) { a.magic = {'L', 'D', 'A', 'R'}; }), "begins with \"LDAR\""},
+      {with([](RingAsk& a) { a.unused = 1; }), "has 1 in its unused field"},
+      {with([](RingAsk& a) { a.version = 2; }), "got version 2 of the protocol, allowed 1"},
+      {with([](RingAsk& a) { a.slots = 0; }), "ring.slots: got 0, allowed 1..256"},
+      {with([](RingAsk& a) { a.slots = 257; }), "ring.slots: got 257"},
+      {with([](RingAsk& a) { a.entry_bytes = 64; }), "ring.entry_bytes: got 64"},
+      {with([](RingAsk& a) { a.entry_bytes = 65600; }), "ring.entry_bytes: got 65600"},
+      {with([](RingAsk& a) { a.entry_bytes = 129; }), "ring.entry_bytes: got 129"},
+      {with([](RingAsk& a) { a.answer_bytes = 0; }), "ring.answer_bytes: got 0"},
+      {with([](RingAsk& a) { a.offset = 1; }), "ring.offset: got 1"},
+      {with([](RingAsk& a) { a.offset = kArenaBytes; }), "ring.offset: got 65536"},
+      {with([](RingAsk& a) { a.offset = UINT64_MAX - 63; }), "ring.offset: got 18446744073709551552"},
+      {with([](RingAsk& a) { a.slots = 256; a.entry_bytes = 65536; }), "ring.offset: got 4096"},
+  };
+  for (const Case& c : cases) {
+    const absl::Status status = CheckRing(c.ask, sizeof(c.ask), kArenaBytes);
+    EXPECT_FALSE(status.ok()) << c.text;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(c.text));
+  }
+  EXPECT_FALSE(CheckRing(kShape, 31, kArenaBytes).ok());
+  EXPECT_FALSE(CheckRing(kShape, 33, kArenaBytes).ok());
+  EXPECT_TRUE(CheckRing(kShape, sizeof(kShape), kArenaBytes).ok());
+  RingAsk last = kShape;
+  last.offset = kArenaBytes - RingBytes(4, 256, 192);
+  EXPECT_TRUE(CheckRing(last, sizeof(last), kArenaBytes).ok());
+  last.offset += 64;
+  EXPECT_FALSE(CheckRing(last, sizeof(last), kArenaBytes).ok());
+}
+
+TEST(RingPagesTest, SubmissionsComeInOrderAroundTheRing) {
+  const Peer peer;
+  RingPages pages(peer.arena(), kShape);
+  RingRequest request;
+  for (uint64_t n = 0; n < 20; ++n) {
+    EXPECT_FALSE(pages.Ready());
+    EXPECT_FALSE(*pages.Take(&request)) << n;
+    peer.Submit(n, absl::StrCat("message ", n),
+                {.method = 2, .priority = static_cast<uint8_t>(n % 2), .timeout_us = n});
+    ASSERT_TRUE(pages.Ready());
+    ASSERT_TRUE(*pages.Take(&request)) << n;
+    EXPECT_EQ(request.message, absl::StrCat("message ", n));
+    EXPECT_EQ(request.tag, 1000 + n);
+    EXPECT_EQ(request.method, RingMethod::kSample);
+    EXPECT_EQ(request.is_batch, n % 2 == 1);
+    EXPECT_EQ(request.timeout, n == 0 ? absl::InfiniteDuration() : absl::Microseconds(n));
+  }
+}
+
+TEST(RingPagesTest, CompletionsSayWhoseTheyAreAndWhatWentWrong) {
+  const Peer peer;
+  RingPages pages(peer.arena(), kShape);
+  EXPECT_EQ(pages.max_message_bytes(), 160u);
+  for (uint64_t n = 0; n < 12; ++n) {
+    EXPECT_FALSE(peer.Completed(n));
+    const RingReply reply =
+        n % 3 == 0   ? RingReply{.tag = n, .message = std::string(160, 'a')}
+        : n % 3 == 1 ? RingReply{.tag = n,
+                                 .status = absl::ResourceExhaustedError(std::string(500, 'e')),
+                                 .retry_after = absl::Milliseconds(7)}
+                     : RingReply{.tag = n, .message = std::string(161, 'a')};
+    EXPECT_TRUE(pages.Post(reply).ok());
+    ASSERT_TRUE(peer.Completed(n));
+    EXPECT_EQ(peer.Head(n).tag, n);
+    const auto code = static_cast<absl::StatusCode>(peer.Head(n).code);
+    if (n % 3 == 0) {
+      EXPECT_EQ(code, absl::StatusCode::kOk);
+      EXPECT_EQ(peer.Body(n), std::string(160, 'a'));
+    } else if (n % 3 == 1) {
+      EXPECT_EQ(code, absl::StatusCode::kResourceExhausted);
+      EXPECT_EQ(peer.Head(n).retry_ms, 7u);
+      EXPECT_EQ(peer.Body(n), std::string(160, 'e'));
+    } else {
+      EXPECT_EQ(code, absl::StatusCode::kInternal);
+      EXPECT_THAT(peer.Body(n), HasSubstr("got an answer of 161 bytes, allowed 160"));
+    }
+  }
+  // Nothing else was written.
+  for (int64_t i = 0; i < 4096; ++i) ASSERT_EQ(peer.data()[i], 0);
+  const auto end = static_cast<int64_t>(4096 + RingBytes(4, 256, 192));
+  for (int64_t i = end; i < kArenaBytes; ++i) ASSERT_EQ(peer.data()[i], 0);
+}
+
+TEST(RingPagesTest, HeadsThatBreakTheProtocolAreToldApart) {
+  const struct {
+    RingEntry head;
+    std::string text;
+  } kCases[] = {
+      {{.method = 0}, "method 0"},
+      {{.method = 3}, "method 3"},
+      {{.method = 1, .priority = 2}, "priority 2"},
+      {{.method = 1, .unused = 1}, "1, 0 in unused fields"},
+      {{.method = 1, .unused2 = 9}, "0, 9 in unused fields"},
+      {{.method = 1, .bytes = 225}, "225 bytes, allowed 0..224"},
+      {{.method = 1, .bytes = UINT32_MAX}, "4294967295 bytes"},
+  };
+  for (const auto& broken : kCases) {
+    const Peer peer;
+    RingPages pages(peer.arena(), kShape);
+    peer.Submit(0, "", broken.head);
+    RingRequest request;
+    const absl::Status status = pages.Take(&request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(broken.text));
+  }
+  const Peer peer;
+  RingPages pages(peer.arena(), kShape);
+  peer.Submit(0, std::string(224, 'x'));
+  RingRequest request;
+  EXPECT_TRUE(*pages.Take(&request));
+  EXPECT_EQ(request.message, std::string(224, 'x'));
+}
+
+// Answers with the message itself, in reverse where the test asks for it.
+class EchoRings : public ::testing::Test {
+ protected:
+  struct Work final : RingWork {
+    void Drop() override { dropped = true; }
+    std::atomic<bool> dropped = false;
+  };
+
+  EchoRings() { before_ = OpenDescriptors(); }
+  ~EchoRings() override {
+    rings_.reset();
+    held_.clear();
+    if (client_ >= 0) close(client_);
+    // The last thread lets go of its descriptors just after the ring is counted as ended.
+    EXPECT_TRUE(Eventually([this] { return OpenDescriptors() == before_; }))
+        << OpenDescriptors() - before_ << " descriptors are left";
+  }
+
+  std::shared_ptr<Ring> Open(const Peer& peer) {
+    int sockets[2];
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets), 0);
+    client_ = sockets[0];
+    auto ring = rings_->Open(peer.arena(), kShape, sockets[1], {.pid = 1, .uid = 2, .gid = 3});
+    EXPECT_TRUE(ring.ok()) << ring.status();
+    close(sockets[1]);
+    return *ring;
+  }
+
+  std::shared_ptr<RingWork> Serve(const std::shared_ptr<Ring>& ring, uint64_t serial,
+                                  RingRequest request) {
+    auto work = std::make_shared<Work>();
+    auto answer = [ring, serial, tag = request.tag, message = request.message] {
+      ring->Complete(serial, {.tag = tag, .message = "echo " + message}, nullptr);
+    };
+    absl::MutexLock lock(&mutex_);
+    if (hold_) {
+      held_.push_back({work, answer});
+    } else {
+      answer();
+    }
+    return work;
+  }
+
+  void AnswerHeldInReverse() {
+    std::vector<std::function<void()>> answers;
+    {
+      absl::MutexLock lock(&mutex_);
+      for (auto it = held_.rbegin(); it != held_.rend(); ++it) answers.push_back(it->second);
+      held_.clear();
+    }
+    for (const auto& answer : answers) answer();
+  }
+  size_t held() {
+    absl::MutexLock lock(&mutex_);
+    return held_.size();
+  }
+
+  void Bell() const {
+    const char bell = 0;
+    EXPECT_EQ(send(client_, &bell, 1, MSG_NOSIGNAL), 1);
+  }
+
+  int before_ = 0;
+  int client_ = -1;
+  absl::Mutex mutex_;
+  bool hold_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::pair<std::shared_ptr<Work>, std::function<void()>>> held_;
+  std::unique_ptr<Rings> rings_ = std::make_unique<Rings>(
+      [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
+        return Serve(ring, serial, std::move(request));
+      });
+};
+
+TEST_F(EchoRings, ManyCallsAroundTheRingWhileItSpinsAndAfterItSlept) {
+  const Peer peer;
+  Open(peer);
+  for (uint64_t n = 0; n < 300; ++n) {
+    if (n % 100 == 99) {
+      ASSERT_TRUE(Eventually([&] { return peer.ServerAsleep(); }));
+    }
+    peer.Submit(n, absl::StrCat(n));
+    RingFence();
+    if (peer.ServerAsleep()) Bell();
+    ASSERT_TRUE(Eventually([&] { return peer.Completed(n); })) << n;
+    EXPECT_EQ(peer.Body(n), absl::StrCat("echo ", n));
+    EXPECT_EQ(peer.Head(n).tag, 1000 + n);
+  }
+}
+
+TEST_F(EchoRings, NoMoreCallsRunThanTheRingHasSlots) {
+  const Peer peer;
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  Open(peer);
+  for (uint64_t n = 0; n < 4; ++n) peer.Submit(n, absl::StrCat(n));
+  Bell();
+  ASSERT_TRUE(Eventually([&] { return held() == 4; }));
+  for (uint64_t n = 4; n < 8; ++n) peer.Submit(n, absl::StrCat(n));  // against the rules
+  Bell();
+  absl::SleepFor(absl::Milliseconds(30));
+  EXPECT_EQ(held(), 4u);
+  AnswerHeldInReverse();
+  ASSERT_TRUE(Eventually([&] { return held() == 4; }));
+  for (uint64_t n = 0; n < 4; ++n) {
+    ASSERT_TRUE(Eventually([&] { return peer.Completed(n); }));
+    EXPECT_EQ(peer.Body(n), absl::StrCat("echo ", 3 - n));
+  }
+}
+
+TEST_F(EchoRings, ADoorbellWakesAClientThatSleeps) {
+  const Peer peer;
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  Open(peer);
+  peer.SetAsleep(true);
+  peer.Submit(0, "x");
+  Bell();
+  ASSERT_TRUE(Eventually([&] { return held() == 1; }));
+  AnswerHeldInReverse();
+  pollfd doorbell = {.fd = client_, .events = POLLIN, .revents = 0};
+  ASSERT_EQ(poll(&doorbell, 1, 20000), 1);
+  EXPECT_TRUE(peer.Completed(0));
+}
+
+TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
+  const Peer peer;
+  Open(peer);
+  peer.Submit(0, "", {.method = 77});
+  Bell();
+  std::array<char, 2048> packet;
+  ssize_t got = recv(client_, packet.data(), packet.size(), 0);
+  if (got < 0) got = recv(client_, packet.data(), packet.size(), 0);  // ECONNRESET comes first
+  ASSERT_GT(got, ssize_t{sizeof(RingAnswer)});
+  RingAnswer answer;
+  std::memcpy(&answer, packet.data(), sizeof(answer));
+  EXPECT_EQ(answer.magic, kRingMagic);
+  EXPECT_EQ(static_cast<absl::StatusCode>(answer.code), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(packet.data() + sizeof(answer), answer.text_bytes),
+              HasSubstr("method 77"));
+  EXPECT_EQ(recv(client_, packet.data(), packet.size(), 0), 0);
+  EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
+}
+
+TEST_F(EchoRings, APeerThatLeavesEndsItsRingAndDropsItsWork) {
+  const Peer peer;
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  Open(peer);
+  for (uint64_t n = 0; n < 3; ++n) peer.Submit(n, "x");
+  Bell();
+  ASSERT_TRUE(Eventually([&] { return held() == 3; }));
+  close(client_);
+  client_ = -1;
+  ASSERT_TRUE(Eventually([&] { return rings_->open() == 0; }));
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const auto& [work, answer] : held_) EXPECT_TRUE(work->dropped);
+  }
+  AnswerHeldInReverse();  // late answers go nowhere
+  for (uint64_t n = 0; n < 3; ++n) EXPECT_FALSE(peer.Completed(n));
+}
+
+TEST_F(EchoRings, TheEndOfTheServerEndsRingsThatSleepAndThatRun) {
+  const Peer peer;
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  const auto ring = Open(peer);
+  peer.Submit(0, "x");
+  Bell();
+  ASSERT_TRUE(Eventually([&] { return held() == 1; }));
+  rings_.reset();
+  absl::MutexLock lock(&mutex_);
+  EXPECT_TRUE(held_[0].first->dropped);
+}
+
+// Every byte of the ring changes at all times, and pages are taken out of its file.
+TEST_F(EchoRings, AScribblerIsCutOffOrAnsweredAndHarmsNoOtherRing) {
+  const Peer honest;
+  Open(honest);
+  const int honest_socket = std::exchange(client_, -1);
+  const Peer scribbler;
+  Open(scribbler);
+  std::atomic<bool> stop = false;
+  std::thread thread([&] {
+    uint64_t state = 88172645463325252u;
+    const size_t bytes = RingBytes(4, 256, 192);
+    while (!stop) {
+      for (size_t i = 0; i < bytes; ++i) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        scribbler.ring()[i] = static_cast<char>(state % 3 == 0 ? state % 4 : state);
+      }
+      madvise(scribbler.data(), kArenaBytes, MADV_REMOVE);
+      const char bell = 0;
+      send(client_, &bell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+  });
+  for (uint64_t n = 0; n < 200; ++n) {
+    honest.Submit(n, absl::StrCat(n));
+    const char bell = 0;
+    send(honest_socket, &bell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ASSERT_TRUE(Eventually([&] { return honest.Completed(n); })) << n;
+    EXPECT_EQ(honest.Body(n), absl::StrCat("echo ", n));
+  }
+  EXPECT_TRUE(Eventually([&] { return rings_->open() == 1; })) << "the scribbler was not cut off";
+  stop = true;
+  thread.join();
+  close(honest_socket);
+}
+
+}  // namespace
+}  // namespace logitd::arena
