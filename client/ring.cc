@@ -124,7 +124,8 @@ absl::Status Ring::Submit(RingMethod method, const Request& request, uint64_t ta
                     .bytes = static_cast<uint32_t>(encoded->Length()),
                     .tag = tag};
   if (timeout != absl::InfiniteDuration()) {
-    head.timeout_us = static_cast<uint64_t>(std::max<int64_t>(1, absl::ToInt64Microseconds(timeout)));
+    head.timeout_us =
+        static_cast<uint64_t>(std::max<int64_t>(1, absl::ToInt64Microseconds(timeout)));
   }
   // The phase stays as it is until all else is written.
   head.phase = Load(slot + offsetof(RingEntry, phase));
@@ -191,7 +192,8 @@ absl::Status Ring::WaitReady(absl::Time end) {
     int got = 0;
     if (!ready && left > absl::ZeroDuration()) {
       const int64_t most = 60 * 60 * 1000;
-      const int64_t ms = std::min(most, absl::ToInt64Milliseconds(absl::Ceil(left, absl::Milliseconds(1))));
+      const int64_t ms =
+          std::min(most, absl::ToInt64Milliseconds(absl::Ceil(left, absl::Milliseconds(1))));
       pollfd doorbell = {.fd = arena_->socket(), .events = POLLIN, .revents = 0};
       got = poll(&doorbell, 1, static_cast<int>(ms));
     }

@@ -101,7 +101,7 @@ class Ring {
   const RingOptions options_;
   uint64_t submitted_ = 0;
   uint64_t completed_ = 0;
-  absl::Status ended_;  // OK: it has not
+  absl::Status ended_;                                // OK: it has not
   std::vector<std::pair<uint64_t, Flight>> flights_;  // by tag, in the order of Submit
 };
 

@@ -98,11 +98,11 @@ enum class RingMethod : uint8_t {
 // The head of a submission; the message follows it.
 struct RingEntry {
   uint8_t phase = 0;
-  uint8_t method = 0;    // a RingMethod
-  uint8_t priority = 0;  // 0: interactive, 1: batch
-  uint8_t unused = 0;    // must be 0
-  uint32_t bytes = 0;    // of the message
-  uint64_t tag = 0;      // the client's own; comes back with the completion
+  uint8_t method = 0;       // a RingMethod
+  uint8_t priority = 0;     // 0: interactive, 1: batch
+  uint8_t unused = 0;       // must be 0
+  uint32_t bytes = 0;       // of the message
+  uint64_t tag = 0;         // the client's own; comes back with the completion
   uint64_t timeout_us = 0;  // from when the server takes it; 0: no deadline
   uint64_t unused2 = 0;     // must be 0
 };

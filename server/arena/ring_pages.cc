@@ -117,8 +117,8 @@ absl::Status RingPages::Post(const RingReply& reply) {
     status = absl::InternalError(absl::StrFormat("ring: got an answer of %d bytes, allowed %d",
                                                  reply.message.size(), max_message_bytes()));
   }
-  const absl::string_view body =
-      status.ok() ? absl::string_view(reply.message) : status.message().substr(0, max_message_bytes());
+  const absl::string_view body = status.ok() ? absl::string_view(reply.message)
+                                             : status.message().substr(0, max_message_bytes());
   const int64_t retry_ms = absl::ToInt64Milliseconds(reply.retry_after);
   const RingCompletion head = {
       .phase = 0,

@@ -53,8 +53,8 @@ class Peer {
   explicit Peer(const RingAsk& shape = kShape) : shape_(shape) {
     const int fd = memfd_create("ring", MFD_CLOEXEC);
     EXPECT_EQ(ftruncate(fd, kArenaBytes), 0);
-    data_ = static_cast<char*>(
-        mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
+    data_ =
+        static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
     arena_ = std::make_shared<const Arena>(fd, kArenaBytes);
   }
   ~Peer() { munmap(data_, kArenaBytes); }
@@ -111,7 +111,10 @@ TEST(RingAskTest, RingsThatCannotBeAreRefused) {
     return ask;
   };
   const Case cases[] = {
-      {with([](RingAsk& a) { a.magic = {'L', 'D', 'A', 'R'}; }), "begins with \"LDAR\""},
+      {with([](RingAsk& a) {
+         a.magic = {'L', 'D', 'A', 'R'};
+       }),
+       "begins with \"LDAR\""},
       {with([](RingAsk& a) { a.unused = 1; }), "has 1 in its unused field"},
       {with([](RingAsk& a) { a.version = 2; }), "got version 2 of the protocol, allowed 1"},
       {with([](RingAsk& a) { a.slots = 0; }), "ring.slots: got 0, allowed 1..256"},
@@ -122,8 +125,13 @@ TEST(RingAskTest, RingsThatCannotBeAreRefused) {
       {with([](RingAsk& a) { a.answer_bytes = 0; }), "ring.answer_bytes: got 0"},
       {with([](RingAsk& a) { a.offset = 1; }), "ring.offset: got 1"},
       {with([](RingAsk& a) { a.offset = kArenaBytes; }), "ring.offset: got 65536"},
-      {with([](RingAsk& a) { a.offset = UINT64_MAX - 63; }), "ring.offset: got 18446744073709551552"},
-      {with([](RingAsk& a) { a.slots = 256; a.entry_bytes = 65536; }), "ring.offset: got 4096"},
+      {with([](RingAsk& a) { a.offset = UINT64_MAX - 63; }),
+       "ring.offset: got 18446744073709551552"},
+      {with([](RingAsk& a) {
+         a.slots = 256;
+         a.entry_bytes = 65536;
+       }),
+       "ring.offset: got 4096"},
   };
   for (const Case& c : cases) {
     const absl::Status status = CheckRing(c.ask, sizeof(c.ask), kArenaBytes);

@@ -76,8 +76,13 @@ class RingTest : public ::logitd::testing::RunningLogitd {
   explicit RingTest(const Flags& more = {})
       : RunningLogitd(
             [&more](const TempDir& dir) -> Flags {
-              Flags flags = {"--arena-listen", absl::StrCat("unix:", dir.path("arena")),
-                             "--max-arena-bytes", "4MiB", "--max-leases", "4", "--head",
+              Flags flags = {"--arena-listen",
+                             absl::StrCat("unix:", dir.path("arena")),
+                             "--max-arena-bytes",
+                             "4MiB",
+                             "--max-leases",
+                             "4",
+                             "--head",
                              absl::StrCat("tiny=", TinyHead(dir))};
               flags.insert(flags.end(), more.begin(), more.end());
               return flags;
@@ -133,7 +138,8 @@ class RingTest : public ::logitd::testing::RunningLogitd {
   }
   static client::SampleRequest SampleOf(absl::string_view logits, uint64_t seed,
                                         const Arena* arena = nullptr) {
-    client::SampleRequest request = {.rows = 1, .vocab = kVocab, .logits = {logits}, .arena = arena};
+    client::SampleRequest request = {
+        .rows = 1, .vocab = kVocab, .logits = {logits}, .arena = arena};
     request.params.add_temperature(0.8f);
     request.params.add_top_p(0.9f);
     request.params.add_top_logprobs(3);
@@ -180,9 +186,8 @@ TEST_F(RingTest, ManyCallsAreInFlightAndEachAnswerSaysWhose) {
     const uint64_t id = 7000 + n;
     expected[id] = n % 2 == 0 ? AnswerOf(client_->Sample(SampleOf(ViewOf(logits), n)))
                               : AnswerOf(client_->TopK(TopKOf(ViewOf(logits))));
-    const absl::Status status =
-        n % 2 == 0 ? ring->Submit(SampleOf(shared, n, arena.get()), id)
-                   : ring->Submit(TopKOf(shared, arena.get()), id);
+    const absl::Status status = n % 2 == 0 ? ring->Submit(SampleOf(shared, n, arena.get()), id)
+                                           : ring->Submit(TopKOf(shared, arena.get()), id);
     ASSERT_TRUE(status.ok()) << status;
     if (ring->in_flight() < kOptions.slots) continue;
     EXPECT_EQ(ring->Submit(TopKOf(shared, arena.get()), 1).code(),
@@ -190,8 +195,9 @@ TEST_F(RingTest, ManyCallsAreInFlightAndEachAnswerSaysWhose) {
     for (int i = 0; i < 5; ++i) {
       const auto result = ring->Wait(&tag, absl::Seconds(20));
       ASSERT_TRUE(result.ok()) << result.status();
-      EXPECT_EQ(result->topk.has_value() ? AnswerOf(absl::StatusOr<client::TopKResult>(*result->topk))
-                                         : AnswerOf(absl::StatusOr<client::SampleResult>(*result->sample)),
+      EXPECT_EQ(result->topk.has_value()
+                    ? AnswerOf(absl::StatusOr<client::TopKResult>(*result->topk))
+                    : AnswerOf(absl::StatusOr<client::SampleResult>(*result->sample)),
                 expected[tag]);
       expected.erase(tag);
       ++answered;
@@ -223,7 +229,8 @@ TEST_F(RingTest, ErrorsOfACallAreThoseOfTheRpcAndEndNothing) {
   };
   EXPECT_THAT(both([](auto& r) { r.params.set_top_p(0, 2); }), HasSubstr("top_p"));
   EXPECT_THAT(both([](auto& r) { r.params.add_temperature(1); }), HasSubstr("temperature"));
-  EXPECT_THAT(both([](auto& r) { r.params.add_extra_ids(1 << 30); }), HasSubstr("INVALID_ARGUMENT"));
+  EXPECT_THAT(both([](auto& r) { r.params.add_extra_ids(1 << 30); }),
+              HasSubstr("INVALID_ARGUMENT"));
   client::TopKRequest unknown = {.rows = 1, .head = "none", .hidden_size = 2};
   unknown.params.add_k(1);
   unknown.hidden = {shared.substr(0, 8)};
@@ -376,15 +383,13 @@ TEST_F(RingTest, TheCommandLineGivesTheSameAnswer) {
 }
 
 TEST_F(RingTest, TheLoadGeneratorUsesRings) {
-  const Ran ran = RunBinary(
-      "load_bench", {"--addr", address_, "--arena", arena_address(), "--ring", "--mix",
-                     "topk,sample", "--vocab", "100", "--k", "1", "--warmup", "0", "--duration",
-                     "0.3"});
+  const Ran ran = RunBinary("load_bench", {"--addr", address_, "--arena", arena_address(), "--ring",
+                                           "--mix", "topk,sample", "--vocab", "100", "--k", "1",
+                                           "--warmup", "0", "--duration", "0.3"});
   EXPECT_EQ(ran.code, 0) << ran.err << ran.out;
-  const Ran softmax =
-      RunBinary("load_bench", {"--addr", address_, "--arena", arena_address(), "--mix", "softmax",
-                               "--vocab", "100", "--rows", "50", "--warmup", "0", "--duration",
-                               "0.3"});
+  const Ran softmax = RunBinary(
+      "load_bench", {"--addr", address_, "--arena", arena_address(), "--mix", "softmax", "--vocab",
+                     "100", "--rows", "50", "--warmup", "0", "--duration", "0.3"});
   EXPECT_EQ(softmax.code, 0) << softmax.err << softmax.out;
   const Ran alone = RunBinary("load_bench", {"--addr", address_, "--ring", "--duration", "0.1"});
   EXPECT_NE(alone.code, 0);
@@ -413,8 +418,7 @@ class RingOfAnotherRoleTest : public RingOfIdentitiesTest {
 TEST_F(RingOfAnotherRoleTest, ACallWithoutTheRoleIsRefused) {
   const auto arena = Lease();
   const auto ring = Open(arena.get());
-  const absl::Status status =
-      ring->TopK(TopKOf({arena->data(), kVocab * 4}, arena.get())).status();
+  const absl::Status status = ring->TopK(TopKOf({arena->data(), kVocab * 4}, arena.get())).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied);
   EXPECT_THAT(std::string(status.message()), HasSubstr("me may not call TopK"));
 }

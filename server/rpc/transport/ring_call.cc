@@ -26,9 +26,7 @@ std::shared_ptr<const void> CountAlive(const CallEnvironment& environment) {
       });
 }
 
-std::string PeerOf(const arena::Ring& ring) {
-  return absl::StrCat("ring:pid ", ring.user().pid);
-}
+std::string PeerOf(const arena::Ring& ring) { return absl::StrCat("ring:pid ", ring.user().pid); }
 
 }  // namespace
 
@@ -94,16 +92,17 @@ void RingCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
     return Submit(shared_from_this());
   }
   // The answer needs more than the largest message.
-  admission_wait_.Enter({.caller = headers_.caller,
-                         .deadline = headers_.deadline,
-                         .bytes = needed_bytes(),
-                         .received = true},
-                        [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> more) {
-                          if (!more.ok()) return call->Finish(more.status());
-                          more->Received(call->needed_bytes());
-                          call->SetTicket(*std::move(more));
-                          call->Submit(call);
-                        });
+  admission_wait_.Enter(
+      {.caller = headers_.caller,
+       .deadline = headers_.deadline,
+       .bytes = needed_bytes(),
+       .received = true},
+      [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> more) {
+        if (!more.ok()) return call->Finish(more.status());
+        more->Received(call->needed_bytes());
+        call->SetTicket(*std::move(more));
+        call->Submit(call);
+      });
 }
 
 void RingCall::Drop() {
@@ -136,8 +135,8 @@ void RingCall::Finish(const absl::Status& status, std::string message,
   const auto sent_bytes = static_cast<int64_t>(message.size());
   arena::RingReply reply = {.tag = tag_, .status = status, .message = std::move(message)};
   if (absl::IsResourceExhausted(status)) {
-    reply.retry_after = engine::RetryDelayOf(status).value_or(
-        environment().admission->options().retry_delay);
+    reply.retry_after =
+        engine::RetryDelayOf(status).value_or(environment().admission->options().retry_delay);
   }
   ring_->Complete(serial_, std::move(reply), alive_);
   if (environment().log->Wants(age_ns())) {
