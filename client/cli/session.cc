@@ -17,10 +17,12 @@ namespace logitd::cli {
 
 namespace {
 
-int lost_error = 0;  // errno of the first output that was lost
+bool lost = false;
+int lost_error = 0;  // the first errno of output that was lost; 0: not known
 
 void NoteLost() {
-  if (lost_error == 0) lost_error = errno == 0 ? EIO : errno;
+  lost = true;
+  if (lost_error == 0) lost_error = errno;
 }
 
 }  // namespace
@@ -38,14 +40,14 @@ void Print(absl::string_view text) {
   }
 }
 
-bool OutputLost() { return lost_error != 0 || std::ferror(stdout) != 0; }
+bool OutputLost() { return lost || std::ferror(stdout) != 0; }
 
 int ExitCodeOf(int code) {
-  std::cout.flush();
-  if (std::fflush(stdout) != 0) NoteLost();
+  errno = 0;
+  if (!std::cout.flush() || std::fflush(stdout) != 0) NoteLost();
   if (!OutputLost()) return code;
-  Complain(
-      absl::StrCat("output was lost: stdout: ", std::strerror(lost_error == 0 ? EIO : lost_error)));
+  const std::string why = lost_error == 0 ? "" : absl::StrCat(": ", std::strerror(lost_error));
+  Complain(absl::StrCat("output was lost: stdout", why));
   return code == kExitOk ? kExitCallFailed : code;
 }
 
