@@ -65,7 +65,8 @@ function(logitd_cuda_sources name)
   logitd_glob(sources *.cu ${ARGN})
   target_sources(${name} PRIVATE ${sources})
   target_compile_definitions(${name} PUBLIC LOGITD_WITH_CUDA=1)
-  target_link_libraries(${name} PUBLIC CUDA::cudart_static)
+  # An installed library finds the runtime beside it: its users need no toolkit (logitdConfig.cmake).
+  target_link_libraries(${name} PUBLIC $<BUILD_INTERFACE:CUDA::cudart_static> $<INSTALL_INTERFACE:logitd::cudart_static>)
 endfunction()
 
 # Generates C++ and gRPC code for every proto/logitd/v1/*.proto.
