@@ -1,7 +1,6 @@
 """Two replicas behind HAProxy with deploy/haproxy/haproxy.cfg: one drains under load, and no call is lost."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -14,23 +13,12 @@ import threading
 import unittest
 
 import numpy as np
-from processes import Logitd, Process, program
+from processes import Logitd, Process, program, python_client
 from tools import ROOT, certificate, free_ports, http, wait_for
 
 CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
 TOKEN = "a-token-of-this-test-only"
 CALLS = 60  # of each replica, in each of the phases
-
-
-def python_client(place):
-    """The package of this repository, with its descriptors made by protoc."""
-    spec = importlib.util.spec_from_file_location("client_run", ROOT / "tests/client/python/run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.stage(str(place))
-    import logitd  # only now can it be found
-
-    return logitd
 
 
 class DrainTest(unittest.TestCase):

@@ -153,8 +153,8 @@ def calls(container, losses):
     }
 
 
-def serve(container, start, losses, ports):
-    """Starts the server as `start` says, calls it and stops it; returns what was seen."""
+def serve(container, start, losses, ports, more=None):
+    """Starts the server as `start` says, calls it and stops it; returns what was seen. more(ADDRESS): calls too."""
     grpc_port, metrics_port = ports
     container.environment["LOGITD_ADDR"] = f"127.0.0.1:{grpc_port}"  # of logitctl, in place of 127.0.0.1:7450
     server = subprocess.Popen(container.command(*start), stderr=subprocess.PIPE, text=True)
@@ -172,6 +172,8 @@ def serve(container, start, losses, ports):
         user = container.config["User"]
         assert uid == [user.split(":")[0]] * 4, f"runs as {uid}, not as {user}"
         seen = {"info": container.run("logitctl", "info"), **calls(container, losses)}
+        if more:
+            more(f"127.0.0.1:{grpc_port}")
         page = http(f"http://127.0.0.1:{metrics_port}/metrics")
         seen["device_metrics"] = sorted(set(re.findall(r"^(logitd_device_(?:memory|utilization)\w*)", page, re.MULTILINE)))
         server.send_signal(getattr(signal, container.config.get("StopSignal") or "SIGTERM"))
@@ -189,7 +191,7 @@ def mebibytes(root):
     return sum(each.lstat().st_size for each in root.rglob("*") if not each.is_dir() or each.is_symlink()) / 2**20
 
 
-def check(root, config, backend=None, with_gpu=False):
+def check(root, config, backend=None, with_gpu=False, more=None):
     """Raises AssertionError where the image does not do what it should; returns what was seen of it."""
     root = pathlib.Path(root).resolve()
     assert not list(root.glob("**/bin/*sh")), "a shell in the image"
@@ -210,7 +212,8 @@ def check(root, config, backend=None, with_gpu=False):
         os.chmod(scratch, 0o755)
         losses = inputs(scratch)
         if not with_gpu:
-            return {**seen, **serve(Container(root, config, scratch), on_cpu if backend == "cpu" else start, losses, ports)}
+            command = on_cpu if backend == "cpu" else start
+            return {**seen, **serve(Container(root, config, scratch), command, losses, ports, more)}
         gpu = Gpu(root, scratch)
         seen |= {"cublaslt": gpu.cublas, "cpu": serve(Container(root, config, scratch), on_cpu, losses, ports)}
         seen |= serve(Container(root, config, scratch, gpu), start, losses, ports)

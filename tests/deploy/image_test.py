@@ -8,12 +8,13 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
 
 import image_check
 import yaml
-from processes import Process, logitctl
+from processes import Process, logitctl, python_client
 from tools import ROOT, python_with, run
 
 
@@ -51,7 +52,23 @@ class ImageTest(unittest.TestCase):
     def test_the_root_file_system_serves_read_only_without_privileges(self):
         if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode != 0:
             self.skipTest("may not make a mount namespace: needs root")
-        self.assertIn("cpu", image_check.check(self.root, configuration("cpu"))["info"])
+        answers = []
+
+        def newcomer(address):
+            """Runs the README's script against the container, with the Python client of this repository."""
+            page = (ROOT / "README.md").read_text().split("## Python in ten lines")[1]
+            script = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+            self.assertLessEqual(len([line for line in script.splitlines() if line]), 10)
+            self.assertEqual(script.count("127.0.0.1:7450"), 1)
+            with tempfile.TemporaryDirectory() as place:
+                python_client(place)
+                answers.append(
+                    run(sys.executable, "-c", script.replace("127.0.0.1:7450", address),
+                        env={**os.environ, "PYTHONPATH": place})
+                )
+
+        self.assertIn("cpu", image_check.check(self.root, configuration("cpu"), more=newcomer)["info"])
+        self.assertRegex(answers[0], r"(?m)^\[ *\d+ +\d+\]$")  # two tokens
 
     def test_a_build_stage_has_what_its_setup_runs(self):
         """scripts/setup runs before the sources are copied, so that its result can be kept."""
