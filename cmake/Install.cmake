@@ -27,6 +27,9 @@ install(TARGETS logitd_client logitd_proto logitd_formats EXPORT logitdClient CO
 foreach(part Kernels Client)
   install(EXPORT logitd${part} NAMESPACE logitd:: DESTINATION ${package_dir} COMPONENT development)
 endforeach()
+if(LOGITD_CUDA)
+  install(FILES ${CUDA_cudart_static_LIBRARY} DESTINATION ${CMAKE_INSTALL_LIBDIR}/logitd COMPONENT development)
+endif()
 foreach(dir client kernels)
   install(DIRECTORY ${dir} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/logitd COMPONENT development
           FILES_MATCHING PATTERN "*.h"

@@ -42,12 +42,15 @@ function(logitd_library name)
   logitd_compile_options(${name})
 endfunction()
 
-# The headers that most of these targets' time goes into, read once for each target, if LOGITD_PCH says so.
-function(logitd_precompile)
-  if(LOGITD_PCH)
+# The headers that most of these targets' time goes into, read once for all of them, if LOGITD_QUICK says so. gcc takes
+# them only for the same flags, so programs are compiled as libraries are.
+function(logitd_precompile first)
+  if(LOGITD_QUICK)
+    target_precompile_headers(${first} PRIVATE <grpcpp/grpcpp.h> <google/protobuf/message.h> <absl/status/statusor.h>
+                                               <absl/strings/str_format.h> <absl/time/time.h> <string> <vector>)
     foreach(target ${ARGN})
-      target_precompile_headers(${target} PRIVATE <grpcpp/grpcpp.h> <google/protobuf/message.h> <absl/status/statusor.h>
-                                                  <absl/strings/str_format.h> <absl/time/time.h> <string> <vector>)
+      target_precompile_headers(${target} REUSE_FROM ${first})
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fPIC>)
     endforeach()
   endif()
 endfunction()
@@ -65,7 +68,8 @@ function(logitd_cuda_sources name)
   logitd_glob(sources *.cu ${ARGN})
   target_sources(${name} PRIVATE ${sources})
   target_compile_definitions(${name} PUBLIC LOGITD_WITH_CUDA=1)
-  target_link_libraries(${name} PUBLIC CUDA::cudart_static)
+  # An installed library finds the runtime beside it: its users need no toolkit (logitdConfig.cmake).
+  target_link_libraries(${name} PUBLIC $<BUILD_INTERFACE:CUDA::cudart_static> $<INSTALL_INTERFACE:logitd::cudart_static>)
 endfunction()
 
 # Generates C++ and gRPC code for every proto/logitd/v1/*.proto.
@@ -84,6 +88,11 @@ function(logitd_proto_library name dir)
     list(APPEND generated ${base}.pb.cc ${base}.grpc.pb.cc)
   endforeach()
   add_library(${name} STATIC ${generated})
+  if(LOGITD_QUICK)  # what gRPC generates goes through the compiler as one file
+    list(FILTER generated INCLUDE REGEX "\\.grpc\\.pb\\.cc$")
+    set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+    set_source_files_properties(${generated} PROPERTIES UNITY_GROUP grpc)
+  endif()
   target_include_directories(${name} SYSTEM PUBLIC $<BUILD_INTERFACE:${out}>)
   target_link_libraries(${name} PUBLIC protobuf::libprotobuf gRPC::grpc++)
 endfunction()

@@ -29,7 +29,7 @@ constexpr char kFooter[] = R"(Examples:
 
 Exit codes:
   0  done
-  1  the server refused or failed the call
+  1  the server refused or failed the call, or output was lost (a full disk, a closed stdout)
   2  a bad flag, value, subcommand or file, whether logitctl or the server found it
   3  no answer at the address, or the server is not serving)";
 
@@ -467,7 +467,8 @@ int Main(int argc, char** argv) {
 }  // namespace logitd::cli
 
 int main(int argc, char** argv) try {
-  return logitd::cli::Main(argc, argv);
+  logitd::cli::HoldStandardStreams();
+  return logitd::cli::ExitCodeOf(logitd::cli::Main(argc, argv));
 } catch (const std::exception& error) {
   std::cerr << "logitctl: " << error.what() << "\n";
   return logitd::cli::kExitCallFailed;

@@ -24,10 +24,11 @@ int RunHealth(const Session& session, const HealthFlags& flags) {
   const auto print = [&](client::ServingStatus status) {
     const std::string name(client::ServingStatusName(status));
     Print(session.json() ? absl::StrFormat("{\"status\":\"%s\"}\n", name) : name + "\n");
-    return true;
+    return !OutputLost();
   };
   if (flags.watch) {
     const absl::Status ended = session.client().WatchHealth(flags.service, print);
+    if (OutputLost()) return kExitCallFailed;
     // The watch ends with the server: no server is there any more, however it ended.
     if (ended.ok() || absl::IsCancelled(ended)) {
       Complain("the server has ended the watch");

@@ -1,8 +1,12 @@
 #include "client/cli/session.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
+#include <iostream>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,9 +15,40 @@
 
 namespace logitd::cli {
 
+namespace {
+
+bool lost = false;
+int lost_error = 0;  // the first errno of output that was lost; 0: not known
+
+void NoteLost() {
+  lost = true;
+  if (lost_error == 0) lost_error = errno;
+}
+
+}  // namespace
+
+void HoldStandardStreams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(fd, F_GETFD) >= 0) continue;
+    (void)!open("/dev/null", fd == STDOUT_FILENO ? O_RDONLY : O_WRONLY);  // the lowest free number
+  }
+}
+
 void Print(absl::string_view text) {
-  std::fwrite(text.data(), 1, text.size(), stdout);
-  std::fflush(stdout);
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    NoteLost();
+  }
+}
+
+bool OutputLost() { return lost || std::ferror(stdout) != 0; }
+
+int ExitCodeOf(int code) {
+  errno = 0;
+  if (!std::cout.flush() || std::fflush(stdout) != 0) NoteLost();
+  if (!OutputLost()) return code;
+  const std::string why = lost_error == 0 ? "" : absl::StrCat(": ", std::strerror(lost_error));
+  Complain(absl::StrCat("output was lost: stdout", why));
+  return code == kExitOk ? kExitCallFailed : code;
 }
 
 void Complain(absl::string_view text, absl::string_view hint) {

@@ -31,7 +31,16 @@ struct CommonFlags {
   std::string format = "table";  // or "json"
 };
 
+// Before anything else is opened: a standard stream that the caller has closed is one of /dev/null from now on, in a
+// direction that fails, so that no connection gets its number and with it what is printed.
+void HoldStandardStreams();
+
 void Print(absl::string_view text);
+// Whether anything that was printed did not reach stdout: a full disk, a closed stdout, a reader that has left.
+bool OutputLost();
+// What the program ends with: `code`, except that lost output is no success.
+int ExitCodeOf(int code);
+
 void Complain(absl::string_view text, absl::string_view hint = "");
 
 // Complains about a flag or a file, and returns the exit code.

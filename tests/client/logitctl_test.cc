@@ -26,6 +26,7 @@
 namespace logitd {
 namespace {
 
+using ::logitd::testing::BinaryPath;
 using ::logitd::testing::BytesOf;
 using ::logitd::testing::FakeServer;
 using ::logitd::testing::NpyF32;
@@ -431,6 +432,27 @@ TEST(LogitctlTest, HealthSaysItByExitCode) {
   EXPECT_EQ(ran.code, 3);
   EXPECT_EQ(ran.out, "{\"status\":\"NOT_SERVING\"}\n");
   EXPECT_EQ(Logitctl({"health", "--addr", server.address(), "--service", "nothing"}).code, 1);
+}
+
+// A full disk, and a stdout that the caller has closed: its number must not go to a connection either.
+TEST(LogitctlTest, LostOutputIsNoSuccess) {
+  const FakeServer server;
+  const auto run = [&](const std::string& where, const std::string& command) {
+    return RunBinary("/bin/sh", {"-c", absl::StrCat("exec \"$0\" ", command, " ", where),
+                                 BinaryPath("logitctl")});
+  };
+  const std::string at = absl::StrCat(" --addr ", server.address());
+  for (const char* where : {"> /dev/full", ">&-", "<&- >&-"}) {
+    for (const std::string& command :
+         {"info" + at, "health" + at, "health --watch" + at, std::string("--help"),
+          std::string("--version"), std::string("completion bash")}) {
+      SCOPED_TRACE(absl::StrCat(command, " ", where));
+      const Ran ran = run(where, command);
+      EXPECT_EQ(ran.code, 1) << ran.err;
+      EXPECT_THAT(ran.err, HasSubstr("output was lost: stdout"));
+    }
+  }
+  EXPECT_EQ(run("2>&-", "health" + at).code, 0);
 }
 
 TEST(LogitctlTest, HealthWatchPrintsChangesUntilTheServerGoes) {

@@ -1,35 +1,24 @@
 """Two replicas behind HAProxy with deploy/haproxy/haproxy.cfg: one drains under load, and no call is lost."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import tempfile
 import threading
 import unittest
 
 import numpy as np
-from processes import Logitd, Process, program
+from processes import Logitd, Process, program, python_client
 from tools import ROOT, certificate, free_ports, http, wait_for
 
 CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
 TOKEN = "a-token-of-this-test-only"
 CALLS = 60  # of each replica, in each of the phases
-
-
-def python_client(place):
-    """The package of this repository, with its descriptors made by protoc."""
-    spec = importlib.util.spec_from_file_location("client_run", ROOT / "tests/client/python/run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.stage(str(place))
-    import logitd  # only now can it be found
-
-    return logitd
 
 
 class DrainTest(unittest.TestCase):
@@ -86,6 +75,19 @@ class DrainTest(unittest.TestCase):
         """Calls of ops that a replica has answered with OK; 0 while it does not run."""
         page = http(f"http://{self.replicas[name].metrics}/metrics") or ""
         return sum(map(int, re.findall(r'^logitd_requests_total\{code="OK",op="\w+"\} (\d+)', page, re.MULTILINE)))
+
+    def test_one_lost_check_takes_no_replica_out(self):
+        lost = "Health check for server replicas/a failed"
+        self.proxy.wait_for("a check that succeeds", lambda: "replicas/a succeeded" in self.proxy.log)
+        process = self.replicas["a"].process
+        process.send_signal(signal.SIGSTOP)  # for longer than `timeout check`
+        try:
+            self.proxy.wait_for("a lost check", lambda: lost in self.proxy.log)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        succeeded = self.proxy.log.count("replicas/a succeeded")
+        self.proxy.wait_for("a good check after it", lambda: self.proxy.log.count("replicas/a succeeded") > succeeded)
+        self.assertNotIn("replicas/a is DOWN", self.proxy.log)
 
     def test_a_replica_drains_and_returns_under_load(self):
         random = np.random.default_rng(7)

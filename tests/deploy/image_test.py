@@ -8,12 +8,13 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
 
 import image_check
 import yaml
-from processes import Process, logitctl
+from processes import Process, logitctl, python_client
 from tools import ROOT, python_with, run
 
 
@@ -26,7 +27,7 @@ def configuration(stage):
     probe = found["HEALTHCHECK"][found["HEALTHCHECK"].index("CMD ") + 4 :]
     return {
         "User": found["USER"],
-        "Env": [found["ENV"]] if "ENV" in found else [],
+        "Env": found["ENV"].split(),
         "Entrypoint": json.loads(found["ENTRYPOINT"]),
         "Cmd": json.loads(found["CMD"]),
         "StopSignal": found["STOPSIGNAL"],
@@ -51,7 +52,60 @@ class ImageTest(unittest.TestCase):
     def test_the_root_file_system_serves_read_only_without_privileges(self):
         if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode != 0:
             self.skipTest("may not make a mount namespace: needs root")
-        self.assertIn("cpu", image_check.check(self.root, configuration("cpu")))
+        answers = []
+
+        def newcomer(address):
+            """Runs the README's script against the container, with the Python client of this repository."""
+            page = (ROOT / "README.md").read_text().split("## Python in ten lines")[1]
+            script = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+            self.assertLessEqual(len([line for line in script.splitlines() if line]), 10)
+            self.assertEqual(script.count("127.0.0.1:7450"), 1)
+            with tempfile.TemporaryDirectory() as place:
+                python_client(place)
+                answers.append(
+                    run(sys.executable, "-c", script.replace("127.0.0.1:7450", address),
+                        env={**os.environ, "PYTHONPATH": place})
+                )
+
+        self.assertIn("cpu", image_check.check(self.root, configuration("cpu"), more=newcomer)["info"])
+        self.assertRegex(answers[0], r"(?m)^\[ *\d+ +\d+\]$")  # two tokens
+
+    def test_a_build_stage_has_what_its_setup_runs(self):
+        """scripts/setup runs before the sources are copied, so that its result can be kept."""
+        used = set(re.findall(r'\$\(dirname "\$0"\)/(\w+)', (ROOT / "scripts/setup").read_text()))
+        self.assertTrue(used)
+        stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+        stages = [stage for stage in stages if "RUN scripts/setup" in stage]
+        self.assertEqual(len(stages), 2)
+        for stage in stages:
+            (copied,) = re.findall(r"^COPY (.*)\nRUN scripts/setup$", stage, re.MULTILINE)
+            self.assertEqual({pathlib.Path(each).name for each in copied.split()[:-1]}, used | {"setup"})
+
+    def test_whatever_the_programs_load_at_run_time_is_in_the_cuda_image(self):
+        """deploy/rootfs with a toolkit of one library: what ldd does not tell."""
+        with tempfile.TemporaryDirectory() as place:
+            toolkit, root = pathlib.Path(place, "toolkit"), pathlib.Path(place, "root")
+            for folder in ("lib64", "include"):
+                (toolkit / folder).mkdir(parents=True)
+            run("sh", "-c", 'cp "$(ldd "$1" | awk \'/libm.so/ { print $3 }\')" "$2"', "sh",
+                os.environ["LOGITD_BINARY"], toolkit / "lib64/libcublasLt.so.13")
+            (toolkit / "include/cublas_api.h").write_text(
+                "#define CUBLAS_VER_MAJOR 13\n#define CUBLAS_VER_MINOR 1\n#define CUBLAS_VER_PATCH 0\n"
+                "#define CUBLAS_VER_BUILD 3\n")
+            (toolkit / "include/cuda.h").write_text("#define CUDA_VERSION 13010\n")
+            programs = (os.environ["LOGITD_BINARY"], os.environ["LOGITCTL_BINARY"])
+            without_terms = subprocess.run([ROOT / "deploy/rootfs", "--cuda", toolkit, root, "1.2.3", *programs],
+                                           check=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            if not list(pathlib.Path("/usr/share/doc").glob("libcublas-13-*")):
+                self.assertIn("no licence of cuBLASLt", without_terms.stderr)
+            (toolkit / "EULA.txt").write_text("terms")
+            run(ROOT / "deploy/rootfs", "--cuda", toolkit, root, "1.2.3", *programs)
+            self.assertTrue((root / "usr/local/cuda/lib64/libcublasLt.so.13").exists())
+            for package, version in (("nvidia-cublas", "13.1.0.3"), ("nvidia-cuda-toolkit", "13.1")):
+                self.assertEqual((root / "usr/share/doc" / package / "copyright").read_text(), "terms")
+                document = json.loads((root / "usr/share/doc/logitd/sbom.spdx.json").read_text())
+                (found,) = [each for each in document["packages"] if each["name"] == package]
+                self.assertEqual(found["versionInfo"], version)
 
     def test_the_images_run_alike(self):
         cpu, cuda = configuration("cpu"), configuration("cuda")
@@ -65,6 +119,19 @@ class ImageTest(unittest.TestCase):
         document = json.loads(self.sbom.read_text())
         packages = {package["name"]: package for package in document["packages"]}
         self.assertEqual(packages["logitd"]["versionInfo"], self.version)
+        # Libraries that are only headers leave no trace in the program; their licences want to be with it all the same.
+        compiled = {
+            each["relatedSpdxElement"].removeprefix("SPDXRef-")
+            for each in document["relationships"]
+            if each["relationshipType"] == "STATIC_LINK"
+        }
+        includes = "\n".join(path.read_text() for room in ("server", "client", "kernels", "formats")
+                             for path in (ROOT / room).rglob("*.[ch]*") if path.is_file() and path.suffix in (".h", ".cc"))
+        for header, package in (("nlohmann/json.hpp", "nlohmann-json3-dev"), ("CLI/CLI.hpp", "libcli11-dev"),
+                                ("hwy/highway.h", "libhwy-dev"), ("spdlog/spdlog.h", "libspdlog-dev")):
+            self.assertIn(header, includes)
+            self.assertIn(package, compiled)
+            self.assertTrue((self.root / "usr/share/doc" / package / "copyright").exists(), package)
         for library in self.root.glob("usr/lib/x86_64-linux-gnu/*.so*"):
             path = f"/usr/lib/x86_64-linux-gnu/{library.name}"
             owners = subprocess.run(

@@ -1,5 +1,6 @@
 """Processes of a test: logitd, Prometheus, HAProxy. Each ends with its test."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import unittest
 
-from tools import run, wait_for
+from tools import ROOT, run, wait_for
 
 
 def program(name):
@@ -84,3 +85,14 @@ def load(place, address, *flags, name="load"):
 
 def logitctl(*arguments):
     return run(os.environ["LOGITCTL_BINARY"], *arguments)
+
+
+def python_client(place):
+    """The package of this repository, with its descriptors made by protoc."""
+    spec = importlib.util.spec_from_file_location("client_run", ROOT / "tests/client/python/run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.stage(str(place))
+    import logitd  # only now can it be found
+
+    return logitd

@@ -83,11 +83,13 @@ CASES = {
         {'logitd_refused_total{reason="hopeless",identity="none",instance="a"}': "0+600x20"},
         "15m", HERE, "a gets 2 wrong requests a second"),
     "LogitdMemoryFull": Case(
-        {'logitd_held_bytes{instance="a"}': "95x10", 'logitd_held_bytes_limit{instance="a"}': "100x10",
-         'logitd_waiting_calls{instance="a"}': "3x10"},
-        {'logitd_held_bytes{instance="a"}': "95x10", 'logitd_held_bytes_limit{instance="a"}': "100x10",
-         'logitd_waiting_calls{instance="a"}': "0x10"},
-        "8m", HERE, "a: calls wait, 95% of the memory for messages is held"),
+        {'logitd_held_bytes{instance="a"}': "75x15", 'logitd_held_bytes_limit{instance="a"}': "100x15",
+         'logitd_waiting_calls{instance="a"}': "3 0 " * 8},  # large calls: some wait at every other scrape
+        {'logitd_held_bytes{instance="a"}': "95x15", 'logitd_held_bytes_limit{instance="a"}': "100x15",
+         'logitd_waiting_calls{instance="a"}': "0x15",  # full, but nobody waits
+         'logitd_held_bytes{instance="b"}': "12x15", 'logitd_held_bytes_limit{instance="b"}': "100x15",
+         'logitd_waiting_calls{instance="b"}': "8x15"},  # they wait for their turn
+        "14m", HERE, "a: calls wait, 75% of the memory for messages is held"),
     "LogitdSaturated": Case(  # 117 of 120 seconds that two streams have in a minute
         {'logitd_stream_busy_seconds_total{op="sample",instance="a"}': "0+58x40",
          'logitd_stream_busy_seconds_total{op="verify",instance="a"}': "0+59x40",

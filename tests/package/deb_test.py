@@ -60,6 +60,30 @@ def check_packages(folder):
     check(f"Depends: {depends}: a -dev package", "-dev" not in depends)
 
 
+def check_scripts(package, scratch):
+    """An upgrade restarts a server that runs, once and only after the new files are there; an installation starts nothing."""
+    run("dpkg-deb", "--control", package, scratch / "control")
+    (scratch / "bin").mkdir()
+    stub = scratch / "bin/systemctl"
+    stub.write_text(f'#!/bin/sh\necho "$1" >> {scratch}/called\n')
+    stub.chmod(0o755)
+    called = scratch / "called"
+    for script, arguments, expected in (
+        ("postinst", ["configure", ""], ["daemon-reload"]),
+        ("prerm", ["upgrade", "0.2.0"], []),
+        ("postrm", ["upgrade", "0.2.0"], []),
+        ("postinst", ["configure", "0.0.9"], ["daemon-reload", "try-restart"]),
+        ("prerm", ["remove"], ["disable"]),
+        ("postrm", ["remove"], ["daemon-reload"]),
+    ):
+        # As where systemd runs, which is not so in every container.
+        text = (scratch / "control" / script).read_text().replace("/run/systemd/system", str(scratch))
+        called.write_text("")
+        run("sh", "-c", text, script, *arguments, env={"PATH": f"{scratch}/bin:/usr/bin:/bin"})
+        got = called.read_text().split()
+        check(f"{script} {' '.join(arguments)}: systemctl got {got}, allowed {expected}", got == expected)
+
+
 def check_completion(prefix):
     listed = run("bash", "-c", 'source "$0" && COMP_WORDS=(logitctl heads l) COMP_CWORD=2 && _logitctl && '
                  'echo "${COMPREPLY[@]}"', prefix / "share/bash-completion/completions/logitctl")
@@ -109,6 +133,8 @@ def main():
         scratch = pathlib.Path(scratch)
         run("cpack", "-G", "TGZ;DEB", "-B", scratch / "packages", cwd=build)
         check_packages(scratch / "packages")
+        (package,) = (scratch / "packages").glob("logitd_*.deb")
+        check_scripts(package, scratch)
         (tarball,) = (scratch / "packages").glob("logitd-*-runtime.tar.gz")
         run("tar", "-xzf", tarball, "-C", scratch)
         (prefix,) = scratch.glob("logitd-*/")

@@ -52,7 +52,7 @@ def main():
         run(*configure, "-S", SOURCE / "examples/cpp", "-B", scratch / "example")
         run("cmake", "--build", scratch / "example", "-j", "2")
 
-        # The ops need no gRPC and no protobuf.
+        # The ops need no gRPC, no protobuf and no CUDA toolkit.
         (scratch / "ops").mkdir()
         (scratch / "ops/CMakeLists.txt").write_text(
             "cmake_minimum_required(VERSION 3.24)\nproject(ops LANGUAGES CXX)\n"
@@ -60,7 +60,11 @@ def main():
             "if(TARGET gRPC::grpc++ OR TARGET protobuf::libprotobuf)\n  message(FATAL_ERROR \"gRPC was found\")\nendif()\n"
             "find_package(logitd QUIET COMPONENTS nothing)\n"
             "if(logitd_FOUND)\n  message(FATAL_ERROR \"a component that does not exist was found\")\nendif()\n")
-        run(*configure, "-DCMAKE_DISABLE_FIND_PACKAGE_gRPC=ON", "-S", scratch / "ops", "-B", scratch / "ops/build")
+        run(*configure, "-DCMAKE_DISABLE_FIND_PACKAGE_gRPC=ON", "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON",
+            "-S", scratch / "ops", "-B", scratch / "ops/build")
+        for file in prefix.rglob("*.cmake"):
+            if "CUDAToolkit" in file.read_text() or "CUDA::" in file.read_text():
+                sys.exit(f"{file.name}: asks for the CUDA toolkit")
 
         answers = {"top_k": run(scratch / "example/top_k")}
         server = subprocess.Popen([build / "logitd", "--backend", "cpu", "--metrics-listen", "off", "--listen",

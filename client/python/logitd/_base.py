@@ -56,6 +56,10 @@ class Base:
         else:
             self._channel = self._grpc.secure_channel(address, credentials, options=arguments)
 
+    def _connected(self) -> Any:
+        """Asks the server something small, if nothing was asked yet: what has no retries of its own finds a connection."""
+        return self._session.limits(self._session.end(None))
+
     def _method(self, kind: str, name: str) -> Any:
         """A method of raw messages: with no serializer, bytes go through as they are."""
         if name not in self._methods:

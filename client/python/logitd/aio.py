@@ -326,29 +326,39 @@ class AsyncSampleStream:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._written: Deque[Tuple[float, RowInput]] = deque()
-        self._call = client._method("stream_stream", _calls.SAMPLE_STREAM)(
-            metadata=client.options.metadata(_calls.SAMPLE_STREAM)
+        self._opening = asyncio.ensure_future(self._open())
+
+    async def _open(self) -> Any:
+        await self._client._run(self._client._connected())
+        return self._client._method("stream_stream", _calls.SAMPLE_STREAM)(
+            metadata=self._client.options.metadata(_calls.SAMPLE_STREAM)
         )
+
+    async def _call(self) -> Any:
+        # A task that is cancelled while it waits here leaves the opening to the others.
+        return await asyncio.shield(self._opening)
 
     async def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
         """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the
         reason."""
         message, rows = self._client._stream_message(logits, params)
+        call = await self._call()
         self._written.append((time.monotonic(), rows))
         try:
-            await _write(self._call, message)
+            await _write(call, message)
         except _ENDED as error:
             raise Unavailable("the stream has ended; read has the reason") from error
 
     async def done(self) -> None:
         """There are no more requests. The answers to those before can still be read."""
-        await self._call.done_writing()
+        await (await self._call()).done_writing()
 
     async def read(self) -> Optional[SampleResult]:
         """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the
         stream."""
+        call = await self._call()
         try:
-            data = await self._call.read()
+            data = await call.read()
         except grpc.RpcError as error:
             raise _reply_of(error, 0.0).error or error from None
         if data is grpc.aio.EOF:
@@ -367,7 +377,10 @@ class AsyncSampleStream:
 
     async def close(self) -> None:
         """Cancels what is in flight."""
-        self._call.cancel()
+        if not self._opening.done():
+            self._opening.cancel()
+        elif not self._opening.cancelled() and self._opening.exception() is None:
+            self._opening.result().cancel()
 
     async def __aenter__(self) -> "AsyncSampleStream":
         return self

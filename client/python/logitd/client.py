@@ -410,12 +410,13 @@ class SampleStream:
     """Requests go out with write, their answers come back with read, in order.
 
     The server takes a few requests at once and leaves further ones unread; write then blocks until read has taken
-    answers. So a decode loop writes and reads in turn, or keeps a few requests in flight. No deadline and no retries.
-    One thread may write while another reads.
+    answers. So a decode loop writes and reads in turn, or keeps a few requests in flight. No deadline and no retries,
+    except while a client that has called nothing yet connects. One thread may write while another reads.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        client._run(client._connected())
         self._outbox: "queue.Queue[Optional[bytes]]" = queue.Queue(maxsize=1)
         self._written: Deque[Tuple[float, RowInput]] = deque()
         self._call = client._method("stream_stream", _calls.SAMPLE_STREAM)(

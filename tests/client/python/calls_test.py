@@ -483,6 +483,35 @@ class SampleStreamTest(ServerTestCase):
 
         run(main())
 
+    def test_a_first_use_connects_with_the_retries_of_other_calls(self):
+        server = RunningServer()
+        self.addCleanup(server.close)
+        server.stop()
+        options = {"retry": logitd.Retry(max_attempts=1000)}
+
+        def once():
+            with logitd.Client(server.tcp, **options) as client, client.sample_stream() as stream:
+                stream.write(self.LOGITS, seed=1)
+                return stream.read().tokens.tolist()
+
+        async def once_with_asyncio():
+            async with logitd.AsyncClient(server.tcp, **options) as client, client.sample_stream() as stream:
+                await stream.write(self.LOGITS, seed=1)
+                return (await stream.read()).tokens.tolist()
+
+        for use in (once, lambda: run(once_with_asyncio())):
+            start = later(0.3, server.start)
+            self.assertEqual(use(), self.want()[1])
+            start.join()
+            server.stop()
+
+        async def leave():  # before there is a connection
+            async with logitd.AsyncClient(server.tcp, **options) as client:
+                async with client.sample_stream():
+                    await asyncio.sleep(0.2)
+
+        run(leave())
+
     def test_a_stream_can_be_left_before_its_end(self):
         with logitd.Client(self.server.unix) as client:
             with client.sample_stream() as stream:
