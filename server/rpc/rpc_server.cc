@@ -22,6 +22,7 @@
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/turned_away.h"
 
 namespace logitd::rpc {
 namespace {
@@ -95,6 +96,7 @@ class RpcServerImpl final : public RpcServer {
                 engine::Metrics* metrics)
       : load_(&engine->costs(), metrics),
         log_(options.slow_call),
+        turned_away_(std::make_shared<TurnedAway>(metrics, &log_)),
         tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,
@@ -105,6 +107,7 @@ class RpcServerImpl final : public RpcServer {
                      .identities = options.identities,
                      .tracker = &tracker_,
                      .log = &log_,
+                     .turned_away = turned_away_.get(),
                      .copier = &copier_,
                      .leases = options.leases,
                      .max_payload_bytes = options.max_request_bytes},
@@ -204,6 +207,7 @@ class RpcServerImpl final : public RpcServer {
     connections_->EndAll();
     server_->Shutdown(std::chrono::system_clock::now());
     server_.reset();
+    turned_away_->End();
   }
 
  private:
@@ -240,6 +244,7 @@ class RpcServerImpl final : public RpcServer {
 
   engine::Load load_;
   const CallLog log_;
+  const std::shared_ptr<TurnedAway> turned_away_;
   CallTracker tracker_;
   Copier copier_;
   const CallEnvironment environment_;
