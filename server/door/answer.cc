@@ -46,11 +46,10 @@ std::string PercentEncode(std::string_view text) {
 
 }  // namespace
 
-void AppendFrameHead(size_t bytes, uint8_t type, uint8_t flags, uint32_t stream,
-                     std::string* out) {
-  for (const size_t byte : {bytes >> 16, bytes >> 8, bytes, size_t{type}, size_t{flags},
-                            size_t{stream >> 24}, size_t{stream >> 16}, size_t{stream >> 8},
-                            size_t{stream}}) {
+void AppendFrameHead(size_t bytes, uint8_t type, uint8_t flags, uint32_t stream, std::string* out) {
+  for (const size_t byte :
+       {bytes >> 16, bytes >> 8, bytes, size_t{type}, size_t{flags}, size_t{stream >> 24},
+        size_t{stream >> 16}, size_t{stream >> 8}, size_t{stream}}) {
     out->push_back(static_cast<char>(byte));
   }
 }

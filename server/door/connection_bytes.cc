@@ -61,8 +61,7 @@ absl::Span<const iovec> PartsOf(const msghdr& message) {
 
 ssize_t Connection::ReadSome(int fd, msghdr* message, int flags) {
   TlsSession* const session = tls();
-  return session != nullptr ? ReadTls(*session, message)
-                            : syscall(SYS_recvmsg, fd, message, flags);
+  return session != nullptr ? ReadTls(*session, message) : syscall(SYS_recvmsg, fd, message, flags);
 }
 
 ssize_t Connection::Receive(int fd, msghdr* message, int flags) {

@@ -56,8 +56,8 @@ class Place {
 
 }  // namespace
 
-size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes,
-                  absl::Span<const Frames::Edit> edits, std::string* beyond) {
+size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes, absl::Span<const Frames::Edit> edits,
+                  std::string* beyond) {
   Place in(parts);
   Place out(parts);
   bool moved_out = false;  // bytes are in `beyond`, so all that follow are

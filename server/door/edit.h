@@ -16,8 +16,8 @@ namespace logitd::door {
 // that have no place there any more are appended to `beyond`, and come after them.
 //
 // Cost: nothing for an edit that keeps the size. After another one the rest is moved.
-size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes,
-                  absl::Span<const Frames::Edit> edits, std::string* beyond);
+size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes, absl::Span<const Frames::Edit> edits,
+                  std::string* beyond);
 
 // Copies the first bytes of `text` to `parts`, as many as fit. Returns their number.
 size_t CopyToParts(std::string_view text, absl::Span<const iovec> parts);

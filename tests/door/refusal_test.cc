@@ -72,11 +72,11 @@ class FrameReader {
       const auto byte = [&](size_t i) { return static_cast<uint8_t>(pending_[at + i]); };
       const size_t size = byte(0) << 16 | byte(1) << 8 | byte(2);
       if (pending_.size() - at < 9 + size) break;
-      frames.push_back({.type = byte(3),
-                        .flags = byte(4),
-                        .stream = static_cast<uint32_t>(byte(5) << 24 | byte(6) << 16 |
-                                                        byte(7) << 8 | byte(8)),
-                        .payload = pending_.substr(at + 9, size)});
+      frames.push_back(
+          {.type = byte(3),
+           .flags = byte(4),
+           .stream = static_cast<uint32_t>(byte(5) << 24 | byte(6) << 16 | byte(7) << 8 | byte(8)),
+           .payload = pending_.substr(at + 9, size)});
       at += 9 + size;
     }
     pending_.erase(0, at);
@@ -163,8 +163,8 @@ class RefusalTest : public ::testing::TestWithParam<Way> {
     auto session = TlsSession::Create(context, fd_);
     TlsSession::Step step = TlsSession::Step::kWantRead;
     while (step != TlsSession::Step::kDone) {
-      pollfd waiting = {fd_, static_cast<int16_t>(
-                                 step == TlsSession::Step::kWantWrite ? POLLOUT : POLLIN), 0};
+      pollfd waiting = {
+          fd_, static_cast<int16_t>(step == TlsSession::Step::kWantWrite ? POLLOUT : POLLIN), 0};
       ASSERT_EQ(poll(&waiting, 1, 10000), 1);
       step = session->Handshake();
       ASSERT_NE(step, TlsSession::Step::kFailed) << session->failure_text();

@@ -63,12 +63,9 @@ class TurnstileTest : public ::testing::Test {
     return Ask(fields).has_value();
   }
 
-  const HeaderFields call_ = {{":method", "POST"},
-                              {":path", "/s/Method"},
-                              {"content-type", "application/grpc"},
-                              {"grpc-timeout", "200m"},
-                              {"authorization", "Bearer t"},
-                              {"bytes", "1000"}};
+  const HeaderFields call_ = {
+      {":method", "POST"},      {":path", "/s/Method"},        {"content-type", "application/grpc"},
+      {"grpc-timeout", "200m"}, {"authorization", "Bearer t"}, {"bytes", "1000"}};
   Turnstile turnstile_;
 };
 
@@ -212,7 +209,8 @@ TEST(ParseTimeoutTest, ReadsEveryUnitUpToSeconds) {
   EXPECT_EQ(ParseTimeout("12345678u"), 12'345'678'000);
   EXPECT_EQ(ParseTimeout("200m"), 200'000'000);
   EXPECT_EQ(ParseTimeout("99999999S"), 99'999'999'000'000'000);
-  for (const char* text : {"", "m", "1", "1M", "1H", "123456789m", "-1m", "+1m", " 1m", "1 m", "1x"}) {
+  for (const char* text :
+       {"", "m", "1", "1M", "1H", "123456789m", "-1m", "+1m", " 1m", "1 m", "1x"}) {
     EXPECT_EQ(ParseTimeout(text), std::nullopt) << text;
   }
 }

@@ -38,7 +38,7 @@ class TurnedAwayTest : public ServedEngine {
   static constexpr absl::Duration kDeadline = absl::Milliseconds(300);
 
   TurnedAwayTest() : ServedEngine(1 << 20, 64 << 20) {
-    backend_.SetRowTime(std::chrono::microseconds(3000));
+    backend_.SetOpTime(std::chrono::microseconds(3000));  // and a call fills a batch
     channel_ = Start();
     stub_ = v1::Sampler::NewStub(channel_);
     // The server learns how long a call takes.
@@ -53,12 +53,12 @@ class TurnedAwayTest : public ServedEngine {
     sent->context.set_deadline(std::chrono::system_clock::now() +
                                absl::ToChronoNanoseconds(deadline));
     sent->context.AddMetadata("x-request-id", absl::StrCat("call-", i));
-    sent->context.AddMetadata("logitd-payload-bytes", "1000");
+    sent->context.AddMetadata("logitd-payload-bytes", "9000");
     if (!priority.empty()) sent->context.AddMetadata("logitd-priority", priority);
-    sent->request.set_rows(1);
+    sent->request.set_rows(1024);
     sent->request.set_vocab(2);
     sent->request.set_dtype(v1::DTYPE_F32);
-    sent->request.set_logits(std::string(8, '\0'));
+    sent->request.set_logits(std::string(8 * 1024, '\0'));
     sent->request.add_k(1);
     sent->request.add_temperature(1);
   }
@@ -84,7 +84,8 @@ class TurnedAwayTest : public ServedEngine {
   // The sum of the samples that begin with `prefix`.
   double Sum(const std::string& prefix) {
     double sum = 0;
-    for (const std::string& line : absl::StrSplit(engine::Scrape(metrics_), '\n')) {
+    const std::vector<std::string> lines = absl::StrSplit(engine::Scrape(metrics_), '\n');
+    for (const std::string& line : lines) {
       if (line.rfind(prefix, 0) == 0) sum += std::stod(line.substr(line.rfind(' ')));
     }
     return sum;
@@ -113,7 +114,9 @@ TEST_F(TurnedAwayTest, ACallThatTheDoorRefusesEndsAsOneThatTheLoadRefuses) {
     }
   }
   const auto early = static_cast<double>(connections_->traffic().refused_calls);
-  EXPECT_GT(early, 50) << "of those that were refused";
+  EXPECT_GT(early, 50) << codes[grpc::StatusCode::OK] << " were OK, "
+                       << codes[grpc::StatusCode::RESOURCE_EXHAUSTED] << " refused, "
+                       << codes[grpc::StatusCode::DEADLINE_EXCEEDED] << " late";
   EXPECT_GT(codes[grpc::StatusCode::OK], 50);
   // Every refusal is counted, wherever it was decided.
   EXPECT_EQ(Sum("logitd_requests_total{code=\"RESOURCE_EXHAUSTED\""),
