@@ -45,6 +45,9 @@ void AddTraffic(const door::Connections& connections,
   AddSample(&families->back(), static_cast<double>(traffic.received));
   families->push_back(Counter("logitd_sent_bytes_total", "Bytes sent on all connections."));
   AddSample(&families->back(), static_cast<double>(traffic.sent));
+  families->push_back(Counter("logitd_calls_refused_early_total",
+                              "Calls refused like the one before, without a look at them."));
+  AddSample(&families->back(), static_cast<double>(traffic.refused_calls));
 }
 
 void Append(std::vector<prometheus::MetricFamily> more,

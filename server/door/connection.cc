@@ -65,17 +65,6 @@ std::optional<uint32_t> UserOf(int fd, const sockaddr* address) {
   return peer.uid;
 }
 
-// Calls `read` for the first `bytes` of `parts`.
-template <typename Read>
-void ForEachPart(absl::Span<const iovec> parts, size_t bytes, Read read) {
-  for (const iovec& part : parts) {
-    if (bytes == 0) return;
-    const size_t run = std::min(bytes, part.iov_len);
-    read(absl::MakeConstSpan(static_cast<const uint8_t*>(part.iov_base), run));
-    bytes -= run;
-  }
-}
-
 }  // namespace
 
 Connection::Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer,
@@ -102,6 +91,11 @@ int64_t Connection::message_bytes() const {
 int64_t Connection::open_streams() const {
   absl::MutexLock lock(&mutex_);
   return frames_.open();
+}
+
+int64_t Connection::refused() const {
+  absl::MutexLock lock(&mutex_);
+  return frames_.refused();
 }
 
 int64_t Connection::under_way() const {
@@ -150,32 +144,6 @@ void Connection::Cut(Limit reason) {
     if (!ShutDown(reason)) return;
   }
   owner_->CountCut(*this, reason);
-}
-
-bool Connection::Received(absl::Span<const iovec> parts, size_t bytes) {
-  received_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
-  const int64_t now = absl::GetCurrentTimeNanos();
-  Limit broken = Limit::kNone;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (cut_ != Limit::kNone) return false;
-    ForEachPart(parts, bytes,
-                [&](absl::Span<const uint8_t> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                  broken = frames_.Received(part, now);
-                });
-    if (broken == Limit::kNone) return true;
-    ShutDown(broken);
-  }
-  owner_->CountCut(*this, broken);
-  return false;
-}
-
-void Connection::Sent(absl::Span<const iovec> parts, size_t bytes) {
-  sent_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
-  absl::MutexLock lock(&mutex_);
-  ForEachPart(parts, bytes,
-              [&](absl::Span<const uint8_t> part)
-                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { frames_.Sent(part); });
 }
 
 void Connection::Closed() {
@@ -253,6 +221,7 @@ Traffic Connections::traffic() const {
   for (const auto& [_, connection] : all_) {
     sum.received += connection->received_bytes();
     sum.sent += connection->sent_bytes();
+    sum.refused_calls += connection->refused();
   }
   return sum;
 }
@@ -307,6 +276,7 @@ void Connections::Remove(Connection* connection) {
     all_.erase(found);
     of_closed_.received += removed->received_bytes();
     of_closed_.sent += removed->sent_bytes();
+    of_closed_.refused_calls += removed->refused();
     const auto named = by_peer_.find(removed->peer());
     if (named != by_peer_.end() && named->second == connection) by_peer_.erase(named);
     const auto host = by_host_.find(removed->host_);

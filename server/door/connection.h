@@ -26,13 +26,18 @@
 #include "server/door/frames.h"
 #include "server/door/limits.h"
 #include "server/door/tls_session.h"
+#include "server/door/turnstile.h"
 
 namespace logitd::door {
 
 class Connections;
 
 // One connection, from its acceptance until its descriptor is closed; calls may hold it longer.
-// Thread-safe. Locks are held for the time it takes to read the frames of one read or write.
+// Thread-safe. Locks are held for the time it takes to read the frames of one read, or to write.
+//
+// Calls that are like one that was just refused (Refuse) are answered here, and gRPC does not see
+// them. The answers go out where gRPC's own frames end. While the kernel does not take them, no
+// further call is refused here, so they are bounded.
 class Connection {
  public:
   Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, std::string peer,
@@ -71,9 +76,14 @@ class Connection {
   // cut or closed. Does not block. Not while the caller holds a lock that gRPC's callbacks take.
   void Cut(Limit reason);
 
-  // The hooks of sockets.cc; one read and one write at a time. False: the connection was cut.
-  bool Received(absl::Span<const iovec> parts, size_t bytes);
-  void Sent(absl::Span<const iovec> parts, size_t bytes);
+  // From here on calls like it are refused, as long as it holds.
+  void Refuse(Refusal refusal) { turnstile_.Add(std::move(refusal)); }
+  int64_t refused() const;  // calls that were refused so, in all
+
+  // The hooks of sockets.cc: as recvmsg and sendmsg on `fd`, with errno. One read at a time, and one
+  // write. ECONNRESET of a read: the connection was cut.
+  ssize_t Receive(int fd, msghdr* message, int flags);
+  ssize_t Send(int fd, const msghdr* message, int flags);
   // The descriptor is about to be closed.
   void Closed();
   // Ends the sending side: written bytes still go out, and then the peer sees the end.
@@ -85,6 +95,21 @@ class Connection {
   // True if this call cut it.
   bool ShutDown(Limit reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // A call that was refused here.
+  struct Refused {
+    uint32_t stream;
+    bool ended;  // its peer sends nothing more
+    Turnstile::Answer answer;
+  };
+  ssize_t ReadSome(int fd, msghdr* message, int flags);
+  // Reads the frames of what was received. `edits`: what gRPC gets instead. False: cut.
+  bool Account(absl::Span<const iovec> parts, size_t bytes, std::vector<Frames::Edit>* edits,
+               std::vector<Refused>* refused);
+  void Answer(int fd, const std::vector<Refused>& refused);
+  // Writes answers, as far as the kernel takes them and gRPC's frames leave a place.
+  void WriteAnswers(int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
+  void CountSent(absl::Span<const iovec> parts, size_t bytes);
+
   const std::shared_ptr<Connections> owner_;
   const uint64_t id_;
   const std::string peer_;
@@ -95,6 +120,16 @@ class Connection {
   std::atomic<TlsSession*> tls_ = nullptr;
   std::atomic<int64_t> received_ = 0;
   std::atomic<int64_t> sent_ = 0;
+  Turnstile turnstile_;
+  std::string ready_;  // bytes for the next reads; only Receive uses it
+
+  absl::Mutex send_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
+  std::string answers_ ABSL_GUARDED_BY(send_mutex_);  // whole frames that were not written
+  size_t answered_ ABSL_GUARDED_BY(send_mutex_) = 0;  // bytes of them that were
+  // Some bytes went out, or are encrypted: nothing else may be written before the others.
+  bool answers_begun_ ABSL_GUARDED_BY(send_mutex_) = false;
+  std::atomic<bool> answers_wait_ = false;
+
   int64_t received_at_look_ = 0;  // of Connections::CutLargest, under its lock
   mutable absl::Mutex mutex_;
   int fd_ ABSL_GUARDED_BY(mutex_);  // -1: closed
@@ -132,10 +167,11 @@ class ConnectionEvents {
   virtual void OnHandshake(HandshakeEnd end) {}
 };
 
-// Bytes of all connections since the start, closed ones included.
+// Of all connections since the start, closed ones included.
 struct Traffic {
-  int64_t received = 0;
-  int64_t sent = 0;
+  int64_t received = 0;       // bytes
+  int64_t sent = 0;           // bytes
+  int64_t refused_calls = 0;  // see Connection::Refuse
 };
 
 struct ConnectionOptions {

@@ -1,7 +1,10 @@
 #include "server/door/frames.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
+
+#include "server/door/answer.h"
 
 namespace logitd::door {
 namespace {
@@ -16,10 +19,12 @@ enum Type : uint8_t {
   kPing = 6,
   kWindowUpdate = 8,
   kContinuation = 9,
+  kIgnored = 0x0b,  // reserved for frames that receivers must ignore (RFC 8701)
 };
 constexpr uint8_t kEndStream = 1;  // of DATA and HEADERS
 constexpr uint8_t kAck = 1;        // of SETTINGS and PING
 constexpr uint8_t kEndHeaders = 4;
+constexpr uint8_t kPadded = 8;
 constexpr uint8_t kPriority = 0x20;
 constexpr size_t kPriorityBytes = 5;
 
@@ -27,6 +32,9 @@ constexpr int64_t kTinyUnit = 1024;
 constexpr int64_t kControlPerFrame = 4;
 constexpr int64_t kRefillNs = 10'000'000;
 constexpr int64_t kPeriodNs = 1'000'000'000;
+
+// Small frames of a refused call that cost nothing: its message, and an end without bytes.
+constexpr int64_t kRefusedTiny = 2;
 
 // The grants of calls are for payloads. Frames around them cost a quarter more at most.
 constexpr int64_t kAskedShare = 4;
@@ -59,25 +67,107 @@ bool Frames::Direction::TakeHead(absl::Span<const uint8_t>* bytes) {
 }
 
 Limit Frames::Received(absl::Span<const uint8_t> bytes, int64_t now_ns) {
+  return Read(bytes, now_ns, nullptr);
+}
+
+Limit Frames::Received(absl::Span<const uint8_t> bytes, int64_t now_ns, Judge judge) {
+  return Read(bytes, now_ns, &judge);
+}
+
+void Frames::BeginRead() {
+  read_ = 0;
+  edits_.clear();
+}
+
+Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge* judge) {
   Refill(now_ns);
   while (!bytes.empty() && broken_ == Limit::kNone) {
     if (in_.skip == 0) {
-      if (!in_.TakeHead(&bytes)) break;
+      const size_t left = bytes.size();
+      if (in_.head_bytes == 0) frame_bytes_ = 0;
+      const bool whole = in_.TakeHead(&bytes);
+      Advance(left - bytes.size());
+      // What the frame is shows with its last byte.
+      if (rewrites_) TakeOut(left - bytes.size());
+      if (!whole) break;
       ++frames_;
       BeginFrame();
+      if (rewrites_ && !IsHeaders())
+        PutIn({reinterpret_cast<const char*>(in_.head.data()), kHeadBytes});
+      if (in_.skip == 0 && IsHeaders()) EndHeaderFrame(judge);
       continue;
     }
     const absl::Span<const uint8_t> run = bytes.subspan(0, in_.skip);
     bytes.remove_prefix(run.size());
     in_.skip -= run.size();
+    Advance(run.size());
     if (in_.type == kData) {
       const auto stream = streams_.find(in_.stream);
       if (stream != streams_.end()) ReadMessages(&stream->second, run);
-    } else if (in_.type == kHeaders || in_.type == kContinuation) {
+    } else if (IsHeaders()) {
+      if (rewrites_) TakeOut(run.size());
       ReadHeaders(run);
+      if (in_.skip == 0) EndHeaderFrame(judge);
     }
   }
   return broken_;
+}
+
+bool Frames::IsHeaders() const { return in_.type == kHeaders || in_.type == kContinuation; }
+
+// A frame with a header list, or a part of it, has ended.
+void Frames::EndHeaderFrame(const Judge* judge) {
+  if (in_headers_ || broken_ != Limit::kNone) return;
+  const uint32_t opens = std::exchange(opens_, 0);
+  if (judge != nullptr && opens != 0 && MayJudge() && (*judge)(opens, ends_, headers_)) {
+    EndStream(opens);
+    last_stream_ = seen_before_;
+    --opened_;
+    ++refused_;
+    // As for an answer. The frames of its message and its reset still come.
+    control_.Give(kControlPerFrame);
+    tiny_.Give(kRefusedTiny * kTinyUnit);
+    if (!rewrites_) HideFrame();
+    rewrites_ = rewrites_ || headers_.changed_table();
+    return;
+  }
+  if (!rewrites_) return;
+  // gRPC, which knows no padding of lists, would end the connection too.
+  if (!headers_.whole() || padded_) return Break(Limit::kHeaderFormat);
+  const std::string block = EncodeList(headers_);
+  std::string frame;
+  AppendFrameHead(block.size(), kHeaders, kEndHeaders | (ends_ ? kEndStream : 0), in_.stream,
+                  &frame);
+  PutIn(frame + block);
+}
+
+// A list in one frame, all of it in this read, unless no frame goes to gRPC as it came.
+bool Frames::MayJudge() const {
+  const bool here = rewrites_ || (continuations_ == 0 && frame_bytes_ <= read_);
+  return here && headers_.whole() && !padded_;
+}
+
+void Frames::HideFrame() {
+  Edit edit = {.begin = read_ - frame_bytes_, .end = read_ - frame_bytes_ + kHeadBytes, .put = {}};
+  AppendFrameHead(frame_bytes_ - kHeadBytes, kIgnored, 0, in_.stream, &edit.put);
+  edits_.push_back(std::move(edit));
+}
+
+void Frames::TakeOut(size_t bytes) {
+  if (bytes == 0) return;
+  const size_t begin = read_ - bytes;
+  if (!edits_.empty() && edits_.back().end == begin && edits_.back().put.empty()) {
+    edits_.back().end = read_;
+  } else {
+    edits_.push_back({.begin = begin, .end = read_, .put = {}});
+  }
+}
+
+void Frames::PutIn(std::string_view bytes) {
+  if (edits_.empty() || edits_.back().end != read_) {
+    edits_.push_back({.begin = read_, .end = read_, .put = {}});
+  }
+  edits_.back().put += bytes;
 }
 
 void Frames::Sent(absl::Span<const uint8_t> bytes) {
@@ -142,8 +232,12 @@ void Frames::BeginHeaders(bool continuation) {
     continuations_ = 0;
     header_bytes_ = 0;
     priority_bytes_ = (in_.flags & kPriority) != 0 ? kPriorityBytes : 0;
+    ends_ = (in_.flags & kEndStream) != 0;
+    padded_ = (in_.flags & kPadded) != 0;
+    opens_ = 0;
     if (in_.stream > last_stream_ && in_.stream % 2 == 1) {
-      last_stream_ = in_.stream;
+      seen_before_ = std::exchange(last_stream_, in_.stream);
+      opens_ = in_.stream;
       streams_.try_emplace(in_.stream);
       ++opened_;
       if (open() > int64_t{limits_.max_streams} + limits_.streams_slack) Break(Limit::kStreams);
@@ -230,6 +324,9 @@ void Frames::TakeControl() {
 
 void Frames::BeginSentFrame() {
   const bool acks = (out_.flags & kAck) != 0;
+  if (out_.type == kHeaders || out_.type == kContinuation) {
+    sent_headers_ = (out_.flags & kEndHeaders) == 0;
+  }
   switch (out_.type) {
     case kData:
     case kHeaders:

@@ -1,5 +1,5 @@
 // Reads the HTTP/2 frames of one connection in both directions and says when the peer breaks a
-// limit. It keeps counts, not bytes.
+// limit, and which bytes gRPC must not see because a call is refused here. It keeps counts, not bytes.
 // Source: RFC 9113 (frames), and gRPC over HTTP/2 (the five bytes before a message).
 #ifndef LOGITD_SERVER_DOOR_FRAMES_H_
 #define LOGITD_SERVER_DOOR_FRAMES_H_
@@ -7,8 +7,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
 #include "server/door/header_list.h"
 #include "server/door/limits.h"
@@ -16,6 +20,13 @@
 namespace logitd::door {
 
 // Frames that HTTP/2 forbids are left to gRPC, which ends the connection.
+//
+// A call is refused by its headers: gRPC sees none of them, and takes the stream's other frames for
+// those of a stream that has ended. Two things follow from it:
+// - A header list may change the table that both sides keep (HPACK). If gRPC misses such a list, it
+//   cannot read those that follow. From then on it gets every list anew, in an encoding that needs
+//   no table: see Edit::put.
+// - The stream was never open. A second header list on it opens it.
 //
 // Memory: about 40 bytes for each open stream. Cost: constant for each frame and each message,
 // besides that of HeaderList. Not thread-safe. Knows no sockets.
@@ -29,6 +40,26 @@ class Frames {
   Limit Received(absl::Span<const uint8_t> bytes, int64_t now_ns);
   // Reads the next bytes that were sent to the peer.
   void Sent(absl::Span<const uint8_t> bytes);
+  // All frames that began to be sent have ended, and other frames may follow them.
+  bool between_sent_frames() const {
+    return out_.skip == 0 && out_.head_bytes == 0 && !sent_headers_;
+  }
+
+  // Decides about a call by its whole header list. `ends`: no message follows. True: it is refused.
+  using Judge = absl::FunctionRef<bool(uint32_t stream, bool ends, const HeaderList& list)>;
+  // What gRPC gets in place of bytes that were received: `put` instead of [begin, end), counted from
+  // the last BeginRead.
+  struct Edit {
+    size_t begin = 0;
+    size_t end = 0;
+    std::string put;
+  };
+  // Before the first Received of a read.
+  void BeginRead();
+  // As Received, and asks `judge` about each call whose headers came whole in this read.
+  Limit Received(absl::Span<const uint8_t> bytes, int64_t now_ns, Judge judge);
+  // Of this read so far: in order, apart from each other.
+  std::vector<Edit>& edits() { return edits_; }
 
   // A call wants a message of at most `bytes`. See FrameLimits::unasked_slack.
   void Ask(int64_t bytes) { asked_ += bytes; }
@@ -40,7 +71,8 @@ class Frames {
 
   int64_t frames() const { return frames_; }
   int64_t message_bytes() const { return message_bytes_; }  // DATA, in all
-  int64_t opened() const { return opened_; }                // streams, in all
+  int64_t opened() const { return opened_; }                // streams that gRPC saw, in all
+  int64_t refused() const { return refused_; }              // streams, in all
   int64_t open() const { return static_cast<int64_t>(streams_.size()); }
   // Bytes of messages that have begun and not ended, and the cost of their frames.
   int64_t under_way() const { return under_way_; }
@@ -84,11 +116,24 @@ class Frames {
     void Give(int64_t n) { left = left + n < most ? left + n : most; }
   };
 
+  Limit Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge* judge);
   void Refill(int64_t now_ns);
   void BeginFrame();
   void BeginHeaders(bool continuation);
   void BeginData();
   void ReadHeaders(absl::Span<const uint8_t> bytes);
+  bool IsHeaders() const;  // the frame that is received
+  void EndHeaderFrame(const Judge* judge);
+  void Advance(size_t bytes) {
+    read_ += bytes;
+    frame_bytes_ += bytes;
+  }
+  bool MayJudge() const;
+  // gRPC gets a frame of the same size that it ignores. The frame came in this read.
+  void HideFrame();
+  // The last `bytes` bytes of this read do not go to gRPC.
+  void TakeOut(size_t bytes);
+  void PutIn(std::string_view bytes);
   void ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes);
   void EndMessage(Stream* stream);
   void TakeControl();
@@ -109,7 +154,17 @@ class Frames {
   int continuations_ = 0;
   size_t header_bytes_ = 0;    // of this list, on the wire
   size_t priority_bytes_ = 0;  // before the list
-  uint32_t last_stream_ = 0;
+  uint32_t last_stream_ = 0;   // the highest that gRPC has seen
+  uint32_t seen_before_ = 0;   // before this list
+  uint32_t opens_ = 0;         // the stream that this list opens; 0: none
+  bool ends_ = false;          // the stream, with this list
+  bool padded_ = false;
+  bool sent_headers_ = false;  // without END_HEADERS yet
+
+  size_t read_ = 0;         // bytes since BeginRead
+  size_t frame_bytes_ = 0;  // of the frame so far, with its head
+  bool rewrites_ = false;   // gRPC has missed a change of the table
+  std::vector<Edit> edits_;
   absl::flat_hash_map<uint32_t, Stream> streams_;
 
   int64_t refilled_ns_;
@@ -126,6 +181,7 @@ class Frames {
   int64_t frames_ = 0;
   int64_t message_bytes_ = 0;
   int64_t opened_ = 0;
+  int64_t refused_ = 0;
 };
 
 }  // namespace logitd::door

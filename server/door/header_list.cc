@@ -1,66 +1,13 @@
 #include "server/door/header_list.h"
 
 #include <algorithm>
-#include <array>
-#include <iterator>
+
+#include "server/door/hpack_tables.h"
 
 namespace logitd::door {
 namespace {
 
 constexpr uint32_t kFieldOverhead = 32;
-
-struct StaticField {
-  uint8_t name_bytes;
-  uint8_t value_bytes;
-};
-// The fields 1 to 61 of RFC 7541, appendix A.
-constexpr StaticField kStatic[] = {
-    {10, 0}, {7, 3},  {7, 4},  {5, 1},  {5, 11}, {7, 4},  {7, 5},   {7, 3},  {7, 3},
-    {7, 3},  {7, 3},  {7, 3},  {7, 3},  {7, 3},  {14, 0}, {15, 13}, {15, 0}, {13, 0},
-    {6, 0},  {27, 0}, {3, 0},  {5, 0},  {13, 0}, {13, 0}, {19, 0},  {16, 0}, {16, 0},
-    {14, 0}, {16, 0}, {13, 0}, {12, 0}, {6, 0},  {4, 0},  {4, 0},   {6, 0},  {7, 0},
-    {4, 0},  {4, 0},  {8, 0},  {17, 0}, {13, 0}, {8, 0},  {19, 0},  {13, 0}, {4, 0},
-    {8, 0},  {12, 0}, {18, 0}, {19, 0}, {5, 0},  {7, 0},  {7, 0},   {11, 0}, {6, 0},
-    {10, 0}, {25, 0}, {17, 0}, {10, 0}, {4, 0},  {3, 0},  {16, 0}};
-static_assert(std::size(kStatic) == 61);
-
-// The Huffman code of RFC 7541, appendix B, is canonical: the number of codes of each length is
-// enough to find where a symbol ends.
-constexpr int kMaxCodeBits = 30;
-constexpr std::array<uint32_t, kMaxCodeBits + 1> kCodes = [] {
-  std::array<uint32_t, kMaxCodeBits + 1> codes = {};
-  codes[5] = 10;
-  codes[6] = 26;
-  codes[7] = 32;
-  codes[8] = 6;
-  codes[10] = 5;
-  codes[11] = 3;
-  codes[12] = 2;
-  codes[13] = 6;
-  codes[14] = 2;
-  codes[15] = 3;
-  codes[19] = 3;
-  codes[20] = 8;
-  codes[21] = 13;
-  codes[22] = 26;
-  codes[23] = 29;
-  codes[24] = 12;
-  codes[25] = 4;
-  codes[26] = 15;
-  codes[27] = 19;
-  codes[28] = 29;
-  codes[30] = 4;
-  return codes;
-}();
-constexpr std::array<uint32_t, kMaxCodeBits + 1> kFirstCode = [] {
-  std::array<uint32_t, kMaxCodeBits + 1> first = {};
-  for (int bits = 1; bits <= kMaxCodeBits; ++bits) {
-    first[bits] = (first[bits - 1] + kCodes[bits - 1]) << 1;
-  }
-  return first;
-}();
-static_assert(kFirstCode[kMaxCodeBits] + kCodes[kMaxCodeBits] == 1U << kMaxCodeBits,
-              "the code is complete");
 
 }  // namespace
 
@@ -68,6 +15,10 @@ void HeaderList::Begin() {
   bytes_ = 0;
   step_ = Step::kField;
   valid_ = true;
+  text_.clear();
+  spans_.clear();
+  unknown_ = false;
+  changed_table_ = false;
 }
 
 bool HeaderList::Read(absl::Span<const uint8_t> bytes) {
@@ -92,7 +43,9 @@ bool HeaderList::Read(absl::Span<const uint8_t> bytes) {
       case Step::kString: {
         const size_t run = std::min<size_t>(left_, bytes.size() - i);
         if (huffman_) {
-          for (const uint8_t byte : bytes.subspan(i, run)) CountHuffman(byte);
+          for (const uint8_t byte : bytes.subspan(i, run)) ReadHuffman(byte);
+        } else {
+          Keep({reinterpret_cast<const char*>(bytes.data()) + i, run});
         }
         i += run;
         left_ -= static_cast<uint32_t>(run);
@@ -106,6 +59,7 @@ bool HeaderList::Read(absl::Span<const uint8_t> bytes) {
 
 void HeaderList::StartField(uint8_t byte) {
   add_ = false;
+  field_begin_ = static_cast<uint32_t>(text_.size());
   if ((byte & 0x80) != 0) {
     StartNumber(Number::kIndexed, byte, 7);
   } else if ((byte & 0x40) != 0) {
@@ -135,21 +89,29 @@ void HeaderList::FinishNumber() {
   const auto number = static_cast<uint32_t>(number_);
   step_ = Step::kField;
   switch (purpose_) {
-    case Number::kIndexed:
-      Count(Find(number).bytes);
+    case Number::kIndexed: {
+      const Found found = Find(number);
+      Count(found.bytes);
+      Keep(found.name);
+      Keep(found.value);
+      EndField(found.name_bytes);
       break;
+    }
     case Number::kNameIndex:
       Count(kFieldOverhead);
       is_name_ = number == 0;
       if (!is_name_) {
-        name_bytes_ = Find(number).name_bytes;
+        const Found found = Find(number);
+        name_bytes_ = found.name_bytes;
         Count(name_bytes_);
+        Keep(found.name);
       }
       step_ = Step::kStringHead;
       break;
     case Number::kTableSize:
       table_limit_ = kTableRoom * std::min<size_t>(number, kAdvertisedTable);
       Shrink(table_limit_);
+      changed_table_ = true;
       break;
     case Number::kNameLength:
     case Number::kValueLength:
@@ -168,14 +130,21 @@ void HeaderList::StartString(uint32_t wire_bytes) {
   if (left_ == 0) FinishString();
 }
 
-void HeaderList::CountHuffman(uint8_t byte) {
+void HeaderList::ReadHuffman(uint8_t byte) {
   for (int bit = 7; bit >= 0; --bit) {
     code_ = code_ << 1 | (byte >> bit & 1U);
     ++code_bits_;
-    // Codes of a length start at kFirstCode; longer codes are larger.
-    if (code_ - kFirstCode[code_bits_] >= kCodes[code_bits_]) continue;
+    const uint32_t at = code_ - kFirstCode[code_bits_];
+    if (at >= kCodes[code_bits_]) continue;
+    const uint32_t symbol = kFirstSymbol[code_bits_] + at;
     ++string_size_;
     Count(1);
+    if (symbol >= kSymbols.size()) {
+      unknown_ = true;  // EOS
+    } else {
+      const char byte = static_cast<char>(kSymbols[symbol]);
+      Keep({&byte, 1});
+    }
     code_ = 0;
     code_bits_ = 0;
   }
@@ -193,26 +162,49 @@ void HeaderList::FinishString() {
 }
 
 void HeaderList::FinishField() {
+  EndField(name_bytes_);
   if (!add_) return;
+  changed_table_ = true;
   const size_t size = size_t{name_bytes_} + string_size_ + kFieldOverhead;
   if (size > table_limit_) {
     Shrink(0);
     return;
   }
   Shrink(table_limit_ - size);
-  table_.push_front({.name_bytes = name_bytes_, .bytes = static_cast<uint32_t>(size)});
+  table_.push_front({.name_bytes = name_bytes_,
+                     .bytes = static_cast<uint32_t>(size),
+                     .text = text_.substr(field_begin_)});
   table_bytes_ += size;
 }
 
-HeaderList::Field HeaderList::Find(uint32_t index) const {
-  if (index >= 1 && index <= std::size(kStatic)) {
-    const StaticField& field = kStatic[index - 1];
-    return {.name_bytes = field.name_bytes,
-            .bytes = uint32_t{field.name_bytes} + field.value_bytes + kFieldOverhead};
+void HeaderList::EndField(uint32_t name_bytes) {
+  const size_t bytes = text_.size() - field_begin_;
+  if (text_.size() >= kMostText || bytes < name_bytes) return;  // not whole
+  spans_.push_back({.begin = field_begin_,
+                    .name_bytes = name_bytes,
+                    .value_bytes = static_cast<uint32_t>(bytes - name_bytes)});
+}
+
+HeaderList::Found HeaderList::Find(uint32_t index) {
+  if (index >= 1 && index <= kStaticFields.size()) {
+    const StaticField& field = kStaticFields[index - 1];
+    return {.name_bytes = static_cast<uint32_t>(field.name.size()),
+            .bytes = static_cast<uint32_t>(field.name.size() + field.value.size()) + kFieldOverhead,
+            .name = field.name,
+            .value = field.value};
   }
-  const size_t at = size_t{index} - std::size(kStatic) - 1;
-  if (index > std::size(kStatic) && at < table_.size()) return table_[at];
-  return {.name_bytes = kAdvertisedTable, .bytes = kAdvertisedTable};
+  const size_t at = size_t{index} - kStaticFields.size() - 1;
+  if (index > kStaticFields.size() && at < table_.size()) {
+    const Field& field = table_[at];
+    const std::string_view text = field.text;
+    const size_t name_bytes = std::min<size_t>(field.name_bytes, text.size());
+    return {.name_bytes = field.name_bytes,
+            .bytes = field.bytes,
+            .name = text.substr(0, name_bytes),
+            .value = text.substr(name_bytes)};
+  }
+  unknown_ = true;
+  return {.name_bytes = kAdvertisedTable, .bytes = kAdvertisedTable, .name = {}, .value = {}};
 }
 
 void HeaderList::Shrink(size_t bytes) {

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -41,28 +40,6 @@ void NameUnixPeer(const Connection& connection, sockaddr* address, socklen_t roo
   std::memcpy(address, &named, std::min(room, *length));
 }
 
-// Tells the reader how many bytes the kernel still has, as TCP_INQ asks for: 0 saves gRPC a read
-// that would find nothing. Otherwise it says nothing, and gRPC reads on until there is nothing.
-void TellInQueue(msghdr* message, bool drained) {
-  cmsghdr* const control = drained ? CMSG_FIRSTHDR(message) : nullptr;
-  if (control == nullptr || message->msg_controllen < CMSG_SPACE(sizeof(int))) {
-    message->msg_controllen = 0;
-    return;
-  }
-  const int left = 0;
-  *control = {.cmsg_len = CMSG_LEN(sizeof(left)), .cmsg_level = SOL_TCP, .cmsg_type = TCP_CM_INQ};
-  std::memcpy(CMSG_DATA(control), &left, sizeof(left));
-  message->msg_controllen = CMSG_SPACE(sizeof(left));
-}
-
-ssize_t ReadTls(TlsSession& session, msghdr* message) {
-  bool drained = false;
-  const ssize_t got = session.Read({message->msg_iov, message->msg_iovlen}, &drained);
-  TellInQueue(message, drained);
-  message->msg_flags = 0;
-  return got;
-}
-
 }  // namespace
 
 void SetConnection(int fd, Connection* connection) {
@@ -82,7 +59,6 @@ bool SocketsAreWatched() {
 
 using logitd::door::Connection;
 using logitd::door::Lookup;
-using logitd::door::ReadTls;
 using logitd::door::TlsSession;
 
 extern "C" {
@@ -90,29 +66,18 @@ extern "C" {
 ssize_t recvmsg(int fd, msghdr* message, int flags) {
   Connection* const connection = Lookup(fd);
   const bool data = (flags & (MSG_ERRQUEUE | MSG_PEEK)) == 0;
-  TlsSession* const tls = connection == nullptr ? nullptr : connection->tls();
-  if (tls != nullptr && (flags & MSG_PEEK) != 0) {
+  if (connection != nullptr && data) return connection->Receive(fd, message, flags);
+  if (connection != nullptr && connection->tls() != nullptr && (flags & MSG_PEEK) != 0) {
     errno = EOPNOTSUPP;
     return -1;
   }
-  const ssize_t got =
-      tls != nullptr && data ? ReadTls(*tls, message) : syscall(SYS_recvmsg, fd, message, flags);
-  if (connection == nullptr || got <= 0 || !data) return got;
-  if (connection->Received({message->msg_iov, message->msg_iovlen}, static_cast<size_t>(got))) {
-    return got;
-  }
-  errno = ECONNRESET;
-  return -1;
+  return syscall(SYS_recvmsg, fd, message, flags);
 }
 
 ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   Connection* const connection = Lookup(fd);
-  TlsSession* const tls = connection == nullptr ? nullptr : connection->tls();
-  const ssize_t put = tls != nullptr ? tls->Write({message->msg_iov, message->msg_iovlen})
-                                     : syscall(SYS_sendmsg, fd, message, flags);
-  if (connection == nullptr || put <= 0) return put;
-  connection->Sent({message->msg_iov, message->msg_iovlen}, static_cast<size_t>(put));
-  return put;
+  return connection != nullptr ? connection->Send(fd, message, flags)
+                               : syscall(SYS_sendmsg, fd, message, flags);
 }
 
 int getpeername(int fd, sockaddr* __restrict address, socklen_t* __restrict length) noexcept {

@@ -357,6 +357,11 @@ ssize_t TlsSession::WriteLocked(absl::Span<const iovec> parts) {
   return static_cast<ssize_t>(done);
 }
 
+bool TlsSession::HasUnfinishedWrite() const {
+  absl::MutexLock lock(&mutex_);
+  return ahead_ > 0;
+}
+
 void TlsSession::SendEnd() {
   absl::MutexLock lock(&mutex_);
   if (ssl_ == nullptr || broken_ || !established_) return;

@@ -72,6 +72,8 @@ class TlsSession {
   // As sendmsg, with errno. Bytes that are encrypted but not taken by the kernel count as not
   // written: as after any EAGAIN, the next write begins with the same bytes.
   ssize_t Write(absl::Span<const iovec> parts);
+  // Some bytes of the last write are encrypted and not written: the next write begins with them.
+  bool HasUnfinishedWrite() const;
   // Tells the peer that no more bytes follow, if the kernel takes it now.
   void SendEnd();
   // The descriptor is about to be closed. Reads and writes fail from here on.

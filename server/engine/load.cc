@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/cord.h"
@@ -23,6 +24,11 @@ constexpr double kByteCost = 0.4;
 
 // No estimate before so many calls.
 constexpr int kMinSamples = 16;
+// Calls with so little time that may be outstanding before there is an estimate. A flood must not keep
+// a server that just started from ever finishing a call.
+constexpr int kUnknownCalls = 256;
+constexpr absl::Duration kUnknownTime = absl::Seconds(5);
+constexpr absl::Duration kUnknownRetry = absl::Milliseconds(10);
 // A sample of mean cost moves the estimate by 1/32, none by more than 1/8.
 constexpr double kShare = 1.0 / 32;
 constexpr double kMaxShare = 1.0 / 8;
@@ -52,6 +58,17 @@ constexpr double kShortTime = 0.1;
 // So many outstanding calls of a caller are never too many for a short line: while one runs,
 // another comes.
 constexpr int kShortLineFree = 2;
+
+// How long a refusal stands for other calls: until the retry delay is over, by prediction. At least
+// kLeastHold, because each refusal that is decided anew costs about 150 us. At most kMostHold, so
+// that the estimate is asked often enough, and at most a quarter of the predicted time: by then a
+// quarter of the line is done, and it is not empty.
+constexpr absl::Duration kLeastHold = absl::Milliseconds(10);
+constexpr absl::Duration kMostHold = absl::Milliseconds(50);
+constexpr int kHoldShare = 4;
+// Timeouts and sizes of calls that are alike still differ a little.
+constexpr double kAlikeTime = 1 + 1.0 / 16;
+constexpr double kAlikeBytes = 1 + 1.0 / 4;
 
 }  // namespace
 
@@ -157,6 +174,15 @@ absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const
                         delay);
 }
 
+absl::Status Load::Unknown() const {
+  return WithRetryDelay(
+      absl::ResourceExhaustedError(absl::StrFormat(
+          "%d calls are not over, allowed %d before the first calls have shown how long they take; "
+          "retry after %d ms",
+          calls_, kUnknownCalls, absl::ToInt64Milliseconds(kUnknownRetry))),
+      kUnknownRetry);
+}
+
 absl::Status Load::TooLong(const CallerWork& caller, absl::Time now, absl::Duration predicted,
                            absl::Duration alone, absl::Duration left) const {
   if (now >= caller.short_until || left >= caller.short_below || caller.calls < kShortLineFree) {
@@ -173,7 +199,32 @@ absl::Status Load::TooLong(const CallerWork& caller, absl::Time now, absl::Durat
                         delay);
 }
 
-absl::Status Load::Begin(const Call& call, Work* work) {
+Load::Alike Load::AlikeOf(Refusal reason, int64_t bytes, absl::Duration left,
+                          absl::Duration predicted, const absl::Status& status,
+                          CallerWork* caller) {
+  const bool hopeless = reason == Refusal::kHopeless;
+  Alike alike = {.reason = reason,
+                 .longest = left * kAlikeTime,
+                 .least_bytes = bytes,
+                 // More bytes take longer. But a long call may stand longer in a short line.
+                 .most_bytes = hopeless
+                                   ? std::numeric_limits<int64_t>::max()
+                                   : static_cast<int64_t>(static_cast<double>(bytes) * kAlikeBytes),
+                 .holds = {},
+                 .calls = nullptr,
+                 .least_calls = hopeless ? std::min(caller->calls, 1) : kShortLineFree};
+  const absl::Duration delay = RetryDelayOf(status).value_or(kMinRetry);
+  alike.holds = std::min(std::clamp(delay, kLeastHold, kMostHold), predicted / kHoldShare);
+  if (alike.least_calls > 0) {
+    if (caller->seen_calls == nullptr) {
+      caller->seen_calls = std::make_shared<std::atomic<int>>(caller->calls);
+    }
+    alike.calls = caller->seen_calls;
+  }
+  return alike;
+}
+
+absl::Status Load::Begin(const Call& call, Work* work, Alike* alike) {
   const absl::Time now = clock_();
   MutexLock lock(mutex_);
   double bytes = 0;
@@ -200,9 +251,14 @@ absl::Status Load::Begin(const Call& call, Work* work) {
       if (!probe) {
         caller.short_until = now + kShortLine;
         caller.short_below = left * 2;
+        absl::Status status = Hopeless(takes / kUsableTime, left);
+        if (alike != nullptr) {
+          *alike = AlikeOf(Refusal::kHopeless, static_cast<int64_t>(bytes), left, takes, status,
+                           &caller);
+        }
         if (caller.calls == 0) callers_.erase(call.caller.id);
         if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless, call.caller.proof);
-        return Hopeless(takes / kUsableTime, left);
+        return status;
       }
       last_probe_ = now;
     } else {
@@ -215,12 +271,33 @@ absl::Status Load::Begin(const Call& call, Work* work) {
           *slowness_[kCall].Predict(static_cast<double>(std::max(cost, usual)), kHeaderMargin);
       if (absl::Status status = TooLong(caller, now, takes, absl::Nanoseconds(alone), left);
           !status.ok()) {
+        if (alike != nullptr) {
+          *alike = AlikeOf(Refusal::kOverloaded, static_cast<int64_t>(bytes), left, takes, status,
+                           &caller);
+        }
         if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kOverloaded, call.caller.proof);
         return status;
       }
     }
   }
+  if (!predicted.has_value() && call.deadline - now < kUnknownTime && calls_ >= kUnknownCalls) {
+    const absl::Status status = Unknown();
+    if (alike != nullptr) {
+      // Until some of them have ended, but not much longer.
+      *alike = {.reason = Refusal::kOverloaded,
+                .longest = call.deadline - now,
+                .least_bytes = static_cast<int64_t>(bytes),
+                .most_bytes = std::numeric_limits<int64_t>::max(),
+                .holds = kUnknownRetry,
+                .calls = nullptr};
+    }
+    if (caller.calls == 0) callers_.erase(call.caller.id);
+    if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kOverloaded, call.caller.proof);
+    return status;
+  }
+  ++calls_;
   ++caller.calls;
+  if (caller.seen_calls != nullptr) ++*caller.seen_calls;
   ahead_[kCall].Add(&caller.share[kCall], priority, cost);
   work->load_ = this;
   work->caller_ = call.caller;
@@ -284,6 +361,8 @@ void Load::End(Work* work, bool complete) {
                             static_cast<double>(work->cost_[stage]), complete);
   }
   if (complete) last_end_ = now;
+  --calls_;
+  if (caller.seen_calls != nullptr) --*caller.seen_calls;
   if (--caller.calls == 0) callers_.erase(it);
 }
 

@@ -4,9 +4,11 @@
 #define LOGITD_SERVER_ENGINE_LOAD_H_
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 
 #include "absl/base/thread_annotations.h"
@@ -22,6 +24,7 @@
 namespace logitd::engine {
 
 class Metrics;
+enum class Refusal;
 
 // RESOURCE_EXHAUSTED whose caller should wait `delay` before it tries again.
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay);
@@ -85,7 +88,8 @@ class Slowness {
 // The prediction is (work ahead) x (slowness). Slowness is measured over all of a call: the socket,
 // the line, copies, kernels. So it follows whatever limits the server, and the cost of refusals
 // too. Rules that keep it honest:
-// - No estimate, no refusal: the first calls of a server are let in.
+// - Without an estimate few calls are refused: 256 of a server that have less than 5 s are let in, and
+//   one more for each that ends.
 // - A caller that has nothing outstanding is let in while few callers are active.
 // - Where no call has ended for a while, one call now and then is let in, to measure.
 // - A call counts only if its message came. So peers that send nothing do not slow the estimate.
@@ -144,9 +148,24 @@ class Load {
     std::array<absl::Time, 2> since_;
   };
 
+  // Which other calls a refusal stands for, all of the same caller and op: those with no longer time,
+  // no more urgent priority, and a size between `least_bytes` and `most_bytes`; or of unknown size,
+  // if the refused call's was unknown. It holds for a time in which the line cannot run empty, and
+  // as long as the caller has `least_calls` outstanding.
+  struct Alike {
+    Refusal reason = {};
+    absl::Duration longest;
+    int64_t least_bytes = 0;
+    int64_t most_bytes = 0;
+    absl::Duration holds;
+    std::shared_ptr<const std::atomic<int>> calls;  // outstanding; null: any number
+    int least_calls = 0;
+  };
+
   // OK: the call may come, and `work` is it. RESOURCE_EXHAUSTED with a retry delay: it would end
-  // after its deadline, or make a line long that is kept short; the text has both times.
-  absl::Status Begin(const Call& call, Work* work);
+  // after its deadline, or make a line long that is kept short; the text has both times. It fills
+  // `alike`, which may be null.
+  absl::Status Begin(const Call& call, Work* work, Alike* alike = nullptr);
 
   // Callers with outstanding work.
   int callers() const;
@@ -161,6 +180,7 @@ class Load {
   struct CallerWork {
     std::array<WorkAhead::Share, 2> share;  // by Stage
     int calls = 0;
+    std::shared_ptr<std::atomic<int>> seen_calls;  // the same for Alike; null: nobody asked
     // The line is kept short until then, for calls with less time than `short_below`.
     absl::Time short_until = absl::InfinitePast();
     absl::Duration short_below;
@@ -169,10 +189,15 @@ class Load {
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
   // The status of a call that cannot end in time.
   absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
+  // The status of a call that comes while there is no estimate and many calls are outstanding.
+  absl::Status Unknown() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The status of a call that would make a short line long; OK: it would not. `predicted`: with the
   // caller's work; `alone`: without any other call; `left`: until the call's deadline.
   absl::Status TooLong(const CallerWork& caller, absl::Time now, absl::Duration predicted,
                        absl::Duration alone, absl::Duration left) const;
+  // What a refusal stands for. `predicted`: of the refused call.
+  static Alike AlikeOf(Refusal reason, int64_t bytes, absl::Duration left, absl::Duration predicted,
+                       const absl::Status& status, CallerWork* caller);
   absl::Status Arrived(Work* work, int64_t message_bytes, const JobSpec& spec);
   void End(Work* work, bool complete);
 
@@ -183,6 +208,7 @@ class Load {
   std::array<WorkAhead, 2> ahead_ ABSL_GUARDED_BY(mutex_);
   std::array<Slowness, 2> slowness_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<uint64_t, CallerWork> callers_ ABSL_GUARDED_BY(mutex_);
+  int calls_ ABSL_GUARDED_BY(mutex_) = 0;  // outstanding, of all callers
   // Of messages whose size was not stated, by op.
   absl::flat_hash_map<const OpTraits*, double> mean_bytes_ ABSL_GUARDED_BY(mutex_);
   absl::Time last_end_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();

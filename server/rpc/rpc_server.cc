@@ -23,6 +23,7 @@
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/turned_away.h"
 
 namespace logitd::rpc {
 namespace {
@@ -96,6 +97,7 @@ class RpcServerImpl final : public RpcServer {
                 engine::Metrics* metrics)
       : load_(&engine->costs(), metrics),
         log_(options.slow_call),
+        turned_away_(std::make_shared<TurnedAway>(metrics, &log_)),
         tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,
@@ -106,6 +108,7 @@ class RpcServerImpl final : public RpcServer {
                      .identities = options.identities,
                      .tracker = &tracker_,
                      .log = &log_,
+                     .turned_away = turned_away_.get(),
                      .copier = &copier_,
                      .leases = options.leases,
                      .writer = options.leases == nullptr ? nullptr : &writer_,
@@ -208,6 +211,7 @@ class RpcServerImpl final : public RpcServer {
     connections_->EndAll();
     server_->Shutdown(std::chrono::system_clock::now());
     server_.reset();
+    turned_away_->End();
   }
 
  private:
@@ -244,6 +248,7 @@ class RpcServerImpl final : public RpcServer {
 
   engine::Load load_;
   const CallLog log_;
+  const std::shared_ptr<TurnedAway> turned_away_;
   CallTracker tracker_;
   Copier copier_;
   arena::Writer writer_;

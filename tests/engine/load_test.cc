@@ -99,6 +99,13 @@ class LoadTest : public ::testing::Test {
         {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, work);
   }
 
+  absl::Status BeginSized(uint64_t caller, absl::Duration left, int64_t bytes, Load::Work* work,
+                          Load::Alike* alike) {
+    return load_.Begin(
+        {.caller = {.id = caller}, .op = &kOp, .bytes = bytes, .deadline = now_ + left}, work,
+        alike);
+  }
+
   // One call of `caller` in 10 ms, if it is let in.
   bool RunOne(uint64_t caller, absl::Duration left = absl::InfiniteDuration()) {
     Load::Work work;
@@ -141,6 +148,23 @@ TEST_F(LoadTest, WithoutAnEstimateNothingIsRefused) {
   for (Load::Work& work : works) {
     EXPECT_TRUE(Begin(1, absl::Milliseconds(1), &work).ok());
   }
+}
+
+// A flood at the start would otherwise keep every call from ending in time.
+TEST_F(LoadTest, WithoutAnEstimateOnly256CallsWithADeadlineAreLetIn) {
+  std::deque<Load::Work> works;
+  EXPECT_EQ(Fill(1, absl::Milliseconds(200), &works), 256);
+  Load::Work work, patient;
+  Load::Alike alike;
+  const absl::Status refusal = BeginSized(2, absl::Milliseconds(200), 1000, &work, &alike);
+  EXPECT_TRUE(absl::IsResourceExhausted(refusal));
+  EXPECT_THAT(refusal.message(), HasSubstr("256 calls are not over, allowed 256"));
+  EXPECT_EQ(RetryDelayOf(refusal), absl::Milliseconds(10));
+  EXPECT_EQ(alike.holds, absl::Milliseconds(10));
+  EXPECT_TRUE(Begin(2, absl::Seconds(5), &patient).ok()) << "it has time";
+  works.pop_back();
+  works.pop_back();
+  EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &work).ok());
 }
 
 TEST_F(LoadTest, ACallThatCannotEndInTimeIsRefusedWithBothTimes) {
@@ -208,6 +232,67 @@ TEST_F(LoadTest, AShortLineHolds32CallsHoweverShortTheirDeadline) {
   Fill(1, absl::Milliseconds(500), &works);  // four fifths are 40 calls
   Drain(&works, 2);
   EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), 32, 4);
+}
+
+// What a refusal says about other calls must be true: they would be refused as well.
+TEST_F(LoadTest, ARefusalStandsForCallsThatWouldBeRefusedToo) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(200), &works);
+  Load::Alike alike;
+  Load::Work refused;
+  ASSERT_FALSE(BeginSized(1, absl::Milliseconds(200), 1000, &refused, &alike).ok());
+  EXPECT_EQ(alike.reason, Refusal::kHopeless);
+  EXPECT_GE(alike.longest, absl::Milliseconds(200));
+  EXPECT_LT(alike.longest, absl::Milliseconds(220));
+  EXPECT_EQ(alike.least_bytes, 1000);
+  EXPECT_GE(alike.most_bytes, int64_t{1} << 40);
+  EXPECT_GE(alike.holds, absl::Milliseconds(10));
+  EXPECT_LE(alike.holds, absl::Milliseconds(50)) << "a quarter of the line of 160 ms, and no more";
+  for (const int64_t bytes : {int64_t{1000}, int64_t{100'000}, int64_t{1} << 40}) {
+    for (const absl::Duration left :
+         {absl::Milliseconds(1), absl::Milliseconds(100), absl::Milliseconds(200)}) {
+      EXPECT_FALSE(BeginSized(1, left, bytes, &refused, nullptr).ok()) << bytes << " " << left;
+    }
+  }
+  ASSERT_NE(alike.calls, nullptr);
+  EXPECT_EQ(*alike.calls, static_cast<int>(works.size()));
+  EXPECT_EQ(alike.least_calls, 1) << "a caller without calls is let in";
+  works.clear();
+  EXPECT_EQ(*alike.calls, 0);
+  EXPECT_TRUE(BeginSized(1, absl::Milliseconds(200), 1000, &refused, nullptr).ok());
+  EXPECT_EQ(*alike.calls, 0) << "it does not hold again";
+}
+
+TEST_F(LoadTest, ARefusalForAShortLineStandsForCallsOfAboutTheSameSize) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Seconds(4), &works);
+  Drain(&works, 2);
+  Fill(1, absl::Seconds(4), &works);
+  Load::Alike alike;
+  Load::Work refused;
+  ASSERT_FALSE(BeginSized(1, absl::Seconds(4), 1000, &refused, &alike).ok());
+  EXPECT_EQ(alike.reason, Refusal::kOverloaded);
+  EXPECT_EQ(alike.least_bytes, 1000);
+  EXPECT_EQ(alike.most_bytes, 1250);
+  EXPECT_EQ(alike.least_calls, 2);
+  EXPECT_FALSE(BeginSized(1, absl::Seconds(4), alike.most_bytes, &refused, nullptr).ok());
+  Drain(&works, 1);
+  EXPECT_LT(*alike.calls, alike.least_calls);
+}
+
+// A short call's refusal must not stand while the short line runs empty.
+TEST_F(LoadTest, ARefusalHoldsForAQuarterOfTheLineAtMost) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(30), &works);
+  ASSERT_GE(works.size(), 1U);
+  Load::Alike alike;
+  Load::Work refused;
+  ASSERT_FALSE(BeginSized(1, absl::Milliseconds(30), 1000, &refused, &alike).ok());
+  EXPECT_GT(alike.holds, absl::ZeroDuration());
+  EXPECT_LE(alike.holds, kTakes * static_cast<int>(works.size() + 1) / 3);
 }
 
 TEST_F(LoadTest, TheLineMayGrowAgainAfterAWhile) {

@@ -1,8 +1,13 @@
 // Any bytes in both directions: the account of a connection survives them, is the same however the
 // bytes are cut, and its memory is bounded. The first byte says where the server's bytes begin.
+// Where calls are refused, the account is that of what gRPC gets instead.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
+#include <vector>
 
+#include "server/door/edit.h"
 #include "server/door/frames.h"
 
 namespace {
@@ -11,6 +16,42 @@ void Check(bool holds, const char* claim) {
   if (holds) return;
   std::fprintf(stderr, "%s\n", claim);
   std::abort();
+}
+
+// Reads in pieces whose sizes come from the bytes, and refuses every second call.
+void Refuse(const logitd::door::FrameLimits& limits, absl::Span<const uint8_t> bytes) {
+  logitd::door::Frames frames(limits, 0);
+  logitd::door::Frames grpc(limits, 0);
+  int64_t asked = 0;
+  bool well = true;
+  while (!bytes.empty() && well) {
+    const size_t run = std::min<size_t>(bytes.size(), 1 + size_t{bytes[0]} * 4);
+    std::vector<uint8_t> read(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(run));
+    bytes.remove_prefix(run);
+    frames.BeginRead();
+    well = frames.Received(read, 0, [&](uint32_t stream, bool, const auto& list) {
+      Check(list.whole(), "a call is judged by a part of its list");
+      for (size_t i = 0; i < list.size(); ++i) {
+        Check(list[i].name.size() + list[i].value.size() <= list.bytes(), "a field is too large");
+      }
+      return ++asked % 2 == 0;
+    }) == logitd::door::Limit::kNone;
+    if (!well) break;
+    size_t last = 0;
+    for (const auto& edit : frames.edits()) {
+      Check(edit.begin >= last && edit.end >= edit.begin && edit.end <= run, "edits overlap");
+      last = edit.end;
+    }
+    iovec part = {read.data(), read.size()};
+    std::string beyond;
+    read.resize(logitd::door::ApplyEdits({&part, 1}, run, frames.edits(), &beyond));
+    read.insert(read.end(), beyond.begin(), beyond.end());
+    const auto limit = grpc.Received(read, 0);
+    // gRPC gets a frame instead of each hidden one, and those cost it less than a call.
+    well = limit == logitd::door::Limit::kNone;
+  }
+  Check(frames.refused() == asked / 2, "a call is refused twice");
+  if (well) Check(grpc.open() == frames.open(), "gRPC sees other streams");
 }
 
 }  // namespace
@@ -24,6 +65,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::Span<const uint8_t> received(data + 1, border - 1);
   const absl::Span<const uint8_t> sent(data + border, size - border);
 
+  Refuse(limits, received);
   Frames whole(limits, 0);
   Frames bytewise(limits, 0);
   const Limit broken = whole.Received(received, 0);

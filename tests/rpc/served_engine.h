@@ -61,7 +61,7 @@ class ServedEngine : public ::testing::Test {
                           .max_request_bytes = max_bytes_,
                           .head_root = head_root,
                           .remote_listen = remote_listen,
-                          .connections = door::Connections::Create({})},
+                          .connections = connections_ = door::Connections::Create({})},
                          backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
@@ -91,6 +91,7 @@ class ServedEngine : public ::testing::Test {
   engine::Heads heads_{&backend_, &metrics_};
   engine::Admission admission_;
   std::unique_ptr<engine::Engine> engine_;
+  std::shared_ptr<door::Connections> connections_;  // of the server
   std::unique_ptr<RpcServer> server_;
 };
 

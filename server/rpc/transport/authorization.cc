@@ -11,7 +11,6 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr char kAuthorization[] = "authorization";
 constexpr absl::string_view kScheme = "bearer ";
 
 // A shorter token can be guessed, whatever its hash is.

@@ -19,6 +19,9 @@
 
 namespace logitd::rpc {
 
+// The metadata with a token.
+inline constexpr char kAuthorization[] = "authorization";
+
 // What a method demands.
 struct Access {
   absl::string_view method;        // for errors; lives as long as the server

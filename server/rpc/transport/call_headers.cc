@@ -11,9 +11,6 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr char kPriority[] = "logitd-priority";
-constexpr char kPayloadBytes[] = "logitd-payload-bytes";
-
 // What a message holds besides its bytes: read buffers, short lists, a small answer.
 constexpr int64_t kMessageOverhead = int64_t{16} << 10;
 
@@ -82,9 +79,9 @@ absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& conte
   };
   if (const auto it = metadata.find(kPriority); it != metadata.end()) {
     const absl::string_view value = value_of(it);
-    if (value == "batch") {
+    if (value == kBatch) {
       headers.caller.priority = engine::Priority::kBatch;
-    } else if (value != "interactive") {
+    } else if (value != kInteractive) {
       return absl::InvalidArgumentError(
           absl::StrFormat("%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
     }

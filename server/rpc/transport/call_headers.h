@@ -19,7 +19,13 @@
 
 namespace logitd::rpc {
 
-// server.proto has the metadata's names and meaning.
+// The metadata; server.proto has its meaning.
+inline constexpr char kPriority[] = "logitd-priority";
+inline constexpr char kInteractive[] = "interactive";
+inline constexpr char kBatch[] = "batch";
+inline constexpr char kPayloadBytes[] = "logitd-payload-bytes";
+inline constexpr char kRetryPushback[] = "grpc-retry-pushback-ms";  // of an answer
+
 struct CallHeaders {
   std::shared_ptr<door::Connection> connection;  // null: not one of the door's
   engine::Caller caller;                         // an identity, or else a connection

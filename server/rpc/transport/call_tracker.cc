@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "server/engine/load.h"
+#include "server/rpc/transport/call_headers.h"
 
 namespace logitd::rpc {
 
@@ -102,8 +103,7 @@ grpc::Status CallTracker::EndStatus(const absl::Status& status,
                                     grpc::CallbackServerContext* context) const {
   if (absl::IsResourceExhausted(status)) {
     const absl::Duration delay = engine::RetryDelayOf(status).value_or(retry_delay_);
-    context->AddTrailingMetadata("grpc-retry-pushback-ms",
-                                 absl::StrCat(absl::ToInt64Milliseconds(delay)));
+    context->AddTrailingMetadata(kRetryPushback, absl::StrCat(absl::ToInt64Milliseconds(delay)));
   }
   return ToGrpc(status);
 }

@@ -33,6 +33,7 @@ namespace logitd::rpc {
 
 class CallLog;
 class CallTracker;
+class TurnedAway;
 
 // What the calls of one server share. Outlives the calls.
 struct CallEnvironment {
@@ -45,6 +46,7 @@ struct CallEnvironment {
   const door::Identities* identities;  // null: everybody may call everything
   CallTracker* tracker;
   const CallLog* log;
+  TurnedAway* turned_away;
   Copier* copier;
   const arena::Leases* leases;  // null: the server leases no memory
   arena::Writer* writer;        // null like `leases`

@@ -7,8 +7,6 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr char kRequestId[] = "x-request-id";
-constexpr char kTraceparent[] = "traceparent";
 constexpr size_t kMaxLength = 128;
 
 // Lower case: an upper-case traceparent is malformed.

@@ -9,7 +9,10 @@
 
 namespace logitd::rpc {
 
-// server.proto has the metadata's names and meaning. Empty: the call has none, or a malformed one.
+inline constexpr char kRequestId[] = "x-request-id";
+inline constexpr char kTraceparent[] = "traceparent";
+
+// server.proto has the metadata's meaning. Empty: the call has none, or a malformed one.
 struct Trace {
   std::string request_id;
   std::string traceparent;

@@ -7,6 +7,7 @@
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/message.h"
+#include "server/rpc/transport/turned_away.h"
 
 namespace logitd::rpc {
 
@@ -45,6 +46,7 @@ RawReactor* UnaryCall::Start() {
     return this;
   }
   absl::Status in_time;
+  engine::Load::Alike alike;
   int64_t receiving_bytes = 0;
   {
     absl::MutexLock lock(&mutex_);
@@ -52,10 +54,12 @@ RawReactor* UnaryCall::Start() {
                                          .op = &op(),
                                          .bytes = headers_.stated_bytes,
                                          .deadline = headers_.deadline},
-                                        &work_);
+                                        &work_, &alike);
     receiving_bytes = work_.expected_bytes();
   }
   if (!in_time.ok()) {
+    environment().turned_away->Tell(*context_, headers_, method_, op(), max_message_bytes(), alike,
+                                    in_time);
     Finish(in_time);
     return this;
   }

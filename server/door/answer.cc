@@ -1,0 +1,86 @@
+#include "server/door/answer.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace logitd::door {
+namespace {
+
+constexpr uint8_t kHeaders = 1;
+constexpr uint8_t kReset = 3;
+constexpr uint8_t kEndStream = 1;
+constexpr uint8_t kEndHeaders = 4;
+
+// A number whose first byte has `prefix_bits` bits left. The others are 0.
+void AppendNumber(size_t number, int prefix_bits, std::string* out) {
+  const size_t mask = (size_t{1} << prefix_bits) - 1;
+  if (number < mask) {
+    out->push_back(static_cast<char>(number));
+    return;
+  }
+  out->push_back(static_cast<char>(mask));
+  for (number -= mask; number >= 0x80; number >>= 7) {
+    out->push_back(static_cast<char>(0x80 | (number & 0x7f)));
+  }
+  out->push_back(static_cast<char>(number));
+}
+
+void AppendString(std::string_view text, std::string* out) {
+  AppendNumber(text.size(), 7, out);
+  *out += text;
+}
+
+// As a gRPC status text is sent.
+std::string PercentEncode(std::string_view text) {
+  constexpr char kDigits[] = "0123456789ABCDEF";
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<uint8_t>(c);
+    if (byte >= ' ' && byte <= '~' && byte != '%') {
+      out.push_back(c);
+    } else {
+      out += {'%', kDigits[byte >> 4], kDigits[byte & 15]};
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+void AppendFrameHead(size_t bytes, uint8_t type, uint8_t flags, uint32_t stream, std::string* out) {
+  for (const size_t byte :
+       {bytes >> 16, bytes >> 8, bytes, size_t{type}, size_t{flags}, size_t{stream >> 24},
+        size_t{stream >> 16}, size_t{stream >> 8}, size_t{stream}}) {
+    out->push_back(static_cast<char>(byte));
+  }
+}
+
+void AppendField(std::string_view name, std::string_view value, std::string* out) {
+  out->push_back('\0');  // a literal that is not added to the table, with its name
+  AppendString(name, out);
+  AppendString(value, out);
+}
+
+std::string EncodeList(const HeaderList& list) {
+  std::string out;
+  out.reserve(list.bytes());
+  for (size_t i = 0; i < list.size(); ++i) AppendField(list[i].name, list[i].value, &out);
+  return out;
+}
+
+std::string EncodeStatus(int code, std::string_view text) {
+  std::string out = "\x88";  // :status 200
+  AppendField("content-type", "application/grpc", &out);
+  AppendField("grpc-status", absl::StrCat(code), &out);
+  AppendField("grpc-message", PercentEncode(text), &out);
+  return out;
+}
+
+void AppendEnd(uint32_t stream, std::string_view fields, bool ended, std::string* out) {
+  AppendFrameHead(fields.size(), kHeaders, kEndHeaders | kEndStream, stream, out);
+  *out += fields;
+  if (ended) return;
+  AppendFrameHead(4, kReset, 0, stream, out);
+  *out += std::string_view("\0\0\0\0", 4);  // NO_ERROR
+}
+
+}  // namespace logitd::door

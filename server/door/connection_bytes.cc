@@ -1,0 +1,203 @@
+// What gRPC reads and writes on a connection: the account, and the calls that are answered here.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/door/answer.h"
+#include "server/door/connection.h"
+#include "server/door/edit.h"
+
+namespace logitd::door {
+namespace {
+
+// Calls that one read may refuse, so that the answers are bounded: about 64 KiB.
+constexpr size_t kMostRefused = 256;
+
+// Calls `read` for the first `bytes` of `parts`.
+template <typename Read>
+void ForEachPart(absl::Span<const iovec> parts, size_t bytes, Read read) {
+  for (const iovec& part : parts) {
+    if (bytes == 0) return;
+    const size_t run = std::min(bytes, part.iov_len);
+    read(absl::MakeConstSpan(static_cast<const uint8_t*>(part.iov_base), run));
+    bytes -= run;
+  }
+}
+
+// Tells the reader how many bytes the kernel still has, as TCP_INQ asks for: 0 saves gRPC a read
+// that would find nothing. Otherwise it says nothing, and gRPC reads on until there is nothing.
+void TellInQueue(msghdr* message, bool drained) {
+  cmsghdr* const control = drained ? CMSG_FIRSTHDR(message) : nullptr;
+  if (control == nullptr || message->msg_controllen < CMSG_SPACE(sizeof(int))) {
+    message->msg_controllen = 0;
+    return;
+  }
+  const int left = 0;
+  *control = {.cmsg_len = CMSG_LEN(sizeof(left)), .cmsg_level = SOL_TCP, .cmsg_type = TCP_CM_INQ};
+  std::memcpy(CMSG_DATA(control), &left, sizeof(left));
+  message->msg_controllen = CMSG_SPACE(sizeof(left));
+}
+
+ssize_t ReadTls(TlsSession& session, msghdr* message) {
+  bool drained = false;
+  const ssize_t got = session.Read({message->msg_iov, message->msg_iovlen}, &drained);
+  TellInQueue(message, drained);
+  message->msg_flags = 0;
+  return got;
+}
+
+absl::Span<const iovec> PartsOf(const msghdr& message) {
+  return {message.msg_iov, message.msg_iovlen};
+}
+
+}  // namespace
+
+ssize_t Connection::ReadSome(int fd, msghdr* message, int flags) {
+  TlsSession* const session = tls();
+  return session != nullptr ? ReadTls(*session, message) : syscall(SYS_recvmsg, fd, message, flags);
+}
+
+ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
+  if (answers_wait_) {
+    absl::MutexLock lock(&send_mutex_);
+    WriteAnswers(fd);
+  }
+  const auto control_room = message->msg_controllen;
+  std::vector<Frames::Edit> edits;
+  std::vector<Refused> refused;
+  // A read of which nothing is left for gRPC is followed by another one: the kernel may not wake it
+  // again. Each such read has a part of a header list, whose size is limited.
+  while (ready_.empty()) {
+    message->msg_controllen = control_room;
+    const ssize_t got = ReadSome(fd, message, flags);
+    if (got <= 0) return got;
+    const auto bytes = static_cast<size_t>(got);
+    if (!Account(PartsOf(*message), bytes, &edits, &refused)) {
+      errno = ECONNRESET;
+      return -1;
+    }
+    const size_t left =
+        edits.empty() ? bytes : ApplyEdits(PartsOf(*message), bytes, edits, &ready_);
+    if (!refused.empty()) Answer(fd, std::exchange(refused, {}));
+    if (!ready_.empty()) message->msg_controllen = 0;  // there is more than the kernel has
+    if (left > 0) return static_cast<ssize_t>(left);
+  }
+  const size_t copied = CopyToParts(ready_, PartsOf(*message));
+  ready_.erase(0, copied);
+  message->msg_controllen = 0;
+  message->msg_flags = 0;
+  return static_cast<ssize_t>(copied);
+}
+
+bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
+                         std::vector<Frames::Edit>* edits, std::vector<Refused>* refused) {
+  received_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  const int64_t now = absl::GetCurrentTimeNanos();
+  const bool may_refuse = !turnstile_.empty() && !answers_wait_ && !owner_->ended_;
+  const int64_t turnstile_now = may_refuse ? MonotonicNanos() : 0;
+  const auto judge = [&](uint32_t stream, bool ends, const HeaderList& list) {
+    if (!may_refuse || refused->size() >= kMostRefused) return false;
+    std::optional<Turnstile::Answer> answer = turnstile_.Ask(list, turnstile_now);
+    if (!answer.has_value()) return false;
+    refused->push_back({.stream = stream, .ended = ends, .answer = *std::move(answer)});
+    return true;
+  };
+  Limit broken = Limit::kNone;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (cut_ != Limit::kNone) return false;
+    frames_.BeginRead();
+    ForEachPart(parts, bytes,
+                [&](absl::Span<const uint8_t> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                  broken = frames_.Received(part, now, judge);
+                });
+    if (broken == Limit::kNone) {
+      std::swap(*edits, frames_.edits());
+      return true;
+    }
+    ShutDown(broken);
+  }
+  owner_->CountCut(*this, broken);
+  return false;
+}
+
+void Connection::Answer(int fd, const std::vector<Refused>& refused) {
+  std::string frames;
+  for (const Refused& call : refused) {
+    AppendEnd(call.stream, call.answer.fields, call.ended, &frames);
+  }
+  {
+    absl::MutexLock lock(&send_mutex_);
+    answers_ += frames;
+    WriteAnswers(fd);
+  }
+  for (const Refused& call : refused) call.answer.events->OnRefused(call.answer.echoed);
+}
+
+void Connection::WriteAnswers(int fd) {
+  if (answers_.empty()) return;
+  TlsSession* const session = tls();
+  if (!answers_begun_) {
+    bool may_begin = session == nullptr || !session->HasUnfinishedWrite();
+    if (may_begin) {
+      absl::MutexLock lock(&mutex_);
+      may_begin = frames_.between_sent_frames();
+    }
+    if (!may_begin) {
+      answers_wait_ = true;
+      return;
+    }
+  }
+  iovec part = {answers_.data() + answered_, answers_.size() - answered_};
+  const msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+  const ssize_t put = session != nullptr
+                          ? session->Write({&part, 1})
+                          : syscall(SYS_sendmsg, fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (put > 0) {
+    answered_ += static_cast<size_t>(put);
+    sent_.fetch_add(put, std::memory_order_relaxed);
+  }
+  const bool failed = put < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR;
+  if (failed || answered_ == answers_.size()) {
+    std::string().swap(answers_);
+    answered_ = 0;
+    answers_begun_ = false;
+  } else {
+    answers_begun_ = answered_ > 0 || (session != nullptr && session->HasUnfinishedWrite());
+  }
+  answers_wait_ = !answers_.empty();
+}
+
+ssize_t Connection::Send(int fd, const msghdr* message, int flags) {
+  absl::MutexLock lock(&send_mutex_);
+  if (answers_begun_) WriteAnswers(fd);
+  if (answers_begun_) {
+    errno = EAGAIN;
+    return -1;
+  }
+  TlsSession* const session = tls();
+  const ssize_t put = session != nullptr ? session->Write(PartsOf(*message))
+                                         : syscall(SYS_sendmsg, fd, message, flags);
+  const int error = errno;
+  if (put > 0) CountSent(PartsOf(*message), static_cast<size_t>(put));
+  WriteAnswers(fd);
+  errno = error;
+  return put;
+}
+
+void Connection::CountSent(absl::Span<const iovec> parts, size_t bytes) {
+  sent_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  absl::MutexLock lock(&mutex_);
+  ForEachPart(parts, bytes,
+              [&](absl::Span<const uint8_t> part)
+                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { frames_.Sent(part); });
+}
+
+}  // namespace logitd::door

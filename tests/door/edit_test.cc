@@ -1,0 +1,83 @@
+#include "server/door/edit.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace logitd::door {
+namespace {
+
+// `text` in parts of these sizes and a rest.
+class Parts {
+ public:
+  Parts(std::string text, const std::vector<size_t>& sizes) : text_(std::move(text)) {
+    size_t at = 0;
+    for (const size_t size : sizes) {
+      const size_t run = std::min(size, text_.size() - at);
+      parts_.push_back({text_.data() + at, run});
+      at += run;
+    }
+    parts_.push_back({text_.data() + at, text_.size() - at});
+  }
+  // What a reader gets.
+  std::string Apply(const std::vector<Frames::Edit>& edits) {
+    std::string beyond;
+    const size_t left = ApplyEdits(parts_, text_.size(), edits, &beyond);
+    return text_.substr(0, left) + "|" + beyond;
+  }
+
+ private:
+  std::string text_;
+  std::vector<iovec> parts_;
+};
+
+TEST(EditTest, OfTheSameSizeMovesNothing) {
+  EXPECT_EQ(Parts("abcdefgh", {3}).Apply({{2, 5, "XYZ"}}), "abXYZfgh|");
+}
+
+TEST(EditTest, RemovesBytes) {
+  EXPECT_EQ(Parts("abcdefgh", {1, 0, 3}).Apply({{0, 2, ""}, {5, 6, ""}}), "cdegh|");
+  EXPECT_EQ(Parts("abc", {}).Apply({{0, 3, ""}}), "|");
+}
+
+TEST(EditTest, WhatHasNoPlaceComesAfterwards) {
+  EXPECT_EQ(Parts("abcdef", {2}).Apply({{2, 3, "XY"}}), "ab|XYdef");
+  EXPECT_EQ(Parts("abcdef", {2}).Apply({{6, 6, "X"}}), "abcdef|X");
+}
+
+TEST(EditTest, UsesThePlaceOfRemovedBytes) {
+  EXPECT_EQ(Parts("abcdef", {1, 2}).Apply({{0, 2, ""}, {4, 4, "XY"}}), "cdXYef|");
+}
+
+TEST(EditTest, IsThatOfAStringForRandomEditsAndParts) {
+  const uint32_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  for (int round = 0; round < 20000; ++round) {
+    std::string text;
+    for (size_t i = random() % 40; i > 0; --i) {
+      text.push_back(static_cast<char>('a' + random() % 26));
+    }
+    std::vector<Frames::Edit> edits;
+    std::string expected;
+    size_t at = 0;
+    while (at < text.size() && random() % 5 != 0) {
+      const size_t begin = at + random() % (text.size() - at + 1);
+      const size_t end = begin + random() % (text.size() - begin + 1) / 2;
+      const std::string put(random() % 3 == 0 ? end - begin : random() % 6, 'X');
+      expected += text.substr(at, begin - at) + put;
+      edits.push_back({begin, end, put});
+      at = end;
+    }
+    expected += text.substr(at);
+    std::string got = Parts(text, {random() % 9, random() % 9, random() % 9}).Apply(edits);
+    got.erase(got.find('|'), 1);
+    ASSERT_EQ(got, expected);
+  }
+}
+
+}  // namespace
+}  // namespace logitd::door
