@@ -21,6 +21,7 @@
 
 namespace logitd::engine {
 
+class Devices;
 class Metrics;
 
 // RESOURCE_EXHAUSTED whose caller should wait `delay` before it tries again.
@@ -82,7 +83,8 @@ class Slowness {
 // Decides at a call's headers, and again when its message is there, whether it can meet its
 // deadline. Thread-safe.
 //
-// The prediction is (work ahead) x (slowness). Slowness is measured over all of a call: the socket,
+// The prediction is (work ahead) x (slowness), where the devices share the work of other calls, but a
+// call's own work is one device's. Slowness is measured over all of a call: the socket,
 // the line, copies, kernels. So it follows whatever limits the server, and the cost of refusals
 // too. Rules that keep it honest:
 // - No estimate, no refusal: the first calls of a server are let in.
@@ -103,8 +105,10 @@ class Load {
   static constexpr absl::Duration kShortLine = absl::Seconds(5);
   static constexpr int kShortCalls = 32;
 
-  // `costs` and `metrics` may be null; otherwise they outlive this.
-  Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now);
+  // `costs`, `metrics` and `devices` may be null; otherwise they outlive this. Without `devices`
+  // there is one.
+  Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now,
+       const Devices* devices = nullptr);
 
   struct Call {
     Caller caller;
@@ -167,6 +171,8 @@ class Load {
   };
 
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
+  // What is ahead of a call of cost `cost`, which `all` includes, until it is done.
+  double Ahead(double all, int64_t cost) const;
   // The status of a call that cannot end in time.
   absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
   // The status of a call that would make a short line long; OK: it would not. `predicted`: with the
@@ -179,6 +185,7 @@ class Load {
   const Costs* const costs_;
   Metrics* const metrics_;
   const Clock clock_;
+  const Devices* const devices_;
   mutable Mutex mutex_;
   std::array<WorkAhead, 2> ahead_ ABSL_GUARDED_BY(mutex_);
   std::array<Slowness, 2> slowness_ ABSL_GUARDED_BY(mutex_);
