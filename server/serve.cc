@@ -174,9 +174,10 @@ int CannotStart(const absl::Status& status) {
 
 // Ends the process when a stream thread cannot be joined because its batch does not end. The exit
 // code is that of a lost device: the next batch would probably hang too.
-[[noreturn]] void LeaveBatch(const engine::RunningBatch& batch) {
-  spdlog::error("the process ends: a batch of {} with {} rows has been on the device for {}",
-                batch.op, batch.rows,
+[[noreturn]] void LeaveBatch(const engine::RunningBatch& batch, const engine::Devices& devices) {
+  const std::string name = devices.count() == 1 ? "the device" : devices.NameOf(batch.device);
+  spdlog::error("the process ends: a batch of {} with {} rows has been on {} for {}", batch.op,
+                batch.rows, name,
                 absl::FormatDuration(absl::Trunc(batch.age, absl::Milliseconds(1))));
   std::_Exit(kDeviceLost);
 }
@@ -529,18 +530,19 @@ int Serve(const Config& config, MakeBackends make_backends) {
        .min_receiving_calls = std::max(2, threads / 2)},
       &metrics);
   engine::Heads heads(devices, &metrics, MaxHeadBytes(config, *devices));
-  absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
-      engine::Engine::Create(devices,
-                             {.streams = config.streams,
-                              .slab_payload_bytes = config.slab_bytes,
-                              .slab_answer_bytes = config.slab_bytes,
-                              .max_batch_rows = config.max_batch_rows,
-                              .max_batch_delay = config.max_batch_delay,
-                              .ops = ops::AllTraits()},
-                             &metrics, [&events](const absl::Status& status) {
-                               spdlog::error("device lost: {}", status.ToString());
-                               events.DeviceLost();
-                             });
+  absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
+      devices,
+      {.streams = config.streams,
+       .slab_payload_bytes = config.slab_bytes,
+       .slab_answer_bytes = config.slab_bytes,
+       .max_batch_rows = config.max_batch_rows,
+       .max_batch_delay = config.max_batch_delay,
+       .ops = ops::AllTraits()},
+      &metrics, [&events](const absl::Status& status) {
+        spdlog::error("device lost: {}",
+                      status.ToString(absl::StatusToStringMode::kWithNoExtraData));
+        events.DeviceLost();
+      });
   if (!engine.ok()) return CannotStart(engine.status());
   spdlog::info(
       "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, devices {} with "
@@ -612,7 +614,7 @@ int Serve(const Config& config, MakeBackends make_backends) {
   files.reset();  // its thread uses the server
   (*server)->Shutdown();
   if (!(*engine)->WaitIdle(absl::Now() + kLastBatch)) {
-    if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);
+    if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch, *devices);
   }
   (*engine)->Stop();
   log::ReportSuppressed();

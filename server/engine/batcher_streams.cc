@@ -109,8 +109,8 @@ Batch* Batcher::FindMostUrgent(const Device& device) {
                      slow_ < std::max(1, options_.streams * devices_left_ - 1);
   Batch* first = nullptr;
   for (Batch& batch : batches_) {
-    if (MayRun(batch, device, now_ns) &&
-        (first == nullptr || ComesFirst(batch, *first, device)) && (spare || !IsSlow(batch))) {
+    if (MayRun(batch, device, now_ns) && (first == nullptr || ComesFirst(batch, *first, device)) &&
+        (spare || !IsSlow(batch))) {
       first = &batch;
     }
   }

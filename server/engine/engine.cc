@@ -175,7 +175,7 @@ class ThreadedEngine final : public Engine {
     // The owner says so where none is left.
     if (left > 0) {
       spdlog::error("{} is lost, {} of {} devices serve on: {}", name, left, devices_->count(),
-                    cause.ToString());
+                    cause.ToString(absl::StatusToStringMode::kWithNoExtraData));
     }
   }
 

@@ -47,8 +47,8 @@ int NumaNodes::NodeOf(std::string_view pci_bus_id) const {
   // sysfs writes the domain with four digits, or more where it needs them.
   std::string_view domain = pci_bus_id.substr(0, domain_end);
   while (domain.size() > 4 && domain.front() == '0') domain.remove_prefix(1);
-  const std::string address =
-      absl::AsciiStrToLower(absl::StrCat(std::string(domain), std::string(pci_bus_id.substr(domain_end))));
+  const std::string address = absl::AsciiStrToLower(
+      absl::StrCat(std::string(domain), std::string(pci_bus_id.substr(domain_end))));
   int node = -1;
   const std::string text = Read(absl::StrCat(root_, "/bus/pci/devices/", address, "/numa_node"));
   return absl::SimpleAtoi(text, &node) && node >= 0 ? node : -1;

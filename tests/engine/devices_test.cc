@@ -285,10 +285,10 @@ TEST_F(DevicesTest, ABatchBetweenSlicesEndsWithItsDevice) {
   device(1).SetRowTime(std::chrono::microseconds(200));
   std::vector<std::shared_ptr<TestJob>> sliced;
   for (int i = 0; i < 4; ++i) {
-    sliced.push_back(Submit({.row_elements = 6 + i,
-                             .rows = 30,
-                             .caller = {.id = static_cast<uint64_t>(i),
-                                        .priority = Priority::kBatch}}));
+    sliced.push_back(
+        Submit({.row_elements = 6 + i,
+                .rows = 30,
+                .caller = {.id = static_cast<uint64_t>(i), .priority = Priority::kBatch}}));
   }
   EXPECT_TRUE(Idle());
   EXPECT_TRUE(devices_->lost(0));
