@@ -1,5 +1,5 @@
 // A device as the engine sees it: slabs, which are host and device memory, and streams, which run
-// ops.
+// ops. A process may use several devices, each with its own backend.
 #ifndef LOGITD_KERNELS_BACKEND_H_
 #define LOGITD_KERNELS_BACKEND_H_
 
@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -24,15 +25,19 @@ namespace logitd {
 
 struct DeviceInfo {
   std::string backend;  // "cpu" or "cuda"
+  int number = 0;       // BackendOptions::device
   std::string name;     // "NVIDIA H200", or the CPU's SIMD target and thread count
   int64_t memory_bytes = 0;
   std::string pci_bus_id;  // "00000000:1b:00.0"; empty: not a PCI device
   // Rows of a linear op that share one read of the head. Fewer rows in a call cost more each.
   int64_t linear_rows = 64;
+  // Device memory is host memory: Slab::device is Slab::host.
+  bool is_host = false;
 };
 
-// A piece of host memory and its counterpart on the device. On CUDA `host` is pinned; on the CPU
-// both are the same address.
+// A piece of host memory and its counterpart on the device. On CUDA `host` is pinned, for all
+// devices of the process; on the CPU both are the same address. Streams also take a slab that pairs
+// the `host` of one slab with the `device` of another one, as long as `device` is their own device's.
 struct Slab {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
@@ -55,7 +60,8 @@ struct StreamTimes {
   int64_t d2h_ns = 0;
 };
 
-// An in-order queue of copies and ops with its own scratch memory. Used by one thread at a time.
+// An in-order queue of copies and ops with its own scratch memory. Used by one thread at a time,
+// which may use streams of other devices in between.
 //
 // Calls enqueue and return (the CPU backend computes before it returns). Order of use between two
 // Waits: Upload*, ops, Download*. Errors: INTERNAL, the device is lost and the process must end;
@@ -132,9 +138,15 @@ class Backend {
 };
 
 struct BackendOptions {
-  int device = 0;  // CUDA device ordinal
+  int device = 0;  // CUDA device ordinal; on the CPU only a name
   // Threads of the CPU backend, shared by its streams; 0 = all that the process may use.
   int cpu_threads = 0;
+};
+
+struct BackendsOptions {
+  // As BackendOptions::device, each once. Empty: on CUDA all devices that answer; on the CPU one.
+  std::vector<int> devices = {0};
+  int cpu_threads = 0;  // of all devices together, and at least one of each; 0: as above
 };
 
 // kind: "cpu", "cuda", or "auto" (CUDA where there is a working device, else the CPU).
@@ -143,9 +155,17 @@ struct BackendOptions {
 absl::StatusOr<std::unique_ptr<Backend>> CreateBackend(std::string_view kind,
                                                        const BackendOptions& options);
 
+// One backend for each device, in the order of `devices`; all compute the same bits. On the CPU the
+// devices are simulated: each has its own memory for heads, its own streams and its own threads.
+// Errors: those of CreateBackend. INVALID_ARGUMENT: the CUDA devices are of several models.
+absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateBackends(
+    std::string_view kind, const BackendsOptions& options);
+
 // The backends of CreateBackend. The CUDA one exists only in builds with CUDA.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& options);
 absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions& options);
+// How many CUDA devices answer; 0 if none does.
+int CountCudaDevices();
 
 }  // namespace logitd
 

@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "formats/nearest.h"
 #include "server/door/address.h"
 #include "server/door/listener.h"
@@ -36,16 +37,17 @@ constexpr const char* kDescription =
     "  logitd --listen 0.0.0.0:7450 --tls-cert cert.pem --tls-key key.pem --tokens tokens.json\n"
     "  logitd --listen unix:/run/logitd.sock --listen 127.0.0.1:7450\n"
     "  logitd --backend cpu --cpu-threads 8\n"
+    "  logitd --device all                # every GPU holds the heads and does a part of the work\n"
     "  logitd --head llama=/models/llama --head-root /models\n\n"
     "Sizes take units (64MiB, 1GiB; factors of 1024), and so do durations (200us, 30s). Every "
     "flag\n"
     "has an environment variable: LOGITD_SLAB_BYTES is --slab-bytes. The flag wins.\n\n"
     "SIGTERM or SIGINT starts a drain: health becomes NOT_SERVING, new calls get UNAVAILABLE,\n"
     "admitted calls finish, and the process exits with 0. A second signal ends it at once. Exit\n"
-    "code 1: could not start. 2: bad usage. 3: the device was lost, or hangs. SIGUSR1 sets the "
-    "log's\n"
-    "level to debug, SIGUSR2 back.\n\n"
-    "Host memory: the slabs (--streams x 4 x --slab-bytes, pinned if there is a GPU), and at most\n"
+    "code 1: could not start. 2: bad usage. 3: the device was lost (of several, the last), or\n"
+    "hangs. SIGUSR1 sets the log's level to debug, SIGUSR2 back.\n\n"
+    "Host memory: the slabs of each device (--streams x 4 x --slab-bytes, pinned if there is a\n"
+    "GPU), and at most\n"
     "about 1.25 x --max-held-bytes + 128 MiB for everything that peers make the server hold. On\n"
     "the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
@@ -96,6 +98,36 @@ bool ParseDigits(std::string_view text, int64_t* value) {
     return absl::ascii_isdigit(static_cast<unsigned char>(c));
   });
   return digits && absl::SimpleAtoi(std::string(text), value);
+}
+
+constexpr int kMaxDevice = 255;
+constexpr size_t kMostDevices = 64;
+
+// "0", "0,2,3" or "all", which is no number.
+bool ParseDevices(const std::string& text, std::vector<int>* devices) {
+  std::vector<int> numbers;
+  if (text != "all") {
+    const std::vector<std::string> parts = absl::StrSplit(text, ',');
+    for (const std::string& part : parts) {
+      int64_t number = 0;
+      if (!ParseDigits(part, &number) || number > kMaxDevice) return false;
+      if (std::find(numbers.begin(), numbers.end(), number) != numbers.end()) return false;
+      numbers.push_back(static_cast<int>(number));
+    }
+    if (numbers.size() > kMostDevices) return false;
+  }
+  *devices = std::move(numbers);
+  return true;
+}
+
+void AddDevices(CLI::App& app, std::vector<int>* devices) {
+  AddParsed(app, "--device",
+            "CUDA devices that work side by side, by number; all: every one that answers. On the "
+            "CPU as many simulated ones",
+            absl::StrFormat("numbers of 0 to %d like 0,1, at most %d, each once, or all",
+                            kMaxDevice, kMostDevices),
+            absl::StrJoin(*devices, ","),
+            [devices](const std::string& text) { return ParseDevices(text, devices); });
 }
 
 template <typename T>
@@ -426,10 +458,11 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   AddSocketMode(app, &config->socket_mode);
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
-  AddInteger(app, "--device", &config->device, 0, 255, "CUDA device");
+  AddDevices(app, &config->devices);
   AddInteger(app, "--cpu-threads", &config->cpu_threads, 0, 4096,
-             "Threads of the CPU backend; 0: all that the process may use");
-  AddInteger(app, "--streams", &config->streams, 1, 64, "Batches that run at the same time");
+             "Threads of the CPU backend, shared by its devices; 0: all that the process may use");
+  AddInteger(app, "--streams", &config->streams, 1, 64,
+             "Batches that run at the same time on each device");
   AddSize(app, "--slab-bytes", &config->slab_bytes, 1,
           "Payload of one batch, and the same again for its answers; every stream has two slabs");
   AddSize(app, "--max-request-bytes", &config->max_request_bytes, 1,
@@ -459,9 +492,10 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   Add(app, "--head-root", &config->head_root,
       "Directory that clients may load heads from; without it they cannot load or unload heads")
       ->type_name("DIR");
-  AddSize(app, "--max-head-bytes", &config->max_head_bytes, 0,
-          "Device memory of all heads. 0: on the CPU half of the memory that the process may use, "
-          "on a GPU what the slabs leave");
+  AddSize(
+      app, "--max-head-bytes", &config->max_head_bytes, 0,
+      "Memory of all heads on each device. 0: on the CPU half of the memory that the process may "
+      "use, shared by its devices; on a GPU what the slabs leave");
   app.add_flag("--allow-remote-heads", config->allow_remote_heads,
                "Clients may load and unload heads although --listen has an address that is not "
                "local")
@@ -493,9 +527,11 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       ->type_name("ADDRESS");
   AddDuration(app, "--slow-call", &config->slow_call, absl::ZeroDuration(), /*infinite=*/true,
               "A call, or message of a stream, that takes as long has a line in the log");
-  AddDuration(app, "--stall-timeout", &config->stall_timeout, absl::Milliseconds(100),
-              /*infinite=*/true,
-              "Health is NOT_SERVING while every stream has been in one slice for as long");
+  AddDuration(
+      app, "--stall-timeout", &config->stall_timeout, absl::Milliseconds(100),
+      /*infinite=*/true,
+      "Health is NOT_SERVING while every stream of every device has been in one slice for as "
+      "long");
   AddChoice(app, "--log-level", &config->log_level, {"debug", "info", "warn", "error", "off"},
             "Least severe level that is logged");
   AddChoice(app, "--log-format", &config->log_format, {"text", "json"},

@@ -20,7 +20,7 @@ struct Config {
   std::vector<std::string> listen = {"127.0.0.1:7450"};
   std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
-  int device = 0;
+  std::vector<int> devices = {0};  // numbers, each once; empty: all that there are
   int cpu_threads = 0;
   int streams = 2;
   int64_t slab_bytes = int64_t{64} << 20;

@@ -1,12 +1,14 @@
-// What the driver knows of the GPU: its memory and how busy it is.
+// What the driver knows of the GPUs: their memory and how busy they are.
 #ifndef LOGITD_SERVER_GPU_METRICS_H_
 #define LOGITD_SERVER_GPU_METRICS_H_
 
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "kernels/backend.h"
 #include "prometheus/metric_family.h"
 
 namespace logitd {
@@ -29,23 +31,27 @@ struct Nvml {
   static std::optional<Nvml> Load(const std::string& library = "libnvidia-ml.so.1");
 };
 
-//   logitd_device_memory_bytes, logitd_device_memory_used_bytes  of all processes
-//   logitd_device_utilization                                    0..1: time with a kernel running
-// Thread-safe.
+//   logitd_device_memory_bytes{device}, logitd_device_memory_used_bytes{device}  of all processes
+//   logitd_device_utilization{device}  0..1: time with a kernel running
+// The label is DeviceInfo::number. Thread-safe.
 class GpuMetrics {
  public:
-  // `pci_bus_id`: DeviceInfo's. Null: NVML does not know the device, or there is none.
+  // Of the devices that have a PCI bus id and that NVML knows. Null: there is none.
   static std::unique_ptr<GpuMetrics> Create(const std::optional<Nvml>& nvml,
-                                            const std::string& pci_bus_id);
+                                            const std::vector<DeviceInfo>& devices);
 
   // What the driver does not tell (on a part of a GPU, it has no utilization) is left out.
   std::vector<prometheus::MetricFamily> Collect() const;
 
  private:
-  GpuMetrics(const Nvml& nvml, void* device) : nvml_(nvml), device_(device) {}
+  struct Gpu {
+    std::string number;
+    void* handle;
+  };
+  GpuMetrics(const Nvml& nvml, std::vector<Gpu> gpus) : nvml_(nvml), gpus_(std::move(gpus)) {}
 
   const Nvml nvml_;
-  void* const device_;
+  const std::vector<Gpu> gpus_;
 };
 
 }  // namespace logitd

@@ -1,5 +1,5 @@
-// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 the device was lost or does not
-// end a batch (the orchestrator should start a new process).
+// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 all devices were lost, or one does
+// not end a batch (the orchestrator should start a new process).
 #include <stdlib.h>
 
 #include <cstdlib>
@@ -20,8 +20,8 @@ int main(int argc, char** argv) try {
   // Otherwise CUDA loads a kernel at its first use, and the first caller of an op waits for it.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   return logitd::Serve(config, [&config] {
-    return logitd::CreateBackend(config.backend,
-                                 {.device = config.device, .cpu_threads = config.cpu_threads});
+    return logitd::CreateBackends(config.backend,
+                                  {.devices = config.devices, .cpu_threads = config.cpu_threads});
   });
 } catch (const std::exception& error) {
   std::cerr << "logitd: " << error.what() << "\n";

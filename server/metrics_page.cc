@@ -62,17 +62,17 @@ std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registr
                                              std::shared_ptr<const door::Connections> connections,
                                              std::string_view version,
                                              std::string_view grpc_version,
-                                             const DeviceInfo& device) {
+                                             const std::vector<DeviceInfo>& devices) {
   prometheus::BuildGauge()
       .Name("logitd_build_info")
       .Help("1; the labels say what runs.")
       .Register(*registry)
       .Add({{"version", std::string(version)},
             {"grpc", std::string(grpc_version)},
-            {"backend", device.backend}})
+            {"backend", devices.front().backend}})
       .Set(1);
   std::shared_ptr<const GpuMetrics> gpu;
-  if (!device.pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), device.pci_bus_id);
+  if (!devices.front().pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), devices);
   return
       [registry = std::move(registry), connections = std::move(connections), gpu = std::move(gpu)] {
         std::vector<prometheus::MetricFamily> families = registry->Collect();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kernels/backend.h"
 #include "server/door/connection.h"
@@ -24,13 +25,14 @@ namespace logitd {
 //   logitd_log_lines_suppressed_total{source}             see log/limited.h
 //   process_*                                             see process_metrics.h
 //   logitd_device_*                                       see gpu_metrics.h; only with a GPU
+// `devices`: at least one.
 //
 // The function may run on any thread, and keeps what it needs.
 std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registry> registry,
                                              std::shared_ptr<const door::Connections> connections,
                                              std::string_view version,
                                              std::string_view grpc_version,
-                                             const DeviceInfo& device);
+                                             const std::vector<DeviceInfo>& devices);
 
 }  // namespace logitd
 

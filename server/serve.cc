@@ -19,6 +19,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/base/config.h"
 #include "absl/status/status.h"
@@ -42,6 +43,7 @@
 #include "server/door/watched_files.h"
 #include "server/engine/activity.h"
 #include "server/engine/admission.h"
+#include "server/engine/devices.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
@@ -164,11 +166,18 @@ int CannotStart(const absl::Status& status) {
   std::_Exit(kDeviceLost);
 }
 
+// Ends the process after a drain without destroying objects that use a lost device.
+[[noreturn]] void LeaveAfterLoss() {
+  spdlog::default_logger()->flush();
+  std::_Exit(EXIT_SUCCESS);
+}
+
 // Ends the process when a stream thread cannot be joined because its batch does not end. The exit
 // code is that of a lost device: the next batch would probably hang too.
-[[noreturn]] void LeaveBatch(const engine::RunningBatch& batch) {
-  spdlog::error("the process ends: a batch of {} with {} rows has been on the device for {}",
-                batch.op, batch.rows,
+[[noreturn]] void LeaveBatch(const engine::RunningBatch& batch, const engine::Devices& devices) {
+  const std::string name = devices.count() == 1 ? "the device" : devices.NameOf(batch.device);
+  spdlog::error("the process ends: a batch of {} with {} rows has been on {} for {}", batch.op,
+                batch.rows, name,
                 absl::FormatDuration(absl::Trunc(batch.age, absl::Milliseconds(1))));
   std::_Exit(kDeviceLost);
 }
@@ -180,16 +189,28 @@ int CannotStart(const absl::Status& status) {
   std::_Exit(EXIT_SUCCESS);
 }
 
+// Loads a head of --head, again where a device is lost while others are left.
+absl::Status LoadHead(const engine::HeadRequest& request, const std::atomic<bool>& wanted,
+                      engine::Heads* heads, engine::Engine* engine) {
+  while (true) {
+    const absl::Status status =
+        heads->Load(request, [&](const engine::HeadProgress&) { return wanted.load(); }).status();
+    if (!absl::IsInternal(status)) return status;
+    engine->DeviceLost(status);
+    if (engine->devices().left() == 0) return status;
+  }
+}
+
 // Loads the heads of --head. A value: the process must end with it.
-std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events* events) {
+std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, engine::Engine* engine,
+                             Events* events) {
   if (config.heads.empty()) return std::nullopt;
   absl::Status status;
   std::atomic<bool> wanted = true;
   absl::Notification done;
   std::thread loads([&] {
     for (const engine::HeadRequest& request : config.heads) {
-      status =
-          heads->Load(request, [&](const engine::HeadProgress&) { return wanted.load(); }).status();
+      status = LoadHead(request, wanted, heads, engine);
       if (!status.ok()) break;
     }
     done.Notify();
@@ -200,10 +221,7 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events*
     if (!done.WaitForNotificationWithTimeout(config.drain_grace)) LeaveLoad();
   }
   loads.join();
-  if (absl::IsInternal(status)) {
-    spdlog::error("device lost: {}", status.ToString());
-    LeaveLostDevice();
-  }
+  if (absl::IsInternal(status)) LeaveLostDevice();
   if (!wanted) {
     spdlog::info("a signal ended the process before it served");
     return EXIT_SUCCESS;
@@ -211,12 +229,13 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, Events*
   return status.ok() ? std::nullopt : std::optional<int>(CannotStart(status));
 }
 
-// The most device memory of heads. On the CPU it is memory of the host, where more than there is
-// ends the process instead of failing the load.
-int64_t MaxHeadBytes(const Config& config, const DeviceInfo& device) {
+// The most memory of heads on each device. On the CPU it is memory of the host, where more than there
+// is ends the process instead of failing the load.
+int64_t MaxHeadBytes(const Config& config, const engine::Devices& devices) {
   if (config.max_head_bytes > 0) return config.max_head_bytes;
+  const DeviceInfo& device = devices.info(0);
   if (device.backend != "cpu") return std::numeric_limits<int64_t>::max();
-  return UsableMemory(device.memory_bytes) / 2;
+  return UsableMemory(device.memory_bytes) / 2 / devices.count();
 }
 
 // The first address for which clients may not load and unload heads; "" if there is none.
@@ -386,20 +405,21 @@ constexpr int64_t kSlabRowBytes = 168;
 // Watches the memory of the process from here on. What the process may have besides its start is
 // what docs/operations.md says: the transport's quota and, on the CPU, memory that becomes resident
 // when it is first used.
-std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const DeviceInfo& device,
+std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
                                                int64_t base, const engine::Admission& admission,
                                                const engine::Metrics& metrics,
                                                std::shared_ptr<door::Connections> connections,
                                                std::shared_ptr<door::DoorMetrics> door_metrics,
                                                rpc::RpcServer* server) {
-  const bool cpu = device.backend == "cpu";
+  const bool cpu = devices.info(0).backend == "cpu";
+  const int64_t streams = int64_t{config.streams} * devices.count();
   const int64_t slabs =
-      config.streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows);
+      streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
   const auto device_growth = [=, &metrics]() -> int64_t {
     if (!cpu) return 0;
     const int64_t heads = metrics.Get(engine::Gauge::kHeadBytes);
-    const int64_t scratch = heads > 0 ? config.streams * kHeadScratch : 0;
+    const int64_t scratch = heads > 0 ? streams * kHeadScratch : 0;
     return slabs + heads - heads_at_start + scratch;
   };
   const int64_t messages = rpc::TransportBytes(config.max_held_bytes) + kProcessGrowth;
@@ -414,15 +434,20 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const Devic
           .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
 }
 
-// Serves until something ends it. Health is NOT_SERVING while the device does not move: every stream
-// has been in one slice for --stall-timeout.
+// Serves until something ends it. Health is NOT_SERVING while no device moves: every stream has been
+// in one slice for --stall-timeout.
 Events::Kind ServeUntilEvent(const Config& config, Events& events, const engine::Engine& engine,
                              rpc::RpcServer& server) {
   bool serving = true;
+  int left = engine.devices().count();
   while (true) {
     const Events::Kind event = events.Wait(kLogReports);
     log::ReportSuppressed();
     if (event != Events::kNothing) return event;
+    if (engine.devices().left() != left) {
+      left = engine.devices().left();
+      server.SetServing(serving);  // says which device is lost
+    }
     const absl::Duration stalled = engine.activity().Stalled(engine::MonotonicNanos());
     if (serving == (stalled < config.stall_timeout)) continue;
     serving = !serving;
@@ -456,9 +481,34 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
   return event;
 }
 
+std::shared_ptr<engine::Devices> DevicesOf(const std::vector<std::unique_ptr<Backend>>& backends) {
+  std::vector<Backend*> pointers;
+  for (const std::unique_ptr<Backend>& backend : backends) pointers.push_back(backend.get());
+  auto devices = std::make_shared<engine::Devices>(std::move(pointers));
+  for (int i = 0; i < devices->count(); ++i) {
+    const DeviceInfo& device = devices->info(i);
+    const int node = devices->node(i);
+    spdlog::info("backend {}: {}: {}, {} MiB{}", device.backend, devices->NameOf(i), device.name,
+                 device.memory_bytes >> 20, node < 0 ? "" : absl::StrCat(", NUMA node ", node));
+  }
+  return devices;
+}
+
+std::vector<DeviceInfo> InfosOf(const engine::Devices& devices) {
+  std::vector<DeviceInfo> infos;
+  for (int i = 0; i < devices.count(); ++i) infos.push_back(devices.info(i));
+  return infos;
+}
+
+std::vector<int> NumbersOf(const engine::Devices& devices) {
+  std::vector<int> numbers;
+  for (int i = 0; i < devices.count(); ++i) numbers.push_back(devices.info(i).number);
+  return numbers;
+}
+
 }  // namespace
 
-int Serve(const Config& config, MakeBackend make_backend) {
+int Serve(const Config& config, MakeBackends make_backends) {
   Events events;
   TuneMalloc();
   TuneMutexes();
@@ -466,12 +516,11 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const absl::StatusOr<int64_t> max_connections = MaxConnections(config);
   if (!max_connections.ok()) return CannotStart(max_connections.status());
 
-  absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend();
-  if (!backend.ok()) return CannotStart(backend.status());
-  const DeviceInfo& device = (*backend)->device();
-  spdlog::info("backend {}: {}, {} MiB", device.backend, device.name, device.memory_bytes >> 20);
+  const absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = make_backends();
+  if (!backends.ok()) return CannotStart(backends.status());
+  const std::shared_ptr<engine::Devices> devices = DevicesOf(*backends);
 
-  engine::Metrics metrics(ops::AllNames());
+  engine::Metrics metrics(ops::AllNames(), NumbersOf(*devices));
   const auto threads = static_cast<int>(std::thread::hardware_concurrency());
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
@@ -481,27 +530,28 @@ int Serve(const Config& config, MakeBackend make_backend) {
        .max_receiving_bytes = kReceivingBytesPerThread * threads,
        .min_receiving_calls = std::max(2, threads / 2)},
       &metrics);
-  engine::Heads heads(backend->get(), &metrics, MaxHeadBytes(config, device));
-  absl::StatusOr<std::unique_ptr<engine::Engine>> engine =
-      engine::Engine::Create(backend->get(),
-                             {.streams = config.streams,
-                              .slab_payload_bytes = config.slab_bytes,
-                              .slab_answer_bytes = config.slab_bytes,
-                              .max_batch_rows = config.max_batch_rows,
-                              .max_batch_delay = config.max_batch_delay,
-                              .ops = ops::AllTraits()},
-                             &metrics, [&events](const absl::Status& status) {
-                               spdlog::error("device lost: {}", status.ToString());
-                               events.DeviceLost();
-                             });
+  engine::Heads heads(devices, &metrics, MaxHeadBytes(config, *devices));
+  absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
+      devices,
+      {.streams = config.streams,
+       .slab_payload_bytes = config.slab_bytes,
+       .slab_answer_bytes = config.slab_bytes,
+       .max_batch_rows = config.max_batch_rows,
+       .max_batch_delay = config.max_batch_delay,
+       .ops = ops::AllTraits()},
+      &metrics, [&events](const absl::Status& status) {
+        spdlog::error("device lost: {}",
+                      status.ToString(absl::StatusToStringMode::kWithNoExtraData));
+        events.DeviceLost();
+      });
   if (!engine.ok()) return CannotStart(engine.status());
   spdlog::info(
-      "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, streams {}, "
-      "connections {}",
+      "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, devices {} with "
+      "{} streams each, connections {}",
       config.max_request_bytes, config.max_held_bytes, config.max_waiting_calls,
-      config.max_batch_rows, config.slab_bytes, config.streams, *max_connections);
+      config.max_batch_rows, config.slab_bytes, devices->count(), config.streams, *max_connections);
 
-  if (const std::optional<int> code = LoadHeads(config, &heads, &events)) return *code;
+  if (const auto code = LoadHeads(config, &heads, engine->get(), &events)) return *code;
   const absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   if (!head_root.ok()) return CannotStart(head_root.status());
   const auto door_metrics =
@@ -509,8 +559,9 @@ int Serve(const Config& config, MakeBackend make_backend) {
   const std::shared_ptr<door::Connections> connections = door::Connections::Create(
       {.frames = {.max_streams = config.max_streams}, .max_connections = *max_connections},
       door_metrics);
-  const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server = ServeMetrics(
-      config, MakeMetricsPage(metrics.registry(), connections, Version(), GrpcVersion(), device));
+  const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
+      ServeMetrics(config, MakeMetricsPage(metrics.registry(), connections, Version(),
+                                           GrpcVersion(), InfosOf(*devices)));
   if (!metrics_server.ok()) return CannotStart(metrics_server.status());
   // Before the server, which ends first.
   Door door;
@@ -545,10 +596,10 @@ int Serve(const Config& config, MakeBackend make_backend) {
                              .max_connection_age = config.max_connection_age,
                              .max_connection_idle = config.max_connection_idle,
                              .keepalive_time = config.keepalive_time},
-                            device, &admission, engine->get(), &heads, &metrics);
+                            &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
   const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
-      config, device, base_bytes, admission, metrics, connections, door_metrics, server->get());
+      config, *devices, base_bytes, admission, metrics, connections, door_metrics, server->get());
   rechecked = server->get();
   if (*arenas != nullptr) (*arenas)->ServeRings((*server)->ring_service());
   files->Start();
@@ -566,7 +617,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   if (*arenas != nullptr) (*arenas)->EndRings();
   (*server)->Shutdown();
   if (!(*engine)->WaitIdle(absl::Now() + kLastBatch)) {
-    if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch);
+    if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch, *devices);
   }
   (*engine)->Stop();
   log::ReportSuppressed();
@@ -576,6 +627,7 @@ int Serve(const Config& config, MakeBackend make_backend) {
   // The last batch, or the last chunk of a load, may have lost the device.
   if (events.Wait(absl::ZeroDuration()) == Events::kLost) LeaveLostDevice();
   if ((*server)->loading()) LeaveLoad();
+  if (devices->left() < devices->count()) LeaveAfterLoss();
   return EXIT_SUCCESS;
 }
 

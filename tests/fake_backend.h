@@ -39,6 +39,9 @@ class FakeBackend final : public Backend {
     size_t uploaded_bytes = 0;
   };
 
+  explicit FakeBackend(DeviceInfo info = {.backend = "fake", .name = "fake"})
+      : info_(std::move(info)) {}
+
   const DeviceInfo& device() const override { return info_; }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override;
   void FreeSlab(const Slab& slab) override;
@@ -83,7 +86,7 @@ class FakeBackend final : public Backend {
   };
   bool IsFilling(const std::byte* memory, size_t bytes);
 
-  DeviceInfo info_{.backend = "fake", .name = "fake"};
+  const DeviceInfo info_;
   std::function<absl::Status(FaultPoint)> faults_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -334,8 +334,14 @@ std::string Table(const InfoOutput& output) {
   const v1::Limits& limits = info.limits();
   std::string out = absl::StrFormat("logitd %s at %s%s\n", info.version(), output.address,
                                     info.draining() ? ", draining" : "");
-  absl::StrAppendFormat(&out, "backend  %s: %s, %s\n", info.backend(), info.device().name(),
-                        Bytes(info.device().memory_bytes()));
+  // Servers from before there were several devices have only the first.
+  const int devices = std::max(1, info.devices_size());
+  for (int i = 0; i < devices; ++i) {
+    const v1::Device& device = info.devices_size() == 0 ? info.device() : info.devices(i);
+    const std::string number = devices == 1 ? "" : absl::StrCat("device ", device.number(), ": ");
+    absl::StrAppendFormat(&out, "backend  %s: %s%s, %s%s\n", info.backend(), number, device.name(),
+                          Bytes(device.memory_bytes()), device.lost() ? ", lost" : "");
+  }
   absl::StrAppendFormat(
       &out,
       "limits   request %s, answer %s, rows %d, vocab %d, keys %d; in flight %s, streams %d\n",

@@ -99,8 +99,10 @@ class CpuStream : public Stream {
 
 class CpuBackend : public Backend {
  public:
-  explicit CpuBackend(int threads) : pool_(threads) {
+  CpuBackend(int number, int threads) : pool_(threads) {
     info_.backend = "cpu";
+    info_.number = number;
+    info_.is_host = true;
     info_.name =
         absl::StrFormat("%s, %d thread%s", cpu::SimdTarget(), threads, threads == 1 ? "" : "s");
     info_.memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
@@ -159,8 +161,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& 
     return absl::InvalidArgumentError(
         absl::StrFormat("cpu_threads: got %d, allowed 0..%d", options.cpu_threads, kMaxThreads));
   }
-  return std::make_unique<CpuBackend>(options.cpu_threads == 0 ? cpu::UsableCores()
-                                                               : options.cpu_threads);
+  return std::make_unique<CpuBackend>(
+      options.device, options.cpu_threads == 0 ? cpu::UsableCores() : options.cpu_threads);
 }
 
 }  // namespace logitd

@@ -187,9 +187,10 @@ class CudaStream final : public Stream {
     return ToStatus(op(args, products_, scratch_, stream_), name);
   }
 
-  // Records the events of every phase up to `phase` that has not begun yet.
+  // Records the events of every phase up to `phase` that has not begun yet. The device is set each
+  // time: the thread may have used another device's stream in between.
   absl::Status Enter(Phase phase) {
-    if (phase_ == kIdle) LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     while (phase_ < phase) {
       phase_ = static_cast<Phase>(phase_ + 1);
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(events_[phase_], stream_), "record event"));
@@ -219,6 +220,7 @@ class CudaBackend final : public Backend {
   CudaBackend(int device, const cudaDeviceProp& properties)
       : device_(device), properties_(properties) {
     info_.backend = "cuda";
+    info_.number = device;
     info_.name = properties.name;
     info_.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
     info_.pci_bus_id = absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID,
@@ -230,7 +232,8 @@ class CudaBackend final : public Backend {
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     Slab slab{.bytes = bytes};
-    if (cudaMallocHost(&slab.host, bytes) != cudaSuccess ||
+    // Portable: streams of other devices copy from it and to it too.
+    if (cudaHostAlloc(&slab.host, bytes, cudaHostAllocPortable) != cudaSuccess ||
         cudaMalloc(&slab.device, bytes) != cudaSuccess) {
       cudaGetLastError();
       FreeSlab(slab);
@@ -279,12 +282,16 @@ class CudaBackend final : public Backend {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions& options) {
+int CountCudaDevices() {
   int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    return absl::UnavailableError("backend cuda: no CUDA device answers");
-  }
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCudaBackend(const BackendOptions& options) {
+  const int count = CountCudaDevices();
+  if (count == 0) return absl::UnavailableError("backend cuda: no CUDA device answers");
   if (options.device < 0 || options.device >= count) {
     return absl::InvalidArgumentError(
         absl::StrFormat("device: got %d, allowed 0..%d", options.device, count - 1));

@@ -27,10 +27,17 @@ void Activity::DecayTo(int64_t now_ns) {
   }
 }
 
+void Activity::Remove(int stream) {
+  MutexLock lock(mutex_);
+  streams_[static_cast<size_t>(stream)].removed = true;
+}
+
 void Activity::Begin(int stream, const OpTraits* op, int64_t now_ns) {
   const auto index = static_cast<size_t>(std::find(ops_.begin(), ops_.end(), op) - ops_.begin());
   MutexLock lock(mutex_);
-  streams_[static_cast<size_t>(stream)] = {.op = index, .begun_ns = now_ns};
+  Running& running = streams_[static_cast<size_t>(stream)];
+  running.op = index;
+  running.begun_ns = now_ns;
 }
 
 void Activity::End(int stream, int64_t rows, int64_t now_ns) {
@@ -46,7 +53,9 @@ void Activity::End(int stream, int64_t rows, int64_t now_ns) {
 Activity::View Activity::Read(int64_t now_ns) const {
   MutexLock lock(mutex_);
   const double left = 1 - WeightOfLast(now_ns - at_ns_);
-  const auto streams = static_cast<double>(streams_.size());
+  const auto streams = static_cast<double>(
+      std::max<int64_t>(1, std::count_if(streams_.begin(), streams_.end(),
+                                         [](const Running& stream) { return !stream.removed; })));
   View view;
   view.ops.reserve(ops_.size());
   for (size_t i = 0; i < ops_.size(); ++i) {
@@ -67,9 +76,11 @@ absl::Duration Activity::Stalled(int64_t now_ns) const {
   MutexLock lock(mutex_);
   int64_t newest = 0;
   for (const Running& running : streams_) {
+    if (running.removed) continue;
     if (running.begun_ns == 0) return absl::ZeroDuration();
     newest = std::max(newest, running.begun_ns);
   }
+  if (newest == 0) return absl::ZeroDuration();
   return absl::Nanoseconds(std::max<int64_t>(now_ns - newest, 0));
 }
 

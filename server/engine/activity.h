@@ -35,19 +35,23 @@ class Activity {
   // `ops` outlives this.
   Activity(int streams, absl::Span<const OpTraits* const> ops);
 
+  // Stream `stream` is out for good: it counts no longer.
+  void Remove(int stream);
+
   // Stream `stream` begins a slice of `op`, or ends it after `rows` rows.
   void Begin(int stream, const OpTraits* op, int64_t now_ns);
   void End(int stream, int64_t rows, int64_t now_ns);
 
   View Read(int64_t now_ns) const;
 
-  // How long every stream has been inside a slice without the end of one; 0: a stream is free.
+  // How long every stream that counts has been inside a slice without the end of one; 0: a stream is free.
   absl::Duration Stalled(int64_t now_ns) const;
 
  private:
   struct Running {
     size_t op = 0;
     int64_t begun_ns = 0;  // 0: it runs no slice
+    bool removed = false;
   };
   struct Means {
     double rows = 0;  // decayed sums, at `at_ns_`

@@ -96,6 +96,8 @@ struct Progress {
 
 struct KeyQueue;
 
+inline constexpr int kNoDevice = -1;
+
 // Guarded by the batcher's lock, except while kRunning: then `slots` and `progress` belong to the
 // stream that took it.
 struct Batch {
@@ -107,7 +109,12 @@ struct Batch {
     kPaused,   // between two slices, and ready for the next
     kKept,     // ran; its job still keeps the answer
   };
+  // The host's part is the batch's own for ever. The device's part is that of the device that runs
+  // the batch, from its first slice to its last: until then any device may take the batch.
   Slab slab;
+  int home = 0;                 // the device that the host's part is near
+  int device = kNoDevice;       // that runs it
+  std::byte* memory = nullptr;  // of that device; given back after the last slice
   State state = State::kFree;
   BatchKey key;
   KeyQueue* queue = nullptr;

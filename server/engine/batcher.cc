@@ -1,8 +1,6 @@
 #include "server/engine/batcher.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "absl/hash/hash.h"
@@ -53,7 +51,7 @@ Job* Batcher::JobList::PopFront() {
   return job;
 }
 
-Batcher::Batcher(const EngineOptions& options, const SliceRules& rules,
+Batcher::Batcher(const EngineOptions& options, const SliceRules& rules, const Devices& devices,
                  const std::vector<Slab>& slabs, const Costs* costs, Metrics* metrics)
     : options_(options),
       max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
@@ -61,14 +59,25 @@ Batcher::Batcher(const EngineOptions& options, const SliceRules& rules,
       rules_(rules),
       costs_(costs),
       metrics_(metrics),
-      max_kept_(static_cast<int64_t>(slabs.size()) - options.streams),
+      on_host_(devices.info(0).is_host),
       desk_(std::make_shared<ReturnDesk>()),
+      devices_(static_cast<size_t>(devices.count())),
+      devices_left_(devices.count()),
       batches_(slabs.size()) {
   {
     MutexLock lock(desk_->mutex);
     desk_->batcher = this;
   }
-  for (size_t i = 0; i < slabs.size(); ++i) batches_[i].slab = slabs[i];
+  const size_t of_each = slabs.size() / devices_.size();
+  for (size_t d = 0; d < devices_.size(); ++d) {
+    devices_[d].node = devices.node(static_cast<int>(d));
+    devices_[d].memory.reserve(of_each);
+    for (size_t i = d * of_each; i < (d + 1) * of_each; ++i) {
+      batches_[i].slab = slabs[i];
+      batches_[i].home = static_cast<int>(d);
+      devices_[d].memory.push_back(slabs[i].device);
+    }
+  }
   if (metrics_ != nullptr) metrics_->Set(Gauge::kSlabs, static_cast<int64_t>(slabs.size()));
 }
 
@@ -101,7 +110,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
       KeyQueue* queue = Arrive(job);
       if (queue->open != nullptr && !Fits(*queue->open, spec)) {
         Seal(queue->open);
-        if (SealForIdleStreams() > 0) WakeStream();
+        SealAndWake();
       }
       if (queue->open == nullptr && queue->pending.top() == nullptr && MayOpen(*job)) {
         Open(FreeBatch(), queue, *job);
@@ -116,16 +125,13 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
                 size.payload_bytes <= kMaxBriefCopyBytes;
         if (brief) {
           ++brief_copies_;
-          if (idle_streams_ > 0 && !roused_) {
-            WakeStream();
-            roused_ = !spinning_;
-          }
+          RouseStream();
         }
       } else {
         PushPending(queue, job);
         PlacePending();  // it may take a slab that the jobs before it may not
         // An open batch gives up its max_batch_delay when jobs wait for slabs.
-        if (SealForIdleStreams() > 0) WakeStream();
+        SealAndWake();
       }
       if (spec.deadline < next_expiry_) {
         next_expiry_ = spec.deadline;
@@ -182,23 +188,39 @@ KeyQueue* Batcher::Arrive(Job* job) {
   return place.queue;
 }
 
+bool Batcher::IsUsable(const Batch& batch) const {
+  return !devices_[static_cast<size_t>(batch.home)].lost;
+}
+
+// A free slab near the device that will probably run it: the one with the most idle streams, then
+// the one with the fewest batches. Null: there is none.
 Batch* Batcher::FreeBatch() {
+  Batch* best = nullptr;
+  const auto idler = [&](const Batch& a, const Batch& b) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const Device& of_a = devices_[static_cast<size_t>(a.home)];
+    const Device& of_b = devices_[static_cast<size_t>(b.home)];
+    return of_a.idle_streams != of_b.idle_streams ? of_a.idle_streams > of_b.idle_streams
+                                                  : of_a.memory.size() > of_b.memory.size();
+  };
   for (Batch& batch : batches_) {
-    if (batch.state == Batch::State::kFree) return &batch;
+    if (batch.state != Batch::State::kFree || !IsUsable(batch)) continue;
+    if (best == nullptr || idler(batch, *best)) best = &batch;
   }
-  return nullptr;
+  return best;
 }
 
 // Whether the job may take a free slab, if there is one. See "Room for short work".
 bool Batcher::MayOpen(const Job& job) const {
   const Job::Place& place = job.place_;
   const Caller& caller = job.spec().caller;
+  int usable = 0;
   int free = 0;
   int at_work = 0;
   int of_caller = 0;
   for (const Batch& batch : batches_) {
+    if (IsUsable(batch)) ++usable;
     if (batch.state == Batch::State::kFree) {
-      ++free;
+      if (IsUsable(batch)) ++free;
     } else if (batch.state != Batch::State::kKept) {
       ++at_work;
       if (batch.opened_by == caller.id) ++of_caller;
@@ -207,7 +229,7 @@ bool Batcher::MayOpen(const Job& job) const {
   if (free == 0) return false;
   if (free > 1 || at_work == 0) return true;
   if (caller.priority == Priority::kBatch) return false;
-  if (batches_.size() == 2) return place.cost_ns <= absl::ToDoubleNanoseconds(kSlowSlice);
+  if (usable == 2) return place.cost_ns <= absl::ToDoubleNanoseconds(kSlowSlice);
   return !place.queue->is_long && of_caller < at_work;
 }
 
@@ -304,10 +326,19 @@ void Batcher::PlacePending() {
       RemovePending(job);
       Reserve(batch, job, job->spec());
       job->place_.state = Job::Place::State::kPlaced;
-      to_copy_.PushBack(job);
-      copy_wake_.Signal();
+      devices_[static_cast<size_t>(batch->home)].to_copy.PushBack(job);
+      WakeCopier(batch->home);
     }
   }
+}
+
+// Prefers a copy thread near the slab.
+void Batcher::WakeCopier(int home) {
+  Device* waked = &devices_[static_cast<size_t>(home)];
+  for (Device& device : devices_) {
+    if (waked->idle_copiers == 0 && device.idle_copiers > 0) waked = &device;
+  }
+  waked->copy_wake.Signal();
 }
 
 void Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief) {
@@ -332,16 +363,20 @@ void Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief) {
       place.state = Job::Place::State::kCopied;
     }
     // A stream that sleeps until max_batch_delay is over must be woken once for a new batch.
-    if (SealForIdleStreams() > 0 || (max_batch_delay_ns_ > 0 && batch->copied == 1)) WakeStream();
+    SealAndWake(/*for_delay=*/batch->copied == 1);
     if (ended.first != nullptr) Publish();
   }
   End(ended);
 }
 
-void Batcher::CopyLoop() {
+void Batcher::CopyLoop(int index) {
   mutex_.Lock();
+  Device& near = devices_[static_cast<size_t>(index)];
   while (true) {
-    Job* job = to_copy_.PopFront();
+    Job* job = near.to_copy.PopFront();
+    for (size_t d = 0; d < devices_.size() && job == nullptr; ++d) {
+      job = devices_[d].to_copy.PopFront();
+    }
     if (job != nullptr) {
       Job::Place& place = job->place_;
       place.state = Job::Place::State::kCopying;
@@ -355,196 +390,12 @@ void Batcher::CopyLoop() {
     } else if (stopping_) {
       break;
     } else {
-      copy_wake_.Wait(mutex_);
+      ++near.idle_copiers;
+      near.copy_wake.Wait(mutex_);
+      --near.idle_copiers;
     }
   }
   mutex_.Unlock();
-}
-
-// ---- streams ----
-
-// While jobs wait for slabs, every batch that holds one is due.
-bool Batcher::IsDue(const Batch& batch, int64_t now_ns) const {
-  return max_batch_delay_ns_ == 0 || pending_.first != nullptr ||
-         now_ns - batch.opened_ns >= max_batch_delay_ns_;
-}
-
-// Seals as many open batches as idle streams could take, the most urgent first. A batch whose payloads are
-// all copied is sealed if a stream can run it now. A batch with copies under way is sealed if a
-// stream has no other batch to wait for: sealed, it waits only for those copies, not for those of
-// later jobs. Returns how many batches are ready to run, or 0 if no stream is idle.
-int Batcher::SealForIdleStreams() {
-  if (idle_streams_ == 0) return 0;
-  const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
-  int ready = 0;
-  int sealed = 0;
-  for (const Batch& batch : batches_) {
-    if (batch.state != Batch::State::kSealed && batch.state != Batch::State::kPaused) continue;
-    ++sealed;
-    if (batch.copying == 0) ++ready;
-  }
-  for (const bool complete : {true, false}) {
-    while ((complete ? ready : sealed) < idle_streams_) {
-      Batch* first = nullptr;
-      for (Batch& batch : batches_) {
-        if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
-            (batch.copying == 0) == complete && IsDue(batch, now_ns) &&
-            (first == nullptr || batch.urgency < first->urgency)) {
-          first = &batch;
-        }
-      }
-      if (first == nullptr) break;
-      Seal(first);
-      ++sealed;
-      if (complete) ++ready;
-    }
-  }
-  return ready;
-}
-
-// Whether the batch's next slice may take longer than kSlowSlice.
-bool Batcher::IsSlow(const Batch& batch) const {
-  const Progress& progress = batch.progress;
-  const double row_ns = progress.row_ns > 0 ? progress.row_ns : batch.queue->kind->row_ns;
-  const int64_t left = progress.begun ? progress.end_row - progress.next_row : batch.rows;
-  const int64_t rows = RowsOfSlice(batch, left, batch.queue->kind->row_ns, rules_);
-  return static_cast<double>(rows) * row_ns > absl::ToDoubleNanoseconds(kSlowSlice);
-}
-
-// An open batch counts if it is due and its payloads are copied. If only sealed batches counted, a
-// key whose batches keep filling up always comes first.
-Batch* Batcher::TakeMostUrgent() {
-  const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
-  const bool spare = slow_ < std::max(1, options_.streams - 1);
-  Batch* first = nullptr;
-  for (Batch& batch : batches_) {
-    const bool ready = batch.state == Batch::State::kSealed ||
-                       batch.state == Batch::State::kPaused ||
-                       (batch.state == Batch::State::kOpen && IsDue(batch, now_ns));
-    if (ready && batch.copying == 0 && batch.live > 0 &&
-        (first == nullptr || batch.urgency < first->urgency) && (spare || !IsSlow(batch))) {
-      first = &batch;
-    }
-  }
-  if (first == nullptr) return nullptr;
-  if (first->state == Batch::State::kOpen) Seal(first);
-  if (first->state == Batch::State::kSealed) {
-    first->taken_ns = MonotonicNanos();
-    open_jobs_ -= first->live;
-  }
-  first->state = Batch::State::kRunning;
-  first->slow = IsSlow(*first);
-  if (first->slow) ++slow_;
-  clock_.Serve(first->urgency.start);
-  return first;
-}
-
-// When max_batch_delay is next over for an open batch. A batch that is due already waits for a
-// copy, whose end wakes a stream.
-absl::Time Batcher::NextDue() const {
-  if (max_batch_delay_ns_ == 0) return absl::InfiniteFuture();
-  const int64_t now_ns = MonotonicNanos();
-  absl::Duration wait = absl::InfiniteDuration();
-  for (const Batch& batch : batches_) {
-    if (batch.state != Batch::State::kOpen || IsDue(batch, now_ns)) continue;
-    wait = std::min(wait, absl::Nanoseconds(batch.opened_ns + max_batch_delay_ns_ - now_ns));
-  }
-  return absl::Now() + wait;
-}
-
-void Batcher::WakeStream() {
-  wakes_.fetch_add(1, std::memory_order_relaxed);
-  if (!spinning_ && !roused_) stream_wake_.Signal();
-}
-
-void Batcher::GiveBack(Batch* batch, JobList& ended) {
-  const Progress& progress = batch->progress;
-  if (batch->slow) --slow_;
-  if (progress.slice_rows > 0) {
-    if (progress.kind_row_ns > 0) batch->queue->kind->row_ns = progress.kind_row_ns;
-    batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
-  }
-  unfinished_ -= progress.finished;
-  batch->live -= progress.finished;
-  if (unfinished_ == 0) all_done_.SignalAll();
-  if (!progress.done) {
-    batch->state = Batch::State::kPaused;
-    return EndBetweenSlices(batch, ended);
-  }
-  Settle(*batch);
-  if (unfinished_ == 0) clock_.Idle();
-  if (batch->kept) {
-    batch->state = Batch::State::kKept;
-    PlacePending();  // a slab that is kept is not at work
-  } else {
-    Release(batch);
-  }
-}
-
-// Tells the clock what the batch's jobs cost beyond the estimate.
-void Batcher::Settle(const Batch& batch) {
-  const Progress& progress = batch.progress;
-  if (progress.rows_run == 0) return;
-  const JobTimes& times = progress.times;
-  const double row_ns = static_cast<double>(times.h2d_ns + times.kernel_ns + times.d2h_ns) /
-                        static_cast<double>(progress.rows_run);
-  for (size_t i = progress.first_slot; i < progress.end_slot;) {
-    const Caller& caller = batch.slots[i].caller;
-    double more_ns = 0;
-    for (; i < progress.end_slot && batch.slots[i].caller.id == caller.id; ++i) {
-      const Slot& slot = batch.slots[i];
-      if (slot.has_run) more_ns += static_cast<double>(slot.rows) * row_ns - slot.cost_ns;
-    }
-    clock_.Correct(caller, batch.queue->is_long, more_ns);
-  }
-}
-
-Batch* Batcher::Next(Batch* given_back) {
-  MutexLock lock(mutex_);
-  if (given_back != nullptr) {
-    JobList ended;
-    GiveBack(given_back, ended);
-    if (ended.first != nullptr) {
-      Publish();
-      mutex_.Unlock();
-      End(ended);
-      mutex_.Lock();
-    }
-  }
-  ++idle_streams_;
-  bool spun = idle_spin_ns_ == 0;
-  Batch* batch = nullptr;
-  while (!stopping_) {
-    batch = TakeMostUrgent();
-    if (batch != nullptr) break;
-    SealForIdleStreams();
-    if ((!spun || brief_copies_ > 0) && !spinning_) {
-      // The next request of a busy client comes within microseconds, and a sleeping thread takes
-      // longer to wake. The stream also polls while a brief copy runs.
-      spun = spinning_ = true;
-      const uint32_t seen = wakes_.load(std::memory_order_relaxed);
-      mutex_.Unlock();
-      const int64_t until = MonotonicNanos() + idle_spin_ns_;
-      while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
-        std::this_thread::yield();  // on few cores, the thread that wakes us may need this one
-      }
-      mutex_.Lock();
-      spinning_ = false;
-    } else {
-      Publish();
-      stream_wake_.WaitUntil(mutex_, NextDue());
-      roused_ = false;
-    }
-  }
-  --idle_streams_;
-  // One wake may stand for several batches. And if batches may be delayed, another stream must now
-  // wait for the next one to become due.
-  if (batch != nullptr && idle_streams_ > 0 &&
-      (SealForIdleStreams() > 0 || max_batch_delay_ns_ > 0)) {
-    WakeStream();
-  }
-  Publish();
-  return batch;
 }
 
 void Batcher::Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
@@ -560,7 +411,9 @@ void Batcher::Finish(Job* job, const absl::Status& status, const JobAnswer& answ
 std::shared_ptr<const void> Batcher::Keep(Batch* batch) {
   {
     MutexLock lock(mutex_);
-    if (kept_ == max_kept_) return nullptr;
+    int64_t usable = 0;
+    for (const Batch& other : batches_) usable += IsUsable(other) ? 1 : 0;
+    if (kept_ >= usable - int64_t{options_.streams} * devices_left_) return nullptr;
     ++kept_;
     batch->kept = true;
     Publish();
@@ -594,6 +447,7 @@ bool Batcher::WaitForKept(absl::Time deadline) {
 }
 
 void Batcher::Release(Batch* batch) {
+  TakeMemoryBack(batch);
   batch->state = Batch::State::kFree;
   --batch->queue->kind->batches;
   PlacePending();
@@ -618,14 +472,15 @@ std::optional<RunningBatch> Batcher::OldestRunning() {
   if (oldest == nullptr) return std::nullopt;
   return RunningBatch{.op = oldest->key.op->name,
                       .rows = oldest->rows,
-                      .age = absl::Nanoseconds(MonotonicNanos() - oldest->taken_ns)};
+                      .age = absl::Nanoseconds(MonotonicNanos() - oldest->taken_ns),
+                      .device = oldest->device};
 }
 
 void Batcher::Publish() {
   if (metrics_ == nullptr) return;
-  int64_t slabs = 0;
-  for (const Batch& batch : batches_) slabs += batch.state != Batch::State::kFree ? 1 : 0;
-  metrics_->Set(Gauge::kSlabsInUse, slabs);
+  int64_t in_use = 0;
+  for (const Batch& batch : batches_) in_use += batch.state != Batch::State::kFree ? 1 : 0;
+  metrics_->Set(Gauge::kSlabsInUse, in_use);
   metrics_->Set(Gauge::kSlabsKept, kept_);
   metrics_->Set(Gauge::kQueuedJobs, pending_.size);
   metrics_->Set(Gauge::kOpenJobs, open_jobs_);

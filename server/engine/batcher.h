@@ -18,6 +18,7 @@
 #include "absl/types/span.h"
 #include "server/engine/batch.h"
 #include "server/engine/costs.h"
+#include "server/engine/devices.h"
 #include "server/engine/engine.h"
 #include "server/engine/fair_queue.h"
 #include "server/engine/job.h"
@@ -84,6 +85,13 @@ struct Kind {
 // the jobs of its key that fit join it, the most urgent first. Long jobs of one caller go
 // in the order of their arrival, and so do its short ones.
 //
+// Devices. A batch gathers in host memory, which all devices can read, and belongs to none. The first
+// stream that is free takes it, whichever device it is of, and gives it some of its device's memory.
+// From then on only streams of that device run its slices. Where the system has several nodes, a
+// device prefers batches whose host memory is near, as if they had arrived one slice earlier.
+// A lost device runs nothing; the slabs that are near it are not used again, so that work that has
+// not begun always finds memory on a device.
+//
 // Slices. A batch that ran a slice waits for its next one like any other batch, as if its work had
 // arrived later by what it has had. Between slices jobs end whose caller has left, whose deadline
 // has passed, or that Close finds; a batch without jobs ends.
@@ -91,8 +99,8 @@ struct Kind {
 // Room for short work. While slabs hold work, the last free one is kept from long jobs, from
 // kBatch, and from a caller that opened all other batches. Where there are only two slabs, long
 // jobs up to kSlowSlice may take it, since a stream then needs it to copy while it runs. Slices
-// that may take longer than kSlowSlice never run on all streams at the same time, if there are
-// several.
+// that may take longer than kSlowSlice never run on all streams of a device at the same time, if it
+// has several, nor on all streams of all devices.
 //
 // Sealing. A batch is sealed
 //   - when a job of its key does not fit,
@@ -106,9 +114,10 @@ class Batcher {
   // A slice that is not expected to take longer is soon over: others wait for it.
   static constexpr absl::Duration kSlowSlice = absl::Milliseconds(50);
 
-  // One batch per slab. `metrics` may be null. All outlive this.
-  Batcher(const EngineOptions& options, const SliceRules& rules, const std::vector<Slab>& slabs,
-          const Costs* costs, Metrics* metrics);
+  // One batch per slab; each device has as many, and those of a device follow each other. `metrics`
+  // may be null. All outlive this.
+  Batcher(const EngineOptions& options, const SliceRules& rules, const Devices& devices,
+          const std::vector<Slab>& slabs, const Costs* costs, Metrics* metrics);
 
   // See Engine.
   void Submit(std::shared_ptr<Job> job);
@@ -116,10 +125,10 @@ class Batcher {
   bool WaitIdle(absl::Time deadline);
   std::optional<RunningBatch> OldestRunning();
 
-  // For stream threads: gives `batch` back after a slice (null at first) and waits for the next one
-  // to run, which may be the same. It belongs to the caller until it is given back. Null: the
-  // engine stops.
-  Batch* Next(Batch* batch);
+  // For stream threads of `device`: gives `batch` back after a slice (null at first) and waits for
+  // the next one to run, which may be the same. It belongs to the caller until it is given back.
+  // Null: the engine stops, or the device is lost.
+  Batch* Next(int device, Batch* batch);
 
   // For stream threads: JobAnswer::keep for a batch of the caller's. Null if fewer slabs than
   // streams would be left. It may outlive the batcher.
@@ -133,11 +142,17 @@ class Batcher {
   // For stream threads: whether the caller of a job has left since its batch was taken.
   static bool IsGone(const Job& job);
 
-  // For copy threads: copies the payloads of jobs that waited for a slab, until Stop.
-  void CopyLoop();
+  // For copy threads: copies the payloads of jobs that waited for a slab, first to slabs near
+  // `device`, until Stop.
+  void CopyLoop(int device);
 
   // For the timer thread: ends waiting jobs whose deadline has passed, until Stop.
   void ExpireLoop();
+
+  // From here on `device` runs nothing. Jobs of its batches that have begun end with UNAVAILABLE and
+  // `message`: now, or after the slice that they are in, unless that is their last. Other work is
+  // not affected. Not for the last device: see Close.
+  void Lose(int device, std::string_view message);
 
   // From here on every job ends with UNAVAILABLE and `message`: now, or after the slice that it is
   // in, unless that is its last. The message of the first Close stays.
@@ -175,8 +190,22 @@ class Batcher {
     int64_t size = 0;
   };
 
+  // What the batcher knows of a device.
+  struct Device {
+    int node = -1;
+    bool lost = false;
+    int idle_streams = 0;            // inside Next, without a batch
+    int slow = 0;                    // slices that may take longer than kSlowSlice
+    int idle_copiers = 0;            // copy threads that wait
+    std::vector<std::byte*> memory;  // for batches that have not begun; each as large as a slab
+    JobList to_copy;                 // kPlaced, in slabs near it
+    CondVar wake;                    // its streams
+    CondVar copy_wake;               // its copy threads
+  };
+
   bool Fits(const Batch& batch, const JobSpec& spec) const;
   Kind* KindOf(const KindKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsUsable(const Batch& batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayOpen(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   KeyQueue* Arrive(Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -185,6 +214,7 @@ class Batcher {
   void Seal(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Release(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReleaseIfEmpty(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WakeCopier(int home) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PlacePending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PushPending(KeyQueue* queue, Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RemovePending(Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -198,14 +228,26 @@ class Batcher {
   void Copy(Job* job, std::byte* to, size_t row_stride, bool brief);
   void End(JobList& ended);
   bool IsDue(const Batch& batch, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  int SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Batch* TakeMostUrgent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int StreamsThatMayBegin(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool MayRun(const Batch& batch, const Device& device, int64_t now_ns) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool ComesFirst(const Batch& a, const Batch& b, const Device& device) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Batch* FindMostUrgent(const Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Batch* TakeMostUrgent(Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveMemory(Batch* batch, Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeMemoryBack(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsSlow(const Batch& batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndBetweenSlices(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Settle(const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Time NextDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void WakeStream() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Time NextDue(int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsAwake(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Wake(Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Device* MostIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RouseStream() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SealAndWake(bool for_delay = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const EngineOptions options_;
@@ -214,36 +256,37 @@ class Batcher {
   const SliceRules rules_;
   const Costs* const costs_;
   Metrics* const metrics_;
-  const int64_t max_kept_;  // slabs
+  const bool on_host_;  // DeviceInfo::is_host
   const std::shared_ptr<ReturnDesk> desk_;
 
   Mutex mutex_;
-  CondVar stream_wake_;
-  CondVar copy_wake_;
   CondVar timer_wake_;
   CondVar all_done_;
   CondVar all_back_;
+  std::vector<Device> devices_ ABSL_GUARDED_BY(mutex_);
+  int devices_left_ ABSL_GUARDED_BY(mutex_);
   std::vector<Batch> batches_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_ ABSL_GUARDED_BY(mutex_);
   JobList pending_ ABSL_GUARDED_BY(mutex_);                        // without a slab, all keys
   FairHeap<Job, AllLinks> pending_short_ ABSL_GUARDED_BY(mutex_);  // the same jobs
   FairHeap<Job, AllLinks> pending_long_ ABSL_GUARDED_BY(mutex_);
   FairClock clock_ ABSL_GUARDED_BY(mutex_);
-  JobList to_copy_ ABSL_GUARDED_BY(mutex_);  // kPlaced
   uint64_t next_sequence_ ABSL_GUARDED_BY(mutex_) = 1;
   int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, Done has not returned
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
   int64_t kept_ ABSL_GUARDED_BY(mutex_) = 0;        // slabs
   int slow_ ABSL_GUARDED_BY(mutex_) = 0;            // slices that may take longer than kSlowSlice
-  int idle_streams_ ABSL_GUARDED_BY(mutex_) = 0;    // inside Next, without a batch
-  bool spinning_ ABSL_GUARDED_BY(mutex_) = false;   // an idle stream polls wakes_
-  bool roused_ ABSL_GUARDED_BY(mutex_) = false;     // an idle stream was woken for a brief copy
-  int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;    // under way; see kMinBriefCopyBytes
+  // The device whose idle stream polls wakes_, and the one whose idle stream was woken for a brief
+  // copy; null: none.
+  Device* spinner_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  Device* roused_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;  // under way; see kMinBriefCopyBytes
   // No job that waits, or is in a batch between slices, has an earlier deadline.
   absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::string closed_message_ ABSL_GUARDED_BY(mutex_);
+  std::string lost_message_ ABSL_GUARDED_BY(mutex_);  // of the last Lose
   std::atomic<uint32_t> wakes_ = 0;
   std::atomic<int> callers_ = 0;  // threads of others inside a public call
 };

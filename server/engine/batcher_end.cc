@@ -1,4 +1,4 @@
-// How jobs end before their answer is there: cancel, deadline, close, stop.
+// How jobs end before their answer is there: cancel, deadline, lost device, close, stop.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -52,7 +52,7 @@ void Batcher::DropFrom(Batch* batch, Job* job, absl::StatusCode why, JobList& en
     return;
   }
   if (state == State::kPlaced) {
-    to_copy_.Remove(job);
+    devices_[static_cast<size_t>(batch->home)].to_copy.Remove(job);
     --batch->copying;
   }
   place.state = State::kDone;
@@ -62,22 +62,26 @@ void Batcher::DropFrom(Batch* batch, Job* job, absl::StatusCode why, JobList& en
 
 bool Batcher::IsGone(const Job& job) { return job.place_.gone.load(std::memory_order_relaxed); }
 
-// Ends the jobs of a paused batch whose caller has left, whose deadline has passed, or, once closed,
-// all.
+// Ends the jobs of a paused batch whose caller has left, whose deadline has passed, or all of them
+// where the device is lost or the engine closed.
 void Batcher::EndBetweenSlices(Batch* batch, JobList& ended) {
   const absl::Time now =
       batch->first_deadline == absl::InfiniteFuture() ? absl::InfinitePast() : absl::Now();
   const bool late = batch->first_deadline <= now || batch->abandoned;
-  if (!closed_ && !late && batch->gone == 0) return;
+  const bool closed = closed_ || devices_[static_cast<size_t>(batch->device)].lost;
+  if (!closed && !late && batch->gone == 0) return;
   batch->gone = 0;
   batch->first_deadline = absl::InfiniteFuture();
-  for (size_t i = 0; i < batch->slots.size() && batch->live > 0; ++i) {
+  int live =
+      batch->live;  // counted here: without a job, the batch may be opened for others at once
+  for (size_t i = 0; live > 0; ++i) {
     Job* job = batch->slots[i].job;
     if (job == nullptr) continue;
+    --live;
     const absl::Time deadline = job->spec().deadline;
     if (IsGone(*job)) {
       DropFrom(batch, job, absl::StatusCode::kCancelled, ended);
-    } else if (closed_) {
+    } else if (closed) {
       DropFrom(batch, job, absl::StatusCode::kUnavailable, ended);
     } else if (deadline <= now || batch->abandoned) {
       DropFrom(batch, job, absl::StatusCode::kDeadlineExceeded, ended);
@@ -130,7 +134,7 @@ void Batcher::DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended) {
     }
   }
   // The dropped copy may be the last one that a sealed batch waited for.
-  if (SealForIdleStreams() > 0) WakeStream();
+  SealAndWake();
 }
 
 void Batcher::End(JobList& ended) {
@@ -138,7 +142,7 @@ void Batcher::End(JobList& ended) {
   std::string unavailable;
   {
     MutexLock lock(mutex_);
-    unavailable = closed_message_;
+    unavailable = closed_ ? closed_message_ : lost_message_;
   }
   const int64_t now_ns = MonotonicNanos();
   int64_t count = 0;
@@ -177,7 +181,7 @@ void Batcher::Cancel(const Job& job) {
     MutexLock lock(mutex_);
     // The job is constant to its caller, except the place that the engine keeps in it.
     Drop(const_cast<Job*>(&job), absl::StatusCode::kCancelled, ended);
-    if (SealForIdleStreams() > 0) WakeStream();
+    SealAndWake();
     Publish();
   }
   End(ended);
@@ -201,6 +205,32 @@ void Batcher::ExpireLoop() {
   mutex_.Unlock();
 }
 
+void Batcher::Lose(int index, std::string_view message) {
+  JobList ended;
+  {
+    MutexLock lock(mutex_);
+    Device& device = devices_[static_cast<size_t>(index)];
+    device.lost = true;
+    --devices_left_;
+    lost_message_ = std::string(message);
+    for (Batch& batch : batches_) {
+      if (batch.device == index && batch.state == Batch::State::kPaused) {
+        EndBetweenSlices(&batch, ended);
+      }
+    }
+    device.wake.SignalAll();
+    SealAndWake();
+    if (metrics_ != nullptr) {
+      metrics_->Set(Gauge::kSlabs, static_cast<double>(std::count_if(
+                                       batches_.begin(), batches_.end(),
+                                       [this](const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                                           mutex_) { return IsUsable(batch); })));
+    }
+    Publish();
+  }
+  End(ended);
+}
+
 void Batcher::Close(std::string_view message) {
   JobList ended;
   {
@@ -217,8 +247,10 @@ void Batcher::Stop() {
   Close("the engine has stopped");
   MutexLock lock(mutex_);
   stopping_ = true;
-  stream_wake_.SignalAll();
-  copy_wake_.SignalAll();
+  for (Device& device : devices_) {
+    device.wake.SignalAll();
+    device.copy_wake.SignalAll();
+  }
   timer_wake_.SignalAll();
 }
 

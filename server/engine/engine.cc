@@ -1,5 +1,6 @@
 #include "server/engine/engine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <optional>
@@ -15,6 +16,7 @@
 #include "server/engine/batch.h"
 #include "server/engine/batcher.h"
 #include "server/engine/costs.h"
+#include "server/engine/devices.h"
 #include "server/engine/metrics.h"
 #include "server/engine/run_slice.h"
 #include "server/engine/sync.h"
@@ -27,50 +29,63 @@ namespace {
 // end.
 constexpr absl::Duration kKeptAnswersTimeout = absl::Seconds(5);
 
-// Frees its slabs, also when Create fails halfway.
+// The same number of slabs of each device. Frees them, also when Create fails halfway.
 class SlabPool {
  public:
-  explicit SlabPool(Backend* backend) : backend_(backend) {}
   ~SlabPool() {
-    for (const Slab& slab : slabs_) backend_->FreeSlab(slab);
+    for (size_t i = 0; i < slabs_.size(); ++i) owners_[i]->FreeSlab(slabs_[i]);
   }
+  SlabPool() = default;
   SlabPool(const SlabPool&) = delete;
   SlabPool& operator=(const SlabPool&) = delete;
 
-  absl::Status Add(size_t bytes) {
-    absl::StatusOr<Slab> slab = backend_->AllocateSlab(bytes);
-    if (slab.ok()) slabs_.push_back(*slab);
-    return slab.status();
+  absl::Status Add(Backend* backend, size_t bytes) {
+    absl::StatusOr<Slab> slab = backend->AllocateSlab(bytes);
+    if (!slab.ok()) return slab.status();
+    slabs_.push_back(*slab);
+    owners_.push_back(backend);
+    return absl::OkStatus();
   }
   // Leaks the slabs: an answer still uses them.
   void Leave() { slabs_.clear(); }
   const std::vector<Slab>& slabs() const { return slabs_; }
 
  private:
-  Backend* const backend_;
   std::vector<Slab> slabs_;
+  std::vector<Backend*> owners_;
 };
 
-// One thread per stream, the copy threads and the timer thread. All run the batcher's loops.
+// One thread per stream, the copy threads and the timer thread. All run the batcher's loops; those
+// of a device run near it. Streams are counted over all devices, those of a device one after another.
 class ThreadedEngine final : public Engine {
  public:
-  ThreadedEngine(std::unique_ptr<SlabPool> slabs, std::vector<std::unique_ptr<Stream>> streams,
-                 const EngineOptions& options, const SliceRules& rules, Metrics* metrics,
+  ThreadedEngine(std::shared_ptr<Devices> devices, std::unique_ptr<SlabPool> slabs,
+                 std::vector<std::unique_ptr<Stream>> streams, const EngineOptions& options,
+                 const SliceRules& rules, Metrics* metrics,
                  absl::AnyInvocable<void(absl::Status)> on_device_lost)
       : options_(options),
         layout_(options),
         rules_(rules),
         metrics_(metrics),
         on_device_lost_(std::move(on_device_lost)),
+        devices_(std::move(devices)),
         slabs_(std::move(slabs)),
         streams_(std::move(streams)),
-        activity_(options.streams, options.ops),
-        batcher_(options_, rules_, slabs_->slabs(), &costs_, metrics) {
-    for (int i = 0; i < options_.streams; ++i) {
-      threads_.emplace_back([this, i] { StreamLoop(i); });
-    }
-    for (int i = 0; i < options_.copy_threads; ++i) {
-      threads_.emplace_back([this] { batcher_.CopyLoop(); });
+        activity_(static_cast<int>(streams_.size()), options.ops),
+        batcher_(options_, rules_, *devices_, slabs_->slabs(), &costs_, metrics) {
+    for (int device = 0; device < devices_->count(); ++device) {
+      for (int i = 0; i < options_.streams; ++i) {
+        threads_.emplace_back([this, device, i] {
+          const CpuScope near(devices_->cpus(device));
+          StreamLoop(device, device * options_.streams + i);
+        });
+      }
+      for (int i = 0; i < options_.copy_threads; ++i) {
+        threads_.emplace_back([this, device] {
+          const CpuScope near(devices_->cpus(device));
+          batcher_.CopyLoop(device);
+        });
+      }
     }
     threads_.emplace_back([this] { batcher_.ExpireLoop(); });
   }
@@ -90,8 +105,9 @@ class ThreadedEngine final : public Engine {
   void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
   void Cancel(const Job& job) override { batcher_.Cancel(job); }
   void DeviceLost(const absl::Status& cause) override {
-    Close(cause);
-    if (metrics_ != nullptr) metrics_->CountDeviceError(/*lost=*/true);
+    const int device = DeviceOf(cause).value_or(0);
+    Lose(device, cause);
+    if (metrics_ != nullptr) metrics_->CountDeviceError(device, /*lost=*/true);
     TellOwner(cause);
   }
   bool WaitIdle(absl::Time deadline) override { return batcher_.WaitIdle(deadline); }
@@ -107,47 +123,64 @@ class ThreadedEngine final : public Engine {
   }
 
   const EngineOptions& options() const override { return options_; }
+  const Devices& devices() const override { return *devices_; }
   const Costs& costs() const override { return costs_; }
   const Activity& activity() const override { return activity_; }
 
  private:
-  void StreamLoop(int index) {
+  void StreamLoop(int device, int index) {
     Stream& stream = *streams_[static_cast<size_t>(index)];
     Batch* batch = nullptr;
-    while ((batch = batcher_.Next(batch)) != nullptr) {
+    while ((batch = batcher_.Next(device, batch)) != nullptr) {
       const std::string_view op = batch->key.op->name;
       const int64_t begun_ns = MonotonicNanos();
       activity_.Begin(index, batch->key.op, begun_ns);
       JobTimes oldest;
       const absl::Status status = RunSlice(
           stream, layout_, rules_, costs_, *batch,
-          [this](const absl::Status& cause) { Close(cause); },
+          [this, device](const absl::Status& cause) { Lose(device, cause); },
           [this, batch] { return batcher_.Keep(batch); }, &oldest);
       const int64_t ended_ns = MonotonicNanos();
       activity_.End(index, batch->progress.slice_rows, ended_ns);
       if (status.ok()) {
         if (metrics_ == nullptr) continue;
         if (batch->progress.slice_rows > 0) {
-          metrics_->CountSlice(op, static_cast<double>(ended_ns - begun_ns) * 1e-9);
+          metrics_->CountSlice(op, device, batch->progress.slice_rows,
+                               static_cast<double>(ended_ns - begun_ns) * 1e-9);
         }
         if (oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
         continue;
       }
       const bool lost = absl::IsInternal(status);
-      if (metrics_ != nullptr) metrics_->CountDeviceError(lost);
-      spdlog::error("the device failed a batch of {} with {} rows: {}", op, oldest.batch_rows,
-                    status.ToString());
+      if (metrics_ != nullptr) metrics_->CountDeviceError(device, lost);
+      spdlog::error("{} failed a batch of {} with {} rows: {}", devices_->NameOf(device), op,
+                    oldest.batch_rows, status.ToString());
       // Last: the owner may end the process in it, and by now the jobs have their answers.
       if (lost) TellOwner(status);
     }
   }
 
-  void Close(const absl::Status& cause) {
-    batcher_.Close(absl::StrCat("the device is lost: ", cause.message()));
+  // Takes the device out. Does nothing if it is out already.
+  void Lose(int device, const absl::Status& cause) {
+    if (!devices_->Lose(device)) return;
+    const int left = devices_->left();
+    const std::string name = devices_->NameOf(device);
+    for (int i = 0; i < options_.streams; ++i) activity_.Remove(device * options_.streams + i);
+    if (left > 0) {
+      batcher_.Lose(device, absl::StrCat(name, " is lost: ", cause.message()));
+    } else {
+      batcher_.Close(absl::StrCat("the device is lost: ", cause.message()));
+    }
+    if (metrics_ != nullptr) metrics_->SetDeviceLost(device);
+    // The owner says so where none is left.
+    if (left > 0) {
+      spdlog::error("{} is lost, {} of {} devices serve on: {}", name, left, devices_->count(),
+                    cause.ToString(absl::StatusToStringMode::kWithNoExtraData));
+    }
   }
 
   void TellOwner(const absl::Status& cause) {
-    if (!device_lost_.exchange(true)) on_device_lost_(cause);
+    if (devices_->left() == 0 && !told_.exchange(true)) on_device_lost_(cause);
   }
 
   const EngineOptions options_;
@@ -156,7 +189,8 @@ class ThreadedEngine final : public Engine {
   Costs costs_;
   Metrics* const metrics_;
   absl::AnyInvocable<void(absl::Status)> on_device_lost_;
-  std::atomic<bool> device_lost_ = false;
+  std::atomic<bool> told_ = false;
+  const std::shared_ptr<Devices> devices_;
   const std::unique_ptr<SlabPool> slabs_;
   const std::vector<std::unique_ptr<Stream>> streams_;
   Activity activity_;
@@ -196,34 +230,57 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-SliceRules RulesFor(const EngineOptions& options, const DeviceInfo& device) {
+SliceRules RulesFor(const EngineOptions& options, const Devices& devices) {
   absl::Duration max_slice = options.max_slice;
   if (max_slice == absl::ZeroDuration()) {
-    max_slice = absl::Milliseconds(device.backend == "cuda" ? 25 : 2);
+    max_slice = absl::Milliseconds(devices.info(0).backend == "cuda" ? 25 : 2);
   }
-  return {.max_slice_ns = absl::ToInt64Nanoseconds(max_slice), .linear_rows = device.linear_rows};
+  SliceRules rules = {.max_slice_ns = absl::ToInt64Nanoseconds(max_slice), .linear_rows = 0};
+  for (int i = 0; i < devices.count(); ++i) {
+    rules.linear_rows = std::max(rules.linear_rows, devices.info(i).linear_rows);
+  }
+  return rules;
+}
+
+// Which device an error of Create came from, where there are several.
+absl::Status Named(const Devices& devices, int device, const absl::Status& status) {
+  if (devices.count() == 1) return status;
+  return absl::Status(status.code(), absl::StrCat(devices.NameOf(device), ": ", status.message()));
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
-    Backend* backend, const EngineOptions& options, Metrics* metrics,
+    std::shared_ptr<Devices> devices, const EngineOptions& options, Metrics* metrics,
     absl::AnyInvocable<void(absl::Status)> on_device_lost) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  auto slabs = std::make_unique<SlabPool>(backend);
+  auto slabs = std::make_unique<SlabPool>();
   const SlabLayout layout(options);
-  for (int i = 0; i < options.streams * options.slabs_per_stream; ++i) {
-    if (absl::Status status = slabs->Add(layout.bytes); !status.ok()) return status;
-  }
   std::vector<std::unique_ptr<Stream>> streams;
-  for (int i = 0; i < options.streams; ++i) {
-    absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();
-    if (!stream.ok()) return stream.status();
-    streams.push_back(*std::move(stream));
+  for (int device = 0; device < devices->count(); ++device) {
+    const CpuScope near(devices->cpus(device));
+    Backend* const backend = devices->backend(device);
+    for (int i = 0; i < options.streams * options.slabs_per_stream; ++i) {
+      if (absl::Status status = slabs->Add(backend, layout.bytes); !status.ok()) {
+        return Named(*devices, device, status);
+      }
+    }
+    for (int i = 0; i < options.streams; ++i) {
+      absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();
+      if (!stream.ok()) return Named(*devices, device, stream.status());
+      streams.push_back(*std::move(stream));
+    }
   }
-  return std::make_unique<ThreadedEngine>(std::move(slabs), std::move(streams), options,
-                                          RulesFor(options, backend->device()), metrics,
-                                          std::move(on_device_lost));
+  const SliceRules rules = RulesFor(options, *devices);
+  return std::make_unique<ThreadedEngine>(std::move(devices), std::move(slabs), std::move(streams),
+                                          options, rules, metrics, std::move(on_device_lost));
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
+    Backend* backend, const EngineOptions& options, Metrics* metrics,
+    absl::AnyInvocable<void(absl::Status)> on_device_lost) {
+  return Create(std::make_shared<Devices>(std::vector<Backend*>{backend}), options, metrics,
+                std::move(on_device_lost));
 }
 
 }  // namespace logitd::engine

@@ -1,4 +1,4 @@
-// The engine runs jobs in batches on the streams of a backend.
+// The engine runs jobs in batches on the streams of its devices.
 #ifndef LOGITD_SERVER_ENGINE_ENGINE_H_
 #define LOGITD_SERVER_ENGINE_ENGINE_H_
 
@@ -18,8 +18,10 @@ namespace logitd::engine {
 
 class Costs;
 class Activity;
+class Devices;
 class Metrics;
 
+// `streams` and `slabs_per_stream` are of each device.
 struct EngineOptions {
   int streams = 2;           // batches that run at once
   int slabs_per_stream = 2;  // one fills while another runs
@@ -30,7 +32,7 @@ struct EngineOptions {
   int64_t max_batch_rows = 65536;
   // Longest time that an open batch waits for more requests while a stream is idle.
   absl::Duration max_batch_delay = absl::ZeroDuration();
-  int copy_threads = 2;  // copy payloads of jobs that had to wait for a slab
+  int copy_threads = 2;  // for each device: copy payloads of jobs that had to wait for a slab
   // Every op that a job may have. Slabs have room for the parameters of each.
   absl::Span<const OpTraits* const> ops;
   // Work that takes longer, by estimate, runs in slices of about this time, and other work runs in
@@ -46,15 +48,22 @@ struct RunningBatch {
   std::string_view op;
   int64_t rows;  // those of dropped jobs included
   absl::Duration age;
+  int device;  // as Devices counts them
 };
 
 // Thread-safe. Create allocates everything (slabs, arenas, threads). Jobs allocate nothing.
 class Engine {
  public:
-  // `on_device_lost` runs once, on an engine thread or in DeviceLost, when the backend reports
-  // INTERNAL. From then on every job ends with UNAVAILABLE, and the owner should end the process.
-  // The callback must not call Stop or WaitIdle, which wait for its thread. `metrics` may be null.
-  // Backend and metrics outlive the engine. INVALID_ARGUMENT: an option is out of range.
+  // A device whose backend reports INTERNAL is lost: its batches that have begun end with
+  // UNAVAILABLE, and the other devices do all other work. `on_device_lost` runs once, on an engine
+  // thread or in DeviceLost, when no device is left. From then on every job ends with UNAVAILABLE,
+  // and the owner should end the process. The callback must not call Stop or WaitIdle, which wait
+  // for its thread. `metrics` may be null. `metrics` and the backends of `devices` outlive the
+  // engine. INVALID_ARGUMENT: an option is out of range.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(
+      std::shared_ptr<Devices> devices, const EngineOptions& options, Metrics* metrics,
+      absl::AnyInvocable<void(absl::Status)> on_device_lost);
+  // With one device.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       Backend* backend, const EngineOptions& options, Metrics* metrics,
       absl::AnyInvocable<void(absl::Status)> on_device_lost);
@@ -69,11 +78,12 @@ class Engine {
   //
   //   DEADLINE_EXCEEDED  the deadline passed before its last slice began
   //   CANCELLED          Cancel came before its last slice ended
-  //   UNAVAILABLE        the device failed for its batch, or the engine has stopped
+  //   UNAVAILABLE        a device failed for its batch, none is left, or the engine has stopped
   //   INVALID_ARGUMENT   the job can never run: see CheckFits
   //
   // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a slab, a stream,
-  // the next slice. Among jobs of one priority the callers share the streams by weight, counted in
+  // the next slice. A batch goes to the device that is free first, and stays there once it has begun.
+  // Among jobs of one priority the callers share the streams by weight, counted in
   // estimated time; jobs of one caller go in the order in which they came, the short ones and
   // those that take more than one slice each among themselves. Jobs of any caller may
   // share a batch. Batches run in slices (EngineOptions::max_slice), and the most urgent batch gets
@@ -86,7 +96,8 @@ class Engine {
   // the slice. A slice in which no job has a caller any more is cut short where the device can.
   virtual void Cancel(const Job& job) = 0;
 
-  // A user of the backend other than the engine got INTERNAL. The same as INTERNAL from a batch.
+  // A user of a backend other than the engine got INTERNAL. The same as INTERNAL from a batch of
+  // the device that DeviceOf(cause) names, or of the first device.
   virtual void DeviceLost(const absl::Status& cause) = 0;
 
   // Waits until every submitted job is done, or until `deadline`. True: nothing is left.
@@ -100,6 +111,9 @@ class Engine {
   virtual void Stop() = 0;
 
   virtual const EngineOptions& options() const = 0;
+
+  // Which devices are lost. Lives as long as the engine.
+  virtual const Devices& devices() const = 0;
 
   // What work costs here. Lives as long as the engine.
   virtual const Costs& costs() const = 0;

@@ -14,6 +14,7 @@
 #include "formats/half.h"
 #include "formats/safetensors.h"
 #include "kernels/status_macros.h"
+#include "server/engine/devices.h"
 #include "server/engine/head_source.h"
 #include "server/engine/metrics.h"
 #include "server/log/limited.h"
@@ -33,7 +34,9 @@ constexpr int kLogSteps = 10;  // log lines of a long load
 size_t RoundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 absl::Status Named(const std::string& name, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrFormat("head %s: %s", name, status.message()));
+  absl::Status named(status.code(), absl::StrFormat("head %s: %s", name, status.message()));
+  if (const std::optional<int> device = DeviceOf(status)) named = OfDevice(*device, named);
+  return named;
 }
 
 absl::Status CheckRequest(const HeadRequest& request) {
@@ -116,19 +119,64 @@ struct Layout {
   int64_t file_bytes;
 };
 
-// Copies files to device memory in chunks: while one is copied to the device, the next is read.
+// Memory of a head that is being loaded, on every device that is not lost. Freed unless Release is
+// called.
+class Allocation {
+ public:
+  struct Part {
+    int device;
+    DeviceMemory memory;
+  };
+
+  Allocation(const Devices& devices, Metrics* metrics) : devices_(devices), metrics_(metrics) {}
+  ~Allocation() {
+    for (const Part& part : parts_) {
+      devices_.backend(part.device)->FreeDevice(part.memory);
+      if (metrics_ != nullptr) metrics_->AddHeadBytes(part.device, -BytesOf(part));
+    }
+  }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+
+  absl::Status Take(size_t bytes) {
+    for (int device = 0; device < devices_.count(); ++device) {
+      if (devices_.lost(device)) continue;
+      const absl::StatusOr<DeviceMemory> memory = devices_.backend(device)->AllocateDevice(bytes);
+      if (!memory.ok()) return OfDevice(device, memory.status());
+      parts_.push_back({device, *memory});
+      if (metrics_ != nullptr) metrics_->AddHeadBytes(device, BytesOf(parts_.back()));
+    }
+    if (!parts_.empty()) return absl::OkStatus();
+    return OfDevice(0, absl::InternalError("no device is left"));
+  }
+  const std::vector<Part>& parts() const { return parts_; }
+  std::vector<Part> Release() { return std::exchange(parts_, {}); }
+
+ private:
+  static int64_t BytesOf(const Part& part) { return static_cast<int64_t>(part.memory.bytes); }
+
+  const Devices& devices_;
+  Metrics* const metrics_;
+  std::vector<Part> parts_;
+};
+
+// Copies files to the memory of all devices in chunks: while one is copied to the devices, the next
+// is read.
 class Copy {
  public:
-  Copy(Backend* backend, const HeadRequest& request, int64_t total_bytes,
+  Copy(const Devices& devices, const std::vector<Allocation::Part>& parts,
+       const HeadRequest& request, int64_t total_bytes,
        absl::FunctionRef<bool(const HeadProgress&)> progress)
-      : backend_(backend),
+      : devices_(devices),
+        parts_(parts),
+        slab_owner_(devices.backend(parts.front().device)),
         request_(request),
         report_(progress),
         progress_{.total_bytes = total_bytes} {}
   ~Copy() {
-    if (travelling_) stream_->Wait().IgnoreError();
+    Arrive().IgnoreError();
     for (const Slab& slab : slabs_) {
-      if (slab.bytes > 0) backend_->FreeSlab(slab);
+      if (slab.bytes > 0) slab_owner_->FreeSlab(slab);
     }
   }
   Copy(const Copy&) = delete;
@@ -136,20 +184,23 @@ class Copy {
 
   absl::Status Start(size_t chunk_bytes) {
     for (Slab& slab : slabs_) {
-      absl::StatusOr<Slab> allocated = backend_->AllocateSlab(chunk_bytes);
-      if (!allocated.ok()) return allocated.status();
+      absl::StatusOr<Slab> allocated = slab_owner_->AllocateSlab(chunk_bytes);
+      if (!allocated.ok()) return OfDevice(parts_.front().device, allocated.status());
       slab = *allocated;
     }
-    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream(StreamUse::kCopies);
-    if (!stream.ok()) return stream.status();
-    stream_ = *std::move(stream);
+    for (const Allocation::Part& part : parts_) {
+      absl::StatusOr<std::unique_ptr<Stream>> stream =
+          devices_.backend(part.device)->CreateStream(StreamUse::kCopies);
+      if (!stream.ok()) return OfDevice(part.device, stream.status());
+      streams_.push_back(*std::move(stream));
+    }
     return absl::OkStatus();
   }
 
-  // Copies `rows` rows of `row_bytes` to `to`, where a row starts every `row_stride` bytes. Fills
-  // the rest of a row with zeros.
+  // Copies `rows` rows of `row_bytes` to offset `to`, where a row starts every `row_stride` bytes.
+  // Fills the rest of a row with zeros.
   absl::Status Rows(const StoredTensor& tensor, size_t rows, size_t row_bytes, size_t row_stride,
-                    std::byte* to) {
+                    size_t to) {
     const size_t most = slabs_[0].bytes / row_stride;
     for (size_t row = 0; row < rows;) {
       const size_t count = std::min(most, rows - row);
@@ -167,9 +218,9 @@ class Copy {
     return absl::OkStatus();
   }
 
-  // Copies `count` values as float: (value + offset) * scale.
+  // Copies `count` values as float to offset `to`: (value + offset) * scale.
   absl::Status Floats(const StoredTensor& tensor, size_t count, float offset, float scale,
-                      std::byte* to) {
+                      size_t to) {
     const size_t element = SizeOf(tensor.dtype);
     const size_t most = slabs_[0].bytes / sizeof(float);
     std::vector<std::byte> stored(std::min(most, count) * element);
@@ -193,21 +244,30 @@ class Copy {
   }
 
  private:
-  // Starts the copy of the filled slab. The copy of the other slab ends before, so it is filled
+  // Starts the copies of the filled slab. The copies of the other slab end before, so it is filled
   // next.
-  absl::Status Send(size_t bytes, std::byte* to, size_t file_bytes) {
+  absl::Status Send(size_t bytes, size_t to, size_t file_bytes) {
     LOGITD_RETURN_IF_ERROR(Arrive());
     travelling_ = true;
-    LOGITD_RETURN_IF_ERROR(stream_->Fill(slabs_[next_], 0, bytes, to));
+    for (size_t i = 0; i < streams_.size(); ++i) {
+      const absl::Status status =
+          streams_[i]->Fill(slabs_[next_], 0, bytes, parts_[i].memory.data + to);
+      if (!status.ok()) return OfDevice(parts_[i].device, status);
+    }
     next_ = 1 - next_;
     progress_.done_bytes += static_cast<int64_t>(file_bytes);
     // Finish reports the last chunk, after it has arrived.
     return progress_.done_bytes < progress_.total_bytes ? Report() : absl::OkStatus();
   }
 
+  // Waits for the copies on all devices, also where one fails.
   absl::Status Arrive() {
-    if (!std::exchange(travelling_, false)) return absl::OkStatus();
-    return stream_->Wait().status();
+    absl::Status first;
+    if (!std::exchange(travelling_, false)) return first;
+    for (size_t i = 0; i < streams_.size(); ++i) {
+      first.Update(OfDevice(parts_[i].device, streams_[i]->Wait().status()));
+    }
+    return first;
   }
 
   absl::Status Report() {
@@ -225,26 +285,37 @@ class Copy {
                                                 progress_.done_bytes, progress_.total_bytes));
   }
 
-  Backend* const backend_;
+  const Devices& devices_;
+  const std::vector<Allocation::Part>& parts_;
+  Backend* const slab_owner_;
   const HeadRequest& request_;
   const absl::FunctionRef<bool(const HeadProgress&)> report_;
   HeadProgress progress_;
   int logged_ = 0;
   Slab slabs_[2];
-  std::unique_ptr<Stream> stream_;
-  int next_ = 0;             // the slab to fill
-  bool travelling_ = false;  // the other slab is being copied to the device
+  std::vector<std::unique_ptr<Stream>> streams_;  // one for each part
+  int next_ = 0;                                  // the slab to fill
+  bool travelling_ = false;                       // the other slab is being copied to the devices
 };
 
 }  // namespace
 
-Head::Head(Backend* backend, const DeviceMemory& memory, const HeadView& view, HeadInfo info)
-    : backend_(backend), memory_(memory), view_(view), info_(std::move(info)) {}
+Head::Head(std::vector<Copy> copies, HeadInfo info)
+    : copies_(std::move(copies)), info_(std::move(info)) {
+  while (copies_[static_cast<size_t>(first_)].backend == nullptr) ++first_;
+}
 
-Head::~Head() { backend_->FreeDevice(memory_); }
+Head::~Head() {
+  for (const Copy& copy : copies_) {
+    if (copy.backend != nullptr) copy.backend->FreeDevice(copy.memory);
+  }
+}
+
+Heads::Heads(std::shared_ptr<const Devices> devices, Metrics* metrics, int64_t max_bytes)
+    : devices_(std::move(devices)), metrics_(metrics), max_bytes_(max_bytes) {}
 
 Heads::Heads(Backend* backend, Metrics* metrics, int64_t max_bytes)
-    : backend_(backend), metrics_(metrics), max_bytes_(max_bytes) {}
+    : Heads(std::make_shared<const Devices>(std::vector<Backend*>{backend}), metrics, max_bytes) {}
 
 absl::Status Heads::Check(const HeadRequest& request) const {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
@@ -295,7 +366,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
     read_ended_.SignalAll();
   }
   if (!head.ok())
-    log::Limited(log::Source::kHeads, spdlog::level::warn, "{}", head.status().ToString());
+    log::Limited(log::Source::kHeads, spdlog::level::warn, "{}",
+                 head.status().ToString(absl::StatusToStringMode::kWithNoExtraData));
   return head;
 }
 
@@ -320,9 +392,13 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                Name(source->weight.dtype), request.path, layout.bytes >> 20);
 
   const auto no_memory = [&](const absl::Status& status) {
-    return Named(request.name,
-                 absl::Status(status.code(), absl::StrFormat("needs %d bytes of device memory: %s",
-                                                             layout.bytes, status.message())));
+    const std::optional<int> device = DeviceOf(status);
+    const std::string where = device.has_value() && devices_->count() > 1
+                                  ? absl::StrCat(devices_->NameOf(*device), ": ")
+                                  : "";
+    absl::Status needs(status.code(), absl::StrFormat("needs %d bytes of device memory: %s%s",
+                                                      layout.bytes, where, status.message()));
+    return Named(request.name, device.has_value() ? OfDevice(*device, needs) : needs);
   };
   const auto bytes = static_cast<int64_t>(layout.bytes);
   if (const int64_t held = *bytes_; bytes > max_bytes_ - held) {
@@ -333,52 +409,54 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   }
   *bytes_ += bytes;
   absl::Cleanup give_back = [&] { *bytes_ -= bytes; };
-  const absl::StatusOr<DeviceMemory> memory = backend_->AllocateDevice(layout.bytes);
-  if (!memory.ok()) return no_memory(memory.status());
-  if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, bytes);
-  absl::Cleanup free_memory = [&] {
-    backend_->FreeDevice(*memory);
-    if (metrics_ != nullptr) metrics_->Add(Gauge::kHeadBytes, -bytes);
-  };
+  Allocation memory(*devices_, metrics_);
+  if (absl::Status status = memory.Take(layout.bytes); !status.ok()) return no_memory(status);
   {
-    Copy copy(backend_, request, layout.file_bytes, progress);
+    Copy copy(*devices_, memory.parts(), request, layout.file_bytes, progress);
     if (absl::Status status = copy.Start(std::min(kChunkBytes, layout.bytes)); !status.ok()) {
       return no_memory(status);
     }
     absl::Status status =
-        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, memory->data);
+        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, /*to=*/0);
     // A model scales the biased logits. A HeadView adds its bias to the scaled logits.
     if (status.ok() && source->bias.has_value()) {
-      status =
-          copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale, memory->data + layout.bias);
+      status = copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale, layout.bias);
     }
     if (status.ok() && source->norm.has_value()) {
-      status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f,
-                           memory->data + layout.norm);
+      status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f, layout.norm);
     }
     if (status.ok()) status = copy.Finish();
     if (!status.ok()) return Named(request.name, status);
   }
   const absl::Time end = absl::Now();
-  const HeadView view = layout.View(*source, memory->data);
   log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: loaded in {:.2f} s",
                request.name, absl::ToDoubleSeconds(end - start));
-  std::move(free_memory).Cancel();
   std::move(give_back).Cancel();
-  return std::shared_ptr<const Head>(new Head(backend_, *memory, view,
-                                              {.name = request.name,
-                                               .path = request.path,
-                                               .tensor = source->weight.name,
-                                               .stored_vocab = source->weight.shape[0],
-                                               .device_bytes = bytes,
-                                               .loaded = end,
-                                               .load_time = end - start}),
-                                     [metrics = metrics_, total = bytes_, bytes](const Head* head) {
-                                       delete head;
-                                       *total -= bytes;
-                                       if (metrics != nullptr)
-                                         metrics->Add(Gauge::kHeadBytes, -bytes);
-                                     });
+  std::vector<int> loaded;
+  std::vector<Head::Copy> copies(static_cast<size_t>(devices_->count()));
+  for (const Allocation::Part& part : memory.Release()) {
+    copies[static_cast<size_t>(part.device)] = {.backend = devices_->backend(part.device),
+                                                .memory = part.memory,
+                                                .view = layout.View(*source, part.memory.data)};
+    loaded.push_back(part.device);
+  }
+  const auto unload = [metrics = metrics_, total = bytes_, bytes,
+                       loaded = std::move(loaded)](const Head* head) {
+    delete head;
+    *total -= bytes;
+    for (const int device : loaded) {
+      if (metrics != nullptr) metrics->AddHeadBytes(device, -bytes);
+    }
+  };
+  return std::shared_ptr<const Head>(
+      new Head(std::move(copies), {.name = request.name,
+                                   .path = request.path,
+                                   .tensor = source->weight.name,
+                                   .stored_vocab = source->weight.shape[0],
+                                   .device_bytes = bytes,
+                                   .loaded = end,
+                                   .load_time = end - start}),
+      unload);
 }
 
 absl::Status Heads::Unload(std::string_view name) {

@@ -1,4 +1,4 @@
-// Output heads on the device, by name.
+// Output heads on the devices, by name.
 #ifndef LOGITD_SERVER_ENGINE_HEADS_H_
 #define LOGITD_SERVER_ENGINE_HEADS_H_
 
@@ -24,6 +24,7 @@
 
 namespace logitd::engine {
 
+class Devices;
 class Metrics;
 
 // A head's description.
@@ -32,26 +33,37 @@ struct HeadInfo {
   std::string path;          // as the request gave it
   std::string tensor;        // the weight's name in its file, e.g. "lm_head.weight"
   int64_t stored_vocab = 0;  // rows in the file; more than the head's if the weight is padded
-  int64_t device_bytes = 0;
+  int64_t device_bytes = 0;  // on each device
   absl::Time loaded;
   absl::Duration load_time;
 };
 
-// A head on the device. Immutable, hence thread-safe. Its memory is freed with the last reference.
+// A head, with a copy on each device. Immutable, hence thread-safe. Its memory is freed with the last
+// reference.
 class Head {
  public:
-  Head(Backend* backend, const DeviceMemory& memory, const HeadView& view, HeadInfo info);
+  // What one device holds. No backend: the device was lost before the head was loaded.
+  struct Copy {
+    Backend* backend = nullptr;
+    DeviceMemory memory;
+    HeadView view;
+  };
+
+  // `copies`: one for each device; at least one has a backend, which outlives this.
+  Head(std::vector<Copy> copies, HeadInfo info);
   ~Head();
   Head(const Head&) = delete;
   Head& operator=(const Head&) = delete;
 
-  const HeadView& view() const { return view_; }
+  // The copy on a device that was not lost when the head was loaded.
+  const HeadView& view(int device) const { return copies_[static_cast<size_t>(device)].view; }
+  // Any copy: all are equal except for their addresses.
+  const HeadView& view() const { return view(first_); }
   const HeadInfo& info() const { return info_; }
 
  private:
-  Backend* const backend_;
-  const DeviceMemory memory_;
-  const HeadView view_;
+  const std::vector<Copy> copies_;
+  int first_ = 0;  // the first copy that there is
   const HeadInfo info_;
 };
 
@@ -73,20 +85,26 @@ struct HeadProgress {
 // may outlive this.
 class Heads {
  public:
-  // `metrics` may be null. Both outlive this and every Head. `max_bytes`: the most device memory of
-  // all heads together, unloaded ones that jobs still use included.
+  // `metrics` may be null. It and the backends of `devices` outlive this and every Head. `max_bytes`:
+  // the most memory that all heads together take on each device, unloaded ones that jobs still use
+  // included.
+  Heads(std::shared_ptr<const Devices> devices, Metrics* metrics,
+        int64_t max_bytes = std::numeric_limits<int64_t>::max());
+  // With one device.
   Heads(Backend* backend, Metrics* metrics,
         int64_t max_bytes = std::numeric_limits<int64_t>::max());
 
-  // Reads, checks and copies a head to the device, then lists it. `progress` runs on this thread
+  // Reads and checks a head, and copies it to every device that is not lost; then lists it. The file
+  // is read once. `progress` runs on this thread
   // from time to time and once at the end; while another load runs, with total_bytes 0. If it
   // returns false, the load ends with CANCELLED.
   //
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
   // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (more than max_bytes,
-  // or no device memory; the text says how much the head needs), UNAVAILABLE (a read or the device failed), INTERNAL (the
-  // device is lost).
+  // or no device memory; the text says how much the head needs), UNAVAILABLE (a read or a device failed), INTERNAL (a
+  // device is lost, and DeviceOf says which: the caller tells the engine, and may load again while
+  // devices are left).
   absl::StatusOr<std::shared_ptr<const Head>> Load(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
 
@@ -109,10 +127,10 @@ class Heads {
   absl::Status CheckNew(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  Backend* const backend_;
+  const std::shared_ptr<const Devices> devices_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
-  // Device memory of all Head objects and of the one in Read. Only Read adds to it. Heads may
+  // Memory on each device of all Head objects and of the one in Read. Only Read adds to it. Heads may
   // outlive this.
   const std::shared_ptr<std::atomic<int64_t>> bytes_ = std::make_shared<std::atomic<int64_t>>(0);
   mutable Mutex mutex_;

@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "server/engine/devices.h"
 #include "server/engine/metrics.h"
 
 namespace logitd::engine {
@@ -156,13 +157,19 @@ std::optional<double> Slowness::Predict(double ahead, double deviations) const {
   return ahead * std::exp(mean_ + deviations * deviation_);
 }
 
-Load::Load(const Costs* costs, Metrics* metrics, Clock clock)
-    : costs_(costs), metrics_(metrics), clock_(std::move(clock)) {}
+Load::Load(const Costs* costs, Metrics* metrics, Clock clock, const Devices* devices)
+    : costs_(costs), metrics_(metrics), clock_(std::move(clock)), devices_(devices) {}
 
 int64_t Load::CostOf(const OpTraits& op, int64_t bytes) const {
   double cost = kCallCost + kByteCost * static_cast<double>(bytes);
   if (costs_ != nullptr) cost += absl::ToDoubleNanoseconds(costs_->OfCall(op, bytes));
   return static_cast<int64_t>(std::min(cost, 1e15));
+}
+
+double Load::Ahead(double all, int64_t cost) const {
+  const int devices = devices_ == nullptr ? 1 : std::max(1, devices_->left());
+  const auto own = static_cast<double>(cost);
+  return own + (all - own) / devices;
 }
 
 absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const {
@@ -239,7 +246,7 @@ absl::Status Load::Begin(const Call& call, Work* work, Alike* alike) {
     for (WorkAhead::Share& share : caller.share) share.weight = call.caller.weight;
   }
   const Priority priority = call.caller.priority;
-  const double ahead = ahead_[kCall].Of(caller.share[kCall], priority, cost);
+  const double ahead = Ahead(ahead_[kCall].Of(caller.share[kCall], priority, cost), cost);
   const std::optional<double> predicted = slowness_[kCall].Predict(ahead, kHeaderMargin);
   if (predicted.has_value()) {
     if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
@@ -329,7 +336,7 @@ absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spe
   work->cost_[kCall] = cost;
   const int64_t job_cost = std::max<int64_t>(
       costs_ == nullptr ? 0 : absl::ToInt64Nanoseconds(costs_->OfJob(spec)), cost / 4);
-  const double ahead = ahead_[kJob].Of(caller.share[kJob], priority, job_cost);
+  const double ahead = Ahead(ahead_[kJob].Of(caller.share[kJob], priority, job_cost), job_cost);
   work->arrived_ = true;
   work->cost_[kJob] = job_cost;
   work->ahead_[kJob] = ahead;
@@ -374,8 +381,9 @@ int Load::callers() const {
 std::optional<absl::Duration> Load::PredictNext() const {
   MutexLock lock(mutex_);
   const Slowness& slowness = slowness_[kCall];
-  const double ahead = ahead_[kCall].Of(WorkAhead::Share(), Priority::kInteractive,
-                                        static_cast<int64_t>(slowness.mean_cost()));
+  const auto cost = static_cast<int64_t>(slowness.mean_cost());
+  const double ahead =
+      Ahead(ahead_[kCall].Of(WorkAhead::Share(), Priority::kInteractive, cost), cost);
   const std::optional<double> predicted = slowness.Predict(ahead, /*deviations=*/0);
   if (!predicted.has_value()) return std::nullopt;
   return absl::Nanoseconds(*predicted);

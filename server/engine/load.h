@@ -23,6 +23,7 @@
 
 namespace logitd::engine {
 
+class Devices;
 class Metrics;
 enum class Refusal;
 
@@ -85,7 +86,8 @@ class Slowness {
 // Decides at a call's headers, and again when its message is there, whether it can meet its
 // deadline. Thread-safe.
 //
-// The prediction is (work ahead) x (slowness). Slowness is measured over all of a call: the socket,
+// The prediction is (work ahead) x (slowness), where the devices share the work of other calls, but a
+// call's own work is one device's. Slowness is measured over all of a call: the socket,
 // the line, copies, kernels. So it follows whatever limits the server, and the cost of refusals
 // too. Rules that keep it honest:
 // - Without an estimate few calls are refused: 256 of a server that have less than 5 s are let in, and
@@ -107,8 +109,10 @@ class Load {
   static constexpr absl::Duration kShortLine = absl::Seconds(5);
   static constexpr int kShortCalls = 32;
 
-  // `costs` and `metrics` may be null; otherwise they outlive this.
-  Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now);
+  // `costs`, `metrics` and `devices` may be null; otherwise they outlive this. Without `devices`
+  // there is one.
+  Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now,
+       const Devices* devices = nullptr);
 
   struct Call {
     Caller caller;
@@ -187,6 +191,8 @@ class Load {
   };
 
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
+  // What is ahead of a call of cost `cost`, which `all` includes, until it is done.
+  double Ahead(double all, int64_t cost) const;
   // The status of a call that cannot end in time.
   absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
   // The status of a call that comes while there is no estimate and many calls are outstanding.
@@ -204,6 +210,7 @@ class Load {
   const Costs* const costs_;
   Metrics* const metrics_;
   const Clock clock_;
+  const Devices* const devices_;
   mutable Mutex mutex_;
   std::array<WorkAhead, 2> ahead_ ABSL_GUARDED_BY(mutex_);
   std::array<Slowness, 2> slowness_ ABSL_GUARDED_BY(mutex_);

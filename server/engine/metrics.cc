@@ -45,7 +45,7 @@ constexpr Help kGauges[] = {
     {"logitd_slabs_kept", "Slabs in use whose answer is still being sent."},
     {"logitd_heads", "Heads loaded."},
     {"logitd_head_bytes",
-     "Device memory of heads: loading, loaded, and unloaded ones that jobs still use."},
+     "Memory of heads on all devices: loading, loaded, and unloaded ones that jobs still use."},
     {"logitd_open_calls", "Calls of ops that are not over."},
     {"logitd_open_streams", "Open calls that are streams."},
     {"logitd_predicted_delay_seconds", "Predicted time of the last call from headers to its end."},
@@ -93,6 +93,11 @@ Counter& AddCounter(prometheus::Registry& registry, const char* name, const char
   return prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add(labels);
 }
 
+prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, const char* help,
+                            const prometheus::Labels& labels = {}) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add(labels);
+}
+
 Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const char* help,
                         const Histogram::BucketBoundaries& buckets,
                         const prometheus::Labels& labels = {}) {
@@ -135,21 +140,45 @@ struct OpSeries {
   std::array<Histogram*, std::size(kBatchTimes)> batch_times;
 };
 
+struct DeviceSeries {
+  DeviceSeries(prometheus::Registry& registry, const std::string& device)
+      : errors_batch(AddCounter(registry, "logitd_device_errors_total",
+                                "Batches the device failed.",
+                                {{"device", device}, {"kind", "batch"}})),
+        errors_lost(AddCounter(registry, "logitd_device_errors_total", "Batches the device failed.",
+                               {{"device", device}, {"kind", "lost"}})),
+        rows(AddCounter(registry, "logitd_device_rows_total", "Rows computed.",
+                        {{"device", device}})),
+        busy(AddCounter(registry, "logitd_device_busy_seconds_total",
+                        "Time that the device's streams spent on slices.", {{"device", device}})),
+        up(AddGauge(registry, "logitd_device_up", "1; 0: the device is lost.",
+                    {{"device", device}})),
+        head_bytes(AddGauge(registry, "logitd_device_head_bytes",
+                            "Memory of heads on the device, as in logitd_head_bytes.",
+                            {{"device", device}})) {
+    up.Set(1);
+  }
+
+  Counter& errors_batch;
+  Counter& errors_lost;
+  Counter& rows;
+  Counter& busy;
+  prometheus::Gauge& up;
+  prometheus::Gauge& head_bytes;
+};
+
 }  // namespace
 
 struct Metrics::Series {
-  Series(prometheus::Registry& registry, absl::Span<const std::string_view> op_names)
-      : device_errors_batch(AddCounter(registry, "logitd_device_errors_total",
-                                       "Batches the device failed.", {{"kind", "batch"}})),
-        device_errors_lost(AddCounter(registry, "logitd_device_errors_total",
-                                      "Batches the device failed.", {{"kind", "lost"}})),
-        batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())) {
+  Series(prometheus::Registry& registry, absl::Span<const std::string_view> op_names,
+         absl::Span<const int> device_numbers)
+      : batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())) {
+    devices.reserve(device_numbers.size());
+    for (const int number : device_numbers) {
+      devices.emplace_back(registry, std::to_string(number));
+    }
     for (size_t i = 0; i < std::size(kGauges); ++i) {
-      gauges[i] = &prometheus::BuildGauge()
-                       .Name(kGauges[i].name)
-                       .Help(kGauges[i].text)
-                       .Register(registry)
-                       .Add({});
+      gauges[i] = &AddGauge(registry, kGauges[i].name, kGauges[i].text);
     }
     for (size_t i = 0; i < std::size(kPhases); ++i) {
       phases[i] = &AddHistogram(registry, kPhases[i].name, kPhases[i].text, SecondsBuckets());
@@ -175,18 +204,19 @@ struct Metrics::Series {
     return ops.back();
   }
 
-  Counter& device_errors_batch;
-  Counter& device_errors_lost;
+  DeviceSeries& Of(int device) { return devices[static_cast<size_t>(device)]; }
+
   Histogram& batch_rows;
+  std::vector<DeviceSeries> devices;
   std::array<prometheus::Gauge*, std::size(kGauges)> gauges;
   std::array<Histogram*, std::size(kPhases)> phases;
   std::array<std::array<Counter*, kProofNames.size()>, kRefusals> refused;
   std::vector<OpSeries> ops;  // few, found by comparing; the last is "unknown"
 };
 
-Metrics::Metrics(absl::Span<const std::string_view> ops)
+Metrics::Metrics(absl::Span<const std::string_view> ops, absl::Span<const int> devices)
     : registry_(std::make_shared<prometheus::Registry>()),
-      series_(std::make_unique<Series>(*registry_, ops)) {}
+      series_(std::make_unique<Series>(*registry_, ops, devices)) {}
 
 Metrics::~Metrics() = default;
 
@@ -216,16 +246,27 @@ void Metrics::CountBatch(std::string_view op, const JobTimes& oldest) {
   }
 }
 
-void Metrics::CountSlice(std::string_view op, double seconds) {
+void Metrics::CountSlice(std::string_view op, int device, int64_t rows, double seconds) {
   OpSeries& series = series_->Find(op);
   series.slices.Increment();
   series.busy.Increment(seconds);
+  DeviceSeries& of_device = series_->Of(device);
+  of_device.rows.Increment(static_cast<double>(rows));
+  of_device.busy.Increment(seconds);
 }
 
 void Metrics::CountStopped(std::string_view op) { series_->Find(op).stopped.Increment(); }
 
-void Metrics::CountDeviceError(bool lost) {
-  (lost ? series_->device_errors_lost : series_->device_errors_batch).Increment();
+void Metrics::CountDeviceError(int device, bool lost) {
+  DeviceSeries& series = series_->Of(device);
+  (lost ? series.errors_lost : series.errors_batch).Increment();
+}
+
+void Metrics::SetDeviceLost(int device) { series_->Of(device).up.Set(0); }
+
+void Metrics::AddHeadBytes(int device, int64_t change) {
+  Add(Gauge::kHeadBytes, change);
+  series_->Of(device).head_bytes.Increment(static_cast<double>(change));
 }
 
 void Metrics::Set(Gauge gauge, double value) {

@@ -10,10 +10,15 @@
 //   logitd_stopped_total{op}          requests that ended between slices of their batch: the caller
 //                                     left, the deadline passed or the engine closed
 //   logitd_refused_total{reason}      calls refused before their payload was copied; see Refusal
-//   logitd_device_errors_total{kind}  batches the device failed: "batch" (later work may succeed)
-//                                     or "lost"
+//   logitd_device_errors_total{device,kind}  batches the device failed: "batch" (later work may
+//                                     succeed) or "lost"
+//   logitd_device_rows_total{device}  rows computed, those of unfinished batches included
+//   logitd_device_busy_seconds_total{device}  time that its streams spent on slices
 //   logitd_log_lines_suppressed_total{source}  see server/log/limited.h; the server adds it
-// Gauges: see Gauge
+// Gauges: see Gauge, and
+//   logitd_device_up{device}          1; 0: the device is lost
+//   logitd_device_head_bytes{device}  its part of logitd_head_bytes
+// The label `device` is DeviceInfo::number.
 // Histograms, one observation per call
 //   logitd_request_seconds{op}        from headers to status
 //   logitd_admission_wait_seconds     from headers until the message may come; of a stream, only
@@ -72,8 +77,9 @@ enum class Gauge {
   kSlabs,           // logitd_slabs: all slabs
   kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent
   kHeads,           // logitd_heads: heads loaded
-  kHeadBytes,  // logitd_head_bytes: device memory of heads, loading ones and unloaded ones included
-  kOpenCalls,  // logitd_open_calls: calls of ops that are not over
+  // logitd_head_bytes: memory of heads on all devices, loading ones and unloaded ones included
+  kHeadBytes,
+  kOpenCalls,       // logitd_open_calls: calls of ops that are not over
   kOpenStreams,     // logitd_open_streams: those of them that are gRPC streams
   kPredictedDelay,  // logitd_predicted_delay_seconds: of the last call, from headers to its end
   kDraining,        // logitd_draining: 1 from the start of the drain
@@ -92,7 +98,9 @@ class Metrics {
  public:
   // `ops` are the values of the label `op`. "unknown" is added: it stands for a call that was
   // refused before its op was known, and for any name not in `ops`.
-  explicit Metrics(absl::Span<const std::string_view> ops = {});
+  // `devices`: their DeviceInfo::number, in the order in which the methods count them.
+  explicit Metrics(absl::Span<const std::string_view> ops = {},
+                   absl::Span<const int> devices = kOneDevice);
   ~Metrics();
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
@@ -114,19 +122,25 @@ class Metrics {
   void CountBatch(std::string_view op, const JobTimes& oldest);
 
   // Once per computed slice, by the engine. `seconds`: from the stream's start on it to its end.
-  void CountSlice(std::string_view op, double seconds);
+  void CountSlice(std::string_view op, int device, int64_t rows, double seconds);
 
   // Once per job that ended between slices, by the engine.
   void CountStopped(std::string_view op);
 
   // Once per batch that the device failed. `lost`: for good.
-  void CountDeviceError(bool lost);
+  void CountDeviceError(int device, bool lost);
+  // Once per lost device.
+  void SetDeviceLost(int device);
+
+  // When memory of a device is taken for heads, or given back.
+  void AddHeadBytes(int device, int64_t change);
 
   void Set(Gauge gauge, double value);
   void Add(Gauge gauge, int64_t change);
   int64_t Get(Gauge gauge) const;
 
  private:
+  static constexpr int kOneDevice[] = {0};
   struct Series;
   std::shared_ptr<prometheus::Registry> registry_;
   std::unique_ptr<Series> series_;

@@ -174,7 +174,7 @@ absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
       .wanted = plan.wanted,
       .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
       .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
-      .head = batch.key.head == nullptr ? nullptr : &batch.key.head->view(),
+      .head = batch.key.head == nullptr ? nullptr : &batch.key.head->view(batch.device),
   };
   return op.exclusive_batch ? plan.call->Enqueue(stream, view) : op.enqueue(stream, view);
 }

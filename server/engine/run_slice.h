@@ -34,7 +34,7 @@ int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const Slice
 // beyond their deadline, then writes the others' inputs and uploads payload and inputs. The last
 // one downloads the outputs and ends every job: with CANCELLED where its caller has left, else OK.
 // Rows that no job is left for are skipped at both ends of the batch. Between slices the device
-// holds the batch, and any stream may run the next one. `progress` says what was done; the slab is
+// holds the batch, and any of its streams may run the next one. `progress` says what was done; the slab is
 // quiet when this returns.
 //
 // Returns how the device did: OK, UNAVAILABLE (this batch failed) or INTERNAL (the device is lost);

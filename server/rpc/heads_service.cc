@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/engine/devices.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/message.h"
 #include "server/rpc/transport/small_call.h"
@@ -279,6 +280,12 @@ void HeadsService::RunLoads() {
   }
 }
 
+// A device that is lost while others are left is no reason not to try again.
+absl::Status HeadsService::StatusOf(const absl::Status& load) const {
+  if (!absl::IsInternal(load) || environment_.engine->devices().left() < 2) return load;
+  return absl::UnavailableError(absl::StrCat(load.message(), "; the other devices serve on"));
+}
+
 void HeadsService::Run(LoadCall& call) {
   v1::LoadHeadResponse last;
   const auto head =
@@ -294,7 +301,7 @@ void HeadsService::Run(LoadCall& call) {
     absl::MutexLock lock(&mutex_);
     running_ = nullptr;
   }
-  call.End(head.status(), last);
+  call.End(StatusOf(head.status()), last);
   // Last: the engine's owner may end the process in it.
   if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
 }

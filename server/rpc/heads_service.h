@@ -59,6 +59,7 @@ class HeadsService final : public RawHeads {
   void LeaveLine(const LoadCall& call);  // if it waits
   void RunLoads();
   void Run(LoadCall& call);
+  absl::Status StatusOf(const absl::Status& load) const;  // what the caller of a load gets
 
   const std::string root_;
   const std::string remote_listen_;

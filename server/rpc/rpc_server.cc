@@ -13,10 +13,12 @@
 #include <utility>
 
 #include "absl/algorithm/container.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
 #include "server/door/listener.h"
 #include "server/door/sockets.h"
+#include "server/engine/devices.h"
 #include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
 #include "server/rpc/ring_service.h"
@@ -57,22 +59,29 @@ constexpr absl::Duration kKeepaliveTimeout = absl::Seconds(20);
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
 constexpr int64_t kHeaderBytesPerRow = 128;
 
-v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& device,
+v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const engine::Devices& devices,
                              const engine::AdmissionOptions& admission,
                              const engine::EngineOptions& engine) {
   v1::GetInfoResponse info;
   info.set_version(options.version);
   info.set_grpc_version(options.grpc_version);
-  info.set_backend(device.backend);
-  info.mutable_device()->set_name(device.name);
-  info.mutable_device()->set_memory_bytes(device.memory_bytes);
+  info.set_backend(devices.info(0).backend);
+  for (int i = 0; i < devices.count(); ++i) {
+    const DeviceInfo& device = devices.info(i);
+    v1::Device* shown = info.add_devices();
+    shown->set_name(device.name);
+    shown->set_memory_bytes(device.memory_bytes);
+    shown->set_number(device.number);
+    shown->set_pci_bus_id(device.pci_bus_id);
+    shown->set_numa_node(devices.node(i));
+  }
   v1::Limits* limits = info.mutable_limits();
   limits->set_max_request_bytes(options.max_request_bytes);
   limits->set_max_held_bytes(admission.max_held_bytes);
   limits->set_max_batch_rows(engine.max_batch_rows);
   limits->set_max_vocab(kMaxVocab);
   limits->set_max_answer_bytes(engine.slab_answer_bytes);
-  limits->set_streams(engine.streams);
+  limits->set_streams(engine.streams * devices.count());
   limits->set_max_keys(kMaxKeys);
   for (const ops::Op& op : ops::kOps) {
     for (const std::string_view method : {op.method, op.stream_method}) {
@@ -92,10 +101,9 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const DeviceInfo& 
 
 class RpcServerImpl final : public RpcServer {
  public:
-  RpcServerImpl(const RpcServerOptions& options, const DeviceInfo& device,
-                engine::Admission* admission, engine::Engine* engine, engine::Heads* heads,
-                engine::Metrics* metrics)
-      : load_(&engine->costs(), metrics),
+  RpcServerImpl(const RpcServerOptions& options, engine::Admission* admission,
+                engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics)
+      : load_(&engine->costs(), metrics, absl::Now, &engine->devices()),
         log_(options.slow_call),
         turned_away_(std::make_shared<TurnedAway>(metrics, &log_)),
         tracker_(options.peer_timeout, admission->options().retry_delay),
@@ -115,7 +123,8 @@ class RpcServerImpl final : public RpcServer {
                      .max_payload_bytes = options.max_request_bytes},
         op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, options.remote_listen, environment_),
-        info_(MakeInfo(options, device, admission->options(), engine->options()), environment_),
+        info_(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
+              environment_),
         connections_(options.connections),
         listener_(options.connections, options.tls) {}
 
@@ -187,6 +196,11 @@ class RpcServerImpl final : public RpcServer {
     for (const std::string& service : OpServiceNames()) health->SetServingStatus(service, serving);
     for (const char* service : {"logitd.v1.Heads", "logitd.v1.Server"}) {
       health->SetServingStatus(service, serving);
+    }
+    const engine::Devices& devices = environment_.engine->devices();
+    for (int i = 0; i < devices.count(); ++i) {
+      health->SetServingStatus(absl::StrCat("logitd.device.", devices.info(i).number),
+                               serving && !devices.lost(i));
     }
   }
 
@@ -272,10 +286,12 @@ int64_t TransportBytes(int64_t max_held_bytes) {
   return max_held_bytes + max_held_bytes / 4 + kQuotaSlack;
 }
 
-absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
-    const RpcServerOptions& options, const DeviceInfo& device, engine::Admission* admission,
-    engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics) {
-  auto server = std::make_unique<RpcServerImpl>(options, device, admission, engine, heads, metrics);
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options,
+                                                            engine::Admission* admission,
+                                                            engine::Engine* engine,
+                                                            engine::Heads* heads,
+                                                            engine::Metrics* metrics) {
+  auto server = std::make_unique<RpcServerImpl>(options, admission, engine, heads, metrics);
   if (absl::Status status = server->Listen(options, admission->options()); !status.ok()) {
     return status;
   }

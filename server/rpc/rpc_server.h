@@ -12,7 +12,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "kernels/backend.h"
 #include "server/arena/leases.h"
 #include "server/arena/ring.h"
 #include "server/door/connection.h"
@@ -60,15 +59,18 @@ class RpcServer {
  public:
   // Serves from here on. `admission` (its max_request_bytes is MaxMessageBytes), `engine` and
   // `heads` outlive the server. UNAVAILABLE names the address that it cannot listen on.
-  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(
-      const RpcServerOptions& options, const DeviceInfo& device, engine::Admission* admission,
-      engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics);
+  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const RpcServerOptions& options,
+                                                          engine::Admission* admission,
+                                                          engine::Engine* engine,
+                                                          engine::Heads* heads,
+                                                          engine::Metrics* metrics);
   virtual ~RpcServer() = default;
 
   // The addresses of the options, with the ports that were bound.
   virtual const std::vector<std::string>& listening() const = 0;
 
-  // Sets what grpc.health.v1 answers for the server and for each service.
+  // Sets what grpc.health.v1 answers for the server and for each service, and for "logitd.device.N"
+  // of each device: a lost one is never serving.
   virtual void SetServing(bool serving) = 0;
 
   // Ends idle streams and loads of heads with UNAVAILABLE. A busy stream ends when the messages it

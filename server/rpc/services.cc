@@ -13,6 +13,7 @@
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
 #include "server/engine/activity.h"
+#include "server/engine/devices.h"
 #include "server/engine/sync.h"
 #include "server/ops/ops.h"
 #include "server/rpc/codecs/attention_codec.h"
@@ -138,6 +139,7 @@ v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
   }
   const engine::Activity::View view = environment.engine->activity().Read(engine::MonotonicNanos());
   load.set_busy(view.busy);
+  load.set_devices(environment.engine->devices().left());
   for (const engine::Activity::OfOp& op : view.ops) {
     if (op.busy < kLately) continue;
     v1::OpLoad* ran = load.add_ops();
@@ -161,6 +163,9 @@ grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* co
   const absl::Status status = call.Read(*request, &parsed);
   v1::GetInfoResponse info = info_;
   info.set_draining(environment_.admission->draining());
+  const engine::Devices& devices = environment_.engine->devices();
+  for (int i = 0; i < devices.count(); ++i) info.mutable_devices(i)->set_lost(devices.lost(i));
+  *info.mutable_device() = info.devices(0);
   return call.Answer(status, info, response);
 }
 

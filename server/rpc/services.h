@@ -27,7 +27,7 @@ using RawServer = v1::Server::WithRawCallbackMethod_GetInfo<
 // logitd.v1.Server
 class ServerService final : public RawServer {
  public:
-  // `info` is what GetInfo answers, except `draining`. The objects of `environment` outlive this.
+  // `info` is what GetInfo answers, except `draining`, `device`, and which devices are lost. The objects of `environment` outlive this.
   ServerService(v1::GetInfoResponse info, const CallEnvironment& environment);
 
   grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,

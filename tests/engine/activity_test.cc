@@ -62,6 +62,21 @@ TEST(ActivityTest, ItIsStalledWhileNoStreamEndsASlice) {
   EXPECT_EQ(activity.Stalled(20 * kSecond), absl::ZeroDuration());
 }
 
+TEST(ActivityTest, AStreamThatIsOutIsNeitherIdleNorStalled) {
+  Activity activity(2, kTestOps);
+  activity.Begin(0, &kDigest, kSecond);
+  activity.Begin(1, &kDigest, kSecond);
+  EXPECT_EQ(activity.Stalled(3 * kSecond), absl::Seconds(2));
+  activity.End(1, 1, 10 * kSecond);
+  EXPECT_EQ(activity.Stalled(11 * kSecond), absl::ZeroDuration());
+  EXPECT_LT(activity.Read(20 * kSecond).busy, 0.6);
+  activity.Remove(1);
+  EXPECT_EQ(activity.Stalled(20 * kSecond), absl::Seconds(19));
+  EXPECT_GT(activity.Read(20 * kSecond).busy, 0.99);
+  activity.Remove(0);
+  EXPECT_EQ(activity.Stalled(20 * kSecond), absl::ZeroDuration());
+}
+
 TEST(ActivityTest, TheEngineTellsItOfEverySlice) {
   FakeBackend backend;
   EngineOptions options;

@@ -181,8 +181,7 @@ class Harness {
       } else if (words[i][0] == 'h' && absl::SimpleAtoi(words[i].substr(1), &number)) {
         std::shared_ptr<const Head>& head = heads_[number];
         if (head == nullptr) {
-          head = std::make_shared<Head>(&backend_, DeviceMemory(),
-                                        HeadView{.scale = static_cast<float>(number)}, HeadInfo());
+          head = MakeHead({&backend_}, static_cast<float>(number));
         }
         shape.head = head;
       } else if (words[i].rfind("due=", 0) == 0 && absl::SimpleAtoi(words[i].substr(4), &number)) {

@@ -9,8 +9,10 @@
 #include <deque>
 #include <string>
 
+#include "server/engine/devices.h"
 #include "server/engine/metrics.h"
 #include "tests/engine/test_job.h"
+#include "tests/fake_backend.h"
 
 namespace logitd::engine {
 namespace {
@@ -165,6 +167,43 @@ TEST_F(LoadTest, WithoutAnEstimateOnly256CallsWithADeadlineAreLetIn) {
   works.pop_back();
   works.pop_back();
   EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &work).ok());
+}
+
+TEST_F(LoadTest, DevicesShareTheWorkOfOtherCallsAndALostOneDoesNone) {
+  FakeBackend first, second;
+  Devices devices({&first, &second});
+  Load load(/*costs=*/nullptr, &metrics_, [this] { return now_; }, &devices);
+  const auto begin = [&](absl::Duration left, Load::Work* work) {
+    return load.Begin({.caller = {.id = 1}, .op = &kOp, .bytes = 1000, .deadline = now_ + left},
+                      work);
+  };
+  for (int i = 0; i < 100; ++i) {
+    Load::Work work;
+    ASSERT_TRUE(begin(absl::InfiniteDuration(), &work).ok());
+    ASSERT_TRUE(work.Arrived(1000, spec_).ok());
+    now_ += kTakes;
+    work.End(true);
+  }
+  std::deque<Load::Work> works;
+  const auto fill = [&] {
+    absl::Status refusal;
+    while (refusal.ok() && works.size() < 100) {
+      works.emplace_back();
+      refusal = begin(absl::Milliseconds(200), &works.back());
+    }
+    works.pop_back();
+    return static_cast<double>(works.size());
+  };
+  // Four fifths of 200 ms are a call of 10 ms and 30 others on two devices.
+  EXPECT_NEAR(fill(), 31, 2);
+  const absl::Duration on_two = *load.PredictNext();
+  EXPECT_NEAR(absl::ToDoubleMilliseconds(on_two), 15, 2);  // its own, and as much of caller 1
+  devices.Lose(1);
+  EXPECT_NEAR(absl::ToDoubleMilliseconds(*load.PredictNext()), 20, 2);
+  Load::Work late;
+  EXPECT_TRUE(absl::IsResourceExhausted(begin(absl::Milliseconds(200), &late)));
+  while (works.size() > 10) works.pop_back();
+  EXPECT_NEAR(fill(), 16, 2);
 }
 
 TEST_F(LoadTest, ACallThatCannotEndInTimeIsRefusedWithBothTimes) {

@@ -35,8 +35,8 @@ TEST(MetricsTest, EverySeriesExistsFromTheStart) {
            "logitd_refused_total{identity=\"none\",reason=\"hopeless_late\"} 0\n",
            "logitd_refused_total{identity=\"none\",reason=\"overloaded\"} 0\n",
            "logitd_predicted_delay_seconds 0\n",
-           "logitd_device_errors_total{kind=\"batch\"} 0\n",
-           "logitd_device_errors_total{kind=\"lost\"} 0\n",
+           "logitd_device_errors_total{device=\"0\",kind=\"batch\"} 0\n",
+           "logitd_device_errors_total{device=\"0\",kind=\"lost\"} 0\n",
            "logitd_held_bytes 0\n",
            "logitd_waiting_calls 0\n",
            "logitd_queued_jobs 0\n",
@@ -150,8 +150,8 @@ TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
            "logitd_batch_rows_sum 6\n",
            "logitd_batch_kernel_seconds_count{op=\"digest\"} 2\n",
            "logitd_slices_total{op=\"digest\"} 2\n",
-           "logitd_device_errors_total{kind=\"batch\"} 1\n",
-           "logitd_device_errors_total{kind=\"lost\"} 0\n",
+           "logitd_device_errors_total{device=\"0\",kind=\"batch\"} 1\n",
+           "logitd_device_errors_total{device=\"0\",kind=\"lost\"} 0\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }

@@ -232,8 +232,7 @@ TEST_F(SlicesTest, TheFirstSliceOfAnUnknownKindIsSmall) {
 
 TEST_F(SlicesTest, ABatchOnAHeadIsCutWhereOneReadOfTheHeadEnds) {
   Start();
-  const auto head =
-      std::make_shared<Head>(&backend_, DeviceMemory(), HeadView{.scale = 1}, HeadInfo());
+  const auto head = MakeHead({&backend_}, /*scale=*/1);
   EXPECT_TRUE(Submit({.tag = 'h', .row_elements = kWide, .rows = 200, .head = head})->Wait().ok());
   std::vector<int64_t> rows;
   for (const FakeBackend::Ran& ran : Slices()) rows.push_back(ran.rows);

@@ -23,6 +23,15 @@
 
 namespace logitd::engine {
 
+// A head without a weight on every device.
+inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backends, float scale) {
+  std::vector<Head::Copy> copies;
+  for (Backend* backend : backends) {
+    copies.push_back({.backend = backend, .memory = {}, .view = {.scale = scale}});
+  }
+  return std::make_shared<Head>(std::move(copies), HeadInfo());
+}
+
 inline std::string Scrape(const Metrics& metrics) {
   return prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
 }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 
 #include "kernels/backend.h"
@@ -12,9 +13,16 @@
 
 namespace logitd::testing {
 
+// The device that the tests use: the first one, or that of the environment variable
+// LOGITD_TEST_DEVICE.
+inline int CudaTestDevice() {
+  const char* const device = std::getenv("LOGITD_TEST_DEVICE");
+  return device == nullptr ? 0 : std::atoi(device);
+}
+
 // The backend, or why there is none. Made once: a context is slow to make.
 inline const absl::StatusOr<std::unique_ptr<Backend>>& Cuda() {
-  static const auto& cuda = *new auto(CreateBackend("cuda", {}));
+  static const auto& cuda = *new auto(CreateBackend("cuda", {.device = CudaTestDevice()}));
   return cuda;
 }
 

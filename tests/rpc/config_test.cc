@@ -81,6 +81,21 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.head_root, "/tmp");
 }
 
+TEST(ConfigTest, DevicesAreNumbersOrAll) {
+  const auto devices = [](const std::string& text) {
+    const Result r = Parse({"--device=" + text});
+    EXPECT_FALSE(r.exit_code.has_value()) << r.err;
+    return r.config.devices;
+  };
+  EXPECT_EQ(Parse({}).config.devices, std::vector<int>{0});
+  EXPECT_EQ(devices("3"), std::vector<int>{3});
+  EXPECT_EQ(devices("2,0,255"), (std::vector<int>{2, 0, 255}));  // in the order that was given
+  EXPECT_EQ(devices("all"), std::vector<int>());
+  setenv("LOGITD_DEVICE", "1,0", 1);
+  EXPECT_EQ(Parse({}).config.devices, (std::vector<int>{1, 0}));
+  unsetenv("LOGITD_DEVICE");
+}
+
 TEST(ConfigTest, TheSocketModeIsOctal) {
   EXPECT_EQ(Parse({"--socket-mode=0660"}).config.socket_mode, mode_t{0660});
   EXPECT_EQ(Parse({"--socket-mode", "7"}).config.socket_mode, mode_t{7});
@@ -218,7 +233,7 @@ TEST(ConfigTest, AnUnlimitedTimeIsInf) {
 
 TEST(ConfigTest, TheHelpSaysWhatIsAllowed) {
   const Result r = Parse({"--help"});
-  EXPECT_THAT(r.out, HasSubstr("--device (0 to 255)=0"));
+  EXPECT_THAT(r.out, HasSubstr("--device (numbers of 0 to 255 like 0,1"));
   EXPECT_THAT(r.out, HasSubstr("--slab-bytes (1 to 1TiB, in bytes or with a unit)=64MiB"));
   EXPECT_THAT(r.out, HasSubstr("--max-batch-delay (0 to 24h with a unit)=0"));
   EXPECT_THAT(r.out, HasSubstr("--backend (auto, cpu, cuda)=auto"));
@@ -271,8 +286,18 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"streams_nan", {"--streams=nan"}, "--streams: got \"nan\", allowed 1 to 64"},
         Bad{"streams_overflow", {"--streams=4294967297"}, "--streams: got \"4294967297\""},
         Bad{"streams_without_value", {"--streams"}, "--streams: 1 required (1 to 64) missing"},
-        Bad{"device_negative", {"--device=-1"}, "--device: got \"-1\", allowed 0 to 255\n"},
-        Bad{"device_fraction", {"--device=0.5"}, "--device: got \"0.5\", allowed 0 to 255\n"},
+        Bad{"device_negative",
+            {"--device=-1"},
+            "--device: got \"-1\", allowed numbers of 0 to 255 like 0,1, at most 64, each once, or "
+            "all\n"},
+        Bad{"device_fraction", {"--device=0.5"}, "--device: got \"0.5\", allowed numbers"},
+        Bad{"device_too_large", {"--device=256"}, "--device: got \"256\", allowed numbers"},
+        Bad{"device_twice", {"--device=0,1,0"}, "--device: got \"0,1,0\", allowed numbers"},
+        Bad{"device_missing", {"--device=0,"}, "--device: got \"0,\", allowed numbers"},
+        Bad{"device_all_and_one", {"--device=all,0"}, "--device: got \"all,0\", allowed numbers"},
+        Bad{"device_range", {"--device=0-3"}, "--device: got \"0-3\", allowed numbers"},
+        Bad{"device_with_spaces", {"--device=0, 1"}, "--device: got \"0, 1\", allowed numbers"},
+        Bad{"device_word", {"--device=every"}, "--device: got \"every\", allowed numbers"},
         Bad{"cpu_threads_negative", {"--cpu-threads=-1"}, "allowed 0 to 4096"},
         Bad{"waiting_calls_negative", {"--max-waiting-calls=-1"}, "allowed 0 to 1048576"},
         Bad{"batch_rows_0", {"--max-batch-rows=0"}, "--max-batch-rows: got \"0\""},

@@ -38,9 +38,9 @@ double Sample(const std::string& page, const std::string& name) {
 
 std::function<std::string()> Page(
     std::shared_ptr<const door::Connections> connections = door::Connections::Create({}),
-    const DeviceInfo& device = {.backend = "fake"}) {
+    const std::vector<DeviceInfo>& devices = {{.backend = "fake"}}) {
   return MakeMetricsPage(std::make_shared<prometheus::Registry>(), std::move(connections), "1.2.3",
-                         "4.5", device);
+                         "4.5", devices);
 }
 
 TEST(MetricsPageTest, SaysWhatRuns) {
@@ -110,25 +110,34 @@ TEST(MetricsPageTest, WithoutAGpuItHasNoSeries) {
   EXPECT_THAT(Page()(), Not(HasSubstr("logitd_device_utilization")));
 }
 
-// A driver with one GPU, whose handle is the address of its name.
+// A driver with two GPUs, whose handles are the addresses of their names.
 constexpr char kBus[] = "00000000:1b:00.0";
+constexpr char kOtherBus[] = "00000000:2c:00.0";
+
+DeviceInfo Gpu(int number, const std::string& bus) {
+  return {.backend = "cuda", .number = number, .pci_bus_id = bus};
+}
+
 Nvml FakeDriver() {
   return {.init = [] { return 0; },
           .device_by_pci =
               [](const char* bus, void** device) {
-                if (std::string(bus) != kBus) return 6;  // NVML_ERROR_NOT_FOUND
-                *device = const_cast<char*>(kBus);
-                return 0;
+                for (const char* known : {kBus, kOtherBus}) {
+                  if (std::string(bus) != known) continue;
+                  *device = const_cast<char*>(known);
+                  return 0;
+                }
+                return 6;  // NVML_ERROR_NOT_FOUND
               },
           .memory =
               [](void* device, Nvml::Memory* out) {
-                *out = {.total = 1000, .free = 300, .used = 700};
-                return device == kBus ? 0 : 2;
+                *out = {.total = 1000, .free = 300, .used = device == kBus ? 700u : 400u};
+                return device == kBus || device == kOtherBus ? 0 : 2;
               },
           .utilization =
               [](void* device, Nvml::Utilization* out) {
-                *out = {.gpu = 25, .memory = 99};
-                return device == kBus ? 0 : 2;
+                *out = {.gpu = device == kBus ? 25u : 75u, .memory = 99};
+                return device == kBus || device == kOtherBus ? 0 : 2;
               }};
 }
 
@@ -137,29 +146,41 @@ std::string Text(const GpuMetrics& gpu) {
 }
 
 TEST(GpuMetricsTest, TellsWhatTheDriverTells) {
-  const auto gpu = GpuMetrics::Create(FakeDriver(), kBus);
+  const auto gpu = GpuMetrics::Create(FakeDriver(), {Gpu(0, kBus)});
   ASSERT_NE(gpu, nullptr);
-  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_bytes"), 1000);
-  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_used_bytes"), 700);
-  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_utilization"), 0.25);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_bytes{device=\"0\"}"), 1000);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_used_bytes{device=\"0\"}"), 700);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_utilization{device=\"0\"}"), 0.25);
+}
+
+TEST(GpuMetricsTest, ASeriesBelongsToOneDevice) {
+  const auto gpu = GpuMetrics::Create(
+      FakeDriver(), {Gpu(5, kOtherBus), Gpu(1, "00000000:3d:00.0"), Gpu(3, kBus)});
+  ASSERT_NE(gpu, nullptr);
+  const std::string text = Text(*gpu);
+  EXPECT_EQ(Sample(text, "logitd_device_memory_used_bytes{device=\"5\"}"), 400);
+  EXPECT_EQ(Sample(text, "logitd_device_utilization{device=\"5\"}"), 0.75);
+  EXPECT_EQ(Sample(text, "logitd_device_memory_used_bytes{device=\"3\"}"), 700);
+  EXPECT_EQ(Sample(text, "logitd_device_utilization{device=\"3\"}"), 0.25);
+  EXPECT_THAT(text, Not(HasSubstr("device=\"1\"")));
 }
 
 TEST(GpuMetricsTest, LeavesOutWhatTheDriverRefuses) {
   Nvml part_of_a_gpu = FakeDriver();
   part_of_a_gpu.utilization = [](void*, Nvml::Utilization*) { return 3; };  // NOT_SUPPORTED
-  const auto gpu = GpuMetrics::Create(part_of_a_gpu, kBus);
+  const auto gpu = GpuMetrics::Create(part_of_a_gpu, {Gpu(0, kBus)});
   ASSERT_NE(gpu, nullptr);
-  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_bytes"), 1000);
-  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_utilization"), -1);
+  EXPECT_EQ(Sample(Text(*gpu), "logitd_device_memory_bytes{device=\"0\"}"), 1000);
+  EXPECT_THAT(Text(*gpu), Not(HasSubstr("logitd_device_utilization")));
 }
 
 TEST(GpuMetricsTest, WithoutADriverOrADeviceThereIsNone) {
-  EXPECT_EQ(GpuMetrics::Create(std::nullopt, kBus), nullptr);
-  EXPECT_EQ(GpuMetrics::Create(FakeDriver(), ""), nullptr);
-  EXPECT_EQ(GpuMetrics::Create(FakeDriver(), "00000000:1c:00.0"), nullptr);
+  EXPECT_EQ(GpuMetrics::Create(std::nullopt, {Gpu(0, kBus)}), nullptr);
+  EXPECT_EQ(GpuMetrics::Create(FakeDriver(), {Gpu(0, "")}), nullptr);
+  EXPECT_EQ(GpuMetrics::Create(FakeDriver(), {Gpu(0, "00000000:1c:00.0")}), nullptr);
   Nvml broken = FakeDriver();
   broken.init = [] { return 9; };  // NVML_ERROR_DRIVER_NOT_LOADED
-  EXPECT_EQ(GpuMetrics::Create(broken, kBus), nullptr);
+  EXPECT_EQ(GpuMetrics::Create(broken, {Gpu(0, kBus)}), nullptr);
   EXPECT_FALSE(Nvml::Load("libno-such-driver.so.1").has_value());
   EXPECT_FALSE(Nvml::Load("libm.so.6").has_value());  // a library without the functions
 }

@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -68,8 +69,10 @@ class OneHead {
   // The weight is never read.
   std::unique_ptr<FakeBackend> backend_ = std::make_unique<FakeBackend>();
   std::shared_ptr<const engine::Head> head_ = std::make_shared<engine::Head>(
-      backend_.get(), DeviceMemory(),
-      HeadView{.weight = {.dtype = DType::kF32, .rows = 3, .cols = 2, .row_stride = 4}},
+      std::vector<engine::Head::Copy>{
+          {.backend = backend_.get(),
+           .memory = {},
+           .view = {.weight = {.dtype = DType::kF32, .rows = 3, .cols = 2, .row_stride = 4}}}},
       engine::HeadInfo{.name = "h"});
   void* leased_ = nullptr;
   std::shared_ptr<const arena::Arena> arena_;

@@ -16,6 +16,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -34,12 +35,20 @@ using ::testing::ExitedWithCode;
 using ::testing::HasSubstr;
 
 // A device on which `fate` decides what happens at `point`.
-std::unique_ptr<Backend> Doomed(FaultPoint point, std::function<absl::Status()> fate) {
-  auto backend = std::make_unique<FakeBackend>();
+std::unique_ptr<Backend> DoomedDevice(int number, FaultPoint point,
+                                      std::function<absl::Status()> fate) {
+  auto backend = std::make_unique<FakeBackend>(
+      DeviceInfo{.backend = "fake", .number = number, .name = "fake"});
   backend->SetFaults([point, fate = std::move(fate)](FaultPoint at) {
     return at == point ? fate() : absl::OkStatus();
   });
   return backend;
+}
+
+std::vector<std::unique_ptr<Backend>> Doomed(FaultPoint point, std::function<absl::Status()> fate) {
+  std::vector<std::unique_ptr<Backend>> backends;
+  backends.push_back(DoomedDevice(0, point, std::move(fate)));
+  return backends;
 }
 
 [[noreturn]] absl::Status Hang() {
@@ -147,6 +156,70 @@ TEST_F(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
                     HasSubstr("losing: UNAVAILABLE: the device failed: fell off the bus"),
                     HasSubstr("after: UNAVAILABLE"), HasSubstr("health NOT_SERVING"),
                     HasSubstr("the process ends: the device was lost")));
+}
+
+// Device 1 of two is lost in a batch; then calls go on, and a signal ends the server.
+void ServeOnTwoDevicesAndLoseOne(const std::string& directory) {
+  alarm(60);
+  Config config = SmallConfig(directory);
+  config.streams = 1;
+  SetUpLogging("info", "text");
+  std::atomic<bool> hold = true;
+  const int code = Serve(config, [&] {
+    std::thread([directory, &hold] {
+      const std::unique_ptr<client::Client> client = Connected(directory);
+      // Device 0 stands still, so the second call runs on device 1.
+      std::thread first([&client = *client] {
+        const absl::Status status = client.TopK(OneRow()).status();
+        std::fprintf(stderr, "first: %s\n", status.ToString().c_str());
+      });
+      absl::SleepFor(absl::Milliseconds(300));
+      std::fprintf(stderr, "losing: %s\n", client->TopK(OneRow()).status().ToString().c_str());
+      hold = false;
+      first.join();
+      for (int i = 0; i < 5; ++i) {
+        std::fprintf(stderr, "after %d: %s\n", i,
+                     client->TopK(OneRow()).status().ToString().c_str());
+      }
+      const auto info = client->Info();
+      for (const auto& device : info->devices()) {
+        std::fprintf(stderr, "device %d lost %d\n", device.number(), device.lost());
+      }
+      for (const char* service : {"", "logitd.device.0", "logitd.device.1"}) {
+        client
+            ->WatchHealth(service,
+                          [service](client::ServingStatus status) {
+                            const std::string name(client::ServingStatusName(status));
+                            std::fprintf(stderr, "health of \"%s\" %s\n", service, name.c_str());
+                            // The server says so within a second.
+                            return std::string(service) == "logitd.device.1" && name == "SERVING";
+                          })
+            .IgnoreError();
+      }
+      kill(getpid(), SIGTERM);
+    }).detach();
+    std::vector<std::unique_ptr<Backend>> backends;
+    backends.push_back(DoomedDevice(0, FaultPoint::kWait, [&hold] {
+      while (hold) absl::SleepFor(absl::Milliseconds(1));
+      return absl::OkStatus();
+    }));
+    backends.push_back(
+        DoomedDevice(1, FaultPoint::kWait, [] { return absl::InternalError("fell off the bus"); }));
+    return backends;
+  });
+  std::_Exit(code);
+}
+
+TEST_F(ServeDeathTest, ALostDeviceOfSeveralIsTakenOutAndTheOthersServe) {
+  EXPECT_EXIT(
+      ServeOnTwoDevicesAndLoseOne(directory()), ExitedWithCode(0),
+      AllOf(HasSubstr("losing: UNAVAILABLE: the device failed: fell off the bus"),
+            HasSubstr("first: OK"), HasSubstr("after 0: OK"), HasSubstr("after 4: OK"),
+            HasSubstr("device 1 is lost, 1 of 2 devices serve on"), HasSubstr("device 0 lost 0"),
+            HasSubstr("device 1 lost 1"), HasSubstr("health of \"\" SERVING"),
+            HasSubstr("health of \"logitd.device.0\" SERVING"),
+            HasSubstr("health of \"logitd.device.1\" NOT_SERVING"),
+            HasSubstr("drained: 0 calls cut short")));
 }
 
 void ServeABatchThatHangs(const std::string& directory) {

@@ -62,7 +62,7 @@ class ServedEngine : public ::testing::Test {
                           .head_root = head_root,
                           .remote_listen = remote_listen,
                           .connections = connections_ = door::Connections::Create({})},
-                         backend_.device(), &admission_, engine_.get(), &heads_, &metrics_);
+                         &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     return grpc::CreateChannel(server_->listening()[0], grpc::InsecureChannelCredentials());

@@ -92,13 +92,14 @@ struct Case {
 class SlicesTest : public ::testing::Test {
  protected:
   SlicesTest() : backend_(*CreateCpuBackend({.cpu_threads = 2})) {
-    head_ = std::make_shared<engine::Head>(backend_.get(), DeviceMemory(),
-                                           HeadView{.weight = {.data = weight_.data(),
-                                                               .dtype = DType::kF32,
-                                                               .rows = kVocab,
-                                                               .cols = kHidden,
-                                                               .row_stride = kHidden}},
-                                           engine::HeadInfo{.name = "h"});
+    const HeadView view = {.weight = {.data = weight_.data(),
+                                      .dtype = DType::kF32,
+                                      .rows = kVocab,
+                                      .cols = kHidden,
+                                      .row_stride = kHidden}};
+    head_ = std::make_shared<engine::Head>(
+        std::vector<engine::Head::Copy>{{.backend = backend_.get(), .memory = {}, .view = view}},
+        engine::HeadInfo{.name = "h"});
   }
 
   engine::BatchKey Key(const engine::OpTraits& op) const {

@@ -290,6 +290,7 @@ class Session:
             version=message.version,
             backend=message.backend,
             device=_plain(results.Device, message.device),
+            devices=[_plain(results.Device, device) for device in message.devices],
             limits=_plain(results.Limits, message.limits),
             draining=message.draining,
             grpc_version=message.grpc_version,

@@ -267,6 +267,12 @@ class Device:
 
     name: str
     memory_bytes: int
+    number: int = 0
+    """As in the flag --device."""
+    lost: bool = False
+    """It failed for good, and the other devices do its work."""
+    pci_bus_id: str = ""
+    numa_node: int = -1
 
 
 @dataclass(frozen=True)
@@ -303,3 +309,5 @@ class ServerInfo:
     ops: List[Op] = field(default_factory=list)
     draining: bool = False
     grpc_version: str = ""
+    devices: List[Device] = field(default_factory=list)
+    """All that the server began with; `device` is the first."""

@@ -29,6 +29,8 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
@@ -519,15 +521,24 @@ bool CanRun(const Scratch& scratch) {
       Encoder() == nullptr) {
     return false;
   }
-  static const bool has_body = [] {
+  // Asked once for each device, because devices may have loaded different code.
+  enum Answer : int { kNotAsked, kNoBody, kHasBody };
+  constexpr int kDevices = 64;
+  static std::array<std::atomic<int>, kDevices> answers = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) {
+    cudaGetLastError();
+    return false;
+  }
+  std::atomic<int>& answer = answers[static_cast<size_t>(device)];
+  if (answer.load(std::memory_order_relaxed) == kNotAsked) {
     cudaFuncAttributes loaded;
-    if (cudaFuncGetAttributes(&loaded, kKernel) != cudaSuccess) {
-      cudaGetLastError();
-      return false;
-    }
-    return loaded.sharedSizeBytes > 0;
-  }();
-  return has_body;
+    const bool has_body =
+        cudaFuncGetAttributes(&loaded, kKernel) == cudaSuccess && loaded.sharedSizeBytes > 0;
+    cudaGetLastError();
+    answer.store(has_body ? kHasBody : kNoBody, std::memory_order_relaxed);
+  }
+  return answer.load(std::memory_order_relaxed) == kHasBody;
 }
 
 // Multiplies `hidden` [rows, size], after the head's norm, by `weight` [vocab, size]: 16-bit, of

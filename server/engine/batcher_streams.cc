@@ -1,0 +1,315 @@
+// Which batch a stream runs next, and which stream is woken for a batch.
+#include <algorithm>
+#include <thread>
+
+#include "absl/time/clock.h"
+#include "server/engine/batcher.h"
+#include "server/engine/metrics.h"
+
+namespace logitd::engine {
+
+// While jobs wait for slabs, every batch that holds one is due.
+bool Batcher::IsDue(const Batch& batch, int64_t now_ns) const {
+  return max_batch_delay_ns_ == 0 || pending_.first != nullptr ||
+         now_ns - batch.opened_ns >= max_batch_delay_ns_;
+}
+
+// Idle streams of the device that no batch between two slices waits for, and that have memory for a
+// batch that has not begun.
+int Batcher::StreamsThatMayBegin(const Device& device) const {
+  if (device.idle_streams == 0 || device.lost) return 0;
+  int free = device.idle_streams;
+  for (const Batch& batch : batches_) {
+    if (batch.state == Batch::State::kPaused &&
+        &devices_[static_cast<size_t>(batch.device)] == &device) {
+      --free;
+    }
+  }
+  return std::clamp(free, 0, static_cast<int>(device.memory.size()));
+}
+
+// Seals as many open batches as idle streams could take, the most urgent first. A batch whose payloads are
+// all copied is sealed if a stream can run it now. A batch with copies under way is sealed if a
+// stream has no other batch to wait for: sealed, it waits only for those copies, not for those of
+// later jobs.
+void Batcher::SealForIdleStreams() {
+  int streams = 0;
+  for (const Device& device : devices_) streams += StreamsThatMayBegin(device);
+  if (streams == 0) return;
+  const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+  int ready = 0;
+  int sealed = 0;
+  for (const Batch& batch : batches_) {
+    if (batch.state != Batch::State::kSealed) continue;
+    ++sealed;
+    if (batch.copying == 0) ++ready;
+  }
+  for (const bool complete : {true, false}) {
+    while ((complete ? ready : sealed) < streams) {
+      Batch* first = nullptr;
+      for (Batch& batch : batches_) {
+        if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
+            (batch.copying == 0) == complete && IsDue(batch, now_ns) &&
+            (first == nullptr || batch.urgency < first->urgency)) {
+          first = &batch;
+        }
+      }
+      if (first == nullptr) break;
+      Seal(first);
+      ++sealed;
+      if (complete) ++ready;
+    }
+  }
+}
+
+// Whether the batch's next slice may take longer than kSlowSlice.
+bool Batcher::IsSlow(const Batch& batch) const {
+  const Progress& progress = batch.progress;
+  const double row_ns = progress.row_ns > 0 ? progress.row_ns : batch.queue->kind->row_ns;
+  const int64_t left = progress.begun ? progress.end_row - progress.next_row : batch.rows;
+  const int64_t rows = RowsOfSlice(batch, left, batch.queue->kind->row_ns, rules_);
+  return static_cast<double>(rows) * row_ns > absl::ToDoubleNanoseconds(kSlowSlice);
+}
+
+// Whether a stream of the device may run the batch's next slice, unless the slice is too slow. An
+// open batch counts if it is due and its payloads are copied. If only sealed batches counted, a key
+// whose batches keep filling up always comes first.
+bool Batcher::MayRun(const Batch& batch, const Device& device, int64_t now_ns) const {
+  if (batch.copying > 0 || batch.live == 0) return false;
+  switch (batch.state) {
+    case Batch::State::kPaused:
+      return &devices_[static_cast<size_t>(batch.device)] == &device;
+    case Batch::State::kSealed:
+      return !device.memory.empty();
+    case Batch::State::kOpen:
+      return !device.memory.empty() && IsDue(batch, now_ns);
+    default:
+      return false;
+  }
+}
+
+// Whether a stream of the device takes `a` rather than `b`.
+bool Batcher::ComesFirst(const Batch& a, const Batch& b, const Device& device) const {
+  const int node_of_a = devices_[static_cast<size_t>(a.home)].node;
+  const int node_of_b = devices_[static_cast<size_t>(b.home)].node;
+  if (node_of_a == node_of_b) return a.urgency < b.urgency;
+  Urgency of_a = a.urgency;
+  Urgency of_b = b.urgency;
+  const auto lead = static_cast<double>(rules_.max_slice_ns);
+  if (node_of_a == device.node) of_a.start -= lead;
+  if (node_of_b == device.node) of_b.start -= lead;
+  return of_a < of_b;
+}
+
+// The batch that a stream of the device runs next. Null: there is none that it may run.
+Batch* Batcher::FindMostUrgent(const Device& device) {
+  if (device.lost) return nullptr;
+  const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+  const bool spare = device.slow < std::max(1, options_.streams - 1) &&
+                     slow_ < std::max(1, options_.streams * devices_left_ - 1);
+  Batch* first = nullptr;
+  for (Batch& batch : batches_) {
+    if (MayRun(batch, device, now_ns) && (first == nullptr || ComesFirst(batch, *first, device)) &&
+        (spare || !IsSlow(batch))) {
+      first = &batch;
+    }
+  }
+  return first;
+}
+
+Batch* Batcher::TakeMostUrgent(Device& device) {
+  Batch* first = FindMostUrgent(device);
+  if (first == nullptr) return nullptr;
+  if (first->state == Batch::State::kOpen) Seal(first);
+  if (first->state == Batch::State::kSealed) {
+    GiveMemory(first, device);
+    first->taken_ns = MonotonicNanos();
+    open_jobs_ -= first->live;
+  }
+  first->state = Batch::State::kRunning;
+  first->slow = IsSlow(*first);
+  if (first->slow) {
+    ++slow_;
+    ++device.slow;
+  }
+  clock_.Serve(first->urgency.start);
+  return first;
+}
+
+void Batcher::GiveMemory(Batch* batch, Device& device) {
+  batch->device = static_cast<int>(&device - devices_.data());
+  batch->memory = device.memory.back();
+  device.memory.pop_back();
+  batch->slab.device = on_host_ ? batch->slab.host : batch->memory;
+}
+
+// Does nothing to a batch that has none.
+void Batcher::TakeMemoryBack(Batch* batch) {
+  if (batch->device == kNoDevice) return;
+  devices_[static_cast<size_t>(batch->device)].memory.push_back(batch->memory);
+  batch->device = kNoDevice;
+  batch->memory = nullptr;
+}
+
+// When max_batch_delay is next over for an open batch that was not due at `now_ns`. A batch that was
+// waits for a copy or for a stream, whose end wakes a stream.
+absl::Time Batcher::NextDue(int64_t now_ns) const {
+  if (max_batch_delay_ns_ == 0) return absl::InfiniteFuture();
+  absl::Duration wait = absl::InfiniteDuration();
+  for (const Batch& batch : batches_) {
+    if (batch.state != Batch::State::kOpen || IsDue(batch, now_ns)) continue;
+    wait = std::min(wait, absl::Nanoseconds(batch.opened_ns + max_batch_delay_ns_ - now_ns));
+  }
+  return absl::Now() + wait;
+}
+
+// Whether a stream of the device polls, or was woken to do so.
+bool Batcher::IsAwake(const Device& device) const {
+  return &device == spinner_ || &device == roused_;
+}
+
+void Batcher::Wake(Device& device) {
+  if (IsAwake(device)) {
+    wakes_.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    device.wake.Signal();
+  }
+}
+
+// The device with the most idle streams that have memory for a batch; null: there is none.
+Batcher::Device* Batcher::MostIdle() {
+  Device* most = nullptr;
+  for (Device& device : devices_) {
+    if (device.lost || device.idle_streams == 0 || device.memory.empty()) continue;
+    if (most == nullptr || device.idle_streams > most->idle_streams) most = &device;
+  }
+  return most;
+}
+
+// Wakes an idle stream before there is a batch for it, to poll until a brief copy ends.
+void Batcher::RouseStream() {
+  if (roused_ != nullptr) return;
+  if (spinner_ != nullptr) {
+    Wake(*spinner_);
+  } else if (Device* device = MostIdle(); device != nullptr) {
+    Wake(*device);
+    roused_ = device;
+  }
+}
+
+// Seals what idle streams could take, and wakes one of them if there is a batch that it may run: one
+// that is awake, else of the device with the most idle streams. Whoever takes a batch, or finds none
+// for its device, calls this again; so one wake is enough for several batches. `for_delay`: one must
+// be woken in any case, to see when max_batch_delay is over.
+void Batcher::SealAndWake(bool for_delay) {
+  SealForIdleStreams();
+  Device* best = nullptr;
+  for (Device& device : devices_) {
+    if (device.idle_streams == 0) continue;
+    if (best != nullptr) {
+      const bool idler = device.idle_streams > best->idle_streams;
+      if (IsAwake(device) == IsAwake(*best) ? !idler : IsAwake(*best)) continue;
+    }
+    if (FindMostUrgent(device) != nullptr) best = &device;
+  }
+  if (best == nullptr && for_delay && max_batch_delay_ns_ > 0) best = MostIdle();
+  if (best != nullptr) Wake(*best);
+}
+
+void Batcher::GiveBack(Batch* batch, JobList& ended) {
+  const Progress& progress = batch->progress;
+  if (batch->slow) {
+    --slow_;
+    --devices_[static_cast<size_t>(batch->device)].slow;
+  }
+  if (progress.slice_rows > 0) {
+    if (progress.kind_row_ns > 0) batch->queue->kind->row_ns = progress.kind_row_ns;
+    batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
+  }
+  unfinished_ -= progress.finished;
+  batch->live -= progress.finished;
+  if (unfinished_ == 0) all_done_.SignalAll();
+  if (!progress.done) {
+    batch->state = Batch::State::kPaused;
+    return EndBetweenSlices(batch, ended);
+  }
+  TakeMemoryBack(batch);
+  Settle(*batch);
+  if (unfinished_ == 0) clock_.Idle();
+  if (batch->kept) {
+    batch->state = Batch::State::kKept;
+    PlacePending();  // a slab that is kept is not at work
+  } else {
+    Release(batch);
+  }
+}
+
+// Tells the clock what the batch's jobs cost beyond the estimate.
+void Batcher::Settle(const Batch& batch) {
+  const Progress& progress = batch.progress;
+  if (progress.rows_run == 0) return;
+  const JobTimes& times = progress.times;
+  const double row_ns = static_cast<double>(times.h2d_ns + times.kernel_ns + times.d2h_ns) /
+                        static_cast<double>(progress.rows_run);
+  for (size_t i = progress.first_slot; i < progress.end_slot;) {
+    const Caller& caller = batch.slots[i].caller;
+    double more_ns = 0;
+    for (; i < progress.end_slot && batch.slots[i].caller.id == caller.id; ++i) {
+      const Slot& slot = batch.slots[i];
+      if (slot.has_run) more_ns += static_cast<double>(slot.rows) * row_ns - slot.cost_ns;
+    }
+    clock_.Correct(caller, batch.queue->is_long, more_ns);
+  }
+}
+
+Batch* Batcher::Next(int index, Batch* given_back) {
+  MutexLock lock(mutex_);
+  Device& device = devices_[static_cast<size_t>(index)];
+  if (given_back != nullptr) {
+    JobList ended;
+    GiveBack(given_back, ended);
+    if (ended.first != nullptr) {
+      Publish();
+      mutex_.Unlock();
+      End(ended);
+      mutex_.Lock();
+    }
+  }
+  ++device.idle_streams;
+  bool spun = idle_spin_ns_ == 0;
+  Batch* batch = nullptr;
+  while (!stopping_ && !device.lost) {
+    const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+    batch = TakeMostUrgent(device);
+    if (batch != nullptr) break;
+    SealAndWake();  // for streams of other devices
+    if (max_batch_delay_ns_ > 0 && FindMostUrgent(device) != nullptr) continue;  // due just now
+    if ((!spun || brief_copies_ > 0) && spinner_ == nullptr) {
+      // The next request of a busy client comes within microseconds, and a sleeping thread takes
+      // longer to wake. The stream also polls while a brief copy runs.
+      spun = true;
+      spinner_ = &device;
+      const uint32_t seen = wakes_.load(std::memory_order_relaxed);
+      mutex_.Unlock();
+      const int64_t until = MonotonicNanos() + idle_spin_ns_;
+      while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
+        std::this_thread::yield();  // on few cores, the thread that wakes us may need this one
+      }
+      mutex_.Lock();
+      spinner_ = nullptr;
+    } else {
+      Publish();
+      device.wake.WaitUntil(mutex_, NextDue(now_ns));
+      if (roused_ == &device) roused_ = nullptr;
+    }
+  }
+  --device.idle_streams;
+  if (device.lost && roused_ == &device) roused_ = nullptr;
+  // One wake may stand for several batches. And if batches may be delayed, another stream must now
+  // wait for the next one to become due.
+  SealAndWake(/*for_delay=*/true);
+  Publish();
+  return batch;
+}
+
+}  // namespace logitd::engine

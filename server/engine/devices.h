@@ -1,0 +1,55 @@
+// The devices of a server. Each holds the same heads and does the same work.
+#ifndef LOGITD_SERVER_ENGINE_DEVICES_H_
+#define LOGITD_SERVER_ENGINE_DEVICES_H_
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/backend.h"
+#include "server/engine/numa.h"
+
+namespace logitd::engine {
+
+// Devices are counted from 0 here. Operators know them by DeviceInfo::number. Thread-safe.
+class Devices {
+ public:
+  // At least one; all outlive this.
+  explicit Devices(std::vector<Backend*> backends, const NumaNodes& nodes = NumaNodes());
+
+  int count() const { return static_cast<int>(backends_.size()); }
+  Backend* backend(int device) const { return backends_[static_cast<size_t>(device)]; }
+  const DeviceInfo& info(int device) const { return backend(device)->device(); }
+  // "device 3", as operators know it.
+  std::string NameOf(int device) const;
+
+  // The processors on the device's node, for CpuScope. Empty: the system has one node, or does not
+  // say which node the device is on.
+  const CpuSet& cpus(int device) const { return cpus_[static_cast<size_t>(device)]; }
+  // The device's node; -1 where cpus() is empty.
+  int node(int device) const { return nodes_[static_cast<size_t>(device)]; }
+
+  // A lost device runs nothing any more, and never comes back. True: it was not lost before.
+  bool Lose(int device) { return !lost_[static_cast<size_t>(device)].exchange(true); }
+  bool lost(int device) const { return lost_[static_cast<size_t>(device)]; }
+  // Devices that are not lost.
+  int left() const;
+
+ private:
+  const std::vector<Backend*> backends_;
+  std::vector<CpuSet> cpus_;
+  std::vector<int> nodes_;
+  std::vector<std::atomic<bool>> lost_;
+};
+
+// An error of one device keeps which one it was.
+absl::Status OfDevice(int device, absl::Status status);
+// nullopt: the status does not say.
+std::optional<int> DeviceOf(const absl::Status& status);
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_DEVICES_H_
