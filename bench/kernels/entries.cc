@@ -51,6 +51,9 @@ constexpr Entry kCudaTopK[] = {
     {"short rows, packed off alignment", TopK(65536, 1001, kF32, 10)},
     {"rows of 4096", TopK(16384, 4096, kF32, 50)},
     {"between one wave and two", TopK(300, 131072, kF32, 64)},
+    {"fewer rows than multiprocessors", TopK(100, 131072, kF32, 64)},
+    {"between one wave and two, bf16", TopK(777, 151936, kBF16, 50)},
+    {"few long rows: clusters of fewer blocks", TopK(16, 201088, kF32, 64)},
     {"longest rows", TopK(64, 1 << 20, kF32, 64)},
     {"K above the pool: sorted", TopK(64, 131072, kF32, 131072)},
 };
@@ -82,9 +85,14 @@ constexpr SampleRow WithoutRank(SampleRow row) {
   return row;
 }
 
+constexpr SampleCase SampleOf(int64_t rows, int64_t vocab, DType dtype, SampleRow row,
+                              int32_t history = 0, bool mask = false) {
+  return {rows, vocab, dtype, row, history, mask};
+}
+
 constexpr SampleCase Sample(int64_t rows, DType dtype, SampleRow row, int32_t history = 0,
                             bool mask = false) {
-  return {rows, 131072, dtype, row, history, mask};
+  return SampleOf(rows, 131072, dtype, row, history, mask);
 }
 
 // What frontends send, one option at a time and together. For both backends.
@@ -109,6 +117,16 @@ constexpr Entry kSampleEntries[] = {
     {"top-p 0.9 alone, flat row", Sample(512, kF32, Asking(1, 0, 0.9f, 0))},
     {"unfiltered, no rank", Sample(512, kF32, WithoutRank(Asking(1, 0, 1, 0)))},
     {"unfiltered, no rank", Sample(64, kF32, WithoutRank(Asking(1, 0, 1, 0)))},
+    {"with a mask", Sample(512, kF32, Asking(0.8f, 64, 0.9f, 20), /*history=*/0, /*mask=*/true)},
+    {"with history 500, no top log-probs", Sample(512, kF32, Asking(0.8f, 50, 0.9f, 0), 500)},
+    {"with history 20000", SampleOf(64, 151936, kBF16, Asking(0.8f, 50, 0.9f, 0), 20000)},
+    {"unfiltered, no rank, with history 4096",
+     Sample(512, kF32, WithoutRank(Asking(1, 0, 1, 0)), /*history=*/4096)},
+    {"with temperature, 20 top log-probs", SampleOf(16, 201088, kF32, Asking(0.8f, 64, 0.9f, 20))},
+    {"greedy", SampleOf(16, 201088, kF32, Asking(0, 0, 1, 0))},
+    {"fewer rows than multiprocessors", Sample(100, kF32, Asking(1, 50, 0.9f, 0))},
+    {"top-k 50, top-p 0.9", SampleOf(777, 151936, kBF16, Asking(1, 50, 0.9f, 0))},
+    {"top-k 50, top-p 0.9", SampleOf(777, 151936, kF32, Asking(1, 50, 0.9f, 0))},
 };
 
 // ---- attention_softmax -------------------------------------------------------------------------

@@ -16,7 +16,8 @@
 
 namespace logitd::cuda {
 
-constexpr int kCell = 1024;
+constexpr int kCellBits = 10;
+constexpr int kCell = 1 << kCellBits;
 constexpr int kLaneElements = kCell / 32;
 constexpr int kSums = 4;  // a lane adds its elements up in this many chains
 constexpr int kSumElements = kLaneElements / kSums;
