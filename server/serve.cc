@@ -506,6 +506,28 @@ std::vector<int> NumbersOf(const engine::Devices& devices) {
   return numbers;
 }
 
+// `leases` may be null: clients cannot lease memory.
+rpc::RpcServerOptions ServerOptions(const Config& config, const std::string& head_root,
+                                    const std::shared_ptr<door::Connections>& connections,
+                                    const Door& door, arena::Leases* leases) {
+  return {.listen = config.listen,
+          .socket_mode = config.socket_mode,
+          .version = std::string(Version()),
+          .grpc_version = std::string(GrpcVersion()),
+          .max_request_bytes = config.max_request_bytes,
+          .head_root = head_root,
+          .remote_listen = RemoteListen(config),
+          .peer_timeout = config.receive_timeout,
+          .slow_call = config.slow_call,
+          .connections = connections,
+          .tls = door.tls,
+          .identities = door.identities.get(),
+          .leases = leases,
+          .max_connection_age = config.max_connection_age,
+          .max_connection_idle = config.max_connection_idle,
+          .keepalive_time = config.keepalive_time};
+}
+
 }  // namespace
 
 int Serve(const Config& config, MakeBackends make_backends) {
@@ -579,24 +601,9 @@ int Serve(const Config& config, MakeBackends make_backends) {
       ServeArenas(config, door.identities.get(), &leases, metrics.registry());
   if (!arenas.ok()) return CannotStart(arenas.status());
   const int64_t base_bytes = door::ResidentBytes();
-  absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
-      rpc::RpcServer::Start({.listen = config.listen,
-                             .socket_mode = config.socket_mode,
-                             .version = std::string(Version()),
-                             .grpc_version = std::string(GrpcVersion()),
-                             .max_request_bytes = config.max_request_bytes,
-                             .head_root = *head_root,
-                             .remote_listen = RemoteListen(config),
-                             .peer_timeout = config.receive_timeout,
-                             .slow_call = config.slow_call,
-                             .connections = connections,
-                             .tls = door.tls,
-                             .identities = door.identities.get(),
-                             .leases = *arenas == nullptr ? nullptr : &leases,
-                             .max_connection_age = config.max_connection_age,
-                             .max_connection_idle = config.max_connection_idle,
-                             .keepalive_time = config.keepalive_time},
-                            &admission, engine->get(), &heads, &metrics);
+  absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server = rpc::RpcServer::Start(
+      ServerOptions(config, *head_root, connections, door, *arenas == nullptr ? nullptr : &leases),
+      &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
   const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
       config, *devices, base_bytes, admission, metrics, connections, door_metrics, server->get());

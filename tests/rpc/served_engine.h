@@ -56,13 +56,12 @@ class ServedEngine : public ::testing::Test {
   std::shared_ptr<grpc::Channel> Start(const std::string& head_root = "",
                                        const std::string& remote_listen = "") {
     server_.reset();
-    auto server =
-        RpcServer::Start({.listen = {"127.0.0.1:0"},
-                          .max_request_bytes = max_bytes_,
-                          .head_root = head_root,
-                          .remote_listen = remote_listen,
-                          .connections = connections_ = door::Connections::Create({})},
-                         &admission_, engine_.get(), &heads_, &metrics_);
+    auto server = RpcServer::Start({.listen = {"127.0.0.1:0"},
+                                    .max_request_bytes = max_bytes_,
+                                    .head_root = head_root,
+                                    .remote_listen = remote_listen,
+                                    .connections = connections_ = door::Connections::Create({})},
+                                   &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     return grpc::CreateChannel(server_->listening()[0], grpc::InsecureChannelCredentials());

@@ -3,10 +3,14 @@
 
 namespace logitd::cuda {
 
-template cudaError_t LaunchPass<__half, false, false, false>(const SampleParams&, const Scratch&, cudaStream_t);
-template cudaError_t LaunchPass<__half, false, true, false>(const SampleParams&, const Scratch&, cudaStream_t);
-template cudaError_t LaunchPass<__half, true, false, false>(const SampleParams&, const Scratch&, cudaStream_t);
-template cudaError_t LaunchPass<__half, true, true, false>(const SampleParams&, const Scratch&, cudaStream_t);
+template cudaError_t LaunchPass<__half, false, false, false>(const SampleParams&, const Scratch&,
+                                                             cudaStream_t);
+template cudaError_t LaunchPass<__half, false, true, false>(const SampleParams&, const Scratch&,
+                                                            cudaStream_t);
+template cudaError_t LaunchPass<__half, true, false, false>(const SampleParams&, const Scratch&,
+                                                            cudaStream_t);
+template cudaError_t LaunchPass<__half, true, true, false>(const SampleParams&, const Scratch&,
+                                                           cudaStream_t);
 template int ClusterOf<__half>(int64_t, int, const Scratch&);
 
 }  // namespace logitd::cuda

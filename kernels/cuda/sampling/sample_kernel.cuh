@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
       const Edits edits = Edits::Prepare<kThreads>(p, ask, r, part, m.edit_ends);
       row.SetEdits(edits.mask, edits.tokens, edits.values);
       const bool raw_is_looked_at = plan.is_raw && (ask.top_logprobs > 0 || ask.want_rank);
-      bests = ReadEdited<Block, T>(stream, edits,
-                                   {.raw = raw_stats,
-                                    .own = own_stats,
-                                    .sums_needed = plan.sums_needed,
-                                    .raw_sketch = raw_is_looked_at ? m.raw_sketch : nullptr,
-                                    .sketch = m.edited_sketch},
-                                   memory.cells[sizeof(T) == 2 ? warp : 0],
-                                   memory.edited_bits[warp]);
+      bests =
+          ReadEdited<Block, T>(stream, edits,
+                               {.raw = raw_stats,
+                                .own = own_stats,
+                                .sums_needed = plan.sums_needed,
+                                .raw_sketch = raw_is_looked_at ? m.raw_sketch : nullptr,
+                                .sketch = m.edited_sketch},
+                               memory.cells[sizeof(T) == 2 ? warp : 0], memory.edited_bits[warp]);
     }
   }
   if (!plan.edited) {
@@ -200,15 +200,15 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   if (!AcceptRow(p, r, ask, raw_row.sent, m.raw_cells, raw, peak, s)) return;
   const Drawn drawn =
       DrawToken<kThreads, kVerify>(p, r, ask, row,
-                          {.peak = peak,
-                           .stats = plan.twice || plan.edited ? m.cells : m.raw_cells,
-                           .cells = p.cells,
-                           .sums_needed = plan.sums_needed,
-                           .log2e_over_temperature = plan.log2e_over_temperature,
-                           .listed = plan.listed,
-                           .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
-                           .bits = UniformBits(ask.seed, ask.position)},
-                          s);
+                                   {.peak = peak,
+                                    .stats = plan.twice || plan.edited ? m.cells : m.raw_cells,
+                                    .cells = p.cells,
+                                    .sums_needed = plan.sums_needed,
+                                    .log2e_over_temperature = plan.log2e_over_temperature,
+                                    .listed = plan.listed,
+                                    .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
+                                    .bits = UniformBits(ask.seed, ask.position)},
+                                   s);
 
   // Report.
   const Support support =
@@ -243,8 +243,8 @@ cudaError_t LaunchPass(const SampleParams& p, const Scratch& scratch, cudaStream
 
 template <class T>
 int ClusterOf(int64_t rows, int most, const Scratch& scratch) {
-  return ClusterFor<&SampleRowKernel<T, true, false, false>>(rows, most, DrawBlock<T, true>::kThreads,
-                                                      scratch.block_shared_bytes);
+  return ClusterFor<&SampleRowKernel<T, true, false, false>>(
+      rows, most, DrawBlock<T, true>::kThreads, scratch.block_shared_bytes);
 }
 
 }  // namespace logitd::cuda

@@ -11,10 +11,9 @@ namespace logitd::cuda {
 template <class T, bool kInCluster, bool kEditable>
 int SharedBytes(const SampleParams& p) {
   const int part_cells = (p.cells + p.blocks - 1) / p.blocks;
-  return static_cast<int>(sizeof(DrawMemory<T, kInCluster, kEditable>) +
-                          2 * (p.cells + p.cells % 2) * sizeof(Stats) +
-                          part_cells * 32 * sizeof(SmallPool::Sketch) +
-                          (kEditable ? EditEnds::Bytes(part_cells) : 0));
+  return static_cast<int>(
+      sizeof(DrawMemory<T, kInCluster, kEditable>) + 2 * (p.cells + p.cells % 2) * sizeof(Stats) +
+      part_cells * 32 * sizeof(SmallPool::Sketch) + (kEditable ? EditEnds::Bytes(part_cells) : 0));
 }
 
 // Enqueues sample, or verify, for all rows of p.args, p.blocks blocks a row.
