@@ -78,6 +78,8 @@ class Connection {
 
   // From here on calls like it are refused, as long as it holds.
   void Refuse(Refusal refusal) { turnstile_.Add(std::move(refusal)); }
+  // The headers of a call of this connection are here. Once for every call that could be refused so.
+  void CallBegan() { turnstile_.Began(); }
   int64_t refused() const;  // calls that were refused so, in all
 
   // The hooks of sockets.cc: as recvmsg and sendmsg on `fd`, with errno. One read at a time, and one

@@ -87,11 +87,6 @@ bool SameKind(const Refusal& a, const Refusal& b) {
                     });
 }
 
-bool Holds(const Refusal& refusal, int64_t now_ns) {
-  return now_ns < refusal.until_ns &&
-         (refusal.under_way == nullptr || *refusal.under_way >= refusal.least_under_way);
-}
-
 }  // namespace
 
 int64_t MonotonicNanos() {
@@ -136,16 +131,33 @@ void Turnstile::Add(Refusal refusal) {
   until_ns_ = std::max<int64_t>(until_ns_, held_.back().refusal.until_ns);
 }
 
+void Turnstile::Began() {
+  // Calls that passed before there was a refusal were not counted.
+  int before = in_transit_.load(std::memory_order_relaxed);
+  while (before > 0 && !in_transit_.compare_exchange_weak(before, before - 1)) {
+  }
+}
+
+bool Turnstile::Holds(const Refusal& refusal, int64_t now_ns) const {
+  if (now_ns >= refusal.until_ns) return false;
+  if (refusal.under_way == nullptr) return true;
+  return *refusal.under_way + in_transit_ >= refusal.least_under_way;
+}
+
 std::optional<Turnstile::Answer> Turnstile::Ask(const HeaderList& list, int64_t now_ns) {
   absl::MutexLock lock(&mutex_);
-  if (now_ns >= until_ns_) {
+  if (now_ns >= until_ns_ + kLinger) {
     held_.clear();
     until_ns_ = 0;
+    in_transit_ = 0;
     return std::nullopt;
   }
+  bool lingers = false;
   for (const Held& held : held_) {
     const Refusal& refusal = held.refusal;
-    if (!Holds(refusal, now_ns) || !IsLike(refusal, list)) continue;
+    if (!IsLike(refusal, list)) continue;
+    lingers = true;
+    if (!Holds(refusal, now_ns) && in_transit_ < kMostInTransit) continue;
     Answer answer = {.fields = held.fields, .echoed = {}, .events = refusal.events};
     for (const Refusal::Echo& echo : refusal.echoes) {
       const Value value = Find(list, echo.name);
@@ -155,6 +167,7 @@ std::optional<Turnstile::Answer> Turnstile::Ask(const HeaderList& list, int64_t 
     }
     return answer;
   }
+  if (lingers) ++in_transit_;
   return std::nullopt;
 }
 

@@ -76,10 +76,16 @@ std::optional<int64_t> ParseTimeout(std::string_view text);
 
 // The refusals of one connection that hold: a few, the oldest leave. Thread-safe; its lock is held
 // for a few comparisons, and nothing else is called under it.
+//
+// When a refusal does not hold any longer, the next verdict on a call like it takes some time: gRPC
+// has to read the call first. Until that verdict, or for kLinger, only kMostInTransit such calls may
+// have passed and not begun. Otherwise a flood would fill gRPC with calls that come too late.
 class Turnstile {
  public:
   // One for each path, size and set of allowed values, and not more than that.
   static constexpr size_t kMost = 8;
+  static constexpr int kMostInTransit = 16;
+  static constexpr int64_t kLinger = 100'000'000;  // ns
 
   // What is sent to a refused call, and who is told.
   struct Answer {
@@ -92,7 +98,10 @@ class Turnstile {
   // and allowed values, and with a size in common.
   void Add(Refusal refusal);
 
-  // None holds, so Ask has nothing to look for. Cheap.
+  // A call of the connection has come out of gRPC: it is not in transit any longer.
+  void Began();
+
+  // None holds or lingers, so Ask has nothing to look for. Cheap.
   bool empty() const { return until_ns_.load(std::memory_order_relaxed) == 0; }
 
   // Whether the call with this whole list is refused. nullopt: gRPC gets it.
@@ -104,8 +113,11 @@ class Turnstile {
     std::string fields;  // of the answer, encoded
   };
 
+  bool Holds(const Refusal& refusal, int64_t now_ns) const;
+
   absl::Mutex mutex_;
   std::atomic<int64_t> until_ns_ = 0;  // the latest of all; 0: none
+  std::atomic<int> in_transit_ = 0;    // calls like a refused one that passed; about
   absl::InlinedVector<Held, 1> held_ ABSL_GUARDED_BY(mutex_);
 };
 

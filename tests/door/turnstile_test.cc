@@ -124,7 +124,41 @@ TEST_F(TurnstileTest, ARefusalEnds) {
   turnstile_.Add(MakeRefusal());
   EXPECT_TRUE(Ask(call_, 999).has_value());
   EXPECT_FALSE(Ask(call_, 1000).has_value());
+  EXPECT_FALSE(turnstile_.empty()) << "it lingers";
+  EXPECT_FALSE(Ask(call_, 1000 + Turnstile::kLinger).has_value());
   EXPECT_TRUE(turnstile_.empty());
+}
+
+// A flood that waits in gRPC for the next verdict would make every later call late.
+TEST_F(TurnstileTest, WhenARefusalHasEndedOnlyAFewCallsAreInTransit) {
+  turnstile_.Add(MakeRefusal());
+  for (int i = 0; i < Turnstile::kMostInTransit; ++i) EXPECT_FALSE(Ask(call_, 1000).has_value());
+  EXPECT_TRUE(Ask(call_, 1000).has_value());
+  HeaderFields other = call_;
+  other[1].second = "/s/Other";
+  EXPECT_FALSE(Ask(other, 1000).has_value());
+  turnstile_.Began();
+  turnstile_.Began();
+  EXPECT_FALSE(Ask(call_, 1000).has_value());
+  EXPECT_FALSE(Ask(call_, 1000).has_value());
+  EXPECT_TRUE(Ask(call_, 1000).has_value());
+}
+
+TEST_F(TurnstileTest, CallsThatNeverBeganKeepNobodyOutForLong) {
+  turnstile_.Add(MakeRefusal());
+  for (int i = 0; i < Turnstile::kMostInTransit; ++i) EXPECT_FALSE(Ask(call_, 1000).has_value());
+  EXPECT_TRUE(Ask(call_, 999 + Turnstile::kLinger).has_value());
+  for (int i = 0; i < 100; ++i) EXPECT_FALSE(Ask(call_, 1000 + Turnstile::kLinger).has_value());
+}
+
+TEST_F(TurnstileTest, CallsThatHaveNotBegunCountAsUnderWay) {
+  Refusal refusal = MakeRefusal();
+  refusal.under_way = std::make_shared<std::atomic<int>>(1);
+  refusal.least_under_way = 3;
+  turnstile_.Add(refusal);
+  EXPECT_FALSE(Ask(call_).has_value());
+  EXPECT_FALSE(Ask(call_).has_value());
+  EXPECT_TRUE(Ask(call_).has_value());
 }
 
 TEST_F(TurnstileTest, ARefusalHoldsOnlyWhileTheCallerHasCallsUnderWay) {

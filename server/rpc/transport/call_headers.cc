@@ -73,6 +73,7 @@ absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& conte
   CallHeaders headers = {.connection = connections.Find(context.peer()),
                          .deadline = DeadlineOf(context)};
   headers.caller.id = headers.connection == nullptr ? 0 : headers.connection->id();
+  if (headers.connection != nullptr) headers.connection->CallBegan();
   const auto& metadata = context.client_metadata();
   const auto value_of = [](const auto& entry) {
     return absl::string_view(entry->second.data(), entry->second.size());
