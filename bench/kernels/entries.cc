@@ -320,6 +320,27 @@ constexpr Entry kCudaHead[] = {
     {"decode, f16", HeadCase{kSample, 64, 4096, 128256, kF16}},
     {"decode, f32", HeadCase{kSample, 64, 4096, 128256, kF32}},
     {"top 20", HeadCase{kTopK, 64, 4096, 128256, kBF16}},
+    // Rows between the sizes of tiles, and other heads: how much of a padded tile is paid for.
+    {"other head", HeadCase{kCrossEntropy, 4096, 7168, 129280, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 3, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 100, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 200, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 300, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 520, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 777, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 1100, 5120, 151936, kBF16}},
+    {"any rows", HeadCase{kCrossEntropy, 2048, 5120, 151936, kBF16}},
+    {"any rows, odd vocabulary", HeadCase{kCrossEntropy, 200, 2048, 50257, kBF16}},
+    {"any rows, odd vocabulary", HeadCase{kCrossEntropy, 777, 4096, 128255, kBF16}},
+    {"any rows, forward and backward", HeadCase{kTraining, 2048, 5120, 151936, kBF16}},
+    {"any rows, forward and backward", HeadCase{kTraining, 1100, 4096, 128256, kBF16}},
+    {"any rows, forward and backward", HeadCase{kTraining, 4096, 2048, 128256, kBF16}},
+    {"any rows, decode", HeadCase{kSample, 1, 5120, 151936, kBF16}},
+    {"any rows, decode", HeadCase{kSample, 17, 5120, 151936, kBF16}},
+    {"any rows, decode", HeadCase{kSample, 100, 5120, 151936, kBF16}},
+    {"any rows, decode", HeadCase{kSample, 200, 5120, 151936, kBF16}},
+    {"any rows, decode", HeadCase{kSample, 300, 5120, 151936, kBF16}},
+    {"any rows, decode", HeadCase{kSample, 17, 2048, 50257, kBF16}},
 };
 
 // Within 1.5 times the product's time.

@@ -1,10 +1,13 @@
 // kernel_bench: every op as a share of its floor, the floor taken from the device's own ceilings in
 // the same run.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -170,11 +173,12 @@ int Main(int argc, char** argv) {
       "measured in the same run. The floor is one read of the logits at the rate of a plain read; "
       "for attention and gradients, the bytes that must be read and written at the rate of a plain "
       "copy; for heads, the bare product.");
-  std::string backend = "auto", json_path, only, commit;
+  std::string backend = "auto", json_path, commit;
+  std::vector<std::string> only;
   app.add_option("--backend", backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   app.add_option("--json", json_path, "also write the results to this file");
-  app.add_option("--only", only, "only entries whose line contains this text, e.g. K=64");
+  app.add_option("--only", only, "only entries whose line contains one of these texts, e.g. K=64");
   app.add_option("--commit", commit, "the commit that is measured, for the JSON");
   try {
     app.parse(argc, argv);
@@ -213,7 +217,11 @@ int Main(int argc, char** argv) {
       Record record = std::visit([](const auto& c) { return RecordOf(c); }, entry.shape);
       if (record.h200) record.h200 = entry.h200;
       const std::string label = absl::StrCat(record.op, " ", record.shape, " ", entry.why);
-      if (label.find(only) == std::string::npos) continue;
+      const bool wanted =
+          only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
+            return label.find(text) != std::string::npos;
+          });
+      if (!wanted) continue;
       if (const absl::Status status = bench.Measure(entry.shape, record); !status.ok()) {
         absl::PrintF("%-84s %s\n", label, status.ToString());
         ++failed;

@@ -318,7 +318,8 @@ inline std::vector<LinearCase> LinearInvarianceCases() {
           {DType::kF16, 70, 33, 4096, true, false, 0, 0, 3},
           {DType::kBF16, 257, 1, 8, true, false, 0, 0, 4},
           {DType::kF32, 9, 50257, 8, false, false, 5, 2, 5},
-          {DType::kBF16, 3, 50257, 100, false, false, 0, 0, 6}};
+          {DType::kBF16, 3, 50257, 100, false, false, 0, 0, 6},
+          {DType::kBF16, 440, 3000, 72, false, false, 0, 0, 7}};
 }
 
 // The bits of one row's answers from every op, among other rows, some with NaN and infinities.

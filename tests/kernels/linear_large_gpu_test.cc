@@ -582,21 +582,21 @@ TEST_F(LinearLargeGpuTest, TopsAreThoseOfDoublePrecision) {
 
 TEST_F(LinearLargeGpuTest, LossesOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({64, 65, 128, 129, 256, kRows}, vocab,
+    ExpectOwnBits({64, 65, 128, 129, 190, 256, 300, 600, 700, 777, kRows}, vocab,
                   [&](int64_t first, int64_t rows) { return LossBitsOf(first, rows, vocab); });
   }
 }
 
 TEST_F(LinearLargeGpuTest, TopsOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({64, 200}, vocab,
+    ExpectOwnBits({64, 150, 200, 300}, vocab,
                   [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
   }
 }
 
 TEST_F(LinearLargeGpuTest, SamplesOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({64, 200}, vocab,
+    ExpectOwnBits({64, 150, 200, 300}, vocab,
                   [&](int64_t first, int64_t rows) { return SampleBitsOf(first, rows, vocab); });
   }
 }

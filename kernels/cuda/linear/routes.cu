@@ -5,8 +5,8 @@
 // device, so that a row's bits do not depend on other rows. Three choices are made later, where the
 // call is known:
 //
-//   The plan of a product on Hopper depends on the number of rows (VisitPlan, hopper/product.cuh):
-//     up to 64, up to 128, more. The bits are the same in all plans.
+//   How a product on Hopper is cut depends on the number of rows (hopper/schedule.h). The bits are
+//     the same however it is.
 //   Rows of linear_cross_entropy that want rank, entropy or top tokens need their logits. They take
 //     the first route that makes logits (forward.cu).
 //   A training call that does not fit into memory is two ops (training.cu).

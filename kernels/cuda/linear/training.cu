@@ -430,7 +430,7 @@ class Training {
 
   void MakeAllExponentials(const Chunk& all) {
     steps_.Do([&] {
-      return hopper::Exponentials(States(0, padded_), args_.head, rows_, all, device_,
+      return hopper::Exponentials(States(0, args_.hidden.rows), args_.head, rows_, all, device_,
                                   steps_.stream());
     });
   }

@@ -30,12 +30,13 @@ struct LogitsEpilogue {
   const bool has_lower;
   float* upper;
 
-  __device__ LogitsEpilogue(const Params& params, const ProductParams& product, int64_t row)
+  __device__ LogitsEpilogue(const Params& params, const ProductParams& product,
+                            const SumsPlace& place)
       : p(params),
         vocab(product.vocab),
-        has_upper(row < product.rows),
-        has_lower(row + 8 < product.rows),
-        upper(params.logits + row * params.stride) {}
+        has_upper(place.row < product.rows),
+        has_lower(place.row + 8 < product.rows),
+        upper(params.logits + int64_t{place.row} * params.stride) {}
 
   __device__ void Take(float (&acc)[kThreadSums], int first, int lane) {
     float* lower = upper + 8 * p.stride;
@@ -66,7 +67,7 @@ struct LogitsEpilogue {
 };
 
 bool KernelsRun(const Scratch& scratch) {
-  return CanRun<&ProductKernel<__nv_bfloat16, ManyRows, LogitsEpilogue>>(scratch);
+  return CanRun<&ProductKernel<__nv_bfloat16, Rows::kMany, LogitsEpilogue>>(scratch);
 }
 
 cudaError_t Logits(const TensorView& hidden, const HeadView& head, float* logits,
@@ -77,10 +78,7 @@ cudaError_t Logits(const TensorView& hidden, const HeadView& head, float* logits
                        .scale = head.scale,
                        .softcap = head.softcap};
   return Visit16Bit(head.weight.dtype, [&]<class T>() {
-    return VisitPlan(hidden.rows, [&]<class Plan>() {
-      return LaunchProduct<T, Plan, LogitsEpilogue>(hidden, head.weight, nullptr, p, scratch,
-                                                    stream);
-    });
+    return LaunchProduct<T, LogitsEpilogue>(hidden, head.weight, nullptr, p, scratch, stream);
   });
 }
 

@@ -3,14 +3,14 @@
 //
 // When a tile is done, the four threads of a row take the maximum of its 256 logits and the sum of
 // their exponentials, in fp32, and merge them with those of the tiles before. A cell of 1024 tokens
-// goes to scratch: 12 bytes for 1024 logits. In a plan for few rows a warpgroup's item is one tile,
-// and 12 bytes a tile go to scratch. A last kernel, with a block for each row, merges tiles into
-// cells and cells into the row, in their order, and writes the losses.
+// goes to scratch: 12 bytes for 1024 logits. Where a unit is split (schedule.h) its tiles go there,
+// 12 bytes each. A last kernel, with a block for each row, merges tiles into cells and cells into
+// the row, in their order, and writes the losses.
 //
 // Tiles and cells depend only on the vocabulary and are summed in one order. So a row's bits do not
-// depend on other rows, the plan or the grid. Clusters take spans of the vocabulary, for groups of
+// depend on other rows, the units or the grid. Clusters take spans of the vocabulary, for sets of
 // rows that L2 has room for. L2 does not keep all it has room for: 4096 rows of 4096 x 128256 read
-// about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both groups, and the
+// about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both sets, and the
 // states are 2.1.
 //
 // Serves 16-bit heads without bias and softcap (linear/routes.cu), and rows that want neither rank,
@@ -24,7 +24,8 @@
 // Measured (bench/results/h200/kernels.json), bf16, as a share of the bare product by cuBLASLt:
 // 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
 // 256 rows, 0.451 ms, 97%; 128, 64 and 1 rows, 0.282, 0.267 and 0.268 ms, where one read of the
-// weights is 0.226.
+// weights is 0.226. Rows between tiles, 5120 x 151936 (linear_rows.json): 200, 300, 520, 777, 1100
+// rows 81%, 68%, 64%, 82%, 101%: limited by the latency of weights that come from memory.
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -36,13 +37,7 @@
 
 namespace logitd::cuda::hopper {
 
-constexpr int kTilesOfCell = kCell / kTile;
-static_assert(ManyRows::kClusterRows == kLossGroupRows);
-static_assert(ManyRows::kSpan == kCell && kTile * kTilesOfCell == kCell);
-
-// Tiles of one thread's item, which are one part: a cell where rows are many, else a tile.
-template <class Plan>
-constexpr int kPartTiles = Plan::kFewRows ? 1 : kTilesOfCell;
+static_assert(kBlockRows == kLossGroupRows && kSpan == kCell);
 
 __device__ inline LossPart EmptyPart() { return {{-kInfinity, 0.0f}, 0.0f}; }
 
@@ -60,11 +55,24 @@ __device__ inline LossPart Merge(const LossPart& part, const LossPart& tile,
 
 // ---- epilogue ----------------------------------------------------------------------------------
 
+// The sums that units leave: of cells, and of tiles where the unit is split.
+struct LossParts {
+  LossPart* cells;  // [rows, row_cells]
+  LossPart* tiles;  // [split units, kGroupRows, kClusterGroups, kSpanTiles]
+  int32_t row_cells;
+
+  __device__ LossPart& Cell(int64_t r, int cell) const { return cells[r * row_cells + cell]; }
+  // split: as in SumsPlace.
+  __device__ LossPart& Tile(int split, int64_t r, int tile) const {
+    const int64_t row = int64_t{split / kClusterGroups} * kGroupRows + r % kGroupRows;
+    return tiles[(row * kClusterGroups + split % kClusterGroups) * kSpanTiles + tile % kSpanTiles];
+  }
+};
+
 struct LossParams {
   const CrossEntropyRow* rows;  // [rows]
-  LossPart* parts;              // [rows, row_parts]
-  float* target_logits;         // [rows]
-  int32_t row_parts;
+  LossParts parts;
+  float* target_logits;  // [rows]
   float scale;
 
   __device__ void Read(LossRow& to) const {
@@ -76,25 +84,31 @@ struct LossParams {
   }
 };
 
-template <class Plan>
 struct LossEpilogue : LossRows<LossParams> {
-  int at = -1;  // the parts' place
+  const int split;
+  int tile = -1;  // the last one taken
   LossPart upper_part = EmptyPart();
   LossPart lower_part = EmptyPart();
 
-  using LossRows::LossRows;
+  __device__ LossEpilogue(const Params& params, const ProductParams& product,
+                          const SumsPlace& place)
+      : LossRows(params, product, place), split(place.split) {}
 
   __device__ void Take(float (&acc)[kThreadSums], int first, int lane) {
-    at = first / (kPartTiles<Plan> * kTile);
+    tile = first / kTile;
     MakeLogits(acc, first, lane);
     upper_part = Merge(upper_part, SumRow<0>(acc, first, lane), upper.log2e_over_temperature);
     lower_part = Merge(lower_part, SumRow<1>(acc, first, lane), lower.log2e_over_temperature);
   }
 
   __device__ void Leave(int lane) {
-    if (at < 0 || lane % 4 != 0) return;
-    if (upper.r >= 0) p.parts[static_cast<int64_t>(upper.r) * p.row_parts + at] = upper_part;
-    if (lower.r >= 0) p.parts[static_cast<int64_t>(lower.r) * p.row_parts + at] = lower_part;
+    if (tile < 0 || lane % 4 != 0) return;
+    if (upper.r >= 0) PlaceOf(upper.r) = upper_part;
+    if (lower.r >= 0) PlaceOf(lower.r) = lower_part;
+  }
+
+  __device__ LossPart& PlaceOf(int r) const {
+    return split < 0 ? p.parts.Cell(r, tile / kSpanTiles) : p.parts.Tile(split, r, tile);
   }
 };
 
@@ -136,22 +150,30 @@ struct Operands {
 // Merges a row's parts and writes its answers except extras, by one warp.
 template <class T>
 __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
-                                      const LossPart* parts, int cells, int row_parts,
+                                      const LossParts& parts, const Schedule& schedule,
                                       float target_logit, const Operands<T>& operands, int lane) {
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
+  const int cells = parts.row_cells;
   const float log2e_over_temperature = Log2EOverTemperature(0.0f, args.rows[r].temperature);
   const auto cell_of = [&](int i) {
-    if (row_parts == cells) return parts[i];
+    const Schedule::Place place = schedule.PlaceOf(static_cast<int32_t>(r), i);
+    if (place.unit < schedule.whole) return parts.Cell(r, i);
+    const int split = (place.unit - schedule.whole) * kClusterGroups + place.warpgroup;
     LossPart cell = EmptyPart();
-    for (int tile = i * kTilesOfCell; tile < min((i + 1) * kTilesOfCell, row_parts); ++tile)
-      cell = Merge(cell, parts[tile], log2e_over_temperature);
+#pragma unroll
+    for (int tile = 0; tile < kSpanTiles; ++tile) {
+      if (i * kSpanTiles + tile >= schedule.tiles) break;
+      cell = Merge(cell, parts.Tile(split, r, tile), log2e_over_temperature);
+    }
     return cell;
   };
   const Stats stats =
       MergeCells(cells, log2e_over_temperature, lane, [&](int i) { return cell_of(i).stats; });
   double total = 0.0;
-  for (int i = lane; i < cells; i += 32) total += cell_of(i).total;
-  total = WarpSum(total);
+  if (args.rows[r].label_smoothing > 0) {
+    for (int i = lane; i < cells; i += 32) total += cell_of(i).total;
+    total = WarpSum(total);
+  }
   int nan = vocab;
   if (isnan(stats.sum)) {
     int cell = 0;
@@ -164,9 +186,9 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
 // A block for each row: its first warp writes the losses, all of them the extras.
 template <class T>
 __global__ void __launch_bounds__(kFinishThreads)
-    FinishKernel(const __grid_constant__ CrossEntropyArgs args, const LossPart* parts,
-                 const float* target_logits, int cells, int row_parts,
-                 const __grid_constant__ Operands<T> operands) {
+    FinishKernel(const __grid_constant__ CrossEntropyArgs args,
+                 const __grid_constant__ LossParts parts, const __grid_constant__ Schedule schedule,
+                 const float* target_logits, const __grid_constant__ Operands<T> operands) {
   constexpr int kWarps = kFinishThreads / 32;
   __shared__ Outcome shared_outcome;  // from the first warp to the others
   const int lane = threadIdx.x % 32;
@@ -176,8 +198,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const CrossEntropyRow& row = args.rows[r];
   const float target_logit = row.target < 0 ? 0.0f : target_logits[r];
   if (warp == 0) {
-    const Outcome outcome =
-        ConcludeRow(args, r, parts + r * row_parts, cells, row_parts, target_logit, operands, lane);
+    const Outcome outcome = ConcludeRow(args, r, parts, schedule, target_logit, operands, lane);
     if (lane == 0) shared_outcome = outcome;
   }
   if (row.extra_count == 0) return;
@@ -197,37 +218,44 @@ __global__ void __launch_bounds__(kFinishThreads)
 constexpr size_t kPartsBytes = size_t{12} << 20;
 constexpr int64_t kRowsAtOnce = 16384;
 
-// Rows that fit into `scratch` at once, in whole groups. Few rows have a part for each tile in
-// place of each cell; there is room for those of one call at any vocabulary.
-int64_t RowsAtOnce(int64_t cells, const Scratch& scratch) {
-  static_assert(Rows128::kClusterRows * (sizeof(LossPart) * (kMaxVocab / kTile) + 4) <=
-                kPartsBytes);
-  const int64_t row_bytes = cells * static_cast<int64_t>(sizeof(LossPart)) + 4;
-  const int64_t room = static_cast<int64_t>(std::min(kPartsBytes, scratch.left() - size_t{4096}));
-  return std::clamp<int64_t>(room / row_bytes / kLossGroupRows * kLossGroupRows, kLossGroupRows,
-                             kRowsAtOnce);
+// Parts of the tiles of split units, of which there are fewer than clusters.
+int64_t SplitParts(int64_t units) { return units * kBlockRows * kSpanTiles; }
+
+// The rows of a pass: as many as fit into `scratch` at once, in whole groups, or fewer, so that all
+// passes have about the same.
+int64_t RowsOfPass(int64_t rows, int64_t cells, const Scratch& scratch) {
+  constexpr int64_t kPart = sizeof(LossPart);
+  constexpr int64_t kSlack = 4096;  // for the alignment of the pieces
+  const int64_t tiles = SplitParts(scratch.multiprocessors / kCluster) * kPart;
+  const int64_t room = static_cast<int64_t>(std::min(kPartsBytes, scratch.left()));
+  const int64_t most =
+      std::clamp<int64_t>((std::min<int64_t>(room, scratch.left() - tiles - kSlack)) /
+                              (cells * kPart + 4) / kLossGroupRows * kLossGroupRows,
+                          kLossGroupRows, kRowsAtOnce);
+  return RoundUp(CeilDiv(rows, CeilDiv(rows, most)), kLossGroupRows);
 }
 
 // All rows of `args`, which fit into `scratch`.
-template <class T, class Plan>
+template <class T>
 cudaError_t LaunchPass(const LinearCrossEntropyArgs& args, const int32_t* groups, Scratch scratch,
                        cudaStream_t stream) {
   const HeadView& head = args.head;
   const int64_t rows = args.hidden.rows;
   const int64_t cells = CeilDiv(head.vocab(), kCell);
-  const int64_t row_parts = CeilDiv(head.vocab(), kPartTiles<Plan> * kTile);
-  LossPart* parts = scratch.Take<LossPart>(static_cast<size_t>(rows * row_parts));
+  const Schedule schedule = ScheduleOf(args.hidden, head.vocab(), scratch);
+  const LossParts parts{.cells = scratch.Take<LossPart>(static_cast<size_t>(rows * cells)),
+                        .tiles = scratch.Take<LossPart>(
+                            static_cast<size_t>(SplitParts(schedule.units - schedule.whole))),
+                        .row_cells = static_cast<int32_t>(cells)};
   float* target_logits = scratch.Take<float>(static_cast<size_t>(rows));
-  if (parts == nullptr || target_logits == nullptr) return cudaErrorMemoryAllocation;
+  if (parts.cells == nullptr || parts.tiles == nullptr || target_logits == nullptr)
+    return cudaErrorMemoryAllocation;
   CrossEntropyArgs losses = args.cross_entropy;
   losses.logits.cols = head.vocab();
-  const LossParams p{.rows = losses.rows,
-                     .parts = parts,
-                     .target_logits = target_logits,
-                     .row_parts = static_cast<int32_t>(row_parts),
-                     .scale = head.scale};
-  const cudaError_t error = LaunchProduct<T, Plan, LossEpilogue<Plan>>(args.hidden, head.weight,
-                                                                       groups, p, scratch, stream);
+  const LossParams p{
+      .rows = losses.rows, .parts = parts, .target_logits = target_logits, .scale = head.scale};
+  const cudaError_t error =
+      LaunchProduct<T, LossEpilogue>(args.hidden, head.weight, groups, p, scratch, stream);
   if (error != cudaSuccess) return error;
   const Operands<T> operands{.states = static_cast<const T*>(args.hidden.data),
                              .weights = static_cast<const T*>(head.weight.data),
@@ -236,23 +264,20 @@ cudaError_t LaunchPass(const LinearCrossEntropyArgs& args, const int32_t* groups
                              .size = static_cast<int>(head.hidden()),
                              .scale = head.scale};
   return LaunchKernel(&FinishKernel<T>, {.grid = GridFor(rows), .threads = kFinishThreads}, stream,
-                      losses, parts, target_logits, static_cast<int>(cells),
-                      static_cast<int>(row_parts), operands);
+                      losses, parts, schedule, target_logits, operands);
 }
 
 }  // namespace
 
 cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
                    const Scratch& scratch, cudaStream_t stream) {
-  const int64_t pass = RowsAtOnce(CeilDiv(args.head.vocab(), kCell), scratch);
+  const int64_t pass = RowsOfPass(args.hidden.rows, CeilDiv(args.head.vocab(), kCell), scratch);
   for (int64_t first = 0; first < args.hidden.rows; first += pass) {
     const LinearCrossEntropyArgs part =
         RowsOf(args, first, std::min(pass, args.hidden.rows - first));
     const int32_t* part_groups = groups == nullptr ? nullptr : groups + first / kLossGroupRows;
     const cudaError_t error = Visit16Bit(args.head.weight.dtype, [&]<class T>() {
-      return VisitPlan(part.hidden.rows, [&]<class Plan>() {
-        return LaunchPass<T, Plan>(part, part_groups, scratch, stream);
-      });
+      return LaunchPass<T>(part, part_groups, scratch, stream);
     });
     if (error != cudaSuccess) return error;
   }

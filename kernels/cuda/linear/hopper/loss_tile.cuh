@@ -35,11 +35,11 @@ struct LossRows {
   const LossRow upper;
   const LossRow lower;
 
-  __device__ LossRows(const Params& params, const ProductParams& product, int64_t row)
+  __device__ LossRows(const Params& params, const ProductParams& product, const SumsPlace& place)
       : p(params),
         vocab(product.vocab),
-        upper(RowOf(params, row, product.rows)),
-        lower(RowOf(params, row + 8, product.rows)) {}
+        upper(RowOf(params, place.row, product.rows)),
+        lower(RowOf(params, place.row + 8, product.rows)) {}
 
   __device__ static LossRow RowOf(const Params& p, int64_t r, int rows) {
     LossRow row{.r = r < rows ? static_cast<int>(r) : -1};

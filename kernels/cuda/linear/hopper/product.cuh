@@ -2,27 +2,34 @@
 // each tile of logits from registers, in fp32, and decides what is written.
 //
 // A block is three warpgroups. In the first, one thread asks the copy engine (TMA) for stages of
-// both operands, 64 elements of the hidden size at a time, as many ahead as shared memory holds.
-// The other two multiply, 64 rows by a tile of 256 tokens each, the whole tile in their registers.
-// Blocks come in clusters of two. The number of rows chooses the plan (VisitPlan):
+// both operands, as many ahead as shared memory holds. The other two multiply, 64 rows by a tile of
+// 256 tokens each, the whole tile in their registers. Blocks come in clusters of two. What a
+// cluster does at a time is a unit (schedule.h):
 //
-//   ManyRows  The warpgroups of a block share 256 tokens; each warpgroup and each block has its own
-//             rows: 256 rows. Each block loads half of the weights' stage, for both blocks.
-//   Rows128   The same, but the blocks share the rows and have their own tokens: 512 tokens.
-//   Rows64    Warpgroups and blocks share the rows and have their own tokens: 1024 tokens.
+//   256 rows  Each of its four warpgroups has its own rows; all share a tile of weights, of which
+//             each block loads half, for both.
+//   128 rows  The warpgroups of a block have their own rows, which the blocks share; each block has
+//             its own tile, and loads half of the states, for both.
+//   64 rows   All share the rows and have their own tiles. Stages belong to one warpgroup of each
+//             block in turn.
 //
-// The last two are for few rows, where reading the weights takes the time.
+// So rows are paid for 64 at a time, and the last ones come while the weights that they need are in
+// L2 for the others. Where only some clusters would have a last unit, units are cut into tiles.
+// Calls of up to 128 rows consist of units of one kind; there reading the weights takes the time.
 //
-// A logit is one sum in one order, by the same instruction in all plans: its bits do not depend on
-// the plan or on other rows.
+// A logit is one sum in one order, by the same instruction in all units: its bits do not depend on
+// the unit or on other rows.
 //
 // Few rows, measured at 64 x 4096 x 128256: weights that L2 evicts first, 260 us; with the default
 // policy, 270 to 310. Tried and dropped: fetching weights into L2 by 256 bytes in place of 128 (2
 // to 5 us more, and 27 more where logits are written, because the weights evict them before they
 // are used); freeing a stage when the next one is being multiplied, as for many rows (25 us more at
 // 128 rows); blocks that each load all states (the same at 64 rows, 10 us more at 128, 25 more at
-// one: absent rows cost more than present ones). Many rows: groups of 4 to 16 MB of states in place
-// of 24, and L2 hints for either operand, change less than the noise between runs.
+// one: absent rows cost more than present ones); stages of 128 elements of 128 tokens (12 us more
+// at 128 rows). Many rows: groups of 4 to 16 MB of states in place of 24, and L2 hints for either
+// operand, change less than the noise between runs. So do clusters that wait for each other, so as
+// to share what L2 holds: 4096 rows of 4096 x 128256 read 4.2 GB in place of 6.5, in the same time.
+// Weights asked into L2 4 to 32 steps before they are loaded: 200 to 300 rows take 5 to 18% more.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 
@@ -34,6 +41,8 @@
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/linear/hopper/instructions.cuh"
+#include "kernels/cuda/linear/hopper/schedule.h"
 #include "kernels/cuda/rows/cell.cuh"
 #include "kernels/cuda/rows/cluster.cuh"
 #include "kernels/cuda/scratch.h"
@@ -41,221 +50,49 @@
 
 namespace logitd::cuda::hopper {
 
-constexpr int kGroupThreads = 128;  // threads of a warpgroup
-constexpr int kConsumers = 2;       // warpgroups that multiply
+constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-constexpr int kGroupRows = 64;  // rows of a warpgroup
-constexpr int kTile = 256;      // tokens of a warpgroup
-constexpr int kStep = 64;       // elements of the hidden size in a stage
+// A thread's registers. A block begins with 168 for each, and cannot get more in all: warpgroups that
+// ask for more wait for ever.
+constexpr int kLoadRegisters = 56;
+constexpr int kMultiplyRegisters = 224;
+static_assert(kLoadRegisters + kConsumers * kMultiplyRegisters <= (1 + kConsumers) * 168);
+constexpr int kStep = 64;  // elements of the hidden size in a stage
 constexpr int kLineBytes = kStep * 2;
-constexpr int kCluster = 2;
-constexpr int kThreadSums = kTile / 2;     // sums of a thread: 2 rows, a quarter of the tokens
-constexpr int kRowSums = kThreadSums / 2;  // sums of each of its rows
+static_assert(kCluster * kConsumers == kClusterGroups);
 
-// How a cluster divides rows and tokens among its blocks and warpgroups. kSpan: tokens that a
-// cluster takes one after the other for the same rows.
-template <int kRowGroups, bool kSharedTokens, int kSpanTiles, int kRingStages>
-struct RowsPlan {
-  static constexpr bool kShareTokens = kSharedTokens;  // by the cluster's blocks; else the rows
-  static constexpr bool kFewRows = !kShareTokens;
-  static constexpr int kRows = kRowGroups * kGroupRows;
-  static constexpr int kTokens = kConsumers / kRowGroups * kTile;
-  static constexpr int kClusterRows = kShareTokens ? kCluster * kRows : kRows;
-  static constexpr int kClusterTokens = kShareTokens ? kTokens : kCluster * kTokens;
-  static constexpr int kSpan = kSpanTiles * kTile;
-  static constexpr int kTurns = kSpan / kClusterTokens;
-  static constexpr int kStages = kRingStages;
-  static constexpr int kStateBytes = kRows * kLineBytes;
-  static constexpr int kWeightBytes = kTokens * kLineBytes;
-  static constexpr int kStageBytes = kStateBytes + kWeightBytes;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // stages are aligned to 1024
-  // Lines of one copy: what a block loads for itself, or its half of what it loads for both blocks.
-  static constexpr int kStateLines = kShareTokens ? kRows : kRows / kCluster;
-  static constexpr int kWeightLines = kShareTokens ? kTokens / kCluster : kTile;
+// What the number of rows decides. Up to 128 rows reading the weights takes the time: a stage is
+// free as soon as it is multiplied, and up to 64 rows it is larger.
+enum class Rows { k64, k128, kMany };
+
+// A stage in shared memory: states of the block's warpgroups, then weights of a tile, or of a tile
+// for each warpgroup.
+template <Rows kRows>
+struct Stage {
+  static constexpr bool kFewRows = kRows != Rows::kMany;
+  static constexpr bool kBothTiles = kRows == Rows::k64;
+  static constexpr int kCount = kBothTiles ? 3 : 4;  // stages in shared memory
+  static constexpr int kCopyStateLines = kGroupRows / (kBothTiles ? kCluster : 1);  // of one copy
+  static constexpr int kCopyWeightLines = kTile / (kFewRows ? 1 : kCluster);
+  static constexpr int kStateBytes = (kBothTiles ? 1 : kConsumers) * kGroupRows * kLineBytes;
+  static constexpr int kBytes = kStateBytes + (kBothTiles ? kConsumers : 1) * kTile * kLineBytes;
+  static constexpr int kSharedBytes = kCount * kBytes + 1024;  // stages are aligned to 1024
 };
-using ManyRows = RowsPlan<2, true, 4, 4>;
-using Rows128 = RowsPlan<2, false, 2, 4>;
-using Rows64 = RowsPlan<1, false, 4, 3>;
-
-// Returns visit.operator()<Plan>() with the plan for so many rows.
-template <class Visit>
-auto VisitPlan(int64_t rows, const Visit& visit) {
-  if (rows <= Rows64::kClusterRows) return visit.template operator()<Rows64>();
-  if (rows <= Rows128::kClusterRows) return visit.template operator()<Rows128>();
-  return visit.template operator()<ManyRows>();
-}
+constexpr int kGroupStateBytes = kGroupRows * kLineBytes;
+constexpr int kTileBytes = kTile * kLineBytes;
+constexpr int kMostSharedBytes = Stage<Rows::k64>::kSharedBytes;
+static_assert(Stage<Rows::kMany>::kSharedBytes <= kMostSharedBytes &&
+              Stage<Rows::k128>::kSharedBytes <= kMostSharedBytes);
 
 struct ProductParams {
-  const int32_t* groups;  // null, or one for every ManyRows::kClusterRows rows; 0: skip these rows
+  const int32_t* groups;  // null, or one for every kBlockRows rows; 0: skip these rows
   int32_t rows;
   int32_t vocab;
-  int32_t steps;         // along the hidden size
-  int32_t row_blocks;    // blocks of a cluster's rows
-  int32_t group_blocks;  // row blocks whose states stay in L2 together
-  int32_t spans;         // spans of the vocabulary
+  int32_t steps;  // along the hidden size
+  Schedule schedule;
 };
-
-// ---- instructions ------------------------------------------------------------------------------
-
-// Device code here, epilogues included, is called only from the kernel, whose body is only in code
-// for sm_90a. It stays out of unnamed namespaces, where nvcc rejects functions that are not called.
-
-__device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ inline void Expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-// Arrives at the same barrier of the cluster's block `rank`. It orders reads by the tensor cores
-// before writes by the copy engine, which needs no fence of the cluster's memory: a fence costs
-// hundreds of clocks.
-__device__ inline void ArriveAt(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n\t"
-      ".reg .b32 there;\n\t"
-      "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-// Waits until the phase of this parity has ended.
-__device__ inline void WaitFor(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred done;\n\t"
-      "again:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@done bra ended;\n\t"
-      "bra again;\n\t"
-      "ended:\n\t"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// The L2 policy of a copy: data that is read once is evicted first.
-template <bool kOnce>
-__device__ inline uint64_t CachePolicy() {
-  uint64_t policy;
-  if constexpr (kOnce) {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  }
-  return policy;
-}
-__device__ inline void CopyTile(uint32_t to, const CUtensorMap& map, int element, int line,
-                                uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(element), "r"(line), "r"(barrier), "l"(policy)
-      : "memory");
-}
-// As CopyTile, to the same place in both blocks of the cluster; arrives at the barriers of both.
-__device__ inline void CopyTileToAll(uint32_t to, const CUtensorMap& map, int element, int line,
-                                     uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(element), "r"(line), "r"(barrier),
-      "h"(static_cast<uint16_t>((1 << kCluster) - 1))
-      : "memory");
-}
-
-// The descriptor of a matrix of 128-byte lines, swizzled as the copy engine leaves them, 8 lines
-// every 1024 bytes.
-__device__ inline uint64_t Descriptor(uint32_t shared) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightLines = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kUnused = uint64_t{1} << 16;
-  return kSwizzle128 | kEightLines | kUnused | (shared & 0x3ffff) >> 4;
-}
-
-// acc += a [64, 16] b [16, 256]; where `add` is 0, acc = that product.
-template <class T>
-__device__ inline void MultiplyAsync(float (&acc)[kThreadSums], uint64_t a, uint64_t b, int add) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred p;\n\t"
-      "setp.ne.b32 p, %130, 0;\n\t"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.%131.%131 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-      "%127}, "
-      "%128, %129, p, 1, 1, 0, 0;\n\t"
-      "}\n"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]),
-        "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]),
-        "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]),
-        "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]),
-        "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]),
-        "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]),
-        "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]),
-        "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]),
-        "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]),
-        "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]),
-        "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63]), "+f"(acc[64]), "+f"(acc[65]),
-        "+f"(acc[66]), "+f"(acc[67]), "+f"(acc[68]), "+f"(acc[69]), "+f"(acc[70]), "+f"(acc[71]),
-        "+f"(acc[72]), "+f"(acc[73]), "+f"(acc[74]), "+f"(acc[75]), "+f"(acc[76]), "+f"(acc[77]),
-        "+f"(acc[78]), "+f"(acc[79]), "+f"(acc[80]), "+f"(acc[81]), "+f"(acc[82]), "+f"(acc[83]),
-        "+f"(acc[84]), "+f"(acc[85]), "+f"(acc[86]), "+f"(acc[87]), "+f"(acc[88]), "+f"(acc[89]),
-        "+f"(acc[90]), "+f"(acc[91]), "+f"(acc[92]), "+f"(acc[93]), "+f"(acc[94]), "+f"(acc[95]),
-        "+f"(acc[96]), "+f"(acc[97]), "+f"(acc[98]), "+f"(acc[99]), "+f"(acc[100]), "+f"(acc[101]),
-        "+f"(acc[102]), "+f"(acc[103]), "+f"(acc[104]), "+f"(acc[105]), "+f"(acc[106]),
-        "+f"(acc[107]), "+f"(acc[108]), "+f"(acc[109]), "+f"(acc[110]), "+f"(acc[111]),
-        "+f"(acc[112]), "+f"(acc[113]), "+f"(acc[114]), "+f"(acc[115]), "+f"(acc[116]),
-        "+f"(acc[117]), "+f"(acc[118]), "+f"(acc[119]), "+f"(acc[120]), "+f"(acc[121]),
-        "+f"(acc[122]), "+f"(acc[123]), "+f"(acc[124]), "+f"(acc[125]), "+f"(acc[126]),
-        "+f"(acc[127])
-      : "l"(a), "l"(b), "r"(add), "C"(Traits16Bit<T>::kPtxName));
-}
-__device__ inline void BeginMultiplying() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ inline void CommitMultiplying() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int kPending>
-__device__ inline void WaitMultiplied() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// The compiler does not move reads or writes of acc across this.
-__device__ inline void Pin(float (&acc)[kThreadSums]) {
-#pragma unroll
-  for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
-}
 
 // ---- work --------------------------------------------------------------------------------------
-
-// A cluster's item of work: a block of rows, and a span of the vocabulary.
-template <class Plan>
-struct Item {
-  int row;
-  int token;
-  bool wanted;  // whether any of its rows is wanted; the same in all threads of the cluster
-
-  __device__ Item(const ProductParams& p, int64_t index) {
-    const int64_t group_items = static_cast<int64_t>(p.group_blocks) * p.spans;
-    const int group = static_cast<int>(index / group_items);
-    const int rest = static_cast<int>(index - group * group_items);
-    const int blocks = min(p.group_blocks, p.row_blocks - group * p.group_blocks);
-    token = rest / blocks * Plan::kSpan;
-    row = (group * p.group_blocks + rest % blocks) * Plan::kClusterRows;
-    wanted = p.groups == nullptr || p.groups[row / ManyRows::kClusterRows] != 0;
-  }
-  __device__ int Turns(const ProductParams& p) const {
-    return min(Plan::kTurns, (p.vocab - token + Plan::kClusterTokens - 1) / Plan::kClusterTokens);
-  }
-};
 
 // The i-th logit of the thread's row `half`: its place in acc, and its token in the tile.
 __device__ constexpr int SumOf(int half, int i) { return i / 2 * 4 + half * 2 + i % 2; }
@@ -276,99 +113,175 @@ __device__ inline float QuadMax(const float (&acc)[kThreadSums]) {
   return fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
 }
 
-// A ring of stages in shared memory: a stage's states, then its weights.
-template <class Plan>
+// A ring of stages in shared memory.
+template <Rows kRows>
 struct Ring {
   uint32_t stages;  // addresses in shared memory
   uint32_t full;    // a barrier a stage: it has been filled
-  uint32_t empty;   // a barrier a stage: all warps of the cluster have read it
+  uint32_t empty;   // a barrier a stage: all warps of the cluster that read it have done so
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ uint32_t At() const { return stages + stage * Plan::kStageBytes; }
+  __device__ uint32_t At() const { return stages + stage * Stage<kRows>::kBytes; }
   __device__ void Advance() {
-    if (++stage == Plan::kStages) {
+    if (++stage == Stage<kRows>::kCount) {
       stage = 0;
       parity ^= 1;
     }
   }
 };
 
-// The part of a cluster's items that one of its blocks takes.
-template <class Plan>
-struct BlockPart {
-  int rank;  // of the block in the cluster
-  int row;   // its first row, in the item
-  int token;
-
-  __device__ explicit BlockPart(int of_rank)
-      : rank(of_rank),
-        row(Plan::kShareTokens ? of_rank * Plan::kRows : 0),
-        token(Plan::kShareTokens ? 0 : of_rank * Plan::kTokens) {}
-};
-
-// Calls take(item) for all items of this block's cluster.
-template <class Plan, class Take>
-__device__ inline void ForEachItem(const ProductParams& p, const Take& take) {
-  const int64_t items = static_cast<int64_t>(p.row_blocks) * p.spans;
-  for (int64_t index = blockIdx.x / kCluster; index < items; index += gridDim.x / kCluster) {
-    const Item<Plan> item(p, index);
-    if (item.wanted) take(item);
+// Calls take(unit) for all that this block's cluster takes.
+template <class Take>
+__device__ inline void ForEachUnit(const ProductParams& p, const Take& take) {
+  const int32_t items = p.schedule.Items();
+  const auto clusters = static_cast<int32_t>(gridDim.x / kCluster);
+  for (auto item = static_cast<int32_t>(blockIdx.x / kCluster); item < items; item += clusters) {
+    const Unit unit = p.schedule.At(item);
+    if (p.groups == nullptr || p.groups[unit.row / kBlockRows] != 0) take(unit);
   }
 }
 
 // Fills stages, by one thread.
-template <class Plan>
-__device__ inline void LoadStages(const CUtensorMap& states, const CUtensorMap& weights,
-                                  const ProductParams& p, const BlockPart<Plan>& part,
-                                  Ring<Plan> ring) {
-  const uint64_t keep = CachePolicy</*kOnce=*/false>();
-  const uint64_t once = CachePolicy</*kOnce=*/true>();
-  ForEachItem<Plan>(p, [&](const Item<Plan>& item) {
-    const int row = item.row + part.row;
-    const int turns = item.Turns(p);
-    for (int turn = 0; turn < turns; ++turn) {
-      const int token = item.token + turn * Plan::kClusterTokens + part.token;
-      for (int step = 0; step < p.steps; ++step) {
-        WaitFor(ring.empty + 8 * ring.stage, ring.parity ^ 1);
-        const uint32_t to = ring.At();
-        const uint32_t to_weights = to + Plan::kStateBytes;
-        const uint32_t barrier = ring.full + 8 * ring.stage;
-        const int element = step * kStep;
-        Expect(barrier, Plan::kStageBytes);
-        if constexpr (Plan::kShareTokens) {
-          CopyTile(to, states, element, row, barrier, keep);
-          constexpr int kLines = Plan::kWeightLines;
-          CopyTileToAll(to_weights + part.rank * kLines * kLineBytes, weights, element,
-                        token + part.rank * kLines, barrier);
-        } else {
-          constexpr int kLines = Plan::kStateLines;
-          CopyTileToAll(to + part.rank * kLines * kLineBytes, states, element,
-                        row + part.rank * kLines, barrier);
-#pragma unroll
-          for (int line = 0; line < Plan::kTokens; line += kTile)
-            CopyTile(to_weights + line * kLineBytes, weights, element, token + line, barrier, once);
+template <Rows kRows>
+class Loader {
+ public:
+  __device__ Loader(const CUtensorMap& states, const CUtensorMap& weights, const ProductParams& p,
+                    int rank, const Ring<kRows>& ring)
+      : states_(states), weights_(weights), p_(p), rank_(rank), ring_(ring) {}
+
+  __device__ void Run() {
+    ForEachUnit(p_, [&](const Unit& unit) {
+#pragma unroll 1
+      for (int turn = 0; turn < unit.turns; ++turn) {
+        const int tile = (unit.tile + turn) * kTile;  // its first token in the span
+#pragma unroll 1
+        for (int element = 0; element < p_.steps * kStep; element += kStep) {
+          if constexpr (Stage::kBothTiles) {
+            LoadBothTiles(unit, element, tile);
+          } else if (unit.groups == 2) {
+            LoadPair(unit, element, tile);
+          } else if constexpr (!Stage::kFewRows) {
+            if (unit.groups == 1) {
+              LoadSingles(unit, element, tile);
+            } else {
+              LoadBlock(unit, element, tile);
+            }
+          }
         }
-        ring.Advance();
       }
+    });
+  }
+
+ private:
+  using Stage = Stage<kRows>;
+
+  // Waits until the next stage is free, and says how much will come.
+  __device__ void Begin(int bytes) {
+    WaitFor(ring_.empty + 8 * ring_.stage, ring_.parity ^ 1);
+    to_ = ring_.At();
+    barrier_ = ring_.full + 8 * ring_.stage;
+    Expect(barrier_, bytes);
+    ring_.Advance();
+  }
+  __device__ void CopyWeights(uint32_t to, int element, int token) {
+    const uint64_t policy = CachePolicy</*kOnce=*/Stage::kFewRows>();
+#pragma unroll
+    for (int line = 0; line < kTile; line += Stage::kCopyWeightLines)
+      CopyTile(to + line * kLineBytes, weights_, element, token + line, barrier_, policy);
+  }
+
+  // 256 rows: each block loads its own states, and half of the weights for both.
+  __device__ void LoadBlock(const Unit& unit, int element, int tile) {
+    const uint64_t policy = CachePolicy</*kOnce=*/false>();
+    Begin(Stage::kBytes);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+      CopyTile(to_ + warpgroup * kGroupStateBytes, states_, element, unit.RowOf(rank_, warpgroup),
+               barrier_, policy);
     }
-  });
-}
+    const int line = rank_ * Stage::kCopyWeightLines;
+    CopyTileToAll(to_ + Stage::kStateBytes + line * kLineBytes, weights_, element,
+                  unit.span * kSpan + tile + line, barrier_);
+  }
+  // 128 rows: each block loads its own weights, and half of the states for both.
+  __device__ void LoadPair(const Unit& unit, int element, int tile) {
+    Begin(Stage::kBytes);
+    CopyTileToAll(to_ + rank_ * kGroupStateBytes, states_, element, unit.row + rank_ * kGroupRows,
+                  barrier_);
+    CopyWeights(to_ + Stage::kStateBytes, element, unit.SpanOf(rank_, 0) * kSpan + tile);
+  }
+  // 64 rows: a stage for each warpgroup; the block of the warpgroup's number loads the states.
+  __device__ void LoadSingles(const Unit& unit, int element, int tile) {
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+      Begin(kGroupStateBytes + kTileBytes);
+      if (warpgroup == rank_) CopyTileToAll(to_, states_, element, unit.row, barrier_);
+      CopyWeights(to_ + Stage::kStateBytes, element, unit.SpanOf(rank_, warpgroup) * kSpan + tile);
+    }
+  }
+  // 64 rows and no others: one stage for both warpgroups.
+  __device__ void LoadBothTiles(const Unit& unit, int element, int tile) {
+    Begin(Stage::kBytes);
+    const int line = rank_ * Stage::kCopyStateLines;
+    CopyTileToAll(to_ + line * kLineBytes, states_, element, unit.row + line, barrier_);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+      CopyWeights(to_ + Stage::kStateBytes + warpgroup * kTileBytes, element,
+                  unit.SpanOf(rank_, warpgroup) * kSpan + tile);
+    }
+  }
+
+  const CUtensorMap& states_;
+  const CUtensorMap& weights_;
+  const ProductParams& p_;
+  const int rank_;
+  Ring<kRows> ring_;
+  uint32_t to_ = 0;       // the stage being filled
+  uint32_t barrier_ = 0;  // its barrier
+};
+
+// Which stages a warpgroup reads, and where in them its operands are.
+struct Reader {
+  int states;  // bytes from the stage's begin
+  int weights;
+  bool before;   // whether a stage of the other warpgroup comes before each of its own
+  bool after;    // or after it
+  int arrivals;  // of each warp when it has read a stage, over the cluster's blocks
+
+  template <class Stage>
+  __device__ Reader(const Unit& unit, int warpgroup, Stage) {
+    const bool both_tiles = Stage::kBothTiles;
+    const bool own_stages = !both_tiles && unit.groups == 1;
+    states = both_tiles || own_stages ? 0 : warpgroup * kGroupStateBytes;
+    weights = Stage::kStateBytes + (both_tiles ? warpgroup * kTileBytes : 0);
+    before = own_stages && warpgroup > 0;
+    after = own_stages && warpgroup == 0;
+    arrivals = own_stages ? kConsumers * kCluster : kCluster;
+  }
+};
 
 // Multiplies a tile: acc becomes the sums over the hidden size.
-template <class T, class Plan>
-__device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, int group_row,
-                                    int group_token, int lane, Ring<Plan>& ring) {
+template <class T, Rows kRows>
+__device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, const Reader& reader,
+                                    int lane, Ring<kRows>& ring) {
   const auto release = [&](int stage) {
-    if (lane < kCluster) ArriveAt(ring.empty + 8 * stage, lane);
+    if (lane < reader.arrivals) ArriveAt(ring.empty + 8 * stage, lane % kCluster);
   };
-  int before = 0;
+  // A stage of the other warpgroup. It has been filled when this one goes on: a barrier tells only
+  // the last phase from the one before it, so that a warpgroup must see all phases. It sees them in
+  // time, as it has not yet released the stage of its own that comes before.
+  const auto skip = [&] {
+    WaitFor(ring.full + 8 * ring.stage, ring.parity);
+    ring.Advance();
+  };
+  int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
+    if (reader.before) skip();
     WaitFor(ring.full + 8 * ring.stage, ring.parity);
-    const uint32_t from = ring.At();
-    const uint64_t a = Descriptor(from + group_row * kLineBytes);
-    const uint64_t b = Descriptor(from + Plan::kStateBytes + group_token * kLineBytes);
+    const uint64_t a = Descriptor(ring.At() + reader.states);
+    const uint64_t b = Descriptor(ring.At() + reader.weights);
     Pin(acc);
     BeginMultiplying();
 #pragma unroll
@@ -376,42 +289,51 @@ __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, int gr
       MultiplyAsync<T>(acc, a + 2 * k, b + 2 * k, step > 0 || k > 0);
     CommitMultiplying();
     Pin(acc);
-    if constexpr (Plan::kFewRows) {
-      // Multiplying takes less time than loading a stage from memory: free the stage at once.
+    if constexpr (Stage<kRows>::kFewRows) {
       WaitMultiplied<0>();
       release(ring.stage);
     } else if (step > 0) {
       WaitMultiplied<1>();
-      release(before);
+      release(previous);
     }
-    before = ring.stage;
+    previous = ring.stage;
     ring.Advance();
+    if (reader.after) skip();
   }
-  if constexpr (!Plan::kFewRows) {
+  if constexpr (!Stage<kRows>::kFewRows) {
     WaitMultiplied<0>();
-    release(before);
+    release(previous);
   }
   Pin(acc);
 }
 
-// Multiplies the stages that LoadStages fills, by warpgroup `consumer` of those that multiply.
-template <class T, class Plan, class Epilogue>
+// Where the sums of an epilogue's thread are.
+struct SumsPlace {
+  int32_t row;  // the first of the thread's two rows, which are 8 apart
+  int32_t span;
+  int32_t split;  // -1: a whole unit; else the warpgroup's number among those of split units
+};
+
+// Multiplies the stages that the Loader fills, by a warpgroup of those that multiply.
+template <class T, Rows kRows, class Epilogue>
 __device__ inline void MultiplyStages(const ProductParams& p,
-                                      const typename Epilogue::Params& epilogue_params,
-                                      const BlockPart<Plan>& part, int consumer, int lane,
-                                      Ring<Plan> ring) {
+                                      const typename Epilogue::Params& epilogue_params, int rank,
+                                      int warpgroup, int lane, Ring<kRows> ring) {
   float acc[kThreadSums];
-  const int group_row = Plan::kRows > kGroupRows ? consumer * kGroupRows : 0;
-  const int group_token = Plan::kTokens > kTile ? consumer * kTile : 0;
-  const int thread_row =
-      part.row + group_row + static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
-  ForEachItem<Plan>(p, [&](const Item<Plan>& item) {
-    Epilogue epilogue(epilogue_params, p, static_cast<int64_t>(item.row) + thread_row);
-    const int turns = item.Turns(p);
+  const int thread_row = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
+  ForEachUnit(p, [&](const Unit& unit) {
+    const int span = unit.SpanOf(rank, warpgroup);
+    Epilogue epilogue(
+        epilogue_params, p,
+        {.row = unit.RowOf(rank, warpgroup) + thread_row,
+         .span = span,
+         .split =
+             unit.split < 0 ? -1 : unit.split * kClusterGroups + rank * kConsumers + warpgroup});
+    const Reader reader(unit, warpgroup, Stage<kRows>());
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      MultiplyTile<T>(acc, p.steps, group_row, group_token, lane, ring);
-      const int first = item.token + turn * Plan::kClusterTokens + part.token + group_token;
+    for (int turn = 0; turn < unit.turns; ++turn) {
+      MultiplyTile<T>(acc, p.steps, reader, lane, ring);
+      const int first = span * kSpan + (unit.tile + turn) * kTile;
       if (first < p.vocab) epilogue.Take(acc, first, lane);
     }
     if constexpr (requires { epilogue.Leave(lane); }) epilogue.Leave(lane);
@@ -420,11 +342,10 @@ __device__ inline void MultiplyStages(const ProductParams& p,
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-// Every thread that multiplies makes an Epilogue for each item, from its Params, p and the first of
-// the thread's two rows, which are 8 apart. Take(acc, first token, lane) gets the sums of a tile
-// and may change them; it is not called for tiles after the vocabulary. Leave(lane), where there is
-// one, ends the item.
-template <class T, class Plan, class Epilogue>
+// Every thread that multiplies makes an Epilogue for each unit, from its Params, p and a SumsPlace.
+// Take(acc, first token, lane) gets the sums of a tile and may change them; it is not called for
+// tiles after the vocabulary. Leave(lane), where there is one, ends the unit.
+template <class T, Rows kRows, class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
     ProductKernel(const __grid_constant__ CUtensorMap states,
                   const __grid_constant__ CUtensorMap weights,
@@ -432,19 +353,20 @@ __global__ void __launch_bounds__(kThreads, 1)
                   const __grid_constant__ typename Epilogue::Params epilogue_params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * Plan::kStages];
+  constexpr int kStages = Stage<kRows>::kCount;
+  __shared__ alignas(8) uint64_t barriers[2 * kStages];
   const uint32_t full = static_cast<uint32_t>(__cvta_generic_to_shared(barriers));
-  const Ring<Plan> ring{
+  const Ring<kRows> ring{
       .stages = (static_cast<uint32_t>(__cvta_generic_to_shared(dynamic)) + 1023) / 1024 * 1024,
       .full = full,
-      .empty = full + Plan::kStages * 8};
-  const BlockPart<Plan> part(blockIdx.x % kCluster);
+      .empty = full + kStages * 8};
+  const int rank = static_cast<int>(blockIdx.x) % kCluster;
   const int lane = threadIdx.x % 32;
   const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Plan::kStages; ++stage) {
+    for (int stage = 0; stage < kStages; ++stage) {
       InitBarrier(ring.full + 8 * stage, 1);
-      // Each warp that multiplies, of both blocks, arrives once when it has read the stage.
+      // Once for each warp that multiplies, of both blocks.
       InitBarrier(ring.empty + 8 * stage, kCluster * kConsumers * (kGroupThreads / 32));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -452,11 +374,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   ClusterArrive();
   ClusterWait();
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) LoadStages(states, weights, p, part, ring);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
+    if (threadIdx.x == 0) Loader(states, weights, p, rank, ring).Run();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    MultiplyStages<T, Plan, Epilogue>(p, epilogue_params, part, group - 1, lane, ring);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
+    MultiplyStages<T, kRows, Epilogue>(p, epilogue_params, rank, group - 1, lane, ring);
   }
   // Neither block ends while the other may still write to its memory.
   ClusterArrive();
@@ -495,7 +417,7 @@ inline CUtensorMapDataType MapTypeOf(DType dtype) {
   __builtin_unreachable();
 }
 
-// A map of boxes of `lines` rows by kStep elements; elements outside the matrix read as 0. once: L2
+// A map of boxes of `lines` rows by 128 bytes; elements outside the matrix read as 0. once: L2
 // fetches only what is asked for; else the next step's elements too.
 inline bool MakeMap(const TensorView& matrix, int lines, bool once, CUtensorMap& map) {
   const auto encode = Encoder();
@@ -503,7 +425,8 @@ inline bool MakeMap(const TensorView& matrix, int lines, bool once, CUtensorMap&
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(matrix.cols),
                               static_cast<cuuint64_t>(matrix.rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.row_stride) * SizeOf(matrix.dtype)};
-  const cuuint32_t box[2] = {kStep, static_cast<cuuint32_t>(lines)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(kLineBytes / SizeOf(matrix.dtype)),
+                             static_cast<cuuint32_t>(lines)};
   const cuuint32_t element_strides[2] = {1, 1};
   return encode(&map, MapTypeOf(matrix.dtype), 2, const_cast<void*>(matrix.data), dims, strides,
                 box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -515,10 +438,7 @@ inline bool MakeMap(const TensorView& matrix, int lines, bool once, CUtensorMap&
 // sm_90a: only there does the kernel have a body, and with it barriers in shared memory.
 template <auto* kKernel>
 bool CanRun(const Scratch& scratch) {
-  static_assert(ManyRows::kSharedBytes <= Rows64::kSharedBytes &&
-                Rows128::kSharedBytes <= Rows64::kSharedBytes);
-  if (!scratch.clusters || scratch.block_shared_bytes < Rows64::kSharedBytes ||
-      Encoder() == nullptr) {
+  if (!scratch.clusters || scratch.block_shared_bytes < kMostSharedBytes || Encoder() == nullptr) {
     return false;
   }
   // Asked once for each device, because devices may have loaded different code.
@@ -541,37 +461,48 @@ bool CanRun(const Scratch& scratch) {
   return answer.load(std::memory_order_relaxed) == kHasBody;
 }
 
-// Multiplies `hidden` [rows, size], after the head's norm, by `weight` [vocab, size]: 16-bit, of
-// one dtype, 16-byte aligned rows. groups: as in ProductParams.
-template <class T, class Plan, class Epilogue>
-cudaError_t LaunchProduct(const TensorView& hidden, const TensorView& weight, const int32_t* groups,
-                          const typename Epilogue::Params& epilogue, const Scratch& scratch,
-                          cudaStream_t stream) {
+// The schedule of a product of `hidden` and a head of `vocab` tokens.
+inline Schedule ScheduleOf(const TensorView& hidden, int64_t vocab, const Scratch& scratch) {
+  constexpr int64_t kSetBytes = int64_t{24} << 20;  // hidden states that stay in L2
+  return Schedule::Of(hidden.rows, vocab, kSetBytes / (hidden.cols * 2),
+                      scratch.multiprocessors / kCluster);
+}
+
+template <class T, Rows kRows, class Epilogue>
+cudaError_t LaunchRows(const TensorView& hidden, const TensorView& weight, const int32_t* groups,
+                       const typename Epilogue::Params& epilogue, const Scratch& scratch,
+                       cudaStream_t stream) {
+  using Stage = Stage<kRows>;
   CUtensorMap states, weights;
-  if (!MakeMap(hidden, Plan::kStateLines, /*once=*/false, states) ||
-      !MakeMap(weight, Plan::kWeightLines, /*once=*/Plan::kFewRows, weights)) {
+  if (!MakeMap(hidden, Stage::kCopyStateLines, /*once=*/false, states) ||
+      !MakeMap(weight, Stage::kCopyWeightLines, /*once=*/Stage::kFewRows, weights)) {
     return cudaErrorNotSupported;
   }
-  constexpr int64_t kGroupBytes = int64_t{24} << 20;  // hidden states that stay in L2
-  const int64_t row_blocks = CeilDiv(hidden.rows, Plan::kClusterRows);
-  const int64_t spans = CeilDiv(weight.rows, Plan::kSpan);
-  const int64_t group_blocks =
-      std::clamp<int64_t>(kGroupBytes / (Plan::kClusterRows * hidden.cols * 2), 1, row_blocks);
   const ProductParams p{.groups = groups,
                         .rows = static_cast<int32_t>(hidden.rows),
                         .vocab = static_cast<int32_t>(weight.rows),
                         .steps = static_cast<int32_t>(CeilDiv(hidden.cols, kStep)),
-                        .row_blocks = static_cast<int32_t>(row_blocks),
-                        .group_blocks = static_cast<int32_t>(group_blocks),
-                        .spans = static_cast<int32_t>(spans)};
+                        .schedule = ScheduleOf(hidden, weight.rows, scratch)};
   const int64_t clusters =
-      std::min<int64_t>(scratch.multiprocessors / kCluster, row_blocks * spans);
-  return LaunchKernel(&ProductKernel<T, Plan, Epilogue>,
+      std::min<int64_t>(scratch.multiprocessors / kCluster, p.schedule.Items());
+  return LaunchKernel(&ProductKernel<T, kRows, Epilogue>,
                       {.grid = GridFor(kCluster * clusters),
                        .threads = kThreads,
                        .cluster = kCluster,
-                       .shared_bytes = Plan::kSharedBytes},
+                       .shared_bytes = Stage::kSharedBytes},
                       stream, states, weights, p, epilogue);
+}
+
+// Multiplies `hidden` [rows, size], after the head's norm, by `weight` [vocab, size]: 16-bit, of
+// one dtype, 16-byte aligned rows. groups: as in ProductParams.
+template <class T, class Epilogue>
+cudaError_t LaunchProduct(const TensorView& hidden, const TensorView& weight, const int32_t* groups,
+                          const typename Epilogue::Params& epilogue, const Scratch& scratch,
+                          cudaStream_t stream) {
+  const auto launch = hidden.rows <= kGroupRows       ? &LaunchRows<T, Rows::k64, Epilogue>
+                      : hidden.rows <= 2 * kGroupRows ? &LaunchRows<T, Rows::k128, Epilogue>
+                                                      : &LaunchRows<T, Rows::kMany, Epilogue>;
+  return launch(hidden, weight, groups, epilogue, scratch, stream);
 }
 
 }  // namespace logitd::cuda::hopper

@@ -81,7 +81,7 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
 
 cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
                          const Chunk& all, const Scratch& scratch, cudaStream_t stream) {
-  return LaunchProduct<Bf16, ManyRows, ExponentialEpilogue>(
+  return LaunchProduct<Bf16, ExponentialEpilogue>(
       hidden, head.weight, nullptr,
       {.rows = rows, .all = all, .target_logits = all.target_logits, .scale = head.scale}, scratch,
       stream);
