@@ -33,19 +33,10 @@
 //   bool mask                       103        92          87
 //   f32, unmasked                             105
 //   f32, causal                 94   97        99         101
+//   off alignment     unmasked 85 (1023), causal 70 (4097); additive mask 73 (4096)
 //
-// The same, of rows off alignment and others (bench/results/h200/attention_rows.json, 3.81 TB/s):
-//
-//   keys                  1023 4097 12345
-//   unmasked                93   75    78
-//   causal                  76   76    76
-//   f32, unmasked                97    99
-//   additive mask 96 (4096); unmasked 100 (12344), 93 (131072)
-//
-// Limited by: HBM; 16-bit rows off alignment by instructions (226 for 256 elements of a warp, where
-// aligned rows take 159; about 240 can be issued while a copy moves them). Up to some MB, by the
-// launch: [32,128,128] takes 3 us. From 65536 keys on, by how few rows are under way, because a
-// row's blocks wait for each other.
+// Limited by: HBM. Up to some MB, by the launch: [32,128,128] takes 3 us. From 65536 keys on, by
+// how few rows are under way, because a row's blocks wait for each other.
 //
 // Tried and dropped:
 // - exponentials relative to each warp's maximum itself: two rounded exponents, 5e-6
