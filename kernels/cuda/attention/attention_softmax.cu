@@ -17,10 +17,7 @@
 //                32768 (65536)
 //
 // Each has a form for rows that are whole aligned vectors, one for such rows with a mask, and one
-// for any alignment: it loads and stores aligned blocks. A row of a whole warp is shifted by way of
-// shared memory, where all shifts are the same instructions (vectors.cuh); in rows of fewer lanes,
-// lanes exchange the ends of their vectors. Where heads share a mask, long rows are taken query by
-// query, so that the mask is read from memory once.
+// for any alignment: it loads aligned blocks, and lanes exchange the ends of their vectors.
 //
 // Cost: reads what the queries see and the mask, writes all keys. Causal at full size is 0.75 of a
 // read and a write.
@@ -49,14 +46,6 @@
 // - blocks of 256 threads above 8192 keys: 16384 82% instead of 100%
 // - blocks of 1024 threads for unmasked rows above 32768 keys: 131072 77% instead of 88%
 // - barriers with a computed name: 4096 68% instead of 105%; a block claims all 16 barriers
-// - a persistent block, each warp with a bulk copy of its part of the next row under way: 80 to 96
-//   registers instead of 64, so fewer rows at a time (on an H100: 4096 keys 98% instead of 107%,
-//   12345 keys 56% instead of 85%)
-// - shifts by registers with a branch for each word, or each vector's two blocks from registers: on
-//   an H100 12345 keys 75% instead of 85%; warps with different shifts run different code
-// - shifts in shared memory in the backward: 12345 keys 84% instead of 101%
-// - a second way through the code, without looks at what is seen, also for rows with a window: 16384
-//   causal 93% instead of 97%, as both ways are in use at once
 // - stores without a hint: backward 103% instead of 113% in one run, forward the same
 #include <algorithm>
 #include <iterator>
@@ -103,7 +92,6 @@ cudaError_t AttentionSoftmax(const AttentionSoftmaxArgs& args, const Scratch& sc
     Params pass = p;
     pass.rows = PassRows(args.shape, args.window, begin,
                          std::min(PassRows::kMost, args.shape.rows - begin));
-    if (p.mask.kind != MaskKind::kNone && p.mask.head_stride == 0) pass.rows.TakeByQuery();
     pass.scores.Skip(begin);
     pass.probs.Skip(begin);
     if (pass.logsumexp != nullptr) pass.logsumexp += begin;

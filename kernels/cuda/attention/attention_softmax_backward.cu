@@ -51,8 +51,8 @@ struct Part {
 
 // kWhole: the rows of all tensors are whole vectors, each aligned.
 template <class In, class Out, bool kWhole, int kLanes, int kCount>
-struct BackwardVectors : LaneVectors<In, Out, kWhole, /*kShift=*/false, kLanes, kCount> {
-  using Base = LaneVectors<In, Out, kWhole, /*kShift=*/false, kLanes, kCount>;
+struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount> {
+  using Base = LaneVectors<In, Out, kWhole, kLanes, kCount>;
   using Base::E;
   using Base::Index;
   struct Held {
@@ -328,8 +328,7 @@ template <class In, class Out, bool kWhole, int kLanes, int kHeld>
 cudaError_t Launch(const Params& p, cudaStream_t stream) {
   constexpr int kRows = std::max(1, kLaneHeld<In, Out, kWhole> / kHeld);
   return LaunchLanes<kLanes, kRows>(
-      &LanesKernel<In, Out, kWhole, kLanes, kHeld / kElements<In, Out>, kRows>, p,
-      /*warp_bytes=*/0, stream);
+      &LanesKernel<In, Out, kWhole, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
 }
 
 struct Variant {
@@ -358,7 +357,7 @@ cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_
                                      : &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, false>)
                           : (cluster ? &BlockKernel<In, Out, kWhole, kHeld, true>
                                      : &BlockKernel<In, Out, kWhole, kHeld, false>);
-  return LaunchBlocks(kernel, plan, p, /*warp_bytes=*/0, stream);
+  return LaunchBlocks(kernel, plan, p, stream);
 }
 
 template <class In, class Out, bool kWhole>

@@ -153,39 +153,7 @@ __device__ inline void WriteRow(const Params& p, uint32_t row, const ExpFrom& fr
 struct ForwardRow : Row {
   float sink;
   const std::byte* mask;  // of key 0
-
-  // What is seen of the vectors asked for; the row has `keys`.
-  __device__ Seen Range(int) const { return seen; }
 };
-
-// The same for a warp whose part of the row is seen as a whole: it need not look at each vector.
-struct WholeForwardRow {
-  uint32_t index;
-  bool in_pass;
-  AllSeen seen;
-  float sink;
-  const std::byte* mask;
-
-  __device__ Seen Range(int keys) const { return {0, keys}; }
-
-  __device__ explicit WholeForwardRow(const ForwardRow& row)
-      : index(row.index), in_pass(row.in_pass), sink(row.sink), mask(row.mask) {}
-};
-
-// Calls use(row), or its whole form where the query sees all kPart elements from `first` on. Only
-// where nearly all warps do: two ways through the code at once are slower than the looks they save.
-template <class In, int kPart, class Use>
-__device__ inline void OverRow(const PassRows& rows, const ForwardRow& row, int first,
-                               const Use& use) {
-  if constexpr (sizeof(In) == 2) {  // f32 has time to look
-    const bool mostly_whole = !rows.windowed && (rows.keys % kPart == 0 || rows.keys >= 4 * kPart);
-    if (mostly_whole && first + kPart <= rows.keys) {
-      use(WholeForwardRow(row));
-      return;
-    }
-  }
-  use(row);
-}
 
 template <Form kForm>
 __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
@@ -204,10 +172,8 @@ __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
 }
 
 template <class In, class Out, Form kForm, int kLanes, int kCount>
-struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
-                                    kForm == Form::kAny && kLanes == 32, kLanes, kCount> {
-  using Base = LaneVectors<In, Out, kForm != Form::kAny, kForm == Form::kAny && kLanes == 32,
-                           kLanes, kCount>;
+struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount> {
+  using Base = LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount>;
   using Base::E;
   using Base::Index;
   static constexpr int kHeld = kCount * E;
@@ -221,15 +187,16 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
     } else {
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
-        if (row.seen.template Some<E>(Index(v))) LoadAligned<true>(scores + Index(v), raw.words[v]);
+        if (row.seen.Some<E>(Index(v))) LoadAligned<true>(scores + Index(v), raw.words[v]);
       }
     }
   }
 
   // Computes x of the vectors that the query sees a part of; -inf for keys it does not see. Returns
   // the largest.
-  __device__ float Logits(const Params& p, const auto& row, Raw& raw, float (&x)[kHeld]) const {
-    Align(p, row, raw);
+  __device__ float Logits(const Params& p, const ForwardRow& row, Raw& raw,
+                          float (&x)[kHeld]) const {
+    if constexpr (kForm == Form::kAny) raw.Align(p.scores.Row<const In>(row.index));
     if constexpr (kForm != Form::kWhole) {
       if (p.mask.kind != MaskKind::kNone)
         return VisitMask(p.mask, [&]<class M>() { return MaskedLogits<M>(p, row, raw, x); });
@@ -237,7 +204,7 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
     float max = -kInfinity;
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
-      if (!row.seen.template Some<E>(Index(v))) continue;
+      if (!row.seen.Some<E>(Index(v))) continue;
       ScaledLogits(p, row, raw, v, x + v * E);
       max = fmaxf(max, MaxOf(x + v * E));
     }
@@ -245,12 +212,13 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
   }
 
   // Turns x into exponentials relative to `from` and returns their sum.
-  __device__ float Exponentials(const ExpFrom& from, const auto& row, float (&x)[kHeld]) const {
+  __device__ float Exponentials(const ExpFrom& from, const ForwardRow& row,
+                                float (&x)[kHeld]) const {
     float sums[4] = {};
     from.Choose([&](auto exponential) {
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
-        if (!row.seen.template Some<E>(Index(v))) continue;
+        if (!row.seen.Some<E>(Index(v))) continue;
 #pragma unroll
         for (int e = 0; e < E; ++e) {
           x[v * E + e] = exponential(x[v * E + e]);
@@ -263,23 +231,23 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
 
   // The next four are for rows without a mask. They keep only what was loaded: fewer registers, but
   // exponentials are taken twice.
-  __device__ float MaxLogit(const Params& p, const auto& row, Raw& raw) const {
+  __device__ float MaxLogit(const Params& p, const ForwardRow& row, Raw& raw) const {
     static_assert(sizeof(In) == 2);
     using Pair = PairOf<In>;
-    Align(p, row, raw);
+    if constexpr (kForm == Form::kAny) raw.Align(p.scores.Row<const In>(row.index));
     // Two scores at once, unscaled; negated where the scale is negative.
     const uint32_t flip = p.scale < 0.0f ? 0x80008000u : 0u;
     Pair pair = {static_cast<In>(-kInfinity), static_cast<In>(-kInfinity)};
     float max = -kInfinity;
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
-      if (row.seen.template All<E>(Index(v))) {
+      if (row.seen.All<E>(Index(v))) {
 #pragma unroll
         for (int w = 0; w < kWords<In, E>; ++w) {
           const uint32_t word = raw.words[v][w] ^ flip;
           pair = __hmax2(pair, reinterpret_cast<const Pair&>(word));
         }
-      } else if (row.seen.template Some<E>(Index(v))) {
+      } else if (row.seen.Some<E>(Index(v))) {
         float x[E];
         ScaledLogits(p, row, raw, v, x);
         max = fmaxf(max, MaxOf(x));
@@ -288,14 +256,14 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
     const float of_pair = fmaxf(ToFloat(pair.x), ToFloat(pair.y));
     return fmaxf(max, __fmul_rn(fabsf(p.scale), of_pair));
   }
-  __device__ float SumOfExponentials(const Params& p, const ExpFrom& from, const auto& row,
+  __device__ float SumOfExponentials(const Params& p, const ExpFrom& from, const ForwardRow& row,
                                      Raw& raw) const {
     Forget(raw);
     float sums[4] = {};
     from.Choose([&](auto exponential) {
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
-        if (!row.seen.template Some<E>(Index(v))) continue;
+        if (!row.seen.Some<E>(Index(v))) continue;
         float x[E];
         ScaledLogits(p, row, raw, v, x);
 #pragma unroll
@@ -304,12 +272,12 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
     });
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
-  __device__ int NanKey(const Params& p, const auto& row, Raw& raw) const {
+  __device__ int NanKey(const Params& p, const ForwardRow& row, Raw& raw) const {
     Forget(raw);
     int key = kNoPosition;
 #pragma unroll
     for (int v = kCount - 1; v >= 0; --v) {
-      if (!row.seen.template Some<E>(Index(v))) continue;
+      if (!row.seen.Some<E>(Index(v))) continue;
       float x[E];
       ScaledLogits(p, row, raw, v, x);
 #pragma unroll
@@ -320,8 +288,8 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
     return key;
   }
   // `nan`: the row holds a NaN.
-  __device__ void StoreExponentials(const Params& p, const ExpFrom& from, const auto& row, Raw& raw,
-                                    float weight, bool nan) const {
+  __device__ void StoreExponentials(const Params& p, const ExpFrom& from, const ForwardRow& row,
+                                    Raw& raw, float weight, bool nan) const {
     Forget(raw);
     Base::Store(p.rows, row, p.probs.Row<Out>(row.index), [&](int v, float(&x)[E]) {
       ScaledLogits(p, row, raw, v, x);
@@ -340,17 +308,17 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
   }
 
   // The lowest key whose exponential is NaN.
-  __device__ int NanKey(const auto& row, const float (&x)[kHeld]) const {
+  __device__ int NanKey(const ForwardRow& row, const float (&x)[kHeld]) const {
     int key = kNoPosition;
 #pragma unroll
     for (int i = kHeld - 1; i >= 0; --i) {
-      if (row.seen.template Some<E>(Index(i / E)) && isnan(x[i])) key = Index(i / E) + i % E;
+      if (row.seen.Some<E>(Index(i / E)) && isnan(x[i])) key = Index(i / E) + i % E;
     }
     return key;
   }
 
   // Sets x of a row with NaN: NaN for every key the query sees, else 0.
-  __device__ void SetNan(const Params& p, const auto& row, float (&x)[kHeld]) const {
+  __device__ void SetNan(const Params& p, const ForwardRow& row, float (&x)[kHeld]) const {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int key = Index(i / E) + i % E;
@@ -362,7 +330,7 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
   }
 
   // Writes x * weight, and zeros where WriteUnseen() has not. By whole warps.
-  __device__ void Store(const Params& p, const auto& row, const float (&x)[kHeld],
+  __device__ void Store(const Params& p, const ForwardRow& row, const float (&x)[kHeld],
                         float weight) const {
     Base::Store(p.rows, row, p.probs.Row<Out>(row.index), [&](int v, float(&weighted)[E]) {
 #pragma unroll
@@ -371,17 +339,6 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
   }
 
  private:
-  __device__ void Align(const Params& p, const auto& row, Raw& raw) const {
-    if constexpr (kForm == Form::kAny) {
-      const In* scores = p.scores.Row<const In>(row.index);
-      if constexpr (kLanes == 32) {
-        raw.AlignRow(scores, row.Range(p.rows.keys), Base::first);
-      } else {
-        raw.Align(scores);
-      }
-    }
-  }
-
   // Makes the compiler unpack again: it has no registers for what it would keep.
   __device__ static void Forget(Raw& raw) {
 #pragma unroll
@@ -397,8 +354,8 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
     for (int e = 0; e < E; ++e) x[e] = __fmul_rn(p.scale, WordElement<In>(raw, e));
   }
   // Sets to -inf what the query does not see of a vector at element `index`.
-  __device__ static void Hide(const auto& row, int index, float* x) {
-    if (row.seen.template All<E>(index)) return;
+  __device__ static void Hide(const ForwardRow& row, int index, float* x) {
+    if (row.seen.All<E>(index)) return;
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       if (!row.seen.Has(index + e)) x[e] = -kInfinity;
@@ -414,14 +371,14 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
   }
 
   // x of the v-th vector, without a mask.
-  __device__ void ScaledLogits(const Params& p, const auto& row, const Raw& raw, int v,
+  __device__ void ScaledLogits(const Params& p, const ForwardRow& row, const Raw& raw, int v,
                                float* x) const {
     Scale(p, raw.words[v], x);
     Hide(row, Index(v), x);
   }
 
   template <class M>
-  __device__ float MaskedLogits(const Params& p, const auto& row, const Raw& raw,
+  __device__ float MaskedLogits(const Params& p, const ForwardRow& row, const Raw& raw,
                                 float (&x)[kHeld]) const {
     // As many loads under way as registers allow.
     constexpr int kTogether = std::clamp(16 / kWords<M, E>, 1, kCount);
@@ -431,11 +388,11 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny,
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kTogether) {
       MaskVectors<M, E, kForm == Form::kWholeMasked, kLanes, kTogether> masks;
-      masks.Load(mask, row.Range(p.rows.keys), Index(begin));
+      masks.Load(mask, row.seen, Index(begin));
 #pragma unroll
       for (int v = 0; v < kTogether; ++v) {
         const int index = Index(begin + v);
-        if (!row.seen.template Some<E>(index)) continue;
+        if (!row.seen.Some<E>(index)) continue;
         float* of_vector = x + (begin + v) * E;
         Scale(p, raw.words[begin + v], of_vector);
         masks.Apply(v, of_vector);

@@ -54,8 +54,7 @@ template <class In, class Out, Form kForm, int kLanes, int kHeld>
 cudaError_t Launch(const Params& p, cudaStream_t stream) {
   constexpr int kRows = std::max(1, kLaneHeld<In, Out, kForm> / kHeld);
   return LaunchLanes<kLanes, kRows>(
-      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p,
-      kForm == Form::kAny && kLanes == 32 ? kShiftBytes : 0, stream);
+      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
 }
 
 struct Variant {

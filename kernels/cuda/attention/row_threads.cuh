@@ -57,15 +57,12 @@ struct ActiveWarps {
 };
 
 // Launches `kernel`, in which kLanes lanes hold a row, and each lane a part of kRows rows.
-// `warp_bytes`: dynamic shared memory of a warp, here and below.
 template <int kLanes, int kRows, class Params>
-cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, int warp_bytes,
-                        cudaStream_t stream) {
-  return LaunchKernel(kernel,
-                      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows),
-                       .threads = kLanesThreads,
-                       .shared_bytes = kLanesThreads / 32 * warp_bytes},
-                      stream, p);
+cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, cudaStream_t stream) {
+  return LaunchKernel(
+      kernel,
+      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows), .threads = kLanesThreads},
+      stream, p);
 }
 
 // ---- rows of blocks ----------------------------------------------------------------------------
@@ -97,13 +94,11 @@ inline BlockPlan PlanBlocks(int64_t keys, int per_thread, bool clusters, int spr
 // Launches `kernel` with a cluster of plan.blocks blocks for each row.
 template <class Params>
 cudaError_t LaunchBlocks(void (*kernel)(Params), const BlockPlan& plan, const Params& p,
-                         int warp_bytes, cudaStream_t stream) {
+                         cudaStream_t stream) {
   return LaunchKernel(kernel,
                       {.grid = dim3(p.rows.count * static_cast<unsigned>(plan.blocks)),
                        .threads = plan.threads,
-                       .cluster = plan.blocks,
-                       .shared_bytes = plan.threads / 32 * warp_bytes,
-                       .most_shared_bytes = kMaxRowWarps * warp_bytes},
+                       .cluster = plan.blocks},
                       stream, p);
 }
 

@@ -28,25 +28,6 @@ struct Seen {
   __device__ bool Has(int key) const { return key >= begin && key < end; }
 };
 
-// As Seen, where it is known before that all elements asked for are seen, or none.
-struct AllSeen {
-  template <int E>
-  __device__ bool Some(int) const {
-    return true;
-  }
-  template <int E>
-  __device__ bool All(int) const {
-    return true;
-  }
-  __device__ bool Has(int) const { return true; }
-};
-struct NoneSeen {
-  template <int E>
-  __device__ bool Some(int) const {
-    return false;
-  }
-};
-
 // n / divisor for n < 2^31, by a multiplication.
 struct Divider {
   uint32_t divisor = 1;
@@ -88,8 +69,6 @@ struct PassRows {
   bool windowed;
   int64_t left;  // bounded so that sums with it fit
   int64_t right;
-  bool by_query = false;  // rows are taken query by query
-  Divider by_tensors;     // the tensors [queries, keys] of the pass
 
   PassRows() = default;
   // Rows [begin, begin + rows) of the call's.
@@ -109,20 +88,6 @@ struct PassRows {
     left = window.left < 0 ? -1 : std::min(window.left, shape.keys);
     right = window.right < 0 ? -1 : std::min(window.right, queries);
     windowed = left >= 0 || right >= 0;
-  }
-
-  // Takes one query's rows of all heads and batches one after the other, where the pass is whole
-  // heads: a mask that they share is then read from memory once. The order changes no bits.
-  void TakeByQuery() {
-    by_query = first.query == 0 && queries < count && count % queries == 0;
-    if (by_query) by_tensors = Divider(static_cast<uint32_t>(count / queries));
-  }
-
-  // The row that is taken in turn `turn`.
-  __device__ uint32_t InTurn(uint32_t turn) const {
-    if (!by_query) return turn;
-    const uint32_t query = by_tensors(turn);
-    return (turn - query * by_tensors.divisor) * static_cast<uint32_t>(queries) + query;
   }
 
   __device__ Place PlaceOf(uint32_t row) const {

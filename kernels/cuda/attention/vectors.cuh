@@ -77,60 +77,6 @@ __device__ inline void LoadAligned(const void* from, uint32_t (&words)[kCount]) 
   }
 }
 
-// ---- shifts in shared memory -------------------------------------------------------------------
-
-// A row of a warp that begins anywhere is shifted by way of shared memory, in which a vector is
-// followed by a word that is not used. So lanes that each read a word of their vectors, from any word
-// on, find them in different banks. The shift is in addresses, so that warps whose rows are shifted
-// differently run the same instructions.
-constexpr int kShiftVectors = 4;                               // of a lane, at a time
-constexpr int kShiftWords = (kShiftVectors * 32 + 1) * 5 + 3;  // of a warp, for vectors of 4 words
-constexpr int kShiftBytes = 4 * kShiftWords;
-
-__device__ inline uint32_t* ShiftSpaceOfWarp() {
-  extern __shared__ uint32_t shift_space[];
-  return shift_space + threadIdx.x / 32 * kShiftWords;
-}
-
-// The lane's vector in a place of kWordsOfVector words, `bytes` after the begin of vector `lane`;
-// the same for the vectors of the next turns of 32 lanes.
-template <int kWordsOfVector>
-class Shifted {
- public:
-  // bytes <= 4 * kWordsOfVector
-  __device__ explicit Shifted(const uint32_t* space, uint32_t bytes) : bits_(bytes % 4 * 8) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i <= kWordsOfVector; ++i) {
-      const int word = static_cast<int>(bytes / 4) + i;
-      from_[i] = space + lane * (kWordsOfVector + 1) + word + (word >= kWordsOfVector ? 1 : 0);
-    }
-  }
-
-  template <bool kWholeWords>  // bytes is a multiple of 4
-  __device__ void Take(int turn, uint32_t (&words)[kWordsOfVector]) const {
-    const int step = turn * 32 * (kWordsOfVector + 1);
-    uint32_t read[kWordsOfVector + 1];
-#pragma unroll
-    for (int i = 0; i < kWordsOfVector + (kWholeWords ? 0 : 1); ++i) read[i] = from_[i][step];
-#pragma unroll
-    for (int i = 0; i < kWordsOfVector; ++i)
-      words[i] = kWholeWords ? read[i] : __funnelshift_r(read[i], read[i + 1], bits_);
-  }
-
- private:
-  const uint32_t* from_[kWordsOfVector + 1];
-  uint32_t bits_;
-};
-
-// Puts a vector in place `place` of the warp's shift space.
-template <int kWordsOfVector>
-__device__ inline void PutForShift(uint32_t* space, int place,
-                                   const uint32_t (&words)[kWordsOfVector]) {
-#pragma unroll
-  for (int w = 0; w < kWordsOfVector; ++w) space[place * (kWordsOfVector + 1) + w] = words[w];
-}
-
 // kCount vectors of E elements of a row, loaded at any alignment by all lanes of a warp. The
 // vectors of each kLanes lanes are neighbours. A lane loads the aligned block where its vector
 // begins. The rest of the vector is in the block of the next lane; for the last lane, in the first
@@ -160,36 +106,7 @@ struct Blocks {
       LoadAligned<false>(row + index, beyond);
   }
 
-  // Turns the blocks of a warp's row into vectors, where the query sees some of them.
-  __device__ void AlignRow(const T* row, const Seen& seen, int first) {
-    static_assert(kLanes == 32);
-    constexpr int kTogether = std::min(kShiftVectors, kCount);
-    static_assert(kCount % kTogether == 0);
-    const uint32_t bytes = Offset(row) * static_cast<uint32_t>(sizeof(T));
-    if (bytes == 0) return;
-    uint32_t* space = ShiftSpaceOfWarp();
-    const Shifted<kBlockWords> shifted(space, bytes);
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int begin = 0; begin < kCount; begin += kTogether) {
-      if (!seen.Some<kTogether * 32 * E>(first + (begin * 32 - lane) * E)) continue;
-      __syncwarp();
-#pragma unroll
-      for (int v = 0; v < kTogether; ++v) PutForShift(space, v * 32 + lane, words[begin + v]);
-      if (begin + kTogether < kCount) {
-        if (lane == 0)
-          PutForShift(space, kTogether * 32, words[std::min(begin + kTogether, kCount - 1)]);
-      } else if (lane == 31) {
-        PutForShift(space, kTogether * 32, beyond);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int v = 0; v < kTogether; ++v)
-        shifted.template Take<sizeof(T) == 4>(v, words[begin + v]);
-    }
-  }
-
-  // Turns blocks into vectors; the warp's rows may differ in their alignment.
+  // Turns blocks into vectors.
   __device__ void Align(const T* row) {
     const uint32_t bytes = Offset(row) * static_cast<uint32_t>(sizeof(T));
     const int lane = threadIdx.x % 32;
@@ -273,70 +190,6 @@ __device__ inline void StoreBlocks(T* row, bool active, int first, int length, V
   }
 }
 
-// As StoreBlocks, of a row of a whole warp, whose query sees `seen`. Where it sees nothing, zeros are
-// written, and vector() is not called.
-template <class T, int E, int kCount, class AnySeen, class Vector>
-__device__ inline void StoreRow(T* row, const AnySeen& seen, int first, int length, Vector vector) {
-  constexpr int kBlockWords = kWords<T, E>;
-  constexpr int kTogether = std::min(kShiftVectors, kCount);
-  static_assert(kCount % kTogether == 0);
-  const int lane = threadIdx.x % 32;
-  const uint32_t bytes = reinterpret_cast<uintptr_t>(row) % (4 * kBlockWords);
-  const int offset = static_cast<int>(bytes / sizeof(T));
-  const int row_tail = (length + offset) / E * E - offset;  // the row's last block, if not whole
-  uint32_t* space = ShiftSpaceOfWarp();
-  const Shifted<kBlockWords> shifted(space, 4 * kBlockWords - bytes);
-  uint32_t last[kBlockWords] = {};
-#pragma unroll
-  for (int turn = 0; turn < kCount; turn += kTogether) {
-    // The vectors of this turn are [begin, end). Written are blocks that begin before end - offset.
-    const int begin = first + (turn * 32 - lane) * E;
-    const int end = begin + kTogether * 32 * E;
-    if (begin - offset >= length) continue;
-    const bool zeros = !seen.template Some<(kTogether * 32 + 1) * E>(begin - E);
-    if (!zeros) {
-      __syncwarp();
-      // In place 0 the vector before this turn's.
-      if (turn > 0 && lane == 31) PutForShift(space, 0, last);
-#pragma unroll
-      for (int v = 0; v < kTogether; ++v) {
-        uint32_t words[kBlockWords] = {};
-        vector(turn + v, words);
-        PutForShift(space, v * 32 + lane + 1, words);
-        if (v + 1 < kTogether) continue;
-#pragma unroll
-        for (int w = 0; w < kBlockWords; ++w) last[w] = words[w];
-      }
-      __syncwarp();
-    }
-#pragma unroll
-    for (int v = 0; v < kTogether; ++v) {
-      const int index = begin - offset + (v * 32 + lane) * E;
-      uint32_t words[kBlockWords] = {};
-      if (!zeros) shifted.template Take<sizeof(T) == 4>(v, words);
-      if (index + E <= length && (turn > 0 || index >= begin)) StoreAligned(row + index, words);
-    }
-    // The elements of blocks that are not whole: the first of the warp's, the row's last, and the
-    // one after the warp's last whole block. Eight lanes each.
-    int from = begin, to = begin;
-    if (lane < 8) {
-      if (turn == 0 && offset > 0) to = min(begin + E - offset, length);
-    } else if (lane < 16) {
-      from = row_tail;
-      to = row_tail < end - offset && row_tail >= (turn == 0 ? begin : begin - offset) ? length : 0;
-    } else if (lane < 24 && turn + kTogether == kCount) {
-      from = end - offset;
-      to = min(end, length);
-    }
-    from += lane % 8;
-    if (from < to) {
-      const int place = from - begin + E;
-      const T* vectors = reinterpret_cast<const T*>(space + place / E * (kBlockWords + 1));
-      row[from] = zeros ? static_cast<T>(0.0f) : vectors[place % E];
-    }
-  }
-}
-
 template <class T, int E>
 __device__ inline void Pack(const float* x, uint32_t (&words)[kWords<T, E>]) {
 #pragma unroll
@@ -375,9 +228,8 @@ Matrix MatrixOf(const View& view, int64_t keys, int elements) {
 }
 
 // A lane's kCount vectors of a row: the first begins at element `first`, and those of kLanes lanes
-// are neighbours. kAligned: every vector of every row is whole and aligned. kShift: else vectors are
-// shifted in shared memory, those of a whole warp, for which its launch has kShiftBytes.
-template <class In, class Out, bool kAligned, bool kShift, int kLanes, int kCount>
+// are neighbours. kAligned: every vector of every row is whole and aligned.
+template <class In, class Out, bool kAligned, int kLanes, int kCount>
 struct LaneVectors {
   static constexpr int E = kElements<In, Out>;
 
@@ -399,20 +251,12 @@ struct LaneVectors {
     }
   }
 
-  // Writes zeros where WriteUnseen() has not, of a row whose query sees nothing of the warp's part.
-  __device__ void StoreNothing(const PassRows& rows, const Row& row, Out* out) const {
-    if constexpr (!kAligned) {
-      StoreRow<Out, E, kCount>(out, NoneSeen(), first, row.in_pass ? rows.keys : 0,
-                               [](int, uint32_t(&)[kWords<Out, E>]) {});
-    }
-  }
-
   // Writes vectors to `out` that the row's query sees a part of, and zeros where WriteUnseen() has
   // not. vector(v, values) makes the lane's v-th vector. By whole warps.
-  template <class AnyRow, class Vector>
-  __device__ void Store(const PassRows& rows, const AnyRow& row, Out* out, Vector vector) const {
+  template <class Vector>
+  __device__ void Store(const PassRows& rows, const Row& row, Out* out, Vector vector) const {
     const auto packed = [&](int v, uint32_t(&words)[kWords<Out, E>]) {
-      if (!row.seen.template Some<E>(Index(v))) return;
+      if (!row.seen.Some<E>(Index(v))) return;
       float values[E];
       vector(v, values);
       Pack<Out, E>(values, words);
@@ -422,14 +266,10 @@ struct LaneVectors {
       for (int v = 0; v < kCount; ++v) {
         uint32_t words[kWords<Out, E>];
         packed(v, words);
-        if (row.seen.template Some<E>(Index(v))) StoreAligned(out + Index(v), words);
+        if (row.seen.Some<E>(Index(v))) StoreAligned(out + Index(v), words);
       }
     } else {
-      if constexpr (kShift) {
-        StoreRow<Out, E, kCount>(out, row.seen, first, row.in_pass ? rows.keys : 0, packed);
-      } else {
-        StoreBlocks<Out, E, kLanes, kCount>(out, row.in_pass, first, rows.keys, packed);
-      }
+      StoreBlocks<Out, E, kLanes, kCount>(out, row.in_pass, first, rows.keys, packed);
     }
   }
 };

@@ -42,11 +42,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
-  const ForwardRow row = ForwardRowAt<kForm>(p, p.rows.InTurn(me.Row()));
-  constexpr int kPart = 32 * Vectors::kHeld;  // a warp's elements
-  const int first_of_warp = me.warp * kPart;
-  const Vectors vectors{first_of_warp + lane * Vectors::E};
-  const ActiveWarps active(row.seen, kPart);
+  const ForwardRow row = ForwardRowAt<kForm>(p, me.Row());
+  const Vectors vectors{me.warp * 32 * Vectors::kHeld + lane * Vectors::E};
+  const ActiveWarps active(row.seen, 32 * Vectors::kHeld);
   const bool is_active = active.Has(me.warp);
   typename Vectors::Raw raw = {};
   float x[Vectors::kHeld];
@@ -54,30 +52,31 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
   if (is_active) vectors.Load(p, row, raw);
   vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
   if (is_active) {
-    OverRow<In, kPart>(p.rows, row, first_of_warp, [&](const auto& known) {
-      part.max = LanesMax<32>(vectors.Logits(p, known, raw, x));
-      part.sum = LanesSum<32>(vectors.Exponentials(ExpFrom(part.max), known, x));
-    });
+    part.max = LanesMax<32>(vectors.Logits(p, row, raw, x));
+    const ExpFrom from(part.max);
+    part.sum = LanesSum<32>(vectors.Exponentials(from, row, x));
     if (isnan(part.sum)) part.nan_key = LanesMin<32>(vectors.NanKey(row, x));
-  } else {
-    vectors.StoreNothing(p.rows, row, p.probs.Row<Out>(row.index));
+  } else if (!kCluster) {
     // The block does not need this warp any more. In a cluster the warp must stay, because other
     // blocks write to the shared memory of its block.
-    if constexpr (!kCluster) return;
+    vectors.Store(p, row, x, 0.0f);
+    return;
   }
   me.Share(part, is_active, parts);
-  if (!is_active) return;
-  const Part all = MergeParts<kCluster>(parts, active, row.sink);
-  const ExpFrom from_all(all.max);
-  float weight = WeightOf(all);
-  if (isnan(all.sum)) {
-    vectors.SetNan(p, row, x);
+  if (is_active) {
+    const Part all = MergeParts<kCluster>(parts, active, row.sink);
+    const ExpFrom from_all(all.max);
+    float weight = WeightOf(all);
+    if (isnan(all.sum)) {
+      vectors.SetNan(p, row, x);
+    } else {
+      weight *= from_all.Factor(ExpFrom(part.max));
+    }
+    if (me.warp == active.begin && lane == 0) WriteRow(p, me.Row(), from_all, all);
+    vectors.Store(p, row, x, weight);
   } else {
-    weight *= from_all.Factor(ExpFrom(part.max));
+    vectors.Store(p, row, x, 0.0f);
   }
-  if (me.warp == active.begin && lane == 0) WriteRow(p, row.index, from_all, all);
-  OverRow<In, kPart>(p.rows, row, first_of_warp,
-                     [&](const auto& known) { vectors.Store(p, known, x, weight); });
 }
 
 constexpr int kLongHeld = 64;
@@ -92,33 +91,29 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_con
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
-  const ForwardRow row = ForwardRowAt<kForm>(p, p.rows.InTurn(me.Row()));
-  constexpr int kPart = 32 * Vectors::kHeld;  // a warp's elements
-  const int first_of_warp = me.warp * kPart;
-  const Vectors vectors{first_of_warp + lane * Vectors::E};
-  const ActiveWarps active(row.seen, kPart);
+  const ForwardRow row = ForwardRowAt<kForm>(p, me.Row());
+  const Vectors vectors{me.warp * 32 * Vectors::kHeld + lane * Vectors::E};
+  const ActiveWarps active(row.seen, 32 * Vectors::kHeld);
   const bool is_active = active.Has(me.warp);
   typename Vectors::Raw raw = {};
   Part part{.max = -kInfinity, .sum = 0.0f, .nan_key = kNoPosition};
   if (is_active) vectors.Load(p, row, raw);
   vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
   if (is_active) {
-    OverRow<In, kPart>(p.rows, row, first_of_warp, [&](const auto& known) {
-      part.max = LanesMax<32>(vectors.MaxLogit(p, known, raw));
-      part.sum = LanesSum<32>(vectors.SumOfExponentials(p, ExpFrom(part.max), known, raw));
-    });
+    part.max = LanesMax<32>(vectors.MaxLogit(p, row, raw));
+    part.sum = LanesSum<32>(vectors.SumOfExponentials(p, ExpFrom(part.max), row, raw));
     if (isnan(part.sum)) part.nan_key = LanesMin<32>(vectors.NanKey(p, row, raw));
-  } else {
-    vectors.StoreNothing(p.rows, row, p.probs.Row<Out>(row.index));
-    if constexpr (!kCluster) return;
+  } else if (!kCluster) {
+    vectors.StoreExponentials(p, ExpFrom(0.0f), row, raw, 0.0f, false);
+    return;
   }
   me.Share(part, is_active, parts);
-  if (!is_active) return;
-  const Part all = MergeParts<kCluster>(parts, active, row.sink);
-  if (me.warp == active.begin && lane == 0) WriteRow(p, row.index, ExpFrom(all.max), all);
-  OverRow<In, kPart>(p.rows, row, first_of_warp, [&](const auto& known) {
-    vectors.StoreExponentials(p, ExpFrom(all.max), known, raw, WeightOf(all), isnan(all.sum));
-  });
+  Part all{.max = 0.0f, .sum = 0.0f, .nan_key = kNoPosition};
+  if (is_active) {
+    all = MergeParts<kCluster>(parts, active, row.sink);
+    if (me.warp == active.begin && lane == 0) WriteRow(p, me.Row(), ExpFrom(all.max), all);
+  }
+  vectors.StoreExponentials(p, ExpFrom(all.max), row, raw, WeightOf(all), isnan(all.sum));
 }
 
 // A block or a cluster reads a row twice.
@@ -130,7 +125,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
-  const ForwardRow row = ForwardRowAt<kForm>(p, p.rows.InTurn(me.Row()));
+  const ForwardRow row = ForwardRowAt<kForm>(p, me.Row());
   const int round = me.warps * 32 * Vectors::kHeld;
   const int first = me.warp * 32 * Vectors::kHeld + lane * Vectors::E;
   Part part{.max = -kInfinity, .sum = 0.0f, .nan_key = kNoPosition};
@@ -154,7 +149,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   me.Share(part, true, parts);
   const Part all = MergeParts<kCluster>(parts, ActiveWarps({0, me.warps}, 1), row.sink);
   const ExpFrom from(all.max);
-  if (me.warp == 0 && lane == 0) WriteRow(p, row.index, from, all);
+  if (me.warp == 0 && lane == 0) WriteRow(p, me.Row(), from, all);
 #pragma unroll 1
   for (int begin = 0; begin < p.rows.keys; begin += round) {
     const Vectors vectors{begin + first};
@@ -179,7 +174,6 @@ cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scra
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
     // Fewer and larger blocks did better where only a part of a row is seen, or where blocks wait
     // for a mask.
-    constexpr int kWarpBytes = kForm == Form::kAny ? kShiftBytes : 0;
     const bool masked = p.mask.kind != MaskKind::kNone;
     const int spread = masked || p.rows.windowed ? kMaxRowThreads : kMaxRowThreads / 2;
     if constexpr (kElements<In, Out> == 8 && kForm != Form::kWholeMasked) {
@@ -187,7 +181,7 @@ cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scra
       if (p.rows.keys > kLongKeys && !masked && !plan.two_reads) {
         return LaunchBlocks(plan.blocks > 1 ? &LongKernel<In, Out, kForm, true>
                                             : &LongKernel<In, Out, kForm, false>,
-                            plan, p, kWarpBytes, stream);
+                            plan, p, stream);
       }
     }
     const BlockPlan plan = PlanBlocks(p.rows.keys, kBlockHeld, scratch.clusters, spread);
@@ -197,7 +191,7 @@ cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scra
             ? (cluster ? &TwoReadsKernel<In, Out, kForm, true>
                        : &TwoReadsKernel<In, Out, kForm, false>)
             : (cluster ? &BlockKernel<In, Out, kForm, true> : &BlockKernel<In, Out, kForm, false>);
-    return LaunchBlocks(kernel, plan, p, kWarpBytes, stream);
+    return LaunchBlocks(kernel, plan, p, stream);
   });
 }
 

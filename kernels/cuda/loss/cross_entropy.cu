@@ -34,10 +34,7 @@
 // Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
 // slower), of one warp (5%), fewer stages and more blocks (3%). One loop for all that rows may ask:
 // spills, 4% slower for plain rows. Counting ranks by tensor cores (10% slower with entropy: their
-// latency). Merging and concluding a row as two functions (3%, at the ends of rows). Blocks that take
-// row after row, with rings that read on in the next row (on an H100 78% of the read instead of 93%):
-// a block's warps wait for each other at each row's end. Rings of bulk copies, a cell each (63%
-// instead of 84%): a copy of 2 KB takes longer than its parts.
+// latency). Merging and concluding a row as two functions (3%, at the ends of rows).
 #include <algorithm>
 
 #include "kernels/cross_entropy.h"
