@@ -168,8 +168,18 @@ constexpr Entry kCudaAttention[] = {
     {"unmasked, long rows", AttentionCase{1, 1, 16384, 65536, kBF16}, Share(0.92)},
     {"unmasked, long rows", AttentionCase{1, 1, 8192, 131072, kBF16}},
     {"unmasked, longest rows", AttentionCase{1, 1, 1024, 1 << 20, kBF16}},
+    {"unmasked, rows off alignment", Scores(1024, 511, kBF16)},
     {"unmasked, rows off alignment", Scores(256, 1023, kBF16)},
+    {"unmasked, rows off alignment", Scores(64, 2047, kBF16)},
+    {"unmasked, rows off alignment", Scores(16, 4097, kBF16)},
+    {"unmasked, rows off alignment", Scores(4, 12345, kBF16)},
+    {"unmasked, rows off alignment", Scores(2, 32767, kBF16)},
+    {"unmasked, rows off alignment, f32", Scores(16, 4097, kF32)},
+    {"causal, rows off alignment", Scores(64, 2047, kBF16, kCausal)},
     {"causal, rows off alignment", Scores(16, 4097, kBF16, kCausal)},
+    {"causal, rows off alignment", Scores(4, 12345, kBF16, kCausal)},
+    {"unmasked, between two sizes", Scores(4, 12344, kBF16)},
+    {"causal, between two sizes", Scores(4, 12344, kBF16, kCausal)},
     {"bool mask", Scores(256, 1024, kBF16, {}, MaskKind::kBool), Share(0.85)},
     {"bool mask", Scores(32, 4096, kBF16, {}, MaskKind::kBool), Share(0.85)},
     {"bool mask", Scores(4, 16384, kBF16, {}, MaskKind::kBool), Share(0.85)},
@@ -190,6 +200,8 @@ constexpr Entry kCudaAttention[] = {
     {"backward, causal", ScoresBackward(4, 16384, kBF16, kCausal), Share(0.88)},
     {"backward, f32", ScoresBackward(16, 4096, kF32), Share(0.88)},
     {"backward, rows off alignment", ScoresBackward(256, 1023, kBF16)},
+    {"backward, rows off alignment", ScoresBackward(4, 12345, kBF16)},
+    {"backward, causal, rows off alignment", ScoresBackward(16, 4097, kBF16, kCausal)},
 };
 
 constexpr Entry kCpuAttention[] = {
@@ -256,6 +268,9 @@ constexpr Entry kCudaCrossEntropy[] = {
     {"short rows", Losses(65536, 1000, kBF16)},
     {"short rows, off alignment", Losses(65536, 1001, kBF16)},
     {"rows of two cells", Losses(32768, 2000, kBF16)},
+    {"rows of five cells", Losses(32768, 5000, kBF16)},
+    {"padded vocabulary", Losses(16384, 50304, kBF16)},
+    {"rows off alignment by an element", Losses(8192, 32001, kBF16)},
 };
 
 constexpr Entry kCpuCrossEntropy[] = {

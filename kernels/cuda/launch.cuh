@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <utility>
 
@@ -51,44 +50,6 @@ cudaError_t LaunchKernel(void (*kernel)(Params...), const LaunchShape& shape, cu
   config.attrs = &cluster;
   config.numAttrs = shape.cluster > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
-}
-
-// How many clusters of `blocks` blocks of the kernel are resident at once, each block with as much
-// shared memory as the device allows one. Clusters do not cross the device's groups of
-// multiprocessors, so it can be less than multiprocessors / blocks. Asked once for a kernel and a
-// size; the devices of a process are of one kind. It only chooses a grid. Thread-safe.
-template <auto kKernel>
-int ResidentClusters(int threads, int blocks, int shared_bytes) {
-  constexpr int kMostBlocks = 8;
-  static std::atomic<int> known[kMostBlocks + 1];  // plus 1; 0: not asked yet
-  int resident = known[blocks].load(std::memory_order_relaxed) - 1;
-  if (resident >= 0) return resident;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) !=
-          cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&resident, kKernel, &config) != cudaSuccess) {
-    cudaGetLastError();
-    resident = 0;
-  }
-  known[blocks].store(resident + 1, std::memory_order_relaxed);
-  return resident;
-}
-
-// The most blocks of a row's cluster, up to `most`, with which the clusters of all rows are resident
-// at once; 1 where there is no such number.
-template <auto kKernel>
-int ClusterFor(int64_t rows, int most, int threads, int shared_bytes) {
-  int blocks = most;
-  while (blocks > 1 && ResidentClusters<kKernel>(threads, blocks, shared_bytes) < rows) --blocks;
-  return blocks;
 }
 
 }  // namespace logitd::cuda

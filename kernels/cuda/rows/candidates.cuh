@@ -169,28 +169,11 @@ __device__ __forceinline__ void ListHits(const typename Shape::Sketch* sketch, i
   __syncthreads();
 }
 
-// What a block looks at again: elements of the row from `begin` on, as they are in memory. `Layout`
-// is the type whose CellIndex() the sketch's groups follow.
-template <class T>
-struct SentItem {
-  using Layout = T;
-  const T* elements;  // the row's element `begin` is the first
-  int begin;
-  int count;
-
-  // A vector of elements from `index` on, counted from `begin`, a multiple of kVector<Layout>. Only
-  // the first `valid` may be read; the others are 0.
-  __device__ uint4 Load(int index, int valid) const {
-    const bool aligned = (reinterpret_cast<uintptr_t>(elements) & 15) == 0;
-    return LoadVector(elements + index, aligned, valid);
-  }
-};
-
 // Reads the listed groups again and offers their logits that reach the floor to the pool. Ends with
 // a barrier passed.
-template <class Item, int kThreads, class Shape>
-__device__ __forceinline__ void OfferHits(const Item& item, int hits, Floor floor) {
-  using T = typename Item::Layout;
+template <class T, int kThreads, class Shape>
+__device__ __forceinline__ void OfferHits(const T* item, int item_begin, int item_elements,
+                                          int hits, Floor floor) {
   auto& s = Pool<Shape>();
   const int thread = threadIdx.x;
   // A thread takes a vector of 16 bytes, so neighbouring threads share a group. All of a round's
@@ -199,6 +182,7 @@ __device__ __forceinline__ void OfferHits(const Item& item, int hits, Floor floo
   constexpr int kTogether = kThreads / kVectors;
   constexpr int kTaken = kThreads > 256 ? 8 : 16;  // elements of a thread in a round
   constexpr int kAtOnce = kTaken / kVector<T>;
+  const bool aligned = (reinterpret_cast<uintptr_t>(item) & 15) == 0;
 #pragma unroll 1
   for (int round = thread / kVectors; round < hits; round += kAtOnce * kTogether) {
     LaneCell<T> x;  // only its first kTaken elements
@@ -212,8 +196,8 @@ __device__ __forceinline__ void OfferHits(const Item& item, int hits, Floor floo
       if (at < hits) {
         const uint32_t hit = s.hits[at];
         index[j] = GroupIndex<T, Shape>(hit, thread % kVectors * kVector<T>);
-        const int valid = item.count - index[j];
-        vector = item.Load(index[j], valid);
+        const int valid = item_elements - index[j];
+        vector = LoadVector(item + index[j], aligned, valid);
         reached |= ((1u << max(0, min(valid, kVector<T>))) - 1) << (j * kVector<T>);
       }
       x.SetVector(j, vector);
@@ -223,7 +207,7 @@ __device__ __forceinline__ void OfferHits(const Item& item, int hits, Floor floo
       if (!(x[e] >= floor.logit)) reached &= ~(1u << e);
     }
     const auto key = [&](int e) {
-      return MakeKey(x[e], item.begin + index[e / kVector<T>] + e % kVector<T>);
+      return MakeKey(x[e], item_begin + index[e / kVector<T>] + e % kVector<T>);
     };
     if (static_cast<uint32_t>(floor.key) != 0) {  // equal logits are told apart by index
 #pragma unroll
@@ -246,23 +230,24 @@ __device__ __forceinline__ void OfferHits(const Item& item, int hits, Floor floo
 // Reads again the groups of cells [first_cell, last_cell) of the item that reach the floor, and
 // offers their logits to the pool. False: more groups than Shape::kHits reach it; nothing was
 // offered. Ends with a barrier passed.
-template <class Item, int kThreads, class Shape>
-__device__ __noinline__ bool OfferGroups(const Item& item, const typename Shape::Sketch* sketch,
-                                         int first_cell, int last_cell, Floor floor) {
+template <class T, int kThreads, class Shape>
+__device__ __noinline__ bool OfferGroups(const T* item, int item_begin, int item_elements,
+                                         const typename Shape::Sketch* sketch, int first_cell,
+                                         int last_cell, Floor floor) {
   ListHits<kThreads, Shape>(sketch, first_cell, last_cell, floor);
   const int hits = Pool<Shape>().hit_count;
   if (hits > Shape::kHits) return false;
-  OfferHits<Item, kThreads, Shape>(item, hits, floor);
+  OfferHits<T, kThreads, Shape>(item, item_begin, item_elements, hits, floor);
   return true;
 }
 
 // Fills the pool with candidates: all of the item's k largest among them. Returns the floor they
 // are not below.
-template <class Item, int kThreads, class Shape>
-__device__ __noinline__ Key Gather(const Item& item, const typename Shape::Sketch* sketch,
-                                   Floor floor, int k) {
+template <class T, int kThreads, class Shape>
+__device__ __noinline__ Key Gather(const T* item, int item_begin, int item_elements,
+                                   const typename Shape::Sketch* sketch, Floor floor, int k) {
   auto& s = Pool<Shape>();
-  const int cells = CellsOf(item.count);
+  const int cells = CellsOf(item_elements);
   if (threadIdx.x == 0) s.count = 0;
   if (floor.key == 0 && k <= cells * Shape::kGroupsOfCell) {
     // The k-th largest of the sketch: at least k groups, so k logits, reach it.
@@ -271,7 +256,7 @@ __device__ __noinline__ Key Gather(const Item& item, const typename Shape::Sketc
                                   cells * Shape::kGroupsOfCell, k, k / 8, s.select);
     if (coarse > OrderedBits(-kInfinity) >> 16) floor.Raise(static_cast<Key>(coarse) << 48);
   }
-  if (OfferGroups<Item, kThreads, Shape>(item, sketch, 0, cells, floor) &&
+  if (OfferGroups<T, kThreads, Shape>(item, item_begin, item_elements, sketch, 0, cells, floor) &&
       s.count <= Shape::kPool) {
     return floor.key;
   }
@@ -284,11 +269,12 @@ __device__ __noinline__ Key Gather(const Item& item, const typename Shape::Sketc
   for (int cell = 0; cell < cells; cell += kStep) {
     bool again = true;
     while (again) {
-      OfferGroups<Item, kThreads, Shape>(item, sketch, cell, min(cell + kStep, cells), floor);
+      OfferGroups<T, kThreads, Shape>(item, item_begin, item_elements, sketch, cell,
+                                      min(cell + kStep, cells), floor);
       again = false;
       if (s.count > Shape::kPool / 2) {
         __syncthreads();
-        floor.Raise(Settle<kThreads, Shape>(k, item.begin + cell * kCell));
+        floor.Raise(Settle<kThreads, Shape>(k, item_begin + cell * kCell));
         again = s.overflowed;
       }
     }
@@ -303,24 +289,24 @@ __device__ __noinline__ Key Gather(const Item& item, const typename Shape::Sketc
 // Sends the k largest keys of the block's pool, and what else comes with them, to the first block
 // of the cluster. Called by all threads; passes two barriers of the cluster.
 template <int kThreads, class Shape>
-__device__ inline void SendToFirst(int k, int block, typename Shape::Inbox& inbox) {
+__device__ inline void SendToFirst(int k, int block) {
   auto& s = Pool<Shape>();
-  const int n = Trim<kThreads, Shape>(k, Shape::kInbox);
-  Key* keys = InBlock(inbox.keys[block], 0);
-  for (int i = threadIdx.x; i < n; i += kThreads) keys[i] = s.pool[i];
-  if (threadIdx.x == 0) *InBlock(&inbox.counts[block], 0) = n;
+  const int n = Trim<kThreads, Shape>(k, Shape::Shared::kInbox);
+  Key* inbox = InBlock(s.inbox[block], 0);
+  for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
+  if (threadIdx.x == 0) *InBlock(&s.inbox_counts[block], 0) = n;
   ClusterArrive();
   ClusterWait();
 }
 
 // Puts what the cluster's blocks have sent to the first one into its pool.
 template <int kThreads, class Shape>
-__device__ inline void OpenInbox(int blocks, const typename Shape::Inbox& inbox) {
+__device__ inline void OpenInbox(int blocks) {
   auto& s = Pool<Shape>();
   int n = 0;
   for (int block = 0; block < blocks; ++block) {
-    const int count = inbox.counts[block];
-    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = inbox.keys[block][i];
+    const int count = s.inbox_counts[block];
+    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = s.inbox[block][i];
     n += count;
   }
   if (threadIdx.x == 0) s.count = n;
@@ -332,10 +318,10 @@ __device__ inline void OpenInbox(int blocks, const typename Shape::Inbox& inbox)
 // candidates are not below. `lane_best` is what RowStream::Run returned; `stream` is the Shared
 // that the row was read with. Called by all threads after a barrier; in a cluster it passes a
 // barrier of the cluster.
-template <class Block, class Item, class Stream>
-__device__ __forceinline__ Key GatherItem(const Item& item, const Part& part,
-                                          const typename Block::Pool::Sketch* sketch,
-                                          float lane_best, int k, Stream& stream) {
+template <class Block, class Stream>
+__device__ __forceinline__ Key GatherRow(const typename Block::Element* row, const Part& part,
+                                         const typename Block::Pool::Sketch* sketch,
+                                         float lane_best, int k, Stream& stream) {
   using Shape = typename Block::Pool;
   Floor floor;
   if constexpr (Block::kCluster) {
@@ -344,21 +330,13 @@ __device__ __forceinline__ Key GatherItem(const Item& item, const Part& part,
   } else {
     floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.cells(), k));
   }
-  const Key reached = Gather<Item, Block::kThreads, Shape>(item, sketch, floor, k);
+  const Key reached = Gather<typename Block::Element, Block::kThreads, Shape>(
+      row + part.begin, part.begin, part.elements(), sketch, floor, k);
   if constexpr (Block::kCluster) {
-    SendToFirst<Block::kThreads, Shape>(k, part.block, stream.inbox);
-    if (part.block == 0) OpenInbox<Block::kThreads, Shape>(part.blocks, stream.inbox);
+    SendToFirst<Block::kThreads, Shape>(k, part.block);
+    if (part.block == 0) OpenInbox<Block::kThreads, Shape>(part.blocks);
   }
   return reached;
-}
-// The same for a row as sent.
-template <class Block, class Stream>
-__device__ __forceinline__ Key GatherRow(const typename Block::Element* row, const Part& part,
-                                         const typename Block::Pool::Sketch* sketch,
-                                         float lane_best, int k, Stream& stream) {
-  using Item = SentItem<typename Block::Element>;
-  return GatherItem<Block>(Item{row + part.begin, part.begin, part.elements()}, part, sketch,
-                           lane_best, k, stream);
 }
 
 }  // namespace logitd::cuda

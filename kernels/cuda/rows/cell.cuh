@@ -16,8 +16,7 @@
 
 namespace logitd::cuda {
 
-constexpr int kCellBits = 10;
-constexpr int kCell = 1 << kCellBits;
+constexpr int kCell = 1024;
 constexpr int kLaneElements = kCell / 32;
 constexpr int kSums = 4;  // a lane adds its elements up in this many chains
 constexpr int kSumElements = kLaneElements / kSums;

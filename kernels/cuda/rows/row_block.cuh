@@ -21,13 +21,6 @@ namespace logitd::cuda {
 
 constexpr int kMaxItemCells = 256;  // cells a softmax_topk block sketches; longer rows are split
 
-// Candidates that a cluster's blocks send to the first one.
-template <int kMax>
-struct ClusterInbox {
-  Key keys[kMaxClusterBlocks][kMax];
-  int counts[kMaxClusterBlocks];
-};
-
 // What the block needs after its read of a row: the pool, for up to kMax keys, and the sketch.
 // kGroupsOfLane: groups of a lane's part of a cell, in the sketch.
 template <int kMax, int kGroupsOfLane = kMax <= 128 ? 2 : 4>
@@ -51,9 +44,11 @@ struct PoolShape {
     float warp_floor[SelectScratch::kMaxWarps];
     uint16_t hits[kHits];  // groups of the item, kGroupsOfCell a cell
     alignas(16) Key pool[kPool];
+    // Candidates of the cluster's blocks.
+    static constexpr int kInbox = kPool / kMaxClusterBlocks;
+    Key inbox[kMaxClusterBlocks][kInbox];
+    int inbox_counts[kMaxClusterBlocks];
   };
-  static constexpr int kInbox = kPool / kMaxClusterBlocks;  // candidates of a cluster's block
-  using Inbox = ClusterInbox<kInbox>;
 };
 using SmallPool = PoolShape<128>;
 using LargePool = PoolShape<1024>;
@@ -76,10 +71,7 @@ struct BlockShape {
       typename Ring::Storage rings[kWarps];
       typename Pool::Shared pool;
     };
-    // What the cluster's blocks tell each other. Not in the ring's memory: they do not end their
-    // reading together.
-    struct NoInbox {};
-    std::conditional_t<kCluster, typename Pool::Inbox, NoInbox> inbox;
+    // The cluster's floor. Not in the ring's memory: the blocks do not end their reading together.
     float warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
     float row_floor;
   };

@@ -39,9 +39,9 @@ struct DraftMass {
 // the row; its token becomes the draft, or what the residual distribution gives. Called by all
 // threads.
 template <class Row>
-__device__ __noinline__ void TestDraft(const SampleParams& p, const SampleRow& ask,
-                                       const VerifyDraft& draft, const Row& row,
-                                       const Weigher& weigh, const DrawInput& in, Drawn& drawn) {
+__device__ __forceinline__ void TestDraft(const SampleParams& p, const SampleRow& ask,
+                                          const VerifyDraft& draft, const Row& row,
+                                          const Weigher& weigh, const DrawInput& in, Drawn& drawn) {
   const bool greedy = ask.temperature == 0;
   const Key last = drawn.last;
   uint64_t* cell_sums = in.cell_sums;

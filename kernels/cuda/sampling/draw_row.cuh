@@ -12,83 +12,18 @@ namespace logitd::cuda {
 
 // ---- by cells ----------------------------------------------------------------------------------
 
-// The weights of a cell's tokens, by weigh(x, i), summed in index order by one warp. A token beyond
-// the row has x = -inf, and must weigh 0.
-template <class Element, class Weigh>
-class CellPrefix {
- public:
-  __device__ CellPrefix(const LaneCell<Element>& x, int first, Weigh weigh)
-      : x_(x), first_(first), weigh_(weigh) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      through_[g] = 0;
-#pragma unroll
-      for (int e = 0; e < kTogether; ++e) through_[g] += Weight(g * kTogether + e);
-    }
-    // The groups' prefixes do not wait for each other.
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const uint64_t other = __shfl_up_sync(kFullWarp, through_[g], offset);
-        if (lane >= offset) through_[g] += other;
-      }
-    }
-    uint64_t before = 0;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      through_[g] += before;
-      before = __shfl_sync(kFullWarp, through_[g], 31);
-    }
-  }
+// The lowest token of elements [begin, end) of the row, at most a cell, with a sum of weigh(x, i)
+// up to it of more than target. By one warp.
+template <class Row, class Weigh>
+__device__ __forceinline__ int TokenOfCell(const Row& row, int begin, int end, uint64_t target,
+                                           Weigh weigh) {
+  const PrefixEnd token =
+      FindPrefixEnd(begin, end, 0, target + 1, [&](int i) { return weigh(row[i], i); });
+  return token.index < 0 ? end - 1 : token.index;
+}
 
-  __device__ uint64_t total() const { return __shfl_sync(kFullWarp, through_[kGroups - 1], 31); }
-
-  // The lowest token with a sum up to it of more than `target`, which is less than the total. The
-  // same in every lane.
-  __device__ int TokenAt(uint64_t target) const {
-    const int lane = threadIdx.x % 32;
-    int group = -1;
-    int owner = 0;
-    uint64_t through = 0;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const unsigned over = __ballot_sync(kFullWarp, through_[g] > target);
-      if (group < 0 && over != 0) {
-        group = g;
-        owner = __ffs(over) - 1;
-        through = through_[g];
-      }
-    }
-    int token = first_;
-    if (lane == owner) {
-      // From the group's last token down: the first one that is over is the lowest.
-#pragma unroll
-      for (int e = kLaneElements - 1; e >= 0; --e) {
-        if (e / kTogether != group || through <= target) continue;
-        token = first_ + CellIndex<Element>(lane, e);
-        through -= Weight(e);
-      }
-    }
-    return __shfl_sync(kFullWarp, token, owner);
-  }
-
- private:
-  static constexpr int kTogether = kVector<Element>;  // neighbours in the row
-  static constexpr int kGroups = kLaneElements / kTogether;
-
-  __device__ uint64_t Weight(int e) const {
-    return weigh_(x_[e], first_ + CellIndex<Element>(threadIdx.x % 32, e));
-  }
-
-  const LaneCell<Element>& x_;
-  const int first_;
-  const Weigh weigh_;
-  uint64_t through_[kGroups];  // sums up to the end of the lane's groups
-};
-
-// The sum of weigh(x, i) over a lane's part of the cell at `first`, added up over the warp.
+// The sum of weigh(x, i) over a lane's part of the cell at `first`, added up over the warp. A token
+// beyond the row has x = -inf, and must weigh 0.
 template <class Element, class Weigh>
 __device__ __forceinline__ uint64_t SumOfCell(const LaneCell<Element>& x, int first, Weigh weigh) {
   uint64_t sum = 0;
@@ -124,10 +59,9 @@ __device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_su
         FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
     const int cell = end.index < 0 ? cells - 1 : end.index;
     const uint64_t before = end.through - cell_sums[cell];
-    row.Cell(cell * kCell, [&](const auto& x, int first) {
-      const int token = CellPrefix(x, first, weigh).TokenAt(target - before);
-      if (threadIdx.x == 0) s.token = token;
-    });
+    const int token =
+        TokenOfCell(row, cell * kCell, min(row.vocab, (cell + 1) * kCell), target - before, weigh);
+    if (threadIdx.x == 0) s.token = token;
   }
   __syncthreads();
   return s.token;
@@ -141,12 +75,23 @@ class CellWeights {
   __device__ CellWeights(const Stats* cells, int count, float max, float log2e_over_temperature)
       : cells_(cells), count_(count), exponential_(max, log2e_over_temperature) {}
 
+  // The sum of cells up to the lane's of the 32 from `base` on; `before` is the sum of those before
+  // `base`. Cells are added in one order.
+  __device__ double Through(int base, double before, double& own) const {
+    const int lane = threadIdx.x % 32;
+    const int i = base + lane;
+    own = 0.0;
+    if (i < count_ && cells_[i].max != -kInfinity)
+      own = static_cast<double>(cells_[i].sum) * exponential_.Factor(cells_[i].max);
+    return before + WarpPrefix(own, lane);
+  }
   __device__ double Total() const {
     double total = 0;
-    EachGroup([&](int base, double, double through) {
-      total = __shfl_sync(kFullWarp, total + through, min(31, count_ - 1 - base));
-      return false;
-    });
+    for (int base = 0; base < count_; base += 32) {
+      double own;
+      const double through = Through(base, total, own);
+      total = __shfl_sync(kFullWarp, through, min(31, count_ - 1 - base));
+    }
     return total;
   }
   // The sum of exp((x - max) / temperature) over the row.
@@ -159,9 +104,9 @@ class CellWeights {
     const double target = static_cast<double>(bits >> 11) * 0x1p-53 * total;
     double before = 0;
     int last = 0;  // of the cells that weigh anything
-    bool found = false;
-    EachGroup([&](int base, double own, double through_group) {
-      const double through = before + through_group;
+    for (int base = 0; base < count_; base += 32) {
+      double own;
+      const double through = Through(base, before, own);
       const double previous = __shfl_up_sync(kFullWarp, through, 1);
       const unsigned weighs = __ballot_sync(kFullWarp, own > 0);
       const unsigned over = __ballot_sync(kFullWarp, own > 0 && through > target);
@@ -171,14 +116,11 @@ class CellWeights {
           s.cell = base + lane;
           s.share = fmin(fmax((target - from) / (through - from), 0.0), 1.0);
         }
-        found = true;
-        return true;
+        return;
       }
       if (weighs != 0) last = base + 31 - __clz(weighs);
       before = __shfl_sync(kFullWarp, through, 31);
-      return false;
-    });
-    if (found) return;
+    }
     if (lane == 0) {  // a rounding below the end
       s.cell = last;
       s.share = 1.0;
@@ -186,39 +128,6 @@ class CellWeights {
   }
 
  private:
-  // Calls visit(base, own, through) for the cells by 32 from `base` on, until it returns true: the
-  // lane's cell's weight, and the sum of weights up to it. Groups of 32 do not wait for each other
-  // here; the caller adds them up in one order.
-  template <class Visit>
-  __device__ void EachGroup(Visit visit) const {
-    constexpr int kAtOnce = 4;
-    const int lane = threadIdx.x % 32;
-    for (int base = 0; base < count_; base += 32 * kAtOnce) {
-      double own[kAtOnce];
-      double through[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int i = base + 32 * j + lane;
-        own[j] = 0.0;
-        if (i < count_ && cells_[i].max != -kInfinity)
-          own[j] = static_cast<double>(cells_[i].sum) * exponential_.Factor(cells_[i].max);
-        through[j] = own[j];
-      }
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const double other = __shfl_up_sync(kFullWarp, through[j], offset);
-          if (lane >= offset) through[j] += other;
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (base + 32 * j >= count_ || visit(base + 32 * j, own[j], through[j])) return;
-      }
-    }
-  }
-
   const Stats* cells_;
   int count_;
   Exponential exponential_;
@@ -261,16 +170,16 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
   }
   __syncthreads();
   const double log_sum = log(s.reach);
+  const int begin = s.cell * kCell;
+  const int end = min(row.vocab, begin + kCell);
   const Weigher weigh_cell(in.stats[s.cell].max, ask.temperature);
   const auto weigh = [&](float x, int) { return weigh_cell(x); };
   if (threadIdx.x < 32) {
-    row.Cell(s.cell * kCell, [&](const auto& x, int first) {
-      const CellPrefix prefix(x, first, weigh);
-      const uint64_t sum = prefix.total();
-      const int token =
-          prefix.TokenAt(min(static_cast<uint64_t>(s.share * static_cast<double>(sum)), sum - 1));
-      if (threadIdx.x == 0) s.token = token;
-    });
+    uint64_t sum;
+    row.Cell(begin, [&](const auto& x, int first) { sum = SumOfCell(x, first, weigh); });
+    const uint64_t target = min(static_cast<uint64_t>(s.share * static_cast<double>(sum)), sum - 1);
+    const int token = TokenOfCell(row, begin, end, target, weigh);
+    if (threadIdx.x == 0) s.token = token;
   }
   __syncthreads();
   return {s.token, AboveMinusInfinity(), log_sum, 0};

@@ -124,142 +124,27 @@ struct MassBins {
   }
 };
 
-// What a key adds to its bin, in units of 2^-31 of the whole.
+// The first look: adds the share of every key from `floor` up to its bin, in units of 2^-31 of the
+// whole.
 constexpr float kShares = 0x1p31f;
-struct ShareOf {
-  float peak;
-  float log2e_over_temperature;
-  float unit;  // of a key at the peak
-
-  __device__ ShareOf(const Weigher& weigh, uint64_t whole)
-      : peak(weigh.max),
-        log2e_over_temperature(kLog2E * weigh.inv_temperature),
-        unit(kShares * static_cast<float>(kWeightOne / static_cast<double>(whole))) {}
-
-  __device__ float Exactly(float x) const {
-    return Exp2((x - peak) * log2e_over_temperature) * unit;
-  }
-  __device__ uint32_t operator()(float x) const { return __float2uint_rz(Exactly(x)); }
-};
-
-// Bins [first, last].
-struct BinRange {
-  int first;
-  int last;
-};
-
-// Clears the bins. Called by all threads; ends with a barrier passed.
-template <int kThreads>
-__device__ __forceinline__ void ClearShares(DrawShared& s) {
-  __syncthreads();
-  for (int b = threadIdx.x; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
-  if (threadIdx.x == 0) {
-    s.found = kMassBins;
-    s.cell = kMassBins - 1;
-  }
-  __syncthreads();
-}
-
-// Before the first look: adds the shares of one key in kSampled, in pairs of vectors spread evenly
-// over the row.
-constexpr int kSampled = 16;
-constexpr int kLeastToSample = 1 << 15;  // a shorter row is not sampled
-template <int kThreads, class Row>
-__device__ __forceinline__ void AddSampledShares(const Row& row, Key floor, const ShareOf& share_of,
-                                                 const MassBins& bin_of, DrawShared& s) {
-  const float floor_logit = KeyLogit(floor);
-  const int vocab = row.vocab;
-  row.Visited([&]<class Source>(const Source& source) {
-    using Element = typename Source::Layout;
-    constexpr int kAtOnce = 4;
-    constexpr int kTaken = kVector<Element>;
-    const auto item = source.Item(Part{0, 1, 0, vocab});
-    const int vectors = vocab / (2 * kTaken * kSampled) * 2;
-#pragma unroll 1
-    for (int round = threadIdx.x; round < vectors; round += kAtOnce * kThreads) {
-      LaneCell<Element> x;  // only its first vectors
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int v = min(round + j * kThreads, vectors - 1);
-        const int pair = v / 2;
-        const int index = ((pair * kSampled + pair * 7 % kSampled) * 2 + v % 2) * kTaken;
-        x.SetVector(j, item.Load(index, vocab - index));
-      }
-#pragma unroll
-      for (int e = 0; e < kAtOnce * kTaken; ++e) {
-        const uint32_t share = share_of(x[e]);
-        if (share == 0 || x[e] < floor_logit || round + e / kTaken * kThreads >= vectors) continue;
-        atomicAdd(&s.bin_share[bin_of(x[e])], share);
-      }
-    }
-  });
-}
-
-// The bins in which, by the sample, the last key of the prefix is: within six standard deviations of
-// the sampled share up to a bin less the prefix's share of all that was sampled. By one warp; the
-// same in every lane.
-__device__ __forceinline__ BinRange FindSampledBins(const ShareOf& share_of, const MassBins& bin_of,
-                                                    float prefix, const DrawShared& s) {
-  constexpr int kPerLane = kMassBins / 32;
-  const int lane = threadIdx.x % 32;
-  const uint32_t* shares = s.bin_share + lane * kPerLane;
-  // A key of bin b has about this share.
-  const float fall = -share_of.log2e_over_temperature / bin_of.bins_a_logit;
-  const auto share_in = [&](int b) { return share_of.unit * Exp2((lane * kPerLane + b) * fall); };
-  float sum = 0;
-  float squares = 0;
-  for (int b = 0; b < kPerLane; ++b) {
-    const float share = static_cast<float>(shares[b]);
-    sum += share;
-    squares += share * share_in(b);
-  }
-  float through = WarpPrefix(sum, lane);
-  float squares_through = WarpPrefix(squares, lane);
-  const float all = __shfl_sync(kFullWarp, through, 31);
-  const float all_squares = __shfl_sync(kFullWarp, squares_through, 31);
-  through -= sum;
-  squares_through -= squares;
-  int first = kMassBins;
-  int last = kMassBins;
-  for (int b = 0; b < kPerLane; ++b) {
-    const float share = static_cast<float>(shares[b]);
-    through += share;
-    squares_through += share * share_in(b);
-    const float variance = (1 - prefix) * (1 - prefix) * squares_through +
-                           prefix * prefix * fmaxf(all_squares - squares_through, 0.0f);
-    const float slack = 6 * sqrtf(variance) + 1e-4f * all;
-    const float over = through - prefix * all;
-    if (over + slack >= 0) first = min(first, lane * kPerLane + b);
-    if (over - slack >= 0) last = min(last, lane * kPerLane + b);
-  }
-  return {__reduce_min_sync(kFullWarp, min(first, kMassBins - 1)),
-          __reduce_min_sync(kFullWarp, min(last, kMassBins - 1))};
-}
-
-// The first look: adds the share of every key from `floor` up to its bin, and what is above the
-// range to the bin before it. Atomics are slow: the fewer bins, the better.
 template <class Row>
-__device__ __forceinline__ void AddShares(const Row& row, Key floor, const ShareOf& share_of,
-                                          const MassBins& bin_of, BinRange range, DrawShared& s) {
+__device__ __forceinline__ void AddShares(const Row& row, Key floor, const Weigher& weigh,
+                                          uint64_t whole, const MassBins& bin_of, DrawShared& s) {
   const int lane = threadIdx.x % 32;
   const float floor_logit = KeyLogit(floor);
-  uint32_t above = 0;
+  const float peak = weigh.max;
+  const float unit = kShares * static_cast<float>(kWeightOne / static_cast<double>(whole));
+  const float log2e_over_temperature = kLog2E * weigh.inv_temperature;
   row.EachCell([&]<class Element>(const LaneCell<Element>& x, int begin) {
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
-      const int bin = bin_of(x[e]);
-      if (bin > range.last || x[e] < floor_logit) continue;
-      const uint32_t share = share_of(x[e]);
+      const uint32_t share = __float2uint_rz(Exp2((x[e] - peak) * log2e_over_temperature) * unit);
+      if (share == 0 || x[e] < floor_logit) continue;
       if (x[e] == floor_logit && MakeKey(x[e], begin + CellIndex<Element>(lane, e)) < floor)
         continue;
-      if (bin < range.first) {
-        above += share;
-      } else if (share != 0) {
-        atomicAdd(&s.bin_share[bin], share);
-      }
+      atomicAdd(&s.bin_share[bin_of(x[e])], share);
     }
   });
-  if (range.first > 0 && above != 0) atomicAdd(&s.bin_share[range.first - 1], above);
 }
 
 // Leaves the first bin in which the last key of the prefix can be in s.found, the last one in
@@ -333,25 +218,10 @@ struct Nucleus {
   uint64_t total;
 };
 
-// Leaves the bins in which the last key of the prefix can be in s.found and s.cell, by a look at all
-// keys. False: they are not in `range`. Called by all threads; ends with a barrier passed.
-template <int kThreads, class Row>
-__device__ __forceinline__ bool FindBinsIn(const Row& row, Key floor, const ShareOf& share_of,
-                                           const MassBins& bin_of, BinRange range, uint64_t whole,
-                                           uint64_t need, DrawShared& s) {
-  ClearShares<kThreads>(s);
-  AddShares(row, floor, share_of, bin_of, range, s);
-  __syncthreads();
-  if (threadIdx.x < 32) FindShareBins(row.vocab, whole, need, s);
-  __syncthreads();
-  return s.found >= range.first && s.found <= range.last && s.cell <= range.last;
-}
-
 // The prefix of the row's keys from `floor` up, which weigh `whole` in all, that reaches `need`.
-// The first look leaves a bin or two in which the last key can be; in a long row a sample tells it
-// which bins matter. The second look adds up what is above them exactly, and collects the keys
-// between. Not found where those are too many, or the mass needed is nearly the whole. Called by all
-// threads.
+// The first look leaves a bin or two in which the last key can be. The second adds up what is above
+// them exactly, and collects the keys between. Not found where those are too many, or the mass
+// needed is nearly the whole. Called by all threads.
 template <int kThreads, class Row>
 __device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher weigh,
                                             uint64_t whole, uint64_t need, uint64_t* cell_sums) {
@@ -361,22 +231,18 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher w
   if (weigh.max == kInfinity || need >= whole) return none;
   const int thread = threadIdx.x;
   const MassBins bin_of(weigh, row.vocab, whole - need);
-  const ShareOf share_of(weigh, whole);
-  constexpr BinRange kAll{0, kMassBins - 1};
-  BinRange range = kAll;
-  if (thread == 0) pool.count = 0;
-  if (row.vocab >= kLeastToSample) {
-    ClearShares<kThreads>(s);
-    AddSampledShares<kThreads>(row, floor, share_of, bin_of, s);
-    __syncthreads();
-    // Every warp for itself.
-    const float prefix = static_cast<float>(static_cast<double>(need) / static_cast<double>(whole));
-    range = FindSampledBins(share_of, bin_of, prefix, s);
+  __syncthreads();
+  for (int b = thread; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
+  if (thread == 0) {
+    s.found = kMassBins;
+    s.cell = kMassBins - 1;
+    pool.count = 0;
   }
-  if (!FindBinsIn<kThreads>(row, floor, share_of, bin_of, range, whole, need, s) &&
-      range.first + (kMassBins - 1 - range.last) > 0) {
-    FindBinsIn<kThreads>(row, floor, share_of, bin_of, kAll, whole, need, s);
-  }
+  __syncthreads();
+  AddShares(row, floor, weigh, whole, bin_of, s);
+  __syncthreads();
+  if (thread < 32) FindShareBins(row.vocab, whole, need, s);
+  __syncthreads();
   const uint64_t above =
       BlockSum(SumAbove(row, floor, weigh, bin_of, s.found, s.cell, cell_sums), s);
   if (pool.count > SmallPool::kPool / 2 || above >= need) return none;

@@ -46,10 +46,9 @@ __device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, con
 
 // The thread's count of tokens in the part that are no later in the order than `token` with logit
 // x. Only groups that reach it are looked at, by the part's sketch of these logits.
-template <int kThreads, class Row, class Sketch>
-__device__ int CountByCells(const Row& row, const Part& part, const Sketch* sketch, float x,
+template <int kThreads, class Element, class Sketch>
+__device__ int CountByCells(const Element* row, const Part& part, const Sketch* sketch, float x,
                             int token) {
-  using Element = typename Row::Layout;
   const int lane = threadIdx.x % 32;
   const uint32_t edge = OrderedBits(x) & 0xffff0000u;
   int count = 0;
@@ -59,7 +58,7 @@ __device__ int CountByCells(const Row& row, const Part& part, const Sketch* sket
     const bool low = maxima << 16 >= edge;
     const int first = part.begin + cell * kCell;
     LaneCell<Element> others;
-    row.ReadCell(first, part.end, low, sizeof(Sketch) == 2 ? low : maxima >= edge, others);
+    ReadCell(row, first, part.end, low, sizeof(Sketch) == 2 ? low : maxima >= edge, others);
     bool ties = false;
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
@@ -80,13 +79,13 @@ template <int kThreads, class Shape, class Row>
 __device__ __noinline__ int CountFrom(const Row& row, const Part& part,
                                       const typename Shape::Sketch* sketch, float x, int token) {
   auto& pool = Pool<Shape>();
-  return row.Visited([&]<class Source>(const Source& elements) -> int {
-    using Item = decltype(elements.Item(part));
+  return row.Visited([&]<class Element>(const Element* elements) -> int {
     __syncthreads();
     if (threadIdx.x == 0) pool.count = 0;
     Floor floor;
     floor.Raise(MakeKey(x, token));
-    if (OfferGroups<Item, kThreads, Shape>(elements.Item(part), sketch, 0, part.cells(), floor)) {
+    if (OfferGroups<Element, kThreads, Shape>(elements + part.begin, part.begin, part.elements(),
+                                              sketch, 0, part.cells(), floor)) {
       return pool.count;
     }
     const int count = CountByCells<kThreads>(elements, part, sketch, x, token);

@@ -79,15 +79,8 @@ struct Variant {
   int32_t resident;  // blocks per multiprocessor; 0: rows are never split over blocks
   cudaError_t (*launch)(const TopKParams&, const Scratch&, cudaStream_t);
   int (*max_item_cells)(int cells, const Scratch&);
-  // A row's blocks are a cluster: how many of them, up to `most`. Null: they are not.
-  int (*cluster)(int64_t rows, int most, const Scratch&) = nullptr;
+  bool cluster = false;  // a row's blocks are a cluster
 };
-
-template <class Block>
-int ClusterOf(int64_t rows, int most, const Scratch& scratch) {
-  return ClusterFor<&BlockRowKernel<Block>>(rows, most, Block::kThreads,
-                                            scratch.block_shared_bytes);
-}
 
 template <class Block>
 constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
@@ -98,7 +91,7 @@ constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
           Block::kResident,
           &LaunchBlockRow<Block>,
           &MaxItemCells<Block>,
-          Block::kCluster ? &ClusterOf<Block> : nullptr};
+          Block::kCluster};
 }
 
 // Warps, stages and resident blocks are what measured best on an H200.
@@ -129,11 +122,10 @@ int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scra
   const int32_t largest = variant.max_item_cells(cells, scratch);
   const int32_t least = (cells + largest - 1) / largest;
   const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
+  const int32_t most =
+      std::max(least, variant.cluster ? std::min(worth, kMaxClusterBlocks) : worth);
   const int64_t wanted = static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
-  if (variant.cluster == nullptr)
-    return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, std::max(least, worth)));
-  const int64_t most = std::min<int64_t>({std::max<int64_t>(wanted, 1), worth, kMaxClusterBlocks});
-  return std::max(least, variant.cluster(rows, static_cast<int>(most), scratch));
+  return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
 }
 
 // All rows, for k of at most `k`, by the first of `variants` that fits them.
@@ -142,11 +134,11 @@ cudaError_t RunVariant(TopKParams p, int32_t k, const Variant* variant, Scratch 
   const TensorView logits = p.args.logits;
   while (variant->max_vocab < p.vocab || variant->max_rows < logits.rows || variant->max_k < k ||
          variant->max_item_cells(p.cells, scratch) == 0 ||
-         (variant->cluster != nullptr && !scratch.clusters)) {
+         (variant->cluster && !scratch.clusters)) {
     ++variant;
   }
   p.splits = SplitsOf(logits.rows, p.cells, *variant, scratch);
-  if (p.splits == 1 || variant->cluster != nullptr) return variant->launch(p, scratch, stream);
+  if (p.splits == 1 || variant->cluster) return variant->launch(p, scratch, stream);
   // Split rows leave candidates in scratch: as many rows a launch as it has room and counters for.
   p.list_capacity = k + std::max(k / 2, 64);
   const int64_t row_bytes = p.cells * static_cast<int64_t>(sizeof(Stats)) +

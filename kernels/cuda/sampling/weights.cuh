@@ -29,33 +29,29 @@ struct Weigher {
   // For a finite maximum.
   __device__ float BeforeRounding(float x) const {
     // By halves, for the difference may be twice the largest float; they are exact.
-    const float exponent = __fmul_rn(__fmaf_rn(0.5f, x, -0.5f * max), 2 * inv_temperature);
+    const float exponent = __fmul_rn(__fsub_rn(0.5f * x, 0.5f * max), 2 * inv_temperature);
     return expf(exponent) * static_cast<float>(kWeightOne);  // the product is exact
   }
 };
 
-// Adds up kLaneElements weights as Weigher rounds them, without conversions, which are slow: in two
-// parts, each rounded by adding a float whose last place is one. The bits of that float are taken
-// off the sums at the end.
+// Adds up to kLaneElements weights as Weigher rounds them, without conversions, which are slow: in
+// two parts, each rounded by adding a float whose last place is one.
 class WeightSum {
  public:
   __device__ void Add(float before_rounding) {
     const float high = __fmaf_rn(before_rounding, 0x1p-22f, kRound);
-    high_ += __float_as_uint(high);
+    high_ += __float_as_uint(high) - __float_as_uint(kRound);
     const float low = __fmaf_rn(__fsub_rn(high, kRound), -0x1p22f, before_rounding);  // exact
-    low_ += __float_as_uint(__fadd_rn(low, kRound));
+    low_ += static_cast<int32_t>(__float_as_uint(__fadd_rn(low, kRound)) - __float_as_uint(kRound));
   }
-  // After kLaneElements calls of Add().
   __device__ uint64_t total() const {
-    const uint32_t added = kLaneElements * __float_as_uint(kRound);  // mod 2^32, as the sums
-    const auto low = static_cast<int32_t>(low_ - added);
-    return (static_cast<uint64_t>(high_ - added) << 22) + static_cast<uint64_t>(int64_t{low});
+    return (static_cast<uint64_t>(high_) << 22) + static_cast<uint64_t>(int64_t{low_});
   }
 
  private:
   static constexpr float kRound = 0x1.8p23f;
   uint32_t high_ = 0;
-  uint32_t low_ = 0;
+  int32_t low_ = 0;
 };
 
 // What may be drawn: keys of `last` or more.
