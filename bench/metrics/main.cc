@@ -47,7 +47,7 @@ void CountCall(Metrics& metrics, std::string_view op) {
     metrics.Set(Gauge::kQueuedJobs, 0);
     metrics.Set(Gauge::kOpenJobs, 1);
   }
-  metrics.CountSlice(op, 1e-4);
+  metrics.CountSlice(op, /*device=*/0, /*rows=*/1, 1e-4);
   metrics.CountBatch(op, {.copy_ns = 50'000,
                           .queue_ns = 10'000,
                           .h2d_ns = 20'000,

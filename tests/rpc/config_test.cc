@@ -83,7 +83,7 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
 
 TEST(ConfigTest, DevicesAreNumbersOrAll) {
   const auto devices = [](const std::string& text) {
-    const Result r = Parse({"--device=" + text});
+    const Result r = Parse({"--device", text.c_str()});
     EXPECT_FALSE(r.exit_code.has_value()) << r.err;
     return r.config.devices;
   };
