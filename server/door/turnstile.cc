@@ -146,7 +146,7 @@ bool Turnstile::Holds(const Refusal& refusal, int64_t now_ns) const {
 
 std::optional<Turnstile::Answer> Turnstile::Ask(const HeaderList& list, int64_t now_ns) {
   absl::MutexLock lock(&mutex_);
-  if (now_ns >= until_ns_ + kLinger) {
+  if (now_ns - kLinger >= until_ns_) {
     held_.clear();
     until_ns_ = 0;
     in_transit_ = 0;
