@@ -121,6 +121,10 @@ CASES = {
         {'logitd_draining{instance="a"}': "1x6"},
         {'logitd_draining{instance="a"}': "1 1 0 0 0 0 0"},
         "5m", HERE, "a has been draining for 3 minutes"),
+    "LogitdDeviceLost": Case(
+        {'logitd_device_up{device="0",instance="a"}': "1x6", 'logitd_device_up{device="1",instance="a"}': "1 1 0 0 0 0 0"},
+        {'logitd_device_up{device="0",instance="a"}': "1x6", 'logitd_device_up{device="1",instance="a"}': "1x6"},
+        "3m", {**HERE, "device": "1"}, "a has lost its device 1"),
 }  # fmt: skip
 
 
@@ -159,7 +163,7 @@ class RulesTest(unittest.TestCase):
             page = http(f"http://{server.metrics}/metrics")
             known = set(re.findall(r"^(\w+)", page, re.MULTILINE)) | {"up"}
             server.stop()
-        gpu = {m for m in re.findall(r"`(logitd_\w+)`", (ROOT / "docs/operations.md").read_text()) if "_device_" in m}
+        gpu = {m for m in re.findall(r"`(logitd_\w+)[`{]", (ROOT / "docs/operations.md").read_text()) if "_device_" in m}
         for expression in [rule["expr"] for rule in RULES] + [e for _, e in expressions()]:
             used = set(re.findall(r"\b(?:logitd|process)_\w+", expression))
             self.assertLessEqual(used, known | gpu, expression)
