@@ -194,6 +194,13 @@ void Frames::Refill(int64_t now_ns) {
 }
 
 void Frames::BeginFrame() {
+  // gRPC sees a rewritten list only when it is whole, so what may not stand inside one is found here.
+  if (rewrites_) {
+    const bool continues = in_.type == kContinuation;
+    if (continues != in_headers_ || (continues && in_.stream != list_stream_)) {
+      return Break(Limit::kHeaderFormat);
+    }
+  }
   switch (in_.type) {
     case kData:
       BeginData();
@@ -228,6 +235,7 @@ void Frames::BeginFrame() {
 void Frames::BeginHeaders(bool continuation) {
   control_.Give(kControlPerFrame);
   if (!continuation) {
+    list_stream_ = in_.stream;
     headers_.Begin();
     continuations_ = 0;
     header_bytes_ = 0;

@@ -73,6 +73,8 @@ class Frames {
   int64_t message_bytes() const { return message_bytes_; }  // DATA, in all
   int64_t opened() const { return opened_; }                // streams that gRPC saw, in all
   int64_t refused() const { return refused_; }              // streams, in all
+  // Open streams whose list gRPC gets when all of it is here: 0 or 1.
+  int64_t held_back() const { return rewrites_ && opens_ != 0 ? 1 : 0; }
   int64_t open() const { return static_cast<int64_t>(streams_.size()); }
   // Bytes of messages that have begun and not ended, and the cost of their frames.
   int64_t under_way() const { return under_way_; }
@@ -151,6 +153,7 @@ class Frames {
   Direction out_;
   HeaderList headers_;
   bool in_headers_ = false;  // END_HEADERS has not come
+  uint32_t list_stream_ = 0;
   int continuations_ = 0;
   size_t header_bytes_ = 0;    // of this list, on the wire
   size_t priority_bytes_ = 0;  // before the list
