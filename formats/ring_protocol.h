@@ -49,7 +49,7 @@ inline constexpr std::array<char, 4> kRingMagic = {'L', 'D', 'R', 'G'};
 inline constexpr uint32_t kRingVersion = 1;
 
 inline constexpr uint32_t kMaxRingSlots = 256;
-// Of a submission's or a completion's slot. Multiples of kRingAlignment.
+// The sizes of the slots of submissions and completions. Multiples of kRingAlignment.
 inline constexpr uint32_t kMinRingSlotBytes = 128;
 inline constexpr uint32_t kMaxRingSlotBytes = 65536;
 inline constexpr uint32_t kRingAlignment = 64;

@@ -36,7 +36,7 @@ struct Nvml {
 // The label is DeviceInfo::number. Thread-safe.
 class GpuMetrics {
  public:
-  // Of the devices that have a PCI bus id and that NVML knows. Null: there is none.
+  // Metrics of the devices that have a PCI bus id and that NVML knows. Null: there is none.
   static std::unique_ptr<GpuMetrics> Create(const std::optional<Nvml>& nvml,
                                             const std::vector<DeviceInfo>& devices);
 

@@ -47,7 +47,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // Unique among the rings of the process. Never an id of a connection or an identity.
   uint64_t id() const { return id_; }
   const ucred& user() const { return user_; }
-  // Of a reply. A longer one becomes an error.
+  // The size of a reply. A longer one becomes an error.
   size_t max_message_bytes() const { return max_message_bytes_; }
 
   // The reply to work number `serial`. Once for each. `keep` is dropped when the reply is in the

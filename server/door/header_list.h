@@ -52,7 +52,7 @@ class HeaderList {
   }
   // The list changed the table, so whoever does not see it cannot read the lists after it.
   bool changed_table() const { return changed_table_; }
-  // Of a whole list, in order.
+  // The fields of a whole list, in order.
   size_t size() const { return spans_.size(); }
   HeaderField operator[](size_t i) const {
     const Text& span = spans_[i];

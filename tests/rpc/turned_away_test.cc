@@ -95,16 +95,13 @@ class TurnedAwayTest : public ServedEngine {
   std::unique_ptr<v1::Sampler::Stub> stub_;
 };
 
-// Of a flood of 600 calls; a server with AddressSanitizer is slower, and a flood is short.
-#ifdef __SANITIZE_ADDRESS__
-constexpr int kLeastOk = 15;
-#else
-constexpr int kLeastOk = 50;
-#endif
-
 TEST_F(TurnedAwayTest, ACallThatTheDoorRefusesEndsAsOneThatTheLoadRefuses) {
   std::map<grpc::StatusCode, int> codes;
-  for (int attempt = 0; attempt < 5 && connections_->traffic().refused_calls < 50; ++attempt) {
+  // A flood is short, and a slow machine answers few of its calls.
+  const auto enough = [&] {
+    return connections_->traffic().refused_calls > 50 && codes[grpc::StatusCode::OK] > 50;
+  };
+  for (int attempt = 0; attempt < 5 && !enough(); ++attempt) {
     int i = 0;
     for (const auto& sent : Flood(600)) {
       ++codes[sent->status.error_code()];
@@ -124,7 +121,7 @@ TEST_F(TurnedAwayTest, ACallThatTheDoorRefusesEndsAsOneThatTheLoadRefuses) {
   EXPECT_GT(early, 50) << codes[grpc::StatusCode::OK] << " were OK, "
                        << codes[grpc::StatusCode::RESOURCE_EXHAUSTED] << " refused, "
                        << codes[grpc::StatusCode::DEADLINE_EXCEEDED] << " late";
-  EXPECT_GT(codes[grpc::StatusCode::OK], kLeastOk);
+  EXPECT_GT(codes[grpc::StatusCode::OK], 50);
   // Every refusal is counted, wherever it was decided.
   EXPECT_EQ(Sum("logitd_requests_total{code=\"RESOURCE_EXHAUSTED\""),
             codes[grpc::StatusCode::RESOURCE_EXHAUSTED]);

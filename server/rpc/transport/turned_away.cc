@@ -33,7 +33,7 @@ door::Refusal::Allowed SamePriority(engine::Priority priority) {
 
 }  // namespace
 
-// Of the calls that one refusal stands for.
+// What is known of the calls that one refusal stands for.
 class TurnedAway::Events final : public door::RefusalEvents {
  public:
   Events(std::shared_ptr<TurnedAway> owner, std::string_view method, std::string_view op,

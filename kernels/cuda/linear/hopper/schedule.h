@@ -142,7 +142,7 @@ struct Schedule {
     return in_four == 0 ? singles + pairs : in_four == 2 ? pairs : 0;
   }
   __host__ __device__ int32_t UnitsBefore(int32_t set) const { return set * set_blocks * spans; }
-  // Of a set, those of the spans before `span`.
+  // In a set: the units of the spans before `span`.
   __host__ __device__ int32_t UnitsBeforeSpan(int32_t set, int32_t span) const {
     int32_t count = span * BlocksOf(set);
     if (set == LastSet()) count += (span + 3) / 4 * singles + (span + 1) / 2 * pairs;
