@@ -7,6 +7,8 @@ namespace {
 
 constexpr uint8_t kHeaders = 1;
 constexpr uint8_t kReset = 3;
+constexpr uint8_t kSettings = 4;
+constexpr uint8_t kWindowUpdate = 8;
 constexpr uint8_t kEndStream = 1;
 constexpr uint8_t kEndHeaders = 4;
 
@@ -27,6 +29,10 @@ void AppendNumber(size_t number, int prefix_bits, std::string* out) {
 void AppendString(std::string_view text, std::string* out) {
   AppendNumber(text.size(), 7, out);
   *out += text;
+}
+
+void AppendBytes(uint32_t number, int bytes, std::string* out) {
+  while (bytes-- > 0) out->push_back(static_cast<char>(number >> (8 * bytes)));
 }
 
 // As a gRPC status text is sent.
@@ -81,6 +87,18 @@ void AppendEnd(uint32_t stream, std::string_view fields, bool ended, std::string
   if (ended) return;
   AppendFrameHead(4, kReset, 0, stream, out);
   *out += std::string_view("\0\0\0\0", 4);  // NO_ERROR
+}
+
+void AppendInitialWindow(uint32_t bytes, std::string* out) {
+  constexpr uint32_t kInitialWindowSize = 4;
+  AppendFrameHead(6, kSettings, 0, 0, out);
+  AppendBytes(kInitialWindowSize, 2, out);
+  AppendBytes(bytes, 4, out);
+}
+
+void AppendWindowUpdate(uint32_t stream, uint32_t bytes, std::string* out) {
+  AppendFrameHead(4, kWindowUpdate, 0, stream, out);
+  AppendBytes(bytes, 4, out);
 }
 
 }  // namespace logitd::door

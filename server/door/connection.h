@@ -104,10 +104,12 @@ class Connection {
     Turnstile::Answer answer;
   };
   ssize_t ReadSome(int fd, msghdr* message, int flags);
-  // Reads the frames of what was received. `edits`: what gRPC gets instead. False: cut.
+  // Reads the frames of what was received. `edits`: what gRPC gets instead; `replies`: frames for the
+  // peer. False: cut.
   bool Account(absl::Span<const iovec> parts, size_t bytes, std::vector<Frames::Edit>* edits,
-               std::vector<Refused>* refused);
-  void Answer(int fd, const std::vector<Refused>& refused);
+               std::vector<Refused>* refused, std::string* replies);
+  // Sends `frames` and then the ends of the calls.
+  void Answer(int fd, const std::vector<Refused>& refused, std::string frames);
   // Writes answers, as far as the kernel takes them and gRPC's frames leave a place.
   void WriteAnswers(int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
   void CountSent(absl::Span<const iovec> parts, size_t bytes);

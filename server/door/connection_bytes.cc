@@ -72,6 +72,7 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
   const auto control_room = message->msg_controllen;
   std::vector<Frames::Edit> edits;
   std::vector<Refused> refused;
+  std::string replies;
   // A read of which nothing is left for gRPC is followed by another one: the kernel may not wake it
   // again. Each such read has a part of a header list, whose size is limited.
   while (ready_.empty()) {
@@ -79,13 +80,15 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
     const ssize_t got = ReadSome(fd, message, flags);
     if (got <= 0) return got;
     const auto bytes = static_cast<size_t>(got);
-    if (!Account(PartsOf(*message), bytes, &edits, &refused)) {
+    if (!Account(PartsOf(*message), bytes, &edits, &refused, &replies)) {
       errno = ECONNRESET;
       return -1;
     }
     const size_t left =
         edits.empty() ? bytes : ApplyEdits(PartsOf(*message), bytes, edits, &ready_);
-    if (!refused.empty()) Answer(fd, std::exchange(refused, {}));
+    if (!refused.empty() || !replies.empty()) {
+      Answer(fd, std::exchange(refused, {}), std::exchange(replies, {}));
+    }
     if (!ready_.empty()) message->msg_controllen = 0;  // there is more than the kernel has
     if (left > 0) return static_cast<ssize_t>(left);
   }
@@ -97,7 +100,8 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
 }
 
 bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
-                         std::vector<Frames::Edit>* edits, std::vector<Refused>* refused) {
+                         std::vector<Frames::Edit>* edits, std::vector<Refused>* refused,
+                         std::string* replies) {
   received_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   const int64_t now = absl::GetCurrentTimeNanos();
   const bool may_refuse = !turnstile_.empty() && !answers_wait_ && !owner_->ended_;
@@ -114,12 +118,14 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
     absl::MutexLock lock(&mutex_);
     if (cut_ != Limit::kNone) return false;
     frames_.BeginRead();
+    if (turnstile_.empty()) frames_.EndRefusals();
     ForEachPart(parts, bytes,
                 [&](absl::Span<const uint8_t> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
                   broken = frames_.Received(part, now, judge);
                 });
     if (broken == Limit::kNone) {
       std::swap(*edits, frames_.edits());
+      std::swap(*replies, frames_.replies());
       return true;
     }
     ShutDown(broken);
@@ -128,8 +134,7 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
   return false;
 }
 
-void Connection::Answer(int fd, const std::vector<Refused>& refused) {
-  std::string frames;
+void Connection::Answer(int fd, const std::vector<Refused>& refused, std::string frames) {
   for (const Refused& call : refused) {
     AppendEnd(call.stream, call.answer.fields, call.ended, &frames);
   }

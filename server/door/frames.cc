@@ -19,7 +19,6 @@ enum Type : uint8_t {
   kPing = 6,
   kWindowUpdate = 8,
   kContinuation = 9,
-  kIgnored = 0x0b,  // reserved for frames that receivers must ignore (RFC 8701)
 };
 constexpr uint8_t kEndStream = 1;  // of DATA and HEADERS
 constexpr uint8_t kAck = 1;        // of SETTINGS and PING
@@ -91,9 +90,11 @@ Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge*
       if (rewrites_) TakeOut(left - bytes.size());
       if (!whole) break;
       ++frames_;
+      hidden_ = false;
       BeginFrame();
-      if (rewrites_ && !IsHeaders())
+      if (rewrites_ && !IsHeaders() && !hidden_) {
         PutIn({reinterpret_cast<const char*>(in_.head.data()), kHeadBytes});
+      }
       if (in_.skip == 0 && IsHeaders()) EndHeaderFrame(judge);
       continue;
     }
@@ -127,8 +128,9 @@ void Frames::EndHeaderFrame(const Judge* judge) {
     // As for an answer. The frames of its message and its reset still come.
     control_.Give(kControlPerFrame);
     tiny_.Give(kRefusedTiny * kTinyUnit);
-    if (!rewrites_) HideFrame();
-    rewrites_ = rewrites_ || headers_.changed_table();
+    if (!rewrites_) TakeOut(frame_bytes_);
+    rewrites_ = true;
+    CloseWindows();
     return;
   }
   if (!rewrites_) return;
@@ -139,18 +141,13 @@ void Frames::EndHeaderFrame(const Judge* judge) {
   AppendFrameHead(block.size(), kHeaders, kEndHeaders | (ends_ ? kEndStream : 0), in_.stream,
                   &frame);
   PutIn(frame + block);
+  if (opens != 0 && !ends_ && windows_.closed()) windows_.Grant(opens);
 }
 
 // A list in one frame, all of it in this read, unless no frame goes to gRPC as it came.
 bool Frames::MayJudge() const {
   const bool here = rewrites_ || (continuations_ == 0 && frame_bytes_ <= read_);
   return here && headers_.whole() && !padded_;
-}
-
-void Frames::HideFrame() {
-  Edit edit = {.begin = read_ - frame_bytes_, .end = read_ - frame_bytes_ + kHeadBytes, .put = {}};
-  AppendFrameHead(frame_bytes_ - kHeadBytes, kIgnored, 0, in_.stream, &edit.put);
-  edits_.push_back(std::move(edit));
 }
 
 void Frames::TakeOut(size_t bytes) {
@@ -221,6 +218,8 @@ void Frames::BeginFrame() {
       }
       break;
     case kSettings:
+      if ((in_.flags & kAck) != 0 && in_.skip == 0) hidden_ = windows_.TakeAcknowledgement();
+      [[fallthrough]];
     case kPing:
       TakeControl();
       if ((in_.flags & kAck) == 0 && ++unread_answers_ > limits_.unread_answers) {
@@ -230,6 +229,12 @@ void Frames::BeginFrame() {
     default:
       TakeControl();
   }
+}
+
+void Frames::CloseWindows() {
+  if (windows_.closed() || windows_.changing()) return;
+  windows_.Close();
+  for (const auto& [stream, state] : streams_) windows_.Grant(stream);
 }
 
 void Frames::BeginHeaders(bool continuation) {
@@ -353,6 +358,8 @@ void Frames::BeginSentFrame() {
       }
       break;
     case kSettings:
+      if (!acks) windows_.SentSettings();
+      [[fallthrough]];
     case kPing:
       if (acks && unread_answers_ > 0) --unread_answers_;
       break;

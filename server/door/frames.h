@@ -16,6 +16,7 @@
 #include "absl/types/span.h"
 #include "server/door/header_list.h"
 #include "server/door/limits.h"
+#include "server/door/windows.h"
 
 namespace logitd::door {
 
@@ -24,9 +25,12 @@ namespace logitd::door {
 // A call is refused by its headers: gRPC sees none of them, and takes the stream's other frames for
 // those of a stream that has ended. Two things follow from it:
 // - A header list may change the table that both sides keep (HPACK). If gRPC misses such a list, it
-//   cannot read those that follow. From then on it gets every list anew, in an encoding that needs
-//   no table: see Edit::put.
+//   cannot read those that follow. From the first refusal on it gets every list anew, in an encoding
+//   that needs no table: see Edit::put.
 // - The stream was never open. A second header list on it opens it.
+//
+// From the first refusal on, the peer may send nothing of a message before its call has passed: see
+// Windows.
 //
 // Memory: about 40 bytes for each open stream. Cost: constant for each frame and each message,
 // besides that of HeaderList. Not thread-safe. Knows no sockets.
@@ -60,6 +64,12 @@ class Frames {
   Limit Received(absl::Span<const uint8_t> bytes, int64_t now_ns, Judge judge);
   // Of this read so far: in order, apart from each other.
   std::vector<Edit>& edits() { return edits_; }
+  // Whole frames for the peer, after which gRPC's own may follow. The caller takes them.
+  std::string& replies() { return windows_.frames(); }
+  // No call is refused any longer, so the peer may send messages with their headers again.
+  void EndRefusals() {
+    if (windows_.closed() && !windows_.changing() && streams_.empty()) windows_.Open();
+  }
 
   // A call wants a message of at most `bytes`. See FrameLimits::unasked_slack.
   void Ask(int64_t bytes) { asked_ += bytes; }
@@ -131,14 +141,13 @@ class Frames {
     frame_bytes_ += bytes;
   }
   bool MayJudge() const;
-  // gRPC gets a frame of the same size that it ignores. The frame came in this read.
-  void HideFrame();
   // The last `bytes` bytes of this read do not go to gRPC.
   void TakeOut(size_t bytes);
   void PutIn(std::string_view bytes);
   void ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes);
   void EndMessage(Stream* stream);
   void TakeControl();
+  void CloseWindows();
   void BeginSentFrame();
   void EndStream(uint32_t id);
   void CheckUnasked();
@@ -166,9 +175,11 @@ class Frames {
 
   size_t read_ = 0;         // bytes since BeginRead
   size_t frame_bytes_ = 0;  // of the frame so far, with its head
-  bool rewrites_ = false;   // gRPC has missed a change of the table
+  bool rewrites_ = false;   // a call was refused
+  bool hidden_ = false;     // gRPC does not get this frame
   std::vector<Edit> edits_;
   absl::flat_hash_map<uint32_t, Stream> streams_;
+  Windows windows_;
 
   int64_t refilled_ns_;
   Budget tiny_;  // in units of 1/1024 frame

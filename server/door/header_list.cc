@@ -18,7 +18,6 @@ void HeaderList::Begin() {
   text_.clear();
   spans_.clear();
   unknown_ = false;
-  changed_table_ = false;
 }
 
 bool HeaderList::Read(absl::Span<const uint8_t> bytes) {
@@ -111,7 +110,6 @@ void HeaderList::FinishNumber() {
     case Number::kTableSize:
       table_limit_ = kTableRoom * std::min<size_t>(number, kAdvertisedTable);
       Shrink(table_limit_);
-      changed_table_ = true;
       break;
     case Number::kNameLength:
     case Number::kValueLength:
@@ -164,7 +162,6 @@ void HeaderList::FinishString() {
 void HeaderList::FinishField() {
   EndField(name_bytes_);
   if (!add_) return;
-  changed_table_ = true;
   const size_t size = size_t{name_bytes_} + string_size_ + kFieldOverhead;
   if (size > table_limit_) {
     Shrink(0);

@@ -50,8 +50,6 @@ class HeaderList {
   bool whole() const {
     return valid_ && step_ == Step::kField && !unknown_ && text_.size() < kMostText;
   }
-  // The list changed the table, so whoever does not see it cannot read the lists after it.
-  bool changed_table() const { return changed_table_; }
   // The fields of a whole list, in order.
   size_t size() const { return spans_.size(); }
   HeaderField operator[](size_t i) const {
@@ -127,7 +125,6 @@ class HeaderList {
   std::vector<Text> spans_;
   uint32_t field_begin_ = 0;  // of the field that is read, in `text_`
   bool unknown_ = false;      // the list refers to a field that does not exist
-  bool changed_table_ = false;
 
   std::deque<Field> table_;  // the newest first
   size_t table_bytes_ = 0;

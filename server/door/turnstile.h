@@ -84,7 +84,7 @@ class Turnstile {
  public:
   // One for each path, size and set of allowed values, and not more than that.
   static constexpr size_t kMost = 8;
-  static constexpr int kMostInTransit = 16;
+  static constexpr int kMostInTransit = 4;
   static constexpr int64_t kLinger = 100'000'000;  // ns
 
   // What is sent to a refused call, and who is told.

@@ -60,10 +60,11 @@ constexpr double kShortTime = 0.1;
 // another comes.
 constexpr int kShortLineFree = 2;
 
-// How long a refusal stands for other calls: until the retry delay is over, by prediction. At least
-// kLeastHold, because each refusal that is decided anew costs about 150 us. At most kMostHold, so
-// that the estimate is asked often enough, and at most a quarter of the predicted time: by then a
-// quarter of the line is done, and it is not empty.
+// How long a refusal stands for other calls. While it stands, a call comes in for each that ends, so
+// it may stand for kMostHold, after which the estimate is asked again. Where the caller has no calls,
+// it stands until the retry delay is over, by prediction: at least kLeastHold, because each refusal
+// that is decided anew costs about 150 us, and at most a quarter of the predicted time, so that the
+// line is not empty by then.
 constexpr absl::Duration kLeastHold = absl::Milliseconds(10);
 constexpr absl::Duration kMostHold = absl::Milliseconds(50);
 constexpr int kHoldShare = 4;
@@ -190,13 +191,15 @@ absl::Status Load::Unknown() const {
       kUnknownRetry);
 }
 
-absl::Status Load::TooLong(const CallerWork& caller, absl::Time now, absl::Duration predicted,
-                           absl::Duration alone, absl::Duration left) const {
+absl::Duration Load::ShortLine(const CallerWork& caller, absl::Time now, absl::Duration alone,
+                               absl::Duration left) {
   if (now >= caller.short_until || left >= caller.short_below || caller.calls < kShortLineFree) {
-    return absl::OkStatus();
+    return absl::InfiniteDuration();
   }
-  const absl::Duration allowed = std::max(left * kShortTime, alone * kShortCalls);
-  if (predicted <= allowed) return absl::OkStatus();
+  return std::max(left * kShortTime, alone * kShortCalls);
+}
+
+absl::Status Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
   const absl::Duration delay = std::max(kMinRetry, predicted - allowed);
   return WithRetryDelay(absl::ResourceExhaustedError(absl::StrFormat(
                             "predicted %d ms, allowed %d ms while more calls come than can be "
@@ -207,9 +210,12 @@ absl::Status Load::TooLong(const CallerWork& caller, absl::Time now, absl::Durat
 }
 
 Load::Alike Load::AlikeOf(Refusal reason, int64_t bytes, absl::Duration left,
-                          absl::Duration predicted, const absl::Status& status,
-                          CallerWork* caller) {
+                          absl::Duration predicted, absl::Duration allowed,
+                          const absl::Status& status, CallerWork* caller) {
   const bool hopeless = reason == Refusal::kHopeless;
+  // A call takes longer by what its caller has outstanding. With so many calls it would be in time.
+  const auto fits = static_cast<int>((caller->calls + 1) * absl::FDivDuration(allowed, predicted));
+  const int least = std::min(caller->calls, hopeless ? 1 : kShortLineFree);
   Alike alike = {.reason = reason,
                  .longest = left * kAlikeTime,
                  .least_bytes = bytes,
@@ -219,15 +225,17 @@ Load::Alike Load::AlikeOf(Refusal reason, int64_t bytes, absl::Duration left,
                                    : static_cast<int64_t>(static_cast<double>(bytes) * kAlikeBytes),
                  .holds = {},
                  .calls = nullptr,
-                 .least_calls = hopeless ? std::min(caller->calls, 1) : kShortLineFree};
-  const absl::Duration delay = RetryDelayOf(status).value_or(kMinRetry);
-  alike.holds = std::min(std::clamp(delay, kLeastHold, kMostHold), predicted / kHoldShare);
-  if (alike.least_calls > 0) {
-    if (caller->seen_calls == nullptr) {
-      caller->seen_calls = std::make_shared<std::atomic<int>>(caller->calls);
-    }
-    alike.calls = caller->seen_calls;
+                 .least_calls = std::clamp(fits, least, caller->calls)};
+  if (alike.least_calls == 0) {
+    const absl::Duration delay = RetryDelayOf(status).value_or(kMinRetry);
+    alike.holds = std::min(std::clamp(delay, kLeastHold, kMostHold), predicted / kHoldShare);
+    return alike;
   }
+  alike.holds = kMostHold;
+  if (caller->seen_calls == nullptr) {
+    caller->seen_calls = std::make_shared<std::atomic<int>>(caller->calls);
+  }
+  alike.calls = caller->seen_calls;
   return alike;
 }
 
@@ -260,8 +268,8 @@ absl::Status Load::Begin(const Call& call, Work* work, Alike* alike) {
         caller.short_below = left * 2;
         absl::Status status = Hopeless(takes / kUsableTime, left);
         if (alike != nullptr) {
-          *alike = AlikeOf(Refusal::kHopeless, static_cast<int64_t>(bytes), left, takes, status,
-                           &caller);
+          *alike = AlikeOf(Refusal::kHopeless, static_cast<int64_t>(bytes), left, takes,
+                           left * kUsableTime, status, &caller);
         }
         if (caller.calls == 0) callers_.erase(call.caller.id);
         if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless, call.caller.proof);
@@ -276,11 +284,12 @@ absl::Status Load::Begin(const Call& call, Work* work, Alike* alike) {
               : caller.share[kCall].work[static_cast<size_t>(priority)] / caller.calls;
       const double alone =
           *slowness_[kCall].Predict(static_cast<double>(std::max(cost, usual)), kHeaderMargin);
-      if (absl::Status status = TooLong(caller, now, takes, absl::Nanoseconds(alone), left);
-          !status.ok()) {
+      const absl::Duration allowed = ShortLine(caller, now, absl::Nanoseconds(alone), left);
+      if (takes > allowed) {
+        absl::Status status = TooLong(takes, allowed);
         if (alike != nullptr) {
-          *alike = AlikeOf(Refusal::kOverloaded, static_cast<int64_t>(bytes), left, takes, status,
-                           &caller);
+          *alike = AlikeOf(Refusal::kOverloaded, static_cast<int64_t>(bytes), left, takes, allowed,
+                           status, &caller);
         }
         if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kOverloaded, call.caller.proof);
         return status;

@@ -154,8 +154,8 @@ class Load {
 
   // Which other calls a refusal stands for, all of the same caller and op: those with no longer time,
   // no more urgent priority, and a size between `least_bytes` and `most_bytes`; or of unknown size,
-  // if the refused call's was unknown. It holds for a time in which the line cannot run empty, and
-  // as long as the caller has `least_calls` outstanding.
+  // if the refused call's was unknown. It holds for a time, and as long as the caller has
+  // `least_calls` outstanding: with fewer, a call would be in time. So the line does not run empty.
   struct Alike {
     Refusal reason = {};
     absl::Duration longest;
@@ -197,13 +197,15 @@ class Load {
   absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
   // The status of a call that comes while there is no estimate and many calls are outstanding.
   absl::Status Unknown() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The status of a call that would make a short line long; OK: it would not. `predicted`: with the
-  // caller's work; `alone`: without any other call; `left`: until the call's deadline.
-  absl::Status TooLong(const CallerWork& caller, absl::Time now, absl::Duration predicted,
-                       absl::Duration alone, absl::Duration left) const;
-  // What a refusal stands for. `predicted`: of the refused call.
+  // How long a call may take in the caller's line; infinite: the line is not kept short. `alone`: how
+  // long it takes without any other call; `left`: until its deadline.
+  static absl::Duration ShortLine(const CallerWork& caller, absl::Time now, absl::Duration alone,
+                                  absl::Duration left);
+  // The status of a call that would make a short line long.
+  static absl::Status TooLong(absl::Duration predicted, absl::Duration allowed);
+  // What a refusal stands for. The refused call would have taken `predicted`, of `allowed`.
   static Alike AlikeOf(Refusal reason, int64_t bytes, absl::Duration left, absl::Duration predicted,
-                       const absl::Status& status, CallerWork* caller);
+                       absl::Duration allowed, const absl::Status& status, CallerWork* caller);
   absl::Status Arrived(Work* work, int64_t message_bytes, const JobSpec& spec);
   void End(Work* work, bool complete);
 

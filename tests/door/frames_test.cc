@@ -2,9 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <initializer_list>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "server/door/edit.h"
 #include "tests/door/bytes.h"
 
 namespace logitd::door {
@@ -279,6 +283,122 @@ TEST_F(FramesTest, ABrokenLimitStays) {
   EXPECT_EQ(GetTimes(30, Frame(kData, 0, 1, "z")), Limit::kTinyFrames);
   now_ += 100 * kSecond;
   EXPECT_EQ(Get(Open(1)), Limit::kTinyFrames);
+}
+
+// --- windows
+
+// A connection whose calls on streams 4n + 3 are refused, and whose peer keeps to its windows.
+class WindowsTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kUsual = 65535;
+
+  WindowsTest() { Receive(Preface() + Frame(kSettings, 0, 0, "")); }
+
+  // Returns what gRPC gets.
+  std::string Receive(std::string bytes) {
+    frames_.BeginRead();
+    const Limit limit = frames_.Received(
+        Bytes(bytes), 0, [](uint32_t stream, bool, const auto&) { return stream % 4 == 3; });
+    EXPECT_EQ(limit, Limit::kNone);
+    iovec part = {bytes.data(), bytes.size()};
+    std::string beyond;
+    bytes.resize(ApplyEdits({&part, 1}, bytes.size(), frames_.edits(), &beyond));
+    TakeReplies();
+    return bytes + beyond;
+  }
+  void EndStreams(std::initializer_list<uint32_t> streams) {
+    for (const uint32_t stream : streams) {
+      frames_.Sent(Bytes(Frame(kHeaders, kEndHeaders | kEndStream, stream, "\x88")));
+      windows_.erase(stream);
+    }
+  }
+  // What the peer may send on a stream that it opens or has opened.
+  int64_t WindowOf(uint32_t stream) { return windows_.try_emplace(stream, initial_).first->second; }
+  void TakeReplies() {
+    std::string replies = std::exchange(frames_.replies(), {});
+    while (!replies.empty()) {
+      const auto number = [&](size_t at, int bytes) {
+        int64_t value = 0;
+        while (bytes-- > 0) value = value << 8 | static_cast<uint8_t>(replies[at++]);
+        return value;
+      };
+      const auto size = static_cast<size_t>(number(0, 3));
+      if (number(3, 1) == kSettings) {
+        EXPECT_EQ(number(9, 2), 4) << "SETTINGS_INITIAL_WINDOW_SIZE";
+        const int64_t change = number(11, 4) - std::exchange(initial_, number(11, 4));
+        for (auto& [stream, window] : windows_) window += change;
+        ++settings_;
+      } else {
+        EXPECT_EQ(number(3, 1), kWindowUpdate);
+        const auto stream = static_cast<uint32_t>(number(5, 4));
+        WindowOf(stream);
+        windows_[stream] += number(9, 4);
+      }
+      replies.erase(0, 9 + size);
+    }
+  }
+
+  const FrameLimits limits_;
+  Frames frames_{limits_, 0};
+  int64_t initial_ = kUsual;
+  int settings_ = 0;
+  std::map<uint32_t, int64_t> windows_;  // of open streams
+};
+
+TEST_F(WindowsTest, WithoutRefusalsNothingIsSaid) {
+  Receive(Open(1) + Open(5));
+  frames_.EndRefusals();
+  TakeReplies();
+  EXPECT_EQ(settings_, 0);
+}
+
+TEST_F(WindowsTest, AfterARefusalOnlyCallsThatPassMaySendMessages) {
+  WindowOf(1);
+  Receive(Open(1) + Open(3) + Open(5));
+  EXPECT_EQ(settings_, 1);
+  EXPECT_EQ(WindowOf(1), kUsual) << "open before";
+  EXPECT_EQ(WindowOf(5), kUsual) << "in the same read";
+  Receive(Open(7));
+  EXPECT_EQ(WindowOf(7), 0);
+  Receive(Open(9));
+  EXPECT_EQ(WindowOf(9), kUsual);
+  Receive(Frame(kHeaders, kEndHeaders | kEndStream, 13, "\x83\x86\x84"));
+  EXPECT_EQ(WindowOf(13), 0) << "it has no message";
+  EXPECT_EQ(settings_, 1) << "said once";
+}
+
+TEST_F(WindowsTest, TheUsualWindowComesBackWhenNoStreamIsOpen) {
+  Receive(Open(1) + Open(3));
+  EXPECT_EQ(initial_, 0);
+  frames_.EndRefusals();
+  EXPECT_TRUE(frames_.replies().empty()) << "the peer has not acknowledged the first change";
+  Receive(Frame(kSettings, kAck, 0, ""));
+  frames_.EndRefusals();
+  EXPECT_TRUE(frames_.replies().empty()) << "stream 1 would get a second window";
+  EndStreams({1});
+  frames_.EndRefusals();
+  TakeReplies();
+  EXPECT_EQ(initial_, kUsual);
+  Receive(Open(5));
+  EXPECT_EQ(WindowOf(5), kUsual);
+  // A refusal before the peer's acknowledgement changes nothing, one after it closes them again.
+  Receive(Open(7));
+  EXPECT_EQ(settings_, 2);
+  Receive(Frame(kSettings, kAck, 0, "") + Open(11));
+  EXPECT_EQ(settings_, 3);
+  EXPECT_EQ(WindowOf(5), kUsual);
+}
+
+TEST_F(WindowsTest, GrpcSeesTheAcknowledgementsOfItsOwnSettingsOnly) {
+  const std::string ack = Frame(kSettings, kAck, 0, "");
+  frames_.Sent(Bytes(Frame(kSettings, 0, 0, "")));
+  EXPECT_EQ(Receive(ack), ack);
+  frames_.Sent(Bytes(Frame(kSettings, 0, 0, "")));
+  Receive(Open(3));
+  EXPECT_EQ(Receive(ack.substr(0, 5)), "");
+  EXPECT_EQ(Receive(ack.substr(5)), ack) << "the second of gRPC";
+  EXPECT_EQ(Receive(ack), "") << "the door's";
+  EXPECT_EQ(Receive(ack), ack) << "of nothing: gRPC decides";
 }
 
 }  // namespace

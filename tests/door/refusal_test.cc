@@ -338,6 +338,8 @@ TEST_P(RefusalTest, EachCallIsSeenByGrpcAsItWasOrIsAnsweredAtOnce) {
 
   // The peer saw gRPC's frames as they were, and between them whole answers.
   std::set<uint32_t> answered;
+  std::set<uint32_t> granted;
+  bool closed = false;
   HeaderList list;
   int next = 0;
   for (const ReadFrame& frame : peer_saw_) {
@@ -348,12 +350,19 @@ TEST_P(RefusalTest, EachCallIsSeenByGrpcAsItWasOrIsAnsweredAtOnce) {
     } else if (frame.type == kHeaders) {
       EXPECT_EQ(frame.flags, kEndStream | kEndHeaders);
       list.Begin();
-      EXPECT_TRUE(list.Read(Bytes(frame.payload)) && list.whole() && !list.changed_table());
+      EXPECT_TRUE(list.Read(Bytes(frame.payload)) && list.whole());
       EXPECT_TRUE(answered.insert(frame.stream).second) << "answered twice";
     } else if (frame.type == kReset) {
       EXPECT_TRUE(answered.contains(frame.stream));
       EXPECT_FALSE(calls_[frame.stream].ends);
       EXPECT_EQ(frame.payload, "\0\0\0\0"s);
+    } else if (frame.type == kSettings) {
+      EXPECT_EQ(frame.payload, "\0\4\0\0\0\0"s) << "the initial window is 0";
+      EXPECT_FALSE(std::exchange(closed, true));
+    } else if (frame.type == kWindowUpdate) {
+      EXPECT_TRUE(closed);
+      EXPECT_EQ(frame.payload, "\0\0\xff\xff"s);
+      EXPECT_TRUE(granted.insert(frame.stream).second) << "twice";
     } else {
       EXPECT_EQ(frame.type, kPing);
     }
@@ -369,9 +378,11 @@ TEST_P(RefusalTest, EachCallIsSeenByGrpcAsItWasOrIsAnsweredAtOnce) {
     if (answered.contains(stream)) {
       EXPECT_EQ(call.fields[1].second, "/s/Bad");
       EXPECT_TRUE(seen_[stream].fields.empty());
+      EXPECT_FALSE(granted.contains(stream));
     } else {
       ASSERT_EQ(seen_[stream].fields, call.fields);
       EXPECT_EQ(seen_[stream].ends, call.ends);
+      EXPECT_TRUE(call.ends || granted.contains(stream)) << "its message would never come";
     }
   }
   EXPECT_EQ(connection_->open_streams(), kCalls - connection_->refused());
