@@ -1,10 +1,12 @@
 #include "server/door/frames.h"
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
 #include <utility>
 
 #include "server/door/answer.h"
+#include "server/door/call_timeout.h"
 
 namespace logitd::door {
 namespace {
@@ -80,6 +82,7 @@ void Frames::BeginRead() {
 
 Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge* judge) {
   Refill(now_ns);
+  now_ns_ = now_ns;
   while (!bytes.empty() && broken_ == Limit::kNone) {
     if (in_.skip == 0) {
       const size_t left = bytes.size();
@@ -133,6 +136,7 @@ void Frames::EndHeaderFrame(const Judge* judge) {
     CloseWindows();
     return;
   }
+  if (opens != 0) SetTimeout(opens);
   if (!rewrites_) return;
   // gRPC, which knows no padding of lists, would end the connection too.
   if (!headers_.whole() || padded_) return Break(Limit::kHeaderFormat);
@@ -142,6 +146,16 @@ void Frames::EndHeaderFrame(const Judge* judge) {
                   &frame);
   PutIn(frame + block);
   if (opens != 0 && !ends_ && windows_.closed()) windows_.Grant(opens);
+}
+
+// As the list of a call that passes says it.
+void Frames::SetTimeout(uint32_t stream) {
+  for (size_t i = 0; i < headers_.size(); ++i) {
+    if (headers_[i].name != kTimeout) continue;
+    const std::optional<int64_t> timeout_ns = ParseTimeout(headers_[i].value);
+    if (timeout_ns.has_value()) streams_[stream].timeout_end_ns = now_ns_ + *timeout_ns;
+    return;
+  }
 }
 
 // A list in one frame, all of it in this read, unless no frame goes to gRPC as it came.
@@ -213,8 +227,9 @@ void Frames::BeginFrame() {
       if (!streams_.contains(in_.stream)) {
         TakeControl();
       } else {
+        const bool is_over = now_ns_ >= streams_[in_.stream].timeout_end_ns;
         EndStream(in_.stream);
-        if (!resets_.Take(1)) Break(Limit::kResets);
+        if (!is_over && !resets_.Take(1)) Break(Limit::kResets);
       }
       break;
     case kSettings:

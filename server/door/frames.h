@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,7 +33,7 @@ namespace logitd::door {
 // From the first refusal on, the peer may send nothing of a message before its call has passed: see
 // Windows.
 //
-// Memory: about 40 bytes for each open stream. Cost: constant for each frame and each message,
+// Memory: about 48 bytes for each open stream. Cost: constant for each frame and each message,
 // besides that of HeaderList. Not thread-safe. Knows no sockets.
 class Frames {
  public:
@@ -115,6 +116,7 @@ class Frames {
     uint8_t frames = 0;          // of the message, counted up to 2
     uint32_t unread_frames = 0;  // since the last WINDOW_UPDATE to the peer
     int64_t under_way = 0;
+    int64_t timeout_end_ns = std::numeric_limits<int64_t>::max();
   };
 
   // A number of events that grows by a rate.
@@ -148,6 +150,7 @@ class Frames {
   void EndMessage(Stream* stream);
   void TakeControl();
   void CloseWindows();
+  void SetTimeout(uint32_t stream);
   void BeginSentFrame();
   void EndStream(uint32_t id);
   void CheckUnasked();
@@ -173,6 +176,7 @@ class Frames {
   bool padded_ = false;
   bool sent_headers_ = false;  // without END_HEADERS yet
 
+  int64_t now_ns_ = 0;      // of this read
   size_t read_ = 0;         // bytes since BeginRead
   size_t frame_bytes_ = 0;  // of the frame so far, with its head
   bool rewrites_ = false;   // a call was refused

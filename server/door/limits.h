@@ -80,7 +80,8 @@ struct FrameLimits {
   int64_t control_frames = 20000;
   int64_t control_rate = 5000;
   // Calls that the peer cancels before they end: resets, reset_rate more each second, and one more for
-  // each call that was answered or refused. Each costs gRPC processor time that others wait for.
+  // each call that was answered or refused. Each costs gRPC processor time that others wait for. A
+  // call whose timeout is over does not count: it ends here at the same time.
   int64_t resets = 2048;
   int64_t reset_rate = 500;
   int64_t unread_answers = 10000;

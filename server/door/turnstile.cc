@@ -7,6 +7,7 @@
 
 #include "absl/strings/numbers.h"
 #include "server/door/answer.h"
+#include "server/door/call_timeout.h"
 
 namespace logitd::door {
 namespace {
@@ -14,7 +15,6 @@ namespace {
 constexpr std::string_view kPath = ":path";
 constexpr std::string_view kMethod = ":method";
 constexpr std::string_view kContentType = "content-type";
-constexpr std::string_view kTimeout = "grpc-timeout";
 
 // A field of a list. `times`: how often the list has it.
 struct Value {
@@ -93,28 +93,6 @@ int64_t MonotonicNanos() {
   timespec now = {};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
-std::optional<int64_t> ParseTimeout(std::string_view text) {
-  constexpr size_t kMostDigits = 8;
-  if (text.size() < 2 || text.size() > kMostDigits + 1) return std::nullopt;
-  int64_t number = 0;
-  for (const char c : text.substr(0, text.size() - 1)) {
-    if (c < '0' || c > '9') return std::nullopt;
-    number = number * 10 + (c - '0');
-  }
-  switch (text.back()) {
-    case 'n':
-      return number;
-    case 'u':
-      return number * 1'000;
-    case 'm':
-      return number * 1'000'000;
-    case 'S':
-      return number * 1'000'000'000;
-    default:  // minutes and hours: longer than any refusal
-      return std::nullopt;
-  }
 }
 
 void Turnstile::Add(Refusal refusal) {

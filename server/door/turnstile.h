@@ -71,9 +71,6 @@ struct Refusal {
 // The clock of Refusal::until_ns.
 int64_t MonotonicNanos();
 
-// The timeout of a call as gRPC writes it ("200m"). nullopt: malformed.
-std::optional<int64_t> ParseTimeout(std::string_view text);
-
 // The refusals of one connection that hold: a few, the oldest leave. Thread-safe; its lock is held
 // for a few comparisons, and nothing else is called under it.
 //

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "server/door/answer.h"
 #include "server/door/edit.h"
 #include "tests/door/bytes.h"
 
@@ -138,6 +139,24 @@ TEST_F(FramesTest, CallsThatEndAllowResetsOfOthers) {
     Send(Frame(kHeaders, kEndStream | kEndHeaders, stream, "\x88"));
     ASSERT_EQ(Get(Frame(kReset, 0, stream + 2, "\0\0\0\0"s)), Limit::kNone);
   }
+}
+
+// Under load an honest peer gives up every call that waits for too long.
+TEST_F(FramesTest, ResetsAfterTheTimeoutOfACallAreFree) {
+  std::string block;
+  AppendField("grpc-timeout", "200m", &block);
+  for (uint32_t stream = 1; stream < 100; stream += 2) {
+    ASSERT_EQ(Get(Frame(kHeaders, kEndHeaders, stream, block)), Limit::kNone);
+    now_ += kSecond / 5;
+    ASSERT_EQ(Get(Frame(kReset, 0, stream, "\0\0\0\x8"s)), Limit::kNone);
+  }
+  Limit limit = Limit::kNone;
+  for (uint32_t stream = 101; stream < 120 && limit == Limit::kNone; stream += 2) {
+    ASSERT_EQ(Get(Frame(kHeaders, kEndHeaders, stream, block)), Limit::kNone);
+    now_ += 1000;
+    limit = Get(Frame(kReset, 0, stream, "\0\0\0\x8"s));
+  }
+  EXPECT_EQ(limit, Limit::kResets) << "before it they count";
 }
 
 TEST_F(FramesTest, ResetsOfEndedStreamsAreFree) {

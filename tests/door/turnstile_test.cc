@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/door/answer.h"
+#include "server/door/call_timeout.h"
 #include "tests/door/bytes.h"
 #include "tests/door/hpack_encoder.h"
 
