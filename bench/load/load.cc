@@ -586,6 +586,7 @@ absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const client::Cli
     options.deadline = scenario.deadline;
     options.priority = scenario.priority;
     options.state_sizes = scenario.state_sizes;
+    options.throttle = scenario.throttle;
     options.retry.max_attempts = scenario.retry ? 1'000'000 : 1;
     absl::StatusOr<std::unique_ptr<Client>> client = Client::Create(options);
     if (!client.ok()) return client.status();

@@ -56,6 +56,7 @@ struct Scenario {
   bool ring = false;
   client::Priority priority = client::Priority::kInteractive;
   bool state_sizes = true;  // see client::ClientOptions
+  bool throttle = true;     // likewise
   absl::Duration warmup = absl::Seconds(1);
   absl::Duration duration = absl::Seconds(5);
   absl::Duration deadline =

@@ -152,6 +152,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
       "in flight");
   app->add_flag("!--no-stated-sizes", scenario.state_sizes,
                 "do not tell the server the size of a message");
+  app->add_flag("!--no-throttle", scenario.throttle,
+                "send every call, also when the server refuses most");
   number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);
   number("--duration", &flags->duration_s, "seconds of the window; also in presets", 0.1, 3600.0);
   number("--deadline", &flags->deadline_s, "seconds for one request", 0.001, 3600.0);

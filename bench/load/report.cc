@@ -123,6 +123,7 @@ ordered_json Summarise(const Measured& measured) {
       {"deadline_s", absl::ToDoubleSeconds(scenario.deadline)},
       {"priority", scenario.priority == client::Priority::kBatch ? "batch" : "interactive"},
       {"stated_sizes", scenario.state_sizes},
+      {"throttle", scenario.throttle},
       {"arena", !scenario.arena.empty()},
       {"ring", scenario.ring},
       {"rows", scenario.rows},

@@ -51,6 +51,10 @@ void CallAsync(Transport& transport, const char* method, const LogitsRequest<Par
     return done(
         absl::InvalidArgumentError("owner: got none, allowed the payload's owner, or an arena"));
   }
+  Throttle* const throttle = transport.ThrottleOf(method);
+  if (throttle != nullptr) {
+    if (absl::Status status = throttle->Ask(absl::Now()); !status.ok()) return done(status);
+  }
   absl::StatusOr<grpc::ByteBuffer> buffer = Encode(transport, request, request.owner);
   if (!buffer.ok()) return done(buffer.status());
   struct InFlight {
@@ -68,9 +72,13 @@ void CallAsync(Transport& transport, const char* method, const LogitsRequest<Par
   transport.Describe(&call->context, static_cast<int64_t>(call->request.Length()));
   transport.stub().UnaryCall(
       &call->context, method, {}, &call->request, &call->response,
-      [call](const grpc::Status& status) {
+      [call, throttle](const grpc::Status& grpc_status) {
         const absl::Duration round_trip = absl::FromChrono(Clock::now() - call->start);
-        if (!status.ok()) return call->done(ToAbsl(status));
+        const absl::Status status = ToAbsl(grpc_status);
+        if (throttle != nullptr) {
+          throttle->Ended(status, PushbackOf(call->context), absl::Now());
+        }
+        if (!status.ok()) return call->done(status);
         absl::StatusOr<LogitsResult<Answer>> result = DecodeResponse<Answer>(&call->response);
         if (result.ok()) {
           result->round_trip = round_trip;

@@ -103,9 +103,22 @@ absl::Status Transport::CheckSize(const grpc::ByteBuffer& request) const {
                       options_.max_message_bytes));
 }
 
+Throttle* Transport::ThrottleOf(const char* method) {
+  if (!options_.throttle) return nullptr;
+  absl::MutexLock lock(&mutex_);
+  return &throttles_.try_emplace(method).first->second;
+}
+
 Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Time deadline,
                         PayloadHold* hold) {
   Attempt attempt;
+  Throttle* const throttle = ThrottleOf(method);
+  if (throttle != nullptr) attempt.status = throttle->Ask(absl::Now());
+  if (!attempt.status.ok()) {
+    request->Clear();
+    attempt.pushback_ms = throttle->pushback_ms();
+    return attempt;
+  }
   grpc::CompletionQueue cq;
   {
     grpc::ClientContext context;
@@ -123,6 +136,9 @@ Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Tim
     attempt.round_trip = absl::FromChrono(Clock::now() - start);
     attempt.status = ToAbsl(status);
     if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
+  }
+  if (throttle != nullptr) {
+    throttle->Ended(attempt.status, attempt.pushback_ms, absl::Now());
   }
   ReleaseAndShutdown(hold, &cq);
   return attempt;

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/node_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -22,6 +23,7 @@
 #include "absl/time/time.h"
 #include "client/options.h"
 #include "client/transport/payload_hold.h"
+#include "client/transport/throttle.h"
 #include "logitd/v1/server.pb.h"
 
 namespace logitd::client {
@@ -76,6 +78,9 @@ class Transport {
   // INVALID_ARGUMENT: the request is larger than ClientOptions::max_message_bytes.
   absl::Status CheckSize(const grpc::ByteBuffer& request) const;
 
+  // The throttle of a method; null: there is none. Lives as long as this.
+  Throttle* ThrottleOf(const char* method);
+
   // One unary call on a completion queue of its own: the calling thread does the socket's work
   // itself, which saves the two thread hops of the callback API. Clears `request`, so that only
   // gRPC holds its slices. Waits until `hold`, which may be null, is released.
@@ -126,6 +131,7 @@ class Transport {
   grpc::GenericStub stub_;
   absl::Mutex mutex_;
   std::optional<v1::Limits> limits_ ABSL_GUARDED_BY(mutex_);
+  absl::node_hash_map<std::string, Throttle> throttles_ ABSL_GUARDED_BY(mutex_);  // by method
 };
 
 // The server's delay before the next attempt, where its trailing metadata has one.

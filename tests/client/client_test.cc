@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/messages/codec.h"
@@ -539,6 +540,44 @@ TEST(AsyncTest, DoesNotRetry) {
   ASSERT_TRUE(done.WaitForNotificationWithTimeout(absl::Seconds(20)));
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(server.calls(), 1);
+}
+
+// Calls one after another. Returns how many of them were not sent.
+int CallsThatWereNotSent(const ClientOptions& options, int calls) {
+  auto client = *Client::Create(options);
+  TopKRequest request = OneRow();
+  request.owner = std::make_shared<int>(0);  // kLogits outlives everything
+  int not_sent = 0;
+  for (int i = 0; i < calls; ++i) {
+    absl::Notification done;
+    client->TopKAsync(request, [&](const absl::StatusOr<TopKResult>& result) {
+      EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted);
+      not_sent += absl::StartsWith(result.status().message(), "not sent: ");
+      done.Notify();
+    });
+    EXPECT_TRUE(done.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  }
+  return not_sent;
+}
+
+TEST(ThrottledClientTest, DoesNotSendMostCallsThatWouldBeRefused) {
+  FakeServer server(Refuse(kAlways, grpc::RESOURCE_EXHAUSTED, "1"));
+  const int not_sent = CallsThatWereNotSent({.address = server.address()}, 300);
+  EXPECT_EQ(server.calls(), 300 - not_sent);
+  EXPECT_GT(not_sent, 100);
+  EXPECT_LT(not_sent, 300 - 8) << "some show when the server takes calls again";
+}
+
+TEST(ThrottledClientTest, CanBeToldToSendAll) {
+  FakeServer server(Refuse(kAlways, grpc::RESOURCE_EXHAUSTED, "1"));
+  EXPECT_EQ(CallsThatWereNotSent({.address = server.address(), .throttle = false}, 300), 0);
+  EXPECT_EQ(server.calls(), 300);
+}
+
+// It says "send less at once", not "later".
+TEST(ThrottledClientTest, SendsCallsThatAreRefusedForTheirSize) {
+  FakeServer server(Refuse(kAlways, grpc::RESOURCE_EXHAUSTED));
+  EXPECT_EQ(CallsThatWereNotSent({.address = server.address()}, 300), 0);
 }
 
 TEST(InfoTest, ComesBack) {
