@@ -20,6 +20,7 @@ from logitd._messages import Codec
 from logitd._params import RowParams, lists
 from logitd._rows import ANSWERS, REQUESTS, RowInput, joined, result_of
 from logitd._score_messages import ScoreMessages
+from logitd._throttle import Throttle
 from logitd.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -125,6 +126,7 @@ class Session:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._limits: Optional[results.Limits] = None
+        self._throttles: Dict[str, Throttle] = {}  # by method
 
     def end(self, deadline: Optional[float]) -> float:
         if deadline is not None:
@@ -160,8 +162,17 @@ class Session:
             backoff = min(2 * backoff, rules.max_backoff)
 
     def unary(self, method: str, message: bytes, end: float) -> Call[Reply]:
+        throttle = self._throttles.setdefault(method, Throttle()) if self.options.throttle else None
+
         def once() -> Call[Reply]:
-            return (yield Unary(method, message, end))
+            error = throttle.ask() if throttle is not None else None
+            if error is not None:
+                delay = error.retry_delay
+                return Reply(error, pushback_ms=None if delay is None else round(1000 * delay))
+            reply = yield Unary(method, message, end)
+            if throttle is not None:
+                throttle.ended(reply.error)
+            return reply
 
         limit = self.options.max_message_bytes
         if 0 < limit < len(message):

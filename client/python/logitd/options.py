@@ -54,6 +54,7 @@ class Options:
     token: Union[str, Callable[[], str], None] = None
     token_over_plaintext: bool = False
     state_sizes: bool = True
+    throttle: bool = True
     max_message_bytes: int = 0
     attention_message_bytes: int = 8 << 20
     score_message_bytes: int = 4 << 20
