@@ -18,6 +18,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
+#include "kernels/shards.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
 
@@ -102,6 +103,29 @@ class Stream {
   }
   virtual absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs&) {
     return NoSuchOp("linear_cross_entropy_training");
+  }
+
+  // The halves of linear ops on a sharded head: see kernels/shards.h.
+  virtual absl::Status LinearTopKPartial(const LinearTopKPartialArgs&) {
+    return NoSuchOp("linear_topk on a shard");
+  }
+  virtual absl::Status LinearTopKMerge(const LinearTopKMergeArgs&) {
+    return NoSuchOp("linear_topk on a shard");
+  }
+  virtual absl::Status LinearSamplePartial(const LinearSamplePartialArgs&) {
+    return NoSuchOp("linear_sample on a shard");
+  }
+  virtual absl::Status LinearSampleMerge(const LinearSampleMergeArgs&) {
+    return NoSuchOp("linear_sample on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs&) {
+    return NoSuchOp("linear_cross_entropy on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs&) {
+    return NoSuchOp("linear_cross_entropy on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs&) {
+    return NoSuchOp("linear_cross_entropy on a shard");
   }
 
   // Blocks until all enqueued work is done.
