@@ -148,8 +148,8 @@ class HostShardedStream final : public Stream {
                                            .block = BlockAt(blocks, shape, shard)});
         }));
         if (IsAbandoned()) break;
-        LOGITD_RETURN_IF_ERROR(OfShard(
-            0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = topk})));
+        LOGITD_RETURN_IF_ERROR(
+            OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = topk})));
       }
       return absl::OkStatus();
     });
@@ -171,9 +171,8 @@ class HostShardedStream final : public Stream {
         }));
         if (IsAbandoned()) break;
         LOGITD_RETURN_IF_ERROR(OfShard(
-            0, lead().LinearSampleMerge({.shape = shape,
-                                         .blocks = blocks,
-                                         .sample = RowsFrom(args.sample, begin)})));
+            0, lead().LinearSampleMerge(
+                   {.shape = shape, .blocks = blocks, .sample = RowsFrom(args.sample, begin)})));
       }
       return absl::OkStatus();
     });
@@ -243,8 +242,8 @@ class HostShardedStream final : public Stream {
   absl::Status LossOfRows(const LinearCrossEntropyArgs& args, const LossPartialShape& shape) {
     float* targets = nullptr;
     if ((shape.want & kWantRank) != 0) {
-      targets = reinterpret_cast<float*>(targets_.Get(
-          static_cast<size_t>(shape.rows) * streams_.size() * sizeof(float)));
+      targets = reinterpret_cast<float*>(
+          targets_.Get(static_cast<size_t>(shape.rows) * streams_.size() * sizeof(float)));
       LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
         return stream.LinearCrossEntropyTargets({.hidden = args.hidden,
                                                  .head = args.head.shards[shard],
@@ -265,9 +264,8 @@ class HostShardedStream final : public Stream {
                                                .block = BlockAt(blocks, shape, shard)});
     }));
     if (IsAbandoned()) return absl::OkStatus();
-    return OfShard(0, lead().LinearCrossEntropyMerge({.shape = shape,
-                                                      .blocks = blocks,
-                                                      .cross_entropy = args.cross_entropy}));
+    return OfShard(0, lead().LinearCrossEntropyMerge(
+                          {.shape = shape, .blocks = blocks, .cross_entropy = args.cross_entropy}));
   }
 
   // Calls part(stream, shard) for all devices at the same time. The first error, in their order;
@@ -311,7 +309,7 @@ absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
   }
   for (const Backend* backend : backends) {
     if (backend->device().is_host) continue;
-    return absl::UnimplementedError(
+    return absl::FailedPreconditionError(
         absl::StrFormat("shard: got backend %s, allowed cpu; on other backends each device holds "
                         "the whole head",
                         backend->device().backend));

@@ -21,12 +21,11 @@ namespace logitd {
 // of the first that failed, and FailedShard names it. Nothing is merged then, so the answers are
 // unspecified.
 //
-// Holds a stream and a thread for each device. UNIMPLEMENTED: see CheckCanShard. INVALID_ARGUMENT:
-// no device, or more than kMaxShards.
+// Holds a stream and a thread for each device. Errors: those of CheckCanShard, and of the devices.
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends);
 
-// Whether heads may be cut over these devices. UNIMPLEMENTED where the backend cannot; the text says
-// which can.
+// Whether heads may be cut over these devices. FAILED_PRECONDITION: the backend cannot, and the text
+// says which can. INVALID_ARGUMENT: no device, or more than kMaxShards.
 absl::Status CheckCanShard(absl::Span<Backend* const> backends);
 
 // The index of the device that an error of such a stream came from. nullopt: it does not say.

@@ -50,7 +50,7 @@ struct VocabShards {
   int count = 1;      // 1..kMaxShards
 
   int64_t cells() const { return (vocab + kVocabCell - 1) / kVocabCell; }
-  int64_t most_cells() const { return (cells() + count - 1) / count; }                   // of a shard
+  int64_t most_cells() const { return (cells() + count - 1) / count; }                // of a shard
   int64_t most_tokens() const { return std::min(vocab, most_cells() * kVocabCell); }  // of a shard
   VocabShard at(int index) const {
     const int64_t more = cells() % count;  // shards with one cell more
@@ -78,13 +78,13 @@ inline constexpr int kMaxShards = 64;
 // ---- linear_topk
 
 struct TopKPartials {
-  float* max;      // [rows, most_cells]: of each cell of the shard, the largest logit
-  float* sum;      // [rows, most_cells]: sum of exp((x - max) / temperature); where max is +inf, the
-                   // number of +inf; where it is -inf, 0; NaN where a logit is NaN
-  int32_t* nan;    // [rows]: the lowest token of the shard whose logit is NaN; -1: none is
+  float* max;    // [rows, most_cells]: of each cell of the shard, the largest logit
+  float* sum;    // [rows, most_cells]: sum of exp((x - max) / temperature); where max is +inf, the
+                 // number of +inf; where it is -inf, 0; NaN where a logit is NaN
+  int32_t* nan;  // [rows]: the lowest token of the shard whose logit is NaN; -1: none is
   uint64_t* keys;  // [rows, keys()]: the first min(k, tokens of the shard) tokens of the shard, in
-                   // the op's order. Not where `nan` has one. High 32 bits: the logit (-0 as +0), its
-                   // sign bit flipped if it is positive, else all its bits. Low: ~token
+      // the op's order. Not where `nan` has one. High 32 bits: the logit (-0 as +0), its
+      // sign bit flipped if it is positive, else all its bits. Low: ~token
 };
 
 // Bytes of a block: about 8 for each row and cell, and 8 for each row and key: 1 KiB a row at
@@ -148,19 +148,19 @@ struct LinearSampleMergeArgs {
 // ---- linear_cross_entropy
 
 struct LossPartials {
-  float* max;       // [rows, most_cells]: as in TopKPartials, of the logits before the temperature
-  float* sum;       // [rows, most_cells]: as in TopKPartials
-  float* total;     // [rows, most_cells]: sum of x / 4096; null: no row is smoothed
-  float* moment;    // [rows, most_cells]: sum of exp((x - max) / temperature) (x - max) / 256, 0
-                    // where max is not finite; null: no row wants its entropy
-  int32_t* nan;     // [rows]: as in TopKPartials
+  float* max;     // [rows, most_cells]: as in TopKPartials, of the logits before the temperature
+  float* sum;     // [rows, most_cells]: as in TopKPartials
+  float* total;   // [rows, most_cells]: sum of x / 4096; null: no row is smoothed
+  float* moment;  // [rows, most_cells]: sum of exp((x - max) / temperature) (x - max) / 256, 0
+                  // where max is not finite; null: no row wants its entropy
+  int32_t* nan;   // [rows]: as in TopKPartials
   // The rest is unspecified where `nan` has a token.
   float* target;    // [rows]: the target's logit, where the shard has the target
   int32_t* before;  // [rows]: tokens of the shard before the target, in the op's order, for rows
                     // that want a rank; null: none does
-  uint64_t* keys;   // [rows, keys()]: the first min(top_logprobs, tokens of the shard) tokens, as in
-                    // TopKPartials
-  float* extra;     // [rows, max_extra]: logits of those extra ids that the shard has
+  uint64_t* keys;  // [rows, keys()]: the first min(top_logprobs, tokens of the shard) tokens, as in
+                   // TopKPartials
+  float* extra;    // [rows, max_extra]: logits of those extra ids that the shard has
 };
 
 // Bytes of a block: for each row and cell 8, 4 more with smoothing and 4 more with entropy; for
@@ -185,8 +185,8 @@ struct LossPartialShape {
 // a row: writes the logits of the targets that the shard has. It costs one product of two vectors a
 // row.
 struct LinearCrossEntropyTargetsArgs {
-  TensorView hidden;                      // [rows, hidden], as in LinearCrossEntropyArgs
-  HeadView head;                          // the shard's
+  TensorView hidden;  // [rows, hidden], as in LinearCrossEntropyArgs
+  HeadView head;      // the shard's
   VocabShard shard;
   const CrossEntropyRow* rows = nullptr;  // [rows]
   float* targets = nullptr;               // [rows]; not written where the shard has not the target
@@ -200,8 +200,8 @@ struct LinearCrossEntropyPartialArgs {
   LossPartialShape shape;
   const CrossEntropyRow* rows = nullptr;  // [rows]; softcap is 0; places of answers are ignored
   const int32_t* extra_ids = nullptr;     // of all rows
-  const float* targets = nullptr;         // [shards, rows], gathered; read for rows that want a rank
-  std::byte* block = nullptr;             // [shape.bytes()], 16-byte aligned
+  const float* targets = nullptr;  // [shards, rows], gathered; read for rows that want a rank
+  std::byte* block = nullptr;      // [shape.bytes()], 16-byte aligned
 };
 
 struct LinearCrossEntropyMergeArgs {

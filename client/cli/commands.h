@@ -99,6 +99,7 @@ struct LoadHeadFlags {
   std::string path;
   bool final_norm = false;
   int64_t vocab = 0;  // 0: what the model says
+  bool shard = false;
 };
 int RunLoadHead(const Session& session, const LoadHeadFlags& flags);
 int RunUnloadHead(const Session& session, const std::string& name);

@@ -376,6 +376,8 @@ void AddHeads(CLI::App* app, Commands* commands) {
                  "with the model's final RMSNorm: callers send states from before it");
   load->add_option("--vocab", flags->vocab, "rows to keep of a padded weight; 0: by the model")
       ->check(CLI::Range(0, 1 << 20));
+  load->add_flag("--shard", flags->shard,
+                 "cut the vocabulary over all devices, each of which holds a part");
   const auto [unload, unload_name] = AddCommand<std::string>(
       heads, commands, "unload",
       "Takes a head away from new calls; calls in flight keep it until they end.",

@@ -102,7 +102,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
   {
     MutexLock lock(mutex_);
     ++unfinished_;
-    if (closed_) {
+    if (closed_ || (IsSharded(spec.key) && SomeDeviceIsLost())) {
       place.state = Job::Place::State::kDone;
       place.why = absl::StatusCode::kUnavailable;
       ended.PushBack(job);
@@ -236,6 +236,7 @@ bool Batcher::MayOpen(const Job& job) const {
 void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& first) {
   batch->state = Batch::State::kOpen;
   batch->key = queue->kind->key.key;
+  batch->sharded = IsSharded(batch->key);
   batch->queue = queue;
   batch->urgency = first.place_.urgency;
   batch->weight = 0;

@@ -14,6 +14,13 @@ bool Batcher::IsDue(const Batch& batch, int64_t now_ns) const {
          now_ns - batch.opened_ns >= max_batch_delay_ns_;
 }
 
+bool Batcher::SomeDeviceIsLost() const { return devices_left_ < static_cast<int>(devices_.size()); }
+
+// Whether the batch may run on the device as far as sharded heads go: see "Sharded heads".
+bool Batcher::HasTurn(const Batch& batch, const Device& device) const {
+  return !batch.sharded || (&device == &devices_.front() && !sharding_);
+}
+
 // Idle streams of the device that no batch between two slices waits for, and that have memory for a
 // batch that has not begun.
 int Batcher::StreamsThatMayBegin(const Device& device) const {
@@ -39,7 +46,12 @@ void Batcher::SealForIdleStreams() {
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
   int ready = 0;
   int sealed = 0;
+  bool turn = !sharding_ && StreamsThatMayBegin(devices_.front()) > 0;  // of sharded heads
   for (const Batch& batch : batches_) {
+    if (batch.sharded &&
+        (batch.state == Batch::State::kPaused || batch.state == Batch::State::kSealed)) {
+      turn = false;
+    }
     if (batch.state != Batch::State::kSealed) continue;
     ++sealed;
     if (batch.copying == 0) ++ready;
@@ -49,13 +61,14 @@ void Batcher::SealForIdleStreams() {
       Batch* first = nullptr;
       for (Batch& batch : batches_) {
         if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
-            (batch.copying == 0) == complete && IsDue(batch, now_ns) &&
+            (batch.copying == 0) == complete && IsDue(batch, now_ns) && (turn || !batch.sharded) &&
             (first == nullptr || batch.urgency < first->urgency)) {
           first = &batch;
         }
       }
       if (first == nullptr) break;
       Seal(first);
+      if (first->sharded) turn = false;
       ++sealed;
       if (complete) ++ready;
     }
@@ -75,7 +88,7 @@ bool Batcher::IsSlow(const Batch& batch) const {
 // open batch counts if it is due and its payloads are copied. If only sealed batches counted, a key
 // whose batches keep filling up always comes first.
 bool Batcher::MayRun(const Batch& batch, const Device& device, int64_t now_ns) const {
-  if (batch.copying > 0 || batch.live == 0) return false;
+  if (batch.copying > 0 || batch.live == 0 || !HasTurn(batch, device)) return false;
   switch (batch.state) {
     case Batch::State::kPaused:
       return &devices_[static_cast<size_t>(batch.device)] == &device;
@@ -127,6 +140,7 @@ Batch* Batcher::TakeMostUrgent(Device& device) {
     open_jobs_ -= first->live;
   }
   first->state = Batch::State::kRunning;
+  if (first->sharded) sharding_ = true;
   first->slow = IsSlow(*first);
   if (first->slow) {
     ++slow_;
@@ -218,6 +232,7 @@ void Batcher::SealAndWake(bool for_delay) {
 
 void Batcher::GiveBack(Batch* batch, JobList& ended) {
   const Progress& progress = batch->progress;
+  if (batch->sharded) sharding_ = false;
   if (batch->slow) {
     --slow_;
     --devices_[static_cast<size_t>(batch->device)].slow;

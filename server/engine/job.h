@@ -135,6 +135,9 @@ struct BatchKey {
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 
+// Whether batches of this key run on all devices together.
+bool IsSharded(const BatchKey& key);
+
 // What a job takes of a batch, in bytes.
 struct JobSize {
   int64_t payload_bytes = 0;  // with the lists: input arrays of other axes than the rows

@@ -101,8 +101,7 @@ class CuttingBackend final : public Backend {
     for (const auto& device : devices_) backends.push_back(device.get());
     absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(backends);
     if (!stream.ok()) return stream.status();
-    return std::make_unique<CuttingStream>(*std::move(stream),
-                                           static_cast<int>(devices_.size()));
+    return std::make_unique<CuttingStream>(*std::move(stream), static_cast<int>(devices_.size()));
   }
 
  private:

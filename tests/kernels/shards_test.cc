@@ -19,6 +19,7 @@
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/cutting_backend.h"
 #include "tests/kernels/linear_cases.h"
+#include "tests/shard_backend.h"
 
 namespace logitd::testing {
 namespace {
@@ -169,8 +170,7 @@ std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   Append(top.probs, &bits[0]);
   Append(top.logsumexp, &bits[0]);
   Append(top.status, &bits[0]);
-  const auto drawn =
-      runner.LinearSample(input.hidden, input.head, SampleBatchOf(c.linear)).value();
+  const auto drawn = runner.LinearSample(input.hidden, input.head, SampleBatchOf(c.linear)).value();
   Append(drawn.tokens, &bits[1]);
   Append(drawn.logprobs, &bits[1]);
   Append(drawn.ranks, &bits[1]);
@@ -203,8 +203,8 @@ std::vector<ShardCase> ShardCases() {
       cases.push_back({{dtype, rows, vocab, 24, n % 2 == 0, n % 4 < 2, n % 5 == 0 ? 5.0f : 0.0f,
                         static_cast<int64_t>(n % 3), n}});
     }
-    for (const Logits logits : {Logits::kTied, Logits::kNans, Logits::kBans, Logits::kAllBanned,
-                                Logits::kCertain}) {
+    for (const Logits logits :
+         {Logits::kTied, Logits::kNans, Logits::kBans, Logits::kAllBanned, Logits::kCertain}) {
       ++n;
       cases.push_back({{n % 2 == 0 ? DType::kF32 : DType::kBF16, 12, vocab, 16, true, false,
                         n % 3 == 0 ? 4.0f : 0.0f, 0, n},
@@ -272,58 +272,13 @@ TEST(ShardsTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
 
 // ---- Faults
 
-// A CPU device whose partials fail, or take long, as a test says.
-class FaultyStream final : public Stream {
- public:
-  FaultyStream(std::unique_ptr<Stream> stream, const absl::Status* fault)
-      : stream_(std::move(stream)), fault_(fault) {}
-  absl::Status Upload(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
-  absl::Status Download(const Slab&, size_t, size_t) override { return absl::OkStatus(); }
-  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
-    return stream_->Fill(slab, offset, bytes, to);
-  }
-  absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
-    return fault_->ok() ? stream_->LinearTopKPartial(args) : *fault_;
-  }
-  absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override {
-    return stream_->LinearTopKMerge(args);
-  }
-  absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
-
- private:
-  const std::unique_ptr<Stream> stream_;
-  const absl::Status* const fault_;
-};
-
-class FaultyBackend final : public Backend {
- public:
-  explicit FaultyBackend(DeviceInfo info) : info_(std::move(info)) {}
-  const DeviceInfo& device() const override { return info_; }
-  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return cpu_->AllocateSlab(bytes); }
-  void FreeSlab(const Slab& slab) override { cpu_->FreeSlab(slab); }
-  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
-    return cpu_->AllocateDevice(bytes);
-  }
-  void FreeDevice(const DeviceMemory& memory) override { cpu_->FreeDevice(memory); }
-  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
-    return std::make_unique<FaultyStream>(cpu_->CreateStream(use).value(), &fault);
-  }
-
-  absl::Status fault;
-
- private:
-  const DeviceInfo info_;
-  const std::unique_ptr<Backend> cpu_ = CreateCpuBackend({.cpu_threads = 1}).value();
-};
-
 class FaultTest : public ::testing::Test {
  protected:
   static constexpr int kDevices = 3;
 
   FaultTest() {
     for (int i = 0; i < kDevices; ++i) {
-      devices_.push_back(std::make_unique<FaultyBackend>(
-          DeviceInfo{.backend = "cpu", .number = i, .is_host = true}));
+      devices_.push_back(std::make_unique<ShardBackend>(i));
       backends_.push_back(devices_.back().get());
     }
     stream_ = CreateShardedStream(backends_).value();
@@ -333,20 +288,19 @@ class FaultTest : public ::testing::Test {
     const HeadView whole = {.weight = {weight_.data(), DType::kF32, 3000, 4, 4}};
     const std::vector<HeadView> parts = CutHead(whole, kDevices);
     const SoftmaxTopKRow row = {.first_entry = 0, .temperature = 1, .k = 1};
-    absl::Status status =
-        stream_->LinearTopK({.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
-                             .head = WithShards(whole, parts),
-                             .topk = {.rows = &row,
-                                      .max_k = 1,
-                                      .indices = &index_,
-                                      .probs = &prob_,
-                                      .logsumexp = &logsumexp_,
-                                      .status = &status_}});
+    absl::Status status = stream_->LinearTopK({.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
+                                               .head = WithShards(whole, parts),
+                                               .topk = {.rows = &row,
+                                                        .max_k = 1,
+                                                        .indices = &index_,
+                                                        .probs = &prob_,
+                                                        .logsumexp = &logsumexp_,
+                                                        .status = &status_}});
     EXPECT_TRUE(stream_->Wait().ok());
     return status;
   }
 
-  std::vector<std::unique_ptr<FaultyBackend>> devices_;
+  std::vector<std::unique_ptr<ShardBackend>> devices_;
   std::vector<Backend*> backends_;
   std::unique_ptr<Stream> stream_;
   std::vector<float> weight_ = std::vector<float>(3000 * 4, 0.25f);
@@ -358,32 +312,33 @@ class FaultTest : public ::testing::Test {
 };
 
 TEST_F(FaultTest, TheErrorOfOneDeviceNamesItAndTheNextCallIsWhole) {
-  devices_[1]->fault = absl::UnavailableError("out of luck");
+  devices_[1]->Fail(absl::UnavailableError("out of luck"));
   const absl::Status status = TopK();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(status.message(), "out of luck");
   EXPECT_EQ(FailedShard(status), 1);
   EXPECT_EQ(index_, kUnwrittenIndex);
-  devices_[1]->fault = absl::OkStatus();
+  devices_[1]->Fail(absl::OkStatus());
   EXPECT_TRUE(TopK().ok());
   EXPECT_EQ(index_, 0);
 }
 
 TEST_F(FaultTest, ALostDeviceCountsMoreThanOneThatFails) {
-  devices_[0]->fault = absl::UnavailableError("busy");
-  devices_[2]->fault = absl::InternalError("gone");
+  devices_[0]->Fail(absl::UnavailableError("busy"));
+  devices_[2]->Fail(absl::InternalError("gone"));
   const absl::Status status = TopK();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_EQ(FailedShard(status), 2);
 }
 
 TEST(ShardedStreamTest, OtherBackendsAreRefusedWithASentence) {
-  FaultyBackend cpu({.backend = "cpu", .is_host = true});
-  FaultyBackend gpu({.backend = "cuda", .is_host = false});
+  ShardBackend cpu(0);
+  ShardBackend gpu(1, /*is_host=*/false);
   std::vector<Backend*> backends = {&cpu, &gpu};
-  EXPECT_EQ(CreateShardedStream(backends).status(),
-            absl::UnimplementedError("shard: got backend cuda, allowed cpu; on other backends each "
-                                     "device holds the whole head"));
+  EXPECT_EQ(
+      CreateShardedStream(backends).status(),
+      absl::FailedPreconditionError("shard: got backend fake, allowed cpu; on other backends each "
+                                    "device holds the whole head"));
   EXPECT_EQ(CreateShardedStream({}).status(),
             absl::InvalidArgumentError("shards: got 0 devices, allowed 1..64"));
   EXPECT_EQ(FailedShard(absl::OkStatus()), std::nullopt);

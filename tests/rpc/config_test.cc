@@ -66,7 +66,7 @@ TEST(ConfigTest, SizesAndDurationsTakeUnits) {
 
 TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   const Result r = Parse({"--head", "a=/m/a", "--head=b=/m/x,y=z,norm,vocab=100", "--head",
-                          "c=/m/norm,vocab=7,norm", "--head-root=/tmp"});
+                          "c=/m/norm,vocab=7,shard,norm", "--head-root=/tmp"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
   ASSERT_EQ(r.config.heads.size(), 3u);
   EXPECT_EQ(r.config.heads[0].name, "a");
@@ -76,7 +76,9 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.heads[1].path, "/m/x,y=z");  // the path has a comma and an =
   EXPECT_EQ(r.config.heads[1].vocab, 100);
   EXPECT_TRUE(r.config.heads[1].final_norm);
+  EXPECT_FALSE(r.config.heads[1].shard);
   EXPECT_EQ(r.config.heads[2].path, "/m/norm");
+  EXPECT_TRUE(r.config.heads[2].shard);
   EXPECT_EQ(r.config.heads[2].vocab, 7);
   EXPECT_EQ(r.config.head_root, "/tmp");
 }
@@ -361,7 +363,7 @@ INSTANTIATE_TEST_SUITE_P(
             "--insecure: got another value, allowed true, false or none"},
         Bad{"head_bytes_negative", {"--max-head-bytes=-1"}, "allowed 0 to 1TiB"},
         Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed NAME=PATH"},
-        Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm]"},
+        Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm][,shard]"},
         Bad{"head_with_only_options", {"--head=a=,norm"}, "allowed NAME=PATH"},
         Bad{"head_vocab_0", {"--head=a=/m,vocab=0"}, "allowed a vocab of 1 to 1048576"},
         Bad{"head_vocab_word", {"--head=a=/m,vocab=all"}, "allowed a vocab of 1 to 1048576"},
