@@ -79,7 +79,8 @@ v1::ScoreRequest Scored(int64_t rows, uint32_t seed) {
   request.set_want_rank(seed % 3 != 0);
   if (seed % 4 == 1) {
     request.add_label_smoothing(0.1f);
-    request.add_smoothing(seed % 8 == 1 ? v1::SMOOTHING_CONVENTION_TORCH : v1::SMOOTHING_CONVENTION_MEGATRON);
+    request.add_smoothing(seed % 8 == 1 ? v1::SMOOTHING_CONVENTION_TORCH
+                                        : v1::SMOOTHING_CONVENTION_MEGATRON);
     request.add_z_loss(1e-3f);
   }
   if (seed % 5 == 0) request.add_temperature(0.7f);

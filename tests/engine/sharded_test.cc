@@ -29,7 +29,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-
 [[maybe_unused]] const bool kQuiet = [] {
   spdlog::set_level(spdlog::level::off);
   return true;
@@ -49,20 +48,19 @@ constexpr Output<RowStatus> kOutStatus{3, kRows};
 constexpr auto kInputs = ArraysOf(kInRows);
 constexpr auto kOutputs = ArraysOf(kOutTokens, kOutProbs, kOutLogsumexp, kOutStatus);
 
-const OpTraits kTop1 = {
-    .name = "top1",
-    .inputs = kInputs,
-    .outputs = kOutputs,
-    .enqueue = [](Stream& stream, const BatchView& batch) {
-      return stream.LinearTopK({.hidden = batch.Payload(),
-                                .head = *batch.head,
-                                .topk = {.rows = batch.In(kInRows),
-                                         .max_k = 1,
-                                         .indices = batch.Out(kOutTokens),
-                                         .probs = batch.Out(kOutProbs),
-                                         .logsumexp = batch.Out(kOutLogsumexp),
-                                         .status = batch.Out(kOutStatus)}});
-    }};
+const OpTraits kTop1 = {.name = "top1",
+                        .inputs = kInputs,
+                        .outputs = kOutputs,
+                        .enqueue = [](Stream& stream, const BatchView& batch) {
+                          return stream.LinearTopK({.hidden = batch.Payload(),
+                                                    .head = *batch.head,
+                                                    .topk = {.rows = batch.In(kInRows),
+                                                             .max_k = 1,
+                                                             .indices = batch.Out(kOutTokens),
+                                                             .probs = batch.Out(kOutProbs),
+                                                             .logsumexp = batch.Out(kOutLogsumexp),
+                                                             .status = batch.Out(kOutStatus)}});
+                        }};
 constexpr std::string_view kOpNames[] = {"top1"};
 
 // Row r of a job asks for token `token` + r: its hidden state points to that row of the weight.
@@ -134,9 +132,10 @@ class ShardedTest : public ::testing::Test {
     devices_ = std::make_shared<Devices>(backends);
     sharded_ = MakeTestHead(true);
     whole_ = MakeTestHead(false);
-    engine_ = Engine::Create(devices_, SmallOptions(kOps), metrics_.get(),
-                             [this](const absl::Status&) { lost_.fetch_add(1); })
-                  .value();
+    engine_ =
+        Engine::Create(devices_, SmallOptions(kOps), metrics_.get(), [this](const absl::Status&) {
+          lost_.fetch_add(1);
+        }).value();
   }
   ~ShardedTest() override {
     for (const auto& backend : backends_) backend->Release();
@@ -159,10 +158,9 @@ class ShardedTest : public ::testing::Test {
       for (int64_t t = 0; t < part.tokens * kHidden; ++t) {
         weight[t] = Weight(part.first + t / kHidden, t % kHidden);
       }
-      copies.push_back(
-          {.backend = backend,
-           .memory = memory,
-           .view = {.weight = {weight, DType::kF32, part.tokens, kHidden, kHidden}}});
+      copies.push_back({.backend = backend,
+                        .memory = memory,
+                        .view = {.weight = {weight, DType::kF32, part.tokens, kHidden, kHidden}}});
     }
     std::optional<HeadView> whole;
     if (sharded) whole = {.weight = {nullptr, DType::kF32, kVocab, kHidden, kHidden}};
