@@ -1,6 +1,7 @@
 // Which batch a stream runs next, and which stream is woken for a batch.
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "absl/time/clock.h"
 #include "server/engine/batcher.h"
@@ -46,13 +47,13 @@ void Batcher::SealForIdleStreams() {
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
   int ready = 0;
   int sealed = 0;
-  bool turn = !sharding_ && StreamsThatMayBegin(devices_.front()) > 0;  // of sharded heads
+  // Whether the turn of sharded heads is free. Their batches that wait for it are not counted: no
+  // idle stream could take them.
+  bool turn = !sharding_ && StreamsThatMayBegin(devices_.front()) > 0;
   for (const Batch& batch : batches_) {
-    if (batch.sharded &&
-        (batch.state == Batch::State::kPaused || batch.state == Batch::State::kSealed)) {
-      turn = false;
-    }
+    if (batch.sharded && batch.state == Batch::State::kPaused) turn = false;
     if (batch.state != Batch::State::kSealed) continue;
+    if (batch.sharded && !std::exchange(turn, false)) continue;
     ++sealed;
     if (batch.copying == 0) ++ready;
   }

@@ -132,10 +132,15 @@ class ShardedTest : public ::testing::Test {
     devices_ = std::make_shared<Devices>(backends);
     sharded_ = MakeTestHead(true);
     whole_ = MakeTestHead(false);
-    engine_ =
-        Engine::Create(devices_, SmallOptions(kOps), metrics_.get(), [this](const absl::Status&) {
-          lost_.fetch_add(1);
-        }).value();
+    Start(1);
+  }
+  void Start(int streams) {
+    engine_.reset();
+    EngineOptions options = SmallOptions(kOps);
+    options.streams = streams;
+    engine_ = Engine::Create(devices_, options, metrics_.get(), [this](const absl::Status&) {
+                lost_.fetch_add(1);
+              }).value();
   }
   ~ShardedTest() override {
     for (const auto& backend : backends_) backend->Release();
@@ -194,6 +199,35 @@ TEST_F(ShardedTest, JobsOnWholeAndShardedHeadsAreAnsweredSideBySide) {
   EXPECT_GT(device(0).partials(), 0);
   EXPECT_EQ(device(0).partials(), device(1).partials());
   EXPECT_EQ(device(0).partials(), device(2).partials());
+}
+
+TEST_F(ShardedTest, TheStreamsOfTheFirstDeviceTakeTurns) {
+  Start(3);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([this, t] {
+      for (int i = 0; i < 50; ++i) {
+        const auto job = std::make_shared<TopJob>(i % 4 == 0 ? whole_ : sharded_, 1 + i % 3, t);
+        engine_->Submit(job);
+        EXPECT_TRUE(job->Wait().ok()) << job->Wait();
+        EXPECT_FALSE(job->misused());
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_TRUE(Idle());
+}
+
+TEST_F(ShardedTest, ABatchThatWaitsForItsTurnHoldsUpNoOther) {
+  device(2).Hold();
+  Submit(sharded_);
+  device(2).WaitUntilHeld();
+  const auto full = Submit(sharded_, 64);  // as many rows as a batch has: sealed
+  for (int i = 0; i < 10; ++i) EXPECT_TRUE(Submit(whole_, 1 + i)->Wait().ok());
+  EXPECT_FALSE(full->status().has_value());
+  device(2).Release();
+  EXPECT_TRUE(full->Wait().ok());
+  EXPECT_TRUE(Idle());
 }
 
 TEST_F(ShardedTest, ARowOnAShardedHeadCountsOnEveryDevice) {
