@@ -138,7 +138,9 @@ class ThreadedEngine final : public Engine {
       Stream& stream = sharded ? *over_all_ : *streams_[static_cast<size_t>(index)];
       const std::string_view op = batch->key.op->name;
       const int64_t begun_ns = MonotonicNanos();
-      activity_.Begin(index, batch->key.op, begun_ns);
+      // On all devices, and the only slice of its kind: as much as the server can do.
+      const int as_many = sharded ? static_cast<int>(streams_.size()) : 1;
+      activity_.Begin(index, batch->key.op, begun_ns, as_many);
       JobTimes oldest;
       const absl::Status status = RunSlice(
           stream, layout_, rules_, costs_, *batch,

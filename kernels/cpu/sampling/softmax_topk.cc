@@ -156,7 +156,7 @@ void FinishMerged(const LinearTopKMergeArgs& args, int64_t r, ThreadScratch& scr
                    .vocab = shards.vocab,
                    .temperature = ask.temperature,
                    .sketch = SketchAt(scratch.sketch, 1, 0, shards.vocab)};
-  uint64_t* const keys = scratch.keys.Get(shards.count * std::min<int64_t>(ask.k, shards.vocab));
+  uint64_t* const keys = scratch.keys.Get(std::min(shards.count * int64_t{ask.k}, shards.vocab));
   int64_t key_count = 0;
   for (int s = 0; s < shards.count; ++s) {
     const VocabShard shard = shards.at(s);
