@@ -1,16 +1,21 @@
 // The CUDA backend: pinned slabs with device mirrors, streams with an arena and four events.
 #include <cuda_runtime.h>
+#include <unistd.h>
 
+#include <cstring>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/gather.h"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/shared_memory.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
@@ -63,15 +68,13 @@ class CudaStream final : public Stream {
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    return ToStatus(cudaMemcpyAsync(slab.device + offset, slab.host + offset, bytes,
-                                    cudaMemcpyHostToDevice, stream_),
+    return ToStatus(Copy(slab.device + offset, slab.host + offset, bytes, cudaMemcpyHostToDevice),
                     "upload");
   }
 
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-    return ToStatus(cudaMemcpyAsync(slab.host + offset, slab.device + offset, bytes,
-                                    cudaMemcpyDeviceToHost, stream_),
+    return ToStatus(Copy(slab.host + offset, slab.device + offset, bytes, cudaMemcpyDeviceToHost),
                     "download");
   }
 
@@ -79,6 +82,26 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
     return ToStatus(cudaMemcpyAsync(to, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
                     "fill");
+  }
+
+  absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    std::vector<RowsCopy> on_device;
+    for (const RowsCopy& copy : copies) {
+      if (copy.from_device) {
+        on_device.push_back(copy);
+        continue;
+      }
+      const bool together = copy.from_stride == copy.row_bytes && copy.to_stride == copy.row_bytes;
+      const auto rows = static_cast<size_t>(copy.rows);
+      LOGITD_RETURN_IF_ERROR(ToStatus(
+          together ? cudaMemcpyAsync(copy.to, copy.from, rows * copy.row_bytes,
+                                     cudaMemcpyHostToDevice, stream_)
+                   : cudaMemcpy2DAsync(copy.to, copy.to_stride, copy.from, copy.from_stride,
+                                       copy.row_bytes, rows, cudaMemcpyHostToDevice, stream_),
+          "gather from the host"));
+    }
+    return ToStatus(cuda::GatherRows(on_device, stream_), "gather");
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
@@ -147,6 +170,9 @@ class CudaStream final : public Stream {
   // An event marks the start of each phase.
   enum Phase { kUploading, kComputing, kDownloading, kDone, kPhases, kIdle = -1 };
   static constexpr absl::Duration kPollFor = absl::Microseconds(200);
+  // A copy engine takes some microseconds to begin. A kernel that reads or writes pinned memory takes
+  // less, up to about this size.
+  static constexpr size_t kKernelCopyBytes = size_t{16} << 10;
 
   explicit CudaStream(int device) : device_(device) {}
 
@@ -187,6 +213,22 @@ class CudaStream final : public Stream {
     return ToStatus(op(args, products_, scratch_, stream_), name);
   }
 
+  // Between a slab's sides, where any alignment of 2 will do for the kernel.
+  cudaError_t Copy(std::byte* to, const std::byte* from, size_t bytes, cudaMemcpyKind kind) {
+    const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+    if (bytes == 0 || bytes > kKernelCopyBytes || odd % 2 != 0) {
+      return cudaMemcpyAsync(to, from, bytes, kind, stream_);
+    }
+    const RowsCopy row = {.from = from,
+                          .from_stride = bytes,
+                          .to = to,
+                          .to_stride = bytes,
+                          .row_bytes = bytes,
+                          .rows = 1,
+                          .from_device = true};
+    return cuda::GatherRows({&row, 1}, stream_);
+  }
+
   // Records the events of every phase up to `phase` that has not begun yet. The device is set each
   // time: the thread may have used another device's stream in between.
   absl::Status Enter(Phase phase) {
@@ -225,6 +267,8 @@ class CudaBackend final : public Backend {
     info_.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
     info_.pci_bus_id = absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID,
                                        properties.pciBusID, properties.pciDeviceID);
+    static_assert(sizeof(properties.uuid) == sizeof(info_.uuid));
+    std::memcpy(info_.uuid.data(), &properties.uuid, sizeof(info_.uuid));
   }
 
   const DeviceInfo& device() const override { return info_; }
@@ -274,7 +318,65 @@ class CudaBackend final : public Backend {
     return CudaStream::Create(device_, properties_, use);
   }
 
+  absl::StatusOr<SharedDeviceMemory> AllocateShared(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    absl::StatusOr<SharedDeviceMemory> memory = cuda::AllocateShared(device_, bytes);
+    if (!memory.ok()) return memory.status();
+    if (absl::Status status = Clear(*memory); !status.ok()) {
+      close(memory->fd);
+      cuda::FreeShared(*memory);
+      return status;
+    }
+    return memory;
+  }
+
+  void FreeShared(const SharedDeviceMemory& memory) override {
+    cudaSetDevice(device_);
+    cuda::FreeShared(memory);
+  }
+
+  absl::Status WriteShared(std::byte* to, absl::Span<const std::byte> from) override {
+    return OnOwnStream([&](cudaStream_t stream) {
+      return cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream);
+    });
+  }
+
+  absl::Status PinHost(std::byte* data, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    const cudaError_t error = cudaHostRegister(data, bytes, cudaHostRegisterPortable);
+    if (error == cudaSuccess) return absl::OkStatus();
+    cudaGetLastError();
+    return absl::UnavailableError(absl::StrFormat(
+        "CUDA: %d bytes of host memory are not pinned: %s", bytes, cudaGetErrorString(error)));
+  }
+
+  void UnpinHost(std::byte* data) override {
+    cudaSetDevice(device_);
+    cudaHostUnregister(data);
+    cudaGetLastError();
+  }
+
  private:
+  // What the driver hands out again may hold what another client wrote.
+  absl::Status Clear(const SharedDeviceMemory& memory) {
+    return OnOwnStream(
+        [&](cudaStream_t stream) { return cudaMemsetAsync(memory.data, 0, memory.bytes, stream); });
+  }
+
+  // Enqueues on a stream of its own, and waits.
+  template <class Enqueue>
+  absl::Status OnOwnStream(const Enqueue& enqueue) {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    cudaStream_t stream = nullptr;
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "create stream"));
+    cudaError_t error = enqueue(stream);
+    const cudaError_t ended = cudaStreamSynchronize(stream);
+    if (error == cudaSuccess) error = ended;
+    cudaStreamDestroy(stream);
+    return ToStatus(error, "shared memory");
+  }
+
   const int device_;
   const cudaDeviceProp properties_;
   DeviceInfo info_;

@@ -205,6 +205,23 @@ void Batcher::ExpireLoop() {
   mutex_.Unlock();
 }
 
+// Drops every waiting job that only this device can run.
+void Batcher::DropBound(int index, JobList& ended) {
+  std::vector<Job*> bound;
+  for (Job* job = pending_.first; job != nullptr; job = job->place_.next) {
+    if (job->spec().key.device == index) bound.push_back(job);
+  }
+  for (Batch& batch : batches_) {
+    const bool waits = batch.state == Batch::State::kOpen || batch.state == Batch::State::kSealed;
+    if (!waits || batch.key.device != index) continue;
+    for (const Slot& slot : batch.slots) {
+      if (slot.job != nullptr) bound.push_back(slot.job);
+    }
+  }
+  // A job that moves from the list to a batch meanwhile is still the same job.
+  for (Job* job : bound) Drop(job, absl::StatusCode::kUnavailable, ended);
+}
+
 void Batcher::Lose(int index, std::string_view message) {
   JobList ended;
   {
@@ -218,6 +235,7 @@ void Batcher::Lose(int index, std::string_view message) {
         EndBetweenSlices(&batch, ended);
       }
     }
+    DropBound(index, ended);
     device.wake.SignalAll();
     SealAndWake();
     if (metrics_ != nullptr) {

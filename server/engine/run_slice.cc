@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -122,29 +123,81 @@ void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
   }
 }
 
-// Uploads what runs: payload and parameters as one piece, or as several around large dropped
-// ranges.
+// Uploads ranges of a slab in ascending order, as one piece except where there is much between.
+class Uploads {
+ public:
+  Uploads(Stream& stream, const Slab& slab) : stream_(stream), slab_(slab) {}
+
+  // What is not in a range may be uploaded or not.
+  absl::Status Add(size_t begin, size_t end) {
+    if (begin == end) return absl::OkStatus();
+    if (end_ > begin_ && begin - end_ < kWorthSkippingBytes) {
+      end_ = end;
+      return absl::OkStatus();
+    }
+    LOGITD_RETURN_IF_ERROR(Finish());
+    begin_ = begin;
+    end_ = end;
+    return absl::OkStatus();
+  }
+  absl::Status Finish() {
+    return end_ > begin_ ? stream_.Upload(slab_, begin_, end_ - begin_) : absl::OkStatus();
+  }
+
+ private:
+  Stream& stream_;
+  const Slab& slab_;
+  size_t begin_ = 0;
+  size_t end_ = 0;
+};
+
+// Number `index` of Job::places.
+RowsPlace PlaceOf(const Job& job, size_t index) {
+  const absl::Span<const RowsPlace> places = job.places();
+  return index < places.size() ? places[index] : RowsPlace{};
+}
+
+// What the stream copies from its place to `offset` of the slab on the device.
+void AddCopy(const RowsPlace& place, const Batch& batch, size_t offset, size_t row_stride,
+             std::vector<RowsCopy>* copies) {
+  copies->push_back({.from = place.data,
+                     .from_stride = place.row_stride,
+                     .to = batch.slab.device + offset,
+                     .to_stride = row_stride,
+                     .row_bytes = place.row_bytes,
+                     .rows = place.rows,
+                     .from_device = place.on_device});
+}
+
+// Brings what runs to the device: payload and inputs from the slab, and rows from their places.
 absl::Status Upload(Stream& stream, const Batch& batch) {
   const Progress& plan = batch.progress;
-  size_t begin = static_cast<size_t>(plan.first_row) * plan.row_stride;
-  int64_t gap_row = -1;  // where the dropped range before the current slot starts
+  const size_t stride = plan.row_stride;
+  Uploads uploads(stream, batch.slab);
+  std::vector<RowsCopy> copies;
   for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
     const Slot& slot = batch.slots[i];
-    if (slot.job == nullptr) {
-      if (gap_row < 0) gap_row = slot.first_row;
-      continue;
-    }
-    if (gap_row >= 0) {
-      const size_t gap_begin = static_cast<size_t>(gap_row) * plan.row_stride;
-      const size_t gap_end = static_cast<size_t>(slot.first_row) * plan.row_stride;
-      if (gap_end - gap_begin >= kWorthSkippingBytes) {
-        LOGITD_RETURN_IF_ERROR(stream.Upload(batch.slab, begin, gap_begin - begin));
-        begin = gap_end;
-      }
-      gap_row = -1;
+    if (slot.job == nullptr) continue;
+    const size_t begin = static_cast<size_t>(slot.first_row) * stride;
+    if (const RowsPlace place = PlaceOf(*slot.job, 0); place.data != nullptr) {
+      AddCopy(place, batch, begin, stride, &copies);
+    } else {
+      LOGITD_RETURN_IF_ERROR(uploads.Add(begin, begin + static_cast<size_t>(slot.rows) * stride));
     }
   }
-  return stream.Upload(batch.slab, begin, plan.upload_end - begin);
+  size_t begin = static_cast<size_t>(plan.end_row) * stride;  // where the inputs start
+  const Job* const only =
+      batch.key.op->exclusive_batch ? batch.slots[plan.first_slot].job : nullptr;
+  for (size_t a = 0; only != nullptr && a + 1 < only->places().size(); ++a) {
+    const RowsPlace place = PlaceOf(*only, a + 1);
+    if (place.data == nullptr) continue;
+    LOGITD_RETURN_IF_ERROR(uploads.Add(begin, plan.inputs[a]));
+    AddCopy(place, batch, plan.inputs[a], place.row_bytes, &copies);
+    begin = plan.inputs[a] + static_cast<size_t>(place.rows) * place.row_bytes;
+  }
+  LOGITD_RETURN_IF_ERROR(uploads.Add(begin, plan.upload_end));
+  LOGITD_RETURN_IF_ERROR(uploads.Finish());
+  return copies.empty() ? absl::OkStatus() : stream.Gather(copies);
 }
 
 // Enqueues the op on the next `rows` rows.
