@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -68,14 +69,24 @@ class CudaStream final : public Stream {
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    return ToStatus(Copy(slab.device + offset, slab.host + offset, bytes, cudaMemcpyHostToDevice),
-                    "upload");
+    std::byte* const to = slab.device + offset;
+    const std::byte* const from = slab.host + offset;
+    if (KernelCopies(to, from, bytes)) {
+      uploads_.push_back(RowOf(to, from, bytes));  // for one launch with a Gather
+      return absl::OkStatus();
+    }
+    return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "upload");
   }
 
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-    return ToStatus(Copy(slab.host + offset, slab.device + offset, bytes, cudaMemcpyDeviceToHost),
-                    "download");
+    std::byte* const to = slab.host + offset;
+    const std::byte* const from = slab.device + offset;
+    if (KernelCopies(to, from, bytes)) {
+      const RowsCopy row = RowOf(to, from, bytes);
+      return ToStatus(cuda::GatherRows({&row, 1}, stream_), "download");
+    }
+    return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "download");
   }
 
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
@@ -86,10 +97,16 @@ class CudaStream final : public Stream {
 
   absl::Status Gather(absl::Span<const RowsCopy> copies) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    std::vector<RowsCopy> on_device;
+    for (const RowsCopy& copy : copies) {
+      const auto apart = [&copy](const RowsCopy& upload) { return AreApart(copy, upload); };
+      // What an upload wrote there comes first.
+      if (!std::all_of(uploads_.begin(), uploads_.end(), apart)) {
+        LOGITD_RETURN_IF_ERROR(FlushUploads());
+      }
+    }
     for (const RowsCopy& copy : copies) {
       if (copy.from_device) {
-        on_device.push_back(copy);
+        uploads_.push_back(copy);
         continue;
       }
       const bool together = copy.from_stride == copy.row_bytes && copy.to_stride == copy.row_bytes;
@@ -101,7 +118,7 @@ class CudaStream final : public Stream {
                                        copy.row_bytes, rows, cudaMemcpyHostToDevice, stream_),
           "gather from the host"));
     }
-    return ToStatus(cuda::GatherRows(on_device, stream_), "gather");
+    return FlushUploads();
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
@@ -213,26 +230,41 @@ class CudaStream final : public Stream {
     return ToStatus(op(args, products_, scratch_, stream_), name);
   }
 
-  // Between a slab's sides, where any alignment of 2 will do for the kernel.
-  cudaError_t Copy(std::byte* to, const std::byte* from, size_t bytes, cudaMemcpyKind kind) {
+  // Whether a kernel copies so many bytes between the sides of a slab.
+  static bool KernelCopies(const std::byte* to, const std::byte* from, size_t bytes) {
     const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
-    if (bytes == 0 || bytes > kKernelCopyBytes || odd % 2 != 0) {
-      return cudaMemcpyAsync(to, from, bytes, kind, stream_);
-    }
-    const RowsCopy row = {.from = from,
-                          .from_stride = bytes,
-                          .to = to,
-                          .to_stride = bytes,
-                          .row_bytes = bytes,
-                          .rows = 1,
-                          .from_device = true};
-    return cuda::GatherRows({&row, 1}, stream_);
+    return bytes > 0 && bytes <= kKernelCopyBytes && odd % 2 == 0;
+  }
+  static RowsCopy RowOf(std::byte* to, const std::byte* from, size_t bytes) {
+    return {.from = from,
+            .from_stride = bytes,
+            .to = to,
+            .to_stride = bytes,
+            .row_bytes = bytes,
+            .rows = 1,
+            .from_device = true};
+  }
+
+  // Whether the copies write to places of their own, so that one launch may do both.
+  static bool AreApart(const RowsCopy& a, const RowsCopy& b) {
+    const auto end = [](const RowsCopy& copy) {
+      return copy.to + static_cast<size_t>(copy.rows - 1) * copy.to_stride + copy.row_bytes;
+    };
+    return end(a) <= b.to || end(b) <= a.to;
+  }
+
+  absl::Status FlushUploads() {
+    if (uploads_.empty()) return absl::OkStatus();
+    const cudaError_t error = cuda::GatherRows(uploads_, stream_);
+    uploads_.clear();
+    return ToStatus(error, "upload");
   }
 
   // Records the events of every phase up to `phase` that has not begun yet. The device is set each
   // time: the thread may have used another device's stream in between.
   absl::Status Enter(Phase phase) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    if (phase > kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
     while (phase_ < phase) {
       phase_ = static_cast<Phase>(phase_ + 1);
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(events_[phase_], stream_), "record event"));
@@ -252,6 +284,7 @@ class CudaStream final : public Stream {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t events_[kPhases] = {};
   Phase phase_ = kIdle;
+  std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet
   cuda::Scratch scratch_;
   cuda::Products products_;
   absl::Status products_status_;  // not OK: cuBLASLt is missing; the answer of ops that need it

@@ -17,7 +17,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int64_t kPieceBytes = 2048;
-constexpr size_t kMaxCopies = 56;  // a launch has 4 KiB for its arguments
+// Copies of one launch, which has 4 KiB for its arguments. Few are usual, and small arguments make a
+// launch cheaper.
+constexpr size_t kMaxCopies = 56;
+constexpr size_t kFewCopies = 2;
 // Blocks of a launch: enough to fill the largest device, each with several pieces in turn.
 constexpr int64_t kMostBlocks = 2048;
 
@@ -33,10 +36,11 @@ struct Copy {
   int32_t unused;
 };
 
+template <size_t n>
 struct Table {
-  std::array<Copy, kMaxCopies> copies;
+  std::array<Copy, n> copies;
 };
-static_assert(sizeof(Table) <= 4096);
+static_assert(sizeof(Table<kMaxCopies>) <= 4096);
 
 // Copies `bytes` bytes, at most a piece, which are a multiple of 2.
 template <class Word>
@@ -61,7 +65,8 @@ __device__ void CopyPiece(const std::byte* from, std::byte* to, int bytes, int l
   }
 }
 
-__global__ void __launch_bounds__(kThreads) GatherKernel(const __grid_constant__ Table table) {
+template <size_t n>
+__global__ void __launch_bounds__(kThreads) GatherKernel(const __grid_constant__ Table<n> table) {
   const Copy& copy = table.copies[blockIdx.y];
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int64_t pieces = copy.rows * copy.pieces;
@@ -111,27 +116,32 @@ Copy CopyOf(const RowsCopy& rows) {
   return copy;
 }
 
+// Enqueues at most n copies.
+template <size_t n>
+cudaError_t Launch(absl::Span<const RowsCopy> copies, cudaStream_t stream) {
+  Table<n> table = {};
+  int64_t most = 1;  // pieces of one copy
+  for (size_t i = 0; i < copies.size(); ++i) {
+    table.copies[i] = CopyOf(copies[i]);
+    most = std::max(most, table.copies[i].rows * table.copies[i].pieces);
+  }
+  const auto count = static_cast<int64_t>(copies.size());
+  const int64_t blocks = std::min(CeilDiv(most, kWarps), CeilDiv(kMostBlocks, count));
+  const LaunchShape shape = {
+      .grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
+      .threads = kThreads};
+  return LaunchKernel(GatherKernel<n>, shape, stream, table);
+}
+
 }  // namespace
 
 cudaError_t GatherRows(absl::Span<const RowsCopy> copies, cudaStream_t stream) {
   while (!copies.empty()) {
-    Table table = {};
-    const size_t count = std::min(copies.size(), kMaxCopies);
-    int64_t most = 1;  // pieces of one copy
-    for (size_t i = 0; i < count; ++i) {
-      table.copies[i] = CopyOf(copies[i]);
-      most = std::max(most, table.copies[i].rows * table.copies[i].pieces);
-    }
-    const int64_t blocks =
-        std::min(CeilDiv(most, kWarps), CeilDiv(kMostBlocks, static_cast<int64_t>(count)));
-    const LaunchShape shape = {
-        .grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)),
-        .threads = kThreads};
-    if (cudaError_t error = LaunchKernel(GatherKernel, shape, stream, table);
-        error != cudaSuccess) {
-      return error;
-    }
-    copies.remove_prefix(count);
+    const absl::Span<const RowsCopy> now = copies.first(std::min(copies.size(), kMaxCopies));
+    const cudaError_t error = now.size() <= kFewCopies ? Launch<kFewCopies>(now, stream)
+                                                       : Launch<kMaxCopies>(now, stream);
+    if (error != cudaSuccess) return error;
+    copies.remove_prefix(now.size());
   }
   return cudaSuccess;
 }

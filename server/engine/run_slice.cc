@@ -4,8 +4,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/status_macros.h"
@@ -24,6 +24,7 @@ constexpr size_t kWorthSkippingBytes = size_t{256} << 10;
 constexpr int64_t kUnknownSliceBytes = int64_t{1} << 20;
 
 using Pointers = std::array<std::byte*, kMaxArrays>;
+using Copies = absl::InlinedVector<RowsCopy, 16>;  // one for each job whose rows have a place
 
 void Finish(Batch& batch, Slot& slot, const absl::Status& status, const JobAnswer& answer,
             JobTimes* times) {
@@ -159,7 +160,7 @@ RowsPlace PlaceOf(const Job& job, size_t index) {
 
 // What the stream copies from its place to `offset` of the slab on the device.
 void AddCopy(const RowsPlace& place, const Batch& batch, size_t offset, size_t row_stride,
-             std::vector<RowsCopy>* copies) {
+             Copies* copies) {
   copies->push_back({.from = place.data,
                      .from_stride = place.row_stride,
                      .to = batch.slab.device + offset,
@@ -174,7 +175,7 @@ absl::Status Upload(Stream& stream, const Batch& batch) {
   const Progress& plan = batch.progress;
   const size_t stride = plan.row_stride;
   Uploads uploads(stream, batch.slab);
-  std::vector<RowsCopy> copies;
+  Copies copies;
   for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
     const Slot& slot = batch.slots[i];
     if (slot.job == nullptr) continue;

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -127,6 +128,30 @@ TEST_F(GatherTest, RowsArriveWhereTheyBelongAndNothingElseChanges) {
       to += rows * to_stride;
     }
     ASSERT_TRUE(Gather(copies) == expected) << "round " << round;
+  }
+}
+
+// A small upload may share a launch with a gather, but not where both write.
+TEST_F(GatherTest, AGatherWritesOverWhatWasUploadedBefore) {
+  std::memset(host_, 0x11, kArena);
+  ASSERT_TRUE(backend_->WriteShared(memory_.data, {host_, kArena}).ok());
+  for (const size_t at : {size_t{0}, size_t{1000}, size_t{4090}, size_t{4096}, size_t{9000}}) {
+    std::memset(slab_.host, 0x5a, 16384);
+    EXPECT_TRUE(stream_->Upload(slab_, 0, 4096).ok());
+    const RowsCopy copy = {.from = memory_.data,
+                           .from_stride = 2000,
+                           .to = slab_.device + at,
+                           .to_stride = 2000,
+                           .row_bytes = 2000,
+                           .rows = 1,
+                           .from_device = true};
+    EXPECT_TRUE(stream_->Gather({&copy, 1}).ok());
+    EXPECT_TRUE(stream_->Download(slab_, 0, 12288).ok());
+    EXPECT_TRUE(stream_->Wait().ok());
+    std::vector<std::byte> expected(4096, std::byte{0x5a});
+    for (size_t i = at; i < std::min<size_t>(at + 2000, 4096); ++i) expected[i] = std::byte{0x11};
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), slab_.host)) << at;
+    EXPECT_EQ(slab_.host[at + 1999], std::byte{0x11}) << at;
   }
 }
 
