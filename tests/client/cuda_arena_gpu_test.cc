@@ -1,14 +1,17 @@
 // Rows in memory of a GPU, and in host memory that the GPU copies from: this process is the client
-// of a real logitd on CUDA. Skipped where there is no CUDA device.
+// of a real logitd on CUDA. Skipped where there is no CUDA device. LOGITD_TEST_DEVICES=0,1 has the
+// server use two devices, so that leases are on both.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -68,12 +71,28 @@ class CudaArenaTest : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!HasCudaDevice()) GTEST_SKIP() << "no CUDA device";
-    daemon_ = std::make_unique<Daemon>(
-        "logitd",
-        std::vector<std::string>{"--backend", "cuda", "--listen", address_, "--metrics-listen",
-                                 "off", "--log-level", "warn", "--arena-listen", arena_address_,
-                                 "--max-arena-bytes", "256MiB", "--max-device-arena-bytes",
-                                 "256MiB", "--max-leases", "16", "--slab-bytes", "64MiB"});
+    std::vector<std::string> flags = {"--backend",
+                                      "cuda",
+                                      "--listen",
+                                      address_,
+                                      "--metrics-listen",
+                                      "off",
+                                      "--log-level",
+                                      "warn",
+                                      "--arena-listen",
+                                      arena_address_,
+                                      "--max-arena-bytes",
+                                      "256MiB",
+                                      "--max-device-arena-bytes",
+                                      "256MiB",
+                                      "--max-leases",
+                                      "16",
+                                      "--slab-bytes",
+                                      "64MiB"};
+    if (const char* devices = std::getenv("LOGITD_TEST_DEVICES"); devices != nullptr) {
+      flags.insert(flags.end(), {"--device", devices});
+    }
+    daemon_ = std::make_unique<Daemon>("logitd", flags);
     ASSERT_TRUE(::logitd::testing::WaitUntilServing({.address = address_}, "", absl::Seconds(60)));
     client_ = *client::Client::Create({.address = address_});
   }
@@ -287,6 +306,33 @@ TEST_F(CudaArenaTest, AScribblerHarmsOnlyItself) {
     stop = true;
     scribbler.join();
   }
+}
+
+// A client that takes the pages out of its file gets answers of some kind, and nothing else happens.
+TEST_F(CudaArenaTest, PagesThatTheClientTakesOutHarmOnlyItself) {
+  constexpr int64_t kVocab = 65537;
+  const std::vector<float> logits = Normal(4 * kVocab, 9);
+  client::TopKRequest honest = {
+      .rows = 4, .vocab = kVocab, .logits = {ViewOf(logits)}, .params = TopKParams({3})};
+  const std::string expected = AnswerOf(client_->TopK(honest));
+  const auto arena = Lease(ArenaKind::kHost, 4 * kMiB);
+  ASSERT_NE(arena, nullptr);
+  client::TopKRequest own = honest;
+  own.logits = {{arena->data(), logits.size() * sizeof(float)}};
+  own.arena = arena.get();
+  std::atomic<bool> stop = false;
+  std::thread puncher([&] {
+    while (!stop) {
+      EXPECT_EQ(madvise(arena->data(), 4 * kMiB, MADV_REMOVE), 0);
+      std::memset(arena->data(), 1, 4 * kMiB);
+    }
+  });
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_TRUE(client_->TopK(own).ok());
+    EXPECT_EQ(AnswerOf(client_->TopK(honest)), expected);
+  }
+  stop = true;
+  puncher.join();
 }
 
 // Free memory of the first device, as this process sees it.
