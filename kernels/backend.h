@@ -104,6 +104,12 @@ class Stream {
   // it counts as an Upload. UNIMPLEMENTED: this backend has neither pinned nor shared memory.
   virtual absl::Status Gather(absl::Span<const RowsCopy> copies) { return NoSuchOp("gather"); }
 
+  // Copies `bytes` bytes of device memory to `to`, which is memory of the device too, or host memory
+  // that PinHost has pinned. In the order of use it counts as a Download. UNIMPLEMENTED: as Gather.
+  virtual absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) {
+    return NoSuchOp("deliver");
+  }
+
   // One method per op. UNIMPLEMENTED: this backend has no such op.
   virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs&) { return NoSuchOp("softmax_topk"); }
   virtual absl::Status Sample(const SampleArgs&) { return NoSuchOp("sample"); }

@@ -185,6 +185,12 @@ absl::Status FakeStream::Gather(absl::Span<const RowsCopy> copies) {
   return absl::OkStatus();
 }
 
+absl::Status FakeStream::Deliver(std::byte* to, const std::byte* from, size_t bytes) {
+  Enter(kDownloading);
+  std::memcpy(to, from, bytes);
+  return absl::OkStatus();
+}
+
 absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes) {
   Enter(kDownloading);
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");

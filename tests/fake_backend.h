@@ -116,6 +116,7 @@ class FakeStream final : public Stream {
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override;
   absl::Status Gather(absl::Span<const RowsCopy> copies) override;
+  absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override;
   absl::StatusOr<StreamTimes> Wait() override;
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {

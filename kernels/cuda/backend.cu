@@ -121,6 +121,11 @@ class CudaStream final : public Stream {
     return FlushUploads();
   }
 
+  absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "deliver");
+  }
+
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
     return Run("softmax_topk", &cuda::SoftmaxTopK, args);
   }

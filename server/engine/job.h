@@ -225,6 +225,12 @@ class Job {
   // it, and whoever writes it meanwhile changes no rows but these. Constant from Submit on.
   virtual absl::Span<const RowsPlace> places() const { return {}; }
 
+  // Of an exclusive op: where its first output goes, in memory of the device that runs the batch or
+  // in pinned host memory, which the job keeps until Done. The first of JobAnswer::outputs is then
+  // unspecified. After an error, or where the caller has left, something may be written there. Null:
+  // the job gets it in JobAnswer. Constant from Submit on.
+  virtual std::byte* answer_place() const { return nullptr; }
+
   // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements
   // start at first[axis] on every axis; places in arrays count from there. At most once.
   virtual void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) = 0;

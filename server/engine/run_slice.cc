@@ -235,12 +235,20 @@ absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
 
 absl::Status Download(Stream& stream, const Batch& batch, const SlabLayout& layout) {
   const Progress& plan = batch.progress;
-  if (plan.in_place) {
-    const Array& first = batch.key.op->outputs[0];
-    LOGITD_RETURN_IF_ERROR(
-        stream.Download(batch.slab, 0, static_cast<size_t>(plan.counts[first.axis]) * first.bytes));
+  const OpTraits& op = *batch.key.op;
+  size_t begin = layout.answer_offset;
+  if (op.exclusive_batch) {
+    const size_t bytes = static_cast<size_t>(plan.counts[op.outputs[0].axis]) * op.outputs[0].bytes;
+    const Job* const job = batch.slots[plan.first_slot].job;
+    std::byte* const place = job == nullptr ? nullptr : job->answer_place();
+    if (place != nullptr) {
+      LOGITD_RETURN_IF_ERROR(stream.Deliver(place, batch.slab.device + plan.outputs[0], bytes));
+      if (!plan.in_place) begin = std::min(plan.outputs[0] + AlignUp(bytes), plan.answer_end);
+    } else if (plan.in_place) {
+      LOGITD_RETURN_IF_ERROR(stream.Download(batch.slab, 0, bytes));
+    }
   }
-  return stream.Download(batch.slab, layout.answer_offset, plan.answer_end - layout.answer_offset);
+  return stream.Download(batch.slab, begin, plan.answer_end - begin);
 }
 
 absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layout, bool first,

@@ -229,29 +229,48 @@ TEST_F(PlacedRowsTest, InputsOnTwoDevicesAreRefusedBeforeAnythingRuns) {
   EXPECT_EQ(backends_[0].log().size() + backends_[1].log().size(), 0);
 }
 
-TEST_F(PlacedRowsTest, AnAnswerGoesToADevice) {
-  const Leased leased = Lease(0);
+TEST_F(PlacedRowsTest, AnAnswerGoesToItsLease) {
   const auto stub = v1::Attention::NewStub(channel_);
-  v1::AttentionSoftmaxRequest request;
-  request.set_dtype(v1::DTYPE_F32);
-  request.set_batch(1);
-  request.set_heads(1);
-  request.set_queries(5);
-  request.set_keys(9);
-  const std::string scores = Random(45, 6);
-  request.set_scores(scores);
-  v1::AttentionSoftmaxResponse sent;
-  grpc::ClientContext first;
-  ASSERT_TRUE(stub->Softmax(&first, request, &sent).ok());
-  std::memcpy(leased.data, scores.data(), scores.size());
-  *request.mutable_shared() = At(leased, 0);
-  *request.mutable_shared_output() = At(leased, 1024);
-  v1::AttentionSoftmaxResponse shared;
-  grpc::ClientContext second;
-  const grpc::Status status = stub->Softmax(&second, request, &shared);
-  ASSERT_TRUE(status.ok()) << status.error_message();
-  EXPECT_EQ(shared.output_bytes(), 180);
-  EXPECT_EQ(std::string(leased.data + 1024, 180), sent.probs());
+  const Leased host = Lease(-1);
+  const Leased first = Lease(0);
+  const Leased second = Lease(1);
+  // Small and large; to the host, to the device of the rows, and to another one.
+  for (const int64_t queries : {5, 2000}) {
+    v1::AttentionSoftmaxRequest request;
+    request.set_dtype(v1::DTYPE_F32);
+    request.set_batch(1);
+    request.set_heads(1);
+    request.set_queries(queries);
+    request.set_keys(9);
+    request.set_want_logsumexp(true);
+    const std::string scores = Random(static_cast<size_t>(queries * 9), 6);
+    request.set_scores(scores);
+    v1::AttentionSoftmaxResponse sent;
+    grpc::ClientContext alone;
+    ASSERT_TRUE(stub->Softmax(&alone, request, &sent).ok());
+    for (const v1::DType out : {v1::DTYPE_F32, v1::DTYPE_UNSPECIFIED}) {
+      request.set_out_dtype(out);
+      for (const Leased& to : {host, first, second}) {
+        for (const Leased* from : {&host, &first, static_cast<const Leased*>(nullptr)}) {
+          request.set_scores(scores);
+          if (from != nullptr) {
+            std::memcpy(from->data, scores.data(), scores.size());
+            *request.mutable_shared() = At(*from, 0);
+          }
+          *request.mutable_shared_output() = At(to, 1 << 20);
+          std::memset(to.data + (1 << 20), 'x', scores.size() + 1);
+          v1::AttentionSoftmaxResponse shared;
+          grpc::ClientContext context;
+          const grpc::Status status = stub->Softmax(&context, request, &shared);
+          ASSERT_TRUE(status.ok()) << status.error_message();
+          EXPECT_EQ(shared.output_bytes(), scores.size());
+          EXPECT_EQ(std::string(to.data + (1 << 20), scores.size()), sent.probs());
+          EXPECT_EQ(to.data[(1 << 20) + scores.size()], 'x');
+          EXPECT_EQ(shared.logsumexp(), sent.logsumexp());
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -132,9 +132,26 @@ absl::Status RequestJob::FindPlaces() {
   for (const Payload& input : codec_->copied_inputs()) {
     if (absl::Status status = find(input, input.row_bytes); !status.ok()) return status;
   }
+  FindAnswerPlace();
   // Where there is one device, rows of every origin share batches.
   if (environment_.engine->devices().count() == 1) spec_.key.device = engine::kAnyDevice;
   return absl::OkStatus();
+}
+
+// The stream writes a large answer to its lease where the device that runs the batch can. Otherwise
+// WriteShared does.
+void RequestJob::FindAnswerPlace() {
+  SharedPlace place = codec_->shared_place();
+  if (place.arena == nullptr || place.arena->address() == nullptr) return;
+  if (place.arena->on_device()) {
+    int& device = spec_.key.device;
+    if (device == engine::kAnyDevice) device = place.arena->device();
+    if (device != place.arena->device()) return;
+  } else if (static_cast<size_t>(place.bytes) < kMinPlacedBytes) {
+    return;
+  }
+  answer_place_ = const_cast<std::byte*>(place.arena->address()) + place.offset;
+  placed_in_.push_back(std::move(place.arena));
 }
 
 // Makes --max-request-bytes exact: a batch may hold more than one request, and the transport's own
@@ -211,7 +228,7 @@ grpc::ByteBuffer RequestJob::Encode(const engine::JobAnswer& answer, int64_t rec
 void RequestJob::WriteShared(const engine::JobAnswer& answer,
                              absl::AnyInvocable<void(const absl::Status&)> next) {
   SharedAnswer shared = codec_->shared_answer(answer);
-  if (shared.arena == nullptr) return next(absl::OkStatus());
+  if (shared.arena == nullptr || answer_place_ != nullptr) return next(absl::OkStatus());
   std::shared_ptr<const void> keep = answer.keep;
   if (keep == nullptr) {  // the ticket pays for this copy
     auto copy = std::make_shared<std::string>(reinterpret_cast<const char*>(shared.bytes.data()),
