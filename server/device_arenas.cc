@@ -8,7 +8,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/arena/pin_budget.h"
 #include "server/log/limited.h"
 
 namespace logitd {
@@ -68,20 +71,38 @@ class CudaArenas final : public arena::ArenaDevices {
 
   std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) override {
     Backend* const backend = devices_->backend(0);
+    const absl::Time begun = absl::Now();
     const absl::Status pinned = backend->PinHost(data, static_cast<size_t>(bytes));
+    Spend(begun);
     if (!pinned.ok()) {
       log::Limited(log::Source::kArenas, spdlog::level::warn,
                    "arena: {}; rows of this lease are copied by the CPU",
                    std::string(pinned.message()));
       return nullptr;
     }
-    return {data, [backend](std::byte* at) { backend->UnpinHost(at); }};
+    return {data, [this, backend](std::byte* at) {
+              const absl::Time unpins = absl::Now();
+              backend->UnpinHost(at);
+              Spend(unpins);
+            }};
   }
 
-  bool pins() const override { return true; }
+  bool pins() const override {
+    if (budget_.Allows(absl::Now())) return true;
+    log::Limited(log::Source::kArenas, spdlog::level::info,
+                 "arena: leases come so fast that memory is not pinned: their rows are copied by "
+                 "the CPU");
+    return false;
+  }
 
  private:
+  void Spend(absl::Time begun) {
+    const absl::Time now = absl::Now();
+    budget_.Spend(now - begun, now);
+  }
+
   const std::shared_ptr<const engine::Devices> devices_;
+  mutable arena::PinBudget budget_{absl::Now()};
 };
 
 }  // namespace
