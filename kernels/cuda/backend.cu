@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -46,6 +49,16 @@ absl::Status ProbeClusters(const cudaDeviceProp& properties, bool& clusters) {
   LOGITD_RETURN_IF_ERROR(ToStatus(cudaFuncGetAttributes(&loaded, ProbeKernel), "probe kernels"));
   clusters = properties.major >= 9 && loaded.ptxVersion >= 90;
   return absl::OkStatus();
+}
+
+// Host memory is pinned in pieces that end at multiples of this, because the driver lets nothing else
+// run while it pins one: 9 ms. A copy stays within a piece.
+constexpr size_t kPinPieceBytes = size_t{32} << 20;
+constexpr absl::Duration kPinPause = absl::Milliseconds(1);
+
+// Bytes from `at` to the end of its piece.
+size_t LeftOfPiece(const std::byte* at) {
+  return kPinPieceBytes - reinterpret_cast<uintptr_t>(at) % kPinPieceBytes;
 }
 
 class CudaStream final : public Stream {
@@ -109,21 +122,22 @@ class CudaStream final : public Stream {
         uploads_.push_back(copy);
         continue;
       }
-      const bool together = copy.from_stride == copy.row_bytes && copy.to_stride == copy.row_bytes;
-      const auto rows = static_cast<size_t>(copy.rows);
-      LOGITD_RETURN_IF_ERROR(ToStatus(
-          together ? cudaMemcpyAsync(copy.to, copy.from, rows * copy.row_bytes,
-                                     cudaMemcpyHostToDevice, stream_)
-                   : cudaMemcpy2DAsync(copy.to, copy.to_stride, copy.from, copy.from_stride,
-                                       copy.row_bytes, rows, cudaMemcpyHostToDevice, stream_),
-          "gather from the host"));
+      LOGITD_RETURN_IF_ERROR(ToStatus(CopyFromHost(copy), "gather from the host"));
     }
     return FlushUploads();
   }
 
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-    return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "deliver");
+    while (bytes > 0) {
+      const size_t now = std::min(bytes, LeftOfPiece(to));
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cudaMemcpyAsync(to, from, now, cudaMemcpyDefault, stream_), "deliver"));
+      to += now;
+      from += now;
+      bytes -= now;
+    }
+    return absl::OkStatus();
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
@@ -258,6 +272,36 @@ class CudaStream final : public Stream {
     return end(a) <= b.to || end(b) <= a.to;
   }
 
+  // Rows of pinned host memory, no copy across the border of two pieces.
+  cudaError_t CopyFromHost(const RowsCopy& copy) {
+    size_t row_bytes = copy.row_bytes;
+    auto rows = static_cast<size_t>(copy.rows);
+    if (copy.from_stride == row_bytes && copy.to_stride == row_bytes) {
+      row_bytes *= rows;  // one long row
+      rows = 1;
+    }
+    cudaError_t error = cudaSuccess;
+    for (size_t r = 0; r < rows && error == cudaSuccess;) {
+      std::byte* to = copy.to + r * copy.to_stride;
+      const std::byte* from = copy.from + r * copy.from_stride;
+      const size_t left = LeftOfPiece(from);
+      if (rows > 1 && row_bytes <= left) {  // as many rows as the piece has whole
+        const size_t whole = std::min(rows - r, (left - row_bytes) / copy.from_stride + 1);
+        error = cudaMemcpy2DAsync(to, copy.to_stride, from, copy.from_stride, row_bytes, whole,
+                                  cudaMemcpyHostToDevice, stream_);
+        r += whole;
+        continue;
+      }
+      for (size_t done = 0; done < row_bytes && error == cudaSuccess;) {
+        const size_t now = std::min(row_bytes - done, LeftOfPiece(from + done));
+        error = cudaMemcpyAsync(to + done, from + done, now, cudaMemcpyHostToDevice, stream_);
+        done += now;
+      }
+      ++r;
+    }
+    return error;
+  }
+
   absl::Status FlushUploads() {
     if (uploads_.empty()) return absl::OkStatus();
     const cudaError_t error = cuda::GatherRows(uploads_, stream_);
@@ -381,20 +425,44 @@ class CudaBackend final : public Backend {
 
   absl::Status PinHost(std::byte* data, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
-    const cudaError_t error = cudaHostRegister(data, bytes, cudaHostRegisterPortable);
-    if (error == cudaSuccess) return absl::OkStatus();
-    cudaGetLastError();
-    return absl::UnavailableError(absl::StrFormat(
-        "CUDA: %d bytes of host memory are not pinned: %s", bytes, cudaGetErrorString(error)));
+    for (size_t done = 0; done < bytes;) {
+      const size_t now = std::min(bytes - done, LeftOfPiece(data + done));
+      const cudaError_t error = cudaHostRegister(data + done, now, cudaHostRegisterPortable);
+      if (error != cudaSuccess) {
+        cudaGetLastError();
+        Unpin(data, done);
+        return absl::UnavailableError(absl::StrFormat(
+            "CUDA: %d bytes of host memory are not pinned: %s", bytes, cudaGetErrorString(error)));
+      }
+      done += now;
+      if (done < bytes) absl::SleepFor(kPinPause);
+    }
+    std::lock_guard lock(mutex_);
+    pinned_[data] = bytes;
+    return absl::OkStatus();
   }
 
   void UnpinHost(std::byte* data) override {
+    size_t bytes = 0;
+    {
+      std::lock_guard lock(mutex_);
+      bytes = pinned_[data];
+      pinned_.erase(data);
+    }
     cudaSetDevice(device_);
-    cudaHostUnregister(data);
-    cudaGetLastError();
+    Unpin(data, bytes);
   }
 
  private:
+  static void Unpin(std::byte* data, size_t bytes) {
+    for (size_t done = 0; done < bytes;) {
+      if (done > 0) absl::SleepFor(kPinPause);
+      cudaHostUnregister(data + done);
+      done += std::min(bytes - done, LeftOfPiece(data + done));
+    }
+    cudaGetLastError();
+  }
+
   // What the driver hands out again may hold what another client wrote.
   absl::Status Clear(const SharedDeviceMemory& memory) {
     return OnOwnStream(
@@ -418,6 +486,8 @@ class CudaBackend final : public Backend {
   const int device_;
   const cudaDeviceProp properties_;
   DeviceInfo info_;
+  std::mutex mutex_;
+  std::map<std::byte*, size_t> pinned_ ABSL_GUARDED_BY(mutex_);  // bytes of what PinHost has pinned
 };
 
 }  // namespace

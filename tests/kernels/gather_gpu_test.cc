@@ -155,5 +155,56 @@ TEST_F(GatherTest, AGatherWritesOverWhatWasUploadedBefore) {
   }
 }
 
+// Host memory is pinned in pieces. Copies to and from it cross their borders.
+TEST_F(GatherTest, LargePinnedMemoryIsOneMemoryForCopies) {
+  constexpr size_t kLarge = size_t{100} << 20;
+  auto* const large = static_cast<std::byte*>(
+      mmap(nullptr, kLarge, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_TRUE(backend_->PinHost(large, kLarge).ok());
+  for (size_t i = 0; i + 8 <= kLarge; i += 8) {
+    const uint64_t value = i * 0x9E3779B97F4A7C15;
+    std::memcpy(large + i, &value, sizeof(value));
+  }
+  const Slab slab = backend_->AllocateSlab(kLarge).value();
+  const struct {
+    size_t row;
+    size_t stride;
+    int64_t rows;
+  } kCases[] = {{kLarge, kLarge, 1},
+                {4096, 4096, 25600},
+                {40000, 50002, 2000},
+                {9000002, 9000002, 11},
+                {9000002, 9500000, 10}};
+  for (const auto& c : kCases) {
+    std::memset(slab.host, 0, kLarge);
+    const RowsCopy copy = {.from = large,
+                           .from_stride = c.stride,
+                           .to = slab.device,
+                           .to_stride = c.row,
+                           .row_bytes = c.row,
+                           .rows = c.rows};
+    EXPECT_TRUE(stream_->Gather({&copy, 1}).ok());
+    EXPECT_TRUE(stream_->Download(slab, 0, c.row * static_cast<size_t>(c.rows)).ok());
+    EXPECT_TRUE(stream_->Wait().ok());
+    for (size_t r = 0; r < static_cast<size_t>(c.rows); ++r) {
+      ASSERT_EQ(std::memcmp(slab.host + r * c.row, large + r * c.stride, c.row), 0)
+          << c.row << " row " << r;
+    }
+  }
+  // And back, one byte on, in the other direction.
+  const size_t bytes = kLarge - 4;
+  std::memset(slab.host, 0x77, kLarge);
+  EXPECT_TRUE(stream_->Upload(slab, 0, kLarge).ok());
+  EXPECT_TRUE(stream_->Deliver(large + 2, slab.device, bytes).ok());
+  EXPECT_TRUE(stream_->Wait().ok());
+  EXPECT_EQ(std::memcmp(large + 2, slab.host, bytes), 0);
+  EXPECT_EQ(large[0], std::byte{0});
+  backend_->FreeSlab(slab);
+  backend_->UnpinHost(large);
+  ASSERT_TRUE(backend_->PinHost(large, kLarge).ok()) << "a part of it was still pinned";
+  backend_->UnpinHost(large);
+  munmap(large, kLarge);
+}
+
 }  // namespace
 }  // namespace logitd::testing
