@@ -253,7 +253,9 @@ void AddArenas(CLI::App& app, Config* config) {
       "0600 to 0777, octal", absl::StrFormat("%04o", config->arena_mode),
       [config](const std::string& text) { return ParseMode(text, 0600, &config->arena_mode); });
   AddSize(app, "--max-arena-bytes", &config->max_arena_bytes, 1,
-          "Memory of one lease, and of all leases together");
+          "Host memory of one lease, and of all leases together");
+  AddSize(app, "--max-device-arena-bytes", &config->max_device_arena_bytes, 0,
+          "Memory of one lease of a GPU, and of all leases of the same GPU together; 0: none");
   AddInteger(app, "--max-leases", &config->max_leases, 1, 4096, "Leases at the same time");
 }
 

@@ -124,6 +124,9 @@ ordered_json Summarise(const Measured& measured) {
       {"priority", scenario.priority == client::Priority::kBatch ? "batch" : "interactive"},
       {"stated_sizes", scenario.state_sizes},
       {"arena", !scenario.arena.empty()},
+      {"arena_kind", scenario.arena.empty()                            ? ""
+                     : scenario.arena_kind == client::ArenaKind::kCuda ? "cuda"
+                                                                       : "host"},
       {"ring", scenario.ring},
       {"rows", scenario.rows},
       {"vocab", scenario.vocab},

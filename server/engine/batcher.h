@@ -87,7 +87,8 @@ struct Kind {
 //
 // Devices. A batch gathers in host memory, which all devices can read, and belongs to none. The first
 // stream that is free takes it, whichever device it is of, and gives it some of its device's memory.
-// From then on only streams of that device run its slices. Where the system has several nodes, a
+// From then on only streams of that device run its slices. A batch whose key names a device
+// (BatchKey::device) is taken by that one only. Where the system has several nodes, a
 // device prefers batches whose host memory is near, as if they had arrived one slice earlier.
 // A lost device runs nothing; the slabs that are near it are not used again, so that work that has
 // not begun always finds memory on a device.
@@ -153,8 +154,9 @@ class Batcher {
   // For the timer thread: ends waiting jobs whose deadline has passed, until Stop.
   void ExpireLoop();
 
-  // From here on `device` runs nothing. Jobs of its batches that have begun, and all jobs on sharded
-  // heads, end with UNAVAILABLE and `message`: now, or after the slice that they are in, unless that
+  // From here on `device` runs nothing. Jobs of its batches that have begun, those that only it can
+  // run, and all on sharded heads, end with UNAVAILABLE and `message`: now, or after the slice that
+  // they are in, unless that
   // is their last. Other work is not affected. Not for the last device: see Close.
   void Lose(int device, std::string_view message);
 
@@ -209,6 +211,7 @@ class Batcher {
 
   bool Fits(const Batch& batch, const JobSpec& spec) const;
   Kind* KindOf(const KindKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsLost(const BatchKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsUsable(const Batch& batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayOpen(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -228,7 +231,7 @@ class Batcher {
   void ExpireRunning(Batch& batch, absl::StatusCode why, absl::Time due_by)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForEachWaiting(absl::FunctionRef<void(Job*)> visit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void DropSharded(JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropLost(JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Copy(Job* job, std::byte* to, size_t row_stride, bool brief);
@@ -239,6 +242,7 @@ class Batcher {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int StreamsThatMayBegin(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsFor(const Batch& batch, const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayRun(const Batch& batch, const Device& device, int64_t now_ns) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool ComesFirst(const Batch& a, const Batch& b, const Device& device) const

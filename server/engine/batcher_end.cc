@@ -122,18 +122,6 @@ void Batcher::ForEachWaiting(absl::FunctionRef<void(Job*)> visit) {
   }
 }
 
-// Drops every waiting job on a sharded head.
-void Batcher::DropSharded(JobList& ended) {
-  for (bool again = true; again;) {
-    again = false;
-    ForEachWaiting([&](Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      if (!IsSharded(job->spec().key)) return;
-      Drop(job, absl::StatusCode::kUnavailable, ended);
-      again = true;
-    });
-  }
-}
-
 // Drops every waiting job whose deadline is not after `due_by`, and finds the next deadline of the
 // other jobs.
 void Batcher::DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended) {
@@ -227,6 +215,16 @@ void Batcher::ExpireLoop() {
   mutex_.Unlock();
 }
 
+// Drops every waiting job that no device can run any more.
+void Batcher::DropLost(JobList& ended) {
+  std::vector<Job*> lost;
+  ForEachWaiting([&](Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (IsLost(job->spec().key)) lost.push_back(job);
+  });
+  // A job that moves from the list to a batch meanwhile is still the same job.
+  for (Job* job : lost) Drop(job, absl::StatusCode::kUnavailable, ended);
+}
+
 void Batcher::Lose(int index, std::string_view message) {
   JobList ended;
   {
@@ -240,7 +238,7 @@ void Batcher::Lose(int index, std::string_view message) {
         EndBetweenSlices(&batch, ended);
       }
     }
-    DropSharded(ended);
+    DropLost(ended);
     device.wake.SignalAll();
     SealAndWake();
     if (metrics_ != nullptr) {

@@ -45,6 +45,11 @@ void Batcher::SealForIdleStreams() {
   for (const Device& device : devices_) streams += StreamsThatMayBegin(device);
   if (streams == 0) return;
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+  // A batch that only a busy device can run takes no idle stream.
+  const auto can_begin = [this](const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const int device = batch.key.device;
+    return device == kAnyDevice || StreamsThatMayBegin(devices_[static_cast<size_t>(device)]) > 0;
+  };
   int ready = 0;
   int sealed = 0;
   // Whether the turn of sharded heads is free. Their batches that wait for it are not counted: no
@@ -52,7 +57,7 @@ void Batcher::SealForIdleStreams() {
   bool turn = !sharding_ && StreamsThatMayBegin(devices_.front()) > 0;
   for (const Batch& batch : batches_) {
     if (batch.sharded && batch.state == Batch::State::kPaused) turn = false;
-    if (batch.state != Batch::State::kSealed) continue;
+    if (batch.state != Batch::State::kSealed || !can_begin(batch)) continue;
     if (batch.sharded && !std::exchange(turn, false)) continue;
     ++sealed;
     if (batch.copying == 0) ++ready;
@@ -62,8 +67,8 @@ void Batcher::SealForIdleStreams() {
       Batch* first = nullptr;
       for (Batch& batch : batches_) {
         if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
-            (batch.copying == 0) == complete && IsDue(batch, now_ns) && (turn || !batch.sharded) &&
-            (first == nullptr || batch.urgency < first->urgency)) {
+            (batch.copying == 0) == complete && IsDue(batch, now_ns) && can_begin(batch) &&
+            (turn || !batch.sharded) && (first == nullptr || batch.urgency < first->urgency)) {
           first = &batch;
         }
       }
@@ -85,11 +90,18 @@ bool Batcher::IsSlow(const Batch& batch) const {
   return static_cast<double>(rows) * row_ns > absl::ToDoubleNanoseconds(kSlowSlice);
 }
 
+// Whether the device can read the batch's rows.
+bool Batcher::IsFor(const Batch& batch, const Device& device) const {
+  return batch.key.device == kAnyDevice ||
+         &devices_[static_cast<size_t>(batch.key.device)] == &device;
+}
+
 // Whether a stream of the device may run the batch's next slice, unless the slice is too slow. An
 // open batch counts if it is due and its payloads are copied. If only sealed batches counted, a key
 // whose batches keep filling up always comes first.
 bool Batcher::MayRun(const Batch& batch, const Device& device, int64_t now_ns) const {
-  if (batch.copying > 0 || batch.live == 0 || !HasTurn(batch, device)) return false;
+  if (batch.copying > 0 || batch.live == 0) return false;
+  if (!IsFor(batch, device) || !HasTurn(batch, device)) return false;
   switch (batch.state) {
     case Batch::State::kPaused:
       return &devices_[static_cast<size_t>(batch.device)] == &device;

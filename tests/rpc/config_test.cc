@@ -215,12 +215,15 @@ TEST(ConfigTest, ConnectionsHaveLimitsOfTime) {
 }
 
 TEST(ConfigTest, ArenasHaveASocketAndLimits) {
-  const Result r = Parse({"--arena-listen=unix:/run/a", "--arena-mode=660",
-                          "--max-arena-bytes=2GiB", "--max-leases=7"});
+  const Result r =
+      Parse({"--arena-listen=unix:/run/a", "--arena-mode=660", "--max-arena-bytes=2GiB",
+             "--max-device-arena-bytes=3GiB", "--max-leases=7"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
   EXPECT_EQ(r.config.arena_listen, "unix:/run/a");
   EXPECT_EQ(r.config.arena_mode, 0660u);
   EXPECT_EQ(r.config.max_arena_bytes, int64_t{2} << 30);
+  EXPECT_EQ(r.config.max_device_arena_bytes, int64_t{3} << 30);
+  EXPECT_EQ(Parse({"--max-device-arena-bytes=0"}).config.max_device_arena_bytes, 0);
   EXPECT_EQ(r.config.max_leases, 7);
   EXPECT_EQ(Parse({}).config.arena_listen, "");
   EXPECT_EQ(Parse({}).config.arena_mode, 0600u);
@@ -350,6 +353,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"arena_mode_word", {"--arena-mode=all"}, "got \"all\", allowed 0600 to 0777, octal"},
         Bad{"arena_mode_that_shuts_the_owner_out", {"--arena-mode=0060"}, "--arena-mode: got"},
         Bad{"arena_mode_with_more_bits", {"--arena-mode=4600"}, "--arena-mode: got"},
+        Bad{"device_arena_bytes_word", {"--max-device-arena-bytes=all"}, "allowed 0 to 1TiB"},
         Bad{"arena_bytes_0", {"--max-arena-bytes=0"}, "allowed 1 to 1TiB"},
         Bad{"leases_0", {"--max-leases=0"}, "allowed 1 to 4096"},
         Bad{"socket_mode_decimal", {"--socket-mode=689"}, "--socket-mode: got \"689\", allowed 0"},
