@@ -17,6 +17,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/cuda_memory.h"
 #include "formats/arena_protocol.h"
 
 namespace logitd::client {
@@ -88,15 +89,34 @@ bool IsWhole(int fd, uint64_t bytes) {
          static_cast<uint64_t>(file.st_size) >= bytes && bytes > 0;
 }
 
+absl::StatusOr<char*> MapFile(const ArenaAnswer& answer, int fd) {
+  void* const data =
+      mmap(nullptr, answer.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  if (data != MAP_FAILED) return static_cast<char*>(data);
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "arena: got %d bytes, which cannot be mapped: %s", answer.bytes, std::strerror(errno)));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Lease(const std::string& address, int64_t bytes,
+                                                    absl::Duration timeout) {
+  return Lease(address, bytes, ArenaKind::kHost, -1, timeout);
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::Lease(const std::string& address, int64_t bytes,
+                                                    ArenaKind kind, int device,
                                                     absl::Duration timeout) {
   const absl::StatusOr<sockaddr_un> at = ParseUnix(address);
   if (!at.ok()) return at.status();
   if (bytes < 1) {
     return absl::InvalidArgumentError(
         absl::StrFormat("arena: got %d bytes to lease, allowed 1 or more", bytes));
+  }
+  const bool on_host = kind == ArenaKind::kHost;
+  if (device < -1 || (on_host && device != -1)) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "arena: got device %d, allowed -1, or a device's number for memory of a GPU", device));
   }
   const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (socket < 0) return Unavailable(address, "socket");
@@ -107,7 +127,9 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Lease(const std::string& address, 
   if (connect(socket, reinterpret_cast<const sockaddr*>(&*at), sizeof(*at)) != 0) {
     return Unavailable(address, "cannot connect");
   }
-  const ArenaAsk ask = {.bytes = static_cast<uint64_t>(bytes)};
+  const ArenaAsk ask = {.kind = on_host ? kHostArena : kCudaArena,
+                        .device = static_cast<uint32_t>(device + 1),
+                        .bytes = static_cast<uint64_t>(bytes)};
   // A server that has already refused this peer no longer reads; its answer is there.
   const bool sent = send(socket, &ask, sizeof(ask), MSG_NOSIGNAL) == ssize_t{sizeof(ask)};
   Received received;
@@ -120,32 +142,71 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Lease(const std::string& address, 
   if (answer.code != 0) {
     return absl::Status(static_cast<absl::StatusCode>(answer.code), received.text);
   }
-  if (answer.version != kArenaVersion || answer.bytes < static_cast<uint64_t>(bytes) ||
-      !IsWhole(received.fd, answer.bytes)) {
+  const bool whole = on_host ? IsWhole(received.fd, answer.bytes)
+                             : received.fd >= 0 && received.text.size() == sizeof(ArenaDevice);
+  if (answer.version != kArenaVersion || answer.bytes < static_cast<uint64_t>(bytes) || !whole) {
     return absl::InternalError(absl::StrFormat(
-        "arena: %s: got a lease of version %d and %d bytes, allowed version %d and a sealed memfd "
-        "of at least %d bytes",
+        "arena: %s: got a lease of version %d and %d bytes, allowed version %d and a sealed memfd, "
+        "or memory of a GPU, of at least %d bytes",
         address, answer.version, answer.bytes, kArenaVersion, bytes));
   }
-  void* const data = mmap(nullptr, answer.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                          received.fd, 0);
-  if (data == MAP_FAILED) {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "arena: got %d bytes, which cannot be mapped: %s", answer.bytes, std::strerror(errno)));
+  std::unique_ptr<CudaMemory> cuda;
+  char* data = nullptr;
+  if (on_host) {
+    const absl::StatusOr<char*> mapped = MapFile(answer, received.fd);
+    if (!mapped.ok()) return mapped.status();
+    data = *mapped;
+  } else {
+    ArenaDevice from;
+    std::memcpy(&from, received.text.data(), sizeof(from));
+    absl::StatusOr<std::unique_ptr<CudaMemory>> mapped =
+        CudaMemory::Map(received.fd, from.uuid, answer.bytes);
+    if (!mapped.ok()) return mapped.status();
+    cuda = *std::move(mapped);
+    data = cuda->data();
   }
   std::move(close_socket).Cancel();
-  return std::unique_ptr<Arena>(new Arena(socket, static_cast<char*>(data),
-                                          static_cast<int64_t>(answer.bytes),
-                                          std::string(answer.lease.begin(), answer.lease.end())));
+  return std::unique_ptr<Arena>(new Arena(socket, data, static_cast<int64_t>(answer.bytes),
+                                          std::string(answer.lease.begin(), answer.lease.end()),
+                                          std::move(cuda)));
 }
 
-Arena::Arena(int socket, char* data, int64_t bytes, std::string lease)
-    : socket_(socket), data_(data), bytes_(bytes), lease_(std::move(lease)) {}
+Arena::Arena(int socket, char* data, int64_t bytes, std::string lease,
+             std::unique_ptr<CudaMemory> cuda)
+    : socket_(socket),
+      data_(data),
+      bytes_(bytes),
+      lease_(std::move(lease)),
+      cuda_(std::move(cuda)) {}
 
 Arena::~Arena() {
-  munmap(data_, static_cast<size_t>(bytes_));
+  if (cuda_ == nullptr) munmap(data_, static_cast<size_t>(bytes_));
   shutdown(socket_, SHUT_RDWR);  // also ends the lease where a child process has the descriptor
   close(socket_);
+}
+
+bool Arena::Has(int64_t offset, size_t bytes) const {
+  return offset >= 0 && offset <= bytes_ && bytes <= static_cast<uint64_t>(bytes_ - offset);
+}
+
+absl::Status Arena::Write(int64_t offset, absl::string_view from) {
+  if (!Has(offset, from.size())) {
+    return absl::OutOfRangeError(absl::StrFormat("arena: got %d bytes at %d, allowed within %d",
+                                                 from.size(), offset, bytes_));
+  }
+  if (cuda_ != nullptr) return cuda_->Write(static_cast<size_t>(offset), from);
+  std::copy(from.begin(), from.end(), data_ + offset);
+  return absl::OkStatus();
+}
+
+absl::Status Arena::Read(int64_t offset, absl::Span<char> to) const {
+  if (!Has(offset, to.size())) {
+    return absl::OutOfRangeError(
+        absl::StrFormat("arena: got %d bytes at %d, allowed within %d", to.size(), offset, bytes_));
+  }
+  if (cuda_ != nullptr) return cuda_->Read(static_cast<size_t>(offset), to);
+  std::copy_n(data_ + offset, to.size(), to.begin());
+  return absl::OkStatus();
 }
 
 bool Arena::Overlaps(absl::string_view bytes) const {

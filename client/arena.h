@@ -9,12 +9,20 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "logitd/v1/types.pb.h"
 
 namespace logitd::client {
+
+class CudaMemory;
+
+// Where an arena's memory is: of the host, or of a GPU of the server's that is also one of this
+// machine's.
+enum class ArenaKind { kHost, kCuda };
 
 // A lease and its memory, mapped to be read and written. The lease ends with the object; a request
 // that runs then still reads what was there. What is written while a request runs that names it may
@@ -26,13 +34,28 @@ class Arena {
   // never leases. UNAVAILABLE: nobody listens there, or not in time. Otherwise the server's error.
   static absl::StatusOr<std::unique_ptr<Arena>> Lease(const std::string& address, int64_t bytes,
                                                       absl::Duration timeout = absl::Seconds(10));
+
+  // The same, of the kind `kind`. kCuda: `device` is the number of the server's device, or -1: the
+  // server chooses. data() is then device memory, in the primary context of its device; kernels of
+  // this process may write it, and must have ended before a request names what they wrote: the server
+  // does not wait for them. UNIMPLEMENTED: the server has no GPU, or is of a version without this.
+  // UNAVAILABLE: also that this machine has no such GPU.
+  static absl::StatusOr<std::unique_ptr<Arena>> Lease(const std::string& address, int64_t bytes,
+                                                      ArenaKind kind, int device = -1,
+                                                      absl::Duration timeout = absl::Seconds(10));
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  char* data() const { return data_; }    // page-aligned
+  char* data() const { return data_; }  // page-aligned; kCuda: device memory
+  ArenaKind kind() const { return cuda_ == nullptr ? ArenaKind::kHost : ArenaKind::kCuda; }
   int socket() const { return socket_; }  // the lease's connection, for its ring
   int64_t bytes() const { return bytes_; }
+
+  // Copy from or to memory of the host, and wait for it. OUT_OF_RANGE: it does not fit at `offset`.
+  // INTERNAL: the GPU's driver failed.
+  absl::Status Write(int64_t offset, absl::string_view from);
+  absl::Status Read(int64_t offset, absl::Span<char> to) const;
 
   // Whether any of `bytes` lies in the arena. No bytes: no.
   bool Overlaps(absl::string_view bytes) const;
@@ -44,12 +67,14 @@ class Arena {
                                       int64_t row_bytes) const;
 
  private:
-  Arena(int socket, char* data, int64_t bytes, std::string lease);
+  Arena(int socket, char* data, int64_t bytes, std::string lease, std::unique_ptr<CudaMemory> cuda);
+  bool Has(int64_t offset, size_t bytes) const;
 
   const int socket_;  // the lease lives as long as the connection
   char* const data_;
   const int64_t bytes_;
   const std::string lease_;
+  const std::unique_ptr<CudaMemory> cuda_;  // null: memory of the host
 };
 
 }  // namespace logitd::client

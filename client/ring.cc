@@ -55,6 +55,10 @@ int64_t Ring::Bytes(const RingOptions& options) {
 absl::StatusOr<std::unique_ptr<Ring>> Ring::Open(Arena* arena, int64_t offset,
                                                  const RingOptions& options) {
   const int64_t bytes = Bytes(options);
+  if (arena->kind() != ArenaKind::kHost) {
+    return absl::InvalidArgumentError(
+        "ring: got an arena of a GPU, allowed one of the host; rows may lie in both");
+  }
   if (options.slots < 1 || offset < 0 || bytes > arena->bytes() ||
       offset > arena->bytes() - bytes) {
     return absl::InvalidArgumentError(

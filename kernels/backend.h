@@ -3,6 +3,7 @@
 #ifndef LOGITD_KERNELS_BACKEND_H_
 #define LOGITD_KERNELS_BACKEND_H_
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -14,10 +15,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
+#include "absl/types/span.h"
 #include "kernels/attention_softmax.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
+#include "kernels/shards.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
 
@@ -33,6 +36,7 @@ struct DeviceInfo {
   int64_t linear_rows = 64;
   // Device memory is host memory: Slab::device is Slab::host.
   bool is_host = false;
+  std::array<uint8_t, 16> uuid = {};  // of a CUDA device, as its driver tells it; else 0
 };
 
 // A piece of host memory and its counterpart on the device. On CUDA `host` is pinned, for all
@@ -48,6 +52,25 @@ struct Slab {
 struct DeviceMemory {
   std::byte* data = nullptr;
   size_t bytes = 0;
+};
+
+// Device memory that other processes can use too, with their own addresses for it.
+struct SharedDeviceMemory {
+  std::byte* data = nullptr;
+  size_t bytes = 0;  // whole units of the device
+  int fd = -1;       // names it to the CUDA driver of another process; its receiver closes it
+  uint64_t handle = 0;
+};
+
+// Rows that lie outside of a slab: row r at `from` + r * `from_stride`.
+struct RowsCopy {
+  const std::byte* from = nullptr;  // aligned to 2 bytes, and so are all of these
+  size_t from_stride = 0;
+  std::byte* to = nullptr;  // device memory
+  size_t to_stride = 0;
+  size_t row_bytes = 0;
+  int64_t rows = 0;
+  bool from_device = false;  // `from` is device memory; else host memory that PinHost has pinned
 };
 
 // What a stream is for. A stream for copies runs no ops and has no scratch memory.
@@ -78,6 +101,16 @@ class Stream {
   // the order of use it counts as an Upload.
   virtual absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) = 0;
 
+  // Copies rows that others may write at the same time: each byte is read once. In the order of use
+  // it counts as an Upload. UNIMPLEMENTED: this backend has neither pinned nor shared memory.
+  virtual absl::Status Gather(absl::Span<const RowsCopy> copies) { return NoSuchOp("gather"); }
+
+  // Copies `bytes` bytes of device memory to `to`, which is memory of the device too, or host memory
+  // that PinHost has pinned. In the order of use it counts as a Download. UNIMPLEMENTED: as Gather.
+  virtual absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) {
+    return NoSuchOp("deliver");
+  }
+
   // One method per op. UNIMPLEMENTED: this backend has no such op.
   virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs&) { return NoSuchOp("softmax_topk"); }
   virtual absl::Status Sample(const SampleArgs&) { return NoSuchOp("sample"); }
@@ -102,6 +135,29 @@ class Stream {
   }
   virtual absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs&) {
     return NoSuchOp("linear_cross_entropy_training");
+  }
+
+  // The halves of linear ops on a sharded head: see kernels/shards.h.
+  virtual absl::Status LinearTopKPartial(const LinearTopKPartialArgs&) {
+    return NoSuchOp("linear_topk on a shard");
+  }
+  virtual absl::Status LinearTopKMerge(const LinearTopKMergeArgs&) {
+    return NoSuchOp("linear_topk on a shard");
+  }
+  virtual absl::Status LinearSamplePartial(const LinearSamplePartialArgs&) {
+    return NoSuchOp("linear_sample on a shard");
+  }
+  virtual absl::Status LinearSampleMerge(const LinearSampleMergeArgs&) {
+    return NoSuchOp("linear_sample on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs&) {
+    return NoSuchOp("linear_cross_entropy on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs&) {
+    return NoSuchOp("linear_cross_entropy on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs&) {
+    return NoSuchOp("linear_cross_entropy on a shard");
   }
 
   // Blocks until all enqueued work is done.
@@ -135,6 +191,28 @@ class Backend {
   virtual absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) = 0;
   virtual void FreeDevice(const DeviceMemory& memory) = 0;
   virtual absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use = StreamUse::kOps) = 0;
+
+  // Device memory of at least `bytes` bytes, all zero, that other processes can use. It is the
+  // device's again when it is freed here and all of them have let go of it. RESOURCE_EXHAUSTED: there
+  // is not enough. UNIMPLEMENTED: this device shares no memory.
+  virtual absl::StatusOr<SharedDeviceMemory> AllocateShared(size_t bytes) {
+    return absl::UnimplementedError("this device shares no memory");
+  }
+  // No stream uses it any more.
+  virtual void FreeShared(const SharedDeviceMemory& memory) {}
+  // Writes to shared memory from pinned host memory, and waits for it.
+  virtual absl::Status WriteShared(std::byte* to, absl::Span<const std::byte> from) {
+    return absl::UnimplementedError("this device shares no memory");
+  }
+
+  // Pins host memory, whole pages, so that streams of all devices of the process copy from it with
+  // Gather. What else happens to the mapping does not matter to them. UNAVAILABLE: it cannot be
+  // pinned. UNIMPLEMENTED: streams of this device copy from slabs only.
+  virtual absl::Status PinHost(std::byte* data, size_t bytes) {
+    return absl::UnimplementedError("this device pins no memory");
+  }
+  // No stream uses it any more.
+  virtual void UnpinHost(std::byte* data) {}
 };
 
 struct BackendOptions {

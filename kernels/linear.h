@@ -20,6 +20,8 @@ namespace logitd {
 // bounded: a block of rows by the vocabulary, or a block of the vocabulary, at a time; ops that
 // make gradients may also hold d_hidden in f32.
 //
+// A head may be cut over several devices: kernels/shards.h has the two halves of each op.
+//
 // All pointers are in the memory of the backend that runs the op. `logits` of the inner arguments
 // is ignored.
 struct LinearTopKArgs {

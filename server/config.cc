@@ -253,17 +253,20 @@ void AddArenas(CLI::App& app, Config* config) {
       "0600 to 0777, octal", absl::StrFormat("%04o", config->arena_mode),
       [config](const std::string& text) { return ParseMode(text, 0600, &config->arena_mode); });
   AddSize(app, "--max-arena-bytes", &config->max_arena_bytes, 1,
-          "Memory of one lease, and of all leases together");
+          "Host memory of one lease, and of all leases together");
+  AddSize(app, "--max-device-arena-bytes", &config->max_device_arena_bytes, 0,
+          "Memory of one lease of a GPU, and of all leases of the same GPU together; 0: none");
   AddInteger(app, "--max-leases", &config->max_leases, 1, 4096, "Leases at the same time");
 }
 
-// NAME=PATH[,vocab=N][,norm]
+// NAME=PATH[,vocab=N][,norm][,shard]
 engine::HeadRequest ParseHead(const std::string& flag, const std::string& text) {
   const auto refuse = [&](const std::string& allowed) {
     return CLI::ValidationError(flag, absl::StrFormat("got \"%s\", allowed %s", text, allowed));
   };
   const size_t equals = text.find('=');
-  if (equals == std::string::npos || equals == 0) throw refuse("NAME=PATH[,vocab=N][,norm]");
+  if (equals == std::string::npos || equals == 0)
+    throw refuse("NAME=PATH[,vocab=N][,norm][,shard]");
   engine::HeadRequest head{.name = text.substr(0, equals), .path = text.substr(equals + 1)};
   // From the end: the path itself may have commas.
   for (size_t comma = head.path.rfind(','); comma != std::string::npos;
@@ -271,6 +274,8 @@ engine::HeadRequest ParseHead(const std::string& flag, const std::string& text) 
     const std::string option = head.path.substr(comma + 1);
     if (option == "norm") {
       head.final_norm = true;
+    } else if (option == "shard") {
+      head.shard = true;
     } else if (absl::StartsWith(option, "vocab=")) {
       if (!absl::SimpleAtoi(option.substr(6), &head.vocab) || head.vocab < 1 ||
           head.vocab > kMaxVocab) {
@@ -281,7 +286,7 @@ engine::HeadRequest ParseHead(const std::string& flag, const std::string& text) 
     }
     head.path.resize(comma);
   }
-  if (head.path.empty()) throw refuse("NAME=PATH[,vocab=N][,norm]");
+  if (head.path.empty()) throw refuse("NAME=PATH[,vocab=N][,norm][,shard]");
   return head;
 }
 
@@ -296,7 +301,7 @@ void AddHeads(CLI::App& app, const std::string& flag, std::vector<engine::HeadRe
          help)
       ->envname(EnvironmentName(flag))
       ->delimiter(';')
-      ->type_name("NAME=PATH[,vocab=N][,norm]");
+      ->type_name("NAME=PATH[,vocab=N][,norm][,shard]");
 }
 
 // Strangers must not reach a server that does not know who calls, or that lets others read along.
@@ -488,7 +493,9 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   AddHeads(
       app, "--head", &config->heads,
       "An output head to load at start, from a safetensors file or a model folder. vocab: rows to "
-      "keep of a padded weight; norm: apply the model's final RMSNorm; repeatable");
+      "keep of a padded weight; norm: apply the model's final RMSNorm; shard: cut the vocabulary "
+      "over "
+      "all devices, each of which holds a part; repeatable");
   Add(app, "--head-root", &config->head_root,
       "Directory that clients may load heads from; without it they cannot load or unload heads")
       ->type_name("DIR");

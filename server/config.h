@@ -42,7 +42,8 @@ struct Config {
   bool insecure = false;
   std::string arena_listen;  // a Unix socket on which clients lease memory; empty: none
   mode_t arena_mode = 0600;
-  int64_t max_arena_bytes = int64_t{1} << 30;  // of one arena, and of all together
+  int64_t max_arena_bytes = int64_t{1} << 30;         // of one arena, and of all together
+  int64_t max_device_arena_bytes = int64_t{1} << 30;  // the same, of each device's memory
   int max_leases = 64;
   int max_streams = 2048;  // open calls of a connection
   absl::Duration max_connection_age = absl::InfiniteDuration();

@@ -33,6 +33,7 @@
 #include "kernels/backend.h"
 #include "server/arena/arena_server.h"
 #include "server/arena/leases.h"
+#include "server/device_arenas.h"
 #include "server/door/address.h"
 #include "server/door/connection.h"
 #include "server/door/door_metrics.h"
@@ -385,8 +386,9 @@ absl::StatusOr<std::unique_ptr<arena::ArenaServer>> ServeArenas(
     return absl::UnavailableError(absl::StrCat(
         "--arena-listen: cannot listen on ", config.arena_listen, ": ", server.status().message()));
   }
-  spdlog::info("arenas on {}: at most {} leases and {} B", config.arena_listen, config.max_leases,
-               config.max_arena_bytes);
+  spdlog::info("arenas on {}: at most {} leases, {} B of the host and {} B of each GPU",
+               config.arena_listen, config.max_leases, config.max_arena_bytes,
+               config.max_device_arena_bytes);
   return server;
 }
 
@@ -410,6 +412,7 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const engin
                                                const engine::Metrics& metrics,
                                                std::shared_ptr<door::Connections> connections,
                                                std::shared_ptr<door::DoorMetrics> door_metrics,
+                                               const arena::Leases& leases,
                                                rpc::RpcServer* server) {
   const bool cpu = devices.info(0).backend == "cpu";
   const int64_t streams = int64_t{config.streams} * devices.count();
@@ -431,7 +434,9 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const engin
           .allowed_growth = [=] { return limit() - base; },
           .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
           .shed = [server](bool shed) { server->RefuseConnections(shed); },
-          .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
+          .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
+          // Pinned arenas have a limit of their own.
+          .resident = [&leases] { return door::ResidentBytes() - leases.pinned_bytes(); }});
 }
 
 // Serves until something ends it. Health is NOT_SERVING while no device moves: every stream has been
@@ -596,7 +601,11 @@ int Serve(const Config& config, MakeBackends make_backends) {
     return CannotStart(s);
   }
   // Calls use leases until the server has ended.
-  arena::Leases leases({.max_bytes = config.max_arena_bytes, .max_leases = config.max_leases});
+  const std::unique_ptr<arena::ArenaDevices> arena_devices = MakeArenaDevices(devices);
+  arena::Leases leases({.max_bytes = config.max_arena_bytes,
+                        .max_leases = config.max_leases,
+                        .max_device_bytes = config.max_device_arena_bytes},
+                       arena_devices.get());
   const absl::StatusOr<std::unique_ptr<arena::ArenaServer>> arenas =
       ServeArenas(config, door.identities.get(), &leases, metrics.registry());
   if (!arenas.ok()) return CannotStart(arenas.status());
@@ -605,8 +614,9 @@ int Serve(const Config& config, MakeBackends make_backends) {
       ServerOptions(config, *head_root, connections, door, *arenas == nullptr ? nullptr : &leases),
       &admission, engine->get(), &heads, &metrics);
   if (!server.ok()) return CannotStart(server.status());
-  const std::unique_ptr<door::MemoryWatch> memory_watch = WatchMemory(
-      config, *devices, base_bytes, admission, metrics, connections, door_metrics, server->get());
+  const std::unique_ptr<door::MemoryWatch> memory_watch =
+      WatchMemory(config, *devices, base_bytes, admission, metrics, connections, door_metrics,
+                  leases, server->get());
   rechecked = server->get();
   if (*arenas != nullptr) (*arenas)->ServeRings((*server)->ring_service());
   files->Start();

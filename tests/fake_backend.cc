@@ -172,6 +172,25 @@ absl::Status FakeStream::Fill(const Slab& slab, size_t offset, size_t bytes, std
   return absl::OkStatus();
 }
 
+absl::Status FakeStream::Gather(absl::Span<const RowsCopy> copies) {
+  Enter(kUploading);
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kUpload));
+  for (const RowsCopy& copy : copies) {
+    for (int64_t r = 0; r < copy.rows; ++r) {
+      std::memcpy(copy.to + static_cast<size_t>(r) * copy.to_stride,
+                  copy.from + static_cast<size_t>(r) * copy.from_stride, copy.row_bytes);
+    }
+    gathered_bytes_ += static_cast<size_t>(copy.rows) * copy.row_bytes;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FakeStream::Deliver(std::byte* to, const std::byte* from, size_t bytes) {
+  Enter(kDownloading);
+  std::memcpy(to, from, bytes);
+  return absl::OkStatus();
+}
+
 absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes) {
   Enter(kDownloading);
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
@@ -182,6 +201,7 @@ absl::Status FakeStream::Download(const Slab& slab, size_t offset, size_t bytes)
 absl::StatusOr<StreamTimes> FakeStream::Wait() {
   phase_ = kIdle;
   uploaded_bytes_ = 0;
+  gathered_bytes_ = 0;
   {
     std::lock_guard<std::mutex> lock(backend_->mutex_);
     std::erase_if(backend_->fills_, [this](const FakeBackend::Filling& fill) {
@@ -197,7 +217,10 @@ absl::StatusOr<StreamTimes> FakeStream::Wait() {
 absl::Status FakeStream::Run(std::string tags, int64_t rows,
                              absl::FunctionRef<absl::Status()> body) {
   Enter(kComputing);
-  backend_->Log({.tags = std::move(tags), .rows = rows, .uploaded_bytes = uploaded_bytes_});
+  backend_->Log({.tags = std::move(tags),
+                 .rows = rows,
+                 .uploaded_bytes = uploaded_bytes_,
+                 .gathered_bytes = gathered_bytes_});
   {
     std::lock_guard<std::mutex> lock(backend_->mutex_);
     rows_time_ += rows * backend_->row_time_;

@@ -26,7 +26,7 @@ namespace logitd {
 // A device that is misused prints `what` and aborts.
 void Require(bool condition, const char* what);
 
-// Where a test holds the device or makes it fail. kUpload: Upload and Fill.
+// Where a test holds the device or makes it fail. kUpload: Upload, Fill and Gather.
 enum class FaultPoint { kAllocateDevice, kUpload, kOp, kWait };
 
 // Thread-safe.
@@ -37,6 +37,7 @@ class FakeBackend final : public Backend {
     std::string tags;  // as given to FakeStream::Run
     int64_t rows = 0;
     size_t uploaded_bytes = 0;
+    size_t gathered_bytes = 0;
   };
 
   explicit FakeBackend(DeviceInfo info = {.backend = "fake", .name = "fake"})
@@ -114,6 +115,8 @@ class FakeStream final : public Stream {
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override;
+  absl::Status Gather(absl::Span<const RowsCopy> copies) override;
+  absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override;
   absl::StatusOr<StreamTimes> Wait() override;
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
@@ -167,6 +170,7 @@ class FakeStream final : public Stream {
   std::unique_ptr<Stream> cpu_;
   Phase phase_ = kIdle;
   size_t uploaded_bytes_ = 0;
+  size_t gathered_bytes_ = 0;
   std::chrono::nanoseconds rows_time_{0};
   std::variant<SoftmaxTopKArgs, SampleArgs, VerifyArgs, AttentionSoftmaxArgs,
                AttentionSoftmaxBackwardArgs, CrossEntropyArgs, LinearTopKArgs, LinearSampleArgs,

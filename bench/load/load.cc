@@ -150,10 +150,11 @@ class SoftmaxCall final : public Call {
 template <typename Request, auto run>
 class RingCallOf final : public Call {
  public:
-  RingCallOf(Request request, std::string arena, absl::string_view payload,
+  RingCallOf(Request request, const Scenario& scenario, absl::string_view payload,
              client::RingOptions options)
       : request_(std::move(request)),
-        address_(std::move(arena)),
+        address_(scenario.arena),
+        kind_(scenario.arena_kind),
         payload_(payload),
         options_(options) {}
 
@@ -172,7 +173,8 @@ class RingCallOf final : public Call {
 
  private:
   struct Place {
-    std::unique_ptr<client::Arena> arena;
+    std::unique_ptr<client::Arena> rows;   // where the rows lie
+    std::unique_ptr<client::Arena> arena;  // of the ring; null: `rows`
     std::unique_ptr<client::Ring> ring;
     Request request;
   };
@@ -186,26 +188,37 @@ class RingCallOf final : public Call {
         return place;
       }
     }
-    const auto at = (static_cast<int64_t>(payload_.size()) + 63) / 64 * 64;
-    absl::StatusOr<std::unique_ptr<client::Arena>> arena =
-        client::Arena::Lease(address_, at + client::Ring::Bytes(options_));
-    if (!arena.ok()) return arena.status();
-    std::memcpy((*arena)->data(), payload_.data(), payload_.size());
-    absl::StatusOr<std::unique_ptr<client::Ring>> ring =
-        client::Ring::Open(arena->get(), at, options_);
-    if (!ring.ok()) return ring.status();
+    // One lease for both, or where the rows lie on a GPU, one of the host for the ring.
+    const bool together = kind_ == client::ArenaKind::kHost;
+    const auto end = (static_cast<int64_t>(payload_.size()) + 63) / 64 * 64;
+    const int64_t ring_bytes = client::Ring::Bytes(options_);
+    absl::StatusOr<std::unique_ptr<client::Arena>> lies =
+        client::Arena::Lease(address_, end + (together ? ring_bytes : 0), kind_);
+    if (!lies.ok()) return lies.status();
+    if (absl::Status status = (*lies)->Write(0, payload_); !status.ok()) return status;
     auto place = std::make_unique<Place>();
-    place->arena = *std::move(arena);
+    place->rows = *std::move(lies);
+    if (!together) {
+      absl::StatusOr<std::unique_ptr<client::Arena>> own =
+          client::Arena::Lease(address_, ring_bytes);
+      if (!own.ok()) return own.status();
+      place->arena = *std::move(own);
+    }
+    absl::StatusOr<std::unique_ptr<client::Ring>> ring =
+        together ? client::Ring::Open(place->rows.get(), end, options_)
+                 : client::Ring::Open(place->arena.get(), 0, options_);
+    if (!ring.ok()) return ring.status();
     place->ring = *std::move(ring);
     place->request = request_;
-    place->request.arena = place->arena.get();
+    place->request.arena = place->rows.get();
     auto& rows = request_.head.empty() ? place->request.logits : place->request.hidden;
-    rows = {absl::string_view(place->arena->data(), payload_.size())};
+    rows = {absl::string_view(place->rows->data(), payload_.size())};
     return place;
   }
 
   const Request request_;
   const std::string address_;
+  const client::ArenaKind kind_;
   const absl::string_view payload_;  // the request owns it
   const client::RingOptions options_;
   mutable absl::Mutex mutex_;
@@ -234,11 +247,11 @@ absl::StatusOr<Rows> MakeRows(const Scenario& scenario, const v1::Head* head) {
   rows.payload = RandomElements(rows.count * rows.width, rows.dtype);
   if (scenario.arena.empty() || scenario.ring) return rows;
   // Twice, for the answer of softmax.
-  absl::StatusOr<std::unique_ptr<client::Arena>> arena =
-      client::Arena::Lease(scenario.arena, 2 * static_cast<int64_t>(rows.payload->size()));
+  absl::StatusOr<std::unique_ptr<client::Arena>> arena = client::Arena::Lease(
+      scenario.arena, 2 * static_cast<int64_t>(rows.payload->size()), scenario.arena_kind);
   if (!arena.ok()) return arena.status();
   rows.arena = *std::move(arena);
-  std::memcpy(rows.arena->data(), rows.payload->data(), rows.payload->size());
+  if (absl::Status status = rows.arena->Write(0, *rows.payload); !status.ok()) return status;
   return rows;
 }
 
@@ -271,6 +284,7 @@ client::RingOptions RingFor(const Scenario& scenario) {
   return {.slots = 1,
           .entry_bytes = aligned(512 + 16 * scenario.rows),
           .answer_bytes = aligned(1024 + scenario.rows * (64 + 10 * int64_t{scenario.k})),
+          .spin = absl::Milliseconds(1),  // a decode loop has nothing else to do
           .priority = scenario.priority};
 }
 
@@ -286,7 +300,7 @@ absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
       auto request = RequestOf<client::TopKRequest>(*rows);
       request.params.add_k(static_cast<int32_t>(std::min<int64_t>(scenario.k, vocab)));
       if (scenario.ring) {
-        return std::make_unique<TopKRingCall>(std::move(request), scenario.arena, *rows->payload,
+        return std::make_unique<TopKRingCall>(std::move(request), scenario, *rows->payload,
                                               RingFor(scenario));
       }
       return std::make_unique<TopKCall>(std::move(request), bytes, std::move(rows->arena));
@@ -299,7 +313,7 @@ absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
         request.params.add_seed(static_cast<uint64_t>(row));
       }
       if (scenario.ring) {
-        return std::make_unique<SampleRingCall>(std::move(request), scenario.arena, *rows->payload,
+        return std::make_unique<SampleRingCall>(std::move(request), scenario, *rows->payload,
                                                 RingFor(scenario));
       }
       return std::make_unique<SampleCall>(std::move(request), bytes, std::move(rows->arena));

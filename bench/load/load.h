@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/arena.h"
 #include "client/options.h"
 #include "logitd/v1/types.pb.h"
 
@@ -51,6 +52,7 @@ struct Scenario {
   // Where the server leases memory ("unix:PATH"): rows lie there and are not sent. Empty: sent.
   // The answers of softmax go there too.
   std::string arena;
+  client::ArenaKind arena_kind = client::ArenaKind::kHost;
   // Calls go through rings of leased memory, a ring for each call in flight. With `arena`, in a
   // closed loop.
   bool ring = false;

@@ -146,6 +146,10 @@ void AddFlags(CLI::App* app, Flags* flags) {
           {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
   app->add_option("--arena", scenario.arena,
                   "unix:PATH, where the server leases memory: rows lie there and are not sent");
+  app->add_option("--arena-kind", scenario.arena_kind,
+                  "of --arena: host, or cuda, the memory of a GPU of this machine")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, client::ArenaKind>{
+          {"host", client::ArenaKind::kHost}, {"cuda", client::ArenaKind::kCuda}}));
   app->add_flag(
       "--ring", scenario.ring,
       "with --arena: topk and sample go through rings of leased memory, one for each call "

@@ -125,6 +125,9 @@ ordered_json Summarise(const Measured& measured) {
       {"stated_sizes", scenario.state_sizes},
       {"throttle", scenario.throttle},
       {"arena", !scenario.arena.empty()},
+      {"arena_kind", scenario.arena.empty()                            ? ""
+                     : scenario.arena_kind == client::ArenaKind::kCuda ? "cuda"
+                                                                       : "host"},
       {"ring", scenario.ring},
       {"rows", scenario.rows},
       {"vocab", scenario.vocab},

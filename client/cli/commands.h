@@ -23,7 +23,8 @@ struct InputFlags {
   std::string model = "demo/model";
   std::string head;   // of the server; with a text: the model's own, which gets its hidden states
   std::string arena;  // where the server leases memory; empty: the rows are sent
-  bool ring = false;  // with `arena`, of topk and sample: through a ring of it
+  std::string arena_kind = "host";  // of `arena`: host or cuda
+  bool ring = false;  // with `arena`, of topk and sample: through a ring of leased memory
 
   bool is_file() const { return !logits.empty() || !hidden.empty(); }
 };
@@ -99,6 +100,7 @@ struct LoadHeadFlags {
   std::string path;
   bool final_norm = false;
   int64_t vocab = 0;  // 0: what the model says
+  bool shard = false;
 };
 int RunLoadHead(const Session& session, const LoadHeadFlags& flags);
 int RunUnloadHead(const Session& session, const std::string& name);

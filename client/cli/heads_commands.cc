@@ -17,6 +17,7 @@ int RunLoadHead(const Session& session, const LoadHeadFlags& flags) {
   request.set_path(flags.path);
   request.set_final_norm(flags.final_norm);
   request.set_vocab(flags.vocab);
+  request.set_shard(flags.shard);
   absl::StatusOr<v1::Head> head = absl::UnknownError("");
   {
     Progress progress(flags.name);

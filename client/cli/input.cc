@@ -68,23 +68,35 @@ int NoArena(const Session& session, const absl::Status& status) {
   return kExitUnavailable;
 }
 
-absl::Status Input::MoveToArena(const std::string& address, bool with_ring) {
-  if (address.empty()) return absl::OkStatus();
+absl::Status Input::MoveToArena(const InputFlags& flags, bool with_ring) {
+  if (flags.arena.empty()) return absl::OkStatus();
+  const auto lease = [&flags](int64_t bytes, client::ArenaKind kind,
+                              std::unique_ptr<client::Arena>* leased) -> absl::Status {
+    if (*leased != nullptr && (*leased)->bytes() >= bytes) return absl::OkStatus();
+    absl::StatusOr<std::unique_ptr<client::Arena>> got =
+        client::Arena::Lease(flags.arena, bytes, kind);
+    if (got.ok()) *leased = *std::move(got);
+    return got.status();
+  };
   // Room for the largest request and the largest answer, one at a time.
   constexpr client::RingOptions kRing = {
       .slots = 1, .entry_bytes = kMaxRingSlotBytes, .answer_bytes = kMaxRingSlotBytes};
-  const auto ring_at = static_cast<int64_t>((payload.size() + 63) / 64 * 64);
-  const int64_t bytes = ring_at + (with_ring ? client::Ring::Bytes(kRing) : 0);
-  if (arena == nullptr || arena->bytes() < bytes) {
-    absl::StatusOr<std::unique_ptr<client::Arena>> lease = client::Arena::Lease(address, bytes);
-    if (!lease.ok()) return lease.status();
-    arena = *std::move(lease);
-  }
-  std::copy(payload.begin(), payload.end(), arena->data());
+  const int64_t ring_bytes = with_ring ? client::Ring::Bytes(kRing) : 0;
+  const bool on_host = flags.arena_kind != "cuda";
+  const auto end = static_cast<int64_t>((payload.size() + 63) / 64 * 64);
+  absl::Status status = on_host ? lease(end + ring_bytes, client::ArenaKind::kHost, &arena)
+                                : lease(end, client::ArenaKind::kCuda, &arena);
+  if (status.ok()) status = arena->Write(0, payload);
+  if (!status.ok()) return status;
   payload = {arena->data(), payload.size()};
   if (!with_ring) return absl::OkStatus();
+  if (!on_host) {  // a ring is in memory of the host
+    status = lease(ring_bytes, client::ArenaKind::kHost, &ring_arena);
+    if (!status.ok()) return status;
+  }
   absl::StatusOr<std::unique_ptr<client::Ring>> opened =
-      client::Ring::Open(arena.get(), ring_at, kRing);
+      on_host ? client::Ring::Open(arena.get(), end, kRing)
+              : client::Ring::Open(ring_arena.get(), 0, kRing);
   if (!opened.ok()) return opened.status();
   ring = *std::move(opened);
   return absl::OkStatus();

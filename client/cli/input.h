@@ -48,7 +48,8 @@ struct Input {
   std::vector<int32_t> tokens;                   // of the text
   std::string computed;                          // by the model
   std::unique_ptr<client::Arena> arena;          // with a copy of the payload; null: it is sent
-  std::unique_ptr<client::Ring> ring;            // of the arena; null: calls go over gRPC
+  std::unique_ptr<client::Arena> ring_arena;     // for the ring, where `arena` is on a GPU
+  std::unique_ptr<client::Ring> ring;            // null: calls go over gRPC
 
   std::vector<std::string> TextOf(absl::Span<const int32_t> ids) const {
     return cli::TextOf(model.get(), ids);
@@ -58,7 +59,7 @@ struct Input {
 
   // Copies the payload into memory that the server leases at `address`; with "" nothing is done.
   // `with_ring`: opens a ring there too. Errors as Arena::Lease and Ring::Open.
-  absl::Status MoveToArena(const std::string& address, bool with_ring = false);
+  absl::Status MoveToArena(const InputFlags& flags, bool with_ring = false);
 
   // Makes this the rows of a request.
   template <typename Params>

@@ -198,6 +198,16 @@ void AddArena(CLI::App* command, std::string* address,
   command->add_option("--arena", *address, help)->type_name("unix:PATH");
 }
 
+// After AddArena.
+void AddArenaKind(CLI::App* command, std::string* kind) {
+  command
+      ->add_option("--arena-kind", *kind,
+                   "the memory that is leased: the host's, or that of a GPU of this machine")
+      ->check(CLI::IsMember({"host", "cuda"}))
+      ->needs("--arena")
+      ->capture_default_str();
+}
+
 // Flags for where the rows come from, exactly one of `sources`.
 void AddInput(CLI::App* command, InputFlags* input, int sources, const char* head_help) {
   CLI::Option_group* group = command->add_option_group("input", "one of");
@@ -222,6 +232,7 @@ void AddInput(CLI::App* command, InputFlags* input, int sources, const char* hea
   CLI::Option* head = command->add_option("--head", input->head, head_help);
   if ((sources & kTextFile) == 0) head->excludes(logits);
   AddArena(command, &input->arena);
+  AddArenaKind(command, &input->arena_kind);
 }
 
 void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
@@ -287,6 +298,7 @@ void AddGenerate(CLI::App* app, Commands* commands) {
   command->add_option("--head", flags->input.head,
                       "a head of the server that is the model's; sends hidden states");
   AddArena(command, &flags->input.arena);
+  AddArenaKind(command, &flags->input.arena_kind);
   command->add_option("--tokens", flags->tokens, "how many to draw")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
@@ -376,6 +388,8 @@ void AddHeads(CLI::App* app, Commands* commands) {
                  "with the model's final RMSNorm: callers send states from before it");
   load->add_option("--vocab", flags->vocab, "rows to keep of a padded weight; 0: by the model")
       ->check(CLI::Range(0, 1 << 20));
+  load->add_flag("--shard", flags->shard,
+                 "cut the vocabulary over all devices, each of which holds a part");
   const auto [unload, unload_name] = AddCommand<std::string>(
       heads, commands, "unload",
       "Takes a head away from new calls; calls in flight keep it until they end.",

@@ -301,6 +301,10 @@ std::string Extras(const v1::Head& head) {
   if (head.stored_vocab() != head.vocab()) {
     extras.push_back(absl::StrFormat("of %d rows", head.stored_vocab()));
   }
+  if (head.shards_size() > 0) {
+    extras.push_back(
+        absl::StrFormat("%d shard%s", head.shards_size(), head.shards_size() == 1 ? "" : "s"));
+  }
   return extras.empty() ? "-" : absl::StrJoin(extras, ", ");
 }
 

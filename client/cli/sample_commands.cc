@@ -143,7 +143,7 @@ int RunSample(const Session& session, const SampleFlags& flags) {
     params->mutable_history()->Add(input->tokens.begin(), input->tokens.end());
   }
   client::SampleRequest request;
-  if (absl::Status moved = input->MoveToArena(flags.input.arena, flags.input.ring); !moved.ok()) {
+  if (absl::Status moved = input->MoveToArena(flags.input, flags.input.ring); !moved.ok()) {
     return NoArena(session, moved);
   }
   input->Fill(&request);
@@ -243,7 +243,7 @@ int RunGenerate(const Session& session, const GenerateFlags& flags) {
   const std::unique_ptr<client::SampleStream> stream = session.client().OpenSampleStream();
   for (int place = 0; place < flags.tokens; ++place) {
     input->SetRow(hidden, *head);
-    if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+    if (absl::Status moved = input->MoveToArena(flags.input); !moved.ok()) {
       return NoArena(session, moved);
     }
     input->Fill(&request);

@@ -151,7 +151,7 @@ int RunScore(const Session& session, const ScoreFlags& flags) {
     if (!head.ok()) return NoHead(session, head.status());
     RunModel(*head, &*input);
   }
-  if (absl::Status moved = input->MoveToArena(flags.input.arena); !moved.ok()) {
+  if (absl::Status moved = input->MoveToArena(flags.input); !moved.ok()) {
     return NoArena(session, moved);
   }
   input->Fill(&request);

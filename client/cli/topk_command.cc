@@ -47,7 +47,7 @@ int RunTopK(const Session& session, const TopKFlags& flags) {
     client::LanguageModel::State state = input->model->InitialState();
     input->SetRow(ReadTokens(*input->model, &state, input->tokens), *head);
   }
-  if (absl::Status moved = input->MoveToArena(flags.input.arena, flags.input.ring); !moved.ok()) {
+  if (absl::Status moved = input->MoveToArena(flags.input, flags.input.ring); !moved.ok()) {
     return NoArena(session, moved);
   }
   input->Fill(&request);

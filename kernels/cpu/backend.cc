@@ -76,6 +76,29 @@ class CpuStream : public Stream {
     return LinearCrossEntropyBackward(args.Backward());
   }
 
+  absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
+    return Timed([&] { cpu::LinearTopKPartial(args, *pool_, linear_scratch_, abandoned()); });
+  }
+  absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override {
+    return Timed([&] { cpu::TopKMerge(args, *pool_); });
+  }
+  absl::Status LinearSamplePartial(const LinearSamplePartialArgs& args) override {
+    return Timed([&] { cpu::LinearSamplePartial(args, *pool_, linear_scratch_, abandoned()); });
+  }
+  absl::Status LinearSampleMerge(const LinearSampleMergeArgs& args) override {
+    return Timed([&] { cpu::LinearSampleMerge(args, *pool_, linear_scratch_); });
+  }
+  absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args) override {
+    return Timed([&] { cpu::LinearCrossEntropyTargets(args, *pool_); });
+  }
+  absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args) override {
+    return Timed(
+        [&] { cpu::LinearCrossEntropyPartial(args, *pool_, linear_scratch_, abandoned()); });
+  }
+  absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args) override {
+    return Timed([&] { cpu::CrossEntropyMerge(args, *pool_); });
+  }
+
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
  private:

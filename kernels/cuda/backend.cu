@@ -1,16 +1,25 @@
 // The CUDA backend: pinned slabs with device mirrors, streams with an arena and four events.
 #include <cuda_runtime.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/gather.h"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/shared_memory.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
@@ -42,6 +51,16 @@ absl::Status ProbeClusters(const cudaDeviceProp& properties, bool& clusters) {
   return absl::OkStatus();
 }
 
+// Host memory is pinned in pieces that end at multiples of this, because the driver lets nothing else
+// run while it pins one: 9 ms. A copy stays within a piece.
+constexpr size_t kPinPieceBytes = size_t{32} << 20;
+constexpr absl::Duration kPinPause = absl::Milliseconds(1);
+
+// Bytes from `at` to the end of its piece.
+size_t LeftOfPiece(const std::byte* at) {
+  return kPinPieceBytes - reinterpret_cast<uintptr_t>(at) % kPinPieceBytes;
+}
+
 class CudaStream final : public Stream {
  public:
   static absl::StatusOr<std::unique_ptr<Stream>> Create(int device,
@@ -63,22 +82,62 @@ class CudaStream final : public Stream {
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    return ToStatus(cudaMemcpyAsync(slab.device + offset, slab.host + offset, bytes,
-                                    cudaMemcpyHostToDevice, stream_),
-                    "upload");
+    std::byte* const to = slab.device + offset;
+    const std::byte* const from = slab.host + offset;
+    if (KernelCopies(to, from, bytes)) {
+      uploads_.push_back(RowOf(to, from, bytes));  // for one launch with a Gather
+      return absl::OkStatus();
+    }
+    return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "upload");
   }
 
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-    return ToStatus(cudaMemcpyAsync(slab.host + offset, slab.device + offset, bytes,
-                                    cudaMemcpyDeviceToHost, stream_),
-                    "download");
+    std::byte* const to = slab.host + offset;
+    const std::byte* const from = slab.device + offset;
+    if (KernelCopies(to, from, bytes)) {
+      const RowsCopy row = RowOf(to, from, bytes);
+      return ToStatus(cuda::GatherRows({&row, 1}, stream_), "download");
+    }
+    return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "download");
   }
 
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
     return ToStatus(cudaMemcpyAsync(to, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
                     "fill");
+  }
+
+  absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    for (const RowsCopy& copy : copies) {
+      const auto apart = [&copy](const RowsCopy& upload) { return AreApart(copy, upload); };
+      // What an upload wrote there comes first.
+      if (!std::all_of(uploads_.begin(), uploads_.end(), apart)) {
+        LOGITD_RETURN_IF_ERROR(FlushUploads());
+      }
+    }
+    for (const RowsCopy& copy : copies) {
+      if (copy.from_device) {
+        uploads_.push_back(copy);
+        continue;
+      }
+      LOGITD_RETURN_IF_ERROR(ToStatus(CopyFromHost(copy), "gather from the host"));
+    }
+    return FlushUploads();
+  }
+
+  absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    while (bytes > 0) {
+      const size_t now = std::min(bytes, LeftOfPiece(to));
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cudaMemcpyAsync(to, from, now, cudaMemcpyDefault, stream_), "deliver"));
+      to += now;
+      from += now;
+      bytes -= now;
+    }
+    return absl::OkStatus();
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
@@ -147,6 +206,9 @@ class CudaStream final : public Stream {
   // An event marks the start of each phase.
   enum Phase { kUploading, kComputing, kDownloading, kDone, kPhases, kIdle = -1 };
   static constexpr absl::Duration kPollFor = absl::Microseconds(200);
+  // A copy engine takes some microseconds to begin. A kernel that reads or writes pinned memory takes
+  // less, up to about this size.
+  static constexpr size_t kKernelCopyBytes = size_t{16} << 10;
 
   explicit CudaStream(int device) : device_(device) {}
 
@@ -187,10 +249,71 @@ class CudaStream final : public Stream {
     return ToStatus(op(args, products_, scratch_, stream_), name);
   }
 
+  // Whether a kernel copies so many bytes between the sides of a slab.
+  static bool KernelCopies(const std::byte* to, const std::byte* from, size_t bytes) {
+    const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+    return bytes > 0 && bytes <= kKernelCopyBytes && odd % 2 == 0;
+  }
+  static RowsCopy RowOf(std::byte* to, const std::byte* from, size_t bytes) {
+    return {.from = from,
+            .from_stride = bytes,
+            .to = to,
+            .to_stride = bytes,
+            .row_bytes = bytes,
+            .rows = 1,
+            .from_device = true};
+  }
+
+  // Whether the copies write to places of their own, so that one launch may do both.
+  static bool AreApart(const RowsCopy& a, const RowsCopy& b) {
+    const auto end = [](const RowsCopy& copy) {
+      return copy.to + static_cast<size_t>(copy.rows - 1) * copy.to_stride + copy.row_bytes;
+    };
+    return end(a) <= b.to || end(b) <= a.to;
+  }
+
+  // Rows of pinned host memory, no copy across the border of two pieces.
+  cudaError_t CopyFromHost(const RowsCopy& copy) {
+    size_t row_bytes = copy.row_bytes;
+    auto rows = static_cast<size_t>(copy.rows);
+    if (copy.from_stride == row_bytes && copy.to_stride == row_bytes) {
+      row_bytes *= rows;  // one long row
+      rows = 1;
+    }
+    cudaError_t error = cudaSuccess;
+    for (size_t r = 0; r < rows && error == cudaSuccess;) {
+      std::byte* to = copy.to + r * copy.to_stride;
+      const std::byte* from = copy.from + r * copy.from_stride;
+      const size_t left = LeftOfPiece(from);
+      if (rows > 1 && row_bytes <= left) {  // as many rows as the piece has whole
+        const size_t whole = std::min(rows - r, (left - row_bytes) / copy.from_stride + 1);
+        error = cudaMemcpy2DAsync(to, copy.to_stride, from, copy.from_stride, row_bytes, whole,
+                                  cudaMemcpyHostToDevice, stream_);
+        r += whole;
+        continue;
+      }
+      for (size_t done = 0; done < row_bytes && error == cudaSuccess;) {
+        const size_t now = std::min(row_bytes - done, LeftOfPiece(from + done));
+        error = cudaMemcpyAsync(to + done, from + done, now, cudaMemcpyHostToDevice, stream_);
+        done += now;
+      }
+      ++r;
+    }
+    return error;
+  }
+
+  absl::Status FlushUploads() {
+    if (uploads_.empty()) return absl::OkStatus();
+    const cudaError_t error = cuda::GatherRows(uploads_, stream_);
+    uploads_.clear();
+    return ToStatus(error, "upload");
+  }
+
   // Records the events of every phase up to `phase` that has not begun yet. The device is set each
   // time: the thread may have used another device's stream in between.
   absl::Status Enter(Phase phase) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    if (phase > kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
     while (phase_ < phase) {
       phase_ = static_cast<Phase>(phase_ + 1);
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(events_[phase_], stream_), "record event"));
@@ -210,6 +333,7 @@ class CudaStream final : public Stream {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t events_[kPhases] = {};
   Phase phase_ = kIdle;
+  std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet
   cuda::Scratch scratch_;
   cuda::Products products_;
   absl::Status products_status_;  // not OK: cuBLASLt is missing; the answer of ops that need it
@@ -225,6 +349,8 @@ class CudaBackend final : public Backend {
     info_.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
     info_.pci_bus_id = absl::StrFormat("%08x:%02x:%02x.0", properties.pciDomainID,
                                        properties.pciBusID, properties.pciDeviceID);
+    static_assert(sizeof(properties.uuid) == sizeof(info_.uuid));
+    std::memcpy(info_.uuid.data(), &properties.uuid, sizeof(info_.uuid));
   }
 
   const DeviceInfo& device() const override { return info_; }
@@ -274,10 +400,94 @@ class CudaBackend final : public Backend {
     return CudaStream::Create(device_, properties_, use);
   }
 
+  absl::StatusOr<SharedDeviceMemory> AllocateShared(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    absl::StatusOr<SharedDeviceMemory> memory = cuda::AllocateShared(device_, bytes);
+    if (!memory.ok()) return memory.status();
+    if (absl::Status status = Clear(*memory); !status.ok()) {
+      close(memory->fd);
+      cuda::FreeShared(*memory);
+      return status;
+    }
+    return memory;
+  }
+
+  void FreeShared(const SharedDeviceMemory& memory) override {
+    cudaSetDevice(device_);
+    cuda::FreeShared(memory);
+  }
+
+  absl::Status WriteShared(std::byte* to, absl::Span<const std::byte> from) override {
+    return OnOwnStream([&](cudaStream_t stream) {
+      return cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream);
+    });
+  }
+
+  absl::Status PinHost(std::byte* data, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    for (size_t done = 0; done < bytes;) {
+      const size_t now = std::min(bytes - done, LeftOfPiece(data + done));
+      const cudaError_t error = cudaHostRegister(data + done, now, cudaHostRegisterPortable);
+      if (error != cudaSuccess) {
+        cudaGetLastError();
+        Unpin(data, done);
+        return absl::UnavailableError(absl::StrFormat(
+            "CUDA: %d bytes of host memory are not pinned: %s", bytes, cudaGetErrorString(error)));
+      }
+      done += now;
+      if (done < bytes) absl::SleepFor(kPinPause);
+    }
+    std::lock_guard lock(mutex_);
+    pinned_[data] = bytes;
+    return absl::OkStatus();
+  }
+
+  void UnpinHost(std::byte* data) override {
+    size_t bytes = 0;
+    {
+      std::lock_guard lock(mutex_);
+      bytes = pinned_[data];
+      pinned_.erase(data);
+    }
+    cudaSetDevice(device_);
+    Unpin(data, bytes);
+  }
+
  private:
+  static void Unpin(std::byte* data, size_t bytes) {
+    for (size_t done = 0; done < bytes;) {
+      if (done > 0) absl::SleepFor(kPinPause);
+      cudaHostUnregister(data + done);
+      done += std::min(bytes - done, LeftOfPiece(data + done));
+    }
+    cudaGetLastError();
+  }
+
+  // What the driver hands out again may hold what another client wrote.
+  absl::Status Clear(const SharedDeviceMemory& memory) {
+    return OnOwnStream(
+        [&](cudaStream_t stream) { return cudaMemsetAsync(memory.data, 0, memory.bytes, stream); });
+  }
+
+  // Enqueues on a stream of its own, and waits.
+  template <class Enqueue>
+  absl::Status OnOwnStream(const Enqueue& enqueue) {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    cudaStream_t stream = nullptr;
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "create stream"));
+    cudaError_t error = enqueue(stream);
+    const cudaError_t ended = cudaStreamSynchronize(stream);
+    if (error == cudaSuccess) error = ended;
+    cudaStreamDestroy(stream);
+    return ToStatus(error, "shared memory");
+  }
+
   const int device_;
   const cudaDeviceProp properties_;
   DeviceInfo info_;
+  std::mutex mutex_;
+  std::map<std::byte*, size_t> pinned_ ABSL_GUARDED_BY(mutex_);  // bytes of what PinHost has pinned
 };
 
 }  // namespace

@@ -41,7 +41,7 @@ prometheus::Counter* AddCounter(prometheus::Registry& registry, const char* name
   return &prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add({});
 }
 
-// One packet, with `fd` if it is not below 0. False: the peer does not take it.
+// One packet, with `text` or other bytes at its end, with `fd` if it is not below 0. False: the peer does not take it.
 bool Send(int socket, ArenaAnswer answer, absl::string_view text, int fd) {
   text = text.substr(0, kMaxArenaText);
   answer.text_bytes = static_cast<uint32_t>(text.size());
@@ -81,20 +81,24 @@ absl::Status CheckAsk(const ArenaAsk& ask, size_t bytes) {
     return absl::InvalidArgumentError(
         absl::StrFormat("arena: got a request of %d bytes, allowed %d", bytes, sizeof(ask)));
   }
-  if (ask.magic != kArenaMagic || ask.unused != 0) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "arena: got a request that begins with \"%s\" and has %d in its unused field, allowed "
-        "\"%s\" and 0",
-        absl::CHexEscape(absl::string_view(ask.magic.data(), ask.magic.size())), ask.unused,
-        absl::string_view(kArenaMagic.data(), kArenaMagic.size())));
+  if (ask.magic != kArenaMagic) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("arena: got a request that begins with \"%s\", allowed \"%s\"",
+                        absl::CHexEscape(absl::string_view(ask.magic.data(), ask.magic.size())),
+                        absl::string_view(kArenaMagic.data(), kArenaMagic.size())));
   }
   if (ask.version != kArenaVersion) {
     return absl::UnimplementedError(absl::StrFormat(
         "arena: got version %d of the protocol, allowed %d", ask.version, kArenaVersion));
   }
-  if (ask.kind != kHostArena) {
-    return absl::UnimplementedError(absl::StrFormat(
-        "arena: got kind %d, allowed %d: memory of the host", ask.kind, kHostArena));
+  if (ask.kind != kHostArena && ask.kind != kCudaArena) {
+    return absl::UnimplementedError(
+        absl::StrFormat("arena: got kind %d, allowed %d (memory of the host) or %d (of a GPU)",
+                        ask.kind, kHostArena, kCudaArena));
+  }
+  if (ask.kind == kHostArena && ask.device != 0) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "arena: got %d in the field device, allowed 0 for memory of the host", ask.device));
   }
   if (ask.bytes > static_cast<uint64_t>(INT64_MAX)) {
     return absl::InvalidArgumentError(
@@ -124,13 +128,16 @@ ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
       stop_fd_(stop_fd),
       open_(AddGauge(*registry_, "logitd_arena_leases", "Leased arenas.")),
       bytes_(AddGauge(*registry_, "logitd_arena_bytes",
-                      "Memory of arenas, also of ended leases that calls still use.")),
+                      "Host memory of arenas, also of ended leases that calls still use.")),
+      device_bytes_(AddGauge(*registry_, "logitd_arena_device_bytes",
+                             "Memory of arenas on all devices, also of ended leases that calls "
+                             "still use.")),
       opened_(AddCounter(*registry_, "logitd_arena_leases_total", "Arenas that were leased.")),
       refused_(AddCounter(*registry_, "logitd_arena_refused_total",
                           "Connections for a lease that got none.")),
       rings_open_(AddGauge(*registry_, "logitd_arena_rings", "Open rings.")),
       rings_opened_(AddCounter(*registry_, "logitd_arena_rings_total", "Rings that were opened.")) {
-  AddGauge(*registry_, "logitd_arena_bytes_limit", "Most memory of all arenas.")
+  AddGauge(*registry_, "logitd_arena_bytes_limit", "Most host memory of all arenas.")
       ->Set(static_cast<double>(leases_->limits().max_bytes));
   thread_ = std::thread([this] { Run(); });
 }
@@ -287,6 +294,12 @@ absl::Status ArenaServer::OpenRing(Peer& peer, const RingAsk& ask, size_t bytes)
   const absl::string_view id(reinterpret_cast<const char*>(peer.lease->data()), peer.lease->size());
   absl::StatusOr<std::shared_ptr<const Arena>> arena = leases_->Find({id.data(), id.size()});
   if (!arena.ok()) return arena.status();
+  if ((*arena)->on_device()) {
+    return absl::InvalidArgumentError(
+        "ring: got a lease of a GPU's memory, allowed one of the host; rows of the ring's calls "
+        "may "
+        "lie in both");
+  }
   if (absl::Status status = CheckRing(ask, bytes, (*arena)->bytes()); !status.ok()) return status;
   absl::MutexLock lock(&rings_mutex_);
   if (rings_ == nullptr) {
@@ -302,11 +315,17 @@ absl::Status ArenaServer::OpenRing(Peer& peer, const RingAsk& ask, size_t bytes)
 
 absl::Status ArenaServer::GiveLease(Peer& peer, const ArenaAsk& ask, size_t bytes) {
   if (absl::Status status = CheckAsk(ask, bytes); !status.ok()) return status;
-  const absl::StatusOr<Leases::Lease> lease = leases_->Open(static_cast<int64_t>(ask.bytes));
+  const auto wanted = static_cast<int64_t>(ask.bytes);
+  const absl::StatusOr<Leases::Lease> lease =
+      ask.kind == kCudaArena ? leases_->OpenOnDevice(ask.device, wanted) : leases_->Open(wanted);
   if (!lease.ok()) return lease.status();
   peer.lease = lease->id;
   const ArenaAnswer answer = {.bytes = static_cast<uint64_t>(lease->bytes), .lease = lease->id};
-  const bool sent = Send(peer.fd, answer, "", lease->fd);
+  absl::string_view rest;
+  if (lease->device.has_value()) {
+    rest = absl::string_view(reinterpret_cast<const char*>(&*lease->device), sizeof(ArenaDevice));
+  }
+  const bool sent = Send(peer.fd, answer, rest, lease->fd);
   const int error = errno;
   close(lease->fd);
   // ETOOMANYREFS: other peers have left the descriptors unread that were sent to them.
@@ -316,8 +335,9 @@ absl::Status ArenaServer::GiveLease(Peer& peer, const ArenaAsk& ask, size_t byte
   }
   opened_->Increment();
   log::Limited(log::Source::kArenas, spdlog::level::info,
-               "arena: {} bytes leased to pid {}, uid {}", lease->bytes, peer.user.pid,
-               peer.user.uid);
+               "arena: {} bytes{} leased to pid {}, uid {}", lease->bytes,
+               lease->device.has_value() ? absl::StrCat(" of device ", lease->device->number) : "",
+               peer.user.pid, peer.user.uid);
   return absl::OkStatus();
 }
 
@@ -348,6 +368,7 @@ void ArenaServer::EndPeer(Peer& peer) {
 void ArenaServer::ShowLeases() {
   open_->Set(static_cast<double>(leases_->leases()));
   bytes_->Set(static_cast<double>(leases_->bytes()));
+  device_bytes_->Set(static_cast<double>(leases_->device_bytes()));
   absl::MutexLock lock(&rings_mutex_);
   rings_open_->Set(rings_ == nullptr ? 0 : rings_->open());
 }

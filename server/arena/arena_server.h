@@ -45,7 +45,8 @@ struct ArenaServerOptions {
 // A lease may have a ring (ring.h), which ends with it.
 //
 // Counters  logitd_arena_leases_total, logitd_arena_refused_total, logitd_arena_rings_total
-// Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit, logitd_arena_rings
+// Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit,
+//           logitd_arena_device_bytes, logitd_arena_rings
 class ArenaServer {
  public:
   // `leases` outlives the server. UNAVAILABLE: cannot listen there.
@@ -91,6 +92,7 @@ class ArenaServer {
   const int stop_fd_;
   prometheus::Gauge* open_;
   prometheus::Gauge* bytes_;
+  prometheus::Gauge* device_bytes_;
   prometheus::Counter* opened_;
   prometheus::Counter* refused_;
   prometheus::Gauge* rings_open_;

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -26,6 +27,11 @@ constexpr unsigned kNoExec = MFD_NOEXEC_SEAL;
 #else
 constexpr unsigned kNoExec = 0x0008;  // of newer headers
 #endif
+
+// Devices hand out memory in such units.
+constexpr int64_t kDeviceUnit = int64_t{2} << 20;
+
+int64_t WholeUnits(int64_t bytes) { return (bytes + kDeviceUnit - 1) / kDeviceUnit * kDeviceUnit; }
 
 int64_t WholePages(int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
@@ -52,9 +58,37 @@ int MakeFile() {
   return fd < 0 && errno == EINVAL ? memfd_create("logitd-arena", kFlags) : fd;
 }
 
+// A file's pages, mapped, where devices can copy from them.
+struct PinnedPages {
+  std::byte* data = nullptr;
+  std::shared_ptr<const void> pin;
+};
+
+// Gives the file all its pages and pins them. Before the client has the file: nothing that it does
+// can then make this wait, or take memory later. RESOURCE_EXHAUSTED: there are no pages. Null
+// pages: they cannot be pinned.
+absl::StatusOr<PinnedPages> PinPages(int fd, int64_t bytes, ArenaDevices* devices) {
+  int failed = fallocate(fd, 0, 0, bytes);
+  while (failed != 0 && errno == EINTR) failed = fallocate(fd, 0, 0, bytes);
+  if (failed != 0) return NoMemory("there are no pages", bytes, errno);
+  const auto size = static_cast<size_t>(bytes);
+  void* const pages = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (pages == MAP_FAILED) return NoMemory("it cannot be mapped", bytes, errno);
+  madvise(pages, size, MADV_DONTFORK);
+  PinnedPages pinned = {.data = static_cast<std::byte*>(pages), .pin = nullptr};
+  pinned.pin = devices->Pin(pinned.data, bytes);
+  if (pinned.pin != nullptr) return pinned;
+  munmap(pages, size);
+  return PinnedPages{};
+}
+
 }  // namespace
 
-Arena::~Arena() { close(fd_); }
+Arena::~Arena() {
+  pin_.reset();
+  if (pages_ != nullptr) munmap(pages_, static_cast<size_t>(bytes_));
+  if (fd_ >= 0) close(fd_);
+}
 
 void Arena::Read(int64_t offset, absl::Span<const absl::Span<std::byte>> to) const {
   std::array<iovec, IOV_MAX> parts;
@@ -79,6 +113,7 @@ void Arena::Read(int64_t offset, absl::Span<const absl::Span<std::byte>> to) con
 }
 
 absl::Status Arena::Write(int64_t offset, absl::Span<const std::byte> from) const {
+  if (on_device()) return device_memory_->Write(offset, from);
   while (!from.empty()) {
     const ssize_t put = pwrite(fd_, from.data(), from.size(), offset);
     if (put < 0 && errno == EINTR) continue;
@@ -93,10 +128,15 @@ absl::Status Arena::Write(int64_t offset, absl::Span<const std::byte> from) cons
   return absl::OkStatus();
 }
 
-Leases::Leases(LeaseLimits limits)
-    : limits_({.max_bytes = WholePages(limits.max_bytes), .max_leases = limits.max_leases}) {}
+Leases::Leases(LeaseLimits limits, ArenaDevices* devices)
+    : limits_({.max_bytes = WholePages(limits.max_bytes),
+               .max_leases = limits.max_leases,
+               .max_device_bytes = WholeUnits(limits.max_device_bytes)}),
+      devices_(devices),
+      device_bytes_(devices == nullptr ? 0 : static_cast<size_t>(devices->count())) {}
 
-absl::Status Leases::CheckRoom(int64_t bytes) const {
+// Whether there may be one lease more.
+absl::Status Leases::CheckDoor() const {
   if (draining_) {
     return absl::UnavailableError("arena: the server is shutting down; lease from another one");
   }
@@ -106,11 +146,33 @@ absl::Status Leases::CheckRoom(int64_t bytes) const {
         absl::StrFormat("arena: got one lease more than the %d in use, allowed %d (--max-leases)",
                         leases, limits_.max_leases));
   }
+  return absl::OkStatus();
+}
+
+absl::Status Leases::CheckRoom(int64_t bytes) const {
+  if (absl::Status status = CheckDoor(); !status.ok()) return status;
   if (bytes > limits_.max_bytes - bytes_) {
     return absl::ResourceExhaustedError(absl::StrFormat(
         "arena: got %d bytes to lease, allowed %d: %d of %d (--max-arena-bytes) are leased", bytes,
         limits_.max_bytes - bytes_, bytes_, limits_.max_bytes));
   }
+  return absl::OkStatus();
+}
+
+void Leases::Count(const Arena& arena, int sign) {
+  const int64_t bytes = sign * arena.bytes();
+  if (arena.on_device()) {
+    device_bytes_[static_cast<size_t>(arena.device())] += bytes;
+    return;
+  }
+  bytes_ += bytes;
+  if (arena.address() != nullptr) pinned_bytes_ += bytes;
+}
+
+absl::Status Leases::Add(const LeaseId& id, std::shared_ptr<const Arena> arena) {
+  if (absl::Status status = CheckDoor(); !status.ok()) return status;  // a drain may have begun
+  Count(*arena, 1);
+  leases_.emplace(id, std::move(arena));
   return absl::OkStatus();
 }
 
@@ -121,8 +183,11 @@ absl::StatusOr<Leases::Lease> Leases::Open(int64_t bytes) {
                         limits_.max_bytes));
   }
   bytes = WholePages(bytes);
-  absl::MutexLock lock(&mutex_);
-  if (absl::Status status = CheckRoom(bytes); !status.ok()) return status;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (absl::Status status = CheckRoom(bytes); !status.ok()) return status;
+  }
+  // Without the lock: requests look for their leases meanwhile.
   Lease lease = {.id = {}, .bytes = bytes, .fd = -1};
   if (absl::Status status = FillRandom(&lease.id); !status.ok()) return status;
   const int fd = MakeFile();
@@ -132,11 +197,82 @@ absl::StatusOr<Leases::Lease> Leases::Open(int64_t bytes) {
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return NoMemory("it cannot be sealed", bytes, errno);
   }
+  absl::StatusOr<PinnedPages> pinned = PinnedPages{};
+  if (devices_ != nullptr && devices_->pins()) pinned = PinPages(fd, bytes, devices_);
+  if (!pinned.ok()) return pinned.status();
+  std::move(close_fd).Cancel();
+  auto arena = std::make_shared<const Arena>(fd, bytes, pinned->data, std::move(pinned->pin));
   lease.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (lease.fd < 0) return NoMemory("there is no descriptor for it", bytes, errno);
+  absl::MutexLock lock(&mutex_);
+  if (absl::Status status = Add(lease.id, std::move(arena)); !status.ok()) {
+    close(lease.fd);
+    return status;
+  }
+  return lease;
+}
+
+absl::StatusOr<int> Leases::ChooseDevice(uint32_t asked) const {
+  int chosen = -1;
+  for (int device = 0; device < devices_->count(); ++device) {
+    if (devices_->lost(device)) continue;
+    if (asked != 0) {
+      if (asked - 1 == devices_->number(device)) return device;
+    } else if (chosen < 0 || device_bytes_[static_cast<size_t>(device)] <
+                                 device_bytes_[static_cast<size_t>(chosen)]) {
+      chosen = device;
+    }
+  }
+  if (chosen >= 0) return chosen;
+  if (asked == 0) return absl::UnavailableError("arena: the server has no device left");
+  return absl::NotFoundError(
+      absl::StrFormat("arena: got device %d, allowed a device that serves here", asked - 1));
+}
+
+absl::StatusOr<Leases::Lease> Leases::OpenOnDevice(uint32_t asked, int64_t bytes) {
+  if (devices_ == nullptr || devices_->count() == 0) {
+    return absl::UnimplementedError(absl::StrFormat(
+        "arena: got kind %d (memory of a GPU), allowed %d (memory of the host): the server has no "
+        "CUDA device",
+        kCudaArena, kHostArena));
+  }
+  if (bytes < 1 || bytes > limits_.max_device_bytes) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("arena: got %d bytes of a GPU to lease, allowed 1..%d "
+                        "(--max-device-arena-bytes)",
+                        bytes, limits_.max_device_bytes));
+  }
+  bytes = WholeUnits(bytes);
+  int device = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (absl::Status status = CheckDoor(); !status.ok()) return status;
+    const absl::StatusOr<int> chosen = ChooseDevice(asked);
+    if (!chosen.ok()) return chosen.status();
+    device = *chosen;
+    const int64_t leased = device_bytes_[static_cast<size_t>(device)];
+    if (bytes > limits_.max_device_bytes - leased) {
+      return absl::ResourceExhaustedError(
+          absl::StrFormat("arena: got %d bytes of device %d to lease, allowed %d: %d of %d "
+                          "(--max-device-arena-bytes) are leased",
+                          bytes, devices_->number(device), limits_.max_device_bytes - leased,
+                          leased, limits_.max_device_bytes));
+    }
+  }
+  absl::StatusOr<std::unique_ptr<DeviceArena>> memory = devices_->Make(device, bytes);
+  if (!memory.ok()) return memory.status();
+  Lease lease = {.id = {},
+                 .bytes = (*memory)->bytes(),
+                 .fd = (*memory)->TakeDescriptor(),
+                 .device = (*memory)->description()};
+  absl::Cleanup close_fd = [&lease] { close(lease.fd); };
+  if (absl::Status status = FillRandom(&lease.id); !status.ok()) return status;
+  absl::MutexLock lock(&mutex_);
+  if (absl::Status status = Add(lease.id, std::make_shared<const Arena>(*std::move(memory)));
+      !status.ok()) {
+    return status;
+  }
   std::move(close_fd).Cancel();
-  leases_.emplace(lease.id, std::make_shared<const Arena>(fd, bytes));
-  bytes_ += bytes;
   return lease;
 }
 
@@ -156,7 +292,7 @@ bool Leases::FreeEnded() {
                                     [](const auto& arena) { return arena.use_count() > 1; });
   unused.assign(std::make_move_iterator(first), std::make_move_iterator(ended_.end()));
   ended_.erase(first, ended_.end());
-  for (const auto& arena : unused) bytes_ -= arena->bytes();
+  for (const auto& arena : unused) Count(*arena, -1);
   return !ended_.empty();
 }
 
@@ -179,6 +315,16 @@ void Leases::BeginDrain() {
 int64_t Leases::bytes() const {
   absl::MutexLock lock(&mutex_);
   return bytes_;
+}
+
+int64_t Leases::device_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return std::accumulate(device_bytes_.begin(), device_bytes_.end(), int64_t{0});
+}
+
+int64_t Leases::pinned_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return pinned_bytes_;
 }
 
 int Leases::leases() const {

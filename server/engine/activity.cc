@@ -32,12 +32,13 @@ void Activity::Remove(int stream) {
   streams_[static_cast<size_t>(stream)].removed = true;
 }
 
-void Activity::Begin(int stream, const OpTraits* op, int64_t now_ns) {
+void Activity::Begin(int stream, const OpTraits* op, int64_t now_ns, int as_many) {
   const auto index = static_cast<size_t>(std::find(ops_.begin(), ops_.end(), op) - ops_.begin());
   MutexLock lock(mutex_);
   Running& running = streams_[static_cast<size_t>(stream)];
   running.op = index;
   running.begun_ns = now_ns;
+  running.as_many = as_many;
 }
 
 void Activity::End(int stream, int64_t rows, int64_t now_ns) {
@@ -46,7 +47,7 @@ void Activity::End(int stream, int64_t rows, int64_t now_ns) {
   Running& running = streams_[static_cast<size_t>(stream)];
   Means& means = means_[running.op];
   means.rows += static_cast<double>(rows);
-  means.busy += WeightOfLast(now_ns - running.begun_ns);
+  means.busy += running.as_many * WeightOfLast(now_ns - running.begun_ns);
   running.begun_ns = 0;
 }
 
@@ -61,14 +62,15 @@ Activity::View Activity::Read(int64_t now_ns) const {
   for (size_t i = 0; i < ops_.size(); ++i) {
     double busy = means_[i].busy * left;
     for (const Running& running : streams_) {
-      if (running.begun_ns != 0 && running.op == i) busy += WeightOfLast(now_ns - running.begun_ns);
+      if (running.begun_ns == 0 || running.op != i) continue;
+      busy += running.as_many * WeightOfLast(now_ns - running.begun_ns);
     }
     view.ops.push_back({.op = ops_[i]->name,
                         .rows_per_s = means_[i].rows * left / absl::ToDoubleSeconds(kMemory),
                         .busy = busy / streams});
     view.busy += view.ops.back().busy;
   }
-  view.busy = std::min(view.busy, 1.0);  // rounding
+  view.busy = std::min(view.busy, 1.0);  // rounding, and slices beside one that counts as all
   return view;
 }
 

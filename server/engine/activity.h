@@ -38,8 +38,9 @@ class Activity {
   // Stream `stream` is out for good: it counts no longer.
   void Remove(int stream);
 
-  // Stream `stream` begins a slice of `op`, or ends it after `rows` rows.
-  void Begin(int stream, const OpTraits* op, int64_t now_ns);
+  // Stream `stream` begins a slice of `op`, or ends it after `rows` rows. `as_many`: the streams that
+  // the slice counts as, in View::busy.
+  void Begin(int stream, const OpTraits* op, int64_t now_ns, int as_many = 1);
   void End(int stream, int64_t rows, int64_t now_ns);
 
   View Read(int64_t now_ns) const;
@@ -51,6 +52,7 @@ class Activity {
   struct Running {
     size_t op = 0;
     int64_t begun_ns = 0;  // 0: it runs no slice
+    int as_many = 1;
     bool removed = false;
   };
   struct Means {

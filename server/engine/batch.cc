@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "absl/strings/str_format.h"
+#include "server/engine/heads.h"
 
 namespace logitd::engine {
 namespace {
@@ -33,6 +34,8 @@ size_t ParamBytes(const OpTraits& op) {
 }
 
 }  // namespace
+
+bool IsSharded(const BatchKey& key) { return key.head != nullptr && key.head->sharded(); }
 
 JobSize SizeOfJob(const JobSpec& spec) {
   JobSize size;

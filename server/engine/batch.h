@@ -117,6 +117,7 @@ struct Batch {
   std::byte* memory = nullptr;  // of that device; given back after the last slice
   State state = State::kFree;
   BatchKey key;
+  bool sharded = false;  // IsSharded(key); also where the head is gone
   KeyQueue* queue = nullptr;
   Urgency urgency;         // the least of its jobs; later slices start later
   double weight = 0;       // sum over its callers

@@ -27,7 +27,7 @@ constexpr int64_t kMaxBriefCopyBytes = int64_t{1} << 20;
 
 size_t Batcher::KeyHash::operator()(const KindKey& kind) const {
   const BatchKey& key = kind.key;
-  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head, kind.priority);
+  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head, key.device, kind.priority);
 }
 
 void Batcher::JobList::PushBack(Job* job) {
@@ -102,7 +102,7 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
   {
     MutexLock lock(mutex_);
     ++unfinished_;
-    if (closed_) {
+    if (closed_ || IsLost(spec.key)) {
       place.state = Job::Place::State::kDone;
       place.why = absl::StatusCode::kUnavailable;
       ended.PushBack(job);
@@ -188,6 +188,12 @@ KeyQueue* Batcher::Arrive(Job* job) {
   return place.queue;
 }
 
+// Whether the only device that can run jobs of this key is lost.
+bool Batcher::IsLost(const BatchKey& key) const {
+  return (key.device != kAnyDevice && devices_[static_cast<size_t>(key.device)].lost) ||
+         (IsSharded(key) && SomeDeviceIsLost());
+}
+
 bool Batcher::IsUsable(const Batch& batch) const {
   return !devices_[static_cast<size_t>(batch.home)].lost;
 }
@@ -236,6 +242,7 @@ bool Batcher::MayOpen(const Job& job) const {
 void Batcher::Open(Batch* batch, KeyQueue* queue, const Job& first) {
   batch->state = Batch::State::kOpen;
   batch->key = queue->kind->key.key;
+  batch->sharded = IsSharded(batch->key);
   batch->queue = queue;
   batch->urgency = first.place_.urgency;
   batch->weight = 0;

@@ -87,10 +87,15 @@ struct Kind {
 //
 // Devices. A batch gathers in host memory, which all devices can read, and belongs to none. The first
 // stream that is free takes it, whichever device it is of, and gives it some of its device's memory.
-// From then on only streams of that device run its slices. Where the system has several nodes, a
+// From then on only streams of that device run its slices. A batch whose key names a device
+// (BatchKey::device) is taken by that one only. Where the system has several nodes, a
 // device prefers batches whose host memory is near, as if they had arrived one slice earlier.
 // A lost device runs nothing; the slabs that are near it are not used again, so that work that has
 // not begun always finds memory on a device.
+//
+// Sharded heads. A batch on one runs on all devices together, and counts as work of the first. One
+// slice of them runs at a time. So a batch on one is sealed only when that turn is free. When any
+// device is lost, all work on sharded heads ends.
 //
 // Slices. A batch that ran a slice waits for its next one like any other batch, as if its work had
 // arrived later by what it has had. Between slices jobs end whose caller has left, whose deadline
@@ -149,9 +154,10 @@ class Batcher {
   // For the timer thread: ends waiting jobs whose deadline has passed, until Stop.
   void ExpireLoop();
 
-  // From here on `device` runs nothing. Jobs of its batches that have begun end with UNAVAILABLE and
-  // `message`: now, or after the slice that they are in, unless that is their last. Other work is
-  // not affected. Not for the last device: see Close.
+  // From here on `device` runs nothing. Jobs of its batches that have begun, those that only it can
+  // run, and all on sharded heads, end with UNAVAILABLE and `message`: now, or after the slice that
+  // they are in, unless that
+  // is their last. Other work is not affected. Not for the last device: see Close.
   void Lose(int device, std::string_view message);
 
   // From here on every job ends with UNAVAILABLE and `message`: now, or after the slice that it is
@@ -205,6 +211,7 @@ class Batcher {
 
   bool Fits(const Batch& batch, const JobSpec& spec) const;
   Kind* KindOf(const KindKey& key) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsLost(const BatchKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsUsable(const Batch& batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* FreeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayOpen(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -223,13 +230,19 @@ class Batcher {
   void Drop(Job* job, absl::StatusCode why, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ExpireRunning(Batch& batch, absl::StatusCode why, absl::Time due_by)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ForEachWaiting(absl::FunctionRef<void(Job*)> visit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropLost(JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Copy(Job* job, std::byte* to, size_t row_stride, bool brief);
   void End(JobList& ended);
   bool IsDue(const Batch& batch, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool SomeDeviceIsLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasTurn(const Batch& batch, const Device& device) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int StreamsThatMayBegin(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsFor(const Batch& batch, const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayRun(const Batch& batch, const Device& device, int64_t now_ns) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool ComesFirst(const Batch& a, const Batch& b, const Device& device) const
@@ -275,6 +288,7 @@ class Batcher {
   int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // submitted, Done has not returned
   int64_t open_jobs_ ABSL_GUARDED_BY(mutex_) = 0;   // in a batch that does not run yet
   int64_t kept_ ABSL_GUARDED_BY(mutex_) = 0;        // slabs
+  bool sharding_ ABSL_GUARDED_BY(mutex_) = false;   // a slice on a sharded head runs
   int slow_ ABSL_GUARDED_BY(mutex_) = 0;            // slices that may take longer than kSlowSlice
   // The device whose idle stream polls wakes_, and the one whose idle stream was woken for a brief
   // copy; null: none.

@@ -68,7 +68,8 @@ void Batcher::EndBetweenSlices(Batch* batch, JobList& ended) {
   const absl::Time now =
       batch->first_deadline == absl::InfiniteFuture() ? absl::InfinitePast() : absl::Now();
   const bool late = batch->first_deadline <= now || batch->abandoned;
-  const bool closed = closed_ || devices_[static_cast<size_t>(batch->device)].lost;
+  const bool closed = closed_ || devices_[static_cast<size_t>(batch->device)].lost ||
+                      (batch->sharded && SomeDeviceIsLost());
   if (!closed && !late && batch->gone == 0) return;
   batch->gone = 0;
   batch->first_deadline = absl::InfiniteFuture();
@@ -102,11 +103,30 @@ void Batcher::ExpireRunning(Batch& batch, absl::StatusCode why, absl::Time due_b
   }
 }
 
+// Calls visit for every job that waits for a slab or is in a batch that does not run. It may drop the
+// job; that may free a slab, and so move other jobs to a place this pass has already seen.
+void Batcher::ForEachWaiting(absl::FunctionRef<void(Job*)> visit) {
+  for (Job* job = pending_.first; job != nullptr;) {
+    Job* next = job->place_.next;
+    visit(job);
+    job = next;
+  }
+  for (Batch& batch : batches_) {
+    if (batch.state == Batch::State::kRunning || batch.state == Batch::State::kFree ||
+        batch.state == Batch::State::kKept) {
+      continue;
+    }
+    for (size_t i = 0; i < batch.slots.size(); ++i) {
+      if (batch.slots[i].job != nullptr) visit(batch.slots[i].job);
+    }
+  }
+}
+
 // Drops every waiting job whose deadline is not after `due_by`, and finds the next deadline of the
 // other jobs.
 void Batcher::DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended) {
   bool again = true;
-  while (again) {  // a drop may free a slab and so move jobs to a place this pass has already seen
+  while (again) {  // see ForEachWaiting
     again = false;
     next_expiry_ = absl::InfiniteFuture();
     const auto visit = [&](Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -118,20 +138,10 @@ void Batcher::DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended) {
         next_expiry_ = std::min(next_expiry_, deadline);
       }
     };
-    for (Job* job = pending_.first; job != nullptr;) {
-      Job* next = job->place_.next;
-      visit(job);
-      job = next;
-    }
     for (Batch& batch : batches_) {
-      if (batch.state == Batch::State::kRunning) {
-        ExpireRunning(batch, why, due_by);
-      } else if (batch.state != Batch::State::kFree && batch.state != Batch::State::kKept) {
-        for (size_t i = 0; i < batch.slots.size(); ++i) {
-          if (batch.slots[i].job != nullptr) visit(batch.slots[i].job);
-        }
-      }
+      if (batch.state == Batch::State::kRunning) ExpireRunning(batch, why, due_by);
     }
+    ForEachWaiting(visit);
   }
   // The dropped copy may be the last one that a sealed batch waited for.
   SealAndWake();
@@ -205,6 +215,16 @@ void Batcher::ExpireLoop() {
   mutex_.Unlock();
 }
 
+// Drops every waiting job that no device can run any more.
+void Batcher::DropLost(JobList& ended) {
+  std::vector<Job*> lost;
+  ForEachWaiting([&](Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (IsLost(job->spec().key)) lost.push_back(job);
+  });
+  // A job that moves from the list to a batch meanwhile is still the same job.
+  for (Job* job : lost) Drop(job, absl::StatusCode::kUnavailable, ended);
+}
+
 void Batcher::Lose(int index, std::string_view message) {
   JobList ended;
   {
@@ -214,10 +234,11 @@ void Batcher::Lose(int index, std::string_view message) {
     --devices_left_;
     lost_message_ = std::string(message);
     for (Batch& batch : batches_) {
-      if (batch.device == index && batch.state == Batch::State::kPaused) {
+      if (batch.state == Batch::State::kPaused && (batch.device == index || batch.sharded)) {
         EndBetweenSlices(&batch, ended);
       }
     }
+    DropLost(ended);
     device.wake.SignalAll();
     SealAndWake();
     if (metrics_ != nullptr) {

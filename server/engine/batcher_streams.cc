@@ -1,6 +1,7 @@
 // Which batch a stream runs next, and which stream is woken for a batch.
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "absl/time/clock.h"
 #include "server/engine/batcher.h"
@@ -12,6 +13,13 @@ namespace logitd::engine {
 bool Batcher::IsDue(const Batch& batch, int64_t now_ns) const {
   return max_batch_delay_ns_ == 0 || pending_.first != nullptr ||
          now_ns - batch.opened_ns >= max_batch_delay_ns_;
+}
+
+bool Batcher::SomeDeviceIsLost() const { return devices_left_ < static_cast<int>(devices_.size()); }
+
+// Whether the batch may run on the device as far as sharded heads go: see "Sharded heads".
+bool Batcher::HasTurn(const Batch& batch, const Device& device) const {
+  return !batch.sharded || (&device == &devices_.front() && !sharding_);
 }
 
 // Idle streams of the device that no batch between two slices waits for, and that have memory for a
@@ -37,10 +45,20 @@ void Batcher::SealForIdleStreams() {
   for (const Device& device : devices_) streams += StreamsThatMayBegin(device);
   if (streams == 0) return;
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+  // A batch that only a busy device can run takes no idle stream.
+  const auto can_begin = [this](const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const int device = batch.key.device;
+    return device == kAnyDevice || StreamsThatMayBegin(devices_[static_cast<size_t>(device)]) > 0;
+  };
   int ready = 0;
   int sealed = 0;
+  // Whether the turn of sharded heads is free. Their batches that wait for it are not counted: no
+  // idle stream could take them.
+  bool turn = !sharding_ && StreamsThatMayBegin(devices_.front()) > 0;
   for (const Batch& batch : batches_) {
-    if (batch.state != Batch::State::kSealed) continue;
+    if (batch.sharded && batch.state == Batch::State::kPaused) turn = false;
+    if (batch.state != Batch::State::kSealed || !can_begin(batch)) continue;
+    if (batch.sharded && !std::exchange(turn, false)) continue;
     ++sealed;
     if (batch.copying == 0) ++ready;
   }
@@ -49,13 +67,14 @@ void Batcher::SealForIdleStreams() {
       Batch* first = nullptr;
       for (Batch& batch : batches_) {
         if (batch.state == Batch::State::kOpen && batch.copied > 0 && batch.live > 0 &&
-            (batch.copying == 0) == complete && IsDue(batch, now_ns) &&
-            (first == nullptr || batch.urgency < first->urgency)) {
+            (batch.copying == 0) == complete && IsDue(batch, now_ns) && can_begin(batch) &&
+            (turn || !batch.sharded) && (first == nullptr || batch.urgency < first->urgency)) {
           first = &batch;
         }
       }
       if (first == nullptr) break;
       Seal(first);
+      if (first->sharded) turn = false;
       ++sealed;
       if (complete) ++ready;
     }
@@ -71,11 +90,18 @@ bool Batcher::IsSlow(const Batch& batch) const {
   return static_cast<double>(rows) * row_ns > absl::ToDoubleNanoseconds(kSlowSlice);
 }
 
+// Whether the device can read the batch's rows.
+bool Batcher::IsFor(const Batch& batch, const Device& device) const {
+  return batch.key.device == kAnyDevice ||
+         &devices_[static_cast<size_t>(batch.key.device)] == &device;
+}
+
 // Whether a stream of the device may run the batch's next slice, unless the slice is too slow. An
 // open batch counts if it is due and its payloads are copied. If only sealed batches counted, a key
 // whose batches keep filling up always comes first.
 bool Batcher::MayRun(const Batch& batch, const Device& device, int64_t now_ns) const {
   if (batch.copying > 0 || batch.live == 0) return false;
+  if (!IsFor(batch, device) || !HasTurn(batch, device)) return false;
   switch (batch.state) {
     case Batch::State::kPaused:
       return &devices_[static_cast<size_t>(batch.device)] == &device;
@@ -127,6 +153,7 @@ Batch* Batcher::TakeMostUrgent(Device& device) {
     open_jobs_ -= first->live;
   }
   first->state = Batch::State::kRunning;
+  if (first->sharded) sharding_ = true;
   first->slow = IsSlow(*first);
   if (first->slow) {
     ++slow_;
@@ -218,6 +245,7 @@ void Batcher::SealAndWake(bool for_delay) {
 
 void Batcher::GiveBack(Batch* batch, JobList& ended) {
   const Progress& progress = batch->progress;
+  if (batch->sharded) sharding_ = false;
   if (batch->slow) {
     --slow_;
     --devices_[static_cast<size_t>(batch->device)].slow;

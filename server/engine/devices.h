@@ -1,4 +1,4 @@
-// The devices of a server. Each holds the same heads and does the same work.
+// The devices of a server. Each does the same work, except on heads that are cut over all of them.
 #ifndef LOGITD_SERVER_ENGINE_DEVICES_H_
 #define LOGITD_SERVER_ENGINE_DEVICES_H_
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "server/engine/numa.h"
 
@@ -22,6 +23,7 @@ class Devices {
 
   int count() const { return static_cast<int>(backends_.size()); }
   Backend* backend(int device) const { return backends_[static_cast<size_t>(device)]; }
+  absl::Span<Backend* const> backends() const { return backends_; }
   const DeviceInfo& info(int device) const { return backend(device)->device(); }
   // "device 3", as operators know it.
   std::string NameOf(int device) const;

@@ -12,11 +12,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "kernels/sharded_stream.h"
 #include "server/engine/activity.h"
 #include "server/engine/batch.h"
 #include "server/engine/batcher.h"
 #include "server/engine/costs.h"
 #include "server/engine/devices.h"
+#include "server/engine/heads.h"
 #include "server/engine/metrics.h"
 #include "server/engine/run_slice.h"
 #include "server/engine/sync.h"
@@ -60,8 +62,8 @@ class SlabPool {
 class ThreadedEngine final : public Engine {
  public:
   ThreadedEngine(std::shared_ptr<Devices> devices, std::unique_ptr<SlabPool> slabs,
-                 std::vector<std::unique_ptr<Stream>> streams, const EngineOptions& options,
-                 const SliceRules& rules, Metrics* metrics,
+                 std::vector<std::unique_ptr<Stream>> streams, std::unique_ptr<Stream> over_all,
+                 const EngineOptions& options, const SliceRules& rules, Metrics* metrics,
                  absl::AnyInvocable<void(absl::Status)> on_device_lost)
       : options_(options),
         layout_(options),
@@ -71,6 +73,7 @@ class ThreadedEngine final : public Engine {
         devices_(std::move(devices)),
         slabs_(std::move(slabs)),
         streams_(std::move(streams)),
+        over_all_(std::move(over_all)),
         activity_(static_cast<int>(streams_.size()), options.ops),
         batcher_(options_, rules_, *devices_, slabs_->slabs(), &costs_, metrics) {
     for (int device = 0; device < devices_->count(); ++device) {
@@ -129,32 +132,39 @@ class ThreadedEngine final : public Engine {
 
  private:
   void StreamLoop(int device, int index) {
-    Stream& stream = *streams_[static_cast<size_t>(index)];
     Batch* batch = nullptr;
     while ((batch = batcher_.Next(device, batch)) != nullptr) {
+      const bool sharded = IsSharded(batch->key);
+      Stream& stream = sharded ? *over_all_ : *streams_[static_cast<size_t>(index)];
       const std::string_view op = batch->key.op->name;
       const int64_t begun_ns = MonotonicNanos();
-      activity_.Begin(index, batch->key.op, begun_ns);
+      // On all devices, and the only slice of its kind: as much as the server can do.
+      const int as_many = sharded ? static_cast<int>(streams_.size()) : 1;
+      activity_.Begin(index, batch->key.op, begun_ns, as_many);
       JobTimes oldest;
       const absl::Status status = RunSlice(
           stream, layout_, rules_, costs_, *batch,
-          [this, device](const absl::Status& cause) { Lose(device, cause); },
+          [this, device](const absl::Status& cause) {
+            Lose(FailedShard(cause).value_or(device), cause);
+          },
           [this, batch] { return batcher_.Keep(batch); }, &oldest);
       const int64_t ended_ns = MonotonicNanos();
       activity_.End(index, batch->progress.slice_rows, ended_ns);
       if (status.ok()) {
         if (metrics_ == nullptr) continue;
         if (batch->progress.slice_rows > 0) {
-          metrics_->CountSlice(op, device, batch->progress.slice_rows,
+          metrics_->CountSlice(op, sharded ? Metrics::kAllDevices : device,
+                               batch->progress.slice_rows,
                                static_cast<double>(ended_ns - begun_ns) * 1e-9);
         }
         if (oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
         continue;
       }
       const bool lost = absl::IsInternal(status);
-      if (metrics_ != nullptr) metrics_->CountDeviceError(device, lost);
-      spdlog::error("{} failed a batch of {} with {} rows: {}", devices_->NameOf(device), op,
-                    oldest.batch_rows, status.ToString());
+      const int failed = FailedShard(status).value_or(device);
+      if (metrics_ != nullptr) metrics_->CountDeviceError(failed, lost);
+      spdlog::error("{} failed a batch of {} with {} rows: {}", devices_->NameOf(failed), op,
+                    oldest.batch_rows, status.ToString(absl::StatusToStringMode::kWithNoExtraData));
       // Last: the owner may end the process in it, and by now the jobs have their answers.
       if (lost) TellOwner(status);
     }
@@ -193,6 +203,7 @@ class ThreadedEngine final : public Engine {
   const std::shared_ptr<Devices> devices_;
   const std::unique_ptr<SlabPool> slabs_;
   const std::vector<std::unique_ptr<Stream>> streams_;
+  const std::unique_ptr<Stream> over_all_;  // for sharded heads; null: there can be none
   Activity activity_;
   Batcher batcher_;
   std::once_flag stop_once_;
@@ -271,9 +282,16 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
       streams.push_back(*std::move(stream));
     }
   }
+  std::unique_ptr<Stream> over_all;
+  if (CheckCanShard(devices->backends()).ok()) {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(devices->backends());
+    if (!stream.ok()) return stream.status();
+    over_all = *std::move(stream);
+  }
   const SliceRules rules = RulesFor(options, *devices);
   return std::make_unique<ThreadedEngine>(std::move(devices), std::move(slabs), std::move(streams),
-                                          options, rules, metrics, std::move(on_device_lost));
+                                          std::move(over_all), options, rules, metrics,
+                                          std::move(on_device_lost));
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(

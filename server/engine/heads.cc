@@ -13,6 +13,8 @@
 #include "absl/time/clock.h"
 #include "formats/half.h"
 #include "formats/safetensors.h"
+#include "kernels/sharded_stream.h"
+#include "kernels/shards.h"
 #include "kernels/status_macros.h"
 #include "server/engine/devices.h"
 #include "server/engine/head_source.h"
@@ -76,20 +78,22 @@ void Widen(DType dtype, const std::byte* from, size_t count, float* to) {
   }
 }
 
-// The parts of a head in its device memory.
+// The parts of a head in the memory of a device that holds the tokens of `part`. A device without
+// tokens holds nothing.
 struct Layout {
-  explicit Layout(const HeadSource& source) {
+  Layout(const HeadSource& source, const VocabShard& part)
+      : first(static_cast<size_t>(part.first)), vocab(static_cast<size_t>(part.tokens)) {
     const size_t element = SizeOf(source.weight.dtype);
-    vocab = static_cast<size_t>(source.vocab);
     hidden = static_cast<size_t>(source.weight.shape[1]);
     row_bytes = hidden * element;
     row_stride = RoundUp(row_bytes, kRowAlignment);
     bias = RoundUp(vocab * row_stride, kPartAlignment);
     norm = bias + (source.bias.has_value() ? RoundUp(vocab * sizeof(float), kPartAlignment) : 0);
-    bytes = norm + (source.norm.has_value() ? hidden * sizeof(float) : 0);
+    const bool has_norm = source.norm.has_value() && vocab > 0;
+    bytes = norm + (has_norm ? hidden * sizeof(float) : 0);
     file_bytes = static_cast<int64_t>(vocab * row_bytes);
     if (source.bias.has_value()) file_bytes += vocab * SizeOf(source.bias->dtype);
-    if (source.norm.has_value()) file_bytes += hidden * SizeOf(source.norm->dtype);
+    if (has_norm) file_bytes += hidden * SizeOf(source.norm->dtype);
   }
 
   HeadView View(const HeadSource& source, const std::byte* memory) const {
@@ -99,7 +103,7 @@ struct Layout {
     return {
         .weight = {.data = memory,
                    .dtype = source.weight.dtype,
-                   .rows = source.vocab,
+                   .rows = static_cast<int64_t>(vocab),
                    .cols = source.weight.shape[1],
                    .row_stride = static_cast<int64_t>(row_stride / SizeOf(source.weight.dtype))},
         .bias = part(source.bias, bias),
@@ -109,7 +113,8 @@ struct Layout {
         .softcap = source.softcap};
   }
 
-  size_t vocab;
+  size_t first;  // the first token
+  size_t vocab;  // tokens
   size_t hidden;
   size_t row_bytes;   // in the file
   size_t row_stride;  // bytes, on the device
@@ -138,10 +143,12 @@ class Allocation {
   Allocation(const Allocation&) = delete;
   Allocation& operator=(const Allocation&) = delete;
 
-  absl::Status Take(size_t bytes) {
+  // `layouts`: by device.
+  absl::Status Take(const std::vector<Layout>& layouts) {
     for (int device = 0; device < devices_.count(); ++device) {
       if (devices_.lost(device)) continue;
-      const absl::StatusOr<DeviceMemory> memory = devices_.backend(device)->AllocateDevice(bytes);
+      const absl::StatusOr<DeviceMemory> memory =
+          devices_.backend(device)->AllocateDevice(layouts[static_cast<size_t>(device)].bytes);
       if (!memory.ok()) return OfDevice(device, memory.status());
       parts_.push_back({device, *memory});
       if (metrics_ != nullptr) metrics_->AddHeadBytes(device, BytesOf(parts_.back()));
@@ -160,8 +167,7 @@ class Allocation {
   std::vector<Part> parts_;
 };
 
-// Copies files to the memory of all devices in chunks: while one is copied to the devices, the next
-// is read.
+// Copies files to the memory of devices in chunks: while one is copied, the next is read.
 class Copy {
  public:
   Copy(const Devices& devices, const std::vector<Allocation::Part>& parts,
@@ -197,37 +203,46 @@ class Copy {
     return absl::OkStatus();
   }
 
-  // Copies `rows` rows of `row_bytes` to offset `to`, where a row starts every `row_stride` bytes.
-  // Fills the rest of a row with zeros.
-  absl::Status Rows(const StoredTensor& tensor, size_t rows, size_t row_bytes, size_t row_stride,
-                    size_t to) {
+  // What follows goes to these of the parts, [first, first + count).
+  void SetParts(size_t first, size_t count) {
+    first_part_ = first;
+    end_part_ = first + count;
+  }
+
+  // Copies the weight's rows of `layout` to the start of the memory. A row starts every row_stride
+  // bytes; fills the rest of it with zeros.
+  absl::Status Rows(const StoredTensor& tensor, const Layout& layout) {
+    const size_t row_bytes = layout.row_bytes;
+    const size_t row_stride = layout.row_stride;
     const size_t most = slabs_[0].bytes / row_stride;
-    for (size_t row = 0; row < rows;) {
-      const size_t count = std::min(most, rows - row);
+    for (size_t row = 0; row < layout.vocab;) {
+      const size_t count = std::min(most, layout.vocab - row);
       std::byte* const host = slabs_[next_].host;
-      LOGITD_RETURN_IF_ERROR(tensor.file->Read(
-          tensor.offset + static_cast<int64_t>(row * row_bytes), count * row_bytes, host));
+      LOGITD_RETURN_IF_ERROR(
+          tensor.file->Read(tensor.offset + static_cast<int64_t>((layout.first + row) * row_bytes),
+                            count * row_bytes, host));
       // Moves the rows apart, the last one first, so that none is overwritten before it is moved.
       for (size_t i = count; row_bytes < row_stride && i-- > 0;) {
         std::memmove(host + i * row_stride, host + i * row_bytes, row_bytes);
         std::memset(host + i * row_stride + row_bytes, 0, row_stride - row_bytes);
       }
-      LOGITD_RETURN_IF_ERROR(Send(count * row_stride, to + row * row_stride, count * row_bytes));
+      LOGITD_RETURN_IF_ERROR(Send(count * row_stride, row * row_stride, count * row_bytes));
       row += count;
     }
     return absl::OkStatus();
   }
 
-  // Copies `count` values as float to offset `to`: (value + offset) * scale.
-  absl::Status Floats(const StoredTensor& tensor, size_t count, float offset, float scale,
-                      size_t to) {
+  // Copies `count` values from number `begin` on, as float, to offset `to`: (value + offset) * scale.
+  absl::Status Floats(const StoredTensor& tensor, size_t begin, size_t count, float offset,
+                      float scale, size_t to) {
     const size_t element = SizeOf(tensor.dtype);
     const size_t most = slabs_[0].bytes / sizeof(float);
     std::vector<std::byte> stored(std::min(most, count) * element);
     for (size_t first = 0; first < count;) {
       const size_t some = std::min(most, count - first);
-      LOGITD_RETURN_IF_ERROR(tensor.file->Read(
-          tensor.offset + static_cast<int64_t>(first * element), some * element, stored.data()));
+      LOGITD_RETURN_IF_ERROR(
+          tensor.file->Read(tensor.offset + static_cast<int64_t>((begin + first) * element),
+                            some * element, stored.data()));
       auto* const values = reinterpret_cast<float*>(slabs_[next_].host);
       Widen(tensor.dtype, stored.data(), some, values);
       for (size_t i = 0; i < some; ++i) values[i] = (values[i] + offset) * scale;
@@ -249,7 +264,7 @@ class Copy {
   absl::Status Send(size_t bytes, size_t to, size_t file_bytes) {
     LOGITD_RETURN_IF_ERROR(Arrive());
     travelling_ = true;
-    for (size_t i = 0; i < streams_.size(); ++i) {
+    for (size_t i = first_part_; i < end_part_; ++i) {
       const absl::Status status =
           streams_[i]->Fill(slabs_[next_], 0, bytes, parts_[i].memory.data + to);
       if (!status.ok()) return OfDevice(parts_[i].device, status);
@@ -294,15 +309,52 @@ class Copy {
   int logged_ = 0;
   Slab slabs_[2];
   std::vector<std::unique_ptr<Stream>> streams_;  // one for each part
-  int next_ = 0;                                  // the slab to fill
-  bool travelling_ = false;                       // the other slab is being copied to the devices
+  size_t first_part_ = 0;
+  size_t end_part_ = 0;
+  int next_ = 0;             // the slab to fill
+  bool travelling_ = false;  // the other slab is being copied to the devices
 };
+
+// Copies a head to `parts`: one copy to all, where their layouts are the same, else to each its own.
+// RESOURCE_EXHAUSTED: no memory to copy through.
+absl::Status CopyAll(const Devices& devices, const HeadSource& source,
+                     const std::vector<Layout>& layouts, const std::vector<Allocation::Part>& parts,
+                     const HeadRequest& request,
+                     absl::FunctionRef<bool(const HeadProgress&)> progress) {
+  const size_t at_once = request.shard ? 1 : parts.size();
+  int64_t file_bytes = 0;
+  for (size_t i = 0; i < parts.size(); i += at_once) {
+    file_bytes += layouts[static_cast<size_t>(parts[i].device)].file_bytes;
+  }
+  Copy copy(devices, parts, request, file_bytes, progress);
+  LOGITD_RETURN_IF_ERROR(copy.Start(std::min(kChunkBytes, layouts.front().bytes)));
+  for (size_t i = 0; i < parts.size(); i += at_once) {
+    const Layout& layout = layouts[static_cast<size_t>(parts[i].device)];
+    if (layout.vocab == 0) continue;
+    copy.SetParts(i, at_once);
+    LOGITD_RETURN_IF_ERROR(copy.Rows(source.weight, layout));
+    // A model scales the biased logits. A HeadView adds its bias to the scaled logits.
+    if (source.bias.has_value()) {
+      LOGITD_RETURN_IF_ERROR(
+          copy.Floats(*source.bias, layout.first, layout.vocab, 0.0f, source.scale, layout.bias));
+    }
+    if (source.norm.has_value()) {
+      LOGITD_RETURN_IF_ERROR(
+          copy.Floats(*source.norm, 0, layout.hidden, source.norm_offset, 1.0f, layout.norm));
+    }
+  }
+  return copy.Finish();
+}
 
 }  // namespace
 
-Head::Head(std::vector<Copy> copies, HeadInfo info)
-    : copies_(std::move(copies)), info_(std::move(info)) {
+Head::Head(std::vector<Copy> copies, HeadInfo info, std::optional<HeadView> whole)
+    : copies_(std::move(copies)), info_(std::move(info)), whole_(whole) {
   while (copies_[static_cast<size_t>(first_)].backend == nullptr) ++first_;
+  if (!whole_.has_value()) return;
+  for (const Copy& copy : copies_) shards_.push_back(copy.view);
+  whole_->shards = shards_.data();
+  whole_->shard_count = static_cast<int>(shards_.size());
 }
 
 Head::~Head() {
@@ -312,15 +364,33 @@ Head::~Head() {
 }
 
 Heads::Heads(std::shared_ptr<const Devices> devices, Metrics* metrics, int64_t max_bytes)
-    : devices_(std::move(devices)), metrics_(metrics), max_bytes_(max_bytes) {}
+    : devices_(std::move(devices)),
+      metrics_(metrics),
+      max_bytes_(max_bytes),
+      bytes_(std::make_shared<std::vector<std::atomic<int64_t>>>(
+          static_cast<size_t>(devices_->count()))) {}
 
 Heads::Heads(Backend* backend, Metrics* metrics, int64_t max_bytes)
     : Heads(std::make_shared<const Devices>(std::vector<Backend*>{backend}), metrics, max_bytes) {}
 
 absl::Status Heads::Check(const HeadRequest& request) const {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
+  LOGITD_RETURN_IF_ERROR(CheckShard(request));
   MutexLock lock(mutex_);
   return CheckNew(request.name);
+}
+
+// Whether the head may be sharded, if it is to be.
+absl::Status Heads::CheckShard(const HeadRequest& request) const {
+  if (!request.shard) return absl::OkStatus();
+  if (absl::Status status = CheckCanShard(devices_->backends()); !status.ok()) {
+    return Named(request.name, status);
+  }
+  if (devices_->left() == devices_->count()) return absl::OkStatus();
+  return Named(request.name, absl::FailedPreconditionError(absl::StrFormat(
+                                 "shard: got %d of %d devices that serve, allowed all; a lost "
+                                 "device comes back with a restart",
+                                 devices_->left(), devices_->count())));
 }
 
 absl::Status Heads::CheckNew(const std::string& name) const {
@@ -332,6 +402,7 @@ absl::Status Heads::CheckNew(const std::string& name) const {
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
     const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
+  LOGITD_RETURN_IF_ERROR(CheckShard(request));
   const std::string& name = request.name;
   {
     MutexLock lock(mutex_);
@@ -386,10 +457,16 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
     return Named(request.name,
                  absl::Status(status.code(), absl::StrCat(request.path, ": ", status.message())));
   }
-  const Layout layout(*source);
-  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: {} [{},{}] {} of {}, {} MiB",
-               request.name, source->weight.name, layout.vocab, layout.hidden,
-               Name(source->weight.dtype), request.path, layout.bytes >> 20);
+  const VocabShards cut = {.vocab = source->vocab, .count = devices_->count()};
+  std::vector<Layout> layouts;
+  for (int device = 0; device < devices_->count(); ++device) {
+    layouts.emplace_back(*source, request.shard ? cut.at(device) : VocabShard{0, source->vocab});
+  }
+  const Layout& largest = layouts.front();  // or as large as others
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: {} [{},{}] {} of {}, {} MiB{}",
+               request.name, source->weight.name, source->vocab, largest.hidden,
+               Name(source->weight.dtype), request.path, largest.bytes >> 20,
+               request.shard ? absl::StrFormat(" on each of %d devices", devices_->count()) : "");
 
   const auto no_memory = [&](const absl::Status& status) {
     const std::optional<int> device = DeviceOf(status);
@@ -397,66 +474,70 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                   ? absl::StrCat(devices_->NameOf(*device), ": ")
                                   : "";
     absl::Status needs(status.code(), absl::StrFormat("needs %d bytes of device memory: %s%s",
-                                                      layout.bytes, where, status.message()));
+                                                      largest.bytes, where, status.message()));
     return Named(request.name, device.has_value() ? OfDevice(*device, needs) : needs);
   };
-  const auto bytes = static_cast<int64_t>(layout.bytes);
-  if (const int64_t held = *bytes_; bytes > max_bytes_ - held) {
-    return Named(request.name,
-                 absl::ResourceExhaustedError(absl::StrFormat(
-                     "needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)",
-                     bytes, held, max_bytes_)));
+  std::vector<int64_t> takes;  // by device
+  for (int device = 0; device < devices_->count(); ++device) {
+    const auto i = static_cast<size_t>(device);
+    takes.push_back(devices_->lost(device) ? 0 : static_cast<int64_t>(layouts[i].bytes));
+    if (const int64_t held = (*bytes_)[i]; takes[i] > max_bytes_ - held) {
+      return Named(request.name,
+                   absl::ResourceExhaustedError(absl::StrFormat(
+                       "needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)",
+                       takes[i], held, max_bytes_)));
+    }
   }
-  *bytes_ += bytes;
-  absl::Cleanup give_back = [&] { *bytes_ -= bytes; };
+  const auto add_bytes = [total = bytes_](const std::vector<int64_t>& bytes, int64_t sign) {
+    for (size_t i = 0; i < bytes.size(); ++i) (*total)[i] += sign * bytes[i];
+  };
+  add_bytes(takes, 1);
+  absl::Cleanup give_back = [&] { add_bytes(takes, -1); };
   Allocation memory(*devices_, metrics_);
-  if (absl::Status status = memory.Take(layout.bytes); !status.ok()) return no_memory(status);
-  {
-    Copy copy(*devices_, memory.parts(), request, layout.file_bytes, progress);
-    if (absl::Status status = copy.Start(std::min(kChunkBytes, layout.bytes)); !status.ok()) {
-      return no_memory(status);
-    }
-    absl::Status status =
-        copy.Rows(source->weight, layout.vocab, layout.row_bytes, layout.row_stride, /*to=*/0);
-    // A model scales the biased logits. A HeadView adds its bias to the scaled logits.
-    if (status.ok() && source->bias.has_value()) {
-      status = copy.Floats(*source->bias, layout.vocab, 0.0f, source->scale, layout.bias);
-    }
-    if (status.ok() && source->norm.has_value()) {
-      status = copy.Floats(*source->norm, layout.hidden, source->norm_offset, 1.0f, layout.norm);
-    }
-    if (status.ok()) status = copy.Finish();
-    if (!status.ok()) return Named(request.name, status);
-  }
+  if (absl::Status status = memory.Take(layouts); !status.ok()) return no_memory(status);
+  absl::Status copied = CopyAll(*devices_, *source, layouts, memory.parts(), request, progress);
+  if (absl::IsResourceExhausted(copied)) return no_memory(copied);
+  if (!copied.ok()) return Named(request.name, copied);
   const absl::Time end = absl::Now();
   log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: loaded in {:.2f} s",
                request.name, absl::ToDoubleSeconds(end - start));
   std::move(give_back).Cancel();
-  std::vector<int> loaded;
   std::vector<Head::Copy> copies(static_cast<size_t>(devices_->count()));
   for (const Allocation::Part& part : memory.Release()) {
-    copies[static_cast<size_t>(part.device)] = {.backend = devices_->backend(part.device),
-                                                .memory = part.memory,
-                                                .view = layout.View(*source, part.memory.data)};
-    loaded.push_back(part.device);
+    const auto i = static_cast<size_t>(part.device);
+    copies[i] = {.backend = devices_->backend(part.device),
+                 .memory = part.memory,
+                 .view = layouts[i].View(*source, part.memory.data)};
   }
-  const auto unload = [metrics = metrics_, total = bytes_, bytes,
-                       loaded = std::move(loaded)](const Head* head) {
+  std::optional<HeadView> whole;
+  if (request.shard) {
+    // The first device always has tokens. Of its pointers only matters which are null.
+    whole = copies.front().view;
+    whole->weight.data = nullptr;
+    whole->weight.rows = source->vocab;
+  }
+  const auto largest_bytes = static_cast<int64_t>(largest.bytes);
+  const auto unload = [metrics = metrics_, add_bytes, takes](const Head* head) {
+    std::vector<int64_t> held;  // by device
+    for (const Head::Copy& copy : head->copies()) {
+      held.push_back(static_cast<int64_t>(copy.memory.bytes));
+    }
     delete head;
-    *total -= bytes;
-    for (const int device : loaded) {
-      if (metrics != nullptr) metrics->AddHeadBytes(device, -bytes);
+    add_bytes(takes, -1);
+    for (size_t i = 0; i < held.size() && metrics != nullptr; ++i) {
+      if (held[i] > 0) metrics->AddHeadBytes(static_cast<int>(i), -held[i]);
     }
   };
-  return std::shared_ptr<const Head>(
-      new Head(std::move(copies), {.name = request.name,
-                                   .path = request.path,
-                                   .tensor = source->weight.name,
-                                   .stored_vocab = source->weight.shape[0],
-                                   .device_bytes = bytes,
-                                   .loaded = end,
-                                   .load_time = end - start}),
-      unload);
+  return std::shared_ptr<const Head>(new Head(std::move(copies),
+                                              {.name = request.name,
+                                               .path = request.path,
+                                               .tensor = source->weight.name,
+                                               .stored_vocab = source->weight.shape[0],
+                                               .device_bytes = largest_bytes,
+                                               .loaded = end,
+                                               .load_time = end - start},
+                                              whole),
+                                     unload);
 }
 
 absl::Status Heads::Unload(std::string_view name) {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -33,38 +34,50 @@ struct HeadInfo {
   std::string path;          // as the request gave it
   std::string tensor;        // the weight's name in its file, e.g. "lm_head.weight"
   int64_t stored_vocab = 0;  // rows in the file; more than the head's if the weight is padded
-  int64_t device_bytes = 0;  // on each device
+  int64_t device_bytes = 0;  // on each device; of a sharded head the most on any
   absl::Time loaded;
   absl::Duration load_time;
 };
 
-// A head, with a copy on each device. Immutable, hence thread-safe. Its memory is freed with the last
+// A head: a copy on each device, or sharded, which means that each device has a part of the
+// vocabulary (kernels/shards.h). Immutable, hence thread-safe. Its memory is freed with the last
 // reference.
 class Head {
  public:
-  // What one device holds. No backend: the device was lost before the head was loaded.
+  // What one device holds: the head, or its part. No backend: the device was lost before the head was
+  // loaded.
   struct Copy {
     Backend* backend = nullptr;
     DeviceMemory memory;
     HeadView view;
   };
 
-  // `copies`: one for each device; at least one has a backend, which outlives this.
-  Head(std::vector<Copy> copies, HeadInfo info);
+  // `copies`: one for each device; at least one has a backend, which outlives this. `whole`: the shape
+  // of a sharded head, whose parts all have a backend; none: each copy is whole.
+  Head(std::vector<Copy> copies, HeadInfo info, std::optional<HeadView> whole = std::nullopt);
   ~Head();
   Head(const Head&) = delete;
   Head& operator=(const Head&) = delete;
 
-  // The copy on a device that was not lost when the head was loaded.
-  const HeadView& view(int device) const { return copies_[static_cast<size_t>(device)].view; }
+  bool sharded() const { return whole_.has_value(); }
+
+  // The copy on a device that was not lost when the head was loaded; a sharded head as a whole.
+  const HeadView& view(int device) const {
+    return whole_.has_value() ? *whole_ : copies_[static_cast<size_t>(device)].view;
+  }
   // Any copy: all are equal except for their addresses.
   const HeadView& view() const { return view(first_); }
   const HeadInfo& info() const { return info_; }
+
+  // What the devices hold, by device.
+  const std::vector<Copy>& copies() const { return copies_; }
 
  private:
   const std::vector<Copy> copies_;
   int first_ = 0;  // the first copy that there is
   const HeadInfo info_;
+  std::vector<HeadView> shards_;  // of a sharded head; whole_ points to them
+  std::optional<HeadView> whole_;
 };
 
 // Where a head comes from.
@@ -74,6 +87,7 @@ struct HeadRequest {
   std::string root;         // see data_file.h
   bool final_norm = false;  // also load the final RMSNorm: callers send states from before it
   int64_t vocab = 0;        // rows to keep of a padded weight; 0: the config's vocab_size, or all
+  bool shard = false;       // cut the vocabulary over all devices
 };
 
 struct HeadProgress {
@@ -94,14 +108,15 @@ class Heads {
   Heads(Backend* backend, Metrics* metrics,
         int64_t max_bytes = std::numeric_limits<int64_t>::max());
 
-  // Reads and checks a head, and copies it to every device that is not lost; then lists it. The file
-  // is read once. `progress` runs on this thread
+  // Reads and checks a head, and copies it to every device that is not lost, or to each its part of a
+  // head that is to be sharded; then lists it. The weight is read once. `progress` runs on this thread
   // from time to time and once at the end; while another load runs, with total_bytes 0. If it
   // returns false, the load ends with CANCELLED.
   //
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
-  // ALREADY_EXISTS (the name is loaded, or being loaded), RESOURCE_EXHAUSTED (more than max_bytes,
+  // ALREADY_EXISTS (the name is loaded, or being loaded), FAILED_PRECONDITION (a head that is to be
+  // sharded, on a backend that cannot, or where a device is lost), RESOURCE_EXHAUSTED (more than max_bytes,
   // or no device memory; the text says how much the head needs), UNAVAILABLE (a read or a device failed), INTERNAL (a
   // device is lost, and DeviceOf says which: the caller tells the engine, and may load again while
   // devices are left).
@@ -121,18 +136,22 @@ class Heads {
   // By ascending name.
   std::vector<std::shared_ptr<const Head>> List() const;
 
+  // Memory of all Head objects, and of a load, on a device.
+  int64_t bytes(int device) const { return (*bytes_)[static_cast<size_t>(device)]; }
+
  private:
   absl::StatusOr<std::shared_ptr<const Head>> Read(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const;
+  absl::Status CheckShard(const HeadRequest& request) const;
   absl::Status CheckNew(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::shared_ptr<const Devices> devices_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
-  // Memory on each device of all Head objects and of the one in Read. Only Read adds to it. Heads may
+  // Memory by device, of all Head objects and of the one in Read. Only Read adds to it. Heads may
   // outlive this.
-  const std::shared_ptr<std::atomic<int64_t>> bytes_ = std::make_shared<std::atomic<int64_t>>(0);
+  const std::shared_ptr<std::vector<std::atomic<int64_t>>> bytes_;
   mutable Mutex mutex_;
   CondVar read_ended_;
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;                        // a thread is in Read

@@ -126,14 +126,20 @@ class ExclusiveCall {
   virtual absl::Status Enqueue(Stream& stream, const BatchView& batch) const = 0;
 };
 
+inline constexpr int kAnyDevice = -1;
+
 // Jobs with equal keys may share a batch.
 struct BatchKey {
   const OpTraits* op = nullptr;
   DType dtype = DType::kF32;
   int64_t row_elements = 0;    // vocab, for ops on logits; hidden, for ops on hidden states
   const Head* head = nullptr;  // of ops on hidden states; the job keeps it until Done
+  int device = kAnyDevice;     // the one that can read the job's rows, as Devices counts
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
+
+// Whether batches of this key run on all devices together.
+bool IsSharded(const BatchKey& key);
 
 // What a job takes of a batch, in bytes.
 struct JobSize {
@@ -193,6 +199,16 @@ struct JobAnswer {
   }
 };
 
+// Where a stream finds rows that are not copied to the slab: in memory of the device that runs the
+// batch, or in pinned host memory. The job keeps it until Done.
+struct RowsPlace {
+  const std::byte* data = nullptr;  // null: the rows are in the slab
+  size_t row_stride = 0;            // bytes
+  size_t row_bytes = 0;
+  int64_t rows = 0;
+  bool on_device = false;
+};
+
 // One admitted request. Implemented above the engine; the engine calls it from its own threads, or
 // from inside Submit or Cancel. Submitted once.
 class Job {
@@ -202,10 +218,21 @@ class Job {
   // Constant from Submit on.
   virtual const JobSpec& spec() const = 0;
 
-  // Copies the payload to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
+  // Copies the payload, if it has no place, to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
   // The job may free its copy of the payload afterwards. A job of an exclusive op may fill its
   // inputs here too: they lie where LayOut puts them after the payload.
   virtual void CopyPayload(std::byte* dst, size_t row_stride) = 0;
+
+  // Where the payload lies, then inputs 0, 1, ... of an exclusive op, as far as there are any. What
+  // has a place is neither written by CopyPayload nor by WriteInputs: the batch's first slice copies
+  // it, and whoever writes it meanwhile changes no rows but these. Constant from Submit on.
+  virtual absl::Span<const RowsPlace> places() const { return {}; }
+
+  // Of an exclusive op: where its first output goes, in memory of the device that runs the batch or
+  // in pinned host memory, which the job keeps until Done. The first of JobAnswer::outputs is then
+  // unspecified. After an error, or where the caller has left, something may be written there. Null:
+  // the job gets it in JobAnswer. Constant from Submit on.
+  virtual std::byte* answer_place() const { return nullptr; }
 
   // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements
   // start at first[axis] on every axis; places in arrays count from there. At most once.

@@ -250,9 +250,12 @@ void Metrics::CountSlice(std::string_view op, int device, int64_t rows, double s
   OpSeries& series = series_->Find(op);
   series.slices.Increment();
   series.busy.Increment(seconds);
-  DeviceSeries& of_device = series_->Of(device);
-  of_device.rows.Increment(static_cast<double>(rows));
-  of_device.busy.Increment(seconds);
+  const auto count = [&](DeviceSeries& of_device) {
+    of_device.rows.Increment(static_cast<double>(rows));
+    of_device.busy.Increment(seconds);
+  };
+  if (device != kAllDevices) return count(series_->Of(device));
+  for (DeviceSeries& of_device : series_->devices) count(of_device);
 }
 
 void Metrics::CountStopped(std::string_view op) { series_->Find(op).stopped.Increment(); }

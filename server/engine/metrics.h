@@ -121,7 +121,9 @@ class Metrics {
   // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
   void CountBatch(std::string_view op, const JobTimes& oldest);
 
-  // Once per computed slice, by the engine. `seconds`: from the stream's start on it to its end.
+  // Once per computed slice, by the engine, which ran on `device`, or a part of every row on each of
+  // kAllDevices. `seconds`: from the stream's start on it to its end.
+  static constexpr int kAllDevices = -1;
   void CountSlice(std::string_view op, int device, int64_t rows, double seconds);
 
   // Once per job that ended between slices, by the engine.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/status_macros.h"
@@ -23,6 +24,7 @@ constexpr size_t kWorthSkippingBytes = size_t{256} << 10;
 constexpr int64_t kUnknownSliceBytes = int64_t{1} << 20;
 
 using Pointers = std::array<std::byte*, kMaxArrays>;
+using Copies = absl::InlinedVector<RowsCopy, 16>;  // one for each job whose rows have a place
 
 void Finish(Batch& batch, Slot& slot, const absl::Status& status, const JobAnswer& answer,
             JobTimes* times) {
@@ -122,29 +124,81 @@ void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
   }
 }
 
-// Uploads what runs: payload and parameters as one piece, or as several around large dropped
-// ranges.
+// Uploads ranges of a slab in ascending order, as one piece except where there is much between.
+class Uploads {
+ public:
+  Uploads(Stream& stream, const Slab& slab) : stream_(stream), slab_(slab) {}
+
+  // What is not in a range may be uploaded or not.
+  absl::Status Add(size_t begin, size_t end) {
+    if (begin == end) return absl::OkStatus();
+    if (end_ > begin_ && begin - end_ < kWorthSkippingBytes) {
+      end_ = end;
+      return absl::OkStatus();
+    }
+    LOGITD_RETURN_IF_ERROR(Finish());
+    begin_ = begin;
+    end_ = end;
+    return absl::OkStatus();
+  }
+  absl::Status Finish() {
+    return end_ > begin_ ? stream_.Upload(slab_, begin_, end_ - begin_) : absl::OkStatus();
+  }
+
+ private:
+  Stream& stream_;
+  const Slab& slab_;
+  size_t begin_ = 0;
+  size_t end_ = 0;
+};
+
+// Number `index` of Job::places.
+RowsPlace PlaceOf(const Job& job, size_t index) {
+  const absl::Span<const RowsPlace> places = job.places();
+  return index < places.size() ? places[index] : RowsPlace{};
+}
+
+// What the stream copies from its place to `offset` of the slab on the device.
+void AddCopy(const RowsPlace& place, const Batch& batch, size_t offset, size_t row_stride,
+             Copies* copies) {
+  copies->push_back({.from = place.data,
+                     .from_stride = place.row_stride,
+                     .to = batch.slab.device + offset,
+                     .to_stride = row_stride,
+                     .row_bytes = place.row_bytes,
+                     .rows = place.rows,
+                     .from_device = place.on_device});
+}
+
+// Brings what runs to the device: payload and inputs from the slab, and rows from their places.
 absl::Status Upload(Stream& stream, const Batch& batch) {
   const Progress& plan = batch.progress;
-  size_t begin = static_cast<size_t>(plan.first_row) * plan.row_stride;
-  int64_t gap_row = -1;  // where the dropped range before the current slot starts
+  const size_t stride = plan.row_stride;
+  Uploads uploads(stream, batch.slab);
+  Copies copies;
   for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
     const Slot& slot = batch.slots[i];
-    if (slot.job == nullptr) {
-      if (gap_row < 0) gap_row = slot.first_row;
-      continue;
-    }
-    if (gap_row >= 0) {
-      const size_t gap_begin = static_cast<size_t>(gap_row) * plan.row_stride;
-      const size_t gap_end = static_cast<size_t>(slot.first_row) * plan.row_stride;
-      if (gap_end - gap_begin >= kWorthSkippingBytes) {
-        LOGITD_RETURN_IF_ERROR(stream.Upload(batch.slab, begin, gap_begin - begin));
-        begin = gap_end;
-      }
-      gap_row = -1;
+    if (slot.job == nullptr) continue;
+    const size_t begin = static_cast<size_t>(slot.first_row) * stride;
+    if (const RowsPlace place = PlaceOf(*slot.job, 0); place.data != nullptr) {
+      AddCopy(place, batch, begin, stride, &copies);
+    } else {
+      LOGITD_RETURN_IF_ERROR(uploads.Add(begin, begin + static_cast<size_t>(slot.rows) * stride));
     }
   }
-  return stream.Upload(batch.slab, begin, plan.upload_end - begin);
+  size_t begin = static_cast<size_t>(plan.end_row) * stride;  // where the inputs start
+  const Job* const only =
+      batch.key.op->exclusive_batch ? batch.slots[plan.first_slot].job : nullptr;
+  for (size_t a = 0; only != nullptr && a + 1 < only->places().size(); ++a) {
+    const RowsPlace place = PlaceOf(*only, a + 1);
+    if (place.data == nullptr) continue;
+    LOGITD_RETURN_IF_ERROR(uploads.Add(begin, plan.inputs[a]));
+    AddCopy(place, batch, plan.inputs[a], place.row_bytes, &copies);
+    begin = plan.inputs[a] + static_cast<size_t>(place.rows) * place.row_bytes;
+  }
+  LOGITD_RETURN_IF_ERROR(uploads.Add(begin, plan.upload_end));
+  LOGITD_RETURN_IF_ERROR(uploads.Finish());
+  return copies.empty() ? absl::OkStatus() : stream.Gather(copies);
 }
 
 // Enqueues the op on the next `rows` rows.
@@ -181,12 +235,20 @@ absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
 
 absl::Status Download(Stream& stream, const Batch& batch, const SlabLayout& layout) {
   const Progress& plan = batch.progress;
-  if (plan.in_place) {
-    const Array& first = batch.key.op->outputs[0];
-    LOGITD_RETURN_IF_ERROR(
-        stream.Download(batch.slab, 0, static_cast<size_t>(plan.counts[first.axis]) * first.bytes));
+  const OpTraits& op = *batch.key.op;
+  size_t begin = layout.answer_offset;
+  if (op.exclusive_batch) {
+    const size_t bytes = static_cast<size_t>(plan.counts[op.outputs[0].axis]) * op.outputs[0].bytes;
+    const Job* const job = batch.slots[plan.first_slot].job;
+    std::byte* const place = job == nullptr ? nullptr : job->answer_place();
+    if (place != nullptr) {
+      LOGITD_RETURN_IF_ERROR(stream.Deliver(place, batch.slab.device + plan.outputs[0], bytes));
+      if (!plan.in_place) begin = std::min(plan.outputs[0] + AlignUp(bytes), plan.answer_end);
+    } else if (plan.in_place) {
+      LOGITD_RETURN_IF_ERROR(stream.Download(batch.slab, 0, bytes));
+    }
   }
-  return stream.Download(batch.slab, layout.answer_offset, plan.answer_end - layout.answer_offset);
+  return stream.Download(batch.slab, begin, plan.answer_end - begin);
 }
 
 absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layout, bool first,

@@ -58,6 +58,16 @@ v1::Head Describe(const engine::Head& head) {
   out.set_device_bytes(info.device_bytes);
   out.set_loaded_unix_ms(absl::ToUnixMillis(info.loaded));
   out.set_load_ms(absl::ToInt64Milliseconds(info.load_time));
+  if (!head.sharded()) return out;
+  int64_t first_token = 0;
+  for (const engine::Head::Copy& part : head.copies()) {
+    v1::HeadShard* const shard = out.add_shards();
+    shard->set_device(part.backend->device().number);
+    shard->set_first_token(first_token);
+    shard->set_tokens(part.view.vocab());
+    shard->set_device_bytes(static_cast<int64_t>(part.memory.bytes));
+    first_token += part.view.vocab();
+  }
   return out;
 }
 
@@ -212,7 +222,8 @@ engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
           .path = request.path(),
           .root = root_,
           .final_norm = request.final_norm(),
-          .vocab = request.vocab()};
+          .vocab = request.vocab(),
+          .shard = request.shard()};
 }
 
 absl::Status HeadsService::CheckMayChange() const {

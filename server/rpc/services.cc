@@ -164,7 +164,10 @@ grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* co
   v1::GetInfoResponse info = info_;
   info.set_draining(environment_.admission->draining());
   const engine::Devices& devices = environment_.engine->devices();
-  for (int i = 0; i < devices.count(); ++i) info.mutable_devices(i)->set_lost(devices.lost(i));
+  for (int i = 0; i < devices.count(); ++i) {
+    info.mutable_devices(i)->set_lost(devices.lost(i));
+    info.mutable_devices(i)->set_head_bytes(environment_.heads->bytes(i));
+  }
   *info.mutable_device() = info.devices(0);
   return call.Answer(status, info, response);
 }

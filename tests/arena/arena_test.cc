@@ -403,10 +403,11 @@ TEST_F(ArenaServerTest, RefusalsSayWhatWasGotAndWhatIsAllowed) {
   } kCases[] = {
       {{.magic = {'H', 'T', 'T', 'P'}},
        absl::StatusCode::kInvalidArgument,
-       "begins with \"HTTP\" and has 0"},
-      {{.unused = 1}, absl::StatusCode::kInvalidArgument, "has 1 in its unused field"},
+       "begins with \"HTTP\", allowed \"LDAR\""},
+      {{.device = 1}, absl::StatusCode::kInvalidArgument, "got 1 in the field device, allowed 0"},
       {{.version = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got version 2"},
-      {{.kind = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got kind 2"},
+      {{.kind = 2, .bytes = 1}, absl::StatusCode::kUnimplemented, "got kind 2 (memory of a GPU)"},
+      {{.kind = 3, .bytes = 1}, absl::StatusCode::kUnimplemented, "got kind 3, allowed 1"},
       {{.bytes = 0},
        absl::StatusCode::kInvalidArgument,
        "got 0 bytes to lease, allowed 1..1048576"},
@@ -425,7 +426,7 @@ TEST_F(ArenaServerTest, RefusalsSayWhatWasGotAndWhatIsAllowed) {
     close(peer);
   }
   EXPECT_EQ(leases_->bytes(), 0);
-  EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_refused_total 7"));
+  EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_refused_total 8"));
 }
 
 TEST_F(ArenaServerTest, PacketsOfOtherSizesAreRefused) {

@@ -594,6 +594,36 @@ TEST_F(ArenaClientTest, TheCommandLineGivesTheSameAnswer) {
       {"sample", "--logits", file, "--temperature", "0", "--arena", "unix:" + dir_.path("nobody")});
   EXPECT_EQ(wrong.code, 3);
   EXPECT_THAT(wrong.err, HasSubstr("--arena-listen"));
+  const Ran no_gpu = Logitctl(
+      {"topk", "--logits", file, "--k", "1", "--arena", arena_address(), "--arena-kind", "cuda"});
+  EXPECT_NE(no_gpu.code, 0);
+  EXPECT_THAT(no_gpu.err, HasSubstr("got kind 2 (memory of a GPU), allowed 1"));
+  const Ran strange = Logitctl(
+      {"topk", "--logits", file, "--k", "1", "--arena", arena_address(), "--arena-kind", "tpu"});
+  EXPECT_EQ(strange.code, 2);
+}
+
+TEST_F(ArenaClientTest, AServerWithoutAGpuLeasesNoneOfIt) {
+  const auto arena = Arena::Lease(arena_address(), 1, client::ArenaKind::kCuda);
+  EXPECT_EQ(arena.status().code(), absl::StatusCode::kUnimplemented) << arena.status();
+  EXPECT_EQ(Arena::Lease(arena_address(), 1, client::ArenaKind::kCuda, -2).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Arena::Lease(arena_address(), 1, client::ArenaKind::kHost, 0).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(AllIsFree());
+}
+
+TEST_F(ArenaClientTest, WriteAndReadStayInTheArena) {
+  const auto arena = Lease();
+  EXPECT_TRUE(arena->Write(kArenaBytes - 3, "abc").ok());
+  std::string back(3, 'x');
+  EXPECT_TRUE(arena->Read(kArenaBytes - 3, {back.data(), back.size()}).ok());
+  EXPECT_EQ(back, "abc");
+  for (const int64_t offset : {int64_t{-1}, kArenaBytes - 2, std::numeric_limits<int64_t>::max()}) {
+    EXPECT_EQ(arena->Write(offset, "abc").code(), absl::StatusCode::kOutOfRange) << offset;
+    EXPECT_EQ(arena->Read(offset, {back.data(), back.size()}).code(),
+              absl::StatusCode::kOutOfRange);
+  }
 }
 
 TEST_F(ArenaClientTest, TheLoadGeneratorHandsRowsOver) {

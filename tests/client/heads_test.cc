@@ -134,6 +134,18 @@ TEST_F(HeadsClientTest, LogitctlPrintsTablesForPeople) {
   EXPECT_EQ(Heads({"list"}).out, "no heads loaded\n");
 }
 
+TEST_F(HeadsClientTest, LogitctlLoadsAHeadInShards) {
+  const Ran load = Heads({"load", "a", "small.safetensors", "--shard"});
+  ASSERT_EQ(load.code, 0) << load.err;
+  EXPECT_THAT(load.out, HasSubstr("1 shard"));
+  const auto head = client_->GetHead("a");
+  ASSERT_TRUE(head.ok()) << head.status();
+  ASSERT_EQ(head->shards_size(), 1);
+  EXPECT_EQ(head->shards(0).tokens(), 3);
+  EXPECT_EQ(head->shards(0).device_bytes(), head->device_bytes());
+  EXPECT_EQ(client_->GetHead("start")->shards_size(), 0);
+}
+
 TEST_F(HeadsClientTest, ARefusalIs1OrForABadValue2AndSaysWhy) {
   dir_.Write("bad.safetensors", "1234");
   struct Case {

@@ -36,6 +36,19 @@ TEST(ActivityTest, AStreamThatAlwaysWorksIsBusyAndItsRowsAreARate) {
   EXPECT_NEAR(view.ops[1].rows_per_s, 3000, 3000 * 0.01);  // half a slice of 10 ms
 }
 
+TEST(ActivityTest, ASliceMayCountAsSeveralStreams) {
+  Activity activity(/*streams=*/4, kOps);
+  activity.Begin(0, &kFirst, kSecond, /*as_many=*/3);
+  EXPECT_NEAR(activity.Read(100 * kSecond).busy, 0.75, 1e-9);
+  activity.End(0, 5, 100 * kSecond);
+  EXPECT_NEAR(activity.Read(100 * kSecond).busy, 0.75, 1e-9);
+  activity.Begin(1, &kFirst, 100 * kSecond);  // counts as itself again
+  activity.Begin(0, &kSecondOp, 100 * kSecond);
+  EXPECT_NEAR(activity.Read(200 * kSecond).busy, 0.5, 1e-9);
+  activity.Begin(2, &kFirst, 200 * kSecond, /*as_many=*/4);
+  EXPECT_EQ(activity.Read(300 * kSecond).busy, 1);  // with others beside it
+}
+
 TEST(ActivityTest, ThePastFadesByESecond) {
   Activity activity(/*streams=*/1, kOps);
   activity.Begin(0, &kFirst, kSecond);

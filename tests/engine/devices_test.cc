@@ -312,6 +312,87 @@ TEST_F(DevicesTest, AnotherUserOfADeviceMayTellThatItIsLost) {
   EXPECT_TRUE(absl::IsUnavailable(Submit()->Wait()));
 }
 
+TEST_F(DevicesTest, RowsThatHaveAPlaceShareABatchWithOthers) {
+  Start(1);
+  device(0).Hold();
+  Submit({.tag = 'z', .row_elements = 7});  // keeps the stream busy
+  WaitUntilBusy(1);
+  std::vector<std::shared_ptr<TestJob>> jobs;
+  for (uint32_t i = 0; i < 12; ++i) {
+    jobs.push_back(Submit({.tag = 'a' + i, .rows = 1 + i % 3, .placed = i % 3 != 1}));
+  }
+  device(0).Release();
+  for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
+  const std::vector<FakeBackend::Ran> log = device(0).log();
+  ASSERT_EQ(log.size(), 2);
+  EXPECT_EQ(log[1].rows, 24);
+  EXPECT_EQ(log[1].gathered_bytes, 16 * 16);
+}
+
+TEST_F(DevicesTest, ABatchWhoseRowsAllHaveAPlaceUploadsOnlyItsInputs) {
+  Start(1);
+  EXPECT_TRUE(Submit({.row_elements = 250, .rows = 4, .placed = true})->Wait().ok());
+  EXPECT_EQ(device(0).log()[0].uploaded_bytes, 4 * sizeof(DigestRow));
+  EXPECT_EQ(device(0).log()[0].gathered_bytes, 4000);
+}
+
+TEST_F(DevicesTest, RowsInMemoryOfADeviceRunThere) {
+  Start(3);
+  std::vector<std::shared_ptr<TestJob>> jobs;
+  for (int i = 0; i < 60; ++i) {
+    jobs.push_back(Submit({.tag = static_cast<uint32_t>('a' + i % 26),
+                           .rows = 1 + i % 4,
+                           .caller = {.id = static_cast<uint64_t>(i % 5)},
+                           .placed = true,
+                           .device = 1}));
+  }
+  EXPECT_TRUE(Idle());
+  for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
+  EXPECT_EQ(Ran(0) + Ran(2), 0);
+  EXPECT_GT(Ran(1), 0);
+}
+
+// Device 1 stands still with work that only it can do. The others do the rest.
+TEST_F(DevicesTest, WorkThatIsBoundToABusyDeviceKeepsNoOtherDeviceIdle) {
+  Start(2, OneJobABatch());
+  device(1).Hold();
+  auto bound = Submit({.placed = true, .device = 1});
+  WaitUntilBusy(1);
+  auto waits = Submit({.placed = true, .device = 1});
+  for (int i = 0; i < 20; ++i) EXPECT_TRUE(Submit()->Wait().ok());
+  EXPECT_FALSE(waits->status().has_value());
+  device(1).Release();
+  EXPECT_TRUE(bound->Wait().ok());
+  EXPECT_TRUE(waits->Wait().ok());
+  EXPECT_EQ(Ran(0), 20);
+  EXPECT_EQ(Ran(1), 2);
+}
+
+TEST_F(DevicesTest, WorkThatIsBoundToALostDeviceEndsWithIt) {
+  EngineOptions options = OneJobABatch();
+  options.slabs_per_stream = 2;
+  Start(2, options);
+  device(0).Hold();
+  device(1).Hold();
+  auto running = Submit({.placed = true, .device = 1});
+  WaitUntilBusy(1);
+  std::vector<std::shared_ptr<TestJob>> bound;  // in batches, and without a slab
+  for (int i = 0; i < 6; ++i) bound.push_back(Submit({.placed = true, .device = 1}));
+  auto other = Submit({.placed = true, .device = 0});
+  engine_->DeviceLost(OfDevice(1, absl::InternalError("sticky")));
+  for (const auto& job : bound) {
+    const absl::Status status = job->Wait();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("sticky"));
+  }
+  EXPECT_TRUE(absl::IsUnavailable(Submit({.placed = true, .device = 1})->Wait()));
+  device(0).Release();
+  device(1).Release();
+  EXPECT_TRUE(other->Wait().ok());
+  running->Wait().IgnoreError();
+  EXPECT_TRUE(Submit()->Wait().ok());
+}
+
 TEST_F(DevicesTest, BusyCountsOnlyDevicesThatServe) {
   Start(2);
   for (int i = 0; i < 2; ++i) device(i).Hold();

@@ -77,6 +77,7 @@ class ShiftJob final : public CheckedJob {
     int64_t notes = 0;
     bool in_place = false;
     bool keep = false;
+    bool placed = false;  // the payload and the first input lie elsewhere
   };
 
   explicit ShiftJob(const Shape& shape) : shape_(shape), call_(shape.tag) {
@@ -88,10 +89,14 @@ class ShiftJob final : public CheckedJob {
     spec_.in_place = shape.in_place;
     spec_.call = &call_;
     spec_.size = SizeOfJob(spec_);
+    if (shape.placed) Place();
   }
+
+  absl::Span<const RowsPlace> places() const override { return places_; }
 
   void CopyPayload(std::byte* dst, size_t row_stride) override {
     Check(row_stride == static_cast<size_t>(shape_.row_elements) * 4);
+    if (shape_.placed) return;
     for (int64_t i = 0; i < elements(); ++i) {
       const uint32_t value = In(i);
       std::memcpy(dst + i * 4, &value, 4);
@@ -117,6 +122,20 @@ class ShiftJob final : public CheckedJob {
   uint32_t In(int64_t i) const { return static_cast<uint32_t>(i) * 2654435761u + shape_.tag; }
   uint32_t Note(int64_t i) const { return static_cast<uint32_t>(i) * 40503u + 7; }
 
+  void Place() {
+    for (int64_t i = 0; i < elements(); ++i) payload_.push_back(In(i));
+    for (int64_t i = 0; i < shape_.notes; ++i) notes_.push_back(Note(i));
+    const auto place = [](const std::vector<uint32_t>& values, int64_t rows) {
+      const size_t row_bytes = values.size() * 4 / static_cast<size_t>(rows);
+      return RowsPlace{.data = reinterpret_cast<const std::byte*>(values.data()),
+                       .row_stride = row_bytes,
+                       .row_bytes = row_bytes,
+                       .rows = rows};
+    };
+    places_.push_back(place(payload_, shape_.rows));
+    if (shape_.notes > 0) places_.push_back(place(notes_, 1));
+  }
+
   bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
     if (outputs.size() != 2 || outputs[0].size() != static_cast<size_t>(elements()) * 4 ||
         outputs[1].size() != static_cast<size_t>(shape_.rows) * 8) {
@@ -137,6 +156,9 @@ class ShiftJob final : public CheckedJob {
 
   const Shape shape_;
   const ShiftCall call_;
+  std::vector<uint32_t> payload_;
+  std::vector<uint32_t> notes_;
+  std::vector<RowsPlace> places_;
 };
 
 class ExclusiveBatchTest : public ::testing::Test {
@@ -205,6 +227,21 @@ TEST_F(ExclusiveBatchTest, RowsHaveNoPaddingAndInputsMayBeCopiedWithThem) {
   }
   // 7 rows of 12 bytes, rounded up to 96, then the notes twice: 20 bytes rounded up to 32, and 20.
   for (const FakeBackend::Ran& ran : backend_.log()) EXPECT_EQ(ran.uploaded_bytes, 96 + 32 + 20);
+}
+
+TEST_F(ExclusiveBatchTest, PayloadAndInputsThatHaveAPlaceAreNotUploaded) {
+  Start();
+  for (const bool in_place : {false, true}) {
+    EXPECT_TRUE(
+        Submit({.rows = 7, .row_elements = 3, .notes = 5, .in_place = in_place, .placed = true})
+            ->Wait()
+            .ok());
+  }
+  // The payload is not uploaded. The second input is, and what little lies between: bytes 84 to 148.
+  for (const FakeBackend::Ran& ran : backend_.log()) {
+    EXPECT_EQ(ran.uploaded_bytes, 64);
+    EXPECT_EQ(ran.gathered_bytes, 84 + 20);
+  }
 }
 
 TEST_F(ExclusiveBatchTest, OnlyBytesBoundTheRowsAndAnAnswerInPlaceCostsNone) {

@@ -208,13 +208,17 @@ class TestJob final : public CheckedJob {
     absl::Time deadline = absl::InfiniteFuture();
     Caller caller;
     bool whole = false;
+    // The rows lie elsewhere, with space between; only `device`, if there is one, can read them.
+    bool placed = false;
+    int device = kAnyDevice;
   };
 
   explicit TestJob(const Shape& shape) : shape_(shape) {
     spec_.key = {.op = &kDigest,
                  .dtype = DType::kF32,
                  .row_elements = shape.row_elements,
-                 .head = shape.head.get()};
+                 .head = shape.head.get(),
+                 .device = shape.device};
     spec_.counts[kDigestRows] = shape.rows;
     spec_.counts[kDigestEntries] = shape.rows * shape.entries_per_row;
     spec_.counts[kDigestNotes] = shape.rows * shape.notes_per_row;
@@ -223,13 +227,19 @@ class TestJob final : public CheckedJob {
     spec_.caller = shape.caller;
     spec_.whole = shape.whole;
     spec_.size = SizeOfJob(spec_);
+    if (shape.placed) Place();
   }
 
   std::function<void()> before_copy;  // set before Submit
 
+  absl::Span<const RowsPlace> places() const override {
+    return absl::MakeConstSpan(&place_, shape_.placed ? 1 : 0);
+  }
+
   void CopyPayload(std::byte* dst, size_t row_stride) override {
     if (before_copy) before_copy();
     Check(copies_++ == 0 && dones() == 0);
+    if (shape_.placed) return;
     for (int64_t r = 0; r < spec_.rows(); ++r) {
       const std::vector<uint32_t> row = Row(r);
       std::memcpy(dst + static_cast<size_t>(r) * row_stride, row.data(), row.size() * 4);
@@ -291,7 +301,23 @@ class TestJob final : public CheckedJob {
     return true;
   }
 
+  void Place() {
+    const size_t row_bytes = static_cast<size_t>(shape_.row_elements) * 4;
+    const size_t stride = row_bytes + 12;
+    elsewhere_.resize(static_cast<size_t>(shape_.rows) * stride);
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      std::memcpy(elsewhere_.data() + static_cast<size_t>(r) * stride, Row(r).data(), row_bytes);
+    }
+    place_ = {.data = elsewhere_.data(),
+              .row_stride = stride,
+              .row_bytes = row_bytes,
+              .rows = shape_.rows,
+              .on_device = true};
+  }
+
   const Shape shape_;
+  std::vector<std::byte> elsewhere_;
+  RowsPlace place_;
   std::atomic<int> copies_ = 0;
   std::atomic<int> inputs_ = 0;
 };

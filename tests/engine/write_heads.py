@@ -84,6 +84,9 @@ def good(out):
         folder(f"{out}/norm_of_{model}", {"model_type": model, "rms_norm_eps": 1e-6, "final_logit_softcapping": None},
                {"lm_head.weight": tensor("F16", 4, 8), "model.norm.weight": tensor("F16", 8)})
     write(f"{out}/big.safetensors", {"lm_head.weight": tensor("BF16", 13000, 1001)})
+    folder(f"{out}/wide", {"model_type": "llama", "vocab_size": 2500, "rms_norm_eps": 1e-5},
+           {"lm_head.weight": tensor("BF16", 2600, 3), "lm_head.bias": tensor("F16", 2600),
+            "model.norm.weight": tensor("F16", 3)})
     folder(f"{out}/padded", {"model_type": "llama", "vocab_size": 6, "hidden_size": 16, "rms_norm_eps": 1e-5,
                              "final_logit_softcapping": None, "tie_word_embeddings": False},
            {"model.embed_tokens.weight": tensor("F32", 2, 2), "lm_head.weight": tensor("BF16", 8, 16),

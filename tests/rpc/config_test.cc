@@ -66,7 +66,7 @@ TEST(ConfigTest, SizesAndDurationsTakeUnits) {
 
 TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   const Result r = Parse({"--head", "a=/m/a", "--head=b=/m/x,y=z,norm,vocab=100", "--head",
-                          "c=/m/norm,vocab=7,norm", "--head-root=/tmp"});
+                          "c=/m/norm,vocab=7,shard,norm", "--head-root=/tmp"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
   ASSERT_EQ(r.config.heads.size(), 3u);
   EXPECT_EQ(r.config.heads[0].name, "a");
@@ -76,7 +76,9 @@ TEST(ConfigTest, HeadsHaveANameAPathAndOptions) {
   EXPECT_EQ(r.config.heads[1].path, "/m/x,y=z");  // the path has a comma and an =
   EXPECT_EQ(r.config.heads[1].vocab, 100);
   EXPECT_TRUE(r.config.heads[1].final_norm);
+  EXPECT_FALSE(r.config.heads[1].shard);
   EXPECT_EQ(r.config.heads[2].path, "/m/norm");
+  EXPECT_TRUE(r.config.heads[2].shard);
   EXPECT_EQ(r.config.heads[2].vocab, 7);
   EXPECT_EQ(r.config.head_root, "/tmp");
 }
@@ -213,12 +215,15 @@ TEST(ConfigTest, ConnectionsHaveLimitsOfTime) {
 }
 
 TEST(ConfigTest, ArenasHaveASocketAndLimits) {
-  const Result r = Parse({"--arena-listen=unix:/run/a", "--arena-mode=660",
-                          "--max-arena-bytes=2GiB", "--max-leases=7"});
+  const Result r =
+      Parse({"--arena-listen=unix:/run/a", "--arena-mode=660", "--max-arena-bytes=2GiB",
+             "--max-device-arena-bytes=3GiB", "--max-leases=7"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
   EXPECT_EQ(r.config.arena_listen, "unix:/run/a");
   EXPECT_EQ(r.config.arena_mode, 0660u);
   EXPECT_EQ(r.config.max_arena_bytes, int64_t{2} << 30);
+  EXPECT_EQ(r.config.max_device_arena_bytes, int64_t{3} << 30);
+  EXPECT_EQ(Parse({"--max-device-arena-bytes=0"}).config.max_device_arena_bytes, 0);
   EXPECT_EQ(r.config.max_leases, 7);
   EXPECT_EQ(Parse({}).config.arena_listen, "");
   EXPECT_EQ(Parse({}).config.arena_mode, 0600u);
@@ -348,6 +353,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"arena_mode_word", {"--arena-mode=all"}, "got \"all\", allowed 0600 to 0777, octal"},
         Bad{"arena_mode_that_shuts_the_owner_out", {"--arena-mode=0060"}, "--arena-mode: got"},
         Bad{"arena_mode_with_more_bits", {"--arena-mode=4600"}, "--arena-mode: got"},
+        Bad{"device_arena_bytes_word", {"--max-device-arena-bytes=all"}, "allowed 0 to 1TiB"},
         Bad{"arena_bytes_0", {"--max-arena-bytes=0"}, "allowed 1 to 1TiB"},
         Bad{"leases_0", {"--max-leases=0"}, "allowed 1 to 4096"},
         Bad{"socket_mode_decimal", {"--socket-mode=689"}, "--socket-mode: got \"689\", allowed 0"},
@@ -361,7 +367,7 @@ INSTANTIATE_TEST_SUITE_P(
             "--insecure: got another value, allowed true, false or none"},
         Bad{"head_bytes_negative", {"--max-head-bytes=-1"}, "allowed 0 to 1TiB"},
         Bad{"head_without_path", {"--head=name"}, "--head: got \"name\", allowed NAME=PATH"},
-        Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm]"},
+        Bad{"head_without_name", {"--head==/m"}, "allowed NAME=PATH[,vocab=N][,norm][,shard]"},
         Bad{"head_with_only_options", {"--head=a=,norm"}, "allowed NAME=PATH"},
         Bad{"head_vocab_0", {"--head=a=/m,vocab=0"}, "allowed a vocab of 1 to 1048576"},
         Bad{"head_vocab_word", {"--head=a=/m,vocab=all"}, "allowed a vocab of 1 to 1048576"},

@@ -12,7 +12,7 @@ of others, and are imported on their own.
 __version__ = "0.1.0"
 
 from logitd.aio import AsyncClient, AsyncSampleStream
-from logitd.arena import Arena
+from logitd.arena import Arena, CudaArena
 from logitd.client import Client, SampleStream
 from logitd.errors import (
     Aborted,
@@ -39,6 +39,7 @@ from logitd.results import (
     AttentionFault,
     AttentionResult,
     Head,
+    HeadShard,
     Ragged,
     RowStatus,
     SampleResult,
@@ -55,6 +56,7 @@ __all__ = [
     "Aborted",
     "AlreadyExists",
     "Arena",
+    "CudaArena",
     "AsyncClient",
     "AsyncSampleStream",
     "AttentionBackwardResult",
@@ -66,6 +68,7 @@ __all__ = [
     "DeadlineExceeded",
     "FailedPrecondition",
     "Head",
+    "HeadShard",
     "Internal",
     "InvalidArgument",
     "LogitdError",

@@ -10,7 +10,7 @@ import numpy as np
 from logitd import _arrays, _wire, results
 from logitd._messages import Codec
 from logitd._rows import add_timings, timings_of
-from logitd.arena import Arena, Place
+from logitd.arena import Arena, CudaArena, Place
 from logitd.errors import Internal, InvalidArgument
 from logitd.options import Options
 
@@ -129,6 +129,8 @@ class AttentionMessages:
         self._out = out
         self._into = None if out is None else self._check_out(out)
         self._places: Dict[str, Tuple[Place, int]] = {}  # of arrays in the arena, with the bytes of a row
+        if isinstance(arena, CudaArena):
+            raise InvalidArgument("arena: got one of a GPU, allowed one of the host: attention takes arrays of the host")
         if arena is not None:
             self._place(arena)
         self._answer: Any = out

@@ -349,7 +349,13 @@ class Session:
                 raise
 
     def load_head(
-        self, name: str, path: str, final_norm: bool, vocab: int, progress: Optional[Callable[[int, int], Any]]
+        self,
+        name: str,
+        path: str,
+        final_norm: bool,
+        vocab: int,
+        shard: bool,
+        progress: Optional[Callable[[int, int], Any]],
     ) -> Call[results.Head]:
         loaded: List[results.Head] = []
         stopped = False
@@ -362,7 +368,7 @@ class Session:
             stopped = progress is not None and progress(message.done_bytes, message.total_bytes) is False
             return not stopped
 
-        request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab}
+        request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab, "shard": shard}
         reply = yield Receive("/logitd.v1.Heads/Load", _LOAD[0].encode(request), take)
         if stopped:
             raise Cancelled(
@@ -402,7 +408,11 @@ def _plain(kind: Callable[..., T], message: Any) -> T:
 
 def _head(message: Any) -> results.Head:
     names = {number: name for name, number in _arrays.DTYPES.items()}
-    return replace(_plain(results.Head, message), dtype=names.get(message.dtype, str(message.dtype)))
+    return replace(
+        _plain(results.Head, message),
+        dtype=names.get(message.dtype, str(message.dtype)),
+        shards=[_plain(results.HeadShard, shard) for shard in message.shards],
+    )
 
 
 def health_request(service: str) -> bytes:

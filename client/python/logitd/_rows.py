@@ -9,7 +9,7 @@ import numpy as np
 
 from logitd import _arrays, results
 from logitd._messages import Codec
-from logitd.arena import Arena, Place
+from logitd.arena import Arena, CudaArena, Place
 from logitd.errors import Internal, InvalidArgument
 
 REQUESTS: Dict[str, Tuple[str, Codec]] = {
@@ -79,7 +79,7 @@ def row_input(
     hidden: Any = None,
     head: Optional[str] = None,
     dtype: Optional[str] = None,
-    arena: Optional[Arena] = None,
+    arena: Union[Arena, CudaArena, None] = None,
 ) -> RowInput:
     """InvalidArgument: not exactly one of logits, and hidden with head; an array that is not [N, V] or [V]; or one that
     the arena cannot name."""
@@ -92,6 +92,11 @@ def row_input(
         )
     if (head is None) != (hidden is None):
         raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
+    if isinstance(arena, CudaArena):
+        place, found, shape = arena.find(name, value)
+        if dtype not in (None, found):
+            raise InvalidArgument(f"{name}: got a tensor of {found} with dtype={dtype!r}, allowed dtype={found!r}")
+        return RowInput(place, found, True, shape[0] if len(shape) == 2 else 1, shape[-1], head)
     array, found = _arrays.floats(name, value, dtype)
     if array.ndim not in (1, 2):
         raise InvalidArgument(f"{name}: got shape {list(array.shape)}, allowed [rows, width], or [width] for one row")

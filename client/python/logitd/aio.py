@@ -194,10 +194,11 @@ class AsyncClient(Base):
         *,
         final_norm: bool = False,
         vocab: int = 0,
+        shard: bool = False,
         progress: Optional[Callable[[int, int], Any]] = None,
     ) -> Head:
         """As Client.load_head; `progress` is an ordinary function."""
-        return await self._run(self._session.load_head(name, path, final_norm, vocab, progress))
+        return await self._run(self._session.load_head(name, path, final_norm, vocab, shard, progress))
 
     async def unload_head(self, name: str, *, deadline: Optional[float] = None) -> None:
         """As Client.unload_head."""

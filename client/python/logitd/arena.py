@@ -12,12 +12,12 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Type, Union
 
 import grpc
 import numpy as np
 
-from logitd import _arrays
+from logitd import _arrays, _cuda
 from logitd.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable, error_of
 
 if TYPE_CHECKING:
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from logitd.params import DType
 
 # The protocol, see formats/arena_protocol.h.
-_MAGIC, _VERSION, _HOST = b"LDAR", 1, 1
-_ASK = struct.Struct("<4sIIIQ")  # magic, version, kind, unused, bytes
+_MAGIC, _VERSION, _HOST, _CUDA = b"LDAR", 1, 1, 2
+_ASK = struct.Struct("<4sIIIQ")  # magic, version, kind, device, bytes
 _ANSWER = struct.Struct("<4sIIIQ16s")  # magic, version, code, text bytes, bytes, lease
+_DEVICE = struct.Struct("<16sII")  # after the answer, of a GPU: uuid, number, unused
 _MAX_TEXT = 1024
 
 _MAX_PATH = 107  # bytes, of a Unix socket
@@ -87,19 +88,12 @@ class Arena:
         PermissionDenied: the server does not lease to this user. Internal: the answer is not one of this protocol, or
         the memory is not sealed.
         """
-        path = address[len("unix:") :] if address.startswith("unix:") else ""
-        if not 0 < len(os.fsencode(path)) <= _MAX_PATH or "\0" in path:
-            raise InvalidArgument(f"address: got {address!r}, allowed unix:PATH with a path of 1 to {_MAX_PATH} bytes")
-        nbytes = operator.index(nbytes)
-        if not 1 <= nbytes < 2**63:
-            raise InvalidArgument(f"nbytes: got {nbytes}, allowed 1 or more, below 2^63")
-        if not 0 < timeout <= 24 * 3600:
-            raise InvalidArgument(f"timeout: got {timeout} s, allowed above 0 and up to a day")
+        path, nbytes = _checked_wish(address, nbytes, timeout)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            data, files = _ask(connection, path, nbytes, timeout)
+            data, files = _ask(connection, path, (_HOST, 0, nbytes), timeout)
             try:
-                size, lease_id = _checked(address, data, files, nbytes)
+                size, lease_id, _ = _checked(address, data, files, nbytes, _HOST)
                 memory = _mapped(files[0], size)
             finally:
                 for file in files:
@@ -153,12 +147,7 @@ class Arena:
     def close(self) -> None:
         """Ends the lease. Calls that the server has begun read their rows to the end. Safe to call again."""
         self._bytes = None
-        if self._connection.fileno() >= 0 and os.getpid() == self._process:
-            try:
-                self._connection.shutdown(socket.SHUT_RDWR)  # also where a forked child holds the connection
-            except OSError:
-                pass  # the server has ended it
-        self._connection.close()
+        _close(self._connection, self._process)
 
     def __enter__(self) -> "Arena":
         return self
@@ -175,26 +164,10 @@ class Arena:
         ascending distances; or a closed arena.
         """
         self._open()
-        rows, width = (1, *array.shape)[-2:]
-        size = array.itemsize
-        row_stride, step = (width * size, *array.strides)[-2:]
-        if rows <= 1:
-            row_stride = width * size
-        if (width > 1 and step != size) or row_stride < width * size:
-            raise InvalidArgument(
-                f"{name}: got strides {list(array.strides)} of shape {list(array.shape)}, allowed with an arena "
-                f"elements of {size} bytes that touch, in rows at equal distances of {width * size} bytes or more"
-            )
         if array.dtype.byteorder == ">":
             raise InvalidArgument(f"{name}: got big-endian elements, allowed little-endian ones with an arena")
-        offset = _address(array) - self._start
-        extent = (rows - 1) * row_stride + width * size if array.size > 0 else 0
-        if not 0 <= offset <= self._nbytes - extent:
-            raise InvalidArgument(
-                f"{name}: got an array that does not lie in the arena, allowed one from its empty() or array(), or a "
-                "view of one"
-            )
-        return Place(self._lease_id, offset, row_stride)
+        at = _address(array) - self._start
+        return _place(name, array.shape, array.strides, array.itemsize, at, self._nbytes, self._lease_id)
 
     def overlaps(self, array: np.ndarray) -> bool:
         """Whether any of a contiguous array lies in the arena."""
@@ -202,7 +175,7 @@ class Arena:
 
     def _open(self) -> np.ndarray:
         if self._bytes is None:
-            raise InvalidArgument("arena: got one that is closed, allowed an open one")
+            raise _is_closed()
         return self._bytes
 
     def _take(self, shape: Shape, dtype: str) -> int:
@@ -231,6 +204,189 @@ class Arena:
         return every[offset : offset + wanted], sizes
 
 
+class CudaArena:
+    """A lease of memory of a GPU, which the server reads where it lies. Made by CudaArena.lease.
+
+    As Arena, with tensors in place of arrays: those from empty_tensor() and tensor() are of torch, on the GPU, and lie
+    in the arena. top_k, sample, verify, score and their streams take them, and views of them, with `arena=`; attention
+    does not.
+
+    The server does not wait for kernels of this process: synchronize the stream that wrote the rows before the call
+    (torch.cuda.current_stream().synchronize()).
+
+    Tensors keep the memory, also after close(); the GPU has it back when the last of them is gone. Thread-safe, as far
+    as memory is.
+    """
+
+    def __init__(self, connection: socket.socket, mapping: _cuda.Mapping, lease_id: bytes) -> None:
+        """Not for callers: use CudaArena.lease."""
+        self._connection = connection
+        self._process = os.getpid()
+        self._mapping: Optional[_cuda.Mapping] = mapping
+        self._start = mapping.address
+        self._nbytes = mapping.nbytes
+        self._device = mapping.device
+        self._lease_id = lease_id
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    @classmethod
+    def lease(cls, address: str, nbytes: int, device: Optional[int] = None, timeout: float = 10.0) -> "CudaArena":
+        """As Arena.lease, of a GPU that is the server's and this process's.
+
+        device: its number, as the server's operator counts. None: the server chooses.
+
+        Unimplemented: the server has no GPU, or is of a version without this. Unavailable: also that this process has
+        no CUDA driver, or cannot see the GPU. NotFound: the server has no such device.
+        """
+        path, nbytes = _checked_wish(address, nbytes, timeout)
+        number = 0 if device is None else operator.index(device) + 1
+        if not 0 <= number < 2**32 or (device is not None and number == 0):
+            raise InvalidArgument(f"device: got {device}, allowed None, or 0 or more")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            data, files = _ask(connection, path, (_CUDA, number, nbytes), timeout)
+            try:
+                size, lease_id, rest = _checked(address, data, files, nbytes, _CUDA)
+                mapping = _cuda.Mapping(files[0], _DEVICE.unpack(rest)[0], size)
+            finally:
+                for file in files:
+                    os.close(file)
+            return cls(connection, mapping, lease_id)
+        except BaseException:
+            connection.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena, a multiple of 2 MiB."""
+        return self._nbytes
+
+    @property
+    def lease_id(self) -> bytes:
+        """As of Arena."""
+        return self._lease_id
+
+    @property
+    def device(self) -> int:
+        """The GPU, as this process counts: torch's cuda:N."""
+        return self._device
+
+    def empty_tensor(self, shape: Shape, dtype: DType = "f32") -> torch.Tensor:
+        """A tensor in bytes of the arena that were not handed out yet, at a multiple of 64 bytes. Imports torch."""
+        sizes, wanted = _extent(shape, dtype)
+        with self._lock:
+            offset = -(-self._taken // _ALIGNMENT) * _ALIGNMENT
+            if wanted > self._nbytes - offset:
+                raise InvalidArgument(
+                    f"shape: got {list(sizes)} of {dtype}, {wanted} bytes, allowed the {max(0, self._nbytes - offset)} "
+                    f"bytes that are left of the arena's {self._nbytes}"
+                )
+            self._taken = offset + wanted
+        return self.tensor(offset, shape, dtype)
+
+    def tensor(self, offset: int, shape: Shape, dtype: DType = "f32") -> torch.Tensor:
+        """The tensor of `shape` at `offset` bytes, a multiple of the element's size. Imports torch."""
+        import torch
+
+        return torch.from_dlpack(self.dlpack(offset, shape, dtype))
+
+    def dlpack(self, offset: int, shape: Shape, dtype: DType = "f32") -> _cuda.Exported:
+        """The same for the from_dlpack of any library."""
+        mapping = self._open()
+        sizes, wanted = _extent(shape, dtype)
+        offset = operator.index(offset)
+        if not 0 <= offset <= self._nbytes - wanted or offset % _arrays.SIZES[dtype]:
+            raise InvalidArgument(
+                f"offset: got {offset} for {wanted} bytes, allowed a multiple of {_arrays.SIZES[dtype]} in an arena of "
+                f"{self._nbytes}"
+            )
+        return _cuda.Exported(mapping, offset, sizes, dtype)
+
+    def find(self, name: str, tensor: Any) -> Tuple[Place, str, Tuple[int, ...]]:
+        """Where the rows of a torch tensor on the GPU lie, their type, and its shape. For calls, as Arena.place."""
+        self._open()
+        dtype = _TORCH_DTYPES.get(str(tensor.dtype)) if _arrays.is_torch(tensor) else None
+        if dtype is None or tensor.dim() not in (1, 2):
+            raise InvalidArgument(
+                f"{name}: got {type(tensor).__name__}, allowed with an arena of a GPU a torch tensor of float32, float16 "
+                "or bfloat16, [rows, width] or [width]"
+            )
+        size = _arrays.SIZES[dtype]
+        shape = tuple(tensor.shape)
+        at = tensor.data_ptr() - self._start
+        return _place(name, shape, [n * size for n in tensor.stride()], size, at, self._nbytes, self._lease_id), dtype, shape
+
+    def close(self) -> None:
+        """Ends the lease. Calls that the server has begun read their rows to the end. Safe to call again."""
+        self._mapping = None
+        _close(self._connection, self._process)
+
+    def __enter__(self) -> "CudaArena":
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close()
+
+    def _open(self) -> _cuda.Mapping:
+        if self._mapping is None:
+            raise _is_closed()
+        return self._mapping
+
+
+_TORCH_DTYPES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
+
+
+def _is_closed() -> InvalidArgument:
+    return InvalidArgument("arena: got one that is closed, allowed an open one")
+
+
+def _close(connection: socket.socket, process: int) -> None:
+    if connection.fileno() >= 0 and os.getpid() == process:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)  # also where a forked child holds the connection
+        except OSError:
+            pass  # the server has ended it
+    connection.close()
+
+
+def _place(
+    name: str, shape: Sequence[int], strides: Sequence[int], size: int, offset: int, nbytes: int, lease_id: bytes
+) -> Place:
+    """Where the rows of [N, width] or [width] elements of `size` bytes lie, which begin at `offset` of the lease."""
+    rows, width = (1, *shape)[-2:]
+    row_stride, step = (width * size, *strides)[-2:]
+    if rows <= 1:
+        row_stride = width * size
+    if (width > 1 and step != size) or row_stride < width * size:
+        raise InvalidArgument(
+            f"{name}: got strides {list(strides)} of shape {list(shape)}, allowed with an arena "
+            f"elements of {size} bytes that touch, in rows at equal distances of {width * size} bytes or more"
+        )
+    extent = (rows - 1) * row_stride + width * size if rows > 0 and width > 0 else 0
+    if not 0 <= offset <= nbytes - extent:
+        raise InvalidArgument(
+            f"{name}: got an array that does not lie in the arena, allowed one from its empty() or array(), or a "
+            "view of one"
+        )
+    return Place(lease_id, offset, row_stride)
+
+
+def _checked_wish(address: str, nbytes: int, timeout: float) -> Tuple[str, int]:
+    """The path of `address`, and `nbytes` as a number."""
+    path = address[len("unix:") :] if address.startswith("unix:") else ""
+    if not 0 < len(os.fsencode(path)) <= _MAX_PATH or "\0" in path:
+        raise InvalidArgument(f"address: got {address!r}, allowed unix:PATH with a path of 1 to {_MAX_PATH} bytes")
+    nbytes = operator.index(nbytes)
+    if not 1 <= nbytes < 2**63:
+        raise InvalidArgument(f"nbytes: got {nbytes}, allowed 1 or more, below 2^63")
+    if not 0 < timeout <= 24 * 3600:
+        raise InvalidArgument(f"timeout: got {timeout} s, allowed above 0 and up to a day")
+    return path, nbytes
+
+
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
@@ -248,8 +404,10 @@ def _extent(shape: Shape, dtype: str) -> Tuple[Tuple[int, ...], int]:
     return sizes, wanted
 
 
-def _ask(connection: socket.socket, path: str, nbytes: int, timeout: float) -> Tuple[bytes, List[int]]:
-    """The server's packet, and the descriptors that came with it, which the caller closes."""
+def _ask(
+    connection: socket.socket, path: str, wish: Tuple[int, int, int], timeout: float
+) -> Tuple[bytes, List[int]]:
+    """Asks for a kind of memory, on a device, of a size. The server's packet, and the descriptors that came with it, which the caller closes."""
     end = time.monotonic() + timeout
 
     def limit(option: int) -> None:
@@ -264,7 +422,7 @@ def _ask(connection: socket.socket, path: str, nbytes: int, timeout: float) -> T
         connection.connect(path)
         doing = "no answer"
         try:
-            connection.send(_ASK.pack(_MAGIC, _VERSION, _HOST, 0, nbytes))
+            connection.send(_ASK.pack(_MAGIC, _VERSION, *wish))
         except (BrokenPipeError, ConnectionResetError):
             pass  # a server that has already refused this process no longer reads; its answer is there
         limit(socket.SO_RCVTIMEO)
@@ -281,8 +439,10 @@ def _ask(connection: socket.socket, path: str, nbytes: int, timeout: float) -> T
     return data, files
 
 
-def _checked(address: str, data: bytes, files: List[int], nbytes: int) -> Tuple[int, bytes]:
-    """Size and name of the lease that the server answered with. Raises its refusal."""
+def _checked(
+    address: str, data: bytes, files: List[int], nbytes: int, kind: int
+) -> Tuple[int, bytes, bytes]:
+    """Size and name of the lease that the server answered with, and what follows. Raises its refusal."""
 
     def strange(why: str) -> Internal:
         return Internal(f"arena: {address}: the answer is not a lease: {why}", attempts=1)
@@ -300,11 +460,15 @@ def _checked(address: str, data: bytes, files: List[int], nbytes: int) -> Tuple[
             f"got version {version}, {size} bytes and {len(files)} descriptors, allowed version {_VERSION}, {nbytes} "
             "bytes or more, and one descriptor"
         )
+    if kind == _CUDA:
+        if len(text) != _DEVICE.size:
+            raise strange(f"got {len(text)} bytes that name a GPU, allowed {_DEVICE.size}")
+        return size, lease_id, text
     if os.fstat(files[0]).st_size < size:
         raise strange(f"got a file of {os.fstat(files[0]).st_size} bytes, allowed {size} or more")
     if not _is_sealed(files[0]):
         raise strange("got a file that can shrink, allowed one that is sealed")
-    return size, lease_id
+    return size, lease_id, b""
 
 
 def _is_sealed(file: int) -> bool:

@@ -263,6 +263,7 @@ class Client(Base):
         *,
         final_norm: bool = False,
         vocab: int = 0,
+        shard: bool = False,
         progress: Optional[Callable[[int, int], Any]] = None,
     ) -> Head:
         """Loads an output head from below the server's --head-root: a Hugging Face model's folder, or a safetensors
@@ -270,12 +271,13 @@ class Client(Base):
 
         final_norm: load the model's final norm too; hidden states are then sent from before it.
         vocab: rows to keep of a padded weight; 0: what the model's configuration says, or all.
+        shard: cut the vocabulary over all devices, each of which holds a part; answers have the same bits.
         progress: called with the bytes read and the bytes in all (0 while an earlier load runs); False ends the load.
 
         No deadline, because it may take minutes, and one attempt. Errors: AlreadyExists, FailedPrecondition (no
-        --head-root), PermissionDenied, NotFound (no such file), InvalidArgument, ResourceExhausted.
+        --head-root, or the server cannot shard), PermissionDenied, NotFound (no such file), InvalidArgument, ResourceExhausted.
         """
-        return self._run(self._session.load_head(name, path, final_norm, vocab, progress))
+        return self._run(self._session.load_head(name, path, final_norm, vocab, shard, progress))
 
     def unload_head(self, name: str, *, deadline: Optional[float] = None) -> None:
         """New calls no longer find the head. NotFound: the text lists the loaded heads."""

@@ -14,7 +14,7 @@ from logitd.results import Ragged
 if TYPE_CHECKING:
     import torch
 
-    from logitd.arena import Arena
+    from logitd.arena import Arena, CudaArena
 
 Array = Union[np.ndarray, "torch.Tensor"]
 Floats = Union[float, Sequence[float], Array]
@@ -37,7 +37,7 @@ class InputParams(TypedDict, total=False):
     """Name of a head that the server has loaded."""
     dtype: Optional[DType]
     """Only for bf16 bits in a uint16 array: "bf16"."""
-    arena: Optional[Arena]
+    arena: Union[Arena, CudaArena, None]
     """The arena in which the logits or hidden states lie, so that they are named and not sent: a contiguous array, or
     rows at equal distances. InvalidArgument: they do not lie there, or not so."""
     deadline: Optional[float]
@@ -99,7 +99,7 @@ class VerifyParams(SamplingParams, total=False):
     """Of verify."""
 
     dtype: Optional[DType]
-    arena: Optional[Arena]
+    arena: Union[Arena, CudaArena, None]
     deadline: Optional[float]
 
 

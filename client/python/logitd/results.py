@@ -237,6 +237,17 @@ class AttentionBackwardResult(_Call):
 
 
 @dataclass(frozen=True)
+class HeadShard:
+    """The tokens that one device holds of a head."""
+
+    device: int
+    """As in the flag --device."""
+    first_token: int
+    tokens: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
 class Head:
     """An output head that the server holds."""
 
@@ -257,8 +268,11 @@ class Head:
     scale: float
     softcap: float
     device_bytes: int
+    """Memory on each device; of a head that is cut over the devices the most on any."""
     loaded_unix_ms: int
     load_ms: int
+    shards: List[HeadShard] = field(default_factory=list)
+    """Its parts where it is cut over the devices; empty: each device has all of it."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +287,8 @@ class Device:
     """It failed for good, and the other devices do its work."""
     pci_bus_id: str = ""
     numa_node: int = -1
+    head_bytes: int = 0
+    """Memory of heads on it."""
 
 
 @dataclass(frozen=True)

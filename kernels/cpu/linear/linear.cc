@@ -45,36 +45,48 @@ void Pack(const TensorView& hidden, const HeadView& head, int64_t begin, const P
   pool.ParallelFor(rows.padded_rows(), [&](int64_t r) { PackRow(from, norm, r, rows); });
 }
 
+// Packs all rows of the hidden states on this thread.
+void Pack(const TensorView& hidden, const HeadView& head, const PackedRows& rows) {
+  const RowNorm norm = {.weight = head.norm, .epsilon = head.norm_epsilon};
+  for (int64_t r = 0; r < rows.padded_rows(); ++r) PackRow(hidden, norm, r, rows);
+}
+
 bool IsAbandoned(const std::atomic<bool>* abandoned) {
   return abandoned != nullptr && abandoned->load(std::memory_order_relaxed);
 }
 
-// The logits of tokens [begin, end), one row of `to` after another, `per_item` tokens at a time.
-// Incomplete if the work was abandoned.
+// The logits of tokens [begin, end), `per_item` tokens at a time; a row of `to` starts every
+// `to_stride` elements. Incomplete if the work was abandoned.
 void ComputeLogits(const PackedRows& rows, const TensorView& weight, int64_t begin, int64_t end,
-                   const LogitsEpilogue& epilogue, float* to, int64_t per_item, ThreadPool& pool,
-                   const std::atomic<bool>* abandoned = nullptr) {
+                   const LogitsEpilogue& epilogue, float* to, int64_t to_stride, int64_t per_item,
+                   ThreadPool& pool, const std::atomic<bool>* abandoned = nullptr) {
   pool.ParallelFor((end - begin + per_item - 1) / per_item, [&](int64_t item) {
     if (IsAbandoned(abandoned)) return;
     const int64_t first = begin + item * per_item;
     Logits(rows, weight, first, std::min(end, first + per_item), epilogue, to + first - begin,
-           end - begin);
+           to_stride);
   });
 }
 
+LogitsEpilogue EpilogueOf(const HeadView& head) {
+  return {.scale = head.scale, .bias = head.bias, .softcap = head.softcap};
+}
+
 // Calls body(first row, logits) for one block of rows after another, until the work is abandoned.
+// For a shard without tokens, once for all rows.
 template <class Body>
 void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& pool,
                   LinearScratch& scratch, const std::atomic<bool>* abandoned, const Body& body) {
   const int64_t vocab = head.vocab();
+  if (vocab == 0) return body(int64_t{0}, TensorView{.rows = hidden.rows});
   const int64_t at_once = RowsAtOnce(vocab);
-  const LogitsEpilogue epilogue = {.scale = head.scale, .bias = head.bias, .softcap = head.softcap};
   for (int64_t begin = 0; begin < hidden.rows; begin += at_once) {
     PackedRows rows = {.rows = std::min(at_once, hidden.rows - begin), .cols = head.hidden()};
     rows.data = scratch.packed.Get(rows.size());
     float* logits = scratch.logits.Get(rows.rows * vocab);
     Pack(hidden, head, begin, rows, pool);
-    ComputeLogits(rows, head.weight, 0, vocab, epilogue, logits, kItemTokens, pool, abandoned);
+    ComputeLogits(rows, head.weight, 0, vocab, EpilogueOf(head), logits, vocab, kItemTokens, pool,
+                  abandoned);
     if (IsAbandoned(abandoned)) return;
     body(begin, TensorView{.data = logits,
                            .dtype = DType::kF32,
@@ -175,7 +187,7 @@ class Backward {
       PackedRows packed = {.rows = std::min(kMostRows, rows - r), .cols = hidden_cols_};
       packed.data = scratch_.packed.Get(packed.size());
       Pack(args_.hidden, args_.head, first + r, packed, pool_);
-      ComputeLogits(packed, args_.head.weight, begin, end, epilogue, to + r * tokens,
+      ComputeLogits(packed, args_.head.weight, begin, end, epilogue, to + r * tokens, tokens,
                     kBlockItemTokens, pool_);
     }
     CrossEntropyBackwardOfTokens(
@@ -232,6 +244,87 @@ void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch) {
   Backward(args, pool, scratch).Run();
+}
+
+// ---- Shards
+
+void LinearTopKPartial(const LinearTopKPartialArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                       const std::atomic<bool>* abandoned) {
+  const TopKPartials to = args.shape.At(args.block);
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 TopKPartial(
+                     {.logits = logits, .rows = args.rows + first},
+                     {.index = args.shard, .shape = args.shape, .first_row = first, .to = to}, pool,
+                     scratch.topk);
+               });
+}
+
+void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, ThreadPool& pool,
+                               LinearScratch& scratch, const std::atomic<bool>* abandoned) {
+  const LossPartials to = args.shape.At(args.block);
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 CrossEntropyPartial({.logits = logits,
+                                      .rows = args.rows + first,
+                                      .extra_ids = args.extra_ids,
+                                      .answers = {}},
+                                     {.index = args.shard,
+                                      .shape = args.shape,
+                                      .first_row = first,
+                                      .targets = args.targets,
+                                      .to = to},
+                                     pool, scratch.loss);
+               });
+}
+
+void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, ThreadPool& pool) {
+  pool.ParallelFor(args.hidden.rows, [&](int64_t r) {
+    const CrossEntropyRow& ask = args.rows[r];
+    if (ask.active == 0 || !args.shard.Holds(ask.target)) return;
+    thread_local AlignedBuffer memory;
+    PackedRows row = {.rows = 1, .cols = args.head.hidden()};
+    row.data = memory.Get(row.size());
+    Pack(RowsOf(args.hidden, r, 1), args.head, row);
+    const int64_t token = ask.target - args.shard.first;
+    Logits(row, args.head.weight, token, token + 1, EpilogueOf(args.head), args.targets + r, 1);
+  });
+}
+
+void LinearSamplePartial(const LinearSamplePartialArgs& args, ThreadPool& pool,
+                         LinearScratch& scratch, const std::atomic<bool>* abandoned) {
+  const int64_t tokens = args.head.vocab();
+  const int64_t stride = args.shape.shards.most_tokens();
+  auto* const to = reinterpret_cast<float*>(args.block);
+  for (int64_t begin = 0; tokens > 0 && begin < args.hidden.rows; begin += kMostRows) {
+    PackedRows rows = {.rows = std::min(kMostRows, args.hidden.rows - begin),
+                       .cols = args.head.hidden()};
+    rows.data = scratch.packed.Get(rows.size());
+    Pack(args.hidden, args.head, begin, rows, pool);
+    ComputeLogits(rows, args.head.weight, 0, tokens, EpilogueOf(args.head), to + begin * stride,
+                  stride, kItemTokens, pool, abandoned);
+    if (IsAbandoned(abandoned)) return;
+  }
+}
+
+void LinearSampleMerge(const LinearSampleMergeArgs& args, ThreadPool& pool,
+                       LinearScratch& scratch) {
+  const VocabShards& shards = args.shape.shards;
+  const int64_t at_once = RowsAtOnce(shards.vocab);
+  for (int64_t begin = 0; begin < args.shape.rows; begin += at_once) {
+    const int64_t rows = std::min(at_once, args.shape.rows - begin);
+    float* const logits = scratch.logits.Get(rows * shards.vocab);
+    pool.ParallelFor(rows * shards.count, [&](int64_t item) {
+      const int64_t r = item / shards.count;
+      const auto s = static_cast<int>(item % shards.count);
+      const VocabShard shard = shards.at(s);
+      const float* const from = args.shape.Of(args.blocks, s) + (begin + r) * shards.most_tokens();
+      std::copy_n(from, shard.tokens, logits + r * shards.vocab + shard.first);
+    });
+    SampleArgs part = RowsFrom(args.sample, begin);
+    part.logits = {logits, DType::kF32, rows, shards.vocab, shards.vocab};
+    Sample(part, pool, scratch.sample);
+  }
 }
 
 }  // namespace logitd::cpu

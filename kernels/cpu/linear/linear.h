@@ -11,6 +11,7 @@
 #include "kernels/cpu/sampling/sample_row.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/linear.h"
+#include "kernels/shards.h"
 
 namespace logitd::cpu {
 
@@ -36,6 +37,17 @@ void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch);
+
+// The halves of these ops on a sharded head; the contract is kernels/shards.h. Otherwise as above.
+void LinearTopKPartial(const LinearTopKPartialArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                       const std::atomic<bool>* abandoned = nullptr);
+void LinearSamplePartial(const LinearSamplePartialArgs& args, ThreadPool& pool,
+                         LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
+void LinearSampleMerge(const LinearSampleMergeArgs& args, ThreadPool& pool, LinearScratch& scratch);
+void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, ThreadPool& pool);
+void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, ThreadPool& pool,
+                               LinearScratch& scratch,
+                               const std::atomic<bool>* abandoned = nullptr);
 
 }  // namespace logitd::cpu
 

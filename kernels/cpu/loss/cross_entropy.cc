@@ -46,15 +46,17 @@ inline constexpr int64_t kItemCells = 32;
 struct LossThreadScratch {
   LossScratch row;
   Buffer<float> capped;
+  Buffer<float> extra;
   Buffer<uint64_t> keys;
   hwy::Sorter sorter;
 };
 
-// A row on its way to its answers.
+// A row on its way to its answers, or a shard's part of one.
 struct LossRow {
   Row sent;  // as sent; sketched, at temperature 1, only where has_order is
   Row x;     // after softcap, at the row's temperature; with a softcap there are no logits of it
   bool has_order;  // the order of the tokens is that of `sent`, which has a sketch of its own
+  int64_t vocab;   // of the whole row
   float* total;    // [cells], sum of x * kTotalShrink
   float* moment;   // [cells], sum of exp((x - max) / temperature) * (x - max) * kShrink
 };
@@ -74,14 +76,15 @@ inline bool OrderIsNeeded(const CrossEntropyRow& ask) {
   return rank || ask.top_logprobs > 0;
 }
 
-// Row r, with sketches in slot `slot` of `slots` of the scratch.
-inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t r, LossScratch& scratch,
-                         int64_t slots, int64_t slot) {
+// Row r, of `vocab` tokens in all, with sketches in slot `slot` of `slots` of the scratch.
+inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t vocab, int64_t r,
+                         LossScratch& scratch, int64_t slots, int64_t slot) {
   const TensorView& logits = args.logits;
   const CrossEntropyRow& ask = args.rows[r];
   const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
   const int64_t cells = CellCount(logits.cols);
   LossRow row;
+  row.vocab = vocab;
   row.sent = {.logits = static_cast<const std::byte*>(logits.data) + offset,
               .dtype = logits.dtype,
               .vocab = logits.cols,
@@ -203,7 +206,7 @@ void Cap(const T* from, int64_t count, float softcap, float* to) {
 // Reads cells [begin, end) of the row, at most kItemCells.
 void ReadCells(const LossRow& row, const CrossEntropyRow& ask, int64_t begin, int64_t end,
                LossThreadScratch& scratch) {
-  const bool is_smooth = EffectiveSmoothing(ask, row.x.vocab) > 0;
+  const bool is_smooth = EffectiveSmoothing(ask, row.vocab) > 0;
   float* total = is_smooth ? row.total : nullptr;
   float* moment = (ask.want & kWantEntropy) != 0 ? row.moment : nullptr;
   if (ask.softcap == 0) {
@@ -279,7 +282,7 @@ double MeanOf(const LossRow& row) {
 // The loss of a counted row. max is not -inf.
 double LossOf(const LossRow& row, const CrossEntropyRow& ask, const Distribution& of, float x) {
   constexpr double kPlusInf = std::numeric_limits<double>::infinity();
-  const double e = EffectiveSmoothing(ask, row.x.vocab);
+  const double e = EffectiveSmoothing(ask, row.vocab);
   const double plain = -of.Logprob(x);
   if (of.max == kInf) return e == 0 && ask.z_loss == 0 ? plain : kPlusInf;
   if (x == -kInf) return kPlusInf;
@@ -290,12 +293,12 @@ double LossOf(const LossRow& row, const CrossEntropyRow& ask, const Distribution
   return loss;
 }
 
-// All answers of a row with a NaN, which is in cell `nan_cell`.
-void AnswerNan(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int64_t nan_cell) {
+// All answers of a row whose lowest NaN is `nan`.
+void AnswerNan(const CrossEntropyArgs& args, int64_t r, int32_t nan) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const CrossEntropyRow& ask = args.rows[r];
   const CrossEntropyAnswers& out = args.answers;
-  out.status[r] = {RowCode::kNanLogit, FirstNan(row.sent, nan_cell)};
+  out.status[r] = {RowCode::kNanLogit, nan};
   out.loss[r] = out.logsumexp[r] = out.target_logprob[r] = kNan;
   if (out.rank != nullptr) out.rank[r] = 0;
   if (out.entropy != nullptr) out.entropy[r] = (ask.want & kWantEntropy) != 0 ? kNan : 0;
@@ -308,54 +311,182 @@ void AnswerNan(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int6
   }
 }
 
-// Writes the answers of row r, which has been read.
-void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
-            LossThreadScratch& scratch) {
+// What the answers of a row need besides the sums of its cells.
+struct LossTokens {
+  float target = 0;                // the target's logit as sent
+  int64_t before = 0;              // tokens before the target, if its rank is wanted
+  const uint64_t* keys = nullptr;  // of the top tokens
+  const float* extra = nullptr;    // logits as sent of the extra ids
+};
+
+bool RankIsWanted(const CrossEntropyRow& ask) {
+  return ask.target != kIgnoredTarget && (ask.want & kWantRank) != 0;
+}
+
+// Writes the answers of row r, whose cells are read, and which has no NaN.
+void AnswerWhole(const CrossEntropyArgs& args, int64_t r, const LossRow& row, float max,
+                 const LossTokens& tokens) {
   const CrossEntropyRow& ask = args.rows[r];
   const CrossEntropyAnswers& out = args.answers;
-  const Peak peak = FindPeak(row.x);
-  if (HWY_UNLIKELY(peak.nan_cell >= 0)) return AnswerNan(args, r, row, peak.nan_cell);
-  const bool is_empty = peak.max == -kInf;
+  const bool is_empty = max == -kInf;
   out.status[r] = {is_empty ? RowCode::kEmptySupport : RowCode::kOk, -1};
-  Distribution of = {.max = peak.max, .temperature = ask.temperature, .log_sum = 0};
+  Distribution of = {.max = max, .temperature = ask.temperature, .log_sum = 0};
   if (!is_empty) {
-    of.log_sum = std::log(double{TotalSum(row.x, peak.max, MakeExponent(ask.temperature))});
+    of.log_sum = std::log(double{TotalSum(row.x, max, MakeExponent(ask.temperature))});
   }
   out.logsumexp[r] = static_cast<float>(of.LogSumExp());
 
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  const Row& order = row.has_order ? row.sent : row.x;
   double loss = 0, logprob = 0;
-  int64_t rank = 0;
   if (ask.target != kIgnoredTarget) {
-    const float sent = Element(row.sent, ask.target);
-    const float x = CapOne(sent, ask.softcap);
+    const float x = CapOne(tokens.target, ask.softcap);
     logprob = of.Logprob(x);
     loss = is_empty ? kNan : LossOf(row, ask, of, x);
-    if ((ask.want & kWantRank) != 0) rank = 1 + CountBefore(order, sent, ask.target);
   }
   out.loss[r] = static_cast<float>(loss);
   out.target_logprob[r] = static_cast<float>(logprob);
-  if (out.rank != nullptr) out.rank[r] = static_cast<int32_t>(rank);
+  if (out.rank != nullptr) {
+    out.rank[r] = RankIsWanted(ask) ? static_cast<int32_t>(1 + tokens.before) : 0;
+  }
   if (out.entropy != nullptr) {
     const bool wanted = (ask.want & kWantEntropy) != 0;
     out.entropy[r] = static_cast<float>(!wanted ? 0 : is_empty ? kNan : Entropy(row, of));
   }
-  if (ask.top_logprobs > 0) {
-    const float max = row.has_order ? FindPeak(order).max : peak.max;
-    uint64_t* keys = scratch.keys.Get(row.x.vocab);
-    TopKeys(order, ask.top_logprobs, max, -kInf, keys, scratch.sorter);
-    for (int32_t i = 0; i < ask.top_logprobs; ++i) {
-      out.top_ids[ask.first_top_entry + i] = KeyIndex(keys[i]);
-      out.top_logprobs[ask.first_top_entry + i] =
-          static_cast<float>(of.Logprob(CapOne(KeyLogit(keys[i]), ask.softcap)));
-    }
+  for (int32_t i = 0; i < ask.top_logprobs; ++i) {
+    out.top_ids[ask.first_top_entry + i] = KeyIndex(tokens.keys[i]);
+    out.top_logprobs[ask.first_top_entry + i] =
+        static_cast<float>(of.Logprob(CapOne(KeyLogit(tokens.keys[i]), ask.softcap)));
   }
   for (int32_t i = 0; i < ask.extra_count; ++i) {
-    const float sent = Element(row.sent, args.extra_ids[ask.first_extra + i]);
     out.extra_logprobs[ask.first_extra_entry + i] =
-        static_cast<float>(of.Logprob(CapOne(sent, ask.softcap)));
+        static_cast<float>(of.Logprob(CapOne(tokens.extra[i], ask.softcap)));
   }
+}
+
+// The first `count` tokens, whose maximum is `max`, in the memory of the thread.
+const uint64_t* TopOf(const Row& order, int64_t count, float max, LossThreadScratch& scratch) {
+  if (count == 0) return nullptr;
+  uint64_t* keys = scratch.keys.Get(order.vocab);
+  TopKeys(order, count, max, -kInf, keys, scratch.sorter);
+  return keys;
+}
+
+// Writes the answers of row r, which has been read.
+void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
+            LossThreadScratch& scratch) {
+  const CrossEntropyRow& ask = args.rows[r];
+  const Peak peak = FindPeak(row.x);
+  if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
+    return AnswerNan(args, r, FirstNan(row.sent, peak.nan_cell));
+  }
+  const Row& order = row.has_order ? row.sent : row.x;
+  LossTokens tokens;
+  if (ask.target != kIgnoredTarget) tokens.target = Element(row.sent, ask.target);
+  if (RankIsWanted(ask)) tokens.before = CountBefore(order, tokens.target, ask.target);
+  const bool has_own_max = row.has_order && ask.top_logprobs > 0;
+  tokens.keys =
+      TopOf(order, ask.top_logprobs, has_own_max ? FindPeak(order).max : peak.max, scratch);
+  float* const extra = scratch.extra.Get(ask.extra_count);
+  for (int32_t i = 0; i < ask.extra_count; ++i) {
+    extra[i] = Element(row.sent, args.extra_ids[ask.first_extra + i]);
+  }
+  tokens.extra = extra;
+  AnswerWhole(args, r, row, peak.max, tokens);
+}
+
+// ---- Shards
+
+// Writes what a shard says of row r, which has been read. No softcap: `x` is the row as sent.
+void WritePartial(const CrossEntropyArgs& args, int64_t r, const LossRow& row, const LossShard& of,
+                  LossThreadScratch& scratch) {
+  const CrossEntropyRow& ask = args.rows[r];
+  const int64_t to_row = of.first_row + r;
+  const VocabShard shard = of.shape.shards.at(of.index);
+  const int64_t cells = shard.cells();
+  const int64_t first_cell = to_row * of.shape.shards.most_cells();
+  const LossPartials& to = of.to;
+  std::copy_n(row.x.sketch.max, cells, to.max + first_cell);
+  std::copy_n(row.x.sketch.sum, cells, to.sum + first_cell);
+  if (EffectiveSmoothing(ask, row.vocab) > 0) {
+    std::copy_n(row.total, cells, to.total + first_cell);
+  }
+  if ((ask.want & kWantEntropy) != 0) std::copy_n(row.moment, cells, to.moment + first_cell);
+  to.nan[to_row] = -1;
+  if (cells == 0) {
+    if (RankIsWanted(ask)) to.before[to_row] = 0;
+    return;
+  }
+  const Peak peak = FindPeak(row.x);
+  if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
+    to.nan[to_row] = static_cast<int32_t>(shard.first + FirstNan(row.x, peak.nan_cell));
+    return;
+  }
+  if (shard.Holds(ask.target)) to.target[to_row] = Element(row.x, ask.target - shard.first);
+  if (RankIsWanted(ask)) {
+    const float target = of.targets[of.shape.shards.OwnerOf(ask.target) * of.shape.rows + to_row];
+    to.before[to_row] = static_cast<int32_t>(CountBefore(row.x, target, ask.target - shard.first));
+  }
+  const int64_t top = std::min<int64_t>(ask.top_logprobs, shard.tokens);
+  const uint64_t* keys = TopOf(row.x, top, peak.max, scratch);
+  for (int64_t i = 0; i < top; ++i) {
+    to.keys[to_row * of.shape.keys() + i] = LaterKey(keys[i], shard.first);
+  }
+  for (int32_t i = 0; i < ask.extra_count; ++i) {
+    const int32_t id = args.extra_ids[ask.first_extra + i];
+    if (!shard.Holds(id)) continue;
+    to.extra[to_row * of.shape.max_extra + i] = Element(row.x, id - shard.first);
+  }
+}
+
+// Writes the answers of row r from the blocks of all shards.
+void AnswerMerged(const LinearCrossEntropyMergeArgs& args, int64_t r, LossThreadScratch& scratch) {
+  const CrossEntropyRow& ask = args.cross_entropy.rows[r];
+  const VocabShards& shards = args.shape.shards;
+  LossRow row = {};
+  row.vocab = shards.vocab;
+  row.x = {.logits = nullptr,
+           .dtype = DType::kF32,
+           .vocab = shards.vocab,
+           .temperature = ask.temperature,
+           .sketch = SketchAt(scratch.row.x, 1, 0, shards.vocab)};
+  row.total = scratch.row.total.Get(shards.cells());
+  row.moment = scratch.row.moment.Get(shards.cells());
+  LossTokens tokens;
+  float* const extra = scratch.extra.Get(ask.extra_count);
+  uint64_t* const keys = scratch.keys.Get(shards.count * int64_t{ask.top_logprobs});
+  int64_t key_count = 0;
+  int32_t nan = -1;
+  for (int s = 0; s < shards.count; ++s) {
+    const VocabShard shard = shards.at(s);
+    if (shard.tokens == 0) break;
+    const LossPartials from = args.shape.Of(args.blocks, s);
+    const int64_t cells = shard.cells();
+    const int64_t first = r * shards.most_cells();
+    const int64_t to = shard.first / kCellElements;
+    std::copy_n(from.max + first, cells, row.x.sketch.max + to);
+    std::copy_n(from.sum + first, cells, row.x.sketch.sum + to);
+    if (EffectiveSmoothing(ask, row.vocab) > 0) {
+      std::copy_n(from.total + first, cells, row.total + to);
+    }
+    if ((ask.want & kWantEntropy) != 0) std::copy_n(from.moment + first, cells, row.moment + to);
+    if (nan < 0) nan = from.nan[r];
+    if (shard.Holds(ask.target)) tokens.target = from.target[r];
+    if (RankIsWanted(ask)) tokens.before += from.before[r];
+    const int64_t top = std::min<int64_t>(ask.top_logprobs, shard.tokens);
+    if (top > 0) std::copy_n(from.keys + r * args.shape.keys(), top, keys + key_count);
+    key_count += top;
+    for (int32_t i = 0; i < ask.extra_count; ++i) {
+      if (!shard.Holds(args.cross_entropy.extra_ids[ask.first_extra + i])) continue;
+      extra[i] = from.extra[r * args.shape.max_extra + i];
+    }
+  }
+  if (HWY_UNLIKELY(nan >= 0)) return AnswerNan(args.cross_entropy, r, nan);
+  if (key_count > 0) {
+    scratch.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
+  }
+  tokens.keys = keys;
+  tokens.extra = extra;
+  AnswerWhole(args.cross_entropy, r, row, FindPeak(row.x).max, tokens);
 }
 
 // ---- Backward
@@ -468,6 +599,8 @@ namespace logitd::cpu {
 
 HWY_EXPORT(ReadCells);
 HWY_EXPORT(Answer);
+HWY_EXPORT(WritePartial);
+HWY_EXPORT(AnswerMerged);
 HWY_EXPORT(BackwardPart);
 
 namespace {
@@ -480,24 +613,22 @@ LossThreadScratch& ScratchOfThisThread() {
   return scratch;
 }
 
-}  // namespace
-
-void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch) {
+// Reads all rows, of `vocab` tokens in all, and calls answer(r, row) for each that has been read.
+template <class AnswerRow>
+void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, LossScratch& scratch,
+              const AnswerRow& answer) {
   const int64_t rows = args.logits.rows;
   const int64_t cells = CellCount(args.logits.cols);
   const auto read = [&](int64_t r, const LossRow& row, int64_t begin) {
     HWY_DYNAMIC_DISPATCH(ReadCells)
     (row, args.rows[r], begin, std::min(cells, begin + kItemCells), ScratchOfThisThread());
   };
-  const auto answer = [&](int64_t r, const LossRow& row) {
-    HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
-  };
   if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
-    const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
+    const int64_t per_item = std::max<int64_t>(1, kItemCells / std::max<int64_t>(1, cells));
     pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
       for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
         if (args.rows[r].active == 0) continue;
-        const LossRow row = LossRowAt(args, r, ScratchOfThisThread().row, 1, 0);
+        const LossRow row = LossRowAt(args, vocab, r, ScratchOfThisThread().row, 1, 0);
         for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c);
         answer(r, row);
       }
@@ -513,10 +644,32 @@ void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& s
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
     const int64_t r = item / per_row;
     if (args.rows[r].active == 0) return;
-    read(r, LossRowAt(args, r, scratch, rows, r), item % per_row * kItemCells);
+    read(r, LossRowAt(args, vocab, r, scratch, rows, r), item % per_row * kItemCells);
   });
   pool.ParallelFor(rows, [&](int64_t r) {
-    if (args.rows[r].active != 0) answer(r, LossRowAt(args, r, scratch, rows, r));
+    if (args.rows[r].active != 0) answer(r, LossRowAt(args, vocab, r, scratch, rows, r));
+  });
+}
+
+}  // namespace
+
+void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch) {
+  ReadRows(args, args.logits.cols, pool, scratch, [&](int64_t r, const LossRow& row) {
+    HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
+  });
+}
+
+void CrossEntropyPartial(const CrossEntropyArgs& args, const LossShard& shard, ThreadPool& pool,
+                         LossScratch& scratch) {
+  ReadRows(args, shard.shape.shards.vocab, pool, scratch, [&](int64_t r, const LossRow& row) {
+    HWY_DYNAMIC_DISPATCH(WritePartial)(args, r, row, shard, ScratchOfThisThread());
+  });
+}
+
+void CrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, ThreadPool& pool) {
+  pool.ParallelFor(args.shape.rows, [&](int64_t r) {
+    if (args.cross_entropy.rows[r].active == 0) return;
+    HWY_DYNAMIC_DISPATCH(AnswerMerged)(args, r, ScratchOfThisThread());
   });
 }
 

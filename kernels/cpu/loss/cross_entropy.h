@@ -5,6 +5,7 @@
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/shards.h"
 
 namespace logitd::cpu {
 
@@ -18,6 +19,20 @@ struct LossScratch {
 // `scratch` belongs to the caller's stream, and stays for its next call.
 void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch);
 void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool);
+
+// The two halves of linear_cross_entropy on a sharded head; the contract is kernels/shards.h. The
+// logits of `args` are those of the shard's tokens, for rows from `first_row` of the shape on. Also
+// where the shard has no tokens.
+struct LossShard {
+  int index = 0;
+  LossPartialShape shape;
+  int64_t first_row = 0;
+  const float* targets = nullptr;  // [shards, shape.rows]
+  LossPartials to;
+};
+void CrossEntropyPartial(const CrossEntropyArgs& args, const LossShard& shard, ThreadPool& pool,
+                         LossScratch& scratch);
+void CrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, ThreadPool& pool);
 
 // Columns of a wider row's logits, as one block of a head's vocabulary gives them.
 struct TokenBlock {

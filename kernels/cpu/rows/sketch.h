@@ -91,6 +91,9 @@ inline int32_t KeyIndex(uint64_t key) {
   return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(key));
 }
 
+// The key of the same logit `by` tokens later.
+inline uint64_t LaterKey(uint64_t key, int64_t by) { return key - static_cast<uint64_t>(by); }
+
 inline int64_t CellCount(int64_t vocab) { return (vocab + kCellElements - 1) / kCellElements; }
 
 // How far ahead memory is prefetched. The hardware does not look across pages; of 0.5 to 8 KiB half

@@ -61,20 +61,20 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Turns the finished sketch of a row into its answer.
-void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswer& out) {
+// The answer of a row whose lowest NaN is `nan`.
+void FinishNan(int64_t k, int32_t nan, const RowAnswer& out) {
+  *out.status = {RowCode::kNanLogit, nan};
+  // The contract leaves these open, but no value of an earlier batch may be read there.
+  *out.logsumexp = std::numeric_limits<float>::quiet_NaN();
+  std::fill(out.indices, out.indices + k, -1);
+  std::fill(out.probs, out.probs + k, 0.0f);
+}
+
+// The answer of a row without NaN: from its cells, and the keys of its first k tokens, which are
+// not read where max is -inf.
+void FinishWhole(const Row& row, int64_t k, float max, const uint64_t* keys, const RowAnswer& out) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
-  const Peak peak = FindPeak(row);
-  if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
-    *out.status = {RowCode::kNanLogit, FirstNan(row, peak.nan_cell)};
-    // The contract leaves these open, but no value of an earlier batch may be read there.
-    *out.logsumexp = std::numeric_limits<float>::quiet_NaN();
-    std::fill(out.indices, out.indices + k, -1);
-    std::fill(out.probs, out.probs + k, 0.0f);
-    return;
-  }
-  const float max = peak.max;
   if (HWY_UNLIKELY(max == -kInf)) {
     *out.status = {RowCode::kEmptySupport, -1};
     *out.logsumexp = -kInf;
@@ -89,9 +89,6 @@ void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswe
   *out.logsumexp = max == kInf
                        ? kInf
                        : static_cast<float>(double{max} / row.temperature + std::log(double{sum}));
-  uint64_t* keys = scratch.keys.Get(row.vocab);
-  TopKeys(row, k, max, -kInf, keys, scratch.sorter);
-
   HWY_ALIGN float x[kMaxLanes];
   HWY_ALIGN float probs[kMaxLanes];
   const VF vsum = hn::Set(d, sum);
@@ -111,6 +108,72 @@ void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswe
   }
 }
 
+// Turns the finished sketch of a row into its answer.
+void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswer& out) {
+  const Peak peak = FindPeak(row);
+  if (HWY_UNLIKELY(peak.nan_cell >= 0)) return FinishNan(k, FirstNan(row, peak.nan_cell), out);
+  uint64_t* keys = nullptr;
+  if (HWY_LIKELY(peak.max > -kInf)) {
+    keys = scratch.keys.Get(row.vocab);
+    TopKeys(row, k, peak.max, -kInf, keys, scratch.sorter);
+  }
+  FinishWhole(row, k, peak.max, keys, out);
+}
+
+// ---- Shards
+
+// Writes what a shard says of row r, whose sketch is finished.
+void WriteTopKPartial(const Row& row, int64_t k, int64_t r, const TopKShard& of,
+                      ThreadScratch& scratch) {
+  const VocabShard shard = of.shape.shards.at(of.index);
+  const int64_t to_row = of.first_row + r;
+  const int64_t cells = shard.cells();
+  const int64_t first_cell = to_row * of.shape.shards.most_cells();
+  std::copy_n(row.sketch.max, cells, of.to.max + first_cell);
+  std::copy_n(row.sketch.sum, cells, of.to.sum + first_cell);
+  of.to.nan[to_row] = -1;
+  if (cells == 0) return;
+  const Peak peak = FindPeak(row);
+  if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
+    of.to.nan[to_row] = static_cast<int32_t>(shard.first + FirstNan(row, peak.nan_cell));
+    return;
+  }
+  const int64_t count = std::min(k, shard.tokens);
+  uint64_t* keys = scratch.keys.Get(row.vocab);
+  TopKeys(row, count, peak.max, -kInf, keys, scratch.sorter);
+  for (int64_t i = 0; i < count; ++i) {
+    of.to.keys[to_row * of.shape.keys() + i] = LaterKey(keys[i], shard.first);
+  }
+}
+
+// Turns what all shards say of row r into its answer.
+void FinishMerged(const LinearTopKMergeArgs& args, int64_t r, ThreadScratch& scratch,
+                  const RowAnswer& out) {
+  const SoftmaxTopKRow& ask = args.topk.rows[r];
+  const VocabShards& shards = args.shape.shards;
+  const Row row = {.logits = nullptr,
+                   .dtype = DType::kF32,
+                   .vocab = shards.vocab,
+                   .temperature = ask.temperature,
+                   .sketch = SketchAt(scratch.sketch, 1, 0, shards.vocab)};
+  uint64_t* const keys = scratch.keys.Get(std::min(shards.count * int64_t{ask.k}, shards.vocab));
+  int64_t key_count = 0;
+  for (int s = 0; s < shards.count; ++s) {
+    const VocabShard shard = shards.at(s);
+    if (shard.tokens == 0) break;
+    const TopKPartials from = args.shape.Of(args.blocks, s);
+    if (from.nan[r] >= 0) return FinishNan(ask.k, from.nan[r], out);
+    const int64_t first = r * shards.most_cells();
+    std::copy_n(from.max + first, shard.cells(), row.sketch.max + shard.first / kCellElements);
+    std::copy_n(from.sum + first, shard.cells(), row.sketch.sum + shard.first / kCellElements);
+    const int64_t count = std::min<int64_t>(ask.k, shard.tokens);
+    std::copy_n(from.keys + r * args.shape.keys(), count, keys + key_count);
+    key_count += count;
+  }
+  scratch.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
+  FinishWhole(row, ask.k, FindPeak(row).max, keys, out);
+}
+
 const char* TargetName() { return hwy::TargetName(HWY_TARGET); }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE
@@ -121,6 +184,8 @@ namespace logitd::cpu {
 
 HWY_EXPORT(SketchCells);
 HWY_EXPORT(FinishRow);
+HWY_EXPORT(WriteTopKPartial);
+HWY_EXPORT(FinishMerged);
 HWY_EXPORT(TargetName);
 
 namespace {
@@ -145,33 +210,29 @@ Row RowAt(const SoftmaxTopKArgs& args, int64_t r) {
           .temperature = args.rows[r].temperature};
 }
 
-void Finish(const SoftmaxTopKArgs& args, int64_t r, const Row& row) {
-  const SoftmaxTopKRow& ask = args.rows[r];
-  HWY_DYNAMIC_DISPATCH(FinishRow)
-  (row, ask.k, ScratchOfThisThread(),
-   {.indices = args.indices + ask.first_entry,
-    .probs = args.probs + ask.first_entry,
-    .logsumexp = args.logsumexp + r,
-    .status = args.status + r});
+RowAnswer AnswerAt(const SoftmaxTopKArgs& args, int64_t r) {
+  return {.indices = args.indices + args.rows[r].first_entry,
+          .probs = args.probs + args.rows[r].first_entry,
+          .logsumexp = args.logsumexp + r,
+          .status = args.status + r};
 }
 
-}  // namespace
-
-const char* SimdTarget() { return HWY_DYNAMIC_DISPATCH(TargetName)(); }
-
-void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& scratch) {
+// Sketches all rows, and calls finish(r, row) for each.
+template <class Finish>
+void SketchRows(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& scratch,
+                const Finish& finish) {
   const int64_t rows = args.logits.rows;
   const int64_t vocab = args.logits.cols;
   const int64_t cells = CellCount(vocab);
   if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
-    const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
+    const int64_t per_item = std::max<int64_t>(1, kItemCells / std::max<int64_t>(1, cells));
     pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
       for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
         if (args.rows[r].k == 0) continue;
         Row row = RowAt(args, r);
         row.sketch = SketchAt(ScratchOfThisThread().sketch, 1, 0, vocab);
         HWY_DYNAMIC_DISPATCH(SketchCells)(row, 0, cells);
-        Finish(args, r, row);
+        finish(r, row);
       }
     });
     return;
@@ -190,7 +251,32 @@ void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& s
     if (args.rows[r].k == 0) return;
     Row row = RowAt(args, r);
     row.sketch = SketchAt(scratch, rows, r, vocab);
-    Finish(args, r, row);
+    finish(r, row);
+  });
+}
+
+}  // namespace
+
+const char* SimdTarget() { return HWY_DYNAMIC_DISPATCH(TargetName)(); }
+
+void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& scratch) {
+  SketchRows(args, pool, scratch, [&](int64_t r, const Row& row) {
+    HWY_DYNAMIC_DISPATCH(FinishRow)
+    (row, args.rows[r].k, ScratchOfThisThread(), AnswerAt(args, r));
+  });
+}
+
+void TopKPartial(const SoftmaxTopKArgs& args, const TopKShard& shard, ThreadPool& pool,
+                 SketchScratch& scratch) {
+  SketchRows(args, pool, scratch, [&](int64_t r, const Row& row) {
+    HWY_DYNAMIC_DISPATCH(WriteTopKPartial)(row, args.rows[r].k, r, shard, ScratchOfThisThread());
+  });
+}
+
+void TopKMerge(const LinearTopKMergeArgs& args, ThreadPool& pool) {
+  pool.ParallelFor(args.shape.rows, [&](int64_t r) {
+    if (args.topk.rows[r].k == 0) return;
+    HWY_DYNAMIC_DISPATCH(FinishMerged)(args, r, ScratchOfThisThread(), AnswerAt(args.topk, r));
   });
 }
 

@@ -86,6 +86,9 @@ class AttentionCodec final : public OpCodec {
     payload_.arena.reset();
     copied_[0].arena.reset();
   }
+  SharedPlace shared_place() const override {
+    return {.arena = output_.arena, .offset = output_.offset, .bytes = output_.bytes};
+  }
   SharedAnswer shared_answer(const engine::JobAnswer& answer) const override;
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
   grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;

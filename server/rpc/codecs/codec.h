@@ -31,6 +31,13 @@ struct SharedAnswer {
   absl::Span<const std::byte> bytes;  // as long-lived as the job's answer
 };
 
+// A place in a lease for a part of an answer.
+struct SharedPlace {
+  std::shared_ptr<const arena::Arena> arena;  // null: there is none
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
+
 // proto <-> job for one call of one op. Used by one thread at a time, in the order of the methods.
 class OpCodec {
  public:
@@ -68,6 +75,9 @@ class OpCodec {
   // The message, from the job's own slice of each output array. With `answer.keep` it may refer to
   // them.
   virtual grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
+
+  // Where in a lease the first output goes. After Parse.
+  virtual SharedPlace shared_place() const { return {}; }
 
   // The part of the answer that goes to a lease, which Encode leaves out. It must be there before
   // the message is sent. Without an arena: there is none.

@@ -8,6 +8,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_format.h"
 #include "server/engine/batch.h"
+#include "server/engine/devices.h"
 #include "server/engine/sync.h"
 
 namespace logitd::rpc {
@@ -18,6 +19,30 @@ constexpr int64_t kReadBufferBytes = 8192;
 
 // Smaller answers are copied out of their slab: the copy is faster than a peer takes the answer.
 constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
+
+// A stream copies rows of host memory from where they lie if they are at least this much, and each
+// run of them at least that long. Less is copied to the slab as soon as the request is there, while
+// other batches run.
+constexpr size_t kMinPlacedBytes = size_t{64} << 10;
+constexpr size_t kMinPlacedRun = size_t{4} << 10;
+
+// Whether a stream copies the payload, whose rows are `row_stride` apart in the slab, from where it
+// lies. Device memory it always does: no other way reads it.
+bool IsPlaced(const Payload& payload, size_t row_stride) {
+  if (payload.arena == nullptr || payload.arena->address() == nullptr) return false;
+  if (payload.arena->on_device()) return true;
+  const auto arena_stride = static_cast<size_t>(payload.arena_stride);
+  const bool together = arena_stride == payload.row_bytes && row_stride == payload.row_bytes;
+  return payload.range.bytes >= kMinPlacedBytes && (together || payload.row_bytes >= kMinPlacedRun);
+}
+
+engine::RowsPlace PlaceOf(const Payload& payload) {
+  return {.data = payload.arena->address() + payload.arena_offset,
+          .row_stride = static_cast<size_t>(payload.arena_stride),
+          .row_bytes = payload.row_bytes,
+          .rows = payload.rows,
+          .on_device = payload.arena->on_device()};
+}
 
 // What an answer that is sent from its slab holds until the transport drops it.
 struct KeptAnswer {
@@ -69,6 +94,10 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
       !status.ok()) {
     return status;
   }
+  if (absl::Status status = FindPlaces(); !status.ok()) {
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
+    return status;
+  }
   absl::InlinedVector<ByteRange, 4> wanted;
   const Payload payload = codec_->payload();
   if (payload.arena == nullptr) wanted.push_back(payload.range);
@@ -77,6 +106,52 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
   }
   message_.KeepOnly(wanted);
   return absl::OkStatus();
+}
+
+// Finds what streams copy from where it lies, and on which device they must do so.
+absl::Status RequestJob::FindPlaces() {
+  const auto find = [this](const Payload& payload, size_t row_stride) -> absl::Status {
+    places_.emplace_back();
+    if (!IsPlaced(payload, row_stride)) return absl::OkStatus();
+    places_.back() = PlaceOf(payload);
+    placed_in_.push_back(payload.arena);
+    if (!payload.arena->on_device()) return absl::OkStatus();
+    int& device = spec_.key.device;
+    if (device != engine::kAnyDevice && device != payload.arena->device()) {
+      const engine::Devices& devices = environment_.engine->devices();
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "shared_d_probs: got rows on %s, allowed on %s, where the rows of shared lie",
+          devices.NameOf(payload.arena->device()), devices.NameOf(device)));
+    }
+    device = payload.arena->device();
+    return absl::OkStatus();
+  };
+  if (absl::Status status = find(codec_->payload(), engine::RowStride(spec_.key)); !status.ok()) {
+    return status;
+  }
+  for (const Payload& input : codec_->copied_inputs()) {
+    if (absl::Status status = find(input, input.row_bytes); !status.ok()) return status;
+  }
+  FindAnswerPlace();
+  // Where there is one device, rows of every origin share batches.
+  if (environment_.engine->devices().count() == 1) spec_.key.device = engine::kAnyDevice;
+  return absl::OkStatus();
+}
+
+// The stream writes a large answer to its lease where the device that runs the batch can. Otherwise
+// WriteShared does.
+void RequestJob::FindAnswerPlace() {
+  SharedPlace place = codec_->shared_place();
+  if (place.arena == nullptr || place.arena->address() == nullptr) return;
+  if (place.arena->on_device()) {
+    int& device = spec_.key.device;
+    if (device == engine::kAnyDevice) device = place.arena->device();
+    if (device != place.arena->device()) return;
+  } else if (static_cast<size_t>(place.bytes) < kMinPlacedBytes) {
+    return;
+  }
+  answer_place_ = const_cast<std::byte*>(place.arena->address()) + place.offset;
+  placed_in_.push_back(std::move(place.arena));
 }
 
 // Makes --max-request-bytes exact: a batch may hold more than one request, and the transport's own
@@ -115,13 +190,17 @@ void RequestJob::Drop() {
 }
 
 void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
-  environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
+  const auto in_slab = [this](size_t place) { return places_[place].data == nullptr; };
+  if (in_slab(0)) {
+    environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
+  }
   const absl::Span<const Payload> copied = codec_->copied_inputs();
   if (!copied.empty()) {
     std::array<size_t, engine::kMaxArrays> offsets;
     engine::LayOut(spec_.key.op->inputs, spec_.counts,
                    static_cast<size_t>(spec_.rows()) * row_stride, offsets.data());
     for (size_t i = 0; i < copied.size(); ++i) {
+      if (!in_slab(i + 1)) continue;
       environment_.copier->Copy(message_.pieces(), copied[i], dst + offsets[i],
                                 copied[i].row_bytes);
     }
@@ -149,7 +228,7 @@ grpc::ByteBuffer RequestJob::Encode(const engine::JobAnswer& answer, int64_t rec
 void RequestJob::WriteShared(const engine::JobAnswer& answer,
                              absl::AnyInvocable<void(const absl::Status&)> next) {
   SharedAnswer shared = codec_->shared_answer(answer);
-  if (shared.arena == nullptr) return next(absl::OkStatus());
+  if (shared.arena == nullptr || answer_place_ != nullptr) return next(absl::OkStatus());
   std::shared_ptr<const void> keep = answer.keep;
   if (keep == nullptr) {  // the ticket pays for this copy
     auto copy = std::make_shared<std::string>(reinterpret_cast<const char*>(shared.bytes.data()),

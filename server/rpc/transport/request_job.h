@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -93,6 +94,8 @@ class RequestJob : public engine::Job {
   // engine::Job
   const engine::JobSpec& spec() const override { return spec_; }
   void CopyPayload(std::byte* dst, size_t row_stride) override;
+  absl::Span<const engine::RowsPlace> places() const override { return places_; }
+  std::byte* answer_place() const override { return answer_place_; }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
 
   // The response message. A large answer is sent from the slab that holds it, which then stays with
@@ -120,6 +123,8 @@ class RequestJob : public engine::Job {
 
  private:
   absl::Status CheckFits() const;
+  absl::Status FindPlaces();
+  void FindAnswerPlace();
   void HoldAtMost(int64_t bytes);
 
   const CallEnvironment environment_;
@@ -127,6 +132,11 @@ class RequestJob : public engine::Job {
   const int64_t started_ns_;
   engine::JobSpec spec_;
   Message message_;
+  // Of the payload and of copied_inputs, as far as streams copy them, and of the answer; and the
+  // arenas they lie in.
+  absl::InlinedVector<engine::RowsPlace, 3> places_;
+  std::byte* answer_place_ = nullptr;
+  absl::InlinedVector<std::shared_ptr<const arena::Arena>, 2> placed_in_;
   engine::Admission::Ticket ticket_;
   std::atomic<bool> submitted_ = false;
   std::atomic<bool> dropped_ = false;

@@ -28,7 +28,8 @@ class RunningServer:
     arenas: it leases memory on another Unix socket, `arena`, and has metrics.
     """
 
-    def __init__(self, *flags, arenas=False):
+    def __init__(self, *flags, arenas=False, backend="cpu"):
+        self.backend = backend
         self.directory = tempfile.mkdtemp()
         self.arena = f"unix:{self.directory}/arena"
         leasing = (f"--arena-listen={self.arena}", "--metrics-listen=127.0.0.1:0")
@@ -45,7 +46,7 @@ class RunningServer:
             self.process = subprocess.Popen(
                 [
                     os.environ["LOGITD_BINARY"],
-                    "--backend=cpu",
+                    f"--backend={self.backend}",
                     "--cpu-threads=2",
                     f"--listen={self.tcp or '127.0.0.1:0'}",
                     f"--listen={self.unix}",

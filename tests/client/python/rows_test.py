@@ -327,6 +327,12 @@ class HeadsTest(ServerTestCase):
                 client.load_head("lm", "tiny")
             client.unload_head("lm")
             self.assertEqual(client.list_heads(), [])
+            cut = client.load_head("cut", "tiny", shard=True)
+            self.assertEqual(cut.shards, [logitd.HeadShard(0, 0, 500, cut.device_bytes)])
+            self.assertEqual(head.shards, [])
+            again = client.top_k(hidden=hidden, head="cut", k=4)
+            self.assertEqual(again.probs.dense().tolist(), top.probs.dense().tolist())
+            client.unload_head("cut")
             with self.refused(logitd.NotFound, "lm"):
                 client.unload_head("lm")
             with self.refused(logitd.NotFound):

@@ -1,0 +1,340 @@
+#include "kernels/sharded_stream.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/shards.h"
+#include "kernels/status_macros.h"
+
+namespace logitd {
+namespace {
+
+constexpr char kShard[] = "logitd/shard";
+
+// Blocks of all shards that are in memory at once.
+constexpr size_t kMostBlockBytes = size_t{64} << 20;
+// Rows that share a read of the head, on any backend.
+constexpr int64_t kRowStep = 64;
+
+absl::Status OfShard(int shard, absl::Status status) {
+  if (!status.ok()) status.SetPayload(kShard, absl::Cord(absl::StrCat(shard)));
+  return status;
+}
+
+// A thread for each device except the first, whose work the caller does.
+class Gang {
+ public:
+  explicit Gang(int devices) {
+    for (int i = 1; i < devices; ++i) threads_.emplace_back([this, i] { Work(i); });
+  }
+  ~Gang() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    begun_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  Gang(const Gang&) = delete;
+  Gang& operator=(const Gang&) = delete;
+
+  // Calls body(i) for each device i at the same time. Returns when all calls have returned.
+  void Run(absl::FunctionRef<void(int)> body) {
+    if (threads_.empty()) return body(0);
+    {
+      const std::lock_guard lock(mutex_);
+      body_ = &body;
+      left_ = static_cast<int>(threads_.size());
+      ++round_;
+    }
+    begun_.notify_all();
+    body(0);
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [this] { return left_ == 0; });
+  }
+
+ private:
+  void Work(int index) {
+    uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    while (true) {
+      begun_.wait(lock, [&] { return stopping_ || round_ != seen; });
+      if (stopping_) return;
+      seen = round_;
+      const absl::FunctionRef<void(int)>& body = *body_;
+      lock.unlock();
+      body(index);
+      lock.lock();
+      if (--left_ == 0) ended_.notify_one();
+    }
+  }
+
+  // std::mutex: see ThreadPool.
+  std::mutex mutex_;
+  std::condition_variable begun_;
+  std::condition_variable ended_;
+  const absl::FunctionRef<void(int)>* body_ = nullptr;  // of this round
+  uint64_t round_ = 0;
+  int left_ = 0;  // threads that have not ended this round
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// Memory that grows and stays, on 64-byte borders.
+class Bytes {
+ public:
+  std::byte* Get(size_t bytes) {
+    if (bytes > bytes_) {
+      data_.reset();
+      data_.reset(new (std::align_val_t{kBorder}) std::byte[bytes]);
+      bytes_ = bytes;
+    }
+    return data_.get();
+  }
+
+ private:
+  static constexpr size_t kBorder = 64;
+  struct Free {
+    void operator()(std::byte* data) const { ::operator delete[](data, std::align_val_t{kBorder}); }
+  };
+  std::unique_ptr<std::byte[], Free> data_;
+  size_t bytes_ = 0;
+};
+
+// On devices whose memory is the host's: each writes its block where the merge reads it, so that
+// nothing has to be copied.
+class HostShardedStream final : public Stream {
+ public:
+  explicit HostShardedStream(std::vector<std::unique_ptr<Stream>> streams)
+      : streams_(std::move(streams)), statuses_(streams_.size()), gang_(count()) {}
+
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    return OfShard(0, lead().Upload(slab, offset, bytes));
+  }
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    return OfShard(0, lead().Download(slab, offset, bytes));
+  }
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    return OfShard(0, lead().Fill(slab, offset, bytes, to));
+  }
+
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = args.topk.max_k};
+    const int64_t step = RowsAtOnce(shape.bytes());
+    return Timed([&]() -> absl::Status {
+      for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
+        shape.rows = std::min(step, args.hidden.rows - begin);
+        const SoftmaxTopKArgs topk = RowsFrom(args.topk, begin);
+        std::byte* const blocks = BlocksOf(shape);
+        LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+          return stream.LinearTopKPartial({.hidden = RowsOf(args.hidden, begin, shape.rows),
+                                           .head = args.head.shards[shard],
+                                           .shard = shard,
+                                           .shape = shape,
+                                           .rows = topk.rows,
+                                           .block = BlockAt(blocks, shape, shard)});
+        }));
+        if (IsAbandoned()) break;
+        LOGITD_RETURN_IF_ERROR(
+            OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = topk})));
+      }
+      return absl::OkStatus();
+    });
+  }
+
+  absl::Status LinearSample(const LinearSampleArgs& args) override {
+    SamplePartialShape shape = {.shards = ShardsOf(args.head), .rows = 1};
+    const int64_t step = RowsAtOnce(shape.bytes());
+    return Timed([&]() -> absl::Status {
+      for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
+        shape.rows = std::min(step, args.hidden.rows - begin);
+        std::byte* const blocks = BlocksOf(shape);
+        LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+          return stream.LinearSamplePartial({.hidden = RowsOf(args.hidden, begin, shape.rows),
+                                             .head = args.head.shards[shard],
+                                             .shard = shard,
+                                             .shape = shape,
+                                             .block = BlockAt(blocks, shape, shard)});
+        }));
+        if (IsAbandoned()) break;
+        LOGITD_RETURN_IF_ERROR(OfShard(
+            0, lead().LinearSampleMerge(
+                   {.shape = shape, .blocks = blocks, .sample = RowsFrom(args.sample, begin)})));
+      }
+      return absl::OkStatus();
+    });
+  }
+
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    LossPartialShape shape = {.shards = ShardsOf(args.head),
+                              .rows = 1,
+                              .want = args.cross_entropy.want,
+                              .max_top = args.cross_entropy.max_top_logprobs};
+    for (int64_t r = 0; r < args.hidden.rows; ++r) {
+      const CrossEntropyRow& row = args.cross_entropy.rows[r];
+      if (row.active == 0) continue;
+      shape.totals |= row.label_smoothing > 0;
+      shape.max_extra = std::max(shape.max_extra, row.extra_count);
+    }
+    const int64_t step = RowsAtOnce(shape.bytes());
+    return Timed([&]() -> absl::Status {
+      for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
+        shape.rows = std::min(step, args.hidden.rows - begin);
+        LOGITD_RETURN_IF_ERROR(LossOfRows(RowsOf(args, begin, shape.rows), shape));
+      }
+      return absl::OkStatus();
+    });
+  }
+
+  absl::StatusOr<StreamTimes> Wait() override {
+    StreamTimes times;
+    absl::Status first;
+    for (int i = 0; i < count(); ++i) {
+      const absl::StatusOr<StreamTimes> waited = streams_[static_cast<size_t>(i)]->Wait();
+      first.Update(OfShard(i, waited.status()));
+      if (i == 0 && waited.ok()) times = *waited;
+    }
+    times.kernel_ns = std::exchange(kernel_ns_, 0);
+    if (!first.ok()) return first;
+    return times;
+  }
+
+ private:
+  int count() const { return static_cast<int>(streams_.size()); }
+  Stream& lead() { return *streams_.front(); }
+
+  VocabShards ShardsOf(const HeadView& head) const {
+    return {.vocab = head.vocab(), .count = count()};
+  }
+
+  bool IsAbandoned() const {
+    return abandoned() != nullptr && abandoned()->load(std::memory_order_relaxed);
+  }
+
+  // `row_bytes`: of a block with one row.
+  int64_t RowsAtOnce(size_t row_bytes) const {
+    const auto most = static_cast<int64_t>(kMostBlockBytes / (row_bytes * streams_.size()));
+    return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
+  }
+
+  template <class Shape>
+  std::byte* BlocksOf(const Shape& shape) {
+    return blocks_.Get(shape.bytes() * streams_.size());
+  }
+  template <class Shape>
+  static std::byte* BlockAt(std::byte* blocks, const Shape& shape, int shard) {
+    return blocks + static_cast<size_t>(shard) * shape.bytes();
+  }
+
+  absl::Status LossOfRows(const LinearCrossEntropyArgs& args, const LossPartialShape& shape) {
+    float* targets = nullptr;
+    if ((shape.want & kWantRank) != 0) {
+      targets = reinterpret_cast<float*>(
+          targets_.Get(static_cast<size_t>(shape.rows) * streams_.size() * sizeof(float)));
+      LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+        return stream.LinearCrossEntropyTargets({.hidden = args.hidden,
+                                                 .head = args.head.shards[shard],
+                                                 .shard = shape.shards.at(shard),
+                                                 .rows = args.cross_entropy.rows,
+                                                 .targets = targets + shard * shape.rows});
+      }));
+    }
+    std::byte* const blocks = BlocksOf(shape);
+    LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+      return stream.LinearCrossEntropyPartial({.hidden = args.hidden,
+                                               .head = args.head.shards[shard],
+                                               .shard = shard,
+                                               .shape = shape,
+                                               .rows = args.cross_entropy.rows,
+                                               .extra_ids = args.cross_entropy.extra_ids,
+                                               .targets = targets,
+                                               .block = BlockAt(blocks, shape, shard)});
+    }));
+    if (IsAbandoned()) return absl::OkStatus();
+    return OfShard(0, lead().LinearCrossEntropyMerge(
+                          {.shape = shape, .blocks = blocks, .cross_entropy = args.cross_entropy}));
+  }
+
+  // Calls part(stream, shard) for all devices at the same time. The first error, in their order;
+  // one that loses the device goes before one that does not.
+  absl::Status OnAll(absl::FunctionRef<absl::Status(Stream&, int)> part) {
+    gang_.Run([&](int shard) {
+      Stream& stream = *streams_[static_cast<size_t>(shard)];
+      stream.Watch(abandoned());
+      statuses_[static_cast<size_t>(shard)] = part(stream, shard);
+    });
+    const absl::Status* worst = &statuses_.front();
+    for (const absl::Status& status : statuses_) {
+      if (worst->ok() || (absl::IsInternal(status) && !absl::IsInternal(*worst))) worst = &status;
+    }
+    return OfShard(static_cast<int>(worst - statuses_.data()), *worst);
+  }
+
+  template <typename Op>
+  absl::Status Timed(const Op& op) {
+    const auto start = std::chrono::steady_clock::now();
+    absl::Status status = op();
+    const auto spent = std::chrono::steady_clock::now() - start;
+    kernel_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
+    return status;
+  }
+
+  const std::vector<std::unique_ptr<Stream>> streams_;
+  std::vector<absl::Status> statuses_;  // of the last part, by shard
+  Bytes blocks_;
+  Bytes targets_;
+  int64_t kernel_ns_ = 0;
+  Gang gang_;
+};
+
+}  // namespace
+
+absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
+  if (backends.empty() || backends.size() > static_cast<size_t>(kMaxShards)) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("shards: got %d devices, allowed 1..%d", backends.size(), kMaxShards));
+  }
+  for (const Backend* backend : backends) {
+    if (backend->device().is_host) continue;
+    return absl::FailedPreconditionError(
+        absl::StrFormat("shard: got backend %s, allowed cpu; on other backends each device holds "
+                        "the whole head",
+                        backend->device().backend));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends) {
+  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends));
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (Backend* backend : backends) {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();
+    if (!stream.ok()) return OfShard(static_cast<int>(streams.size()), stream.status());
+    streams.push_back(*std::move(stream));
+  }
+  return std::make_unique<HostShardedStream>(std::move(streams));
+}
+
+std::optional<int> FailedShard(const absl::Status& status) {
+  const absl::optional<absl::Cord> payload = status.GetPayload(kShard);
+  int shard = 0;
+  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &shard)) {
+    return std::nullopt;
+  }
+  return shard;
+}
+
+}  // namespace logitd

@@ -1,0 +1,36 @@
+// One stream over several devices, for heads that are cut over them.
+#ifndef LOGITD_KERNELS_SHARDED_STREAM_H_
+#define LOGITD_KERNELS_SHARDED_STREAM_H_
+
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+
+namespace logitd {
+
+// A stream that runs linear_topk, linear_sample and linear_cross_entropy on heads with one shard on
+// each of `backends`, in that order. Its slabs and the answers are those of the first device. Each
+// op runs the partial on all devices at the same time, gathers the blocks and merges them on the
+// first device (kernels/shards.h), 64 MiB of blocks at a time. Other ops are UNIMPLEMENTED.
+//
+// A device that fails does not hold up the others: the op ends when all have ended, with the status
+// of the first that failed, and FailedShard names it. Nothing is merged then, so the answers are
+// unspecified.
+//
+// Holds a stream and a thread for each device. Errors: those of CheckCanShard, and of the devices.
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends);
+
+// Whether heads may be cut over these devices. FAILED_PRECONDITION: the backend cannot, and the text
+// says which can. INVALID_ARGUMENT: no device, or more than kMaxShards.
+absl::Status CheckCanShard(absl::Span<Backend* const> backends);
+
+// The index of the device that an error of such a stream came from. nullopt: it does not say.
+std::optional<int> FailedShard(const absl::Status& status);
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_SHARDED_STREAM_H_

@@ -1,0 +1,215 @@
+// Heads whose vocabulary is cut over several devices: the parts, what the devices exchange, and the
+// two halves of each linear op.
+#ifndef LOGITD_KERNELS_SHARDS_H_
+#define LOGITD_KERNELS_SHARDS_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/cross_entropy.h"
+#include "kernels/head.h"
+#include "kernels/sample.h"
+#include "kernels/softmax_topk.h"
+#include "kernels/types.h"
+
+namespace logitd {
+
+// A call on a sharded head has three steps:
+//
+//   partial   Each device reads the same hidden states and its own rows of the head, and writes a
+//             block of bytes.
+//   exchange  One all-gather: the blocks of all shards, in the order of the shards, one after
+//             another. All blocks of a call have the same size.
+//   merge     Turns the blocks into answers. Any device may do it, or all.
+//
+// The answers are those of the linear op on one device (kernels/linear.h), to the bit, whatever the
+// number of shards. This holds because shards are cut at cells, which are the unit of every sum
+// over a row: partials are per cell, and the merge adds the cells in the order of one device. It
+// holds within one backend and one model of device, as for any op.
+//
+// A block is made of arrays, each on a 16-byte border, row after row. Elements that a comment does
+// not mention are unspecified.
+
+// Tokens that one partial sum covers, counted from token 0.
+inline constexpr int64_t kVocabCell = 1024;
+
+// The tokens [first, first + tokens) of a vocabulary.
+struct VocabShard {
+  int64_t first = 0;   // a multiple of kVocabCell
+  int64_t tokens = 0;  // 0 where there are more shards than cells
+
+  int64_t cells() const { return (tokens + kVocabCell - 1) / kVocabCell; }
+  bool Holds(int64_t token) const { return token >= first && token < first + tokens; }
+};
+
+// A vocabulary in `count` shards, in the order of their tokens. Each has whole cells (the last cell
+// of the vocabulary may be short), and at most one cell more than another.
+struct VocabShards {
+  int64_t vocab = 0;  // 1..kMaxVocab
+  int count = 1;      // 1..kMaxShards
+
+  int64_t cells() const { return (vocab + kVocabCell - 1) / kVocabCell; }
+  int64_t most_cells() const { return (cells() + count - 1) / count; }                // of a shard
+  int64_t most_tokens() const { return std::min(vocab, most_cells() * kVocabCell); }  // of a shard
+  VocabShard at(int index) const {
+    const int64_t more = cells() % count;  // shards with one cell more
+    const int64_t first = cells() / count * index + std::min<int64_t>(index, more);
+    const int64_t end = first + cells() / count + (index < more ? 1 : 0);
+    const int64_t first_token = std::min(vocab, first * kVocabCell);
+    return {.first = first_token, .tokens = std::min(vocab, end * kVocabCell) - first_token};
+  }
+  // The shard that holds the token.
+  int OwnerOf(int64_t token) const {
+    const int64_t cell = token / kVocabCell;
+    const int64_t each = cells() / count;
+    const int64_t in_larger = cells() % count * (each + 1);  // cells of the shards with one more
+    return static_cast<int>(cell < in_larger ? cell / (each + 1)
+                                             : cells() % count + (cell - in_larger) / each);
+  }
+};
+
+inline constexpr int kMaxShards = 64;
+
+// The head of a shard, in every struct below, has the weight [tokens, hidden] and the bias [tokens]
+// of the shard; norm, scale and softcap are those of the whole head. Where the shard has no tokens,
+// no pointer of its head is read.
+
+// ---- linear_topk
+
+struct TopKPartials {
+  float* max;    // [rows, most_cells]: of each cell of the shard, the largest logit
+  float* sum;    // [rows, most_cells]: sum of exp((x - max) / temperature); where max is +inf, the
+                 // number of +inf; where it is -inf, 0; NaN where a logit is NaN
+  int32_t* nan;  // [rows]: the lowest token of the shard whose logit is NaN; -1: none is
+  uint64_t* keys;  // [rows, keys()]: the first min(k, tokens of the shard) tokens of the shard, in
+      // the op's order. Not where `nan` has one. High 32 bits: the logit (-0 as +0), its
+      // sign bit flipped if it is positive, else all its bits. Low: ~token
+};
+
+// Bytes of a block: about 8 for each row and cell, and 8 for each row and key: 1 KiB a row at
+// 128256 tokens on one device with k = 1, half of it on each of two.
+struct TopKPartialShape {
+  VocabShards shards;
+  int64_t rows = 0;
+  int32_t max_k = 0;  // >= every row's k
+
+  int64_t keys() const { return std::min<int64_t>(max_k, shards.most_tokens()); }
+  size_t bytes() const;  // of a block
+  TopKPartials At(std::byte* block) const;
+  // Those of a shard in the blocks of all. Not to be written.
+  TopKPartials Of(const std::byte* blocks, int shard) const;
+};
+
+// Writes the block of one shard. A row with k = 0 is skipped.
+struct LinearTopKPartialArgs {
+  TensorView hidden;  // [shape.rows, hidden], as in LinearTopKArgs
+  HeadView head;      // the shard's
+  int shard = 0;      // its index
+  TopKPartialShape shape;
+  const SoftmaxTopKRow* rows = nullptr;  // [rows]; places of answers are ignored
+  std::byte* block = nullptr;            // [shape.bytes()], 16-byte aligned
+};
+
+struct LinearTopKMergeArgs {
+  TopKPartialShape shape;
+  const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
+  SoftmaxTopKArgs topk;               // rows as in the partial; its logits are ignored
+};
+
+// ---- linear_sample
+//
+// What a row may be drawn from depends on edits, filters and a random number, so its logits are
+// exchanged: 4 bytes for each row and token. For many rows, send them in several calls.
+
+struct SamplePartialShape {
+  VocabShards shards;
+  int64_t rows = 0;
+
+  size_t bytes() const;  // of a block: f32 logits [rows, shards.most_tokens()]
+  // Those of a shard in the blocks of all.
+  const float* Of(const std::byte* blocks, int shard) const;
+};
+
+struct LinearSamplePartialArgs {
+  TensorView hidden;  // [shape.rows, hidden], as in LinearSampleArgs
+  HeadView head;      // the shard's
+  int shard = 0;      // its index
+  SamplePartialShape shape;
+  std::byte* block = nullptr;  // [shape.bytes()], 16-byte aligned
+};
+
+struct LinearSampleMergeArgs {
+  SamplePartialShape shape;
+  const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
+  SampleArgs sample;                  // its logits are ignored
+};
+
+// ---- linear_cross_entropy
+
+struct LossPartials {
+  float* max;     // [rows, most_cells]: as in TopKPartials, of the logits before the temperature
+  float* sum;     // [rows, most_cells]: as in TopKPartials
+  float* total;   // [rows, most_cells]: sum of x / 4096; null: no row is smoothed
+  float* moment;  // [rows, most_cells]: sum of exp((x - max) / temperature) (x - max) / 256, 0
+                  // where max is not finite; null: no row wants its entropy
+  int32_t* nan;   // [rows]: as in TopKPartials
+  // The rest is unspecified where `nan` has a token.
+  float* target;    // [rows]: the target's logit, where the shard has the target
+  int32_t* before;  // [rows]: tokens of the shard before the target, in the op's order, for rows
+                    // that want a rank; null: none does
+  uint64_t* keys;  // [rows, keys()]: the first min(top_logprobs, tokens of the shard) tokens, as in
+                   // TopKPartials
+  float* extra;    // [rows, max_extra]: logits of those extra ids that the shard has
+};
+
+// Bytes of a block: for each row and cell 8, 4 more with smoothing and 4 more with entropy; for
+// each row about 16, 8 for each top token and 4 for each extra id.
+struct LossPartialShape {
+  VocabShards shards;
+  int64_t rows = 0;
+  bool totals = false;    // a row has label smoothing
+  int32_t want = 0;       // what any row wants
+  int32_t max_top = 0;    // >= every row's top_logprobs
+  int32_t max_extra = 0;  // >= every row's extra_count
+
+  int64_t keys() const { return std::min<int64_t>(max_top, shards.most_tokens()); }
+  size_t bytes() const;  // of a block
+  LossPartials At(std::byte* block) const;
+  // Those of a shard in the blocks of all. Not to be written.
+  LossPartials Of(const std::byte* blocks, int shard) const;
+};
+
+// A rank counts the tokens before the target on every shard, and only one has the target. So where
+// a row wants a rank, there is a step before the partial, with an all-gather of its own of 4 bytes
+// a row: writes the logits of the targets that the shard has. It costs one product of two vectors a
+// row.
+struct LinearCrossEntropyTargetsArgs {
+  TensorView hidden;  // [rows, hidden], as in LinearCrossEntropyArgs
+  HeadView head;      // the shard's
+  VocabShard shard;
+  const CrossEntropyRow* rows = nullptr;  // [rows]
+  float* targets = nullptr;               // [rows]; not written where the shard has not the target
+};
+
+// Writes the block of one shard.
+struct LinearCrossEntropyPartialArgs {
+  TensorView hidden;  // [shape.rows, hidden], as in LinearCrossEntropyArgs
+  HeadView head;      // the shard's
+  int shard = 0;      // its index
+  LossPartialShape shape;
+  const CrossEntropyRow* rows = nullptr;  // [rows]; softcap is 0; places of answers are ignored
+  const int32_t* extra_ids = nullptr;     // of all rows
+  const float* targets = nullptr;  // [shards, rows], gathered; read for rows that want a rank
+  std::byte* block = nullptr;      // [shape.bytes()], 16-byte aligned
+};
+
+struct LinearCrossEntropyMergeArgs {
+  LossPartialShape shape;
+  const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
+  CrossEntropyArgs cross_entropy;     // rows as in the partial; its logits are ignored
+};
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_SHARDS_H_

@@ -1,0 +1,116 @@
+#include "server/device_arenas.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "kernels/backend.h"
+#include "server/arena/pin_budget.h"
+#include "server/log/limited.h"
+
+namespace logitd {
+namespace {
+
+class CudaArena final : public arena::DeviceArena {
+ public:
+  CudaArena(Backend* backend, int device, const SharedDeviceMemory& memory)
+      : backend_(backend), device_(device), memory_(memory), fd_(memory.fd) {}
+  ~CudaArena() override {
+    if (fd_ >= 0) close(fd_);
+    backend_->FreeShared(memory_);
+  }
+
+  std::byte* data() const override { return memory_.data; }
+  int64_t bytes() const override { return static_cast<int64_t>(memory_.bytes); }
+  int device() const override { return device_; }
+  ArenaDevice description() const override {
+    const DeviceInfo& info = backend_->device();
+    return {.uuid = info.uuid, .number = static_cast<uint32_t>(info.number)};
+  }
+  int TakeDescriptor() override { return std::exchange(fd_, -1); }
+
+  absl::Status Write(int64_t offset, absl::Span<const std::byte> from) const override {
+    const absl::Status status = backend_->WriteShared(memory_.data + offset, from);
+    if (status.ok()) return status;
+    return absl::UnavailableError(
+        absl::StrCat("shared_output: the device failed: ", std::string(status.message())));
+  }
+
+ private:
+  Backend* const backend_;
+  const int device_;
+  const SharedDeviceMemory memory_;
+  int fd_;  // until it is taken
+};
+
+// Any device pins for all.
+class CudaArenas final : public arena::ArenaDevices {
+ public:
+  explicit CudaArenas(std::shared_ptr<const engine::Devices> devices)
+      : devices_(std::move(devices)) {}
+
+  int count() const override { return devices_->count(); }
+  bool lost(int device) const override { return devices_->lost(device); }
+  uint32_t number(int device) const override {
+    return static_cast<uint32_t>(devices_->info(device).number);
+  }
+
+  absl::StatusOr<std::unique_ptr<arena::DeviceArena>> Make(int device, int64_t bytes) override {
+    Backend* const backend = devices_->backend(device);
+    const absl::StatusOr<SharedDeviceMemory> memory =
+        backend->AllocateShared(static_cast<size_t>(bytes));
+    if (!memory.ok()) return memory.status();
+    return std::make_unique<CudaArena>(backend, device, *memory);
+  }
+
+  std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) override {
+    Backend* const backend = devices_->backend(0);
+    const absl::Time begun = absl::Now();
+    const absl::Status pinned = backend->PinHost(data, static_cast<size_t>(bytes));
+    Spend(begun);
+    if (!pinned.ok()) {
+      log::Limited(log::Source::kArenas, spdlog::level::warn,
+                   "arena: {}; rows of this lease are copied by the CPU",
+                   std::string(pinned.message()));
+      return nullptr;
+    }
+    return {data, [this, backend](std::byte* at) {
+              const absl::Time unpins = absl::Now();
+              backend->UnpinHost(at);
+              Spend(unpins);
+            }};
+  }
+
+  bool pins() const override {
+    if (budget_.Allows(absl::Now())) return true;
+    log::Limited(log::Source::kArenas, spdlog::level::info,
+                 "arena: leases come so fast that memory is not pinned: their rows are copied by "
+                 "the CPU");
+    return false;
+  }
+
+ private:
+  void Spend(absl::Time begun) {
+    const absl::Time now = absl::Now();
+    budget_.Spend(now - begun, now);
+  }
+
+  const std::shared_ptr<const engine::Devices> devices_;
+  mutable arena::PinBudget budget_{absl::Now()};
+};
+
+}  // namespace
+
+std::unique_ptr<arena::ArenaDevices> MakeArenaDevices(
+    std::shared_ptr<const engine::Devices> devices) {
+  if (devices->info(0).backend != "cuda") return nullptr;
+  return std::make_unique<CudaArenas>(std::move(devices));
+}
+
+}  // namespace logitd

@@ -1,0 +1,113 @@
+// A backend whose streams cut every head over simulated devices: what runs on a whole head runs on
+// its shards.
+#ifndef LOGITD_TESTS_KERNELS_CUTTING_BACKEND_H_
+#define LOGITD_TESTS_KERNELS_CUTTING_BACKEND_H_
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/sharded_stream.h"
+#include "kernels/shards.h"
+
+namespace logitd::testing {
+
+// The parts of a head that is whole, and in host memory.
+inline std::vector<HeadView> CutHead(const HeadView& head, int shards) {
+  const VocabShards cut = {.vocab = head.vocab(), .count = shards};
+  std::vector<HeadView> parts(static_cast<size_t>(shards), head);
+  for (int s = 0; s < shards; ++s) {
+    const VocabShard shard = cut.at(s);
+    HeadView& part = parts[static_cast<size_t>(s)];
+    part.weight = RowsOf(head.weight, shard.first, shard.tokens);
+    if (head.bias != nullptr) part.bias = head.bias + shard.first;
+    if (shard.tokens > 0) continue;
+    // Nothing of it may be read.
+    part.weight.data = nullptr;
+    part.bias = part.norm = nullptr;
+  }
+  return parts;
+}
+
+inline HeadView WithShards(const HeadView& head, const std::vector<HeadView>& parts) {
+  HeadView whole = head;
+  whole.weight.data = nullptr;
+  whole.shards = parts.data();
+  whole.shard_count = static_cast<int>(parts.size());
+  return whole;
+}
+
+class CuttingStream final : public Stream {
+ public:
+  CuttingStream(std::unique_ptr<Stream> stream, int shards)
+      : stream_(std::move(stream)), shards_(shards) {}
+
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    return stream_->Upload(slab, offset, bytes);
+  }
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    return stream_->Download(slab, offset, bytes);
+  }
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    return stream_->Fill(slab, offset, bytes, to);
+  }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    return Cut(&Stream::LinearTopK, args);
+  }
+  absl::Status LinearSample(const LinearSampleArgs& args) override {
+    return Cut(&Stream::LinearSample, args);
+  }
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    return Cut(&Stream::LinearCrossEntropy, args);
+  }
+  absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
+
+ private:
+  template <class Args>
+  absl::Status Cut(absl::Status (Stream::*op)(const Args&), Args args) {
+    const std::vector<HeadView> parts = CutHead(args.head, shards_);
+    args.head = WithShards(args.head, parts);
+    stream_->Watch(abandoned());
+    return (stream_.get()->*op)(args);
+  }
+
+  const std::unique_ptr<Stream> stream_;
+  const int shards_;
+};
+
+class CuttingBackend final : public Backend {
+ public:
+  // `threads`: of each device.
+  CuttingBackend(int shards, int threads) {
+    for (int i = 0; i < shards; ++i) {
+      devices_.push_back(CreateCpuBackend({.device = i, .cpu_threads = threads}).value());
+    }
+  }
+
+  const DeviceInfo& device() const override { return devices_.front()->device(); }
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
+    return devices_.front()->AllocateSlab(bytes);
+  }
+  void FreeSlab(const Slab& slab) override { devices_.front()->FreeSlab(slab); }
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    return devices_.front()->AllocateDevice(bytes);
+  }
+  void FreeDevice(const DeviceMemory& memory) override { devices_.front()->FreeDevice(memory); }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse) override {
+    std::vector<Backend*> backends;
+    for (const auto& device : devices_) backends.push_back(device.get());
+    absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(backends);
+    if (!stream.ok()) return stream.status();
+    return std::make_unique<CuttingStream>(*std::move(stream), static_cast<int>(devices_.size()));
+  }
+
+ private:
+  std::vector<std::unique_ptr<Backend>> devices_;
+};
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_CUTTING_BACKEND_H_
