@@ -17,13 +17,22 @@
 namespace logitd {
 namespace {
 
+// What has taken since `begun`.
+void Spend(absl::Time begun, arena::PinBudget* budget) {
+  const absl::Time now = absl::Now();
+  budget->Spend(now - begun, now);
+}
+
 class CudaArena final : public arena::DeviceArena {
  public:
-  CudaArena(Backend* backend, int device, const SharedDeviceMemory& memory)
-      : backend_(backend), device_(device), memory_(memory), fd_(memory.fd) {}
+  CudaArena(Backend* backend, int device, const SharedDeviceMemory& memory,
+            arena::PinBudget* budget)
+      : backend_(backend), device_(device), memory_(memory), budget_(budget), fd_(memory.fd) {}
   ~CudaArena() override {
     if (fd_ >= 0) close(fd_);
+    const absl::Time begun = absl::Now();
     backend_->FreeShared(memory_);
+    Spend(begun, budget_);
   }
 
   std::byte* data() const override { return memory_.data; }
@@ -46,6 +55,7 @@ class CudaArena final : public arena::DeviceArena {
   Backend* const backend_;
   const int device_;
   const SharedDeviceMemory memory_;
+  arena::PinBudget* const budget_;
   int fd_;  // until it is taken
 };
 
@@ -63,17 +73,24 @@ class CudaArenas final : public arena::ArenaDevices {
 
   absl::StatusOr<std::unique_ptr<arena::DeviceArena>> Make(int device, int64_t bytes) override {
     Backend* const backend = devices_->backend(device);
+    const absl::Time begun = absl::Now();
+    if (!shared_budget_.Allows(begun)) {
+      return absl::ResourceExhaustedError(
+          "arena: got one more lease of a GPU's memory after leases without pause, allowed as many "
+          "as take a fifth of the time to make; try again in a second");
+    }
     const absl::StatusOr<SharedDeviceMemory> memory =
         backend->AllocateShared(static_cast<size_t>(bytes));
+    Spend(begun, &shared_budget_);
     if (!memory.ok()) return memory.status();
-    return std::make_unique<CudaArena>(backend, device, *memory);
+    return std::make_unique<CudaArena>(backend, device, *memory, &shared_budget_);
   }
 
   std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) override {
     Backend* const backend = devices_->backend(0);
     const absl::Time begun = absl::Now();
     const absl::Status pinned = backend->PinHost(data, static_cast<size_t>(bytes));
-    Spend(begun);
+    Spend(begun, &pin_budget_);
     if (!pinned.ok()) {
       log::Limited(log::Source::kArenas, spdlog::level::warn,
                    "arena: {}; rows of this lease are copied by the CPU",
@@ -83,12 +100,12 @@ class CudaArenas final : public arena::ArenaDevices {
     return {data, [this, backend](std::byte* at) {
               const absl::Time unpins = absl::Now();
               backend->UnpinHost(at);
-              Spend(unpins);
+              Spend(unpins, &pin_budget_);
             }};
   }
 
   bool pins() const override {
-    if (budget_.Allows(absl::Now())) return true;
+    if (pin_budget_.Allows(absl::Now())) return true;
     log::Limited(log::Source::kArenas, spdlog::level::info,
                  "arena: leases come so fast that memory is not pinned: their rows are copied by "
                  "the CPU");
@@ -96,13 +113,9 @@ class CudaArenas final : public arena::ArenaDevices {
   }
 
  private:
-  void Spend(absl::Time begun) {
-    const absl::Time now = absl::Now();
-    budget_.Spend(now - begun, now);
-  }
-
   const std::shared_ptr<const engine::Devices> devices_;
-  mutable arena::PinBudget budget_{absl::Now()};
+  mutable arena::PinBudget pin_budget_{absl::Now()};
+  arena::PinBudget shared_budget_{absl::Now()};
 };
 
 }  // namespace

@@ -124,7 +124,11 @@ class CudaStream final : public Stream {
       }
       LOGITD_RETURN_IF_ERROR(ToStatus(CopyFromHost(copy), "gather from the host"));
     }
-    return FlushUploads();
+    const auto on_device = [](const RowsCopy& copy) { return copy.from_device; };
+    if (!std::any_of(copies.begin(), copies.end(), on_device)) return FlushUploads();
+    const cudaError_t error = cuda::GatherRows(uploads_, stream_);
+    uploads_.clear();
+    return ToStatus(error, "gather");
   }
 
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
@@ -206,8 +210,8 @@ class CudaStream final : public Stream {
   // An event marks the start of each phase.
   enum Phase { kUploading, kComputing, kDownloading, kDone, kPhases, kIdle = -1 };
   static constexpr absl::Duration kPollFor = absl::Microseconds(200);
-  // A copy engine takes some microseconds to begin. A kernel that reads or writes pinned memory takes
-  // less, up to about this size.
+  // A copy engine takes some microseconds to begin. A kernel that writes pinned memory takes less, up
+  // to about this size: 4 us and 9, events included.
   static constexpr size_t kKernelCopyBytes = size_t{16} << 10;
 
   explicit CudaStream(int device) : device_(device) {}
@@ -302,9 +306,14 @@ class CudaStream final : public Stream {
     return error;
   }
 
+  // Alone, a copy engine brings them sooner than a kernel: 5 us and 8, events included.
   absl::Status FlushUploads() {
-    if (uploads_.empty()) return absl::OkStatus();
-    const cudaError_t error = cuda::GatherRows(uploads_, stream_);
+    cudaError_t error = cudaSuccess;
+    for (const RowsCopy& upload : uploads_) {
+      const cudaError_t next = cudaMemcpyAsync(upload.to, upload.from, upload.row_bytes,
+                                               cudaMemcpyHostToDevice, stream_);
+      if (error == cudaSuccess) error = next;
+    }
     uploads_.clear();
     return ToStatus(error, "upload");
   }

@@ -1,4 +1,4 @@
-// How much time devices may spend on pinning memory.
+// How much time devices may spend on memory of leases.
 #ifndef LOGITD_SERVER_ARENA_PIN_BUDGET_H_
 #define LOGITD_SERVER_ARENA_PIN_BUDGET_H_
 
@@ -10,8 +10,8 @@
 
 namespace logitd::arena {
 
-// While the driver pins or unpins memory (64 MiB take 18 ms), the work of every stream waits for it. A
-// client that leases without pause would so take the device from all others. The budget lets a second
+// While the driver pins or unpins memory (64 MiB take 18 ms), or makes memory that is shared, the work
+// of every stream waits for it. A client that leases without pause would so take the device from all others. The budget lets a second
 // of such time through at once, and then a fifth of all time. Thread-safe.
 class PinBudget {
  public:
@@ -20,14 +20,14 @@ class PinBudget {
 
   explicit PinBudget(absl::Time now) : at_(now) {}
 
-  // Whether memory may be pinned now.
+  // Whether memory may be pinned, or made, now.
   bool Allows(absl::Time now) {
     absl::MutexLock lock(&mutex_);
     Refill(now);
     return left_ > absl::ZeroDuration();
   }
 
-  // Pinning or unpinning took so long, and ended at `now`.
+  // It, or its end, took so long, and ended at `now`.
   void Spend(absl::Duration time, absl::Time now) {
     absl::MutexLock lock(&mutex_);
     Refill(now);

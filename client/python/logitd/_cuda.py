@@ -178,10 +178,9 @@ class Exported:
         shape = (ctypes.c_int64 * max(1, len(self._shape)))(*self._shape)
         managed = _DLManagedTensor()
         code, bits = _TYPES[self._dtype]
-        managed.tensor = _DLTensor(
-            self._mapping.address, _CUDA, self._mapping.device, len(self._shape), code, bits, 1, shape, None, self._offset
-        )
+        at = self._mapping.address + self._offset  # torch takes no byte_offset
+        managed.tensor = _DLTensor(at, _CUDA, self._mapping.device, len(self._shape), code, bits, 1, shape, None, 0)
         managed.deleter = _DELETER
-        at = ctypes.addressof(managed)
-        _alive[at] = (managed, shape, self._mapping)
-        return _new_capsule(at, _NAME, ctypes.cast(_DESTRUCTOR, ctypes.c_void_p))
+        key = ctypes.addressof(managed)
+        _alive[key] = (managed, shape, self._mapping)
+        return _new_capsule(key, _NAME, ctypes.cast(_DESTRUCTOR, ctypes.c_void_p))
