@@ -394,14 +394,8 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
 }
 
 // "" where every row agrees with the reference and nothing else was written.
-inline std::string FirstDifference(OpRunner& runner, const SampleCase& c) {
-  HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab + c.stride_extra, c.offset);
-  SampleBatch batch;
-  std::mt19937_64 random(c.seed);
-  for (int64_t r = 0; r < c.rows; ++r) {
-    FillRow(tensor, r, c.fill, c.seed);
-    AddRandomRow(batch, c.vocab, random);
-  }
+inline std::string FirstWrongRow(OpRunner& runner, const SampleCase& c, const HostTensor& tensor,
+                                 const SampleBatch& batch) {
   auto got = runner.Sample(tensor, batch);
   if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
   for (int64_t r = 0; r < c.rows; ++r) {
@@ -421,6 +415,17 @@ inline std::string FirstDifference(OpRunner& runner, const SampleCase& c) {
     }
   }
   return "";
+}
+
+inline std::string FirstDifference(OpRunner& runner, const SampleCase& c) {
+  HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab + c.stride_extra, c.offset);
+  SampleBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    FillRow(tensor, r, c.fill, c.seed);
+    AddRandomRow(batch, c.vocab, random);
+  }
+  return FirstWrongRow(runner, c, tensor, batch);
 }
 
 // Every type and kind of row at lengths around the cells' borders; parameters are random in each.

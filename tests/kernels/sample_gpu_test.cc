@@ -9,6 +9,7 @@
 #include "tests/kernels/cuda_test.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/sample_cases.h"
+#include "tests/kernels/sample_heavy_cases.h"
 
 namespace logitd::testing {
 namespace {
@@ -20,6 +21,7 @@ class SampleGpuTest : public CudaTest {
 };
 
 const bool kRegistered = RegisterChecks<SampleGpuTest>("SampleGpuTest", SampleChecks());
+const bool kHeavyRegistered = RegisterChecks<SampleGpuTest>("SampleGpuTest", HeavySampleChecks());
 
 // Random sequences, drafts of every kind. Rounding may decide a few in a million draws; here it
 // decides none, so the tokens are those of the CPU backend.

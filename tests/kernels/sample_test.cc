@@ -11,12 +11,14 @@
 
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/sample_cases.h"
+#include "tests/kernels/sample_heavy_cases.h"
 
 namespace logitd::testing {
 namespace {
 
 class SampleCpuTest : public CpuTest {};
 const bool kRegistered = RegisterChecks<SampleCpuTest>("SampleCpuTest", SampleChecks());
+const bool kHeavyRegistered = RegisterChecks<SampleCpuTest>("SampleCpuTest", HeavySampleChecks());
 
 // n of 8192 equal tokens have exactly n / 8192 of the mass: the search for the last token must not
 // be off by one.

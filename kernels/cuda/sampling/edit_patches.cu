@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ 
   extern __shared__ uint4 dynamic[];
   auto& table = *reinterpret_cast<PatchTable*>(dynamic);
   const SampleRow& ask = p.args.rows[blockIdx.x];
-  if (ask.active == 0 || !HasPatches(ask)) return;
+  if (ask.active == 0 || !HasPatches(ask) || IsEditedLate(p, ask)) return;
   const int64_t at = blockIdx.x * p.edited_stride;
   uint32_t* counts = p.counts + at;
   uint32_t* patches = reinterpret_cast<uint32_t*>(p.edited + at);

@@ -54,6 +54,15 @@ __device__ inline bool IsEdited(const SampleRow& ask) {
 __device__ inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
   return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
 }
+// Whether the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over the
+// row needs them, and the list usually holds what the filters leave.
+__device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask) {
+  const bool lowers = ask.repetition >= 1 && ask.presence >= 0 && ask.frequency >= 0;
+  const bool is_short = ask.temperature == 0 || ask.min_p > 0 ||
+                        (TopKIsOn(ask, p.args.logits.cols) && ask.top_k <= kListed);
+  return IsEdited(ask) && ask.bias_count == 0 && (lowers || !PenaltiesAreOn(ask)) && is_short &&
+         ask.logprob_mode == LogprobMode::kRaw && p.drafts == nullptr;
+}
 
 // ---- memory ------------------------------------------------------------------------------------
 

@@ -1,0 +1,11 @@
+// sample and verify of f32 rows with bias, penalties or a mask.
+#include "kernels/cuda/sampling/sample_kernel.cuh"
+
+namespace logitd::cuda {
+
+template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const Scratch&,
+                                                    cudaStream_t);
+template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const Scratch&,
+                                                   cudaStream_t);
+
+}  // namespace logitd::cuda

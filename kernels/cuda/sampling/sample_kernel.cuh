@@ -1,0 +1,394 @@
+// The kernel of sample and verify: a row's stages in order (sample.cu says what they cost).
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_SAMPLE_KERNEL_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_SAMPLE_KERNEL_CUH_
+
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/sampling/draft.cuh"
+#include "kernels/cuda/sampling/draw_row.cuh"
+#include "kernels/cuda/sampling/edit.cuh"
+#include "kernels/cuda/sampling/late_edits.cuh"
+#include "kernels/cuda/sampling/report.cuh"
+#include "kernels/cuda/sampling/sample_pass.cuh"
+#include "kernels/cuda/sampling/sample_row.cuh"
+
+namespace logitd::cuda {
+
+// What a row's parameters ask of the stages.
+struct RowPlan {
+  bool edited;
+  bool greedy;
+  bool is_raw;  // log-probabilities and rank are of the row as sent
+  // Whether sums over the row at its temperature are needed. With top_k or min_p the sums are those
+  // of what they leave.
+  bool sums_needed;
+  bool twice;  // the row as sent is summed at temperature 1 and at its own
+  float log2e_over_temperature;
+  int listed;             // tokens that come sorted: for the report, and what filters usually leave
+  bool lists_are_sorted;  // those are of the logits that the report is of
+
+  __device__ RowPlan(const SampleRow& ask, int vocab, bool editable)
+      : edited(editable && IsEdited(ask)),
+        greedy(ask.temperature == 0),
+        is_raw(ask.logprob_mode == LogprobMode::kRaw),
+        sums_needed(!TopKIsOn(ask, vocab) && ask.min_p == 0 && !greedy),
+        twice(!edited && sums_needed && ask.temperature != 1),
+        log2e_over_temperature(kLog2E /
+                               (sums_needed ? fmaxf(ask.temperature, kLeastTemperature) : 1.0f)),
+        lists_are_sorted(!is_raw || !edited) {
+    listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
+    if (TopKIsOn(ask, vocab)) {
+      listed = max(listed, min(ask.top_k, kListed));
+    } else if (IsFiltered(ask, vocab) && !greedy) {
+      listed = kListed;
+    }
+    listed = min(listed, vocab);
+  }
+};
+
+// A block's memory after DrawMemory.
+struct RowMemory {
+  Stats* raw_cells;           // [cells], of the row as sent, at temperature 1
+  Stats* cells;               // [cells], of the row after edits, at its temperature
+  SmallPool::Sketch* sketch;  // [cells of the part, 32]
+  // An edited row has two in its place.
+  EditPool::Sketch* raw_sketch;
+  EditPool::Sketch* edited_sketch;
+  LateInbox* inbox;  // in a cluster, where rows are edited; in one place in all its blocks
+
+  __device__ RowMemory(void* begin, int row_cells, int part_cells, bool has_inbox)
+      : raw_cells(static_cast<Stats*>(begin)),
+        cells(raw_cells + row_cells + row_cells % 2),
+        sketch(reinterpret_cast<SmallPool::Sketch*>(cells + row_cells + row_cells % 2)),
+        inbox(reinterpret_cast<LateInbox*>(sketch)) {
+    if (has_inbox) sketch = reinterpret_cast<SmallPool::Sketch*>(inbox + 1);
+    raw_sketch = reinterpret_cast<EditPool::Sketch*>(sketch);
+    edited_sketch = raw_sketch + part_cells * 32;
+  }
+};
+
+// Writes logsumexp and status. False: the row is refused, for nothing can be drawn from it.
+template <class T>
+__device__ __forceinline__ bool AcceptRow(const SampleParams& p, int r, const SampleRow& ask,
+                                          const T* sent, const Stats* raw_cells, Stats raw,
+                                          float peak, DrawShared& s) {
+  const SampleArgs& args = p.args;
+  if (isnan(raw.sum)) {
+    RefuseNan(args, r, ask, sent, static_cast<int>(args.logits.cols), raw_cells, s);
+    return false;
+  }
+  if (threadIdx.x == 0) {
+    args.logsumexp[r] =
+        raw.max == -kInfinity ? -kInfinity : Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);
+    args.status[r] = {RowCode::kOk, -1};
+  }
+  if (peak == -kInfinity)
+    Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, blockDim.x);
+  return peak != -kInfinity;
+}
+
+// Filters the row and draws from it; in verify, tests the row's draft.
+template <int kThreads, class Row>
+__device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const SampleRow& ask,
+                                           const Row& row, const DrawInput& in, DrawShared& s) {
+  const Weigher weigh(in.peak, ask.temperature);
+  Drawn drawn;
+  if (ask.temperature == 0) {
+    drawn = DrawGreedy(s);
+  } else if (!IsFiltered(ask, row.vocab)) {
+    drawn = DrawUnfiltered(ask, row, in, s);
+  } else {
+    drawn = DrawFiltered<kThreads>(ask, row, weigh, in, s);
+  }
+  if (p.drafts != nullptr && p.has_draft[r] != 0) {
+    const VerifyDraft& draft = p.drafts[r];
+    if (draft.kind != DraftKind::kGreedy) TestDraft(p, ask, draft, row, weigh, in, drawn);
+    if (threadIdx.x == 0) p.accepted[r] = drawn.token == draft.token;
+  }
+  return drawn;
+}
+
+// Filters a row whose edits are applied late, and whose first tokens are listed, and draws from it.
+// `raw_is_pooled` becomes false where the pool is used.
+template <int kThreads, class T>
+__device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const SampleRow& ask,
+                                          const RowPlan& plan, const RowMemory& m,
+                                          const LateEdits& edits, float peak, Logits<T, true> row,
+                                          bool& raw_is_pooled) {
+  DrawShared& s = Finish().draw;
+  if (plan.greedy) return DrawGreedy(s);
+  const bool all_are_listed = (TopKIsOn(ask, row.vocab) && ask.top_k <= plan.listed) ||
+                              plan.listed == row.vocab ||
+                              s.sorted[plan.listed - 1] < LowestKept(ask, peak);
+  if (!all_are_listed) {
+    float* const edited = p.edited + r * p.edited_stride;
+    WriteEdited(row.sent, 0, row.vocab, edits, p.counts + r * p.edited_stride, edited,
+                static_cast<EditPool::Sketch*>(nullptr));
+    row.edited = edited;
+    raw_is_pooled = false;
+  }
+  return DrawFiltered<kThreads>(ask, row, Weigher(peak, ask.temperature),
+                                {.peak = peak,
+                                 .stats = m.cells,
+                                 .cells = p.cells,
+                                 .sums_needed = false,
+                                 .log2e_over_temperature = plan.log2e_over_temperature,
+                                 .listed = plan.listed,
+                                 .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
+                                 .bits = UniformBits(ask.seed, ask.position)},
+                                s);
+}
+
+// The stages after the read of a row whose edits are applied late. Called by all threads after a
+// barrier.
+template <class T, bool kInCluster>
+__device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
+                                           const RowPlan& plan, const Part& part,
+                                           const RowMemory& m, const LaneBests& bests,
+                                           const LateEdits& edits, const T* sent) {
+  using Block = DrawBlock<T, kInCluster, EditPool>;
+  constexpr int kThreads = Block::kThreads;
+  constexpr int kHalf = EditPool::kPool / 2;
+  const SampleArgs& args = p.args;
+  const int vocab = static_cast<int>(args.logits.cols);
+  DrawShared& s = Finish().draw;
+  auto& pool = Pool<EditPool>();
+  const Candidates candidates(s);
+  const int tops = ask.top_logprobs;
+  const Logits<T, true> row(sent, vocab);
+
+  // List the first tokens, as sent and after edits, of the block's part.
+  const LateFound found = FindLate<Block>(sent, part, m.raw_sketch,
+                                          edits.mask != nullptr ? m.edited_sketch : m.raw_sketch,
+                                          bests.edited, edits, plan.listed, tops);
+  bool raw_is_pooled = found.raw >= 0;  // all logits as sent from found.floor up are in the pool
+  int raw_count = found.raw;
+  if (tops > 0 && !raw_is_pooled) {
+    Floor floor;
+    floor.RaiseToLogit(BlockFloor<Block>(bests.raw, part.cells(), tops));
+    Gather<T, kThreads, EditPool>(sent + part.begin, part.begin, part.elements(), m.raw_sketch,
+                                  floor, tops);
+    raw_count = Trim<kThreads, EditPool>(tops, kHalf);
+  }
+  const auto report_raw_lists = [&] {
+    if (tops + ask.extra_count > 0)
+      ReportLists(args, ask, row, RawSupport(MergeCells(m.raw_cells, p.cells, kLog2E)), s);
+    __syncthreads();
+  };
+  if (tops > 0) {
+    Key* to = s.sorted;
+    if constexpr (kInCluster) {
+      to = InBlock(m.inbox->raw[part.block], 0);
+      if (threadIdx.x == 0) *InBlock(&m.inbox->raw_counts[part.block], 0) = min(raw_count, tops);
+    }
+    SortKeys<kThreads>(pool.pool, raw_count, pool.pool + kHalf, tops, to);
+  }
+  if constexpr (!kInCluster) report_raw_lists();
+  Key* keys = candidates.keys;
+  Key* spare = keys + Candidates::kMax;
+  int count = found.edited;
+  if (count < 0) {
+    float* const edited = p.edited + r * p.edited_stride;
+    WriteEdited(sent, part.begin, part.end, edits, p.counts + r * p.edited_stride, edited,
+                m.edited_sketch);
+    Gather<float, kThreads, EditPool>(edited + part.begin, part.begin, part.elements(),
+                                      m.edited_sketch, Floor{}, plan.listed);
+    count = Trim<kThreads, EditPool>(plan.listed, kHalf);
+    keys = pool.pool;
+    spare = pool.pool + kHalf;
+    raw_is_pooled = false;
+  }
+  if constexpr (kInCluster) {
+    SortKeys<kThreads>(keys, count, spare, plan.listed, InBlock(m.inbox->edited[part.block], 0));
+    if (threadIdx.x == 0) {
+      *InBlock(&m.inbox->edited_counts[part.block], 0) = min(count, plan.listed);
+      s.ranked_token = -1;
+    }
+    ClusterArrive();
+    ClusterWait();
+  } else {
+    SortKeys<kThreads>(keys, count, spare, plan.listed, s.sorted);
+  }
+  // How many tokens of the block's part, as sent, are no later in the order than this one.
+  const auto count_in_part = [&](float logit, int last) {
+    const Key key = MakeKey(logit, last);
+    if (!raw_is_pooled || key < found.floor)
+      return CountFrom<kThreads, EditPool>(row, part, m.raw_sketch, logit, last);
+    int reached = 0;
+    for (int i = threadIdx.x; i < raw_count; i += kThreads) reached += pool.pool[i] >= key;
+    return static_cast<int>(BlockSum(reached, s));
+  };
+  if constexpr (kInCluster) {
+    if (part.block != 0) return HelpToRank(s, count_in_part);
+    // The row's lists from those of its parts.
+    const auto merge = [&](const Key(*lists)[kListed], const int* list_counts, int most) {
+      int n = 0;
+      for (int block = 0; block < part.blocks; ++block) {
+        for (int i = threadIdx.x; i < list_counts[block]; i += kThreads)
+          candidates.keys[n + i] = lists[block][i];
+        n += list_counts[block];
+      }
+      __syncthreads();
+      SortKeys<kThreads>(candidates.keys, n, pool.inbox[0], most, s.sorted);
+      return n;
+    };
+    if (tops > 0) merge(m.inbox->raw, m.inbox->raw_counts, tops);
+    report_raw_lists();
+    count = merge(m.inbox->edited, m.inbox->edited_counts, plan.listed);
+  }
+  for (int i = count + static_cast<int>(threadIdx.x); i < plan.listed; i += kThreads)
+    s.sorted[i] = kLowestKey;  // there are no more above -inf
+  __syncthreads();
+
+  // Filter and draw.
+  const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
+  const Key first = s.sorted[0];
+  const float peak = first == kLowestKey ? -kInfinity : KeyLogit(first);
+  if (!AcceptRow(p, r, ask, sent, m.raw_cells, raw, peak, s)) return;
+  const Drawn drawn = DrawLate<kThreads>(p, r, ask, plan, m, edits, peak, row, raw_is_pooled);
+
+  // Report.
+  const float x = ToFloat(sent[drawn.token]);
+  const int rank = FindRank<kInCluster, kThreads>(ask.want_rank, x, drawn.token, 0, part.blocks, s,
+                                                  count_in_part);
+  if (threadIdx.x == 0) {
+    args.tokens[r] = drawn.token;
+    args.logprobs[r] = RawSupport(raw).Logprob(x, drawn.token);
+    args.ranks[r] = rank;
+  }
+}
+
+template <class T, bool kInCluster, bool kEditable>
+__global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
+                                  DrawBlock<T, kInCluster>::kResident)
+    SampleRowKernel(const __grid_constant__ SampleParams p) {
+  using Block = DrawBlock<T, kInCluster>;
+  using Row = Logits<T, kEditable>;
+  constexpr int kThreads = Block::kThreads;
+  extern __shared__ __align__(128) uint4 dynamic[];
+  auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster>*>(dynamic);
+  if constexpr (kInCluster) ClusterArrive();
+  const SampleArgs& args = p.args;
+  const int r = static_cast<int>(blockIdx.x) / p.blocks;
+  const SampleRow& ask = args.rows[r];
+  const int vocab = static_cast<int>(args.logits.cols);
+  const Part part = Part::Of(static_cast<int>(blockIdx.x) - r * p.blocks, p.blocks, p.cells, vocab);
+  DrawShared& s = memory.finish.draw;
+  const RowMemory m(&memory + 1, p.cells, part.cells(), kInCluster && kEditable);
+  const Row raw_row(static_cast<const T*>(args.logits.data) + r * args.logits.row_stride, vocab);
+
+  // Read.
+  RowStream<Block> stream(memory.stream, raw_row.sent, part.begin, part.end);
+  if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
+  if (ask.active == 0) return stream.Abandon();
+  const RowPlan plan(ask, vocab, kEditable);
+  const auto in_first = [](Stats* here) { return kInCluster ? InBlock(here, 0) : here; };
+  const CellStats raw_stats{kLog2E, in_first(m.raw_cells)};
+  const CellStats own_stats{plan.log2e_over_temperature, in_first(m.cells)};
+  LaneBests bests;
+  if constexpr (kEditable) {
+    if (IsEditedLate(p, ask)) {
+      const LateEdits edits(args, ask);
+      bests = ReadLate<Block>(stream, edits, part.begin, part.end, raw_stats, m.raw_sketch,
+                              m.edited_sketch);
+      edits.Prefetch();
+      __syncthreads();  // from here on the rings' memory is the pool's
+      return FinishLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, raw_row.sent);
+    }
+  }
+  if (plan.edited) {
+    const int warp = threadIdx.x / 32;
+    bests = ReadEdited<Block, T>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
+                                 own_stats, m.raw_sketch, m.edited_sketch,
+                                 memory.cells[sizeof(T) == 2 ? warp : 0]);
+  } else {
+    bests.raw =
+        stream.template Run<true>(raw_stats, m.sketch, plan.twice ? own_stats : CellStats{});
+  }
+  __syncthreads();  // from here on the rings' memory is the pool's
+
+  // List the first tokens.
+  Row row = raw_row;
+  if (plan.edited) {
+    row.edited = p.edited + r * p.edited_stride;
+    if (plan.is_raw && ask.top_logprobs + ask.extra_count > 0) {
+      // The lists of the row as sent are reported first.
+      List<DrawBlock<T, kInCluster, EditPool>>(raw_row.sent, part, m.raw_sketch, bests.raw,
+                                               max(1, ask.top_logprobs), memory.stream);
+      if (part.block == 0)
+        ReportLists(args, ask, raw_row, RawSupport(MergeCells(m.raw_cells, p.cells, kLog2E)), s);
+      __syncthreads();
+    }
+  }
+  if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
+  if (plan.edited) {
+    List<DrawBlock<float, kInCluster, EditPool>>(row.edited, part, m.edited_sketch, bests.edited,
+                                                 plan.listed, memory.stream);
+  } else {
+    List<Block>(raw_row.sent, part, m.sketch, bests.raw, plan.listed, memory.stream);
+  }
+  const Row& mode_row = plan.is_raw ? raw_row : row;
+  // How many tokens of the block's part are no later in the mode's order than this one.
+  const auto count_in_part = [&](float logit, int last) {
+    if constexpr (kEditable) {
+      if (plan.edited) {
+        return CountFrom<kThreads, EditPool>(
+            mode_row, part, plan.is_raw ? m.raw_sketch : m.edited_sketch, logit, last);
+      }
+    }
+    return CountFrom<kThreads, SmallPool>(mode_row, part, m.sketch, logit, last);
+  };
+  if (part.block != 0) return HelpToRank(s, count_in_part);
+
+  // Filter and draw.
+  const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
+  const float peak =
+      plan.edited ? MergeCells(m.cells, p.cells, plan.log2e_over_temperature).max : raw.max;
+  if (!AcceptRow(p, r, ask, raw_row.sent, m.raw_cells, raw, peak, s)) return;
+  const Drawn drawn =
+      DrawToken<kThreads>(p, r, ask, row,
+                          {.peak = peak,
+                           .stats = plan.twice || plan.edited ? m.cells : m.raw_cells,
+                           .cells = p.cells,
+                           .sums_needed = plan.sums_needed,
+                           .log2e_over_temperature = plan.log2e_over_temperature,
+                           .listed = plan.listed,
+                           .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
+                           .bits = UniformBits(ask.seed, ask.position)},
+                          s);
+
+  // Report.
+  const Support support =
+      plan.is_raw
+          ? RawSupport(raw)
+          : Support{drawn.last, peak, plan.greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature),
+                    drawn.log_sum};
+  const float x = mode_row[drawn.token];
+  const int rank = FindRank<kInCluster, kThreads>(ask.want_rank, x, drawn.token,
+                                                  plan.lists_are_sorted ? plan.listed : 0,
+                                                  part.blocks, s, count_in_part);
+  if (threadIdx.x == 0) {
+    args.tokens[r] = drawn.token;
+    args.logprobs[r] = support.Logprob(x, drawn.token);
+    args.ranks[r] = rank;
+  }
+  if (plan.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
+}
+
+// ---- launch ------------------------------------------------------------------------------------
+
+template <class T, bool kInCluster, bool kEditable>
+cudaError_t LaunchPass(const SampleParams& p, const Scratch& scratch, cudaStream_t stream) {
+  const int shared = SharedBytes<T, kInCluster>(p);
+  if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
+  return LaunchKernel(&SampleRowKernel<T, kInCluster, kEditable>,
+                      {.grid = GridFor(p.args.logits.rows * p.blocks),
+                       .threads = DrawBlock<T, kInCluster>::kThreads,
+                       .cluster = kInCluster ? p.blocks : 1,
+                       .shared_bytes = shared,
+                       .most_shared_bytes = scratch.block_shared_bytes},
+                      stream, p);
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_SAMPLE_KERNEL_CUH_

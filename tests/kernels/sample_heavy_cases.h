@@ -1,0 +1,174 @@
+// What sample must do on every backend where edits decide which tokens are the first, and where
+// top_p keeps many tokens: parity with double precision. One table for the CPU and the GPU.
+#ifndef LOGITD_TESTS_KERNELS_SAMPLE_HEAVY_CASES_H_
+#define LOGITD_TESTS_KERNELS_SAMPLE_HEAVY_CASES_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/kernels/op_check.h"
+#include "tests/kernels/op_runner.h"
+#include "tests/kernels/reference.h"
+#include "tests/kernels/sample_cases.h"
+#include "tests/kernels/sample_reference.h"
+
+namespace logitd::testing {
+
+// ---- Edits that decide which tokens are the first
+
+// Rows whose penalties and masks change which tokens are the first: the history holds the row's own
+// first tokens, so many that few candidates or none are left, and masks allow anything from one
+// token to all. Raw and processed log-probabilities, and filters of every length.
+inline std::string FirstDifferenceOfHeavyEdits(OpRunner& runner, const SampleCase& c) {
+  HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab + c.stride_extra, c.offset);
+  SampleBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    FillRow(tensor, r, c.fill, c.seed + r);
+    const std::vector<int32_t> order =
+        ReferenceSample(RowOf(tensor, r), PlainRow(), SampleBatch()).processed().order;
+    const auto one_of = [&](std::initializer_list<int32_t> values) {
+      return values.begin()[random() % values.size()];
+    };
+    SampleRow row = PlainRow();
+    row.seed = random();
+    row.temperature = static_cast<float>(one_of({0, 1, 1, 2, 30})) / 2;
+    row.top_k = static_cast<int32_t>(
+        std::min<int64_t>(one_of({1, 3, 20, 64, 128, 128, 129, 1000}), c.vocab));
+    if (random() % 3 == 0) {
+      row.top_k = 0;
+      row.min_p = static_cast<float>(one_of({1, 50, 500, 1000})) / 1000;
+    }
+    if (random() % 2 == 0) row.top_p = 0.9f;
+    row.logprob_mode = random() % 4 == 0 ? LogprobMode::kProcessed : LogprobMode::kRaw;
+    row.want_rank = random() % 3 != 0;
+    if (random() % 4 != 0) {
+      row.repetition = static_cast<float>(one_of({10, 11, 20})) / 10;
+      row.presence = static_cast<float>(one_of({0, 1}));
+      row.frequency = static_cast<float>(one_of({0, 1, 4})) / 2;
+      row.first_history = static_cast<int64_t>(batch.history.size());
+      const auto first = static_cast<int64_t>(order.size());
+      const int64_t tokens = std::min<int64_t>(one_of({10, 60, 150, 700, 5000}), first);
+      for (int64_t i = 0; i < tokens; ++i) {
+        for (int64_t n = random() % 3; n > 0; --n) batch.history.push_back(order[i]);
+      }
+      row.history_count = static_cast<int32_t>(batch.history.size() - row.first_history);
+    }
+    if (row.history_count == 0 || random() % 2 == 0) {
+      row.first_mask_word = static_cast<int64_t>(batch.mask_words.size());
+      const int kind = static_cast<int>(random() % 5);
+      for (int64_t w = 0; w < MaskWords(c.vocab); ++w) {
+        const auto bits = static_cast<uint32_t>(random());
+        batch.mask_words.push_back(kind == 0   ? ~0u
+                                   : kind == 1 ? bits
+                                   : kind == 2 ? bits & (random() % 16 == 0 ? ~0u : 0)
+                                               : 0);
+      }
+      const int32_t allowed = kind == 3 ? 1 : kind == 4 ? one_of({5, 100}) : 0;
+      for (int32_t i = 0; i < allowed; ++i) {
+        const auto id = static_cast<int64_t>(random() % c.vocab);
+        batch.mask_words[row.first_mask_word + id / 32] |= 1u << id % 32;
+      }
+    }
+    row.top_logprobs = static_cast<int32_t>(std::min<int64_t>(one_of({0, 0, 5, 20, 128}), c.vocab));
+    row.first_top_entry = batch.top_entries;
+    batch.top_entries += row.top_logprobs + 1;
+    row.first_extra = static_cast<int64_t>(batch.extra_ids.size());
+    row.extra_count = static_cast<int32_t>(random() % 3);
+    for (int32_t i = 0; i < row.extra_count; ++i)
+      batch.extra_ids.push_back(static_cast<int32_t>(random() % c.vocab));
+    row.first_extra_entry = batch.extra_entries;
+    batch.extra_entries += row.extra_count + 1;
+    batch.rows.push_back(row);
+  }
+  return FirstWrongRow(runner, c, tensor, batch);
+}
+
+// Calls of few and of many rows.
+inline std::vector<SampleCase> HeavyEditCases() {
+  std::vector<SampleCase> cases;
+  uint64_t n = 1000;
+  for (DType dtype : kAllDTypes) {
+    for (Fill fill : {Fill::kNormal, Fill::kUniform, Fill::kManyTies, Fill::kAllEqual,
+                      Fill::kMostlyMinusInf, Fill::kWithPlusInf, Fill::kWithNan}) {
+      n += 100;
+      cases.push_back({.dtype = dtype,
+                       .rows = 70,
+                       .vocab = fill == Fill::kNormal ? 20000 : 5003,
+                       .stride_extra = 1,
+                       .offset = 1,
+                       .fill = fill,
+                       .seed = n});
+      cases.push_back({.dtype = dtype, .rows = 3, .vocab = 50257, .fill = fill, .seed = n + 80});
+    }
+    cases.push_back({.dtype = dtype, .rows = 8, .vocab = 131072, .seed = n + 90});
+  }
+  return cases;
+}
+
+// ---- Flat rows with top_p
+
+// Rows of which top_p keeps many tokens: normal ones, and ones whose runs of 4, 128 or 1024 tokens
+// have a level of their own, so that no sample of a few tokens of each run tells the whole.
+inline std::string FirstDifferenceOfFlatTopP(OpRunner& runner, const SampleCase& c) {
+  HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab + c.stride_extra, c.offset);
+  SampleBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    FillRow(tensor, r, c.fill, c.seed + r);
+    static constexpr int64_t kRuns[] = {0, 4, 128, 1024};
+    const int64_t run = kRuns[random() % 4];
+    float level = 0;
+    for (int64_t i = 0; run > 0 && i < c.vocab; ++i) {
+      if (i % run == 0) level = static_cast<float>(static_cast<int>(random() % 7)) - 3;
+      tensor.Set(r, i, tensor.At(r, i) + level);
+    }
+    SampleRow row = PlainRow();
+    row.seed = random();
+    static constexpr float kTemperatures[] = {1, 1, 0.7f, 2, 50};
+    row.temperature = kTemperatures[random() % 5];
+    static constexpr float kTopPs[] = {0.9f, 0.5f, 0.99f, 0.1f, 0.9999f, 0.9999999f};
+    row.top_p = kTopPs[random() % 6];
+    if (random() % 4 == 0) row.top_k = static_cast<int32_t>(c.vocab / (1 + random() % 3));
+    if (random() % 4 == 0) row.min_p = 1e-3f;
+    row.logprob_mode = random() % 2 == 0 ? LogprobMode::kProcessed : LogprobMode::kRaw;
+    row.first_top_entry = batch.top_entries++;
+    row.first_extra_entry = batch.extra_entries++;
+    batch.rows.push_back(row);
+  }
+  return FirstWrongRow(runner, c, tensor, batch);
+}
+
+inline std::vector<SampleCase> FlatTopPCases() {
+  std::vector<SampleCase> cases;
+  uint64_t n = 9000;
+  for (DType dtype : kAllDTypes) {
+    for (Fill fill : {Fill::kNormal, Fill::kUniform}) {
+      n += 100;
+      cases.push_back({.dtype = dtype,
+                       .rows = 66,
+                       .vocab = 9001,
+                       .stride_extra = 1,
+                       .offset = 1,
+                       .fill = fill,
+                       .seed = n});
+      cases.push_back({.dtype = dtype, .rows = 6, .vocab = 131072, .fill = fill, .seed = n + 80});
+    }
+  }
+  return cases;
+}
+
+inline std::vector<OpCheck> HeavySampleChecks() {
+  return {
+      ForAll("HeavyEditsAgreeWithDoublePrecision", HeavyEditCases, FirstDifferenceOfHeavyEdits),
+      ForAll("FlatTopPAgreesWithDoublePrecision", FlatTopPCases, FirstDifferenceOfFlatTopP),
+  };
+}
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_SAMPLE_HEAVY_CASES_H_
