@@ -27,14 +27,23 @@
 // top_p reads a row twice more (up to ten times, where the last logit is one of very many that are
 // nearly equal), and a rank beyond the list reads the groups that reach it. verify with draft
 // probabilities reads a row once more, and twice more where the draft is refused.
-// Limited by: as softmax_topk, the chain of latencies that ends a row; edits and a flat top_p by
-// arithmetic.
+// Limited by: as softmax_topk, the chain of latencies that ends a row; edits on the way and a flat
+// top_p by arithmetic. Where edits are applied late, the read of the row takes as long as without
+// edits; 20% of the time is the second look, at groups of 32 logits in 8 places, 7% the count of the
+// history.
 // Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 83 us, 72% of one read, with
-// top_k 64, top_p 0.9 and 20 log-probabilities; 257 with 4096 tokens of history and a mask as well;
-// unfiltered 85, or 144 with the rank; 473 for a flat top_p. 64 rows 25 us, one row 17 us.
+// top_k 64, top_p 0.9 and 20 log-probabilities; unfiltered 85, or 144 with the rank; 473 for a flat
+// top_p. 64 rows 25 us, one row 17 us. Edits (bench/results/h200/sample_edits.json), where 512 rows
+// without take 85 us: 134 with 4096 tokens of history and a mask (255 before edits were applied
+// late), 117 with a mask only (191), 103 with 500 tokens of history (189); unfiltered with 4096
+// tokens of history, where sums need the edits, 230. 64 rows 63 us (80), one row 43 us (46).
 // Tried and dropped: a history counted in device memory (partial sectors: 385 us for that step
 // only); a copy of the row, edited, read afterwards (928 us); 64-bit sums in shared memory for a
-// flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us).
+// flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us); candidates put
+// into the table by the lanes that find them (edited rows 249 us for 141); a launch that overlaps
+// with the kernel that makes patches (64 edited rows 57 us, but rows edited on the way 302); a
+// sample of the row for the first look of a flat top_p (452 us), the next cell requested early in
+// later looks (471 us).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
