@@ -231,7 +231,8 @@ TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
     EXPECT_TRUE(server.WaitForMetric("logitd_log_lines_suppressed_total{source=\"grpc\"}", '>', 0));
     absl::SleepFor(absl::Seconds(1.2));
     const std::string log = server.Log();
-    EXPECT_THAT(log, HasSubstr("forged"));
+    // A newer gRPC does not repeat the value.
+    EXPECT_THAT(log, AnyOf(HasSubstr("forged"), HasSubstr("Error parsing 'grpc-timeout'")));
     EXPECT_THAT(log, Not(HasSubstr("\n2026-01-01")));
     EXPECT_THAT(log, Not(HasSubstr("\xff")));
     EXPECT_THAT(log, HasSubstr("log lines of grpc: more than 20 a second"));
