@@ -504,7 +504,9 @@ TEST_F(ArenaServerTest, ARingThatIsCutOffEndsItsLease) {
   ASSERT_EQ(recv(client, packet.data(), packet.size(), 0), ssize_t{sizeof(RingAnswer)});
   const RingEntry broken = {.phase = RingPhase(0, 4), .method = 99};
   ASSERT_EQ(pwrite(got.fd, &broken, sizeof(broken), kSubmissionsAt), ssize_t{sizeof(broken)});
-  ASSERT_EQ(send(client, "", 1, MSG_NOSIGNAL), 1);
+  // A server that still looks at the ring by itself finds it without the doorbell, and may be done.
+  const ssize_t rung = send(client, "", 1, MSG_NOSIGNAL);
+  ASSERT_TRUE(rung == 1 || errno == EPIPE || errno == ECONNRESET) << errno;
   ssize_t told = recv(client, packet.data(), packet.size(), 0);
   if (told < 0) told = recv(client, packet.data(), packet.size(), 0);  // ECONNRESET comes first
   ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});
