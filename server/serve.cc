@@ -583,9 +583,12 @@ int Serve(const Config& config, MakeBackends make_backends) {
   if (!head_root.ok()) return CannotStart(head_root.status());
   const auto door_metrics =
       std::make_shared<door::DoorMetrics>(metrics.registry(), *max_connections);
-  const std::shared_ptr<door::Connections> connections = door::Connections::Create(
-      {.frames = {.max_streams = config.max_streams}, .max_connections = *max_connections},
-      door_metrics);
+  const int64_t max_message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
+  const std::shared_ptr<door::Connections> connections =
+      door::Connections::Create({.frames = {.max_streams = config.max_streams,
+                                            .max_message = static_cast<uint32_t>(max_message)},
+                                 .max_connections = *max_connections},
+                                door_metrics);
   const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       ServeMetrics(config, MakeMetricsPage(metrics.registry(), connections, Version(),
                                            GrpcVersion(), InfosOf(*devices)));

@@ -84,9 +84,13 @@ std::string EncodeStatus(int code, std::string_view text) {
 void AppendEnd(uint32_t stream, std::string_view fields, bool ended, std::string* out) {
   AppendFrameHead(fields.size(), kHeaders, kEndHeaders | kEndStream, stream, out);
   *out += fields;
-  if (ended) return;
+  constexpr uint32_t kNoError = 0;
+  if (!ended) AppendReset(stream, kNoError, out);
+}
+
+void AppendReset(uint32_t stream, uint32_t why, std::string* out) {
   AppendFrameHead(4, kReset, 0, stream, out);
-  *out += std::string_view("\0\0\0\0", 4);  // NO_ERROR
+  AppendBytes(why, 4, out);
 }
 
 void AppendInitialWindow(uint32_t bytes, std::string* out) {

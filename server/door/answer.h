@@ -27,6 +27,9 @@ std::string EncodeStatus(int code, std::string_view text);
 // ended its side; otherwise it is told to send no more.
 void AppendEnd(uint32_t stream, std::string_view fields, bool ended, std::string* out);
 
+// Ends a stream. `why`: HTTP/2's number of the reason.
+void AppendReset(uint32_t stream, uint32_t why, std::string* out);
+
 // SETTINGS: how many bytes of messages the peer may send on each stream, new or open.
 void AppendInitialWindow(uint32_t bytes, std::string* out);
 // The peer may send so many more on this stream.

@@ -230,6 +230,10 @@ void Connections::CountRefused() {
   if (events_ != nullptr) events_->OnRefused();
 }
 
+void Connections::CountTooLarge(size_t calls) {
+  if (events_ != nullptr) events_->OnTooLarge(static_cast<int64_t>(calls));
+}
+
 void Connections::CountHandshake(HandshakeEnd end) {
   if (events_ != nullptr) events_->OnHandshake(end);
 }

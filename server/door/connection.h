@@ -105,7 +105,7 @@ class Connection {
   };
   ssize_t ReadSome(int fd, msghdr* message, int flags);
   // Reads the frames of what was received. `edits`: what gRPC gets instead; `replies`: frames for the
-  // peer. False: cut.
+  // peer, also the ends of calls whose messages are too large. False: cut.
   bool Account(absl::Span<const iovec> parts, size_t bytes, std::vector<Frames::Edit>* edits,
                std::vector<Refused>* refused, std::string* replies);
   // Sends `frames` and then the ends of the calls.
@@ -168,6 +168,8 @@ class ConnectionEvents {
   virtual void OnOpen(int64_t open) {}
   virtual void OnRefused() {}
   virtual void OnCut(Limit reason) {}
+  // Calls were ended, each for a message larger than FrameLimits::max_message.
+  virtual void OnTooLarge(int64_t calls) {}
   virtual void OnHandshake(HandshakeEnd end) {}
 };
 
@@ -225,6 +227,7 @@ class Connections : public std::enable_shared_from_this<Connections> {
 
   void Remove(Connection* connection);
   void CountCut(const Connection& connection, Limit reason);
+  void CountTooLarge(size_t calls);
 
   const ConnectionOptions options_;
   const std::shared_ptr<ConnectionEvents> events_;

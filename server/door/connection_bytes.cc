@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/door/answer.h"
 #include "server/door/connection.h"
@@ -19,6 +20,9 @@ namespace {
 
 // Calls that one read may refuse, so that the answers are bounded: about 64 KiB.
 constexpr size_t kMostRefused = 256;
+
+// Bytes of answers that may wait for a peer that does not read. Twice what refusals can make.
+constexpr size_t kMostWaiting = size_t{128} << 10;
 
 // Calls `read` for the first `bytes` of `parts`.
 template <typename Read>
@@ -51,6 +55,18 @@ ssize_t ReadTls(TlsSession& session, msghdr* message) {
   TellInQueue(message, drained);
   message->msg_flags = 0;
   return got;
+}
+
+// The end of a call, for its peer. A call that has headers of an answer can only be reset.
+void AppendTooLarge(const Frames::TooLarge& call, uint32_t most, std::string* out) {
+  constexpr int kResourceExhausted = 8;
+  constexpr uint32_t kEnhanceYourCalm = 11;  // gRPC's clients make RESOURCE_EXHAUSTED of it
+  if (call.answered) return AppendReset(call.stream, kEnhanceYourCalm, out);
+  const std::string fields = EncodeStatus(
+      kResourceExhausted, absl::StrCat("message larger than max (", call.bytes, " vs. ", most,
+                                       "): got ", call.bytes, " bytes, allowed at most ", most,
+                                       ", which is --max-request-bytes and a little"));
+  AppendEnd(call.stream, fields, call.ended, out);
 }
 
 absl::Span<const iovec> PartsOf(const msghdr& message) {
@@ -114,6 +130,7 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
     return true;
   };
   Limit broken = Limit::kNone;
+  std::vector<Frames::TooLarge> too_large;
   {
     absl::MutexLock lock(&mutex_);
     if (cut_ != Limit::kNone) return false;
@@ -123,13 +140,15 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
                 [&](absl::Span<const uint8_t> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
                   broken = frames_.Received(part, now, judge);
                 });
-    if (broken == Limit::kNone) {
-      std::swap(*edits, frames_.edits());
-      std::swap(*replies, frames_.replies());
-      return true;
-    }
-    ShutDown(broken);
+    std::swap(*edits, frames_.edits());
+    std::swap(*replies, frames_.replies());
+    std::swap(too_large, frames_.too_large());
+    if (broken != Limit::kNone) ShutDown(broken);
   }
+  const uint32_t most = owner_->options().frames.max_message;
+  for (const Frames::TooLarge& call : too_large) AppendTooLarge(call, most, replies);
+  if (!too_large.empty()) owner_->CountTooLarge(too_large.size());
+  if (broken == Limit::kNone) return true;
   owner_->CountCut(*this, broken);
   return false;
 }
@@ -138,11 +157,14 @@ void Connection::Answer(int fd, const std::vector<Refused>& refused, std::string
   for (const Refused& call : refused) {
     AppendEnd(call.stream, call.answer.fields, call.ended, &frames);
   }
+  bool unread = false;
   {
     absl::MutexLock lock(&send_mutex_);
     answers_ += frames;
     WriteAnswers(fd);
+    unread = answers_.size() - answered_ > kMostWaiting;
   }
+  if (unread) Cut(Limit::kUnreadAnswers);
   for (const Refused& call : refused) call.answer.events->OnRefused(call.answer.echoed);
 }
 

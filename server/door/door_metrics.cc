@@ -27,7 +27,12 @@ DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t
                     .Name("logitd_connections_refused_total")
                     .Help("Connections closed as soon as they were accepted.")
                     .Register(*registry_)
-                    .Add({})) {
+                    .Add({})),
+      too_large_(&prometheus::BuildCounter()
+                      .Name("logitd_messages_too_large_total")
+                      .Help("Calls ended for a message larger than the server takes.")
+                      .Register(*registry_)
+                      .Add({})) {
   AddGauge(*registry_, "logitd_connections_limit", "Most connections that may be open.")
       .Set(static_cast<double>(max_connections));
   auto& family = prometheus::BuildCounter()
@@ -44,6 +49,8 @@ void DoorMetrics::OnOpen(int64_t open) { open_->Set(static_cast<double>(open)); 
 void DoorMetrics::OnRefused() { refused_->Increment(); }
 
 void DoorMetrics::OnCut(Limit reason) { cut_[static_cast<size_t>(reason) - 1]->Increment(); }
+
+void DoorMetrics::OnTooLarge(int64_t calls) { too_large_->Increment(static_cast<double>(calls)); }
 
 void DoorMetrics::OnHandshake(HandshakeEnd end) {
   handshakes_[static_cast<size_t>(end)]->Increment();

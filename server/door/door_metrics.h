@@ -4,6 +4,7 @@
 // Counters
 //   logitd_connections_cut_total{reason}  connections that broke a limit; see kLimitNames
 //   logitd_connections_refused_total      connections closed as soon as they were accepted
+//   logitd_messages_too_large_total       calls ended for a message larger than the server takes
 // Gauges
 //   logitd_connections, logitd_connections_limit  open connections, and the most there may be
 //   logitd_resident_bytes, logitd_resident_bytes_limit
@@ -39,6 +40,7 @@ class DoorMetrics final : public ConnectionEvents {
   void OnOpen(int64_t open) override;
   void OnRefused() override;
   void OnCut(Limit reason) override;
+  void OnTooLarge(int64_t calls) override;
   void OnHandshake(HandshakeEnd end) override;
   void SetResident(int64_t bytes, int64_t limit);
 
@@ -56,6 +58,7 @@ class DoorMetrics final : public ConnectionEvents {
   prometheus::Gauge* resident_;
   prometheus::Gauge* resident_limit_;
   prometheus::Counter* refused_;
+  prometheus::Counter* too_large_;
   std::array<prometheus::Counter*, kLimitNames.size()> cut_;
   std::array<prometheus::Counter*, kHandshakeEndNames.size()> handshakes_ = {};
   prometheus::Gauge* expiry_ = nullptr;

@@ -28,6 +28,7 @@ constexpr uint8_t kEndHeaders = 4;
 constexpr uint8_t kPadded = 8;
 constexpr uint8_t kPriority = 0x20;
 constexpr size_t kPriorityBytes = 5;
+constexpr uint32_t kCancel = 8;  // why a stream is reset
 
 constexpr int64_t kTinyUnit = 1024;
 constexpr int64_t kControlPerFrame = 4;
@@ -78,6 +79,7 @@ Limit Frames::Received(absl::Span<const uint8_t> bytes, int64_t now_ns, Judge ju
 void Frames::BeginRead() {
   read_ = 0;
   edits_.clear();
+  too_large_.clear();
 }
 
 Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge* judge) {
@@ -108,6 +110,7 @@ Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge*
     if (in_.type == kData) {
       const auto stream = streams_.find(in_.stream);
       if (stream != streams_.end()) ReadMessages(&stream->second, run);
+      if (in_.skip == 0 && ending_.stream != 0) EndTooLarge();
     } else if (IsHeaders()) {
       if (rewrites_) TakeOut(run.size());
       ReadHeaders(run);
@@ -164,21 +167,13 @@ bool Frames::MayJudge() const {
   return here && headers_.whole() && !padded_;
 }
 
-void Frames::TakeOut(size_t bytes) {
-  if (bytes == 0) return;
-  const size_t begin = read_ - bytes;
-  if (!edits_.empty() && edits_.back().end == begin && edits_.back().put.empty()) {
-    edits_.back().end = read_;
-  } else {
-    edits_.push_back({.begin = begin, .end = read_, .put = {}});
+void Frames::Replace(size_t begin, size_t end, std::string_view put) {
+  if (begin == end && put.empty()) return;
+  if (edits_.empty() || edits_.back().end != begin) {
+    edits_.push_back({.begin = begin, .end = begin, .put = {}});
   }
-}
-
-void Frames::PutIn(std::string_view bytes) {
-  if (edits_.empty() || edits_.back().end != read_) {
-    edits_.push_back({.begin = read_, .end = read_, .put = {}});
-  }
-  edits_.back().put += bytes;
+  edits_.back().end = end;
+  edits_.back().put += put;
 }
 
 void Frames::Sent(absl::Span<const uint8_t> bytes) {
@@ -315,11 +310,7 @@ void Frames::ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes) {
   while (!bytes.empty()) {
     size_t run = 0;
     if (stream->prefix_bytes < kPrefixBytes) {
-      // The first byte says whether the message is compressed, the others are its length.
-      run = std::min(kPrefixBytes - stream->prefix_bytes, bytes.size());
-      for (size_t i = 0; i < run; ++i) stream->length = stream->length << 8 | bytes[i];
-      stream->prefix_bytes += static_cast<uint8_t>(run);
-      stream->left = stream->length;
+      run = ReadPrefix(stream, bytes);
     } else {
       run = std::min<size_t>(stream->left, bytes.size());
       stream->left -= static_cast<uint32_t>(run);
@@ -335,9 +326,72 @@ void Frames::ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes) {
   }
 }
 
+// `bytes`: the rest of what was read of the frame. Returns how many of them are the prefix's: a byte
+// that says whether the message is compressed, and four with its length.
+size_t Frames::ReadPrefix(Stream* stream, absl::Span<const uint8_t> bytes) {
+  const size_t begin = read_ - bytes.size();
+  const size_t run = std::min(kPrefixBytes - stream->prefix_bytes, bytes.size());
+  std::copy_n(bytes.begin(), run, stream->prefix.begin() + stream->prefix_bytes);
+  stream->prefix_bytes += static_cast<uint8_t>(run);
+  const size_t held = std::exchange(stream->held_bytes, uint8_t{0});
+  const size_t not_passed = held + run;  // the last bytes of the prefix
+  const auto pass = [&] {
+    if (held == 0) return;
+    const auto* const first = stream->prefix.data() + stream->prefix_bytes - not_passed;
+    Replace(begin, begin, {reinterpret_cast<const char*>(first), held});
+  };
+  const size_t left_in_frame = in_.skip + bytes.size() - run;
+  if (stream->prefix_bytes < kPrefixBytes) {
+    if (left_in_frame == 0) {
+      pass();
+    } else {
+      Replace(begin, begin + run, {});
+      stream->held_bytes = static_cast<uint8_t>(not_passed);
+    }
+    return run;
+  }
+  const auto& prefix = stream->prefix;
+  stream->left = uint32_t{prefix[1]} << 24 | uint32_t{prefix[2]} << 16 | uint32_t{prefix[3]} << 8 |
+                 uint32_t{prefix[4]};
+  if (stream->left <= limits_.max_message) {
+    pass();
+    return run;
+  }
+  // In two frames, gRPC has a part of the length already, and would believe it.
+  if (not_passed < kPrefixBytes) {
+    Break(Limit::kUnasked);
+    return run;
+  }
+  ending_ = {.stream = in_.stream, .bytes = stream->left, .ended = (in_.flags & kEndStream) != 0};
+  const size_t shorter = left_in_frame + 1;
+  std::string shorter_prefix;
+  for (const int bits : {32, 24, 16, 8, 0}) {
+    shorter_prefix.push_back(static_cast<char>(uint64_t{shorter} >> bits));
+  }
+  Replace(begin, begin + run, shorter_prefix);
+  return run;
+}
+
+// The frame with the length of a message that is too large has ended.
+void Frames::EndTooLarge() {
+  TooLarge ended = std::exchange(ending_, {});
+  const auto stream = streams_.find(ended.stream);
+  if (stream == streams_.end()) return;  // the server has ended it meanwhile
+  ended.answered = stream->second.answered;
+  EndStream(ended.stream);
+  std::string reset;
+  AppendReset(ended.stream, kCancel, &reset);
+  PutIn(reset);
+  too_large_.push_back(ended);
+  // It cost gRPC a call, as one that its peer cancels.
+  if (!resets_.Take(1)) Break(Limit::kResets);
+}
+
 void Frames::EndMessage(Stream* stream) {
   under_way_ -= stream->under_way;
-  *stream = {.unread_frames = stream->unread_frames};
+  *stream = {.answered = stream->answered,
+             .unread_frames = stream->unread_frames,
+             .timeout_end_ns = stream->timeout_end_ns};
 }
 
 void Frames::CheckUnasked() {
@@ -362,6 +416,8 @@ void Frames::BeginSentFrame() {
       if ((out_.flags & kEndStream) != 0) {
         resets_.Give(1);
         EndStream(out_.stream);
+      } else if (const auto stream = streams_.find(out_.stream); stream != streams_.end()) {
+        stream->second.answered = true;
       }
       break;
     case kReset:

@@ -33,7 +33,10 @@ namespace logitd::door {
 // From the first refusal on, the peer may send nothing of a message before its call has passed: see
 // Windows.
 //
-// Memory: about 48 bytes for each open stream. Cost: constant for each frame and each message,
+// A message says its length first. If that is too large, its call ends here: gRPC would make room for
+// all of it, or receive all of it, before it refuses it.
+//
+// Memory: about 56 bytes for each open stream. Cost: constant for each frame and each message,
 // besides that of HeaderList. Not thread-safe. Knows no sockets.
 class Frames {
  public:
@@ -65,6 +68,16 @@ class Frames {
   Limit Received(absl::Span<const uint8_t> bytes, int64_t now_ns, Judge judge);
   // Of this read so far: in order, apart from each other.
   std::vector<Edit>& edits() { return edits_; }
+  // A call whose message is larger than FrameLimits::max_message. gRPC gets a reset of its stream
+  // after the frame with the length, and a length that ends one byte after that frame.
+  struct TooLarge {
+    uint32_t stream = 0;
+    uint32_t bytes = 0;     // of the message
+    bool ended = false;     // the peer has ended its side
+    bool answered = false;  // headers of an answer were sent
+  };
+  // Those of this read so far. The caller tells the peer.
+  std::vector<TooLarge>& too_large() { return too_large_; }
   // Whole frames for the peer, after which gRPC's own may follow. The caller takes them.
   std::string& replies() { return windows_.frames(); }
   // No call is refused any longer, so the peer may send messages with their headers again.
@@ -110,11 +123,13 @@ class Frames {
 
   // A stream that neither side has ended.
   struct Stream {
-    uint32_t left = 0;           // payload of the message that has not come
-    uint32_t length = 0;         // the message's, while its prefix comes
-    uint8_t prefix_bytes = 0;    // of the message's prefix
-    uint8_t frames = 0;          // of the message, counted up to 2
-    uint32_t unread_frames = 0;  // since the last WINDOW_UPDATE to the peer
+    uint32_t left = 0;                              // payload of the message that has not come
+    std::array<uint8_t, kPrefixBytes> prefix = {};  // of the message
+    uint8_t prefix_bytes = 0;                       // of it that have come
+    uint8_t held_bytes = 0;                         // the last of them, which gRPC has not got yet
+    uint8_t frames = 0;                             // of the message, counted up to 2
+    bool answered = false;                          // the server has sent headers
+    uint32_t unread_frames = 0;                     // since the last WINDOW_UPDATE to the peer
     int64_t under_way = 0;
     int64_t timeout_end_ns = std::numeric_limits<int64_t>::max();
   };
@@ -144,9 +159,13 @@ class Frames {
   }
   bool MayJudge() const;
   // The last `bytes` bytes of this read do not go to gRPC.
-  void TakeOut(size_t bytes);
-  void PutIn(std::string_view bytes);
+  void TakeOut(size_t bytes) { Replace(read_ - bytes, read_, {}); }
+  void PutIn(std::string_view bytes) { Replace(read_, read_, bytes); }
+  // gRPC gets `put` instead of [begin, end) of this read; not before an earlier edit.
+  void Replace(size_t begin, size_t end, std::string_view put);
   void ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes);
+  size_t ReadPrefix(Stream* stream, absl::Span<const uint8_t> bytes);
+  void EndTooLarge();
   void EndMessage(Stream* stream);
   void TakeControl();
   void CloseWindows();
@@ -182,6 +201,8 @@ class Frames {
   bool rewrites_ = false;   // a call was refused
   bool hidden_ = false;     // gRPC does not get this frame
   std::vector<Edit> edits_;
+  TooLarge ending_;  // a call that ends with the frame that is received; stream 0: none
+  std::vector<TooLarge> too_large_;
   absl::flat_hash_map<uint32_t, Stream> streams_;
   Windows windows_;
 

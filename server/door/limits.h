@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 
 namespace logitd::door {
@@ -74,6 +75,9 @@ struct FrameLimits {
   uint32_t unread_frames = 1024;
   int64_t tiny_frames = 2048;
   int64_t tiny_rate = 1000;
+
+  // A message may have so many bytes. The call of a larger one ends where its length is read.
+  uint32_t max_message = std::numeric_limits<uint32_t>::max();
 
   // PING, SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY and unknown frames: control_frames, control_rate
   // more each second, and four more for each DATA or HEADERS frame in either direction.

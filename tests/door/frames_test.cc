@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -418,6 +419,106 @@ TEST_F(WindowsTest, GrpcSeesTheAcknowledgementsOfItsOwnSettingsOnly) {
   EXPECT_EQ(Receive(ack.substr(5)), ack) << "the second of gRPC";
   EXPECT_EQ(Receive(ack), "") << "the door's";
   EXPECT_EQ(Receive(ack), ack) << "of nothing: gRPC decides";
+}
+
+// --- messages that are too large
+
+// What gRPC gets of `bytes`, which come in reads of `size` bytes, and the calls that ended.
+class TooLargeTest : public ::testing::Test {
+ protected:
+  std::string Receive(const std::string& bytes, size_t size) {
+    std::string got;
+    for (size_t at = 0; at < bytes.size() && broken_ == Limit::kNone; at += size) {
+      std::string read = bytes.substr(at, size);
+      frames_->BeginRead();
+      broken_ = frames_->Received(Bytes(read), 0);
+      iovec part = {read.data(), read.size()};
+      std::string beyond;
+      read.resize(ApplyEdits({&part, 1}, read.size(), frames_->edits(), &beyond));
+      got += read + beyond;
+      for (const auto& call : frames_->too_large()) ended_.push_back(call);
+    }
+    return got;
+  }
+
+  const FrameLimits limits_ = {.max_message = 100};
+  std::optional<Frames> frames_{std::in_place, limits_, 0};
+  Limit broken_ = Limit::kNone;
+  std::vector<Frames::TooLarge> ended_;
+};
+
+TEST_F(TooLargeTest, ACallEndsWhereTheLengthIsReadHoweverItIsCut) {
+  const std::string before = Preface() + Open(1) + Open(3) + Frame(kData, 0, 3, Message(100));
+  const std::string rest = std::string(80, 'm');
+  const std::string after = Frame(kData, 0, 1, rest) + Frame(kData, 0, 3, Message(7));
+  const std::string sent = before + Frame(kData, 0, 1, Prefix(101) + rest) + after;
+  std::string reset;
+  AppendReset(1, 8, &reset);
+  const std::string wanted = before + Frame(kData, 0, 1, Prefix(81) + rest) + reset + after;
+  for (size_t size = 1; size <= sent.size(); ++size) {
+    frames_.emplace(limits_, 0);
+    ended_.clear();
+    EXPECT_EQ(Receive(sent, size), wanted) << size;
+    ASSERT_EQ(ended_.size(), 1) << size;
+    EXPECT_EQ(ended_[0].stream, 1);
+    EXPECT_EQ(ended_[0].bytes, 101);
+    EXPECT_FALSE(ended_[0].ended);
+    EXPECT_FALSE(ended_[0].answered);
+    EXPECT_EQ(frames_->open(), 1) << size;
+    EXPECT_EQ(frames_->under_way(), 0) << size;
+    EXPECT_EQ(broken_, Limit::kNone);
+  }
+}
+
+TEST_F(TooLargeTest, APrefixInTwoFramesReachesGrpcWhole) {
+  const std::string message = Message(100);
+  const std::string sent = Preface() + Open(1) + Frame(kData, 0, 1, message.substr(0, 3)) +
+                           Frame(kData, 0, 1, message.substr(3));
+  for (size_t size = 1; size <= sent.size(); ++size) {
+    frames_.emplace(limits_, 0);
+    EXPECT_EQ(Receive(sent, size), sent) << size;
+    EXPECT_EQ(broken_, Limit::kNone);
+  }
+  const std::string large = Preface() + Open(1) + Frame(kData, 0, 1, "\0\xff\xff"s);
+  for (const size_t size : {size_t{1}, size_t{50}, size_t{1000}}) {
+    frames_.emplace(limits_, 0);
+    broken_ = Limit::kNone;
+    Receive(large + Frame(kData, 0, 1, "\xff\xff"s), size);
+    EXPECT_EQ(broken_, Limit::kUnasked) << "gRPC has a part of the length";
+    EXPECT_TRUE(ended_.empty());
+  }
+}
+
+TEST_F(TooLargeTest, SaysWhatThePeerKnowsOfTheCall) {
+  Receive(Preface() + Open(1) + Open(3), 1000);
+  frames_->Sent(Bytes(Frame(kHeaders, kEndHeaders, 1, "\x88")));
+  Receive(Frame(kData, 0, 1, Message(100)), 1000);
+  Receive(Frame(kData, 0, 1, Prefix(4294967295)), 1000);
+  Receive(Frame(kData, kEndStream, 3, Prefix(101)), 1000);
+  ASSERT_EQ(ended_.size(), 2);
+  EXPECT_TRUE(ended_[0].answered);
+  EXPECT_EQ(ended_[0].bytes, 4294967295);
+  EXPECT_FALSE(ended_[0].ended);
+  EXPECT_FALSE(ended_[1].answered);
+  EXPECT_TRUE(ended_[1].ended);
+}
+
+TEST_F(TooLargeTest, ACallThatTheServerEndsFirstIsNotEndedTwice) {
+  Receive(Preface() + Open(1), 1000);
+  const std::string frame = Frame(kData, 0, 1, Prefix(101) + "mmm");
+  Receive(frame.substr(0, frame.size() - 1), 1000);
+  frames_->Sent(Bytes(Frame(kHeaders, kEndHeaders | kEndStream, 1, "\x88")));
+  EXPECT_EQ(Receive(frame.substr(frame.size() - 1), 1000), "m");
+  EXPECT_TRUE(ended_.empty());
+}
+
+TEST_F(TooLargeTest, SuchCallsAreBoundedLikeResets) {
+  std::string flood = Preface();
+  for (uint32_t i = 0; i <= limits_.resets; ++i) {
+    flood += Open(2 * i + 1) + Frame(kData, 0, 2 * i + 1, Prefix(101));
+  }
+  Receive(flood, 1000);
+  EXPECT_EQ(broken_, Limit::kResets);
 }
 
 }  // namespace

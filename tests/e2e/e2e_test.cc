@@ -447,13 +447,34 @@ TEST(ResidentMemoryTest, OversizedMessagesAreRefusedInBoundedMemory) {
   EXPECT_EQ(large.Unary(LargeRequest(40), &answer).error_code(),
             grpc::StatusCode::RESOURCE_EXHAUSTED);
   GenericCall huge(channel, kTopK);  // 1 GiB
-  // gRPC refuses the message when its quota is used up. If the process reaches its own bound first,
-  // the connection is cut.
-  EXPECT_THAT(huge.Unary(LargeRequest(4096), &answer).error_code(),
-              AnyOf(grpc::StatusCode::RESOURCE_EXHAUSTED, grpc::StatusCode::UNAVAILABLE));
-  server.ExpectGrownLess(before, 192);
+  EXPECT_EQ(huge.Unary(LargeRequest(4096), &answer).error_code(),
+            grpc::StatusCode::RESOURCE_EXHAUSTED);
+  server.ExpectGrownLess(before, 24);
   const grpc::Status small = SmallTopK(Connect(server.tcp()));
   EXPECT_TRUE(small.ok()) << small.error_code() << " " << small.error_message();
+}
+
+// Messages that only say that they are large. gRPC 1.83 makes room for them, and then refuses
+// everybody's connections for seconds.
+TEST(MemoryTest, ACallEndsWhenItsMessageSaysThatItIsTooLarge) {
+  ServerProcess server(kRoomForOne);
+  const auto other = Connect(server.tcp());
+  EXPECT_TRUE(SmallTopK(other).ok());
+  BarePeer peer(server.port());
+  const std::string_view text = "got 4294967295 bytes, allowed at most";
+  for (const uint32_t stream : {1, 3, 5}) {
+    peer.SendHeaders(kTopK, {}, stream);
+    peer.SendMessage(4294967295, std::string(1000, 'x'), /*end_stream=*/false,
+                     /*marked_compressed=*/false, stream);
+    EXPECT_TRUE(peer.WaitForText(text, absl::Seconds(5))) << stream;
+  }
+  EXPECT_EQ(server.Metric("logitd_messages_too_large_total"), 3);
+  EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
+  for (int i = 0; i < 5; ++i) {
+    const grpc::Status status = SmallTopK(Connect(server.tcp()));
+    EXPECT_TRUE(status.ok()) << status.error_code() << " " << status.error_message();
+  }
+  EXPECT_TRUE(SmallTopK(other).ok());
 }
 
 // Also if a batch and the transport accept more.

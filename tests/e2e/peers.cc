@@ -245,11 +245,11 @@ void BarePeer::SendHeaders(const std::string& method,
 }
 
 void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
-                           bool marked_compressed) {
+                           bool marked_compressed, uint32_t stream) {
   std::string message(1, marked_compressed ? '\1' : '\0');
   AppendBigEndian(&message, claimed, 4);
   message += body;
-  SendFrame(0, end_stream ? 1 : 0, 1, message);
+  SendFrame(0, end_stream ? 1 : 0, stream, message);
 }
 
 bool BarePeer::WaitForFrame(uint8_t type, absl::Duration timeout) {

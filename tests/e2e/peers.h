@@ -130,7 +130,7 @@ class BarePeer {
                    uint32_t stream = 1);
   // Sends a gRPC message that claims `claimed` bytes and holds `body`.
   void SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
-                   bool marked_compressed = false);
+                   bool marked_compressed = false, uint32_t stream = 1);
   // Reads until a frame of type `type` (3 = RST_STREAM, 1 = HEADERS) comes for the stream. False
   // after `timeout` or at the end of the connection.
   bool WaitForFrame(uint8_t type, absl::Duration timeout);

@@ -21,7 +21,9 @@ void Check(bool holds, const char* claim) {
 // Reads in pieces whose sizes come from the bytes, and refuses every second call.
 void Refuse(const logitd::door::FrameLimits& limits, absl::Span<const uint8_t> bytes) {
   logitd::door::Frames frames(limits, 0);
-  logitd::door::Frames grpc(limits, 0);
+  logitd::door::FrameLimits grpcs = limits;  // it gets no message that is too large
+  grpcs.max_message = 0xffffff + 1;          // the longest frame and a byte
+  logitd::door::Frames grpc(grpcs, 0);
   int64_t asked = 0;
   bool well = true;
   while (!bytes.empty() && well) {
@@ -49,6 +51,7 @@ void Refuse(const logitd::door::FrameLimits& limits, absl::Span<const uint8_t> b
     const auto limit = grpc.Received(read, 0);
     // gRPC gets a frame instead of each hidden one, and those cost it less than a call.
     well = limit == logitd::door::Limit::kNone;
+    Check(grpc.too_large().empty(), "gRPC gets a message that is too large");
   }
   Check(frames.refused() == asked / 2, "a call is refused twice");
   if (well) Check(grpc.open() + frames.held_back() == frames.open(), "gRPC sees other streams");
@@ -59,7 +62,8 @@ void Refuse(const logitd::door::FrameLimits& limits, absl::Span<const uint8_t> b
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using logitd::door::Frames;
   using logitd::door::Limit;
-  static const logitd::door::FrameLimits limits = {.max_streams = 4, .streams_slack = 4};
+  static const logitd::door::FrameLimits limits = {
+      .max_streams = 4, .streams_slack = 4, .max_message = 1000};
   if (size == 0) return 0;
   const size_t border = 1 + (size - 1) * data[0] / 255;
   const absl::Span<const uint8_t> received(data + 1, border - 1);
