@@ -307,7 +307,7 @@ void Frames::BeginData() {
 }
 
 void Frames::ReadMessages(Stream* stream, absl::Span<const uint8_t> bytes) {
-  while (!bytes.empty()) {
+  while (!bytes.empty() && broken_ == Limit::kNone) {
     size_t run = 0;
     if (stream->prefix_bytes < kPrefixBytes) {
       run = ReadPrefix(stream, bytes);
