@@ -73,7 +73,9 @@ class Base:
         kind: str, logits: Any, params: Mapping[str, Any]
     ) -> "tuple[RowInput, RowParams, Optional[float]]":
         (hidden, head, dtype, arena, deadline), rest = split(params, "hidden", "head", "dtype", "arena", "deadline")
-        return row_input(logits, hidden, head, dtype, arena), RowParams(REQUESTS[kind][1], kind, rest), deadline
+        rows = row_input(logits, hidden, head, dtype, arena)
+        vocab = rows.width if head is None else None
+        return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
 
     def _top_k(self, logits: Any, k: Any, params: Mapping[str, Any]) -> Call[results.TopKResult]:
         rows, row_params, deadline = self._row_request("top_k", logits, {**params, "k": k})
@@ -95,7 +97,7 @@ class Base:
     ) -> Call[results.VerifyResult]:
         (dtype, arena, deadline), rest = split(params, "dtype", "arena", "deadline")
         rows = row_input(logits, dtype=dtype, arena=arena)
-        row_params = RowParams(REQUESTS["verify"][1], "verify", rest)
+        row_params = RowParams(REQUESTS["verify"][1], "verify", rest, rows.rows, rows.width)
         fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs)
         return self._session.rows("verify", rows, row_params, deadline, fields)
 

@@ -17,7 +17,7 @@ import numpy as np
 from logitd import _arrays, _wire, results
 from logitd._attention import AttentionMessages
 from logitd._messages import Codec
-from logitd._params import RowParams, lists
+from logitd._params import RowParams, lists, words
 from logitd._rows import ANSWERS, REQUESTS, RowInput, joined, result_of
 from logitd._score_messages import ScoreMessages
 from logitd._throttle import Throttle
@@ -440,24 +440,20 @@ def verify_fields(
     """The fields of Verify that are about the drafts."""
     codec = REQUESTS["verify"][1]
     fields: Dict[str, Any] = {
-        "sequence_rows": np.atleast_1d(_arrays.integers("sequence_rows", sequence_rows, codec.dtype("sequence_rows"))),
-        "drafts": np.atleast_1d(_arrays.integers("drafts", drafts, codec.dtype("drafts"))).reshape(-1),
+        name: _arrays.integers(name, value, codec.dtype(name)).reshape(-1)
+        for name, value in (("sequence_rows", sequence_rows), ("drafts", drafts))
     }
     if draft_kind is not None:
-        allowed = codec.enum("draft_kind")
-        kinds = [draft_kind] if isinstance(draft_kind, str) else list(draft_kind)
-        for kind in kinds:
-            if kind not in allowed:
-                raise InvalidArgument(f"draft_kind: got {kind!r}, allowed {', '.join(map(repr, allowed))}")
-        fields["draft_kind"] = np.array([allowed[kind] for kind in kinds], np.int32)
+        fields["draft_kind"] = words("draft_kind", draft_kind, codec.enum("draft_kind"))
     if draft_ids is not None:
         counts, flat = lists("draft_ids", draft_ids)
         fields["draft_ids"] = flat
         fields["draft_count"] = np.array([flat.size]) if counts is None else counts
     if draft_probs is not None:
         values = draft_probs.values if isinstance(draft_probs, results.Ragged) else draft_probs
-        if not hasattr(values, "dtype") and len(values) and np.ndim(values[0]) == 1:
-            values = np.concatenate([_arrays.as_numpy(part) for part in values])
-        flat = _arrays.numbers("draft_probs", values, np.dtype("<f4"))
-        fields["draft_probs"] = np.ascontiguousarray(flat).reshape(-1).view(np.uint8)
+        parts = [values]
+        if isinstance(values, (list, tuple)) and values and (isinstance(values[0], (list, tuple)) or np.ndim(values[0])):
+            parts = list(values)  # a list per draft
+        numbers = [_arrays.numbers("draft_probs", part, np.dtype("<f4")).reshape(-1) for part in parts]
+        fields["draft_probs"] = np.concatenate(numbers).view(np.uint8)
     return fields
