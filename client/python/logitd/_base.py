@@ -57,6 +57,10 @@ class Base:
             self._channel = self._grpc.insecure_channel(address, options=arguments)
         else:
             self._channel = self._grpc.secure_channel(address, credentials, options=arguments)
+        self._made()
+
+    def _made(self) -> None:
+        """What a client does when it has its channel."""
 
     def _connected(self) -> Any:
         """Asks the server something small, if nothing was asked yet: what has no retries of its own finds a connection."""

@@ -32,7 +32,7 @@ from logitd.errors import (
     Unavailable,
     error_of,
 )
-from logitd.options import Options, check_deadline
+from logitd.options import MAX_REFUSED, Options, check_deadline
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ _LIST = Codec("ListHeadsRequest"), Codec("ListHeadsResponse")
 _GET = Codec("GetHeadRequest"), Codec("GetHeadResponse")
 _UNLOAD = Codec("UnloadHeadRequest"), Codec("UnloadHeadResponse")
 _LOAD = Codec("LoadHeadRequest"), Codec("LoadHeadResponse")
-WATCH, SAMPLE_STREAM = "/grpc.health.v1.Health/Watch", "/logitd.v1.Sampler/SampleStream"
+HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+SAMPLE_STREAM = "/logitd.v1.Sampler/SampleStream"
 SERVING = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
 
 
@@ -91,6 +92,7 @@ class Receive:
 @dataclass(frozen=True)
 class Sleep:
     seconds: float
+    away: bool  # there may be no connection
 
 
 Step = Union[Unary, Stream, Receive, Sleep]
@@ -135,30 +137,39 @@ class Session:
 
     # Attempts.
 
-    def retry(self, end: Optional[float], once: Callable[[], Call[Reply]]) -> Call[Reply]:
-        """Attempts until one succeeds, none may follow, or time is up. options.Retry has the rules."""
+    def retry(self, end: float, once: Callable[[], Call[Reply]], patience: Optional[float] = None) -> Call[Reply]:
+        """Attempts until one succeeds, none may follow, or time is up. options.Retry has the rules.
+
+        patience: after an attempt that made progress, `end` is in so many seconds.
+        """
         rules = self.options.retry
-        backoff, attempts = rules.initial_backoff, 0
+        backoff, attempts, refused = rules.initial_backoff, 0, 0
+        away: Optional[LogitdError] = None  # how the attempt before ended, where no server did it
         while True:
             reply = yield from once()
             attempts += 1
-            if reply.error is None:
+            error = reply.error
+            if error is None:
                 return replace(reply, attempts=attempts)
-            if not _retryable(reply.error):
-                raise _with_attempts(reply.error, attempts)
+            if not _retryable(error):
+                late = isinstance(error, DeadlineExceeded) and away is not None
+                raise _with_attempts(error, attempts, f"attempt {attempts}; the one before: {away}" if late else "")
             if reply.progressed:
-                attempts, backoff = 1, rules.initial_backoff
-            if attempts >= rules.max_attempts:
+                attempts, refused, backoff = 1, 0, rules.initial_backoff
+                end = end if patience is None else time.monotonic() + patience
+            refused += isinstance(error, ResourceExhausted)
+            away = error if isinstance(error, Unavailable) else None
+            if attempts >= rules.max_attempts if rules.max_attempts is not None else refused >= MAX_REFUSED:
                 why = f"gave up after {attempts} attempts" if attempts > 1 else ""
-                raise _with_attempts(reply.error, attempts, why)
+                raise _with_attempts(error, attempts, why)
             if reply.pushback_ms is not None and reply.pushback_ms < 0:
-                raise _with_attempts(reply.error, attempts, "the server asks not to retry")
+                raise _with_attempts(error, attempts, "the server asks not to retry")
             delay = backoff * random.uniform(0.5, 1.0) if reply.pushback_ms is None else reply.pushback_ms / 1000
-            if end is not None and time.monotonic() + delay >= end:
+            if time.monotonic() + delay >= end:
                 raise _with_attempts(
-                    reply.error, attempts, f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline"
+                    error, attempts, f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline"
                 )
-            yield Sleep(delay)
+            yield Sleep(delay, away is not None and reply.pushback_ms is None)
             backoff = min(2 * backoff, rules.max_backoff)
 
     def unary(self, method: str, message: bytes, end: float) -> Call[Reply]:
@@ -242,7 +253,7 @@ class Session:
         replanned_at = -1  # not twice at one row
         while True:
             try:
-                yield from self.retry(None, once)
+                yield from self.retry(self.end(deadline), once, patience)
                 break
             except LogitdError as error:
                 changed = None
@@ -328,7 +339,7 @@ class Session:
         return None if now == used else now
 
     def health(self, service: str, deadline: Optional[float]) -> Call[str]:
-        reply = yield from self.unary("/grpc.health.v1.Health/Check", health_request(service), self.end(deadline))
+        reply = yield from self.unary(HEALTH, health_request(service), self.end(deadline))
         return serving_status(reply.data)
 
     # Heads.

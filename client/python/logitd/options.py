@@ -17,13 +17,17 @@ Path = Union[str, "os.PathLike[str]"]
 Metadata = Tuple[Tuple[str, str], ...]
 
 
+MAX_REFUSED = 4  # attempts that the server refuses for its load, where Retry does not say
+
+
 @dataclass(frozen=True)
 class Retry:
     """UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the delay that the server asks for, else after a
     backoff that doubles, with jitter; never past the deadline. Seconds."""
 
-    max_attempts: int = 4
-    """Of one call, the first included; 1 or more."""
+    max_attempts: Optional[int] = None
+    """Of one call, the first included; 1 or more. None: a server that is away (UNAVAILABLE) is tried until the deadline
+    allows no more, so that a call survives a restart; a call that is refused (RESOURCE_EXHAUSTED) is tried 4 times."""
     initial_backoff: float = 0.02
     max_backoff: float = 1.0
 
@@ -66,7 +70,7 @@ class Options:
                 "ipv6:[A]:PORT,[B]:PORT or dns:///HOST:PORT"
             )
         check_deadline(self.deadline)
-        if self.retry.max_attempts < 1:
+        if self.retry.max_attempts is not None and self.retry.max_attempts < 1:
             raise InvalidArgument(f"retry.max_attempts: got {self.retry.max_attempts}, allowed 1 or more")
         if self.priority not in ("interactive", "batch"):
             raise InvalidArgument(f"priority: got {self.priority!r}, allowed 'interactive', 'batch'")

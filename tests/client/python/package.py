@@ -15,6 +15,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 CLIENT = ROOT / "client/python"
 TESTS = ROOT / "tests/client/python"
+GRPCIO = ("1.49.1", "1.62.3")  # the oldest that the package takes, and one between it and the newest
 PROTOBUF = ("3.20.3", "5.26.1", "6.31.1")  # besides the newest, which pip installs, and Debian's
 IN_ALL = {"logitd/__init__.py", "logitd/client.py", "logitd/aio.py", "logitd/py.typed", "logitd/descriptors.binpb"}
 TYPED = """
@@ -101,6 +102,11 @@ def main():
                 PYTHONPATH=f"{folder / version}:{TESTS}",
             )
             print(f"protobuf {version}: ok")
+        for version in GRPCIO:
+            run(*pip, "--no-deps", "--target", folder / f"grpcio-{version}", f"grpcio=={version}")
+            older = f"{folder / f'grpcio-{version}'}:{TESTS}"
+            run(python, TESTS / "run.py", server, "exit_test", "calls_test.LifeTest", PYTHONPATH=older)
+            print(f"grpcio {version}: ok")
 
         mypy = (python, "-m", "mypy", "--cache-dir", folder / "mypy")
         run(*mypy, "--config-file", CLIENT / "pyproject.toml", "-p", "logitd")
