@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from numbers import Integral
 from typing import AbstractSet as Set
 from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple
 
@@ -165,6 +166,24 @@ def one(name: str, value: Any, dtype: Any) -> Any:
     return array.item()
 
 
+def number(name: str, value: Any, kind: type, low: float, high: float, allowed: str) -> Any:
+    """A Python number, of an option. kind: numbers.Real, or numbers.Integral for whole ones."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {allowed}")
+    return value
+
+
+def whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
+    """A whole number, of an option."""
+    bound = f"{low} to {high}" if high < 2**63 - 1 else f"{low} or more"
+    return int(number(name, value, Integral, low, high, f"whole numbers, {bound}"))
+
+
+def instance(name: str, value: Any, kinds: Tuple[type, ...], allowed: str) -> None:
+    if not isinstance(value, kinds):
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {allowed}")
+
+
 def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in allowed:
@@ -192,7 +211,7 @@ def _shown(value: Any, array: np.ndarray) -> str:
     """Of the caller's value: an array by its type, others by what they hold."""
     if hasattr(value, "dtype"):
         return f"an array of {_type_name(value)}"
-    text = ", ".join(f"{x!r:.80}" for x in array.flat[:4])
+    text = ", ".join(f"{x!r:.80}" for x in array.reshape(-1)[:4].tolist())
     return text + (", ..." if array.size > 4 else "")
 
 

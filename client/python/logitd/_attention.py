@@ -137,8 +137,7 @@ class AttentionMessages:
         self._places: Dict[str, Tuple[Place, int]] = {}  # of arrays in the arena, with the bytes of a row
         if isinstance(arena, CudaArena):
             raise InvalidArgument("arena: got one of a GPU, allowed one of the host: attention takes arrays of the host")
-        if not isinstance(arena, (Arena, type(None))):
-            raise InvalidArgument(f"arena: got {arena!r:.80}, allowed an Arena")
+        _arrays.instance("arena", arena, (Arena, type(None)), "an Arena")
         if arena is not None:
             self._place(arena)
         self._answer: Any = out

@@ -9,6 +9,7 @@ from logitd._calls import Call, Session, verify_fields
 from logitd._params import RowParams
 from logitd._rows import REQUESTS, RowInput, row_input
 from logitd.arena import Arena
+from logitd.errors import FailedPrecondition
 from logitd.options import TLS, Options, Retry
 from logitd.params import split
 
@@ -52,6 +53,7 @@ class Base:
         )
         self._session = Session(self.options)
         self._methods: Dict[str, Any] = {}
+        self._closed = False
         credentials, arguments = self.options.credentials(), self.options.channel_arguments()
         if credentials is None:
             self._channel = self._grpc.insecure_channel(address, options=arguments)
@@ -68,6 +70,8 @@ class Base:
 
     def _method(self, kind: str, name: str) -> Any:
         """A method of raw messages: with no serializer, bytes go through as they are."""
+        if self._closed:
+            raise FailedPrecondition("client: got a call after close(), allowed before it; make a new client")
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, kind)(name)
         return self._methods[name]

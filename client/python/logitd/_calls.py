@@ -7,6 +7,7 @@ returns the result or raises. Client and AsyncClient only carry the steps out, s
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
@@ -99,6 +100,20 @@ Step = Union[Unary, Stream, Receive, Sleep]
 Call = Generator[Step, Reply, T]
 
 
+# Fields of messages whose values come with a parameter of another name.
+_NAMES = {
+    "history_count": "history",
+    "logit_bias_count": "logit_bias",
+    "logit_bias_ids": "logit_bias",
+    "extra_count": "extra_ids",
+    "draft_count": "lengths of draft_ids",
+    "window_left": "window (left)",
+    "window_right": "window (right)",
+    "payload and lists": "request",
+}
+_FIELDS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
 def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, seconds: float = 0.0) -> Reply:
     """A failed attempt, from gRPC's status and trailing metadata."""
     pushback = None
@@ -112,7 +127,8 @@ def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, secon
     if code is grpc.StatusCode.CANCELLED and "Received RST_STREAM" in (details or ""):
         code = grpc.StatusCode.UNAVAILABLE
     delay = pushback / 1000 if pushback is not None and pushback >= 0 else None
-    return Reply(error_of(code, details or "", retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
+    text = _FIELDS.sub(lambda field: _NAMES[field.group()], details or "")
+    return Reply(error_of(code, text, retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
 
 
 def _retryable(error: LogitdError) -> bool:
@@ -209,8 +225,30 @@ class Session:
         """TopK, Sample, Verify or Score in one message."""
         method, codec = REQUESTS[kind]
         message = codec.encode({**rows.fields(), **params.all(), **(more or {}), **rows.payload()})
-        reply = yield from self.unary(method, message, self.end(deadline))
+        end = self.end(deadline)
+        try:
+            reply = yield from self.unary(method, message, end)
+        except (InvalidArgument, ResourceExhausted) as error:
+            raise (yield from self._explained(error, rows, len(message), end)) from None
         return decoded(kind, reply, rows)
+
+    def _explained(self, error: LogitdError, rows: RowInput, size: int, end: float) -> Call[LogitdError]:
+        """A refusal, with the limit and what to do where the request was too large for the server."""
+        if error.retry_delay is not None or error.attempts == 0 or "bytes" not in error.message:
+            return error
+        try:
+            most = (yield from self.limits(end)).max_request_bytes
+        except LogitdError:
+            return error
+        if not 0 < most < size:
+            return error
+        name, total = "logits" if rows.head is None else "hidden", rows.rows * rows.row_bytes
+        return _with_attempts(
+            error,
+            error.attempts,
+            f"{name}: got {rows.rows} rows, {total} bytes, allowed {most} bytes a call, the server's max_request_bytes, "
+            "with lists of tokens; send fewer rows a call",
+        )
 
     def score_stream(
         self,
@@ -222,6 +260,10 @@ class Session:
         progress: Optional[Callable[[results.ScoreProgress], Any]],
     ) -> Call[results.ScoreResult]:
         start = time.monotonic()
+        _arrays.whole("offset", offset, 0)
+        _arrays.instance("totals", totals, (results.ScoreTotals, type(None)), "a ScoreTotals, or None")
+        if progress is not None and not callable(progress):
+            raise InvalidArgument(f"progress: got {progress!r:.80}, allowed a function, or None")
         self.end(deadline)  # checks it
         patience = self.options.deadline if deadline is None else deadline
         limits = yield from self.limits(self.end(deadline))
@@ -368,6 +410,8 @@ class Session:
         shard: bool,
         progress: Optional[Callable[[int, int], Any]],
     ) -> Call[results.Head]:
+        for field, value in (("name", name), ("path", path)):
+            _arrays.instance(field, value, (str,), "a string")
         loaded: List[results.Head] = []
         stopped = False
 
@@ -428,6 +472,7 @@ def _head(message: Any) -> results.Head:
 
 def health_request(service: str) -> bytes:
     """grpc.health.v1.HealthCheckRequest: one string."""
+    _arrays.instance("service", service, (str,), "a string")
     name = service.encode()
     return _wire.head(1, len(name)) + name if name else b""
 

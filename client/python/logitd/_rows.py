@@ -92,8 +92,7 @@ def row_input(
         )
     if (head is None) != (hidden is None) or not isinstance(head, (str, type(None))):
         raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
-    if not isinstance(arena, (Arena, CudaArena, type(None))):
-        raise InvalidArgument(f"arena: got {arena!r:.80}, allowed an Arena or a CudaArena")
+    _arrays.instance("arena", arena, (Arena, CudaArena, type(None)), "an Arena or a CudaArena")
     if isinstance(arena, CudaArena):
         place, found, shape = arena.find(name, value)
         if dtype not in (None, found):
@@ -107,11 +106,14 @@ def row_input(
 
 def _rows_of(name: str, shape: Tuple[int, ...]) -> Tuple[int, int]:
     """Rows, and the width of one."""
-    if len(shape) not in (1, 2) or 0 in shape:
+    if len(shape) not in (1, 2):
+        raise InvalidArgument(f"{name}: got shape {list(shape)}, allowed [rows, width], or [width] for one row")
+    rows, width = (1, *shape)[-2:]
+    if rows == 0 or width == 0:
         raise InvalidArgument(
-            f"{name}: got shape {list(shape)}, allowed [rows, width], or [width] for one row, 1 or more of each"
+            f"rows: got {rows} of {width} values ({name} of shape {list(shape)}), allowed 1 or more of each"
         )
-    return (1, *shape)[-2], shape[-1]
+    return rows, width
 
 
 def result_of(

@@ -65,6 +65,7 @@ class AsyncClient(Base):
 
     async def close(self) -> None:
         """Ends the connection and the calls on it."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> "AsyncClient":

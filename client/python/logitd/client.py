@@ -73,7 +73,7 @@ class Client(Base):
     exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's
     status.
 
-    Close it after use, or use it in a `with` statement.
+    Close it after use, or use it in a `with` statement. Calls after that raise FailedPrecondition.
     """
 
     _grpc = grpc
@@ -84,6 +84,7 @@ class Client(Base):
 
     def close(self) -> None:
         """Ends the connection and the calls on it."""
+        self._closed = True
         self._finalizer()
 
     def __enter__(self) -> "Client":

@@ -8,6 +8,7 @@ message. N is the number of rows of the request.
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Iterator, List, Optional, Tuple
 
@@ -47,7 +48,18 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> Array:
+    def __getitem__(self, row: Any) -> Any:
+        """The list of a row; or the Ragged of a slice of rows, which must be in their order and without gaps."""
+        if isinstance(row, slice):
+            first, end, step = row.indices(len(self))
+            if step != 1:
+                raise IndexError(f"row: got a slice in steps of {step}, allowed steps of 1")
+            end = max(first, end)
+            return Ragged(self.values[int(self.offsets[first]) : int(self.offsets[end])], self.counts[first:end])
+        try:
+            row = operator.index(row)
+        except TypeError as error:
+            raise IndexError(f"row: got {row!r:.80}, allowed a whole number or a slice") from error
         if not -len(self) <= row < len(self):
             raise IndexError(f"row: got {row}, allowed {-len(self)} to {len(self) - 1}")
         row %= len(self)
