@@ -13,6 +13,7 @@ from logitd._rows import add_timings, timings_of
 from logitd.arena import Arena, CudaArena, Place
 from logitd.errors import Internal, InvalidArgument
 from logitd.options import Options
+from logitd.params import Float
 
 _FORWARD = Codec("AttentionSoftmaxRequest"), Codec("AttentionSoftmaxResponse")
 _BACKWARD = Codec("AttentionSoftmaxBackwardRequest"), Codec("AttentionSoftmaxBackwardResponse")
@@ -90,7 +91,7 @@ class AttentionMessages:
         options: Options,
         *,
         payload: _arrays.Tensor,
-        scale: float,
+        scale: Float,
         window: Tuple[Optional[int], Optional[int]],
         sinks: Any,
         out_dtype: Optional[str],

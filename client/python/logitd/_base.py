@@ -11,7 +11,7 @@ from logitd._rows import REQUESTS, RowInput, row_input
 from logitd.arena import Arena
 from logitd.errors import FailedPrecondition
 from logitd.options import TLS, Options, Retry
-from logitd.params import split
+from logitd.params import Float, split
 
 
 class Base:
@@ -128,7 +128,7 @@ class Base:
     def _softmax(
         self,
         scores: Any,
-        scale: float,
+        scale: Float,
         causal: bool,
         window: Any,
         mask: Any,
@@ -166,7 +166,7 @@ class Base:
         self,
         probs: Any,
         d_probs: Any,
-        scale: float,
+        scale: Float,
         causal: bool,
         window: Any,
         sinks: Any,

@@ -123,7 +123,7 @@ def result_of(
     _check_sizes(kind, arrays, rows.rows)
     values = {name: _arrays.output(arrays[name], rows.torch) for name in arrays}
 
-    def ragged(name: str, counts: str) -> results.Ragged:
+    def ragged(name: str, counts: str) -> results.Ragged[Any]:
         return results.Ragged(values[name], arrays[counts])
 
     found: Dict[str, Any] = {

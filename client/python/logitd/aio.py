@@ -31,7 +31,7 @@ from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.arena import Arena
 from logitd.errors import Internal, LogitdError, Unavailable
-from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
+from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
     AttentionBackwardResult,
     AttentionResult,
@@ -96,7 +96,7 @@ class AsyncClient(Base):
         drafts: Union[Sequence[int], Array],
         draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
         draft_ids: Optional[TokenLists] = None,
-        draft_probs: Any = None,
+        draft_probs: Optional[Probabilities] = None,
         **params: Unpack[VerifyParams],
     ) -> VerifyResult:
         """As Client.verify."""
@@ -125,7 +125,7 @@ class AsyncClient(Base):
         self,
         scores: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         mask: Optional[Array] = None,
@@ -149,7 +149,7 @@ class AsyncClient(Base):
         probs: Array,
         d_probs: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         sinks: Optional[Floats] = None,

@@ -19,7 +19,7 @@ from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.arena import Arena
 from logitd.errors import Internal, LogitdError, Unavailable
-from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
+from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
     AttentionBackwardResult,
     AttentionResult,
@@ -128,7 +128,7 @@ class Client(Base):
         drafts: Union[Sequence[int], Array],
         draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
         draft_ids: Optional[TokenLists] = None,
-        draft_probs: Any = None,
+        draft_probs: Optional[Probabilities] = None,
         **params: Unpack[VerifyParams],
     ) -> VerifyResult:
         """Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
@@ -182,7 +182,7 @@ class Client(Base):
         self,
         scores: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         mask: Optional[Array] = None,
@@ -215,7 +215,7 @@ class Client(Base):
         probs: Array,
         d_probs: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         sinks: Optional[Floats] = None,

@@ -134,7 +134,7 @@ class Sampler(transformers.LogitsProcessor):
             raise ValueError(
                 f"row {row}: {RowStatus(int(result.status[row])).name}, at token {int(result.status_position[row])}"
             )
-        tokens = result.tokens.to(device=scores.device, dtype=torch.int64)[:, None]
+        tokens = torch.as_tensor(result.tokens).to(device=scores.device, dtype=torch.int64)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
     def _sample(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampleResult:
