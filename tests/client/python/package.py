@@ -119,7 +119,7 @@ def main():
             )
             print(f"protobuf {version}: ok")
         for version in GRPCIO:
-            run(*pip, "--no-deps", "--target", folder / f"grpcio-{version}", f"grpcio=={version}")
+            run(*pip, "--target", folder / f"grpcio-{version}", f"grpcio=={version}")
             older = f"{folder / f'grpcio-{version}'}:{TESTS}"
             run(python, TESTS / "run.py", server, "exit_test", "calls_test.LifeTest", PYTHONPATH=older)
             print(f"grpcio {version}: ok")
