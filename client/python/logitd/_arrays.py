@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple
+from numbers import Integral
+from typing import AbstractSet as Set
+from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -20,14 +22,50 @@ def is_torch(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def as_numpy(value: Any) -> np.ndarray:
-    """Any array-like as a NumPy array; a tensor of another device is copied to the host. bf16 tensors become int16."""
+def as_numpy(name: str, value: Any, bits: bool = False) -> np.ndarray:
+    """The numbers of any array-like; a tensor of another device is copied to the host.
+
+    bfloat16 becomes float32, which holds each of its numbers; with `bits`, it stays as it lies in memory (of torch:
+    int16). InvalidArgument: what is no array.
+    """
+    try:
+        if is_torch(value):
+            return _of_torch(value, bits)
+        if _has_tensors(value):
+            value = [as_numpy(name, part) for part in value]
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError, NotImplementedError) as error:
+        raise InvalidArgument(
+            f"{name}: got {_described(value)}, allowed an array with one length in each dimension, or a dense tensor "
+            f"with memory of its own ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidArgument(f"{name}: got a masked array, allowed one without a mask: it would be lost")
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" and not bits else array
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(map(is_torch, value))
+
+
+def _of_torch(tensor: Any, bits: bool) -> np.ndarray:
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError("only dense numbers can be sent")
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16) if bits else tensor.float()
+    return tensor.numpy()  # type: ignore[no-any-return]
+
+
+def _described(value: Any) -> str:
     if is_torch(value):
-        tensor = value.detach().cpu()
-        if str(tensor.dtype) == "torch.bfloat16":
-            tensor = tensor.view(sys.modules["torch"].int16)
-        return tensor.numpy()  # type: ignore[no-any-return]
-    return np.asarray(value)
+        return f"a tensor of {_type_name(value)} ({value.layout}, {value.device})"
+    return f"a {type(value).__name__}"
+
+
+def _type_name(value: Any) -> str:
+    return str(value.dtype).replace("torch.", "")
 
 
 @dataclass(frozen=True)
@@ -47,10 +85,10 @@ def floats(name: str, value: Any, dtype: Optional[str] = None) -> Tuple[np.ndarr
     bf16: a torch tensor, an array of ml_dtypes.bfloat16, or a uint16 array of the bits with dtype="bf16".
     InvalidArgument: another type.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidArgument(f"dtype: got {dtype!r}, allowed {', '.join(DTYPES)}")
-    array = as_numpy(value)
-    kind = str(value.dtype).replace("torch.", "") if is_torch(value) else array.dtype.name
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+    array = as_numpy(name, value, bits=True)
+    kind = _type_name(value) if is_torch(value) else array.dtype.name
     bits = kind in ("uint16", "int16") and dtype == "bf16"
     found = "bf16" if bits else _NAMES.get(kind)
     if found is None:
@@ -80,22 +118,19 @@ def tensor(name: str, value: Any, dtype: Optional[str] = None) -> Tensor:
 
 def integers(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     """Whole numbers as an array of `dtype`. InvalidArgument: others, or a number that the type cannot hold."""
-    try:
-        array = as_numpy(value)
-    except (ValueError, OverflowError) as error:
-        raise InvalidArgument(f"{name}: {error}") from error
+    array = as_numpy(name, value)
     if array.size == 0:
         return np.zeros(array.shape, dtype)
     if dtype == np.bool_:
         if array.dtype.kind != "b":
-            raise InvalidArgument(f"{name}: got an array of {array.dtype}, allowed True and False")
+            raise InvalidArgument(f"{name}: got {_shown(value, array)}, allowed True and False")
         return array
-    if array.dtype.kind == "O" or (array.dtype.kind == "f" and not isinstance(value, np.ndarray)):
+    if array.dtype.kind in "Of" and not hasattr(value, "dtype") and not _has_tensors(value):
         array = np.array(value, object)  # NumPy makes floats of numbers near 2^64
         if not all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in array.flat):
-            raise InvalidArgument(f"{name}: got {_shown(array)}, allowed whole numbers")
+            raise InvalidArgument(f"{name}: got {_shown(value, array)}, allowed whole numbers")
     elif array.dtype.kind not in "iu":
-        raise InvalidArgument(f"{name}: got an array of {array.dtype}, allowed whole numbers")
+        raise InvalidArgument(f"{name}: got {_shown(value, array)}, allowed whole numbers")
     limits = np.iinfo(dtype)
     for extreme in (int(array.min()), int(array.max())):
         if not limits.min <= extreme <= limits.max:
@@ -104,21 +139,79 @@ def integers(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def numbers(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """As integers(), for an integer `dtype`; else numbers as an array of a floating-point `dtype`."""
+    """As integers(), for an integer `dtype`; else numbers as an array of a floating-point `dtype`, each the nearest."""
     if dtype.kind in "iub":
         return integers(name, value, dtype)
-    try:
-        array = as_numpy(value)
-    except ValueError as error:
-        raise InvalidArgument(f"{name}: {error}") from error
+    array = as_numpy(name, value)
     if array.size > 0 and array.dtype.kind not in "iuf":
-        raise InvalidArgument(f"{name}: got an array of {array.dtype}, allowed numbers")
+        raise InvalidArgument(f"{name}: got {_shown(value, array)}, allowed numbers")
+    if array.dtype == np.uint16 and array.size > 0:  # as logits, it would be bits of bfloat16
+        raise InvalidArgument(
+            f"{name}: got an array of uint16, allowed numbers; bits of bfloat16 only as logits, hidden states, or "
+            "arrays of attention"
+        )
     with np.errstate(over="ignore"):
-        return array.astype(dtype)
+        out = array.astype(dtype)
+    lost = np.isinf(out) & np.isfinite(array)
+    if lost.any():
+        raise InvalidArgument(f"{name}: got {array[lost].flat[0]}, allowed up to {np.finfo(dtype).max:g} ({dtype})")
+    return out
 
 
-def _shown(array: np.ndarray) -> str:
-    text = ", ".join(map(repr, array.flat[:4]))
+def one(name: str, value: Any, dtype: Any) -> Any:
+    """One number, or one bool, as Python has it. InvalidArgument: another number of them; and as numbers()."""
+    array = numbers(name, value, np.dtype(dtype))
+    if array.size != 1:
+        raise InvalidArgument(f"{name}: got {array.size} values, allowed one")
+    return array.item()
+
+
+def number(name: str, value: Any, kind: type, low: float, high: float, allowed: str) -> Any:
+    """A Python number, of an option. kind: numbers.Real, or numbers.Integral for whole ones."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {allowed}")
+    return value
+
+
+def whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
+    """A whole number, of an option."""
+    bound = f"{low} to {high}" if high < 2**63 - 1 else f"{low} or more"
+    return int(number(name, value, Integral, low, high, f"whole numbers, {bound}"))
+
+
+def instance(name: str, value: Any, kinds: Tuple[type, ...], allowed: str) -> None:
+    if not isinstance(value, kinds):
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {allowed}")
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """One of some words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {', '.join(map(repr, allowed))}")
+    return value
+
+
+def check_dtype(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in DTYPES:
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {', '.join(DTYPES)}")
+    return value
+
+
+def sequence(name: str, value: Any, allowed: str) -> Sequence[Any]:
+    """What has a length, and elements in order; no string."""
+    if isinstance(value, (str, bytes, Mapping, Set)) or not hasattr(value, "__len__") or not hasattr(value, "__iter__"):
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {allowed}")
+    try:
+        return list(value)
+    except TypeError as error:  # of an array without dimensions
+        raise InvalidArgument(f"{name}: got {value!r:.80}, allowed {allowed}") from error
+
+
+def _shown(value: Any, array: np.ndarray) -> str:
+    """Of the caller's value: an array by its type, others by what they hold."""
+    if hasattr(value, "dtype"):
+        return f"an array of {_type_name(value)}"
+    text = ", ".join(f"{x!r:.80}" for x in array.reshape(-1)[:4].tolist())
     return text + (", ..." if array.size > 4 else "")
 
 

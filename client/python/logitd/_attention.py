@@ -13,6 +13,7 @@ from logitd._rows import add_timings, timings_of
 from logitd.arena import Arena, CudaArena, Place
 from logitd.errors import Internal, InvalidArgument
 from logitd.options import Options
+from logitd.params import Float
 
 _FORWARD = Codec("AttentionSoftmaxRequest"), Codec("AttentionSoftmaxResponse")
 _BACKWARD = Codec("AttentionSoftmaxBackwardRequest"), Codec("AttentionSoftmaxBackwardResponse")
@@ -45,9 +46,9 @@ def shape_of(name: str, shape: Sequence[int]) -> Tuple[int, int, int, int]:
 
 def mask_of(value: Any, full: Tuple[int, int, int, int], dtype: Optional[str]) -> Mask:
     """bool: True masks a key. Floats: added after the scale."""
-    array = _arrays.as_numpy(value)
+    array = _arrays.as_numpy("mask", value, bits=True)
     kind = "bool" if array.dtype == np.bool_ else "additive"
-    given = tuple(np.shape(value))
+    given = array.shape
     shape = (1,) * (4 - len(given)) + given
     if len(shape) != 4 or shape[3] != full[3] or any(s not in (1, f) for s, f in zip(shape, full)):
         raise InvalidArgument(
@@ -67,10 +68,16 @@ def mask_of(value: Any, full: Tuple[int, int, int, int], dtype: Optional[str]) -
 
 def window_of(window: Any, causal: bool) -> Tuple[Optional[int], Optional[int]]:
     """(left, right): how many keys before and after its own a query sees; None: no bound."""
-    left, right = (None, None) if window is None else window
-    if not causal:
+    pair = (None, None) if window is None else window
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise InvalidArgument(f"window: got {window!r:.80}, allowed (left, right), each None or a number of keys")
+    left, right = (None if side is None else _arrays.one("window", side, np.int64) for side in pair)
+    for side in (left, right):
+        if side is not None and side < -1:
+            raise InvalidArgument(f"window: got {side} keys, allowed 0 or more, or None (or -1) for no bound")
+    if not _arrays.one("causal", causal, np.bool_):
         return left, right
-    if right not in (None, 0):
+    if right not in (None, -1, 0):
         raise InvalidArgument(f"window: got {right} keys to the right with causal=True, allowed None or 0")
     return left, 0
 
@@ -84,7 +91,7 @@ class AttentionMessages:
         options: Options,
         *,
         payload: _arrays.Tensor,
-        scale: float,
+        scale: Float,
         window: Tuple[Optional[int], Optional[int]],
         sinks: Any,
         out_dtype: Optional[str],
@@ -99,10 +106,10 @@ class AttentionMessages:
         self._request, self._response = _BACKWARD if self.backward else _FORWARD
         self._payload, self._d_probs, self._mask = payload, d_probs, mask
         self._shape = shape_of("probs" if self.backward else "scores", payload.shape)
-        self._want_logsumexp = want_logsumexp
-        if out_dtype is not None and out_dtype not in _arrays.DTYPES:
-            raise InvalidArgument(f"out_dtype: got {out_dtype!r}, allowed {', '.join(_arrays.DTYPES)}")
-        self._out_dtype = payload.dtype if out_dtype is None else out_dtype
+        self._want_logsumexp = _arrays.one("want_logsumexp", want_logsumexp, np.bool_)
+        self._out_dtype = payload.dtype
+        if out_dtype is not None:
+            self._out_dtype = _arrays.check_dtype("out_dtype", out_dtype)
         self._sinks = None if sinks is None else _arrays.numbers("sinks", sinks, np.dtype("<f4")).reshape(-1)
         self._logsumexp = None
         if logsumexp is not None:
@@ -110,7 +117,7 @@ class AttentionMessages:
         self._check_sizes()
         self._fields: Dict[str, Any] = {
             "dtype": _arrays.DTYPES[payload.dtype],
-            "scale": scale,
+            "scale": _arrays.one("scale", scale, np.float32),
             "window_left": window[0],
             "window_right": window[1],
             "out_dtype": _arrays.DTYPES[self._out_dtype],
@@ -118,7 +125,7 @@ class AttentionMessages:
             **dict(zip(("batch", "heads", "queries", "keys"), self._shape)),
         }
         if not self.backward:
-            self._fields["want_logsumexp"] = want_logsumexp
+            self._fields["want_logsumexp"] = self._want_logsumexp
         if mask is not None:
             self._fields.update(
                 mask_kind=_MASK_KINDS[mask.kind],
@@ -131,6 +138,7 @@ class AttentionMessages:
         self._places: Dict[str, Tuple[Place, int]] = {}  # of arrays in the arena, with the bytes of a row
         if isinstance(arena, CudaArena):
             raise InvalidArgument("arena: got one of a GPU, allowed one of the host: attention takes arrays of the host")
+        _arrays.instance("arena", arena, (Arena, type(None)), "an Arena")
         if arena is not None:
             self._place(arena)
         self._answer: Any = out
@@ -177,13 +185,15 @@ class AttentionMessages:
 
     def _check_out(self, out: Any) -> np.ndarray:
         name = "d_scores" if self.backward else "probs"
-        array = _arrays.as_numpy(out)
-        kept = _arrays.tensor("out", array, self._out_dtype if array.dtype.kind in "iu" else None)
-        if tuple(np.shape(out)) != self._payload.shape or kept.dtype != self._out_dtype:
+        words = getattr(out, "dtype", None) == np.uint16 and self._out_dtype == "bf16"
+        array, dtype = _arrays.floats("out", out, "bf16" if words else None)
+        if array.shape != self._payload.shape or dtype != self._out_dtype:
             raise InvalidArgument(
-                f"out: got {list(np.shape(out))} of {kept.dtype}, allowed {list(self._payload.shape)} "
+                f"out: got {list(array.shape)} of {dtype}, allowed {list(self._payload.shape)} "
                 f"of {self._out_dtype} ({name})"
             )
+        if not isinstance(out, np.ndarray) and not _arrays.is_torch(out):
+            raise InvalidArgument(f"out: got a {type(out).__name__}, allowed a NumPy array or a torch tensor")
         if not (array.flags.c_contiguous and array.flags.writeable) or (
             _arrays.is_torch(out) and str(out.device) != "cpu"
         ):

@@ -9,8 +9,9 @@ from logitd._calls import Call, Session, verify_fields
 from logitd._params import RowParams
 from logitd._rows import REQUESTS, RowInput, row_input
 from logitd.arena import Arena
+from logitd.errors import FailedPrecondition
 from logitd.options import TLS, Options, Retry
-from logitd.params import split
+from logitd.params import Float, split
 
 
 class Base:
@@ -52,11 +53,16 @@ class Base:
         )
         self._session = Session(self.options)
         self._methods: Dict[str, Any] = {}
+        self._closed = False
         credentials, arguments = self.options.credentials(), self.options.channel_arguments()
         if credentials is None:
             self._channel = self._grpc.insecure_channel(address, options=arguments)
         else:
             self._channel = self._grpc.secure_channel(address, credentials, options=arguments)
+        self._made()
+
+    def _made(self) -> None:
+        """What a client does when it has its channel."""
 
     def _connected(self) -> Any:
         """Asks the server something small, if nothing was asked yet: what has no retries of its own finds a connection."""
@@ -64,6 +70,8 @@ class Base:
 
     def _method(self, kind: str, name: str) -> Any:
         """A method of raw messages: with no serializer, bytes go through as they are."""
+        if self._closed:
+            raise FailedPrecondition("client: got a call after close(), allowed before it; make a new client")
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, kind)(name)
         return self._methods[name]
@@ -73,7 +81,9 @@ class Base:
         kind: str, logits: Any, params: Mapping[str, Any]
     ) -> "tuple[RowInput, RowParams, Optional[float]]":
         (hidden, head, dtype, arena, deadline), rest = split(params, "hidden", "head", "dtype", "arena", "deadline")
-        return row_input(logits, hidden, head, dtype, arena), RowParams(REQUESTS[kind][1], kind, rest), deadline
+        rows = row_input(logits, hidden, head, dtype, arena)
+        vocab = rows.width if head is None else None
+        return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
 
     def _top_k(self, logits: Any, k: Any, params: Mapping[str, Any]) -> Call[results.TopKResult]:
         rows, row_params, deadline = self._row_request("top_k", logits, {**params, "k": k})
@@ -95,7 +105,7 @@ class Base:
     ) -> Call[results.VerifyResult]:
         (dtype, arena, deadline), rest = split(params, "dtype", "arena", "deadline")
         rows = row_input(logits, dtype=dtype, arena=arena)
-        row_params = RowParams(REQUESTS["verify"][1], "verify", rest)
+        row_params = RowParams(REQUESTS["verify"][1], "verify", rest, rows.rows, rows.width)
         fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs)
         return self._session.rows("verify", rows, row_params, deadline, fields)
 
@@ -118,7 +128,7 @@ class Base:
     def _softmax(
         self,
         scores: Any,
-        scale: float,
+        scale: Float,
         causal: bool,
         window: Any,
         mask: Any,
@@ -156,7 +166,7 @@ class Base:
         self,
         probs: Any,
         d_probs: Any,
-        scale: float,
+        scale: Float,
         causal: bool,
         window: Any,
         sinks: Any,

@@ -7,6 +7,7 @@ returns the result or raises. Client and AsyncClient only carry the steps out, s
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
@@ -17,7 +18,7 @@ import numpy as np
 from logitd import _arrays, _wire, results
 from logitd._attention import AttentionMessages
 from logitd._messages import Codec
-from logitd._params import RowParams, lists
+from logitd._params import RowParams, lists, words
 from logitd._rows import ANSWERS, REQUESTS, RowInput, joined, result_of
 from logitd._score_messages import ScoreMessages
 from logitd._throttle import Throttle
@@ -32,7 +33,7 @@ from logitd.errors import (
     Unavailable,
     error_of,
 )
-from logitd.options import Options, check_deadline
+from logitd.options import MAX_REFUSED, Options, check_deadline
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ _LIST = Codec("ListHeadsRequest"), Codec("ListHeadsResponse")
 _GET = Codec("GetHeadRequest"), Codec("GetHeadResponse")
 _UNLOAD = Codec("UnloadHeadRequest"), Codec("UnloadHeadResponse")
 _LOAD = Codec("LoadHeadRequest"), Codec("LoadHeadResponse")
-WATCH, SAMPLE_STREAM = "/grpc.health.v1.Health/Watch", "/logitd.v1.Sampler/SampleStream"
+HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+SAMPLE_STREAM = "/logitd.v1.Sampler/SampleStream"
 SERVING = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
 
 
@@ -91,10 +93,25 @@ class Receive:
 @dataclass(frozen=True)
 class Sleep:
     seconds: float
+    away: bool  # there may be no connection
 
 
 Step = Union[Unary, Stream, Receive, Sleep]
 Call = Generator[Step, Reply, T]
+
+
+# Fields of messages whose values come with a parameter of another name.
+_NAMES = {
+    "history_count": "history",
+    "logit_bias_count": "logit_bias",
+    "logit_bias_ids": "logit_bias",
+    "extra_count": "extra_ids",
+    "draft_count": "lengths of draft_ids",
+    "window_left": "window (left)",
+    "window_right": "window (right)",
+    "payload and lists": "request",
+}
+_FIELDS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 
 
 def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, seconds: float = 0.0) -> Reply:
@@ -110,7 +127,8 @@ def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, secon
     if code is grpc.StatusCode.CANCELLED and "Received RST_STREAM" in (details or ""):
         code = grpc.StatusCode.UNAVAILABLE
     delay = pushback / 1000 if pushback is not None and pushback >= 0 else None
-    return Reply(error_of(code, details or "", retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
+    text = _FIELDS.sub(lambda field: _NAMES[field.group()], details or "")
+    return Reply(error_of(code, text, retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
 
 
 def _retryable(error: LogitdError) -> bool:
@@ -135,30 +153,39 @@ class Session:
 
     # Attempts.
 
-    def retry(self, end: Optional[float], once: Callable[[], Call[Reply]]) -> Call[Reply]:
-        """Attempts until one succeeds, none may follow, or time is up. options.Retry has the rules."""
+    def retry(self, end: float, once: Callable[[], Call[Reply]], patience: Optional[float] = None) -> Call[Reply]:
+        """Attempts until one succeeds, none may follow, or time is up. options.Retry has the rules.
+
+        patience: after an attempt that made progress, `end` is in so many seconds.
+        """
         rules = self.options.retry
-        backoff, attempts = rules.initial_backoff, 0
+        backoff, attempts, refused = rules.initial_backoff, 0, 0
+        away: Optional[LogitdError] = None  # how the attempt before ended, where no server did it
         while True:
             reply = yield from once()
             attempts += 1
-            if reply.error is None:
+            error = reply.error
+            if error is None:
                 return replace(reply, attempts=attempts)
-            if not _retryable(reply.error):
-                raise _with_attempts(reply.error, attempts)
+            if not _retryable(error):
+                late = isinstance(error, DeadlineExceeded) and away is not None
+                raise _with_attempts(error, attempts, f"attempt {attempts}; the one before: {away}" if late else "")
             if reply.progressed:
-                attempts, backoff = 1, rules.initial_backoff
-            if attempts >= rules.max_attempts:
+                attempts, refused, backoff = 1, 0, rules.initial_backoff
+                end = end if patience is None else time.monotonic() + patience
+            refused += isinstance(error, ResourceExhausted)
+            away = error if isinstance(error, Unavailable) else None
+            if attempts >= rules.max_attempts if rules.max_attempts is not None else refused >= MAX_REFUSED:
                 why = f"gave up after {attempts} attempts" if attempts > 1 else ""
-                raise _with_attempts(reply.error, attempts, why)
+                raise _with_attempts(error, attempts, why)
             if reply.pushback_ms is not None and reply.pushback_ms < 0:
-                raise _with_attempts(reply.error, attempts, "the server asks not to retry")
+                raise _with_attempts(error, attempts, "the server asks not to retry")
             delay = backoff * random.uniform(0.5, 1.0) if reply.pushback_ms is None else reply.pushback_ms / 1000
-            if end is not None and time.monotonic() + delay >= end:
+            if time.monotonic() + delay >= end:
                 raise _with_attempts(
-                    reply.error, attempts, f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline"
+                    error, attempts, f"attempt {attempts}; the next, in {delay:.3g} s, would pass the deadline"
                 )
-            yield Sleep(delay)
+            yield Sleep(delay, away is not None and reply.pushback_ms is None)
             backoff = min(2 * backoff, rules.max_backoff)
 
     def unary(self, method: str, message: bytes, end: float) -> Call[Reply]:
@@ -198,8 +225,30 @@ class Session:
         """TopK, Sample, Verify or Score in one message."""
         method, codec = REQUESTS[kind]
         message = codec.encode({**rows.fields(), **params.all(), **(more or {}), **rows.payload()})
-        reply = yield from self.unary(method, message, self.end(deadline))
+        end = self.end(deadline)
+        try:
+            reply = yield from self.unary(method, message, end)
+        except (InvalidArgument, ResourceExhausted) as error:
+            raise (yield from self._explained(error, rows, len(message), end)) from None
         return decoded(kind, reply, rows)
+
+    def _explained(self, error: LogitdError, rows: RowInput, size: int, end: float) -> Call[LogitdError]:
+        """A refusal, with the limit and what to do where the request was too large for the server."""
+        if error.retry_delay is not None or error.attempts == 0 or "bytes" not in error.message:
+            return error
+        try:
+            most = (yield from self.limits(end)).max_request_bytes
+        except LogitdError:
+            return error
+        if not 0 < most < size:
+            return error
+        name, total = "logits" if rows.head is None else "hidden", rows.rows * rows.row_bytes
+        return _with_attempts(
+            error,
+            error.attempts,
+            f"{name}: got {rows.rows} rows, {total} bytes, allowed {most} bytes a call, the server's max_request_bytes, "
+            "with lists of tokens; send fewer rows a call",
+        )
 
     def score_stream(
         self,
@@ -211,6 +260,10 @@ class Session:
         progress: Optional[Callable[[results.ScoreProgress], Any]],
     ) -> Call[results.ScoreResult]:
         start = time.monotonic()
+        _arrays.whole("offset", offset, 0)
+        _arrays.instance("totals", totals, (results.ScoreTotals, type(None)), "a ScoreTotals, or None")
+        if progress is not None and not callable(progress):
+            raise InvalidArgument(f"progress: got {progress!r:.80}, allowed a function, or None")
         self.end(deadline)  # checks it
         patience = self.options.deadline if deadline is None else deadline
         limits = yield from self.limits(self.end(deadline))
@@ -242,7 +295,7 @@ class Session:
         replanned_at = -1  # not twice at one row
         while True:
             try:
-                yield from self.retry(None, once)
+                yield from self.retry(self.end(deadline), once, patience)
                 break
             except LogitdError as error:
                 changed = None
@@ -328,7 +381,7 @@ class Session:
         return None if now == used else now
 
     def health(self, service: str, deadline: Optional[float]) -> Call[str]:
-        reply = yield from self.unary("/grpc.health.v1.Health/Check", health_request(service), self.end(deadline))
+        reply = yield from self.unary(HEALTH, health_request(service), self.end(deadline))
         return serving_status(reply.data)
 
     # Heads.
@@ -357,6 +410,8 @@ class Session:
         shard: bool,
         progress: Optional[Callable[[int, int], Any]],
     ) -> Call[results.Head]:
+        for field, value in (("name", name), ("path", path)):
+            _arrays.instance(field, value, (str,), "a string")
         loaded: List[results.Head] = []
         stopped = False
 
@@ -417,6 +472,7 @@ def _head(message: Any) -> results.Head:
 
 def health_request(service: str) -> bytes:
     """grpc.health.v1.HealthCheckRequest: one string."""
+    _arrays.instance("service", service, (str,), "a string")
     name = service.encode()
     return _wire.head(1, len(name)) + name if name else b""
 
@@ -440,24 +496,20 @@ def verify_fields(
     """The fields of Verify that are about the drafts."""
     codec = REQUESTS["verify"][1]
     fields: Dict[str, Any] = {
-        "sequence_rows": np.atleast_1d(_arrays.integers("sequence_rows", sequence_rows, codec.dtype("sequence_rows"))),
-        "drafts": np.atleast_1d(_arrays.integers("drafts", drafts, codec.dtype("drafts"))).reshape(-1),
+        name: _arrays.integers(name, value, codec.dtype(name)).reshape(-1)
+        for name, value in (("sequence_rows", sequence_rows), ("drafts", drafts))
     }
     if draft_kind is not None:
-        allowed = codec.enum("draft_kind")
-        kinds = [draft_kind] if isinstance(draft_kind, str) else list(draft_kind)
-        for kind in kinds:
-            if kind not in allowed:
-                raise InvalidArgument(f"draft_kind: got {kind!r}, allowed {', '.join(map(repr, allowed))}")
-        fields["draft_kind"] = np.array([allowed[kind] for kind in kinds], np.int32)
+        fields["draft_kind"] = words("draft_kind", draft_kind, codec.enum("draft_kind"))
     if draft_ids is not None:
         counts, flat = lists("draft_ids", draft_ids)
         fields["draft_ids"] = flat
         fields["draft_count"] = np.array([flat.size]) if counts is None else counts
     if draft_probs is not None:
         values = draft_probs.values if isinstance(draft_probs, results.Ragged) else draft_probs
-        if not hasattr(values, "dtype") and len(values) and np.ndim(values[0]) == 1:
-            values = np.concatenate([_arrays.as_numpy(part) for part in values])
-        flat = _arrays.numbers("draft_probs", values, np.dtype("<f4"))
-        fields["draft_probs"] = np.ascontiguousarray(flat).reshape(-1).view(np.uint8)
+        parts = [values]
+        if isinstance(values, (list, tuple)) and values and (isinstance(values[0], (list, tuple)) or np.ndim(values[0])):
+            parts = list(values)  # a list per draft
+        numbers = [_arrays.numbers("draft_probs", part, np.dtype("<f4")).reshape(-1) for part in parts]
+        fields["draft_probs"] = np.concatenate(numbers).view(np.uint8)
     return fields

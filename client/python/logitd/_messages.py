@@ -25,6 +25,12 @@ _FIXED = {
     _Field.TYPE_FIXED32: "<u4",
     _Field.TYPE_SFIXED32: "<i4",
 }
+_ALLOWED = {
+    _Field.TYPE_STRING: "a string",
+    _Field.TYPE_BOOL: "True or False",
+    _Field.TYPE_FLOAT: "a number",
+    _Field.TYPE_MESSAGE: "other values",
+}
 _VARINT = {
     _Field.TYPE_INT32: np.int32,
     _Field.TYPE_INT64: np.int64,
@@ -113,10 +119,15 @@ class Codec:
             if value is None:
                 continue
             if not self._is_array(field):
-                if isinstance(value, Mapping):
-                    getattr(message, name).MergeFrom(type(getattr(message, name))(**value))
-                else:
-                    setattr(message, name, value)
+                try:
+                    if isinstance(value, Mapping):
+                        getattr(message, name).MergeFrom(type(getattr(message, name))(**value))
+                    else:
+                        setattr(message, name, value)
+                except (TypeError, ValueError) as error:
+                    raise InvalidArgument(
+                        f"{name}: got {value!r:.80}, allowed {_ALLOWED.get(field.type, 'a whole number')}"
+                    ) from error
                 continue
             data: _wire.Bytes
             if field.type == _Field.TYPE_BYTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from logitd.errors import InvalidArgument
 from logitd.results import Ragged
 
 _LIST_COUNTS = {"history": "history_count", "logit_bias": "logit_bias_count", "extra_ids": "extra_count"}
+_LISTS = {count: name for name, count in _LIST_COUNTS.items()}
 _WITH_LISTS = {*_LIST_COUNTS.values(), "logit_bias_ids"}  # set together with a list
 
 
@@ -24,9 +25,14 @@ def lists(name: str, value: Any) -> Tuple[Optional[np.ndarray], np.ndarray]:
     """Token ids as one list for all rows (no counts), or as lists with their counts."""
     if isinstance(value, Ragged):
         return value.counts, _arrays.integers(name, value.values, np.dtype(np.int32))
-    if not (hasattr(value, "dtype") or all(isinstance(x, (int, np.integer)) for x in value)):
-        parts = [_arrays.integers(name, part, np.dtype(np.int32)).reshape(-1) for part in value]
-        return np.array([part.size for part in parts]), np.concatenate(parts)
+    if not hasattr(value, "dtype"):
+        value = _arrays.sequence(name, value, "a list of token ids, or a list of them per row")
+        if not all(isinstance(x, int) or getattr(x, "ndim", None) == 0 for x in value):
+            parts = [_arrays.integers(name, part, np.dtype(np.int32)) for part in value]
+            for part in parts:
+                if part.ndim != 1:
+                    raise InvalidArgument(f"{name}: got {part.ndim} dimensions for a row, allowed a list of token ids")
+            return np.array([part.size for part in parts]), np.concatenate(parts)
     array = _arrays.integers(name, value, np.dtype(np.int32))
     if array.ndim == 2:
         return np.full(array.shape[0], array.shape[1]), array.reshape(-1)
@@ -36,10 +42,14 @@ def lists(name: str, value: Any) -> Tuple[Optional[np.ndarray], np.ndarray]:
 
 
 class RowParams:
-    """The parameters of a request, with those of some of its rows on demand."""
+    """The parameters of a request of `rows` rows, with those of some of its rows on demand.
 
-    def __init__(self, codec: Codec, call: str, params: Mapping[str, Any]) -> None:
+    vocab: of the rows, where it is known here. InvalidArgument: no such value, or not one per row.
+    """
+
+    def __init__(self, codec: Codec, call: str, params: Mapping[str, Any], rows: int, vocab: Optional[int]) -> None:
         self._codec = codec
+        self._vocab = vocab
         self._rows: Dict[str, np.ndarray] = {}  # one value, or one per row
         self._lists: Dict[str, Tuple[Optional[np.ndarray], Dict[str, np.ndarray]]] = {}  # by name of the counts
         self._single: Dict[str, Any] = {}
@@ -49,10 +59,13 @@ class RowParams:
                 raise TypeError(f"{call}: got an unknown parameter {name!r}, allowed {', '.join(allowed)}")
             if value is not None:
                 self._add(name, value)
+        if "targets" in allowed and "targets" not in self._rows:
+            raise InvalidArgument(f"targets: got none, allowed {rows} (rows)")
+        self._check(rows)
 
     def _add(self, name: str, value: Any) -> None:
         if name == "allowed_tokens":
-            self._single[name] = _mask(value)
+            self._single[name] = _mask(value, self._vocab)
         elif name == "logit_bias":
             count, ids, biases = _biases(value)
             self._lists["logit_bias_count"] = count, {"logit_bias_ids": ids, "logit_bias": biases}
@@ -60,18 +73,14 @@ class RowParams:
             counts, flat = lists(name, value)
             self._lists[_LIST_COUNTS[name]] = counts, {name: flat}
         elif not self._codec.is_repeated(name):
-            self._single[name] = _arrays.numbers(name, value, self._codec.dtype(name)).item()
+            self._single[name] = _arrays.one(name, value, self._codec.dtype(name))
         else:
             self._rows[name] = self._row_values(name, value)
 
     def _row_values(self, name: str, value: Any) -> np.ndarray:
         allowed = self._codec.enum(name)
         if allowed:
-            texts = [value] if isinstance(value, str) else list(value)
-            for text in texts:
-                if text not in allowed:
-                    raise InvalidArgument(f"{name}: got {text!r}, allowed {', '.join(map(repr, allowed))}")
-            return np.array([allowed[text] for text in texts], np.int32)
+            return words(name, value, allowed)
         array = _arrays.numbers(name, value, self._codec.dtype(name))
         if array.ndim > 1:
             raise InvalidArgument(f"{name}: got {array.ndim} dimensions, allowed one value, or one per row")
@@ -86,14 +95,16 @@ class RowParams:
                 out[count_name] = counts
         return out
 
-    def check(self, rows: int) -> None:
+    def _check(self, rows: int) -> None:
         """InvalidArgument: sizes that do not fit the rows, so that cut() cannot be called."""
         for name, array in self._rows.items():
+            if name == "targets" and array.size != rows:  # one is not for all
+                raise InvalidArgument(f"{name}: got {array.size} values, allowed {rows} (rows)")
             if array.size not in (0, 1, rows):
                 raise InvalidArgument(f"{name}: got {array.size} values, allowed none, 1 or {rows} (rows)")
         for name, (counts, _) in self._lists.items():
             if counts is not None and counts.size not in (1, rows):
-                raise InvalidArgument(f"{name}: got {counts.size} lists, allowed one, or {rows} (rows)")
+                raise InvalidArgument(f"{_LISTS[name]}: got {counts.size} lists, allowed one, or {rows} (rows)")
 
     def cut(self, first: int, rows: int) -> Dict[str, Any]:
         """The fields for some of the rows."""
@@ -134,26 +145,38 @@ def _value_bytes(array: np.ndarray) -> int:
     return array.itemsize if array.dtype.kind in "fb" else 10
 
 
-def _mask(value: Any) -> np.ndarray:
+def words(name: str, value: Any, allowed: Mapping[str, int]) -> np.ndarray:
+    """The numbers of one word, or of several."""
+    texts = [value] if isinstance(value, str) else _arrays.sequence(name, value, ", ".join(map(repr, allowed)))
+    return np.array([allowed[_arrays.choice(name, text, allowed)] for text in texts], np.int32)
+
+
+def _mask(value: Any, vocab: Optional[int]) -> np.ndarray:
     """[M, V] or [V] of bool as words of 32 bits, least significant first; words (uint32) stay as they are."""
-    array = _arrays.as_numpy(value)
-    if array.dtype == np.uint32 or (array.dtype == np.int32 and array.ndim <= 2):
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if array.dtype != np.bool_ or array.ndim not in (1, 2):
+    array = _arrays.as_numpy("allowed_tokens", value)
+    wide, width = ("V", "ceil(V / 32)") if vocab is None else (str(vocab), str(-(-vocab // 32)))
+    fits = vocab is None or array.shape[-1:] == ((vocab,) if array.dtype == np.bool_ else (-(-vocab // 32),))
+    if array.dtype not in (np.bool_, np.uint32) or array.ndim not in (1, 2) or not fits:
         raise InvalidArgument(
-            f"allowed_tokens: got {array.ndim} dimensions of {array.dtype}, allowed bool [V] or [M, V], "
-            "or uint32 words [M, ceil(V / 32)]"
+            f"allowed_tokens: got shape {list(array.shape)} of {array.dtype}, allowed bool [{wide}] or [M, {wide}], or "
+            f"uint32 words [{width}] or [M, {width}]; of numbers that are 0 or 1 make bool first"
         )
-    rows = np.atleast_2d(array)
-    packed = np.packbits(rows, axis=1, bitorder="little")
+    if array.dtype == np.uint32:
+        return np.ascontiguousarray(array, "<u4").reshape(-1).view(np.uint8)
+    packed = np.packbits(np.atleast_2d(array), axis=1, bitorder="little")
     return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).reshape(-1)
 
 
 def _biases(value: Any) -> Tuple[Optional[np.ndarray], np.ndarray, np.ndarray]:
+    allowed = "a dict of token id to bias, or one per row"
     shared = isinstance(value, Mapping)
-    rows: Sequence[Mapping[int, float]] = [value] if shared else [row or {} for row in value]
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise InvalidArgument(f"logit_bias: got {value!r:.80}, allowed a dict of token id to bias, or one per row")
+    rows = [value] if shared else _arrays.sequence("logit_bias", value, allowed)
+    rows = [{} if row is None else row for row in rows]
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise InvalidArgument(f"logit_bias: got {row!r:.80}, allowed {allowed}")
     ids = _arrays.integers("logit_bias", [token for row in rows for token in row], np.dtype(np.int32))
     biases = _arrays.numbers("logit_bias", [bias for row in rows for bias in row.values()], np.dtype(np.float32))
+    if biases.ndim != 1:
+        raise InvalidArgument(f"logit_bias: got a bias of {biases.ndim - 1} dimensions, allowed one number")
     return None if shared else np.array([len(row) for row in rows]), ids, biases

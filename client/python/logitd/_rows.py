@@ -90,19 +90,30 @@ def row_input(
             + ("none" if value is None else "both logits and hidden")
             + ", allowed logits, or hidden with head"
         )
-    if (head is None) != (hidden is None):
+    if (head is None) != (hidden is None) or not isinstance(head, (str, type(None))):
         raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
+    _arrays.instance("arena", arena, (Arena, CudaArena, type(None)), "an Arena or a CudaArena")
     if isinstance(arena, CudaArena):
         place, found, shape = arena.find(name, value)
         if dtype not in (None, found):
             raise InvalidArgument(f"{name}: got a tensor of {found} with dtype={dtype!r}, allowed dtype={found!r}")
-        return RowInput(place, found, True, shape[0] if len(shape) == 2 else 1, shape[-1], head)
+        return RowInput(place, found, True, *_rows_of(name, shape), head)
     array, found = _arrays.floats(name, value, dtype)
-    if array.ndim not in (1, 2):
-        raise InvalidArgument(f"{name}: got shape {list(array.shape)}, allowed [rows, width], or [width] for one row")
+    rows, width = _rows_of(name, array.shape)
     data = _arrays.as_bytes(array) if arena is None else arena.place(name, array)
-    rows = array.shape[0] if array.ndim == 2 else 1
-    return RowInput(data, found, _arrays.is_torch(value), rows, array.shape[-1], head)
+    return RowInput(data, found, _arrays.is_torch(value), rows, width, head)
+
+
+def _rows_of(name: str, shape: Tuple[int, ...]) -> Tuple[int, int]:
+    """Rows, and the width of one."""
+    if len(shape) not in (1, 2):
+        raise InvalidArgument(f"{name}: got shape {list(shape)}, allowed [rows, width], or [width] for one row")
+    rows, width = (1, *shape)[-2:]
+    if rows == 0 or width == 0:
+        raise InvalidArgument(
+            f"rows: got {rows} of {width} values ({name} of shape {list(shape)}), allowed 1 or more of each"
+        )
+    return rows, width
 
 
 def result_of(
@@ -112,7 +123,7 @@ def result_of(
     _check_sizes(kind, arrays, rows.rows)
     values = {name: _arrays.output(arrays[name], rows.torch) for name in arrays}
 
-    def ragged(name: str, counts: str) -> results.Ragged:
+    def ragged(name: str, counts: str) -> results.Ragged[Any]:
         return results.Ragged(values[name], arrays[counts])
 
     found: Dict[str, Any] = {

@@ -46,15 +46,6 @@ class ScoreMessages:
 
     def plan(self, limits: results.Limits) -> None:
         """Cuts the rows without an answer by these limits. InvalidArgument: not even one row fits."""
-        if self._rows.rows < 1 or self._rows.width < 1:
-            raise InvalidArgument(
-                f"rows: got {self._rows.rows} of {self._rows.width} values, allowed 1 or more of each"
-            )
-        targets = self._params.all().get("targets")
-        if targets is None or targets.size != self._rows.rows:
-            got = 0 if targets is None else targets.size
-            raise InvalidArgument(f"targets: got {got} values, allowed {self._rows.rows} (rows)")
-        self._params.check(self._rows.rows)
         extra, per_row = self._params.longest("extra_count")
         row_bytes = self._rows.row_bytes + (4 * extra if per_row else 0)
         answer_row = _ANSWER_ROW_BYTES + 8 * self._params.largest("top_logprobs") + 4 * extra

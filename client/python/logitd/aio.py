@@ -31,7 +31,7 @@ from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.arena import Arena
 from logitd.errors import Internal, LogitdError, Unavailable
-from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
+from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
     AttentionBackwardResult,
     AttentionResult,
@@ -65,6 +65,7 @@ class AsyncClient(Base):
 
     async def close(self) -> None:
         """Ends the connection and the calls on it."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> "AsyncClient":
@@ -95,7 +96,7 @@ class AsyncClient(Base):
         drafts: Union[Sequence[int], Array],
         draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
         draft_ids: Optional[TokenLists] = None,
-        draft_probs: Any = None,
+        draft_probs: Optional[Probabilities] = None,
         **params: Unpack[VerifyParams],
     ) -> VerifyResult:
         """As Client.verify."""
@@ -124,7 +125,7 @@ class AsyncClient(Base):
         self,
         scores: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         mask: Optional[Array] = None,
@@ -148,7 +149,7 @@ class AsyncClient(Base):
         probs: Array,
         d_probs: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         sinks: Optional[Floats] = None,

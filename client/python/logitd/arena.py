@@ -393,8 +393,7 @@ def _address(array: np.ndarray) -> int:
 
 def _extent(shape: Shape, dtype: str) -> Tuple[Tuple[int, ...], int]:
     """The shape as a tuple, and its bytes. InvalidArgument: no such shape or type."""
-    if dtype not in _arrays.SIZES:
-        raise InvalidArgument(f"dtype: got {dtype!r}, allowed {', '.join(_arrays.SIZES)}")
+    _arrays.check_dtype("dtype", dtype)
     sizes = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
     wanted = _arrays.SIZES[dtype]
     for size in sizes:

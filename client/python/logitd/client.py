@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import replace
 from types import TracebackType
@@ -18,7 +19,7 @@ from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.arena import Arena
 from logitd.errors import Internal, LogitdError, Unavailable
-from logitd.params import Array, DraftKind, DType, Floats, Ints, TokenLists
+from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
     AttentionBackwardResult,
     AttentionResult,
@@ -72,14 +73,19 @@ class Client(Base):
     exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's
     status.
 
-    Close it after use, or use it in a `with` statement.
+    Close it after use, or use it in a `with` statement. Calls after that raise FailedPrecondition.
     """
 
     _grpc = grpc
 
+    def _made(self) -> None:
+        # At exit, gRPC waits for streams that its threads no longer carry. So the channel is closed before, while they do.
+        self._finalizer = weakref.finalize(self, self._channel.close)
+
     def close(self) -> None:
         """Ends the connection and the calls on it."""
-        self._channel.close()
+        self._closed = True
+        self._finalizer()
 
     def __enter__(self) -> "Client":
         return self
@@ -122,7 +128,7 @@ class Client(Base):
         drafts: Union[Sequence[int], Array],
         draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
         draft_ids: Optional[TokenLists] = None,
-        draft_probs: Any = None,
+        draft_probs: Optional[Probabilities] = None,
         **params: Unpack[VerifyParams],
     ) -> VerifyResult:
         """Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
@@ -176,7 +182,7 @@ class Client(Base):
         self,
         scores: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         mask: Optional[Array] = None,
@@ -209,7 +215,7 @@ class Client(Base):
         probs: Array,
         d_probs: Array,
         *,
-        scale: float = 1.0,
+        scale: Float = 1.0,
         causal: bool = False,
         window: Optional[Window] = None,
         sinks: Optional[Floats] = None,
@@ -304,22 +310,26 @@ class Client(Base):
                 elif isinstance(step, _calls.Receive):
                     reply = self._receive(step)
                 else:
-                    self._wait(step.seconds)
+                    self._sleep(step)
                     reply = Reply()
                 step = call.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
 
-    def _wait(self, seconds: float) -> None:
-        # A connection moves on only while a thread is inside gRPC. An attempt on a lost connection ends at once, so
-        # without this the handshake of the next connection would stand still until it times out, again and again.
-        def ignore(_: grpc.ChannelConnectivity) -> None: ...
-
-        self._channel.subscribe(ignore, try_to_connect=True)
-        try:
-            time.sleep(seconds)
-        finally:
-            self._channel.unsubscribe(ignore)
+    def _sleep(self, step: _calls.Sleep) -> None:
+        end = time.monotonic() + step.seconds
+        if step.away:
+            # A connection moves on only while a thread is inside gRPC. An attempt on a lost connection ends at once, so
+            # without this the handshake of the next connection would stand still until it times out, again and again. A
+            # probe waits inside gRPC for a connection. (So does who subscribes to the channel's state, but by a thread
+            # of gRPC that stays: the process would not end without close().)
+            try:
+                self._method("unary_unary", _calls.HEALTH)(
+                    _calls.health_request(""), timeout=step.seconds, wait_for_ready=True
+                )
+            except grpc.RpcError:
+                pass  # the next attempt tells
+        time.sleep(max(0.0, end - time.monotonic()))
 
     def _unary(self, step: _calls.Unary) -> Reply:
         method, metadata = (

@@ -7,14 +7,20 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Callable, List, Optional, Tuple, Union
 
 import grpc
 
+from logitd import _arrays
 from logitd.errors import InvalidArgument
 
 Path = Union[str, "os.PathLike[str]"]
 Metadata = Tuple[Tuple[str, str], ...]
+
+
+_MAX_PATH = 107  # bytes, of a Unix socket
+MAX_REFUSED = 4  # attempts that the server refuses for its load, where Retry does not say
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,9 @@ class Retry:
     """UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the delay that the server asks for, else after a
     backoff that doubles, with jitter; never past the deadline. Seconds."""
 
-    max_attempts: int = 4
-    """Of one call, the first included; 1 or more."""
+    max_attempts: Optional[int] = None
+    """Of one call, the first included; 1 or more. None: a server that is away (UNAVAILABLE) is tried until the deadline
+    allows no more, so that a call survives a restart; a call that is refused (RESOURCE_EXHAUSTED) is tried 4 times."""
     initial_backoff: float = 0.02
     max_backoff: float = 1.0
 
@@ -66,10 +73,7 @@ class Options:
                 "ipv6:[A]:PORT,[B]:PORT or dns:///HOST:PORT"
             )
         check_deadline(self.deadline)
-        if self.retry.max_attempts < 1:
-            raise InvalidArgument(f"retry.max_attempts: got {self.retry.max_attempts}, allowed 1 or more")
-        if self.priority not in ("interactive", "batch"):
-            raise InvalidArgument(f"priority: got {self.priority!r}, allowed 'interactive', 'batch'")
+        self._check_kinds()
         if self.tls is not None and (self.tls.cert is None) != (self.tls.key is None):
             raise InvalidArgument("tls: got only one of cert and key, allowed both or none")
         if (
@@ -82,6 +86,26 @@ class Options:
                 f"token: got one without tls for {self.address!r}, where others on the network could "
                 "read it; allowed with tls, on this machine, or with token_over_plaintext=True"
             )
+
+    def _check_kinds(self) -> None:
+        for name in ("round_robin", "token_over_plaintext", "state_sizes", "throttle"):
+            _arrays.instance(name, getattr(self, name), (bool,), "True or False")
+        _arrays.whole("max_message_bytes", self.max_message_bytes, 0)
+        for name in ("attention_message_bytes", "score_message_bytes"):
+            _arrays.whole(name, getattr(self, name), 1)
+        _arrays.choice("priority", self.priority, ("interactive", "batch"))
+        _arrays.instance("retry", self.retry, (Retry,), "a logitd.Retry")
+        if self.retry.max_attempts is not None:
+            _arrays.number("retry.max_attempts", self.retry.max_attempts, Integral, 1, 2**31, "1 or more")
+        for name in ("initial_backoff", "max_backoff"):
+            seconds = getattr(self.retry, name)
+            _arrays.number(f"retry.{name}", seconds, Real, 0.001, 24 * 3600, "0.001 s to a day")
+        _arrays.instance("tls", self.tls, (TLS, type(None)), "a logitd.TLS, or None for plaintext")
+        for name in ("ca", "cert", "key", "server_name"):
+            path = (str, type(None)) if name == "server_name" else (str, os.PathLike, type(None))
+            _arrays.instance(f"tls.{name}", getattr(self.tls, name, None), path, "a string, or None")
+        if self.token is not None and not isinstance(self.token, str) and not callable(self.token):
+            raise InvalidArgument(f"token: got type {type(self.token).__name__}, allowed a string, or a function of one")
 
     def credentials(self) -> Optional[Any]:
         """Of the channel; None: plaintext. InvalidArgument: a file that cannot be read."""
@@ -125,6 +149,8 @@ class Options:
             pairs.append(("logitd-payload-bytes", str(message_bytes)))
         if self.token is not None and not method.startswith("/grpc.health."):  # probes need none
             token = self.token() if callable(self.token) else self.token
+            if not isinstance(token, str):
+                raise InvalidArgument(f"token: got type {type(token).__name__} from the function, allowed a string")
             if not re.fullmatch(r"[!-~]+", token):  # the text must not repeat it
                 raise InvalidArgument(
                     f"token: got {len(token)} characters, allowed 1 or more, printable, without spaces"
@@ -134,6 +160,8 @@ class Options:
 
 
 def check_deadline(seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise InvalidArgument(f"deadline: got {seconds!r:.80}, allowed a number of seconds, above 0 and up to a year")
     if not 0 < seconds <= 365 * 24 * 3600:
         raise InvalidArgument(f"deadline: got {seconds} s, allowed above 0 and up to a year")
 
@@ -159,11 +187,29 @@ def _servers(address: str) -> List[str]:
     return [address[len("dns:///") :] if address.startswith("dns:///") else address]
 
 
-def _is_address(address: str) -> bool:
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, str):
+        return False
     if address.startswith("unix:"):
-        return len(address) > len("unix:")
-    parts = [server.rpartition(":") for server in _servers(address)]
-    return all(host != "" and port.isascii() and port.isdigit() and 0 < int(port) <= 65535 for host, _, port in parts)
+        path = address[len("unix:") :]
+        return 0 < len(os.fsencode(path)) <= _MAX_PATH and "\0" not in path
+    version = {"ipv4:": 4, "ipv6:": 6}.get(address[:5])
+    return all(_is_server(server, version) for server in _servers(address))
+
+
+def _is_server(server: str, version: Optional[int]) -> bool:
+    """HOST:PORT, or [IPV6]:PORT; with a version, of the IP that HOST must be."""
+    host, _, port = server.rpartition(":")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        return False
+    bracketed = host.startswith("[") and host.endswith("]")
+    if version is None and not bracketed:
+        return re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", host) is not None
+    try:
+        found = ipaddress.ip_address(host[1:-1] if bracketed else host).version
+    except ValueError:
+        return False
+    return found == (6 if bracketed else 4) and version in (None, found)
 
 
 def _is_local(address: str) -> bool:

@@ -5,27 +5,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Mapping, Optional, Sequence, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Literal, Mapping, Optional, Protocol, Sequence, TypedDict, Union
 
 import numpy as np
 
 from logitd.results import Ragged
 
 if TYPE_CHECKING:
-    import torch
-
     from logitd.arena import Arena, CudaArena
 
-Array = Union[np.ndarray, "torch.Tensor"]
-Floats = Union[float, Sequence[float], Array]
-Ints = Union[int, Sequence[int], Array]
-TokenLists = Union[Sequence[int], Sequence[Sequence[int]], Array, Ragged]
+
+
+class Tensor(Protocol):
+    """A torch tensor, also to a type checker that has no torch."""
+
+    def detach(self) -> Any: ...
+
+    def cpu(self) -> Any: ...
+
+
+Array = Union["np.ndarray[Any, Any]", Tensor]
+Float = Union[float, "np.floating[Any]", "np.integer[Any]"]
+Int = Union[int, "np.integer[Any]"]
+Floats = Union[Float, Sequence[Float], Array]
+Ints = Union[Int, Sequence[Int], Array]
+TokenLists = Union[Sequence[Int], Sequence[Sequence[Int]], Sequence[Array], Array, "Ragged[Any]"]
 """Token ids: one list for all rows, or a list per row (also as a 2-D array)."""
+Probabilities = Union[Float, Sequence[Float], Sequence[Sequence[Float]], Sequence[Array], Array, "Ragged[Any]"]
+"""One after another, or a list per draft."""
 DType = Literal["f32", "f16", "bf16"]
 LogprobMode = Literal["raw", "processed"]
 Smoothing = Literal["torch", "megatron"]
 DraftKind = Literal["greedy", "list", "dense"]
-Biases = Union[Mapping[int, float], Sequence[Optional[Mapping[int, float]]]]
+Biases = Union[Mapping[int, Float], Sequence[Optional[Mapping[int, Float]]]]
 
 
 class InputParams(TypedDict, total=False):
@@ -82,7 +94,7 @@ class SamplingParams(TypedDict, total=False):
     """{token id: bias} for all rows, or one dict (or None) per row. Added to the logit; -inf bans the token."""
     extra_ids: TokenLists
     """Token ids whose log-probabilities to report."""
-    allowed_tokens: Array
+    allowed_tokens: Union[Sequence[bool], Sequence[Sequence[bool]], Array]
     """bool [V] or [M, V], True where a token is allowed; or uint32 words [M, ceil(V / 32)], least significant bit
     first."""
     allowed_tokens_mask: Ints

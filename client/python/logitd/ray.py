@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 import ray.data
 
 from logitd.client import Client
-from logitd.errors import InvalidArgument, Unavailable
+from logitd.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from logitd.options import Retry
 from logitd.results import ScoreTotals
 
+_PASS_OVER = 30.0  # seconds for which a replica that failed comes last
+_ROUND = 1.0  # seconds between two rounds over all replicas
 _SUMS = ("rows", "counted", "ignored", "faulty", "loss_sum", "target_logprob_sum")
 
 
@@ -25,13 +29,16 @@ class Score:
     """A class for Dataset.map_batches: scores the sequences of a batch on one of the replicas.
 
     A sequence is one row of the dataset: logits [T, V], or hidden states [T, D] for `head`, and its targets [T]. A
-    batch goes to one replica as one score_stream; batches take turns over the replicas. Where a replica is not
-    available, the batch goes to the next one. Unavailable: none of them is.
+    batch goes to one replica as one score_stream; batches take turns over the replicas. Where a replica is away, hangs
+    (no answer within the deadline) or has no room, the batch goes to the next one; later batches come to one that was
+    away or hung last, for half a minute. A batch that none took goes round again, until a deadline has passed since
+    its first failure: then the last error is raised.
 
     addresses: of the replicas, which hold the same head.
     inputs, targets: names of the columns.
     params: parameters of Client.score_stream, except head and targets.
-    options: of Client, e.g. deadline, tls and token.
+    options: of Client, e.g. deadline, tls and token. Without `retry`, a replica of several has 4 attempts before the
+        batch goes to the next one.
 
     The batch comes back without its inputs, and with these columns:
         losses, target_logprobs: [T] float32, as ScoreResult has them.
@@ -50,7 +57,11 @@ class Score:
     ) -> None:
         if not addresses or isinstance(addresses, str):
             raise InvalidArgument(f"addresses: got {addresses!r}, allowed a list of one or more")
-        self._clients = [Client(address, **{"priority": "batch", **(options or {})}) for address in addresses]
+        defaults: Dict[str, Any] = {"priority": "batch"}
+        if len(addresses) > 1:
+            defaults["retry"] = Retry(max_attempts=4)
+        self._clients = [Client(address, **{**defaults, **(options or {})}) for address in addresses]
+        self._passed_over = [0.0] * len(addresses)  # until when, on time.monotonic()
         self._next = os.getpid()  # workers begin with different replicas
         self._head, self._inputs, self._targets = head, inputs, targets
         self._params = dict(params or {})
@@ -82,15 +93,29 @@ class Score:
 
     def _score(self, inputs: np.ndarray, targets: np.ndarray) -> Any:
         payload = {"logits": inputs} if self._head is None else {"hidden": inputs, "head": self._head}
-        for attempt in range(len(self._clients)):
-            self._next += 1
-            client = self._clients[self._next % len(self._clients)]
-            try:
-                return client.score_stream(targets=targets, **payload, **self._params)
-            except Unavailable:
-                if attempt + 1 == len(self._clients):
-                    raise
-        raise AssertionError("a loop over one or more clients ended")
+        end: Optional[float] = None
+        while True:
+            for i in self._order():
+                client = self._clients[i]
+                try:
+                    return client.score_stream(targets=targets, **payload, **self._params)
+                except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
+                    if isinstance(error, ResourceExhausted) and error.retry_delay is None:
+                        raise  # too large, for the next one too
+                    last, now = error, time.monotonic()
+                    if not isinstance(error, ResourceExhausted):
+                        self._passed_over[i] = now + _PASS_OVER
+                    end = now + client.options.deadline if end is None else end
+            if end is None or len(self._clients) == 1 or time.monotonic() + _ROUND >= end:
+                raise last
+            time.sleep(_ROUND)
+
+    def _order(self) -> List[int]:
+        """The replicas, the next one in turn first; those that failed lately come last."""
+        self._next += 1
+        count, now = len(self._clients), time.monotonic()
+        turns = [(self._next + i) % count for i in range(count)]
+        return sorted(turns, key=lambda i: max(0.0, self._passed_over[i] - now))
 
 
 def _column(parts: List[np.ndarray]) -> np.ndarray:

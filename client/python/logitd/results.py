@@ -1,19 +1,23 @@
 """What calls return: arrays with names.
 
-Arrays are NumPy's, or torch tensors on the host where the request's were tensors. NumPy arrays are read-only views of
-the received message: no copy was made. Copy one (`numpy.array(x)`) to change it, or to let go of the rest of the
+Arrays are NumPy's, or torch tensors on the host where the request's were tensors; type checkers see NumPy's, so cast
+tensors (`typing.cast`). NumPy arrays are read-only views of the received message: no copy was made. Copy one (`numpy.array(x)`) to change it, or to let go of the rest of the
 message. N is the number of rows of the request.
 """
 
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass, field
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Generic, Iterator, List, Optional, Tuple, TypeVar, Union, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = Any  # numpy.ndarray, or torch.Tensor where the request's arrays are tensors
+Number = TypeVar("Number", bound=np.generic)
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
 
 
 class RowStatus(enum.IntEnum):
@@ -28,35 +32,52 @@ class RowStatus(enum.IntEnum):
     """verify: an earlier draft of the sequence was rejected; nothing was drawn here."""
 
 
-class Ragged:
+class Ragged(Generic[Number]):
     """Lists of different lengths, one per row: `ragged[i]` is the list of row i.
 
     values: all lists, one after another.
     offsets: [N + 1], where they begin; row i is values[offsets[i]:offsets[i + 1]].
     """
 
-    def __init__(self, values: Array, counts: np.ndarray) -> None:
+    def __init__(self, values: NDArray[Number], counts: NDArray[Any]) -> None:
         self.values = values
-        self.offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
+        self.offsets: NDArray[np.int64] = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
 
     @property
-    def counts(self) -> np.ndarray:
+    def counts(self) -> NDArray[np.int64]:
         """[N], the length of every list."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> Array:
+    @overload
+    def __getitem__(self, row: "Union[int, np.integer[Any]]") -> NDArray[Number]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> "Ragged[Number]": ...
+
+    def __getitem__(self, row: Any) -> Any:
+        """The list of a row; or the Ragged of a slice of rows, which must be in their order and without gaps."""
+        if isinstance(row, slice):
+            first, end, step = row.indices(len(self))
+            if step != 1:
+                raise IndexError(f"row: got a slice in steps of {step}, allowed steps of 1")
+            end = max(first, end)
+            return Ragged(self.values[int(self.offsets[first]) : int(self.offsets[end])], self.counts[first:end])
+        try:
+            row = operator.index(row)
+        except TypeError as error:
+            raise IndexError(f"row: got {row!r:.80}, allowed a whole number or a slice") from error
         if not -len(self) <= row < len(self):
             raise IndexError(f"row: got {row}, allowed {-len(self)} to {len(self) - 1}")
         row %= len(self)
         return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
 
-    def __iter__(self) -> Iterator[Array]:
+    def __iter__(self) -> Iterator[NDArray[Number]]:
         return (self[row] for row in range(len(self)))
 
-    def dense(self) -> Array:
+    def dense(self) -> NDArray[Number]:
         """[N, length], shares memory. ValueError: the lists differ in length."""
         counts = self.counts
         width = int(counts[0]) if len(counts) else 0
@@ -94,26 +115,27 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Rows(_Call):
-    status: Array
+    status: Int32s
     """[N] int32, see RowStatus."""
-    status_position: Array
+    status_position: Int32s
     """[N] int32, NAN_LOGIT: the lowest token id whose logit is NaN; otherwise -1."""
 
     @property
-    def ok(self) -> Array:
+    def ok(self) -> NDArray[np.bool_]:
         """[N] bool, the rows whose status is OK."""
-        return self.status == 0
+        good: NDArray[np.bool_] = self.status == 0
+        return good
 
 
 @dataclass(frozen=True)
 class TopKResult(_Rows):
     """Of top_k."""
 
-    indices: Ragged
+    indices: Ragged[np.int32]
     """Token ids, int32, k per row, most probable first; equal logits by ascending id."""
-    probs: Ragged
+    probs: Ragged[np.float32]
     """Their probabilities, float32, under the full softmax: not renormalised over the k."""
-    logsumexp: Array
+    logsumexp: Float32s
     """[N] float32, natural log, of logits / temperature."""
 
 
@@ -121,19 +143,19 @@ class TopKResult(_Rows):
 class SampleResult(_Rows):
     """Of sample. Log-probabilities are natural logs; `logprob_mode` says of which distribution."""
 
-    tokens: Array
+    tokens: Int32s
     """[N] int32, the tokens drawn; -1 where the status is not OK."""
-    logprobs: Array
+    logprobs: Float32s
     """[N] float32, of the tokens."""
-    ranks: Array
+    ranks: Int32s
     """[N] int32, the token's place in the order of top_ids, from 1; 0 where not wanted, or without a token."""
-    logsumexp: Array
+    logsumexp: Float32s
     """[N] float32, natural log, of the row as sent, at temperature 1."""
-    top_ids: Ragged
+    top_ids: Ragged[np.int32]
     """int32, the most probable tokens, as many as `top_logprobs` asked for; equal logits by ascending id."""
-    top_logprobs: Ragged
+    top_logprobs: Ragged[np.float32]
     """float32, of top_ids; -inf for tokens that cannot be drawn."""
-    extra_logprobs: Ragged
+    extra_logprobs: Ragged[np.float32]
     """float32, of the request's extra_ids, in their order."""
 
 
@@ -141,7 +163,7 @@ class SampleResult(_Rows):
 class VerifyResult(SampleResult):
     """Of verify: a row has the token emitted there. Rows after the bonus token are NOT_REACHED."""
 
-    accepted: Array
+    accepted: Int32s
     """[S] int32, drafts accepted in each sequence; the bonus token is at this row of it."""
 
 
@@ -168,21 +190,21 @@ class ScoreTotals:
 class ScoreResult(_Rows):
     """Of score and score_stream."""
 
-    losses: Array
+    losses: Float32s
     """[N] float32, nats; 0 where ignored, NaN where NAN_LOGIT."""
-    target_logprobs: Array
+    target_logprobs: Float32s
     """[N] float32, natural log; 0 where ignored, NaN where NAN_LOGIT."""
-    logsumexp: Array
+    logsumexp: Float32s
     """[N] float32, natural log, of the logits after softcap and temperature."""
-    ranks: Optional[Array]
+    ranks: Optional[Int32s]
     """[N] int32, the target's place in the order of top_ids, from 1; None where not wanted."""
-    entropies: Optional[Array]
+    entropies: Optional[Float32s]
     """[N] float32, nats; None where not wanted."""
-    top_ids: Ragged
+    top_ids: Ragged[np.int32]
     """int32, the most probable tokens; equal logits by ascending id."""
-    top_logprobs: Ragged
+    top_logprobs: Ragged[np.float32]
     """float32, of top_ids."""
-    extra_logprobs: Ragged
+    extra_logprobs: Ragged[np.float32]
     """float32, of the request's extra_ids, in their order."""
     totals: ScoreTotals
     offset: int
@@ -214,9 +236,9 @@ class AttentionFault:
 class AttentionResult(_Call):
     """Of attention_softmax."""
 
-    probs: Array
+    probs: NDArray[Any]
     """In the shape of the scores; exactly 0 for keys that are not seen."""
-    logsumexp: Optional[Array]
+    logsumexp: Optional[Float32s]
     """float32, in the shape of the scores without keys, sinks included; None where not wanted."""
     faults: Tuple[AttentionFault, ...]
     """By ascending row."""
@@ -228,9 +250,9 @@ class AttentionResult(_Call):
 class AttentionBackwardResult(_Call):
     """Of attention_softmax_backward."""
 
-    d_scores: Array
+    d_scores: NDArray[Any]
     """In the shape of the scores."""
-    d_sinks: Optional[Array]
+    d_sinks: Optional[NDArray[np.float64]]
     """[H] float64, where the request has sinks."""
     faults: Tuple[AttentionFault, ...]
     messages: int

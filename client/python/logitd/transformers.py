@@ -9,15 +9,39 @@ With `head=`, the model's own output head does not run: its hidden states go to 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 import transformers
 
+from logitd import _arrays
 from logitd.client import Client
 from logitd.errors import InvalidArgument
 from logitd.results import RowStatus, SampleResult
 
+# Arguments of transformers that say how tokens are chosen, with the values that leave that to logitd.
+_NEUTRAL: Dict[str, Tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "temperature": (1.0,),
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "penalty_alpha": (0.0,),
+    "diversity_penalty": (0.0,),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+    "prompt_lookup_num_tokens": (),
+    "assistant_model": (),
+    "custom_generate": (),
+}
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,9 +87,14 @@ class Sampler(transformers.LogitsProcessor):
             raise InvalidArgument(
                 f"sampling: got {', '.join(sorted(taken))}, allowed are the other parameters of sample"
             )
+        if not isinstance(client, Client):
+            raise InvalidArgument(f"client: got {client!r:.80}, allowed a logitd.Client: generate blocks")
         self.results: List[SampleResult] = []
         self._client = client
-        self._seed = seed
+        seeds = _arrays.integers("seed", seed, np.dtype(np.uint64))
+        if seeds.ndim > 1:
+            raise InvalidArgument(f"seed: got {seeds.ndim} dimensions, allowed one seed, or one per row")
+        self._seed: Union[int, List[int]] = seeds.tolist()
         self._sampling = dict(sampling or {})
         self._head = None if head is None else client.get_head(head)
         if self._head is not None and self._head.final_norm:
@@ -105,13 +134,15 @@ class Sampler(transformers.LogitsProcessor):
             raise ValueError(
                 f"row {row}: {RowStatus(int(result.status[row])).name}, at token {int(result.status_position[row])}"
             )
-        tokens = result.tokens.to(device=scores.device, dtype=torch.int64)[:, None]
+        tokens = torch.as_tensor(result.tokens).to(device=scores.device, dtype=torch.int64)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
     def _sample(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampleResult:
         params = dict(self._sampling)
         rows = scores.shape[0]
         params["seed"] = [self._seed + row for row in range(rows)] if isinstance(self._seed, int) else self._seed
+        if len(params["seed"]) != rows:
+            raise InvalidArgument(f"seed: got {len(params['seed'])} seeds, allowed one, or {rows} (rows)")
         params["position"] = len(self.results)
         if any(name in params for name in _PENALTIES):
             params["history"] = input_ids
@@ -141,24 +172,32 @@ def generate(
 ) -> Any:
     """model.generate(*args, **kwargs), with tokens drawn by logitd. Sampler has seed, head and sampling.
 
-    InvalidArgument: arguments that leave the choice of tokens to transformers: do_sample, num_beams, or its own
-    temperature, top_k, top_p and min_p.
+    InvalidArgument: arguments, also of a `generation_config`, that leave the choice of tokens to transformers, such as
+    do_sample, num_beams, temperature or typical_p; or num_return_sequences: repeat rows of the prompt instead. What the
+    model's own generation_config says of them does not count.
     """
-    for name, allowed in (
-        ("do_sample", False),
-        ("num_beams", 1),
-        ("temperature", None),
-        ("top_k", None),
-        ("top_p", None),
-        ("min_p", None),
-    ):
-        if kwargs.get(name, allowed) not in (allowed, None):
-            raise InvalidArgument(f"{name}: got {kwargs[name]!r}, allowed {allowed!r}: logitd draws, see `sampling`")
+    _check_choice(kwargs)
     sampler = Sampler(client, seed=seed, head=head, sampling=sampling)
-    processors = [*kwargs.pop("logits_processor", []), sampler]
+    processors = [*(kwargs.pop("logits_processor", None) or []), sampler]
+    ours = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None}
     with sampler.attached(model):
         return model.generate(
-            *args,
-            **{**kwargs, "do_sample": False, "num_beams": 1},
-            logits_processor=transformers.LogitsProcessorList(processors),
+            *args, **{**kwargs, **ours}, logits_processor=transformers.LogitsProcessorList(processors)
         )
+
+
+def _check_choice(kwargs: Mapping[str, Any]) -> None:
+    config = kwargs.get("generation_config")
+    if not isinstance(config, (transformers.GenerationConfig, type(None))):
+        raise InvalidArgument(f"generation_config: got {config!r:.80}, allowed a transformers.GenerationConfig")
+    default = transformers.GenerationConfig()
+    for name, neutral in _NEUTRAL.items():
+        unset = (None, getattr(default, name, None))  # of a config; top_k is 50 in some versions
+        for where, value, allowed in (
+            (name, kwargs.get(name), (None, *neutral)),
+            (f"generation_config.{name}", getattr(config, name, None), (*unset, *neutral)),
+        ):
+            if not any(value is one or (isinstance(value, (int, float)) and value == one) for one in allowed):
+                raise InvalidArgument(
+                    f"{where}: got {value!r:.80}, allowed {neutral[0] if neutral else None!r}: logitd draws, see `sampling`"
+                )

@@ -1,4 +1,4 @@
-"""Attempts, deadlines, metadata, TLS, streams and health: how calls go, whatever they compute."""
+"""Attempts, deadlines, metadata, TLS, streams of samples and health: how calls go, whatever they compute."""
 
 import asyncio
 import hashlib
@@ -14,7 +14,7 @@ import unittest
 import grpc
 import logitd
 import numpy as np
-from harness import CLIENTS, FakeServer, RunningServer, ServerTestCase, TestCase, forward, later, run
+from harness import CLIENTS, FakeServer, RunningServer, ServerTestCase, TestCase, later, run
 from logitd import _messages
 
 ROW = np.array([[1.0, 3.0, 2.0]], np.float32)
@@ -61,7 +61,8 @@ class RetryTest(TestCase):
         cut = "Received RST_STREAM with error code 8"
         for client, handler in self.served(lambda: failing(grpc.StatusCode.CANCELLED, cut, 1)):
             self.assertEqual(client.top_k(ROW, k=1).attempts, 2)
-        for client, handler in self.served(lambda: failing(grpc.StatusCode.CANCELLED, cut, 99)):
+        once = logitd.Retry(max_attempts=2)
+        for client, handler in self.served(lambda: failing(grpc.StatusCode.CANCELLED, cut, 99), retry=once):
             with self.refused(logitd.Unavailable, cut):
                 client.top_k(ROW, k=1)
 
@@ -119,9 +120,37 @@ class RetryTest(TestCase):
             self.assertEqual(len(handler.calls), 1)
 
     def test_nobody_listening_is_unavailable(self):
-        for client in self.both("127.0.0.1:1"):
+        for client in self.both("127.0.0.1:1", retry=logitd.Retry(max_attempts=4)):
             with self.refused(logitd.Unavailable, "gave up after 4 attempts"):
                 client.info()
+
+    def test_by_default_a_server_that_is_away_is_tried_until_the_deadline(self):
+        for client in self.both("127.0.0.1:1", deadline=1.5):
+            start = time.monotonic()
+            with self.refused(logitd.Unavailable, "would pass the deadline") as caught:
+                client.info()
+            self.assertLess(time.monotonic() - start, 1.5)
+            self.assertGreater(caught.exception.attempts, 4)
+
+    def test_by_default_a_call_that_is_refused_is_tried_four_times(self):
+        for client, handler in self.served(lambda: failing(EXHAUSTED, "full", 99, "1")):
+            with self.refused(logitd.ResourceExhausted, "full (gave up after 4 attempts)"):
+                client.top_k(ROW, k=1)
+            self.assertEqual(len(handler.calls), 4)
+
+    def test_a_deadline_that_passes_while_the_server_comes_back_says_what_was_before(self):
+        calls = []
+
+        def call(message, context):
+            calls.append(1)
+            if len(calls) % 2:
+                context.abort(UNAVAILABLE, "drains")
+            time.sleep(1)
+            return ANSWER
+
+        for client, _ in self.served(lambda: call):
+            with self.refused(logitd.DeadlineExceeded, "attempt 2; the one before: UNAVAILABLE: drains"):
+                client.top_k(ROW, k=1, deadline=0.5)
 
     def test_an_answer_that_disagrees_with_itself_is_internal(self):
         codec = _messages.Codec("TopKResponse")
@@ -519,130 +548,13 @@ class SampleStreamTest(ServerTestCase):
             self.assertEqual(client.health(), "SERVING")
 
 
-class LostStreamTest(ServerTestCase):
-    """A server in between that loses streams of a real one."""
-
-    LOGITS = np.random.default_rng(5).standard_normal((60, 40)).astype(np.float32)
-    SCORE = dict(targets=list(range(40)) + list(range(20)), want_rank=True)
-
-    def losing(self, answers, code=UNAVAILABLE, times=3):
-        """The first streams end after so many answers."""
-        calls = []
-
-        def handle(messages, context):
-            calls.append(0)
-            for answer in forward(self.server.tcp, "/logitd.v1.Scorer/ScoreStream")(messages, context):
-                if len(calls) <= times and calls[-1] == answers:
-                    context.abort(code, "lost")
-                calls[-1] += 1
-                yield answer
-
-        return handle, calls
-
-    def test_goes_on_after_the_last_answer(self):
-        with logitd.Client(self.server.unix) as client:
-            whole = client.score(self.LOGITS, **self.SCORE)
-        for code in (UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            for kind in CLIENTS:
-                handle, calls = self.losing(2, code, times=9)
-                with FakeServer(stream={"ScoreStream": handle}) as server:
-                    with kind(server.address, score_message_bytes=40 * 4 * 5) as client:
-                        result = client.score_stream(self.LOGITS, **self.SCORE)  # 12 messages, 2 a stream
-                np.testing.assert_array_equal(result.losses, whole.losses)
-                np.testing.assert_array_equal(result.ranks, whole.ranks)
-                self.assertEqual(result.totals.rows, 60)
-                self.assertEqual((result.attempts, calls), (6, [2] * 6))
-
-    def test_a_server_that_stays_away_is_given_up(self):
-        handle, calls = self.losing(0, times=99)
-        with FakeServer(stream={"ScoreStream": handle}) as server:
-            with logitd.Client(server.address) as client, self.refused(logitd.Unavailable, "lost (gave up after 4"):
-                client.score_stream(self.LOGITS, **self.SCORE)
-        self.assertEqual(len(calls), 4)
-
-    def test_another_error_is_not_tried_again(self):
-        handle, calls = self.losing(1, grpc.StatusCode.INTERNAL)
-        with FakeServer(stream={"ScoreStream": handle}) as server:
-            for client in self.both(server.address, score_message_bytes=40 * 4 * 5):
-                with self.refused(logitd.Internal, "lost"):
-                    client.score_stream(self.LOGITS, **self.SCORE)
-        self.assertEqual(len(calls), 2)
-
-    def test_all_answers_are_a_result_however_the_stream_ends(self):
-        def handle(messages, context):
-            yield from forward(self.server.tcp, "/logitd.v1.Scorer/ScoreStream")(messages, context)
-            context.abort(UNAVAILABLE, "late")
-
-        with FakeServer(stream={"ScoreStream": handle}) as server:
-            for client in self.both(server.address):
-                self.assertEqual(client.score_stream(self.LOGITS, **self.SCORE).totals.rows, 60)
-
-    def test_an_answer_that_does_not_come_is_not_waited_for_for_ever(self):
-        def handle(messages, context):
-            answers = forward(self.server.tcp, "/logitd.v1.Scorer/ScoreStream")(messages, context)
-            yield next(answers)
-            while context.is_active():
-                time.sleep(0.02)
-
-        with FakeServer(stream={"ScoreStream": handle}) as server:
-            for client in self.both(server.address, score_message_bytes=40 * 4 * 5):
-                with self.refused(logitd.DeadlineExceeded, "no answer for 0.3 s, after 1 of 12 messages"):
-                    client.score_stream(self.LOGITS, deadline=0.3, **self.SCORE)
-
-    def test_what_progress_raises_comes_out(self):
-        def progress(now):
-            raise KeyError("mine")
-
-        for client in self.both(self.server.unix):
-            with self.assertRaisesRegex(KeyError, "mine"):
-                client.score_stream(self.LOGITS, progress=progress, **self.SCORE)
-            self.assertEqual(client.health(), "SERVING")
-
-    def test_a_lost_attention_stream_starts_over(self):
-        x = np.random.default_rng(6).standard_normal((40, 30)).astype(np.float32)
-        with logitd.Client(self.server.unix) as client:
-            whole = client.attention_softmax(x).probs
-        calls = []
-
-        def handle(messages, context):
-            calls.append(1)
-            for i, answer in enumerate(
-                forward(self.server.tcp, "/logitd.v1.Attention/SoftmaxStream")(messages, context)
-            ):
-                if len(calls) % 2 == 1 and i == 2:
-                    context.abort(UNAVAILABLE, "lost")
-                yield answer
-
-        with FakeServer(stream={"SoftmaxStream": handle}) as server:
-            for client in self.both(server.address, attention_message_bytes=30 * 4 * 6):
-                result = client.attention_softmax(x)
-                np.testing.assert_array_equal(result.probs, whole)
-                self.assertEqual((result.attempts, result.messages), (2, 7))
-
-    def test_too_few_and_too_many_answers_are_internal(self):
-        def few(messages, context):
-            yield next(forward(self.server.tcp, "/logitd.v1.Scorer/ScoreStream")(messages, context))
-
-        def many(messages, context):
-            for answer in forward(self.server.tcp, "/logitd.v1.Scorer/ScoreStream")(messages, context):
-                last = answer
-                yield answer
-            yield last
-
-        for handle, text in ((few, "sent 1 answers to 12 messages"), (many, "more answers than there were messages")):
-            with FakeServer(stream={"ScoreStream": handle}) as server:
-                for client in self.both(server.address, score_message_bytes=40 * 4 * 5):
-                    with self.refused(logitd.Internal, text):
-                        client.score_stream(self.LOGITS, **self.SCORE)
-
-
 class LateServerTest(CertificatesTestCase):
     def test_a_server_that_starts_after_its_client_is_found(self):
         server = RunningServer(f"--tls-cert={self.path('server.pem')}", f"--tls-key={self.path('server.key')}")
         self.addCleanup(server.close)
         for kind in CLIENTS:
             self.assertEqual(server.stop(), 0)
-            with kind(server.tcp, tls=self.tls()) as client:
+            with kind(server.tcp, tls=self.tls(), retry=logitd.Retry(max_attempts=4)) as client:
                 with self.refused(logitd.Unavailable, "UNAVAILABLE"):
                     client.health()
                 server.start()
@@ -670,6 +582,20 @@ class LifeTest(TestCase):
             starter.join()
             self.assertGreater(result.attempts, 1)
             self.assertEqual(result.indices[0].tolist(), [1])
+
+    def test_by_default_calls_survive_a_restart(self):
+        logits = np.zeros((2, 40), np.float32)
+        for client in self.both(self.server.tcp):
+            for call in (
+                lambda: client.top_k(ROW, k=1),
+                lambda: client.score_stream(logits, targets=[1, 2]),
+                lambda: client.attention_softmax(logits),
+            ):
+                call()  # asks for the server's limits, where it needs them
+                self.assertEqual(self.server.stop(), 0)
+                starter = later(1.5, self.server.start)
+                self.assertGreaterEqual(call().attempts, 5)
+                starter.join()
 
     def test_a_watch_sees_the_drain_and_the_end(self):
         with logitd.Client(self.server.tcp) as client:

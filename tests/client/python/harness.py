@@ -87,7 +87,7 @@ class FakeServer:
     """Answers every method with a function of the test's.
 
     unary: {method: f(message, context) -> message}; stream: {method: f(messages, context) -> messages}. `metadata` has
-    that of every call, and `messages` the size of every unary one.
+    that of every call of these, and `sizes` the size of every unary one's message.
     """
 
     def __init__(self, unary=None, stream=None, credentials=None):
@@ -99,8 +99,9 @@ class FakeServer:
 
         class Handler(grpc.GenericRpcHandler):
             def service(self, details):
-                outer.metadata.append(dict(details.invocation_metadata))
                 name = details.method.rsplit("/", 1)[-1]
+                if name in {**(unary or {}), **(stream or {})}:
+                    outer.metadata.append(dict(details.invocation_metadata))
                 if name in (unary or {}):
 
                     def call(message, context):

@@ -15,9 +15,11 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 CLIENT = ROOT / "client/python"
 TESTS = ROOT / "tests/client/python"
+GRPCIO = ("1.49.1", "1.62.3")  # the oldest that the package takes, and one between it and the newest
 PROTOBUF = ("3.20.3", "5.26.1", "6.31.1")  # besides the newest, which pip installs, and Debian's
 IN_ALL = {"logitd/__init__.py", "logitd/client.py", "logitd/aio.py", "logitd/py.typed", "logitd/descriptors.binpb"}
 TYPED = """
+from typing import Any
 import logitd
 import numpy as np
 
@@ -25,15 +27,30 @@ with logitd.Client("127.0.0.1:7450", deadline=5.0) as client:
     logits = np.zeros((2, 10), np.float32)
     result = client.sample(logits, seed=[1, 2], top_p=0.9, logprob_mode="raw")
     rows: int = len(result.top_ids)
+    tokens: np.ndarray[Any, np.dtype[np.int32]] = result.tokens
+    ids: np.ndarray[Any, np.dtype[np.int32]] = client.top_k(logits, k=np.int64(2)).indices.dense()
+    client.sample(logits, seed=np.arange(2), temperature=np.float32(0.5), history=[[1, 2], [3]])
+    client.verify(logits, sequence_rows=[2], drafts=[1], draft_probs=[np.ones(1)], draft_ids=[[1]], draft_kind="list")
     totals: logitd.ScoreTotals = client.score(logits, targets=[1, 2], want_rank=True).totals
     with logitd.Arena.lease("unix:/run/logitd/arena.sock", 1 << 20) as arena:
         client.top_k(arena.empty((2, 10), "f16"), k=3, arena=arena)
 """
-WRONG = """
+WRONG = (
+    'client.sample(logits, seed=1, topp=0.9)',
+    'client.sample(logits, seed=1, temperature="x")',
+    'client.sample("x", seed=1)',
+    'client.top_k(logits)',
+    'client.attention_softmax(logits, window=3)',
+    'client.verify(logits, sequence_rows=[2], drafts=[1], draft_probs="x")',
+    'client.sample(logits, seed=1).tokens.no_such_method()',
+    'client.sample(logits, seed=1).top_ids.dense().no_such_method()',
+    'logitd.Client(deadline="soon")',
+)
+WRONG_HEAD = """
 import logitd
 import numpy as np
 
-logitd.Client(deadline="soon").sample(np.zeros((2, 10), np.float32), topp=0.9)
+client, logits = logitd.Client(), np.zeros((2, 10), np.float32)
 """
 
 
@@ -101,10 +118,15 @@ def main():
                 PYTHONPATH=f"{folder / version}:{TESTS}",
             )
             print(f"protobuf {version}: ok")
+        for version in GRPCIO:
+            run(*pip, "--target", folder / f"grpcio-{version}", f"grpcio=={version}")
+            older = f"{folder / f'grpcio-{version}'}:{TESTS}"
+            run(python, TESTS / "run.py", server, "exit_test", "calls_test.LifeTest", PYTHONPATH=older)
+            print(f"grpcio {version}: ok")
 
         mypy = (python, "-m", "mypy", "--cache-dir", folder / "mypy")
         run(*mypy, "--config-file", CLIENT / "pyproject.toml", "-p", "logitd")
-        for text, typed in ((TYPED, True), (WRONG, False)):
+        for text, typed in ((TYPED, True), (WRONG_HEAD, True), *((WRONG_HEAD + line, False) for line in WRONG)):
             (folder / "user.py").write_text(text)
             try:
                 run(*mypy, "--ignore-missing-imports", folder / "user.py")

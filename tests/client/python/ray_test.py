@@ -2,11 +2,13 @@
 
 import os
 import tempfile
+import time
 import unittest
 
+import grpc
 import logitd
 import numpy as np
-from harness import FakeServer, RunningServer, TestCase, forward
+from harness import FakeServer, RunningServer, TestCase, forward, later
 from reference import log_softmax
 from rows_test import write_head
 
@@ -97,6 +99,48 @@ class RayTest(TestCase):
             options=dict(retry=logitd.Retry(max_attempts=1)),
         )
         self.assertEqual(totals(scored).rows, sum(len(s["targets"]) for s in self.sequences))
+
+    def test_a_replica_that_hangs_is_passed_over(self):
+        streams = []
+
+        def hang(messages, context):
+            streams.append(1)
+            while context.is_active():
+                time.sleep(0.02)
+            yield b""
+
+        batch = dict(logits=np.zeros((2, 3, 50), np.float32), targets=np.zeros((2, 3), np.int64))
+        with FakeServer(stream={"ScoreStream": hang}) as hung:
+            for addresses in ([hung.address, self.servers[0].tcp], [self.servers[0].tcp, hung.address]):
+                streams.clear()
+                worker = Score(addresses, inputs="logits", options=dict(deadline=0.5))
+                for _ in range(5):
+                    self.assertEqual(worker(batch)["rows"].tolist(), [3, 3])
+                self.assertEqual(len(streams), 1)
+            worker = Score([hung.address, hung.address], inputs="logits", options=dict(deadline=0.3))
+            with self.refused(logitd.DeadlineExceeded, "no answer for 0.3 s"):
+                worker(batch)
+
+    def test_a_replica_without_room_does_not_end_the_job(self):
+        def full(messages, context):
+            context.set_trailing_metadata((("grpc-retry-pushback-ms", "1"),))
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+        batch = dict(logits=np.zeros((2, 3, 50), np.float32), targets=np.zeros((2, 3), np.int64))
+        with FakeServer(stream={"ScoreStream": full}) as busy:
+            worker = Score([busy.address, self.servers[0].tcp], inputs="logits")
+            for _ in range(4):
+                self.assertEqual(worker(batch)["rows"].tolist(), [3, 3])
+
+    def test_replicas_that_restart_are_waited_for(self):
+        server = RunningServer()
+        self.addCleanup(server.close)
+        worker = Score(["127.0.0.1:1", server.tcp], inputs="logits")
+        batch = dict(logits=np.zeros((2, 3, 50), np.float32), targets=np.zeros((2, 3), np.int64))
+        server.stop()
+        starter = later(1.5, server.start)
+        self.assertEqual(worker(batch)["rows"].tolist(), [3, 3])
+        starter.join()
 
     def test_logits_with_nan_and_nothing_to_count(self):
         logits = RANDOM.standard_normal((2, 3, 50)).astype(np.float32)

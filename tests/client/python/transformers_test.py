@@ -5,6 +5,7 @@ import tempfile
 import unittest
 
 import logitd
+import numpy as np
 from harness import RunningServer, ServerTestCase
 
 try:
@@ -92,6 +93,39 @@ class GenerateTest(ServerTestCase):
         self.assertEqual(own[:, -8:].tolist()[1], want[1])
         self.assertNotEqual(own[:, -8:].tolist()[0], want[0])
 
+    def test_a_seed_may_be_of_any_whole_number_type(self):
+        want = self.drawn([20, 21, 22], SAMPLING)
+        more = dict(sampling=SAMPLING, max_new_tokens=8)
+        for seed in (
+            np.int64(20),
+            np.uint8(20),
+            np.array(20),
+            torch.tensor(20),
+            np.array([20, 21, 22]),
+            torch.tensor([20, 21, 22]),
+        ):
+            got = generate(self.model, self.client, **self.prompt, seed=seed, **more)
+            self.assertEqual(got[:, -8:].tolist(), want, repr(seed))
+
+    def test_what_leaves_the_choice_to_logitd_may_be_said(self):
+        want = generate(self.model, self.client, **self.prompt, seed=5, sampling=SAMPLING, max_new_tokens=8)
+        said = dict(do_sample=False, num_beams=1, temperature=1.0, top_p=None, logits_processor=None)
+        got = generate(self.model, self.client, **self.prompt, seed=5, sampling=SAMPLING, max_new_tokens=8, **said)
+        self.assertTrue(torch.equal(got, want))
+        config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, temperature=1.0, pad_token_id=0)
+        got = generate(self.model, self.client, **self.prompt, seed=5, sampling=SAMPLING, generation_config=config)
+        self.assertTrue(torch.equal(got, want))
+
+    def test_how_the_model_itself_would_draw_does_not_count(self):
+        want = generate(self.model, self.client, **self.prompt, seed=5, sampling=SAMPLING, max_new_tokens=8)
+        own = self.model.generation_config
+        self.addCleanup(setattr, self.model, "generation_config", own)
+        self.model.generation_config = transformers.GenerationConfig(
+            do_sample=True, temperature=0.3, top_k=4, penalty_alpha=0.6, num_beams=2, pad_token_id=0
+        )
+        got = generate(self.model, self.client, **self.prompt, seed=5, sampling=SAMPLING, max_new_tokens=8)
+        self.assertTrue(torch.equal(got, want))
+
     def test_penalties_see_the_tokens_so_far(self):
         sampling = dict(temperature=0, frequency_penalty=1e4)
         got = generate(
@@ -124,9 +158,35 @@ class GenerateTest(ServerTestCase):
             (dict(num_beams=4), "num_beams: got 4, allowed 1"),
             (dict(temperature=0.7), "temperature: got 0.7"),
             (dict(sampling=dict(history=[1])), "sampling: got history"),
+            (dict(top_k=50), "top_k: got 50, allowed 0"),
+            (dict(typical_p=0.5), "typical_p: got 0.5, allowed 1.0"),
+            (dict(penalty_alpha=0.6), "penalty_alpha: got 0.6, allowed 0.0"),
+            (dict(num_return_sequences=2), "num_return_sequences: got 2, allowed 1"),
+            (dict(assistant_model=self.model), "assistant_model: got LlamaForCausalLM"),
+            (dict(generation_config="greedy"), "generation_config: got 'greedy', allowed a transformers.GenerationConfig"),
+            (dict(seed=[1, 2]), "seed: got 2 seeds, allowed one, or 3 (rows)"),
+            (dict(seed=[1]), "seed: got 1 seeds, allowed one, or 3 (rows)"),
+            (dict(seed=[[1, 2, 3]]), "seed: got 2 dimensions"),
+            (dict(seed=1.5), "seed: got 1.5, allowed whole numbers"),
         ):
+            params = {"seed": 0, **params}
             with self.refused(logitd.InvalidArgument, text):
-                generate(self.model, self.client, **self.prompt, seed=0, max_new_tokens=2, **params)
+                generate(self.model, self.client, **self.prompt, max_new_tokens=2, **params)
+        for name, value in (
+            ("do_sample", True),
+            ("temperature", 0.3),
+            ("num_beams", 3),
+            ("typical_p", 0.5),
+            ("penalty_alpha", 0.6),
+            ("num_return_sequences", 2),
+        ):
+            config = transformers.GenerationConfig(max_new_tokens=2)
+            setattr(config, name, value)
+            with self.refused(logitd.InvalidArgument, f"generation_config.{name}: got {value}, allowed"):
+                generate(self.model, self.client, **self.prompt, seed=0, generation_config=config)
+        async_client = logitd.AsyncClient  # the class, or an object of it
+        with self.refused(logitd.InvalidArgument, "client: got <class", "allowed a logitd.Client"):
+            generate(self.model, async_client, **self.prompt, seed=0, max_new_tokens=2)
         with self.refused(logitd.NotFound, "tiny"):
             generate(self.model, self.client, **self.prompt, seed=0, head="large", max_new_tokens=2)
         with self.assertRaisesRegex(RuntimeError, "attached"):
