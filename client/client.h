@@ -131,7 +131,8 @@ class SampleStream {
 // message larger than the server's transport takes, is final.
 class Client {
  public:
-  // INVALID_ARGUMENT: an address or option that cannot work. Connects at the first call, not here.
+  // INVALID_ARGUMENT: an address, an option or a file of TlsOptions that cannot work. NOT_FOUND: such
+  // a file cannot be read. Connects at the first call, not here.
   static absl::StatusOr<std::unique_ptr<Client>> Create(ClientOptions options);
   ~Client();
   Client(const Client&) = delete;

@@ -10,8 +10,10 @@
 
 namespace logitd::client {
 
+// The defaults outlast a server that starts, or starts again: the waits between the attempts last 3.5
+// to 6 s together, where the server states none.
 struct RetryOptions {
-  int max_attempts = 4;  // of one call, the first included; 1 or more
+  int max_attempts = 12;  // of one call, the first included; 1 or more
   absl::Duration initial_backoff = absl::Milliseconds(20);
   absl::Duration max_backoff = absl::Seconds(1);
 };
@@ -19,8 +21,8 @@ struct RetryOptions {
 // Batch work runs when the server has no interactive work.
 enum class Priority { kInteractive, kBatch };
 
-// Files are PEM. They must be readable when the Client is made, and are read again when they change:
-// the next connection uses what they hold then, open connections stay.
+// Files are PEM. They must be good when the Client is made, and are read again when they change: the
+// next connection uses what they hold then, open connections stay.
 struct TlsOptions {
   std::string ca_file;    // authorities of the server's certificate; empty: those of the system
   std::string cert_file;  // of the client, for mutual TLS, with `key_file`; empty: none
@@ -46,8 +48,7 @@ struct ClientOptions {
   absl::Duration deadline = absl::Seconds(30);  // of a whole call, all attempts and waits included
   RetryOptions retry;
   Priority priority = Priority::kInteractive;  // of all calls
-  // Names of all calls in the server's log; empty: none. server.proto says what is allowed; the
-  // server ignores others.
+  // Names of all calls in the server's log; empty: none. server.proto says what is allowed.
   std::string request_id;
   std::string traceparent;
   // Where the server refuses most calls of a method for its load, some are refused here and not sent:

@@ -1,4 +1,4 @@
-// logitd. Exit codes: 0 drained, 1 could not start, 2 bad usage, 3 all devices were lost, or one does
+// logitd. Exit codes: 0 drained, 1 could not start, 2 a bad flag or file, 3 all devices were lost, or one does
 // not end a batch (the orchestrator should start a new process).
 #include <stdlib.h>
 

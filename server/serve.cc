@@ -61,6 +61,7 @@ namespace logitd {
 namespace {
 
 constexpr int kCannotStart = 1;
+constexpr int kBadInput = 2;
 constexpr int kDeviceLost = 3;
 
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
@@ -153,9 +154,18 @@ void TuneMalloc() {
 // calls that was 4 to 7% of the samples.
 void TuneMutexes() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
 
+// Whether a flag, or a file that a flag names, must be mended first: no later start finds it better.
+// An address in use, memory or a device that does not answer may be there then.
+bool IsBadInput(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ||
+         absl::IsPermissionDenied(status) || absl::IsFailedPrecondition(status) ||
+         absl::IsOutOfRange(status) || absl::IsUnimplemented(status);
+}
+
+// Returns the exit code.
 int CannotStart(const absl::Status& status) {
   spdlog::error("the server cannot start: {}", status.ToString());
-  return kCannotStart;
+  return IsBadInput(status) ? kBadInput : kCannotStart;
 }
 
 // Ends the process without destroying objects that use the lost device, which could hang or crash.

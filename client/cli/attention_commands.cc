@@ -1,7 +1,6 @@
 // logitctl softmax and logitctl softmax-backward.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -18,6 +17,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/input.h"
 #include "client/cli/output.h"
+#include "client/cli/output_file.h"
 #include "client/client.h"
 #include "client/tensor_file.h"
 
@@ -93,10 +93,11 @@ v1::DType DTypeOf(const std::string& name, v1::DType otherwise) {
   return otherwise;
 }
 
-absl::Status CheckScale(float scale) {
-  if (std::isfinite(scale)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("--scale: got %g, allowed any finite number", scale));
+// A file that will be written; "" is none.
+absl::Status CheckOutput(absl::string_view flag, const std::string& file, v1::DType dtype) {
+  if (file.empty()) return absl::OkStatus();
+  absl::Status good = client::CheckSavable(file, dtype);
+  return good.ok() ? CheckWritable(flag, file) : good;
 }
 
 // Leased memory with copies of the inputs, one after another, and room for the answer.
@@ -148,7 +149,6 @@ absl::string_view Values(const client::AttentionResult& result, const Shared& sh
 }  // namespace
 
 int RunSoftmax(const Session& session, const SoftmaxFlags& flags) {
-  if (absl::Status status = CheckScale(flags.scale); !status.ok()) return BadInput(status);
   const absl::StatusOr<client::FileTensor> scores = LoadRows("--scores", flags.scores);
   if (!scores.ok()) return BadInput(scores.status());
   const absl::StatusOr<client::AttentionWindow> window =
@@ -176,13 +176,9 @@ int RunSoftmax(const Session& session, const SoftmaxFlags& flags) {
                     .shape = FourSizes(mask.shape),
                     .bytes = mask.bytes};
   }
-  for (const auto& [file, dtype] :
-       {std::pair{flags.out, request.out_dtype}, {flags.logsumexp, v1::DTYPE_F32}}) {
-    if (file.empty()) continue;
-    if (absl::Status status = client::CheckSavable(file, dtype); !status.ok()) {
-      return BadInput(status);
-    }
-  }
+  absl::Status good = CheckOutput("--out", flags.out, request.out_dtype);
+  if (good.ok()) good = CheckOutput("--logsumexp", flags.logsumexp, v1::DTYPE_F32);
+  if (!good.ok()) return BadInput(good);
   const absl::StatusOr<Shared> shared =
       MoveToArena(flags.arena, {scores->bytes}, OutBytes(*scores, request.out_dtype));
   if (!shared.ok()) return NoArena(session, shared.status());
@@ -200,13 +196,12 @@ int RunSoftmax(const Session& session, const SoftmaxFlags& flags) {
                                {reinterpret_cast<const char*>(result->logsumexp.data()),
                                 result->logsumexp.size() * sizeof(float)});
   }
-  if (!saved.ok()) return BadInput(saved);
+  if (!saved.ok()) return OutputFileLost(saved);
   return session.Show(
       AttentionOutput{.result = &*result, .shape = scores->shape, .file = flags.out});
 }
 
 int RunSoftmaxBackward(const Session& session, const SoftmaxBackwardFlags& flags) {
-  if (absl::Status status = CheckScale(flags.scale); !status.ok()) return BadInput(status);
   const absl::StatusOr<client::FileTensor> probs = LoadRows("--probs", flags.probs);
   if (!probs.ok()) return BadInput(probs.status());
   const absl::StatusOr<client::FileTensor> d_probs = LoadRows("--d-probs", flags.d_probs);
@@ -224,8 +219,8 @@ int RunSoftmaxBackward(const Session& session, const SoftmaxBackwardFlags& flags
   const absl::StatusOr<std::vector<float>> logsumexp = LoadFloats("--logsumexp", flags.logsumexp);
   if (!logsumexp.ok()) return BadInput(logsumexp.status());
   const v1::DType out_dtype = DTypeOf(flags.out_dtype, probs->dtype);
-  if (absl::Status status = client::CheckSavable(flags.out, out_dtype); !status.ok()) {
-    return BadInput(status);
+  if (absl::Status good = CheckOutput("--out", flags.out, out_dtype); !good.ok()) {
+    return BadInput(good);
   }
   const absl::StatusOr<Shared> shared =
       MoveToArena(flags.arena, {probs->bytes, d_probs->bytes}, OutBytes(*probs, out_dtype));
@@ -249,7 +244,7 @@ int RunSoftmaxBackward(const Session& session, const SoftmaxBackwardFlags& flags
   if (absl::Status saved =
           client::SaveTensor(flags.out, result->dtype, probs->shape, Values(*result, *shared));
       !saved.ok()) {
-    return BadInput(saved);
+    return OutputFileLost(saved);
   }
   return session.Show(
       AttentionOutput{.result = &*result, .shape = probs->shape, .file = flags.out});

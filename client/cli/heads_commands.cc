@@ -18,6 +18,10 @@ int RunLoadHead(const Session& session, const LoadHeadFlags& flags) {
   request.set_final_norm(flags.final_norm);
   request.set_vocab(flags.vocab);
   request.set_shard(flags.shard);
+  // Calls are tried again, loads are not: this call waits for a server that is not there yet.
+  if (const absl::Status there = session.client().Info().status(); !there.ok()) {
+    return session.CallFailed(there);
+  }
   absl::StatusOr<v1::Head> head = absl::UnknownError("");
   {
     Progress progress(flags.name);

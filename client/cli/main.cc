@@ -6,7 +6,7 @@
 #include <exception>
 #include <functional>
 #include <iostream>
-#include <map>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -16,6 +16,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/completion.h"
 #include "client/cli/unknown_word.h"
+#include "client/cli/usage.h"
 
 namespace logitd::cli {
 namespace {
@@ -136,37 +137,37 @@ constexpr char kCompletionExamples[] = R"(  . <(logitctl completion bash))";
 struct Command {
   CLI::App* app;
   std::function<int(const Session&)> run;
+  bool calls = true;  // a server; otherwise it has no flags for that
 };
 using Commands = std::vector<Command>;
 
-void AddCommonFlags(CLI::App* command, CommonFlags* common) {
+// A probe asks how the server is now. It does not wait until one has started, as other commands do.
+constexpr int kProbeAttempts = 4;
+bool IsProbe(const CLI::App& command) { return command.get_name() == "health"; }
+
+// For commands that call a server.
+void AddCallFlags(CLI::App* command, CommonFlags* common) {
   AddConnectionFlags(command, &common->connection);
-  command->add_option("--deadline", common->deadline_s, "seconds for one call, retries included")
-      ->check(CLI::Range(0.001, 86400.0))
+  Numbers(command->add_option("--deadline", common->deadline_s,
+                              "seconds for one call, retries included"),
+          0.001, 86400)
       ->capture_default_str();
-  command
-      ->add_option("--max-attempts", common->max_attempts,
-                   "attempts of one call while the server is full or away")
-      ->check(CLI::Range(1, 1000))
+  Integers(command->add_option("--max-attempts", common->max_attempts,
+                               "attempts of one call while the server is full or away"),
+           1, 1000)
+      ->default_str(absl::StrCat(IsProbe(*command) ? kProbeAttempts : common->max_attempts));
+  Words(command->add_option("--priority", common->priority,
+                            "batch: the server runs it when no interactive work waits"),
+        {"batch", "interactive"})
       ->capture_default_str();
-  command
-      ->add_option("--priority", common->priority,
-                   "interactive, or batch: the server runs it when no interactive work waits")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, client::Priority>{
-          {"interactive", client::Priority::kInteractive}, {"batch", client::Priority::kBatch}}));
-  const auto metadata = [](const std::string& value) {
-    const bool sendable =
-        std::all_of(value.begin(), value.end(), [](char c) { return c > ' ' && c <= '~'; });
-    return sendable ? std::string() : std::string("allowed visible ASCII without spaces");
-  };
-  command->add_option("--request-id", common->request_id, "names the call in the server's log")
-      ->check(metadata);
-  command
-      ->add_option("--traceparent", common->traceparent,
-                   "names it there too: W3C Trace Context, 00-TRACE-PARENT-FLAGS")
-      ->check(metadata);
-  command->add_option("--format", common->format, "how to print the answer")
-      ->check(CLI::IsMember({"table", "json"}))
+  command->add_option("--request-id", common->request_id, "names the call in the server's log");
+  command->add_option("--traceparent", common->traceparent,
+                      "names it there too: W3C Trace Context, 00-TRACE-PARENT-FLAGS");
+}
+
+void AddFormat(CLI::App* command, CommonFlags* common) {
+  Words(command->add_option("--format", common->format, "how to print the answer"),
+        {"table", "json"})
       ->capture_default_str();
 }
 
@@ -200,10 +201,10 @@ void AddArena(CLI::App* command, std::string* address,
 
 // After AddArena.
 void AddArenaKind(CLI::App* command, std::string* kind) {
-  command
-      ->add_option("--arena-kind", *kind,
-                   "the memory that is leased: the host's, or that of a GPU of this machine")
-      ->check(CLI::IsMember({"host", "cuda"}))
+  Words(command->add_option("--arena-kind", *kind,
+                            "the memory that is leased: the host's, or that of a GPU of this "
+                            "machine"),
+        {"host", "cuda"})
       ->needs("--arena")
       ->capture_default_str();
 }
@@ -246,6 +247,9 @@ void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
 }
 
 void AddSampling(CLI::App* command, SamplingFlags* flags) {
+  for (ParameterFlag& flag : flags->params) {
+    if (flag.names == "--seed") flag.help += "; default 0: the same tokens in every run";
+  }
   AddParameters(command, &flags->params);
   command
       ->add_option("--params", flags->file,
@@ -253,7 +257,10 @@ void AddSampling(CLI::App* command, SamplingFlags* flags) {
       ->type_name("FILE");
   command->add_option("--logit-bias", flags->logit_bias, "ID=VALUE, added to a logit; repeatable")
       ->delimiter(',');
-  command->add_option("--allow", flags->allow, "the only tokens that may be drawn: ID,ID,...")
+  Integers(
+      command->add_option("--allow", flags->allow, "the only tokens that may be drawn: ID,ID,..."),
+      0, std::numeric_limits<int32_t>::max())
+      ->type_name("ID")
       ->delimiter(',');
 }
 
@@ -299,8 +306,7 @@ void AddGenerate(CLI::App* app, Commands* commands) {
                       "a head of the server that is the model's; sends hidden states");
   AddArena(command, &flags->input.arena);
   AddArenaKind(command, &flags->input.arena_kind);
-  command->add_option("--tokens", flags->tokens, "how many to draw")
-      ->check(CLI::Range(1, 100000))
+  Integers(command->add_option("--tokens", flags->tokens, "how many to draw"), 1, 100000)
       ->capture_default_str();
   command->add_flag("--details", flags->details,
                     "a line for every token, with the --top-logprobs it was drawn from");
@@ -327,14 +333,16 @@ void AddScore(CLI::App* app, Commands* commands) {
 void AddAttention(CLI::App* command, AttentionFlags* flags, const char* logsumexp_help) {
   command->add_option("--window", flags->window,
                       "L,R: keys that a query sees to its left and right; inf: no bound");
-  command->add_option("--scale", flags->scale, "multiplies the scores")->capture_default_str();
+  FiniteNumbers(command->add_option("--scale", flags->scale, "multiplies the scores"))
+      ->capture_default_str();
   command
       ->add_option("--sinks", flags->sinks,
                    "a file [heads], f32: one logit per head that takes its share; 0 is softmax off "
                    "by one")
       ->type_name("FILE");
-  command->add_option("--out-dtype", flags->out_dtype, "of the answer; default: that of the input")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}));
+  Words(command->add_option("--out-dtype", flags->out_dtype,
+                            "of the answer; default: that of the input"),
+        {"f32", "f16", "bf16"});
   command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors to write")
       ->type_name("FILE")
       ->required();
@@ -386,8 +394,9 @@ void AddHeads(CLI::App* app, Commands* commands) {
       ->required();
   load->add_flag("--norm", flags->final_norm,
                  "with the model's final RMSNorm: callers send states from before it");
-  load->add_option("--vocab", flags->vocab, "rows to keep of a padded weight; 0: by the model")
-      ->check(CLI::Range(0, 1 << 20));
+  Integers(
+      load->add_option("--vocab", flags->vocab, "rows to keep of a padded weight; 0: by the model"),
+      0, 1 << 20);
   load->add_flag("--shard", flags->shard,
                  "cut the vocabulary over all devices, each of which holds a part");
   const auto [unload, unload_name] = AddCommand<std::string>(
@@ -415,7 +424,7 @@ void AddServer(CLI::App* app, Commands* commands) {
       {AddText(app, "token",
                "Makes a random token, and its SHA-256 for the server's --tokens file.",
                "  logitctl token\n  logitctl token --format json"),
-       &RunToken});
+       &RunToken, /*calls=*/false});
   const auto [health, flags] = AddCommand(
       app, commands, "health",
       "Whether the server serves (grpc.health.v1); exit code 0 only for SERVING.",
@@ -451,30 +460,33 @@ int Main(int argc, char** argv) {
     add(&app, &commands);
   }
   CommonFlags common;
-  for (const Command& command : commands) AddCommonFlags(command.app, &common);
+  for (const Command& command : commands) {
+    if (command.calls) AddCallFlags(command.app, &common);
+    AddFormat(command.app, &common);
+  }
   CLI::App* const completion = AddText(&app, "completion", kCompletionHelp, kCompletionExamples);
   std::string shell;
-  completion->add_option("SHELL", shell, "bash")->required()->check(CLI::IsMember({"bash"}));
+  Words(completion->add_option("SHELL", shell, "the shell"), {"bash"})->required();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     const std::string unknown = UnknownWord(app, {argv + 1, argv + argc});
-    if (error.get_exit_code() == 0 || unknown.empty()) {
-      return app.exit(error) == 0 ? kExitOk : kExitBadInput;
-    }
-    Complain(unknown);
+    Complain(unknown.empty() ? UsageText(error) : unknown, "--help says more");
     return kExitBadInput;
   }
   if (completion->parsed()) {
     Print(BashCompletion(app));
     return kExitOk;
   }
-  const absl::StatusOr<Session> session = Session::Open(common);
-  if (!session.ok()) return BadInput(session.status());
-  for (const Command& command : commands) {
-    if (command.app->parsed()) return command.run(*session);
+  const auto command = std::find_if(commands.begin(), commands.end(),
+                                    [](const Command& each) { return each.app->parsed(); });
+  if (command == commands.end()) return kExitBadInput;
+  if (IsProbe(*command->app) && command->app->count("--max-attempts") == 0) {
+    common.max_attempts = kProbeAttempts;
   }
-  return kExitBadInput;
+  const absl::StatusOr<Session> session = Session::Open(common);
+  return session.ok() ? command->run(*session) : BadInput(session.status());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <google/protobuf/reflection.h>
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
 #include "absl/strings/ascii.h"
@@ -73,6 +74,20 @@ std::string TypeName(const FieldDescriptor& field) {
   }
 }
 
+// The values that a flag of this type can have. The server knows which of them make sense.
+std::string AllowedValues(const FieldDescriptor& field, const std::string& type) {
+  std::string allowed = type;
+  client::VisitType(field, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+      if (field.enum_type() != nullptr) return;
+      allowed = absl::StrCat("integers ", std::numeric_limits<T>::min(), "..",
+                             std::numeric_limits<T>::max());
+    }
+  });
+  return allowed;
+}
+
 // Sets `field` of `params` to the values in `text`; with null only looks whether that is possible.
 // Returns the first value that is not one; empty: none.
 std::string SetValues(const FieldDescriptor& field, absl::string_view text, Message* params) {
@@ -119,7 +134,7 @@ bool ParameterFlag::is_switch() const { return field->cpp_type() == FieldDescrip
 std::string ParameterFlag::Fault(const std::string& value) const {
   const std::string wrong = SetValues(*field, value, nullptr);
   if (wrong.empty()) return "";
-  return absl::StrFormat("got %s, allowed %s", wrong, type);
+  return absl::StrFormat("got %s, allowed %s", wrong, AllowedValues(*field, type));
 }
 
 std::vector<ParameterFlag> FlagsOf(const google::protobuf::Descriptor& message,

@@ -14,6 +14,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/input.h"
 #include "client/cli/output.h"
+#include "client/cli/output_file.h"
 #include "client/cli/plot.h"
 #include "client/client.h"
 #include "client/language_model.h"
@@ -137,9 +138,12 @@ absl::StatusOr<client::ScoreResult> Score(const Session& session,
 
 int RunScore(const Session& session, const ScoreFlags& flags) {
   if (!flags.out.empty()) {
-    if (absl::Status good = client::CheckSavable(flags.out, v1::DTYPE_F32); !good.ok()) {
-      return BadInput(good);
-    }
+    absl::Status good = client::CheckSavable(flags.out, v1::DTYPE_F32);
+    if (good.ok()) good = CheckWritable("--out", flags.out);
+    if (!good.ok()) return BadInput(good);
+  }
+  if (!flags.plot.empty()) {
+    if (absl::Status good = CheckWritable("--plot", flags.plot); !good.ok()) return BadInput(good);
   }
   client::ScoreRequest request;
   if (absl::Status good = Apply(flags.params, &request.params); !good.ok()) return BadInput(good);
@@ -177,7 +181,7 @@ int RunScore(const Session& session, const ScoreFlags& flags) {
   if (saved.ok() && !flags.plot.empty()) {
     saved = PlotLosses(flags.plot, losses, answer.totals().loss_mean());
   }
-  return saved.ok() ? kExitOk : BadInput(saved);
+  return saved.ok() ? kExitOk : OutputFileLost(saved);
 }
 
 }  // namespace logitd::cli

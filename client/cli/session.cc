@@ -11,11 +11,31 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 
 namespace logitd::cli {
 
 namespace {
+
+// Options of the client, and the flags that set them here.
+struct FlagOf {
+  const char* option;
+  const char* flag;
+};
+constexpr FlagOf kFlags[] = {{"address", "--addr"},           {"tls.ca_file", "--tls-ca"},
+                             {"tls.cert_file", "--tls-cert"}, {"tls.key_file", "--tls-key"},
+                             {"request_id", "--request-id"},  {"traceparent", "--traceparent"}};
+
+// The same error with the name of the flag in place of the option's.
+absl::Status OfFlag(const absl::Status& status) {
+  for (const FlagOf& each : kFlags) {
+    absl::string_view text = status.message();
+    if (!absl::ConsumePrefix(&text, absl::StrCat(each.option, ": "))) continue;
+    return absl::Status(status.code(), absl::StrCat(each.flag, ": ", text));
+  }
+  return status;
+}
 
 bool lost = false;
 int lost_error = 0;  // the first errno of output that was lost; 0: not known
@@ -91,11 +111,12 @@ absl::StatusOr<Session> Session::Open(const CommonFlags& common) {
   if (!options.ok()) return options.status();
   options->deadline = absl::Seconds(common.deadline_s);
   options->retry.max_attempts = common.max_attempts;
-  options->priority = common.priority;
+  options->priority =
+      common.priority == "batch" ? client::Priority::kBatch : client::Priority::kInteractive;
   options->request_id = common.request_id;
   options->traceparent = common.traceparent;
   absl::StatusOr<std::unique_ptr<client::Client>> client = client::Client::Create(*options);
-  if (!client.ok()) return client.status();
+  if (!client.ok()) return OfFlag(client.status());
   Session session;
   session.client_ = *std::move(client);
   session.address_ = common.connection.address;

@@ -24,8 +24,8 @@ enum ExitCode {
 struct CommonFlags {
   ConnectionFlags connection;
   double deadline_s = 30;
-  int max_attempts = 4;
-  client::Priority priority = client::Priority::kInteractive;
+  int max_attempts = client::RetryOptions().max_attempts;
+  std::string priority = "interactive";  // or "batch"
   std::string request_id;
   std::string traceparent;
   std::string format = "table";  // or "json"

@@ -7,17 +7,18 @@
 #include <grpcpp/security/tls_credentials_options.h>
 
 #include <algorithm>
-#include <fstream>
 #include <memory>
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/transport/pem_files.h"
 
 namespace logitd::client {
 namespace {
@@ -35,17 +36,35 @@ std::vector<absl::string_view> Servers(absl::string_view address) {
   return {address};
 }
 
-bool HasPort(absl::string_view server) {
+// A name or an IPv4 address as it may be in DNS, or [IPv6]: not a URL, and no address whose own
+// colons hide where the port begins.
+bool IsHost(absl::string_view host) {
+  if (absl::ConsumePrefix(&host, "[") && absl::ConsumeSuffix(&host, "]")) {
+    const std::string ip(host.substr(0, host.find('%')));  // after it a zone: fe80::1%eth0
+    in6_addr parsed = {};
+    return inet_pton(AF_INET6, ip.c_str(), &parsed) == 1;
+  }
+  return !host.empty() && std::all_of(host.begin(), host.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '-' || c == '_';
+  });
+}
+
+bool IsHostAndPort(absl::string_view server) {
   const size_t colon = server.rfind(':');
+  if (colon == absl::string_view::npos) return false;
+  const absl::string_view digits = server.substr(colon + 1);
+  const bool number = std::all_of(digits.begin(), digits.end(), [](char c) {
+    return absl::ascii_isdigit(static_cast<unsigned char>(c));
+  });
   int port = 0;
-  return colon != absl::string_view::npos && colon > 0 &&
-         absl::SimpleAtoi(server.substr(colon + 1), &port) && port > 0 && port <= 65535;
+  return number && absl::SimpleAtoi(digits, &port) && port > 0 && port <= 65535 &&
+         IsHost(server.substr(0, colon));
 }
 
 bool IsAddress(const std::string& address) {
   if (absl::StartsWith(address, "unix:")) return address.size() > 5;
   const std::vector<absl::string_view> servers = Servers(address);
-  return std::all_of(servers.begin(), servers.end(), HasPort);
+  return std::all_of(servers.begin(), servers.end(), IsHostAndPort);
 }
 
 bool IsThisMachine(const std::string& address) {
@@ -85,26 +104,11 @@ absl::Status CheckToken(const ClientOptions& options) {
 // How often the files of the TLS options are looked at.
 constexpr unsigned kRefreshSeconds = 1;
 
-absl::Status CheckReadable(const std::string& path) {
-  if (path.empty()) return absl::OkStatus();
-  std::ifstream file(path);
-  if (file.peek() == std::ifstream::traits_type::eof()) {  // missing, a folder, or empty
-    return absl::NotFoundError(absl::StrFormat("%s: cannot be read", path));
-  }
-  return absl::OkStatus();
-}
-
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
     const ClientOptions& options) {
   if (!options.tls.has_value()) return grpc::InsecureChannelCredentials();
   const TlsOptions& tls = *options.tls;
-  if (tls.cert_file.empty() != tls.key_file.empty()) {
-    return absl::InvalidArgumentError(
-        "tls: got a certificate without a key or a key without a certificate, allowed both");
-  }
-  for (const std::string* path : {&tls.ca_file, &tls.cert_file, &tls.key_file}) {
-    if (absl::Status status = CheckReadable(*path); !status.ok()) return status;
-  }
+  if (absl::Status status = CheckPemFiles(tls); !status.ok()) return status;
   // gRPC's own reader of files: it looks at them every second and hands on a certificate and a key
   // only if both were read. Without a file of authorities, its default ones count.
   grpc::experimental::TlsChannelCredentialsOptions tls_options;
@@ -123,10 +127,9 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
 absl::Status CheckOptions(const ClientOptions& options) {
   if (!IsAddress(options.address)) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("address: got \"%s\", allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT, "
-                        "ipv6:[A]:PORT,[B]:PORT or "
-                        "dns:///HOST:PORT",
-                        options.address));
+        absl::StrFormat("address: got \"%s\", allowed HOST:PORT, [IPv6]:PORT, unix:PATH, "
+                        "ipv4:A:PORT,B:PORT, ipv6:[A]:PORT,[B]:PORT or dns:///HOST:PORT",
+                        absl::CHexEscape(options.address)));
   }
   if (options.retry.max_attempts < 1) {
     return absl::InvalidArgumentError(absl::StrFormat(

@@ -20,6 +20,7 @@
 #include "formats/json_fields.h"
 #include "formats/safetensors.h"
 #include "kernels/status_macros.h"
+#include "server/engine/model_types.h"
 
 namespace logitd::engine {
 namespace {
@@ -89,7 +90,7 @@ constexpr const char* kSoftcaps[] = {"final_logit_softcapping", "logits_soft_cap
                                      "output_logit_soft_cap"};
 constexpr std::string_view kSettings[] = {
     "vocab_size",   "unpadded_vocab_size", "tie_word_embeddings", "is_encoder_decoder",
-    "rms_norm_eps", "dim_model_base",      "model_type"};
+    "rms_norm_eps", "dim_model_base",      "model_type",          "norm_head"};
 
 // Settings that these models have by default: a configuration may leave them out, and then says
 // nothing of their value.
@@ -109,8 +110,13 @@ constexpr NeededSetting kNeededSettings[] = {
 
 // Keys by which models change their logits in ways that are not part of transformers, and not
 // known here: Phi-3-small, Cerebras and Jais, Grok.
-constexpr const char* kOtherScales[] = {"mup_width_multiplier", "mup_output_alpha",
-                                        "output_multiplier_scale"};
+constexpr const char* kOtherScales[] = {"mup_width_multiplier", "mup_width_scale",
+                                        "mup_output_alpha", "output_multiplier_scale"};
+// Bailing (Ling) normalises the rows of its head's weight where this says so.
+constexpr char kNormHead[] = "norm_head";
+// Baichuan 2 always does; only Baichuan 1 has this vocabulary.
+constexpr char kBaichuan[] = "baichuan";  // as part of model_type
+constexpr int64_t kBaichuan1Vocab = 64000;
 
 // model_type of models whose final RMSNorm multiplies by 1 + weight; of models with similar names
 // whose norm multiplies by weight; and parts of names for which one of the two must be known.
@@ -378,6 +384,11 @@ class Settings {
     if (const formats::JsonValue* value = Find(key); value != nullptr) Fail(key, *value, "none");
   }
 
+  void RefuseTrue(const char* key) {
+    const formats::JsonValue* value = Find(key);
+    if (value != nullptr && *value != formats::JsonValue(false)) Fail(key, *value, "false");
+  }
+
   std::string Text(const char* key) {
     const formats::JsonValue* value = Find(key);
     const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
@@ -517,8 +528,24 @@ absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSo
   return absl::OkStatus();
 }
 
+// Refuses models that normalise their head's weight: with the weight as it is stored, their logits
+// would be wrong without a sign of it.
+absl::Status CheckNormalised(Settings& settings) {
+  const std::string type = settings.Text("model_type");
+  if (absl::StrContains(type, kBaichuan) &&
+      (type != kBaichuan || settings.Size("vocab_size") != kBaichuan1Vocab)) {
+    return FileError(settings.where(),
+                     absl::StrFormat("model_type: got %s, which normalises the weight of its head; "
+                                     "allowed is only its first version, with a vocab_size of %d",
+                                     formats::Shown(type), kBaichuan1Vocab));
+  }
+  settings.RefuseTrue(kNormHead);
+  return settings.status();
+}
+
 // Refuses models whose logits are not a product with the last hidden states.
-absl::Status CheckKind(const Tensors& tensors, const Settings& settings) {
+absl::Status CheckKind(const Tensors& tensors, Settings& settings) {
+  LOGITD_RETURN_IF_ERROR(CheckNormalised(settings));
   // T5 scales its states if it ties its embeddings; BART and others add a bias.
   if (settings.IsEverywhere("is_encoder_decoder", true) &&
       !settings.IsEverywhere("tie_word_embeddings", false)) {
@@ -652,6 +679,9 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   }
   LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
   if (request.final_norm) LOGITD_RETURN_IF_ERROR(FindNorm(*tensors, *settings, &head));
+  if (std::string type = settings->Text("model_type"); !type.empty() && !IsSurveyed(type)) {
+    head.unknown_type = std::move(type);
+  }
   return head;
 }
 

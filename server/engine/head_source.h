@@ -35,6 +35,7 @@ struct HeadSource {
   float norm_epsilon = 0.0f;
   float scale = 1.0f;  // of the logits, bias included
   float softcap = 0.0f;
+  std::string unknown_type;  // the model_type, where it is given and not IsSurveyed
 };
 
 // Errors: those of Heads::Load about files and settings. Thread-safe.

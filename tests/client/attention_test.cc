@@ -457,7 +457,7 @@ TEST(AttentionUsageTest, BadUsageIs2AndSaysWhy) {
     const char* error;
   };
   const Case cases[] = {
-      {{"softmax", "--scores", npy}, "--out is required"},
+      {{"softmax", "--scores", npy}, "--out: got nothing, allowed a value: it is required"},
       {{"softmax", "--scores", row, "--out", out}, "shape: got [2], allowed [queries,keys]"},
       {{"softmax", "--scores", flags, "--out", out}, "dtype '|b1'; allowed: <f4, <f2"},
       {{"softmax", "--scores", npy, "--out", dir.path("out.txt")}, "allowed: FILE.npy"},
@@ -469,7 +469,18 @@ TEST(AttentionUsageTest, BadUsageIs2AndSaysWhy) {
        "allowed: one of them"},
       {{"softmax", "--scores", npy, "--out", out, "--mask", dir.path("none.npy")}, "none.npy"},
       {{"softmax", "--scores", npy, "--out", out, "--sinks", half}, "dtype: got f16, allowed f32"},
-      {{"softmax", "--scores", npy, "--out", out, "--scale", "inf"}, "--scale: got inf"},
+      {{"softmax", "--scores", npy, "--out", out, "--scale", "inf"},
+       "--scale: got \"inf\", allowed any finite number"},
+      {{"softmax", "--scores", npy, "--out", out, "--scale", "abc"},
+       "--scale: got \"abc\", allowed any finite number"},
+      {{"softmax", "--scores", npy, "--out", out, "--out-dtype", "foo"},
+       "--out-dtype: got \"foo\", allowed f32, f16, bf16"},
+      {{"softmax", "--scores", npy, "--out", dir.path("none/o.npy")},
+       "none/o.npy (No such file or directory), allowed a file that can be written"},
+      {{"softmax", "--scores", npy, "--out", out, "--logsumexp", dir.path("none/l.npy")},
+       "none/l.npy (No such file or directory), allowed a file that can be written"},
+      {{"softmax-backward", "--probs", npy, "--d-probs", npy, "--out", dir.path("none/o.npy")},
+       "none/o.npy (No such file or directory), allowed a file that can be written"},
       {{"softmax-backward", "--probs", npy, "--d-probs", half, "--out", out},
        "allowed [1,2] of f32 as --probs"},
   };

@@ -192,7 +192,9 @@ TEST(DecodeTest, AnAnswerThatDisagreesWithItselfIsInternal) {
 
 TEST(ClientTest, RefusesOptionsThatCannotWork) {
   for (const char* address :
-       {"", "localhost", "localhost:", ":80", "localhost:x", "localhost:70000", "unix:"}) {
+       {"", "localhost", "localhost:", ":80", "localhost:x", "localhost:70000", "localhost:+80",
+        "unix:", "http://localhost:80", "localhost:80/", "::1:80", "[::1:80", "[localhost]:80",
+        "a b:80", " localhost:80", "dns:///", "dns:///http://a:80", "ipv4:1.2.3.4:80,::1:80"}) {
     EXPECT_EQ(Client::Create({.address = address}).status().code(),
               absl::StatusCode::kInvalidArgument)
         << address;
@@ -200,7 +202,11 @@ TEST(ClientTest, RefusesOptionsThatCannotWork) {
   EXPECT_FALSE(Client::Create({.deadline = absl::ZeroDuration()}).ok());
   EXPECT_FALSE(Client::Create({.deadline = absl::InfiniteDuration()}).ok());
   EXPECT_FALSE(Client::Create({.retry = {.max_attempts = 0}}).ok());
-  for (const char* address : {"localhost:80", "[::1]:80", "unix:/tmp/x", "unix:relative"}) {
+  EXPECT_FALSE(Client::Create({.request_id = "a b"}).ok());
+  EXPECT_FALSE(Client::Create({.traceparent = "x"}).ok());
+  for (const char* address : {"localhost:80", "[::1]:80", "[fe80::1%eth0]:80", "unix:/tmp/x",
+                              "unix:relative", "a-b.c_d.example:80", "dns:///a.example:80",
+                              "ipv4:1.2.3.4:80,5.6.7.8:81", "ipv6:[::1]:80,[::2]:81"}) {
     EXPECT_TRUE(Client::Create({.address = address}).ok()) << address;
   }
 }
@@ -432,6 +438,21 @@ TEST(RetryTest, AServerThatComesUpLaterIsFoundSoon) {
   const absl::Duration took = absl::Now() - up;
   RecordProperty("milliseconds", static_cast<int>(absl::ToInt64Milliseconds(took)));
   EXPECT_LT(took, absl::Seconds(1));
+}
+
+TEST(RetryTest, TheDefaultsOutlastARestart) {
+  TempDir dir;
+  const std::string path = dir.path("late.sock");
+  auto client = Connect("unix:" + path);
+  std::unique_ptr<FakeServer> server;
+  std::thread late([&] {
+    absl::SleepFor(absl::Seconds(2));
+    server = std::make_unique<FakeServer>(nullptr, path);
+  });
+  const absl::StatusOr<TopKResult> result = client->TopK(OneRow());
+  late.join();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_GT(result->attempts, 4);
 }
 
 TEST(RetryTest, AServerThatComesUpDuringABackoffIsThereAfterIt) {

@@ -224,5 +224,39 @@ TEST(TlsOptionsTest, FilesThatCannotBeReadAreNamed) {
               HasSubstr("allowed both"));
 }
 
+TEST(TlsOptionsTest, FilesWithoutPemOfTheirKindAreRefused) {
+  const testing::Authority authority;
+  const testing::Issued mine = authority.Issue({});
+  const testing::Issued other = authority.Issue({});
+  testing::TempDir dir;
+  const std::string ca = dir.Write("ca", authority.pem());
+  const std::string cert = dir.Write("cert", mine.certificate);
+  const std::string key = dir.Write("key", mine.key);
+  const std::string wrong = dir.Write("wrong", "\x93NUMPY");
+  const struct {
+    client::TlsOptions tls;
+    const char* error;  // nullptr: none
+  } cases[] = {
+      {{.ca_file = ca, .cert_file = cert, .key_file = key}, nullptr},
+      {{.ca_file = wrong}, "wrong, allowed certificates in PEM"},
+      {{.ca_file = key}, "key, allowed certificates in PEM"},
+      {{.ca_file = ca, .cert_file = wrong, .key_file = key}, "wrong, allowed certificates in PEM"},
+      {{.cert_file = cert, .key_file = wrong}, "wrong, allowed a private key in PEM"},
+      {{.cert_file = cert, .key_file = dir.Write("other", other.key)},
+       "other, allowed the key of the certificate in "},
+  };
+  for (const auto& test : cases) {
+    client::ClientOptions options;
+    options.tls = test.tls;
+    const absl::Status status = client::Client::Create(options).status();
+    if (test.error == nullptr) {
+      EXPECT_TRUE(status.ok()) << status;
+    } else {
+      EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(test.error));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace logitd

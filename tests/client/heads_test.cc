@@ -244,7 +244,7 @@ TEST(HeadsCommandTest, AServerWhoseHeadCannotBeLoadedDoesNotStart) {
   const Ran ran = RunBinary(
       "logitd", {"--backend", "cpu", "--listen", "unix:" + dir.path("socket"), "--metrics-listen",
                  "off", "--max-request-bytes", "1MiB", "--head", "a=" + dir.path("none")});
-  EXPECT_EQ(ran.code, 1);
+  EXPECT_EQ(ran.code, 2) << "of a bad flag, which a new start does not mend";
   EXPECT_THAT(ran.err, AllOf(HasSubstr("cannot start: NOT_FOUND: head a: "),
                              HasSubstr("none: No such file or directory")));
 }

@@ -9,14 +9,18 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "logitd/v1/sampler.pb.h"
 #include "tests/client/fake_server.h"
 #include "tests/client/subprocess.h"
@@ -37,6 +41,7 @@ using ::logitd::testing::TempDir;
 using ::logitd::testing::TinyModel;
 using ::testing::AllOf;
 using ::testing::Contains;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
@@ -113,6 +118,12 @@ TEST(LogitctlTest, EverySubcommandShowsItsOwnExamples) {
   }
 }
 
+TEST(LogitctlTest, TokenHasNoFlagsOfCalls) {
+  EXPECT_THAT(Logitctl({"token", "--help"}).out,
+              AllOf(HasSubstr("--format"), Not(HasSubstr("--addr")), Not(HasSubstr("--deadline")),
+                    Not(HasSubstr("--priority")), Not(HasSubstr("--tls"))));
+}
+
 TEST(LogitctlTest, VersionIsThatOfTheProjectAndOfGrpc) {
   const Ran ran = Logitctl({"--version"});
   EXPECT_EQ(ran.code, 0);
@@ -183,23 +194,48 @@ TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
       {{"heads", "unload", "x", "--fromat=json"}, "the nearest is --format"},
       {{"topk", "--logits", npy, "--xyzzyxyzzy"}, "logitctl topk, allowed are those of --help"},
       {{"--addr", "x", "topk"}, "--addr: got before a subcommand, allowed after it: logitctl topk"},
-      {{"topk", "--text", "--topk", "--logits", npy}, "and 2 were given"},  // the value of a flag
-      {{"topk"}, "Exactly 1 option from [--logits,--text] is required"},
-      {{"topk", "--logits", npy, "--text", "x"}, "and 2 were given"},
-      {{"topk", "--logits", npy, "--k", "x"}, "--k"},
+      {{"topk", "--text", "--topk", "--logits", npy}, "got 2 of these"},  // the value of a flag
+      {{"topk"}, "[--logits,--text]: got none of these, allowed exactly 1"},
+      {{"topk", "--logits", npy, "--text", "x"},
+       "[--logits,--text]: got 2 of these, allowed exactly 1"},
+      {{"topk", "--logits", npy, "--k", "x"}, "--k: got \"x\", allowed integers"},
+      {{"topk", "--logits", npy, "--k"}, "--k: got no value, allowed INTEGER"},
+      {{"topk", "--logits", npy, "--k", "99999999999999999999"},
+       "--k: got \"99999999999999999999\", allowed integers -2147483648..2147483647"},
+      {{"sample", "--logits", npy, "--seed", "-1"},
+       "--seed: got \"-1\", allowed integers 0..18446744073709551615"},
+      {{"sample", "--logits", npy, "--top-p", "x"}, "--top-p: got \"x\", allowed NUMBER"},
+      {{"sample", "--logits", npy, "--allow", "1,x"},
+       "--allow: got \"x\", allowed integers 0..2147483647"},
+      {{"sample", "--logits", npy, "--rank=abc"}, "--rank: got \"abc\", allowed "},
+      {{"sample", "--logits", npy, "--ring"}, "--ring: got without --arena, allowed with it"},
+      {{"sample", "--logits", npy, "--arena", "unix:x", "--arena-kind", "gpu"},
+       "--arena-kind: got \"gpu\", allowed host, cuda"},
       {{"topk", "--logits", npy, "--k", "0"}, "--k: got 0, allowed 1..3 (the vocabulary)"},
       {{"topk", "--logits", npy, "--k", "4"}, "--k: got 4, allowed 1..3 (the vocabulary)"},
       {{"topk", "--logits", npy, "--k", "1", "--temperature", "0"},
        "--temperature: got 0, allowed"},
       {{"topk", "--logits", npy, "--k", "1", "--temperature", "nan"},
        "--temperature: got nan, allowed"},
-      {{"topk", "--logits", npy, "--k", "1", "--format", "xml"}, "--format"},
+      {{"topk", "--logits", npy, "--k", "1", "--format", "xml"},
+       "--format: got \"xml\", allowed table, json"},
       {{"topk", "--logits", npy, "--k", "1", "--addr", "nowhere"},
-       "address: got \"nowhere\", allowed HOST:PORT, unix:PATH, ipv4:A:PORT,"},
+       "--addr: got \"nowhere\", allowed HOST:PORT, [IPv6]:PORT, unix:PATH, ipv4:A:PORT,"},
+      {{"info", "--addr", "http://host:7450"}, "--addr: got \"http://host:7450\", allowed HOST:"},
+      {{"info", "--addr", "::1:7450"}, "--addr: got \"::1:7450\", allowed HOST:PORT"},
+      {{"info", "--addr", "a b:1"}, "--addr: got \"a b:1\", allowed HOST:PORT"},
+      {{"info", "--tls-ca", npy}, "--tls-ca: got "},
+      {{"info", "--tls=abc"}, "--tls: got \"abc\", allowed no value, true or false"},
+      {{"info", "--traceparent", "x"}, "--traceparent: got \"x\", allowed 00-TRACE-PARENT-FLAGS"},
+      {{"info", "--request-id", "a b"}, "--request-id: got \"a b\", allowed 1 to 128 visible"},
+      {{"info", "--max-attempts", "0"}, "--max-attempts: got \"0\", allowed integers 1..1000"},
+      {{"info", "--priority", "high"}, "--priority: got \"high\", allowed batch, interactive"},
+      {{"token", "--addr", "127.0.0.1:1"}, "--addr: got an unknown flag of logitctl token"},
+      {{"completion", "fish"}, "SHELL: got \"fish\", allowed bash"},
       {{"topk", "--logits", dir.path("none.npy"), "--k", "1"}, "none.npy: No such file"},
       {{"topk", "--logits", dir.Write("b.npy", "x"), "--k", "1"}, "not an npy file"},
       {{"topk", "--text", "x", "--model", dir.path("none")}, "none/config.json"},
-      {{"info", "--deadline", "-1"}, "--deadline"},
+      {{"info", "--deadline", "-1"}, "--deadline: got \"-1\", allowed numbers 0.001..86400"},
   };
   for (const Case& test : cases) {
     const Ran ran = Logitctl(test.args);
@@ -305,6 +341,7 @@ TEST(LogitctlTest, EveryParameterOfTheProtoIsAFlagWithItsComment) {
     }
     EXPECT_GT(flags, 1);
   }
+  EXPECT_THAT(Logitctl({"sample", "--help"}).out, HasSubstr("default 0: the same tokens"));
   EXPECT_THAT(Logitctl({"sample", "--help"}).out,
               HasSubstr("Keeps the k highest logits, 0 to V; 0 and V keep all; default 0"));
 }
@@ -321,7 +358,7 @@ TEST(LogitctlTest, AFlagTakesOneValuePerRow) {
   EXPECT_EQ(json["indices"], nlohmann::json({2, 0, 1}));
   const Ran bad = Logitctl({"topk", "--addr", server.address(), "--logits", npy, "--k", "1,x"});
   EXPECT_EQ(bad.code, 2);
-  EXPECT_THAT(bad.err, HasSubstr("--k: got \"x\", allowed INTEGER"));
+  EXPECT_THAT(bad.err, HasSubstr("--k: got \"x\", allowed integers"));
 }
 
 TEST(LogitctlTest, BigFilesGoInPiecesThatFit) {
@@ -420,6 +457,31 @@ TEST(LogitctlTest, NobodyThereIs3WithAHint) {
     EXPECT_THAT(ran.err,
                 AllOf(HasSubstr("UNAVAILABLE"), HasSubstr("is logitd running at " + address)));
   }
+}
+
+// As in `logitd & logitctl info`.
+TEST(LogitctlTest, ACommandWaitsForAServerThatStarts) {
+  TempDir dir;
+  const std::string path = dir.path("late.sock");
+  std::unique_ptr<FakeServer> server;
+  std::thread late([&] {
+    absl::SleepFor(absl::Seconds(2));
+    server = std::make_unique<FakeServer>(nullptr, path);
+  });
+  const Ran ran = Logitctl({"info", "--addr", "unix:" + path});
+  late.join();
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr("logitd 1.2.3"));
+}
+
+// A container's health check has three seconds.
+TEST(LogitctlTest, HealthDoesNotWaitForAServerThatStarts) {
+  TempDir dir;
+  const Ran ran = Logitctl({"health", "--addr", "unix:" + dir.path("nobody")});
+  EXPECT_EQ(ran.code, 3);
+  EXPECT_THAT(ran.err, HasSubstr("gave up after 4 attempts"));
+  EXPECT_THAT(Logitctl({"health", "--help"}).out, ContainsRegex("--max-attempts 1..1000.+4"));
+  EXPECT_THAT(Logitctl({"info", "--help"}).out, ContainsRegex("--max-attempts 1..1000.+12"));
 }
 
 TEST(LogitctlTest, HealthSaysItByExitCode) {

@@ -150,7 +150,7 @@ TEST(RoundRobinTest, EveryServerNeedsAPortAndATokenStaysOnThisMachine) {
   for (const char* address :
        {"ipv4:127.0.0.1", "ipv4:127.0.0.1:1,127.0.0.2", "dns:///name", "ipv4:", "ipv6:[::1]:0"}) {
     EXPECT_THAT(std::string(client::Client::Create({.address = address}).status().message()),
-                HasSubstr("allowed HOST:PORT, unix:PATH, ipv4:A:PORT,B:PORT"));
+                HasSubstr("allowed HOST:PORT, [IPv6]:PORT, unix:PATH, ipv4:A:PORT,B:PORT"));
   }
   const std::string token(32, 'a');
   EXPECT_TRUE(

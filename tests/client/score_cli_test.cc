@@ -6,6 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -179,15 +182,30 @@ TEST_F(ScoreCliTest, LogitctlPlotsALossAloneAndNone) {
   EXPECT_EQ(run({-INFINITY, 0}), 0);
 }
 
+// A disk that is full by then. The exit code is that of other output that is lost.
 TEST_F(ScoreCliTest, LogitctlPrintsItsResultsAlsoWhereAFileCannotBeWritten) {
   const std::string npy = dir_.Write("a.npy", NpyF32(2, 3, {0, 1, 2, 3, 4, 5}));
   const std::string ids = dir_.Write("t.npy", Ids({1, 2}));
-  for (const auto& [flag, name] : {std::pair("--out", "none/x.npy"), {"--plot", "none/x.png"}}) {
+  for (const auto& [flag, name] : {std::pair("--out", "full.npy"), {"--plot", "full.png"}}) {
+    std::filesystem::create_symlink("/dev/full", dir_.path(name));
     const Ran ran = Logitctl({"score", "--logits", npy, "--targets", ids, flag, dir_.path(name)});
-    EXPECT_EQ(ran.code, 2) << flag;
-    EXPECT_THAT(ran.err, HasSubstr(name));
+    EXPECT_EQ(ran.code, 1) << flag;
+    EXPECT_THAT(ran.err, AllOf(HasSubstr("output was lost: "), HasSubstr(name)));
     EXPECT_THAT(ran.out, HasSubstr("2 rows: 2 counted"));
   }
+}
+
+TEST_F(ScoreCliTest, AFailedCallLeavesTheFilesAsTheyWere) {
+  const std::string npy = dir_.Write("a.npy", NpyF32(1, 3, {0, 1, 2}));
+  const std::string ids = dir_.Write("t.npy", Ids({3}));  // not of this vocabulary
+  const std::string old = dir_.Write("old.npy", "precious");
+  const std::string fresh = dir_.path("new.png");
+  const Ran ran =
+      Logitctl({"score", "--logits", npy, "--targets", ids, "--out", old, "--plot", fresh});
+  EXPECT_EQ(ran.code, 2) << ran.err;
+  std::ifstream in(old);
+  EXPECT_EQ((std::string{std::istreambuf_iterator<char>(in), {}}), "precious");
+  EXPECT_FALSE(std::filesystem::exists(fresh));
 }
 
 TEST_F(ScoreCliTest, AHeadThatDoesNotFitTheModelIsBadUsage) {
@@ -341,7 +359,7 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
     const char* error;
   };
   const Case cases[] = {
-      {{"score"}, "Exactly 1 option from [--logits,--hidden,--text,--text-file] is required"},
+      {{"score"}, "[--logits,--hidden,--text,--text-file]: got none of these, allowed exactly 1"},
       {{"score", "--logits", npy}, "--targets is missing"},
       {{"score", "--hidden", npy, "--targets", ids}, "--head is missing"},
       {{"score", "--logits", npy, "--targets", ids, "--head", "h"}, "--head next to --logits"},
@@ -358,6 +376,12 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
        "text: got 1100000 tokens, allowed 1..1036430, because all their logits are kept"},
       {{"score", "--logits", npy, "--targets", ids, "--smoothing", "x"}, "--smoothing"},
       {{"score", "--logits", npy, "--targets", ids, "--out", "x.txt"}, "x.txt"},
+      {{"score", "--logits", npy, "--targets", ids, "--out", dir.path("none/x.npy")},
+       "none/x.npy (No such file or directory), allowed a file that can be written"},
+      {{"score", "--logits", npy, "--targets", ids, "--plot", dir.path("none/x.png")},
+       "none/x.png (No such file or directory), allowed a file that can be written"},
+      {{"score", "--logits", npy, "--targets", ids, "--plot", dir.path("")},
+       " (Is a directory), allowed a file that can be written"},
       {{"topk", "--logits", npy, "--head", "h"}, "--logits"},
       {{"sample", "--logits", npy, "--head", "h"}, "--logits"},
   };

@@ -20,8 +20,6 @@ from tools import ROOT
 PAGES = ("README.md", "docs/deploying.md")  # their blocks run here
 CHECKED = (*PAGES, "docs/python.md", "docs/operations.md")
 BLOCK = re.compile(r"^```(sh|python) *(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# A reader is slower than a server's start.
-READY = "until logitctl health {} >/dev/null 2>&1; do kill -0 $!; sleep 0.05; done"
 
 
 def blocks(page):
@@ -38,16 +36,7 @@ def script_of(page):
         if language == "python":
             script.append(f"python3 - <<'END_OF_PYTHON'\n{text}END_OF_PYTHON")
             continue
-        for command in re.sub(r"\\\n", " ", text).splitlines():
-            script.append(command)
-            server = re.match(r"(?:\S*/)?logitd\b([^#]*)&\s*(?:#.*)?$", command)
-            if server:
-                address = re.search(r"--listen (\S+)", server[1])
-                secure = " --tls-ca tls.crt" if "--tls-cert" in command else ""
-                script.append(READY.format(f"--addr {address[1]}{secure}" if address else ""))
-            elif re.search(r"haproxy .*&$", command):
-                bind = re.search(r"LOGITD_BIND=(\S+)", command)[1]
-                script.append(READY.format(f"--addr {bind} --tls-ca tls.crt"))
+        script.append(text)
     return "\n".join(script) + "\n"
 
 
@@ -64,15 +53,30 @@ class DocsTest(unittest.TestCase):
                 if language == "sh":
                     self.assertTrue(how in known or (ROOT / how).is_file() and how, f"{page}: {how!r}: {block}")
 
+    def test_what_the_readme_starts_with_is_installed(self):
+        """By scripts/setup as scripts/demo runs it, without --checks."""
+        (base,) = re.findall(r"^packages=\((.*?)^\)", (ROOT / "scripts/setup").read_text(), re.MULTILINE | re.DOTALL)
+        base = re.sub(r"#.*", "", base).split()
+        text = "".join(block for _, _, block in blocks("README.md"))
+        for used, package in (("import numpy", "python3-numpy"), ("python3 -m venv", "python3-venv")):
+            self.assertIn(used, text)
+            self.assertIn(package, base)
+
+    def test_pip_installs_into_a_virtual_environment(self):
+        """Debian's Python refuses the rest: externally-managed-environment."""
+        for page in CHECKED:
+            for _, how, block in blocks(page):
+                for line in block.splitlines():
+                    if "pip install" in line:
+                        self.assertRegex(line, r"venv/bin/pip install", f"{page}: {how}")
+
     def run_page(self, page):
         program("haproxy")
         isolated = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
         if subprocess.run([*isolated, "ip", "link", "set", "lo", "up"], check=False, capture_output=True).returncode:
             self.skipTest("may not make a network namespace")
         script = script_of(page)
-        starts = len(re.findall(r"logitd\b[^#\n]*&\s*(?:#.*)?$|haproxy [^#\n]*&$", script, re.MULTILINE))
-        self.assertGreater(starts, 0, "nothing of the page runs")
-        self.assertEqual(script.count("until logitctl health"), starts)
+        self.assertRegex(script, r"(?m)^(\S*/)?logitd\b[^#\n]*&", "nothing of the page runs")
         with tempfile.TemporaryDirectory() as name:
             place = pathlib.Path(name)
             python_client(place / "package")

@@ -359,10 +359,16 @@ TEST_F(TlsTest, AWrongFileAtTheStartSaysSo) {
   flags.push_back("--metrics-listen=off");
   files_.WriteServer(authority_.IssueServer(/*to_seconds=*/-1));
   const Ended expired = RunToEnd(flags);
-  EXPECT_EQ(expired.exit_code, 1);
+  EXPECT_EQ(expired.exit_code, 2);
   EXPECT_THAT(expired.text, HasSubstr("expired"));
+  files_.Write("cert", "broken");
+  const Ended broken = RunToEnd(flags);
+  EXPECT_EQ(broken.exit_code, 2);
+  EXPECT_THAT(broken.text, HasSubstr("got no certificate, allowed PEM"));
   fs::remove(files_.Path("cert"));
-  EXPECT_THAT(RunToEnd(flags).text, HasSubstr("allowed a file that exists"));
+  const Ended missing = RunToEnd(flags);
+  EXPECT_EQ(missing.exit_code, 2);
+  EXPECT_THAT(missing.text, HasSubstr("allowed a file that exists"));
 }
 
 // --- the life of connections

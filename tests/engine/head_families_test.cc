@@ -18,6 +18,7 @@
 #include "absl/strings/str_format.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
+#include "server/engine/model_types.h"
 #include "tests/fake_backend.h"
 #include "tests/tree.h"
 
@@ -95,6 +96,7 @@ TEST_F(HeadFamiliesTest, LogitsAreThoseOfTransformersOrTheHeadIsRefused) {
   for (const auto& entry : std::filesystem::directory_iterator(files_ + "/families")) {
     const std::string name = entry.path().filename();
     SCOPED_TRACE(name);
+    EXPECT_TRUE(IsSurveyed(name));
     const auto head =
         heads_.Load({.name = name, .path = entry.path()}, [](const HeadProgress&) { return true; });
     if (const auto it = refused.find(name); it != refused.end()) {

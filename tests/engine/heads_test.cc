@@ -4,12 +4,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -28,6 +32,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST_F(HeadsTest, AFileWithTheUsualNamesIsRead) {
   const auto head = Load(Request("named.safetensors"));
@@ -223,6 +228,13 @@ TEST_F(HeadsTest, ABadHeadIsRefusedWithItsReasonAndLeavesNothing) {
            {"tied_encoder_decoder", kInvalid, {"is_encoder_decoder: got true with tied"}},
            {"final_logits_bias", kInvalid, {"tensor 'final_logits_bias': got one"}},
            {"vocab_beyond", kInvalid, {"config.json: vocab_size: got 5, allowed 1 to 4"}},
+           {"other_width.safetensors", kInvalid, {"mup_width_scale: got 0.1, allowed none"}},
+           {"baichuan2",
+            kInvalid,
+            {"model_type: got 'baichuan', which normalises the weight of its head", "64000"}},
+           {"baichuan_of_unknown_size", kInvalid, {"model_type: got 'baichuan', which normalises"}},
+           {"baichuan_m1", kInvalid, {"model_type: got 'baichuan_m1', which normalises"}},
+           {"norm_head", kInvalid, {"norm_head: got true, allowed false"}},
            {"vocab_negative", kInvalid, {"vocab_size: got -5, allowed an integer of 1 or more"}},
            {"not_tied", kInvalid, {"tie_word_embeddings: got false, allowed true"}},
            {"no_head", kInvalid, {"no_head: no tensor 'lm_head.weight'"}},
@@ -273,6 +285,30 @@ TEST_F(HeadsTest, ABadHeadIsRefusedWithItsReasonAndLeavesNothing) {
     EXPECT_EQ(backend_.live_slabs(), 0);
     EXPECT_TRUE(heads_.List().empty());
   }
+}
+
+TEST_F(HeadsTest, AModelThatIsNotKnownIsLoadedWithAWarning) {
+  const auto logged = [&](const std::string& model_type, const std::string& more = "") {
+    const std::string folder = absl::StrCat(files_, "/typed");
+    std::filesystem::create_directories(folder);
+    std::filesystem::copy(files_ + "/named.safetensors", folder + "/model.safetensors",
+                          std::filesystem::copy_options::overwrite_existing);
+    std::ofstream(folder + "/config.json")
+        << absl::StrCat("{\"model_type\": \"", model_type, "\"", more, "}");
+    std::ostringstream text;
+    const auto usual = spdlog::default_logger();
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>(
+        "", std::make_shared<spdlog::sinks::ostream_sink_mt>(text)));
+    const auto head = Load(Request("typed"));
+    spdlog::set_default_logger(usual);
+    EXPECT_TRUE(head.ok()) << head.status();
+    EXPECT_TRUE(heads_.Unload("h").ok());
+    return text.str();
+  };
+  EXPECT_THAT(logged("llama"), Not(HasSubstr("is not known")));
+  EXPECT_THAT(logged("bailing", ", \"norm_head\": false"),
+              HasSubstr("head h: model_type 'bailing' is not known"));
+  EXPECT_THAT(logged("qwen99"), AllOf(HasSubstr("'qwen99' is not known"), HasSubstr("lm_head")));
 }
 
 TEST_F(HeadsTest, AnInvalidRequestIsRefused) {

@@ -149,6 +149,11 @@ def bad(out):
     write(f"{out}/base_0.safetensors", head, {"dim_model_base": "0"})
     write(f"{out}/base_and_bias.safetensors", with_bias, {"dim_model_base": "4"})
     write(f"{out}/other_scale.safetensors", head, {"mup_width_multiplier": "8"})
+    write(f"{out}/other_width.safetensors", head, {"mup_width_scale": "0.1"})
+    folder(f"{out}/baichuan2", {"model_type": "baichuan", "vocab_size": 125696}, head)
+    folder(f"{out}/baichuan_of_unknown_size", {"model_type": "baichuan"}, head)
+    folder(f"{out}/baichuan_m1", {"model_type": "baichuan_m1", "vocab_size": 64000}, head)
+    folder(f"{out}/norm_head", {"model_type": "bailing_moe", "norm_head": True}, head)
     folder(f"{out}/other_multiplier", {"output_multiplier_scale": 30}, head)
     for name, tensor_name in {"long_name": "a" * 129, "name_of_two_lines": "a\nb", "name_of_nothing": ""}.items():
         write(f"{out}/{name}.safetensors", {tensor_name: tensor("F16", 4, 8)})

@@ -5,6 +5,7 @@ the unit and finds it hardened.
     deb_test.py BUILD_DIR
 """
 
+import os
 import pathlib
 import re
 import shutil
@@ -91,14 +92,22 @@ def check_completion(prefix):
 
 
 def check_server(prefix, scratch):
-    server = subprocess.Popen([prefix / "bin/logitd", "--backend", "cpu", "--metrics-listen", "off", "--listen",
-                               f"unix:{scratch}/socket", "--socket-mode", "0660"], stderr=subprocess.PIPE, text=True)
+    """With the variables and the umask of the unit: all users of the machine reach it on its socket."""
+    unit = (prefix / "lib/systemd/system/logitd.service").read_text()
+    check("RuntimeDirectoryMode of the unit", "\nRuntimeDirectoryMode=0755\n" in unit)
+    variables = dict(re.findall(r"^Environment=(\w+)=(\S+)$", unit, re.MULTILINE))
+    variables["LOGITD_LISTEN"] = (variables["LOGITD_LISTEN"].replace("/run/logitd/logitd.sock", f"{scratch}/socket")
+                                  .replace(":7450", ":0"))
+    umask = int(re.search(r"^UMask=(\d+)$", unit, re.MULTILINE)[1], 8)
+    server = subprocess.Popen([prefix / "bin/logitd", "--backend", "cpu", "--metrics-listen", "off"],
+                              stderr=subprocess.PIPE, text=True, umask=umask, env={**os.environ, **variables})
     try:
         for line in server.stderr:
             if re.search("listening on", line):
                 break
         check("health of the server", run(prefix / "bin/logitctl", "health", "--addr", f"unix:{scratch}/socket") == "SERVING\n")
-        check("mode of the socket", (scratch / "socket").stat().st_mode & 0o777 == 0o660)
+        mode = (scratch / "socket").stat().st_mode & 0o777
+        check(f"mode of the socket: got {mode:o}, allowed 666", mode == 0o666)
     finally:
         server.send_signal(signal.SIGTERM)
         server.stderr.read()

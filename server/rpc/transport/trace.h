@@ -5,7 +5,6 @@
 #include <grpcpp/server_context.h>
 
 #include <string>
-#include <string_view>
 
 namespace logitd::rpc {
 
@@ -17,13 +16,6 @@ struct Trace {
   std::string request_id;
   std::string traceparent;
 };
-
-// Visible ASCII without spaces, 1 to 128 characters.
-bool IsRequestId(std::string_view text);
-
-// W3C Trace Context, section 3.2: version 00 exactly, or a later version that starts like it, of at
-// most 128 characters. Not one whose trace or parent is all zeros.
-bool IsTraceparent(std::string_view text);
 
 // Reads both, and sends them back in the call's trailing metadata. Once for a call, before anything
 // ends it.

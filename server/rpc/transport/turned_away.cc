@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "formats/trace_context.h"
 #include "server/door/connection.h"
 #include "server/door/turnstile.h"
 #include "server/rpc/transport/call_log.h"
@@ -13,8 +14,8 @@
 namespace logitd::rpc {
 namespace {
 
-constexpr door::Refusal::Echo kEchoes[] = {{kRequestId, &IsRequestId},
-                                           {kTraceparent, &IsTraceparent}};
+constexpr door::Refusal::Echo kEchoes[] = {{kRequestId, &formats::IsRequestId},
+                                           {kTraceparent, &formats::IsTraceparent}};
 
 // The values that a call with the same identity has.
 door::Refusal::Allowed SameAuthorization(const grpc::CallbackServerContext& context) {

@@ -6,6 +6,7 @@ usage: package.py SERVER. Exits with 77 (skipped) where no virtual environment c
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -90,16 +91,26 @@ def check_contents(folder):
         raise Failed(f"archives: missing {missing}, not expected {strange}; the wheel has {sorted(in_wheel)}")
 
 
+def install_as_documented(folder):
+    """With the commands of the README and of docs/python.md, as they stand."""
+    for entry in ("client", "proto", "LICENSE"):
+        (folder / entry).symlink_to(ROOT / entry)
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    for page in ("README.md", "docs/python.md"):
+        (block,) = re.findall(r"^```sh client_python_package\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+        run("sh", "-ec", f"cd '{folder}'\n{block}", PATH=path)
+
+
 def main():
     server = os.path.abspath(sys.argv[1])
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        python = folder / "venv/bin/python"
-        skip_where("no virtual environment", sys.executable, "-m", "venv", folder / "venv")
+        python = folder / "build/venv/bin/python"
+        skip_where("no virtual environment", sys.executable, "-m", "venv", folder / "build/venv")
         pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
         skip_where("no package index", *pip, "build", "mypy", "hatchling", "grpcio-tools")
 
-        run(*pip, CLIENT)
+        install_as_documented(folder)
         print(run(python, TESTS / "run.py", server, "rows_test", "wire_test", PYTHONPATH=str(TESTS)))
 
         run(

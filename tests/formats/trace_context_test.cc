@@ -1,11 +1,11 @@
 // Which names of calls are taken, and which are ignored.
-#include "server/rpc/transport/trace.h"
+#include "formats/trace_context.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
-namespace logitd::rpc {
+namespace logitd::formats {
 namespace {
 
 constexpr char kParent[] = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -59,4 +59,4 @@ TEST(TraceTest, ALaterVersionMayHaveMore) {
 }
 
 }  // namespace
-}  // namespace logitd::rpc
+}  // namespace logitd::formats

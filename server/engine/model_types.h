@@ -1,0 +1,15 @@
+// Families of models whose heads are known.
+#ifndef LOGITD_SERVER_ENGINE_MODEL_TYPES_H_
+#define LOGITD_SERVER_ENGINE_MODEL_TYPES_H_
+
+#include <string_view>
+
+namespace logitd::engine {
+
+// Whether a `model_type` of config.json is one of the causal models of transformers 5.23, all of
+// which were looked at: what changes their logits is either done or refused. Thread-safe.
+bool IsSurveyed(std::string_view model_type);
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_MODEL_TYPES_H_
