@@ -59,13 +59,13 @@ ssize_t ReadTls(TlsSession& session, msghdr* message) {
 
 // The end of a call, for its peer. A call that has headers of an answer can only be reset.
 void AppendTooLarge(const Frames::TooLarge& call, uint32_t most, std::string* out) {
-  constexpr int kResourceExhausted = 8;
+  constexpr int kInvalidArgument = 3;
   constexpr uint32_t kEnhanceYourCalm = 11;  // gRPC's clients make RESOURCE_EXHAUSTED of it
   if (call.answered) return AppendReset(call.stream, kEnhanceYourCalm, out);
   const std::string fields = EncodeStatus(
-      kResourceExhausted, absl::StrCat("message larger than max (", call.bytes, " vs. ", most,
-                                       "): got ", call.bytes, " bytes, allowed at most ", most,
-                                       ", which is --max-request-bytes and a little"));
+      kInvalidArgument,
+      absl::StrCat("message: got ", call.bytes, " bytes, allowed 0..", most,
+                   ", which is --max-request-bytes and a little; send fewer rows a call"));
   AppendEnd(call.stream, fields, call.ended, out);
 }
 
