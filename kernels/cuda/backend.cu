@@ -78,16 +78,19 @@ class CudaStream final : public Stream {
     }
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     cudaFree(scratch_.data);
+    cudaFree(blocks_);
+    cudaFreeHost(marks_);
   }
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
     std::byte* const to = slab.device + offset;
     const std::byte* const from = slab.host + offset;
     if (KernelCopies(to, from, bytes)) {
       uploads_.push_back(RowOf(to, from, bytes));  // for one launch with a Gather
       return absl::OkStatus();
     }
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    upload_marked_ = false;
     return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "upload");
   }
 
@@ -97,18 +100,22 @@ class CudaStream final : public Stream {
     const std::byte* const from = slab.device + offset;
     if (KernelCopies(to, from, bytes)) {
       const RowsCopy row = RowOf(to, from, bytes);
-      return ToStatus(cuda::GatherRows({&row, 1}, stream_), "download");
+      return ToStatus(cuda::GatherRows({&row, 1}, stream_, MarkDownload(), blocks_), "download");
     }
+    LOGITD_RETURN_IF_ERROR(MarkCopy());
     return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "download");
   }
 
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    upload_marked_ = false;
     return ToStatus(cudaMemcpyAsync(to, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
                     "fill");
   }
 
   absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+    const auto on_device = [](const RowsCopy& copy) { return copy.from_device; };
+    if (phase_ == kIdle && std::all_of(copies.begin(), copies.end(), on_device)) BeginByMarks();
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
     for (const RowsCopy& copy : copies) {
       const auto apart = [&copy](const RowsCopy& upload) { return AreApart(copy, upload); };
@@ -122,17 +129,16 @@ class CudaStream final : public Stream {
         uploads_.push_back(copy);
         continue;
       }
+      upload_marked_ = false;
       LOGITD_RETURN_IF_ERROR(ToStatus(CopyFromHost(copy), "gather from the host"));
     }
-    const auto on_device = [](const RowsCopy& copy) { return copy.from_device; };
     if (!std::any_of(copies.begin(), copies.end(), on_device)) return FlushUploads();
-    const cudaError_t error = cuda::GatherRows(uploads_, stream_);
-    uploads_.clear();
-    return ToStatus(error, "gather");
+    return GatherUploads();
   }
 
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    LOGITD_RETURN_IF_ERROR(MarkCopy());
     while (bytes > 0) {
       const size_t now = std::min(bytes, LeftOfPiece(to));
       LOGITD_RETURN_IF_ERROR(
@@ -188,17 +194,33 @@ class CudaStream final : public Stream {
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered = Enter(kDone);
+    const bool by_marks = std::exchange(by_marks_, false);
     phase_ = kIdle;  // the next work starts again, also after an error
+    uploads_.clear();
     LOGITD_RETURN_IF_ERROR(entered);
     // A decode batch takes tens of microseconds, and so does the wake-up of a blocked thread: poll
     // first.
     const absl::Time poll_until = absl::Now() + kPollFor;
-    cudaError_t state;
-    while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady &&
-           absl::Now() < poll_until) {
+    cudaError_t state = cudaErrorNotReady;
+    if (by_marks) {
+      // Nobody writes the mark of work that failed.
+      absl::Time look = absl::Now() + kLookForErrors;
+      while (!IsMarked()) {
+        const absl::Time now = absl::Now();
+        if (now < look) continue;
+        look = now + kLookForErrors;
+        state = cudaStreamQuery(stream_);
+        if (state != cudaErrorNotReady || now >= poll_until) break;
+      }
+      if (IsMarked()) return TimesOfMarks();
+    } else {
+      while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady &&
+             absl::Now() < poll_until) {
+      }
     }
     if (state == cudaErrorNotReady) state = cudaEventSynchronize(events_[kDone]);
     LOGITD_RETURN_IF_ERROR(ToStatus(state, "batch"));
+    if (by_marks) return TimesOfMarks();
     StreamTimes times;
     LOGITD_RETURN_IF_ERROR(Between(kUploading, kComputing, times.h2d_ns));
     LOGITD_RETURN_IF_ERROR(Between(kComputing, kDownloading, times.kernel_ns));
@@ -213,6 +235,16 @@ class CudaStream final : public Stream {
   // A copy engine takes some microseconds to begin. A kernel that writes pinned memory takes less, up
   // to about this size: 4 us and 9, events included.
   static constexpr size_t kKernelCopyBytes = size_t{16} << 10;
+  static constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
+
+  // When phases began, by the device's clock; `done`: how many times a stream has come to an end.
+  struct HostMarks {
+    uint64_t uploading_ns;
+    uint64_t computing_ns;
+    uint64_t downloading_ns;
+    uint64_t done_ns;
+    uint32_t done;
+  };
 
   explicit CudaStream(int device) : device_(device) {}
 
@@ -225,6 +257,12 @@ class CudaStream final : public Stream {
           ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
     }
     if (use == StreamUse::kCopies) return absl::OkStatus();
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaHostAlloc(&marks_, sizeof(*marks_), cudaHostAllocPortable), "allocate marks"));
+    *marks_ = HostMarks{};
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&blocks_, sizeof(*blocks_)), "allocate marks"));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaMemsetAsync(blocks_, 0, sizeof(*blocks_), stream_), "clear marks"));
     scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
@@ -306,8 +344,10 @@ class CudaStream final : public Stream {
     return error;
   }
 
-  // Alone, a copy engine brings them sooner than a kernel: 5 us and 8, events included.
+  // Small uploads that no Gather took.
   absl::Status FlushUploads() {
+    if (uploads_.empty()) return absl::OkStatus();
+    if (by_marks_) return GatherUploads();
     cudaError_t error = cudaSuccess;
     for (const RowsCopy& upload : uploads_) {
       const cudaError_t next = cudaMemcpyAsync(upload.to, upload.from, upload.row_bytes,
@@ -318,12 +358,82 @@ class CudaStream final : public Stream {
     return ToStatus(error, "upload");
   }
 
+  // One launch for all of them.
+  absl::Status GatherUploads() {
+    cuda::Marks marks;
+    if (by_marks_) {
+      if (!upload_begun_) marks.begun_ns = &marks_->uploading_ns;
+      marks.ended_ns = &marks_->computing_ns;
+      upload_begun_ = upload_marked_ = true;
+    }
+    const cudaError_t error = cuda::GatherRows(uploads_, stream_, marks, blocks_);
+    uploads_.clear();
+    return ToStatus(error, "gather");
+  }
+
+  // Work whose upload is kernels only is timed by marks that those kernels write, and its end is a
+  // mark too. Four events would cost it 10 us: they are calls of the driver, and the device ends
+  // one kernel before it takes an event and begins the next.
+  void BeginByMarks() {
+    if (marks_ == nullptr) return;
+    by_marks_ = true;
+    upload_begun_ = upload_marked_ = download_begun_ = download_marked_ = false;
+  }
+
+  // For a download by a kernel. Without marks: none.
+  cuda::Marks MarkDownload() {
+    if (!by_marks_) return {};
+    download_marked_ = true;
+    return {.begun_ns = std::exchange(download_begun_, true) ? nullptr : &marks_->downloading_ns,
+            .ended_ns = &marks_->done_ns,
+            .done = &marks_->done,
+            .value = ++ends_};
+  }
+
+  // Before a download by a copy engine.
+  absl::Status MarkCopy() {
+    if (!by_marks_) return absl::OkStatus();
+    download_marked_ = false;
+    if (std::exchange(download_begun_, true)) return absl::OkStatus();
+    return ToStatus(cuda::Mark({.begun_ns = &marks_->downloading_ns}, stream_), "mark");
+  }
+
+  // The marks of phases that have ended without them.
+  absl::Status MarkUpTo(Phase phase) {
+    if (phase > kUploading && !std::exchange(upload_marked_, true)) {
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cuda::Mark({.ended_ns = &marks_->computing_ns}, stream_), "mark"));
+    }
+    if (phase < kDone || download_marked_) return absl::OkStatus();
+    return ToStatus(cuda::Mark(MarkDownload(), stream_), "mark");
+  }
+
+  bool IsMarked() const { return __atomic_load_n(&marks_->done, __ATOMIC_ACQUIRE) == ends_; }
+
+  StreamTimes TimesOfMarks() const {
+    const auto between = [](uint64_t begin, uint64_t end) {
+      return std::max<int64_t>(0, static_cast<int64_t>(end - begin));
+    };
+    return {.h2d_ns = between(marks_->uploading_ns, marks_->computing_ns),
+            .kernel_ns = between(marks_->computing_ns, marks_->downloading_ns),
+            .d2h_ns = between(marks_->downloading_ns, marks_->done_ns)};
+  }
+
   // Records the events of every phase up to `phase` that has not begun yet. The device is set each
   // time: the thread may have used another device's stream in between.
   absl::Status Enter(Phase phase) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
-    if (phase > kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
+    if (phase_ == kIdle && phase > kUploading && !uploads_.empty()) BeginByMarks();
+    if (by_marks_) {
+      if (phase > kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
+      LOGITD_RETURN_IF_ERROR(MarkUpTo(phase));
+      phase_ = std::max(phase_, phase);
+      // Only to block on, where the work takes long.
+      if (phase != kDone) return absl::OkStatus();
+      return ToStatus(cudaEventRecord(events_[kDone], stream_), "record event");
+    }
     while (phase_ < phase) {
+      if (phase_ == kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
       phase_ = static_cast<Phase>(phase_ + 1);
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(events_[phase_], stream_), "record event"));
     }
@@ -343,6 +453,15 @@ class CudaStream final : public Stream {
   cudaEvent_t events_[kPhases] = {};
   Phase phase_ = kIdle;
   std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet
+  HostMarks* marks_ = nullptr;     // null: the stream only copies
+  uint32_t* blocks_ = nullptr;     // see GatherRows
+  uint32_t ends_ = 0;              // the value of the last HostMarks::done that was asked for
+  // Of the work since the last Wait: that it is timed by marks; which of them begin and end phases.
+  bool by_marks_ = false;
+  bool upload_begun_ = false;
+  bool upload_marked_ = false;
+  bool download_begun_ = false;
+  bool download_marked_ = false;
   cuda::Scratch scratch_;
   cuda::Products products_;
   absl::Status products_status_;  // not OK: cuBLASLt is missing; the answer of ops that need it
@@ -428,7 +547,14 @@ class CudaBackend final : public Backend {
 
   absl::Status WriteShared(std::byte* to, absl::Span<const std::byte> from) override {
     return OnOwnStream([&](cudaStream_t stream) {
-      return cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream);
+      cudaError_t error = cudaSuccess;
+      while (!from.empty() && error == cudaSuccess) {
+        const size_t now = std::min(from.size(), LeftOfPiece(from.data()));
+        error = cudaMemcpyAsync(to, from.data(), now, cudaMemcpyHostToDevice, stream);
+        to += now;
+        from.remove_prefix(now);
+      }
+      return error;
     });
   }
 
