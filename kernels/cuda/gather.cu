@@ -78,8 +78,9 @@ __device__ uint64_t NowNs() {
 __device__ void WriteEnd(const Marks& marks) {
   if (marks.ended_ns != nullptr) *static_cast<volatile uint64_t*>(marks.ended_ns) = NowNs();
   if (marks.done == nullptr) return;
+  const uint32_t value = ++*marks.count;
   __threadfence_system();
-  *static_cast<volatile uint32_t*>(marks.done) = marks.value;
+  *static_cast<volatile uint32_t*>(marks.done) = value;
 }
 
 // Every thread of every block calls it after its last write.

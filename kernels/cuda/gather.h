@@ -15,8 +15,10 @@ namespace logitd::cuda {
 struct Marks {
   uint64_t* begun_ns = nullptr;  // the device's clock, which all its streams share
   uint64_t* ended_ns = nullptr;
-  uint32_t* done = nullptr;  // gets `value` last: what the stream wrote before can then be read
-  uint32_t value = 0;
+  // Gets, last, how many times a launch has marked it: what the stream wrote before can then be read.
+  // `count`, a word of device memory of the stream's own, holds that number.
+  uint32_t* done = nullptr;
+  uint32_t* count = nullptr;
 };
 
 // As Stream::Gather, of rows in device memory (RowsCopy::from_device) or in any other that kernels can
