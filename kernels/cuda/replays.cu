@@ -19,9 +19,8 @@ Replays::Entry& Replays::Find(const std::string& key, bool* is_new) {
   *is_new = known == entries_.end();
   if (!*is_new) return *known;
   if (entries_.size() < kMost) return entries_.emplace_back(Entry{.key = key});
-  Entry& oldest =
-      *std::min_element(entries_.begin(), entries_.end(),
-                        [](const Entry& a, const Entry& b) { return a.used < b.used; });
+  Entry& oldest = *std::min_element(entries_.begin(), entries_.end(),
+                                    [](const Entry& a, const Entry& b) { return a.used < b.used; });
   if (oldest.graph != nullptr) {
     cudaStreamSynchronize(stream_);  // its last kernel may not have returned
     cudaGraphExecDestroy(oldest.graph);

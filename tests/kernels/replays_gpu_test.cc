@@ -171,10 +171,9 @@ TEST_F(ReplaysTest, AStreamAnswersForTheRowsAsTheyAreNow) {
       }
       for (int32_t i = 0; i < k; ++i) {
         ASSERT_EQ(indices[r * k + i], order[static_cast<size_t>(i)]) << "round " << round;
-        const double prob =
-            std::exp((double{row[order[static_cast<size_t>(i)]]} - row[order[0]]) /
-                     params[r].temperature) /
-            sum;
+        const double prob = std::exp((double{row[order[static_cast<size_t>(i)]]} - row[order[0]]) /
+                                     params[r].temperature) /
+                            sum;
         ASSERT_NEAR(probs[r * k + i], prob, 1e-5) << "round " << round;
       }
     }
