@@ -70,12 +70,16 @@ int Main(int argc, char** argv) {
   int64_t rows = 1;
   int k = 64;
   bool refuse = false;
+  bool small_window = false;
   app.add_option("--listen", listen, "HOST:PORT or unix:PATH")->capture_default_str();
   app.add_option("--rows", rows, "rows of every answer, as load_bench asks for")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   app.add_option("--k", k, "tokens of a row")->check(CLI::Range(1, 1 << 20))->capture_default_str();
   app.add_flag("--refuse", refuse, "refuse every call on its headers");
+  app.add_flag(
+      "--small-window", small_window,
+      "as logitd: an unread call takes in 64 KiB, and a larger message one round trip more");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -102,6 +106,7 @@ int Main(int argc, char** argv) {
   builder.AddListeningPort(listen, grpc::InsecureServerCredentials());
   builder.RegisterCallbackGenericService(&service);
   builder.SetMaxReceiveMessageSize(-1);
+  if (small_window) builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
     std::fprintf(stderr, "null_server: cannot listen on %s\n", listen.c_str());

@@ -1,4 +1,6 @@
-// The CUDA backend: pinned slabs with device mirrors, streams with an arena and four events.
+// The CUDA backend: pinned slabs with device mirrors, and streams, which time their work by events or
+// marks.
+// Long because all of a stream shares the state of its phases.
 #include <cuda_runtime.h>
 #include <unistd.h>
 
@@ -7,10 +9,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -19,6 +25,7 @@
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/replays.h"
 #include "kernels/cuda/shared_memory.h"
 #include "kernels/status_macros.h"
 
@@ -76,63 +83,85 @@ class CudaStream final : public Stream {
     for (cudaEvent_t event : events_) {
       if (event != nullptr) cudaEventDestroy(event);
     }
+    if (blocking_ != nullptr) cudaEventDestroy(blocking_);
+    if (stream_ != nullptr) cudaStreamSynchronize(stream_);
+    replays_.reset();
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     cudaFree(scratch_.data);
+    cudaFree(words_);
+    cudaFreeHost(marks_);
   }
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
     std::byte* const to = slab.device + offset;
     const std::byte* const from = slab.host + offset;
     if (KernelCopies(to, from, bytes)) {
       uploads_.push_back(RowOf(to, from, bytes));  // for one launch with a Gather
       return absl::OkStatus();
     }
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    upload_marked_ = false;
     return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "upload");
   }
 
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
     std::byte* const to = slab.host + offset;
     const std::byte* const from = slab.device + offset;
-    if (KernelCopies(to, from, bytes)) {
-      const RowsCopy row = RowOf(to, from, bytes);
-      return ToStatus(cuda::GatherRows({&row, 1}, stream_), "download");
+    const bool by_kernel = KernelCopies(to, from, bytes);
+    if (by_kernel && small_.op != nullptr && small_.download.rows == 0) {
+      small_.download = RowOf(to, from, bytes);
+      return absl::OkStatus();
     }
+    LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    if (by_kernel) {
+      const RowsCopy row = RowOf(to, from, bytes);
+      return ToStatus(cuda::GatherRows({&row, 1}, stream_, MarkDownload(), words_), "download");
+    }
+    LOGITD_RETURN_IF_ERROR(MarkCopy());
     return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "download");
   }
 
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
     LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    upload_marked_ = false;
     return ToStatus(cudaMemcpyAsync(to, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
                     "fill");
   }
 
   absl::Status Gather(absl::Span<const RowsCopy> copies) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    for (const RowsCopy& copy : copies) {
-      const auto apart = [&copy](const RowsCopy& upload) { return AreApart(copy, upload); };
-      // What an upload wrote there comes first.
-      if (!std::all_of(uploads_.begin(), uploads_.end(), apart)) {
-        LOGITD_RETURN_IF_ERROR(FlushUploads());
+    const auto on_device = [](const RowsCopy& copy) { return copy.from_device; };
+    const bool by_kernel = phase_ == kIdle && marks_ != nullptr && KernelGathers(copies);
+    const auto is_apart = [this](const RowsCopy& copy) {
+      return std::all_of(uploads_.begin(), uploads_.end(),
+                         [&copy](const RowsCopy& upload) { return AreApart(copy, upload); });
+    };
+    // What an upload wrote there comes first.
+    const bool apart = std::all_of(copies.begin(), copies.end(), is_apart);
+    if (by_kernel) {
+      if (apart && small_.op == nullptr && uploads_.size() + copies.size() <= kFewCopies) {
+        uploads_.insert(uploads_.end(), copies.begin(), copies.end());
+        gathers_ = true;
+        return absl::OkStatus();
       }
+      BeginByMarks();
     }
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    if (!apart) LOGITD_RETURN_IF_ERROR(FlushUploads());
     for (const RowsCopy& copy : copies) {
-      if (copy.from_device) {
+      if (copy.from_device || by_kernel) {
         uploads_.push_back(copy);
         continue;
       }
+      upload_marked_ = false;
       LOGITD_RETURN_IF_ERROR(ToStatus(CopyFromHost(copy), "gather from the host"));
     }
-    const auto on_device = [](const RowsCopy& copy) { return copy.from_device; };
-    if (!std::any_of(copies.begin(), copies.end(), on_device)) return FlushUploads();
-    const cudaError_t error = cuda::GatherRows(uploads_, stream_);
-    uploads_.clear();
-    return ToStatus(error, "gather");
+    if (!by_kernel && !std::any_of(copies.begin(), copies.end(), on_device)) return FlushUploads();
+    return GatherUploads();
   }
 
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    LOGITD_RETURN_IF_ERROR(MarkCopy());
     while (bytes > 0) {
       const size_t now = std::min(bytes, LeftOfPiece(to));
       LOGITD_RETURN_IF_ERROR(
@@ -145,10 +174,17 @@ class CudaStream final : public Stream {
   }
 
   absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
-    return Run("softmax_topk", &cuda::SoftmaxTopK, args);
+    const auto& [logits, rows, max_k, indices, probs, logsumexp, status] = args;
+    return RunSmall("softmax_topk", &cuda::SoftmaxTopK, args, logits,
+                    std::make_tuple(rows, max_k, indices, probs, logsumexp, status));
   }
   absl::Status Sample(const SampleArgs& args) override {
-    return Run("sample", &cuda::Sample, args);
+    const auto& [logits, rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs,
+                 ranks, logsumexp, top_ids, top_logprobs, extra_logprobs, status] = args;
+    return RunSmall(
+        "sample", &cuda::Sample, args, logits,
+        std::make_tuple(rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
+                        logsumexp, top_ids, top_logprobs, extra_logprobs, status));
   }
   absl::Status Verify(const VerifyArgs& args) override {
     return Run("verify", &cuda::Verify, args);
@@ -187,18 +223,43 @@ class CudaStream final : public Stream {
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
-    const absl::Status entered = Enter(kDone);
+    const absl::Status entered =
+        small_.op != nullptr && small_.download.rows > 0 ? RunDeferred() : Enter(kDone);
+    const bool by_marks = std::exchange(by_marks_, false);
     phase_ = kIdle;  // the next work starts again, also after an error
+    uploads_.clear();
+    gathers_ = false;
+    small_ = {};
     LOGITD_RETURN_IF_ERROR(entered);
     // A decode batch takes tens of microseconds, and so does the wake-up of a blocked thread: poll
     // first.
     const absl::Time poll_until = absl::Now() + kPollFor;
-    cudaError_t state;
-    while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady &&
-           absl::Now() < poll_until) {
+    cudaError_t state = cudaErrorNotReady;
+    if (by_marks) {
+      // Nobody writes the mark of work that failed.
+      absl::Time look = absl::Now() + kLookForErrors;
+      while (!IsMarked()) {
+        const absl::Time now = absl::Now();
+        if (now < look) continue;
+        look = now + kLookForErrors;
+        state = cudaStreamQuery(stream_);
+        if (state != cudaErrorNotReady || now >= poll_until) break;
+      }
+      if (IsMarked()) return TimesOfMarks();
+    } else {
+      while ((state = cudaEventQuery(events_[kDone])) == cudaErrorNotReady &&
+             absl::Now() < poll_until) {
+      }
     }
-    if (state == cudaErrorNotReady) state = cudaEventSynchronize(events_[kDone]);
+    if (state == cudaErrorNotReady) {
+      state = cudaEventRecord(blocking_, stream_);
+      if (state == cudaSuccess) state = cudaEventSynchronize(blocking_);
+    }
     LOGITD_RETURN_IF_ERROR(ToStatus(state, "batch"));
+    if (by_marks) {
+      ends_ = marks_->done;  // a launch that failed has not marked it
+      return TimesOfMarks();
+    }
     StreamTimes times;
     LOGITD_RETURN_IF_ERROR(Between(kUploading, kComputing, times.h2d_ns));
     LOGITD_RETURN_IF_ERROR(Between(kComputing, kDownloading, times.kernel_ns));
@@ -213,6 +274,21 @@ class CudaStream final : public Stream {
   // A copy engine takes some microseconds to begin. A kernel that writes pinned memory takes less, up
   // to about this size: 4 us and 9, events included.
   static constexpr size_t kKernelCopyBytes = size_t{16} << 10;
+  static constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
+  static constexpr size_t kWordsBytes = 2 * sizeof(uint32_t);
+  static constexpr size_t kKernelGatherBytes = size_t{1} << 20;
+  // Work is small, and may be a graph, with up to so many copies and rows.
+  static constexpr size_t kFewCopies = 4;
+  static constexpr int64_t kFewRows = 8;
+
+  // When phases began, by the device's clock; `done`: how many times a stream has come to an end.
+  struct HostMarks {
+    uint64_t uploading_ns;
+    uint64_t computing_ns;
+    uint64_t downloading_ns;
+    uint64_t done_ns;
+    uint32_t done;
+  };
 
   explicit CudaStream(int device) : device_(device) {}
 
@@ -221,10 +297,19 @@ class CudaStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create stream"));
     for (cudaEvent_t& event : events_) {
-      LOGITD_RETURN_IF_ERROR(
-          ToStatus(cudaEventCreateWithFlags(&event, cudaEventBlockingSync), "create event"));
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreate(&event), "create event"));
     }
+    LOGITD_RETURN_IF_ERROR(ToStatus(
+        cudaEventCreateWithFlags(&blocking_, cudaEventBlockingSync | cudaEventDisableTiming),
+        "create event"));
     if (use == StreamUse::kCopies) return absl::OkStatus();
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaHostAlloc(&marks_, sizeof(*marks_), cudaHostAllocPortable), "allocate marks"));
+    *marks_ = HostMarks{};
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&words_, kWordsBytes), "allocate marks"));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaMemsetAsync(words_, 0, kWordsBytes, stream_), "clear marks"));
+    replays_ = std::make_unique<cuda::Replays>(stream_);
     scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
@@ -234,6 +319,85 @@ class CudaStream final : public Stream {
     products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     return ToStatus(cudaMemsetAsync(scratch_.data, 0, cuda::Scratch::kCounterBytes, stream_),
                     "clear scratch");
+  }
+
+  // Work that is enqueued as a whole: uploads_, an op, a download. Until then nothing of it is.
+  struct Small {
+    std::string_view name;  // of the op
+    absl::AnyInvocable<cudaError_t()> op;
+    std::string key;         // all that the op depends on
+    RowsCopy download = {};  // no rows: none
+  };
+
+  // Enqueues an op, or keeps it for RunDeferred. `arguments`: those beside the logits.
+  template <class Op, class Args, class Arguments>
+  absl::Status RunSmall(std::string_view name, Op op, const Args& args, const TensorView& logits,
+                        const Arguments& arguments) {
+    if (phase_ != kIdle || uploads_.empty() || uploads_.size() > kFewCopies ||
+        small_.op != nullptr || marks_ == nullptr || logits.rows > kFewRows) {
+      return Run(name, op, args);
+    }
+    small_ = {.name = name,
+              .op = [this, op, args] { return op(args, scratch_, stream_); },
+              .key = std::string(name)};
+    AppendTo(small_.key, logits.data, logits.dtype, logits.rows, logits.cols, logits.row_stride);
+    std::apply([this](const auto&... each) { AppendTo(small_.key, each...); }, arguments);
+    return absl::OkStatus();
+  }
+
+  template <class... Values>
+  static void AppendTo(std::string& key, const Values&... values) {
+    const auto append = [&key](const auto& value) {
+      static_assert(std::is_scalar_v<std::decay_t<decltype(value)>>);  // no padding
+      key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    };
+    (append(values), ...);
+  }
+
+  // Enqueues what was kept, as a graph where it was the same before.
+  absl::Status RunDeferred() {
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
+    std::string& key = small_.key;
+    uploads_.push_back(small_.download);
+    for (const RowsCopy& copy : uploads_) {
+      AppendTo(key, copy.from, copy.from_stride, copy.to, copy.to_stride, copy.row_bytes,
+               copy.rows);
+    }
+    uploads_.pop_back();
+    by_marks_ = true;
+    ++ends_;
+    const cudaError_t error = replays_->Run(key, [this] { return EnqueueDeferred(); });
+    if (error != cudaSuccess) {
+      cudaStreamSynchronize(stream_);  // a part of it may run
+      ends_ = marks_->done;
+      return ToStatus(error, small_.name);
+    }
+    return absl::OkStatus();
+  }
+
+  cudaError_t EnqueueDeferred() {
+    cudaError_t error = cuda::GatherRows(
+        uploads_, stream_, {.begun_ns = &marks_->uploading_ns, .ended_ns = &marks_->computing_ns},
+        words_);
+    if (error == cudaSuccess) error = small_.op();
+    if (error != cudaSuccess) return error;
+    return cuda::GatherRows({&small_.download, 1}, stream_,
+                            {.begun_ns = &marks_->downloading_ns,
+                             .ended_ns = &marks_->done_ns,
+                             .done = &marks_->done,
+                             .count = words_ + 1},
+                            words_);
+  }
+
+  // Enqueues what was kept, because other work follows it.
+  absl::Status UndoDefer() {
+    Small small = std::exchange(small_, {});
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    LOGITD_RETURN_IF_ERROR(ToStatus(small.op(), small.name));
+    if (small.download.rows == 0) return absl::OkStatus();
+    LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
+    return ToStatus(cuda::GatherRows({&small.download, 1}, stream_, MarkDownload(), words_),
+                    "download");
   }
 
   // Enqueues an op.
@@ -266,6 +430,21 @@ class CudaStream final : public Stream {
             .row_bytes = bytes,
             .rows = 1,
             .from_device = true};
+  }
+
+  // Whether one launch does all of the copies: rows of the device, and so few bytes of the host that a
+  // copy engine would take longer to begin.
+  static bool KernelGathers(absl::Span<const RowsCopy> copies) {
+    size_t host_bytes = 0;
+    for (const RowsCopy& copy : copies) {
+      if (copy.from_device) continue;
+      host_bytes += copy.row_bytes * static_cast<size_t>(copy.rows);
+      const auto odd = reinterpret_cast<uintptr_t>(copy.from) |
+                       reinterpret_cast<uintptr_t>(copy.to) | copy.from_stride | copy.to_stride |
+                       copy.row_bytes;
+      if (host_bytes > kKernelGatherBytes || odd % 2 != 0) return false;
+    }
+    return true;
   }
 
   // Whether the copies write to places of their own, so that one launch may do both.
@@ -306,8 +485,10 @@ class CudaStream final : public Stream {
     return error;
   }
 
-  // Alone, a copy engine brings them sooner than a kernel: 5 us and 8, events included.
+  // Small uploads that no Gather took.
   absl::Status FlushUploads() {
+    if (uploads_.empty()) return absl::OkStatus();
+    if (by_marks_) return GatherUploads();
     cudaError_t error = cudaSuccess;
     for (const RowsCopy& upload : uploads_) {
       const cudaError_t next = cudaMemcpyAsync(upload.to, upload.from, upload.row_bytes,
@@ -318,12 +499,84 @@ class CudaStream final : public Stream {
     return ToStatus(error, "upload");
   }
 
+  // One launch for all of them.
+  absl::Status GatherUploads() {
+    cuda::Marks marks;
+    if (by_marks_) {
+      if (!upload_begun_) marks.begun_ns = &marks_->uploading_ns;
+      marks.ended_ns = &marks_->computing_ns;
+      upload_begun_ = upload_marked_ = true;
+    }
+    const cudaError_t error = cuda::GatherRows(uploads_, stream_, marks, words_);
+    uploads_.clear();
+    gathers_ = false;
+    return ToStatus(error, "gather");
+  }
+
+  // Work whose upload is kernels only is timed by marks that those kernels write, and its end is a
+  // mark too. Four events would cost it 10 us: they are calls of the driver, and the device ends
+  // one kernel before it takes an event and begins the next.
+  void BeginByMarks() {
+    if (marks_ == nullptr) return;
+    by_marks_ = true;
+    upload_begun_ = upload_marked_ = download_begun_ = download_marked_ = false;
+  }
+
+  // For a download by a kernel. Without marks: none.
+  cuda::Marks MarkDownload() {
+    if (!by_marks_) return {};
+    download_marked_ = true;
+    ++ends_;
+    return {.begun_ns = std::exchange(download_begun_, true) ? nullptr : &marks_->downloading_ns,
+            .ended_ns = &marks_->done_ns,
+            .done = &marks_->done,
+            .count = words_ + 1};
+  }
+
+  // Before a download by a copy engine.
+  absl::Status MarkCopy() {
+    if (!by_marks_) return absl::OkStatus();
+    download_marked_ = false;
+    if (std::exchange(download_begun_, true)) return absl::OkStatus();
+    return ToStatus(cuda::Mark({.begun_ns = &marks_->downloading_ns}, stream_), "mark");
+  }
+
+  // The marks of phases that have ended without them.
+  absl::Status MarkUpTo(Phase phase) {
+    if (phase > kUploading && !std::exchange(upload_marked_, true)) {
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cuda::Mark({.ended_ns = &marks_->computing_ns}, stream_), "mark"));
+    }
+    if (phase < kDone || download_marked_) return absl::OkStatus();
+    return ToStatus(cuda::Mark(MarkDownload(), stream_), "mark");
+  }
+
+  bool IsMarked() const { return __atomic_load_n(&marks_->done, __ATOMIC_ACQUIRE) == ends_; }
+
+  StreamTimes TimesOfMarks() const {
+    const auto between = [](uint64_t begin, uint64_t end) {
+      return std::max<int64_t>(0, static_cast<int64_t>(end - begin));
+    };
+    return {.h2d_ns = between(marks_->uploading_ns, marks_->computing_ns),
+            .kernel_ns = between(marks_->computing_ns, marks_->downloading_ns),
+            .d2h_ns = between(marks_->downloading_ns, marks_->done_ns)};
+  }
+
   // Records the events of every phase up to `phase` that has not begun yet. The device is set each
   // time: the thread may have used another device's stream in between.
   absl::Status Enter(Phase phase) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
-    if (phase > kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
+    if (small_.op != nullptr) LOGITD_RETURN_IF_ERROR(UndoDefer());
+    const bool flush = phase > kUploading || gathers_;
+    if (phase_ == kIdle && flush && !uploads_.empty()) BeginByMarks();
+    if (by_marks_) {
+      if (flush) LOGITD_RETURN_IF_ERROR(FlushUploads());
+      LOGITD_RETURN_IF_ERROR(MarkUpTo(phase));
+      phase_ = std::max(phase_, phase);
+      return absl::OkStatus();
+    }
     while (phase_ < phase) {
+      if (phase_ == kUploading) LOGITD_RETURN_IF_ERROR(FlushUploads());
       phase_ = static_cast<Phase>(phase_ + 1);
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(events_[phase_], stream_), "record event"));
     }
@@ -341,8 +594,23 @@ class CudaStream final : public Stream {
   const int device_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t events_[kPhases] = {};
+  // Recorded only where a thread blocks: each end of such an event wakes a thread of the driver, which
+  // takes 20 us of a core.
+  cudaEvent_t blocking_ = nullptr;
   Phase phase_ = kIdle;
   std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet
+  HostMarks* marks_ = nullptr;     // null: the stream only copies
+  uint32_t* words_ = nullptr;      // on the device: of GatherRows, and Marks::count
+  uint32_t ends_ = 0;              // the value of the last HostMarks::done that was asked for
+  // Of the work since the last Wait: that it is timed by marks; which of them begin and end phases.
+  bool gathers_ = false;  // uploads_ has copies of a Gather
+  Small small_;           // without an op: nothing is kept
+  std::unique_ptr<cuda::Replays> replays_;
+  bool by_marks_ = false;
+  bool upload_begun_ = false;
+  bool upload_marked_ = false;
+  bool download_begun_ = false;
+  bool download_marked_ = false;
   cuda::Scratch scratch_;
   cuda::Products products_;
   absl::Status products_status_;  // not OK: cuBLASLt is missing; the answer of ops that need it
@@ -428,7 +696,14 @@ class CudaBackend final : public Backend {
 
   absl::Status WriteShared(std::byte* to, absl::Span<const std::byte> from) override {
     return OnOwnStream([&](cudaStream_t stream) {
-      return cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream);
+      cudaError_t error = cudaSuccess;
+      while (!from.empty() && error == cudaSuccess) {
+        const size_t now = std::min(from.size(), LeftOfPiece(from.data()));
+        error = cudaMemcpyAsync(to, from.data(), now, cudaMemcpyHostToDevice, stream);
+        to += now;
+        from.remove_prefix(now);
+      }
+      return error;
     });
   }
 

@@ -3,6 +3,7 @@
 //
 // Cost: reads and writes each byte once. Each byte is read once into a register, so a client that
 // writes the rows meanwhile changes only what is copied, and no kernel sees two values of one byte.
+// The marks are one store by one thread at the begin, and a count of blocks at the end.
 #include "kernels/cuda/gather.h"
 
 #include <algorithm>
@@ -39,6 +40,8 @@ struct Copy {
 template <size_t n>
 struct Table {
   std::array<Copy, n> copies;
+  Marks marks;
+  uint32_t* blocks;  // counts the blocks that have ended; the last one clears it
 };
 static_assert(sizeof(Table<kMaxCopies>) <= 4096);
 
@@ -65,8 +68,47 @@ __device__ void CopyPiece(const std::byte* from, std::byte* to, int bytes, int l
   }
 }
 
+__device__ uint64_t NowNs() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+  return ns;
+}
+
+// One thread calls it when all else that it marks can be seen by the host.
+__device__ void WriteEnd(const Marks& marks) {
+  if (marks.ended_ns != nullptr) *static_cast<volatile uint64_t*>(marks.ended_ns) = NowNs();
+  if (marks.done == nullptr) return;
+  const uint32_t value = ++*marks.count;
+  __threadfence_system();
+  *static_cast<volatile uint32_t*>(marks.done) = value;
+}
+
+// Every thread of every block calls it after its last write.
+__device__ void EndBlock(const Marks& marks, uint32_t* blocks) {
+  if (marks.ended_ns == nullptr && marks.done == nullptr) return;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();  // of what the whole block wrote
+  const uint32_t count = gridDim.x * gridDim.y;
+  if (count > 1) {
+    if (atomicAdd(blocks, 1) != count - 1) return;
+    *blocks = 0;
+    __threadfence_system();
+  }
+  WriteEnd(marks);
+}
+
+__global__ void MarkKernel(Marks marks) {
+  if (marks.begun_ns != nullptr) *static_cast<volatile uint64_t*>(marks.begun_ns) = NowNs();
+  __threadfence_system();
+  WriteEnd(marks);
+}
+
 template <size_t n>
 __global__ void __launch_bounds__(kThreads) GatherKernel(const __grid_constant__ Table<n> table) {
+  if (table.marks.begun_ns != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+    *static_cast<volatile uint64_t*>(table.marks.begun_ns) = NowNs();
+  }
   const Copy& copy = table.copies[blockIdx.y];
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int64_t pieces = copy.rows * copy.pieces;
@@ -93,6 +135,7 @@ __global__ void __launch_bounds__(kThreads) GatherKernel(const __grid_constant__
         break;
     }
   }
+  EndBlock(table.marks, table.blocks);
 }
 
 Copy CopyOf(const RowsCopy& rows) {
@@ -118,8 +161,11 @@ Copy CopyOf(const RowsCopy& rows) {
 
 // Enqueues at most n copies.
 template <size_t n>
-cudaError_t Launch(absl::Span<const RowsCopy> copies, cudaStream_t stream) {
+cudaError_t Launch(absl::Span<const RowsCopy> copies, cudaStream_t stream, const Marks& marks,
+                   uint32_t* blocks_ended) {
   Table<n> table = {};
+  table.marks = marks;
+  table.blocks = blocks_ended;
   int64_t most = 1;  // pieces of one copy
   for (size_t i = 0; i < copies.size(); ++i) {
     table.copies[i] = CopyOf(copies[i]);
@@ -135,15 +181,26 @@ cudaError_t Launch(absl::Span<const RowsCopy> copies, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t GatherRows(absl::Span<const RowsCopy> copies, cudaStream_t stream) {
+cudaError_t GatherRows(absl::Span<const RowsCopy> copies, cudaStream_t stream, const Marks& marks,
+                       uint32_t* blocks) {
+  bool first = true;
   while (!copies.empty()) {
     const absl::Span<const RowsCopy> now = copies.first(std::min(copies.size(), kMaxCopies));
-    const cudaError_t error = now.size() <= kFewCopies ? Launch<kFewCopies>(now, stream)
-                                                       : Launch<kMaxCopies>(now, stream);
-    if (error != cudaSuccess) return error;
     copies.remove_prefix(now.size());
+    Marks of_launch;
+    if (copies.empty()) of_launch = marks;
+    of_launch.begun_ns = first ? marks.begun_ns : nullptr;
+    first = false;
+    const cudaError_t error = now.size() <= kFewCopies
+                                  ? Launch<kFewCopies>(now, stream, of_launch, blocks)
+                                  : Launch<kMaxCopies>(now, stream, of_launch, blocks);
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+cudaError_t Mark(const Marks& marks, cudaStream_t stream) {
+  return LaunchKernel(MarkKernel, {.grid = dim3(1), .threads = 1}, stream, marks);
 }
 
 }  // namespace logitd::cuda

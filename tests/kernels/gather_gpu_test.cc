@@ -8,9 +8,12 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "tests/kernels/cuda_test.h"
 
@@ -204,6 +207,95 @@ TEST_F(GatherTest, LargePinnedMemoryIsOneMemoryForCopies) {
   ASSERT_TRUE(backend_->PinHost(large, kLarge).ok()) << "a part of it was still pinned";
   backend_->UnpinHost(large);
   munmap(large, kLarge);
+}
+
+// A stream times work in two ways: small copies by what kernels write, others by events.
+TEST_F(GatherTest, CopiesOfEverySizeArriveTogetherAndAreTimed) {
+  constexpr size_t kUsed = size_t{1} << 20;
+  const std::vector<std::byte> shared = Random(kUsed, 3);
+  ASSERT_TRUE(backend_->WriteShared(memory_.data, shared).ok());
+  std::memcpy(host_, shared.data(), kUsed);
+  std::mt19937 random(4);
+  const auto pick = [&](size_t low, size_t high) { return low + random() % (high - low + 1); };
+  std::vector<std::byte> device(kUsed, std::byte{0});
+  std::memset(slab_.host, 0, kUsed);
+  ASSERT_TRUE(stream_->Upload(slab_, 0, kUsed).ok());
+  ASSERT_TRUE(stream_->Wait().ok());
+  for (int round = 0; round < 400; ++round) {
+    const std::vector<std::byte> sent = Random(kUsed, static_cast<uint32_t>(100 + round));
+    std::memcpy(slab_.host, sent.data(), kUsed);
+    std::vector<std::byte> expected = sent;
+    const absl::Time begin = absl::Now();
+    size_t at = 0;
+    for (size_t i = pick(0, 3); i > 0; --i) {
+      const size_t bytes = (pick(0, 3) == 0 ? pick(17000, 90000) : pick(1, 16000)) / 2 * 2 + 2;
+      if (const size_t kind = pick(0, 3); kind < 2) {
+        ASSERT_TRUE(stream_->Upload(slab_, at, bytes).ok());
+        std::copy_n(sent.begin() + at, bytes, device.begin() + at);
+      } else {
+        const bool from_device = kind == 2;
+        const RowsCopy copy = {.from = (from_device ? memory_.data : host_) + at,
+                               .from_stride = bytes,
+                               .to = slab_.device + at,
+                               .to_stride = bytes,
+                               .row_bytes = bytes,
+                               .rows = 1,
+                               .from_device = from_device};
+        ASSERT_TRUE(stream_->Gather({&copy, 1}).ok());
+        std::copy_n(shared.begin() + at, bytes, device.begin() + at);
+      }
+      at += (bytes + 15) / 16 * 16;
+    }
+    size_t from = 0;
+    for (size_t i = pick(0, 2); i > 0; --i) {
+      const size_t bytes = (pick(0, 2) == 0 ? pick(17000, 90000) : pick(1, 16000)) / 2 * 2 + 2;
+      ASSERT_TRUE(stream_->Download(slab_, from, bytes).ok());
+      std::copy_n(device.begin() + from, bytes, expected.begin() + from);
+      from += (bytes + 15) / 16 * 16;
+    }
+    const absl::StatusOr<StreamTimes> times = stream_->Wait();
+    const int64_t wall_ns = absl::ToInt64Nanoseconds(absl::Now() - begin);
+    ASSERT_TRUE(times.ok()) << times.status();
+    ASSERT_TRUE(std::equal(expected.begin(), expected.end(), slab_.host)) << "round " << round;
+    EXPECT_GE(std::min({times->h2d_ns, times->kernel_ns, times->d2h_ns}), 0) << round;
+    // The device's clock has steps of its own.
+    EXPECT_LE(times->h2d_ns + times->kernel_ns + times->d2h_ns, wall_ns + 3000) << round;
+  }
+}
+
+// The end of small work is a word that a kernel writes after the answer. Nobody may see it first.
+TEST_F(GatherTest, AnAnswerIsWholeWhenWaitReturns) {
+  constexpr int kRounds = 3000;
+  const auto run = [this](int thread) {
+    auto stream = backend_->CreateStream().value();
+    const Slab slab = backend_->AllocateSlab(size_t{64} << 10).value();
+    auto* const words = reinterpret_cast<uint32_t*>(slab.host);
+    std::mt19937 random(thread);
+    for (int round = 0; round < kRounds && !HasFailure(); ++round) {
+      const size_t count = 1 + random() % 4000;
+      const auto tag = static_cast<uint32_t>(round * 8 + thread);
+      for (size_t i = 0; i < count; ++i) words[i] = tag + static_cast<uint32_t>(i) * 4096;
+      EXPECT_TRUE(stream->Upload(slab, 0, count * 4).ok());
+      const RowsCopy move = {.from = slab.device,
+                             .from_stride = count * 4,
+                             .to = slab.device + 32768,
+                             .to_stride = count * 4,
+                             .row_bytes = count * 4,
+                             .rows = 1,
+                             .from_device = true};
+      EXPECT_TRUE(stream->Wait().ok());
+      EXPECT_TRUE(stream->Gather({&move, 1}).ok());
+      EXPECT_TRUE(stream->Download(slab, 32768, count * 4).ok());
+      EXPECT_TRUE(stream->Wait().ok());
+      EXPECT_EQ(std::memcmp(slab.host, slab.host + 32768, count * 4), 0)
+          << "thread " << thread << ", round " << round;
+    }
+    stream.reset();
+    backend_->FreeSlab(slab);
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) threads.emplace_back(run, t);
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace
