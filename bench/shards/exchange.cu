@@ -32,7 +32,8 @@ struct Device {
 struct Nccl {
   using Comm = void*;
   void* library = Open();
-  int (*init_all)(Comm*, int, const int*) = Find<int (*)(Comm*, int, const int*)>("ncclCommInitAll");
+  int (*init_all)(Comm*, int,
+                  const int*) = Find<int (*)(Comm*, int, const int*)>("ncclCommInitAll");
   int (*destroy)(Comm) = Find<int (*)(Comm)>("ncclCommDestroy");
   int (*begin)() = Find<int (*)()>("ncclGroupStart");
   int (*end)() = Find<int (*)()>("ncclGroupEnd");
@@ -99,8 +100,8 @@ ExchangeTimes TimeExchange(const std::vector<int>& numbers, size_t bytes) {
     cudaDeviceSynchronize();
     devices.push_back(device);
   }
-  const auto blocks = static_cast<unsigned>(
-      std::clamp<size_t>(bytes / sizeof(uint4) / kThreads, 1, 512));
+  const auto blocks =
+      static_cast<unsigned>(std::clamp<size_t>(bytes / sizeof(uint4) / kThreads, 1, 512));
   ExchangeTimes times;
   times.stores_us = MedianUs(devices, [&] {
     for (size_t d = 0; d < devices.size(); ++d) {

@@ -85,8 +85,9 @@ class Layout {
 };
 
 struct Times {
-  double device_us = 0;  // from the end of the upload to the last answer, by the first device's clock
-  double wall_us = 0;    // of the call: small parameters up, op, answers down
+  double device_us =
+      0;               // from the end of the upload to the last answer, by the first device's clock
+  double wall_us = 0;  // of the call: small parameters up, op, answers down
 };
 
 class Bench {
@@ -145,7 +146,8 @@ class Bench {
   }
 
   void FreeHeads() {
-    for (const auto& [device, memory] : memories_) all_[static_cast<size_t>(device)]->FreeDevice(memory);
+    for (const auto& [device, memory] : memories_)
+      all_[static_cast<size_t>(device)]->FreeDevice(memory);
     memories_.clear();
   }
 
@@ -178,8 +180,8 @@ class Bench {
     Layout layout(slab_);
     const auto states = static_cast<size_t>(c.rows * c.hidden * kElement);
     std::memcpy(slab_.host, pattern_.host + kPatternBytes - states, states);
-    const TensorView hidden = {layout.Take<std::byte>(static_cast<int64_t>(states)), kDType,
-                               c.rows, c.hidden, c.hidden};
+    const TensorView hidden = {layout.Take<std::byte>(static_cast<int64_t>(states)), kDType, c.rows,
+                               c.hidden, c.hidden};
     const size_t params = layout.bytes();
     std::vector<SoftmaxTopKRow> top_rows;
     std::vector<SampleRow> sample_rows;
@@ -260,12 +262,14 @@ class Bench {
       const auto waited = stream.Wait();
       if (!waited.ok()) return waited.status();
       if (i < warm) continue;
-      const std::chrono::duration<double, std::micro> wall = std::chrono::steady_clock::now() - start;
+      const std::chrono::duration<double, std::micro> wall =
+          std::chrono::steady_clock::now() - start;
       wall_us.push_back(wall.count());
       device_us.push_back(static_cast<double>(waited->kernel_ns) / 1e3);
     }
     const auto median = [](std::vector<double>& values) {
-      std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+      std::nth_element(values.begin(),
+                       values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
                        values.end());
       return values[values.size() / 2];
     };
@@ -293,7 +297,8 @@ int Main(int argc, char** argv) {
   std::vector<int> devices = {0, 1};
   std::vector<std::string> only;
   std::string json_path, commit;
-  app.add_option("--devices", devices, "CUDA devices; one may be named several times")->delimiter(',');
+  app.add_option("--devices", devices, "CUDA devices; one may be named several times")
+      ->delimiter(',');
   app.add_option("--only", only, "only entries whose line contains one of these texts");
   app.add_option("--json", json_path, "also write the results to this file");
   app.add_option("--commit", commit, "the commit that is measured, for the JSON");
@@ -319,9 +324,10 @@ int Main(int argc, char** argv) {
   for (const Case& c : Cases()) {
     const std::string label =
         absl::StrFormat("%s %dx%dx%d", kOps[static_cast<int>(c.op)], c.rows, c.hidden, c.vocab);
-    const bool wanted = only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
-                          return label.find(text) != std::string::npos;
-                        });
+    const bool wanted =
+        only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
+          return label.find(text) != std::string::npos;
+        });
     if (!wanted) continue;
     absl::Status status;
     if (c.hidden != hidden || c.vocab != vocab) status = bench.LoadHead(c.hidden, c.vocab);
@@ -337,8 +343,8 @@ int Main(int argc, char** argv) {
     }
     if (!same) ++failed;
     absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f  %s\n", label, one.device_us,
-                 sharded.device_us, one.device_us / sharded.device_us, one.wall_us,
-                 sharded.wall_us, same ? "same" : "DIFFER");
+                 sharded.device_us, one.device_us / sharded.device_us, one.wall_us, sharded.wall_us,
+                 same ? "same" : "DIFFER");
     out["entries"].push_back({{"op", kOps[static_cast<int>(c.op)]},
                               {"rows", c.rows},
                               {"hidden", c.hidden},

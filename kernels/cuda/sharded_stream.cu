@@ -95,9 +95,7 @@ class ShardedStream final : public Stream {
     return OfShard(0, lead().Deliver(to, from, bytes));
   }
 
-  absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    return RunLinearTopK(args);
-  }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override { return RunLinearTopK(args); }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
     return OnLogits(args.hidden, args.head, args.sample, &Stream::Sample);
   }
@@ -124,10 +122,10 @@ class ShardedStream final : public Stream {
  private:
   struct Device {
     std::unique_ptr<DeviceStream> stream;
-    cudaEvent_t ended = nullptr;   // its partial
-    cudaEvent_t ready = nullptr;   // of the first device: what partials read is there
-    std::byte* hidden = nullptr;   // [kHiddenBytes]; null on the first device
-    std::byte* rows = nullptr;     // [kRowBytes]; null on the first device
+    cudaEvent_t ended = nullptr;  // its partial
+    cudaEvent_t ready = nullptr;  // of the first device: what partials read is there
+    std::byte* hidden = nullptr;  // [kHiddenBytes]; null on the first device
+    std::byte* rows = nullptr;    // [kRowBytes]; null on the first device
   };
 
   int count() const { return static_cast<int>(devices_.size()); }
@@ -254,9 +252,9 @@ class ShardedStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(OfShard(0, part(0)));
     for (int i = 1; i < count(); ++i) {
       LOGITD_RETURN_IF_ERROR(OfShard(
-          0, ToStatus(cudaStreamWaitEvent(lead().native(), devices_[static_cast<size_t>(i)].ended,
-                                          0),
-                      "wait for a device")));
+          0,
+          ToStatus(cudaStreamWaitEvent(lead().native(), devices_[static_cast<size_t>(i)].ended, 0),
+                   "wait for a device")));
     }
     return absl::OkStatus();
   }
@@ -367,9 +365,9 @@ class ShardedStream final : public Stream {
                                                       .targets = ranks ? targets_ : nullptr,
                                                       .block = BlockAt(shape, shard)});
     }));
-    return OfShard(0, lead().LinearCrossEntropyMerge({.shape = shape,
-                                                      .blocks = blocks_,
-                                                      .cross_entropy = args.cross_entropy}));
+    return OfShard(0,
+                   lead().LinearCrossEntropyMerge(
+                       {.shape = shape, .blocks = blocks_, .cross_entropy = args.cross_entropy}));
   }
 
   // Waits for an event: polls at first, because the wake-up of a blocked thread takes as long as a

@@ -63,16 +63,16 @@ TEST_F(ShardedGpuTest, AHeadThatDoesNotFitOneGpuLoadsShardedAndServes) {
   EXPECT_EQ(head.shards(0).tokens(), 3072);
   EXPECT_EQ(head.shards(1).tokens(), kVocab - 3072);
   v1::ScoreResponse scored;
-  const grpc::Status score = v1::Scorer::NewStub(Connect(server.tcp()))
-                                 ->Score(Context().get(), Scored(3, 1), &scored);
+  const grpc::Status score =
+      v1::Scorer::NewStub(Connect(server.tcp()))->Score(Context().get(), Scored(3, 1), &scored);
   EXPECT_TRUE(score.ok()) << score.error_message();
   EXPECT_EQ(scored.losses_size(), 3);
 }
 
 TEST_F(ShardedGpuTest, OneGpuRefusesToShardWithASentence) {
   const HeadFolder folder;
-  const ServerProcess server({"--backend=cuda", "--device=0",
-                              absl::StrCat("--head-root=", folder.path())});
+  const ServerProcess server(
+      {"--backend=cuda", "--device=0", absl::StrCat("--head-root=", folder.path())});
   v1::Head head;
   const grpc::Status refused = Load(server, /*shard=*/true, &head);
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::FAILED_PRECONDITION);

@@ -37,35 +37,36 @@ class PartialStream final : public Stream {
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
     const TopKPartialShape shape = {
         .shards = Cut(args.head), .rows = args.hidden.rows, .max_k = args.topk.max_k};
-    return Run(shape, args.head,
-               [&](const HeadView& head, int shard, std::byte* block) {
-                 return stream_->LinearTopKPartial({.hidden = args.hidden,
-                                                    .head = head,
-                                                    .shard = shard,
-                                                    .shape = shape,
-                                                    .rows = args.topk.rows,
-                                                    .block = block});
-               },
-               [&](const std::byte* blocks) {
-                 return stream_->LinearTopKMerge(
-                     {.shape = shape, .blocks = blocks, .topk = args.topk});
-               });
+    return Run(
+        shape, args.head,
+        [&](const HeadView& head, int shard, std::byte* block) {
+          return stream_->LinearTopKPartial({.hidden = args.hidden,
+                                             .head = head,
+                                             .shard = shard,
+                                             .shape = shape,
+                                             .rows = args.topk.rows,
+                                             .block = block});
+        },
+        [&](const std::byte* blocks) {
+          return stream_->LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = args.topk});
+        });
   }
 
   absl::Status LinearSample(const LinearSampleArgs& args) override {
     const SamplePartialShape shape = {.shards = Cut(args.head), .rows = args.hidden.rows};
-    return Run(shape, args.head,
-               [&](const HeadView& head, int shard, std::byte* block) {
-                 return stream_->LinearSamplePartial({.hidden = args.hidden,
-                                                      .head = head,
-                                                      .shard = shard,
-                                                      .shape = shape,
-                                                      .block = block});
-               },
-               [&](const std::byte* blocks) {
-                 return stream_->LinearSampleMerge(
-                     {.shape = shape, .blocks = blocks, .sample = args.sample});
-               });
+    return Run(
+        shape, args.head,
+        [&](const HeadView& head, int shard, std::byte* block) {
+          return stream_->LinearSamplePartial({.hidden = args.hidden,
+                                               .head = head,
+                                               .shard = shard,
+                                               .shape = shape,
+                                               .block = block});
+        },
+        [&](const std::byte* blocks) {
+          return stream_->LinearSampleMerge(
+              {.shape = shape, .blocks = blocks, .sample = args.sample});
+        });
   }
 
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
@@ -92,21 +93,22 @@ class PartialStream final : public Stream {
                                                 .targets = targets + s * shape.rows}));
       }
     }
-    return Run(shape, args.head,
-               [&](const HeadView& head, int shard, std::byte* block) {
-                 return stream_->LinearCrossEntropyPartial({.hidden = args.hidden,
-                                                            .head = head,
-                                                            .shard = shard,
-                                                            .shape = shape,
-                                                            .rows = loss.rows,
-                                                            .extra_ids = loss.extra_ids,
-                                                            .targets = targets,
-                                                            .block = block});
-               },
-               [&](const std::byte* blocks) {
-                 return stream_->LinearCrossEntropyMerge(
-                     {.shape = shape, .blocks = blocks, .cross_entropy = loss});
-               });
+    return Run(
+        shape, args.head,
+        [&](const HeadView& head, int shard, std::byte* block) {
+          return stream_->LinearCrossEntropyPartial({.hidden = args.hidden,
+                                                     .head = head,
+                                                     .shard = shard,
+                                                     .shape = shape,
+                                                     .rows = loss.rows,
+                                                     .extra_ids = loss.extra_ids,
+                                                     .targets = targets,
+                                                     .block = block});
+        },
+        [&](const std::byte* blocks) {
+          return stream_->LinearCrossEntropyMerge(
+              {.shape = shape, .blocks = blocks, .cross_entropy = loss});
+        });
   }
 
   absl::StatusOr<StreamTimes> Wait() override {

@@ -100,8 +100,7 @@ cudaError_t BlockLogits::Make(TensorView states, const HeadView& head, float* lo
     if (error != cudaSuccess) return error;
   }
   if (is_product) return Multiply(states, head, logits, stride);
-  const auto make =
-      route_.kernel == LinearKernel::kHopperLogits ? &hopper::Logits : &DecodeLogits;
+  const auto make = route_.kernel == LinearKernel::kHopperLogits ? &hopper::Logits : &DecodeLogits;
   return make(states, head, logits, stride, scratch, stream_);
 }
 

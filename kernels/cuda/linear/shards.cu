@@ -1,18 +1,15 @@
-// The two halves of the linear ops on a sharded head (kernels/shards.h): the partial of one shard,
-// and the merge of the blocks of all.
+// The partial of one shard, of the linear ops on a sharded head (kernels/shards.h).
 //
 // A logit and a cell have the bits that they have on one device: the product sums a logit in an order
 // that only the head fixes, where cuBLASLt makes it by the algorithm of the whole head (product.h),
-// and cells are counted from the vocabulary's start. The merge adds cells and writes answers by the
-// functions of the ops on one device, in their order.
+// and cells are counted from the vocabulary's start.
 //
-// Partial: linear_cross_entropy's plain rows on Hopper go through hopper/loss.cu, which leaves cells
+// linear_cross_entropy's plain rows on Hopper go through hopper/loss.cu, which leaves cells
 // and no logits. All others make the logits of a block of rows as forward.cu does; then one kernel
 // reads them once more and leaves cells, and softmax_topk chooses the shard's tokens.
 //
-// Cost of the partial: the op's on the shard's tokens, and where logits are made one more read of
-// them, of which L2 takes most. Cost of the merge: reads the blocks, a block of threads a row.
-// linear_sample: its merge writes and reads 4 bytes a token and row, then runs sample.
+// Cost: the op's on the shard's tokens, and where logits are made one more read of them, of which L2
+// takes most.
 #include "kernels/cuda/linear/shards.h"
 
 #include <algorithm>
@@ -23,60 +20,16 @@
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
+#include "kernels/cuda/linear/shards.cuh"
 #include "kernels/cuda/linear/split_rows.h"
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/cell.cuh"
 #include "kernels/cuda/rows/select.cuh"
-#include "kernels/cuda/sampling/topk_row.cuh"
 
 namespace logitd::cuda {
 namespace {
-
-static_assert(kCell == kVocabCell);
-
-// ---- shards on the device ----------------------------------------------------------------------
-
-// VocabShards in kernels.
-struct Shards {
-  int32_t vocab;
-  int32_t count;
-  int32_t cells;
-  int32_t each;        // cells of a shard that has fewer
-  int32_t larger;      // shards with one cell more, the first ones
-  int32_t most_cells;  // of a shard: from a row of cells in a block to the next
-  size_t block_bytes;
-
-  Shards(const VocabShards& shards, size_t bytes)
-      : vocab(static_cast<int32_t>(shards.vocab)),
-        count(shards.count),
-        cells(static_cast<int32_t>(shards.cells())),
-        each(cells / count),
-        larger(cells % count),
-        most_cells(static_cast<int32_t>(shards.most_cells())),
-        block_bytes(bytes) {}
-
-  __device__ int FirstCell(int shard) const { return each * shard + min(shard, larger); }
-  __device__ int FirstToken(int shard) const { return min(vocab, FirstCell(shard) * kCell); }
-  __device__ int Tokens(int shard) const { return FirstToken(shard + 1) - FirstToken(shard); }
-  __device__ int OwnerOfCell(int cell) const {
-    const int in_larger = larger * (each + 1);
-    return cell < in_larger ? cell / (each + 1) : larger + (cell - in_larger) / each;
-  }
-  __device__ int OwnerOf(int token) const { return OwnerOfCell(token / kCell); }
-
-  // The array of a shard's block that in the first block is at `first`.
-  template <class V>
-  __device__ const V* Of(const V* first, int shard) const {
-    return reinterpret_cast<const V*>(reinterpret_cast<const char*>(first) + shard * block_bytes);
-  }
-  // The value of cell `cell` of row r, from such an array.
-  __device__ float CellOf(const float* first, int64_t r, int cell) const {
-    const int shard = OwnerOfCell(cell);
-    return Of(first, shard)[r * most_cells + cell - FirstCell(shard)];
-  }
-};
 
 // ---- partial: cells of logits ------------------------------------------------------------------
 
@@ -89,8 +42,8 @@ __device__ inline void ReadCell(const float* row, int first, int tokens, int lan
 #pragma unroll
   for (int v = 0; v < kLaneElements / kVector<float>; ++v) {
     const int at = first + (v * 32 + lane) * kVector<float>;
-    x.SetVector(v, LoadVector(row + at, /*aligned=*/true, tokens - at,
-                              __float_as_uint(-kInfinity)));
+    x.SetVector(v,
+                LoadVector(row + at, /*aligned=*/true, tokens - at, __float_as_uint(-kInfinity)));
   }
 }
 
@@ -100,7 +53,7 @@ struct TopKPartialParams {
   const int32_t* indices;      // of softmax_topk by `asks`
   const RowStatus* status;
   // Of the block, from the first of these rows on.
-  float* max;    // null: no cells are wanted
+  float* max;  // null: no cells are wanted
   float* sum;
   int32_t* nan;
   uint64_t* keys;
@@ -123,9 +76,8 @@ __global__ void __launch_bounds__(kCellThreads)
     const float log2e_over_temperature = kLog2E / ask.temperature;
     LaneCell<float> x;
     ReadCell(row, cell * kCell, tokens, lane, x);
-    const Stats stats =
-        MergeLanes(LaneStats(x, x.Max(0, kLaneElements), log2e_over_temperature),
-                   log2e_over_temperature);
+    const Stats stats = MergeLanes(LaneStats(x, x.Max(0, kLaneElements), log2e_over_temperature),
+                                   log2e_over_temperature);
     if (lane == 0) {
       p.max[r * p.row_cells + cell] = stats.max;
       p.sum[r * p.row_cells + cell] = stats.sum;
@@ -147,9 +99,8 @@ __global__ void TopKAsksKernel(const SoftmaxTopKRow* rows, int64_t count, int to
                                SoftmaxTopKRow* asks) {
   const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (r >= count) return;
-  asks[r] = {.first_entry = r * most_k,
-             .temperature = rows[r].temperature,
-             .k = min(rows[r].k, tokens)};
+  asks[r] = {
+      .first_entry = r * most_k, .temperature = rows[r].temperature, .k = min(rows[r].k, tokens)};
 }
 __global__ void TopAsksKernel(const CrossEntropyRow* rows, int64_t count, int tokens, int most_k,
                               SoftmaxTopKRow* asks) {
@@ -222,16 +173,15 @@ __global__ void __launch_bounds__(kLossThreads)
   // The target counts from the shard's first token: it may be before it, or after the last.
   const CellAsk ask{
       .target = row.target - p.first_token,
-      .target_logit =
-          ranked ? p.targets[p.shards.OwnerOf(row.target) * p.target_rows + r] : 0.0f,
+      .target_logit = ranked ? p.targets[p.shards.OwnerOf(row.target) * p.target_rows + r] : 0.0f,
       .weighted = (row.want & kWantEntropy) != 0,
       .total = row.label_smoothing > 0,
       .softcap = 0.0f,
       .log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature)};
   const int of_warp =
-      ask.weighted ? SumShardCells<Summing::kWeighted>(p, ask, ranked, r, logits, &first_nan)
-                   : SumShardCells<Summing::kWithRankOrTotal>(p, ask, ranked, r, logits,
-                                                              &first_nan);
+      ask.weighted
+          ? SumShardCells<Summing::kWeighted>(p, ask, ranked, r, logits, &first_nan)
+          : SumShardCells<Summing::kWithRankOrTotal>(p, ask, ranked, r, logits, &first_nan);
   if (lane == 0 && of_warp > 0) atomicAdd(&before, of_warp);
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -289,186 +239,7 @@ __global__ void DiagonalKernel(const CrossEntropyRow* rows, int64_t count, int f
   if (target >= 0 && target < tokens) targets[r] = logits[r * stride + r];
 }
 
-// ---- merge -------------------------------------------------------------------------------------
-
-constexpr int kMergeThreads = 128;
-
-// The place in the whole order of key `i` of a shard, whose list and all others are in order and
-// have min(k, tokens of the shard) keys.
-__device__ inline int RankOfKey(const Shards& shards, const uint64_t* keys, int64_t at, int k,
-                                int shard, int i) {
-  const Key mine = shards.Of(keys, shard)[at + i];
-  int rank = i;
-  for (int s = 0; s < shards.count; ++s) {
-    if (s == shard) continue;
-    const uint64_t* list = shards.Of(keys, s) + at;
-    int low = 0;  // keys before it are larger than mine
-    int high = min(k, shards.Tokens(s));
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (list[middle] > mine) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    rank += low;
-  }
-  return rank;
-}
-
-// Calls emit(place, key) for the first k tokens of all shards, by `threads` threads.
-template <class Emit>
-__device__ inline void MergeKeys(const Shards& shards, const uint64_t* keys, int64_t at, int k,
-                                 int thread, int threads, Emit emit) {
-  for (int s = 0; s < shards.count; ++s) {
-    const int count = min(k, shards.Tokens(s));
-    for (int i = thread; i < count; i += threads) {
-      const int rank = RankOfKey(shards, keys, at, k, s, i);
-      if (rank < k) emit(rank, Key{shards.Of(keys, s)[at + i]});
-    }
-  }
-}
-
-// The lowest NaN of a row, by one warp; `vocab` where no shard has one.
-__device__ inline int FirstNan(const Shards& shards, const int32_t* nan, int64_t r, int lane) {
-  int first = shards.vocab;
-  for (int s = lane; s < shards.count; s += 32) {
-    const int of_shard = shards.Of(nan, s)[r];
-    if (of_shard >= 0) first = min(first, of_shard);
-  }
-  return __reduce_min_sync(kFullWarp, first);
-}
-
-struct TopKMergeParams {
-  Shards shards;
-  TopKPartials blocks;  // the first
-  int64_t row_keys;
-  SoftmaxTopKArgs args;
-};
-
-// Blocks (x, r) share the entries of row r; the first one also writes its logsumexp and status.
-__global__ void __launch_bounds__(kMergeThreads)
-    TopKMergeKernel(const __grid_constant__ TopKMergeParams p) {
-  const int64_t r = blockIdx.y;
-  const int lane = threadIdx.x % 32;
-  const SoftmaxTopKRow ask = p.args.rows[r];
-  if (ask.k == 0) return;
-  const Stats stats =
-      MergeCells(p.shards.cells, kLog2E / ask.temperature, lane, [&](int i) -> Stats {
-        return {p.shards.CellOf(p.blocks.max, r, i), p.shards.CellOf(p.blocks.sum, r, i)};
-      });
-  const RowResult result(stats, ask.temperature);
-  if (blockIdx.x == 0 && threadIdx.x < 32) {
-    RowStatus status{RowCode::kOk, -1};
-    float logsumexp = result.exponential.LogSum(stats.sum, ask.temperature);
-    if (result.Nan()) {
-      status = {RowCode::kNanLogit, FirstNan(p.shards, p.blocks.nan, r, lane)};
-    } else if (result.Empty()) {
-      status.code = RowCode::kEmptySupport;
-      logsumexp = -kInfinity;
-    }
-    if (lane == 0) {
-      p.args.logsumexp[r] = logsumexp;
-      p.args.status[r] = status;
-    }
-  }
-  const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const int threads = static_cast<int>(gridDim.x * blockDim.x);
-  if (result.Nan()) return EmitNothing(p.args, ask, thread, threads);
-  MergeKeys(p.shards, p.blocks.keys, r * p.row_keys, ask.k, thread, threads,
-            [&](int rank, Key key) {
-              p.args.indices[ask.first_entry + rank] = KeyIndex(key);
-              p.args.probs[ask.first_entry + rank] = result.Probability(KeyLogit(key));
-            });
-}
-
-struct LossMergeParams {
-  Shards shards;
-  LossPartials blocks;  // the first
-  int64_t row_keys;
-  int32_t max_extra;
-  CrossEntropyArgs args;  // logits.cols is the vocabulary
-};
-
-// Merges a row's cells and writes its answers except tops and extras, by one warp.
-__device__ inline Outcome ConcludeShards(const LossMergeParams& p, int64_t r, int lane) {
-  const CrossEntropyRow& ask = p.args.rows[r];
-  const Shards& shards = p.shards;
-  const float log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
-  const auto stats_of = [&](int i) -> Stats {
-    return {shards.CellOf(p.blocks.max, r, i), shards.CellOf(p.blocks.sum, r, i)};
-  };
-  const Stats stats = MergeCells(shards.cells, log2e_over_temperature, lane, stats_of);
-  RowSums sums{.stats = stats, .weighted = 0.0f, .total = 0.0, .before = 0};
-  if ((ask.want & kWantEntropy) != 0) {
-    const Exponential exponential(stats.max, log2e_over_temperature);
-    float weighted = 0.0f;
-    for (int i = lane; i < shards.cells; i += 32)
-      weighted += Reweighted(exponential, stats_of(i), shards.CellOf(p.blocks.moment, r, i));
-    sums.weighted = WarpSum(weighted);
-  }
-  if (ask.label_smoothing > 0) {
-    double total = 0.0;
-    for (int i = lane; i < shards.cells; i += 32) total += shards.CellOf(p.blocks.total, r, i);
-    sums.total = WarpSum(total);
-  }
-  if ((ask.want & kWantRank) != 0 && ask.target >= 0) {
-    int before = 0;
-    for (int s = lane; s < shards.count; s += 32) before += shards.Of(p.blocks.before, s)[r];
-    sums.before = __reduce_add_sync(kFullWarp, before);
-  }
-  int nan = shards.vocab;
-  if (isnan(stats.sum)) nan = FirstNan(shards, p.blocks.nan, r, lane);
-  const float target_logit =
-      ask.target < 0 ? 0.0f : shards.Of(p.blocks.target, shards.OwnerOf(ask.target))[r];
-  return Conclude(p.args, r, sums, target_logit, nan, lane);
-}
-
-// A block for each row.
-__global__ void __launch_bounds__(kMergeThreads)
-    LossMergeKernel(const __grid_constant__ LossMergeParams p) {
-  __shared__ Outcome shared_outcome;  // from the first warp to the others
-  const int64_t r = blockIdx.x;
-  const CrossEntropyRow& ask = p.args.rows[r];
-  if (ask.active == 0) return;
-  if (threadIdx.x < 32) {
-    const Outcome outcome = ConcludeShards(p, r, static_cast<int>(threadIdx.x));
-    if (threadIdx.x == 0) shared_outcome = outcome;
-  }
-  if (ask.extra_count == 0 && ask.top_logprobs == 0) return;
-  __syncthreads();
-  const Outcome outcome = shared_outcome;
-  const CrossEntropyAnswers& to = p.args.answers;
-  for (int i = threadIdx.x; i < ask.extra_count; i += kMergeThreads) {
-    const int owner = p.shards.OwnerOf(p.args.extra_ids[ask.first_extra + i]);
-    const float logit = p.shards.Of(p.blocks.extra, owner)[r * p.max_extra + i];
-    to.extra_logprobs[ask.first_extra_entry + i] = static_cast<float>(outcome.Logprob(logit));
-  }
-  int32_t* ids = to.top_ids + ask.first_top_entry;
-  float* logprobs = to.top_logprobs + ask.first_top_entry;
-  if (outcome.Nan()) {
-    for (int i = threadIdx.x; i < ask.top_logprobs; i += kMergeThreads) {
-      ids[i] = -1;
-      logprobs[i] = outcome.sum;
-    }
-    return;
-  }
-  MergeKeys(p.shards, p.blocks.keys, r * p.row_keys, ask.top_logprobs,
-            static_cast<int>(threadIdx.x), kMergeThreads, [&](int rank, Key key) {
-              ids[rank] = KeyIndex(key);
-              logprobs[rank] = static_cast<float>(outcome.Logprob(KeyLogit(key)));
-            });
-}
-
 // ---- launch ------------------------------------------------------------------------------------
-
-int32_t ToInt(int64_t value) { return static_cast<int32_t>(value); }
-
-template <class V>
-V* From(V* array, int64_t offset) {
-  return array == nullptr ? nullptr : array + offset;
-}
 
 // As TopKPartials and LossPartials, from row `first` on.
 LossPartials RowsFrom(const LossPartials& partials, const LossPartialShape& shape, int64_t first) {
@@ -496,8 +267,7 @@ cudaError_t LaunchEmpty(int64_t rows, int32_t* nan, int32_t* before, cudaStream_
 template <class Row>
 cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
                          void (*ask_kernel)(const Row*, int64_t, int, int, SoftmaxTopKRow*),
-                         int64_t keys, TopKPartialParams to, Scratch scratch,
-                         cudaStream_t stream) {
+                         int64_t keys, TopKPartialParams to, Scratch scratch, cudaStream_t stream) {
   const int64_t tokens = logits.cols;
   const int64_t most_k = std::min(keys, tokens);
   const int64_t row_bytes = most_k * 8 + static_cast<int64_t>(sizeof(SoftmaxTopKRow)) + 16;
@@ -518,9 +288,9 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
   for (int64_t first = 0; first < logits.rows; first += step) {
     const int64_t count = std::min(step, logits.rows - first);
     to.logits = RowsOf(logits, first, count);
-    cudaError_t error = LaunchKernel(
-        ask_kernel, {.grid = GridFor(count, kCopyThreads), .threads = kCopyThreads}, stream,
-        rows + first, count, ToInt(tokens), ToInt(most_k), asks);
+    cudaError_t error =
+        LaunchKernel(ask_kernel, {.grid = GridFor(count, kCopyThreads), .threads = kCopyThreads},
+                     stream, rows + first, count, ToInt(tokens), ToInt(most_k), asks);
     if (error != cudaSuccess) return error;
     error = SoftmaxTopK({.logits = to.logits,
                          .rows = asks,
@@ -533,8 +303,7 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
     if (error != cudaSuccess) return error;
     const int64_t blocks = to.max == nullptr ? 1 : CeilDiv(tokens, kCellWarps * kCell);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
-    error =
-        LaunchKernel(&TopKPartialKernel, {.grid = grid, .threads = kCellThreads}, stream, to);
+    error = LaunchKernel(&TopKPartialKernel, {.grid = grid, .threads = kCellThreads}, stream, to);
     if (error != cudaSuccess) return error;
     to.max = From(to.max, count * to.row_cells);
     to.sum = From(to.sum, count * to.row_cells);
@@ -602,15 +371,14 @@ cudaError_t LossesFromShardLogits(const LinearCrossEntropyPartialArgs& args,
 cudaError_t HopperShardLosses(const LinearCrossEntropyPartialArgs& args, Products& products,
                               Scratch scratch, cudaStream_t stream) {
   const LossPartialShape& shape = args.shape;
-  hopper::ShardLossArgs losses{
-      .hidden = args.hidden,
-      .head = args.head,
-      .rows = args.rows,
-      .extra_ids = args.extra_ids,
-      .first_token = ToInt(shape.shards.at(args.shard).first),
-      .max_extra = shape.max_extra,
-      .row_cells = shape.shards.most_cells(),
-      .to = shape.At(args.block)};
+  hopper::ShardLossArgs losses{.hidden = args.hidden,
+                               .head = args.head,
+                               .rows = args.rows,
+                               .extra_ids = args.extra_ids,
+                               .first_token = ToInt(shape.shards.at(args.shard).first),
+                               .max_extra = shape.max_extra,
+                               .row_cells = shape.shards.most_cells(),
+                               .to = shape.At(args.block)};
   cudaError_t error = cudaSuccess;
   const int32_t* plain_groups = nullptr;
   if (shape.want != 0 || shape.max_top > 0) {
@@ -669,34 +437,6 @@ cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& produ
   return cudaSuccess;
 }
 
-cudaError_t LinearTopKMerge(const LinearTopKMergeArgs& args, cudaStream_t stream) {
-  const TopKPartialShape& shape = args.shape;
-  if (shape.rows == 0) return cudaSuccess;
-  const TopKMergeParams p{.shards = Shards(shape.shards, shape.bytes()),
-                          .blocks = shape.Of(args.blocks, 0),
-                          .row_keys = shape.keys(),
-                          .args = args.topk};
-  constexpr int64_t kMostBlocks = 64;  // of a row
-  constexpr int64_t kMostRows = 32768;  // of a launch
-  const int64_t blocks =
-      std::clamp<int64_t>(CeilDiv(shape.keys(), kMergeThreads), 1, kMostBlocks);
-  for (int64_t first = 0; first < shape.rows; first += kMostRows) {
-    TopKMergeParams part = p;
-    const int64_t cells = first * shape.shards.most_cells();
-    part.blocks.max += cells;
-    part.blocks.sum += cells;
-    part.blocks.nan += first;
-    part.blocks.keys = From(part.blocks.keys, first * shape.keys());
-    part.args = RowsFrom(args.topk, first);
-    const dim3 grid(static_cast<unsigned>(blocks),
-                    static_cast<unsigned>(std::min(kMostRows, shape.rows - first)));
-    const cudaError_t error =
-        LaunchKernel(&TopKMergeKernel, {.grid = grid, .threads = kMergeThreads}, stream, part);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
 cudaError_t ShardLogits(const ShardLogitsArgs& args, Products& products, Scratch scratch,
                         cudaStream_t stream) {
   if (args.shards.at(args.shard).tokens == 0) return cudaSuccess;
@@ -745,37 +485,8 @@ cudaError_t LinearSamplePartial(const LinearSamplePartialArgs& args, Products& p
   return cudaSuccess;
 }
 
-cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch,
-                              cudaStream_t stream) {
-  const SamplePartialShape& shape = args.shape;
-  const VocabShards& shards = shape.shards;
-  const int64_t stride = RoundUp(shards.vocab, 32);
-  const int64_t room = static_cast<int64_t>(scratch.bytes) / 4;
-  const int64_t step = std::clamp<int64_t>(room / (stride * 4), 1, 256);
-  float* logits = scratch.Take<float>(static_cast<size_t>(step * stride));
-  if (logits == nullptr) return cudaErrorMemoryAllocation;
-  for (int64_t first = 0; first < shape.rows; first += step) {
-    const int64_t count = std::min(step, shape.rows - first);
-    for (int s = 0; s < shards.count; ++s) {
-      const VocabShard shard = shards.at(s);
-      if (shard.tokens == 0) continue;
-      const cudaError_t error = cudaMemcpy2DAsync(
-          logits + shard.first, static_cast<size_t>(stride) * 4,
-          shape.Of(args.blocks, s) + first * shards.most_tokens(),
-          static_cast<size_t>(shards.most_tokens()) * 4, static_cast<size_t>(shard.tokens) * 4,
-          static_cast<size_t>(count), cudaMemcpyDeviceToDevice, stream);
-      if (error != cudaSuccess) return error;
-    }
-    SampleArgs part = RowsFrom(args.sample, first);
-    part.logits = {logits, DType::kF32, count, shards.vocab, stride};
-    const cudaError_t error = Sample(part, scratch, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args,
-                                      Products& products, Scratch scratch, cudaStream_t stream) {
+cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Products& products,
+                                      Scratch scratch, cudaStream_t stream) {
   const VocabShard shard = args.shards.at(args.shard);
   if (shard.tokens == 0) return cudaSuccess;
   const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
@@ -794,10 +505,10 @@ cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args,
   if (weight == nullptr || bias == nullptr || logits == nullptr) return cudaErrorMemoryAllocation;
   for (int64_t first = 0; first < args.hidden.rows; first += step) {
     const int64_t count = std::min(step, args.hidden.rows - first);
-    cudaError_t error = LaunchKernel(
-        &GatherTargetsKernel, {.grid = GridFor(count), .threads = kCopyThreads}, stream,
-        args.rows + first, ToInt(shard.first), args.head, reinterpret_cast<uint16_t*>(weight),
-        stride * element / 2, bias);
+    cudaError_t error =
+        LaunchKernel(&GatherTargetsKernel, {.grid = GridFor(count), .threads = kCopyThreads},
+                     stream, args.rows + first, ToInt(shard.first), args.head,
+                     reinterpret_cast<uint16_t*>(weight), stride * element / 2, bias);
     if (error != cudaSuccess) return error;
     HeadView targets = args.head;  // a head of the targets: their logits are its diagonal
     targets.weight.data = weight;
@@ -815,8 +526,8 @@ cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args,
   return cudaSuccess;
 }
 
-cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args,
-                                      Products& products, Scratch scratch, cudaStream_t stream) {
+cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Products& products,
+                                      Scratch scratch, cudaStream_t stream) {
   const LossPartialShape& shape = args.shape;
   if (shape.rows == 0) return cudaSuccess;
   if (shape.shards.at(args.shard).tokens == 0) {
@@ -828,19 +539,6 @@ cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args,
   const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
   const BlockLogits block(args.head, shape.shards.vocab, route, 2, products, scratch, stream);
   return LossesFromShardLogits(args, args.rows, block, scratch, stream);
-}
-
-cudaError_t LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, cudaStream_t stream) {
-  const LossPartialShape& shape = args.shape;
-  if (shape.rows == 0) return cudaSuccess;
-  LossMergeParams p{.shards = Shards(shape.shards, shape.bytes()),
-                    .blocks = shape.Of(args.blocks, 0),
-                    .row_keys = shape.keys(),
-                    .max_extra = shape.max_extra,
-                    .args = args.cross_entropy};
-  p.args.logits.cols = shape.shards.vocab;
-  return LaunchKernel(&LossMergeKernel, {.grid = GridFor(shape.rows), .threads = kMergeThreads},
-                      stream, p);
 }
 
 }  // namespace logitd::cuda
