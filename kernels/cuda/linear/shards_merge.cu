@@ -199,10 +199,9 @@ cudaError_t LinearTopKMerge(const LinearTopKMergeArgs& args, cudaStream_t stream
                           .blocks = shape.Of(args.blocks, 0),
                           .row_keys = shape.keys(),
                           .args = args.topk};
-  constexpr int64_t kMostBlocks = 64;  // of a row
+  constexpr int64_t kMostBlocks = 64;   // of a row
   constexpr int64_t kMostRows = 32768;  // of a launch
-  const int64_t blocks =
-      std::clamp<int64_t>(CeilDiv(shape.keys(), kMergeThreads), 1, kMostBlocks);
+  const int64_t blocks = std::clamp<int64_t>(CeilDiv(shape.keys(), kMergeThreads), 1, kMostBlocks);
   for (int64_t first = 0; first < shape.rows; first += kMostRows) {
     TopKMergeParams part = p;
     const int64_t cells = first * shape.shards.most_cells();
