@@ -107,9 +107,11 @@ struct CrossEntropyArgs {
   TensorView logits;                      // [rows, vocab], f32 | f16 | bf16
   const CrossEntropyRow* rows = nullptr;  // [rows]
   const int32_t* extra_ids = nullptr;     // token ids whose log-probability is wanted, of all rows
-  // What any row wants, and the largest top_logprobs. They pick the variant, never the bits.
+  // What any row wants, the largest top_logprobs and the largest extra_count, or more. They pick the
+  // variant, never the bits.
   int32_t want = kWantRank | kWantEntropy;
   int32_t max_top_logprobs = kMaxTopLogprobs;
+  int32_t max_extra_ids = kMaxExtraIds;
   CrossEntropyAnswers answers;
 };
 

@@ -18,6 +18,9 @@
 #include "absl/strings/str_format.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
+#if LOGITD_WITH_CUDA
+#include "kernels/cuda/sharded_stream.h"
+#endif
 
 namespace logitd {
 namespace {
@@ -28,11 +31,6 @@ constexpr char kShard[] = "logitd/shard";
 constexpr size_t kMostBlockBytes = size_t{64} << 20;
 // Rows that share a read of the head, on any backend.
 constexpr int64_t kRowStep = 64;
-
-absl::Status OfShard(int shard, absl::Status status) {
-  if (!status.ok()) status.SetPayload(kShard, absl::Cord(absl::StrCat(shard)));
-  return status;
-}
 
 // A thread for each device except the first, whose work the caller does.
 class Gang {
@@ -247,7 +245,8 @@ class HostShardedStream final : public Stream {
       LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
         return stream.LinearCrossEntropyTargets({.hidden = args.hidden,
                                                  .head = args.head.shards[shard],
-                                                 .shard = shape.shards.at(shard),
+                                                 .shard = shard,
+                                                 .shards = shape.shards,
                                                  .rows = args.cross_entropy.rows,
                                                  .targets = targets + shard * shape.rows});
       }));
@@ -300,6 +299,24 @@ class HostShardedStream final : public Stream {
   Gang gang_;
 };
 
+bool IsHost(const Backend& backend) { return backend.device().is_host; }
+
+#if LOGITD_WITH_CUDA
+bool IsCuda(const Backend& backend) { return backend.device().backend == "cuda"; }
+absl::Status CheckCudaPeers(absl::Span<Backend* const> backends) {
+  return cuda::CheckPeers(backends);
+}
+absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends) {
+  return cuda::CreateShardedStream(backends);
+}
+#else
+bool IsCuda(const Backend&) { return false; }
+absl::Status CheckCudaPeers(absl::Span<Backend* const>) { return absl::OkStatus(); }
+absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>) {
+  return absl::UnimplementedError("shard: this build has only the CPU backend");
+}
+#endif
+
 }  // namespace
 
 absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
@@ -308,17 +325,20 @@ absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
         absl::StrFormat("shards: got %d devices, allowed 1..%d", backends.size(), kMaxShards));
   }
   for (const Backend* backend : backends) {
-    if (backend->device().is_host) continue;
+    if (IsHost(*backend) == IsHost(*backends.front()) && (IsHost(*backend) || IsCuda(*backend))) {
+      continue;
+    }
     return absl::FailedPreconditionError(
-        absl::StrFormat("shard: got backend %s, allowed cpu; on other backends each device holds "
-                        "the whole head",
+        absl::StrFormat("shard: got backend %s, allowed cpu or cuda, the same for all devices; on "
+                        "others each device holds the whole head",
                         backend->device().backend));
   }
-  return absl::OkStatus();
+  return IsHost(*backends.front()) ? absl::OkStatus() : CheckCudaPeers(backends);
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends) {
   LOGITD_RETURN_IF_ERROR(CheckCanShard(backends));
+  if (!IsHost(*backends.front())) return CreateCudaStream(backends);
   std::vector<std::unique_ptr<Stream>> streams;
   for (Backend* backend : backends) {
     absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();
@@ -326,6 +346,11 @@ absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* 
     streams.push_back(*std::move(stream));
   }
   return std::make_unique<HostShardedStream>(std::move(streams));
+}
+
+absl::Status OfShard(int shard, absl::Status status) {
+  if (!status.ok()) status.SetPayload(kShard, absl::Cord(absl::StrCat(shard)));
+  return status;
 }
 
 std::optional<int> FailedShard(const absl::Status& status) {

@@ -15,18 +15,24 @@ namespace logitd {
 // A stream that runs linear_topk, linear_sample and linear_cross_entropy on heads with one shard on
 // each of `backends`, in that order. Its slabs and the answers are those of the first device. Each
 // op runs the partial on all devices at the same time, gathers the blocks and merges them on the
-// first device (kernels/shards.h), 64 MiB of blocks at a time. Other ops are UNIMPLEMENTED.
+// first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA). Other ops are
+// UNIMPLEMENTED.
 //
-// A device that fails does not hold up the others: the op ends when all have ended, with the status
-// of the first that failed, and FailedShard names it. Nothing is merged then, so the answers are
-// unspecified.
+// A device that fails does not hold up the others: the op, or on CUDA Wait, ends when all have
+// ended, with the status of the first that failed, and FailedShard names it; on CUDA a fault may show
+// in a call for another device, which is named then. The answers are unspecified then.
 //
-// Holds a stream and a thread for each device. Errors: those of CheckCanShard, and of the devices.
+// Holds a stream for each device; on the CPU also a thread for each, on CUDA 128 MiB of the first
+// device and 64 MiB of each other. Errors: those of CheckCanShard, and of the devices.
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends);
 
-// Whether heads may be cut over these devices. FAILED_PRECONDITION: the backend cannot, and the text
-// says which can. INVALID_ARGUMENT: no device, or more than kMaxShards.
+// Whether heads may be cut over these devices. FAILED_PRECONDITION: the devices are of several
+// backends, or cannot reach each other's memory; the text says which can. INVALID_ARGUMENT: no
+// device, or more than kMaxShards.
 absl::Status CheckCanShard(absl::Span<Backend* const> backends);
+
+// An error of the device with this index in such a stream; OK stays OK.
+absl::Status OfShard(int shard, absl::Status status);
 
 // The index of the device that an error of such a stream came from. nullopt: it does not say.
 std::optional<int> FailedShard(const absl::Status& status);

@@ -29,7 +29,13 @@ namespace logitd {
 // holds within one backend and one model of device, as for any op.
 //
 // A block is made of arrays, each on a 16-byte border, row after row. Elements that a comment does
-// not mention are unspecified.
+// not mention are unspecified. On CUDA `sum` and `moment` are relative to a value near `max`, and
+// the units of `total` and `moment` are those of its kernels: blocks of one backend are for that
+// backend's merge only.
+//
+// A training framework can call the halves with an exchange of its own, NCCL's all-gather for
+// instance: Stream (kernels/backend.h) has a method for each. On CUDA blocks are device memory, and
+// may be memory of a peer that the device has access to.
 
 // Tokens that one partial sum covers, counted from token 0.
 inline constexpr int64_t kVocabCell = 1024;
@@ -187,7 +193,8 @@ struct LossPartialShape {
 struct LinearCrossEntropyTargetsArgs {
   TensorView hidden;  // [rows, hidden], as in LinearCrossEntropyArgs
   HeadView head;      // the shard's
-  VocabShard shard;
+  int shard = 0;      // its index
+  VocabShards shards;
   const CrossEntropyRow* rows = nullptr;  // [rows]
   float* targets = nullptr;               // [rows]; not written where the shard has not the target
 };

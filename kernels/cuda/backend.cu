@@ -24,9 +24,11 @@
 #include "kernels/cuda/gather.h"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
+#include "kernels/cuda/linear/shards.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/replays.h"
 #include "kernels/cuda/shared_memory.h"
+#include "kernels/cuda/stream.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
@@ -39,13 +41,7 @@ bool Recoverable(cudaError_t error) {
          error == cudaErrorNotSupported;
 }
 
-absl::Status ToStatus(cudaError_t error, std::string_view what) {
-  if (error == cudaSuccess) return absl::OkStatus();
-  cudaGetLastError();
-  const std::string text = absl::StrFormat("CUDA: %s: %s (%s)", what, cudaGetErrorString(error),
-                                           cudaGetErrorName(error));
-  return Recoverable(error) ? absl::UnavailableError(text) : absl::InternalError(text);
-}
+using cuda::ToStatus;
 
 __global__ void ProbeKernel() {}
 
@@ -68,7 +64,7 @@ size_t LeftOfPiece(const std::byte* at) {
   return kPinPieceBytes - reinterpret_cast<uintptr_t>(at) % kPinPieceBytes;
 }
 
-class CudaStream final : public Stream {
+class CudaStream final : public cuda::DeviceStream {
  public:
   static absl::StatusOr<std::unique_ptr<Stream>> Create(int device,
                                                         const cudaDeviceProp& properties,
@@ -90,6 +86,14 @@ class CudaStream final : public Stream {
     cudaFree(scratch_.data);
     cudaFree(words_);
     cudaFreeHost(marks_);
+  }
+
+  int device() const override { return device_; }
+  cudaStream_t native() const override { return stream_; }
+  absl::Status BeginOps() override { return Enter(kComputing); }
+  absl::Status ShardLogits(const cuda::ShardLogitsArgs& args) override {
+    return RunLinear("logits of a shard", &cuda::ShardLogits, args, cuda::LinearOp::kTokens,
+                     args.head);
   }
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
@@ -220,6 +224,34 @@ class CudaStream final : public Stream {
   absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
     return RunLinear("linear_cross_entropy_training", &cuda::LinearCrossEntropyTraining, args,
                      cuda::LinearOp::kTraining, args.gradient.head);
+  }
+
+  absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
+    return RunLinear("linear_topk on a shard", &cuda::LinearTopKPartial, args,
+                     cuda::LinearOp::kTokens, args.head);
+  }
+  absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearTopKMerge(args, stream_), "linear_topk on shards");
+  }
+  absl::Status LinearSamplePartial(const LinearSamplePartialArgs& args) override {
+    return RunLinear("linear_sample on a shard", &cuda::LinearSamplePartial, args,
+                     cuda::LinearOp::kTokens, args.head);
+  }
+  absl::Status LinearSampleMerge(const LinearSampleMergeArgs& args) override {
+    return Run("linear_sample on shards", &cuda::LinearSampleMerge, args);
+  }
+  absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args) override {
+    return RunLinear("linear_cross_entropy's targets", &cuda::LinearCrossEntropyTargets, args,
+                     cuda::LinearOp::kLosses, args.head);
+  }
+  absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args) override {
+    return RunLinear("linear_cross_entropy on a shard", &cuda::LinearCrossEntropyPartial, args,
+                     cuda::LinearOp::kLosses, args.head);
+  }
+  absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearCrossEntropyMerge(args, stream_), "linear_cross_entropy on shards");
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
@@ -775,6 +807,18 @@ class CudaBackend final : public Backend {
 };
 
 }  // namespace
+
+namespace cuda {
+
+absl::Status ToStatus(cudaError_t error, std::string_view what) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  cudaGetLastError();
+  const std::string text = absl::StrFormat("CUDA: %s: %s (%s)", what, cudaGetErrorString(error),
+                                           cudaGetErrorName(error));
+  return Recoverable(error) ? absl::UnavailableError(text) : absl::InternalError(text);
+}
+
+}  // namespace cuda
 
 int CountCudaDevices() {
   int count = 0;

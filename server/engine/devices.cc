@@ -6,6 +6,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/sharded_stream.h"
 
 namespace logitd::engine {
 namespace {
@@ -30,6 +31,15 @@ std::string Devices::NameOf(int device) const {
 int Devices::left() const {
   return static_cast<int>(
       std::count_if(lost_.begin(), lost_.end(), [](const auto& lost) { return !lost.load(); }));
+}
+
+absl::Status Devices::CheckCanShard() const {
+  absl::Status status = logitd::CheckCanShard(backends());
+  if (status.ok() && count() == 1 && !info(0).is_host) {
+    return absl::FailedPreconditionError(
+        "shard: got 1 device, allowed 2 or more (--device); one holds the whole head");
+  }
+  return status;
 }
 
 absl::Status OfDevice(int device, absl::Status status) {

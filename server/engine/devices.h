@@ -40,6 +40,10 @@ class Devices {
   // Devices that are not lost.
   int left() const;
 
+  // OK, or why heads cannot be cut over these devices: kernels/sharded_stream.h has the errors. One
+  // GPU is refused too: it would only hold memory for the exchange with others.
+  absl::Status CheckCanShard() const;
+
  private:
   const std::vector<Backend*> backends_;
   std::vector<CpuSet> cpus_;

@@ -283,7 +283,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     }
   }
   std::unique_ptr<Stream> over_all;
-  if (CheckCanShard(devices->backends()).ok()) {
+  if (devices->CheckCanShard().ok()) {
     absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(devices->backends());
     if (!stream.ok()) return stream.status();
     over_all = *std::move(stream);

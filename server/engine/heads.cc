@@ -13,7 +13,6 @@
 #include "absl/time/clock.h"
 #include "formats/half.h"
 #include "formats/safetensors.h"
-#include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
 #include "server/engine/devices.h"
@@ -383,7 +382,7 @@ absl::Status Heads::Check(const HeadRequest& request) const {
 // Whether the head may be sharded, if it is to be.
 absl::Status Heads::CheckShard(const HeadRequest& request) const {
   if (!request.shard) return absl::OkStatus();
-  if (absl::Status status = CheckCanShard(devices_->backends()); !status.ok()) {
+  if (absl::Status status = devices_->CheckCanShard(); !status.ok()) {
     return Named(request.name, status);
   }
   if (devices_->left() == devices_->count()) return absl::OkStatus();

@@ -26,6 +26,8 @@ CrossEntropyArgs ArgsOf(const engine::BatchView& batch) {
           .extra_ids = batch.In(kCrossEntropyInExtraIds),
           .want = static_cast<int32_t>(batch.wanted),
           .max_top_logprobs = batch.max_row_entries,
+          .max_extra_ids = static_cast<int32_t>(
+              std::min<int64_t>(kMaxExtraIds, batch.counts[kCrossEntropyExtraIds])),
           .answers = {.loss = batch.Out(kCrossEntropyLosses),
                       .logsumexp = batch.Out(kCrossEntropyLogsumexp),
                       .target_logprob = batch.Out(kCrossEntropyTargetLogprobs),

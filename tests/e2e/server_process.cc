@@ -11,12 +11,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
@@ -99,9 +101,12 @@ ServerProcess::ServerProcess(std::vector<std::string> flags, int max_files)
     : directory_(MakeDirectory()) {
   log_path_ = directory_ + "/log";
   unix_socket_ = "unix:" + directory_ + "/socket";
-  for (const std::string& flag :
-       {std::string("--backend=cpu"), std::string("--listen=127.0.0.1:0"),
-        "--listen=" + unix_socket_, std::string("--metrics-listen=127.0.0.1:0")}) {
+  const bool names_backend = std::any_of(flags.begin(), flags.end(), [](const std::string& flag) {
+    return absl::StartsWith(flag, "--backend=");
+  });
+  if (!names_backend) flags.push_back("--backend=cpu");
+  for (const std::string& flag : {std::string("--listen=127.0.0.1:0"), "--listen=" + unix_socket_,
+                                  std::string("--metrics-listen=127.0.0.1:0")}) {
     flags.push_back(flag);
   }
   pid_ = Spawn(flags, log_path_, max_files);

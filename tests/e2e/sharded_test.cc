@@ -1,148 +1,20 @@
 // Heads that are cut over the (simulated) devices of one server, over gRPC.
 #include <gmock/gmock.h>
-#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <stdlib.h>
 
-#include <cstdint>
-#include <filesystem>
-#include <fstream>
-#include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "logitd/v1/heads.grpc.pb.h"
-#include "logitd/v1/sampler.grpc.pb.h"
-#include "logitd/v1/scorer.grpc.pb.h"
 #include "logitd/v1/server.grpc.pb.h"
-#include "tests/e2e/elements.h"
-#include "tests/e2e/peers.h"
-#include "tests/e2e/server_process.h"
+#include "tests/e2e/sharded_cases.h"
 
 namespace logitd::e2e {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr int64_t kVocab = 5003;  // five cells, the last one short
-constexpr int64_t kHidden = 48;
-
-// A folder with one head, in a safetensors file, with a bias.
-class HeadFolder {
- public:
-  HeadFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "logitd-sharded-XXXXXX").string();
-    path_ = mkdtemp(name.data());
-    const size_t weight = kVocab * kHidden * 2;
-    const size_t end = weight + kVocab * 2;
-    const std::string header = absl::StrFormat(
-        R"({"__metadata__":{"final_logit_softcapping":"20"},)"
-        R"("lm_head.weight":{"dtype":"BF16","shape":[%d,%d],"data_offsets":[0,%d]},)"
-        R"("lm_head.bias":{"dtype":"BF16","shape":[%d],"data_offsets":[%d,%d]}})",
-        kVocab, kHidden, weight, kVocab, weight, end);
-    std::ofstream out(File(), std::ios::binary);
-    const uint64_t length = header.size();
-    out.write(reinterpret_cast<const char*>(&length), sizeof(length));
-    out << header << Encode(v1::DTYPE_BF16, Normal<double>(kVocab * kHidden, 1, 0.5))
-        << Encode(v1::DTYPE_BF16, Normal<double>(kVocab, 2, 1));
-  }
-  ~HeadFolder() { std::filesystem::remove_all(path_); }
-
-  const std::string& path() const { return path_; }
-  std::string File() const { return path_ + "/head.safetensors"; }
-
- private:
-  std::string path_;
-};
-
-template <typename Request>
-Request OfHead(int64_t rows, uint32_t seed) {
-  Request request;
-  request.set_dtype(v1::DTYPE_BF16);
-  request.set_rows(rows);
-  request.set_head("h");
-  request.set_hidden_size(kHidden);
-  request.set_hidden(Encode(v1::DTYPE_BF16, Normal<double>(rows * kHidden, seed, 1)));
-  return request;
-}
-
-v1::ScoreRequest Scored(int64_t rows, uint32_t seed) {
-  v1::ScoreRequest request = OfHead<v1::ScoreRequest>(rows, seed);
-  for (int64_t row = 0; row < rows; ++row) {
-    request.add_targets(row % 7 == 6 ? -100 : static_cast<int32_t>((row * 977 + seed) % kVocab));
-  }
-  request.set_want_entropy(seed % 2 == 0);
-  request.set_want_rank(seed % 3 != 0);
-  if (seed % 4 == 1) {
-    request.add_label_smoothing(0.1f);
-    request.add_smoothing(seed % 8 == 1 ? v1::SMOOTHING_CONVENTION_TORCH
-                                        : v1::SMOOTHING_CONVENTION_MEGATRON);
-    request.add_z_loss(1e-3f);
-  }
-  if (seed % 5 == 0) request.add_temperature(0.7f);
-  if (seed % 2 == 1) request.add_top_logprobs(20);
-  if (seed % 3 == 1) {
-    for (const int32_t id : {0, 1023, 1024, 5002}) request.add_extra_ids(id);
-  }
-  return request;
-}
-
-v1::SampleRequest Drawn(int64_t rows, uint32_t seed) {
-  v1::SampleRequest request = OfHead<v1::SampleRequest>(rows, seed);
-  request.add_seed(seed);
-  for (int64_t row = 0; row < rows; ++row) request.add_position(static_cast<uint64_t>(row));
-  request.add_temperature(seed % 4 == 0 ? 0.0f : 0.9f);
-  if (seed % 2 == 1) request.add_top_p(0.9f);
-  if (seed % 3 == 1) request.add_top_k(50);
-  if (seed % 5 == 1) request.add_min_p(0.01f);
-  request.add_repetition_penalty(1.2f);
-  request.add_top_logprobs(3);
-  return request;
-}
-
-v1::TopKRequest Top(int64_t rows, uint32_t seed) {
-  v1::TopKRequest request = OfHead<v1::TopKRequest>(rows, seed);
-  for (int64_t row = 0; row < rows; ++row) {
-    request.add_k(row % 3 == 0 ? 1 : row % 3 == 1 ? 40 : 2000);
-  }
-  request.add_temperature(0.8f);
-  return request;
-}
-
-// What the calls of four threads get, by thread and call.
-std::vector<std::vector<std::string>> Answers(const ServerProcess& server) {
-  constexpr int kThreads = 4;
-  constexpr uint32_t kCalls = 12;
-  std::vector<std::vector<std::string>> answers(kThreads);
-  std::vector<std::thread> callers;
-  for (int t = 0; t < kThreads; ++t) {
-    callers.emplace_back([&, t] {
-      const auto channel = Connect(server.tcp());
-      const auto scorer = v1::Scorer::NewStub(channel);
-      const auto sampler = v1::Sampler::NewStub(channel);
-      for (uint32_t i = 0; i < kCalls; ++i) {
-        const uint32_t seed = static_cast<uint32_t>(t) * 100 + i;
-        const int64_t rows = i == 7 ? 90 : 1 + i % 5;
-        v1::ScoreResponse scored;
-        v1::SampleResponse drawn;
-        v1::TopKResponse top;
-        const grpc::Status score = scorer->Score(Context().get(), Scored(rows, seed), &scored);
-        const grpc::Status draw = sampler->Sample(Context().get(), Drawn(rows, seed), &drawn);
-        const grpc::Status topk = sampler->TopK(Context().get(), Top(rows, seed), &top);
-        EXPECT_TRUE(score.ok()) << score.error_message();
-        EXPECT_TRUE(draw.ok()) << draw.error_message();
-        EXPECT_TRUE(topk.ok()) << topk.error_message();
-        answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn) + Bits(top));
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
-  return answers;
-}
 
 TEST(ShardedTest, TheBitsAreThoseOfAWholeHead) {
   const HeadFolder folder;
@@ -159,21 +31,6 @@ TEST(ShardedTest, TheBitsAreThoseOfAWholeHead) {
     sharded.Signal(SIGTERM);
     EXPECT_EQ(sharded.Wait(absl::Seconds(20)), 0) << sharded.Log();
   }
-}
-
-grpc::Status Load(const ServerProcess& server, bool shard, v1::Head* head) {
-  v1::LoadHeadRequest request;
-  request.set_name("h");
-  request.set_path("head.safetensors");
-  request.set_shard(shard);
-  const auto context = Context();
-  const auto stub = v1::Heads::NewStub(Connect(server.tcp()));
-  const auto stream = stub->Load(context.get(), request);
-  v1::LoadHeadResponse message;
-  while (stream->Read(&message)) {
-  }
-  *head = message.head();
-  return stream->Finish();
 }
 
 TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {

@@ -181,8 +181,8 @@ TEST_F(ShardedHeadsTest, WhereADeviceIsLostOrCannotThereIsASentence) {
   EXPECT_EQ(heads.Load(Sharded("wide"), Always).status(), lost);
   EXPECT_EQ(heads.Check(Sharded("wide")), lost);
   const absl::Status cannot = absl::FailedPreconditionError(
-      "head h: shard: got backend fake, allowed cpu; on other backends each device holds the whole "
-      "head");
+      "head h: shard: got backend fake, allowed cpu or cuda, the same for all devices; on others "
+      "each device holds the whole head");
   EXPECT_EQ(heads_.Check(Sharded("wide")), cannot);
   EXPECT_EQ(Load(Sharded("wide")).status(), cannot);
   EXPECT_TRUE(heads_.List().empty());

@@ -15,7 +15,7 @@
 
 namespace logitd::testing {
 
-// The parts of a head that is whole, and in host memory.
+// The parts of a head that is whole, and in memory that all devices read.
 inline std::vector<HeadView> CutHead(const HeadView& head, int shards) {
   const VocabShards cut = {.vocab = head.vocab(), .count = shards};
   std::vector<HeadView> parts(static_cast<size_t>(shards), head);
@@ -86,6 +86,10 @@ class CuttingBackend final : public Backend {
       devices_.push_back(CreateCpuBackend({.device = i, .cpu_threads = threads}).value());
     }
   }
+
+  // Devices that read the first one's memory.
+  explicit CuttingBackend(std::vector<std::unique_ptr<Backend>> devices)
+      : devices_(std::move(devices)) {}
 
   const DeviceInfo& device() const override { return devices_.front()->device(); }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {

@@ -227,9 +227,10 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
 
 inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, LossAnswer* to) {
   if (!batch.says_all_wanted) {
-    args->want = args->max_top_logprobs = 0;
+    args->want = args->max_top_logprobs = args->max_extra_ids = 0;
     for (const CrossEntropyRow& row : batch.rows) {
       args->want |= row.want;
+      args->max_extra_ids = std::max(args->max_extra_ids, row.extra_count);
       args->max_top_logprobs = std::max(args->max_top_logprobs, row.top_logprobs);
     }
   }

@@ -1,22 +1,182 @@
-// Heads cannot be cut over CUDA devices today: the sentence that says so.
+// Linear ops on heads that are cut over CUDA devices: the checks of one device, and its bits. Where
+// there are fewer devices than shards, a device has several shards.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/sharded_stream.h"
+#include "kernels/shards.h"
 #include "tests/kernels/cuda_test.h"
+#include "tests/kernels/cutting_backend.h"
+#include "tests/kernels/partial_backend.h"
+#include "tests/kernels/shard_cases.h"
 
 namespace logitd::testing {
 namespace {
 
+// `shards` devices, the first one that of the tests. Those that cannot reach its memory are left out.
+std::vector<std::unique_ptr<Backend>> DevicesOf(int shards) {
+  std::vector<int> numbers;
+  for (int i = 0; i < CountCudaDevices(); ++i) {
+    const int number = (CudaTestDevice() + i) % CountCudaDevices();
+    const auto device = CreateBackend("cuda", {.device = number}).value();
+    const std::vector<Backend*> pair = {Cuda()->get(), device.get()};
+    if (CheckCanShard(pair).ok()) numbers.push_back(number);
+  }
+  std::vector<std::unique_ptr<Backend>> devices;
+  for (int i = 0; i < shards; ++i) {
+    const int number = numbers[static_cast<size_t>(i) % numbers.size()];
+    devices.push_back(CreateBackend("cuda", {.device = number}).value());
+  }
+  return devices;
+}
+
 class ShardsGpuTest : public CudaTest {};
 
-TEST_F(ShardsGpuTest, CudaDevicesAreRefusedWithASentence) {
-  const std::vector<Backend*> backends = {Cuda()->get()};
-  const absl::Status refused = absl::FailedPreconditionError(
-      "shard: got backend cuda, allowed cpu; on other backends each device holds the whole head");
-  EXPECT_EQ(CheckCanShard(backends), refused);
-  EXPECT_EQ(CreateShardedStream(backends).status(), refused);
+// ---- The checks of the linear ops, on shards
+
+class LinearOnThreeShardsGpuTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    backend_ = std::make_unique<CuttingBackend>(DevicesOf(3));
+    runner_ = OpRunner::Create(backend_.get()).value();
+  }
+  void TearDown() override { runner_.reset(); }
+
+  std::unique_ptr<CuttingBackend> backend_;
+};
+const bool kRegistered =
+    RegisterChecks<LinearOnThreeShardsGpuTest>("LinearOnThreeShardsGpuTest", LinearChecks());
+
+// ---- Bits
+
+// In addition to those of the CPU: more than one block of rows, long rows and wide heads.
+std::vector<ShardCase> GpuShardCases() {
+  std::vector<ShardCase> cases = ShardCases();
+  uint64_t n = 1000;
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const float softcap : {0.0f, 20.0f}) {
+      ++n;
+      cases.push_back({{dtype, 5, 50257, 128, n % 2 == 0, n % 4 < 2, softcap, 0, n}});
+      cases.push_back({{dtype, 300, 12289, 128, n % 2 == 1, n % 4 < 2, softcap, 0, n}});
+      cases.push_back({{dtype, 40, 128256, 64, softcap > 0, false, softcap, 0, n}});
+    }
+  }
+  cases.push_back({{DType::kBF16, 700, 33000, 256, false, true, 0, 0, ++n}});
+  return cases;
+}
+
+// The answers of one device to all cases, by case and call. Made once.
+const std::vector<std::vector<std::string>>& BitsOfOneDevice() {
+  static const auto& bits = *new auto([] {
+    const auto runner = OpRunner::Create(Cuda()->get()).value();
+    std::vector<std::vector<std::string>> want;
+    for (const ShardCase& c : GpuShardCases()) want.push_back(AllBits(*runner, c));
+    return want;
+  }());
+  return bits;
+}
+
+// `count`: of the cases, from the first on.
+void ExpectBitsOfOneDevice(Backend* sharded, int shards, size_t count) {
+  const std::vector<ShardCase> cases = GpuShardCases();
+  const auto runner = OpRunner::Create(sharded).value();
+  for (size_t i = 0; i < count; ++i) {
+    const std::vector<std::string> got = AllBits(*runner, cases[i]);
+    for (size_t call = 0; call < got.size(); ++call) {
+      EXPECT_EQ(got[call] == BitsOfOneDevice()[i][call], true)
+          << DescribeShards(cases[i]) << ", call " << call << ", " << shards << " shards";
+    }
+  }
+}
+
+TEST_F(ShardsGpuTest, AnyNumberOfDevicesGivesTheBitsOfOne) {
+  for (const int shards : {1, 2, 3, 8}) {
+    CuttingBackend backend(DevicesOf(shards));
+    // Eight shards on one GPU take too long for the large cases.
+    const bool several = CountCudaDevices() > 1;
+    ExpectBitsOfOneDevice(&backend, shards, several ? GpuShardCases().size() : ShardCases().size());
+  }
+}
+
+TEST_F(ShardsGpuTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
+  for (const int shards : {1, 2, 3}) {
+    PartialBackend backend(Cuda()->get(), shards);
+    ExpectBitsOfOneDevice(&backend, shards, ShardCases().size());
+  }
+}
+
+// More rows than one exchange has room for, and more logits than linear_topk exchanges.
+TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
+  ShardCase c{{DType::kBF16, 700, 100000, 64, false, false, 0, 0, 5}};
+  CuttingBackend backend(DevicesOf(2));
+  EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
+}
+
+// ---- Faults
+
+// Runs in a process of its own, because a device that has read a wrong address is lost to it. Ends it
+// with 0 where all is as it should be.
+void FaultOnTheSecondDevice() {
+  const std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
+  const std::vector<Backend*> backends = {devices[0].get(), devices[1].get()};
+  const auto stream = CreateShardedStream(backends).value();
+  constexpr int64_t kVocab = 3000, kHidden = 64;
+  const Slab slab = devices[0]->AllocateSlab(size_t{1} << 20).value();
+  std::memset(slab.host, 0, slab.bytes);
+  const HeadView whole = {.weight = {slab.device, DType::kBF16, kVocab, kHidden, kHidden}};
+  std::vector<HeadView> parts = CutHead(whole, 2);
+  parts[1].weight.data = reinterpret_cast<const void*>(uintptr_t{1} << 46);
+  const size_t states = kVocab * kHidden * 2;
+  auto* const row = reinterpret_cast<SoftmaxTopKRow*>(slab.host + states + 256);
+  *row = {.first_entry = 0, .temperature = 1, .k = 1};
+  auto* const answers = slab.device + states + 512;
+  const auto run = [&]() -> absl::Status {
+    absl::Status status = stream->Upload(slab, 0, slab.bytes);
+    if (!status.ok()) return status;
+    status = stream->LinearTopK(
+        {.hidden = {slab.device + states, DType::kBF16, 1, kHidden, kHidden},
+         .head = WithShards(whole, parts),
+         .topk = {.rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + states + 256),
+                  .max_k = 1,
+                  .indices = reinterpret_cast<int32_t*>(answers),
+                  .probs = reinterpret_cast<float*>(answers + 256),
+                  .logsumexp = reinterpret_cast<float*>(answers + 512),
+                  .status = reinterpret_cast<RowStatus*>(answers + 768)}});
+    const auto waited = stream->Wait();
+    return status.ok() ? waited.status() : status;
+  };
+  const absl::Status status = run();
+  std::fprintf(stderr, "%s, shard %d\n", status.ToString().c_str(),
+               FailedShard(status).value_or(-1));
+  std::_Exit(absl::IsInternal(status) && FailedShard(status).has_value() ? 0 : 1);
+}
+
+TEST_F(ShardsGpuTest, AFaultOfOneDeviceEndsTheCall) {
+  const auto devices = DevicesOf(2);
+  if (devices[0]->device().number == devices[1]->device().number) GTEST_SKIP() << "one GPU";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(FaultOnTheSecondDevice(), ::testing::ExitedWithCode(0), "INTERNAL");
+}
+
+// ---- What can be sharded
+
+TEST_F(ShardsGpuTest, DevicesOfSeveralBackendsAreRefusedWithASentence) {
+  const auto cpu = CreateCpuBackend({.cpu_threads = 1}).value();
+  EXPECT_EQ(CheckCanShard(std::vector<Backend*>{cpu.get(), Cuda()->get()}),
+            absl::FailedPreconditionError("shard: got backend cuda, allowed cpu or cuda, the same "
+                                          "for all devices; on others each device holds the whole "
+                                          "head"));
+  EXPECT_TRUE(CheckCanShard(std::vector<Backend*>{Cuda()->get(), Cuda()->get()}).ok());
 }
 
 }  // namespace

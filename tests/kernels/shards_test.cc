@@ -18,13 +18,12 @@
 #include "kernels/sharded_stream.h"
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/cutting_backend.h"
-#include "tests/kernels/linear_cases.h"
+#include "tests/kernels/partial_backend.h"
+#include "tests/kernels/shard_cases.h"
 #include "tests/shard_backend.h"
 
 namespace logitd::testing {
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ---- The cut
 
@@ -83,138 +82,6 @@ const bool kRegistered =
 
 // ---- Bits
 
-// What the head's bias does besides being random.
-enum class Logits { kRandom, kTied, kNans, kBans, kAllBanned, kCertain };
-
-struct ShardCase {
-  LinearCase linear;
-  Logits logits = Logits::kRandom;
-};
-
-std::string DescribeShards(const ShardCase& c) {
-  return absl::StrCat(Describe(c.linear), ", logits ", static_cast<int>(c.logits));
-}
-
-LinearInput InputOf(const ShardCase& c) {
-  LinearInput input = RandomTensors(c.linear);
-  const int64_t vocab = c.linear.vocab;
-  if (c.logits == Logits::kRandom) return input;
-  std::vector<float>& bias = input.head.bias;
-  bias.resize(static_cast<size_t>(vocab));
-  // Tokens spread over the vocabulary, some on both sides of a border.
-  std::vector<int64_t> some = {vocab / 3, vocab / 2, vocab - 1};
-  for (int64_t cell = 1; cell * kVocabCell < vocab; cell += 2) {
-    some.push_back(cell * kVocabCell - 1);
-    some.push_back(cell * kVocabCell);
-  }
-  switch (c.logits) {
-    case Logits::kRandom:
-      break;
-    case Logits::kTied:
-      // Whole numbers: hundreds of tokens tie for each place.
-      for (int64_t i = 0; i < vocab; ++i) {
-        for (int64_t d = 0; d < c.linear.hidden; ++d) {
-          input.head.weight.Set(i, d, static_cast<float>((i * 7 + d) % 3) - 1);
-        }
-        bias[static_cast<size_t>(i)] = 0;
-      }
-      for (int64_t r = 0; r < c.linear.rows; ++r) {
-        for (int64_t d = 0; d < c.linear.hidden; ++d) {
-          input.hidden.Set(r, d, static_cast<float>((r + d) % 3) - 1);
-        }
-      }
-      input.head.scale = 1;
-      input.head.softcap = 0;
-      break;
-    case Logits::kNans:
-      for (const int64_t i : some) bias[static_cast<size_t>(i)] = kNan;
-      break;
-    case Logits::kBans:  // the first two thirds, so whole cells and shards
-      std::fill_n(bias.begin(), vocab * 2 / 3, -kInfinity);
-      break;
-    case Logits::kAllBanned:
-      std::fill(bias.begin(), bias.end(), -kInfinity);
-      break;
-    case Logits::kCertain:
-      for (const int64_t i : some) bias[static_cast<size_t>(i)] = kInfinity;
-      break;
-  }
-  return input;
-}
-
-template <typename T>
-void Append(const std::vector<T>& values, std::string* bits) {
-  bits->append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
-  bits->append("|");
-}
-
-std::vector<SoftmaxTopKRow> AsksOf(const LinearCase& c, int64_t* entries) {
-  const int64_t ks[] = {1, 20, c.vocab, 0, 1500, 40};
-  std::vector<SoftmaxTopKRow> asks;
-  for (int64_t r = 0; r < c.rows; ++r) {
-    const auto k = static_cast<int32_t>(std::min(c.vocab, ks[r % 6]));
-    asks.push_back({.first_entry = *entries, .temperature = r % 2 == 0 ? 1.0f : 0.6f, .k = k});
-    *entries += k;
-  }
-  return asks;
-}
-
-// Every answer of the three ops; a separate string for each.
-std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
-  const LinearInput input = InputOf(c);
-  int64_t entries = 0;
-  const std::vector<SoftmaxTopKRow> asks = AsksOf(c.linear, &entries);
-  std::vector<std::string> bits(3);
-  const auto top = runner.LinearTopK(input.hidden, input.head, asks, entries).value();
-  Append(top.indices, &bits[0]);
-  Append(top.probs, &bits[0]);
-  Append(top.logsumexp, &bits[0]);
-  Append(top.status, &bits[0]);
-  const auto drawn = runner.LinearSample(input.hidden, input.head, SampleBatchOf(c.linear)).value();
-  Append(drawn.tokens, &bits[1]);
-  Append(drawn.logprobs, &bits[1]);
-  Append(drawn.ranks, &bits[1]);
-  Append(drawn.logsumexp, &bits[1]);
-  Append(drawn.status, &bits[1]);
-  Append(drawn.top_ids, &bits[1]);
-  Append(drawn.top_logprobs, &bits[1]);
-  Append(drawn.extra_logprobs, &bits[1]);
-  const auto scored =
-      runner.LinearCrossEntropy(input.hidden, input.head, LossBatchOf(c.linear)).value();
-  Append(scored.loss, &bits[2]);
-  Append(scored.logsumexp, &bits[2]);
-  Append(scored.target_logprob, &bits[2]);
-  Append(scored.rank, &bits[2]);
-  Append(scored.entropy, &bits[2]);
-  Append(scored.status, &bits[2]);
-  Append(scored.top_ids, &bits[2]);
-  Append(scored.top_logprobs, &bits[2]);
-  Append(scored.extra_logprobs, &bits[2]);
-  return bits;
-}
-
-std::vector<ShardCase> ShardCases() {
-  std::vector<ShardCase> cases;
-  uint64_t n = 0;
-  for (const int64_t vocab : {1, 7, 1023, 1024, 1025, 2049, 3000, 5003, 9216}) {
-    for (const int64_t rows : {1, 3, 70}) {
-      ++n;
-      const DType dtype = n % 3 == 0 ? DType::kF32 : n % 3 == 1 ? DType::kBF16 : DType::kF16;
-      cases.push_back({{dtype, rows, vocab, 24, n % 2 == 0, n % 4 < 2, n % 5 == 0 ? 5.0f : 0.0f,
-                        static_cast<int64_t>(n % 3), n}});
-    }
-    for (const Logits logits :
-         {Logits::kTied, Logits::kNans, Logits::kBans, Logits::kAllBanned, Logits::kCertain}) {
-      ++n;
-      cases.push_back({{n % 2 == 0 ? DType::kF32 : DType::kBF16, 12, vocab, 16, true, false,
-                        n % 3 == 0 ? 4.0f : 0.0f, 0, n},
-                       logits});
-    }
-  }
-  cases.push_back({{DType::kBF16, 33, 50257, 64, true, false, 30, 0, ++n}});
-  return cases;
-}
-
 TEST(ShardsTest, AnyNumberOfShardsGivesTheBitsOfOneDevice) {
   const std::vector<ShardCase> cases = ShardCases();
   const auto one = CreateCpuBackend({.cpu_threads = 2}).value();
@@ -231,6 +98,18 @@ TEST(ShardsTest, AnyNumberOfShardsGivesTheBitsOfOneDevice) {
             << DescribeShards(cases[i]) << ", op " << op << ", " << shards << " shards";
       }
     }
+  }
+}
+
+TEST(ShardsTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
+  const auto one = CreateCpuBackend({.cpu_threads = 1}).value();
+  const auto runner = OpRunner::Create(one.get()).value();
+  PartialBackend backend(one.get(), 3);
+  const auto sharded = OpRunner::Create(&backend).value();
+  const std::vector<ShardCase> cases = ShardCases();
+  for (size_t i = 0; i < cases.size(); i += 3) {
+    EXPECT_EQ(AllBits(*sharded, cases[i]) == AllBits(*runner, cases[i]), true)
+        << DescribeShards(cases[i]);
   }
 }
 
@@ -335,10 +214,10 @@ TEST(ShardedStreamTest, OtherBackendsAreRefusedWithASentence) {
   ShardBackend cpu(0);
   ShardBackend gpu(1, /*is_host=*/false);
   std::vector<Backend*> backends = {&cpu, &gpu};
-  EXPECT_EQ(
-      CreateShardedStream(backends).status(),
-      absl::FailedPreconditionError("shard: got backend fake, allowed cpu; on other backends each "
-                                    "device holds the whole head"));
+  EXPECT_EQ(CreateShardedStream(backends).status(),
+            absl::FailedPreconditionError(
+                "shard: got backend fake, allowed cpu or cuda, the same for all "
+                "devices; on others each device holds the whole head"));
   EXPECT_EQ(CreateShardedStream({}).status(),
             absl::InvalidArgumentError("shards: got 0 devices, allowed 1..64"));
   EXPECT_EQ(FailedShard(absl::OkStatus()), std::nullopt);

@@ -279,14 +279,15 @@ void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Thread
 }
 
 void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, ThreadPool& pool) {
+  const VocabShard shard = args.shards.at(args.shard);
   pool.ParallelFor(args.hidden.rows, [&](int64_t r) {
     const CrossEntropyRow& ask = args.rows[r];
-    if (ask.active == 0 || !args.shard.Holds(ask.target)) return;
+    if (ask.active == 0 || !shard.Holds(ask.target)) return;
     thread_local AlignedBuffer memory;
     PackedRows row = {.rows = 1, .cols = args.head.hidden()};
     row.data = memory.Get(row.size());
     Pack(RowsOf(args.hidden, r, 1), args.head, row);
-    const int64_t token = ask.target - args.shard.first;
+    const int64_t token = ask.target - shard.first;
     Logits(row, args.head.weight, token, token + 1, EpilogueOf(args.head), args.targets + r, 1);
   });
 }

@@ -19,7 +19,10 @@ struct MatrixProduct {
   bool transpose_a = false;
   TensorView b;  // [k, cols]; transposed: [cols, k]
   bool transpose_b = false;
-  MutableTensorView out;        // [rows, cols]; its own rows and cols are not looked at
+  MutableTensorView out;  // [rows, cols]; its own rows and cols are not looked at
+  // The algorithm is that of a product with so many columns, at least cols: columns that are
+  // computed in several products have the bits of one. b is transposed then. 0: cols.
+  int64_t asked_cols = 0;
   const float* bias = nullptr;  // [cols], added to every row; null: none
   float alpha = 1.0f;
   float beta = 0.0f;
@@ -31,7 +34,7 @@ struct MatrixProduct {
 //
 // Sums are fp32, and so are products of f32 inputs, unless tf32 is set. The algorithm is chosen
 // when a shape is first seen: the first that serves the shape with its strides, in the order of the
-// algorithms for the shape without its inputs' strides. It never splits a sum: an element's bits
+// algorithms for the shape without its strides. It never splits a sum: an element's bits
 // depend on its own row and column, and on the shape. The first call with a shape costs a few
 // hundred microseconds of host time; later calls only enqueue.
 //

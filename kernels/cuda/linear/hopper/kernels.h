@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/scratch.h"
 #include "kernels/linear.h"
+#include "kernels/shards.h"
 
 namespace logitd::cuda {
 struct Chunk;     // linear/training.cuh
@@ -38,6 +39,21 @@ constexpr int kLossGroupRows = 256;  // rows that the product takes or skips tog
 // other extras are summed in another order than the losses' logits.
 cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
                    const Scratch& scratch, cudaStream_t stream);
+
+// The same rows on a shard of the head (kernels/shards.h): their part of the shard's block, where an
+// extra that is the target has the target's bits too. The shard has tokens.
+struct ShardLossArgs {
+  TensorView hidden;            // after the head's norm
+  HeadView head;                // the shard's
+  const CrossEntropyRow* rows;  // [rows]; targets and extra ids are of the whole vocabulary
+  const int32_t* extra_ids;
+  int32_t first_token;  // of the shard
+  int32_t max_extra;
+  int64_t row_cells;  // from a row of cells in `to` to the next
+  LossPartials to;    // moment, before and keys are not written
+};
+cudaError_t ShardLosses(const ShardLossArgs& args, const int32_t* groups, const Scratch& scratch,
+                        cudaStream_t stream);
 
 // Pass 1 of linear_cross_entropy_training: fills `all`, which covers the whole vocabulary, from the
 // logits of `hidden` [rows, head.hidden()]. rows: [rows]. bf16 heads without bias and softcap.

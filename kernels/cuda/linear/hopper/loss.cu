@@ -74,11 +74,12 @@ struct LossParams {
   LossParts parts;
   float* target_logits;  // [rows]
   float scale;
+  int32_t first_token;  // of the shard; 0: the head is whole
 
   __device__ void Read(LossRow& to) const {
     const CrossEntropyRow& row = rows[to.r];
     if (row.active == 0) return;
-    to.target = row.target;
+    to.target = row.target - first_token;  // it may be on another shard
     to.smooth = row.label_smoothing > 0 ? 1 : 0;
     to.log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature);
   }
@@ -147,6 +148,21 @@ struct Operands {
   }
 };
 
+// The sums of cell i of row r.
+__device__ inline LossPart CellOf(const LossParts& parts, const Schedule& schedule, int64_t r,
+                                  int i, float log2e_over_temperature) {
+  const Schedule::Place place = schedule.PlaceOf(static_cast<int32_t>(r), i);
+  if (place.unit < schedule.whole) return parts.Cell(r, i);
+  const int split = (place.unit - schedule.whole) * kClusterGroups + place.warpgroup;
+  LossPart cell = EmptyPart();
+#pragma unroll
+  for (int tile = 0; tile < kSpanTiles; ++tile) {
+    if (i * kSpanTiles + tile >= schedule.tiles) break;
+    cell = Merge(cell, parts.Tile(split, r, tile), log2e_over_temperature);
+  }
+  return cell;
+}
+
 // Merges a row's parts and writes its answers except extras, by one warp.
 template <class T>
 __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
@@ -155,18 +171,7 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
   const int32_t vocab = static_cast<int32_t>(args.logits.cols);
   const int cells = parts.row_cells;
   const float log2e_over_temperature = Log2EOverTemperature(0.0f, args.rows[r].temperature);
-  const auto cell_of = [&](int i) {
-    const Schedule::Place place = schedule.PlaceOf(static_cast<int32_t>(r), i);
-    if (place.unit < schedule.whole) return parts.Cell(r, i);
-    const int split = (place.unit - schedule.whole) * kClusterGroups + place.warpgroup;
-    LossPart cell = EmptyPart();
-#pragma unroll
-    for (int tile = 0; tile < kSpanTiles; ++tile) {
-      if (i * kSpanTiles + tile >= schedule.tiles) break;
-      cell = Merge(cell, parts.Tile(split, r, tile), log2e_over_temperature);
-    }
-    return cell;
-  };
+  const auto cell_of = [&](int i) { return CellOf(parts, schedule, r, i, log2e_over_temperature); };
   const Stats stats =
       MergeCells(cells, log2e_over_temperature, lane, [&](int i) { return cell_of(i).stats; });
   double total = 0.0;
@@ -213,6 +218,58 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
+// ---- the end of a row of a shard ---------------------------------------------------------------
+
+// A block for each row: writes its part of the shard's block.
+template <class T>
+__global__ void __launch_bounds__(kFinishThreads)
+    FinishShardKernel(const __grid_constant__ ShardLossArgs args,
+                      const __grid_constant__ LossParts parts,
+                      const __grid_constant__ Schedule schedule, const float* target_logits,
+                      const __grid_constant__ Operands<T> operands) {
+  constexpr int kWarps = kFinishThreads / 32;
+  __shared__ int first_nan;  // a cell
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t r = blockIdx.x;
+  const CrossEntropyRow& row = args.rows[r];
+  if (row.active == 0) return;
+  const LossPartials& to = args.to;
+  const int cells = parts.row_cells;
+  const int tokens = static_cast<int>(args.head.weight.rows);
+  const float log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature);
+  if (threadIdx.x == 0) first_nan = cells;
+  __syncthreads();
+  for (int i = threadIdx.x; i < cells; i += kFinishThreads) {
+    const LossPart cell = CellOf(parts, schedule, r, i, log2e_over_temperature);
+    const int64_t at = r * args.row_cells + i;
+    to.max[at] = cell.stats.max;
+    to.sum[at] = cell.stats.sum;
+    if (row.label_smoothing > 0) to.total[at] = cell.total;
+    if (isnan(cell.stats.sum)) atomicMin(&first_nan, i);
+  }
+  __syncthreads();
+  const int target = row.target - args.first_token;
+  const bool holds = row.target >= 0 && target >= 0 && target < tokens;
+  const float target_logit = holds ? target_logits[r] : 0.0f;
+  if (warp == 0) {
+    int nan = -1;
+    if (first_nan < cells) {
+      nan = args.first_token + operands.FindNan(r, first_nan * kCell, tokens, lane);
+    }
+    if (lane == 0) {
+      to.nan[r] = nan;
+      if (holds) to.target[r] = target_logit;
+    }
+  }
+  for (int i = warp; i < row.extra_count; i += kWarps) {
+    const int token = args.extra_ids[row.first_extra + i] - args.first_token;
+    if (token < 0 || token >= tokens) continue;
+    const float x = token == target ? target_logit : operands.Logit(r, token, lane);
+    if (lane == 0) to.extra[r * args.max_extra + i] = x;
+  }
+}
+
 // ---- launch ------------------------------------------------------------------------------------
 
 constexpr size_t kPartsBytes = size_t{12} << 20;
@@ -235,53 +292,100 @@ int64_t RowsOfPass(int64_t rows, int64_t cells, const Scratch& scratch) {
   return RoundUp(CeilDiv(rows, CeilDiv(rows, most)), kLossGroupRows);
 }
 
-// All rows of `args`, which fit into `scratch`.
-template <class T>
-cudaError_t LaunchPass(const LinearCrossEntropyArgs& args, const int32_t* groups, Scratch scratch,
-                       cudaStream_t stream) {
-  const HeadView& head = args.head;
-  const int64_t rows = args.hidden.rows;
+// Multiplies all rows, whose parts fit into `scratch`, then enqueues finish(parts, schedule, target
+// logits, operands), which reads what the product left.
+template <class T, class Finish>
+cudaError_t LaunchPass(const TensorView& hidden, const HeadView& head, int32_t first_token,
+                       const CrossEntropyRow* rows, const int32_t* groups, Scratch scratch,
+                       cudaStream_t stream, const Finish& finish) {
   const int64_t cells = CeilDiv(head.vocab(), kCell);
-  const Schedule schedule = ScheduleOf(args.hidden, head.vocab(), scratch);
-  const LossParts parts{.cells = scratch.Take<LossPart>(static_cast<size_t>(rows * cells)),
+  const Schedule schedule = ScheduleOf(hidden, head.vocab(), scratch);
+  const LossParts parts{.cells = scratch.Take<LossPart>(static_cast<size_t>(hidden.rows * cells)),
                         .tiles = scratch.Take<LossPart>(
                             static_cast<size_t>(SplitParts(schedule.units - schedule.whole))),
                         .row_cells = static_cast<int32_t>(cells)};
-  float* target_logits = scratch.Take<float>(static_cast<size_t>(rows));
+  float* target_logits = scratch.Take<float>(static_cast<size_t>(hidden.rows));
   if (parts.cells == nullptr || parts.tiles == nullptr || target_logits == nullptr)
     return cudaErrorMemoryAllocation;
-  CrossEntropyArgs losses = args.cross_entropy;
-  losses.logits.cols = head.vocab();
-  const LossParams p{
-      .rows = losses.rows, .parts = parts, .target_logits = target_logits, .scale = head.scale};
+  const LossParams p{.rows = rows,
+                     .parts = parts,
+                     .target_logits = target_logits,
+                     .scale = head.scale,
+                     .first_token = first_token};
   const cudaError_t error =
-      LaunchProduct<T, LossEpilogue>(args.hidden, head.weight, groups, p, scratch, stream);
+      LaunchProduct<T, LossEpilogue>(hidden, head.weight, groups, p, scratch, stream);
   if (error != cudaSuccess) return error;
-  const Operands<T> operands{.states = static_cast<const T*>(args.hidden.data),
+  const Operands<T> operands{.states = static_cast<const T*>(hidden.data),
                              .weights = static_cast<const T*>(head.weight.data),
-                             .states_stride = args.hidden.row_stride,
+                             .states_stride = hidden.row_stride,
                              .weights_stride = head.weight.row_stride,
                              .size = static_cast<int>(head.hidden()),
                              .scale = head.scale};
-  return LaunchKernel(&FinishKernel<T>, {.grid = GridFor(rows), .threads = kFinishThreads}, stream,
-                      losses, parts, schedule, target_logits, operands);
+  return finish(parts, schedule, target_logits, operands);
+}
+
+// Calls pass(first row, rows) for as many rows at a time as scratch has room for.
+template <class Pass>
+cudaError_t ForEachPass(int64_t rows, const HeadView& head, const Scratch& scratch,
+                        const Pass& pass) {
+  const int64_t most = RowsOfPass(rows, CeilDiv(head.vocab(), kCell), scratch);
+  for (int64_t first = 0; first < rows; first += most) {
+    const cudaError_t error = pass(first, std::min(most, rows - first));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// The groups of the rows from `first` on, which is a multiple of kLossGroupRows.
+const int32_t* GroupsFrom(const int32_t* groups, int64_t first) {
+  return groups == nullptr ? nullptr : groups + first / kLossGroupRows;
 }
 
 }  // namespace
 
 cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
                    const Scratch& scratch, cudaStream_t stream) {
-  const int64_t pass = RowsOfPass(args.hidden.rows, CeilDiv(args.head.vocab(), kCell), scratch);
-  for (int64_t first = 0; first < args.hidden.rows; first += pass) {
-    const LinearCrossEntropyArgs part =
-        RowsOf(args, first, std::min(pass, args.hidden.rows - first));
-    const int32_t* part_groups = groups == nullptr ? nullptr : groups + first / kLossGroupRows;
-    const cudaError_t error = Visit16Bit(args.head.weight.dtype, [&]<class T>() {
-      return LaunchPass<T>(part, part_groups, scratch, stream);
+  return ForEachPass(args.hidden.rows, args.head, scratch, [&](int64_t first, int64_t rows) {
+    const LinearCrossEntropyArgs part = RowsOf(args, first, rows);
+    CrossEntropyArgs losses = part.cross_entropy;
+    losses.logits.cols = args.head.vocab();
+    return Visit16Bit(args.head.weight.dtype, [&]<class T>() {
+      return LaunchPass<T>(
+          part.hidden, part.head, 0, losses.rows, GroupsFrom(groups, first), scratch, stream,
+          [&](const LossParts& parts, const Schedule& schedule, const float* target_logits,
+              const Operands<T>& operands) {
+            return LaunchKernel(&FinishKernel<T>,
+                                {.grid = GridFor(rows), .threads = kFinishThreads}, stream, losses,
+                                parts, schedule, target_logits, operands);
+          });
     });
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  });
+}
+
+cudaError_t ShardLosses(const ShardLossArgs& args, const int32_t* groups, const Scratch& scratch,
+                        cudaStream_t stream) {
+  return ForEachPass(args.hidden.rows, args.head, scratch, [&](int64_t first, int64_t rows) {
+    ShardLossArgs part = args;
+    part.hidden = RowsOf(args.hidden, first, rows);
+    part.rows += first;
+    part.to.max += first * args.row_cells;
+    part.to.sum += first * args.row_cells;
+    if (part.to.total != nullptr) part.to.total += first * args.row_cells;
+    part.to.nan += first;
+    part.to.target += first;
+    if (part.to.extra != nullptr) part.to.extra += first * args.max_extra;
+    return Visit16Bit(args.head.weight.dtype, [&]<class T>() {
+      return LaunchPass<T>(part.hidden, part.head, part.first_token, part.rows,
+                           GroupsFrom(groups, first), scratch, stream,
+                           [&](const LossParts& parts, const Schedule& schedule,
+                               const float* target_logits, const Operands<T>& operands) {
+                             return LaunchKernel(&FinishShardKernel<T>,
+                                                 {.grid = GridFor(rows), .threads = kFinishThreads},
+                                                 stream, part, parts, schedule, target_logits,
+                                                 operands);
+                           });
+    });
+  });
 }
 
 }  // namespace logitd::cuda::hopper

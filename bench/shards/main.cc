@@ -1,0 +1,379 @@
+// shard_bench: linear ops on a head that is cut over several GPUs, beside the whole head on one of
+// them, and what the exchange costs beside NCCL's all-gather.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "bench/shards/exchange.h"
+#include "kernels/backend.h"
+#include "kernels/sharded_stream.h"
+#include "kernels/shards.h"
+#include "kernels/status_macros.h"
+
+namespace logitd::bench {
+namespace {
+
+enum class HeadOp { kTopK, kSample, kCrossEntropy };
+constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_cross_entropy"};
+
+struct Case {
+  HeadOp op;
+  int64_t rows;
+  int64_t hidden;
+  int64_t vocab;
+};
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  const std::pair<int64_t, int64_t> heads[] = {{4096, 128256}, {7168, 129280}, {5120, 201088}};
+  for (const auto& [hidden, vocab] : heads) {
+    cases.push_back({HeadOp::kCrossEntropy, 4096, hidden, vocab});
+    for (const int64_t rows : {1, 8, 64}) {
+      cases.push_back({HeadOp::kTopK, rows, hidden, vocab});
+      cases.push_back({HeadOp::kSample, rows, hidden, vocab});
+    }
+    cases.push_back({HeadOp::kCrossEntropy, 64, hidden, vocab});
+  }
+  return cases;
+}
+
+constexpr int32_t kTopK = 20;
+constexpr size_t kPatternBytes = size_t{64} << 20;
+constexpr DType kDType = DType::kBF16;
+constexpr int64_t kElement = 2;
+
+uint16_t ToBF16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Memory of a call in a slab of the first device: hidden states, parameters, answers.
+class Layout {
+ public:
+  explicit Layout(const Slab& slab) : slab_(slab) {}
+
+  template <class T>
+  T* Take(int64_t count) {
+    auto* const at = reinterpret_cast<T*>(slab_.device + next_);
+    next_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
+    return at;
+  }
+  template <class T>
+  const T* Put(const std::vector<T>& values) {
+    std::memcpy(slab_.host + next_, values.data(), values.size() * sizeof(T));
+    return Take<T>(static_cast<int64_t>(values.size()));
+  }
+  size_t bytes() const { return next_; }
+
+ private:
+  const Slab slab_;
+  size_t next_ = 0;
+};
+
+struct Times {
+  double device_us =
+      0;               // from the end of the upload to the last answer, by the first device's clock
+  double wall_us = 0;  // of the call: small parameters up, op, answers down
+};
+
+class Bench {
+ public:
+  absl::Status Init(const std::vector<int>& devices) {
+    auto backends = CreateBackends("cuda", {.devices = devices});
+    if (!backends.ok()) return backends.status();
+    backends_ = *std::move(backends);
+    for (const auto& backend : backends_) all_.push_back(backend.get());
+    auto one = lead().CreateStream(StreamUse::kOps);
+    if (!one.ok()) return one.status();
+    one_ = *std::move(one);
+    auto sharded = CreateShardedStream(all_);
+    if (!sharded.ok()) return sharded.status();
+    sharded_ = *std::move(sharded);
+    auto slab = lead().AllocateSlab(size_t{160} << 20);
+    if (!slab.ok()) return slab.status();
+    slab_ = *slab;
+    auto pattern = lead().AllocateSlab(kPatternBytes);
+    if (!pattern.ok()) return pattern.status();
+    pattern_ = *pattern;
+    std::mt19937_64 random(1);
+    std::normal_distribution<float> normal;
+    auto* const at = reinterpret_cast<uint16_t*>(pattern_.host);
+    for (size_t i = 0; i < kPatternBytes / 2; ++i) at[i] = ToBF16(normal(random));
+    return absl::OkStatus();
+  }
+
+  const DeviceInfo& device() const { return all_.front()->device(); }
+  int count() const { return static_cast<int>(all_.size()); }
+
+  // Allocates and fills the whole head and its shards, which have the same elements.
+  absl::Status LoadHead(int64_t hidden, int64_t vocab) {
+    FreeHeads();
+    whole_ = {.weight = {nullptr, kDType, vocab, hidden, hidden},
+              .scale = 1 / std::sqrt(static_cast<float>(hidden))};
+    parts_.assign(all_.size(), whole_);
+    const VocabShards cut = {.vocab = vocab, .count = count()};
+    LOGITD_RETURN_IF_ERROR(Load(0, {0, vocab}, whole_));
+    for (int i = 0; i < count(); ++i) {
+      LOGITD_RETURN_IF_ERROR(Load(i, cut.at(i), parts_[static_cast<size_t>(i)]));
+    }
+    sharded_head_ = whole_;
+    sharded_head_.weight.data = nullptr;
+    sharded_head_.shards = parts_.data();
+    sharded_head_.shard_count = count();
+    return absl::OkStatus();
+  }
+
+  absl::Status Measure(const Case& c, Times* one, Times* sharded, bool* same) {
+    std::string bits[2];
+    LOGITD_RETURN_IF_ERROR(Run(c, *one_, whole_, one, &bits[0]));
+    LOGITD_RETURN_IF_ERROR(Run(c, *sharded_, sharded_head_, sharded, &bits[1]));
+    *same = bits[0] == bits[1];
+    return absl::OkStatus();
+  }
+
+  void FreeHeads() {
+    for (const auto& [device, memory] : memories_)
+      all_[static_cast<size_t>(device)]->FreeDevice(memory);
+    memories_.clear();
+  }
+
+ private:
+  Backend& lead() { return *backends_.front(); }
+
+  absl::Status Load(int device, const VocabShard& shard, HeadView& view) {
+    const auto row_bytes = static_cast<size_t>(view.weight.cols * kElement);
+    const auto bytes = static_cast<size_t>(shard.tokens) * row_bytes;
+    const auto memory = all_[static_cast<size_t>(device)]->AllocateDevice(bytes);
+    if (!memory.ok()) return memory.status();
+    memories_.emplace_back(device, *memory);
+    auto stream = all_[static_cast<size_t>(device)]->CreateStream(StreamUse::kCopies);
+    if (!stream.ok()) return stream.status();
+    const size_t first = static_cast<size_t>(shard.first) * row_bytes;
+    for (size_t done = 0; done < bytes;) {
+      const size_t at = (first + done) % kPatternBytes;
+      const size_t now = std::min(bytes - done, kPatternBytes - at);
+      LOGITD_RETURN_IF_ERROR((*stream)->Fill(pattern_, at, now, memory->data + done));
+      done += now;
+    }
+    if (const auto waited = (*stream)->Wait(); !waited.ok()) return waited.status();
+    view.weight.data = memory->data;
+    view.weight.rows = shard.tokens;
+    return absl::OkStatus();
+  }
+
+  absl::Status Run(const Case& c, Stream& stream, const HeadView& head, Times* times,
+                   std::string* bits) {
+    Layout layout(slab_);
+    const auto states = static_cast<size_t>(c.rows * c.hidden * kElement);
+    std::memcpy(slab_.host, pattern_.host + kPatternBytes - states, states);
+    const TensorView hidden = {layout.Take<std::byte>(static_cast<int64_t>(states)), kDType, c.rows,
+                               c.hidden, c.hidden};
+    const size_t params = layout.bytes();
+    std::vector<SoftmaxTopKRow> top_rows;
+    std::vector<SampleRow> sample_rows;
+    std::vector<CrossEntropyRow> loss_rows;
+    for (int64_t r = 0; r < c.rows; ++r) {
+      top_rows.push_back({.first_entry = r * kTopK, .temperature = 1, .k = kTopK});
+      SampleRow sample{};
+      sample.active = 1;
+      sample.seed = static_cast<uint64_t>(r);
+      sample.temperature = 1;
+      sample.top_k = 50;
+      sample.top_p = 0.9f;
+      sample.repetition = 1;
+      sample.first_mask_word = -1;
+      sample_rows.push_back(sample);
+      CrossEntropyRow loss{};
+      loss.active = 1;
+      loss.temperature = 1;
+      loss.target = static_cast<int32_t>(r * 7919 % c.vocab);
+      loss_rows.push_back(loss);
+    }
+    const auto* topk_params = layout.Put(top_rows);
+    const auto* sample_params = layout.Put(sample_rows);
+    const auto* loss_params = layout.Put(loss_rows);
+    const size_t answers = layout.bytes();
+    std::memset(slab_.host + answers, 0, static_cast<size_t>(c.rows) * 4 * 4);
+    auto* const floats = layout.Take<float>(c.rows * kTopK);
+    auto* const ids = layout.Take<int32_t>(c.rows * kTopK);
+    auto* const logsumexp = layout.Take<float>(c.rows);
+    auto* const third = layout.Take<float>(c.rows);
+    auto* const ranks = layout.Take<int32_t>(c.rows);
+    auto* const status = layout.Take<RowStatus>(c.rows);
+    std::memset(slab_.host + answers, 0, layout.bytes() - answers);
+    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, layout.bytes()));
+    const auto launch = [&]() -> absl::Status {
+      switch (c.op) {
+        case HeadOp::kTopK:
+          return stream.LinearTopK({hidden,
+                                    head,
+                                    {.rows = topk_params,
+                                     .max_k = kTopK,
+                                     .indices = ids,
+                                     .probs = floats,
+                                     .logsumexp = logsumexp,
+                                     .status = status}});
+        case HeadOp::kSample:
+          return stream.LinearSample({hidden,
+                                      head,
+                                      {.rows = sample_params,
+                                       .edited = false,
+                                       .tokens = ids,
+                                       .logprobs = floats,
+                                       .ranks = ranks,
+                                       .logsumexp = logsumexp,
+                                       .status = status}});
+        case HeadOp::kCrossEntropy:
+          return stream.LinearCrossEntropy({hidden,
+                                            head,
+                                            {.rows = loss_params,
+                                             .want = 0,
+                                             .max_top_logprobs = 0,
+                                             .max_extra_ids = 0,
+                                             .answers = {.loss = floats,
+                                                         .logsumexp = logsumexp,
+                                                         .target_logprob = third,
+                                                         .status = status}}});
+      }
+      return absl::InternalError("no such op");
+    };
+    const int warm = 3;
+    const int runs = c.rows > 512 ? 15 : 60;
+    std::vector<double> device_us, wall_us;
+    for (int i = 0; i < warm + runs; ++i) {
+      const auto start = std::chrono::steady_clock::now();
+      LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, params, answers - params));
+      LOGITD_RETURN_IF_ERROR(launch());
+      LOGITD_RETURN_IF_ERROR(stream.Download(slab_, answers, layout.bytes() - answers));
+      const auto waited = stream.Wait();
+      if (!waited.ok()) return waited.status();
+      if (i < warm) continue;
+      const std::chrono::duration<double, std::micro> wall =
+          std::chrono::steady_clock::now() - start;
+      wall_us.push_back(wall.count());
+      device_us.push_back(static_cast<double>(waited->kernel_ns) / 1e3);
+    }
+    const auto median = [](std::vector<double>& values) {
+      std::nth_element(values.begin(),
+                       values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                       values.end());
+      return values[values.size() / 2];
+    };
+    *times = {.device_us = median(device_us), .wall_us = median(wall_us)};
+    bits->assign(reinterpret_cast<const char*>(slab_.host + answers), layout.bytes() - answers);
+    return absl::OkStatus();
+  }
+
+  std::vector<std::unique_ptr<Backend>> backends_;
+  std::vector<Backend*> all_;
+  std::unique_ptr<Stream> one_;
+  std::unique_ptr<Stream> sharded_;
+  Slab slab_;
+  Slab pattern_;
+  HeadView whole_;
+  HeadView sharded_head_;
+  std::vector<HeadView> parts_;
+  std::vector<std::pair<int, DeviceMemory>> memories_;
+};
+
+int Main(int argc, char** argv) {
+  CLI::App app(
+      "Times linear ops on a bf16 head that is cut over several GPUs, beside the whole head on the "
+      "first of them, and the exchange of blocks beside an all-gather by NCCL.");
+  std::vector<int> devices = {0, 1};
+  std::vector<std::string> only;
+  std::string json_path, commit;
+  app.add_option("--devices", devices, "CUDA devices; one may be named several times")
+      ->delimiter(',');
+  app.add_option("--only", only, "only entries whose line contains one of these texts");
+  app.add_option("--json", json_path, "also write the results to this file");
+  app.add_option("--commit", commit, "the commit that is measured, for the JSON");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  Bench bench;
+  if (const absl::Status status = bench.Init(devices); !status.ok()) {
+    std::cerr << "shard_bench: " << status << "\n";
+    return 1;
+  }
+  nlohmann::json out = {{"device", bench.device().name},
+                        {"devices", devices.size()},
+                        {"commit", commit},
+                        {"entries", nlohmann::json::array()},
+                        {"exchange", nlohmann::json::array()}};
+  int failed = 0;
+  absl::PrintF("%-44s %10s %10s %7s %10s %10s  %s\n", "op", "one us", "shards us", "x", "one wall",
+               "wall", "bits");
+  int64_t hidden = 0, vocab = 0;
+  for (const Case& c : Cases()) {
+    const std::string label =
+        absl::StrFormat("%s %dx%dx%d", kOps[static_cast<int>(c.op)], c.rows, c.hidden, c.vocab);
+    const bool wanted =
+        only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
+          return label.find(text) != std::string::npos;
+        });
+    if (!wanted) continue;
+    absl::Status status;
+    if (c.hidden != hidden || c.vocab != vocab) status = bench.LoadHead(c.hidden, c.vocab);
+    hidden = c.hidden;
+    vocab = c.vocab;
+    Times one, sharded;
+    bool same = false;
+    if (status.ok()) status = bench.Measure(c, &one, &sharded, &same);
+    if (!status.ok()) {
+      absl::PrintF("%-44s %s\n", label, status.ToString());
+      ++failed;
+      continue;
+    }
+    if (!same) ++failed;
+    absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f  %s\n", label, one.device_us,
+                 sharded.device_us, one.device_us / sharded.device_us, one.wall_us, sharded.wall_us,
+                 same ? "same" : "DIFFER");
+    out["entries"].push_back({{"op", kOps[static_cast<int>(c.op)]},
+                              {"rows", c.rows},
+                              {"hidden", c.hidden},
+                              {"vocab", c.vocab},
+                              {"dtype", "bf16"},
+                              {"one_us", one.device_us},
+                              {"sharded_us", sharded.device_us},
+                              {"one_wall_us", one.wall_us},
+                              {"sharded_wall_us", sharded.wall_us},
+                              {"same_bits", same}});
+  }
+  bench.FreeHeads();
+  for (const int64_t rows : {64, 4096}) {
+    const VocabShards cut = {.vocab = 128256, .count = static_cast<int>(devices.size())};
+    const size_t bytes = LossPartialShape{.shards = cut, .rows = rows}.bytes();
+    const ExchangeTimes times = TimeExchange(devices, bytes);
+    absl::PrintF("exchange of %d rows, %d bytes a device: peer stores %.1f us, NCCL %s\n", rows,
+                 bytes, times.stores_us,
+                 times.nccl_us > 0 ? absl::StrFormat("%.1f us", times.nccl_us) : times.no_nccl);
+    out["exchange"].push_back({{"rows", rows},
+                               {"bytes", bytes},
+                               {"peer_stores_us", times.stores_us},
+                               {"nccl_all_gather_us", times.nccl_us}});
+  }
+  if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace logitd::bench
+
+int main(int argc, char** argv) { return logitd::bench::Main(argc, argv); }

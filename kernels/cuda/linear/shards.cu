@@ -1,0 +1,544 @@
+// The partial of one shard, of the linear ops on a sharded head (kernels/shards.h).
+//
+// A logit and a cell have the bits that they have on one device: the product sums a logit in an order
+// that only the head fixes, where cuBLASLt makes it by the algorithm of the whole head (product.h),
+// and cells are counted from the vocabulary's start.
+//
+// linear_cross_entropy's plain rows on Hopper go through hopper/loss.cu, which leaves cells
+// and no logits. All others make the logits of a block of rows as forward.cu does; then one kernel
+// reads them once more and leaves cells, and softmax_topk chooses the shard's tokens.
+//
+// Cost: the op's on the shard's tokens, and where logits are made one more read of them, of which L2
+// takes most.
+#include "kernels/cuda/linear/shards.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/element.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/linear/block_logits.h"
+#include "kernels/cuda/linear/hopper/kernels.h"
+#include "kernels/cuda/linear/product.h"
+#include "kernels/cuda/linear/routes.h"
+#include "kernels/cuda/linear/shards.cuh"
+#include "kernels/cuda/linear/split_rows.h"
+#include "kernels/cuda/loss/cell_sums.cuh"
+#include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/rows/cell.cuh"
+#include "kernels/cuda/rows/select.cuh"
+
+namespace logitd::cuda {
+namespace {
+
+// ---- partial: cells of logits ------------------------------------------------------------------
+
+constexpr int kCellWarps = 8;
+constexpr int kCellThreads = kCellWarps * 32;
+
+// The cell at `first` of a row of `tokens` logits, aligned to 16 bytes; -inf after the last.
+__device__ inline void ReadCell(const float* row, int first, int tokens, int lane,
+                                LaneCell<float>& x) {
+#pragma unroll
+  for (int v = 0; v < kLaneElements / kVector<float>; ++v) {
+    const int at = first + (v * 32 + lane) * kVector<float>;
+    x.SetVector(v,
+                LoadVector(row + at, /*aligned=*/true, tokens - at, __float_as_uint(-kInfinity)));
+  }
+}
+
+struct TopKPartialParams {
+  TensorView logits;           // [rows, tokens]
+  const SoftmaxTopKRow* asks;  // [rows]: k of the shard, entries [r * most_k, ...)
+  const int32_t* indices;      // of softmax_topk by `asks`
+  const RowStatus* status;
+  // Of the block, from the first of these rows on.
+  float* max;  // null: no cells are wanted
+  float* sum;
+  int32_t* nan;
+  uint64_t* keys;
+  int32_t row_cells;
+  int32_t row_keys;
+  int32_t first_token;
+};
+
+// Blocks (x, r): cells of row r, one a warp; the first block of a row also writes its keys.
+__global__ void __launch_bounds__(kCellThreads)
+    TopKPartialKernel(const __grid_constant__ TopKPartialParams p) {
+  const int64_t r = blockIdx.y;
+  const int lane = threadIdx.x % 32;
+  const SoftmaxTopKRow ask = p.asks[r];
+  if (ask.k == 0) return;
+  const int tokens = static_cast<int>(p.logits.cols);
+  const float* row = static_cast<const float*>(p.logits.data) + r * p.logits.row_stride;
+  const int cell = blockIdx.x * kCellWarps + threadIdx.x / 32;
+  if (p.max != nullptr && cell * kCell < tokens) {
+    const float log2e_over_temperature = kLog2E / ask.temperature;
+    LaneCell<float> x;
+    ReadCell(row, cell * kCell, tokens, lane, x);
+    const Stats stats = MergeLanes(LaneStats(x, x.Max(0, kLaneElements), log2e_over_temperature),
+                                   log2e_over_temperature);
+    if (lane == 0) {
+      p.max[r * p.row_cells + cell] = stats.max;
+      p.sum[r * p.row_cells + cell] = stats.sum;
+    }
+  }
+  if (blockIdx.x != 0) return;
+  const bool is_nan = p.status[r].code == RowCode::kNanLogit;
+  if (p.nan != nullptr && threadIdx.x == 0)
+    p.nan[r] = is_nan ? p.first_token + p.status[r].position : -1;
+  if (is_nan) return;
+  for (int i = threadIdx.x; i < ask.k; i += kCellThreads) {
+    const int token = p.indices[ask.first_entry + i];
+    p.keys[r * p.row_keys + i] = MakeKey(row[token], p.first_token + token);
+  }
+}
+
+// What softmax_topk is asked for on a shard, by a thread for each row.
+__global__ void TopKAsksKernel(const SoftmaxTopKRow* rows, int64_t count, int tokens, int most_k,
+                               SoftmaxTopKRow* asks) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= count) return;
+  asks[r] = {
+      .first_entry = r * most_k, .temperature = rows[r].temperature, .k = min(rows[r].k, tokens)};
+}
+__global__ void TopAsksKernel(const CrossEntropyRow* rows, int64_t count, int tokens, int most_k,
+                              SoftmaxTopKRow* asks) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= count) return;
+  asks[r] = {.first_entry = r * most_k,
+             .temperature = 1.0f,
+             .k = rows[r].active == 0 ? 0 : min(rows[r].top_logprobs, tokens)};
+}
+
+constexpr int kLossWarps = 16;
+constexpr int kLossThreads = kLossWarps * 32;
+
+struct LossPartialParams {
+  TensorView logits;            // [rows, tokens]
+  const CrossEntropyRow* rows;  // [rows]
+  const int32_t* extra_ids;
+  const float* targets;  // the gathered targets of these rows
+  int64_t target_rows;   // from those of a shard to the next
+  Shards shards;
+  LossPartials to;  // from the first of these rows on
+  int32_t row_cells;
+  int32_t max_extra;
+  int32_t first_token;
+};
+
+// Sums the cells of a row, a warp for each in turn. Returns the tokens of the warp's cells before
+// the target.
+template <Summing kSumming>
+__device__ inline int SumShardCells(const LossPartialParams& p, const CellAsk& ask, bool ranked,
+                                    int64_t r, const float* row, int* first_nan) {
+  const int lane = threadIdx.x % 32;
+  const int tokens = static_cast<int>(p.logits.cols);
+  RankCounter<float> rank(ask.target, ask.target_logit);
+  for (int cell = threadIdx.x / 32; cell * kCell < tokens; cell += kLossWarps) {
+    const int first = cell * kCell;
+    LaneCell<float> x;
+    ReadCell(row, first, tokens, lane, x);
+    if (ranked) rank.Add(x, first, lane);
+    const CellSums sums =
+        SumCell<kSumming, float>(x, x.Max(0, kLaneElements), ask, first, tokens, lane);
+    if (lane != 0) continue;
+    const int64_t at = r * p.row_cells + cell;
+    p.to.max[at] = sums.stats.max;
+    p.to.sum[at] = sums.stats.sum;
+    if (ask.total) p.to.total[at] = sums.total;
+    if (ask.weighted) p.to.moment[at] = sums.weighted;
+    if (isnan(sums.stats.sum)) atomicMin(first_nan, cell);
+  }
+  return ranked ? rank.Total() : 0;
+}
+
+// A block for each row: all of its part except keys.
+__global__ void __launch_bounds__(kLossThreads)
+    LossPartialKernel(const __grid_constant__ LossPartialParams p) {
+  __shared__ int first_nan;  // a cell
+  __shared__ int before;
+  const int64_t r = blockIdx.x;
+  const CrossEntropyRow& row = p.rows[r];
+  if (row.active == 0) return;
+  const int lane = threadIdx.x % 32;
+  const int tokens = static_cast<int>(p.logits.cols);
+  const float* logits = static_cast<const float*>(p.logits.data) + r * p.logits.row_stride;
+  const bool ranked = (row.want & kWantRank) != 0 && row.target >= 0;
+  if (threadIdx.x == 0) {
+    first_nan = p.row_cells;
+    before = 0;
+  }
+  __syncthreads();
+  // The target counts from the shard's first token: it may be before it, or after the last.
+  const CellAsk ask{
+      .target = row.target - p.first_token,
+      .target_logit = ranked ? p.targets[p.shards.OwnerOf(row.target) * p.target_rows + r] : 0.0f,
+      .weighted = (row.want & kWantEntropy) != 0,
+      .total = row.label_smoothing > 0,
+      .softcap = 0.0f,
+      .log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature)};
+  const int of_warp =
+      ask.weighted
+          ? SumShardCells<Summing::kWeighted>(p, ask, ranked, r, logits, &first_nan)
+          : SumShardCells<Summing::kWithRankOrTotal>(p, ask, ranked, r, logits, &first_nan);
+  if (lane == 0 && of_warp > 0) atomicAdd(&before, of_warp);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int nan = -1;
+    if (first_nan < p.row_cells)
+      nan = p.first_token + FindNan(logits, first_nan * kCell, tokens, lane);
+    if (lane == 0) {
+      p.to.nan[r] = nan;
+      if (row.target >= p.first_token && row.target - p.first_token < tokens)
+        p.to.target[r] = logits[row.target - p.first_token];
+      if (p.to.before != nullptr) p.to.before[r] = before;
+    }
+  }
+  for (int i = threadIdx.x; i < row.extra_count; i += kLossThreads) {
+    const int token = p.extra_ids[row.first_extra + i] - p.first_token;
+    if (token >= 0 && token < tokens) p.to.extra[r * p.max_extra + i] = logits[token];
+  }
+}
+
+// The block of a shard without tokens.
+__global__ void EmptyPartialKernel(int64_t rows, int32_t* nan, int32_t* before) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= rows) return;
+  nan[r] = -1;
+  if (before != nullptr) before[r] = 0;
+}
+
+// ---- targets -----------------------------------------------------------------------------------
+
+constexpr int kCopyThreads = 256;
+
+// Block r copies the weight and the bias of row r's target; where the shard has it not, of its first
+// token.
+__global__ void __launch_bounds__(kCopyThreads)
+    GatherTargetsKernel(const CrossEntropyRow* rows, int first_token, HeadView head,
+                        uint16_t* weight, int64_t stride_halves, float* bias) {
+  const int64_t r = blockIdx.x;
+  const int64_t target = rows[r].target - first_token;
+  const int64_t token =
+      rows[r].active != 0 && target >= 0 && target < head.weight.rows ? target : 0;
+  const int64_t halves = head.weight.dtype == DType::kF32 ? 2 : 1;  // of 16 bits in an element
+  const uint16_t* from =
+      static_cast<const uint16_t*>(head.weight.data) + token * head.weight.row_stride * halves;
+  for (int64_t i = threadIdx.x; i < head.weight.cols * halves; i += kCopyThreads)
+    weight[r * stride_halves + i] = from[i];
+  if (head.bias != nullptr && threadIdx.x == 0) bias[r] = head.bias[token];
+}
+
+__global__ void DiagonalKernel(const CrossEntropyRow* rows, int64_t count, int first_token,
+                               int64_t tokens, const float* logits, int64_t stride,
+                               float* targets) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= count || rows[r].active == 0) return;
+  const int64_t target = rows[r].target - first_token;
+  if (target >= 0 && target < tokens) targets[r] = logits[r * stride + r];
+}
+
+// ---- launch ------------------------------------------------------------------------------------
+
+// As TopKPartials and LossPartials, from row `first` on.
+LossPartials RowsFrom(const LossPartials& partials, const LossPartialShape& shape, int64_t first) {
+  const int64_t cells = first * shape.shards.most_cells();
+  return {.max = partials.max + cells,
+          .sum = partials.sum + cells,
+          .total = From(partials.total, cells),
+          .moment = From(partials.moment, cells),
+          .nan = partials.nan + first,
+          .target = partials.target + first,
+          .before = From(partials.before, first),
+          .keys = From(partials.keys, first * shape.keys()),
+          .extra = From(partials.extra, first * shape.max_extra)};
+}
+
+cudaError_t LaunchEmpty(int64_t rows, int32_t* nan, int32_t* before, cudaStream_t stream) {
+  return LaunchKernel(&EmptyPartialKernel,
+                      {.grid = GridFor(rows, kCopyThreads), .threads = kCopyThreads}, stream, rows,
+                      nan, before);
+}
+
+// Chooses the shard's first tokens of every row of `logits`, as many rows at a time as scratch has
+// room for, and writes their keys, and the cells and NaNs where they are wanted. `ask_kernel` makes
+// softmax_topk's asks from `rows`. `to`: from the first row of `logits` on.
+template <class Row>
+cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
+                         void (*ask_kernel)(const Row*, int64_t, int, int, SoftmaxTopKRow*),
+                         int64_t keys, TopKPartialParams to, Scratch scratch, cudaStream_t stream) {
+  const int64_t tokens = logits.cols;
+  const int64_t most_k = std::min(keys, tokens);
+  const int64_t row_bytes = most_k * 8 + static_cast<int64_t>(sizeof(SoftmaxTopKRow)) + 16;
+  const int64_t room = static_cast<int64_t>(scratch.bytes) / 8;
+  const int64_t step = std::clamp<int64_t>(room / row_bytes, 1, logits.rows);
+  SoftmaxTopKRow* asks = scratch.Take<SoftmaxTopKRow>(static_cast<size_t>(step));
+  RowStatus* status = scratch.Take<RowStatus>(static_cast<size_t>(step));
+  float* logsumexp = scratch.Take<float>(static_cast<size_t>(step));
+  int32_t* indices = scratch.Take<int32_t>(static_cast<size_t>(step * most_k));
+  float* probs = scratch.Take<float>(static_cast<size_t>(step * most_k));
+  if (asks == nullptr || status == nullptr || logsumexp == nullptr || indices == nullptr ||
+      probs == nullptr) {
+    return cudaErrorMemoryAllocation;
+  }
+  to.asks = asks;
+  to.indices = indices;
+  to.status = status;
+  for (int64_t first = 0; first < logits.rows; first += step) {
+    const int64_t count = std::min(step, logits.rows - first);
+    to.logits = RowsOf(logits, first, count);
+    cudaError_t error =
+        LaunchKernel(ask_kernel, {.grid = GridFor(count, kCopyThreads), .threads = kCopyThreads},
+                     stream, rows + first, count, ToInt(tokens), ToInt(most_k), asks);
+    if (error != cudaSuccess) return error;
+    error = SoftmaxTopK({.logits = to.logits,
+                         .rows = asks,
+                         .max_k = ToInt(most_k),
+                         .indices = indices,
+                         .probs = probs,
+                         .logsumexp = logsumexp,
+                         .status = status},
+                        scratch, stream);
+    if (error != cudaSuccess) return error;
+    const int64_t blocks = to.max == nullptr ? 1 : CeilDiv(tokens, kCellWarps * kCell);
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
+    error = LaunchKernel(&TopKPartialKernel, {.grid = grid, .threads = kCellThreads}, stream, to);
+    if (error != cudaSuccess) return error;
+    to.max = From(to.max, count * to.row_cells);
+    to.sum = From(to.sum, count * to.row_cells);
+    to.nan = From(to.nan, count);
+    to.keys = From(to.keys, count * to.row_keys);
+  }
+  return cudaSuccess;
+}
+
+// Copies rows of f32 logits to `to` of row stride `stride`.
+cudaError_t CopyLogits(const TensorView& logits, float* to, int64_t stride, cudaStream_t stream) {
+  return cudaMemcpy2DAsync(to, static_cast<size_t>(stride) * 4, logits.data,
+                           static_cast<size_t>(logits.row_stride) * 4,
+                           static_cast<size_t>(logits.cols) * 4, static_cast<size_t>(logits.rows),
+                           cudaMemcpyDefault, stream);
+}
+
+// The parts of rows through logits. `targets`: the gathered ones of these rows.
+cudaError_t LossesFromShardLogits(const LinearCrossEntropyPartialArgs& args,
+                                  const CrossEntropyRow* rows, const BlockLogits& block,
+                                  const Scratch& scratch, cudaStream_t stream) {
+  const LossPartialShape& shape = args.shape;
+  const VocabShard shard = shape.shards.at(args.shard);
+  const LossPartials all = shape.At(args.block);
+  for (int64_t first = 0; first < shape.rows; first += block.rows()) {
+    const int64_t count = std::min(block.rows(), shape.rows - first);
+    cudaError_t error = block.Make(RowsOf(args.hidden, first, count), scratch);
+    if (error != cudaSuccess) return error;
+    const LossPartials to = RowsFrom(all, shape, first);
+    const TensorView logits = block.View(count);
+    const LossPartialParams p{.logits = logits,
+                              .rows = rows + first,
+                              .extra_ids = args.extra_ids,
+                              .targets = From(args.targets, first),
+                              .target_rows = shape.rows,
+                              .shards = Shards(shape.shards, 0),
+                              .to = to,
+                              .row_cells = ToInt(shape.shards.most_cells()),
+                              .max_extra = shape.max_extra,
+                              .first_token = ToInt(shard.first)};
+    error = LaunchKernel(&LossPartialKernel, {.grid = GridFor(count), .threads = kLossThreads},
+                         stream, p);
+    if (error != cudaSuccess) return error;
+    if (shape.max_top == 0) continue;
+    error = ChooseTokens(logits, rows + first, &TopAsksKernel, shape.keys(),
+                         {.logits = {},
+                          .asks = nullptr,
+                          .indices = nullptr,
+                          .status = nullptr,
+                          .max = nullptr,
+                          .sum = nullptr,
+                          .nan = nullptr,
+                          .keys = to.keys,
+                          .row_cells = 0,
+                          .row_keys = ToInt(shape.keys()),
+                          .first_token = ToInt(shard.first)},
+                         scratch, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// The parts of the rows by hopper/loss.cu. Where the call wants more than losses and extras, rows
+// that do go through logits.
+cudaError_t HopperShardLosses(const LinearCrossEntropyPartialArgs& args, Products& products,
+                              Scratch scratch, cudaStream_t stream) {
+  const LossPartialShape& shape = args.shape;
+  hopper::ShardLossArgs losses{.hidden = args.hidden,
+                               .head = args.head,
+                               .rows = args.rows,
+                               .extra_ids = args.extra_ids,
+                               .first_token = ToInt(shape.shards.at(args.shard).first),
+                               .max_extra = shape.max_extra,
+                               .row_cells = shape.shards.most_cells(),
+                               .to = shape.At(args.block)};
+  cudaError_t error = cudaSuccess;
+  const int32_t* plain_groups = nullptr;
+  if (shape.want != 0 || shape.max_top > 0) {
+    SplitRowLists lists;
+    error = SplitRows(args.rows, shape.rows, lists, scratch, stream);
+    if (error != cudaSuccess) return error;
+    const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
+    Scratch left = scratch;
+    const BlockLogits block(args.head, shape.shards.vocab, route, 2, products, left, stream);
+    error = LossesFromShardLogits(args, lists.more, block, left, stream);
+    if (error != cudaSuccess) return error;
+    losses.rows = lists.plain;
+    plain_groups = lists.plain_groups;
+  }
+  if (args.head.norm != nullptr) {
+    std::byte* states = scratch.Take<std::byte>(static_cast<size_t>(
+        shape.rows * PreparedStride(args.head) * static_cast<int64_t>(SizeOf(args.hidden.dtype))));
+    if (states == nullptr) return cudaErrorMemoryAllocation;
+    error = Prepare(args.head, shape.rows, states, losses.hidden, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return hopper::ShardLosses(losses, plain_groups, scratch, stream);
+}
+
+}  // namespace
+
+cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& products,
+                              Scratch scratch, cudaStream_t stream) {
+  const TopKPartialShape& shape = args.shape;
+  const VocabShard shard = shape.shards.at(args.shard);
+  const TopKPartials to = shape.At(args.block);
+  if (shape.rows == 0) return cudaSuccess;
+  if (shard.tokens == 0) return LaunchEmpty(shape.rows, to.nan, nullptr, stream);
+  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const BlockLogits block(args.head, shape.shards.vocab, route, 4, products, scratch, stream);
+  for (int64_t first = 0; first < shape.rows; first += block.rows()) {
+    const int64_t count = std::min(block.rows(), shape.rows - first);
+    cudaError_t error = block.Make(RowsOf(args.hidden, first, count), scratch);
+    if (error != cudaSuccess) return error;
+    const int64_t cells = first * shape.shards.most_cells();
+    error = ChooseTokens(block.View(count), args.rows + first, &TopKAsksKernel, shape.keys(),
+                         {.logits = {},
+                          .asks = nullptr,
+                          .indices = nullptr,
+                          .status = nullptr,
+                          .max = to.max + cells,
+                          .sum = to.sum + cells,
+                          .nan = to.nan + first,
+                          .keys = From(to.keys, first * shape.keys()),
+                          .row_cells = ToInt(shape.shards.most_cells()),
+                          .row_keys = ToInt(shape.keys()),
+                          .first_token = ToInt(shard.first)},
+                         scratch, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t ShardLogits(const ShardLogitsArgs& args, Products& products, Scratch scratch,
+                        cudaStream_t stream) {
+  if (args.shards.at(args.shard).tokens == 0) return cudaSuccess;
+  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const BlockLogits block(args.head, args.shards.vocab, route, 4, products, scratch, stream);
+  for (int64_t first = 0; first < args.hidden.rows; first += block.rows()) {
+    const int64_t count = std::min(block.rows(), args.hidden.rows - first);
+    // The product writes all rows of a block.
+    const bool whole = route.kernel != LinearKernel::kProduct || count == block.rows();
+    float* const to = args.logits + args.shards.at(args.shard).first + first * args.stride;
+    const TensorView states = RowsOf(args.hidden, first, count);
+    cudaError_t error = whole ? block.Make(states, args.head, to, args.stride, scratch)
+                              : block.Make(states, scratch);
+    if (error != cudaSuccess) return error;
+    if (whole) continue;
+    error = CopyLogits(block.View(count), to, args.stride, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LinearSamplePartial(const LinearSamplePartialArgs& args, Products& products,
+                                Scratch scratch, cudaStream_t stream) {
+  const SamplePartialShape& shape = args.shape;
+  const VocabShard shard = shape.shards.at(args.shard);
+  if (shape.rows == 0 || shard.tokens == 0) return cudaSuccess;
+  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const BlockLogits block(args.head, shape.shards.vocab, route, 4, products, scratch, stream);
+  const int64_t stride = shape.shards.most_tokens();
+  // What the kernels that make logits need of rows that are not in scratch.
+  const bool in_place = stride % 4 == 0 && route.kernel != LinearKernel::kProduct;
+  for (int64_t first = 0; first < shape.rows; first += block.rows()) {
+    const int64_t count = std::min(block.rows(), shape.rows - first);
+    const TensorView states = RowsOf(args.hidden, first, count);
+    float* to = reinterpret_cast<float*>(args.block) + first * stride;
+    if (in_place) {
+      const cudaError_t error = block.Make(states, args.head, to, stride, scratch);
+      if (error != cudaSuccess) return error;
+      continue;
+    }
+    cudaError_t error = block.Make(states, scratch);
+    if (error != cudaSuccess) return error;
+    error = CopyLogits(block.View(count), to, stride, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Products& products,
+                                      Scratch scratch, cudaStream_t stream) {
+  const VocabShard shard = args.shards.at(args.shard);
+  if (shard.tokens == 0) return cudaSuccess;
+  const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
+  const BlockLogits block(args.head, args.shards.vocab, route, 2, products, scratch, stream);
+  const int64_t stride = PreparedStride(args.head);
+  const auto element = static_cast<int64_t>(SizeOf(args.head.weight.dtype));
+  // The algorithm of a product serves no more columns than the vocabulary has. And a product of few
+  // rows reads few weights at the rate of memory, where one of many rows would leave most of the
+  // device idle.
+  constexpr int64_t kTargetRows = 128;
+  const int64_t step = std::min({block.rows(), args.shards.vocab, kTargetRows});
+  const auto most = static_cast<size_t>(block.rows());
+  std::byte* weight = scratch.Take<std::byte>(most * static_cast<size_t>(stride * element));
+  float* bias = scratch.Take<float>(most);
+  float* logits = scratch.Take<float>(most * most);
+  if (weight == nullptr || bias == nullptr || logits == nullptr) return cudaErrorMemoryAllocation;
+  for (int64_t first = 0; first < args.hidden.rows; first += step) {
+    const int64_t count = std::min(step, args.hidden.rows - first);
+    cudaError_t error =
+        LaunchKernel(&GatherTargetsKernel, {.grid = GridFor(count), .threads = kCopyThreads},
+                     stream, args.rows + first, ToInt(shard.first), args.head,
+                     reinterpret_cast<uint16_t*>(weight), stride * element / 2, bias);
+    if (error != cudaSuccess) return error;
+    HeadView targets = args.head;  // a head of the targets: their logits are its diagonal
+    targets.weight.data = weight;
+    targets.weight.rows = count;
+    targets.weight.row_stride = stride;
+    if (args.head.bias != nullptr) targets.bias = bias;
+    error = block.Make(RowsOf(args.hidden, first, count), targets, logits, block.rows(), scratch);
+    if (error != cudaSuccess) return error;
+    error = LaunchKernel(&DiagonalKernel,
+                         {.grid = GridFor(count, kCopyThreads), .threads = kCopyThreads}, stream,
+                         args.rows + first, count, ToInt(shard.first), shard.tokens, logits,
+                         block.rows(), args.targets + first);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Products& products,
+                                      Scratch scratch, cudaStream_t stream) {
+  const LossPartialShape& shape = args.shape;
+  if (shape.rows == 0) return cudaSuccess;
+  if (shape.shards.at(args.shard).tokens == 0) {
+    const LossPartials to = shape.At(args.block);
+    return LaunchEmpty(shape.rows, to.nan, to.before, stream);
+  }
+  if (RouteOf(LinearOp::kLosses, args.head, scratch).kernel == LinearKernel::kHopperLosses)
+    return HopperShardLosses(args, products, scratch, stream);
+  const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
+  const BlockLogits block(args.head, shape.shards.vocab, route, 2, products, scratch, stream);
+  return LossesFromShardLogits(args, args.rows, block, scratch, stream);
+}
+
+}  // namespace logitd::cuda

@@ -1,0 +1,31 @@
+// What streams of the CUDA backend are besides Stream, for work that joins several of them.
+#ifndef LOGITD_KERNELS_CUDA_STREAM_H_
+#define LOGITD_KERNELS_CUDA_STREAM_H_
+
+#include <cuda_runtime_api.h>
+
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/linear/shards.h"
+
+namespace logitd::cuda {
+
+// OK, UNAVAILABLE where the context still works, or INTERNAL. `what` was being done.
+absl::Status ToStatus(cudaError_t error, std::string_view what);
+
+// Every stream of the CUDA backend is one.
+class DeviceStream : public Stream {
+ public:
+  virtual int device() const = 0;
+  virtual cudaStream_t native() const = 0;
+  // Makes the stream's device the thread's, and ends the uploads: what is enqueued on native() next
+  // comes after them, and counts as ops.
+  virtual absl::Status BeginOps() = 0;
+  virtual absl::Status ShardLogits(const ShardLogitsArgs& args) = 0;
+};
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_STREAM_H_

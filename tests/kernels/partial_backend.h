@@ -1,0 +1,178 @@
+// A backend whose streams run linear ops as a caller of kernels/shards.h does who has an exchange of
+// his own: partials of all shards, one after another on one device, then the merge.
+#ifndef LOGITD_TESTS_KERNELS_PARTIAL_BACKEND_H_
+#define LOGITD_TESTS_KERNELS_PARTIAL_BACKEND_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/shards.h"
+#include "kernels/status_macros.h"
+#include "tests/kernels/cutting_backend.h"
+
+namespace logitd::testing {
+
+class PartialStream final : public Stream {
+ public:
+  PartialStream(Backend* backend, std::unique_ptr<Stream> stream, int shards)
+      : backend_(backend), stream_(std::move(stream)), shards_(shards) {}
+  ~PartialStream() override { FreeAll(); }
+
+  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    return stream_->Upload(slab, offset, bytes);
+  }
+  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    return stream_->Download(slab, offset, bytes);
+  }
+  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    return stream_->Fill(slab, offset, bytes, to);
+  }
+
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    const TopKPartialShape shape = {
+        .shards = Cut(args.head), .rows = args.hidden.rows, .max_k = args.topk.max_k};
+    return Run(
+        shape, args.head,
+        [&](const HeadView& head, int shard, std::byte* block) {
+          return stream_->LinearTopKPartial({.hidden = args.hidden,
+                                             .head = head,
+                                             .shard = shard,
+                                             .shape = shape,
+                                             .rows = args.topk.rows,
+                                             .block = block});
+        },
+        [&](const std::byte* blocks) {
+          return stream_->LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = args.topk});
+        });
+  }
+
+  absl::Status LinearSample(const LinearSampleArgs& args) override {
+    const SamplePartialShape shape = {.shards = Cut(args.head), .rows = args.hidden.rows};
+    return Run(
+        shape, args.head,
+        [&](const HeadView& head, int shard, std::byte* block) {
+          return stream_->LinearSamplePartial({.hidden = args.hidden,
+                                               .head = head,
+                                               .shard = shard,
+                                               .shape = shape,
+                                               .block = block});
+        },
+        [&](const std::byte* blocks) {
+          return stream_->LinearSampleMerge(
+              {.shape = shape, .blocks = blocks, .sample = args.sample});
+        });
+  }
+
+  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+    const CrossEntropyArgs& loss = args.cross_entropy;
+    const LossPartialShape shape = {.shards = Cut(args.head),
+                                    .rows = args.hidden.rows,
+                                    .totals = true,
+                                    .want = loss.want,
+                                    .max_top = loss.max_top_logprobs,
+                                    .max_extra = loss.max_extra_ids};
+    float* targets = nullptr;
+    if ((shape.want & kWantRank) != 0) {
+      const auto memory = Allocate(static_cast<size_t>(shape.rows * shards_) * sizeof(float));
+      if (!memory.ok()) return memory.status();
+      targets = reinterpret_cast<float*>(*memory);
+      const std::vector<HeadView> parts = CutHead(args.head, shards_);
+      for (int s = 0; s < shards_; ++s) {
+        LOGITD_RETURN_IF_ERROR(
+            stream_->LinearCrossEntropyTargets({.hidden = args.hidden,
+                                                .head = parts[static_cast<size_t>(s)],
+                                                .shard = s,
+                                                .shards = shape.shards,
+                                                .rows = loss.rows,
+                                                .targets = targets + s * shape.rows}));
+      }
+    }
+    return Run(
+        shape, args.head,
+        [&](const HeadView& head, int shard, std::byte* block) {
+          return stream_->LinearCrossEntropyPartial({.hidden = args.hidden,
+                                                     .head = head,
+                                                     .shard = shard,
+                                                     .shape = shape,
+                                                     .rows = loss.rows,
+                                                     .extra_ids = loss.extra_ids,
+                                                     .targets = targets,
+                                                     .block = block});
+        },
+        [&](const std::byte* blocks) {
+          return stream_->LinearCrossEntropyMerge(
+              {.shape = shape, .blocks = blocks, .cross_entropy = loss});
+        });
+  }
+
+  absl::StatusOr<StreamTimes> Wait() override {
+    auto times = stream_->Wait();
+    FreeAll();
+    return times;
+  }
+
+ private:
+  VocabShards Cut(const HeadView& head) const { return {.vocab = head.vocab(), .count = shards_}; }
+
+  absl::StatusOr<std::byte*> Allocate(size_t bytes) {
+    const auto memory = backend_->AllocateDevice(std::max<size_t>(bytes, 16));
+    if (!memory.ok()) return memory.status();
+    memories_.push_back(*memory);
+    return memory->data;
+  }
+  void FreeAll() {
+    for (const DeviceMemory& memory : memories_) backend_->FreeDevice(memory);
+    memories_.clear();
+  }
+
+  template <class Shape, class Partial, class Merge>
+  absl::Status Run(const Shape& shape, const HeadView& head, const Partial& partial,
+                   const Merge& merge) {
+    const std::vector<HeadView> parts = CutHead(head, shards_);
+    const auto blocks = Allocate(shape.bytes() * static_cast<size_t>(shards_));
+    if (!blocks.ok()) return blocks.status();
+    for (int s = 0; s < shards_; ++s) {
+      LOGITD_RETURN_IF_ERROR(partial(parts[static_cast<size_t>(s)], s,
+                                     *blocks + static_cast<size_t>(s) * shape.bytes()));
+    }
+    return merge(*blocks);
+  }
+
+  Backend* const backend_;
+  const std::unique_ptr<Stream> stream_;
+  const int shards_;
+  std::vector<DeviceMemory> memories_;  // until Wait
+};
+
+class PartialBackend final : public Backend {
+ public:
+  // `backend` outlives this.
+  PartialBackend(Backend* backend, int shards) : backend_(backend), shards_(shards) {}
+
+  const DeviceInfo& device() const override { return backend_->device(); }
+  absl::StatusOr<Slab> AllocateSlab(size_t bytes) override { return backend_->AllocateSlab(bytes); }
+  void FreeSlab(const Slab& slab) override { backend_->FreeSlab(slab); }
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    return backend_->AllocateDevice(bytes);
+  }
+  void FreeDevice(const DeviceMemory& memory) override { backend_->FreeDevice(memory); }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = backend_->CreateStream(use);
+    if (!stream.ok()) return stream.status();
+    return std::make_unique<PartialStream>(backend_, *std::move(stream), shards_);
+  }
+
+ private:
+  Backend* const backend_;
+  const int shards_;
+};
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_PARTIAL_BACKEND_H_
