@@ -38,6 +38,39 @@ __device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measur
 
 // ---- by histograms of keys ---------------------------------------------------------------------
 
+// Adds to a sum in shared memory that other threads add to as well: its halves one after the other.
+// The device has no such instruction, and a loop of compare-and-swap is slow where sums meet.
+__device__ __forceinline__ void AddShared(uint64_t* sum, uint64_t value) {
+  uint32_t* halves = reinterpret_cast<uint32_t*>(sum);
+  const uint32_t low = static_cast<uint32_t>(value);
+  const uint32_t before = atomicAdd(halves, low);
+  const uint32_t high = static_cast<uint32_t>(value >> 32) + (before + low < low);
+  if (high != 0) atomicAdd(halves + 1, high);
+}
+
+// A lane's neighbouring keys of one bin, added to it together: rows of equal logits have long runs.
+struct BinRun {
+  int bin = -1;
+  uint32_t count = 0;
+  uint64_t mass = 0;
+
+  __device__ void Add(int key_bin, uint64_t key_mass, DrawShared& s) {
+    if (key_bin != bin) {
+      Flush(s);
+      bin = key_bin;
+      count = 0;
+      mass = 0;
+    }
+    ++count;
+    mass += key_mass;
+  }
+  __device__ void Flush(DrawShared& s) const {
+    if (count == 0) return;
+    if (mass != 0) AddShared(&s.bin_mass[bin], mass);
+    atomicAdd(&s.bin_count[bin], count);
+  }
+};
+
 // From the top bin down: leaves the bin in which the mass reaches `need` in s.found and the mass
 // above it in s.mass. By one warp.
 __device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
@@ -71,13 +104,15 @@ __device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint
     }
     if (thread == 0) s.found = -1;
     __syncthreads();
-    row.Each([&](float x, int i) {
-      const Key key = MakeKey(x, i);
-      if (key < low || key > high) return;
-      const int bin = static_cast<int>((key - low) >> shift);
-      const uint64_t mass = measure(x);
-      if (mass != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&s.bin_mass[bin]), mass);
-      atomicAdd(&s.bin_count[bin], 1u);
+    row.EachCell([&]<class Element>(const LaneCell<Element>& x, int first) {
+      BinRun run;
+#pragma unroll
+      for (int e = 0; e < kLaneElements; ++e) {
+        const Key key = MakeKey(x[e], first + CellIndex<Element>(thread % 32, e));
+        if (key >= low && key <= high)
+          run.Add(static_cast<int>((key - low) >> shift), measure(x[e]), s);
+      }
+      run.Flush(s);
     });
     __syncthreads();
     if (thread < 32) FindMassBin(need, s);
@@ -251,8 +286,7 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher w
   if (nucleus.last == kLowestKey) return none;
   for (int i = thread; i < s.count; i += kThreads) {
     const Key key = s.sorted_pool[i];
-    atomicAdd(reinterpret_cast<unsigned long long*>(&cell_sums[KeyIndex(key) / kCell]),
-              weigh(KeyLogit(key)));
+    AddShared(&cell_sums[KeyIndex(key) / kCell], weigh(KeyLogit(key)));
   }
   __syncthreads();
   return nucleus;
