@@ -5,8 +5,8 @@
 // histograms of a count or a mass. FindNucleus is the fast way for a flat top_p: a histogram of
 // approximate mass tells which logits may be the last, then exact sums of what is above them.
 //
-// Measured (bench/results/h100/sample_equal_logits.json), 512 rows x 131072 f32 of equal logits, top_p
-// 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin.
+// Measured (bench/results/h100/sample_equal_logits.json), 512 rows x 131072 f32 of equal logits,
+// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin.
 // Tried and dropped: a quarter of the row as a sample for the histogram, then one exact look that
 // keeps the keys near the end (0.5 ms there, 338 us for 460 at top_p 0.5, but plain rows 3% slower:
 // the read spills).
