@@ -4,6 +4,7 @@
 #define LOGITD_TESTS_KERNELS_SAMPLE_HEAVY_CASES_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <random>
@@ -112,8 +113,9 @@ inline std::vector<SampleCase> HeavyEditCases() {
 
 // ---- Flat rows with top_p
 
-// Rows of which top_p keeps many tokens: normal ones, and ones whose runs of 4, 128 or 1024 tokens
-// have a level of their own, so that no sample of a few tokens of each run tells the whole.
+// Rows of which top_p keeps many tokens: of the case's kind, and ones whose runs of 4, 128 or 1024
+// tokens have a level of their own, so that no sample of a few tokens of each run tells the whole.
+// Some are rounded, so that hundreds or thousands of tokens near the border are equal.
 inline std::string FirstDifferenceOfFlatTopP(OpRunner& runner, const SampleCase& c) {
   HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab + c.stride_extra, c.offset);
   SampleBatch batch;
@@ -127,6 +129,10 @@ inline std::string FirstDifferenceOfFlatTopP(OpRunner& runner, const SampleCase&
       if (i % run == 0) level = static_cast<float>(static_cast<int>(random() % 7)) - 3;
       tensor.Set(r, i, tensor.At(r, i) + level);
     }
+    static constexpr float kSteps[] = {0, 0, 1.0f / 256, 1.0f / 4};
+    const float step = kSteps[random() % 4];
+    for (int64_t i = 0; step > 0 && i < c.vocab; ++i)
+      tensor.Set(r, i, std::round(tensor.At(r, i) / step) * step);
     SampleRow row = PlainRow();
     row.seed = random();
     static constexpr float kTemperatures[] = {1, 1, 0.7f, 2, 50};
@@ -147,15 +153,18 @@ inline std::vector<SampleCase> FlatTopPCases() {
   std::vector<SampleCase> cases;
   uint64_t n = 9000;
   for (DType dtype : kAllDTypes) {
-    for (Fill fill : {Fill::kNormal, Fill::kUniform}) {
+    for (Fill fill : {Fill::kNormal, Fill::kUniform, Fill::kManyTies, Fill::kAllEqual,
+                      Fill::kAscending, Fill::kMostlyMinusInf}) {
       n += 100;
-      cases.push_back({.dtype = dtype,
-                       .rows = 66,
-                       .vocab = 9001,
-                       .stride_extra = 1,
-                       .offset = 1,
-                       .fill = fill,
-                       .seed = n});
+      for (const int64_t vocab : {9001, 33333}) {
+        cases.push_back({.dtype = dtype,
+                         .rows = 66,
+                         .vocab = vocab,
+                         .stride_extra = 1,
+                         .offset = 1,
+                         .fill = fill,
+                         .seed = n + vocab});
+      }
       cases.push_back({.dtype = dtype, .rows = 6, .vocab = 131072, .fill = fill, .seed = n + 80});
     }
   }
