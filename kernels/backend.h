@@ -86,9 +86,9 @@ struct StreamTimes {
 // An in-order queue of copies and ops with its own scratch memory. Used by one thread at a time,
 // which may use streams of other devices in between.
 //
-// Calls enqueue and return (the CPU backend computes before it returns). Order of use between two
-// Waits: Upload*, ops, Download*. Errors: INTERNAL, the device is lost and the process must end;
-// UNAVAILABLE, this work failed and later work may succeed.
+// Calls return before their work ends, and some work begins in Wait (the CPU backend computes before
+// it returns). Order of use between two Waits: Upload*, ops, Download*. Errors: INTERNAL, the device
+// is lost and the process must end; UNAVAILABLE, this work failed and later work may succeed.
 class Stream {
  public:
   virtual ~Stream() = default;

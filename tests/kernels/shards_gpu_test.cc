@@ -86,11 +86,10 @@ const std::vector<std::vector<std::string>>& BitsOfOneDevice() {
   return bits;
 }
 
-// `count`: of the cases, from the first on.
-void ExpectBitsOfOneDevice(Backend* sharded, int shards, size_t count) {
+void ExpectBitsOfOneDevice(Backend* sharded, int shards) {
   const std::vector<ShardCase> cases = GpuShardCases();
   const auto runner = OpRunner::Create(sharded).value();
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < cases.size(); ++i) {
     const std::vector<std::string> got = AllBits(*runner, cases[i]);
     for (size_t call = 0; call < got.size(); ++call) {
       EXPECT_EQ(got[call] == BitsOfOneDevice()[i][call], true)
@@ -100,18 +99,16 @@ void ExpectBitsOfOneDevice(Backend* sharded, int shards, size_t count) {
 }
 
 TEST_F(ShardsGpuTest, AnyNumberOfDevicesGivesTheBitsOfOne) {
-  for (const int shards : {1, 2, 3, 8}) {
+  for (const int shards : {1, 2, 3, 5, 8}) {
     CuttingBackend backend(DevicesOf(shards));
-    // Eight shards on one GPU take too long for the large cases.
-    const bool several = CountCudaDevices() > 1;
-    ExpectBitsOfOneDevice(&backend, shards, several ? GpuShardCases().size() : ShardCases().size());
+    ExpectBitsOfOneDevice(&backend, shards);
   }
 }
 
 TEST_F(ShardsGpuTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
   for (const int shards : {1, 2, 3}) {
     PartialBackend backend(Cuda()->get(), shards);
-    ExpectBitsOfOneDevice(&backend, shards, ShardCases().size());
+    ExpectBitsOfOneDevice(&backend, shards);
   }
 }
 

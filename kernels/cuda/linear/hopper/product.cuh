@@ -118,7 +118,7 @@ template <Rows kRows>
 struct Ring {
   uint32_t stages;  // addresses in shared memory
   uint32_t full;    // a barrier a stage: it has been filled
-  uint32_t empty;   // a barrier a stage: all warps of the cluster that read it have done so
+  uint32_t empty;   // a barrier a stage: all warps of the cluster have read or skipped it
   int stage = 0;
   uint32_t parity = 0;
 
@@ -247,7 +247,6 @@ struct Reader {
   int weights;
   bool before;   // whether a stage of the other warpgroup comes before each of its own
   bool after;    // or after it
-  int arrivals;  // of each warp when it has read a stage, over the cluster's blocks
 
   template <class Stage>
   __device__ Reader(const Unit& unit, int warpgroup, Stage) {
@@ -257,7 +256,6 @@ struct Reader {
     weights = Stage::kStateBytes + (both_tiles ? warpgroup * kTileBytes : 0);
     before = own_stages && warpgroup > 0;
     after = own_stages && warpgroup == 0;
-    arrivals = own_stages ? kConsumers * kCluster : kCluster;
   }
 };
 
@@ -266,13 +264,14 @@ template <class T, Rows kRows>
 __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, const Reader& reader,
                                     int lane, Ring<kRows>& ring) {
   const auto release = [&](int stage) {
-    if (lane < reader.arrivals) ArriveAt(ring.empty + 8 * stage, lane % kCluster);
+    if (lane < kCluster) ArriveAt(ring.empty + 8 * stage, lane);
   };
-  // A stage of the other warpgroup. It has been filled when this one goes on: a barrier tells only
-  // the last phase from the one before it, so that a warpgroup must see all phases. It sees them in
-  // time, as it has not yet released the stage of its own that comes before.
+  // A stage of the other warpgroup. It has been filled when this one goes on, and is not filled again
+  // before: a barrier tells only the last phase from the one before it, so a warpgroup must see all
+  // phases, or it waits for ever.
   const auto skip = [&] {
     WaitFor(ring.full + 8 * ring.stage, ring.parity);
+    release(ring.stage);
     ring.Advance();
   };
   int previous = 0;
