@@ -245,8 +245,8 @@ class Loader {
 struct Reader {
   int states;  // bytes from the stage's begin
   int weights;
-  bool before;   // whether a stage of the other warpgroup comes before each of its own
-  bool after;    // or after it
+  bool before;  // whether a stage of the other warpgroup comes before each of its own
+  bool after;   // or after it
 
   template <class Stage>
   __device__ Reader(const Unit& unit, int warpgroup, Stage) {
