@@ -22,8 +22,8 @@ namespace logitd {
 // ended, with the status of the first that failed, and FailedShard names it; on CUDA a fault may show
 // in a call for another device, which is named then. The answers are unspecified then.
 //
-// Holds a stream for each device; on the CPU also a thread for each, on CUDA 128 MiB of the first
-// device and 64 MiB of each other. Errors: those of CheckCanShard, and of the devices.
+// Holds a stream for each device; on the CPU also a thread for each, on CUDA 136 MiB of the first
+// device and 68 MiB of each other. Errors: those of CheckCanShard, and of the devices.
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends);
 
 // Whether heads may be cut over these devices. FAILED_PRECONDITION: the devices are of several

@@ -19,11 +19,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A message that is too large for a transport, the server's or ours, stays too large. gRPC has the
-// same code for it as for a full server.
+// same code for it as for a full server, which does not reset the stream.
 bool IsRetryable(const absl::Status& status) {
   return absl::IsUnavailable(status) ||
          (absl::IsResourceExhausted(status) &&
-          !absl::StrContains(status.message(), "message larger than max ("));
+          !absl::StrContains(status.message(), "message larger than max (") &&
+          !absl::StrContains(status.message(), "RST_STREAM"));
 }
 
 // Factor of a backoff. Seeded once per thread, at its first use: on some machines the seed takes

@@ -262,7 +262,10 @@ class CudaStream final : public cuda::DeviceStream {
     uploads_.clear();
     gathers_ = false;
     small_ = {};
-    LOGITD_RETURN_IF_ERROR(entered);
+    if (!entered.ok()) {
+      cudaStreamSynchronize(stream_);  // a part of the work may run
+      return entered;
+    }
     // A decode batch takes tens of microseconds, and so does the wake-up of a blocked thread: poll
     // first.
     const absl::Time poll_until = absl::Now() + kPollFor;

@@ -57,7 +57,8 @@ constexpr absl::Duration kDrainPoll = absl::Milliseconds(1);
 class ShardedStream final : public Stream {
  public:
   ~ShardedStream() override {
-    for (size_t i = 0; i < devices_.size(); ++i) {
+    // From the last on: cudaFree waits for the device, and all write into the first one's memory.
+    for (size_t i = devices_.size(); i-- > 0;) {
       Device& device = devices_[i];
       cudaSetDevice(device.stream->device());
       if (device.ended != nullptr) cudaEventDestroy(device.ended);

@@ -90,7 +90,7 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
   std::vector<Refused> refused;
   std::string replies;
   // A read of which nothing is left for gRPC is followed by another one: the kernel may not wake it
-  // again. Each such read has a part of a header list, whose size is limited.
+  // again. Each such read has a part of a header list or of a message's length, whose size is limited.
   while (ready_.empty()) {
     message->msg_controllen = control_room;
     const ssize_t got = ReadSome(fd, message, flags);

@@ -109,7 +109,12 @@ Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge*
     Advance(run.size());
     if (in_.type == kData) {
       const auto stream = streams_.find(in_.stream);
-      if (stream != streams_.end()) ReadMessages(&stream->second, run);
+      if (stream != streams_.end()) {
+        ReadMessages(&stream->second, run);
+      } else {  // the server may have ended it inside a prefix
+        const size_t begin = read_ - run.size();
+        Replace(begin, begin, std::exchange(held_, {}));
+      }
       if (in_.skip == 0 && ending_.stream != 0) EndTooLarge();
     } else if (IsHeaders()) {
       if (rewrites_) TakeOut(run.size());
@@ -333,20 +338,16 @@ size_t Frames::ReadPrefix(Stream* stream, absl::Span<const uint8_t> bytes) {
   const size_t run = std::min(kPrefixBytes - stream->prefix_bytes, bytes.size());
   std::copy_n(bytes.begin(), run, stream->prefix.begin() + stream->prefix_bytes);
   stream->prefix_bytes += static_cast<uint8_t>(run);
-  const size_t held = std::exchange(stream->held_bytes, uint8_t{0});
-  const size_t not_passed = held + run;  // the last bytes of the prefix
-  const auto pass = [&] {
-    if (held == 0) return;
-    const auto* const first = stream->prefix.data() + stream->prefix_bytes - not_passed;
-    Replace(begin, begin, {reinterpret_cast<const char*>(first), held});
-  };
+  const std::string held = std::exchange(held_, {});
+  const size_t not_passed = held.size() + run;  // the last bytes of the prefix
   const size_t left_in_frame = in_.skip + bytes.size() - run;
   if (stream->prefix_bytes < kPrefixBytes) {
     if (left_in_frame == 0) {
-      pass();
+      Replace(begin, begin, held);
     } else {
       Replace(begin, begin + run, {});
-      stream->held_bytes = static_cast<uint8_t>(not_passed);
+      const auto* const first = reinterpret_cast<const char*>(bytes.data());
+      held_ = held + std::string(first, run);
     }
     return run;
   }
@@ -354,7 +355,7 @@ size_t Frames::ReadPrefix(Stream* stream, absl::Span<const uint8_t> bytes) {
   stream->left = uint32_t{prefix[1]} << 24 | uint32_t{prefix[2]} << 16 | uint32_t{prefix[3]} << 8 |
                  uint32_t{prefix[4]};
   if (stream->left <= limits_.max_message) {
-    pass();
+    Replace(begin, begin, held);
     return run;
   }
   // In two frames, gRPC has a part of the length already, and would believe it.

@@ -126,7 +126,6 @@ class Frames {
     uint32_t left = 0;                              // payload of the message that has not come
     std::array<uint8_t, kPrefixBytes> prefix = {};  // of the message
     uint8_t prefix_bytes = 0;                       // of it that have come
-    uint8_t held_bytes = 0;                         // the last of them, which gRPC has not got yet
     uint8_t frames = 0;                             // of the message, counted up to 2
     bool answered = false;                          // the server has sent headers
     uint32_t unread_frames = 0;                     // since the last WINDOW_UPDATE to the peer
@@ -201,7 +200,8 @@ class Frames {
   bool rewrites_ = false;   // a call was refused
   bool hidden_ = false;     // gRPC does not get this frame
   std::vector<Edit> edits_;
-  TooLarge ending_;  // a call that ends with the frame that is received; stream 0: none
+  std::string held_;  // of the frame that is received: bytes of a prefix that gRPC has not got yet
+  TooLarge ending_;   // a call that ends with the frame that is received; stream 0: none
   std::vector<TooLarge> too_large_;
   absl::flat_hash_map<uint32_t, Stream> streams_;
   Windows windows_;

@@ -512,6 +512,18 @@ TEST_F(TooLargeTest, ACallThatTheServerEndsFirstIsNotEndedTwice) {
   EXPECT_TRUE(ended_.empty());
 }
 
+TEST_F(TooLargeTest, ACallThatTheServerEndsInsideALengthLosesNoByte) {
+  const std::string frame = Frame(kData, 0, 1, Message(10));
+  for (size_t cut = 10; cut < frame.size(); ++cut) {
+    frames_.emplace(limits_, 0);
+    Receive(Preface() + Open(1), 1000);
+    std::string got = Receive(frame.substr(0, cut), 1);
+    frames_->Sent(Bytes(Frame(kHeaders, kEndHeaders | kEndStream, 1, "\x88")));
+    got += Receive(frame.substr(cut) + Open(3), 1000);
+    EXPECT_EQ(got, frame + Open(3)) << cut;
+  }
+}
+
 TEST_F(TooLargeTest, SuchCallsAreBoundedLikeResets) {
   std::string flood = Preface();
   for (uint32_t i = 0; i <= limits_.resets; ++i) {

@@ -132,9 +132,12 @@ def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, secon
 
 
 def _retryable(error: LogitdError) -> bool:
-    # A message that is too large for a transport stays too large. gRPC has the same code for it as for a full server.
+    # A message that is too large for a transport stays too large. gRPC has the same code for it as for a full server,
+    # which does not reset the stream.
     return isinstance(error, Unavailable) or (
-        isinstance(error, ResourceExhausted) and "message larger than max (" not in error.message
+        isinstance(error, ResourceExhausted)
+        and "message larger than max (" not in error.message
+        and "RST_STREAM" not in error.message
     )
 
 
