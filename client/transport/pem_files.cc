@@ -39,7 +39,7 @@ absl::Status Wrong(absl::string_view field, const std::string& path, absl::strin
       absl::StrFormat("%s: got %s, allowed %s", field, path, allowed));
 }
 
-// Of a file that is there.
+// The file to parse. NOT_FOUND: it cannot be read, or is empty.
 absl::StatusOr<Bio> Open(absl::string_view field, const std::string& path, std::string* contents) {
   std::ifstream file(path, std::ios::binary);
   if (file.peek() != std::ifstream::traits_type::eof()) {  // missing, a folder, or empty

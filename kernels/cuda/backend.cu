@@ -637,10 +637,10 @@ class CudaStream final : public cuda::DeviceStream {
   HostMarks* marks_ = nullptr;     // null: the stream only copies
   uint32_t* words_ = nullptr;      // on the device: of GatherRows, and Marks::count
   uint32_t ends_ = 0;              // the value of the last HostMarks::done that was asked for
-  // Of the work since the last Wait: that it is timed by marks; which of them begin and end phases.
-  bool gathers_ = false;  // uploads_ has copies of a Gather
-  Small small_;           // without an op: nothing is kept
+  bool gathers_ = false;           // uploads_ has copies of a Gather
+  Small small_;                    // without an op: nothing is kept
   std::unique_ptr<cuda::Replays> replays_;
+  // How the work since the last Wait is timed: by marks or by events; which marks were asked for.
   bool by_marks_ = false;
   bool upload_begun_ = false;
   bool upload_marked_ = false;

@@ -32,7 +32,8 @@ class Score:
     batch goes to one replica as one score_stream; batches take turns over the replicas. Where a replica is away, hangs
     (no answer within the deadline) or has no room, the batch goes to the next one; later batches come to one that was
     away or hung last, for half a minute. A batch that none took goes round again, until a deadline has passed since
-    its first failure: then the last error is raised.
+    its first failure: then the last error is raised. With one replica there is no next one: the client's own retries are
+    all, of which a full server gets 4.
 
     addresses: of the replicas, which hold the same head.
     inputs, targets: names of the columns.

@@ -52,7 +52,7 @@ struct TopKPartialParams {
   const SoftmaxTopKRow* asks;  // [rows]: k of the shard, entries [r * most_k, ...)
   const int32_t* indices;      // of softmax_topk by `asks`
   const RowStatus* status;
-  // Of the block, from the first of these rows on.
+  // Arrays of the block. They begin at the first of these rows.
   float* max;  // null: no cells are wanted
   float* sum;
   int32_t* nan;
