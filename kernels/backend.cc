@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "kernels/cpu/thread_pool.h"
+#include "kernels/usable_cores.h"
 
 namespace logitd {
 namespace {
@@ -54,8 +54,7 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> CreateBackends(
     std::iota(devices.begin(), devices.end(), 0);
   }
   const auto count = static_cast<int>(devices.size());
-  const int threads =
-      options.cpu_threads == 0 && count > 1 ? cpu::UsableCores() : options.cpu_threads;
+  const int threads = options.cpu_threads == 0 && count > 1 ? UsableCores() : options.cpu_threads;
   std::vector<std::unique_ptr<Backend>> backends;
   for (int i = 0; i < count; ++i) {
     const BackendOptions one = {.device = devices[static_cast<size_t>(i)],

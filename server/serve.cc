@@ -31,6 +31,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "kernels/usable_cores.h"
 #include "server/arena/arena_server.h"
 #include "server/arena/leases.h"
 #include "server/device_arenas.h"
@@ -71,7 +72,7 @@ constexpr absl::Duration kLogReports = absl::Seconds(1);
 constexpr absl::Duration kLastWrites = absl::Milliseconds(250);
 // Messages that are received at the same time. Without this bound, half-received messages share the
 // cores, and under overload many of them end too late.
-constexpr int64_t kReceivingBytesPerThread = int64_t{4} << 20;
+constexpr int64_t kReceivingBytesPerCore = int64_t{4} << 20;
 // The share of the grace for messages that are being received.
 constexpr int64_t kReceiveShare = 10;
 // Time for a running batch to end after the grace.
@@ -558,14 +559,14 @@ int Serve(const Config& config, MakeBackends make_backends) {
   const std::shared_ptr<engine::Devices> devices = DevicesOf(*backends);
 
   engine::Metrics metrics(ops::AllNames(), NumbersOf(*devices));
-  const auto threads = static_cast<int>(std::thread::hardware_concurrency());
+  const int cores = UsableCores();
   engine::Admission admission(
       {.max_request_bytes = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows),
        .max_held_bytes = config.max_held_bytes,
        .max_waiting_calls = config.max_waiting_calls,
        .min_receive_rate = config.min_receive_rate,
-       .max_receiving_bytes = kReceivingBytesPerThread * threads,
-       .min_receiving_calls = std::max(2, threads / 2)},
+       .max_receiving_bytes = kReceivingBytesPerCore * cores,
+       .min_receiving_calls = std::max(2, cores / 2)},
       &metrics);
   engine::Heads heads(devices, &metrics, MaxHeadBytes(config, *devices));
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(

@@ -20,6 +20,7 @@
 #include "kernels/cpu/sampling/verify.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/status_macros.h"
+#include "kernels/usable_cores.h"
 
 namespace logitd {
 namespace {
@@ -185,7 +186,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(const BackendOptions& 
         absl::StrFormat("cpu_threads: got %d, allowed 0..%d", options.cpu_threads, kMaxThreads));
   }
   return std::make_unique<CpuBackend>(
-      options.device, options.cpu_threads == 0 ? cpu::UsableCores() : options.cpu_threads);
+      options.device, options.cpu_threads == 0 ? UsableCores() : options.cpu_threads);
 }
 
 }  // namespace logitd

@@ -1,18 +1,8 @@
 #include "kernels/cpu/thread_pool.h"
 
-#include <sched.h>
-
 #include <algorithm>
 
 namespace logitd::cpu {
-
-int UsableCores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
-  // More cores than a cpu_set_t names.
-  return std::max(1u, std::thread::hardware_concurrency());
-}
 
 ThreadPool::ThreadPool(int threads) {
   for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { Work(); });

@@ -14,9 +14,6 @@
 
 namespace logitd::cpu {
 
-// Cores this process may run on (its affinity mask, which containers set), at least 1.
-int UsableCores();
-
 // Runs loops on `threads` threads: the caller and threads - 1 of its own. Thread-safe: loops of
 // several callers share the threads in order of arrival. Each caller works on its own loop, so no
 // loop waits for another.

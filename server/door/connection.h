@@ -76,8 +76,8 @@ class Connection {
   // cut or closed. Does not block. Not while the caller holds a lock that gRPC's callbacks take.
   void Cut(Limit reason);
 
-  // From here on calls like it are refused, as long as it holds.
-  void Refuse(Refusal refusal) { turnstile_.Add(std::move(refusal)); }
+  // A call was refused: from here on its judge decides which calls like it are.
+  void Refuse(LikeCalls calls) { turnstile_.Add(std::move(calls), MonotonicNanos()); }
   // The headers of a call of this connection are here. Once for every call that could be refused so.
   void CallBegan() { turnstile_.Began(); }
   int64_t refused() const;  // calls that were refused so, in all

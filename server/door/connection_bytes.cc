@@ -165,7 +165,9 @@ void Connection::Answer(int fd, const std::vector<Refused>& refused, std::string
     unread = answers_.size() - answered_ > kMostWaiting;
   }
   if (unread) Cut(Limit::kUnreadAnswers);
-  for (const Refused& call : refused) call.answer.events->OnRefused(call.answer.echoed);
+  for (const Refused& call : refused) {
+    call.answer.judge->OnRefused(call.answer.reason, call.answer.echoed);
+  }
 }
 
 void Connection::WriteAnswers(int fd) {

@@ -38,18 +38,11 @@ bool SameText(std::string_view a, std::string_view b) {
   return a.size() == b.size() && CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
-bool IsAllowed(const Refusal::Allowed& allowed, const Value& value) {
+bool IsAllowed(const LikeCalls::Allowed& allowed, const Value& value) {
   if (value.times > 1) return false;
   return std::any_of(allowed.values.begin(), allowed.values.end(), [&](const auto& one) {
     return one.has_value() ? value.times == 1 && SameText(*one, value.text) : value.times == 0;
   });
-}
-
-bool IsInRange(const Refusal::Number& number, const Value& value) {
-  if (!number.range.has_value()) return value.times == 0;
-  int64_t parsed = 0;
-  return value.times == 1 && absl::SimpleAtoi({value.text.data(), value.text.size()}, &parsed) &&
-         parsed >= number.range->first && parsed <= number.range->second;
 }
 
 // What gRPC takes for a call at all.
@@ -60,29 +53,32 @@ bool IsCall(const HeaderList& list) {
          type.text.starts_with("application/grpc");
 }
 
-bool IsLike(const Refusal& refusal, const HeaderList& list) {
+// What the call says, if it is like these.
+std::optional<Judge::Call> IfLike(const LikeCalls& calls, const HeaderList& list) {
   const Value path = Find(list, kPath);
   const Value timeout = Find(list, kTimeout);
-  if (path.times != 1 || path.text != refusal.path || timeout.times != 1) return false;
+  if (path.times != 1 || path.text != calls.path || timeout.times != 1) return std::nullopt;
   const std::optional<int64_t> timeout_ns = ParseTimeout(timeout.text);
-  if (!timeout_ns.has_value() || *timeout_ns > refusal.longest_ns) return false;
-  if (!IsInRange(refusal.size, Find(list, refusal.size.name))) return false;
-  for (const Refusal::Allowed& allowed : refusal.allowed) {
-    if (!IsAllowed(allowed, Find(list, allowed.name))) return false;
+  if (!timeout_ns.has_value()) return std::nullopt;
+  Judge::Call call = {.timeout_ns = *timeout_ns, .size = std::nullopt, .coming = 0};
+  if (const Value size = Find(list, calls.size); size.times > 0) {
+    int64_t parsed = 0;
+    if (size.times > 1 || !absl::SimpleAtoi({size.text.data(), size.text.size()}, &parsed) ||
+        parsed < 0 || parsed > calls.max_size) {
+      return std::nullopt;
+    }
+    call.size = parsed;
   }
-  return IsCall(list);
+  for (const LikeCalls::Allowed& allowed : calls.allowed) {
+    if (!IsAllowed(allowed, Find(list, allowed.name))) return std::nullopt;
+  }
+  return IsCall(list) ? std::optional(call) : std::nullopt;
 }
 
-// Sizes that one of both would refuse are of the same kind.
-bool SameSize(const Refusal::Number& a, const Refusal::Number& b) {
-  if (!a.range.has_value() || !b.range.has_value()) return a.range == b.range;
-  return a.range->first <= b.range->second && b.range->first <= a.range->second;
-}
-
-bool SameKind(const Refusal& a, const Refusal& b) {
-  return a.path == b.path && SameSize(a.size, b.size) &&
+bool SameKind(const LikeCalls& a, const LikeCalls& b) {
+  return a.path == b.path &&
          std::equal(a.allowed.begin(), a.allowed.end(), b.allowed.begin(), b.allowed.end(),
-                    [](const Refusal::Allowed& x, const Refusal::Allowed& y) {
+                    [](const LikeCalls::Allowed& x, const LikeCalls::Allowed& y) {
                       return x.name == y.name && x.values == y.values;
                     });
 }
@@ -95,58 +91,65 @@ int64_t MonotonicNanos() {
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-void Turnstile::Add(Refusal refusal) {
-  Held held;
-  held.fields = EncodeStatus(refusal.code, refusal.text);
-  for (const auto& [name, value] : refusal.trailers) AppendField(name, value, &held.fields);
-  held.refusal = std::move(refusal);
+void Turnstile::Add(LikeCalls calls, int64_t now_ns) {
+  auto added = std::make_shared<const LikeCalls>(std::move(calls));
   absl::MutexLock lock(&mutex_);
-  held_.erase(std::remove_if(held_.begin(), held_.end(),
-                             [&](const Held& old) { return SameKind(old.refusal, held.refusal); }),
-              held_.end());
-  if (held_.size() >= kMost) held_.erase(held_.begin());
-  held_.push_back(std::move(held));
-  until_ns_ = std::max<int64_t>(until_ns_, held_.back().refusal.until_ns);
+  judged_.erase(std::remove_if(judged_.begin(), judged_.end(),
+                               [&](const auto& old) { return SameKind(*old, *added); }),
+                judged_.end());
+  if (judged_.size() >= kMost) judged_.erase(judged_.begin());
+  judged_.push_back(std::move(added));
+  until_ns_ = now_ns + kStay;
 }
 
 void Turnstile::Began() {
-  // Calls that passed before there was a refusal were not counted.
-  int before = in_transit_.load(std::memory_order_relaxed);
-  while (before > 0 && !in_transit_.compare_exchange_weak(before, before - 1)) {
-  }
-}
-
-bool Turnstile::Holds(const Refusal& refusal, int64_t now_ns) const {
-  if (now_ns >= refusal.until_ns) return false;
-  if (refusal.under_way == nullptr) return true;
-  return *refusal.under_way + in_transit_ >= refusal.least_under_way;
+  if (empty()) return;
+  absl::MutexLock lock(&mutex_);
+  if (!coming_.empty()) coming_.pop_front();
 }
 
 std::optional<Turnstile::Answer> Turnstile::Ask(const HeaderList& list, int64_t now_ns) {
-  absl::MutexLock lock(&mutex_);
-  if (now_ns - kLinger >= until_ns_) {
-    held_.clear();
-    until_ns_ = 0;
-    in_transit_ = 0;
-    return std::nullopt;
-  }
-  bool lingers = false;
-  for (const Held& held : held_) {
-    const Refusal& refusal = held.refusal;
-    if (!IsLike(refusal, list)) continue;
-    lingers = true;
-    if (!Holds(refusal, now_ns) && in_transit_ < kMostInTransit) continue;
-    Answer answer = {.fields = held.fields, .echoed = {}, .events = refusal.events};
-    for (const Refusal::Echo& echo : refusal.echoes) {
-      const Value value = Find(list, echo.name);
-      const bool valid = value.times == 1 && echo.well_formed(value.text);
-      answer.echoed.emplace_back(valid ? value.text : "");
-      if (valid) AppendField(echo.name, value.text, &answer.fields);
+  std::optional<Judge::Call> call;
+  std::shared_ptr<const LikeCalls> like;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (now_ns >= until_ns_) {
+      judged_.clear();
+      coming_.clear();
+      until_ns_ = 0;
+      return std::nullopt;
     }
-    return answer;
+    for (const auto& calls : judged_) {
+      call = IfLike(*calls, list);
+      if (!call.has_value()) continue;
+      like = calls;
+      break;
+    }
+    if (!call.has_value()) return std::nullopt;
+    while (!coming_.empty() && now_ns - coming_.front() >= kComing) coming_.pop_front();
+    call->coming = static_cast<int>(coming_.size());
   }
-  if (lingers) ++in_transit_;
-  return std::nullopt;
+  const std::optional<Judge::Verdict> verdict = like->judge->Ask(*call);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!verdict.has_value()) {
+      if (coming_.size() < kMostComing) coming_.push_back(now_ns);
+      return std::nullopt;
+    }
+    until_ns_ = std::max(until_ns_.load(), now_ns + kStay);
+  }
+  Answer answer = {.fields = EncodeStatus(verdict->code, verdict->text),
+                   .reason = verdict->reason,
+                   .echoed = {},
+                   .judge = like->judge};
+  for (const auto& [name, value] : verdict->trailers) AppendField(name, value, &answer.fields);
+  for (const LikeCalls::Echo& echo : like->echoes) {
+    const Value value = Find(list, echo.name);
+    const bool valid = value.times == 1 && echo.well_formed(value.text);
+    answer.echoed.emplace_back(valid ? value.text : "");
+    if (valid) AppendField(echo.name, value.text, &answer.fields);
+  }
+  return answer;
 }
 
 }  // namespace logitd::door

@@ -60,18 +60,6 @@ constexpr double kShortTime = 0.1;
 // another comes.
 constexpr int kShortLineFree = 2;
 
-// How long a refusal stands for other calls. While it stands, a call comes in for each that ends, so
-// it may stand for kMostHold, after which the estimate is asked again. Where the caller has no calls,
-// it stands until the retry delay is over, by prediction: at least kLeastHold, because each refusal
-// that is decided anew costs about 150 us, and at most a quarter of the predicted time, so that the
-// line is not empty by then.
-constexpr absl::Duration kLeastHold = absl::Milliseconds(10);
-constexpr absl::Duration kMostHold = absl::Milliseconds(50);
-constexpr int kHoldShare = 4;
-// Timeouts and sizes of calls that are alike still differ a little.
-constexpr double kAlikeTime = 1 + 1.0 / 16;
-constexpr double kAlikeBytes = 1 + 1.0 / 4;
-
 }  // namespace
 
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay) {
@@ -182,18 +170,31 @@ absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const
                         delay);
 }
 
-absl::Status Load::Unknown() const {
+absl::Status Load::Unknown(int calls) const {
   return WithRetryDelay(
       absl::ResourceExhaustedError(absl::StrFormat(
           "%d calls are not over, allowed %d before the first calls have shown how long they take; "
           "retry after %d ms",
-          calls_, kUnknownCalls, absl::ToInt64Milliseconds(kUnknownRetry))),
+          calls, kUnknownCalls, absl::ToInt64Milliseconds(kUnknownRetry))),
       kUnknownRetry);
 }
 
-absl::Duration Load::ShortLine(const CallerWork& caller, absl::Time now, absl::Duration alone,
-                               absl::Duration left) {
-  if (now >= caller.short_until || left >= caller.short_below || caller.calls < kShortLineFree) {
+void Load::Shorten(uint64_t caller, absl::Time now, absl::Duration left) {
+  if (now - shortened_swept_ > kShortLine) {
+    shortened_swept_ = now;
+    absl::erase_if(shortened_, [now](const auto& entry) { return entry.second.until <= now; });
+  }
+  Shortened& line = shortened_[caller];
+  // A refused call that came late must not let the calls that came in time wait longer.
+  line.below = now < line.until ? std::max(line.below, left * 2) : left * 2;
+  line.until = now + kShortLine;
+}
+
+absl::Duration Load::ShortLine(uint64_t caller, int calls, absl::Time now, absl::Duration alone,
+                               absl::Duration left) const {
+  const auto line = shortened_.find(caller);
+  if (line == shortened_.end() || now >= line->second.until || left >= line->second.below ||
+      calls < kShortLineFree) {
     return absl::InfiniteDuration();
   }
   return std::max(left * kShortTime, alone * kShortCalls);
@@ -209,121 +210,96 @@ absl::Status Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
                         delay);
 }
 
-Load::Alike Load::AlikeOf(Refusal reason, int64_t bytes, absl::Duration left,
-                          absl::Duration predicted, absl::Duration allowed,
-                          const absl::Status& status, CallerWork* caller) {
-  const bool hopeless = reason == Refusal::kHopeless;
-  // A call takes longer by what its caller has outstanding. With so many calls it would be in time.
-  const auto fits = static_cast<int>((caller->calls + 1) * absl::FDivDuration(allowed, predicted));
-  const int least = std::min(caller->calls, hopeless ? 1 : kShortLineFree);
-  Alike alike = {.reason = reason,
-                 .longest = left * kAlikeTime,
-                 .least_bytes = bytes,
-                 // More bytes take longer. But a long call may stand longer in a short line.
-                 .most_bytes = hopeless
-                                   ? std::numeric_limits<int64_t>::max()
-                                   : static_cast<int64_t>(static_cast<double>(bytes) * kAlikeBytes),
-                 .holds = {},
-                 .calls = nullptr,
-                 .least_calls = std::clamp(fits, least, caller->calls)};
-  if (alike.least_calls == 0) {
-    const absl::Duration delay = RetryDelayOf(status).value_or(kMinRetry);
-    alike.holds = std::min(std::clamp(delay, kLeastHold, kMostHold), predicted / kHoldShare);
-    return alike;
+Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
+  Decision decision;
+  if (call.bytes.has_value()) {
+    decision.bytes = *call.bytes;
+  } else if (const auto mean = mean_bytes_.find(call.op); mean != mean_bytes_.end()) {
+    decision.bytes = static_cast<int64_t>(mean->second);
   }
-  alike.holds = kMostHold;
-  if (caller->seen_calls == nullptr) {
-    caller->seen_calls = std::make_shared<std::atomic<int>>(caller->calls);
+  decision.cost = CostOf(*call.op, decision.bytes);
+  const auto cost = static_cast<double>(decision.cost);
+  const auto known = callers_.find(call.caller.id);
+  const bool active = known != callers_.end();
+  WorkAhead::Share share;
+  share.weight = call.caller.weight;
+  if (active) share = known->second.share[kCall];
+  const int calls = (active ? known->second.calls : 0) + coming;
+  const size_t callers = callers_.size() + (active ? 0 : 1);
+  const Priority priority = call.caller.priority;
+  const auto all = ahead_[kCall].Of(share, priority, decision.cost * (1 + coming));
+  decision.ahead = Ahead(all, decision.cost);
+
+  const absl::Duration left = call.deadline - now;
+  const std::optional<double> predicted = slowness_[kCall].Predict(decision.ahead, kHeaderMargin);
+  if (!predicted.has_value()) {
+    if (left < kUnknownTime && calls_ + coming >= kUnknownCalls) {
+      decision.status = Unknown(calls_ + coming);
+      decision.reason = Refusal::kOverloaded;
+    }
+    return decision;
   }
-  alike.calls = caller->seen_calls;
-  return alike;
+  if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
+  const absl::Duration takes = absl::Nanoseconds(*predicted);
+  const bool light = calls == 0 && callers <= kFewCallers;
+  if (call.deadline != absl::InfiniteFuture() && !light && takes > left * kUsableTime) {
+    decision.probe = coming == 0 && now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
+    if (decision.probe) return decision;
+    Shorten(call.caller.id, now, left);
+    decision.status = Hopeless(takes / kUsableTime, left);
+    decision.reason = Refusal::kHopeless;
+    return decision;
+  }
+  // A small call may wait for as many of the caller's large ones as a large one may.
+  const double usual =
+      calls == 0
+          ? 0
+          : (static_cast<double>(share.work[static_cast<size_t>(priority)]) + coming * cost) /
+                calls;
+  const double alone = *slowness_[kCall].Predict(std::max(cost, usual), kHeaderMargin);
+  const absl::Duration allowed =
+      ShortLine(call.caller.id, calls, now, absl::Nanoseconds(alone), left);
+  if (takes > allowed) {
+    Shorten(call.caller.id, now, left);
+    decision.status = TooLong(takes, allowed);
+    decision.reason = Refusal::kOverloaded;
+  }
+  return decision;
 }
 
-absl::Status Load::Begin(const Call& call, Work* work, Alike* alike) {
+absl::Status Load::Look(const Call& call, int coming, Refusal* reason) {
   const absl::Time now = clock_();
   MutexLock lock(mutex_);
-  double bytes = 0;
-  if (call.bytes.has_value()) {
-    bytes = static_cast<double>(*call.bytes);
-  } else if (const auto mean = mean_bytes_.find(call.op); mean != mean_bytes_.end()) {
-    bytes = mean->second;
+  Decision decision = Decide(call, coming, now);
+  *reason = decision.reason;
+  return std::move(decision.status);
+}
+
+absl::Status Load::Begin(const Call& call, Work* work) {
+  const absl::Time now = clock_();
+  MutexLock lock(mutex_);
+  Decision decision = Decide(call, /*coming=*/0, now);
+  if (!decision.status.ok()) {
+    if (metrics_ != nullptr) metrics_->CountRefused(decision.reason, call.caller.proof);
+    return std::move(decision.status);
   }
-  const int64_t cost = CostOf(*call.op, static_cast<int64_t>(bytes));
+  if (decision.probe) last_probe_ = now;
   CallerWork& caller = callers_[call.caller.id];
   if (caller.calls == 0) {
     for (WorkAhead::Share& share : caller.share) share.weight = call.caller.weight;
   }
-  const Priority priority = call.caller.priority;
-  const double ahead = Ahead(ahead_[kCall].Of(caller.share[kCall], priority, cost), cost);
-  const std::optional<double> predicted = slowness_[kCall].Predict(ahead, kHeaderMargin);
-  if (predicted.has_value()) {
-    if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
-    const bool light = caller.calls == 0 && callers_.size() <= kFewCallers;
-    const absl::Duration takes = absl::Nanoseconds(*predicted);
-    const absl::Duration left = call.deadline - now;
-    if (call.deadline != absl::InfiniteFuture() && !light && takes > left * kUsableTime) {
-      const bool probe = now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
-      if (!probe) {
-        caller.short_until = now + kShortLine;
-        caller.short_below = left * 2;
-        absl::Status status = Hopeless(takes / kUsableTime, left);
-        if (alike != nullptr) {
-          *alike = AlikeOf(Refusal::kHopeless, static_cast<int64_t>(bytes), left, takes,
-                           left * kUsableTime, status, &caller);
-        }
-        if (caller.calls == 0) callers_.erase(call.caller.id);
-        if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopeless, call.caller.proof);
-        return status;
-      }
-      last_probe_ = now;
-    } else {
-      // A small call may wait for as many of the caller's large ones as a large one may.
-      const int64_t usual =
-          caller.calls == 0
-              ? 0
-              : caller.share[kCall].work[static_cast<size_t>(priority)] / caller.calls;
-      const double alone =
-          *slowness_[kCall].Predict(static_cast<double>(std::max(cost, usual)), kHeaderMargin);
-      const absl::Duration allowed = ShortLine(caller, now, absl::Nanoseconds(alone), left);
-      if (takes > allowed) {
-        absl::Status status = TooLong(takes, allowed);
-        if (alike != nullptr) {
-          *alike = AlikeOf(Refusal::kOverloaded, static_cast<int64_t>(bytes), left, takes, allowed,
-                           status, &caller);
-        }
-        if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kOverloaded, call.caller.proof);
-        return status;
-      }
-    }
-  }
-  if (!predicted.has_value() && call.deadline - now < kUnknownTime && calls_ >= kUnknownCalls) {
-    const absl::Status status = Unknown();
-    if (alike != nullptr) {
-      // Until some of them have ended, but not much longer.
-      *alike = {.reason = Refusal::kOverloaded,
-                .longest = call.deadline - now,
-                .least_bytes = static_cast<int64_t>(bytes),
-                .most_bytes = std::numeric_limits<int64_t>::max(),
-                .holds = kUnknownRetry,
-                .calls = nullptr};
-    }
-    if (caller.calls == 0) callers_.erase(call.caller.id);
-    if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kOverloaded, call.caller.proof);
-    return status;
-  }
   ++calls_;
   ++caller.calls;
-  if (caller.seen_calls != nullptr) ++*caller.seen_calls;
-  ahead_[kCall].Add(&caller.share[kCall], priority, cost);
+  ahead_[kCall].Add(&caller.share[kCall], call.caller.priority, decision.cost);
   work->load_ = this;
   work->caller_ = call.caller;
   work->op_ = call.op;
   work->deadline_ = call.deadline;
-  work->expected_bytes_ = static_cast<int64_t>(bytes);
+  work->expected_bytes_ = decision.bytes;
   work->stated_ = call.bytes.has_value();
   work->received_ = call.received;
-  work->cost_ = {cost, 0};
-  work->ahead_ = {ahead, 0};
+  work->cost_ = {decision.cost, 0};
+  work->ahead_ = {decision.ahead, 0};
   work->since_ = {now, now};
   return absl::OkStatus();
 }
@@ -378,7 +354,6 @@ void Load::End(Work* work, bool complete) {
   }
   if (complete) last_end_ = now;
   --calls_;
-  if (caller.seen_calls != nullptr) --*caller.seen_calls;
   if (--caller.calls == 0) callers_.erase(it);
 }
 

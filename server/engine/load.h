@@ -19,13 +19,12 @@
 #include "server/engine/caller.h"
 #include "server/engine/costs.h"
 #include "server/engine/job.h"
+#include "server/engine/metrics.h"
 #include "server/engine/sync.h"
 
 namespace logitd::engine {
 
 class Devices;
-class Metrics;
-enum class Refusal;
 
 // RESOURCE_EXHAUSTED whose caller should wait `delay` before it tries again.
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay);
@@ -98,10 +97,11 @@ class Slowness {
 //
 // A refusal of this kind means that calls come faster than they end, and that the line is as long
 // as the deadline allows: all calls wait for nearly all of their time, in memory that no cache
-// holds. So for kShortLine after it, the line of that caller is kept short: beside two outstanding
-// calls, another one is refused where it would take longer than a tenth of its time, and longer
-// than kShortCalls calls like it, or like the outstanding ones, one after another. The server is as
-// busy with a short line, and calls are answered sooner. Calls with twice the refused call's time, or without a deadline, may wait.
+// holds. So the line of that caller is kept short: beside two outstanding calls, another one is
+// refused where it would take longer than a tenth of its time, and longer than kShortCalls calls like
+// it, or like the outstanding ones, one after another. The server is as busy with a short line, and
+// calls are answered sooner. Calls with twice the refused call's time, or without a deadline, may
+// wait. The line may grow again when none of its calls was refused for kShortLine.
 class Load {
  public:
   using Clock = std::function<absl::Time()>;
@@ -152,24 +152,13 @@ class Load {
     std::array<absl::Time, 2> since_;
   };
 
-  // Which other calls a refusal stands for, all of the same caller and op: those with no longer time,
-  // no more urgent priority, and a size between `least_bytes` and `most_bytes`; or of unknown size,
-  // if the refused call's was unknown. It holds for a time, and as long as the caller has
-  // `least_calls` outstanding: with fewer, a call would be in time. So the line does not run empty.
-  struct Alike {
-    Refusal reason = {};
-    absl::Duration longest;
-    int64_t least_bytes = 0;
-    int64_t most_bytes = 0;
-    absl::Duration holds;
-    std::shared_ptr<const std::atomic<int>> calls;  // outstanding; null: any number
-    int least_calls = 0;
-  };
-
   // OK: the call may come, and `work` is it. RESOURCE_EXHAUSTED with a retry delay: it would end
-  // after its deadline, or make a line long that is kept short; the text has both times. It fills
-  // `alike`, which may be null.
-  absl::Status Begin(const Call& call, Work* work, Alike* alike = nullptr);
+  // after its deadline, or make a line long that is kept short; the text has both times.
+  absl::Status Begin(const Call& call, Work* work);
+
+  // What Begin would say if `coming` more calls like it of the same caller had begun before it.
+  // Nothing begins and nothing is counted. `reason`: of a refusal.
+  absl::Status Look(const Call& call, int coming, Refusal* reason);
 
   // Callers with outstanding work.
   int callers() const;
@@ -184,10 +173,22 @@ class Load {
   struct CallerWork {
     std::array<WorkAhead::Share, 2> share;  // by Stage
     int calls = 0;
-    std::shared_ptr<std::atomic<int>> seen_calls;  // the same for Alike; null: nobody asked
-    // The line is kept short until then, for calls with less time than `short_below`.
-    absl::Time short_until = absl::InfinitePast();
-    absl::Duration short_below;
+  };
+
+  // The line of a caller is kept short until then, for calls with less time than `below`.
+  struct Shortened {
+    absl::Time until = absl::InfinitePast();
+    absl::Duration below;
+  };
+
+  // What is decided of a call that comes.
+  struct Decision {
+    absl::Status status;
+    Refusal reason = {};  // if the status is not OK
+    int64_t bytes = 0;    // of its message, as stated or by estimate
+    int64_t cost = 0;
+    double ahead = 0;
+    bool probe = false;  // it is let in only to measure
   };
 
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
@@ -196,16 +197,19 @@ class Load {
   // The status of a call that cannot end in time.
   absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
   // The status of a call that comes while there is no estimate and many calls are outstanding.
-  absl::Status Unknown() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // How long a call may take in the caller's line; infinite: the line is not kept short. `alone`: how
-  // long it takes without any other call; `left`: until its deadline.
-  static absl::Duration ShortLine(const CallerWork& caller, absl::Time now, absl::Duration alone,
-                                  absl::Duration left);
+  absl::Status Unknown(int calls) const;
+  // A call of the caller that had `left` until its deadline was refused: the line is kept short.
+  void Shorten(uint64_t caller, absl::Time now, absl::Duration left)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // How long a call may take in the line of its caller, which has so many `calls`; infinite: the line
+  // is not kept short. `alone`: how long it takes without any other call; `left`: until its deadline.
+  absl::Duration ShortLine(uint64_t caller, int calls, absl::Time now, absl::Duration alone,
+                           absl::Duration left) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The status of a call that would make a short line long.
   static absl::Status TooLong(absl::Duration predicted, absl::Duration allowed);
-  // What a refusal stands for. The refused call would have taken `predicted`, of `allowed`.
-  static Alike AlikeOf(Refusal reason, int64_t bytes, absl::Duration left, absl::Duration predicted,
-                       absl::Duration allowed, const absl::Status& status, CallerWork* caller);
+  // As Look.
+  Decision Decide(const Call& call, int coming, absl::Time now)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Arrived(Work* work, int64_t message_bytes, const JobSpec& spec);
   void End(Work* work, bool complete);
 
@@ -217,6 +221,9 @@ class Load {
   std::array<WorkAhead, 2> ahead_ ABSL_GUARDED_BY(mutex_);
   std::array<Slowness, 2> slowness_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<uint64_t, CallerWork> callers_ ABSL_GUARDED_BY(mutex_);
+  // Also of callers without outstanding calls: a short line runs empty now and then.
+  absl::flat_hash_map<uint64_t, Shortened> shortened_ ABSL_GUARDED_BY(mutex_);
+  absl::Time shortened_swept_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   int calls_ ABSL_GUARDED_BY(mutex_) = 0;  // outstanding, of all callers
   // Of messages whose size was not stated, by op.
   absl::flat_hash_map<const OpTraits*, double> mean_bytes_ ABSL_GUARDED_BY(mutex_);

@@ -105,7 +105,7 @@ class RpcServerImpl final : public RpcServer {
                 engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics)
       : load_(&engine->costs(), metrics, absl::Now, &engine->devices()),
         log_(options.slow_call),
-        turned_away_(std::make_shared<TurnedAway>(metrics, &log_)),
+        turned_away_(std::make_shared<TurnedAway>(&load_, metrics, &log_)),
         tracker_(options.peer_timeout, admission->options().retry_delay),
         environment_{.admission = admission,
                      .engine = engine,

@@ -33,22 +33,21 @@ namespace {
 
 using namespace std::string_literals;
 
-class CountedEvents final : public RefusalEvents {
+class RefuseAll final : public Judge {
  public:
-  void OnRefused(absl::Span<const std::string> echoed) override { ++refused_; }
+  std::optional<Verdict> Ask(const Call&) override {
+    return Verdict{.code = 8, .text = "no", .trailers = {}};
+  }
+  void OnRefused(int, absl::Span<const std::string>) override { ++refused_; }
   std::atomic<int> refused_ = 0;
 };
 
-Refusal RefuseBad(std::shared_ptr<RefusalEvents> events) {
-  Refusal refusal;
-  refusal.path = "/s/Bad";
-  refusal.size.name = "bytes";
-  refusal.longest_ns = 1'000'000'000;
-  refusal.until_ns = std::numeric_limits<int64_t>::max();
-  refusal.code = 8;
-  refusal.text = "no";
-  refusal.events = std::move(events);
-  return refusal;
+LikeCalls BadCalls(std::shared_ptr<Judge> judge) {
+  LikeCalls calls;
+  calls.path = "/s/Bad";
+  calls.size = "bytes";
+  calls.judge = std::move(judge);
+  return calls;
 }
 
 // Frames, read from bytes as they come.
@@ -152,7 +151,7 @@ class RefusalTest : public ::testing::TestWithParam<Way> {
     setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &small, sizeof(small));
     sockaddr address = {.sa_family = AF_UNIX, .sa_data = {}};
     connection_ = connections_->Add(fd_, &address, sizeof(address.sa_family));
-    connection_->Refuse(RefuseBad(events_));
+    connection_->Refuse(BadCalls(judge_));
   }
   ~RefusalTest() override {
     if (fd_ >= 0) close(fd_);
@@ -288,7 +287,7 @@ class RefusalTest : public ::testing::TestWithParam<Way> {
     }
   }
 
-  const std::shared_ptr<CountedEvents> events_ = std::make_shared<CountedEvents>();
+  const std::shared_ptr<RefuseAll> judge_ = std::make_shared<RefuseAll>();
   const std::shared_ptr<Connections> connections_ = Connections::Create({});
   std::shared_ptr<Connection> connection_;
   int fd_ = -1;
@@ -369,7 +368,7 @@ TEST_P(RefusalTest, EachCallIsSeenByGrpcAsItWasOrIsAnsweredAtOnce) {
   }
   EXPECT_EQ(next, kGrpcFrames);
   EXPECT_EQ(static_cast<int64_t>(answered.size()), connection_->refused());
-  EXPECT_EQ(events_->refused_, connection_->refused());
+  EXPECT_EQ(judge_->refused_, connection_->refused());
   EXPECT_GT(connection_->refused(), 0);  // how many depends on how the bytes were cut
   // gRPC saw all others.
   for (const auto& [stream, call] : calls_) {

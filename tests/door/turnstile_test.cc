@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,29 +15,35 @@
 namespace logitd::door {
 namespace {
 
-class NoEvents final : public RefusalEvents {
-  void OnRefused(absl::Span<const std::string>) override {}
+// Refuses what it is told to.
+class TestJudge final : public Judge {
+ public:
+  std::optional<Verdict> Ask(const Call& call) override {
+    asked = call;
+    if (!refuses) return std::nullopt;
+    return Verdict{.code = 8, .text = "50% of\nit", .trailers = {{"retry", "7"}}, .reason = 3};
+  }
+  void OnRefused(int, absl::Span<const std::string>) override {}
+
+  bool refuses = true;
+  std::optional<Call> asked;
 };
 
 bool IsLower(std::string_view value) { return value.find('X') == std::string_view::npos; }
-constexpr Refusal::Echo kEchoes[] = {{"x-id", &IsLower}};
+constexpr LikeCalls::Echo kEchoes[] = {{"x-id", &IsLower}};
 
 class TurnstileTest : public ::testing::Test {
  protected:
-  Refusal MakeRefusal() const {
-    Refusal refusal;
-    refusal.path = "/s/Method";
-    refusal.allowed = {{.name = "authorization", .values = {"Bearer t"}},
-                       {.name = "priority", .values = {std::nullopt, "high"}}};
-    refusal.size = {.name = "bytes", .range = {{1000, 2000}}};
-    refusal.longest_ns = 200'000'000;
-    refusal.until_ns = 1000;
-    refusal.code = 8;
-    refusal.text = "50% of\nit";
-    refusal.trailers = {{"retry", "7"}};
-    refusal.echoes = kEchoes;
-    refusal.events = std::make_shared<NoEvents>();
-    return refusal;
+  LikeCalls Like() const {
+    LikeCalls calls;
+    calls.path = "/s/Method";
+    calls.allowed = {{.name = "authorization", .values = {"Bearer t"}},
+                     {.name = "priority", .values = {std::nullopt, "high"}}};
+    calls.size = "bytes";
+    calls.max_size = 2000;
+    calls.echoes = kEchoes;
+    calls.judge = judge_;
+    return calls;
   }
 
   std::optional<Turnstile::Answer> Ask(const HeaderFields& fields, int64_t now_ns = 0) {
@@ -67,6 +72,7 @@ class TurnstileTest : public ::testing::Test {
   const HeaderFields call_ = {
       {":method", "POST"},      {":path", "/s/Method"},        {"content-type", "application/grpc"},
       {"grpc-timeout", "200m"}, {"authorization", "Bearer t"}, {"bytes", "1000"}};
+  const std::shared_ptr<TestJudge> judge_ = std::make_shared<TestJudge>();
   Turnstile turnstile_;
 };
 
@@ -76,36 +82,39 @@ TEST_F(TurnstileTest, LetsEverythingThroughAtFirst) {
 }
 
 TEST_F(TurnstileTest, RefusesCallsThatAreAlike) {
-  turnstile_.Add(MakeRefusal());
+  turnstile_.Add(Like(), 0);
   EXPECT_FALSE(turnstile_.empty());
   EXPECT_TRUE(Ask(call_).has_value());
-  EXPECT_TRUE(Refuses("grpc-timeout", "5m")) << "less time";
+  EXPECT_TRUE(Refuses("grpc-timeout", "5m"));
+  EXPECT_EQ(judge_->asked->timeout_ns, 5'000'000);
   EXPECT_TRUE(Refuses("bytes", "2000"));
+  EXPECT_EQ(judge_->asked->size, 2000);
+  EXPECT_TRUE(Refuses("bytes", std::nullopt));
+  EXPECT_EQ(judge_->asked->size, std::nullopt);
   EXPECT_TRUE(Refuses("priority", "high"));
   EXPECT_TRUE(Refuses("something", "else"));
 }
 
 TEST_F(TurnstileTest, LetsOtherCallsThrough) {
-  turnstile_.Add(MakeRefusal());
+  turnstile_.Add(Like(), 0);
   EXPECT_FALSE(Refuses(":path", "/s/Other"));
   EXPECT_FALSE(Refuses(":method", "GET"));
   EXPECT_FALSE(Refuses("content-type", "text/plain"));
   EXPECT_FALSE(Refuses("content-type", std::nullopt));
-  EXPECT_FALSE(Refuses("grpc-timeout", "201m")) << "more time";
   EXPECT_FALSE(Refuses("grpc-timeout", std::nullopt)) << "no deadline";
   EXPECT_FALSE(Refuses("grpc-timeout", "200"));
   EXPECT_FALSE(Refuses("authorization", "Bearer u"));
   EXPECT_FALSE(Refuses("authorization", "Bearer"));
   EXPECT_FALSE(Refuses("authorization", std::nullopt));
   EXPECT_FALSE(Refuses("priority", "low"));
-  EXPECT_FALSE(Refuses("bytes", "999"));
+  EXPECT_FALSE(Refuses("bytes", "-1"));
   EXPECT_FALSE(Refuses("bytes", "2001"));
   EXPECT_FALSE(Refuses("bytes", "many"));
-  EXPECT_FALSE(Refuses("bytes", std::nullopt)) << "no size";
+  EXPECT_FALSE(judge_->asked.has_value());
 }
 
 TEST_F(TurnstileTest, LetsACallWithARepeatedFieldThrough) {
-  turnstile_.Add(MakeRefusal());
+  turnstile_.Add(Like(), 0);
   for (const auto& field : call_) {
     HeaderFields twice = call_;
     twice.push_back(field);
@@ -113,93 +122,74 @@ TEST_F(TurnstileTest, LetsACallWithARepeatedFieldThrough) {
   }
 }
 
-TEST_F(TurnstileTest, ARefusalWithoutASizeIsForCallsWithoutOne) {
-  Refusal refusal = MakeRefusal();
-  refusal.size.range = std::nullopt;
-  turnstile_.Add(refusal);
+TEST_F(TurnstileTest, TheJudgeDecides) {
+  turnstile_.Add(Like(), 0);
+  EXPECT_TRUE(Ask(call_).has_value());
+  judge_->refuses = false;
   EXPECT_FALSE(Ask(call_).has_value());
-  EXPECT_TRUE(Refuses("bytes", std::nullopt));
+  judge_->refuses = true;
+  EXPECT_TRUE(Ask(call_).has_value());
 }
 
-TEST_F(TurnstileTest, ARefusalEnds) {
-  turnstile_.Add(MakeRefusal());
-  EXPECT_TRUE(Ask(call_, 999).has_value());
-  EXPECT_FALSE(Ask(call_, 1000).has_value());
-  EXPECT_FALSE(turnstile_.empty()) << "it lingers";
-  EXPECT_FALSE(Ask(call_, 1000 + Turnstile::kLinger).has_value());
+TEST_F(TurnstileTest, AJudgeLeavesSomeTimeAfterTheLastRefusal) {
+  turnstile_.Add(Like(), 1000);
+  EXPECT_TRUE(Ask(call_, 2000).has_value());
+  EXPECT_TRUE(Ask(call_, 1999 + Turnstile::kStay).has_value());
+  judge_->refuses = false;
+  EXPECT_FALSE(Ask(call_, 1998 + 2 * Turnstile::kStay).has_value());
+  EXPECT_FALSE(turnstile_.empty());
+  judge_->refuses = true;
+  EXPECT_FALSE(Ask(call_, 1999 + 2 * Turnstile::kStay).has_value());
   EXPECT_TRUE(turnstile_.empty());
 }
 
-// A flood that waits in gRPC for the next verdict would make every later call late.
-TEST_F(TurnstileTest, WhenARefusalHasEndedOnlyAFewCallsAreInTransit) {
-  turnstile_.Add(MakeRefusal());
-  for (int i = 0; i < Turnstile::kMostInTransit; ++i) EXPECT_FALSE(Ask(call_, 1000).has_value());
-  EXPECT_TRUE(Ask(call_, 1000).has_value());
+// They are on their way through gRPC: without them a flood would fill it before the first one begins.
+TEST_F(TurnstileTest, TheJudgeKnowsHowManyCallsAreComing) {
+  turnstile_.Add(Like(), 0);
+  EXPECT_TRUE(Ask(call_).has_value());
+  EXPECT_EQ(judge_->asked->coming, 0) << "a refused call does not come";
+  judge_->refuses = false;
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_FALSE(Ask(call_, i).has_value());
+    EXPECT_EQ(judge_->asked->coming, i);
+  }
   HeaderFields other = call_;
   other[1].second = "/s/Other";
-  EXPECT_FALSE(Ask(other, 1000).has_value());
+  EXPECT_FALSE(Ask(other).has_value());
   turnstile_.Began();
   turnstile_.Began();
-  EXPECT_FALSE(Ask(call_, 1000).has_value());
-  EXPECT_FALSE(Ask(call_, 1000).has_value());
-  EXPECT_TRUE(Ask(call_, 1000).has_value());
+  EXPECT_FALSE(Ask(call_, 5).has_value());
+  EXPECT_EQ(judge_->asked->coming, 3);
 }
 
-TEST_F(TurnstileTest, CallsThatNeverBeganKeepNobodyOutForLong) {
-  turnstile_.Add(MakeRefusal());
-  for (int i = 0; i < Turnstile::kMostInTransit; ++i) EXPECT_FALSE(Ask(call_, 1000).has_value());
-  EXPECT_TRUE(Ask(call_, 999 + Turnstile::kLinger).has_value());
-  for (int i = 0; i < 100; ++i) EXPECT_FALSE(Ask(call_, 1000 + Turnstile::kLinger).has_value());
+TEST_F(TurnstileTest, CallsThatNeverBeganAreForgotten) {
+  turnstile_.Add(Like(), 0);
+  judge_->refuses = false;
+  for (int i = 0; i < 5; ++i) EXPECT_FALSE(Ask(call_, i).has_value());
+  EXPECT_FALSE(Ask(call_, Turnstile::kComing + 2).has_value());
+  EXPECT_EQ(judge_->asked->coming, 2);
+  for (size_t i = 0; i < 2 * Turnstile::kMostComing; ++i) Ask(call_, Turnstile::kComing + 2);
+  EXPECT_EQ(judge_->asked->coming, static_cast<int>(Turnstile::kMostComing));
 }
 
-TEST_F(TurnstileTest, CallsThatHaveNotBegunCountAsUnderWay) {
-  Refusal refusal = MakeRefusal();
-  refusal.under_way = std::make_shared<std::atomic<int>>(1);
-  refusal.least_under_way = 3;
-  turnstile_.Add(refusal);
-  EXPECT_FALSE(Ask(call_).has_value());
-  EXPECT_FALSE(Ask(call_).has_value());
-  EXPECT_TRUE(Ask(call_).has_value());
+TEST_F(TurnstileTest, ANewJudgeOfTheSameCallsReplacesTheOldOne) {
+  turnstile_.Add(Like(), 0);
+  const auto other = std::make_shared<TestJudge>();
+  LikeCalls calls = Like();
+  calls.judge = other;
+  turnstile_.Add(calls, 0);
+  EXPECT_EQ(Ask(call_)->judge, other);
+  EXPECT_FALSE(judge_->asked.has_value());
 }
 
-TEST_F(TurnstileTest, ARefusalHoldsOnlyWhileTheCallerHasCallsUnderWay) {
-  const auto calls = std::make_shared<std::atomic<int>>(2);
-  Refusal refusal = MakeRefusal();
-  refusal.under_way = calls;
-  refusal.least_under_way = 2;
-  turnstile_.Add(refusal);
-  EXPECT_TRUE(Ask(call_).has_value());
-  *calls = 1;
-  EXPECT_FALSE(Ask(call_).has_value());
-}
-
-TEST_F(TurnstileTest, ANewRefusalOfTheSameKindReplacesTheOldOne) {
-  turnstile_.Add(MakeRefusal());
-  Refusal shorter = MakeRefusal();
-  shorter.longest_ns = 100'000'000;
-  turnstile_.Add(shorter);
-  EXPECT_FALSE(Ask(call_).has_value());
-  EXPECT_TRUE(Refuses("grpc-timeout", "100m"));
-}
-
-TEST_F(TurnstileTest, RefusalsOfOtherSizesStandBesideIt) {
-  turnstile_.Add(MakeRefusal());
-  Refusal large = MakeRefusal();
-  large.size.range = {{50000, 60000}};
-  turnstile_.Add(large);
-  EXPECT_TRUE(Ask(call_).has_value());
-  EXPECT_TRUE(Refuses("bytes", "55555"));
-  EXPECT_FALSE(Refuses("bytes", "3000"));
-}
-
-TEST_F(TurnstileTest, KeepsAFewRefusals) {
+TEST_F(TurnstileTest, KeepsAFewJudges) {
   for (size_t i = 0; i < Turnstile::kMost; ++i) {
-    Refusal refusal = MakeRefusal();
-    refusal.path = absl::StrCat("/s/", i);
-    turnstile_.Add(refusal);
+    LikeCalls calls = Like();
+    calls.path = absl::StrCat("/s/", i);
+    turnstile_.Add(calls, 0);
   }
   EXPECT_TRUE(Refuses(":path", "/s/0"));
-  turnstile_.Add(MakeRefusal());
+  turnstile_.Add(Like(), 0);
   EXPECT_FALSE(Refuses(":path", "/s/0")) << "the oldest leaves";
   EXPECT_TRUE(Refuses(":path", "/s/1"));
   EXPECT_TRUE(Ask(call_).has_value());
@@ -219,7 +209,8 @@ HeaderFields AnswerTo(const std::optional<Turnstile::Answer>& answer) {
 }
 
 TEST_F(TurnstileTest, AnswersAsGrpcEndsACall) {
-  turnstile_.Add(MakeRefusal());
+  turnstile_.Add(Like(), 0);
+  EXPECT_EQ(Ask(call_)->reason, 3);
   EXPECT_EQ(AnswerTo(Ask(call_)), (HeaderFields{{":status", "200"},
                                                 {"content-type", "application/grpc"},
                                                 {"grpc-status", "8"},
@@ -228,7 +219,7 @@ TEST_F(TurnstileTest, AnswersAsGrpcEndsACall) {
 }
 
 TEST_F(TurnstileTest, RepeatsWhatTheCallSaysIfItIsWellFormed) {
-  turnstile_.Add(MakeRefusal());
+  turnstile_.Add(Like(), 0);
   HeaderFields call = call_;
   call.emplace_back("x-id", "me");
   EXPECT_EQ(AnswerTo(Ask(call)).back(), (HeaderFields::value_type{"x-id", "me"}));

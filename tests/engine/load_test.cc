@@ -101,11 +101,11 @@ class LoadTest : public ::testing::Test {
         {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, work);
   }
 
-  absl::Status BeginSized(uint64_t caller, absl::Duration left, int64_t bytes, Load::Work* work,
-                          Load::Alike* alike) {
-    return load_.Begin(
-        {.caller = {.id = caller}, .op = &kOp, .bytes = bytes, .deadline = now_ + left}, work,
-        alike);
+  absl::Status Look(uint64_t caller, absl::Duration left, int coming, Refusal* reason = nullptr) {
+    Refusal ignored = {};
+    return load_.Look(
+        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, coming,
+        reason == nullptr ? &ignored : reason);
   }
 
   // One call of `caller` in 10 ms, if it is let in.
@@ -157,15 +157,15 @@ TEST_F(LoadTest, WithoutAnEstimateOnly256CallsWithADeadlineAreLetIn) {
   std::deque<Load::Work> works;
   EXPECT_EQ(Fill(1, absl::Milliseconds(200), &works), 256);
   Load::Work work, patient;
-  Load::Alike alike;
-  const absl::Status refusal = BeginSized(2, absl::Milliseconds(200), 1000, &work, &alike);
+  const absl::Status refusal = Begin(2, absl::Milliseconds(200), &work);
   EXPECT_TRUE(absl::IsResourceExhausted(refusal));
   EXPECT_THAT(refusal.message(), HasSubstr("256 calls are not over, allowed 256"));
   EXPECT_EQ(RetryDelayOf(refusal), absl::Milliseconds(10));
-  EXPECT_EQ(alike.holds, absl::Milliseconds(10));
+  EXPECT_EQ(Look(2, absl::Milliseconds(200), 0), refusal);
   EXPECT_TRUE(Begin(2, absl::Seconds(5), &patient).ok()) << "it has time";
   works.pop_back();
   works.pop_back();
+  EXPECT_FALSE(Look(2, absl::Milliseconds(200), 1).ok()) << "another one is coming";
   EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &work).ok());
 }
 
@@ -273,91 +273,91 @@ TEST_F(LoadTest, AShortLineHolds32CallsHoweverShortTheirDeadline) {
   EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), 32, 4);
 }
 
-// What a refusal says about other calls must be true: they would be refused as well.
-TEST_F(LoadTest, ARefusalStandsForCallsThatWouldBeRefusedToo) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Milliseconds(200), &works);
-  Load::Alike alike;
-  Load::Work refused;
-  ASSERT_FALSE(BeginSized(1, absl::Milliseconds(200), 1000, &refused, &alike).ok());
-  EXPECT_EQ(alike.reason, Refusal::kHopeless);
-  EXPECT_GE(alike.longest, absl::Milliseconds(200));
-  EXPECT_LT(alike.longest, absl::Milliseconds(220));
-  EXPECT_EQ(alike.least_bytes, 1000);
-  EXPECT_GE(alike.most_bytes, int64_t{1} << 40);
-  EXPECT_EQ(alike.holds, absl::Milliseconds(50));
-  for (const int64_t bytes : {int64_t{1000}, int64_t{100'000}, int64_t{1} << 40}) {
-    for (const absl::Duration left :
-         {absl::Milliseconds(1), absl::Milliseconds(100), absl::Milliseconds(200)}) {
-      EXPECT_FALSE(BeginSized(1, left, bytes, &refused, nullptr).ok()) << bytes << " " << left;
-    }
-  }
-  ASSERT_NE(alike.calls, nullptr);
-  EXPECT_EQ(*alike.calls, static_cast<int>(works.size()));
-  EXPECT_GE(alike.least_calls, 1) << "a caller without calls is let in";
-  works.clear();
-  EXPECT_EQ(*alike.calls, 0);
-  EXPECT_TRUE(BeginSized(1, absl::Milliseconds(200), 1000, &refused, nullptr).ok());
-  EXPECT_EQ(*alike.calls, 0) << "it does not hold again";
-}
-
-TEST_F(LoadTest, ARefusalForAShortLineStandsForCallsOfAboutTheSameSize) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Seconds(4), &works);
-  Drain(&works, 2);
-  Fill(1, absl::Seconds(4), &works);
-  Load::Alike alike;
-  Load::Work refused;
-  ASSERT_FALSE(BeginSized(1, absl::Seconds(4), 1000, &refused, &alike).ok());
-  EXPECT_EQ(alike.reason, Refusal::kOverloaded);
-  EXPECT_EQ(alike.least_bytes, 1000);
-  EXPECT_EQ(alike.most_bytes, 1250);
-  EXPECT_GE(alike.least_calls, 2);
-  EXPECT_FALSE(BeginSized(1, absl::Seconds(4), alike.most_bytes, &refused, nullptr).ok());
-  Drain(&works, 1);
-  EXPECT_LT(*alike.calls, alike.least_calls);
-}
-
-// While a refusal stands, one call comes in for each that ends: else the line would run empty.
-TEST_F(LoadTest, ARefusalStandsDownWhereACallWouldBeInTime) {
+// The door looks at each call that comes, and only those that pass begin.
+TEST_F(LoadTest, ALookSaysWhatBeginWouldSay) {
   Learn();
   std::deque<Load::Work> works;
   // The line as long as the deadline allows, and then the short line.
-  for (const bool is_short : {false, true}) {
-    SCOPED_TRACE(is_short);
+  for (const Refusal reason : {Refusal::kHopeless, Refusal::kOverloaded}) {
+    SCOPED_TRACE(static_cast<int>(reason));
     Drain(&works, 2);
-    Fill(1, absl::Seconds(4), &works);
-    Load::Alike alike;
-    Load::Work next;
-    ASSERT_FALSE(BeginSized(1, absl::Seconds(4), 1000, &next, &alike).ok());
-    EXPECT_EQ(alike.reason, is_short ? Refusal::kOverloaded : Refusal::kHopeless);
-    EXPECT_EQ(alike.holds, absl::Milliseconds(50));
-    EXPECT_LE(alike.least_calls, static_cast<int>(works.size()));
-    EXPECT_GE(alike.least_calls, static_cast<int>(works.size()) - 1) << "the line stays as long";
-    Drain(&works, static_cast<size_t>(alike.least_calls) - 1);
-    EXPECT_LT(*alike.calls, alike.least_calls);
-    EXPECT_EQ(BeginSized(1, absl::Seconds(4), 1000, &next, nullptr).ok(), is_short)
-        << "the long line becomes short";
+    absl::Status look;
+    Refusal seen = {};
+    while (works.size() < 1000) {
+      look = Look(1, absl::Seconds(4), 0, &seen);
+      Load::Work next;
+      const absl::Status begin = Begin(1, absl::Seconds(4), &next);
+      // A refusal of the long line shortens it.
+      EXPECT_EQ(look.ok(), begin.ok()) << works.size();
+      if (!begin.ok()) break;
+      works.push_back(std::move(next));
+    }
+    EXPECT_EQ(seen, reason);
+    EXPECT_TRUE(RetryDelayOf(look).has_value());
+    works.pop_back();
+    works.pop_back();
+    EXPECT_EQ(Look(1, absl::Seconds(4), 0).ok(), reason == Refusal::kOverloaded)
+        << "the line is short from the first refusal on";
   }
 }
 
-// The line is others' then, and nothing says when it is short enough.
-TEST_F(LoadTest, ARefusalOfACallerWithoutCallsHoldsForAQuarterOfTheLineAtMost) {
+TEST_F(LoadTest, CallsThatAreComingCountAsBegun) {
   Learn();
-  std::deque<Load::Work> works(40);  // of as many callers: a light one is not let in
-  uint64_t caller = 2;
-  for (Load::Work& work : works) {
-    ASSERT_TRUE(Begin(caller++, absl::InfiniteDuration(), &work).ok());
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(200), &works);
+  const int all = static_cast<int>(works.size());
+  works.clear();
+  now_ += Load::kShortLine;
+  EXPECT_TRUE(Look(1, absl::Milliseconds(200), all - 1).ok());
+  EXPECT_FALSE(Look(1, absl::Milliseconds(200), all).ok());
+  EXPECT_TRUE(Look(2, absl::Milliseconds(200), 0).ok()) << "another caller";
+}
+
+TEST_F(LoadTest, ALookCountsAndBeginsNothing) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(200), &works);
+  const std::string before = Scrape(metrics_);
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_FALSE(Look(1, absl::Milliseconds(200), 0).ok());
+    EXPECT_TRUE(Look(2, absl::Milliseconds(200), 0).ok());
   }
-  Load::Alike alike;
-  Load::Work refused;
-  ASSERT_FALSE(BeginSized(1, absl::Milliseconds(30), 1000, &refused, &alike).ok());
-  EXPECT_EQ(alike.least_calls, 0);
-  EXPECT_EQ(alike.calls, nullptr);
-  EXPECT_GT(alike.holds, absl::ZeroDuration());
-  EXPECT_LE(alike.holds, absl::Milliseconds(50));
+  EXPECT_EQ(load_.callers(), 1);
+  EXPECT_THAT(Scrape(metrics_),
+              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
+  EXPECT_THAT(Scrape(metrics_), ::testing::Not(HasSubstr("reason=\"overloaded\"} 1")));
+}
+
+// A short line runs empty now and then: that must not make it long again.
+TEST_F(LoadTest, TheLineStaysShortWhenTheCallerHasNoCallsForAMoment) {
+  Learn();
+  std::deque<Load::Work> works;
+  const int all = Fill(1, absl::Seconds(4), &works);
+  works.clear();
+  EXPECT_EQ(load_.callers(), 0);
+  EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4);
+}
+
+// The first refused call may be one whose headers came late.
+TEST_F(LoadTest, ARefusedCallWithLittleTimeDoesNotLetTheOthersWait) {
+  Learn();
+  std::deque<Load::Work> works;
+  const int all = Fill(1, absl::Seconds(4), &works);
+  Load::Work late;
+  EXPECT_FALSE(Begin(1, absl::Milliseconds(20), &late).ok());
+  Drain(&works, 2);
+  EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4);
+}
+
+TEST_F(LoadTest, TheLineStaysShortAsLongAsItsCallsAreRefused) {
+  Learn();
+  std::deque<Load::Work> works;
+  const int all = Fill(1, absl::Seconds(4), &works);
+  for (int i = 0; i < 5; ++i) {
+    Drain(&works, 2);
+    now_ += Load::kShortLine - absl::Milliseconds(1);
+    EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4) << i;
+  }
 }
 
 TEST_F(LoadTest, TheLineMayGrowAgainAfterAWhile) {
@@ -365,10 +365,7 @@ TEST_F(LoadTest, TheLineMayGrowAgainAfterAWhile) {
   std::deque<Load::Work> works;
   const int all = Fill(1, absl::Seconds(4), &works);
   Drain(&works, 2);
-  now_ += Load::kShortLine - absl::Milliseconds(1);
-  EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4);
-  Drain(&works, 2);
-  now_ += absl::Milliseconds(1);
+  now_ += Load::kShortLine;
   EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), all, 2);
 }
 

@@ -4,6 +4,8 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/usable_cores.h"
+
 namespace logitd::rpc {
 namespace {
 
@@ -12,9 +14,7 @@ constexpr size_t kPartBytes = size_t{1} << 20;
 constexpr int kMaxHelpers = 3;
 constexpr size_t kRowsPerRead = 256;
 
-int SpareThreads() {
-  return std::min(kMaxHelpers, static_cast<int>(std::thread::hardware_concurrency()) / 4);
-}
+int SpareThreads() { return std::min(kMaxHelpers, UsableCores() / 4); }
 
 // Copies `at.bytes` bytes, which start at byte `first` of the payload. One memcpy for each
 // contiguous run.

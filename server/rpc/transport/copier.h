@@ -33,7 +33,7 @@ struct Payload {
 // are none, the caller copies everything. Thread-safe.
 class Copier {
  public:
-  // One helper for every four hardware threads, at most three.
+  // One helper for every four usable cores, at most three.
   Copier();
   explicit Copier(int helpers);
   ~Copier();

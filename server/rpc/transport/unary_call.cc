@@ -46,7 +46,6 @@ RawReactor* UnaryCall::Start() {
     return this;
   }
   absl::Status in_time;
-  engine::Load::Alike alike;
   int64_t receiving_bytes = 0;
   {
     absl::MutexLock lock(&mutex_);
@@ -54,12 +53,11 @@ RawReactor* UnaryCall::Start() {
                                          .op = &op(),
                                          .bytes = headers_.stated_bytes,
                                          .deadline = headers_.deadline},
-                                        &work_, &alike);
+                                        &work_);
     receiving_bytes = work_.expected_bytes();
   }
   if (!in_time.ok()) {
-    environment().turned_away->Tell(*context_, headers_, method_, op(), max_message_bytes(), alike,
-                                    in_time);
+    environment().turned_away->Tell(*context_, headers_, method_, op(), max_message_bytes());
     Finish(in_time);
     return this;
   }
