@@ -303,23 +303,27 @@ bool IsHost(const Backend& backend) { return backend.device().is_host; }
 
 #if LOGITD_WITH_CUDA
 bool IsCuda(const Backend& backend) { return backend.device().backend == "cuda"; }
-absl::Status CheckCudaPeers(absl::Span<Backend* const> backends) {
-  return cuda::CheckPeers(backends);
+absl::Status CheckCudaExchange(absl::Span<Backend* const> backends, const ShardOptions& options) {
+  return cuda::ChooseExchange(backends, options.exchange).status();
 }
-absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends) {
-  return cuda::CreateShardedStream(backends);
+absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends,
+                                                         const ShardOptions& options) {
+  return cuda::CreateShardedStream(backends, options);
 }
 #else
 bool IsCuda(const Backend&) { return false; }
-absl::Status CheckCudaPeers(absl::Span<Backend* const>) { return absl::OkStatus(); }
-absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>) {
+absl::Status CheckCudaExchange(absl::Span<Backend* const>, const ShardOptions&) {
+  return absl::OkStatus();
+}
+absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>,
+                                                         const ShardOptions&) {
   return absl::UnimplementedError("shard: this build has only the CPU backend");
 }
 #endif
 
 }  // namespace
 
-absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
+absl::Status CheckCanShard(absl::Span<Backend* const> backends, const ShardOptions& options) {
   if (backends.empty() || backends.size() > static_cast<size_t>(kMaxShards)) {
     return absl::InvalidArgumentError(
         absl::StrFormat("shards: got %d devices, allowed 1..%d", backends.size(), kMaxShards));
@@ -333,12 +337,13 @@ absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
                         "others each device holds the whole head",
                         backend->device().backend));
   }
-  return IsHost(*backends.front()) ? absl::OkStatus() : CheckCudaPeers(backends);
+  return IsHost(*backends.front()) ? absl::OkStatus() : CheckCudaExchange(backends, options);
 }
 
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends) {
-  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends));
-  if (!IsHost(*backends.front())) return CreateCudaStream(backends);
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
+                                                            const ShardOptions& options) {
+  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends, options));
+  if (!IsHost(*backends.front())) return CreateCudaStream(backends, options);
   std::vector<std::unique_ptr<Stream>> streams;
   for (Backend* backend : backends) {
     absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();

@@ -2,6 +2,7 @@
 #ifndef LOGITD_KERNELS_SHARDED_STREAM_H_
 #define LOGITD_KERNELS_SHARDED_STREAM_H_
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -11,6 +12,18 @@
 #include "kernels/backend.h"
 
 namespace logitd {
+
+// How CUDA devices exchange their blocks (kernels/shards.h). The bits are the same. On the CPU all
+// devices have the host's memory, and nothing is exchanged.
+enum class ShardExchange : uint8_t {
+  kAuto,   // kPeers where devices can reach each other's memory, else kNccl
+  kPeers,  // kernels store into the memory of the first device
+  kNccl,  // NCCL's all-gather, once for each block, and once for the targets of rows that want ranks
+};
+
+struct ShardOptions {
+  ShardExchange exchange = ShardExchange::kAuto;
+};
 
 // A stream that runs linear_topk, linear_sample and linear_cross_entropy on heads with one shard on
 // each of `backends`, in that order. Its slabs and the answers are those of the first device. Each
@@ -23,13 +36,16 @@ namespace logitd {
 // in a call for another device, which is named then. The answers are unspecified then.
 //
 // Holds a stream for each device; on the CPU also a thread for each, on CUDA 136 MiB of the first
-// device and 68 MiB of each other. Errors: those of CheckCanShard, and of the devices.
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends);
+// device and 68 MiB of each other, with NCCL 208 MiB of each and what NCCL takes. Errors: those of
+// CheckCanShard, and of the devices; UNAVAILABLE: NCCL gives no communicators.
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
+                                                            const ShardOptions& options = {});
 
 // Whether heads may be cut over these devices. FAILED_PRECONDITION: the devices are of several
-// backends, or cannot reach each other's memory; the text says which can. INVALID_ARGUMENT: no
-// device, or more than kMaxShards.
-absl::Status CheckCanShard(absl::Span<Backend* const> backends);
+// backends, or can exchange nothing in the way that is asked for: they cannot reach each other's
+// memory, or NCCL is not there, or is to join a device with itself. The text says why.
+// INVALID_ARGUMENT: no device, or more than kMaxShards.
+absl::Status CheckCanShard(absl::Span<Backend* const> backends, const ShardOptions& options = {});
 
 // An error of the device with this index in such a stream; OK stays OK.
 absl::Status OfShard(int shard, absl::Status status);

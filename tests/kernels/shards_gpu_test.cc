@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
 #include "tests/kernels/cuda_test.h"
@@ -119,6 +120,42 @@ TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
 }
 
+// ---- NCCL
+
+// Skips, with the reason, where NCCL cannot join all devices of the machine: that takes two.
+class ShardsByNcclGpuTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    if (CountCudaDevices() < 2) GTEST_SKIP() << "one GPU";
+    const absl::Status status = CheckCanShard(Pointers(All()), kByNccl);
+    if (!status.ok()) GTEST_SKIP() << status;
+  }
+
+  static std::vector<std::unique_ptr<Backend>> All() { return DevicesOf(CountCudaDevices()); }
+  static std::vector<Backend*> Pointers(const std::vector<std::unique_ptr<Backend>>& devices) {
+    std::vector<Backend*> pointers;
+    for (const auto& device : devices) pointers.push_back(device.get());
+    return pointers;
+  }
+
+  static constexpr ShardOptions kByNccl = {.exchange = ShardExchange::kNccl};
+};
+
+TEST_F(ShardsByNcclGpuTest, TheBitsAreThoseOfOneDevice) {
+  for (int devices = 2; devices <= CountCudaDevices(); ++devices) {
+    CuttingBackend backend(DevicesOf(devices), kByNccl);
+    ExpectBitsOfOneDevice(&backend, devices);
+  }
+}
+
+TEST_F(ShardsByNcclGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
+  ShardCase c{{DType::kBF16, 700, 100000, 64, false, false, 0, 0, 5}};
+  CuttingBackend backend(All(), kByNccl);
+  EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
+}
+
 // ---- Faults
 
 // Runs in a process of its own, because a device that has read a wrong address is lost to it. Ends it
@@ -174,6 +211,15 @@ TEST_F(ShardsGpuTest, DevicesOfSeveralBackendsAreRefusedWithASentence) {
                                           "for all devices; on others each device holds the whole "
                                           "head"));
   EXPECT_TRUE(CheckCanShard(std::vector<Backend*>{Cuda()->get(), Cuda()->get()}).ok());
+}
+
+TEST_F(ShardsGpuTest, NcclRefusesToJoinADeviceWithItself) {
+  const std::vector<Backend*> twice = {Cuda()->get(), Cuda()->get()};
+  const absl::Status status = CheckCanShard(twice, {.exchange = ShardExchange::kNccl});
+  EXPECT_EQ(status, absl::FailedPreconditionError(absl::StrFormat(
+                        "shard: NCCL joins no device with itself: device %d is named twice; on "
+                        "others each device holds the whole head",
+                        CudaTestDevice())));
 }
 
 }  // namespace
