@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 
@@ -23,6 +24,9 @@ enum class ShardExchange : uint8_t {
 
 struct ShardOptions {
   ShardExchange exchange = ShardExchange::kAuto;
+  // A device hangs, and is lost, where it ends no part of its work for so long: on CUDA while no other
+  // ends one either, on the CPU after another has ended its own.
+  absl::Duration hang_after = absl::Seconds(10);
 };
 
 // A stream that runs linear_topk, linear_sample and linear_cross_entropy on heads with one shard on
@@ -31,9 +35,12 @@ struct ShardOptions {
 // first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA). Other ops are
 // UNIMPLEMENTED.
 //
-// A device that fails does not hold up the others: the op, or on CUDA Wait, ends when all have
-// ended, with the status of the first that failed, and FailedShard names it; on CUDA a fault may show
-// in a call for another device, which is named then. The answers are unspecified then.
+// A device that fails or hangs does not hold up the others: the op, or on CUDA Wait, ends with the
+// status of the first that failed, and FailedShard names it; on CUDA a fault may show in a call for
+// another device, which is named then. The answers are unspecified then. INTERNAL and a device that
+// hangs: all later calls end with the same status; the memory of the call, the head and the backend
+// must stay as long as the device may still use them. UNAVAILABLE: a device was so late that the call
+// was given up, but has ended its work after that; or as for any stream.
 //
 // Holds a stream for each device; on the CPU also a thread for each, on CUDA 136 MiB of the first
 // device and 68 MiB of each other, with NCCL 208 MiB of each and what NCCL takes. Errors: those of

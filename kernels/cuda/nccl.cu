@@ -15,8 +15,8 @@ namespace logitd::cuda {
 namespace {
 
 // NCCL's types as they are in memory: its header is not needed to build, nor the library to run.
-using Communicator = void*;   // ncclComm_t
-using Result = int;           // ncclResult_t
+using Communicator = void*;        // ncclComm_t
+using Result = int;                // ncclResult_t
 constexpr Result kSuccess = 0;     // ncclSuccess
 constexpr Result kInProgress = 7;  // ncclInProgress
 constexpr int kInt8 = 0;           // ncclInt8
@@ -95,8 +95,8 @@ absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const 
   if (absl::Status status = Check(); !status.ok()) return status;
   auto gather = std::unique_ptr<NcclGather>(new NcclGather);
   std::vector<Communicator> communicators(devices.size());
-  const Result result = TheLibrary().init_all(
-      communicators.data(), static_cast<int>(devices.size()), devices.data());
+  const Result result =
+      TheLibrary().init_all(communicators.data(), static_cast<int>(devices.size()), devices.data());
   if (absl::Status status = ToStatus(result, "make communicators"); !status.ok()) return status;
   gather->communicators_ = std::move(communicators);
   return gather;

@@ -9,8 +9,8 @@
 // One thread enqueues all of it, the first device last, because the others have more to do before
 // their product. There are two ways to exchange (ShardExchange):
 //
-//   kPeers   The kernels of a partial write the block into the first device's memory, and an event
-//            tells it so: nothing spins, and a device that fails holds up no other. What is stored is
+//   kPeers   The kernels of a partial write the block into the first device's memory, and a signal
+//            tells it so: no kernel spins. What is stored is
 //            the block of kernels/shards.h, or logits: those of linear_sample, and of linear_topk
 //            while they are few. They go to their place in a matrix of the whole vocabulary, on which
 //            the first device runs the op that takes logits. The stores overlap the product, and
@@ -18,6 +18,9 @@
 //   kNccl    Each device writes the block into its own memory, and one all-gather brings all blocks to
 //            all devices. The first device packs what the others need of a call, and a copy brings it
 //            to each, through the host where there is no other way.
+//
+// A device that fails or hangs holds up no other: the host watches the signals, and where one does not
+// come it ends all waits and the all-gather.
 #include "kernels/cuda/sharded_stream.h"
 
 #include <cuda_runtime.h>
@@ -26,8 +29,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <set>
-#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -39,6 +40,8 @@
 #include "kernels/cuda/gather.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/nccl.h"
+#include "kernels/cuda/patience.h"
+#include "kernels/cuda/signals.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
@@ -64,9 +67,9 @@ constexpr size_t kFewLogitsBytes = size_t{64} << 20;
 constexpr size_t kKernelCopyBytes = size_t{1} << 20;
 
 constexpr absl::Duration kPollFor = absl::Microseconds(200);
-// How long a failed device's peers get to end what they have.
+constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
+// How long devices get to end what they have, after one has failed.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
-constexpr absl::Duration kDrainPoll = absl::Milliseconds(1);
 
 constexpr size_t kBorder = 256;  // of what is packed
 size_t ToBorder(size_t bytes) { return (bytes + kBorder - 1) / kBorder * kBorder; }
@@ -129,21 +132,28 @@ class ShardedStream final : public Stream {
     // From the last on: cudaFree waits for the device, and all write into the first one's memory.
     for (size_t i = devices_.size(); i-- > 0;) {
       Device& device = devices_[i];
-      cudaSetDevice(device.stream->device());
-      if (device.ended != nullptr) cudaEventDestroy(device.ended);
-      if (device.ready != nullptr) cudaEventDestroy(device.ready);
+      const int number = device.stream->device();
+      // By kPeers one that hangs may still write into the memory of the first.
+      if (IsHung(number) || (!hung_.ok() && i == 0)) continue;
+      cudaSetDevice(number);
       cudaFree(device.inputs);
       if (i > 0 && exchange_ == ShardExchange::kPeers) continue;  // the first one's
       cudaFree(device.blocks);
       cudaFree(device.targets);
     }
     cudaGetLastError();
+    if (!hung_.ok()) static_cast<void>(signals_.release());  // it may still raise its own
   }
 
   absl::Status Init(absl::Span<Backend* const> backends, const ShardOptions& options) {
     const absl::StatusOr<ShardExchange> exchange = ChooseExchange(backends, options.exchange);
     if (!exchange.ok()) return exchange.status();
     exchange_ = *exchange;
+    hang_after_ = options.hang_after;
+    absl::StatusOr<std::unique_ptr<Signals>> signals =
+        Signals::Create(static_cast<int>(backends.size()));
+    if (!signals.ok()) return OfShard(0, signals.status());
+    signals_ = *std::move(signals);
     for (size_t i = 0; i < backends.size(); ++i) {
       const absl::Status status = Add(backends[i]);
       if (!status.ok()) return OfShard(static_cast<int>(i), status);
@@ -152,18 +162,23 @@ class ShardedStream final : public Stream {
   }
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Upload(slab, offset, bytes));
   }
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Download(slab, offset, bytes));
   }
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Fill(slab, offset, bytes, to));
   }
   absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Gather(copies));
   }
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Deliver(to, from, bytes));
   }
 
@@ -177,29 +192,22 @@ class ShardedStream final : public Stream {
     return RunLinearCrossEntropy(args);
   }
 
-  // A device that fails is waited for first: what the first device has enqueued may depend on it.
+  // The parts of other devices are waited for first: what the first device has enqueued may depend on
+  // them.
   absl::StatusOr<StreamTimes> Wait() override {
-    absl::Status failed;
-    for (int i = 1; i < count(); ++i) {
-      const cudaEvent_t ended = devices_[static_cast<size_t>(i)].ended;
-      failed.Update(OfShard(i, ToStatus(WaitFor(ended), "batch")));
-    }
-    if (!failed.ok()) {
-      Drain();
-      return failed;
-    }
+    LOGITD_RETURN_IF_ERROR(hung_);
+    if (const absl::Status failed = WaitForParts(); !failed.ok()) return Stop(failed);
     absl::StatusOr<StreamTimes> waited = lead().Wait();
-    if (!waited.ok()) return OfShard(0, waited.status());
-    return waited;
+    if (waited.ok()) return waited;
+    const absl::Status& failed = waited.status();
+    return Stop(absl::IsDeadlineExceeded(failed) ? failed : OfShard(0, failed));
   }
 
  private:
   struct Device {
     std::unique_ptr<DeviceStream> stream;
-    cudaEvent_t ended = nullptr;  // its partial
-    cudaEvent_t ready = nullptr;  // of the first device: what partials read is there
     // What Inputs are packed in. By kPeers the first device has none.
-    std::byte* inputs = nullptr;  // [kHiddenBytes + kRowBytes + kExtraBytes]
+    std::byte* inputs = nullptr;  // [kHiddenBytes + kRowBytes], by kNccl kExtraBytes more
     // Of all shards. By kPeers all devices have those of the first.
     std::byte* blocks = nullptr;   // [kBlockBytes]
     std::byte* targets = nullptr;  // [kTargetBytes]
@@ -225,13 +233,7 @@ class ShardedStream final : public Stream {
     device.stream.reset(static_cast<DeviceStream*>(made->release()));
     const int number = device.stream->device();
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(number), "select device"));
-    LOGITD_RETURN_IF_ERROR(ToStatus(
-        cudaEventCreateWithFlags(&device.ended, cudaEventDisableTiming | cudaEventBlockingSync),
-        "create event"));
-    if (devices_.size() == 1) {
-      LOGITD_RETURN_IF_ERROR(ToStatus(
-          cudaEventCreateWithFlags(&device.ready, cudaEventDisableTiming), "create event"));
-    }
+    if (devices_.size() == 1) device.stream->LimitWait(hang_after_);
     if (devices_.size() == 1 || exchange_ == ShardExchange::kNccl) {
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&device.blocks, kBlockBytes), "allocate blocks"));
       LOGITD_RETURN_IF_ERROR(
@@ -242,7 +244,8 @@ class ShardedStream final : public Stream {
       LOGITD_RETURN_IF_ERROR(ReachFirst(number));
     }
     if (devices_.size() == 1 && exchange_ == ShardExchange::kPeers) return absl::OkStatus();
-    return ToStatus(cudaMalloc(&device.inputs, kHiddenBytes + kRowBytes + kExtraBytes),
+    const size_t extra_bytes = exchange_ == ShardExchange::kNccl ? kExtraBytes : 0;
+    return ToStatus(cudaMalloc(&device.inputs, kHiddenBytes + kRowBytes + extra_bytes),
                     "allocate hidden states");
   }
 
@@ -259,17 +262,24 @@ class ShardedStream final : public Stream {
 
   // Makes the communicators, and has NCCL connect the devices, which its first all-gather does.
   absl::Status JoinNccl() {
+    if (nccl_ != nullptr) return absl::OkStatus();
     std::vector<int> numbers;
     for (int i = 0; i < count(); ++i) numbers.push_back(stream(i).device());
     absl::StatusOr<std::unique_ptr<NcclGather>> nccl = NcclGather::Create(numbers);
     if (!nccl.ok()) return nccl.status();
     nccl_ = *std::move(nccl);
-    LOGITD_RETURN_IF_ERROR(GatherBlocks(&Device::blocks, kBorder));
-    for (int i = 0; i < count(); ++i) {
-      LOGITD_RETURN_IF_ERROR(
-          OfShard(i, ToStatus(cudaStreamSynchronize(stream(i).native()), "join by NCCL")));
+    absl::Status status = GatherBlocks(&Device::blocks, kBorder);
+    Patience patience(hang_after_);
+    while (status.ok() && !Busy().empty()) {
+      if (!patience.Sleep())
+        status.Update(absl::UnavailableError("NCCL: the devices are not joined"));
     }
-    return absl::OkStatus();
+    for (int i = 0; i < count(); ++i) status.Update(ErrorOf(i));
+    if (!status.ok()) {
+      nccl_->Abort();
+      nccl_.reset();
+    }
+    return status;
   }
 
   // `row_bytes`: of what is exchanged for a row, by all devices.
@@ -357,44 +367,34 @@ class ShardedStream final : public Stream {
     return absl::OkStatus();
   }
 
-  // What the first device has so far comes before what the others enqueue next.
-  absl::Status Begin() {
-    LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
-    const cudaEvent_t ready = devices_.front().ready;
-    LOGITD_RETURN_IF_ERROR(
-        OfShard(0, ToStatus(cudaEventRecord(ready, lead().native()), "record event")));
-    for (int i = 1; i < count(); ++i) {
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          i, ToStatus(cudaStreamWaitEvent(stream(i).native(), ready, 0), "wait for a device")));
-    }
-    return absl::OkStatus();
-  }
-
   // Enqueues part(shard) on all devices, after what the first one has so far.
   absl::Status OnAll(absl::FunctionRef<absl::Status(int)> part) {
-    LOGITD_RETURN_IF_ERROR(Begin());
+    LOGITD_RETURN_IF_ERROR(hung_);
+    if (exchange_ == ShardExchange::kNccl) LOGITD_RETURN_IF_ERROR(JoinNccl());  // after a Stop
+    LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
+    LOGITD_RETURN_IF_ERROR(OfShard(0, Raise(kReady, lead())));
     for (int i = 1; i < count(); ++i) {
       LOGITD_RETURN_IF_ERROR(OfShard(i, stream(i).BeginOps()));
+      LOGITD_RETURN_IF_ERROR(OfShard(i, Await(kReady, stream(i))));
       const absl::Status status = part(i);
       // Also where a part of it was enqueued before an error: Wait waits for that.
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          i, ToStatus(cudaEventRecord(devices_[static_cast<size_t>(i)].ended, stream(i).native()),
-                      "record event")));
+      LOGITD_RETURN_IF_ERROR(OfShard(i, Raise(i, stream(i))));
       LOGITD_RETURN_IF_ERROR(OfShard(i, status));
     }
     LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
     return OfShard(0, part(0));
   }
+  absl::Status Raise(int signal, DeviceStream& stream) {
+    return ToStatus(signals_->Raise(signal, stream.native()), "raise a signal");
+  }
+  absl::Status Await(int signal, DeviceStream& stream) {
+    return ToStatus(signals_->Await(signal, stream.native()), "wait for a device");
+  }
 
   // What the first device does next has the blocks, or targets, of all devices, each of `bytes`.
   absl::Status Exchange(Gathered gathered, size_t bytes) {
     if (exchange_ == ShardExchange::kNccl) return GatherBlocks(gathered, bytes);
-    for (int i = 1; i < count(); ++i) {
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          0,
-          ToStatus(cudaStreamWaitEvent(lead().native(), devices_[static_cast<size_t>(i)].ended, 0),
-                   "wait for a device")));
-    }
+    for (int i = 1; i < count(); ++i) LOGITD_RETURN_IF_ERROR(OfShard(0, Await(i, lead())));
     return absl::OkStatus();
   }
   absl::Status GatherBlocks(Gathered gathered, size_t bytes) {
@@ -556,98 +556,100 @@ class ShardedStream final : public Stream {
                           {.shape = shape, .blocks = blocks(), .cross_entropy = loss}));
   }
 
-  // Waits for an event: polls at first, because the wake-up of a blocked thread takes as long as a
-  // decode step.
-  static cudaError_t WaitFor(cudaEvent_t event) {
+  // Waits until the other devices have ended their parts: polls at first, because the wake-up of a
+  // blocked thread takes as long as a decode step. DEADLINE_EXCEEDED: no device has ended a part for
+  // hang_after_. Other errors are of a device.
+  absl::Status WaitForParts() {
     const absl::Time poll_until = absl::Now() + kPollFor;
-    cudaError_t state;
-    while ((state = cudaEventQuery(event)) == cudaErrorNotReady && absl::Now() < poll_until) {
-    }
-    return state == cudaErrorNotReady ? cudaEventSynchronize(event) : state;
-  }
-
-  // Waits until the devices that still work have ended what they have, but not for ever: the first
-  // one may wait for the one that failed.
-  void Drain() {
-    const absl::Time deadline = absl::Now() + kDrainFor;
-    for (int i = 0; i < count(); ++i) {
-      while (cudaSetDevice(stream(i).device()) == cudaSuccess &&
-             cudaStreamQuery(stream(i).native()) == cudaErrorNotReady && absl::Now() < deadline) {
-        absl::SleepFor(kDrainPoll);
+    absl::Time look = absl::Now() + kLookForErrors;
+    Patience patience(hang_after_);
+    uint32_t risen = signals_->Risen();
+    for (int i = 1; i < count(); ++i) {
+      while (!signals_->Raised(i)) {
+        const absl::Time now = absl::Now();
+        if (now >= look) {  // a device that has failed raises no signal
+          look = now + kLookForErrors;
+          LOGITD_RETURN_IF_ERROR(ErrorOf(i));
+          LOGITD_RETURN_IF_ERROR(ErrorOf(0));
+        }
+        if (std::exchange(risen, signals_->Risen()) != risen) patience.Renew();
+        if (now < poll_until) continue;
+        if (!patience.Sleep()) return absl::DeadlineExceededError("a part has not ended");
       }
     }
-    cudaGetLastError();
-    // Ends the phases of its work.
-    if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();
-    cudaGetLastError();
+    return absl::OkStatus();
   }
 
+  // OK where the device works, or has nothing to do.
+  absl::Status ErrorOf(int shard) {
+    const cudaError_t state = cudaStreamQuery(stream(shard).native());
+    return OfShard(shard, ToStatus(state == cudaErrorNotReady ? cudaSuccess : state, "batch"));
+  }
+
+  // Ends what the devices have, because one has failed, or none has moved for hang_after_
+  // (DEADLINE_EXCEEDED). Returns the status of the batch. Afterwards the devices have nothing to do,
+  // except those that hang; where one does, the stream is of no use any more.
+  absl::Status Stop(const absl::Status& failed) {
+    std::vector<bool> late;
+    for (int i = 0; i < count(); ++i) late.push_back(i > 0 && !signals_->Raised(i));
+    if (nccl_ != nullptr) nccl_->Abort();
+    nccl_.reset();
+    const std::vector<int> hung = Drain();
+    if (hung.empty()) {
+      if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();  // ends its phases
+      cudaGetLastError();
+      if (!absl::IsDeadlineExceeded(failed)) return failed;
+      return absl::UnavailableError(absl::StrFormat(
+          "shards: no device has ended a part for %s, and all have ended when their exchange was "
+          "given up",
+          absl::FormatDuration(hang_after_)));
+    }
+    for (const int i : hung) SetHung(stream(i).device());
+    // One that has not ended its part, rather than one that still waits for it.
+    const auto first =
+        std::find_if(hung.begin(), hung.end(), [&](int i) { return late[static_cast<size_t>(i)]; });
+    const int culprit = first == hung.end() ? hung.front() : *first;
+    hung_.Update(absl::IsDeadlineExceeded(failed)
+                     ? OfShard(culprit, absl::InternalError(absl::StrFormat(
+                                            "CUDA: the device has ended no part of its work for %s",
+                                            absl::FormatDuration(hang_after_))))
+                     : failed);
+    return hung_;
+  }
+
+  // Ends all waits, and gives the devices some time to end what they have. Returns those that have
+  // not.
+  std::vector<int> Drain() {
+    Patience patience(kDrainFor);
+    std::vector<int> left;
+    do {
+      signals_->RaiseAll();
+      left = Busy();
+    } while (!left.empty() && patience.Sleep());
+    return left;
+  }
+  // The devices that have not ended what they have.
+  std::vector<int> Busy() {
+    std::vector<int> busy;
+    for (int i = 0; i < count(); ++i) {
+      if (cudaStreamQuery(stream(i).native()) == cudaErrorNotReady) busy.push_back(i);
+    }
+    cudaGetLastError();
+    return busy;
+  }
+
+  static constexpr int kReady = 0;  // the first device's signal; those of others: their parts
+
+  absl::Duration hang_after_;
+  std::unique_ptr<Signals> signals_;  // of each device one
   ShardExchange exchange_ = ShardExchange::kPeers;
   std::vector<Device> devices_;
   std::unique_ptr<NcclGather> nccl_;  // null: kPeers
   std::vector<NcclGather::Place> places_;
+  absl::Status hung_;  // not OK: a device hangs; the answer of all calls
 };
 
 }  // namespace
-
-namespace {
-
-// Whether the memory of the first device can be reached from all others.
-absl::Status CheckPeers(absl::Span<Backend* const> backends) {
-  const int first = backends.front()->device().number;
-  for (const Backend* backend : backends) {
-    const int number = backend->device().number;
-    int can = 0;
-    if (number == first) continue;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaDeviceCanAccessPeer(&can, number, first), "ask for peers"));
-    if (can != 0) continue;
-    return absl::FailedPreconditionError(
-        absl::StrFormat("device %d cannot reach the memory of device %d", number, first));
-  }
-  return absl::OkStatus();
-}
-
-// Whether NCCL is there, and can join the devices.
-absl::Status CheckNccl(absl::Span<Backend* const> backends) {
-  std::set<int> numbers;
-  for (const Backend* backend : backends) {
-    if (numbers.insert(backend->device().number).second) continue;
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "NCCL joins no device with itself: device %d is named twice", backend->device().number));
-  }
-  return NcclGather::Check();
-}
-
-}  // namespace
-
-absl::StatusOr<ShardExchange> ChooseExchange(absl::Span<Backend* const> backends,
-                                             ShardExchange wanted) {
-  constexpr char kOtherwise[] = "on others each device holds the whole head";
-  std::string peers, nccl;  // why not
-  if (wanted != ShardExchange::kNccl) {
-    const absl::Status status = CheckPeers(backends);
-    if (status.ok()) return ShardExchange::kPeers;
-    if (absl::IsInternal(status)) return status;
-    peers = std::string(status.message());
-  }
-  if (wanted != ShardExchange::kPeers) {
-    const absl::Status status = CheckNccl(backends);
-    if (status.ok()) return ShardExchange::kNccl;
-    nccl = std::string(status.message());
-  }
-  if (wanted == ShardExchange::kPeers) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("shard: %s, allowed devices with peer access (NVLink, or PCIe where the "
-                        "machine lets it); %s",
-                        peers, kOtherwise));
-  }
-  if (wanted == ShardExchange::kNccl)
-    return absl::FailedPreconditionError(absl::StrFormat("shard: %s; %s", nccl, kOtherwise));
-  return absl::FailedPreconditionError(
-      absl::StrFormat("shard: %s, and %s, allowed devices with peer access (NVLink, or PCIe where "
-                      "the machine lets it) or with NCCL; %s",
-                      peers, nccl, kOtherwise));
-}
 
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
                                                             const ShardOptions& options) {
