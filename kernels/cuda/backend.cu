@@ -261,6 +261,18 @@ class CudaStream final : public cuda::DeviceStream {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::LinearCrossEntropyMerge(args, stream_), "linear_cross_entropy on shards");
   }
+  absl::Status LinearCrossEntropyBackwardPartial(
+      const LinearCrossEntropyBackwardPartialArgs& args) override {
+    return RunLinear("linear_cross_entropy_backward on a shard",
+                     &cuda::LinearCrossEntropyBackwardPartial, args, cuda::LinearOp::kGradients,
+                     args.gradient.head);
+  }
+  absl::Status LinearCrossEntropyBackwardMerge(
+      const LinearCrossEntropyBackwardMergeArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearCrossEntropyBackwardMerge(args, stream_),
+                    "linear_cross_entropy_backward on shards");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered =

@@ -275,11 +275,13 @@ class ShardedStream final : public Stream {
         status.Update(absl::UnavailableError("NCCL: the devices are not joined"));
     }
     for (int i = 0; i < count(); ++i) status.Update(ErrorOf(i));
-    if (!status.ok()) {
-      nccl_->Abort();
-      nccl_.reset();
-    }
+    if (!status.ok()) LeaveNccl();
     return status;
+  }
+
+  void LeaveNccl() {
+    if (nccl_ != nullptr) nccl_->Abort();
+    nccl_.reset();
   }
 
   // `row_bytes`: of what is exchanged for a row, by all devices.
@@ -400,7 +402,9 @@ class ShardedStream final : public Stream {
   absl::Status GatherBlocks(Gathered gathered, size_t bytes) {
     for (size_t i = 0; i < devices_.size(); ++i)
       places_[i] = {devices_[i].*gathered, devices_[i].stream->native()};
-    return nccl_->Enqueue(places_, bytes);
+    absl::Status status = nccl_->Enqueue(places_, bytes);
+    if (!status.ok()) LeaveNccl();
+    return status;
   }
 
   // By kNccl, puts what the other devices copy together on the first device.
@@ -592,8 +596,7 @@ class ShardedStream final : public Stream {
   absl::Status Stop(const absl::Status& failed) {
     std::vector<bool> late;
     for (int i = 0; i < count(); ++i) late.push_back(i > 0 && !signals_->Raised(i));
-    if (nccl_ != nullptr) nccl_->Abort();
-    nccl_.reset();
+    LeaveNccl();
     const std::vector<int> hung = Drain();
     if (hung.empty()) {
       if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();  // ends its phases

@@ -49,8 +49,8 @@ absl::StatusOr<std::unique_ptr<Signals>> Signals::Create(int count) {
     return ToStatus(cudaErrorNotSupported, "find the driver's signals");
   auto signals = std::unique_ptr<Signals>(new Signals);
   const size_t bytes = static_cast<size_t>(count) * sizeof(Number);
-  LOGITD_RETURN_IF_ERROR(
-      ToStatus(cudaHostAlloc(&signals->numbers_, bytes, cudaHostAllocPortable), "allocate signals"));
+  LOGITD_RETURN_IF_ERROR(ToStatus(cudaHostAlloc(&signals->numbers_, bytes, cudaHostAllocPortable),
+                                  "allocate signals"));
   for (int i = 0; i < count; ++i) new (&signals->numbers_[i]) Number{};
   signals->asked_.resize(static_cast<size_t>(count));
   return signals;
@@ -67,8 +67,8 @@ cudaError_t Signals::Raise(int signal, cudaStream_t stream) {
 cudaError_t Signals::Await(int signal, cudaStream_t stream) {
   const auto at = reinterpret_cast<CUdeviceptr>(&numbers_[signal].value);
   // As numbers that wrap around.
-  return ToCuda(TheDriver().wait(stream, at, asked_[static_cast<size_t>(signal)],
-                                 CU_STREAM_WAIT_VALUE_GEQ));
+  return ToCuda(
+      TheDriver().wait(stream, at, asked_[static_cast<size_t>(signal)], CU_STREAM_WAIT_VALUE_GEQ));
 }
 
 bool Signals::Raised(int signal) const {

@@ -5,6 +5,8 @@
 #include <signal.h>
 
 #include <cstdlib>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -59,6 +61,34 @@ TEST_F(ShardedGpuTest, TheBitsAreThoseOfAWholeHead) {
     sharded.Signal(SIGTERM);
     EXPECT_EQ(sharded.Wait(absl::Seconds(20)), 0) << sharded.Log();
   }
+}
+
+// The answers of a server that starts with `flags`. nullopt: it does not, because the machine has no
+// NCCL.
+std::optional<std::vector<std::vector<std::string>>> AnswersByNccl(
+    const std::vector<std::string>& flags) {
+  try {
+    ServerProcess server(flags);
+    std::vector<std::vector<std::string>> answers = Answers(server);
+    server.Signal(SIGTERM);
+    EXPECT_EQ(server.Wait(absl::Seconds(20)), 0) << server.Log();
+    return answers;
+  } catch (const std::runtime_error& error) {
+    if (std::string_view(error.what()).find("NCCL cannot be loaded") == std::string_view::npos) {
+      throw;
+    }
+    return std::nullopt;
+  }
+}
+
+TEST_F(ShardedGpuTest, TheBitsAreTheSameByNccl) {
+  const HeadFolder folder;
+  const std::string flag = absl::StrCat("--head=h=", folder.File());
+  const auto by_nccl = AnswersByNccl(
+      {absl::StrCat(flag, ",shard"), "--backend=cuda", "--device=0,1", "--shard-exchange=nccl"});
+  if (!by_nccl.has_value()) GTEST_SKIP() << "no NCCL";
+  const ServerProcess one({flag, "--backend=cuda", "--device=0"});
+  EXPECT_EQ(*by_nccl, Answers(one));
 }
 
 TEST_F(ShardedGpuTest, AHeadThatDoesNotFitOneGpuLoadsShardedAndServes) {

@@ -44,8 +44,8 @@ class HoldingBackend final : public Backend {
     absl::StatusOr<std::unique_ptr<Stream>> stream = device_->CreateStream(use);
     if (!stream.ok()) return stream.status();
     return std::make_unique<HoldingStream>(
-        this, std::unique_ptr<cuda::DeviceStream>(
-                  static_cast<cuda::DeviceStream*>(stream->release())));
+        this,
+        std::unique_ptr<cuda::DeviceStream>(static_cast<cuda::DeviceStream*>(stream->release())));
   }
 
  private:
