@@ -284,14 +284,15 @@ class ShardedStream final : public Stream {
     nccl_.reset();
   }
 
-  // `row_bytes`: of what is exchanged for a row, by all devices.
-  int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t max_extra = 0) const {
+  // `row_bytes`: of what is exchanged for a row, by all devices; `packed_extras`: extra ids of a row
+  // that Pack takes.
+  int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t packed_extras = 0) const {
     const size_t hidden_bytes = static_cast<size_t>(hidden.row_stride) * SizeOf(hidden.dtype);
     const size_t target_bytes = sizeof(float) * devices_.size();
-    const auto most = static_cast<int64_t>(
-        std::min({kBlockBytes / row_bytes, kHiddenBytes / hidden_bytes, kTargetBytes / target_bytes,
-                  kRowBytes / sizeof(CrossEntropyRow),
-                  kExtraBytes / (sizeof(int32_t) * static_cast<size_t>(std::max(1, max_extra)))}));
+    const auto most = static_cast<int64_t>(std::min(
+        {kBlockBytes / row_bytes, kHiddenBytes / hidden_bytes, kTargetBytes / target_bytes,
+         kRowBytes / sizeof(CrossEntropyRow),
+         kExtraBytes / (sizeof(int32_t) * static_cast<size_t>(std::max(1, packed_extras)))}));
     return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
   }
 
@@ -361,7 +362,8 @@ class ShardedStream final : public Stream {
                               .want = args.cross_entropy.want,
                               .max_top = args.cross_entropy.max_top_logprobs,
                               .max_extra = args.cross_entropy.max_extra_ids};
-    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden, shape.max_extra);
+    const int32_t packed_extras = exchange_ == ShardExchange::kNccl ? shape.max_extra : 0;
+    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden, packed_extras);
     for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
       shape.rows = std::min(step, args.hidden.rows - first);
       LOGITD_RETURN_IF_ERROR(LossOfRows(RowsOf(args, first, shape.rows), shape));

@@ -309,7 +309,7 @@ TEST_F(ShardedTest, AShardThatHangsIsLostAndHoldsUpNoOther) {
   engine_.reset();  // waits for no part that hangs
   device(1).Fail(absl::InternalError("after all"));
   device(1).Release();
-  device(1).WaitUntilUnused();
+  for (int i = 0; i < kDevices; ++i) device(i).WaitUntilUnused();
 }
 
 TEST_F(ShardedTest, AShardMayTakeLongWhileAllDo) {
