@@ -20,6 +20,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
+#include "kernels/shard_gradients.h"
 #include "kernels/shards.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/verify.h"
@@ -158,6 +159,13 @@ class Stream {
   }
   virtual absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs&) {
     return NoSuchOp("linear_cross_entropy on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyBackwardPartial(
+      const LinearCrossEntropyBackwardPartialArgs&) {
+    return NoSuchOp("linear_cross_entropy_backward on a shard");
+  }
+  virtual absl::Status LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs&) {
+    return NoSuchOp("linear_cross_entropy_backward on a shard");
   }
 
   // Blocks until all enqueued work is done.

@@ -5,7 +5,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,6 +19,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/time.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
 #if LOGITD_WITH_CUDA
@@ -32,62 +36,94 @@ constexpr size_t kMostBlockBytes = size_t{64} << 20;
 // Rows that share a read of the head, on any backend.
 constexpr int64_t kRowStep = 64;
 
-// A thread for each device except the first, whose work the caller does.
+// A thread for each device. Where a part does not end, its thread is left to itself.
 class Gang {
  public:
-  explicit Gang(int devices) {
-    for (int i = 1; i < devices; ++i) threads_.emplace_back([this, i] { Work(i); });
+  explicit Gang(int devices) : state_(std::make_shared<State>()) {
+    state_->ended.resize(static_cast<size_t>(devices), true);
+    for (int i = 0; i < devices && devices > 1; ++i)
+      threads_.emplace_back([state = state_, i] { Work(*state, i); });
   }
   ~Gang() {
+    std::vector<bool> ended;
     {
-      const std::lock_guard lock(mutex_);
-      stopping_ = true;
+      const std::lock_guard lock(state_->mutex);
+      state_->stopping = true;
+      ended = state_->ended;
     }
-    begun_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    state_->begun.notify_all();
+    for (size_t i = 0; i < threads_.size(); ++i) {
+      if (ended[i]) {
+        threads_[i].join();
+      } else {
+        threads_[i].detach();
+      }
+    }
   }
   Gang(const Gang&) = delete;
   Gang& operator=(const Gang&) = delete;
 
-  // Calls body(i) for each device i at the same time. Returns when all calls have returned.
-  void Run(absl::FunctionRef<void(int)> body) {
-    if (threads_.empty()) return body(0);
-    {
-      const std::lock_guard lock(mutex_);
-      body_ = &body;
-      left_ = static_cast<int>(threads_.size());
-      ++round_;
+  // Calls body(i) for each device i at the same time, and `look` about every millisecond. Returns -1
+  // when all calls have returned; else, `hang_after` after the first that has, the index of one that
+  // has not. Nothing may be run after that.
+  int Run(std::function<void(int)> body, absl::Duration hang_after,
+          absl::FunctionRef<void()> look) {
+    if (threads_.empty()) {
+      body(0);
+      return -1;
     }
-    begun_.notify_all();
-    body(0);
-    std::unique_lock lock(mutex_);
-    ended_.wait(lock, [this] { return left_ == 0; });
+    std::vector<bool>& ended = state_->ended;
+    std::unique_lock lock(state_->mutex);
+    state_->body = std::make_shared<std::function<void(int)>>(std::move(body));
+    ended.assign(ended.size(), false);
+    state_->left = static_cast<int>(ended.size());
+    ++state_->round;
+    state_->begun.notify_all();
+    std::optional<std::chrono::steady_clock::time_point> hung_at;
+    while (state_->left > 0) {
+      state_->changed.wait_for(lock, std::chrono::milliseconds(1));
+      look();
+      if (state_->left == 0 || state_->left == static_cast<int>(ended.size())) continue;
+      const auto now = std::chrono::steady_clock::now();
+      if (!hung_at.has_value()) hung_at = now + absl::ToChronoNanoseconds(hang_after);
+      if (now < *hung_at) continue;
+      return static_cast<int>(std::find(ended.begin(), ended.end(), false) - ended.begin());
+    }
+    state_->body.reset();
+    return -1;
   }
 
  private:
-  void Work(int index) {
+  struct State {
+    // std::mutex: see ThreadPool.
+    std::mutex mutex;
+    std::condition_variable begun;
+    std::condition_variable changed;
+    std::shared_ptr<std::function<void(int)>> body;  // of this round
+    uint64_t round = 0;
+    std::vector<bool> ended;  // this round, by device
+    int left = 0;             // devices that have not ended this round
+    bool stopping = false;
+  };
+
+  static void Work(State& state, int index) {
     uint64_t seen = 0;
-    std::unique_lock lock(mutex_);
+    std::unique_lock lock(state.mutex);
     while (true) {
-      begun_.wait(lock, [&] { return stopping_ || round_ != seen; });
-      if (stopping_) return;
-      seen = round_;
-      const absl::FunctionRef<void(int)>& body = *body_;
+      state.begun.wait(lock, [&] { return state.stopping || state.round != seen; });
+      if (state.stopping) return;
+      seen = state.round;
+      std::shared_ptr<std::function<void(int)>> body = state.body;
       lock.unlock();
-      body(index);
+      (*body)(index);
+      body.reset();
       lock.lock();
-      if (--left_ == 0) ended_.notify_one();
+      state.ended[static_cast<size_t>(index)] = true;
+      if (--state.left == 0) state.changed.notify_one();
     }
   }
 
-  // std::mutex: see ThreadPool.
-  std::mutex mutex_;
-  std::condition_variable begun_;
-  std::condition_variable ended_;
-  const absl::FunctionRef<void(int)>* body_ = nullptr;  // of this round
-  uint64_t round_ = 0;
-  int left_ = 0;  // threads that have not ended this round
-  bool stopping_ = false;
+  const std::shared_ptr<State> state_;
   std::vector<std::thread> threads_;
 };
 
@@ -116,8 +152,10 @@ class Bytes {
 // nothing has to be copied.
 class HostShardedStream final : public Stream {
  public:
-  explicit HostShardedStream(std::vector<std::unique_ptr<Stream>> streams)
-      : streams_(std::move(streams)), statuses_(streams_.size()), gang_(count()) {}
+  HostShardedStream(std::vector<std::unique_ptr<Stream>> streams, absl::Duration hang_after)
+      : shared_(std::make_shared<Shared>(std::move(streams))),
+        hang_after_(hang_after),
+        gang_(count()) {}
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     return OfShard(0, lead().Upload(slab, offset, bytes));
@@ -137,7 +175,7 @@ class HostShardedStream final : public Stream {
         shape.rows = std::min(step, args.hidden.rows - begin);
         const SoftmaxTopKArgs topk = RowsFrom(args.topk, begin);
         std::byte* const blocks = BlocksOf(shape);
-        LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+        LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
           return stream.LinearTopKPartial({.hidden = RowsOf(args.hidden, begin, shape.rows),
                                            .head = args.head.shards[shard],
                                            .shard = shard,
@@ -160,7 +198,7 @@ class HostShardedStream final : public Stream {
       for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
         shape.rows = std::min(step, args.hidden.rows - begin);
         std::byte* const blocks = BlocksOf(shape);
-        LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+        LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
           return stream.LinearSamplePartial({.hidden = RowsOf(args.hidden, begin, shape.rows),
                                              .head = args.head.shards[shard],
                                              .shard = shard,
@@ -200,8 +238,9 @@ class HostShardedStream final : public Stream {
   absl::StatusOr<StreamTimes> Wait() override {
     StreamTimes times;
     absl::Status first;
+    if (!hung_.ok()) return hung_;
     for (int i = 0; i < count(); ++i) {
-      const absl::StatusOr<StreamTimes> waited = streams_[static_cast<size_t>(i)]->Wait();
+      const absl::StatusOr<StreamTimes> waited = streams()[static_cast<size_t>(i)]->Wait();
       first.Update(OfShard(i, waited.status()));
       if (i == 0 && waited.ok()) times = *waited;
     }
@@ -211,8 +250,20 @@ class HostShardedStream final : public Stream {
   }
 
  private:
-  int count() const { return static_cast<int>(streams_.size()); }
-  Stream& lead() { return *streams_.front(); }
+  // What a part uses, also one that hangs and goes on when nobody waits for it.
+  struct Shared {
+    explicit Shared(std::vector<std::unique_ptr<Stream>> all)
+        : streams(std::move(all)), statuses(streams.size()) {}
+    const std::vector<std::unique_ptr<Stream>> streams;
+    std::vector<absl::Status> statuses;  // of the last part, by shard
+    std::atomic<bool> abandoned = false;
+    Bytes blocks;
+    Bytes targets;
+  };
+
+  const std::vector<std::unique_ptr<Stream>>& streams() const { return shared_->streams; }
+  int count() const { return static_cast<int>(streams().size()); }
+  Stream& lead() { return *streams().front(); }
 
   VocabShards ShardsOf(const HeadView& head) const {
     return {.vocab = head.vocab(), .count = count()};
@@ -224,13 +275,13 @@ class HostShardedStream final : public Stream {
 
   // `row_bytes`: of a block with one row.
   int64_t RowsAtOnce(size_t row_bytes) const {
-    const auto most = static_cast<int64_t>(kMostBlockBytes / (row_bytes * streams_.size()));
+    const auto most = static_cast<int64_t>(kMostBlockBytes / (row_bytes * streams().size()));
     return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
   }
 
   template <class Shape>
   std::byte* BlocksOf(const Shape& shape) {
-    return blocks_.Get(shape.bytes() * streams_.size());
+    return shared_->blocks.Get(shape.bytes() * streams().size());
   }
   template <class Shape>
   static std::byte* BlockAt(std::byte* blocks, const Shape& shape, int shard) {
@@ -241,8 +292,8 @@ class HostShardedStream final : public Stream {
     float* targets = nullptr;
     if ((shape.want & kWantRank) != 0) {
       targets = reinterpret_cast<float*>(
-          targets_.Get(static_cast<size_t>(shape.rows) * streams_.size() * sizeof(float)));
-      LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+          shared_->targets.Get(static_cast<size_t>(shape.rows) * streams().size() * sizeof(float)));
+      LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
         return stream.LinearCrossEntropyTargets({.hidden = args.hidden,
                                                  .head = args.head.shards[shard],
                                                  .shard = shard,
@@ -252,7 +303,7 @@ class HostShardedStream final : public Stream {
       }));
     }
     std::byte* const blocks = BlocksOf(shape);
-    LOGITD_RETURN_IF_ERROR(OnAll([&](Stream& stream, int shard) {
+    LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
       return stream.LinearCrossEntropyPartial({.hidden = args.hidden,
                                                .head = args.head.shards[shard],
                                                .shard = shard,
@@ -268,18 +319,30 @@ class HostShardedStream final : public Stream {
   }
 
   // Calls part(stream, shard) for all devices at the same time. The first error, in their order;
-  // one that loses the device goes before one that does not.
-  absl::Status OnAll(absl::FunctionRef<absl::Status(Stream&, int)> part) {
-    gang_.Run([&](int shard) {
-      Stream& stream = *streams_[static_cast<size_t>(shard)];
-      stream.Watch(abandoned());
-      statuses_[static_cast<size_t>(shard)] = part(stream, shard);
-    });
-    const absl::Status* worst = &statuses_.front();
-    for (const absl::Status& status : statuses_) {
+  // one that loses the device goes before one that does not. `part` has copies of all it uses.
+  absl::Status OnAll(std::function<absl::Status(Stream&, int)> part) {
+    LOGITD_RETURN_IF_ERROR(hung_);
+    shared_->abandoned = IsAbandoned();
+    const int hung = gang_.Run(
+        [shared = shared_, part = std::move(part)](int shard) {
+          Stream& stream = *shared->streams[static_cast<size_t>(shard)];
+          stream.Watch(&shared->abandoned);
+          shared->statuses[static_cast<size_t>(shard)] = part(stream, shard);
+        },
+        hang_after_, [this] { shared_->abandoned = IsAbandoned(); });
+    if (hung >= 0) {
+      shared_->abandoned = true;
+      hung_ = OfShard(hung, absl::InternalError(absl::StrFormat(
+                                "the device has not ended its part %s after another one did",
+                                absl::FormatDuration(hang_after_))));
+      return hung_;
+    }
+    const std::vector<absl::Status>& statuses = shared_->statuses;
+    const absl::Status* worst = &statuses.front();
+    for (const absl::Status& status : statuses) {
       if (worst->ok() || (absl::IsInternal(status) && !absl::IsInternal(*worst))) worst = &status;
     }
-    return OfShard(static_cast<int>(worst - statuses_.data()), *worst);
+    return OfShard(static_cast<int>(worst - statuses.data()), *worst);
   }
 
   template <typename Op>
@@ -291,10 +354,9 @@ class HostShardedStream final : public Stream {
     return status;
   }
 
-  const std::vector<std::unique_ptr<Stream>> streams_;
-  std::vector<absl::Status> statuses_;  // of the last part, by shard
-  Bytes blocks_;
-  Bytes targets_;
+  const std::shared_ptr<Shared> shared_;
+  const absl::Duration hang_after_;
+  absl::Status hung_;  // not OK: a device hangs; the answer of all calls
   int64_t kernel_ns_ = 0;
   Gang gang_;
 };
@@ -303,23 +365,27 @@ bool IsHost(const Backend& backend) { return backend.device().is_host; }
 
 #if LOGITD_WITH_CUDA
 bool IsCuda(const Backend& backend) { return backend.device().backend == "cuda"; }
-absl::Status CheckCudaPeers(absl::Span<Backend* const> backends) {
-  return cuda::CheckPeers(backends);
+absl::Status CheckCudaExchange(absl::Span<Backend* const> backends, const ShardOptions& options) {
+  return cuda::ChooseExchange(backends, options.exchange).status();
 }
-absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends) {
-  return cuda::CreateShardedStream(backends);
+absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends,
+                                                         const ShardOptions& options) {
+  return cuda::CreateShardedStream(backends, options);
 }
 #else
 bool IsCuda(const Backend&) { return false; }
-absl::Status CheckCudaPeers(absl::Span<Backend* const>) { return absl::OkStatus(); }
-absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>) {
+absl::Status CheckCudaExchange(absl::Span<Backend* const>, const ShardOptions&) {
+  return absl::OkStatus();
+}
+absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>,
+                                                         const ShardOptions&) {
   return absl::UnimplementedError("shard: this build has only the CPU backend");
 }
 #endif
 
 }  // namespace
 
-absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
+absl::Status CheckCanShard(absl::Span<Backend* const> backends, const ShardOptions& options) {
   if (backends.empty() || backends.size() > static_cast<size_t>(kMaxShards)) {
     return absl::InvalidArgumentError(
         absl::StrFormat("shards: got %d devices, allowed 1..%d", backends.size(), kMaxShards));
@@ -333,19 +399,20 @@ absl::Status CheckCanShard(absl::Span<Backend* const> backends) {
                         "others each device holds the whole head",
                         backend->device().backend));
   }
-  return IsHost(*backends.front()) ? absl::OkStatus() : CheckCudaPeers(backends);
+  return IsHost(*backends.front()) ? absl::OkStatus() : CheckCudaExchange(backends, options);
 }
 
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends) {
-  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends));
-  if (!IsHost(*backends.front())) return CreateCudaStream(backends);
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
+                                                            const ShardOptions& options) {
+  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends, options));
+  if (!IsHost(*backends.front())) return CreateCudaStream(backends, options);
   std::vector<std::unique_ptr<Stream>> streams;
   for (Backend* backend : backends) {
     absl::StatusOr<std::unique_ptr<Stream>> stream = backend->CreateStream();
     if (!stream.ok()) return OfShard(static_cast<int>(streams.size()), stream.status());
     streams.push_back(*std::move(stream));
   }
-  return std::make_unique<HostShardedStream>(std::move(streams));
+  return std::make_unique<HostShardedStream>(std::move(streams), options.hang_after);
 }
 
 absl::Status OfShard(int shard, absl::Status status) {

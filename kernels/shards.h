@@ -189,7 +189,9 @@ struct LossPartialShape {
 // A rank counts the tokens before the target on every shard, and only one has the target. So where
 // a row wants a rank, there is a step before the partial, with an all-gather of its own of 4 bytes
 // a row: writes the logits of the targets that the shard has. It costs one product of two vectors a
-// row.
+// row. The partials cannot carry ranks without this step: how many tokens of a shard come before a
+// logit that the shard does not know may be any number, so it would have to send all of its logits,
+// 4 bytes for each row and token.
 struct LinearCrossEntropyTargetsArgs {
   TensorView hidden;  // [rows, hidden], as in LinearCrossEntropyArgs
   HeadView head;      // the shard's

@@ -131,6 +131,19 @@ void AddDevices(CLI::App& app, std::vector<int>* devices) {
             [devices](const std::string& text) { return ParseDevices(text, devices); });
 }
 
+void AddShardExchange(CLI::App& app, ShardExchange* value) {
+  AddParsed(
+      app, "--shard-exchange",
+      "How GPUs that hold parts of a head exchange what they found: peers: by stores into each "
+      "other's memory; nccl: by NCCL; auto: peers where they can, else nccl",
+      "auto, peers, nccl", "auto", [value](const std::string& text) {
+        *value = text == "peers"  ? ShardExchange::kPeers
+                 : text == "nccl" ? ShardExchange::kNccl
+                                  : ShardExchange::kAuto;
+        return text == "auto" || text == "peers" || text == "nccl";
+      });
+}
+
 template <typename T>
 void AddInteger(CLI::App& app, const std::string& flag, T* value, int64_t low, int64_t high,
                 const std::string& help) {
@@ -465,6 +478,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
   AddDevices(app, &config->devices);
+  AddShardExchange(app, &config->shard_exchange);
   AddInteger(app, "--cpu-threads", &config->cpu_threads, 0, 4096,
              "Threads of the CPU backend, shared by its devices; 0: all that the process may use");
   AddInteger(app, "--streams", &config->streams, 1, 64,

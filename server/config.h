@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "kernels/sharded_stream.h"
 #include "server/engine/heads.h"
 
 namespace logitd {
@@ -21,6 +22,7 @@ struct Config {
   std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
   std::vector<int> devices = {0};  // numbers, each once; empty: all that there are
+  ShardExchange shard_exchange = ShardExchange::kAuto;
   int cpu_threads = 0;
   int streams = 2;
   int64_t slab_bytes = int64_t{64} << 20;

@@ -497,10 +497,12 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
   return event;
 }
 
-std::shared_ptr<engine::Devices> DevicesOf(const std::vector<std::unique_ptr<Backend>>& backends) {
+std::shared_ptr<engine::Devices> DevicesOf(const std::vector<std::unique_ptr<Backend>>& backends,
+                                           const ShardOptions& shards) {
   std::vector<Backend*> pointers;
   for (const std::unique_ptr<Backend>& backend : backends) pointers.push_back(backend.get());
-  auto devices = std::make_shared<engine::Devices>(std::move(pointers));
+  auto devices =
+      std::make_shared<engine::Devices>(std::move(pointers), engine::NumaNodes(), shards);
   for (int i = 0; i < devices->count(); ++i) {
     const DeviceInfo& device = devices->info(i);
     const int node = devices->node(i);
@@ -556,7 +558,8 @@ int Serve(const Config& config, MakeBackends make_backends) {
 
   const absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = make_backends();
   if (!backends.ok()) return CannotStart(backends.status());
-  const std::shared_ptr<engine::Devices> devices = DevicesOf(*backends);
+  const std::shared_ptr<engine::Devices> devices =
+      DevicesOf(*backends, {.exchange = config.shard_exchange});
 
   engine::Metrics metrics(ops::AllNames(), NumbersOf(*devices));
   const int cores = UsableCores();

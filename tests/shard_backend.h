@@ -45,6 +45,11 @@ class ShardBackend final : public Backend {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return held_ > 0; });
   }
+  // Waits until all of its streams are gone.
+  void WaitUntilUnused() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return streams_ == 0; });
+  }
   int partials() {  // that began
     const std::lock_guard lock(mutex_);
     return partials_;
@@ -67,7 +72,16 @@ class ShardBackend final : public Backend {
   class ShardStream final : public Stream {
    public:
     ShardStream(ShardBackend* backend, std::unique_ptr<Stream> stream)
-        : backend_(backend), stream_(std::move(stream)) {}
+        : backend_(backend), stream_(std::move(stream)) {
+      const std::lock_guard lock(backend_->mutex_);
+      ++backend_->streams_;
+    }
+    ~ShardStream() override {
+      stream_.reset();
+      const std::lock_guard lock(backend_->mutex_);
+      --backend_->streams_;
+      backend_->changed_.notify_all();
+    }
     absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
       return stream_->Upload(slab, offset, bytes);
     }
@@ -91,7 +105,7 @@ class ShardBackend final : public Backend {
 
    private:
     ShardBackend* const backend_;
-    const std::unique_ptr<Stream> stream_;
+    std::unique_ptr<Stream> stream_;
   };
 
   absl::Status Begin() {
@@ -111,6 +125,7 @@ class ShardBackend final : public Backend {
   absl::Status fault_;
   bool hold_ = false;
   int held_ = 0;
+  int streams_ = 0;
   int partials_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// shard_bench: linear ops on a head that is cut over several GPUs, beside the whole head on one of
-// them, and what the exchange costs beside NCCL's all-gather.
+// shard_bench: linear ops on a head that is cut over several GPUs, by both ways of exchange, beside
+// the whole head on one of them, and what the exchange costs beside NCCL's all-gather.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,9 +101,18 @@ class Bench {
     auto one = lead().CreateStream(StreamUse::kOps);
     if (!one.ok()) return one.status();
     one_ = *std::move(one);
-    auto sharded = CreateShardedStream(all_);
-    if (!sharded.ok()) return sharded.status();
-    sharded_ = *std::move(sharded);
+    const std::set<int> distinct(devices.begin(), devices.end());
+    for (const ShardExchange exchange : {ShardExchange::kPeers, ShardExchange::kNccl}) {
+      const bool nccl = exchange == ShardExchange::kNccl;
+      if (nccl && distinct.size() < devices.size()) continue;  // NCCL joins no device with itself
+      auto sharded = CreateShardedStream(all_, {.exchange = exchange});
+      if (nccl && !sharded.ok()) {
+        std::cerr << "not measured: " << sharded.status() << "\n";
+        continue;
+      }
+      if (!sharded.ok()) return sharded.status();
+      (nccl ? by_nccl_ : sharded_) = *std::move(sharded);
+    }
     auto slab = lead().AllocateSlab(size_t{160} << 20);
     if (!slab.ok()) return slab.status();
     slab_ = *slab;
@@ -137,11 +147,15 @@ class Bench {
     return absl::OkStatus();
   }
 
-  absl::Status Measure(const Case& c, Times* one, Times* sharded, bool* same) {
-    std::string bits[2];
+  // `nccl` stays 0 where NCCL is not measured.
+  absl::Status Measure(const Case& c, Times* one, Times* sharded, Times* nccl, bool* same) {
+    std::string bits[3];
     LOGITD_RETURN_IF_ERROR(Run(c, *one_, whole_, one, &bits[0]));
     LOGITD_RETURN_IF_ERROR(Run(c, *sharded_, sharded_head_, sharded, &bits[1]));
     *same = bits[0] == bits[1];
+    if (by_nccl_ == nullptr) return absl::OkStatus();
+    LOGITD_RETURN_IF_ERROR(Run(c, *by_nccl_, sharded_head_, nccl, &bits[2]));
+    *same = *same && bits[0] == bits[2];
     return absl::OkStatus();
   }
 
@@ -282,6 +296,7 @@ class Bench {
   std::vector<Backend*> all_;
   std::unique_ptr<Stream> one_;
   std::unique_ptr<Stream> sharded_;
+  std::unique_ptr<Stream> by_nccl_;  // null: not measured
   Slab slab_;
   Slab pattern_;
   HeadView whole_;
@@ -318,8 +333,8 @@ int Main(int argc, char** argv) {
                         {"entries", nlohmann::json::array()},
                         {"exchange", nlohmann::json::array()}};
   int failed = 0;
-  absl::PrintF("%-44s %10s %10s %7s %10s %10s  %s\n", "op", "one us", "shards us", "x", "one wall",
-               "wall", "bits");
+  absl::PrintF("%-44s %10s %10s %7s %10s %10s %10s %7s %10s  %s\n", "op", "one us", "shards us",
+               "x", "one wall", "wall", "NCCL us", "x", "wall", "bits");
   int64_t hidden = 0, vocab = 0;
   for (const Case& c : Cases()) {
     const std::string label =
@@ -333,28 +348,34 @@ int Main(int argc, char** argv) {
     if (c.hidden != hidden || c.vocab != vocab) status = bench.LoadHead(c.hidden, c.vocab);
     hidden = c.hidden;
     vocab = c.vocab;
-    Times one, sharded;
+    Times one, sharded, nccl;
     bool same = false;
-    if (status.ok()) status = bench.Measure(c, &one, &sharded, &same);
+    if (status.ok()) status = bench.Measure(c, &one, &sharded, &nccl, &same);
     if (!status.ok()) {
       absl::PrintF("%-44s %s\n", label, status.ToString());
       ++failed;
       continue;
     }
     if (!same) ++failed;
-    absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f  %s\n", label, one.device_us,
-                 sharded.device_us, one.device_us / sharded.device_us, one.wall_us, sharded.wall_us,
-                 same ? "same" : "DIFFER");
-    out["entries"].push_back({{"op", kOps[static_cast<int>(c.op)]},
-                              {"rows", c.rows},
-                              {"hidden", c.hidden},
-                              {"vocab", c.vocab},
-                              {"dtype", "bf16"},
-                              {"one_us", one.device_us},
-                              {"sharded_us", sharded.device_us},
-                              {"one_wall_us", one.wall_us},
-                              {"sharded_wall_us", sharded.wall_us},
-                              {"same_bits", same}});
+    const double by_nccl = nccl.device_us == 0 ? 0 : one.device_us / nccl.device_us;
+    absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f %10.1f %7.2f %10.1f  %s\n", label,
+                 one.device_us, sharded.device_us, one.device_us / sharded.device_us, one.wall_us,
+                 sharded.wall_us, nccl.device_us, by_nccl, nccl.wall_us, same ? "same" : "DIFFER");
+    nlohmann::json entry = {{"op", kOps[static_cast<int>(c.op)]},
+                            {"rows", c.rows},
+                            {"hidden", c.hidden},
+                            {"vocab", c.vocab},
+                            {"dtype", "bf16"},
+                            {"one_us", one.device_us},
+                            {"sharded_us", sharded.device_us},
+                            {"one_wall_us", one.wall_us},
+                            {"sharded_wall_us", sharded.wall_us},
+                            {"same_bits", same}};
+    if (nccl.device_us > 0) {
+      entry["nccl_us"] = nccl.device_us;
+      entry["nccl_wall_us"] = nccl.wall_us;
+    }
+    out["entries"].push_back(std::move(entry));
   }
   bench.FreeHeads();
   for (const int64_t rows : {64, 4096}) {

@@ -69,6 +69,14 @@ class CpuStream : public Stream {
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
     return Timed([&] { cpu::LinearCrossEntropy(args, *pool_, linear_scratch_, abandoned()); });
   }
+  absl::Status LinearCrossEntropyBackwardPartial(
+      const LinearCrossEntropyBackwardPartialArgs& args) override {
+    return Timed([&] { cpu::LinearCrossEntropyBackwardPartial(args, *pool_, linear_scratch_); });
+  }
+  absl::Status LinearCrossEntropyBackwardMerge(
+      const LinearCrossEntropyBackwardMergeArgs& args) override {
+    return Timed([&] { cpu::LinearCrossEntropyBackwardMerge(args, *pool_, linear_scratch_); });
+  }
   absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
     return Timed([&] { cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_); });
   }

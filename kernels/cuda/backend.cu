@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -26,6 +28,7 @@
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/shards.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/patience.h"
 #include "kernels/cuda/replays.h"
 #include "kernels/cuda/shared_memory.h"
 #include "kernels/cuda/stream.h"
@@ -75,6 +78,10 @@ class CudaStream final : public cuda::DeviceStream {
   }
 
   ~CudaStream() override {
+    if (cuda::IsHung(device_)) {
+      static_cast<void>(replays_.release());
+      return;
+    }
     cudaSetDevice(device_);
     for (cudaEvent_t event : events_) {
       if (event != nullptr) cudaEventDestroy(event);
@@ -91,6 +98,7 @@ class CudaStream final : public cuda::DeviceStream {
   int device() const override { return device_; }
   cudaStream_t native() const override { return stream_; }
   absl::Status BeginOps() override { return Enter(kComputing); }
+  void LimitWait(absl::Duration limit) override { wait_limit_ = limit; }
   absl::Status ShardLogits(const cuda::ShardLogitsArgs& args) override {
     return RunLinear("logits of a shard", &cuda::ShardLogits, args, cuda::LinearOp::kTokens,
                      args.head);
@@ -253,6 +261,18 @@ class CudaStream final : public cuda::DeviceStream {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::LinearCrossEntropyMerge(args, stream_), "linear_cross_entropy on shards");
   }
+  absl::Status LinearCrossEntropyBackwardPartial(
+      const LinearCrossEntropyBackwardPartialArgs& args) override {
+    return RunLinear("linear_cross_entropy_backward on a shard",
+                     &cuda::LinearCrossEntropyBackwardPartial, args, cuda::LinearOp::kGradients,
+                     args.gradient.head);
+  }
+  absl::Status LinearCrossEntropyBackwardMerge(
+      const LinearCrossEntropyBackwardMergeArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::LinearCrossEntropyBackwardMerge(args, stream_),
+                    "linear_cross_entropy_backward on shards");
+  }
 
   absl::StatusOr<StreamTimes> Wait() override {
     const absl::Status entered =
@@ -286,9 +306,10 @@ class CudaStream final : public cuda::DeviceStream {
              absl::Now() < poll_until) {
       }
     }
+    if (state == cudaErrorNotReady) state = Block();
     if (state == cudaErrorNotReady) {
-      state = cudaEventRecord(blocking_, stream_);
-      if (state == cudaSuccess) state = cudaEventSynchronize(blocking_);
+      return absl::DeadlineExceededError(absl::StrFormat("CUDA: a batch has not ended after %s",
+                                                         absl::FormatDuration(wait_limit_)));
     }
     LOGITD_RETURN_IF_ERROR(ToStatus(state, "batch"));
     if (by_marks) {
@@ -326,6 +347,17 @@ class CudaStream final : public cuda::DeviceStream {
   };
 
   explicit CudaStream(int device) : device_(device) {}
+
+  // Waits for the stream's end. cudaErrorNotReady: the limit has passed.
+  cudaError_t Block() {
+    cudaError_t state = cudaEventRecord(blocking_, stream_);
+    if (state != cudaSuccess) return state;
+    if (wait_limit_ == absl::InfiniteDuration()) return cudaEventSynchronize(blocking_);
+    cuda::Patience patience(wait_limit_);
+    while ((state = cudaEventQuery(blocking_)) == cudaErrorNotReady && patience.Sleep()) {
+    }
+    return state;
+  }
 
   absl::Status Init(const cudaDeviceProp& properties, StreamUse use) {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
@@ -636,9 +668,10 @@ class CudaStream final : public cuda::DeviceStream {
   std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet
   HostMarks* marks_ = nullptr;     // null: the stream only copies
   uint32_t* words_ = nullptr;      // on the device: of GatherRows, and Marks::count
-  uint32_t ends_ = 0;              // the value of the last HostMarks::done that was asked for
-  bool gathers_ = false;           // uploads_ has copies of a Gather
-  Small small_;                    // without an op: nothing is kept
+  absl::Duration wait_limit_ = absl::InfiniteDuration();
+  uint32_t ends_ = 0;     // the value of the last HostMarks::done that was asked for
+  bool gathers_ = false;  // uploads_ has copies of a Gather
+  Small small_;           // without an op: nothing is kept
   std::unique_ptr<cuda::Replays> replays_;
   // How the work since the last Wait is timed: by marks or by events; which marks were asked for.
   bool by_marks_ = false;
@@ -682,6 +715,7 @@ class CudaBackend final : public Backend {
   }
 
   void FreeSlab(const Slab& slab) override {
+    if (cuda::IsHung(device_)) return;
     cudaSetDevice(device_);
     if (slab.host != nullptr) cudaFreeHost(slab.host);
     if (slab.device != nullptr) cudaFree(slab.device);
@@ -704,6 +738,7 @@ class CudaBackend final : public Backend {
   }
 
   void FreeDevice(const DeviceMemory& memory) override {
+    if (cuda::IsHung(device_)) return;
     cudaSetDevice(device_);
     cudaFree(memory.data);
   }
@@ -725,6 +760,7 @@ class CudaBackend final : public Backend {
   }
 
   void FreeShared(const SharedDeviceMemory& memory) override {
+    if (cuda::IsHung(device_)) return;
     cudaSetDevice(device_);
     cuda::FreeShared(memory);
   }
@@ -812,6 +848,17 @@ class CudaBackend final : public Backend {
 }  // namespace
 
 namespace cuda {
+namespace {
+
+constexpr int kMostDevices = 64;
+std::array<std::atomic<bool>, kMostDevices> hung;
+
+}  // namespace
+
+void SetHung(int device) {
+  if (device < kMostDevices) hung[static_cast<size_t>(device)] = true;
+}
+bool IsHung(int device) { return device < kMostDevices && hung[static_cast<size_t>(device)]; }
 
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();

@@ -2,17 +2,25 @@
 // for:
 //
 //   every other device   copies hidden states and parameters of rows from the first device; computes
-//                        its partial; its kernels write the block into the first device's memory
-//   the first            computes its own, waits for all of them, and merges
+//                        its partial
+//   exchange             the first device gets the blocks of all
+//   the first            computes its own partial, and merges
 //
-// So the exchange is stores into the memory of a peer, and an event for each device: nothing spins,
-// and a device that fails holds up no other. One thread enqueues all of it, the first device last,
-// because the others have more to do before their product.
+// One thread enqueues all of it, the first device last, because the others have more to do before
+// their product. There are two ways to exchange (ShardExchange):
 //
-// What is stored is the block of kernels/shards.h, or logits: those of linear_sample, and of
-// linear_topk while they are few. They go to their place in a matrix of the whole vocabulary, on
-// which the first device runs the op that takes logits. The stores overlap the product, and there
-// are fewer kernels after it.
+//   kPeers   The kernels of a partial write the block into the first device's memory, and a signal
+//            tells it so: no kernel spins. What is stored is
+//            the block of kernels/shards.h, or logits: those of linear_sample, and of linear_topk
+//            while they are few. They go to their place in a matrix of the whole vocabulary, on which
+//            the first device runs the op that takes logits. The stores overlap the product, and
+//            there are fewer kernels after it.
+//   kNccl    Each device writes the block into its own memory, and one all-gather brings all blocks to
+//            all devices. The first device packs what the others need of a call, and a copy brings it
+//            to each, through the host where there is no other way.
+//
+// A device that fails or hangs holds up no other: the host watches the signals, and where one does not
+// come it ends all waits and the all-gather.
 #include "kernels/cuda/sharded_stream.h"
 
 #include <cuda_runtime.h>
@@ -20,6 +28,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,6 +38,10 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/cuda/gather.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/nccl.h"
+#include "kernels/cuda/patience.h"
+#include "kernels/cuda/signals.h"
 #include "kernels/cuda/stream.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
@@ -36,12 +50,15 @@
 namespace logitd::cuda {
 namespace {
 
-// Memory of the first device for the blocks of all shards.
+// Memory for the blocks of all shards.
 constexpr size_t kBlockBytes = size_t{128} << 20;
-// Memory of every other device for hidden states.
+// Memory for the targets of all shards.
+constexpr size_t kTargetBytes = kBlockBytes / 16;
+// Memory of every other device for hidden states, parameters of rows, and extra ids where they are
+// brought too.
 constexpr size_t kHiddenBytes = size_t{64} << 20;
-// Memory of every other device for parameters of rows.
 constexpr size_t kRowBytes = size_t{4} << 20;
+constexpr size_t kExtraBytes = size_t{4} << 20;
 // Rows that a product takes together.
 constexpr int64_t kRowStep = 256;
 // Up to so many bytes of logits, they are exchanged: about 64 rows at a time.
@@ -50,88 +67,157 @@ constexpr size_t kFewLogitsBytes = size_t{64} << 20;
 constexpr size_t kKernelCopyBytes = size_t{1} << 20;
 
 constexpr absl::Duration kPollFor = absl::Microseconds(200);
-// How long a failed device's peers get to end what they have.
+constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
+// How long devices get to end what they have, after one has failed.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
-constexpr absl::Duration kDrainPoll = absl::Milliseconds(1);
+
+constexpr size_t kBorder = 256;  // of what is packed
+size_t ToBorder(size_t bytes) { return (bytes + kBorder - 1) / kBorder * kBorder; }
+
+constexpr int kPackThreads = 128;
+
+// Block r packs the parameters and the extra ids of row r: `max_extra` places for each row.
+__global__ void __launch_bounds__(kPackThreads)
+    PackExtrasKernel(const CrossEntropyRow* rows, const int32_t* ids, int32_t max_extra,
+                     CrossEntropyRow* to_rows, int32_t* to_ids) {
+  const int64_t r = blockIdx.x;
+  const CrossEntropyRow& row = rows[r];
+  const int64_t first = r * max_extra;
+  for (int i = threadIdx.x; i < row.extra_count; i += kPackThreads)
+    to_ids[first + i] = ids[row.first_extra + i];
+  if (threadIdx.x != 0) return;
+  CrossEntropyRow packed = row;
+  if (packed.active != 0) packed.first_extra = first;
+  to_rows[r] = packed;
+}
+
+// What a partial reads of a call: hidden states, parameters of as many rows, and the extra ids that
+// those name. Null: not wanted.
+template <class Row>
+struct Inputs {
+  TensorView hidden;
+  const Row* rows = nullptr;
+  const int32_t* extra_ids = nullptr;
+  int32_t max_extra = 0;
+
+  size_t stride_bytes() const {
+    return static_cast<size_t>(hidden.row_stride) * SizeOf(hidden.dtype);
+  }
+  size_t hidden_bytes() const {
+    return static_cast<size_t>(hidden.rows - 1) * stride_bytes() +
+           static_cast<size_t>(hidden.cols) * SizeOf(hidden.dtype);
+  }
+  size_t row_bytes() const {
+    return rows == nullptr ? 0 : static_cast<size_t>(hidden.rows) * sizeof(Row);
+  }
+  size_t extra_bytes() const {
+    return extra_ids == nullptr ? 0 : static_cast<size_t>(hidden.rows * max_extra) * 4;
+  }
+};
+
+RowsCopy CopyOf(const void* from, size_t bytes, std::byte* to) {
+  return {.from = static_cast<const std::byte*>(from),
+          .from_stride = bytes,
+          .to = to,
+          .to_stride = bytes,
+          .row_bytes = bytes,
+          .rows = 1,
+          .from_device = true};
+}
 
 class ShardedStream final : public Stream {
  public:
   ~ShardedStream() override {
+    nccl_.reset();  // first: it may use all devices
     // From the last on: cudaFree waits for the device, and all write into the first one's memory.
     for (size_t i = devices_.size(); i-- > 0;) {
       Device& device = devices_[i];
-      cudaSetDevice(device.stream->device());
-      if (device.ended != nullptr) cudaEventDestroy(device.ended);
-      if (device.ready != nullptr) cudaEventDestroy(device.ready);
-      cudaFree(device.hidden);
-      cudaFree(device.rows);
-      if (i > 0) continue;
-      cudaFree(blocks_);
-      cudaFree(targets_);
+      const int number = device.stream->device();
+      // By kPeers one that hangs may still write into the memory of the first.
+      if (IsHung(number) || (!hung_.ok() && i == 0)) continue;
+      cudaSetDevice(number);
+      cudaFree(device.inputs);
+      if (i > 0 && exchange_ == ShardExchange::kPeers) continue;  // the first one's
+      cudaFree(device.blocks);
+      cudaFree(device.targets);
     }
     cudaGetLastError();
+    if (!hung_.ok()) static_cast<void>(signals_.release());  // it may still raise its own
   }
 
-  absl::Status Init(absl::Span<Backend* const> backends) {
+  absl::Status Init(absl::Span<Backend* const> backends, const ShardOptions& options) {
+    const absl::StatusOr<ShardExchange> exchange = ChooseExchange(backends, options.exchange);
+    if (!exchange.ok()) return exchange.status();
+    exchange_ = *exchange;
+    hang_after_ = options.hang_after;
+    absl::StatusOr<std::unique_ptr<Signals>> signals =
+        Signals::Create(static_cast<int>(backends.size()));
+    if (!signals.ok()) return OfShard(0, signals.status());
+    signals_ = *std::move(signals);
     for (size_t i = 0; i < backends.size(); ++i) {
       const absl::Status status = Add(backends[i]);
       if (!status.ok()) return OfShard(static_cast<int>(i), status);
     }
-    return absl::OkStatus();
+    return exchange_ == ShardExchange::kNccl ? JoinNccl() : absl::OkStatus();
   }
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Upload(slab, offset, bytes));
   }
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Download(slab, offset, bytes));
   }
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Fill(slab, offset, bytes, to));
   }
   absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Gather(copies));
   }
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Deliver(to, from, bytes));
   }
 
   absl::Status LinearTopK(const LinearTopKArgs& args) override { return RunLinearTopK(args); }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
-    return OnLogits(args.hidden, args.head, args.sample, &Stream::Sample);
+    return exchange_ == ShardExchange::kPeers
+               ? OnLogits(args.hidden, args.head, args.sample, &Stream::Sample)
+               : RunLinearSample(args);
   }
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
     return RunLinearCrossEntropy(args);
   }
 
-  // A device that fails is waited for first: what the first device has enqueued may depend on it.
+  // The parts of other devices are waited for first: what the first device has enqueued may depend on
+  // them.
   absl::StatusOr<StreamTimes> Wait() override {
-    absl::Status failed;
-    for (int i = 1; i < count(); ++i) {
-      const cudaEvent_t ended = devices_[static_cast<size_t>(i)].ended;
-      failed.Update(OfShard(i, ToStatus(WaitFor(ended), "batch")));
-    }
-    if (!failed.ok()) {
-      Drain();
-      return failed;
-    }
+    LOGITD_RETURN_IF_ERROR(hung_);
+    if (const absl::Status failed = WaitForParts(); !failed.ok()) return Stop(failed);
     absl::StatusOr<StreamTimes> waited = lead().Wait();
-    if (!waited.ok()) return OfShard(0, waited.status());
-    return waited;
+    if (waited.ok()) return waited;
+    const absl::Status& failed = waited.status();
+    return Stop(absl::IsDeadlineExceeded(failed) ? failed : OfShard(0, failed));
   }
 
  private:
   struct Device {
     std::unique_ptr<DeviceStream> stream;
-    cudaEvent_t ended = nullptr;  // its partial
-    cudaEvent_t ready = nullptr;  // of the first device: what partials read is there
-    std::byte* hidden = nullptr;  // [kHiddenBytes]; null on the first device
-    std::byte* rows = nullptr;    // [kRowBytes]; null on the first device
+    // What Inputs are packed in. By kPeers the first device has none.
+    std::byte* inputs = nullptr;  // [kHiddenBytes + kRowBytes], by kNccl kExtraBytes more
+    // Of all shards. By kPeers all devices have those of the first.
+    std::byte* blocks = nullptr;   // [kBlockBytes]
+    std::byte* targets = nullptr;  // [kTargetBytes]
   };
+  using Gathered = std::byte* Device::*;
 
   int count() const { return static_cast<int>(devices_.size()); }
   DeviceStream& stream(int shard) { return *devices_[static_cast<size_t>(shard)].stream; }
   DeviceStream& lead() { return stream(0); }
+  const std::byte* blocks() const { return devices_.front().blocks; }  // of all shards
   VocabShards ShardsOf(const HeadView& head) const {
     return {.vocab = head.vocab(), .count = count()};
   }
@@ -143,47 +229,81 @@ class ShardedStream final : public Stream {
     absl::StatusOr<std::unique_ptr<Stream>> made = backend->CreateStream();
     if (!made.ok()) return made.status();
     Device& device = devices_.emplace_back();
+    places_.resize(devices_.size());
     device.stream.reset(static_cast<DeviceStream*>(made->release()));
     const int number = device.stream->device();
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(number), "select device"));
-    LOGITD_RETURN_IF_ERROR(ToStatus(
-        cudaEventCreateWithFlags(&device.ended, cudaEventDisableTiming | cudaEventBlockingSync),
-        "create event"));
-    if (devices_.size() == 1) {
-      LOGITD_RETURN_IF_ERROR(ToStatus(
-          cudaEventCreateWithFlags(&device.ready, cudaEventDisableTiming), "create event"));
-      LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&blocks_, kBlockBytes), "allocate blocks"));
-      return ToStatus(cudaMalloc(&targets_, kBlockBytes / 16), "allocate targets");
+    if (devices_.size() == 1) device.stream->LimitWait(hang_after_);
+    if (devices_.size() == 1 || exchange_ == ShardExchange::kNccl) {
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&device.blocks, kBlockBytes), "allocate blocks"));
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cudaMalloc(&device.targets, kTargetBytes), "allocate targets"));
+    } else {
+      device.blocks = devices_.front().blocks;
+      device.targets = devices_.front().targets;
+      LOGITD_RETURN_IF_ERROR(ReachFirst(number));
     }
-    if (const int first = lead().device(); number != first) {
-      const cudaError_t error = cudaDeviceEnablePeerAccess(first, 0);
-      if (error != cudaErrorPeerAccessAlreadyEnabled) {
-        LOGITD_RETURN_IF_ERROR(ToStatus(error, "reach the first device's memory"));
-      }
-      cudaGetLastError();
-    }
-    LOGITD_RETURN_IF_ERROR(
-        ToStatus(cudaMalloc(&device.rows, kRowBytes), "allocate parameters of rows"));
-    return ToStatus(cudaMalloc(&device.hidden, kHiddenBytes), "allocate hidden states");
+    if (devices_.size() == 1 && exchange_ == ShardExchange::kPeers) return absl::OkStatus();
+    const size_t extra_bytes = exchange_ == ShardExchange::kNccl ? kExtraBytes : 0;
+    return ToStatus(cudaMalloc(&device.inputs, kHiddenBytes + kRowBytes + extra_bytes),
+                    "allocate hidden states");
   }
 
-  // `row_bytes`: of what is exchanged for a row, by all devices.
-  int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden) const {
+  // Lets device `number`, which is the thread's, use the first one's memory.
+  absl::Status ReachFirst(int number) {
+    if (number == lead().device()) return absl::OkStatus();
+    const cudaError_t error = cudaDeviceEnablePeerAccess(lead().device(), 0);
+    if (error != cudaErrorPeerAccessAlreadyEnabled) {
+      LOGITD_RETURN_IF_ERROR(ToStatus(error, "reach the first device's memory"));
+    }
+    cudaGetLastError();
+    return absl::OkStatus();
+  }
+
+  // Makes the communicators, and has NCCL connect the devices, which its first all-gather does.
+  absl::Status JoinNccl() {
+    if (nccl_ != nullptr) return absl::OkStatus();
+    std::vector<int> numbers;
+    for (int i = 0; i < count(); ++i) numbers.push_back(stream(i).device());
+    absl::StatusOr<std::unique_ptr<NcclGather>> nccl = NcclGather::Create(numbers);
+    if (!nccl.ok()) return nccl.status();
+    nccl_ = *std::move(nccl);
+    absl::Status status = GatherBlocks(&Device::blocks, kBorder);
+    Patience patience(hang_after_);
+    while (status.ok() && !Busy().empty()) {
+      if (!patience.Sleep())
+        status.Update(absl::UnavailableError("NCCL: the devices are not joined"));
+    }
+    for (int i = 0; i < count(); ++i) status.Update(ErrorOf(i));
+    if (!status.ok()) LeaveNccl();
+    return status;
+  }
+
+  void LeaveNccl() {
+    if (nccl_ != nullptr) nccl_->Abort();
+    nccl_.reset();
+  }
+
+  // `row_bytes`: of what is exchanged for a row, by all devices; `packed_extras`: extra ids of a row
+  // that Pack takes.
+  int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t packed_extras = 0) const {
     const size_t hidden_bytes = static_cast<size_t>(hidden.row_stride) * SizeOf(hidden.dtype);
     const size_t target_bytes = sizeof(float) * devices_.size();
-    const auto most = static_cast<int64_t>(
-        std::min({kBlockBytes / row_bytes, kHiddenBytes / hidden_bytes,
-                  kBlockBytes / 16 / target_bytes, kRowBytes / sizeof(CrossEntropyRow)}));
+    const auto most = static_cast<int64_t>(std::min(
+        {kBlockBytes / row_bytes, kHiddenBytes / hidden_bytes, kTargetBytes / target_bytes,
+         kRowBytes / sizeof(CrossEntropyRow),
+         kExtraBytes / (sizeof(int32_t) * static_cast<size_t>(std::max(1, packed_extras)))}));
     return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
   }
 
   template <class Shape>
   std::byte* BlockAt(const Shape& shape, int shard) {
-    return blocks_ + static_cast<size_t>(shard) * shape.bytes();
+    return devices_[static_cast<size_t>(shard)].blocks + static_cast<size_t>(shard) * shape.bytes();
   }
 
   absl::Status RunLinearTopK(const LinearTopKArgs& args) {
-    if (static_cast<size_t>(args.hidden.rows) * LogitsBytes(args.head) <= kFewLogitsBytes) {
+    if (exchange_ == ShardExchange::kPeers &&
+        static_cast<size_t>(args.hidden.rows) * LogitsBytes(args.head) <= kFewLogitsBytes) {
       return OnLogits(args.hidden, args.head, args.topk, &Stream::SoftmaxTopK);
     }
     TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = args.topk.max_k};
@@ -191,19 +311,46 @@ class ShardedStream final : public Stream {
     for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
       shape.rows = std::min(step, args.hidden.rows - first);
       const SoftmaxTopKArgs topk = RowsFrom(args.topk, first);
+      const Inputs<SoftmaxTopKRow> inputs = {.hidden = RowsOf(args.hidden, first, shape.rows),
+                                             .rows = topk.rows};
+      LOGITD_RETURN_IF_ERROR(Pack(inputs));
       LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-        TensorView hidden = RowsOf(args.hidden, first, shape.rows);
-        const SoftmaxTopKRow* rows = topk.rows;
-        LOGITD_RETURN_IF_ERROR(Bring(shard, hidden, rows));
-        return stream(shard).LinearTopKPartial({.hidden = hidden,
+        Inputs<SoftmaxTopKRow> at = inputs;
+        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
+        return stream(shard).LinearTopKPartial({.hidden = at.hidden,
                                                 .head = args.head.shards[shard],
                                                 .shard = shard,
                                                 .shape = shape,
-                                                .rows = rows,
+                                                .rows = at.rows,
                                                 .block = BlockAt(shape, shard)});
       }));
+      LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
       LOGITD_RETURN_IF_ERROR(
-          OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks_, .topk = topk})));
+          OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks(), .topk = topk})));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status RunLinearSample(const LinearSampleArgs& args) {
+    SamplePartialShape shape = {.shards = ShardsOf(args.head), .rows = 1};
+    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden);
+    for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
+      shape.rows = std::min(step, args.hidden.rows - first);
+      const Inputs<std::byte> inputs = {.hidden = RowsOf(args.hidden, first, shape.rows)};
+      LOGITD_RETURN_IF_ERROR(Pack(inputs));
+      LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
+        Inputs<std::byte> at = inputs;
+        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
+        return stream(shard).LinearSamplePartial({.hidden = at.hidden,
+                                                  .head = args.head.shards[shard],
+                                                  .shard = shard,
+                                                  .shape = shape,
+                                                  .block = BlockAt(shape, shard)});
+      }));
+      LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
+      LOGITD_RETURN_IF_ERROR(OfShard(
+          0, lead().LinearSampleMerge(
+                 {.shape = shape, .blocks = blocks(), .sample = RowsFrom(args.sample, first)})));
     }
     return absl::OkStatus();
   }
@@ -215,7 +362,8 @@ class ShardedStream final : public Stream {
                               .want = args.cross_entropy.want,
                               .max_top = args.cross_entropy.max_top_logprobs,
                               .max_extra = args.cross_entropy.max_extra_ids};
-    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden);
+    const int32_t packed_extras = exchange_ == ShardExchange::kNccl ? shape.max_extra : 0;
+    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden, packed_extras);
     for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
       shape.rows = std::min(step, args.hidden.rows - first);
       LOGITD_RETURN_IF_ERROR(LossOfRows(RowsOf(args, first, shape.rows), shape));
@@ -223,77 +371,114 @@ class ShardedStream final : public Stream {
     return absl::OkStatus();
   }
 
-  // What the first device has so far comes before what the others enqueue next.
-  absl::Status Begin() {
-    LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
-    const cudaEvent_t ready = devices_.front().ready;
-    LOGITD_RETURN_IF_ERROR(
-        OfShard(0, ToStatus(cudaEventRecord(ready, lead().native()), "record event")));
-    for (int i = 1; i < count(); ++i) {
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          i, ToStatus(cudaStreamWaitEvent(stream(i).native(), ready, 0), "wait for a device")));
-    }
-    return absl::OkStatus();
-  }
-
-  // Enqueues part(shard) on all devices, after what the first one has so far; then the first waits
-  // for the others.
+  // Enqueues part(shard) on all devices, after what the first one has so far.
   absl::Status OnAll(absl::FunctionRef<absl::Status(int)> part) {
-    LOGITD_RETURN_IF_ERROR(Begin());
+    LOGITD_RETURN_IF_ERROR(hung_);
+    if (exchange_ == ShardExchange::kNccl) LOGITD_RETURN_IF_ERROR(JoinNccl());  // after a Stop
+    LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
+    LOGITD_RETURN_IF_ERROR(OfShard(0, Raise(kReady, lead())));
     for (int i = 1; i < count(); ++i) {
       LOGITD_RETURN_IF_ERROR(OfShard(i, stream(i).BeginOps()));
+      LOGITD_RETURN_IF_ERROR(OfShard(i, Await(kReady, stream(i))));
       const absl::Status status = part(i);
       // Also where a part of it was enqueued before an error: Wait waits for that.
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          i, ToStatus(cudaEventRecord(devices_[static_cast<size_t>(i)].ended, stream(i).native()),
-                      "record event")));
+      LOGITD_RETURN_IF_ERROR(OfShard(i, Raise(i, stream(i))));
       LOGITD_RETURN_IF_ERROR(OfShard(i, status));
     }
     LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
-    LOGITD_RETURN_IF_ERROR(OfShard(0, part(0)));
-    for (int i = 1; i < count(); ++i) {
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          0,
-          ToStatus(cudaStreamWaitEvent(lead().native(), devices_[static_cast<size_t>(i)].ended, 0),
-                   "wait for a device")));
-    }
-    return absl::OkStatus();
+    return OfShard(0, part(0));
+  }
+  absl::Status Raise(int signal, DeviceStream& stream) {
+    return ToStatus(signals_->Raise(signal, stream.native()), "raise a signal");
+  }
+  absl::Status Await(int signal, DeviceStream& stream) {
+    return ToStatus(signals_->Await(signal, stream.native()), "wait for a device");
   }
 
-  // Copies the hidden states, and the parameters of as many rows unless they are null, to the
-  // shard's device, and makes the arguments those of the copies.
+  // What the first device does next has the blocks, or targets, of all devices, each of `bytes`.
+  absl::Status Exchange(Gathered gathered, size_t bytes) {
+    if (exchange_ == ShardExchange::kNccl) return GatherBlocks(gathered, bytes);
+    for (int i = 1; i < count(); ++i) LOGITD_RETURN_IF_ERROR(OfShard(0, Await(i, lead())));
+    return absl::OkStatus();
+  }
+  absl::Status GatherBlocks(Gathered gathered, size_t bytes) {
+    for (size_t i = 0; i < devices_.size(); ++i)
+      places_[i] = {devices_[i].*gathered, devices_[i].stream->native()};
+    absl::Status status = nccl_->Enqueue(places_, bytes);
+    if (!status.ok()) LeaveNccl();
+    return status;
+  }
+
+  // By kNccl, puts what the other devices copy together on the first device.
   template <class Row>
-  absl::Status Bring(int shard, TensorView& hidden, const Row*& rows) {
+  absl::Status Pack(const Inputs<Row>& inputs) {
+    if (exchange_ == ShardExchange::kPeers || count() == 1) return absl::OkStatus();
+    LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
+    std::byte* const to = devices_.front().inputs;
+    std::byte* const rows = to + ToBorder(inputs.hidden_bytes());
+    std::byte* const extras = rows + ToBorder(inputs.row_bytes());
+    RowsCopy copies[2] = {CopyOf(inputs.hidden.data, inputs.hidden_bytes(), to)};
+    size_t copied = 1;
+    cudaError_t error = cudaSuccess;
+    if constexpr (std::is_same_v<Row, CrossEntropyRow>) {
+      error = LaunchKernel(
+          &PackExtrasKernel, {.grid = GridFor(inputs.hidden.rows), .threads = kPackThreads},
+          lead().native(), inputs.rows, inputs.extra_ids, inputs.max_extra,
+          reinterpret_cast<CrossEntropyRow*>(rows), reinterpret_cast<int32_t*>(extras));
+    } else if (inputs.rows != nullptr) {
+      copies[copied++] = CopyOf(inputs.rows, inputs.row_bytes(), rows);
+    }
+    if (error == cudaSuccess) error = GatherRows({copies, copied}, lead().native());
+    return OfShard(0, ToStatus(error, "pack rows"));
+  }
+
+  // Brings the inputs to the shard's device, and makes them those that are there. By kNccl they have
+  // been packed.
+  template <class Row>
+  absl::Status Bring(int shard, Inputs<Row>& inputs) {
     if (shard == 0) return absl::OkStatus();
     const Device& device = devices_[static_cast<size_t>(shard)];
-    const size_t row_bytes = static_cast<size_t>(hidden.row_stride) * SizeOf(hidden.dtype);
-    const size_t bytes = static_cast<size_t>(hidden.rows - 1) * row_bytes +
-                         static_cast<size_t>(hidden.cols) * SizeOf(hidden.dtype);
+    const cudaStream_t to = device.stream->native();
+    const size_t bytes = inputs.hidden_bytes();
+    const size_t rows_at = ToBorder(bytes);
+    const size_t extras_at = rows_at + ToBorder(inputs.row_bytes());
+    if (exchange_ == ShardExchange::kNccl) {
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cudaMemcpyAsync(device.inputs, devices_.front().inputs,
+                                   extras_at + inputs.extra_bytes(), cudaMemcpyDefault, to),
+                   "copy rows"));
+      MoveTo(shard, inputs);
+      return absl::OkStatus();
+    }
     RowsCopy copies[2];
     size_t count = 0;
-    const auto copy = [&](const void* from, size_t size, std::byte* to) {
-      copies[count++] = {.from = static_cast<const std::byte*>(from),
-                         .from_stride = size,
-                         .to = to,
-                         .to_stride = size,
-                         .row_bytes = size,
-                         .rows = 1,
-                         .from_device = true};
-    };
     if (bytes <= kKernelCopyBytes) {
-      copy(hidden.data, bytes, device.hidden);
+      copies[count++] = CopyOf(inputs.hidden.data, bytes, device.inputs);
     } else {
-      LOGITD_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(device.hidden, hidden.data, bytes,
-                                                      cudaMemcpyDefault, device.stream->native()),
-                                      "copy hidden states"));
+      LOGITD_RETURN_IF_ERROR(
+          ToStatus(cudaMemcpyAsync(device.inputs, inputs.hidden.data, bytes, cudaMemcpyDefault, to),
+                   "copy hidden states"));
     }
-    hidden.data = device.hidden;
-    if (rows != nullptr) {
-      copy(rows, static_cast<size_t>(hidden.rows) * sizeof(Row), device.rows);
-      rows = reinterpret_cast<const Row*>(device.rows);
-    }
+    if (inputs.rows != nullptr)
+      copies[count++] = CopyOf(inputs.rows, inputs.row_bytes(), device.inputs + rows_at);
+    MoveTo(shard, inputs);
     if (count == 0) return absl::OkStatus();
-    return ToStatus(GatherRows({copies, count}, device.stream->native()), "copy rows");
+    return ToStatus(GatherRows({copies, count}, to), "copy rows");
+  }
+
+  // Makes the inputs those that the shard's device has. By kPeers it reads the extra ids where they
+  // are.
+  template <class Row>
+  void MoveTo(int shard, Inputs<Row>& inputs) {
+    if (shard == 0) return;
+    std::byte* const at = devices_[static_cast<size_t>(shard)].inputs;
+    const size_t rows_at = ToBorder(inputs.hidden_bytes());
+    inputs.hidden.data = at;
+    if (inputs.rows != nullptr) inputs.rows = reinterpret_cast<const Row*>(at + rows_at);
+    if (inputs.extra_ids != nullptr && exchange_ == ShardExchange::kNccl) {
+      inputs.extra_ids =
+          reinterpret_cast<const int32_t*>(at + rows_at + ToBorder(inputs.row_bytes()));
+    }
   }
 
   // Bytes of a row of logits, where they are exchanged.
@@ -302,25 +487,25 @@ class ShardedStream final : public Stream {
     return static_cast<size_t>(LogitsStride(head)) * sizeof(float);
   }
 
-  // Runs `op`, which takes logits, on the first device. `args` are those of all rows.
+  // By kPeers: runs `op`, which takes logits, on the first device. `args` are those of all rows.
   template <class Args>
   absl::Status OnLogits(const TensorView& hidden, const HeadView& head, const Args& args,
                         absl::Status (Stream::*op)(const Args&)) {
-    auto* const logits = reinterpret_cast<float*>(blocks_);
+    auto* const logits = reinterpret_cast<float*>(devices_.front().blocks);
     const int64_t step = RowsAtOnce(LogitsBytes(head), hidden);
     for (int64_t first = 0; first < hidden.rows && !IsAbandoned(); first += step) {
       const int64_t rows = std::min(step, hidden.rows - first);
       LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-        TensorView states = RowsOf(hidden, first, rows);
-        const std::byte* no_rows = nullptr;
-        LOGITD_RETURN_IF_ERROR(Bring(shard, states, no_rows));
-        return stream(shard).ShardLogits({.hidden = states,
+        Inputs<std::byte> at = {.hidden = RowsOf(hidden, first, rows)};
+        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
+        return stream(shard).ShardLogits({.hidden = at.hidden,
                                           .head = head.shards[shard],
                                           .shard = shard,
                                           .shards = ShardsOf(head),
                                           .logits = logits,
                                           .stride = LogitsStride(head)});
       }));
+      LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, 0));
       Args part = RowsFrom(args, first);
       part.logits = {logits, DType::kF32, rows, head.vocab(), LogitsStride(head)};
       LOGITD_RETURN_IF_ERROR(OfShard(0, (lead().*op)(part)));
@@ -330,99 +515,151 @@ class ShardedStream final : public Stream {
 
   absl::Status LossOfRows(const LinearCrossEntropyArgs& args, const LossPartialShape& shape) {
     const bool ranks = (shape.want & kWantRank) != 0;
-    const auto bring = [&](int shard, TensorView& hidden, const CrossEntropyRow*& rows) {
-      hidden = args.hidden;
-      rows = args.cross_entropy.rows;
-      return Bring(shard, hidden, rows);
+    const CrossEntropyArgs& loss = args.cross_entropy;
+    const Inputs<CrossEntropyRow> inputs = {
+        .hidden = args.hidden,
+        .rows = loss.rows,
+        .extra_ids = shape.max_extra > 0 ? loss.extra_ids : nullptr,
+        .max_extra = shape.max_extra};
+    LOGITD_RETURN_IF_ERROR(Pack(inputs));
+    const auto targets_of = [this](int shard) {
+      return reinterpret_cast<float*>(devices_[static_cast<size_t>(shard)].targets);
     };
     if (ranks) {
       LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-        TensorView hidden;
-        const CrossEntropyRow* rows;
-        LOGITD_RETURN_IF_ERROR(bring(shard, hidden, rows));
-        return stream(shard).LinearCrossEntropyTargets({.hidden = hidden,
-                                                        .head = args.head.shards[shard],
-                                                        .shard = shard,
-                                                        .shards = shape.shards,
-                                                        .rows = rows,
-                                                        .targets = targets_ + shard * shape.rows});
+        Inputs<CrossEntropyRow> at = inputs;
+        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
+        return stream(shard).LinearCrossEntropyTargets(
+            {.hidden = at.hidden,
+             .head = args.head.shards[shard],
+             .shard = shard,
+             .shards = shape.shards,
+             .rows = at.rows,
+             .targets = targets_of(shard) + shard * shape.rows});
       }));
+      LOGITD_RETURN_IF_ERROR(
+          Exchange(&Device::targets, static_cast<size_t>(shape.rows) * sizeof(float)));
     }
     LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-      TensorView hidden = args.hidden;
-      const CrossEntropyRow* rows = args.cross_entropy.rows;
-      if (ranks && shard > 0) {  // they are there already
-        hidden.data = devices_[static_cast<size_t>(shard)].hidden;
-        rows = reinterpret_cast<const CrossEntropyRow*>(devices_[static_cast<size_t>(shard)].rows);
+      Inputs<CrossEntropyRow> at = inputs;
+      if (ranks) {  // they are there already
+        MoveTo(shard, at);
       } else {
-        LOGITD_RETURN_IF_ERROR(bring(shard, hidden, rows));
+        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
       }
-      return stream(shard).LinearCrossEntropyPartial({.hidden = hidden,
-                                                      .head = args.head.shards[shard],
-                                                      .shard = shard,
-                                                      .shape = shape,
-                                                      .rows = rows,
-                                                      .extra_ids = args.cross_entropy.extra_ids,
-                                                      .targets = ranks ? targets_ : nullptr,
-                                                      .block = BlockAt(shape, shard)});
+      return stream(shard).LinearCrossEntropyPartial(
+          {.hidden = at.hidden,
+           .head = args.head.shards[shard],
+           .shard = shard,
+           .shape = shape,
+           .rows = at.rows,
+           .extra_ids = at.extra_ids,
+           .targets = ranks ? targets_of(shard) : nullptr,
+           .block = BlockAt(shape, shard)});
     }));
-    return OfShard(0,
-                   lead().LinearCrossEntropyMerge(
-                       {.shape = shape, .blocks = blocks_, .cross_entropy = args.cross_entropy}));
+    LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
+    return OfShard(0, lead().LinearCrossEntropyMerge(
+                          {.shape = shape, .blocks = blocks(), .cross_entropy = loss}));
   }
 
-  // Waits for an event: polls at first, because the wake-up of a blocked thread takes as long as a
-  // decode step.
-  static cudaError_t WaitFor(cudaEvent_t event) {
+  // Waits until the other devices have ended their parts: polls at first, because the wake-up of a
+  // blocked thread takes as long as a decode step. DEADLINE_EXCEEDED: no device has ended a part for
+  // hang_after_. Other errors are of a device.
+  absl::Status WaitForParts() {
     const absl::Time poll_until = absl::Now() + kPollFor;
-    cudaError_t state;
-    while ((state = cudaEventQuery(event)) == cudaErrorNotReady && absl::Now() < poll_until) {
-    }
-    return state == cudaErrorNotReady ? cudaEventSynchronize(event) : state;
-  }
-
-  // Waits until the devices that still work have ended what they have, but not for ever: the first
-  // one may wait for the one that failed.
-  void Drain() {
-    const absl::Time deadline = absl::Now() + kDrainFor;
-    for (int i = 0; i < count(); ++i) {
-      while (cudaSetDevice(stream(i).device()) == cudaSuccess &&
-             cudaStreamQuery(stream(i).native()) == cudaErrorNotReady && absl::Now() < deadline) {
-        absl::SleepFor(kDrainPoll);
+    absl::Time look = absl::Now() + kLookForErrors;
+    Patience patience(hang_after_);
+    uint32_t risen = signals_->Risen();
+    for (int i = 1; i < count(); ++i) {
+      while (!signals_->Raised(i)) {
+        const absl::Time now = absl::Now();
+        if (now >= look) {  // a device that has failed raises no signal
+          look = now + kLookForErrors;
+          LOGITD_RETURN_IF_ERROR(ErrorOf(i));
+          LOGITD_RETURN_IF_ERROR(ErrorOf(0));
+        }
+        if (std::exchange(risen, signals_->Risen()) != risen) patience.Renew();
+        if (now < poll_until) continue;
+        if (!patience.Sleep()) return absl::DeadlineExceededError("a part has not ended");
       }
     }
-    cudaGetLastError();
-    // Ends the phases of its work.
-    if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();
-    cudaGetLastError();
+    return absl::OkStatus();
   }
 
+  // OK where the device works, or has nothing to do.
+  absl::Status ErrorOf(int shard) {
+    const cudaError_t state = cudaStreamQuery(stream(shard).native());
+    return OfShard(shard, ToStatus(state == cudaErrorNotReady ? cudaSuccess : state, "batch"));
+  }
+
+  // Ends what the devices have, because one has failed, or none has moved for hang_after_
+  // (DEADLINE_EXCEEDED). Returns the status of the batch. Afterwards the devices have nothing to do,
+  // except those that hang; where one does, the stream is of no use any more.
+  absl::Status Stop(const absl::Status& failed) {
+    std::vector<bool> late;
+    for (int i = 0; i < count(); ++i) late.push_back(i > 0 && !signals_->Raised(i));
+    LeaveNccl();
+    const std::vector<int> hung = Drain();
+    if (hung.empty()) {
+      if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();  // ends its phases
+      cudaGetLastError();
+      if (!absl::IsDeadlineExceeded(failed)) return failed;
+      return absl::UnavailableError(absl::StrFormat(
+          "shards: no device has ended a part for %s, and all have ended when their exchange was "
+          "given up",
+          absl::FormatDuration(hang_after_)));
+    }
+    for (const int i : hung) SetHung(stream(i).device());
+    // One that has not ended its part, rather than one that still waits for it.
+    const auto first =
+        std::find_if(hung.begin(), hung.end(), [&](int i) { return late[static_cast<size_t>(i)]; });
+    const int culprit = first == hung.end() ? hung.front() : *first;
+    hung_.Update(absl::IsDeadlineExceeded(failed)
+                     ? OfShard(culprit, absl::InternalError(absl::StrFormat(
+                                            "CUDA: the device has ended no part of its work for %s",
+                                            absl::FormatDuration(hang_after_))))
+                     : failed);
+    return hung_;
+  }
+
+  // Ends all waits, and gives the devices some time to end what they have. Returns those that have
+  // not.
+  std::vector<int> Drain() {
+    Patience patience(kDrainFor);
+    std::vector<int> left;
+    do {
+      signals_->RaiseAll();
+      left = Busy();
+    } while (!left.empty() && patience.Sleep());
+    return left;
+  }
+  // The devices that have not ended what they have.
+  std::vector<int> Busy() {
+    std::vector<int> busy;
+    for (int i = 0; i < count(); ++i) {
+      if (cudaStreamQuery(stream(i).native()) == cudaErrorNotReady) busy.push_back(i);
+    }
+    cudaGetLastError();
+    return busy;
+  }
+
+  static constexpr int kReady = 0;  // the first device's signal; those of others: their parts
+
+  absl::Duration hang_after_;
+  std::unique_ptr<Signals> signals_;  // of each device one
+  ShardExchange exchange_ = ShardExchange::kPeers;
   std::vector<Device> devices_;
-  std::byte* blocks_ = nullptr;  // [kBlockBytes], of all shards
-  float* targets_ = nullptr;     // [kBlockBytes / 16], of all shards
+  std::unique_ptr<NcclGather> nccl_;  // null: kPeers
+  std::vector<NcclGather::Place> places_;
+  absl::Status hung_;  // not OK: a device hangs; the answer of all calls
 };
 
 }  // namespace
 
-absl::Status CheckPeers(absl::Span<Backend* const> backends) {
-  const int first = backends.front()->device().number;
-  for (const Backend* backend : backends) {
-    const int number = backend->device().number;
-    int can = 0;
-    if (number == first) continue;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaDeviceCanAccessPeer(&can, number, first), "ask for peers"));
-    if (can != 0) continue;
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "shard: device %d cannot reach the memory of device %d, allowed devices with peer access "
-        "(NVLink, or PCIe where the machine lets it); on others each device holds the whole head",
-        number, first));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends) {
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
+                                                            const ShardOptions& options) {
   auto stream = std::make_unique<ShardedStream>();
-  LOGITD_RETURN_IF_ERROR(stream->Init(backends));
+  LOGITD_RETURN_IF_ERROR(stream->Init(backends, options));
   return stream;
 }
 

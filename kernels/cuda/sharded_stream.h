@@ -8,15 +8,19 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/sharded_stream.h"
 
 namespace logitd::cuda {
 
-// Whether the memory of the first device can be reached from all others. FAILED_PRECONDITION: it
-// cannot, and the text names the device.
-absl::Status CheckPeers(absl::Span<Backend* const> backends);
+// The way of exchange that the devices have among those that `wanted` allows, never kAuto.
+// FAILED_PRECONDITION: there is none, and the text says why. `backends` are CUDA's.
+absl::StatusOr<ShardExchange> ChooseExchange(absl::Span<Backend* const> backends,
+                                             ShardExchange wanted);
 
-// `backends` are CUDA's, and have passed CheckPeers. Several of them may be the same device.
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends);
+// Errors: those of ChooseExchange, and of the devices. By kPeers several of the backends may be the
+// same device.
+absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
+                                                            const ShardOptions& options);
 
 }  // namespace logitd::cuda
 

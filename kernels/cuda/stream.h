@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/linear/shards.h"
 
@@ -24,7 +25,15 @@ class DeviceStream : public Stream {
   // comes after them, and counts as ops.
   virtual absl::Status BeginOps() = 0;
   virtual absl::Status ShardLogits(const ShardLogitsArgs& args) = 0;
+  // From now on Wait ends after `limit`, with DEADLINE_EXCEEDED, where work has not ended by then. The
+  // stream then still has that work.
+  virtual void LimitWait(absl::Duration limit) = 0;
 };
+
+// A device that hangs: a call that waits for it would never return. From SetHung on, what frees
+// memory or ends streams of the device leaves them as they are. Thread-safe.
+void SetHung(int device);
+bool IsHung(int device);
 
 }  // namespace logitd::cuda
 

@@ -6,7 +6,6 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/sharded_stream.h"
 
 namespace logitd::engine {
 namespace {
@@ -15,8 +14,8 @@ constexpr char kDevice[] = "logitd/device";
 
 }  // namespace
 
-Devices::Devices(std::vector<Backend*> backends, const NumaNodes& nodes)
-    : backends_(std::move(backends)), lost_(backends_.size()) {
+Devices::Devices(std::vector<Backend*> backends, const NumaNodes& nodes, const ShardOptions& shards)
+    : backends_(std::move(backends)), lost_(backends_.size()), shards_(shards) {
   for (Backend* backend : backends_) {
     const int node = nodes.NodeOf(backend->device().pci_bus_id);
     cpus_.push_back(nodes.CpusOf(node));
@@ -34,7 +33,8 @@ int Devices::left() const {
 }
 
 absl::Status Devices::CheckCanShard() const {
-  absl::Status status = logitd::CheckCanShard(backends());
+  if (!shards_refused_.ok()) return shards_refused_;
+  absl::Status status = logitd::CheckCanShard(backends(), shards_);
   if (status.ok() && count() == 1 && !info(0).is_host) {
     return absl::FailedPreconditionError(
         "shard: got 1 device, allowed 2 or more (--device); one holds the whole head");

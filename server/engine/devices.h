@@ -6,11 +6,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/sharded_stream.h"
 #include "server/engine/numa.h"
 
 namespace logitd::engine {
@@ -18,8 +20,9 @@ namespace logitd::engine {
 // Devices are counted from 0 here. Operators know them by DeviceInfo::number. Thread-safe.
 class Devices {
  public:
-  // At least one; all outlive this.
-  explicit Devices(std::vector<Backend*> backends, const NumaNodes& nodes = NumaNodes());
+  // At least one; all outlive this. `shards`: how those that hold parts of heads work together.
+  explicit Devices(std::vector<Backend*> backends, const NumaNodes& nodes = NumaNodes(),
+                   const ShardOptions& shards = {});
 
   int count() const { return static_cast<int>(backends_.size()); }
   Backend* backend(int device) const { return backends_[static_cast<size_t>(device)]; }
@@ -43,12 +46,17 @@ class Devices {
   // OK, or why heads cannot be cut over these devices: kernels/sharded_stream.h has the errors. One
   // GPU is refused too: it would only hold memory for the exchange with others.
   absl::Status CheckCanShard() const;
+  const ShardOptions& shards() const { return shards_; }
+  // From now on CheckCanShard answers `why`, which is not OK. Called before other threads use this.
+  void RefuseShards(absl::Status why) { shards_refused_ = std::move(why); }
 
  private:
   const std::vector<Backend*> backends_;
   std::vector<CpuSet> cpus_;
   std::vector<int> nodes_;
   std::vector<std::atomic<bool>> lost_;
+  const ShardOptions shards_;
+  absl::Status shards_refused_;
 };
 
 // An error of one device keeps which one it was.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -284,9 +285,18 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   }
   std::unique_ptr<Stream> over_all;
   if (devices->CheckCanShard().ok()) {
-    absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(devices->backends());
-    if (!stream.ok()) return stream.status();
-    over_all = *std::move(stream);
+    absl::StatusOr<std::unique_ptr<Stream>> stream =
+        CreateShardedStream(devices->backends(), devices->shards());
+    if (stream.ok()) {
+      over_all = *std::move(stream);
+    } else if (absl::IsUnavailable(stream.status()) && !FailedShard(stream.status())) {
+      // The devices are well, only NCCL does not join them.
+      const std::string why = absl::StrCat("shard: ", stream.status().message());
+      spdlog::warn("heads cannot be cut over the devices: {}", why);
+      devices->RefuseShards(absl::FailedPreconditionError(why));
+    } else {
+      return stream.status();
+    }
   }
   const SliceRules rules = RulesFor(options, *devices);
   return std::make_unique<ThreadedEngine>(std::move(devices), std::move(slabs), std::move(streams),

@@ -1,10 +1,14 @@
-// Heads that are cut over the GPUs of one server, over gRPC. Skipped on a machine with fewer than two.
+// Heads that are cut over the GPUs of one server, over gRPC. Skipped on a machine with fewer than two,
+// except what one GPU is asked; that is skipped without any.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <cstdlib>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -16,22 +20,32 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Whether a server starts on the second GPU.
-bool HasTwoGpus() {
-  try {
-    const ServerProcess second({"--backend=cuda", "--device=1"});
-    return true;
-  } catch (const std::runtime_error&) {
-    return false;
+// How many GPUs a server finds: it refuses the last number that the flag takes, and says which it
+// allows. -1, and a failure: it says something else.
+int CountGpus() {
+  const Ended ended = RunToEnd({"--backend=cuda", "--device=255"});
+  if (ended.text.find("no CUDA device answers") != std::string::npos ||
+      ended.text.find("this build has only the CPU backend") != std::string::npos) {
+    return 0;
   }
+  constexpr std::string_view kAllowed = "device: got 255, allowed 0..";
+  const size_t at = ended.text.find(kAllowed);
+  if (at != std::string::npos) return std::atoi(ended.text.c_str() + at + kAllowed.size()) + 1;
+  ADD_FAILURE() << "exit code " << ended.exit_code << ": " << ended.text;
+  return -1;
 }
 
-class ShardedGpuTest : public ::testing::Test {
+template <int kGpus>
+class GpusTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!HasTwoGpus()) GTEST_SKIP() << "fewer than two GPUs";
+    const int gpus = CountGpus();
+    ASSERT_GE(gpus, 0);
+    if (gpus < kGpus) GTEST_SKIP() << gpus << " GPUs, " << kGpus << " wanted";
   }
 };
+using ShardedGpuTest = GpusTest<2>;
+using ShardOnOneGpuTest = GpusTest<1>;
 
 TEST_F(ShardedGpuTest, TheBitsAreThoseOfAWholeHead) {
   const HeadFolder folder;
@@ -47,6 +61,34 @@ TEST_F(ShardedGpuTest, TheBitsAreThoseOfAWholeHead) {
     sharded.Signal(SIGTERM);
     EXPECT_EQ(sharded.Wait(absl::Seconds(20)), 0) << sharded.Log();
   }
+}
+
+// The answers of a server that starts with `flags`. nullopt: it does not, because the machine has no
+// NCCL.
+std::optional<std::vector<std::vector<std::string>>> AnswersByNccl(
+    const std::vector<std::string>& flags) {
+  try {
+    ServerProcess server(flags);
+    std::vector<std::vector<std::string>> answers = Answers(server);
+    server.Signal(SIGTERM);
+    EXPECT_EQ(server.Wait(absl::Seconds(20)), 0) << server.Log();
+    return answers;
+  } catch (const std::runtime_error& error) {
+    if (std::string_view(error.what()).find("NCCL cannot be loaded") == std::string_view::npos) {
+      throw;
+    }
+    return std::nullopt;
+  }
+}
+
+TEST_F(ShardedGpuTest, TheBitsAreTheSameByNccl) {
+  const HeadFolder folder;
+  const std::string flag = absl::StrCat("--head=h=", folder.File());
+  const auto by_nccl = AnswersByNccl(
+      {absl::StrCat(flag, ",shard"), "--backend=cuda", "--device=0,1", "--shard-exchange=nccl"});
+  if (!by_nccl.has_value()) GTEST_SKIP() << "no NCCL";
+  const ServerProcess one({flag, "--backend=cuda", "--device=0"});
+  EXPECT_EQ(*by_nccl, Answers(one));
 }
 
 TEST_F(ShardedGpuTest, AHeadThatDoesNotFitOneGpuLoadsShardedAndServes) {
@@ -69,7 +111,7 @@ TEST_F(ShardedGpuTest, AHeadThatDoesNotFitOneGpuLoadsShardedAndServes) {
   EXPECT_EQ(scored.losses_size(), 3);
 }
 
-TEST_F(ShardedGpuTest, OneGpuRefusesToShardWithASentence) {
+TEST_F(ShardOnOneGpuTest, RefusesWithASentence) {
   const HeadFolder folder;
   const ServerProcess server(
       {"--backend=cuda", "--device=0", absl::StrCat("--head-root=", folder.path())});

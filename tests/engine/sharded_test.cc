@@ -126,13 +126,17 @@ class ShardedTest : public ::testing::Test {
       backends_.push_back(std::make_unique<ShardBackend>(10 + i));
       numbers.push_back(10 + i);
     }
-    std::vector<Backend*> backends;
-    for (const auto& backend : backends_) backends.push_back(backend.get());
     metrics_ = std::make_unique<Metrics>(kOpNames, numbers);
-    devices_ = std::make_shared<Devices>(backends);
+    UseDevices({});
     sharded_ = MakeTestHead(true);
     whole_ = MakeTestHead(false);
     Start(1);
+  }
+  // Before Start.
+  void UseDevices(const ShardOptions& shards) {
+    std::vector<Backend*> backends;
+    for (const auto& backend : backends_) backends.push_back(backend.get());
+    devices_ = std::make_shared<Devices>(backends, NumaNodes(), shards);
   }
   void Start(int streams) {
     engine_.reset();
@@ -281,6 +285,44 @@ TEST_F(ShardedTest, ALostShardEndsAllWorkOnShardedHeadsAndNoOther) {
   EXPECT_EQ(devices_->left(), kDevices - 1);
   EXPECT_EQ(lost_, 0);
   EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"11\"} 0"));
+}
+
+TEST_F(ShardedTest, AShardThatHangsIsLostAndHoldsUpNoOther) {
+  UseDevices({.hang_after = absl::Milliseconds(200)});
+  Start(1);
+  EXPECT_TRUE(Submit(sharded_)->Wait().ok());
+  device(1).Hold();
+  const absl::Time begun = absl::Now();
+  const auto running = Submit(sharded_);
+  device(1).WaitUntilHeld();
+  const auto waiting = Submit(sharded_);
+  constexpr char kHangs[] = "the device has not ended its part 200ms after another one did";
+  EXPECT_EQ(running->Wait(), absl::UnavailableError(absl::StrCat("the device failed: ", kHangs)));
+  EXPECT_GE(absl::Now() - begun, absl::Milliseconds(200));
+  EXPECT_EQ(waiting->Wait(), absl::UnavailableError(absl::StrCat("device 11 is lost: ", kHangs)));
+  EXPECT_TRUE(Submit(whole_)->Wait().ok());
+  EXPECT_TRUE(Idle());
+  EXPECT_TRUE(devices_->lost(1));
+  EXPECT_EQ(devices_->left(), kDevices - 1);
+  EXPECT_EQ(lost_, 0);
+  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"11\"} 0"));
+  engine_.reset();  // waits for no part that hangs
+  device(1).Fail(absl::InternalError("after all"));
+  device(1).Release();
+  for (int i = 0; i < kDevices; ++i) device(i).WaitUntilUnused();
+}
+
+TEST_F(ShardedTest, AShardMayTakeLongWhileAllDo) {
+  UseDevices({.hang_after = absl::Milliseconds(500)});
+  Start(1);
+  for (int i = 0; i < kDevices; ++i) device(i).Hold();
+  const auto slow = Submit(sharded_);
+  for (int i = 0; i < kDevices; ++i) device(i).WaitUntilHeld();
+  absl::SleepFor(absl::Seconds(1));
+  EXPECT_FALSE(slow->status().has_value());
+  for (int i = 0; i < kDevices; ++i) device(i).Release();
+  EXPECT_TRUE(slow->Wait().ok());
+  EXPECT_TRUE(Idle());
 }
 
 TEST_F(ShardedTest, ADeviceLostByOtherWorkEndsWaitingJobsAtOnce) {

@@ -88,8 +88,9 @@ class CuttingBackend final : public Backend {
   }
 
   // Devices that read the first one's memory.
-  explicit CuttingBackend(std::vector<std::unique_ptr<Backend>> devices)
-      : devices_(std::move(devices)) {}
+  explicit CuttingBackend(std::vector<std::unique_ptr<Backend>> devices,
+                          const ShardOptions& options = {})
+      : devices_(std::move(devices)), options_(options) {}
 
   const DeviceInfo& device() const override { return devices_.front()->device(); }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
@@ -103,13 +104,14 @@ class CuttingBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse) override {
     std::vector<Backend*> backends;
     for (const auto& device : devices_) backends.push_back(device.get());
-    absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(backends);
+    absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(backends, options_);
     if (!stream.ok()) return stream.status();
     return std::make_unique<CuttingStream>(*std::move(stream), static_cast<int>(devices_.size()));
   }
 
  private:
   std::vector<std::unique_ptr<Backend>> devices_;
+  const ShardOptions options_;
 };
 
 }  // namespace logitd::testing

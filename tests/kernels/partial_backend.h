@@ -111,6 +111,32 @@ class PartialStream final : public Stream {
         });
   }
 
+  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
+    const VocabShards cut = Cut(args.head);
+    const std::vector<HeadView> parts = CutHead(args.head, shards_);
+    const int64_t rows = args.hidden.rows;
+    const int64_t hidden = args.head.hidden();
+    const auto memory = Allocate(static_cast<size_t>(shards_ * rows * hidden) * sizeof(float));
+    if (!memory.ok()) return memory.status();
+    auto* const d_hidden = reinterpret_cast<float*>(*memory);
+    for (int s = 0; s < shards_; ++s) {
+      const VocabShard shard = cut.at(s);
+      LinearCrossEntropyBackwardArgs gradient = args;
+      gradient.head = parts[static_cast<size_t>(s)];
+      gradient.d_hidden = {d_hidden + s * rows * hidden, DType::kF32, rows, hidden, hidden};
+      gradient.d_weight = RowsOf(args.d_weight, shard.first, shard.tokens);
+      if (args.d_bias != nullptr) gradient.d_bias += shard.first;
+      if (shard.tokens == 0) {  // nothing of it may be written
+        gradient.d_weight.data = nullptr;
+        gradient.d_bias = nullptr;
+      }
+      LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackwardPartial(
+          {.shard = s, .shards = cut, .gradient = gradient}));
+    }
+    return stream_->LinearCrossEntropyBackwardMerge(
+        {.shards = shards_, .parts = d_hidden, .rows = args.rows, .d_hidden = args.d_hidden});
+  }
+
   absl::StatusOr<StreamTimes> Wait() override {
     auto times = stream_->Wait();
     FreeAll();

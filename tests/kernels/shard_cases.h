@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/shards.h"
 #include "tests/kernels/linear_cases.h"
+#include "tests/kernels/linear_gradient_cases.h"
 #include "tests/kernels/op_runner.h"
 
 namespace logitd::testing {
@@ -152,6 +153,24 @@ inline std::vector<ShardCase> ShardCases() {
     }
   }
   cases.push_back({{DType::kBF16, 33, 50257, 64, true, false, 30, 0, ++n}});
+  return cases;
+}
+
+// Gradients of heads with several cells, the last one short.
+inline std::vector<LinearCase> ShardGradientCases() {
+  struct Shape {
+    int64_t rows, vocab, hidden;
+  };
+  std::vector<LinearCase> cases;
+  uint64_t n = 300;
+  for (const Shape& shape :
+       {Shape{3, 1, 8}, Shape{5, 2049, 8}, Shape{70, 3000, 24}, Shape{9, 5003, 40}}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      ++n;
+      cases.push_back({dtype, shape.rows, shape.vocab, shape.hidden, n % 2 == 0, false,
+                       n % 4 < 2 ? 0.0f : 30.0f, static_cast<int64_t>(n % 3), n});
+    }
+  }
   return cases;
 }
 

@@ -8,13 +8,18 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
 #include "tests/kernels/cuda_test.h"
 #include "tests/kernels/cutting_backend.h"
+#include "tests/kernels/holding_backend.h"
 #include "tests/kernels/partial_backend.h"
 #include "tests/kernels/shard_cases.h"
 
@@ -112,6 +117,19 @@ TEST_F(ShardsGpuTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
   }
 }
 
+TEST_F(ShardsGpuTest, GradientsOfPartsAreThoseOfTheWhole) {
+  for (const int shards : {1, 2, 3, 8}) {
+    PartialBackend backend(Cuda()->get(), shards);
+    const auto sharded = OpRunner::Create(&backend).value();
+    std::vector<LinearCase> cases = ShardGradientCases();
+    cases.push_back({DType::kBF16, 20, 40000, 64, true, false, 0, 0, 400});  // several chunks
+    for (const LinearCase& c : cases) {
+      if (shards != 3 && c.rows > 9) continue;  // the reference takes long
+      EXPECT_EQ(FirstLinearGradientDifference(*sharded, c), "") << shards << " shards";
+    }
+  }
+}
+
 // More rows than one exchange has room for, and more logits than linear_topk exchanges.
 TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   ShardCase c{{DType::kBF16, 700, 100000, 64, false, false, 0, 0, 5}};
@@ -119,40 +137,92 @@ TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
 }
 
+// ---- NCCL
+
+// Skips, with the reason, where NCCL cannot join all devices of the machine: that takes two.
+class ShardsByNcclGpuTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    if (CountCudaDevices() < 2) GTEST_SKIP() << "one GPU";
+    const absl::Status status = CheckCanShard(Pointers(All()), kByNccl);
+    if (!status.ok()) GTEST_SKIP() << status;
+  }
+
+  static std::vector<std::unique_ptr<Backend>> All() { return DevicesOf(CountCudaDevices()); }
+  static std::vector<Backend*> Pointers(const std::vector<std::unique_ptr<Backend>>& devices) {
+    std::vector<Backend*> pointers;
+    for (const auto& device : devices) pointers.push_back(device.get());
+    return pointers;
+  }
+
+  static constexpr ShardOptions kByNccl = {.exchange = ShardExchange::kNccl};
+};
+
+TEST_F(ShardsByNcclGpuTest, TheBitsAreThoseOfOneDevice) {
+  for (int devices = 2; devices <= CountCudaDevices(); ++devices) {
+    CuttingBackend backend(DevicesOf(devices), kByNccl);
+    ExpectBitsOfOneDevice(&backend, devices);
+  }
+}
+
+TEST_F(ShardsByNcclGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
+  ShardCase c{{DType::kBF16, 700, 100000, 64, false, false, 0, 0, 5}};
+  CuttingBackend backend(All(), kByNccl);
+  EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
+}
+
 // ---- Faults
 
-// Runs in a process of its own, because a device that has read a wrong address is lost to it. Ends it
-// with 0 where all is as it should be.
-void FaultOnTheSecondDevice() {
-  const std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
-  const std::vector<Backend*> backends = {devices[0].get(), devices[1].get()};
-  const auto stream = CreateShardedStream(backends).value();
-  constexpr int64_t kVocab = 3000, kHidden = 64;
-  const Slab slab = devices[0]->AllocateSlab(size_t{1} << 20).value();
-  std::memset(slab.host, 0, slab.bytes);
-  const HeadView whole = {.weight = {slab.device, DType::kBF16, kVocab, kHidden, kHidden}};
-  std::vector<HeadView> parts = CutHead(whole, 2);
-  parts[1].weight.data = reinterpret_cast<const void*>(uintptr_t{1} << 46);
-  const size_t states = kVocab * kHidden * 2;
-  auto* const row = reinterpret_cast<SoftmaxTopKRow*>(slab.host + states + 256);
-  *row = {.first_entry = 0, .temperature = 1, .k = 1};
-  auto* const answers = slab.device + states + 512;
-  const auto run = [&]() -> absl::Status {
-    absl::Status status = stream->Upload(slab, 0, slab.bytes);
+// The most probable token of a row of zeros, on a head of zeros.
+class OneRow {
+ public:
+  explicit OneRow(Backend& first) : slab_(first.AllocateSlab(size_t{1} << 20).value()) {
+    std::memset(slab_.host, 0, slab_.bytes);
+    *reinterpret_cast<SoftmaxTopKRow*>(slab_.host + kStates + 256) = {
+        .first_entry = 0, .temperature = 1, .k = 1};
+  }
+
+  HeadView Head(const std::byte* weight) const {
+    return {.weight = {weight, DType::kBF16, kVocab, kHidden, kHidden}};
+  }
+  HeadView Whole() const { return Head(slab_.device); }
+
+  absl::Status Run(Stream& stream, const HeadView& head) const {
+    absl::Status status = stream.Upload(slab_, 0, slab_.bytes);
     if (!status.ok()) return status;
-    status = stream->LinearTopK(
-        {.hidden = {slab.device + states, DType::kBF16, 1, kHidden, kHidden},
-         .head = WithShards(whole, parts),
-         .topk = {.rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + states + 256),
+    std::byte* const answers = slab_.device + kStates + 512;
+    status = stream.LinearTopK(
+        {.hidden = {slab_.device + kStates, DType::kBF16, 1, kHidden, kHidden},
+         .head = head,
+         .topk = {.rows = reinterpret_cast<const SoftmaxTopKRow*>(slab_.device + kStates + 256),
                   .max_k = 1,
                   .indices = reinterpret_cast<int32_t*>(answers),
                   .probs = reinterpret_cast<float*>(answers + 256),
                   .logsumexp = reinterpret_cast<float*>(answers + 512),
                   .status = reinterpret_cast<RowStatus*>(answers + 768)}});
-    const auto waited = stream->Wait();
+    const auto waited = stream.Wait();
     return status.ok() ? waited.status() : status;
-  };
-  const absl::Status status = run();
+  }
+
+  static constexpr int64_t kVocab = 3000, kHidden = 64;
+
+ private:
+  static constexpr size_t kStates = kVocab * kHidden * 2;
+  const Slab slab_;
+};
+
+// Runs in a process of its own, because a device that has read a wrong address is lost to it. Ends it
+// with 0 where all is as it should be.
+void FaultOnTheSecondDevice(ShardExchange exchange) {
+  const std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
+  const std::vector<Backend*> backends = {devices[0].get(), devices[1].get()};
+  const auto stream = CreateShardedStream(backends, {.exchange = exchange}).value();
+  const OneRow row(*devices[0]);
+  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
+  parts[1].weight.data = reinterpret_cast<const void*>(uintptr_t{1} << 46);
+  const absl::Status status = row.Run(*stream, WithShards(row.Whole(), parts));
   std::fprintf(stderr, "%s, shard %d\n", status.ToString().c_str(),
                FailedShard(status).value_or(-1));
   std::_Exit(absl::IsInternal(status) && FailedShard(status).has_value() ? 0 : 1);
@@ -162,7 +232,108 @@ TEST_F(ShardsGpuTest, AFaultOfOneDeviceEndsTheCall) {
   const auto devices = DevicesOf(2);
   if (devices[0]->device().number == devices[1]->device().number) GTEST_SKIP() << "one GPU";
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(FaultOnTheSecondDevice(), ::testing::ExitedWithCode(0), "INTERNAL");
+  EXPECT_EXIT(FaultOnTheSecondDevice(ShardExchange::kPeers), ::testing::ExitedWithCode(0),
+              "INTERNAL");
+}
+TEST_F(ShardsByNcclGpuTest, AFaultOfOneDeviceEndsTheCall) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(FaultOnTheSecondDevice(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
+              "INTERNAL");
+}
+
+// Runs in a process of its own, for which the device then hangs. The second device may be the first
+// one again. Ends the process with 0 where all is as it should be.
+void HangOnTheSecondDevice(ShardExchange exchange) {
+  constexpr absl::Duration kHangAfter = absl::Milliseconds(500);
+  const auto check = [](bool is_right, const char* what) {
+    if (is_right) return;
+    std::fprintf(stderr, "wrong: %s\n", what);
+    std::_Exit(1);
+  };
+  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
+  const bool two = devices[0]->device().number != devices[1]->device().number;
+  HoldingBackend second(std::move(devices[1]));
+  const std::vector<Backend*> backends = {devices[0].get(), &second};
+  auto stream =
+      CreateShardedStream(backends, {.exchange = exchange, .hang_after = kHangAfter}).value();
+  const auto alone = devices[0]->CreateStream(StreamUse::kOps).value();
+  const OneRow row(*devices[0]);
+  const DeviceMemory copy = second.AllocateDevice(size_t{1} << 20).value();
+  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
+  parts[1].weight.data = copy.data;
+  const HeadView head = WithShards(row.Whole(), parts);
+  check(row.Run(*stream, head).ok(), "the call before");
+  check(row.Run(*alone, row.Whole()).ok(), "the call on one device before");
+  second.Hold();
+  absl::Time begun = absl::Now();
+  const absl::Status status = row.Run(*stream, head);
+  const absl::Duration took = absl::Now() - begun;
+  std::fprintf(stderr, "%s, shard %d, after %s\n", status.ToString().c_str(),
+               FailedShard(status).value_or(-1), absl::FormatDuration(took).c_str());
+  check(absl::IsInternal(status) && FailedShard(status) == 1, "the status");
+  check(took >= kHangAfter && took < kHangAfter + absl::Seconds(4), "the time");
+  begun = absl::Now();
+  check(row.Run(*stream, head) == status, "the next call");
+  if (two) {  // the other device works, and nothing waits for the one that hangs
+    check(row.Run(*alone, row.Whole()).ok(), "the call on one device");
+    devices[0]->FreeDevice(devices[0]->AllocateDevice(size_t{1} << 20).value());
+    devices[0]->FreeSlab(devices[0]->AllocateSlab(size_t{1} << 20).value());
+  }
+  second.FreeDevice(copy);
+  stream.reset();
+  const absl::Duration rest = absl::Now() - begun;
+  std::fprintf(stderr, "the rest took %s\n", absl::FormatDuration(rest).c_str());
+  check(rest < absl::Seconds(3), "the time of the rest");
+  std::_Exit(0);
+}
+
+TEST_F(ShardsGpuTest, ADeviceThatHangsEndsTheCallInTimeAndHoldsUpNoOther) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangOnTheSecondDevice(ShardExchange::kPeers), ::testing::ExitedWithCode(0),
+              "ended no part of its work for 500ms.*, shard 1");
+}
+TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsEndsTheCallInTimeAndHoldsUpNoOther) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangOnTheSecondDevice(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
+              "ended no part of its work for 500ms.*, shard 1");
+}
+
+// A part that takes longer than it should, and then ends.
+void LateOnTheSecondDevice(ShardExchange exchange) {
+  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
+  HoldingBackend second(std::move(devices[1]));
+  const std::vector<Backend*> backends = {devices[0].get(), &second};
+  const auto stream =
+      CreateShardedStream(backends, {.exchange = exchange, .hang_after = absl::Milliseconds(500)})
+          .value();
+  const OneRow row(*devices[0]);
+  const DeviceMemory copy = second.AllocateDevice(size_t{1} << 20).value();
+  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
+  parts[1].weight.data = copy.data;
+  const HeadView head = WithShards(row.Whole(), parts);
+  const absl::Status first = row.Run(*stream, head);  // CUDA loads kernels at their first use
+  second.Hold();
+  std::thread release([&second] {
+    absl::SleepFor(absl::Milliseconds(1500));
+    second.Release();
+  });
+  const absl::Status late = row.Run(*stream, head);
+  release.join();
+  const absl::Status next = row.Run(*stream, head);
+  std::fprintf(stderr, "%s; %s; %s\n", first.ToString().c_str(), late.ToString().c_str(),
+               next.ToString().c_str());
+  std::_Exit(first.ok() && absl::IsUnavailable(late) && next.ok() ? 0 : 1);
+}
+
+TEST_F(ShardsGpuTest, ADeviceThatIsLateEndsTheCallAndServesTheNext) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(LateOnTheSecondDevice(ShardExchange::kPeers), ::testing::ExitedWithCode(0),
+              "OK; UNAVAILABLE.*; OK");
+}
+TEST_F(ShardsByNcclGpuTest, ADeviceThatIsLateEndsTheCallAndServesTheNext) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(LateOnTheSecondDevice(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
+              "OK; UNAVAILABLE.*; OK");
 }
 
 // ---- What can be sharded
@@ -174,6 +345,15 @@ TEST_F(ShardsGpuTest, DevicesOfSeveralBackendsAreRefusedWithASentence) {
                                           "for all devices; on others each device holds the whole "
                                           "head"));
   EXPECT_TRUE(CheckCanShard(std::vector<Backend*>{Cuda()->get(), Cuda()->get()}).ok());
+}
+
+TEST_F(ShardsGpuTest, NcclRefusesToJoinADeviceWithItself) {
+  const std::vector<Backend*> twice = {Cuda()->get(), Cuda()->get()};
+  const absl::Status status = CheckCanShard(twice, {.exchange = ShardExchange::kNccl});
+  EXPECT_EQ(status, absl::FailedPreconditionError(absl::StrFormat(
+                        "shard: NCCL joins no device with itself: device %d is named twice; on "
+                        "others each device holds the whole head",
+                        CudaTestDevice())));
 }
 
 }  // namespace

@@ -113,6 +113,29 @@ TEST(ShardsTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
   }
 }
 
+TEST(ShardsTest, GradientsOfPartsAreThoseOfTheWholeAndTheWeightsHaveTheBitsOfOneDevice) {
+  const auto one = CreateCpuBackend({.cpu_threads = 2}).value();
+  const auto runner = OpRunner::Create(one.get()).value();
+  for (const int shards : {1, 2, 3, 8}) {
+    PartialBackend backend(one.get(), shards);
+    const auto sharded = OpRunner::Create(&backend).value();
+    for (const LinearCase& c : ShardGradientCases()) {
+      if (shards == 3) {  // the reference takes long
+        EXPECT_EQ(FirstLinearGradientDifference(*sharded, c), "");
+      }
+      LinearBackwardCall call = MakeLinearBackwardCall(c, RandomInput(c), c.dtype);
+      call.want_d_bias = true;
+      const LinearBackwardAnswer want = runner->LinearCrossEntropyBackward(call).value();
+      const LinearBackwardAnswer got = sharded->LinearCrossEntropyBackward(call).value();
+      EXPECT_EQ(got.d_weight.bytes() == want.d_weight.bytes(), true) << Describe(c);
+      EXPECT_EQ(got.d_bias, want.d_bias) << Describe(c);
+      if (shards == 1) {
+        EXPECT_EQ(got.d_hidden.bytes() == want.d_hidden.bytes(), true) << Describe(c);
+      }
+    }
+  }
+}
+
 TEST(ShardsTest, EveryInstructionSetGivesTheBitsOfOneDevice) {
   std::vector<ShardCase> cases = ShardCases();
   cases.pop_back();

@@ -99,6 +99,13 @@ TEST(ConfigTest, DevicesAreNumbersOrAll) {
   unsetenv("LOGITD_DEVICE");
 }
 
+TEST(ConfigTest, TheExchangeOfShardsHasAName) {
+  EXPECT_EQ(Parse({}).config.shard_exchange, ShardExchange::kAuto);
+  EXPECT_EQ(Parse({"--shard-exchange=auto"}).config.shard_exchange, ShardExchange::kAuto);
+  EXPECT_EQ(Parse({"--shard-exchange=peers"}).config.shard_exchange, ShardExchange::kPeers);
+  EXPECT_EQ(Parse({"--shard-exchange", "nccl"}).config.shard_exchange, ShardExchange::kNccl);
+}
+
 TEST(ConfigTest, TheSocketModeIsOctal) {
   EXPECT_EQ(Parse({"--socket-mode=0660"}).config.socket_mode, mode_t{0660});
   EXPECT_EQ(Parse({"--socket-mode", "7"}).config.socket_mode, mode_t{7});
@@ -308,6 +315,9 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"device_range", {"--device=0-3"}, "--device: got \"0-3\", allowed numbers"},
         Bad{"device_with_spaces", {"--device=0, 1"}, "--device: got \"0, 1\", allowed numbers"},
         Bad{"device_word", {"--device=every"}, "--device: got \"every\", allowed numbers"},
+        Bad{"shard_exchange_word",
+            {"--shard-exchange=NCCL"},
+            "--shard-exchange: got \"NCCL\", allowed auto, peers, nccl"},
         Bad{"cpu_threads_negative", {"--cpu-threads=-1"}, "allowed 0 to 4096"},
         Bad{"waiting_calls_negative", {"--max-waiting-calls=-1"}, "allowed 0 to 1048576"},
         Bad{"batch_rows_0", {"--max-batch-rows=0"}, "--max-batch-rows: got \"0\""},

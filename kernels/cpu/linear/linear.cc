@@ -103,11 +103,15 @@ constexpr int64_t kBlockRows = 256;
 
 bool Counts(const CrossEntropyRow& row) { return row.active != 0 && row.target != kIgnoredTarget; }
 
-// One call of the backward.
+// One call of the backward, on the tokens of the vocabulary that the head has.
 class Backward {
  public:
-  Backward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool, LinearScratch& scratch)
+  // `vocab`: of the whole head; `first_token`: the first of args.head.
+  Backward(const LinearCrossEntropyBackwardArgs& args, int64_t first_token, int64_t vocab,
+           ThreadPool& pool, LinearScratch& scratch)
       : args_(args),
+        first_token_(first_token),
+        vocab_(vocab),
         pool_(pool),
         scratch_(scratch),
         hidden_cols_(args.head.hidden()),
@@ -196,13 +200,16 @@ class Backward {
          .logsumexp = args_.logsumexp + first,
          .upstream = args_.upstream + first,
          .d_logits = {to, DType::kF32, rows, tokens, tokens}},
-        {.first_token = begin, .vocab = args_.head.vocab(), .softcap = args_.head.softcap}, pool_);
+        {.first_token = first_token_ + begin, .vocab = vocab_, .softcap = args_.head.softcap},
+        pool_);
     for (int64_t r = 0; r < rows; ++r) {
       if (!Counts(args_.rows[first + r])) std::fill_n(to + r * tokens, tokens, 0.0f);
     }
   }
 
   const LinearCrossEntropyBackwardArgs& args_;
+  const int64_t first_token_;
+  const int64_t vocab_;
   ThreadPool& pool_;
   LinearScratch& scratch_;
   const int64_t hidden_cols_;
@@ -243,7 +250,7 @@ void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
 
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch) {
-  Backward(args, pool, scratch).Run();
+  Backward(args, /*first_token=*/0, args.head.vocab(), pool, scratch).Run();
 }
 
 // ---- Shards
@@ -276,6 +283,28 @@ void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Thread
                                       .to = to},
                                      pool, scratch.loss);
                });
+}
+
+void LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,
+                                       ThreadPool& pool, LinearScratch& scratch) {
+  Backward(args.gradient, args.shards.at(args.shard).first, args.shards.vocab, pool, scratch).Run();
+}
+
+void LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,
+                                     ThreadPool& pool, LinearScratch& scratch) {
+  const int64_t rows = args.d_hidden.rows;
+  const int64_t hidden = args.d_hidden.cols;
+  float* const sums = scratch.d_hidden.Get(rows * hidden);
+  pool.ParallelFor(rows, [&](int64_t r) {
+    if (args.rows[r].active == 0) return;
+    float* const sum = sums + r * hidden;
+    std::copy_n(args.parts + r * hidden, hidden, sum);
+    for (int64_t s = 1; s < args.shards; ++s) {
+      const float* const part = args.parts + (s * rows + r) * hidden;
+      for (int64_t d = 0; d < hidden; ++d) sum[d] += part[d];
+    }
+    StoreRow(sum, /*scale=*/1, args.d_hidden, r);
+  });
 }
 
 void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, ThreadPool& pool) {

@@ -11,6 +11,7 @@
 #include "kernels/cpu/sampling/sample_row.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/linear.h"
+#include "kernels/shard_gradients.h"
 #include "kernels/shards.h"
 
 namespace logitd::cpu {
@@ -48,6 +49,10 @@ void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Thread
 void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, ThreadPool& pool,
                                LinearScratch& scratch,
                                const std::atomic<bool>* abandoned = nullptr);
+void LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,
+                                       ThreadPool& pool, LinearScratch& scratch);
+void LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,
+                                     ThreadPool& pool, LinearScratch& scratch);
 
 }  // namespace logitd::cpu
 

@@ -23,6 +23,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/linear/backward.cuh"
+#include "kernels/cuda/linear/shards.h"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
 
@@ -36,7 +37,7 @@ static_assert(kGroupRows % kRowsAhead == 0);
 
 struct RowGradient {
   Gradient gradient;  // all 0 where the row is not counted
-  int32_t target;     // -1 where the row is not counted
+  int32_t target;     // from the head's first token on; a shard may not have it
   RowUse use;
 };
 
@@ -45,8 +46,8 @@ struct RowGradient {
 // Plans `count` rows from `first` on; rows from `rows` on are skipped.
 __global__ void __launch_bounds__(kThreads)
     PlanRowsKernel(const CrossEntropyRow* params, const float* logsumexp, const float* upstream,
-                   int64_t first, int64_t rows, int64_t count, int64_t vocab, float softcap,
-                   RowGradient* to) {
+                   int64_t first, int64_t rows, int64_t count, int32_t first_token, int64_t vocab,
+                   float softcap, RowGradient* to) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const int64_t r = first + i;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     plan.use = row.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
     if (row.target >= 0) {
       plan.gradient = Gradient::Of(row, logsumexp[r], upstream[r], vocab);
-      plan.target = row.target;
+      plan.target = row.target - first_token;
     }
   }
   to[i] = plan;
@@ -187,9 +188,12 @@ struct Cut {
 
 class Backward {
  public:
-  Backward(const LinearCrossEntropyBackwardArgs& args, Products& products, Scratch scratch,
-           cudaStream_t stream)
+  // `vocab`: of the whole head; `first_token`: the first of args.head.
+  Backward(const LinearCrossEntropyBackwardArgs& args, int64_t first_token, int64_t vocab,
+           Products& products, Scratch scratch, cudaStream_t stream)
       : args_(args),
+        first_token_(static_cast<int32_t>(first_token)),
+        vocab_(vocab),
         steps_(products, scratch, stream),
         dtype_(args.head.weight.dtype),
         product_type_(GradientTypeOf(dtype_)),
@@ -253,7 +257,7 @@ class Backward {
     padded_rows_ = std::min(cut_.group, RoundUp(hidden.rows, cut_.block));
     steps_.Launch(&PlanRowsKernel, GridFor(padded_rows_, kThreads), kThreads, args_.rows,
                   args_.logsumexp, args_.upstream, first, args_.hidden.rows, padded_rows_,
-                  args_.head.vocab(), args_.head.softcap, plans_);
+                  first_token_, vocab_, args_.head.softcap, plans_);
     VisitDType(dtype_, [&]<class T>() {
       steps_.Launch(&PackKernel<T, RowGradient>, GridFor(padded_rows_), kThreads,
                     static_cast<const T*>(hidden.data), hidden.row_stride,
@@ -340,6 +344,8 @@ class Backward {
   }
 
   const LinearCrossEntropyBackwardArgs& args_;
+  const int32_t first_token_;
+  const int64_t vocab_;
   Steps steps_;
   const DType dtype_;
   const DType product_type_;  // the inputs of products 2 and 3
@@ -355,6 +361,20 @@ class Backward {
   MutableTensorView wide_states_;   // [group, hidden], f32, under an f16 head
   MutableTensorView wide_weights_;  // [chunk, hidden], f32, under an f16 head
 };
+
+// Block r adds the parts of row r, in the order of the shards.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    AddPartsKernel(const float* parts, int shards, int64_t rows, int size,
+                   const CrossEntropyRow* params, T* to, int64_t to_stride) {
+  const int64_t r = blockIdx.x;
+  if (params[r].active == 0) return;
+  for (int i = threadIdx.x; i < size; i += kThreads) {
+    float sum = parts[r * size + i];
+    for (int s = 1; s < shards; ++s) sum += parts[(s * rows + r) * size + i];
+    to[r * to_stride + i] = FromFloat<T>(sum);
+  }
+}
 
 // The gradients of a call without rows.
 cudaError_t ClearSums(const LinearCrossEntropyBackwardArgs& args, cudaStream_t stream) {
@@ -373,7 +393,33 @@ cudaError_t LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& arg
                                        Products& products, const Scratch& scratch,
                                        cudaStream_t stream) {
   if (args.hidden.rows == 0) return ClearSums(args, stream);
-  return Backward(args, products, scratch, stream).Run();
+  return Backward(args, /*first_token=*/0, args.head.vocab(), products, scratch, stream).Run();
+}
+
+cudaError_t LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,
+                                              Products& products, const Scratch& scratch,
+                                              cudaStream_t stream) {
+  const LinearCrossEntropyBackwardArgs& gradient = args.gradient;
+  const VocabShard shard = args.shards.at(args.shard);
+  if (gradient.hidden.rows == 0 && shard.tokens > 0) return ClearSums(gradient, stream);
+  if (shard.tokens > 0)
+    return Backward(gradient, shard.first, args.shards.vocab, products, scratch, stream).Run();
+  const MutableTensorView& part = gradient.d_hidden;
+  if (part.rows == 0) return cudaSuccess;
+  return cudaMemset2DAsync(part.data, static_cast<size_t>(part.row_stride) * sizeof(float), 0,
+                           static_cast<size_t>(part.cols) * sizeof(float),
+                           static_cast<size_t>(part.rows), stream);
+}
+
+cudaError_t LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,
+                                            cudaStream_t stream) {
+  const MutableTensorView& to = args.d_hidden;
+  if (to.rows == 0) return cudaSuccess;
+  return VisitDType(to.dtype, [&]<class T>() {
+    return LaunchKernel(&AddPartsKernel<T>, {.grid = GridFor(to.rows), .threads = kThreads}, stream,
+                        args.parts, args.shards, to.rows, static_cast<int>(to.cols), args.rows,
+                        static_cast<T*>(to.data), to.row_stride);
+  });
 }
 
 }  // namespace logitd::cuda

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/scratch.h"
+#include "kernels/shard_gradients.h"
 #include "kernels/shards.h"
 
 namespace logitd::cuda {
@@ -39,6 +40,12 @@ cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args,
 cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Products& products,
                                       Scratch scratch, cudaStream_t stream);
 cudaError_t LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, cudaStream_t stream);
+// In backward.cu.
+cudaError_t LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,
+                                              Products& products, const Scratch& scratch,
+                                              cudaStream_t stream);
+cudaError_t LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,
+                                            cudaStream_t stream);
 
 }  // namespace logitd::cuda
 

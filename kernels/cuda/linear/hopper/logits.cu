@@ -14,6 +14,10 @@
 
 namespace logitd::cuda::hopper {
 
+// Only the last tile of a vocabulary may be short, so a shard that others follow writes only its own
+// logits.
+static_assert(kVocabCell % kTile == 0);
+
 struct LogitsParams {
   const float* bias;  // [vocab], or null
   float* logits;

@@ -1,0 +1,129 @@
+#include "kernels/cuda/nccl.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace logitd::cuda {
+namespace {
+
+// NCCL's types as they are in memory: its header is not needed to build, nor the library to run.
+using Communicator = void*;        // ncclComm_t
+using Result = int;                // ncclResult_t
+constexpr Result kSuccess = 0;     // ncclSuccess
+constexpr Result kInProgress = 7;  // ncclInProgress
+constexpr int kInt8 = 0;           // ncclInt8
+
+// Opens the library; null, and why, where there is none. It is never closed: its threads use it until
+// the process ends.
+void* Open(std::string& error) {
+  // NVLink multicast leaves state behind in the switches when a process is killed.
+  setenv("NCCL_NVLS_ENABLE", "0", /*overwrite=*/1);
+  for (const char* name : {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2"}) {
+    if (void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)) {
+      error.clear();
+      return handle;
+    }
+    if (error.empty()) error = dlerror();
+  }
+  return nullptr;
+}
+
+// The functions of the library that are used here.
+struct Library {
+  std::string error;  // empty: all were found
+  void* handle = Open(error);
+  Result (*init_all)(Communicator*, int, const int*) = nullptr;
+  Result (*destroy)(Communicator) = nullptr;
+  Result (*abort)(Communicator) = nullptr;
+  Result (*group_start)() = nullptr;
+  Result (*group_end)() = nullptr;
+  Result (*all_gather)(const void*, void*, size_t, int, Communicator, cudaStream_t) = nullptr;
+  const char* (*error_string)(Result) = nullptr;
+  const char* (*last_error)(Communicator) = nullptr;
+
+  Library() {
+    Find("ncclCommInitAll", init_all);
+    Find("ncclCommDestroy", destroy);
+    Find("ncclCommAbort", abort);
+    Find("ncclGroupStart", group_start);
+    Find("ncclGroupEnd", group_end);
+    Find("ncclAllGather", all_gather);
+    Find("ncclGetErrorString", error_string);
+    Find("ncclGetLastError", last_error);
+  }
+
+ private:
+  template <class F>
+  void Find(const char* name, F*& function) {
+    if (handle == nullptr) return;
+    function = reinterpret_cast<F*>(dlsym(handle, name));
+    if (function == nullptr && error.empty()) error = absl::StrCat("libnccl.so.2 has no ", name);
+  }
+};
+
+const Library& TheLibrary() {
+  static const Library* const library = new Library;
+  return *library;
+}
+
+absl::Status ToStatus(Result result, std::string_view what) {
+  if (result == kSuccess || result == kInProgress) return absl::OkStatus();
+  const Library& nccl = TheLibrary();
+  std::string why = nccl.error_string(result);
+  if (const std::string more = nccl.last_error(nullptr); !more.empty())
+    absl::StrAppend(&why, ", ", more);
+  return absl::UnavailableError(absl::StrFormat("NCCL: %s: %s", what, why));
+}
+
+}  // namespace
+
+absl::Status NcclGather::Check() {
+  const Library& nccl = TheLibrary();
+  if (nccl.error.empty()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("NCCL cannot be loaded: ", nccl.error));
+}
+
+absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const int> devices) {
+  if (absl::Status status = Check(); !status.ok()) return status;
+  auto gather = std::unique_ptr<NcclGather>(new NcclGather);
+  std::vector<Communicator> communicators(devices.size());
+  const Result result =
+      TheLibrary().init_all(communicators.data(), static_cast<int>(devices.size()), devices.data());
+  if (absl::Status status = ToStatus(result, "make communicators"); !status.ok()) return status;
+  gather->communicators_ = std::move(communicators);
+  return gather;
+}
+
+NcclGather::~NcclGather() {
+  for (Communicator communicator : communicators_) TheLibrary().destroy(communicator);
+}
+
+absl::Status NcclGather::Enqueue(absl::Span<const Place> places, size_t bytes) {
+  const Library& nccl = TheLibrary();
+  if (communicators_.empty()) return absl::UnavailableError("NCCL: the communicators are gone");
+  Result result = nccl.group_start();
+  for (size_t i = 0; i < places.size() && result == kSuccess; ++i) {
+    result = nccl.all_gather(places[i].blocks + i * bytes, places[i].blocks, bytes, kInt8,
+                             communicators_[i], places[i].stream);
+  }
+  const Result ended = nccl.group_end();
+  return ToStatus(result == kSuccess ? ended : result, "all-gather");
+}
+
+void NcclGather::Abort() {
+  // A call may wait for a device that hangs, and the devices may wait for each other's: so none of
+  // the calls waits for another, and nobody waits for them.
+  for (Communicator communicator : communicators_)
+    std::thread([communicator] { TheLibrary().abort(communicator); }).detach();
+  communicators_.clear();
+}
+
+}  // namespace logitd::cuda

@@ -1,0 +1,59 @@
+// NCCL's all-gather over devices of this process.
+#ifndef LOGITD_KERNELS_CUDA_NCCL_H_
+#define LOGITD_KERNELS_CUDA_NCCL_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace logitd::cuda {
+
+// A communicator for each of several devices. Used by one thread at a time.
+//
+// The library is loaded at run time, once a process: libnccl.so.2 is looked for where the loader
+// looks, then in /usr/local/cuda/lib64. Multicast over NVLink (NVLS) is switched off by NCCL's
+// environment variable before the library is loaded.
+class NcclGather {
+ public:
+  // OK, or FAILED_PRECONDITION and why NCCL cannot be used: there is no library, or it lacks a
+  // function.
+  static absl::Status Check();
+
+  // `devices`: numbers of CUDA devices, each once. Takes about a second. Errors: Check's, and
+  // UNAVAILABLE: NCCL gives no communicators, the text has its reason.
+  static absl::StatusOr<std::unique_ptr<NcclGather>> Create(absl::Span<const int> devices);
+
+  // Waits for what was enqueued, except after Abort.
+  ~NcclGather();
+  NcclGather(const NcclGather&) = delete;
+  NcclGather& operator=(const NcclGather&) = delete;
+
+  // Where a device has the blocks of all devices, one after another, and its stream. Its own block
+  // is in its place already.
+  struct Place {
+    std::byte* blocks;
+    cudaStream_t stream;
+  };
+  // Enqueues one all-gather of blocks of `bytes` bytes; `places` are in the order of the devices.
+  // UNAVAILABLE: NCCL refused it; nothing is certain about the blocks, and Abort comes next.
+  absl::Status Enqueue(absl::Span<const Place> places, size_t bytes);
+
+  // Ends all-gathers that wait for a device, on all devices that still work, soon after it returns.
+  // Nothing can be enqueued any more.
+  void Abort();
+
+ private:
+  NcclGather() = default;
+
+  std::vector<void*> communicators_;  // ncclComm_t, by device; empty after Abort
+};
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_NCCL_H_

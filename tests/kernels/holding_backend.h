@@ -1,0 +1,106 @@
+// A CUDA device that hangs in the partials of linear_topk from Hold to Release.
+#ifndef LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
+#define LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
+
+#include <cuda_runtime_api.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/cuda/stream.h"
+
+namespace logitd::testing {
+
+// Thread-safe. Has no slabs: those are the first device's.
+class HoldingBackend final : public Backend {
+ public:
+  explicit HoldingBackend(std::unique_ptr<Backend> device) : device_(std::move(device)) {}
+
+  void Hold() {
+    const std::lock_guard lock(mutex_);
+    hold_ = true;
+  }
+  void Release() {
+    const std::lock_guard lock(mutex_);
+    hold_ = false;
+    changed_.notify_all();
+  }
+
+  const DeviceInfo& device() const override { return device_->device(); }
+  absl::StatusOr<Slab> AllocateSlab(size_t) override {
+    return absl::UnimplementedError("no slabs");
+  }
+  void FreeSlab(const Slab&) override {}
+  absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    return device_->AllocateDevice(bytes);
+  }
+  void FreeDevice(const DeviceMemory& memory) override { device_->FreeDevice(memory); }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
+    absl::StatusOr<std::unique_ptr<Stream>> stream = device_->CreateStream(use);
+    if (!stream.ok()) return stream.status();
+    return std::make_unique<HoldingStream>(
+        this,
+        std::unique_ptr<cuda::DeviceStream>(static_cast<cuda::DeviceStream*>(stream->release())));
+  }
+
+ private:
+  // Only what the second device of a sharded stream is asked for.
+  class HoldingStream final : public cuda::DeviceStream {
+   public:
+    HoldingStream(HoldingBackend* backend, std::unique_ptr<cuda::DeviceStream> stream)
+        : backend_(backend), stream_(std::move(stream)) {}
+
+    int device() const override { return stream_->device(); }
+    cudaStream_t native() const override { return stream_->native(); }
+    absl::Status BeginOps() override { return stream_->BeginOps(); }
+    void LimitWait(absl::Duration limit) override { stream_->LimitWait(limit); }
+    absl::Status ShardLogits(const cuda::ShardLogitsArgs& args) override {
+      absl::Status status = Enqueue();
+      return status.ok() ? stream_->ShardLogits(args) : status;
+    }
+    absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
+      absl::Status status = Enqueue();
+      return status.ok() ? stream_->LinearTopKPartial(args) : status;
+    }
+    absl::Status Upload(const Slab&, size_t, size_t) override {
+      return absl::UnimplementedError("upload");
+    }
+    absl::Status Download(const Slab&, size_t, size_t) override {
+      return absl::UnimplementedError("download");
+    }
+    absl::Status Fill(const Slab&, size_t, size_t, std::byte*) override {
+      return absl::UnimplementedError("fill");
+    }
+    absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
+
+   private:
+    // What comes after it waits while the backend holds.
+    absl::Status Enqueue() {
+      const cudaError_t error = cudaLaunchHostFunc(
+          native(), [](void* backend) { static_cast<HoldingBackend*>(backend)->Pass(); }, backend_);
+      return cuda::ToStatus(error, "hold");
+    }
+
+    HoldingBackend* const backend_;
+    const std::unique_ptr<cuda::DeviceStream> stream_;
+  };
+
+  void Pass() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !hold_; });
+  }
+
+  const std::unique_ptr<Backend> device_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool hold_ = false;
+};
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
