@@ -123,15 +123,15 @@ class Line {
 
   void ToGrpc(std::string bytes) {
     frames_->BeginRead();
-    broken_ = frames_->Received(Bytes(bytes), now_, [this](uint32_t, bool, const HeaderList&) {
-      return refuses_;
-    });
+    broken_ = frames_->Received(Bytes(bytes), now_,
+                                [this](uint32_t, bool, const HeaderList&) { return refuses_; });
     TellPeer(frames_->TakeReplies());
   }
 
   // Bytes of gRPC, in two parts as if of two slices.
   void ToPeer(std::string bytes) {
-    for (std::string_view rest = bytes; !rest.empty(); rest.remove_prefix(9 + NumberAt(rest, 0, 3))) {
+    for (std::string_view rest = bytes; !rest.empty();
+         rest.remove_prefix(9 + NumberAt(rest, 0, 3))) {
       const int64_t type = NumberAt(rest, 3, 1);
       const auto stream = static_cast<uint32_t>(NumberAt(rest, 5, 4));
       if (type == kWindowUpdate && stream == 0) grpc_connection_ += NumberAt(rest, 9, 4);
@@ -406,8 +406,8 @@ TEST(WindowsOfPeersTest, EveryCallIsReadInTheEnd) {
       }
       ASSERT_EQ(line.broken(), Limit::kNone);
       constexpr int64_t kAsked = 2 * kMiB;  // by the two, and other calls may take it
-      ASSERT_LE(line.unread(), (std::ssize(calls) + 1) * kUsual + kAsked +
-                                   line.frames().windows().early_room());
+      ASSERT_LE(line.unread(),
+                (std::ssize(calls) + 1) * kUsual + kAsked + line.frames().windows().early_room());
     }
     ASSERT_EQ(ended, 100) << "stuck";
   }
