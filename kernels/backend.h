@@ -88,8 +88,10 @@ struct StreamTimes {
 // which may use streams of other devices in between.
 //
 // Calls return before their work ends, and some work begins in Wait (the CPU backend computes before
-// it returns). Order of use between two Waits: Upload*, ops, Download*. Errors: INTERNAL, the device
-// is lost and the process must end; UNAVAILABLE, this work failed and later work may succeed.
+// it returns). Order of use between two Waits: Upload*, ops, Download*. In another order each call
+// still comes after those before it, but it costs more, and the times are not those of the phases.
+// Errors: INTERNAL, the device is lost and the process must end; UNAVAILABLE, this work failed and
+// later work may succeed.
 class Stream {
  public:
   virtual ~Stream() = default;

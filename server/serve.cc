@@ -601,7 +601,8 @@ int Serve(const Config& config, MakeBackends make_backends) {
   const std::shared_ptr<door::Connections> connections =
       door::Connections::Create({.frames = {.max_streams = config.max_streams,
                                             .max_message = static_cast<uint32_t>(max_message)},
-                                 .max_connections = *max_connections},
+                                 .max_connections = *max_connections,
+                                 .early_bytes = config.max_held_bytes / 16},
                                 door_metrics);
   const absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       ServeMetrics(config, MakeMetricsPage(metrics.registry(), connections, Version(),

@@ -96,6 +96,7 @@ class CudaStream final : public cuda::DeviceStream {
   }
 
   int device() const override { return device_; }
+  int64_t replayed() const override { return replays_ == nullptr ? 0 : replays_->replayed(); }
   cudaStream_t native() const override { return stream_; }
   absl::Status BeginOps() override { return Enter(kComputing); }
   void LimitWait(absl::Duration limit) override { wait_limit_ = limit; }
@@ -107,12 +108,14 @@ class CudaStream final : public cuda::DeviceStream {
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     std::byte* const to = slab.device + offset;
     const std::byte* const from = slab.host + offset;
-    if (KernelCopies(to, from, bytes)) {
-      uploads_.push_back(RowOf(to, from, bytes));  // for one launch with a Gather
+    if (small_.op != nullptr) LOGITD_RETURN_IF_ERROR(Enter(kComputing));  // it comes first
+    const RowsCopy row = RowOf(to, from, bytes);
+    if (phase_ <= kUploading && KernelCopies(to, from, bytes)) {
+      if (!IsApart(row)) LOGITD_RETURN_IF_ERROR(EnterUpload(row));
+      uploads_.push_back(row);  // for one launch with a Gather
       return absl::OkStatus();
     }
-    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    upload_marked_ = false;
+    LOGITD_RETURN_IF_ERROR(EnterUpload(row));
     return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "upload");
   }
 
@@ -134,8 +137,7 @@ class CudaStream final : public cuda::DeviceStream {
   }
 
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
-    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
-    upload_marked_ = false;
+    LOGITD_RETURN_IF_ERROR(EnterUpload(RowOf(to, slab.host + offset, bytes)));
     return ToStatus(cudaMemcpyAsync(to, slab.host + offset, bytes, cudaMemcpyHostToDevice, stream_),
                     "fill");
   }
@@ -143,14 +145,11 @@ class CudaStream final : public cuda::DeviceStream {
   absl::Status Gather(absl::Span<const RowsCopy> copies) override {
     const auto on_device = [](const RowsCopy& copy) { return copy.from_device; };
     const bool by_kernel = phase_ == kIdle && marks_ != nullptr && KernelGathers(copies);
-    const auto is_apart = [this](const RowsCopy& copy) {
-      return std::all_of(uploads_.begin(), uploads_.end(),
-                         [&copy](const RowsCopy& upload) { return AreApart(copy, upload); });
-    };
     // What an upload wrote there comes first.
-    const bool apart = std::all_of(copies.begin(), copies.end(), is_apart);
+    const bool apart = std::all_of(copies.begin(), copies.end(),
+                                   [this](const RowsCopy& copy) { return IsApart(copy); });
     if (by_kernel) {
-      if (apart && small_.op == nullptr && uploads_.size() + copies.size() <= kFewCopies) {
+      if (apart && small_.op == nullptr && uploads_.size() + copies.size() <= kMostSmallCopies) {
         uploads_.insert(uploads_.end(), copies.begin(), copies.end());
         gathers_ = true;
         return absl::OkStatus();
@@ -164,7 +163,7 @@ class CudaStream final : public cuda::DeviceStream {
         uploads_.push_back(copy);
         continue;
       }
-      upload_marked_ = false;
+      if (phase_ == kUploading) upload_marked_ = false;
       LOGITD_RETURN_IF_ERROR(ToStatus(CopyFromHost(copy), "gather from the host"));
     }
     if (!by_kernel && !std::any_of(copies.begin(), copies.end(), on_device)) return FlushUploads();
@@ -334,7 +333,7 @@ class CudaStream final : public cuda::DeviceStream {
   static constexpr size_t kWordsBytes = 2 * sizeof(uint32_t);
   static constexpr size_t kKernelGatherBytes = size_t{1} << 20;
   // Work is small, and may be a graph, with up to so many copies and rows.
-  static constexpr size_t kFewCopies = 4;
+  static constexpr size_t kMostSmallCopies = 4;
   static constexpr int64_t kFewRows = 8;
 
   // When phases began, by the device's clock; `done`: how many times a stream has come to an end.
@@ -400,7 +399,7 @@ class CudaStream final : public cuda::DeviceStream {
   template <class Op, class Args, class Arguments>
   absl::Status RunSmall(std::string_view name, Op op, const Args& args, const TensorView& logits,
                         const Arguments& arguments) {
-    if (phase_ != kIdle || uploads_.empty() || uploads_.size() > kFewCopies ||
+    if (phase_ != kIdle || uploads_.empty() || uploads_.size() > kMostSmallCopies ||
         small_.op != nullptr || marks_ == nullptr || logits.rows > kFewRows) {
       return Run(name, op, args);
     }
@@ -522,6 +521,21 @@ class CudaStream final : public cuda::DeviceStream {
     return end(a) <= b.to || end(b) <= a.to;
   }
 
+  // Whether the copy may share a launch with those that are kept.
+  bool IsApart(const RowsCopy& copy) const {
+    return std::all_of(uploads_.begin(), uploads_.end(),
+                       [&copy](const RowsCopy& kept) { return AreApart(copy, kept); });
+  }
+
+  // Before a copy that is enqueued at once. Work that was asked for before it comes before it: an op,
+  // and copies to the same place. After an op, the time of a copy counts as the op's.
+  absl::Status EnterUpload(const RowsCopy& copy) {
+    LOGITD_RETURN_IF_ERROR(Enter(kUploading));
+    if (!IsApart(copy)) LOGITD_RETURN_IF_ERROR(FlushUploads());
+    if (phase_ == kUploading) upload_marked_ = false;
+    return absl::OkStatus();
+  }
+
   // Rows of pinned host memory, no copy across the border of two pieces.
   cudaError_t CopyFromHost(const RowsCopy& copy) {
     size_t row_bytes = copy.row_bytes;
@@ -569,7 +583,7 @@ class CudaStream final : public cuda::DeviceStream {
   // One launch for all of them.
   absl::Status GatherUploads() {
     cuda::Marks marks;
-    if (by_marks_) {
+    if (by_marks_ && phase_ <= kUploading) {
       if (!upload_begun_) marks.begun_ns = &marks_->uploading_ns;
       marks.ended_ns = &marks_->computing_ns;
       upload_begun_ = upload_marked_ = true;
@@ -637,6 +651,7 @@ class CudaStream final : public cuda::DeviceStream {
     const bool flush = phase > kUploading || gathers_;
     if (phase_ == kIdle && flush && !uploads_.empty()) BeginByMarks();
     if (by_marks_) {
+      if (phase < phase_) download_marked_ = false;  // the end comes after it
       if (flush) LOGITD_RETURN_IF_ERROR(FlushUploads());
       LOGITD_RETURN_IF_ERROR(MarkUpTo(phase));
       phase_ = std::max(phase_, phase);

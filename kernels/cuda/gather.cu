@@ -21,7 +21,7 @@ constexpr int64_t kPieceBytes = 2048;
 // Copies of one launch, which has 4 KiB for its arguments. Few are usual, and small arguments make a
 // launch cheaper.
 constexpr size_t kMaxCopies = 56;
-constexpr size_t kFewCopies = 2;
+constexpr size_t kCopiesOfShortLaunch = 2;
 // Blocks of a launch: enough to fill the largest device, each with several pieces in turn.
 constexpr int64_t kMostBlocks = 2048;
 
@@ -191,8 +191,8 @@ cudaError_t GatherRows(absl::Span<const RowsCopy> copies, cudaStream_t stream, c
     if (copies.empty()) of_launch = marks;
     of_launch.begun_ns = first ? marks.begun_ns : nullptr;
     first = false;
-    const cudaError_t error = now.size() <= kFewCopies
-                                  ? Launch<kFewCopies>(now, stream, of_launch, blocks)
+    const cudaError_t error = now.size() <= kCopiesOfShortLaunch
+                                  ? Launch<kCopiesOfShortLaunch>(now, stream, of_launch, blocks)
                                   : Launch<kMaxCopies>(now, stream, of_launch, blocks);
     if (error != cudaSuccess) return error;
   }

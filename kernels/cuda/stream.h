@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <string_view>
 
 #include "absl/status/status.h"
@@ -21,6 +22,8 @@ class DeviceStream : public Stream {
  public:
   virtual int device() const = 0;
   virtual cudaStream_t native() const = 0;
+  // How often small work ran as a graph.
+  virtual int64_t replayed() const = 0;
   // Makes the stream's device the thread's, and ends the uploads: what is enqueued on native() next
   // comes after them, and counts as ops.
   virtual absl::Status BeginOps() = 0;

@@ -75,7 +75,7 @@ Connection::Connection(std::shared_ptr<Connections> owner, uint64_t id, int fd, 
       host_(std::move(host)),
       uid_(uid),
       fd_(fd),
-      frames_(owner_->options().frames, absl::GetCurrentTimeNanos()) {}
+      frames_(owner_->options().frames, absl::GetCurrentTimeNanos(), &owner_->early_room_) {}
 
 void Connection::SetTls(std::unique_ptr<TlsSession> session) {
   tls_owner_ = std::move(session);
@@ -148,6 +148,7 @@ void Connection::Cut(Limit reason) {
 
 void Connection::Closed() {
   {
+    absl::MutexLock send_lock(&send_mutex_);  // another thread may write: NarrowIfUnused
     absl::MutexLock lock(&mutex_);
     fd_ = -1;
   }
@@ -162,7 +163,7 @@ void Connection::EndSending() {
 }
 
 Connections::Connections(const ConnectionOptions& options, std::shared_ptr<ConnectionEvents> events)
-    : options_(options), events_(std::move(events)) {}
+    : options_(options), events_(std::move(events)), early_room_(options.early_bytes) {}
 
 std::shared_ptr<Connections> Connections::Create(const ConnectionOptions& options,
                                                  std::shared_ptr<ConnectionEvents> events) {
@@ -257,6 +258,19 @@ bool Connections::CutLargest() {
   if (largest == nullptr) return false;
   largest->Cut(Limit::kMemory);
   return true;
+}
+
+void Connections::ReclaimEarlyRoom() {
+  constexpr int64_t kPeriodNs = 50'000'000;
+  const int64_t now_ns = absl::GetCurrentTimeNanos();
+  int64_t last = reclaimed_ns_.load(std::memory_order_relaxed);
+  if (now_ns - last < kPeriodNs || !reclaimed_ns_.compare_exchange_strong(last, now_ns)) return;
+  std::vector<std::shared_ptr<Connection>> connections;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const auto& [_, connection] : all_) connections.push_back(connection);
+  }
+  for (const auto& connection : connections) connection->NarrowIfUnused(now_ns);
 }
 
 void Connections::EndAll() {

@@ -105,14 +105,20 @@ class Connection {
   };
   ssize_t ReadSome(int fd, msghdr* message, int flags);
   // Reads the frames of what was received. `edits`: what gRPC gets instead; `replies`: frames for the
-  // peer, also the ends of calls whose messages are too large. False: cut.
+  // peer, that end calls whose messages are too large. `tells`: frames_ has others. False: cut.
   bool Account(absl::Span<const iovec> parts, size_t bytes, std::vector<Frames::Edit>* edits,
-               std::vector<Refused>* refused, std::string* replies);
+               std::vector<Refused>* refused, std::string* replies, bool* tells);
   // Sends `frames` and then the ends of the calls.
   void Answer(int fd, const std::vector<Refused>& refused, std::string frames);
-  // Writes answers, as far as the kernel takes them and gRPC's frames leave a place.
+  // Writes answers and frames of windows, as far as the kernel takes them and gRPC's frames leave a place.
   void WriteAnswers(int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
   void CountSent(absl::Span<const iovec> parts, size_t bytes);
+  ssize_t SendBoth(int fd, const msghdr& message, int flags)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
+  // So many of the answers' bytes were written.
+  void CountAnswered(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
+  // Ends wide windows that no large message used for a while. False: there are none. Any thread.
+  bool NarrowIfUnused(int64_t now_ns);
 
   const std::shared_ptr<Connections> owner_;
   const uint64_t id_;
@@ -183,6 +189,8 @@ struct Traffic {
 struct ConnectionOptions {
   FrameLimits frames;
   int64_t max_connections = 1024;
+  // Bytes that peers may send before a call reads them, beside 64 KiB for each call: Windows.
+  int64_t early_bytes = 0;
 };
 
 // All connections of a server. Thread-safe. Closed connections leave by themselves. It lives until
@@ -216,6 +224,9 @@ class Connections : public std::enable_shared_from_this<Connections> {
   // nothing, the one with most under way. False: no connection has anything of either.
   bool CutLargest();
 
+  // A connection has no room for early bytes: takes it back from one that did not use it lately.
+  void ReclaimEarlyRoom();
+
   // Ends the sending side of all, for the end of the process. See Connection::EndSending. Cuts are
   // not logged from here on: threads of gRPC may outlive the logger.
   void EndAll();
@@ -232,6 +243,8 @@ class Connections : public std::enable_shared_from_this<Connections> {
   const ConnectionOptions options_;
   const std::shared_ptr<ConnectionEvents> events_;
   std::atomic<bool> ended_ = false;
+  EarlyRoom early_room_;
+  std::atomic<int64_t> reclaimed_ns_ = 0;  // the last look for unused room
 
   mutable absl::Mutex mutex_;
   uint64_t last_id_ ABSL_GUARDED_BY(mutex_) = 0;

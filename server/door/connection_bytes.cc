@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <utility>
 
@@ -23,6 +24,9 @@ constexpr size_t kMostRefused = 256;
 
 // Bytes of answers that may wait for a peer that does not read. Twice what refusals can make.
 constexpr size_t kMostWaiting = size_t{128} << 10;
+
+// Wide windows that no large message used for so long go to a connection that wants them.
+constexpr int64_t kUnusedNs = 1'000'000'000;
 
 // Calls `read` for the first `bytes` of `parts`.
 template <typename Read>
@@ -96,13 +100,14 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
     const ssize_t got = ReadSome(fd, message, flags);
     if (got <= 0) return got;
     const auto bytes = static_cast<size_t>(got);
-    if (!Account(PartsOf(*message), bytes, &edits, &refused, &replies)) {
+    bool tells = false;
+    if (!Account(PartsOf(*message), bytes, &edits, &refused, &replies, &tells)) {
       errno = ECONNRESET;
       return -1;
     }
     const size_t left =
         edits.empty() ? bytes : ApplyEdits(PartsOf(*message), bytes, edits, &ready_);
-    if (!refused.empty() || !replies.empty()) {
+    if (!refused.empty() || !replies.empty() || tells) {
       Answer(fd, std::exchange(refused, {}), std::exchange(replies, {}));
     }
     if (!ready_.empty()) message->msg_controllen = 0;  // there is more than the kernel has
@@ -117,7 +122,7 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
 
 bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
                          std::vector<Frames::Edit>* edits, std::vector<Refused>* refused,
-                         std::string* replies) {
+                         std::string* replies, bool* tells) {
   received_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   const int64_t now = absl::GetCurrentTimeNanos();
   const bool may_refuse = !turnstile_.empty() && !answers_wait_ && !owner_->ended_;
@@ -131,6 +136,7 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
   };
   Limit broken = Limit::kNone;
   std::vector<Frames::TooLarge> too_large;
+  bool lacks_room = false;
   {
     absl::MutexLock lock(&mutex_);
     if (cut_ != Limit::kNone) return false;
@@ -141,13 +147,15 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
                   broken = frames_.Received(part, now, judge);
                 });
     std::swap(*edits, frames_.edits());
-    std::swap(*replies, frames_.replies());
+    *tells = frames_.has_replies();
+    lacks_room = frames_.TakeLackOfRoom();
     std::swap(too_large, frames_.too_large());
     if (broken != Limit::kNone) ShutDown(broken);
   }
   const uint32_t most = owner_->options().frames.max_message;
   for (const Frames::TooLarge& call : too_large) AppendTooLarge(call, most, replies);
   if (!too_large.empty()) owner_->CountTooLarge(too_large.size());
+  if (lacks_room) owner_->ReclaimEarlyRoom();
   if (broken == Limit::kNone) return true;
   owner_->CountCut(*this, broken);
   return false;
@@ -171,54 +179,106 @@ void Connection::Answer(int fd, const std::vector<Refused>& refused, std::string
 }
 
 void Connection::WriteAnswers(int fd) {
-  if (answers_.empty()) return;
   TlsSession* const session = tls();
   if (!answers_begun_) {
     bool may_begin = session == nullptr || !session->HasUnfinishedWrite();
-    if (may_begin) {
-      absl::MutexLock lock(&mutex_);
-      may_begin = frames_.between_sent_frames();
-    }
-    if (!may_begin) {
-      answers_wait_ = true;
-      return;
+    absl::MutexLock lock(&mutex_);
+    may_begin = may_begin && frames_.between_sent_frames();
+    answers_wait_ = !may_begin && (!answers_.empty() || frames_.has_replies());
+    if (!may_begin) return;
+    if (frames_.has_replies()) {
+      answers_ += frames_.TakeReplies();
+      answers_begun_ = true;  // they come before all that gRPC offers from here on
     }
   }
+  if (answers_.empty()) return;
   iovec part = {answers_.data() + answered_, answers_.size() - answered_};
   const msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
   const ssize_t put = session != nullptr
                           ? session->Write({&part, 1})
                           : syscall(SYS_sendmsg, fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (put > 0) {
-    answered_ += static_cast<size_t>(put);
-    sent_.fetch_add(put, std::memory_order_relaxed);
-  }
+  if (put > 0) CountAnswered(static_cast<size_t>(put));
   const bool failed = put < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR;
-  if (failed || answered_ == answers_.size()) {
-    std::string().swap(answers_);
-    answered_ = 0;
-    answers_begun_ = false;
-  } else {
-    answers_begun_ = answered_ > 0 || (session != nullptr && session->HasUnfinishedWrite());
-  }
+  if (failed) CountAnswered(answers_.size() - answered_);
+  answers_begun_ =
+      answers_begun_ || answered_ > 0 || (session != nullptr && session->HasUnfinishedWrite());
+  answers_begun_ = answers_begun_ && !answers_.empty();
   answers_wait_ = !answers_.empty();
+}
+
+void Connection::CountAnswered(size_t bytes) {
+  answered_ += bytes;
+  sent_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  if (answered_ < answers_.size()) return;
+  std::string().swap(answers_);
+  answered_ = 0;
+  answers_begun_ = false;
 }
 
 ssize_t Connection::Send(int fd, const msghdr* message, int flags) {
   absl::MutexLock lock(&send_mutex_);
-  if (answers_begun_) WriteAnswers(fd);
+  if (!answers_.empty()) WriteAnswers(fd);
   if (answers_begun_) {
     errno = EAGAIN;
     return -1;
   }
   TlsSession* const session = tls();
-  const ssize_t put = session != nullptr ? session->Write(PartsOf(*message))
-                                         : syscall(SYS_sendmsg, fd, message, flags);
+  const absl::Span<const iovec> parts = PartsOf(*message);
+  bool may_follow = false;
+  {
+    absl::MutexLock frames_lock(&mutex_);
+    frames_.Offer(parts);
+    may_follow = frames_.offers_whole_frames();
+    if (may_follow && answers_.empty()) answers_ = frames_.TakeReplies();
+  }
+  if (may_follow && session == nullptr && !answers_.empty() && parts.size() < IOV_MAX) {
+    return SendBoth(fd, *message, flags);
+  }
+  const ssize_t put =
+      session != nullptr ? session->Write(parts) : syscall(SYS_sendmsg, fd, message, flags);
   const int error = errno;
-  if (put > 0) CountSent(PartsOf(*message), static_cast<size_t>(put));
+  if (put > 0) CountSent(parts, static_cast<size_t>(put));
   WriteAnswers(fd);
   errno = error;
   return put;
+}
+
+// Answers that come after gRPC's bytes, in one write with them.
+ssize_t Connection::SendBoth(int fd, const msghdr& message, int flags) {
+  const absl::Span<const iovec> parts = PartsOf(message);
+  size_t bytes = 0;
+  for (const iovec& part : parts) bytes += part.iov_len;
+  std::vector<iovec> all(parts.begin(), parts.end());
+  all.push_back({.iov_base = answers_.data(), .iov_len = answers_.size()});
+  msghdr both = message;
+  both.msg_iov = all.data();
+  both.msg_iovlen = all.size();
+  const ssize_t put = syscall(SYS_sendmsg, fd, &both, flags);
+  if (put <= 0) {
+    answers_wait_ = true;
+    return put;
+  }
+  const size_t grpcs = std::min(static_cast<size_t>(put), bytes);
+  CountSent(parts, grpcs);
+  CountAnswered(static_cast<size_t>(put) - grpcs);
+  answers_begun_ = answered_ > 0;
+  answers_wait_ = !answers_.empty();
+  return static_cast<ssize_t>(grpcs);
+}
+
+bool Connection::NarrowIfUnused(int64_t now_ns) {
+  absl::MutexLock send_lock(&send_mutex_);
+  int fd = -1;
+  {
+    absl::MutexLock lock(&mutex_);
+    const Windows& windows = frames_.windows();
+    if (fd_ < 0 || !windows.wide() || windows.changing()) return false;
+    if (now_ns - windows.last_large_ns() < kUnusedNs) return false;
+    frames_.Narrow();
+    fd = fd_;
+  }
+  WriteAnswers(fd);
+  return true;
 }
 
 void Connection::CountSent(absl::Span<const iovec> parts, size_t bytes) {

@@ -43,8 +43,9 @@ constexpr int64_t kAskedShare = 4;
 
 }  // namespace
 
-Frames::Frames(const FrameLimits& limits, int64_t now_ns)
+Frames::Frames(const FrameLimits& limits, int64_t now_ns, EarlyRoom* room)
     : limits_(limits),
+      windows_(room),
       refilled_ns_(now_ns),
       tiny_{.left = limits.tiny_frames * kTinyUnit, .most = limits.tiny_frames * kTinyUnit},
       control_{.left = limits.control_frames, .most = limits.control_frames},
@@ -122,6 +123,7 @@ Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge*
       if (in_.skip == 0) EndHeaderFrame(judge);
     }
   }
+  windows_.Settle(now_ns_);
   return broken_;
 }
 
@@ -181,7 +183,110 @@ void Frames::Replace(size_t begin, size_t end, std::string_view put) {
   edits_.back().put += put;
 }
 
+void Frames::Offer(absl::Span<const iovec> parts) {
+  size_t seen = offered_;
+  offered_ = 0;
+  // gRPC writes each frame that is changed in one piece. Of two pieces, the first may have been sent.
+  field_.at = {};
+  for (const iovec& part : parts) {
+    absl::Span<uint8_t> bytes(static_cast<uint8_t*>(part.iov_base), part.iov_len);
+    offered_ += bytes.size();
+    const size_t known = std::min(seen, bytes.size());
+    seen -= known;
+    ReadOffer(bytes.subspan(known));
+  }
+  // Where calls end in this offer, the connection's window is larger.
+  if (connection_field_.whole > 0) connection_field_.Write(0, windows_.TakeConnection());
+  connection_field_ = {};
+  windows_.Settle(now_ns_);
+}
+
+void Frames::ReadOffer(absl::Span<uint8_t> bytes) {
+  while (!bytes.empty()) {
+    if (offer_.skip == 0) {
+      absl::Span<const uint8_t> rest = bytes;
+      const bool whole = offer_.TakeHead(&rest);
+      bytes = bytes.last(rest.size());
+      if (whole) BeginOffer();
+      continue;
+    }
+    const size_t run = field_.whole == 0 ? std::min(offer_.skip, bytes.size()) : 1;
+    if (field_.whole > 0) {
+      field_.at[field_.bytes] = bytes.data();
+      field_.value[field_.bytes] = bytes.front();
+      if (++field_.bytes == field_.whole) EndOfferedField();
+    }
+    offer_.skip -= run;
+    bytes.remove_prefix(run);
+  }
+}
+
+void Frames::BeginOffer() {
+  const bool acks = (offer_.flags & kAck) != 0;
+  field_ = {};
+  if (offer_.type == kHeaders || offer_.type == kContinuation) {
+    offered_headers_ = (offer_.flags & kEndHeaders) == 0;
+  }
+  switch (offer_.type) {
+    case kSettings:
+      if (acks) break;
+      windows_.OffersSettings();
+      field_.whole = 6;
+      break;
+    case kWindowUpdate:
+      field_.whole = 4;
+      break;
+    case kData:
+    case kHeaders:
+      if ((offer_.flags & kEndStream) == 0) break;
+      [[fallthrough]];
+    case kReset:
+      if (const auto stream = streams_.find(offer_.stream); stream != streams_.end()) {
+        windows_.Ended(&stream->second.window);
+      }
+      break;
+    default:
+      break;
+  }
+}
+
+void Frames::EndOfferedField() {
+  const Field field = std::exchange(field_, {.whole = field_.whole});
+  const auto number = [&field](size_t begin, size_t end) {
+    uint32_t value = 0;
+    for (size_t i = begin; i < end; ++i) value = value << 8 | field.value[i];
+    return value;
+  };
+  if (offer_.type == kSettings) {
+    constexpr uint32_t kInitialWindowSize = 4;
+    if (number(0, 2) != kInitialWindowSize) return;
+    const uint32_t window = windows_.OffersInitialWindow(number(2, 6));
+    if (field.writable()) field.Write(2, window);
+  } else if (offer_.stream == 0 && !field.writable()) {
+    windows_.GivesConnection(number(0, 4));
+  } else if (offer_.stream == 0) {
+    // Where there are several, all but the last give what they must.
+    if (connection_field_.whole > 0) connection_field_.Write(0, windows_.TakeConnection());
+    windows_.OffersConnection(number(0, 4));
+    connection_field_ = field;
+  } else if (const auto stream = streams_.find(offer_.stream); stream != streams_.end()) {
+    windows_.Asked(&stream->second.window, number(0, 4));
+  }
+}
+
+bool Frames::Field::writable() const {
+  return std::all_of(at.begin(), at.begin() + whole,
+                     [](const uint8_t* byte) { return byte != nullptr; });
+}
+
+void Frames::Field::Write(size_t begin, uint32_t value) const {
+  for (size_t i = 0; i < 4; ++i) {
+    *at[begin + i] = static_cast<uint8_t>(value >> (24 - 8 * i));
+  }
+}
+
 void Frames::Sent(absl::Span<const uint8_t> bytes) {
+  offered_ -= std::min(offered_, bytes.size());
   while (!bytes.empty()) {
     const size_t run = std::min(out_.skip, bytes.size());
     bytes.remove_prefix(run);
@@ -295,6 +400,8 @@ void Frames::BeginData() {
   message_bytes_ += static_cast<int64_t>(in_.skip);
   tiny_.Give(static_cast<int64_t>(in_.skip));
   const auto found = streams_.find(in_.stream);
+  Windows::Stream* const window = found == streams_.end() ? nullptr : &found->second.window;
+  if (!windows_.Received(window, static_cast<int64_t>(in_.skip))) Break(Limit::kUnasked);
   bool free = in_.skip >= limits_.tiny_frame;
   if (found != streams_.end()) {
     Stream& stream = found->second;
@@ -355,6 +462,7 @@ size_t Frames::ReadPrefix(Stream* stream, absl::Span<const uint8_t> bytes) {
   stream->left = uint32_t{prefix[1]} << 24 | uint32_t{prefix[2]} << 16 | uint32_t{prefix[3]} << 8 |
                  uint32_t{prefix[4]};
   if (stream->left <= limits_.max_message) {
+    windows_.Began(int64_t{stream->left} + kPrefixBytes, now_ns_);
     Replace(begin, begin, held);
     return run;
   }
@@ -392,12 +500,13 @@ void Frames::EndMessage(Stream* stream) {
   under_way_ -= stream->under_way;
   *stream = {.answered = stream->answered,
              .unread_frames = stream->unread_frames,
+             .window = stream->window,
              .timeout_end_ns = stream->timeout_end_ns};
 }
 
 void Frames::CheckUnasked() {
-  const int64_t allowed =
-      asked_ + asked_ / kAskedShare + open() * limits_.unasked_stream + limits_.unasked_slack;
+  const int64_t allowed = asked_ + asked_ / kAskedShare + open() * limits_.unasked_stream +
+                          limits_.unasked_slack + std::max(windows_.early_room(), windows_.early());
   if (under_way_ > allowed) Break(Limit::kUnasked);
 }
 
@@ -430,8 +539,6 @@ void Frames::BeginSentFrame() {
       }
       break;
     case kSettings:
-      if (!acks) windows_.SentSettings();
-      [[fallthrough]];
     case kPing:
       if (acks && unread_answers_ > 0) --unread_answers_;
       break;
@@ -444,6 +551,7 @@ void Frames::EndStream(uint32_t id) {
   const auto found = streams_.find(id);
   if (found == streams_.end()) return;
   under_way_ -= found->second.under_way;
+  windows_.Ended(&found->second.window);
   streams_.erase(found);
 }
 

@@ -4,6 +4,8 @@
 #ifndef LOGITD_SERVER_DOOR_FRAMES_H_
 #define LOGITD_SERVER_DOOR_FRAMES_H_
 
+#include <sys/uio.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -41,17 +43,21 @@ namespace logitd::door {
 class Frames {
  public:
   // `limits` outlives the object. `now_ns`: any clock that does not go back.
-  Frames(const FrameLimits& limits, int64_t now_ns);
+  // `room` may be null: no peer sends early. It outlives the object too.
+  Frames(const FrameLimits& limits, int64_t now_ns, EarlyRoom* room = nullptr);
 
   // Reads the next bytes from the peer. Returns the limit that they break; from then on every call
   // returns it.
   Limit Received(absl::Span<const uint8_t> bytes, int64_t now_ns);
-  // Reads the next bytes that were sent to the peer.
+  // Reads what gRPC is about to send, and changes the windows in it to those that the peer gets. After
+  // a write that took a part, the next one begins with the rest.
+  void Offer(absl::Span<const iovec> parts);
+  // Reads the next bytes that were sent to the peer. All of them were offered.
   void Sent(absl::Span<const uint8_t> bytes);
-  // All frames that began to be sent have ended, and other frames may follow them.
-  bool between_sent_frames() const {
-    return out_.skip == 0 && out_.head_bytes == 0 && !sent_headers_;
-  }
+  // All that was offered has been sent, and other frames may follow it.
+  bool between_sent_frames() const { return offered_ == 0 && AtEnd(out_, sent_headers_); }
+  // The same, when all that is offered will have been sent.
+  bool offers_whole_frames() const { return AtEnd(offer_, offered_headers_); }
 
   // Decides about a call by its whole header list. `ends`: no message follows. True: it is refused.
   using Judge = absl::FunctionRef<bool(uint32_t stream, bool ends, const HeaderList& list)>;
@@ -78,8 +84,14 @@ class Frames {
   };
   // Those of this read so far. The caller tells the peer.
   std::vector<TooLarge>& too_large() { return too_large_; }
-  // Whole frames for the peer, after which gRPC's own may follow. The caller takes them.
-  std::string& replies() { return windows_.frames(); }
+  // Whole frames for the peer, after which gRPC's own may follow. The caller sends them, before what
+  // gRPC offers later.
+  bool has_replies() const { return windows_.has_frames(); }
+  std::string TakeReplies() { return windows_.TakeFrames(); }
+  // See Windows.
+  const Windows& windows() const { return windows_; }
+  bool TakeLackOfRoom() { return windows_.TakeLackOfRoom(); }
+  void Narrow() { windows_.Narrow(); }
   // No call is refused any longer, so the peer may send messages with their headers again.
   void EndRefusals() {
     if (windows_.closed() && !windows_.changing() && streams_.empty()) windows_.Open();
@@ -130,6 +142,7 @@ class Frames {
     bool answered = false;                          // the server has sent headers
     uint32_t unread_frames = 0;                     // since the last WINDOW_UPDATE to the peer
     int64_t under_way = 0;
+    Windows::Stream window;
     int64_t timeout_end_ns = std::numeric_limits<int64_t>::max();
   };
 
@@ -172,6 +185,12 @@ class Frames {
   void BeginSentFrame();
   void EndStream(uint32_t id);
   void CheckUnasked();
+  static bool AtEnd(const Direction& direction, bool in_headers) {
+    return direction.skip == 0 && direction.head_bytes == 0 && !in_headers;
+  }
+  void ReadOffer(absl::Span<uint8_t> bytes);
+  void BeginOffer();
+  void EndOfferedField();
   void Break(Limit limit) {
     if (broken_ == Limit::kNone) broken_ = limit;
   }
@@ -193,6 +212,24 @@ class Frames {
   bool ends_ = false;          // the stream, with this list
   bool padded_ = false;
   bool sent_headers_ = false;  // without END_HEADERS yet
+
+  Direction offer_;
+  size_t offered_ = 0;  // bytes that were not sent
+  bool offered_headers_ = false;
+  // A field of SETTINGS (6 bytes) or of WINDOW_UPDATE (4), and where its bytes are.
+  struct Field {
+    std::array<uint8_t*, 6> at = {};
+    std::array<uint8_t, 6> value = {};
+    size_t bytes = 0;
+    size_t whole = 0;  // 0: the frame has none
+
+    // All of it lies in what is offered now.
+    bool writable() const;
+    // Four bytes from `begin` on.
+    void Write(size_t begin, uint32_t value) const;
+  };
+  Field field_;
+  Field connection_field_;  // the last WINDOW_UPDATE of the connection in this offer
 
   int64_t now_ns_ = 0;      // of this read
   size_t read_ = 0;         // bytes since BeginRead

@@ -156,15 +156,13 @@ class RpcServerImpl final : public RpcServer {
     // A compressed message is refused on its headers and never inflated.
     builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
     builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
-    // With BDP probing, an unread call still takes in as much as the connection's window has grown
-    // to: tens of MB a connection. Without it, 64 KiB. A larger message then costs one more round
-    // trip, 80 us on two cores. LOOKAHEAD_BYTES does not save it: without the probe gRPC 1.51 keeps
-    // the connection's own window at 64 KiB.
+    // With BDP probing, gRPC's windows are 4 MiB and more from the first frame on. The door gives peers
+    // windows of its own, within them: see door::Windows. Without the probe gRPC 1.51 keeps 64 KiB for a
+    // connection, and asks for each 32 KiB of a message anew.
     // Tried and dropped, no gain beyond noise from socket to slab or for one row: frames of 1 and
-    // 16 MiB, reads of at least 64 KiB, 1 MiB and 4 MiB; a window of 16 KiB, which adds the round
-    // trip to every message of 16 to 64 KiB and did not make refusals clearly cheaper. A bare socket
-    // is no faster at 16 MiB: the kernel's two copies are the cost.
-    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    // 16 MiB, reads of at least 64 KiB, 1 MiB and 4 MiB. A bare socket is no faster at 16 MiB: the
+    // kernel's two copies are the cost.
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 1);
     // Admission does not bound a peer that lies about its message: gRPC core receives all of an
     // oversized message before it refuses it. The quota bounds what all peers together can make
     // core hold; beyond it core resets streams. Honest calls stay within max_held_bytes and never

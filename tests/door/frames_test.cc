@@ -40,8 +40,18 @@ class FramesTest : public ::testing::Test {
     return limit;
   }
   void Send(const std::string& bytes) {
-    frames_.Sent(Bytes(bytes));
-    for (const char& byte : bytes) bytewise_.Sent(Bytes({&byte, 1}));
+    std::string changed = bytes;
+    iovec part = {changed.data(), changed.size()};
+    frames_.Offer({&part, 1});
+    frames_.Sent(Bytes(changed));
+    changed = bytes;
+    bytewise_.Offer({&part, 1});
+    for (const char& byte : changed) bytewise_.Sent(Bytes({&byte, 1}));
+  }
+  // gRPC lets the peer send as much as it likes on stream 1.
+  void OpenWindows() {
+    Send(Frame(kWindowUpdate, 0, 0, "\x3f\xff\0\0"s));
+    Send(Frame(kWindowUpdate, 0, 1, "\x3f\xff\0\0"s));
   }
 
   FrameLimits limits_ = {.max_streams = 4,
@@ -190,6 +200,7 @@ TEST_F(FramesTest, ManyMessagesInOneFrameAndSmallMessagesInTheirOwnAreFine) {
   std::string many;
   for (int i = 0; i < 400; ++i) many += Message(30);
   EXPECT_EQ(Get(Open(1)), Limit::kNone);
+  OpenWindows();
   EXPECT_EQ(GetTimes(50, Frame(kData, 0, 1, many)), Limit::kNone);
   for (int i = 0; i < 50; ++i) {
     Send(Frame(kWindowUpdate, 0, 1, "\0\0\x10\0"s));
@@ -215,6 +226,7 @@ TEST_F(FramesTest, AMessageInFramesOfOneByteIsNot) {
 
 TEST_F(FramesTest, TinyFramesMayBeFewInASecondAndFewBesideLargeOnes) {
   EXPECT_EQ(Get(Open(1) + Frame(kData, 0, 1, Prefix(1 << 26))), Limit::kNone);
+  OpenWindows();
   for (int second = 0; second < 10; ++second) {
     EXPECT_EQ(GetTimes(10, Frame(kData, 0, 1, "z")), Limit::kNone);
     now_ += kSecond;
@@ -314,6 +326,13 @@ class WindowsTest : public ::testing::Test {
 
   WindowsTest() { Receive(Preface() + Frame(kSettings, 0, 0, "")); }
 
+  // Returns what gRPC's bytes become.
+  std::string Offer(std::string bytes) {
+    iovec part = {bytes.data(), bytes.size()};
+    frames_.Offer({&part, 1});
+    frames_.Sent(Bytes(bytes));
+    return bytes;
+  }
   // Returns what gRPC gets.
   std::string Receive(std::string bytes) {
     frames_.BeginRead();
@@ -335,7 +354,7 @@ class WindowsTest : public ::testing::Test {
   // What the peer may send on a stream that it opens or has opened.
   int64_t WindowOf(uint32_t stream) { return windows_.try_emplace(stream, initial_).first->second; }
   void TakeReplies() {
-    std::string replies = std::exchange(frames_.replies(), {});
+    std::string replies = frames_.TakeReplies();
     while (!replies.empty()) {
       const auto number = [&](size_t at, int bytes) {
         int64_t value = 0;
@@ -391,10 +410,10 @@ TEST_F(WindowsTest, TheUsualWindowComesBackWhenNoStreamIsOpen) {
   Receive(Open(1) + Open(3));
   EXPECT_EQ(initial_, 0);
   frames_.EndRefusals();
-  EXPECT_TRUE(frames_.replies().empty()) << "the peer has not acknowledged the first change";
+  EXPECT_FALSE(frames_.has_replies()) << "the peer has not acknowledged the first change";
   Receive(Frame(kSettings, kAck, 0, ""));
   frames_.EndRefusals();
-  EXPECT_TRUE(frames_.replies().empty()) << "stream 1 would get a second window";
+  EXPECT_FALSE(frames_.has_replies()) << "stream 1 would get a second window";
   EndStreams({1});
   frames_.EndRefusals();
   TakeReplies();
@@ -411,9 +430,9 @@ TEST_F(WindowsTest, TheUsualWindowComesBackWhenNoStreamIsOpen) {
 
 TEST_F(WindowsTest, GrpcSeesTheAcknowledgementsOfItsOwnSettingsOnly) {
   const std::string ack = Frame(kSettings, kAck, 0, "");
-  frames_.Sent(Bytes(Frame(kSettings, 0, 0, "")));
+  Offer(Frame(kSettings, 0, 0, ""));
   EXPECT_EQ(Receive(ack), ack);
-  frames_.Sent(Bytes(Frame(kSettings, 0, 0, "")));
+  Offer(Frame(kSettings, 0, 0, ""));
   Receive(Open(3));
   EXPECT_EQ(Receive(ack.substr(0, 5)), "");
   EXPECT_EQ(Receive(ack.substr(5)), ack) << "the second of gRPC";

@@ -318,6 +318,8 @@ TEST_P(RefusalTest, EachCallIsSeenByGrpcAsItWasOrIsAnsweredAtOnce) {
     ASSERT_TRUE(context.ok());
     Handshake(**context);
   }
+  WriteAll(Frame(kWindowUpdate, 0, 0, "\x3f\xff\xff\xff"),
+           random);  // as gRPC gives its connections
   std::thread writer([&] {
     std::mt19937 own(seed + 2);
     for (int i = 0; i < kGrpcFrames; ++i) {
@@ -358,6 +360,8 @@ TEST_P(RefusalTest, EachCallIsSeenByGrpcAsItWasOrIsAnsweredAtOnce) {
     } else if (frame.type == kSettings) {
       EXPECT_EQ(frame.payload, "\0\4\0\0\0\0"s) << "the initial window is 0";
       EXPECT_FALSE(std::exchange(closed, true));
+    } else if (frame.type == kWindowUpdate && frame.stream == 0) {
+      EXPECT_LE(frame.payload, "\0\0\xff\xff"s) << "of the connection, in its turn";
     } else if (frame.type == kWindowUpdate) {
       EXPECT_TRUE(closed);
       EXPECT_EQ(frame.payload, "\0\0\xff\xff"s);

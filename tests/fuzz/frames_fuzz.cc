@@ -57,6 +57,42 @@ void Refuse(const logitd::door::FrameLimits& limits, absl::Span<const uint8_t> b
   if (well) Check(grpc.open() + frames.held_back() == frames.open(), "gRPC sees other streams");
 }
 
+// Both directions in turn, in pieces whose sizes come from the bytes. Writes take a part, and the next
+// one begins with the rest.
+void Talk(const logitd::door::FrameLimits& limits, absl::Span<const uint8_t> received,
+          absl::Span<const uint8_t> sent) {
+  constexpr int64_t kRoom = int64_t{3} << 20;
+  logitd::door::EarlyRoom room(kRoom);
+  {
+    logitd::door::Frames frames(limits, 0, &room);
+    std::vector<uint8_t> offered;
+    while (!received.empty() || !sent.empty()) {
+      const size_t got = received.empty() ? 0 : std::min<size_t>(received.size(), 1 + received[0]);
+      frames.BeginRead();
+      if (frames.Received(received.first(got), 0) != logitd::door::Limit::kNone) break;
+      received.remove_prefix(got);
+      const size_t more = sent.empty() ? 0 : std::min<size_t>(sent.size(), 1 + sent[0]);
+      const size_t taken = sent.empty() ? offered.size() : sent[0] % (offered.size() + more + 1);
+      offered.insert(offered.end(), sent.begin(), sent.begin() + static_cast<std::ptrdiff_t>(more));
+      sent.remove_prefix(more);
+      const iovec part = {offered.data(), offered.size()};
+      frames.Offer({&part, 1});
+      const std::vector<uint8_t> changed = offered;
+      frames.Offer({&part, 1});
+      Check(offered == changed, "a second offer of the same bytes changes them");
+      frames.Sent(absl::MakeConstSpan(offered).first(taken));
+      offered.erase(offered.begin(), offered.begin() + static_cast<std::ptrdiff_t>(taken));
+      if (frames.between_sent_frames()) Check(offered.empty(), "bytes that were not sent");
+      frames.TakeReplies();
+      const logitd::door::Windows& windows = frames.windows();
+      Check(windows.early() >= 0, "fewer than no early bytes");
+      Check(room.left() == kRoom - windows.early_room() && room.left() >= 0, "room is lost");
+      Check(!windows.wide() || windows.early_room() > 0, "wide windows without room");
+    }
+  }
+  Check(room.left() == kRoom, "room is not given back");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -70,6 +106,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::Span<const uint8_t> sent(data + border, size - border);
 
   Refuse(limits, received);
+  static const logitd::door::FrameLimits large = {.max_streams = 4, .streams_slack = 4};
+  Talk(large, received, sent);
   Frames whole(limits, 0);
   Frames bytewise(limits, 0);
   const Limit broken = whole.Received(received, 0);

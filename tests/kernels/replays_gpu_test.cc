@@ -16,6 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/replays.h"
+#include "kernels/cuda/stream.h"
+#include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "tests/kernels/cuda_test.h"
 
@@ -178,10 +180,203 @@ TEST_F(ReplaysTest, AStreamAnswersForTheRowsAsTheyAreNow) {
       }
     }
   }
+  EXPECT_GT(static_cast<cuda::DeviceStream&>(*stream).replayed(), 200);
   stream.reset();
   backend->FreeSlab(slab);
   close(shared.fd);
   backend->FreeShared(shared);
+}
+
+// A slab with logits at 0, parameters and answers, and a stream.
+struct Bench {
+  static constexpr int64_t kVocab = 1000;
+  static constexpr size_t kRowBytes = kVocab * 4;
+  static constexpr size_t kParamsAt = size_t{64} << 10;
+  static constexpr size_t kAnswersAt = size_t{128} << 10;
+  static constexpr size_t kAnswersBytes = 4096;
+
+  Bench() : backend(Cuda()->get()) {
+    slab = backend->AllocateSlab(size_t{256} << 10).value();
+    stream = backend->CreateStream().value();
+    std::memset(slab.host, 0, slab.bytes);
+  }
+  ~Bench() {
+    stream.reset();
+    backend->FreeSlab(slab);
+  }
+  template <class T>
+  T* At(size_t offset) const {
+    return reinterpret_cast<T*>(slab.device + kAnswersAt + offset);
+  }
+
+  Backend* const backend;
+  Slab slab;
+  std::unique_ptr<Stream> stream;
+};
+
+std::vector<float> RandomLogits(int64_t count, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<float> logits(static_cast<size_t>(count));
+  for (float& logit : logits) logit = 3 * normal(random);
+  return logits;
+}
+
+// As a graph, and in a batch that is too large for one: the same bits.
+TEST_F(ReplaysTest, SampleAsAGraphAnswersAsWithoutOne) {
+  Bench small;
+  Bench large;
+  std::mt19937 random(6);
+  for (int round = 0; round < 100; ++round) {
+    const int64_t rows = 1 + round % 3;
+    const std::vector<float> logits = RandomLogits(rows * Bench::kVocab, random);
+    for (Bench* const bench : {&small, &large}) {
+      std::memcpy(bench->slab.host, logits.data(), logits.size() * 4);
+      auto* const params = reinterpret_cast<SampleRow*>(bench->slab.host + Bench::kParamsAt);
+      for (int64_t r = 0; r < rows; ++r) {
+        params[r] = {.seed = 7,
+                     .position = static_cast<uint64_t>(round),
+                     .first_mask_word = -1,
+                     .first_top_entry = 3 * r,
+                     .active = 1,
+                     .temperature = round % 5 == 0 ? 0.0f : 0.8f,
+                     .top_k = round % 2 == 0 ? 0 : 50,
+                     .top_p = round % 4 == 0 ? 1.0f : 0.9f,
+                     .repetition = 1,
+                     .top_logprobs = 3,
+                     .want_rank = true};
+      }
+      if (bench == &large) {
+        ASSERT_TRUE(bench->stream->Upload(bench->slab, 0, bench->slab.bytes).ok());
+      } else {
+        ASSERT_TRUE(bench->stream->Upload(bench->slab, 0, logits.size() * 4).ok());
+        ASSERT_TRUE(bench->stream
+                        ->Upload(bench->slab, Bench::kParamsAt,
+                                 sizeof(SampleRow) * static_cast<size_t>(rows))
+                        .ok());
+      }
+      ASSERT_TRUE(bench->stream
+                      ->Sample({.logits = {.data = bench->slab.device,
+                                           .rows = rows,
+                                           .cols = Bench::kVocab,
+                                           .row_stride = Bench::kVocab},
+                                .rows = reinterpret_cast<const SampleRow*>(bench->slab.device +
+                                                                           Bench::kParamsAt),
+                                .edited = false,
+                                .tokens = bench->At<int32_t>(0),
+                                .logprobs = bench->At<float>(64),
+                                .ranks = bench->At<int32_t>(128),
+                                .logsumexp = bench->At<float>(192),
+                                .top_ids = bench->At<int32_t>(512),
+                                .top_logprobs = bench->At<float>(768),
+                                .status = bench->At<RowStatus>(1024)})
+                      .ok());
+      std::memset(bench->slab.host + Bench::kAnswersAt, 0, Bench::kAnswersBytes);
+      ASSERT_TRUE(
+          bench->stream->Download(bench->slab, Bench::kAnswersAt, Bench::kAnswersBytes).ok());
+      const auto times = bench->stream->Wait();
+      ASSERT_TRUE(times.ok()) << times.status();
+    }
+    const auto same = [&](size_t at, size_t bytes) {
+      return std::memcmp(small.slab.host + Bench::kAnswersAt + at,
+                         large.slab.host + Bench::kAnswersAt + at, bytes) == 0;
+    };
+    const auto n = static_cast<size_t>(rows) * 4;
+    EXPECT_TRUE(same(0, n) && same(64, n) && same(128, n) && same(192, n)) << round;
+    EXPECT_TRUE(same(512, 3 * n) && same(768, 3 * n)) << round;
+    const auto* const lse =
+        reinterpret_cast<const float*>(small.slab.host + Bench::kAnswersAt + 192);
+    EXPECT_GT(lse[0], 3.0f) << "the row was read";
+  }
+  EXPECT_GT(static_cast<cuda::DeviceStream&>(*small.stream).replayed(), 80);
+  EXPECT_EQ(static_cast<cuda::DeviceStream&>(*large.stream).replayed(), 0);
+}
+
+// Uploads of all kinds to the same place, ops and downloads, in any order between two Waits.
+TEST_F(ReplaysTest, EachCallComesAfterThoseBeforeIt) {
+  constexpr int kSources = 6;
+  constexpr int kMostOps = 8;
+  constexpr size_t kSourceBytes = size_t{20} << 10;  // with what follows a row
+  constexpr size_t kSlot = 256;
+  Bench bench;
+  Stream& stream = *bench.stream;
+  const Slab sources = bench.backend->AllocateSlab(kSources * kSourceBytes).value();
+  const SharedDeviceMemory shared = bench.backend->AllocateShared(kSources * kSourceBytes).value();
+  std::mt19937 random(7);
+  std::vector<int32_t> best;
+  for (int s = 0; s < kSources; ++s) {
+    const std::vector<float> logits = RandomLogits(kSourceBytes / 4, random);
+    std::memcpy(sources.host + s * kSourceBytes, logits.data(), kSourceBytes);
+    best.push_back(static_cast<int32_t>(
+        std::max_element(logits.begin(), logits.begin() + Bench::kVocab) - logits.begin()));
+  }
+  ASSERT_TRUE(
+      bench.backend->WriteShared(shared.data, {sources.host, kSources * kSourceBytes}).ok());
+  *reinterpret_cast<SoftmaxTopKRow*>(bench.slab.host + Bench::kParamsAt) = {.temperature = 1,
+                                                                            .k = 1};
+  for (int round = 0; round < 400; ++round) {
+    std::string steps;
+    std::vector<int32_t> want;
+    int now = -1;
+    ASSERT_TRUE(stream.Upload(bench.slab, Bench::kParamsAt, sizeof(SoftmaxTopKRow)).ok());
+    std::memset(bench.slab.host + Bench::kAnswersAt, 0x7f, Bench::kAnswersBytes);
+    for (int step = 0; step < 10 || want.empty(); ++step) {
+      const auto kind = random() % 7;
+      steps += static_cast<char>('0' + kind);
+      if (kind < 4) {
+        now = static_cast<int>(random() % kSources);
+        const Slab pair = {.host = sources.host + now * kSourceBytes,
+                           .device = bench.slab.device,
+                           .bytes = kSourceBytes};
+        const RowsCopy copy = {.from = shared.data + now * kSourceBytes,
+                               .from_stride = Bench::kRowBytes,
+                               .to = bench.slab.device,
+                               .to_stride = Bench::kRowBytes,
+                               .row_bytes = Bench::kRowBytes,
+                               .rows = 1,
+                               .from_device = true};
+        const absl::Status copied = kind == 0   ? stream.Upload(pair, 0, Bench::kRowBytes)
+                                    : kind == 1 ? stream.Upload(pair, 0, kSourceBytes)
+                                    : kind == 2
+                                        ? stream.Fill(pair, 0, Bench::kRowBytes, bench.slab.device)
+                                        : stream.Gather({&copy, 1});
+        ASSERT_TRUE(copied.ok()) << copied;
+      } else if (kind < 6 && now >= 0 && want.size() < kMostOps) {
+        const size_t at = want.size() * kSlot;
+        want.push_back(best[static_cast<size_t>(now)]);
+        ASSERT_TRUE(stream
+                        .SoftmaxTopK({.logits = {.data = bench.slab.device,
+                                                 .rows = 1,
+                                                 .cols = Bench::kVocab,
+                                                 .row_stride = Bench::kVocab},
+                                      .rows = reinterpret_cast<const SoftmaxTopKRow*>(
+                                          bench.slab.device + Bench::kParamsAt),
+                                      .max_k = 1,
+                                      .indices = bench.At<int32_t>(at),
+                                      .probs = bench.At<float>(at + 64),
+                                      .logsumexp = bench.At<float>(at + 128),
+                                      .status = bench.At<RowStatus>(at + 192)})
+                        .ok());
+      } else if (!want.empty()) {
+        ASSERT_TRUE(stream.Download(bench.slab, Bench::kAnswersAt, want.size() * kSlot).ok());
+      }
+    }
+    if (random() % 2 == 0) {
+      ASSERT_TRUE(stream.Wait().ok()) << steps;  // its end is that of the last op
+      steps += 'w';
+    }
+    ASSERT_TRUE(stream.Download(bench.slab, Bench::kAnswersAt, want.size() * kSlot).ok());
+    const auto times = stream.Wait();
+    ASSERT_TRUE(times.ok()) << times.status();
+    for (size_t i = 0; i < want.size(); ++i) {
+      int32_t got = 0;
+      std::memcpy(&got, bench.slab.host + Bench::kAnswersAt + i * kSlot, 4);
+      ASSERT_EQ(got, want[i]) << "round " << round << ", op " << i << " of " << steps;
+    }
+  }
+  bench.stream.reset();
+  bench.backend->FreeSlab(sources);
+  close(shared.fd);
+  bench.backend->FreeShared(shared);
 }
 
 }  // namespace
