@@ -104,15 +104,17 @@ class Connection {
     Turnstile::Answer answer;
   };
   ssize_t ReadSome(int fd, msghdr* message, int flags);
-  // Reads the frames of what was received. `edits`: what gRPC gets instead; `replies`: frames for the
-  // peer, that end calls whose messages are too large. `tells`: frames_ has others. False: cut.
+  // Reads the frames of what was received. `edits`: what gRPC gets instead; `tells`: frames_ has
+  // replies. False: cut.
   bool Account(absl::Span<const iovec> parts, size_t bytes, std::vector<Frames::Edit>* edits,
-               std::vector<Refused>* refused, std::string* replies, bool* tells);
-  // Sends `frames` and then the ends of the calls.
-  void Answer(int fd, const std::vector<Refused>& refused, std::string frames);
+               std::vector<Refused>* refused, bool* tells);
+  // Sends the replies of frames_, and then the ends of the calls.
+  void Answer(int fd, const std::vector<Refused>& refused);
   // Writes answers and frames of windows, as far as the kernel takes them and gRPC's frames leave a place.
   void WriteAnswers(int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
-  void CountSent(absl::Span<const iovec> parts, size_t bytes);
+  // What gRPC has sent, and then the ends of calls that wait for it.
+  void CountSent(absl::Span<const iovec> parts, size_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
   ssize_t SendBoth(int fd, const msghdr& message, int flags)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
   // So many of the answers' bytes were written.
@@ -145,6 +147,7 @@ class Connection {
   int fd_ ABSL_GUARDED_BY(mutex_);  // -1: closed
   Limit cut_ ABSL_GUARDED_BY(mutex_) = Limit::kNone;
   Frames frames_ ABSL_GUARDED_BY(mutex_);
+  int64_t too_large_calls_ ABSL_GUARDED_BY(mutex_) = 0;  // of frames_, as far as they are counted
 };
 
 // What a call may receive on its connection, as long as this lives. Movable. Not thread-safe.

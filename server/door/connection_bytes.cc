@@ -92,7 +92,6 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
   const auto control_room = message->msg_controllen;
   std::vector<Frames::Edit> edits;
   std::vector<Refused> refused;
-  std::string replies;
   // A read of which nothing is left for gRPC is followed by another one: the kernel may not wake it
   // again. Each such read has a part of a header list or of a message's length, whose size is limited.
   while (ready_.empty()) {
@@ -101,15 +100,13 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
     if (got <= 0) return got;
     const auto bytes = static_cast<size_t>(got);
     bool tells = false;
-    if (!Account(PartsOf(*message), bytes, &edits, &refused, &replies, &tells)) {
+    if (!Account(PartsOf(*message), bytes, &edits, &refused, &tells)) {
       errno = ECONNRESET;
       return -1;
     }
     const size_t left =
         edits.empty() ? bytes : ApplyEdits(PartsOf(*message), bytes, edits, &ready_);
-    if (!refused.empty() || !replies.empty() || tells) {
-      Answer(fd, std::exchange(refused, {}), std::exchange(replies, {}));
-    }
+    if (!refused.empty() || tells) Answer(fd, std::exchange(refused, {}));
     if (!ready_.empty()) message->msg_controllen = 0;  // there is more than the kernel has
     if (left > 0) return static_cast<ssize_t>(left);
   }
@@ -122,7 +119,7 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
 
 bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
                          std::vector<Frames::Edit>* edits, std::vector<Refused>* refused,
-                         std::string* replies, bool* tells) {
+                         bool* tells) {
   received_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   const int64_t now = absl::GetCurrentTimeNanos();
   const bool may_refuse = !turnstile_.empty() && !answers_wait_ && !owner_->ended_;
@@ -135,7 +132,7 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
     return true;
   };
   Limit broken = Limit::kNone;
-  std::vector<Frames::TooLarge> too_large;
+  int64_t too_large = 0;
   bool lacks_room = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -149,19 +146,19 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
     std::swap(*edits, frames_.edits());
     *tells = frames_.has_replies();
     lacks_room = frames_.TakeLackOfRoom();
-    std::swap(too_large, frames_.too_large());
+    too_large =
+        frames_.too_large_calls() - std::exchange(too_large_calls_, frames_.too_large_calls());
     if (broken != Limit::kNone) ShutDown(broken);
   }
-  const uint32_t most = owner_->options().frames.max_message;
-  for (const Frames::TooLarge& call : too_large) AppendTooLarge(call, most, replies);
-  if (!too_large.empty()) owner_->CountTooLarge(too_large.size());
+  if (too_large > 0) owner_->CountTooLarge(static_cast<size_t>(too_large));
   if (lacks_room) owner_->ReclaimEarlyRoom();
   if (broken == Limit::kNone) return true;
   owner_->CountCut(*this, broken);
   return false;
 }
 
-void Connection::Answer(int fd, const std::vector<Refused>& refused, std::string frames) {
+void Connection::Answer(int fd, const std::vector<Refused>& refused) {
+  std::string frames;
   for (const Refused& call : refused) {
     AppendEnd(call.stream, call.answer.fields, call.ended, &frames);
   }
@@ -262,7 +259,7 @@ ssize_t Connection::SendBoth(int fd, const msghdr& message, int flags) {
   CountSent(parts, grpcs);
   CountAnswered(static_cast<size_t>(put) - grpcs);
   answers_begun_ = answered_ > 0;
-  answers_wait_ = !answers_.empty();
+  if (!answers_.empty()) WriteAnswers(fd);
   return static_cast<ssize_t>(grpcs);
 }
 
@@ -283,10 +280,14 @@ bool Connection::NarrowIfUnused(int64_t now_ns) {
 
 void Connection::CountSent(absl::Span<const iovec> parts, size_t bytes) {
   sent_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  std::vector<Frames::TooLarge> too_large;
+  const uint32_t most = owner_->options().frames.max_message;
   absl::MutexLock lock(&mutex_);
   ForEachPart(parts, bytes,
               [&](absl::Span<const uint8_t> part)
                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { frames_.Sent(part); });
+  std::swap(too_large, frames_.too_large());
+  for (const Frames::TooLarge& call : too_large) AppendTooLarge(call, most, &answers_);
 }
 
 }  // namespace logitd::door

@@ -21,6 +21,7 @@ enum Type : uint8_t {
   kPing = 6,
   kWindowUpdate = 8,
   kContinuation = 9,
+  kIgnored = 0xe7,  // no type of HTTP/2
 };
 constexpr uint8_t kEndStream = 1;  // of DATA and HEADERS
 constexpr uint8_t kAck = 1;        // of SETTINGS and PING
@@ -80,7 +81,6 @@ Limit Frames::Received(absl::Span<const uint8_t> bytes, int64_t now_ns, Judge ju
 void Frames::BeginRead() {
   read_ = 0;
   edits_.clear();
-  too_large_.clear();
 }
 
 Limit Frames::Read(absl::Span<const uint8_t> bytes, int64_t now_ns, const Judge* judge) {
@@ -188,6 +188,7 @@ void Frames::Offer(absl::Span<const iovec> parts) {
   offered_ = 0;
   // gRPC writes each frame that is changed in one piece. Of two pieces, the first may have been sent.
   field_.at = {};
+  offered_type_ = nullptr;
   for (const iovec& part : parts) {
     absl::Span<uint8_t> bytes(static_cast<uint8_t*>(part.iov_base), part.iov_len);
     offered_ += bytes.size();
@@ -204,10 +205,15 @@ void Frames::Offer(absl::Span<const iovec> parts) {
 void Frames::ReadOffer(absl::Span<uint8_t> bytes) {
   while (!bytes.empty()) {
     if (offer_.skip == 0) {
+      constexpr size_t kTypeAt = 3;
+      if (offer_.head_bytes == 0) offered_type_ = nullptr;
+      if (offer_.head_bytes <= kTypeAt && offer_.head_bytes + bytes.size() > kTypeAt) {
+        offered_type_ = &bytes[kTypeAt - offer_.head_bytes];
+      }
       absl::Span<const uint8_t> rest = bytes;
       const bool whole = offer_.TakeHead(&rest);
       bytes = bytes.last(rest.size());
-      if (whole) BeginOffer();
+      if (whole) BeginOffer(offered_type_);
       continue;
     }
     const size_t run = field_.whole == 0 ? std::min(offer_.skip, bytes.size()) : 1;
@@ -221,7 +227,7 @@ void Frames::ReadOffer(absl::Span<uint8_t> bytes) {
   }
 }
 
-void Frames::BeginOffer() {
+void Frames::BeginOffer(uint8_t* type) {
   const bool acks = (offer_.flags & kAck) != 0;
   field_ = {};
   if (offer_.type == kHeaders || offer_.type == kContinuation) {
@@ -229,9 +235,13 @@ void Frames::BeginOffer() {
   }
   switch (offer_.type) {
     case kSettings:
-      if (acks) break;
-      windows_.OffersSettings();
-      field_.whole = 6;
+      if (!acks) {
+        windows_.OffersSettings();
+        field_.whole = 6;
+      } else if (offered_confirmations_ < unconfirmed_.size()) {
+        const bool own = unconfirmed_[offered_confirmations_++];
+        if (own && type != nullptr) *type = kIgnored;
+      }
       break;
     case kWindowUpdate:
       field_.whole = 4;
@@ -338,7 +348,11 @@ void Frames::BeginFrame() {
       }
       break;
     case kSettings:
-      if ((in_.flags & kAck) != 0 && in_.skip == 0) hidden_ = windows_.TakeAcknowledgement();
+      if ((in_.flags & kAck) == 0) {
+        unconfirmed_.push_back(false);
+      } else if (in_.skip == 0) {
+        hidden_ = windows_.TakeAcknowledgement();
+      }
       [[fallthrough]];
     case kPing:
       TakeControl();
@@ -488,12 +502,29 @@ void Frames::EndTooLarge() {
   if (stream == streams_.end()) return;  // the server has ended it meanwhile
   ended.answered = stream->second.answered;
   EndStream(ended.stream);
-  std::string reset;
-  AppendReset(ended.stream, kCancel, &reset);
-  PutIn(reset);
-  too_large_.push_back(ended);
+  std::string frames;
+  AppendReset(ended.stream, kCancel, &frames);
+  AppendFrameHead(0, kSettings, 0, 0, &frames);
+  PutIn(frames);
+  unconfirmed_.push_back(true);
+  resets_of_grpc_.push_back(ended);
+  ++too_large_calls_;
   // It cost gRPC a call, as one that its peer cancels.
   if (!resets_.Take(1)) Break(Limit::kResets);
+}
+
+// gRPC has confirmed SETTINGS. If they are the door's, it has read the reset before them.
+void Frames::ConfirmedByGrpc() {
+  if (unconfirmed_.empty()) return;
+  const bool own = unconfirmed_.front();
+  unconfirmed_.pop_front();
+  offered_confirmations_ -= std::min<size_t>(offered_confirmations_, 1);
+  if (!own) {
+    if (unread_answers_ > 0) --unread_answers_;
+    return;
+  }
+  if (resets_of_grpc_.front().stream != 0) too_large_.push_back(resets_of_grpc_.front());
+  resets_of_grpc_.pop_front();
 }
 
 void Frames::EndMessage(Stream* stream) {
@@ -519,6 +550,12 @@ void Frames::BeginSentFrame() {
   if (out_.type == kHeaders || out_.type == kContinuation) {
     sent_headers_ = (out_.flags & kEndHeaders) == 0;
   }
+  for (TooLarge& call : resets_of_grpc_) {
+    if (call.stream != out_.stream || call.stream == 0) continue;
+    const bool ends = out_.type == kReset || (out_.flags & kEndStream) != 0;
+    if (out_.type == kHeaders) call.answered = true;
+    if (ends && out_.type <= kReset) call.stream = 0;
+  }
   switch (out_.type) {
     case kData:
     case kHeaders:
@@ -539,6 +576,11 @@ void Frames::BeginSentFrame() {
       }
       break;
     case kSettings:
+      if (acks) ConfirmedByGrpc();
+      break;
+    case kIgnored:
+      ConfirmedByGrpc();
+      break;
     case kPing:
       if (acks && unread_answers_ > 0) --unread_answers_;
       break;

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -36,7 +37,10 @@ namespace logitd::door {
 // Windows.
 //
 // A message says its length first. If that is too large, its call ends here: gRPC would make room for
-// all of it, or receive all of it, before it refuses it.
+// all of it, or receive all of it, before it refuses it. gRPC gets a reset of the stream, and the peer
+// is told only when gRPC has read it: after the end of a stream no frame of gRPC may follow on it. So
+// gRPC gets an empty SETTINGS after the reset. What it sends before it confirms that goes out; the
+// confirmation becomes a frame of a type that no peer knows, and that every peer must ignore.
 //
 // Memory: about 56 bytes for each open stream. Cost: constant for each frame and each message,
 // besides that of HeaderList. Not thread-safe. Knows no sockets.
@@ -75,15 +79,18 @@ class Frames {
   // Of this read so far: in order, apart from each other.
   std::vector<Edit>& edits() { return edits_; }
   // A call whose message is larger than FrameLimits::max_message. gRPC gets a reset of its stream
-  // after the frame with the length, and a length that ends one byte after that frame.
+  // after the frame with the length, a length that ends one byte after that frame, and SETTINGS.
   struct TooLarge {
     uint32_t stream = 0;
     uint32_t bytes = 0;     // of the message
     bool ended = false;     // the peer has ended its side
     bool answered = false;  // headers of an answer were sent
   };
-  // Those of this read so far. The caller tells the peer.
+  // Those whose reset gRPC has read, and that it has not ended itself. After Sent; the caller takes
+  // them and tells the peer.
   std::vector<TooLarge>& too_large() { return too_large_; }
+  // Calls that ended so, in all.
+  int64_t too_large_calls() const { return too_large_calls_; }
   // Whole frames for the peer, after which gRPC's own may follow. The caller sends them, before what
   // gRPC offers later.
   bool has_replies() const { return windows_.has_frames(); }
@@ -189,7 +196,8 @@ class Frames {
     return direction.skip == 0 && direction.head_bytes == 0 && !in_headers;
   }
   void ReadOffer(absl::Span<uint8_t> bytes);
-  void BeginOffer();
+  void BeginOffer(uint8_t* type);
+  void ConfirmedByGrpc();
   void EndOfferedField();
   void Break(Limit limit) {
     if (broken_ == Limit::kNone) broken_ = limit;
@@ -214,8 +222,10 @@ class Frames {
   bool sent_headers_ = false;  // without END_HEADERS yet
 
   Direction offer_;
-  size_t offered_ = 0;  // bytes that were not sent
+  size_t offered_ = 0;                // bytes that were not sent
+  size_t offered_confirmations_ = 0;  // of unconfirmed_, in these bytes
   bool offered_headers_ = false;
+  uint8_t* offered_type_ = nullptr;  // of the head that is offered; null: it may have been sent
   // A field of SETTINGS (6 bytes) or of WINDOW_UPDATE (4), and where its bytes are.
   struct Field {
     std::array<uint8_t*, 6> at = {};
@@ -239,7 +249,12 @@ class Frames {
   std::vector<Edit> edits_;
   std::string held_;  // of the frame that is received: bytes of a prefix that gRPC has not got yet
   TooLarge ending_;   // a call that ends with the frame that is received; stream 0: none
+  std::deque<TooLarge>
+      resets_of_grpc_;  // whose SETTINGS gRPC has not confirmed; stream 0: it is over
   std::vector<TooLarge> too_large_;
+  int64_t too_large_calls_ = 0;
+  // SETTINGS that gRPC has not confirmed, in their order: the door's or the peer's.
+  std::deque<bool> unconfirmed_;
   absl::flat_hash_map<uint32_t, Stream> streams_;
   Windows windows_;
 

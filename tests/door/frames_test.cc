@@ -455,10 +455,21 @@ class TooLargeTest : public ::testing::Test {
       std::string beyond;
       read.resize(ApplyEdits({&part, 1}, read.size(), frames_->edits(), &beyond));
       got += read + beyond;
-      for (const auto& call : frames_->too_large()) ended_.push_back(call);
     }
     return got;
   }
+  // Returns what the peer gets of gRPC's bytes.
+  std::string Send(std::string bytes) {
+    iovec part = {bytes.data(), bytes.size()};
+    frames_->Offer({&part, 1});
+    frames_->Sent(Bytes(bytes));
+    for (const auto& call : frames_->too_large()) ended_.push_back(call);
+    frames_->too_large().clear();
+    return bytes;
+  }
+  // gRPC confirms SETTINGS.
+  std::string Confirm() { return Send(Confirmation()); }
+  static std::string Confirmation() { return Frame(kSettings, kAck, 0, ""); }
 
   const FrameLimits limits_ = {.max_message = 100};
   std::optional<Frames> frames_{std::in_place, limits_, 0};
@@ -473,11 +484,14 @@ TEST_F(TooLargeTest, ACallEndsWhereTheLengthIsReadHoweverItIsCut) {
   const std::string sent = before + Frame(kData, 0, 1, Prefix(101) + rest) + after;
   std::string reset;
   AppendReset(1, 8, &reset);
-  const std::string wanted = before + Frame(kData, 0, 1, Prefix(81) + rest) + reset + after;
+  const std::string wanted =
+      before + Frame(kData, 0, 1, Prefix(81) + rest) + reset + Frame(kSettings, 0, 0, "") + after;
   for (size_t size = 1; size <= sent.size(); ++size) {
     frames_.emplace(limits_, 0);
     ended_.clear();
     EXPECT_EQ(Receive(sent, size), wanted) << size;
+    EXPECT_TRUE(ended_.empty()) << "gRPC may still send headers";
+    Confirm();
     ASSERT_EQ(ended_.size(), 1) << size;
     EXPECT_EQ(ended_[0].stream, 1);
     EXPECT_EQ(ended_[0].bytes, 101);
@@ -510,16 +524,41 @@ TEST_F(TooLargeTest, APrefixInTwoFramesReachesGrpcWhole) {
 
 TEST_F(TooLargeTest, SaysWhatThePeerKnowsOfTheCall) {
   Receive(Preface() + Open(1) + Open(3), 1000);
-  frames_->Sent(Bytes(Frame(kHeaders, kEndHeaders, 1, "\x88")));
+  Send(Frame(kHeaders, kEndHeaders, 1, "\x88"));
   Receive(Frame(kData, 0, 1, Message(100)), 1000);
   Receive(Frame(kData, 0, 1, Prefix(4294967295)), 1000);
   Receive(Frame(kData, kEndStream, 3, Prefix(101)), 1000);
+  Send(Confirmation() + Confirmation());
   ASSERT_EQ(ended_.size(), 2);
   EXPECT_TRUE(ended_[0].answered);
   EXPECT_EQ(ended_[0].bytes, 4294967295);
   EXPECT_FALSE(ended_[0].ended);
   EXPECT_FALSE(ended_[1].answered);
   EXPECT_TRUE(ended_[1].ended);
+}
+
+// A strict peer ends the connection where frames follow the end of a stream.
+TEST_F(TooLargeTest, NoFrameOfGrpcFollowsTheEndThatThePeerGets) {
+  Receive(Preface() + Frame(kSettings, 0, 0, "") + Open(1) + Open(3) + Open(5), 1000);
+  for (const uint32_t stream : {1U, 3U, 5U}) Receive(Frame(kData, 0, stream, Prefix(101)), 1000);
+  Receive(Frame(kSettings, 0, 0, ""), 1000);
+  EXPECT_EQ(Confirm(), Confirmation()) << "of the peer's";
+  Send(Frame(kHeaders, kEndHeaders, 1, "\x88"));
+  Send(Frame(kHeaders, kEndHeaders | kEndStream, 3, "\x88"));
+  EXPECT_TRUE(ended_.empty()) << "gRPC has not read the resets";
+  const std::string own = Confirm();
+  EXPECT_EQ(own.substr(0, 3), Confirmation().substr(0, 3)) << "an empty frame";
+  EXPECT_EQ(own.substr(3, 2), "\xe7\1") << "of a type that peers ignore";
+  ASSERT_EQ(ended_.size(), 1);
+  EXPECT_EQ(ended_[0].stream, 1);
+  EXPECT_TRUE(ended_[0].answered) << "so it is reset";
+  Confirm();
+  EXPECT_EQ(ended_.size(), 1) << "gRPC has ended stream 3";
+  Confirm();
+  ASSERT_EQ(ended_.size(), 2);
+  EXPECT_EQ(ended_[1].stream, 5);
+  EXPECT_FALSE(ended_[1].answered);
+  EXPECT_EQ(Confirm(), Confirmation()) << "of the peer's second";
 }
 
 TEST_F(TooLargeTest, ACallThatTheServerEndsFirstIsNotEndedTwice) {
