@@ -46,12 +46,45 @@ HWY_INLINE VF LoadF32(DF d, const T* from) {
   }
 }
 
+// Reads 2 * lanes elements into two vectors, in an order that is the same for every call. The
+// elements of bf16 are halves of 32-bit words: so it takes one operation a vector instead of two.
+template <typename T>
+HWY_INLINE void LoadTwo(DF d, const T* from, VF& a, VF& b) {
+  if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
+    const hn::RebindToUnsigned<DF> du;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(from));
+    a = hn::BitCast(d, hn::ShiftLeft<16>(words));
+    b = hn::BitCast(d, hn::And(words, hn::Set(du, 0xffff0000u)));
+  } else {
+    a = LoadF32(d, from);
+    b = LoadF32(d, from + hn::Lanes(d));
+  }
+}
+
+// The larger one, or the smaller one; `b` where one of them is NaN. So do x86's instructions, but not
+// Highway's scalars.
+HWY_INLINE VF MaxOrSecond(VF a, VF b) {
+  return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Gt(a, b), a, b) : hn::Max(a, b);
+}
+HWY_INLINE VF MinOrSecond(VF a, VF b) {
+  return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Lt(a, b), a, b) : hn::Min(a, b);
+}
+
 // Fewer than a vector of elements, then zeros.
 template <typename T>
 HWY_INLINE void CopyTail(const T* from, int64_t count, T* padded) {
   std::memset(padded, 0, kMaxLanes * sizeof(T));
   // The modulus is for the compiler, which does not know that count is small.
   std::memcpy(padded, from, static_cast<size_t>(count) % kMaxLanes * sizeof(T));
+}
+
+// The first `count` elements as a vector; zeros follow where they are fewer.
+template <typename T>
+HWY_INLINE VF LoadUpTo(DF d, const T* from, int64_t count) {
+  if (HWY_LIKELY(count >= static_cast<int64_t>(hn::Lanes(d)))) return LoadF32(d, from);
+  T last[kMaxLanes];
+  CopyTail(from, count, last);
+  return LoadF32(d, last);
 }
 
 // The last few elements of a row, which are less than a vector.
