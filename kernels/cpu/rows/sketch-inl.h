@@ -58,22 +58,13 @@ struct ExpFactors {
 // exponent.
 HWY_INLINE ExpFactors ExpForSum(DF d, VF y, VF scale) {
 #if HWY_TARGET <= HWY_AVX3
-  // What is left of the exponent is at most 1/32, so a parabola does: minimax for the relative
-  // error. The sum's low bits are sixteenths, and 127 whole ones, of which the table adds 2^(k/16)
-  // less what k sixteenths already are in a float's bits. The lookup takes the four low bits.
-  const DI di;
-  HWY_ALIGN static constexpr int32_t kSixteenths[16] = {
-      0x00000000,  -0x0002553d, -0x00046a3e, -0x00063c2d, -0x0007c810, -0x00090ace,
-      -0x000a0129, -0x000aa7c1, -0x000afb0d, -0x000af75c, -0x000a98d6, -0x0009db74,
-      -0x0008bb03, -0x00073321, -0x00053f39, -0x0002da83};
+  // Rounded to sixteenths, of which the sum's low bits hold 127 whole ones more: what is left of
+  // the exponent is at most 1/32, so that a parabola does.
   const VF round = hn::Set(d, 786432.0f + 127.0f);
   const VF t = hn::MulAdd(y, scale, round);
   const VF f = hn::MulSub(y, scale, hn::Sub(t, round));
-  const auto bits = hn::BitCast(di, t);
-  const hn::Vec<DI> part{_mm512_permutexvar_epi32(bits.raw, hn::Load(di, kSixteenths).raw)};
-  const VF p = hn::MulAdd(hn::MulAdd(hn::Set(d, 0.240226433f), f, hn::Set(d, 0.693187714f)), f,
-                          hn::Set(d, 1.0f));
-  return {.power = hn::BitCast(d, hn::Add(hn::ShiftLeft<19>(bits), part)), .rest = p};
+  return {.power = PowerOfSixteenths(d, t, hn::Load(DI(), kSixteenths)),
+          .rest = Exp2OfSixteenth(d, f)};
 #else
   const VF round = hn::Set(d, kRound);
   const VF t = hn::MulAdd(y, scale, round);
