@@ -516,9 +516,9 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
               const AnswerRow& answer) {
   const int64_t rows = args.logits.rows;
   const int64_t cells = CellCount(args.logits.cols);
-  const auto read = [&](int64_t r, const LossRow& row, int64_t begin) {
+  const auto read = [&](int64_t r, const LossRow& row, int64_t begin, int64_t count) {
     HWY_DYNAMIC_DISPATCH(ReadCells)
-    (row, args.rows[r], begin, std::min(cells, begin + kItemCells), ScratchOfThisThread());
+    (row, args.rows[r], begin, std::min(cells, begin + count), ScratchOfThisThread());
   };
   if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
     const int64_t per_item = std::max<int64_t>(1, kItemCells / std::max<int64_t>(1, cells));
@@ -526,7 +526,7 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
       for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
         if (args.rows[r].active == 0) continue;
         const LossRow row = LossRowAt(args, vocab, r, ScratchOfThisThread().row, 1, 0);
-        for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c);
+        for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c, kItemCells);
         answer(r, row);
       }
     });
@@ -537,11 +537,12 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
   SketchAt(scratch.order, rows, 0, args.logits.cols);
   scratch.total.Get(rows * cells);
   scratch.moment.Get(rows * cells);
-  const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
+  const int64_t at_once = ItemCells(rows * cells, pool.threads());
+  const int64_t per_row = (cells + at_once - 1) / at_once;
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
     const int64_t r = item / per_row;
     if (args.rows[r].active == 0) return;
-    read(r, LossRowAt(args, vocab, r, scratch, rows, r), item % per_row * kItemCells);
+    read(r, LossRowAt(args, vocab, r, scratch, rows, r), item % per_row * at_once, at_once);
   });
   pool.ParallelFor(rows, [&](int64_t r) {
     if (args.rows[r].active != 0) answer(r, LossRowAt(args, vocab, r, scratch, rows, r));

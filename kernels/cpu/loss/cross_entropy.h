@@ -11,7 +11,7 @@ namespace logitd::cpu {
 
 // Cells read at once, and handed to a thread at once: few enough to balance and to stay in L2,
 // enough to hide the cost of taking them.
-inline constexpr int64_t kItemCells = 32;
+inline constexpr int64_t kItemCells = kMostItemCells;
 
 // The smoothing of the contract's formula.
 inline double EffectiveSmoothing(const CrossEntropyRow& ask, int64_t vocab) {
