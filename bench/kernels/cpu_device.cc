@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bench/kernels/device.h"
+#include "kernels/cpu/thread_pool.h"
 
 namespace logitd::bench {
 namespace {
@@ -22,10 +23,10 @@ constexpr int kWarmRuns = 2;
 constexpr int kSlowRuns = 5;
 constexpr int kSlowWarmRuns = 1;
 
-// Runs body(thread, threads) on every core at once.
+// Runs body(thread, threads) on every core that the backend uses, at once.
 template <class Body>
 absl::Status OnAllCores(Body body) {
-  const int threads = std::max(1u, std::thread::hardware_concurrency());
+  const int threads = cpu::UsableCores();
   std::vector<std::thread> workers;
   for (int t = 1; t < threads; ++t) workers.emplace_back([&, t] { body(t, threads); });
   body(0, threads);

@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 
 #include <cmath>
+#include <iterator>
+#include <random>
 #include <vector>
 
 #include "kernels/backend.h"
@@ -178,6 +180,32 @@ TEST(AttentionSoftmaxMemoryTest, NothingOutsideTheTensorsIsTouched) {
       }
     }
   }
+}
+
+// How a cell's weights are computed depends on its maximum: here cells of two maxima meet in a row.
+TEST(AttentionSoftmaxTargetsTest, CellsOfAnyTwoMaximaAgreeWithDoublePrecision) {
+  constexpr float kMaxima[] = {-5000, -90, -1, -0.0f, 0, 0.5f, 59.5f, 60, 60.5f, 86, 5000};
+  constexpr int64_t kKinds = std::size(kMaxima), kRows = kKinds * kKinds, kCell = 1024;
+  ForEachInstructionSet([&](OpRunner& runner) {
+    for (const DType dtype : kAllDTypes) {
+      AttentionCall call = CallOf(
+          {.shape = {1, 1, kRows, 1500, 0, kRows}, .dtype = dtype, .out_dtype = dtype, .scale = 1});
+      std::mt19937_64 random(3);
+      std::normal_distribution<float> normal;
+      for (int64_t r = 0; r < kRows; ++r) {
+        for (int64_t i = 0; i < 1500; ++i) {
+          const float max = kMaxima[i < kCell ? r / kKinds : r % kKinds];
+          const float below = i == 700 || i == 1499 ? 0 : -3 * std::abs(normal(random));
+          call.scores.Set(r, i, max + below);
+        }
+      }
+      const auto got = runner.AttentionSoftmax(call).value();
+      for (int64_t r = 0; r < kRows; ++r) {
+        EXPECT_EQ(DescribeDifference(call, r, got, /*x_roundings=*/0), "")
+            << Name(dtype) << ", maxima " << kMaxima[r / kKinds] << " and " << kMaxima[r % kKinds];
+      }
+    }
+  });
 }
 
 // Instruction sets without a fused multiply-add round a masked x once more.

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <random>
 
 #include "tests/kernels/cpu_test.h"
@@ -34,6 +35,76 @@ TEST_F(CrossEntropyCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
         EXPECT_EQ(LossBits(got, batch.rows[r], r), LossBits(want, batch.rows[r], r)) << r;
       }
     });
+  }
+}
+
+// Rows whose plain loss is read another way than others: by sign, by range, and where NaN is.
+struct PlainRow {
+  const char* name;
+  float (*logit)(int64_t i, float normal);
+};
+constexpr PlainRow kPlainRows[] = {
+    {"negative", [](int64_t, float x) { return -50 + x; }},
+    {"negative and one -0", [](int64_t i, float x) { return i == 77 ? -0.0f : -9 + x; }},
+    {"positive", [](int64_t, float x) { return 50 + x; }},
+    {"near the least weight", [](int64_t i, float x) { return i % 2 == 0 ? x : -84 + x; }},
+    {"far apart", [](int64_t, float x) { return 1000 * x; }},
+    {"too far apart for f32", [](int64_t i, float) { return i % 2 == 0 ? 3e38f : -3e38f; }},
+    {"negative NaN", [](int64_t i, float x) { return i == 1500 ? -kNan : x; }},
+    {"negative NaN in the last cell", [](int64_t i, float x) { return i == 2498 ? -kNan : x; }},
+    {"NaN among -inf", [](int64_t i, float) { return i == 1500 ? kNan : -kInf; }},
+    {"negative NaN among -inf", [](int64_t i, float) { return i == 1500 ? -kNan : -kInf; }},
+    {"NaN after +inf", [](int64_t i, float x) { return i == 1500 ? kNan
+                                                       : i == 9  ? kInf
+                                                                 : x; }},
+    {"NaN beside both infinities",
+     [](int64_t i, float x) {
+       return i == 1500 ? kNan : i == 1400 ? kInf : i == 1300 ? -kInf : x;
+     }},
+};
+
+TEST(CrossEntropyTargetsTest, PlainLossesOfEverySignAndRangeAgreeWithDoublePrecision) {
+  ForEachInstructionSet([](OpRunner& runner) {
+    for (const DType dtype : kAllDTypes) {
+      constexpr int64_t kVocab = 2500;
+      HostTensor tensor(dtype, std::size(kPlainRows), kVocab, kVocab + 1, 1);
+      LossBatch batch;
+      std::mt19937_64 random(11);
+      std::normal_distribution<float> normal;
+      for (size_t r = 0; r < std::size(kPlainRows); ++r) {
+        for (int64_t i = 0; i < kVocab; ++i) {
+          tensor.Set(r, i, kPlainRows[r].logit(i, normal(random)));
+        }
+        batch.rows.push_back(PlainLoss(2));
+      }
+      const LossAnswer got = runner.CrossEntropy(tensor, batch).value();
+      for (size_t r = 0; r < std::size(kPlainRows); ++r) {
+        const auto want = ReferenceCrossEntropy(LogitsOf(tensor, r), batch.rows[r], {});
+        EXPECT_EQ(DescribeDifference(want, batch.rows[r], got, r), "")
+            << Name(dtype) << ", " << kPlainRows[r].name;
+      }
+    }
+  });
+}
+
+// Whether the order of tokens is asked for changes how a row is read.
+TEST_F(CrossEntropyCpuTest, ALossHasTheSameBitsWithAndWithoutARank) {
+  for (const DType dtype : kAllDTypes) {
+    for (const float softcap : {0.0f, 3.0f}) {
+      HostTensor tensor(dtype, 2, 5000, 5000, 0);
+      LossBatch batch;
+      for (int64_t r = 0; r < 2; ++r) {
+        FillRow(tensor, r, Fill::kNormal, 5);
+        for (int64_t i = 0; i < 5000; ++i) tensor.Set(1, i, tensor.At(0, i));
+        CrossEntropyRow row = PlainLoss(7);
+        row.softcap = softcap;
+        if (r == 1) row.want = kWantRank;
+        batch.rows.push_back(row);
+      }
+      const LossAnswer got = runner_->CrossEntropy(tensor, batch).value();
+      EXPECT_EQ(got.loss[0], got.loss[1]) << Name(dtype) << ", softcap " << softcap;
+      EXPECT_EQ(got.logsumexp[0], got.logsumexp[1]) << Name(dtype) << ", softcap " << softcap;
+    }
   }
 }
 

@@ -244,13 +244,14 @@ void Finish(const LogitsEpilogue& epilogue, const float* bias, int64_t count, fl
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   const VF scale = hn::Set(d, epilogue.scale);
+  const SoftCap cap(epilogue.softcap);
   for (int64_t i = 0; i < count; i += lanes) {
     const int64_t n = std::min(lanes, count - i);
     float in[kMaxLanes] = {}, add[kMaxLanes] = {};
     std::copy_n(x + i, n, in);
     if (bias != nullptr) std::copy_n(bias + i, n, add);
     VF v = hn::MulAdd(hn::LoadU(d, in), scale, hn::LoadU(d, add));
-    if (epilogue.softcap > 0) v = SoftCap(d, v, epilogue.softcap);
+    if (epilogue.softcap > 0) v = cap(d, v);
     StoreAs(d, v, n, x + i);
   }
 }

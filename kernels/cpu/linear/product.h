@@ -11,19 +11,6 @@
 
 namespace logitd::cpu {
 
-// As Buffer<float>, aligned for any vector.
-class AlignedBuffer {
- public:
-  float* Get(int64_t count) {
-    const auto at = reinterpret_cast<uintptr_t>(buffer_.Get(count + kMaxLanes));
-    constexpr uintptr_t kAlign = kMaxLanes * sizeof(float);
-    return reinterpret_cast<float*>((at + kAlign - 1) / kAlign * kAlign);
-  }
-
- private:
-  Buffer<float> buffer_;
-};
-
 // Rows as Logits reads them: f32, in chunks of kChunk columns: all rows' first chunks, then all
 // rows' second ones. Zeros fill columns up to whole vectors and rows up to whole tiles.
 inline constexpr int64_t kChunk = 256;

@@ -1,22 +1,17 @@
 // cross_entropy on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h). The loss,
 // the rank and the top tokens come from it.
 //
-//   read:    32 cells at a time. A softcap writes them as f32 to scratch. Then their sketch; for
-//            label smoothing their sum; for the entropy the sum of exp(y) y, both out of L2. A
-//            softcap may make unequal logits equal and so hide their order: ranks and top tokens
-//            then come from a second sketch, of the row as sent.
+//   read:    32 cells at a time: their sketch; for label smoothing their sum; for the entropy the
+//            sum of exp(y) y, both out of L2. A softcap may make unequal logits equal and so hide
+//            their order: maxima are those of the row as sent, and only sums see the softcap.
 //   answer:  the cells' sums are brought to the row's maximum in cell order, in double precision.
 //
-// Backward: one pass, element by element.
+// Cost at 64 x 131072 f32: reads 33.6 MB once, which is the floor. Smoothing and the entropy are
+// passes over cells in L2. A rank reads again the cells that hold a token before the target.
 //
-// Cost at 64 x 131072 f32: reads 33.6 MB once, which is the floor; backward writes as much.
-// Smoothing and the entropy are passes over cells in L2. A softcap writes a copy there and sketches
-// it. A rank reads again the cells that hold a token before the target.
+// Limited by: memory for a plain loss; by arithmetic for f16 and for a softcap.
 //
-// Limited by: memory for a plain loss in f32; by arithmetic for 16 bits, for a softcap (two
-// divisions and an exponential more per element) and backward.
-//
-// Measured: bench/results/cpu/losses.json, as shares of a bare read and of a bare copy.
+// Measured: bench/results/cpu/losses.json, as shares of a bare read.
 #include "kernels/cpu/loss/cross_entropy.h"
 
 #include <algorithm>
@@ -37,10 +32,6 @@
 #define LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
 
 namespace logitd::cpu {
-
-// Cells read at once, and handed to a thread at once: few enough to balance and to stay in L2,
-// enough to hide the cost of taking them.
-inline constexpr int64_t kItemCells = 32;
 
 // Scratch of one thread.
 struct LossThreadScratch {
@@ -63,13 +54,6 @@ struct LossRow {
 
 // Keeps the sum of a cell finite.
 inline constexpr float kTotalShrink = 1.0f / 4096;
-
-// The smoothing of the contract's formula.
-inline double EffectiveSmoothing(const CrossEntropyRow& ask, int64_t vocab) {
-  const double e = ask.label_smoothing;
-  if (ask.smoothing == Smoothing::kTorch) return e;
-  return vocab == 1 ? 0 : e * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
-}
 
 inline bool OrderIsNeeded(const CrossEntropyRow& ask) {
   const bool rank = (ask.want & kWantRank) != 0 && ask.target != kIgnoredTarget;
@@ -107,15 +91,6 @@ inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t vocab, int64_t r,
 HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
-
-// The first `count` elements as a vector; zeros follow where they are fewer.
-template <typename T>
-HWY_INLINE VF LoadUpTo(DF d, const T* from, int64_t count) {
-  if (HWY_LIKELY(count >= static_cast<int64_t>(hn::Lanes(d)))) return LoadF32(d, from);
-  T last[kMaxLanes];
-  CopyTail(from, count, last);
-  return LoadF32(d, last);
-}
 
 // Calls body(vector, elements in it, u) for `count` elements, kUnroll vectors in turn; zeros follow
 // the last element.
@@ -157,16 +132,15 @@ float CellTotal(const T* cell, int64_t count) {
 template <typename T>
 float CellMoment(const T* cell, int64_t count, const Exponent& e, float max) {
   const DF d;
-  const VF round = hn::Set(d, kRound), shrink = hn::Set(d, kShrink);
+  const VF shrink = hn::Set(d, kShrink);
   const VF log2e_over_temperature = hn::Set(d, e.log2e_over_temperature);
   const VF top = hn::Set(d, max * kShrink), floor = hn::Set(d, e.floor);
   VF s[kUnroll];
   for (VF& v : s) v = hn::Zero(d);
   ForEachVector(cell, count, [&](VF x, int64_t n, int64_t u) HWY_ATTR {
     const VF y = hn::Max(hn::MulSub(x, shrink, top), floor);
-    const VF t = hn::MulAdd(y, log2e_over_temperature, round);
-    const VF f = hn::MulSub(y, log2e_over_temperature, hn::Sub(t, round));
-    VF w = hn::Mul(Exp2Poly(d, f), PowerOf2(d, t));
+    const ExpFactors exp = ExpForSum(d, y, log2e_over_temperature);
+    VF w = hn::Mul(exp.rest, exp.power);
     if (n < static_cast<int64_t>(hn::Lanes(d))) {
       w = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(n)), w);
     }
@@ -198,9 +172,37 @@ void SumCellsOf(const Row& row, int64_t begin, int64_t end, float* total, float*
 template <typename T>
 void Cap(const T* from, int64_t count, float softcap, float* to) {
   const DF d;
+  const SoftCap cap(softcap);
   for (int64_t i = 0; i < count; i += hn::Lanes(d)) {
-    StoreAs(d, SoftCap(d, LoadUpTo(d, from + i, count - i), softcap), count - i, to + i);
+    StoreAs(d, cap(d, LoadUpTo(d, from + i, count - i)), count - i, to + i);
   }
+}
+
+// One logit after the softcap, with the bits it has in a vector of others.
+float CapOne(float logit, float softcap) {
+  if (softcap == 0) return logit;
+  const DF d;
+  return hn::GetLane(SoftCap(softcap)(d, hn::Set(d, logit)));
+}
+
+// Cells [begin, end) of a row with a softcap, which the sums see. Where `order` has maxima, they are
+// filled too.
+template <bool kOrder, typename T>
+void SketchCapped(const T* sent, const LossRow& row, float softcap, int64_t begin, int64_t end) {
+  HWY_ALIGN T padded[kCellElements];
+  HWY_ALIGN float capped[kCellElements];
+  const SoftCap cap(softcap);
+  CellSketcher<T, kOrder, SoftCap> sketcher(
+      {.groups = row.sent.sketch, .sums = row.x.sketch, .temperature = row.x.temperature}, cap);
+  for (int64_t c = begin; c < end; ++c) {
+    sketcher.Add(CellAt(sent, row.sent.vocab, c, padded), c);
+  }
+  const int64_t last = (end - 1) * kCellElements;
+  if (row.sent.vocab - last >= kCellElements) return sketcher.Finish();
+  // What fills up the last cell is -inf, also after the softcap.
+  std::fill(capped, capped + kCellElements, -kInf);
+  Cap(sent + last, row.sent.vocab - last, softcap, capped);
+  sketcher.FinishWith(capped);
 }
 
 // Reads cells [begin, end) of the row, at most kItemCells.
@@ -210,35 +212,33 @@ void ReadCells(const LossRow& row, const CrossEntropyRow& ask, int64_t begin, in
   float* total = is_smooth ? row.total : nullptr;
   float* moment = (ask.want & kWantEntropy) != 0 ? row.moment : nullptr;
   if (ask.softcap == 0) {
-    SketchCells(row.x, begin, end);
+    if (OrderIsNeeded(ask)) {
+      SketchCells(row.x, begin, end);
+    } else {
+      SketchSums(row.x, begin, end);
+    }
     SumCellsOf(row.x, begin, end, total, moment);
     return;
   }
-  if (row.has_order) SketchCells(row.sent, begin, end);
-  // These cells as a row of their own.
-  const RowSketch& whole = row.x.sketch;
-  float* capped = scratch.capped.Get(kItemCells * kCellElements);
-  const Row part = {.logits = capped,
-                    .dtype = DType::kF32,
-                    .vocab = std::min(row.x.vocab, end * kCellElements) - begin * kCellElements,
-                    .temperature = ask.temperature,
-                    .sketch = {.max = whole.max + begin,
-                               .sum = whole.sum + begin,
-                               .coarse = whole.coarse + begin * hn::Lanes(DF()),
-                               .fine = whole.fine + begin * kFinePerCell}};
-  const int64_t first = begin * kCellElements * static_cast<int64_t>(SizeOf(row.sent.dtype));
-  AsType(row.sent.dtype, static_cast<const std::byte*>(row.sent.logits) + first,
-         [&](const auto* sent) { Cap(sent, part.vocab, ask.softcap, capped); });
-  SketchCells(part, 0, end - begin);
-  SumCellsOf(part, 0, end - begin, total == nullptr ? nullptr : total + begin,
-             moment == nullptr ? nullptr : moment + begin);
-}
-
-// One logit after the softcap, with the bits it has in a vector of others.
-float CapOne(float logit, float softcap) {
-  if (softcap == 0) return logit;
-  const DF d;
-  return hn::GetLane(SoftCap(d, hn::Set(d, logit), softcap));
+  AsType(row.sent.dtype, row.sent.logits, [&](const auto* sent) {
+    if (row.has_order) {
+      SketchCapped<true>(sent, row, ask.softcap, begin, end);
+    } else {
+      SketchCapped<false>(sent, row, ask.softcap, begin, end);
+    }
+    if (total == nullptr && moment == nullptr) return;
+    // These cells after the softcap, as a row of their own.
+    float* capped = scratch.capped.Get(kItemCells * kCellElements);
+    const int64_t first = begin * kCellElements;
+    const Row part = {.logits = capped,
+                      .dtype = DType::kF32,
+                      .vocab = std::min(row.x.vocab, end * kCellElements) - first,
+                      .temperature = ask.temperature,
+                      .sketch = {.max = row.x.sketch.max + begin}};
+    Cap(sent + first, part.vocab, ask.softcap, capped);
+    SumCellsOf(part, 0, end - begin, total == nullptr ? nullptr : total + begin,
+               moment == nullptr ? nullptr : moment + begin);
+  });
 }
 
 // A row's distribution.
@@ -489,108 +489,6 @@ void AnswerMerged(const LinearCrossEntropyMergeArgs& args, int64_t r, LossThread
   AnswerWhole(args.cross_entropy, r, row, FindPeak(row.x).max, tokens);
 }
 
-// ---- Backward
-
-// The gradient of a row: d_l = (p * share - other - [i = target] target) *
-// upstream_over_temperature * more.
-struct Gradient {
-  Exponent exponent;
-  float top;     // p = exp((x - top) / temperature)
-  float most;    // a larger x counts as this one
-  float share;   // what makes p a probability, times 1 + 2 z_loss logsumexp
-  float target;  // 1 - e
-  float other;   // e / vocab
-  // In two factors: the quotient may be beyond f32's range where the gradient is small.
-  float upstream_over_temperature;
-  float more;
-  float softcap;
-};
-
-Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float logsumexp,
-                      float upstream) {
-  const double temperature = std::max(ask.temperature, kLeastTemperature);  // as in exponent
-  const double e = EffectiveSmoothing(ask, block.vocab);
-  Gradient g;
-  g.exponent = MakeExponent(ask.temperature);
-  g.top = static_cast<float>(std::clamp<double>(logsumexp * temperature, -FLT_MAX, FLT_MAX));
-  g.most = static_cast<float>(g.top + 64 * temperature);
-  const double lost = std::clamp(g.top / temperature - logsumexp, -80.0, 80.0);
-  g.share = static_cast<float>(std::exp(lost) * (1 + 2.0 * ask.z_loss * logsumexp));
-  g.target = static_cast<float>(1 - e);
-  g.other = static_cast<float>(e / static_cast<double>(block.vocab));
-  const double upstream_over_temperature = double{upstream} / ask.temperature;
-  g.more = std::fabs(upstream_over_temperature) > 1e30 ? 0x1p64f : 1.0f;
-  g.upstream_over_temperature = static_cast<float>(upstream_over_temperature / g.more);
-  g.softcap = block.softcap > 0 ? block.softcap : ask.softcap;
-  return g;
-}
-
-// d total / d l of a vector of logits; `target` is 1 - e in the target's lane, else 0.
-template <bool kSoftcap>
-HWY_INLINE VF GradientOf(DF d, VF l, VF target, const Gradient& g) {
-  VF x = l, bend = hn::Set(d, 1.0f);
-  if constexpr (kSoftcap) {
-    const VF cap = hn::Set(d, g.softcap);
-    const VF tanh = Tanh(d, hn::Div(l, cap));
-    x = hn::Mul(cap, tanh);
-    bend = hn::NegMulAdd(tanh, tanh, bend);
-  }
-  const VF p = PreciseExp(d, hn::Min(x, hn::Set(d, g.most)), hn::Set(d, g.top), g.exponent);
-  VF dx = hn::MulSub(p, hn::Set(d, g.share), hn::Set(d, g.other));
-  dx = hn::Mul(hn::Sub(dx, target), hn::Set(d, g.upstream_over_temperature));
-  dx = hn::Mul(dx, hn::Set(d, g.more));
-  return kSoftcap ? hn::Mul(dx, bend) : dx;
-}
-
-// Elements [begin, end) of a row. `g` is a copy: so the compiler knows that no store changes it.
-template <bool kSoftcap, typename T>
-void Spread(const T* logits, int64_t begin, int64_t end, int64_t target, const Gradient g, T* to) {
-  const DF d;
-  const DI di;
-  const int64_t lanes = hn::Lanes(d);
-  for (int64_t i = begin; i < end; i += lanes) {
-    VF hit = hn::Zero(d);
-    if (HWY_UNLIKELY(target >= i && target < i + lanes)) {
-      const auto is_target = hn::Eq(hn::Iota(di, 0), hn::Set(di, static_cast<int32_t>(target - i)));
-      hit = hn::IfThenElseZero(hn::RebindMask(d, is_target), hn::Set(d, g.target));
-    }
-    StoreAs(d, GradientOf<kSoftcap>(d, LoadUpTo(d, logits + i, end - i), hit, g), end - i, to + i);
-  }
-}
-
-template <typename T>
-void FillNan(T* to, int64_t count) {
-  const DF d;
-  const VF nan = hn::Set(d, std::numeric_limits<float>::quiet_NaN());
-  for (int64_t i = 0; i < count; i += hn::Lanes(d)) StoreAs(d, nan, count - i, to + i);
-}
-
-// Elements [begin, end) of the gradient of row r.
-void BackwardPart(const CrossEntropyBackwardArgs& args, const TokenBlock& block, int64_t r,
-                  int64_t begin, int64_t end) {
-  const CrossEntropyRow& ask = args.rows[r];
-  const auto size = static_cast<int64_t>(SizeOf(args.logits.dtype));
-  const auto* from =
-      static_cast<const std::byte*>(args.logits.data) + r * args.logits.row_stride * size;
-  auto* to = static_cast<std::byte*>(args.d_logits.data) + r * args.d_logits.row_stride * size;
-  if (ask.target == kIgnoredTarget) {
-    std::memset(to + begin * size, 0, static_cast<size_t>((end - begin) * size));
-    return;
-  }
-  AsType(args.logits.dtype, from, [&](const auto* logits) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(logits)>>;
-    T* d_logits = reinterpret_cast<T*>(to);
-    if (!std::isfinite(args.logsumexp[r])) return FillNan(d_logits + begin, end - begin);
-    const Gradient g = MakeGradient(ask, block, args.logsumexp[r], args.upstream[r]);
-    const int64_t target = ask.target - block.first_token;
-    if (g.softcap > 0) {
-      Spread<true>(logits, begin, end, target, g, d_logits);
-    } else {
-      Spread<false>(logits, begin, end, target, g, d_logits);
-    }
-  });
-}
-
 }  // namespace logitd::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -601,7 +499,6 @@ HWY_EXPORT(ReadCells);
 HWY_EXPORT(Answer);
 HWY_EXPORT(WritePartial);
 HWY_EXPORT(AnswerMerged);
-HWY_EXPORT(BackwardPart);
 
 namespace {
 
@@ -619,9 +516,9 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
               const AnswerRow& answer) {
   const int64_t rows = args.logits.rows;
   const int64_t cells = CellCount(args.logits.cols);
-  const auto read = [&](int64_t r, const LossRow& row, int64_t begin) {
+  const auto read = [&](int64_t r, const LossRow& row, int64_t begin, int64_t count) {
     HWY_DYNAMIC_DISPATCH(ReadCells)
-    (row, args.rows[r], begin, std::min(cells, begin + kItemCells), ScratchOfThisThread());
+    (row, args.rows[r], begin, std::min(cells, begin + count), ScratchOfThisThread());
   };
   if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
     const int64_t per_item = std::max<int64_t>(1, kItemCells / std::max<int64_t>(1, cells));
@@ -629,7 +526,7 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
       for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
         if (args.rows[r].active == 0) continue;
         const LossRow row = LossRowAt(args, vocab, r, ScratchOfThisThread().row, 1, 0);
-        for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c);
+        for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c, kItemCells);
         answer(r, row);
       }
     });
@@ -640,11 +537,12 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
   SketchAt(scratch.order, rows, 0, args.logits.cols);
   scratch.total.Get(rows * cells);
   scratch.moment.Get(rows * cells);
-  const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
+  const int64_t at_once = ItemCells(rows * cells, pool.threads());
+  const int64_t per_row = (cells + at_once - 1) / at_once;
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
     const int64_t r = item / per_row;
     if (args.rows[r].active == 0) return;
-    read(r, LossRowAt(args, vocab, r, scratch, rows, r), item % per_row * kItemCells);
+    read(r, LossRowAt(args, vocab, r, scratch, rows, r), item % per_row * at_once, at_once);
   });
   pool.ParallelFor(rows, [&](int64_t r) {
     if (args.rows[r].active != 0) answer(r, LossRowAt(args, vocab, r, scratch, rows, r));
@@ -671,28 +569,6 @@ void CrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, ThreadPool& pool
     if (args.cross_entropy.rows[r].active == 0) return;
     HWY_DYNAMIC_DISPATCH(AnswerMerged)(args, r, ScratchOfThisThread());
   });
-}
-
-void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const TokenBlock& block,
-                                  ThreadPool& pool) {
-  constexpr int64_t kItemElements = kItemCells * kCellElements;
-  const int64_t rows = args.logits.rows;
-  const int64_t cols = args.logits.cols;
-  const int64_t per_row = (cols + kItemElements - 1) / kItemElements;
-  const int64_t rows_per_item = std::max<int64_t>(1, kItemElements / cols);
-  pool.ParallelFor((rows + rows_per_item - 1) / rows_per_item * per_row, [&](int64_t item) {
-    const int64_t begin = item % per_row * kItemElements;
-    const int64_t first = item / per_row * rows_per_item;
-    for (int64_t r = first; r < std::min(rows, first + rows_per_item); ++r) {
-      if (args.rows[r].active == 0) continue;
-      HWY_DYNAMIC_DISPATCH(BackwardPart)
-      (args, block, r, begin, std::min(cols, begin + kItemElements));
-    }
-  });
-}
-
-void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool) {
-  CrossEntropyBackwardOfTokens(args, {.vocab = args.logits.cols}, pool);
 }
 
 }  // namespace logitd::cpu

@@ -9,6 +9,17 @@
 
 namespace logitd::cpu {
 
+// Cells read at once, and handed to a thread at once: few enough to balance and to stay in L2,
+// enough to hide the cost of taking them.
+inline constexpr int64_t kItemCells = kMostItemCells;
+
+// The smoothing of the contract's formula.
+inline double EffectiveSmoothing(const CrossEntropyRow& ask, int64_t vocab) {
+  const double e = ask.label_smoothing;
+  if (ask.smoothing == Smoothing::kTorch) return e;
+  return vocab == 1 ? 0 : e * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
+}
+
 // Memory for what a read leaves of each row.
 struct LossScratch {
   SketchScratch x, order;

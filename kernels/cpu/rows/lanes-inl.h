@@ -46,19 +46,75 @@ HWY_INLINE VF LoadF32(DF d, const T* from) {
   }
 }
 
+// Reads 2 * lanes elements into two vectors, in an order that is the same for every call. The
+// elements of bf16 are halves of 32-bit words: so it takes one operation a vector instead of two.
+template <typename T>
+HWY_INLINE void LoadTwo(DF d, const T* from, VF& a, VF& b) {
+  if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
+    const hn::RebindToUnsigned<DF> du;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(from));
+    a = hn::BitCast(d, hn::ShiftLeft<16>(words));
+    b = hn::BitCast(d, hn::And(words, hn::Set(du, 0xffff0000u)));
+  } else {
+    a = LoadF32(d, from);
+    b = LoadF32(d, from + hn::Lanes(d));
+  }
+}
+
+// The larger one, or the smaller one; `b` where one of them is NaN. So do x86's instructions, but not
+// Highway's scalars.
+HWY_INLINE VF MaxOrSecond(VF a, VF b) {
+  return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Gt(a, b), a, b) : hn::Max(a, b);
+}
+HWY_INLINE VF MinOrSecond(VF a, VF b) {
+  return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Lt(a, b), a, b) : hn::Min(a, b);
+}
+
+// Copies `count` elements, fewer than kMost. std::memcpy of an unknown size is a string instruction
+// or a call, which takes longer than a short row's arithmetic.
+template <size_t kBytes>
+HWY_INLINE void CopyEnds(const char* from, size_t bytes, char* to) {
+  std::memcpy(to, from, kBytes);
+  std::memcpy(to + bytes - kBytes, from + bytes - kBytes, kBytes);
+}
+template <size_t kMost, typename T>
+HWY_INLINE void CopyShort(const T* source, int64_t count, void* target) {
+  constexpr size_t kMostBytes = kMost * sizeof(T);
+  static_assert(kMostBytes <= 128);
+  const auto* from = reinterpret_cast<const char*>(source);
+  auto* to = static_cast<char*>(target);
+  // The modulus is for the compiler, which does not know that count is small.
+  const size_t bytes = static_cast<size_t>(count) % kMost * sizeof(T);
+  if (kMostBytes > 64 && bytes >= 64) return CopyEnds<64>(from, bytes, to);
+  if (kMostBytes > 32 && bytes >= 32) return CopyEnds<32>(from, bytes, to);
+  if (kMostBytes > 16 && bytes >= 16) return CopyEnds<16>(from, bytes, to);
+  if (bytes >= 8) return CopyEnds<8>(from, bytes, to);
+  if (bytes >= 4) return CopyEnds<4>(from, bytes, to);
+  if (bytes >= 2) return CopyEnds<2>(from, bytes, to);
+  if (bytes == 1) *to = *from;
+}
+
 // Fewer than a vector of elements, then zeros.
 template <typename T>
 HWY_INLINE void CopyTail(const T* from, int64_t count, T* padded) {
-  std::memset(padded, 0, kMaxLanes * sizeof(T));
-  // The modulus is for the compiler, which does not know that count is small.
-  std::memcpy(padded, from, static_cast<size_t>(count) % kMaxLanes * sizeof(T));
+  std::memset(static_cast<void*>(padded), 0, kMaxLanes * sizeof(T));
+  CopyShort<kMaxLanes>(from, count, padded);
+}
+
+// The first `count` elements as a vector; zeros follow where they are fewer.
+template <typename T>
+HWY_INLINE VF LoadUpTo(DF d, const T* from, int64_t count) {
+  if (HWY_LIKELY(count >= static_cast<int64_t>(hn::Lanes(d)))) return LoadF32(d, from);
+  T last[kMaxLanes];
+  CopyTail(from, count, last);
+  return LoadF32(d, last);
 }
 
 // The last few elements of a row, which are less than a vector.
 HWY_INLINE void StoreTail(DF d, VF v, int64_t count, float* to) {
   HWY_ALIGN float last[kMaxLanes];
   hn::Store(v, d, last);
-  std::memcpy(to, last, static_cast<size_t>(count) * sizeof(float));
+  CopyShort<kMaxLanes>(last, count, to);
 }
 
 // The bits of v as 16-bit elements, rounded to nearest, ties to even. An overload for each type.
@@ -118,7 +174,7 @@ HWY_INLINE void StoreAs(DF d, VF v, int64_t count, Out* to) {
     } else {
       HWY_ALIGN uint16_t last[kMaxLanes];
       hn::Store(half, d16, last);
-      std::memcpy(to, last, static_cast<size_t>(count) * sizeof(uint16_t));
+      CopyShort<kMaxLanes>(last, count, to);
     }
   }
 }
@@ -177,6 +233,28 @@ HWY_INLINE VF Exp2Poly(DF d, VF f) {
   p = hn::MulAdd(p, f, hn::Set(d, 0.693147004f));
   return hn::MulAdd(p, f, hn::Set(d, 1.0f));
 }
+
+#if HWY_TARGET <= HWY_AVX3
+// 2^f for |f| <= 1/32, relative error 4.3e-7; exactly 1 at 0. Minimax for the relative error.
+HWY_INLINE VF Exp2OfSixteenth(DF d, VF f) {
+  const VF p = hn::MulAdd(hn::Set(d, 0.240226433f), f, hn::Set(d, 0.693187714f));
+  return hn::MulAdd(p, f, hn::Set(d, 1.0f));
+}
+
+// The bits of 2^(k/16) beyond those of 1, less those that k sixteenths of an exponent already are.
+HWY_ALIGN inline constexpr int32_t kSixteenths[16] = {
+    0x00000000,  -0x0002553d, -0x00046a3e, -0x00063c2d, -0x0007c810, -0x00090ace,
+    -0x000a0129, -0x000aa7c1, -0x000afb0d, -0x000af75c, -0x000a98d6, -0x0009db74,
+    -0x0008bb03, -0x00073321, -0x00053f39, -0x0002da83};
+
+// 2^(n / 16), n + 16 times an exponent's bias in the low bits of `t`. `sixteenths` is kSixteenths,
+// to which a multiple of 2^23 may be added. The lookup takes the four low bits.
+HWY_INLINE VF PowerOfSixteenths(DF d, VF t, hn::Vec<DI> sixteenths) {
+  const auto bits = hn::BitCast(DI(), t);
+  const hn::Vec<DI> part{_mm512_permutexvar_epi32(bits.raw, sixteenths.raw)};
+  return hn::BitCast(d, hn::Add(hn::ShiftLeft<19>(bits), part));
+}
+#endif
 
 }  // namespace logitd::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -30,6 +30,19 @@ class Buffer {
   int64_t capacity_ = 0;
 };
 
+// As Buffer<float>, aligned for any vector.
+class AlignedBuffer {
+ public:
+  float* Get(int64_t count) {
+    const auto at = reinterpret_cast<uintptr_t>(buffer_.Get(count + kMaxLanes));
+    constexpr uintptr_t kAlign = kMaxLanes * sizeof(float);
+    return reinterpret_cast<float*>((at + kAlign - 1) / kAlign * kAlign);
+  }
+
+ private:
+  Buffer<float> buffer_;
+};
+
 }  // namespace logitd::cpu
 
 #endif  // LOGITD_KERNELS_CPU_ROWS_LANES_H_

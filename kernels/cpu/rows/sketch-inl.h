@@ -48,13 +48,29 @@ HWY_INLINE VF PowerOf2(DF d, VF rounded) {
   return hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(di, rounded)));
 }
 
-// sum + 2^(shrunk * log2e_over_temperature), shrunk in [floor, 0].
-HWY_INLINE VF AddExp(DF d, VF shrunk, VF log2e_over_temperature, VF floor, VF sum) {
+// An exponential as a product, which a fused multiply-add takes without a rounding of its own.
+struct ExpFactors {
+  VF power;  // of 2, whole or by sixteenths
+  VF rest;   // exactly 1 where the exponent is 0
+};
+
+// exp for sums: 2^(y * scale), y * scale in [-126, 0]. Relative error 6e-7, and 1.3e-7 times the
+// exponent.
+HWY_INLINE ExpFactors ExpForSum(DF d, VF y, VF scale) {
+#if HWY_TARGET <= HWY_AVX3
+  // Rounded to sixteenths, of which the sum's low bits hold 127 whole ones more: what is left of
+  // the exponent is at most 1/32, so that a parabola does.
+  const VF round = hn::Set(d, 786432.0f + 127.0f);
+  const VF t = hn::MulAdd(y, scale, round);
+  const VF f = hn::MulSub(y, scale, hn::Sub(t, round));
+  return {.power = PowerOfSixteenths(d, t, hn::Load(DI(), kSixteenths)),
+          .rest = Exp2OfSixteenth(d, f)};
+#else
   const VF round = hn::Set(d, kRound);
-  const VF y = hn::Max(shrunk, floor);
-  const VF t = hn::MulAdd(y, log2e_over_temperature, round);
-  const VF f = hn::MulSub(y, log2e_over_temperature, hn::Sub(t, round));
-  return hn::MulAdd(Exp2Poly(d, f), PowerOf2(d, t), sum);
+  const VF t = hn::MulAdd(y, scale, round);
+  const VF f = hn::MulSub(y, scale, hn::Sub(t, round));
+  return {.power = PowerOf2(d, t), .rest = Exp2Poly(d, f)};
+#endif
 }
 
 // exp((x - max) / temperature) for single results. It also carries what rounding takes from the
@@ -94,136 +110,315 @@ HWY_NOINLINE float CountPlusInf(const T* cell) {
   return static_cast<float>(count);
 }
 
-// The first look at a cell: maxima, and a sum whose only use is that a NaN shows in it.
+// What the first look finds in a cell.
+struct CellRange {
+  float max;
+  float min;    // or less
+  bool is_nan;  // whether an element is NaN; it may not be seen where max is finite
+};
+
+// The first look at a cell. With kGroups it also writes the maxima of groups, which find tokens
+// again.
+template <typename T, bool kGroups>
 class CellReader {
  public:
-  HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)), total_(hn::Zero(DF())) {}
+  // f16 takes two operations to convert, so that the second look had better not do it again.
+  static constexpr bool kKeeps = std::is_same_v<T, hwy::float16_t>;
 
-  // Reads the next kFineGroup vectors, from element i on. `as_f32` keeps them for the second look
-  // unless T is float.
-  template <typename T>
-  HWY_INLINE void Read(const T* HWY_RESTRICT cell, int64_t i, float* HWY_RESTRICT as_f32,
+  HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)) {}
+
+  // Reads the next kFineGroup vectors, from element i on. With kKeeps it writes them to `kept`.
+  HWY_INLINE void Read(const T* HWY_RESTRICT cell, int64_t i, float* HWY_RESTRICT kept,
                        float* HWY_RESTRICT fine) {
     const DF d;
     const int64_t lanes = hn::Lanes(d);
-    const char* ahead = reinterpret_cast<const char*>(cell + i) + kAheadBytes;
-    const int64_t bytes = kFineGroup * lanes * static_cast<int64_t>(sizeof(T));
-    for (int64_t b = 0; b < bytes; b += 64) hwy::Prefetch(ahead + b);
     VF v[kFineGroup];
-    for (int64_t j = 0; j < kFineGroup; ++j) {
-      v[j] = LoadF32(d, cell + i + j * lanes);
-      if constexpr (!std::is_same_v<T, float>) hn::StoreU(v[j], d, as_f32 + i + j * lanes);
+    for (int64_t j = 0; j < kFineGroup; j += 2) {
+      LoadTwo(d, cell + i + j * lanes, v[j], v[j + 1]);
+      if constexpr (kKeeps) {
+        hn::StoreU(v[j], d, kept + i + j * lanes);
+        hn::StoreU(v[j + 1], d, kept + i + (j + 1) * lanes);
+      }
     }
     const VF m01 = hn::Max(v[0], v[1]), m23 = hn::Max(v[2], v[3]);
     const VF m45 = hn::Max(v[4], v[5]), m67 = hn::Max(v[6], v[7]);
-    const VF s01 = hn::Add(v[0], v[1]), s23 = hn::Add(v[2], v[3]);
-    const VF s45 = hn::Add(v[4], v[5]), s67 = hn::Add(v[6], v[7]);
     const VF m = hn::Max(hn::Max(m01, m23), hn::Max(m45, m67));
-    hn::StoreU(m, d, fine + i / kFineGroup);
+    if constexpr (kGroups) hn::StoreU(m, d, fine + i / kFineGroup);
     max_ = hn::Max(max_, m);
-    total_ = hn::Add(total_, hn::Add(hn::Add(s01, s23), hn::Add(s45, s67)));
   }
 
-  // Writes the cell's maxima. Returns whether its sum of exp is still to be computed; if not, it
-  // writes the sum too.
-  template <typename T>
-  HWY_INLINE bool Finish(const T* cell, float* out_max, float* out_sum, float* coarse) const {
+  HWY_INLINE CellRange Finish(const T* cell, float* coarse) const {
     const DF d;
-    hn::StoreU(max_, d, coarse);
-    // The total is NaN where an element is NaN, or where infinities of both signs meet.
-    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(total_))) && HasNan(cell)) {
-      *out_max = -kInf;
-      *out_sum = std::numeric_limits<float>::quiet_NaN();
-      return false;
-    }
-    *out_max = hn::GetLane(hn::MaxOfLanes(d, max_));
-    if (HWY_LIKELY(std::isfinite(*out_max))) return true;
-    *out_sum = *out_max > 0 ? CountPlusInf(cell) : 0.0f;
-    return false;
+    if constexpr (kGroups) hn::StoreU(max_, d, coarse);
+    const float max = hn::GetLane(hn::MaxOfLanes(d, max_));
+    const bool is_nan = HWY_UNLIKELY(!std::isfinite(max)) && HasNan(cell);
+    return {.max = max, .min = -kInf, .is_nan = is_nan};
   }
 
  private:
-  VF max_, total_;
+  VF max_;
 };
 
-// The second look: the sum of exp against the cell's maximum, which is finite.
+#if HWY_TARGET != HWY_SCALAR
+// The largest element of a cell of bf16 below 0.
+HWY_NOINLINE inline float LargestNegative(const hwy::bfloat16_t* cell) {
+  const hn::Repartition<uint16_t, DF> d16;
+  const hn::RebindToUnsigned<DF> d32;
+  auto least = hn::Set(d16, 0xffff);
+  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d16)) {
+    least = hn::Min(least, hn::LoadU(d16, reinterpret_cast<const uint16_t*>(cell + i)));
+  }
+  const auto words = hn::BitCast(d32, least);
+  const auto halves = hn::Min(hn::ShiftRight<16>(words), hn::And(words, hn::Set(d32, 0xffff)));
+  return FloatOf(static_cast<int32_t>(hn::GetLane(hn::MinOfLanes(d32, halves)) << 16));
+}
+
+// bf16 without groups: two elements at a time, as integers. The largest signed one is the maximum,
+// unless all are negative; the largest unsigned one is the most negative. NaN is above both
+// infinities.
+template <>
+class CellReader<hwy::bfloat16_t, /*kGroups=*/false> {
+ public:
+  static constexpr bool kKeeps = false;
+
+  HWY_INLINE CellReader() : most_(hn::Set(D16(), -0x8000)), most_unsigned_(hn::Zero(DU16())) {}
+
+  HWY_INLINE void Read(const hwy::bfloat16_t* HWY_RESTRICT cell, int64_t i, float*, float*) {
+    const D16 d;
+    for (int64_t j = 0; j < kFineGroup * static_cast<int64_t>(hn::Lanes(DF())); j += hn::Lanes(d)) {
+      const auto v = hn::LoadU(d, reinterpret_cast<const int16_t*>(cell + i + j));
+      most_ = hn::Max(most_, v);
+      most_unsigned_ = hn::Max(most_unsigned_, hn::BitCast(DU16(), v));
+    }
+  }
+
+  HWY_INLINE CellRange Finish(const hwy::bfloat16_t* cell, float*) const {
+    const DI di;
+    const auto words = hn::BitCast(di, most_);
+    const auto halves =
+        hn::Max(hn::ShiftRight<16>(words), hn::ShiftRight<16>(hn::ShiftLeft<16>(words)));
+    const int32_t most = hn::GetLane(hn::MaxOfLanes(di, halves));
+    const auto unsigned_words = hn::BitCast(hn::RebindToUnsigned<DF>(), most_unsigned_);
+    const auto unsigned_halves =
+        hn::Max(hn::BitCast(di, hn::ShiftRight<16>(unsigned_words)),
+                hn::And(hn::BitCast(di, unsigned_words), hn::Set(di, 0xffff)));
+    const int32_t most_unsigned = hn::GetLane(hn::MaxOfLanes(di, unsigned_halves));
+    constexpr int32_t kPlusInf = 0x7f80, kMinusInf = 0xff80;
+    const auto from_bits = [](int32_t bits) {
+      return FloatOf(static_cast<int32_t>(static_cast<uint32_t>(bits) << 16));
+    };
+    return {.max = most >= 0 ? from_bits(most) : LargestNegative(cell),
+            .min = most_unsigned >= 0x8000 ? from_bits(most_unsigned) : 0.0f,
+            .is_nan = most > kPlusInf || most_unsigned > kMinusInf};
+  }
+
+ private:
+  using D16 = hn::Repartition<int16_t, DF>;
+  using DU16 = hn::Repartition<uint16_t, DF>;
+  hn::Vec<D16> most_;
+  hn::Vec<DU16> most_unsigned_;
+};
+#endif
+
+// What the sums see: the logits as sent. softcap-inl.h has the other one.
+struct AsSent {
+  static constexpr bool kChanges = false;
+  template <class Vectors>
+  HWY_INLINE void operator()(DF, const Vectors&) const {}
+  float range() const { return kInf; }
+};
+
+// The second look: the sum of exp against the cell's maximum, which is finite. With kBounds = false
+// all elements are close enough to the maximum for ExpForSum, or NaN. The bits are the same.
+template <bool kBounds>
 class CellSummer {
  public:
   HWY_INLINE CellSummer(const Exponent& e, float max)
-      : top_(hn::Set(DF(), max * kShrink)),
-        log2e_over_temperature_(hn::Set(DF(), e.log2e_over_temperature)),
-        floor_(hn::Set(DF(), e.floor)),
-        s0_(hn::Zero(DF())),
-        s1_(s0_),
-        s2_(s0_),
-        s3_(s0_) {}
+      : top_(hn::Set(DF(), kBounds ? max * kShrink : max)),
+        scale_(
+            hn::Set(DF(), kBounds ? e.log2e_over_temperature : e.log2e_over_temperature * kShrink)),
+        floor_(hn::Set(DF(), e.floor)) {
+    for (VF& s : s_) s = hn::Zero(DF());
+  }
 
-  // Adds the next kFineGroup vectors.
-  HWY_INLINE void Add(const float* HWY_RESTRICT x) {
+  // Adds the next kFineGroup vectors, after `change`.
+  template <class Change, typename T>
+  HWY_INLINE void Add(const T* HWY_RESTRICT from, const Change& change) {
     const DF d;
     const int64_t lanes = hn::Lanes(d);
-    const VF shrink = hn::Set(d, kShrink);
     for (int64_t j = 0; j < kFineGroup; j += 4) {
-      const VF x0 = hn::LoadU(d, x + j * lanes), x1 = hn::LoadU(d, x + (j + 1) * lanes);
-      const VF x2 = hn::LoadU(d, x + (j + 2) * lanes), x3 = hn::LoadU(d, x + (j + 3) * lanes);
-      s0_ = AddExp(d, hn::MulSub(x0, shrink, top_), log2e_over_temperature_, floor_, s0_);
-      s1_ = AddExp(d, hn::MulSub(x1, shrink, top_), log2e_over_temperature_, floor_, s1_);
-      s2_ = AddExp(d, hn::MulSub(x2, shrink, top_), log2e_over_temperature_, floor_, s2_);
-      s3_ = AddExp(d, hn::MulSub(x3, shrink, top_), log2e_over_temperature_, floor_, s3_);
+      VF x[4];
+      LoadTwo(d, from + j * lanes, x[0], x[1]);
+      LoadTwo(d, from + (j + 2) * lanes, x[2], x[3]);
+      change(d, x);
+      for (int64_t u = 0; u < 4; ++u) AddVector(d, x[u], s_[u]);
     }
   }
 
+  // NaN where an element is.
   HWY_INLINE float Sum() const {
-    return hn::GetLane(hn::SumOfLanes(DF(), hn::Add(hn::Add(s0_, s1_), hn::Add(s2_, s3_))));
+    const VF sum = hn::Add(hn::Add(s_[0], s_[1]), hn::Add(s_[2], s_[3]));
+    return hn::GetLane(hn::SumOfLanes(DF(), sum));
   }
 
  private:
-  VF top_, log2e_over_temperature_, floor_;
-  VF s0_, s1_, s2_, s3_;
+  HWY_INLINE void AddVector(DF d, VF x, VF& sum) const {
+    VF y;
+    if constexpr (kBounds) {
+      y = MaxOrSecond(floor_, hn::MulSub(x, hn::Set(d, kShrink), top_));
+    } else {
+      y = hn::Sub(x, top_);
+    }
+    const ExpFactors exp = ExpForSum(d, y, scale_);
+    sum = hn::MulAdd(exp.rest, exp.power, sum);
+  }
+
+  VF top_, scale_, floor_;
+  VF s_[4];
 };
 
-// A cell is read while the one before it is summed: loads from memory in the shadow of arithmetic.
-template <typename T>
-void SketchTyped(const T* logits, const Row& row, int64_t begin, int64_t end) {
-  const int64_t lanes = hn::Lanes(DF());
-  const int64_t block = kFineGroup * lanes;
-  const Exponent e = MakeExponent(row.temperature);
-  const RowSketch& sketch = row.sketch;
-  HWY_ALIGN T padded[kCellElements];
-  HWY_ALIGN float as_f32[2][std::is_same_v<T, float> ? 1 : kCellElements];
+// What a CellSketcher fills. Both are one sketch where the sums see the logits as sent.
+struct SketchPlan {
+  RowSketch groups;  // maxima, as sent, and of groups
+  RowSketch sums;    // maxima after the change, and sums
+  float temperature;
+};
 
-  const T* cell = nullptr;  // the one to sum, if `pending`
-  bool pending = false;
-  for (int64_t c = begin; c <= end; ++c) {
-    const T* next = c < end ? CellAt(logits, row.vocab, c, padded) : nullptr;
-    float* next_f32 = as_f32[c % 2];
-    const float* cell_f32 = as_f32[(c + 1) % 2];
-    if constexpr (std::is_same_v<T, float>) cell_f32 = cell;
-    float* fine = sketch.fine + c * kFinePerCell;
-    CellReader reader;
-    if (pending) {
-      CellSummer summer(e, sketch.max[c - 1]);
-      if (next != nullptr) {
-        for (int64_t i = 0; i < kCellElements; i += block) {
-          reader.Read(next, i, next_f32, fine);
-          summer.Add(cell_f32 + i);
-        }
-      } else {
-        for (int64_t i = 0; i < kCellElements; i += block) summer.Add(cell_f32 + i);
-      }
-      sketch.sum[c - 1] = summer.Sum();
-    } else if (next != nullptr) {
-      for (int64_t i = 0; i < kCellElements; i += block) reader.Read(next, i, next_f32, fine);
+// Sketches the cells of a row, in order. A cell is read while the one before it is summed: loads
+// from memory in the shadow of arithmetic. With kGroups = false, the maxima of groups stay unwritten,
+// and so does plan.groups.
+template <typename T, bool kGroups, class Change>
+class CellSketcher {
+ public:
+  HWY_INLINE CellSketcher(const SketchPlan& plan, const Change& change)
+      : plan_(plan),
+        exponent_(MakeExponent(plan.temperature)),
+        // Below this, shrinking keeps no float finite that would not be so without it.
+        reach_(exponent_.log2e_over_temperature > 0x1p-60f ? -exponent_.floor / kShrink : -kInf),
+        change_(change) {}
+
+  // Reads cell c. `cell` stays as it is until the next call is done.
+  HWY_INLINE void Add(const T* cell, int64_t c) {
+    if (summed_ == nullptr) {
+      Look(cell, c, [](int64_t) {});
+    } else if (is_close_) {
+      LookAndSum<false>(cell, c);
+    } else {
+      LookAndSum<true>(cell, c);
     }
-    if (next == nullptr) return;
-    pending = reader.Finish(next, sketch.max + c, sketch.sum + c, sketch.coarse + c * lanes);
-    cell = next;
   }
+
+  // Sums the last cell.
+  HWY_INLINE void Finish() {
+    if (summed_ != nullptr) SumLast(summed_, change_);
+  }
+  // As above. `changed` are the last cell's elements after the change.
+  HWY_INLINE void FinishWith(const float* changed) {
+    if (summed_ != nullptr) SumLast(changed, AsSent());
+  }
+
+ private:
+  using Reader = CellReader<T, kGroups>;
+  using Summed = std::conditional_t<Reader::kKeeps, float, T>;
+  static constexpr int64_t Block() { return kFineGroup * static_cast<int64_t>(hn::Lanes(DF())); }
+
+  template <bool kBounds>
+  HWY_INLINE void LookAndSum(const T* cell, int64_t c) {
+    const int64_t summed_at = at_;
+    const Summed* summed = summed_;
+    CellSummer<kBounds> summer(exponent_, plan_.sums.max[at_]);
+    Look(cell, c, [&](int64_t i) HWY_ATTR { summer.Add(summed + i, change_); });
+    SetSum(summed_at, summer.Sum());
+  }
+
+  // Reads cell c, and calls meanwhile(i) for its parts.
+  template <class Meanwhile>
+  HWY_INLINE void Look(const T* cell, int64_t c, const Meanwhile& meanwhile) {
+    float* kept = kept_[c % 2];
+    float* fine = kGroups ? plan_.groups.fine + c * kFinePerCell : nullptr;
+    Reader reader;
+    for (int64_t i = 0; i < kCellElements; i += Block()) {
+      const char* ahead = reinterpret_cast<const char*>(cell + i) + kAheadBytes;
+      for (size_t b = 0; b < Block() * sizeof(T); b += 64) hwy::Prefetch(ahead + b);
+      reader.Read(cell, i, kept, fine);
+      meanwhile(i);
+    }
+    const CellRange range =
+        reader.Finish(cell, kGroups ? plan_.groups.coarse + c * hn::Lanes(DF()) : nullptr);
+    at_ = c;
+    if constexpr (Reader::kKeeps) {
+      summed_ = kept;
+    } else {
+      summed_ = cell;
+    }
+    if (!SetMaxima(cell, range)) summed_ = nullptr;
+  }
+
+  // Returns whether the sum of the cell is still to be computed; if not, it writes the sum too.
+  HWY_INLINE bool SetMaxima(const T* cell, const CellRange& range) {
+    float& max = plan_.sums.max[at_];
+    float& sum = plan_.sums.sum[at_];
+    if constexpr (kGroups) plan_.groups.max[at_] = range.max;
+    if constexpr (kGroups && Change::kChanges) plan_.groups.sum[at_] = 0;  // only a NaN would count
+    if (HWY_UNLIKELY(range.is_nan)) {
+      max = -kInf;
+      sum = std::numeric_limits<float>::quiet_NaN();
+      return false;
+    }
+    if constexpr (Change::kChanges) {
+      max = hn::GetLane(change_(DF(), hn::Set(DF(), range.max)));
+      is_close_ = change_.range() <= reach_;
+      return true;
+    }
+    max = range.max;
+    is_close_ = range.max - range.min <= reach_;
+    if (HWY_LIKELY(std::isfinite(max))) return true;
+    sum = max > 0 ? CountPlusInf(cell) : 0.0f;
+    return false;
+  }
+
+  HWY_INLINE void SetSum(int64_t c, float sum) {
+    plan_.sums.sum[c] = sum;
+    // The maximum of a cell with a NaN means nothing.
+    if (HWY_UNLIKELY(std::isnan(sum))) plan_.sums.max[c] = -kInf;
+  }
+
+  template <typename Last, class LastChange>
+  HWY_INLINE void SumLast(const Last* last, const LastChange& change) {
+    CellSummer<true> summer(exponent_, plan_.sums.max[at_]);
+    for (int64_t i = 0; i < kCellElements; i += Block()) summer.Add(last + i, change);
+    SetSum(at_, summer.Sum());
+  }
+
+  const SketchPlan plan_;
+  const Exponent exponent_;
+  const float reach_;  // a larger difference needs CellSummer's bounds
+  const Change change_;
+  const Summed* summed_ = nullptr;  // the elements of cell at_, if they are still to be summed
+  int64_t at_ = 0;
+  bool is_close_ = false;  // summed_ needs no bounds
+  HWY_ALIGN float kept_[2][Reader::kKeeps ? kCellElements : 1];
+};
+
+template <bool kGroups, typename T>
+void SketchTyped(const T* logits, const Row& row, int64_t begin, int64_t end) {
+  HWY_ALIGN T padded[kCellElements];
+  CellSketcher<T, kGroups, AsSent> sketcher(
+      {.groups = row.sketch, .sums = row.sketch, .temperature = row.temperature}, AsSent());
+  for (int64_t c = begin; c < end; ++c) sketcher.Add(CellAt(logits, row.vocab, c, padded), c);
+  sketcher.Finish();
 }
 
 // Fills cells [begin, end) of the row's sketch.
 inline void SketchCells(const Row& row, int64_t begin, int64_t end) {
-  AsType(row.dtype, row.logits, [&](const auto* logits) { SketchTyped(logits, row, begin, end); });
+  AsType(row.dtype, row.logits,
+         [&](const auto* logits) { SketchTyped<true>(logits, row, begin, end); });
+}
+
+// As above without the maxima of groups, for ops that look for no token. The bits are the same.
+inline void SketchSums(const Row& row, int64_t begin, int64_t end) {
+  AsType(row.dtype, row.logits,
+         [&](const auto* logits) { SketchTyped<false>(logits, row, begin, end); });
 }
 
 // A value that at least k of maxima[0, count) reach, and few more than k unless there are ties.

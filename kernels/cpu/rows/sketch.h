@@ -96,6 +96,14 @@ inline uint64_t LaterKey(uint64_t key, int64_t by) { return key - static_cast<ui
 
 inline int64_t CellCount(int64_t vocab) { return (vocab + kCellElements - 1) / kCellElements; }
 
+// Cells of few rows handed to a thread at once: enough to hide the cost of taking them, few enough
+// that every thread gets some and that they stay in L2. `cells` are those of all rows.
+inline constexpr int64_t kMostItemCells = 32;
+inline int64_t ItemCells(int64_t cells, int64_t threads) {
+  constexpr int64_t kLeast = 8;
+  return std::clamp(cells / (2 * threads), kLeast, kMostItemCells);
+}
+
 // How far ahead memory is prefetched. The hardware does not look across pages; of 0.5 to 8 KiB half
 // a page was fastest. A prefetch after the row's end is harmless.
 inline constexpr int64_t kAheadBytes = 2048;

@@ -1,8 +1,8 @@
 // sample on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h), where the token
 // is found: edit-inl.h reads, filter-inl.h lists, draw-inl.h draws, report-inl.h answers.
 //
-// With many rows, each thread takes whole rows; few rows are read by all threads, 32 cells at a
-// time. The bits are the same.
+// With many rows, each thread takes whole rows; few rows are read by all threads, 8 to 32
+// cells at a time. The bits are the same.
 //
 // Cost at 64 x 131072 f32, top-k 50 and top-p 0.9: reads 33.6 MB once, which is the floor. Edits
 // and another temperature for the whole row add a pass over cached memory; a flat top-p adds about
@@ -67,8 +67,8 @@ HWY_EXPORT(FinishSample);
 
 namespace {
 
-// Cells handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
 constexpr int64_t kItemCells = kChunkCells;
+static_assert(kMostItemCells <= kChunkCells);
 
 // With fewer rows per thread than this, several threads read a row. An edited row then needs memory
 // of its own, so it is less than for softmax_topk.
@@ -99,13 +99,14 @@ void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scra
     HWY_DYNAMIC_DISPATCH(PlanSample)
     (args, r, scratch.rows, patches + r * max_patches, SampleScratchOfThisThread(), reads + r);
   });
-  const int64_t per_row = (cells + kItemCells - 1) / kItemCells;
+  const int64_t at_once = ItemCells(rows * cells, pool.threads());
+  const int64_t per_row = (cells + at_once - 1) / at_once;
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
     const int64_t r = item / per_row;
     if (args.rows[r].active == 0) return;
-    const int64_t begin = item % per_row * kItemCells;
+    const int64_t begin = item % per_row * at_once;
     HWY_DYNAMIC_DISPATCH(ReadSample)
-    (reads[r], args.rows[r], begin, std::min(cells, begin + kItemCells));
+    (reads[r], args.rows[r], begin, std::min(cells, begin + at_once));
   });
   pool.ParallelFor(rows, [&](int64_t r) {
     if (args.rows[r].active == 0) return;
