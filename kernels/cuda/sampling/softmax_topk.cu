@@ -34,7 +34,9 @@
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/rows/cluster_blocks.h"
 #include "kernels/cuda/sampling/topk_block.cuh"
+#include "kernels/cuda/sampling/topk_short.cuh"
 #include "kernels/cuda/sampling/topk_warp.cuh"
 
 namespace logitd::cuda {
@@ -49,6 +51,16 @@ cudaError_t LaunchWarpRow(const TopKParams& p, const Scratch& scratch, cudaStrea
                       {.grid = GridFor(std::min(p.args.logits.rows, most)),
                        .threads = kWarpRowWarps * 32,
                        .shared_bytes = sizeof(WarpRowShared<T>)},
+                      stream, p);
+}
+
+template <class Shape>
+cudaError_t LaunchShortRow(const TopKParams& p, const Scratch& scratch, cudaStream_t stream) {
+  const int64_t most = scratch.multiprocessors;
+  return LaunchKernel(&ShortRowKernel<Shape>,
+                      {.grid = GridFor(std::min(p.args.logits.rows, most)),
+                       .threads = Shape::kThreads,
+                       .shared_bytes = sizeof(typename Shape::Shared)},
                       stream, p);
 }
 
@@ -68,6 +80,7 @@ cudaError_t LaunchBlockRow(const TopKParams& p, const Scratch& scratch, cudaStre
 
 constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max();
 constexpr int32_t kFewRows = 64;
+constexpr int32_t kOneWave = 512;  // of blocks: a block ends a row of some cells sooner than a warp
 
 // By number of rows, row length, k and the device's shared memory: the first variant whose limits
 // hold is taken.
@@ -94,6 +107,21 @@ constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
           Block::kCluster};
 }
 
+template <class Shape>
+constexpr Variant ShortRowVariant() {
+  return {Shape::kCells * kCell,
+          kAnyRows,
+          kShortRowMaxK,
+          Shape::kWarps,
+          0,
+          &LaunchShortRow<Shape>,
+          [](int, const Scratch& scratch) {
+            return scratch.block_shared_bytes < static_cast<int>(sizeof(typename Shape::Shared))
+                       ? 0
+                       : Shape::kCells;
+          }};
+}
+
 // Warps, stages and resident blocks are what measured best on an H200.
 template <class T>
 using UsualBlock = BlockShape<T, SmallPool, 4, 2, sizeof(T) == 4 ? 4 : 6>;
@@ -110,6 +138,11 @@ constexpr Variant kVariants[] = {
        return scratch.block_shared_bytes < static_cast<int>(sizeof(WarpRowShared<T>)) ? 0 : 1;
      }},
     BlockRowVariant<FewRowsBlock<T>>(kFewRows),
+    ShortRowVariant<ShortRowShape<T, 1>>(),
+    ShortRowVariant<ShortRowShape<T, 2>>(),
+    BlockRowVariant<UsualBlock<T>>(kOneWave),
+    ShortRowVariant<ShortRowShape<T, 4>>(),
+    ShortRowVariant<ShortRowShape<T, 8>>(),
     BlockRowVariant<UsualBlock<T>>(),
     BlockRowVariant<LargeKBlock<T>>(),
     BlockRowVariant<SmallMemoryBlock<T>>(),
@@ -124,7 +157,9 @@ int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scra
   const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
   const int32_t most =
       std::max(least, variant.cluster ? std::min(worth, kMaxClusterBlocks) : worth);
-  const int64_t wanted = static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
+  const int64_t wanted =
+      variant.cluster ? ClusterBlocksAtOnce(rows, scratch)
+                      : static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
   return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
 }
 
