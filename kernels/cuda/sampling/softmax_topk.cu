@@ -10,7 +10,9 @@
 // same bits:
 //
 //   warp per row      vocab <= 1024, k <= 32 (topk_warp.cuh)
-//   cluster per row   up to 64 rows: its blocks meet in the first one's shared memory (sm_90)
+//   cluster per row   up to 64 rows: its blocks meet in the first one's shared memory (sm_90). Where
+//                     not all clusters would run at once, they are smaller (cluster_blocks.h)
+//   warp per row      vocab <= 2048, or <= 8192 and more than 512 rows; k <= 64 (topk_short.cuh)
 //   block per row     many rows
 //   blocks per row    else; each leaves candidates and cells in scratch, the last one merges
 //   sorted            k > 1024: statistics as above, then a radix sort (topk_sorted.cu)
@@ -18,7 +20,8 @@
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
 // Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 93%
 // padded and 91% packed; 2048 x 131072 k 10, 93%; 512 x 131072 k 64, 79% f32, 64% bf16; k 1024,
-// 47%; 64 rows 19 us; one row 11 us.
+// 47%; 64 rows 19 us; one row 11 us. On an H100 (bench/results/h100/rows_and_draws.json): 16 to 32
+// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16.
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is
