@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
   auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster>*>(dynamic);
-  if constexpr (kInCluster) ClusterArrive();
+  if constexpr (kInCluster) ClusterArriveEmpty();
   const SampleArgs& args = p.args;
   const int r = static_cast<int>(blockIdx.x) / p.blocks;
   const SampleRow& ask = args.rows[r];

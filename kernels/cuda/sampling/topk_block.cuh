@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   using Shape = typename Block::Pool;
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
-  if constexpr (Block::kCluster) ClusterArrive();
+  if constexpr (Block::kCluster) ClusterArriveEmpty();
   typename Block::Shared& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
   Stats* cells = reinterpret_cast<Stats*>(&shared + 1);  // [cells]
   typename Shape::Sketch* sketch = reinterpret_cast<typename Shape::Sketch*>(

@@ -7,7 +7,7 @@
 //
 // Limited by instructions, and by latencies where f32 rows of 4 cells leave room for 12 warps a
 // multiprocessor: 16384 x 4096 f32 k 50 takes 3080 instructions a row, each 6 cycles after the one
-// before. Measured on an H100 (bench/results/h100/rows_and_draws.json): 78% of one read; bf16 58%;
+// before. Measured on an H100 (bench/results/h100/rows_and_draws.json): 79% of one read; bf16 57%;
 // k 5 86%. Tried and dropped: ranking by a sort from 32 keys on (20000 x 3001 k 50 7% slower).
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
