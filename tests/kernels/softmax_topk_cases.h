@@ -225,11 +225,24 @@ inline std::vector<TopKCase> ShapeCases() {
     std::vector<int64_t> rows;
   };
   const std::vector<Shape> shapes = {
-      {1, {1, 2, 3, 64, 257}},  {2, {1, 2, 3, 64, 257}},  {7, {1, 2, 3, 64, 257}},
-      {31, {1, 2, 3, 64, 257}}, {32, {1, 2, 3, 64, 257}}, {33, {1, 2, 3, 64, 257}},
-      {1000, {1, 3, 64, 257}},  {1023, {1, 2, 64}},       {1024, {1, 3, 64, 257}},
-      {1025, {1, 2, 64}},       {2048, {1, 3, 64}},       {4097, {1, 2, 64}},
-      {32000, {1, 3}},          {50257, {2, 3}},          {131072, {1, 2}},
+      {1, {1, 2, 3, 64, 257}},
+      {2, {1, 2, 3, 64, 257}},
+      {7, {1, 2, 3, 64, 257}},
+      {31, {1, 2, 3, 64, 257}},
+      {32, {1, 2, 3, 64, 257}},
+      {33, {1, 2, 3, 64, 257}},
+      {1000, {1, 3, 64, 257}},
+      {1023, {1, 2, 64}},
+      {1024, {1, 3, 64, 257}},
+      {1025, {1, 2, 64, 65}},
+      {2048, {1, 3, 64, 129}},
+      {3001, {66}},
+      {4096, {70}},
+      {4097, {1, 2, 64, 65}},
+      {8192, {65}},
+      {32000, {1, 3}},
+      {50257, {2, 3}},
+      {131072, {1, 2}},
       {int64_t{1} << 20, {1}},
   };
   std::vector<TopKCase> cases;
@@ -262,7 +275,8 @@ inline std::vector<TopKCase> ShapeCases() {
   return cases;
 }
 
-// Every kind of row x type, short, one over a cell, and long.
+// Every kind of row x type, short, one over a cell, and long; and more short rows than share
+// blocks.
 inline std::vector<TopKCase> FillCases() {
   std::vector<TopKCase> cases;
   uint64_t n = 1000;
@@ -281,6 +295,19 @@ inline std::vector<TopKCase> FillCases() {
                              .fill = fill,
                              .seed = ++n});
           }
+        }
+      }
+      for (int64_t vocab : {1000, 3001, 8000}) {
+        for (int32_t k : {3, 64}) {
+          cases.push_back({.dtype = dtype,
+                           .rows = 66,
+                           .vocab = vocab,
+                           .stride_extra = static_cast<int64_t>(n % 3),
+                           .k = k,
+                           .ks = Ks::kMixed,
+                           .temperatures = Temperatures::kMixed,
+                           .fill = fill,
+                           .seed = ++n});
         }
       }
     }
@@ -302,6 +329,12 @@ inline const std::vector<InvarianceCase>& InvarianceCases() {
   static const auto& cases = *new std::vector<InvarianceCase>{
       {DType::kF32, 7, 3, 1.0f, Fill::kNormal},
       {DType::kF32, 1000, 10, 0.7f, Fill::kNormal},
+      {DType::kF32, 1000, 50, 0.7f, Fill::kNormal},
+      {DType::kF32, 2048, 64, 1.0f, Fill::kNormal},
+      {DType::kF32, 3001, 33, 1.3f, Fill::kNormal},
+      {DType::kBF16, 4096, 50, 0.9f, Fill::kNormal},
+      {DType::kF16, 8000, 20, 1.0f, Fill::kNormal},
+      {DType::kF32, 4096, 64, 1.0f, Fill::kManyTies},
       {DType::kF32, 50257, 10, 1.0f, Fill::kNormal},
       {DType::kF32, 131072, 64, 1.3f, Fill::kUniform},
       {DType::kF32, 131072, 1024, 1.0f, Fill::kNormal},
@@ -382,6 +415,8 @@ inline std::string BrokenInvariance(OpRunner& runner, const InvarianceCase& c) {
   if (c.vocab <= 50257)
     batches.push_back({.rows = 40, .place = 17, .stride_extra = 3, .offset = 7, .others_k = 5});
   if (c.vocab <= 1000) batches.push_back({.rows = 700, .place = 333, .others_k = 7});
+  if (c.vocab <= 8192)
+    batches.push_back({.rows = 150, .place = 141, .stride_extra = 1, .offset = 1, .others_k = 7});
   auto alone = BitsInBatch(runner, c, {});
   if (!alone.ok()) return alone.status().ToString();
   for (const RowBatch& batch : batches) {

@@ -52,6 +52,19 @@ __device__ inline void TakeFrom(const uint32_t (&two)[2 * kCount], uint32_t byte
     words[i] = __funnelshift_r(shifted[i], shifted[i + 1], bytes % 4 * 8);
 }
 
+// Calls take.operator()<kWord>() with kWord = word, in [kFirst, kFirst + kCount) and the same in all
+// lanes: a shift by whole words is then a choice of registers. kCount is a power of two.
+template <int kCount, int kFirst = 0, class Take>
+__device__ inline void WithWord(uint32_t word, const Take& take) {
+  if constexpr (kCount == 1) {
+    take.template operator()<kFirst>();
+  } else if (word < kFirst + kCount / 2) {
+    WithWord<kCount / 2, kFirst>(word, take);
+  } else {
+    WithWord<kCount / 2, kFirst + kCount / 2>(word, take);
+  }
+}
+
 // kStream: the words are read once, and need not stay in a cache.
 template <bool kStream, int kCount>
 __device__ inline void LoadAligned(const void* from, uint32_t (&words)[kCount]) {
@@ -109,6 +122,10 @@ struct Blocks {
   // Turns blocks into vectors.
   __device__ void Align(const T* row) {
     const uint32_t bytes = Offset(row) * static_cast<uint32_t>(sizeof(T));
+    if constexpr (kLanes == 32) {
+      if (bytes == 0) return;
+      return WithWord<kBlockWords>(bytes / 4, [&]<int kWord>() { AlignBy<kWord>(bytes % 4 * 8); });
+    }
     const int lane = threadIdx.x % 32;
     const int place = lane % kLanes;
     const int next = place + 1 == kLanes ? lane + 1 - kLanes : lane + 1;
@@ -126,7 +143,50 @@ struct Blocks {
       TakeFrom<kBlockWords>(two, bytes, words[v]);
     }
   }
+
+ private:
+  // Align() where all lanes hold one row: vectors begin `bits` after word kWord of their block.
+  template <int kWord>
+  __device__ void AlignBy(uint32_t bits) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      uint32_t two[kBlockWords + kWord + 1];
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w) two[w] = words[v][w];
+#pragma unroll
+      for (int w = 0; w <= kWord; ++w) {
+        const uint32_t given =
+            v + 1 < kCount && lane == 0 ? words[min(v + 1, kCount - 1)][w] : words[v][w];
+        uint32_t taken = __shfl_sync(kFullWarp, given, (lane + 1) % 32);
+        if (v + 1 == kCount && lane == 31) taken = beyond[w];
+        two[kBlockWords + w] = taken;
+      }
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w)
+        words[v][w] = __funnelshift_r(two[kWord + w], two[kWord + w + 1], bits);
+    }
+  }
 };
+
+// The aligned block that holds the rest of the vector before `words` and the begin of that one, where
+// all lanes hold one row: a lane's vectors begin `bits` after word kWord of the block before. The
+// vector before is in the lane before; for the first lane it is the last lane's `previous`.
+template <int kWord, int kCount>
+__device__ inline void TakeBlock(const uint32_t (&words)[kCount],
+                                 const uint32_t (&previous)[kCount], uint32_t bits,
+                                 uint32_t (&block)[kCount]) {
+  const int lane = threadIdx.x % 32;
+  uint32_t two[kCount + kWord + 1];
+#pragma unroll
+  for (int w = kWord; w < kCount; ++w)
+    two[w] = __shfl_sync(kFullWarp, lane == 31 ? previous[w] : words[w], (lane + 31) % 32);
+#pragma unroll
+  for (int w = 0; w <= kWord; ++w) two[kCount + w] = words[w];
+#pragma unroll
+  for (int w = 0; w < kCount; ++w)
+    block[w] = __funnelshift_r(two[kWord + w], two[kWord + w + 1], bits);
+}
 
 template <int kCount>
 __device__ inline void StoreAligned(void* to, const uint32_t (&words)[kCount]) {
@@ -164,19 +224,32 @@ __device__ inline void StoreBlocks(T* row, bool active, int first, int length, V
   for (int v = 0; v <= kCount; ++v) {  // the last turn: the rest of the last lane's last vector
     uint32_t words[kBlockWords] = {};
     if (v < kCount) vector(v, words);
-    uint32_t two[2 * kBlockWords];
+    uint32_t block[kBlockWords];
+    const uint32_t shift = 4 * kBlockWords - bytes;
+    if constexpr (kLanes == 32) {
+      if (bytes == 0) {
 #pragma unroll
-    for (int w = 0; w < kBlockWords; ++w) {
-      two[w] = __shfl_sync(kFullWarp, place + 1 == kLanes ? previous[w] : words[w], before);
-      two[kBlockWords + w] = words[w];
-      previous[w] = words[w];
+        for (int w = 0; w < kBlockWords; ++w) block[w] = words[w];
+      } else {
+        WithWord<kBlockWords>(shift / 4, [&]<int kWord>() {
+          TakeBlock<kWord>(words, previous, shift % 4 * 8, block);
+        });
+      }
+    } else {
+      uint32_t two[2 * kBlockWords];
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w) {
+        two[w] = __shfl_sync(kFullWarp, place + 1 == kLanes ? previous[w] : words[w], before);
+        two[kBlockWords + w] = words[w];
+      }
+      TakeFrom<kBlockWords>(two, shift, block);
     }
+#pragma unroll
+    for (int w = 0; w < kBlockWords; ++w) previous[w] = words[w];
     const int index = first + v * kLanes * E;
     const int begin = v == 0 && place == 0 ? index : index - offset;
     const int end = min(v < kCount ? index - offset + E : place == 0 ? index : 0, length);
     if (!active || begin >= end) continue;
-    uint32_t block[kBlockWords];
-    TakeFrom<kBlockWords>(two, 4 * kBlockWords - bytes, block);
     T* to = row + (index - offset);
     if (end - begin == E) {
       StoreAligned(to, block);

@@ -10,8 +10,8 @@
 // the row and selects from it. Where a block may have 99 KB, f32 rows with tops end at about
 // 460,000 tokens (cudaErrorNotSupported). Cells merge in one order, whatever the grid:
 //
-//   many rows a warp  rows of up to 4 cells: up to 32 rows one after the other; then a lane for
-//                     each of them merges and concludes
+//   many rows a warp  rows of up to 4 cells, or 8 where they are many: up to 32 rows, or 16, one
+//                     after the other; then a lane for each of them merges and concludes
 //   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
 //                     the first block's shared memory (sm_90; before that a large block a row)
 //   block per row     all other rows
@@ -31,10 +31,13 @@
 // softcap 62%, 46% where logits are larger than it; softcap and entropy 32%; 65536 x 1000, 49%; 64
 // rows 12 us, one row 7.1. With many instructions the card reaches its power limit in the bench, and
 // its clock falls.
+// On an H100 (bench/results/h100/rows_and_draws.json): 32768 x 5000, 86%; 65536 x 1000, 70%; 16 to 32
+// rows of 128256 9 to 10 us, one row 7.2.
 // Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
 // slower), of one warp (5%), fewer stages and more blocks (3%). One loop for all that rows may ask:
 // spills, 4% slower for plain rows. Counting ranks by tensor cores (10% slower with entropy: their
-// latency). Merging and concluding a row as two functions (3%, at the ends of rows).
+// latency). Merging and concluding a row as two functions (3%, at the ends of rows). 24 warps of
+// short rows a multiprocessor for 20, what a row asks in shared memory (1000 tokens 10% slower).
 #include <algorithm>
 
 #include "kernels/cross_entropy.h"
@@ -44,6 +47,7 @@
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/candidates.cuh"
+#include "kernels/cuda/rows/cluster_blocks.h"
 #include "kernels/cuda/rows/row_block.cuh"
 
 namespace logitd::cuda {
@@ -228,7 +232,7 @@ template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
     CrossEntropyKernel(const __grid_constant__ Params p) {
   using T = typename Block::Element;
-  if constexpr (Block::kCluster) ClusterArrive();
+  if constexpr (Block::kCluster) ClusterArriveEmpty();
   const auto memory = BlockMemory<Block>::Of(p);
   const int64_t r = p.blocks == 1 ? blockIdx.x : blockIdx.x / p.blocks;
   const int block = static_cast<int>(blockIdx.x - r * p.blocks);
@@ -296,33 +300,50 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
 
 // ---- short rows --------------------------------------------------------------------------------
 
-// Cells of a row that one warp takes.
-constexpr int32_t kShortCells = 4;
+// The most cells of a row that one warp takes, where rows are many, and where they are few: then
+// blocks end a row of more cells sooner.
+constexpr int32_t kShortCells = 8;
+constexpr int32_t kShortCellsOfFewRows = 4;
 constexpr int kShortWarps = 4;
 constexpr int kShortResident = 5;
 constexpr int kShortStages = 2;
-constexpr int kMostShortRows = 32;  // of a warp: a lane concludes a row
+// The most rows of a warp: a lane concludes a row.
+template <int kCells>
+constexpr int kMostShortRows = 128 / kCells;
 
-template <class T>
+// For rows of up to kCells cells, 4 or 8.
+template <class T, int kCells>
 struct ShortShared {
+  static_assert(kMostShortRows<kCells> <= 32);
   typename CellRing<T, kShortStages>::Storage rings[kShortWarps];
   Outcome outcomes[kShortWarps];
-  CellSums cells[kShortWarps][kMostShortRows][kShortCells];
+  CellSums cells[kShortWarps][kMostShortRows<kCells>][kCells];
 };
 
-// Merges a row's cells by one lane, with the bits of ConcludeRow: it adds in the order of WarpSum.
+// The sum of what kCount lanes hold, in the order of WarpSum; the other lanes hold 0.
+template <class V, int kCount>
+__device__ inline V SumLikeWarp(V (&values)[kCount]) {
+#pragma unroll
+  for (int offset = kCount / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int i = 0; i < offset; ++i) values[i] += values[i + offset];
+  }
+  return values[0];
+}
+
+// Merges a row's cells by one lane, with the bits of ConcludeRow.
+template <int kCells>
 __device__ inline RowSums MergeShort(const CellSums* cells, int count,
                                      float log2e_over_temperature) {
-  static_assert(kShortCells == 4);
   float max = -kInfinity;
   for (int i = 0; i < count; ++i) max = fmaxf(max, cells[i].stats.max);
   const Exponential exponential(max, log2e_over_temperature);
-  float sums[kShortCells] = {};
-  float weighted[kShortCells] = {};
-  double totals[kShortCells] = {};
+  float sums[kCells] = {};
+  float weighted[kCells] = {};
+  double totals[kCells] = {};
   int before = 0;
 #pragma unroll
-  for (int i = 0; i < kShortCells; ++i) {
+  for (int i = 0; i < kCells; ++i) {
     if (i >= count) continue;
     const CellSums& cell = cells[i];
     sums[i] = cell.stats.max == -kInfinity
@@ -332,10 +353,7 @@ __device__ inline RowSums MergeShort(const CellSums* cells, int count,
     totals[i] = cell.total;
     before += cell.before;
   }
-  return {{max, (sums[0] + sums[2]) + (sums[1] + sums[3])},
-          (weighted[0] + weighted[2]) + (weighted[1] + weighted[3]),
-          (totals[0] + totals[2]) + (totals[1] + totals[3]),
-          before};
+  return {{max, SumLikeWarp(sums)}, SumLikeWarp(weighted), SumLikeWarp(totals), before};
 }
 
 // The rows of a warp, cell by cell, copied ahead.
@@ -422,13 +440,13 @@ __device__ inline void WriteShortExtras(const Params& p, int64_t first_row, int 
   }
 }
 
-// Rows of up to kShortCells cells: a warp takes `rows_of_warp` of them one after the other. What a
-// row asks is read by a lane for each row before, and a lane for each row concludes after: in
+// Rows of up to kCells cells: a warp takes `rows_of_warp` of them one after the other. What a row
+// asks is read by a lane for each row before, and a lane for each row concludes after: in
 // double, once for all.
-template <class T>
+template <class T, int kCells>
 __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
     ShortRowsKernel(const __grid_constant__ Params p, int rows_of_warp) {
-  __shared__ ShortShared<T> shared;
+  __shared__ ShortShared<T, kCells> shared;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kShortWarps + warp) * rows_of_warp;
@@ -477,7 +495,7 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   __syncwarp();
 
   RowSums sums{};
-  if (active) sums = MergeShort(shared.cells[warp][lane], p.cells, own_scale);
+  if (active) sums = MergeShort<kCells>(shared.cells[warp][lane], p.cells, own_scale);
   int first_nan = vocab;
   for (unsigned left = __ballot_sync(kFullWarp, isnan(sums.stats.sum)); left != 0;
        left &= left - 1) {
@@ -493,12 +511,12 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   WriteShortExtras<T>(p, first_row, active ? own.extra_count : 0, outcome, shared.outcomes[warp]);
 }
 
-template <class T>
+template <class T, int kCells>
 cudaError_t LaunchShort(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   const int64_t rows = p.args.logits.rows;
   const int64_t at_once = int64_t{kShortResident} * kShortWarps * scratch.multiprocessors;
-  const int64_t of_warp = std::min<int64_t>(CeilDiv(rows, at_once), kMostShortRows);
-  return LaunchKernel(&ShortRowsKernel<T>,
+  const int64_t of_warp = std::min<int64_t>(CeilDiv(rows, at_once), kMostShortRows<kCells>);
+  return LaunchKernel(&ShortRowsKernel<T, kCells>,
                       {.grid = GridFor(rows, of_warp * kShortWarps), .threads = kShortWarps * 32},
                       stream, p, static_cast<int>(of_warp));
 }
@@ -520,8 +538,7 @@ bool Fit(Params& p, const Scratch& scratch) {
   p.blocks = 1;
   if (Block::kCluster && scratch.clusters) {
     const int32_t worth = (p.cells + Block::kWarps - 1) / Block::kWarps;
-    p.blocks = static_cast<int32_t>(std::clamp<int64_t>(
-        scratch.multiprocessors / p.args.logits.rows, 1, std::min(worth, kMaxClusterBlocks)));
+    p.blocks = std::min(worth, ClusterBlocksAtOnce(p.args.logits.rows, scratch));
     while (SharedBytes<Block>(p) > scratch.block_shared_bytes && p.blocks < kMaxClusterBlocks)
       ++p.blocks;
   }
@@ -546,14 +563,15 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, cudaStream_t stream) {
   constexpr int kResident = sizeof(T) == 4 ? 4 : 6;
   using WideTop = TopShape<T, 16, 2, 1, true>;
   using Wide = StreamShape<T, 16, 2, 1, true>;
-  const bool few = p.args.logits.rows <= scratch.multiprocessors && p.cells > kShortCells;
+  const bool few = p.args.logits.rows <= scratch.multiprocessors && p.cells > kShortCellsOfFewRows;
   if (p.args.max_top_logprobs > 0) {
     return few && Fit<WideTop>(p, scratch)
                ? Launch<WideTop>(p, scratch, stream)
                : Launch<TopShape<T, 4, 2, kResident>>(p, scratch, stream);
   }
   if (few && Fit<Wide>(p, scratch)) return Launch<Wide>(p, scratch, stream);
-  if (p.cells <= kShortCells) return LaunchShort<T>(p, scratch, stream);
+  if (p.cells <= 4) return LaunchShort<T, 4>(p, scratch, stream);
+  if (p.cells <= kShortCells) return LaunchShort<T, kShortCells>(p, scratch, stream);
   return Launch<StreamShape<T, 4, kStages, kResident>>(p, scratch, stream);
 }
 

@@ -13,6 +13,13 @@ __device__ inline void ClusterArrive() {
   asm volatile("barrier.cluster.arrive;" ::: "memory");
 #endif
 }
+// The first half where nothing was written that another block reads: it waits for no write. For a
+// kernel's begin, so that the blocks' memory is there.
+__device__ inline void ClusterArriveEmpty() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
 __device__ inline void ClusterWait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait;" ::: "memory");

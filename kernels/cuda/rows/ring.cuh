@@ -93,25 +93,7 @@ class CellRing {
         reinterpret_cast<T*>(cell)[i] = static_cast<T>(-kInfinity);
     }
     __syncwarp();
-    const int misaligned = InLine(first) % 16;
-    const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane_;
-    if (misaligned == 0) {
-      x.Read(blocks);
-    } else {
-      switch (misaligned / 4) {
-        case 0:
-          ReadMisaligned<0>(blocks, misaligned, x);
-          break;
-        case 1:
-          ReadMisaligned<1>(blocks, misaligned, x);
-          break;
-        case 2:
-          ReadMisaligned<2>(blocks, misaligned, x);
-          break;
-        default:
-          ReadMisaligned<3>(blocks, misaligned, x);
-      }
-    }
+    ReadCell(cell, InLine(first) % 16, x);
     FreeSlot();
   }
 
@@ -133,6 +115,21 @@ class CellRing {
     }
   }
 
+  // Instead of a Push for each Pop: all cells of a row, up to kStages, are pushed after a Restart,
+  // and turns without copying for the others; then each is popped, with a PushNothing after it.
+  // Until the next Restart all of them stay in shared memory. Every earlier Push has been popped.
+  __device__ void Restart() { push_ = pop_ = 0; }
+  // Then the place in shared memory of the row's first element, and the bytes from a cell to the
+  // next.
+  __device__ T* Row(const T* first) {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(slots_[0]) + InLine(first));
+  }
+  static constexpr int kCellBytes = 16 * (kBlocks + kLineBlocks);
+  // Then loads cell `c` of the row again.
+  __device__ void Reread(const T* first, int c, LaneCell<T>& x) {
+    ReadCell(reinterpret_cast<char*>(Row(first)) + c * kCellBytes, InLine(first) % 16, x);
+  }
+
   // The cell that the last Pop loaded from `first`, in shared memory: of any alignment, and the
   // warp's until the next Push.
   __device__ T* Cell(const T* first) {
@@ -152,6 +149,29 @@ class CellRing {
   __device__ static void CopyBlocks(std::integer_sequence<int, v...>, uint32_t to, const char* from,
                                     int whole) {
     ((whole > 32 * (v + 1) ? CopyBlock<v + 1>(to, from) : void()), ...);
+  }
+
+  // Loads the lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a block's
+  // begin.
+  __device__ void ReadCell(const char* cell, int misaligned, LaneCell<T>& x) const {
+    const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane_;
+    if (misaligned == 0) {
+      x.Read(blocks);
+    } else {
+      switch (misaligned / 4) {
+        case 0:
+          ReadMisaligned<0>(blocks, misaligned, x);
+          break;
+        case 1:
+          ReadMisaligned<1>(blocks, misaligned, x);
+          break;
+        case 2:
+          ReadMisaligned<2>(blocks, misaligned, x);
+          break;
+        default:
+          ReadMisaligned<3>(blocks, misaligned, x);
+      }
+    }
   }
 
   // Reads elements that begin in word kWord of a block: the block's words from there on, and the

@@ -12,15 +12,77 @@ namespace logitd::cuda {
 
 // ---- by cells ----------------------------------------------------------------------------------
 
-// The lowest token of elements [begin, end) of the row, at most a cell, with a sum of weigh(x, i)
-// up to it of more than target. By one warp.
-template <class Row, class Weigh>
-__device__ __forceinline__ int TokenOfCell(const Row& row, int begin, int end, uint64_t target,
-                                           Weigh weigh) {
-  const PrefixEnd token =
-      FindPrefixEnd(begin, end, 0, target + 1, [&](int i) { return weigh(row[i], i); });
-  return token.index < 0 ? end - 1 : token.index;
-}
+// A cell's integer weights in order of token id, by one warp: a lane holds vectors of neighbours, and
+// vector v of all lanes comes before vector v + 1 of any. `first` is the cell's first token, weigh(x,
+// i) the weight of token i. A token beyond the row has x = -inf, and must weigh 0.
+template <class Element, class Weigh>
+class WeightsOfCell {
+ public:
+  __device__ WeightsOfCell(const LaneCell<Element>& x, int first, Weigh weigh)
+      : x_(x), first_(first), weigh_(weigh) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      own_[v] = 0;
+#pragma unroll
+      for (int e = v * kVector<Element>; e < (v + 1) * kVector<Element>; ++e)
+        own_[v] += weigh_(x_[e], Token(e));
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) of_all_[v] = WarpSum(own_[v]);
+  }
+
+  __device__ uint64_t Total() const {
+    uint64_t total = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) total += of_all_[v];
+    return total;
+  }
+
+  // The lowest token with a sum up to it of more than target; the last token before `end` where no
+  // sum is. The same in every lane.
+  __device__ int TokenAt(uint64_t target, int end) const {
+    const int lane = threadIdx.x % 32;
+    uint64_t before = 0;  // of vectors before the one with the token
+    uint64_t own = 0;
+    int vector = -1;
+    float x[kVector<Element>];  // of the vector
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (vector >= 0) continue;
+      if (before + of_all_[v] > target) {
+        vector = v;
+        own = own_[v];
+#pragma unroll
+        for (int e = 0; e < kVector<Element>; ++e) x[e] = x_[v * kVector<Element> + e];
+      } else {
+        before += of_all_[v];
+      }
+    }
+    if (vector < 0) return end - 1;
+    const uint64_t through = before + WarpPrefix(own, lane);
+    const int holder = __ffs(__ballot_sync(kFullWarp, through > target)) - 1;
+    const int first = Token(vector * kVector<Element>);
+    uint64_t sum = through - own;
+    int token = -1;
+#pragma unroll
+    for (int e = 0; e < kVector<Element>; ++e) {
+      sum += weigh_(x[e], first + e);
+      if (token < 0 && sum > target) token = first + e;
+    }
+    return __shfl_sync(kFullWarp, token, holder);
+  }
+
+ private:
+  static constexpr int kVectors = kLaneElements / kVector<Element>;
+
+  __device__ int Token(int e) const { return first_ + CellIndex<Element>(threadIdx.x % 32, e); }
+
+  const LaneCell<Element>& x_;
+  const int first_;
+  const Weigh weigh_;
+  uint64_t own_[kVectors];     // sums of the lane's vectors
+  uint64_t of_all_[kVectors];  // the same, added up over the lanes
+};
 
 // The sum of weigh(x, i) over a lane's part of the cell at `first`, added up over the warp. A token
 // beyond the row has x = -inf, and must weigh 0.
@@ -59,9 +121,11 @@ __device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_su
         FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
     const int cell = end.index < 0 ? cells - 1 : end.index;
     const uint64_t before = end.through - cell_sums[cell];
-    const int token =
-        TokenOfCell(row, cell * kCell, min(row.vocab, (cell + 1) * kCell), target - before, weigh);
-    if (threadIdx.x == 0) s.token = token;
+    row.Cell(cell * kCell, [&](const auto& x, int first) {
+      const int token =
+          WeightsOfCell(x, first, weigh).TokenAt(target - before, min(row.vocab, first + kCell));
+      if (threadIdx.x == 0) s.token = token;
+    });
   }
   __syncthreads();
   return s.token;
@@ -69,57 +133,53 @@ __device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_su
 
 // ---- by the statistics of cells ----------------------------------------------------------------
 
-// The weights of a row's cells relative to its maximum, in double, for one warp.
+// The weights of a row's cells relative to its maximum, in double, for one warp. Sums are in one
+// order: over the lanes of 32 cells, then over the 32s.
 class CellWeights {
  public:
   __device__ CellWeights(const Stats* cells, int count, float max, float log2e_over_temperature)
-      : cells_(cells), count_(count), exponential_(max, log2e_over_temperature) {}
-
-  // The sum of cells up to the lane's of the 32 from `base` on; `before` is the sum of those before
-  // `base`. Cells are added in one order.
-  __device__ double Through(int base, double before, double& own) const {
-    const int lane = threadIdx.x % 32;
-    const int i = base + lane;
-    own = 0.0;
-    if (i < count_ && cells_[i].max != -kInfinity)
-      own = static_cast<double>(cells_[i].sum) * exponential_.Factor(cells_[i].max);
-    return before + WarpPrefix(own, lane);
-  }
-  __device__ double Total() const {
-    double total = 0;
-    for (int base = 0; base < count_; base += 32) {
-      double own;
-      const double through = Through(base, total, own);
-      total = __shfl_sync(kFullWarp, through, min(31, count_ - 1 - base));
+      : cells_(cells), count_(count), exponential_(max, log2e_over_temperature), first_(Load(0)) {
+    for (int base = 0; base < count_; base += kAtOnce) {
+      const Group group = At(base);
+#pragma unroll
+      for (int j = 0; j < kThirtyTwos; ++j) {
+        const int left = count_ - 1 - base - 32 * j;
+        if (left >= 0) total_ = __shfl_sync(kFullWarp, total_ + group.through[j], min(31, left));
+      }
     }
-    return total;
   }
+
   // The sum of exp((x - max) / temperature) over the row.
-  __device__ double Reach(double total) const { return total / exponential_.AtMax(); }
+  __device__ double Reach() const { return total_ / exponential_.AtMax(); }
 
   // The first cell whose prefix exceeds bits / 2^64 of the total in s.cell, and in s.share the
   // share of the cell that is before the target.
-  __device__ void FindCell(double total, uint64_t bits, DrawShared& s) const {
+  __device__ void FindCell(uint64_t bits, DrawShared& s) const {
     const int lane = threadIdx.x % 32;
-    const double target = static_cast<double>(bits >> 11) * 0x1p-53 * total;
+    const double target = static_cast<double>(bits >> 11) * 0x1p-53 * total_;
     double before = 0;
     int last = 0;  // of the cells that weigh anything
-    for (int base = 0; base < count_; base += 32) {
-      double own;
-      const double through = Through(base, before, own);
-      const double previous = __shfl_up_sync(kFullWarp, through, 1);
-      const unsigned weighs = __ballot_sync(kFullWarp, own > 0);
-      const unsigned over = __ballot_sync(kFullWarp, own > 0 && through > target);
-      if (over != 0) {
-        if (lane == __ffs(over) - 1) {
-          const double from = lane == 0 ? before : previous;
-          s.cell = base + lane;
-          s.share = fmin(fmax((target - from) / (through - from), 0.0), 1.0);
+    for (int base = 0; base < count_; base += kAtOnce) {
+      const Group group = At(base);
+#pragma unroll
+      for (int j = 0; j < kThirtyTwos; ++j) {
+        if (base + 32 * j >= count_) break;
+        const double own = group.own[j];
+        const double through = before + group.through[j];
+        const double previous = __shfl_up_sync(kFullWarp, through, 1);
+        const unsigned weighs = __ballot_sync(kFullWarp, own > 0);
+        const unsigned over = __ballot_sync(kFullWarp, own > 0 && through > target);
+        if (over != 0) {
+          if (lane == __ffs(over) - 1) {
+            const double from = lane == 0 ? before : previous;
+            s.cell = base + 32 * j + lane;
+            s.share = fmin(fmax((target - from) / (through - from), 0.0), 1.0);
+          }
+          return;
         }
-        return;
+        if (weighs != 0) last = base + 32 * j + 31 - __clz(weighs);
+        before = __shfl_sync(kFullWarp, through, 31);
       }
-      if (weighs != 0) last = base + 31 - __clz(weighs);
-      before = __shfl_sync(kFullWarp, through, 31);
     }
     if (lane == 0) {  // a rounding below the end
       s.cell = last;
@@ -128,9 +188,36 @@ class CellWeights {
   }
 
  private:
+  static constexpr int kThirtyTwos =
+      4;  // looked at together, so that one does not wait for another
+  static constexpr int kAtOnce = 32 * kThirtyTwos;
+  // The lane's cells of kAtOnce: a cell's weight, and the sum up to it from the first of its 32.
+  struct Group {
+    double own[kThirtyTwos];
+    double through[kThirtyTwos];
+  };
+
+  __device__ Group Load(int base) const {
+    const int lane = threadIdx.x % 32;
+    Group group;
+#pragma unroll
+    for (int j = 0; j < kThirtyTwos; ++j) {
+      const int i = base + 32 * j + lane;
+      group.own[j] = 0.0;
+      if (i < count_ && cells_[i].max != -kInfinity)
+        group.own[j] = static_cast<double>(cells_[i].sum) * exponential_.Factor(cells_[i].max);
+    }
+#pragma unroll
+    for (int j = 0; j < kThirtyTwos; ++j) group.through[j] = WarpPrefix(group.own[j], lane);
+    return group;
+  }
+  __device__ Group At(int base) const { return base == 0 ? first_ : Load(base); }
+
   const Stats* cells_;
-  int count_;
-  Exponential exponential_;
+  const int count_;
+  const Exponential exponential_;
+  const Group first_;
+  double total_ = 0;
 };
 
 // ---- the draw ----------------------------------------------------------------------------------
@@ -164,9 +251,8 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
                                                 const DrawInput& in, DrawShared& s) {
   if (threadIdx.x < 32) {
     const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
-    const double total = weights.Total();
-    if (threadIdx.x == 0) s.reach = weights.Reach(total);
-    weights.FindCell(total, in.bits, s);
+    if (threadIdx.x == 0) s.reach = weights.Reach();
+    weights.FindCell(in.bits, s);
   }
   __syncthreads();
   const double log_sum = log(s.reach);
@@ -175,11 +261,14 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
   const Weigher weigh_cell(in.stats[s.cell].max, ask.temperature);
   const auto weigh = [&](float x, int) { return weigh_cell(x); };
   if (threadIdx.x < 32) {
-    uint64_t sum;
-    row.Cell(begin, [&](const auto& x, int first) { sum = SumOfCell(x, first, weigh); });
-    const uint64_t target = min(static_cast<uint64_t>(s.share * static_cast<double>(sum)), sum - 1);
-    const int token = TokenOfCell(row, begin, end, target, weigh);
-    if (threadIdx.x == 0) s.token = token;
+    row.Cell(begin, [&](const auto& x, int first) {
+      const WeightsOfCell weights(x, first, weigh);
+      const uint64_t sum = weights.Total();
+      const uint64_t target =
+          min(static_cast<uint64_t>(s.share * static_cast<double>(sum)), sum - 1);
+      const int token = weights.TokenAt(target, end);
+      if (threadIdx.x == 0) s.token = token;
+    });
   }
   __syncthreads();
   return {s.token, AboveMinusInfinity(), log_sum, 0};
@@ -210,7 +299,7 @@ __device__ __forceinline__ ListedSupport FilterListed(const SampleRow& ask, int 
       kept < in.listed || in.listed == vocab || (TopKIsOn(ask, vocab) && ask.top_k <= in.listed);
   if (in.sums_needed && threadIdx.x < 32) {
     const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
-    const double reach = weights.Reach(weights.Total());
+    const double reach = weights.Reach();
     if (threadIdx.x == 0) s.reach = reach;
   }
   __syncthreads();

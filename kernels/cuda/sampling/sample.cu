@@ -37,6 +37,9 @@
 // without take 85 us: 134 with 4096 tokens of history and a mask (255 before edits were applied
 // late), 117 with a mask only (191), 103 with 500 tokens of history (189); unfiltered with 4096
 // tokens of history, where sums need the edits, 230. 64 rows 63 us (80), one row 43 us (46).
+// On an H100 (bench/results/h100/rows_and_draws.json): unfiltered rows without rank and top
+// log-probabilities, which are not listed and whose token is found in a cell's registers: 512 rows
+// 87% of one read, 64 rows 24 us, one row 13. 16 to 32 rows with 20 log-probabilities 22 to 25 us.
 // Tried and dropped: a history counted in device memory (partial sectors: 385 us for that step
 // only); a copy of the row, edited, read afterwards (928 us); 64-bit sums in shared memory for a
 // flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us); candidates put
@@ -48,6 +51,7 @@
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/rows/cluster_blocks.h"
 #include "kernels/cuda/sampling/edit.cuh"
 #include "kernels/cuda/sampling/sample_kernel.cuh"
 #include "kernels/cuda/sampling/sample_pass.cuh"
@@ -77,8 +81,7 @@ int32_t ClusterBlocks(SampleParams p, int64_t rows, const Scratch& scratch) {
   if (!scratch.clusters || rows > kFewRows) return 0;
   constexpr int kWarps = DrawBlock<T, true>::kWarps;
   const int32_t worth = (p.cells + kWarps - 1) / kWarps;
-  p.blocks = static_cast<int32_t>(
-      std::clamp<int64_t>(scratch.multiprocessors / rows, 1, std::min(worth, kMaxClusterBlocks)));
+  p.blocks = std::min(worth, ClusterBlocksAtOnce(rows, scratch));
   while (SharedBytes<T, true>(p) > scratch.block_shared_bytes) {
     if (p.blocks == kMaxClusterBlocks) return 0;
     ++p.blocks;  // more of them for the row's sketch

@@ -23,10 +23,11 @@ struct RowPlan {
   bool sums_needed;
   bool twice;  // the row as sent is summed at temperature 1 and at its own
   float log2e_over_temperature;
-  int listed;             // tokens that come sorted: for the report, and what filters usually leave
+  // Tokens that come sorted: for the report, and what filters usually leave. 0: none are needed.
+  int listed;
   bool lists_are_sorted;  // those are of the logits that the report is of
 
-  __device__ RowPlan(const SampleRow& ask, int vocab, bool editable)
+  __device__ RowPlan(const SampleRow& ask, int vocab, bool editable, bool has_drafts)
       : edited(editable && IsEdited(ask)),
         greedy(ask.temperature == 0),
         is_raw(ask.logprob_mode == LogprobMode::kRaw),
@@ -40,6 +41,8 @@ struct RowPlan {
       listed = max(listed, min(ask.top_k, kListed));
     } else if (IsFiltered(ask, vocab) && !greedy) {
       listed = kListed;
+    } else if (!greedy && !edited && !has_drafts && ask.top_logprobs == 0) {
+      listed = 0;
     }
     listed = min(listed, vocab);
   }
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
   auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster>*>(dynamic);
-  if constexpr (kInCluster) ClusterArrive();
+  if constexpr (kInCluster) ClusterArriveEmpty();
   const SampleArgs& args = p.args;
   const int r = static_cast<int>(blockIdx.x) / p.blocks;
   const SampleRow& ask = args.rows[r];
@@ -280,7 +283,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   RowStream<Block> stream(memory.stream, raw_row.sent, part.begin, part.end);
   if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.active == 0) return stream.Abandon();
-  const RowPlan plan(ask, vocab, kEditable);
+  const RowPlan plan(ask, vocab, kEditable, p.drafts != nullptr);
   const auto in_first = [](Stats* here) { return kInCluster ? InBlock(here, 0) : here; };
   const CellStats raw_stats{kLog2E, in_first(m.raw_cells)};
   const CellStats own_stats{plan.log2e_over_temperature, in_first(m.cells)};
@@ -323,6 +326,11 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   if (plan.edited) {
     List<DrawBlock<float, kInCluster, EditPool>>(row.edited, part, m.edited_sketch, bests.edited,
                                                  plan.listed, memory.stream);
+  } else if (plan.listed == 0) {
+    if constexpr (kInCluster) {
+      ClusterArrive();
+      ClusterWait();
+    }
   } else {
     List<Block>(raw_row.sent, part, m.sketch, bests.raw, plan.listed, memory.stream);
   }

@@ -10,7 +10,9 @@
 // same bits:
 //
 //   warp per row      vocab <= 1024, k <= 32 (topk_warp.cuh)
-//   cluster per row   up to 64 rows: its blocks meet in the first one's shared memory (sm_90)
+//   cluster per row   up to 64 rows: its blocks meet in the first one's shared memory (sm_90). Where
+//                     not all clusters would run at once, they are smaller (cluster_blocks.h)
+//   warp per row      vocab <= 2048, or <= 8192 and more than 512 rows; k <= 64 (topk_short.cuh)
 //   block per row     many rows
 //   blocks per row    else; each leaves candidates and cells in scratch, the last one merges
 //   sorted            k > 1024: statistics as above, then a radix sort (topk_sorted.cu)
@@ -18,7 +20,8 @@
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
 // Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 93%
 // padded and 91% packed; 2048 x 131072 k 10, 93%; 512 x 131072 k 64, 79% f32, 64% bf16; k 1024,
-// 47%; 64 rows 19 us; one row 11 us.
+// 47%; 64 rows 19 us; one row 11 us. On an H100 (bench/results/h100/rows_and_draws.json): 16 to 32
+// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16.
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is
@@ -34,7 +37,9 @@
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/rows/cluster_blocks.h"
 #include "kernels/cuda/sampling/topk_block.cuh"
+#include "kernels/cuda/sampling/topk_short.cuh"
 #include "kernels/cuda/sampling/topk_warp.cuh"
 
 namespace logitd::cuda {
@@ -49,6 +54,16 @@ cudaError_t LaunchWarpRow(const TopKParams& p, const Scratch& scratch, cudaStrea
                       {.grid = GridFor(std::min(p.args.logits.rows, most)),
                        .threads = kWarpRowWarps * 32,
                        .shared_bytes = sizeof(WarpRowShared<T>)},
+                      stream, p);
+}
+
+template <class Shape>
+cudaError_t LaunchShortRow(const TopKParams& p, const Scratch& scratch, cudaStream_t stream) {
+  const int64_t most = scratch.multiprocessors;
+  return LaunchKernel(&ShortRowKernel<Shape>,
+                      {.grid = GridFor(std::min(p.args.logits.rows, most)),
+                       .threads = Shape::kThreads,
+                       .shared_bytes = sizeof(typename Shape::Shared)},
                       stream, p);
 }
 
@@ -68,6 +83,7 @@ cudaError_t LaunchBlockRow(const TopKParams& p, const Scratch& scratch, cudaStre
 
 constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max();
 constexpr int32_t kFewRows = 64;
+constexpr int32_t kOneWave = 512;  // of blocks: a block ends a row of some cells sooner than a warp
 
 // By number of rows, row length, k and the device's shared memory: the first variant whose limits
 // hold is taken.
@@ -94,6 +110,21 @@ constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
           Block::kCluster};
 }
 
+template <class Shape>
+constexpr Variant ShortRowVariant() {
+  return {Shape::kCells * kCell,
+          kAnyRows,
+          kShortRowMaxK,
+          Shape::kWarps,
+          0,
+          &LaunchShortRow<Shape>,
+          [](int, const Scratch& scratch) {
+            return scratch.block_shared_bytes < static_cast<int>(sizeof(typename Shape::Shared))
+                       ? 0
+                       : Shape::kCells;
+          }};
+}
+
 // Warps, stages and resident blocks are what measured best on an H200.
 template <class T>
 using UsualBlock = BlockShape<T, SmallPool, 4, 2, sizeof(T) == 4 ? 4 : 6>;
@@ -110,6 +141,11 @@ constexpr Variant kVariants[] = {
        return scratch.block_shared_bytes < static_cast<int>(sizeof(WarpRowShared<T>)) ? 0 : 1;
      }},
     BlockRowVariant<FewRowsBlock<T>>(kFewRows),
+    ShortRowVariant<ShortRowShape<T, 1>>(),
+    ShortRowVariant<ShortRowShape<T, 2>>(),
+    BlockRowVariant<UsualBlock<T>>(kOneWave),
+    ShortRowVariant<ShortRowShape<T, 4>>(),
+    ShortRowVariant<ShortRowShape<T, 8>>(),
     BlockRowVariant<UsualBlock<T>>(),
     BlockRowVariant<LargeKBlock<T>>(),
     BlockRowVariant<SmallMemoryBlock<T>>(),
@@ -124,7 +160,9 @@ int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scra
   const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
   const int32_t most =
       std::max(least, variant.cluster ? std::min(worth, kMaxClusterBlocks) : worth);
-  const int64_t wanted = static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
+  const int64_t wanted =
+      variant.cluster ? ClusterBlocksAtOnce(rows, scratch)
+                      : static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
   return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
 }
 

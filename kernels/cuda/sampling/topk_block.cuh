@@ -10,10 +10,9 @@ namespace logitd::cuda {
 
 // Ranks the n keys of the pool and writes the first k.
 template <int kThreads, class Shape>
-__device__ __noinline__ void EmitRow(int32_t* indices, float* probs, int k, int n, Stats row_stats,
-                                     float temperature) {
+__device__ __forceinline__ void EmitRow(int32_t* indices, float* probs, int k, int n,
+                                        const RowResult& result) {
   auto& s = Pool<Shape>();
-  const RowResult result(row_stats, temperature);
   EmitByRank<kThreads>(s.pool, n, s.pool + Shape::kPool / 2, s.select, [&](int rank, Key key) {
     if (rank >= k) return;
     indices[rank] = KeyIndex(key);
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   using Shape = typename Block::Pool;
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
-  if constexpr (Block::kCluster) ClusterArrive();
+  if constexpr (Block::kCluster) ClusterArriveEmpty();
   typename Block::Shared& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
   Stats* cells = reinterpret_cast<Stats*>(&shared + 1);  // [cells]
   typename Shape::Sketch* sketch = reinterpret_cast<typename Shape::Sketch*>(
@@ -159,7 +158,9 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.k == 0) return stream.Abandon();
 
+  // Divisions in double are slow: this one while the first cells are on their way.
   const float log2e_over_temperature = kLog2E / ask.temperature;
+  const double exact_log2e_over_temperature = RowResult::Log2EOver(ask.temperature);
   Stats* row_cells = cells;  // where the row's cells are brought together
   if constexpr (Block::kCluster) {
     row_cells = InBlock(cells, 0);
@@ -190,14 +191,15 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   }
 
   const int n = select ? Trim<kThreads, Shape>(ask.k, Shape::kPool / 2) : 0;
-  const RowResult result(MergeCells(cells, p.cells, log2e_over_temperature), ask.temperature);
+  const RowResult result(MergeCells(cells, p.cells, log2e_over_temperature), log2e_over_temperature,
+                         exact_log2e_over_temperature);
   if (threadIdx.x < 32) {
     WriteRow<T>(p, row_index, ask, result, threadIdx.x, [&](int i) { return isnan(cells[i].sum); });
   }
   if (!select) return;
   if (result.Nan()) return EmitNothing(p.args, ask, threadIdx.x, kThreads);
   EmitRow<kThreads, Shape>(p.args.indices + ask.first_entry, p.args.probs + ask.first_entry, ask.k,
-                           n, result.stats, ask.temperature);
+                           n, result);
 }
 
 }  // namespace logitd::cuda
