@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "bench/kernels/device.h"
-#include "kernels/cpu/thread_pool.h"
+#include "kernels/usable_cores.h"
 
 namespace logitd::bench {
 namespace {
@@ -26,7 +26,7 @@ constexpr int kSlowWarmRuns = 1;
 // Runs body(thread, threads) on every core that the backend uses, at once.
 template <class Body>
 absl::Status OnAllCores(Body body) {
-  const int threads = cpu::UsableCores();
+  const int threads = UsableCores();
   std::vector<std::thread> workers;
   for (int t = 1; t < threads; ++t) workers.emplace_back([&, t] { body(t, threads); });
   body(0, threads);

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -57,6 +58,7 @@ class HoldingBackend final : public Backend {
 
     int device() const override { return stream_->device(); }
     cudaStream_t native() const override { return stream_->native(); }
+    int64_t replayed() const override { return stream_->replayed(); }
     absl::Status BeginOps() override { return stream_->BeginOps(); }
     void LimitWait(absl::Duration limit) override { stream_->LimitWait(limit); }
     absl::Status ShardLogits(const cuda::ShardLogitsArgs& args) override {
