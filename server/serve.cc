@@ -636,7 +636,7 @@ int Serve(const Config& config, MakeBackends make_backends) {
       WatchMemory(config, *devices, base_bytes, admission, metrics, connections, door_metrics,
                   leases, server->get());
   rechecked = server->get();
-  if (*arenas != nullptr) (*arenas)->ServeRings((*server)->ring_service());
+  if (*arenas != nullptr) (*arenas)->ServeRings((*server)->ring_service(), cores);
   files->Start();
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
   spdlog::info("listening on {}", absl::StrJoin((*server)->listening(), " "));

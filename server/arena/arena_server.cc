@@ -169,9 +169,9 @@ ArenaServer::~ArenaServer() {
   close(stop_fd_);
 }
 
-void ArenaServer::ServeRings(ServeRing serve) {
+void ArenaServer::ServeRings(ServeRing serve, int cores) {
   absl::MutexLock lock(&rings_mutex_);
-  rings_ = std::make_unique<Rings>(std::move(serve));
+  rings_ = std::make_unique<Rings>(std::move(serve), cores);
 }
 
 void ArenaServer::EndRings() {

@@ -54,8 +54,9 @@ class ArenaServer {
       const ArenaServerOptions& options, Leases* leases,
       std::shared_ptr<prometheus::Registry> registry);
 
-  // From here on leases may have rings, whose calls `serve` serves. Once.
-  void ServeRings(ServeRing serve);
+  // From here on leases may have rings, whose calls `serve` serves. `cores`: that the process may use.
+  // Once.
+  void ServeRings(ServeRing serve, int cores);
   // Ends every ring, and waits for their threads. No more are opened.
   void EndRings();
 

@@ -219,9 +219,8 @@ void Ring::Run() {
   }
 }
 
-Rings::Rings(ServeRing serve)
-    : serve_(std::move(serve)),
-      max_spinning_(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / 4)) {}
+Rings::Rings(ServeRing serve, int cores)
+    : serve_(std::move(serve)), max_spinning_(std::max(1, cores / 4)) {}
 
 Rings::~Rings() {
   std::vector<std::shared_ptr<Ring>> rings;

@@ -104,10 +104,11 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 //
 // A ring's thread looks for work for a short while after the last work, then it sleeps. So an idle
 // ring costs nothing, and a decode loop does not wait for a wake-up. Few threads may look at the same
-// time: a quarter of the hardware's, or one.
+// time: one for every four cores, or one.
 class Rings {
  public:
-  explicit Rings(ServeRing serve);
+  // `cores`: that the process may use.
+  Rings(ServeRing serve, int cores);
   // Stops every ring and waits for its thread.
   ~Rings();
   Rings(const Rings&) = delete;

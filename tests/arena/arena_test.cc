@@ -473,10 +473,12 @@ TEST_F(ArenaServerTest, ALeaseOpensARingWhichEndsWithIt) {
                      std::string(packet.data() + sizeof(answer), answer.text_bytes));
   };
   EXPECT_EQ(ask_ring(early, ask).first, absl::StatusCode::kUnavailable);
-  server_->ServeRings([](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
-    ring->Complete(serial, {.tag = request.tag}, nullptr);
-    return std::shared_ptr<RingWork>();
-  });
+  server_->ServeRings(
+      [](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
+        ring->Complete(serial, {.tag = request.tag}, nullptr);
+        return std::shared_ptr<RingWork>();
+      },
+      /*cores=*/2);
   RingAsk wrong = ask;
   wrong.offset = (1 << 16) - 64;
   EXPECT_EQ(ask_ring(early, wrong).first, absl::StatusCode::kInvalidArgument);
@@ -492,9 +494,9 @@ TEST_F(ArenaServerTest, ALeaseOpensARingWhichEndsWithIt) {
 
 TEST_F(ArenaServerTest, ARingThatIsCutOffEndsItsLease) {
   Start();
-  server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t, RingRequest) {
-    return std::shared_ptr<RingWork>();
-  });
+  server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t,
+                         RingRequest) { return std::shared_ptr<RingWork>(); },
+                      /*cores=*/2);
   const int client = Connect();
   const Got got = Ask(client, {.bytes = 1 << 16});
   ASSERT_GE(got.fd, 0);

@@ -301,7 +301,8 @@ class EchoRings : public ::testing::Test {
   std::unique_ptr<Rings> rings_ = std::make_unique<Rings>(
       [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
         return Serve(ring, serial, std::move(request));
-      });
+      },
+      /*cores=*/2);
 };
 
 TEST_F(EchoRings, ManyCallsAroundTheRingWhileItSpinsAndAfterItSlept) {

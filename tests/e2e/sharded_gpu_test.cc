@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <optional>
 #include <stdexcept>
@@ -41,6 +42,7 @@ class GpusTest : public ::testing::Test {
   void SetUp() override {
     const int gpus = CountGpus();
     ASSERT_GE(gpus, 0);
+    if (gpus == 0) std::printf("no CUDA device: every test skipped\n");  // for ctest
     if (gpus < kGpus) GTEST_SKIP() << gpus << " GPUs, " << kGpus << " wanted";
   }
 };
