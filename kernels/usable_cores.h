@@ -10,7 +10,8 @@ namespace logitd {
 // groups (`docker run --cpus`, a Kubernetes limit) allow; a part of a core counts as one. At least 1.
 int UsableCores();
 
-// What the quotas alone allow; 0: there is none. `root` stands before /proc and /sys/fs/cgroup.
+// What the quotas allow, whatever the mask is; 0: there is none. `root` stands before /proc and
+// /sys/fs/cgroup.
 // Source: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max).
 int CoresOfQuota(const std::string& root);
 
