@@ -158,12 +158,15 @@ class HostShardedStream final : public Stream {
         gang_(count()) {}
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Upload(slab, offset, bytes));
   }
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Download(slab, offset, bytes));
   }
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
     return OfShard(0, lead().Fill(slab, offset, bytes, to));
   }
 
@@ -347,6 +350,7 @@ class HostShardedStream final : public Stream {
 
   template <typename Op>
   absl::Status Timed(const Op& op) {
+    LOGITD_RETURN_IF_ERROR(hung_);  // first: a part that hangs may still use the memory
     const auto start = std::chrono::steady_clock::now();
     absl::Status status = op();
     const auto spent = std::chrono::steady_clock::now() - start;

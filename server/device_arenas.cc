@@ -87,7 +87,9 @@ class CudaArenas final : public arena::ArenaDevices {
   }
 
   std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) override {
-    Backend* const backend = devices_->backend(0);
+    int device = 0;
+    while (device + 1 < devices_->count() && devices_->lost(device)) ++device;
+    Backend* const backend = devices_->backend(device);
     const absl::Time begun = absl::Now();
     const absl::Status pinned = backend->PinHost(data, static_cast<size_t>(bytes));
     Spend(begun, &pin_budget_);

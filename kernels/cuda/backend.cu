@@ -794,6 +794,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::Status PinHost(std::byte* data, size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(RefuseIfHung());
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     for (size_t done = 0; done < bytes;) {
       const size_t now = std::min(bytes - done, LeftOfPiece(data + done));
@@ -819,6 +820,7 @@ class CudaBackend final : public Backend {
       bytes = pinned_[data];
       pinned_.erase(data);
     }
+    if (cuda::IsHung(device_)) return;  // the driver may wait for the device
     cudaSetDevice(device_);
     Unpin(data, bytes);
   }
@@ -833,6 +835,11 @@ class CudaBackend final : public Backend {
     cudaGetLastError();
   }
 
+  absl::Status RefuseIfHung() const {
+    if (!cuda::IsHung(device_)) return absl::OkStatus();
+    return absl::UnavailableError(absl::StrFormat("CUDA: device %d hangs", device_));
+  }
+
   // What the driver hands out again may hold what another client wrote.
   absl::Status Clear(const SharedDeviceMemory& memory) {
     return OnOwnStream(
@@ -842,6 +849,7 @@ class CudaBackend final : public Backend {
   // Enqueues on a stream of its own, and waits.
   template <class Enqueue>
   absl::Status OnOwnStream(const Enqueue& enqueue) {
+    LOGITD_RETURN_IF_ERROR(RefuseIfHung());
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     cudaStream_t stream = nullptr;
     LOGITD_RETURN_IF_ERROR(

@@ -150,6 +150,9 @@ class ShardedStream final : public Stream {
     if (!exchange.ok()) return exchange.status();
     exchange_ = *exchange;
     hang_after_ = options.hang_after;
+    // Else the signals' memory makes a context on another device.
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaSetDevice(backends.front()->device().number), "select device"));
     absl::StatusOr<std::unique_ptr<Signals>> signals =
         Signals::Create(static_cast<int>(backends.size()));
     if (!signals.ok()) return OfShard(0, signals.status());
@@ -575,10 +578,10 @@ class ShardedStream final : public Stream {
         const absl::Time now = absl::Now();
         if (now >= look) {  // a device that has failed raises no signal
           look = now + kLookForErrors;
-          LOGITD_RETURN_IF_ERROR(ErrorOf(i));
-          LOGITD_RETURN_IF_ERROR(ErrorOf(0));
+          LOGITD_RETURN_IF_ERROR(FirstError());
         }
-        if (std::exchange(risen, signals_->Risen()) != risen) patience.Renew();
+        const uint32_t risen_now = signals_->Risen();
+        if (std::exchange(risen, risen_now) != risen_now) patience.Renew();
         if (now < poll_until) continue;
         if (!patience.Sleep()) return absl::DeadlineExceededError("a part has not ended");
       }
@@ -590,6 +593,11 @@ class ShardedStream final : public Stream {
   absl::Status ErrorOf(int shard) {
     const cudaError_t state = cudaStreamQuery(stream(shard).native());
     return OfShard(shard, ToStatus(state == cudaErrorNotReady ? cudaSuccess : state, "batch"));
+  }
+
+  absl::Status FirstError() {
+    for (int i = 0; i < count(); ++i) LOGITD_RETURN_IF_ERROR(ErrorOf(i));
+    return absl::OkStatus();
   }
 
   // Ends what the devices have, because one has failed, or none has moved for hang_after_
@@ -604,6 +612,7 @@ class ShardedStream final : public Stream {
       if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();  // ends its phases
       cudaGetLastError();
       if (!absl::IsDeadlineExceeded(failed)) return failed;
+      LOGITD_RETURN_IF_ERROR(FirstError());
       return absl::UnavailableError(absl::StrFormat(
           "shards: no device has ended a part for %s, and all have ended when their exchange was "
           "given up",

@@ -186,19 +186,17 @@ class FaultTest : public ::testing::Test {
     stream_ = CreateShardedStream(backends_).value();
   }
 
-  absl::Status TopK() {
-    const HeadView whole = {.weight = {weight_.data(), DType::kF32, 3000, 4, 4}};
-    const std::vector<HeadView> parts = CutHead(whole, kDevices);
-    const SoftmaxTopKRow row = {.first_entry = 0, .temperature = 1, .k = 1};
+  absl::Status TopK() { return TopK(row_); }
+  absl::Status TopK(const SoftmaxTopKRow& row) {
     absl::Status status = stream_->LinearTopK({.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
-                                               .head = WithShards(whole, parts),
+                                               .head = WithShards(whole_, parts_),
                                                .topk = {.rows = &row,
-                                                        .max_k = 1,
-                                                        .indices = &index_,
-                                                        .probs = &prob_,
+                                                        .max_k = row.k,
+                                                        .indices = indices_.data(),
+                                                        .probs = probs_.data(),
                                                         .logsumexp = &logsumexp_,
                                                         .status = &status_}});
-    EXPECT_TRUE(stream_->Wait().ok());
+    if (status.ok()) status = stream_->Wait().status();
     return status;
   }
 
@@ -207,8 +205,11 @@ class FaultTest : public ::testing::Test {
   std::unique_ptr<Stream> stream_;
   std::vector<float> weight_ = std::vector<float>(3000 * 4, 0.25f);
   std::vector<float> hidden_ = std::vector<float>(4, 1.0f);
-  int32_t index_ = kUnwrittenIndex;
-  float prob_ = 0;
+  const HeadView whole_ = {.weight = {weight_.data(), DType::kF32, 3000, 4, 4}};
+  const std::vector<HeadView> parts_ = CutHead(whole_, kDevices);
+  const SoftmaxTopKRow row_ = {.first_entry = 0, .temperature = 1, .k = 1};
+  std::vector<int32_t> indices_ = std::vector<int32_t>(3000, kUnwrittenIndex);
+  std::vector<float> probs_ = std::vector<float>(3000);
   float logsumexp_ = 0;
   RowStatus status_;
 };
@@ -219,10 +220,10 @@ TEST_F(FaultTest, TheErrorOfOneDeviceNamesItAndTheNextCallIsWhole) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(status.message(), "out of luck");
   EXPECT_EQ(FailedShard(status), 1);
-  EXPECT_EQ(index_, kUnwrittenIndex);
+  EXPECT_EQ(indices_[0], kUnwrittenIndex);
   devices_[1]->Fail(absl::OkStatus());
   EXPECT_TRUE(TopK().ok());
-  EXPECT_EQ(index_, 0);
+  EXPECT_EQ(indices_[0], 0);
 }
 
 TEST_F(FaultTest, ALostDeviceCountsMoreThanOneThatFails) {
@@ -231,6 +232,21 @@ TEST_F(FaultTest, ALostDeviceCountsMoreThanOneThatFails) {
   const absl::Status status = TopK();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_EQ(FailedShard(status), 2);
+}
+
+// The part goes on when later calls, which need more memory, have been refused.
+TEST_F(FaultTest, APartThatHangsKeepsItsMemory) {
+  stream_ = CreateShardedStream(backends_, {.hang_after = absl::Milliseconds(100)}).value();
+  devices_[1]->Hold();
+  const absl::Status hangs = TopK();
+  EXPECT_EQ(FailedShard(hangs), 1);
+  const SoftmaxTopKRow larger = {.first_entry = 0, .temperature = 1, .k = 3000};
+  EXPECT_EQ(TopK(larger), hangs);
+  EXPECT_EQ(stream_->Wait().status(), hangs);
+  EXPECT_EQ(stream_->Upload({}, 0, 0), hangs);
+  devices_[1]->Release();
+  stream_.reset();
+  for (const auto& device : devices_) device->WaitUntilUnused();
 }
 
 TEST(ShardedStreamTest, OtherBackendsAreRefusedWithASentence) {
