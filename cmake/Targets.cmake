@@ -137,6 +137,8 @@ function(logitd_test dir)
     target_compile_definitions(${name} PRIVATE LOGITD_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
     if(NOT dir STREQUAL "kernels")  # only those compute much
       target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
+    elseif(LOGITD_SANITIZE)
+      target_compile_options(${name} PRIVATE -O2)
     endif()
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES LABELS "${kind};${dir}" TIMEOUT 1200
