@@ -369,8 +369,9 @@ bool IsHost(const Backend& backend) { return backend.device().is_host; }
 
 #if LOGITD_WITH_CUDA
 bool IsCuda(const Backend& backend) { return backend.device().backend == "cuda"; }
-absl::Status CheckCudaExchange(absl::Span<Backend* const> backends, const ShardOptions& options) {
-  return cuda::ChooseExchange(backends, options.exchange).status();
+absl::StatusOr<ShardExchange> CudaExchange(absl::Span<Backend* const> backends,
+                                           const ShardOptions& options) {
+  return cuda::ChooseExchange(backends, options.exchange);
 }
 absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends,
                                                          const ShardOptions& options) {
@@ -378,8 +379,8 @@ absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* con
 }
 #else
 bool IsCuda(const Backend&) { return false; }
-absl::Status CheckCudaExchange(absl::Span<Backend* const>, const ShardOptions&) {
-  return absl::OkStatus();
+absl::StatusOr<ShardExchange> CudaExchange(absl::Span<Backend* const>, const ShardOptions&) {
+  return ShardExchange::kAuto;
 }
 absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>,
                                                          const ShardOptions&) {
@@ -389,7 +390,8 @@ absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* con
 
 }  // namespace
 
-absl::Status CheckCanShard(absl::Span<Backend* const> backends, const ShardOptions& options) {
+absl::StatusOr<ShardExchange> CheckCanShard(absl::Span<Backend* const> backends,
+                                            const ShardOptions& options) {
   if (backends.empty() || backends.size() > static_cast<size_t>(kMaxShards)) {
     return absl::InvalidArgumentError(
         absl::StrFormat("shards: got %d devices, allowed 1..%d", backends.size(), kMaxShards));
@@ -403,12 +405,13 @@ absl::Status CheckCanShard(absl::Span<Backend* const> backends, const ShardOptio
                         "others each device holds the whole head",
                         backend->device().backend));
   }
-  return IsHost(*backends.front()) ? absl::OkStatus() : CheckCudaExchange(backends, options);
+  if (IsHost(*backends.front())) return ShardExchange::kAuto;
+  return CudaExchange(backends, options);
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
                                                             const ShardOptions& options) {
-  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends, options));
+  LOGITD_RETURN_IF_ERROR(CheckCanShard(backends, options).status());
   if (!IsHost(*backends.front())) return CreateCudaStream(backends, options);
   std::vector<std::unique_ptr<Stream>> streams;
   for (Backend* backend : backends) {

@@ -48,11 +48,13 @@ struct ShardOptions {
 absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
                                                             const ShardOptions& options = {});
 
-// Whether heads may be cut over these devices. FAILED_PRECONDITION: the devices are of several
+// Whether heads may be cut over these devices, and how they exchange then: kAuto on the CPU, else
+// kPeers or kNccl. FAILED_PRECONDITION: the devices are of several
 // backends, or can exchange nothing in the way that is asked for: they cannot reach each other's
 // memory, or NCCL is not there, or is to join a device with itself. The text says why.
 // INVALID_ARGUMENT: no device, or more than kMaxShards.
-absl::Status CheckCanShard(absl::Span<Backend* const> backends, const ShardOptions& options = {});
+absl::StatusOr<ShardExchange> CheckCanShard(absl::Span<Backend* const> backends,
+                                            const ShardOptions& options = {});
 
 // An error of the device with this index in such a stream; OK stays OK.
 absl::Status OfShard(int shard, absl::Status status);

@@ -2,10 +2,10 @@
 #include <cuda_runtime.h>
 
 #include <set>
-#include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_format.h"
+#include "kernels/choose_exchange.h"
 #include "kernels/cuda/nccl.h"
 #include "kernels/cuda/sharded_stream.h"
 #include "kernels/cuda/stream.h"
@@ -44,31 +44,8 @@ absl::Status CheckNccl(absl::Span<Backend* const> backends) {
 
 absl::StatusOr<ShardExchange> ChooseExchange(absl::Span<Backend* const> backends,
                                              ShardExchange wanted) {
-  constexpr char kOtherwise[] = "on others each device holds the whole head";
-  std::string peers, nccl;  // why not
-  if (wanted != ShardExchange::kNccl) {
-    const absl::Status status = CheckPeers(backends);
-    if (status.ok()) return ShardExchange::kPeers;
-    if (absl::IsInternal(status)) return status;
-    peers = std::string(status.message());
-  }
-  if (wanted != ShardExchange::kPeers) {
-    const absl::Status status = CheckNccl(backends);
-    if (status.ok()) return ShardExchange::kNccl;
-    nccl = std::string(status.message());
-  }
-  if (wanted == ShardExchange::kPeers) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("shard: %s, allowed devices with peer access (NVLink, or PCIe where the "
-                        "machine lets it); %s",
-                        peers, kOtherwise));
-  }
-  if (wanted == ShardExchange::kNccl)
-    return absl::FailedPreconditionError(absl::StrFormat("shard: %s; %s", nccl, kOtherwise));
-  return absl::FailedPreconditionError(
-      absl::StrFormat("shard: %s, and %s, allowed devices with peer access (NVLink, or PCIe where "
-                      "the machine lets it) or with NCCL; %s",
-                      peers, nccl, kOtherwise));
+  return logitd::ChooseExchange(
+      wanted, [&] { return CheckPeers(backends); }, [&] { return CheckNccl(backends); });
 }
 
 }  // namespace logitd::cuda

@@ -32,14 +32,14 @@ int Devices::left() const {
       std::count_if(lost_.begin(), lost_.end(), [](const auto& lost) { return !lost.load(); }));
 }
 
-absl::Status Devices::CheckCanShard() const {
+absl::StatusOr<ShardExchange> Devices::CheckCanShard() const {
   if (!shards_refused_.ok()) return shards_refused_;
-  absl::Status status = logitd::CheckCanShard(backends(), shards_);
-  if (status.ok() && count() == 1 && !info(0).is_host) {
+  absl::StatusOr<ShardExchange> exchange = logitd::CheckCanShard(backends(), shards_);
+  if (exchange.ok() && count() == 1 && !info(0).is_host) {
     return absl::FailedPreconditionError(
         "shard: got 1 device, allowed 2 or more (--device); one holds the whole head");
   }
-  return status;
+  return exchange;
 }
 
 absl::Status OfDevice(int device, absl::Status status) {

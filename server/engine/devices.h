@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/sharded_stream.h"
@@ -43,9 +44,9 @@ class Devices {
   // Devices that are not lost.
   int left() const;
 
-  // OK, or why heads cannot be cut over these devices: kernels/sharded_stream.h has the errors. One
+  // How they exchange, or why heads cannot be cut over them: see kernels/sharded_stream.h. One
   // GPU is refused too: it would only hold memory for the exchange with others.
-  absl::Status CheckCanShard() const;
+  absl::StatusOr<ShardExchange> CheckCanShard() const;
   const ShardOptions& shards() const { return shards_; }
   // From now on CheckCanShard answers `why`, which is not OK. Called before other threads use this.
   void RefuseShards(absl::Status why) { shards_refused_ = std::move(why); }

@@ -284,11 +284,15 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     }
   }
   std::unique_ptr<Stream> over_all;
-  if (devices->CheckCanShard().ok()) {
+  if (const absl::StatusOr<ShardExchange> exchange = devices->CheckCanShard(); exchange.ok()) {
     absl::StatusOr<std::unique_ptr<Stream>> stream =
         CreateShardedStream(devices->backends(), devices->shards());
     if (stream.ok()) {
       over_all = *std::move(stream);
+      if (*exchange != ShardExchange::kAuto) {
+        spdlog::info("shards of heads exchange by {}",
+                     *exchange == ShardExchange::kPeers ? "peers" : "nccl");
+      }
     } else if (absl::IsUnavailable(stream.status()) && !FailedShard(stream.status())) {
       // The devices are well, only NCCL does not join them.
       const std::string why = absl::StrCat("shard: ", stream.status().message());

@@ -382,7 +382,7 @@ absl::Status Heads::Check(const HeadRequest& request) const {
 // Whether the head may be sharded, if it is to be.
 absl::Status Heads::CheckShard(const HeadRequest& request) const {
   if (!request.shard) return absl::OkStatus();
-  if (absl::Status status = devices_->CheckCanShard(); !status.ok()) {
+  if (absl::Status status = devices_->CheckCanShard().status(); !status.ok()) {
     return Named(request.name, status);
   }
   if (devices_->left() == devices_->count()) return absl::OkStatus();

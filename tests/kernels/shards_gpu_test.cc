@@ -147,7 +147,7 @@ class ShardsByNcclGpuTest : public CudaTest {
     CudaTest::SetUp();
     if (IsSkipped() || HasFatalFailure()) return;
     if (CountCudaDevices() < 2) GTEST_SKIP() << "one GPU";
-    const absl::Status status = CheckCanShard(Pointers(All()), kByNccl);
+    const absl::Status status = CheckCanShard(Pointers(All()), kByNccl).status();
     if (absl::StrContains(status.message(), "NCCL cannot be loaded")) GTEST_SKIP() << status;
     ASSERT_TRUE(status.ok()) << status;
   }
@@ -342,7 +342,7 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatIsLateEndsTheCallAndServesTheNext) {
 
 TEST_F(ShardsGpuTest, DevicesOfSeveralBackendsAreRefusedWithASentence) {
   const auto cpu = CreateCpuBackend({.cpu_threads = 1}).value();
-  EXPECT_EQ(CheckCanShard(std::vector<Backend*>{cpu.get(), Cuda()->get()}),
+  EXPECT_EQ(CheckCanShard(std::vector<Backend*>{cpu.get(), Cuda()->get()}).status(),
             absl::FailedPreconditionError("shard: got backend cuda, allowed cpu or cuda, the same "
                                           "for all devices; on others each device holds the whole "
                                           "head"));
@@ -351,11 +351,12 @@ TEST_F(ShardsGpuTest, DevicesOfSeveralBackendsAreRefusedWithASentence) {
 
 TEST_F(ShardsGpuTest, NcclRefusesToJoinADeviceWithItself) {
   const std::vector<Backend*> twice = {Cuda()->get(), Cuda()->get()};
-  const absl::Status status = CheckCanShard(twice, {.exchange = ShardExchange::kNccl});
-  EXPECT_EQ(status, absl::FailedPreconditionError(absl::StrFormat(
-                        "shard: NCCL joins no device with itself: device %d is named twice; on "
-                        "others each device holds the whole head",
-                        CudaTestDevice())));
+  const absl::Status status = CheckCanShard(twice, {.exchange = ShardExchange::kNccl}).status();
+  EXPECT_EQ(status,
+            absl::FailedPreconditionError(absl::StrFormat(
+                "shard: NCCL joins no device with itself: device %d is named twice, "
+                "allowed devices that NCCL can join; on others each device holds the whole head",
+                CudaTestDevice())));
 }
 
 }  // namespace
