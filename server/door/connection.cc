@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <spdlog/spdlog.h>
+#include <sys/ioctl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -81,6 +82,14 @@ void Connection::SetTls(std::unique_ptr<TlsSession> session) {
   tls_owner_ = std::move(session);
   certificate_names_ = tls_owner_->CertificateNames();
   tls_.store(tls_owner_.get(), std::memory_order_release);
+}
+
+bool Connection::HasUnread() const {
+  if (!mutex_.TryLock()) return true;
+  int unread = 0;
+  const bool has = fd_ >= 0 && ioctl(fd_, FIONREAD, &unread) == 0 && unread > 0;
+  mutex_.Unlock();
+  return has;
 }
 
 int64_t Connection::message_bytes() const {

@@ -62,6 +62,9 @@ class Connection {
   // Of plain bytes, without what TLS adds.
   int64_t received_bytes() const { return received_.load(std::memory_order_relaxed); }
   int64_t sent_bytes() const { return sent_.load(std::memory_order_relaxed); }
+  // The kernel has bytes of the peer that nobody has read, or they are being read just now. False:
+  // there are none, or it is closed. Does not block: the caller may hold any lock.
+  bool HasUnread() const;
   int64_t message_bytes() const;  // DATA frames' payload, in all
   int64_t open_streams() const;
   // Bytes of messages that have begun and not arrived, and the cost of their frames.

@@ -44,11 +44,11 @@ struct Admission::Ticket::Charge {
   absl::Time turn_end;
   bool between_messages = false;
   Caller caller;
-  std::function<int64_t()> received_bytes;
+  std::function<std::optional<int64_t>()> received_bytes;
   std::function<void(const absl::Status&)> too_slow;
   absl::Time granted;
-  bool told = false;      // that it is too slow
-  bool receiving = true;  // in State::receiving, at `place`
+  absl::Time told = absl::InfinitePast();  // that it is too slow
+  bool receiving = true;                   // in State::receiving, at `place`
   std::list<Charge*>::iterator place;
 };
 
@@ -293,15 +293,20 @@ void Admission::State::CountAllowed(absl::Time now) {
     const int64_t now_ns = absl::ToUnixNanos(now);
     const int64_t begin_ns = absl::ToUnixNanos(waiting_since);
     holder.receiving = static_cast<int>(receiving.size());
-    if (holder.seen_ns < begin_ns) {
-      holder.seen_ns = now_ns;
-      holder.seen_bytes = charge->received_bytes();
+    const bool begins = holder.seen_ns < begin_ns;
+    const double seconds = static_cast<double>(now_ns - holder.seen_ns) * 1e-9;
+    if (!begins && seconds < absl::ToDoubleSeconds(kReceiveWindow)) continue;
+    const std::optional<int64_t> bytes = charge->received_bytes();
+    if (!bytes.has_value()) {
+      holder.seen_ns = 0;  // its window begins again at the next look
       continue;
     }
-    const double seconds = static_cast<double>(now_ns - holder.seen_ns) * 1e-9;
-    if (seconds < absl::ToDoubleSeconds(kReceiveWindow)) continue;
-    const int64_t bytes = charge->received_bytes();
-    holder.rate = static_cast<double>(bytes - std::exchange(holder.seen_bytes, bytes)) / seconds;
+    const int64_t more = *bytes - std::exchange(holder.seen_bytes, *bytes);
+    if (begins) {
+      holder.seen_ns = now_ns;
+      continue;
+    }
+    holder.rate = static_cast<double>(more) / seconds;
     holder.seen_ns = now_ns;
     holder.receiving =
         static_cast<int>(std::min(holder.rate / static_cast<double>(options.min_receive_rate),
@@ -343,7 +348,10 @@ void Admission::State::Look(absl::Time now, std::vector<std::function<void()>>& 
     if (charge->received_bytes != nullptr && charge->holder->receiving-- > 0) continue;
     const absl::Status why = TooSlow(*charge, now);
     if (why.ok()) continue;
-    if (!std::exchange(charge->told, true)) Count(Refusal::kSlowReceive, charge->caller);
+    if (now - charge->told < kAgain) continue;
+    if (std::exchange(charge->told, now) == absl::InfinitePast()) {
+      Count(Refusal::kSlowReceive, charge->caller);
+    }
     calls.push_back([too_slow = charge->too_slow, why] { too_slow(why); });
   }
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
@@ -48,10 +49,11 @@ struct RoomAsk {
   bool received = false;
   // For the next message of a stream, which may never come. See Admission.
   bool between_messages = false;
-  // Bytes received so far on the connection of the call; null: not known.
-  std::function<int64_t()> received_bytes;
+  // Bytes received so far on the connection of the call; nullopt: more have come, and this server has
+  // not read them yet. Null: not known.
+  std::function<std::optional<int64_t>()> received_bytes;
   // Runs on the admission's thread, without a lock, when the message comes too slowly: with
-  // RESOURCE_EXHAUSTED. Runs again every now and then until the room is given back. Must keep the
+  // RESOURCE_EXHAUSTED. Runs again every kAgain until the room is given back. Must keep the
   // objects that it uses alive. Null: never.
   std::function<void(const absl::Status&)> too_slow;
 };
@@ -79,7 +81,8 @@ struct RoomAsk {
 //
 // While calls wait for room, a message must make progress. A call is told that it is too slow where its
 // connection receives less than min_receive_rate for each message that it sends, over
-// kReceiveWindow. Where the bytes of the connection are not known, its time counts: kReceiveWindow
+// kReceiveWindow; not while bytes of it wait unread, since then this server is what is slow. Where the
+// bytes of the connection are not known, its time counts: kReceiveWindow
 // and a second for each 64 MiB. A stream that waits for its next message is not told; its room is
 // taken back, and the message has to ask again when it is there.
 //
@@ -88,6 +91,7 @@ struct RoomAsk {
 class Admission {
  public:
   static constexpr absl::Duration kReceiveWindow = absl::Milliseconds(500);
+  static constexpr absl::Duration kAgain = absl::Seconds(2);
   static constexpr absl::Duration kTurn = absl::Milliseconds(50);
   static constexpr absl::Duration kReceiveTick = absl::Milliseconds(100);
 

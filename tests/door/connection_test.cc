@@ -97,8 +97,11 @@ TEST_F(ConnectionTest, CountsWhatIsReadAndWritten) {
   const auto connection = Add(pair);
   const std::string bytes =
       Preface() + Frame(kSettings, 0, 0, "") + Open(1) + Frame(kData, 0, 1, Message(100));
+  EXPECT_FALSE(connection->HasUnread());
   pair.Write(bytes);
+  EXPECT_TRUE(connection->HasUnread());
   EXPECT_EQ(pair.Read(), static_cast<ssize_t>(bytes.size()));
+  EXPECT_FALSE(connection->HasUnread());
   EXPECT_EQ(connection->received_bytes(), static_cast<int64_t>(bytes.size()));
   EXPECT_EQ(connection->message_bytes(), 105);
   EXPECT_EQ(connection->open_streams(), 1);

@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -70,7 +72,7 @@ class Peer {
 // What slow calls were told.
 class Told {
  public:
-  RoomAsk Ask(std::string name, std::function<int64_t()> received_bytes = nullptr,
+  RoomAsk Ask(std::string name, std::function<std::optional<int64_t>()> received_bytes = nullptr,
               int64_t bytes = 0) {
     return {.bytes = bytes,
             .received_bytes = std::move(received_bytes),
@@ -295,8 +297,10 @@ TEST(FairRoomTest, ASlowMessageIsToldOnlyWhileOthersWait) {
   EXPECT_TRUE(told.WaitFor(1));
   EXPECT_GE(absl::Now() - since, absl::Milliseconds(450));
   EXPECT_THAT(told.texts()[0], HasSubstr("allowed 1000 ms while other calls wait"));
-  // It is told again while it holds its room, and counted once.
+  // It is told again while it holds its room, but not at once, and it is counted once.
+  const absl::Time first = absl::Now();
   EXPECT_TRUE(told.WaitFor(2));
+  EXPECT_GE(absl::Now() - first, Admission::kAgain - absl::Milliseconds(200));
   EXPECT_THAT(Scrape(metrics),
               HasSubstr("logitd_refused_total{identity=\"none\",reason=\"slow_receive\"} 1\n"));
   slow.Leave();
@@ -330,6 +334,25 @@ TEST(FairRoomTest, AConnectionMayReceiveWhatItsProgressSufficesFor) {
   }
   c.Leave();
   d.Leave();
+  EXPECT_TRUE(waits.WaitIn());
+  admission.BeginDrain();
+}
+
+TEST(FairRoomTest, AConnectionIsNotTooSlowWhileItsBytesWaitUnread) {
+  Told told;
+  Admission admission(Rooms(1), nullptr);
+  std::atomic<bool> unread = true;
+  Peer late(&admission, 1, told.Ask("late", [&]() -> std::optional<int64_t> {
+    if (unread) return std::nullopt;
+    return 3;
+  }));
+  Peer waits(&admission, 2);
+  EXPECT_FALSE(told.WaitFor(1, absl::Milliseconds(1200)));
+  unread = false;  // from here on it is the peer that is silent
+  const absl::Time since = absl::Now();
+  EXPECT_TRUE(told.WaitFor(1));
+  EXPECT_GE(absl::Now() - since, absl::Milliseconds(450));
+  late.Leave();
   EXPECT_TRUE(waits.WaitIn());
   admission.BeginDrain();
 }

@@ -57,10 +57,11 @@ TEST(ChooseExchangeTest, WhereThereIsNoWayASentenceSaysWhy) {
                 "shard: device 1 cannot reach the memory of device 0, allowed devices with peer "
                 "access (NVLink, or PCIe where the machine lets it); on others each device holds "
                 "the whole head"));
-  EXPECT_EQ(Choose(ShardExchange::kNccl, kCan, kNoNccl).found.status(),
-            absl::FailedPreconditionError(
-                "shard: NCCL cannot be loaded: no such file, allowed devices that NCCL can join; on "
-                "others each device holds the whole head"));
+  EXPECT_EQ(
+      Choose(ShardExchange::kNccl, kCan, kNoNccl).found.status(),
+      absl::FailedPreconditionError(
+          "shard: NCCL cannot be loaded: no such file, allowed devices that NCCL can join; on "
+          "others each device holds the whole head"));
 }
 
 TEST(ChooseExchangeTest, AFailedDeviceIsNoReasonToTryAnotherWay) {

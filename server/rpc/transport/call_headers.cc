@@ -56,9 +56,12 @@ door::Grant CallHeaders::GrantRead() const {
   return door::Grant(connection, stated_bytes.value_or(kAnything));
 }
 
-std::function<int64_t()> CallHeaders::ReceivedBytes() const {
+std::function<std::optional<int64_t>()> CallHeaders::ReceivedBytes() const {
   if (connection == nullptr) return nullptr;
-  return [connection = connection] { return connection->received_bytes(); };
+  return [connection = connection]() -> std::optional<int64_t> {
+    if (connection->HasUnread()) return std::nullopt;
+    return connection->received_bytes();
+  };
 }
 
 absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {

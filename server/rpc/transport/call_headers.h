@@ -49,8 +49,8 @@ struct CallHeaders {
   // What one read may bring: the size that the call states, or anything. gRPC refuses a message that
   // is too large with a status, which a cut connection would not give.
   door::Grant GrantRead() const;
-  // How far the connection is; null: not known.
-  std::function<int64_t()> ReceivedBytes() const;
+  // How far the connection is, as RoomAsk::received_bytes.
+  std::function<std::optional<int64_t>()> ReceivedBytes() const;
   // The room for the message, in the admission's sense: 0 where the size is not stated.
   int64_t room_bytes() const;
   // INVALID_ARGUMENT: the message is larger than stated.
