@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/shards.h"
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/linear_cases.h"
 #include "tests/kernels/linear_gradient_cases.h"
@@ -40,6 +41,74 @@ TEST_F(LinearCpuTest, GivesTheBitsOfTheUnfusedOps) {
           << r;
     }
   }
+}
+
+// The bits of every row's losses, with every option, lists included.
+std::string AllLossBits(const LossAnswer& answer, const LossBatch& batch) {
+  std::string bits;
+  for (size_t r = 0; r < batch.rows.size(); ++r) {
+    if (batch.rows[r].active != 0) bits += LossBits(answer, batch.rows[r], r);
+  }
+  return bits;
+}
+
+// Losses come from one cell of the vocabulary at a time: every answer must be that of whole rows.
+TEST(LinearLossTest, OfManyCellsHasTheBitsOfTheUnfusedOpWithEveryInstructionSet) {
+  ForEachInstructionSet([](OpRunner& runner) {
+    for (const LinearCase& c : {LinearCase{DType::kBF16, 70, 5003, 40, true, true, 0, 1, 3},
+                                LinearCase{DType::kF32, 3, 70000, 8, true, false, 0, 0, 4},
+                                LinearCase{DType::kF16, 300, 2049, 24, false, false, 0, 0, 5},
+                                LinearCase{DType::kF32, 5, 9000, 520, false, false, 0, 0, 6},
+                                LinearCase{DType::kBF16, 33, 4096, 600, true, false, 30, 0, 7}}) {
+      const LinearInput input = ExactInput(c);  // hundreds of tokens tie
+      const LossBatch losses = LossBatchOf(c);
+      EXPECT_EQ(AllLossBits(*runner.LinearCrossEntropy(input.hidden, input.head, losses), losses) ==
+                    AllLossBits(*runner.CrossEntropy(input.logits, losses), losses),
+                true)
+          << Describe(c);
+    }
+  });
+}
+
+// Top tokens in an order that is hard on a list that grows cell by cell.
+TEST_F(LinearCpuTest, TopTokensOfRisingFallingAndTiedLogitsAreThoseOfTheUnfusedOp) {
+  constexpr int64_t kVocab = 40 * kVocabCell + 17;
+  for (const float step : {1.0f, -1.0f, 0.0f}) {
+    HostTensor hidden = AlignedTensor(DType::kF32, 3, 1, 0);
+    HostHead head{.weight = AlignedTensor(DType::kF32, kVocab, 1, 0)};
+    HostTensor logits(DType::kF32, 3, kVocab, kVocab, 0);
+    LossBatch losses;
+    for (int64_t r = 0; r < 3; ++r) {
+      hidden.Set(r, 0, 1);
+      for (int64_t i = 0; i < kVocab; ++i) {
+        head.weight.Set(i, 0, step * static_cast<float>(i / 3));
+        logits.Set(r, i, step * static_cast<float>(i / 3));
+      }
+      CrossEntropyRow row = PlainLoss(static_cast<int32_t>(kVocab / 2 + r));
+      row.want = kWantRank | kWantEntropy;
+      row.first_top_entry = losses.top_entries;
+      row.top_logprobs = r == 0 ? 1 : r == 1 ? 20 : 128;
+      losses.top_entries += row.top_logprobs;
+      losses.rows.push_back(row);
+    }
+    EXPECT_EQ(AllLossBits(*runner_->LinearCrossEntropy(hidden, head, losses), losses) ==
+                  AllLossBits(*runner_->CrossEntropy(logits, losses), losses),
+              true)
+        << step;
+  }
+}
+
+TEST_F(LinearCpuTest, LossesOfManyCellsDoNotDependOnTheNumberOfThreads) {
+  const LinearCase c{DType::kBF16, 130, 5003, 40, true, false, 0, 0, 9};
+  const LinearInput input = RandomTensors(c);
+  const LossBatch losses = LossBatchOf(c);
+  const std::string want =
+      AllLossBits(*runner_->LinearCrossEntropy(input.hidden, input.head, losses), losses);
+  ForEachThreadCount([&](OpRunner& runner) {
+    EXPECT_EQ(
+        AllLossBits(*runner.LinearCrossEntropy(input.hidden, input.head, losses), losses) == want,
+        true);
+  });
 }
 
 TEST_F(LinearCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
@@ -85,6 +154,34 @@ TEST_F(LinearCpuTest, WorkThatIsAbandonedIsNotComputed) {
     ASSERT_TRUE(stream->Wait().ok());
     EXPECT_EQ(indices[0], is_abandoned ? kUnwrittenIndex : 0);
     EXPECT_EQ(indices[69], is_abandoned ? kUnwrittenIndex : 0);
+  }
+}
+
+TEST_F(LinearCpuTest, ALossThatIsAbandonedIsNotAnswered) {
+  std::vector<float> weight(3000 * 16, 0.5f), hidden(300 * 16, 1.0f);
+  std::vector<CrossEntropyRow> rows(300, PlainLoss(7));
+  const auto backend = *CreateCpuBackend({.cpu_threads = 2});
+  const auto stream = *backend->CreateStream();
+  for (const bool is_abandoned : {true, false}) {
+    std::vector<float> loss(rows.size(), -1), logsumexp(rows.size()), logprob(rows.size());
+    std::vector<RowStatus> status(rows.size());
+    const std::atomic<bool> abandoned = is_abandoned;
+    stream->Watch(&abandoned);
+    ASSERT_TRUE(
+        stream
+            ->LinearCrossEntropy({.hidden = {hidden.data(), DType::kF32, 300, 16, 16},
+                                  .head = {.weight = {weight.data(), DType::kF32, 3000, 16, 16}},
+                                  .cross_entropy = {.rows = rows.data(),
+                                                    .want = 0,
+                                                    .max_top_logprobs = 0,
+                                                    .answers = {.loss = loss.data(),
+                                                                .logsumexp = logsumexp.data(),
+                                                                .target_logprob = logprob.data(),
+                                                                .status = status.data()}}})
+            .ok());
+    ASSERT_TRUE(stream->Wait().ok());
+    EXPECT_EQ(loss[0] == -1, is_abandoned);
+    EXPECT_EQ(loss[299] == -1, is_abandoned);
   }
 }
 

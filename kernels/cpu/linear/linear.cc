@@ -1,19 +1,30 @@
-// linear_* on the CPU: for up to 64 rows at a time their logits in f32 (product.h), then the op of
-// that name on the logits.
+// linear_* on the CPU.
 //
-// Cost: the product, 2 rows hidden vocab operations, which is the floor; the weights are read once
-// for every 64 rows (16 at the largest vocabulary), and 4 bytes a logit are written and read once
-// more.
+//   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of that
+//                   name on the logits.
+//   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary, reads
+//                   them for the loss while they are in L2, and goes on to the next cell. So logits
+//                   never go to memory. What is left of a cell is its partials, which are merged as
+//                   those of shards are: a whole head is its only shard. A rank needs its target's
+//                   logit first, which is one product of two vectors a row.
+//   backward:       a block of 256 tokens at a time, and inside it 256 rows at a time: their logits
+//                   again, the gradient in place of the logits, and its products with the weights
+//                   and the hidden states. These are three products of the forward's size. Sums for
+//                   d_hidden stay in f32 for all rows until the last token.
+//
+// Cost: the product, 2 rows hidden vocab operations, which is the floor. topk and sample read the
+// weights once for every 64 rows (16 at the largest vocabulary), and write and read 4 bytes a logit.
+// The loss reads them from memory once for every 256 rows, and from a cache for every 64.
 //
 // Limited by: the product from some 16 rows on, by the read of the weights below.
 //
-// Measured: bench/results/cpu/losses.json, against OpenBLAS's bare product of f32 on the same
-// cores; the goal is 1.5 times its time.
+// Measured: bench/results/cpu/linear.json, two cores of a Zen 4, loss of f32 over OpenBLAS's bare
+// product of f32 on the same cores: 1.15 to 1.29 times its time at 512 columns from 256 rows on
+// (goal 1.4), 0.88 at 64 rows, 0.44 at one; 1.09 to 1.27 at more columns (goal 1.5).
 //
-// Backward: a block of 256 tokens at a time, and inside it 256 rows at a time: their logits again,
-// the gradient in place of the logits, and its products with the weights and the hidden states.
-// These are three products of the forward's size. Sums for d_hidden stay in f32 for all rows until
-// the last token.
+// Tried and dropped: full logits in memory (1.29 to 1.44 times at 512 columns). For top tokens,
+// stretches of one cell, each of which starts a list of its own (128 tokens of 16 x 512 x 128256:
+// 10% more time).
 #include "kernels/cpu/linear/linear.h"
 
 #include <algorithm>
@@ -94,6 +105,151 @@ void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& po
                            .cols = vocab,
                            .row_stride = vocab});
   }
+}
+
+// ---- Loss
+
+// The size of parts of rows, about equal, whole tiles and at most `most` rows each.
+int64_t EvenPart(int64_t rows, int64_t most) {
+  const int64_t parts = std::max<int64_t>(1, (rows + most - 1) / most);
+  return RoundUp((rows + parts - 1) / parts, kTileRows);
+}
+
+// Rows whose partials are in memory at once. The more they are, the less often the weights come from
+// memory.
+int64_t LossRowsAtOnce(int64_t rows, int64_t hidden) {
+  constexpr int64_t kMostLossRows = 256;
+  constexpr int64_t kMostPacked = int64_t{1} << 22;
+  return EvenPart(
+      rows, std::clamp(kMostPacked / hidden / kMostRows * kMostRows, kMostRows, kMostLossRows));
+}
+
+// How some rows of a shard are shared out: an item is a group of rows, for a stretch of the shard.
+struct LossItems {
+  int64_t group_rows;  // or fewer, in the last group
+  int64_t groups;
+  VocabShards stretches;  // of the shard's tokens
+};
+
+LossItems ItemsOf(int64_t rows, const VocabShard& shard, bool any_top, int64_t threads) {
+  constexpr int64_t kLeastRows = 16;
+  constexpr int64_t kMostStretches = 64;
+  const int64_t most = std::clamp<int64_t>(shard.cells(), 1, kMostStretches);
+  // Smaller groups where there is too little else to share out.
+  int64_t most_rows = kMostRows;
+  while (most_rows > kLeastRows && (rows + most_rows - 1) / most_rows * most < 4 * threads) {
+    most_rows /= 2;
+  }
+  LossItems items;
+  items.group_rows = EvenPart(rows, most_rows);
+  items.groups = (rows + items.group_rows - 1) / items.group_rows;
+  // A stretch has a list of top tokens of its own: long ones add little to it. Short ones leave
+  // little to wait for at the end.
+  const int64_t count = any_top ? std::min(most, 12 * threads / items.groups + 1) : most;
+  items.stretches = {.vocab = shard.tokens, .count = static_cast<int>(count)};
+  return items;
+}
+
+// The logits of a cell are in rows that do not start in the same set of a cache.
+constexpr int64_t kCellStride = kVocabCell + kMaxLanes;
+
+// Reads a stretch of the shard for some rows.
+void ReadStretch(const LossShard& of, int stretch, const PackedRows& rows, int64_t first_row,
+                 const HeadView& head, const std::atomic<bool>* abandoned) {
+  thread_local AlignedBuffer memory;
+  float* const logits = memory.Get(rows.rows * kCellStride);
+  const VocabShard tokens = of.stretches.at(stretch);
+  StartStretch(of, stretch, first_row, rows.rows);
+  for (int64_t begin = tokens.first; begin < tokens.first + tokens.tokens; begin += kVocabCell) {
+    if (IsAbandoned(abandoned)) return;
+    const int64_t end = std::min(tokens.first + tokens.tokens, begin + kVocabCell);
+    Logits(rows, head.weight, begin, end, EpilogueOf(head), logits, kCellStride);
+    ReadLossCell(of, {.stretch = stretch,
+                      .first = begin,
+                      .tokens = end - begin,
+                      .first_row = first_row,
+                      .rows = rows.rows,
+                      .logits = logits,
+                      .row_stride = kCellStride});
+  }
+}
+
+// Writes the block's part of rows [begin, begin + count).
+void PartialOfRows(const LinearCrossEntropyPartialArgs& args, int64_t begin, int64_t count,
+                   ThreadPool& pool, LinearScratch& scratch, const std::atomic<bool>* abandoned) {
+  const LossItems items =
+      ItemsOf(count, args.shape.shards.at(args.shard), args.shape.max_top > 0, pool.threads());
+  const int64_t parts = count * items.stretches.count;
+  const LossShard of = {.index = args.shard,
+                        .shape = args.shape,
+                        .rows = args.rows,
+                        .extra_ids = args.extra_ids,
+                        .targets = args.targets,
+                        .to = args.shape.At(args.block),
+                        .stretches = items.stretches,
+                        .first_row = begin,
+                        .parts = scratch.stretches.Get(parts),
+                        .keys = scratch.stretch_keys.Get(parts * args.shape.max_top)};
+  const int64_t group_size = PackedRows{.rows = items.group_rows, .cols = args.hidden.cols}.size();
+  float* const packed = scratch.packed.Get(items.groups * group_size);
+  const auto group = [&](int64_t g) {
+    return PackedRows{.data = packed + g * group_size,
+                      .rows = std::min(items.group_rows, count - g * items.group_rows),
+                      .cols = args.hidden.cols};
+  };
+  for (int64_t g = 0; g < items.groups && items.stretches.vocab > 0; ++g) {
+    Pack(args.hidden, args.head, begin + g * items.group_rows, group(g), pool);
+  }
+  // The groups of a stretch read the same weights at about the same time.
+  pool.ParallelFor(items.stretches.count * items.groups, [&](int64_t item) {
+    const int64_t g = item % items.groups;
+    ReadStretch(of, static_cast<int>(item / items.groups), group(g), begin + g * items.group_rows,
+                args.head, abandoned);
+  });
+  if (IsAbandoned(abandoned)) return;
+  pool.ParallelFor(count, [&](int64_t r) { JoinStretches(of, begin + r); });
+}
+
+// What a whole head's partials of these rows hold: it is its only shard.
+LossPartialShape ShapeOf(const LinearCrossEntropyArgs& args) {
+  LossPartialShape shape = {.shards = {.vocab = args.head.vocab(), .count = 1},
+                            .rows = args.hidden.rows};
+  for (int64_t r = 0; r < args.hidden.rows; ++r) {
+    const CrossEntropyRow& row = args.cross_entropy.rows[r];
+    if (row.active == 0) continue;
+    shape.totals |= row.label_smoothing > 0;
+    shape.want |= row.want;
+    shape.max_top = std::max(shape.max_top, row.top_logprobs);
+    shape.max_extra = std::max(shape.max_extra, row.extra_count);
+  }
+  return shape;
+}
+
+// Writes the answers of all rows, which are few enough to be in memory at once.
+void LossOfRows(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                const std::atomic<bool>* abandoned) {
+  const LossPartialShape shape = ShapeOf(args);
+  const CrossEntropyRow* const rows = args.cross_entropy.rows;
+  float* const targets = scratch.targets.Get(shape.rows);
+  if ((shape.want & kWantRank) != 0) {
+    LinearCrossEntropyTargets({.hidden = args.hidden,
+                               .head = args.head,
+                               .shards = shape.shards,
+                               .rows = rows,
+                               .targets = targets},
+                              pool);
+  }
+  std::byte* const block = scratch.block.Get(static_cast<int64_t>(shape.bytes()));
+  PartialOfRows({.hidden = args.hidden,
+                 .head = args.head,
+                 .shape = shape,
+                 .rows = rows,
+                 .extra_ids = args.cross_entropy.extra_ids,
+                 .targets = targets,
+                 .block = block},
+                0, shape.rows, pool, scratch, abandoned);
+  if (IsAbandoned(abandoned)) return;
+  CrossEntropyMerge({.shape = shape, .blocks = block, .cross_entropy = args.cross_entropy}, pool);
 }
 
 // ---- Backward
@@ -240,12 +396,12 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
 
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned) {
-  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
-               [&](int64_t first, const TensorView& logits) {
-                 CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
-                 part.logits = logits;
-                 CrossEntropy(part, pool, scratch.loss);
-               });
+  const int64_t at_once = LossRowsAtOnce(args.hidden.rows, args.hidden.cols);
+  for (int64_t begin = 0; begin < args.hidden.rows; begin += at_once) {
+    LossOfRows(RowsOf(args, begin, std::min(at_once, args.hidden.rows - begin)), pool, scratch,
+               abandoned);
+    if (IsAbandoned(abandoned)) return;
+  }
 }
 
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
@@ -269,20 +425,12 @@ void LinearTopKPartial(const LinearTopKPartialArgs& args, ThreadPool& pool, Line
 
 void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, ThreadPool& pool,
                                LinearScratch& scratch, const std::atomic<bool>* abandoned) {
-  const LossPartials to = args.shape.At(args.block);
-  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
-               [&](int64_t first, const TensorView& logits) {
-                 CrossEntropyPartial({.logits = logits,
-                                      .rows = args.rows + first,
-                                      .extra_ids = args.extra_ids,
-                                      .answers = {}},
-                                     {.index = args.shard,
-                                      .shape = args.shape,
-                                      .first_row = first,
-                                      .targets = args.targets,
-                                      .to = to},
-                                     pool, scratch.loss);
-               });
+  const int64_t at_once = LossRowsAtOnce(args.hidden.rows, args.hidden.cols);
+  for (int64_t begin = 0; begin < args.hidden.rows; begin += at_once) {
+    PartialOfRows(args, begin, std::min(at_once, args.hidden.rows - begin), pool, scratch,
+                  abandoned);
+    if (IsAbandoned(abandoned)) return;
+  }
 }
 
 void LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,

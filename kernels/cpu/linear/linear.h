@@ -4,6 +4,8 @@
 #define LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 
 #include "kernels/cpu/linear/product.h"
 #include "kernels/cpu/loss/cross_entropy.h"
@@ -16,20 +18,25 @@
 
 namespace logitd::cpu {
 
-// Memory of one stream's linear ops: up to 64 MiB of logits. The backward also takes three blocks
-// of 256 tokens by `hidden`, and f32 sums for d_hidden, [rows, hidden].
+// Memory of one stream's linear ops. linear_topk and linear_sample take up to 64 MiB of logits.
+// linear_cross_entropy takes the hidden states of up to 256 rows in f32 and their partials, about 8
+// bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums for
+// d_hidden, [rows, hidden].
 struct LinearScratch {
   AlignedBuffer packed, logits;
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;
   SampleCallScratch sample;
-  LossScratch loss;
+  Buffer<std::byte> block;
+  Buffer<float> targets;
+  Buffer<LossStretch> stretches;
+  Buffer<uint64_t> stretch_keys;
 };
 
 // Block until done. The bits of the results depend on neither the pool nor what else runs on it.
 // `scratch` belongs to the caller's stream, and stays for its next call. `abandoned`: see
 // Stream::Watch; one pass over a large head can take a good part of a second, so it is read for
-// every 96 tokens.
+// every 96 tokens, in linear_cross_entropy for every 1024.
 void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch,
                 const std::atomic<bool>* abandoned = nullptr);
 void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch,

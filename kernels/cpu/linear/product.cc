@@ -1,8 +1,9 @@
 // Products of hidden states with weights on the CPU.
 //
-//   logits:  12 tokens at a time, as f32 in L1 by chunks of 256 columns, against tiles of 4 rows
-//            out of L2. An element is a vector of sums, each over the columns of its lane. It takes
-//            one chunk after another, and its lanes are added at the end in one order.
+//   logits:  12 tokens at a time, as f32 in L1 by chunks of 256 columns (512 where that is all of
+//            them), against tiles of 4 rows out of L2. An element is a vector of sums, each over the
+//            columns of its lane. It takes one chunk after another, and its lanes are added at the
+//            end in one order.
 //   add:     a tile of c stays in registers while k runs.
 //
 // Cost of logits: two operations for each row, token and column, which is the floor; one read of
@@ -18,7 +19,8 @@
 // its place in the call (the first six of every twelve rows, where tokens are at a tile's edge), in
 // either orientation and with any padding. So a row's bits depended on its batch. No prefetch of
 // the weights widened next, with chunks of 512 columns (64 rows: 132, 106); chunks of 1024 (121,
-// 98); 96 rows (135, 123).
+// 98); 96 rows (135, 123). On a Zen 4, one core, 64 rows of bf16 (92): a tile as a function that is
+// not inlined (74), prefetch into L2 only (80); 2048 columns, 16 rows (73): chunks of 512 (67).
 #include "kernels/cpu/linear/product.h"
 
 #include <cmath>
@@ -60,7 +62,9 @@ namespace hn = hwy::HWY_NAMESPACE;
 constexpr bool kManyRegisters = HWY_TARGET <= HWY_AVX3;
 constexpr int64_t kRegisterRows = kManyRegisters ? 4 : 2;
 constexpr int64_t kRegisterTokens = kManyRegisters ? 6 : 4;
+constexpr int64_t kRegisterElements = kRegisterRows * kRegisterTokens;
 static_assert(kTileRows % kRegisterRows == 0 && kPanelTokens % kRegisterTokens == 0);
+static_assert(kRegisterRows % 2 == 0 && (kRegisterTokens == 6 || kRegisterTokens == 4));
 
 // `count` elements as f32, then zeros to `padded`, a multiple of the lanes.
 template <typename T>
@@ -135,56 +139,21 @@ void PackRowTo(const TensorView& from, const RowNorm& norm, int64_t r, const Pac
       });
     }
   }
-  for (int64_t first = 0; first < to.cols; first += kChunk) {
+  for (int64_t first = 0; first < to.cols; first += to.chunk()) {
     std::copy_n(row + first, to.ChunkCols(first), to.At(r, first));
   }
 }
 
-// Adds a chunk's products to the sums of kRegisterRows x kRegisterTokens elements.
-HWY_INLINE void AddTile(const float* HWY_RESTRICT rows, const float* HWY_RESTRICT tokens,
-                        int64_t cols, bool first, float* HWY_RESTRICT sums) {
-  const DF d;
-  const int64_t lanes = hn::Lanes(d);
-  VF s[kRegisterRows][kRegisterTokens];
-  for (int64_t i = 0; i < kRegisterRows; ++i) {
-    for (int64_t j = 0; j < kRegisterTokens; ++j) {
-      s[i][j] = first ? hn::Zero(d) : hn::Load(d, sums + (i * kRegisterTokens + j) * lanes);
-    }
-  }
-  for (int64_t c = 0; c < cols; c += lanes) {
-    VF w[kRegisterTokens];
-    for (int64_t j = 0; j < kRegisterTokens; ++j) w[j] = hn::Load(d, tokens + j * kChunk + c);
-    for (int64_t i = 0; i < kRegisterRows; ++i) {
-      const VF h = hn::Load(d, rows + i * cols + c);
-      for (int64_t j = 0; j < kRegisterTokens; ++j) s[i][j] = hn::MulAdd(h, w[j], s[i][j]);
-    }
-  }
-  for (int64_t i = 0; i < kRegisterRows; ++i) {
-    for (int64_t j = 0; j < kRegisterTokens; ++j) {
-      hn::Store(s[i][j], d, sums + (i * kRegisterTokens + j) * lanes);
-    }
-  }
-}
-
-// Where the sums of row r and token j of a panel are: one register tile after another.
-HWY_INLINE int64_t SumsAt(int64_t r, int64_t j) {
-  const int64_t tile = r / kRegisterRows * (kPanelTokens / kRegisterTokens) + j / kRegisterTokens;
-  return ((tile * kRegisterRows + r % kRegisterRows) * kRegisterTokens + j % kRegisterTokens) *
-         static_cast<int64_t>(hn::Lanes(DF()));
-}
-
-// The lanes' sums of four elements, each in the same order.
-HWY_INLINE void AddUpFour(const float* a, const float* b, const float* c, const float* e,
-                          float* to) {
+// The lanes' sums of four vectors, each in the same order.
+HWY_INLINE void AddUpFour(DF d, VF a, VF b, VF c, VF e, float* to) {
 #if HWY_TARGET == HWY_SCALAR
-  to[0] = *a, to[1] = *b, to[2] = *c, to[3] = *e;
+  const VF sums[4] = {a, b, c, e};
+  for (int64_t i = 0; i < 4; ++i) hn::Store(sums[i], d, to + i);
 #else
-  const DF d;
   const hn::CappedTag<float, 4> d4;
   const hn::RepartitionToWide<DF> d64;
-  const VF va = hn::Load(d, a), vb = hn::Load(d, b), vc = hn::Load(d, c), ve = hn::Load(d, e);
-  const VF ab = hn::Add(hn::InterleaveLower(d, va, vb), hn::InterleaveUpper(d, va, vb));
-  const VF ce = hn::Add(hn::InterleaveLower(d, vc, ve), hn::InterleaveUpper(d, vc, ve));
+  const VF ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const VF ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   const auto ab64 = hn::BitCast(d64, ab), ce64 = hn::BitCast(d64, ce);
   const VF all = hn::Add(hn::BitCast(d, hn::InterleaveLower(d64, ab64, ce64)),
                          hn::BitCast(d, hn::InterleaveUpper(d64, ab64, ce64)));
@@ -196,47 +165,99 @@ HWY_INLINE void AddUpFour(const float* a, const float* b, const float* c, const 
 #endif
 }
 
+// The place of a chunk in a product.
+struct ChunkPlace {
+  bool is_first;
+  bool is_last;
+};
+
+// Takes a chunk of kRegisterRows rows and kRegisterTokens tokens, `cols` elements each. The vectors
+// of sums wait in `sums` from one chunk to the next; after the last one `elements` has their lanes'
+// sums.
+HWY_INLINE void TakeTile(const float* HWY_RESTRICT rows, const float* HWY_RESTRICT tokens,
+                         int64_t cols, ChunkPlace at, float* HWY_RESTRICT sums,
+                         float* HWY_RESTRICT elements) {
+  const DF d;
+  const int64_t lanes = hn::Lanes(d);
+  VF s[kRegisterRows][kRegisterTokens];
+  for (int64_t i = 0; i < kRegisterRows; ++i) {
+    for (int64_t j = 0; j < kRegisterTokens; ++j) {
+      s[i][j] = at.is_first ? hn::Zero(d) : hn::Load(d, sums + (i * kRegisterTokens + j) * lanes);
+    }
+  }
+  for (int64_t c = 0; c < cols; c += lanes) {
+    VF w[kRegisterTokens];
+    for (int64_t j = 0; j < kRegisterTokens; ++j) w[j] = hn::Load(d, tokens + j * cols + c);
+    for (int64_t i = 0; i < kRegisterRows; ++i) {
+      const VF h = hn::Load(d, rows + i * cols + c);
+      for (int64_t j = 0; j < kRegisterTokens; ++j) s[i][j] = hn::MulAdd(h, w[j], s[i][j]);
+    }
+  }
+  if (!at.is_last) {
+    for (int64_t i = 0; i < kRegisterRows; ++i) {
+      for (int64_t j = 0; j < kRegisterTokens; ++j) {
+        hn::Store(s[i][j], d, sums + (i * kRegisterTokens + j) * lanes);
+      }
+    }
+    return;
+  }
+  for (int64_t i = 0; i < kRegisterRows; i += 2) {
+    const VF(&a)[kRegisterTokens] = s[i];
+    const VF(&b)[kRegisterTokens] = s[i + 1];
+    float* const to = elements + i * kRegisterTokens;
+    AddUpFour(d, a[0], a[1], a[2], a[3], to);
+    if constexpr (kRegisterTokens == 6) {
+      AddUpFour(d, a[4], a[5], b[0], b[1], to + 4);
+      AddUpFour(d, b[2], b[3], b[4], b[5], to + 8);
+    } else {
+      AddUpFour(d, b[0], b[1], b[2], b[3], to + 4);
+    }
+  }
+}
+
 // The products of up to kPanelTokens tokens from `token` on, for all rows.
 template <typename T>
 void Panel(const PackedRows& rows, const T* weight, int64_t stride, int64_t tokens, float* sums,
            float* to, int64_t to_stride) {
-  HWY_ALIGN float widened[kPanelTokens * kChunk];
-  for (int64_t first = 0; first < rows.cols; first += kChunk) {
+  HWY_ALIGN float widened[kPanelTokens * kMostChunk];
+  const int64_t tile_sums = kRegisterElements * static_cast<int64_t>(hn::Lanes(DF()));
+  for (int64_t first = 0; first < rows.cols; first += rows.chunk()) {
     const int64_t cols = rows.ChunkCols(first);
-    const int64_t there = std::min(kChunk, rows.cols - first);
+    const int64_t there = std::min(rows.chunk(), rows.cols - first);
     for (int64_t j = 0; j < kPanelTokens; ++j) {
       if (j < tokens) {
-        Widen(weight + j * stride + first, there, cols, widened + j * kChunk);
+        Widen(weight + j * stride + first, there, cols, widened + j * cols);
       } else {
-        std::fill_n(widened + j * kChunk, cols, 0.0f);
+        std::fill_n(widened + j * cols, cols, 0.0f);
       }
     }
     // The weights widened next: the following chunk, or the first one of the following panel. They
     // are prefetched while the tiles run. After the last panel there is nothing; a prefetch there
     // is harmless.
-    const bool is_last = first + kChunk >= rows.cols;
-    const T* next = is_last ? weight + kPanelTokens * stride : weight + first + kChunk;
+    const ChunkPlace at = {.is_first = first == 0, .is_last = first + rows.chunk() >= rows.cols};
+    const T* next = at.is_last ? weight + kPanelTokens * stride : weight + first + rows.chunk();
     const int64_t lines = RoundUp(cols * static_cast<int64_t>(sizeof(T)), 64) / 64;
     const int64_t tiles = rows.padded_rows() / kRegisterRows;
     int64_t line = 0;
+    float* tile = sums;
     for (int64_t r = 0; r < rows.padded_rows(); r += kRegisterRows) {
       const int64_t due = (r / kRegisterRows + 1) * lines * kPanelTokens / tiles;
       for (; line < due; ++line) {
-        const auto* at = reinterpret_cast<const std::byte*>(next + line / lines * stride);
-        hwy::Prefetch(at + line % lines * 64);
+        const auto* ahead = reinterpret_cast<const std::byte*>(next + line / lines * stride);
+        hwy::Prefetch(ahead + line % lines * 64);
       }
-      for (int64_t j = 0; j < kPanelTokens; j += kRegisterTokens) {
-        AddTile(rows.At(r, first), widened + j * kChunk, cols, first == 0, sums + SumsAt(r, j));
+      for (int64_t j = 0; j < kPanelTokens; j += kRegisterTokens, tile += tile_sums) {
+        float elements[kRegisterElements];
+        TakeTile(rows.At(r, first), widened + j * cols, cols, at, tile, elements);
+        if (!at.is_last) continue;
+        const int64_t count = std::min(kRegisterTokens, tokens - j);
+        for (int64_t i = 0; i < std::min(kRegisterRows, rows.rows - r); ++i) {
+          for (int64_t e = 0; e < count; ++e) {
+            to[(r + i) * to_stride + j + e] = elements[i * kRegisterTokens + e];
+          }
+        }
       }
     }
-  }
-  for (int64_t r = 0; r < rows.rows; ++r) {
-    float elements[kPanelTokens];
-    for (int64_t j = 0; j < kPanelTokens; j += 4) {
-      AddUpFour(sums + SumsAt(r, j), sums + SumsAt(r, j + 1), sums + SumsAt(r, j + 2),
-                sums + SumsAt(r, j + 3), elements + j);
-    }
-    std::copy_n(elements, tokens, to + r * to_stride);
   }
 }
 
@@ -246,13 +267,10 @@ void Finish(const LogitsEpilogue& epilogue, const float* bias, int64_t count, fl
   const VF scale = hn::Set(d, epilogue.scale);
   const SoftCap cap(epilogue.softcap);
   for (int64_t i = 0; i < count; i += lanes) {
-    const int64_t n = std::min(lanes, count - i);
-    float in[kMaxLanes] = {}, add[kMaxLanes] = {};
-    std::copy_n(x + i, n, in);
-    if (bias != nullptr) std::copy_n(bias + i, n, add);
-    VF v = hn::MulAdd(hn::LoadU(d, in), scale, hn::LoadU(d, add));
+    const VF add = bias == nullptr ? hn::Zero(d) : LoadUpTo(d, bias + i, count - i);
+    VF v = hn::MulAdd(LoadUpTo(d, x + i, count - i), scale, add);
     if (epilogue.softcap > 0) v = cap(d, v);
-    StoreAs(d, v, n, x + i);
+    StoreAs(d, v, count - i, x + i);
   }
 }
 

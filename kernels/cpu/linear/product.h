@@ -11,9 +11,9 @@
 
 namespace logitd::cpu {
 
-// Rows as Logits reads them: f32, in chunks of kChunk columns: all rows' first chunks, then all
-// rows' second ones. Zeros fill columns up to whole vectors and rows up to whole tiles.
-inline constexpr int64_t kChunk = 256;
+// Rows as Logits reads them: f32, in chunks of columns: all rows' first chunks, then all rows'
+// second ones. Zeros fill columns up to whole vectors and rows up to whole tiles.
+inline constexpr int64_t kMostChunk = 512;
 inline constexpr int64_t kTileRows = 4;
 
 inline int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -25,9 +25,11 @@ struct PackedRows {
 
   int64_t padded_rows() const { return RoundUp(rows, kTileRows); }
   int64_t size() const { return padded_rows() * RoundUp(cols, kMaxLanes); }
+  // Short rows are one chunk, whose sums never leave the registers. No element's bits depend on it.
+  int64_t chunk() const { return cols <= kMostChunk ? kMostChunk : kMostChunk / 2; }
   // Columns of the chunk at column `first`, zeros included.
   int64_t ChunkCols(int64_t first) const {
-    return std::min(kChunk, RoundUp(cols - first, kMaxLanes));
+    return std::min(chunk(), RoundUp(cols - first, kMaxLanes));
   }
   float* At(int64_t row, int64_t first) const {
     return data + first * padded_rows() + row * ChunkCols(first);

@@ -60,15 +60,15 @@ inline bool OrderIsNeeded(const CrossEntropyRow& ask) {
   return rank || ask.top_logprobs > 0;
 }
 
-// Row r, of `vocab` tokens in all, with sketches in slot `slot` of `slots` of the scratch.
-inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t vocab, int64_t r,
-                         LossScratch& scratch, int64_t slots, int64_t slot) {
+// Row r, with sketches in slot `slot` of `slots` of the scratch.
+inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t r, LossScratch& scratch,
+                         int64_t slots, int64_t slot) {
   const TensorView& logits = args.logits;
   const CrossEntropyRow& ask = args.rows[r];
   const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
   const int64_t cells = CellCount(logits.cols);
   LossRow row;
-  row.vocab = vocab;
+  row.vocab = logits.cols;
   row.sent = {.logits = static_cast<const std::byte*>(logits.data) + offset,
               .dtype = logits.dtype,
               .vocab = logits.cols,
@@ -396,46 +396,90 @@ void Answer(const CrossEntropyArgs& args, int64_t r, const LossRow& row,
 
 // ---- Shards
 
-// Writes what a shard says of row r, which has been read. No softcap: `x` is the row as sent.
-void WritePartial(const CrossEntropyArgs& args, int64_t r, const LossRow& row, const LossShard& of,
-                  LossThreadScratch& scratch) {
-  const CrossEntropyRow& ask = args.rows[r];
-  const int64_t to_row = of.first_row + r;
-  const VocabShard shard = of.shape.shards.at(of.index);
-  const int64_t cells = shard.cells();
-  const int64_t first_cell = to_row * of.shape.shards.most_cells();
-  const LossPartials& to = of.to;
-  std::copy_n(row.x.sketch.max, cells, to.max + first_cell);
-  std::copy_n(row.x.sketch.sum, cells, to.sum + first_cell);
-  if (EffectiveSmoothing(ask, row.vocab) > 0) {
-    std::copy_n(row.total, cells, to.total + first_cell);
-  }
-  if ((ask.want & kWantEntropy) != 0) std::copy_n(row.moment, cells, to.moment + first_cell);
-  to.nan[to_row] = -1;
-  if (cells == 0) {
-    if (RankIsWanted(ask)) to.before[to_row] = 0;
+// Adds the cell's tokens to the first `k` of those read before, in order. `cell` is sketched.
+void AddTop(const Row& cell, int64_t first_token, int64_t k, uint64_t* keys, int64_t& count,
+            LossThreadScratch& scratch) {
+  const float max = *cell.sketch.max;
+  const int64_t most = std::min(k, cell.vocab);
+  const float bound = count < k ? BoundOf(cell, most, max) : KeyLogit(keys[k - 1]);
+  if (max < bound) return;
+  uint64_t* const own = scratch.keys.Get(kCellElements + 2 * k);
+  const int64_t found = TopKeysFrom(cell, most, bound, own, scratch.sorter);
+  for (int64_t i = 0; i < found; ++i) own[i] = LaterKey(own[i], first_token);
+  uint64_t* const merged = own + kCellElements;
+  std::merge(keys, keys + count, own, own + found, merged, std::greater<>());
+  count = std::min(k, count + found);
+  std::copy_n(merged, count, keys);
+}
+
+// Writes what a cell says of row r. No softcap: the head has its own.
+void ReadCellOfRow(const LossShard& of, const LossCell& cell, int64_t r,
+                   LossThreadScratch& scratch) {
+  const CrossEntropyRow& ask = of.rows[r];
+  const VocabShards& shards = of.shape.shards;
+  const VocabShard here = {.first = shards.at(of.index).first + cell.first, .tokens = cell.tokens};
+  const int64_t at = r * shards.most_cells() + cell.first / kCellElements;
+  const auto place = [at](float* array) { return array == nullptr ? nullptr : array + at; };
+  LossRow row = {};
+  row.vocab = shards.vocab;
+  row.x = {.logits = cell.logits + (r - cell.first_row) * cell.row_stride,
+           .dtype = DType::kF32,
+           .vocab = cell.tokens,
+           .temperature = ask.temperature,
+           .sketch = SketchAt(scratch.row.x, 1, 0, kCellElements)};
+  row.x.sketch.max = place(of.to.max);
+  row.x.sketch.sum = place(of.to.sum);
+  row.total = place(of.to.total);
+  row.moment = place(of.to.moment);
+  ReadCells(row, ask, 0, 1, scratch);
+
+  LossStretch& part = of.parts[of.PartOf(r, cell.stretch)];
+  if (HWY_UNLIKELY(std::isnan(*row.x.sketch.sum))) {
+    if (part.nan < 0) part.nan = static_cast<int32_t>(here.first + FirstNan(row.x, 0));
     return;
   }
-  const Peak peak = FindPeak(row.x);
-  if (HWY_UNLIKELY(peak.nan_cell >= 0)) {
-    to.nan[to_row] = static_cast<int32_t>(shard.first + FirstNan(row.x, peak.nan_cell));
-    return;
-  }
-  if (shard.Holds(ask.target)) to.target[to_row] = Element(row.x, ask.target - shard.first);
+  if (here.Holds(ask.target)) of.to.target[r] = Element(row.x, ask.target - here.first);
   if (RankIsWanted(ask)) {
-    const float target = of.targets[of.shape.shards.OwnerOf(ask.target) * of.shape.rows + to_row];
-    to.before[to_row] = static_cast<int32_t>(CountBefore(row.x, target, ask.target - shard.first));
+    const float target = of.targets[shards.OwnerOf(ask.target) * of.shape.rows + r];
+    part.before += static_cast<int32_t>(CountBefore(row.x, target, ask.target - here.first));
   }
-  const int64_t top = std::min<int64_t>(ask.top_logprobs, shard.tokens);
-  const uint64_t* keys = TopOf(row.x, top, peak.max, scratch);
-  for (int64_t i = 0; i < top; ++i) {
-    to.keys[to_row * of.shape.keys() + i] = LaterKey(keys[i], shard.first);
+  if (ask.top_logprobs > 0) {
+    uint64_t* const keys = of.keys + of.PartOf(r, cell.stretch) * of.shape.max_top;
+    AddTop(row.x, here.first, ask.top_logprobs, keys, part.keys, scratch);
   }
   for (int32_t i = 0; i < ask.extra_count; ++i) {
-    const int32_t id = args.extra_ids[ask.first_extra + i];
-    if (!shard.Holds(id)) continue;
-    to.extra[to_row * of.shape.max_extra + i] = Element(row.x, id - shard.first);
+    const int32_t id = of.extra_ids[ask.first_extra + i];
+    if (!here.Holds(id)) continue;
+    of.to.extra[r * of.shape.max_extra + i] = Element(row.x, id - here.first);
   }
+}
+
+void ReadCellOfRows(const LossShard& of, const LossCell& cell, LossThreadScratch& scratch) {
+  for (int64_t r = cell.first_row; r < cell.first_row + cell.rows; ++r) {
+    if (of.rows[r].active != 0) ReadCellOfRow(of, cell, r, scratch);
+  }
+}
+
+void JoinStretchesOf(const LossShard& of, int64_t r, LossThreadScratch& scratch) {
+  const CrossEntropyRow& ask = of.rows[r];
+  uint64_t* const keys = scratch.keys.Get(of.stretches.count * int64_t{ask.top_logprobs});
+  int64_t key_count = 0;
+  int32_t before = 0;
+  int32_t nan = -1;
+  for (int s = 0; s < of.stretches.count; ++s) {
+    const int64_t at = of.PartOf(r, s);
+    const LossStretch& part = of.parts[at];
+    if (nan < 0) nan = part.nan;
+    before += part.before;
+    if (part.keys > 0) std::copy_n(of.keys + at * of.shape.max_top, part.keys, keys + key_count);
+    key_count += part.keys;
+  }
+  of.to.nan[r] = nan;
+  if (RankIsWanted(ask)) of.to.before[r] = before;
+  if (key_count == 0) return;
+  scratch.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
+  const int64_t top = std::min<int64_t>(ask.top_logprobs, key_count);
+  std::copy_n(keys, top, of.to.keys + r * of.shape.keys());
 }
 
 // Writes the answers of row r from the blocks of all shards.
@@ -497,7 +541,8 @@ namespace logitd::cpu {
 
 HWY_EXPORT(ReadCells);
 HWY_EXPORT(Answer);
-HWY_EXPORT(WritePartial);
+HWY_EXPORT(ReadCellOfRows);
+HWY_EXPORT(JoinStretchesOf);
 HWY_EXPORT(AnswerMerged);
 
 namespace {
@@ -510,22 +555,24 @@ LossThreadScratch& ScratchOfThisThread() {
   return scratch;
 }
 
-// Reads all rows, of `vocab` tokens in all, and calls answer(r, row) for each that has been read.
-template <class AnswerRow>
-void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, LossScratch& scratch,
-              const AnswerRow& answer) {
+}  // namespace
+
+void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch) {
   const int64_t rows = args.logits.rows;
   const int64_t cells = CellCount(args.logits.cols);
   const auto read = [&](int64_t r, const LossRow& row, int64_t begin, int64_t count) {
     HWY_DYNAMIC_DISPATCH(ReadCells)
     (row, args.rows[r], begin, std::min(cells, begin + count), ScratchOfThisThread());
   };
+  const auto answer = [&](int64_t r, const LossRow& row) {
+    HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
+  };
   if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
-    const int64_t per_item = std::max<int64_t>(1, kItemCells / std::max<int64_t>(1, cells));
+    const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
     pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
       for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
         if (args.rows[r].active == 0) continue;
-        const LossRow row = LossRowAt(args, vocab, r, ScratchOfThisThread().row, 1, 0);
+        const LossRow row = LossRowAt(args, r, ScratchOfThisThread().row, 1, 0);
         for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c, kItemCells);
         answer(r, row);
       }
@@ -542,26 +589,26 @@ void ReadRows(const CrossEntropyArgs& args, int64_t vocab, ThreadPool& pool, Los
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
     const int64_t r = item / per_row;
     if (args.rows[r].active == 0) return;
-    read(r, LossRowAt(args, vocab, r, scratch, rows, r), item % per_row * at_once, at_once);
+    read(r, LossRowAt(args, r, scratch, rows, r), item % per_row * at_once, at_once);
   });
   pool.ParallelFor(rows, [&](int64_t r) {
-    if (args.rows[r].active != 0) answer(r, LossRowAt(args, vocab, r, scratch, rows, r));
+    if (args.rows[r].active != 0) answer(r, LossRowAt(args, r, scratch, rows, r));
   });
 }
 
-}  // namespace
-
-void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch) {
-  ReadRows(args, args.logits.cols, pool, scratch, [&](int64_t r, const LossRow& row) {
-    HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
-  });
+void StartStretch(const LossShard& of, int stretch, int64_t first_row, int64_t rows) {
+  for (int64_t r = first_row; r < first_row + rows; ++r) {
+    of.parts[of.PartOf(r, stretch)] = {.nan = -1, .before = 0, .keys = 0};
+  }
 }
 
-void CrossEntropyPartial(const CrossEntropyArgs& args, const LossShard& shard, ThreadPool& pool,
-                         LossScratch& scratch) {
-  ReadRows(args, shard.shape.shards.vocab, pool, scratch, [&](int64_t r, const LossRow& row) {
-    HWY_DYNAMIC_DISPATCH(WritePartial)(args, r, row, shard, ScratchOfThisThread());
-  });
+void ReadLossCell(const LossShard& of, const LossCell& cell) {
+  HWY_DYNAMIC_DISPATCH(ReadCellOfRows)(of, cell, ScratchOfThisThread());
+}
+
+void JoinStretches(const LossShard& of, int64_t r) {
+  if (of.rows[r].active == 0) return;
+  HWY_DYNAMIC_DISPATCH(JoinStretchesOf)(of, r, ScratchOfThisThread());
 }
 
 void CrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, ThreadPool& pool) {

@@ -31,18 +31,55 @@ struct LossScratch {
 void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch);
 void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool);
 
-// The two halves of linear_cross_entropy on a sharded head; the contract is kernels/shards.h. The
-// logits of `args` are those of the shard's tokens, for rows from `first_row` of the shape on. Also
-// where the shard has no tokens.
+// The two halves of linear_cross_entropy on a shard; the contract is kernels/shards.h. A whole head
+// is its only shard.
+//
+// The first half gets the logits of one cell at a time, for some rows, while they are in a cache.
+// The shard is cut into stretches. One thread reads a stretch of a row, cell after cell; then the
+// row's stretches are joined.
+
+// What a stretch leaves of a row besides the sums of its cells.
+struct LossStretch {
+  int32_t nan;     // as in LossPartials
+  int32_t before;  // the same
+  int64_t keys;    // of the row's top tokens: how many there are
+};
+
 struct LossShard {
   int index = 0;
   LossPartialShape shape;
-  int64_t first_row = 0;
+  const CrossEntropyRow* rows = nullptr;  // [shape.rows]
+  const int32_t* extra_ids = nullptr;
   const float* targets = nullptr;  // [shards, shape.rows]
   LossPartials to;
+  // Memory for rows [first_row, ...) of the shape. A row's stretches are next to each other.
+  VocabShards stretches;  // of the shard's tokens
+  int64_t first_row = 0;
+  LossStretch* parts = nullptr;  // [rows, stretches]
+  uint64_t* keys = nullptr;      // [rows, stretches, shape.max_top]
+
+  int64_t PartOf(int64_t r, int stretch) const {
+    return (r - first_row) * stretches.count + stretch;
+  }
 };
-void CrossEntropyPartial(const CrossEntropyArgs& args, const LossShard& shard, ThreadPool& pool,
-                         LossScratch& scratch);
+
+// The logits of a cell of the shard.
+struct LossCell {
+  int stretch = 0;
+  int64_t first = 0;   // its first token, of the shard's
+  int64_t tokens = 0;  // 1..kVocabCell
+  int64_t first_row = 0;
+  int64_t rows = 0;
+  const float* logits = nullptr;  // [rows, tokens]
+  int64_t row_stride = 0;
+};
+
+// Thread-safe for different rows or stretches. The cells of a stretch come in their order.
+void StartStretch(const LossShard& of, int stretch, int64_t first_row, int64_t rows);
+void ReadLossCell(const LossShard& of, const LossCell& cell);
+// Thread-safe for different rows. All stretches of the row have been read.
+void JoinStretches(const LossShard& of, int64_t r);
+
 void CrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, ThreadPool& pool);
 
 // Columns of a wider row's logits, as one block of a head's vocabulary gives them.

@@ -619,17 +619,24 @@ inline float BoundOf(const Row& row, int64_t k, float max) {
   return -kInf;
 }
 
-// Writes the keys of the first k logits >= `least`, in order. `keys` has room for the whole row.
-// Returns how many there are: k, or fewer where `least` leaves fewer.
-inline int64_t TopKeys(const Row& row, int64_t k, float max, float least, uint64_t* keys,
-                       const hwy::Sorter& sorter) {
-  int64_t count = Pick(row, std::max(BoundOf(row, k, max), least), k, keys);
+// Writes the keys of the first k logits >= `bound`, in order. `keys` has room for the whole row.
+// Returns how many there are: k, or fewer where `bound` leaves fewer. Takes long where it leaves
+// many more.
+inline int64_t TopKeysFrom(const Row& row, int64_t k, float bound, uint64_t* keys,
+                           const hwy::Sorter& sorter) {
+  int64_t count = Pick(row, bound, k, keys);
   if (count > 2 * k + 128) {
     std::nth_element(keys, keys + k, keys + count, std::greater<>());
     count = k;
   }
   sorter(keys, static_cast<size_t>(count), hwy::SortDescending());
   return std::min(count, k);
+}
+
+// The same for any `least`: it looks for a better bound first. `max` is the row's.
+inline int64_t TopKeys(const Row& row, int64_t k, float max, float least, uint64_t* keys,
+                       const hwy::Sorter& sorter) {
+  return TopKeysFrom(row, k, std::max(BoundOf(row, k, max), least), keys, sorter);
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE
