@@ -86,8 +86,8 @@ struct Writing {
   bool by_instruction;  // AVX512_BF16 rounds to bf16
 };
 
-// Results of this size or more are written past the caches: nobody finds them there.
-inline constexpr int64_t kStreamBytes = int64_t{8} << 20;
+// Results of this size or more are written past the caches, the second of which they would fill.
+inline constexpr int64_t kStreamBytes = int64_t{2} << 20;
 // Shorter rows have too few whole lines of memory.
 inline constexpr int64_t kStreamRowBytes = 512;
 

@@ -24,16 +24,22 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// sum y dy over the keys whose y is not 0. The next rows are those read after these.
+// sum y dy over the keys whose y is not 0. Prefetches, where rows are only read in part: next_y and
+// next_dy are read after these.
 template <bool kPairs, typename T>
-double Dot(const T* y, const T* dy, int64_t count, const T* next_y, const T* next_dy) {
+double Dot(const T* y, const T* dy, int64_t count, bool in_part, const T* next_y,
+           const T* next_dy) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   const VF zero = hn::Zero(d);
   double total = 0;
   for (int64_t begin = 0; begin < count; begin += kCellKeys) {
     const int64_t end = std::min(begin + kCellKeys, count);
-    NextCell after_y(y, end, count, next_y), after_dy(dy, end, count, next_dy);
+    NextCell after_y, after_dy;
+    if (in_part) {
+      after_y = NextCell(y, end, count, next_y);
+      after_dy = NextCell(dy, end, count, next_dy);
+    }
     VF s[4];
     for (VF& v : s) v = zero;
     const auto add = [&](int64_t i, int64_t u) HWY_ATTR {
@@ -45,8 +51,9 @@ double Dot(const T* y, const T* dy, int64_t count, const T* next_y, const T* nex
     };
     int64_t i = begin;
     for (; i + 4 * lanes <= end; i += 4 * lanes) {
-      after_y.Prefetch(4 * lanes * static_cast<int64_t>(sizeof(T)));
-      after_dy.Prefetch(4 * lanes * static_cast<int64_t>(sizeof(T)));
+      const int64_t bytes = 4 * lanes * static_cast<int64_t>(sizeof(T));
+      after_y.ToSecondCache(bytes);
+      after_dy.ToSecondCache(bytes);
       add(i, 0);
       add(i + 2 * lanes, 2);
     }
@@ -123,8 +130,8 @@ void BackwardRowsOf(const AttentionSoftmaxBackwardArgs& args, int64_t begin, int
         static_cast<const T*>(args.d_probs.data) + row * args.d_probs.row_stride + seen.begin;
     Out* to = static_cast<Out*>(args.d_scores.data) + row * args.d_scores.row_stride;
     if (how.stream) PrefetchEnds(to, keys);
-    const double dot =
-        Dot<kPairs>(y, dy, count, y + args.probs.row_stride, dy + args.d_probs.row_stride);
+    const double dot = Dot<kPairs>(y, dy, count, count < keys, y + args.probs.row_stride,
+                                   dy + args.d_probs.row_stride);
     RowStatus status;
     if (HWY_UNLIKELY(std::isnan(dot))) {  // or infinities of both signs met, which is no fault
       const int64_t nan = FirstNan(y, dy, count);

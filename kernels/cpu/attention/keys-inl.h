@@ -11,7 +11,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/lanes-inl.h"
 
@@ -80,23 +79,29 @@ HWY_INLINE void LoadWhere(const T* from, uint32_t bits, __m512i hidden, VF& a, V
 }
 #endif
 
-// Prefetches, while a row is read by cells, what is read next: the row's next cell, and meanwhile the
-// last as much of the next row. That is for rows whose ends are not read, after which the processor's
-// own prefetches begin anew.
+// Prefetches, while a cell is read, what is read after it. The processor prefetches by itself, but
+// begins anew at every page, and after the end of a row that is not read whole.
 class NextCell {
  public:
-  // For the cell that ends at `end`, of a row's `count` elements. Any address is safe.
+  NextCell() = default;  // nothing
+  // For the cell that ends at `end`, of a row's `count` elements. `next_row` is read after this row,
+  // or is any address; null: nothing.
   template <typename T>
   HWY_INLINE NextCell(const T* row, int64_t end, int64_t count, const T* next_row)
       : at_(reinterpret_cast<const char*>(end < count ? row + end : next_row)) {}
 
+  HWY_INLINE void ToFirstCache(int64_t bytes) { Prefetch<3>(bytes); }
+  HWY_INLINE void ToSecondCache(int64_t bytes) { Prefetch<2>(bytes); }
+
+ private:
+  template <int kLocality>
   HWY_INLINE void Prefetch(int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) hwy::Prefetch(at_ + b);
+    if (at_ == nullptr) return;
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at_ + b, /*write=*/0, kLocality);
     at_ += bytes;
   }
 
- private:
-  const char* at_;
+  const char* at_ = nullptr;
 };
 
 // The x of 2 * lanes keys.
@@ -223,8 +228,7 @@ inline bool IsPlainPower(float scale) {
 template <bool kPairs, bool kScaleLater, typename T, typename M>
 class FastReader {
  public:
-  explicit HWY_INLINE FastReader(float scale)
-      : scale_(hn::Set(DF(), kScaleLater ? 1.0f : scale)) {
+  explicit HWY_INLINE FastReader(float scale) : scale_(hn::Set(DF(), kScaleLater ? 1.0f : scale)) {
 #if HWY_TARGET <= HWY_AVX3
     constexpr uint32_t kMinusInf = ElementBits<T>::kMinusInf;
     constexpr uint32_t kPlusInf = kMinusInf & ~(1u << (8 * sizeof(T) - 1));
@@ -274,9 +278,7 @@ class FastReader {
 #if HWY_TARGET <= HWY_AVX3
   __m512i hidden_;  // the element type's infinity that x = scale * score takes to -inf
 
-  static HWY_INLINE const __m256i* Words(const void* at) {
-    return static_cast<const __m256i*>(at);
-  }
+  static HWY_INLINE const __m256i* Words(const void* at) { return static_cast<const __m256i*>(at); }
   // Bit i: byte i is 0.
   static HWY_INLINE uint32_t Visible(__m256i mask) { return _mm256_testn_epi8_mask(mask, mask); }
 

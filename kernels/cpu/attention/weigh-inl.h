@@ -216,7 +216,7 @@ class ZeroWeigher {
 };
 
 // Writes the weights against 0 of a row of `count` keys, then zeros. Returns their total, which
-// tells whether they are right. `next_row` is read after these, or any address.
+// tells whether they are right. `next_row` is for NextCell.
 template <bool kPairs, bool kScaleLater, typename T, typename M>
 HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, float scale,
                               const T* next_row, const RowWeights& to) {
@@ -243,7 +243,9 @@ HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, flo
     };
     int64_t i = begin;
     for (; i + 4 * lanes <= end; i += 4 * lanes) {
-      next.Prefetch(4 * lanes * static_cast<int64_t>(sizeof(T)));
+      const int64_t bytes = 4 * lanes * static_cast<int64_t>(sizeof(T));
+      // Rows and weights of f32 do not leave room in the first cache.
+      sizeof(T) == 2 ? next.ToFirstCache(bytes) : next.ToSecondCache(bytes);
       for (int64_t u = 0; u < 4; u += 2) {
         const int64_t key = i + u * lanes;
         VF a, b;

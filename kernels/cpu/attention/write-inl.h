@@ -37,13 +37,11 @@ HWY_INLINE auto RoundTwo(DF d, VF a, VF b) {
 // As RoundTwo, by the instruction of AVX512_BF16, which also takes NaN and infinities. It takes
 // subnormals for 0, and this target's compiler flags do not have it.
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<DF>> RoundTwoByInstruction(VF a, VF b) {
-  alignas(64) static constexpr uint16_t kInTurn[32] = {
-      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  alignas(64) static constexpr uint16_t kInTurn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   __m512i both;
-  asm("vcvtne2ps2bf16 %[a], %[b], %[both]"
-      : [both] "=v"(both)
-      : [a] "v"(a.raw), [b] "v"(b.raw));
+  asm("vcvtne2ps2bf16 %[a], %[b], %[both]" : [both] "=v"(both) : [a] "v"(a.raw), [b] "v"(b.raw));
   return {_mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), both)};
 }
 #endif
@@ -135,7 +133,8 @@ HWY_INLINE void WritePart(const Results& results, Out* row, int64_t begin, int64
   const int64_t zeros = std::clamp(seen.begin, begin, end);
   if (begin < zeros) WriteZeros<D>(row, begin, zeros);
   int64_t at = zeros;
-  for (; at + keys <= end && at < seen.end; at += keys) V::Store(results(at - seen.begin), row + at);
+  for (; at + keys <= end && at < seen.end; at += keys)
+    V::Store(results(at - seen.begin), row + at);
   if (at >= end) return;
   if (at >= seen.end) return WriteZeros<D>(row, at, end);
   V::StoreFirst(results(at - seen.begin), end - at, row + at);
