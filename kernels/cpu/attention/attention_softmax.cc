@@ -21,8 +21,9 @@
 // write it, 7 without AVX512_BF16); by latencies for rows of a few vectors.
 //
 // Measured: one thread of a Zen 4 at 3.7 GHz, 16 lanes, by processor time, GB/s of scores and
-// results, where a bare copy past the caches moves 28: f32 27.6, causal 20.5; bf16 19.8, causal 18.1,
-// under a bool mask 18.0, rows of 131072 16.8, odd rows 16.7.
+// results, where a bare copy past the caches moves 28: f32 35, causal 19.5; bf16 19.8, causal 18.4,
+// under a bool mask 18.0, rows of 131072 16.8, odd rows 16.7. All cores:
+// bench/results/cpu/attention.json.
 //
 // Tried and dropped: no prefetch of bf16's next row (1.3 times the time of causal rows), one into the
 // first cache for f32 (1.2 times); powers of two by a polynomial of the fifth degree
