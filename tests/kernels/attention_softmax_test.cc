@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <random>
@@ -68,6 +69,61 @@ TEST_F(AttentionSoftmaxCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRow
   ExpectOnFourStreams(*backend_, [&](OpRunner& runner, int stream) {
     return BrokenPiece(runner, c, call, want, stream, 2, {.offset = stream}).empty();
   });
+}
+
+// Results of 2 MiB and more pass the caches, by whole lines of memory: rows begin and end anywhere in
+// a line, and see any part of their keys.
+TEST_F(AttentionSoftmaxCpuTest, CallsOfManyMebibytesHaveTheBitsOfSmallOnes) {
+  struct Form {
+    DType dtype, out_dtype;
+    int64_t keys;
+    Hide hide;
+    int64_t offset, stride_extra;
+    Fill fill;
+    bool in_place = false;
+  };
+  using enum DType;
+  constexpr Form kForms[] = {
+      {kBF16, kBF16, 1023, Hide::kCausal, 0, 0, Fill::kNormal},
+      {kBF16, kBF16, 2047, Hide::kWindow, 3, 5, Fill::kNormal},
+      {kBF16, kBF16, 1024, Hide::kBool, 0, 0, Fill::kWithNan},
+      {kBF16, kF32, 301, Hide::kCausal, 1, 0, Fill::kNormal},
+      {kF16, kF16, 4097, Hide::kWindow, 7, 0, Fill::kNormal},
+      {kF16, kF16, 300, Hide::kNone, 0, 7, Fill::kWithPlusInf},
+      {kF32, kF32, 129, Hide::kCausalAndBool, 0, 0, Fill::kNormal},
+      {kF32, kF32, 1025, Hide::kWindowAndAdditive, 5, 3, Fill::kMostlyMinusInf},
+      {kF32, kF32, 1024, Hide::kNone, 0, 0, Fill::kNormal, /*in_place=*/true},
+  };
+  uint64_t seed = 6000;
+  for (const Form& form : kForms) {
+    const int64_t row_bytes = form.keys * static_cast<int64_t>(SizeOf(form.out_dtype));
+    const int64_t rows = (int64_t{9} << 20) / row_bytes;
+    const AttentionCase c = {
+        .shape = {.batch = 1, .heads = 1, .queries = rows, .keys = form.keys, .rows = rows},
+        .dtype = form.dtype,
+        .out_dtype = form.out_dtype,
+        .hide = form.hide,
+        .mask_by_query = false,
+        .fill = form.fill,
+        .stride_extra = form.stride_extra,
+        .offset = form.offset,
+        .in_place = form.in_place,
+        .seed = ++seed};
+    SCOPED_TRACE(Describe(c));
+    const AttentionCall call = CallOf(c);
+    const AttentionAnswer want = runner_->AttentionSoftmax(call).value();
+    ASSERT_EQ(WrittenOutside(c.in_place ? call.scores : call.probs, want.probs), "");
+    const AttentionBackwardCall backward = BackwardOf(c);
+    const AttentionBackwardAnswer gradient = runner_->AttentionSoftmaxBackward(backward).value();
+    ASSERT_EQ(WrittenOutside(backward.Before(), gradient.d_scores), "");
+    constexpr int64_t kPiece = 200;
+    for (int64_t first = 0; first < rows; first += kPiece) {
+      const int64_t here = std::min(kPiece, rows - first);
+      const RowLayout layout = {.offset = first / kPiece % 3};
+      ASSERT_EQ(BrokenPiece(*runner_, c, call, want, first, here, layout), "");
+      ASSERT_EQ(BrokenGradientPiece(*runner_, c, backward, gradient, first, here, layout), "");
+    }
+  }
 }
 
 // Pages of memory between pages whose access ends the process.
@@ -203,6 +259,64 @@ TEST(AttentionSoftmaxTargetsTest, CellsOfAnyTwoMaximaAgreeWithDoublePrecision) {
       for (int64_t r = 0; r < kRows; ++r) {
         EXPECT_EQ(DescribeDifference(call, r, got, /*x_roundings=*/0), "")
             << Name(dtype) << ", maxima " << kMaxima[r / kKinds] << " and " << kMaxima[r % kKinds];
+      }
+    }
+  });
+}
+
+// Scores that no query sees are NaN and infinite; a scale of 0 or below turns infinities around.
+TEST(AttentionSoftmaxTargetsTest, ScoresOfMaskedKeysHaveNoEffectWhateverTheScale) {
+  constexpr float kScales[] = {0, -1, 1, 0.125f, -0.3f, 0x1p-30f, 0x1p15f};
+  constexpr float kSpecial[] = {kNan, kInf, -kInf, 3e38f, -3e38f};
+  ForEachInstructionSet([&](OpRunner& runner) {
+    uint64_t seed = 7000;
+    for (const float scale : kScales) {
+      for (const DType dtype : kAllDTypes) {
+        for (const Hide hide : {Hide::kBool, Hide::kAdditive}) {
+          constexpr int64_t kRows = 9, kKeys = 1100;
+          const AttentionCase c = {
+              .shape = {.batch = 1, .heads = 1, .queries = kRows, .keys = kKeys, .rows = kRows},
+              .dtype = dtype,
+              .out_dtype = dtype,
+              .hide = hide,
+              .mask_dtype = ++seed % 2 == 0 ? dtype : DType::kF32,
+              .finite_bans = false,
+              .scale = scale,
+              .seed = seed};
+          AttentionCall call = CallOf(c);
+          for (int64_t r = 0; r < kRows; ++r) {
+            const AttentionRowAnswer want = ReferenceAttentionRow(call, r);
+            // Where the reference has 0, the key is masked: x differ by far less than 80.
+            if (std::fabs(scale) > 1) break;
+            for (int64_t j = 0; j < kKeys; ++j) {
+              if (want.probs[j] == 0) call.scores.Set(r, j, kSpecial[(r + j) % 5]);
+            }
+          }
+          const auto got = runner.AttentionSoftmax(call).value();
+          for (int64_t r = 0; r < kRows; ++r) {
+            ASSERT_EQ(DescribeDifference(call, r, got, /*x_roundings=*/1), "") << Describe(c);
+          }
+        }
+      }
+    }
+  });
+}
+
+// One key has all the weight: so the gradient of the other is y dy, which is subnormal.
+TEST(AttentionSoftmaxTargetsTest, SubnormalGradientsAreNotLost) {
+  ForEachInstructionSet([](OpRunner& runner) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const int64_t keys : {2, 40, 70}) {
+        AttentionBackwardCall call =
+            BackwardOf({.shape = {.batch = 1, .heads = 1, .queries = 1, .keys = keys, .rows = 1},
+                        .dtype = dtype,
+                        .scale = 1});
+        for (int64_t j = 0; j < keys; ++j) {
+          call.probs.Set(0, j, j == 0 ? 1 : 0x1p-100f);
+          call.d_probs.Set(0, j, j == 0 ? 0 : 0x1p-30f);
+        }
+        const auto got = runner.AttentionSoftmaxBackward(call).value();
+        for (int64_t j = 1; j < keys; ++j) ASSERT_EQ(got.d_scores.At(0, j), 0x1p-130f) << j;
       }
     }
   });

@@ -71,6 +71,32 @@ inline void Zero(const MutableTensorView& to, int64_t row, int64_t begin, int64_
   std::memset(At(to.data, to.dtype, row * to.row_stride + begin), 0, bytes);
 }
 
+// Whether the processor has AVX512_BF16, which no SIMD target of ours implies.
+inline bool HasBF16Instructions() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// How a call's rows are written.
+struct Writing {
+  bool stream;          // past the caches
+  bool by_instruction;  // AVX512_BF16 rounds to bf16
+};
+
+// Results of this size or more are written past the caches, the second of which they would fill.
+inline constexpr int64_t kStreamBytes = int64_t{2} << 20;
+// Shorter rows have too few whole lines of memory.
+inline constexpr int64_t kStreamRowBytes = 512;
+
+inline Writing WritingOf(const AttentionShape& shape, const MutableTensorView& to, bool in_place) {
+  const int64_t row_bytes = shape.keys * static_cast<int64_t>(SizeOf(to.dtype));
+  const bool large = row_bytes >= kStreamRowBytes && shape.rows * row_bytes >= kStreamBytes;
+  return {.stream = large && !in_place, .by_instruction = HasBF16Instructions()};
+}
+
 // Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
 inline constexpr int64_t kItemKeys = 32768;
 
