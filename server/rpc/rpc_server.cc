@@ -5,6 +5,7 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
+#include <grpcpp/version_info.h>
 
 #include <algorithm>
 #include <chrono>
@@ -54,6 +55,9 @@ constexpr int kHandshakeMs = 20000;
 
 // Time for a peer to answer a ping.
 constexpr absl::Duration kKeepaliveTimeout = absl::Seconds(20);
+
+// Whether gRPC asks for the whole of a message that a call reads, whatever its window.
+constexpr bool kGrpcAsksAlways = GRPC_CPP_VERSION_MAJOR == 1 && GRPC_CPP_VERSION_MINOR <= 51;
 
 // Small fields of a message, and of each of its rows.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
@@ -158,11 +162,12 @@ class RpcServerImpl final : public RpcServer {
     builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
     // With BDP probing, gRPC's windows are 4 MiB and more from the first frame on. The door gives peers
     // windows of its own, within them: see door::Windows. Without the probe gRPC 1.51 keeps 64 KiB for a
-    // connection, and asks for each 32 KiB of a message anew.
+    // connection, and asks for each 32 KiB of a message anew. Newer versions (seen: 1.83) ask for nothing
+    // while they believe that the peer has half of such a window left, so they keep their 64 KiB.
     // Tried and dropped, no gain beyond noise from socket to slab or for one row: frames of 1 and
     // 16 MiB, reads of at least 64 KiB, 1 MiB and 4 MiB. A bare socket is no faster at 16 MiB: the
     // kernel's two copies are the cost.
-    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 1);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, kGrpcAsksAlways ? 1 : 0);
     // Admission does not bound a peer that lies about its message: gRPC core receives all of an
     // oversized message before it refuses it. The quota bounds what all peers together can make
     // core hold; beyond it core resets streams. Honest calls stay within max_held_bytes and never
