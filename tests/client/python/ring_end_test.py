@@ -205,8 +205,8 @@ class EndTest(RingTestCase):
         rows = self.filled(arena, values(1, 3000))
         interrupted = 0
         for step in range(120):
-            signal.setitimer(signal.ITIMER_REAL, 0.00002 + step % 40 * 0.00001)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 0.00002 + step % 40 * 0.00001)
                 ring.top_k(rows, k=1 + step % 7, arena=arena)
                 while True:
                     time.sleep(1)
