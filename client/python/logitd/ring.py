@@ -162,6 +162,7 @@ class Ring:
         self._completed = 0
         self._flights: Dict[int, _Flight] = {}  # by tag, which is the number of the submission
         self._ended: Optional[str] = None  # why
+        self._rings_again = False  # after the first nap of a wait
         self._closed = False
         self._use = threading.RLock()  # what an interrupt leaves locked stays open to its thread
 
@@ -363,8 +364,6 @@ class Ring:
             self._ended = why
 
     def _over(self) -> Unavailable:
-        """Ends all calls in flight."""
-        self._flights.clear()
         return Unavailable(f"ring: it has ended: {self._ended}", attempts=1)
 
     def _publish(self, flight: _Flight, message: bytes, timeout_us: int) -> int:
@@ -401,7 +400,9 @@ class Ring:
         try:
             self._socket.send(b"\0", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            pass  # the socket is full of doorbells, which the server reads before it sleeps
+            # The socket is full of doorbells, so the server will not sleep before it has read one. But this look at the
+            # socket may have been ahead of the phase, as no lock stands between: who waits rings once more.
+            self._rings_again = True
         except OSError:
             self._hear()
             self._end("the connection is broken")
@@ -412,12 +413,16 @@ class Ring:
         if self.in_flight == 0:
             self._check_open()
             raise FailedPrecondition("ring: got a wait while no call is in flight, allowed after a submit")
-        while True:
-            if not self._ready():
-                self._wait_ready(end)
-            tag, wanted, answer = self._read()
-            if wanted:
-                return tag, answer
+        try:
+            while True:
+                if not self._ready():
+                    self._wait_ready(end)
+                tag, wanted, answer = self._read()
+                if wanted:
+                    return tag, answer
+        except Unavailable:  # the end of all calls in flight; those that were answered before it came first
+            self._flights.clear()
+            raise
 
     def _skip_dropped(self) -> None:
         """Reads answers that nobody waits for, as far as they are next."""
@@ -491,6 +496,9 @@ class Ring:
                     self._hear()
                     if self._ready():  # the last answers may be there although the ring has ended
                         return
+                if self._rings_again:
+                    self._rings_again = False
+                    self._ring_doorbell()
                 nap = min(2 * nap, _LONGEST_NAP)
         finally:
             memory[_CLIENT_ASLEEP] = 0

@@ -94,6 +94,19 @@ class EndTest(RingTestCase):
             ring.top_k(values(1, 50), k=1)
         self.assert_over(ring)
 
+    def test_answers_from_before_the_end_are_still_given(self):
+        server, arena, ring = self.doomed()
+        ring.submit_top_k(values(1, 50), k=1)
+        until(ring._ready)
+        server.process.kill()
+        server.process.wait(WAIT)
+        with self.refused(logitd.Unavailable, "ring: it has ended: the server closed the connection"):
+            ring.submit_top_k(values(1, 50), k=1)
+        self.assertEqual(ring.in_flight, 1)
+        tag, answer = ring.wait(WAIT)
+        self.assertEqual((tag, answer.indices.counts.tolist()), (0, [1]))
+        self.assert_over(ring)
+
     def test_a_ring_that_is_cut_off_says_why(self):
         for at, value, text in (
             (1, 9, "ring: got a submission of method 9"),

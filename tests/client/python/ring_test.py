@@ -323,6 +323,17 @@ class OrderTest(RingTestCase):
         self.assertEqual(ring.in_flight, 1)
         self.assertTrue(ring.wait(WAIT)[1].ok.all())
 
+    def test_a_doorbell_that_found_the_socket_full_is_rung_again_by_who_waits(self):
+        arena, ring = self.ring(MIB, slots=4)
+        row = self.filled(arena, values(1, 100))
+        for _ in range(3):
+            time.sleep(0.05)  # the server sleeps
+            with mock.patch.object(ring, "_socket") as full:
+                full.send.side_effect = BlockingIOError
+                ring.submit_top_k(row, k=1, arena=arena)
+            self.assertTrue(ring.wait(WAIT)[1].ok.all())
+            self.assertFalse(ring._rings_again)
+
     def test_a_full_socket_of_doorbells_loses_no_call(self):
         arena, ring = self.ring(MIB, slots=4)
         row = self.filled(arena, values(1, 100))
