@@ -4,9 +4,9 @@
     with logitd.Client("127.0.0.1:7450") as client:
         print(client.sample(logits, seed=7, top_p=0.9).tokens)
 
-Client blocks; AsyncClient is for asyncio. Arena is memory that a server on the same machine reads rows from. params has
-the parameters, results what comes back, errors what is raised. logitd.transformers and logitd.ray put it into the loops
-of others, and are imported on their own.
+Client blocks; AsyncClient is for asyncio. Arena is memory that a server on the same machine reads rows from, Ring a
+decode loop through it. params has the parameters, results what comes back, errors what is raised. logitd.transformers
+and logitd.ray put it into the loops of others, and are imported on their own.
 """
 
 __version__ = "0.1.0"
@@ -51,6 +51,7 @@ from logitd.results import (
     TopKResult,
     VerifyResult,
 )
+from logitd.ring import Ring
 
 __all__ = [
     "Aborted",
@@ -78,6 +79,7 @@ __all__ = [
     "Ragged",
     "ResourceExhausted",
     "Retry",
+    "Ring",
     "RowStatus",
     "SampleResult",
     "SampleStream",

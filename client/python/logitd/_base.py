@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Mapping, Optional, Union
 
 from logitd import _arrays, _attention, results
-from logitd._calls import Call, Session, verify_fields
+from logitd._calls import Call, Session, encoded, verify_fields
 from logitd._params import RowParams
 from logitd._rows import REQUESTS, RowInput, row_input
 from logitd.arena import Arena
 from logitd.errors import FailedPrecondition
 from logitd.options import TLS, Options, Retry
 from logitd.params import Float, split
+
+
+def row_request(kind: str, logits: Any, params: Mapping[str, Any]) -> "tuple[RowInput, RowParams, Optional[float]]":
+    """The input, the parameters and the deadline of a call that takes logits, or hidden states with a head."""
+    (hidden, head, dtype, arena, deadline), rest = split(params, "hidden", "head", "dtype", "arena", "deadline")
+    rows = row_input(logits, hidden, head, dtype, arena)
+    vocab = rows.width if head is None else None
+    return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
 
 
 class Base:
@@ -76,21 +84,12 @@ class Base:
             self._methods[name] = getattr(self._channel, kind)(name)
         return self._methods[name]
 
-    @staticmethod
-    def _row_request(
-        kind: str, logits: Any, params: Mapping[str, Any]
-    ) -> "tuple[RowInput, RowParams, Optional[float]]":
-        (hidden, head, dtype, arena, deadline), rest = split(params, "hidden", "head", "dtype", "arena", "deadline")
-        rows = row_input(logits, hidden, head, dtype, arena)
-        vocab = rows.width if head is None else None
-        return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
-
     def _top_k(self, logits: Any, k: Any, params: Mapping[str, Any]) -> Call[results.TopKResult]:
-        rows, row_params, deadline = self._row_request("top_k", logits, {**params, "k": k})
+        rows, row_params, deadline = row_request("top_k", logits, {**params, "k": k})
         return self._session.rows("top_k", rows, row_params, deadline)
 
     def _sample(self, logits: Any, params: Mapping[str, Any]) -> Call[results.SampleResult]:
-        rows, row_params, deadline = self._row_request("sample", logits, params)
+        rows, row_params, deadline = row_request("sample", logits, params)
         return self._session.rows("sample", rows, row_params, deadline)
 
     def _verify(
@@ -110,7 +109,7 @@ class Base:
         return self._session.rows("verify", rows, row_params, deadline, fields)
 
     def _score(self, logits: Any, targets: Any, params: Mapping[str, Any]) -> Call[results.ScoreResult]:
-        rows, row_params, deadline = self._row_request("score", logits, {**params, "targets": targets})
+        rows, row_params, deadline = row_request("score", logits, {**params, "targets": targets})
         return self._session.rows("score", rows, row_params, deadline)
 
     def _score_stream(
@@ -122,7 +121,7 @@ class Base:
         progress: Optional[Callable[[results.ScoreProgress], Any]],
         params: Mapping[str, Any],
     ) -> Call[results.ScoreResult]:
-        rows, row_params, deadline = self._row_request("score", logits, {**params, "targets": targets})
+        rows, row_params, deadline = row_request("score", logits, {**params, "targets": targets})
         return self._session.score_stream(rows, row_params, deadline, offset, totals, progress)
 
     def _softmax(
@@ -201,5 +200,5 @@ class Base:
         (deadline,), rest = split(params, "deadline")
         if deadline is not None:
             raise TypeError("write: got a deadline, allowed none: a stream has no deadline")
-        rows, row_params, _ = self._row_request("sample", logits, rest)
-        return REQUESTS["sample"][1].encode({**rows.fields(), **row_params.all(), **rows.payload()}), rows
+        rows, row_params, _ = row_request("sample", logits, rest)
+        return encoded("sample", rows, row_params), rows

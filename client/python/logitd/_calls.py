@@ -226,8 +226,8 @@ class Session:
         more: Optional[Mapping[str, Any]] = None,
     ) -> Call[Any]:
         """TopK, Sample, Verify or Score in one message."""
-        method, codec = REQUESTS[kind]
-        message = codec.encode({**rows.fields(), **params.all(), **(more or {}), **rows.payload()})
+        method, _ = REQUESTS[kind]
+        message = encoded(kind, rows, params, more)
         end = self.end(deadline)
         try:
             reply = yield from self.unary(method, message, end)
@@ -450,6 +450,11 @@ def decode(codec: Codec, data: bytes) -> Tuple[Dict[str, np.ndarray], Any]:
         return codec.decode(data)
     except _wire.WireError as error:
         raise Internal(f"the server's answer is not a {codec.name}: {error}", attempts=1) from error
+
+
+def encoded(kind: str, rows: RowInput, params: RowParams, more: Optional[Mapping[str, Any]] = None) -> bytes:
+    """The one message of a request of rows."""
+    return REQUESTS[kind][1].encode({**rows.fields(), **params.all(), **(more or {}), **rows.payload()})
 
 
 def decoded(kind: str, reply: Reply, rows: RowInput) -> Any:

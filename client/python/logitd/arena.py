@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from logitd.params import DType
+    from logitd.ring import Ring
 
 # The protocol, see formats/arena_protocol.h.
 _MAGIC, _VERSION, _HOST, _CUDA = b"LDAR", 1, 1, 2
@@ -73,7 +74,8 @@ class Arena:
         self._nbytes = len(memory)
         self._lease_id = lease_id
         self._lock = threading.Lock()
-        self._taken = 0  # by empty()
+        self._taken = 0  # by empty() and ring()
+        self._has_ring = False
 
     @classmethod
     def lease(cls, address: str, nbytes: int, timeout: float = 10.0) -> "Arena":
@@ -144,6 +146,31 @@ class Arena:
         kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
         return torch.from_numpy(raw).view(kinds[dtype]).reshape(sizes)
 
+    def ring(
+        self,
+        *,
+        slots: int = 64,
+        entry_bytes: int = 4096,
+        answer_bytes: int = 16384,
+        priority: str = "interactive",
+        spin: float = 100e-6,
+        deadline: float = 30.0,
+        timeout: float = 10.0,
+    ) -> Ring:
+        """Ring.open of this arena: TopK and Sample of a decode loop through its memory."""
+        from logitd.ring import Ring  # which imports this module
+
+        return Ring.open(
+            self,
+            slots=slots,
+            entry_bytes=entry_bytes,
+            answer_bytes=answer_bytes,
+            priority=priority,
+            spin=spin,
+            deadline=deadline,
+            timeout=timeout,
+        )
+
     def close(self) -> None:
         """Ends the lease. Calls that the server has begun read their rows to the end. Safe to call again."""
         self._bytes = None
@@ -181,15 +208,25 @@ class Arena:
     def _take(self, shape: Shape, dtype: str) -> int:
         """The offset of new bytes."""
         sizes, wanted = _extent(shape, dtype)
+        return self._reserve(wanted, f"shape: got {list(sizes)} of {dtype}, {wanted} bytes")
+
+    def _reserve(self, wanted: int, got: str) -> int:
+        """The offset of `wanted` new bytes. got: how the refusal begins where there are not so many."""
         with self._lock:
             offset = -(-self._taken // _ALIGNMENT) * _ALIGNMENT
             if wanted > self._nbytes - offset:
                 raise InvalidArgument(
-                    f"shape: got {list(sizes)} of {dtype}, {wanted} bytes, allowed the {max(0, self._nbytes - offset)} "
-                    f"bytes that are left of the arena's {self._nbytes}"
+                    f"{got}, allowed the {max(0, self._nbytes - offset)} bytes that are left of the arena's "
+                    f"{self._nbytes}"
                 )
             self._taken = offset + wanted
         return offset
+
+    def _return(self, offset: int, nbytes: int) -> None:
+        """Gives reserved bytes back, where none were reserved after them."""
+        with self._lock:
+            if self._taken == offset + nbytes:
+                self._taken = offset
 
     def _raw(self, offset: int, shape: Shape, dtype: str) -> Tuple[np.ndarray, Tuple[int, ...]]:
         """The bytes of an array, and its shape."""

@@ -18,7 +18,8 @@ CLIENT = ROOT / "client/python"
 TESTS = ROOT / "tests/client/python"
 GRPCIO = ("1.49.1", "1.62.3")  # the oldest that the package takes, and one between it and the newest
 PROTOBUF = ("3.20.3", "5.26.1", "6.31.1")  # besides the newest, which pip installs, and Debian's
-IN_ALL = {"logitd/__init__.py", "logitd/client.py", "logitd/aio.py", "logitd/py.typed", "logitd/descriptors.binpb"}
+MODULES = {"logitd/__init__.py", "logitd/client.py", "logitd/aio.py", "logitd/ring.py"}
+IN_ALL = {*MODULES, "logitd/py.typed", "logitd/descriptors.binpb"}
 TYPED = """
 from typing import Any
 import logitd
@@ -35,6 +36,12 @@ with logitd.Client("127.0.0.1:7450", deadline=5.0) as client:
     totals: logitd.ScoreTotals = client.score(logits, targets=[1, 2], want_rank=True).totals
     with logitd.Arena.lease("unix:/run/logitd/arena.sock", 1 << 20) as arena:
         client.top_k(arena.empty((2, 10), "f16"), k=3, arena=arena)
+        with arena.ring(slots=4) as ring:
+            drawn: np.ndarray[Any, np.dtype[np.int32]] = ring.sample(arena.empty(10), seed=1, arena=arena).tokens
+            begun: int = ring.submit_top_k(arena.empty(10), k=3, arena=arena, temperature=0.5)
+            tag, answer = ring.wait(timeout=1.5)
+            if isinstance(answer, logitd.TopKResult):
+                ids = answer.indices.dense()
 """
 WRONG = (
     'client.sample(logits, seed=1, topp=0.9)',
@@ -46,6 +53,9 @@ WRONG = (
     'client.sample(logits, seed=1).tokens.no_such_method()',
     'client.sample(logits, seed=1).top_ids.dense().no_such_method()',
     'logitd.Client(deadline="soon")',
+    'logitd.Arena.lease("unix:/x", 1).ring().sample(logits, topp=1)',
+    'logitd.Arena.lease("unix:/x", 1).ring(slots="x")',
+    'logitd.Arena.lease("unix:/x", 1).ring().wait()[1].tokens',
 )
 WRONG_HEAD = """
 import logitd
