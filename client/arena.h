@@ -4,6 +4,7 @@
 #ifndef LOGITD_CLIENT_ARENA_H_
 #define LOGITD_CLIENT_ARENA_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -50,6 +51,9 @@ class Arena {
   char* data() const { return data_; }  // page-aligned; kCuda: device memory
   ArenaKind kind() const { return cuda_ == nullptr ? ArenaKind::kHost : ArenaKind::kCuda; }
   int socket() const { return socket_; }  // the lease's connection, for its ring
+  // For Ring::Open: false where the arena has its ring.
+  bool TakeRing() { return !has_ring_.exchange(true); }
+  void GiveRing() { has_ring_ = false; }
   int64_t bytes() const { return bytes_; }
 
   // Copy from or to memory of the host, and wait for it. OUT_OF_RANGE: it does not fit at `offset`.
@@ -75,6 +79,7 @@ class Arena {
   const int64_t bytes_;
   const std::string lease_;
   const std::unique_ptr<CudaMemory> cuda_;  // null: memory of the host
+  std::atomic<bool> has_ring_ = false;
 };
 
 }  // namespace logitd::client

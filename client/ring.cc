@@ -66,6 +66,10 @@ absl::StatusOr<std::unique_ptr<Ring>> Ring::Open(Arena* arena, int64_t offset,
                         "arena's %d bytes",
                         options.slots, bytes, offset, arena->bytes()));
   }
+  if (!arena->TakeRing()) {
+    return absl::FailedPreconditionError(
+        "ring: got an arena that has had its ring, allowed one for each lease");
+  }
   char* const memory = arena->data() + offset;
   std::memset(memory, 0, static_cast<size_t>(bytes));
   const RingAsk ask = {.slots = options.slots,
@@ -87,7 +91,10 @@ absl::StatusOr<std::unique_ptr<Ring>> Ring::Open(Arena* arena, int64_t offset,
     return absl::InternalError(
         absl::StrFormat("ring: got an answer of %d bytes that is not of this protocol", got));
   }
-  if (answer.code != 0) return absl::Status(static_cast<absl::StatusCode>(answer.code), text);
+  if (answer.code != 0) {
+    arena->GiveRing();
+    return absl::Status(static_cast<absl::StatusCode>(answer.code), text);
+  }
   return std::unique_ptr<Ring>(new Ring(arena, memory, options));
 }
 

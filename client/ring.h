@@ -48,8 +48,9 @@ class Ring {
   static int64_t Bytes(const RingOptions& options);
 
   // Opens the arena's ring at `offset` of it, a multiple of 64; those bytes are the ring's from here
-  // on. The arena outlives the ring. INVALID_ARGUMENT: it does not lie there. UNAVAILABLE: the lease
-  // has ended, or the server knows no rings. Otherwise the server's error.
+  // on. The arena outlives the ring. INVALID_ARGUMENT: it does not lie there. FAILED_PRECONDITION: the
+  // arena has had its ring. UNAVAILABLE: the lease has ended, or the server knows no rings. Otherwise
+  // the server's error, and the arena has no ring.
   static absl::StatusOr<std::unique_ptr<Ring>> Open(Arena* arena, int64_t offset,
                                                     const RingOptions& options = {});
 

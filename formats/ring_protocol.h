@@ -28,7 +28,8 @@
 // can change its flags, and so make the other's write wait.
 //
 // The server checks the head of a submission: an unknown method, a priority, bytes beyond the slot
-// or a field that must be 0 ends the ring. It says so with one more RingAnswer, and ends the lease.
+// or a field that must be 0 ends the ring; so does any other packet than a doorbell, as a second
+// RingAsk is. It says so with one more RingAnswer, and ends the lease.
 // A doorbell may be unread then: the client's first read may say ECONNRESET, and the next one has it.
 // What is wrong inside a message is an error of that call only, as over gRPC.
 //

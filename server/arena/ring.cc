@@ -205,9 +205,14 @@ void Ring::Run() {
     ssize_t heard = -1;
     for (int i = 0; i < 64; ++i) {
       heard = recv(socket_, bell.data(), bell.size(), MSG_DONTWAIT);
-      if (heard <= 0) break;
+      if (heard != 1) break;
     }
     if (heard == 0) break;
+    if (heard > 1) {
+      CutOff(absl::InvalidArgumentError(
+          "ring: got a packet of more than 1 byte, allowed doorbells; a lease has one ring"));
+      break;
+    }
     worked_ns_ = absl::GetCurrentTimeNanos();
   }
   if (std::exchange(spins_, false)) rings_->EndSpin();

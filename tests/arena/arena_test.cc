@@ -492,6 +492,28 @@ TEST_F(ArenaServerTest, ALeaseOpensARingWhichEndsWithIt) {
   }));
 }
 
+TEST_F(ArenaServerTest, ASecondRingOfALeaseCutsTheFirstOff) {
+  Start();
+  server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t,
+                         RingRequest) { return std::shared_ptr<RingWork>(); },
+                      /*cores=*/2);
+  const int client = Connect();
+  const Got got = Ask(client, {.bytes = 1 << 16});
+  ASSERT_GE(got.fd, 0);
+  const RingAsk ask = {.slots = 4, .entry_bytes = 256, .answer_bytes = 256, .offset = 0};
+  ASSERT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+  std::array<char, 2048> packet;
+  ASSERT_EQ(recv(client, packet.data(), packet.size(), 0), ssize_t{sizeof(RingAnswer)});
+  ASSERT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+  const ssize_t told = recv(client, packet.data(), packet.size(), 0);
+  ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});
+  EXPECT_EQ(std::string(packet.data() + sizeof(RingAnswer), packet.data() + told),
+            "ring: got a packet of more than 1 byte, allowed doorbells; a lease has one ring");
+  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  close(got.fd);
+  close(client);
+}
+
 TEST_F(ArenaServerTest, ARingThatIsCutOffEndsItsLease) {
   Start();
   server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t,

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -366,8 +367,9 @@ TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
   peer.Submit(0, "", {.method = 77});
   Bell();
   std::array<char, 2048> packet;
+  // The server may never read that doorbell. So ECONNRESET may come too, before its message or after it.
   ssize_t got = recv(client_, packet.data(), packet.size(), 0);
-  if (got < 0) got = recv(client_, packet.data(), packet.size(), 0);  // ECONNRESET comes first
+  if (got < 0) got = recv(client_, packet.data(), packet.size(), 0);
   ASSERT_GT(got, ssize_t{sizeof(RingAnswer)});
   RingAnswer answer;
   std::memcpy(&answer, packet.data(), sizeof(answer));
@@ -375,7 +377,8 @@ TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
   EXPECT_EQ(static_cast<absl::StatusCode>(answer.code), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(packet.data() + sizeof(answer), answer.text_bytes),
               HasSubstr("method 77"));
-  EXPECT_EQ(recv(client_, packet.data(), packet.size(), 0), 0);
+  const ssize_t end = recv(client_, packet.data(), packet.size(), 0);
+  EXPECT_TRUE(end == 0 || (end < 0 && errno == ECONNRESET)) << end << ", errno " << errno;
   EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
 }
 

@@ -261,7 +261,12 @@ TEST_F(RingTest, RingsThatCannotBeAreRefusedAndTheLeaseStays) {
   const RingOptions options = {.slots = 257, .entry_bytes = 128, .answer_bytes = 128};
   EXPECT_THAT(std::string(Ring::Open(arena.get(), 0, options).status().message()),
               HasSubstr("ring.slots: got 257"));
-  EXPECT_TRUE(Open(arena.get())->TopK(TopKOf({arena->data(), kVocab * 4}, arena.get())).ok());
+  const auto ring = Open(arena.get());
+  EXPECT_TRUE(ring->TopK(TopKOf({arena->data(), kVocab * 4}, arena.get())).ok());
+  EXPECT_EQ(Ring::Open(arena.get(), kRingAt, kOptions).status(),
+            absl::FailedPreconditionError(
+                "ring: got an arena that has had its ring, allowed one for each lease"));
+  EXPECT_TRUE(ring->TopK(TopKOf({arena->data(), kVocab * 4}, arena.get())).ok());
 }
 
 TEST_F(RingTest, ASleepingPairWakesEachOther) {
