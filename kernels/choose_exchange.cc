@@ -11,20 +11,23 @@ namespace logitd {
 absl::StatusOr<ShardExchange> ChooseExchange(ShardExchange wanted,
                                              absl::FunctionRef<absl::Status()> peers,
                                              absl::FunctionRef<absl::Status()> nccl) {
+  const struct {
+    ShardExchange exchange;
+    absl::FunctionRef<absl::Status()> check;
+    const char* allowed;
+  } ways[] = {
+      {ShardExchange::kPeers, peers,
+       "with peer access (NVLink, or PCIe where the machine lets it)"},
+      {ShardExchange::kNccl, nccl, "that NCCL can join"},
+  };
   std::vector<std::string> why_not, allowed;
-  if (wanted != ShardExchange::kNccl) {
-    const absl::Status status = peers();
-    if (status.ok()) return ShardExchange::kPeers;
+  for (const auto& way : ways) {
+    if (wanted != ShardExchange::kAuto && wanted != way.exchange) continue;
+    const absl::Status status = way.check();
+    if (status.ok()) return way.exchange;
     if (absl::IsInternal(status)) return status;
     why_not.emplace_back(status.message());
-    allowed.emplace_back("with peer access (NVLink, or PCIe where the machine lets it)");
-  }
-  if (wanted != ShardExchange::kPeers) {
-    const absl::Status status = nccl();
-    if (status.ok()) return ShardExchange::kNccl;
-    if (absl::IsInternal(status)) return status;
-    why_not.emplace_back(status.message());
-    allowed.emplace_back("that NCCL can join");
+    allowed.emplace_back(way.allowed);
   }
   return absl::FailedPreconditionError(
       absl::StrFormat("shard: %s, allowed devices %s; on others each device holds the whole head",

@@ -27,7 +27,8 @@ class EarlyRoom {
 };
 
 // The windows of one connection. gRPC has its own, of megabytes for each stream and each connection,
-// and would give them to every peer. The peer gets smaller ones:
+// and would give them to every peer. (Newer versions than 1.51 are set to 64 KiB for each stream, see
+// RpcServer; then no window is wide.) The peer gets smaller ones:
 //
 // - Usual: 64 KiB for each stream, and what gRPC asks for while a call reads its message. A larger
 //   message waits for its call, and costs one more round trip.

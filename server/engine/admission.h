@@ -81,10 +81,10 @@ struct RoomAsk {
 //
 // While calls wait for room, a message must make progress. A call is told that it is too slow where its
 // connection receives less than min_receive_rate for each message that it sends, over
-// kReceiveWindow; not while bytes of it wait unread, since then this server is what is slow. Where the
-// bytes of the connection are not known, its time counts: kReceiveWindow
-// and a second for each 64 MiB. A stream that waits for its next message is not told; its room is
-// taken back, and the message has to ask again when it is there.
+// kReceiveWindow; not while bytes of it wait unread, since then this server is what is slow. Where
+// the bytes of the connection are not known, its time counts: kReceiveWindow and a second for each
+// 64 MiB. A stream that waits for its next message is not told; its room is taken back, and the
+// message has to ask again when it is there.
 //
 // Cost: one lock, O(log waiting callers) for each step; O(messages being received) every
 // kReceiveTick while calls wait.

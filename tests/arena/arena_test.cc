@@ -492,18 +492,32 @@ TEST_F(ArenaServerTest, ALeaseOpensARingWhichEndsWithIt) {
   }));
 }
 
-TEST_F(ArenaServerTest, ASecondRingOfALeaseCutsTheFirstOff) {
-  Start();
-  server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t,
-                         RingRequest) { return std::shared_ptr<RingWork>(); },
-                      /*cores=*/2);
-  const int client = Connect();
-  const Got got = Ask(client, {.bytes = 1 << 16});
-  ASSERT_GE(got.fd, 0);
+class CutOffTest : public ArenaServerTest {
+ protected:
+  // A client of a server whose rings answer nothing.
+  int StartAndConnect() {
+    Start();
+    server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t,
+                           RingRequest) { return std::shared_ptr<RingWork>(); },
+                        /*cores=*/2);
+    return Connect();
+  }
+  // A lease of 64 KiB with a ring in it.
+  static Got OpenRing(int client, const RingAsk& ask) {
+    const Got got = Ask(client, {.bytes = 1 << 16});
+    EXPECT_GE(got.fd, 0);
+    EXPECT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+    std::array<char, 2048> packet;
+    EXPECT_EQ(recv(client, packet.data(), packet.size(), 0), ssize_t{sizeof(RingAnswer)});
+    return got;
+  }
+};
+
+TEST_F(CutOffTest, ASecondRingOfALeaseCutsTheFirstOff) {
   const RingAsk ask = {.slots = 4, .entry_bytes = 256, .answer_bytes = 256, .offset = 0};
-  ASSERT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+  const int client = StartAndConnect();
+  const Got got = OpenRing(client, ask);
   std::array<char, 2048> packet;
-  ASSERT_EQ(recv(client, packet.data(), packet.size(), 0), ssize_t{sizeof(RingAnswer)});
   ASSERT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
   const ssize_t told = recv(client, packet.data(), packet.size(), 0);
   ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});
@@ -514,18 +528,11 @@ TEST_F(ArenaServerTest, ASecondRingOfALeaseCutsTheFirstOff) {
   close(client);
 }
 
-TEST_F(ArenaServerTest, ARingThatIsCutOffEndsItsLease) {
-  Start();
-  server_->ServeRings([](const std::shared_ptr<Ring>&, uint64_t,
-                         RingRequest) { return std::shared_ptr<RingWork>(); },
-                      /*cores=*/2);
-  const int client = Connect();
-  const Got got = Ask(client, {.bytes = 1 << 16});
-  ASSERT_GE(got.fd, 0);
+TEST_F(CutOffTest, ARingThatIsCutOffEndsItsLease) {
   const RingAsk ask = {.slots = 4, .entry_bytes = 256, .answer_bytes = 256, .offset = 0};
-  ASSERT_EQ(send(client, &ask, sizeof(ask), MSG_NOSIGNAL), ssize_t{sizeof(ask)});
+  const int client = StartAndConnect();
+  const Got got = OpenRing(client, ask);
   std::array<char, 2048> packet;
-  ASSERT_EQ(recv(client, packet.data(), packet.size(), 0), ssize_t{sizeof(RingAnswer)});
   const RingEntry broken = {.phase = RingPhase(0, 4), .method = 99};
   ASSERT_EQ(pwrite(got.fd, &broken, sizeof(broken), kSubmissionsAt), ssize_t{sizeof(broken)});
   // A server that still looks at the ring by itself finds it without the doorbell, and may be done.

@@ -556,7 +556,7 @@ class RecordedAnswers {
 
 // Compares the runner's answers with the recording `name`. Where LOGITD_RECORD_ANSWERS names a
 // directory, writes the recording there instead. The test is skipped where nothing was recorded by
-// `compiler`, this build's: other compilers may fuse other multiplications and additions.
+// `compiler`, this build's: others may round some last bits in another way.
 inline void CompareWithRecording(const std::string& name, std::string compiler, OpRunner& runner,
                                  bool large = false) {
   compiler = "# compiled by " + compiler;
