@@ -7,6 +7,8 @@
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 
@@ -62,6 +64,20 @@ class Service final : public grpc::CallbackGenericService {
   const bool refuse_;
 };
 
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Two empty paths: plaintext.
+std::shared_ptr<grpc::ServerCredentials> Credentials(const std::string& certificate,
+                                                     const std::string& key) {
+  if (certificate.empty()) return grpc::InsecureServerCredentials();
+  grpc::SslServerCredentialsOptions options;
+  options.pem_key_cert_pairs = {{ReadFile(key), ReadFile(certificate)}};
+  return grpc::SslServerCredentials(options);
+}
+
 }  // namespace
 
 int Main(int argc, char** argv) {
@@ -71,6 +87,8 @@ int Main(int argc, char** argv) {
   int k = 64;
   bool refuse = false;
   bool small_window = false;
+  std::string certificate;
+  std::string key;
   app.add_option("--listen", listen, "HOST:PORT or unix:PATH")->capture_default_str();
   app.add_option("--rows", rows, "rows of every answer, as load_bench asks for")
       ->check(CLI::Range(1, 1 << 20))
@@ -80,6 +98,12 @@ int Main(int argc, char** argv) {
   app.add_flag(
       "--small-window", small_window,
       "as logitd: an unread call takes in 64 KiB, and a larger message one round trip more");
+  auto* tls_cert = app.add_option("--tls-cert", certificate, "PEM file; all addresses speak TLS")
+                       ->check(CLI::ExistingFile);
+  auto* tls_key =
+      app.add_option("--tls-key", key, "PEM file of its private key")->check(CLI::ExistingFile);
+  tls_cert->needs(tls_key);
+  tls_key->needs(tls_cert);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -103,7 +127,7 @@ int Main(int argc, char** argv) {
   sigaddset(&stop, SIGINT);
   pthread_sigmask(SIG_BLOCK, &stop, nullptr);  // gRPC's threads inherit it
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(listen, grpc::InsecureServerCredentials());
+  builder.AddListeningPort(listen, Credentials(certificate, key));
   builder.RegisterCallbackGenericService(&service);
   builder.SetMaxReceiveMessageSize(-1);
   if (small_window) builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
