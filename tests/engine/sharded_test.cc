@@ -328,7 +328,10 @@ TEST_F(ShardedTest, ShardsThatHangAtTheSameTimeAreAllLost) {
   EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"11\"} 0"));
   EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"12\"} 0"));
   engine_.reset();
-  for (const int held : {1, 2}) device(held).Release();
+  for (const int held : {1, 2}) {
+    device(held).Fail(absl::InternalError("after all"));  // the slice's memory is gone
+    device(held).Release();
+  }
   for (int i = 0; i < kDevices; ++i) device(i).WaitUntilUnused();
 }
 

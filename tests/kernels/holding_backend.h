@@ -58,7 +58,6 @@ class HoldingBackend final : public Backend {
     return holding;
   }
 
- private:
   // Only what the second device of a sharded stream is asked for.
   class HoldingStream final : public cuda::DeviceStream {
    public:
@@ -101,6 +100,8 @@ class HoldingBackend final : public Backend {
     }
     absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
 
+    cuda::DeviceStream& inner() { return *stream_; }
+
     // What comes after it waits while the backend holds.
     absl::Status Enqueue() {
       const cudaError_t error = cudaLaunchHostFunc(
@@ -113,6 +114,7 @@ class HoldingBackend final : public Backend {
     const std::unique_ptr<cuda::DeviceStream> stream_;
   };
 
+ private:
   void Pass() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return !hold_; });

@@ -15,6 +15,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/sharded_stream.h"
@@ -367,6 +368,49 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsEndsTheCallInTimeAndHoldsUpNoOther) 
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(HangOnTheSecondDevice(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
               "ended no part of its work for 500ms.*, shard 1");
+}
+
+// Two of three devices hang at once.
+void HangOnTwoDevices() {
+  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(3);
+  HoldingBackend second(std::move(devices[1])), third(std::move(devices[2]));
+  const std::vector<Backend*> backends = {devices[0].get(), &second, &third};
+  auto stream = CreateShardedStream(backends, {.hang_after = absl::Milliseconds(500)}).value();
+  const OneRow row(*devices[0]);
+  const std::vector<HeadView> parts = CutHead(row.Whole(), 3);
+  const HeadView head = WithShards(row.Whole(), parts);
+  const absl::Status first = row.Run(*stream, head);
+  second.Hold();
+  third.Hold();
+  const absl::Time begun = absl::Now();
+  const absl::Status status = row.Run(*stream, head);
+  stream.reset();
+  const absl::Duration took = absl::Now() - begun;
+  std::fprintf(stderr, "%s; %s, shards %s, after %s\n", first.ToString().c_str(),
+               status.ToString().c_str(), absl::StrJoin(FailedShards(status), " ").c_str(),
+               absl::FormatDuration(took).c_str());
+  std::_Exit(first.ok() && absl::IsInternal(status) && took < absl::Seconds(5) ? 0 : 1);
+}
+
+TEST_F(ShardsGpuTest, DevicesThatHangAtTheSameTimeAreAllNamed) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangOnTwoDevices(), ::testing::ExitedWithCode(0), "OK; INTERNAL.*, shards 1 2,");
+}
+
+// A copy to no memory cannot be enqueued, while the device hangs in what comes before it.
+TEST_F(ShardsGpuTest, AWaitForWorkThatWasNotEnqueuedHasALimitToo) {
+  HoldingBackend device(CreateBackend("cuda", {.device = CudaTestDevice()}).value());
+  device.Hold();
+  const auto stream = device.CreateStream(StreamUse::kCopies).value();
+  auto& copies = static_cast<HoldingBackend::HoldingStream&>(*stream).inner();
+  copies.LimitWait(absl::Milliseconds(200));
+  std::byte from[64] = {};
+  const Slab nowhere = {from, reinterpret_cast<std::byte*>(uintptr_t{1} << 46), sizeof(from)};
+  EXPECT_TRUE(copies.Upload(nowhere, 0, sizeof(from)).ok());  // it is kept
+  const absl::Time begun = absl::Now();
+  EXPECT_EQ(copies.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_LT(absl::Now() - begun, absl::Seconds(2));
+  device.Release();
 }
 
 // A device that hangs before the stream is there: neither its making nor what takes it down waits.
