@@ -76,11 +76,11 @@ class ShardedStream : public Stream {
   // NCCL they are those of its reduce). All rows of a call run at once.
   virtual absl::Status ShardedBackward(const ShardedBackwardArgs& args) = 0;
 
-  // The same after linear_cross_entropy. The answers have the bits of linear_cross_entropy_training
-  // on one device where it makes the logits once (on the CPU, and on sm_90 under a bf16 head without
-  // bias and softcap, of which every shard has tokens, with rows that fit), else those of
-  // linear_cross_entropy. On such a head it takes three products too, and the exchange of d_hidden
-  // overlaps the last of them.
+  // The same after linear_cross_entropy. On sm_90, under a bf16 head without bias and softcap, where
+  // no d_bias is wanted and the rows fit, it makes the logits once as linear_cross_entropy_training
+  // does on one device: the answers have the bits of that, and the exchange of d_hidden overlaps the
+  // last of the three products. Else, and on the CPU, it is linear_cross_entropy, with its bits, and
+  // then ShardedBackward.
   virtual absl::Status ShardedTraining(const ShardedTrainingArgs& args) = 0;
 };
 

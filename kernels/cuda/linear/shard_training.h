@@ -21,7 +21,7 @@ namespace logitd::cuda {
 // Both calls of a shard get the same. All is memory of the shard's device, except `blocks`.
 struct ShardTrainingArgs {
   // The head, d_weight and d_bias of the shard. d_hidden is ignored. Answers are written on every
-  // device, and have the same bits on all of them.
+  // device whose shard has tokens, and have the same bits on all of them. The first always has.
   LinearCrossEntropyTrainingArgs training;
   VocabShards shards;
   int shard = 0;                // its index

@@ -28,7 +28,7 @@
 // On a shard of a head the passes are two calls, on Hopper only (shard_training.h). Each shard sends
 // the maxima and sums of its tiles to all others, and all add the tiles of the vocabulary in the
 // order of one device, so that losses have its bits. d_hidden is whole before the last product 3,
-// which its exchange overlaps.
+// which its exchange overlaps. Long because a call and its halves share the passes.
 //
 // Cost: three products (18.6 ms at 4096 x 4096 x 128256, as bare products: the floor); in addition
 // a write of E and a read and a write of G (3.2 GB), one read and write of d_hidden in fp32 for
@@ -645,6 +645,15 @@ Training ShardTraining(const ShardTrainingArgs& args, Products& products, const 
   return Training(args.training, place, cut, products, scratch, stream);
 }
 
+// Where a shard without tokens has its part of d_hidden; no data where there is no room for it.
+MutableTensorView ZerosOf(const LinearCrossEntropyBackwardArgs& args, Scratch scratch) {
+  const int64_t hidden = args.hidden.cols;
+  const int64_t stride = RoundUp(hidden, 64);
+  const int64_t rows = args.hidden.rows;
+  return {scratch.Take<float>(static_cast<size_t>(rows * stride)), DType::kF32, rows, hidden,
+          stride};
+}
+
 }  // namespace
 
 cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args,
@@ -672,11 +681,12 @@ size_t ShardTrainingBytes(const VocabShards& shards, int64_t rows) {
 bool ShardTrainingFits(const ShardTrainingArgs& args, const Products& products,
                        const Scratch& scratch) {
   const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
-  if (gradient.hidden.rows == 0 || gradient.head.vocab() == 0 ||
-      RouteOf(LinearOp::kTraining, gradient.head, scratch).kernel !=
-          LinearKernel::kHopperTraining) {
+  const int64_t rows = gradient.hidden.rows;
+  if (rows == 0 || RouteOf(LinearOp::kTraining, gradient.head, scratch).kernel !=
+                       LinearKernel::kHopperTraining) {
     return false;
   }
+  if (gradient.head.vocab() == 0) return ZerosOf(gradient, scratch).data != nullptr;
   const int64_t room = RoomFor(products, scratch);
   return Fits(gradient, Cut(gradient.head, room, /*one_kernel=*/true), room);
 }
@@ -685,15 +695,24 @@ cudaError_t BeginShardTraining(const ShardTrainingArgs& args, Products& products
                                cudaStream_t stream) {
   const int64_t rows = args.training.gradient.hidden.rows;
   const size_t bytes = ShardTrainingBytes(args.shards, rows);
-  std::byte* const block = args.blocks + static_cast<size_t>(args.shard) * bytes;
-  return ShardTraining(args, products, scratch, stream)
-      .Begin(TrainingBlock(block, args.shards, rows));
+  const TrainingBlock block(args.blocks + static_cast<size_t>(args.shard) * bytes, args.shards,
+                            rows);
+  if (args.training.gradient.head.vocab() == 0)  // -1 for every row; the rest is not read
+    return cudaMemsetAsync(block.nan, 0xff, static_cast<size_t>(rows) * sizeof(int32_t), stream);
+  return ShardTraining(args, products, scratch, stream).Begin(block);
 }
 
 cudaError_t EndShardTraining(const ShardTrainingArgs& args,
                              absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done,
                              Products& products, Scratch scratch, cudaStream_t stream) {
-  const TrainingBlock first(args.blocks, args.shards, args.training.gradient.hidden.rows);
+  const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
+  if (gradient.head.vocab() == 0) {
+    const MutableTensorView part = ZerosOf(gradient, scratch);
+    const size_t bytes = static_cast<size_t>(part.rows * part.row_stride) * sizeof(float);
+    const cudaError_t error = cudaMemsetAsync(part.data, 0, bytes, stream);
+    return error == cudaSuccess ? hidden_done(part) : error;
+  }
+  const TrainingBlock first(args.blocks, args.shards, gradient.hidden.rows);
   return ShardTraining(args, products, scratch, stream).End(args.shards, first, hidden_done);
 }
 
