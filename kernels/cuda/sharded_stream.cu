@@ -34,6 +34,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -505,8 +506,9 @@ class CudaShardedStream final : public ShardedStream {
   // Before a call. One of a new kind may have to load kernels, which may wait for all that a device has:
   // it waits on the host, which knows how to give up.
   void BeginCall(Kind kind, const HeadView& head, int32_t max_k = 0) {
+    const int k_bits = std::bit_width(static_cast<uint32_t>(max_k));
     waits_on_host_ =
-        seen_.emplace(kind, head.weight.dtype, head.vocab(), head.hidden(), max_k).second;
+        seen_.insert({kind, head.weight.dtype, head.vocab(), head.hidden(), k_bits}).second;
   }
   absl::Status StopUnless(const absl::Status& waited) {
     return waited.ok() ? waited : Stop(waited);
@@ -813,7 +815,8 @@ class CudaShardedStream final : public ShardedStream {
 
   // The first device gets the parts at places_, each of `count` floats: by kPeers they are there.
   absl::Status ExchangeSums(int64_t count) {
-    if (exchange_ == ShardExchange::kPeers || count == 0) return Exchange(&Device::blocks, 0);
+    if (exchange_ == ShardExchange::kPeers) return Exchange(&Device::blocks, 0);
+    if (count == 0) return absl::OkStatus();
     if (waits_on_host_) LOGITD_RETURN_IF_ERROR(StopUnless(WaitFor(1, this->count())));
     absl::Status status = nccl_->EnqueueSum(places_, static_cast<size_t>(count));
     if (!status.ok()) LeaveNccl();
@@ -1003,7 +1006,7 @@ class CudaShardedStream final : public ShardedStream {
   std::vector<NcclGather::Place> places_;
   absl::Status hung_;  // not OK: a device hangs; the answer of all calls
   // The calls that were made before: with another, the host waits in place of streams.
-  std::set<std::tuple<Kind, DType, int64_t, int64_t, int32_t>> seen_;
+  std::set<std::tuple<Kind, DType, int64_t, int64_t, int>> seen_;
   bool waits_on_host_ = false;
 };
 

@@ -243,6 +243,7 @@ TEST_F(ShardsByNcclGpuTest, GradientsAgreeWithDoublePrecision) {
   const auto sharded = OpRunner::Create(&backend).value();
   for (const LinearCase& c : ShardGradientCases())
     EXPECT_EQ(FirstLinearGradientDifference(*sharded, c), "");
+  EXPECT_EQ(BrokenGradientOfNoRows(*sharded), "");
 }
 
 // ---- Faults
