@@ -27,6 +27,9 @@
 // come it ends all waits and the collective. The driver may wait for a device when it loads a kernel, so
 // a call of a new kind waits on the host before it enqueues what depends on other devices.
 //
+// Measured: bench/results/h100/shards.json. Tried and dropped: blocks in place of logits for 1 to 64
+// rows of linear_topk by kPeers (0.97 to 1.43 times as long).
+//
 // Long because all calls share the state of the devices.
 #include "kernels/cuda/sharded_stream.h"
 
