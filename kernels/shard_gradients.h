@@ -20,7 +20,7 @@ namespace logitd {
 // CUDA neither is d_weight, as the products have other shapes. The accuracy is that of one device,
 // with one more rounding of d_hidden for each shard. An exchange that adds the parts in another
 // order, as an all-reduce does, is as good; its bits are its own. linear_cross_entropy_training has no
-// halves: there the forward and the backward are calls of their own.
+// halves: a ShardedStream (kernels/sharded_stream.h) runs it, others the forward and the backward.
 
 // Writes the gradients of one shard.
 struct LinearCrossEntropyBackwardPartialArgs {

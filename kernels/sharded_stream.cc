@@ -19,6 +19,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
@@ -63,14 +65,14 @@ class Gang {
   Gang(const Gang&) = delete;
   Gang& operator=(const Gang&) = delete;
 
-  // Calls body(i) for each device i at the same time, and `look` about every millisecond. Returns -1
-  // when all calls have returned; else, `hang_after` after the first that has, the index of one that
-  // has not. Nothing may be run after that.
-  int Run(std::function<void(int)> body, absl::Duration hang_after,
-          absl::FunctionRef<void()> look) {
+  // Calls body(i) for each device i at the same time, and `look` about every millisecond. Returns
+  // nothing when all calls have returned; else, `hang_after` after the first that has, the indices of
+  // those that have not. Nothing may be run after that.
+  std::vector<int> Run(std::function<void(int)> body, absl::Duration hang_after,
+                       absl::FunctionRef<void()> look) {
     if (threads_.empty()) {
       body(0);
-      return -1;
+      return {};
     }
     std::vector<bool>& ended = state_->ended;
     std::unique_lock lock(state_->mutex);
@@ -87,10 +89,14 @@ class Gang {
       const auto now = std::chrono::steady_clock::now();
       if (!hung_at.has_value()) hung_at = now + absl::ToChronoNanoseconds(hang_after);
       if (now < *hung_at) continue;
-      return static_cast<int>(std::find(ended.begin(), ended.end(), false) - ended.begin());
+      std::vector<int> hung;
+      for (size_t i = 0; i < ended.size(); ++i) {
+        if (!ended[i]) hung.push_back(static_cast<int>(i));
+      }
+      return hung;
     }
     state_->body.reset();
-    return -1;
+    return {};
   }
 
  private:
@@ -150,7 +156,7 @@ class Bytes {
 
 // On devices whose memory is the host's: each writes its block where the merge reads it, so that
 // nothing has to be copied.
-class HostShardedStream final : public Stream {
+class HostShardedStream final : public ShardedStream {
  public:
   HostShardedStream(std::vector<std::unique_ptr<Stream>> streams, absl::Duration hang_after)
       : shared_(std::make_shared<Shared>(std::move(streams))),
@@ -238,6 +244,35 @@ class HostShardedStream final : public Stream {
     });
   }
 
+  absl::Status ShardedBackward(const ShardedBackwardArgs& args) override {
+    return Timed([&]() -> absl::Status {
+      const LinearCrossEntropyBackwardArgs& whole = args.gradient;
+      const int64_t rows = whole.hidden.rows, hidden = whole.hidden.cols;
+      auto* const parts = reinterpret_cast<float*>(shared_->parts.Get(
+          static_cast<size_t>(rows * hidden) * streams().size() * sizeof(float)));
+      if (IsAbandoned()) return absl::OkStatus();
+      LOGITD_RETURN_IF_ERROR(
+          OnAll([=, to = args.shards, cut = ShardsOf(whole.head)](Stream& stream, int shard) {
+            LinearCrossEntropyBackwardArgs gradient = whole;
+            gradient.head = whole.head.shards[shard];
+            gradient.d_weight = to[shard].d_weight;
+            gradient.d_bias = to[shard].d_bias;
+            gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
+            return stream.LinearCrossEntropyBackwardPartial(
+                {.shard = shard, .shards = cut, .gradient = gradient});
+          }));
+      return OfShard(
+          0,
+          lead().LinearCrossEntropyBackwardMerge(
+              {.shards = count(), .parts = parts, .rows = whole.rows, .d_hidden = whole.d_hidden}));
+    });
+  }
+
+  absl::Status ShardedTraining(const ShardedTrainingArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(LinearCrossEntropy(args.training.Forward()));
+    return ShardedBackward({.gradient = args.training.Backward(), .shards = args.shards});
+  }
+
   absl::StatusOr<StreamTimes> Wait() override {
     StreamTimes times;
     absl::Status first;
@@ -262,6 +297,7 @@ class HostShardedStream final : public Stream {
     std::atomic<bool> abandoned = false;
     Bytes blocks;
     Bytes targets;
+    Bytes parts;  // of d_hidden
   };
 
   const std::vector<std::unique_ptr<Stream>>& streams() const { return shared_->streams; }
@@ -326,18 +362,18 @@ class HostShardedStream final : public Stream {
   absl::Status OnAll(std::function<absl::Status(Stream&, int)> part) {
     LOGITD_RETURN_IF_ERROR(hung_);
     shared_->abandoned = IsAbandoned();
-    const int hung = gang_.Run(
+    const std::vector<int> hung = gang_.Run(
         [shared = shared_, part = std::move(part)](int shard) {
           Stream& stream = *shared->streams[static_cast<size_t>(shard)];
           stream.Watch(&shared->abandoned);
           shared->statuses[static_cast<size_t>(shard)] = part(stream, shard);
         },
         hang_after_, [this] { shared_->abandoned = IsAbandoned(); });
-    if (hung >= 0) {
+    if (!hung.empty()) {
       shared_->abandoned = true;
-      hung_ = OfShard(hung, absl::InternalError(absl::StrFormat(
-                                "the device has not ended its part %s after another one did",
-                                absl::FormatDuration(hang_after_))));
+      hung_ = OfShards(hung, absl::InternalError(absl::StrFormat(
+                                 "the device has not ended its part %s after another one did",
+                                 absl::FormatDuration(hang_after_))));
       return hung_;
     }
     const std::vector<absl::Status>& statuses = shared_->statuses;
@@ -373,8 +409,8 @@ absl::StatusOr<ShardExchange> CudaExchange(absl::Span<Backend* const> backends,
                                            const ShardOptions& options) {
   return cuda::ChooseExchange(backends, options.exchange);
 }
-absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const> backends,
-                                                         const ShardOptions& options) {
+absl::StatusOr<std::unique_ptr<ShardedStream>> CreateCudaStream(absl::Span<Backend* const> backends,
+                                                                const ShardOptions& options) {
   return cuda::CreateShardedStream(backends, options);
 }
 #else
@@ -382,8 +418,8 @@ bool IsCuda(const Backend&) { return false; }
 absl::StatusOr<ShardExchange> CudaExchange(absl::Span<Backend* const>, const ShardOptions&) {
   return ShardExchange::kAuto;
 }
-absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream(absl::Span<Backend* const>,
-                                                         const ShardOptions&) {
+absl::StatusOr<std::unique_ptr<ShardedStream>> CreateCudaStream(absl::Span<Backend* const>,
+                                                                const ShardOptions&) {
   return absl::UnimplementedError("shard: this build has only the CPU backend");
 }
 #endif
@@ -409,8 +445,8 @@ absl::StatusOr<ShardExchange> CheckCanShard(absl::Span<Backend* const> backends,
   return CudaExchange(backends, options);
 }
 
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
-                                                            const ShardOptions& options) {
+absl::StatusOr<std::unique_ptr<ShardedStream>> CreateShardedStream(
+    absl::Span<Backend* const> backends, const ShardOptions& options) {
   LOGITD_RETURN_IF_ERROR(CheckCanShard(backends, options).status());
   if (!IsHost(*backends.front())) return CreateCudaStream(backends, options);
   std::vector<std::unique_ptr<Stream>> streams;
@@ -422,18 +458,30 @@ absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* 
   return std::make_unique<HostShardedStream>(std::move(streams), options.hang_after);
 }
 
-absl::Status OfShard(int shard, absl::Status status) {
-  if (!status.ok()) status.SetPayload(kShard, absl::Cord(absl::StrCat(shard)));
+absl::Status OfShards(absl::Span<const int> shards, absl::Status status) {
+  if (!status.ok()) status.SetPayload(kShard, absl::Cord(absl::StrJoin(shards, ",")));
   return status;
 }
 
-std::optional<int> FailedShard(const absl::Status& status) {
+absl::Status OfShard(int shard, absl::Status status) {
+  return OfShards({shard}, std::move(status));
+}
+
+std::vector<int> FailedShards(const absl::Status& status) {
+  std::vector<int> shards;
   const absl::optional<absl::Cord> payload = status.GetPayload(kShard);
-  int shard = 0;
-  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &shard)) {
-    return std::nullopt;
+  if (!payload.has_value()) return shards;
+  const std::string text(*payload);
+  for (const absl::string_view number : absl::StrSplit(text, ',')) {
+    int shard = 0;
+    if (absl::SimpleAtoi(number, &shard)) shards.push_back(shard);
   }
-  return shard;
+  return shards;
+}
+
+std::optional<int> FailedShard(const absl::Status& status) {
+  const std::vector<int> shards = FailedShards(status);
+  return shards.empty() ? std::nullopt : std::optional(shards.front());
 }
 
 }  // namespace logitd

@@ -5,12 +5,15 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/linear.h"
+#include "kernels/types.h"
 
 namespace logitd {
 
@@ -29,24 +32,62 @@ struct ShardOptions {
   absl::Duration hang_after = absl::Seconds(10);
 };
 
+// Where the gradients of one shard's weight and bias go: memory of its device.
+struct ShardGradient {
+  MutableTensorView d_weight;  // [tokens of the shard, hidden], the weight's dtype or f32
+  float* d_bias = nullptr;     // [tokens of the shard], or null: not wanted
+};
+
+// linear_cross_entropy's backward, and both in one, on a head that is cut over devices. All is as in
+// kernels/linear.h and in the memory of the first device, except that d_weight and d_bias of
+// `gradient` and `training.gradient` are not looked at: `shards` has them, of each shard.
+struct ShardedBackwardArgs {
+  LinearCrossEntropyBackwardArgs gradient;
+  const ShardGradient* shards = nullptr;  // [gradient.head.shard_count]
+};
+struct ShardedTrainingArgs {
+  LinearCrossEntropyTrainingArgs training;
+  const ShardGradient* shards = nullptr;  // [training.gradient.head.shard_count]
+};
+
 // A stream that runs linear_topk, linear_sample and linear_cross_entropy on heads with one shard on
-// each of `backends`, in that order. Its slabs and the answers are those of the first device. Each
-// op runs the partial on all devices at the same time, gathers the blocks and merges them on the
-// first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA). Other ops are
-// UNIMPLEMENTED.
+// each of several devices, in their order. Its slabs and the answers are those of the first device.
+// Each op runs the partial on all devices at the same time, gathers the blocks and merges them on the
+// first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA).
+//
+// It also runs the two ops below, which make gradients; ops without a head are UNIMPLEMENTED.
 //
 // A device that fails or hangs does not hold up the others: the op, or on CUDA Wait, ends with the
-// status of the first that failed, and FailedShard names it; on CUDA a fault may show in a call for
-// another device, which is named then. The answers are unspecified then. INTERNAL and a device that
-// hangs: all later calls end with the same status; the memory of the call, the head and the backend
-// must stay as long as the device may still use them. UNAVAILABLE: a device was so late that the call
-// was given up, but has ended its work after that; or as for any stream.
+// status of the first that failed, and FailedShards names it; on CUDA a fault may show in a call for
+// another device, which is named then. The answers are unspecified then. INTERNAL and devices that
+// hang, which are all named: all later calls end with the same status; the memory of the call, the
+// head and the backend must stay as long as the devices may still use them. UNAVAILABLE: a device was
+// so late that the call was given up, but has ended its work after that; or as for any stream.
 //
 // Holds a stream for each device; on the CPU also a thread for each, on CUDA 136 MiB of the first
-// device and 68 MiB of each other, with NCCL 208 MiB of each and what NCCL takes. Errors: those of
-// CheckCanShard, and of the devices; UNAVAILABLE: NCCL gives no communicators.
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
-                                                            const ShardOptions& options = {});
+// device and 68 MiB of each other, with NCCL 208 MiB of each and what NCCL takes. Gradients take more,
+// from the first call on that makes some: on the CPU a part of d_hidden (f32 [rows, hidden]) for each
+// device, on CUDA such a part of each other device on the first one, and on the others the hidden
+// states and parameters of the call. RESOURCE_EXHAUSTED: a device has no room for it.
+class ShardedStream : public Stream {
+ public:
+  // Writes the gradients of each shard's weight and bias on its device, and d_hidden on the first:
+  // the sum of parts that the devices exchange (kernels/shard_gradients.h says what bits it has; by
+  // NCCL they are those of its reduce). All rows of a call run at once.
+  virtual absl::Status ShardedBackward(const ShardedBackwardArgs& args) = 0;
+
+  // The same after linear_cross_entropy. On sm_90, under a bf16 head without bias and softcap, where
+  // no d_bias is wanted and the rows fit, it makes the logits once as linear_cross_entropy_training
+  // does on one device: the answers have the bits of that, and the exchange of d_hidden overlaps the
+  // last of the three products. Else, and on the CPU, it is linear_cross_entropy, with its bits, and
+  // then ShardedBackward.
+  virtual absl::Status ShardedTraining(const ShardedTrainingArgs& args) = 0;
+};
+
+// `backends`: the devices. Errors: those of CheckCanShard, and of the devices; UNAVAILABLE without a
+// shard: NCCL gives no communicators, or streams of these devices cannot wait for each other.
+absl::StatusOr<std::unique_ptr<ShardedStream>> CreateShardedStream(
+    absl::Span<Backend* const> backends, const ShardOptions& options = {});
 
 // Whether heads may be cut over these devices, and how they exchange then: kAuto on the CPU, else
 // kPeers or kNccl. FAILED_PRECONDITION: the devices are of several
@@ -56,11 +97,14 @@ absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* 
 absl::StatusOr<ShardExchange> CheckCanShard(absl::Span<Backend* const> backends,
                                             const ShardOptions& options = {});
 
-// An error of the device with this index in such a stream; OK stays OK.
+// An error of the devices with these indices in such a stream; OK stays OK.
+absl::Status OfShards(absl::Span<const int> shards, absl::Status status);
 absl::Status OfShard(int shard, absl::Status status);
 
-// The index of the device that an error of such a stream came from. nullopt: it does not say.
-std::optional<int> FailedShard(const absl::Status& status);
+// The indices of the devices that an error of such a stream came from, the first cause first. Empty:
+// it does not say.
+std::vector<int> FailedShards(const absl::Status& status);
+std::optional<int> FailedShard(const absl::Status& status);  // the first of them
 
 }  // namespace logitd
 

@@ -1,5 +1,5 @@
 // A simulated device for sharded heads. It computes as the CPU backend does; a test holds the half
-// of linear_topk that runs on it, or makes it fail.
+// of linear_topk, or of linear_cross_entropy's backward, that runs on it, or makes it fail.
 #ifndef LOGITD_TESTS_SHARD_BACKEND_H_
 #define LOGITD_TESTS_SHARD_BACKEND_H_
 
@@ -100,6 +100,15 @@ class ShardBackend final : public Backend {
     }
     absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override {
       return stream_->LinearTopKMerge(args);
+    }
+    absl::Status LinearCrossEntropyBackwardPartial(
+        const LinearCrossEntropyBackwardPartialArgs& args) override {
+      absl::Status status = backend_->Begin();
+      return status.ok() ? stream_->LinearCrossEntropyBackwardPartial(args) : status;
+    }
+    absl::Status LinearCrossEntropyBackwardMerge(
+        const LinearCrossEntropyBackwardMergeArgs& args) override {
+      return stream_->LinearCrossEntropyBackwardMerge(args);
     }
     absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
 

@@ -1,5 +1,6 @@
-// shard_bench: linear ops on a head that is cut over several GPUs, by both ways of exchange, beside
-// the whole head on one of them, and what the exchange costs beside NCCL's all-gather.
+// shard_bench: linear ops, training among them, on a head that is cut over several GPUs, by both ways
+// of exchange, beside the whole head on one of them, and what the exchange costs beside NCCL's
+// all-gather.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -27,8 +28,9 @@
 namespace logitd::bench {
 namespace {
 
-enum class HeadOp { kTopK, kSample, kCrossEntropy };
-constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_cross_entropy"};
+enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining };
+constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_cross_entropy",
+                                "linear_cross_entropy_training"};
 
 struct Case {
   HeadOp op;
@@ -42,6 +44,7 @@ std::vector<Case> Cases() {
   const std::pair<int64_t, int64_t> heads[] = {{4096, 128256}, {7168, 129280}, {5120, 201088}};
   for (const auto& [hidden, vocab] : heads) {
     cases.push_back({HeadOp::kCrossEntropy, 4096, hidden, vocab});
+    cases.push_back({HeadOp::kTraining, 4096, hidden, vocab});
     for (const int64_t rows : {1, 8, 64}) {
       cases.push_back({HeadOp::kTopK, rows, hidden, vocab});
       cases.push_back({HeadOp::kSample, rows, hidden, vocab});
@@ -61,6 +64,27 @@ uint16_t ToBF16(float x) {
   std::memcpy(&bits, &x, sizeof(bits));
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+float FromBF16(uint16_t bits) {
+  const uint32_t wide = uint32_t{bits} << 16;
+  float x;
+  std::memcpy(&x, &wide, sizeof(x));
+  return x;
+}
+
+// The largest difference of two tensors of bf16, as a share of the largest element. NaN counts as 1.
+double Difference(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b) {
+  double most = 0, apart = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double x = FromBF16(a[i]), y = FromBF16(b[i]);
+    if (std::isnan(x) || std::isnan(y)) return 1;
+    most = std::max(most, std::fabs(x));
+    apart = std::max(apart, std::fabs(x - y));
+  }
+  return most == 0 ? 1 : apart / most;
+}
+// Rounding to bf16 is 2^-8 of an element, and two ways to a gradient round several times.
+constexpr double kMostDifference = 0.03;
 
 // Memory of a call in a slab of the first device: hidden states, parameters, answers.
 class Layout {
@@ -89,6 +113,40 @@ struct Times {
   double device_us =
       0;               // from the end of the upload to the last answer, by the first device's clock
   double wall_us = 0;  // of the call: small parameters up, op, answers down
+};
+
+// What a call has answered.
+struct Answers {
+  std::string bits;  // of all answers except gradients
+  std::vector<uint16_t> d_hidden;
+  std::vector<uint16_t> d_weight;  // of the last tokens
+};
+
+// Parameters of the rows of each op.
+struct RowParams {
+  explicit RowParams(const Case& c) : upstream(static_cast<size_t>(c.rows), 1.0f) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      topk.push_back({.first_entry = r * kTopK, .temperature = 1, .k = kTopK});
+      SampleRow draw{};
+      draw.active = 1;
+      draw.seed = static_cast<uint64_t>(r);
+      draw.temperature = 1;
+      draw.top_k = 50;
+      draw.top_p = 0.9f;
+      draw.repetition = 1;
+      draw.first_mask_word = -1;
+      sample.push_back(draw);
+      CrossEntropyRow score{};
+      score.active = 1;
+      score.temperature = 1;
+      score.target = static_cast<int32_t>(r * 7919 % c.vocab);
+      loss.push_back(score);
+    }
+  }
+  std::vector<SoftmaxTopKRow> topk;
+  std::vector<SampleRow> sample;
+  std::vector<CrossEntropyRow> loss;
+  std::vector<float> upstream;  // of training
 };
 
 class Bench {
@@ -147,15 +205,26 @@ class Bench {
     return absl::OkStatus();
   }
 
+  // Allocates what training writes, for the head that was loaded.
+  absl::Status MakeGradients() {
+    if (!gradients_.empty()) return absl::OkStatus();
+    LOGITD_RETURN_IF_ERROR(AddGradient(0, whole_));
+    for (int i = 0; i < count(); ++i) {
+      LOGITD_RETURN_IF_ERROR(AddGradient(i, parts_[static_cast<size_t>(i)]));
+    }
+    return absl::OkStatus();
+  }
+
   // `nccl` stays 0 where NCCL is not measured.
   absl::Status Measure(const Case& c, Times* one, Times* sharded, Times* nccl, bool* same) {
-    std::string bits[3];
-    LOGITD_RETURN_IF_ERROR(Run(c, *one_, whole_, one, &bits[0]));
-    LOGITD_RETURN_IF_ERROR(Run(c, *sharded_, sharded_head_, sharded, &bits[1]));
-    *same = bits[0] == bits[1];
+    if (c.op == HeadOp::kTraining) LOGITD_RETURN_IF_ERROR(MakeGradients());
+    Answers want, got;
+    LOGITD_RETURN_IF_ERROR(Run(c, *one_, nullptr, one, &want));
+    LOGITD_RETURN_IF_ERROR(Run(c, *sharded_, sharded_.get(), sharded, &got));
+    *same = IsSame(c, want, got);
     if (by_nccl_ == nullptr) return absl::OkStatus();
-    LOGITD_RETURN_IF_ERROR(Run(c, *by_nccl_, sharded_head_, nccl, &bits[2]));
-    *same = *same && bits[0] == bits[2];
+    LOGITD_RETURN_IF_ERROR(Run(c, *by_nccl_, by_nccl_.get(), nccl, &got));
+    *same = *same && IsSame(c, want, got);
     return absl::OkStatus();
   }
 
@@ -163,10 +232,52 @@ class Bench {
     for (const auto& [device, memory] : memories_)
       all_[static_cast<size_t>(device)]->FreeDevice(memory);
     memories_.clear();
+    gradients_.clear();
   }
 
  private:
   Backend& lead() { return *backends_.front(); }
+
+  static bool IsSame(const Case& c, const Answers& a, const Answers& b) {
+    if (c.op == HeadOp::kTraining && !(Difference(a.d_hidden, b.d_hidden) < kMostDifference &&
+                                       Difference(a.d_weight, b.d_weight) < kMostDifference)) {
+      return false;
+    }
+    return a.bits == b.bits;
+  }
+
+  absl::Status AddGradient(int device, const HeadView& head) {
+    const auto bytes = static_cast<size_t>(head.weight.rows * head.weight.cols * kElement);
+    const auto memory = all_[static_cast<size_t>(device)]->AllocateDevice(bytes);
+    if (!memory.ok()) return memory.status();
+    memories_.emplace_back(device, *memory);
+    gradients_.push_back(
+        {.d_weight = {memory->data, kDType, head.weight.rows, head.weight.cols, head.weight.cols}});
+    return absl::OkStatus();
+  }
+
+  // Elements of a device's memory.
+  absl::Status Read(int device, const void* from, int64_t count, std::vector<uint16_t>* to) {
+    auto stream = all_[static_cast<size_t>(device)]->CreateStream(StreamUse::kCopies);
+    if (!stream.ok()) return stream.status();
+    const auto bytes = static_cast<size_t>(count * kElement);
+    LOGITD_RETURN_IF_ERROR(
+        (*stream)->Deliver(slab_.host, static_cast<const std::byte*>(from), bytes));
+    if (const auto waited = (*stream)->Wait(); !waited.ok()) return waited.status();
+    to->resize(static_cast<size_t>(count));
+    std::memcpy(to->data(), slab_.host, bytes);
+    return absl::OkStatus();
+  }
+
+  // `gradient`: of the last tokens. Overwrites the slab.
+  absl::Status ReadGradients(const Case& c, const void* d_hidden, int device,
+                             const ShardGradient& gradient, Answers* answers) {
+    const TensorView all = gradient.d_weight;
+    const int64_t tokens = std::min<int64_t>(512, all.rows);
+    LOGITD_RETURN_IF_ERROR(Read(0, d_hidden, c.rows * c.hidden, &answers->d_hidden));
+    return Read(device, RowsOf(all, all.rows - tokens, tokens).data, tokens * c.hidden,
+                &answers->d_weight);
+  }
 
   absl::Status Load(int device, const VocabShard& shard, HeadView& view) {
     const auto row_bytes = static_cast<size_t>(view.weight.cols * kElement);
@@ -189,47 +300,33 @@ class Bench {
     return absl::OkStatus();
   }
 
-  absl::Status Run(const Case& c, Stream& stream, const HeadView& head, Times* times,
-                   std::string* bits) {
+  // `sharded`: null, or the stream, which then gets the head that is cut.
+  absl::Status Run(const Case& c, Stream& stream, ShardedStream* sharded, Times* times,
+                   Answers* answers) {
+    const HeadView& head = sharded == nullptr ? whole_ : sharded_head_;
     Layout layout(slab_);
     const auto states = static_cast<size_t>(c.rows * c.hidden * kElement);
     std::memcpy(slab_.host, pattern_.host + kPatternBytes - states, states);
     const TensorView hidden = {layout.Take<std::byte>(static_cast<int64_t>(states)), kDType, c.rows,
                                c.hidden, c.hidden};
     const size_t params = layout.bytes();
-    std::vector<SoftmaxTopKRow> top_rows;
-    std::vector<SampleRow> sample_rows;
-    std::vector<CrossEntropyRow> loss_rows;
-    for (int64_t r = 0; r < c.rows; ++r) {
-      top_rows.push_back({.first_entry = r * kTopK, .temperature = 1, .k = kTopK});
-      SampleRow sample{};
-      sample.active = 1;
-      sample.seed = static_cast<uint64_t>(r);
-      sample.temperature = 1;
-      sample.top_k = 50;
-      sample.top_p = 0.9f;
-      sample.repetition = 1;
-      sample.first_mask_word = -1;
-      sample_rows.push_back(sample);
-      CrossEntropyRow loss{};
-      loss.active = 1;
-      loss.temperature = 1;
-      loss.target = static_cast<int32_t>(r * 7919 % c.vocab);
-      loss_rows.push_back(loss);
-    }
-    const auto* topk_params = layout.Put(top_rows);
-    const auto* sample_params = layout.Put(sample_rows);
-    const auto* loss_params = layout.Put(loss_rows);
-    const size_t answers = layout.bytes();
-    std::memset(slab_.host + answers, 0, static_cast<size_t>(c.rows) * 4 * 4);
+    const RowParams rows(c);
+    const auto* topk_params = layout.Put(rows.topk);
+    const auto* sample_params = layout.Put(rows.sample);
+    const auto* loss_params = layout.Put(rows.loss);
+    const auto* upstream = layout.Put(rows.upstream);
+    const size_t first_answer = layout.bytes();
     auto* const floats = layout.Take<float>(c.rows * kTopK);
     auto* const ids = layout.Take<int32_t>(c.rows * kTopK);
     auto* const logsumexp = layout.Take<float>(c.rows);
     auto* const third = layout.Take<float>(c.rows);
     auto* const ranks = layout.Take<int32_t>(c.rows);
     auto* const status = layout.Take<RowStatus>(c.rows);
-    std::memset(slab_.host + answers, 0, layout.bytes() - answers);
-    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, layout.bytes()));
+    const size_t end = layout.bytes();
+    std::memset(slab_.host + first_answer, 0, end - first_answer);
+    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, end));
+    auto* const d_hidden =
+        c.op == HeadOp::kTraining ? layout.Take<std::byte>(static_cast<int64_t>(states)) : nullptr;
     const auto launch = [&]() -> absl::Status {
       switch (c.op) {
         case HeadOp::kTopK:
@@ -262,6 +359,22 @@ class Bench {
                                                          .logsumexp = logsumexp,
                                                          .target_logprob = third,
                                                          .status = status}}});
+        case HeadOp::kTraining: {
+          ShardedTrainingArgs args = {
+              .training = {.gradient = {.hidden = hidden,
+                                        .head = head,
+                                        .rows = loss_params,
+                                        .upstream = upstream,
+                                        .d_hidden = {d_hidden, kDType, c.rows, c.hidden, c.hidden}},
+                           .answers = {.loss = floats,
+                                       .logsumexp = logsumexp,
+                                       .target_logprob = third,
+                                       .status = status}},
+              .shards = gradients_.data() + 1};
+          if (sharded != nullptr) return sharded->ShardedTraining(args);
+          args.training.gradient.d_weight = gradients_.front().d_weight;
+          return stream.LinearCrossEntropyTraining(args.training);
+        }
       }
       return absl::InternalError("no such op");
     };
@@ -270,9 +383,9 @@ class Bench {
     std::vector<double> device_us, wall_us;
     for (int i = 0; i < warm + runs; ++i) {
       const auto start = std::chrono::steady_clock::now();
-      LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, params, answers - params));
+      LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, params, first_answer - params));
       LOGITD_RETURN_IF_ERROR(launch());
-      LOGITD_RETURN_IF_ERROR(stream.Download(slab_, answers, layout.bytes() - answers));
+      LOGITD_RETURN_IF_ERROR(stream.Download(slab_, first_answer, end - first_answer));
       const auto waited = stream.Wait();
       if (!waited.ok()) return waited.status();
       if (i < warm) continue;
@@ -288,21 +401,25 @@ class Bench {
       return values[values.size() / 2];
     };
     *times = {.device_us = median(device_us), .wall_us = median(wall_us)};
-    bits->assign(reinterpret_cast<const char*>(slab_.host + answers), layout.bytes() - answers);
-    return absl::OkStatus();
+    answers->bits.assign(reinterpret_cast<const char*>(slab_.host + first_answer),
+                         end - first_answer);
+    if (c.op != HeadOp::kTraining) return absl::OkStatus();
+    return sharded == nullptr ? ReadGradients(c, d_hidden, 0, gradients_.front(), answers)
+                              : ReadGradients(c, d_hidden, count() - 1, gradients_.back(), answers);
   }
 
   std::vector<std::unique_ptr<Backend>> backends_;
   std::vector<Backend*> all_;
   std::unique_ptr<Stream> one_;
-  std::unique_ptr<Stream> sharded_;
-  std::unique_ptr<Stream> by_nccl_;  // null: not measured
+  std::unique_ptr<ShardedStream> sharded_;
+  std::unique_ptr<ShardedStream> by_nccl_;  // null: not measured
   Slab slab_;
   Slab pattern_;
   HeadView whole_;
   HeadView sharded_head_;
   std::vector<HeadView> parts_;
   std::vector<std::pair<int, DeviceMemory>> memories_;
+  std::vector<ShardGradient> gradients_;  // of the whole head, then of its shards; empty: none yet
 };
 
 int Main(int argc, char** argv) {

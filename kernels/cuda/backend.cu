@@ -104,6 +104,23 @@ class CudaStream final : public cuda::DeviceStream {
     return RunLinear("logits of a shard", &cuda::ShardLogits, args, cuda::LinearOp::kTokens,
                      args.head);
   }
+  bool TrainingFits(const cuda::ShardTrainingArgs& args) override {
+    cudaSetDevice(device_);  // a route asks the thread's device
+    return cuda::ShardTrainingFits(args, products_, scratch_);
+  }
+  absl::Status BeginTraining(const cuda::ShardTrainingArgs& args) override {
+    return RunLinear("losses of training on a shard", &cuda::BeginShardTraining, args,
+                     cuda::LinearOp::kTraining, args.training.gradient.head);
+  }
+  absl::Status EndTraining(
+      const cuda::ShardTrainingArgs& args,
+      absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) override {
+    const auto end = [&](const auto& of, auto& products, const auto& scratch, cudaStream_t stream) {
+      return cuda::EndShardTraining(of, hidden_done, products, scratch, stream);
+    };
+    return RunLinear("gradients of training on a shard", end, args, cuda::LinearOp::kTraining,
+                     args.training.gradient.head);
+  }
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     std::byte* const to = slab.device + offset;
@@ -281,8 +298,9 @@ class CudaStream final : public cuda::DeviceStream {
     uploads_.clear();
     gathers_ = false;
     small_ = {};
-    if (!entered.ok()) {
-      cudaStreamSynchronize(stream_);  // a part of the work may run
+    if (!entered.ok()) {  // a part of the work may run
+      if (!Settle()) return StillRuns();
+      if (by_marks) ends_ = marks_->done;
       return entered;
     }
     // A decode batch takes tens of microseconds, and so does the wake-up of a blocked thread: poll
@@ -306,10 +324,7 @@ class CudaStream final : public cuda::DeviceStream {
       }
     }
     if (state == cudaErrorNotReady) state = Block();
-    if (state == cudaErrorNotReady) {
-      return absl::DeadlineExceededError(absl::StrFormat("CUDA: a batch has not ended after %s",
-                                                         absl::FormatDuration(wait_limit_)));
-    }
+    if (state == cudaErrorNotReady) return StillRuns();
     LOGITD_RETURN_IF_ERROR(ToStatus(state, "batch"));
     if (by_marks) {
       ends_ = marks_->done;  // a launch that failed has not marked it
@@ -346,6 +361,24 @@ class CudaStream final : public cuda::DeviceStream {
   };
 
   explicit CudaStream(int device) : device_(device) {}
+
+  absl::Status StillRuns() const {
+    return absl::DeadlineExceededError(
+        absl::StrFormat("CUDA: a batch has not ended after %s", absl::FormatDuration(wait_limit_)));
+  }
+
+  // Waits until the stream has nothing to do, or has failed. False: the limit has passed.
+  bool Settle() {
+    if (wait_limit_ == absl::InfiniteDuration()) {
+      cudaStreamSynchronize(stream_);
+      return true;
+    }
+    cuda::Patience patience(wait_limit_);
+    while (cudaStreamQuery(stream_) == cudaErrorNotReady) {
+      if (!patience.Sleep()) return false;
+    }
+    return true;
+  }
 
   // Waits for the stream's end. cudaErrorNotReady: the limit has passed.
   cudaError_t Block() {
@@ -433,12 +466,7 @@ class CudaStream final : public cuda::DeviceStream {
     by_marks_ = true;
     ++ends_;
     const cudaError_t error = replays_->Run(key, [this] { return EnqueueDeferred(); });
-    if (error != cudaSuccess) {
-      cudaStreamSynchronize(stream_);  // a part of it may run
-      ends_ = marks_->done;
-      return ToStatus(error, small_.name);
-    }
-    return absl::OkStatus();
+    return ToStatus(error, small_.name);
   }
 
   cudaError_t EnqueueDeferred() {

@@ -20,6 +20,8 @@ using Result = int;                // ncclResult_t
 constexpr Result kSuccess = 0;     // ncclSuccess
 constexpr Result kInProgress = 7;  // ncclInProgress
 constexpr int kInt8 = 0;           // ncclInt8
+constexpr int kFloat32 = 7;        // ncclFloat32
+constexpr int kSum = 0;            // ncclSum
 
 // Opens the library; null, and why, where there is none. It is never closed: its threads use it until
 // the process ends.
@@ -46,6 +48,7 @@ struct Library {
   Result (*group_start)() = nullptr;
   Result (*group_end)() = nullptr;
   Result (*all_gather)(const void*, void*, size_t, int, Communicator, cudaStream_t) = nullptr;
+  Result (*reduce)(const void*, void*, size_t, int, int, int, Communicator, cudaStream_t) = nullptr;
   const char* (*error_string)(Result) = nullptr;
   const char* (*last_error)(Communicator) = nullptr;
 
@@ -56,6 +59,7 @@ struct Library {
     Find("ncclGroupStart", group_start);
     Find("ncclGroupEnd", group_end);
     Find("ncclAllGather", all_gather);
+    Find("ncclReduce", reduce);
     Find("ncclGetErrorString", error_string);
     Find("ncclGetLastError", last_error);
   }
@@ -107,15 +111,26 @@ NcclGather::~NcclGather() {
 }
 
 absl::Status NcclGather::Enqueue(absl::Span<const Place> places, size_t bytes) {
+  return OnAll("all-gather", [&](size_t i) {
+    return TheLibrary().all_gather(places[i].blocks + i * bytes, places[i].blocks, bytes, kInt8,
+                                   communicators_[i], places[i].stream);
+  });
+}
+
+absl::Status NcclGather::EnqueueSum(absl::Span<const Place> places, size_t count) {
+  return OnAll("reduce", [&](size_t i) {
+    return TheLibrary().reduce(places[i].blocks, places[i].blocks, count, kFloat32, kSum,
+                               /*root=*/0, communicators_[i], places[i].stream);
+  });
+}
+
+absl::Status NcclGather::OnAll(std::string_view what, absl::FunctionRef<int(size_t)> enqueue) {
   const Library& nccl = TheLibrary();
   if (communicators_.empty()) return absl::UnavailableError("NCCL: the communicators are gone");
   Result result = nccl.group_start();
-  for (size_t i = 0; i < places.size() && result == kSuccess; ++i) {
-    result = nccl.all_gather(places[i].blocks + i * bytes, places[i].blocks, bytes, kInt8,
-                             communicators_[i], places[i].stream);
-  }
+  for (size_t i = 0; i < communicators_.size() && result == kSuccess; ++i) result = enqueue(i);
   const Result ended = nccl.group_end();
-  return ToStatus(result == kSuccess ? ended : result, "all-gather");
+  return ToStatus(result == kSuccess ? ended : result, what);
 }
 
 void NcclGather::Abort() {

@@ -1,4 +1,4 @@
-// NCCL's all-gather over devices of this process.
+// NCCL's collectives over devices of this process.
 #ifndef LOGITD_KERNELS_CUDA_NCCL_H_
 #define LOGITD_KERNELS_CUDA_NCCL_H_
 
@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <memory>
+#include <string_view>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -44,12 +46,20 @@ class NcclGather {
   // UNAVAILABLE: NCCL refused it; nothing is certain about the blocks, and Abort comes next.
   absl::Status Enqueue(absl::Span<const Place> places, size_t bytes);
 
-  // Ends all-gathers that wait for a device, on all devices that still work, soon after it returns.
+  // Enqueues the sum of arrays of `count` floats, one on each device, into the first one's. `places`
+  // have the arrays in place of blocks. Sums have bits of their own, the same from run to run. Errors
+  // as above.
+  absl::Status EnqueueSum(absl::Span<const Place> places, size_t count);
+
+  // Ends collectives that wait for a device, on all devices that still work, soon after it returns.
   // Nothing can be enqueued any more.
   void Abort();
 
  private:
   NcclGather() = default;
+
+  // Calls enqueue(device), which returns a result of NCCL, for all devices as one group.
+  absl::Status OnAll(std::string_view what, absl::FunctionRef<int(size_t)> enqueue);
 
   std::vector<void*> communicators_;  // ncclComm_t, by device; empty after Abort
 };

@@ -19,26 +19,43 @@
 //            all devices. The first device packs what the others need of a call, and a copy brings it
 //            to each, through the host where there is no other way.
 //
+// Training has two exchanges. Each device computes pass 1 (linear/training.cu), all read what all tell
+// of it, and each makes the gradients of its own tokens. By kPeers a copy engine brings d_hidden's part
+// to the first device while the last product runs, by kNccl one reduce adds the parts at that time.
+//
 // A device that fails or hangs holds up no other: the host watches the signals, and where one does not
-// come it ends all waits and the all-gather.
+// come it ends all waits and the collective. The driver may wait for a device when it loads a kernel, so
+// a call of a new kind waits on the host before it enqueues what depends on other devices.
+//
+// Measured: bench/results/h100/shards.json. Tried and dropped: blocks in place of logits for 1 to 64
+// rows of linear_topk by kPeers (0.97 to 1.43 times as long).
+//
+// Long because all calls share the state of the devices.
 #include "kernels/cuda/sharded_stream.h"
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <set>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/cuda/gather.h"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/linear/shard_training.h"
 #include "kernels/cuda/nccl.h"
 #include "kernels/cuda/patience.h"
 #include "kernels/cuda/signals.h"
@@ -68,7 +85,7 @@ constexpr size_t kKernelCopyBytes = size_t{1} << 20;
 
 constexpr absl::Duration kPollFor = absl::Microseconds(200);
 constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
-// How long devices get to end what they have, after one has failed.
+// How long devices get to end what they have when all waits have been ended because none moved.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
 
 constexpr size_t kBorder = 256;  // of what is packed
@@ -125,9 +142,45 @@ RowsCopy CopyOf(const void* from, size_t bytes, std::byte* to) {
           .from_device = true};
 }
 
-class ShardedStream final : public Stream {
+// Where Device::gradients has what a device needs of a call that makes gradients. The first device has
+// only parts of d_hidden there.
+struct GradientPlaces {
+  size_t rows = 0;  // after the hidden states
+  size_t upstream = 0;
+  size_t logsumexp = 0;
+  size_t loss = 0;
+  size_t target_logprob = 0;
+  size_t status = 0;
+  size_t parts = 0;  // f32 [rows, stride] each
+  size_t bytes = 0;
+  int64_t stride;
+
+  GradientPlaces(const LinearCrossEntropyBackwardArgs& args, bool has_inputs, int part_count)
+      : stride(RoundUp(args.hidden.cols, 64)) {
+    const auto count = static_cast<size_t>(args.hidden.rows);
+    size_t next = 0;
+    const auto take = [&next](size_t size) { return std::exchange(next, next + ToBorder(size)); };
+    if (has_inputs) {
+      take(count * static_cast<size_t>(args.hidden.row_stride) * SizeOf(args.hidden.dtype));
+      rows = take(count * sizeof(CrossEntropyRow));
+      upstream = take(count * sizeof(float));
+      logsumexp = take(count * sizeof(float));
+      loss = take(count * sizeof(float));
+      target_logprob = take(count * sizeof(float));
+      status = take(count * sizeof(RowStatus));
+    }
+    parts = take(static_cast<size_t>(part_count) * part_bytes(args.hidden.rows));
+    bytes = next;
+  }
+
+  size_t part_bytes(int64_t count) const {
+    return static_cast<size_t>(count * stride) * sizeof(float);
+  }
+};
+
+class CudaShardedStream final : public ShardedStream {
  public:
-  ~ShardedStream() override {
+  ~CudaShardedStream() override {
     nccl_.reset();  // first: it may use all devices
     // From the last on: cudaFree waits for the device, and all write into the first one's memory.
     for (size_t i = devices_.size(); i-- > 0;) {
@@ -136,6 +189,10 @@ class ShardedStream final : public Stream {
       // By kPeers one that hangs may still write into the memory of the first.
       if (IsHung(number) || (!hung_.ok() && i == 0)) continue;
       cudaSetDevice(number);
+      if (device.mover != nullptr) cudaStreamDestroy(device.mover);
+      if (device.hidden_done != nullptr) cudaEventDestroy(device.hidden_done);
+      if (device.moved != nullptr) cudaEventDestroy(device.moved);
+      cudaFree(device.gradients.data);
       cudaFree(device.inputs);
       if (i > 0 && exchange_ == ShardExchange::kPeers) continue;  // the first one's
       cudaFree(device.blocks);
@@ -161,6 +218,7 @@ class ShardedStream final : public Stream {
       const absl::Status status = Add(backends[i]);
       if (!status.ok()) return OfShard(static_cast<int>(i), status);
     }
+    LOGITD_RETURN_IF_ERROR(TrySignals());
     return exchange_ == ShardExchange::kNccl ? JoinNccl() : absl::OkStatus();
   }
 
@@ -187,6 +245,7 @@ class ShardedStream final : public Stream {
 
   absl::Status LinearTopK(const LinearTopKArgs& args) override { return RunLinearTopK(args); }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
+    BeginCall(Kind::kSample, args.head);
     return exchange_ == ShardExchange::kPeers
                ? OnLogits(args.hidden, args.head, args.sample, &Stream::Sample)
                : RunLinearSample(args);
@@ -194,12 +253,21 @@ class ShardedStream final : public Stream {
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
     return RunLinearCrossEntropy(args);
   }
+  absl::Status ShardedBackward(const ShardedBackwardArgs& args) override {
+    return RunBackward(args.gradient, args.shards);
+  }
+  absl::Status ShardedTraining(const ShardedTrainingArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
+    if (TrainingFits(args)) return RunTraining(args);
+    LOGITD_RETURN_IF_ERROR(RunLinearCrossEntropy(args.training.Forward()));
+    return RunBackward(args.training.Backward(), args.shards);
+  }
 
   // The parts of other devices are waited for first: what the first device has enqueued may depend on
   // them.
   absl::StatusOr<StreamTimes> Wait() override {
     LOGITD_RETURN_IF_ERROR(hung_);
-    if (const absl::Status failed = WaitForParts(); !failed.ok()) return Stop(failed);
+    if (const absl::Status failed = WaitFor(1, count()); !failed.ok()) return Stop(failed);
     absl::StatusOr<StreamTimes> waited = lead().Wait();
     if (waited.ok()) return waited;
     const absl::Status& failed = waited.status();
@@ -214,6 +282,12 @@ class ShardedStream final : public Stream {
     // Of all shards. By kPeers all devices have those of the first.
     std::byte* blocks = nullptr;   // [kBlockBytes]
     std::byte* targets = nullptr;  // [kTargetBytes]
+    // For gradients, from the first call on that makes some: see GradientPlaces.
+    Backend* backend = nullptr;
+    DeviceMemory gradients;
+    cudaStream_t mover = nullptr;  // moves d_hidden
+    cudaEvent_t hidden_done = nullptr;
+    cudaEvent_t moved = nullptr;
   };
   using Gathered = std::byte* Device::*;
 
@@ -234,6 +308,7 @@ class ShardedStream final : public Stream {
     Device& device = devices_.emplace_back();
     places_.resize(devices_.size());
     device.stream.reset(static_cast<DeviceStream*>(made->release()));
+    device.backend = backend;
     const int number = device.stream->device();
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(number), "select device"));
     if (devices_.size() == 1) device.stream->LimitWait(hang_after_);
@@ -271,15 +346,51 @@ class ShardedStream final : public Stream {
     absl::StatusOr<std::unique_ptr<NcclGather>> nccl = NcclGather::Create(numbers);
     if (!nccl.ok()) return nccl.status();
     nccl_ = *std::move(nccl);
-    absl::Status status = GatherBlocks(&Device::blocks, kBorder);
-    Patience patience(hang_after_);
-    while (status.ok() && !Busy().empty()) {
-      if (!patience.Sleep())
-        status.Update(absl::UnavailableError("NCCL: the devices are not joined"));
+    LOGITD_RETURN_IF_ERROR(GatherBlocks(&Device::blocks, kBorder));
+    const absl::Status joined = Settle("NCCL: the devices are not joined");
+    if (!joined.ok()) LeaveNccl();
+    return joined;
+  }
+
+  // Tries what everything else relies on: that streams raise signals, and wait for those of others.
+  absl::Status TrySignals() {
+    const auto refused = [](absl::string_view why) {
+      return absl::UnavailableError(
+          absl::StrCat("a stream cannot wait for one of another device: ", why));
+    };
+    if (const absl::Status status = EnqueueSignals(); !status.ok()) {
+      static_cast<void>(Drain(kDrainFor));
+      return absl::IsUnavailable(status) ? refused(status.message()) : status;
     }
-    for (int i = 0; i < count(); ++i) status.Update(ErrorOf(i));
-    if (!status.ok()) LeaveNccl();
-    return status;
+    LOGITD_RETURN_IF_ERROR(Settle("a stream cannot wait for one of another device: none came"));
+    for (int i = 0; i < count(); ++i) {
+      if (!signals_->Raised(i)) return refused("the host does not see its signal");
+    }
+    return lead().Wait().status();
+  }
+  absl::Status EnqueueSignals() {
+    LOGITD_RETURN_IF_ERROR(lead().BeginOps());
+    LOGITD_RETURN_IF_ERROR(Raise(kReady, lead()));
+    for (int i = 1; i < count(); ++i) {
+      LOGITD_RETURN_IF_ERROR(stream(i).BeginOps());
+      LOGITD_RETURN_IF_ERROR(Await(kReady, stream(i)));
+      LOGITD_RETURN_IF_ERROR(Raise(i, stream(i)));
+    }
+    LOGITD_RETURN_IF_ERROR(lead().BeginOps());
+    for (int i = 1; i < count(); ++i) LOGITD_RETURN_IF_ERROR(Await(i, lead()));
+    return absl::OkStatus();
+  }
+
+  // Waits until all devices have ended what they have. Where one does not in time, the waits of all
+  // are ended. UNAVAILABLE: that helped, `why` is what failed; INTERNAL: it did not, and hung_.
+  absl::Status Settle(absl::string_view why) {
+    Patience patience(hang_after_);
+    while (!Busy().empty()) {
+      if (patience.Sleep()) continue;
+      static_cast<void>(Stop(absl::DeadlineExceededError(why)));
+      return hung_.ok() ? absl::UnavailableError(why) : hung_;
+    }
+    return FirstError();
   }
 
   void LeaveNccl() {
@@ -305,6 +416,7 @@ class ShardedStream final : public Stream {
   }
 
   absl::Status RunLinearTopK(const LinearTopKArgs& args) {
+    BeginCall(Kind::kTopK, args.head, args.topk.max_k);
     if (exchange_ == ShardExchange::kPeers &&
         static_cast<size_t>(args.hidden.rows) * LogitsBytes(args.head) <= kFewLogitsBytes) {
       return OnLogits(args.hidden, args.head, args.topk, &Stream::SoftmaxTopK);
@@ -359,6 +471,7 @@ class ShardedStream final : public Stream {
   }
 
   absl::Status RunLinearCrossEntropy(const LinearCrossEntropyArgs& args) {
+    BeginCall(Kind::kLosses, args.head, args.cross_entropy.max_top_logprobs);
     LossPartialShape shape = {.shards = ShardsOf(args.head),
                               .rows = 1,
                               .totals = true,  // the host does not read rows
@@ -380,6 +493,7 @@ class ShardedStream final : public Stream {
     if (exchange_ == ShardExchange::kNccl) LOGITD_RETURN_IF_ERROR(JoinNccl());  // after a Stop
     LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
     LOGITD_RETURN_IF_ERROR(OfShard(0, Raise(kReady, lead())));
+    if (waits_on_host_) LOGITD_RETURN_IF_ERROR(StopUnless(WaitFor(kReady, kReady + 1)));
     for (int i = 1; i < count(); ++i) {
       LOGITD_RETURN_IF_ERROR(OfShard(i, stream(i).BeginOps()));
       LOGITD_RETURN_IF_ERROR(OfShard(i, Await(kReady, stream(i))));
@@ -391,6 +505,18 @@ class ShardedStream final : public Stream {
     LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
     return OfShard(0, part(0));
   }
+  enum class Kind { kTopK, kSample, kLosses, kBackward, kTraining };
+  // Before a call. One of a new kind may have to load kernels, which may wait for all that a device has:
+  // it waits on the host, which knows how to give up.
+  void BeginCall(Kind kind, const HeadView& head, int32_t max_k = 0) {
+    const int k_bits = std::bit_width(static_cast<uint32_t>(max_k));
+    waits_on_host_ =
+        seen_.insert({kind, head.weight.dtype, head.vocab(), head.hidden(), k_bits}).second;
+  }
+  absl::Status StopUnless(const absl::Status& waited) {
+    return waited.ok() ? waited : Stop(waited);
+  }
+
   absl::Status Raise(int signal, DeviceStream& stream) {
     return ToStatus(signals_->Raise(signal, stream.native()), "raise a signal");
   }
@@ -400,6 +526,7 @@ class ShardedStream final : public Stream {
 
   // What the first device does next has the blocks, or targets, of all devices, each of `bytes`.
   absl::Status Exchange(Gathered gathered, size_t bytes) {
+    if (waits_on_host_) LOGITD_RETURN_IF_ERROR(StopUnless(WaitFor(1, count())));
     if (exchange_ == ShardExchange::kNccl) return GatherBlocks(gathered, bytes);
     for (int i = 1; i < count(); ++i) LOGITD_RETURN_IF_ERROR(OfShard(0, Await(i, lead())));
     return absl::OkStatus();
@@ -565,15 +692,227 @@ class ShardedStream final : public Stream {
                           {.shape = shape, .blocks = blocks(), .cross_entropy = loss}));
   }
 
-  // Waits until the other devices have ended their parts: polls at first, because the wake-up of a
-  // blocked thread takes as long as a decode step. DEADLINE_EXCEEDED: no device has ended a part for
+  // ---- gradients
+
+  // By kPeers the parts of d_hidden are on the first device, those of all shards or of the others; by
+  // kNccl a device has its own, where it needs one.
+  GradientPlaces PlacesOf(int shard, const LinearCrossEntropyBackwardArgs& args, bool own_parts) {
+    const bool peers = exchange_ == ShardExchange::kPeers;
+    const int own = own_parts ? 1 : 0;
+    const int parts = !peers ? own : shard == 0 ? count() - 1 + own : 0;
+    return GradientPlaces(args, /*has_inputs=*/shard > 0, parts);
+  }
+  float* PartsOf(int shard, const GradientPlaces& at) {
+    return reinterpret_cast<float*>(devices_[static_cast<size_t>(shard)].gradients.data + at.parts);
+  }
+
+  // Gives all devices memory for the call, and what moves d_hidden.
+  absl::Status ReserveGradients(const LinearCrossEntropyBackwardArgs& args, bool own_parts) {
+    for (int i = 0; i < count(); ++i) {
+      const size_t bytes = PlacesOf(i, args, own_parts).bytes;
+      Device& device = devices_[static_cast<size_t>(i)];
+      if (bytes > device.gradients.bytes) {
+        if (device.gradients.data != nullptr) {
+          LOGITD_RETURN_IF_ERROR(Settle("earlier work has not ended"));  // it may use what is freed
+          device.backend->FreeDevice(std::exchange(device.gradients, {}));
+        }
+        absl::StatusOr<DeviceMemory> memory = device.backend->AllocateDevice(bytes);
+        if (!memory.ok()) return OfShard(i, memory.status());
+        device.gradients = *memory;
+      }
+      if (device.moved != nullptr) continue;
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(stream(i).device()), "select device"));
+      int least = 0;
+      int most = 0;
+      cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &most);
+      if (error == cudaSuccess && device.mover == nullptr)
+        error = cudaStreamCreateWithPriority(&device.mover, cudaStreamNonBlocking, most);
+      if (error == cudaSuccess && device.hidden_done == nullptr)
+        error = cudaEventCreateWithFlags(&device.hidden_done, cudaEventDisableTiming);
+      if (error == cudaSuccess)
+        error = cudaEventCreateWithFlags(&device.moved, cudaEventDisableTiming);
+      LOGITD_RETURN_IF_ERROR(OfShard(i, ToStatus(error, "create what moves gradients")));
+    }
+    return absl::OkStatus();
+  }
+
+  // What the shard's device computes of a call: its part of the head, and inputs where BringGradients
+  // puts them.
+  LinearCrossEntropyBackwardArgs GradientOf(int shard, const GradientPlaces& at,
+                                            const LinearCrossEntropyBackwardArgs& args,
+                                            const ShardGradient* shards) {
+    LinearCrossEntropyBackwardArgs of = args;
+    of.head = args.head.shards[shard];
+    of.d_weight = shards[shard].d_weight;
+    of.d_bias = shards[shard].d_bias;
+    if (shard == 0) return of;
+    const std::byte* const inputs = devices_[static_cast<size_t>(shard)].gradients.data;
+    of.hidden.data = inputs;
+    of.rows = reinterpret_cast<const CrossEntropyRow*>(inputs + at.rows);
+    of.upstream = reinterpret_cast<const float*>(inputs + at.upstream);
+    of.logsumexp = reinterpret_cast<const float*>(inputs + at.logsumexp);
+    return of;
+  }
+
+  absl::Status BringGradients(int shard, const GradientPlaces& at,
+                              const LinearCrossEntropyBackwardArgs& args, bool logsumexp) {
+    if (shard == 0 || args.hidden.rows == 0) return absl::OkStatus();
+    std::byte* const to = devices_[static_cast<size_t>(shard)].gradients.data;
+    const Inputs<CrossEntropyRow> inputs = {.hidden = args.hidden, .rows = args.rows};
+    const size_t floats = static_cast<size_t>(args.hidden.rows) * sizeof(float);
+    const struct {
+      std::byte* to;
+      const void* from;
+      size_t bytes;
+    } copies[] = {{to, args.hidden.data, inputs.hidden_bytes()},
+                  {to + at.rows, args.rows, inputs.row_bytes()},
+                  {to + at.upstream, args.upstream, floats},
+                  {to + at.logsumexp, args.logsumexp, logsumexp ? floats : 0}};
+    for (const auto& copy : copies) {
+      if (copy.bytes == 0) continue;
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(copy.to, copy.from, copy.bytes,
+                                                      cudaMemcpyDefault, stream(shard).native()),
+                                      "copy rows"));
+    }
+    return absl::OkStatus();
+  }
+
+  // On the first device, whose own part is at `first`; by kPeers the others are at `others`.
+  absl::Status WriteHidden(const float* first, const float* others, int64_t stride,
+                           const LinearCrossEntropyBackwardArgs& args) {
+    LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
+    const AddPartsArgs parts = {.first = first,
+                                .others = others,
+                                .shards = exchange_ == ShardExchange::kPeers ? count() : 1,
+                                .stride = stride,
+                                .rows = args.rows,
+                                .d_hidden = args.d_hidden};
+    return OfShard(0, ToStatus(AddParts(parts, lead().native()), "add gradients"));
+  }
+
+  absl::Status RunBackward(const LinearCrossEntropyBackwardArgs& args,
+                           const ShardGradient* shards) {
+    LOGITD_RETURN_IF_ERROR(hung_);
+    if (IsAbandoned()) return absl::OkStatus();
+    BeginCall(Kind::kBackward, args.head);
+    LOGITD_RETURN_IF_ERROR(ReserveGradients(args, /*own_parts=*/true));
+    const bool peers = exchange_ == ShardExchange::kPeers;
+    const int64_t rows = args.hidden.rows;
+    const int64_t stride = PlacesOf(0, args, true).stride;
+    LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
+      const GradientPlaces at = PlacesOf(shard, args, true);
+      LOGITD_RETURN_IF_ERROR(BringGradients(shard, at, args, /*logsumexp=*/true));
+      LinearCrossEntropyBackwardArgs of = GradientOf(shard, at, args, shards);
+      float* const part =
+          peers ? PartsOf(0, PlacesOf(0, args, true)) + shard * rows * stride : PartsOf(shard, at);
+      of.d_hidden = {part, DType::kF32, rows, args.hidden.cols, stride};
+      places_[static_cast<size_t>(shard)] = {reinterpret_cast<std::byte*>(part),
+                                             stream(shard).native()};
+      return stream(shard).LinearCrossEntropyBackwardPartial(
+          {.shard = shard, .shards = ShardsOf(args.head), .gradient = of});
+    }));
+    LOGITD_RETURN_IF_ERROR(ExchangeSums(rows * stride));
+    const float* const parts = PartsOf(0, PlacesOf(0, args, true));
+    return WriteHidden(parts, parts + rows * stride, stride, args);
+  }
+
+  // The first device gets the parts at places_, each of `count` floats: by kPeers they are there.
+  absl::Status ExchangeSums(int64_t count) {
+    if (exchange_ == ShardExchange::kPeers) return Exchange(&Device::blocks, 0);
+    if (count == 0) return absl::OkStatus();
+    if (waits_on_host_) LOGITD_RETURN_IF_ERROR(StopUnless(WaitFor(1, this->count())));
+    absl::Status status = nccl_->EnqueueSum(places_, static_cast<size_t>(count));
+    if (!status.ok()) LeaveNccl();
+    return status;
+  }
+
+  ShardTrainingArgs TrainingOf(int shard, const ShardedTrainingArgs& args) {
+    const GradientPlaces at = PlacesOf(shard, args.training.gradient, false);
+    ShardTrainingArgs of = {.training = args.training,
+                            .shards = ShardsOf(args.training.gradient.head),
+                            .shard = shard,
+                            .blocks = devices_[static_cast<size_t>(shard)].blocks};
+    of.training.gradient = GradientOf(shard, at, args.training.gradient, args.shards);
+    if (shard == 0) return of;
+    std::byte* const answers = devices_[static_cast<size_t>(shard)].gradients.data;
+    of.training.answers = {.loss = reinterpret_cast<float*>(answers + at.loss),
+                           .logsumexp = reinterpret_cast<float*>(answers + at.logsumexp),
+                           .target_logprob = reinterpret_cast<float*>(answers + at.target_logprob),
+                           .status = reinterpret_cast<RowStatus*>(answers + at.status)};
+    return of;
+  }
+
+  // Whether all devices can make the logits once.
+  bool TrainingFits(const ShardedTrainingArgs& args) {
+    const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
+    const size_t block = ShardTrainingBytes(ShardsOf(gradient.head), gradient.hidden.rows);
+    bool fits = block * devices_.size() <= kBlockBytes;
+    for (int i = 0; i < count() && fits; ++i) fits = stream(i).TrainingFits(TrainingOf(i, args));
+    return fits;
+  }
+
+  absl::Status RunTraining(const ShardedTrainingArgs& args) {
+    const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
+    if (IsAbandoned()) return absl::OkStatus();
+    BeginCall(Kind::kTraining, gradient.head);
+    LOGITD_RETURN_IF_ERROR(ReserveGradients(gradient, /*own_parts=*/false));
+    LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
+      const GradientPlaces at = PlacesOf(shard, gradient, false);
+      LOGITD_RETURN_IF_ERROR(BringGradients(shard, at, gradient, /*logsumexp=*/false));
+      return stream(shard).BeginTraining(TrainingOf(shard, args));
+    }));
+    const int64_t rows = gradient.hidden.rows;
+    LOGITD_RETURN_IF_ERROR(
+        Exchange(&Device::blocks, ShardTrainingBytes(ShardsOf(gradient.head), rows)));
+    const GradientPlaces at = PlacesOf(0, gradient, false);
+    LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
+      LOGITD_RETURN_IF_ERROR(stream(shard).EndTraining(
+          TrainingOf(shard, args),
+          [&](const MutableTensorView& part) { return MoveHidden(shard, part, at); }));
+      const bool moves = shard > 0 && exchange_ == ShardExchange::kPeers;
+      return moves ? JoinMover(shard) : absl::OkStatus();
+    }));
+    const auto* const first = reinterpret_cast<const float*>(places_.front().blocks);
+    LOGITD_RETURN_IF_ERROR(ExchangeSums(rows * at.stride));
+    if (exchange_ == ShardExchange::kNccl) {
+      for (int i = 0; i < count(); ++i) LOGITD_RETURN_IF_ERROR(OfShard(i, JoinMover(i)));
+    }
+    return WriteHidden(first, PartsOf(0, at), at.stride, gradient);
+  }
+
+  // Begins to move the shard's part of d_hidden, which the stream has made. By kNccl all parts begin
+  // later, at the same time.
+  cudaError_t MoveHidden(int shard, const MutableTensorView& part, const GradientPlaces& at) {
+    const Device& device = devices_[static_cast<size_t>(shard)];
+    const bool peers = exchange_ == ShardExchange::kPeers;
+    places_[static_cast<size_t>(shard)] = {static_cast<std::byte*>(part.data), device.mover};
+    if (peers && shard == 0) return cudaSuccess;
+    cudaError_t error = cudaEventRecord(device.hidden_done, device.stream->native());
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(device.mover, device.hidden_done, 0);
+    if (error != cudaSuccess || !peers) return error;
+    float* const to = PartsOf(0, at) + (shard - 1) * part.rows * at.stride;
+    return cudaMemcpyAsync(to, part.data, at.part_bytes(part.rows), cudaMemcpyDefault,
+                           device.mover);
+  }
+
+  // What the shard's stream does next comes after what moves its part.
+  absl::Status JoinMover(int shard) {
+    const Device& device = devices_[static_cast<size_t>(shard)];
+    cudaError_t error = cudaSetDevice(device.stream->device());
+    if (error == cudaSuccess) error = cudaEventRecord(device.moved, device.mover);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(device.stream->native(), device.moved, 0);
+    return ToStatus(error, "move gradients");
+  }
+
+  // Waits until the signals [first, end) have risen: polls at first, because the wake-up of a blocked
+  // thread takes as long as a decode step. DEADLINE_EXCEEDED: no device has ended a part for
   // hang_after_. Other errors are of a device.
-  absl::Status WaitForParts() {
+  absl::Status WaitFor(int first, int end) {
     const absl::Time poll_until = absl::Now() + kPollFor;
     absl::Time look = absl::Now() + kLookForErrors;
     Patience patience(hang_after_);
     uint32_t risen = signals_->Risen();
-    for (int i = 1; i < count(); ++i) {
+    for (int i = first; i < end; ++i) {
       while (!signals_->Raised(i)) {
         const absl::Time now = absl::Now();
         if (now >= look) {  // a device that has failed raises no signal
@@ -607,11 +946,13 @@ class ShardedStream final : public Stream {
     std::vector<bool> late;
     for (int i = 0; i < count(); ++i) late.push_back(i > 0 && !signals_->Raised(i));
     LeaveNccl();
-    const std::vector<int> hung = Drain();
+    // After an error of one, the others may be in the middle of their parts.
+    const bool none_moved = absl::IsDeadlineExceeded(failed);
+    std::vector<int> hung = Drain(none_moved ? kDrainFor : std::max(kDrainFor, hang_after_));
     if (hung.empty()) {
       if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();  // ends its phases
       cudaGetLastError();
-      if (!absl::IsDeadlineExceeded(failed)) return failed;
+      if (!none_moved) return failed;
       LOGITD_RETURN_IF_ERROR(FirstError());
       return absl::UnavailableError(absl::StrFormat(
           "shards: no device has ended a part for %s, and all have ended when their exchange was "
@@ -619,22 +960,24 @@ class ShardedStream final : public Stream {
           absl::FormatDuration(hang_after_)));
     }
     for (const int i : hung) SetHung(stream(i).device());
-    // One that has not ended its part, rather than one that still waits for it.
-    const auto first =
-        std::find_if(hung.begin(), hung.end(), [&](int i) { return late[static_cast<size_t>(i)]; });
-    const int culprit = first == hung.end() ? hung.front() : *first;
-    hung_.Update(absl::IsDeadlineExceeded(failed)
-                     ? OfShard(culprit, absl::InternalError(absl::StrFormat(
-                                            "CUDA: the device has ended no part of its work for %s",
-                                            absl::FormatDuration(hang_after_))))
-                     : failed);
+    // First one that has not ended its part, rather than one that still waits for it.
+    std::stable_partition(hung.begin(), hung.end(),
+                          [&](int i) { return late[static_cast<size_t>(i)]; });
+    if (none_moved) {
+      hung_.Update(OfShards(hung, absl::InternalError(absl::StrFormat(
+                                      "CUDA: the device has ended no part of its work for %s",
+                                      absl::FormatDuration(hang_after_)))));
+    } else {
+      if (const std::optional<int> first = FailedShard(failed)) hung.insert(hung.begin(), *first);
+      hung_.Update(OfShards(hung, failed));
+    }
     return hung_;
   }
 
   // Ends all waits, and gives the devices some time to end what they have. Returns those that have
   // not.
-  std::vector<int> Drain() {
-    Patience patience(kDrainFor);
+  std::vector<int> Drain(absl::Duration limit) {
+    Patience patience(limit);
     std::vector<int> left;
     do {
       signals_->RaiseAll();
@@ -646,7 +989,11 @@ class ShardedStream final : public Stream {
   std::vector<int> Busy() {
     std::vector<int> busy;
     for (int i = 0; i < count(); ++i) {
-      if (cudaStreamQuery(stream(i).native()) == cudaErrorNotReady) busy.push_back(i);
+      const cudaStream_t mover = devices_[static_cast<size_t>(i)].mover;
+      if (cudaStreamQuery(stream(i).native()) == cudaErrorNotReady ||
+          (mover != nullptr && cudaStreamQuery(mover) == cudaErrorNotReady)) {
+        busy.push_back(i);
+      }
     }
     cudaGetLastError();
     return busy;
@@ -661,13 +1008,16 @@ class ShardedStream final : public Stream {
   std::unique_ptr<NcclGather> nccl_;  // null: kPeers
   std::vector<NcclGather::Place> places_;
   absl::Status hung_;  // not OK: a device hangs; the answer of all calls
+  // The calls that were made before: with another, the host waits in place of streams.
+  std::set<std::tuple<Kind, DType, int64_t, int64_t, int>> seen_;
+  bool waits_on_host_ = false;
 };
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
-                                                            const ShardOptions& options) {
-  auto stream = std::make_unique<ShardedStream>();
+absl::StatusOr<std::unique_ptr<ShardedStream>> CreateShardedStream(
+    absl::Span<Backend* const> backends, const ShardOptions& options) {
+  auto stream = std::make_unique<CudaShardedStream>();
   LOGITD_RETURN_IF_ERROR(stream->Init(backends, options));
   return stream;
 }

@@ -19,8 +19,8 @@ absl::StatusOr<ShardExchange> ChooseExchange(absl::Span<Backend* const> backends
 
 // Errors: those of ChooseExchange, and of the devices. By kPeers several of the backends may be the
 // same device.
-absl::StatusOr<std::unique_ptr<Stream>> CreateShardedStream(absl::Span<Backend* const> backends,
-                                                            const ShardOptions& options);
+absl::StatusOr<std::unique_ptr<ShardedStream>> CreateShardedStream(
+    absl::Span<Backend* const> backends, const ShardOptions& options);
 
 }  // namespace logitd::cuda
 

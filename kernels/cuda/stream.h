@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <string_view>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "kernels/cuda/linear/shard_training.h"
 #include "kernels/cuda/linear/shards.h"
 
 namespace logitd::cuda {
@@ -28,8 +30,14 @@ class DeviceStream : public Stream {
   // comes after them, and counts as ops.
   virtual absl::Status BeginOps() = 0;
   virtual absl::Status ShardLogits(const ShardLogitsArgs& args) = 0;
-  // From now on Wait ends after `limit`, with DEADLINE_EXCEEDED, where work has not ended by then. The
-  // stream then still has that work.
+  // linear/shard_training.h. Between Begin and End the stream runs no other op.
+  virtual bool TrainingFits(const ShardTrainingArgs& args) = 0;
+  virtual absl::Status BeginTraining(const ShardTrainingArgs& args) = 0;
+  virtual absl::Status EndTraining(
+      const ShardTrainingArgs& args,
+      absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) = 0;
+  // From now on Wait ends after `limit`, with DEADLINE_EXCEEDED, where work has not ended by then, also
+  // work of calls that failed. The stream then still has that work.
   virtual void LimitWait(absl::Duration limit) = 0;
 };
 

@@ -146,7 +146,9 @@ class ThreadedEngine final : public Engine {
       const absl::Status status = RunSlice(
           stream, layout_, rules_, costs_, *batch,
           [this, device](const absl::Status& cause) {
-            Lose(FailedShard(cause).value_or(device), cause);
+            const std::vector<int> failed = FailedShards(cause);
+            if (failed.empty()) Lose(device, cause);
+            for (const int each : failed) Lose(each, cause);
           },
           [this, batch] { return batcher_.Keep(batch); }, &oldest);
       const int64_t ended_ns = MonotonicNanos();

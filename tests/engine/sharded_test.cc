@@ -312,6 +312,29 @@ TEST_F(ShardedTest, AShardThatHangsIsLostAndHoldsUpNoOther) {
   for (int i = 0; i < kDevices; ++i) device(i).WaitUntilUnused();
 }
 
+TEST_F(ShardedTest, ShardsThatHangAtTheSameTimeAreAllLost) {
+  UseDevices({.hang_after = absl::Milliseconds(200)});
+  Start(1);
+  EXPECT_TRUE(Submit(sharded_)->Wait().ok());
+  device(1).Hold();
+  device(2).Hold();
+  EXPECT_EQ(Submit(sharded_)->Wait().code(), absl::StatusCode::kUnavailable);
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(Submit(whole_)->Wait().ok());
+  EXPECT_TRUE(Idle());
+  EXPECT_TRUE(devices_->lost(1));
+  EXPECT_TRUE(devices_->lost(2));
+  EXPECT_EQ(devices_->left(), 1);
+  EXPECT_EQ(lost_, 0);
+  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"11\"} 0"));
+  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"12\"} 0"));
+  engine_.reset();
+  for (const int held : {1, 2}) {
+    device(held).Fail(absl::InternalError("after all"));  // the slice's memory is gone
+    device(held).Release();
+  }
+  for (int i = 0; i < kDevices; ++i) device(i).WaitUntilUnused();
+}
+
 TEST_F(ShardedTest, AShardMayTakeLongWhileAllDo) {
   UseDevices({.hang_after = absl::Milliseconds(500)});
   Start(1);

@@ -40,9 +40,24 @@ inline HeadView WithShards(const HeadView& head, const std::vector<HeadView>& pa
   return whole;
 }
 
+// Where the gradients of the parts go, in those of the whole.
+inline std::vector<ShardGradient> CutGradient(const LinearCrossEntropyBackwardArgs& whole,
+                                              int shards) {
+  const VocabShards cut = {.vocab = whole.head.vocab(), .count = shards};
+  std::vector<ShardGradient> parts(static_cast<size_t>(shards));
+  for (int s = 0; s < shards; ++s) {
+    const VocabShard shard = cut.at(s);
+    ShardGradient& part = parts[static_cast<size_t>(s)];
+    part.d_weight = RowsOf(whole.d_weight, shard.first, shard.tokens);
+    if (whole.d_bias != nullptr) part.d_bias = whole.d_bias + shard.first;
+    if (shard.tokens == 0) part = {};  // nothing of it may be written
+  }
+  return parts;
+}
+
 class CuttingStream final : public Stream {
  public:
-  CuttingStream(std::unique_ptr<Stream> stream, int shards)
+  CuttingStream(std::unique_ptr<ShardedStream> stream, int shards)
       : stream_(std::move(stream)), shards_(shards) {}
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
@@ -63,6 +78,24 @@ class CuttingStream final : public Stream {
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
     return Cut(&Stream::LinearCrossEntropy, args);
   }
+  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
+    const std::vector<HeadView> parts = CutHead(args.head, shards_);
+    const std::vector<ShardGradient> to = CutGradient(args, shards_);
+    ShardedBackwardArgs cut = {.gradient = args, .shards = to.data()};
+    cut.gradient.head = WithShards(args.head, parts);
+    cut.gradient.d_weight = {};
+    cut.gradient.d_bias = nullptr;
+    return stream_->ShardedBackward(cut);
+  }
+  absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
+    const std::vector<HeadView> parts = CutHead(args.gradient.head, shards_);
+    const std::vector<ShardGradient> to = CutGradient(args.gradient, shards_);
+    ShardedTrainingArgs cut = {.training = args, .shards = to.data()};
+    cut.training.gradient.head = WithShards(args.gradient.head, parts);
+    cut.training.gradient.d_weight = {};
+    cut.training.gradient.d_bias = nullptr;
+    return stream_->ShardedTraining(cut);
+  }
   absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
 
  private:
@@ -74,7 +107,7 @@ class CuttingStream final : public Stream {
     return (stream_.get()->*op)(args);
   }
 
-  const std::unique_ptr<Stream> stream_;
+  const std::unique_ptr<ShardedStream> stream_;
   const int shards_;
 };
 
@@ -104,7 +137,7 @@ class CuttingBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse) override {
     std::vector<Backend*> backends;
     for (const auto& device : devices_) backends.push_back(device.get());
-    absl::StatusOr<std::unique_ptr<Stream>> stream = CreateShardedStream(backends, options_);
+    absl::StatusOr<std::unique_ptr<ShardedStream>> stream = CreateShardedStream(backends, options_);
     if (!stream.ok()) return stream.status();
     return std::make_unique<CuttingStream>(*std::move(stream), static_cast<int>(devices_.size()));
   }

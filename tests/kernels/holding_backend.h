@@ -1,4 +1,5 @@
-// A CUDA device that hangs in the partials of linear_topk from Hold to Release.
+// A CUDA device that hangs in new streams, in the partials of linear_topk, and in the gradients of
+// training, from Hold to Release.
 #ifndef LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
 #define LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
 
@@ -14,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/stream.h"
+#include "kernels/status_macros.h"
 
 namespace logitd::testing {
 
@@ -44,12 +46,18 @@ class HoldingBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
     absl::StatusOr<std::unique_ptr<Stream>> stream = device_->CreateStream(use);
     if (!stream.ok()) return stream.status();
-    return std::make_unique<HoldingStream>(
+    auto holding = std::make_unique<HoldingStream>(
         this,
         std::unique_ptr<cuda::DeviceStream>(static_cast<cuda::DeviceStream*>(stream->release())));
+    bool hold = false;
+    {
+      const std::lock_guard lock(mutex_);
+      hold = hold_;
+    }
+    if (hold) LOGITD_RETURN_IF_ERROR(holding->Enqueue());
+    return holding;
   }
 
- private:
   // Only what the second device of a sharded stream is asked for.
   class HoldingStream final : public cuda::DeviceStream {
    public:
@@ -69,6 +77,18 @@ class HoldingBackend final : public Backend {
       absl::Status status = Enqueue();
       return status.ok() ? stream_->LinearTopKPartial(args) : status;
     }
+    bool TrainingFits(const cuda::ShardTrainingArgs& args) override {
+      return stream_->TrainingFits(args);
+    }
+    absl::Status BeginTraining(const cuda::ShardTrainingArgs& args) override {
+      return stream_->BeginTraining(args);
+    }
+    absl::Status EndTraining(
+        const cuda::ShardTrainingArgs& args,
+        absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) override {
+      absl::Status status = Enqueue();
+      return status.ok() ? stream_->EndTraining(args, hidden_done) : status;
+    }
     absl::Status Upload(const Slab&, size_t, size_t) override {
       return absl::UnimplementedError("upload");
     }
@@ -80,7 +100,8 @@ class HoldingBackend final : public Backend {
     }
     absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
 
-   private:
+    cuda::DeviceStream& inner() { return *stream_; }
+
     // What comes after it waits while the backend holds.
     absl::Status Enqueue() {
       const cudaError_t error = cudaLaunchHostFunc(
@@ -88,10 +109,12 @@ class HoldingBackend final : public Backend {
       return cuda::ToStatus(error, "hold");
     }
 
+   private:
     HoldingBackend* const backend_;
     const std::unique_ptr<cuda::DeviceStream> stream_;
   };
 
+ private:
   void Pass() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return !hold_; });

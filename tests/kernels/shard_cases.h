@@ -3,6 +3,7 @@
 #define LOGITD_TESTS_KERNELS_SHARD_CASES_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -154,6 +155,37 @@ inline std::vector<ShardCase> ShardCases() {
   }
   cases.push_back({{DType::kBF16, 33, 50257, 64, true, false, 30, 0, ++n}});
   return cases;
+}
+
+inline std::string DescribeSharded(const LinearCase& c, int shards) {
+  return absl::StrCat(Describe(c), ", ", shards, " shards");
+}
+
+// Of what training answers.
+inline std::string BitsOfLosses(const LossAnswer& answer) {
+  std::string bits;
+  Append(answer.loss, &bits);
+  Append(answer.logsumexp, &bits);
+  Append(answer.target_logprob, &bits);
+  Append(answer.status, &bits);
+  return bits;
+}
+
+// "" where the gradients of hidden states differ by rounding only: by 2^-7 of the largest.
+inline std::string HiddenDifference(const LinearBackwardAnswer& got,
+                                    const LinearBackwardAnswer& want) {
+  const HostTensor &a = got.d_hidden, &b = want.d_hidden;
+  float most = 0;
+  for (int64_t r = 0; r < a.rows(); ++r) {
+    for (int64_t d = 0; d < a.cols(); ++d) most = std::max(most, std::fabs(b.At(r, d)));
+  }
+  for (int64_t r = 0; r < a.rows(); ++r) {
+    for (int64_t d = 0; d < a.cols(); ++d) {
+      if (std::fabs(a.At(r, d) - b.At(r, d)) <= 0x1p-7f * most) continue;
+      return absl::StrCat("d_hidden[", r, ", ", d, "]: ", a.At(r, d), " and ", b.At(r, d));
+    }
+  }
+  return "";
 }
 
 // Gradients of heads with several cells, the last one short.

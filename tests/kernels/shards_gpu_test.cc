@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +15,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/sharded_stream.h"
@@ -61,7 +63,9 @@ class LinearOnThreeShardsGpuTest : public CudaTest {
   std::unique_ptr<CuttingBackend> backend_;
 };
 const bool kRegistered =
-    RegisterChecks<LinearOnThreeShardsGpuTest>("LinearOnThreeShardsGpuTest", LinearChecks());
+    RegisterChecks<LinearOnThreeShardsGpuTest>("LinearOnThreeShardsGpuTest", LinearChecks()) &&
+    RegisterChecks<LinearOnThreeShardsGpuTest>("LinearOnThreeShardsGpuTest",
+                                               LinearGradientChecks());
 
 // ---- Bits
 
@@ -131,6 +135,58 @@ TEST_F(ShardsGpuTest, GradientsOfPartsAreThoseOfTheWhole) {
   }
 }
 
+// Heads of several cells, whose last one is short, of one cell, and of several chunks of training.cu on
+// a shard. The last does not fit it: the forward and the backward are calls of their own.
+std::vector<LinearCase> TrainingOnShardsCases() {
+  std::vector<LinearCase> cases;
+  uint64_t n = 500;
+  struct Shape {
+    int64_t rows, vocab, hidden;
+  };
+  for (const Shape& shape : {Shape{9, 5000, 1024}, Shape{70, 3000, 100}, Shape{40, 9216, 64},
+                             Shape{3, 700, 64}, Shape{64, 100000, 64}, Shape{300, 9000, 64}}) {
+    for (int i = 0; i < 2; ++i) {
+      cases.push_back({DType::kBF16, shape.rows, shape.vocab, shape.hidden, false, false, 0,
+                       static_cast<int64_t>(n % 3), ++n});
+    }
+  }
+  return cases;
+}
+
+void ExpectTrainingOfOneDevice(OpRunner& one, Backend* backend, int shards) {
+  const auto sharded = OpRunner::Create(backend).value();
+  for (const LinearCase& c : TrainingOnShardsCases()) {
+    LinearBackwardCall call{.hidden = RandomTensors(c).hidden,
+                            .head = RandomTensors(c).head,
+                            .upstream = std::vector<float>(static_cast<size_t>(c.rows), 0.5f),
+                            .d_hidden = AlignedTensor(DType::kBF16, c.rows, c.hidden, 0),
+                            .d_weight = AlignedTensor(DType::kBF16, c.vocab, c.hidden, 0),
+                            .want_d_bias = false};
+    for (int64_t r = 0; r < c.rows; ++r) {
+      call.rows.push_back(PlainLoss(static_cast<int32_t>((r * 977 + c.vocab - 1) % c.vocab)));
+      call.rows.back().label_smoothing = r % 2 == 0 ? 0.0f : 0.1f;
+    }
+    const LinearTrainingAnswer want = one.LinearCrossEntropyTraining(call).value();
+    const LinearTrainingAnswer got = sharded->LinearCrossEntropyTraining(call).value();
+    EXPECT_EQ(BitsOfLosses(got.loss) == BitsOfLosses(want.loss), true)
+        << DescribeSharded(c, shards);
+    EXPECT_EQ(HiddenDifference(got.gradient, want.gradient), "") << DescribeSharded(c, shards);
+    // Twice the same: the same bits.
+    const LinearTrainingAnswer again = sharded->LinearCrossEntropyTraining(call).value();
+    EXPECT_EQ(again.gradient.d_hidden.bytes() == got.gradient.d_hidden.bytes(), true)
+        << DescribeSharded(c, shards);
+    EXPECT_EQ(again.gradient.d_weight.bytes() == got.gradient.d_weight.bytes(), true)
+        << DescribeSharded(c, shards);
+  }
+}
+
+TEST_F(ShardsGpuTest, TrainingOverDevicesHasTheLossesOfOne) {
+  for (const int shards : {1, 2, 3, 4, 8}) {
+    CuttingBackend backend(DevicesOf(shards));
+    ExpectTrainingOfOneDevice(*runner_, &backend, shards);
+  }
+}
+
 // More rows than one exchange has room for, and more logits than linear_topk exchanges.
 TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   ShardCase c{{DType::kBF16, 700, 100000, 64, false, false, 0, 0, 5}};
@@ -173,6 +229,21 @@ TEST_F(ShardsByNcclGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   ShardCase c{{DType::kBF16, 700, 100000, 64, false, false, 0, 0, 5}};
   CuttingBackend backend(All(), kByNccl);
   EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
+}
+
+TEST_F(ShardsByNcclGpuTest, TrainingOverDevicesHasTheLossesOfOne) {
+  for (int devices = 2; devices <= CountCudaDevices(); ++devices) {
+    CuttingBackend backend(DevicesOf(devices), kByNccl);
+    ExpectTrainingOfOneDevice(*runner_, &backend, devices);
+  }
+}
+
+TEST_F(ShardsByNcclGpuTest, GradientsAgreeWithDoublePrecision) {
+  CuttingBackend backend(All(), kByNccl);
+  const auto sharded = OpRunner::Create(&backend).value();
+  for (const LinearCase& c : ShardGradientCases())
+    EXPECT_EQ(FirstLinearGradientDifference(*sharded, c), "");
+  EXPECT_EQ(BrokenGradientOfNoRows(*sharded), "");
 }
 
 // ---- Faults
@@ -298,6 +369,164 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsEndsTheCallInTimeAndHoldsUpNoOther) 
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(HangOnTheSecondDevice(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
               "ended no part of its work for 500ms.*, shard 1");
+}
+
+// Two of three devices hang at once.
+void HangOnTwoDevices() {
+  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(3);
+  HoldingBackend second(std::move(devices[1])), third(std::move(devices[2]));
+  const std::vector<Backend*> backends = {devices[0].get(), &second, &third};
+  auto stream = CreateShardedStream(backends, {.hang_after = absl::Milliseconds(500)}).value();
+  const OneRow row(*devices[0]);
+  const std::vector<HeadView> parts = CutHead(row.Whole(), 3);
+  const HeadView head = WithShards(row.Whole(), parts);
+  const absl::Status first = row.Run(*stream, head);
+  second.Hold();
+  third.Hold();
+  const absl::Time begun = absl::Now();
+  const absl::Status status = row.Run(*stream, head);
+  stream.reset();
+  const absl::Duration took = absl::Now() - begun;
+  std::fprintf(stderr, "%s; %s, shards %s, after %s\n", first.ToString().c_str(),
+               status.ToString().c_str(), absl::StrJoin(FailedShards(status), " ").c_str(),
+               absl::FormatDuration(took).c_str());
+  std::_Exit(first.ok() && absl::IsInternal(status) && took < absl::Seconds(5) ? 0 : 1);
+}
+
+TEST_F(ShardsGpuTest, DevicesThatHangAtTheSameTimeAreAllNamed) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangOnTwoDevices(), ::testing::ExitedWithCode(0), "OK; INTERNAL.*, shards 1 2,");
+}
+
+// A copy to no memory cannot be enqueued, while the device hangs in what comes before it.
+TEST_F(ShardsGpuTest, AWaitForWorkThatWasNotEnqueuedHasALimitToo) {
+  HoldingBackend device(CreateBackend("cuda", {.device = CudaTestDevice()}).value());
+  device.Hold();
+  const auto stream = device.CreateStream(StreamUse::kCopies).value();
+  auto& copies = static_cast<HoldingBackend::HoldingStream&>(*stream).inner();
+  copies.LimitWait(absl::Milliseconds(200));
+  std::byte from[64] = {};
+  const Slab nowhere = {from, reinterpret_cast<std::byte*>(uintptr_t{1} << 46), sizeof(from)};
+  EXPECT_TRUE(copies.Upload(nowhere, 0, sizeof(from)).ok());  // it is kept
+  const absl::Time begun = absl::Now();
+  EXPECT_EQ(copies.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_LT(absl::Now() - begun, absl::Seconds(2));
+  device.Release();
+}
+
+// A device that hangs before the stream is there: neither its making nor what takes it down waits.
+void HangAtTheStart() {
+  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
+  HoldingBackend second(std::move(devices[1]));
+  const std::vector<Backend*> backends = {devices[0].get(), &second};
+  second.Hold();
+  const absl::Time begun = absl::Now();
+  const absl::Status status =
+      CreateShardedStream(backends, {.hang_after = absl::Milliseconds(500)}).status();
+  const absl::Duration took = absl::Now() - begun;
+  std::fprintf(stderr, "%s, shard %d, after %s\n", status.ToString().c_str(),
+               FailedShard(status).value_or(-1), absl::FormatDuration(took).c_str());
+  std::_Exit(absl::IsInternal(status) && FailedShard(status) == 1 && took < absl::Seconds(5) ? 0
+                                                                                             : 1);
+}
+
+TEST_F(ShardsGpuTest, ADeviceThatHangsAtTheStartEndsItInTime) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangAtTheStart(), ::testing::ExitedWithCode(0), "INTERNAL.*, shard 1");
+}
+
+// Training of 8 rows of zeros, on a head of zeros, whose second shard has its gradients on its device.
+class EightRows {
+ public:
+  EightRows(Backend& first, Backend& second)
+      : slab_(first.AllocateSlab(size_t{4} << 20).value()),
+        second_(second.AllocateDevice(size_t{1} << 20).value()) {
+    std::memset(slab_.host, 0, slab_.bytes);
+    for (int r = 0; r < kRows; ++r) {
+      CrossEntropyRow row{};
+      row.active = 1;
+      row.temperature = 1;
+      row.target = r * 300;
+      std::memcpy(slab_.host + kParams + static_cast<size_t>(r) * sizeof(row), &row, sizeof(row));
+      const float one = 1;
+      std::memcpy(slab_.host + kUpstream + static_cast<size_t>(r) * 4, &one, 4);
+    }
+  }
+
+  absl::Status Run(ShardedStream& stream) const {
+    const HeadView whole = {.weight = {slab_.device, DType::kBF16, kVocab, kHidden, kHidden}};
+    const std::vector<HeadView> parts = CutHead(whole, 2);
+    LinearCrossEntropyTrainingArgs args;
+    args.gradient = {.hidden = {At(kStates), DType::kBF16, kRows, kHidden, kHidden},
+                     .head = whole,
+                     .rows = reinterpret_cast<const CrossEntropyRow*>(At(kParams)),
+                     .upstream = reinterpret_cast<const float*>(At(kUpstream)),
+                     .d_hidden = {At(kDHidden), DType::kBF16, kRows, kHidden, kHidden},
+                     .d_weight = {At(kDWeight), DType::kBF16, kVocab, kHidden, kHidden}};
+    args.answers = {.loss = reinterpret_cast<float*>(At(kAnswers)),
+                    .logsumexp = reinterpret_cast<float*>(At(kAnswers + 256)),
+                    .target_logprob = reinterpret_cast<float*>(At(kAnswers + 512)),
+                    .status = reinterpret_cast<RowStatus*>(At(kAnswers + 768))};
+    std::vector<ShardGradient> to = CutGradient(args.gradient, 2);
+    to[1].d_weight.data = second_.data;
+    args.gradient.head = WithShards(whole, parts);
+    absl::Status status = stream.Upload(slab_, 0, slab_.bytes);
+    if (status.ok()) status = stream.ShardedTraining({.training = args, .shards = to.data()});
+    if (status.ok()) status = stream.Download(slab_, kAnswers, 256);
+    const auto waited = stream.Wait();
+    if (!status.ok() || !waited.ok()) return status.ok() ? waited.status() : status;
+    float loss;
+    std::memcpy(&loss, slab_.host + kAnswers, sizeof(loss));
+    const bool is_right = std::fabs(loss - std::log(static_cast<float>(kVocab))) < 1e-3f;
+    return is_right ? absl::OkStatus() : absl::DataLossError(absl::StrFormat("loss %g", loss));
+  }
+
+ private:
+  static constexpr int64_t kVocab = 3000, kHidden = 64, kRows = 8;
+  static constexpr size_t kStates = size_t{1} << 20, kParams = kStates + (64 << 10),
+                          kUpstream = kParams + (64 << 10), kAnswers = kUpstream + 4096,
+                          kDHidden = kAnswers + 4096, kDWeight = size_t{2} << 20;
+  std::byte* At(size_t offset) const { return slab_.device + offset; }
+
+  const Slab slab_;
+  const DeviceMemory second_;
+};
+
+// As HangOnTheSecondDevice, between the two exchanges of a training call.
+void HangInTraining(ShardExchange exchange) {
+  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
+  HoldingBackend second(std::move(devices[1]));
+  const std::vector<Backend*> backends = {devices[0].get(), &second};
+  auto stream =
+      CreateShardedStream(backends, {.exchange = exchange, .hang_after = absl::Milliseconds(500)})
+          .value();
+  const EightRows rows(*devices[0], second);
+  const absl::Status first = rows.Run(*stream);
+  const absl::Status again = rows.Run(*stream);
+  second.Hold();
+  const absl::Time begun = absl::Now();
+  const absl::Status hangs = rows.Run(*stream);
+  const absl::Status next = rows.Run(*stream);
+  stream.reset();
+  const absl::Duration took = absl::Now() - begun;
+  std::fprintf(stderr, "%s; %s; %s, shard %d; after %s\n", first.ToString().c_str(),
+               again.ToString().c_str(), hangs.ToString().c_str(), FailedShard(hangs).value_or(-1),
+               absl::FormatDuration(took).c_str());
+  std::_Exit(first.ok() && again.ok() && absl::IsInternal(hangs) && next == hangs &&
+                     took < absl::Seconds(6)
+                 ? 0
+                 : 1);
+}
+
+TEST_F(ShardsGpuTest, ADeviceThatHangsInTrainingEndsTheCallInTime) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangInTraining(ShardExchange::kPeers), ::testing::ExitedWithCode(0),
+              "OK; OK; .*ended no part of its work for 500ms.*, shard 1");
+}
+TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsInTrainingEndsTheCallInTime) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(HangInTraining(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
+              "OK; OK; .*ended no part of its work for 500ms.*, shard 1");
 }
 
 // A part that takes longer than it should, and then ends.

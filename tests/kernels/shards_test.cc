@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -78,7 +79,8 @@ class OnShardsTest : public ::testing::Test {
 };
 using LinearOnThreeShardsTest = OnShardsTest<3>;
 const bool kRegistered =
-    RegisterChecks<LinearOnThreeShardsTest>("LinearOnThreeShardsTest", LinearChecks());
+    RegisterChecks<LinearOnThreeShardsTest>("LinearOnThreeShardsTest", LinearChecks()) &&
+    RegisterChecks<LinearOnThreeShardsTest>("LinearOnThreeShardsTest", LinearGradientChecks());
 
 // ---- Bits
 
@@ -132,6 +134,28 @@ TEST(ShardsTest, GradientsOfPartsAreThoseOfTheWholeAndTheWeightsHaveTheBitsOfOne
       if (shards == 1) {
         EXPECT_EQ(got.d_hidden.bytes() == want.d_hidden.bytes(), true) << Describe(c);
       }
+    }
+  }
+}
+
+// Several cells, the last one short; one cell, so that all shards but one are empty.
+TEST(ShardsTest, TrainingOverDevicesHasTheLossesAndTheGradientsOfWeightsOfOneDevice) {
+  const auto one = CreateCpuBackend({.cpu_threads = 2}).value();
+  const auto runner = OpRunner::Create(one.get()).value();
+  for (const int shards : {1, 2, 3, 8}) {
+    CuttingBackend backend(shards, /*threads=*/1);
+    const auto sharded = OpRunner::Create(&backend).value();
+    for (const LinearCase& c : ShardGradientCases()) {
+      LinearBackwardCall call = MakeLinearBackwardCall(c, RandomInput(c), c.dtype);
+      call.want_d_bias = true;
+      const LinearTrainingAnswer want = runner->LinearCrossEntropyTraining(call).value();
+      const LinearTrainingAnswer got = sharded->LinearCrossEntropyTraining(call).value();
+      EXPECT_EQ(BitsOfLosses(got.loss) == BitsOfLosses(want.loss), true)
+          << DescribeSharded(c, shards);
+      EXPECT_EQ(got.gradient.d_weight.bytes() == want.gradient.d_weight.bytes(), true)
+          << DescribeSharded(c, shards);
+      EXPECT_EQ(got.gradient.d_bias, want.gradient.d_bias) << DescribeSharded(c, shards);
+      EXPECT_EQ(HiddenDifference(got.gradient, want.gradient), "") << DescribeSharded(c, shards);
     }
   }
 }
@@ -200,9 +224,33 @@ class FaultTest : public ::testing::Test {
     return status;
   }
 
+  absl::Status Backward() {
+    const VocabShards cut = {.vocab = 3000, .count = kDevices};
+    std::vector<ShardGradient> to(kDevices);
+    for (int s = 0; s < kDevices; ++s) {
+      const VocabShard shard = cut.at(s);
+      to[static_cast<size_t>(s)].d_weight = {d_weight_.data() + shard.first * 4, DType::kF32,
+                                             shard.tokens, 4, 4};
+    }
+    const CrossEntropyRow row = PlainLoss(1);
+    const float logsumexp = 9, upstream = 1;
+    absl::Status status =
+        stream_->ShardedBackward({.gradient = {.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
+                                               .head = WithShards(whole_, parts_),
+                                               .rows = &row,
+                                               .logsumexp = &logsumexp,
+                                               .upstream = &upstream,
+                                               .d_hidden = {d_hidden_, DType::kF32, 1, 4, 4}},
+                                  .shards = to.data()});
+    if (status.ok()) status = stream_->Wait().status();
+    return status;
+  }
+
   std::vector<std::unique_ptr<ShardBackend>> devices_;
   std::vector<Backend*> backends_;
-  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<ShardedStream> stream_;
+  std::vector<float> d_weight_ = std::vector<float>(3000 * 4, kUnwrittenFloat);
+  float d_hidden_[4] = {kUnwrittenFloat, kUnwrittenFloat, kUnwrittenFloat, kUnwrittenFloat};
   std::vector<float> weight_ = std::vector<float>(3000 * 4, 0.25f);
   std::vector<float> hidden_ = std::vector<float>(4, 1.0f);
   const HeadView whole_ = {.weight = {weight_.data(), DType::kF32, 3000, 4, 4}};
@@ -245,6 +293,37 @@ TEST_F(FaultTest, APartThatHangsKeepsItsMemory) {
   EXPECT_EQ(stream_->Wait().status(), hangs);
   EXPECT_EQ(stream_->Upload({}, 0, 0), hangs);
   devices_[1]->Release();
+  stream_.reset();
+  for (const auto& device : devices_) device->WaitUntilUnused();
+}
+
+TEST_F(FaultTest, AnErrorInTheBackwardNamesItsDeviceAndTheNextCallIsWhole) {
+  devices_[2]->Fail(absl::UnavailableError("out of luck"));
+  const absl::Status status = Backward();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(FailedShard(status), 2);
+  EXPECT_EQ(d_hidden_[0], kUnwrittenFloat);
+  devices_[2]->Fail(absl::OkStatus());
+  ASSERT_TRUE(Backward().ok());
+  // All logits are 1: the gradient of each is exp(1 - 9), and one less of the target.
+  const double p = std::exp(-8.0);
+  EXPECT_NEAR(d_hidden_[0], 0.25 * (3000 * p - 1), 1e-6);
+  EXPECT_NEAR(d_weight_[4], p - 1, 1e-6);
+  EXPECT_NEAR(d_weight_[2999 * 4], p, 1e-6);
+}
+
+TEST_F(FaultTest, AllDevicesThatHangInTheBackwardAreNamed) {
+  stream_ = CreateShardedStream(backends_, {.hang_after = absl::Milliseconds(100)}).value();
+  devices_[1]->Hold();
+  devices_[2]->Hold();
+  const absl::Status hang = Backward();
+  EXPECT_EQ(hang.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(FailedShards(hang), (std::vector<int>{1, 2}));
+  EXPECT_EQ(TopK(), hang);
+  devices_[1]->Fail(absl::InternalError("after all"));  // they read no memory of the call any more
+  devices_[2]->Fail(absl::InternalError("after all"));
+  devices_[1]->Release();
+  devices_[2]->Release();
   stream_.reset();
   for (const auto& device : devices_) device->WaitUntilUnused();
 }

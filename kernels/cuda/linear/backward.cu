@@ -23,6 +23,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/linear/backward.cuh"
+#include "kernels/cuda/linear/shard_training.h"
 #include "kernels/cuda/linear/shards.h"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
@@ -362,17 +363,18 @@ class Backward {
   MutableTensorView wide_weights_;  // [chunk, hidden], f32, under an f16 head
 };
 
-// Block r adds the parts of row r, in the order of the shards.
+// Block r adds the parts of row r. That of an ignored row may have met an infinite weight.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    AddPartsKernel(const float* parts, int shards, int64_t rows, int size,
-                   const CrossEntropyRow* params, T* to, int64_t to_stride) {
+    AddPartsKernel(const __grid_constant__ AddPartsArgs p, int64_t rows, int size, T* to,
+                   int64_t to_stride) {
   const int64_t r = blockIdx.x;
-  if (params[r].active == 0) return;
+  const CrossEntropyRow& row = p.rows[r];
+  if (row.active == 0) return;
   for (int i = threadIdx.x; i < size; i += kThreads) {
-    float sum = parts[r * size + i];
-    for (int s = 1; s < shards; ++s) sum += parts[(s * rows + r) * size + i];
-    to[r * to_stride + i] = FromFloat<T>(sum);
+    float sum = p.first[r * p.stride + i];
+    for (int s = 0; s + 1 < p.shards; ++s) sum += p.others[(s * rows + r) * p.stride + i];
+    to[r * to_stride + i] = FromFloat<T>(row.target < 0 ? 0.0f : sum);
   }
 }
 
@@ -411,15 +413,25 @@ cudaError_t LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPa
                            static_cast<size_t>(part.rows), stream);
 }
 
-cudaError_t LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,
-                                            cudaStream_t stream) {
+cudaError_t AddParts(const AddPartsArgs& args, cudaStream_t stream) {
   const MutableTensorView& to = args.d_hidden;
   if (to.rows == 0) return cudaSuccess;
   return VisitDType(to.dtype, [&]<class T>() {
     return LaunchKernel(&AddPartsKernel<T>, {.grid = GridFor(to.rows), .threads = kThreads}, stream,
-                        args.parts, args.shards, to.rows, static_cast<int>(to.cols), args.rows,
-                        static_cast<T*>(to.data), to.row_stride);
+                        args, to.rows, static_cast<int>(to.cols), static_cast<T*>(to.data),
+                        to.row_stride);
   });
+}
+
+cudaError_t LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,
+                                            cudaStream_t stream) {
+  return AddParts({.first = args.parts,
+                   .others = args.parts + args.d_hidden.rows * args.d_hidden.cols,
+                   .shards = args.shards,
+                   .stride = args.d_hidden.cols,
+                   .rows = args.rows,
+                   .d_hidden = args.d_hidden},
+                  stream);
 }
 
 }  // namespace logitd::cuda

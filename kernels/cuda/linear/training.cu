@@ -25,6 +25,11 @@
 // d_weight has no gaps, and the rows' E fit into it (up to `hidden` rows, twice as many where it is
 // f32), the rest into scratch. Any other call is the two ops, one after the other.
 //
+// On a shard of a head the passes are two calls, on Hopper only (shard_training.h). Each shard sends
+// the maxima and sums of its tiles to all others, and all add the tiles of the vocabulary in the
+// order of one device, so that losses have its bits. d_hidden is whole before the last product 3,
+// which its exchange overlaps. Long because a call and its halves share the passes.
+//
 // Cost: three products (18.6 ms at 4096 x 4096 x 128256, as bare products: the floor); in addition
 // a write of E and a read and a write of G (3.2 GB), one read and write of d_hidden in fp32 for
 // every chunk of up to 16384 tokens, and except on Hopper a write and a read of the logits, in part
@@ -39,6 +44,8 @@
 #include "kernels/cuda/linear/backward.cuh"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/routes.h"
+#include "kernels/cuda/linear/shard_training.h"
+#include "kernels/cuda/linear/shards.cuh"
 #include "kernels/cuda/linear/training.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
@@ -57,9 +64,11 @@ static_assert(kGroupRows % kRowsAhead == 0 && kGroupRows % kWarps == 0);
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-// Fills in `count` rows; rows from `rows` on are skipped.
+// Fills in `count` rows; rows from `rows` on are skipped. The head has `tokens` tokens from
+// `first_token` on.
 __global__ void __launch_bounds__(kThreads)
-    BeginKernel(const CrossEntropyRow* params, int64_t rows, int64_t count, RowState* to) {
+    BeginKernel(const CrossEntropyRow* params, int64_t rows, int64_t count, int32_t first_token,
+                int32_t tokens, RowState* to) {
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (r >= count) return;
   RowState row{.use = RowUse::kSkipped,
@@ -75,7 +84,8 @@ __global__ void __launch_bounds__(kThreads)
   if (r < rows && params[r].active != 0) {
     const CrossEntropyRow& p = params[r];
     row.use = p.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
-    row.target = p.target < 0 ? -1 : p.target;
+    const int32_t target = p.target - first_token;
+    row.target = p.target >= first_token && target < tokens ? target : -1;
     row.log2e_over_temperature = Log2EOverTemperature(0.0f, p.temperature);
     row.smooth = p.label_smoothing > 0 ? 1 : 0;
   }
@@ -196,6 +206,87 @@ __device__ inline float ProbabilityOfMax(const Outcome& outcome, float log2e_ove
              : p;
 }
 
+// What a shard tells the others of a tile, and of a row.
+struct TileSums {
+  float max;
+  float sum;
+  float total;
+};
+struct TrainingBlock {
+  TileSums* tiles;  // [rows, most_tiles]
+  int32_t* nan;     // [rows]: the first token of the shard that is NaN; -1: none
+  float* target;    // [rows]: the target's logit, where the shard has the target
+  int64_t most_tiles;
+  size_t bytes;
+
+  TrainingBlock(std::byte* block, const VocabShards& shards, int64_t rows)
+      : most_tiles(shards.most_cells() * (kCell / kTile)) {
+    const int64_t tiles_bytes = rows * most_tiles * static_cast<int64_t>(sizeof(TileSums));
+    tiles = reinterpret_cast<TileSums*>(block);
+    nan = reinterpret_cast<int32_t*>(block + tiles_bytes);
+    target = reinterpret_cast<float*>(nan + rows);
+    bytes = static_cast<size_t>(RoundUp(tiles_bytes + 8 * rows, 16));
+  }
+};
+
+// Writes a shard's block, a row by each warp.
+__global__ void __launch_bounds__(kThreads)
+    TellShardsKernel(const RowState* rows, int64_t count, Chunk all, int32_t first_token,
+                     const __grid_constant__ TrainingBlock to) {
+  const int lane = threadIdx.x % 32;
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (r >= count || rows[r].use == RowUse::kSkipped) return;
+  for (int i = lane; i < all.Tiles(); i += 32) {
+    const TilePart part = all.parts[r * all.parts_stride + i];
+    to.tiles[r * to.most_tiles + i] = {all.maxima[r * all.maxima_stride + i], part.sum, part.total};
+  }
+  if (lane != 0) return;
+  to.nan[r] = rows[r].first_nan < 0 ? -1 : first_token + rows[r].first_nan;
+  if (rows[r].target >= 0) to.target[r] = all.target_logits[r];
+}
+
+// Makes the rows' sums those of all shards, and their target's logit known, a row by each warp. The
+// order is that of AddKernel. `first`: the block of the first shard.
+__global__ void __launch_bounds__(kThreads)
+    AddShardsKernel(RowState* rows, int64_t count, const CrossEntropyRow* params,
+                    const __grid_constant__ TrainingBlock first,
+                    const __grid_constant__ Shards shards, int tiles, float* target_logits) {
+  constexpr int kCellTiles = kCell / kTile;
+  const int lane = threadIdx.x % 32;
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (r >= count) return;
+  RowState& row = rows[r];
+  if (row.use == RowUse::kSkipped) return;
+  const auto tile = [&](int i) -> const TileSums& {
+    const int shard = shards.OwnerOfCell(i / kCellTiles);
+    return shards.Of(first.tiles,
+                     shard)[r * first.most_tiles + i - shards.FirstCell(shard) * kCellTiles];
+  };
+  const Stats more = MergeCells(tiles, row.log2e_over_temperature, lane, [&](int i) {
+    return Stats{tile(i).max, tile(i).sum};
+  });
+  const Stats before = {-kInfinity, 0.0f};
+  const Stats stats = MergeCells(2, row.log2e_over_temperature, lane,
+                                 [&](int i) { return i == 0 ? before : more; });
+  double total = 0.0;
+  if (row.smooth != 0) {
+    for (int i = lane; i < tiles; i += 32) total += tile(i).total;
+    total = WarpSum(total);
+  }
+  int32_t first_nan = -1;  // of the first shard that has one
+  for (int s = shards.count - 1; s >= 0; --s) {
+    const int32_t nan = shards.Of(first.nan, s)[r];
+    if (nan >= 0) first_nan = nan;
+  }
+  __syncwarp();
+  if (lane != 0) return;
+  row.stats = stats;
+  row.total = total;
+  row.first_nan = first_nan;
+  const int32_t target = params[r].target;
+  if (target >= 0) target_logits[r] = shards.Of(first.target, shards.OwnerOf(target))[r];
+}
+
 // Infinities become finite, so that 0 times them is 0. NaN stays.
 __device__ inline float Finite(float x) {
   constexpr float kMost = std::numeric_limits<float>::max();
@@ -210,7 +301,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   RowState& row = rows[r];
   if (row.use == RowUse::kSkipped) return;
-  const float target_logit = row.target < 0 ? 0.0f : target_logits[r];
+  const float target_logit = row.use == RowUse::kIgnored ? 0.0f : target_logits[r];
   const Outcome outcome =
       Conclude(args, r, {row.stats, 0.0f, row.total, 0}, target_logit, row.first_nan, lane);
   if (row.use != RowUse::kCounted) return;
@@ -330,12 +421,19 @@ bool Fits(const LinearCrossEntropyBackwardArgs& args, const Cut& cut, int64_t ro
          cut.Bytes(args.hidden.rows) <= room;
 }
 
+// The tokens that a call has of a vocabulary, which may be a shard.
+struct Place {
+  int64_t first_token = 0;
+  int64_t vocab = 0;
+};
+
 class Training {
  public:
-  Training(const LinearCrossEntropyTrainingArgs& args, const Cut& cut, Products& products,
-           Scratch scratch, cudaStream_t stream)
+  Training(const LinearCrossEntropyTrainingArgs& args, const Place& place, const Cut& cut,
+           Products& products, Scratch scratch, cudaStream_t stream)
       : args_(args.gradient),
         forward_(args.Forward().cross_entropy),
+        place_(place),
         cut_(cut),
         padded_(cut.Padded(args.gradient.hidden.rows)),
         device_(scratch),
@@ -348,46 +446,84 @@ class Training {
         d_states_(scratch.Take<float>(padded_ * cut.hidden_stride)),
         first_e_(scratch.Take<Bf16>(padded_ * cut.chunk)),
         logits_(scratch.Take<float>(cut.in_one ? 0 : cut.block * cut.part)) {
-    forward_.logits.cols = args_.head.vocab();
+    forward_.logits.cols = place.vocab;
   }
 
   cudaError_t Run() {
-    const int64_t vocab = args_.head.vocab();
-    const int64_t last = (vocab - 1) / cut_.chunk * cut_.chunk;
+    MakeSums();
+    Conclude();
+    MakeAllGradients([] { return cudaSuccess; });
     const int64_t rows = args_.hidden.rows;
-    steps_.Launch(&BeginKernel, GridFor(padded_, kThreads), kThreads, args_.rows, rows, padded_,
-                  rows_);
-    Pack();
-    if (cut_.in_one) {
-      const Chunk all = TokensAt(0, vocab);
-      MakeAllExponentials(all);
-      AddToRows(all);
-    } else {
-      for (int64_t v = 0; v <= last; v += cut_.chunk) {
-        const Chunk chunk = TokensAt(v, cut_.chunk);
-        MakeExponentials(chunk);
-        AddToRows(chunk);
-      }
-    }
-    steps_.Launch(&ConcludeKernel, WarpGrid(padded_), kThreads, forward_, args_.upstream,
-                  target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
-    steps_.Launch(&ClearIgnoredKernel, GridFor(padded_), kThreads, rows_, states_,
-                  cut_.hidden_stride);
-    for (int64_t v = last; v >= 0; v -= cut_.chunk) {
-      const Chunk chunk = TokensAt(v, cut_.chunk);
-      for (int64_t r = 0; r < padded_; r += cut_.block) {
-        MakeGradients(chunk, r);
-        AddToHidden(chunk, r, /*fresh=*/v == last);
-      }
-      WriteWeight(chunk);
-    }
     steps_.Store(DStates(0, rows), rows_, RowsOf(args_.d_hidden, 0, rows));
+    return steps_.error();
+  }
+
+  // The first call of a shard: cut_.in_one.
+  cudaError_t Begin(const TrainingBlock& block) {
+    MakeSums();
+    steps_.Launch(&TellShardsKernel, WarpGrid(args_.hidden.rows), kThreads, rows_,
+                  args_.hidden.rows, TokensAt(0, args_.head.vocab()),
+                  static_cast<int32_t>(place_.first_token), block);
+    return steps_.error();
+  }
+
+  // The second, in the same scratch. `first`: the block of the first shard.
+  cudaError_t End(const VocabShards& shards, const TrainingBlock& first,
+                  absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) {
+    const int64_t rows = args_.hidden.rows;
+    steps_.Launch(&AddShardsKernel, WarpGrid(rows), kThreads, rows_, rows, args_.rows, first,
+                  Shards(shards, first.bytes), static_cast<int>(CeilDiv(shards.vocab, kTile)),
+                  target_logits_);
+    Conclude();
+    MakeAllGradients([&] { return hidden_done(DStates(0, rows)); });
     return steps_.error();
   }
 
  private:
   // A grid with a warp for each of `count` items.
   static dim3 WarpGrid(int64_t count) { return GridFor(count, kWarps); }
+
+  // Pass 1.
+  void MakeSums() {
+    const int64_t vocab = args_.head.vocab();
+    steps_.Launch(&BeginKernel, GridFor(padded_, kThreads), kThreads, args_.rows, args_.hidden.rows,
+                  padded_, static_cast<int32_t>(place_.first_token), static_cast<int32_t>(vocab),
+                  rows_);
+    Pack();
+    if (cut_.in_one) {
+      const Chunk all = TokensAt(0, vocab);
+      MakeAllExponentials(all);
+      AddToRows(all);
+      return;
+    }
+    for (int64_t v = 0; v < vocab; v += cut_.chunk) {
+      const Chunk chunk = TokensAt(v, cut_.chunk);
+      MakeExponentials(chunk);
+      AddToRows(chunk);
+    }
+  }
+
+  void Conclude() {
+    steps_.Launch(&ConcludeKernel, WarpGrid(padded_), kThreads, forward_, args_.upstream,
+                  target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
+    steps_.Launch(&ClearIgnoredKernel, GridFor(padded_), kThreads, rows_, states_,
+                  cut_.hidden_stride);
+  }
+
+  // Pass 2. hidden_done() is called when d_hidden is whole: before the last product 3.
+  template <class HiddenDone>
+  void MakeAllGradients(const HiddenDone& hidden_done) {
+    const int64_t last = (args_.head.vocab() - 1) / cut_.chunk * cut_.chunk;
+    for (int64_t v = last; v >= 0; v -= cut_.chunk) {
+      const Chunk chunk = TokensAt(v, cut_.chunk);
+      for (int64_t r = 0; r < padded_; r += cut_.block) {
+        MakeGradients(chunk, r);
+        AddToHidden(chunk, r, /*fresh=*/v == last);
+      }
+      if (v == 0) steps_.Do(hidden_done);
+      WriteWeight(chunk);
+    }
+  }
 
   Chunk TokensAt(int64_t v, int64_t count) const {
     return {.first = v,
@@ -482,6 +618,7 @@ class Training {
 
   const LinearCrossEntropyBackwardArgs& args_;
   CrossEntropyArgs forward_;
+  const Place place_;
   const Cut cut_;
   const int64_t padded_;  // rows, in whole blocks
   const Scratch device_;  // only what it says of the device is used
@@ -496,6 +633,27 @@ class Training {
   float* const logits_;         // [block, part]
 };
 
+int64_t RoomFor(const Products& products, const Scratch& scratch) {
+  return static_cast<int64_t>(scratch.left() - products.workspace_bytes());
+}
+
+// The work of a shard's call, in scratch that is cut the same way in both calls.
+Training ShardTraining(const ShardTrainingArgs& args, Products& products, const Scratch& scratch,
+                       cudaStream_t stream) {
+  const Cut cut(args.training.gradient.head, RoomFor(products, scratch), /*one_kernel=*/true);
+  const Place place = {.first_token = args.shards.at(args.shard).first, .vocab = args.shards.vocab};
+  return Training(args.training, place, cut, products, scratch, stream);
+}
+
+// Where a shard without tokens has its part of d_hidden; no data where there is no room for it.
+MutableTensorView ZerosOf(const LinearCrossEntropyBackwardArgs& args, Scratch scratch) {
+  const int64_t hidden = args.hidden.cols;
+  const int64_t stride = RoundUp(hidden, 64);
+  const int64_t rows = args.hidden.rows;
+  return {scratch.Take<float>(static_cast<size_t>(rows * stride)), DType::kF32, rows, hidden,
+          stride};
+}
+
 }  // namespace
 
 cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args,
@@ -505,13 +663,57 @@ cudaError_t LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& arg
     return LinearCrossEntropyBackward(args.Backward(), products, scratch, stream);
   const LinearRoute& route = RouteOf(LinearOp::kTraining, args.gradient.head, scratch);
   if (route.kernel != LinearKernel::kTwoOps) {
-    const int64_t room = static_cast<int64_t>(scratch.left() - products.workspace_bytes());
+    const int64_t room = RoomFor(products, scratch);
     const Cut cut(args.gradient.head, room, route.kernel == LinearKernel::kHopperTraining);
-    if (Fits(args.gradient, cut, room)) return Training(args, cut, products, scratch, stream).Run();
+    const Place place = {.first_token = 0, .vocab = args.gradient.head.vocab()};
+    if (Fits(args.gradient, cut, room))
+      return Training(args, place, cut, products, scratch, stream).Run();
   }
   const cudaError_t error = LinearCrossEntropy(args.Forward(), products, scratch, stream);
   if (error != cudaSuccess) return error;
   return LinearCrossEntropyBackward(args.Backward(), products, scratch, stream);
+}
+
+size_t ShardTrainingBytes(const VocabShards& shards, int64_t rows) {
+  return TrainingBlock(nullptr, shards, rows).bytes;
+}
+
+bool ShardTrainingFits(const ShardTrainingArgs& args, const Products& products,
+                       const Scratch& scratch) {
+  const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
+  const int64_t rows = gradient.hidden.rows;
+  if (rows == 0 || RouteOf(LinearOp::kTraining, gradient.head, scratch).kernel !=
+                       LinearKernel::kHopperTraining) {
+    return false;
+  }
+  if (gradient.head.vocab() == 0) return ZerosOf(gradient, scratch).data != nullptr;
+  const int64_t room = RoomFor(products, scratch);
+  return Fits(gradient, Cut(gradient.head, room, /*one_kernel=*/true), room);
+}
+
+cudaError_t BeginShardTraining(const ShardTrainingArgs& args, Products& products, Scratch scratch,
+                               cudaStream_t stream) {
+  const int64_t rows = args.training.gradient.hidden.rows;
+  const size_t bytes = ShardTrainingBytes(args.shards, rows);
+  const TrainingBlock block(args.blocks + static_cast<size_t>(args.shard) * bytes, args.shards,
+                            rows);
+  if (args.training.gradient.head.vocab() == 0)  // -1 for every row; the rest is not read
+    return cudaMemsetAsync(block.nan, 0xff, static_cast<size_t>(rows) * sizeof(int32_t), stream);
+  return ShardTraining(args, products, scratch, stream).Begin(block);
+}
+
+cudaError_t EndShardTraining(const ShardTrainingArgs& args,
+                             absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done,
+                             Products& products, Scratch scratch, cudaStream_t stream) {
+  const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
+  if (gradient.head.vocab() == 0) {
+    const MutableTensorView part = ZerosOf(gradient, scratch);
+    const size_t bytes = static_cast<size_t>(part.rows * part.row_stride) * sizeof(float);
+    const cudaError_t error = cudaMemsetAsync(part.data, 0, bytes, stream);
+    return error == cudaSuccess ? hidden_done(part) : error;
+  }
+  const TrainingBlock first(args.blocks, args.shards, gradient.hidden.rows);
+  return ShardTraining(args, products, scratch, stream).End(args.shards, first, hidden_done);
 }
 
 }  // namespace logitd::cuda
