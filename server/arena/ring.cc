@@ -28,6 +28,9 @@ namespace {
 constexpr int64_t kSpinNs = 100 * 1000;
 constexpr int64_t kSpinRunningNs = 2 * 1000 * 1000;
 
+// A ring has one call at a time if so many came when no other was open.
+constexpr int kLoneCalls = 16;
+
 // Ids of callers: connections count from below, and identities from 2^63.
 constexpr uint64_t kFirstId = uint64_t{1} << 62;
 
@@ -92,14 +95,21 @@ absl::StatusOr<bool> Ring::TakeAll() {
   bool worked = false;
   for (uint32_t i = 0; i < pages_.slots() && !stop_; ++i) {
     const uint64_t serial = next_serial_;
+    bool lone = false;
     {
       absl::MutexLock lock(&mutex_);
       if (open_.size() + postings_.size() >= pages_.slots()) break;
+      lone = open_.empty() && postings_.empty();
     }
     RingRequest request;
     const absl::StatusOr<bool> taken = pages_.Take(&request);
     if (!taken.ok()) return taken;
+    // A submission that comes so soon was there before the answer to the last call.
+    const bool waited = *taken && ran_alone_;
+    ran_alone_ = false;
     if (!*taken) break;
+    lone_calls_ = lone && !waited ? std::min(lone_calls_ + 1, kLoneCalls) : 0;
+    request.alone = ran_alone_ = lone_calls_ == kLoneCalls;
     worked = true;
     ++next_serial_;
     {
@@ -112,6 +122,7 @@ absl::StatusOr<bool> Ring::TakeAll() {
       if (const auto it = open_.find(serial); it != open_.end()) it->second = work;
     }
     if (stop_ && work != nullptr) work->Drop();  // Stop may not have seen it
+    if (replies_ > 0) break;                     // first of all
   }
   return worked;
 }

@@ -55,6 +55,7 @@ class RingCall final : public RequestJob,
   AdmissionWait admission_wait_;
   CallHeaders headers_;
   uint64_t tag_ = 0;
+  bool alone_ = false;
   int64_t message_bytes_ = 0;
 
   absl::Mutex mutex_;
