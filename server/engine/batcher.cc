@@ -122,7 +122,8 @@ Batcher::Loan Batcher::Submit(std::shared_ptr<Job> submitted, bool borrow) {
         to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
         Reserve(batch, job, spec);
         place.state = Job::Place::State::kCopying;
-        brief = idle_spin_ns_ > 0 && !borrow && max_batch_delay_ns_ == 0 &&
+        const bool lends = borrow && unfinished_ == 1;  // probably: then no stream wakes
+        brief = idle_spin_ns_ > 0 && !lends && max_batch_delay_ns_ == 0 &&
                 size.payload_bytes >= kMinBriefCopyBytes &&
                 size.payload_bytes <= kMaxBriefCopyBytes;
         if (brief) {
