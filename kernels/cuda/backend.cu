@@ -419,8 +419,9 @@ class CudaStream final : public cuda::DeviceStream {
     uploads_.pop_back();
     by_marks_ = true;
     ++ends_;
+    // A kernel awaits the one before it only where its code is for devices with clusters.
     const cudaError_t error = replays_->Run(
-        small_key_, [this] { return EnqueueDeferred(); }, /*last_awaits=*/true);
+        small_key_, [this] { return EnqueueDeferred(); }, /*last_awaits=*/scratch_.clusters);
     if (error != cudaSuccess) {
       cudaStreamSynchronize(stream_);  // a part of it may run
       ends_ = marks_->done;
