@@ -104,12 +104,10 @@ absl::StatusOr<bool> Ring::TakeAll() {
     RingRequest request;
     const absl::StatusOr<bool> taken = pages_.Take(&request);
     if (!taken.ok()) return taken;
-    // A submission that comes so soon was there before the answer to the last call.
-    const bool waited = *taken && ran_alone_;
-    ran_alone_ = false;
     if (!*taken) break;
-    lone_calls_ = lone && !waited ? std::min(lone_calls_ + 1, kLoneCalls) : 0;
-    request.alone = ran_alone_ = lone_calls_ == kLoneCalls;
+    lone = lone && !std::exchange(one_waits_, false);
+    lone_calls_ = lone ? std::min(lone_calls_ + 1, kLoneCalls) : 0;
+    request.alone = lone_calls_ == kLoneCalls;
     worked = true;
     ++next_serial_;
     {
@@ -145,6 +143,12 @@ absl::StatusOr<bool> Ring::PostAll() {
     [[maybe_unused]] const ssize_t sent = send(socket_, &bell, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
   return !postings.empty();
+}
+
+void Ring::PostNow() {
+  posted_now_ = PostAll().status();
+  // What is there so soon did not wait for the reply.
+  one_waits_ = pages_.Ready();
 }
 
 bool Ring::MaySpin() {
@@ -197,7 +201,7 @@ void Ring::Run() {
   while (!stop_) {
     // Doorbells only wake; an end of the connection shows here too, as 0 bytes.
     std::array<char, sizeof(RingAsk)> bell;
-    const absl::StatusOr<bool> posted = PostAll();
+    const absl::StatusOr<bool> posted = posted_now_.ok() ? PostAll() : posted_now_;
     const absl::StatusOr<bool> taken = posted.ok() ? TakeAll() : posted;
     if (!taken.ok()) {
       CutOff(taken.status());

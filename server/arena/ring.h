@@ -54,6 +54,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // ring, or the ring has ended.
   void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep);
 
+  // Posts the replies that wait. Only within ServeRing, on the ring's thread.
+  void PostNow();
+
   // The ring ends soon: drops its work. Any thread, any number of times.
   void Stop();
 
@@ -89,7 +92,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
   int64_t worked_ns_ = 0;   // when there was something to do
   bool spins_ = false;      // has one of the places of threads that spin
   int lone_calls_ = 0;      // in a row, that came when no other was open; see kLoneCalls
-  bool ran_alone_ = false;  // the last call
+  bool one_waits_ = false;  // a submission was there before a reply of PostNow
+  absl::Status posted_now_;
 
   absl::Mutex mutex_;
   // By serial; null while it is handed over.

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -93,8 +94,9 @@ class Engine {
 
   // The same, by a thread that has nothing else to do until the job has ended: where no other job is
   // there, and a stream is idle, the thread runs a short job itself, in this call. That spares the job
-  // two hand-overs to other threads.
-  virtual void SubmitAlone(std::shared_ptr<Job> job) = 0;
+  // two hand-overs to other threads. Then `ended` runs after Done, when the stream is free again:
+  // for what should not wait until the engine has counted.
+  virtual void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) = 0;
 
   // The caller of `job` is gone. If its batch does not run, its rows are dropped, and
   // Done(CANCELLED) runs in this call or soon after on another thread. Otherwise that happens after

@@ -287,6 +287,7 @@ class EchoRings : public ::testing::Test {
       held_.push_back({work, answer});
     } else {
       answer();
+      if (request.alone) ring->PostNow();
     }
     return work;
   }

@@ -42,8 +42,13 @@ class EngineAloneTest : public ::testing::Test {
   }
   // Whether the job ran in the call. It is done.
   bool RunsHere(const std::shared_ptr<TestJob>& job) {
-    engine_->SubmitAlone(job);
+    bool ended = false;
+    engine_->SubmitAlone(job, [&] {
+      ended = true;
+      EXPECT_TRUE(job->status().has_value());
+    });
     EXPECT_TRUE(job->Wait().ok());
+    EXPECT_EQ(ended, ran_on_ == std::this_thread::get_id());
     EXPECT_FALSE(job->misused());
     return ran_on_ == std::this_thread::get_id();
   }
@@ -81,7 +86,7 @@ TEST_F(EngineAloneTest, AJobBesideAnotherRunsOnAStreamsThread) {
   first->on_done = nullptr;
   engine_->Submit(first);
   auto second = Job();
-  engine_->SubmitAlone(second);  // returns, although the device is held
+  engine_->SubmitAlone(second, [] {});  // returns, although the device is held
   backend_.Release();
   EXPECT_TRUE(first->Wait().ok());
   EXPECT_TRUE(second->Wait().ok());
@@ -96,7 +101,7 @@ TEST_F(EngineAloneTest, OtherJobsGoOnWhileAStreamIsLent) {
     backend_.Hold();
     const size_t begun = backend_.log().size();
     auto alone = Job();
-    std::thread thread([&] { engine_->SubmitAlone(alone); });
+    std::thread thread([&] { engine_->SubmitAlone(alone, [] {}); });
     backend_.WaitForOps(begun + 1);
     std::vector<std::shared_ptr<TestJob>> others;
     for (int i = 0; i < 6; ++i) {
@@ -117,7 +122,7 @@ TEST_F(EngineAloneTest, StopWaitsForALentStream) {
   Warm();
   backend_.Hold();
   auto alone = Job();
-  std::thread thread([&] { engine_->SubmitAlone(alone); });
+  std::thread thread([&] { engine_->SubmitAlone(alone, [] {}); });
   backend_.WaitForOps(2);
   std::thread stopper([&] { engine_->Stop(); });
   absl::SleepFor(absl::Milliseconds(5));
@@ -132,10 +137,10 @@ TEST_F(EngineAloneTest, ALostDeviceEndsTheJobThatFoundIt) {
   Warm();
   backend_.FailNext(FaultPoint::kWait, absl::InternalError("sticky"));
   auto alone = Job();
-  engine_->SubmitAlone(alone);
+  engine_->SubmitAlone(alone, [] {});
   EXPECT_TRUE(absl::IsUnavailable(alone->Wait()));
   auto later = Job();
-  engine_->SubmitAlone(later);
+  engine_->SubmitAlone(later, [] {});
   EXPECT_TRUE(absl::IsUnavailable(later->Wait()));
 }
 
@@ -156,7 +161,7 @@ TEST_F(EngineAloneTest, LoansComeAndGo) {
         if (random() % 3 == 0) {
           engine_->Submit(job);
         } else {
-          engine_->SubmitAlone(job);
+          engine_->SubmitAlone(job, [] {});
         }
         if (random() % 8 == 0) engine_->Cancel(*job);
         const absl::Status status = job->Wait();

@@ -181,7 +181,11 @@ void RequestJob::Submit(std::shared_ptr<RequestJob> self, bool alone) {
   if (dropped_) return;
   submitted_ = true;
   // `self` keeps this alive to the end.
-  alone ? environment_.engine->SubmitAlone(self) : environment_.engine->Submit(self);
+  if (alone) {
+    environment_.engine->SubmitAlone(self, [this] { EndedAlone(); });
+  } else {
+    environment_.engine->Submit(self);
+  }
   if (dropped_) environment_.engine->Cancel(*this);
 }
 

@@ -42,6 +42,9 @@ class RingCall final : public RequestJob,
   void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override;
 
+ protected:
+  void EndedAlone() override { ring_->PostNow(); }
+
  private:
   absl::Status Prepare(const arena::RingRequest& request);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
