@@ -6,7 +6,7 @@
 // The marks are one store by one thread at the begin. At the end of an upload, each block raises a
 // time in device memory and waits for nothing. Only the end of the turn waits until the host can see
 // what was written, once. On an H100 (bench/results/h100/latency.json) a graph of a gather of one row of
-// 512 KiB, an op of 3 us and a download takes 10.9 us until the host sees its end, and took 17.2 where
+// 512 KiB, an op of 3 us and a download takes 11.1 us until the host sees its end, and took 17.2 where
 // blocks waited for the host and counted each other at both ends.
 #include "kernels/cuda/gather.h"
 
