@@ -91,7 +91,7 @@ class CudaStream final : public cuda::DeviceStream {
     replays_.reset();
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     cudaFree(scratch_.data);
-    cudaFree(words_);
+    cudaFree(device_marks_);
     cudaFreeHost(marks_);
   }
 
@@ -147,7 +147,7 @@ class CudaStream final : public cuda::DeviceStream {
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
     if (by_kernel) {
       const RowsCopy row = RowOf(to, from, bytes);
-      return ToStatus(cuda::GatherRows({&row, 1}, stream_, MarkDownload(), words_), "download");
+      return ToStatus(cuda::GatherRows({&row, 1}, stream_, MarkDownload()), "download");
     }
     LOGITD_RETURN_IF_ERROR(MarkCopy());
     return ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "download");
@@ -345,20 +345,10 @@ class CudaStream final : public cuda::DeviceStream {
   // to about this size: 4 us and 9, events included.
   static constexpr size_t kKernelCopyBytes = size_t{16} << 10;
   static constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
-  static constexpr size_t kWordsBytes = 2 * sizeof(uint32_t);
   static constexpr size_t kKernelGatherBytes = size_t{1} << 20;
   // Work is small, and may be a graph, with up to so many copies and rows.
   static constexpr size_t kMostSmallCopies = 4;
   static constexpr int64_t kFewRows = 8;
-
-  // When phases began, by the device's clock; `done`: how many times a stream has come to an end.
-  struct HostMarks {
-    uint64_t uploading_ns;
-    uint64_t computing_ns;
-    uint64_t downloading_ns;
-    uint64_t done_ns;
-    uint32_t done;
-  };
 
   explicit CudaStream(int device) : device_(device) {}
 
@@ -404,10 +394,11 @@ class CudaStream final : public cuda::DeviceStream {
     if (use == StreamUse::kCopies) return absl::OkStatus();
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaHostAlloc(&marks_, sizeof(*marks_), cudaHostAllocPortable), "allocate marks"));
-    *marks_ = HostMarks{};
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&words_, kWordsBytes), "allocate marks"));
+    *marks_ = cuda::HostMarks{};
     LOGITD_RETURN_IF_ERROR(
-        ToStatus(cudaMemsetAsync(words_, 0, kWordsBytes, stream_), "clear marks"));
+        ToStatus(cudaMalloc(&device_marks_, sizeof(*device_marks_)), "allocate marks"));
+    LOGITD_RETURN_IF_ERROR(ToStatus(
+        cudaMemsetAsync(device_marks_, 0, sizeof(*device_marks_), stream_), "clear marks"));
     replays_ = std::make_unique<cuda::Replays>(stream_);
     scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     scratch_.multiprocessors = properties.multiProcessorCount;
@@ -424,7 +415,6 @@ class CudaStream final : public cuda::DeviceStream {
   struct Small {
     std::string_view name;  // of the op
     absl::AnyInvocable<cudaError_t()> op;
-    std::string key;         // all that the op depends on
     RowsCopy download = {};  // no rows: none
   };
 
@@ -436,19 +426,18 @@ class CudaStream final : public cuda::DeviceStream {
         small_.op != nullptr || marks_ == nullptr || logits.rows > kFewRows) {
       return Run(name, op, args);
     }
-    small_ = {.name = name,
-              .op = [this, op, args] { return op(args, scratch_, stream_); },
-              .key = std::string(name)};
-    AppendTo(small_.key, logits.data, logits.dtype, logits.rows, logits.cols, logits.row_stride);
-    std::apply([this](const auto&... each) { AppendTo(small_.key, each...); }, arguments);
+    small_ = {.name = name, .op = [this, op, args] { return op(args, scratch_, stream_); }};
+    small_key_ = name;
+    AppendToKey(logits.data, logits.dtype, logits.rows, logits.cols, logits.row_stride);
+    std::apply([this](const auto&... each) { AppendToKey(each...); }, arguments);
     return absl::OkStatus();
   }
 
   template <class... Values>
-  static void AppendTo(std::string& key, const Values&... values) {
-    const auto append = [&key](const auto& value) {
+  void AppendToKey(const Values&... values) {
+    const auto append = [this](const auto& value) {
       static_assert(std::is_scalar_v<std::decay_t<decltype(value)>>);  // no padding
-      key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+      small_key_.append(reinterpret_cast<const char*>(&value), sizeof(value));
     };
     (append(values), ...);
   }
@@ -456,31 +445,28 @@ class CudaStream final : public cuda::DeviceStream {
   // Enqueues what was kept, as a graph where it was the same before.
   absl::Status RunDeferred() {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
-    std::string& key = small_.key;
     uploads_.push_back(small_.download);
     for (const RowsCopy& copy : uploads_) {
-      AppendTo(key, copy.from, copy.from_stride, copy.to, copy.to_stride, copy.row_bytes,
-               copy.rows);
+      AppendToKey(copy.from, copy.from_stride, copy.to, copy.to_stride, copy.row_bytes, copy.rows);
     }
     uploads_.pop_back();
     by_marks_ = true;
     ++ends_;
-    const cudaError_t error = replays_->Run(key, [this] { return EnqueueDeferred(); });
+    // A kernel awaits the one before it only where its code is for devices with clusters.
+    const cudaError_t error = replays_->Run(
+        small_key_, [this] { return EnqueueDeferred(); }, /*last_awaits=*/scratch_.clusters);
     return ToStatus(error, small_.name);
   }
 
   cudaError_t EnqueueDeferred() {
     cudaError_t error = cuda::GatherRows(
-        uploads_, stream_, {.begun_ns = &marks_->uploading_ns, .ended_ns = &marks_->computing_ns},
-        words_);
+        uploads_, stream_,
+        {.host = marks_, .device = device_marks_, .upload_begins = true, .upload_ends = true});
     if (error == cudaSuccess) error = small_.op();
     if (error != cudaSuccess) return error;
-    return cuda::GatherRows({&small_.download, 1}, stream_,
-                            {.begun_ns = &marks_->downloading_ns,
-                             .ended_ns = &marks_->done_ns,
-                             .done = &marks_->done,
-                             .count = words_ + 1},
-                            words_);
+    return cuda::GatherRows(
+        {&small_.download, 1}, stream_,
+        {.host = marks_, .device = device_marks_, .download_begins = true, .download_ends = true});
   }
 
   // Enqueues what was kept, because other work follows it.
@@ -490,8 +476,7 @@ class CudaStream final : public cuda::DeviceStream {
     LOGITD_RETURN_IF_ERROR(ToStatus(small.op(), small.name));
     if (small.download.rows == 0) return absl::OkStatus();
     LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-    return ToStatus(cuda::GatherRows({&small.download, 1}, stream_, MarkDownload(), words_),
-                    "download");
+    return ToStatus(cuda::GatherRows({&small.download, 1}, stream_, MarkDownload()), "download");
   }
 
   // Enqueues an op.
@@ -612,11 +597,13 @@ class CudaStream final : public cuda::DeviceStream {
   absl::Status GatherUploads() {
     cuda::Marks marks;
     if (by_marks_ && phase_ <= kUploading) {
-      if (!upload_begun_) marks.begun_ns = &marks_->uploading_ns;
-      marks.ended_ns = &marks_->computing_ns;
+      marks = {.host = marks_,
+               .device = device_marks_,
+               .upload_begins = !upload_begun_,
+               .upload_ends = true};
       upload_begun_ = upload_marked_ = true;
     }
-    const cudaError_t error = cuda::GatherRows(uploads_, stream_, marks, words_);
+    const cudaError_t error = cuda::GatherRows(uploads_, stream_, marks);
     uploads_.clear();
     gathers_ = false;
     return ToStatus(error, "gather");
@@ -636,10 +623,10 @@ class CudaStream final : public cuda::DeviceStream {
     if (!by_marks_) return {};
     download_marked_ = true;
     ++ends_;
-    return {.begun_ns = std::exchange(download_begun_, true) ? nullptr : &marks_->downloading_ns,
-            .ended_ns = &marks_->done_ns,
-            .done = &marks_->done,
-            .count = words_ + 1};
+    return {.host = marks_,
+            .device = device_marks_,
+            .download_begins = !std::exchange(download_begun_, true),
+            .download_ends = true};
   }
 
   // Before a download by a copy engine.
@@ -647,14 +634,17 @@ class CudaStream final : public cuda::DeviceStream {
     if (!by_marks_) return absl::OkStatus();
     download_marked_ = false;
     if (std::exchange(download_begun_, true)) return absl::OkStatus();
-    return ToStatus(cuda::Mark({.begun_ns = &marks_->downloading_ns}, stream_), "mark");
+    return ToStatus(
+        cuda::Mark({.host = marks_, .device = device_marks_, .download_begins = true}, stream_),
+        "mark");
   }
 
   // The marks of phases that have ended without them.
   absl::Status MarkUpTo(Phase phase) {
     if (phase > kUploading && !std::exchange(upload_marked_, true)) {
-      LOGITD_RETURN_IF_ERROR(
-          ToStatus(cuda::Mark({.ended_ns = &marks_->computing_ns}, stream_), "mark"));
+      LOGITD_RETURN_IF_ERROR(ToStatus(
+          cuda::Mark({.host = marks_, .device = device_marks_, .upload_ends = true}, stream_),
+          "mark"));
     }
     if (phase < kDone || download_marked_) return absl::OkStatus();
     return ToStatus(cuda::Mark(MarkDownload(), stream_), "mark");
@@ -708,13 +698,14 @@ class CudaStream final : public cuda::DeviceStream {
   // takes 20 us of a core.
   cudaEvent_t blocking_ = nullptr;
   Phase phase_ = kIdle;
-  std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet
-  HostMarks* marks_ = nullptr;     // null: the stream only copies
-  uint32_t* words_ = nullptr;      // on the device: of GatherRows, and Marks::count
+  std::vector<RowsCopy> uploads_;     // small ones, not enqueued yet
+  cuda::HostMarks* marks_ = nullptr;  // null: the stream only copies
+  cuda::DeviceMarks* device_marks_ = nullptr;
   absl::Duration wait_limit_ = absl::InfiniteDuration();
-  uint32_t ends_ = 0;     // the value of the last HostMarks::done that was asked for
-  bool gathers_ = false;  // uploads_ has copies of a Gather
-  Small small_;           // without an op: nothing is kept
+  uint32_t ends_ = 0;      // the last value of cuda::HostMarks::done that was asked for
+  bool gathers_ = false;   // uploads_ has copies of a Gather
+  Small small_;            // without an op: nothing is kept
+  std::string small_key_;  // all that small_.op depends on
   std::unique_ptr<cuda::Replays> replays_;
   // How the work since the last Wait is timed: by marks or by events; which marks were asked for.
   bool by_marks_ = false;

@@ -11,24 +11,41 @@
 
 namespace logitd::cuda {
 
-// What a stream's work tells the host about itself, in pinned host memory. Null: not wanted.
+// What a stream's work tells the host about itself, in pinned host memory of the stream's own. Times
+// are of the device's clock, which all its streams share.
+struct HostMarks {
+  uint64_t uploading_ns;  // when each phase began
+  uint64_t computing_ns;
+  uint64_t downloading_ns;
+  uint64_t done_ns;
+  // Written last: how many times the stream has come to an end. What it wrote before can then be read.
+  uint32_t done;
+};
+
+// The same stream's own, in device memory. Zero before the first launch.
+struct DeviceMarks {
+  uint64_t computing_ns;  // of this turn so far: the host gets it at the turn's end
+  uint32_t done;
+  uint32_t blocks;  // of a launch, that have ended
+};
+
+// What a launch marks.
 struct Marks {
-  uint64_t* begun_ns = nullptr;  // the device's clock, which all its streams share
-  uint64_t* ended_ns = nullptr;
-  // Gets, last, how many times a launch has marked it: what the stream wrote before can then be read.
-  // `count`, a word of device memory of the stream's own, holds that number.
-  uint32_t* done = nullptr;
-  uint32_t* count = nullptr;
+  HostMarks* host = nullptr;  // null, as the next: nothing
+  DeviceMarks* device = nullptr;
+  bool upload_begins = false;
+  bool upload_ends = false;
+  bool download_begins = false;
+  bool download_ends = false;  // and so does the turn
 };
 
 // As Stream::Gather, of rows in device memory (RowsCopy::from_device) or in any other that kernels can
 // read, to any that they can write. Enqueues and returns.
 //
-// `marks` costs no launch, and a host that polls `done` learns of the end some microseconds sooner
-// than from an event. `blocks`: a word of device memory of the stream's own, which is 0 where nothing
-// runs; null where there are no marks.
+// `marks` costs no launch, and a host that polls HostMarks::done learns of the end some microseconds
+// sooner than from an event.
 cudaError_t GatherRows(absl::Span<const RowsCopy> copies, cudaStream_t stream,
-                       const Marks& marks = {}, uint32_t* blocks = nullptr);
+                       const Marks& marks = {});
 
 // Enqueues the marks.
 cudaError_t Mark(const Marks& marks, cudaStream_t stream);

@@ -25,8 +25,10 @@ class Replays {
 
   // Enqueues what `enqueue` does: by calling it, or as a graph of an earlier call with the same key.
   // `key` says all that the launches depend on. `enqueue` uses the stream only, and no host memory
-  // that may go. It is called twice where a graph cannot be made.
-  cudaError_t Run(const std::string& key, absl::FunctionRef<cudaError_t()> enqueue);
+  // that may go. It is called twice where a graph cannot be made. `last_awaits`: the kernel of the last
+  // launch itself waits for what the one before wrote, so it may begin while that one ends.
+  cudaError_t Run(const std::string& key, absl::FunctionRef<cudaError_t()> enqueue,
+                  bool last_awaits = false);
 
   int64_t replayed() const { return replayed_; }  // runs of a graph
 
@@ -42,7 +44,7 @@ class Replays {
   };
   Entry& Find(const std::string& key, bool* is_new);
   // Null: no graph can be made.
-  cudaGraphExec_t Capture(absl::FunctionRef<cudaError_t()> enqueue);
+  cudaGraphExec_t Capture(absl::FunctionRef<cudaError_t()> enqueue, bool last_awaits);
 
   const cudaStream_t stream_;
   std::vector<Entry> entries_;

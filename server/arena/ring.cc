@@ -28,6 +28,9 @@ namespace {
 constexpr int64_t kSpinNs = 100 * 1000;
 constexpr int64_t kSpinRunningNs = 2 * 1000 * 1000;
 
+// A ring has one call at a time if so many came when no other was open.
+constexpr int kLoneCalls = 16;
+
 // Ids of callers: connections count from below, and identities from 2^63.
 constexpr uint64_t kFirstId = uint64_t{1} << 62;
 
@@ -92,14 +95,19 @@ absl::StatusOr<bool> Ring::TakeAll() {
   bool worked = false;
   for (uint32_t i = 0; i < pages_.slots() && !stop_; ++i) {
     const uint64_t serial = next_serial_;
+    bool lone = false;
     {
       absl::MutexLock lock(&mutex_);
       if (open_.size() + postings_.size() >= pages_.slots()) break;
+      lone = open_.empty() && postings_.empty();
     }
     RingRequest request;
     const absl::StatusOr<bool> taken = pages_.Take(&request);
     if (!taken.ok()) return taken;
     if (!*taken) break;
+    lone = lone && !std::exchange(one_waits_, false);
+    lone_calls_ = lone ? std::min(lone_calls_ + 1, kLoneCalls) : 0;
+    request.alone = lone_calls_ == kLoneCalls;
     worked = true;
     ++next_serial_;
     {
@@ -112,6 +120,7 @@ absl::StatusOr<bool> Ring::TakeAll() {
       if (const auto it = open_.find(serial); it != open_.end()) it->second = work;
     }
     if (stop_ && work != nullptr) work->Drop();  // Stop may not have seen it
+    if (replies_ > 0) break;                     // first of all
   }
   return worked;
 }
@@ -134,6 +143,12 @@ absl::StatusOr<bool> Ring::PostAll() {
     [[maybe_unused]] const ssize_t sent = send(socket_, &bell, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
   return !postings.empty();
+}
+
+void Ring::PostNow() {
+  posted_now_ = PostAll().status();
+  // What is there so soon did not wait for the reply.
+  one_waits_ = pages_.Ready();
 }
 
 bool Ring::MaySpin() {
@@ -186,7 +201,7 @@ void Ring::Run() {
   while (!stop_) {
     // Doorbells only wake; an end of the connection shows here too, as 0 bytes.
     std::array<char, sizeof(RingAsk)> bell;
-    const absl::StatusOr<bool> posted = PostAll();
+    const absl::StatusOr<bool> posted = posted_now_.ok() ? PostAll() : posted_now_;
     const absl::StatusOr<bool> taken = posted.ok() ? TakeAll() : posted;
     if (!taken.ok()) {
       CutOff(taken.status());

@@ -54,6 +54,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // ring, or the ring has ended.
   void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep);
 
+  // Posts the replies that wait. Only within ServeRing, on the ring's thread.
+  void PostNow();
+
   // The ring ends soon: drops its work. Any thread, any number of times.
   void Stop();
 
@@ -86,8 +89,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // Used by the thread only.
   RingPages pages_;
   uint64_t next_serial_ = 0;
-  int64_t worked_ns_ = 0;  // when there was something to do
-  bool spins_ = false;     // has one of the places of threads that spin
+  int64_t worked_ns_ = 0;   // when there was something to do
+  bool spins_ = false;      // has one of the places of threads that spin
+  int lone_calls_ = 0;      // in a row, that came when no other was open; see kLoneCalls
+  bool one_waits_ = false;  // a submission was there before a reply of PostNow
+  absl::Status posted_now_;
 
   absl::Mutex mutex_;
   // By serial; null while it is handed over.
@@ -103,7 +109,8 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 // All rings of a server. Thread-safe.
 //
 // A ring's thread looks for work for a short while after the last work, then it sleeps. So an idle
-// ring costs nothing, and a decode loop does not wait for a wake-up. Few threads may look at the same
+// ring costs nothing, and a decode loop does not wait for a wake-up. The thread of a ring that has one
+// call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same
 // time: one for every four cores, or one.
 class Rings {
  public:

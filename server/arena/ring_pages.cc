@@ -1,6 +1,7 @@
 #include "server/arena/ring_pages.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "absl/strings/escaping.h"
@@ -8,6 +9,9 @@
 
 namespace logitd::arena {
 namespace {
+
+// Bytes of a message that are read with its head.
+constexpr size_t kShortMessage = 448;
 
 absl::Status CheckSlot(const char* name, uint32_t bytes) {
   if (bytes >= kMinRingSlotBytes && bytes <= kMaxRingSlotBytes && bytes % kRingAlignment == 0) {
@@ -93,9 +97,13 @@ bool RingPages::Ready() const {
 absl::StatusOr<bool> RingPages::Take(RingRequest* request) {
   if (!Ready()) return false;
   RingFence();  // the phase first, then what it covers
+  // The head, and with it most messages whole.
+  std::array<char, sizeof(RingEntry) + kShortMessage> begin;
+  const size_t read = std::min(begin.size(), size_t{shape_.entry_bytes});
   const uint64_t at = SubmissionAt();
+  Read(at, begin.data(), read);
   RingEntry head;
-  Read(at, &head, sizeof(head));
+  std::memcpy(&head, begin.data(), sizeof(head));
   if (absl::Status status = CheckHead(head, shape_.entry_bytes); !status.ok()) return status;
   *request = {.method = static_cast<RingMethod>(head.method),
               .is_batch = head.priority == 1,
@@ -105,8 +113,13 @@ absl::StatusOr<bool> RingPages::Take(RingRequest* request) {
     request->timeout =
         absl::Microseconds(static_cast<int64_t>(std::min(head.timeout_us, kLongest)));
   }
+  const size_t have = std::min(size_t{head.bytes}, read - sizeof(head));
+  request->message.reserve(head.bytes);
+  request->message.assign(begin.data() + sizeof(head), have);
   request->message.resize(head.bytes);
-  if (head.bytes > 0) Read(at + sizeof(head), request->message.data(), head.bytes);
+  if (have < head.bytes) {
+    Read(at + sizeof(head) + have, request->message.data() + have, head.bytes - have);
+  }
   ++taken_;
   return true;
 }

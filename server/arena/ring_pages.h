@@ -19,6 +19,7 @@ namespace logitd::arena {
 struct RingRequest {
   RingMethod method = RingMethod::kTopK;
   bool is_batch = false;  // its priority
+  bool alone = false;     // its ring has nothing else to do until its end, as far as is known
   uint64_t tag = 0;
   absl::Duration timeout = absl::InfiniteDuration();
   std::string message;

@@ -62,6 +62,7 @@ Batcher::Batcher(const EngineOptions& options, const SliceRules& rules, const De
       on_host_(devices.info(0).is_host),
       desk_(std::make_shared<ReturnDesk>()),
       devices_(static_cast<size_t>(devices.count())),
+      seats_(devices_.size() * static_cast<size_t>(options.streams)),
       devices_left_(devices.count()),
       batches_(slabs.size()) {
   {
@@ -83,14 +84,15 @@ Batcher::Batcher(const EngineOptions& options, const SliceRules& rules, const De
 
 // ---- submission ----
 
-void Batcher::Submit(std::shared_ptr<Job> submitted) {
+Batcher::Loan Batcher::Submit(std::shared_ptr<Job> submitted, bool borrow) {
   CallerScope scope(callers_);
   Job* job = submitted.get();
   Job::Place& place = job->place_;
   const JobSpec& spec = job->spec();
   const JobSize& size = spec.size;
   if (absl::Status fits = CheckFits(spec, options_); !fits.ok()) {
-    return job->Done(fits, JobAnswer{}, JobTimes{});
+    job->Done(fits, JobAnswer{}, JobTimes{});
+    return {};
   }
   place.submitted_ns = MonotonicNanos();
   place.self = std::move(submitted);
@@ -120,7 +122,8 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
         to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
         Reserve(batch, job, spec);
         place.state = Job::Place::State::kCopying;
-        brief = idle_spin_ns_ > 0 && max_batch_delay_ns_ == 0 &&
+        const bool lends = borrow && unfinished_ == 1;  // probably: then no stream wakes
+        brief = idle_spin_ns_ > 0 && !lends && max_batch_delay_ns_ == 0 &&
                 size.payload_bytes >= kMinBriefCopyBytes &&
                 size.payload_bytes <= kMaxBriefCopyBytes;
         if (brief) {
@@ -140,11 +143,9 @@ void Batcher::Submit(std::shared_ptr<Job> submitted) {
     }
     Publish();
   }
-  if (to != nullptr) {
-    Copy(job, to, row_stride, brief);
-  } else {
-    End(ended);
-  }
+  if (to != nullptr) return Copy(job, to, row_stride, brief, borrow);
+  End(ended);
+  return {};
 }
 
 bool Batcher::Fits(const Batch& batch, const JobSpec& spec) const {
@@ -348,13 +349,14 @@ void Batcher::WakeCopier(int home) {
   waked->copy_wake.Signal();
 }
 
-void Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief) {
+Batcher::Loan Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief, bool borrow) {
   const int64_t start = MonotonicNanos();
   job->CopyPayload(to, row_stride);
   const int64_t end = MonotonicNanos();
 
   Job::Place& place = job->place_;
   JobList ended;
+  Loan loan;
   {
     MutexLock lock(mutex_);
     Batch* batch = place.batch;
@@ -368,12 +370,18 @@ void Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief) {
       ReleaseIfEmpty(batch);
     } else {
       place.state = Job::Place::State::kCopied;
+      if (borrow) loan = Borrow(batch);
+    }
+    if (loan.batch != nullptr) {
+      Publish();
+      return loan;
     }
     // A stream that sleeps until max_batch_delay is over must be woken once for a new batch.
     SealAndWake(/*for_delay=*/batch->copied == 1);
     if (ended.first != nullptr) Publish();
   }
   End(ended);
+  return {};
 }
 
 void Batcher::CopyLoop(int index) {
@@ -392,7 +400,7 @@ void Batcher::CopyLoop(int index) {
       std::byte* to =
           batch.slab.host + static_cast<size_t>(batch.slots[place.slot].first_row) * row_stride;
       mutex_.Unlock();
-      Copy(job, to, row_stride, /*brief=*/false);
+      Copy(job, to, row_stride, /*brief=*/false, /*borrow=*/false);
       mutex_.Lock();
     } else if (stopping_) {
       break;

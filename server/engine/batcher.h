@@ -118,22 +118,35 @@ class Batcher {
  public:
   // A slice that is not expected to take longer is soon over: others wait for it.
   static constexpr absl::Duration kSlowSlice = absl::Milliseconds(50);
+  // A batch that is expected to take longer is not lent: beside it, two hand-overs are nothing.
+  static constexpr absl::Duration kMostLent = absl::Microseconds(300);
 
   // One batch per slab; each device has as many, and those of a device follow each other. `metrics`
   // may be null. All outlive this.
   Batcher(const EngineOptions& options, const SliceRules& rules, const Devices& devices,
           const std::vector<Slab>& slabs, const Costs* costs, Metrics* metrics);
 
-  // See Engine.
-  void Submit(std::shared_ptr<Job> job);
+  // A batch that another thread runs in the place of an idle stream's. Its stream, counted over all
+  // devices, is lent to that thread until Return.
+  struct Loan {
+    Batch* batch = nullptr;  // null: there is none
+    int stream = 0;
+  };
+
+  // See Engine. `borrow`: as of Engine::SubmitAlone; otherwise no Loan.
+  Loan Submit(std::shared_ptr<Job> job, bool borrow = false);
+  // After a slice of the batch.
+  void Return(const Loan& loan);
+  // For a thread that has a Loan, or asks for one.
+  CallerScope EnterCall() { return CallerScope(callers_); }
   void Cancel(const Job& job);
   bool WaitIdle(absl::Time deadline);
   std::optional<RunningBatch> OldestRunning();
 
-  // For stream threads of `device`: gives `batch` back after a slice (null at first) and waits for
+  // For the thread of `stream`, counted over all devices: gives `batch` back after a slice (null at first) and waits for
   // the next one to run, which may be the same. It belongs to the caller until it is given back.
   // Null: the engine stops, or the device is lost.
-  Batch* Next(int device, Batch* batch);
+  Batch* Next(int stream, Batch* batch);
 
   // For stream threads: JobAnswer::keep for a batch of the caller's. Null if fewer slabs than
   // streams would be left. It may outlive the batcher.
@@ -196,11 +209,17 @@ class Batcher {
     int64_t size = 0;
   };
 
+  // What it knows of a stream.
+  struct Seat {
+    bool waits = false;  // its thread is inside Next
+    bool lent = false;
+  };
+
   // What the batcher knows of a device.
   struct Device {
     int node = -1;
     bool lost = false;
-    int idle_streams = 0;            // inside Next, without a batch
+    int idle_streams = 0;            // inside Next, without a batch, and not lent
     int slow = 0;                    // slices that may take longer than kSlowSlice
     int idle_copiers = 0;            // copy threads that wait
     std::vector<std::byte*> memory;  // for batches that have not begun; each as large as a slab
@@ -234,7 +253,11 @@ class Batcher {
   void DropLost(JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Copy(Job* job, std::byte* to, size_t row_stride, bool brief);
+  Loan Copy(Job* job, std::byte* to, size_t row_stride, bool brief, bool borrow);
+  Device& DeviceOf(int stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return devices_[static_cast<size_t>(stream / options_.streams)];
+  }
+  Loan Borrow(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(JobList& ended);
   bool IsDue(const Batch& batch, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool SomeDeviceIsLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -277,6 +300,7 @@ class Batcher {
   CondVar all_done_;
   CondVar all_back_;
   std::vector<Device> devices_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Seat> seats_ ABSL_GUARDED_BY(mutex_);  // of all streams
   int devices_left_ ABSL_GUARDED_BY(mutex_);
   std::vector<Batch> batches_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_ ABSL_GUARDED_BY(mutex_);

@@ -163,6 +163,40 @@ Batch* Batcher::TakeMostUrgent(Device& device) {
   return first;
 }
 
+// Lends an idle stream for the batch of a job that just came, where no other job is there.
+Batcher::Loan Batcher::Borrow(Batch* batch) {
+  const double cost_ns = batch->queue->kind->row_ns * static_cast<double>(batch->rows);
+  if (unfinished_ != 1 || batch->sharded || cost_ns <= 0 ||
+      cost_ns > absl::ToDoubleNanoseconds(kMostLent)) {
+    return {};
+  }
+  const int only = batch->key.device;
+  Device* const device = only == kAnyDevice ? MostIdle() : &devices_[static_cast<size_t>(only)];
+  if (device == nullptr || FindMostUrgent(*device) != batch) return {};
+  for (int stream = 0; stream < static_cast<int>(seats_.size()); ++stream) {
+    Seat& seat = seats_[static_cast<size_t>(stream)];
+    if (&DeviceOf(stream) != device || !seat.waits || seat.lent) continue;
+    seat.lent = true;
+    --device->idle_streams;
+    return {.batch = TakeMostUrgent(*device), .stream = stream};
+  }
+  return {};
+}
+
+void Batcher::Return(const Loan& loan) {
+  JobList ended;
+  {
+    MutexLock lock(mutex_);
+    GiveBack(loan.batch, ended);
+    Seat& seat = seats_[static_cast<size_t>(loan.stream)];
+    seat.lent = false;
+    if (seat.waits) ++DeviceOf(loan.stream).idle_streams;
+    SealAndWake(/*for_delay=*/true);
+    Publish();
+  }
+  End(ended);
+}
+
 void Batcher::GiveMemory(Batch* batch, Device& device) {
   batch->device = static_cast<int>(&device - devices_.data());
   batch->memory = device.memory.back();
@@ -290,9 +324,10 @@ void Batcher::Settle(const Batch& batch) {
   }
 }
 
-Batch* Batcher::Next(int index, Batch* given_back) {
+Batch* Batcher::Next(int stream, Batch* given_back) {
   MutexLock lock(mutex_);
-  Device& device = devices_[static_cast<size_t>(index)];
+  Seat& seat = seats_[static_cast<size_t>(stream)];
+  Device& device = DeviceOf(stream);
   if (given_back != nullptr) {
     JobList ended;
     GiveBack(given_back, ended);
@@ -303,16 +338,19 @@ Batch* Batcher::Next(int index, Batch* given_back) {
       mutex_.Lock();
     }
   }
+  seat.waits = true;
   ++device.idle_streams;
   bool spun = idle_spin_ns_ == 0;
   Batch* batch = nullptr;
   while (!stopping_ && !device.lost) {
     const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
-    batch = TakeMostUrgent(device);
+    if (!seat.lent) batch = TakeMostUrgent(device);
     if (batch != nullptr) break;
-    SealAndWake();  // for streams of other devices
-    if (max_batch_delay_ns_ > 0 && FindMostUrgent(device) != nullptr) continue;  // due just now
-    if ((!spun || brief_copies_ > 0) && spinner_ == nullptr) {
+    SealAndWake();  // for streams of other devices; where this one is lent, also for its own
+    if (!seat.lent && max_batch_delay_ns_ > 0 && FindMostUrgent(device) != nullptr) {
+      continue;  // due just now
+    }
+    if (!seat.lent && (!spun || brief_copies_ > 0) && spinner_ == nullptr) {
       // The next request of a busy client comes within microseconds, and a sleeping thread takes
       // longer to wake. The stream also polls while a brief copy runs.
       spun = true;
@@ -331,7 +369,8 @@ Batch* Batcher::Next(int index, Batch* given_back) {
       if (roused_ == &device) roused_ = nullptr;
     }
   }
-  --device.idle_streams;
+  seat.waits = false;
+  if (!seat.lent) --device.idle_streams;
   if (device.lost && roused_ == &device) roused_ = nullptr;
   // One wake may stand for several batches. And if batches may be delayed, another stream must now
   // wait for the next one to become due.

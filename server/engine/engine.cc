@@ -81,7 +81,7 @@ class ThreadedEngine final : public Engine {
       for (int i = 0; i < options_.streams; ++i) {
         threads_.emplace_back([this, device, i] {
           const CpuScope near(devices_->cpus(device));
-          StreamLoop(device, device * options_.streams + i);
+          StreamLoop(device * options_.streams + i);
         });
       }
       for (int i = 0; i < options_.copy_threads; ++i) {
@@ -107,6 +107,15 @@ class ThreadedEngine final : public Engine {
     return engine::CheckFits(spec, options_);
   }
   void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
+  void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) override {
+    const CallerScope scope = batcher_.EnterCall();
+    const Batcher::Loan loan = batcher_.Submit(std::move(job), /*borrow=*/true);
+    if (loan.batch == nullptr) return;
+    const Ran ran = Run(loan.stream, *loan.batch);
+    batcher_.Return(loan);
+    ended();
+    Count(ran);
+  }
   void Cancel(const Job& job) override { batcher_.Cancel(job); }
   void DeviceLost(const absl::Status& cause) override {
     const int device = DeviceOf(cause).value_or(0);
@@ -132,45 +141,65 @@ class ThreadedEngine final : public Engine {
   const Activity& activity() const override { return activity_; }
 
  private:
-  void StreamLoop(int device, int index) {
+  // A slice that has run.
+  struct Ran {
+    std::string_view op;
+    int device;
+    bool sharded;
+    int64_t rows;
+    int64_t ns;
+    JobTimes oldest;
+    absl::Status status;
+  };
+
+  void StreamLoop(int index) {
     Batch* batch = nullptr;
-    while ((batch = batcher_.Next(device, batch)) != nullptr) {
-      const bool sharded = IsSharded(batch->key);
-      Stream& stream = sharded ? *over_all_ : *streams_[static_cast<size_t>(index)];
-      const std::string_view op = batch->key.op->name;
-      const int64_t begun_ns = MonotonicNanos();
-      // On all devices, and the only slice of its kind: as much as the server can do.
-      const int as_many = sharded ? static_cast<int>(streams_.size()) : 1;
-      activity_.Begin(index, batch->key.op, begun_ns, as_many);
-      JobTimes oldest;
-      const absl::Status status = RunSlice(
-          stream, layout_, rules_, costs_, *batch,
-          [this, device](const absl::Status& cause) {
-            const std::vector<int> failed = FailedShards(cause);
-            if (failed.empty()) Lose(device, cause);
-            for (const int each : failed) Lose(each, cause);
-          },
-          [this, batch] { return batcher_.Keep(batch); }, &oldest);
-      const int64_t ended_ns = MonotonicNanos();
-      activity_.End(index, batch->progress.slice_rows, ended_ns);
-      if (status.ok()) {
-        if (metrics_ == nullptr) continue;
-        if (batch->progress.slice_rows > 0) {
-          metrics_->CountSlice(op, sharded ? Metrics::kAllDevices : device,
-                               batch->progress.slice_rows,
-                               static_cast<double>(ended_ns - begun_ns) * 1e-9);
-        }
-        if (oldest.batch_rows > 0) metrics_->CountBatch(op, oldest);
-        continue;
+    while ((batch = batcher_.Next(index, batch)) != nullptr) Count(Run(index, *batch));
+  }
+
+  // Runs a slice of the batch on stream `index`, or on that over all devices.
+  Ran Run(int index, Batch& batch) {
+    const int device = index / options_.streams;
+    const bool sharded = IsSharded(batch.key);
+    Stream& stream = sharded ? *over_all_ : *streams_[static_cast<size_t>(index)];
+    const int64_t begun_ns = MonotonicNanos();
+    // On all devices, and the only slice of its kind: as much as the server can do.
+    const int as_many = sharded ? static_cast<int>(streams_.size()) : 1;
+    activity_.Begin(index, batch.key.op, begun_ns, as_many);
+    Ran ran = {.op = batch.key.op->name, .device = device, .sharded = sharded};
+    ran.status = RunSlice(
+        stream, layout_, rules_, costs_, batch,
+        [this, device](const absl::Status& cause) {
+          const std::vector<int> failed = FailedShards(cause);
+          if (failed.empty()) Lose(device, cause);
+          for (const int each : failed) Lose(each, cause);
+        },
+        [this, &batch] { return batcher_.Keep(&batch); }, &ran.oldest);
+    const int64_t ended_ns = MonotonicNanos();
+    ran.rows = batch.progress.slice_rows;
+    ran.ns = ended_ns - begun_ns;
+    activity_.End(index, ran.rows, ended_ns);
+    return ran;
+  }
+
+  void Count(const Ran& ran) {
+    if (ran.status.ok()) {
+      if (metrics_ == nullptr) return;
+      if (ran.rows > 0) {
+        metrics_->CountSlice(ran.op, ran.sharded ? Metrics::kAllDevices : ran.device, ran.rows,
+                             static_cast<double>(ran.ns) * 1e-9);
       }
-      const bool lost = absl::IsInternal(status);
-      const int failed = FailedShard(status).value_or(device);
-      if (metrics_ != nullptr) metrics_->CountDeviceError(failed, lost);
-      spdlog::error("{} failed a batch of {} with {} rows: {}", devices_->NameOf(failed), op,
-                    oldest.batch_rows, status.ToString(absl::StatusToStringMode::kWithNoExtraData));
-      // Last: the owner may end the process in it, and by now the jobs have their answers.
-      if (lost) TellOwner(status);
+      if (ran.oldest.batch_rows > 0) metrics_->CountBatch(ran.op, ran.oldest);
+      return;
     }
+    const bool lost = absl::IsInternal(ran.status);
+    const int failed = FailedShard(ran.status).value_or(ran.device);
+    if (metrics_ != nullptr) metrics_->CountDeviceError(failed, lost);
+    spdlog::error("{} failed a batch of {} with {} rows: {}", devices_->NameOf(failed), ran.op,
+                  ran.oldest.batch_rows,
+                  ran.status.ToString(absl::StatusToStringMode::kWithNoExtraData));
+    // Last: the owner may end the process in it, and by now the jobs have their answers.
+    if (lost) TellOwner(ran.status);
   }
 
   // Takes the device out. Does nothing if it is out already.

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -56,7 +57,7 @@ class Engine {
  public:
   // A device whose backend reports INTERNAL is lost: its batches that have begun end with
   // UNAVAILABLE, and the other devices do all other work. `on_device_lost` runs once, on an engine
-  // thread or in DeviceLost, when no device is left. From then on every job ends with UNAVAILABLE,
+  // thread or in DeviceLost or SubmitAlone, when no device is left. From then on every job ends with UNAVAILABLE,
   // and the owner should end the process. The callback must not call Stop or WaitIdle, which wait
   // for its thread. `metrics` may be null. `metrics` and the backends of `devices` outlive the
   // engine. INVALID_ARGUMENT: an option is out of range.
@@ -90,6 +91,12 @@ class Engine {
   // the next one. A slice is longer than max_slice only where a job may not be cut (JobSpec::whole),
   // or where one pass over a head takes longer.
   virtual void Submit(std::shared_ptr<Job> job) = 0;
+
+  // The same, by a thread that has nothing else to do until the job has ended: where no other job is
+  // there, and a stream is idle, the thread runs a short job itself, in this call. That spares the job
+  // two hand-overs to other threads. Then `ended` runs after Done, when the stream is free again:
+  // for what should not wait until the engine has counted.
+  virtual void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) = 0;
 
   // The caller of `job` is gone. If its batch does not run, its rows are dropped, and
   // Done(CANCELLED) runs in this call or soon after on another thread. Otherwise that happens after

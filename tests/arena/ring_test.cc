@@ -168,6 +168,21 @@ TEST(RingPagesTest, SubmissionsComeInOrderAroundTheRing) {
   }
 }
 
+TEST(RingPagesTest, AMessageOfAnyLengthComesWhole) {
+  constexpr RingAsk kLong = {.slots = 2, .entry_bytes = 4096, .answer_bytes = 192, .offset = 64};
+  const Peer peer(kLong);
+  RingPages pages(peer.arena(), kLong);
+  RingRequest request;
+  uint64_t n = 0;
+  for (const size_t bytes : {0, 1, 447, 448, 449, 2000, 4064}) {
+    std::string message(bytes, '\0');
+    for (size_t i = 0; i < bytes; ++i) message[i] = static_cast<char>(i * 7 + bytes);
+    peer.Submit(n++, message);
+    ASSERT_TRUE(*pages.Take(&request)) << bytes;
+    EXPECT_EQ(request.message, message);
+  }
+}
+
 TEST(RingPagesTest, CompletionsSayWhoseTheyAreAndWhatWentWrong) {
   const Peer peer;
   RingPages pages(peer.arena(), kShape);
@@ -267,10 +282,12 @@ class EchoRings : public ::testing::Test {
       ring->Complete(serial, {.tag = tag, .message = "echo " + message}, nullptr);
     };
     absl::MutexLock lock(&mutex_);
+    alone_.push_back(request.alone);
     if (hold_) {
       held_.push_back({work, answer});
     } else {
       answer();
+      if (request.alone) ring->PostNow();
     }
     return work;
   }
@@ -298,6 +315,7 @@ class EchoRings : public ::testing::Test {
   int client_ = -1;
   absl::Mutex mutex_;
   bool hold_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<bool> alone_ ABSL_GUARDED_BY(mutex_);  // of each call
   std::vector<std::pair<std::shared_ptr<Work>, std::function<void()>>> held_;
   std::unique_ptr<Rings> rings_ = std::make_unique<Rings>(
       [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
@@ -320,6 +338,36 @@ TEST_F(EchoRings, ManyCallsAroundTheRingWhileItSpinsAndAfterItSlept) {
     EXPECT_EQ(peer.Body(n), absl::StrCat("echo ", n));
     EXPECT_EQ(peer.Head(n).tag, 1000 + n);
   }
+}
+
+TEST_F(EchoRings, CallsOneAtATimeAreAloneUntilTwoComeTogether) {
+  const Peer peer;
+  Open(peer);
+  uint64_t n = 0;
+  const auto run = [&](uint64_t together) {
+    for (uint64_t i = 0; i < together; ++i) peer.Submit(n + i, "x");
+    RingFence();
+    if (peer.ServerAsleep()) Bell();
+    n += together;
+    ASSERT_TRUE(Eventually([&] { return peer.Completed(n - 1); })) << n;
+    // The thread has looked for the next call, and found none.
+    ASSERT_TRUE(Eventually([&] { return peer.ServerAsleep(); }));
+  };
+  const auto alone = [&](uint64_t call) {
+    absl::MutexLock lock(&mutex_);
+    return alone_[call];
+  };
+  for (int i = 0; i < 20; ++i) run(1);
+  EXPECT_FALSE(alone(0));
+  EXPECT_FALSE(alone(14));
+  EXPECT_TRUE(alone(15));
+  EXPECT_TRUE(alone(19));
+  run(2);
+  EXPECT_FALSE(alone(21)) << "it waited while the one before it ran";
+  for (int i = 0; i < 20; ++i) run(1);
+  EXPECT_FALSE(alone(22));
+  EXPECT_FALSE(alone(36));
+  EXPECT_TRUE(alone(41));
 }
 
 TEST_F(EchoRings, NoMoreCallsRunThanTheRingHasSlots) {

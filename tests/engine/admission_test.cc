@@ -45,7 +45,11 @@ class OneCall {
   Admission::WaiterId id() const { return id_; }
   Admission::Ticket& ticket() { return ticket_; }
   bool admitted() { return answers() > 0 && Wait().ok(); }
-  void Leave() { ticket_ = Admission::Ticket(); }
+  void Leave() {
+    Admission::Ticket ticket;  // ends after the lock: that lets others in
+    std::lock_guard<std::mutex> lock(mutex_);
+    ticket = std::move(ticket_);
+  }
 
  private:
   std::mutex mutex_;

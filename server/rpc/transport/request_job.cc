@@ -177,10 +177,15 @@ void RequestJob::SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::mo
 // `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as
 // submitted, Submit sees it as dropped. The engine ignores a Cancel of a job that it does not know
 // yet.
-void RequestJob::Submit(std::shared_ptr<RequestJob> self) {
+void RequestJob::Submit(std::shared_ptr<RequestJob> self, bool alone) {
   if (dropped_) return;
   submitted_ = true;
-  environment_.engine->Submit(self);  // `self` keeps this alive to the end
+  // `self` keeps this alive to the end.
+  if (alone) {
+    environment_.engine->SubmitAlone(self, [this] { EndedAlone(); });
+  } else {
+    environment_.engine->Submit(self);
+  }
   if (dropped_) environment_.engine->Cancel(*this);
 }
 

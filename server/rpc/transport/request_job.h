@@ -84,8 +84,9 @@ class RequestJob : public engine::Job {
   // gives back the bytes it no longer needs.
   void SetTicket(engine::Admission::Ticket ticket);
 
-  // Submits the job, which `self` owns, to the engine unless Drop came before.
-  void Submit(std::shared_ptr<RequestJob> self);
+  // Submits the job, which `self` owns, to the engine unless Drop came before. `alone`: by
+  // Engine::SubmitAlone, whose `ended` is EndedAlone.
+  void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.
   void Drop();
@@ -120,6 +121,7 @@ class RequestJob : public engine::Job {
  protected:
   int64_t age_ns() const;
   const CallEnvironment& environment() const { return environment_; }
+  virtual void EndedAlone() {}
 
  private:
   absl::Status CheckFits() const;

@@ -41,6 +41,7 @@ RingCall::RingCall(const CallEnvironment& environment, std::shared_ptr<arena::Ri
 
 void RingCall::Start(arena::RingRequest request) {
   tag_ = request.tag;
+  alone_ = request.alone;
   if (absl::Status status = Prepare(request); !status.ok()) return Finish(status);
   admission_wait_.Enter(
       {.caller = headers_.caller, .deadline = headers_.deadline, .bytes = needed_bytes()},
@@ -89,7 +90,7 @@ void RingCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return Finish(ticket.status());
   if (ticket->Received(needed_bytes())) {
     SetTicket(*std::move(ticket));
-    return Submit(shared_from_this());
+    return Submit(shared_from_this(), alone_);
   }
   // The answer needs more than the largest message.
   admission_wait_.Enter(

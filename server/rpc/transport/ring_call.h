@@ -42,6 +42,9 @@ class RingCall final : public RequestJob,
   void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override;
 
+ protected:
+  void EndedAlone() override { ring_->PostNow(); }
+
  private:
   absl::Status Prepare(const arena::RingRequest& request);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
@@ -55,6 +58,7 @@ class RingCall final : public RequestJob,
   AdmissionWait admission_wait_;
   CallHeaders headers_;
   uint64_t tag_ = 0;
+  bool alone_ = false;
   int64_t message_bytes_ = 0;
 
   absl::Mutex mutex_;
