@@ -18,6 +18,7 @@
 #include "absl/types/span.h"
 #include "kernels/attention_softmax.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/cross_entropy_training.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
 #include "kernels/shard_gradients.h"
@@ -127,6 +128,9 @@ class Stream {
   virtual absl::Status CrossEntropy(const CrossEntropyArgs&) { return NoSuchOp("cross_entropy"); }
   virtual absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs&) {
     return NoSuchOp("cross_entropy_backward");
+  }
+  virtual absl::Status CrossEntropyTraining(const CrossEntropyTrainingArgs&) {
+    return NoSuchOp("cross_entropy_training");
   }
   virtual absl::Status LinearTopK(const LinearTopKArgs&) { return NoSuchOp("linear_topk"); }
   virtual absl::Status LinearSample(const LinearSampleArgs&) { return NoSuchOp("linear_sample"); }

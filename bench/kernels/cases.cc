@@ -86,6 +86,7 @@ CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c) {
           .rows = arrays.Put(rows),
           .want = c.row.want,
           .max_top_logprobs = c.row.top_logprobs,
+          .max_extra_ids = 0,
           .answers = {.loss = arrays.Room<float>(c.rows),
                       .logsumexp = arrays.Room<float>(c.rows),
                       .target_logprob = arrays.Room<float>(c.rows),
@@ -192,12 +193,19 @@ absl::StatusOr<double> TimeCase(const CrossEntropyCase& c, Device& device, Input
                                            c.rows, std::log(static_cast<float>(c.vocab)) + 0.5f)),
                                        .upstream = arrays.Put(std::vector<float>(c.rows, 1.0f)),
                                        .d_logits = MutableView(nullptr, c.dtype, c.rows, c.vocab)};
-  return TimeOverSets(device, inputs, arrays, c.dtype, (c.backward ? 2 : 1) * bytes,
-                      /*overwritten=*/c.backward, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
-                        args.logits.data = backward.logits.data = set;
-                        backward.d_logits.data = set + bytes;
-                        return c.backward ? device.Run(backward) : device.Run(args);
-                      });
+  const bool has_gradient = c.op != LossOp::kForward;
+  return TimeOverSets(
+      device, inputs, arrays, c.dtype, (has_gradient ? 2 : 1) * bytes,
+      /*overwritten=*/has_gradient, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+        args.logits.data = backward.logits.data = set;
+        backward.d_logits.data = set + bytes;
+        if (c.op == LossOp::kForward) return device.Run(args);
+        if (c.op == LossOp::kBackward) return device.Run(backward);
+        const CrossEntropyTrainingArgs both = {args, backward.upstream, backward.d_logits};
+        if (c.op == LossOp::kTraining) return device.Run(both);
+        const absl::Status status = device.Run(both.loss);
+        return status.ok() ? device.Run(both.Backward()) : status;
+      });
 }
 
 absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& inputs) {

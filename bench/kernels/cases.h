@@ -59,14 +59,18 @@ struct AttentionCase {
   double FloorBytes() const;  // reads what the rows see, writes all keys
 };
 
+// Training is loss and gradient in one call; kTwoCalls is the same by cross_entropy and its backward.
+enum class LossOp { kForward, kBackward, kTwoCalls, kTraining };
 struct CrossEntropyCase {
   int64_t rows;
   int64_t vocab;
   DType dtype;
   CrossEntropyRow row;  // every row's; targets differ
-  bool backward = false;
+  LossOp op = LossOp::kForward;
 
-  double FloorBytes() const { return (backward ? 2 : 1) * TensorBytes(rows, vocab, dtype); }
+  double FloorBytes() const {
+    return (op == LossOp::kForward ? 1 : 2) * TensorBytes(rows, vocab, dtype);
+  }
 };
 
 // An op on hidden states under a head without bias, norm or softcap. Training is loss and gradients

@@ -137,6 +137,9 @@ class CpuDevice final : public Device {
   absl::Status Run(const CrossEntropyBackwardArgs& args) override {
     return stream_->CrossEntropyBackward(args);
   }
+  absl::Status Run(const CrossEntropyTrainingArgs& args) override {
+    return stream_->CrossEntropyTraining(args);
+  }
   absl::Status Run(const LinearTopKArgs& args) override { return stream_->LinearTopK(args); }
   absl::Status Run(const LinearSampleArgs& args) override { return stream_->LinearSample(args); }
   absl::Status Run(const LinearCrossEntropyArgs& args) override {

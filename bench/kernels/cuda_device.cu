@@ -9,6 +9,7 @@
 
 #include "bench/kernels/device.h"
 #include "kernels/cuda/linear/product.h"
+#include "kernels/cuda/loss/cross_entropy_training.h"
 #include "kernels/cuda/ops.h"
 
 namespace logitd::bench {
@@ -157,6 +158,9 @@ class CudaDevice final : public Device {
   }
   absl::Status Run(const CrossEntropyBackwardArgs& args) override {
     return ToStatus(cuda::CrossEntropyBackward(args, stream_));
+  }
+  absl::Status Run(const CrossEntropyTrainingArgs& args) override {
+    return ToStatus(cuda::CrossEntropyTraining(args, scratch_, stream_));
   }
   absl::Status Run(const LinearTopKArgs& args) override {
     return RunLinear(&cuda::LinearTopK, args, scratch_);

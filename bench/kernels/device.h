@@ -65,6 +65,7 @@ class Device {
   virtual absl::Status Run(const AttentionSoftmaxBackwardArgs& args) = 0;
   virtual absl::Status Run(const CrossEntropyArgs& args) = 0;
   virtual absl::Status Run(const CrossEntropyBackwardArgs& args) = 0;
+  virtual absl::Status Run(const CrossEntropyTrainingArgs& args) = 0;
   virtual absl::Status Run(const LinearTopKArgs& args) = 0;
   virtual absl::Status Run(const LinearSampleArgs& args) = 0;
   virtual absl::Status Run(const LinearCrossEntropyArgs& args) = 0;

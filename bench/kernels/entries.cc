@@ -273,7 +273,19 @@ constexpr CrossEntropyCase Losses(int64_t rows, int64_t vocab, DType dtype,
 constexpr CrossEntropyCase LossesBackward(int64_t rows, int64_t vocab, DType dtype,
                                           CrossEntropyRow row = {}) {
   CrossEntropyCase c = Losses(rows, vocab, dtype, row);
-  c.backward = true;
+  c.op = LossOp::kBackward;
+  return c;
+}
+
+constexpr CrossEntropyCase LossesTraining(int64_t rows, int64_t vocab, DType dtype,
+                                          CrossEntropyRow row = {}) {
+  CrossEntropyCase c = Losses(rows, vocab, dtype, row);
+  c.op = LossOp::kTraining;
+  return c;
+}
+
+constexpr CrossEntropyCase InTwoCalls(CrossEntropyCase c) {
+  c.op = LossOp::kTwoCalls;
   return c;
 }
 
@@ -314,6 +326,52 @@ constexpr Entry kCudaCrossEntropy[] = {
     {"rows off alignment by an element", Losses(8192, 32001, kBF16)},
 };
 
+// Loss and gradient in one call, and in two.
+constexpr Entry kCudaCrossEntropyTraining[] = {
+    {"one call", LossesTraining(8192, 32000, kBF16), {"QuACK", 308, 285, 0.93}},
+    {"two calls", InTwoCalls(LossesTraining(8192, 32000, kBF16))},
+    {"one call", LossesTraining(8192, 128256, kBF16), {"QuACK", 1421, 1200, 0.89}},
+    {"two calls", InTwoCalls(LossesTraining(8192, 128256, kBF16))},
+    {"one call", LossesTraining(4096, 151936, kBF16), {"QuACK", 803}},
+    {"two calls", InTwoCalls(LossesTraining(4096, 151936, kBF16))},
+    {"one call", LossesTraining(8192, 32000, kF16)},
+    {"two calls", InTwoCalls(LossesTraining(8192, 32000, kF16))},
+    {"one call", LossesTraining(8192, 32000, kF32)},
+    {"two calls", InTwoCalls(LossesTraining(8192, 32000, kF32))},
+    {"one call", LossesTraining(8192, 128256, kF32)},
+    {"two calls", InTwoCalls(LossesTraining(8192, 128256, kF32))},
+    {"rows off alignment", LossesTraining(8192, 50257, kBF16)},
+    {"rows off alignment", InTwoCalls(LossesTraining(8192, 50257, kBF16))},
+    {"rows off alignment by an element", LossesTraining(8192, 32001, kBF16)},
+    {"rows off alignment by an element", InTwoCalls(LossesTraining(8192, 32001, kBF16))},
+    {"padded vocabulary", LossesTraining(16384, 50304, kBF16)},
+    {"softcap", LossesTraining(8192, 32000, kBF16, {.softcap = 30})},
+    {"softcap", InTwoCalls(LossesTraining(8192, 32000, kBF16, {.softcap = 30}))},
+    {"softcap", LossesTraining(8192, 128256, kBF16, {.softcap = 30})},
+    {"softcap", InTwoCalls(LossesTraining(8192, 128256, kBF16, {.softcap = 30}))},
+    {"label smoothing", LossesTraining(8192, 128256, kBF16, {.label_smoothing = 0.1f})},
+    {"label smoothing", InTwoCalls(LossesTraining(8192, 128256, kBF16, {.label_smoothing = 0.1f}))},
+    {"z-loss", LossesTraining(8192, 128256, kBF16, {.z_loss = 1e-4f})},
+    {"z-loss", InTwoCalls(LossesTraining(8192, 128256, kBF16, {.z_loss = 1e-4f}))},
+    {"rank and entropy", LossesTraining(8192, 128256, kBF16, {.want = kWantRank | kWantEntropy})},
+    {"rank and entropy",
+     InTwoCalls(LossesTraining(8192, 128256, kBF16, {.want = kWantRank | kWantEntropy}))},
+    {"longest rows in a cluster", LossesTraining(2048, 262144, kBF16)},
+    {"longest rows in a cluster", InTwoCalls(LossesTraining(2048, 262144, kBF16))},
+    {"longer rows", LossesTraining(512, 1 << 20, kBF16)},
+    {"short rows", LossesTraining(65536, 1000, kBF16)},
+    {"short rows", InTwoCalls(LossesTraining(65536, 1000, kBF16))},
+    {"rows of five cells", LossesTraining(32768, 5000, kBF16)},
+    {"rows of five cells", InTwoCalls(LossesTraining(32768, 5000, kBF16))},
+    {"rows of sixteen cells", LossesTraining(16384, 16384, kBF16)},
+    {"between two waves", LossesTraining(777, 151936, kBF16)},
+    {"between two waves", InTwoCalls(LossesTraining(777, 151936, kBF16))},
+    {"few rows", LossesTraining(64, 128256, kBF16)},
+    {"few rows", InTwoCalls(LossesTraining(64, 128256, kBF16))},
+    {"one row", LossesTraining(1, 128256, kBF16)},
+    {"one row", InTwoCalls(LossesTraining(1, 128256, kBF16))},
+};
+
 constexpr Entry kCpuCrossEntropy[] = {
     {"loss alone", Losses(64, 131072, kF32)},
     {"loss alone, bf16", Losses(64, 131072, kBF16)},
@@ -327,6 +385,8 @@ constexpr Entry kCpuCrossEntropy[] = {
     {"backward", LossesBackward(64, 131072, kF32)},
     {"backward, bf16", LossesBackward(64, 131072, kBF16)},
     {"backward, softcap", LossesBackward(64, 131072, kF32, {.softcap = 30})},
+    {"loss and gradient in one call", LossesTraining(64, 131072, kF32)},
+    {"loss and gradient in one call, bf16", LossesTraining(64, 131072, kBF16)},
 };
 
 // ---- heads -------------------------------------------------------------------------------------
@@ -422,7 +482,8 @@ std::vector<absl::Span<const Entry>> CpuEntries() {
 }
 
 std::vector<absl::Span<const Entry>> CudaEntries() {
-  return {kCudaTopK, kSampleEntries, kCudaAttention, kCudaCrossEntropy, kCudaHead};
+  return {kCudaTopK, kSampleEntries, kCudaAttention, kCudaCrossEntropy, kCudaCrossEntropyTraining,
+          kCudaHead};
 }
 
 }  // namespace logitd::bench

@@ -74,10 +74,13 @@ Record RecordOf(const AttentionCase& c) {
 }
 
 Record RecordOf(const CrossEntropyCase& c) {
-  return {.op = c.backward ? "cross_entropy_backward" : "cross_entropy",
+  constexpr const char* kOps[] = {"cross_entropy", "cross_entropy_backward",
+                                  "cross_entropy and its backward",
+                                  "cross_entropy_training"};  // by LossOp
+  return {.op = kOps[static_cast<int>(c.op)],
           .shape = absl::StrFormat("%dx%d %s", c.rows, c.vocab, Name(c.dtype)),
           .fields = {{"rows", c.rows}, {"vocab", c.vocab}, {"dtype", Name(c.dtype)}},
-          .floor = c.backward ? Floor::kCopy : Floor::kRead,
+          .floor = c.op == LossOp::kForward ? Floor::kRead : Floor::kCopy,
           .bytes = c.FloorBytes()};
 }
 

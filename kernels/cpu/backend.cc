@@ -60,6 +60,9 @@ class CpuStream : public Stream {
   absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
     return Timed([&] { cpu::CrossEntropyBackward(args, *pool_); });
   }
+  absl::Status CrossEntropyTraining(const CrossEntropyTrainingArgs& args) override {
+    return Timed([&] { cpu::CrossEntropyTraining(args, *pool_, loss_scratch_); });
+  }
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
     return Timed([&] { cpu::LinearTopK(args, *pool_, linear_scratch_, abandoned()); });
   }

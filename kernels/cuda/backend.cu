@@ -27,6 +27,7 @@
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/shards.h"
+#include "kernels/cuda/loss/cross_entropy_training.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/patience.h"
 #include "kernels/cuda/replays.h"
@@ -229,6 +230,9 @@ class CudaStream final : public cuda::DeviceStream {
   absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
     LOGITD_RETURN_IF_ERROR(Enter(kComputing));
     return ToStatus(cuda::CrossEntropyBackward(args, stream_), "cross_entropy_backward");
+  }
+  absl::Status CrossEntropyTraining(const CrossEntropyTrainingArgs& args) override {
+    return Run("cross_entropy_training", &cuda::CrossEntropyTraining, args);
   }
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
     return RunLinear("linear_topk", &cuda::LinearTopK, args, cuda::LinearOp::kTokens, args.head);

@@ -137,6 +137,20 @@ struct LossBackwardCall {
   bool in_place = false;
 };
 
+// What a call of cross_entropy_training is given.
+struct LossTrainingCall {
+  HostTensor logits;
+  LossBatch batch;
+  std::vector<float> upstream;
+  HostTensor d_logits;  // as in LossBackwardCall
+  bool in_place = false;
+};
+
+struct LossTrainingAnswer {
+  LossAnswer loss;
+  HostTensor d_logits;
+};
+
 // A head in host memory.
 struct HostHead {
   HostTensor weight;
@@ -366,6 +380,17 @@ class OpRunner {
     if (!call.in_place) Add(*arena_, call.logits, &args.logits);
     Add(*arena_, &gradient, &args.d_logits, call.in_place ? &args.logits : nullptr);
     return Run(&Stream::CrossEntropyBackward, args, gradient);
+  }
+
+  absl::StatusOr<LossTrainingAnswer> CrossEntropyTraining(const LossTrainingCall& call) {
+    CrossEntropyTrainingArgs args;
+    LossTrainingAnswer answer{.d_logits = call.in_place ? call.logits : call.d_logits};
+    TensorView& logits = args.loss.logits;
+    if (!call.in_place) Add(*arena_, call.logits, &logits);
+    Add(*arena_, &answer.d_logits, &args.d_logits, call.in_place ? &logits : nullptr);
+    Add(*arena_, call.batch, &args.loss, &answer.loss);
+    arena_->In(call.upstream, &args.upstream);
+    return Run(&Stream::CrossEntropyTraining, args, answer);
   }
 
   absl::StatusOr<LinearBackwardAnswer> LinearCrossEntropyBackward(const LinearBackwardCall& call) {

@@ -547,36 +547,36 @@ HWY_EXPORT(AnswerMerged);
 
 namespace {
 
-// Fewer rows per thread than this are split by cells; otherwise a thread takes whole rows.
-constexpr int64_t kWholeRowsPerThread = 4;
-
 LossThreadScratch& ScratchOfThisThread() {
   thread_local LossThreadScratch scratch;
   return scratch;
 }
 
+void ReadCellsOfRow(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int64_t begin,
+                    int64_t count) {
+  const int64_t end = std::min(CellCount(args.logits.cols), begin + count);
+  HWY_DYNAMIC_DISPATCH(ReadCells)(row, args.rows[r], begin, end, ScratchOfThisThread());
+}
+
+void AnswerRow(const CrossEntropyArgs& args, int64_t r, const LossRow& row) {
+  HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
+}
+
 }  // namespace
+
+void CrossEntropyOfRow(const CrossEntropyArgs& args, int64_t r) {
+  if (args.rows[r].active == 0) return;
+  const LossRow row = LossRowAt(args, r, ScratchOfThisThread().row, 1, 0);
+  const int64_t cells = CellCount(args.logits.cols);
+  for (int64_t c = 0; c < cells; c += kItemCells) ReadCellsOfRow(args, r, row, c, kItemCells);
+  AnswerRow(args, r, row);
+}
 
 void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch) {
   const int64_t rows = args.logits.rows;
   const int64_t cells = CellCount(args.logits.cols);
-  const auto read = [&](int64_t r, const LossRow& row, int64_t begin, int64_t count) {
-    HWY_DYNAMIC_DISPATCH(ReadCells)
-    (row, args.rows[r], begin, std::min(cells, begin + count), ScratchOfThisThread());
-  };
-  const auto answer = [&](int64_t r, const LossRow& row) {
-    HWY_DYNAMIC_DISPATCH(Answer)(args, r, row, ScratchOfThisThread());
-  };
-  if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
-    const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
-    pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
-      for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
-        if (args.rows[r].active == 0) continue;
-        const LossRow row = LossRowAt(args, r, ScratchOfThisThread().row, 1, 0);
-        for (int64_t c = 0; c < cells; c += kItemCells) read(r, row, c, kItemCells);
-        answer(r, row);
-      }
-    });
+  if (TakesWholeRows(rows, args.logits.cols, pool)) {
+    ForWholeRows(rows, args.logits.cols, pool, [&](int64_t r) { CrossEntropyOfRow(args, r); });
     return;
   }
   // Sized here: no thread may grow memory that another reads.
@@ -589,10 +589,11 @@ void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& s
   pool.ParallelFor(rows * per_row, [&](int64_t item) {
     const int64_t r = item / per_row;
     if (args.rows[r].active == 0) return;
-    read(r, LossRowAt(args, r, scratch, rows, r), item % per_row * at_once, at_once);
+    ReadCellsOfRow(args, r, LossRowAt(args, r, scratch, rows, r), item % per_row * at_once,
+                   at_once);
   });
   pool.ParallelFor(rows, [&](int64_t r) {
-    if (args.rows[r].active != 0) answer(r, LossRowAt(args, r, scratch, rows, r));
+    if (args.rows[r].active != 0) AnswerRow(args, r, LossRowAt(args, r, scratch, rows, r));
   });
 }
 

@@ -2,9 +2,12 @@
 #ifndef LOGITD_KERNELS_CPU_LOSS_CROSS_ENTROPY_H_
 #define LOGITD_KERNELS_CPU_LOSS_CROSS_ENTROPY_H_
 
+#include <algorithm>
+
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/cross_entropy_training.h"
 #include "kernels/shards.h"
 
 namespace logitd::cpu {
@@ -26,10 +29,32 @@ struct LossScratch {
   Buffer<float> total, moment;
 };
 
+// Fewer rows per thread than this are split by cells; otherwise a thread takes whole rows.
+inline constexpr int64_t kWholeRowsPerThread = 4;
+
+inline bool TakesWholeRows(int64_t rows, int64_t vocab, const ThreadPool& pool) {
+  return rows >= kWholeRowsPerThread * pool.threads() || rows * CellCount(vocab) <= kItemCells;
+}
+
+// Calls take(r) for every row; one thread takes about kItemCells cells at once.
+template <typename Take>
+void ForWholeRows(int64_t rows, int64_t vocab, ThreadPool& pool, const Take& take) {
+  const int64_t per_item = std::max<int64_t>(1, kItemCells / CellCount(vocab));
+  pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
+    for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) take(r);
+  });
+}
+
 // Block until done. The bits of the results depend on neither the pool nor what else runs on it.
 // `scratch` belongs to the caller's stream, and stays for its next call.
 void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& scratch);
 void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool);
+void CrossEntropyTraining(const CrossEntropyTrainingArgs& args, ThreadPool& pool,
+                          LossScratch& scratch);
+
+// The same of one row, on the calling thread.
+void CrossEntropyOfRow(const CrossEntropyArgs& args, int64_t r);
+void CrossEntropyBackwardOfRow(const CrossEntropyBackwardArgs& args, int64_t r);
 
 // The two halves of linear_cross_entropy on a shard; the contract is kernels/shards.h. A whole head
 // is its only shard.

@@ -151,6 +151,12 @@ void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const To
   });
 }
 
+void CrossEntropyBackwardOfRow(const CrossEntropyBackwardArgs& args, int64_t r) {
+  if (args.rows[r].active == 0) return;
+  HWY_DYNAMIC_DISPATCH(BackwardPart)
+  (args, {.vocab = args.logits.cols}, r, 0, args.logits.cols);
+}
+
 void CrossEntropyBackward(const CrossEntropyBackwardArgs& args, ThreadPool& pool) {
   CrossEntropyBackwardOfTokens(args, {.vocab = args.logits.cols}, pool);
 }

@@ -331,6 +331,26 @@ __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const C
   return sums;
 }
 
+// Merges a row's cells, by one warp, in an order that depends only on their number. The sums of cell
+// i are sums_of(i).
+template <class SumsOf>
+__device__ inline RowSums MergeRow(int count, float log2e_over_temperature, int lane,
+                                   SumsOf sums_of) {
+  const Stats stats =
+      MergeCells(count, log2e_over_temperature, lane, [&](int i) { return sums_of(i).stats; });
+  const Exponential exponential(stats.max, log2e_over_temperature);
+  float weighted = 0.0f;
+  double total = 0.0;
+  int before = 0;
+  for (int i = lane; i < count; i += 32) {
+    const CellSums& sums = sums_of(i);
+    weighted += Reweighted(exponential, sums.stats, sums.weighted);
+    total += sums.total;
+    before += sums.before;
+  }
+  return {stats, WarpSum(weighted), WarpSum(total), __reduce_add_sync(kFullWarp, before)};
+}
+
 }  // namespace logitd::cuda
 
 #endif  // LOGITD_KERNELS_CUDA_LOSS_CELL_SUMS_CUH_

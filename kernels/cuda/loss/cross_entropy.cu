@@ -174,21 +174,10 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
   const CrossEntropyRow& ask = p.args.rows[r];
   const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
   const float log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
-  const Stats stats =
-      MergeCells(p.cells, log2e_over_temperature, lane, [&](int i) { return cells[i].stats; });
-  const Exponential exponential(stats.max, log2e_over_temperature);
-  float weighted = 0.0f;
-  double total = 0.0;
-  int before = 0;
-  for (int i = lane; i < p.cells; i += 32) {
-    weighted += Reweighted(exponential, cells[i].stats, cells[i].weighted);
-    total += cells[i].total;
-    before += cells[i].before;
-  }
-  const RowSums sums{stats, WarpSum(weighted), WarpSum(total),
-                     __reduce_add_sync(kFullWarp, before)};
+  const RowSums sums =
+      MergeRow(p.cells, log2e_over_temperature, lane, [=](int i) { return cells[i]; });
   int nan = vocab;
-  if (isnan(stats.sum)) nan = FindNanOfRow(row, cells, p.cells, vocab);
+  if (isnan(sums.stats.sum)) nan = FindNanOfRow(row, cells, p.cells, vocab);
   const float target_logit = ask.target < 0 ? 0.0f : ToFloat(row[ask.target]);
   return Conclude(p.args, r, sums, target_logit, nan, lane);
 }

@@ -5,17 +5,17 @@
 // the one before it in its registers is used. The row's factors, in double by one thread, are then
 // made once for all rounds.
 //
-// Cost: 2 * rows * vocab * sizeof(T). Limited by: HBM; about 6 instructions and two ex2 an element;
+// Cost: 2 * rows * vocab * sizeof(T). Limited by: HBM; about 5 instructions and one ex2 an element,
+// a second ex2 where rounding a temperature costs too much or factors are extreme (quick_gradient.cuh);
 // with a softcap about 20, one ex2 and one reciprocal (softcap.cuh). A softcap whose factors are
 // extreme takes tanhf.
 // Measured (bench/results/h200/losses.json), as a share of the copy: 101 to 102%, rows off alignment
 // 96%, softcap 83%, softcap off alignment 76%.
-#include <type_traits>
-
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/loss/quick_gradient.cuh"
 #include "kernels/cuda/loss/softcap.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/cell.cuh"
@@ -31,49 +31,6 @@ constexpr int kBackwardResident = 4;
 constexpr int64_t kManyBatches = 8192;
 constexpr int64_t kMostBatches = 4;  // of a chunk
 
-// A word that holds an element, the first where there is room for two.
-template <class T>
-__device__ inline uint32_t WordOf(T element) {
-  if constexpr (std::is_same_v<T, float>) {
-    return __float_as_uint(element);
-  } else {
-    return reinterpret_cast<const uint16_t&>(element);
-  }
-}
-
-// The gradient of a row whose softcap is mild and whose factors are moderate, in fewer steps: the
-// factors are multiplied before, and what rounding took from log2(e) times logsumexp is in them. What
-// it took from log2e_over_temperature is left out: at most 4e-8 of it.
-struct CappedGradient {
-  bool serves;
-  float log2e_over_temperature;
-  float shift;
-  float weight;  // times upstream / temperature
-  float flat;    // likewise
-
-  __device__ static CappedGradient Of(const Gradient& row, float softcap) {
-    constexpr float kMostPower = 80.0f;  // with more the rounding is more than the header allows
-    const float scaled = __fmul_rn(row.weight, row.scale);
-    return {.serves = row.cap.on() && IsMildSoftcap(softcap, row.log2e_over_temperature) &&
-                      row.log2e_over_temperature <= kMostPower && fabsf(row.shift) <= 0x1p12f &&
-                      IsModerate(row.weight) && IsModerate(row.scale),
-            .log2e_over_temperature = row.log2e_over_temperature,
-            .shift = row.shift,
-            .weight = fmaf(scaled, -row.shift_low * kLn2, scaled),
-            .flat = __fmul_rn(row.flat, row.scale)};
-  }
-  // 0, or far inside the range of fp32 also when multiplied with another.
-  __device__ static bool IsModerate(float factor) {
-    return factor == 0.0f || (fabsf(factor) >= 0x1p-50f && fabsf(factor) <= 0x1p50f);
-  }
-
-  // Of a logit that is not the target's, by tanh(logit / softcap).
-  __device__ float At(float value) const {
-    const float p = Exp2(fmaf(value, log2e_over_temperature, -shift));
-    return __fmul_rn(fmaf(p, weight, -flat), fmaf(-value, value, 1.0f));
-  }
-};
-
 // Blocks take chunks of a row: blockIdx.x = row * chunks + chunk. A chunk is `batches` times as many
 // vectors as a block loads at once.
 template <class T>
@@ -87,6 +44,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   T* to = static_cast<T*>(args.d_logits.data) + r * args.d_logits.row_stride;
   const CrossEntropyRow& ask = args.rows[r];
   __shared__ Gradient gradient_of_row;
+  __shared__ PlainGradient plain_of_row;
   __shared__ CappedGradient capped_of_row;
   __shared__ MildTanh<T> tanh_of_row;
 
@@ -111,6 +69,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   if (threadIdx.x == 0) {
     const Gradient row = Gradient::Of(ask, args.logsumexp[r], args.upstream[r], args.logits.cols);
     gradient_of_row = row;
+    plain_of_row = PlainGradient::Of(row);
     capped_of_row = CappedGradient::Of(row, ask.softcap);
   } else if (threadIdx.x == 32 && ask.softcap > 0) {
     tanh_of_row = MildTanh<T>::Of(ask.softcap);
@@ -148,17 +107,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
                                    prepare(vectors[i].z), prepare(vectors[i].w)};
         if (left > 0) vectors[i] = load(begin + kBatch);
         const int place = target - begin;
-        uint32_t out[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          if constexpr (std::is_same_v<T, float>) {
-            out[w] = __float_as_uint(at(WordElement<T>(words, w), w == place));
-          } else {
-            out[w] = PackPair<T>(at(WordElement<T>(words, 2 * w), 2 * w == place),
-                                 at(WordElement<T>(words, 2 * w + 1), 2 * w + 1 == place));
-          }
-        }
-        __stcs(reinterpret_cast<uint4*>(to + begin), uint4{out[0], out[1], out[2], out[3]});
+        __stcs(reinterpret_cast<uint4*>(to + begin), GradientsOf<T>(words, place, at));
       }
       if (left == 0) return;
     }
@@ -166,6 +115,15 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   const auto as_is = [](uint32_t word) { return word; };
   if (target < 0) {
     write(as_is, [](float, bool) { return 0.0f; });
+  } else if (plain_of_row.serves) {
+    const PlainGradient plain = plain_of_row;
+    if (has_target) {
+      const float of_target = gradient.At<false>(target_logit, true);
+      write(as_is,
+            [&](float logit, bool is_target) { return is_target ? of_target : plain.At(logit); });
+    } else {
+      write(as_is, [&](float logit, bool) { return plain.At(logit); });
+    }
   } else if (gradient.cap.on() && capped_of_row.serves) {
     const CappedGradient capped = capped_of_row;
     const MildTanh<T> tanh = tanh_of_row;

@@ -10,6 +10,9 @@
 
 namespace logitd::cuda {
 
+// x / y. Where y is 1, as most temperatures are, without the time of a division.
+__device__ inline double Over(double x, double y) { return y == 1.0 ? x : x / y; }
+
 // The value of a logit, which is what sums are of: the logit itself; under a softcap
 // tanh(logit / softcap). OverTemperature() brings the softcap back.
 struct Cap {
@@ -21,7 +24,7 @@ struct Cap {
   __device__ float Tanh(float logit) const { return tanhf(__fmul_rn(logit, inverse)); }
   // The factor from a value to x, the logit after softcap and temperature.
   __device__ static double OverTemperature(float softcap, float temperature) {
-    return (softcap > 0 ? Clamped(softcap) : 1.0) / temperature;
+    return Over(softcap > 0 ? Clamped(softcap) : 1.0, temperature);
   }
   // Larger softcaps change no logit that matters. Smaller ones make all logits equal.
   __device__ static float Clamped(float softcap) {
@@ -85,7 +88,7 @@ constexpr float kTotalUnit = 0x1p-10f;  // keeps sums of the largest logits fini
 // The share of a row's label smoothing that goes to all tokens alike.
 __device__ inline double SmoothingOf(const CrossEntropyRow& ask, int64_t vocab) {
   const double smoothing = ask.label_smoothing;
-  if (ask.smoothing != Smoothing::kMegatron) return smoothing;
+  if (smoothing == 0 || ask.smoothing != Smoothing::kMegatron) return smoothing;
   return vocab == 1 ? 0.0 : smoothing * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
 }
 
@@ -108,35 +111,36 @@ __device__ inline double LossOf(const CrossEntropyRow& ask, int64_t vocab, const
   return loss;
 }
 
-// Writes the answers of row r except tops and extras, by one warp. `first_nan` is used where the
-// sums are NaN.
-__device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
-                                   float target_logit, int32_t first_nan, int lane) {
-  const CrossEntropyRow& ask = args.rows[r];
-  const Stats stats = sums.stats;
+// What a row's statistics say of it; `log_of_sum` is the logarithm of their sum.
+__device__ inline Outcome OutcomeOf(const CrossEntropyRow& ask, Stats stats, double log_of_sum) {
   const double over_temperature = Cap::OverTemperature(ask.softcap, ask.temperature);
   const float log2e_over_temperature = Log2EOf(over_temperature);
   const Exponential exponential(stats.max, log2e_over_temperature);
-  const double log_of_sum = log(static_cast<double>(stats.sum));
   // A sum by plain exponentials is relative to 2^-shift, which is not exactly the maximum.
   const double off = exponential.plain
                          ? kLn2InDouble * fmaf(stats.max, log2e_over_temperature, exponential.shift)
                          : 0.0;
-  const Outcome outcome{.log_sum = log_of_sum - off,
-                        .max_x = __dmul_rn(stats.max, over_temperature),
-                        .over_temperature = over_temperature,
-                        .sum = stats.sum,
-                        .max = stats.max,
-                        .cap = Cap::Of(ask.softcap)};
+  return {.log_sum = log_of_sum - off,
+          .max_x = __dmul_rn(stats.max, over_temperature),
+          .over_temperature = over_temperature,
+          .sum = stats.sum,
+          .max = stats.max,
+          .cap = Cap::Of(ask.softcap)};
+}
+
+// Writes the answers of row r except tops and extras, by one lane. `first_nan` is used where the
+// sums are NaN.
+__device__ inline void WriteAnswers(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
+                                    double log_of_sum, const Outcome& outcome, float target_logit,
+                                    int32_t first_nan) {
+  const CrossEntropyRow& ask = args.rows[r];
+  const float sum = sums.stats.sum;
   RowStatus status{RowCode::kOk, -1};
   if (outcome.Nan()) {
     status = {RowCode::kNanLogit, first_nan};
   } else if (outcome.Empty()) {
     status.code = RowCode::kEmptySupport;
   }
-  double entropy = log_of_sum - kLn2InDouble * sums.weighted / stats.sum;
-  if (outcome.Empty()) entropy = kNanInDouble;
-
   const bool counted = ask.target >= 0;
   double logprob = 0.0;
   double loss = 0.0;
@@ -144,21 +148,31 @@ __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, cons
     logprob = outcome.Logprob(target_logit);
     loss = LossOf(ask, args.logits.cols, outcome, sums.total, logprob);
   }
-  if (outcome.Nan()) loss = logprob = stats.sum;
-  if (lane == 0) {
-    const CrossEntropyAnswers& to = args.answers;
-    to.loss[r] = static_cast<float>(loss);
-    to.logsumexp[r] = static_cast<float>(outcome.LogSumExp());
-    to.target_logprob[r] = static_cast<float>(logprob);
-    to.status[r] = status;
-    const bool ranked = counted && (ask.want & kWantRank) != 0 && !outcome.Nan();
-    if (to.rank != nullptr) to.rank[r] = ranked ? 1 + sums.before : 0;
+  if (outcome.Nan()) loss = logprob = sum;
+  const CrossEntropyAnswers& to = args.answers;
+  to.loss[r] = static_cast<float>(loss);
+  to.logsumexp[r] = static_cast<float>(outcome.LogSumExp());
+  to.target_logprob[r] = static_cast<float>(logprob);
+  to.status[r] = status;
+  const bool ranked = counted && (ask.want & kWantRank) != 0 && !outcome.Nan();
+  if (to.rank != nullptr) to.rank[r] = ranked ? 1 + sums.before : 0;
+  if (to.entropy == nullptr) return;
+  float entropy = 0.0f;
+  if ((ask.want & kWantEntropy) != 0) {
+    const double exact =
+        outcome.Empty() ? kNanInDouble : log_of_sum - kLn2InDouble * sums.weighted / sum;
     // All terms have one sign: an entropy below 0 comes from rounding.
-    if (to.entropy != nullptr)
-      to.entropy[r] = (ask.want & kWantEntropy) == 0 ? 0.0f
-                      : entropy < 0                  ? 0.0f
-                                                     : static_cast<float>(entropy);
+    entropy = exact < 0 ? 0.0f : static_cast<float>(exact);
   }
+  to.entropy[r] = entropy;
+}
+
+// Both, by one warp.
+__device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
+                                   float target_logit, int32_t first_nan, int lane) {
+  const double log_of_sum = log(static_cast<double>(sums.stats.sum));
+  const Outcome outcome = OutcomeOf(args.rows[r], sums.stats, log_of_sum);
+  if (lane == 0) WriteAnswers(args, r, sums, log_of_sum, outcome, target_logit, first_nan);
   return outcome;
 }
 
@@ -182,7 +196,7 @@ struct Gradient {
         Cap::OverTemperature(ask.softcap, ask.temperature) * kLog2EInDouble;
     const double exact_shift = logsumexp * kLog2EInDouble;
     const double smoothing = SmoothingOf(ask, vocab);
-    const double scale = static_cast<double>(upstream) / ask.temperature;
+    const double scale = Over(upstream, ask.temperature);
     Gradient g;
     g.log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
     const double low = exact_over_temperature - g.log2e_over_temperature;
@@ -191,10 +205,10 @@ struct Gradient {
     g.shift = static_cast<float>(exact_shift);
     g.shift_low = static_cast<float>(exact_shift - g.shift);
     g.weight = static_cast<float>(1 + 2.0 * ask.z_loss * logsumexp);
-    g.flat = static_cast<float>(smoothing / static_cast<double>(vocab));
+    g.flat = smoothing == 0 ? 0.0f : static_cast<float>(smoothing / static_cast<double>(vocab));
     g.hit = static_cast<float>(1 - smoothing);
     g.more = fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
-    g.scale = static_cast<float>(scale / g.more);
+    g.scale = static_cast<float>(Over(scale, g.more));
     g.cap = Cap::Of(ask.softcap);
     if (!isfinite(logsumexp)) g.weight = std::numeric_limits<float>::quiet_NaN();
     return g;

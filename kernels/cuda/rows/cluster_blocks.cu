@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "kernels/cuda/rows/cluster.cuh"
+#include "kernels/cuda/rows/clusters_at_once.h"
 
 namespace logitd::cuda {
 namespace {
@@ -19,23 +20,12 @@ __global__ void LargeBlock() {}
 Fits AskDriver(const Scratch& scratch) {
   Fits fits{};
   fits[1] = scratch.multiprocessors;
-  const int shared_bytes = scratch.block_shared_bytes / 2 + 1;  // no room for two
-  if (cudaFuncSetAttribute(LargeBlock, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) !=
-      cudaSuccess) {
-    cudaGetLastError();
-    return fits;
-  }
   for (int blocks = 2; blocks <= kMaxClusterBlocks; ++blocks) {
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks * scratch.multiprocessors));
-    config.blockDim = dim3(512);
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    if (cudaOccupancyMaxActiveClusters(&fits[blocks], LargeBlock, &config) != cudaSuccess) {
+    const LaunchShape shape{.threads = 512,
+                            .cluster = blocks,
+                            .shared_bytes = scratch.block_shared_bytes / 2 + 1};  // no room for two
+    if (ClustersAtOnce(reinterpret_cast<const void*>(&LargeBlock), shape, scratch, &fits[blocks]) !=
+        cudaSuccess) {
       cudaGetLastError();
       fits[blocks] = 0;
     }

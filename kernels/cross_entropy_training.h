@@ -1,0 +1,32 @@
+// cross_entropy_training: per-token losses of rows of logits, and their gradient, in one call.
+#ifndef LOGITD_KERNELS_CROSS_ENTROPY_TRAINING_H_
+#define LOGITD_KERNELS_CROSS_ENTROPY_TRAINING_H_
+
+#include "kernels/cross_entropy.h"
+#include "kernels/types.h"
+
+namespace logitd {
+
+// cross_entropy, then its backward with the logsumexp just written, in one call. Answers, statuses,
+// gradients, their bits and their accuracy are those of the two ops. The logits are read once where
+// a row fits on chip and loss.max_top_logprobs is 0.
+//
+// Errors: as cross_entropy; CheckCrossEntropy checks the parameters. All pointers are in the memory
+// of the backend that runs the op.
+struct CrossEntropyTrainingArgs {
+  CrossEntropyArgs loss;
+  const float* upstream = nullptr;  // [rows], d total / d loss of the row
+  MutableTensorView d_logits;       // as in CrossEntropyBackwardArgs: may be the logits themselves
+
+  CrossEntropyBackwardArgs Backward() const {
+    return {.logits = loss.logits,
+            .rows = loss.rows,
+            .logsumexp = loss.answers.logsumexp,
+            .upstream = upstream,
+            .d_logits = d_logits};
+  }
+};
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_CROSS_ENTROPY_TRAINING_H_
