@@ -18,10 +18,10 @@
 
 namespace logitd::cuda {
 
-// Sorts the keys of the pool, into s.sorted_pool. Leaves the first
-// of them at which the sum of measure(logit), from `before` on, reaches `need` in s.key, kLowestKey
-// where it does not; the sum in s.mass, the number of keys up to it in s.count. Called by all
-// threads; ends with a barrier passed.
+// Sorts the keys of the pool into s.sorted_pool. Leaves the first of them at which the sum of
+// measure(logit), from `before` on, reaches `need` in s.key, kLowestKey where it does not; the sum
+// in s.mass, the number of keys up to it in s.count. Called by all threads; ends with a barrier
+// passed.
 template <int kThreads, class Measure>
 __device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
   DrawShared& s = Finish().draw;
