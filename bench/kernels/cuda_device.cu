@@ -22,6 +22,11 @@ absl::Status ToStatus(cudaError_t error) {
 constexpr size_t kInputBytes = size_t{4} << 30;
 constexpr int kReplays = 25;
 constexpr int kWarmReplays = 3;
+// Of a brief figure.
+constexpr size_t kBriefInputBytes = size_t{1} << 30;
+constexpr int kBriefReplays = 5;
+constexpr int kBriefWarmReplays = 1;
+constexpr int kBriefLaunches = 64;
 
 __device__ uint32_t Mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -73,6 +78,8 @@ __global__ void CopyAll(const uint4* in, uint4* out, size_t n) {
 
 class CudaDevice final : public Device {
  public:
+  explicit CudaDevice(Effort effort) : effort_(effort) {}
+
   absl::Status Init() {
     cudaDeviceProp properties;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, 0)));
@@ -95,7 +102,9 @@ class CudaDevice final : public Device {
   }
 
   std::string name() const override { return name_; }
-  size_t input_bytes() const override { return kInputBytes; }
+  size_t input_bytes() const override {
+    return effort_ == Effort::kFull ? kInputBytes : kBriefInputBytes;
+  }
   DType product_dtype(DType dtype) const override { return dtype; }
 
   absl::StatusOr<DeviceMemory> Allocate(size_t bytes) override {
@@ -180,30 +189,40 @@ class CudaDevice final : public Device {
 
   absl::StatusOr<double> Time(const Repeat& repeat,
                               const std::function<absl::Status(int)>& launch) override {
-    // Once before it is recorded: what libraries load at first use cannot be.
-    LOGITD_RETURN_IF_ERROR(launch(0));
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamSynchronize(stream_)));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
     cudaEvent_t begin, end;
-    LOGITD_RETURN_IF_ERROR(
-        ToStatus(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)));
-    absl::Status launched = absl::OkStatus();
-    for (int i = 0; i < repeat.launches && launched.ok(); ++i) launched.Update(launch(i));
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(stream_, &graph)));
-    LOGITD_RETURN_IF_ERROR(launched);
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaGraphInstantiate(&exec, graph, 0)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreate(&begin)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreate(&end)));
     std::vector<double> us;
-    for (int i = 0; i < kWarmReplays + kReplays; ++i) {
+    const auto timed = [&](int launches, const auto& run) -> absl::Status {
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(begin, stream_)));
-      LOGITD_RETURN_IF_ERROR(ToStatus(cudaGraphLaunch(exec, stream_)));
+      LOGITD_RETURN_IF_ERROR(run());
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(end, stream_)));
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventSynchronize(end)));
       float ms = 0;
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventElapsedTime(&ms, begin, end)));
-      if (i >= kWarmReplays) us.push_back(ms * 1e3 / repeat.launches);
+      us.push_back(ms * 1e3 / launches);
+      return absl::OkStatus();
+    };
+    // Once before it is recorded: what libraries load at first use cannot be.
+    LOGITD_RETURN_IF_ERROR(timed(1, [&] { return launch(0); }));
+    if (effort_ == Effort::kOnce) return us[0];
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    const bool full = effort_ == Effort::kFull;
+    const int launches = full ? repeat.launches : std::min(repeat.launches, kBriefLaunches);
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)));
+    absl::Status launched = absl::OkStatus();
+    for (int i = 0; i < launches && launched.ok(); ++i) launched.Update(launch(i));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(stream_, &graph)));
+    LOGITD_RETURN_IF_ERROR(launched);
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaGraphInstantiate(&exec, graph, 0)));
+    const int warm = full ? kWarmReplays : kBriefWarmReplays;
+    const int replays = warm + (full ? kReplays : kBriefReplays);
+    for (int i = 0; i < replays; ++i) {
+      if (i == warm) us.clear();
+      LOGITD_RETURN_IF_ERROR(
+          timed(launches, [&] { return ToStatus(cudaGraphLaunch(exec, stream_)); }));
     }
     cudaEventDestroy(begin);
     cudaEventDestroy(end);
@@ -221,6 +240,7 @@ class CudaDevice final : public Device {
     return ToStatus(op(args, products_, scratch, stream_));
   }
 
+  const Effort effort_;
   std::string name_;
   cudaStream_t stream_ = nullptr;
   cuda::Scratch scratch_;
@@ -231,13 +251,13 @@ class CudaDevice final : public Device {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice() {
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(Effort effort) {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
     cudaGetLastError();
     return absl::UnavailableError("no CUDA device answers");
   }
-  auto device = std::make_unique<CudaDevice>();
+  auto device = std::make_unique<CudaDevice>(effort);
   LOGITD_RETURN_IF_ERROR(device->Init());
   return device;
 }

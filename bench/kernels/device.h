@@ -76,8 +76,15 @@ class Device {
                                       const std::function<absl::Status(int)>& launch) = 0;
 };
 
+// What goes into a figure.
+enum class Effort {
+  kFull,   // a median of many runs
+  kBrief,  // of few, for a sweep
+  kOnce,   // one launch, for a profiler that watches it
+};
+
 absl::StatusOr<std::unique_ptr<Device>> CreateCpuDevice();
-absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice();  // in builds with CUDA
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(Effort effort);  // in builds with CUDA
 
 // Arrays in a device's memory, freed together. A null pointer comes back for no values, and where
 // there is no room; then status() says so.

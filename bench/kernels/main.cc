@@ -2,9 +2,11 @@
 // the same run.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "bench/kernels/cases.h"
+#include "bench/kernels/sweep.h"
 
 namespace logitd::bench {
 namespace {
@@ -170,6 +173,87 @@ nlohmann::json ToJson(const Record& record, const char* why) {
   return out;
 }
 
+bool Contains(const std::string& label, const std::vector<std::string>& any_of) {
+  return any_of.empty() || std::any_of(any_of.begin(), any_of.end(), [&](const auto& text) {
+           return label.find(text) != std::string::npos;
+         });
+}
+
+// Times and prints the entries whose line contains one of `only`, and adds them to `out`. Returns
+// how many failed.
+int RunEntries(Bench& bench, const std::vector<absl::Span<const Entry>>& tables,
+               const std::vector<std::string>& only, nlohmann::json& out) {
+  absl::PrintF("%-84s %10s %10s %9s %7s %8s %9s  %s\n", "op", "us", "floor us", "GB/s", "share",
+               "goal us", "peer us", "peer (on an H200)");
+  int failed = 0;
+  for (const absl::Span<const Entry> table : tables) {
+    for (const Entry& entry : table) {
+      Record record = std::visit([](const auto& c) { return RecordOf(c); }, entry.shape);
+      if (record.h200) record.h200 = entry.h200;
+      const std::string label = absl::StrCat(record.op, " ", record.shape, " ", entry.why);
+      if (!Contains(label, only)) continue;
+      if (const absl::Status status = bench.Measure(entry.shape, record); !status.ok()) {
+        absl::PrintF("%-84s %s\n", label, status.ToString());
+        ++failed;
+        continue;
+      }
+      Print(record, label);
+      out["entries"].push_back(ToJson(record, entry.why));
+    }
+    absl::PrintF("\n");
+  }
+  return failed;
+}
+
+// Prints the grid's worst shapes beside their neighbours, `figures` of one grid.
+void PrintGrid(absl::Span<const SweepFigure> figures, absl::Span<const double> relative) {
+  constexpr size_t kShown = 3;
+  constexpr double kSlow = 0.6;  // all below it are shown
+  std::vector<size_t> order(figures.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return relative[a] < relative[b]; });
+  absl::PrintF("%s: %d shapes\n", figures[0].grid, figures.size());
+  for (size_t i = 0; i < order.size() && (i < kShown || relative[order[i]] < kSlow); ++i) {
+    const SweepFigure& figure = figures[order[i]];
+    absl::PrintF("  %9d x %-7d %10.2f us %10.2f %6.1f%% %8.2f%s\n", figure.rows, figure.length,
+                 figure.us, figure.floor_us, 100 * figure.share(), relative[order[i]],
+                 relative[order[i]] < kSlow ? "  SLOW" : "");
+  }
+}
+
+// Times the sweep's grids whose name contains one of `only`, prints the worst shapes of each, and
+// adds all to `out`. Returns how many failed.
+int RunSweep(Bench& bench, const std::vector<std::string>& only, nlohmann::json& out) {
+  absl::PrintF("%-31s %16s %7s %8s\n", "matrices or rows x length", "floor us", "share",
+               "of its neighbours'");
+  std::vector<SweepFigure> figures;
+  int failed = 0;
+  for (const SweepCase& at : SweepCases()) {
+    if (!Contains(at.grid, only)) continue;
+    Record record = std::visit([](const auto& c) { return RecordOf(c); }, at.shape);
+    if (const absl::Status status = bench.Measure(at.shape, record); !status.ok()) {
+      absl::PrintF("%s %d x %d: %s\n", at.grid, at.rows, at.length, status.ToString());
+      ++failed;
+      continue;
+    }
+    figures.push_back({at.grid, at.rows, at.length, record.floor_us(), record.us});
+  }
+  const std::vector<double> relative = RelativeToNeighbours(figures);
+  const auto rounded = [](double value) { return std::round(value * 1e3) / 1e3; };
+  for (size_t begin = 0, end = 0; begin < figures.size(); begin = end) {
+    while (end < figures.size() && figures[end].grid == figures[begin].grid) ++end;
+    PrintGrid(absl::MakeConstSpan(figures).subspan(begin, end - begin),
+              absl::MakeConstSpan(relative).subspan(begin, end - begin));
+    for (size_t i = begin; i < end; ++i) {
+      out["sweep"][figures[i].grid].push_back({figures[i].rows, figures[i].length,
+                                               rounded(figures[i].us), rounded(figures[i].floor_us),
+                                               rounded(relative[i])});
+    }
+  }
+  return failed;
+}
+
 int Main(int argc, char** argv) {
   CLI::App app(
       "Times every op on one device and prints it as a share of its floor. The floor's rates are "
@@ -178,21 +262,32 @@ int Main(int argc, char** argv) {
       "copy; for heads, the bare product.");
   std::string backend = "auto", json_path, commit;
   std::vector<std::string> only;
+  bool sweep = false, once = false;
   app.add_option("--backend", backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   app.add_option("--json", json_path, "also write the results to this file");
   app.add_option("--only", only, "only entries whose line contains one of these texts, e.g. K=64");
   app.add_option("--commit", commit, "the commit that is measured, for the JSON");
+  CLI::Option* const sweep_flag = app.add_flag(
+      "--sweep", sweep,
+      "instead of the entries, briefly time every op over a grid of shapes, and print those that "
+      "are slow beside their neighbours; needs a GPU. In the JSON, a shape is [rows or matrices, "
+      "length of a row, us, floor us, speed beside its neighbours']");
+  app.add_flag("--once", once, "launch every entry once, for a profiler; needs a GPU")
+      ->excludes(sweep_flag);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
+  if (sweep || once) backend = "cuda";
 
   absl::StatusOr<std::unique_ptr<Device>> device =
       absl::UnavailableError("this build has only the CPU backend");
 #if LOGITD_WITH_CUDA
-  if (backend != "cpu") device = CreateCudaDevice();
+  if (backend != "cpu") {
+    device = CreateCudaDevice(sweep ? Effort::kBrief : once ? Effort::kOnce : Effort::kFull);
+  }
 #endif
   const bool cuda = device.ok();
   if (!cuda && backend != "cuda") device = CreateCpuDevice();
@@ -207,35 +302,13 @@ int Main(int argc, char** argv) {
   }
   absl::PrintF("%s: read %.2f GB/s, copy %.2f GB/s\n\n", (*device)->name(), bench.read() / 1e9,
                bench.copy() / 1e9);
-  absl::PrintF("%-84s %10s %10s %9s %7s %8s %9s  %s\n", "op", "us", "floor us", "GB/s", "share",
-               "goal us", "peer us", "peer (on an H200)");
   nlohmann::json out = {{"device", (*device)->name()},
                         {"commit", commit},
                         {"read_bytes_per_s", bench.read()},
-                        {"copy_bytes_per_s", bench.copy()},
-                        {"entries", nlohmann::json::array()}};
-  int failed = 0;
-  for (const absl::Span<const Entry> table : cuda ? CudaEntries() : CpuEntries()) {
-    for (const Entry& entry : table) {
-      Record record = std::visit([](const auto& c) { return RecordOf(c); }, entry.shape);
-      if (record.h200) record.h200 = entry.h200;
-      const std::string label = absl::StrCat(record.op, " ", record.shape, " ", entry.why);
-      const bool wanted =
-          only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
-            return label.find(text) != std::string::npos;
-          });
-      if (!wanted) continue;
-      if (const absl::Status status = bench.Measure(entry.shape, record); !status.ok()) {
-        absl::PrintF("%-84s %s\n", label, status.ToString());
-        ++failed;
-        continue;
-      }
-      Print(record, label);
-      out["entries"].push_back(ToJson(record, entry.why));
-    }
-    absl::PrintF("\n");
-  }
-  if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
+                        {"copy_bytes_per_s", bench.copy()}};
+  const int failed = sweep ? RunSweep(bench, only, out)
+                           : RunEntries(bench, cuda ? CudaEntries() : CpuEntries(), only, out);
+  if (!json_path.empty()) std::ofstream(json_path) << out.dump(sweep ? -1 : 1) << "\n";
   return failed == 0 ? 0 : 1;
 }
 

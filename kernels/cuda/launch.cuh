@@ -27,7 +27,22 @@ struct LaunchShape {
   // limit belongs to the kernel: launches on other streams, at the same time, set it too, and must
   // set the same.
   int most_shared_bytes = 0;
+  // The kernel may begin before the stream's earlier kernels have ended, on devices of compute
+  // capability 9. It calls AwaitEarlierKernels() in every block before it touches device memory.
+  // For kernels of few blocks, each of which fills a multiprocessor: others would find room on some
+  // multiprocessors first, and stay unevenly spread. 300 to 512 rows took 10 to 50% longer.
+  bool early = false;
 };
+
+// In a kernel that was launched early: waits until the stream's earlier kernels have ended and all
+// they wrote is there. Lets the next kernel begin meanwhile, where it is launched early too and
+// this one leaves it room. So the latencies of a launch are hidden behind the kernel before it.
+__device__ inline void AwaitEarlierKernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Enqueues kernel(args...). Does not wait for it. Thread-safe.
 template <class... Params, class... Args>
@@ -44,11 +59,18 @@ cudaError_t LaunchKernel(void (*kernel)(Params...), const LaunchShape& shape, cu
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
+  if (shape.early) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 

@@ -25,6 +25,7 @@ enum class Form {
 
 struct Params {
   PassRows rows;
+  RowOrder order;  // of wide rows
   Matrix scores;
   Matrix probs;
   float scale;

@@ -127,6 +127,33 @@ struct PassRows {
   }
 };
 
+// The order in which blocks take the rows of a pass: the tensor's, or query by query with the rows of
+// all heads after each other. Then the mask's row that they share comes from memory once.
+class RowOrder {
+ public:
+  RowOrder() = default;
+  // For a pass of whole batches.
+  static RowOrder ByQueries(int64_t heads, int64_t queries) {
+    RowOrder order;
+    order.by_batch_ = Divider(static_cast<uint32_t>(heads * queries));
+    order.by_heads_ = Divider(static_cast<uint32_t>(heads));
+    order.queries_ = static_cast<uint32_t>(queries);
+    return order;
+  }
+  __device__ uint32_t operator()(uint32_t i) const {
+    if (queries_ == 0) return i;
+    const uint32_t before = by_batch_(i) * by_batch_.divisor;
+    const uint32_t query = by_heads_(i - before);
+    const uint32_t head = i - before - query * by_heads_.divisor;
+    return before + head * queries_ + query;
+  }
+
+ private:
+  Divider by_batch_;
+  Divider by_heads_;
+  uint32_t queries_ = 0;  // 0: the tensor's order
+};
+
 // A row as its threads know it.
 struct Row {
   uint32_t index;

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
-  const ForwardRow row = ForwardRowAt<kForm>(p, me.Row());
+  const ForwardRow row = ForwardRowAt<kForm>(p, p.order(me.Row()));
   const Vectors vectors{me.warp * 32 * Vectors::kHeld + lane * Vectors::E};
   const ActiveWarps active(row.seen, 32 * Vectors::kHeld);
   const bool is_active = active.Has(me.warp);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
     } else {
       weight *= from_all.Factor(ExpFrom(part.max));
     }
-    if (me.warp == active.begin && lane == 0) WriteRow(p, me.Row(), from_all, all);
+    if (me.warp == active.begin && lane == 0) WriteRow(p, row.index, from_all, all);
     vectors.Store(p, row, x, weight);
   } else {
     vectors.Store(p, row, x, 0.0f);
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
-  const ForwardRow row = ForwardRowAt<kForm>(p, me.Row());
+  const ForwardRow row = ForwardRowAt<kForm>(p, p.order(me.Row()));
   const int round = me.warps * 32 * Vectors::kHeld;
   const int first = me.warp * 32 * Vectors::kHeld + lane * Vectors::E;
   Part part{.max = -kInfinity, .sum = 0.0f, .nan_key = kNoPosition};
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   me.Share(part, true, parts);
   const Part all = MergeParts<kCluster>(parts, ActiveWarps({0, me.warps}, 1), row.sink);
   const ExpFrom from(all.max);
-  if (me.warp == 0 && lane == 0) WriteRow(p, me.Row(), from, all);
+  if (me.warp == 0 && lane == 0) WriteRow(p, row.index, from, all);
 #pragma unroll 1
   for (int begin = 0; begin < p.rows.keys; begin += round) {
     const Vectors vectors{begin + first};

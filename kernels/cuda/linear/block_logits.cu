@@ -84,7 +84,8 @@ BlockLogits::BlockLogits(const HeadView& head, int64_t whole_vocab, const Linear
       rows_(route.block_rows) {
   if (route.cublas_lt) workspace_ = scratch.Take<std::byte>(products.workspace_bytes());
   const int64_t room = static_cast<int64_t>(scratch.bytes) / scratch_share;
-  while (rows_ > 1 && rows_ * RoundUp(whole_vocab, 32) * 4 > room) rows_ /= 2;
+  while (rows_ > 1 && rows_ * RoundUp(whole_vocab, 32) * 4 > room)
+    rows_ -= rows_ > 256 ? 128 : rows_ / 2;
   logits_ = scratch.Take<float>(rows_ * stride_);
   prepared_ = scratch.Take<std::byte>(rows_ * PreparedStride(head) *
                                       static_cast<int64_t>(SizeOf(head.weight.dtype)));

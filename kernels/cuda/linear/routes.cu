@@ -31,7 +31,7 @@ constexpr bool kCublasLt = true;
 constexpr bool kNoLibrary = false;
 
 constexpr LinearRoute kRoutes[] = {
-    {kTokens, &Is16Bit, kHopper, kAnyHead, kHopperLogits, 256, kNoLibrary},
+    {kTokens, &Is16Bit, kHopper, kAnyHead, kHopperLogits, 512, kNoLibrary},
     {kTokens, &Is16Bit, kAnyDevice, kAnyHead, kDecode, kDecodeRows, kNoLibrary},
     {kTokens, &AnyDType, kAnyDevice, kAnyHead, kProduct, 64, kCublasLt},
 

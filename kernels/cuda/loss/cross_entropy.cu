@@ -222,6 +222,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
     CrossEntropyKernel(const __grid_constant__ Params p) {
   using T = typename Block::Element;
   if constexpr (Block::kCluster) ClusterArriveEmpty();
+  AwaitEarlierKernels();
   const auto memory = BlockMemory<Block>::Of(p);
   const int64_t r = p.blocks == 1 ? blockIdx.x : blockIdx.x / p.blocks;
   const int block = static_cast<int>(blockIdx.x - r * p.blocks);
@@ -542,7 +543,8 @@ cudaError_t Launch(Params p, const Scratch& scratch, cudaStream_t stream) {
                        .threads = Block::kThreads,
                        .cluster = p.blocks,
                        .shared_bytes = SharedBytes<Block>(p),
-                       .most_shared_bytes = scratch.block_shared_bytes},
+                       .most_shared_bytes = scratch.block_shared_bytes,
+                       .early = Block::kCluster && scratch.clusters},
                       stream, p);
 }
 

@@ -35,13 +35,14 @@ struct Floor {
 };
 
 // A logit that at least k of the block's reach, -inf where k is too large for this: r lanes of each
-// of w warps have seen one, r * w >= k. `cells` is the number of cells that the block has read.
-// Called by all threads after a barrier; passes another, unless k is too large.
+// of w warps have seen one, r * w >= k. The block's first `whole` warps have read a whole cell or
+// more: a warp with fewer logits would lower the floor. Called by all threads after a barrier;
+// passes another, unless k is too large.
 template <class Block>
-__device__ inline float BlockFloor(float lane_best, int cells, int k) {
+__device__ inline float BlockFloor(float lane_best, int whole, int k) {
   auto& s = Pool<typename Block::Pool>();
   const int lane = threadIdx.x % 32;
-  const int warps = min(Block::kWarps, cells);
+  const int warps = max(1, min(Block::kWarps, whole));
   const int rank = (k + warps - 1) / warps;
   if (rank > 16) return -kInfinity;
   const float sorted = WarpSortDescending(lane_best, lane);
@@ -56,16 +57,19 @@ __device__ inline float BlockFloor(float lane_best, int cells, int k) {
 // block's own memory: other blocks write there while it may still read its part of the row. Called
 // by all threads; passes a barrier of the cluster.
 template <class Block>
-__device__ __noinline__ float ClusterFloor(float lane_best, int block, int blocks, int k,
-                                           float* bests, float& row_floor) {
+__device__ __noinline__ float ClusterFloor(float lane_best, const Part& part, int k, float* bests,
+                                           float& row_floor) {
   constexpr int kMaxWarps = kMaxClusterBlocks * Block::kWarps;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warps = blocks * Block::kWarps;
-  const int r = min(32, (2 * k + warps - 1) / warps);
+  const int warps = part.blocks * Block::kWarps;
+  const int busy = max(1, min(warps, part.row_elements / kCell));  // with a whole cell or more
+  // The middle of many warps' bests is a better floor than their lowest. Of few warps it is not.
+  const int of_all = (k + busy - 1) / busy;
+  const int r = min(32, of_all <= 2 ? (2 * k + busy - 1) / busy : of_all);
   const int m = (k + r - 1) / r;
   const float best = __shfl_sync(kFullWarp, WarpSortDescending(lane_best, lane), r - 1);
-  if (lane < blocks) *InBlock(&bests[block * Block::kWarps + warp], lane) = best;
+  if (lane < part.blocks) *InBlock(&bests[part.block * Block::kWarps + warp], lane) = best;
   if (threadIdx.x == 0) row_floor = -kInfinity;
   ClusterArrive();
   ClusterWait();
@@ -73,16 +77,16 @@ __device__ __noinline__ float ClusterFloor(float lane_best, int block, int block
   constexpr int kParts = Block::kThreads / kMaxWarps;
   static_assert(kParts >= 1 && kMaxWarps % (4 * kParts) == 0);
   const int own = threadIdx.x / kParts;
-  const int part = threadIdx.x % kParts;
+  const int of_value = threadIdx.x % kParts;
   const float mine = own < warps ? bests[own] : -kInfinity;
   int rank = 0;
 #pragma unroll 8
-  for (int i = part; i < warps; i += kParts)
+  for (int i = of_value; i < warps; i += kParts)
     rank += bests[i] > mine || (bests[i] == mine && i < own);
 #pragma unroll
   for (int offset = 1; offset < kParts; offset *= 2)
     rank += __shfl_xor_sync(kFullWarp, rank, offset);
-  if (part == 0 && own < warps && rank == m - 1) row_floor = mine;
+  if (of_value == 0 && own < warps && rank == m - 1) row_floor = mine;
   __syncthreads();
   return row_floor;
 }
@@ -287,26 +291,27 @@ __device__ __noinline__ Key Gather(const T* item, int item_begin, int item_eleme
 // ---- the row's candidates ----------------------------------------------------------------------
 
 // Sends the k largest keys of the block's pool, and what else comes with them, to the first block
-// of the cluster. Called by all threads; passes two barriers of the cluster.
-template <int kThreads, class Shape>
-__device__ inline void SendToFirst(int k, int block) {
+// of the cluster, into the inbox of its `shared`. Called by all threads; passes two barriers of the
+// cluster.
+template <int kThreads, class Shape, class Stream>
+__device__ inline void SendToFirst(int k, int block, Stream& shared) {
   auto& s = Pool<Shape>();
-  const int n = Trim<kThreads, Shape>(k, Shape::Shared::kInbox);
-  Key* inbox = InBlock(s.inbox[block], 0);
+  const int n = Trim<kThreads, Shape>(k, Stream::kInbox);
+  Key* inbox = InBlock(shared.inbox[block], 0);
   for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
-  if (threadIdx.x == 0) *InBlock(&s.inbox_counts[block], 0) = n;
+  if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[block], 0) = n;
   ClusterArrive();
   ClusterWait();
 }
 
 // Puts what the cluster's blocks have sent to the first one into its pool.
-template <int kThreads, class Shape>
-__device__ inline void OpenInbox(int blocks) {
+template <int kThreads, class Shape, class Stream>
+__device__ inline void OpenInbox(int blocks, const Stream& shared) {
   auto& s = Pool<Shape>();
   int n = 0;
   for (int block = 0; block < blocks; ++block) {
-    const int count = s.inbox_counts[block];
-    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = s.inbox[block][i];
+    const int count = shared.inbox_counts[block];
+    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = shared.inbox[block][i];
     n += count;
   }
   if (threadIdx.x == 0) s.count = n;
@@ -325,16 +330,16 @@ __device__ __forceinline__ Key GatherRow(const typename Block::Element* row, con
   using Shape = typename Block::Pool;
   Floor floor;
   if constexpr (Block::kCluster) {
-    floor.RaiseToLogit(ClusterFloor<Block>(lane_best, part.block, part.blocks, k, stream.warp_bests,
-                                           stream.row_floor));
+    floor.RaiseToLogit(
+        ClusterFloor<Block>(lane_best, part, k, stream.warp_bests, stream.row_floor));
   } else {
-    floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.cells(), k));
+    floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.elements() / kCell, k));
   }
   const Key reached = Gather<typename Block::Element, Block::kThreads, Shape>(
       row + part.begin, part.begin, part.elements(), sketch, floor, k);
   if constexpr (Block::kCluster) {
-    SendToFirst<Block::kThreads, Shape>(k, part.block);
-    if (part.block == 0) OpenInbox<Block::kThreads, Shape>(part.blocks);
+    SendToFirst<Block::kThreads, Shape>(k, part.block, stream);
+    if (part.block == 0) OpenInbox<Block::kThreads, Shape>(part.blocks, stream);
   }
   return reached;
 }

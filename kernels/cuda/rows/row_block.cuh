@@ -44,10 +44,6 @@ struct PoolShape {
     float warp_floor[SelectScratch::kMaxWarps];
     uint16_t hits[kHits];  // groups of the item, kGroupsOfCell a cell
     alignas(16) Key pool[kPool];
-    // Candidates of the cluster's blocks.
-    static constexpr int kInbox = kPool / kMaxClusterBlocks;
-    Key inbox[kMaxClusterBlocks][kInbox];
-    int inbox_counts[kMaxClusterBlocks];
   };
 };
 using SmallPool = PoolShape<128>;
@@ -74,6 +70,10 @@ struct BlockShape {
     // The cluster's floor. Not in the ring's memory: the blocks do not end their reading together.
     float warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
     float row_floor;
+    // Candidates of the cluster's blocks. Here, so that other blocks do not have room for them.
+    static constexpr int kInbox = Pool::kPool / kMaxClusterBlocks;
+    alignas(16) Key inbox[kCluster ? kMaxClusterBlocks : 1][kCluster ? kInbox : 1];
+    int inbox_counts[kCluster ? kMaxClusterBlocks : 1];
   };
 };
 
@@ -105,10 +105,11 @@ struct Part {
   int blocks;
   int begin;  // a cell's border
   int end;
+  int row_elements;
 
   __device__ static Part Of(int block, int blocks, int row_cells, int vocab) {
     return {block, blocks, row_cells * block / blocks * kCell,
-            min(row_cells * (block + 1) / blocks * kCell, vocab)};
+            min(row_cells * (block + 1) / blocks * kCell, vocab), vocab};
   }
   __device__ int elements() const { return end - begin; }
   __device__ int cells() const { return CellsOf(elements()); }

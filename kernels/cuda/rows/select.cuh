@@ -235,10 +235,49 @@ __device__ __forceinline__ void BinStarts(SelectScratch& s) {
   }
 }
 
+// The bin of a key among keys in [low, high]: the higher of two keys has no lower one. By the keys'
+// bits, or by the values of their logits: bits crowd where logits lie on both sides of zero.
+class RankBins {
+ public:
+  __device__ RankBins(Key low, Key high)
+      : low_(low),
+        shift_(BitsToShift(high - low, 8)),
+        least_(KeyLogit(low)),
+        most_(KeyLogit(high)) {}
+  __device__ void UseValues() {
+    least_ = fmaxf(least_, -3.402823466e38f);
+    most_ = fminf(most_, 3.402823466e38f);
+    bins_a_logit_ = most_ > least_ ? (kBins - 1) / (most_ - least_) : 0.0f;
+    by_value_ = true;
+  }
+  __device__ int operator()(Key key) const {
+    if (!by_value_) return static_cast<int>((key - low_) >> shift_);
+    const float x = fminf(fmaxf(KeyLogit(key), least_), most_);
+    return min(static_cast<int>((x - least_) * bins_a_logit_), kBins - 1);
+  }
+
+ private:
+  const Key low_;
+  const int shift_;
+  float least_;
+  float most_;
+  float bins_a_logit_ = 0.0f;
+  bool by_value_ = false;
+};
+
+// The most keys in a bin. The same in all threads.
+__device__ __forceinline__ uint32_t FullestBin(const SelectScratch& s) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int b = threadIdx.x % 32; b < kBins; b += 32) most = max(most, s.bins[b]);
+  return WarpMax(most);
+}
+
 // Calls emit(rank, key) for each of the n distinct keys, rank 0 the largest. `keys` is 16-byte
 // aligned and has room for 64 keys more; `spare` is room for n keys, used above kRankDirectly keys.
 // Called by all threads; the caller passes a barrier before the keys change.
 constexpr int kRankDirectly = 256;
+constexpr uint32_t kCrowd = 64;  // keys in a bin: each is compared with all of them
 
 template <int kThreads, class Emit>
 __device__ void EmitByRank(Key* keys, int n, Key* spare, SelectScratch& s, Emit emit) {
@@ -253,22 +292,33 @@ __device__ void EmitByRank(Key* keys, int n, Key* spare, SelectScratch& s, Emit 
     high = max(high, keys[i]);
   }
   BlockRange<kThreads>(low, high, s);
-  const int shift = BitsToShift(high - low, 8);
+  RankBins bin_of(low, high);
+  const auto count = [&] {
 #pragma unroll 2
-  for (int i = thread; i < n; i += kThreads) atomicAdd(&s.bins[(keys[i] - low) >> shift], 1u);
+    for (int i = thread; i < n; i += kThreads) atomicAdd(&s.bins[bin_of(keys[i])], 1u);
+    __syncthreads();
+  };
+  count();
+  if (FullestBin(s) > kCrowd) {
+    __syncthreads();
+    for (int b = thread; b < kBins; b += kThreads) s.bins[b] = 0;
+    bin_of.UseValues();
+    __syncthreads();
+    count();
+  }
   __syncthreads();
   if (thread < 32) BinStarts(s);
   __syncthreads();
 #pragma unroll 2
   for (int i = thread; i < n; i += kThreads) {
     const Key key = keys[i];
-    spare[atomicAdd(&s.bins[(key - low) >> shift], 1u)] = key;  // bins[b] ends as where bin b ends
+    spare[atomicAdd(&s.bins[bin_of(key)], 1u)] = key;  // bins[b] ends as where bin b ends
   }
   __syncthreads();
 #pragma unroll 2
   for (int i = thread; i < n; i += kThreads) {
     const Key mine = spare[i];
-    const int bin = static_cast<int>((mine - low) >> shift);
+    const int bin = bin_of(mine);
     const int begin = bin == kBins - 1 ? 0 : static_cast<int>(s.bins[bin + 1]);
     const int end = static_cast<int>(s.bins[bin]);
     int rank = begin;

@@ -18,16 +18,16 @@
 
 namespace logitd::cuda {
 
-// Sorts the keys of the pool, at most half of what it holds, into s.sorted_pool. Leaves the first
-// of them at which the sum of measure(logit), from `before` on, reaches `need` in s.key, kLowestKey
-// where it does not; the sum in s.mass, the number of keys up to it in s.count. Called by all
-// threads; ends with a barrier passed.
+// Sorts the keys of the pool into s.sorted_pool. Leaves the first of them at which the sum of
+// measure(logit), from `before` on, reaches `need` in s.key, kLowestKey where it does not; the sum
+// in s.mass, the number of keys up to it in s.count. Called by all threads; ends with a barrier
+// passed.
 template <int kThreads, class Measure>
 __device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
   const int n = pool.count;
-  EmitByRank<kThreads>(pool.pool, n, pool.pool + SmallPool::kPool / 2, pool.select,
+  EmitByRank<kThreads>(pool.pool, n, s.spare, pool.select,
                        [&](int rank, Key key) { s.sorted_pool[rank] = key; });
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -131,7 +131,7 @@ __device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint
     const uint32_t members = s.bin_count[bin];
     if (shift == 0) return low;
     __syncthreads();
-    if (members > SmallPool::kPool / 2) continue;
+    if (members > SmallPool::kPool) continue;
     // Few enough to sort.
     if (thread == 0) pool.count = 0;
     __syncthreads();
@@ -200,16 +200,24 @@ __device__ __forceinline__ void FindShareBins(int vocab, uint64_t whole, uint64_
   const uint64_t least = middle > slack ? middle - slack : 0;
   const uint64_t most = middle + slack;
   constexpr int kPerLane = kMassBins / 32;
-  const uint32_t* shares = s.bin_share + lane * kPerLane;
-  uint64_t sum = 0;
-  for (int b = 0; b < kPerLane; ++b) sum += shares[b];
-  uint64_t before = WarpPrefix(sum, lane) - sum;
-  if (before >= most || before + sum < least) return;
-  for (int b = 0; b < kPerLane; ++b) {
-    const uint64_t through = before + shares[b];
-    if (through >= least && (before < least || lane + b == 0)) s.found = lane * kPerLane + b;
-    if (through >= most && before < most) s.cell = lane * kPerLane + b;
-    before = through;
+  uint64_t own = 0;  // of the lane's bins; lanes begin at different banks
+#pragma unroll 8
+  for (int b = 0; b < kPerLane; ++b) own += s.bin_share[lane * kPerLane + (b + lane) % kPerLane];
+  const uint64_t through = WarpPrefix(own, lane);
+  const auto find = [&](uint64_t share, int otherwise) {
+    const unsigned reached = __ballot_sync(kFullWarp, through >= share);
+    if (reached == 0) return otherwise;
+    const int part = __ffs(reached) - 1;
+    const uint64_t before = __shfl_sync(kFullWarp, through - own, part);
+    return FindPrefixEnd(part * kPerLane, (part + 1) * kPerLane, before, share,
+                         [&](int b) -> uint64_t { return s.bin_share[b]; })
+        .index;
+  };
+  const int first = find(least, kMassBins);
+  const int last = find(most, kMassBins - 1);
+  if (lane == 0) {
+    s.found = first;
+    s.cell = last;
   }
 }
 
@@ -242,7 +250,7 @@ __device__ __forceinline__ uint64_t SumAbove(const Row& row, Key floor, const We
       const Key key = MakeKey(x[e], begin + CellIndex<Element>(lane, e));
       if (key < floor) continue;
       const int at = atomicAdd(&pool.count, 1);
-      if (at < SmallPool::kPool / 2) pool.pool[at] = key;
+      if (at < SmallPool::kPool) pool.pool[at] = key;
     }
     sum = WarpSum(sum);
     if (lane == 0) {
@@ -274,11 +282,7 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher w
   const MassBins bin_of(weigh, row.vocab, whole - need);
   __syncthreads();
   for (int b = thread; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
-  if (thread == 0) {
-    s.found = kMassBins;
-    s.cell = kMassBins - 1;
-    pool.count = 0;
-  }
+  if (thread == 0) pool.count = 0;
   __syncthreads();
   AddShares(row, floor, weigh, whole, bin_of, s);
   __syncthreads();
@@ -286,7 +290,7 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher w
   __syncthreads();
   const uint64_t above =
       BlockSum(SumAbove(row, floor, weigh, bin_of, s.found, s.cell, cell_sums), s);
-  if (pool.count > SmallPool::kPool / 2 || above >= need) return none;
+  if (pool.count > SmallPool::kPool || above >= need) return none;
   EndInPool<kThreads>(above, need, weigh);
   const Nucleus nucleus{s.key, s.mass};
   if (nucleus.last == kLowestKey) return none;

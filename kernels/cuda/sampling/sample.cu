@@ -37,6 +37,8 @@
 // without take 85 us: 134 with 4096 tokens of history and a mask (255 before edits were applied
 // late), 117 with a mask only (191), 103 with 500 tokens of history (189); unfiltered with 4096
 // tokens of history, where sums need the edits, 230. 64 rows 63 us (80), one row 43 us (46).
+// On an H100 (bench/results/h100/kernels.json): 512 rows of a flat top_p without the rank 442 us,
+// 3.1 reads; 64 rows 137 us, half of it while all but the cluster's first block wait.
 // On an H100 (bench/results/h100/rows_and_draws.json): unfiltered rows without rank and top
 // log-probabilities, which are not listed and whose token is found in a cell's registers: 512 rows
 // 87% of one read, 64 rows 24 us, one row 13. 16 to 32 rows with 20 log-probabilities 22 to 25 us.
@@ -73,12 +75,18 @@ extern template cudaError_t LaunchPass<__nv_bfloat16, true, true>(const SamplePa
 
 namespace {
 
-constexpr int64_t kFewRows = 64;
+// A cluster has a multiprocessor for each of its blocks. Above 64 rows it is one block, which pays
+// for long rows only.
+bool ClusterFits(int64_t rows, int32_t cells, const Scratch& scratch) {
+  constexpr int64_t kFewRows = 64;
+  constexpr int32_t kLongRow = 40;
+  return scratch.clusters && rows <= (cells > kLongRow ? scratch.multiprocessors : kFewRows);
+}
 
 // Blocks of a row's cluster; 0: one block takes the row.
 template <class T>
 int32_t ClusterBlocks(SampleParams p, int64_t rows, const Scratch& scratch) {
-  if (!scratch.clusters || rows > kFewRows) return 0;
+  if (!ClusterFits(rows, p.cells, scratch)) return 0;
   constexpr int kWarps = DrawBlock<T, true>::kWarps;
   const int32_t worth = (p.cells + kWarps - 1) / kWarps;
   p.blocks = std::min(worth, ClusterBlocksAtOnce(rows, scratch));

@@ -141,13 +141,14 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                                 s);
 }
 
-// The stages after the read of a row whose edits are applied late. Called by all threads after a
-// barrier.
+// The stages after the read of a row whose edits are applied late. `first_spare` has room for the keys of
+// a cluster's blocks, in its first one. Called by all threads after a barrier.
 template <class T, bool kInCluster>
 __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
                                            const RowPlan& plan, const Part& part,
                                            const RowMemory& m, const LaneBests& bests,
-                                           const LateEdits& edits, const T* sent) {
+                                           const LateEdits& edits, const T* sent,
+                                           Key* first_spare) {
   using Block = DrawBlock<T, kInCluster, EditPool>;
   constexpr int kThreads = Block::kThreads;
   constexpr int kHalf = EditPool::kPool / 2;
@@ -167,7 +168,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   int raw_count = found.raw;
   if (tops > 0 && !raw_is_pooled) {
     Floor floor;
-    floor.RaiseToLogit(BlockFloor<Block>(bests.raw, part.cells(), tops));
+    floor.RaiseToLogit(BlockFloor<Block>(bests.raw, part.elements() / kCell, tops));
     Gather<T, kThreads, EditPool>(sent + part.begin, part.begin, part.elements(), m.raw_sketch,
                                   floor, tops);
     raw_count = Trim<kThreads, EditPool>(tops, kHalf);
@@ -231,7 +232,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
         n += list_counts[block];
       }
       __syncthreads();
-      SortKeys<kThreads>(candidates.keys, n, pool.inbox[0], most, s.sorted);
+      SortKeys<kThreads>(candidates.keys, n, first_spare, most, s.sorted);
       return n;
     };
     if (tops > 0) merge(m.inbox->raw, m.inbox->raw_counts, tops);
@@ -268,8 +269,9 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   using Row = Logits<T, kEditable>;
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
-  auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster>*>(dynamic);
+  auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster, kEditable>*>(dynamic);
   if constexpr (kInCluster) ClusterArriveEmpty();
+  AwaitEarlierKernels();
   const SampleArgs& args = p.args;
   const int r = static_cast<int>(blockIdx.x) / p.blocks;
   const SampleRow& ask = args.rows[r];
@@ -295,22 +297,20 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
                               m.edited_sketch);
       edits.Prefetch();
       __syncthreads();  // from here on the rings' memory is the pool's
-      return FinishLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, raw_row.sent);
+      return FinishLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, raw_row.sent,
+                                       memory.stream.inbox[0]);
     }
   }
   if (plan.edited) {
-    const int warp = threadIdx.x / 32;
     bests = ReadEdited<Block, T>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
-                                 own_stats, m.raw_sketch, m.edited_sketch,
-                                 memory.cells[sizeof(T) == 2 ? warp : 0]);
+                                 own_stats, m.raw_sketch, m.edited_sketch, memory.OfWarp());
   } else {
     bests.raw =
         stream.template Run<true>(raw_stats, m.sketch, plan.twice ? own_stats : CellStats{});
   }
   __syncthreads();  // from here on the rings' memory is the pool's
 
-  // List the first tokens.
-  Row row = raw_row;
+  Row row = raw_row;  // list the first tokens
   if (plan.edited) {
     row.edited = p.edited + r * p.edited_stride;
     if (plan.is_raw && ask.top_logprobs + ask.extra_count > 0) {
@@ -393,7 +393,8 @@ cudaError_t LaunchPass(const SampleParams& p, const Scratch& scratch, cudaStream
                        .threads = DrawBlock<T, kInCluster>::kThreads,
                        .cluster = kInCluster ? p.blocks : 1,
                        .shared_bytes = shared,
-                       .most_shared_bytes = scratch.block_shared_bytes},
+                       .most_shared_bytes = scratch.block_shared_bytes,
+                       .early = kInCluster},
                       stream, p);
 }
 

@@ -12,8 +12,9 @@ template <class T, bool kInCluster>
 int SharedBytes(const SampleParams& p) {
   const int inbox_bytes = kInCluster && p.args.edited ? sizeof(LateInbox) : 0;
   const int part_cells = (p.cells + p.blocks - 1) / p.blocks;
-  return static_cast<int>(sizeof(DrawMemory<T, kInCluster>) +
-                          2 * (p.cells + p.cells % 2) * sizeof(Stats) +
+  const size_t memory = p.args.edited ? sizeof(DrawMemory<T, kInCluster, true>)
+                                      : sizeof(DrawMemory<T, kInCluster, false>);
+  return static_cast<int>(memory + 2 * (p.cells + p.cells % 2) * sizeof(Stats) +
                           part_cells * 32 * sizeof(SmallPool::Sketch) + inbox_bytes);
 }
 

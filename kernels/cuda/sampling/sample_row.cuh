@@ -13,7 +13,7 @@ namespace logitd::cuda {
 
 constexpr int kListed = 128;     // tokens that come sorted
 constexpr int kDrawBins = 1024;  // of a histogram of keys
-constexpr int kMassBins = 2048;  // of a histogram of approximate mass
+constexpr int kMassBins = 4096;  // of a histogram of approximate mass
 // OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
 static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
 
@@ -70,7 +70,10 @@ struct DrawShared {
   union {
     uint64_t bin_mass[kDrawBins];
     uint32_t bin_share[kMassBins];
-    Key sorted_pool[SmallPool::kPool / 2];  // once the bins are not needed
+    struct {  // once the bins are not needed
+      Key sorted_pool[SmallPool::kPool];
+      Key spare[SmallPool::kPool];
+    };
   };
   uint32_t bin_count[kDrawBins];
   uint64_t warp_sums[SelectScratch::kMaxWarps];
@@ -105,15 +108,19 @@ struct DrawFinish {
   DrawShared draw;
 };
 
-// The rings, and for 16-bit rows a cell of each warp as floats; later the pool and what draws.
-template <class T, bool kInCluster>
+// The rings, and for 16-bit rows that may be edited a cell of each warp as floats; later the pool and
+// what draws.
+template <class T, bool kInCluster, bool kEditable>
 union DrawMemory {
   using Block = DrawBlock<T, kInCluster>;
+  static constexpr bool kHasCells = sizeof(T) == 2 && kEditable;
   struct {
     typename Block::Shared stream;
-    float cells[sizeof(T) == 2 ? Block::kWarps : 1][sizeof(T) == 2 ? kCell : 1];
+    float cells[kHasCells ? Block::kWarps : 1][kHasCells ? kCell : 1];
   };
   DrawFinish finish;
+  // The warp's cell.
+  __device__ float* OfWarp() { return cells[kHasCells ? threadIdx.x / 32 : 0]; }
   // Blocks that have begun to list write to warp_bests of those that still read, or list.
   static_assert(!kInCluster || sizeof(DrawFinish) <= sizeof(Block::Shared::rings));
 };

@@ -10,9 +10,10 @@
 // same bits:
 //
 //   warp per row      vocab <= 1024, k <= 32 (topk_warp.cuh)
-//   cluster per row   up to 64 rows: its blocks meet in the first one's shared memory (sm_90). Where
-//                     not all clusters would run at once, they are smaller (cluster_blocks.h)
 //   warp per row      vocab <= 2048, or <= 8192 and more than 512 rows; k <= 64 (topk_short.cuh)
+//   cluster per row   at most as many rows as multiprocessors: its blocks meet in the first one's
+//                     shared memory (sm_90). Where not all clusters would run at once, they are
+//                     smaller (cluster_blocks.h). It begins before the kernel before it has ended
 //   block per row     many rows
 //   blocks per row    else; each leaves candidates and cells in scratch, the last one merges
 //   sorted            k > 1024: statistics as above, then a radix sort (topk_sorted.cu)
@@ -21,7 +22,8 @@
 // Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 93%
 // padded and 91% packed; 2048 x 131072 k 10, 93%; 512 x 131072 k 64, 79% f32, 64% bf16; k 1024,
 // 47%; 64 rows 19 us; one row 11 us. On an H100 (bench/results/h100/rows_and_draws.json): 16 to 32
-// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16.
+// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16. Since blocks without a cluster
+// have no room for its messages (bench/results/h100/kernels.json): 777 x 151936 bf16 k 50, 80% (62%).
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is
@@ -30,7 +32,9 @@
 // round); persistent blocks whose ring runs into the next row (registers; no gain); persistent
 // blocks of streaming warps, followed by groups of finishing warps (both sides slower than blocks
 // that hide each other, 8192 x 50257 11% slower); two cells at once in a warp (35% slower);
-// prefetching the groups of the second look into L2 (nothing); one stage of 8 warps.
+// prefetching the groups of the second look into L2 (nothing); one stage of 8 warps; for k 1024
+// four blocks of 4 warps a multiprocessor with half the sketch (15 to 30% slower); an early begin of
+// large launches (512 rows 15% slower).
 #include <algorithm>
 #include <limits>
 
@@ -75,14 +79,15 @@ cudaError_t LaunchBlockRow(const TopKParams& p, const Scratch& scratch, cudaStre
        .threads = Block::kThreads,
        .cluster = Block::kCluster ? p.splits : 1,
        .shared_bytes = SharedBytes<Block>(p.cells, (p.cells + p.splits - 1) / p.splits),
-       .most_shared_bytes = scratch.block_shared_bytes},
+       .most_shared_bytes = scratch.block_shared_bytes,
+       .early = Block::kCluster},
       stream, p);
 }
 
 // ---- variants ----------------------------------------------------------------------------------
 
 constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max();
-constexpr int32_t kFewRows = 64;
+constexpr int64_t kFewRows = 64;
 constexpr int32_t kOneWave = 512;  // of blocks: a block ends a row of some cells sooner than a warp
 
 // By number of rows, row length, k and the device's shared memory: the first variant whose limits
@@ -140,9 +145,9 @@ constexpr Variant kVariants[] = {
      [](int, const Scratch& scratch) {
        return scratch.block_shared_bytes < static_cast<int>(sizeof(WarpRowShared<T>)) ? 0 : 1;
      }},
-    BlockRowVariant<FewRowsBlock<T>>(kFewRows),
     ShortRowVariant<ShortRowShape<T, 1>>(),
     ShortRowVariant<ShortRowShape<T, 2>>(),
+    BlockRowVariant<FewRowsBlock<T>>(),
     BlockRowVariant<UsualBlock<T>>(kOneWave),
     ShortRowVariant<ShortRowShape<T, 4>>(),
     ShortRowVariant<ShortRowShape<T, 8>>(),
@@ -166,13 +171,19 @@ int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scra
   return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
 }
 
+// A cluster has a multiprocessor for each of its blocks. Above 64 rows it is one block, which pays
+// from 4097 tokens on.
+bool ClusterFits(int64_t rows, int32_t vocab, const Scratch& scratch) {
+  return scratch.clusters && rows <= (vocab > 4 * kCell ? scratch.multiprocessors : kFewRows);
+}
+
 // All rows, for k of at most `k`, by the first of `variants` that fits them.
 cudaError_t RunVariant(TopKParams p, int32_t k, const Variant* variant, Scratch scratch,
                        cudaStream_t stream) {
   const TensorView logits = p.args.logits;
   while (variant->max_vocab < p.vocab || variant->max_rows < logits.rows || variant->max_k < k ||
          variant->max_item_cells(p.cells, scratch) == 0 ||
-         (variant->cluster && !scratch.clusters)) {
+         (variant->cluster && !ClusterFits(logits.rows, p.vocab, scratch))) {
     ++variant;
   }
   p.splits = SplitsOf(logits.rows, p.cells, *variant, scratch);

@@ -3,6 +3,7 @@
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_BLOCK_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_BLOCK_CUH_
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/rows/candidates.cuh"
 #include "kernels/cuda/sampling/topk_row.cuh"
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ Floor SplitsFloor(const TopKParams& p, int row_index,
   floor.Raise(WarpMax(highest));
   // As in a block, by threads: each has seen a cell with its maximum.
   __syncthreads();
-  floor.RaiseToLogit(BlockFloor<Block>(thread_best, (p.cells + 31) / 32, k));
+  floor.RaiseToLogit(BlockFloor<Block>(thread_best, p.cells / 32, k));
   return floor;
 }
 
@@ -141,6 +142,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
   if constexpr (Block::kCluster) ClusterArriveEmpty();
+  AwaitEarlierKernels();
   typename Block::Shared& shared = *reinterpret_cast<typename Block::Shared*>(dynamic);
   Stats* cells = reinterpret_cast<Stats*>(&shared + 1);  // [cells]
   typename Shape::Sketch* sketch = reinterpret_cast<typename Shape::Sketch*>(

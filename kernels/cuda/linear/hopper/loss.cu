@@ -25,7 +25,8 @@
 // 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
 // 256 rows, 0.451 ms, 97%; 128, 64 and 1 rows, 0.282, 0.267 and 0.268 ms, where one read of the
 // weights is 0.226. Rows between tiles, 5120 x 151936 (linear_rows.json): 200, 300, 520, 777, 1100
-// rows 81%, 68%, 64%, 82%, 101%: probably limited by weights that come from memory again.
+// rows 81%, 68%, 64%, 82%, 101%, where the last 64 rows read all weights again. On an H100
+// (bench/results/h100/kernels.json) without that: 88%, 83%, 75%, 83%, 110%.
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"

@@ -13,8 +13,8 @@
 //   64 rows   All share the rows and have their own tiles. Stages belong to one warpgroup of each
 //             block in turn.
 //
-// So rows are paid for 64 at a time, and the last ones come while the weights that they need are in
-// L2 for the others. Where only some clusters would have a last unit, units are cut into tiles.
+// Rows are paid for 128 at a time above 64, and the last ones come while the weights that they need
+// are in L2 for the others. Where only some clusters would have a last unit, units are cut into tiles.
 // Calls of up to 128 rows consist of units of one kind; there reading the weights takes the time.
 //
 // A logit is one sum in one order, by the same instruction in all units: its bits do not depend on
@@ -30,6 +30,8 @@
 // operand, change less than the noise between runs. So do clusters that wait for each other, so as
 // to share what L2 holds: 4096 rows of 4096 x 128256 read 4.2 GB in place of 6.5, in the same time.
 // Weights asked into L2 4 to 32 steps before they are loaded: 200 to 300 rows take 5 to 18% more.
+// The last 64 of more rows as units of 64: 129 rows took twice as long as 256, 300 a third more than
+// now.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 

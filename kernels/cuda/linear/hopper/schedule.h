@@ -39,16 +39,17 @@ struct Unit {
   }
 };
 
-// The order of the units. Rows are cut into blocks of 256, and what is left into 128 and 64: a row
-// that is missing costs less than 64 rows. Blocks come in sets whose states L2 has room for. For
-// every set the vocabulary is gone through once, so that the clusters that work at the same time
-// share weights. Clusters take units in turn. Units that would be a last round for only some of the
-// clusters are split, and clusters take their tiles in turn.
+// The order of the units. Rows are cut into blocks of 256, and what is left is 128 rows: a unit of
+// 64 rows reads as many weights, so beside others it takes longer than one of 128. Only where there
+// are no more than 64 rows are they all in such units. Blocks come in sets whose states L2 has room
+// for. For every set the vocabulary is gone through once, so that the clusters that work at the same
+// time share weights. Clusters take units in turn. Units that would be a last round for only some of
+// the clusters are split, and clusters take their tiles in turn.
 struct Schedule {
   int32_t row_blocks;  // of 256 rows
   int32_t set_blocks;
   int32_t pairs;    // 1: 128 rows after the blocks
-  int32_t singles;  // 1: 64 rows after those
+  int32_t singles;  // 1: there are only 64 rows
   int32_t tiles;
   int32_t spans;
   int32_t units;
@@ -57,7 +58,8 @@ struct Schedule {
 
   // set_rows: the most rows of a set; it has at least a block.
   static Schedule Of(int64_t rows, int64_t vocab, int64_t set_rows, int64_t clusters) {
-    const auto groups = static_cast<int32_t>((rows + kGroupRows - 1) / kGroupRows);
+    const auto present = static_cast<int32_t>((rows + kGroupRows - 1) / kGroupRows);
+    const int32_t groups = present <= 1 ? present : present + present % 2;
     Schedule s{};
     s.row_blocks = groups / kClusterGroups;
     s.pairs = groups / 2 % 2;
