@@ -149,7 +149,8 @@ class CpuDevice final : public Device {
   absl::StatusOr<double> Time(const Repeat& repeat,
                               const std::function<absl::Status(int)>& launch) override {
     const int warm_runs = repeat.slow ? kSlowWarmRuns : kWarmRuns;
-    const int runs = warm_runs + (repeat.slow ? kSlowRuns : kRuns);
+    // Short launches are timed more often: one interruption weighs more there.
+    const int runs = warm_runs + (repeat.slow ? kSlowRuns : std::max(kRuns, repeat.launches));
     std::vector<double> us;
     for (int run = 0; run < runs; ++run) {
       const auto begin = std::chrono::steady_clock::now();
