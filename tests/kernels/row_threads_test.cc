@@ -16,9 +16,9 @@
 namespace logitd::testing {
 namespace {
 
-constexpr Fill kFills[] = {Fill::kNormal,      Fill::kAllEqual,       Fill::kAscending,
-                           Fill::kDescending,  Fill::kManyTies,       Fill::kMostlyMinusInf,
-                           Fill::kAllMinusInf, Fill::kWithNan,        Fill::kWithPlusInf,
+constexpr Fill kFills[] = {Fill::kNormal,      Fill::kAllEqual, Fill::kAscending,
+                           Fill::kDescending,  Fill::kManyTies, Fill::kMostlyMinusInf,
+                           Fill::kAllMinusInf, Fill::kWithNan,  Fill::kWithPlusInf,
                            Fill::kHuge,        Fill::kOneHot};
 
 // The last cell is whole, has one token, or is almost whole; the last row is too short to be cut.
@@ -139,7 +139,8 @@ std::string BitsOfAsk(OpRunner& runner, DType dtype, int64_t vocab, Fill fill, c
       row.first_history = static_cast<int64_t>(batch.history.size());
       row.history_count = 3000;
       std::mt19937_64 random(9);
-      for (int i = 0; i < 3000; ++i) batch.history.push_back(static_cast<int32_t>(random() % vocab));
+      for (int i = 0; i < 3000; ++i)
+        batch.history.push_back(static_cast<int32_t>(random() % vocab));
       row.first_mask_word = static_cast<int64_t>(batch.mask_words.size());
       for (int64_t w = 0; w < MaskWords(vocab); ++w) {
         batch.mask_words.push_back(static_cast<uint32_t>(random()));

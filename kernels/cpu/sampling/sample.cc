@@ -17,6 +17,7 @@
 // and top-p 0.9 69% (bf16 51%), greedy 78%, unfiltered 57%, at another temperature 46%, with 4096
 // tokens of history and a mask 20%, only top-p 0.9 over a flat row 4.7%. NumPy takes 55 times as
 // long for the first of these (bench/peers/sample_numpy.py, bench/results/cpu/sample_numpy.json).
+// One row, flat and otherwise: bench/results/cpu/one_row.json.
 //
 // Tried and dropped: the flat top-p's list by a loop over mask bits, and its histograms' range by a
 // search for the least and largest key (2.3%).
