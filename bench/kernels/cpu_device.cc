@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -61,7 +62,14 @@ class CpuDevice final : public Device {
     return absl::OkStatus();
   }
 
-  std::string name() const override { return backend_->device().name; }
+  // With the kernels that OpenBLAS chose: where it does not know the processor, they are slow ones.
+  std::string name() const override {
+#ifdef LOGITD_WITH_OPENBLAS
+    return backend_->device().name + ", OpenBLAS for " + openblas_get_corename();
+#else
+    return backend_->device().name;
+#endif
+  }
   size_t input_bytes() const override { return size_t{2} << 30; }
   DType product_dtype(DType) const override { return DType::kF32; }
 
@@ -152,7 +160,8 @@ class CpuDevice final : public Device {
   absl::StatusOr<double> Time(const Repeat& repeat,
                               const std::function<absl::Status(int)>& launch) override {
     const int warm_runs = repeat.slow ? kSlowWarmRuns : kWarmRuns;
-    const int runs = warm_runs + (repeat.slow ? kSlowRuns : kRuns);
+    // Short launches are timed more often: one interruption weighs more there.
+    const int runs = warm_runs + (repeat.slow ? kSlowRuns : std::max(kRuns, repeat.launches));
     std::vector<double> us;
     for (int run = 0; run < runs; ++run) {
       const auto begin = std::chrono::steady_clock::now();

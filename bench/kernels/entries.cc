@@ -78,6 +78,25 @@ constexpr Entry kCpuTopK[] = {
     {"GPT-2 vocabulary", TopK(512, 50257, kF32, 10)},
     {"large K", TopK(64, 131072, kF32, 1024)},
     {"short rows", TopK(32768, 1000, kF32, 10)},
+    // Fewer rows than threads: what all threads gain, and what short rows must not lose.
+    {"few rows", TopK(1, 131072, kF32, 1)},
+    {"few rows", TopK(1, 131072, kF32, 1024)},
+    {"few rows", TopK(1, 131072, kF32, 20000)},
+    {"few rows, bf16", TopK(1, 131072, kBF16, 20000)},
+    {"few rows", TopK(2, 131072, kF32, 64)},
+    {"few rows", TopK(2, 131072, kF32, 1024)},
+    {"few rows", TopK(2, 131072, kF32, 20000)},
+    {"few rows", TopK(3, 131072, kF32, 20000)},
+    {"few rows", TopK(1, 50257, kF32, 1)},
+    {"few rows", TopK(1, 50257, kF32, 64)},
+    {"few rows", TopK(1, 50257, kF32, 1024)},
+    {"few rows", TopK(1, 50257, kF32, 20000)},
+    {"few rows", TopK(2, 50257, kF32, 20000)},
+    {"few rows", TopK(1, 8192, kF32, 64)},
+    {"few rows", TopK(1, 8192, kF32, 1024)},
+    {"few rows", TopK(1, 1000, kF32, 1)},
+    {"few rows", TopK(1, 1000, kF32, 64)},
+    {"few rows", TopK(2, 1000, kF32, 64)},
 };
 
 // ---- sample ------------------------------------------------------------------------------------
@@ -154,6 +173,34 @@ constexpr Entry kSampleEntries[] = {
     {"fewer rows than multiprocessors", Sample(100, kF32, Asking(1, 50, 0.9f, 0))},
     {"top-k 50, top-p 0.9", SampleOf(777, 151936, kBF16, Asking(1, 50, 0.9f, 0))},
     {"top-k 50, top-p 0.9", SampleOf(777, 151936, kF32, Asking(1, 50, 0.9f, 0))},
+};
+
+constexpr SampleRow WithMinP(SampleRow row) {
+  row.min_p = 0.1f;
+  return row;
+}
+
+// Fewer rows than threads, as for softmax_topk.
+constexpr Entry kCpuSample[] = {
+    {"few rows, greedy", Sample(1, kF32, WithoutRank(Asking(0, 0, 1, 0)))},
+    {"few rows, top-p 0.9, flat", Sample(1, kF32, WithoutRank(Asking(1, 0, 0.9f, 0)))},
+    {"few rows, top-p 0.9, flat, bf16", Sample(1, kBF16, WithoutRank(Asking(1, 0, 0.9f, 0)))},
+    {"few rows, top-p 0.9, flat, rank", Sample(1, kF32, Asking(1, 0, 0.9f, 0))},
+    {"few rows, min-p 0.1", Sample(1, kF32, WithoutRank(WithMinP(Asking(1, 0, 1, 0))))},
+    {"few rows, top-k 1024, top-p 0.9", Sample(1, kF32, WithoutRank(Asking(1, 1024, 0.9f, 0)))},
+    {"few rows, top-k 20000", Sample(1, kF32, WithoutRank(Asking(1, 20000, 1, 0)))},
+    {"few rows, top-k 20000, top-p 0.9", Sample(1, kF32, WithoutRank(Asking(1, 20000, 0.9f, 0)))},
+    {"few rows, greedy", Sample(2, kF32, WithoutRank(Asking(0, 0, 1, 0)))},
+    {"few rows, top-p 0.9, flat", Sample(2, kF32, WithoutRank(Asking(1, 0, 0.9f, 0)))},
+    {"few rows, top-p 0.9, flat", Sample(3, kF32, WithoutRank(Asking(1, 0, 0.9f, 0)))},
+    {"few rows, min-p 0.1", Sample(2, kF32, WithoutRank(WithMinP(Asking(1, 0, 1, 0))))},
+    {"few rows, top-p 0.9, flat", SampleOf(1, 50257, kF32, WithoutRank(Asking(1, 0, 0.9f, 0)))},
+    {"few rows, min-p 0.1", SampleOf(1, 50257, kF32, WithoutRank(WithMinP(Asking(1, 0, 1, 0))))},
+    {"few rows, greedy", SampleOf(1, 50257, kF32, WithoutRank(Asking(0, 0, 1, 0)))},
+    {"few rows, top-p 0.9, flat", SampleOf(1, 1000, kF32, WithoutRank(Asking(1, 0, 0.9f, 0)))},
+    {"few rows, min-p 0.1", SampleOf(1, 1000, kF32, WithoutRank(WithMinP(Asking(1, 0, 1, 0))))},
+    {"few rows, greedy", SampleOf(1, 1000, kF32, WithoutRank(Asking(0, 0, 1, 0)))},
+    {"few rows, greedy", SampleOf(2, 1000, kF32, WithoutRank(Asking(0, 0, 1, 0)))},
 };
 
 // ---- attention_softmax -------------------------------------------------------------------------
@@ -478,7 +525,7 @@ constexpr Entry kCpuHead[] = {
 }  // namespace
 
 std::vector<absl::Span<const Entry>> CpuEntries() {
-  return {kCpuTopK, kSampleEntries, kCpuAttention, kCpuCrossEntropy, kCpuHead};
+  return {kCpuTopK, kSampleEntries, kCpuSample, kCpuAttention, kCpuCrossEntropy, kCpuHead};
 }
 
 std::vector<absl::Span<const Entry>> CudaEntries() {

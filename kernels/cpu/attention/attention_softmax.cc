@@ -27,7 +27,9 @@
 //
 // Tried and dropped: no prefetch of bf16's next row (1.3 times the time of causal rows), one into the
 // first cache for f32 (1.2 times); powers of two by a polynomial of the fifth degree
-// instead of a table of sixteenths (13% more); clamping x by integers (the same).
+// instead of a table of sixteenths (13% more); clamping x by integers (the same); weighing eight
+// short rows before the first is written (on an Intel Xeon 12% less for 64 keys, the same for 128);
+// the weigher's constants set up once for all rows (the same).
 #include "kernels/cpu/attention/attention_softmax.h"
 
 #include <algorithm>

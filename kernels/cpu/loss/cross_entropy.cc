@@ -27,6 +27,7 @@
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/sketch-inl.h"
 #include "kernels/cpu/rows/softcap-inl.h"
+#include "kernels/cpu/rows/token_list-inl.h"
 
 #ifndef LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
 #define LOGITD_KERNELS_CPU_CROSS_ENTROPY_ONCE_
@@ -39,7 +40,7 @@ struct LossThreadScratch {
   Buffer<float> capped;
   Buffer<float> extra;
   Buffer<uint64_t> keys;
-  hwy::Sorter sorter;
+  ListScratch list;
 };
 
 // A row on its way to its answers, or a shard's part of one.
@@ -366,9 +367,7 @@ void AnswerWhole(const CrossEntropyArgs& args, int64_t r, const LossRow& row, fl
 // The first `count` tokens, whose maximum is `max`, in the memory of the thread.
 const uint64_t* TopOf(const Row& order, int64_t count, float max, LossThreadScratch& scratch) {
   if (count == 0) return nullptr;
-  uint64_t* keys = scratch.keys.Get(order.vocab);
-  TopKeys(order, count, max, -kInf, keys, scratch.sorter);
-  return keys;
+  return TopKeys(order, count, max, -kInf, RowThreads(), scratch.list).keys;
 }
 
 // Writes the answers of row r, which has been read.
@@ -404,7 +403,7 @@ void AddTop(const Row& cell, int64_t first_token, int64_t k, uint64_t* keys, int
   const float bound = count < k ? BoundOf(cell, most, max) : KeyLogit(keys[k - 1]);
   if (max < bound) return;
   uint64_t* const own = scratch.keys.Get(kCellElements + 2 * k);
-  const int64_t found = TopKeysFrom(cell, most, bound, own, scratch.sorter);
+  const int64_t found = TopKeysFrom(cell, most, bound, own, scratch.list.sorter);
   for (int64_t i = 0; i < found; ++i) own[i] = LaterKey(own[i], first_token);
   uint64_t* const merged = own + kCellElements;
   std::merge(keys, keys + count, own, own + found, merged, std::greater<>());
@@ -477,7 +476,7 @@ void JoinStretchesOf(const LossShard& of, int64_t r, LossThreadScratch& scratch)
   of.to.nan[r] = nan;
   if (RankIsWanted(ask)) of.to.before[r] = before;
   if (key_count == 0) return;
-  scratch.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
+  scratch.list.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
   const int64_t top = std::min<int64_t>(ask.top_logprobs, key_count);
   std::copy_n(keys, top, of.to.keys + r * of.shape.keys());
 }
@@ -526,7 +525,7 @@ void AnswerMerged(const LinearCrossEntropyMergeArgs& args, int64_t r, LossThread
   }
   if (HWY_UNLIKELY(nan >= 0)) return AnswerNan(args.cross_entropy, r, nan);
   if (key_count > 0) {
-    scratch.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
+    scratch.list.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
   }
   tokens.keys = keys;
   tokens.extra = extra;

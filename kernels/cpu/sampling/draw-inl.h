@@ -24,13 +24,28 @@ struct Drawn {
   Support support;
 };
 
-inline Drawn DrawListed(const Candidates& from, uint64_t bits, float max, float temperature) {
-  const uint64_t total = from.Total();
-  const uint64_t target = DrawTarget(bits, total);
+// The entry of a list at which the mass, by index, exceeds `target`, which is less than the total.
+inline int32_t TokenAt(const Candidates& from, const uint64_t* blocks, uint64_t target) {
+  const TokenList& list = from.list;
   uint64_t mass = 0;
-  int64_t i = -1;
-  while (mass <= target) mass += from.Weight(++i);
-  return {.token = KeyIndex(from.keys[i]),
+  for (int64_t p = 0; p < list.pieces; ++p) {
+    for (int64_t i = 0; i < list.counts[p]; i += kBlockEntries) {
+      const uint64_t block = blocks[p * list.BlocksPerPiece() + i / kBlockEntries];
+      if (mass + block <= target) {
+        mass += block;
+        continue;
+      }
+      while ((mass += from.Weight(p, i)) <= target) ++i;
+      return KeyIndex(list.KeysOf(p)[i]);
+    }
+  }
+  HWY_ABORT("a draw's target is beyond the total");
+}
+
+inline Drawn DrawListed(const Candidates& from, uint64_t bits, float max, float temperature,
+                        const RowThreads& threads, ListScratch& scratch) {
+  const uint64_t total = TotalOf(from, threads, scratch);
+  return {.token = TokenAt(from, scratch.blocks.Get(0), DrawTarget(bits, total)),
           .support = from.SupportOf(total, max, std::max(temperature, kLeastTemperature))};
 }
 
@@ -83,11 +98,13 @@ inline Drawn DrawGreedy(const Row& row, float max) {
 }
 
 // A token of the row, whose maximum after edits is `max`.
-inline Drawn Draw(const Row& row, const SampleRow& ask, float max, SampleScratch& scratch) {
+inline Drawn Draw(const Row& row, const SampleRow& ask, float max, const RowThreads& threads,
+                  SampleScratch& scratch) {
   if (ask.temperature == 0) return DrawGreedy(row, max);
   const uint64_t bits = UniformBits(ask.seed, ask.position);
   if (!IsFiltered(ask, row.vocab)) return DrawUnfiltered(row, ask, bits, max, scratch);
-  return DrawListed(ListFiltered(row, ask, max, scratch), bits, max, ask.temperature);
+  return DrawListed(ListFiltered(row, ask, max, threads, scratch), bits, max, ask.temperature,
+                    threads, scratch.list);
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE

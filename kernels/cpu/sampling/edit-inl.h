@@ -28,7 +28,7 @@ inline int64_t MakePatches(const SampleArgs& args, const SampleRow& ask, SampleS
   SampleBias* bias = scratch.bias.Get(ask.bias_count);
   std::copy_n(args.history + ask.first_history, history_count, history);
   std::copy_n(args.bias + ask.first_bias, ask.bias_count, bias);
-  scratch.sorter(history, static_cast<size_t>(history_count), hwy::SortAscending());
+  scratch.list.sorter(history, static_cast<size_t>(history_count), hwy::SortAscending());
   std::sort(bias, bias + ask.bias_count,
             [](const SampleBias& a, const SampleBias& b) { return a.id < b.id; });
   int64_t patch_count = 0;
@@ -126,15 +126,18 @@ inline void ReadCells(const RowRead& read, const SampleRow& ask, int64_t begin, 
   SketchCells(read.rows.processed, begin, end);
 }
 
-// Reads row r, with one thread.
-inline Rows ReadRow(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
+// Reads row r.
+inline Rows ReadRow(const SampleArgs& args, int64_t r, const RowThreads& threads,
+                    SampleScratch& scratch) {
   const SampleRow& ask = args.rows[r];
   Patch* patches = scratch.patches.Get(MaxPatches(ask));
   const RowRead read = PlanRead(args, r, /*slots=*/1, /*slot=*/0, scratch.row, scratch, patches);
-  const int64_t cells = CellCount(args.logits.cols);
-  for (int64_t c = 0; c < cells; c += kChunkCells) {
-    ReadCells(read, ask, c, std::min(cells, c + kChunkCells));
-  }
+  const RowPieces pieces = threads.Cut(args.logits.cols);
+  threads.For(pieces.count, [&](int64_t p) {
+    for (int64_t c = pieces.begin(p); c < pieces.end(p); c += kChunkCells) {
+      ReadCells(read, ask, c, std::min(pieces.end(p), c + kChunkCells));
+    }
+  });
   return read.rows;
 }
 

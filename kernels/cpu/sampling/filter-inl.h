@@ -1,7 +1,7 @@
 // sample, filter: what min_p, top_k and top_p leave of a row, as a list of tokens with weights.
 //
-// top_k's tokens, and the first 256 for a top_p that needs no more, come sorted from the sketch. A
-// flat top_p lists all tokens whose weight is not 0, and finds the last one by histograms.
+// The tokens of a small top_k, and the first 256 for a top_p that needs no more, come sorted from the
+// sketch. Otherwise all tokens that may be left are listed, and histograms find the last one.
 #if defined(LOGITD_KERNELS_CPU_SAMPLING_FILTER_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_SAMPLING_FILTER_INL_H_
 #undef LOGITD_KERNELS_CPU_SAMPLING_FILTER_INL_H_
@@ -15,6 +15,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/sketch-inl.h"
+#include "kernels/cpu/rows/token_list-inl.h"
 #include "kernels/cpu/sampling/sample_row.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -36,69 +37,6 @@ struct Support {
   }
 };
 
-// Turns `count` values into exp((x - max) / temperature), in place; there is room for whole
-// vectors. Where max is +inf, +inf has weight 1 and all else 0.
-inline void Exponentials(float* values, int64_t count, float max, const Exponent& e) {
-  const DF d;
-  if (max == kInf) {
-    for (int64_t i = 0; i < count; ++i) values[i] = values[i] == kInf ? 1.0f : 0.0f;
-    return;
-  }
-  const VF vmax = hn::Set(d, max);
-  for (int64_t i = 0; i < count; i += hn::Lanes(d)) {
-    hn::StoreU(PreciseExp(d, hn::LoadU(d, values + i), vmax, e), d, values + i);
-  }
-}
-
-inline float* WeightsOf(const uint64_t* keys, int64_t count, float max, const Exponent& e,
-                        Buffer<float>& buffer) {
-  float* weights = buffer.Get(count + kMaxLanes);
-  for (int64_t i = 0; i < count; ++i) weights[i] = KeyLogit(keys[i]);
-  std::fill_n(weights + count, kMaxLanes, -kInf);
-  Exponentials(weights, count, max, e);
-  return weights;
-}
-
-// Writes the keys of all logits >= `least`, which is not -inf, in index order. Returns how many.
-// Pick is for few of them, this is for many. `keys` has room for the row and one vector.
-template <typename T>
-int64_t PickManyTyped(const T* logits, const Row& row, float least, uint64_t* keys) {
-  const DF d;
-  const hn::CappedTag<uint64_t, kMaxLanes / 2> d64;
-  const hn::Rebind<float, decltype(d64)> df;
-  const hn::Rebind<uint32_t, decltype(d64)> du;
-  const hn::Rebind<int32_t, decltype(d64)> di;
-  const int64_t lanes = hn::Lanes(d64);
-  const auto below = hn::Set(d64, MakeKey(least, std::numeric_limits<uint32_t>::max()) - 1);
-  const auto sign = hn::Set(du, 0x80000000u);
-  HWY_ALIGN T padded[kCellElements];
-  HWY_ALIGN float values[kCellElements];
-  int64_t count = 0;
-  for (int64_t c = 0; c < CellCount(row.vocab); ++c) {
-    if (row.sketch.max[c] < least) continue;
-    const T* cell = CellAt(logits, row.vocab, c, padded);
-    for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d)) {
-      hn::Store(LoadF32(d, cell + i), d, values + i);
-    }
-    for (int64_t i = 0; i < kCellElements; i += lanes) {
-      // MakeKey, lane by lane: adding 0 makes +0 of -0.
-      const auto bits = hn::BitCast(di, hn::Add(hn::Load(df, values + i), hn::Zero(df)));
-      const auto negative = hn::BitCast(du, hn::BroadcastSignBit(bits));
-      const auto order = hn::Xor(hn::BitCast(du, bits), hn::Or(negative, sign));
-      const auto index = hn::Iota(du, static_cast<uint32_t>(c * kCellElements + i));
-      const auto key =
-          hn::Or(hn::ShiftLeft<32>(hn::PromoteTo(d64, order)), hn::PromoteTo(d64, hn::Not(index)));
-      count += static_cast<int64_t>(hn::CompressStore(key, hn::Gt(key, below), d64, keys + count));
-    }
-  }
-  return count;
-}
-
-inline int64_t PickMany(const Row& row, float least, uint64_t* keys) {
-  return AsType(row.dtype, row.logits,
-                [&](const auto* logits) { return PickManyTyped(logits, row, least, keys); });
-}
-
 // Tokens in the shortest prefix of the sorted tokens with mass `need`; 0 where all of them have
 // less.
 inline int64_t PrefixWithMass(const float* weights, int64_t count, uint64_t need) {
@@ -110,58 +48,14 @@ inline int64_t PrefixWithMass(const float* weights, int64_t count, uint64_t need
   return 0;
 }
 
-// The key that ends the shortest prefix, by descending key, with mass `need`; kLowestKey where all
-// tokens have less. The tokens come in any order, with keys in [low, high]. A histogram of mass
-// over the keys' leading bits finds the bin that holds the key; the next histogram is over that
-// bin's members. So nothing is sorted but the last few, and there is no cap.
-inline uint64_t LastOfUnsorted(const uint64_t* keys, const float* weights, int64_t count,
-                               uint64_t low, uint64_t high, uint64_t need, float max,
-                               const Exponent& e, SampleScratch& scratch) {
-  uint64_t* kept = scratch.narrow_keys.Get(count);
-  float* kept_weights = scratch.narrow_weights.Get(count);
-  uint64_t* bins = scratch.bins.Get(1 << kBinBits);
-  while (count > kSortable) {
-    int shift = 0;
-    while ((high - low) >> shift >> kBinBits != 0) ++shift;
-    std::fill_n(bins, 1 << kBinBits, 0);
-    for (int64_t i = 0; i < count; ++i) bins[(keys[i] - low) >> shift] += FixedWeight(weights[i]);
-    int64_t bin = static_cast<int64_t>((high - low) >> shift);
-    while (bin >= 0 && bins[bin] < need) need -= bins[bin--];
-    if (bin < 0) return kLowestKey;
-    low += static_cast<uint64_t>(bin) << shift;
-    high = low + ((uint64_t{1} << shift) - 1);
-    int64_t members = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      kept[members] = keys[i];
-      kept_weights[members] = weights[i];
-      members += keys[i] >= low && keys[i] <= high;
-    }
-    keys = kept;
-    weights = kept_weights;
-    count = members;
-  }
-  if (keys != kept) std::copy_n(keys, count, kept);
-  scratch.sorter(kept, static_cast<size_t>(count), hwy::SortDescending());
-  const float* sorted_weights = WeightsOf(kept, count, max, e, scratch.narrow_weights);
-  const int64_t prefix = PrefixWithMass(sorted_weights, count, need);
-  return prefix == 0 ? kLowestKey : kept[prefix - 1];
-}
-
-// A list in index order, with weights. Tokens whose keys are `last` or more may be drawn; the list
-// holds all of them.
+// The list of what may be drawn: its tokens whose keys are `last` or more. It holds all of them.
 struct Candidates {
-  const uint64_t* keys;
-  const float* weights;
-  int64_t count;
+  TokenList list;
   uint64_t last;
 
-  uint64_t Weight(int64_t i) const {
-    return FixedWeight(weights[i]) & (uint64_t{0} - uint64_t{keys[i] >= last});
-  }
-  uint64_t Total() const {
-    uint64_t total = 0;
-    for (int64_t i = 0; i < count; ++i) total += Weight(i);
-    return total;
+  uint64_t Weight(int64_t piece, int64_t i) const {
+    const bool in = list.KeysOf(piece)[i] >= last;
+    return FixedWeight(list.WeightsOf(piece)[i]) & (uint64_t{0} - uint64_t{in});
   }
   Support SupportOf(uint64_t total, float max, double temperature) const {
     return {.last = last,
@@ -171,22 +65,31 @@ struct Candidates {
   }
 };
 
+// The total of the weights; scratch.blocks gets those of blocks.
+inline uint64_t TotalOf(const Candidates& from, const RowThreads& threads, ListScratch& scratch) {
+  const TokenList& list = from.list;
+  uint64_t* const blocks = scratch.blocks.Get(list.pieces * list.BlocksPerPiece());
+  return MassInBlocks(list, from.last, blocks, threads);
+}
+
 // The sorted tokens [0, count), brought into index order.
 inline Candidates InIndexOrder(const uint64_t* keys, const float* weights, int64_t count,
-                               SampleScratch& scratch) {
-  uint64_t* order = scratch.order.Get(count);
+                               ListScratch& scratch) {
+  uint64_t* order = scratch.kept_keys.Get(count + kMaxLanes);
   for (int64_t i = 0; i < count; ++i) {
     order[i] = static_cast<uint64_t>(KeyIndex(keys[i])) << 32 | static_cast<uint64_t>(i);
   }
   scratch.sorter(order, static_cast<size_t>(count), hwy::SortAscending());
-  float* ordered = scratch.narrow_weights.Get(count);
+  float* ordered = scratch.kept_weights.Get(count + kMaxLanes);
   const uint64_t last = keys[count - 1];
   for (int64_t i = 0; i < count; ++i) {
     const auto from = static_cast<uint32_t>(order[i]);
     ordered[i] = weights[from];
     order[i] = keys[from];
   }
-  return {.keys = order, .weights = ordered, .count = count, .last = last};
+  return {
+      .list = {.keys = order, .weights = ordered, .stride = count, .pieces = 1, .counts = {count}},
+      .last = last};
 }
 
 inline uint64_t FixedSum(const float* weights, int64_t count) {
@@ -217,41 +120,67 @@ inline double CellPrefix(const Row& row, float max, const Exponent& e, SampleScr
   return total;
 }
 
+// The tokens of a nucleus or of a small top_k, sorted, with weights; `mass` is a weight's.
+inline float* WeighSorted(const SortedKeys& top, const MassOfWeights& mass, ListScratch& scratch) {
+  float* const weights = scratch.weights.Get(top.count + kMaxLanes);
+  mass.Weigh(top.keys, top.count, weights);
+  return weights;
+}
+
+// What top_k leaves of many tokens, and top_p of those.
+inline Candidates ListTopK(const Row& row, const SampleRow& ask, float max, float least,
+                           const MassOfWeights& mass, const RowThreads& threads,
+                           ListScratch& scratch) {
+  KeyRange range;
+  Candidates left;
+  left.list = ListTop(row, ask.top_k, max, BoundOf(row, ask.top_k, max), least, range, mass,
+                      threads, scratch);
+  left.last = std::max(range.low, LastKey(left.list, range, static_cast<uint64_t>(ask.top_k),
+                                          MassOfOnes(), threads, scratch));
+  if (ask.top_p < 1) {
+    const uint64_t need = MassNeeded(ask.top_p, TotalOf(left, threads, scratch));
+    left.last = std::max(left.last, LastKey(left.list, range, need, mass, threads, scratch));
+  }
+  return left;
+}
+
 // What min_p, top_k and top_p leave. At least one of them is on.
 inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
-                               SampleScratch& scratch) {
-  const Exponent e = MakeExponent(ask.temperature);
+                               const RowThreads& threads, SampleScratch& scratch) {
+  ListScratch& lists = scratch.list;
+  const MassOfWeights mass = {.max = max, .e = MakeExponent(ask.temperature)};
   const float least = max == kInf ? kInf : LeastKept(max, ask.temperature, ask.min_p);
-  uint64_t* keys = scratch.keys.Get(row.vocab + kMaxLanes);
   if (TopKIsOn(ask, row.vocab)) {
-    int64_t count = TopKeys(row, ask.top_k, max, least, keys, scratch.sorter);
-    const float* weights = WeightsOf(keys, count, max, e, scratch.weights);
+    if (ask.top_k >= kManyTokens) return ListTopK(row, ask, max, least, mass, threads, lists);
+    const SortedKeys top = TopKeys(row, ask.top_k, max, least, threads, lists);
+    const float* weights = WeighSorted(top, mass, lists);
+    int64_t count = top.count;
     if (ask.top_p < 1) {
       const uint64_t need = MassNeeded(ask.top_p, FixedSum(weights, count));
       count = PrefixWithMass(weights, count, need);
     }
-    return InIndexOrder(keys, weights, count, scratch);
+    return InIndexOrder(top.keys, weights, count, lists);
   }
   uint64_t need = 0;
   if (ask.min_p == 0) {
-    const double total = CellPrefix(row, max, e, scratch);
+    const double total = CellPrefix(row, max, mass.e, scratch);
     need = MassNeeded(ask.top_p, static_cast<uint64_t>(total * kWeightOne));
     // Most nuclei are short: then a few sorted tokens hold them.
     const int64_t k = std::min(kShortPrefix, row.vocab);
-    const int64_t count = TopKeys(row, k, max, least, keys, scratch.sorter);
-    const float* weights = WeightsOf(keys, count, max, e, scratch.weights);
-    const int64_t prefix = PrefixWithMass(weights, count, need);
-    if (prefix > 0) return InIndexOrder(keys, weights, prefix, scratch);
+    const SortedKeys top = TopKeys(row, k, max, least, threads, lists);
+    const float* weights = WeighSorted(top, mass, lists);
+    const int64_t prefix = PrefixWithMass(weights, top.count, need);
+    if (prefix > 0) return InIndexOrder(top.keys, weights, prefix, lists);
   }
-  const int64_t count = PickMany(row, least, keys);
-  const float* weights = WeightsOf(keys, count, max, e, scratch.weights);
-  uint64_t last = MakeKey(least, std::numeric_limits<uint32_t>::max());
+  Candidates left;
+  left.list = ListTokens(row, {.least = least}, mass, threads, lists);
+  left.last = MakeKey(least, std::numeric_limits<uint32_t>::max());
   if (ask.top_p < 1) {
-    if (ask.min_p > 0) need = MassNeeded(ask.top_p, FixedSum(weights, count));
-    const uint64_t low = MakeKey(least, row.vocab), high = MakeKey(max, 0);
-    last = std::max(last, LastOfUnsorted(keys, weights, count, low, high, need, max, e, scratch));
+    if (ask.min_p > 0) need = MassNeeded(ask.top_p, TotalOf(left, threads, lists));
+    const KeyRange range = {.low = MakeKey(least, row.vocab), .high = MakeKey(max, 0)};
+    left.last = std::max(left.last, LastKey(left.list, range, need, mass, threads, lists));
   }
-  return {.keys = keys, .weights = weights, .count = count, .last = last};
+  return left;
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE

@@ -64,7 +64,7 @@ inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& o
 
 // Writes all answers of the row except its logsumexp.
 inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, const Drawn& drawn,
-                   SampleScratch& scratch) {
+                   const RowThreads& threads, SampleScratch& scratch) {
   const SampleRow& ask = args.rows[r];
   const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
   const Row& row = is_raw ? opened.rows.raw : opened.rows.processed;
@@ -73,10 +73,11 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
   args.status[r] = {RowCode::kOk, -1};
   args.tokens[r] = drawn.token;
   args.logprobs[r] = static_cast<float>(support.Logprob(x, drawn.token));
-  args.ranks[r] = ask.want_rank ? static_cast<int32_t>(1 + CountBefore(row, x, drawn.token)) : 0;
+  args.ranks[r] =
+      ask.want_rank ? static_cast<int32_t>(1 + CountBefore(row, x, drawn.token, threads)) : 0;
   if (ask.top_logprobs > 0) {
-    uint64_t* keys = scratch.keys.Get(row.vocab);
-    TopKeys(row, ask.top_logprobs, support.max, -kInf, keys, scratch.sorter);
+    const uint64_t* const keys =
+        TopKeys(row, ask.top_logprobs, support.max, -kInf, threads, scratch.list).keys;
     for (int32_t i = 0; i < ask.top_logprobs; ++i) {
       const int32_t id = KeyIndex(keys[i]);
       args.top_ids[ask.first_top_entry + i] = id;

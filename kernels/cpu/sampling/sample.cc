@@ -1,8 +1,9 @@
 // sample on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h), where the token
 // is found: edit-inl.h reads, filter-inl.h lists, draw-inl.h draws, report-inl.h answers.
 //
-// With many rows, each thread takes whole rows; few rows are read by all threads, 8 to 32
-// cells at a time. The bits are the same.
+// With many rows, each thread takes whole rows; few rows are read by all threads, 8 to 32 cells at a
+// time. Where many tokens of a long row are left to draw from, and threads would be idle, its filters
+// and its draw are cut into pieces for all threads (rows/row_threads.h). The bits are the same.
 //
 // Cost at 64 x 131072 f32, top-k 50 and top-p 0.9: reads 33.6 MB once, which is the floor. Edits
 // and another temperature for the whole row add a pass over cached memory; a flat top-p adds about
@@ -16,6 +17,7 @@
 // and top-p 0.9 69% (bf16 51%), greedy 78%, unfiltered 57%, at another temperature 46%, with 4096
 // tokens of history and a mask 20%, only top-p 0.9 over a flat row 4.7%. NumPy takes 55 times as
 // long for the first of these (bench/peers/sample_numpy.py, bench/results/cpu/sample_numpy.json).
+// One row, flat and otherwise: bench/results/cpu/one_row.json.
 //
 // Tried and dropped: the flat top-p's list by a loop over mask bits, and its histograms' range by a
 // search for the least and largest key (2.3%).
@@ -34,15 +36,16 @@
 HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 
-void FinishSample(const SampleArgs& args, int64_t r, const Rows& rows, SampleScratch& scratch) {
+void FinishSample(const SampleArgs& args, int64_t r, const Rows& rows, const RowThreads& threads,
+                  SampleScratch& scratch) {
   OpenRow opened;
   if (!Open(args, r, rows, opened)) return;
-  const Drawn drawn = Draw(opened.rows.processed, args.rows[r], opened.max, scratch);
-  Report(args, r, opened, drawn, scratch);
+  const Drawn drawn = Draw(opened.rows.processed, args.rows[r], opened.max, threads, scratch);
+  Report(args, r, opened, drawn, threads, scratch);
 }
 
 void SampleOne(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
-  FinishSample(args, r, ReadRow(args, r, scratch), scratch);
+  FinishSample(args, r, ReadRow(args, r, RowThreads(), scratch), RowThreads(), scratch);
 }
 
 // Of a row that several threads read.
@@ -77,7 +80,16 @@ constexpr int64_t kWholeRowsPerThread = 2;
 // A ban wins where infinities of both signs meet.
 float BanIfNan(float x) { return std::isnan(x) ? -kInf : x; }
 
-// Few rows: all threads read each row, and then one thread draws from it.
+// Whether many tokens of the row are looked at after it was read: for them, a row is cut into pieces
+// for all threads.
+bool TakesLong(const SampleRow& ask, int64_t vocab) {
+  if (ask.active == 0 || !MayBeCut(vocab)) return false;
+  if (ask.top_logprobs >= kManySorted) return true;
+  if (ask.temperature == 0) return false;
+  return TopKIsOn(ask, vocab) ? ask.top_k >= kManyTokens : IsFiltered(ask, vocab) || ask.want_rank;
+}
+
+// Few rows: all threads read each row, and then one thread draws from it, or all.
 void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch) {
   const int64_t rows = args.logits.rows;
   const int64_t cells = CellCount(args.logits.cols);
@@ -108,10 +120,13 @@ void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scra
     HWY_DYNAMIC_DISPATCH(ReadSample)
     (reads[r], args.rows[r], begin, std::min(cells, begin + at_once));
   });
-  pool.ParallelFor(rows, [&](int64_t r) {
-    if (args.rows[r].active == 0) return;
-    HWY_DYNAMIC_DISPATCH(FinishSample)(args, r, reads[r].rows, SampleScratchOfThisThread());
-  });
+  FinishRows(
+      rows, pool, [&](int64_t r) { return TakesLong(args.rows[r], args.logits.cols); },
+      [&](int64_t r, const RowThreads& threads) {
+        if (args.rows[r].active == 0) return;
+        HWY_DYNAMIC_DISPATCH(FinishSample)
+        (args, r, reads[r].rows, threads, SampleScratchOfThisThread());
+      });
 }
 
 }  // namespace

@@ -8,10 +8,10 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
-#include "hwy/contrib/sort/vqsort.h"
+#include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch.h"
+#include "kernels/cpu/rows/token_list.h"
 #include "kernels/draw.h"
 #include "kernels/sample.h"
 
@@ -22,15 +22,6 @@ inline constexpr int64_t kChunkCells = 32;
 
 // A top-p that needs no more tokens than this is found among the sorted first ones.
 inline constexpr int64_t kShortPrefix = 256;
-
-// A list this short is sorted rather than narrowed.
-inline constexpr int64_t kSortable = 2048;
-
-// Leading bits of the keys that one histogram tells apart.
-inline constexpr int kBinBits = 11;
-
-// The key of no token, below all others.
-inline constexpr uint64_t kLowestKey = 0;
 
 // What bias and history do to one token.
 struct Patch {
@@ -51,11 +42,8 @@ struct SampleScratch {
   Buffer<int32_t> history;
   Buffer<SampleBias> bias;
   Buffer<Patch> patches;
-  Buffer<uint64_t> keys, narrow_keys, order;
-  Buffer<float> weights, narrow_weights;
   Buffer<double> prefix;
-  Buffer<uint64_t> bins;
-  hwy::Sorter sorter;
+  ListScratch list;
 };
 
 // Each thread has its own.
@@ -113,14 +101,6 @@ float EditLogit(float x, const Patch& patch, const SampleRow& ask);
 
 inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
   return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
-}
-
-// The integer of a weight in [0, 1]: to nearest, ties to even, as adding 2^52 to a double rounds.
-inline uint64_t FixedWeight(float weight) {
-  const double shifted = double{weight} * kWeightOne + 0x1p52;
-  uint64_t bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
-  return bits & ((uint64_t{1} << 52) - 1);
 }
 
 // The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.

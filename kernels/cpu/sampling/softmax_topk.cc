@@ -6,6 +6,8 @@
 //           sorted.
 //
 // With many rows, each thread takes whole rows; few rows are split by cells. The bits are the same.
+// From 4096 tokens on, the pick of a long row that would leave threads idle is cut into pieces too
+// (rows/row_threads.h, rows/token_list-inl.h).
 //
 // Cost at 64 x 131072 f32, k = 64: reads 33.6 MB once, which is the floor. The second look takes
 // about 70 blocks of 128 elements a row, out of L2.
@@ -33,6 +35,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/sketch-inl.h"
+#include "kernels/cpu/rows/token_list-inl.h"
 
 #ifndef LOGITD_KERNELS_CPU_SOFTMAX_TOPK_ONCE_
 #define LOGITD_KERNELS_CPU_SOFTMAX_TOPK_ONCE_
@@ -42,8 +45,7 @@ namespace logitd::cpu {
 // Scratch of one thread.
 struct ThreadScratch {
   SketchScratch sketch;
-  Buffer<uint64_t> keys;
-  hwy::Sorter sorter;
+  ListScratch list;
 };
 
 struct RowAnswer {
@@ -70,30 +72,16 @@ void FinishNan(int64_t k, int32_t nan, const RowAnswer& out) {
   std::fill(out.probs, out.probs + k, 0.0f);
 }
 
-// The answer of a row without NaN: from its cells, and the keys of its first k tokens, which are
-// not read where max is -inf.
-void FinishWhole(const Row& row, int64_t k, float max, const uint64_t* keys, const RowAnswer& out) {
+// Writes the first tokens, from `begin` to `end`, of a row whose sum is `sum`.
+void WriteTop(const uint64_t* keys, int64_t begin, int64_t end, float max, float sum,
+              const Exponent& e, const RowAnswer& out) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
-  if (HWY_UNLIKELY(max == -kInf)) {
-    *out.status = {RowCode::kEmptySupport, -1};
-    *out.logsumexp = -kInf;
-    for (int64_t i = 0; i < k; ++i) out.indices[i] = static_cast<int32_t>(i);
-    std::fill(out.probs, out.probs + k, 0.0f);
-    return;
-  }
-  *out.status = {RowCode::kOk, -1};
-
-  const Exponent e = MakeExponent(row.temperature);
-  const float sum = TotalSum(row, max, e);
-  *out.logsumexp = max == kInf
-                       ? kInf
-                       : static_cast<float>(double{max} / row.temperature + std::log(double{sum}));
   HWY_ALIGN float x[kMaxLanes];
   HWY_ALIGN float probs[kMaxLanes];
   const VF vsum = hn::Set(d, sum);
-  for (int64_t i = 0; i < k; i += lanes) {
-    const int64_t n = std::min(lanes, k - i);
+  for (int64_t i = begin; i < end; i += lanes) {
+    const int64_t n = std::min(lanes, end - i);
     for (int64_t j = 0; j < n; ++j) {
       out.indices[i + j] = KeyIndex(keys[i + j]);
       x[j] = KeyLogit(keys[i + j]);
@@ -108,23 +96,48 @@ void FinishWhole(const Row& row, int64_t k, float max, const uint64_t* keys, con
   }
 }
 
+// The answer of a row without NaN: from its cells, and the keys of its first k tokens, which are
+// not read where max is -inf.
+void FinishWhole(const Row& row, int64_t k, float max, const uint64_t* keys,
+                 const RowThreads& threads, const RowAnswer& out) {
+  if (HWY_UNLIKELY(max == -kInf)) {
+    *out.status = {RowCode::kEmptySupport, -1};
+    *out.logsumexp = -kInf;
+    for (int64_t i = 0; i < k; ++i) out.indices[i] = static_cast<int32_t>(i);
+    std::fill(out.probs, out.probs + k, 0.0f);
+    return;
+  }
+  *out.status = {RowCode::kOk, -1};
+
+  const Exponent e = MakeExponent(row.temperature);
+  const float sum = TotalSum(row, max, e);
+  *out.logsumexp = max == kInf
+                       ? kInf
+                       : static_cast<float>(double{max} / row.temperature + std::log(double{sum}));
+  constexpr int64_t kAtOnce = 4096;
+  if (k < 2 * kAtOnce) return WriteTop(keys, 0, k, max, sum, e, out);
+  threads.For((k + kAtOnce - 1) / kAtOnce, [&](int64_t i) {
+    WriteTop(keys, i * kAtOnce, std::min(k, (i + 1) * kAtOnce), max, sum, e, out);
+  });
+}
+
 // Turns the finished sketch of a row into its answer.
-void FinishRow(const Row& row, int64_t k, ThreadScratch& scratch, const RowAnswer& out) {
+void FinishRow(const Row& row, int64_t k, const RowThreads& threads, ThreadScratch& scratch,
+               const RowAnswer& out) {
   const Peak peak = FindPeak(row);
   if (HWY_UNLIKELY(peak.nan_cell >= 0)) return FinishNan(k, FirstNan(row, peak.nan_cell), out);
-  uint64_t* keys = nullptr;
+  const uint64_t* keys = nullptr;
   if (HWY_LIKELY(peak.max > -kInf)) {
-    keys = scratch.keys.Get(row.vocab);
-    TopKeys(row, k, peak.max, -kInf, keys, scratch.sorter);
+    keys = TopKeys(row, k, peak.max, -kInf, threads, scratch.list).keys;
   }
-  FinishWhole(row, k, peak.max, keys, out);
+  FinishWhole(row, k, peak.max, keys, threads, out);
 }
 
 // ---- Shards
 
 // Writes what a shard says of row r, whose sketch is finished.
 void WriteTopKPartial(const Row& row, int64_t k, int64_t r, const TopKShard& of,
-                      ThreadScratch& scratch) {
+                      const RowThreads& threads, ThreadScratch& scratch) {
   const VocabShard shard = of.shape.shards.at(of.index);
   const int64_t to_row = of.first_row + r;
   const int64_t cells = shard.cells();
@@ -139,8 +152,7 @@ void WriteTopKPartial(const Row& row, int64_t k, int64_t r, const TopKShard& of,
     return;
   }
   const int64_t count = std::min(k, shard.tokens);
-  uint64_t* keys = scratch.keys.Get(row.vocab);
-  TopKeys(row, count, peak.max, -kInf, keys, scratch.sorter);
+  const uint64_t* const keys = TopKeys(row, count, peak.max, -kInf, threads, scratch.list).keys;
   for (int64_t i = 0; i < count; ++i) {
     of.to.keys[to_row * of.shape.keys() + i] = LaterKey(keys[i], shard.first);
   }
@@ -156,7 +168,8 @@ void FinishMerged(const LinearTopKMergeArgs& args, int64_t r, ThreadScratch& scr
                    .vocab = shards.vocab,
                    .temperature = ask.temperature,
                    .sketch = SketchAt(scratch.sketch, 1, 0, shards.vocab)};
-  uint64_t* const keys = scratch.keys.Get(std::min(shards.count * int64_t{ask.k}, shards.vocab));
+  uint64_t* const keys =
+      scratch.list.keys.Get(std::min(shards.count * int64_t{ask.k}, shards.vocab));
   int64_t key_count = 0;
   for (int s = 0; s < shards.count; ++s) {
     const VocabShard shard = shards.at(s);
@@ -170,8 +183,8 @@ void FinishMerged(const LinearTopKMergeArgs& args, int64_t r, ThreadScratch& scr
     std::copy_n(from.keys + r * args.shape.keys(), count, keys + key_count);
     key_count += count;
   }
-  scratch.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
-  FinishWhole(row, ask.k, FindPeak(row).max, keys, out);
+  scratch.list.sorter(keys, static_cast<size_t>(key_count), hwy::SortDescending());
+  FinishWhole(row, ask.k, FindPeak(row).max, keys, RowThreads(), out);
 }
 
 const char* TargetName() { return hwy::TargetName(HWY_TARGET); }
@@ -216,7 +229,7 @@ RowAnswer AnswerAt(const SoftmaxTopKArgs& args, int64_t r) {
           .status = args.status + r};
 }
 
-// Sketches all rows, and calls finish(r, row) for each.
+// Sketches all rows, and calls finish(r, row, threads) for each.
 template <class Finish>
 void SketchRows(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& scratch,
                 const Finish& finish) {
@@ -231,7 +244,7 @@ void SketchRows(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& sc
         Row row = RowAt(args, r);
         row.sketch = SketchAt(ScratchOfThisThread().sketch, 1, 0, vocab);
         HWY_DYNAMIC_DISPATCH(SketchCells)(row, 0, cells);
-        finish(r, row);
+        finish(r, row, RowThreads());
       }
     });
     return;
@@ -247,12 +260,14 @@ void SketchRows(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& sc
     const int64_t begin = item % per_row * at_once;
     HWY_DYNAMIC_DISPATCH(SketchCells)(row, begin, std::min(cells, begin + at_once));
   });
-  pool.ParallelFor(rows, [&](int64_t r) {
-    if (args.rows[r].k == 0) return;
-    Row row = RowAt(args, r);
-    row.sketch = SketchAt(scratch, rows, r, vocab);
-    finish(r, row);
-  });
+  FinishRows(
+      rows, pool, [&](int64_t r) { return args.rows[r].k >= kManySorted && MayBeCut(vocab); },
+      [&](int64_t r, const RowThreads& threads) {
+        if (args.rows[r].k == 0) return;
+        Row row = RowAt(args, r);
+        row.sketch = SketchAt(scratch, rows, r, vocab);
+        finish(r, row, threads);
+      });
 }
 
 }  // namespace
@@ -260,16 +275,17 @@ void SketchRows(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& sc
 const char* SimdTarget() { return HWY_DYNAMIC_DISPATCH(TargetName)(); }
 
 void SoftmaxTopK(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& scratch) {
-  SketchRows(args, pool, scratch, [&](int64_t r, const Row& row) {
+  SketchRows(args, pool, scratch, [&](int64_t r, const Row& row, const RowThreads& threads) {
     HWY_DYNAMIC_DISPATCH(FinishRow)
-    (row, args.rows[r].k, ScratchOfThisThread(), AnswerAt(args, r));
+    (row, args.rows[r].k, threads, ScratchOfThisThread(), AnswerAt(args, r));
   });
 }
 
 void TopKPartial(const SoftmaxTopKArgs& args, const TopKShard& shard, ThreadPool& pool,
                  SketchScratch& scratch) {
-  SketchRows(args, pool, scratch, [&](int64_t r, const Row& row) {
-    HWY_DYNAMIC_DISPATCH(WriteTopKPartial)(row, args.rows[r].k, r, shard, ScratchOfThisThread());
+  SketchRows(args, pool, scratch, [&](int64_t r, const Row& row, const RowThreads& threads) {
+    HWY_DYNAMIC_DISPATCH(WriteTopKPartial)
+    (row, args.rows[r].k, r, shard, threads, ScratchOfThisThread());
   });
 }
 

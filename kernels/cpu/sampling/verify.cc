@@ -1,5 +1,6 @@
 // verify on the CPU: a thread takes a sequence, and reads its rows in order, each as sample reads
-// it. Rows after a refused draft are never read.
+// it. Rows after a refused draft are never read. All threads take the long rows of the last few
+// sequences (rows/row_threads.h).
 //
 // Cost: one read of each row up to the first refused draft. A draft with probabilities on an
 // unfiltered row lists every token of the row whose weight is not 0, as a flat top-p does.
@@ -60,38 +61,41 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 
 // All that may be drawn from the row, as a list.
-Candidates ListAll(const Row& row, const SampleRow& ask, float max, SampleScratch& scratch) {
-  uint64_t* keys = scratch.keys.Get(row.vocab + kMaxLanes);
+Candidates ListAll(const Row& row, const SampleRow& ask, float max, const RowThreads& threads,
+                   SampleScratch& scratch) {
   if (ask.temperature == 0) {
-    Pick(row, max, 1, keys);
-    float* weight = scratch.weights.Get(1);
+    uint64_t* const key = scratch.list.keys.Get(1 + kMaxLanes);
+    float* const weight = scratch.list.weights.Get(1 + kMaxLanes);
+    Pick(row, max, 1, key);
     *weight = 1;
-    return {.keys = keys, .weights = weight, .count = 1, .last = keys[0]};
+    return {.list = {.keys = key, .weights = weight, .stride = 1, .pieces = 1, .counts = {1}},
+            .last = *key};
   }
-  if (IsFiltered(ask, row.vocab)) return ListFiltered(row, ask, max, scratch);
+  if (IsFiltered(ask, row.vocab)) return ListFiltered(row, ask, max, threads, scratch);
   const float least = max == kInf ? kInf : LeastKept(max, ask.temperature, ask.min_p);
-  const int64_t count = PickMany(row, least, keys);
-  const float* weights =
-      WeightsOf(keys, count, max, MakeExponent(ask.temperature), scratch.weights);
-  return {.keys = keys, .weights = weights, .count = count, .last = kLowestKey};
+  const MassOfWeights mass = {.max = max, .e = MakeExponent(ask.temperature)};
+  return {.list = ListTokens(row, {.least = least}, mass, threads, scratch.list),
+          .last = kLowestKey};
 }
 
 // Keeps the draft or draws another token, so that the token's distribution is the row's.
 Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& ask,
-             const OpenRow& opened, SampleScratch& scratch) {
-  const Candidates target = ListAll(opened.rows.processed, ask, opened.max, scratch);
-  const uint64_t total = target.Total();
+             const OpenRow& opened, const RowThreads& threads, SampleScratch& scratch) {
+  const Candidates target = ListAll(opened.rows.processed, ask, opened.max, threads, scratch);
+  const uint64_t total = TotalOf(target, threads, scratch.list);
   const double temperature =
       ask.temperature == 0 ? 1 : std::max(ask.temperature, kLeastTemperature);
   Drawn drawn{.token = draft.token, .support = target.SupportOf(total, opened.max, temperature)};
 
   DraftMass draft_mass(args, draft, total);
   uint64_t draft_weight = 0, left = 0;
-  for (int64_t i = 0; i < target.count; ++i) {
-    const int32_t token = KeyIndex(target.keys[i]);
-    const uint64_t weight = target.Weight(i), mass = draft_mass.Of(token);
-    if (token == draft.token) draft_weight = weight;
-    left += weight - std::min(weight, mass);
+  for (int64_t p = 0; p < target.list.pieces; ++p) {
+    for (int64_t i = 0; i < target.list.counts[p]; ++i) {
+      const int32_t token = KeyIndex(target.list.KeysOf(p)[i]);
+      const uint64_t weight = target.Weight(p, i), mass = draft_mass.Of(token);
+      if (token == draft.token) draft_weight = weight;
+      left += weight - std::min(weight, mass);
+    }
   }
   const uint64_t mass = DraftMass(args, draft, total).Of(draft.token);
   if (MulHigh(CoinBits(ask.seed, ask.position), mass) < draft_weight) return drawn;
@@ -101,16 +105,21 @@ Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& 
   const uint64_t goal = DrawTarget(UniformBits(ask.seed, ask.position), all ? total : left);
   DraftMass again(args, draft, total);
   uint64_t sum = 0;
-  int64_t i = -1;
-  while (sum <= goal) {
-    const uint64_t weight = target.Weight(++i);
-    sum += weight - (all ? 0 : std::min(weight, again.Of(KeyIndex(target.keys[i]))));
+  for (int64_t p = 0, i = 0; sum <= goal;) {
+    if (i == target.list.counts[p]) {
+      ++p;
+      i = 0;
+      continue;
+    }
+    drawn.token = KeyIndex(target.list.KeysOf(p)[i]);
+    const uint64_t weight = target.Weight(p, i++);
+    sum += weight - (all ? 0 : std::min(weight, again.Of(drawn.token)));
   }
-  drawn.token = KeyIndex(target.keys[i]);
   return drawn;
 }
 
-void VerifyOne(const VerifyArgs& args, int64_t s, SampleScratch& scratch) {
+void VerifyOne(const VerifyArgs& args, int64_t s, const RowThreads& threads,
+               SampleScratch& scratch) {
   const VerifySequence& sequence = args.sequences[s];
   const int64_t end = sequence.first_row + sequence.rows;
   int64_t r = sequence.first_row;
@@ -119,11 +128,11 @@ void VerifyOne(const VerifyArgs& args, int64_t s, SampleScratch& scratch) {
     const VerifyDraft& draft = args.drafts[r];
     const bool has_draft = r + 1 < end;
     OpenRow opened;
-    if (!Open(args.sample, r, ReadRow(args.sample, r, scratch), opened)) break;
+    if (!Open(args.sample, r, ReadRow(args.sample, r, threads, scratch), opened)) break;
     const Drawn drawn = has_draft && draft.kind != DraftKind::kGreedy
-                            ? Reject(args, draft, ask, opened, scratch)
-                            : Draw(opened.rows.processed, ask, opened.max, scratch);
-    Report(args.sample, r, opened, drawn, scratch);
+                            ? Reject(args, draft, ask, opened, threads, scratch)
+                            : Draw(opened.rows.processed, ask, opened.max, threads, scratch);
+    Report(args.sample, r, opened, drawn, threads, scratch);
     accepted = has_draft && drawn.token == draft.token;
   }
   args.accepted[s] = static_cast<int32_t>(r - sequence.first_row);
@@ -142,10 +151,13 @@ namespace logitd::cpu {
 HWY_EXPORT(VerifyOne);
 
 void Verify(const VerifyArgs& args, ThreadPool& pool) {
-  pool.ParallelFor(args.sequence_count, [&](int64_t s) {
-    if (args.sequences[s].rows == 0) return;
-    HWY_DYNAMIC_DISPATCH(VerifyOne)(args, s, SampleScratchOfThisThread());
-  });
+  const bool cut = MayBeCut(args.sample.logits.cols);
+  FinishRows(
+      args.sequence_count, pool, [&](int64_t s) { return cut && args.sequences[s].rows > 0; },
+      [&](int64_t s, const RowThreads& threads) {
+        if (args.sequences[s].rows == 0) return;
+        HWY_DYNAMIC_DISPATCH(VerifyOne)(args, s, threads, SampleScratchOfThisThread());
+      });
 }
 
 }  // namespace logitd::cpu
