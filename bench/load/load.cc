@@ -9,6 +9,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 #include <queue>
@@ -227,6 +228,45 @@ class RingCallOf final : public Call {
 using TopKRingCall = RingCallOf<client::TopKRequest, &client::Ring::TopK>;
 using SampleRingCall = RingCallOf<client::SampleRequest, &client::Ring::Sample>;
 
+// Sample through SampleStream, a stream for each call in flight, which lives until the scenario ends.
+class SampleStreamCall final : public Call {
+ public:
+  SampleStreamCall(client::SampleRequest request, int64_t payload_bytes,
+                   std::unique_ptr<client::Arena> arena)
+      : arena_(std::move(arena)), request_(std::move(request)), payload_bytes_(payload_bytes) {}
+
+  int64_t payload_bytes() const override { return payload_bytes_; }
+  absl::StatusOr<Answered> Run(Client& client) const override {
+    std::unique_ptr<client::SampleStream> stream = Take(client);
+    const absl::Status written = stream->Write(request_);
+    if (!written.ok() && !absl::IsUnavailable(written)) return written;
+    // Of a stream that has ended, Read gives the reason.
+    const absl::StatusOr<client::SampleResult> result = stream->Read();
+    if (result.ok()) {
+      absl::MutexLock lock(&mutex_);
+      free_[&client].push_back(std::move(stream));
+    }
+    return ToAnswered(result);
+  }
+
+ private:
+  std::unique_ptr<client::SampleStream> Take(Client& client) const {
+    absl::MutexLock lock(&mutex_);
+    std::vector<std::unique_ptr<client::SampleStream>>& free = free_[&client];
+    if (free.empty()) return client.OpenSampleStream();
+    std::unique_ptr<client::SampleStream> stream = std::move(free.back());
+    free.pop_back();
+    return stream;
+  }
+
+  const std::unique_ptr<client::Arena> arena_;
+  const client::SampleRequest request_;
+  const int64_t payload_bytes_;
+  mutable absl::Mutex mutex_;
+  mutable std::map<Client*, std::vector<std::unique_ptr<client::SampleStream>>> free_
+      ABSL_GUARDED_BY(mutex_);
+};
+
 // The rows of a part.
 struct Rows {
   const v1::Head* head;  // null: logits
@@ -315,6 +355,10 @@ absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
       if (scenario.ring) {
         return std::make_unique<SampleRingCall>(std::move(request), scenario, *rows->payload,
                                                 RingFor(scenario));
+      }
+      if (scenario.stream) {
+        return std::make_unique<SampleStreamCall>(std::move(request), bytes,
+                                                  std::move(rows->arena));
       }
       return std::make_unique<SampleCall>(std::move(request), bytes, std::move(rows->arena));
     }
@@ -577,7 +621,14 @@ absl::Status CheckScenario(const Scenario& scenario) {
   if (scenario.ring && (scenario.arena.empty() || scenario.rate > 0)) {
     return absl::InvalidArgumentError("a ring needs --arena, and a closed loop (no --rate)");
   }
+  if (scenario.stream && (scenario.ring || scenario.rate > 0)) {
+    return absl::InvalidArgumentError("a stream needs a closed loop (no --rate), and no --ring");
+  }
   for (const MixPart& part : scenario.mix) {
+    if (scenario.stream && part.op != Op::kSample) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(NameOf(part), ": a stream takes sample and hidden_sample only"));
+    }
     if (part.op == Op::kSoftmax && scenario.rate > 0) {
       return absl::InvalidArgumentError("softmax needs a closed loop (no --rate)");
     }

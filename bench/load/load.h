@@ -56,6 +56,9 @@ struct Scenario {
   // Calls go through rings of leased memory, a ring for each call in flight. With `arena`, in a
   // closed loop.
   bool ring = false;
+  // Samples go through SampleStream, a stream for each call in flight, without deadlines. In a closed
+  // loop.
+  bool stream = false;
   client::Priority priority = client::Priority::kInteractive;
   bool state_sizes = true;  // see client::ClientOptions
   bool throttle = true;     // likewise

@@ -154,6 +154,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
       "--ring", scenario.ring,
       "with --arena: topk and sample go through rings of leased memory, one for each call "
       "in flight");
+  app->add_flag("--stream", scenario.stream,
+                "samples go through SampleStream, a stream for each call in flight");
   app->add_flag("!--no-stated-sizes", scenario.state_sizes,
                 "do not tell the server the size of a message");
   app->add_flag("!--no-throttle", scenario.throttle,

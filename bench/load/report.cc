@@ -129,6 +129,7 @@ ordered_json Summarise(const Measured& measured) {
                      : scenario.arena_kind == client::ArenaKind::kCuda ? "cuda"
                                                                        : "host"},
       {"ring", scenario.ring},
+      {"stream", scenario.stream},
       {"rows", scenario.rows},
       {"vocab", scenario.vocab},
       {"k", scenario.k},

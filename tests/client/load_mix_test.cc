@@ -67,6 +67,23 @@ TEST_F(LoadMixTest, EveryKindOfCallIsSentByItsWeight) {
   EXPECT_THAT(Logitctl({"load"}).out, HasSubstr("linear_cross_entropy"));
 }
 
+TEST_F(LoadMixTest, SamplesGoThroughStreams) {
+  const Ran ran =
+      LoadBench({"--mix", "sample,hidden_sample", "--head", "tiny", "--stream", "--rows", "2",
+                 "--connections", "2", "--in-flight", "3", "--duration", "1"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const nlohmann::json result = Report()["results"][0];
+  EXPECT_TRUE(result["errors"].empty()) << result["errors"];
+  EXPECT_TRUE(result["stream"]);
+  EXPECT_GT(result["answers"], 200);
+  EXPECT_GT(result["mix"]["hidden_sample"]["answers"], 50);
+  EXPECT_GT(result["latency_ns"]["p50"], 0);
+  EXPECT_THAT(LoadBench({"--mix", "sample,topk", "--stream"}).err,
+              HasSubstr("topk: a stream takes sample and hidden_sample only"));
+  EXPECT_THAT(LoadBench({"--mix", "sample", "--stream", "--rate", "10"}).err,
+              HasSubstr("a stream needs a closed loop"));
+}
+
 TEST_F(LoadMixTest, AnOpenLoopKeepsItsRateWithAMix) {
   const Ran ran = LoadBench({"--mix", "topk,score", "--rows", "1", "--connections", "3", "--rate",
                              "300", "--duration", "2"});
