@@ -52,12 +52,12 @@ void AddSample(std::vector<SweepCase>& cases, DType dtype, const char* what, Sam
 }
 
 void AddLosses(std::vector<SweepCase>& cases, DType dtype, const char* what, CrossEntropyRow row,
-               bool backward = false) {
+               LossOp op = LossOp::kForward) {
   row.active = 1;
   row.temperature = 1;
   AddGrid(cases, absl::StrFormat("cross_entropy %s %s", Name(dtype), what), kRows, kVocabularies,
           [&](int64_t rows, int64_t vocab) {
-            return CrossEntropyCase{rows, vocab, dtype, row, backward};
+            return CrossEntropyCase{rows, vocab, dtype, row, op};
           });
 }
 
@@ -104,7 +104,8 @@ std::vector<SweepCase> SweepCases() {
   }
   AddLosses(cases, kBF16, "rank", {.want = kWantRank});
   AddLosses(cases, kBF16, "softcap", {.softcap = 30});
-  AddLosses(cases, kBF16, "backward", {}, /*backward=*/true);
+  AddLosses(cases, kBF16, "backward", {}, LossOp::kBackward);
+  AddLosses(cases, kBF16, "training", {}, LossOp::kTraining);
   AddAttention(cases, "unmasked", {}, /*backward=*/false);
   AddAttention(cases, "causal", {.left = AttentionWindow::kUnbounded, .right = 0},
                /*backward=*/false);
