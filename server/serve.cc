@@ -649,7 +649,10 @@ int Serve(const Config& config, MakeBackends make_backends) {
   if (cut == 0) absl::SleepFor(kLastWrites);
   GrpcIsEnding();
   files.reset();  // its thread uses the server
-  if (*arenas != nullptr) (*arenas)->EndRings();
+  if (*arenas != nullptr && !(*arenas)->EndRings(absl::Now() + kLastBatch)) {
+    // A ring's thread runs a batch.
+    if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch, *devices);
+  }
   (*server)->Shutdown();
   if (!(*engine)->WaitIdle(absl::Now() + kLastBatch)) {
     if (const auto batch = (*engine)->OldestRunning()) LeaveBatch(*batch, *devices);

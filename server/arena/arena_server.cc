@@ -163,7 +163,7 @@ ArenaServer::~ArenaServer() {
   [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
   thread_.join();
   for (Peer& peer : peers_) EndPeer(peer);
-  EndRings();
+  EndRings(absl::InfiniteFuture());
   door::RemoveSocketFile(options_.address, socket_);
   close(socket_.fd);
   close(stop_fd_);
@@ -174,10 +174,12 @@ void ArenaServer::ServeRings(ServeRing serve, int cores) {
   rings_ = std::make_unique<Rings>(std::move(serve), cores);
 }
 
-void ArenaServer::EndRings() {
-  std::unique_ptr<Rings> rings;  // ends without the lock
-  absl::MutexLock lock(&rings_mutex_);
-  rings.swap(rings_);
+bool ArenaServer::EndRings(absl::Time deadline) {
+  {
+    absl::MutexLock lock(&rings_mutex_);
+    if (rings_ != nullptr) ending_rings_ = std::move(rings_);
+  }
+  return ending_rings_ == nullptr || ending_rings_->Stop(deadline);
 }
 
 void ArenaServer::Run() {

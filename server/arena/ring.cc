@@ -119,8 +119,8 @@ absl::StatusOr<bool> Ring::TakeAll() {
       absl::MutexLock lock(&mutex_);
       if (const auto it = open_.find(serial); it != open_.end()) it->second = work;
     }
-    if (stop_ && work != nullptr) work->Drop();  // Stop may not have seen it
-    if (replies_ > 0) break;                     // first of all
+    if (stop_ && work != nullptr) work->Drop();    // Stop may not have seen it
+    if (!posted_now_.ok() || replies_ > 0) break;  // first of all
   }
   return worked;
 }
@@ -242,7 +242,9 @@ void Ring::Run() {
 Rings::Rings(ServeRing serve, int cores)
     : serve_(std::move(serve)), max_spinning_(std::max(1, cores / 4)) {}
 
-Rings::~Rings() {
+Rings::~Rings() { Stop(absl::InfiniteFuture()); }
+
+bool Rings::Stop(absl::Time deadline) {
   std::vector<std::shared_ptr<Ring>> rings;
   {
     absl::MutexLock lock(&mutex_);
@@ -254,7 +256,7 @@ Rings::~Rings() {
   rings.clear();
   absl::MutexLock lock(&mutex_);
   const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rings_.empty(); };
-  mutex_.Await(absl::Condition(&none));
+  return mutex_.AwaitWithDeadline(absl::Condition(&none), deadline);
 }
 
 absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> arena,

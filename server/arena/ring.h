@@ -118,6 +118,8 @@ class Rings {
   Rings(ServeRing serve, int cores);
   // Stops every ring and waits for its thread.
   ~Rings();
+  // Stops every ring, and waits for their threads until then. False: one runs on.
+  bool Stop(absl::Time deadline);
   Rings(const Rings&) = delete;
   Rings& operator=(const Rings&) = delete;
 

@@ -72,7 +72,8 @@ struct KindKey {
 // and short jobs do not share batches: a short job never waits for the rows of a long one.
 struct Kind {
   KindKey key;
-  double row_ns = 0;  // a row's time on a stream, as estimated; 0: unknown
+  double row_ns = 0;     // a row's time on a stream, as estimated; 0: unknown
+  bool has_run = false;  // the estimate is not only that of other kinds
   KeyQueue of_short;
   KeyQueue of_long;
   int batches = 0;  // slabs that hold one of its batches

@@ -165,8 +165,10 @@ Batch* Batcher::TakeMostUrgent(Device& device) {
 
 // Lends an idle stream for the batch of a job that just came, where no other job is there.
 Batcher::Loan Batcher::Borrow(Batch* batch) {
-  const double cost_ns = batch->queue->kind->row_ns * static_cast<double>(batch->rows);
-  if (unfinished_ != 1 || batch->sharded || cost_ns <= 0 ||
+  const Kind& kind = *batch->queue->kind;
+  const double cost_ns = kind.row_ns * static_cast<double>(batch->rows);
+  // On the host, each thread that runs ops keeps memory for them.
+  if (on_host_ || unfinished_ != 1 || batch->sharded || !kind.has_run || cost_ns <= 0 ||
       cost_ns > absl::ToDoubleNanoseconds(kMostLent)) {
     return {};
   }
@@ -285,7 +287,10 @@ void Batcher::GiveBack(Batch* batch, JobList& ended) {
     --devices_[static_cast<size_t>(batch->device)].slow;
   }
   if (progress.slice_rows > 0) {
-    if (progress.kind_row_ns > 0) batch->queue->kind->row_ns = progress.kind_row_ns;
+    if (progress.kind_row_ns > 0) {
+      batch->queue->kind->row_ns = progress.kind_row_ns;
+      batch->queue->kind->has_run = true;
+    }
     batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
   }
   unfinished_ -= progress.finished;

@@ -113,8 +113,10 @@ class ThreadedEngine final : public Engine {
     if (loan.batch == nullptr) return;
     const Ran ran = Run(loan.stream, *loan.batch);
     batcher_.Return(loan);
+    const bool failed = !ran.status.ok();
+    if (failed) Count(ran);  // whoever acts on a lost device need not wait for `ended`
     ended();
-    Count(ran);
+    if (!failed) Count(ran);
   }
   void Cancel(const Job& job) override { batcher_.Cancel(job); }
   void DeviceLost(const absl::Status& cause) override {

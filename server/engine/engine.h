@@ -94,8 +94,9 @@ class Engine {
 
   // The same, by a thread that has nothing else to do until the job has ended: where no other job is
   // there, and a stream is idle, the thread runs a short job itself, in this call. That spares the job
-  // two hand-overs to other threads. Then `ended` runs after Done, when the stream is free again:
-  // for what should not wait until the engine has counted.
+  // two hand-overs to other threads. It is not done on the host, nor for a kind of job that has not
+  // run before. Then `ended` runs when the stream is free again: for what should not wait until the
+  // engine has counted. Done has run by then, unless the job goes on in another slice.
   virtual void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) = 0;
 
   // The caller of `job` is gone. If its batch does not run, its rows are dropped, and

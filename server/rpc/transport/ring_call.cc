@@ -46,8 +46,26 @@ void RingCall::Start(arena::RingRequest request) {
   admission_wait_.Enter(
       {.caller = headers_.caller, .deadline = headers_.deadline, .bytes = needed_bytes()},
       [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> ticket) {
-        call->Admitted(std::move(ticket));
+        call->LetIn(std::move(ticket));
       });
+  std::optional<absl::StatusOr<engine::Admission::Ticket>> ticket;
+  {
+    absl::MutexLock lock(&mutex_);
+    entering_ = false;
+    ticket.swap(ticket_);
+  }
+  if (ticket.has_value()) Admitted(*std::move(ticket), alone_);
+}
+
+void RingCall::LetIn(absl::StatusOr<engine::Admission::Ticket> ticket) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (entering_) {
+      ticket_ = std::move(ticket);
+      return;
+    }
+  }
+  Admitted(std::move(ticket), /*alone=*/false);
 }
 
 // Who calls, whether the call can end in time, and what it asks for: in the order of a unary call.
@@ -86,11 +104,11 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
   return work_.Arrived(work_bytes(message_bytes_), spec());
 }
 
-void RingCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
+void RingCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone) {
   if (!ticket.ok()) return Finish(ticket.status());
   if (ticket->Received(needed_bytes())) {
     SetTicket(*std::move(ticket));
-    return Submit(shared_from_this(), alone_);
+    return Submit(shared_from_this(), alone);
   }
   // The answer needs more than the largest message.
   admission_wait_.Enter(

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -47,7 +48,10 @@ class RingCall final : public RequestJob,
 
  private:
   absl::Status Prepare(const arena::RingRequest& request);
-  void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
+  // The admission's answer. One that comes within Start waits for the end of it, so that a call which
+  // runs alone runs on the ring's thread, and holds up no admission.
+  void LetIn(absl::StatusOr<engine::Admission::Ticket> ticket);
+  void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone);
   void Finish(const absl::Status& status, std::string message = {},
               const engine::JobTimes& times = {});
 
@@ -62,6 +66,8 @@ class RingCall final : public RequestJob,
   int64_t message_bytes_ = 0;
 
   absl::Mutex mutex_;
+  bool entering_ ABSL_GUARDED_BY(mutex_) = true;  // Start has not ended
+  std::optional<absl::StatusOr<engine::Admission::Ticket>> ticket_ ABSL_GUARDED_BY(mutex_);
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   engine::Load::Work work_ ABSL_GUARDED_BY(mutex_);  // until finished
 };
