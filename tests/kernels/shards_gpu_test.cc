@@ -1,5 +1,6 @@
 // Linear ops on heads that are cut over CUDA devices: the checks of one device, and its bits. Where
 // there are fewer devices than shards, a device has several shards.
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -171,6 +172,7 @@ void ExpectTrainingOfOneDevice(OpRunner& one, Backend* backend, int shards) {
     EXPECT_EQ(BitsOfLosses(got.loss) == BitsOfLosses(want.loss), true)
         << DescribeSharded(c, shards);
     EXPECT_EQ(HiddenDifference(got.gradient, want.gradient), "") << DescribeSharded(c, shards);
+    EXPECT_EQ(WeightDifference(got.gradient, want.gradient), "") << DescribeSharded(c, shards);
     // Twice the same: the same bits.
     const LinearTrainingAnswer again = sharded->LinearCrossEntropyTraining(call).value();
     EXPECT_EQ(again.gradient.d_hidden.bytes() == got.gradient.d_hidden.bytes(), true)
@@ -180,7 +182,18 @@ void ExpectTrainingOfOneDevice(OpRunner& one, Backend* backend, int shards) {
   }
 }
 
+// Why a test that makes the logits once cannot run; "": it can.
+std::string WhyNoTraining() {
+  cudaDeviceProp properties;
+  const cudaError_t error = cudaGetDeviceProperties(&properties, CudaTestDevice());
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (properties.major == 9 && properties.minor == 0) return "";
+  return absl::StrFormat("shards make the logits of training once on sm_90, the device is sm_%d%d",
+                         properties.major, properties.minor);
+}
+
 TEST_F(ShardsGpuTest, TrainingOverDevicesHasTheLossesOfOne) {
+  if (const std::string why = WhyNoTraining(); !why.empty()) GTEST_SKIP() << why;
   for (const int shards : {1, 2, 3, 4, 8}) {
     CuttingBackend backend(DevicesOf(shards));
     ExpectTrainingOfOneDevice(*runner_, &backend, shards);
@@ -232,6 +245,7 @@ TEST_F(ShardsByNcclGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
 }
 
 TEST_F(ShardsByNcclGpuTest, TrainingOverDevicesHasTheLossesOfOne) {
+  if (const std::string why = WhyNoTraining(); !why.empty()) GTEST_SKIP() << why;
   for (int devices = 2; devices <= CountCudaDevices(); ++devices) {
     CuttingBackend backend(DevicesOf(devices), kByNccl);
     ExpectTrainingOfOneDevice(*runner_, &backend, devices);
@@ -519,11 +533,13 @@ void HangInTraining(ShardExchange exchange) {
 }
 
 TEST_F(ShardsGpuTest, ADeviceThatHangsInTrainingEndsTheCallInTime) {
+  if (const std::string why = WhyNoTraining(); !why.empty()) GTEST_SKIP() << why;
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(HangInTraining(ShardExchange::kPeers), ::testing::ExitedWithCode(0),
               "OK; OK; .*ended no part of its work for 500ms.*, shard 1");
 }
 TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsInTrainingEndsTheCallInTime) {
+  if (const std::string why = WhyNoTraining(); !why.empty()) GTEST_SKIP() << why;
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(HangInTraining(ShardExchange::kNccl), ::testing::ExitedWithCode(0),
               "OK; OK; .*ended no part of its work for 500ms.*, shard 1");
