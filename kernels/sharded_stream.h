@@ -62,10 +62,12 @@ struct ShardedTrainingArgs {
 //
 // A device that fails or hangs does not hold up the others: the op, or on CUDA Wait, ends with the
 // status of the first that failed, and FailedShards names it; on CUDA a fault may show in a call for
-// another device, which is named then. The answers are unspecified then. INTERNAL and devices that
-// hang, which are all named: all later calls end with the same status; the memory of the call, the
-// head and the backend must stay as long as the devices may still use them. UNAVAILABLE: a device was
-// so late that the call was given up, but has ended its work after that; or as for any stream.
+// another device, which is named then. Where a call on CUDA is given up, Wait ends with its status
+// too, because earlier calls may have merged blocks that were not there. The answers are unspecified
+// then. INTERNAL and devices that hang, which are all named: all later calls end with the same status;
+// the memory of the call, the head and the backend must stay as long as the devices may still use
+// them. UNAVAILABLE: a device was so late that the call was given up, but has ended its work after
+// that; or as for any stream.
 //
 // Holds a stream for each device; on the CPU also a thread for each, on CUDA 136 MiB of the first
 // device and 68 MiB of each other, with NCCL 208 MiB of each and what NCCL takes. Gradients take more,
