@@ -245,32 +245,16 @@ class HostShardedStream final : public ShardedStream {
   }
 
   absl::Status ShardedBackward(const ShardedBackwardArgs& args) override {
-    return Timed([&]() -> absl::Status {
-      const LinearCrossEntropyBackwardArgs& whole = args.gradient;
-      const int64_t rows = whole.hidden.rows, hidden = whole.hidden.cols;
-      auto* const parts = reinterpret_cast<float*>(shared_->parts.Get(
-          static_cast<size_t>(rows * hidden) * streams().size() * sizeof(float)));
-      if (IsAbandoned()) return absl::OkStatus();
-      LOGITD_RETURN_IF_ERROR(
-          OnAll([=, to = args.shards, cut = ShardsOf(whole.head)](Stream& stream, int shard) {
-            LinearCrossEntropyBackwardArgs gradient = whole;
-            gradient.head = whole.head.shards[shard];
-            gradient.d_weight = to[shard].d_weight;
-            gradient.d_bias = to[shard].d_bias;
-            gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
-            return stream.LinearCrossEntropyBackwardPartial(
-                {.shard = shard, .shards = cut, .gradient = gradient});
-          }));
-      return OfShard(
-          0,
-          lead().LinearCrossEntropyBackwardMerge(
-              {.shards = count(), .parts = parts, .rows = whole.rows, .d_hidden = whole.d_hidden}));
-    });
+    LOGITD_RETURN_IF_ERROR(hung_);
+    LOGITD_RETURN_IF_ERROR(CheckShardGradients(args.gradient, args.shards, count()));
+    return Backward(args.gradient, args.shards);
   }
 
   absl::Status ShardedTraining(const ShardedTrainingArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
+    LOGITD_RETURN_IF_ERROR(CheckShardGradients(args.training.gradient, args.shards, count()));
     LOGITD_RETURN_IF_ERROR(LinearCrossEntropy(args.training.Forward()));
-    return ShardedBackward({.gradient = args.training.Backward(), .shards = args.shards});
+    return Backward(args.training.Backward(), args.shards);
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
@@ -357,6 +341,28 @@ class HostShardedStream final : public ShardedStream {
                           {.shape = shape, .blocks = blocks, .cross_entropy = args.cross_entropy}));
   }
 
+  absl::Status Backward(const LinearCrossEntropyBackwardArgs& whole, const ShardGradient* to) {
+    return Timed([&]() -> absl::Status {
+      const int64_t rows = whole.hidden.rows, hidden = whole.hidden.cols;
+      auto* const parts = reinterpret_cast<float*>(shared_->parts.Get(
+          static_cast<size_t>(rows * hidden) * streams().size() * sizeof(float)));
+      if (IsAbandoned()) return absl::OkStatus();
+      LOGITD_RETURN_IF_ERROR(OnAll([=, cut = ShardsOf(whole.head)](Stream& stream, int shard) {
+        LinearCrossEntropyBackwardArgs gradient = whole;
+        gradient.head = whole.head.shards[shard];
+        gradient.d_weight = to[shard].d_weight;
+        gradient.d_bias = to[shard].d_bias;
+        gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
+        return stream.LinearCrossEntropyBackwardPartial(
+            {.shard = shard, .shards = cut, .gradient = gradient});
+      }));
+      return OfShard(
+          0,
+          lead().LinearCrossEntropyBackwardMerge(
+              {.shards = count(), .parts = parts, .rows = whole.rows, .d_hidden = whole.d_hidden}));
+    });
+  }
+
   // Calls part(stream, shard) for all devices at the same time. The first error, in their order;
   // one that loses the device goes before one that does not. `part` has copies of all it uses.
   absl::Status OnAll(std::function<absl::Status(Stream&, int)> part) {
@@ -402,6 +408,23 @@ class HostShardedStream final : public ShardedStream {
 };
 
 bool IsHost(const Backend& backend) { return backend.device().is_host; }
+
+absl::Status CheckDWeight(int shard, const MutableTensorView& d_weight, int64_t tokens,
+                          const HeadView& head) {
+  const int64_t hidden = head.hidden();
+  if (d_weight.data == nullptr || d_weight.rows != tokens || d_weight.cols != hidden ||
+      d_weight.row_stride < hidden) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("shards[%d].d_weight: got [%d, %d] with row stride %d%s, allowed memory of "
+                        "[%d, %d] with row stride >= %d",
+                        shard, d_weight.rows, d_weight.cols, d_weight.row_stride,
+                        d_weight.data == nullptr ? " and no memory" : "", tokens, hidden, hidden));
+  }
+  if (d_weight.dtype == head.weight.dtype || d_weight.dtype == DType::kF32) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("shards[%d].d_weight: got %s, allowed %s (the weight's) or f32", shard,
+                      Name(d_weight.dtype), Name(head.weight.dtype)));
+}
 
 #if LOGITD_WITH_CUDA
 bool IsCuda(const Backend& backend) { return backend.device().backend == "cuda"; }
@@ -456,6 +479,32 @@ absl::StatusOr<std::unique_ptr<ShardedStream>> CreateShardedStream(
     streams.push_back(*std::move(stream));
   }
   return std::make_unique<HostShardedStream>(std::move(streams), options.hang_after);
+}
+
+absl::Status CheckShardGradients(const LinearCrossEntropyBackwardArgs& gradient,
+                                 const ShardGradient* shards, int devices) {
+  const HeadView& head = gradient.head;
+  const int parts = head.shards == nullptr ? 0 : head.shard_count;
+  if (parts != devices) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("head: got %d shards, allowed %d (the devices)", parts, devices));
+  }
+  if (shards == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("shards: got null, allowed an array of %d (the devices)", devices));
+  }
+  const VocabShards cut = {.vocab = head.vocab(), .count = devices};
+  const bool bias = shards[0].d_bias != nullptr;  // the first always has tokens
+  for (int i = 0; i < devices; ++i) {
+    const int64_t tokens = cut.at(i).tokens;
+    if (tokens == 0) continue;
+    LOGITD_RETURN_IF_ERROR(CheckDWeight(i, shards[i].d_weight, tokens, head));
+    if ((shards[i].d_bias != nullptr) == bias) continue;
+    return absl::InvalidArgumentError(
+        absl::StrFormat("shards[%d].d_bias: got %s, allowed %s (as shards[0])", i,
+                        bias ? "null" : "memory", bias ? "memory" : "null"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status OfShards(absl::Span<const int> shards, absl::Status status) {

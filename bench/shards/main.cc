@@ -115,6 +115,13 @@ struct Times {
   double wall_us = 0;  // of the call: small parameters up, op, answers down
 };
 
+// How the answers of shards compare with those of one device.
+struct Agreement {
+  bool bits = true;       // of all answers except gradients: the same
+  bool gradients = true;  // of training: within kMostDifference
+  bool all() const { return bits && gradients; }
+};
+
 // What a call has answered.
 struct Answers {
   std::string bits;  // of all answers except gradients
@@ -216,15 +223,16 @@ class Bench {
   }
 
   // `nccl` stays 0 where NCCL is not measured.
-  absl::Status Measure(const Case& c, Times* one, Times* sharded, Times* nccl, bool* same) {
+  absl::Status Measure(const Case& c, Times* one, Times* sharded, Times* nccl,
+                       Agreement* agreement) {
     if (c.op == HeadOp::kTraining) LOGITD_RETURN_IF_ERROR(MakeGradients());
     Answers want, got;
     LOGITD_RETURN_IF_ERROR(Run(c, *one_, nullptr, one, &want));
     LOGITD_RETURN_IF_ERROR(Run(c, *sharded_, sharded_.get(), sharded, &got));
-    *same = IsSame(c, want, got);
+    Compare(c, want, got, agreement);
     if (by_nccl_ == nullptr) return absl::OkStatus();
     LOGITD_RETURN_IF_ERROR(Run(c, *by_nccl_, by_nccl_.get(), nccl, &got));
-    *same = *same && IsSame(c, want, got);
+    Compare(c, want, got, agreement);
     return absl::OkStatus();
   }
 
@@ -238,12 +246,12 @@ class Bench {
  private:
   Backend& lead() { return *backends_.front(); }
 
-  static bool IsSame(const Case& c, const Answers& a, const Answers& b) {
-    if (c.op == HeadOp::kTraining && !(Difference(a.d_hidden, b.d_hidden) < kMostDifference &&
-                                       Difference(a.d_weight, b.d_weight) < kMostDifference)) {
-      return false;
-    }
-    return a.bits == b.bits;
+  static void Compare(const Case& c, const Answers& want, const Answers& got,
+                      Agreement* agreement) {
+    agreement->bits &= got.bits == want.bits;
+    if (c.op != HeadOp::kTraining) return;
+    agreement->gradients &= Difference(want.d_hidden, got.d_hidden) < kMostDifference &&
+                            Difference(want.d_weight, got.d_weight) < kMostDifference;
   }
 
   absl::Status AddGradient(int device, const HeadView& head) {
@@ -269,14 +277,31 @@ class Bench {
     return absl::OkStatus();
   }
 
+  // What is compared of a d_weight.
+  static MutableTensorView LastTokens(const ShardGradient& gradient) {
+    const MutableTensorView& all = gradient.d_weight;
+    const int64_t tokens = std::min<int64_t>(512, all.rows);
+    return RowsOf(all, all.rows - tokens, tokens);
+  }
+
   // `gradient`: of the last tokens. Overwrites the slab.
   absl::Status ReadGradients(const Case& c, const void* d_hidden, int device,
                              const ShardGradient& gradient, Answers* answers) {
-    const TensorView all = gradient.d_weight;
-    const int64_t tokens = std::min<int64_t>(512, all.rows);
+    const MutableTensorView last = LastTokens(gradient);
     LOGITD_RETURN_IF_ERROR(Read(0, d_hidden, c.rows * c.hidden, &answers->d_hidden));
-    return Read(device, RowsOf(all, all.rows - tokens, tokens).data, tokens * c.hidden,
-                &answers->d_weight);
+    return Read(device, last.data, last.rows * c.hidden, &answers->d_weight);
+  }
+
+  // Makes NaNs of what ReadGradients reads of d_weight: an earlier run may have left gradients there.
+  // Overwrites the slab.
+  absl::Status PoisonWeight(int device, const ShardGradient& gradient) {
+    const MutableTensorView last = LastTokens(gradient);
+    const auto bytes = static_cast<size_t>(last.rows * last.cols * kElement);
+    std::memset(slab_.host, 0xff, bytes);
+    auto stream = all_[static_cast<size_t>(device)]->CreateStream(StreamUse::kCopies);
+    if (!stream.ok()) return stream.status();
+    LOGITD_RETURN_IF_ERROR((*stream)->Fill(slab_, 0, bytes, static_cast<std::byte*>(last.data)));
+    return (*stream)->Wait().status();
   }
 
   absl::Status Load(int device, const VocabShard& shard, HeadView& view) {
@@ -303,7 +328,10 @@ class Bench {
   // `sharded`: null, or the stream, which then gets the head that is cut.
   absl::Status Run(const Case& c, Stream& stream, ShardedStream* sharded, Times* times,
                    Answers* answers) {
+    const bool trains = c.op == HeadOp::kTraining;
     const HeadView& head = sharded == nullptr ? whole_ : sharded_head_;
+    const int last = sharded == nullptr ? 0 : count() - 1;  // the device of the last tokens
+    if (trains) LOGITD_RETURN_IF_ERROR(PoisonWeight(last, GradientOf(sharded)));
     Layout layout(slab_);
     const auto states = static_cast<size_t>(c.rows * c.hidden * kElement);
     std::memcpy(slab_.host, pattern_.host + kPatternBytes - states, states);
@@ -324,9 +352,9 @@ class Bench {
     auto* const status = layout.Take<RowStatus>(c.rows);
     const size_t end = layout.bytes();
     std::memset(slab_.host + first_answer, 0, end - first_answer);
-    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, end));
-    auto* const d_hidden =
-        c.op == HeadOp::kTraining ? layout.Take<std::byte>(static_cast<int64_t>(states)) : nullptr;
+    auto* const d_hidden = trains ? layout.Take<std::byte>(static_cast<int64_t>(states)) : nullptr;
+    std::memset(slab_.host + end, 0xff, layout.bytes() - end);  // d_hidden: NaNs, as PoisonWeight
+    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, layout.bytes()));
     const auto launch = [&]() -> absl::Status {
       switch (c.op) {
         case HeadOp::kTopK:
@@ -403,9 +431,13 @@ class Bench {
     *times = {.device_us = median(device_us), .wall_us = median(wall_us)};
     answers->bits.assign(reinterpret_cast<const char*>(slab_.host + first_answer),
                          end - first_answer);
-    if (c.op != HeadOp::kTraining) return absl::OkStatus();
-    return sharded == nullptr ? ReadGradients(c, d_hidden, 0, gradients_.front(), answers)
-                              : ReadGradients(c, d_hidden, count() - 1, gradients_.back(), answers);
+    if (!trains) return absl::OkStatus();
+    return ReadGradients(c, d_hidden, last, GradientOf(sharded), answers);
+  }
+
+  // Where the gradients of the last tokens go.
+  const ShardGradient& GradientOf(const ShardedStream* sharded) const {
+    return sharded == nullptr ? gradients_.front() : gradients_.back();
   }
 
   std::vector<std::unique_ptr<Backend>> backends_;
@@ -451,7 +483,7 @@ int Main(int argc, char** argv) {
                         {"exchange", nlohmann::json::array()}};
   int failed = 0;
   absl::PrintF("%-44s %10s %10s %7s %10s %10s %10s %7s %10s  %s\n", "op", "one us", "shards us",
-               "x", "one wall", "wall", "NCCL us", "x", "wall", "bits");
+               "x", "one wall", "wall", "NCCL us", "x", "wall", "answers");
   int64_t hidden = 0, vocab = 0;
   for (const Case& c : Cases()) {
     const std::string label =
@@ -466,18 +498,19 @@ int Main(int argc, char** argv) {
     hidden = c.hidden;
     vocab = c.vocab;
     Times one, sharded, nccl;
-    bool same = false;
-    if (status.ok()) status = bench.Measure(c, &one, &sharded, &nccl, &same);
+    Agreement agreement;
+    if (status.ok()) status = bench.Measure(c, &one, &sharded, &nccl, &agreement);
     if (!status.ok()) {
       absl::PrintF("%-44s %s\n", label, status.ToString());
       ++failed;
       continue;
     }
-    if (!same) ++failed;
+    if (!agreement.all()) ++failed;
     const double by_nccl = nccl.device_us == 0 ? 0 : one.device_us / nccl.device_us;
     absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f %10.1f %7.2f %10.1f  %s\n", label,
                  one.device_us, sharded.device_us, one.device_us / sharded.device_us, one.wall_us,
-                 sharded.wall_us, nccl.device_us, by_nccl, nccl.wall_us, same ? "same" : "DIFFER");
+                 sharded.wall_us, nccl.device_us, by_nccl, nccl.wall_us,
+                 agreement.all() ? "same" : "DIFFER");
     nlohmann::json entry = {{"op", kOps[static_cast<int>(c.op)]},
                             {"rows", c.rows},
                             {"hidden", c.hidden},
@@ -487,7 +520,8 @@ int Main(int argc, char** argv) {
                             {"sharded_us", sharded.device_us},
                             {"one_wall_us", one.wall_us},
                             {"sharded_wall_us", sharded.wall_us},
-                            {"same_bits", same}};
+                            {"same_bits", agreement.bits}};
+    if (c.op == HeadOp::kTraining) entry["gradients_agree"] = agreement.gradients;
     if (nccl.device_us > 0) {
       entry["nccl_us"] = nccl.device_us;
       entry["nccl_wall_us"] = nccl.wall_us;

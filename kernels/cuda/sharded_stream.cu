@@ -19,9 +19,10 @@
 //            all devices. The first device packs what the others need of a call, and a copy brings it
 //            to each, through the host where there is no other way.
 //
-// Training has two exchanges. Each device computes pass 1 (linear/training.cu), all read what all tell
-// of it, and each makes the gradients of its own tokens. By kPeers a copy engine brings d_hidden's part
-// to the first device while the last product runs, by kNccl one reduce adds the parts at that time.
+// Training has two exchanges. Each device computes pass 1 (linear/training.cu) and writes its sums into
+// a block. Every device reads the blocks of all, and makes the gradients of its own tokens. By kPeers a
+// copy engine brings d_hidden's part to the first device while the last product runs, by kNccl one
+// reduce adds the parts at that time.
 //
 // A device that fails or hangs holds up no other: the host watches the signals, and where one does not
 // come it ends all waits and the collective. The driver may wait for a device when it loads a kernel, so
@@ -38,11 +39,11 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <compare>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <set>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -85,7 +86,8 @@ constexpr size_t kKernelCopyBytes = size_t{1} << 20;
 
 constexpr absl::Duration kPollFor = absl::Microseconds(200);
 constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
-// How long devices get to end what they have when all waits have been ended because none moved.
+// How long devices get to end what they have when all waits have been ended because none moved. After
+// an error of one the others get at least as long, also at the start of the stream.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
 
 constexpr size_t kBorder = 256;  // of what is packed
@@ -216,7 +218,7 @@ class CudaShardedStream final : public ShardedStream {
     signals_ = *std::move(signals);
     for (size_t i = 0; i < backends.size(); ++i) {
       const absl::Status status = Add(backends[i]);
-      if (!status.ok()) return OfShard(static_cast<int>(i), status);
+      if (!status.ok()) return Stop(OfShard(static_cast<int>(i), status));  // others may hang
     }
     LOGITD_RETURN_IF_ERROR(TrySignals());
     return exchange_ == ShardExchange::kNccl ? JoinNccl() : absl::OkStatus();
@@ -243,35 +245,52 @@ class CudaShardedStream final : public ShardedStream {
     return OfShard(0, lead().Deliver(to, from, bytes));
   }
 
-  absl::Status LinearTopK(const LinearTopKArgs& args) override { return RunLinearTopK(args); }
+  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+    const bool few =
+        exchange_ == ShardExchange::kPeers &&
+        static_cast<size_t>(args.hidden.rows) * LogitsBytes(args.head) <= kFewLogitsBytes;
+    return Run({Kind::kTopK, args.hidden, args.head, args.topk.max_k, few ? 1u : 0u}, [&] {
+      return few ? OnLogits(args.hidden, args.head, args.topk, &Stream::SoftmaxTopK)
+                 : RunLinearTopK(args);
+    });
+  }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
-    BeginCall(Kind::kSample, args.head);
-    return exchange_ == ShardExchange::kPeers
-               ? OnLogits(args.hidden, args.head, args.sample, &Stream::Sample)
-               : RunLinearSample(args);
+    return Run({Kind::kSample, args.hidden, args.head, 0, args.sample.edited ? 1u : 0u}, [&] {
+      return exchange_ == ShardExchange::kPeers
+                 ? OnLogits(args.hidden, args.head, args.sample, &Stream::Sample)
+                 : RunLinearSample(args);
+    });
   }
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
-    return RunLinearCrossEntropy(args);
+    const CrossEntropyArgs& loss = args.cross_entropy;
+    const uint32_t options =
+        static_cast<uint32_t>(loss.want) * 2 + (loss.max_extra_ids > 0 ? 1u : 0u);
+    return Run({Kind::kLosses, args.hidden, args.head, loss.max_top_logprobs, options},
+               [&] { return RunLinearCrossEntropy(args); });
   }
   absl::Status ShardedBackward(const ShardedBackwardArgs& args) override {
-    return RunBackward(args.gradient, args.shards);
+    LOGITD_RETURN_IF_ERROR(hung_);
+    LOGITD_RETURN_IF_ERROR(CheckShardGradients(args.gradient, args.shards, count()));
+    return Backward(args.gradient, args.shards);
   }
   absl::Status ShardedTraining(const ShardedTrainingArgs& args) override {
     LOGITD_RETURN_IF_ERROR(hung_);
-    if (TrainingFits(args)) return RunTraining(args);
-    LOGITD_RETURN_IF_ERROR(RunLinearCrossEntropy(args.training.Forward()));
-    return RunBackward(args.training.Backward(), args.shards);
+    LOGITD_RETURN_IF_ERROR(CheckShardGradients(args.training.gradient, args.shards, count()));
+    if (TrainingFits(args)) {
+      return Run(GradientCall(Kind::kTraining, args.training.gradient, args.shards),
+                 [&] { return RunTraining(args); });
+    }
+    LOGITD_RETURN_IF_ERROR(LinearCrossEntropy(args.training.Forward()));
+    return Backward(args.training.Backward(), args.shards);
   }
 
-  // The parts of other devices are waited for first: what the first device has enqueued may depend on
-  // them.
   absl::StatusOr<StreamTimes> Wait() override {
     LOGITD_RETURN_IF_ERROR(hung_);
-    if (const absl::Status failed = WaitFor(1, count()); !failed.ok()) return Stop(failed);
-    absl::StatusOr<StreamTimes> waited = lead().Wait();
-    if (waited.ok()) return waited;
-    const absl::Status& failed = waited.status();
-    return Stop(absl::IsDeadlineExceeded(failed) ? failed : OfShard(0, failed));
+    absl::StatusOr<StreamTimes> waited = WaitForAll();
+    const absl::Status given_up = std::exchange(given_up_, absl::OkStatus());
+    LOGITD_RETURN_IF_ERROR(hung_);
+    LOGITD_RETURN_IF_ERROR(given_up);
+    return waited;
   }
 
  private:
@@ -290,6 +309,44 @@ class CudaShardedStream final : public ShardedStream {
     cudaEvent_t moved = nullptr;
   };
   using Gathered = std::byte* Device::*;
+  enum class Kind { kTopK, kSample, kLosses, kBackward, kTraining };
+  // What chooses the kernels of a call, sizes as powers of two.
+  struct Call {
+    Kind kind;
+    DType dtype;
+    int64_t vocab;
+    int64_t hidden;
+    int rows_bits;
+    int k_bits;
+    bool bias;
+    bool norm;
+    bool softcap;
+    uint32_t options;  // of the kind
+
+    Call(Kind of, const TensorView& states, const HeadView& head, int32_t max_k, uint32_t of_kind)
+        : kind(of),
+          dtype(head.weight.dtype),
+          vocab(head.vocab()),
+          hidden(head.hidden()),
+          rows_bits(std::bit_width(static_cast<uint64_t>(states.rows))),
+          k_bits(std::bit_width(static_cast<uint32_t>(max_k))),
+          bias(head.shards->bias != nullptr),
+          norm(head.shards->norm != nullptr),
+          softcap(head.softcap > 0),
+          options(of_kind) {}
+    auto operator<=>(const Call&) const = default;
+  };
+  // The options are the types of the gradients, and whether d_bias is wanted.
+  Call GradientCall(Kind kind, const LinearCrossEntropyBackwardArgs& args,
+                    const ShardGradient* shards) const {
+    uint32_t options = args.d_hidden.dtype == DType::kF32 ? 1 : 0;
+    for (int i = 0; i < count(); ++i) {
+      if (shards[i].d_weight.rows == 0) continue;
+      options |= shards[i].d_weight.dtype == DType::kF32 ? 2 : 4;
+      if (shards[i].d_bias != nullptr) options |= 8;
+    }
+    return {kind, args.hidden, args.head, 0, options};
+  }
 
   int count() const { return static_cast<int>(devices_.size()); }
   DeviceStream& stream(int shard) { return *devices_[static_cast<size_t>(shard)].stream; }
@@ -359,8 +416,8 @@ class CudaShardedStream final : public ShardedStream {
           absl::StrCat("a stream cannot wait for one of another device: ", why));
     };
     if (const absl::Status status = EnqueueSignals(); !status.ok()) {
-      static_cast<void>(Drain(kDrainFor));
-      return absl::IsUnavailable(status) ? refused(status.message()) : status;
+      const absl::Status stopped = Stop(status);
+      return absl::IsUnavailable(stopped) ? refused(stopped.message()) : stopped;
     }
     LOGITD_RETURN_IF_ERROR(Settle("a stream cannot wait for one of another device: none came"));
     for (int i = 0; i < count(); ++i) {
@@ -382,20 +439,26 @@ class CudaShardedStream final : public ShardedStream {
   }
 
   // Waits until all devices have ended what they have. Where one does not in time, the waits of all
-  // are ended. UNAVAILABLE: that helped, `why` is what failed; INTERNAL: it did not, and hung_.
+  // are ended. UNAVAILABLE without a shard: that helped, `why` is what failed. Else the error of a
+  // device; INTERNAL, and hung_, where one hangs.
   absl::Status Settle(absl::string_view why) {
-    Patience patience(hang_after_);
-    while (!Busy().empty()) {
-      if (patience.Sleep()) continue;
-      static_cast<void>(Stop(absl::DeadlineExceededError(why)));
-      return hung_.ok() ? absl::UnavailableError(why) : hung_;
-    }
-    return FirstError();
+    absl::Status settled = WaitUntil([this] { return Busy().empty(); });
+    settled.Update(FirstError());
+    if (settled.ok()) return settled;
+    absl::Status stopped = Stop(settled);
+    return FailedShard(stopped).has_value() ? stopped : absl::UnavailableError(why);
   }
 
   void LeaveNccl() {
     if (nccl_ != nullptr) nccl_->Abort();
     nccl_.reset();
+  }
+  // Leaves NCCL after an error, which ends the exchanges of earlier calls as well.
+  absl::Status KeepNccl(absl::Status status) {
+    if (status.ok()) return status;
+    LeaveNccl();
+    given_up_.Update(status);
+    return status;
   }
 
   // `row_bytes`: of what is exchanged for a row, by all devices; `packed_extras`: extra ids of a row
@@ -416,11 +479,6 @@ class CudaShardedStream final : public ShardedStream {
   }
 
   absl::Status RunLinearTopK(const LinearTopKArgs& args) {
-    BeginCall(Kind::kTopK, args.head, args.topk.max_k);
-    if (exchange_ == ShardExchange::kPeers &&
-        static_cast<size_t>(args.hidden.rows) * LogitsBytes(args.head) <= kFewLogitsBytes) {
-      return OnLogits(args.hidden, args.head, args.topk, &Stream::SoftmaxTopK);
-    }
     TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = args.topk.max_k};
     const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden);
     for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
@@ -471,7 +529,6 @@ class CudaShardedStream final : public ShardedStream {
   }
 
   absl::Status RunLinearCrossEntropy(const LinearCrossEntropyArgs& args) {
-    BeginCall(Kind::kLosses, args.head, args.cross_entropy.max_top_logprobs);
     LossPartialShape shape = {.shards = ShardsOf(args.head),
                               .rows = 1,
                               .totals = true,  // the host does not read rows
@@ -505,13 +562,13 @@ class CudaShardedStream final : public ShardedStream {
     LOGITD_RETURN_IF_ERROR(OfShard(0, lead().BeginOps()));
     return OfShard(0, part(0));
   }
-  enum class Kind { kTopK, kSample, kLosses, kBackward, kTraining };
-  // Before a call. One of a new kind may have to load kernels, which may wait for all that a device has:
-  // it waits on the host, which knows how to give up.
-  void BeginCall(Kind kind, const HeadView& head, int32_t max_k = 0) {
-    const int k_bits = std::bit_width(static_cast<uint32_t>(max_k));
-    waits_on_host_ =
-        seen_.insert({kind, head.weight.dtype, head.vocab(), head.hidden(), k_bits}).second;
+  // Runs a call: enqueue(). One of a new kind may have to load kernels, which may wait for all that a
+  // device has: it waits on the host, which knows how to give up.
+  absl::Status Run(const Call& call, absl::FunctionRef<absl::Status()> enqueue) {
+    waits_on_host_ = !seen_.contains(call);
+    absl::Status status = enqueue();
+    if (waits_on_host_ && status.ok() && !IsAbandoned()) seen_.insert(call);
+    return status;
   }
   absl::Status StopUnless(const absl::Status& waited) {
     return waited.ok() ? waited : Stop(waited);
@@ -534,9 +591,7 @@ class CudaShardedStream final : public ShardedStream {
   absl::Status GatherBlocks(Gathered gathered, size_t bytes) {
     for (size_t i = 0; i < devices_.size(); ++i)
       places_[i] = {devices_[i].*gathered, devices_[i].stream->native()};
-    absl::Status status = nccl_->Enqueue(places_, bytes);
-    if (!status.ok()) LeaveNccl();
-    return status;
+    return KeepNccl(nccl_->Enqueue(places_, bytes));
   }
 
   // By kNccl, puts what the other devices copy together on the first device.
@@ -790,11 +845,13 @@ class CudaShardedStream final : public ShardedStream {
     return OfShard(0, ToStatus(AddParts(parts, lead().native()), "add gradients"));
   }
 
+  absl::Status Backward(const LinearCrossEntropyBackwardArgs& args, const ShardGradient* shards) {
+    return Run(GradientCall(Kind::kBackward, args, shards),
+               [&] { return RunBackward(args, shards); });
+  }
   absl::Status RunBackward(const LinearCrossEntropyBackwardArgs& args,
                            const ShardGradient* shards) {
-    LOGITD_RETURN_IF_ERROR(hung_);
     if (IsAbandoned()) return absl::OkStatus();
-    BeginCall(Kind::kBackward, args.head);
     LOGITD_RETURN_IF_ERROR(ReserveGradients(args, /*own_parts=*/true));
     const bool peers = exchange_ == ShardExchange::kPeers;
     const int64_t rows = args.hidden.rows;
@@ -821,9 +878,7 @@ class CudaShardedStream final : public ShardedStream {
     if (exchange_ == ShardExchange::kPeers) return Exchange(&Device::blocks, 0);
     if (count == 0) return absl::OkStatus();
     if (waits_on_host_) LOGITD_RETURN_IF_ERROR(StopUnless(WaitFor(1, this->count())));
-    absl::Status status = nccl_->EnqueueSum(places_, static_cast<size_t>(count));
-    if (!status.ok()) LeaveNccl();
-    return status;
+    return KeepNccl(nccl_->EnqueueSum(places_, static_cast<size_t>(count)));
   }
 
   ShardTrainingArgs TrainingOf(int shard, const ShardedTrainingArgs& args) {
@@ -854,7 +909,6 @@ class CudaShardedStream final : public ShardedStream {
   absl::Status RunTraining(const ShardedTrainingArgs& args) {
     const LinearCrossEntropyBackwardArgs& gradient = args.training.gradient;
     if (IsAbandoned()) return absl::OkStatus();
-    BeginCall(Kind::kTraining, gradient.head);
     LOGITD_RETURN_IF_ERROR(ReserveGradients(gradient, /*own_parts=*/false));
     LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
       const GradientPlaces at = PlacesOf(shard, gradient, false);
@@ -866,11 +920,12 @@ class CudaShardedStream final : public ShardedStream {
         Exchange(&Device::blocks, ShardTrainingBytes(ShardsOf(gradient.head), rows)));
     const GradientPlaces at = PlacesOf(0, gradient, false);
     LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-      LOGITD_RETURN_IF_ERROR(stream(shard).EndTraining(
+      absl::Status status = stream(shard).EndTraining(
           TrainingOf(shard, args),
-          [&](const MutableTensorView& part) { return MoveHidden(shard, part, at); }));
-      const bool moves = shard > 0 && exchange_ == ShardExchange::kPeers;
-      return moves ? JoinMover(shard) : absl::OkStatus();
+          [&](const MutableTensorView& part) { return MoveHidden(shard, part, at); });
+      // Also after an error: the part may be on its way already.
+      if (shard > 0 && exchange_ == ShardExchange::kPeers) status.Update(JoinMover(shard));
+      return status;
     }));
     const auto* const first = reinterpret_cast<const float*>(places_.front().blocks);
     LOGITD_RETURN_IF_ERROR(ExchangeSums(rows * at.stride));
@@ -904,26 +959,32 @@ class CudaShardedStream final : public ShardedStream {
     return ToStatus(error, "move gradients");
   }
 
-  // Waits until the signals [first, end) have risen: polls at first, because the wake-up of a blocked
-  // thread takes as long as a decode step. DEADLINE_EXCEEDED: no device has ended a part for
-  // hang_after_. Other errors are of a device.
+  // Waits until the signals [first, end) have risen. Errors: those of WaitUntil.
   absl::Status WaitFor(int first, int end) {
+    return WaitUntil([&] {
+      while (first < end && signals_->Raised(first)) ++first;
+      return first == end;
+    });
+  }
+
+  // Waits until `done`: polls at first, because the wake-up of a blocked thread takes as long as a
+  // decode step. DEADLINE_EXCEEDED: no device has ended a part for hang_after_. Other errors are of a
+  // device.
+  absl::Status WaitUntil(absl::FunctionRef<bool()> done) {
     const absl::Time poll_until = absl::Now() + kPollFor;
     absl::Time look = absl::Now() + kLookForErrors;
     Patience patience(hang_after_);
     uint32_t risen = signals_->Risen();
-    for (int i = first; i < end; ++i) {
-      while (!signals_->Raised(i)) {
-        const absl::Time now = absl::Now();
-        if (now >= look) {  // a device that has failed raises no signal
-          look = now + kLookForErrors;
-          LOGITD_RETURN_IF_ERROR(FirstError());
-        }
-        const uint32_t risen_now = signals_->Risen();
-        if (std::exchange(risen, risen_now) != risen_now) patience.Renew();
-        if (now < poll_until) continue;
-        if (!patience.Sleep()) return absl::DeadlineExceededError("a part has not ended");
+    while (!done()) {
+      const absl::Time now = absl::Now();
+      if (now >= look) {  // a device that has failed raises no signal
+        look = now + kLookForErrors;
+        LOGITD_RETURN_IF_ERROR(FirstError());
       }
+      const uint32_t risen_now = signals_->Risen();
+      if (std::exchange(risen, risen_now) != risen_now) patience.Renew();
+      if (now < poll_until) continue;
+      if (!patience.Sleep()) return absl::DeadlineExceededError("a part has not ended");
     }
     return absl::OkStatus();
   }
@@ -940,17 +1001,25 @@ class CudaShardedStream final : public ShardedStream {
   }
 
   // Ends what the devices have, because one has failed, or none has moved for hang_after_
-  // (DEADLINE_EXCEEDED). Returns the status of the batch. Afterwards the devices have nothing to do,
-  // except those that hang; where one does, the stream is of no use any more.
+  // (DEADLINE_EXCEEDED). Returns the status of the batch, which the next Wait returns too. Afterwards
+  // the devices have nothing to do, except those that hang; where one does, the stream is of no use
+  // any more.
   absl::Status Stop(const absl::Status& failed) {
+    absl::Status ended = EndAll(failed);
+    given_up_.Update(ended);
+    return ended;
+  }
+  absl::Status EndAll(const absl::Status& failed) {
     std::vector<bool> late;
     for (int i = 0; i < count(); ++i) late.push_back(i > 0 && !signals_->Raised(i));
     LeaveNccl();
     // After an error of one, the others may be in the middle of their parts.
     const bool none_moved = absl::IsDeadlineExceeded(failed);
-    std::vector<int> hung = Drain(none_moved ? kDrainFor : std::max(kDrainFor, hang_after_));
+    const absl::Duration limit = none_moved ? kDrainFor : std::max(kDrainFor, hang_after_);
+    std::vector<int> hung = Drain(limit);
     if (hung.empty()) {
-      if (cudaStreamQuery(lead().native()) == cudaSuccess) (void)lead().Wait();  // ends its phases
+      if (count() > 0 && cudaStreamQuery(lead().native()) == cudaSuccess)
+        (void)lead().Wait();  // ends its phases
       cudaGetLastError();
       if (!none_moved) return failed;
       LOGITD_RETURN_IF_ERROR(FirstError());
@@ -967,10 +1036,19 @@ class CudaShardedStream final : public ShardedStream {
       hung_.Update(OfShards(hung, absl::InternalError(absl::StrFormat(
                                       "CUDA: the device has ended no part of its work for %s",
                                       absl::FormatDuration(hang_after_)))));
-    } else {
-      if (const std::optional<int> first = FailedShard(failed)) hung.insert(hung.begin(), *first);
-      hung_.Update(OfShards(hung, failed));
+      return hung_;
     }
+    if (const std::optional<int> first = FailedShard(failed)) {
+      std::erase(hung, *first);
+      hung.insert(hung.begin(), *first);
+    }
+    const absl::Status lost =
+        absl::IsInternal(failed)
+            ? failed
+            : absl::InternalError(
+                  absl::StrFormat("CUDA: a device has not ended its work for %s after an error: %s",
+                                  absl::FormatDuration(limit), failed.message()));
+    hung_.Update(OfShards(hung, lost));
     return hung_;
   }
 
@@ -999,6 +1077,16 @@ class CudaShardedStream final : public ShardedStream {
     return busy;
   }
 
+  // The parts of other devices are waited for first: what the first device has enqueued may depend on
+  // them.
+  absl::StatusOr<StreamTimes> WaitForAll() {
+    if (const absl::Status failed = WaitFor(1, count()); !failed.ok()) return Stop(failed);
+    absl::StatusOr<StreamTimes> waited = lead().Wait();
+    if (waited.ok()) return waited;
+    const absl::Status& failed = waited.status();
+    return Stop(absl::IsDeadlineExceeded(failed) ? failed : OfShard(0, failed));
+  }
+
   static constexpr int kReady = 0;  // the first device's signal; those of others: their parts
 
   absl::Duration hang_after_;
@@ -1008,8 +1096,11 @@ class CudaShardedStream final : public ShardedStream {
   std::unique_ptr<NcclGather> nccl_;  // null: kPeers
   std::vector<NcclGather::Place> places_;
   absl::Status hung_;  // not OK: a device hangs; the answer of all calls
-  // The calls that were made before: with another, the host waits in place of streams.
-  std::set<std::tuple<Kind, DType, int64_t, int64_t, int>> seen_;
+  // Not OK: waits or exchanges of this batch were ended, so what its calls have merged is not whole.
+  // The answer of the next Wait.
+  absl::Status given_up_;
+  // The calls that have been enqueued before: with another, the host waits in place of streams.
+  std::set<Call> seen_;
   bool waits_on_host_ = false;
 };
 

@@ -161,7 +161,7 @@ inline std::string DescribeSharded(const LinearCase& c, int shards) {
   return absl::StrCat(Describe(c), ", ", shards, " shards");
 }
 
-// Of what training answers.
+// The bits of all answers of training except gradients.
 inline std::string BitsOfLosses(const LossAnswer& answer) {
   std::string bits;
   Append(answer.loss, &bits);
@@ -171,10 +171,9 @@ inline std::string BitsOfLosses(const LossAnswer& answer) {
   return bits;
 }
 
-// "" where the gradients of hidden states differ by rounding only: by 2^-7 of the largest.
-inline std::string HiddenDifference(const LinearBackwardAnswer& got,
-                                    const LinearBackwardAnswer& want) {
-  const HostTensor &a = got.d_hidden, &b = want.d_hidden;
+// "" where the gradients differ by rounding only: by 2^-7 of the largest.
+inline std::string GradientDifference(const std::string& name, const HostTensor& a,
+                                      const HostTensor& b) {
   float most = 0;
   for (int64_t r = 0; r < a.rows(); ++r) {
     for (int64_t d = 0; d < a.cols(); ++d) most = std::max(most, std::fabs(b.At(r, d)));
@@ -182,10 +181,18 @@ inline std::string HiddenDifference(const LinearBackwardAnswer& got,
   for (int64_t r = 0; r < a.rows(); ++r) {
     for (int64_t d = 0; d < a.cols(); ++d) {
       if (std::fabs(a.At(r, d) - b.At(r, d)) <= 0x1p-7f * most) continue;
-      return absl::StrCat("d_hidden[", r, ", ", d, "]: ", a.At(r, d), " and ", b.At(r, d));
+      return absl::StrCat(name, "[", r, ", ", d, "]: ", a.At(r, d), " and ", b.At(r, d));
     }
   }
   return "";
+}
+inline std::string HiddenDifference(const LinearBackwardAnswer& got,
+                                    const LinearBackwardAnswer& want) {
+  return GradientDifference("d_hidden", got.d_hidden, want.d_hidden);
+}
+inline std::string WeightDifference(const LinearBackwardAnswer& got,
+                                    const LinearBackwardAnswer& want) {
+  return GradientDifference("d_weight", got.d_weight, want.d_weight);
 }
 
 // Gradients of heads with several cells, the last one short.

@@ -224,7 +224,7 @@ class FaultTest : public ::testing::Test {
     return status;
   }
 
-  absl::Status Backward() {
+  std::vector<ShardGradient> GradientsOfShards() {
     const VocabShards cut = {.vocab = 3000, .count = kDevices};
     std::vector<ShardGradient> to(kDevices);
     for (int s = 0; s < kDevices; ++s) {
@@ -232,16 +232,23 @@ class FaultTest : public ::testing::Test {
       to[static_cast<size_t>(s)].d_weight = {d_weight_.data() + shard.first * 4, DType::kF32,
                                              shard.tokens, 4, 4};
     }
+    return to;
+  }
+
+  absl::Status Backward() {
+    return Backward(WithShards(whole_, parts_), GradientsOfShards().data());
+  }
+  absl::Status Backward(const HeadView& head, const ShardGradient* to) {
     const CrossEntropyRow row = PlainLoss(1);
     const float logsumexp = 9, upstream = 1;
     absl::Status status =
         stream_->ShardedBackward({.gradient = {.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
-                                               .head = WithShards(whole_, parts_),
+                                               .head = head,
                                                .rows = &row,
                                                .logsumexp = &logsumexp,
                                                .upstream = &upstream,
                                                .d_hidden = {d_hidden_, DType::kF32, 1, 4, 4}},
-                                  .shards = to.data()});
+                                  .shards = to});
     if (status.ok()) status = stream_->Wait().status();
     return status;
   }
@@ -307,7 +314,8 @@ TEST_F(FaultTest, AnErrorInTheBackwardNamesItsDeviceAndTheNextCallIsWhole) {
   ASSERT_TRUE(Backward().ok());
   // All logits are 1: the gradient of each is exp(1 - 9), and one less of the target.
   const double p = std::exp(-8.0);
-  EXPECT_NEAR(d_hidden_[0], 0.25 * (3000 * p - 1), 1e-6);
+  // A sum of 3000 terms in fp32: rounded by up to 1e-5 of the sum of their sizes.
+  EXPECT_NEAR(d_hidden_[0], 0.25 * (3000 * p - 1), 1e-5 * 0.25 * (3000 * p + 1));
   EXPECT_NEAR(d_weight_[4], p - 1, 1e-6);
   EXPECT_NEAR(d_weight_[2999 * 4], p, 1e-6);
 }
@@ -326,6 +334,64 @@ TEST_F(FaultTest, AllDevicesThatHangInTheBackwardAreNamed) {
   devices_[2]->Release();
   stream_.reset();
   for (const auto& device : devices_) device->WaitUntilUnused();
+}
+
+// ---- Arguments
+
+class ShardGradientsTest : public FaultTest {
+ protected:
+  ShardGradientsTest() {
+    for (ShardGradient& to : good_) to.d_bias = d_bias_.data();
+  }
+
+  const HeadView head_ = WithShards(whole_, parts_);
+  std::vector<float> d_bias_ = std::vector<float>(3000);
+  std::vector<ShardGradient> good_ = GradientsOfShards();
+};
+
+TEST_F(ShardGradientsTest, GradientsThatDoNotFitTheShardsAreRefused) {
+  HeadView two = head_;
+  two.shard_count = 2;
+  const auto with = [this](auto change) {
+    std::vector<ShardGradient> to = good_;
+    change(to[1]);
+    return to;
+  };
+  const struct {
+    HeadView head;
+    std::vector<ShardGradient> to;  // empty: null
+    std::string message;
+  } cases[] = {
+      {whole_, good_, "head: got 0 shards, allowed 3 (the devices)"},
+      {two, good_, "head: got 2 shards, allowed 3 (the devices)"},
+      {head_, {}, "shards: got null, allowed an array of 3 (the devices)"},
+      {head_, with([](ShardGradient& to) { to.d_weight.data = nullptr; }),
+       "shards[1].d_weight: got [1024, 4] with row stride 4 and no memory, allowed memory of "
+       "[1024, 4] "
+       "with row stride >= 4"},
+      {head_, with([](ShardGradient& to) { to.d_weight.rows = 1000; }),
+       "shards[1].d_weight: got [1000, 4] with row stride 4, allowed memory of [1024, 4] with row "
+       "stride >= 4"},
+      {head_, with([](ShardGradient& to) { to.d_weight.cols = 3; }),
+       "shards[1].d_weight: got [1024, 3] with row stride 4, allowed memory of [1024, 4] with row "
+       "stride >= 4"},
+      {head_, with([](ShardGradient& to) { to.d_weight.row_stride = 3; }),
+       "shards[1].d_weight: got [1024, 4] with row stride 3, allowed memory of [1024, 4] with row "
+       "stride >= 4"},
+      {head_, with([](ShardGradient& to) { to.d_weight.dtype = DType::kF16; }),
+       "shards[1].d_weight: got f16, allowed f32 (the weight's) or f32"},
+      {head_, with([](ShardGradient& to) { to.d_bias = nullptr; }),
+       "shards[1].d_bias: got null, allowed memory (as shards[0])"},
+  };
+  for (const auto& c : cases) {
+    const absl::Status want = absl::InvalidArgumentError(c.message);
+    const ShardGradient* const to = c.to.empty() ? nullptr : c.to.data();
+    EXPECT_EQ(Backward(c.head, to), want);
+    ShardedTrainingArgs training = {.shards = to};
+    training.training.gradient.head = c.head;
+    EXPECT_EQ(stream_->ShardedTraining(training), want);
+    EXPECT_EQ(d_hidden_[0], kUnwrittenFloat);
+  }
 }
 
 TEST(ShardedStreamTest, OtherBackendsAreRefusedWithASentence) {
