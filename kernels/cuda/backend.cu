@@ -81,6 +81,7 @@ class CudaStream final : public cuda::DeviceStream {
   ~CudaStream() override {
     if (cuda::IsHung(device_)) {
       static_cast<void>(replays_.release());
+      products_.Abandon();
       return;
     }
     cudaSetDevice(device_);

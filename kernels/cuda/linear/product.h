@@ -47,6 +47,8 @@ class Products {
   Products(const Products&) = delete;
   Products& operator=(const Products&) = delete;
   ~Products();
+  // The device hangs: the library's handle is left, because its end would wait for the device.
+  void Abandon() { handle_ = nullptr; }
 
   // UNAVAILABLE: no library, or it gives no handle. workspace_bytes: of every product's workspace.
   absl::Status Init(size_t workspace_bytes);
