@@ -347,11 +347,13 @@ class HostShardedStream final : public ShardedStream {
       auto* const parts = reinterpret_cast<float*>(shared_->parts.Get(
           static_cast<size_t>(rows * hidden) * streams().size() * sizeof(float)));
       if (IsAbandoned()) return absl::OkStatus();
+      const std::vector<ShardGradient> gradients(to, to + streams().size());
       LOGITD_RETURN_IF_ERROR(OnAll([=, cut = ShardsOf(whole.head)](Stream& stream, int shard) {
+        const ShardGradient& own = gradients[static_cast<size_t>(shard)];
         LinearCrossEntropyBackwardArgs gradient = whole;
         gradient.head = whole.head.shards[shard];
-        gradient.d_weight = to[shard].d_weight;
-        gradient.d_bias = to[shard].d_bias;
+        gradient.d_weight = own.d_weight;
+        gradient.d_bias = own.d_bias;
         gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
         return stream.LinearCrossEntropyBackwardPartial(
             {.shard = shard, .shards = cut, .gradient = gradient});
