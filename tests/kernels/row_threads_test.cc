@@ -64,6 +64,9 @@ TEST(RowThreadsTest, OnlyLongRowsThatWouldLeaveThreadsIdleAreCut) {
   EXPECT_EQ(CutRows(2, Rows{true, false, true, true, false}), (std::vector<int>{0, 0, 0, 1, 0}));
   EXPECT_EQ(CutRows(8, Rows{true, true, true, true, false}), (std::vector<int>{1, 1, 1, 1, 0}));
   EXPECT_EQ(CutRows(8, Rows{true, true, true, true, true}), (std::vector<int>{0, 0, 0, 0, 0}));
+  // A row has work for 16 threads at most.
+  EXPECT_EQ(CutRows(64, Rows(8, true)), std::vector<int>(8, 1));
+  EXPECT_EQ(CutRows(64, Rows(9, true)), std::vector<int>(9, 0));
 }
 
 // ---- softmax_topk

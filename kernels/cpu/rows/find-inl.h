@@ -146,7 +146,7 @@ inline int64_t CellsBefore(const Row& row, float x) {
   return groups / lanes;
 }
 
-// The same of the whole row.
+// How many tokens of the row go before (x, index).
 inline int64_t CountBefore(const Row& row, float x, int64_t index, const RowThreads& threads = {}) {
   const RowPieces pieces = threads.Cut(row.vocab);
   if (pieces.count == 1 || CellsBefore(row, x) < kLeastCutCells) {

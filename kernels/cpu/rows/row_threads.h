@@ -2,7 +2,7 @@
 // taking pieces of it.
 //
 // Pieces are cut by the row's length only, and what they find is merged exactly: lists by index,
-// counts and integer masses. So a row's bits depend on neither.
+// counts and integer masses. So a row's bits do not depend on the threads.
 #ifndef LOGITD_KERNELS_CPU_ROWS_ROW_THREADS_H_
 #define LOGITD_KERNELS_CPU_ROWS_ROW_THREADS_H_
 
@@ -59,13 +59,13 @@ class RowThreads {
 
 // Calls finish(r, threads) once for every row. Rows that take long are shared out whole as long as
 // every thread gets one. Those left over go one after another, on all threads, if they are at most
-// half as many as the threads; else each takes a thread.
+// half as many as the threads that one can use; else each takes a thread.
 template <class TakesLong, class Finish>
 void FinishRows(int64_t rows, ThreadPool& pool, const TakesLong& takes_long, const Finish& finish) {
   int64_t left_over = 0;
   for (int64_t r = 0; r < rows; ++r) left_over += takes_long(r) ? 1 : 0;
   left_over %= pool.threads();
-  if (2 * left_over > pool.threads()) left_over = 0;
+  if (2 * left_over > std::min<int64_t>(pool.threads(), kMostPieces)) left_over = 0;
   int64_t first_cut = rows;  // of the rows from here on, those that take long are left over
   while (left_over > 0) left_over -= takes_long(--first_cut) ? 1 : 0;
   pool.ParallelFor(rows, [&](int64_t r) {

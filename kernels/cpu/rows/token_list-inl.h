@@ -144,7 +144,7 @@ struct MassOfWeights {
   static uint64_t Of(const float* weights, int64_t i) { return FixedWeight(weights[i]); }
 };
 
-// Or 1.
+// Every token counts as 1.
 struct MassOfOnes {
   static constexpr bool kWeighs = false;
   void WeighValues(float*, int64_t) const {}

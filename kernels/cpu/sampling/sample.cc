@@ -48,7 +48,7 @@ void SampleOne(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
   FinishSample(args, r, ReadRow(args, r, RowThreads(), scratch), RowThreads(), scratch);
 }
 
-// Of a row that several threads read.
+// Plans a row that several threads read.
 void PlanSample(const SampleArgs& args, int64_t r, RowMemory& memory, Patch* patches,
                 SampleScratch& scratch, RowRead* read) {
   *read = PlanRead(args, r, args.logits.rows, r, memory, scratch, patches);
