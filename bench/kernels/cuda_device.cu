@@ -22,7 +22,7 @@ absl::Status ToStatus(cudaError_t error) {
 constexpr size_t kInputBytes = size_t{4} << 30;
 constexpr int kReplays = 25;
 constexpr int kWarmReplays = 3;
-// Of a brief figure.
+// The same for a brief figure.
 constexpr size_t kBriefInputBytes = size_t{1} << 30;
 constexpr int kBriefReplays = 5;
 constexpr int kBriefWarmReplays = 1;

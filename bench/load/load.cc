@@ -240,7 +240,7 @@ class SampleStreamCall final : public Call {
     std::unique_ptr<client::SampleStream> stream = Take(client);
     const absl::Status written = stream->Write(request_);
     if (!written.ok() && !absl::IsUnavailable(written)) return written;
-    // Of a stream that has ended, Read gives the reason.
+    // If the stream has ended, Read says why.
     const absl::StatusOr<client::SampleResult> result = stream->Read();
     if (result.ok()) {
       absl::MutexLock lock(&mutex_);

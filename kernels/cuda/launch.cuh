@@ -36,7 +36,7 @@ struct LaunchShape {
 
 // In a kernel that was launched early: waits until the stream's earlier kernels have ended and all
 // they wrote is there. Lets the next kernel begin meanwhile, where it is launched early too and
-// this one leaves it room. So the latencies of a launch are hidden behind the kernel before it.
+// this one leaves it room. So a launch takes its time while the kernel before it still runs.
 __device__ inline void AwaitEarlierKernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -57,7 +57,8 @@ class ArenaServer {
   // From here on leases may have rings, whose calls `serve` serves. `cores`: that the process may use.
   // Once.
   void ServeRings(ServeRing serve, int cores);
-  // Ends every ring, and waits for their threads until then. False: one runs on. No more are opened.
+  // Ends every ring, and waits until `deadline` for their threads. False: one still runs. No more
+  // rings are opened.
   bool EndRings(absl::Time deadline);
 
   // Ends every lease and ring, and removes the socket's file.
@@ -100,7 +101,7 @@ class ArenaServer {
   prometheus::Counter* rings_opened_;
   mutable absl::Mutex rings_mutex_;
   std::unique_ptr<Rings> rings_ ABSL_GUARDED_BY(rings_mutex_);
-  std::unique_ptr<Rings> ending_rings_;  // of EndRings, which one thread calls at a time
+  std::unique_ptr<Rings> ending_rings_;  // used by EndRings, which one thread calls at a time
   // Used by the thread only.
   std::vector<Peer> peers_;
   absl::Time accept_again_ = absl::InfinitePast();  // after a failure for lack of descriptors

@@ -110,15 +110,15 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 //
 // A ring's thread looks for work for a short while after the last work, then it sleeps. So an idle
 // ring costs nothing, and a decode loop does not wait for a wake-up. The thread of a ring that has one
-// call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same
-// time: one for every four cores, or one.
+// call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same time: one for
+// every four cores, or one.
 class Rings {
  public:
   // `cores`: that the process may use.
   Rings(ServeRing serve, int cores);
   // Stops every ring and waits for its thread.
   ~Rings();
-  // Stops every ring, and waits for their threads until then. False: one runs on.
+  // Stops every ring, and waits until `deadline` for their threads. False: one still runs.
   bool Stop(absl::Time deadline);
   Rings(const Rings&) = delete;
   Rings& operator=(const Rings&) = delete;

@@ -19,7 +19,7 @@ namespace logitd::arena {
 struct RingRequest {
   RingMethod method = RingMethod::kTopK;
   bool is_batch = false;  // its priority
-  bool alone = false;     // its ring has nothing else to do until its end, as far as is known
+  bool alone = false;     // probably its ring gets no other call before this one has ended
   uint64_t tag = 0;
   absl::Duration timeout = absl::InfiniteDuration();
   std::string message;

@@ -57,10 +57,10 @@ class Engine {
  public:
   // A device whose backend reports INTERNAL is lost: its batches that have begun end with
   // UNAVAILABLE, and the other devices do all other work. `on_device_lost` runs once, on an engine
-  // thread or in DeviceLost or SubmitAlone, when no device is left. From then on every job ends with UNAVAILABLE,
-  // and the owner should end the process. The callback must not call Stop or WaitIdle, which wait
-  // for its thread. `metrics` may be null. `metrics` and the backends of `devices` outlive the
-  // engine. INVALID_ARGUMENT: an option is out of range.
+  // thread or in DeviceLost or SubmitAlone, when no device is left. From then on every job ends with
+  // UNAVAILABLE, and the owner should end the process. The callback must not call Stop or WaitIdle,
+  // which wait for its thread. `metrics` may be null. `metrics` and the backends of `devices` outlive
+  // the engine. INVALID_ARGUMENT: an option is out of range.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       std::shared_ptr<Devices> devices, const EngineOptions& options, Metrics* metrics,
       absl::AnyInvocable<void(absl::Status)> on_device_lost);

@@ -4,9 +4,9 @@
 // A block, or a cluster of up to 8 for a longer row, holds the row's cells. It sums them as
 // cross_entropy does (cell_sums.cuh), one warp merges them and writes the answers, and all warps
 // write the gradient from shared memory. Each cell's place is filled with the next row's as soon as
-// it has been read for the last time, so that the reads of a row hide behind the writes of the one
-// before it. Blocks stay for many rows; two or three of them share a multiprocessor, so that one
-// row's merge hides behind another's copies.
+// it has been read for the last time, so that a row is read while the one before it is written.
+// Blocks stay for many rows; two or three of them share a multiprocessor, so that one row's merge
+// runs during another's copies.
 //
 //   reading    a warp takes cells of 1024 logits from its ring of copies and leaves their sums in
 //              every block of the cluster

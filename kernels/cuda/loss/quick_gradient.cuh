@@ -43,7 +43,7 @@ struct PlainGradient {
             .flat = __fmul_rn(row.flat, row.scale)};
   }
 
-  // Of a logit that is not the target's.
+  // The gradient of a logit that is not the target's.
   __device__ float At(float logit) const {
     return fmaf(Exp2(fmaf(logit, log2e_over_temperature, -shift)), weight, -flat);
   }
@@ -70,7 +70,7 @@ struct CappedGradient {
             .flat = __fmul_rn(row.flat, row.scale)};
   }
 
-  // Of a logit that is not the target's, by tanh(logit / softcap).
+  // The gradient of a logit that is not the target's. `value`: tanh(logit / softcap).
   __device__ float At(float value) const {
     const float p = Exp2(fmaf(value, log2e_over_temperature, -shift));
     return __fmul_rn(fmaf(p, weight, -flat), fmaf(-value, value, 1.0f));

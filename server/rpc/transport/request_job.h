@@ -84,8 +84,8 @@ class RequestJob : public engine::Job {
   // gives back the bytes it no longer needs.
   void SetTicket(engine::Admission::Ticket ticket);
 
-  // Submits the job, which `self` owns, to the engine unless Drop came before. `alone`: by
-  // Engine::SubmitAlone, whose `ended` is EndedAlone.
+  // Submits the job, which `self` owns, to the engine, unless Drop came before. `alone`: calls
+  // Engine::SubmitAlone, with EndedAlone as its `ended`.
   void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.

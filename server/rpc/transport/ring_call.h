@@ -48,8 +48,8 @@ class RingCall final : public RequestJob,
 
  private:
   absl::Status Prepare(const arena::RingRequest& request);
-  // The admission's answer. One that comes within Start waits for the end of it, so that a call which
-  // runs alone runs on the ring's thread, and holds up no admission.
+  // Takes the admission's answer. If Start still runs, it goes on with the answer itself: so a call
+  // that runs alone runs on the ring's thread, and the admission does not wait for it.
   void LetIn(absl::StatusOr<engine::Admission::Ticket> ticket);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone);
   void Finish(const absl::Status& status, std::string message = {},
