@@ -134,6 +134,12 @@ class Stream {
   }
   virtual absl::Status LinearTopK(const LinearTopKArgs&) { return NoSuchOp("linear_topk"); }
   virtual absl::Status LinearSample(const LinearSampleArgs&) { return NoSuchOp("linear_sample"); }
+  // The same. `max_kept`: the largest KeptTokens (kernels/kept_tokens.h) of all rows; 0: unknown, or a row
+  // has 0. It tells devices that have to exchange what they know how little is enough. It picks the
+  // way, never the bits.
+  virtual absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t /*max_kept*/) {
+    return LinearSample(args);
+  }
   virtual absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs&) {
     return NoSuchOp("linear_cross_entropy");
   }

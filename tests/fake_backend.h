@@ -139,6 +139,10 @@ class FakeStream final : public Stream {
   absl::Status LinearSample(const LinearSampleArgs& args) override {
     return Compute(&Stream::LinearSample, args);
   }
+  absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t max_kept) override {
+    max_kept_ = max_kept;
+    return LinearSample(args);
+  }
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
     return Compute(&Stream::LinearCrossEntropy, args);
   }
@@ -148,6 +152,9 @@ class FakeStream final : public Stream {
   const Args& last() const {
     return std::get<Args>(last_);
   }
+
+  // What the last LinearSampleOfKept was told.
+  int32_t max_kept() const { return max_kept_; }
 
   // An op of the test's own: is logged as `tags`, waits and fails as the backend says, runs `body`.
   absl::Status Run(std::string tags, int64_t rows, absl::FunctionRef<absl::Status()> body);
@@ -172,6 +179,7 @@ class FakeStream final : public Stream {
   size_t uploaded_bytes_ = 0;
   size_t gathered_bytes_ = 0;
   std::chrono::nanoseconds rows_time_{0};
+  int32_t max_kept_ = -1;
   std::variant<SoftmaxTopKArgs, SampleArgs, VerifyArgs, AttentionSoftmaxArgs,
                AttentionSoftmaxBackwardArgs, CrossEntropyArgs, LinearTopKArgs, LinearSampleArgs,
                LinearCrossEntropyArgs>

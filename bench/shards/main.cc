@@ -21,6 +21,7 @@
 #include "absl/strings/str_format.h"
 #include "bench/shards/exchange.h"
 #include "kernels/backend.h"
+#include "kernels/kept_tokens.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
@@ -28,9 +29,10 @@
 namespace logitd::bench {
 namespace {
 
-enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining };
-constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_cross_entropy",
-                                "linear_cross_entropy_training"};
+enum class HeadOp { kTopK, kSample, kSampleWhole, kCrossEntropy, kTraining };
+// Rows of linear_sample have top_k 50 and top_p 0.9, or no filter: then any token may be drawn.
+constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_sample_unfiltered",
+                                "linear_cross_entropy", "linear_cross_entropy_training"};
 
 struct Case {
   HeadOp op;
@@ -48,6 +50,7 @@ std::vector<Case> Cases() {
     for (const int64_t rows : {1, 8, 64}) {
       cases.push_back({HeadOp::kTopK, rows, hidden, vocab});
       cases.push_back({HeadOp::kSample, rows, hidden, vocab});
+      cases.push_back({HeadOp::kSampleWhole, rows, hidden, vocab});
     }
     cases.push_back({HeadOp::kCrossEntropy, 64, hidden, vocab});
   }
@@ -143,6 +146,9 @@ struct RowParams {
       draw.repetition = 1;
       draw.first_mask_word = -1;
       sample.push_back(draw);
+      draw.top_k = 0;
+      draw.top_p = 1;
+      unfiltered.push_back(draw);
       CrossEntropyRow score{};
       score.active = 1;
       score.temperature = 1;
@@ -152,6 +158,7 @@ struct RowParams {
   }
   std::vector<SoftmaxTopKRow> topk;
   std::vector<SampleRow> sample;
+  std::vector<SampleRow> unfiltered;
   std::vector<CrossEntropyRow> loss;
   std::vector<float> upstream;  // of training
 };
@@ -340,7 +347,9 @@ class Bench {
     const size_t params = layout.bytes();
     const RowParams rows(c);
     const auto* topk_params = layout.Put(rows.topk);
-    const auto* sample_params = layout.Put(rows.sample);
+    const bool whole = c.op == HeadOp::kSampleWhole;
+    const auto* sample_params = layout.Put(whole ? rows.unfiltered : rows.sample);
+    const int32_t max_kept = KeptTokens(whole ? rows.unfiltered.front() : rows.sample.front());
     const auto* loss_params = layout.Put(rows.loss);
     const auto* upstream = layout.Put(rows.upstream);
     const size_t first_answer = layout.bytes();
@@ -367,15 +376,17 @@ class Bench {
                                      .logsumexp = logsumexp,
                                      .status = status}});
         case HeadOp::kSample:
-          return stream.LinearSample({hidden,
-                                      head,
-                                      {.rows = sample_params,
-                                       .edited = false,
-                                       .tokens = ids,
-                                       .logprobs = floats,
-                                       .ranks = ranks,
-                                       .logsumexp = logsumexp,
-                                       .status = status}});
+        case HeadOp::kSampleWhole:
+          return stream.LinearSampleOfKept({hidden,
+                                            head,
+                                            {.rows = sample_params,
+                                             .edited = false,
+                                             .tokens = ids,
+                                             .logprobs = floats,
+                                             .ranks = ranks,
+                                             .logsumexp = logsumexp,
+                                             .status = status}},
+                                           max_kept);
         case HeadOp::kCrossEntropy:
           return stream.LinearCrossEntropy({hidden,
                                             head,

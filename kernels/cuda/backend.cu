@@ -106,6 +106,14 @@ class CudaStream final : public cuda::DeviceStream {
     return RunLinear("logits of a shard", &cuda::ShardLogits, args, cuda::LinearOp::kTokens,
                      args.head);
   }
+  absl::Status KeptSamplePartial(const cuda::KeptSamplePartialArgs& args) override {
+    return RunLinear("linear_sample on a shard", &cuda::KeptSamplePartial, args,
+                     cuda::LinearOp::kTokens, args.head);
+  }
+  absl::Status KeptSampleMerge(const cuda::KeptSampleMergeArgs& args) override {
+    LOGITD_RETURN_IF_ERROR(Enter(kComputing));
+    return ToStatus(cuda::KeptSampleMerge(args, stream_), "linear_sample on shards");
+  }
   bool TrainingFits(const cuda::ShardTrainingArgs& args) override {
     cudaSetDevice(device_);  // a route asks the thread's device
     return cuda::ShardTrainingFits(args, products_, scratch_);
@@ -740,6 +748,7 @@ class CudaBackend final : public Backend {
   const DeviceInfo& device() const override { return info_; }
 
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(RefuseIfHung());
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     Slab slab{.bytes = bytes};
     // Portable: streams of other devices copy from it and to it too.
@@ -761,6 +770,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(RefuseIfHung());
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     DeviceMemory memory{.bytes = bytes};
     const cudaError_t error = cudaMalloc(&memory.data, bytes);
@@ -783,10 +793,12 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use) override {
+    LOGITD_RETURN_IF_ERROR(RefuseIfHung());
     return CudaStream::Create(device_, properties_, use);
   }
 
   absl::StatusOr<SharedDeviceMemory> AllocateShared(size_t bytes) override {
+    LOGITD_RETURN_IF_ERROR(RefuseIfHung());
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
     absl::StatusOr<SharedDeviceMemory> memory = cuda::AllocateShared(device_, bytes);
     if (!memory.ok()) return memory.status();

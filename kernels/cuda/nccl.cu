@@ -3,13 +3,18 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 
+#include <atomic>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 
 namespace logitd::cuda {
 namespace {
@@ -87,6 +92,32 @@ absl::Status ToStatus(Result result, std::string_view what) {
   return absl::UnavailableError(absl::StrFormat("NCCL: %s: %s", what, why));
 }
 
+// The making of communicators, by a thread of its own. The caller has them where it claims nothing
+// before that thread does.
+struct Joining {
+  std::vector<int> devices;
+  std::vector<Communicator> communicators;
+  absl::Status status;
+  absl::Notification ended;
+  std::atomic<bool> claimed = false;
+
+  explicit Joining(absl::Span<const int> numbers)
+      : devices(numbers.begin(), numbers.end()), communicators(numbers.size()) {}
+
+  // Whether nobody has before: the thread once it has ended, or the caller that gives up.
+  bool Claim() { return !claimed.exchange(true); }
+
+  void Join() {
+    status.Update(ToStatus(TheLibrary().init_all(communicators.data(),
+                                                 static_cast<int>(devices.size()), devices.data()),
+                           "make communicators"));
+    if (!Claim() && status.ok()) {
+      for (Communicator communicator : communicators) TheLibrary().abort(communicator);
+    }
+    ended.Notify();
+  }
+};
+
 }  // namespace
 
 absl::Status NcclGather::Check() {
@@ -95,14 +126,21 @@ absl::Status NcclGather::Check() {
   return absl::FailedPreconditionError(absl::StrCat("NCCL cannot be loaded: ", nccl.error));
 }
 
-absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const int> devices) {
+absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const int> devices,
+                                                               absl::Duration limit) {
   if (absl::Status status = Check(); !status.ok()) return status;
+  // The library's call ends when all devices have answered it, and one that hangs does not. So a thread
+  // makes it, which nobody has to wait for.
+  auto joining = std::make_shared<Joining>(devices);
+  std::thread([joining] { joining->Join(); }).detach();
+  if (!joining->ended.WaitForNotificationWithTimeout(limit) && joining->Claim()) {
+    return absl::UnavailableError(absl::StrFormat("NCCL: make communicators: not done after %s",
+                                                  absl::FormatDuration(limit)));
+  }
+  joining->ended.WaitForNotification();
+  if (!joining->status.ok()) return joining->status;
   auto gather = std::unique_ptr<NcclGather>(new NcclGather);
-  std::vector<Communicator> communicators(devices.size());
-  const Result result =
-      TheLibrary().init_all(communicators.data(), static_cast<int>(devices.size()), devices.data());
-  if (absl::Status status = ToStatus(result, "make communicators"); !status.ok()) return status;
-  gather->communicators_ = std::move(communicators);
+  gather->communicators_ = std::move(joining->communicators);
   return gather;
 }
 

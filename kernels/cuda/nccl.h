@@ -12,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 
 namespace logitd::cuda {
@@ -28,8 +29,10 @@ class NcclGather {
   static absl::Status Check();
 
   // `devices`: numbers of CUDA devices, each once. Takes about a second. Errors: Check's, and
-  // UNAVAILABLE: NCCL gives no communicators, the text has its reason.
-  static absl::StatusOr<std::unique_ptr<NcclGather>> Create(absl::Span<const int> devices);
+  // UNAVAILABLE: NCCL gives no communicators, the text has its reason; or it has given none for
+  // `limit`. Then a thread waits for them on its own, and ends them.
+  static absl::StatusOr<std::unique_ptr<NcclGather>> Create(absl::Span<const int> devices,
+                                                            absl::Duration limit);
 
   // Waits for what was enqueued, except after Abort.
   ~NcclGather();

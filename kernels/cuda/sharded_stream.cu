@@ -10,14 +10,16 @@
 // their product. There are two ways to exchange (ShardExchange):
 //
 //   kPeers   The kernels of a partial write the block into the first device's memory, and a signal
-//            tells it so: no kernel spins. What is stored is
-//            the block of kernels/shards.h, or logits: those of linear_sample, and of linear_topk
-//            while they are few. They go to their place in a matrix of the whole vocabulary, on which
-//            the first device runs the op that takes logits. The stores overlap the product, and
-//            there are fewer kernels after it.
+//            tells it so: no kernel spins. Logits are stored in place of a block for linear_topk and
+//            linear_sample while they are few. They go to their place in a matrix of the whole
+//            vocabulary, on which the first device runs the op that takes logits. The stores overlap
+//            the product, and there are fewer kernels after it.
 //   kNccl    Each device writes the block into its own memory, and one all-gather brings all blocks to
 //            all devices. The first device packs what the others need of a call, and a copy brings it
 //            to each, through the host where there is no other way.
+//
+// The block is that of kernels/shards.h. For linear_sample this is logits, so where every row needs only
+// a few of its first tokens the block has these tokens (linear/kept_sample.cu).
 //
 // Training has two exchanges. Each device computes pass 1 (linear/training.cu) and writes its sums into
 // a block. Every device reads the blocks of all, and makes the gradients of its own tokens. By kPeers a
@@ -86,6 +88,8 @@ constexpr size_t kKernelCopyBytes = size_t{1} << 20;
 
 constexpr absl::Duration kPollFor = absl::Microseconds(200);
 constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
+// How long NCCL gets to make communicators: it takes about a second, more on many devices.
+constexpr absl::Duration kJoinFor = absl::Seconds(30);
 // How long devices get to end what they have when all waits have been ended because none moved. After
 // an error of one the others get at least as long, also at the start of the stream.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
@@ -246,16 +250,22 @@ class CudaShardedStream final : public ShardedStream {
   }
 
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    const bool few =
-        exchange_ == ShardExchange::kPeers &&
-        static_cast<size_t>(args.hidden.rows) * LogitsBytes(args.head) <= kFewLogitsBytes;
+    const bool few = AreLogitsFew(args.hidden, args.head);
     return Run({Kind::kTopK, args.hidden, args.head, args.topk.max_k, few ? 1u : 0u}, [&] {
       return few ? OnLogits(args.hidden, args.head, args.topk, &Stream::SoftmaxTopK)
                  : RunLinearTopK(args);
     });
   }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
-    return Run({Kind::kSample, args.hidden, args.head, 0, args.sample.edited ? 1u : 0u}, [&] {
+    return LinearSampleOfKept(args, 0);
+  }
+  absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t max_kept) override {
+    // Of a vocabulary that has no more tokens, top_k may be off.
+    const bool kept =
+        max_kept > 0 && max_kept < args.head.vocab() && !AreLogitsFew(args.hidden, args.head);
+    const uint32_t options = (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u);
+    return Run({Kind::kSample, args.hidden, args.head, kept ? max_kept : 0, options}, [&] {
+      if (kept) return RunKeptSample(args, max_kept);
       return exchange_ == ShardExchange::kPeers
                  ? OnLogits(args.hidden, args.head, args.sample, &Stream::Sample)
                  : RunLinearSample(args);
@@ -400,7 +410,7 @@ class CudaShardedStream final : public ShardedStream {
     if (nccl_ != nullptr) return absl::OkStatus();
     std::vector<int> numbers;
     for (int i = 0; i < count(); ++i) numbers.push_back(stream(i).device());
-    absl::StatusOr<std::unique_ptr<NcclGather>> nccl = NcclGather::Create(numbers);
+    absl::StatusOr<std::unique_ptr<NcclGather>> nccl = NcclGather::Create(numbers, kJoinFor);
     if (!nccl.ok()) return nccl.status();
     nccl_ = *std::move(nccl);
     LOGITD_RETURN_IF_ERROR(GatherBlocks(&Device::blocks, kBorder));
@@ -468,7 +478,7 @@ class CudaShardedStream final : public ShardedStream {
     const size_t target_bytes = sizeof(float) * devices_.size();
     const auto most = static_cast<int64_t>(std::min(
         {kBlockBytes / row_bytes, kHiddenBytes / hidden_bytes, kTargetBytes / target_bytes,
-         kRowBytes / sizeof(CrossEntropyRow),
+         kRowBytes / std::max(sizeof(CrossEntropyRow), sizeof(SampleRow)),
          kExtraBytes / (sizeof(int32_t) * static_cast<size_t>(std::max(1, packed_extras)))}));
     return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
   }
@@ -500,6 +510,32 @@ class CudaShardedStream final : public ShardedStream {
       LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
       LOGITD_RETURN_IF_ERROR(
           OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks(), .topk = topk})));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status RunKeptSample(const LinearSampleArgs& args, int32_t max_kept) {
+    TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = max_kept};
+    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden);
+    for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
+      shape.rows = std::min(step, args.hidden.rows - first);
+      const SampleArgs sample = RowsFrom(args.sample, first);
+      const Inputs<SampleRow> inputs = {.hidden = RowsOf(args.hidden, first, shape.rows),
+                                        .rows = sample.rows};
+      LOGITD_RETURN_IF_ERROR(Pack(inputs));
+      LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
+        Inputs<SampleRow> at = inputs;
+        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
+        return stream(shard).KeptSamplePartial({.hidden = at.hidden,
+                                                .head = args.head.shards[shard],
+                                                .shard = shard,
+                                                .shape = shape,
+                                                .rows = at.rows,
+                                                .block = BlockAt(shape, shard)});
+      }));
+      LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
+      LOGITD_RETURN_IF_ERROR(OfShard(
+          0, lead().KeptSampleMerge({.shape = shape, .blocks = blocks(), .sample = sample})));
     }
     return absl::OkStatus();
   }
@@ -670,6 +706,12 @@ class CudaShardedStream final : public ShardedStream {
   static int64_t LogitsStride(const HeadView& head) { return (head.vocab() + 31) / 32 * 32; }
   static size_t LogitsBytes(const HeadView& head) {
     return static_cast<size_t>(LogitsStride(head)) * sizeof(float);
+  }
+
+  // Whether by kPeers logits are exchanged in place of blocks.
+  bool AreLogitsFew(const TensorView& hidden, const HeadView& head) const {
+    return exchange_ == ShardExchange::kPeers &&
+           static_cast<size_t>(hidden.rows) * LogitsBytes(head) <= kFewLogitsBytes;
   }
 
   // By kPeers: runs `op`, which takes logits, on the first device. `args` are those of all rows.

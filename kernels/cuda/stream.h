@@ -30,6 +30,8 @@ class DeviceStream : public Stream {
   // comes after them, and counts as ops.
   virtual absl::Status BeginOps() = 0;
   virtual absl::Status ShardLogits(const ShardLogitsArgs& args) = 0;
+  virtual absl::Status KeptSamplePartial(const KeptSamplePartialArgs& args) = 0;
+  virtual absl::Status KeptSampleMerge(const KeptSampleMergeArgs& args) = 0;
   // linear/shard_training.h. Between Begin and End the stream runs no other op.
   virtual bool TrainingFits(const ShardTrainingArgs& args) = 0;
   virtual absl::Status BeginTraining(const ShardTrainingArgs& args) = 0;
@@ -41,8 +43,9 @@ class DeviceStream : public Stream {
   virtual void LimitWait(absl::Duration limit) = 0;
 };
 
-// A device that hangs: a call that waits for it would never return. From SetHung on, what frees
-// memory or ends streams of the device leaves them as they are. Thread-safe.
+// A device that hangs: a call that waits for it would never return. From SetHung on, what frees memory
+// or ends streams of the device leaves them as they are, and what would make some is UNAVAILABLE.
+// Thread-safe.
 void SetHung(int device);
 bool IsHung(int device);
 

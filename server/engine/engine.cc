@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "kernels/sharded_stream.h"
 #include "server/engine/activity.h"
@@ -195,9 +196,14 @@ class ThreadedEngine final : public Engine {
       return;
     }
     const bool lost = absl::IsInternal(ran.status);
-    const int failed = FailedShard(ran.status).value_or(ran.device);
-    if (metrics_ != nullptr) metrics_->CountDeviceError(failed, lost);
-    spdlog::error("{} failed a batch of {} with {} rows: {}", devices_->NameOf(failed), ran.op,
+    std::vector<int> failed = FailedShards(ran.status);
+    if (failed.empty()) failed.push_back(ran.device);
+    std::vector<std::string> names;
+    for (const int device : failed) {
+      if (metrics_ != nullptr) metrics_->CountDeviceError(device, lost);
+      names.push_back(devices_->NameOf(device));
+    }
+    spdlog::error("{} failed a batch of {} with {} rows: {}", absl::StrJoin(names, ", "), ran.op,
                   ran.oldest.batch_rows,
                   ran.status.ToString(absl::StatusToStringMode::kWithNoExtraData));
     // Last: the owner may end the process in it, and by now the jobs have their answers.

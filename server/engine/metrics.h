@@ -129,7 +129,7 @@ class Metrics {
   // Once per job that ended between slices, by the engine.
   void CountStopped(std::string_view op);
 
-  // Once per batch that the device failed. `lost`: for good.
+  // Once per batch that the device failed, by each of several that failed it. `lost`: for good.
   void CountDeviceError(int device, bool lost);
   // Once per lost device.
   void SetDeviceLost(int device);

@@ -1,9 +1,16 @@
 #include "server/ops/sample.h"
 
+#include <algorithm>
+
+#include "kernels/kept_tokens.h"
 #include "server/ops/row_places.h"
 
 namespace logitd::ops {
 namespace {
+
+// Of JobSpec::wanted: a row may need more than a few of its first tokens. The most that the others need
+// is JobSpec::max_row_entries.
+constexpr uint32_t kMoreThanKept = 1;
 
 constexpr RowPlace<SampleRow> kPlaces[] = {
     {kSampleHistory, &SampleRow::first_history},
@@ -29,8 +36,9 @@ const engine::OpTraits kLinearSampleTraits = {
     .inputs = kSampleInputs,
     .outputs = kSampleOutputs,
     .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.LinearSample(
-          {.hidden = batch.Payload(), .head = *batch.head, .sample = SampleArgsOf(batch)});
+      return stream.LinearSampleOfKept(
+          {.hidden = batch.Payload(), .head = *batch.head, .sample = SampleArgsOf(batch)},
+          batch.wanted == 0 ? batch.max_row_entries : 0);
     }};
 
 SampleArgs SampleArgsOf(const engine::BatchView& batch) {
@@ -68,6 +76,11 @@ void SampleRows::FillSpec(const engine::BatchKey& key, engine::JobSpec* spec) {
   spec->counts[kSampleBias] = static_cast<int64_t>(bias.size());
   spec->counts[kSampleExtraIds] = static_cast<int64_t>(extra_ids.size());
   spec->counts[kSampleMaskWords] = static_cast<int64_t>(mask_words.size());
+  for (const SampleRow& row : rows) {
+    const int32_t kept = KeptTokens(row);
+    spec->max_row_entries = std::max(spec->max_row_entries, kept);
+    if (kept == 0) spec->wanted |= kMoreThanKept;
+  }
   PlaceAnswers(absl::MakeSpan(rows), kPlaces, &spec->counts);
   spec->size = engine::SizeOfJob(*spec);
 }

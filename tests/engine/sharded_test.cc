@@ -325,8 +325,14 @@ TEST_F(ShardedTest, ShardsThatHangAtTheSameTimeAreAllLost) {
   EXPECT_TRUE(devices_->lost(2));
   EXPECT_EQ(devices_->left(), 1);
   EXPECT_EQ(lost_, 0);
-  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"11\"} 0"));
-  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"12\"} 0"));
+  const std::string page = Scrape(*metrics_);
+  for (const char* line :
+       {"logitd_device_up{device=\"11\"} 0\n", "logitd_device_up{device=\"12\"} 0\n",
+        "logitd_device_errors_total{device=\"10\",kind=\"lost\"} 0\n",
+        "logitd_device_errors_total{device=\"11\",kind=\"lost\"} 1\n",
+        "logitd_device_errors_total{device=\"12\",kind=\"lost\"} 1\n"}) {
+    EXPECT_THAT(page, HasSubstr(line));
+  }
   engine_.reset();
   for (const int held : {1, 2}) {
     device(held).Fail(absl::InternalError("after all"));  // the slice's memory is gone

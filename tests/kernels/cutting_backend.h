@@ -75,6 +75,13 @@ class CuttingStream final : public Stream {
   absl::Status LinearSample(const LinearSampleArgs& args) override {
     return Cut(&Stream::LinearSample, args);
   }
+  absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t max_kept) override {
+    const std::vector<HeadView> parts = CutHead(args.head, shards_);
+    LinearSampleArgs cut = args;
+    cut.head = WithShards(args.head, parts);
+    stream_->Watch(abandoned());
+    return stream_->LinearSampleOfKept(cut, max_kept);
+  }
   absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
     return Cut(&Stream::LinearCrossEntropy, args);
   }

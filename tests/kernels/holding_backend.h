@@ -73,6 +73,13 @@ class HoldingBackend final : public Backend {
       absl::Status status = Enqueue();
       return status.ok() ? stream_->ShardLogits(args) : status;
     }
+    absl::Status KeptSamplePartial(const cuda::KeptSamplePartialArgs& args) override {
+      absl::Status status = Enqueue();
+      return status.ok() ? stream_->KeptSamplePartial(args) : status;
+    }
+    absl::Status KeptSampleMerge(const cuda::KeptSampleMergeArgs& args) override {
+      return stream_->KeptSampleMerge(args);
+    }
     absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
       absl::Status status = Enqueue();
       return status.ok() ? stream_->LinearTopKPartial(args) : status;

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "kernels/kept_tokens.h"
 #include "tests/kernels/arena.h"
 #include "tests/kernels/reference.h"
 
@@ -336,6 +337,24 @@ class OpRunner {
     Add(*arena_, head, &args.head);
     Add(*arena_, batch, &args.sample, &answer);
     return Run(&Stream::LinearSample, args, answer);
+  }
+
+  // By LinearSampleOfKept.
+  absl::StatusOr<SampleAnswer> LinearSampleOfKept(const HostTensor& hidden, const HostHead& head,
+                                                  const SampleBatch& batch) {
+    LinearSampleArgs args;
+    SampleAnswer answer;
+    Add(*arena_, hidden, &args.hidden);
+    Add(*arena_, head, &args.head);
+    Add(*arena_, batch, &args.sample, &answer);
+    int32_t max_kept = 0;
+    for (const SampleRow& row : batch.rows) {
+      if (KeptTokens(row) == 0) return absl::InvalidArgumentError("a row may need any token");
+      max_kept = std::max(max_kept, KeptTokens(row));
+    }
+    auto times = arena_->Run([&](Stream& s) { return s.LinearSampleOfKept(args, max_kept); });
+    if (!times.ok()) return times.status();
+    return answer;
   }
 
   absl::StatusOr<VerifyAnswer> Verify(const HostTensor& logits, const SampleBatch& batch,

@@ -94,6 +94,54 @@ inline std::vector<SoftmaxTopKRow> AsksOf(const LinearCase& c, int64_t* entries)
   return asks;
 }
 
+inline void Append(const SampleAnswer& drawn, std::string* bits) {
+  Append(drawn.tokens, bits);
+  Append(drawn.logprobs, bits);
+  Append(drawn.ranks, bits);
+  Append(drawn.logsumexp, bits);
+  Append(drawn.status, bits);
+  Append(drawn.top_ids, bits);
+  Append(drawn.top_logprobs, bits);
+  Append(drawn.extra_logprobs, bits);
+}
+
+// Rows that need only a few of their first tokens.
+inline SampleBatch KeptBatchOf(const LinearCase& c) {
+  SampleBatch batch;
+  const auto most = static_cast<int32_t>(std::min<int64_t>(kMaxTopLogprobs, c.vocab));
+  const int32_t top_ks[] = {1, 50, most, 7};
+  for (int64_t r = 0; r < c.rows; ++r) {
+    SampleRow row = PlainRow();
+    row.seed = c.seed;
+    row.position = static_cast<uint64_t>(r);
+    row.active = r % 11 != 3 ? 1 : 0;
+    row.temperature = r % 5 == 0 ? 0.0f : r % 5 == 1 ? 0.7f : r % 5 == 2 ? 1e-4f : 1.0f;
+    row.top_k = row.temperature == 0 && r % 2 == 0 ? 0 : std::min(most, top_ks[r % 4]);
+    row.top_p = r % 3 == 0 ? 0.9f : 1.0f;
+    row.min_p = r % 7 == 0 ? 0.05f : 0.0f;
+    row.want_rank = r % 4 != 0;
+    row.logprob_mode = r % 6 < 3 ? LogprobMode::kRaw : LogprobMode::kProcessed;
+    row.top_logprobs = r % 3 == 1 ? most : static_cast<int32_t>(r % 3);
+    row.top_logprobs = std::min(row.top_logprobs, most);
+    row.first_top_entry = batch.top_entries;
+    batch.top_entries += row.top_logprobs;
+    batch.rows.push_back(row);
+  }
+  return batch;
+}
+
+// The answers to KeptBatchOf, by LinearSample, or by LinearSampleOfKept.
+inline std::string KeptBits(OpRunner& runner, const ShardCase& c, bool says_kept) {
+  const LinearInput input = InputOf(c);
+  const SampleBatch batch = KeptBatchOf(c.linear);
+  std::string bits;
+  Append((says_kept ? runner.LinearSampleOfKept(input.hidden, input.head, batch)
+                    : runner.LinearSample(input.hidden, input.head, batch))
+             .value(),
+         &bits);
+  return bits;
+}
+
 // Every answer of the three ops, losses twice; a separate string for each call.
 inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   const LinearInput input = InputOf(c);
@@ -106,14 +154,7 @@ inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   Append(top.logsumexp, &bits[0]);
   Append(top.status, &bits[0]);
   const auto drawn = runner.LinearSample(input.hidden, input.head, SampleBatchOf(c.linear)).value();
-  Append(drawn.tokens, &bits[1]);
-  Append(drawn.logprobs, &bits[1]);
-  Append(drawn.ranks, &bits[1]);
-  Append(drawn.logsumexp, &bits[1]);
-  Append(drawn.status, &bits[1]);
-  Append(drawn.top_ids, &bits[1]);
-  Append(drawn.top_logprobs, &bits[1]);
-  Append(drawn.extra_logprobs, &bits[1]);
+  Append(drawn, &bits[1]);
   const auto add_losses = [&](const LossBatch& batch, std::string* to) {
     const auto scored = runner.LinearCrossEntropy(input.hidden, input.head, batch).value();
     Append(scored.loss, to);

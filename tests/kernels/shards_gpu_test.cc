@@ -19,6 +19,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/cuda/nccl.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
 #include "tests/kernels/cuda_test.h"
@@ -207,6 +208,21 @@ TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   EXPECT_EQ(AllBits(*OpRunner::Create(&backend).value(), c), AllBits(*runner_, c));
 }
 
+// So many rows that peers do not exchange their logits: more than 64 MiB.
+TEST_F(ShardsGpuTest, RowsThatNeedFewTokensGetTheBitsOfOneDevice) {
+  for (const Logits logits : {Logits::kRandom, Logits::kTied, Logits::kNans, Logits::kBans,
+                              Logits::kAllBanned, Logits::kCertain}) {
+    const ShardCase c{{DType::kBF16, 3400, 5003, 16, true, false, 0, 0, 77}, logits};
+    const std::string want = KeptBits(*runner_, c, /*says_kept=*/false);
+    EXPECT_EQ(KeptBits(*runner_, c, true) == want, true) << "one device";
+    for (const int shards : {1, 2, 3, 8}) {
+      CuttingBackend backend(DevicesOf(shards));
+      EXPECT_EQ(KeptBits(*OpRunner::Create(&backend).value(), c, true) == want, true)
+          << DescribeShards(c) << ", " << shards << " shards";
+    }
+  }
+}
+
 // ---- NCCL
 
 // Skips, with the reason, on a machine with one GPU or without NCCL's library.
@@ -235,6 +251,17 @@ TEST_F(ShardsByNcclGpuTest, TheBitsAreThoseOfOneDevice) {
   for (int devices = 2; devices <= CountCudaDevices(); ++devices) {
     CuttingBackend backend(DevicesOf(devices), kByNccl);
     ExpectBitsOfOneDevice(&backend, devices);
+  }
+}
+
+TEST_F(ShardsByNcclGpuTest, RowsThatNeedFewTokensGetTheBitsOfOneDevice) {
+  for (int devices = 2; devices <= CountCudaDevices(); ++devices) {
+    CuttingBackend backend(DevicesOf(devices), kByNccl);
+    const auto sharded = OpRunner::Create(&backend).value();
+    for (const ShardCase& c : GpuShardCases()) {
+      EXPECT_EQ(KeptBits(*sharded, c, true) == KeptBits(*runner_, c, false), true)
+          << DescribeShards(c) << ", " << devices << " devices";
+    }
   }
 }
 
@@ -641,6 +668,15 @@ TEST_F(ShardsGpuTest, DevicesOfSeveralBackendsAreRefusedWithASentence) {
                                           "for all devices; on others each device holds the whole "
                                           "head"));
   EXPECT_TRUE(CheckCanShard(std::vector<Backend*>{Cuda()->get(), Cuda()->get()}).ok());
+}
+
+TEST_F(ShardsGpuTest, DevicesThatNcclDoesNotJoinInTimeAreAnErrorAndTheNextTryMayJoinThem) {
+  if (const absl::Status there = cuda::NcclGather::Check(); !there.ok()) GTEST_SKIP() << there;
+  EXPECT_STREQ(std::getenv("NCCL_NVLS_ENABLE"), "0");  // no multicast
+  const int device[] = {CudaTestDevice()};
+  EXPECT_EQ(cuda::NcclGather::Create(device, absl::ZeroDuration()).status(),
+            absl::UnavailableError("NCCL: make communicators: not done after 0"));
+  EXPECT_TRUE(cuda::NcclGather::Create(device, absl::Minutes(1)).ok());
 }
 
 TEST_F(ShardsGpuTest, NcclRefusesToJoinADeviceWithItself) {

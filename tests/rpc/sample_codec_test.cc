@@ -187,6 +187,48 @@ TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   EXPECT_FALSE(last.sample.edited);
 }
 
+// What linear_sample is told of a batch with the request's rows.
+int32_t MaxKeptOf(const v1::SampleRequest& request) {
+  Parsed p(request);
+  EXPECT_TRUE(p.status.ok()) << p.status;
+  alignas(16) std::byte memory[64];
+  const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
+  const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
+  const HeadView head = {.weight = {.rows = 7, .cols = 5}};
+  FakeStream stream;
+  EXPECT_TRUE(ops::kLinearSampleTraits
+                  .enqueue(stream, {.dtype = DType::kF32,
+                                    .counts = p.spec.counts,
+                                    .row_elements = 5,
+                                    .row_stride = 32,
+                                    .payload = memory + 48,
+                                    .max_row_entries = p.spec.max_row_entries,
+                                    .wanted = p.spec.wanted,
+                                    .inputs = inputs,
+                                    .outputs = outputs,
+                                    .head = &head})
+                  .ok());
+  return stream.max_kept();
+}
+
+TEST(SampleCodecTest, ABatchTellsHowManyTokensItsRowsNeedUnlessOneMayNeedAny) {
+  v1::SampleRequest request;
+  request.set_dtype(v1::DTYPE_F32);
+  request.set_rows(2);
+  request.set_head("h");
+  request.set_hidden_size(2);
+  request.set_hidden(std::string(16, '\1'));
+  request.add_seed(5);
+  request.add_top_k(2);
+  request.add_top_k(1);
+  EXPECT_EQ(MaxKeptOf(request), 2);
+  request.set_top_k(1, 0);  // off: any token may be drawn
+  EXPECT_EQ(MaxKeptOf(request), 0);
+  request.add_temperature(1);
+  request.add_temperature(0);
+  EXPECT_EQ(MaxKeptOf(request), 2);
+}
+
 v1::SampleRequest WithLists() {
   v1::SampleRequest request = Plain<v1::SampleRequest>(2, 40);
   for (int n : {3, 1}) request.add_history_count(n);

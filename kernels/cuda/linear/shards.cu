@@ -18,6 +18,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/block_logits.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
+#include "kernels/cuda/linear/kept_of.cuh"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/shards.cuh"
@@ -101,6 +102,14 @@ __global__ void TopKAsksKernel(const SoftmaxTopKRow* rows, int64_t count, int to
   if (r >= count) return;
   asks[r] = {
       .first_entry = r * most_k, .temperature = rows[r].temperature, .k = min(rows[r].k, tokens)};
+}
+__global__ void KeptAsksKernel(const SampleRow* rows, int64_t count, int tokens, int most_k,
+                               SoftmaxTopKRow* asks) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= count) return;
+  asks[r] = {.first_entry = r * most_k,
+             .temperature = 1.0f,
+             .k = rows[r].active == 0 ? 0 : min(KeptOf(rows[r]), tokens)};
 }
 __global__ void TopAsksKernel(const CrossEntropyRow* rows, int64_t count, int tokens, int most_k,
                               SoftmaxTopKRow* asks) {
@@ -403,10 +412,11 @@ cudaError_t HopperShardLosses(const LinearCrossEntropyPartialArgs& args, Product
   return hopper::ShardLosses(losses, plain_groups, scratch, stream);
 }
 
-}  // namespace
-
-cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& products,
-                              Scratch scratch, cudaStream_t stream) {
+// Args: LinearTopKPartialArgs, or another struct with its members.
+template <class Args, class Row>
+cudaError_t TokensPartial(const Args& args,
+                          void (*ask_kernel)(const Row*, int64_t, int, int, SoftmaxTopKRow*),
+                          Products& products, Scratch scratch, cudaStream_t stream) {
   const TopKPartialShape& shape = args.shape;
   const VocabShard shard = shape.shards.at(args.shard);
   const TopKPartials to = shape.At(args.block);
@@ -419,7 +429,7 @@ cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& produ
     cudaError_t error = block.Make(RowsOf(args.hidden, first, count), scratch);
     if (error != cudaSuccess) return error;
     const int64_t cells = first * shape.shards.most_cells();
-    error = ChooseTokens(block.View(count), args.rows + first, &TopKAsksKernel, shape.keys(),
+    error = ChooseTokens(block.View(count), args.rows + first, ask_kernel, shape.keys(),
                          {.logits = {},
                           .asks = nullptr,
                           .indices = nullptr,
@@ -435,6 +445,18 @@ cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& produ
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& products,
+                              Scratch scratch, cudaStream_t stream) {
+  return TokensPartial(args, &TopKAsksKernel, products, scratch, stream);
+}
+
+cudaError_t KeptSamplePartial(const KeptSamplePartialArgs& args, Products& products,
+                              Scratch scratch, cudaStream_t stream) {
+  return TokensPartial(args, &KeptAsksKernel, products, scratch, stream);
 }
 
 cudaError_t ShardLogits(const ShardLogitsArgs& args, Products& products, Scratch scratch,

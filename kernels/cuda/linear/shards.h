@@ -35,6 +35,25 @@ cudaError_t LinearSamplePartial(const LinearSamplePartialArgs& args, Products& p
                                 Scratch scratch, cudaStream_t stream);
 cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch,
                               cudaStream_t stream);
+// The two halves of linear_sample where every row needs only a few of its first tokens
+// (kernels/kept_tokens.h): what is exchanged is the block of linear_topk at temperature 1.
+struct KeptSamplePartialArgs {
+  TensorView hidden;       // [shape.rows, hidden], as in LinearSampleArgs
+  HeadView head;           // the shard's
+  int shard = 0;           // its index
+  TopKPartialShape shape;  // max_k: >= every row's KeptTokens, and less than the vocabulary
+  const SampleRow* rows = nullptr;  // [rows]
+  std::byte* block = nullptr;       // [shape.bytes()], 16-byte aligned
+};
+struct KeptSampleMergeArgs {
+  TopKPartialShape shape;
+  const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
+  SampleArgs sample;                  // its logits are ignored
+};
+cudaError_t KeptSamplePartial(const KeptSamplePartialArgs& args, Products& products,
+                              Scratch scratch, cudaStream_t stream);
+// In kept_sample.cu.
+cudaError_t KeptSampleMerge(const KeptSampleMergeArgs& args, cudaStream_t stream);
 cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Products& products,
                                       Scratch scratch, cudaStream_t stream);
 cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Products& products,
