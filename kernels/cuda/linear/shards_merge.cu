@@ -4,10 +4,12 @@
 // answers have their bits.
 //
 // Cost: reads the blocks, a block of threads a row. linear_sample: writes and reads 4 bytes a token
-// and row, then runs sample.
+// and row, except of one row on shards of one size, then runs sample.
 #include <algorithm>
+#include <array>
 
 #include "kernels/cuda/element.cuh"
+#include "kernels/cuda/gather.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/merge_keys.cuh"
 #include "kernels/cuda/linear/shards.cuh"
@@ -143,6 +145,15 @@ __global__ void __launch_bounds__(kMergeThreads)
             });
 }
 
+// Whether the blocks of one row of logits are that row: each block is full where another one has
+// tokens after it.
+bool IsOneRow(const VocabShards& shards) {
+  for (int s = 0; s < shards.count; ++s) {
+    if (shards.at(s).tokens > 0 && shards.at(s).first != s * shards.most_tokens()) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 cudaError_t LinearTopKMerge(const LinearTopKMergeArgs& args, cudaStream_t stream) {
@@ -176,6 +187,11 @@ cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch
                               cudaStream_t stream) {
   const SamplePartialShape& shape = args.shape;
   const VocabShards& shards = shape.shards;
+  if (shape.rows == 1 && IsOneRow(shards)) {
+    SampleArgs whole = args.sample;
+    whole.logits = {shape.Of(args.blocks, 0), DType::kF32, 1, shards.vocab, shards.vocab};
+    return Sample(whole, scratch, stream);
+  }
   const int64_t stride = RoundUp(shards.vocab, 32);
   const int64_t room = static_cast<int64_t>(scratch.bytes) / 4;
   const int64_t step = std::clamp<int64_t>(room / (stride * 4), 1, 256);
@@ -183,19 +199,25 @@ cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch
   if (logits == nullptr) return cudaErrorMemoryAllocation;
   for (int64_t first = 0; first < shape.rows; first += step) {
     const int64_t count = std::min(step, shape.rows - first);
+    std::array<RowsCopy, kMaxShards> copies;
+    size_t copied = 0;
     for (int s = 0; s < shards.count; ++s) {
       const VocabShard shard = shards.at(s);
       if (shard.tokens == 0) continue;
-      const cudaError_t error = cudaMemcpy2DAsync(
-          logits + shard.first, static_cast<size_t>(stride) * 4,
-          shape.Of(args.blocks, s) + first * shards.most_tokens(),
-          static_cast<size_t>(shards.most_tokens()) * 4, static_cast<size_t>(shard.tokens) * 4,
-          static_cast<size_t>(count), cudaMemcpyDeviceToDevice, stream);
-      if (error != cudaSuccess) return error;
+      const float* const from = shape.Of(args.blocks, s) + first * shards.most_tokens();
+      copies[copied++] = {.from = reinterpret_cast<const std::byte*>(from),
+                          .from_stride = static_cast<size_t>(shards.most_tokens()) * 4,
+                          .to = reinterpret_cast<std::byte*>(logits + shard.first),
+                          .to_stride = static_cast<size_t>(stride) * 4,
+                          .row_bytes = static_cast<size_t>(shard.tokens) * 4,
+                          .rows = count,
+                          .from_device = true};
     }
+    cudaError_t error = GatherRows({copies.data(), copied}, stream);
+    if (error != cudaSuccess) return error;
     SampleArgs part = RowsFrom(args.sample, first);
     part.logits = {logits, DType::kF32, count, shards.vocab, stride};
-    const cudaError_t error = Sample(part, scratch, stream);
+    error = Sample(part, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
