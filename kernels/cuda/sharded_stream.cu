@@ -253,7 +253,9 @@ class CudaShardedStream final : public ShardedStream {
     const bool few = AreLogitsFew(args.hidden, args.head);
     return Run({Kind::kTopK, args.hidden, args.head, args.topk.max_k, few ? 1u : 0u}, [&] {
       return few ? OnLogits(args.hidden, args.head, args.topk, &Stream::SoftmaxTopK)
-                 : RunLinearTopK(args);
+                 : OnTokens<LinearTopKPartialArgs, LinearTopKMergeArgs>(
+                       args.hidden, args.head, args.topk.max_k, args.topk,
+                       &Stream::LinearTopKPartial, &Stream::LinearTopKMerge);
     });
   }
   absl::Status LinearSample(const LinearSampleArgs& args) override {
@@ -265,7 +267,11 @@ class CudaShardedStream final : public ShardedStream {
         max_kept > 0 && max_kept < args.head.vocab() && !AreLogitsFew(args.hidden, args.head);
     const uint32_t options = (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u);
     return Run({Kind::kSample, args.hidden, args.head, kept ? max_kept : 0, options}, [&] {
-      if (kept) return RunKeptSample(args, max_kept);
+      if (kept) {
+        return OnTokens<KeptSamplePartialArgs, KeptSampleMergeArgs>(
+            args.hidden, args.head, max_kept, args.sample, &DeviceStream::KeptSamplePartial,
+            &DeviceStream::KeptSampleMerge);
+      }
       return exchange_ == ShardExchange::kPeers
                  ? OnLogits(args.hidden, args.head, args.sample, &Stream::Sample)
                  : RunLinearSample(args);
@@ -488,54 +494,31 @@ class CudaShardedStream final : public ShardedStream {
     return devices_[static_cast<size_t>(shard)].blocks + static_cast<size_t>(shard) * shape.bytes();
   }
 
-  absl::Status RunLinearTopK(const LinearTopKArgs& args) {
-    TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = args.topk.max_k};
-    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden);
-    for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
-      shape.rows = std::min(step, args.hidden.rows - first);
-      const SoftmaxTopKArgs topk = RowsFrom(args.topk, first);
-      const Inputs<SoftmaxTopKRow> inputs = {.hidden = RowsOf(args.hidden, first, shape.rows),
-                                             .rows = topk.rows};
+  // Ops whose block has the first `max_k` tokens of a row. `args` are those of all rows, without
+  // logits.
+  template <class PartialArgs, class MergeArgs, class Args, class Partial, class Merge>
+  absl::Status OnTokens(const TensorView& hidden, const HeadView& head, int32_t max_k,
+                        const Args& args, Partial partial, Merge merge) {
+    TopKPartialShape shape = {.shards = ShardsOf(head), .rows = 1, .max_k = max_k};
+    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), hidden);
+    for (int64_t first = 0; first < hidden.rows && !IsAbandoned(); first += step) {
+      shape.rows = std::min(step, hidden.rows - first);
+      const Args part = RowsFrom(args, first);
+      const Inputs<std::remove_cvref_t<decltype(*part.rows)>> inputs = {
+          .hidden = RowsOf(hidden, first, shape.rows), .rows = part.rows};
       LOGITD_RETURN_IF_ERROR(Pack(inputs));
       LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-        Inputs<SoftmaxTopKRow> at = inputs;
+        auto at = inputs;
         LOGITD_RETURN_IF_ERROR(Bring(shard, at));
-        return stream(shard).LinearTopKPartial({.hidden = at.hidden,
-                                                .head = args.head.shards[shard],
-                                                .shard = shard,
-                                                .shape = shape,
-                                                .rows = at.rows,
-                                                .block = BlockAt(shape, shard)});
+        return (stream(shard).*partial)(PartialArgs{.hidden = at.hidden,
+                                                    .head = head.shards[shard],
+                                                    .shard = shard,
+                                                    .shape = shape,
+                                                    .rows = at.rows,
+                                                    .block = BlockAt(shape, shard)});
       }));
       LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
-      LOGITD_RETURN_IF_ERROR(
-          OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks(), .topk = topk})));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status RunKeptSample(const LinearSampleArgs& args, int32_t max_kept) {
-    TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = max_kept};
-    const int64_t step = RowsAtOnce(shape.bytes() * devices_.size(), args.hidden);
-    for (int64_t first = 0; first < args.hidden.rows && !IsAbandoned(); first += step) {
-      shape.rows = std::min(step, args.hidden.rows - first);
-      const SampleArgs sample = RowsFrom(args.sample, first);
-      const Inputs<SampleRow> inputs = {.hidden = RowsOf(args.hidden, first, shape.rows),
-                                        .rows = sample.rows};
-      LOGITD_RETURN_IF_ERROR(Pack(inputs));
-      LOGITD_RETURN_IF_ERROR(OnAll([&](int shard) -> absl::Status {
-        Inputs<SampleRow> at = inputs;
-        LOGITD_RETURN_IF_ERROR(Bring(shard, at));
-        return stream(shard).KeptSamplePartial({.hidden = at.hidden,
-                                                .head = args.head.shards[shard],
-                                                .shard = shard,
-                                                .shape = shape,
-                                                .rows = at.rows,
-                                                .block = BlockAt(shape, shard)});
-      }));
-      LOGITD_RETURN_IF_ERROR(Exchange(&Device::blocks, shape.bytes()));
-      LOGITD_RETURN_IF_ERROR(OfShard(
-          0, lead().KeptSampleMerge({.shape = shape, .blocks = blocks(), .sample = sample})));
+      LOGITD_RETURN_IF_ERROR(OfShard(0, (lead().*merge)(MergeArgs{shape, blocks(), part})));
     }
     return absl::OkStatus();
   }
