@@ -210,9 +210,11 @@ TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
 
 // So many rows that peers do not exchange their logits: more than 64 MiB.
 TEST_F(ShardsGpuTest, RowsThatNeedFewTokensGetTheBitsOfOneDevice) {
+  uint64_t n = 76;
   for (const Logits logits : {Logits::kRandom, Logits::kTied, Logits::kNans, Logits::kBans,
                               Logits::kAllBanned, Logits::kCertain}) {
-    const ShardCase c{{DType::kBF16, 3400, 5003, 16, true, false, 0, 0, 77}, logits};
+    const DType dtype = ++n % 2 == 0 ? DType::kBF16 : DType::kF32;
+    const ShardCase c{{dtype, 3400, 5003, 16, true, false, 0, 0, n}, logits};
     const std::string want = KeptBits(*runner_, c, /*says_kept=*/false);
     EXPECT_EQ(KeptBits(*runner_, c, true) == want, true) << "one device";
     for (const int shards : {1, 2, 3, 8}) {
