@@ -40,8 +40,10 @@ inline std::vector<SoftcapCase> SoftcapCases() {
     }
   };
   // Up to and above the reach of each way to compute tanh.
-  for (float reach : {0.01f, 0.3f, 0.31f, 0.6f, 0.62f, 1.0f, 1.02f, 3.0f, 8.6f, 8.8f, 1000.0f})
+  for (float reach : {0.01f, 0.3f, 0.31f, 0.6f, 0.62f, 0.74f, 0.76f, 1.0f, 1.02f, 1.39f, 1.41f,
+                      3.0f, 8.6f, 8.8f, 1000.0f}) {
     add(30, reach, 1);
+  }
   for (float softcap : {0x1p-100f, 1e-20f, 0x1p-8f, 0x1p-7f, 0.5f, 55.0f, 56.0f, 177.0f, 178.0f,
                         1024.0f, 1025.0f, 1e10f, 0x1p100f}) {
     for (float reach : {0.2f, 2.0f}) add(softcap, reach, 1);

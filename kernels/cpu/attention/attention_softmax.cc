@@ -37,6 +37,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if HWY_ARCH_X86
 #include <xmmintrin.h>
@@ -134,23 +135,59 @@ struct Scaled {
   }
 };
 
-template <bool kPairs, typename Out>
-HWY_INLINE void WriteScaled(const RowWeights& weights, float factor, const Writing& how, Out* row,
-                            int64_t keys, KeyRange seen) {
-  using D = typename OutOf<kPairs, Out>::D;
+// Calls write(results) for a row's weights times a factor.
+template <bool kPairs, typename Out, class Write>
+HWY_INLINE void WithScaled(const RowWeights& weights, float factor, bool by_instruction,
+                           const Write& write) {
   const VF vfactor = hn::Set(DF(), factor);
-  const auto write = [&](const auto& results) HWY_ATTR {
-    if (how.stream) {
-      WriteRow<D, true>(results, row, keys, seen);
-    } else {
-      WriteRow<D, false>(results, row, keys, seen);
-    }
-  };
   if constexpr (kPairs && HWY_TARGET <= HWY_AVX3) {
-    if (how.by_instruction) return write(Scaled<kPairs, true, Out>{weights, vfactor});
+    if (by_instruction) return write(Scaled<kPairs, true, Out>{weights, vfactor});
   }
   write(Scaled<kPairs, false, Out>{weights, vfactor});
 }
+
+// A row that is written past the caches while the next one is weighed.
+template <bool kPairs, typename Out>
+class RowInFlight {
+ public:
+  RowInFlight() = default;  // nothing is left to write
+  HWY_INLINE RowInFlight(const RowWeights& weights, float factor, bool by_instruction, Out* row,
+                         int64_t keys, KeyRange seen)
+      : weights_(weights),
+        factor_(factor),
+        by_instruction_(by_instruction),
+        is_there_(true),
+        stream_(row, keys, seen) {}
+
+  // Cuts what is left into this many steps, if there are any.
+  HWY_INLINE void Cut(int64_t steps) {
+    if (steps == 0) return;
+    per_step_ =
+        (stream_.left() + steps * Stream::kLine - 1) / (steps * Stream::kLine) * Stream::kLine;
+  }
+  HWY_INLINE void Step() {
+    if (stream_.left() == 0) return;
+    WithScaled<kPairs, Out>(weights_, factor_, by_instruction_, [&](const auto& results) HWY_ATTR {
+      stream_.Write(results, per_step_);
+    });
+  }
+  HWY_INLINE void Finish() {
+    if (!is_there_) return;
+    WithScaled<kPairs, Out>(weights_, factor_, by_instruction_,
+                            [&](const auto& results) HWY_ATTR { stream_.Finish(results); });
+    is_there_ = false;
+  }
+
+ private:
+  using Stream = RowStream<typename OutOf<kPairs, Out>::D, Out>;
+
+  RowWeights weights_ = {};
+  float factor_ = 1;
+  bool by_instruction_ = false;
+  bool is_there_ = false;
+  Stream stream_;
+  int64_t per_step_ = 0;
+};
 
 // Rows [begin, end) of a call whose scores, mask and results have these types.
 template <typename T, typename M, typename Out, bool kScaleLater>
@@ -159,7 +196,12 @@ void ForwardRowsOf(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end,
   constexpr bool kPairs = kPaired<T, M, Out>;
   const AttentionShape& shape = args.shape;
   const int64_t keys = shape.keys;
-  const RowWeights weights = RowWeights::In(scratch.weights.Get(RowWeights::RoomFor(keys)), keys);
+  const int64_t room = RowWeights::RoomFor(keys);
+  float* const memory = scratch.weights.Get((how.stream ? 2 : 1) * room);
+  RowWeights weights = RowWeights::In(memory, keys);
+  RowWeights other_weights = how.stream ? RowWeights::In(memory + room, keys) : weights;
+  RowInFlight<kPairs, Out> in_flight;
+  const int64_t step_keys = 4 * static_cast<int64_t>(hn::Lanes(DF()));
   RowPlace place = PlaceOf(shape, begin);
   for (int64_t row = begin; row < end; ++row, Advance(shape, place)) {
     const KeyRange seen = SeenKeys(shape, args.window, place.query);
@@ -176,9 +218,12 @@ void ForwardRowsOf(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end,
     // The processor's own prefetches do better for whole rows of f32.
     const bool prefetch = Is16Bit(args.scores.dtype) || count < keys;
     const T* next_row = prefetch ? scores + args.scores.row_stride : nullptr;
+    in_flight.Cut(count / step_keys);
     const double total =
-        WeighAtOnce<kPairs, kScaleLater>(scores, mask, count, args.scale, next_row, weights) +
+        WeighAtOnce<kPairs, kScaleLater>(scores, mask, count, args.scale, next_row, weights,
+                                         [&]() HWY_ATTR { in_flight.Step(); }) +
         (sink == -kInf ? 0 : std::exp(double{sink}));
+    in_flight.Finish();
     RowTotal of_row;
     RowStatus status;
     if (HWY_LIKELY(total >= kLeastTotal && total <= kMostTotal)) {
@@ -191,14 +236,22 @@ void ForwardRowsOf(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end,
     if (HWY_UNLIKELY(of_row.nan >= 0)) {
       status = {RowCode::kNanLogit, static_cast<int32_t>(seen.begin + of_row.nan)};
       WriteNan(args, row, seen, mask_at);
+    } else if (how.stream) {
+      in_flight = {weights, of_row.factor, how.by_instruction, to, keys, seen};
+      std::swap(weights, other_weights);
     } else {
-      WriteScaled<kPairs>(weights, of_row.factor, how, to, keys, seen);
+      WithScaled<kPairs, Out>(weights, of_row.factor, how.by_instruction,
+                              [&](const auto& results) HWY_ATTR {
+                                using D = typename OutOf<kPairs, Out>::D;
+                                WriteRow<D, false>(results, to, keys, seen);
+                              });
     }
     if (args.logsumexp != nullptr) {
       args.logsumexp[row] = static_cast<float>(of_row.denominator.Log());
     }
     args.status[row] = status;
   }
+  in_flight.Finish();
 }
 
 void ForwardRows(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end, const Writing& how,

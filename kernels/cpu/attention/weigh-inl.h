@@ -216,10 +216,11 @@ class ZeroWeigher {
 };
 
 // Writes the weights against 0 of a row of `count` keys, then zeros. Returns their total, which
-// tells whether they are right. `next_row` is for NextCell.
-template <bool kPairs, bool kScaleLater, typename T, typename M>
+// tells whether they are right. `next_row` is for NextCell. meanwhile() is called after every four
+// vectors of keys.
+template <bool kPairs, bool kScaleLater, typename T, typename M, class Meanwhile>
 HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, float scale,
-                              const T* next_row, const RowWeights& to) {
+                              const T* next_row, const RowWeights& to, const Meanwhile& meanwhile) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   const FastReader<kPairs, kScaleLater, T, M> read(scale);
@@ -252,6 +253,7 @@ HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, flo
         read(d, scores + key, From(mask, key), a, b);
         add(a, b, key, u);
       }
+      meanwhile();
     }
     for (; i < end; i += 2 * lanes) {
       VF a, b;

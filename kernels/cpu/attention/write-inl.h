@@ -140,29 +140,66 @@ HWY_INLINE void WritePart(const Results& results, Out* row, int64_t begin, int64
   V::StoreFirst(results(at - seen.begin), end - at, row + at);
 }
 
+// Writes the `keys` results of a row in steps, as WriteRow<D, true>.
+template <class D, typename Out>
+class RowStream {
+ public:
+  RowStream() = default;  // nothing is left to write
+  HWY_INLINE RowStream(Out* row, int64_t keys, KeyRange seen)
+      : row_(row), keys_(keys), seen_(seen) {
+    const int64_t in_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(Out));
+    first_line_ = std::min(keys, -in_line & (kLine - 1));
+    end_ = first_line_ + (keys - first_line_) / kLine * kLine;
+    at_ = first_line_;
+  }
+
+  // How many results are to be written in whole lines.
+  int64_t left() const { return end_ - at_; }
+
+  // The next `count` of them or all that are left. `count` is a multiple of kLine.
+  template <class Results>
+  HWY_INLINE void Write(const Results& results, int64_t count) {
+    using V = OutVector<D, Out>;
+    const int64_t end = std::min(end_, at_ + count);
+    const hn::Vec<D> zero = hn::Zero(D());
+    int64_t at = at_;
+    for (; at < end && at + V::Keys() <= seen_.begin; at += V::Keys()) V::Stream(zero, row_ + at);
+    for (; at < end && at < seen_.end; at += V::Keys()) {
+      V::Stream(results(at - seen_.begin), row_ + at);
+    }
+    for (; at < end; at += V::Keys()) V::Stream(zero, row_ + at);
+    at_ = end;
+  }
+
+  // All that is left, and the results outside whole lines.
+  template <class Results>
+  HWY_INLINE void Finish(const Results& results) {
+    if (first_line_ > 0) WritePart<D>(results, row_, 0, first_line_, seen_);
+    Write(results, left());
+    if (end_ < keys_) WritePart<D>(results, row_, end_, keys_, seen_);
+  }
+
+  static constexpr int64_t kLine = 64 / sizeof(Out);
+
+ private:
+  Out* row_ = nullptr;
+  int64_t keys_ = 0;
+  KeyRange seen_ = {0, 0};
+  int64_t first_line_ = 0;  // where the first whole line begins
+  int64_t at_ = 0;
+  int64_t end_ = 0;  // of the last whole line
+};
+
 // Writes the `keys` results of a row, zeros outside `seen`. `results(i)` returns the vector of those
 // from key i on, counted from seen.begin; i may be negative and the vector may end after the last,
 // but some key of it is seen; the others are zeros. With kStream, whole lines of memory pass the
 // caches; a fence must follow before other threads read them.
 template <class D, bool kStream, typename Out, class Results>
 HWY_INLINE void WriteRow(const Results& results, Out* row, int64_t keys, KeyRange seen) {
-  if constexpr (!kStream) {
-    WritePart<D>(results, row, 0, keys, seen);
+  if constexpr (kStream) {
+    RowStream<D, Out>(row, keys, seen).Finish(results);
   } else {
-    using V = OutVector<D, Out>;
-    constexpr int64_t kLine = 64 / sizeof(Out);
-    const int64_t in_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(Out));
-    const int64_t begin = std::min(keys, -in_line & (kLine - 1));
-    const int64_t end = begin + (keys - begin) / kLine * kLine;
-    const hn::Vec<D> zero = hn::Zero(D());
-    if (begin > 0) WritePart<D>(results, row, 0, begin, seen);
-    int64_t at = begin;
-    for (; at < end && at + V::Keys() <= seen.begin; at += V::Keys()) V::Stream(zero, row + at);
-    for (; at < end && at < seen.end; at += V::Keys()) {
-      V::Stream(results(at - seen.begin), row + at);
-    }
-    for (; at < end; at += V::Keys()) V::Stream(zero, row + at);
-    if (end < keys) WritePart<D>(results, row, end, keys, seen);
+    WritePart<D>(results, row, 0, keys, seen);
   }
 }
 

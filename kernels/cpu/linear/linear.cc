@@ -14,7 +14,8 @@
 //
 // Cost: the product, 2 rows hidden vocab operations, which is the floor. topk and sample read the
 // weights once for every 64 rows (16 at the largest vocabulary), and write and read 4 bytes a logit.
-// The loss reads them from memory once for every 256 rows, and from a cache for every 64.
+// The loss reads them from memory once for every 256 rows, and from a cache for every 64 (128 rows of
+// 1024 columns or fewer).
 //
 // Limited by: the product from some 16 rows on, by the read of the weights below.
 //
@@ -131,12 +132,16 @@ struct LossItems {
   VocabShards stretches;  // of the shard's tokens
 };
 
-LossItems ItemsOf(int64_t rows, const VocabShard& shard, bool any_top, int64_t threads) {
+LossItems ItemsOf(int64_t rows, int64_t hidden, const VocabShard& shard, bool any_top,
+                  int64_t threads) {
   constexpr int64_t kLeastRows = 16;
+  // More rows share a widened weight, as long as they and their logits stay in the second cache.
+  constexpr int64_t kMostGroupRows = 128;
+  constexpr int64_t kMostGroup = int64_t{1} << 17;
   constexpr int64_t kMostStretches = 64;
   const int64_t most = std::clamp<int64_t>(shard.cells(), 1, kMostStretches);
   // Smaller groups where there is too little else to share out.
-  int64_t most_rows = kMostRows;
+  int64_t most_rows = std::clamp(kMostGroup / hidden, kMostRows, kMostGroupRows);
   while (most_rows > kLeastRows && (rows + most_rows - 1) / most_rows * most < 4 * threads) {
     most_rows /= 2;
   }
@@ -177,8 +182,8 @@ void ReadStretch(const LossShard& of, int stretch, const PackedRows& rows, int64
 // Writes the block's part of rows [begin, begin + count).
 void PartialOfRows(const LinearCrossEntropyPartialArgs& args, int64_t begin, int64_t count,
                    ThreadPool& pool, LinearScratch& scratch, const std::atomic<bool>* abandoned) {
-  const LossItems items =
-      ItemsOf(count, args.shape.shards.at(args.shard), args.shape.max_top > 0, pool.threads());
+  const LossItems items = ItemsOf(count, args.hidden.cols, args.shape.shards.at(args.shard),
+                                  args.shape.max_top > 0, pool.threads());
   const int64_t parts = count * items.stretches.count;
   const LossShard of = {.index = args.shard,
                         .shape = args.shape,

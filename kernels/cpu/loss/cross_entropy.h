@@ -26,6 +26,7 @@ inline double EffectiveSmoothing(const CrossEntropyRow& ask, int64_t vocab) {
 // Memory for what a read leaves of each row.
 struct LossScratch {
   SketchScratch x, order;
+  Buffer<int32_t> before;
   Buffer<float> total, moment;
 };
 

@@ -14,6 +14,7 @@
 
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
+#include "kernels/cpu/rows/count-inl.h"
 #include "kernels/cpu/rows/lanes-inl.h"
 #include "kernels/cpu/rows/sketch.h"
 
@@ -110,14 +111,14 @@ struct CellRange {
 };
 
 // The first look at a cell. With kGroups it also writes the maxima of groups, which find tokens
-// again.
-template <typename T, bool kGroups>
+// again; with kMin it finds the minimum too.
+template <typename T, bool kGroups, bool kMin>
 class CellReader {
  public:
   // f16 takes two operations to convert, so that the second look had better not do it again.
   static constexpr bool kKeeps = std::is_same_v<T, hwy::float16_t>;
 
-  HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)) {}
+  HWY_INLINE CellReader() : max_(hn::Set(DF(), -kInf)), min_(hn::Set(DF(), kInf)) {}
 
   // Reads the next kFineGroup vectors, from element i on. With kKeeps it writes them to `kept`.
   HWY_INLINE void Read(const T* HWY_RESTRICT cell, int64_t i, float* HWY_RESTRICT kept,
@@ -137,6 +138,11 @@ class CellReader {
     const VF m = hn::Max(hn::Max(m01, m23), hn::Max(m45, m67));
     if constexpr (kGroups) hn::StoreU(m, d, fine + i / kFineGroup);
     max_ = hn::Max(max_, m);
+    if constexpr (kMin) {
+      const VF n01 = hn::Min(v[0], v[1]), n23 = hn::Min(v[2], v[3]);
+      const VF n45 = hn::Min(v[4], v[5]), n67 = hn::Min(v[6], v[7]);
+      min_ = hn::Min(min_, hn::Min(hn::Min(n01, n23), hn::Min(n45, n67)));
+    }
   }
 
   HWY_INLINE CellRange Finish(const T* cell, float* coarse) const {
@@ -144,11 +150,12 @@ class CellReader {
     if constexpr (kGroups) hn::StoreU(max_, d, coarse);
     const float max = hn::GetLane(hn::MaxOfLanes(d, max_));
     const bool is_nan = HWY_UNLIKELY(!std::isfinite(max)) && HasNan(cell);
-    return {.max = max, .min = -kInf, .is_nan = is_nan};
+    const float min = kMin ? hn::GetLane(hn::MinOfLanes(d, min_)) : -kInf;
+    return {.max = max, .min = min, .is_nan = is_nan};
   }
 
  private:
-  VF max_;
+  VF max_, min_;
 };
 
 #if HWY_TARGET != HWY_SCALAR
@@ -168,8 +175,8 @@ HWY_NOINLINE inline float LargestNegative(const hwy::bfloat16_t* cell) {
 // bf16 without groups: two elements at a time, as integers. The largest signed one is the maximum,
 // unless all are negative; the largest unsigned one is the most negative. NaN is above both
 // infinities.
-template <>
-class CellReader<hwy::bfloat16_t, /*kGroups=*/false> {
+template <bool kMin>
+class CellReader<hwy::bfloat16_t, /*kGroups=*/false, kMin> {
  public:
   static constexpr bool kKeeps = false;
 
@@ -269,17 +276,66 @@ class CellSummer {
   VF s_[4];
 };
 
-// What a CellSketcher fills. Both are one sketch where the sums see the logits as sent.
+// As CellSummer for 2^(exponent - that of the cell's maximum), by an exponent of each logit, for
+// which all are close enough to the maximum.
+template <class Exponents>
+class ExponentSummer {
+ public:
+  HWY_INLINE ExponentSummer(const Exponents& exponents, float max) : exponents_(exponents) {
+    VF top[1] = {hn::Set(DF(), max)};
+    exponents_(DF(), top);
+    top_ = top[0];
+    for (VF& s : s_) s = hn::Zero(DF());
+  }
+
+  // Adds the next kFineGroup vectors.
+  template <typename T>
+  HWY_INLINE void Add(const T* HWY_RESTRICT from) {
+    const DF d;
+    const int64_t lanes = hn::Lanes(d);
+    const VF one = hn::Set(d, 1.0f);
+    for (int64_t j = 0; j < kFineGroup; j += 4) {
+      VF x[4];
+      LoadTwo(d, from + j * lanes, x[0], x[1]);
+      LoadTwo(d, from + (j + 2) * lanes, x[2], x[3]);
+      exponents_(d, x);
+      for (int64_t u = 0; u < 4; ++u) {
+        const ExpFactors exp = ExpForSum(d, hn::Sub(x[u], top_), one);
+        s_[u] = hn::MulAdd(exp.rest, exp.power, s_[u]);
+      }
+    }
+  }
+
+  // NaN where an element is.
+  HWY_INLINE float Sum() const {
+    const VF sum = hn::Add(hn::Add(s_[0], s_[1]), hn::Add(s_[2], s_[3]));
+    return hn::GetLane(hn::SumOfLanes(DF(), sum));
+  }
+
+ private:
+  const Exponents exponents_;
+  VF top_;
+  VF s_[4];
+};
+
+// What a read leaves of the tokens' order besides the cells' maxima.
+enum class Order {
+  kNone,
+  kCount,   // how many tokens go before a target
+  kGroups,  // the maxima of groups
+};
+
+// What a CellSketcher fills. Both sketches are one where the sums see the logits as sent.
 struct SketchPlan {
-  RowSketch groups;  // maxima, as sent, and of groups
-  RowSketch sums;    // maxima after the change, and sums
+  RowSketch groups;   // maxima, as sent, and of groups; for Order::kGroups
+  RankTarget target;  // for Order::kCount
+  RowSketch sums;     // maxima after the change, and sums
   float temperature;
 };
 
 // Sketches the cells of a row, in order. A cell is read while the one before it is summed: loads
-// from memory in the shadow of arithmetic. With kGroups = false, the maxima of groups stay unwritten,
-// and so does plan.groups.
-template <typename T, bool kGroups, class Change>
+// from memory in the shadow of arithmetic. The bits of the sums do not depend on kOrder.
+template <typename T, Order kOrder, class Change>
 class CellSketcher {
  public:
   HWY_INLINE CellSketcher(const SketchPlan& plan, const Change& change)
@@ -291,37 +347,68 @@ class CellSketcher {
 
   // Reads cell c. `cell` stays as it is until the next call is done.
   HWY_INLINE void Add(const T* cell, int64_t c) {
-    if (summed_ == nullptr) {
-      Look(cell, c, [](int64_t) {});
-    } else if (is_close_) {
-      LookAndSum<false>(cell, c);
-    } else {
-      LookAndSum<true>(cell, c);
-    }
+    if (summed_ == nullptr) return Look(cell, c, [](int64_t) {});
+    const int64_t summed_at = at_;
+    const Summed* summed = summed_;
+    Sum(summed_at, [&](const auto& add)
+                       HWY_ATTR { Look(cell, c, [&](int64_t i) HWY_ATTR { add(summed + i); }); });
   }
 
   // Sums the last cell.
   HWY_INLINE void Finish() {
-    if (summed_ != nullptr) SumLast(summed_, change_);
+    if (summed_ == nullptr) return;
+    Sum(at_, [&](const auto& add) HWY_ATTR {
+      for (int64_t i = 0; i < kCellElements; i += Block()) add(summed_ + i);
+    });
   }
   // As above. `changed` are the last cell's elements after the change.
   HWY_INLINE void FinishWith(const float* changed) {
-    if (summed_ != nullptr) SumLast(changed, AsSent());
+    if (summed_ == nullptr) return;
+    CellSummer<true> summer(exponent_, plan_.sums.max[at_]);
+    for (int64_t i = 0; i < kCellElements; i += Block()) summer.Add(changed + i, AsSent());
+    SetSum(at_, summer.Sum());
   }
 
  private:
-  using Reader = CellReader<T, kGroups>;
+  static constexpr bool kGroups = kOrder == Order::kGroups;
+  using Reader = CellReader<T, kGroups, Change::kChanges>;
   using Summed = std::conditional_t<Reader::kKeeps, float, T>;
   static constexpr int64_t Block() { return kFineGroup * static_cast<int64_t>(hn::Lanes(DF())); }
 
-  template <bool kBounds>
-  HWY_INLINE void LookAndSum(const T* cell, int64_t c) {
-    const int64_t summed_at = at_;
-    const Summed* summed = summed_;
-    CellSummer<kBounds> summer(exponent_, plan_.sums.max[at_]);
-    Look(cell, c, [&](int64_t i) HWY_ATTR { summer.Add(summed + i, change_); });
-    SetSum(summed_at, summer.Sum());
+  // How a cell is summed.
+  enum class Way {
+    kBounded,
+    kClose,  // no bounds are needed
+    kFivePowers,
+    kEightPowers,  // the same, and powers take the logits to exponents
+  };
+
+  // Calls body(add), which calls add(elements) for the parts of cell c in turn; then sets its sum.
+  template <class Body>
+  HWY_INLINE void Sum(int64_t c, const Body& body) {
+    if constexpr (Change::kChanges) {
+      if (way_ == Way::kFivePowers) return SumByPowers<5>(c, body);
+      if (way_ == Way::kEightPowers) return SumByPowers<8>(c, body);
+    }
+    if (way_ == Way::kClose) return SumBy<false>(c, body);
+    SumBy<true>(c, body);
   }
+  template <bool kBounds, class Body>
+  HWY_INLINE void SumBy(int64_t c, const Body& body) {
+    CellSummer<kBounds> summer(exponent_, plan_.sums.max[c]);
+    body([&](const Summed* from) HWY_ATTR { summer.Add(from, change_); });
+    SetSum(c, summer.Sum());
+  }
+  template <int kPowers, class Body>
+  HWY_INLINE void SumByPowers(int64_t c, const Body& body) {
+    using Exponents = typename Change::template ByPowers<kPowers>;
+    ExponentSummer<Exponents> summer(Exponents(change_, Log2E()), sent_max_);
+    body([&](const Summed* from) HWY_ATTR { summer.Add(from); });
+    SetSum(c, summer.Sum());
+  }
+
+  // log2(e) / temperature
+  float Log2E() const { return exponent_.log2e_over_temperature * kShrink; }
 
   // Reads cell c, and calls meanwhile(i) for its parts.
   template <class Meanwhile>
@@ -329,12 +416,15 @@ class CellSketcher {
     float* kept = kept_[c % 2];
     float* fine = kGroups ? plan_.groups.fine + c * kFinePerCell : nullptr;
     Reader reader;
+    [[maybe_unused]] auto counter = CounterOf(c);
     for (int64_t i = 0; i < kCellElements; i += Block()) {
       const char* ahead = reinterpret_cast<const char*>(cell + i) + kAheadBytes;
       for (size_t b = 0; b < Block() * sizeof(T); b += 64) hwy::Prefetch(ahead + b);
       reader.Read(cell, i, kept, fine);
+      if constexpr (kOrder == Order::kCount) counter.Read(cell, i);
       meanwhile(i);
     }
+    if constexpr (kOrder == Order::kCount) plan_.target.before[c] = counter.Finish(cell);
     const CellRange range =
         reader.Finish(cell, kGroups ? plan_.groups.coarse + c * hn::Lanes(DF()) : nullptr);
     at_ = c;
@@ -344,6 +434,14 @@ class CellSketcher {
       summed_ = cell;
     }
     if (!SetMaxima(cell, range)) summed_ = nullptr;
+  }
+
+  HWY_INLINE auto CounterOf([[maybe_unused]] int64_t c) const {
+    if constexpr (kOrder == Order::kCount) {
+      return CellCounter<T>(plan_.target, c);
+    } else {
+      return nullptr;
+    }
   }
 
   // Returns whether the sum of the cell is still to be computed; if not, it writes the sum too.
@@ -359,14 +457,24 @@ class CellSketcher {
     }
     if constexpr (Change::kChanges) {
       max = hn::GetLane(change_(DF(), hn::Set(DF(), range.max)));
-      is_close_ = change_.range() <= reach_;
+      sent_max_ = range.max;
+      way_ = WayOf(std::max(std::fabs(range.max), std::fabs(range.min)));
       return true;
     }
     max = range.max;
-    is_close_ = range.max - range.min <= reach_;
+    way_ = range.max - range.min <= reach_ ? Way::kClose : Way::kBounded;
     if (HWY_LIKELY(std::isfinite(max))) return true;
     sum = max > 0 ? CountPlusInf(cell) : 0.0f;
     return false;
+  }
+
+  // How a cell is summed whose logits are of this size or less, and are changed.
+  HWY_INLINE Way WayOf(float most) const {
+    if (change_.TakesPowers(Log2E()) && 2 * most <= reach_) {
+      const int powers = change_.PowersFor(most);
+      if (powers > 0) return powers == 5 ? Way::kFivePowers : Way::kEightPowers;
+    }
+    return change_.range() <= reach_ ? Way::kClose : Way::kBounded;
   }
 
   HWY_INLINE void SetSum(int64_t c, float sum) {
@@ -375,28 +483,24 @@ class CellSketcher {
     if (HWY_UNLIKELY(std::isnan(sum))) plan_.sums.max[c] = -kInf;
   }
 
-  template <typename Last, class LastChange>
-  HWY_INLINE void SumLast(const Last* last, const LastChange& change) {
-    CellSummer<true> summer(exponent_, plan_.sums.max[at_]);
-    for (int64_t i = 0; i < kCellElements; i += Block()) summer.Add(last + i, change);
-    SetSum(at_, summer.Sum());
-  }
-
   const SketchPlan plan_;
   const Exponent exponent_;
   const float reach_;  // a larger difference needs CellSummer's bounds
   const Change change_;
   const Summed* summed_ = nullptr;  // the elements of cell at_, if they are still to be summed
   int64_t at_ = 0;
-  bool is_close_ = false;  // summed_ needs no bounds
+  float sent_max_ = 0;  // of that cell
+  Way way_ = Way::kBounded;
   HWY_ALIGN float kept_[2][Reader::kKeeps ? kCellElements : 1];
 };
 
-template <bool kGroups, typename T>
-void SketchTyped(const T* logits, const Row& row, int64_t begin, int64_t end) {
+template <Order kOrder, typename T>
+void SketchTyped(const T* logits, const Row& row, const RankTarget& target, int64_t begin,
+                 int64_t end) {
   HWY_ALIGN T padded[kCellElements];
-  CellSketcher<T, kGroups, AsSent> sketcher(
-      {.groups = row.sketch, .sums = row.sketch, .temperature = row.temperature}, AsSent());
+  CellSketcher<T, kOrder, AsSent> sketcher(
+      {.groups = row.sketch, .target = target, .sums = row.sketch, .temperature = row.temperature},
+      AsSent());
   for (int64_t c = begin; c < end; ++c) sketcher.Add(CellAt(logits, row.vocab, c, padded), c);
   sketcher.Finish();
 }
@@ -404,13 +508,19 @@ void SketchTyped(const T* logits, const Row& row, int64_t begin, int64_t end) {
 // Fills cells [begin, end) of the row's sketch.
 inline void SketchCells(const Row& row, int64_t begin, int64_t end) {
   AsType(row.dtype, row.logits,
-         [&](const auto* logits) { SketchTyped<true>(logits, row, begin, end); });
+         [&](const auto* logits) { SketchTyped<Order::kGroups>(logits, row, {}, begin, end); });
 }
 
-// As above without the maxima of groups, for ops that look for no token. The bits are the same.
-inline void SketchSums(const Row& row, int64_t begin, int64_t end) {
-  AsType(row.dtype, row.logits,
-         [&](const auto* logits) { SketchTyped<false>(logits, row, begin, end); });
+// As above without the maxima of groups, for ops that look for no token but a target, which is
+// counted if its logit is given. The bits are the same.
+inline void SketchSums(const Row& row, const RankTarget& target, int64_t begin, int64_t end) {
+  AsType(row.dtype, row.logits, [&](const auto* logits) {
+    if (target.logit == nullptr) {
+      SketchTyped<Order::kNone>(logits, row, target, begin, end);
+    } else {
+      SketchTyped<Order::kCount>(logits, row, target, begin, end);
+    }
+  });
 }
 
 // The lowest NaN of cell c, -1 where it has none.

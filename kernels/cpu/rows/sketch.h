@@ -29,6 +29,13 @@ struct RowSketch {
   float* fine;    // [cells, kCellElements / 8], maxima of 8 elements each
 };
 
+// A token, and where to count how many go before it by (logit descending, index ascending).
+struct RankTarget {
+  const void* logit = nullptr;  // of the row's type; null: nothing is counted
+  int64_t index = 0;            // in the row, or outside it
+  int32_t* before = nullptr;    // [cells]
+};
+
 // Memory of sketches.
 struct SketchScratch {
   Buffer<float> max, sum, coarse, fine;

@@ -73,6 +73,24 @@ HWY_INLINE void Tanh(DF d, VF (&z)[kVectors]) {
 }
 #endif
 
+// tanh(z) = z (1 + s P(s)), s = z^2, by kPowers coefficients of P, for |z| up to kReach: relative
+// error 2e-7. Minimax for the relative error, by Lawson iteration.
+template <int kPowers>
+struct TanhPowers;
+template <>
+struct TanhPowers<5> {
+  static constexpr float kReach = 0.75f;
+  static constexpr float kOf[] = {-0.333330691f, 0.133265212f, -0.0533902571f, 0.0196649134f,
+                                  -0.00476948963f};
+};
+template <>
+struct TanhPowers<8> {
+  static constexpr float kReach = 1.4f;
+  static constexpr float kOf[] = {-0.33333078f,     0.133289561f,    -0.0537068099f,
+                                  0.0210924745f,    -0.00752729969f, 0.00214627245f,
+                                  -0.000405493454f, 3.62388964e-05f};
+};
+
 // softcap * tanh(l / softcap) of each l, in place, softcap > 0. A logit's bits do not depend on how
 // many there are.
 class SoftCap {
@@ -85,7 +103,51 @@ class SoftCap {
         inverse_(hn::Set(DF(), std::min(1 / softcap, std::numeric_limits<float>::max()))) {}
 
   // The largest difference of two results.
-  float range() const { return 2 * hn::GetLane(cap_); }
+  float range() const { return 2 * cap(); }
+
+  // How many powers take all l of this size or less to tanh; 0: these l need TanhOf.
+  int PowersFor(float most) const {
+    const float z = most * hn::GetLane(inverse_);
+    return z <= TanhPowers<5>::kReach ? 5 : z <= TanhPowers<8>::kReach ? 8 : 0;
+  }
+
+  // Whether ByPowers takes this factor: its numbers are far from the ends of f32's range.
+  bool TakesPowers(float factor) const {
+    const auto is_plain = [](float x) { return x >= 1e-30f && x <= 1e30f; };
+    return is_plain(cap()) && is_plain(cap() * factor);
+  }
+
+  // The result times a factor, for |l| within the powers' reach.
+  template <int kPowers>
+  class ByPowers {
+   public:
+    HWY_INLINE ByPowers(const SoftCap& cap, float factor) : inverse_(cap.inverse_) {
+      const float all = cap.cap() * factor;
+      of_[0] = hn::Set(DF(), all);
+      for (int i = 0; i < kPowers; ++i) {
+        of_[i + 1] = hn::Set(DF(), TanhPowers<kPowers>::kOf[i] * all);
+      }
+    }
+
+    template <int kVectors>
+    HWY_INLINE void operator()(DF d, VF (&l)[kVectors]) const {
+      const VF tiny = hn::Set(d, 1e-30f);  // keeps a square from being subnormal
+      VF s[kVectors], p[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        l[v] = hn::Mul(l[v], inverse_);
+        s[v] = hn::MulAdd(l[v], l[v], tiny);
+        p[v] = hn::MulAdd(of_[kPowers], s[v], of_[kPowers - 1]);
+      }
+      for (int i = kPowers - 2; i >= 0; --i) {
+        for (int v = 0; v < kVectors; ++v) p[v] = hn::MulAdd(p[v], s[v], of_[i]);
+      }
+      for (int v = 0; v < kVectors; ++v) l[v] = hn::Mul(l[v], p[v]);
+    }
+
+   private:
+    VF inverse_;
+    VF of_[kPowers + 1];
+  };
 
   // tanh(l / softcap) of each l, in place.
   template <int kVectors>
@@ -105,6 +167,8 @@ class SoftCap {
   }
 
  private:
+  float cap() const { return hn::GetLane(cap_); }
+
   VF cap_, inverse_;
 };
 
