@@ -162,7 +162,8 @@ TEST(CrossEntropyTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
     EXPECT_EQ(FailuresOf(runner, LossClaims(), BrokenClaim), "");
     EXPECT_EQ(FailuresOf(runner, LossGradientClaims(), BrokenClaim), "");
     for (const SoftcapCase& c : SoftcapCases()) {
-      if (c.vocab < 9000) EXPECT_EQ(FirstSoftcapDifference(runner, c), "");
+      if (c.vocab >= 9000) continue;
+      EXPECT_EQ(FirstSoftcapDifference(runner, c), "");
     }
     uint64_t n = 0;
     for (const LossCase& c : LossGradientCases()) {

@@ -97,13 +97,18 @@ inline Writing WritingOf(const AttentionShape& shape, const MutableTensorView& t
   return {.stream = large && !in_place, .by_instruction = HasBF16Instructions()};
 }
 
-// Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
+// Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them. Of
+// many rows, more: the last row of a piece is written without another to weigh meanwhile.
 inline constexpr int64_t kItemKeys = 32768;
+inline constexpr int64_t kMostItemKeys = 131072;
+inline constexpr int64_t kLeastItems = 16;  // for each thread, where pieces are larger than kItemKeys
 
 // Calls body(begin, end) for pieces of the rows [first, last), on all threads.
 template <class Body>
 void ForEachPiece(ThreadPool& pool, int64_t keys, int64_t first, int64_t last, const Body& body) {
-  const int64_t per_item = std::max<int64_t>(1, kItemKeys / keys);
+  const int64_t balanced = (last - first) / (kLeastItems * pool.threads());
+  const int64_t per_item =
+      std::max({int64_t{1}, kItemKeys / keys, std::min(balanced, kMostItemKeys / keys)});
   pool.ParallelFor((last - first + per_item - 1) / per_item, [&](int64_t item) {
     const int64_t begin = first + item * per_item;
     body(begin, std::min(last, begin + per_item));

@@ -1,5 +1,7 @@
 // attention_softmax on the CPU. A row takes two passes; between them its weights lie in the thread's
-// scratch, 4 MiB at most, where most rows stay in the first or second cache.
+// scratch, 4 MiB at most, where most rows stay in the first or second cache. Large results are
+// written while the next row is weighed, which takes a second such memory: so stores past the caches
+// and arithmetic do not wait for each other.
 //
 //   weigh:  the values x = scale * score + mask become weights 2^(x log2(e)), summed by cells of 1024
 //           keys, counted from the first key the row sees, and over cells in double precision. That
