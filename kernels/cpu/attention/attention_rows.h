@@ -101,7 +101,8 @@ inline Writing WritingOf(const AttentionShape& shape, const MutableTensorView& t
 // many rows, more: the last row of a piece is written without another to weigh meanwhile.
 inline constexpr int64_t kItemKeys = 32768;
 inline constexpr int64_t kMostItemKeys = 131072;
-inline constexpr int64_t kLeastItems = 16;  // for each thread, where pieces are larger than kItemKeys
+inline constexpr int64_t kLeastItems =
+    16;  // for each thread, where pieces are larger than kItemKeys
 
 // Calls body(begin, end) for pieces of the rows [first, last), on all threads.
 template <class Body>

@@ -35,7 +35,8 @@ class CellCounter {
     // negative, but above it all the same.
     const Bits flip = bits < 0 ? static_cast<Bits>(~kSign) : Bits{0};
     flip_ = hn::Set(D(), flip);
-    below_ = hn::Set(D(), static_cast<Bits>((bits ^ flip) - (with_equal ? 1 : 0)));
+    const auto ordered = static_cast<uint32_t>(bits ^ flip);  // unsigned: a NaN may overflow
+    below_ = hn::Set(D(), static_cast<Bits>(with_equal ? ordered - 1 : ordered));
   }
 
   // Counts the next kFineGroup vectors of floats, as elements from i on.
