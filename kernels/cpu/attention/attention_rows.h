@@ -98,11 +98,11 @@ inline Writing WritingOf(const AttentionShape& shape, const MutableTensorView& t
 }
 
 // Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them. Of
-// many rows, more: the last row of a piece is written without another to weigh meanwhile.
+// many rows, more: the last row of a piece is written without another to weigh meanwhile. Pieces
+// are larger only where every thread gets kLeastItems of them.
 inline constexpr int64_t kItemKeys = 32768;
 inline constexpr int64_t kMostItemKeys = 131072;
-inline constexpr int64_t kLeastItems =
-    16;  // for each thread, where pieces are larger than kItemKeys
+inline constexpr int64_t kLeastItems = 16;
 
 // Calls body(begin, end) for pieces of the rows [first, last), on all threads.
 template <class Body>
