@@ -190,6 +190,23 @@ inline std::string FirstTrainingDifference(OpRunner& runner, const LossCase& c) 
   return other.empty() ? "" : absl::StrFormat("%s: %s", Describe(c), other);
 }
 
+// "" where a call of no rows is OK, writes nothing before or after where rows would be, and leaves
+// the stream as it was: a claim that comes after it is kept.
+inline std::string BrokenTrainingOfNoRows(OpRunner& runner) {
+  for (const DType dtype : kAllDTypes) {
+    for (const bool in_place : {false, true}) {
+      const LossTrainingCall call{.logits = HostTensor(dtype, 0, 1500, 1500, 3),
+                                  .d_logits = HostTensor(dtype, 0, 1500, 1500, 5),
+                                  .in_place = in_place};
+      const auto got = runner.CrossEntropyTraining(call);
+      if (!got.ok()) return absl::StrFormat("%s: %s", Name(dtype), got.status().ToString());
+      if (got->d_logits.bytes() != (in_place ? call.logits : call.d_logits).bytes())
+        return absl::StrFormat("%s: memory beside no rows was written", Name(dtype));
+    }
+  }
+  return BrokenClaim(runner, LossTrainingClaims()[1]);
+}
+
 // Besides rows of every length, as many rows as end a block's work early or give it several.
 inline std::vector<LossCase> LossTrainingCases() {
   std::vector<LossCase> cases = LossCasesWithoutTops();
@@ -209,6 +226,7 @@ inline std::vector<OpCheck> CrossEntropyTrainingChecks() {
       ForAll("TrainingKeepsEveryClaim", LossTrainingClaims, BrokenClaim),
       ForAll("TrainingAgreesWithDoublePrecisionAndWithTwoCalls", LossTrainingCases,
              FirstTrainingDifference),
+      {"ACallOfNoRowsDoesNothing", BrokenTrainingOfNoRows},
   };
 }
 
