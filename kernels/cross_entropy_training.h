@@ -9,7 +9,7 @@ namespace logitd {
 
 // cross_entropy, then its backward with the logsumexp just written, in one call. Answers, statuses,
 // gradients, their bits and their accuracy are those of the two ops. The logits are read once where
-// a row fits on chip and loss.max_top_logprobs is 0.
+// a row fits on chip, loss.max_top_logprobs is 0 and that is faster.
 //
 // Errors: as cross_entropy; CheckCrossEntropy checks the parameters. All pointers are in the memory
 // of the backend that runs the op.
@@ -17,6 +17,7 @@ struct CrossEntropyTrainingArgs {
   CrossEntropyArgs loss;
   const float* upstream = nullptr;  // [rows], d total / d loss of the row
   MutableTensorView d_logits;       // as in CrossEntropyBackwardArgs: may be the logits themselves
+  bool softcap = false;             // whether a row has one: picks kernels, never the bits
 
   CrossEntropyBackwardArgs Backward() const {
     return {.logits = loss.logits,

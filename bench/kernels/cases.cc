@@ -194,18 +194,18 @@ absl::StatusOr<double> TimeCase(const CrossEntropyCase& c, Device& device, Input
                                        .upstream = arrays.Put(std::vector<float>(c.rows, 1.0f)),
                                        .d_logits = MutableView(nullptr, c.dtype, c.rows, c.vocab)};
   const bool has_gradient = c.op != LossOp::kForward;
-  return TimeOverSets(
-      device, inputs, arrays, c.dtype, (has_gradient ? 2 : 1) * bytes,
-      /*overwritten=*/has_gradient, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
-        args.logits.data = backward.logits.data = set;
-        backward.d_logits.data = set + bytes;
-        if (c.op == LossOp::kForward) return device.Run(args);
-        if (c.op == LossOp::kBackward) return device.Run(backward);
-        const CrossEntropyTrainingArgs both = {args, backward.upstream, backward.d_logits};
-        if (c.op == LossOp::kTraining) return device.Run(both);
-        const absl::Status status = device.Run(both.loss);
-        return status.ok() ? device.Run(both.Backward()) : status;
-      });
+  return TimeOverSets(device, inputs, arrays, c.dtype, (has_gradient ? 2 : 1) * bytes,
+                      /*overwritten=*/has_gradient, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+                        args.logits.data = backward.logits.data = set;
+                        backward.d_logits.data = set + bytes;
+                        if (c.op == LossOp::kForward) return device.Run(args);
+                        if (c.op == LossOp::kBackward) return device.Run(backward);
+                        const CrossEntropyTrainingArgs both = {
+                            args, backward.upstream, backward.d_logits, c.row.softcap > 0};
+                        if (c.op == LossOp::kTraining) return device.Run(both);
+                        const absl::Status status = device.Run(both.loss);
+                        return status.ok() ? device.Run(both.Backward()) : status;
+                      });
 }
 
 absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& inputs) {

@@ -351,6 +351,41 @@ __device__ inline RowSums MergeRow(int count, float log2e_over_temperature, int 
   return {stats, WarpSum(weighted), WarpSum(total), __reduce_add_sync(kFullWarp, before)};
 }
 
+// The sum of what kCount lanes hold, in the order of WarpSum; the other lanes hold 0.
+template <class V, int kCount>
+__device__ inline V SumLikeWarp(V (&values)[kCount]) {
+#pragma unroll
+  for (int offset = kCount / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int i = 0; i < offset; ++i) values[i] += values[i + offset];
+  }
+  return values[0];
+}
+
+// Merges a row of up to kCells cells by one lane, with the bits of MergeRow.
+template <int kCells, class SumsOf>
+__device__ inline RowSums MergeShort(int count, float log2e_over_temperature, SumsOf sums_of) {
+  float max = -kInfinity;
+  for (int i = 0; i < count; ++i) max = fmaxf(max, sums_of(i).stats.max);
+  const Exponential exponential(max, log2e_over_temperature);
+  float sums[kCells] = {};
+  float weighted[kCells] = {};
+  double totals[kCells] = {};
+  int before = 0;
+#pragma unroll
+  for (int i = 0; i < kCells; ++i) {
+    if (i >= count) continue;
+    const CellSums& cell = sums_of(i);
+    sums[i] = cell.stats.max == -kInfinity
+                  ? cell.stats.sum
+                  : __fmul_rn(cell.stats.sum, exponential.Factor(cell.stats.max));
+    weighted[i] = Reweighted(exponential, cell.stats, cell.weighted);
+    totals[i] = cell.total;
+    before += cell.before;
+  }
+  return {{max, SumLikeWarp(sums)}, SumLikeWarp(weighted), SumLikeWarp(totals), before};
+}
+
 }  // namespace logitd::cuda
 
 #endif  // LOGITD_KERNELS_CUDA_LOSS_CELL_SUMS_CUH_

@@ -310,42 +310,6 @@ struct ShortShared {
   CellSums cells[kShortWarps][kMostShortRows<kCells>][kCells];
 };
 
-// The sum of what kCount lanes hold, in the order of WarpSum; the other lanes hold 0.
-template <class V, int kCount>
-__device__ inline V SumLikeWarp(V (&values)[kCount]) {
-#pragma unroll
-  for (int offset = kCount / 2; offset > 0; offset /= 2) {
-#pragma unroll
-    for (int i = 0; i < offset; ++i) values[i] += values[i + offset];
-  }
-  return values[0];
-}
-
-// Merges a row's cells by one lane, with the bits of ConcludeRow.
-template <int kCells>
-__device__ inline RowSums MergeShort(const CellSums* cells, int count,
-                                     float log2e_over_temperature) {
-  float max = -kInfinity;
-  for (int i = 0; i < count; ++i) max = fmaxf(max, cells[i].stats.max);
-  const Exponential exponential(max, log2e_over_temperature);
-  float sums[kCells] = {};
-  float weighted[kCells] = {};
-  double totals[kCells] = {};
-  int before = 0;
-#pragma unroll
-  for (int i = 0; i < kCells; ++i) {
-    if (i >= count) continue;
-    const CellSums& cell = cells[i];
-    sums[i] = cell.stats.max == -kInfinity
-                  ? cell.stats.sum
-                  : __fmul_rn(cell.stats.sum, exponential.Factor(cell.stats.max));
-    weighted[i] = Reweighted(exponential, cell.stats, cell.weighted);
-    totals[i] = cell.total;
-    before += cell.before;
-  }
-  return {{max, SumLikeWarp(sums)}, SumLikeWarp(weighted), SumLikeWarp(totals), before};
-}
-
 // The rows of a warp, cell by cell, copied ahead.
 template <class T>
 class ShortRows {
@@ -485,7 +449,9 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   __syncwarp();
 
   RowSums sums{};
-  if (active) sums = MergeShort<kCells>(shared.cells[warp][lane], p.cells, own_scale);
+  if (active)
+    sums = MergeShort<kCells>(
+        p.cells, own_scale, [&](int i) -> const CellSums& { return shared.cells[warp][lane][i]; });
   int first_nan = vocab;
   for (unsigned left = __ballot_sync(kFullWarp, isnan(sums.stats.sum)); left != 0;
        left &= left - 1) {

@@ -14,20 +14,28 @@
 //   writing    vectors of 16 bytes, aligned as the output is; a row's few elements before and
 //              after them one by one
 //
-// Rows longer than a cluster holds (393,216 tokens of 16 bits, 196,608 of f32; without clusters
-// 49,152 and 24,576) and calls with top tokens take cross_entropy's and its backward's kernels one
-// after the other.
+// Which kernels serve a call is a rule of its own (training_kernels.h): many short rows are held by
+// warps (short_training.cu), and calls that two kernels serve faster take cross_entropy's and its
+// backward's. So do rows longer than a cluster holds (393,216 tokens of 16 bits, 196,608 of f32;
+// without clusters 49,152 and 24,576) and calls with top tokens.
 //
-// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by: HBM
-// for f32; for 16 bits also by about 12 instructions and two ex2 an element, at 24 warps a
-// multiprocessor. With a softcap, about 40 instructions an element, it takes longer than the two
-// calls. Rows of a few cells are limited by what a row costs besides its elements.
-// Measured: bench/results/h100/cross_entropy_training.json, beside the two calls.
+// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by, for 16
+// bits on an H100 (bench/results/h100/profile.json, 8192 x 128256): neither HBM (72% of its peak; a
+// copy reaches 84%) nor instructions (41% of what can be issued), but by how few rows shared memory
+// holds: three blocks a multiprocessor, whose warps spend 39% of their time at the barrier around a
+// row's merge and 25% in waiting for logits. f32 rows reach 90% of a copy. With a softcap, about 40
+// instructions an element, 57% is issued. Rows of a few cells are limited by what a row costs besides
+// its elements.
+// Measured: bench/results/h100/cross_entropy_training.json, beside the two calls;
+// cross_entropy_training_lengths.json.
 // Tried and dropped, on an H100: 4 blocks a multiprocessor with 64 registers (4 to 14% slower:
 // spills); 4 warps with twice the cells each (0 to 7%; f32 1 to 3% faster); Gradient::At for all rows
 // (8 to 14%). All loops in one function, and a barrier of the cluster to exchange sums (together 8%
 // at 32000 tokens, 13% at 128256): spills find no room in L1 beside the rows, and the barrier waits
-// for the gradients' writes.
+// for the gradients' writes. More warps for rows of 5 and 16 cells (3 and 23%, 7% slower).
+//
+// racecheck takes the merge of a cluster's row for a race with the writing of the row before: it does
+// not follow the inbox. A warp sends its cells after it has written, and the merge waits for all.
 #include "kernels/cuda/loss/cross_entropy_training.h"
 
 #include <algorithm>
@@ -37,9 +45,9 @@
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/loss/cell_sums.cuh"
-#include "kernels/cuda/loss/loss_row.cuh"
-#include "kernels/cuda/loss/quick_gradient.cuh"
+#include "kernels/cuda/loss/held_cells.cuh"
+#include "kernels/cuda/loss/short_training.h"
+#include "kernels/cuda/loss/training_kernels.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/cluster_blocks.h"
 #include "kernels/cuda/rows/cluster_inbox.cuh"
@@ -60,19 +68,6 @@ constexpr int kResident = 3;
 
 // ---- a block's shared memory -------------------------------------------------------------------
 
-// What the gradients of a row's elements share.
-template <class T>
-struct alignas(16) RowGradient {
-  int target;
-  float upstream;
-  float target_logit;
-  float of_target;
-  Gradient exact;
-  PlainGradient plain;
-  CappedGradient capped;
-  MildTanh<T> tanh;
-};
-
 // A row that is merged, until its answers are written.
 struct Merged {
   ClusterInbox inbox;  // of the row's cells and its target's logit
@@ -82,13 +77,6 @@ struct Merged {
   float target_logit;
   int nan;  // as KnownCell's, of the row
 };
-
-// A cell as every block of the cluster knows it.
-struct alignas(8) KnownCell {
-  CellSums sums;
-  int32_t nan;  // where the sum is NaN: the lowest index of one in the row; vocab: none in the cell
-};
-static_assert(sizeof(KnownCell) == 24);
 
 template <class T, int kStages>
 struct BlockMemory {
@@ -111,172 +99,22 @@ struct BlockMemory {
   }
 };
 
-// ---- a warp's cells ----------------------------------------------------------------------------
-
-// A warp's cells of a row, from the copies' begin until they are written.
-template <class T, int kStages>
-class HeldCells {
- public:
-  using Ring = CellRing<T, kStages>;
-
-  __device__ HeldCells(const BlockMemory<T, kStages>& memory, const Part& part, int vocab)
-      : ring_(memory.rings[threadIdx.x / 32], static_cast<int>(threadIdx.x % 32)),
-        lane_(threadIdx.x % 32),
-        begin_(part.begin + static_cast<int>(threadIdx.x) / 32 * kCell),
-        end_(part.end),
-        step_(static_cast<int>(blockDim.x) / 32 * kCell),
-        vocab_(vocab) {}
-
-  // Begins the copies of a row's cells.
-  __device__ void Fill(const T* row) {
-    ring_.Restart();
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) Push(row, s);
-  }
-
-  // Sums the cells of a row: store(i, sums, nan) by all lanes for its cell i, and store_target(logit)
-  // where the target is among them.
-  template <Summing kSumming, class Store, class StoreTarget>
-  __device__ void Sum(const T* row, const CellAsk& ask, int target, Store store,
-                      StoreTarget store_target) {
-    LaneCell<T> x;
-    RankCounter<T> rank(ask.target, ask.target_logit);
-    int nan = vocab_;
-#pragma unroll 1
-    for (int first = begin_; first < end_; first += step_) {
-      ring_.Pop(row + first, end_ - first, x);
-      if (target >= first && target < first + kCell)
-        store_target(ToFloat(ring_.Cell(row + first)[target - first]));
-      ring_.PushNothing();
-      const float lane_max = x.Max(0, kLaneElements);
-      if constexpr (kSumming != Summing::kPlain) {
-        if (ask.target >= 0) rank.Add(x, first, lane_);
-      }
-      CellSums sums = SumCell<kSumming, T>(x, lane_max, ask, first, end_, lane_);
-      if (isnan(sums.stats.sum)) nan = NanOf(x, first);
-      if constexpr (kSumming != Summing::kPlain) {
-        if (ask.target >= 0 && first + step_ >= end_) sums.before = rank.Total();
-      }
-      store(first / kCell, sums, nan);
-    }
-  }
-
-  // Instead of Sum: the row is not needed.
-  __device__ void Abandon() {
-    WaitAsync<0>();
-    __syncwarp();
-  }
-
-  // Writes the gradients at(logit, is_target) of the logits, brought in order by prepare(word), and
-  // begins the copies of the next row's cells; null: there is none.
-  template <class Prepare, class At>
-  __device__ void Write(const T* row, T* to, const T* next, Prepare prepare, At at, int target,
-                        float of_target) {
-    const bool alike =
-        ((reinterpret_cast<uintptr_t>(row) ^ reinterpret_cast<uintptr_t>(to)) & 15) == 0;
-    const T* cell = ring_.Row(row + begin_);
-    ring_.Restart();
-#pragma unroll 1
-    for (int s = 0; s < kStages; ++s, cell = After(cell)) {
-      const int first = begin_ + s * step_;
-      if (first < end_) {
-        const Stretch stretch = StretchOf(to + first, first, alike);
-        WriteStretch(cell, to + first, stretch, alike, prepare, at);
-        __syncwarp();
-        // It overwrites what the stretch has left there.
-        if (lane_ == 0 && target >= first + stretch.begin && target < first + stretch.end)
-          to[target] = FromFloat<T>(of_target);
-        Push(next, s);
-      } else {
-        ring_.PushNothing();
-      }
-    }
-  }
-
- private:
-  static constexpr int kVectors = kLaneElements / kVector<T>;
-
-  // What a warp writes of a cell, in elements from the cell's first. Where input and output are
-  // aligned alike, a vector on a cell's border belongs to the later cell, whose copy has all of it.
-  struct Stretch {
-    int begin;
-    int first_vector;
-    int vectors;
-    int end;
-  };
-  __device__ static const T* After(const T* cell) {
-    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(cell) + Ring::kCellBytes);
-  }
-
-  __device__ void Push(const T* row, int s) {
-    const int first = begin_ + s * step_;
-    if (row == nullptr || first >= end_) return ring_.PushNothing();
-    ring_.Push(row + first, end_ - first);
-  }
-
-  __device__ Stretch StretchOf(const T* to, int first, bool alike) const {
-    const int misaligned = static_cast<int>((reinterpret_cast<uintptr_t>(to) & 15) / sizeof(T));
-    const int left = vocab_ - first;
-    Stretch stretch;
-    stretch.begin = alike && first > 0 ? -misaligned : 0;
-    stretch.end = left <= kCell ? left : alike ? kCell - misaligned : kCell;
-    stretch.first_vector =
-        min(stretch.end,
-            stretch.begin == 0 && misaligned != 0 ? kVector<T> - misaligned : stretch.begin);
-    stretch.vectors = (stretch.end - stretch.first_vector) / kVector<T>;
-    return stretch;
-  }
-
-  // `cell` and `to` are of the cell's first element, in shared and in device memory.
-  template <class Prepare, class At>
-  __device__ void WriteStretch(const T* cell, T* to, const Stretch& stretch, bool alike,
-                               Prepare prepare, At at) const {
-    const int first = stretch.first_vector + lane_ * kVector<T>;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (lane_ + 32 * v >= stretch.vectors) continue;
-      const int i = first + 32 * v * kVector<T>;
-      const uint4 vector = LoadVector(cell + i, alike, kVector<T>);
-      const uint32_t words[4] = {prepare(vector.x), prepare(vector.y), prepare(vector.z),
-                                 prepare(vector.w)};
-      __stcs(reinterpret_cast<uint4*>(to + i), GradientsOf<T>(words, /*place=*/-1, at));
-    }
-    // The elements before and after the vectors.
-    const bool before = lane_ < kVector<T>;
-    const int after_vectors = stretch.first_vector + stretch.vectors * kVector<T>;
-    const int i = before ? stretch.begin + lane_ : after_vectors + lane_ - kVector<T>;
-    if (before ? i < stretch.first_vector : lane_ < 2 * kVector<T> && i < stretch.end) {
-      const uint32_t word = prepare(WordOf(cell[i]));
-      to[i] = FromFloat<T>(at(WordElement<T>(&word, 0), false));
-    }
-  }
-
-  // The lowest index of a NaN in the cell at `first`; vocab where it has none.
-  __device__ int NanOf(const LaneCell<T>& x, int first) const {
-    int nan = vocab_;
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      if (isnan(x[e])) nan = min(nan, first + CellIndex<T>(lane_, e));
-    }
-    return __reduce_min_sync(kFullWarp, nan);
-  }
-
-  Ring ring_;
-  const int lane_;
-  const int begin_;
-  const int end_;
-  const int step_;
-  const int vocab_;
-};
-
 // ---- stages of a row ---------------------------------------------------------------------------
 
 // The loops over cells are functions of their own, and so are the merge and the answers: each has all
 // registers of a thread.
 
-template <class T>
-__device__ inline const T* RowOf(const Params& p, int64_t r) {
-  return static_cast<const T*>(p.args.loss.logits.data) + r * p.args.loss.logits.row_stride;
+template <class T, int kStages>
+__device__ inline HeldCells<T, kStages> CellsOf(const BlockMemory<T, kStages>& memory,
+                                                const Part& part, const CrossEntropyArgs& loss) {
+  const int warp = threadIdx.x / 32;
+  return {memory.rings[warp],
+          {.first_place = 0,
+           .turns = kStages,
+           .begin = part.begin + warp * kCell,
+           .step = static_cast<int>(blockDim.x) / 32 * kCell,
+           .end = part.end},
+          static_cast<int>(loss.logits.cols)};
 }
 
 // Sums the warp's cells of a row for every block of the cluster.
@@ -296,50 +134,13 @@ __device__ __noinline__ void SumCells(const Params& p, int64_t r, Part part, Cel
       memory.merged->inbox.Send(here, words, lane);
     }
   };
-  HeldCells<T, kStages> cells(memory, part, static_cast<int>(p.args.loss.logits.cols));
-  cells.template Sum<kSumming>(
-      RowOf<T>(p, r), ask, target,
-      [&](int i, const CellSums& sums, int nan) {
-        leave(memory.cells + i, KnownCell{sums, nan});
-      },
-      [&](float logit) { leave(&memory.gradient->target_logit, logit); });
-}
-
-template <class T, int kStages>
-__device__ inline void SumRow(const Params& p, int64_t r, const Part& part, const CellAsk& ask,
-                              int target) {
-  switch (SummingOf(ask)) {
-    case Summing::kPlain:
-      return SumCells<T, kStages, Summing::kPlain>(p, r, part, ask, target);
-    case Summing::kWithRankOrTotal:
-      return SumCells<T, kStages, Summing::kWithRankOrTotal>(p, r, part, ask, target);
-    case Summing::kWeighted:
-      return SumCells<T, kStages, Summing::kWeighted>(p, r, part, ask, target);
-    case Summing::kMildlyCapped:
-      return SumCells<T, kStages, Summing::kMildlyCapped>(p, r, part, ask, target);
-    case Summing::kCapped:
-      return SumCells<T, kStages, Summing::kCapped>(p, r, part, ask, target);
-  }
-  __builtin_unreachable();
-}
-
-// Leaves the logits of the row's extra ids in the place of their answers, by one warp: a gradient in
-// place overwrites them before the answers are known.
-template <class T>
-__device__ inline void KeepExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
-                                  const T* row) {
-  for (int i = static_cast<int>(threadIdx.x % 32); i < ask.extra_count; i += 32) {
-    args.answers.extra_logprobs[ask.first_extra_entry + i] =
-        ToFloat(row[args.extra_ids[ask.first_extra + i]]);
-  }
-}
-// Makes answers of them, by the same lanes.
-__device__ inline void WriteExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
-                                   const Outcome& outcome) {
-  for (int i = static_cast<int>(threadIdx.x % 32); i < ask.extra_count; i += 32) {
-    float* logprob = args.answers.extra_logprobs + ask.first_extra_entry + i;
-    *logprob = static_cast<float>(outcome.Logprob(*logprob));
-  }
+  CellsOf(memory, part, p.args.loss)
+      .template Sum<kSumming>(
+          RowOf<T>(p.args, r), ask, target,
+          [&](int i, const CellSums& sums, int nan) {
+            leave(memory.cells + i, KnownCell{sums, nan});
+          },
+          [&](float logit) { leave(&memory.gradient->target_logit, logit); });
 }
 
 // Merges a row's cells and leaves what its answers and its gradient need, by one warp.
@@ -371,15 +172,7 @@ __device__ __noinline__ void MergeRow(const Params& p, int64_t r) {
   merged.sums = sums;
   merged.target_logit = logit;
   merged.nan = nan;
-  gradient.target = ask.target;
-  if (ask.target < 0) return;
-  const Gradient exact =
-      Gradient::Of(ask, static_cast<float>(outcome.LogSumExp()), gradient.upstream, vocab);
-  gradient.exact = exact;
-  gradient.plain = PlainGradient::Of(exact);
-  gradient.capped = CappedGradient::Of(exact, ask.softcap);
-  if (ask.softcap > 0) gradient.tanh = MildTanh<T>::Of(ask.softcap);
-  gradient.of_target = exact.cap.on() ? exact.At<true>(logit, true) : exact.At<false>(logit, true);
+  FillIn(gradient, ask, outcome, gradient.upstream, vocab);
 }
 
 // Writes the answers of a merged row, by one warp.
@@ -392,72 +185,12 @@ __device__ __noinline__ void AnswerRow(const Params& p, int64_t r) {
                merged.nan);
 }
 
-// How a row's gradient is written.
-enum class Writing { kNot, kZeros, kPlain, kExact, kExactCapped, kCapped };
-
-template <class T>
-__device__ inline Writing WritingOf(bool active, const RowGradient<T>& gradient) {
-  if (!active) return Writing::kNot;
-  if (gradient.target < 0) return Writing::kZeros;
-  if (gradient.plain.serves) return Writing::kPlain;
-  if (!gradient.exact.cap.on()) return Writing::kExact;
-  return gradient.capped.serves ? Writing::kCapped : Writing::kExactCapped;
-}
-
-// Writes the gradient of the warp's cells of row r, and begins the copies of row `next`, if there is
-// one.
 template <class T, int kStages, Writing kWriting>
 __device__ __noinline__ void WriteCells(const Params& p, int64_t r, int64_t next, Part part) {
   const auto memory = BlockMemory<T, kStages>::Of();
-  const TensorView& logits = p.args.loss.logits;
-  HeldCells<T, kStages> cells(memory, part, static_cast<int>(logits.cols));
-  const T* next_row = next < logits.rows ? RowOf<T>(p, next) : nullptr;
-  if constexpr (kWriting == Writing::kNot) {
-    cells.Abandon();
-    return cells.Fill(next_row);
-  }
-  T* to = static_cast<T*>(p.args.d_logits.data) + r * p.args.d_logits.row_stride;
-  const auto write = [&](auto prepare, auto at) {
-    const int target = kWriting == Writing::kZeros ? kIgnoredTarget : memory.gradient->target;
-    cells.Write(RowOf<T>(p, r), to, next_row, prepare, at, target, memory.gradient->of_target);
-  };
-  const auto as_is = [](uint32_t word) { return word; };
-  if constexpr (kWriting == Writing::kZeros) {
-    write(as_is, [](float, bool) { return 0.0f; });
-  } else if constexpr (kWriting == Writing::kPlain) {
-    const PlainGradient plain = memory.gradient->plain;
-    write(as_is, [&](float logit, bool) { return plain.At(logit); });
-  } else if constexpr (kWriting == Writing::kCapped) {
-    const CappedGradient capped = memory.gradient->capped;
-    const MildTanh<T> tanh = memory.gradient->tanh;
-    write([&](uint32_t word) { return tanh.Bounded(word); },
-          [&](float logit, bool) { return capped.At(tanh.OfBounded(logit)); });
-  } else {
-    const Gradient exact = memory.gradient->exact;
-    write(as_is, [&](float logit, bool) {
-      return exact.At<kWriting == Writing::kExactCapped>(logit, false);
-    });
-  }
-}
-
-template <class T, int kStages>
-__device__ inline void WriteRow(const Params& p, int64_t r, int64_t next, const Part& part,
-                                Writing writing) {
-  switch (writing) {
-    case Writing::kNot:
-      return WriteCells<T, kStages, Writing::kNot>(p, r, next, part);
-    case Writing::kZeros:
-      return WriteCells<T, kStages, Writing::kZeros>(p, r, next, part);
-    case Writing::kPlain:
-      return WriteCells<T, kStages, Writing::kPlain>(p, r, next, part);
-    case Writing::kExact:
-      return WriteCells<T, kStages, Writing::kExact>(p, r, next, part);
-    case Writing::kExactCapped:
-      return WriteCells<T, kStages, Writing::kExactCapped>(p, r, next, part);
-    case Writing::kCapped:
-      return WriteCells<T, kStages, Writing::kCapped>(p, r, next, part);
-  }
-  __builtin_unreachable();
+  HeldCells<T, kStages> cells = CellsOf(memory, part, p.args.loss);
+  const T* next_row = next < p.args.loss.logits.rows ? RowOf<T>(p.args, next) : nullptr;
+  WriteHeld<kWriting>(p.args, r, next_row, *memory.gradient, cells);
 }
 
 // ---- the kernel --------------------------------------------------------------------------------
@@ -466,10 +199,6 @@ __device__ inline void WriteRow(const Params& p, int64_t r, int64_t next, const 
 __device__ inline void CopyAsync4(void* shared, const void* global) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
-}
-
-__device__ inline void PrefetchToL2(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // Clusters take every teams-th row.
@@ -488,7 +217,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, kResident)
     if (threadIdx.x == 0) memory.merged->inbox.Open();
     ClusterArrive();
   }
-  HeldCells<T, kStages>(memory, part, vocab).Fill(RowOf<T>(p, team));
+  CellsOf(memory, part, loss).Fill(RowOf<T>(p.args, team));
   int round = 0;  // of the inbox
 #pragma unroll 1
   for (int64_t r = team; r < loss.logits.rows; r += teams) {
@@ -505,13 +234,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, kResident)
       const int ranked = (ask.want & kWantRank) != 0 ? ask.target : kIgnoredTarget;
       const CellAsk cell_ask{
           .target = ranked,
-          .target_logit = ranked >= 0 ? ToFloat(RowOf<T>(p, r)[ranked]) : 0.0f,
+          .target_logit = ranked >= 0 ? ToFloat(RowOf<T>(p.args, r)[ranked]) : 0.0f,
           .weighted = (ask.want & kWantEntropy) != 0,
           .total = ask.label_smoothing > 0,
           .softcap = ask.softcap,
           .log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature)};
-      if (warp == 0 && part.block == 0) KeepExtras(loss, ask, RowOf<T>(p, r));
-      SumRow<T, kStages>(p, r, part, cell_ask, ask.target);
+      if (warp == 0 && part.block == 0) KeepExtras(loss, ask, RowOf<T>(p.args, r));
+      VisitSumming(SummingOf(cell_ask), [&](auto summing) {
+        SumCells<T, kStages, summing>(p, r, part, cell_ask, ask.target);
+      });
       if (p.blocks == 1) __syncthreads();
       if (warp == 0) {
         if (p.blocks > 1) memory.merged->inbox.Wait(round);
@@ -527,7 +258,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, kResident)
       if (p.blocks > 1) ClusterArriveEmpty();
       PrefetchToL2(loss.rows + next);
     }
-    WriteRow<T, kStages>(p, r, next, part, WritingOf(active, *memory.gradient));
+    VisitWriting(WritingOf(active, *memory.gradient),
+                 [&](auto writing) { WriteCells<T, kStages, writing>(p, r, next, part); });
   }
   WaitAsync<0>();
 }
@@ -591,7 +323,14 @@ cudaError_t CrossEntropyTraining(const CrossEntropyTrainingArgs& args, const Scr
                                  cudaStream_t stream) {
   const CrossEntropyArgs& loss = args.loss;
   if (loss.logits.rows == 0) return cudaSuccess;
-  if (loss.max_top_logprobs == 0) {
+  const TrainingKernels kernels = TrainingKernelsFor({.dtype = loss.logits.dtype,
+                                                      .rows = loss.logits.rows,
+                                                      .vocab = loss.logits.cols,
+                                                      .softcap = args.softcap,
+                                                      .tops = loss.max_top_logprobs > 0},
+                                                     scratch.multiprocessors);
+  if (kernels == TrainingKernels::kShortRows) return ShortTraining(args, scratch, stream);
+  if (kernels == TrainingKernels::kHeldRows) {
     Params p{.args = args, .cells = static_cast<int32_t>(CeilDiv(loss.logits.cols, kCell))};
     bool launched = false;
     const cudaError_t error = VisitDType(loss.logits.dtype, [&]<class T>() {
