@@ -111,7 +111,8 @@ bool SameShape(const MatrixProduct& p, const MatrixProduct& q) {
   return SameLayout(p.a, q.a) && p.transpose_a == q.transpose_a && SameLayout(p.b, q.b) &&
          p.transpose_b == q.transpose_b && p.out.dtype == q.out.dtype &&
          p.out.row_stride == q.out.row_stride && p.asked_cols == q.asked_cols &&
-         (p.bias == nullptr) == (q.bias == nullptr) && p.tf32 == q.tf32;
+         p.asked_rows == q.asked_rows && (p.bias == nullptr) == (q.bias == nullptr) &&
+         p.tf32 == q.tf32;
 }
 
 }  // namespace
@@ -125,7 +126,8 @@ struct Products::Plan {
   ~Plan() {
     const Library& library = TheLibrary();
     if (desc != nullptr) library.desc_destroy(desc);
-    for (cublasLtMatrixLayout_t layout : {a, b, out, asked_a, asked_b, asked_out, whole_b}) {
+    for (cublasLtMatrixLayout_t layout :
+         {a, b, out, asked_a, asked_b, asked_out, whole_a, whole_b}) {
       if (layout != nullptr) library.layout_destroy(layout);
     }
   }
@@ -138,10 +140,11 @@ struct Products::Plan {
   cublasLtMatrixLayout_t b = nullptr;
   cublasLtMatrixLayout_t out = nullptr;
   // The layouts that algorithms are sought with: the inputs' strides must not change their order,
-  // nor may a part of the columns.
+  // nor may a part of the rows or columns.
   cublasLtMatrixLayout_t asked_a = nullptr;
   cublasLtMatrixLayout_t asked_b = nullptr;
   cublasLtMatrixLayout_t asked_out = nullptr;
+  cublasLtMatrixLayout_t whole_a = nullptr;  // all of the asked rows, with the stride of a
   cublasLtMatrixLayout_t whole_b = nullptr;  // all of the asked columns, with the stride of b
   cublasLtMatmulAlgo_t algo = {};
 };
@@ -162,14 +165,17 @@ cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_by
   const int64_t rows = p.transpose_a ? p.a.cols : p.a.rows;
   const int64_t cols = p.transpose_b ? p.b.rows : p.b.cols;
   layout(out, p.out.dtype, rows, cols, p.out.row_stride);
-  layout(asked_a, p.a.dtype, p.a.rows, p.a.cols, RoundUp(p.a.cols, 64));
+  const int64_t asked_rows = p.asked_rows == 0 ? rows : p.asked_rows;
+  const int64_t asked_a_rows = p.asked_rows == 0 ? p.a.rows : p.asked_rows;
+  layout(asked_a, p.a.dtype, asked_a_rows, p.a.cols, RoundUp(p.a.cols, 64));
+  layout(whole_a, p.a.dtype, asked_a_rows, p.a.cols, p.a.row_stride);
   if (p.asked_cols == 0) {
     layout(asked_b, p.b.dtype, p.b.rows, p.b.cols, RoundUp(p.b.cols, 64));
-    layout(asked_out, p.out.dtype, rows, cols, p.out.row_stride);
+    layout(asked_out, p.out.dtype, asked_rows, cols, p.out.row_stride);
     layout(whole_b, p.b.dtype, p.b.rows, p.b.cols, p.b.row_stride);
   } else {
     layout(asked_b, p.b.dtype, p.asked_cols, p.b.cols, RoundUp(p.b.cols, 64));
-    layout(asked_out, p.out.dtype, rows, p.asked_cols, RoundUp(p.asked_cols, 32));
+    layout(asked_out, p.out.dtype, asked_rows, p.asked_cols, RoundUp(p.asked_cols, 32));
     layout(whole_b, p.b.dtype, p.asked_cols, p.b.cols, p.b.row_stride);
   }
   call(library.desc_create(&desc, p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
@@ -212,10 +218,10 @@ cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_by
   }
   if (preference != nullptr) library.preference_destroy(preference);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  const auto serves = [&](const cublasLtMatmulAlgo_t& found_algo, cublasLtMatrixLayout_t with_b,
-                          cublasLtMatrixLayout_t with_out) {
+  const auto serves = [&](const cublasLtMatmulAlgo_t& found_algo, cublasLtMatrixLayout_t with_a,
+                          cublasLtMatrixLayout_t with_b, cublasLtMatrixLayout_t with_out) {
     cublasLtMatmulHeuristicResult_t real = {};  // with the strides of the product
-    return library.check(handle, desc, with_b, a, with_out, with_out, &found_algo, &real) ==
+    return library.check(handle, desc, with_b, with_a, with_out, with_out, &found_algo, &real) ==
                CUBLAS_STATUS_SUCCESS &&
            real.workspaceSize <= workspace_bytes;
   };
@@ -225,11 +231,11 @@ cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_by
     if (found[i].state != CUBLAS_STATUS_SUCCESS ||
         library.algo_attribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits,
                                sizeof(splits), &written) != CUBLAS_STATUS_SUCCESS ||
-        splits > 1 || !serves(found[i].algo, whole_b, asked_out)) {
+        splits > 1 || !serves(found[i].algo, whole_a, whole_b, asked_out)) {
       continue;
     }
     // Another algorithm would give other bits.
-    if (!serves(found[i].algo, b, out)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (!serves(found[i].algo, a, b, out)) return CUBLAS_STATUS_NOT_SUPPORTED;
     algo = found[i].algo;
     return CUBLAS_STATUS_SUCCESS;
   }

@@ -23,6 +23,9 @@ struct MatrixProduct {
   // The algorithm is that of a product with so many columns, at least cols: columns that are
   // computed in several products have the bits of one. b is transposed then. 0: cols.
   int64_t asked_cols = 0;
+  // Likewise of rows, more or fewer: a row's bits do not depend on how many there are. a is not
+  // transposed then. 0: rows.
+  int64_t asked_rows = 0;
   const float* bias = nullptr;  // [cols], added to every row; null: none
   float alpha = 1.0f;
   float beta = 0.0f;

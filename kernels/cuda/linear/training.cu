@@ -10,9 +10,9 @@
 //                             kernel does it for all chunks (hopper/training.cu), without logits.
 //   then                      losses and statuses; each maximum becomes the factor that turns E into
 //                             gradients
-//   pass 2, chunks backwards  by blocks of rows E becomes G, in place, and G weight is added to
-//                             d_hidden in fp32 (product 2); then G^T hidden is the chunk's d_weight
-//                             (product 3), written over E of the chunk after it
+//   pass 2, chunks backwards  E becomes G, in place, G weight is added to d_hidden in fp32 (product
+//                             2), and G^T hidden is the chunk's d_weight (product 3), written over
+//                             E of the chunk after it
 //
 // A target's G is made from its logit, as in the backward: near a probability of 1 the rounded E
 // loses its digits. Any other token with a probability near 1 is a maximum, and its E is exactly 1.
@@ -327,14 +327,13 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < stride; i += kThreads) states[r * stride + i] = Bf16(0.0f);
 }
 
-// Turns a chunk's exponentials into gradients, in place, from `first_row` on. A warp takes a tile
-// of kRowsAhead rows. Rows that are not counted become zeros, whatever their memory holds.
+// Turns a chunk's exponentials into gradients, in place. A warp takes a tile of kRowsAhead rows. Rows that are not counted become zeros, whatever their memory holds.
 __global__ void __launch_bounds__(kThreads)
-    GradientKernel(const RowState* __restrict__ rows, int64_t first_row, Chunk chunk) {
+    GradientKernel(const RowState* __restrict__ rows, Chunk chunk) {
   const int lane = threadIdx.x % 32;
   const int tile = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   if (tile >= chunk.Tiles()) return;
-  const int64_t first = first_row + static_cast<int64_t>(blockIdx.y) * kRowsAhead;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRowsAhead;
   const int begin = tile * kTile + lane * kLaneTokens;
   Bf16* at = chunk.e.At(first, chunk.first + begin);
   const int64_t stride = chunk.e.chunk;
@@ -369,7 +368,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // How the work is cut. The head and the device fix it.
 struct Cut {
-  int64_t block = kGroupRows;  // rows of products 1 and 2
+  int64_t block = kGroupRows;  // rows of product 1, and those that product 2 is chosen for
   int64_t chunk = 16384;       // tokens, a multiple of kTile
   bool in_one = false;         // pass 1 is one kernel, which takes the whole vocabulary
   int64_t part = 0;            // else: tokens of product 1, in a chunk, a multiple of kTile
@@ -395,14 +394,19 @@ struct Cut {
       set_chunk(RoundUp(chunk / 2, kTile));
   }
 
-  int64_t Padded(int64_t rows) const { return RoundUp(rows, block); }
+  int64_t Padded(int64_t rows) const { return RoundUp(rows, in_one ? kGroupRows : block); }
+
+  // Bytes of a row's sums: of its tiles in pass 1, and of d_hidden in pass 2, in the same memory.
+  int64_t SumsBytes() const {
+    return std::max<int64_t>(hidden_stride * 4,
+                             part_tiles * static_cast<int64_t>(sizeof(TilePart)));
+  }
 
   // Bytes of scratch for a call with so many rows.
   int64_t Bytes(int64_t rows) const {
     constexpr int64_t kSlack = 4096;  // for the alignment of the pieces
     const int64_t size = static_cast<int64_t>(sizeof(Bf16));
-    const int64_t of_row = hidden_stride * (size + 4) + chunk * size + tiles * 4 +
-                           part_tiles * static_cast<int64_t>(sizeof(TilePart)) + 4 +
+    const int64_t of_row = hidden_stride * size + SumsBytes() + chunk * size + tiles * 4 + 4 +
                            static_cast<int64_t>(sizeof(RowState));
     return (in_one ? 0 : block * part * 4) + Padded(rows) * of_row + kSlack;
   }
@@ -441,9 +445,8 @@ class Training {
         rows_(scratch.Take<RowState>(padded_)),
         target_logits_(scratch.Take<float>(padded_)),
         maxima_(scratch.Take<float>(padded_ * cut.tiles)),
-        parts_(scratch.Take<TilePart>(padded_ * cut.part_tiles)),
+        sums_(scratch.Take<std::byte>(padded_ * cut.SumsBytes())),
         states_(scratch.Take<Bf16>(padded_ * cut.hidden_stride)),
-        d_states_(scratch.Take<float>(padded_ * cut.hidden_stride)),
         first_e_(scratch.Take<Bf16>(padded_ * cut.chunk)),
         logits_(scratch.Take<float>(cut.in_one ? 0 : cut.block * cut.part)) {
     forward_.logits.cols = place.vocab;
@@ -516,10 +519,8 @@ class Training {
     const int64_t last = (args_.head.vocab() - 1) / cut_.chunk * cut_.chunk;
     for (int64_t v = last; v >= 0; v -= cut_.chunk) {
       const Chunk chunk = TokensAt(v, cut_.chunk);
-      for (int64_t r = 0; r < padded_; r += cut_.block) {
-        MakeGradients(chunk, r);
-        AddToHidden(chunk, r, /*fresh=*/v == last);
-      }
+      MakeGradients(chunk);
+      AddToHidden(chunk, /*fresh=*/v == last);
       if (v == 0) steps_.Do(hidden_done);
       WriteWeight(chunk);
     }
@@ -535,7 +536,7 @@ class Training {
                                  static_cast<int64_t>(SizeOf(args_.d_weight.dtype))},
             .maxima = maxima_ + v / kTile,
             .maxima_stride = cut_.tiles,
-            .parts = parts_,
+            .parts = reinterpret_cast<TilePart*>(sums_),
             .parts_stride = cut_.part_tiles,
             .target_logits = target_logits_};
   }
@@ -548,7 +549,7 @@ class Training {
             cut_.hidden_stride};
   }
   MutableTensorView DStates(int64_t first, int64_t count) const {
-    return {d_states_ + first * cut_.hidden_stride, DType::kF32, count, args_.head.hidden(),
+    return {reinterpret_cast<float*>(sums_) + first * cut_.hidden_stride, DType::kF32, count, args_.head.hidden(),
             cut_.hidden_stride};
   }
   static TensorView Gradients(const Chunk& chunk, int64_t first, int64_t count) {
@@ -591,17 +592,17 @@ class Training {
     steps_.Launch(&AddKernel, WarpGrid(padded_), kThreads, rows_, chunk);
   }
 
-  // For the block of rows from `first` on.
-  void MakeGradients(const Chunk& chunk, int64_t first) {
-    const dim3 grid(WarpGrid(chunk.Tiles()).x, static_cast<unsigned>(cut_.block / kRowsAhead));
-    steps_.Launch(&GradientKernel, grid, kThreads, rows_, first, chunk);
+  void MakeGradients(const Chunk& chunk) {
+    const dim3 grid(WarpGrid(chunk.Tiles()).x, static_cast<unsigned>(padded_ / kRowsAhead));
+    steps_.Launch(&GradientKernel, grid, kThreads, rows_, chunk);
   }
 
-  // Product 2 of the same block, while its gradients are in L2.
-  void AddToHidden(const Chunk& chunk, int64_t first, bool fresh) {
-    steps_.Multiply({.a = Gradients(chunk, first, cut_.block),
+  // Product 2.
+  void AddToHidden(const Chunk& chunk, bool fresh) {
+    steps_.Multiply({.a = Gradients(chunk, 0, padded_),
                      .b = Weights(chunk),
-                     .out = DStates(first, cut_.block),
+                     .out = DStates(0, padded_),
+                     .asked_rows = cut_.block,
                      .alpha = args_.head.scale,
                      .beta = fresh ? 0.0f : 1.0f});
   }
@@ -626,9 +627,8 @@ class Training {
   RowState* const rows_;        // [padded]
   float* const target_logits_;  // [padded]
   float* const maxima_;         // [padded, tiles]; after ConcludeKernel the factors of G
-  TilePart* const parts_;       // [padded, part_tiles]
+  std::byte* const sums_;       // [padded, part_tiles] of TilePart, then d_hidden as f32
   Bf16* const states_;          // [padded, hidden_stride]
-  float* const d_states_;       // [padded, hidden_stride]
   Bf16* const first_e_;         // [padded, chunk]
   float* const logits_;         // [block, part]
 };
