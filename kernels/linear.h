@@ -73,7 +73,7 @@ struct LinearCrossEntropyBackwardArgs {
 
 // linear_cross_entropy, then its backward with the logsumexp just written, in one call that may
 // make the logits once for both. Answers, statuses and accuracy are those of the two ops, except
-// that blocks of G may be rounded to the weight's dtype twice, the first time as probabilities.
+// that G may have two roundings to the weight's dtype: of probabilities, and of its other factors.
 //
 // Rows want no rank, entropy, top tokens or extra ids. No output overlaps another or an input, as
 // d_weight may serve as scratch before it holds gradients. Among calls with the same head and

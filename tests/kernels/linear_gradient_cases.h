@@ -349,8 +349,8 @@ inline std::vector<LinearCase> LinearTrainingCases() {
 
 // "" where losses and gradient are those of the reference and nothing is written between the rows
 // of d_weight.
-inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearCase& c) {
-  const LinearInput input = RandomInput(c);
+inline std::string TrainingDifference(OpRunner& runner, const LinearCase& c,
+                                      const LinearInput& input) {
   const DType d_type = c.seed % 2 == 0 ? DType::kF32 : c.dtype;
   LinearBackwardCall call = MakeLinearBackwardCall(c, input, d_type);
   call.want_d_bias = c.bias;
@@ -389,6 +389,34 @@ inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearC
   }
   // Probabilities may be rounded, and then the gradient that is made of them.
   return GradientDifference(c, input, call, got->gradient, 2 * Rounding(c.dtype));
+}
+
+inline std::string FirstLinearTrainingDifference(OpRunner& runner, const LinearCase& c) {
+  return TrainingDifference(runner, c, RandomInput(c));
+}
+
+// The same where a row's logits, or some of them, are far below or above those of other rows.
+inline std::string FirstShiftedTrainingDifference(OpRunner& runner, const LinearCase& c) {
+  constexpr float kShifts[] = {0, -45, 55, 0, -45, 20};    // of all logits of row r % 6
+  constexpr float kOfMiddle[] = {0, 0, 0, -45, 60, -100};  // of those of tokens 250 to 519
+  LinearInput input = RandomTensors(c);
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    input.head.weight.Set(i, 0, 1);
+    input.head.weight.Set(i, 1, i >= 250 && i < 520 ? 1 : 0);
+  }
+  for (int64_t r = 0; r < c.rows; ++r) {
+    input.hidden.Set(r, 0, kShifts[r % 6] / input.head.scale);
+    input.hidden.Set(r, 1, kOfMiddle[r % 6] / input.head.scale);
+  }
+  ComputeLogits(input);
+  return TrainingDifference(runner, c, input);
+}
+inline std::vector<LinearCase> ShiftedTrainingCases() {
+  std::vector<LinearCase> cases;
+  for (uint64_t seed = 1; seed <= 4; ++seed) {
+    cases.push_back({.dtype = DType::kBF16, .rows = 70, .vocab = 900, .hidden = 72, .seed = seed});
+  }
+  return cases;
 }
 
 // "" where a NaN shows only in its row and in sums over rows, its position is reported, and a row
@@ -491,6 +519,8 @@ inline std::vector<OpCheck> LinearGradientChecks() {
       {"GradientsOfNoRowsAreZeros", BrokenGradientOfNoRows},
       ForAll("TrainingAgreesWithDoublePrecision", LinearTrainingCases,
              FirstLinearTrainingDifference),
+      ForAll("TrainingOfShiftedLogitsAgreesWithDoublePrecision", ShiftedTrainingCases,
+             FirstShiftedTrainingDifference),
       {"TrainingOfARowDependsOnlyOnTheRow", BrokenTrainingIsolation},
   };
 }

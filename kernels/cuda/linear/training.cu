@@ -1,25 +1,27 @@
 // linear_cross_entropy and its backward in one: three products, because the logits are made once.
 //
-// Between the passes the logits are kept as their exponentials E, in bf16, relative to the maximum
-// of their tile: 256 tokens of a row, so that no E that matters over- or underflows. E is kept in
-// the memory of d_weight, which is unused until d_weight is written. The vocabulary is processed in
-// chunks, and E of a chunk is where d_weight of the chunk before it will be; E of the first chunk
-// is in scratch, and so is a maximum for every row and tile.
+// Between the passes the logits are kept as their exponentials E, in bf16: of the logit itself where
+// the largest of its tile, 256 tokens of a row, is moderate, else relative to that one, so that no E
+// that matters over- or underflows. E is kept in the memory of d_weight, which is unused until
+// d_weight is written. The vocabulary is processed in chunks, and E of a chunk is where d_weight of
+// the chunk before it will be; E of the first chunk is in scratch, and so is a maximum for every row
+// and tile.
 //
 //   pass 1, for every chunk   logits (product 1), E, their maxima, the rows' sums. On Hopper one
 //                             kernel does it for all chunks (hopper/training.cu), without logits.
-//   then                      losses and statuses; each maximum becomes the factor that turns E into
-//                             gradients
-//   pass 2, chunks backwards  E becomes G, in place, G weight is added to d_hidden in fp32 (product
-//                             2), and G^T hidden is the chunk's d_weight (product 3), written over
-//                             E of the chunk after it
+//   then                      losses and statuses, and the factor from a row's E to its gradients G.
+//                             It becomes a part of the row's hidden state, in bf16, and of its
+//                             d_hidden at the end. Where no factor serves all of a row (logits or
+//                             factors that are not moderate, label smoothing) its E becomes G
+//   pass 2, chunks backwards  E weight is added to d_hidden in fp32 (product 2), and E^T hidden is
+//                             the chunk's d_weight (product 3), written over E of the chunk after it
 //
-// A target's G is made from its logit, as in the backward: near a probability of 1 the rounded E
-// loses its digits. Any other token with a probability near 1 is a maximum, and its E is exactly 1.
+// A target's E is made from its G, and that from its logit, as in the backward: near a probability
+// of 1 the rounded E loses its digits.
 //
-// The head and the device fix blocks of rows and chunks, so that the bits of a row's answers and
-// d_hidden do not depend on other rows. Ignored and skipped rows are rows of zeros in products 2
-// and 3.
+// The head and the device fix chunks and the products' algorithms, so that the bits of a row's
+// answers and d_hidden do not depend on other rows. Ignored and skipped rows are rows of zeros in
+// products 2 and 3.
 //
 // Serves bf16 heads without bias and softcap (linear/routes.cu), where d_bias is not wanted,
 // d_weight has no gaps, and the rows' E fit into it (up to `hidden` rows, twice as many where it is
@@ -30,14 +32,20 @@
 // order of one device, so that losses have its bits. d_hidden is whole before the last product 3,
 // which its exchange overlaps. Long because a call and its halves share the passes.
 //
-// Cost: three products (18.6 ms at 4096 x 4096 x 128256, as bare products: the floor); in addition
-// a write of E and a read and a write of G (3.2 GB), one read and write of d_hidden in fp32 for
-// every chunk of up to 16384 tokens, and except on Hopper a write and a read of the logits, in part
-// out of L2. Memory in addition to inputs and outputs: at 4096 rows of 4096, a chunk's E (128 MiB),
-// d_hidden in fp32 (64), hidden states (32), the library's workspace (18 to 32), maxima and sums
-// (23; except on Hopper 10, and 16 of logits). Measured (bench/results/h200/kernels.json), within
-// 290 MiB: 20.0 ms, 94% of three bare products. Tried and dropped: pass 1 by cuBLASLt and a kernel
-// on its logits (20.8 ms); all of a chunk's G before product 2 (the same within 1%).
+// Cost: three products, the floor; in addition a write of E, one read and write of d_hidden in fp32
+// for every chunk of up to 16384 tokens, and except on Hopper a write and a read of the logits, in
+// part out of L2. Where E becomes G, a read and a write of it. Memory in addition to inputs and
+// outputs: at 4096 rows of 4096, a chunk's E (128 MiB), d_hidden in fp32 (64; in pass 1 the tiles'
+// sums are there), hidden states (32), the library's workspace (18 to 32), maxima (8; except on
+// Hopper 16 of logits). Limited by: the tensor cores, at the clock that the power limit allows
+// (bench/results/h100/products_power.json).
+// Measured on an H100 (the same file), within 290 MiB: 4096 x 4096 x 128256 18.6 ms, 98% of three
+// bare products of that file; 2048 x 5120 x 151936 14.2 ms, 94%. On an H200, before E had one factor
+// for a row: 20.0 ms, 94%.
+// Tried and dropped: pass 1 by cuBLASLt and a kernel on its logits (20.8 ms on an H200). G in place of
+// every E, by a kernel before product 2 (4% slower on an H100; 7% where product 2 takes 1024 rows at a
+// time). Product 2 by the algorithm for 4096 rows (the same), chunks of 8192 tokens (1% slower),
+// cuBLASLt's second choices (the same within 1%).
 #include <algorithm>
 #include <limits>
 
@@ -57,10 +65,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = kTrainingTile;
 constexpr int kLaneTokens = kTile / 32;
-constexpr int kRowsAhead = 8;  // rows of a warp of GradientKernel
 constexpr int kGroupRows = 64;
 static_assert(kLaneTokens * sizeof(Bf16) == 16);
-static_assert(kGroupRows % kRowsAhead == 0 && kGroupRows % kWarps == 0);
+static_assert(kGroupRows % kWarps == 0);
 
 // ---- kernels -----------------------------------------------------------------------------------
 
@@ -78,6 +85,7 @@ __global__ void __launch_bounds__(kThreads)
                .stats = {-kInfinity, 0.0f},
                .total = 0.0,
                .first_nan = -1,
+               .factor = 0.0f,
                .flat = 0.0f,
                .more = 0.0f,
                .hit = 0.0f};
@@ -132,9 +140,13 @@ __global__ void __launch_bounds__(kThreads)
     e[i] = exponential(x[i]);
     sum += e[i];
   }
-  *reinterpret_cast<uint4*>(chunk.e.At(r, chunk.first + begin)) = {
-      PackPair<Bf16>(e[0], e[1]), PackPair<Bf16>(e[2], e[3]), PackPair<Bf16>(e[4], e[5]),
-      PackPair<Bf16>(e[6], e[7])};
+  const float factor = FactorOfTile(max, row.log2e_over_temperature);
+  uint32_t words[kLaneTokens / 2];
+#pragma unroll
+  for (int i = 0; i < kLaneTokens; i += 2)
+    words[i / 2] = PackPair<Bf16>(e[i] * factor, e[i + 1] * factor);
+  *reinterpret_cast<uint4*>(chunk.e.At(r, chunk.first + begin)) = {words[0], words[1], words[2],
+                                                                   words[3]};
   const int64_t place = row.target - chunk.first - begin;
 #pragma unroll
   for (int i = 0; i < kLaneTokens; ++i) {
@@ -193,12 +205,15 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chun
   row.first_nan = first_nan;
 }
 
-// The factor that turns the exponentials of a tile into probabilities. It comes from the row's sums
-// and not from its logsumexp, which is rounded: where that is large, p would be off by orders of
-// magnitude.
+// The factor that turns E of a tile into probabilities. It comes from the row's sums and not from
+// its logsumexp, which is rounded: where that is large, p would be off by orders of magnitude.
+__device__ inline float ProbabilityOfUnit(const Outcome& outcome) {  // where E is not relative
+  return static_cast<float>(exp(outcome.AboveMax(0.0) - outcome.log_sum));
+}
 __device__ inline float ProbabilityOfMax(const Outcome& outcome, float log2e_over_temperature,
                                          float max) {
   if (max == -kInfinity) return 0.0f;  // all are 0
+  if (IsModerateTile(max, log2e_over_temperature)) return ProbabilityOfUnit(outcome);
   const Exponential exponential(max, log2e_over_temperature);
   const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
   return exponential.plain
@@ -293,7 +308,22 @@ __device__ inline float Finite(float x) {
   return fabsf(x) > kMost ? copysignf(kMost, x) : x;
 }
 
-// Writes the rows' answers, and turns their maxima into the factors of G, a row by each warp.
+// The factor of a row's G, if one is enough for all its tiles, and moderate, so that it can be a
+// factor of the hidden state in bf16; else 0.
+__device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& gradient,
+                                    float log2e_over_temperature) {
+  constexpr float kLeast = 0x1p-90f;
+  constexpr float kMost = 0x1p60f;
+  if (!IsModerateTile(outcome.max, log2e_over_temperature) || gradient.flat != 0.0f ||
+      gradient.more != 1.0f) {
+    return 0.0f;
+  }
+  const float factor = ProbabilityOfUnit(outcome) * gradient.weight * gradient.scale;
+  return fabsf(factor) >= kLeast && fabsf(factor) <= kMost ? factor : 0.0f;  // NaN: 0
+}
+
+// Writes the rows' answers and makes their factors, a row by each warp. The maxima of rows that have
+// no factor for all tiles become those of their tiles.
 __global__ void __launch_bounds__(kThreads)
     ConcludeKernel(const __grid_constant__ CrossEntropyArgs args, const float* upstream,
                    const float* target_logits, RowState* rows, float* maxima, int tiles) {
@@ -307,60 +337,108 @@ __global__ void __launch_bounds__(kThreads)
   if (row.use != RowUse::kCounted) return;
   const Gradient gradient = Gradient::Of(args.rows[r], static_cast<float>(outcome.LogSumExp()),
                                          upstream[r], args.logits.cols);
-  for (int i = lane; i < tiles; i += 32) {
+  const float factor = FactorOfRow(outcome, gradient, row.log2e_over_temperature);
+  for (int i = lane; i < tiles && factor == 0.0f; i += 32) {
     float& at = maxima[r * tiles + i];
     at = Finite(ProbabilityOfMax(outcome, row.log2e_over_temperature, at) * gradient.weight *
                 gradient.scale);
   }
   if (lane != 0) return;
   const float p = static_cast<float>(exp(outcome.Logprob(target_logit)));
+  row.factor = factor;
   row.flat = gradient.flat * gradient.scale;
   row.more = gradient.more;
   row.hit = (fmaf(p, gradient.weight, -gradient.flat) - gradient.hit) * gradient.scale * row.more;
 }
 
-// Makes the packed hidden states of ignored rows zeros, a block a row.
+// Brings the rows' factors into their packed hidden states, a block a row. Those of ignored rows
+// become zeros. Also makes the target's E what its G is, over the factor.
 __global__ void __launch_bounds__(kThreads)
-    ClearIgnoredKernel(const RowState* rows, Bf16* states, int64_t stride) {
+    ScaleStatesKernel(const RowState* rows, Bf16* states, int64_t stride, Chunk all) {
   const int64_t r = blockIdx.x;
-  if (rows[r].use != RowUse::kIgnored) return;
-  for (int64_t i = threadIdx.x; i < stride; i += kThreads) states[r * stride + i] = Bf16(0.0f);
+  const RowState& row = rows[r];
+  const bool plain = row.use == RowUse::kCounted && row.IsPlain();
+  if (!plain && row.use != RowUse::kIgnored) return;
+  const float factor = plain ? row.factor : 0.0f;
+  if (plain && threadIdx.x == 0 && row.target >= 0)
+    *all.e.At(r, row.target) = Bf16(row.hit / factor);
+  uint4* vectors = reinterpret_cast<uint4*>(states + r * stride);
+  for (int64_t i = threadIdx.x; i < stride / kLaneTokens; i += kThreads) {
+    uint4 out = {};
+    if (plain) {
+      const uint4 vector = vectors[i];
+      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+      uint32_t scaled[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        scaled[j] = PackPair<Bf16>(WordElement<Bf16>(words, 2 * j) * factor,
+                                   WordElement<Bf16>(words, 2 * j + 1) * factor);
+      }
+      out = {scaled[0], scaled[1], scaled[2], scaled[3]};
+    }
+    vectors[i] = out;
+  }
 }
 
-// Turns a chunk's exponentials into gradients, in place. A warp takes a tile of kRowsAhead rows. Rows that are not counted become zeros, whatever their memory holds.
-__global__ void __launch_bounds__(kThreads)
-    GradientKernel(const RowState* __restrict__ rows, Chunk chunk) {
-  const int lane = threadIdx.x % 32;
-  const int tile = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  if (tile >= chunk.Tiles()) return;
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRowsAhead;
-  const int begin = tile * kTile + lane * kLaneTokens;
-  Bf16* at = chunk.e.At(first, chunk.first + begin);
-  const int64_t stride = chunk.e.chunk;
-  uint4 vectors[kRowsAhead];
+// Makes G of the E of a tile, in place, by one warp. A row that is not counted becomes zeros, whatever
+// its memory holds.
+__device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, const Chunk& all,
+                                    int lane) {
+  const int64_t begin = int64_t{tile} * kTile + lane * kLaneTokens;
+  uint4* at = reinterpret_cast<uint4*>(all.e.At(r, begin));
+  uint4 out = {};
+  if (row.use == RowUse::kCounted) {
+    const float max = all.maxima[r * all.maxima_stride + tile];
+    const bool plain = row.IsPlain();  // then only E becomes what it is in other tiles
+    const float factor = plain ? Exp2(__fmul_rn(max, row.log2e_over_temperature)) : max;
+    const float flat = plain ? 0.0f : row.flat;
+    const float more = plain ? 1.0f : row.more;
+    const uint4 vector = *at;
+    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+    const int64_t place = plain ? -1 : row.target - begin;
+    float g[kLaneTokens];
 #pragma unroll
-  for (int i = 0; i < kRowsAhead; ++i)
-    vectors[i] = __ldcs(reinterpret_cast<const uint4*>(at + i * stride));
-#pragma unroll
-  for (int i = 0; i < kRowsAhead; ++i) {
-    const RowState& row = rows[first + i];
-    uint4 out = {};
-    if (row.use == RowUse::kCounted) {
-      const float factor = chunk.maxima[(first + i) * chunk.maxima_stride + tile];
-      const float flat = row.flat;
-      const float more = row.more;
-      const uint32_t words[4] = {vectors[i].x, vectors[i].y, vectors[i].z, vectors[i].w};
-      const int64_t place = row.target - chunk.first - begin;
-      float g[kLaneTokens];
-#pragma unroll
-      for (int j = 0; j < kLaneTokens; ++j) {
-        g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), factor, -flat), more);
-        if (place == j) g[j] = row.hit;
-      }
-      out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
-             PackPair<Bf16>(g[6], g[7])};
+    for (int j = 0; j < kLaneTokens; ++j) {
+      g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), factor, -flat), more);
+      if (place == j) g[j] = row.hit;
     }
-    *reinterpret_cast<uint4*>(at + i * stride) = out;
+    out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
+           PackPair<Bf16>(g[6], g[7])};
+  }
+  *at = out;
+}
+
+// Makes G of the E that have no factor for all tiles of their row, a warp for up to 32 tiles of a row.
+// Comes before ScaleStatesKernel, which writes the targets of the others.
+__global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows, Chunk all) {
+  const int lane = threadIdx.x % 32;
+  const int first =
+      (static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / 32) * 32;
+  const int64_t r = blockIdx.x;
+  const RowState& row = rows[r];
+  const int tile = first + lane;
+  bool wanted = tile < all.Tiles();
+  if (wanted && row.use == RowUse::kCounted && row.IsPlain()) {
+    const float max = all.maxima[r * all.maxima_stride + tile];
+    wanted = max != -kInfinity && !IsModerateTile(max, row.log2e_over_temperature);
+  }
+  for (unsigned left = __ballot_sync(kFullWarp, wanted); left != 0; left &= left - 1)
+    MakeGradient(row, r, first + __ffs(left) - 1, all, lane);
+}
+
+// Writes d_hidden of the rows, a block for each: their sums times their factors. Zeros where a row is
+// ignored, nothing where it is skipped.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    StoreHiddenKernel(const float* sums, int64_t sums_stride, int size, const RowState* rows, T* to,
+                      int64_t to_stride) {
+  const int64_t r = blockIdx.x;
+  const RowState& row = rows[r];
+  if (row.use == RowUse::kSkipped) return;
+  const float factor = row.IsPlain() ? row.factor : 1.0f;
+  for (int i = threadIdx.x; i < size; i += kThreads) {
+    to[r * to_stride + i] =
+        FromFloat<T>(row.use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
   }
 }
 
@@ -455,9 +533,9 @@ class Training {
   cudaError_t Run() {
     MakeSums();
     Conclude();
-    MakeAllGradients([] { return cudaSuccess; });
+    MakeAllGradients([] {});
     const int64_t rows = args_.hidden.rows;
-    steps_.Store(DStates(0, rows), rows_, RowsOf(args_.d_hidden, 0, rows));
+    StoreHidden(RowsOf(args_.d_hidden, 0, rows));
     return steps_.error();
   }
 
@@ -478,7 +556,10 @@ class Training {
                   Shards(shards, first.bytes), static_cast<int>(CeilDiv(shards.vocab, kTile)),
                   target_logits_);
     Conclude();
-    MakeAllGradients([&] { return hidden_done(DStates(0, rows)); });
+    MakeAllGradients([&] {
+      StoreHidden(DStates(0, rows));
+      steps_.Do([&] { return hidden_done(DStates(0, rows)); });
+    });
     return steps_.error();
   }
 
@@ -509,19 +590,21 @@ class Training {
   void Conclude() {
     steps_.Launch(&ConcludeKernel, WarpGrid(padded_), kThreads, forward_, args_.upstream,
                   target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
-    steps_.Launch(&ClearIgnoredKernel, GridFor(padded_), kThreads, rows_, states_,
-                  cut_.hidden_stride);
+    const Chunk all = TokensAt(0, args_.head.vocab());
+    const dim3 grid(static_cast<unsigned>(padded_), WarpGrid(CeilDiv(cut_.tiles, 32)).x);
+    steps_.Launch(&GradientKernel, grid, kThreads, rows_, all);
+    steps_.Launch(&ScaleStatesKernel, GridFor(padded_), kThreads, rows_, states_,
+                  cut_.hidden_stride, all);
   }
 
-  // Pass 2. hidden_done() is called when d_hidden is whole: before the last product 3.
-  template <class HiddenDone>
-  void MakeAllGradients(const HiddenDone& hidden_done) {
+  // Pass 2. hidden_is_whole() is called before the last product 3: all of d_hidden is added up.
+  template <class HiddenIsWhole>
+  void MakeAllGradients(const HiddenIsWhole& hidden_is_whole) {
     const int64_t last = (args_.head.vocab() - 1) / cut_.chunk * cut_.chunk;
     for (int64_t v = last; v >= 0; v -= cut_.chunk) {
       const Chunk chunk = TokensAt(v, cut_.chunk);
-      MakeGradients(chunk);
       AddToHidden(chunk, /*fresh=*/v == last);
-      if (v == 0) steps_.Do(hidden_done);
+      if (v == 0) hidden_is_whole();
       WriteWeight(chunk);
     }
   }
@@ -549,8 +632,8 @@ class Training {
             cut_.hidden_stride};
   }
   MutableTensorView DStates(int64_t first, int64_t count) const {
-    return {reinterpret_cast<float*>(sums_) + first * cut_.hidden_stride, DType::kF32, count, args_.head.hidden(),
-            cut_.hidden_stride};
+    return {reinterpret_cast<float*>(sums_) + first * cut_.hidden_stride, DType::kF32, count,
+            args_.head.hidden(), cut_.hidden_stride};
   }
   static TensorView Gradients(const Chunk& chunk, int64_t first, int64_t count) {
     return {chunk.e.At(first, chunk.first), DType::kBF16, count, chunk.tokens, chunk.e.chunk};
@@ -592,9 +675,14 @@ class Training {
     steps_.Launch(&AddKernel, WarpGrid(padded_), kThreads, rows_, chunk);
   }
 
-  void MakeGradients(const Chunk& chunk) {
-    const dim3 grid(WarpGrid(chunk.Tiles()).x, static_cast<unsigned>(padded_ / kRowsAhead));
-    steps_.Launch(&GradientKernel, grid, kThreads, rows_, chunk);
+  // Writes or, in place, scales d_hidden.
+  void StoreHidden(const MutableTensorView& to) {
+    const MutableTensorView sums = DStates(0, to.rows);
+    VisitDType(to.dtype, [&]<class T>() {
+      steps_.Launch(&StoreHiddenKernel<T>, GridFor(to.rows), kThreads,
+                    static_cast<const float*>(sums.data), sums.row_stride,
+                    static_cast<int>(to.cols), rows_, static_cast<T*>(to.data), to.row_stride);
+    });
   }
 
   // Product 2.

@@ -25,10 +25,15 @@ struct RowState {
   Stats stats;
   double total;       // sum of the logits, times kTotalUnit
   int32_t first_nan;  // token; -1: none
-  // G = (E * the tile's factor - flat) * more; the target's is `hit`.
+  // From the end of pass 1 on: G = E * factor. 0: E is not that of `IsPlain`, and becomes G itself:
+  // (E * the tile's factor - flat) * more; the target's is `hit`.
+  float factor;
   float flat;
   float more;
   float hit;
+
+  // Whether the row's factor, in place of G, goes into its hidden state and its d_hidden.
+  __device__ bool IsPlain() const { return factor != 0.0f; }
 };
 
 // Sums of a tile of a row.
@@ -40,6 +45,20 @@ struct TilePart {
 // The exponential of a tile. Where all logits are -inf the sum is 0, whatever it is relative to.
 __device__ inline Exponential TileExponential(float max, float log2e_over_temperature) {
   return Exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
+}
+
+// What E of a tile is: exp(logit / temperature) where the tile's largest one is moderate, so that all
+// tiles of most rows have one factor; else exp((logit - that of the largest) / temperature).
+constexpr float kLeastTilePower = -40.0f;
+constexpr float kMostTilePower = 60.0f;
+__device__ inline bool IsModerateTile(float max, float log2e_over_temperature) {
+  const float power = __fmul_rn(max, log2e_over_temperature);
+  return power >= kLeastTilePower && power <= kMostTilePower;
+}
+// The factor from a TileExponential to E.
+__device__ inline float FactorOfTile(float max, float log2e_over_temperature) {
+  return IsModerateTile(max, log2e_over_temperature) ? Exp2(__fmul_rn(max, log2e_over_temperature))
+                                                     : 1.0f;
 }
 
 // Where a row's exponentials are: chunk by chunk, each [rows, chunk], the first in scratch, the
@@ -57,8 +76,8 @@ struct ExponentialMemory {
   }
 };
 
-// The result of pass 1 for tokens [first, first + tokens) of all rows: TileExponential of every
-// logit, and the tiles' maxima and sums. A skipped row may be left out. The last tile may end after
+// The result of pass 1 for tokens [first, first + tokens) of all rows: E of every logit, and the
+// tiles' maxima and sums. A skipped row may be left out. The last tile may end after
 // the tokens, with exponentials of 0.
 struct Chunk {
   int64_t first;

@@ -2,7 +2,7 @@
 // epilogue that writes the exponentials of a tile, in bf16, and their sum.
 //
 // The four threads of a row take its maximum in the tile, and each the exponentials of its 64
-// logits; then they exchange pairs, so that each writes 16 bytes at a time.
+// logits, and their factor; then they exchange pairs, so that each writes 16 bytes at a time.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations, and a write of rows * vocab * 2 bytes.
 // Limited by: the tensor cores. Measured as a part of training.cu.
@@ -42,6 +42,7 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
   __device__ void TakeRow(const LossRow& row, float (&acc)[kThreadSums], int first,
                           int lane) const {
     const LossPart part = SumRow<half>(acc, first, lane);
+    const float factor = FactorOfTile(part.stats.max, row.log2e_over_temperature);
     if (row.r >= 0 && lane % 4 == 0) {
       const int tile = first / kTile;
       p.all.maxima[row.r * p.all.maxima_stride + tile] = part.stats.max;
@@ -56,7 +57,8 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        words[j] = PackPair<Bf16>(acc[SumOf(half, i + 2 * j)], acc[SumOf(half, i + 2 * j + 1)]);
+        words[j] = PackPair<Bf16>(acc[SumOf(half, i + 2 * j)] * factor,
+                                  acc[SumOf(half, i + 2 * j + 1)] * factor);
       const uint4 eight = Transpose(words, quad);
       if (row.r >= 0) __stcs(to + i / 2, eight);
     }
