@@ -4,8 +4,8 @@
 // When a tile is done, the four threads of a row take the maximum of its 256 logits and the sum of
 // their exponentials, in fp32, and merge them with those of the tiles before. A cell of 1024 tokens
 // goes to scratch: 12 bytes for 1024 logits. Where a unit is split (schedule.h) its tiles go there,
-// 12 bytes each. A last kernel, with a block for each row, merges tiles into cells and cells into
-// the row, in their order, and writes the losses.
+// 12 bytes each. A last kernel, with a warp for each row, or a block where there are extras, merges
+// tiles into cells and cells into the row, in their order, and writes the losses.
 //
 // Tiles and cells depend only on the vocabulary and are summed in one order. So a row's bits do not
 // depend on other rows, the units or the grid. Clusters take spans of the vocabulary, for sets of
@@ -189,27 +189,28 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
   return Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
 }
 
-// A block for each row: its first warp writes the losses, all of them the extras.
+// A warp for each row. Where `extras`, a block for each row: its first warp writes the losses, all of
+// them the extras.
+constexpr int kFinishWarps = kFinishThreads / 32;
 template <class T>
 __global__ void __launch_bounds__(kFinishThreads)
-    FinishKernel(const __grid_constant__ CrossEntropyArgs args,
+    FinishKernel(const __grid_constant__ CrossEntropyArgs args, int64_t rows, bool extras,
                  const __grid_constant__ LossParts parts, const __grid_constant__ Schedule schedule,
                  const float* target_logits, const __grid_constant__ Operands<T> operands) {
-  constexpr int kWarps = kFinishThreads / 32;
   __shared__ Outcome shared_outcome;  // from the first warp to the others
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int64_t r = blockIdx.x;
-  if (args.rows[r].active == 0) return;
+  const int64_t r = extras ? blockIdx.x : int64_t{blockIdx.x} * kFinishWarps + warp;
+  if (r >= rows || args.rows[r].active == 0) return;
   const CrossEntropyRow& row = args.rows[r];
   const float target_logit = row.target < 0 ? 0.0f : target_logits[r];
-  if (warp == 0) {
+  if (warp == 0 || !extras) {
     const Outcome outcome = ConcludeRow(args, r, parts, schedule, target_logit, operands, lane);
-    if (lane == 0) shared_outcome = outcome;
+    if (lane == 0 && extras) shared_outcome = outcome;
   }
-  if (row.extra_count == 0) return;
+  if (!extras || row.extra_count == 0) return;
   __syncthreads();
-  for (int i = warp; i < row.extra_count; i += kWarps) {
+  for (int i = warp; i < row.extra_count; i += kFinishWarps) {
     const int64_t token = args.extra_ids[row.first_extra + i];
     const float x = token == row.target ? target_logit : operands.Logit(r, token, lane);
     if (lane == 0) {
@@ -355,9 +356,11 @@ cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
           part.hidden, part.head, 0, losses.rows, GroupsFrom(groups, first), scratch, stream,
           [&](const LossParts& parts, const Schedule& schedule, const float* target_logits,
               const Operands<T>& operands) {
-            return LaunchKernel(&FinishKernel<T>,
-                                {.grid = GridFor(rows), .threads = kFinishThreads}, stream, losses,
-                                parts, schedule, target_logits, operands);
+            const bool extras = losses.max_extra_ids > 0;
+            return LaunchKernel(
+                &FinishKernel<T>,
+                {.grid = GridFor(rows, extras ? 1 : kFinishWarps), .threads = kFinishThreads},
+                stream, losses, rows, extras, parts, schedule, target_logits, operands);
           });
     });
   });
