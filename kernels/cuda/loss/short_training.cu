@@ -87,9 +87,9 @@ __device__ __noinline__ void ConcludeRow(const Params& p, int64_t r, int lane) {
   const CrossEntropyArgs& loss = p.args.loss;
   const CrossEntropyRow& ask = loss.rows[r];
   const KnownCell* cells = memory.cells + lane * p.cells;
-  const RowSums sums = MergeShort<kStages>(
-      p.cells, Log2EOverTemperature(ask.softcap, ask.temperature),
-      [&](int i) -> const CellSums& { return cells[i].sums; });
+  const RowSums sums =
+      MergeShort<kStages>(p.cells, Log2EOverTemperature(ask.softcap, ask.temperature),
+                          [&](int i) -> const CellSums& { return cells[i].sums; });
   int nan = static_cast<int>(loss.logits.cols);
   if (isnan(sums.stats.sum)) {
     for (int i = 0; i < p.cells; ++i) {
@@ -163,9 +163,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<T>)
     for (int k = 0; k < rows; ++k) {
       const int64_t r = first + k;
       if ((with_extras >> k & 1) != 0) WriteExtras(loss, loss.rows[r], memory.outcomes[k]);
-      VisitWriting(WritingOf((active >> k & 1) != 0, memory.gradients[k]), [&](auto writing) {
-        WriteCells<T, writing>(p, r, row_or_null(next + k), k);
-      });
+      VisitWriting(WritingOf((active >> k & 1) != 0, memory.gradients[k]),
+                   [&](auto writing) { WriteCells<T, writing>(p, r, row_or_null(next + k), k); });
     }
     pass_rest();
   }
