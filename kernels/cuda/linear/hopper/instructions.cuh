@@ -20,6 +20,12 @@ constexpr int kRowSums = kThreadSums / 2;  // sums of each of its rows
 // Device code here, epilogues included, is called only from the kernel, whose body is only in code
 // for sm_90a. It stays out of unnamed namespaces, where nvcc rejects functions that are not called.
 
+// Lets the stream's next kernel begin where it is launched early (launch.cuh), once all blocks have
+// called this, as soon as there is room for its blocks.
+__device__ inline void LetNextKernelBegin() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

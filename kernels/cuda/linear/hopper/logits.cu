@@ -8,6 +8,7 @@
 // 0.288 ms, 64 rows 0.314, 256 rows 0.537. Tried and dropped: stores of 16 bytes, by an exchange of
 // pairs between threads (64 rows 10 us more).
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/linear/hopper/few_rows.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/product.cuh"
 #include "kernels/cuda/linear/logit.cuh"
@@ -17,14 +18,6 @@ namespace logitd::cuda::hopper {
 // Only the last tile of a vocabulary may be short, so a shard that others follow writes only its own
 // logits.
 static_assert(kVocabCell % kTile == 0);
-
-struct LogitsParams {
-  const float* bias;  // [vocab], or null
-  float* logits;
-  int64_t stride;  // even
-  float scale;
-  float softcap;
-};
 
 struct LogitsEpilogue {
   using Params = LogitsParams;
@@ -81,8 +74,10 @@ cudaError_t Logits(const TensorView& hidden, const HeadView& head, float* logits
                        .stride = logits_stride,
                        .scale = head.scale,
                        .softcap = head.softcap};
+  if (hidden.rows <= kFewRows) return FewRowsLogits(hidden, head.weight, p, scratch, stream);
   return Visit16Bit(head.weight.dtype, [&]<class T>() {
-    return LaunchProduct<T, LogitsEpilogue>(hidden, head.weight, nullptr, p, scratch, stream);
+    return LaunchRows<T, Rows::kMany, LogitsEpilogue>(hidden, head.weight, nullptr, p, scratch,
+                                                      stream);
   });
 }
 

@@ -82,9 +82,10 @@ struct Stage {
 };
 constexpr int kGroupStateBytes = kGroupRows * kLineBytes;
 constexpr int kTileBytes = kTile * kLineBytes;
-constexpr int kMostSharedBytes = Stage<Rows::k64>::kSharedBytes;
+constexpr int kMostSharedBytes = 225 * 1024;  // of any kernel of this folder
 static_assert(Stage<Rows::kMany>::kSharedBytes <= kMostSharedBytes &&
-              Stage<Rows::k128>::kSharedBytes <= kMostSharedBytes);
+              Stage<Rows::k128>::kSharedBytes <= kMostSharedBytes &&
+              Stage<Rows::k64>::kSharedBytes <= kMostSharedBytes);
 
 struct ProductParams {
   const int32_t* groups;  // null, or one for every kBlockRows rows; 0: skip these rows
