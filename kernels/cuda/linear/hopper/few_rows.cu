@@ -1,3 +1,27 @@
+// Logits of up to 128 hidden states on Hopper: the weight is read once, in runs of 256 or 512 bytes
+// of its rows, at nearly the rate of a plain read.
+//
+// The vocabulary is on wgmma's side of 64, and the rows, rounded up to 8, 16, 32, 64, 96 or 128, on
+// the other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages, and two
+// warpgroups multiply 64 tokens each. A stage has 64 elements of the hidden size. The stages of 2 or
+// 4 steps are asked for together, and 64 tokens of all of them before the next 64 tokens: so memory
+// sees 256 or 512 bytes of a weight row at about the same time. Each block has an equal part of the
+// vocabulary, in units of 64 tokens, and cuts it into tiles of nearly the same size. Above 8 rows
+// blocks are pairs, of which each loads half of the hidden states for both.
+//
+// A logit is one sum over the hidden size, in order, by the same operation as in product.cuh: the
+// bits are the same. They depend neither on other rows nor on the cut.
+//
+// Cost: reads vocab * hidden * 2 bytes once, and the hidden states from L2 for every 128 tokens
+// (256 where blocks are pairs); writes rows * vocab * 4. Limited by: HBM; a megabyte of logits costs
+// 0.5 to 1 us, because they leave L2 while weights come. Measured on an H100
+// (bench/results/h100/few_rows.json), bf16, 128256 x 4096, where a plain read of the weights takes
+// 340 us: 1, 8, 32, 64, 128 rows 347, 351, 364, 373, 403 us; cuBLASLt, which writes half as much,
+// 371 to 376, 374, 382, 390, 394; product.cuh, which this replaces, 380, 387, 399, 415, 427.
+// Tried (the same file): 512 tokens by 128 bytes at a time, as product.cuh does, 371 us for one row;
+// 256 bytes 347 to 350; copies of 16 tokens 346 to 364, of 8 tokens 395 to 530, which the copy
+// engine cannot ask for fast enough; 64 KB in flight 372 us, 128 KB 349. L2 hints for the weights
+// and the size that L2 fetches change nothing. 64 rows with all stores left out: 347 us.
 #include "kernels/cuda/linear/hopper/few_rows.h"
 
 #include <algorithm>
@@ -10,26 +34,17 @@
 namespace logitd::cuda::hopper {
 
 constexpr int kUnitTokens = 64;  // of a wgmma, and of a copy
-// A thread's registers, as in product.cuh; here more of them hold sums.
-constexpr int kFewLoadRegisters = 40;
-constexpr int kFewMultiplyRegisters = 232;
-static_assert(kFewLoadRegisters + kConsumers * kFewMultiplyRegisters <= (1 + kConsumers) * 168);
 
-// kMostRows: rows that are multiplied, absent ones included. kUnits: of a warpgroup. kAtOnce:
-// stages that are asked for together. kClusterBlocks: blocks that share hidden states. kLate: a
-// stage is free when the next one is being multiplied, not as soon as it has been.
-template <class Element, int kMostRows, int kUnits, int kRingStages, int kAtOnce,
-          int kClusterBlocks, bool kLate>
+// kMostRows: rows that are multiplied, absent ones included. kAtOnce:
+// stages that are asked for together. kClusterBlocks: blocks that share hidden states.
+template <class Element, int kMostRows, int kRingStages, int kAtOnce, int kClusterBlocks>
 struct FewShape {
   using T = Element;
   static constexpr int kRows = kMostRows;
-  static constexpr int kParts = kRows > 256 ? 2 : 1;  // a wgmma takes up to 256
-  static constexpr int kGroupUnits = kUnits;
   static constexpr int kStages = kRingStages;
   static constexpr int kTogether = kAtOnce;
   static constexpr int kBlocks = kClusterBlocks;
-  static constexpr bool kFreedLate = kLate;
-  static constexpr int kTokens = kConsumers * kUnits * kUnitTokens;  // of a tile
+  static constexpr int kTokens = kConsumers * kUnitTokens;  // of a tile
   static constexpr int kStateBytes = kRows * kLineBytes;
   static constexpr int kBytes = kStateBytes + kTokens * kLineBytes;  // of a stage
   static constexpr int kSharedBytes = kStages * kBytes + 1024;       // stages are aligned to 1024
@@ -43,9 +58,6 @@ struct FewParams {
   int32_t vocab;
   int32_t steps;        // along the hidden size
   int32_t state_lines;  // rows of one copy of hidden states, of which each block makes one
-#ifdef FEW_TEST
-  int32_t store;
-#endif
 };
 
 // The tokens of a block.
@@ -140,78 +152,46 @@ __device__ inline void LoadFew(const CUtensorMap& states, const CUtensorMap& wei
   }
 }
 
-// The sums of a thread, of each unit and part [..][..]: token lane / 4 of its warp's 16 and the one
-// 8 after it, by rows 8 j + lane % 4 * 2 of the part and the next, at [4 j + 2 * (second token) +
-// (next row)].
+// The sums of a thread: token lane / 4 of its warp's 16 and the one 8 after it, by rows 8 j +
+// lane % 4 * 2 and the next, at [4 j + 2 * (second token) + (next row)].
 template <class S>
-using FewSums = float[S::kGroupUnits][S::kParts][S::kRows / S::kParts / 2];
+using FewSums = float[S::kRows / 2];
 
 // The compiler does not move reads or writes of sums across this.
 template <class S>
 __device__ inline void PinFew(FewSums<S>& sums) {
 #pragma unroll
-  for (auto& unit : sums) {
-#pragma unroll
-    for (auto& part : unit) {
-#pragma unroll
-      for (float& sum : part) asm volatile("" : "+f"(sum)::"memory");
-    }
-  }
+  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
 }
 
 // Multiplies a tile.
 template <class S>
 __device__ inline void MultiplyFew(FewSums<S>& sums, int steps, int group, int lane,
                                    FewRing<S>& ring) {
-  constexpr int kPartRows = S::kRows / S::kParts;
-  constexpr uint64_t kUnit = kUnitTokens * kLineBytes >> 4;  // as in a descriptor
-  constexpr uint64_t kPart = kPartRows * kLineBytes >> 4;
-  const auto release = [&](int stage) {
-    if (lane < S::kBlocks) ArriveAt(ring.empty + 8 * stage, lane);
-  };
-  int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     WaitFor(ring.full + 8 * ring.stage, ring.parity);
-    const uint64_t b = Descriptor(ring.At(ring.stage));
-    const uint64_t a = Descriptor(ring.At(ring.stage) + S::kStateBytes) + group * S::kGroupUnits * kUnit;
+    const uint32_t at = ring.At(ring.stage);
+    const uint64_t a = Descriptor(at + S::kStateBytes + group * kUnitTokens * kLineBytes);
+    const uint64_t b = Descriptor(at);
     PinFew<S>(sums);
     BeginMultiplying();
 #pragma unroll
-    for (int k = 0; k < kStep / 16; ++k) {
-#pragma unroll
-      for (int u = 0; u < S::kGroupUnits; ++u) {
-#pragma unroll
-        for (int part = 0; part < S::kParts; ++part) {
-          MultiplyTokens<typename S::T, kPartRows>(sums[u][part], a + u * kUnit + 2 * k,
-                                                   b + part * kPart + 2 * k, step > 0 || k > 0);
-        }
-      }
-    }
+    for (int k = 0; k < kStep / 16; ++k)
+      MultiplyTokens<typename S::T, S::kRows>(sums, a + 2 * k, b + 2 * k, step > 0 || k > 0);
     CommitMultiplying();
     PinFew<S>(sums);
-    if constexpr (!S::kFreedLate) {
-      WaitMultiplied<0>();
-      release(ring.stage);
-    } else if (step > 0) {
-      WaitMultiplied<1>();
-      release(previous);
-    }
-    previous = ring.stage;
-    ring.Advance();
-  }
-  if constexpr (S::kFreedLate) {
     WaitMultiplied<0>();
-    release(previous);
+    if (lane < S::kBlocks) ArriveAt(ring.empty + 8 * ring.stage, lane);
+    ring.Advance();
   }
   PinFew<S>(sums);
 }
 
 // Writes the logits of a unit from the sums of a thread, whose first token is `token`.
 template <class S>
-__device__ inline void WriteFew(const FewParams& p,
-                                const float (&sums)[S::kParts][S::kRows / S::kParts / 2],
-                                int token, int last, int lane) {
+__device__ inline void WriteFew(const FewParams& p, const FewSums<S>& sums, int token, int last,
+                                int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half, token += 8) {
     if (token >= last) return;
@@ -222,19 +202,8 @@ __device__ inline void WriteFew(const FewParams& p,
       for (int i = 0; i < 2; ++i) {
         const int row = 8 * j + lane % 4 * 2 + i;
         if (row >= p.rows) break;
-        constexpr int kPartGroups = S::kRows / S::kParts / 8;
-        const float sum = sums[j / kPartGroups][4 * (j % kPartGroups) + 2 * half + i];
-#ifdef FEW_TEST
-        if (p.store == 1) {
-          uint64_t policy;
-          asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-          asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(p.to.logits + row * p.to.stride + token), "f"(LogitOf(sum, p.to.scale, bias, p.to.softcap)), "l"(policy) : "memory");
-          continue;
-        }
-        if (p.store == 2) continue;
-#endif
         p.to.logits[row * p.to.stride + token] =
-            LogitOf(sum, p.to.scale, bias, p.to.softcap);
+            LogitOf(sums[4 * j + 2 * half + i], p.to.scale, bias, p.to.softcap);
       }
     }
   }
@@ -243,7 +212,8 @@ __device__ inline void WriteFew(const FewParams& p,
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
     FewRowsKernel(const __grid_constant__ CUtensorMap states,
-                  const __grid_constant__ CUtensorMap weights, const __grid_constant__ FewParams p) {
+                  const __grid_constant__ CUtensorMap weights,
+                  const __grid_constant__ FewParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * S::kStages];
@@ -267,20 +237,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   ClusterWait();
   const FewTokens<S> tokens(p);
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFewLoadRegisters));
     if (threadIdx.x == 0) LoadFew(states, weights, p, tokens, ring);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kFewMultiplyRegisters));
-    const int first = (group - 1) * S::kGroupUnits * kUnitTokens +
+    const int first = (group - 1) * kUnitTokens +
                       static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
     FewSums<S> sums;
 #pragma unroll 1
     for (int tile = 0; tile < tokens.tiles; ++tile) {
       MultiplyFew<S>(sums, p.steps, group - 1, lane, ring);
       const auto range = tokens.Tile(tile);
-#pragma unroll
-      for (int u = 0; u < S::kGroupUnits; ++u)
-        WriteFew<S>(p, sums[u], range.first + first + u * kUnitTokens, min(range.last, p.vocab), lane);
+      WriteFew<S>(p, sums, range.first + first, min(range.last, p.vocab), lane);
     }
   }
   // No block ends while another of its cluster may still write to its memory.
@@ -298,24 +264,22 @@ cudaError_t LaunchFew(const TensorView& hidden, const TensorView& weight, const 
                       const Scratch& scratch, cudaStream_t stream) {
   const auto rows = static_cast<int32_t>(hidden.rows);
   // Only rows that there are, where a block loads all: absent ones take time too.
-  const auto state_lines = static_cast<int32_t>(
-      S::kBlocks == 1 ? rows : RoundUp(CeilDiv(rows, S::kBlocks), 8));
+  const auto state_lines =
+      static_cast<int32_t>(S::kBlocks == 1 ? rows : RoundUp(CeilDiv(rows, S::kBlocks), 8));
   CUtensorMap states, weights;
   if (!MakeMap(hidden, state_lines, /*once=*/false, states) ||
       !MakeMap(weight, kUnitTokens, /*once=*/false, weights)) {
     return cudaErrorNotSupported;
   }
-  const FewParams p{.to = to,
-                    .rows = rows,
-                    .vocab = static_cast<int32_t>(weight.rows),
-                    .steps = static_cast<int32_t>(CeilDiv(hidden.cols, kStep)),
-                    .state_lines = state_lines,
-#ifdef FEW_TEST
-                    .store = g_store,
-#endif
+  const FewParams p{
+      .to = to,
+      .rows = rows,
+      .vocab = static_cast<int32_t>(weight.rows),
+      .steps = static_cast<int32_t>(CeilDiv(hidden.cols, kStep)),
+      .state_lines = state_lines,
   };
-  const int64_t clusters = std::min<int64_t>(scratch.multiprocessors / S::kBlocks,
-                                             CeilDiv(weight.rows, kUnitTokens));
+  const int64_t clusters =
+      std::min<int64_t>(scratch.multiprocessors / S::kBlocks, CeilDiv(weight.rows, kUnitTokens));
   return LaunchKernel(&FewRowsKernel<S>,
                       {.grid = GridFor(S::kBlocks * clusters),
                        .threads = kThreads,
@@ -331,16 +295,9 @@ struct FewVariant {
 };
 template <class T>
 constexpr FewVariant kFewVariants[] = {
-    {8, &LaunchFew<FewShape<T, 8, 1, 12, 4, 1, false>>},
-    {16, &LaunchFew<FewShape<T, 16, 1, 12, 4, 2, false>>},
-    {32, &LaunchFew<FewShape<T, 32, 1, 11, 4, 2, false>>},
-    {64, &LaunchFew<FewShape<T, 64, 1, 9, 4, 2, false>>},
-    {96, &LaunchFew<FewShape<T, 96, 1, 7, 3, 2, false>>},
-    {128, &LaunchFew<FewShape<T, 128, 1, 7, 3, 2, true>>},
-    {160, &LaunchFew<FewShape<T, 160, 1, 6, 1, 2, true>>},
-    {208, &LaunchFew<FewShape<T, 208, 1, 5, 1, 2, true>>},
-    {256, &LaunchFew<FewShape<T, 256, 1, 4, 1, 2, true>>},
-    {kFewRows, &LaunchFew<FewShape<T, 320, 1, 4, 1, 2, true>>},
+    {8, &LaunchFew<FewShape<T, 8, 12, 4, 1>>},   {16, &LaunchFew<FewShape<T, 16, 12, 4, 2>>},
+    {32, &LaunchFew<FewShape<T, 32, 11, 4, 2>>}, {64, &LaunchFew<FewShape<T, 64, 9, 2, 2>>},
+    {96, &LaunchFew<FewShape<T, 96, 8, 2, 2>>},  {kFewRows, &LaunchFew<FewShape<T, 128, 7, 2, 2>>},
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace logitd::cuda::hopper {
 
-constexpr int64_t kFewRows = 320;  // the most rows of one call
+constexpr int64_t kFewRows = 128;  // the most rows of one call
 
 // What becomes of the sums of a product.
 struct LogitsParams {

@@ -22,9 +22,7 @@ constexpr int kRowSums = kThreadSums / 2;  // sums of each of its rows
 
 // Lets the stream's next kernel begin where it is launched early (launch.cuh), once all blocks have
 // called this, as soon as there is room for its blocks.
-__device__ inline void LetNextKernelBegin() {
-  asm volatile("griddepcontrol.launch_dependents;");
-}
+__device__ inline void LetNextKernelBegin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

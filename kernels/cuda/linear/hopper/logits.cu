@@ -1,12 +1,11 @@
-// Logits of hidden states on Hopper: the product of hopper/product.cuh with an epilogue that
-// applies scale, bias and softcap and writes fp32.
+// Logits of hidden states on Hopper: up to 128 rows by hopper/few_rows.cu, more by the product of
+// hopper/product.cuh with an epilogue that applies scale, bias and softcap and writes fp32.
 //
-// Cost: reads vocab * hidden * 2 bytes once, writes rows * vocab * 4. Up to 128 rows limited by HBM
-// (floor at 128256 x 4096: 0.226 ms at 4.66 TB/s), beyond them by the tensor cores. Hidden states
-// come from L2 again for every 1024 tokens (512 above 64 rows); each block of a cluster loads half.
-// Measured (bench/results/h200/kernels.json), bf16, 128256 x 4096, with sample after it: 1 row
-// 0.288 ms, 64 rows 0.314, 256 rows 0.537. Tried and dropped: stores of 16 bytes, by an exchange of
-// pairs between threads (64 rows 10 us more).
+// Cost of more than 128 rows: reads vocab * hidden * 2 bytes, writes rows * vocab * 4. Limited by the
+// tensor cores. Measured on an H200 (bench/results/h200/kernels.json), bf16, 128256 x 4096, with
+// sample after it: 256 rows 0.537 ms; on an H100 (bench/results/h100/few_rows.json) 0.577 ms.
+// Tried and dropped: stores of 16 bytes, by an exchange of pairs between threads (64 rows 10 us
+// more).
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/few_rows.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
