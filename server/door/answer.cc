@@ -1,5 +1,8 @@
 #include "server/door/answer.h"
 
+#include <algorithm>
+#include <array>
+
 #include "absl/strings/str_cat.h"
 
 namespace logitd::door {
@@ -38,10 +41,12 @@ void AppendBytes(uint32_t number, int bytes, std::string* out) {
 // As a gRPC status text is sent.
 std::string PercentEncode(std::string_view text) {
   constexpr char kDigits[] = "0123456789ABCDEF";
+  const auto plain = [](char c) { return c >= ' ' && c <= '~' && c != '%'; };
+  if (std::all_of(text.begin(), text.end(), plain)) return std::string(text);
   std::string out;
   for (const char c : text) {
     const auto byte = static_cast<uint8_t>(c);
-    if (byte >= ' ' && byte <= '~' && byte != '%') {
+    if (plain(c)) {
       out.push_back(c);
     } else {
       out += {'%', kDigits[byte >> 4], kDigits[byte & 15]};
@@ -53,11 +58,9 @@ std::string PercentEncode(std::string_view text) {
 }  // namespace
 
 void AppendFrameHead(size_t bytes, uint8_t type, uint8_t flags, uint32_t stream, std::string* out) {
-  for (const size_t byte :
-       {bytes >> 16, bytes >> 8, bytes, size_t{type}, size_t{flags}, size_t{stream >> 24},
-        size_t{stream >> 16}, size_t{stream >> 8}, size_t{stream}}) {
-    out->push_back(static_cast<char>(byte));
-  }
+  const std::array<size_t, 9> head = {bytes >> 16,  bytes >> 8,   bytes,       type, flags,
+                                      stream >> 24, stream >> 16, stream >> 8, stream};
+  for (const size_t byte : head) out->push_back(static_cast<char>(byte));
 }
 
 void AppendField(std::string_view name, std::string_view value, std::string* out) {
@@ -74,7 +77,10 @@ std::string EncodeList(const HeaderList& list) {
 }
 
 std::string EncodeStatus(int code, std::string_view text) {
-  std::string out = "\x88";  // :status 200
+  constexpr size_t kRoom = 192;  // with the fields that a caller adds
+  std::string out;
+  out.reserve(text.size() + kRoom);
+  out = "\x88";  // :status 200
   AppendField("content-type", "application/grpc", &out);
   AppendField("grpc-status", absl::StrCat(code), &out);
   AppendField("grpc-message", PercentEncode(text), &out);

@@ -53,6 +53,17 @@ void TellInQueue(msghdr* message, bool drained) {
   message->msg_controllen = CMSG_SPACE(sizeof(left));
 }
 
+// The kernel says that it has no more bytes. If some come, it wakes the reader.
+bool SaysNothingLeft(msghdr& message) {
+  for (cmsghdr* at = CMSG_FIRSTHDR(&message); at != nullptr; at = CMSG_NXTHDR(&message, at)) {
+    if (at->cmsg_level != SOL_TCP || at->cmsg_type != TCP_CM_INQ) continue;
+    int left = 1;
+    std::memcpy(&left, CMSG_DATA(at), sizeof(left));
+    return left == 0;
+  }
+  return false;
+}
+
 ssize_t ReadTls(TlsSession& session, msghdr* message) {
   bool drained = false;
   const ssize_t got = session.Read({message->msg_iov, message->msg_iovlen}, &drained);
@@ -92,13 +103,15 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
   const auto control_room = message->msg_controllen;
   std::vector<Frames::Edit> edits;
   std::vector<Refused> refused;
-  // A read of which nothing is left for gRPC is followed by another one: the kernel may not wake it
-  // again. Each such read has a part of a header list or of a message's length, whose size is limited.
+  // A read of which nothing is left for gRPC is followed by another one, unless there is nothing to
+  // read: the kernel may not wake it again. Each such read has a part of a header list or of a
+  // message's length, whose size is limited.
   while (ready_.empty()) {
     message->msg_controllen = control_room;
     const ssize_t got = ReadSome(fd, message, flags);
     if (got <= 0) return got;
     const auto bytes = static_cast<size_t>(got);
+    const bool drained = tls() == nullptr && SaysNothingLeft(*message);
     bool tells = false;
     if (!Account(PartsOf(*message), bytes, &edits, &refused, &tells)) {
       errno = ECONNRESET;
@@ -109,6 +122,10 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
     if (!refused.empty() || tells) Answer(fd, std::exchange(refused, {}));
     if (!ready_.empty()) message->msg_controllen = 0;  // there is more than the kernel has
     if (left > 0) return static_cast<ssize_t>(left);
+    if (drained && ready_.empty()) {
+      errno = EAGAIN;
+      return -1;
+    }
   }
   const size_t copied = CopyToParts(ready_, PartsOf(*message));
   ready_.erase(0, copied);
@@ -159,6 +176,8 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
 
 void Connection::Answer(int fd, const std::vector<Refused>& refused) {
   std::string frames;
+  constexpr size_t kRoom = 300;  // for usual answers
+  frames.reserve(refused.size() * kRoom);
   for (const Refused& call : refused) {
     AppendEnd(call.stream, call.answer.fields, call.ended, &frames);
   }

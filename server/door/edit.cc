@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string_view>
+
+#include "server/door/answer.h"
 
 namespace logitd::door {
 namespace {
@@ -54,6 +57,19 @@ class Place {
   size_t at_ = 0;
 };
 
+// So few bytes are moved sooner than gRPC reads the head of a frame.
+constexpr size_t kWorthAFrame = 1024;
+constexpr size_t kMostInFrame = 16384;  // as every HTTP/2 peer takes it
+
+// The payload of a frame that fills the place of `edit`; nullopt: there is none, or it is not worth it.
+std::optional<size_t> FrameToFill(const Frames::Edit& edit, size_t bytes_after) {
+  const size_t place = edit.end - edit.begin;
+  if (edit.frame > edit.put.size() || bytes_after < kWorthAFrame) return std::nullopt;
+  if (place < edit.put.size() + Frames::kHeadBytes) return std::nullopt;
+  const size_t payload = place - edit.put.size() - Frames::kHeadBytes;
+  return payload <= kMostInFrame ? std::optional(payload) : std::nullopt;
+}
+
 }  // namespace
 
 size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes, absl::Span<const Frames::Edit> edits,
@@ -81,6 +97,17 @@ size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes, absl::Span<const 
   };
   for (const Frames::Edit& edit : edits) {
     keep_to(edit.begin);
+    if (const auto payload = FrameToFill(edit, bytes - edit.end); payload && in.at() == out.at()) {
+      std::string head;
+      AppendFrameHead(*payload, Frames::kIgnored, /*flags=*/0, /*stream=*/0, &head);
+      const std::string_view put = edit.put;
+      in.Skip(edit.end - edit.begin);
+      out.Write(put.substr(0, edit.frame));
+      out.Write(head);
+      out.Skip(*payload);  // whatever is there
+      out.Write(put.substr(edit.frame));
+      continue;
+    }
     in.Skip(edit.end - edit.begin);
     // Bytes that were not read yet must not be overwritten.
     moved_out = moved_out || out.at() + edit.put.size() > in.at();

@@ -15,7 +15,8 @@ namespace logitd::door {
 // Applies `edits` to the first `bytes` of `parts`. Returns how many bytes are in `parts` then; those
 // that have no place there any more are appended to `beyond`, and come after them.
 //
-// Cost: nothing for an edit that keeps the size. After another one the rest is moved.
+// Cost: nothing for an edit that keeps the size. After another one the rest is moved, unless a frame
+// that gRPC skips may take the place of what is missing.
 size_t ApplyEdits(absl::Span<const iovec> parts, size_t bytes, absl::Span<const Frames::Edit> edits,
                   std::string* beyond);
 

@@ -21,7 +21,6 @@ enum Type : uint8_t {
   kPing = 6,
   kWindowUpdate = 8,
   kContinuation = 9,
-  kIgnored = 0xe7,  // no type of HTTP/2
 };
 constexpr uint8_t kEndStream = 1;  // of DATA and HEADERS
 constexpr uint8_t kAck = 1;        // of SETTINGS and PING
@@ -135,15 +134,7 @@ void Frames::EndHeaderFrame(const Judge* judge) {
   const uint32_t opens = std::exchange(opens_, 0);
   if (judge != nullptr && opens != 0 && MayJudge() && (*judge)(opens, ends_, headers_)) {
     EndStream(opens);
-    last_stream_ = seen_before_;
-    --opened_;
-    ++refused_;
-    // As for an answer. The frames of its message and its reset still come.
-    control_.Give(kControlPerFrame);
-    tiny_.Give(kRefusedTiny * kTinyUnit);
-    if (!rewrites_) TakeOut(frame_bytes_);
-    rewrites_ = true;
-    CloseWindows();
+    RefuseList();
     return;
   }
   if (opens != 0) SetTimeout(opens);
@@ -156,6 +147,21 @@ void Frames::EndHeaderFrame(const Judge* judge) {
                   &frame);
   PutIn(frame + block);
   if (opens != 0 && !ends_ && windows_.closed()) windows_.Grant(opens);
+}
+
+// gRPC does not get the list that has ended. Where it was is the end of a frame of gRPC's.
+void Frames::RefuseList() {
+  last_stream_ = seen_before_;
+  --opened_;
+  ++refused_;
+  // As for an answer. The frames of its message and its reset still come.
+  control_.Give(kControlPerFrame);
+  tiny_.Give(kRefusedTiny * kTinyUnit);
+  if (!rewrites_) TakeOut(frame_bytes_);
+  rewrites_ = true;
+  Edit& edit = edits_.back();
+  edit.frame = std::min(edit.frame, edit.put.size());
+  CloseWindows();
 }
 
 // As the list of a call that passes says it.
@@ -177,7 +183,7 @@ bool Frames::MayJudge() const {
 void Frames::Replace(size_t begin, size_t end, std::string_view put) {
   if (begin == end && put.empty()) return;
   if (edits_.empty() || edits_.back().end != begin) {
-    edits_.push_back({.begin = begin, .end = begin, .put = {}});
+    edits_.push_back({.begin = begin, .end = begin});
   }
   edits_.back().end = end;
   edits_.back().put += put;

@@ -46,6 +46,9 @@ namespace logitd::door {
 // besides that of HeaderList. Not thread-safe. Knows no sockets.
 class Frames {
  public:
+  static constexpr size_t kHeadBytes = 9;   // of a frame
+  static constexpr uint8_t kIgnored = 0xe7;  // a type that HTTP/2 does not know: every peer skips it
+
   // `limits` outlives the object. `now_ns`: any clock that does not go back.
   // `room` may be null: no peer sends early. It outlives the object too.
   Frames(const FrameLimits& limits, int64_t now_ns, EarlyRoom* room = nullptr);
@@ -66,11 +69,13 @@ class Frames {
   // Decides about a call by its whole header list. `ends`: no message follows. True: it is refused.
   using Judge = absl::FunctionRef<bool(uint32_t stream, bool ends, const HeaderList& list)>;
   // What gRPC gets in place of bytes that were received: `put` instead of [begin, end), counted from
-  // the last BeginRead.
+  // the last BeginRead. A frame may stand in `put` before the byte at `frame`, if that is not kNoFrame.
   struct Edit {
+    static constexpr size_t kNoFrame = std::numeric_limits<size_t>::max();
     size_t begin = 0;
     size_t end = 0;
     std::string put;
+    size_t frame = kNoFrame;
   };
   // Before the first Received of a read.
   void BeginRead();
@@ -123,7 +128,6 @@ class Frames {
   int64_t under_way() const { return under_way_; }
 
  private:
-  static constexpr size_t kHeadBytes = 9;
   static constexpr size_t kPrefixBytes = 5;
   static constexpr uint8_t kNoType = 0xff;  // of the preface; HTTP/2 defines no such frame
 
@@ -187,6 +191,7 @@ class Frames {
   void EndTooLarge();
   void EndMessage(Stream* stream);
   void TakeControl();
+  void RefuseList();
   void CloseWindows();
   void SetTimeout(uint32_t stream);
   void BeginSentFrame();

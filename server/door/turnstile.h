@@ -38,7 +38,7 @@ class Judge {
   struct Verdict {
     int code = 0;
     std::string text;
-    std::vector<std::pair<std::string, std::string>> trailers;
+    absl::InlinedVector<std::pair<std::string_view, std::string>, 1> trailers;  // names live forever
     int reason = 0;  // the judge's own
   };
 
@@ -89,7 +89,7 @@ class Turnstile {
   struct Answer {
     std::string fields;  // encoded, see AppendEnd
     int reason = 0;
-    std::vector<std::string> echoed;
+    absl::InlinedVector<std::string, 2> echoed;
     std::shared_ptr<Judge> judge;
   };
 

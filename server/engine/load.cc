@@ -4,12 +4,12 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "server/engine/devices.h"
 #include "server/engine/metrics.h"
 
@@ -161,22 +161,42 @@ double Load::Ahead(double all, int64_t cost) const {
   return own + (all - own) / devices;
 }
 
-absl::Status Load::Hopeless(absl::Duration predicted, absl::Duration left) const {
-  const absl::Duration delay = std::max(kMinRetry, predicted - std::max(left, kMinRetry));
-  return WithRetryDelay(absl::ResourceExhaustedError(absl::StrFormat(
-                            "predicted %d ms, the deadline leaves %d ms; retry after %d ms",
-                            absl::ToInt64Milliseconds(predicted), absl::ToInt64Milliseconds(left),
-                            absl::ToInt64Milliseconds(delay))),
-                        delay);
+std::string Load::Refused::Text() const {
+  const int64_t retry_ms = absl::ToInt64Milliseconds(delay);
+  switch (why) {
+    case Why::kLate:
+      return absl::StrCat("predicted ", got, " ms, the deadline leaves ", allowed,
+                          " ms; retry after ", retry_ms, " ms");
+    case Why::kLongLine:
+      return absl::StrCat("predicted ", got, " ms, allowed ", allowed,
+                          " ms while more calls come than can be done; retry after ", retry_ms,
+                          " ms");
+    case Why::kUnknown:
+      break;
+  }
+  return absl::StrCat(got, " calls are not over, allowed ", allowed,
+                      " before the first calls have shown how long they take; retry after ",
+                      retry_ms, " ms");
 }
 
-absl::Status Load::Unknown(int calls) const {
-  return WithRetryDelay(
-      absl::ResourceExhaustedError(absl::StrFormat(
-          "%d calls are not over, allowed %d before the first calls have shown how long they take; "
-          "retry after %d ms",
-          calls, kUnknownCalls, absl::ToInt64Milliseconds(kUnknownRetry))),
-      kUnknownRetry);
+absl::Status Load::Refused::ToStatus() const {
+  return WithRetryDelay(absl::ResourceExhaustedError(Text()), delay);
+}
+
+Load::Refused Load::Hopeless(absl::Duration predicted, absl::Duration left) {
+  return {.why = Refused::Why::kLate,
+          .reason = Refusal::kHopeless,
+          .got = absl::ToInt64Milliseconds(predicted),
+          .allowed = absl::ToInt64Milliseconds(left),
+          .delay = std::max(kMinRetry, predicted - std::max(left, kMinRetry))};
+}
+
+Load::Refused Load::Unknown(int calls) {
+  return {.why = Refused::Why::kUnknown,
+          .reason = Refusal::kOverloaded,
+          .got = calls,
+          .allowed = kUnknownCalls,
+          .delay = kUnknownRetry};
 }
 
 void Load::Shorten(uint64_t caller, absl::Time now, absl::Duration left) {
@@ -200,14 +220,12 @@ absl::Duration Load::ShortLine(uint64_t caller, int calls, absl::Time now, absl:
   return std::max(left * kShortTime, alone * kShortCalls);
 }
 
-absl::Status Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
-  const absl::Duration delay = std::max(kMinRetry, predicted - allowed);
-  return WithRetryDelay(absl::ResourceExhaustedError(absl::StrFormat(
-                            "predicted %d ms, allowed %d ms while more calls come than can be "
-                            "done; retry after %d ms",
-                            absl::ToInt64Milliseconds(predicted),
-                            absl::ToInt64Milliseconds(allowed), absl::ToInt64Milliseconds(delay))),
-                        delay);
+Load::Refused Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
+  return {.why = Refused::Why::kLongLine,
+          .reason = Refusal::kOverloaded,
+          .got = absl::ToInt64Milliseconds(predicted),
+          .allowed = absl::ToInt64Milliseconds(allowed),
+          .delay = std::max(kMinRetry, predicted - allowed)};
 }
 
 Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
@@ -234,8 +252,7 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
   const std::optional<double> predicted = slowness_[kCall].Predict(decision.ahead, kHeaderMargin);
   if (!predicted.has_value()) {
     if (left < kUnknownTime && calls_ + coming >= kUnknownCalls) {
-      decision.status = Unknown(calls_ + coming);
-      decision.reason = Refusal::kOverloaded;
+      decision.refused = Unknown(calls_ + coming);
     }
     return decision;
   }
@@ -246,8 +263,7 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
     decision.probe = coming == 0 && now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
     if (decision.probe) return decision;
     Shorten(call.caller.id, now, left);
-    decision.status = Hopeless(takes / kUsableTime, left);
-    decision.reason = Refusal::kHopeless;
+    decision.refused = Hopeless(takes / kUsableTime, left);
     return decision;
   }
   // A small call may wait for as many of the caller's large ones as a large one may.
@@ -261,27 +277,24 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
       ShortLine(call.caller.id, calls, now, absl::Nanoseconds(alone), left);
   if (takes > allowed) {
     Shorten(call.caller.id, now, left);
-    decision.status = TooLong(takes, allowed);
-    decision.reason = Refusal::kOverloaded;
+    decision.refused = TooLong(takes, allowed);
   }
   return decision;
 }
 
-absl::Status Load::Look(const Call& call, int coming, Refusal* reason) {
+std::optional<Load::Refused> Load::Look(const Call& call, int coming) {
   const absl::Time now = clock_();
   MutexLock lock(mutex_);
-  Decision decision = Decide(call, coming, now);
-  *reason = decision.reason;
-  return std::move(decision.status);
+  return Decide(call, coming, now).refused;
 }
 
 absl::Status Load::Begin(const Call& call, Work* work) {
   const absl::Time now = clock_();
   MutexLock lock(mutex_);
-  Decision decision = Decide(call, /*coming=*/0, now);
-  if (!decision.status.ok()) {
-    if (metrics_ != nullptr) metrics_->CountRefused(decision.reason, call.caller.proof);
-    return std::move(decision.status);
+  const Decision decision = Decide(call, /*coming=*/0, now);
+  if (decision.refused.has_value()) {
+    if (metrics_ != nullptr) metrics_->CountRefused(decision.refused->reason, call.caller.proof);
+    return decision.refused->ToStatus();
   }
   if (decision.probe) last_probe_ = now;
   CallerWork& caller = callers_[call.caller.id];
@@ -335,7 +348,7 @@ absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spe
   const absl::Duration takes = absl::Nanoseconds(*predicted);
   if (takes <= work->deadline_ - now) return absl::OkStatus();
   if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopelessLate, work->caller_.proof);
-  return Hopeless(takes, work->deadline_ - now);
+  return Hopeless(takes, work->deadline_ - now).ToStatus();
 }
 
 void Load::End(Work* work, bool complete) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -156,9 +157,24 @@ class Load {
   // after its deadline, or make a line long that is kept short; the text has both times.
   absl::Status Begin(const Call& call, Work* work);
 
+  // Why a call is refused. Its text and its status are made only where they are wanted.
+  struct Refused {
+    // The texts differ in what `allowed` is: the time until the deadline, the time in a short line, or
+    // a number of calls, of which `got` are outstanding.
+    enum class Why { kLate, kLongLine, kUnknown };
+    Why why = Why::kLate;
+    Refusal reason = {};
+    int64_t got = 0;  // milliseconds, or calls
+    int64_t allowed = 0;
+    absl::Duration delay;  // after which to try again
+
+    std::string Text() const;
+    absl::Status ToStatus() const;  // RESOURCE_EXHAUSTED with the retry delay
+  };
+
   // What Begin would say if `coming` more calls like it of the same caller had begun before it.
-  // Nothing begins and nothing is counted. `reason`: of a refusal.
-  absl::Status Look(const Call& call, int coming, Refusal* reason);
+  // Nothing begins and nothing is counted. nullopt: it may come.
+  std::optional<Refused> Look(const Call& call, int coming);
 
   // Callers with outstanding work.
   int callers() const;
@@ -183,9 +199,8 @@ class Load {
 
   // What is decided of a call that comes.
   struct Decision {
-    absl::Status status;
-    Refusal reason = {};  // if the status is not OK
-    int64_t bytes = 0;    // of its message, as stated or by estimate
+    std::optional<Refused> refused;
+    int64_t bytes = 0;  // of its message, as stated or by estimate
     int64_t cost = 0;
     double ahead = 0;
     bool probe = false;  // it is let in only to measure
@@ -194,10 +209,10 @@ class Load {
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
   // What is ahead of a call of cost `cost`, which `all` includes, until it is done.
   double Ahead(double all, int64_t cost) const;
-  // The status of a call that cannot end in time.
-  absl::Status Hopeless(absl::Duration predicted, absl::Duration left) const;
-  // The status of a call that comes while there is no estimate and many calls are outstanding.
-  absl::Status Unknown(int calls) const;
+  // Of a call that cannot end in time.
+  static Refused Hopeless(absl::Duration predicted, absl::Duration left);
+  // Of a call that comes while there is no estimate and many calls are outstanding.
+  static Refused Unknown(int calls);
   // A call of the caller that had `left` until its deadline was refused: the line is kept short.
   void Shorten(uint64_t caller, absl::Time now, absl::Duration left)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -205,8 +220,8 @@ class Load {
   // is not kept short. `alone`: how long it takes without any other call; `left`: until its deadline.
   absl::Duration ShortLine(uint64_t caller, int calls, absl::Time now, absl::Duration alone,
                            absl::Duration left) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The status of a call that would make a short line long.
-  static absl::Status TooLong(absl::Duration predicted, absl::Duration allowed);
+  // Of a call that would make a short line long.
+  static Refused TooLong(absl::Duration predicted, absl::Duration allowed);
   // As Look.
   Decision Decide(const Call& call, int coming, absl::Time now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -52,6 +52,31 @@ TEST(EditTest, UsesThePlaceOfRemovedBytes) {
   EXPECT_EQ(Parts("abcdef", {1, 2}).Apply({{0, 2, ""}, {4, 4, "XY"}}), "cdXYef|");
 }
 
+// The frame that gRPC skips: its head, and a payload of anything.
+TEST(EditTest, AFrameTakesThePlaceOfARefusedOne) {
+  const std::string before(50, 'b');
+  const std::string refused(40, 'r');
+  const std::string after(2000, 'a');
+  const std::string got =
+      Parts(before + refused + after, {60, 7}).Apply({{50, 90, "XYZ", /*frame=*/1}});
+  const std::string head = {0, 0, 40 - 3 - 9, '\xe7', 0, 0, 0, 0, 0};
+  ASSERT_EQ(got.size(), before.size() + refused.size() + after.size() + 1) << "nothing is moved";
+  EXPECT_EQ(got.substr(0, 50), before);
+  EXPECT_EQ(got.substr(50, 1), "X");
+  EXPECT_EQ(got.substr(51, 9), head);
+  EXPECT_EQ(got.substr(60 + 28, 2), "YZ");
+  EXPECT_EQ(got.substr(90), after + "|");
+}
+
+TEST(EditTest, NoFrameStandsWhereItHasNoPlaceOrSavesNothing) {
+  const std::string after(2000, 'a');
+  EXPECT_EQ(Parts("0123456789" + after, {}).Apply({{0, 8, "", /*frame=*/0}}), "89" + after + "|");
+  EXPECT_EQ(Parts("0123456789012345", {}).Apply({{0, 12, "", /*frame=*/0}}), "2345|");
+  EXPECT_EQ(Parts(std::string(17000, 'r') + after, {}).Apply({{0, 17000, "", /*frame=*/0}}),
+            after + "|");
+  EXPECT_EQ(Parts("0123456789012345" + after, {}).Apply({{0, 12, ""}}), "2345" + after + "|");
+}
+
 TEST(EditTest, IsThatOfAStringForRandomEditsAndParts) {
   const uint32_t seed = std::random_device{}();
   SCOPED_TRACE(seed);

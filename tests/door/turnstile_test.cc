@@ -1,5 +1,6 @@
 #include "server/door/turnstile.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -14,6 +15,8 @@
 
 namespace logitd::door {
 namespace {
+
+using ::testing::ElementsAre;
 
 // Refuses what it is told to.
 class TestJudge final : public Judge {
@@ -223,13 +226,13 @@ TEST_F(TurnstileTest, RepeatsWhatTheCallSaysIfItIsWellFormed) {
   HeaderFields call = call_;
   call.emplace_back("x-id", "me");
   EXPECT_EQ(AnswerTo(Ask(call)).back(), (HeaderFields::value_type{"x-id", "me"}));
-  EXPECT_EQ(Ask(call)->echoed, std::vector<std::string>{"me"});
+  EXPECT_THAT(Ask(call)->echoed, ElementsAre("me"));
   call.emplace_back("x-id", "me");
   EXPECT_EQ(AnswerTo(Ask(call)).back().first, "retry") << "not if it is there twice";
   call = call_;
   call.emplace_back("x-id", "X");
   EXPECT_EQ(AnswerTo(Ask(call)).back().first, "retry");
-  EXPECT_EQ(Ask(call)->echoed, std::vector<std::string>{""});
+  EXPECT_THAT(Ask(call)->echoed, ElementsAre(""));
 }
 
 TEST(ParseTimeoutTest, ReadsEveryUnitUpToSeconds) {

@@ -102,10 +102,11 @@ class LoadTest : public ::testing::Test {
   }
 
   absl::Status Look(uint64_t caller, absl::Duration left, int coming, Refusal* reason = nullptr) {
-    Refusal ignored = {};
-    return load_.Look(
-        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, coming,
-        reason == nullptr ? &ignored : reason);
+    const auto refused = load_.Look(
+        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, coming);
+    if (!refused.has_value()) return absl::OkStatus();
+    if (reason != nullptr) *reason = refused->reason;
+    return refused->ToStatus();
   }
 
   // One call of `caller` in 10 ms, if it is let in.

@@ -73,20 +73,20 @@ std::optional<door::Judge::Verdict> TurnedAway::Ask(const LoadJudge& judge,
                                                     const door::Judge::Call& call) {
   absl::ReaderMutexLock lock(&mutex_);
   if (load_ == nullptr) return std::nullopt;
-  engine::Refusal reason = {};
-  const absl::Status status =
+  const auto refused =
       load_->Look({.caller = judge.caller,
                    .op = &judge.op,
                    .bytes = call.size,
                    .deadline = absl::Now() + absl::Nanoseconds(call.timeout_ns)},
-                  call.coming, &reason);
-  if (status.ok()) return std::nullopt;
-  const absl::Duration delay = engine::RetryDelayOf(status).value_or(absl::ZeroDuration());
-  return door::Judge::Verdict{
-      .code = static_cast<int>(status.code()),
-      .text = std::string(status.message()),
-      .trailers = {{kRetryPushback, absl::StrCat(absl::ToInt64Milliseconds(delay))}},
-      .reason = static_cast<int>(reason)};
+                  call.coming);
+  if (!refused.has_value()) return std::nullopt;
+  door::Judge::Verdict verdict = {.code = static_cast<int>(absl::StatusCode::kResourceExhausted),
+                                  .text = refused->Text(),
+                                  .trailers = {},
+                                  .reason = static_cast<int>(refused->reason)};
+  verdict.trailers.emplace_back(kRetryPushback,
+                                absl::StrCat(absl::ToInt64Milliseconds(refused->delay)));
+  return verdict;
 }
 
 void TurnedAway::Count(const LoadJudge& judge, engine::Refusal reason,
