@@ -58,7 +58,7 @@ std::string PercentEncode(std::string_view text) {
 }  // namespace
 
 void AppendFrameHead(size_t bytes, uint8_t type, uint8_t flags, uint32_t stream, std::string* out) {
-  const std::array<size_t, 9> head = {bytes >> 16,  bytes >> 8,   bytes,       type, flags,
+  const std::array<size_t, 9> head = {bytes >> 16,  bytes >> 8,   bytes,       type,  flags,
                                       stream >> 24, stream >> 16, stream >> 8, stream};
   for (const size_t byte : head) out->push_back(static_cast<char>(byte));
 }

@@ -38,7 +38,8 @@ class Judge {
   struct Verdict {
     int code = 0;
     std::string text;
-    absl::InlinedVector<std::pair<std::string_view, std::string>, 1> trailers;  // names live forever
+    absl::InlinedVector<std::pair<std::string_view, std::string>, 1>
+        trailers;    // names live forever
     int reason = 0;  // the judge's own
   };
 

@@ -73,12 +73,11 @@ std::optional<door::Judge::Verdict> TurnedAway::Ask(const LoadJudge& judge,
                                                     const door::Judge::Call& call) {
   absl::ReaderMutexLock lock(&mutex_);
   if (load_ == nullptr) return std::nullopt;
-  const auto refused =
-      load_->Look({.caller = judge.caller,
-                   .op = &judge.op,
-                   .bytes = call.size,
-                   .deadline = absl::Now() + absl::Nanoseconds(call.timeout_ns)},
-                  call.coming);
+  const auto refused = load_->Look({.caller = judge.caller,
+                                    .op = &judge.op,
+                                    .bytes = call.size,
+                                    .deadline = absl::Now() + absl::Nanoseconds(call.timeout_ns)},
+                                   call.coming);
   if (!refused.has_value()) return std::nullopt;
   door::Judge::Verdict verdict = {.code = static_cast<int>(absl::StatusCode::kResourceExhausted),
                                   .text = refused->Text(),
