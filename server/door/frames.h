@@ -47,8 +47,8 @@ namespace logitd::door {
 class Frames {
  public:
   static constexpr size_t kHeadBytes = 9;  // of a frame
-  static constexpr uint8_t kIgnored =
-      0xe7;  // a type that HTTP/2 does not know: every peer skips it
+  // A type that HTTP/2 does not know: every peer skips such frames.
+  static constexpr uint8_t kIgnored = 0xe7;
 
   // `limits` outlives the object. `now_ns`: any clock that does not go back.
   // `room` may be null: no peer sends early. It outlives the object too.

@@ -38,8 +38,8 @@ class Judge {
   struct Verdict {
     int code = 0;
     std::string text;
-    absl::InlinedVector<std::pair<std::string_view, std::string>, 1>
-        trailers;    // names live forever
+    // Their names live forever.
+    absl::InlinedVector<std::pair<std::string_view, std::string>, 1> trailers;
     int reason = 0;  // the judge's own
   };
 
