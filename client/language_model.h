@@ -1,15 +1,17 @@
 // A small GRU language model in plain C++ (f32), enough to give logitd real logits to work on.
 //
 // A model directory holds
-//   config.json        {"architecture": "gru_lm", "vocab_size": V, "embed_dim": E, "hidden_size":
-//   H,
-//                       "num_layers": L, "bos_token_id": B, "tie_embeddings": bool}
+//   config.json        {"architecture": "gru_lm", "vocab_size": V, "embed_dim": E,
+//                       "hidden_size": H, "num_layers": L, "bos_token_id": B,
+//                       "tie_embeddings": bool}
 //   vocab.json         array of V token strings in the order of ids; a code point 0..255 is a byte
-//   model.safetensors  model.embed_tokens.weight [V,E]; per layer l from 0:
-//   model.layers.{l}.weight_ih [3H,in],
-//                      .weight_hh [3H,H], .bias_ih [3H], .bias_hh [3H]; optionally
-//                      model.proj.weight [D,H] with model.proj.bias [D]; lm_head.weight [V,D]
-//                      unless tied; optionally lm_head.bias [V]
+//   model.safetensors  model.embed_tokens.weight [V,E]
+//                      of each layer l from 0: model.layers.{l}.weight_ih [3H,in],
+//                      .weight_hh [3H,H], .bias_ih [3H], .bias_hh [3H]
+//                      optional: model.proj.weight [D,H] with model.proj.bias [D]
+//                      lm_head.weight [V,D], unless the embeddings are tied
+//                      optional: lm_head.bias [V]
+//
 // One layer, with gates stacked r, z, n as PyTorch stacks them:
 //   r = s(Wir x + bir + Whr h + bhr), z = s(Wiz x + biz + Whz h + bhz),
 //   n = tanh(Win x + bin + r * (Whn h + bhn)), h' = (1 - z) * n + z * h.

@@ -31,12 +31,12 @@ struct CommonFlags {
   std::string format = "table";  // or "json"
 };
 
-// Before anything else is opened: a standard stream that the caller has closed is one of /dev/null from now on, in a
-// direction that fails, so that no connection gets its number and with it what is printed.
+// Opens /dev/null in place of each standard stream that the caller has closed, so that no connection gets its number,
+// and with it what is printed. Reads from it, or writes to it, fail. Call it before anything else is opened.
 void HoldStandardStreams();
 
 void Print(absl::string_view text);
-// Whether anything that was printed did not reach stdout: a full disk, a closed stdout, a reader that has left.
+// Whether something that was printed did not reach stdout: a full disk, a closed stdout, a reader that has left.
 bool OutputLost();
 // What the program ends with: `code`, except that lost output is no success.
 int ExitCodeOf(int code);

@@ -18,13 +18,13 @@ namespace logitd::client {
 // The calls of one method. Thread-safe.
 //
 // A refused call costs both sides time that is lost for the calls that are done. So where the server
-// refuses much, about kSent calls are sent for each that it takes, and the others are refused here.
-// The sent ones show when it takes more again. Only the last calls count: each for about kMemory.
+// refuses most calls, about kSent are sent for each one that it takes, and the others are refused here.
+// Those that are sent show when it takes more again. Only the last calls count, each for about kMemory.
 class Throttle {
  public:
   static constexpr double kSent = 2;
   static constexpr absl::Duration kMemory = absl::Seconds(1);
-  // So many refused calls keep none back.
+  // Up to this many refused calls, all calls are sent.
   static constexpr double kFree = 8;
 
   // OK: send the call. RESOURCE_EXHAUSTED: do not; the text has how many were refused.

@@ -208,7 +208,7 @@ def sequence(name: str, value: Any, allowed: str) -> Sequence[Any]:
 
 
 def _shown(value: Any, array: np.ndarray) -> str:
-    """Of the caller's value: an array by its type, others by what they hold."""
+    """The caller's value in an error: an array by its type, anything else by its first numbers."""
     if hasattr(value, "dtype"):
         return f"an array of {_type_name(value)}"
     text = ", ".join(f"{x!r:.80}" for x in array.reshape(-1)[:4].tolist())

@@ -23,7 +23,7 @@ def row_request(kind: str, logits: Any, params: Mapping[str, Any]) -> "tuple[Row
 
 
 class Base:
-    """Not for use on its own."""
+    """What Client and AsyncClient share. Callers do not make one."""
 
     _grpc: Any  # the module that makes channels
 

@@ -156,7 +156,7 @@ _Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _destroy(capsule: int) -> None:
-    """A capsule that nobody took."""
+    """Frees a capsule that no library took."""
     if _is_capsule(capsule, _NAME):
         _alive.pop(_pointer_of(capsule, _NAME), None)
 

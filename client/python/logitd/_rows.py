@@ -44,7 +44,7 @@ class RowInput:
     head: Optional[str]
 
     def fields(self, rows: Optional[int] = None) -> Dict[str, Any]:
-        """Of the message that has `rows` of the rows; None: all."""
+        """The fields of a message with so many of the rows; None: with all."""
         shape = {"dtype": _arrays.DTYPES[self.dtype], "rows": self.rows if rows is None else rows}
         if self.head is None:
             return {**shape, "vocab": self.width}

@@ -14,18 +14,18 @@ from typing import Optional
 from logitd.errors import Cancelled, DeadlineExceeded, LogitdError, ResourceExhausted, Unavailable
 
 SENT = 2
-"""So many calls are sent for each that the server takes, about."""
+"""About this many calls are sent for each one that the server takes."""
 MEMORY = 1.0
-"""For about so many seconds a call counts."""
+"""A call counts for about this many seconds."""
 FREE = 8
-"""So many refused calls keep none back."""
+"""Up to this many refused calls, all calls are sent."""
 
 
 class Throttle:
     """The calls of one method. Thread-safe.
 
-    A refused call costs both sides time that is lost for the calls that are done. So where the server refuses much, some
-    calls are refused here. The sent ones show when it takes more again.
+    A refused call costs both sides time that is lost for the calls that are done. So where the server refuses most
+    calls, some are refused here. Those that are sent show when it takes more again.
     """
 
     def __init__(self) -> None:
