@@ -170,8 +170,8 @@ class Batcher {
 
   // From here on `device` runs nothing. Jobs of its batches that have begun, those that only it can
   // run, and all on sharded heads, end with UNAVAILABLE and `message`: now, or after the slice that
-  // they are in, unless that
-  // is their last. Other work is not affected. Not for the last device: see Close.
+  // they are in, unless that is their last. Other work is not affected. Not for the last device:
+  // see Close.
   void Lose(int device, std::string_view message);
 
   // From here on every job ends with UNAVAILABLE and `message`: now, or after the slice that it is

@@ -30,12 +30,11 @@ struct SliceRules {
 int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const SliceRules& rules);
 
 // Runs the next slice of a batch that belongs to the calling thread, and tells `costs` what it took.
-// The first slice ends jobs
-// beyond their deadline, then writes the others' inputs and uploads payload and inputs. The last
-// one downloads the outputs and ends every job: with CANCELLED where its caller has left, else OK.
-// Rows that no job is left for are skipped at both ends of the batch. Between slices the device
-// holds the batch, and any of its streams may run the next one. `progress` says what was done; the slab is
-// quiet when this returns.
+// The first slice ends jobs beyond their deadline, then writes the others' inputs and uploads
+// payload and inputs. The last one downloads the outputs and ends every job: with CANCELLED where
+// its caller has left, else OK. Rows that no job is left for are skipped at both ends of the batch.
+// Between slices the device holds the batch, and any of its streams may run the next one. `progress`
+// says what was done. When this returns, nothing reads or writes the slab.
 //
 // Returns how the device did: OK, UNAVAILABLE (this batch failed) or INTERNAL (the device is lost);
 // in the last two cases the batch is done, its jobs got UNAVAILABLE, and `lost` ran before they did
