@@ -324,7 +324,7 @@ client::RingOptions RingFor(const Scenario& scenario) {
   return {.slots = 1,
           .entry_bytes = aligned(512 + 16 * scenario.rows),
           .answer_bytes = aligned(1024 + scenario.rows * (64 + 10 * int64_t{scenario.k})),
-          .spin = absl::Milliseconds(1),  // a decode loop has nothing else to do
+          .spin = scenario.ring_spin,
           .priority = scenario.priority};
 }
 

@@ -56,6 +56,9 @@ struct Scenario {
   // Calls go through rings of leased memory, a ring for each call in flight. With `arena`, in a
   // closed loop.
   bool ring = false;
+  // How long a ring's caller looks for its answer before it sleeps. With more callers than cores, those
+  // that look take time from those that work.
+  absl::Duration ring_spin = absl::Milliseconds(1);
   // Samples go through SampleStream, a stream for each call in flight, without deadlines. In a closed
   // loop.
   bool stream = false;

@@ -102,6 +102,7 @@ struct Flags {
   double warmup_s = 1;
   double duration_s = 5;
   double deadline_s = 30;
+  double ring_spin_us = 1000;
   int server_pid = 0;
 };
 
@@ -154,6 +155,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
       "--ring", scenario.ring,
       "with --arena: topk and sample go through rings of leased memory, one for each call "
       "in flight");
+  number("--ring-spin", &flags->ring_spin_us,
+         "microseconds that the caller of a ring looks for its answer before it sleeps", 0.0, 1e6);
   app->add_flag("--stream", scenario.stream,
                 "samples go through SampleStream, a stream for each call in flight");
   app->add_flag("!--no-stated-sizes", scenario.state_sizes,
@@ -283,6 +286,7 @@ int Main(int argc, char** argv) {
   flags.scenario.warmup = absl::Seconds(flags.warmup_s);
   flags.scenario.duration = absl::Seconds(flags.duration_s);
   flags.scenario.deadline = absl::Seconds(flags.deadline_s);
+  flags.scenario.ring_spin = absl::Microseconds(flags.ring_spin_us);
 
   const absl::StatusOr<client::ClientOptions> target = cli::OptionsOf(flags.connection);
   if (!target.ok()) return Fail(2, std::string(target.status().message()));

@@ -129,6 +129,7 @@ ordered_json Summarise(const Measured& measured) {
                      : scenario.arena_kind == client::ArenaKind::kCuda ? "cuda"
                                                                        : "host"},
       {"ring", scenario.ring},
+      {"ring_spin_us", scenario.ring ? absl::ToInt64Microseconds(scenario.ring_spin) : 0},
       {"stream", scenario.stream},
       {"rows", scenario.rows},
       {"vocab", scenario.vocab},

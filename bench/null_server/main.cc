@@ -5,6 +5,7 @@
 #include <signal.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
@@ -13,20 +14,30 @@
 #include <string>
 
 #include "absl/strings/match.h"
+#include "google/protobuf/message.h"
 #include "logitd/v1/sampler.pb.h"
 
 namespace logitd::bench {
 namespace {
 
-grpc::ByteBuffer Serialize(const v1::TopKResponse& response) {
+grpc::ByteBuffer Serialize(const google::protobuf::Message& response) {
   const grpc::Slice slice(response.SerializeAsString());
   return grpc::ByteBuffer(&slice, 1);
 }
 
+// What a call takes, on the thread that brings it.
+std::chrono::microseconds work_time{0};
+
+void Work() {
+  const auto end = std::chrono::steady_clock::now() + work_time;
+  while (work_time.count() > 0 && std::chrono::steady_clock::now() < end) {
+  }
+}
+
 // Reads the message of a unary call and sends the answer, or refuses the call on its headers.
-class Call final : public grpc::ServerGenericBidiReactor {
+class UnaryCall final : public grpc::ServerGenericBidiReactor {
  public:
-  Call(const grpc::ByteBuffer& answer, bool refuse) : answer_(answer) {
+  UnaryCall(const grpc::ByteBuffer& answer, bool refuse) : answer_(answer) {
     if (refuse) {
       Finish({grpc::StatusCode::RESOURCE_EXHAUSTED, "refused"});
     } else {
@@ -35,6 +46,7 @@ class Call final : public grpc::ServerGenericBidiReactor {
   }
   void OnReadDone(bool ok) override {
     if (ok) {
+      Work();
       StartWriteAndFinish(&answer_, grpc::WriteOptions(), grpc::Status::OK);
     } else {
       Finish({grpc::StatusCode::INVALID_ARGUMENT, "no message"});
@@ -47,20 +59,43 @@ class Call final : public grpc::ServerGenericBidiReactor {
   grpc::ByteBuffer answer_;
 };
 
+// Answers each message of a stream, one at a time.
+class StreamCall final : public grpc::ServerGenericBidiReactor {
+ public:
+  explicit StreamCall(const grpc::ByteBuffer& answer) : answer_(answer) { StartRead(&message_); }
+  void OnReadDone(bool ok) override {
+    if (!ok) return Finish(grpc::Status::OK);
+    Work();
+    StartWrite(&answer_);
+  }
+  void OnWriteDone(bool ok) override {
+    if (ok) StartRead(&message_);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  grpc::ByteBuffer message_;
+  const grpc::ByteBuffer answer_;
+};
+
 class Service final : public grpc::CallbackGenericService {
  public:
-  Service(grpc::ByteBuffer answer, bool refuse) : answer_(std::move(answer)), refuse_(refuse) {}
+  Service(grpc::ByteBuffer tokens, grpc::ByteBuffer sampled, bool refuse)
+      : tokens_(std::move(tokens)), sampled_(std::move(sampled)), refuse_(refuse) {}
 
  private:
   grpc::ServerGenericBidiReactor* CreateReactor(
       grpc::GenericCallbackServerContext* context) override {
     // load_bench asks what it measures. Here an empty answer says so.
-    if (absl::EndsWith(context->method(), "/GetInfo")) return new Call(nothing_, false);
-    return new Call(answer_, refuse_);
+    if (absl::EndsWith(context->method(), "/GetInfo")) return new UnaryCall(nothing_, false);
+    if (absl::EndsWith(context->method(), "/SampleStream")) return new StreamCall(sampled_);
+    const bool samples = absl::EndsWith(context->method(), "/Sample");
+    return new UnaryCall(samples ? sampled_ : tokens_, refuse_);
   }
 
-  const grpc::ByteBuffer answer_;
-  const grpc::ByteBuffer nothing_ = Serialize({});
+  const grpc::ByteBuffer tokens_;   // of a TopK, and of all others
+  const grpc::ByteBuffer sampled_;  // of a Sample
+  const grpc::ByteBuffer nothing_ = Serialize(v1::TopKResponse());
   const bool refuse_;
 };
 
@@ -94,6 +129,10 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   app.add_option("--k", k, "tokens of a row")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  int work_us = 0;
+  app.add_option("--work-us", work_us, "microseconds for which every call keeps a core busy")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str();
   app.add_flag("--refuse", refuse, "refuse every call on its headers");
   app.add_flag(
       "--small-window", small_window,
@@ -110,16 +149,26 @@ int Main(int argc, char** argv) {
     return app.exit(error) == 0 ? 0 : 2;
   }
 
+  work_time = std::chrono::microseconds(work_us);
   v1::TopKResponse response;
+  v1::SampleResponse sampled;
   for (int64_t row = 0; row < rows; ++row) {
     response.add_k(k);
     response.add_logsumexp(0);
     response.add_status(v1::ROW_STATUS_OK);
     response.add_status_position(-1);
+    sampled.add_tokens(0);
+    sampled.add_logprobs(0);
+    sampled.add_ranks(1);
+    sampled.add_logsumexp(0);
+    sampled.add_status(v1::ROW_STATUS_OK);
+    sampled.add_status_position(-1);
+    sampled.add_top_count(0);
+    sampled.add_extra_count(0);
   }
   response.mutable_indices()->Resize(static_cast<int>(rows * k), 0);
   response.mutable_probs()->Resize(static_cast<int>(rows * k), 0);
-  Service service(Serialize(response), refuse);
+  Service service(Serialize(response), Serialize(sampled), refuse);
 
   sigset_t stop;
   sigemptyset(&stop);

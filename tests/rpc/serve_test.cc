@@ -22,7 +22,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "client/arena.h"
 #include "client/client.h"
+#include "client/ring.h"
 #include "server/log.h"
 #include "tests/fake_backend.h"
 
@@ -243,6 +245,36 @@ TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
               AllOf(HasSubstr("draining: 1 calls to finish"), HasSubstr("call: UNAVAILABLE"),
                     ContainsRegex("the process ends: a batch of softmax_topk with 1 rows has been "
                                   "on the device for [5-9]\\.[0-9]+s")));
+}
+
+// Calls of a ring one after another: they run on its thread. Call 40 hangs.
+void ServeALoneCallThatHangs(const std::string& directory) {
+  alarm(60);
+  Config config = SmallConfig(directory);
+  config.drain_grace = absl::Milliseconds(200);
+  config.arena_listen = "unix:" + directory + "/arena";
+  config.max_arena_bytes = 1 << 20;
+  config.max_leases = 1;
+  SetUpLogging("info", "text");
+  std::atomic<int> runs = 0;
+  const int code = Serve(config, [&] {
+    std::thread([directory] {
+      Connected(directory);
+      const auto lease = client::Arena::Lease("unix:" + directory + "/arena", 1 << 17);
+      const auto ring = client::Ring::Open(lease->get(), 0, {.slots = 4});
+      while ((*ring)->TopK(OneRow()).ok()) {
+      }
+      pause();  // the main thread ends the process
+    }).detach();
+    return Doomed(FaultPoint::kWait, [&runs] { return ++runs == 40 ? Hang() : absl::OkStatus(); });
+  });
+  std::_Exit(code + 100);  // Serve must not return
+}
+
+TEST_F(ServeDeathTest, ALoneCallThatHangsDoesNotKeepTheProcess) {
+  EXPECT_EXIT(ServeALoneCallThatHangs(directory()), ExitedWithCode(3),
+              ContainsRegex("the process ends: a batch of softmax_topk with 1 rows has been on the "
+                            "device for [5-9]\\.[0-9]+s"));
 }
 
 // The caller goes before the signal, so no call is left to wait for.
