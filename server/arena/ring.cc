@@ -28,6 +28,9 @@ namespace {
 constexpr int64_t kSpinNs = 100 * 1000;
 constexpr int64_t kSpinRunningNs = 2 * 1000 * 1000;
 
+// One thread that wakes others for so many cores.
+constexpr int kCoresPerWaker = 8;
+
 // A ring has one call at a time if so many came when no other was open.
 constexpr int kLoneCalls = 16;
 
@@ -45,9 +48,10 @@ absl::Status NoRoom(const char* what) {
 
 }  // namespace
 
-Ring::Ring(Rings* rings, std::shared_ptr<const Arena> arena, const RingAsk& shape, int socket,
-           int wake_fd, ucred user)
+Ring::Ring(Rings* rings, std::shared_ptr<WakeList> wakes, std::shared_ptr<const Arena> arena,
+           const RingAsk& shape, int socket, int wake_fd, ucred user)
     : rings_(rings),
+      wakes_(std::move(wakes)),
       id_(NextId()),
       user_(user),
       max_message_bytes_(shape.answer_bytes - sizeof(RingCompletion)),
@@ -72,15 +76,17 @@ void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void
     postings_.push_back({std::move(reply), std::move(keep)});
   }
   replies_.fetch_add(1);
-  if (!asleep_) return;
+  if (asleep_) wakes_->Wake(shared_from_this());
+}
+
+void Ring::Wake() const {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
 }
 
 void Ring::Stop() {
   stop_ = true;
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
+  Wake();
   std::vector<std::shared_ptr<RingWork>> works;
   {
     absl::MutexLock lock(&mutex_);
@@ -239,10 +245,49 @@ void Ring::Run() {
   }
 }
 
-Rings::Rings(ServeRing serve, int cores)
-    : serve_(std::move(serve)), max_spinning_(std::max(1, cores / 4)) {}
+void WakeList::Wake(std::shared_ptr<Ring> ring) {
+  if (open_ > few_) {
+    absl::MutexLock lock(&mutex_);
+    if (!ended_) return rings_.push_back(std::move(ring));
+  }
+  ring->Wake();
+}
 
-Rings::~Rings() { Stop(absl::InfiniteFuture()); }
+void WakeList::Run() {
+  const auto some = [this]()
+                        ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return ended_ || !rings_.empty(); };
+  while (true) {
+    std::shared_ptr<Ring> ring;
+    {
+      absl::MutexLock lock(&mutex_);
+      mutex_.Await(absl::Condition(&some));
+      if (rings_.empty()) return;
+      ring = std::move(rings_.front());
+      rings_.pop_front();
+    }
+    ring->Wake();
+  }
+}
+
+void WakeList::End() {
+  absl::MutexLock lock(&mutex_);
+  ended_ = true;
+}
+
+Rings::Rings(ServeRing serve, int cores)
+    : serve_(std::move(serve)),
+      max_spinning_(std::max(1, cores / 4)),
+      wakes_(std::make_shared<WakeList>(max_spinning_)) {
+  for (int i = 0; i < std::max(1, cores / kCoresPerWaker); ++i) {
+    wakers_.emplace_back([this] { wakes_->Run(); });
+  }
+}
+
+Rings::~Rings() {
+  Stop(absl::InfiniteFuture());
+  wakes_->End();
+  for (std::thread& waker : wakers_) waker.join();
+}
 
 bool Rings::Stop(absl::Time deadline) {
   std::vector<std::shared_ptr<Ring>> rings;
@@ -269,9 +314,10 @@ absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> a
     close(own);
     return status;
   }
-  auto ring = std::make_shared<Ring>(this, std::move(arena), shape, own, wake_fd, user);
+  auto ring = std::make_shared<Ring>(this, wakes_, std::move(arena), shape, own, wake_fd, user);
   absl::MutexLock lock(&mutex_);
   rings_.insert(ring.get());
+  wakes_->Count(1);
   try {
     std::thread([this, ring] {
       ring->Run();
@@ -279,6 +325,7 @@ absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> a
     }).detach();
   } catch (const std::system_error&) {
     rings_.erase(ring.get());
+    wakes_->Count(-1);
     return absl::ResourceExhaustedError("ring: there is no thread for it");
   }
   return ring;
@@ -293,6 +340,7 @@ bool Rings::TakeSpin() {
 void Rings::Ended(Ring* ring) {
   absl::MutexLock lock(&mutex_);
   rings_.erase(ring);
+  wakes_->Count(-1);
 }
 
 int Rings::open() const {

@@ -157,7 +157,8 @@ void RingCall::Finish(const absl::Status& status, std::string message,
     reply.retry_after =
         engine::RetryDelayOf(status).value_or(environment().admission->options().retry_delay);
   }
-  ring_->Complete(serial_, std::move(reply), alive_);
+  // The ring's thread ends the call: its end takes locks, for which the other calls of a batch would wait.
+  ring_->Complete(serial_, std::move(reply), shared_from_this());
   if (environment().log->Wants(age_ns())) {
     static const Trace kNoTrace;
     environment().log->Write({.method = method_,
