@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/draw.h"
 #include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/reference.h"
@@ -171,10 +172,75 @@ inline std::vector<SampleCase> FlatTopPCases() {
   return cases;
 }
 
+// ---- Refused drafts
+
+struct RefusedDraft {
+  int64_t vocab;
+  DraftKind kind;
+  float min_p;  // above 0, the row is filtered; every token is kept
+};
+
+// Rows of equal logits. Every third token was drafted with twice its probability, the others never.
+// So a coin above one half refuses the draft, and each of the others is drawn with one share of
+// them: token floor(u n) of the n others, counted in index order.
+inline std::string WrongTokenOfRefusedDraft(OpRunner& runner, const RefusedDraft& c) {
+  SampleBatch batch;
+  VerifyBatch verify;
+  std::vector<int32_t> others;
+  for (int32_t i = 0; i < c.vocab; ++i) {
+    const bool drafted = i % 3 == 0;
+    if (!drafted) others.push_back(i);
+    if (c.kind == DraftKind::kList && !drafted) continue;
+    if (c.kind == DraftKind::kList) verify.draft_ids.push_back(i);
+    verify.draft_probs.push_back(drafted ? 2.0f / static_cast<float>(c.vocab) : 0.0f);
+  }
+  // Sequences of a draft and a last row.
+  for (uint64_t seed = 0; verify.sequences.size() < 5; ++seed) {
+    if (CoinBits(seed, 0) >> 60 < 9) continue;  // below 9/16
+    SampleRow row = PlainRow();
+    row.seed = seed;
+    row.min_p = c.min_p;
+    verify.sequences.push_back({.first_row = static_cast<int64_t>(batch.rows.size()), .rows = 2});
+    batch.rows.insert(batch.rows.end(), 2, row);
+    verify.drafts.push_back({.token = static_cast<int32_t>((c.vocab - 1) / 3 * 3),
+                             .count = static_cast<int32_t>(verify.draft_ids.size()),
+                             .kind = c.kind});
+    verify.drafts.emplace_back();
+  }
+  const auto rows = static_cast<int64_t>(batch.rows.size());
+  HostTensor tensor(DType::kF32, rows, c.vocab, c.vocab, 0);
+  for (int64_t r = 0; r < rows; ++r) FillRow(tensor, r, Fill::kAllEqual, 1);
+  const auto got = runner.Verify(tensor, batch, verify);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < rows; r += 2) {
+    const uint64_t seed = batch.rows[r].seed;
+    const int32_t want = others[MulHigh(UniformBits(seed, 0), others.size())];
+    if (got->accepted[r / 2] != 0 || got->rows.tokens[r] != want) {
+      return absl::StrFormat(
+          "vocab %d kind %d min_p %g seed %d: accepted %d, token %d, expected %d", c.vocab,
+          static_cast<int>(c.kind), c.min_p, seed, got->accepted[r / 2], got->rows.tokens[r], want);
+    }
+  }
+  return "";
+}
+
+inline std::vector<RefusedDraft> RefusedDrafts() {
+  std::vector<RefusedDraft> cases;
+  for (const int64_t vocab : {1000, 33333, 131072}) {
+    for (const DraftKind kind : {DraftKind::kList, DraftKind::kDense}) {
+      for (const float min_p : {0.0f, 0.5f})
+        cases.push_back({.vocab = vocab, .kind = kind, .min_p = min_p});
+    }
+  }
+  return cases;
+}
+
 inline std::vector<OpCheck> HeavySampleChecks() {
   return {
       ForAll("HeavyEditsAgreeWithDoublePrecision", HeavyEditCases, FirstDifferenceOfHeavyEdits),
       ForAll("FlatTopPAgreesWithDoublePrecision", FlatTopPCases, FirstDifferenceOfFlatTopP),
+      ForAll("ARefusedDraftIsReplacedFromWhatItsDistributionLeft", RefusedDrafts,
+             WrongTokenOfRefusedDraft),
   };
 }
 

@@ -34,6 +34,20 @@ TEST_F(SoftmaxTopKCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRows) {
   });
 }
 
+// Every 512th token begins a run of 16 high ones, and a sample of the row for a large k is of just
+// such runs: at most 4096 tokens reach the floor that it suggests.
+TEST_F(SoftmaxTopKCpuTest, ASampleThatOverstatesTheRowIsCorrected) {
+  const TopKCase c{.rows = 1, .vocab = 131072, .k = 20000, .seed = 5};
+  HostTensor tensor = MakeTensor(c);
+  for (int64_t i = 0; i < c.vocab; ++i) {
+    if (i % 512 < 16) tensor.Set(0, i, 10);
+  }
+  const Asks asks = MakeAsks(c);
+  const auto got = runner_->SoftmaxTopK(tensor, asks.rows, asks.entries);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(FirstDifference(c, tensor, asks, *got), "");
+}
+
 // Widths differ between instruction sets, and so does the order inside a cell.
 TEST(SoftmaxTopKTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
   ForEachInstructionSet([](OpRunner& runner) {
