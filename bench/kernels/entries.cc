@@ -62,6 +62,8 @@ constexpr Entry kCudaTopK[] = {
     {"between one wave and two", TopK(300, 131072, kF32, 64)},
     {"fewer rows than multiprocessors", TopK(100, 131072, kF32, 64)},
     {"between one wave and two, bf16", TopK(777, 151936, kBF16, 50)},
+    {"between one wave and two, bf16", TopK(1024, 151936, kBF16, 50)},
+    {"between one wave and two", TopK(700, 131072, kF32, 64)},
     {"few long rows: clusters of fewer blocks", TopK(16, 201088, kF32, 64)},
     {"decode, few rows", TopK(16, 131072, kF32, 64)},
     {"decode, few rows", TopK(20, 131072, kF32, 64)},

@@ -129,9 +129,10 @@ __device__ __noinline__ int Trim(int k, int capacity) {
 // Place in the item of the e-th element of a group of the sketch.
 template <class T, class Shape>
 __device__ inline int GroupIndex(uint32_t group, int e) {
-  return group / Shape::kGroupsOfCell * kCell +
-         CellIndex<T>(group / Shape::kLaneGroups % 32,
-                      group % Shape::kLaneGroups * Shape::kElements + e);
+  constexpr int kVectors = GroupPlace<Shape, T>::kVectors;
+  const int in_cell = group % Shape::kGroupsOfCell;
+  return group / Shape::kGroupsOfCell * kCell + in_cell % kVectors * 32 * kVector<T> +
+         in_cell / kVectors * Shape::kElements + e;
 }
 
 // Lists the groups of cells [first_cell, last_cell) of the item that reach the floor in s.hits, up

@@ -70,6 +70,47 @@ struct LaneCell {
   }
 };
 
+// The largest element of a vector, then of several: as it is in memory, 16-bit types as two.
+template <class T>
+class LargestOf {
+ public:
+  LargestOf() = default;
+  __device__ LargestOf(const LaneCell<T>& x, int vector) {
+    word_ = x.words[4 * vector];
+#pragma unroll
+    for (int w = 1; w < 4; ++w) Raise(x.words[4 * vector + w]);
+  }
+  __device__ void Merge(const LargestOf& other) { Raise(other.word_); }
+  // That of the lane `distance` away.
+  __device__ LargestOf Swapped(int distance) const {
+    LargestOf there;
+    there.word_ = __shfl_xor_sync(kFullWarp, word_, distance);
+    return there;
+  }
+  // -inf where all elements are NaN.
+  __device__ float ToFloat() const {
+    if constexpr (sizeof(T) == 4) {
+      return fmaxf(__uint_as_float(word_), -kInfinity);
+    } else {
+      return fmaxf(fmaxf(WordElement<T>(&word_, 0), WordElement<T>(&word_, 1)), -kInfinity);
+    }
+  }
+
+ private:
+  __device__ void Raise(uint32_t to) {
+    if constexpr (sizeof(T) == 4) {
+      word_ = __float_as_uint(fmaxf(__uint_as_float(word_), __uint_as_float(to)));
+    } else {
+      using Pair = PairOf<T>;
+      const Pair larger =
+          __hmax2(reinterpret_cast<const Pair&>(word_), reinterpret_cast<const Pair&>(to));
+      word_ = reinterpret_cast<const uint32_t&>(larger);
+    }
+  }
+
+  uint32_t word_;
+};
+
 // 16 bytes from `first`, of which only the first `valid` elements may be read; the others are those
 // of the word `rest`.
 template <class T>

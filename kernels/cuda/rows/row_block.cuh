@@ -1,8 +1,8 @@
 // A row read once by a block, or by a cluster of blocks: what every op on rows of logits is built
 // from.
 //
-// RowStream reads cells and leaves their statistics and a sketch: the maxima of groups of logits,
-// 16 bits each. candidates.cuh finds the row's largest tokens by the sketch.
+// RowStream reads cells and leaves their statistics and a sketch: the maxima of groups of
+// consecutive logits, 16 bits each. candidates.cuh finds the row's largest tokens by the sketch.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_ROW_BLOCK_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_ROW_BLOCK_CUH_
 
@@ -117,16 +117,10 @@ struct Part {
 
 // ---- reading -----------------------------------------------------------------------------------
 
-// The lane's part of the sketch of a cell, and its largest logit.
-template <class Shape, class T>
-__device__ __forceinline__ typename Shape::Sketch SketchOf(const LaneCell<T>& x, float& lane_max) {
-  float group_max[Shape::kLaneGroups];
-  lane_max = -kInfinity;
-#pragma unroll
-  for (int g = 0; g < Shape::kLaneGroups; ++g) {
-    group_max[g] = x.Max(g * Shape::kElements, Shape::kElements);
-    lane_max = fmaxf(lane_max, group_max[g]);
-  }
+// A lane's part of the sketch of a cell: the maxima of its groups.
+template <class Shape>
+__device__ __forceinline__ typename Shape::Sketch PackSketch(
+    const float (&group_max)[Shape::kLaneGroups]) {
   const auto pair = [&](int g) {
     return __byte_perm(OrderedBits(group_max[g]), OrderedBits(group_max[g + 1]), 0x7632);
   };
@@ -137,6 +131,63 @@ __device__ __forceinline__ typename Shape::Sketch SketchOf(const LaneCell<T>& x,
   } else {
     return {pair(0), pair(2)};
   }
+}
+
+// Where groups of consecutive elements are: kLanes neighbouring lanes hold a vector each of a group,
+// and their parts of the sketch, together, are the maxima of vectors 0, 1, 2, ... over these lanes.
+template <class Shape, class T>
+struct GroupPlace {
+  static constexpr int kVectors = kLaneElements / kVector<T>;  // of a lane
+  static constexpr int kLanes = Shape::kElements / kVector<T>;
+  static_assert(kVectors == kLanes * Shape::kLaneGroups);
+};
+
+// The lane's part of the sketch of a cell, and its largest logit. A group is consecutive elements,
+// which a second look reads from one place.
+template <class Shape, class T>
+__device__ __forceinline__ typename Shape::Sketch SketchOf(const LaneCell<T>& x, float& lane_max) {
+  using Place = GroupPlace<Shape, T>;
+  using Largest = LargestOf<T>;
+  Largest largest[Place::kVectors];
+#pragma unroll
+  for (int v = 0; v < Place::kVectors; ++v) largest[v] = Largest(x, v);
+  Largest of_lane = largest[0];
+#pragma unroll
+  for (int v = 1; v < Place::kVectors; ++v) of_lane.Merge(largest[v]);
+  lane_max = of_lane.ToFloat();
+  // Neighbours swap halves of what they have, until each has its groups.
+  const int lane = threadIdx.x % 32;
+  int left = Place::kVectors;
+#pragma unroll
+  for (int distance = Place::kLanes / 2; distance > 0; distance /= 2) {
+    left /= 2;
+    const bool upper = (lane & distance) != 0;
+#pragma unroll
+    for (int v = 0; v < left; ++v) {
+      const Largest sent = upper ? largest[v] : largest[v + left];
+      if (upper) largest[v] = largest[v + left];
+      largest[v].Merge(sent.Swapped(distance));
+    }
+  }
+  float group_max[Shape::kLaneGroups];
+#pragma unroll
+  for (int g = 0; g < Shape::kLaneGroups; ++g) group_max[g] = largest[g].ToFloat();
+  return PackSketch<Shape>(group_max);
+}
+
+// The same of groups of the lane's own elements: no lane waits for another. For rows that stay in
+// shared memory.
+template <class Shape, class T>
+__device__ __forceinline__ typename Shape::Sketch SketchOfLane(const LaneCell<T>& x,
+                                                               float& lane_max) {
+  float group_max[Shape::kLaneGroups];
+  lane_max = -kInfinity;
+#pragma unroll
+  for (int g = 0; g < Shape::kLaneGroups; ++g) {
+    group_max[g] = x.Max(g * Shape::kElements, Shape::kElements);
+    lane_max = fmaxf(lane_max, group_max[g]);
+  }
+  return PackSketch<Shape>(group_max);
 }
 
 // Where the statistics of a row's cells at one temperature go, counted from the row's start.
@@ -165,8 +216,8 @@ class RowStream {
     for (int stage = 0; stage < Block::kStages; ++stage) Push();
   }
 
-  // Writes the cells' statistics and the sketch, counted from `begin`. Returns the largest logit
-  // the lane has seen. kTwice: also the statistics of `second`, where its cells are not null.
+  // Writes the cells' statistics and, where it is not null, the sketch, counted from `begin`.
+  // Returns the largest logit the lane has seen. kTwice: also the statistics of `second`.
   template <bool kTwice = false>
   __device__ float Run(CellStats to, typename Pool::Sketch* sketch, CellStats second = {}) {
     float lane_best = -kInfinity;
@@ -179,12 +230,11 @@ class RowStream {
       const Stats stats = MergeLanes(late, to.log2e_over_temperature);
       if (lane_ == 0 && late_cell >= 0) to.cells[late_cell] = stats;
       if constexpr (kTwice) {
-        if (second.cells == nullptr) return;
         const Stats stats_second = MergeLanes(late_second, second.log2e_over_temperature);
         if (lane_ == 0 && late_cell >= 0) second.cells[late_cell] = stats_second;
       }
     };
-    typename Pool::Sketch* sketch_to = sketch + threadIdx.x;
+    typename Pool::Sketch* sketch_to = sketch == nullptr ? nullptr : sketch + threadIdx.x;
 #pragma unroll 1
     for (int first = at_; first < end_; first += kRound) {
       LaneCell<T> x;
@@ -192,16 +242,16 @@ class RowStream {
       Push();
       merge_late();
       float lane_max;
-      const typename Pool::Sketch sketched = SketchOf<Pool>(x, lane_max);
-      late = LaneStats(x, lane_max, to.log2e_over_temperature);
-      if constexpr (kTwice) {
-        if (second.cells != nullptr)
-          late_second = LaneStats(x, lane_max, second.log2e_over_temperature);
+      if (sketch_to != nullptr) {
+        *sketch_to = SketchOf<Pool>(x, lane_max);
+        sketch_to += Block::kThreads;
+      } else {
+        lane_max = x.Max(0, kLaneElements);
       }
+      late = LaneStats(x, lane_max, to.log2e_over_temperature);
+      if constexpr (kTwice) late_second = LaneStats(x, lane_max, second.log2e_over_temperature);
       late_cell = first / kCell;
       lane_best = fmaxf(lane_best, lane_max);
-      *sketch_to = sketched;
-      sketch_to += Block::kThreads;
     }
     merge_late();
     WaitAsync<0>();

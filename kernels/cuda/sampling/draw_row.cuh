@@ -224,6 +224,7 @@ class CellWeights {
 
 // What a row is drawn from.
 struct DrawInput {
+  Part part;           // of the row, that of the first block, where other blocks help
   float peak;          // the largest logit
   const Stats* stats;  // [cells], at the row's temperature where sums_needed
   int cells;           // of the row
@@ -365,7 +366,8 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
     const uint64_t whole =
         in.sums_needed ? whole_of_cells : SumByCells(row, cell_sums, weigh_from(floor));
     const uint64_t need = MassNeeded(ask.top_p, whole);
-    const Nucleus nucleus = FindNucleus<kThreads>(row, floor, weigh, whole, need, cell_sums);
+    const Nucleus nucleus =
+        FindNucleus<kThreads>(row, in.part, floor, weigh, whole, need, cell_sums);
     summed = nucleus.last != kLowestKey;
     total = nucleus.total;
     last = summed ? nucleus.last : max(last, LastOfPrefix<kThreads>(row, floor, high, need, weigh));

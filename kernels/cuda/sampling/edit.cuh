@@ -17,8 +17,9 @@ constexpr uint32_t kPatchBias = 1u << 21;
 constexpr int kPatchPlace = 22;
 static_assert(kMaxHistory <= kPatchCount && kCell == 1 << (32 - kPatchPlace));
 
-// Enqueues the kernel that makes the patches of all rows of p.args.
-cudaError_t MakePatches(const SampleParams& p, cudaStream_t stream);
+// Enqueues the kernel that makes the patches of all rows of p.args. `early`: it may begin before the
+// stream's earlier kernels have ended (LaunchShape).
+cudaError_t MakePatches(const SampleParams& p, bool early, cudaStream_t stream);
 
 // Where infinities of both signs met, the ban wins.
 __device__ inline float BanIfNan(float x) { return isnan(x) ? -kInfinity : x; }

@@ -32,6 +32,7 @@ struct PatchTable {
 __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ SampleParams p) {
   extern __shared__ uint4 dynamic[];
   auto& table = *reinterpret_cast<PatchTable*>(dynamic);
+  AwaitEarlierKernels();
   const SampleRow& ask = p.args.rows[blockIdx.x];
   if (ask.active == 0 || !HasPatches(ask) || IsEditedLate(p, ask)) return;
   const int64_t at = blockIdx.x * p.edited_stride;
@@ -86,11 +87,12 @@ __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ 
 
 }  // namespace
 
-cudaError_t MakePatches(const SampleParams& p, cudaStream_t stream) {
+cudaError_t MakePatches(const SampleParams& p, bool early, cudaStream_t stream) {
   return LaunchKernel(&PatchKernel,
                       {.grid = GridFor(p.args.logits.rows),
                        .threads = kThreads,
-                       .shared_bytes = sizeof(PatchTable)},
+                       .shared_bytes = sizeof(PatchTable),
+                       .early = early},
                       stream, p);
 }
 

@@ -4,7 +4,8 @@
 // and the sketch of what the mask allows both bound the edited logits from above. So a floor that
 // enough allowed logits reach is lowered until enough logits reach it after their penalties too;
 // only the tokens of the few groups that reach the floor are looked at, and only they are counted
-// in the history. Where the mask allows a fair share, the same look finds the top tokens of the row
+// in the history. The blocks of a cluster look by one floor of the whole row; where too few logits
+// reach it after their penalties, each looks for the first of its part. Where the mask allows a fair share, the same look finds the top tokens of the row
 // as sent, and the rank of the token drawn.
 //
 // Where that does not end (rows of many equal logits, or nearly all candidates in the history), the
@@ -256,17 +257,47 @@ __device__ __noinline__ int PenalizeCandidates(const LateEdits& edits, int count
 // ---- what a block has found --------------------------------------------------------------------
 
 // In a cluster's first block, the first tokens of every block's part: as sent, and after edits.
-struct LateInbox {
+struct alignas(16) LateInbox {
   Key raw[kMaxClusterBlocks][kListed];
   Key edited[kMaxClusterBlocks][kListed];
   int raw_counts[kMaxClusterBlocks];
   int edited_counts[kMaxClusterBlocks];
+  // 1: raw has all logits as sent of the part that reach the cluster's floor.
+  int raw_is_whole[kMaxClusterBlocks];
+  // In every block: the survivors of each block's part.
+  int survivors[kMaxClusterBlocks];
   static_assert(kMaxClusterBlocks * kListed <= 2 * Candidates::kMax);
+
+  // Whether k logits of the row reach the cluster's floor after edits, and every block found its own.
+  __device__ bool Reaches(int k, int blocks) const {
+    int all = 0;
+    bool found = true;
+    for (int block = 0; block < blocks; ++block) {
+      all += survivors[block];
+      found &= survivors[block] >= 0;
+    }
+    return found && all >= k;
+  }
+  __device__ bool HasRawOf(int blocks) const {
+    bool has = true;
+    for (int block = 0; block < blocks; ++block) has &= raw_is_whole[block] != 0;
+    return has;
+  }
+  // The thread's count of the logits as sent that reach the key.
+  template <int kThreads>
+  __device__ int CountRaw(Key key, int blocks) const {
+    int count = 0;
+    for (int block = 0; block < blocks; ++block) {
+      for (int i = threadIdx.x; i < raw_counts[block]; i += kThreads) count += raw[block][i] >= key;
+    }
+    return count;
+  }
 };
 
 struct LateFound {
   int raw;     // logits as sent that are in the pool: all of the part's from the floor up; -1: none
   int edited;  // candidates, all of the part's k largest after edits among them; -1: not found
+  int survivors;  // candidates that reach the floor; -1: not found
   Key floor;
 };
 
@@ -295,14 +326,22 @@ __device__ __forceinline__ float LaneFloor(float value, int k) {
   return s.warp_floor[0];
 }
 
+// How many logits before the penalties reach the first floor, for k to reach it after them.
+__device__ inline int LateReaching(const LateEdits& edits, int k, int raw_k) {
+  const int want = max(k, raw_k);
+  return want + (edits.history != nullptr ? want / 8 : 0);
+}
+
 // Looks for the part's k largest logits after edits, and at best finds the `raw_k` largest as sent
-// as well. `sketch`: of what the mask allows. Called by all threads after a barrier; ends with a
-// barrier passed.
+// as well. `sketch`: of what the mask allows. Where `row_floor` is above -inf, it is a floor of a
+// cluster's: the row's k largest may be in other blocks' parts, and there is one look. Called by all
+// threads after a barrier; ends with a barrier passed.
 template <class Block>
 __device__ __noinline__ LateFound FindLate(const typename Block::Element* row, const Part& part,
                                            const EditPool::Sketch* raw_sketch,
                                            const EditPool::Sketch* sketch, float lane_best,
-                                           const LateEdits& edits, int k, int raw_k) {
+                                           const LateEdits& edits, int k, int raw_k,
+                                           float row_floor) {
   using Shape = EditPool;
   using T = typename Block::Element;
   constexpr int kThreads = Block::kThreads;
@@ -311,9 +350,10 @@ __device__ __noinline__ LateFound FindLate(const typename Block::Element* row, c
   const int all = part.elements();
   int want = max(k, raw_k);
   // The first floor is the one of the lanes' best that enough others reach.
-  const int reaching = want + (edits.history != nullptr ? want / 8 : 0);
-  float logit = -kInfinity;
-  if (reaching <= kThreads * 3 / 4) logit = LaneFloor<kThreads>(lane_best, reaching);
+  const bool of_row = row_floor > -kInfinity;
+  const int reaching = LateReaching(edits, k, raw_k);
+  float logit = row_floor;
+  if (!of_row && reaching <= kThreads * 3 / 4) logit = LaneFloor<kThreads>(lane_best, reaching);
 #pragma unroll 1
   for (int look = 0; look < 3; ++look) {
     Floor floor;
@@ -340,18 +380,20 @@ __device__ __noinline__ LateFound FindLate(const typename Block::Element* row, c
     bool offered = offer(raw_sketch);
     const bool from_raw = offered;
     if (!offered && sketch != raw_sketch) offered = offer(sketch);
-    if (!offered) return {-1, -1, 0};
+    if (!offered) break;
     const int raw = s.count;
     const int count = TakeAllowed<kThreads>(edits, raw);
-    if (count > Candidates::kMax) return {-1, -1, 0};
+    if (count > Candidates::kMax) break;
     const int survivors = PenalizeCandidates<kThreads>(edits, count, floor.key);
-    if (is_lowest || survivors >= k)
-      return {from_raw && raw <= Shape::kPool / 2 && raw >= min(raw_k, all) ? raw : -1, count,
+    if (of_row || is_lowest || survivors >= k) {
+      const bool holds_raw = from_raw && raw <= Shape::kPool / 2;
+      return {holds_raw && (of_row || raw >= min(raw_k, all)) ? raw : -1, count, survivors,
               floor.key};
+    }
     logit = -kInfinity;
     want = 3 * max(want, 32);
   }
-  return {-1, -1, 0};
+  return {-1, -1, -1, 0};
 }
 
 // Sorts n keys, n at most half the pool, into places [0, most) of `to`; `spare` as in EmitByRank.

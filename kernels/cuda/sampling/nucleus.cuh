@@ -158,32 +158,42 @@ struct MassBins {
     const float depth = logf(2.0f * static_cast<float>(vocab) / spare);
     bins_a_logit = fminf(kMassBins / depth * weigh.inv_temperature, 1e38f);  // 0 times it is 0
   }
-  // Rounded by adding a float whose last place is one.
+  // Rounded by adding a float whose last place is one. Larger floats have larger bits.
   __device__ int operator()(float x) const {
-    const float place = fminf((peak - x) * bins_a_logit, kMassBins - 1.0f);
-    return static_cast<int>(__float_as_uint(__fadd_rn(place, 0x1p23f)) & 0x7fffffu);
+    constexpr int kBitsOfRound = 0x4b000000;
+    const float rounded = __fmaf_rn(peak - x, bins_a_logit, 0x1p23f);
+    return min(__float_as_int(rounded) - kBitsOfRound, kMassBins - 1);
   }
 };
 
-// The first look: adds the share of every key from `floor` up to its bin, in units of 2^-31 of the
-// whole.
+// The first look: adds the share of every key from `floor` up, of the block's part, to its bin, in
+// units of 2^-31 of the whole.
 constexpr float kShares = 0x1p31f;
 template <class Row>
-__device__ __forceinline__ void AddShares(const Row& row, Key floor, const Weigher& weigh,
-                                          uint64_t whole, const MassBins& bin_of, DrawShared& s) {
+__device__ __forceinline__ void AddShares(const Row& row, const Part& part, Key floor,
+                                          const Weigher& weigh, uint64_t whole,
+                                          const MassBins& bin_of, DrawShared& s) {
   const int lane = threadIdx.x % 32;
   const float floor_logit = KeyLogit(floor);
   const float peak = weigh.max;
   const float unit = kShares * static_cast<float>(kWeightOne / static_cast<double>(whole));
   const float log2e_over_temperature = kLog2E * weigh.inv_temperature;
-  row.EachCell([&]<class Element>(const LaneCell<Element>& x, int begin) {
+  row.EachCellOf(part.begin, part.end, [&]<class Element>(const LaneCell<Element>& x, int begin) {
+    const auto share_of = [&](int e) {
+      return __float2uint_rz(Exp2((x[e] - peak) * log2e_over_temperature) * unit);
+    };
+    bool ties = false;  // with the floor
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
-      const uint32_t share = __float2uint_rz(Exp2((x[e] - peak) * log2e_over_temperature) * unit);
-      if (share == 0 || x[e] < floor_logit) continue;
-      if (x[e] == floor_logit && MakeKey(x[e], begin + CellIndex<Element>(lane, e)) < floor)
-        continue;
-      atomicAdd(&s.bin_share[bin_of(x[e])], share);
+      const uint32_t share = share_of(e);
+      ties |= x[e] == floor_logit;
+      if (share != 0 && x[e] > floor_logit) atomicAdd(&s.bin_share[bin_of(x[e])], share);
+    }
+    if (!ties) return;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      if (x[e] == floor_logit && MakeKey(x[e], begin + CellIndex<Element>(lane, e)) >= floor)
+        atomicAdd(&s.bin_share[bin_of(x[e])], share_of(e));
     }
   });
 }
@@ -221,18 +231,18 @@ __device__ __forceinline__ void FindShareBins(int vocab, uint64_t whole, uint64_
   }
 }
 
-// The second look: leaves the exact sums of what is above bin `first`, by cells, in cell_sums, and
-// the keys of bins [first, last] in the pool, which may overflow. Returns the thread's share of the
-// sum.
+// The second look, at the block's part: leaves the exact sums of what is above bin `first`, by
+// cells, in cell_sums, and the keys of bins [first, last] in the pool, which may overflow. Both are
+// those of the cluster's first block. Returns the thread's share of the sum.
 template <class Row>
-__device__ __forceinline__ uint64_t SumAbove(const Row& row, Key floor, const Weigher& weigh,
-                                             const MassBins& bin_of, int first, int last,
+__device__ __forceinline__ uint64_t SumAbove(const Row& row, const Part& part, Key floor,
+                                             const Weigher& weigh, const MassBins& bin_of,
+                                             int first, int last, SmallPool::Shared& pool,
                                              uint64_t* cell_sums) {
-  auto& pool = Finish().pool;
   const int lane = threadIdx.x % 32;
   const float floor_logit = KeyLogit(floor);
   uint64_t above = 0;
-  row.EachCell([&]<class Element>(const LaneCell<Element>& x, int begin) {
+  row.EachCellOf(part.begin, part.end, [&]<class Element>(const LaneCell<Element>& x, int begin) {
     WeightSum weights;
     uint32_t between = 0;  // elements whose bin is neither above nor below
 #pragma unroll
@@ -244,10 +254,10 @@ __device__ __forceinline__ uint64_t SumAbove(const Row& row, Key floor, const We
       if (bin <= last && x[e] >= floor_logit && !is_above) between |= 1u << e;
     }
     uint64_t sum = weights.total();
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      if ((between >> e & 1) == 0) continue;
-      const Key key = MakeKey(x[e], begin + CellIndex<Element>(lane, e));
+#pragma unroll 1
+    for (; between != 0; between &= between - 1) {
+      const int i = begin + CellIndex<Element>(lane, __ffs(between) - 1);
+      const Key key = MakeKey(row[i], i);
       if (key < floor) continue;
       const int at = atomicAdd(&pool.count, 1);
       if (at < SmallPool::kPool) pool.pool[at] = key;
@@ -267,29 +277,106 @@ struct Nucleus {
   uint64_t total;
 };
 
+// The first look at the block's part. Called by all threads; ends with a barrier passed.
+template <int kThreads, class Row>
+__device__ __forceinline__ void LookForBins(const Row& row, const Part& part, const NucleusAsk& ask,
+                                            const MassBins& bin_of) {
+  DrawShared& s = Finish().draw;
+  __syncthreads();
+  for (int b = threadIdx.x; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
+  __syncthreads();
+  AddShares(row, part, ask.floor, ask.weigh, ask.whole, bin_of, s);
+  __syncthreads();
+}
+
+// The second look at the block's part, whose sums are added to those of the cluster's first block.
+template <class Row>
+__device__ __forceinline__ void LookForSums(const Row& row, const Part& part, const NucleusAsk& ask,
+                                            const MassBins& bin_of, uint64_t* cell_sums) {
+  DrawFinish& own = Finish();
+  DrawFinish& first = part.blocks > 1 ? *InBlock(&own, 0) : own;
+  const uint64_t above =
+      BlockSum(SumAbove(row, part, ask.floor, ask.weigh, bin_of, own.draw.found, own.draw.cell,
+                        first.pool, part.blocks > 1 ? InBlock(cell_sums, 0) : cell_sums),
+               own.draw);
+  if (threadIdx.x == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&first.draw.above),
+              static_cast<unsigned long long>(above));
+  }
+}
+
+// In a cluster, what the blocks after the first one do once they have listed and the first one may
+// have asked for this. Called by all threads.
+template <int kThreads, class Row>
+__device__ __noinline__ void HelpWithNucleus(const Row& row, const Part& part,
+                                             uint64_t* cell_sums) {
+  const NucleusAsk ask = Finish().draw.nucleus;
+  if (ask.whole == 0) return;
+  const MassBins bin_of(ask.weigh, row.vocab, ask.left_out);
+  LookForBins<kThreads>(row, part, ask, bin_of);
+  ClusterArrive();
+  ClusterWait();  // the first block adds up the bins
+  ClusterArrive();
+  ClusterWait();
+  LookForSums(row, part, ask, bin_of, cell_sums);
+  ClusterArrive();
+  ClusterWait();
+  ClusterArrive();
+  ClusterWait();  // as where nothing was asked for
+}
+
 // The prefix of the row's keys from `floor` up, which weigh `whole` in all, that reaches `need`.
 // The first look leaves a bin or two in which the last key can be. The second adds up what is above
-// them exactly, and collects the keys between. Not found where those are too many, or the mass
-// needed is nearly the whole. Called by all threads.
+// them exactly, and collects the keys between. Each block of a cluster looks at its part. Not found
+// where those keys are too many, or the mass needed is nearly the whole. Called by all threads of
+// the first block.
 template <int kThreads, class Row>
-__device__ __noinline__ Nucleus FindNucleus(const Row& row, Key floor, Weigher weigh,
-                                            uint64_t whole, uint64_t need, uint64_t* cell_sums) {
+__device__ __noinline__ Nucleus FindNucleus(const Row& row, const Part& part, Key floor,
+                                            Weigher weigh, uint64_t whole, uint64_t need,
+                                            uint64_t* cell_sums) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
   const Nucleus none{kLowestKey, 0};
   if (weigh.max == kInfinity || need >= whole) return none;
   const int thread = threadIdx.x;
-  const MassBins bin_of(weigh, row.vocab, whole - need);
+  const NucleusAsk ask{floor, whole, whole - need, weigh};
+  const auto await_all = [&] {
+    if (part.blocks == 1) return __syncthreads();
+    ClusterArrive();
+    ClusterWait();
+  };
   __syncthreads();
-  for (int b = thread; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
-  if (thread == 0) pool.count = 0;
-  __syncthreads();
-  AddShares(row, floor, weigh, whole, bin_of, s);
-  __syncthreads();
-  if (thread < 32) FindShareBins(row.vocab, whole, need, s);
-  __syncthreads();
-  const uint64_t above =
-      BlockSum(SumAbove(row, floor, weigh, bin_of, s.found, s.cell, cell_sums), s);
+  if (thread == 0) {
+    pool.count = 0;
+    s.above = 0;
+  }
+  if (part.blocks > 1) {
+    if (thread > 0 && thread < part.blocks) *InBlock(&s.nucleus, thread) = ask;
+    await_all();
+  }
+  const MassBins bin_of(weigh, row.vocab, ask.left_out);
+  LookForBins<kThreads>(row, part, ask, bin_of);
+  if (part.blocks > 1) {
+    await_all();
+    for (int b = thread; b < kMassBins; b += kThreads) {
+      uint32_t share = s.bin_share[b];
+      for (int block = 1; block < part.blocks; ++block) share += *InBlock(&s.bin_share[b], block);
+      s.bin_share[b] = share;
+    }
+    __syncthreads();
+  }
+  if (thread < 32) {
+    FindShareBins(row.vocab, whole, need, s);
+    __syncwarp();
+    if (thread > 0 && thread < part.blocks) {
+      *InBlock(&s.found, thread) = s.found;
+      *InBlock(&s.cell, thread) = s.cell;
+    }
+  }
+  await_all();
+  LookForSums(row, part, ask, bin_of, cell_sums);
+  await_all();
+  const uint64_t above = s.above;
   if (pool.count > SmallPool::kPool || above >= need) return none;
   EndInPool<kThreads>(above, need, weigh);
   const Nucleus nucleus{s.key, s.mass};

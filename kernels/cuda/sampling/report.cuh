@@ -46,19 +46,26 @@ __device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, con
 
 // The thread's count of tokens in the part that are no later in the order than `token` with logit
 // x. Only groups that reach it are looked at, by the part's sketch of these logits.
-template <int kThreads, class Element, class Sketch>
-__device__ int CountByCells(const Element* row, const Part& part, const Sketch* sketch, float x,
-                            int token) {
+template <int kThreads, class Shape, class Element>
+__device__ int CountByCells(const Element* row, const Part& part,
+                            const typename Shape::Sketch* sketch, float x, int token) {
+  using Place = GroupPlace<Shape, Element>;
+  const auto* maxima = reinterpret_cast<const uint16_t*>(sketch);
   const int lane = threadIdx.x % 32;
-  const uint32_t edge = OrderedBits(x) & 0xffff0000u;
+  const uint32_t edge = OrderedBits(x) >> 16;
   int count = 0;
 #pragma unroll 1
   for (int cell = threadIdx.x / 32; cell < part.cells(); cell += kThreads / 32) {
-    const uint32_t maxima = sketch[cell * 32 + lane];
-    const bool low = maxima << 16 >= edge;
+    const auto* of_lane =  // of the groups that the lane has vectors of
+        maxima + cell * Shape::kGroupsOfCell + lane / Place::kLanes * Place::kVectors;
+    uint32_t wanted = 0;
+#pragma unroll
+    for (int v = 0; v < Place::kVectors; ++v) {
+      if (of_lane[v] >= edge) wanted |= 1u << v;
+    }
     const int first = part.begin + cell * kCell;
     LaneCell<Element> others;
-    ReadCell(row, first, part.end, low, sizeof(Sketch) == 2 ? low : maxima >= edge, others);
+    ReadCell(row, first, part.end, wanted, others);
     bool ties = false;
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
@@ -88,7 +95,7 @@ __device__ __noinline__ int CountFrom(const Row& row, const Part& part,
                                               sketch, 0, part.cells(), floor)) {
       return pool.count;
     }
-    const int count = CountByCells<kThreads>(elements, part, sketch, x, token);
+    const int count = CountByCells<kThreads, Shape>(elements, part, sketch, x, token);
     return static_cast<int>(BlockSum(count, Finish().draw));
   });
 }
@@ -102,11 +109,9 @@ __device__ inline void AddToRank(DrawShared& s, Count count_in_part) {
   ClusterArrive();
 }
 
-// In a cluster, what the blocks after the first one do once they have listed.
+// In a cluster, what the blocks after the first one do once that has drawn.
 template <class Count>
 __device__ inline void HelpToRank(DrawShared& s, Count count_in_part) {
-  ClusterArrive();
-  ClusterWait();
   if (s.ranked_token >= 0) AddToRank(s, count_in_part);
 }
 
@@ -132,8 +137,8 @@ __device__ __forceinline__ int FindRank(bool wanted, float x, int token, int lis
       if (threadIdx.x == 0) s.rank = 0;
     }
     ClusterArrive();
-    ClusterWait();
     if (look) {
+      ClusterWait();
       AddToRank(s, count_in_part);
       ClusterWait();
       rank = s.rank;

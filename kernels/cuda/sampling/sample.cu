@@ -25,20 +25,22 @@
 // Cost: reads rows * vocab * sizeof(T) once. A row whose edits are not applied late is also written
 // once, in f32. A flat
 // top_p reads a row twice more (up to ten times, where the last logit is one of very many that are
-// nearly equal), and a rank beyond the list reads the groups that reach it. verify with draft
+// nearly equal), in a cluster each block its part, and a rank beyond the list reads the groups that reach it. verify with draft
 // probabilities reads a row once more, and twice more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; edits on the way and a flat
 // top_p by arithmetic. Where edits are applied late, the read of the row takes as long as without
-// edits; 20% of the time is the second look, at groups of 32 logits in 8 places, 7% the count of the
-// history.
+// edits. What follows it, in cycles of 512 rows (64 rows), of one cold launch: floor and second look
+// 23000 (21000), mask 7000 (3000), history 19000 (10000), lists 23000 (24000), draw 19000 (20000).
 // Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 83 us, 72% of one read, with
 // top_k 64, top_p 0.9 and 20 log-probabilities; unfiltered 85, or 144 with the rank; 473 for a flat
 // top_p. 64 rows 25 us, one row 17 us. Edits (bench/results/h200/sample_edits.json), where 512 rows
 // without take 85 us: 134 with 4096 tokens of history and a mask (255 before edits were applied
 // late), 117 with a mask only (191), 103 with 500 tokens of history (189); unfiltered with 4096
 // tokens of history, where sums need the edits, 230. 64 rows 63 us (80), one row 43 us (46).
-// On an H100 (bench/results/h100/kernels.json): 512 rows of a flat top_p without the rank 442 us,
-// 3.1 reads; 64 rows 137 us, half of it while all but the cluster's first block wait.
+// On an H100 (bench/results/h100/groups_and_late_edits.json), before groups of the sketch were
+// consecutive logits and all blocks of a cluster looked again: with history and mask 512 rows 155
+// us (165), 64 rows 68 (72), one row 38 (45); 512 rows of a flat top_p without the rank 391
+// (442), 64 rows 108 (137).
 // On an H100 (bench/results/h100/rows_and_draws.json): unfiltered rows without rank and top
 // log-probabilities, which are not listed and whose token is found in a cell's registers: 512 rows
 // 87% of one read, 64 rows 24 us, one row 13. 16 to 32 rows with 20 log-probabilities 22 to 25 us.
@@ -48,7 +50,9 @@
 // into the table by the lanes that find them (edited rows 249 us for 141); a launch that overlaps
 // with the kernel that makes patches (64 edited rows 57 us, but rows edited on the way 302); a
 // sample of the row for the first look of a flat top_p (452 us), the next cell requested early in
-// later looks (471 us).
+// later looks (471 us); on an H100, counts in place of masses in the first look (512 rows 383 us for
+// 391, but bf16, whose logits are not spread evenly in a bin, 847 for 686); three blocks a
+// multiprocessor, so that 777 rows are nearly two waves (50257 tokens 79 us for 73).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -119,16 +123,17 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
     p.patch_counts = scratch.Take<int>(pass * p.cells);
     if (p.patch_counts == nullptr) return cudaErrorMemoryAllocation;
   }
+  const int32_t cluster =
+      VisitDType(args.logits.dtype, [&]<class T>() { return ClusterBlocks<T>(p, rows, scratch); });
+  p.blocks = std::max(cluster, 1);
   for (int64_t first = 0; first < rows; first += pass) {
     p.args = RowsFrom(args, first);
     p.args.logits = RowsOf(args.logits, first, std::min(pass, rows - first));
     if (args.edited && (args.history != nullptr || args.bias != nullptr)) {
-      const cudaError_t error = MakePatches(p, stream);
+      const cudaError_t error = MakePatches(p, /*early=*/cluster > 0, stream);
       if (error != cudaSuccess) return error;
     }
     const cudaError_t error = VisitDType(args.logits.dtype, [&]<class T>() {
-      const int32_t cluster = ClusterBlocks<T>(p, rows, scratch);
-      p.blocks = std::max(cluster, 1);
       const auto launch =
           cluster > 0   ? args.edited ? &LaunchPass<T, true, true> : &LaunchPass<T, true, false>
             : args.edited ? &LaunchPass<T, false, true>

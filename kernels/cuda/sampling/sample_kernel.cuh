@@ -130,7 +130,8 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
     raw_is_pooled = false;
   }
   return DrawFiltered<kThreads>(ask, row, Weigher(peak, ask.temperature),
-                                {.peak = peak,
+                                {.part = Part::Of(0, 1, p.cells, row.vocab),
+                                 .peak = peak,
                                  .stats = m.cells,
                                  .cells = p.cells,
                                  .sums_needed = false,
@@ -141,105 +142,166 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                                 s);
 }
 
-// The stages after the read of a row whose edits are applied late. `first_spare` has room for the keys of
-// a cluster's blocks, in its first one. Called by all threads after a barrier.
-template <class T, bool kInCluster>
-__device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
-                                           const RowPlan& plan, const Part& part,
-                                           const RowMemory& m, const LaneBests& bests,
-                                           const LateEdits& edits, const T* sent,
-                                           Key* first_spare) {
+// Reports the lists of a row as sent, whose first tokens are in s.sorted. Called by all threads; ends
+// with a barrier passed.
+template <class Row>
+__device__ __forceinline__ void ReportRawLists(const SampleParams& p, const SampleRow& ask,
+                                               const Row& row, const RowMemory& m, DrawShared& s) {
+  if (ask.top_logprobs + ask.extra_count > 0)
+    ReportLists(p.args, ask, row, RawSupport(MergeCells(m.raw_cells, p.cells, kLog2E)), s);
+  __syncthreads();
+}
+
+// What a block has listed of a row whose edits are applied late.
+struct LateListed {
+  LateFound found;
+  int raw_count;       // logits as sent in the pool
+  bool raw_is_pooled;  // they are all of the part's from found.floor up
+  int count;           // of the list after edits
+  float row_floor;     // a floor of the whole row; -inf: the lists are of the first of the part
+};
+
+// Lists the first tokens, as sent and after edits, of the block's part: a lone block in s.sorted one
+// after the other, reporting the first; a cluster's in the inbox of its first block. A cluster first
+// looks for those of the row, by a floor of all its blocks. Called by all threads after a barrier; in
+// a cluster it ends with a barrier of the cluster.
+template <class T, bool kInCluster, class Stream>
+__device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, const SampleRow& ask,
+                                               const RowPlan& plan, const Part& part,
+                                               const RowMemory& m, const LaneBests& bests,
+                                               const LateEdits& edits, const T* sent,
+                                               Stream& stream) {
   using Block = DrawBlock<T, kInCluster, EditPool>;
   constexpr int kThreads = Block::kThreads;
   constexpr int kHalf = EditPool::kPool / 2;
-  const SampleArgs& args = p.args;
-  const int vocab = static_cast<int>(args.logits.cols);
   DrawShared& s = Finish().draw;
   auto& pool = Pool<EditPool>();
   const Candidates candidates(s);
   const int tops = ask.top_logprobs;
-  const Logits<T, true> row(sent, vocab);
-
-  // List the first tokens, as sent and after edits, of the block's part.
-  const LateFound found = FindLate<Block>(sent, part, m.raw_sketch,
-                                          edits.mask != nullptr ? m.edited_sketch : m.raw_sketch,
-                                          bests.edited, edits, plan.listed, tops);
-  bool raw_is_pooled = found.raw >= 0;  // all logits as sent from found.floor up are in the pool
-  int raw_count = found.raw;
-  if (tops > 0 && !raw_is_pooled) {
-    Floor floor;
-    floor.RaiseToLogit(BlockFloor<Block>(bests.raw, part.elements() / kCell, tops));
-    Gather<T, kThreads, EditPool>(sent + part.begin, part.begin, part.elements(), m.raw_sketch,
-                                  floor, tops);
-    raw_count = Trim<kThreads, EditPool>(tops, kHalf);
-  }
-  const auto report_raw_lists = [&] {
-    if (tops + ask.extra_count > 0)
-      ReportLists(args, ask, row, RawSupport(MergeCells(m.raw_cells, p.cells, kLog2E)), s);
-    __syncthreads();
+  // Leaves keys in `to`: the first `most` in order; in a cluster, where they are few, all in any
+  // order. Returns how many.
+  const auto list = [&](Key* keys, int n, Key* spare, int most, Key* to) {
+    if (kInCluster && n <= kListed) {
+      for (int i = threadIdx.x; i < n; i += kThreads) to[i] = keys[i];
+      return n;
+    }
+    SortKeys<kThreads>(keys, n, spare, most, to);
+    return min(n, most);
   };
-  if (tops > 0) {
-    Key* to = s.sorted;
-    if constexpr (kInCluster) {
-      to = InBlock(m.inbox->raw[part.block], 0);
-      if (threadIdx.x == 0) *InBlock(&m.inbox->raw_counts[part.block], 0) = min(raw_count, tops);
-    }
-    SortKeys<kThreads>(pool.pool, raw_count, pool.pool + kHalf, tops, to);
-  }
-  if constexpr (!kInCluster) report_raw_lists();
-  Key* keys = candidates.keys;
-  Key* spare = keys + Candidates::kMax;
-  int count = found.edited;
-  if (count < 0) {
-    float* const edited = p.edited + r * p.edited_stride;
-    WriteEdited(sent, part.begin, part.end, edits, p.counts + r * p.edited_stride, edited,
-                m.edited_sketch);
-    Gather<float, kThreads, EditPool>(edited + part.begin, part.begin, part.elements(),
-                                      m.edited_sketch, Floor{}, plan.listed);
-    count = Trim<kThreads, EditPool>(plan.listed, kHalf);
-    keys = pool.pool;
-    spare = pool.pool + kHalf;
-    raw_is_pooled = false;
-  }
+  LateListed listed;
+  listed.row_floor = -kInfinity;
   if constexpr (kInCluster) {
-    SortKeys<kThreads>(keys, count, spare, plan.listed, InBlock(m.inbox->edited[part.block], 0));
-    if (threadIdx.x == 0) {
-      *InBlock(&m.inbox->edited_counts[part.block], 0) = min(count, plan.listed);
-      s.ranked_token = -1;
+    listed.row_floor =
+        ClusterFloor<Block>(bests.edited, part, LateReaching(edits, plan.listed, tops),
+                            stream.warp_bests, stream.row_floor);
+  }
+#pragma unroll 1
+  while (true) {
+    const bool of_row = listed.row_floor > -kInfinity;
+    const LateFound found = FindLate<Block>(
+        sent, part, m.raw_sketch, edits.mask != nullptr ? m.edited_sketch : m.raw_sketch,
+        bests.edited, edits, plan.listed, tops, listed.row_floor);
+    int raw_count = found.raw;
+    int count = found.edited;
+    listed.found = found;
+    listed.raw_is_pooled = found.raw >= 0;
+    Key* keys = candidates.keys;
+    Key* spare = keys + Candidates::kMax;
+    const bool given_up = of_row && count < 0;
+    if (tops > 0 && !listed.raw_is_pooled && !given_up) {
+      Floor floor;
+      floor.RaiseToLogit(BlockFloor<Block>(bests.raw, part.elements() / kCell, tops));
+      Gather<T, kThreads, EditPool>(sent + part.begin, part.begin, part.elements(), m.raw_sketch,
+                                    floor, tops);
+      raw_count = Trim<kThreads, EditPool>(tops, kHalf);
     }
+    int raw_listed = 0;
+    if (raw_count > 0 && (tops > 0 || (of_row && ask.want_rank))) {
+      raw_listed = list(pool.pool, raw_count, pool.pool + kHalf, max(tops, 1),
+                        kInCluster ? InBlock(m.inbox->raw[part.block], 0) : s.sorted);
+    }
+    if constexpr (!kInCluster) ReportRawLists(p, ask, Logits<T, true>(sent, part.end), m, s);
+    if (count < 0 && !of_row) {
+      float* const edited = p.edited + r * p.edited_stride;
+      WriteEdited(sent, part.begin, part.end, edits, p.counts + r * p.edited_stride, edited,
+                  m.edited_sketch);
+      Gather<float, kThreads, EditPool>(edited + part.begin, part.begin, part.elements(),
+                                        m.edited_sketch, Floor{}, plan.listed);
+      count = Trim<kThreads, EditPool>(plan.listed, kHalf);
+      keys = pool.pool;
+      spare = pool.pool + kHalf;
+      listed.raw_is_pooled = false;
+    }
+    if (!given_up) {
+      count = list(keys, count, spare, plan.listed,
+                   kInCluster ? InBlock(m.inbox->edited[part.block], 0) : s.sorted);
+    }
+    listed.raw_count = raw_count;
+    listed.count = count;
+    if constexpr (!kInCluster) return listed;
+    if (threadIdx.x == 0) {
+      LateInbox& first = *InBlock(m.inbox, 0);
+      first.raw_counts[part.block] = raw_listed;
+      first.edited_counts[part.block] = max(count, 0);
+      first.raw_is_whole[part.block] = listed.raw_is_pooled && raw_listed == raw_count;
+    }
+    if (of_row && threadIdx.x < part.blocks)
+      InBlock(m.inbox, threadIdx.x)->survivors[part.block] = found.survivors;
     ClusterArrive();
     ClusterWait();
-  } else {
-    SortKeys<kThreads>(keys, count, spare, plan.listed, s.sorted);
+    if (!of_row || m.inbox->Reaches(plan.listed, part.blocks)) return listed;
+    listed.row_floor = -kInfinity;  // each block looks for the first of its part
+    __syncthreads();
   }
+}
+
+// The stages after the read of a row whose edits are applied late. `stream` is what the row was read
+// with. Called by all threads after a barrier.
+template <class T, bool kInCluster, class Stream>
+__device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
+                                           const RowPlan& plan, const Part& part,
+                                           const RowMemory& m, const LaneBests& bests,
+                                           const LateEdits& edits, const T* sent, Stream& stream) {
+  constexpr int kThreads = DrawBlock<T, kInCluster, EditPool>::kThreads;
+  const SampleArgs& args = p.args;
+  DrawShared& s = Finish().draw;
+  auto& pool = Pool<EditPool>();
+  const Logits<T, true> row(sent, static_cast<int>(args.logits.cols));
+  if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
+  LateListed listed = ListLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, sent, stream);
   // How many tokens of the block's part, as sent, are no later in the order than this one.
   const auto count_in_part = [&](float logit, int last) {
     const Key key = MakeKey(logit, last);
-    if (!raw_is_pooled || key < found.floor)
+    if (!listed.raw_is_pooled || key < listed.found.floor)
       return CountFrom<kThreads, EditPool>(row, part, m.raw_sketch, logit, last);
     int reached = 0;
-    for (int i = threadIdx.x; i < raw_count; i += kThreads) reached += pool.pool[i] >= key;
+    for (int i = threadIdx.x; i < listed.raw_count; i += kThreads) reached += pool.pool[i] >= key;
     return static_cast<int>(BlockSum(reached, s));
   };
   if constexpr (kInCluster) {
-    if (part.block != 0) return HelpToRank(s, count_in_part);
+    if (part.block != 0) {
+      ClusterArrive();
+      ClusterWait();
+      return HelpToRank(s, count_in_part);
+    }
     // The row's lists from those of its parts.
     const auto merge = [&](const Key(*lists)[kListed], const int* list_counts, int most) {
+      Key* keys = Candidates(s).keys;
       int n = 0;
       for (int block = 0; block < part.blocks; ++block) {
         for (int i = threadIdx.x; i < list_counts[block]; i += kThreads)
-          candidates.keys[n + i] = lists[block][i];
+          keys[n + i] = lists[block][i];
         n += list_counts[block];
       }
       __syncthreads();
-      SortKeys<kThreads>(candidates.keys, n, first_spare, most, s.sorted);
+      SortKeys<kThreads>(keys, n, stream.inbox[0], most, s.sorted);
       return n;
     };
-    if (tops > 0) merge(m.inbox->raw, m.inbox->raw_counts, tops);
-    report_raw_lists();
-    count = merge(m.inbox->edited, m.inbox->edited_counts, plan.listed);
+    if (ask.top_logprobs > 0) merge(m.inbox->raw, m.inbox->raw_counts, ask.top_logprobs);
+    ReportRawLists(p, ask, row, m, s);
+    listed.count = merge(m.inbox->edited, m.inbox->edited_counts, plan.listed);
   }
-  for (int i = count + static_cast<int>(threadIdx.x); i < plan.listed; i += kThreads)
+  for (int i = listed.count + static_cast<int>(threadIdx.x); i < plan.listed; i += kThreads)
     s.sorted[i] = kLowestKey;  // there are no more above -inf
   __syncthreads();
 
@@ -248,17 +310,57 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   const Key first = s.sorted[0];
   const float peak = first == kLowestKey ? -kInfinity : KeyLogit(first);
   if (!AcceptRow(p, r, ask, sent, m.raw_cells, raw, peak, s)) return;
-  const Drawn drawn = DrawLate<kThreads>(p, r, ask, plan, m, edits, peak, row, raw_is_pooled);
+  const Drawn drawn =
+      DrawLate<kThreads>(p, r, ask, plan, m, edits, peak, row, listed.raw_is_pooled);
 
   // Report.
   const float x = ToFloat(sent[drawn.token]);
-  const int rank = FindRank<kInCluster, kThreads>(ask.want_rank, x, drawn.token, 0, part.blocks, s,
-                                                  count_in_part);
+  const Key key = MakeKey(x, drawn.token);
+  int rank = 0;
+  if (kInCluster && listed.row_floor > -kInfinity && key >= listed.found.floor &&
+      m.inbox->HasRawOf(part.blocks)) {
+    ClusterArrive();  // the other blocks need not help
+    if (ask.want_rank)
+      rank = static_cast<int>(BlockSum(m.inbox->CountRaw<kThreads>(key, part.blocks), s));
+  } else {
+    rank = FindRank<kInCluster, kThreads>(ask.want_rank, x, drawn.token, 0, part.blocks, s,
+                                          count_in_part);
+  }
   if (threadIdx.x == 0) {
     args.tokens[r] = drawn.token;
     args.logprobs[r] = RawSupport(raw).Logprob(x, drawn.token);
     args.ranks[r] = rank;
   }
+}
+
+// Lists the first tokens of the row just read; before them those of an edited row as sent, and
+// reports them. Returns the row after edits. `stream` is what the row was read with. Called by all
+// threads after a barrier; in a cluster it passes a barrier of the cluster.
+template <class T, bool kInCluster, class Row, class Stream>
+__device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const SampleRow& ask,
+                                       const RowPlan& plan, const Part& part, const RowMemory& m,
+                                       const LaneBests& bests, Row row, Stream& stream) {
+  DrawShared& s = Finish().draw;
+  if (plan.edited && plan.is_raw && ask.top_logprobs + ask.extra_count > 0) {
+    List<DrawBlock<T, kInCluster, EditPool>>(row.sent, part, m.raw_sketch, bests.raw,
+                                             max(1, ask.top_logprobs), stream);
+    if (part.block == 0) ReportRawLists(p, ask, row, m, s);
+  }
+  if (kInCluster && threadIdx.x == 0) {
+    s.ranked_token = -1;
+    s.nucleus.whole = 0;
+  }
+  if (plan.edited) {
+    row.edited = p.edited + r * p.edited_stride;
+    List<DrawBlock<float, kInCluster, EditPool>>(row.edited, part, m.edited_sketch, bests.edited,
+                                                 plan.listed, stream);
+  } else if (plan.listed > 0) {
+    List<DrawBlock<T, kInCluster>>(row.sent, part, m.sketch, bests.raw, plan.listed, stream);
+  } else if constexpr (kInCluster) {
+    ClusterArrive();
+    ClusterWait();
+  }
+  return row;
 }
 
 template <class T, bool kInCluster, bool kEditable>
@@ -293,47 +395,26 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   if constexpr (kEditable) {
     if (IsEditedLate(p, ask)) {
       const LateEdits edits(args, ask);
+      if constexpr (kInCluster) edits.Prefetch();
       bests = ReadLate<Block>(stream, edits, part.begin, part.end, raw_stats, m.raw_sketch,
                               m.edited_sketch);
-      edits.Prefetch();
+      if constexpr (!kInCluster) edits.Prefetch();
       __syncthreads();  // from here on the rings' memory is the pool's
       return FinishLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, raw_row.sent,
-                                       memory.stream.inbox[0]);
+                                       memory.stream);
     }
   }
   if (plan.edited) {
     bests = ReadEdited<Block, T>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
                                  own_stats, m.raw_sketch, m.edited_sketch, memory.OfWarp());
   } else {
-    bests.raw =
-        stream.template Run<true>(raw_stats, m.sketch, plan.twice ? own_stats : CellStats{});
+    SmallPool::Sketch* const sketch = plan.listed > 0 || ask.want_rank ? m.sketch : nullptr;
+    bests.raw = plan.twice ? stream.template Run<true>(raw_stats, sketch, own_stats)
+                           : stream.Run(raw_stats, sketch);
   }
   __syncthreads();  // from here on the rings' memory is the pool's
 
-  Row row = raw_row;  // list the first tokens
-  if (plan.edited) {
-    row.edited = p.edited + r * p.edited_stride;
-    if (plan.is_raw && ask.top_logprobs + ask.extra_count > 0) {
-      // The lists of the row as sent are reported first.
-      List<DrawBlock<T, kInCluster, EditPool>>(raw_row.sent, part, m.raw_sketch, bests.raw,
-                                               max(1, ask.top_logprobs), memory.stream);
-      if (part.block == 0)
-        ReportLists(args, ask, raw_row, RawSupport(MergeCells(m.raw_cells, p.cells, kLog2E)), s);
-      __syncthreads();
-    }
-  }
-  if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
-  if (plan.edited) {
-    List<DrawBlock<float, kInCluster, EditPool>>(row.edited, part, m.edited_sketch, bests.edited,
-                                                 plan.listed, memory.stream);
-  } else if (plan.listed == 0) {
-    if constexpr (kInCluster) {
-      ClusterArrive();
-      ClusterWait();
-    }
-  } else {
-    List<Block>(raw_row.sent, part, m.sketch, bests.raw, plan.listed, memory.stream);
-  }
+  const Row row = ListRow<T, kInCluster>(p, r, ask, plan, part, m, bests, raw_row, memory.stream);
   const Row& mode_row = plan.is_raw ? raw_row : row;
   // How many tokens of the block's part are no later in the mode's order than this one.
   const auto count_in_part = [&](float logit, int last) {
@@ -345,7 +426,12 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
     }
     return CountFrom<kThreads, SmallPool>(mode_row, part, m.sketch, logit, last);
   };
-  if (part.block != 0) return HelpToRank(s, count_in_part);
+  if (part.block != 0) {
+    ClusterArrive();
+    ClusterWait();
+    HelpWithNucleus<kThreads>(row, part, reinterpret_cast<uint64_t*>(m.cells));
+    return HelpToRank(s, count_in_part);
+  }
 
   // Filter and draw.
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
@@ -354,7 +440,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   if (!AcceptRow(p, r, ask, raw_row.sent, m.raw_cells, raw, peak, s)) return;
   const Drawn drawn =
       DrawToken<kThreads>(p, r, ask, row,
-                          {.peak = peak,
+                          {.part = part,
+                           .peak = peak,
                            .stats = plan.twice || plan.edited ? m.cells : m.raw_cells,
                            .cells = p.cells,
                            .sums_needed = plan.sums_needed,

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/candidates.cuh"
+#include "kernels/cuda/sampling/weights.cuh"
 #include "kernels/draw.h"
 #include "kernels/verify.h"
 
@@ -64,6 +65,15 @@ __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask)
          ask.logprob_mode == LogprobMode::kRaw && p.drafts == nullptr;
 }
 
+// What the first block of a cluster asks the others for, to find the prefix of a flat top_p
+// (nucleus.cuh).
+struct NucleusAsk {
+  Key floor;
+  uint64_t whole;  // 0: nothing is asked for
+  uint64_t left_out;
+  Weigher weigh;
+};
+
 // ---- memory ------------------------------------------------------------------------------------
 
 struct DrawShared {
@@ -91,6 +101,8 @@ struct DrawShared {
   int32_t ranked_token;
   float ranked_logit;
   int32_t rank;
+  NucleusAsk nucleus;
+  uint64_t above;
 };
 
 // Many rows: a block each. Few rows: a cluster each, whose first block draws.
@@ -142,10 +154,10 @@ __device__ inline uint64_t BlockSum(uint64_t v, DrawShared& s) {
 
 // ---- the row's logits --------------------------------------------------------------------------
 
-// The lane's part of the cell at `first` of a row, from device memory; -inf from `end` on, and in a
-// half of it that is not wanted.
+// The lane's part of the cell at `first` of a row, from device memory; -inf from `end` on, and in
+// vector v of it where bit v of `wanted` is 0.
 template <class Element>
-__device__ inline void ReadCell(const Element* row, int first, int end, bool low, bool high,
+__device__ inline void ReadCell(const Element* row, int first, int end, uint32_t wanted,
                                 LaneCell<Element>& x) {
   constexpr int kVectors = kLaneElements / kVector<Element>;
   constexpr uint32_t kNothing = sizeof(Element) == 4                     ? 0xff800000u
@@ -157,11 +169,11 @@ __device__ inline void ReadCell(const Element* row, int first, int end, bool low
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int i = first + CellIndex<Element>(lane, v * kVector<Element>);
-    const bool wanted = 2 * v < kVectors ? low : high;
+    const bool is_wanted = (wanted >> v & 1) != 0;
     uint4 words{kNothing, kNothing, kNothing, kNothing};
     if (whole) {
-      if (wanted) words = *reinterpret_cast<const uint4*>(row + i);
-    } else if (wanted && i < end) {
+      if (is_wanted) words = *reinterpret_cast<const uint4*>(row + i);
+    } else if (is_wanted && i < end) {
       words = LoadVector(row + i, aligned, end - i, kNothing);
     }
     x.SetVector(v, words);
@@ -198,18 +210,23 @@ class Logits {
   __device__ void Cell(int first, Visit visit) const {
     Visited([&]<class Element>(const Element* row) {
       LaneCell<Element> x;
-      ReadCell(row, first, vocab, true, true, x);
+      ReadCell(row, first, vocab, ~0u, x);
       visit(x, first);
     });
   }
-  // The same for every cell that is the warp's.
+  // The same for every cell of [begin, end) that is the warp's. `begin` is a cell's border.
   template <class Visit>
-  __device__ void EachCell(Visit visit) const {
+  __device__ void EachCellOf(int begin, int end, Visit visit) const {
     const int warps = static_cast<int>(blockDim.x) / 32;
 #pragma unroll 1
-    for (int first = static_cast<int>(threadIdx.x) / 32 * kCell; first < vocab;
+    for (int first = begin + static_cast<int>(threadIdx.x) / 32 * kCell; first < end;
          first += warps * kCell)
       Cell(first, visit);
+  }
+  // The same for the whole row.
+  template <class Visit>
+  __device__ void EachCell(Visit visit) const {
+    EachCellOf(0, vocab, visit);
   }
   // Calls visit(x, i) for the lane's elements of those cells.
   template <class Visit>

@@ -2,9 +2,9 @@
 // looked at again.
 //
 // A warp takes a cell of 1024 logits into registers, folds it into (max, sum), and leaves the
-// maxima of its groups of 16 (8 for k above 128), 16 bits each, in shared memory. No barrier, no
-// branch on the data: the loop is loads, maxima and exponentials. Then a floor is found that at
-// least k logits reach: r lanes of each of w warps have seen one, r * w >= k; or, for larger k, the
+// maxima of its groups of 16 consecutive logits (8 for k above 128), 16 bits each, in shared
+// memory. No barrier, no branch on the data: the loop is loads, maxima, a few shuffles and
+// exponentials. Then a floor is found that at least k logits reach: r lanes of each of w warps have seen one, r * w >= k; or, for larger k, the
 // k-th largest group maximum. Groups that reach it are read again, about k of them, and what is not
 // below the floor is ranked. Cells merge in one order whatever the grid, so all variants give the
 // same bits:
@@ -24,6 +24,8 @@
 // 47%; 64 rows 19 us; one row 11 us. On an H100 (bench/results/h100/rows_and_draws.json): 16 to 32
 // rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16. Since blocks without a cluster
 // have no room for its messages (bench/results/h100/kernels.json): 777 x 151936 bf16 k 50, 80% (62%).
+// Since a group is consecutive logits, and a second look reads one place for it and not two to four
+// (bench/results/h100/groups_and_late_edits.json): 512 x 131072 f32 k 64 89% (85%), k 1024 64% (58%).
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is

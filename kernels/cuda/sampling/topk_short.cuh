@@ -354,7 +354,7 @@ __device__ __forceinline__ Stats ReadShortRow(ShortRows<Shape>& rows, int cells,
     rows.Next(c * kCell, x);
     if (c > 0) merge_late(c - 1);
     float lane_max;
-    s.sketch[c][lane] = SketchOf<typename Shape::Pool>(x, lane_max);
+    s.sketch[c][lane] = SketchOfLane<typename Shape::Pool>(x, lane_max);
     late = LaneStats(x, lane_max, log2e_over_temperature);
   }
   merge_late(cells - 1);

@@ -3,6 +3,7 @@
 #define LOGITD_KERNELS_CUDA_SAMPLING_WEIGHTS_CUH_
 
 #include "kernels/cuda/rows/cell.cuh"
+#include "kernels/cuda/rows/select.cuh"
 #include "kernels/draw.h"
 
 namespace logitd::cuda {
