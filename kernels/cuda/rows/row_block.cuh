@@ -216,8 +216,8 @@ class RowStream {
     for (int stage = 0; stage < Block::kStages; ++stage) Push();
   }
 
-  // Writes the cells' statistics and, where it is not null, the sketch, counted from `begin`.
-  // Returns the largest logit the lane has seen. kTwice: also the statistics of `second`.
+  // Writes the cells' statistics and the sketch, counted from `begin`. Returns the largest logit
+  // the lane has seen. kTwice: also the statistics of `second`, where its cells are not null.
   template <bool kTwice = false>
   __device__ float Run(CellStats to, typename Pool::Sketch* sketch, CellStats second = {}) {
     float lane_best = -kInfinity;
@@ -230,11 +230,12 @@ class RowStream {
       const Stats stats = MergeLanes(late, to.log2e_over_temperature);
       if (lane_ == 0 && late_cell >= 0) to.cells[late_cell] = stats;
       if constexpr (kTwice) {
+        if (second.cells == nullptr) return;
         const Stats stats_second = MergeLanes(late_second, second.log2e_over_temperature);
         if (lane_ == 0 && late_cell >= 0) second.cells[late_cell] = stats_second;
       }
     };
-    typename Pool::Sketch* sketch_to = sketch == nullptr ? nullptr : sketch + threadIdx.x;
+    typename Pool::Sketch* sketch_to = sketch + threadIdx.x;
 #pragma unroll 1
     for (int first = at_; first < end_; first += kRound) {
       LaneCell<T> x;
@@ -242,16 +243,16 @@ class RowStream {
       Push();
       merge_late();
       float lane_max;
-      if (sketch_to != nullptr) {
-        *sketch_to = SketchOf<Pool>(x, lane_max);
-        sketch_to += Block::kThreads;
-      } else {
-        lane_max = x.Max(0, kLaneElements);
-      }
+      const typename Pool::Sketch sketched = SketchOf<Pool>(x, lane_max);
       late = LaneStats(x, lane_max, to.log2e_over_temperature);
-      if constexpr (kTwice) late_second = LaneStats(x, lane_max, second.log2e_over_temperature);
+      if constexpr (kTwice) {
+        if (second.cells != nullptr)
+          late_second = LaneStats(x, lane_max, second.log2e_over_temperature);
+      }
       late_cell = first / kCell;
       lane_best = fmaxf(lane_best, lane_max);
+      *sketch_to = sketched;
+      sketch_to += Block::kThreads;
     }
     merge_late();
     WaitAsync<0>();

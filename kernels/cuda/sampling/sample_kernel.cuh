@@ -408,9 +408,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
     bests = ReadEdited<Block, T>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
                                  own_stats, m.raw_sketch, m.edited_sketch, memory.OfWarp());
   } else {
-    SmallPool::Sketch* const sketch = plan.listed > 0 || ask.want_rank ? m.sketch : nullptr;
-    bests.raw = plan.twice ? stream.template Run<true>(raw_stats, sketch, own_stats)
-                           : stream.Run(raw_stats, sketch);
+    bests.raw =
+        stream.template Run<true>(raw_stats, m.sketch, plan.twice ? own_stats : CellStats{});
   }
   __syncthreads();  // from here on the rings' memory is the pool's
 

@@ -4,8 +4,8 @@
 // A warp takes a cell of 1024 logits into registers, folds it into (max, sum), and leaves the
 // maxima of its groups of 16 consecutive logits (8 for k above 128), 16 bits each, in shared
 // memory. No barrier, no branch on the data: the loop is loads, maxima, a few shuffles and
-// exponentials. Then a floor is found that at least k logits reach: r lanes of each of w warps have seen one, r * w >= k; or, for larger k, the
-// k-th largest group maximum. Groups that reach it are read again, about k of them, and what is not
+// exponentials. Then a floor is found that at least k logits reach: r lanes of each of w warps have
+// seen one, r * w >= k; or, for larger k, the k-th largest group maximum. Groups that reach it are read again, about k of them, and what is not
 // below the floor is ranked. Cells merge in one order whatever the grid, so all variants give the
 // same bits:
 //
@@ -44,6 +44,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/cluster_blocks.h"
+#include "kernels/cuda/rows/waves.h"
 #include "kernels/cuda/sampling/topk_block.cuh"
 #include "kernels/cuda/sampling/topk_short.cuh"
 #include "kernels/cuda/sampling/topk_warp.cuh"
@@ -75,12 +76,16 @@ cudaError_t LaunchShortRow(const TopKParams& p, const Scratch& scratch, cudaStre
 
 template <class Block>
 cudaError_t LaunchBlockRow(const TopKParams& p, const Scratch& scratch, cudaStream_t stream) {
+  const int64_t blocks = p.args.logits.rows * p.splits;
+  const int shared_bytes = SharedBytes<Block>(p.cells, (p.cells + p.splits - 1) / p.splits);
   return LaunchKernel(
       &BlockRowKernel<Block>,
-      {.grid = GridFor(p.args.logits.rows * p.splits),
+      {.grid = GridFor(blocks),
        .threads = Block::kThreads,
        .cluster = Block::kCluster ? p.splits : 1,
-       .shared_bytes = SharedBytes<Block>(p.cells, (p.cells + p.splits - 1) / p.splits),
+       .shared_bytes = Block::kCluster
+                           ? shared_bytes
+                           : SharedBytesForWaves(blocks, Block::kResident, shared_bytes, scratch),
        .most_shared_bytes = scratch.block_shared_bytes,
        .early = Block::kCluster},
       stream, p);

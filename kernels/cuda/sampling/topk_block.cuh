@@ -169,8 +169,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   } else if (p.splits > 1) {
     row_cells = p.cell_stats + static_cast<int64_t>(row_index) * p.cells;
   }
-  const float lane_best =
-      stream.Run({log2e_over_temperature, row_cells}, select ? sketch : nullptr);
+  const float lane_best = stream.Run({log2e_over_temperature, row_cells}, sketch);
   __syncthreads();  // from here on the ring's memory is the pool's
 
   const auto gather = [&] { return GatherRow<Block>(row, part, sketch, lane_best, ask.k, shared); };
