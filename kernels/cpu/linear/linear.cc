@@ -15,7 +15,7 @@
 // Cost: the product, 2 rows hidden vocab operations, which is the floor. topk and sample read the
 // weights once for every 64 rows (16 at the largest vocabulary), and write and read 4 bytes a logit.
 // The loss reads them from memory once for every 256 rows, and from a cache for every 64 (128 rows of
-// 1024 columns or fewer).
+// 512 columns or fewer).
 //
 // Limited by: the product from some 16 rows on, by the read of the weights below.
 //
@@ -137,7 +137,7 @@ LossItems ItemsOf(int64_t rows, int64_t hidden, const VocabShard& shard, bool an
   constexpr int64_t kLeastRows = 16;
   // More rows share a widened weight, as long as they and their logits stay in the second cache.
   constexpr int64_t kMostGroupRows = 128;
-  constexpr int64_t kMostGroup = int64_t{1} << 17;
+  constexpr int64_t kMostGroup = int64_t{1} << 16;
   constexpr int64_t kMostStretches = 64;
   const int64_t most = std::clamp<int64_t>(shard.cells(), 1, kMostStretches);
   // Smaller groups where there is too little else to share out.
