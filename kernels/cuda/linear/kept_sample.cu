@@ -56,7 +56,8 @@ __device__ inline Drawn DrawKept(const SampleRow& ask, int vocab, float peak, in
 // A block for each row.
 __global__ void __launch_bounds__(kThreads)
     KeptMergeKernel(const __grid_constant__ KeptMergeParams p) {
-  __shared__ DrawShared s;
+  __shared__ __align__(alignof(DrawShared)) unsigned char memory[sizeof(DrawShared)];
+  DrawShared& s = *reinterpret_cast<DrawShared*>(memory);
   const int64_t r = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const int thread = static_cast<int>(threadIdx.x);
