@@ -73,7 +73,8 @@ struct LinearCrossEntropyBackwardArgs {
 
 // linear_cross_entropy, then its backward with the logsumexp just written, in one call that may
 // make the logits once for both. Answers, statuses and accuracy are those of the two ops, except
-// that G may have two roundings to the weight's dtype: of probabilities, and of its other factors.
+// that G may have two roundings to the weight's dtype: of probabilities, and of its other factors. A
+// hidden state's elements below 2^-66, or of 2^97 and more, may lose digits or overflow in d_weight.
 //
 // Rows want no rank, entropy, top tokens or extra ids. No output overlaps another or an input, as
 // d_weight may serve as scratch before it holds gradients. Among calls with the same head and

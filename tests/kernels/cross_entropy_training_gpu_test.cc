@@ -53,7 +53,7 @@ struct ManyRows {
 constexpr ManyRows kManyRows[] = {
     {DType::kBF16, 9000, 1003}, {DType::kF32, 8000, 900},   {DType::kF16, 2500, 7001},
     {DType::kBF16, 900, 25003}, {DType::kBF16, 500, 50257}, {DType::kF32, 450, 25003},
-    {DType::kBF16, 2200, 2040}, {DType::kF32, 1700, 1025},  {DType::kF16, 6000, 5001},
+    {DType::kBF16, 2200, 2040}, {DType::kF32, 1700, 1025},  {DType::kF16, 6000, 4001},
     {DType::kF16, 220, 131073}, {DType::kF32, 90, 130001},  {DType::kBF16, 70, 300001},
 };
 

@@ -319,7 +319,9 @@ inline std::vector<LinearCase> LinearInvarianceCases() {
           {DType::kBF16, 257, 1, 8, true, false, 0, 0, 4},
           {DType::kF32, 9, 50257, 8, false, false, 5, 2, 5},
           {DType::kBF16, 3, 50257, 100, false, false, 0, 0, 6},
-          {DType::kBF16, 440, 3000, 72, false, false, 0, 0, 7}};
+          {DType::kBF16, 440, 3000, 72, false, false, 0, 0, 7},
+          {DType::kF16, 128, 5003, 200, false, false, 0, 0, 8},
+          {DType::kBF16, 17, 65, 72, true, false, 0, 0, 9}};
 }
 
 // The bits of one row's answers from every op, among other rows, some with NaN and infinities.

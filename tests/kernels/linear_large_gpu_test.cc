@@ -589,7 +589,7 @@ TEST_F(LinearLargeGpuTest, LossesOfARowDependOnlyOnTheRow) {
 
 TEST_F(LinearLargeGpuTest, TopsOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({64, 150, 200, 300}, vocab,
+    ExpectOwnBits({8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 150, 200, 300}, vocab,
                   [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
   }
 }

@@ -1,11 +1,12 @@
 // The merge of linear_sample on shards where every row needs only a few of its first tokens
-// (kernels/kept_tokens.h): a block of threads merges a row's cells and lists, and draws from the list.
+// (kernels/kept_tokens.h): a block merges a row's cells and lists, and draws from the list.
 //
 // Cells, filter, draw and report are sample's, by its functions and in its order, so the answers have
 // its bits.
 //
-// Cost: reads about 8 bytes for each row and cell, and 8 for each row, shard and token of a list. What
-// shards exchange is a few KiB a row, where logits are 4 bytes a token. Measured on two H100s by NCCL
+// Cost: reads about 8 bytes for each row and cell, and 8 for each row, shard and token of a list.
+// What shards exchange is a few KiB a row, where logits are 4 bytes a token. Limited by latencies:
+// the merge of lists and the draw, as at the end of sample. Measured on two H100s by NCCL
 // (bench/results/h100/shards.json, machine d): 64 rows of 4096 x 128256 293 us, with logits 410.
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
@@ -21,6 +22,7 @@ namespace logitd::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+static_assert(kMaxTopLogprobs <= kListed, "the kept tokens are a list of sample's");
 
 struct KeptMergeParams {
   Shards shards;

@@ -100,7 +100,7 @@ cudaError_t ToCuda(cublasStatus_t status) {
 
 constexpr uint32_t kAlignment = 16;
 constexpr int kCandidates = 16;
-constexpr size_t kMaxPlans = 64;  // of a stream; beyond it, all are chosen again
+constexpr size_t kMaxPlans = 256;  // of a stream; beyond it, all are chosen again
 
 bool SameLayout(const TensorView& a, const TensorView& b) {
   return a.dtype == b.dtype && a.rows == b.rows && a.cols == b.cols && a.row_stride == b.row_stride;

@@ -39,13 +39,12 @@
 // sums are there), hidden states (32), the library's workspace (18 to 32), maxima (8; except on
 // Hopper 16 of logits). Limited by: the tensor cores, at the clock that the power limit allows
 // (bench/results/h100/products_power.json).
-// Measured on an H100 (the same file), within 290 MiB: 4096 x 4096 x 128256 18.6 ms, 98% of three
-// bare products of that file; 2048 x 5120 x 151936 14.2 ms, 94%. On an H200, before E had one factor
-// for a row: 20.0 ms, 94%.
-// Tried and dropped: pass 1 by cuBLASLt and a kernel on its logits (20.8 ms on an H200). G in place of
-// every E, by a kernel before product 2 (4% slower on an H100; 7% where product 2 takes 1024 rows at a
-// time). Product 2 by the algorithm for 4096 rows (the same), chunks of 8192 tokens (1% slower),
-// cuBLASLt's second choices (the same within 1%).
+// Measured on an H100 (the same file, run 3), within 290 MiB: 4096 x 4096 x 128256 18.4 ms, 97% of
+// three bare products of the run; 2048 x 5120 x 151936 14.1 ms, 94%.
+// Tried and dropped: pass 1 by cuBLASLt and a kernel on its logits (4% slower on an H200). G in place
+// of every E, by a kernel before product 2 (3% slower on an H100; 8% where product 2 takes 1024 rows
+// at a time). Product 2 by the algorithm for 4096 rows (the same), chunks of 8192 tokens (1%
+// slower), cuBLASLt's second choices (the same within 1%).
 #include <algorithm>
 #include <limits>
 
@@ -309,11 +308,11 @@ __device__ inline float Finite(float x) {
 }
 
 // The factor of a row's G, if one is enough for all its tiles, and moderate, so that it can be a
-// factor of the hidden state in bf16; else 0.
+// factor of the hidden state in bf16 (elements of 2^-66 to 2^97 keep their digits); else 0.
 __device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& gradient,
                                     float log2e_over_temperature) {
-  constexpr float kLeast = 0x1p-90f;
-  constexpr float kMost = 0x1p60f;
+  constexpr float kLeast = 0x1p-60f;
+  constexpr float kMost = 0x1p30f;
   if (!IsModerateTile(outcome.max, log2e_over_temperature) || gradient.flat != 0.0f ||
       gradient.more != 1.0f) {
     return 0.0f;
@@ -709,16 +708,17 @@ class Training {
   CrossEntropyArgs forward_;
   const Place place_;
   const Cut cut_;
-  const int64_t padded_;  // rows, in whole blocks
+  const int64_t padded_;  // rows, in whole blocks or, where all are taken at once, in groups
   const Scratch device_;  // only what it says of the device is used
   Steps steps_;
   RowState* const rows_;        // [padded]
   float* const target_logits_;  // [padded]
-  float* const maxima_;         // [padded, tiles]; after ConcludeKernel the factors of G
-  std::byte* const sums_;       // [padded, part_tiles] of TilePart, then d_hidden as f32
-  Bf16* const states_;          // [padded, hidden_stride]
-  Bf16* const first_e_;         // [padded, chunk]
-  float* const logits_;         // [block, part]
+  float* const
+      maxima_;  // [padded, tiles]; later the factors of G, of rows that have no factor for all tiles
+  std::byte* const sums_;  // [padded, part_tiles] of TilePart, then d_hidden as f32
+  Bf16* const states_;     // [padded, hidden_stride]
+  Bf16* const first_e_;    // [padded, chunk]
+  float* const logits_;    // [block, part]
 };
 
 int64_t RoomFor(const Products& products, const Scratch& scratch) {

@@ -32,7 +32,7 @@
 // spills); 4 warps with twice the cells each (0 to 7%; f32 1 to 3% faster); Gradient::At for all rows
 // (8 to 14%). All loops in one function, and a barrier of the cluster to exchange sums (together 8%
 // at 32000 tokens, 13% at 128256): spills find no room in L1 beside the rows, and the barrier waits
-// for the gradients' writes. More warps for rows of 5 and 16 cells (3 and 23%, 7% slower).
+// for the gradients' writes. More warps for rows of 5 and 16 cells (3 to 23% slower).
 //
 // racecheck takes the merge of a cluster's row for a race with the writing of the row before: it does
 // not follow the inbox. A warp sends its cells after it has written, and the merge waits for all.

@@ -112,13 +112,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<T>)
   if (warp >= p.warps) return;
   const int64_t end = (warp + 1) * loss.logits.rows / p.warps;
   int64_t first = warp * loss.logits.rows / p.warps;
-  // The places of the ring that no row gets take their turns too.
-  const auto pass_rest = [&] {
-    for (int s = p.at_once * p.cells; s < kStages; ++s) CommitAsync();
-  };
   const auto row_or_null = [&](int64_t r) { return r < end ? RowOf<T>(p.args, r) : nullptr; };
   for (int k = 0; k < p.at_once; ++k) CellsOf<T>(p, k).Fill(row_or_null(first + k));
-  pass_rest();
 #pragma unroll 1
   for (; first < end; first += p.at_once) {
     const int rows = static_cast<int>(min(end - first, int64_t{p.at_once}));
@@ -166,7 +161,6 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<T>)
       VisitWriting(WritingOf((active >> k & 1) != 0, memory.gradients[k]),
                    [&](auto writing) { WriteCells<T, writing>(p, r, row_or_null(next + k), k); });
     }
-    pass_rest();
   }
   WaitAsync<0>();
 }
@@ -183,7 +177,7 @@ cudaError_t ShortTraining(const CrossEntropyTrainingArgs& args, const Scratch& d
     const int64_t at_once = int64_t{device.multiprocessors} * kWarps * kResident<T>;
     const Params p{.args = args,
                    .cells = cells,
-                   .at_once = kStages / cells,
+                   .at_once = kStages / cells,  // whole: cells are 1 or 2
                    .warps = static_cast<int32_t>(std::min(logits.rows, at_once))};
     return LaunchKernel(&ShortTrainingKernel<T>,
                         {.grid = GridFor(p.warps, kWarps),

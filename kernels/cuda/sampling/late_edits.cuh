@@ -5,8 +5,8 @@
 // enough allowed logits reach is lowered until enough logits reach it after their penalties too;
 // only the tokens of the few groups that reach the floor are looked at, and only they are counted
 // in the history. The blocks of a cluster look by one floor of the whole row; where too few logits
-// reach it after their penalties, each looks for the first of its part. Where the mask allows a fair share, the same look finds the top tokens of the row
-// as sent, and the rank of the token drawn.
+// reach it after their penalties, each looks for the first of its part. Where the mask allows a fair
+// share, the same look finds the top tokens of the row as sent, and the rank of the token drawn.
 //
 // Where that does not end (rows of many equal logits, or nearly all candidates in the history), the
 // block writes the edited logits of its part to scratch (WriteEdited), and goes on as for other

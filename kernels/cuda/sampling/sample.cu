@@ -23,36 +23,37 @@
 // nothing for them.
 //
 // Cost: reads rows * vocab * sizeof(T) once. A row whose edits are not applied late is also written
-// once, in f32. A flat
-// top_p reads a row twice more (up to ten times, where the last logit is one of very many that are
-// nearly equal), in a cluster each block its part, and a rank beyond the list reads the groups that reach it. verify with draft
-// probabilities reads a row once more, and twice more where the draft is refused.
+// once, in f32. A flat top_p reads a row twice more (up to ten times, where the last logit is one of
+// very many that are nearly equal), in a cluster each block its part, and a rank beyond the list
+// reads the groups that reach it. verify with draft probabilities reads a row once more, and twice
+// more where the draft is refused.
 // Limited by: as softmax_topk, the chain of latencies that ends a row; edits on the way and a flat
 // top_p by arithmetic. Where edits are applied late, the read of the row takes as long as without
-// edits. What follows it, in cycles of 512 rows (64 rows), of one cold launch: floor and second look
-// 23000 (21000), mask 7000 (3000), history 19000 (10000), lists 23000 (24000), draw 19000 (20000).
+// edits; then stages follow that run once (floor, second look, mask, history, lists, draw), most of
+// whose time is waits for instructions.
 // Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 83 us, 72% of one read, with
 // top_k 64, top_p 0.9 and 20 log-probabilities; unfiltered 85, or 144 with the rank; 473 for a flat
 // top_p. 64 rows 25 us, one row 17 us. Edits (bench/results/h200/sample_edits.json), where 512 rows
 // without take 85 us: 134 with 4096 tokens of history and a mask (255 before edits were applied
 // late), 117 with a mask only (191), 103 with 500 tokens of history (189); unfiltered with 4096
 // tokens of history, where sums need the edits, 230. 64 rows 63 us (80), one row 43 us (46).
-// On an H100 (bench/results/h100/groups_and_late_edits.json), before groups of the sketch were
-// consecutive logits and all blocks of a cluster looked again: with history and mask 512 rows 155
-// us (165), 64 rows 68 (72), one row 38 (45); 512 rows of a flat top_p without the rank 391
-// (442), 64 rows 108 (137).
+// On an H100 (bench/results/h100/groups_and_late_edits.json; in brackets with groups of the sketch
+// that are not consecutive logits, and one block of a cluster that looks again): with history and
+// mask 512 rows 155 us (165), 64 rows 68 (72), one row 38 (45); 512 rows of a flat top_p without the
+// rank 391 (442), 64 rows 108 (137).
 // On an H100 (bench/results/h100/rows_and_draws.json): unfiltered rows without rank and top
 // log-probabilities, which are not listed and whose token is found in a cell's registers: 512 rows
 // 87% of one read, 64 rows 24 us, one row 13. 16 to 32 rows with 20 log-probabilities 22 to 25 us.
 // Tried and dropped: a history counted in device memory (partial sectors: 385 us for that step
 // only); a copy of the row, edited, read afterwards (928 us); 64-bit sums in shared memory for a
 // flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us); candidates put
-// into the table by the lanes that find them (edited rows 249 us for 141); a launch that overlaps
-// with the kernel that makes patches (64 edited rows 57 us, but rows edited on the way 302); a
+// into the table by the lanes that find them (edited rows 249 us for 141); where rows have no
+// cluster, a launch that overlaps with the kernel that makes patches (rows edited on the way 302); a
 // sample of the row for the first look of a flat top_p (452 us), the next cell requested early in
-// later looks (471 us); on an H100, counts in place of masses in the first look (512 rows 383 us for
-// 391, but bf16, whose logits are not spread evenly in a bin, 847 for 686); three blocks a
-// multiprocessor, so that 777 rows are nearly two waves (50257 tokens 79 us for 73).
+// later looks (471 us); on an H100, counts in place of masses in the first look (512 rows 383 us
+// for 391, but bf16, whose logits are not spread evenly in a bin, 847 for 686); three blocks a
+// multiprocessor, so that 777 rows are nearly two waves (50257 tokens 79 us for 73); no sketch where
+// no list is wanted, and a read loop of its own for one temperature (64 rows 9% slower).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"

@@ -25,7 +25,9 @@
 // rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16. Since blocks without a cluster
 // have no room for its messages (bench/results/h100/kernels.json): 777 x 151936 bf16 k 50, 80% (62%).
 // Since a group is consecutive logits, and a second look reads one place for it and not two to four
-// (bench/results/h100/groups_and_late_edits.json): 512 x 131072 f32 k 64 89% (85%), k 1024 64% (58%).
+// (bench/results/h100/groups_and_late_edits.json): 512 x 131072 f32 k 64 89% (85%), k 1024 64%
+// (58%). Where the last of a few waves is fuller with fewer blocks at once (rows/waves.h;
+// bench/results/h100/kernels.json): 1024 x 151936 bf16 k 50 80% (69%), 700 x 131072 f32 k 64 88%.
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is

@@ -17,11 +17,15 @@
 // 0.5 to 1 us, because they leave L2 while weights come. Measured on an H100
 // (bench/results/h100/few_rows.json), bf16, 128256 x 4096, where a plain read of the weights takes
 // 340 us: 1, 8, 32, 64, 128 rows 347, 351, 364, 373, 403 us; cuBLASLt, which writes half as much,
-// 371 to 376, 374, 382, 390, 394; product.cuh, which this replaces, 380, 387, 399, 415, 427.
+// 371 to 376, 374, 382, 390, 394; product.cuh, which losses and more rows use, 380, 387, 399, 415,
+// 427.
 // Tried (the same file): 512 tokens by 128 bytes at a time, as product.cuh does, 371 us for one row;
 // 256 bytes 347 to 350; copies of 16 tokens 346 to 364, of 8 tokens 395 to 530, which the copy
 // engine cannot ask for fast enough; 64 KB in flight 372 us, 128 KB 349. L2 hints for the weights
-// and the size that L2 fetches change nothing. 64 rows with all stores left out: 347 us.
+// and the size that L2 fetches change nothing; logits that L2 is to keep, 8 rows 343 us for 351, 64
+// rows the same. 64 rows with all stores left out: 347 us. 129 to 320 rows in the same way: 200 rows
+// of 151936 x 5120 650 us for 718 as a first sketch, but slower than product.cuh once it served all
+// counts.
 #include "kernels/cuda/linear/hopper/few_rows.h"
 
 #include <algorithm>
@@ -82,8 +86,8 @@ struct FewTokens {
     int first;
     int last;  // not in it
   };
-  // The block's part of a tile. Tiles differ by a unit at most; the last may lie after the
-  // vocabulary's end.
+  // The block's part of a tile. Tiles differ by a unit at most; the last may end after the
+  // vocabulary's.
   __device__ Range Tile(int tile) const {
     const int from = units * tile / tiles;
     const int count = units * (tile + 1) / tiles - from;

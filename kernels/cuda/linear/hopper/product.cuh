@@ -27,8 +27,9 @@
 // 128 rows); blocks that each load all states (the same at 64 rows, 10 us more at 128, 25 more at
 // one: absent rows cost more than present ones); stages of 128 elements of 128 tokens (12 us more
 // at 128 rows). Many rows: groups of 4 to 16 MB of states in place of 24, and L2 hints for either
-// operand, change less than the noise between runs (on an H100 12 and 16 MB take up to 1.3% more). So do clusters that wait for each other, so as
-// to share what L2 holds: 4096 rows of 4096 x 128256 read 4.2 GB in place of 6.5, in the same time.
+// operand, change less than the noise between runs (on an H100 12 and 16 MB take up to 1.3%
+// more). So do clusters that wait for each other, so as to share what L2 holds: 4096 rows of 4096 x
+// 128256 read 4.2 GB in place of 6.5, in the same time.
 // Weights asked into L2 4 to 32 steps before they are loaded: 200 to 300 rows take 5 to 18% more.
 // The last 64 of more rows as units of 64: 129 rows took twice as long as 256, 300 a third more than
 // now.
