@@ -69,7 +69,8 @@ class StreamCall final : public grpc::ServerGenericBidiReactor {
     StartWrite(&answer_);
   }
   void OnWriteDone(bool ok) override {
-    if (ok) StartRead(&message_);
+    if (!ok) return Finish(grpc::Status::OK);
+    StartRead(&message_);
   }
   void OnDone() override { delete this; }
 
