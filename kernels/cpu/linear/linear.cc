@@ -137,11 +137,11 @@ LossItems ItemsOf(int64_t rows, int64_t hidden, const VocabShard& shard, bool an
   constexpr int64_t kLeastRows = 16;
   // More rows share a widened weight, as long as they and their logits stay in the second cache.
   constexpr int64_t kMostGroupRows = 128;
-  constexpr int64_t kMostGroup = int64_t{1} << 16;
+  constexpr int64_t kMostGroupHidden = 512;
   constexpr int64_t kMostStretches = 64;
   const int64_t most = std::clamp<int64_t>(shard.cells(), 1, kMostStretches);
   // Smaller groups where there is too little else to share out.
-  int64_t most_rows = std::clamp(kMostGroup / hidden, kMostRows, kMostGroupRows);
+  int64_t most_rows = hidden <= kMostGroupHidden ? kMostGroupRows : kMostRows;
   while (most_rows > kLeastRows && (rows + most_rows - 1) / most_rows * most < 4 * threads) {
     most_rows /= 2;
   }
