@@ -160,7 +160,7 @@ class Load {
   // Why a call is refused. Its text and its status are made only where they are wanted.
   struct Refused {
     // The texts differ in what `allowed` is: the time until the deadline, the time in a short line, or
-    // a number of calls, of which `got` are outstanding.
+    // a number of calls. kUnknown: `got` calls are not over, `allowed` may be.
     enum class Why { kLate, kLongLine, kUnknown };
     Why why = Why::kLate;
     Refusal reason = {};
