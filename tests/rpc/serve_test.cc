@@ -247,7 +247,8 @@ TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
                                   "on the device for [5-9]\\.[0-9]+s")));
 }
 
-// Calls of a ring one after another: they run on its thread. Call 40 hangs.
+// Calls of a ring one after another, until one runs on the ring's thread: not on an engine thread, of
+// which there is one, and which runs the first call. That call hangs.
 void ServeALoneCallThatHangs(const std::string& directory) {
   alarm(60);
   Config config = SmallConfig(directory);
@@ -255,8 +256,9 @@ void ServeALoneCallThatHangs(const std::string& directory) {
   config.arena_listen = "unix:" + directory + "/arena";
   config.max_arena_bytes = 1 << 20;
   config.max_leases = 1;
+  config.streams = 1;
   SetUpLogging("info", "text");
-  std::atomic<int> runs = 0;
+  std::atomic<pid_t> engine_thread = 0;
   const int code = Serve(config, [&] {
     std::thread([directory] {
       Connected(directory);
@@ -266,7 +268,11 @@ void ServeALoneCallThatHangs(const std::string& directory) {
       }
       pause();  // the main thread ends the process
     }).detach();
-    return Doomed(FaultPoint::kWait, [&runs] { return ++runs == 40 ? Hang() : absl::OkStatus(); });
+    return Doomed(FaultPoint::kWait, [&engine_thread] {
+      pid_t first = 0;
+      engine_thread.compare_exchange_strong(first, gettid());
+      return first != 0 && first != gettid() ? Hang() : absl::OkStatus();
+    });
   });
   std::_Exit(code + 100);  // Serve must not return
 }
