@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace logitd::door {
@@ -86,20 +87,39 @@ TEST(EditTest, IsThatOfAStringForRandomEditsAndParts) {
     for (size_t i = random() % 40; i > 0; --i) {
       text.push_back(static_cast<char>('a' + random() % 26));
     }
+    const std::string after(random() % 2 == 0 ? 2000 : 0, 'a');  // enough that a frame saves work
     std::vector<Frames::Edit> edits;
     std::string expected;
+    std::vector<std::pair<size_t, size_t>> anything;  // where the payloads of frames are
     size_t at = 0;
     while (at < text.size() && random() % 5 != 0) {
       const size_t begin = at + random() % (text.size() - at + 1);
-      const size_t end = begin + random() % (text.size() - begin + 1) / 2;
+      const size_t end = begin + random() % (text.size() - begin + 1) / (1 + random() % 2);
       const std::string put(random() % 3 == 0 ? end - begin : random() % 6, 'X');
-      expected += text.substr(at, begin - at) + put;
+      expected += text.substr(at, begin - at);
       edits.push_back({begin, end, put});
+      const bool apart = begin > at || edits.size() == 1;
+      if (apart && random() % 2 == 0) edits.back().frame = random() % (put.size() + 1);
+      const bool fits = end - begin >= put.size() + Frames::kHeadBytes;
+      const bool in_place = expected.size() == begin;
+      if (edits.back().frame != Frames::Edit::kNoFrame && fits && in_place && !after.empty()) {
+        const size_t payload = end - begin - put.size() - Frames::kHeadBytes;
+        const std::string head = {0, 0, static_cast<char>(payload), '\xe7', 0, 0, 0, 0, 0};
+        expected += put.substr(0, edits.back().frame) + head;
+        anything.emplace_back(expected.size(), payload);
+        expected += std::string(payload, '?') + put.substr(edits.back().frame);
+      } else {
+        expected += put;
+      }
       at = end;
     }
-    expected += text.substr(at);
-    std::string got = Parts(text, {random() % 9, random() % 9, random() % 9}).Apply(edits);
+    expected += text.substr(at) + after;
+    std::string got = Parts(text + after, {random() % 9, random() % 9, random() % 9}).Apply(edits);
     got.erase(got.find('|'), 1);
+    for (const auto& [begin, bytes] : anything) {
+      ASSERT_LE(begin + bytes, got.size());
+      got.replace(begin, bytes, bytes, '?');
+    }
     ASSERT_EQ(got, expected);
   }
 }

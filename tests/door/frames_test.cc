@@ -428,6 +428,16 @@ TEST_F(WindowsTest, TheUsualWindowComesBackWhenNoStreamIsOpen) {
   EXPECT_EQ(WindowOf(5), kUsual);
 }
 
+TEST_F(WindowsTest, AFrameThatGrpcSkipsTakesThePlaceOfARefusedList) {
+  const std::string list = Open(3);
+  const std::string message = Frame(kData, 0, 3, std::string(2000, 'm'));
+  const std::string got = Receive(list + message);
+  ASSERT_EQ(got.size(), list.size() + message.size()) << "nothing is moved";
+  const char payload = static_cast<char>(list.size() - Frames::kHeadBytes);
+  EXPECT_EQ(got.substr(0, Frames::kHeadBytes), std::string({0, 0, payload, '\xe7', 0, 0, 0, 0, 0}));
+  EXPECT_EQ(got.substr(list.size()), message);
+}
+
 TEST_F(WindowsTest, GrpcSeesTheAcknowledgementsOfItsOwnSettingsOnly) {
   const std::string ack = Frame(kSettings, kAck, 0, "");
   Offer(Frame(kSettings, 0, 0, ""));
