@@ -48,21 +48,30 @@ absl::Status NoRoom(const char* what) {
 
 }  // namespace
 
+WakeEvent::~WakeEvent() { close(fd_); }
+
+void WakeEvent::Raise() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof(one));
+}
+
+void WakeEvent::Lower() const {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof(count));
+}
+
 Ring::Ring(Rings* rings, std::shared_ptr<WakeList> wakes, std::shared_ptr<const Arena> arena,
-           const RingAsk& shape, int socket, int wake_fd, ucred user)
+           const RingAsk& shape, int socket, std::shared_ptr<const WakeEvent> wake, ucred user)
     : rings_(rings),
       wakes_(std::move(wakes)),
       id_(NextId()),
       user_(user),
       max_message_bytes_(shape.answer_bytes - sizeof(RingCompletion)),
       socket_(socket),
-      wake_fd_(wake_fd),
+      wake_(std::move(wake)),
       pages_(std::move(arena), shape) {}
 
-Ring::~Ring() {
-  close(socket_);
-  close(wake_fd_);
-}
+Ring::~Ring() { close(socket_); }
 
 void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep) {
   std::shared_ptr<RingWork> work;  // dropped after the lock
@@ -76,17 +85,12 @@ void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void
     postings_.push_back({std::move(reply), std::move(keep)});
   }
   replies_.fetch_add(1);
-  if (asleep_) wakes_->Wake(shared_from_this());
-}
-
-void Ring::Wake() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
+  if (asleep_) wakes_->Wake(wake_);
 }
 
 void Ring::Stop() {
   stop_ = true;
-  Wake();
+  wake_->Raise();
   std::vector<std::shared_ptr<RingWork>> works;
   {
     absl::MutexLock lock(&mutex_);
@@ -175,12 +179,9 @@ absl::Status Ring::Sleep() {
   }
   if (!stop_ && replies_ == 0 && (full || !pages_.Ready())) {
     std::array<pollfd, 2> fds = {pollfd{.fd = socket_, .events = POLLIN},
-                                 pollfd{.fd = wake_fd_, .events = POLLIN}};
+                                 pollfd{.fd = wake_->fd(), .events = POLLIN}};
     poll(fds.data(), fds.size(), -1);
-    if ((fds[1].revents & POLLIN) != 0) {
-      uint64_t count = 0;
-      [[maybe_unused]] const ssize_t got = read(wake_fd_, &count, sizeof(count));
-    }
+    if ((fds[1].revents & POLLIN) != 0) wake_->Lower();
   }
   asleep_ = false;
   return pages_.SetAsleep(false);
@@ -245,19 +246,19 @@ void Ring::Run() {
   }
 }
 
-void WakeList::Wake(std::shared_ptr<Ring> ring) {
+void WakeList::Wake(std::shared_ptr<const WakeEvent> ring) {
   if (open_ > few_) {
     absl::MutexLock lock(&mutex_);
     if (!ended_) return rings_.push_back(std::move(ring));
   }
-  ring->Wake();
+  ring->Raise();
 }
 
 void WakeList::Run() {
   const auto some = [this]()
                         ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return ended_ || !rings_.empty(); };
   while (true) {
-    std::shared_ptr<Ring> ring;
+    std::shared_ptr<const WakeEvent> ring;
     {
       absl::MutexLock lock(&mutex_);
       mutex_.Await(absl::Condition(&some));
@@ -265,7 +266,7 @@ void WakeList::Run() {
       ring = std::move(rings_.front());
       rings_.pop_front();
     }
-    ring->Wake();
+    ring->Raise();
   }
 }
 
@@ -278,9 +279,14 @@ Rings::Rings(ServeRing serve, int cores)
     : serve_(std::move(serve)),
       max_spinning_(std::max(1, cores / 4)),
       wakes_(std::make_shared<WakeList>(max_spinning_)) {
-  for (int i = 0; i < std::max(1, cores / kCoresPerWaker); ++i) {
-    wakers_.emplace_back([this] { wakes_->Run(); });
+  try {
+    for (int i = 0; i < std::max(1, cores / kCoresPerWaker); ++i) {
+      wakers_.emplace_back([this] { wakes_->Run(); });
+    }
+  } catch (const std::system_error&) {
+    // The system gives no more threads. Those that are there are enough, and none is needed.
   }
+  if (wakers_.empty()) wakes_->End();
 }
 
 Rings::~Rings() {
@@ -314,7 +320,8 @@ absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> a
     close(own);
     return status;
   }
-  auto ring = std::make_shared<Ring>(this, wakes_, std::move(arena), shape, own, wake_fd, user);
+  auto ring = std::make_shared<Ring>(this, wakes_, std::move(arena), shape, own,
+                                     std::make_shared<const WakeEvent>(wake_fd), user);
   absl::MutexLock lock(&mutex_);
   rings_.insert(ring.get());
   wakes_->Count(1);

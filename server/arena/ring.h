@@ -36,24 +36,42 @@ class RingWork {
   virtual void Drop() = 0;
 };
 
-// Rings whose threads are to be woken, for threads that do nothing else. Thread-safe.
+// The eventfd on which a ring's thread sleeps. Thread-safe.
+class WakeEvent {
+ public:
+  explicit WakeEvent(int fd) : fd_(fd) {}  // closes it
+  ~WakeEvent();
+  WakeEvent(const WakeEvent&) = delete;
+  WakeEvent& operator=(const WakeEvent&) = delete;
+
+  int fd() const { return fd_; }
+  void Raise() const;
+  void Lower() const;
+
+ private:
+  const int fd_;
+};
+
+// Rings whose threads are to be woken, for threads that do nothing else. It owns only their events:
+// the last owner of a ring may have to unpin its memory. Thread-safe.
 class WakeList {
  public:
   // Up to `few` rings are woken by their callers.
   explicit WakeList(int few) : few_(few) {}
 
   void Count(int rings) { open_ += rings; }
-  // Wakes the ring's thread, now or soon.
-  void Wake(std::shared_ptr<Ring> ring);
+  // Wakes the thread of a ring, now or soon.
+  void Wake(std::shared_ptr<const WakeEvent> ring);
   // Wakes threads until End.
   void Run();
+  // From now on all rings are woken by their callers.
   void End();
 
  private:
   const int few_;
   std::atomic<int> open_ = 0;
   absl::Mutex mutex_;
-  std::deque<std::shared_ptr<Ring>> rings_ ABSL_GUARDED_BY(mutex_);
+  std::deque<std::shared_ptr<const WakeEvent>> rings_ ABSL_GUARDED_BY(mutex_);
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
@@ -63,7 +81,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
  public:
   // Use Rings::Open.
   Ring(Rings* rings, std::shared_ptr<WakeList> wakes, std::shared_ptr<const Arena> arena,
-       const RingAsk& shape, int socket, int wake_fd, ucred user);
+       const RingAsk& shape, int socket, std::shared_ptr<const WakeEvent> wake, ucred user);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -80,9 +98,6 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
   // Posts the replies that wait. Only within ServeRing, on the ring's thread.
   void PostNow();
-
-  // Its thread looks for replies.
-  void Wake() const;
 
   // The ring ends soon: drops its work. Any thread, any number of times.
   void Stop();
@@ -109,7 +124,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
   const ucred user_;
   const size_t max_message_bytes_;
   const int socket_;  // a copy of the lease's connection
-  const int wake_fd_;
+  const std::shared_ptr<const WakeEvent> wake_;
   std::atomic<bool> stop_ = false;
   std::atomic<bool> asleep_ = false;
   std::atomic<int64_t> replies_ = 0;  // that wait for the thread
@@ -141,8 +156,9 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 // call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same time: one for
 // every four cores, or one.
 //
-// To wake a thread takes 2 to 15 us. Where more rings are open than may look, the threads of the engine,
-// which complete a batch's calls one after another, leave that to threads of this object.
+// To wake a thread takes 2 to 15 us. Where more rings are open than may look, the threads of the
+// engine, which complete a batch's calls one after another, leave that to threads of this object. It
+// goes on with fewer, or none, where the system gives no more threads.
 class Rings {
  public:
   // `cores`: that the process may use.
