@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -11,8 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 
@@ -92,8 +95,8 @@ absl::Status ToStatus(Result result, std::string_view what) {
   return absl::UnavailableError(absl::StrFormat("NCCL: %s: %s", what, why));
 }
 
-// The making of communicators, by a thread of its own. The caller has them where it claims nothing
-// before that thread does.
+// The making of communicators, by a thread of its own. Whoever claims first decides: the thread,
+// then the caller takes the communicators; the caller after `limit`, then the thread aborts them.
 struct Joining {
   std::vector<int> devices;
   std::vector<Communicator> communicators;
@@ -104,7 +107,7 @@ struct Joining {
   explicit Joining(absl::Span<const int> numbers)
       : devices(numbers.begin(), numbers.end()), communicators(numbers.size()) {}
 
-  // Whether nobody has before: the thread once it has ended, or the caller that gives up.
+  // Whether nobody has before.
   bool Claim() { return !claimed.exchange(true); }
 
   void Join() {
@@ -118,6 +121,31 @@ struct Joining {
   }
 };
 
+// Joinings that their callers gave up. Thread-safe.
+class GivenUp {
+ public:
+  void Add(std::shared_ptr<const Joining> joining) {
+    absl::MutexLock lock(&mutex_);
+    joinings_.push_back(std::move(joining));
+  }
+  // Whether one of these devices has not ended.
+  bool StillRuns(absl::Span<const int> devices) {
+    absl::MutexLock lock(&mutex_);
+    std::erase_if(joinings_, [](const auto& joining) { return joining->ended.HasBeenNotified(); });
+    return std::any_of(joinings_.begin(), joinings_.end(),
+                       [&](const auto& joining) { return joining->devices == devices; });
+  }
+
+ private:
+  absl::Mutex mutex_;
+  std::vector<std::shared_ptr<const Joining>> joinings_ ABSL_GUARDED_BY(mutex_);
+};
+
+GivenUp& TheGivenUp() {
+  static GivenUp* const given_up = new GivenUp;
+  return *given_up;
+}
+
 }  // namespace
 
 absl::Status NcclGather::Check() {
@@ -129,11 +157,15 @@ absl::Status NcclGather::Check() {
 absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const int> devices,
                                                                absl::Duration limit) {
   if (absl::Status status = Check(); !status.ok()) return status;
+  if (TheGivenUp().StillRuns(devices)) {
+    return absl::UnavailableError("NCCL: make communicators: an earlier attempt has not ended");
+  }
   // The library's call ends when all devices have answered it, and one that hangs does not. So a thread
   // makes it, which nobody has to wait for.
   auto joining = std::make_shared<Joining>(devices);
   std::thread([joining] { joining->Join(); }).detach();
   if (!joining->ended.WaitForNotificationWithTimeout(limit) && joining->Claim()) {
+    TheGivenUp().Add(joining);
     return absl::UnavailableError(absl::StrFormat("NCCL: make communicators: not done after %s",
                                                   absl::FormatDuration(limit)));
   }

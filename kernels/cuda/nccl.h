@@ -30,7 +30,8 @@ class NcclGather {
 
   // `devices`: numbers of CUDA devices, each once. Takes about a second. Errors: Check's, and
   // UNAVAILABLE: NCCL gives no communicators, the text has its reason; or it has given none for
-  // `limit`. Then a thread waits for them on its own, and ends them.
+  // `limit`. Then a thread waits for them on its own, and ends them; until it has, the answer for
+  // the same devices is UNAVAILABLE at once.
   static absl::StatusOr<std::unique_ptr<NcclGather>> Create(absl::Span<const int> devices,
                                                             absl::Duration limit);
 
