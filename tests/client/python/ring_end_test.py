@@ -129,6 +129,7 @@ class EndTest(RingTestCase):
                     ring.top_k(rows, k=1, arena=arena)
                 ring._fence = fence
                 self.assert_over(ring, text)
+                until(lambda: self.server.metric("logitd_arena_leases") == 0)
                 with logitd.Client(self.server.unix) as client:  # the lease is gone, and nobody else is harmed
                     with self.refused(logitd.NotFound, "shared.lease"):
                         client.top_k(rows, k=1, arena=arena)
