@@ -28,8 +28,8 @@ TEST(WavesTest, FewerBlocksAtOnceFillTheLastWave) {
 }
 
 TEST(WavesTest, BlocksOfOneWaveOrOfManyAskForWhatTheyNeed) {
-  for (const int64_t blocks : {int64_t{0}, int64_t{1}, int64_t{300}, int64_t{6 * 132}, int64_t{18 * 132 + 1},
-                               int64_t{1} << 40}) {
+  for (const int64_t blocks : {int64_t{0}, int64_t{1}, int64_t{300}, int64_t{6 * 132},
+                               int64_t{18 * 132 + 1}, int64_t{1} << 40}) {
     EXPECT_EQ(SharedBytesForWaves(blocks, 6, 20000, Device()), 20000) << blocks << " blocks";
   }
 }
