@@ -422,8 +422,8 @@ inline std::vector<LinearCase> ShiftedTrainingCases() {
 // "" where a NaN shows only in its row and in sums over rows, its position is reported, and a row
 // has the same bits in its own call.
 inline std::string BrokenTrainingIsolation(OpRunner& runner) {
-  // As many rows as are multiplied otherwise than one.
-  const LinearCase c{.dtype = DType::kBF16, .rows = 200, .vocab = 40000, .hidden = 128, .seed = 9};
+  // More rows than one product is chosen for, and as many as the gradients of the weights hold.
+  const LinearCase c{.dtype = DType::kBF16, .rows = 190, .vocab = 40000, .hidden = 192, .seed = 9};
   const LinearInput input = RandomTensors(c);
   LinearBackwardCall call{.hidden = input.hidden,
                           .head = input.head,

@@ -163,6 +163,24 @@ class LossProblem {
     EXPECT_TRUE(own.IsGuardWhole()) << "wrote after the end of scratch, V = " << vocab_;
   }
 
+  // d_hidden of rows [first, first + rows) in a training call of their own.
+  std::vector<uint16_t> OwnDHidden(int64_t first, int64_t rows) {
+    OwnScratch own(296 * kMiB);
+    const MutableTensorView d_hidden =
+        MutableBf16View(d_hidden_.data() + first * kHidden, rows, kHidden);
+    Must(cuda::LinearCrossEntropyTraining(
+        {.gradient = {.hidden = Bf16View(hidden_.data() + first * kHidden, rows, kHidden),
+                      .head = Head(),
+                      .rows = rows_.data() + first,
+                      .upstream = upstream_.data() + first,
+                      .d_hidden = d_hidden,
+                      .d_weight = DWeight()},
+         .answers = Asks().answers},
+        own.products(), own.scratch(), nullptr));
+    Must(cudaDeviceSynchronize());
+    return d_hidden_.Download(first * kHidden, rows * kHidden);
+  }
+
   // Unfused with the least memory: logits of 16 bits, which their gradient overwrites.
   template <class Held>
   void Unfused(bool backward, Held held) {
@@ -584,6 +602,20 @@ TEST_F(LinearLargeGpuTest, LossesOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
     ExpectOwnBits({64, 65, 128, 129, 190, 256, 300, 600, 700, 777, kRows}, vocab,
                   [&](int64_t first, int64_t rows) { return LossBitsOf(first, rows, vocab); });
+  }
+}
+
+TEST_F(LinearLargeGpuTest, DHiddenOfARowDependsOnlyOnTheRow) {
+  for (const int64_t vocab : {int64_t{32000}, kLargeVocabs[1]}) {
+    LossProblem problem(*weight_, vocab);
+    const std::vector<uint16_t> all = problem.OwnDHidden(0, kLossRows);
+    for (const int64_t rows : {1, 64, 65, 500, 1024, 1025, 1100, 2048, 3000}) {
+      for (const int64_t first : {int64_t{0}, (kLossRows - rows) / 2 + 1}) {
+        const std::vector<uint16_t> own = problem.OwnDHidden(first, rows);
+        EXPECT_TRUE(std::equal(own.begin(), own.end(), all.begin() + first * kHidden))
+            << "V = " << vocab << ", rows " << first << " to " << first + rows;
+      }
+    }
   }
 }
 
