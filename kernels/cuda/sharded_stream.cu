@@ -262,7 +262,7 @@ class CudaShardedStream final : public ShardedStream {
     return LinearSampleOfKept(args, 0);
   }
   absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t max_kept) override {
-    // Of a vocabulary that has no more tokens, top_k may be off.
+    // Where the vocabulary has no more tokens than that, top_k may be off.
     const bool kept =
         max_kept > 0 && max_kept < args.head.vocab() && !AreLogitsFew(args.hidden, args.head);
     const uint32_t options = (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u);

@@ -209,9 +209,9 @@ class Load {
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
   // What is ahead of a call of cost `cost`, which `all` includes, until it is done.
   double Ahead(double all, int64_t cost) const;
-  // Of a call that cannot end in time.
+  // The refusal of a call that cannot end in time.
   static Refused Hopeless(absl::Duration predicted, absl::Duration left);
-  // Of a call that comes while there is no estimate and many calls are outstanding.
+  // The refusal of a call that comes while there is no estimate and many calls are outstanding.
   static Refused Unknown(int calls);
   // A call of the caller that had `left` until its deadline was refused: the line is kept short.
   void Shorten(uint64_t caller, absl::Time now, absl::Duration left)
@@ -220,7 +220,7 @@ class Load {
   // is not kept short. `alone`: how long it takes without any other call; `left`: until its deadline.
   absl::Duration ShortLine(uint64_t caller, int calls, absl::Time now, absl::Duration alone,
                            absl::Duration left) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Of a call that would make a short line long.
+  // The refusal of a call that would make a short line long.
   static Refused TooLong(absl::Duration predicted, absl::Duration allowed);
   // As Look.
   Decision Decide(const Call& call, int coming, absl::Time now)

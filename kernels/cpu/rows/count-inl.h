@@ -28,7 +28,7 @@ class CellCounter {
   HWY_INLINE CellCounter(const RankTarget& target, int64_t c)
       : before_(hn::Zero(D())), place_(target.index - c * kCellElements) {
     std::memcpy(&logit_, target.logit, sizeof(logit_));
-    // Of a cell that ends before the target, equal elements count too.
+    // In a cell that ends before the target, equal elements count too.
     const bool with_equal = place_ >= kCellElements;
     const Bits bits = Plain(logit_) != 0 ? logit_ : with_equal ? kSign : Bits{0};
     // Flipped so, negative elements are in their order. Positive ones are not where the target is

@@ -8,7 +8,7 @@
 
 namespace logitd::cuda {
 
-// Of an active row that has them, in a vocabulary with more tokens.
+// For an active row whose KeptTokens is not 0, in a vocabulary with more tokens than that.
 __device__ inline int KeptOf(const SampleRow& row) {
   return max(max(1, row.top_logprobs), row.temperature == 0 ? 0 : row.top_k);
 }
