@@ -54,12 +54,6 @@ constexpr absl::Duration kProbeEvery = absl::Milliseconds(100);
 
 constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 
-// The part of its time that a call may take in a line that is kept short.
-constexpr double kShortTime = 0.1;
-// So many outstanding calls of a caller are never too many for a short line: while one runs,
-// another comes.
-constexpr int kShortLineFree = 2;
-
 }  // namespace
 
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay) {
@@ -146,8 +140,13 @@ std::optional<double> Slowness::Predict(double ahead, double deviations) const {
   return ahead * std::exp(mean_ + deviations * deviation_);
 }
 
-Load::Load(const Costs* costs, Metrics* metrics, Clock clock, const Devices* devices)
-    : costs_(costs), metrics_(metrics), clock_(std::move(clock)), devices_(devices) {}
+Load::Load(const Costs* costs, Metrics* metrics, Clock clock, const Devices* devices,
+           int short_calls)
+    : costs_(costs),
+      metrics_(metrics),
+      clock_(std::move(clock)),
+      devices_(devices),
+      short_calls_(short_calls) {}
 
 int64_t Load::CostOf(const OpTraits& op, int64_t bytes) const {
   double cost = kCallCost + kByteCost * static_cast<double>(bytes);
@@ -214,10 +213,10 @@ absl::Duration Load::ShortLine(uint64_t caller, int calls, absl::Time now, absl:
                                absl::Duration left) const {
   const auto line = shortened_.find(caller);
   if (line == shortened_.end() || now >= line->second.until || left >= line->second.below ||
-      calls < kShortLineFree) {
+      calls == 0) {
     return absl::InfiniteDuration();
   }
-  return std::max(left * kShortTime, alone * kShortCalls);
+  return std::max(left * kShortTime, alone * short_calls_);
 }
 
 Load::Refused Load::TooLong(absl::Duration predicted, absl::Duration allowed) {

@@ -3,6 +3,7 @@
 #ifndef LOGITD_SERVER_ENGINE_LOAD_H_
 #define LOGITD_SERVER_ENGINE_LOAD_H_
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -98,22 +99,28 @@ class Slowness {
 //
 // A refusal of this kind means that calls come faster than they end, and that the line is as long
 // as the deadline allows: all calls wait for nearly all of their time, in memory that no cache
-// holds. So the line of that caller is kept short: beside two outstanding calls, another one is
-// refused where it would take longer than a tenth of its time, and longer than kShortCalls calls like
-// it, or like the outstanding ones, one after another. The server is as busy with a short line, and
-// calls are answered sooner. Calls with twice the refused call's time, or without a deadline, may
-// wait. The line may grow again when none of its calls was refused for kShortLine.
+// holds. So the line of that caller is kept short: beside an outstanding call, another one is
+// refused where it would take longer than kShortTime of its time, and longer than some calls like it,
+// or like the outstanding ones, one after another (ShortCallsFor). The server is as busy with a short
+// line, its calls find their bytes in caches, and calls are answered sooner. Calls with twice the
+// refused call's time, or without a deadline, may wait. The line may grow again when none of its calls
+// was refused for kShortLine.
+// Measured: bench/results/cpu/overload_lines.json.
 class Load {
  public:
   using Clock = std::function<absl::Time()>;
 
   static constexpr absl::Duration kShortLine = absl::Seconds(5);
-  static constexpr int kShortCalls = 32;
+  static constexpr double kShortTime = 0.03;
+  static constexpr int kShortCalls = 8;
+  // Calls that a short line holds however short their time is: kShortCalls on few cores. With more,
+  // more calls are received, copied and computed at the same time.
+  static constexpr int ShortCallsFor(int cores) { return std::max(kShortCalls, 2 * cores); }
 
   // `costs`, `metrics` and `devices` may be null; otherwise they outlive this. Without `devices`
   // there is one.
   Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now,
-       const Devices* devices = nullptr);
+       const Devices* devices = nullptr, int short_calls = kShortCalls);
 
   struct Call {
     Caller caller;
@@ -232,6 +239,7 @@ class Load {
   Metrics* const metrics_;
   const Clock clock_;
   const Devices* const devices_;
+  const int short_calls_;
   mutable Mutex mutex_;
   std::array<WorkAhead, 2> ahead_ ABSL_GUARDED_BY(mutex_);
   std::array<Slowness, 2> slowness_ ABSL_GUARDED_BY(mutex_);

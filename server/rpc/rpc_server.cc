@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
+#include "kernels/usable_cores.h"
 #include "server/door/listener.h"
 #include "server/door/sockets.h"
 #include "server/engine/devices.h"
@@ -107,7 +108,8 @@ class RpcServerImpl final : public RpcServer {
  public:
   RpcServerImpl(const RpcServerOptions& options, engine::Admission* admission,
                 engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics)
-      : load_(&engine->costs(), metrics, absl::Now, &engine->devices()),
+      : load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
+              engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
         turned_away_(std::make_shared<TurnedAway>(&load_, metrics, &log_)),
         tracker_(options.peer_timeout, admission->options().retry_delay),

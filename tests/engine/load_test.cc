@@ -203,6 +203,7 @@ TEST_F(LoadTest, DevicesShareTheWorkOfOtherCallsAndALostOneDoesNone) {
   EXPECT_NEAR(absl::ToDoubleMilliseconds(*load.PredictNext()), 20, 2);
   Load::Work late;
   EXPECT_TRUE(absl::IsResourceExhausted(begin(absl::Milliseconds(200), &late)));
+  now_ += Load::kShortLine;
   while (works.size() > 10) works.pop_back();
   EXPECT_NEAR(fill(), 16, 2);
 }
@@ -244,10 +245,10 @@ TEST_F(LoadTest, ALightCallerIsJudgedByItsShare) {
 TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
   Learn();
   std::deque<Load::Work> works;
-  // Four fifths of 4 s are 320 calls of 10 ms. A tenth of it is 400 ms, 40 of them.
+  // Four fifths of 4 s are 320 calls of 10 ms. A thirtieth of it is 120 ms, 12 of them.
   EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 320, 40);
   Drain(&works, 2);
-  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 40, 5);
+  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 12, 2);
   EXPECT_THAT(Scrape(metrics_),
               HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
   EXPECT_THAT(Scrape(metrics_),
@@ -256,7 +257,7 @@ TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
   const absl::Status refusal = Begin(1, absl::Seconds(4), &refused);
   EXPECT_TRUE(absl::IsResourceExhausted(refusal));
   EXPECT_THAT(refusal.message(),
-              HasSubstr("allowed 400 ms while more calls come than can be done"));
+              HasSubstr("allowed 120 ms while more calls come than can be done"));
   ASSERT_TRUE(RetryDelayOf(refusal).has_value());
   EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(100));
   // Other callers, and calls with twice the time or without a deadline, may wait.
@@ -266,12 +267,34 @@ TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
   EXPECT_GT(Fill(2, absl::Seconds(4), &others), 100);
 }
 
-TEST_F(LoadTest, AShortLineHolds32CallsHoweverShortTheirDeadline) {
+TEST_F(LoadTest, AShortLineHolds8CallsHoweverShortTheirDeadline) {
   Learn();
   std::deque<Load::Work> works;
   Fill(1, absl::Milliseconds(500), &works);  // four fifths are 40 calls
   Drain(&works, 2);
-  EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), 32, 4);
+  EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), Load::kShortCalls, 1);
+}
+
+TEST_F(LoadTest, WithManyCoresAShortLineHoldsMoreCalls) {
+  EXPECT_EQ(Load::ShortCallsFor(1), 8);
+  EXPECT_EQ(Load::ShortCallsFor(16), 32);
+}
+
+// Every caller of many may have one call in its line, and a second one only in a line that is short.
+TEST_F(LoadTest, BesideOneCallAnotherOneIsRefusedWhereTheLineIsLong) {
+  Learn();
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(500), &works);
+  Drain(&works, 1);
+  // Sixteen others have a call each, so two of its own take as long as all of them.
+  std::deque<Load::Work> others(16);
+  for (size_t i = 0; i < others.size(); ++i) {
+    ASSERT_TRUE(Begin(10 + i, absl::InfiniteDuration(), &others[i]).ok());
+  }
+  Load::Work second;
+  EXPECT_FALSE(Begin(1, absl::Milliseconds(500), &second).ok());
+  Drain(&works, 0);
+  EXPECT_TRUE(Begin(1, absl::Milliseconds(500), &second).ok());
 }
 
 // The door looks at each call that comes, and only those that pass begin.
@@ -374,7 +397,7 @@ TEST_F(LoadTest, ASmallCallMayWaitForLargeOnesInAShortLine) {
   Learn();
   std::deque<Load::Work> works;
   Fill(1, absl::Seconds(4), &works);
-  Drain(&works, 20);
+  Drain(&works, 5);
   Load::Work small;
   EXPECT_TRUE(
       load_
