@@ -202,11 +202,6 @@ std::string TableLines(const ordered_json& s) {
     absl::StrAppendFormat(&notes, " server peak %.1f MiB",
                           s["server_peak_resident_bytes"].get<double>() / (1 << 20));
   }
-  if (s.contains("goodput_share_of_peak")) {
-    absl::StrAppendFormat(&notes, " in time %.1f%% of the peak of %.1f/s",
-                          100 * s["goodput_share_of_peak"].get<double>(),
-                          s["peak_per_s"].get<double>());
-  }
   if (!notes.empty()) absl::StrAppend(&out, "   ", notes, "\n");
   return out;
 }
