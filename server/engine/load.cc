@@ -54,6 +54,10 @@ constexpr absl::Duration kProbeEvery = absl::Milliseconds(100);
 
 constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 
+// So many outstanding calls of a caller are never too many for a short line: while one runs, another
+// comes. With one of each of 8 callers, a core's threads slept and woke more often: 5% fewer calls.
+constexpr int kShortLineFree = 2;
+
 }  // namespace
 
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay) {
@@ -213,7 +217,7 @@ absl::Duration Load::ShortLine(uint64_t caller, int calls, absl::Time now, absl:
                                absl::Duration left) const {
   const auto line = shortened_.find(caller);
   if (line == shortened_.end() || now >= line->second.until || left >= line->second.below ||
-      calls == 0) {
+      calls < kShortLineFree) {
     return absl::InfiniteDuration();
   }
   return std::max(left * kShortTime, alone * short_calls_);

@@ -280,20 +280,20 @@ TEST_F(LoadTest, WithManyCoresAShortLineHoldsMoreCalls) {
   EXPECT_EQ(Load::ShortCallsFor(16), 32);
 }
 
-// Every caller of many may have one call in its line, and a second one only in a line that is short.
-TEST_F(LoadTest, BesideOneCallAnotherOneIsRefusedWhereTheLineIsLong) {
+// Every caller of many may have two calls in its line, and a third one only in a line that is short.
+TEST_F(LoadTest, BesideTwoCallsAnotherOneIsRefusedWhereTheLineIsLong) {
   Learn();
   std::deque<Load::Work> works;
   Fill(1, absl::Milliseconds(500), &works);
-  Drain(&works, 1);
-  // Sixteen others have a call each, so two of its own take as long as all of them.
-  std::deque<Load::Work> others(16);
+  Drain(&works, 2);
+  // Eight others have as much work as this caller with a third call: 80 ms and more in all.
+  std::deque<Load::Work> others(24);
   for (size_t i = 0; i < others.size(); ++i) {
-    ASSERT_TRUE(Begin(10 + i, absl::InfiniteDuration(), &others[i]).ok());
+    ASSERT_TRUE(Begin(10 + i % 8, absl::InfiniteDuration(), &others[i]).ok());
   }
-  Load::Work second;
-  EXPECT_FALSE(Begin(1, absl::Milliseconds(500), &second).ok());
-  Drain(&works, 0);
+  Load::Work second, third;
+  EXPECT_FALSE(Begin(1, absl::Milliseconds(500), &third).ok());
+  Drain(&works, 1);
   EXPECT_TRUE(Begin(1, absl::Milliseconds(500), &second).ok());
 }
 
