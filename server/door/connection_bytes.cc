@@ -19,6 +19,10 @@
 namespace logitd::door {
 namespace {
 
+// Tried and dropped, bench/results/cpu/overload_lines.json: pauses of 2 and 5 ms between the reads of a
+// connection whose calls are refused (SO_RCVLOWAT), and a window for all of the message in place of
+// 64 KiB where a call passes. Neither got more calls done.
+//
 // Calls that one read may refuse, so that the answers are bounded: about 64 KiB.
 constexpr size_t kMostRefused = 256;
 

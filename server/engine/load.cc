@@ -54,6 +54,11 @@ constexpr absl::Duration kProbeEvery = absl::Milliseconds(100);
 
 constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 
+// A call with so much time may take more of it in a short line: a client that sends its next call when
+// one has ended makes no long line, and must not be refused for ever after one wrong estimate.
+constexpr absl::Duration kMuchTime = absl::Seconds(1);
+constexpr double kShortTimeOfMuch = 0.1;
+
 // So many outstanding calls of a caller are never too many for a short line: while one runs, another
 // comes. With one of each of 8 callers, a core's threads slept and woke more often: 5% fewer calls.
 constexpr int kShortLineFree = 2;
@@ -220,7 +225,8 @@ absl::Duration Load::ShortLine(uint64_t caller, int calls, absl::Time now, absl:
       calls < kShortLineFree) {
     return absl::InfiniteDuration();
   }
-  return std::max(left * kShortTime, alone * short_calls_);
+  const double share = left < kMuchTime ? kShortTime : kShortTimeOfMuch;
+  return std::max(left * share, alone * short_calls_);
 }
 
 Load::Refused Load::TooLong(absl::Duration predicted, absl::Duration allowed) {

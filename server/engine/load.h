@@ -100,11 +100,11 @@ class Slowness {
 // A refusal of this kind means that calls come faster than they end, and that the line is as long
 // as the deadline allows: all calls wait for nearly all of their time, in memory that no cache
 // holds. So the line of that caller is kept short: beside two outstanding calls, another one is
-// refused where it would take longer than kShortTime of its time, and longer than some calls like it,
-// or like the outstanding ones, one after another (ShortCallsFor). The server is as busy with a short
-// line, its calls find their bytes in caches, and calls are answered sooner. Calls with twice the
-// refused call's time, or without a deadline, may wait. The line may grow again when none of its calls
-// was refused for kShortLine.
+// refused where it would take longer than kShortTime of its time (a tenth, from a second on), and
+// longer than some calls like it, or like the outstanding ones, one after another (ShortCallsFor). The
+// server is as busy with a short line, its calls find their bytes in caches, and calls are answered
+// sooner. Calls with twice the refused call's time, or without a deadline, may wait. The line may grow
+// again when none of its calls was refused for kShortLine.
 // Measured: bench/results/cpu/overload_lines.json.
 class Load {
  public:

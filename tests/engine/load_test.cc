@@ -109,12 +109,13 @@ class LoadTest : public ::testing::Test {
     return refused->ToStatus();
   }
 
-  // One call of `caller` in 10 ms, if it is let in.
-  bool RunOne(uint64_t caller, absl::Duration left = absl::InfiniteDuration()) {
+  // One call of `caller` in 10 ms, or what it `takes`, if it is let in.
+  bool RunOne(uint64_t caller, absl::Duration left = absl::InfiniteDuration(),
+              absl::Duration takes = kTakes) {
     Load::Work work;
     if (!Begin(caller, left, &work).ok()) return false;
     EXPECT_TRUE(work.Arrived(1000, spec_).ok());
-    now_ += kTakes;
+    now_ += takes;
     work.End(true);
     return true;
   }
@@ -245,10 +246,10 @@ TEST_F(LoadTest, ALightCallerIsJudgedByItsShare) {
 TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
   Learn();
   std::deque<Load::Work> works;
-  // Four fifths of 4 s are 320 calls of 10 ms. A thirtieth of it is 120 ms, 12 of them.
+  // Four fifths of 4 s are 320 calls of 10 ms. A tenth of it is 400 ms, 40 of them.
   EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 320, 40);
   Drain(&works, 2);
-  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 12, 2);
+  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 40, 5);
   EXPECT_THAT(Scrape(metrics_),
               HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
   EXPECT_THAT(Scrape(metrics_),
@@ -257,7 +258,7 @@ TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
   const absl::Status refusal = Begin(1, absl::Seconds(4), &refused);
   EXPECT_TRUE(absl::IsResourceExhausted(refusal));
   EXPECT_THAT(refusal.message(),
-              HasSubstr("allowed 120 ms while more calls come than can be done"));
+              HasSubstr("allowed 400 ms while more calls come than can be done"));
   ASSERT_TRUE(RetryDelayOf(refusal).has_value());
   EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(100));
   // Other callers, and calls with twice the time or without a deadline, may wait.
@@ -273,6 +274,14 @@ TEST_F(LoadTest, AShortLineHolds8CallsHoweverShortTheirDeadline) {
   Fill(1, absl::Milliseconds(500), &works);  // four fifths are 40 calls
   Drain(&works, 2);
   EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), Load::kShortCalls, 1);
+}
+
+TEST_F(LoadTest, WithLessThanASecondAShortLineTakes3PercentOfTheTime) {
+  for (int i = 0; i < 100; ++i) ASSERT_TRUE(RunOne(1, absl::InfiniteDuration(), kTakes / 10));
+  std::deque<Load::Work> works;
+  Fill(1, absl::Milliseconds(900), &works);
+  Drain(&works, 2);
+  EXPECT_NEAR(Fill(1, absl::Milliseconds(900), &works), 27, 3) << "of 1 ms in 27 ms";
 }
 
 TEST_F(LoadTest, WithManyCoresAShortLineHoldsMoreCalls) {
