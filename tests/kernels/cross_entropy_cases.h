@@ -68,6 +68,13 @@ struct LossClaim {
   RowStatus status;
 };
 
+// `vocab` logits, all 0 except the first.
+inline std::vector<float> OneOf(int64_t vocab, float first) {
+  std::vector<float> logits(static_cast<size_t>(vocab));
+  logits[0] = first;
+  return logits;
+}
+
 inline const std::vector<LossClaim>& LossClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
   static constexpr float kThreeToOne = 0.56233514f;  // the entropy of (1/4, 3/4)
@@ -175,6 +182,16 @@ inline const std::vector<LossClaim>& LossClaims() {
       {.name = "the mean of huge logits is finite", .logits = {3e38f, 3e38f, 3e38f, 3e38f},
        .ask = {.target = 3, .label_smoothing = 0.5f}, .loss = ln4, .logsumexp = 3e38f,
        .target_logprob = -ln4, .rank = 4, .entropy = ln4},
+      // x = {1, 0, 0, ...}
+      {.name = "the entropy of logits far apart at a huge temperature is finite",
+       .logits = OneOf(1024, 3e38f), .ask = {.temperature = 3e38f}, .loss = 5.93314841f,
+       .logsumexp = 6.93314841f, .target_logprob = -5.93314841f, .rank = 1, .entropy = 6.93049828f},
+      {.name = "a softcap above 2^100 acts as 2^100", .logits = {3e38f, -3e38f},
+       .ask = {.temperature = 0x1p100f, .softcap = 3e38f}, .loss = 0.12692801f,
+       .logsumexp = 1.12692801f, .target_logprob = -0.12692801f, .rank = 1, .entropy = 0.36533386f},
+      {.name = "a softcap below 2^-100 acts as 2^-100", .logits = {1, -1},
+       .ask = {.temperature = 0x1p-100f, .softcap = 1e-40f}, .loss = 0.12692801f,
+       .logsumexp = 1.12692801f, .target_logprob = -0.12692801f, .rank = 1, .entropy = 0.36533386f},
       {.name = "rank and entropy are 0 where not wanted", .logits = {0, 0},
        .ask = {.target = 1, .want = 0}, .loss = ln2, .logsumexp = ln2, .target_logprob = -ln2,
        .rank = 0, .entropy = 0},

@@ -57,6 +57,11 @@ inline double SmoothingOf(const CrossEntropyRow& ask, int64_t vocab) {
   return vocab == 1 ? 0 : e * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
 }
 
+// c of the contract's formula.
+inline double SoftcapOf(const CrossEntropyRow& ask) {
+  return ask.softcap == 0 ? 0 : std::clamp<double>(ask.softcap, 0x1p-100, 0x1p100);
+}
+
 inline LossRowAnswer ReferenceCrossEntropy(const std::vector<double>& sent,
                                            const CrossEntropyRow& ask,
                                            absl::Span<const int32_t> extra_ids) {
@@ -80,7 +85,7 @@ inline LossRowAnswer ReferenceCrossEntropy(const std::vector<double>& sent,
   }
   std::vector<double> x(n);
   for (int64_t i = 0; i < n; ++i) {
-    const double c = ask.softcap;
+    const double c = SoftcapOf(ask);
     x[i] = (c > 0 ? c * std::tanh(sent[i] / c) : sent[i]) / ask.temperature;
   }
   const double max = *std::max_element(x.begin(), x.end());
@@ -172,7 +177,7 @@ inline std::string DescribeDifference(const LossRowAnswer& want, const CrossEntr
                : absl::StrFormat("%s: got %.9g, want %.12g, off by %.3g, allowed %.3g", field, a, b,
                                  a - b, allowed);
   };
-  const double logit_slack = slack.logit / ask.temperature;
+  const double logit_slack = (slack.logit + SoftcapOf(ask) * 0x1p-149) / ask.temperature;
   const auto allowed = [&](double x) {
     return 4e-6 * std::max({1.0, want.size, std::isfinite(x) ? std::fabs(x) : 0.0}) +
            2 * logit_slack;
@@ -223,7 +228,7 @@ struct LossGradient {
 inline LossGradient ReferenceGradient(const std::vector<double>& sent, const CrossEntropyRow& ask,
                                       double logsumexp, double upstream) {
   const auto n = static_cast<int64_t>(sent.size());
-  const double e = SmoothingOf(ask, n), c = ask.softcap, t = ask.temperature;
+  const double e = SmoothingOf(ask, n), c = SoftcapOf(ask), t = ask.temperature;
   const double relative = 4e-6 + (c > 0 ? 3e-7 * c / t : 0.0);
   LossGradient gradient;
   for (int64_t i = 0; i < n; ++i) {

@@ -56,11 +56,15 @@ struct LossRow {
   int64_t vocab;       // of the whole row
   RankTarget counted;  // has a logit where the rank is counted while the row is read
   float* total;        // [cells], sum of x * kTotalShrink
-  float* moment;       // [cells], sum of exp((x - max) / temperature) * (x - max) * kShrink
+  float* moment;       // [cells], sum of exp((x - max) / temperature) * (x - max) * MomentShrink()
 };
 
 // Keeps the sum of a cell finite.
 inline constexpr float kTotalShrink = 1.0f / 4096;
+
+// Keeps the moment of a cell finite. Logits as far apart as f32 allows have weights above 0 only at
+// a large temperature. A power of two: the moment's bits do not depend on it.
+inline float MomentShrink(float temperature) { return temperature < 1 ? kShrink : kShrink / 16; }
 
 inline bool RankIsWanted(const CrossEntropyRow& ask) {
   return ask.target != kIgnoredTarget && (ask.want & kWantRank) != 0;
@@ -144,14 +148,15 @@ float CellTotal(const T* cell, int64_t count) {
   return SumOf(s);
 }
 
-// sum exp((x - max) / temperature) * (x - max) * kShrink, by the exponentials of CellSummer; max is
-// finite.
+// sum exp((x - max) / temperature) * (x - max) * shrink_by, by the exponentials of CellSummer; max
+// is finite. shrink_by: MomentShrink().
 template <typename T>
-float CellMoment(const T* cell, int64_t count, const Exponent& e, float max) {
+float CellMoment(const T* cell, int64_t count, const Exponent& e, float shrink_by, float max) {
   const DF d;
-  const VF shrink = hn::Set(d, kShrink);
-  const VF log2e_over_temperature = hn::Set(d, e.log2e_over_temperature);
-  const VF top = hn::Set(d, max * kShrink), floor = hn::Set(d, e.floor);
+  const float more = shrink_by / kShrink;
+  const VF shrink = hn::Set(d, shrink_by);
+  const VF log2e_over_temperature = hn::Set(d, e.log2e_over_temperature / more);
+  const VF top = hn::Set(d, max * shrink_by), floor = hn::Set(d, e.floor * more);
   VF s[kUnroll];
   for (VF& v : s) v = hn::Zero(d);
   ForEachVector(cell, count, [&](VF x, int64_t n, int64_t u) HWY_ATTR {
@@ -170,12 +175,14 @@ float CellMoment(const T* cell, int64_t count, const Exponent& e, float max) {
 template <typename T>
 void SumCells(const T* x, const Row& row, int64_t begin, int64_t end, float* total, float* moment) {
   const Exponent e = MakeExponent(row.temperature);
+  const float shrink = MomentShrink(row.temperature);
   for (int64_t c = begin; c < end; ++c) {
     const T* cell = x + c * kCellElements;
     const int64_t count = std::min(kCellElements, row.vocab - c * kCellElements);
     const float max = row.sketch.max[c];
     if (total != nullptr) total[c] = CellTotal(cell, count);
-    if (moment != nullptr) moment[c] = std::isfinite(max) ? CellMoment(cell, count, e, max) : 0;
+    if (moment != nullptr)
+      moment[c] = std::isfinite(max) ? CellMoment(cell, count, e, shrink, max) : 0;
   }
 }
 
@@ -189,7 +196,7 @@ void SumCellsOf(const Row& row, int64_t begin, int64_t end, float* total, float*
 template <typename T>
 void Cap(const T* from, int64_t count, float softcap, float* to) {
   const DF d;
-  const SoftCap cap(softcap);
+  const SoftCap cap(EffectiveSoftcap(softcap));
   for (int64_t i = 0; i < count; i += hn::Lanes(d)) {
     StoreAs(d, cap(d, LoadUpTo(d, from + i, count - i)), count - i, to + i);
   }
@@ -199,7 +206,7 @@ void Cap(const T* from, int64_t count, float softcap, float* to) {
 float CapOne(float logit, float softcap) {
   if (softcap == 0) return logit;
   const DF d;
-  return hn::GetLane(SoftCap(softcap)(d, hn::Set(d, logit)));
+  return hn::GetLane(SoftCap(EffectiveSoftcap(softcap))(d, hn::Set(d, logit)));
 }
 
 // Cells [begin, end) of a row with a softcap, which the sums see.
@@ -207,7 +214,7 @@ template <Order kOrder, typename T>
 void SketchCapped(const T* sent, const LossRow& row, float softcap, int64_t begin, int64_t end) {
   HWY_ALIGN T padded[kCellElements];
   HWY_ALIGN float capped[kCellElements];
-  const SoftCap cap(softcap);
+  const SoftCap cap(EffectiveSoftcap(softcap));
   CellSketcher<T, kOrder, SoftCap> sketcher({.groups = row.sent.sketch,
                                              .target = row.counted,
                                              .sums = row.x.sketch,
@@ -280,15 +287,15 @@ struct Distribution {
 // -sum p ln p. max is not -inf.
 double Entropy(const LossRow& row, const Distribution& of) {
   if (of.max == kInf) return of.log_sum;
-  // What makes a shrunk difference of logits one of x.
-  const double shrunk_to_x = 1 / kShrink / std::max(of.temperature, double{kLeastTemperature});
+  const double inverse = 1 / std::max(of.temperature, double{kLeastTemperature});
+  const double moment_to_x = inverse / MomentShrink(row.x.temperature);
   double sum = 0, moment = 0;
   for (int64_t c = 0; c < CellCount(row.x.vocab); ++c) {
-    const double below = (double{row.x.sketch.max[c]} - of.max) * kShrink * shrunk_to_x;
+    const double below = (double{row.x.sketch.max[c]} - of.max) * inverse;
     const double share = std::exp(below);
     if (share == 0) continue;
     sum += share * row.x.sketch.sum[c];
-    moment += share * (row.moment[c] * shrunk_to_x + below * row.x.sketch.sum[c]);
+    moment += share * (row.moment[c] * moment_to_x + below * row.x.sketch.sum[c]);
   }
   return std::max(0.0, std::log(sum) - moment / sum);
 }

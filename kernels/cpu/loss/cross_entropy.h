@@ -23,6 +23,11 @@ inline double EffectiveSmoothing(const CrossEntropyRow& ask, int64_t vocab) {
   return vocab == 1 ? 0 : e * static_cast<double>(vocab) / static_cast<double>(vocab - 1);
 }
 
+// The softcap of the contract's formula; 0 stays 0.
+inline float EffectiveSoftcap(float softcap) {
+  return softcap == 0 ? 0 : std::clamp(softcap, 0x1p-100f, 0x1p100f);
+}
+
 // Memory for what a read leaves of each row.
 struct LossScratch {
   SketchScratch x, order;

@@ -53,7 +53,7 @@ Gradient MakeGradient(const CrossEntropyRow& ask, const TokenBlock& block, float
   const double upstream_over_temperature = double{upstream} / ask.temperature;
   g.more = std::fabs(upstream_over_temperature) > 1e30 ? 0x1p64f : 1.0f;
   g.upstream_over_temperature = static_cast<float>(upstream_over_temperature / g.more);
-  g.softcap = block.softcap > 0 ? block.softcap : ask.softcap;
+  g.softcap = block.softcap > 0 ? block.softcap : EffectiveSoftcap(ask.softcap);
   return g;
 }
 
