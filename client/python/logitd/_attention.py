@@ -47,13 +47,15 @@ def shape_of(name: str, shape: Sequence[int]) -> Tuple[int, int, int, int]:
 def mask_of(value: Any, full: Tuple[int, int, int, int], dtype: Optional[str]) -> Mask:
     """bool: True masks a key. Floats: added after the scale."""
     array = _arrays.as_numpy("mask", value, bits=True)
+    if array.dtype.kind in "iu" and array.dtype != np.uint16:
+        raise InvalidArgument(f"mask: got an array of {array.dtype}, allowed bool, float32, float16 and bfloat16")
     kind = "bool" if array.dtype == np.bool_ else "additive"
     given = array.shape
     shape = (1,) * (4 - len(given)) + given
     if len(shape) != 4 or shape[3] != full[3] or any(s not in (1, f) for s, f in zip(shape, full)):
         raise InvalidArgument(
             f"mask: got shape {list(given)}, allowed [{full[0]} or 1, {full[1]} or 1, {full[2]} or 1, "
-            f"{full[3]}], without leading ones"
+            f"{full[3]}]; leading ones may be left out"
         )
     if kind == "bool":
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -25,6 +25,7 @@ from logitd._throttle import Throttle
 from logitd.errors import (
     Cancelled,
     DeadlineExceeded,
+    FailedPrecondition,
     Internal,
     InvalidArgument,
     LogitdError,
@@ -496,6 +497,10 @@ def serving_status(data: bytes) -> str:
 
 def no_answer(patience: float, taken: int, count: int) -> DeadlineExceeded:
     return DeadlineExceeded(f"no answer for {patience:g} s, after {taken} of {count} messages", attempts=1)
+
+
+def write_after_done() -> FailedPrecondition:
+    return FailedPrecondition("stream: got a write after done(), allowed before it")
 
 
 def verify_fields(

@@ -31,7 +31,8 @@ def lists(name: str, value: Any) -> Tuple[Optional[np.ndarray], np.ndarray]:
             parts = [_arrays.integers(name, part, np.dtype(np.int32)) for part in value]
             for part in parts:
                 if part.ndim != 1:
-                    raise InvalidArgument(f"{name}: got {part.ndim} dimensions for a row, allowed a list of token ids")
+                    got = "one number" if part.ndim == 0 else f"{part.ndim} dimensions"
+                    raise InvalidArgument(f"{name}: got {got} for a row, allowed a list of token ids")
             return np.array([part.size for part in parts]), np.concatenate(parts)
     array = _arrays.integers(name, value, np.dtype(np.int32))
     if array.ndim == 2:
@@ -101,7 +102,8 @@ class RowParams:
             if name == "targets" and array.size != rows:  # one is not for all
                 raise InvalidArgument(f"{name}: got {array.size} values, allowed {rows} (rows)")
             if array.size not in (0, 1, rows):
-                raise InvalidArgument(f"{name}: got {array.size} values, allowed none, 1 or {rows} (rows)")
+                allowed = "none or 1" if rows == 1 else f"none, 1 or {rows}"
+                raise InvalidArgument(f"{name}: got {array.size} values, allowed {allowed} (rows)")
         for name, (counts, _) in self._lists.items():
             if counts is not None and counts.size not in (1, rows):
                 raise InvalidArgument(f"{_LISTS[name]}: got {counts.size} lists, allowed one, or {rows} (rows)")

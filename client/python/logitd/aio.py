@@ -329,6 +329,7 @@ class AsyncSampleStream:
         self._client = client
         self._written: Deque[Tuple[float, RowInput]] = deque()
         self._opening = asyncio.ensure_future(self._open())
+        self._done = False
 
     async def _open(self) -> Any:
         await self._client._run(self._client._connected())
@@ -341,8 +342,10 @@ class AsyncSampleStream:
         return await asyncio.shield(self._opening)
 
     async def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
-        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the
-        reason."""
+        """One request, as in Client.sample, without a deadline. Unavailable: the stream has ended; read has the
+        reason. FailedPrecondition: after done()."""
+        if self._done:
+            raise _calls.write_after_done()
         message, rows = self._client._stream_message(logits, params)
         call = await self._call()
         self._written.append((time.monotonic(), rows))
@@ -353,6 +356,7 @@ class AsyncSampleStream:
 
     async def done(self) -> None:
         """There are no more requests. The answers to those before can still be read."""
+        self._done = True
         await (await self._call()).done_writing()
 
     async def read(self) -> Optional[SampleResult]:

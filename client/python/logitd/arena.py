@@ -112,7 +112,7 @@ class Arena:
 
     @property
     def lease_id(self) -> bytes:
-        """The 16 bytes that name the lease in requests. Who knows them may use the memory in requests."""
+        """The 16 bytes that name the lease in requests. Whoever knows them may use the memory in requests."""
         return self._lease_id
 
     def empty(self, shape: Shape, dtype: DType = "f32") -> np.ndarray:
@@ -127,9 +127,9 @@ class Arena:
         return self.array(self._take(shape, dtype), shape, dtype)
 
     def array(self, offset: int, shape: Shape, dtype: DType = "f32") -> np.ndarray:
-        """The array of `shape` at `offset` bytes, for who lays the arena out without empty().
+        """The array of `shape` at `offset` bytes, for a caller that lays the arena out without empty().
 
-        offset: a multiple of the element's size. dtype: as of empty(). InvalidArgument: it does not lie in the arena.
+        offset: a multiple of the element's size. dtype: as in empty(). InvalidArgument: it does not lie in the arena.
         """
         raw, sizes = self._raw(offset, shape, dtype)
         return raw.view(_arrays.numpy_type(dtype)).reshape(sizes)
@@ -301,7 +301,7 @@ class CudaArena:
 
     @property
     def lease_id(self) -> bytes:
-        """As of Arena."""
+        """As in Arena."""
         return self._lease_id
 
     @property

@@ -437,17 +437,22 @@ class SampleStream:
             iter(self._outbox.get, None), metadata=client.options.metadata(_calls.SAMPLE_STREAM)
         )
         self._error: Optional[LogitdError] = None
+        self._done = False
 
     def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
-        """One request, as of Client.sample, without a deadline. Unavailable: the stream has ended; read has the
-        reason."""
+        """One request, as in Client.sample, without a deadline. Unavailable: the stream has ended; read has the
+        reason. FailedPrecondition: after done()."""
+        if self._done:
+            raise _calls.write_after_done()
         message, rows = self._client._stream_message(logits, params)
         self._written.append((time.monotonic(), rows))
         self._put(message)
 
     def done(self) -> None:
         """There are no more requests. The answers to those before can still be read."""
-        self._put(None)
+        if not self._done:
+            self._done = True
+            self._put(None)
 
     def _put(self, message: Optional[bytes]) -> None:
         while self._call.is_active():

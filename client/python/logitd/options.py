@@ -29,7 +29,7 @@ class Retry:
     backoff that doubles, with jitter; never past the deadline. Seconds."""
 
     max_attempts: Optional[int] = None
-    """Of one call, the first included; 1 or more. None: a server that is away (UNAVAILABLE) is tried until the deadline
+    """Attempts of one call, the first included; 1 or more. None: a server that is away (UNAVAILABLE) is tried until the deadline
     allows no more, so that a call survives a restart; a call that is refused (RESOURCE_EXHAUSTED) is tried 4 times."""
     initial_backoff: float = 0.02
     max_backoff: float = 1.0
@@ -108,7 +108,7 @@ class Options:
             raise InvalidArgument(f"token: got type {type(self.token).__name__}, allowed a string, or a function of one")
 
     def credentials(self) -> Optional[Any]:
-        """Of the channel; None: plaintext. InvalidArgument: a file that cannot be read."""
+        """The channel's credentials; None: plaintext. InvalidArgument: a file that cannot be read."""
         if self.tls is None:
             return None
         return grpc.ssl_channel_credentials(

@@ -57,14 +57,14 @@ class InputParams(TypedDict, total=False):
 
 
 class TopKParams(InputParams, total=False):
-    """Of top_k."""
+    """Parameters of top_k."""
 
     temperature: Floats
     """Per row. Divides the logits; above 0; default 1."""
 
 
 class SamplingParams(TypedDict, total=False):
-    """Of sample, sample_stream and verify."""
+    """Parameters of sample, sample_stream and verify."""
 
     seed: Ints
     """Per row, 0 to 2^64-1. The same seed and position draw the same token. Required unless every temperature is 0."""
@@ -81,9 +81,9 @@ class SamplingParams(TypedDict, total=False):
     repetition_penalty: Floats
     """Per row, above 0. Scales down logits of tokens in the history; default 1."""
     presence_penalty: Floats
-    """Per row. Taken off the logits of tokens in the history; default 0."""
+    """Per row. Subtracted from the logits of tokens in the history; default 0."""
     frequency_penalty: Floats
-    """Per row. Taken off a logit for each time its token occurs; default 0."""
+    """Per row. Subtracted from a logit for each time its token occurs; default 0."""
     top_logprobs: Ints
     """Per row, 0 to min(128, V). Most probable tokens to report; default 0."""
     logprob_mode: Union[LogprobMode, Sequence[LogprobMode]]
@@ -104,11 +104,11 @@ class SamplingParams(TypedDict, total=False):
 
 
 class SampleParams(InputParams, SamplingParams, total=False):
-    """Of sample and of sample_stream's write."""
+    """Parameters of sample, and of sample_stream's write."""
 
 
 class VerifyParams(SamplingParams, total=False):
-    """Of verify."""
+    """Parameters of verify."""
 
     dtype: Optional[DType]
     arena: Union[Arena, CudaArena, None]
@@ -116,7 +116,7 @@ class VerifyParams(SamplingParams, total=False):
 
 
 class ScoreParams(InputParams, total=False):
-    """Of score and score_stream."""
+    """Parameters of score and score_stream."""
 
     ignore_index: int
     """Target of rows that are not counted; default -100."""

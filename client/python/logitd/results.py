@@ -129,7 +129,7 @@ class _Rows(_Call):
 
 @dataclass(frozen=True)
 class TopKResult(_Rows):
-    """Of top_k."""
+    """What top_k returns."""
 
     indices: Ragged[np.int32]
     """Token ids, int32, k per row, most probable first; equal logits by ascending id."""
@@ -141,7 +141,7 @@ class TopKResult(_Rows):
 
 @dataclass(frozen=True)
 class SampleResult(_Rows):
-    """Of sample. Log-probabilities are natural logs; `logprob_mode` says of which distribution."""
+    """What sample returns. Log-probabilities are natural logs; `logprob_mode` says of which distribution."""
 
     tokens: Int32s
     """[N] int32, the tokens drawn; -1 where the status is not OK."""
@@ -161,7 +161,7 @@ class SampleResult(_Rows):
 
 @dataclass(frozen=True)
 class VerifyResult(SampleResult):
-    """Of verify: a row has the token emitted there. Rows after the bonus token are NOT_REACHED."""
+    """What verify returns: a row has the token emitted there. Rows after the bonus token are NOT_REACHED."""
 
     accepted: Int32s
     """[S] int32, drafts accepted in each sequence; the bonus token is at this row of it."""
@@ -188,7 +188,7 @@ class ScoreTotals:
 
 @dataclass(frozen=True)
 class ScoreResult(_Rows):
-    """Of score and score_stream."""
+    """What score and score_stream return."""
 
     losses: Float32s
     """[N] float32, nats; 0 where ignored, NaN where NAN_LOGIT."""
@@ -234,7 +234,7 @@ class AttentionFault:
 
 @dataclass(frozen=True)
 class AttentionResult(_Call):
-    """Of attention_softmax."""
+    """What attention_softmax returns."""
 
     probs: NDArray[Any]
     """In the shape of the scores; exactly 0 for keys that are not seen."""
@@ -243,12 +243,12 @@ class AttentionResult(_Call):
     faults: Tuple[AttentionFault, ...]
     """By ascending row."""
     messages: int
-    """In which the tensor went."""
+    """Messages that the tensor took."""
 
 
 @dataclass(frozen=True)
 class AttentionBackwardResult(_Call):
-    """Of attention_softmax_backward."""
+    """What attention_softmax_backward returns."""
 
     d_scores: NDArray[Any]
     """In the shape of the scores."""
@@ -337,7 +337,7 @@ class Op:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Of info."""
+    """What info returns."""
 
     version: str
     backend: str

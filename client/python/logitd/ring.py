@@ -1,4 +1,4 @@
-"""A ring: top_k and sample through leased memory, for decode loops that should not feel a socket."""
+"""A ring: top_k and sample through leased memory, for decode loops that must not wait for a socket."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _Flight:
 class Ring:
     """The ring of an arena: calls and answers in its memory, without a message. Made by Arena.ring, or Ring.open.
 
-    Calls have the parameters, answers and errors of Client.top_k and Client.sample; nothing is tried again. Their rows
+    Calls have the parameters, answers and errors of Client.top_k and Client.sample; no call is tried again. Their rows
     should lie in an arena, this one or another, also of a GPU (`arena=`): what a request holds itself must fit into a
     slot.
 

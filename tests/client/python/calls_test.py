@@ -490,6 +490,26 @@ class SampleStreamTest(ServerTestCase):
 
         run(main())
 
+    def test_a_write_after_done_is_refused(self):
+        with logitd.Client(self.server.unix) as client, client.sample_stream() as stream:
+            stream.write(self.LOGITS, seed=1)
+            for _ in range(3):
+                stream.done()
+            with self.refused(logitd.FailedPrecondition, "stream: got a write after done(), allowed before it"):
+                stream.write(self.LOGITS, seed=2)
+            self.assertEqual(len(list(stream)), 1)
+
+        async def main():
+            async with logitd.AsyncClient(self.server.unix) as client, client.sample_stream() as stream:
+                await stream.write(self.LOGITS, seed=1)
+                for _ in range(3):
+                    await stream.done()
+                with self.refused(logitd.FailedPrecondition, "stream: got a write after done(), allowed before it"):
+                    await stream.write(self.LOGITS, seed=2)
+                self.assertEqual(len([result async for result in stream]), 1)
+
+        run(main())
+
     def test_a_refused_request_ends_the_stream_with_its_error(self):
         with logitd.Client(self.server.unix) as client, client.sample_stream() as stream:
             stream.write(self.LOGITS, seed=1)
