@@ -15,7 +15,7 @@
 // The connection is the lease: the lease ends when the connection ends, from either side. After the
 // answer it may open a ring (ring_protocol.h), which a CUDA arena has no place for; nothing else is
 // sent on it. Numbers are little-endian, and there is no padding. A refusal may come before the
-// request was read: then a client's first read may say ECONNRESET, and the next one has it.
+// request was read: then a client's first read may fail with ECONNRESET, and the next one returns it.
 #ifndef LOGITD_FORMATS_ARENA_PROTOCOL_H_
 #define LOGITD_FORMATS_ARENA_PROTOCOL_H_
 
@@ -30,11 +30,11 @@ static_assert(std::endian::native == std::endian::little, "the structs are copie
 
 inline constexpr std::array<char, 4> kArenaMagic = {'L', 'D', 'A', 'R'};
 inline constexpr uint32_t kArenaVersion = 1;
-// Kinds of memory. A server says UNIMPLEMENTED to a kind that it does not have.
+// Kinds of memory. A server answers UNIMPLEMENTED to a kind that it does not have.
 inline constexpr uint32_t kHostArena = 1;  // of the host
 inline constexpr uint32_t kCudaArena = 2;  // of a GPU
 
-// Names a lease. Random: who knows it may use the memory in requests.
+// Names a lease. It is random, because whoever knows it may use the memory in requests.
 inline constexpr size_t kLeaseIdBytes = 16;
 using LeaseId = std::array<unsigned char, kLeaseIdBytes>;
 
@@ -52,7 +52,7 @@ struct ArenaAnswer {
   uint32_t version = kArenaVersion;  // that the server speaks
   uint32_t code = 0;                 // gRPC's, 0: OK
   uint32_t text_bytes = 0;
-  // Of the arena: what was asked for, rounded up to pages, of a GPU to 2 MiB; 0 with an error.
+  // The arena's size: what was asked for, rounded up to pages, on a GPU to 2 MiB; 0 with an error.
   uint64_t bytes = 0;
   LeaseId lease = {};
 };

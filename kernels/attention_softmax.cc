@@ -48,8 +48,8 @@ absl::Status CheckPayload(const AttentionSoftmaxRequest& request) {
   if (request.payload_bytes == need) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrFormat("%s: got %d bytes, but rows %d x keys %d x %s is %d bytes",
-                      request.backward ? "probs, d_probs" : "scores", request.payload_bytes,
-                      shape.rows, shape.keys, Name(request.dtype), need));
+                      request.backward ? "probs" : "scores", request.payload_bytes, shape.rows,
+                      shape.keys, Name(request.dtype), need));
 }
 
 absl::Status CheckWindow(std::string_view field, int64_t got) {

@@ -67,9 +67,9 @@ struct AttentionMask {
 // its mask, its window and its sink: not on the call's other rows, the chunk, the strides, the
 // alignment or the stream. Bits may differ between backends, SIMD widths and GPU architectures.
 // Against double precision, from the same x: |error| <= 4e-6 relative (plus 1e-37) before rounding
-// to 16 bits; |logsumexp error| <= 2e-6 max(1, |logsumexp|). Sources: Milakov & Gimelshein,
-// arXiv:1805.02867; sinks: Xiao et al., Efficient streaming language models with attention sinks,
-// arXiv:2309.17453.
+// to 16 bits; |logsumexp error| <= 2e-6 max(1, |logsumexp|). The product and the sum in x are
+// rounded once together or each, and a score below 2^-126 may count as 0. Sources: Milakov &
+// Gimelshein, arXiv:1805.02867; sinks: Xiao et al., arXiv:2309.17453.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct AttentionSoftmaxArgs {

@@ -212,8 +212,8 @@ class Backend {
   virtual void FreeDevice(const DeviceMemory& memory) = 0;
   virtual absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use = StreamUse::kOps) = 0;
 
-  // Device memory of at least `bytes` bytes, all zero, that other processes can use. It is the
-  // device's again when it is freed here and all of them have let go of it. RESOURCE_EXHAUSTED: there
+  // Device memory of at least `bytes` bytes, all zero, that other processes can use. The device gets
+  // it back when it is freed here and every other process has let go of it. RESOURCE_EXHAUSTED: there
   // is not enough. UNIMPLEMENTED: this device shares no memory.
   virtual absl::StatusOr<SharedDeviceMemory> AllocateShared(size_t bytes) {
     return absl::UnimplementedError("this device shares no memory");

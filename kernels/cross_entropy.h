@@ -34,7 +34,7 @@ struct CrossEntropyRow {
   int32_t active;             // 1; 0 = skip the row
   int32_t target;             // 0..vocab-1, or kIgnoredTarget
   float temperature;          // finite, > 0
-  float softcap;              // finite, >= 0; 0 = off; with a head 0, as the head has its own
+  float softcap;              // finite, >= 0; 0 = off, else held to 2^-100..2^100; 0 with a head
   float label_smoothing;      // [0, 1); 0 = off
   Smoothing smoothing;
   float z_loss;          // finite, >= 0; 0 = off
@@ -71,8 +71,7 @@ struct CrossEntropyAnswers {
 
 // Writes, for every row of `logits`, the loss of its target.
 //
-// l is the row as sent, V its length, t its target, e its label smoothing (for kMegatron e V / (V -
-// 1)):
+// l is the row as sent, V its length, t its target, e its label smoothing (kMegatron: e V/(V - 1)):
 //
 //   x_i     = l_i, then softcap * tanh(x_i / softcap) where softcap > 0, then x_i / temperature
 //   lse     = ln sum exp(x)
@@ -98,9 +97,10 @@ struct CrossEntropyAnswers {
 // SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double precision, from
 // the same logits: |logsumexp error| <= 2e-6 max(1, |logsumexp|); |error| <= 4e-6 max(1, m) for
 // losses, log-probabilities and entropies, with m the largest of |x_t|, |mean x| and |logsumexp|
-// (with z_loss times 1 + 2 z_loss m).
-// Sources: Milakov & Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et al.,
-// arXiv:1512.00567; z-loss: Chowdhery et al., PaLM, arXiv:2204.02311.
+// (with z_loss times 1 + 2 z_loss m). A softcap adds softcap 2^-149 / temperature to each. At a
+// temperature below kLeastTemperature, where logits are less than 1e-33 apart, logsumexp and what
+// follows from it may be off by ln V. Sources: Milakov & Gimelshein, arXiv:1805.02867; label
+// smoothing: Szegedy et al., arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct CrossEntropyArgs {

@@ -30,8 +30,8 @@ enum class ShardExchange : uint8_t {
 
 struct ShardOptions {
   ShardExchange exchange = ShardExchange::kAuto;
-  // A device hangs, and is lost, where it ends no part of its work for so long: on CUDA while no other
-  // ends one either, on the CPU after another has ended its own.
+  // A device hangs, and is lost, where it ends no part of its work for this long: on CUDA while no other
+  // device ends one either, on the CPU after another device has ended its part.
   absl::Duration hang_after = absl::Seconds(10);
 };
 
@@ -93,7 +93,7 @@ class ShardedStream : public Stream {
   virtual absl::Status ShardedTraining(const ShardedTrainingArgs& args) = 0;
 };
 
-// The check of ShardedBackward and ShardedTraining on so many devices: OK, or INVALID_ARGUMENT with what
+// The check of ShardedBackward and ShardedTraining on `devices` devices: OK, or INVALID_ARGUMENT with what
 // is wrong, what it is and what is allowed. `gradient.head` must be cut over the devices. Each shard
 // with tokens must have a d_weight of its shape, with rows that do not overlap, in the weight's dtype
 // or f32; all of them have a d_bias, or none has. What a shard without tokens has is not looked at.

@@ -89,7 +89,7 @@ struct TopKPartials {
                  // number of +inf; where it is -inf, 0; NaN where a logit is NaN
   int32_t* nan;  // [rows]: the lowest token of the shard whose logit is NaN; -1: none is
   uint64_t* keys;  // [rows, keys()]: the first min(k, tokens of the shard) tokens of the shard, in
-      // the op's order. Not where `nan` has one. High 32 bits: the logit (-0 as +0), its
+      // the op's order. Unspecified where `nan` has one. High 32 bits: the logit (-0 as +0), its
       // sign bit flipped if it is positive, else all its bits. Low: ~token
 };
 
@@ -103,7 +103,7 @@ struct TopKPartialShape {
   int64_t keys() const { return std::min<int64_t>(max_k, shards.most_tokens()); }
   size_t bytes() const;  // of a block
   TopKPartials At(std::byte* block) const;
-  // Those of a shard in the blocks of all. Not to be written.
+  // The arrays of one shard in `blocks`, those of all shards. Read-only.
   TopKPartials Of(const std::byte* blocks, int shard) const;
 };
 
@@ -133,7 +133,7 @@ struct SamplePartialShape {
   int64_t rows = 0;
 
   size_t bytes() const;  // of a block: f32 logits [rows, shards.most_tokens()]
-  // Those of a shard in the blocks of all.
+  // The logits of one shard in `blocks`, those of all shards.
   const float* Of(const std::byte* blocks, int shard) const;
 };
 
@@ -157,8 +157,8 @@ struct LossPartials {
   float* max;     // [rows, most_cells]: as in TopKPartials, of the logits before the temperature
   float* sum;     // [rows, most_cells]: as in TopKPartials
   float* total;   // [rows, most_cells]: sum of x / 4096; null: no row is smoothed
-  float* moment;  // [rows, most_cells]: sum of exp((x - max) / temperature) (x - max) / 256, 0
-                  // where max is not finite; null: no row wants its entropy
+  float* moment;  // [rows, most_cells]: sum of exp((x - max) / temperature) (x - max), in a unit of
+                  // its backend; 0 where max is not finite; null: no row wants its entropy
   int32_t* nan;   // [rows]: as in TopKPartials
   // The rest is unspecified where `nan` has a token.
   float* target;    // [rows]: the target's logit, where the shard has the target
@@ -182,7 +182,7 @@ struct LossPartialShape {
   int64_t keys() const { return std::min<int64_t>(max_top, shards.most_tokens()); }
   size_t bytes() const;  // of a block
   LossPartials At(std::byte* block) const;
-  // Those of a shard in the blocks of all. Not to be written.
+  // The arrays of one shard in `blocks`, those of all shards. Read-only.
   LossPartials Of(const std::byte* blocks, int shard) const;
 };
 
@@ -198,7 +198,7 @@ struct LinearCrossEntropyTargetsArgs {
   int shard = 0;      // its index
   VocabShards shards;
   const CrossEntropyRow* rows = nullptr;  // [rows]
-  float* targets = nullptr;               // [rows]; not written where the shard has not the target
+  float* targets = nullptr;               // [rows]; not written where the shard lacks the target
 };
 
 // Writes the block of one shard.

@@ -40,9 +40,9 @@ inline constexpr RowParam<SoftmaxTopKRow> kSoftmaxTopKParams[] = {
 // temperature: not on the batch, its place in it, the row stride, the alignment or the stream. Bits
 // may differ between backends, SIMD widths and GPU architectures. Against double precision: indices
 // are exact, |probability error| <= 4e-6 relative (plus 1e-37), |logsumexp error| <= 2e-6 max(1,
-// |logsumexp|). At a temperature below kLeastTemperature the probabilities of logits less than
-// 1e-33 apart are unspecified. Source: Milakov & Gimelshein, Online normalizer calculation for
-// softmax, arXiv:1805.02867.
+// |logsumexp|). A temperature below kLeastTemperature: logits less than 1e-33 apart have
+// unspecified probabilities, and logsumexp may be off by ln vocab. Source: Milakov & Gimelshein,
+// arXiv:1805.02867.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct SoftmaxTopKArgs {

@@ -9,7 +9,7 @@
 
 namespace logitd {
 
-// Null where the devices neither share nor pin memory: they are no CUDA devices.
+// Null where the devices can neither share nor pin memory: only CUDA devices can.
 std::unique_ptr<arena::ArenaDevices> MakeArenaDevices(
     std::shared_ptr<const engine::Devices> devices);
 

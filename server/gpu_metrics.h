@@ -40,7 +40,7 @@ class GpuMetrics {
   static std::unique_ptr<GpuMetrics> Create(const std::optional<Nvml>& nvml,
                                             const std::vector<DeviceInfo>& devices);
 
-  // What the driver does not tell (on a part of a GPU, it has no utilization) is left out.
+  // Leaves out what the driver does not report: a part of a GPU (MIG) has no utilization.
   std::vector<prometheus::MetricFamily> Collect() const;
 
  private:

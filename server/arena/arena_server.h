@@ -39,8 +39,8 @@ struct ArenaServerOptions {
 };
 
 // Serves leases with one thread. Every connection is watched until it ends, and its lease with it.
-// Nothing waits for a peer. A few peers may be connected that have not asked yet: one more takes the
-// place of the oldest of them, so silent peers keep nobody out.
+// Nothing waits for a peer. Only a few peers that have not asked yet may be connected. One more closes
+// the oldest of them, so silent peers do not keep others out.
 //
 // A lease may have a ring (ring.h), which ends with it.
 //
@@ -54,8 +54,8 @@ class ArenaServer {
       const ArenaServerOptions& options, Leases* leases,
       std::shared_ptr<prometheus::Registry> registry);
 
-  // From here on leases may have rings, whose calls `serve` serves. `cores`: that the process may use.
-  // Once.
+  // From here on leases may have rings; `serve` serves their calls. `cores`: how many the process may
+  // use. Called once.
   void ServeRings(ServeRing serve, int cores);
   // Ends every ring, and waits until `deadline` for their threads. False: one still runs. No more
   // rings are opened.
@@ -75,9 +75,9 @@ class ArenaServer {
 
   void Run();
   void Accept();
-  // Keeps the peers that have not asked yet few.
+  // Closes the oldest peers that have not asked yet, where there are too many.
   void MakePlace();
-  // Reads what a peer sent. False: the connection is over.
+  // Reads what a peer has sent. False: the connection is over.
   bool Hear(Peer& peer);
   absl::Status GiveLease(Peer& peer, const ArenaAsk& ask, size_t bytes);
   // For a packet on a lease's connection. False: the connection is over.

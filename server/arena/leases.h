@@ -28,13 +28,13 @@ class DeviceArena {
   virtual int64_t bytes() const = 0;
   virtual int device() const = 0;  // as BatchKey::device counts
   virtual ArenaDevice description() const = 0;
-  // A descriptor of it for one client, which the caller closes. Once.
+  // A descriptor of the memory for one client; the caller closes it. Called once.
   virtual int TakeDescriptor() = 0;
   // As Arena::Write; UNAVAILABLE: the device failed. `from` is in memory that the device can read.
   virtual absl::Status Write(int64_t offset, absl::Span<const std::byte> from) const = 0;
 };
 
-// What the server's devices do for arenas. Implemented above this room; outlives the arenas.
+// What the server's devices do for arenas. server/device_arenas.cc has it; outlives the arenas.
 // Thread-safe.
 class ArenaDevices {
  public:
@@ -43,10 +43,10 @@ class ArenaDevices {
   virtual int count() const = 0;
   virtual bool lost(int device) const = 0;
   virtual uint32_t number(int device) const = 0;
-  // At least `bytes` bytes, all zero. RESOURCE_EXHAUSTED: there is not enough. UNIMPLEMENTED: such
+  // At least `bytes` bytes, all zero. RESOURCE_EXHAUSTED: there is not enough. UNIMPLEMENTED: these
   // devices share no memory.
   virtual absl::StatusOr<std::unique_ptr<DeviceArena>> Make(int device, int64_t bytes) = 0;
-  // Pins host memory, for copies by every device, until the result is destroyed. Null: it cannot be.
+  // Pins host memory, for copies by every device, until the result is destroyed. Null: it cannot be pinned.
   virtual std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) = 0;
   // Whether Pin can succeed.
   virtual bool pins() const = 0;
@@ -61,9 +61,9 @@ class ArenaDevices {
 // is different: it takes a page where none is, and it takes the file's lock, which the client's own
 // calls (fallocate) can hold for as long as they run. So only the Writer calls Write.
 //
-// Where devices can copy from it, the file has all its pages from the start, and they are pinned:
-// they are the server's, and stay what they are. If the client takes pages out of its file, devices
-// go on with those that were there, and the client spoils its own answers.
+// Where devices can copy from it, the file has all its pages from the start, and they are pinned: they
+// belong to the server and are never replaced. If the client takes pages out of its file, devices
+// still read the old ones, and only the client's own answers are wrong.
 //
 // Thread-safe.
 class Arena {
@@ -84,7 +84,7 @@ class Arena {
   // Whether it is memory of a device, which Read does not read.
   bool on_device() const { return device_memory_ != nullptr; }
   int device() const { return on_device() ? device_memory_->device() : -1; }
-  // Where devices copy from: all of them, or device(). Null: they cannot.
+  // The address that all devices copy from, or only device(). Null: none can.
   const std::byte* address() const { return on_device() ? device_memory_->data() : pages_; }
 
   // Copies what is at `offset`, one span after the other. [offset, offset + all sizes) must be in
@@ -105,7 +105,7 @@ class Arena {
 
 struct LeaseLimits {
   int64_t max_bytes = 0;         // of the host: of one arena, and of all together
-  int max_leases = 0;            // with ended ones that calls still use
+  int max_leases = 0;            // ended ones that calls still use count too
   int64_t max_device_bytes = 0;  // of each device: of one arena, and of all together
 };
 
@@ -124,14 +124,14 @@ class Leases {
 
   // Makes an arena of at least `bytes` bytes of host memory, all zero, that nobody can shrink, grow
   // or seal. Pinning a gigabyte takes a third of a second. One thread at a time opens leases.
-  // INVALID_ARGUMENT: can never be had. RESOURCE_EXHAUSTED: not now. UNAVAILABLE: see BeginDrain.
+  // INVALID_ARGUMENT: never possible. RESOURCE_EXHAUSTED: not now. UNAVAILABLE: after BeginDrain.
   absl::StatusOr<Lease> Open(int64_t bytes);
 
   // The same, of a device's memory. `device`: 1 + its number; 0: the one with the fewest leased
   // bytes. UNIMPLEMENTED: the server has no device that shares memory.
   absl::StatusOr<Lease> OpenOnDevice(uint32_t device, int64_t bytes);
 
-  // Ends a lease: Find no longer knows it. Once. Its memory stays until FreeEnded finds it unused.
+  // Ends a lease: Find no longer knows it. Called once. Its memory stays until FreeEnded finds it unused.
   void End(const LeaseId& id);
 
   // Frees the memory of ended leases that no call uses any more. True: some are still used. Freeing
@@ -139,13 +139,13 @@ class Leases {
   bool FreeEnded();
 
   // The memory of a lease, for as long as the pointer lives. NOT_FOUND: there is no such lease, or
-  // it has ended; what a stranger asks for is not repeated.
+  // it has ended; the text does not repeat the name that was asked for.
   absl::StatusOr<std::shared_ptr<const Arena>> Find(std::string_view id) const;
 
-  // No more leases from here on. Those there are stay.
+  // Gives no lease from here on. Existing leases stay.
   void BeginDrain();
 
-  // Of arenas that are not freed yet, also of ended leases that calls still use.
+  // Bytes of arenas that are not freed yet, those of ended leases included.
   int64_t bytes() const;         // of the host
   int64_t device_bytes() const;  // of all devices
   int64_t pinned_bytes() const;  // of the host, that are resident in this process
@@ -158,7 +158,7 @@ class Leases {
   absl::StatusOr<int> ChooseDevice(uint32_t asked) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Add(const LeaseId& id, std::shared_ptr<const Arena> arena)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Counts an arena, or with `sign` -1 no longer.
+  // Adds an arena to the counts; with `sign` -1 takes it out.
   void Count(const Arena& arena, int sign) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const LeaseLimits limits_;

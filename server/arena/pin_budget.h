@@ -11,8 +11,8 @@
 namespace logitd::arena {
 
 // While the driver pins or unpins memory (64 MiB take 18 ms), or makes memory that is shared, the work
-// of every stream waits for it. A client that leases without pause would so take the device from all others. The budget lets a second
-// of such time through at once, and then a fifth of all time. Thread-safe.
+// of every stream waits. So a client that leases without pause could keep the device from all others.
+// The budget allows one second of such time at once, and after that a fifth of all time. Thread-safe.
 class PinBudget {
  public:
   static constexpr absl::Duration kMost = absl::Seconds(1);
@@ -27,7 +27,7 @@ class PinBudget {
     return left_ > absl::ZeroDuration();
   }
 
-  // It, or its end, took so long, and ended at `now`.
+  // Pinning, unpinning or making memory took `time`, and ended at `now`.
   void Spend(absl::Duration time, absl::Time now) {
     absl::MutexLock lock(&mutex_);
     Refill(now);

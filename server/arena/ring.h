@@ -52,11 +52,11 @@ class WakeEvent {
   const int fd_;
 };
 
-// Rings whose threads are to be woken, for threads that do nothing else. It owns only their events:
-// the last owner of a ring may have to unpin its memory. Thread-safe.
+// Wakes the threads of rings, by threads that do nothing else. It holds only the rings' events, not
+// the rings: the last owner of a ring may have to unpin its memory, which takes long. Thread-safe.
 class WakeList {
  public:
-  // Up to `few` rings are woken by their callers.
+  // Where at most `few` rings are open, Wake itself wakes their threads.
   explicit WakeList(int few) : few_(few) {}
 
   void Count(int rings) { open_ += rings; }
@@ -64,7 +64,7 @@ class WakeList {
   void Wake(std::shared_ptr<const WakeEvent> ring);
   // Wakes threads until End.
   void Run();
-  // From now on all rings are woken by their callers.
+  // Ends Run. From now on Wake itself wakes every thread.
   void End();
 
  private:
@@ -89,7 +89,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // Unique among the rings of the process. Never an id of a connection or an identity.
   uint64_t id() const { return id_; }
   const ucred& user() const { return user_; }
-  // The size of a reply. A longer one becomes an error.
+  // The largest reply. A longer one becomes an error.
   size_t max_message_bytes() const { return max_message_bytes_; }
 
   // The reply to work number `serial`. Once for each. `keep` is dropped when the reply is in the
@@ -132,8 +132,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // Used by the thread only.
   RingPages pages_;
   uint64_t next_serial_ = 0;
-  int64_t worked_ns_ = 0;   // when there was something to do
-  bool spins_ = false;      // has one of the places of threads that spin
+  int64_t worked_ns_ = 0;   // the time of the last work
+  bool spins_ = false;      // counts among the threads that may spin
   int lone_calls_ = 0;      // in a row, that came when no other was open; see kLoneCalls
   bool one_waits_ = false;  // a submission was there before a reply of PostNow
   absl::Status posted_now_;

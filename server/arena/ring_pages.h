@@ -19,7 +19,7 @@ namespace logitd::arena {
 struct RingRequest {
   RingMethod method = RingMethod::kTopK;
   bool is_batch = false;  // its priority
-  bool alone = false;     // probably its ring gets no other call before this one has ended
+  bool alone = false;     // its ring will probably get no other call before this one has ended
   uint64_t tag = 0;
   absl::Duration timeout = absl::InfiniteDuration();
   std::string message;
@@ -32,8 +32,8 @@ struct RingReply {
   std::string message;                                // if the status is OK
 };
 
-// INVALID_ARGUMENT, UNIMPLEMENTED: such a ring cannot be in a lease of `arena_bytes`. `bytes`: of
-// the packet that `ask` was read from.
+// INVALID_ARGUMENT, UNIMPLEMENTED: a lease of `arena_bytes` cannot have such a ring. `bytes`: the
+// size of the packet that `ask` was read from.
 absl::Status CheckRing(const RingAsk& ask, size_t bytes, int64_t arena_bytes);
 
 // Reads each byte that the peer may write once, into memory of its own, by reads of the file: a peer
@@ -50,11 +50,11 @@ class RingPages {
   // Whether Take would find one.
   bool Ready() const;
 
-  // The next completion. A message longer than max_message_bytes() becomes the error INTERNAL. An
-  // error of the system's: it could not be written.
+  // Writes the next completion. A message longer than max_message_bytes() becomes the error INTERNAL.
+  // An error: the system could not write it.
   absl::Status Post(const RingReply& reply);
 
-  // Of a reply.
+  // The most bytes of a reply's message.
   size_t max_message_bytes() const { return shape_.answer_bytes - sizeof(RingCompletion); }
   uint32_t slots() const { return shape_.slots; }
 

@@ -24,8 +24,8 @@ struct Answer {
   std::shared_ptr<const void> keep;  // of `bytes`; dropped before `done` runs
   // Asked right before the write. False: CANCELLED, and nothing is written.
   absl::AnyInvocable<bool()> wanted;
-  // Once, with OK when everything is written. Otherwise as Arena::Write; UNAVAILABLE: there is no
-  // thread for it. Its destruction may be the end of what `wanted` uses.
+  // Runs once: with OK when everything is written, else with the error of Arena::Write, or with
+  // UNAVAILABLE where no thread could be started. What `wanted` uses may be destroyed with it.
   absl::AnyInvocable<void(const absl::Status&)> done;
 };
 
@@ -34,7 +34,7 @@ struct Answer {
 class Writer {
  public:
   Writer();
-  // Waits for what is not written yet.
+  // Waits until everything is written.
   ~Writer();
   Writer(const Writer&) = delete;
   Writer& operator=(const Writer&) = delete;

@@ -35,7 +35,7 @@ class Activity {
   // `ops` outlives this.
   Activity(int streams, absl::Span<const OpTraits* const> ops);
 
-  // Stream `stream` is out for good: it counts no longer.
+  // Stream `stream` never works again: it no longer counts.
   void Remove(int stream);
 
   // Stream `stream` begins a slice of `op`, or ends it after `rows` rows. `as_many`: the streams that

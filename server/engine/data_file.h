@@ -29,7 +29,7 @@ absl::StatusOr<std::string> Locate(const std::string& root, const std::string& p
 // A regular file. Thread-safe.
 //
 // Not mapped: if another process cuts the file, touching a mapped page ends this process with
-// SIGBUS. A read is an error of that load only.
+// SIGBUS. A failed read only fails that load.
 class DataFile {
  public:
   // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, or not a path; UNAVAILABLE:

@@ -45,7 +45,7 @@ class FairClock {
   // Work of `caller` cost `by_ns` more (or less) than Arrive was told.
   void Correct(const Caller& caller, bool is_long, double by_ns);
 
-  // Nobody's work waits or runs: all callers are equal again.
+  // No work waits or runs: all callers are equal again.
   void Idle() { now_ = latest_; }
 
   // Accounts in memory: those of callers with work in the system, and some that are not forgotten
@@ -68,7 +68,7 @@ class FairClock {
   double now_ = 0;
   double latest_ = 0;     // of all ends
   size_t forget_at_ = 0;  // accounts, before the next search for those to forget
-  // Where the work of each account ends. One that is not after now_ says no more than none.
+  // The virtual time at which each account's work ends. One that is not after now_ can be forgotten.
   absl::flat_hash_map<Account, double> ends_;
 };
 

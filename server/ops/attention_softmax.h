@@ -21,7 +21,7 @@ enum AttentionAxis : size_t {
   kAttentionDProbBytes,  // backward
 };
 
-// Forward. The large output comes first, for it may run in place.
+// Forward. The large output comes first, because it may be written over the payload.
 inline constexpr engine::Input<std::byte> kAttentionInMask{0, kAttentionMaskBytes};
 inline constexpr engine::Input<float> kAttentionInSinks{1, kAttentionSinks};
 

@@ -12,9 +12,9 @@
 
 namespace logitd::ops {
 
-// A member that is a place in an array: an element of `axis`, counted from the job's first; a
-// negative value stands for no place. With `count` it is where the row's answers start, so many
-// elements.
+// A member of a row that is an index into the arrays of `axis`, counted from the job's first element;
+// a negative value means none. With `count`, the row's answers start there, and `count` says how
+// many they are.
 template <typename Row>
 struct RowPlace {
   size_t axis;

@@ -129,7 +129,8 @@ TEST(FairnessTest, StatedSizesAndPrioritiesAreChecked) {
       {"logitd-payload-bytes", absl::StrCat(bytes + 1), ""},
       {"logitd-payload-bytes", absl::StrCat(most), ""},
       {"logitd-payload-bytes", absl::StrCat(bytes - 1),
-       absl::StrCat("logitd-payload-bytes: got ", bytes - 1, ", the message has ", bytes)},
+       absl::StrCat("logitd-payload-bytes: got ", bytes - 1, ", allowed the size of the message, ",
+                    bytes, ", or more")},
       {"logitd-payload-bytes", "-1",
        absl::StrCat("logitd-payload-bytes: got \"-1\", allowed 0..", most)},
       {"logitd-payload-bytes", "12x",
@@ -164,8 +165,9 @@ TEST(FairnessTest, AStreamEndsAtAMessageLargerThanStated) {
   EXPECT_FALSE(stream.Read(&answer));
   const grpc::Status status = stream.Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(status.error_message(), absl::StrCat("logitd-payload-bytes: got ", message.size(),
-                                                 ", the message has ", larger.size()));
+  EXPECT_EQ(status.error_message(),
+            absl::StrCat("logitd-payload-bytes: got ", message.size(),
+                         ", allowed the size of the message, ", larger.size(), ", or more"));
 }
 
 TEST(FairnessTest, AnAnswerMayNeedMoreThanTheStatedMessage) {

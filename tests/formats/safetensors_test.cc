@@ -131,7 +131,7 @@ TEST(SafetensorsTest, NamesTheFault) {
   }
 }
 
-TEST(SafetensorsTest, NothingStandsBehindANul) {
+TEST(SafetensorsTest, NothingMayFollowANul) {
   const std::string good = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
   ASSERT_TRUE(ParseSafetensorsHeader("f", good, 4).ok());
   for (const char* behind : {"", "{", "\"b\":1"}) {

@@ -141,7 +141,7 @@ const CheckCase kCases[] = {
        r.backward = true;
        r.payload_bytes *= 2;
      },
-     "probs, d_probs: got 1680 bytes, but rows 30 x keys 7 x f32 is 840 bytes"},
+     "probs: got 1680 bytes, but rows 30 x keys 7 x f32 is 840 bytes"},
     {"scale nan", [](Request& r) { r.scale = kNan; }, "scale: got nan, allowed finite"},
     {"scale inf", [](Request& r) { r.scale = -kInf; }, "scale: got -inf, allowed finite"},
     {"window left negative", [](Request& r) { r.window.left = -2; },

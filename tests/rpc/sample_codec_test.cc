@@ -506,8 +506,8 @@ INSTANTIATE_TEST_SUITE_P(
         BadVerify{"unknown_kind", [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
                   "draft kind: got 3 at row 1"},
         BadVerify{"lists_without_counts", [](V r) { r->clear_draft_count(); },
-                  "draft_count: got 0 values, allowed 1 or one for each draft of DRAFT_KIND_LIST: "
-                  "draft 0 is list 0"},
+                  "draft_count: got 0 values, allowed 1, or one for each draft of DRAFT_KIND_LIST: "
+                  "draft 0 has none"},
         BadVerify{"counts_without_lists",
                   [](V r) {
                     r->clear_draft_kind();

@@ -264,7 +264,7 @@ INSTANTIATE_TEST_SUITE_P(
               r->mutable_totals()->set_rows(4);
               r->mutable_totals()->set_counted(4);
             },
-            "totals: a count: got 4, allowed 0..3"},
+            "totals.counted: got 4, allowed 0..3"},
         Bad{"totals_that_do_not_add_up",
             [](R r) {
               r->set_offset(9);

@@ -183,6 +183,12 @@ INSTANTIATE_TEST_SUITE_P(
                   "head: got none with hidden states, allowed a loaded head"},
         BadHidden{"head_of_logits", [](R r) { r->set_logits("01234567"); }, kInvalid,
                   "head: got \"h\", but the input is logits"},
+        BadHidden{"unknown_head_of_logits",
+                  [](R r) {
+                    r->set_head("g");
+                    r->set_logits("01234567");
+                  },
+                  kInvalid, "head: got \"g\", but the input is logits"},
         BadHidden{"head_of_nothing", [](R r) { r->clear_hidden(); }, kInvalid,
                   "head: got \"h\", but the input is missing"},
         BadHidden{"name_too_long", [](R r) { r->set_head(std::string(129, 'h')); }, kInvalid,
@@ -230,29 +236,39 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"no_logits", [](v1::TopKRequest* r) { r->clear_logits(); }, "logits"},
         Bad{"dtype_disagrees_with_bytes", [](v1::TopKRequest* r) { r->set_dtype(v1::DTYPE_F16); },
             "logits"},
-        Bad{"rows_0", [](v1::TopKRequest* r) { r->set_rows(0); }, "rows"},
-        Bad{"rows_negative", [](v1::TopKRequest* r) { r->set_rows(-2); }, "rows"},
+        Bad{"rows_0", [](v1::TopKRequest* r) { r->set_rows(0); }, "rows: got 0, allowed 1..100"},
+        Bad{"rows_negative", [](v1::TopKRequest* r) { r->set_rows(-2); },
+            "rows: got -2, allowed 1..100"},
         Bad{"rows_that_overflow", [](v1::TopKRequest* r) { r->set_rows(int64_t{1} << 62); },
-            "rows"},
-        Bad{"vocab_negative", [](v1::TopKRequest* r) { r->set_vocab(-4); }, "vocab"},
-        Bad{"vocab_beyond_2_20", [](v1::TopKRequest* r) { r->set_vocab((1 << 20) + 1); }, "vocab"},
-        Bad{"no_k", [](v1::TopKRequest* r) { r->clear_k(); }, "k"},
-        Bad{"k_0", [](v1::TopKRequest* r) { r->set_k(0, 0); }, "k"},
-        Bad{"k_beyond_vocab", [](v1::TopKRequest* r) { r->set_k(0, 5); }, "k"},
+            "rows: got 4611686018427387904, allowed 1..100"},
+        Bad{"vocab_negative", [](v1::TopKRequest* r) { r->set_vocab(-4); },
+            "vocab: got -4, allowed 1..1048576"},
+        Bad{"vocab_beyond_2_20", [](v1::TopKRequest* r) { r->set_vocab((1 << 20) + 1); },
+            "vocab: got 1048577, allowed 1..1048576"},
+        Bad{"no_k", [](v1::TopKRequest* r) { r->clear_k(); }, "k: got none, allowed 1 or 2 (rows)"},
+        Bad{"k_0", [](v1::TopKRequest* r) { r->set_k(0, 0); }, "k: got 0 at row 0, allowed 1..4"},
+        Bad{"k_beyond_vocab", [](v1::TopKRequest* r) { r->set_k(0, 5); },
+            "k: got 5 at row 0, allowed 1..4"},
         Bad{"three_k_for_two_rows",
             [](v1::TopKRequest* r) {
               r->add_k(1);
               r->add_k(1);
             },
-            "k"},
+            "k: got 3 values, allowed 1 or 2 (rows)"},
         Bad{"more_k_than_any_batch_has_rows",
             [](v1::TopKRequest* r) {
               for (int64_t i = 0; i < kMaxRows; ++i) r->add_k(1);
             },
-            "k: more than 100 values"},
-        Bad{"temperature_0", [](v1::TopKRequest* r) { r->add_temperature(0); }, "temperature"},
+            "k: got more than 100 values, allowed one for each row, at most 100"},
+        Bad{"temperature_0", [](v1::TopKRequest* r) { r->add_temperature(0); },
+            "temperature: got 0 at row 0, allowed finite and > 0"},
         Bad{"temperature_nan", [](v1::TopKRequest* r) { r->add_temperature(std::nanf("")); },
-            "temperature"}),
+            "temperature: got nan at row 0, allowed finite and > 0"},
+        Bad{"two_temperatures_for_one_row",
+            [](v1::TopKRequest* r) {
+              *r = Request(1, 4, {2}, {1, 2});
+            },
+            "temperature: got 2 values, allowed none or 1 (rows)"}),
     [](const auto& info) { return info.param.name; });
 
 template <typename T>

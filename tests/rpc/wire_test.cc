@@ -148,7 +148,8 @@ TEST(WireTest, ListsAreBounded) {
   EXPECT_TRUE(Parse("\x82\x01\x02\x01\x01"s, &two_of_two, 2).ok());
   const absl::Status status = Parse("\x82\x01\x03\x01\x01\x01"s, &three_of_two, 2);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("k: more than 2 values"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("k: got more than 2 values, allowed one for each row, at most 2"));
   EXPECT_FALSE(Parse("\x8a\x01\x08\x00\x00\x80\x3f\x00\x00\x80\x3f"s, &two_of_one, 1).ok());
 }
 

@@ -71,7 +71,7 @@ inline Exponent MakeExponent(float temperature) {
 }
 
 // Signed integers in the order of the floats; its own inverse. -0 comes right below +0.
-// Without a branch: signs are as good as random.
+// Without a branch, because no processor can predict the signs.
 inline int32_t OrderedBits(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
 inline int32_t BitsOf(float x) {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_format.h"
 #include "kernels/checks.h"
 #include "kernels/head.h"
@@ -25,6 +26,12 @@ static_assert(v1::VerifyRequest::kSharedFieldNumber == int{kSharedNumber});
 
 constexpr size_t kMaxHeadName = 128;
 
+absl::Status RefuseHead(std::string_view name, uint32_t input) {
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "head: got \"%s\", but the input is %s; allowed only with hidden states",
+      absl::CHexEscape({name.data(), name.size()}), input == 0 ? "missing" : "logits"));
+}
+
 }  // namespace
 
 absl::Status CheckHeadName(std::string_view name) {
@@ -38,6 +45,8 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
   std::shared_ptr<const engine::Head> head;
   LOGITD_RETURN_IF_ERROR(CheckHeadName(fields.head));
   if (!fields.head.empty()) {
+    const uint32_t input = fields.input.number;
+    if (input != kHiddenNumber && input != kSharedNumber) return RefuseHead(fields.head, input);
     absl::StatusOr<std::shared_ptr<const engine::Head>> found = find.head(fields.head);
     if (!found.ok()) return found.status();
     head = *std::move(found);
@@ -50,15 +59,12 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
                                   std::shared_ptr<const engine::Head> head) {
   const bool shared = fields.input.number == kSharedNumber;
   const bool hidden = shared ? head != nullptr : fields.input.number == kHiddenNumber;
-  if (hidden != (head != nullptr)) {
-    return absl::InvalidArgumentError(
-        hidden
-            ? "head: got none with hidden states, allowed a loaded head"
-            : absl::StrFormat("head: got \"%s\", but the input is %s; allowed only with hidden "
-                              "states",
-                              head->info().name, fields.input.number == 0 ? "missing" : "logits"));
+  if (hidden && head == nullptr) {
+    return absl::InvalidArgumentError("head: got none with hidden states, allowed a loaded head");
   }
+  if (head != nullptr && !hidden) return RefuseHead(head->info().name, fields.input.number);
   LOGITD_RETURN_IF_ERROR(DTypeFromWire("dtype", fields.dtype, &dtype_));
+  LOGITD_RETURN_IF_ERROR(CheckRange("rows", fields.rows, 1, max_rows));
   const HeadView* const view = hidden ? &head->view() : nullptr;
   // A lease has no size of its own to compare with: the shape says how many bytes there must be. The
   // product may wrap around only where the checks refuse the shape before they compare.
@@ -89,7 +95,6 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
     LOGITD_RETURN_IF_ERROR(CheckLogits(
         {.dtype = dtype_, .rows = fields.rows, .vocab = vocab_, .payload_bytes = bytes}));
   }
-  LOGITD_RETURN_IF_ERROR(CheckRange("rows", fields.rows, 1, max_rows));
   payload_ = {.range = fields.input.range,
               .rows = fields.rows,
               .row_bytes = static_cast<size_t>(row_elements_) * SizeOf(dtype_)};

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <variant>
@@ -19,13 +20,22 @@
 
 namespace logitd::rpc {
 
-// INVALID_ARGUMENT where `values` are neither one for all rows, nor one for each, nor none.
+// The numbers of values that a parameter of rows may have.
+inline std::string AllowedCounts(int64_t rows, bool required) {
+  if (rows == 1) return required ? "1 (rows)" : "none or 1 (rows)";
+  return absl::StrFormat("%s1 or %d (rows)", required ? "" : "none, ", rows);
+}
+
+// INVALID_ARGUMENT where `values` are neither one for all rows, nor one for each, nor none; and,
+// where they are required, for none.
 template <typename List>
-absl::Status CheckCount(std::string_view name, const List& values, int64_t rows) {
+absl::Status CheckCount(std::string_view name, const List& values, int64_t rows,
+                        bool required = false) {
   const auto size = static_cast<int64_t>(values.size());
-  if (size <= 1 || size == rows) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %d values, allowed none, 1 or %d (rows)", name, size, rows));
+  if (size == 0 ? !required : size == 1 || size == rows) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "%s: got %s, allowed %s", name, size == 0 ? "none" : absl::StrFormat("%d values", size),
+      AllowedCounts(rows, required)));
 }
 
 // The value of row `row`.
@@ -53,6 +63,12 @@ AnyLists ListsFor(const RowParam<Row> (&params)[N]) {
   return lists;
 }
 
+// Whether the caller must send a value.
+template <typename Row>
+bool IsRequired(const RowParam<Row>& param) {
+  return param.default_value < param.allowed.low;
+}
+
 // Writes every parameter of every row: its own value, the one for all rows, or the default. As
 // CheckCount; the values are checked by CheckParams.
 template <typename Row>
@@ -62,7 +78,8 @@ absl::Status FillParams(RowParams<Row> params, const AnyLists& lists, absl::Span
         [&]<typename T>(T Row::*member) {
           const auto& values = std::get<ParamList<T>>(lists[i]);
           const auto row_count = static_cast<int64_t>(rows.size());
-          LOGITD_RETURN_IF_ERROR(CheckCount(params[i].name, values, row_count));
+          LOGITD_RETURN_IF_ERROR(
+              CheckCount(params[i].name, values, row_count, IsRequired(params[i])));
           for (int64_t r = 0; r < row_count; ++r) {
             rows[r].*member = ValueAt(values, r, static_cast<T>(params[i].default_value));
           }

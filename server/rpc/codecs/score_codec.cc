@@ -77,9 +77,9 @@ absl::Status InheritParams(const AnyLists& first, AnyLists* own) {
 }
 
 absl::Status CheckTotals(const ScoreTotals& totals, int64_t offset) {
-  for (const int64_t count : {totals.counted, totals.ignored, totals.faulty}) {
-    LOGITD_RETURN_IF_ERROR(CheckRange("totals: a count", count, 0, offset));
-  }
+  LOGITD_RETURN_IF_ERROR(CheckRange("totals.counted", totals.counted, 0, offset));
+  LOGITD_RETURN_IF_ERROR(CheckRange("totals.ignored", totals.ignored, 0, offset));
+  LOGITD_RETURN_IF_ERROR(CheckRange("totals.faulty", totals.faulty, 0, offset));
   LOGITD_RETURN_IF_ERROR(CheckRange("totals.rows", totals.rows, 0, offset));
   const int64_t sum = totals.counted + totals.ignored + totals.faulty;
   if (totals.rows != sum) {

@@ -64,9 +64,9 @@ absl::Status ReadDraft(const VerifyFields& fields, int64_t index, Taken* taken,
   const int64_t list = taken->lists++;
   if (counts.size() != 1 && list >= static_cast<int64_t>(counts.size())) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "draft_count: got %d values, allowed 1 or one for each draft of DRAFT_KIND_LIST: draft %d "
-        "is list %d",
-        counts.size(), index, list));
+        "draft_count: got %d values, allowed 1, or one for each draft of DRAFT_KIND_LIST: draft %d "
+        "has none",
+        counts.size(), index));
   }
   draft->count = ValueAt(counts, list, 0);
   if (draft->count < 1 || draft->count > fields.vocab) {

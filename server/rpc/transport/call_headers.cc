@@ -66,8 +66,9 @@ std::function<std::optional<int64_t>()> CallHeaders::ReceivedBytes() const {
 
 absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
   if (!stated_bytes.has_value() || message_bytes <= *stated_bytes) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrFormat("%s: got %d, the message has %d", kPayloadBytes,
-                                                    *stated_bytes, message_bytes));
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %d, allowed the size of the message, %d, or more", kPayloadBytes,
+                      *stated_bytes, message_bytes));
 }
 
 absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,

@@ -170,7 +170,8 @@ absl::Status Malformed(std::string_view field, size_t offset) {
 
 absl::Status TooLong(std::string_view field, size_t max_list) {
   return absl::InvalidArgumentError(
-      absl::StrFormat("%s: more than %d values, one a row is the most", field, max_list));
+      absl::StrFormat("%s: got more than %d values, allowed one for each row, at most %d", field,
+                      max_list, max_list));
 }
 
 Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, int64_t* value) {
