@@ -97,10 +97,10 @@ struct CrossEntropyAnswers {
 // SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double precision, from
 // the same logits: |logsumexp error| <= 2e-6 max(1, |logsumexp|); |error| <= 4e-6 max(1, m) for
 // losses, log-probabilities and entropies, with m the largest of |x_t|, |mean x| and |logsumexp|
-// (with z_loss times 1 + 2 z_loss m). A softcap adds softcap 2^-149 / temperature to each. At a
-// temperature below kLeastTemperature, where logits are less than 1e-33 apart, logsumexp and what
-// follows from it may be off by ln V. Sources: Milakov & Gimelshein, arXiv:1805.02867; label
-// smoothing: Szegedy et al., arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311.
+// (with z_loss times 1 + 2 z_loss m). At a temperature below kLeastTemperature max(1, softcap), where
+// logits are less than 1e-33 max(1, softcap) apart, logsumexp and what follows from it may be off by
+// ln V. Sources: Milakov & Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et al.,
+// arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct CrossEntropyArgs {

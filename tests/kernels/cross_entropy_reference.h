@@ -177,7 +177,7 @@ inline std::string DescribeDifference(const LossRowAnswer& want, const CrossEntr
                : absl::StrFormat("%s: got %.9g, want %.12g, off by %.3g, allowed %.3g", field, a, b,
                                  a - b, allowed);
   };
-  const double logit_slack = (slack.logit + SoftcapOf(ask) * 0x1p-149) / ask.temperature;
+  const double logit_slack = slack.logit / ask.temperature;
   const auto allowed = [&](double x) {
     return 4e-6 * std::max({1.0, want.size, std::isfinite(x) ? std::fabs(x) : 0.0}) +
            2 * logit_slack;
