@@ -21,12 +21,12 @@ namespace logitd::client {
 
 class CudaMemory;
 
-// Where an arena's memory is: of the host, or of a GPU of the server's that is also one of this
-// machine's.
+// Where an arena's memory is: on the host, or on a GPU of this machine that both the server and this
+// process can use.
 enum class ArenaKind { kHost, kCuda };
 
 // A lease and its memory, mapped to be read and written. The lease ends with the object; a request
-// that runs then still reads what was there. What is written while a request runs that names it may
+// that runs then still reads what was there. Writing to rows while a request that names them runs may
 // change that request's answer. Thread-safe, as far as memory is.
 class Arena {
  public:
@@ -51,7 +51,7 @@ class Arena {
   char* data() const { return data_; }  // page-aligned; kCuda: device memory
   ArenaKind kind() const { return cuda_ == nullptr ? ArenaKind::kHost : ArenaKind::kCuda; }
   int socket() const { return socket_; }  // the lease's connection, for its ring
-  // For Ring::Open: false where the arena has its ring.
+  // For Ring::Open: false where the arena already has a ring.
   bool TakeRing() { return !has_ring_.exchange(true); }
   void GiveRing() { has_ring_ = false; }
   int64_t bytes() const { return bytes_; }
@@ -64,9 +64,9 @@ class Arena {
   // Whether any of `bytes` lies in the arena. No bytes: no.
   bool Overlaps(absl::string_view bytes) const;
 
-  // Where a payload lies: `rows` rows of `row_bytes` bytes, as one run of memory, in any number of
-  // pieces, or in one piece a row at equal distances. INVALID_ARGUMENT: it does not lie in the
-  // arena, or not so, or has another size.
+  // Where a payload lies: `rows` rows of `row_bytes` bytes, either as one run of memory in any number
+  // of pieces, or as one piece for each row at equal distances. INVALID_ARGUMENT: it does not lie in
+  // the arena in one of these ways, or has another size.
   absl::StatusOr<v1::SharedRows> Find(const std::vector<absl::string_view>& pieces, int64_t rows,
                                       int64_t row_bytes) const;
 

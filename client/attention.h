@@ -96,7 +96,7 @@ struct AttentionResult {
   std::vector<double> d_sinks;              // [heads], of a gradient with sinks
   std::vector<AttentionFault> faults;       // by ascending row
   v1::Timings timings;  // the server's clocks; of several messages: phases summed, largest batch
-  int messages = 0;     // in which the tensor went
+  int messages = 0;     // that the tensor took
   absl::Duration round_trip;  // this client's clock, last attempt only
   int attempts = 0;
 };

@@ -60,8 +60,8 @@ using VerifyRequest = LogitsRequest<v1::VerifyRequest>;
 using ScoreRequest = LogitsRequest<v1::ScoreRequest>;
 
 // The server's message, whose arrays agree with each other in size, and where rows start in it.
-// Where the rows went in several messages: rows joined, the totals of the last message; timings and
-// round trips summed, except that the largest batch stays.
+// Where the rows took several messages, their rows are joined, timings and round trips are summed,
+// the totals are those of the last message, and batch_rows is the largest.
 template <typename Answer>
 struct LogitsResult {
   Answer answer;
@@ -113,9 +113,9 @@ class SampleStream {
   virtual ~SampleStream() = default;
 
   // Copies the payload of a request without an owner. UNAVAILABLE: the stream has ended; Read has
-  // the reason.
+  // the reason. FAILED_PRECONDITION: after WritesDone.
   virtual absl::Status Write(const SampleRequest& request) = 0;
-  virtual void WritesDone() = 0;
+  virtual void WritesDone() = 0;  // no more requests; answers can still be read
 
   // The next answer; its round_trip counts from its Write. When the stream has ended: the server's
   // status, or OUT_OF_RANGE after the last answer.
@@ -186,7 +186,7 @@ class Client {
   absl::StatusOr<v1::Head> LoadHead(
       const v1::LoadHeadRequest& request,
       const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
-  // OK also where a second attempt does not find the head.
+  // OK also where a second attempt finds no such head: then the first one unloaded it.
   absl::Status UnloadHead(const std::string& name);
   absl::StatusOr<std::vector<v1::Head>> ListHeads();  // by ascending name
   absl::StatusOr<v1::Head> GetHead(const std::string& name);

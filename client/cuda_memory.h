@@ -21,7 +21,7 @@ class CudaMemory {
  public:
   // `fd`: as cuMemExportToShareableHandle gives it; the caller may close it afterwards. `uuid`: of
   // the device whose memory it is. UNAVAILABLE: there is no driver, or no such device, here. INTERNAL:
-  // the driver does not take it.
+  // the driver refuses it.
   static absl::StatusOr<std::unique_ptr<CudaMemory>> Map(int fd,
                                                          const std::array<uint8_t, 16>& uuid,
                                                          size_t bytes);

@@ -1,4 +1,4 @@
-// A ring: TopK and Sample through leased memory, for decode loops that should not feel a socket.
+// A ring: TopK and Sample through leased memory, for decode loops that must not wait for a socket.
 // formats/ring_protocol.h has the protocol, docs/operations.md what each side may rely on.
 #ifndef LOGITD_CLIENT_RING_H_
 #define LOGITD_CLIENT_RING_H_
@@ -40,7 +40,7 @@ struct RingResult {
 };
 
 // The ring of an arena; an arena has one at most, for as long as its lease. Calls have the parameters,
-// answers and errors of Client::TopK and Client::Sample; nothing is tried again. Their rows should
+// answers and errors of Client::TopK and Client::Sample; no call is tried again. Their rows should
 // lie in the arena: what a request holds must fit into a slot. Used by one thread at a time.
 class Ring {
  public:
@@ -49,7 +49,7 @@ class Ring {
 
   // Opens the arena's ring at `offset` of it, a multiple of 64; those bytes are the ring's from here
   // on. The arena outlives the ring. INVALID_ARGUMENT: it does not lie there. FAILED_PRECONDITION: the
-  // arena has had its ring. UNAVAILABLE: the lease has ended, or the server knows no rings. Otherwise
+  // arena has a ring already. UNAVAILABLE: the lease has ended, or the server knows no rings. Otherwise
   // the server's error, and the arena has no ring.
   static absl::StatusOr<std::unique_ptr<Ring>> Open(Arena* arena, int64_t offset,
                                                     const RingOptions& options = {});

@@ -230,7 +230,7 @@ bool ParseMode(const std::string& text, mode_t least, mode_t* mode) {
 
 void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
   AddParsed(app, "--socket-mode",
-            "Permissions of the files of Unix sockets; without it as the umask leaves them",
+            "Permissions of the files of Unix sockets; by default what the umask leaves",
             "0 to 0777, octal", "",
             [value](const std::string& text) { return ParseMode(text, 0, &value->emplace()); });
 }
@@ -239,7 +239,7 @@ void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
 void AddDoor(CLI::App& app, Config* config) {
   Add(app, "--tls-cert", &config->tls_cert,
       "PEM file of the server's certificate and those that lead to its root: TLS on all addresses "
-      "of --listen that are no Unix sockets; read again when it changes")
+      "of --listen that are not Unix sockets; read again when it changes")
       ->type_name("FILE");
   Add(app, "--tls-key", &config->tls_key, "PEM file of the key of --tls-cert")->type_name("FILE");
   Add(app, "--tls-client-ca", &config->tls_client_ca,
@@ -436,7 +436,7 @@ void CheckNames(const CLI::App& app) {
                                    ? absl::StrCat("got an unknown flag, ", Hint(name, flags))
                                    : "got a word, allowed only flags");
   }
-  // Of this project's other programs.
+  // Variables of this project's other programs.
   for (const char* name :
        {"LOGITD_ADDR", "LOGITD_TOKEN", "LOGITD_BINARY", "LOGITD_CUDA_ARCHITECTURES"}) {
     variables.emplace_back(name);
@@ -536,7 +536,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       app, "--keepalive-time", &config->keepalive_time, absl::Seconds(1),
       /*infinite=*/true,
       "Time without a byte from a peer after which the server asks whether it is still there; "
-      "the connection ends without an answer in 20s");
+      "without an answer in 20s the connection ends");
   AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
               /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");
@@ -546,12 +546,13 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
   Add(app, "--metrics-listen", &config->metrics_listen,
       "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one), or off")
       ->type_name("ADDRESS");
-  AddDuration(app, "--slow-call", &config->slow_call, absl::ZeroDuration(), /*infinite=*/true,
-              "A call, or message of a stream, that takes as long has a line in the log");
+  AddDuration(
+      app, "--slow-call", &config->slow_call, absl::ZeroDuration(), /*infinite=*/true,
+      "A call, or message of a stream, that takes this long or longer has a line in the log");
   AddDuration(
       app, "--stall-timeout", &config->stall_timeout, absl::Milliseconds(100),
       /*infinite=*/true,
-      "Health is NOT_SERVING while every stream of every device has been in one slice for as "
+      "Health is NOT_SERVING while every stream of every device has been in one slice for this "
       "long");
   AddChoice(app, "--log-level", &config->log_level, {"debug", "info", "warn", "error", "off"},
             "Least severe level that is logged");

@@ -35,6 +35,10 @@ class RawSampleStream final : public SampleStream {
   }
 
   absl::Status Write(const SampleRequest& request) override {
+    if (done_) {
+      return absl::FailedPreconditionError(
+          "stream: got a Write after WritesDone, allowed before it");
+    }
     std::vector<absl::string_view> payload = PayloadOf(request);
     std::shared_ptr<const void> owner = request.owner;
     if (owner == nullptr && request.arena == nullptr) {
@@ -53,7 +57,9 @@ class RawSampleStream final : public SampleStream {
     return absl::UnavailableError("the stream has ended; Read has the reason");
   }
 
-  void WritesDone() override { stream_->WritesDone(); }
+  void WritesDone() override {
+    if (!std::exchange(done_, true)) stream_->WritesDone();
+  }
 
   absl::StatusOr<SampleResult> Read() override {
     grpc::ByteBuffer message;
@@ -77,6 +83,7 @@ class RawSampleStream final : public SampleStream {
   grpc::ClientContext context_;
   const grpc::internal::RpcMethod method_;
   std::unique_ptr<Stream> stream_;
+  bool done_ = false;        // the writer's
   bool ended_ = false;       // the reader's
   absl::Status end_status_;  // the reader's
   absl::Mutex mutex_;

@@ -241,7 +241,9 @@ void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
     CLI::Option* option = flag.is_switch() ? command->add_flag(flag.names, flag.text, flag.help)
                                            : command->add_option(flag.names, flag.text, flag.help);
     option->type_name(flag.is_switch() ? "" : flag.type)
-        ->group("Parameters: one value for all rows, or V,V,... with one per row; of ids a list")
+        ->group(
+            "Parameters: one value for all rows, or V,V,... with one per row; ids: a list for all "
+            "rows")
         ->check([&flag](const std::string& value) { return flag.Fault(value); });
   }
 }
@@ -276,7 +278,8 @@ void AddTopK(CLI::App* app, Commands* commands) {
   const auto [command, flags] =
       AddCommand(app, commands, "topk", kTopKHelp, kTopKExamples, &RunTopK);
   AddInput(command, &flags->input, kLogits | kText,
-           "with --text: a head of the server that is the model's; sends its hidden state");
+           "with --text: the server's copy of the model's head; a hidden state is sent instead of "
+           "logits");
   AddRing(command, &flags->input.ring);
   for (ParameterFlag& flag : flags->params) {
     if (flag.names == "--k") flag.text = "10";
@@ -302,8 +305,9 @@ void AddGenerate(CLI::App* app, Commands* commands) {
   command->add_option("--model", flags->input.model, "directory of the language model")
       ->type_name("DIR")
       ->capture_default_str();
-  command->add_option("--head", flags->input.head,
-                      "a head of the server that is the model's; sends hidden states");
+  command->add_option(
+      "--head", flags->input.head,
+      "the server's copy of the model's head; hidden states are sent instead of logits");
   AddArena(command, &flags->input.arena);
   AddArenaKind(command, &flags->input.arena_kind);
   Integers(command->add_option("--tokens", flags->tokens, "how many to draw"), 1, 100000)
@@ -323,7 +327,8 @@ void AddScore(CLI::App* app, Commands* commands) {
                    "a file of token ids, [rows]; required with --logits and --hidden")
       ->type_name("FILE");
   AddParameters(command, &flags->params);
-  command->add_flag("--totals", flags->totals, "no line for every token");
+  command->add_flag("--totals", flags->totals,
+                    "print only the totals, without a line for each token");
   command->add_option("--out", flags->out, "FILE.npy or FILE.safetensors: the losses")
       ->type_name("FILE");
   command->add_option("--plot", flags->plot, "FILE.png: the loss along the text")
@@ -336,9 +341,10 @@ void AddAttention(CLI::App* command, AttentionFlags* flags, const char* logsumex
   FiniteNumbers(command->add_option("--scale", flags->scale, "multiplies the scores"))
       ->capture_default_str();
   command
-      ->add_option("--sinks", flags->sinks,
-                   "a file [heads], f32: one logit per head that takes its share; 0 is softmax off "
-                   "by one")
+      ->add_option(
+          "--sinks", flags->sinks,
+          "a file [heads], f32: one logit per head, which joins the denominator; 0 is softmax off "
+          "by one")
       ->type_name("FILE");
   Words(command->add_option("--out-dtype", flags->out_dtype,
                             "of the answer; default: that of the input"),

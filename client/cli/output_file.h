@@ -1,4 +1,4 @@
-// Files that logitctl writes: looked at before the work, so that a wrong path does not cost it.
+// Files that logitctl writes. They are checked before the work, so that a wrong path loses no work.
 #ifndef LOGITD_CLIENT_CLI_OUTPUT_FILE_H_
 #define LOGITD_CLIENT_CLI_OUTPUT_FILE_H_
 
@@ -9,8 +9,8 @@
 
 namespace logitd::cli {
 
-// Whether the file at `path`, the value of `flag`, can be written. What is there stays as it is, and
-// where nothing is, nothing is left. Devices and pipes are not opened. INVALID_ARGUMENT: it cannot.
+// Whether the file at `path`, the value of `flag`, can be written. A file that exists stays as it is,
+// and none is created. Devices and pipes are not opened. INVALID_ARGUMENT: it cannot be written.
 absl::Status CheckWritable(absl::string_view flag, const std::string& path);
 
 // For a file that could not be written after all: complains that it is lost, and returns the exit

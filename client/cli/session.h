@@ -31,8 +31,8 @@ struct CommonFlags {
   std::string format = "table";  // or "json"
 };
 
-// Opens /dev/null in place of each standard stream that the caller has closed, so that no connection gets its number,
-// and with it what is printed. Reads from it, or writes to it, fail. Call it before anything else is opened.
+// Opens /dev/null in place of each standard stream that the caller has closed. Otherwise a connection could get its
+// number, and what is printed would go there. Reads and writes of it fail. Call it before anything else is opened.
 void HoldStandardStreams();
 
 void Print(absl::string_view text);

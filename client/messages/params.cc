@@ -80,7 +80,8 @@ absl::Status ParamCutter::Check(int64_t rows) const {
     const std::string name(field.descriptor->name());
     if (field.count == nullptr && size > 1 && size != rows) {
       return absl::InvalidArgumentError(
-          absl::StrFormat("%s: got %d values, allowed none, 1 or %d (rows)", name, size, rows));
+          absl::StrFormat("%s: got %d values, allowed %s (rows)", name, size,
+                          rows == 1 ? "none or 1" : absl::StrFormat("none, 1 or %d", rows)));
     }
     const std::vector<int64_t>& first = field.first;
     for (size_t row = 0; row + 1 < first.size(); ++row) {

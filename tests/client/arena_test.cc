@@ -302,7 +302,7 @@ TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
 }
 
 // Rows that change while they are read spoil only the answer of their own call.
-TEST_F(ArenaClientTest, AScribblerHarmsOnlyItself) {
+TEST_F(ArenaClientTest, AClientThatOverwritesItsRowsSpoilsOnlyItsOwnAnswer) {
   const auto arena = Lease();
   std::atomic<bool> stop = false;
   std::thread scribbler([&] {
@@ -500,7 +500,7 @@ TEST_F(ArenaClientTest, ARefusedCallWritesNothing) {
 }
 
 // The client changes everything at all times: input and answer, and takes pages out of the file.
-TEST_F(ArenaClientTest, AScribblerOverAnAnswerHarmsOnlyItself) {
+TEST_F(ArenaClientTest, AClientThatOverwritesAnAnswerSpoilsOnlyItsOwn) {
   const auto arena = Lease();
   std::atomic<bool> stop = false;
   std::thread scribbler([&] {

@@ -277,7 +277,7 @@ TEST_F(CudaArenaTest, ARingTakesRowsOfAGpu) {
 }
 
 // Rows that change while they are copied spoil only the answer of their own call.
-TEST_F(CudaArenaTest, AScribblerHarmsOnlyItself) {
+TEST_F(CudaArenaTest, AClientThatOverwritesItsRowsSpoilsOnlyItsOwnAnswer) {
   constexpr int64_t kVocab = 65537;
   for (const ArenaKind kind : {ArenaKind::kCuda, ArenaKind::kHost}) {
     const auto arena = Lease(kind, 8 * kMiB);

@@ -229,7 +229,7 @@ TEST(HeadsCommandTest, BadUsageIs2AndHelpTeaches) {
                     HasSubstr("--norm"), HasSubstr("logitctl heads load")));
 }
 
-TEST(HeadsCommandTest, NobodyThereIs3) {
+TEST(HeadsCommandTest, NoServerEndsWith3) {
   TempDir dir;
   for (const std::vector<std::string>& args : std::vector<std::vector<std::string>>{
            {"heads", "load", "a", "b"}, {"heads", "list", "--max-attempts", "1"}}) {

@@ -112,7 +112,7 @@ TEST(LoadBenchTest, AnOpenLoopCountsTheRequestsAStallHeldUp) {
   EXPECT_GT(bench.result()["latency_ns"]["p90"], 300'000'000);
 }
 
-TEST(LoadBenchTest, NobodyThereIs1AndBadUsageIs2) {
+TEST(LoadBenchTest, NoServerEndsWith1AndBadUsageWith2) {
   std::string address;
   {
     FakeServer gone;

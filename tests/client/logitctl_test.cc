@@ -337,6 +337,7 @@ TEST(LogitctlTest, EveryParameterOfTheProtoIsAFlagWithItsComment) {
       if (number < 16 || number >= 40 || count || file_or_pairs) continue;
       std::replace(name.begin(), name.end(), '_', '-');
       EXPECT_THAT(help.out, HasSubstr("--" + name)) << test.command;
+      EXPECT_THAT(help.out, Not(HasSubstr("each per row"))) << "the heading of several parameters";
       ++flags;
     }
     EXPECT_GT(flags, 1);
@@ -445,7 +446,7 @@ TEST(LogitctlTest, WhoeverFindsABadValueItIs2) {
   }
 }
 
-TEST(LogitctlTest, NobodyThereIs3WithAHint) {
+TEST(LogitctlTest, NoServerEndsWith3AndAHint) {
   std::string address;
   {
     FakeServer gone;

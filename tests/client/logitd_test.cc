@@ -205,6 +205,20 @@ TEST_F(LogitdTest, AStreamAnswersInOrderWithTheBitsOfUnaryCalls) {
   }
 }
 
+TEST_F(LogitdTest, AStreamRefusesAWriteAfterItsLastRequest) {
+  const std::string row = BytesOf<float>({1, 2, 3});
+  client::SampleRequest request = {.rows = 1, .vocab = 3, .logits = {row}};
+  request.params.add_temperature(0);
+  const auto stream = client_->OpenSampleStream();
+  ASSERT_TRUE(stream->Write(request).ok());
+  stream->WritesDone();
+  stream->WritesDone();
+  EXPECT_EQ(stream->Write(request), absl::FailedPreconditionError(
+                                        "stream: got a Write after WritesDone, allowed before it"));
+  EXPECT_TRUE(stream->Read().ok());
+  EXPECT_TRUE(absl::IsOutOfRange(stream->Read().status()));
+}
+
 TEST_F(LogitdTest, AStreamEndsWithTheStatusOfTheRequestThatIsRefused) {
   const std::string row = BytesOf<float>({1, 2, 3});
   client::SampleRequest request = {.rows = 1, .vocab = 3, .logits = {row}};

@@ -311,7 +311,7 @@ TEST_F(RingTest, KilledClientsLeaveNoDescriptorThreadMappingOrLease) {
 }
 
 // The memory of the ring changes at all times. The scribbler is cut off or gets errors; others go on.
-TEST_F(RingTest, AScribblerOverTheRingHarmsOnlyItself) {
+TEST_F(RingTest, AClientThatOverwritesTheRingHarmsNoOther) {
   const auto honest_arena = Lease();
   const auto honest = Open(honest_arena.get());
   const std::vector<float> logits = Normal(kVocab, 5);

@@ -168,7 +168,7 @@ TEST_F(ScoreCliTest, LogitctlPlotsHigherLossesHigher) {
   EXPECT_NEAR((low.mean_y - middle.mean_y) * 2, middle.mean_y - high.mean_y, 3);
 }
 
-TEST_F(ScoreCliTest, LogitctlPlotsALossAloneAndNone) {
+TEST_F(ScoreCliTest, LogitctlPlotsOneLossOrNone) {
   const std::string ids = dir_.Write("t.npy", Ids({0}));
   const std::string plot = dir_.path("loss.png");
   const auto run = [&](const std::vector<float>& logits) {

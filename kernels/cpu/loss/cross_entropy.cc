@@ -63,7 +63,7 @@ struct LossRow {
 inline constexpr float kTotalShrink = 1.0f / 4096;
 
 // Keeps the moment of a cell finite. Logits as far apart as f32 allows have weights above 0 only at
-// a large temperature. A power of two: the moment's bits do not depend on it.
+// a large temperature. It is a power of two, so it costs a moment no digits.
 inline float MomentShrink(float temperature) { return temperature < 1 ? kShrink : kShrink / 16; }
 
 inline bool RankIsWanted(const CrossEntropyRow& ask) {

@@ -1,4 +1,4 @@
-"""A real server, a server that does what a test says, and both clients behind one face."""
+"""A real server, a server that does what a test says, and both clients with the same methods."""
 
 import asyncio
 import atexit

@@ -1,4 +1,4 @@
-"""Calls through a ring: the same answers and errors, what wakes whom, and every refusal."""
+"""Calls through a ring: the same answers and errors, which side wakes the other, and every refusal."""
 
 import contextlib
 import gc
