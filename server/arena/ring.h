@@ -132,8 +132,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // Used by the thread only.
   RingPages pages_;
   uint64_t next_serial_ = 0;
-  int64_t worked_ns_ = 0;   // the time of the last work
-  bool spins_ = false;      // counts among the threads that may spin
+  int64_t worked_ns_ = 0;   // when there was something to do
+  bool spins_ = false;      // has one of the places of threads that spin
   int lone_calls_ = 0;      // in a row, that came when no other was open; see kLoneCalls
   bool one_waits_ = false;  // a submission was there before a reply of PostNow
   absl::Status posted_now_;
