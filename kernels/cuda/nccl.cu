@@ -157,7 +157,7 @@ absl::Status NcclGather::Check() {
 absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const int> devices,
                                                                absl::Duration limit) {
   if (absl::Status status = Check(); !status.ok()) return status;
-  if (TheGivenUp().StillRuns(devices)) {
+  if (StillJoins(devices)) {
     return absl::UnavailableError("NCCL: make communicators: an earlier attempt has not ended");
   }
   // The library's call ends when all devices have answered it, and one that hangs does not. So a thread
@@ -174,6 +174,10 @@ absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const 
   auto gather = std::unique_ptr<NcclGather>(new NcclGather);
   gather->communicators_ = std::move(joining->communicators);
   return gather;
+}
+
+bool NcclGather::StillJoins(absl::Span<const int> devices) {
+  return TheGivenUp().StillRuns(devices);
 }
 
 NcclGather::~NcclGather() {

@@ -35,6 +35,10 @@ class NcclGather {
   static absl::StatusOr<std::unique_ptr<NcclGather>> Create(absl::Span<const int> devices,
                                                             absl::Duration limit);
 
+  // Whether a thread still makes communicators for these devices that Create gave up: it may use them,
+  // and one of them may hang. Thread-safe.
+  static bool StillJoins(absl::Span<const int> devices);
+
   // Waits for what was enqueued, except after Abort.
   ~NcclGather();
   NcclGather(const NcclGather&) = delete;
