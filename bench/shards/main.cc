@@ -19,9 +19,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "bench/shards/call.h"
 #include "bench/shards/exchange.h"
 #include "kernels/backend.h"
-#include "kernels/kept_tokens.h"
 #include "kernels/sharded_stream.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
@@ -29,18 +29,9 @@
 namespace logitd::bench {
 namespace {
 
-enum class HeadOp { kTopK, kSample, kSampleWhole, kCrossEntropy, kTraining };
 // Rows of linear_sample have top_k 50 and top_p 0.9, or no filter: then any token may be drawn.
 constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_sample_unfiltered",
                                 "linear_cross_entropy", "linear_cross_entropy_training"};
-
-struct Case {
-  HeadOp op;
-  int64_t rows;
-  int64_t hidden;
-  int64_t vocab;
-};
-
 std::vector<Case> Cases() {
   std::vector<Case> cases;
   const std::pair<int64_t, int64_t> heads[] = {{4096, 128256}, {7168, 129280}, {5120, 201088}};
@@ -56,11 +47,7 @@ std::vector<Case> Cases() {
   }
   return cases;
 }
-
-constexpr int32_t kTopK = 20;
 constexpr size_t kPatternBytes = size_t{64} << 20;
-constexpr DType kDType = DType::kBF16;
-constexpr int64_t kElement = 2;
 
 uint16_t ToBF16(float x) {
   uint32_t bits;
@@ -88,30 +75,6 @@ double Difference(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b
 }
 // Rounding to bf16 is 2^-8 of an element, and two ways to a gradient round several times.
 constexpr double kMostDifference = 0.03;
-
-// Memory of a call in a slab of the first device: hidden states, parameters, answers.
-class Layout {
- public:
-  explicit Layout(const Slab& slab) : slab_(slab) {}
-
-  template <class T>
-  T* Take(int64_t count) {
-    auto* const at = reinterpret_cast<T*>(slab_.device + next_);
-    next_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
-    return at;
-  }
-  template <class T>
-  const T* Put(const std::vector<T>& values) {
-    std::memcpy(slab_.host + next_, values.data(), values.size() * sizeof(T));
-    return Take<T>(static_cast<int64_t>(values.size()));
-  }
-  size_t bytes() const { return next_; }
-
- private:
-  const Slab slab_;
-  size_t next_ = 0;
-};
-
 struct Times {
   double device_us =
       0;               // from the end of the upload to the last answer, by the first device's clock
@@ -131,37 +94,11 @@ struct Answers {
   std::vector<uint16_t> d_hidden;
   std::vector<uint16_t> d_weight;  // of the last tokens
 };
-
-// Parameters of the rows of each op.
-struct RowParams {
-  explicit RowParams(const Case& c) : upstream(static_cast<size_t>(c.rows), 1.0f) {
-    for (int64_t r = 0; r < c.rows; ++r) {
-      topk.push_back({.first_entry = r * kTopK, .temperature = 1, .k = kTopK});
-      SampleRow draw{};
-      draw.active = 1;
-      draw.seed = static_cast<uint64_t>(r);
-      draw.temperature = 1;
-      draw.top_k = 50;
-      draw.top_p = 0.9f;
-      draw.repetition = 1;
-      draw.first_mask_word = -1;
-      sample.push_back(draw);
-      draw.top_k = 0;
-      draw.top_p = 1;
-      unfiltered.push_back(draw);
-      CrossEntropyRow score{};
-      score.active = 1;
-      score.temperature = 1;
-      score.target = static_cast<int32_t>(r * 7919 % c.vocab);
-      loss.push_back(score);
-    }
-  }
-  std::vector<SoftmaxTopKRow> topk;
-  std::vector<SampleRow> sample;
-  std::vector<SampleRow> unfiltered;
-  std::vector<CrossEntropyRow> loss;
-  std::vector<float> upstream;  // of training
-};
+double Median(std::vector<double>& values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
 
 class Bench {
  public:
@@ -336,95 +273,29 @@ class Bench {
   absl::Status Run(const Case& c, Stream& stream, ShardedStream* sharded, Times* times,
                    Answers* answers) {
     const bool trains = c.op == HeadOp::kTraining;
-    const HeadView& head = sharded == nullptr ? whole_ : sharded_head_;
     const int last = sharded == nullptr ? 0 : count() - 1;  // the device of the last tokens
     if (trains) LOGITD_RETURN_IF_ERROR(PoisonWeight(last, GradientOf(sharded)));
-    Layout layout(slab_);
-    const auto states = static_cast<size_t>(c.rows * c.hidden * kElement);
-    std::memcpy(slab_.host, pattern_.host + kPatternBytes - states, states);
-    const TensorView hidden = {layout.Take<std::byte>(static_cast<int64_t>(states)), kDType, c.rows,
-                               c.hidden, c.hidden};
-    const size_t params = layout.bytes();
-    const RowParams rows(c);
-    const auto* topk_params = layout.Put(rows.topk);
-    const bool whole = c.op == HeadOp::kSampleWhole;
-    const auto* sample_params = layout.Put(whole ? rows.unfiltered : rows.sample);
-    const int32_t max_kept = KeptTokens(whole ? rows.unfiltered.front() : rows.sample.front());
-    const auto* loss_params = layout.Put(rows.loss);
-    const auto* upstream = layout.Put(rows.upstream);
-    const size_t first_answer = layout.bytes();
-    auto* const floats = layout.Take<float>(c.rows * kTopK);
-    auto* const ids = layout.Take<int32_t>(c.rows * kTopK);
-    auto* const logsumexp = layout.Take<float>(c.rows);
-    auto* const third = layout.Take<float>(c.rows);
-    auto* const ranks = layout.Take<int32_t>(c.rows);
-    auto* const status = layout.Take<RowStatus>(c.rows);
-    const size_t end = layout.bytes();
-    std::memset(slab_.host + first_answer, 0, end - first_answer);
-    auto* const d_hidden = trains ? layout.Take<std::byte>(static_cast<int64_t>(states)) : nullptr;
-    std::memset(slab_.host + end, 0xff, layout.bytes() - end);  // d_hidden: NaNs, as PoisonWeight
-    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, layout.bytes()));
-    const auto launch = [&]() -> absl::Status {
-      switch (c.op) {
-        case HeadOp::kTopK:
-          return stream.LinearTopK({hidden,
-                                    head,
-                                    {.rows = topk_params,
-                                     .max_k = kTopK,
-                                     .indices = ids,
-                                     .probs = floats,
-                                     .logsumexp = logsumexp,
-                                     .status = status}});
-        case HeadOp::kSample:
-        case HeadOp::kSampleWhole:
-          return stream.LinearSampleOfKept({hidden,
-                                            head,
-                                            {.rows = sample_params,
-                                             .edited = false,
-                                             .tokens = ids,
-                                             .logprobs = floats,
-                                             .ranks = ranks,
-                                             .logsumexp = logsumexp,
-                                             .status = status}},
-                                           max_kept);
-        case HeadOp::kCrossEntropy:
-          return stream.LinearCrossEntropy({hidden,
-                                            head,
-                                            {.rows = loss_params,
-                                             .want = 0,
-                                             .max_top_logprobs = 0,
-                                             .max_extra_ids = 0,
-                                             .answers = {.loss = floats,
-                                                         .logsumexp = logsumexp,
-                                                         .target_logprob = third,
-                                                         .status = status}}});
-        case HeadOp::kTraining: {
-          ShardedTrainingArgs args = {
-              .training = {.gradient = {.hidden = hidden,
-                                        .head = head,
-                                        .rows = loss_params,
-                                        .upstream = upstream,
-                                        .d_hidden = {d_hidden, kDType, c.rows, c.hidden, c.hidden}},
-                           .answers = {.loss = floats,
-                                       .logsumexp = logsumexp,
-                                       .target_logprob = third,
-                                       .status = status}},
-              .shards = gradients_.data() + 1};
-          if (sharded != nullptr) return sharded->ShardedTraining(args);
-          args.training.gradient.d_weight = gradients_.front().d_weight;
-          return stream.LinearCrossEntropyTraining(args.training);
-        }
-      }
-      return absl::InternalError("no such op");
-    };
+    const Call call(c, slab_, pattern_.host + kPatternBytes);
+    LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, 0, call.bytes));
+    LOGITD_RETURN_IF_ERROR(Time(c, call, stream, sharded, times));
+    answers->bits.assign(reinterpret_cast<const char*>(slab_.host + call.first_answer),
+                         call.end - call.first_answer);
+    if (!trains) return absl::OkStatus();
+    return ReadGradients(c, call.d_hidden, last, GradientOf(sharded), answers);
+  }
+
+  absl::Status Time(const Case& c, const Call& call, Stream& stream, ShardedStream* sharded,
+                    Times* times) {
+    const HeadView& head = sharded == nullptr ? whole_ : sharded_head_;
     const int warm = 3;
     const int runs = c.rows > 512 ? 15 : 60;
     std::vector<double> device_us, wall_us;
     for (int i = 0; i < warm + runs; ++i) {
       const auto start = std::chrono::steady_clock::now();
-      LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, params, first_answer - params));
-      LOGITD_RETURN_IF_ERROR(launch());
-      LOGITD_RETURN_IF_ERROR(stream.Download(slab_, first_answer, end - first_answer));
+      LOGITD_RETURN_IF_ERROR(stream.Upload(slab_, call.params, call.first_answer - call.params));
+      LOGITD_RETURN_IF_ERROR(call.Launch(stream, sharded, head, gradients_));
+      LOGITD_RETURN_IF_ERROR(
+          stream.Download(slab_, call.first_answer, call.end - call.first_answer));
       const auto waited = stream.Wait();
       if (!waited.ok()) return waited.status();
       if (i < warm) continue;
@@ -433,17 +304,8 @@ class Bench {
       wall_us.push_back(wall.count());
       device_us.push_back(static_cast<double>(waited->kernel_ns) / 1e3);
     }
-    const auto median = [](std::vector<double>& values) {
-      std::nth_element(values.begin(),
-                       values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                       values.end());
-      return values[values.size() / 2];
-    };
-    *times = {.device_us = median(device_us), .wall_us = median(wall_us)};
-    answers->bits.assign(reinterpret_cast<const char*>(slab_.host + first_answer),
-                         end - first_answer);
-    if (!trains) return absl::OkStatus();
-    return ReadGradients(c, d_hidden, last, GradientOf(sharded), answers);
+    *times = {.device_us = Median(device_us), .wall_us = Median(wall_us)};
+    return absl::OkStatus();
   }
 
   // Where the gradients of the last tokens go.
@@ -464,6 +326,92 @@ class Bench {
   std::vector<std::pair<int, DeviceMemory>> memories_;
   std::vector<ShardGradient> gradients_;  // of the whole head, then of its shards; empty: none yet
 };
+// All ways of one case. `nccl` is 0 where NCCL is not measured.
+struct Measured {
+  Times one, sharded, nccl;
+  Agreement agreement;
+};
+
+std::string NameOf(const Case& c) {
+  return absl::StrFormat("%s %dx%dx%d", kOps[static_cast<int>(c.op)], c.rows, c.hidden, c.vocab);
+}
+
+void Print(const Case& c, const Measured& measured) {
+  const auto& [one, sharded, nccl, agreement] = measured;
+  const double by_nccl = nccl.device_us == 0 ? 0 : one.device_us / nccl.device_us;
+  absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f %10.1f %7.2f %10.1f  %s\n", NameOf(c),
+               one.device_us, sharded.device_us, one.device_us / sharded.device_us, one.wall_us,
+               sharded.wall_us, nccl.device_us, by_nccl, nccl.wall_us,
+               agreement.all() ? "same" : "DIFFER");
+}
+
+nlohmann::json ToJson(const Case& c, const Measured& measured) {
+  const auto& [one, sharded, nccl, agreement] = measured;
+  nlohmann::json entry = {{"op", kOps[static_cast<int>(c.op)]},
+                          {"rows", c.rows},
+                          {"hidden", c.hidden},
+                          {"vocab", c.vocab},
+                          {"dtype", "bf16"},
+                          {"one_us", one.device_us},
+                          {"sharded_us", sharded.device_us},
+                          {"one_wall_us", one.wall_us},
+                          {"sharded_wall_us", sharded.wall_us},
+                          {"same_bits", agreement.bits}};
+  if (c.op == HeadOp::kTraining) entry["gradients_agree"] = agreement.gradients;
+  if (nccl.device_us > 0) {
+    entry["nccl_us"] = nccl.device_us;
+    entry["nccl_wall_us"] = nccl.wall_us;
+  }
+  return entry;
+}
+
+// Measures and prints the cases whose name contains one of `only`; empty: all. Returns how many failed.
+int MeasureCases(Bench& bench, const std::vector<std::string>& only, nlohmann::json& entries) {
+  int failed = 0;
+  absl::PrintF("%-44s %10s %10s %7s %10s %10s %10s %7s %10s  %s\n", "op", "one us", "shards us",
+               "x", "one wall", "wall", "NCCL us", "x", "wall", "answers");
+  int64_t hidden = 0, vocab = 0;
+  for (const Case& c : Cases()) {
+    const std::string name = NameOf(c);
+    const bool wanted =
+        only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
+          return name.find(text) != std::string::npos;
+        });
+    if (!wanted) continue;
+    absl::Status status;
+    if (c.hidden != hidden || c.vocab != vocab) status = bench.LoadHead(c.hidden, c.vocab);
+    hidden = c.hidden;
+    vocab = c.vocab;
+    Measured measured;
+    auto& [one, sharded, nccl, agreement] = measured;
+    if (status.ok()) status = bench.Measure(c, &one, &sharded, &nccl, &agreement);
+    if (!status.ok()) {
+      absl::PrintF("%-44s %s\n", name, status.ToString());
+      ++failed;
+      continue;
+    }
+    if (!agreement.all()) ++failed;
+    Print(c, measured);
+    entries.push_back(ToJson(c, measured));
+  }
+  bench.FreeHeads();
+  return failed;
+}
+
+void MeasureExchange(const std::vector<int>& devices, nlohmann::json& entries) {
+  for (const int64_t rows : {64, 4096}) {
+    const VocabShards cut = {.vocab = 128256, .count = static_cast<int>(devices.size())};
+    const size_t bytes = LossPartialShape{.shards = cut, .rows = rows}.bytes();
+    const ExchangeTimes times = TimeExchange(devices, bytes);
+    absl::PrintF("exchange of %d rows, %d bytes a device: peer stores %.1f us, NCCL %s\n", rows,
+                 bytes, times.stores_us,
+                 times.nccl_us > 0 ? absl::StrFormat("%.1f us", times.nccl_us) : times.no_nccl);
+    entries.push_back({{"rows", rows},
+                       {"bytes", bytes},
+                       {"peer_stores_us", times.stores_us},
+                       {"nccl_all_gather_us", times.nccl_us}});
+  }
+}
 
 int Main(int argc, char** argv) {
   CLI::App app(
@@ -492,66 +440,8 @@ int Main(int argc, char** argv) {
                         {"commit", commit},
                         {"entries", nlohmann::json::array()},
                         {"exchange", nlohmann::json::array()}};
-  int failed = 0;
-  absl::PrintF("%-44s %10s %10s %7s %10s %10s %10s %7s %10s  %s\n", "op", "one us", "shards us",
-               "x", "one wall", "wall", "NCCL us", "x", "wall", "answers");
-  int64_t hidden = 0, vocab = 0;
-  for (const Case& c : Cases()) {
-    const std::string label =
-        absl::StrFormat("%s %dx%dx%d", kOps[static_cast<int>(c.op)], c.rows, c.hidden, c.vocab);
-    const bool wanted =
-        only.empty() || std::any_of(only.begin(), only.end(), [&](const auto& text) {
-          return label.find(text) != std::string::npos;
-        });
-    if (!wanted) continue;
-    absl::Status status;
-    if (c.hidden != hidden || c.vocab != vocab) status = bench.LoadHead(c.hidden, c.vocab);
-    hidden = c.hidden;
-    vocab = c.vocab;
-    Times one, sharded, nccl;
-    Agreement agreement;
-    if (status.ok()) status = bench.Measure(c, &one, &sharded, &nccl, &agreement);
-    if (!status.ok()) {
-      absl::PrintF("%-44s %s\n", label, status.ToString());
-      ++failed;
-      continue;
-    }
-    if (!agreement.all()) ++failed;
-    const double by_nccl = nccl.device_us == 0 ? 0 : one.device_us / nccl.device_us;
-    absl::PrintF("%-44s %10.1f %10.1f %7.2f %10.1f %10.1f %10.1f %7.2f %10.1f  %s\n", label,
-                 one.device_us, sharded.device_us, one.device_us / sharded.device_us, one.wall_us,
-                 sharded.wall_us, nccl.device_us, by_nccl, nccl.wall_us,
-                 agreement.all() ? "same" : "DIFFER");
-    nlohmann::json entry = {{"op", kOps[static_cast<int>(c.op)]},
-                            {"rows", c.rows},
-                            {"hidden", c.hidden},
-                            {"vocab", c.vocab},
-                            {"dtype", "bf16"},
-                            {"one_us", one.device_us},
-                            {"sharded_us", sharded.device_us},
-                            {"one_wall_us", one.wall_us},
-                            {"sharded_wall_us", sharded.wall_us},
-                            {"same_bits", agreement.bits}};
-    if (c.op == HeadOp::kTraining) entry["gradients_agree"] = agreement.gradients;
-    if (nccl.device_us > 0) {
-      entry["nccl_us"] = nccl.device_us;
-      entry["nccl_wall_us"] = nccl.wall_us;
-    }
-    out["entries"].push_back(std::move(entry));
-  }
-  bench.FreeHeads();
-  for (const int64_t rows : {64, 4096}) {
-    const VocabShards cut = {.vocab = 128256, .count = static_cast<int>(devices.size())};
-    const size_t bytes = LossPartialShape{.shards = cut, .rows = rows}.bytes();
-    const ExchangeTimes times = TimeExchange(devices, bytes);
-    absl::PrintF("exchange of %d rows, %d bytes a device: peer stores %.1f us, NCCL %s\n", rows,
-                 bytes, times.stores_us,
-                 times.nccl_us > 0 ? absl::StrFormat("%.1f us", times.nccl_us) : times.no_nccl);
-    out["exchange"].push_back({{"rows", rows},
-                               {"bytes", bytes},
-                               {"peer_stores_us", times.stores_us},
-                               {"nccl_all_gather_us", times.nccl_us}});
-  }
+  const int failed = MeasureCases(bench, only, out["entries"]);
+  MeasureExchange(devices, out["exchange"]);
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(1) << "\n";
   return failed == 0 ? 0 : 1;
 }
