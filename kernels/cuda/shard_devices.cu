@@ -165,7 +165,7 @@ ShardDevices::~ShardDevices() {
   // Nobody has waited for calls that came after the last Wait, or for a start that failed, and what
   // frees memory waits without a limit.
   if (hung_.ok() && !Busy().empty()) static_cast<void>(Settle("the stream ends"));
-  // One that hangs in it is not known by its number, and holds up what frees memory too.
+  // Nobody knows which device hangs in NCCL's joining, but whatever frees its memory waits for it.
   if (!by_peers() && NcclGather::StillJoins(Numbers())) {
     for (Device& device : devices_) static_cast<void>(device.stream.release());
     static_cast<void>(signals_.release());
