@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -464,6 +466,63 @@ TEST_F(EchoRings, TheEndOfTheServerEndsRingsThatSleepAndThatRun) {
   rings_.reset();
   absl::MutexLock lock(&mutex_);
   EXPECT_TRUE(held_[0].first->dropped);
+}
+
+// While one of these lives, this process gets no new thread: a stack is as large as the address space.
+class NoNewThreads {
+ public:
+  NoNewThreads() {
+    pthread_getattr_default_np(&usual_);
+    pthread_attr_t none;
+    pthread_attr_init(&none);
+    pthread_attr_setstacksize(&none, size_t{1} << 47);
+    EXPECT_EQ(pthread_setattr_default_np(&none), 0);
+    pthread_attr_destroy(&none);
+  }
+  ~NoNewThreads() {
+    EXPECT_EQ(pthread_setattr_default_np(&usual_), 0);
+    pthread_attr_destroy(&usual_);
+  }
+
+ private:
+  pthread_attr_t usual_;
+};
+
+// As many rings as leave their waking to others, and nobody else to do it.
+TEST_F(EchoRings, RingsAreServedWhereTheSystemGivesNoThreadsToWakeThem) {
+  constexpr size_t kRings = 3;
+  {
+    const NoNewThreads none;
+    EXPECT_THROW(std::thread([] {}), std::system_error);
+    rings_ = std::make_unique<Rings>(
+        [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
+          return Serve(ring, serial, std::move(request));
+        },
+        /*cores=*/4);
+  }
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  std::vector<std::unique_ptr<Peer>> peers;
+  std::vector<int> clients;
+  for (size_t i = 0; i < kRings; ++i) {
+    peers.push_back(std::make_unique<Peer>());
+    Open(*peers.back());
+    peers.back()->Submit(0, absl::StrCat(i));
+    Bell();
+    clients.push_back(std::exchange(client_, -1));
+  }
+  ASSERT_TRUE(Eventually([&] { return held() == kRings; }));
+  for (const auto& peer : peers) {
+    ASSERT_TRUE(Eventually([&] { return peer->ServerAsleep(); }));
+  }
+  AnswerHeldInReverse();
+  for (size_t i = 0; i < kRings; ++i) {
+    EXPECT_TRUE(Eventually([&] { return peers[i]->Completed(0); })) << i;
+    EXPECT_EQ(peers[i]->Body(0), absl::StrCat("echo ", i));
+  }
+  for (const int client : clients) close(client);
 }
 
 // Every byte of the ring changes at all times, and pages are taken out of its file.
