@@ -13,6 +13,19 @@ function(logitd_compile_options target)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
   endif()
+  # ThreadSanitizer learns of the locks of libraries that are built without it (tests/tsan). They do not get instrumented
+  # copies of inline functions from our archives: each of their uses would be a race. The door's archive has functions
+  # that they must get.
+  get_target_property(type ${target} TYPE)
+  if(LOGITD_SANITIZE STREQUAL "thread" AND type STREQUAL "EXECUTABLE")
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:logitd_tsan>)
+    set(ours log formats kernels engine ops arena proto rpc server client)
+    list(TRANSFORM ours REPLACE "(.+)" "liblogitd_\\1.a")
+    list(JOIN ours ":" ours)
+    target_link_options(${target} PRIVATE "LINKER:--export-dynamic-symbol=*absl*Notification*"
+                        "LINKER:--exclude-libs=${ours}")
+    target_link_libraries(${target} PRIVATE absl::synchronization ${CMAKE_DL_LIBS})
+  endif()
 endfunction()
 
 # logitd_glob(out PATTERN dir...): the files of directories; "dir/**" stands for the directory and all below it.

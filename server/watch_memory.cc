@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kHeadScratch = int64_t{64} << 20;
 // What the process itself needs beyond its start: threads, gRPC's own state, what malloc keeps.
 // AddressSanitizer keeps freed memory, and shadows of all memory.
-#ifdef ABSL_HAVE_ADDRESS_SANITIZER
+#if defined(ABSL_HAVE_ADDRESS_SANITIZER) || defined(ABSL_HAVE_THREAD_SANITIZER)
 constexpr int64_t kProcessGrowth = int64_t{16} << 30;
 #else
 constexpr int64_t kProcessGrowth = int64_t{64} << 20;
