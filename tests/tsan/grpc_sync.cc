@@ -4,11 +4,14 @@
 #include <dlfcn.h>
 #include <grpc/grpc.h>
 #include <grpc/slice.h>
+#include <grpcpp/support/server_callback.h>
 #include <sanitizer/tsan_interface.h>
 
 #include <cstddef>
 
 namespace {
+
+using grpc::internal::ServerReactor;
 
 template <typename Function>
 Function* NextOf(Function*, const char* name) {
@@ -20,14 +23,32 @@ grpc_event Taken(const grpc_event& event) {
   return event;
 }
 
+// grpc::internal::ServerCallbackCall counts in two atomic integers after the pointer to its virtual functions.
+char* Counts(char* call) { return call + sizeof(void*); }
+
+// Tells a reactor of its call's end, in one of gRPC's threads. gRPC's library counts that down.
+class Cancelled final : public ServerReactor {
+ public:
+  Cancelled(char* call, ServerReactor* reactor) : call_(call), reactor_(reactor) {}
+  void OnDone() override {}
+  void OnCancel() override {
+    reactor_->OnCancel();
+    __tsan_release(Counts(call_));
+    delete this;
+  }
+
+ private:
+  char* const call_;
+  ServerReactor* const reactor_;
+};
+
 }  // namespace
 
 extern "C" {
 
-// What uninstrumented libraries do with memory is their own affair; each of their copies of it would be a race.
-//
-// gRPC closes a socket after its last use of it, in an order that nothing here shows. This program's own close() makes a
-// system call (server/door/sockets.cc), so the sanitizer takes a descriptor that is used again for the one before.
+// What uninstrumented libraries do with memory is their own affair; each of their copies of it would be a race. This
+// program's own close() makes a system call (server/door/sockets.cc), so the sanitizer takes a descriptor that is used
+// again, here for a directory, for the one before.
 const char* __tsan_default_suppressions() {
   return "called_from_lib:libgrpc.so\n"
          "called_from_lib:libgrpc++.so\n"
@@ -38,8 +59,7 @@ const char* __tsan_default_suppressions() {
          "called_from_lib:libabsl_cord_internal.so\n"
          "called_from_lib:libabsl_strings.so\n"
          "called_from_lib:libabsl_time.so\n"
-         "race:logitd::door::Connections::Remove\n"
-         "race:^closedir$\n";
+         "race:OpenDescriptors\n";
 }
 
 grpc_call_error grpc_call_start_batch(grpc_call* call, const grpc_op* ops, size_t count, void* tag,
@@ -69,17 +89,24 @@ void grpc_slice_unref(grpc_slice slice) {
   next(slice);
 }
 
-// The last of a call's callbacks has ended: grpc::internal::ServerCallbackCall::ScheduleOnDone. Each counts itself down in
-// one of the two atomic integers after the pointer to the virtual functions.
+// The last of a call's callbacks has ended. Each counts itself down, in gRPC's library or in its headers.
 constexpr char kScheduleOnDone[] = "_ZN4grpc8internal18ServerCallbackCall14ScheduleOnDoneEb";
-void ScheduleOnDone(void* call, bool inline_done) __asm__(
+void ScheduleOnDone(char* call, bool inline_done) __asm__(
     "_ZN4grpc8internal18ServerCallbackCall14ScheduleOnDoneEb");
-void ScheduleOnDone(void* call, bool inline_done) {
+void ScheduleOnDone(char* call, bool inline_done) {
   static const auto next = NextOf(&ScheduleOnDone, kScheduleOnDone);
-  char* const counts = static_cast<char*>(call) + sizeof(void*);
-  __tsan_acquire(counts);
-  __tsan_acquire(counts + sizeof(int));
+  __tsan_acquire(Counts(call));
+  __tsan_acquire(Counts(call) + sizeof(int));
   next(call, inline_done);
+}
+
+constexpr char kCallOnCancel[] =
+    "_ZN4grpc8internal18ServerCallbackCall12CallOnCancelEPNS0_13ServerReactorE";
+void CallOnCancel(char* call, ServerReactor* reactor) __asm__(
+    "_ZN4grpc8internal18ServerCallbackCall12CallOnCancelEPNS0_13ServerReactorE");
+void CallOnCancel(char* call, ServerReactor* reactor) {
+  static const auto next = NextOf(&CallOnCancel, kCallOnCancel);
+  next(call, new Cancelled(call, reactor));
 }
 
 }  // extern "C"
