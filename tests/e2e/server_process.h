@@ -43,6 +43,7 @@ class ServerProcess {
   const std::string& unix_socket() const { return unix_socket_; }  // "unix:PATH"
   int port() const;
   int metrics_port() const { return metrics_port_; }
+  pid_t pid() const { return pid_; }
 
   void Signal(int signal);
   // The exit code, or nullopt if it still runs after `timeout`; 128 + n if signal n ended it.

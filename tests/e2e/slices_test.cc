@@ -1,12 +1,22 @@
 // Long work on the real server: what ends with its callers, and who comes in between.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <sstream>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -67,12 +77,82 @@ class LongCalls {
     EXPECT_TRUE(server.WaitForMetric("logitd_slabs_in_use", '=', count));
   }
   void Leave() { calls_.clear(); }
+  std::vector<grpc::StatusCode> Finish() {
+    std::vector<grpc::StatusCode> codes;
+    for (const auto& call : calls_) codes.push_back(call->Finish().error_code());
+    return codes;
+  }
 
   static constexpr const char* kSlices = "logitd_slices_total{op=\"linear_topk\"}";
 
  private:
   std::vector<std::unique_ptr<GenericCall>> calls_;
 };
+
+// A device that hangs: the one thread that computes stands still, held by ptrace, until the process
+// ends.
+class HangingDevice {
+ public:
+  explicit HangingDevice(ServerProcess* server) : server_(server), thread_(Busiest(*server)) {
+    Require(ptrace(PTRACE_SEIZE, thread_, nullptr, nullptr));
+    Require(ptrace(PTRACE_INTERRUPT, thread_, nullptr, nullptr));
+    Require(waitpid(thread_, nullptr, __WALL));
+    // Until a traced thread has been waited for, its process cannot be.
+    waiter_ = std::thread([this] { waitpid(thread_, nullptr, __WALL); });
+  }
+  ~HangingDevice() {
+    if (!server_->Wait(absl::ZeroDuration()).has_value()) server_->Signal(SIGKILL);
+    waiter_.join();
+  }
+
+ private:
+  static void Require(int64_t result) {
+    if (result < 0) throw std::runtime_error(absl::StrCat("ptrace: ", strerror(errno)));
+  }
+  // The time that each thread has computed.
+  static std::map<pid_t, int64_t> Ticks(const ServerProcess& server) {
+    std::map<pid_t, int64_t> ticks;
+    for (const auto& task :
+         std::filesystem::directory_iterator(absl::StrCat("/proc/", server.pid(), "/task"))) {
+      std::stringstream text;
+      text << std::ifstream(task.path() / "stat").rdbuf();
+      const std::string stat = text.str();
+      std::istringstream fields(stat.substr(stat.rfind(')') + 1));
+      const std::vector<std::string> words{std::istream_iterator<std::string>(fields), {}};
+      ticks[std::stoi(task.path().filename())] = std::stoll(words.at(11)) + std::stoll(words[12]);
+    }
+    return ticks;
+  }
+  static pid_t Busiest(const ServerProcess& server) {
+    std::map<pid_t, int64_t> before = Ticks(server);
+    absl::SleepFor(absl::Seconds(1));
+    pid_t busiest = 0;
+    int64_t most = -1;
+    for (const auto& [thread, ticks] : Ticks(server)) {
+      if (ticks - before[thread] <= most) continue;
+      most = ticks - before[thread];
+      busiest = thread;
+    }
+    return busiest;
+  }
+
+  ServerProcess* const server_;
+  const pid_t thread_;
+  std::thread waiter_;
+};
+
+TEST(SlicesTest, ADeviceThatHangsEndsTheProcessWithThree) {
+  const ZeroHead head;
+  ServerProcess server({head.flag(), "--drain-grace=200ms", "--streams=1", "--cpu-threads=1"});
+  LongCalls calls(server, 1);
+  const HangingDevice hangs(&server);
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(absl::Seconds(20)), 3) << server.Log();
+  EXPECT_THAT(server.Log(),
+              ::testing::ContainsRegex("the process ends: a batch of linear_topk with 65536 rows "
+                                       "has been on the device for [5-9]"));
+  EXPECT_THAT(calls.Finish(), ::testing::ElementsAre(grpc::StatusCode::UNAVAILABLE));
+}
 
 TEST(SlicesTest, CallsWithoutACallerGiveTheDeviceBackAtOnce) {
   const ZeroHead head;
