@@ -355,7 +355,7 @@ TEST_F(EchoRings, CallsOneAtATimeAreAloneUntilTwoComeTogether) {
     // The thread has looked for the next call, and found none.
     ASSERT_TRUE(Eventually([&] { return peer.ServerAsleep(); }));
   };
-  const auto alone = [&](uint64_t call) -> bool {  // not a reference into the vector
+  const auto alone = [&](uint64_t call) -> bool {
     absl::MutexLock lock(&mutex_);
     return alone_[call];
   };
