@@ -10,7 +10,7 @@ namespace {
 // Memory of a CPU stream that uses a head.
 constexpr int64_t kHeadScratch = int64_t{64} << 20;
 // What the process itself needs beyond its start: threads, gRPC's own state, what malloc keeps.
-// AddressSanitizer keeps freed memory, and shadows of all memory.
+// AddressSanitizer keeps freed memory, and it and ThreadSanitizer keep shadows of all memory.
 #if defined(ABSL_HAVE_ADDRESS_SANITIZER) || defined(ABSL_HAVE_THREAD_SANITIZER)
 constexpr int64_t kProcessGrowth = int64_t{16} << 30;
 #else
