@@ -321,7 +321,8 @@ inline std::vector<LinearCase> LinearInvarianceCases() {
           {DType::kBF16, 3, 50257, 100, false, false, 0, 0, 6},
           {DType::kBF16, 440, 3000, 72, false, false, 0, 0, 7},
           {DType::kF16, 128, 5003, 200, false, false, 0, 0, 8},
-          {DType::kBF16, 17, 65, 72, true, false, 0, 0, 9}};
+          {DType::kBF16, 17, 65, 72, true, false, 0, 0, 9},
+          {DType::kF16, 300, 1200, 200, true, false, 5, 0, 10}};
 }
 
 // The bits of one row's answers from every op, among other rows, some with NaN and infinities.

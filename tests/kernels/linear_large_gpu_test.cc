@@ -600,7 +600,7 @@ TEST_F(LinearLargeGpuTest, TopsAreThoseOfDoublePrecision) {
 
 TEST_F(LinearLargeGpuTest, LossesOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({64, 65, 128, 129, 190, 256, 300, 600, 700, 777, kRows}, vocab,
+    ExpectOwnBits({64, 65, 128, 129, 190, 256, 300, 320, 321, 600, 700, 777, 960, kRows}, vocab,
                   [&](int64_t first, int64_t rows) { return LossBitsOf(first, rows, vocab); });
   }
 }
@@ -621,7 +621,9 @@ TEST_F(LinearLargeGpuTest, DHiddenOfARowDependsOnlyOnTheRow) {
 
 TEST_F(LinearLargeGpuTest, TopsOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 150, 200, 300}, vocab,
+    ExpectOwnBits({8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 150, 200, 256,
+                   300, 320, 321, 500},
+                  vocab,
                   [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
   }
 }

@@ -45,8 +45,7 @@ class BlockLogits {
   }
 
   // Writes the logits of tokens of another head, which differs only in its weight and its bias and
-  // has no more tokens, to `logits` of row stride `stride`. cuBLASLt and decode.cu write no byte
-  // between rows; hopper::Logits says what it needs and writes.
+  // has no more tokens, to `logits` of row stride `stride`, and no byte between rows.
   cudaError_t Make(TensorView states, const HeadView& head, float* logits, int64_t stride,
                    const Scratch& scratch) const;
 

@@ -23,9 +23,7 @@
 // 256 bytes 347 to 350; copies of 16 tokens 346 to 364, of 8 tokens 395 to 530, which the copy
 // engine cannot ask for fast enough; 64 KB in flight 372 us, 128 KB 349. L2 hints for the weights
 // and the size that L2 fetches change nothing; logits that L2 is to keep, 8 rows 343 us for 351, 64
-// rows the same. 64 rows with all stores left out: 347 us. 129 to 320 rows in the same way: 200 rows
-// of 151936 x 5120 650 us for 718 as a first sketch, but slower than product.cuh once it served all
-// counts.
+// rows the same. 64 rows with all stores left out: 347 us. More rows: middle_rows.cuh.
 #include "kernels/cuda/linear/hopper/few_rows.h"
 
 #include <algorithm>
@@ -33,7 +31,7 @@
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/few_rows_multiply.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
-#include "kernels/cuda/linear/logit.cuh"
+#include "kernels/cuda/linear/hopper/write_tokens.cuh"
 
 namespace logitd::cuda::hopper {
 
@@ -192,27 +190,6 @@ __device__ inline void MultiplyFew(FewSums<S>& sums, int steps, int group, int l
   PinFew<S>(sums);
 }
 
-// Writes the logits of a unit from the sums of a thread, whose first token is `token`.
-template <class S>
-__device__ inline void WriteFew(const FewParams& p, const FewSums<S>& sums, int token, int last,
-                                int lane) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half, token += 8) {
-    if (token >= last) return;
-    const float bias = p.to.bias == nullptr ? 0.0f : p.to.bias[token];
-#pragma unroll
-    for (int j = 0; j < S::kRows / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 8 * j + lane % 4 * 2 + i;
-        if (row >= p.rows) break;
-        p.to.logits[row * p.to.stride + token] =
-            LogitOf(sums[4 * j + 2 * half + i], p.to.scale, bias, p.to.softcap);
-      }
-    }
-  }
-}
-
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
     FewRowsKernel(const __grid_constant__ CUtensorMap states,
@@ -250,7 +227,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int tile = 0; tile < tokens.tiles; ++tile) {
       MultiplyFew<S>(sums, p.steps, group - 1, lane, ring);
       const auto range = tokens.Tile(tile);
-      WriteFew<S>(p, sums, range.first + first, min(range.last, p.vocab), lane);
+      WriteTokens<S::kRows>(p.to, sums, 0, p.rows, range.first + first, min(range.last, p.vocab),
+                            lane);
     }
   }
   // No block ends while another of its cluster may still write to its memory.

@@ -17,13 +17,13 @@ constexpr int64_t kFewRows = 128;  // the most rows of one call
 struct LogitsParams {
   const float* bias;  // [vocab], or null
   float* logits;
-  int64_t stride;  // even
+  int64_t stride;
   float scale;
   float softcap;
 };
 
 // Writes the logits of `hidden` [rows <= kFewRows, size] by `weight` [vocab, size], as hopper::Logits
-// does, with the same bits, and no memory between rows. The next kernel of the stream may begin
+// does, with the same bits. The next kernel of the stream may begin
 // before this one has ended, where it is launched early (launch.cuh).
 cudaError_t FewRowsLogits(const TensorView& hidden, const TensorView& weight, const LogitsParams& p,
                           const Scratch& scratch, cudaStream_t stream);

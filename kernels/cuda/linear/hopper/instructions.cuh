@@ -89,6 +89,17 @@ __device__ inline void CopyTileToAll(uint32_t to, const CUtensorMap& map, int el
       : "memory");
 }
 
+// The same, with a policy.
+__device__ inline void CopyTileToAll(uint32_t to, const CUtensorMap& map, int element, int line,
+                                     uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(&map), "r"(element), "r"(line), "r"(barrier),
+      "h"(static_cast<uint16_t>((1 << kCluster) - 1)), "l"(policy)
+      : "memory");
+}
+
 // The descriptor of a matrix of 128-byte lines, swizzled as the copy engine leaves them, 8 lines
 // every 1024 bytes.
 __device__ inline uint64_t Descriptor(uint32_t shared) {

@@ -21,10 +21,8 @@ namespace logitd::cuda::hopper {
 bool KernelsRun(const Scratch& scratch);
 
 // Writes the logits of `hidden` [rows, head.hidden()], after the head's norm, to `logits` [rows,
-// vocab], aligned to 8 bytes, of stride `logits_stride`, which is even. Memory between a row's last
-// logit and the next row may be written too, except where vocab is a multiple of kVocabCell: a shard
-// writes into rows of the whole vocabulary. 16-bit heads. A row's bits depend only on the row and the
-// head.
+// vocab] of stride `logits_stride`, and nothing between rows: a shard writes into rows of the whole
+// vocabulary. 16-bit heads. A row's bits depend only on the row and the head.
 cudaError_t Logits(const TensorView& hidden, const HeadView& head, float* logits,
                    int64_t logits_stride, const Scratch& scratch, cudaStream_t stream);
 

@@ -1,0 +1,28 @@
+// How hopper/middle_rows.cuh shares rows among blocks.
+#ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_PLAN_H_
+#define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_PLAN_H_
+
+#include <cstdint>
+
+namespace logitd::cuda::hopper {
+
+constexpr int kMiddleBlocks = 2;           // of a cluster
+constexpr int kMostMiddleBlockRows = 160;  // what registers have room for
+
+// Each cluster multiplies a group of rows at a time. All groups and all blocks have as many rows.
+struct MiddlePlan {
+  int groups;
+  int block_rows;  // a multiple of 8
+};
+
+// As few groups as have room.
+inline MiddlePlan MiddlePlanOf(int64_t rows) {
+  const auto up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit; };
+  const int64_t groups = up(rows, kMiddleBlocks * kMostMiddleBlockRows);
+  return {.groups = static_cast<int>(groups),
+          .block_rows = static_cast<int>(up(rows, groups * kMiddleBlocks * 8) * 8)};
+}
+
+}  // namespace logitd::cuda::hopper
+
+#endif  // LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_PLAN_H_

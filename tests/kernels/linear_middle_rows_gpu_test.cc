@@ -1,0 +1,120 @@
+// Rows that hopper/middle_rows.cuh multiplies have the bits that the other products give them.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "kernels/cuda/linear/hopper/few_rows.h"
+#include "kernels/cuda/linear/hopper/kernels.h"
+#include "kernels/cuda/linear/hopper/middle_plan.h"
+#include "tests/kernels/cuda_test.h"
+#include "tests/kernels/large_head.h"
+#include "tests/kernels/linear_cases.h"
+
+namespace logitd::testing {
+namespace {
+
+using cuda::hopper::MiddlePlan;
+using cuda::hopper::MiddlePlanOf;
+
+TEST(MiddlePlanTest, BlocksHaveAllRowsAndFewAbsentOnes) {
+  for (int64_t rows = 1; rows <= 3000; ++rows) {
+    const MiddlePlan plan = MiddlePlanOf(rows);
+    const int64_t blocks = int64_t{cuda::hopper::kMiddleBlocks} * plan.groups;
+    ASSERT_LE(plan.block_rows, cuda::hopper::kMostMiddleBlockRows) << rows;
+    ASSERT_EQ(plan.block_rows % 8, 0) << rows;
+    ASSERT_GE(blocks * plan.block_rows, rows);
+    ASSERT_LT(blocks * (plan.block_rows - 8), rows);
+  }
+}
+
+// ---- bits --------------------------------------------------------------------------------------
+
+DeviceArray<std::byte> OnDevice(const HostTensor& tensor) {
+  return DeviceArray<std::byte>(tensor.bytes());
+}
+
+class LinearMiddleRowsGpuTest : public CudaTest {
+ protected:
+  static constexpr int64_t kScratchBytes = int64_t{64} << 20;
+
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    cudaDeviceProp properties;
+    Must(cudaSetDevice(CudaTestDevice()));
+    Must(cudaGetDeviceProperties(&properties, CudaTestDevice()));
+    memory_ = std::make_unique<DeviceArray<std::byte>>(kScratchBytes);
+    scratch_ = {.data = memory_->data(),
+                .bytes = kScratchBytes,
+                .multiprocessors = properties.multiProcessorCount,
+                .block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin),
+                .clusters = properties.major >= 9};
+    if (!cuda::hopper::KernelsRun(scratch_)) GTEST_SKIP() << "not sm_90a";
+  }
+
+  std::unique_ptr<DeviceArray<std::byte>> memory_;
+  cuda::Scratch scratch_;
+};
+
+const LinearCase kCases[] = {
+    {DType::kBF16, 129, 1000, 72, false, false, 0, 1, 1},
+    {DType::kF16, 176, 255, 200, false, false, 0, 0, 2},
+    {DType::kBF16, 200, 5003, 72, false, false, 0, 0, 3},
+    {DType::kBF16, 300, 20000, 136, false, false, 0, 0, 4},
+    {DType::kF16, 320, 1025, 8, false, false, 0, 2, 5},
+    {DType::kBF16, 321, 256, 64, false, false, 0, 0, 6},
+    {DType::kBF16, 500, 1, 72, false, false, 0, 0, 7},
+    {DType::kBF16, 520, 3000, 72, false, false, 0, 0, 8},
+    {DType::kF16, 777, 700, 520, false, false, 0, 0, 9},
+    {DType::kBF16, 960, 2049, 72, false, false, 0, 0, 10},
+};
+
+// Some rows with NaN and infinities.
+LinearInput InputOf(const LinearCase& c) {
+  LinearInput input = RandomTensors(c);
+  for (int64_t r = 5; r < c.rows; r += 11)
+    FillRow(input.hidden, r, r % 2 == 0 ? Fill::kWithNan : Fill::kWithPlusInf, c.seed);
+  return input;
+}
+
+TEST_F(LinearMiddleRowsGpuTest, LogitsHaveTheBitsOfTheProductOfFewRows) {
+  for (LinearCase c : kCases) {
+    c.bias = c.seed % 2 == 0;
+    c.softcap = c.seed % 3 == 0 ? 30.0f : 0.0f;
+    const LinearInput input = InputOf(c);
+    const auto hidden = OnDevice(input.hidden), weight = OnDevice(input.head.weight);
+    const std::vector<float>& bias = input.head.bias;
+    const DeviceArray<float> device_bias(bias.empty() ? std::vector<float>{0} : bias);
+    HeadView head;
+    head.weight = input.head.weight.View();
+    head.weight.data = weight.data();
+    head.bias = bias.empty() ? nullptr : device_bias.data();
+    head.scale = input.head.scale;
+    head.softcap = c.softcap;
+    TensorView states = input.hidden.View();
+    states.data = hidden.data();
+    const int64_t stride = c.vocab + c.vocab % 2 + 2;
+    const DeviceArray<float> middle(c.rows * stride), few(c.rows * stride);
+    Must(cuda::hopper::Logits(states, head, middle.data(), stride, scratch_, nullptr));
+    for (int64_t first = 0; first < c.rows; first += cuda::hopper::kFewRows) {
+      TensorView part = states;
+      part.rows = std::min(cuda::hopper::kFewRows, c.rows - first);
+      part.data = hidden.data() + first * states.row_stride * 2;
+      Must(cuda::hopper::Logits(part, head, few.data() + first * stride, stride, scratch_, nullptr));
+    }
+    Must(cudaDeviceSynchronize());
+    const std::vector<float> got = middle.Download(), want = few.Download();
+    for (int64_t r = 0; r < c.rows; ++r) {
+      ASSERT_EQ(std::memcmp(&got[r * stride], &want[r * stride], c.vocab * sizeof(float)), 0)
+          << Describe(c) << ", row " << r;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace logitd::testing
