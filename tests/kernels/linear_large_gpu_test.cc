@@ -621,10 +621,9 @@ TEST_F(LinearLargeGpuTest, DHiddenOfARowDependsOnlyOnTheRow) {
 
 TEST_F(LinearLargeGpuTest, TopsOfARowDependOnlyOnTheRow) {
   for (const int64_t vocab : kLargeVocabs) {
-    ExpectOwnBits({8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 150, 200, 256,
-                   300, 320, 321, 500},
-                  vocab,
-                  [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
+    ExpectOwnBits(
+        {8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 150, 200, 256, 300, 320, 321, 500}, vocab,
+        [&](int64_t first, int64_t rows) { return TopBitsOf(first, rows, vocab); });
   }
 }
 

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <vector>
 
 #include "kernels/cuda/linear/hopper/few_rows.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/middle_plan.h"
+#include "tests/kernels/cross_entropy_cases.h"
 #include "tests/kernels/cuda_test.h"
 #include "tests/kernels/large_head.h"
 #include "tests/kernels/linear_cases.h"
@@ -82,6 +84,52 @@ LinearInput InputOf(const LinearCase& c) {
   return input;
 }
 
+TEST_F(LinearMiddleRowsGpuTest, LossesHaveTheBitsOfTheProductOfManyRows) {
+  for (const LinearCase& c : kCases) {
+    const LinearInput input = InputOf(c);
+    LossBatch batch;
+    std::mt19937_64 random(c.seed);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      AddRandomLoss(batch, c.vocab, /*with_softcap=*/false, random);
+      batch.rows.back().want = 0;
+      batch.rows.back().top_logprobs = 0;
+    }
+    const auto hidden = OnDevice(input.hidden), weight = OnDevice(input.head.weight);
+    const DeviceArray<CrossEntropyRow> rows(batch.rows);
+    batch.extra_ids.push_back(0);
+    const DeviceArray<int32_t> extra_ids(batch.extra_ids);
+    LinearCrossEntropyArgs args;
+    args.hidden = input.hidden.View();
+    args.hidden.data = hidden.data();
+    args.head.weight = input.head.weight.View();
+    args.head.weight.data = weight.data();
+    args.head.scale = input.head.scale;
+    args.cross_entropy.rows = rows.data();
+    args.cross_entropy.extra_ids = extra_ids.data();
+    // Where groups of rows may be skipped, the product is that of many rows.
+    const DeviceArray<int32_t> all_groups(std::vector<int32_t>(8, 1));
+    std::vector<uint32_t> bits[2];
+    for (const bool middle : {false, true}) {
+      const int64_t extras = batch.extra_entries + 1;
+      const DeviceArray<float> answers(3 * c.rows + extras);
+      const DeviceArray<RowStatus> status(c.rows);
+      args.cross_entropy.answers = {.loss = answers.data(),
+                                    .logsumexp = answers.data() + c.rows,
+                                    .target_logprob = answers.data() + 2 * c.rows,
+                                    .extra_logprobs = answers.data() + 3 * c.rows,
+                                    .status = status.data()};
+      Must(cuda::hopper::Losses(args, middle ? nullptr : all_groups.data(), scratch_, nullptr));
+      Must(cudaDeviceSynchronize());
+      for (float x : answers.Download()) bits[middle].push_back(BitsOf(x));
+      for (const RowStatus& s : status.Download()) {
+        bits[middle].push_back(static_cast<uint32_t>(s.code));
+        bits[middle].push_back(static_cast<uint32_t>(s.position));
+      }
+    }
+    EXPECT_EQ(bits[0], bits[1]) << Describe(c);
+  }
+}
+
 TEST_F(LinearMiddleRowsGpuTest, LogitsHaveTheBitsOfTheProductOfFewRows) {
   for (LinearCase c : kCases) {
     c.bias = c.seed % 2 == 0;
@@ -105,7 +153,8 @@ TEST_F(LinearMiddleRowsGpuTest, LogitsHaveTheBitsOfTheProductOfFewRows) {
       TensorView part = states;
       part.rows = std::min(cuda::hopper::kFewRows, c.rows - first);
       part.data = hidden.data() + first * states.row_stride * 2;
-      Must(cuda::hopper::Logits(part, head, few.data() + first * stride, stride, scratch_, nullptr));
+      Must(
+          cuda::hopper::Logits(part, head, few.data() + first * stride, stride, scratch_, nullptr));
     }
     Must(cudaDeviceSynchronize());
     const std::vector<float> got = middle.Download(), want = few.Download();

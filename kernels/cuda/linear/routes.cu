@@ -5,8 +5,8 @@
 // device, so that a row's bits do not depend on other rows. Three choices are made later, where the
 // call is known:
 //
-//   How a product on Hopper is cut depends on the number of rows (hopper/schedule.h). The bits are
-//     the same however it is.
+//   Which product on Hopper it is, and how it is cut, depends on the number of rows (hopper/few_rows.h,
+//     middle_plan.h, schedule.h). The bits are the same.
 //   Rows of linear_cross_entropy that want rank, entropy or top tokens need their logits. They take
 //     the first route that makes logits (forward.cu).
 //   A training call that does not fit into memory is two ops (training.cu).

@@ -22,7 +22,8 @@ struct MiddleLogits {
   const Params& p;
   const int vocab;
 
-  __device__ MiddleLogits(const Params& params, int tokens, std::byte*) : p(params), vocab(tokens) {}
+  __device__ MiddleLogits(const Params& params, int tokens, std::byte*)
+      : p(params), vocab(tokens) {}
   __device__ void Begin(const MiddleUnit&) {}
   __device__ void Take(MiddleSums<kRows>& sums, const MiddleUnit& unit, int token, int lane) const {
 #pragma unroll

@@ -13,25 +13,34 @@
 // about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both sets, and the
 // states are 2.1.
 //
+// Where product.cuh would pay many rows more than there are, 129 to 213 and 257 to 320, the product
+// is that of hopper/middle_rows.cuh. Its epilogue gives a tile the same bits, and leaves 12 bytes for
+// every tile.
+//
 // Serves 16-bit heads without bias and softcap (linear/routes.cu), and rows that want neither rank,
 // entropy nor top tokens; forward.cu sends other rows to other kernels. The logit of an extra is a
 // product of its own, by one warp. An extra that is the target takes the logit of the loss, so that
 // both have the same bits.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations; epilogues about 2500 clocks of 65536 a
-// tile at hidden 4096. Memory in addition to inputs and outputs: rows * vocab / 1024 * 12 bytes, at
-// most 12 MiB. Limited by: the tensor cores, at the clock their power allows; few rows by HBM.
+// tile at hidden 4096. Memory in addition to inputs and outputs: rows * vocab / 1024 * 12 bytes,
+// four times as much of middle_rows.cuh, at most 12 MiB. Limited by: the tensor cores, at the clock
+// their power allows; few rows by HBM.
 // Measured (bench/results/h200/kernels.json), bf16, as a share of the bare product by cuBLASLt:
 // 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
 // 256 rows, 0.451 ms, 97%; 128, 64 and 1 rows, 0.282, 0.267 and 0.268 ms, where one read of the
-// weights is 0.226. Rows between tiles, 5120 x 151936 (linear_rows.json): 200, 300, 520, 777, 1100
-// rows 81%, 68%, 64%, 82%, 101%, where the last 64 rows read all weights again. On an H100
-// (bench/results/h100/kernels.json) without that: 88%, 83%, 75%, 83%, 110%.
+// weights is 0.226. Rows between tiles, 5120 x 151936, on an H100 (bench/results/h100/middle_rows.json,
+// run 3): 160, 200, 300, 520, 777, 1000 rows 100%, 98%, 84%, 77%, 86%, 95%.
+// Tried and dropped (the same run): middle_rows.cuh for more rows: 340 and 1000 rows 8 and 11% more,
+// 520 rows 7% less at hidden 5120 and 3% more at 4096, 777 rows 0 and 5% more. Its epilogue takes
+// longer: all warps wait for each other twice for every 16 rows.
 #include <algorithm>
+#include <cstddef>
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
+#include "kernels/cuda/linear/hopper/middle_rows.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/rows/cell.cuh"
@@ -56,11 +65,13 @@ __device__ inline LossPart Merge(const LossPart& part, const LossPart& tile,
 
 // ---- epilogue ----------------------------------------------------------------------------------
 
-// The sums that units leave: of cells, and of tiles where the unit is split.
+// The sums that units leave: of cells, and of tiles where the unit is split; or all of tiles.
 struct LossParts {
   LossPart* cells;  // [rows, row_cells]
   LossPart* tiles;  // [split units, kGroupRows, kClusterGroups, kSpanTiles]
   int32_t row_cells;
+  LossPart* all_tiles;  // [rows, row_tiles], or null; where it is not, the other two are
+  int32_t row_tiles;
 
   __device__ LossPart& Cell(int64_t r, int cell) const { return cells[r * row_cells + cell]; }
   // split: as in SumsPlace.
@@ -114,6 +125,129 @@ struct LossEpilogue : LossRows<LossParams> {
   }
 };
 
+// ---- epilogue of hopper/middle_rows.cuh ---------------------------------------------------------
+
+// Sums a tile as LossEpilogue does, with the same bits. A row's logits lie in registers of all warps
+// of the block: 16 rows at a time go through shared memory, and half a warp takes each. Its lane c
+// has the tokens c, 16 + c, 32 + c ..., whose sum is one of those that LossRows::SumRow makes.
+template <int kRows>
+class MiddleLoss {
+ public:
+  using Params = LossParams;
+  static constexpr int kRoundRows = 16;
+  // From a row to the next. Two rows, and the rows that a warp reads, 4 apart, are 8 and 16 banks
+  // from each other.
+  static constexpr int kRowFloats = kTile + 4;
+  static constexpr int kSharedBytes = (kRoundRows * kRowFloats + 2 * kRows) * 4;
+
+  __device__ MiddleLoss(const Params& params, int tokens, std::byte* shared)
+      : p(params),
+        vocab(tokens),
+        logits(reinterpret_cast<float*>(shared)),
+        log2e_over_temperature(logits + kRoundRows * kRowFloats),
+        targets(reinterpret_cast<int*>(log2e_over_temperature + kRows)) {}
+
+  __device__ void Begin(const MiddleUnit& unit) {
+    if (unit.row == known_row) return;
+    known_row = unit.row;
+    for (int i = Thread(); i < unit.rows; i += kThreadsAtOnce) {
+      LossRow row{.r = unit.row + i};
+      p.Read(row);
+      log2e_over_temperature[i] = row.log2e_over_temperature;
+      targets[i] = row.target * 2 + row.smooth;
+    }
+    Sync();
+  }
+
+  __device__ void Take(MiddleSums<kRows>& sums, const MiddleUnit& unit, int token, int lane) const {
+    const int warp = Thread() / 32;
+    const int in_round = warp / 4 * 8 + warp % 4 + lane / 16 * 4;
+#pragma unroll 1
+    for (int round = 0; round * kRoundRows < unit.rows; ++round) {
+      // Which sums these are is known where the code is made, as they are in registers.
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        if (j / 2 != round) continue;
+#pragma unroll
+        for (int i = 0; i < 4 * kGroupUnits; ++i) {
+          const int row = j % 2 * 8 + lane % 4 * 2 + i % 2;
+          logits[row * kRowFloats + token + i / 4 * kUnitTokens + i / 2 % 2 * 8] =
+              sums[i / 4][4 * j + i % 4];
+        }
+      }
+      Sync();
+      SumRow(unit, round * kRoundRows + in_round, logits + in_round * kRowFloats, lane % 16);
+      Sync();
+    }
+  }
+
+ private:
+  static constexpr int kThreadsAtOnce = kConsumers * kGroupThreads;
+  static constexpr int kLaneLogits = kTile / 16;
+
+  __device__ static int Thread() { return static_cast<int>(threadIdx.x) - kGroupThreads; }
+  // All warps that multiply have come here.
+  __device__ static void Sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreadsAtOnce) : "memory");
+  }
+
+  // Sums a row of the unit, by half a warp; the other half has another row, which may be absent.
+  __device__ void SumRow(const MiddleUnit& unit, int row, const float* from, int c) const {
+    const int first = unit.tile * kTile;
+    const bool present = row < unit.rows;
+    const int target = present ? targets[row] : -2;
+    const float log2e = present ? log2e_over_temperature[row] : 1.0f;
+    const auto logit = [&](int i) {
+      const float x = from[i] * p.scale;
+      return first + i < vocab ? x : -kInfinity;
+    };
+    float x[kLaneLogits];
+    float max = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kLaneLogits; ++i) {
+      x[i] = logit(16 * i + c);
+      max = fmaxf(max, x[i]);
+    }
+    const int place = (target >> 1) - first;
+    if (place >= 0 && place < kTile && place % 16 == c)
+      p.target_logits[unit.row + row] = logit(place);
+#pragma unroll
+    for (int distance = 1; distance < 16; distance *= 2)
+      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, distance));
+    float total = 0.0f;
+    if (__any_sync(kFullWarp, target & 1)) {
+#pragma unroll 16
+      for (int i = 0; i < kRowSums; ++i) {
+        const int token = TokenOf(c, i);
+        const float logit_of = from[token] * p.scale;
+        total = fmaf(first + token < vocab ? logit_of : 0.0f, kTotalUnit, total);
+      }
+      total = QuadSum(total);
+    }
+    const Exponential exponential(max == -kInfinity ? 0.0f : max, log2e);
+    float sum = 0.0f;
+    if (__all_sync(kFullWarp, exponential.plain)) {
+#pragma unroll
+      for (float logit_of : x) sum += exponential.Plain(logit_of);
+    } else {
+#pragma unroll
+      for (float logit_of : x) sum += exponential(logit_of);
+    }
+    for (int distance : {1, 8, 2, 4}) sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    if (present && c == 0) {
+      p.parts.all_tiles[int64_t{unit.row + row} * p.parts.row_tiles + unit.tile] =
+          Merge(EmptyPart(), {{max, sum}, total}, log2e);
+    }
+  }
+
+  const Params& p;
+  const int vocab;
+  float* const logits;                  // [kRoundRows, kRowFloats]
+  float* const log2e_over_temperature;  // [kRows], as `targets`
+  int* const targets;  // twice the target, or -2; the lowest bit: whether the row is smooth
+  int known_row = -1;  // the first of those rows
+};
+
 namespace {
 
 // ---- the end of a row --------------------------------------------------------------------------
@@ -152,6 +286,16 @@ struct Operands {
 // The sums of cell i of row r.
 __device__ inline LossPart CellOf(const LossParts& parts, const Schedule& schedule, int64_t r,
                                   int i, float log2e_over_temperature) {
+  if (parts.all_tiles != nullptr) {
+    LossPart cell = EmptyPart();
+#pragma unroll
+    for (int tile = 0; tile < kSpanTiles; ++tile) {
+      const int at = i * kSpanTiles + tile;
+      if (at >= parts.row_tiles) break;
+      cell = Merge(cell, parts.all_tiles[r * parts.row_tiles + at], log2e_over_temperature);
+    }
+    return cell;
+  }
   const Schedule::Place place = schedule.PlaceOf(static_cast<int32_t>(r), i);
   if (place.unit < schedule.whole) return parts.Cell(r, i);
   const int split = (place.unit - schedule.whole) * kClusterGroups + place.warpgroup;
@@ -294,6 +438,18 @@ int64_t RowsOfPass(int64_t rows, int64_t cells, const Scratch& scratch) {
   return RoundUp(CeilDiv(rows, CeilDiv(rows, most)), kLossGroupRows);
 }
 
+// Whether hopper/middle_rows.cuh takes a pass: its rows are one group, for which product.cuh would
+// pay a fifth more. It skips no groups of rows, and leaves a part of every tile, for which there may
+// be no room.
+bool IsMiddle(int64_t rows, int64_t tiles, const int32_t* groups, const Scratch& scratch) {
+  constexpr int64_t kSlack = 4096;  // for the alignment of the pieces
+  constexpr int64_t kPaidRows = 2 * kGroupRows;
+  const int64_t bytes = rows * (tiles * static_cast<int64_t>(sizeof(LossPart)) + 4) + kSlack;
+  return rows > kPaidRows && MiddlePlanOf(rows).groups == 1 &&
+         RoundUp(rows, kPaidRows) * 5 >= rows * 6 && groups == nullptr &&
+         bytes <= static_cast<int64_t>(std::min(kPartsBytes, scratch.left()));
+}
+
 // Multiplies all rows, whose parts fit into `scratch`, then enqueues finish(parts, schedule, target
 // logits, operands), which reads what the product left.
 template <class T, class Finish>
@@ -302,20 +458,30 @@ cudaError_t LaunchPass(const TensorView& hidden, const HeadView& head, int32_t f
                        cudaStream_t stream, const Finish& finish) {
   const int64_t cells = CeilDiv(head.vocab(), kCell);
   const Schedule schedule = ScheduleOf(hidden, head.vocab(), scratch);
-  const LossParts parts{.cells = scratch.Take<LossPart>(static_cast<size_t>(hidden.rows * cells)),
-                        .tiles = scratch.Take<LossPart>(
-                            static_cast<size_t>(SplitParts(schedule.units - schedule.whole))),
-                        .row_cells = static_cast<int32_t>(cells)};
+  const int64_t tiles = CeilDiv(head.vocab(), kTile);
+  const bool middle = IsMiddle(hidden.rows, tiles, groups, scratch);
+  LossParts parts{.row_cells = static_cast<int32_t>(cells),
+                  .row_tiles = static_cast<int32_t>(tiles)};
+  if (middle) {
+    parts.all_tiles = scratch.Take<LossPart>(static_cast<size_t>(hidden.rows * tiles));
+  } else {
+    parts.cells = scratch.Take<LossPart>(static_cast<size_t>(hidden.rows * cells));
+    parts.tiles =
+        scratch.Take<LossPart>(static_cast<size_t>(SplitParts(schedule.units - schedule.whole)));
+  }
   float* target_logits = scratch.Take<float>(static_cast<size_t>(hidden.rows));
-  if (parts.cells == nullptr || parts.tiles == nullptr || target_logits == nullptr)
+  if (target_logits == nullptr ||
+      (middle ? parts.all_tiles == nullptr : parts.cells == nullptr || parts.tiles == nullptr)) {
     return cudaErrorMemoryAllocation;
+  }
   const LossParams p{.rows = rows,
                      .parts = parts,
                      .target_logits = target_logits,
                      .scale = head.scale,
                      .first_token = first_token};
   const cudaError_t error =
-      LaunchProduct<T, LossEpilogue>(hidden, head.weight, groups, p, scratch, stream);
+      middle ? LaunchMiddleRows<T, MiddleLoss>(hidden, head.weight, p, scratch, stream)
+             : LaunchProduct<T, LossEpilogue>(hidden, head.weight, groups, p, scratch, stream);
   if (error != cudaSuccess) return error;
   const Operands<T> operands{.states = static_cast<const T*>(hidden.data),
                              .weights = static_cast<const T*>(head.weight.data),

@@ -88,8 +88,7 @@ __device__ inline void ForEachMiddleUnit(const MiddleParams& p, const Take& take
 #pragma unroll 1
   for (int unit = static_cast<int>(blockIdx.x) / kCluster; unit < units; unit += clusters) {
     const int row = (unit % p.groups * kCluster + rank) * p.block_rows;
-    take(MiddleUnit{
-        .tile = unit / p.groups, .row = row, .rows = min(p.block_rows, p.rows - row)});
+    take(MiddleUnit{.tile = unit / p.groups, .row = row, .rows = min(p.block_rows, p.rows - row)});
   }
 }
 
@@ -213,8 +212,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) LoadMiddle(states, weights, p, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMiddleMultiplyRegisters));
-    std::byte* rest = reinterpret_cast<std::byte*>(dynamic) + (ring.stages - begin) +
-                      S::kStages * S::kBytes;
+    std::byte* rest =
+        reinterpret_cast<std::byte*>(dynamic) + (ring.stages - begin) + S::kStages * S::kBytes;
     // The thread's first token in a tile.
     const int token = (group - 1) * kGroupUnits * kUnitTokens +
                       static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
@@ -260,14 +259,13 @@ cudaError_t LaunchMiddle(const TensorView& hidden, const TensorView& weight,
 
 template <class T, template <int> class Epilogue, class Params, int... kRows>
 cudaError_t LaunchMiddleOf(const TensorView& hidden, const TensorView& weight,
-                             const Params& epilogue, const MiddlePlan& plan, const Scratch& scratch,
-                             cudaStream_t stream, std::integer_sequence<int, kRows...>) {
+                           const Params& epilogue, const MiddlePlan& plan, const Scratch& scratch,
+                           cudaStream_t stream, std::integer_sequence<int, kRows...>) {
   // The first that has room.
   cudaError_t error = cudaErrorInvalidValue;
-  ((plan.block_rows <= kRows &&
-    (error = LaunchMiddle<MiddleShape<T, kRows, Epilogue>>(hidden, weight, epilogue, plan, scratch,
-                                                           stream),
-     true)) ||
+  ((plan.block_rows <= kRows && (error = LaunchMiddle<MiddleShape<T, kRows, Epilogue>>(
+                                     hidden, weight, epilogue, plan, scratch, stream),
+                                 true)) ||
    ...);
   return error;
 }
@@ -275,8 +273,8 @@ cudaError_t LaunchMiddleOf(const TensorView& hidden, const TensorView& weight,
 template <class T, template <int> class Epilogue, class Params>
 cudaError_t LaunchMiddleRows(const TensorView& hidden, const TensorView& weight,
                              const Params& epilogue, const Scratch& scratch, cudaStream_t stream) {
-  using Rows = std::integer_sequence<int, 88, 96, 104, 112, 120, 128, 136, 144, 152,
-                                     kMostMiddleBlockRows>;
+  using Rows =
+      std::integer_sequence<int, 88, 96, 104, 112, 120, 128, 136, 144, 152, kMostMiddleBlockRows>;
   return LaunchMiddleOf<T, Epilogue>(hidden, weight, epilogue, MiddlePlanOf(hidden.rows), scratch,
                                      stream, Rows());
 }
