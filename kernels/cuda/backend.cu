@@ -137,7 +137,7 @@ class CudaStream final : public cuda::DeviceStream {
     const std::byte* const from = slab.host + offset;
     if (small_.op != nullptr) LOGITD_RETURN_IF_ERROR(Enter(kComputing));  // it comes first
     const RowsCopy row = RowOf(to, from, bytes);
-    if (phase_ <= kUploading && KernelCopies(to, from, bytes)) {
+    if (phase_ <= kUploading && KernelUploads(to, from, bytes)) {
       if (!IsApart(row)) LOGITD_RETURN_IF_ERROR(EnterUpload(row));
       uploads_.push_back(row);  // for one launch with a Gather
       return absl::OkStatus();
@@ -513,6 +513,12 @@ class CudaStream final : public cuda::DeviceStream {
   static bool KernelCopies(const std::byte* to, const std::byte* from, size_t bytes) {
     const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
     return bytes > 0 && bytes <= kKernelCopyBytes && odd % 2 == 0;
+  }
+  // The same to the device.
+  bool KernelUploads(const std::byte* to, const std::byte* from, size_t bytes) const {
+    if (marks_ == nullptr) return KernelCopies(to, from, bytes);
+    const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+    return bytes > 0 && bytes <= kKernelGatherBytes && odd % 2 == 0;
   }
   static RowsCopy RowOf(std::byte* to, const std::byte* from, size_t bytes) {
     return {.from = from,

@@ -28,8 +28,9 @@ namespace {
 constexpr int64_t kSpinNs = 100 * 1000;
 constexpr int64_t kSpinRunningNs = 2 * 1000 * 1000;
 
-// One thread that wakes others for so many cores.
+// One thread that wakes others for so many cores, and how long it looks for the next one to wake.
 constexpr int kCoresPerWaker = 8;
+constexpr int64_t kWakerSpinNs = 50 * 1000;
 
 // A ring has one call at a time if so many came when no other was open.
 constexpr int kLoneCalls = 16;
@@ -73,7 +74,8 @@ Ring::Ring(Rings* rings, std::shared_ptr<WakeList> wakes, std::shared_ptr<const 
 
 Ring::~Ring() { close(socket_); }
 
-void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep) {
+void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep,
+                    MakeMessage make) {
   std::shared_ptr<RingWork> work;  // dropped after the lock
   {
     absl::MutexLock lock(&mutex_);
@@ -82,7 +84,7 @@ void Ring::Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void
     work = std::move(it->second);
     open_.erase(it);
     if (stop_) return;
-    postings_.push_back({std::move(reply), std::move(keep)});
+    postings_.push_back({std::move(reply), std::move(keep), std::move(make)});
   }
   replies_.fetch_add(1);
   if (asleep_) wakes_->Wake(wake_);
@@ -120,6 +122,8 @@ absl::StatusOr<bool> Ring::TakeAll() {
     request.alone = lone_calls_ == kLoneCalls;
     worked = true;
     ++next_serial_;
+    ++calls_;
+    rings_->calls_.fetch_add(1, std::memory_order_relaxed);
     {
       absl::MutexLock lock(&mutex_);
       open_[serial] = nullptr;
@@ -143,7 +147,10 @@ absl::StatusOr<bool> Ring::PostAll() {
     postings.swap(postings_);
   }
   replies_.fetch_sub(static_cast<int64_t>(postings.size()));
-  for (const Posting& posting : postings) {
+  calls_ -= static_cast<int>(postings.size());
+  rings_->calls_.fetch_sub(static_cast<int>(postings.size()), std::memory_order_relaxed);
+  for (Posting& posting : postings) {
+    if (posting.make != nullptr) posting.reply.message = posting.make();
     if (absl::Status status = pages_.Post(posting.reply); !status.ok()) return status;
   }
   RingFence();
@@ -204,6 +211,7 @@ void Ring::CutOff(const absl::Status& why) {
 }
 
 void Ring::Run() {
+  thread_ = std::this_thread::get_id();
   worked_ns_ = absl::GetCurrentTimeNanos();
   while (!stop_) {
     // Doorbells only wake; an end of the connection shows here too, as 0 bytes.
@@ -218,7 +226,7 @@ void Ring::Run() {
       worked_ns_ = absl::GetCurrentTimeNanos();
       continue;
     }
-    if (MaySpin() && (spins_ || (spins_ = rings_->TakeSpin()))) {
+    if (!rings_->Crowded() && MaySpin() && (spins_ || (spins_ = rings_->TakeSpin()))) {
       std::this_thread::yield();
       continue;
     }
@@ -238,6 +246,7 @@ void Ring::Run() {
     worked_ns_ = absl::GetCurrentTimeNanos();
   }
   if (std::exchange(spins_, false)) rings_->EndSpin();
+  rings_->calls_.fetch_sub(std::exchange(calls_, 0), std::memory_order_relaxed);
   Stop();
   std::vector<Posting> postings;
   {
@@ -249,7 +258,11 @@ void Ring::Run() {
 void WakeList::Wake(std::shared_ptr<const WakeEvent> ring) {
   if (open_ > few_) {
     absl::MutexLock lock(&mutex_);
-    if (!ended_) return rings_.push_back(std::move(ring));
+    if (!ended_) {
+      rings_.push_back(std::move(ring));
+      size_ = rings_.size();
+      return;
+    }
   }
   ring->Raise();
 }
@@ -257,16 +270,20 @@ void WakeList::Wake(std::shared_ptr<const WakeEvent> ring) {
 void WakeList::Run() {
   const auto some = [this]()
                         ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return ended_ || !rings_.empty(); };
+  int64_t look_until = 0;
   while (true) {
     std::shared_ptr<const WakeEvent> ring;
+    while (size_ == 0 && absl::GetCurrentTimeNanos() < look_until) std::this_thread::yield();
     {
       absl::MutexLock lock(&mutex_);
       mutex_.Await(absl::Condition(&some));
       if (rings_.empty()) return;
       ring = std::move(rings_.front());
       rings_.pop_front();
+      size_ = rings_.size();
     }
     ring->Raise();
+    look_until = absl::GetCurrentTimeNanos() + kWakerSpinNs;
   }
 }
 

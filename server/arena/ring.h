@@ -11,12 +11,14 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "formats/ring_protocol.h"
@@ -62,7 +64,7 @@ class WakeList {
   void Count(int rings) { open_ += rings; }
   // Wakes the thread of a ring, now or soon.
   void Wake(std::shared_ptr<const WakeEvent> ring);
-  // Wakes threads until End.
+  // Wakes threads until End. Looks for the next for a while before it sleeps.
   void Run();
   // Ends Run. From now on Wake itself wakes every thread.
   void End();
@@ -70,6 +72,7 @@ class WakeList {
  private:
   const int few_;
   std::atomic<int> open_ = 0;
+  std::atomic<size_t> size_ = 0;  // of rings_
   absl::Mutex mutex_;
   std::deque<std::shared_ptr<const WakeEvent>> rings_ ABSL_GUARDED_BY(mutex_);
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
@@ -92,9 +95,18 @@ class Ring : public std::enable_shared_from_this<Ring> {
   // The largest reply. A longer one becomes an error.
   size_t max_message_bytes() const { return max_message_bytes_; }
 
+  // Makes the message of a reply.
+  using MakeMessage = absl::AnyInvocable<std::string()>;
+
   // The reply to work number `serial`. Once for each. `keep` is dropped when the reply is in the
-  // ring, or the ring has ended.
-  void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep);
+  // ring, or the ring has ended. `make`, if there is one, runs on the ring's thread, unless the ring
+  // has ended, so that whoever completes the calls of a batch need not make their messages one after
+  // another.
+  void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep,
+                MakeMessage make = nullptr);
+
+  // Whether this is the ring's thread.
+  bool IsOwnThread() const { return thread_ == std::this_thread::get_id(); }
 
   // Posts the replies that wait. Only within ServeRing, on the ring's thread.
   void PostNow();
@@ -107,6 +119,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
   struct Posting {
     RingReply reply;
     std::shared_ptr<const void> keep;
+    MakeMessage make;
   };
 
   void Run();
@@ -128,10 +141,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
   std::atomic<bool> stop_ = false;
   std::atomic<bool> asleep_ = false;
   std::atomic<int64_t> replies_ = 0;  // that wait for the thread
+  std::atomic<std::thread::id> thread_;
 
   // Used by the thread only.
   RingPages pages_;
   uint64_t next_serial_ = 0;
+  int calls_ = 0;           // taken and not posted
   int64_t worked_ns_ = 0;   // when there was something to do
   bool spins_ = false;      // has one of the places of threads that spin
   int lone_calls_ = 0;      // in a row, that came when no other was open; see kLoneCalls
@@ -154,7 +169,7 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 // A ring's thread looks for work for a short while after the last work, then it sleeps. So an idle
 // ring costs nothing, and a decode loop does not wait for a wake-up. The thread of a ring that has one
 // call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same time: one for
-// every four cores, or one.
+// every four cores, or one. None does while more calls than that are open: the others need the cores.
 //
 // To wake a thread takes 2 to 15 us. Where more rings are open than may look, the threads of the
 // engine, which complete a batch's calls one after another, leave that to threads of this object. It
@@ -180,12 +195,14 @@ class Rings {
  private:
   friend class Ring;
   bool TakeSpin();
+  bool Crowded() const { return calls_.load(std::memory_order_relaxed) > max_spinning_; }
   void EndSpin() { spinning_.fetch_sub(1, std::memory_order_relaxed); }
   void Ended(Ring* ring);
 
   const ServeRing serve_;
   const int max_spinning_;
   std::atomic<int> spinning_ = 0;
+  std::atomic<int> calls_ = 0;  // open, of all rings
   mutable absl::Mutex mutex_;
   absl::flat_hash_set<Ring*> rings_ ABSL_GUARDED_BY(mutex_);
   const std::shared_ptr<WakeList> wakes_;

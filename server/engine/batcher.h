@@ -74,6 +74,7 @@ struct Kind {
   KindKey key;
   double row_ns = 0;     // a row's time on a stream, as estimated; 0: unknown
   bool has_run = false;  // the estimate is not only that of other kinds
+  double kernel_ns = 0;  // of its last batches that read a head once; 0: there was none
   KeyQueue of_short;
   KeyQueue of_long;
   int batches = 0;  // slabs that hold one of its batches
@@ -115,12 +116,19 @@ struct Kind {
 //     wait for slabs.
 // It runs when all its payloads are copied. A batch stays open while its first payload is copied,
 // since it cannot run before.
+//
+// Heads on a device. A batch of few rows reads all weights of its head and takes as long with 64 rows
+// as with one, and two of them at the same time take as long as one after another. So while one
+// runs, the next one on that head stays open, until the kernels that run are about to end: a stream
+// then takes it, and its rows get to the device meanwhile. Not where that would take kMostHeld.
 class Batcher {
  public:
   // A slice that is not expected to take longer is soon over: others wait for it.
   static constexpr absl::Duration kSlowSlice = absl::Milliseconds(50);
   // A batch that is expected to take longer is not lent: beside it, two hand-overs are nothing.
   static constexpr absl::Duration kMostLent = absl::Microseconds(300);
+  // No batch waits longer for the kernels of another one on its head.
+  static constexpr absl::Duration kMostHeld = absl::Milliseconds(2);
 
   // One batch per slab; each device has as many, and those of a device follow each other. `metrics`
   // may be null. All outlive this.
@@ -264,6 +272,10 @@ class Batcher {
   bool SomeDeviceIsLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasTurn(const Batch& batch, const Device& device) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t HeldUntil(const Batch& batch, const Device& device) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsHeld(const Batch& batch, const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t FirstHeldUntil(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int StreamsThatMayBegin(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SealForIdleStreams() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsFor(const Batch& batch, const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -279,7 +291,8 @@ class Batcher {
   void GiveBack(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndBetweenSlices(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Settle(const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Time NextDue(int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Time NextDue(const Device& device, int64_t now_ns) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsAwake(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake(Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Device* MostIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -22,6 +22,46 @@ bool Batcher::HasTurn(const Batch& batch, const Device& device) const {
   return !batch.sharded || (&device == &devices_.front() && !sharding_);
 }
 
+// Until when an open batch waits for the kernels of another one on its head, as a time of
+// MonotonicNanos; see "Heads on a device". 0: for none.
+//
+// The kernels of a batch that is taken `kernel_ns` after another one begin when those of that end: both
+// take as long to get to the device.
+int64_t Batcher::HeldUntil(const Batch& batch, const Device& device) const {
+  if (on_host_ || batch.key.head == nullptr || batch.sharded ||
+      batch.state != Batch::State::kOpen) {
+    return 0;
+  }
+  int64_t until = 0;
+  for (const Batch& other : batches_) {
+    if (other.state != Batch::State::kRunning || other.key.head != batch.key.head ||
+        other.rows > rules_.linear_rows ||
+        &devices_[static_cast<size_t>(other.device)] != &device) {
+      continue;
+    }
+    const double kernel_ns = other.queue->kind->kernel_ns;
+    if (kernel_ns > absl::ToDoubleNanoseconds(kMostHeld)) continue;
+    until = std::max(until, other.taken_ns + static_cast<int64_t>(kernel_ns));
+  }
+  return until;
+}
+
+bool Batcher::IsHeld(const Batch& batch, const Device& device) const {
+  const int64_t until = HeldUntil(batch, device);
+  return until > 0 && MonotonicNanos() < until;
+}
+
+// The first time at which the device may begin a batch that is held now. 0: there is none.
+int64_t Batcher::FirstHeldUntil(const Device& device) const {
+  int64_t first = 0;
+  for (const Batch& batch : batches_) {
+    if (batch.live == 0 || !IsHeld(batch, device) || !IsFor(batch, device)) continue;
+    const int64_t until = HeldUntil(batch, device);
+    if (first == 0 || until < first) first = until;
+  }
+  return first;
+}
+
 // Idle streams of the device that no batch between two slices waits for, and that have memory for a
 // batch that has not begun.
 int Batcher::StreamsThatMayBegin(const Device& device) const {
@@ -45,10 +85,13 @@ void Batcher::SealForIdleStreams() {
   for (const Device& device : devices_) streams += StreamsThatMayBegin(device);
   if (streams == 0) return;
   const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
-  // A batch that only a busy device can run takes no idle stream.
+  // A batch that only a busy device can run takes no idle stream, nor does one that is held.
   const auto can_begin = [this](const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const int device = batch.key.device;
-    return device == kAnyDevice || StreamsThatMayBegin(devices_[static_cast<size_t>(device)]) > 0;
+    return std::any_of(devices_.begin(), devices_.end(),
+                       [&](const Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                         return IsFor(batch, device) && StreamsThatMayBegin(device) > 0 &&
+                                !IsHeld(batch, device);
+                       });
   };
   int ready = 0;
   int sealed = 0;
@@ -108,7 +151,7 @@ bool Batcher::MayRun(const Batch& batch, const Device& device, int64_t now_ns) c
     case Batch::State::kSealed:
       return !device.memory.empty();
     case Batch::State::kOpen:
-      return !device.memory.empty() && IsDue(batch, now_ns);
+      return !device.memory.empty() && IsDue(batch, now_ns) && !IsHeld(batch, device);
     default:
       return false;
   }
@@ -214,11 +257,14 @@ void Batcher::TakeMemoryBack(Batch* batch) {
   batch->memory = nullptr;
 }
 
-// When max_batch_delay is next over for an open batch that was not due at `now_ns`. A batch that was
-// waits for a copy or for a stream, whose end wakes a stream.
-absl::Time Batcher::NextDue(int64_t now_ns) const {
-  if (max_batch_delay_ns_ == 0) return absl::InfiniteFuture();
+// When max_batch_delay is next over for an open batch that was not due at `now_ns`, or one is not held
+// any longer. Another batch waits for a copy or for a stream, whose end wakes a stream.
+absl::Time Batcher::NextDue(const Device& device, int64_t now_ns) const {
   absl::Duration wait = absl::InfiniteDuration();
+  if (const int64_t held = FirstHeldUntil(device); held > 0) {
+    wait = absl::Nanoseconds(held - MonotonicNanos());
+  }
+  if (max_batch_delay_ns_ == 0) return absl::Now() + wait;
   for (const Batch& batch : batches_) {
     if (batch.state != Batch::State::kOpen || IsDue(batch, now_ns)) continue;
     wait = std::min(wait, absl::Nanoseconds(batch.opened_ns + max_batch_delay_ns_ - now_ns));
@@ -263,7 +309,7 @@ void Batcher::RouseStream() {
 // Seals what idle streams could take, and wakes one of them if there is a batch that it may run: one
 // that is awake, else of the device with the most idle streams. Whoever takes a batch, or finds none
 // for its device, calls this again; so one wake is enough for several batches. `for_delay`: one must
-// be woken in any case, to see when max_batch_delay is over.
+// be woken in any case, to see when max_batch_delay is over, or a batch is not held any longer.
 void Batcher::SealAndWake(bool for_delay) {
   SealForIdleStreams();
   Device* best = nullptr;
@@ -275,7 +321,12 @@ void Batcher::SealAndWake(bool for_delay) {
     }
     if (FindMostUrgent(device) != nullptr) best = &device;
   }
-  if (best == nullptr && for_delay && max_batch_delay_ns_ > 0) best = MostIdle();
+  if (best == nullptr && for_delay) {
+    const bool held = std::any_of(devices_.begin(), devices_.end(),
+                                  [this](const Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                                      mutex_) { return FirstHeldUntil(device) > 0; });
+    if (held || max_batch_delay_ns_ > 0) best = MostIdle();
+  }
   if (best != nullptr) Wake(*best);
 }
 
@@ -290,6 +341,11 @@ void Batcher::GiveBack(Batch* batch, JobList& ended) {
     if (progress.kind_row_ns > 0) {
       batch->queue->kind->row_ns = progress.kind_row_ns;
       batch->queue->kind->has_run = true;
+      if (progress.done && progress.rows_run <= rules_.linear_rows) {
+        double& kernel_ns = batch->queue->kind->kernel_ns;
+        const auto now = static_cast<double>(progress.times.kernel_ns);
+        kernel_ns += (now - kernel_ns) / (kernel_ns == 0 ? 1 : 4);
+      }
     }
     batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
   }
@@ -355,14 +411,15 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
     if (!seat.lent && max_batch_delay_ns_ > 0 && FindMostUrgent(device) != nullptr) {
       continue;  // due just now
     }
-    if (!seat.lent && (!spun || brief_copies_ > 0) && spinner_ == nullptr) {
+    const int64_t held = seat.lent ? 0 : FirstHeldUntil(device);
+    if (!seat.lent && (!spun || brief_copies_ > 0 || held > 0) && spinner_ == nullptr) {
       // The next request of a busy client comes within microseconds, and a sleeping thread takes
-      // longer to wake. The stream also polls while a brief copy runs.
+      // longer to wake. The stream also polls while a brief copy runs, or a batch is held.
       spun = true;
       spinner_ = &device;
       const uint32_t seen = wakes_.load(std::memory_order_relaxed);
       mutex_.Unlock();
-      const int64_t until = MonotonicNanos() + idle_spin_ns_;
+      const int64_t until = held > 0 ? held : MonotonicNanos() + idle_spin_ns_;
       while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
         std::this_thread::yield();  // on few cores, the thread that wakes us may need this one
       }
@@ -370,7 +427,7 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
       spinner_ = nullptr;
     } else {
       Publish();
-      device.wake.WaitUntil(mutex_, NextDue(now_ns));
+      device.wake.WaitUntil(mutex_, NextDue(device, now_ns));
       if (roused_ == &device) roused_ = nullptr;
     }
   }

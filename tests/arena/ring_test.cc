@@ -281,6 +281,12 @@ class EchoRings : public ::testing::Test {
                                   RingRequest request) {
     auto work = std::make_shared<Work>();
     auto answer = [ring, serial, tag = request.tag, message = request.message] {
+      if (message.starts_with("make")) {
+        const auto make = [ring, message] {
+          return absl::StrCat(ring->IsOwnThread() ? "made " : "made by another thread ", message);
+        };
+        return ring->Complete(serial, {.tag = tag}, nullptr, make);
+      }
       ring->Complete(serial, {.tag = tag, .message = "echo " + message}, nullptr);
     };
     absl::MutexLock lock(&mutex_);
@@ -391,6 +397,24 @@ TEST_F(EchoRings, NoMoreCallsRunThanTheRingHasSlots) {
   for (uint64_t n = 0; n < 4; ++n) {
     ASSERT_TRUE(Eventually([&] { return peer.Completed(n); }));
     EXPECT_EQ(peer.Body(n), absl::StrCat("echo ", 3 - n));
+  }
+}
+
+TEST_F(EchoRings, TheRingsThreadMakesMessagesThatAreNotMadeYet) {
+  const Peer peer;
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  const auto ring = Open(peer);
+  EXPECT_FALSE(ring->IsOwnThread());
+  for (uint64_t n = 0; n < 2; ++n) peer.Submit(n, absl::StrCat("make ", n));
+  Bell();
+  ASSERT_TRUE(Eventually([&] { return held() == 2; }));
+  AnswerHeldInReverse();
+  for (uint64_t n = 0; n < 2; ++n) {
+    ASSERT_TRUE(Eventually([&] { return peer.Completed(n); }));
+    EXPECT_EQ(peer.Body(n), absl::StrCat("made make ", 1 - n));
   }
 }
 

@@ -3,11 +3,14 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
+#include <cstring>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "server/engine/batch.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
 
@@ -25,6 +28,29 @@ std::shared_ptr<const void> CountAlive(const CallEnvironment& environment) {
         tracker->Remove();
       });
 }
+
+// The arrays of an answer, copied.
+class AnswerCopy {
+ public:
+  explicit AnswerCopy(const engine::JobAnswer& answer) {
+    size_t bytes = 0;
+    for (const absl::Span<const std::byte> array : answer.outputs) {
+      bytes += engine::AlignUp(array.size());
+    }
+    bytes_ = std::make_unique<std::byte[]>(bytes);
+    std::byte* at = bytes_.get();
+    for (const absl::Span<const std::byte> array : answer.outputs) {
+      if (!array.empty()) std::memcpy(at, array.data(), array.size());
+      arrays_.emplace_back(at, array.size());
+      at += engine::AlignUp(array.size());
+    }
+  }
+  engine::JobAnswer answer() const { return {.outputs = arrays_}; }
+
+ private:
+  std::unique_ptr<std::byte[]> bytes_;
+  absl::InlinedVector<absl::Span<const std::byte>, engine::kMaxArrays> arrays_;
+};
 
 std::string PeerOf(const arena::Ring& ring) { return absl::StrCat("ring:pid ", ring.user().pid); }
 
@@ -134,15 +160,25 @@ void RingCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
                     const engine::JobTimes& times) {
   if (!status.ok()) return Finish(status, {}, times);
   if (dropped()) return;
+  if (ring_->IsOwnThread() || environment().log->Wants(age_ns())) {
+    return Finish(status, MessageOf(answer, times), times);
+  }
+  // Another job of the batch waits for this one's end.
+  Finish(status, {}, times,
+         [this, copy = AnswerCopy(answer), times] { return MessageOf(copy.answer(), times); });
+}
+
+std::string RingCall::MessageOf(const engine::JobAnswer& answer, const engine::JobTimes& times) {
   grpc::ByteBuffer response = Encode(answer, /*receive_ns=*/0, times);
   Conclude(&response);
   grpc::Slice slice;
   if (!response.TrySingleSlice(&slice).ok()) response.DumpToSingleSlice(&slice).IgnoreError();
-  Finish(status, std::string(reinterpret_cast<const char*>(slice.begin()), slice.size()), times);
+  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
 }
 
 void RingCall::Finish(const absl::Status& status, std::string message,
-                      const engine::JobTimes& times) {
+                      const engine::JobTimes& times, arena::Ring::MakeMessage make) {
+  const bool made = make == nullptr;
   {
     absl::MutexLock lock(&mutex_);
     if (finished_) return;
@@ -158,8 +194,8 @@ void RingCall::Finish(const absl::Status& status, std::string message,
         engine::RetryDelayOf(status).value_or(environment().admission->options().retry_delay);
   }
   // The ring's thread ends the call: its end takes locks, for which the other calls of a batch would wait.
-  ring_->Complete(serial_, std::move(reply), shared_from_this());
-  if (environment().log->Wants(age_ns())) {
+  ring_->Complete(serial_, std::move(reply), shared_from_this(), std::move(make));
+  if (made && environment().log->Wants(age_ns())) {
     static const Trace kNoTrace;
     environment().log->Write({.method = method_,
                               .peer = PeerOf(*ring_),

@@ -52,8 +52,10 @@ class RingCall final : public RequestJob,
   // that runs alone runs on the ring's thread, and the admission does not wait for it.
   void LetIn(absl::StatusOr<engine::Admission::Ticket> ticket);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone);
+  std::string MessageOf(const engine::JobAnswer& answer, const engine::JobTimes& times);
+  // `make`: makes the message in its place, later.
   void Finish(const absl::Status& status, std::string message = {},
-              const engine::JobTimes& times = {});
+              const engine::JobTimes& times = {}, arena::Ring::MakeMessage make = nullptr);
 
   const std::shared_ptr<arena::Ring> ring_;
   const uint64_t serial_;

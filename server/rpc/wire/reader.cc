@@ -53,18 +53,20 @@ bool WireReader::ReadVarintSlow(int max_bytes, uint64_t* value) {
   return false;
 }
 
+bool WireReader::ReadShortVarint(uint64_t* value) {
+  if (at_ == end_ || static_cast<uint8_t>(*at_) >= 0x80) return false;
+  *value = static_cast<uint64_t>(*at_++);
+  ++position_;
+  return true;
+}
+
 bool WireReader::ReadVarint(uint64_t* value) {
-  if (at_ != end_ && static_cast<uint8_t>(*at_) < 0x80) {
-    *value = static_cast<uint64_t>(*at_++);
-    ++position_;
-    return true;
-  }
-  return ReadVarintSlow(kMaxVarintBytes, value);
+  return ReadShortVarint(value) || ReadVarintSlow(kMaxVarintBytes, value);
 }
 
 bool WireReader::ReadTag(uint32_t* tag) {
   uint64_t value = 0;
-  if (!ReadVarintSlow(kMaxTagBytes, &value)) return false;
+  if (!ReadShortVarint(&value) && !ReadVarintSlow(kMaxTagBytes, &value)) return false;
   *tag = static_cast<uint32_t>(
       value);  // like the generated parser, drops what a fifth byte has too much
   return (*tag >> 3) != 0;
@@ -72,9 +74,8 @@ bool WireReader::ReadTag(uint32_t* tag) {
 
 bool WireReader::ReadLength(size_t* length) {
   uint64_t value = 0;
-  if (!ReadVarintSlow(kMaxTagBytes, &value) || value > kMaxLength || value > remaining()) {
-    return false;
-  }
+  if (!ReadShortVarint(&value) && !ReadVarintSlow(kMaxTagBytes, &value)) return false;
+  if (value > kMaxLength || value > remaining()) return false;
   *length = static_cast<size_t>(value);
   return true;
 }

@@ -120,6 +120,8 @@ class WireReader {
   ByteRange Here(size_t bytes) const;
 
  private:
+  // One of a single byte, as most are. False, and nothing is read: it is longer, or in the next piece.
+  bool ReadShortVarint(uint64_t* value);
   bool ReadVarintSlow(int max_bytes, uint64_t* value);
   // Moves to the next piece that has bytes.
   void NextPiece();

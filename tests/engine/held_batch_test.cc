@@ -1,0 +1,137 @@
+// Batches on a head that wait for the kernels of another one on it: see "Heads on a device" in
+// batcher.h.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "gtest/gtest.h"
+#include "server/engine/batcher.h"
+#include "tests/engine/test_job.h"
+
+namespace logitd::engine {
+namespace {
+
+constexpr absl::Duration kKernels = absl::Microseconds(1900);  // of a batch of one row
+static_assert(kKernels < Batcher::kMostHeld);
+
+class HeldBatchTest : public ::testing::Test {
+ protected:
+  HeldBatchTest() { SetKernels(kKernels); }
+  ~HeldBatchTest() override { backend_.Release(); }
+
+  void SetKernels(absl::Duration time) { backend_.SetRowTime(absl::ToChronoMicroseconds(time)); }
+  std::shared_ptr<TestJob> Submit(std::shared_ptr<const Head> head, int64_t rows = 1) {
+    auto job =
+        std::make_shared<TestJob>(TestJob::Shape{.rows = rows, .head = std::move(head)});
+    engine_->Submit(job);
+    return job;
+  }
+  // The engine then knows what a batch on the head takes, and has no job.
+  void Warm(int64_t rows = 1) {
+    ASSERT_TRUE(Submit(head_, rows)->Wait().ok());
+    ASSERT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+  }
+  // How long after a batch on head_ was submitted, which does not end before, a job on `head` begins.
+  absl::Duration BeginsAfter(std::shared_ptr<const Head> head, int64_t rows_before = 1) {
+    backend_.Hold();
+    const size_t begun = backend_.log().size();
+    const absl::Time start = absl::Now();
+    const auto first = Submit(head_, rows_before);
+    backend_.WaitForOps(begun + 1);
+    const auto second = Submit(std::move(head));
+    backend_.WaitForOps(begun + 2);
+    const absl::Duration after = absl::Now() - start;
+    backend_.Release();
+    EXPECT_TRUE(first->Wait().ok());
+    EXPECT_TRUE(second->Wait().ok());
+    EXPECT_FALSE(second->misused());
+    EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+    return after;
+  }
+  // The least of several times: a thread may wait for a processor.
+  absl::Duration BeginsSoonestAfter(const std::shared_ptr<const Head>& head,
+                                    int64_t rows_before = 1) {
+    absl::Duration least = absl::InfiniteDuration();
+    for (int i = 0; i < 50 && least >= kKernels / 2; ++i) {
+      least = std::min(least, BeginsAfter(head, rows_before));
+    }
+    return least;
+  }
+
+  FakeBackend backend_;
+  const std::shared_ptr<const Head> head_ = MakeHead({&backend_}, /*scale=*/1);
+  const std::shared_ptr<const Head> other_ = MakeHead({&backend_}, /*scale=*/2);
+  std::unique_ptr<Engine> engine_ = [this] {
+    EngineOptions options = SmallOptions();
+    options.streams = 2;
+    options.max_batch_rows = 128;
+    return Engine::Create(&backend_, options, nullptr, [](const absl::Status&) {}).value();
+  }();
+};
+
+TEST_F(HeldBatchTest, ABatchWaitsForTheKernelsOfAnotherOneOnItsHeadAndNoLonger) {
+  Warm();
+  for (int i = 0; i < 5; ++i) EXPECT_GE(BeginsAfter(head_), kKernels) << i;
+}
+
+TEST_F(HeldBatchTest, JobsThatComeMeanwhileShareTheNextBatch) {
+  Warm();
+  for (int round = 0; round < 100; ++round) {
+    backend_.Hold();
+    const size_t begun = backend_.log().size();
+    std::vector<std::shared_ptr<TestJob>> jobs = {Submit(head_)};
+    backend_.WaitForOps(begun + 1);
+    jobs.push_back(Submit(head_));
+    absl::SleepFor(absl::Microseconds(100));  // long enough for the idle stream to take it
+    jobs.push_back(Submit(head_));
+    backend_.WaitForOps(begun + 2);
+    backend_.Release();
+    for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
+    EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+    if (backend_.log()[begun + 1].rows == 2) return;
+  }
+  FAIL() << "no batch had both jobs";
+}
+
+TEST_F(HeldBatchTest, ABatchOnAnotherHeadOrOnLogitsDoesNotWait) {
+  Warm();
+  EXPECT_LT(BeginsSoonestAfter(other_), kKernels / 2);
+  EXPECT_LT(BeginsSoonestAfter(nullptr), kKernels / 2);
+}
+
+TEST_F(HeldBatchTest, NothingWaitsForLongKernels) {
+  SetKernels(absl::Milliseconds(3));
+  Warm();
+  EXPECT_LT(BeginsSoonestAfter(head_), kKernels / 2);
+}
+
+TEST_F(HeldBatchTest, NothingWaitsForABatchThatReadsTheHeadMoreThanOnce) {
+  SetKernels(absl::Microseconds(25));
+  Warm(/*rows=*/60);  // 1500 us
+  EXPECT_LT(BeginsSoonestAfter(head_, /*rows_before=*/70), kKernels / 2);
+}
+
+// Its end is not lost: the stream that held it for another batch ends too.
+TEST_F(HeldBatchTest, AHeldJobCanBeCancelledAndTheEngineStops) {
+  Warm();
+  backend_.Hold();
+  const size_t begun = backend_.log().size();
+  const auto first = Submit(head_);
+  backend_.WaitForOps(begun + 1);
+  const auto second = Submit(head_);
+  engine_->Cancel(*second);
+  const absl::Status status = second->status().value_or(absl::OkStatus());
+  EXPECT_TRUE(status.ok() || absl::IsCancelled(status)) << status;
+  const auto third = Submit(head_);
+  backend_.Release();
+  EXPECT_TRUE(first->Wait().ok());
+  EXPECT_TRUE(third->Wait().ok());
+  engine_->Stop();
+}
+
+}  // namespace
+}  // namespace logitd::engine
