@@ -118,9 +118,11 @@ struct Kind {
 // since it cannot run before.
 //
 // Heads on a device. A batch of few rows reads all weights of its head and takes as long with 64 rows
-// as with one, and two of them at the same time take as long as one after another. So while one
-// runs, the next one on that head stays open, until the kernels that run are about to end: a stream
-// then takes it, and its rows get to the device meanwhile. Not where that would take kMostHeld.
+// as with one: 150 us on an H100, where two at the same time take 200. So where there are more jobs
+// than streams to run them, the next one on the head of a batch that runs stays open, until the
+// kernels that run are about to end: a stream then takes it, and its rows get to the device
+// meanwhile. Not where that would take kMostHeld. 64 rings make 1.25 times as many calls so, 8 rings
+// 1.3 times; 2 rings would make 0.9 times as many (bench/results/h100/latency.json).
 class Batcher {
  public:
   // A slice that is not expected to take longer is soon over: others wait for it.
@@ -129,6 +131,8 @@ class Batcher {
   static constexpr absl::Duration kMostLent = absl::Microseconds(300);
   // No batch waits longer for the kernels of another one on its head.
   static constexpr absl::Duration kMostHeld = absl::Milliseconds(2);
+  // Nor is one held if both have fewer jobs than this.
+  static constexpr int kHeldJobs = 3;
 
   // One batch per slab; each device has as many, and those of a device follow each other. `metrics`
   // may be null. All outlive this.

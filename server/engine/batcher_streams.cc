@@ -35,7 +35,7 @@ int64_t Batcher::HeldUntil(const Batch& batch, const Device& device) const {
   int64_t until = 0;
   for (const Batch& other : batches_) {
     if (other.state != Batch::State::kRunning || other.key.head != batch.key.head ||
-        other.rows > rules_.linear_rows ||
+        other.rows > rules_.linear_rows || other.live + batch.live < kHeldJobs ||
         &devices_[static_cast<size_t>(other.device)] != &device) {
       continue;
     }

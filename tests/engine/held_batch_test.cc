@@ -15,8 +15,10 @@
 namespace logitd::engine {
 namespace {
 
-constexpr absl::Duration kKernels = absl::Microseconds(1900);  // of a batch of one row
-static_assert(kKernels < Batcher::kMostHeld);
+constexpr int kKernelsUs = 900;  // of a batch of one row
+constexpr absl::Duration kKernels = absl::Microseconds(kKernelsUs);
+static_assert(absl::Microseconds(2 * kKernelsUs) < Batcher::kMostHeld);
+constexpr absl::Duration kDelay = absl::Microseconds(50);  // so that jobs share a batch
 
 class HeldBatchTest : public ::testing::Test {
  protected:
@@ -35,29 +37,48 @@ class HeldBatchTest : public ::testing::Test {
     ASSERT_TRUE(Submit(head_, rows)->Wait().ok());
     ASSERT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
   }
-  // How long after a batch on head_ was submitted, which does not end before, a job on `head` begins.
-  absl::Duration BeginsAfter(std::shared_ptr<const Head> head, int64_t rows_before = 1) {
+  // Submits `jobs` jobs on head_ at once, and waits until they run, which they do until Release. False:
+  // they did not share a batch, because this thread waited for a processor.
+  bool Begin(int jobs, int64_t rows, std::vector<std::shared_ptr<TestJob>>& begun) {
     backend_.Hold();
-    const size_t begun = backend_.log().size();
-    const absl::Time start = absl::Now();
-    const auto first = Submit(head_, rows_before);
-    backend_.WaitForOps(begun + 1);
-    const auto second = Submit(std::move(head));
-    backend_.WaitForOps(begun + 2);
-    const absl::Duration after = absl::Now() - start;
+    const size_t before = backend_.log().size();
+    for (int i = 0; i < jobs; ++i) begun.push_back(Submit(head_, rows));
+    backend_.WaitForOps(before + 1);
+    return backend_.log()[before].rows == jobs * rows;
+  }
+  void End(const std::vector<std::shared_ptr<TestJob>>& jobs) {
     backend_.Release();
-    EXPECT_TRUE(first->Wait().ok());
-    EXPECT_TRUE(second->Wait().ok());
-    EXPECT_FALSE(second->misused());
+    for (const auto& job : jobs) {
+      EXPECT_TRUE(job->Wait().ok());
+      EXPECT_FALSE(job->misused());
+    }
     EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
-    return after;
+  }
+  // How long after a batch on head_ was submitted, which does not end before, a job on `head` begins.
+  absl::Duration BeginsAfter(const std::shared_ptr<const Head>& head, int jobs_before = 2,
+                             int64_t rows_before = 1) {
+    for (int i = 0; i < 100; ++i) {
+      std::vector<std::shared_ptr<TestJob>> jobs;
+      const absl::Time start = absl::Now();
+      const bool together = Begin(jobs_before, rows_before, jobs);
+      const size_t begun = backend_.log().size();
+      if (together) {
+        jobs.push_back(Submit(head));
+        backend_.WaitForOps(begun + 1);
+      }
+      const absl::Duration after = absl::Now() - start;
+      End(jobs);
+      if (together) return after;
+    }
+    ADD_FAILURE() << "jobs never shared a batch";
+    return absl::ZeroDuration();
   }
   // The least of several times: a thread may wait for a processor.
-  absl::Duration BeginsSoonestAfter(const std::shared_ptr<const Head>& head,
+  absl::Duration BeginsSoonestAfter(const std::shared_ptr<const Head>& head, int jobs_before = 2,
                                     int64_t rows_before = 1) {
     absl::Duration least = absl::InfiniteDuration();
     for (int i = 0; i < 50 && least >= kKernels / 2; ++i) {
-      least = std::min(least, BeginsAfter(head, rows_before));
+      least = std::min(least, BeginsAfter(head, jobs_before, rows_before));
     }
     return least;
   }
@@ -69,6 +90,7 @@ class HeldBatchTest : public ::testing::Test {
     EngineOptions options = SmallOptions();
     options.streams = 2;
     options.max_batch_rows = 128;
+    options.max_batch_delay = kDelay;
     return Engine::Create(&backend_, options, nullptr, [](const absl::Status&) {}).value();
   }();
 };
@@ -81,18 +103,15 @@ TEST_F(HeldBatchTest, ABatchWaitsForTheKernelsOfAnotherOneOnItsHeadAndNoLonger) 
 TEST_F(HeldBatchTest, JobsThatComeMeanwhileShareTheNextBatch) {
   Warm();
   for (int round = 0; round < 100; ++round) {
-    backend_.Hold();
+    std::vector<std::shared_ptr<TestJob>> jobs;
+    Begin(2, 1, jobs);
     const size_t begun = backend_.log().size();
-    std::vector<std::shared_ptr<TestJob>> jobs = {Submit(head_)};
+    jobs.push_back(Submit(head_));
+    absl::SleepFor(kDelay * 2);  // long enough for the idle stream to take it
+    jobs.push_back(Submit(head_));
     backend_.WaitForOps(begun + 1);
-    jobs.push_back(Submit(head_));
-    absl::SleepFor(absl::Microseconds(100));  // long enough for the idle stream to take it
-    jobs.push_back(Submit(head_));
-    backend_.WaitForOps(begun + 2);
-    backend_.Release();
-    for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
-    EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
-    if (backend_.log()[begun + 1].rows == 2) return;
+    End(jobs);
+    if (backend_.log()[begun].rows == 2) return;
   }
   FAIL() << "no batch had both jobs";
 }
@@ -101,6 +120,11 @@ TEST_F(HeldBatchTest, ABatchOnAnotherHeadOrOnLogitsDoesNotWait) {
   Warm();
   EXPECT_LT(BeginsSoonestAfter(other_), kKernels / 2);
   EXPECT_LT(BeginsSoonestAfter(nullptr), kKernels / 2);
+}
+
+TEST_F(HeldBatchTest, TwoJobsRunAtTheSameTime) {
+  Warm();
+  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/1), kKernels / 2);
 }
 
 TEST_F(HeldBatchTest, NothingWaitsForLongKernels) {
@@ -112,24 +136,20 @@ TEST_F(HeldBatchTest, NothingWaitsForLongKernels) {
 TEST_F(HeldBatchTest, NothingWaitsForABatchThatReadsTheHeadMoreThanOnce) {
   SetKernels(absl::Microseconds(25));
   Warm(/*rows=*/60);  // 1500 us
-  EXPECT_LT(BeginsSoonestAfter(head_, /*rows_before=*/70), kKernels / 2);
+  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/2, /*rows_before=*/35), kKernels / 2);
 }
 
 // Its end is not lost: the stream that held it for another batch ends too.
 TEST_F(HeldBatchTest, AHeldJobCanBeCancelledAndTheEngineStops) {
   Warm();
-  backend_.Hold();
-  const size_t begun = backend_.log().size();
-  const auto first = Submit(head_);
-  backend_.WaitForOps(begun + 1);
-  const auto second = Submit(head_);
-  engine_->Cancel(*second);
-  const absl::Status status = second->status().value_or(absl::OkStatus());
+  std::vector<std::shared_ptr<TestJob>> jobs;
+  Begin(2, 1, jobs);
+  const auto held = Submit(head_);
+  engine_->Cancel(*held);
+  const absl::Status status = held->status().value_or(absl::OkStatus());
   EXPECT_TRUE(status.ok() || absl::IsCancelled(status)) << status;
-  const auto third = Submit(head_);
-  backend_.Release();
-  EXPECT_TRUE(first->Wait().ok());
-  EXPECT_TRUE(third->Wait().ok());
+  jobs.push_back(Submit(head_));
+  End(jobs);
   engine_->Stop();
 }
 
