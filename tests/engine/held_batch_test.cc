@@ -27,8 +27,7 @@ class HeldBatchTest : public ::testing::Test {
 
   void SetKernels(absl::Duration time) { backend_.SetRowTime(absl::ToChronoMicroseconds(time)); }
   std::shared_ptr<TestJob> Submit(std::shared_ptr<const Head> head, int64_t rows = 1) {
-    auto job =
-        std::make_shared<TestJob>(TestJob::Shape{.rows = rows, .head = std::move(head)});
+    auto job = std::make_shared<TestJob>(TestJob::Shape{.rows = rows, .head = std::move(head)});
     engine_->Submit(job);
     return job;
   }
