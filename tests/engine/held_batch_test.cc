@@ -76,7 +76,7 @@ class HeldBatchTest : public ::testing::Test {
   absl::Duration BeginsSoonestAfter(const std::shared_ptr<const Head>& head, int jobs_before = 2,
                                     int64_t rows_before = 1) {
     absl::Duration least = absl::InfiniteDuration();
-    for (int i = 0; i < 50 && least >= kKernels / 2; ++i) {
+    for (int i = 0; i < 50 && least >= kKernels; ++i) {
       least = std::min(least, BeginsAfter(head, jobs_before, rows_before));
     }
     return least;
@@ -117,25 +117,25 @@ TEST_F(HeldBatchTest, JobsThatComeMeanwhileShareTheNextBatch) {
 
 TEST_F(HeldBatchTest, ABatchOnAnotherHeadOrOnLogitsDoesNotWait) {
   Warm();
-  EXPECT_LT(BeginsSoonestAfter(other_), kKernels / 2);
-  EXPECT_LT(BeginsSoonestAfter(nullptr), kKernels / 2);
+  EXPECT_LT(BeginsSoonestAfter(other_), kKernels);
+  EXPECT_LT(BeginsSoonestAfter(nullptr), kKernels);
 }
 
 TEST_F(HeldBatchTest, TwoJobsRunAtTheSameTime) {
   Warm();
-  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/1), kKernels / 2);
+  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/1), kKernels);
 }
 
 TEST_F(HeldBatchTest, NothingWaitsForLongKernels) {
   SetKernels(absl::Milliseconds(3));
   Warm();
-  EXPECT_LT(BeginsSoonestAfter(head_), kKernels / 2);
+  EXPECT_LT(BeginsSoonestAfter(head_), kKernels);
 }
 
 TEST_F(HeldBatchTest, NothingWaitsForABatchThatReadsTheHeadMoreThanOnce) {
   SetKernels(absl::Microseconds(25));
   Warm(/*rows=*/60);  // 1500 us
-  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/2, /*rows_before=*/35), kKernels / 2);
+  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/2, /*rows_before=*/35), kKernels);
 }
 
 // Its end is not lost: the stream that held it for another batch ends too.
