@@ -276,7 +276,7 @@ inline std::vector<TopKCase> ShapeCases() {
 }
 
 // Every kind of row x type, short, one over a cell, and long; and more short rows than share
-// blocks.
+// blocks, also of lengths just above a cell's border.
 inline std::vector<TopKCase> FillCases() {
   std::vector<TopKCase> cases;
   uint64_t n = 1000;
@@ -312,6 +312,21 @@ inline std::vector<TopKCase> FillCases() {
       }
     }
   }
+  for (int64_t vocab : {2049, 5000, 9217}) {
+    for (DType dtype : kAllDTypes) {
+      for (int32_t k : {1, 16, 64}) {
+        cases.push_back({.dtype = dtype,
+                         .rows = 514,
+                         .vocab = vocab,
+                         .stride_extra = static_cast<int64_t>(n % 3),
+                         .k = k,
+                         .ks = Ks::kMixed,
+                         .temperatures = Temperatures::kMixed,
+                         .fill = kAllFills[n % std::size(kAllFills)],
+                         .seed = ++n});
+      }
+    }
+  }
   return cases;
 }
 
@@ -334,6 +349,10 @@ inline const std::vector<InvarianceCase>& InvarianceCases() {
       {DType::kF32, 3001, 33, 1.3f, Fill::kNormal},
       {DType::kBF16, 4096, 50, 0.9f, Fill::kNormal},
       {DType::kF16, 8000, 20, 1.0f, Fill::kNormal},
+      {DType::kBF16, 1025, 10, 0.9f, Fill::kNormal},
+      {DType::kF32, 2049, 16, 1.1f, Fill::kManyTies},
+      {DType::kF32, 5000, 60, 1.0f, Fill::kNormal},
+      {DType::kBF16, 9217, 64, 1.0f, Fill::kNormal},
       {DType::kF32, 4096, 64, 1.0f, Fill::kManyTies},
       {DType::kF32, 50257, 10, 1.0f, Fill::kNormal},
       {DType::kF32, 131072, 64, 1.3f, Fill::kUniform},
@@ -417,6 +436,8 @@ inline std::string BrokenInvariance(OpRunner& runner, const InvarianceCase& c) {
   if (c.vocab <= 1000) batches.push_back({.rows = 700, .place = 333, .others_k = 7});
   if (c.vocab <= 8192)
     batches.push_back({.rows = 150, .place = 141, .stride_extra = 1, .offset = 1, .others_k = 7});
+  if (c.vocab > 1000 && c.vocab <= 9217)
+    batches.push_back({.rows = 530, .place = 401, .stride_extra = 1, .offset = 1, .others_k = 7});
   auto alone = BitsInBatch(runner, c, {});
   if (!alone.ok()) return alone.status().ToString();
   for (const RowBatch& batch : batches) {

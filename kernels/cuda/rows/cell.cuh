@@ -9,6 +9,7 @@
 #define LOGITD_KERNELS_CUDA_ROWS_CELL_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/rows/exponential.cuh"
@@ -20,6 +21,8 @@ constexpr int kCell = 1024;
 constexpr int kLaneElements = kCell / 32;
 constexpr int kSums = 4;  // a lane adds its elements up in this many chains
 constexpr int kSumElements = kLaneElements / kSums;
+// A quarter of a cell: what the lanes add up in one of their chains.
+constexpr int kQuarter = kCell / kSums;
 
 constexpr int CellsOf(int elements) { return (elements + kCell - 1) / kCell; }
 
@@ -28,6 +31,12 @@ template <class T>
 __device__ constexpr int CellIndex(int lane, int e) {
   return (e / kVector<T>)*32 * kVector<T> + lane * kVector<T> + e % kVector<T>;
 }
+
+// A word of elements that are -inf.
+template <class T>
+constexpr uint32_t kMinusInfinities = sizeof(T) == 4                     ? 0xff800000u
+                                      : std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80u
+                                                                         : 0xfc00fc00u;
 
 // A lane's elements of a cell, as they are in memory.
 template <class T>
@@ -141,6 +150,21 @@ __device__ inline void LoadCell(const float* cell, int lane, LaneCell<float>& x)
   }
 }
 
+// Calls visit(e) for a lane's elements of a cell, or only of its first quarter where the cell's first
+// `count` are in that. What it leaves out is -inf: a sum that takes those as 0 has the same bits
+// without them.
+template <class Visit>
+__device__ inline void EachOfFirst(int count, Visit visit) {
+  if (count > kQuarter) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) visit(e);
+  } else {
+    asm volatile("");  // or the compiler takes the quarter out of both, and the chains one by one
+#pragma unroll
+    for (int e = 0; e < kSumElements; ++e) visit(e);
+  }
+}
+
 // Statistics of a cell, a row or anything between: sum of exp((x - max) / temperature). A NaN among
 // the elements makes the sum NaN.
 struct Stats {
@@ -148,10 +172,11 @@ struct Stats {
   float sum;
 };
 
-// A lane's share of a cell: its sum relative to its own maximum, which is given. No lane waits for
-// another here.
+// A lane's share of a cell: its sum relative to its own maximum, which is given. Elements after the
+// cell's first `count` are -inf. No lane waits for another here.
 template <class T>
-__device__ inline Stats LaneStats(const LaneCell<T>& x, float max, float log2e_over_temperature) {
+__device__ inline Stats LaneStats(const LaneCell<T>& x, float max, float log2e_over_temperature,
+                                  int count = kCell) {
   // Relative to 0 where all elements are -inf: the sum is 0 either way, and masked rows stay on the
   // plain path.
   const Exponential exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
@@ -159,13 +184,23 @@ __device__ inline Stats LaneStats(const LaneCell<T>& x, float max, float log2e_o
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) sums[e / kSumElements] += exponential.Plain(x[e]);
+    EachOfFirst(count, [&](int e) { sums[e / kSumElements] += exponential.Plain(x[e]); });
   } else {
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) sums[e / kSumElements] += exponential(x[e]);
   }
   return {max, (sums[0] + sums[1]) + (sums[2] + sums[3])};
+}
+
+// The same where only the cell's first quarter is in the row.
+template <class T>
+__device__ inline Stats LaneStatsOfQuarter(const LaneCell<T>& x, float max,
+                                           float log2e_over_temperature) {
+  const Exponential exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < kSumElements; ++e) sum += exponential(x[e]);
+  return {max, sum};
 }
 
 // The whole cell's statistics from its lanes', the same in every lane.

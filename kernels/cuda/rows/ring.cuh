@@ -97,6 +97,33 @@ class CellRing {
     FreeSlot();
   }
 
+  // As Pop, for rows of few cells: in shared memory only the quarter that the row ends in is filled
+  // with -inf.
+  __device__ void PopQuarters(const T* first, int count, LaneCell<T>& x) {
+    WaitAsync<kStages - 1>();
+    char* cell = reinterpret_cast<char*>(slots_[pop_]) + InLine(first);
+    if (count < kCell) {
+      __syncwarp();
+      const int end = (count + kQuarter - 1) / kQuarter * kQuarter;
+#pragma unroll 1
+      for (int i = count + lane_; i < end; i += 32)
+        reinterpret_cast<T*>(cell)[i] = static_cast<T>(-kInfinity);
+    }
+    __syncwarp();
+    ReadQuarters(cell, InLine(first) % 16, count, x);
+    FreeSlot();
+  }
+
+  // As Pop, for a cell of which only the first quarter, or less, is in the row: loads the lane's
+  // elements of that quarter, and leaves the others as they are in x.
+  void __device__ PopQuarter(const T* first, int count, LaneCell<T>& x) {
+    WaitAsync<kStages - 1>();
+    __syncwarp();
+    ReadQuarter(reinterpret_cast<const char*>(slots_[pop_]) + InLine(first), InLine(first) % 16,
+                count, x);
+    FreeSlot();
+  }
+
   // As Pop, with one way to read misaligned words, which leaves aligned ones in the registers they
   // came to: fewer instructions and registers, more shared memory cycles where misaligned.
   __device__ void PopShort(const T* first, int count, LaneCell<T>& x) {
@@ -125,9 +152,13 @@ class CellRing {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(slots_[0]) + InLine(first));
   }
   static constexpr int kCellBytes = 16 * (kBlocks + kLineBlocks);
-  // Then loads cell `c` of the row again.
-  __device__ void Reread(const T* first, int c, LaneCell<T>& x) {
-    ReadCell(reinterpret_cast<char*>(Row(first)) + c * kCellBytes, InLine(first) % 16, x);
+  // Then loads cell `c` of the row again, of whose elements `count` are in the row.
+  __device__ void Reread(const T* first, int c, int count, LaneCell<T>& x) {
+    const char* cell = reinterpret_cast<char*>(Row(first)) + c * kCellBytes;
+    if (count > kQuarter) return ReadQuarters(cell, InLine(first) % 16, count, x);
+#pragma unroll
+    for (uint32_t& word : x.words) word = kMinusInfinities<T>;
+    ReadQuarter(cell, InLine(first) % 16, count, x);
   }
 
   // The cell that the last Pop loaded from `first`, in shared memory: of any alignment, and the
@@ -152,35 +183,66 @@ class CellRing {
   }
 
   // Loads the lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a block's
-  // begin.
+  // begin; of its vectors the first kVectors.
+  template <int kVectors = kBlocks / 32>
   __device__ void ReadCell(const char* cell, int misaligned, LaneCell<T>& x) const {
     const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane_;
     if (misaligned == 0) {
-      x.Read(blocks);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) x.SetVector(v, blocks[32 * v]);
     } else {
       switch (misaligned / 4) {
         case 0:
-          ReadMisaligned<0>(blocks, misaligned, x);
+          ReadMisaligned<0, kVectors>(blocks, misaligned, x);
           break;
         case 1:
-          ReadMisaligned<1>(blocks, misaligned, x);
+          ReadMisaligned<1, kVectors>(blocks, misaligned, x);
           break;
         case 2:
-          ReadMisaligned<2>(blocks, misaligned, x);
+          ReadMisaligned<2, kVectors>(blocks, misaligned, x);
           break;
         default:
-          ReadMisaligned<3>(blocks, misaligned, x);
+          ReadMisaligned<3, kVectors>(blocks, misaligned, x);
       }
+    }
+  }
+
+  // The same of the first quarter; its elements from `count` on are -inf.
+  __device__ void ReadQuarter(const char* cell, int misaligned, int count, LaneCell<T>& x) const {
+    constexpr int kVectors = kQuarter / (32 * kVector<T>);
+    ReadCell<kVectors>(cell, misaligned, x);
+#pragma unroll
+    for (int e = 0; e < kSumElements; ++e) {
+      if (CellIndex<T>(lane_, e) < count) continue;
+      if constexpr (sizeof(T) == 4) {
+        x.words[e] = kMinusInfinities<T>;
+      } else {
+        x.words[e / 2] =
+            __byte_perm(x.words[e / 2], kMinusInfinities<T>, e % 2 == 0 ? 0x3254 : 0x5410);
+      }
+    }
+  }
+
+  // The same; quarters after the cell's first `count` elements are -inf, whatever is in memory.
+  __device__ void ReadQuarters(const char* cell, int misaligned, int count, LaneCell<T>& x) const {
+    ReadCell(cell, misaligned, x);
+    if (count > (kSums - 1) * kQuarter) return;
+    constexpr int kWords = kSumElements / LaneCell<T>::kPerWord;  // of a quarter
+#pragma unroll
+    for (int q = 1; q < kSums; ++q) {
+      if (count > q * kQuarter) continue;
+#pragma unroll
+      for (int w = q * kWords; w < (q + 1) * kWords; ++w) x.words[w] = kMinusInfinities<T>;
     }
   }
 
   // Reads elements that begin in word kWord of a block: the block's words from there on, and the
   // first words of the next block. Loads are as wide as stays within a block.
-  template <int kWord>
+  template <int kWord, int kVectors>
   __device__ static void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
     constexpr int kNeeded = sizeof(T) == 4 ? 4 : 5;
 #pragma unroll
-    for (int v = 0; v < kBlocks / 32; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       uint32_t words[8];
 #pragma unroll
       for (int w = kWord; w < kWord + kNeeded; ++w) {

@@ -160,9 +160,7 @@ template <class Element>
 __device__ inline void ReadCell(const Element* row, int first, int end, uint32_t wanted,
                                 LaneCell<Element>& x) {
   constexpr int kVectors = kLaneElements / kVector<Element>;
-  constexpr uint32_t kNothing = sizeof(Element) == 4                     ? 0xff800000u
-                                : std::is_same_v<Element, __nv_bfloat16> ? 0xff80ff80u
-                                                                         : 0xfc00fc00u;
+  constexpr uint32_t kNothing = kMinusInfinities<Element>;
   const int lane = threadIdx.x % 32;
   const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
   const bool whole = aligned && first + kCell <= end;

@@ -9,13 +9,15 @@
 // below the floor is ranked. Cells merge in one order whatever the grid, so all variants give the
 // same bits:
 //
-//   warp per row      vocab <= 1024, k <= 32 (topk_warp.cuh)
-//   warp per row      vocab <= 2048, or <= 8192 and more than 512 rows; k <= 64 (topk_short.cuh)
+//   warp per row      vocab <= 1024, k <= 22 (topk_warp.cuh)
+//   warp per row      vocab <= 2048, or <= 8192 (12288 where logits have 16 bits) and more than 512
+//                     rows; k <= 64 (topk_short.cuh)
 //   cluster per row   at most as many rows as multiprocessors: its blocks meet in the first one's
 //                     shared memory (sm_90). Where not all clusters would run at once, they are
 //                     smaller (cluster_blocks.h). It begins before the kernel before it has ended
-//   block per row     many rows
-//   blocks per row    else; each leaves candidates and cells in scratch, the last one merges
+//   block per row     as many rows as multiprocessors, or more
+//   blocks per row    fewer long rows without a cluster; each leaves candidates and cells in
+//                     scratch, the last one merges
 //   sorted            k > 1024: statistics as above, then a radix sort (topk_sorted.cu)
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
@@ -69,10 +71,14 @@ cudaError_t LaunchWarpRow(const TopKParams& p, const Scratch& scratch, cudaStrea
 template <class Shape>
 cudaError_t LaunchShortRow(const TopKParams& p, const Scratch& scratch, cudaStream_t stream) {
   const int64_t most = scratch.multiprocessors;
+  const int warps =
+      std::min(Shape::Warps(p.cells, scratch.block_shared_bytes), Shape::kMostThreads / 32);
   return LaunchKernel(&ShortRowKernel<Shape>,
                       {.grid = GridFor(std::min(p.args.logits.rows, most)),
-                       .threads = Shape::kThreads,
-                       .shared_bytes = sizeof(typename Shape::Shared)},
+                       .threads = warps * 32,
+                       .shared_bytes = static_cast<int>(sizeof(typename Shape::Shared)) +
+                                       warps * Shape::WarpBytes(p.cells),
+                       .most_shared_bytes = scratch.block_shared_bytes},
                       stream, p);
 }
 
@@ -105,11 +111,12 @@ struct Variant {
   int32_t max_vocab;
   int64_t max_rows;
   int32_t max_k;
-  int32_t warps;     // of a block
+  int32_t warps;     // of a block, where rows may be split over blocks
   int32_t resident;  // blocks per multiprocessor; 0: rows are never split over blocks
   cudaError_t (*launch)(const TopKParams&, const Scratch&, cudaStream_t);
   int (*max_item_cells)(int cells, const Scratch&);
-  bool cluster = false;  // a row's blocks are a cluster
+  bool cluster = false;             // a row's blocks are a cluster
+  int32_t cells_worth_meeting = 0;  // of the part of a row that a block at least takes
 };
 
 template <class Block>
@@ -121,7 +128,8 @@ constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
           Block::kResident,
           &LaunchBlockRow<Block>,
           &MaxItemCells<Block>,
-          Block::kCluster};
+          Block::kCluster,
+          Block::Pool::kMaxK <= 128 ? 64 : 112};
 }
 
 template <class Shape>
@@ -129,13 +137,12 @@ constexpr Variant ShortRowVariant() {
   return {Shape::kCells * kCell,
           kAnyRows,
           kShortRowMaxK,
-          Shape::kWarps,
+          0,
           0,
           &LaunchShortRow<Shape>,
-          [](int, const Scratch& scratch) {
-            return scratch.block_shared_bytes < static_cast<int>(sizeof(typename Shape::Shared))
-                       ? 0
-                       : Shape::kCells;
+          [](int cells, const Scratch& scratch) {
+            constexpr int kEnough = 4;  // warps
+            return Shape::Warps(cells, scratch.block_shared_bytes) < kEnough ? 0 : Shape::kCells;
           }};
 }
 
@@ -148,36 +155,43 @@ template <class T>
 using LargeKBlock = BlockShape<T, LargePool, 8, 2, 2>;
 template <class T>
 using SmallMemoryBlock = BlockShape<T, LargePool, 4, 2, 1>;
+// Of more than 8 cells only 16-bit rows: shared memory has room for few of f32.
+template <class T>
+using LongestShortRow =
+    std::conditional_t<sizeof(T) == 4, ShortRowShape<T, 5, 8>, ShortRowShape<T, 9, 12>>;
 template <class T>
 constexpr Variant kVariants[] = {
     {kCell, kAnyRows, kWarpRowMaxK, kWarpRowWarps, 0, &LaunchWarpRow<T>,
      [](int, const Scratch& scratch) {
        return scratch.block_shared_bytes < static_cast<int>(sizeof(WarpRowShared<T>)) ? 0 : 1;
      }},
-    ShortRowVariant<ShortRowShape<T, 1>>(),
-    ShortRowVariant<ShortRowShape<T, 2>>(),
+    ShortRowVariant<ShortRowShape<T, 1, 1>>(),
+    ShortRowVariant<ShortRowShape<T, 2, 2>>(),
     BlockRowVariant<FewRowsBlock<T>>(),
     BlockRowVariant<UsualBlock<T>>(kOneWave),
-    ShortRowVariant<ShortRowShape<T, 4>>(),
-    ShortRowVariant<ShortRowShape<T, 8>>(),
+    ShortRowVariant<ShortRowShape<T, 3, 4>>(),
+    ShortRowVariant<ShortRowShape<T, 5, 8>>(),
+    ShortRowVariant<LongestShortRow<T>>(),
     BlockRowVariant<UsualBlock<T>>(),
     BlockRowVariant<LargeKBlock<T>>(),
     BlockRowVariant<SmallMemoryBlock<T>>(),
 };
 
-// Blocks a row is split over: one where the rows fill the device, else as many as are
-// resident at once.
+// Blocks a row is split over. One where the rows fill the device, or where blocks take longer to meet
+// in device memory than to read what they would leave to others; else as many as are resident at once.
 int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scratch& scratch) {
   if (variant.resident == 0) return 1;
   const int32_t largest = variant.max_item_cells(cells, scratch);
   const int32_t least = (cells + largest - 1) / largest;
-  const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
-  const int32_t most =
-      std::max(least, variant.cluster ? std::min(worth, kMaxClusterBlocks) : worth);
-  const int64_t wanted =
-      variant.cluster ? ClusterBlocksAtOnce(rows, scratch)
-                      : static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
-  return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, most));
+  if (variant.cluster) {
+    const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
+    return std::clamp(ClusterBlocksAtOnce(rows, scratch), least,
+                      std::max(least, std::min(worth, kMaxClusterBlocks)));
+  }
+  if (rows >= scratch.multiprocessors) return least;
+  const int64_t wanted = static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
+  return static_cast<int32_t>(
+      std::clamp<int64_t>(wanted, least, std::max(least, cells / variant.cells_worth_meeting)));
 }
 
 // A cluster has a multiprocessor for each of its blocks. Above 64 rows it is one block, which pays

@@ -1,5 +1,9 @@
-// softmax_topk, a warp per row, the whole row in the warp's shared memory: rows of up to 8 cells,
-// k <= 64.
+// softmax_topk, a warp per row, the whole row in the warp's shared memory: rows of up to 8 cells, or
+// 12 of 16 bits, k <= 64.
+//
+// A block has as many warps as shared memory holds rows of the launch's number of cells, and a last
+// cell of which the row has at most a quarter takes less time. So a row just above a cell's border
+// takes little longer than one below it.
 //
 // A row's end has no barrier: the floor is found among the maxima of the row's groups by halving,
 // then the cells that reach it are read again from shared memory. The row's memory is free before
@@ -22,32 +26,42 @@ namespace logitd::cuda {
 constexpr int kShortRowMaxK = 64;
 constexpr int kShortRowPool = 128;
 
-// Blocks for rows of up to kMaxCells cells; one is resident on a multiprocessor.
-template <class T, int kMaxCells>
+// Blocks for rows of kLeastCells to kMaxCells cells; one is resident on a multiprocessor. It has as
+// many warps as shared memory holds rows of the launch.
+template <class T, int kLeastCells, int kMaxCells>
 struct ShortRowShape {
   using Element = T;
   using Ring = CellRing<T, kMaxCells>;
   // 256 groups of a row, or 128 where it is a cell: k <= 64 of them are well below all.
-  using Pool = PoolShape<128, std::min(4, 8 / kMaxCells)>;
+  using Pool = PoolShape<128, std::clamp(8 / kMaxCells, 1, 4)>;
   static constexpr int kCells = kMaxCells;
   static constexpr int kGroups = kMaxCells * Pool::kLaneGroups;  // of a lane
   struct Warp {
-    typename Ring::Storage ring;
     Key pool[kShortRowPool];
     typename Pool::Sketch sketch[kMaxCells][32];
     uint16_t places[kShortRowPool];  // cell << 10 | lane << 5 | bit, of candidates
+    typename Ring::Storage ring;     // only its first slots, of the row's cells, are there
   };
-  static constexpr int kMostShared = 227 * 1024;
-  static constexpr int kMostWarps = sizeof(T) == 4 ? 22 : 32;  // by registers
-  static constexpr int kWarps = std::min<int>(kMostWarps, (kMostShared - 16) / sizeof(Warp));
-  static constexpr int kThreads = kWarps * 32;
-  struct Shared {
-    Warp warps[kWarps];
+  struct alignas(128) Shared {
     uint32_t next_turn;
+    // Then the warps' memory.
+    __device__ Warp& OfWarp(int warp, int cells) {
+      return *reinterpret_cast<Warp*>(reinterpret_cast<char*>(this + 1) + warp * WarpBytes(cells));
+    }
   };
+  __host__ __device__ static constexpr int WarpBytes(int cells) {
+    return static_cast<int>(sizeof(Warp)) - (kMaxCells - cells) * Ring::kCellBytes;
+  }
+  static constexpr int kMostWarps = sizeof(T) == 4 ? 22 : 32;  // by registers
+  // Warps of a block for rows of `cells` cells, where it may have so much shared memory.
+  static constexpr int Warps(int cells, int shared_bytes) {
+    return std::min(kMostWarps,
+                    (shared_bytes - static_cast<int>(sizeof(Shared))) / WarpBytes(cells));
+  }
+  static constexpr int kMostThreads = 32 * Warps(kLeastCells, 227 * 1024);
 };
 
-// A row in shared memory, cell by cell; places from the row's end to its last cell's are -inf.
+// A row in shared memory, cell by cell.
 template <class Shape>
 struct RowInShared {
   using T = typename Shape::Element;
@@ -81,7 +95,7 @@ __device__ inline uint32_t LowestOf(uint32_t coarse) {
 // The first 16 bits of an ordered logit that at least k of the row reach: near the k-th largest of
 // the group maxima.
 template <int kGroups>
-__device__ inline uint32_t CoarseFloor(const uint32_t (&maxima)[kGroups], int k) {
+__device__ inline uint32_t FloorOfGroups(const uint32_t (&maxima)[kGroups], int k) {
   uint32_t best = 0;
   uint32_t second = 0;
 #pragma unroll
@@ -110,6 +124,33 @@ __device__ inline uint32_t CoarseFloor(const uint32_t (&maxima)[kGroups], int k)
   return low;
 }
 
+// The same from the largest logits that the lanes have seen: the floor is lower, and found in fewer
+// instructions.
+template <class T>
+__device__ inline uint32_t FloorOfLanes(float lane_best, int k, uint4* maxima, int lane) {
+  const uint16_t coarse = CoarseBits<T>(lane_best);
+  reinterpret_cast<uint16_t*>(maxima)[lane] = coarse;
+  __syncwarp();
+  const bool among = LanesAbove<T>(maxima, coarse) < k;
+  __syncwarp();
+  return __reduce_min_sync(kFullWarp, among ? OrderedBits(lane_best) : ~0u) >> 16;
+}
+
+// For k up to this, some 20 logits reach the floor of lanes.
+constexpr int kFewOfLanes = 16;
+
+// The floor of a row that has just been read.
+template <class Shape>
+__device__ __forceinline__ uint32_t CoarseFloor(float lane_best, int k, typename Shape::Warp& s,
+                                                int lane) {
+  if (k <= kFewOfLanes)
+    return FloorOfLanes<typename Shape::Element>(lane_best, k, reinterpret_cast<uint4*>(s.pool),
+                                                 lane);
+  uint32_t maxima[Shape::kGroups];
+  GroupMaxima<Shape>(s, lane, maxima);
+  return FloorOfGroups(maxima, k);
+}
+
 // The same floor for Reached(): two coarse logits that what is not below it is not below.
 template <class T>
 __device__ inline CoarsePair<T> CoarsePairOfFloor(uint32_t coarse) {
@@ -127,20 +168,20 @@ __device__ inline CoarsePair<T> CoarsePairOfFloor(uint32_t coarse) {
 // kShortRowPool not all of them are listed.
 template <class Shape>
 __device__ __forceinline__ int ListPlacesOfRow(typename Shape::Ring& ring,
-                                               const typename Shape::Element* row, int cells,
+                                               const typename Shape::Element* row, int vocab,
                                                uint32_t coarse, typename Shape::Warp& s, int lane) {
   using T = typename Shape::Element;
   const CoarsePair<T> floor = CoarsePairOfFloor<T>(coarse);
   int n = 0;
 #pragma unroll 1
-  for (int c = 0; c < cells; ++c) {
+  for (int c = 0; c * kCell < vocab; ++c) {
     bool hit = false;
     const auto* of_cell = reinterpret_cast<const uint16_t*>(&s.sketch[c][lane]);
 #pragma unroll
     for (int g = 0; g < Shape::Pool::kLaneGroups; ++g) hit |= of_cell[g] >= coarse;
     if (!__any_sync(kFullWarp, hit)) continue;
     LaneCell<T> x;
-    ring.Reread(row, c, x);
+    ring.Reread(row, c, vocab - c * kCell, x);
     uint32_t reached = Reached<T>(x, floor);
 #pragma unroll 1
     while (true) {  // the lanes' candidates, one of each lane a round
@@ -283,8 +324,8 @@ class ShortRows {
   using T = typename Shape::Element;
 
   __device__ ShortRows(const TopKParams& p, typename Shape::Shared& s, int warp, int lane)
-      : p_(p), s_(s), lane_(lane), ring_(s.warps[warp].ring, lane), turn_(warp) {
-    if (threadIdx.x == 0) s.next_turn = Shape::kWarps;
+      : p_(p), s_(s), lane_(lane), ring_(s.OfWarp(warp, p.cells).ring, lane), turn_(warp) {
+    if (threadIdx.x == 0) s.next_turn = blockDim.x / 32;
     Start();
     __syncthreads();
   }
@@ -298,7 +339,12 @@ class ShortRows {
 
   // Loads the row's next cell, which begins at `first`.
   __device__ void Next(int first, LaneCell<T>& x) {
-    ring_.Pop(logits() + first, p_.vocab - first, x);
+    ring_.PopQuarters(logits() + first, p_.vocab - first, x);
+    ring_.PushNothing();
+  }
+  // The same where only the cell's first quarter is in the row.
+  __device__ void NextQuarter(int first, LaneCell<T>& x) {
+    ring_.PopQuarter(logits() + first, p_.vocab - first, x);
     ring_.PushNothing();
   }
   // Ends the row: its shared memory is free.
@@ -333,43 +379,63 @@ class ShortRows {
   SoftmaxTopKRow ask_;
 };
 
-// Reads the row: leaves its sketch. Lane c gets the statistics of cell c, and every lane the row's
-// largest logit in `row_max`.
+// What a lane knows of a row that the warp has read.
+struct ReadRow {
+  Stats cell;       // of the cell with the lane's number
+  float lane_best;  // the largest logit the lane has seen
+  float row_max;    // the row's
+};
+
+// Reads the row: leaves its sketch.
 template <class Shape>
-__device__ __forceinline__ Stats ReadShortRow(ShortRows<Shape>& rows, int cells,
-                                              float log2e_over_temperature, typename Shape::Warp& s,
-                                              int lane, float& row_max) {
-  Stats own{-kInfinity, 0.0f};
+__device__ __forceinline__ ReadRow ReadShortRow(ShortRows<Shape>& rows, int vocab,
+                                                float log2e_over_temperature,
+                                                typename Shape::Warp& s, int lane) {
+  using T = typename Shape::Element;
+  ReadRow row{{-kInfinity, 0.0f}, -kInfinity, -kInfinity};
   // A cell's lanes are merged a turn late, as in RowStream::Run.
   Stats late{-kInfinity, 0.0f};
   const auto merge_late = [&](int c) {
     const Stats stats = MergeLanes(late, log2e_over_temperature);
-    if (lane == c) own = stats;
-    row_max = fmaxf(row_max, stats.max);
+    if (lane == c) row.cell = stats;
+    row.row_max = fmaxf(row.row_max, stats.max);
   };
-  row_max = -kInfinity;
+  int c = 0;
 #pragma unroll 1
-  for (int c = 0; c < cells; ++c) {
-    LaneCell<typename Shape::Element> x;
+  for (; vocab - c * kCell > kQuarter; ++c) {
+    LaneCell<T> x;
     rows.Next(c * kCell, x);
     if (c > 0) merge_late(c - 1);
     float lane_max;
     s.sketch[c][lane] = SketchOfLane<typename Shape::Pool>(x, lane_max);
     late = LaneStats(x, lane_max, log2e_over_temperature);
+    row.lane_best = fmaxf(row.lane_best, lane_max);
   }
-  merge_late(cells - 1);
-  return own;
+  if (c * kCell < vocab) {  // a cell of which there is little
+    LaneCell<T> x;
+    rows.NextQuarter(c * kCell, x);
+    if (c > 0) merge_late(c - 1);
+    float group_max[Shape::Pool::kLaneGroups];
+    for (float& max : group_max) max = -kInfinity;
+    group_max[0] = x.Max(0, kSumElements);
+    s.sketch[c][lane] = PackSketch<typename Shape::Pool>(group_max);
+    late = LaneStatsOfQuarter(x, group_max[0], log2e_over_temperature);
+    row.lane_best = fmaxf(row.lane_best, group_max[0]);
+    ++c;
+  }
+  merge_late(c - 1);
+  return row;
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1)
+__global__ void __launch_bounds__(Shape::kMostThreads, 1)
     ShortRowKernel(const __grid_constant__ TopKParams p) {
   using T = typename Shape::Element;
   extern __shared__ __align__(128) uint4 dynamic[];
   typename Shape::Shared& shared = *reinterpret_cast<typename Shape::Shared*>(dynamic);
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  typename Shape::Warp& s = shared.warps[warp];
+  typename Shape::Warp& s = shared.OfWarp(warp, p.cells);
   for (int c = p.cells; c < Shape::kCells; ++c) s.sketch[c][lane] = {};
   ShortRows<Shape> rows(p, shared, warp, lane);
   float temperature = 0.0f;  // what the next two are of
@@ -388,28 +454,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       log2e_over_temperature = kLog2E / temperature;
       exact_log2e_over_temperature = RowResult::Log2EOver(temperature);
     }
-    float row_max;
-    const Stats own = ReadShortRow<Shape>(rows, p.cells, log2e_over_temperature, s, lane, row_max);
+    const ReadRow row = ReadShortRow<Shape>(rows, p.vocab, log2e_over_temperature, s, lane);
     const RowResult result(
-        MergeCells(p.cells, log2e_over_temperature, lane, [=](int) { return own; }),
+        MergeCells(p.cells, log2e_over_temperature, lane, [=](int) { return row.cell; }),
         log2e_over_temperature, exact_log2e_over_temperature);
     WriteRow<T>(p, rows.row(), ask, result, lane,
-                [=](int c) { return __shfl_sync(kFullWarp, isnan(own.sum), c); });
+                [=](int c) { return __shfl_sync(kFullWarp, isnan(row.cell.sum), c); });
     if (p.statistics_only || result.Nan()) {
       if (!p.statistics_only) EmitNothing(p.args, ask, lane, 32);
       rows.Advance();
       continue;
     }
 
-    uint32_t maxima[Shape::kGroups];
-    GroupMaxima<Shape>(s, lane, maxima);
-    const uint32_t floor = CoarseFloor(maxima, ask.k);
-    int n = ListPlacesOfRow<Shape>(rows.ring(), rows.logits(), p.cells, floor, s, lane);
+    const uint32_t floor = CoarseFloor<Shape>(row.lane_best, ask.k, s, lane);
+    int n = ListPlacesOfRow<Shape>(rows.ring(), rows.logits(), p.vocab, floor, s, lane);
     if (n <= kShortRowPool) {
       KeysOfPlaces<Shape>(rows.in_shared(), p.vocab, n, s, lane);
     } else {
       n = FillByHalving<Shape>(rows.in_shared(), p.vocab, ask.k, LowestOf(floor),
-                               OrderedBits(row_max), s, lane);
+                               OrderedBits(row.row_max), s, lane);
     }
     rows.Advance();
     int32_t* const indices = p.args.indices + ask.first_entry;
