@@ -314,6 +314,7 @@ inline std::vector<LossCase> LossCasesWithoutTops() {
     cases.push_back({dtype, 3001, 33, 0, 3, Fill::kWithNan, ++n});
     cases.push_back({dtype, 300, 1000, 3, 1, Fill::kWithPlusInf, ++n});
     cases.push_back({dtype, 200, 2049, 0, 0, Fill::kMostlyMinusInf, ++n});
+    cases.push_back({dtype, 514, 9217, 0, 1, Fill::kManyTies, ++n});
     cases.push_back({dtype, 150, 4096, 1, 0, Fill::kNormal, ++n});
   }
   for (LossCase& c : cases) c.tops = false;
@@ -440,6 +441,8 @@ inline std::vector<LossCase> LossInvarianceCases() {
           {DType::kBF16, 9, 33333, 5, 3, Fill::kNormal, 3},
           {DType::kBF16, 30, 3500, 0, 5, Fill::kNormal, 6},
           {DType::kF16, 9, 4097, 0, 1, Fill::kManyTies, 4},
+          {DType::kBF16, 40, 1300, 1, 0, Fill::kNormal, 7},
+          {DType::kBF16, 514, 9217, 1, 0, Fill::kNormal, 8},
           {DType::kF32, 5, 131072, 1, 1, Fill::kUniform, 5}};
 }
 

@@ -81,10 +81,10 @@ __device__ inline float LaneMin(const LaneCell<T>& x) {
 }
 
 // A lane's sums of a cell under a softcap, by tanhf. Bit e of `valid` says whether element e is in
-// the row; the others are -inf.
+// the row; the others are -inf. `count` is EachOfFirst'.
 template <class T>
 __device__ inline CellSums CappedLaneSums(const LaneCell<T>& x, float lane_max, Cap cap,
-                                          float log2e_over_temperature, uint32_t valid) {
+                                          float log2e_over_temperature, uint32_t valid, int count) {
   const float max = cap.Tanh(lane_max);
   const Exponential exponential(max, log2e_over_temperature);
   float sums[kSums];
@@ -104,9 +104,8 @@ __device__ inline CellSums CappedLaneSums(const LaneCell<T>& x, float lane_max, 
     total = fmaf(is_valid ? value : 0.0f, kTotalUnit, total);
   };
   if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e)
-      add(e, [&](float value) { return PlainPower(exponential, value); });
+    EachOfFirst(
+        count, [&](int e) { add(e, [&](float value) { return PlainPower(exponential, value); }); });
   } else {
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e)
@@ -135,21 +134,24 @@ __device__ inline Stats MildlyCappedStats(const LaneCell<T>& x, float lane_max,
     powers.Each(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift,
                 [&](int e, float power) { sums[e / kSumElements] += Exp2(power); });
   } else {
-    powers.EachOfAny(x, shift, [&](int e, float power) {
+    const auto add = [&](int e, float power) { sums[e / kSumElements] += Exp2(power); };
+    const auto add_valid = [&](int e, float power) {
       sums[e / kSumElements] += CellIndex<T>(lane, e) < count ? Exp2(power) : 0.0f;
-    });
+    };
+    powers.EachOfQuarters(x, shift, count, add, add_valid);
   }
   return {near_max, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
 
-// A lane's statistics of a cell, with the bits of LaneStats, and its sum of e log2(e).
+// A lane's statistics of a cell, with the bits of LaneStats, and its sum of e log2(e). `count` is
+// EachOfFirst'.
 struct WeightedStats {
   Stats stats;
   float weighted;
 };
 template <class T>
 __device__ inline WeightedStats LaneWeightedStats(const LaneCell<T>& x, float lane_max,
-                                                  float log2e_over_temperature) {
+                                                  float log2e_over_temperature, int count) {
   const Exponential exponential(lane_max == -kInfinity ? 0.0f : lane_max, log2e_over_temperature);
   float sums[kSums];
   float weighted[kSums];
@@ -162,8 +164,7 @@ __device__ inline WeightedStats LaneWeightedStats(const LaneCell<T>& x, float la
     weighted[e / kSumElements] = fmaf(weight, power, weighted[e / kSumElements]);
   };
   if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) add(e, PlainPower(exponential, x[e]));
+    EachOfFirst(count, [&](int e) { add(e, PlainPower(exponential, x[e])); });
   } else {
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) add(e, Power(exponential, x[e]));
@@ -211,9 +212,9 @@ __device__ inline float TotalOf(const LaneCell<T>& x, int count, int lane) {
     if (count >= kCell) return TotalOfWhole(x);
   }
   float total = 0.0f;
-#pragma unroll
-  for (int e = 0; e < kLaneElements; ++e)
+  EachOfFirst(count, [&](int e) {
     total = fmaf(CellIndex<T>(lane, e) < count ? x[e] : 0.0f, kTotalUnit, total);
+  });
   return WarpSum(total);
 }
 
@@ -294,10 +295,12 @@ __device__ inline Summing SummingOf(const CellAsk& ask) {
 }
 
 // The sums of the cell at `first` of a row that ends at `end`, the same in every lane, except
-// `before`: it is 0, as the caller counts it over all cells.
-template <Summing kSumming, class T>
+// `before`: it is 0, as the caller counts it over all cells. kOfFewCells: for rows of few cells, whose
+// last one takes less time where only its first quarter is in the row.
+template <Summing kSumming, class T, bool kOfFewCells = false>
 __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const CellAsk& ask,
                                    int first, int end, int lane) {
+  const int count = kOfFewCells ? end - first : kCell;
   const float log2e_over_temperature = ask.log2e_over_temperature;
   const auto merge = [=](Stats stats) { return MergeLanes(stats, log2e_over_temperature); };
   const auto merge_weighted = [=](Stats part, float weighted, Stats stats) {
@@ -306,9 +309,9 @@ __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const C
   };
   CellSums sums{};
   if constexpr (kSumming == Summing::kPlain || kSumming == Summing::kWithRankOrTotal) {
-    sums.stats = merge(LaneStats(x, lane_max, log2e_over_temperature));
+    sums.stats = merge(LaneStats(x, lane_max, log2e_over_temperature, count));
   } else if constexpr (kSumming == Summing::kWeighted) {
-    const WeightedStats of_lane = LaneWeightedStats(x, lane_max, log2e_over_temperature);
+    const WeightedStats of_lane = LaneWeightedStats(x, lane_max, log2e_over_temperature, count);
     sums.stats = merge(of_lane.stats);
     sums.weighted = merge_weighted(of_lane.stats, of_lane.weighted, sums.stats);
   } else {
@@ -318,7 +321,8 @@ __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const C
                                            log2e_over_temperature, end - first, lane));
     } else {
       const uint32_t valid = ValidElements<T>(end - first, lane);
-      sums = CappedLaneSums(x, lane_max, Cap::Of(ask.softcap), log2e_over_temperature, valid);
+      sums =
+          CappedLaneSums(x, lane_max, Cap::Of(ask.softcap), log2e_over_temperature, valid, count);
       const Stats stats = merge(sums.stats);
       sums.weighted = merge_weighted(sums.stats, sums.weighted, stats);
       sums.total = WarpSum(sums.total);

@@ -10,8 +10,9 @@
 // the row and selects from it. Where a block may have 99 KB, f32 rows with tops end at about
 // 460,000 tokens (cudaErrorNotSupported). Cells merge in one order, whatever the grid:
 //
-//   many rows a warp  rows of up to 4 cells, or 8 where they are many: up to 32 rows, or 16, one
-//                     after the other; then a lane for each of them merges and concludes
+//   many rows a warp  rows of up to 4 cells, or 8 where they are many (of 16 bits, 9, 10 and 13 too):
+//                     up to 32 rows, or 16, one after the other; then a lane for each of them merges
+//                     and concludes
 //   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
 //                     the first block's shared memory (sm_90; before that a large block a row)
 //   block per row     all other rows
@@ -294,6 +295,9 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
 // blocks end a row of more cells sooner.
 constexpr int32_t kShortCells = 8;
 constexpr int32_t kShortCellsOfFewRows = 4;
+// The same of many rows of 16 bits whose cells do not go round a block's warps evenly.
+constexpr int32_t kShortCellsOfManyRows = 16;
+constexpr int64_t kManyRows = 512;
 constexpr int kShortWarps = 4;
 constexpr int kShortResident = 5;
 constexpr int kShortStages = 2;
@@ -301,7 +305,7 @@ constexpr int kShortStages = 2;
 template <int kCells>
 constexpr int kMostShortRows = 128 / kCells;
 
-// For rows of up to kCells cells, 4 or 8.
+// For rows of up to kCells cells, 4, 8 or 16.
 template <class T, int kCells>
 struct ShortShared {
   static_assert(kMostShortRows<kCells> <= 32);
@@ -328,7 +332,14 @@ class ShortRows {
 
   // The cell at `first` of the present row. Cells are asked for in order, and all of them.
   __device__ void Next(int first, LaneCell<T>& x) {
-    ring_.Pop(row_ + first, vocab_ - first, x);
+    const int count = vocab_ - first;
+    if (count > kQuarter) {
+      ring_.PopQuarters(row_ + first, count, x);
+    } else {
+#pragma unroll
+      for (uint32_t& word : x.words) word = kMinusInfinities<T>;
+      ring_.PopQuarter(row_ + first, count, x);
+    }
     Push();
   }
   __device__ void NextRow() { row_ += stride_; }
@@ -360,13 +371,13 @@ __device__ inline CellSums SumCellOf(Summing summing, const LaneCell<T>& x, cons
   switch (summing) {
     case Summing::kPlain:
     case Summing::kWithRankOrTotal:
-      return SumCell<Summing::kWithRankOrTotal>(x, lane_max, ask, first, end, lane);
+      return SumCell<Summing::kWithRankOrTotal, T, true>(x, lane_max, ask, first, end, lane);
     case Summing::kWeighted:
-      return SumCell<Summing::kWeighted>(x, lane_max, ask, first, end, lane);
+      return SumCell<Summing::kWeighted, T, true>(x, lane_max, ask, first, end, lane);
     case Summing::kMildlyCapped:
-      return SumCell<Summing::kMildlyCapped>(x, lane_max, ask, first, end, lane);
+      return SumCell<Summing::kMildlyCapped, T, true>(x, lane_max, ask, first, end, lane);
     case Summing::kCapped:
-      return SumCell<Summing::kCapped>(x, lane_max, ask, first, end, lane);
+      return SumCell<Summing::kCapped, T, true>(x, lane_max, ask, first, end, lane);
   }
   __builtin_unreachable();
 }
@@ -529,7 +540,13 @@ cudaError_t LaunchRows(Params p, const Scratch& scratch, cudaStream_t stream) {
   if (few && Fit<Wide>(p, scratch)) return Launch<Wide>(p, scratch, stream);
   if (p.cells <= 4) return LaunchShort<T, 4>(p, scratch, stream);
   if (p.cells <= kShortCells) return LaunchShort<T, kShortCells>(p, scratch, stream);
-  return Launch<StreamShape<T, 4, kStages, kResident>>(p, scratch, stream);
+  using Narrow = StreamShape<T, 4, kStages, kResident>;
+  if constexpr (sizeof(T) == 2) {
+    const bool warps_wait = 20 * RoundUp(p.cells, Narrow::kWarps) > 23 * p.cells;
+    if (p.cells <= kShortCellsOfManyRows && p.args.logits.rows > kManyRows && warps_wait)
+      return LaunchShort<T, kShortCellsOfManyRows>(p, scratch, stream);
+  }
+  return Launch<Narrow>(p, scratch, stream);
 }
 
 }  // namespace

@@ -164,21 +164,51 @@ struct CappedPowers {
     }
   }
 
-  // The same for any logits.
-  template <class T, class Take>
-  __device__ void EachOfAny(const LaneCell<T>& x, float shift, Take take) const {
-    const float most = __fmul_rn(softcap, TanhFar::kReach);
-    const auto over = TanhFar::Over().Scaled(lead, square);
-    const auto under = TanhFar::Under().Scaled(1.0f, square);
+  // The same for any logits of the quarters that a cell's first `count` are in: of the quarters that
+  // are all of them by take, of the last one by take_last.
+  template <class T, class Take, class TakeLast>
+  __device__ void EachOfQuarters(const LaneCell<T>& x, float shift, int count, Take take,
+                                 TakeLast take_last) const {
+    const OfAny power = OfAny::Of(*this);
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      const float logit = MinOrNan(MaxOrNan(x[e], -most), most);
-      const float squared = __fmul_rn(logit, logit);
-      take(e, fmaf(__fmul_rn(logit, over.At(squared)), Reciprocal(under.At(squared)), shift));
+    for (int q = 0; q < kSums; ++q) {
+      if (count >= (q + 1) * kQuarter) {
+#pragma unroll
+        for (int e = q * kSumElements; e < (q + 1) * kSumElements; ++e) take(e, power(x[e], shift));
+      } else {
+#pragma unroll
+        for (int e = q * kSumElements; e < (q + 1) * kSumElements; ++e) {
+          if (CellIndex<T>(/*lane=*/0, e) < count) take_last(e, power(x[e], shift));
+        }
+      }
     }
   }
 
  private:
+  // The power of any logit.
+  struct OfAny {
+    float most;
+    EvenPolynomial<5> over;
+    EvenPolynomial<5> under;
+
+    __device__ static OfAny Of(const CappedPowers& of) {
+      return {__fmul_rn(of.softcap, TanhFar::kReach), TanhFar::Over().Scaled(of.lead, of.square),
+              TanhFar::Under().Scaled(1.0f, of.square)};
+    }
+    __device__ float operator()(float x, float shift) const {
+      const float logit = MinOrNan(MaxOrNan(x, -most), most);
+      const float squared = __fmul_rn(logit, logit);
+      return fmaf(__fmul_rn(logit, over.At(squared)), Reciprocal(under.At(squared)), shift);
+    }
+  };
+
+  template <class T, class Take>
+  __device__ void EachOfAny(const LaneCell<T>& x, float shift, Take take) const {
+    const OfAny power = OfAny::Of(*this);
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) take(e, power(x[e], shift));
+  }
+
   template <class Tanh, class T, class Take>
   __device__ void EachWithin(const LaneCell<T>& x, float shift, Take take) const {
     const auto over = Tanh::Over().Scaled(lead, square);
