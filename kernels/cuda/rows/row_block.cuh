@@ -142,37 +142,58 @@ struct GroupPlace {
   static_assert(kVectors == kLanes * Shape::kLaneGroups);
 };
 
-// The lane's part of the sketch of a cell, and its largest logit. A group is consecutive elements,
-// which a second look reads from one place.
+// The largest of each of a lane's vectors of a cell.
 template <class Shape, class T>
-__device__ __forceinline__ typename Shape::Sketch SketchOf(const LaneCell<T>& x, float& lane_max) {
+class VectorMaxima {
+ public:
+  __device__ explicit VectorMaxima(const LaneCell<T>& x) {
+#pragma unroll
+    for (int v = 0; v < Place::kVectors; ++v) largest_[v] = Largest(x, v);
+  }
+
+  // The lane's largest logit.
+  __device__ float OfLane() const {
+    Largest of_lane = largest_[0];
+#pragma unroll
+    for (int v = 1; v < Place::kVectors; ++v) of_lane.Merge(largest_[v]);
+    return of_lane.ToFloat();
+  }
+
+  // The lane's part of the sketch. A group is consecutive elements, which a second look reads from
+  // one place.
+  __device__ typename Shape::Sketch Sketch() {
+    // Neighbours swap halves of what they have, until each has its groups.
+    const int lane = threadIdx.x % 32;
+    int left = Place::kVectors;
+#pragma unroll
+    for (int distance = Place::kLanes / 2; distance > 0; distance /= 2) {
+      left /= 2;
+      const bool upper = (lane & distance) != 0;
+#pragma unroll
+      for (int v = 0; v < left; ++v) {
+        const Largest sent = upper ? largest_[v] : largest_[v + left];
+        if (upper) largest_[v] = largest_[v + left];
+        largest_[v].Merge(sent.Swapped(distance));
+      }
+    }
+    float group_max[Shape::kLaneGroups];
+#pragma unroll
+    for (int g = 0; g < Shape::kLaneGroups; ++g) group_max[g] = largest_[g].ToFloat();
+    return PackSketch<Shape>(group_max);
+  }
+
+ private:
   using Place = GroupPlace<Shape, T>;
   using Largest = LargestOf<T>;
-  Largest largest[Place::kVectors];
-#pragma unroll
-  for (int v = 0; v < Place::kVectors; ++v) largest[v] = Largest(x, v);
-  Largest of_lane = largest[0];
-#pragma unroll
-  for (int v = 1; v < Place::kVectors; ++v) of_lane.Merge(largest[v]);
-  lane_max = of_lane.ToFloat();
-  // Neighbours swap halves of what they have, until each has its groups.
-  const int lane = threadIdx.x % 32;
-  int left = Place::kVectors;
-#pragma unroll
-  for (int distance = Place::kLanes / 2; distance > 0; distance /= 2) {
-    left /= 2;
-    const bool upper = (lane & distance) != 0;
-#pragma unroll
-    for (int v = 0; v < left; ++v) {
-      const Largest sent = upper ? largest[v] : largest[v + left];
-      if (upper) largest[v] = largest[v + left];
-      largest[v].Merge(sent.Swapped(distance));
-    }
-  }
-  float group_max[Shape::kLaneGroups];
-#pragma unroll
-  for (int g = 0; g < Shape::kLaneGroups; ++g) group_max[g] = largest[g].ToFloat();
-  return PackSketch<Shape>(group_max);
+  Largest largest_[Place::kVectors];
+};
+
+// The lane's part of the sketch of a cell, and its largest logit.
+template <class Shape, class T>
+__device__ __forceinline__ typename Shape::Sketch SketchOf(const LaneCell<T>& x, float& lane_max) {
+  VectorMaxima<Shape, T> maxima(x);
+  lane_max = maxima.OfLane();
+  return maxima.Sketch();
 }
 
 // The same of groups of the lane's own elements: no lane waits for another. For rows that stay in
@@ -217,7 +238,8 @@ class RowStream {
   }
 
   // Writes the cells' statistics and the sketch, counted from `begin`. Returns the largest logit
-  // the lane has seen. kTwice: also the statistics of `second`, where its cells are not null.
+  // the lane has seen. kTwice: also the statistics of `second`, where its cells are not null, and no
+  // sketch where `sketch` is null.
   template <bool kTwice = false>
   __device__ float Run(CellStats to, typename Pool::Sketch* sketch, CellStats second = {}) {
     float lane_best = -kInfinity;
@@ -242,8 +264,10 @@ class RowStream {
       ring_.Pop(row_ + first, end_ - first, x);
       Push();
       merge_late();
-      float lane_max;
-      const typename Pool::Sketch sketched = SketchOf<Pool>(x, lane_max);
+      VectorMaxima<Pool, T> maxima(x);
+      const float lane_max = maxima.OfLane();
+      if (!kTwice || sketch != nullptr) *sketch_to = maxima.Sketch();
+      sketch_to += Block::kThreads;
       late = LaneStats(x, lane_max, to.log2e_over_temperature);
       if constexpr (kTwice) {
         if (second.cells != nullptr)
@@ -251,8 +275,6 @@ class RowStream {
       }
       late_cell = first / kCell;
       lane_best = fmaxf(lane_best, lane_max);
-      *sketch_to = sketched;
-      sketch_to += Block::kThreads;
     }
     merge_late();
     WaitAsync<0>();

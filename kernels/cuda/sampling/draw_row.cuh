@@ -246,6 +246,32 @@ __device__ inline Drawn DrawGreedy(const DrawShared& s) {
   return {KeyIndex(s.sorted[0]), s.sorted[0], 0.0, uint64_t{1} << kWeightBits};
 }
 
+// The first token of a row of which none are listed: of the first cell whose maximum is the row's.
+// Called by all threads.
+template <class Row>
+__device__ __forceinline__ Drawn DrawGreedyByCells(const Row& row, const DrawInput& in,
+                                                   DrawShared& s) {
+  if (threadIdx.x < 32) {
+    const int lane = static_cast<int>(threadIdx.x);
+    int cell = in.cells;
+    for (int i = lane; i < in.cells; i += 32) {
+      if (in.stats[i].max == in.peak) cell = min(cell, i);
+    }
+    row.Cell(__reduce_min_sync(kFullWarp, cell) * kCell,
+             [&]<class Element>(const LaneCell<Element>& x, int first) {
+               int token = row.vocab;
+#pragma unroll
+               for (int e = 0; e < kLaneElements; ++e) {
+                 if (x[e] == in.peak) token = min(token, first + CellIndex<Element>(lane, e));
+               }
+               token = __reduce_min_sync(kFullWarp, token);
+               if (lane == 0) s.token = token;
+             });
+  }
+  __syncthreads();
+  return {s.token, MakeKey(in.peak, s.token), 0.0, uint64_t{1} << kWeightBits};
+}
+
 // From the whole row: a cell by its statistics, then a token of it by integers.
 template <class Row>
 __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row& row,

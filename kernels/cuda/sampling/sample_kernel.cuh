@@ -25,6 +25,7 @@ struct RowPlan {
   float log2e_over_temperature;
   // Tokens that come sorted: for the report, and what filters usually leave. 0: none are needed.
   int listed;
+  bool sketched;          // the list or a rank needs the sketch
   bool lists_are_sorted;  // those are of the logits that the report is of
 
   __device__ RowPlan(const SampleRow& ask, int vocab, bool editable, bool has_drafts)
@@ -37,14 +38,15 @@ struct RowPlan {
                                (sums_needed ? fmaxf(ask.temperature, kLeastTemperature) : 1.0f)),
         lists_are_sorted(!is_raw || !edited) {
     listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
-    if (TopKIsOn(ask, vocab)) {
+    if (!edited && !has_drafts && ask.top_logprobs == 0 && (greedy || !IsFiltered(ask, vocab))) {
+      listed = 0;
+    } else if (TopKIsOn(ask, vocab)) {
       listed = max(listed, min(ask.top_k, kListed));
     } else if (IsFiltered(ask, vocab) && !greedy) {
       listed = kListed;
-    } else if (!greedy && !edited && !has_drafts && ask.top_logprobs == 0) {
-      listed = 0;
     }
     listed = min(listed, vocab);
+    sketched = listed > 0 || (ask.want_rank && !greedy);
   }
 };
 
@@ -96,7 +98,7 @@ __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const S
   const Weigher weigh(in.peak, ask.temperature);
   Drawn drawn;
   if (ask.temperature == 0) {
-    drawn = DrawGreedy(s);
+    drawn = in.listed > 0 ? DrawGreedy(s) : DrawGreedyByCells(row, in, s);
   } else if (!IsFiltered(ask, row.vocab)) {
     drawn = DrawUnfiltered(ask, row, in, s);
   } else {
@@ -408,8 +410,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
     bests = ReadEdited<Block, T>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
                                  own_stats, m.raw_sketch, m.edited_sketch, memory.OfWarp());
   } else {
-    bests.raw =
-        stream.template Run<true>(raw_stats, m.sketch, plan.twice ? own_stats : CellStats{});
+    bests.raw = stream.template Run<true>(raw_stats, plan.sketched ? m.sketch : nullptr,
+                                          plan.twice ? own_stats : CellStats{});
   }
   __syncthreads();  // from here on the rings' memory is the pool's
 
@@ -457,9 +459,11 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
           : Support{drawn.last, peak, plan.greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature),
                     drawn.log_sum};
   const float x = mode_row[drawn.token];
-  const int rank = FindRank<kInCluster, kThreads>(ask.want_rank, x, drawn.token,
-                                                  plan.lists_are_sorted ? plan.listed : 0,
-                                                  part.blocks, s, count_in_part);
+  const bool is_first = plan.greedy && plan.listed == 0;
+  int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,
+                                            plan.lists_are_sorted ? plan.listed : 0, part.blocks, s,
+                                            count_in_part);
+  if (is_first && ask.want_rank) rank = 1;
   if (threadIdx.x == 0) {
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
