@@ -6,7 +6,8 @@
 //           Other edits are applied on the way (edit.cuh), and the edited row goes to scratch in
 //           f32, for later looks
 //   list    the largest 128 come sorted from the sketch. They hold what a top_k to 128, a min_p or
-//           a top_p usually leaves
+//           a top_p usually leaves. A greedy row without top log-probabilities needs no list: the
+//           maxima of its cells tell the token
 //   filter  a flat top_p takes two more looks (nucleus.cuh): a histogram of approximate mass that
 //           tells which logits may be the last, then exact sums of what is above them. What neither
 //           finds is found by histograms, of counts or of integer mass, over ever narrower ranges
@@ -44,6 +45,8 @@
 // On an H100 (bench/results/h100/rows_and_draws.json): unfiltered rows without rank and top
 // log-probabilities, which are not listed and whose token is found in a cell's registers: 512 rows
 // 87% of one read, 64 rows 24 us, one row 13. 16 to 32 rows with 20 log-probabilities 22 to 25 us.
+// Greedy rows without a list (bench/results/h100/borders.json; in brackets with one): 16 x 201088 14 us
+// (19), 64 x 131072 20 us (24).
 // Tried and dropped: a history counted in device memory (partial sectors: 385 us for that step
 // only); a copy of the row, edited, read afterwards (928 us); 64-bit sums in shared memory for a
 // flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us); candidates put

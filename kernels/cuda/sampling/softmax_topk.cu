@@ -30,6 +30,9 @@
 // (bench/results/h100/groups_and_late_edits.json): 512 x 131072 f32 k 64 89% (85%), k 1024 64%
 // (58%). Where the last of a few waves is fuller with fewer blocks at once (rows/waves.h;
 // bench/results/h100/kernels.json): 1024 x 151936 bf16 k 50 80% (69%), 700 x 131072 f32 k 64 88%.
+// Since blocks meet in device memory only where that pays, and lengths just above a cell's border have
+// rows of warps that fit them (bench/results/h100/borders.json): 300 x 8192 bf16 k 64 12 us (20), k 1024
+// one row of 131072 33 us (64), 64 of 32000 20 us (55).
 // Limited by: HBM while a row is read. A cell keeps its place in the lines of 128 bytes on its way
 // to shared memory: without that, a tenth less. Then by the chain of latencies that ends a row
 // (floor, second look, rank, merge), about 10 us, which other blocks hide only in part: it is
@@ -40,7 +43,8 @@
 // that hide each other, 8192 x 50257 11% slower); two cells at once in a warp (35% slower);
 // prefetching the groups of the second look into L2 (nothing); one stage of 8 warps; for k 1024
 // four blocks of 4 warps a multiprocessor with half the sketch (15 to 30% slower); an early begin of
-// large launches (512 rows 15% slower).
+// large launches (512 rows 15% slower); two blocks a row for 133 rows or more (only from 131072 tokens of
+// 16 bits on faster, by up to 14%, and 20% slower at 264 rows).
 #include <algorithm>
 #include <limits>
 

@@ -12,7 +12,10 @@
 // Limited by instructions, and by latencies where f32 rows of 4 cells leave room for 12 warps a
 // multiprocessor: 16384 x 4096 f32 k 50 takes 3080 instructions a row, each 6 cycles after the one
 // before. Measured on an H100 (bench/results/h100/rows_and_draws.json): 79% of one read; bf16 57%;
-// k 5 86%. Tried and dropped: ranking by a sort from 32 keys on (20000 x 3001 k 50 7% slower).
+// k 5 86%. At borders (bench/results/h100/borders.json): 16384 x 4097 bf16 k 64 125 us (147 with the warps
+// of 8 cells), 65536 x 1025 k 10 113 us (134), still 1.8 times what 1024 tokens take by topk_warp.cuh.
+// Tried and dropped: ranking by a sort from 32 keys on (20000 x 3001 k 50 7% slower); branches by quarters
+// in the loop over whole cells (up to 10% slower).
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
 
