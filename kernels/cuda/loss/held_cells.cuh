@@ -96,7 +96,7 @@ class HeldCells {
     int nan = vocab_;
 #pragma unroll 1
     for (int first = at_.begin; first < at_.end; first += at_.step) {
-      ring_.PopQuarters(row + first, at_.end - first, x);
+      ring_.Pop(row + first, at_.end - first, x);
       if (target >= first && target < first + kCell)
         store_target(ToFloat(ring_.Cell(row + first)[target - first]));
       ring_.PushNothing();
