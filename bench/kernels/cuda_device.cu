@@ -27,6 +27,8 @@ constexpr size_t kBriefInputBytes = size_t{1} << 30;
 constexpr int kBriefReplays = 5;
 constexpr int kBriefWarmReplays = 1;
 constexpr int kBriefLaunches = 64;
+// A tool that watches a launch is slow, and looks after the caches itself.
+constexpr size_t kOnceInputBytes = size_t{64} << 20;
 
 __device__ uint32_t Mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -103,7 +105,15 @@ class CudaDevice final : public Device {
 
   std::string name() const override { return name_; }
   size_t input_bytes() const override {
-    return effort_ == Effort::kFull ? kInputBytes : kBriefInputBytes;
+    switch (effort_) {
+      case Effort::kFull:
+        return kInputBytes;
+      case Effort::kBrief:
+        return kBriefInputBytes;
+      case Effort::kOnce:
+        return kOnceInputBytes;
+    }
+    __builtin_unreachable();
   }
   DType product_dtype(DType dtype) const override { return dtype; }
 

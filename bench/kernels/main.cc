@@ -222,15 +222,15 @@ void PrintGrid(absl::Span<const SweepFigure> figures, absl::Span<const double> r
   }
 }
 
-// Times the sweep's grids whose name contains one of `only`, prints the worst shapes of each, and
-// adds all to `out`. Returns how many failed.
+// Times the sweep's shapes whose "<grid> <rows>x<length>" contains one of `only`, prints the worst of
+// each grid, and adds all to `out`. Returns how many failed.
 int RunSweep(Bench& bench, const std::vector<std::string>& only, nlohmann::json& out) {
   absl::PrintF("%-31s %16s %7s %8s\n", "matrices or rows x length", "floor us", "share",
                "of its neighbours'");
   std::vector<SweepFigure> figures;
   int failed = 0;
   for (const SweepCase& at : SweepCases()) {
-    if (!Contains(at.grid, only)) continue;
+    if (!Contains(absl::StrFormat("%s %dx%d", at.grid, at.rows, at.length), only)) continue;
     Record record = std::visit([](const auto& c) { return RecordOf(c); }, at.shape);
     if (const absl::Status status = bench.Measure(at.shape, record); !status.ok()) {
       absl::PrintF("%s %d x %d: %s\n", at.grid, at.rows, at.length, status.ToString());
@@ -268,13 +268,14 @@ int Main(int argc, char** argv) {
   app.add_option("--json", json_path, "also write the results to this file");
   app.add_option("--only", only, "only entries whose line contains one of these texts, e.g. K=64");
   app.add_option("--commit", commit, "the commit that is measured, for the JSON");
-  CLI::Option* const sweep_flag = app.add_flag(
+  app.add_flag(
       "--sweep", sweep,
       "instead of the entries, briefly time every op over a grid of shapes, and print those that "
       "are slow beside their neighbours; needs a GPU. In the JSON, a shape is [rows or matrices, "
       "length of a row, us, floor us, speed beside its neighbours']");
-  app.add_flag("--once", once, "launch every entry once, for a profiler; needs a GPU")
-      ->excludes(sweep_flag);
+  app.add_flag("--once", once,
+               "launch every entry, or every shape of the sweep, once, for a profiler or a "
+               "sanitizer; needs a GPU");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -286,7 +287,7 @@ int Main(int argc, char** argv) {
       absl::UnavailableError("this build has only the CPU backend");
 #if LOGITD_WITH_CUDA
   if (backend != "cpu") {
-    device = CreateCudaDevice(sweep ? Effort::kBrief : once ? Effort::kOnce : Effort::kFull);
+    device = CreateCudaDevice(once ? Effort::kOnce : sweep ? Effort::kBrief : Effort::kFull);
   }
 #endif
   const bool cuda = device.ok();
@@ -308,6 +309,10 @@ int Main(int argc, char** argv) {
                         {"copy_bytes_per_s", bench.copy()}};
   const int failed = sweep ? RunSweep(bench, only, out)
                            : RunEntries(bench, cuda ? CudaEntries() : CpuEntries(), only, out);
+  if (failed == 0 && !out.contains("entries") && !out.contains("sweep")) {
+    std::cerr << "kernel_bench: no line contains a text of --only\n";
+    return 1;
+  }
   if (!json_path.empty()) std::ofstream(json_path) << out.dump(sweep ? -1 : 1) << "\n";
   return failed == 0 ? 0 : 1;
 }

@@ -18,8 +18,10 @@ constexpr int64_t kVocabularies[] = {1000,  1024,  1025,   2000,   2049,   4096,
                                      5000,  8192,  8193,   12345,  20000,  32000,  32768,
                                      50257, 65536, 100003, 131072, 151936, 201088, 262144};
 constexpr int64_t kMatrices[] = {1, 8, 32, 128, 1024};
-constexpr int64_t kKeys[] = {64,   100,  128,  200,  256,  511,  512,  513,   1000,  1024,
-                             1500, 2048, 3000, 4096, 4097, 6000, 8192, 12345, 16384, 20000};
+// Attention's kernels change after 64, 128, 256, 512, 1024 and every further 1024 or 2048 keys.
+constexpr int64_t kKeys[] = {33,   64,   65,   100,  128,  129,  200,  256,   257,   400,   511,
+                             512,  513,  700,  1000, 1023, 1024, 1025, 1100,  1500,  2048,  2049,
+                             2500, 3000, 4096, 4097, 6000, 8192, 8193, 12345, 16384, 16385, 20000};
 constexpr int64_t kHeadRows[] = {1,   2,   3,   8,   17,  32,  64,  65,  100,  128,
                                  129, 200, 256, 300, 400, 512, 600, 777, 1100, 2048};
 
@@ -61,11 +63,13 @@ void AddLosses(std::vector<SweepCase>& cases, DType dtype, const char* what, Cro
           });
 }
 
-void AddAttention(std::vector<SweepCase>& cases, const char* what, AttentionWindow window,
-                  bool backward) {
-  AddGrid(cases, absl::StrFormat("attention_softmax bf16 %s", what), kMatrices, kKeys,
+void AddAttention(std::vector<SweepCase>& cases, const char* what, AttentionCase of) {
+  AddGrid(cases, absl::StrFormat("attention_softmax %s %s", Name(of.dtype), what), kMatrices, kKeys,
           [&](int64_t matrices, int64_t keys) {
-            return AttentionCase{1, matrices, keys, keys, kBF16, window, MaskKind::kNone, backward};
+            of.batch = 1;
+            of.heads = matrices;
+            of.queries = of.keys = keys;
+            return of;
           });
 }
 
@@ -106,10 +110,16 @@ std::vector<SweepCase> SweepCases() {
   AddLosses(cases, kBF16, "softcap", {.softcap = 30});
   AddLosses(cases, kBF16, "backward", {}, LossOp::kBackward);
   AddLosses(cases, kBF16, "training", {}, LossOp::kTraining);
-  AddAttention(cases, "unmasked", {}, /*backward=*/false);
-  AddAttention(cases, "causal", {.left = AttentionWindow::kUnbounded, .right = 0},
-               /*backward=*/false);
-  AddAttention(cases, "backward", {}, /*backward=*/true);
+  constexpr AttentionWindow kCausal = {.left = AttentionWindow::kUnbounded, .right = 0};
+  for (const DType dtype : {kF32, kBF16}) {
+    AddAttention(cases, "unmasked", {.dtype = dtype});
+    AddAttention(cases, "causal", {.dtype = dtype, .window = kCausal});
+    AddAttention(cases, "backward", {.dtype = dtype, .backward = true});
+  }
+  AddAttention(cases, "causal backward", {.dtype = kBF16, .window = kCausal, .backward = true});
+  AddAttention(cases, "window", {.dtype = kBF16, .window = {.left = 256, .right = 0}});
+  AddAttention(cases, "bool mask", {.dtype = kBF16, .mask = MaskKind::kBool});
+  AddAttention(cases, "additive mask", {.dtype = kBF16, .mask = MaskKind::kAdditive});
   for (const auto& [hidden, vocab] : {std::pair{4096, 128256}, std::pair{2048, 50257}}) {
     AddHeads(cases, HeadOp::kTopK, "linear_topk", hidden, vocab);
     AddHeads(cases, HeadOp::kSample, "linear_sample", hidden, vocab);
