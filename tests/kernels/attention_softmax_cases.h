@@ -246,8 +246,9 @@ inline std::string FirstGradientDifference(OpRunner& runner, const AttentionCase
 // fills take turns. A call has only a few rows of a large tensor, among them the last of one head
 // and the first of the next.
 inline std::vector<AttentionCase> AttentionShapeCases() {
-  static constexpr int64_t kKeys[] = {1,    3,    16,   17,   63,    64,    100,   1000,
-                                      1024, 4096, 4097, 8192, 16384, 65537, 131072};
+  static constexpr int64_t kKeys[] = {1,    3,    16,   17,    63,    64,     65,
+                                      100,  257,  513,  600,   1000,  1024,   2049,
+                                      4096, 4097, 8192, 16384, 65537, 131072, 300001};
   static constexpr float kScales[] = {0.7f, 1, 0.08838835f, -0.5f};
   static constexpr Fill kFills[] = {Fill::kNormal,      Fill::kUniform,        Fill::kNormal,
                                     Fill::kWithNan,     Fill::kMostlyMinusInf, Fill::kNormal,

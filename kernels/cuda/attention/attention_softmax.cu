@@ -6,18 +6,23 @@
 // probability has the error of one rounded exponent.
 //
 //   narrow_rows.cu
-//     lanes      keys <= 1024: 4 to 32 lanes hold a row
+//     lanes      keys <= 1536: 4 to 32 lanes hold a row, 16 to 48 elements a lane
 //   wide_rows.cu
 //     block      a warp for every 1024 keys, 32 elements a thread
 //     long       16-bit rows of over 8192 keys without a mask: 64 elements a thread, kept as they
 //                were loaded; exponentials are taken twice
 //     cluster    block and long, where a row needs more than one block (sm_90): its warps exchange
 //                sums in shared memory
-//     two reads  rows that do not fit: over 262144 keys (524288 where long); without clusters over
+//     two reads  rows that do not fit a cluster of 16 blocks: over 524288 keys (none where long). Where
+//                the device has no room for so many: over 262144 (524288); without clusters over
 //                32768 (65536)
 //
-// Each has a form for rows that are whole aligned vectors, one for such rows with a mask, and one
-// for any alignment: it loads aligned blocks, and lanes exchange the ends of their vectors.
+// Each has a form for rows that are whole aligned vectors, and one for any alignment: it loads
+// aligned blocks, and lanes exchange the ends of their vectors. Both have one for rows with a mask.
+//
+// Just past a length at which a warp's lanes hold twice as many elements, or a row gets one more
+// warp, most of what is held is empty. There are lengths between, and turns in which lanes hold
+// nothing are skipped; a warp goes one way where the compiler knows it.
 //
 // Cost: reads what the queries see and the mask, writes all keys. Causal at full size is 0.75 of a
 // read and a write.
@@ -31,6 +36,13 @@
 //   f32, unmasked                             105
 //   f32, causal                 94   97        99         101
 //   off alignment     unmasked 85 (1023), causal 70 (4097); additive mask 73 (4096)
+//
+// On an H100 (bench/results/h100/attention_lengths.json), bf16, without those lengths and turns, and
+// with them:
+//
+//   keys          65      257      513     1025     1500     1537     2049    12345
+//   unmasked   51 63    64 84    66 84    57 86    85 92    82 77    75 73    84 83
+//   causal     39 49    51 70    52 70    44 74    63 83    60 59    70 72    82 80
 //
 // On an H100 (bench/results/h100/kernels.json; copy 2.84 TB/s), masks that heads share: bool 97 and
 // 102 (4096 and 16384 keys), additive 97 (4096). Before heads took each row of a large mask together
@@ -50,6 +62,7 @@
 // - blocks of 256 threads above 8192 keys: 16384 82% instead of 100%
 // - blocks of 1024 threads for unmasked rows above 32768 keys: 131072 77% instead of 88%
 // - barriers with a computed name: 4096 68% instead of 105%; a block claims all 16 barriers
+// - 16 lanes with 64 elements each up to 1024 keys: 1001 keys 82% instead of 94%
 // - stores without a hint: backward 103% instead of 113% in one run, forward the same
 #include <algorithm>
 #include <iterator>
@@ -71,9 +84,9 @@ bool MaskIsWhole(const AttentionMask& mask, int64_t keys, int elements) {
 }
 
 Form FormOf(const Params& p, int64_t keys, int elements) {
-  if (!p.scores.whole || !p.probs.whole) return Form::kAny;
-  if (p.mask.kind == MaskKind::kNone) return Form::kWhole;
-  return MaskIsWhole(p.mask, keys, elements) ? Form::kWholeMasked : Form::kAny;
+  const bool whole = p.scores.whole && p.probs.whole;
+  if (p.mask.kind == MaskKind::kNone) return whole ? Form::kWhole : Form::kAny;
+  return whole && MaskIsWhole(p.mask, keys, elements) ? Form::kWholeMasked : Form::kAnyMasked;
 }
 
 // Heads that share a mask too large for L2 take each of its rows together.
@@ -113,8 +126,8 @@ cudaError_t AttentionSoftmax(const AttentionSoftmaxArgs& args, const Scratch& sc
     pass.probs.Skip(begin);
     if (pass.logsumexp != nullptr) pass.logsumexp += begin;
     pass.status += begin;
-    const cudaError_t error = keys <= kMaxNarrowKeys ? LaunchNarrowRows(types, pass, stream)
-                                                     : LaunchWideRows(types, pass, scratch, stream);
+    const auto launch = keys <= kMaxNarrowKeys ? &LaunchNarrowRows : &LaunchWideRows;
+    const cudaError_t error = launch(types, pass, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -53,6 +53,7 @@ struct Part {
 template <class In, class Out, bool kWhole, int kLanes, int kCount>
 struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount> {
   using Base = LaneVectors<In, Out, kWhole, kLanes, kCount>;
+  using Base::Base;
   using Base::E;
   using Base::Index;
   struct Held {
@@ -80,8 +81,9 @@ struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount> {
   // Aligns what was loaded, and zeros the elements that the query does not see.
   __device__ void Take(const Params& p, const Row& row, Held& held) const {
     if constexpr (!kWhole) {
-      held.y.Align(p.probs.Row<const In>(row.index));
-      held.dy.Align(p.d_probs.Row<const In>(row.index));
+      const auto turns = Base::TurnsOf(p.rows, row);
+      held.y.Align(p.probs.Row<const In>(row.index), turns);
+      held.dy.Align(p.d_probs.Row<const In>(row.index), turns);
     }
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
@@ -197,12 +199,13 @@ __device__ inline void WriteRow(const Params& p, uint32_t row, const Part& all) 
 template <class In, class Out, bool kWhole, int kLanes, int kCount, int kRows>
 __global__ void __launch_bounds__(kLanesThreads, kLanesResident)
     LanesKernel(const __grid_constant__ Params p) {
+  AwaitEarlierKernels();
   constexpr int kGroups = 32 / kLanes;
   using Vectors = BackwardVectors<In, Out, kWhole, kLanes, kCount>;
   const int lane = threadIdx.x % 32;
-  const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + threadIdx.x / 32;
+  const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + WarpInBlock();
   const uint32_t first_row = warp * kGroups * kRows + lane / kLanes;
-  const Vectors vectors{lane % kLanes * Vectors::E};
+  const Vectors vectors(0);
   Row rows[kRows];
   typename Vectors::Held held[kRows] = {};
 #pragma unroll
@@ -243,12 +246,12 @@ __device__ inline Part MergeParts(const Part* parts, const ActiveWarps& active) 
 template <class In, class Out, bool kWhole, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_constant__ Params p) {
   using Vectors = BackwardVectors<In, Out, kWhole, 32, kHeld / kElements<In, Out>>;
-  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxClusterBlocks : 1)];
+  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
   const Row row = RowAt(p.rows, me.Row());
-  const Vectors vectors{me.warp * 32 * kHeld + lane * Vectors::E};
+  const Vectors vectors(me.warp * 32 * kHeld);
   const ActiveWarps active(row.seen, 32 * kHeld);
   const bool is_active = active.Has(me.warp);
   typename Vectors::Held held = {};
@@ -279,18 +282,18 @@ template <class In, class Out, bool kWhole, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     TwoReadsKernel(const __grid_constant__ Params p) {
   using Vectors = BackwardVectors<In, Out, kWhole, 32, kHeld / kElements<In, Out>>;
-  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxClusterBlocks : 1)];
+  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
   const Row row = RowAt(p.rows, me.Row());
   const int round = me.warps * 32 * kHeld;
-  const int first = me.warp * 32 * kHeld + lane * Vectors::E;
+  const int first = me.warp * 32 * kHeld;
   Part part{.sum = 0.0f, .nan_key = kNoPosition};
   bool odd = false;
 #pragma unroll 1
   for (int begin = row.seen.begin / round * round; begin < row.seen.end; begin += round) {
-    const Vectors vectors{begin + first};
+    const Vectors vectors(begin + first);
     typename Vectors::Held held = {};
     vectors.Load(p, row, held);
     vectors.Take(p, row, held);
@@ -308,7 +311,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if (me.warp == 0 && lane == 0) WriteRow(p, me.Row(), all);
 #pragma unroll 1
   for (int begin = 0; begin < p.rows.keys; begin += round) {
-    const Vectors vectors{begin + first};
+    const Vectors vectors(begin + first);
     typename Vectors::Held held = {};
     vectors.Load(p, row, held);
     vectors.WriteUnseen(p.rows, row, p.d_scores.Row<Out>(row.index));
@@ -325,15 +328,15 @@ constexpr int kLaneHeld = kWhole && sizeof(In) == 2 ? 32 : 16;
 
 // kHeld: elements of one row that a lane holds.
 template <class In, class Out, bool kWhole, int kLanes, int kHeld>
-cudaError_t Launch(const Params& p, cudaStream_t stream) {
+cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   constexpr int kRows = std::max(1, kLaneHeld<In, Out, kWhole> / kHeld);
   return LaunchLanes<kLanes, kRows>(
-      &LanesKernel<In, Out, kWhole, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
+      &LanesKernel<In, Out, kWhole, kLanes, kHeld / kElements<In, Out>, kRows>, p, scratch, stream);
 }
 
 struct Variant {
   int64_t max_keys;
-  cudaError_t (*launch)(const Params&, cudaStream_t);
+  cudaError_t (*launch)(const Params&, const Scratch&, cudaStream_t);
 };
 
 template <class In, class Out, bool kWhole>
@@ -349,7 +352,8 @@ constexpr int64_t kLongKeys = 2048;  // with more keys a thread holds twice as m
 // `kHeld`: elements of a thread.
 template <class In, class Out, bool kWhole, int kHeld>
 cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_t stream) {
-  const BlockPlan plan = PlanBlocks(p.rows.keys, kHeld, scratch.clusters, kMaxRowThreads / 2);
+  const BlockPlan plan = PlanHeldRows(&BlockKernel<In, Out, kWhole, kHeld, true>, p.rows.keys,
+                                      kHeld, kMaxRowThreads / 2, scratch);
   const bool cluster = plan.blocks > 1;
   constexpr int kHeldOfTwo = 16;  // at a time, where rows are read twice
   const auto kernel = plan.two_reads
@@ -363,7 +367,7 @@ cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_
 template <class In, class Out, bool kWhole>
 cudaError_t LaunchRows(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   for (const Variant& variant : kLanesVariants<In, Out, kWhole>) {
-    if (p.rows.keys <= variant.max_keys) return variant.launch(p, stream);
+    if (p.rows.keys <= variant.max_keys) return variant.launch(p, scratch, stream);
   }
   if constexpr (sizeof(In) == 2) {
     if (p.rows.keys > kLongKeys) return LaunchBlockRows<In, Out, kWhole, 32>(p, scratch, stream);

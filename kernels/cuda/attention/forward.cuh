@@ -20,8 +20,14 @@ namespace logitd::cuda::attention {
 enum class Form {
   kWhole,        // no mask; scores and probs are whole aligned vectors
   kWholeMasked,  // a mask, of whole aligned vectors too
-  kAny,
+  kAny,          // no mask; at any alignment
+  kAnyMasked,
 };
+
+constexpr bool IsWhole(Form form) { return form == Form::kWhole || form == Form::kWholeMasked; }
+constexpr bool IsMasked(Form form) {
+  return form == Form::kWholeMasked || form == Form::kAnyMasked;
+}
 
 struct Params {
   PassRows rows;
@@ -43,11 +49,12 @@ struct KernelTypes {
   Form form;
 };
 
-constexpr int64_t kMaxNarrowKeys = 1024;
+constexpr int64_t kMaxNarrowKeys = 1536;
 
 // Rows of up to kMaxNarrowKeys keys, several in a warp; and longer ones, each in a block or a
 // cluster.
-cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream);
+cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
+                             cudaStream_t stream);
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
                            cudaStream_t stream);
 
@@ -63,6 +70,8 @@ cudaError_t VisitTypes(const KernelTypes& types, const Launch& launch) {
           return launch.template operator()<In, Out, Form::kWholeMasked>();
         case Form::kAny:
           return launch.template operator()<In, Out, Form::kAny>();
+        case Form::kAnyMasked:
+          return launch.template operator()<In, Out, Form::kAnyMasked>();
       }
       __builtin_unreachable();
     };
@@ -89,6 +98,12 @@ struct ExpFrom {
     // Relative to 0 where all x are -inf: the exponentials are 0 either way.
     shift = max == -kInfinity ? 0.0f : -rintf(__fmul_rn(max, kLog2E));
     plain = fabsf(shift) < kMostWhole;
+  }
+  // The same, of a row that all lanes of a warp hold: they go one way in Choose().
+  __device__ static ExpFrom OfWarp(float row_max) {
+    ExpFrom from(row_max);
+    from.plain = __all_sync(kFullWarp, from.plain);
+    return from;
   }
   __device__ float Plain(float x) const { return Exp2(fmaf(x, kLog2E, shift)); }
   __device__ float Careful(float x) const {
@@ -148,6 +163,13 @@ __device__ inline void WriteRow(const Params& p, uint32_t row, const ExpFrom& fr
   p.status[row] = status;
 }
 
+// The largest divisor of n that is at most `most`; 1 where there is none.
+constexpr int LargestDivisor(int n, int most) {
+  int divisor = std::clamp(most, 1, n);
+  while (n % divisor != 0) --divisor;
+  return divisor;
+}
+
 // ---- a lane's part of a row --------------------------------------------------------------------
 
 // Pointers to the row's tensors are computed where they are used: a thread may hold several rows.
@@ -159,11 +181,10 @@ struct ForwardRow : Row {
 template <Form kForm>
 __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
   ForwardRow row{RowAt(p.rows, index), -kInfinity, nullptr};
-  const bool masked = kForm != Form::kWhole && p.mask.kind != MaskKind::kNone;
-  if (masked || p.sinks != nullptr) {
+  if (IsMasked(kForm) || p.sinks != nullptr) {
     const Place place = p.rows.PlaceOf(row.index);
     if (p.sinks != nullptr) row.sink = p.sinks[place.head];
-    if (masked) {
+    if constexpr (IsMasked(kForm)) {
       const int64_t first = place.batch * p.mask.batch_stride + place.head * p.mask.head_stride +
                             place.query * p.mask.query_stride - p.mask.origin;
       row.mask = static_cast<const std::byte*>(p.mask.data) + first * MaskBytes(p.mask);
@@ -173,8 +194,9 @@ __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
 }
 
 template <class In, class Out, Form kForm, int kLanes, int kCount>
-struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount> {
-  using Base = LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount>;
+struct ForwardVectors : LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount> {
+  using Base = LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount>;
+  using Base::Base;
   using Base::E;
   using Base::Index;
   static constexpr int kHeld = kCount * E;
@@ -183,7 +205,7 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
   // Starts the loads of what the query sees.
   __device__ void Load(const Params& p, const ForwardRow& row, Raw& raw) const {
     const In* scores = p.scores.Row<const In>(row.index);
-    if constexpr (kForm == Form::kAny) {
+    if constexpr (!IsWhole(kForm)) {
       raw.Load(scores, row.seen, Base::first);
     } else {
 #pragma unroll
@@ -197,11 +219,9 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
   // the largest.
   __device__ float Logits(const Params& p, const ForwardRow& row, Raw& raw,
                           float (&x)[kHeld]) const {
-    if constexpr (kForm == Form::kAny) raw.Align(p.scores.Row<const In>(row.index));
-    if constexpr (kForm != Form::kWhole) {
-      if (p.mask.kind != MaskKind::kNone)
-        return VisitMask(p.mask, [&]<class M>() { return MaskedLogits<M>(p, row, raw, x); });
-    }
+    Align(p, row, raw);
+    if constexpr (IsMasked(kForm))
+      return VisitMask(p.mask, [&]<class M>() { return MaskedLogits<M>(p, row, raw, x); });
     float max = -kInfinity;
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
@@ -235,7 +255,7 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
   __device__ float MaxLogit(const Params& p, const ForwardRow& row, Raw& raw) const {
     static_assert(sizeof(In) == 2);
     using Pair = PairOf<In>;
-    if constexpr (kForm == Form::kAny) raw.Align(p.scores.Row<const In>(row.index));
+    Align(p, row, raw);
     // Two scores at once, unscaled; negated where the scale is negative.
     const uint32_t flip = p.scale < 0.0f ? 0x80008000u : 0u;
     Pair pair = {static_cast<In>(-kInfinity), static_cast<In>(-kInfinity)};
@@ -323,9 +343,7 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int key = Index(i / E) + i % E;
-      const bool sees =
-          row.seen.Has(key) && (kForm == Form::kWhole || p.mask.kind == MaskKind::kNone ||
-                                !Hides(p.mask, row.mask, key));
+      const bool sees = row.seen.Has(key) && (!IsMasked(kForm) || !Hides(p.mask, row.mask, key));
       x[i] = sees ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     }
   }
@@ -340,6 +358,11 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
   }
 
  private:
+  __device__ void Align(const Params& p, const ForwardRow& row, Raw& raw) const {
+    if constexpr (!IsWhole(kForm))
+      raw.Align(p.scores.Row<const In>(row.index), Base::TurnsOf(p.rows, row));
+  }
+
   // Makes the compiler unpack again: it has no registers for what it would keep.
   __device__ static void Forget(Raw& raw) {
 #pragma unroll
@@ -382,14 +405,13 @@ struct ForwardVectors : LaneVectors<In, Out, kForm != Form::kAny, kLanes, kCount
   __device__ float MaskedLogits(const Params& p, const ForwardRow& row, const Raw& raw,
                                 float (&x)[kHeld]) const {
     // As many loads under way as registers allow.
-    constexpr int kTogether = std::clamp(16 / kWords<M, E>, 1, kCount);
-    static_assert(kCount % kTogether == 0);
+    constexpr int kTogether = LargestDivisor(kCount, 20 / kWords<M, E>);
     const M* mask = reinterpret_cast<const M*>(row.mask);
     float max = -kInfinity;
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kTogether) {
-      MaskVectors<M, E, kForm == Form::kWholeMasked, kLanes, kTogether> masks;
-      masks.Load(mask, row.seen, Index(begin));
+      MaskVectors<M, E, IsWhole(kForm), kLanes, kTogether> masks;
+      masks.Load(mask, Base::TurnsOf(p.rows, row).From(begin), Index(begin));
 #pragma unroll
       for (int v = 0; v < kTogether; ++v) {
         const int index = Index(begin + v);

@@ -42,16 +42,16 @@ template <class M, int E, bool kAligned, int kLanes, int kCount>
 struct MaskVectors {
   Blocks<M, E, kLanes, kCount> blocks;
 
-  __device__ void Load(const M* row, const Seen& seen, int first) {
+  __device__ void Load(const M* row, const Turns<E, kLanes>& turns, int first) {
     if constexpr (kAligned) {
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
         const int index = first + v * kLanes * E;
-        if (seen.Some<E>(index)) LoadAligned<false>(row + index, blocks.words[v]);
+        if (turns.seen.template Some<E>(index)) LoadAligned<false>(row + index, blocks.words[v]);
       }
     } else {
-      blocks.Load(row, seen, first);
-      blocks.Align(row);
+      blocks.Load(row, turns.seen, first);
+      blocks.Align(row, turns);
     }
   }
 

@@ -1,4 +1,4 @@
-// attention_softmax of rows of up to 1024 keys: 4 to 32 lanes hold a row. attention_softmax.cu has
+// attention_softmax of rows of up to 1536 keys: 4 to 32 lanes hold a row. attention_softmax.cu has
 // the cost, the limits and the measurements.
 #include <algorithm>
 
@@ -7,16 +7,20 @@
 namespace logitd::cuda::attention {
 namespace {
 
+// Blocks per multiprocessor, by the elements that a lane holds: registers limit them.
+constexpr int ResidentFor(int held) { return held > 32 ? 5 : kLanesResident; }
+
 // kLanes lanes hold a row, and each lane a part of kRows rows.
 template <class In, class Out, Form kForm, int kLanes, int kCount, int kRows>
-__global__ void __launch_bounds__(kLanesThreads, kLanesResident)
+__global__ void __launch_bounds__(kLanesThreads, ResidentFor(kCount* kElements<In, Out>))
     LanesKernel(const __grid_constant__ Params p) {
+  AwaitEarlierKernels();
   constexpr int kGroups = 32 / kLanes;
   using Vectors = ForwardVectors<In, Out, kForm, kLanes, kCount>;
   const int lane = threadIdx.x % 32;
-  const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + threadIdx.x / 32;
+  const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + WarpInBlock();
   const uint32_t first_row = warp * kGroups * kRows + lane / kLanes;
-  const Vectors vectors{lane % kLanes * Vectors::E};
+  const Vectors vectors(0);
   ForwardRow rows[kRows];
   typename Vectors::Raw raw[kRows] = {};
 #pragma unroll
@@ -33,7 +37,7 @@ __global__ void __launch_bounds__(kLanesThreads, kLanesResident)
     float x[Vectors::kHeld];
     const float max = vectors.Logits(p, row, raw[r], x);
     Part all{.max = fmaxf(LanesMax<kLanes>(max), row.sink)};
-    const ExpFrom from(all.max);
+    const ExpFrom from = kLanes == 32 ? ExpFrom::OfWarp(all.max) : ExpFrom(all.max);
     all.sum = LanesSum<kLanes>(vectors.Exponentials(from, row, x));
     if (__any_sync(kFullWarp, isnan(all.sum))) {
       all.nan_key = LanesMin<kLanes>(vectors.NanKey(row, x));
@@ -51,15 +55,15 @@ constexpr int kLaneHeld = kForm == Form::kWhole&& kElements<In, Out> == 8 ? 32 :
 
 // kHeld: elements of one row that a lane holds.
 template <class In, class Out, Form kForm, int kLanes, int kHeld>
-cudaError_t Launch(const Params& p, cudaStream_t stream) {
+cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   constexpr int kRows = std::max(1, kLaneHeld<In, Out, kForm> / kHeld);
   return LaunchLanes<kLanes, kRows>(
-      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
+      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p, scratch, stream);
 }
 
 struct Variant {
   int64_t max_keys;
-  cudaError_t (*launch)(const Params&, cudaStream_t);
+  cudaError_t (*launch)(const Params&, const Scratch&, cudaStream_t);
 };
 
 template <class In, class Out, Form kForm>
@@ -67,17 +71,22 @@ constexpr Variant kVariants[] = {
     {64, &Launch<In, Out, kForm, 4, 16>},
     {128, &Launch<In, Out, kForm, 4, 32>},
     {256, &Launch<In, Out, kForm, 8, 32>},
+    {320, &Launch<In, Out, kForm, 8, 40>},
     {512, &Launch<In, Out, kForm, 16, 32>},
-    {kMaxNarrowKeys, &Launch<In, Out, kForm, 32, 32>},
+    {640, &Launch<In, Out, kForm, 16, 40>},
+    {1024, &Launch<In, Out, kForm, 32, 32>},
+    {1280, &Launch<In, Out, kForm, 32, 40>},
+    {kMaxNarrowKeys, &Launch<In, Out, kForm, 32, 48>},
 };
 
 }  // namespace
 
-cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream) {
+cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
+                             cudaStream_t stream) {
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
     const Variant* variant = kVariants<In, Out, kForm>;
     while (p.rows.keys > variant->max_keys) ++variant;
-    return variant->launch(p, stream);
+    return variant->launch(p, scratch, stream);
   });
 }
 

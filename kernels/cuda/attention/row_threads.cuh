@@ -13,11 +13,20 @@
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/rows/cluster.cuh"
+#include "kernels/cuda/rows/clusters_at_once.h"
 #include "kernels/cuda/rows/reductions.cuh"
+#include "kernels/cuda/scratch.h"
 
 namespace logitd::cuda::attention {
 
 constexpr int kNoPosition = std::numeric_limits<int>::max();
+
+// A value that is the same in all lanes, taken from the first: so the compiler knows it, and neither
+// prepares shuffles for lanes that go different ways nor keeps what follows from it in every lane.
+__device__ inline int OfWarp(int value) { return __shfl_sync(kFullWarp, value, 0); }
+
+// The thread's warp in its block.
+__device__ inline int WarpInBlock() { return OfWarp(static_cast<int>(threadIdx.x / 32)); }
 
 // ---- several rows in a warp --------------------------------------------------------------------
 
@@ -56,13 +65,16 @@ struct ActiveWarps {
   __device__ bool Has(int warp) const { return warp >= begin && warp < end; }
 };
 
-// Launches `kernel`, in which kLanes lanes hold a row, and each lane a part of kRows rows.
+// Launches `kernel`, in which kLanes lanes hold a row, and each lane a part of kRows rows. It begins
+// early (launch.cuh), where the device can.
 template <int kLanes, int kRows, class Params>
-cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, cudaStream_t stream) {
-  return LaunchKernel(
-      kernel,
-      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows), .threads = kLanesThreads},
-      stream, p);
+cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, const Scratch& scratch,
+                        cudaStream_t stream) {
+  return LaunchKernel(kernel,
+                      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows),
+                       .threads = kLanesThreads,
+                       .early = scratch.clusters},
+                      stream, p);
 }
 
 // ---- rows of blocks ----------------------------------------------------------------------------
@@ -76,25 +88,64 @@ struct BlockPlan {
 
 constexpr int kMaxRowThreads = 1024;  // of a block
 constexpr int kMaxRowWarps = kMaxRowThreads / 32;
+constexpr int kMaxRowBlocks = 16;  // of a cluster, where the device has room for so many
 
-// `per_thread`: elements that a thread holds. `spread`: the most threads of a block while there may
-// be more blocks. Several blocks of a multiprocessor hide each other's latencies.
-inline BlockPlan PlanBlocks(int64_t keys, int per_thread, bool clusters, int spread) {
+// `per_thread`: elements that a thread holds. `most`: blocks of a row. `spread`: the most threads of
+// a block while there may be more blocks. Several blocks of a multiprocessor hide each other's
+// latencies.
+inline BlockPlan PlanBlocks(int64_t keys, int per_thread, int most, int spread) {
   const auto threads_at = [&](int blocks) {
     return 32 * CeilDiv(keys, int64_t{32} * per_thread * blocks);
   };
   int blocks = 1;
-  while (clusters && blocks < kMaxClusterBlocks && threads_at(blocks) > spread) blocks *= 2;
+  while (blocks < most && threads_at(blocks) > spread) blocks *= 2;
   const int64_t threads = threads_at(blocks);
   const bool fits = threads <= kMaxRowThreads;
   return {
       .threads = fits ? static_cast<int>(threads) : spread, .blocks = blocks, .two_reads = !fits};
 }
 
+template <class Params>
+cudaError_t AllowLargestClusters(void (*kernel)(Params)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// Whether the device runs `kernel` in clusters of kMaxRowBlocks of its largest blocks. Some devices
+// have no part with so many multiprocessors.
+template <class Params>
+bool LargestClustersFit(void (*kernel)(Params), const Scratch& scratch) {
+  int clusters = 0;
+  const LaunchShape shape{.threads = kMaxRowThreads, .cluster = kMaxRowBlocks};
+  if (AllowLargestClusters(kernel) != cudaSuccess ||
+      ClustersAtOnce(reinterpret_cast<const void*>(kernel), shape, scratch, &clusters) !=
+          cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return clusters > 0;
+}
+
+// The plan of rows that `kernel` holds where they have a cluster. A row has more blocks than every
+// device has room for only where it would be read twice otherwise. A row's bits do not depend on its
+// number of blocks.
+template <class Params>
+BlockPlan PlanHeldRows(void (*kernel)(Params), int64_t keys, int per_thread, int spread,
+                       const Scratch& scratch) {
+  const BlockPlan plan =
+      PlanBlocks(keys, per_thread, scratch.clusters ? kMaxClusterBlocks : 1, spread);
+  if (!plan.two_reads || !scratch.clusters) return plan;
+  const BlockPlan larger = PlanBlocks(keys, per_thread, kMaxRowBlocks, spread);
+  return !larger.two_reads && LargestClustersFit(kernel, scratch) ? larger : plan;
+}
+
 // Launches `kernel` with a cluster of plan.blocks blocks for each row.
 template <class Params>
 cudaError_t LaunchBlocks(void (*kernel)(Params), const BlockPlan& plan, const Params& p,
                          cudaStream_t stream) {
+  if (plan.blocks > kMaxClusterBlocks) {
+    const cudaError_t error = AllowLargestClusters(kernel);
+    if (error != cudaSuccess) return error;
+  }
   return LaunchKernel(kernel,
                       {.grid = dim3(p.rows.count * static_cast<unsigned>(plan.blocks)),
                        .threads = plan.threads,
@@ -118,8 +169,12 @@ struct RowThread {
       asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
     }
 #endif
+    if constexpr (kCluster) {
+      blocks = OfWarp(blocks);
+      block = OfWarp(block);
+    }
     warps = blocks * static_cast<int>(blockDim.x / 32);
-    warp = static_cast<int>(threadIdx.x / 32) * blocks + block;
+    warp = WarpInBlock() * blocks + block;
   }
   __device__ uint32_t Row() const { return blockIdx.x / blocks; }
 

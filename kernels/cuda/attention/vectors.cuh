@@ -27,29 +27,34 @@ inline int ElementsOf(DType in, DType out) {
 template <class T, int E>
 constexpr int kWords = E* static_cast<int>(sizeof(T)) / 4;
 
-// Shifts `shifted` down by `words` words, words < 2 * kStep. kStep is a power of two.
-template <int kStep, int kCount>
-__device__ inline void ShiftDown(uint32_t words, uint32_t (&shifted)[kCount]) {
-  // A mask, not a choice of words: for choices the compiler makes a lookup in memory.
-  const uint32_t by = (words & kStep) != 0 ? ~0u : 0u;
+// Moves every word `by` words down, by < 2 * kStep; the first words come to the end. kCount is a power
+// of two.
+template <int kCount, int kStep = kCount / 2>
+__device__ inline void RotateDown(uint32_t by, uint32_t (&words)[kCount]) {
+  if constexpr (kStep > 0) {
+    const bool move = (by & kStep) != 0;
+    uint32_t old[kCount];
 #pragma unroll
-  for (int i = 0; i + kStep < kCount; ++i)
-    shifted[i] = (shifted[i] & ~by) | (shifted[i + kStep] & by);
-  if constexpr (kStep > 1) ShiftDown<kStep / 2>(words, shifted);
+    for (int i = 0; i < kCount; ++i) old[i] = words[i];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) words[i] = move ? old[(i + kStep) % kCount] : old[i];
+    RotateDown<kCount, kStep / 2>(by, words);
+  }
 }
 
-// The kCount words that begin `bytes` bytes into two blocks, bytes <= 4 * kCount.
+// The kCount words that begin `bytes` bytes into two blocks, bytes <= 4 * kCount, of which both have
+// been rotated by bytes / 4 words.
 template <int kCount>
-__device__ inline void TakeFrom(const uint32_t (&two)[2 * kCount], uint32_t bytes,
-                                uint32_t (&words)[kCount]) {
-  uint32_t shifted[2 * kCount + 1];
+__device__ inline void TakeFrom(const uint32_t (&first)[kCount], const uint32_t (&second)[kCount],
+                                uint32_t bytes, uint32_t (&taken)[kCount]) {
+  const int skipped = static_cast<int>(bytes / 4);
+  uint32_t words[kCount + 1];
 #pragma unroll
-  for (int i = 0; i < 2 * kCount; ++i) shifted[i] = two[i];
-  shifted[2 * kCount] = 0;
-  ShiftDown<kCount>(bytes / 4, shifted);
+  for (int i = 0; i < kCount; ++i) words[i] = i + skipped < kCount ? first[i] : second[i];
+  words[kCount] = second[0];
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    words[i] = __funnelshift_r(shifted[i], shifted[i + 1], bytes % 4 * 8);
+    taken[i] = __funnelshift_r(words[i], words[i + 1], bytes % 4 * 8);
 }
 
 // Calls take.operator()<kWord>() with kWord = word, in [kFirst, kFirst + kCount) and the same in all
@@ -90,6 +95,25 @@ __device__ inline void LoadAligned(const void* from, uint32_t (&words)[kCount]) 
   }
 }
 
+// The turns in which the lanes of a row hold its vectors: E elements a lane in each. What a warp can
+// know of them without a look at its lanes, so that it goes one way.
+template <int E, int kLanes>
+struct Turns {
+  static constexpr int kHeld = kLanes * E;  // elements of a turn
+
+  int base;  // the first turn's first element
+  int keys;
+  Seen seen;
+
+  // False: nothing of turn v is seen.
+  __device__ bool Some(int v) const {
+    const int begin = base + v * kHeld;
+    if constexpr (kLanes == 32) return seen.Some<kHeld>(begin);
+    return begin < keys;  // the lanes of a warp hold several rows
+  }
+  __device__ Turns From(int v) const { return {base + v * kHeld, keys, seen}; }
+};
+
 // kCount vectors of E elements of a row, loaded at any alignment by all lanes of a warp. The
 // vectors of each kLanes lanes are neighbours. A lane loads the aligned block where its vector
 // begins. The rest of the vector is in the block of the next lane; for the last lane, in the first
@@ -119,38 +143,43 @@ struct Blocks {
       LoadAligned<false>(row + index, beyond);
   }
 
-  // Turns blocks into vectors.
-  __device__ void Align(const T* row) {
+  // Turns blocks into vectors, where something of them is seen.
+  __device__ void Align(const T* row, const Turns<E, kLanes>& turns) {
     const uint32_t bytes = Offset(row) * static_cast<uint32_t>(sizeof(T));
     if constexpr (kLanes == 32) {
       if (bytes == 0) return;
-      return WithWord<kBlockWords>(bytes / 4, [&]<int kWord>() { AlignBy<kWord>(bytes % 4 * 8); });
+      return WithWord<kBlockWords>(bytes / 4,
+                                   [&]<int kWord>() { AlignBy<kWord>(bytes % 4 * 8, turns); });
     }
     const int lane = threadIdx.x % 32;
     const int place = lane % kLanes;
     const int next = place + 1 == kLanes ? lane + 1 - kLanes : lane + 1;
+    RotateDown(bytes / 4, words[0]);
+    if (turns.Some(kCount - 1)) RotateDown(bytes / 4, beyond);
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
-      uint32_t two[2 * kBlockWords];
+      if (!turns.Some(v)) break;
+      if (v + 1 < kCount) RotateDown(bytes / 4, words[min(v + 1, kCount - 1)]);
+      uint32_t rest[kBlockWords];
 #pragma unroll
       for (int w = 0; w < kBlockWords; ++w) {
-        two[w] = words[v][w];
         const uint32_t given =
             v + 1 < kCount && place == 0 ? words[min(v + 1, kCount - 1)][w] : words[v][w];
-        two[kBlockWords + w] = __shfl_sync(kFullWarp, given, next);
-        if (v + 1 == kCount && place + 1 == kLanes) two[kBlockWords + w] = beyond[w];
+        rest[w] = __shfl_sync(kFullWarp, given, next);
+        if (v + 1 == kCount && place + 1 == kLanes) rest[w] = beyond[w];
       }
-      TakeFrom<kBlockWords>(two, bytes, words[v]);
+      TakeFrom(words[v], rest, bytes, words[v]);
     }
   }
 
  private:
   // Align() where all lanes hold one row: vectors begin `bits` after word kWord of their block.
   template <int kWord>
-  __device__ void AlignBy(uint32_t bits) {
+  __device__ void AlignBy(uint32_t bits, const Turns<E, kLanes>& turns) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
+      if (!turns.Some(v)) continue;
       uint32_t two[kBlockWords + kWord + 1];
 #pragma unroll
       for (int w = 0; w < kBlockWords; ++w) two[w] = words[v][w];
@@ -210,54 +239,60 @@ __device__ inline void StoreElement(T* to, const uint32_t* words, int e) {
 
 // Writes kCount vectors of E elements of a row at any alignment, by all lanes of a warp, dealt out
 // as in Blocks: a lane writes the aligned block where its vector begins. vector(v, words) makes the
-// lane's v-th vector.
+// lane's v-th vector, where something of its turn is seen; all else is 0.
 template <class T, int E, int kLanes, int kCount, class Vector>
-__device__ inline void StoreBlocks(T* row, bool active, int first, int length, Vector vector) {
+__device__ inline void StoreBlocks(T* row, bool active, int first, const Turns<E, kLanes>& turns,
+                                   Vector vector) {
   constexpr int kBlockWords = kWords<T, E>;
   const int lane = threadIdx.x % 32;
   const int place = lane % kLanes;
   const int before = place == 0 ? lane + kLanes - 1 : lane - 1;
   const uint32_t bytes = reinterpret_cast<uintptr_t>(row) % (4 * kBlockWords);
+  const uint32_t shift = 4 * kBlockWords - bytes;
   const int offset = static_cast<int>(bytes / sizeof(T));
   uint32_t previous[kBlockWords] = {};
 #pragma unroll
   for (int v = 0; v <= kCount; ++v) {  // the last turn: the rest of the last lane's last vector
-    uint32_t words[kBlockWords] = {};
-    if (v < kCount) vector(v, words);
-    uint32_t block[kBlockWords];
-    const uint32_t shift = 4 * kBlockWords - bytes;
-    if constexpr (kLanes == 32) {
-      if (bytes == 0) {
+    // A turn's first block begins less than E elements before it.
+    if (turns.base + v * turns.kHeld >= turns.keys + (v == 0 ? 0 : E - 1)) break;
+    uint32_t block[kBlockWords] = {};
+    const bool makes = v < kCount && turns.Some(v);
+    if (makes || (v > 0 && turns.Some(v - 1))) {
+      uint32_t words[kBlockWords] = {};
+      if (makes) vector(v, words);
+      if constexpr (kLanes == 32) {
+        if (bytes == 0) {
 #pragma unroll
-        for (int w = 0; w < kBlockWords; ++w) block[w] = words[w];
+          for (int w = 0; w < kBlockWords; ++w) block[w] = words[w];
+        } else {
+          WithWord<kBlockWords>(shift / 4, [&]<int kWord>() {
+            TakeBlock<kWord>(words, previous, shift % 4 * 8, block);
+          });
+        }
       } else {
-        WithWord<kBlockWords>(shift / 4, [&]<int kWord>() {
-          TakeBlock<kWord>(words, previous, shift % 4 * 8, block);
-        });
-      }
-    } else {
-      uint32_t two[2 * kBlockWords];
+        RotateDown(shift / 4 % kBlockWords, words);
+        uint32_t rest[kBlockWords];
 #pragma unroll
-      for (int w = 0; w < kBlockWords; ++w) {
-        two[w] = __shfl_sync(kFullWarp, place + 1 == kLanes ? previous[w] : words[w], before);
-        two[kBlockWords + w] = words[w];
+        for (int w = 0; w < kBlockWords; ++w)
+          rest[w] = __shfl_sync(kFullWarp, place + 1 == kLanes ? previous[w] : words[w], before);
+        TakeFrom(rest, words, shift, block);
       }
-      TakeFrom<kBlockWords>(two, shift, block);
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w) previous[w] = words[w];
     }
-#pragma unroll
-    for (int w = 0; w < kBlockWords; ++w) previous[w] = words[w];
-    const int index = first + v * kLanes * E;
+    const int index = first + v * turns.kHeld;
     const int begin = v == 0 && place == 0 ? index : index - offset;
-    const int end = min(v < kCount ? index - offset + E : place == 0 ? index : 0, length);
+    const int end = min(v < kCount ? index - offset + E : place == 0 ? index : 0, turns.keys);
     if (!active || begin >= end) continue;
     T* to = row + (index - offset);
     if (end - begin == E) {
       StoreAligned(to, block);
     } else {
+      const uint32_t from = begin - (index - offset);
+      const uint32_t written = (1u << (end - (index - offset))) - (1u << from);
 #pragma unroll
       for (int e = 0; e < E; ++e) {
-        const int key = index - offset + e;
-        if (key >= begin && key < end) StoreElement(to + e, block, e);
+        if ((written >> e & 1) != 0) StoreElement(to + e, block, e);
       }
     }
   }
@@ -300,14 +335,22 @@ Matrix MatrixOf(const View& view, int64_t keys, int elements) {
               reinterpret_cast<uintptr_t>(view.data) % bytes == 0};
 }
 
-// A lane's kCount vectors of a row: the first begins at element `first`, and those of kLanes lanes
-// are neighbours. kAligned: every vector of every row is whole and aligned.
+// A lane's kCount vectors of a row: those of kLanes lanes are neighbours, and the first lane's first
+// one begins at element `base`. kAligned: every vector of every row is whole and aligned.
 template <class In, class Out, bool kAligned, int kLanes, int kCount>
 struct LaneVectors {
   static constexpr int E = kElements<In, Out>;
 
-  int first;
+  int base;   // the same in a warp
+  int first;  // of this lane
 
+  // `base` of the lanes' first vectors.
+  __device__ explicit LaneVectors(int warp_base)
+      : base(warp_base), first(warp_base + static_cast<int>(threadIdx.x % kLanes) * E) {}
+
+  __device__ Turns<E, kLanes> TurnsOf(const PassRows& rows, const Row& row) const {
+    return {base, rows.keys, row.seen};
+  }
   __device__ int Index(int v) const { return first + v * kLanes * E; }
 
   // Writes zeros to the vectors of `out` that the row's query does not see, while loads are under
@@ -342,7 +385,7 @@ struct LaneVectors {
         if (row.seen.Some<E>(Index(v))) StoreAligned(out + Index(v), words);
       }
     } else {
-      StoreBlocks<Out, E, kLanes, kCount>(out, row.in_pass, first, rows.keys, packed);
+      StoreBlocks<Out, E, kLanes, kCount>(out, row.in_pass, first, TurnsOf(rows, row), packed);
     }
   }
 };

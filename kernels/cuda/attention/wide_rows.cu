@@ -1,9 +1,14 @@
-// attention_softmax of rows of more than 1024 keys: a block or a cluster holds a row, or reads it
+// attention_softmax of rows of more than 1536 keys: a block or a cluster holds a row, or reads it
 // twice. attention_softmax.cu has the cost, the limits and the measurements.
 #include "kernels/cuda/attention/forward.cuh"
 
 namespace logitd::cuda::attention {
 namespace {
+
+// Whether the sum is NaN, where it is the same in all lanes: the warp goes one way.
+__device__ inline bool NanOfWarp(const Part& part) {
+  return __any_sync(kFullWarp, isnan(part.sum));
+}
 
 // The row's sums from its active warps' parts, sink included. Their order depends only on which
 // warps are active. By a whole warp, the same in every lane.
@@ -27,7 +32,7 @@ __device__ inline Part MergeParts(const Part* parts, const ActiveWarps& active, 
     all.nan_key = min(all.nan_key, part.nan_key);
   });
   all.sum = LanesSum<32>(all.sum) + from(sink);
-  if (isnan(all.sum)) all.nan_key = LanesMin<32>(all.nan_key);
+  if (NanOfWarp(all)) all.nan_key = LanesMin<32>(all.nan_key);
   return all;
 }
 
@@ -38,12 +43,12 @@ constexpr int kTwoReadsHeld = 16;  // at a time
 template <class In, class Out, Form kForm, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_constant__ Params p) {
   using Vectors = ForwardVectors<In, Out, kForm, 32, kBlockHeld / kElements<In, Out>>;
-  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxClusterBlocks : 1)];
+  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
   const ForwardRow row = ForwardRowAt<kForm>(p, p.order(me.Row()));
-  const Vectors vectors{me.warp * 32 * Vectors::kHeld + lane * Vectors::E};
+  const Vectors vectors(me.warp * 32 * Vectors::kHeld);
   const ActiveWarps active(row.seen, 32 * Vectors::kHeld);
   const bool is_active = active.Has(me.warp);
   typename Vectors::Raw raw = {};
@@ -53,9 +58,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
   vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
   if (is_active) {
     part.max = LanesMax<32>(vectors.Logits(p, row, raw, x));
-    const ExpFrom from(part.max);
+    const ExpFrom from = ExpFrom::OfWarp(part.max);
     part.sum = LanesSum<32>(vectors.Exponentials(from, row, x));
-    if (isnan(part.sum)) part.nan_key = LanesMin<32>(vectors.NanKey(row, x));
+    if (NanOfWarp(part)) part.nan_key = LanesMin<32>(vectors.NanKey(row, x));
   } else if (!kCluster) {
     // The block does not need this warp any more. In a cluster the warp must stay, because other
     // blocks write to the shared memory of its block.
@@ -67,7 +72,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
     const Part all = MergeParts<kCluster>(parts, active, row.sink);
     const ExpFrom from_all(all.max);
     float weight = WeightOf(all);
-    if (isnan(all.sum)) {
+    if (NanOfWarp(all)) {
       vectors.SetNan(p, row, x);
     } else {
       weight *= from_all.Factor(ExpFrom(part.max));
@@ -87,12 +92,12 @@ constexpr int64_t kLongKeys = 8192;  // rows with more keys are long
 template <class In, class Out, Form kForm, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_constant__ Params p) {
   using Vectors = ForwardVectors<In, Out, kForm, 32, kLongHeld / kElements<In, Out>>;
-  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxClusterBlocks : 1)];
+  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
   const ForwardRow row = ForwardRowAt<kForm>(p, me.Row());
-  const Vectors vectors{me.warp * 32 * Vectors::kHeld + lane * Vectors::E};
+  const Vectors vectors(me.warp * 32 * Vectors::kHeld);
   const ActiveWarps active(row.seen, 32 * Vectors::kHeld);
   const bool is_active = active.Has(me.warp);
   typename Vectors::Raw raw = {};
@@ -101,8 +106,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_con
   vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
   if (is_active) {
     part.max = LanesMax<32>(vectors.MaxLogit(p, row, raw));
-    part.sum = LanesSum<32>(vectors.SumOfExponentials(p, ExpFrom(part.max), row, raw));
-    if (isnan(part.sum)) part.nan_key = LanesMin<32>(vectors.NanKey(p, row, raw));
+    part.sum = LanesSum<32>(vectors.SumOfExponentials(p, ExpFrom::OfWarp(part.max), row, raw));
+    if (NanOfWarp(part)) part.nan_key = LanesMin<32>(vectors.NanKey(p, row, raw));
   } else if (!kCluster) {
     vectors.StoreExponentials(p, ExpFrom(0.0f), row, raw, 0.0f, false);
     return;
@@ -113,7 +118,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_con
     all = MergeParts<kCluster>(parts, active, row.sink);
     if (me.warp == active.begin && lane == 0) WriteRow(p, me.Row(), ExpFrom(all.max), all);
   }
-  vectors.StoreExponentials(p, ExpFrom(all.max), row, raw, WeightOf(all), isnan(all.sum));
+  vectors.StoreExponentials(p, ExpFrom::OfWarp(all.max), row, raw, WeightOf(all), NanOfWarp(all));
 }
 
 // A block or a cluster reads a row twice.
@@ -121,17 +126,17 @@ template <class In, class Out, Form kForm, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     TwoReadsKernel(const __grid_constant__ Params p) {
   using Vectors = ForwardVectors<In, Out, kForm, 32, kTwoReadsHeld / kElements<In, Out>>;
-  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxClusterBlocks : 1)];
+  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
   const int lane = threadIdx.x % 32;
   const ForwardRow row = ForwardRowAt<kForm>(p, p.order(me.Row()));
   const int round = me.warps * 32 * Vectors::kHeld;
-  const int first = me.warp * 32 * Vectors::kHeld + lane * Vectors::E;
+  const int first = me.warp * 32 * Vectors::kHeld;
   Part part{.max = -kInfinity, .sum = 0.0f, .nan_key = kNoPosition};
 #pragma unroll 1
   for (int begin = row.seen.begin / round * round; begin < row.seen.end; begin += round) {
-    const Vectors vectors{begin + first};
+    const Vectors vectors(begin + first);
     typename Vectors::Raw raw = {};
     vectors.Load(p, row, raw);
     float x[Vectors::kHeld];
@@ -145,19 +150,20 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const ExpFrom mine(part.max);
   part.max = LanesMax<32>(part.max);
   part.sum = LanesSum<32>(part.sum * ExpFrom(part.max).Factor(mine));
-  if (isnan(part.sum)) part.nan_key = LanesMin<32>(part.nan_key);
+  if (NanOfWarp(part)) part.nan_key = LanesMin<32>(part.nan_key);
   me.Share(part, true, parts);
   const Part all = MergeParts<kCluster>(parts, ActiveWarps({0, me.warps}, 1), row.sink);
-  const ExpFrom from(all.max);
+  const ExpFrom from = ExpFrom::OfWarp(all.max);
+  const bool nan = NanOfWarp(all);
   if (me.warp == 0 && lane == 0) WriteRow(p, row.index, from, all);
 #pragma unroll 1
   for (int begin = 0; begin < p.rows.keys; begin += round) {
-    const Vectors vectors{begin + first};
+    const Vectors vectors(begin + first);
     float x[Vectors::kHeld];
     typename Vectors::Raw raw = {};
     vectors.Load(p, row, raw);
     vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
-    if (isnan(all.sum)) {
+    if (nan) {
       vectors.SetNan(p, row, x);
     } else {
       vectors.Logits(p, row, raw, x);
@@ -174,17 +180,18 @@ cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scra
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
     // Fewer and larger blocks did better where only a part of a row is seen, or where blocks wait
     // for a mask.
-    const bool masked = p.mask.kind != MaskKind::kNone;
-    const int spread = masked || p.rows.windowed ? kMaxRowThreads : kMaxRowThreads / 2;
-    if constexpr (kElements<In, Out> == 8 && kForm != Form::kWholeMasked) {
-      const BlockPlan plan = PlanBlocks(p.rows.keys, kLongHeld, scratch.clusters, spread);
-      if (p.rows.keys > kLongKeys && !masked && !plan.two_reads) {
+    const int spread = IsMasked(kForm) || p.rows.windowed ? kMaxRowThreads : kMaxRowThreads / 2;
+    if constexpr (kElements<In, Out> == 8 && !IsMasked(kForm)) {
+      const BlockPlan plan =
+          PlanHeldRows(&LongKernel<In, Out, kForm, true>, p.rows.keys, kLongHeld, spread, scratch);
+      if (p.rows.keys > kLongKeys && !plan.two_reads) {
         return LaunchBlocks(plan.blocks > 1 ? &LongKernel<In, Out, kForm, true>
                                             : &LongKernel<In, Out, kForm, false>,
                             plan, p, stream);
       }
     }
-    const BlockPlan plan = PlanBlocks(p.rows.keys, kBlockHeld, scratch.clusters, spread);
+    const BlockPlan plan =
+        PlanHeldRows(&BlockKernel<In, Out, kForm, true>, p.rows.keys, kBlockHeld, spread, scratch);
     const bool cluster = plan.blocks > 1;
     const auto kernel =
         plan.two_reads
