@@ -199,7 +199,6 @@ __device__ inline void WriteRow(const Params& p, uint32_t row, const Part& all) 
 template <class In, class Out, bool kWhole, int kLanes, int kCount, int kRows>
 __global__ void __launch_bounds__(kLanesThreads, kLanesResident)
     LanesKernel(const __grid_constant__ Params p) {
-  AwaitEarlierKernels();
   constexpr int kGroups = 32 / kLanes;
   using Vectors = BackwardVectors<In, Out, kWhole, kLanes, kCount>;
   const int lane = threadIdx.x % 32;
@@ -328,15 +327,15 @@ constexpr int kLaneHeld = kWhole && sizeof(In) == 2 ? 32 : 16;
 
 // kHeld: elements of one row that a lane holds.
 template <class In, class Out, bool kWhole, int kLanes, int kHeld>
-cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream) {
+cudaError_t Launch(const Params& p, cudaStream_t stream) {
   constexpr int kRows = std::max(1, kLaneHeld<In, Out, kWhole> / kHeld);
   return LaunchLanes<kLanes, kRows>(
-      &LanesKernel<In, Out, kWhole, kLanes, kHeld / kElements<In, Out>, kRows>, p, scratch, stream);
+      &LanesKernel<In, Out, kWhole, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
 }
 
 struct Variant {
   int64_t max_keys;
-  cudaError_t (*launch)(const Params&, const Scratch&, cudaStream_t);
+  cudaError_t (*launch)(const Params&, cudaStream_t);
 };
 
 template <class In, class Out, bool kWhole>
@@ -367,7 +366,7 @@ cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_
 template <class In, class Out, bool kWhole>
 cudaError_t LaunchRows(const Params& p, const Scratch& scratch, cudaStream_t stream) {
   for (const Variant& variant : kLanesVariants<In, Out, kWhole>) {
-    if (p.rows.keys <= variant.max_keys) return variant.launch(p, scratch, stream);
+    if (p.rows.keys <= variant.max_keys) return variant.launch(p, stream);
   }
   if constexpr (sizeof(In) == 2) {
     if (p.rows.keys > kLongKeys) return LaunchBlockRows<In, Out, kWhole, 32>(p, scratch, stream);

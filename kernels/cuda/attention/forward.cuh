@@ -53,8 +53,7 @@ constexpr int64_t kMaxNarrowKeys = 1536;
 
 // Rows of up to kMaxNarrowKeys keys, several in a warp; and longer ones, each in a block or a
 // cluster.
-cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
-                             cudaStream_t stream);
+cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream);
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
                            cudaStream_t stream);
 

@@ -14,7 +14,6 @@ constexpr int ResidentFor(int held) { return held > 32 ? 5 : kLanesResident; }
 template <class In, class Out, Form kForm, int kLanes, int kCount, int kRows>
 __global__ void __launch_bounds__(kLanesThreads, ResidentFor(kCount* kElements<In, Out>))
     LanesKernel(const __grid_constant__ Params p) {
-  AwaitEarlierKernels();
   constexpr int kGroups = 32 / kLanes;
   using Vectors = ForwardVectors<In, Out, kForm, kLanes, kCount>;
   const int lane = threadIdx.x % 32;
@@ -55,15 +54,15 @@ constexpr int kLaneHeld = kForm == Form::kWhole&& kElements<In, Out> == 8 ? 32 :
 
 // kHeld: elements of one row that a lane holds.
 template <class In, class Out, Form kForm, int kLanes, int kHeld>
-cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream) {
+cudaError_t Launch(const Params& p, cudaStream_t stream) {
   constexpr int kRows = std::max(1, kLaneHeld<In, Out, kForm> / kHeld);
   return LaunchLanes<kLanes, kRows>(
-      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p, scratch, stream);
+      &LanesKernel<In, Out, kForm, kLanes, kHeld / kElements<In, Out>, kRows>, p, stream);
 }
 
 struct Variant {
   int64_t max_keys;
-  cudaError_t (*launch)(const Params&, const Scratch&, cudaStream_t);
+  cudaError_t (*launch)(const Params&, cudaStream_t);
 };
 
 template <class In, class Out, Form kForm>
@@ -81,12 +80,11 @@ constexpr Variant kVariants[] = {
 
 }  // namespace
 
-cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
-                             cudaStream_t stream) {
+cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream) {
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
     const Variant* variant = kVariants<In, Out, kForm>;
     while (p.rows.keys > variant->max_keys) ++variant;
-    return variant->launch(p, scratch, stream);
+    return variant->launch(p, stream);
   });
 }
 

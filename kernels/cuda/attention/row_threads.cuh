@@ -65,16 +65,13 @@ struct ActiveWarps {
   __device__ bool Has(int warp) const { return warp >= begin && warp < end; }
 };
 
-// Launches `kernel`, in which kLanes lanes hold a row, and each lane a part of kRows rows. It begins
-// early (launch.cuh), where the device can.
+// Launches `kernel`, in which kLanes lanes hold a row, and each lane a part of kRows rows.
 template <int kLanes, int kRows, class Params>
-cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, const Scratch& scratch,
-                        cudaStream_t stream) {
-  return LaunchKernel(kernel,
-                      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows),
-                       .threads = kLanesThreads,
-                       .early = scratch.clusters},
-                      stream, p);
+cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, cudaStream_t stream) {
+  return LaunchKernel(
+      kernel,
+      {.grid = GridFor(p.rows.count, kLanesThreads / kLanes * kRows), .threads = kLanesThreads},
+      stream, p);
 }
 
 // ---- rows of blocks ----------------------------------------------------------------------------
