@@ -119,7 +119,8 @@ class CudaDevice final : public Device {
 
   absl::StatusOr<DeviceMemory> Allocate(size_t bytes) override {
     std::byte* data = nullptr;
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&data, bytes)));
+    constexpr size_t kBlock = 16;  // what kernels read at once, at the end of a tensor too
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&data, (bytes + kBlock - 1) / kBlock * kBlock)));
     return DeviceMemory{data, bytes};
   }
   void Free(const DeviceMemory& memory) override { cudaFree(memory.data); }
