@@ -50,9 +50,9 @@ struct Part {
 };
 
 // kWhole: the rows of all tensors are whole vectors, each aligned.
-template <class In, class Out, bool kWhole, int kLanes, int kCount>
-struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount> {
-  using Base = LaneVectors<In, Out, kWhole, kLanes, kCount>;
+template <class In, class Out, bool kWhole, int kLanes, int kCount, bool kOneWarp>
+struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount, kOneWarp> {
+  using Base = LaneVectors<In, Out, kWhole, kLanes, kCount, kOneWarp>;
   using Base::Base;
   using Base::E;
   using Base::Index;
@@ -200,7 +200,7 @@ template <class In, class Out, bool kWhole, int kLanes, int kCount, int kRows>
 __global__ void __launch_bounds__(kLanesThreads, kLanesResident)
     LanesKernel(const __grid_constant__ Params p) {
   constexpr int kGroups = 32 / kLanes;
-  using Vectors = BackwardVectors<In, Out, kWhole, kLanes, kCount>;
+  using Vectors = BackwardVectors<In, Out, kWhole, kLanes, kCount, true>;
   const int lane = threadIdx.x % 32;
   const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + WarpInBlock();
   const uint32_t first_row = warp * kGroups * kRows + lane / kLanes;
@@ -244,7 +244,7 @@ __device__ inline Part MergeParts(const Part* parts, const ActiveWarps& active) 
 // A block or a cluster holds a row in registers. kHeld: elements of a thread.
 template <class In, class Out, bool kWhole, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_constant__ Params p) {
-  using Vectors = BackwardVectors<In, Out, kWhole, 32, kHeld / kElements<In, Out>>;
+  using Vectors = BackwardVectors<In, Out, kWhole, 32, kHeld / kElements<In, Out>, false>;
   __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
 template <class In, class Out, bool kWhole, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     TwoReadsKernel(const __grid_constant__ Params p) {
-  using Vectors = BackwardVectors<In, Out, kWhole, 32, kHeld / kElements<In, Out>>;
+  using Vectors = BackwardVectors<In, Out, kWhole, 32, kHeld / kElements<In, Out>, false>;
   __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;

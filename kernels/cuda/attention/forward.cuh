@@ -192,9 +192,9 @@ __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
   return row;
 }
 
-template <class In, class Out, Form kForm, int kLanes, int kCount>
-struct ForwardVectors : LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount> {
-  using Base = LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount>;
+template <class In, class Out, Form kForm, int kLanes, int kCount, bool kOneWarp>
+struct ForwardVectors : LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount, kOneWarp> {
+  using Base = LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount, kOneWarp>;
   using Base::Base;
   using Base::E;
   using Base::Index;

@@ -42,7 +42,8 @@ template <class M, int E, bool kAligned, int kLanes, int kCount>
 struct MaskVectors {
   Blocks<M, E, kLanes, kCount> blocks;
 
-  __device__ void Load(const M* row, const Turns<E, kLanes>& turns, int first) {
+  template <bool kOneWarp>
+  __device__ void Load(const M* row, const Turns<E, kLanes, kOneWarp>& turns, int first) {
     if constexpr (kAligned) {
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {

@@ -15,7 +15,7 @@ template <class In, class Out, Form kForm, int kLanes, int kCount, int kRows>
 __global__ void __launch_bounds__(kLanesThreads, ResidentFor(kCount* kElements<In, Out>))
     LanesKernel(const __grid_constant__ Params p) {
   constexpr int kGroups = 32 / kLanes;
-  using Vectors = ForwardVectors<In, Out, kForm, kLanes, kCount>;
+  using Vectors = ForwardVectors<In, Out, kForm, kLanes, kCount, true>;
   const int lane = threadIdx.x % 32;
   const uint32_t warp = blockIdx.x * (kLanesThreads / 32) + WarpInBlock();
   const uint32_t first_row = warp * kGroups * kRows + lane / kLanes;

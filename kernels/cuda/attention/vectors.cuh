@@ -96,8 +96,10 @@ __device__ inline void LoadAligned(const void* from, uint32_t (&words)[kCount]) 
 }
 
 // The turns in which the lanes of a row hold its vectors: E elements a lane in each. What a warp can
-// know of them without a look at its lanes, so that it goes one way.
-template <int E, int kLanes>
+// know of them without a look at its lanes, so that it goes one way. kOneWarp: a warp holds whole
+// rows, and many of them have nothing in some turns. Most warps of a longer row see all of their turns
+// or none; for them a look at each turn costs more than it saves.
+template <int E, int kLanes, bool kOneWarp>
 struct Turns {
   static constexpr int kHeld = kLanes * E;  // elements of a turn
 
@@ -107,9 +109,19 @@ struct Turns {
 
   // False: nothing of turn v is seen.
   __device__ bool Some(int v) const {
+    if constexpr (!kOneWarp) return true;
     const int begin = base + v * kHeld;
     if constexpr (kLanes == 32) return seen.Some<kHeld>(begin);
     return begin < keys;  // the lanes of a warp hold several rows
+  }
+  // False: nothing of the first kCount turns is seen.
+  template <int kCount>
+  __device__ bool SomeOf() const {
+    return kOneWarp || seen.Some<kCount * kHeld>(base);
+  }
+  // True: the row has ended before turn v; a vector of it may begin less than E elements earlier.
+  __device__ bool AreOver(int v) const {
+    return kOneWarp && base + v * kHeld >= keys + (v == 0 ? 0 : E - 1);
   }
   __device__ Turns From(int v) const { return {base + v * kHeld, keys, seen}; }
 };
@@ -144,7 +156,8 @@ struct Blocks {
   }
 
   // Turns blocks into vectors, where something of them is seen.
-  __device__ void Align(const T* row, const Turns<E, kLanes>& turns) {
+  template <bool kOneWarp>
+  __device__ void Align(const T* row, const Turns<E, kLanes, kOneWarp>& turns) {
     const uint32_t bytes = Offset(row) * static_cast<uint32_t>(sizeof(T));
     if constexpr (kLanes == 32) {
       if (bytes == 0) return;
@@ -174,8 +187,8 @@ struct Blocks {
 
  private:
   // Align() where all lanes hold one row: vectors begin `bits` after word kWord of their block.
-  template <int kWord>
-  __device__ void AlignBy(uint32_t bits, const Turns<E, kLanes>& turns) {
+  template <int kWord, bool kOneWarp>
+  __device__ void AlignBy(uint32_t bits, const Turns<E, kLanes, kOneWarp>& turns) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
@@ -240,9 +253,9 @@ __device__ inline void StoreElement(T* to, const uint32_t* words, int e) {
 // Writes kCount vectors of E elements of a row at any alignment, by all lanes of a warp, dealt out
 // as in Blocks: a lane writes the aligned block where its vector begins. vector(v, words) makes the
 // lane's v-th vector, where something of its turn is seen; all else is 0.
-template <class T, int E, int kLanes, int kCount, class Vector>
-__device__ inline void StoreBlocks(T* row, bool active, int first, const Turns<E, kLanes>& turns,
-                                   Vector vector) {
+template <class T, int E, int kLanes, int kCount, bool kOneWarp, class Vector>
+__device__ inline void StoreBlocks(T* row, bool active, int first,
+                                   const Turns<E, kLanes, kOneWarp>& turns, Vector vector) {
   constexpr int kBlockWords = kWords<T, E>;
   const int lane = threadIdx.x % 32;
   const int place = lane % kLanes;
@@ -250,11 +263,32 @@ __device__ inline void StoreBlocks(T* row, bool active, int first, const Turns<E
   const uint32_t bytes = reinterpret_cast<uintptr_t>(row) % (4 * kBlockWords);
   const uint32_t shift = 4 * kBlockWords - bytes;
   const int offset = static_cast<int>(bytes / sizeof(T));
+  const auto write = [&](int v, const uint32_t(&block)[kBlockWords]) {
+    const int index = first + v * turns.kHeld;
+    const int begin = v == 0 && place == 0 ? index : index - offset;
+    const int end = min(v < kCount ? index - offset + E : place == 0 ? index : 0, turns.keys);
+    if (!active || begin >= end) return;
+    T* to = row + (index - offset);
+    if (end - begin == E) {
+      StoreAligned(to, block);
+    } else {
+      const uint32_t from = begin - (index - offset);
+      const uint32_t written = (1u << (end - (index - offset))) - (1u << from);
+#pragma unroll
+      for (int e = 0; e < E; ++e) {
+        if ((written >> e & 1) != 0) StoreElement(to + e, block, e);
+      }
+    }
+  };
+  if (!turns.template SomeOf<kCount>()) {
+#pragma unroll
+    for (int v = 0; v <= kCount; ++v) write(v, {});
+    return;
+  }
   uint32_t previous[kBlockWords] = {};
 #pragma unroll
   for (int v = 0; v <= kCount; ++v) {  // the last turn: the rest of the last lane's last vector
-    // A turn's first block begins less than E elements before it.
-    if (turns.base + v * turns.kHeld >= turns.keys + (v == 0 ? 0 : E - 1)) break;
+    if (turns.AreOver(v)) break;
     uint32_t block[kBlockWords] = {};
     const bool makes = v < kCount && turns.Some(v);
     if (makes || (v > 0 && turns.Some(v - 1))) {
@@ -280,21 +314,7 @@ __device__ inline void StoreBlocks(T* row, bool active, int first, const Turns<E
 #pragma unroll
       for (int w = 0; w < kBlockWords; ++w) previous[w] = words[w];
     }
-    const int index = first + v * turns.kHeld;
-    const int begin = v == 0 && place == 0 ? index : index - offset;
-    const int end = min(v < kCount ? index - offset + E : place == 0 ? index : 0, turns.keys);
-    if (!active || begin >= end) continue;
-    T* to = row + (index - offset);
-    if (end - begin == E) {
-      StoreAligned(to, block);
-    } else {
-      const uint32_t from = begin - (index - offset);
-      const uint32_t written = (1u << (end - (index - offset))) - (1u << from);
-#pragma unroll
-      for (int e = 0; e < E; ++e) {
-        if ((written >> e & 1) != 0) StoreElement(to + e, block, e);
-      }
-    }
+    write(v, block);
   }
 }
 
@@ -336,8 +356,9 @@ Matrix MatrixOf(const View& view, int64_t keys, int elements) {
 }
 
 // A lane's kCount vectors of a row: those of kLanes lanes are neighbours, and the first lane's first
-// one begins at element `base`. kAligned: every vector of every row is whole and aligned.
-template <class In, class Out, bool kAligned, int kLanes, int kCount>
+// one begins at element `base`. kAligned: every vector of every row is whole and aligned. kOneWarp:
+// see Turns.
+template <class In, class Out, bool kAligned, int kLanes, int kCount, bool kOneWarp>
 struct LaneVectors {
   static constexpr int E = kElements<In, Out>;
 
@@ -348,7 +369,7 @@ struct LaneVectors {
   __device__ explicit LaneVectors(int warp_base)
       : base(warp_base), first(warp_base + static_cast<int>(threadIdx.x % kLanes) * E) {}
 
-  __device__ Turns<E, kLanes> TurnsOf(const PassRows& rows, const Row& row) const {
+  __device__ Turns<E, kLanes, kOneWarp> TurnsOf(const PassRows& rows, const Row& row) const {
     return {base, rows.keys, row.seen};
   }
   __device__ int Index(int v) const { return first + v * kLanes * E; }

@@ -42,7 +42,7 @@ constexpr int kTwoReadsHeld = 16;  // at a time
 // A block or a cluster holds a row in registers.
 template <class In, class Out, Form kForm, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_constant__ Params p) {
-  using Vectors = ForwardVectors<In, Out, kForm, 32, kBlockHeld / kElements<In, Out>>;
+  using Vectors = ForwardVectors<In, Out, kForm, 32, kBlockHeld / kElements<In, Out>, false>;
   __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
@@ -91,7 +91,7 @@ constexpr int64_t kLongKeys = 8192;  // rows with more keys are long
 // they were loaded.
 template <class In, class Out, Form kForm, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_constant__ Params p) {
-  using Vectors = ForwardVectors<In, Out, kForm, 32, kLongHeld / kElements<In, Out>>;
+  using Vectors = ForwardVectors<In, Out, kForm, 32, kLongHeld / kElements<In, Out>, false>;
   __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_con
 template <class In, class Out, Form kForm, bool kCluster>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     TwoReadsKernel(const __grid_constant__ Params p) {
-  using Vectors = ForwardVectors<In, Out, kForm, 32, kTwoReadsHeld / kElements<In, Out>>;
+  using Vectors = ForwardVectors<In, Out, kForm, 32, kTwoReadsHeld / kElements<In, Out>, false>;
   __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
   if constexpr (kCluster) ClusterArrive();
   const RowThread<kCluster> me;
