@@ -27,6 +27,7 @@ absl::StatusOr<int64_t> MaxConnections(const Config& config) {
   }
   return door::ConnectionLimit(config.max_connections, descriptors - of_leases);
 }
+
 absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetrics>& metrics,
                       std::function<void()> on_identities, Door* door,
                       std::unique_ptr<door::WatchedFiles>* files) {

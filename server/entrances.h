@@ -22,8 +22,8 @@
 
 namespace logitd {
 
-// Connections that may be open beside the descriptors of leases: each lease has its memory and its
-// own connection, and its ring a copy of the connection and what wakes its thread.
+// How many connections may be open, of what descriptors leases leave. A lease has two, its memory and
+// its connection, and its ring two more: a copy of the connection, and the event that wakes its thread.
 absl::StatusOr<int64_t> MaxConnections(const Config& config);
 
 // The files that say who may come in, as they are now.

@@ -12,7 +12,7 @@ namespace logitd {
 namespace {
 
 void SetLogLevel(spdlog::level::level_enum level) {
-  // Said at the more talkative of the two levels, or nobody sees it.
+  // Logged while the more verbose of the two levels is set, or it would not be seen.
   const auto say = [level] { spdlog::info("log level {}", spdlog::level::to_string_view(level)); };
   const bool quieter = level > spdlog::get_level();
   if (quieter) say();

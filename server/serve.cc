@@ -138,6 +138,7 @@ std::vector<int> NumbersOf(const engine::Devices& devices) {
   for (int i = 0; i < devices.count(); ++i) numbers.push_back(devices.info(i).number);
   return numbers;
 }
+
 // The most memory of heads on each device. On the CPU it is memory of the host, where more than there
 // is ends the process instead of failing the load.
 int64_t MaxHeadBytes(const Config& config, const engine::Devices& devices) {

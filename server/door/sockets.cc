@@ -33,8 +33,8 @@ Connection* Lookup(int fd) {
   return by_descriptor[fd].load(std::memory_order_acquire);
 }
 
-// A use of a descriptor's connection by gRPC, which closes a descriptor after its last use. What makes that order is inside
-// gRPC, where ThreadSanitizer does not see it.
+// A use of a descriptor's connection by gRPC, which closes a descriptor after its last use. That order
+// is made inside gRPC, where ThreadSanitizer does not see it.
 class Use {
  public:
   explicit Use(int fd) : connection_(Lookup(fd)), fd_(fd) {}

@@ -60,7 +60,7 @@ constexpr absl::Duration kMuchTime = absl::Seconds(1);
 constexpr double kShortTimeOfMuch = 0.1;
 
 // So many outstanding calls of a caller are never too many for a short line: while one runs, another
-// comes. With one of each of 8 callers, a core's threads slept and woke more often: 5% fewer calls.
+// comes. With 1, and 8 callers on a core, threads slept and woke more often: 5% fewer calls.
 constexpr int kShortLineFree = 2;
 
 }  // namespace
