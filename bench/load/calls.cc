@@ -281,6 +281,7 @@ client::RingOptions RingFor(const Scenario& scenario) {
           .spin = scenario.ring_spin,
           .priority = scenario.priority};
 }
+
 absl::StatusOr<std::unique_ptr<Call>> MakeTopK(const Scenario& scenario, int64_t vocab, Rows rows) {
   const auto bytes = static_cast<int64_t>(rows.payload->size());
   auto request = RequestOf<client::TopKRequest>(rows);

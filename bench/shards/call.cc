@@ -31,6 +31,7 @@ class Layout {
   const Slab slab_;
   size_t next_ = 0;
 };
+
 // Parameters of the rows of each op.
 struct RowParams {
   explicit RowParams(const Case& c) : upstream(static_cast<size_t>(c.rows), 1.0f) {

@@ -29,9 +29,6 @@
 namespace logitd::bench {
 namespace {
 
-// Rows of linear_sample have top_k 50 and top_p 0.9, or no filter: then any token may be drawn.
-constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_sample_unfiltered",
-                                "linear_cross_entropy", "linear_cross_entropy_training"};
 std::vector<Case> Cases() {
   std::vector<Case> cases;
   const std::pair<int64_t, int64_t> heads[] = {{4096, 128256}, {7168, 129280}, {5120, 201088}};
@@ -47,6 +44,7 @@ std::vector<Case> Cases() {
   }
   return cases;
 }
+
 constexpr size_t kPatternBytes = size_t{64} << 20;
 
 uint16_t ToBF16(float x) {
@@ -73,8 +71,10 @@ double Difference(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b
   }
   return most == 0 ? 1 : apart / most;
 }
+
 // Rounding to bf16 is 2^-8 of an element, and two ways to a gradient round several times.
 constexpr double kMostDifference = 0.03;
+
 struct Times {
   double device_us =
       0;               // from the end of the upload to the last answer, by the first device's clock
@@ -94,6 +94,7 @@ struct Answers {
   std::vector<uint16_t> d_hidden;
   std::vector<uint16_t> d_weight;  // of the last tokens
 };
+
 double Median(std::vector<double>& values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());

@@ -228,8 +228,8 @@ class CudaShardedStream final : public ShardedStream {
     return absl::OkStatus();
   }
 
-  // Bytes of a row of logits, where they are exchanged.
   static int64_t LogitsStride(const HeadView& head) { return (head.vocab() + 31) / 32 * 32; }
+  // Bytes of a row of logits, where they are exchanged.
   static size_t LogitsBytes(const HeadView& head) {
     return static_cast<size_t>(LogitsStride(head)) * sizeof(float);
   }

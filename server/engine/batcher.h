@@ -122,7 +122,7 @@ struct Kind {
 // than streams to run them, the next one on the head of a batch that runs stays open, until the
 // kernels that run are about to end: a stream then takes it, and its rows get to the device
 // meanwhile. Not where that would take kMostHeld. 64 rings make 1.17 times as many calls so, 3 rings
-// 0.93 times, and 2 would make 0.9 times as many (bench/results/h100/latency.json).
+// 0.92 times, and 2 would make 0.9 times as many (bench/results/h100/latency.json).
 class Batcher {
  public:
   // A slice that is not expected to take longer is soon over: others wait for it.
@@ -131,7 +131,7 @@ class Batcher {
   static constexpr absl::Duration kMostLent = absl::Microseconds(300);
   // No batch waits longer for the kernels of another one on its head.
   static constexpr absl::Duration kMostHeld = absl::Milliseconds(2);
-  // Nor is one held if both have fewer jobs than this.
+  // Nor is one held if both together have fewer jobs than this.
   static constexpr int kHeldJobs = 3;
 
   // One batch per slab; each device has as many, and those of a device follow each other. `metrics`
@@ -295,8 +295,7 @@ class Batcher {
   void GiveBack(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndBetweenSlices(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Settle(const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Time NextDue(const Device& device, int64_t now_ns) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Time NextDue(int64_t held, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsAwake(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake(Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Device* MostIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

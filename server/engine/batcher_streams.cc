@@ -258,12 +258,11 @@ void Batcher::TakeMemoryBack(Batch* batch) {
 }
 
 // When max_batch_delay is next over for an open batch that was not due at `now_ns`, or one is not held
-// any longer. Another batch waits for a copy or for a stream, whose end wakes a stream.
-absl::Time Batcher::NextDue(const Device& device, int64_t now_ns) const {
+// any longer: at `held`, if not 0. Another batch waits for a copy or for a stream, whose end wakes a
+// stream.
+absl::Time Batcher::NextDue(int64_t held, int64_t now_ns) const {
   absl::Duration wait = absl::InfiniteDuration();
-  if (const int64_t held = FirstHeldUntil(device); held > 0) {
-    wait = absl::Nanoseconds(held - MonotonicNanos());
-  }
+  if (held > 0) wait = absl::Nanoseconds(held - MonotonicNanos());
   if (max_batch_delay_ns_ == 0) return absl::Now() + wait;
   for (const Batch& batch : batches_) {
     if (batch.state != Batch::State::kOpen || IsDue(batch, now_ns)) continue;
@@ -322,10 +321,11 @@ void Batcher::SealAndWake(bool for_delay) {
     if (FindMostUrgent(device) != nullptr) best = &device;
   }
   if (best == nullptr && for_delay) {
-    const bool held = std::any_of(devices_.begin(), devices_.end(),
-                                  [this](const Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
-                                      mutex_) { return FirstHeldUntil(device) > 0; });
-    if (held || max_batch_delay_ns_ > 0) best = MostIdle();
+    for (Device& device : devices_) {
+      if (device.idle_streams == 0 || device.lost) continue;
+      if (FirstHeldUntil(device) > 0) best = &device;
+    }
+    if (best == nullptr && max_batch_delay_ns_ > 0) best = MostIdle();
   }
   if (best != nullptr) Wake(*best);
 }
@@ -405,13 +405,14 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
   Batch* batch = nullptr;
   while (!stopping_ && !device.lost) {
     const int64_t now_ns = max_batch_delay_ns_ > 0 ? MonotonicNanos() : 0;
+    // Looked up before the take: a batch whose hold ends after the take must not be slept through.
+    const int64_t held = seat.lent ? 0 : FirstHeldUntil(device);
     if (!seat.lent) batch = TakeMostUrgent(device);
     if (batch != nullptr) break;
     SealAndWake();  // for streams of other devices; where this one is lent, also for its own
     if (!seat.lent && max_batch_delay_ns_ > 0 && FindMostUrgent(device) != nullptr) {
       continue;  // due just now
     }
-    const int64_t held = seat.lent ? 0 : FirstHeldUntil(device);
     if (!seat.lent && (!spun || brief_copies_ > 0 || held > 0) && spinner_ == nullptr) {
       // The next request of a busy client comes within microseconds, and a sleeping thread takes
       // longer to wake. The stream also polls while a brief copy runs, or a batch is held.
@@ -427,7 +428,7 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
       spinner_ = nullptr;
     } else {
       Publish();
-      device.wake.WaitUntil(mutex_, NextDue(device, now_ns));
+      device.wake.WaitUntil(mutex_, NextDue(held, now_ns));
       if (roused_ == &device) roused_ = nullptr;
     }
   }

@@ -21,8 +21,8 @@
 // aligned blocks, and lanes exchange the ends of their vectors. Both have one for rows with a mask.
 //
 // Just past a length at which a warp's lanes hold twice as many elements, or a row gets one more
-// warp, most of what is held is empty. There are lengths between, and turns in which lanes hold
-// nothing are skipped; a warp goes one way where the compiler knows it.
+// warp, most of what is held is empty. So there are more lengths in between, and narrow rows skip the
+// turns in which no lane holds anything; a warp goes one way where the compiler knows it.
 //
 // Cost: reads what the queries see and the mask, writes all keys. Causal at full size is 0.75 of a
 // read and a write.

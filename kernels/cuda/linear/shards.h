@@ -27,7 +27,7 @@ struct ShardLogitsArgs {
   int shard = 0;      // its index
   VocabShards shards;
   float* logits = nullptr;  // [rows, vocab], aligned to 256 bytes
-  int64_t stride = 0;       // between rows, a multiple of 32; after a row's end it may be written
+  int64_t stride = 0;       // between rows, a multiple of 32; nothing is written between rows
 };
 cudaError_t ShardLogits(const ShardLogitsArgs& args, Products& products, Scratch scratch,
                         cudaStream_t stream);

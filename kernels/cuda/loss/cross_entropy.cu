@@ -11,8 +11,8 @@
 // 460,000 tokens (cudaErrorNotSupported). Cells merge in one order, whatever the grid:
 //
 //   many rows a warp  rows of up to 4 cells, or 8 where they are many (of 16 bits, 9, 10 and 13 too):
-//                     up to 32 rows, or 16, one after the other; then a lane for each of them merges
-//                     and concludes
+//                     up to 32 rows, 16 or 8, one after the other; then a lane for each of them
+//                     merges and concludes
 //   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
 //                     the first block's shared memory (sm_90; before that a large block a row)
 //   block per row     all other rows

@@ -183,19 +183,20 @@ constexpr Variant kVariants[] = {
 
 // Blocks a row is split over. One where the rows fill the device, or where blocks take longer to meet
 // in device memory than to read what they would leave to others; else as many as are resident at once.
+// Without clusters, where few rows always meet there, a block reads at least a cell with every warp.
 int32_t SplitsOf(int64_t rows, int32_t cells, const Variant& variant, const Scratch& scratch) {
   if (variant.resident == 0) return 1;
   const int32_t largest = variant.max_item_cells(cells, scratch);
   const int32_t least = (cells + largest - 1) / largest;
+  const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
   if (variant.cluster) {
-    const int32_t worth = (cells + variant.warps - 1) / variant.warps;  // a cell for every warp
     return std::clamp(ClusterBlocksAtOnce(rows, scratch), least,
                       std::max(least, std::min(worth, kMaxClusterBlocks)));
   }
   if (rows >= scratch.multiprocessors) return least;
   const int64_t wanted = static_cast<int64_t>(variant.resident) * scratch.multiprocessors / rows;
-  return static_cast<int32_t>(
-      std::clamp<int64_t>(wanted, least, std::max(least, cells / variant.cells_worth_meeting)));
+  const int32_t most = scratch.clusters ? cells / variant.cells_worth_meeting : worth;
+  return static_cast<int32_t>(std::clamp<int64_t>(wanted, least, std::max(least, most)));
 }
 
 // A cluster has a multiprocessor for each of its blocks. Above 64 rows it is one block, which pays

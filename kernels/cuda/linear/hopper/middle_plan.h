@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/linear/hopper/schedule.h"
+
 namespace logitd::cuda::hopper {
 
 constexpr int kMiddleBlocks = 2;           // of a cluster
@@ -21,6 +23,13 @@ inline MiddlePlan MiddlePlanOf(int64_t rows) {
   const int64_t groups = up(rows, kMiddleBlocks * kMostMiddleBlockRows);
   return {.groups = static_cast<int>(groups),
           .block_rows = static_cast<int>(up(rows, groups * kMiddleBlocks * 8) * 8)};
+}
+
+// Whether losses pay: the rows are one group, for which product.cuh would pay a fifth more.
+inline bool PaysForLosses(int64_t rows) {
+  constexpr int64_t kPaidRows = 2 * kGroupRows;  // product.cuh pays for multiples of it
+  const int64_t paid = (rows + kPaidRows - 1) / kPaidRows * kPaidRows;
+  return rows > kPaidRows && MiddlePlanOf(rows).groups == 1 && paid * 5 >= rows * 6;
 }
 
 }  // namespace logitd::cuda::hopper
