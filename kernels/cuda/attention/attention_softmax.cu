@@ -38,11 +38,11 @@
 //   off alignment     unmasked 85 (1023), causal 70 (4097); additive mask 73 (4096)
 //
 // On an H100 (bench/results/h100/attention_lengths.json), bf16, without those lengths and turns, and
-// with them:
+// with them; longer rows, which skip none, are in kernels.json: causal 92 (4097), 87 (12345).
 //
-//   keys          65      257      513     1025     1500     1537     2049    12345
-//   unmasked   51 63    64 84    66 84    57 86    85 92    82 77    75 73    84 83
-//   causal     39 49    51 70    52 70    44 74    63 83    60 59    70 72    82 80
+//   keys          65      257      513     1025     1500
+//   unmasked   51 63    64 84    66 84    57 86    85 92
+//   causal     39 49    51 70    52 70    44 74    63 83
 //
 // On an H100 (bench/results/h100/kernels.json; copy 2.84 TB/s), masks that heads share: bool 97 and
 // 102 (4096 and 16384 keys), additive 97 (4096). Before heads took each row of a large mask together
