@@ -33,8 +33,9 @@
 // rows 12 us, one row 7.1. With many instructions the card reaches its power limit in the bench, and
 // its clock falls.
 // On an H100 (bench/results/h100/rows_and_draws.json): 32768 x 5000, 86%; 65536 x 1000, 70%; 16 to 32
-// rows of 128256 9 to 10 us, one row 7.2. At borders (bench/results/h100/borders.json), bf16: 65536 x
-// 1025 91 us (106 when a last cell of one token took the time of a whole one), 16384 x 8193 115 (143).
+// rows of 128256 9 to 10 us, one row 7.2. At borders (bench/results/h100/sweep.json; in brackets, from
+// borders.json, when a last cell of one token took as long as a whole one): 65536 x 1025 bf16 87 us
+// (106), 16384 x 8193 115 (143).
 // Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
 // slower), of one warp (5%), fewer stages and more blocks (3%). One loop for all that rows may ask:
 // spills, 4% slower for plain rows. Counting ranks by tensor cores (10% slower with entropy: their

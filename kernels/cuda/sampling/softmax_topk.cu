@@ -5,9 +5,9 @@
 // maxima of its groups of 16 consecutive logits (8 for k above 128), 16 bits each, in shared
 // memory. No barrier, no branch on the data: the loop is loads, maxima, a few shuffles and
 // exponentials. Then a floor is found that at least k logits reach: r lanes of each of w warps have
-// seen one, r * w >= k; or, for larger k, the k-th largest group maximum. Groups that reach it are read again, about k of them, and what is not
-// below the floor is ranked. Cells merge in one order whatever the grid, so all variants give the
-// same bits:
+// seen one, r * w >= k; or, for larger k, the k-th largest group maximum. Groups that reach it are
+// read again, about k of them, and what is not below the floor is ranked. Cells merge in one order
+// whatever the grid, so all variants give the same bits:
 //
 //   warp per row      vocab <= 1024, k <= 22 (topk_warp.cuh)
 //   warp per row      vocab <= 2048, or <= 8192 (12288 where logits have 16 bits) and more than 512
@@ -24,7 +24,7 @@
 // Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 93%
 // padded and 91% packed; 2048 x 131072 k 10, 93%; 512 x 131072 k 64, 79% f32, 64% bf16; k 1024,
 // 47%; 64 rows 19 us; one row 11 us. On an H100 (bench/results/h100/rows_and_draws.json): 16 to 32
-// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 57% bf16. Since blocks without a cluster
+// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 77% f32, 54% bf16 (kernels.json). Since blocks without a cluster
 // have no room for its messages (bench/results/h100/kernels.json): 777 x 151936 bf16 k 50, 80% (62%).
 // Since a group is consecutive logits, and a second look reads one place for it and not two to four
 // (bench/results/h100/groups_and_late_edits.json): 512 x 131072 f32 k 64 89% (85%), k 1024 64%
