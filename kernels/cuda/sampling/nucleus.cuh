@@ -6,10 +6,10 @@
 // approximate mass tells which logits may be the last, then exact sums of what is above them.
 //
 // Measured (bench/results/h100/sample_equal_logits.json), 512 rows x 131072 f32 of equal logits,
-// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin.
-// Tried and dropped: a quarter of the row as a sample for the histogram, then one exact look that
-// keeps the keys near the end (0.5 ms there, 338 us for 460 at top_p 0.5, but plain rows 3% slower:
-// the read spills).
+// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin. Tried and dropped:
+// a histogram of a sample, then one exact look. A quarter, taken by the read (338 us for 460 at
+// top_p 0.5, but plain rows 3% slower: it spills); an eighth, read again (sample_flat.json: 512
+// rows 345 us for 386, but 64 rows 116 for 105, and plain rows in clusters up to 5% slower).
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
 
