@@ -376,8 +376,11 @@ Batcher::Loan Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool bri
       Publish();
       return loan;
     }
-    // A stream that sleeps until max_batch_delay is over must be woken once for a new batch.
-    SealAndWake(/*for_delay=*/batch->copied == 1);
+    // A stream that sleeps until max_batch_delay or a hold is over must be woken once for a new batch,
+    // and where the job's deadline makes the hold shorter.
+    const absl::Time deadline = job->spec().deadline;
+    SealAndWake(/*for_delay=*/batch->copied == 1 ||
+                (deadline == batch->first_deadline && deadline != absl::InfiniteFuture()));
     if (ended.first != nullptr) Publish();
   }
   End(ended);

@@ -121,7 +121,8 @@ struct Kind {
 // as with one: 150 us on an H100, where two at the same time take 200. So where there are more jobs
 // than streams to run them, the next one on the head of a batch that runs stays open, until the
 // kernels that run are about to end: a stream then takes it, and its rows get to the device
-// meanwhile. Not where that would take kMostHeld. 64 rings make 1.17 times as many calls so, 3 rings
+// meanwhile. Not where that would take kMostHeld, and not past the time at which a job's own kernels must
+// begin to meet its deadline. 64 rings make 1.17 times as many calls so, 3 rings
 // 0.92 times, and 2 would make 0.9 times as many (bench/results/h100/latency.json).
 class Batcher {
  public:

@@ -26,7 +26,8 @@ bool Batcher::HasTurn(const Batch& batch, const Device& device) const {
 // MonotonicNanos; see "Heads on a device". 0: for none.
 //
 // The kernels of a batch that is taken `kernel_ns` after another one begin when those of that end: both
-// take as long to get to the device.
+// take as long to get to the device. A batch with a deadline waits only as long as its own kernels can
+// still end in time.
 int64_t Batcher::HeldUntil(const Batch& batch, const Device& device) const {
   if (on_host_ || batch.key.head == nullptr || batch.sharded ||
       batch.state != Batch::State::kOpen) {
@@ -43,7 +44,11 @@ int64_t Batcher::HeldUntil(const Batch& batch, const Device& device) const {
     if (kernel_ns > absl::ToDoubleNanoseconds(kMostHeld)) continue;
     until = std::max(until, other.taken_ns + static_cast<int64_t>(kernel_ns));
   }
-  return until;
+  if (until == 0 || batch.first_deadline == absl::InfiniteFuture()) return until;
+  const absl::Duration takes = absl::Nanoseconds(batch.queue->kind->kernel_ns);
+  const absl::Duration spare = batch.first_deadline - takes - absl::Now();
+  if (spare <= absl::ZeroDuration()) return 0;
+  return std::min(until, MonotonicNanos() + absl::ToInt64Nanoseconds(spare));
 }
 
 bool Batcher::IsHeld(const Batch& batch, const Device& device) const {
@@ -311,6 +316,11 @@ void Batcher::RouseStream() {
 // be woken in any case, to see when max_batch_delay is over, or a batch is not held any longer.
 void Batcher::SealAndWake(bool for_delay) {
   SealForIdleStreams();
+  Device* holder = nullptr;  // looked up before the batches: see Next
+  for (Device& device : devices_) {
+    if (!for_delay || device.idle_streams == 0 || device.lost) continue;
+    if (FirstHeldUntil(device) > 0) holder = &device;
+  }
   Device* best = nullptr;
   for (Device& device : devices_) {
     if (device.idle_streams == 0) continue;
@@ -321,11 +331,7 @@ void Batcher::SealAndWake(bool for_delay) {
     if (FindMostUrgent(device) != nullptr) best = &device;
   }
   if (best == nullptr && for_delay) {
-    for (Device& device : devices_) {
-      if (device.idle_streams == 0 || device.lost) continue;
-      if (FirstHeldUntil(device) > 0) best = &device;
-    }
-    if (best == nullptr && max_batch_delay_ns_ > 0) best = MostIdle();
+    best = holder == nullptr && max_batch_delay_ns_ > 0 ? MostIdle() : holder;
   }
   if (best != nullptr) Wake(*best);
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,8 +30,10 @@ class HeldBatchTest : public ::testing::Test {
   ~HeldBatchTest() override { backend_.Release(); }
 
   void SetKernels(absl::Duration time) { backend_.SetRowTime(absl::ToChronoMicroseconds(time)); }
-  std::shared_ptr<TestJob> Submit(std::shared_ptr<const Head> head, int64_t rows = 1) {
-    auto job = std::make_shared<TestJob>(TestJob::Shape{.rows = rows, .head = std::move(head)});
+  std::shared_ptr<TestJob> Submit(std::shared_ptr<const Head> head, int64_t rows = 1,
+                                  absl::Duration time = absl::InfiniteDuration()) {
+    auto job = std::make_shared<TestJob>(
+        TestJob::Shape{.rows = rows, .head = std::move(head), .deadline = absl::Now() + time});
     engine_->Submit(job);
     return job;
   }
@@ -77,6 +81,29 @@ class HeldBatchTest : public ::testing::Test {
     }
     ADD_FAILURE() << "jobs never shared a batch";
     return absl::ZeroDuration();
+  }
+  // Whether the last job of a batch that would be held begins before it must be ended, and earlier than
+  // the hold ends. That job has so much `time`; so many others that have no deadline come before it.
+  bool BeginsInsteadOfBeingHeld(absl::Duration time, int held_before) {
+    const absl::Time last = absl::Now() + kMostTries;
+    while (absl::Now() < last) {
+      std::vector<std::shared_ptr<TestJob>> jobs;
+      const absl::Time start = absl::Now();
+      const bool together = Begin(2, 1, jobs);
+      const size_t begun = backend_.log().size();
+      for (int i = 0; i < held_before; ++i) jobs.push_back(Submit(head_));
+      if (held_before > 0) absl::SleepFor(kDelay * 2);  // an idle stream has looked at them
+      const auto job = Submit(head_, 1, time);
+      while (backend_.log().size() == begun && !job->status().has_value()) {
+        std::this_thread::yield();
+      }
+      const bool early = absl::Now() < start + kKernels && backend_.log().size() > begun;
+      End(jobs);
+      job->Wait().IgnoreError();  // its deadline passes while it runs
+      EXPECT_FALSE(job->misused());
+      if (together && early && backend_.log()[begun].rows == held_before + 1) return true;
+    }
+    return false;
   }
   // The least of several times, until it is less than kKernels.
   absl::Duration BeginsSoonestAfter(const std::shared_ptr<const Head>& head, int jobs_before = 2,
@@ -148,6 +175,21 @@ TEST_F(HeldBatchTest, NothingWaitsForABatchThatReadsTheHeadMoreThanOnce) {
   SetKernels(absl::Microseconds(25));
   Warm(/*rows=*/60);  // 1500 us
   EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/2, /*rows_before=*/35), kKernels);
+}
+
+TEST_F(HeldBatchTest, AJobWhoseDeadlineLiesWithinTheHoldBegins) {
+  Warm();
+  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kKernels / 2, /*held_before=*/0));
+}
+
+TEST_F(HeldBatchTest, AJobThatWouldBeLateAfterTheHoldBeginsBeforeItsEnd) {
+  Warm();
+  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kKernels + kKernels / 4, /*held_before=*/0));
+}
+
+TEST_F(HeldBatchTest, ABatchThatIsHeldBeginsForADeadlineThatJoinsIt) {
+  Warm();
+  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kKernels / 2, /*held_before=*/1));
 }
 
 // Its end is not lost: the stream that held it for another batch ends too.
