@@ -36,9 +36,11 @@ The preset sweep finds the peak of what the other flags say in closed loops of 1
 each connection, then offers 10% to 200% of it; scripts/plot_load draws the JSON.
 The preset overload does so for each of its shapes, and offers 1.1, 2 and 5 times the peak with a
 deadline of 200 ms. "in time" is answers within the deadline per second.
-Both measure the best closed loop again after each offer. The peak of a share is the median of these
-and of the first one, so that no offer is compared with the luckiest second of a noisy machine. Where
-the peaks differ by more than the shares, take more seconds (--duration) or a quieter machine.
+Both measure the best closed loop again after each offer, and a share is of the mean of the closed
+loops just before and just after it: on a machine with neighbours, a second a minute earlier says
+little. --turns makes all offers again, every second time in the other order; the last lines have the
+medians. Where shares of one offer differ much, take more turns or a quieter machine. Two processors
+of a virtual machine may be threads of one core: then the client takes its time from the server.
 The table: latency percentiles in microseconds; "added" is the client's round trip less the kernel.
 Exit codes: 0 done, 1 a scenario had no answer, 2 bad usage, 3 the server is not there.)";
 
@@ -107,6 +109,7 @@ struct Flags {
   double duration_s = 5;
   double deadline_s = 30;
   double ring_spin_us = 1000;
+  int turns = 1;
   int server_pid = 0;
 };
 
@@ -170,6 +173,8 @@ void AddFlags(CLI::App* app, Flags* flags) {
   number("--warmup", &flags->warmup_s, "seconds before the window; also in presets", 0.0, 3600.0);
   number("--duration", &flags->duration_s, "seconds of the window; also in presets", 0.1, 3600.0);
   number("--deadline", &flags->deadline_s, "seconds for one request", 0.001, 3600.0);
+  number("--turns", &flags->turns, "presets overload and sweep: how often each offer is made", 1,
+         100);
   app->add_option("--server-pid", flags->server_pid,
                   "the server's process here, to read its peak of memory");
   app->add_option("--json", flags->json_file, "also write every figure to this file");
@@ -188,7 +193,7 @@ class Runner {
     report_["results"] = nlohmann::ordered_json::array();
   }
 
-  // Returns the answers in time, per second.
+  // Adds one result. Returns the answers in time, per second.
   absl::StatusOr<double> Run(const Scenario& scenario) {
     absl::StatusOr<Measured> measured = RunScenario(scenario, flags_.target, flags_.server_pid);
     if (!measured.ok()) {
@@ -215,7 +220,7 @@ class Runner {
   }
 
   // The peak in closed loops, then these multiples of it in open ones, and the best closed loop again
-  // after each of them.
+  // after each of them. All of it as often as there are turns.
   absl::Status PeakAndShares(Scenario scenario, absl::Span<const double> multiples) {
     const std::string name = scenario.name;
     const size_t first = report_["results"].size();
@@ -235,15 +240,26 @@ class Runner {
       best = in_flight;
     }
     if (best == 0) return absl::UnavailableError(name + ": no answer came in time");
-    for (const double times : multiples) {
-      scenario.rate = times * Median(peaks);
-      scenario.name = absl::StrFormat("%s_x%g", name, times);
-      if (const auto in_time = Run(scenario); !in_time.ok()) return in_time.status();
-      const absl::StatusOr<double> peak = closed_loop(best);
-      if (!peak.ok()) return peak.status();
-      peaks.push_back(*peak);
+    std::vector<std::vector<double>> shares(multiples.size());
+    for (int turn = 0; turn < flags_.turns; ++turn) {
+      for (size_t i = 0; i < multiples.size(); ++i) {
+        const size_t which = turn % 2 == 0 ? i : multiples.size() - 1 - i;
+        scenario.rate = multiples[which] * Median(peaks);
+        scenario.name = absl::StrFormat("%s_x%g", name, multiples[which]);
+        const absl::StatusOr<double> in_time = Run(scenario);
+        if (!in_time.ok()) return in_time.status();
+        const size_t offer = report_["results"].size() - 1;
+        const absl::StatusOr<double> peak = closed_loop(best);
+        if (!peak.ok()) return peak.status();
+        const double beside = (peaks.back() + *peak) / 2;
+        peaks.push_back(*peak);
+        report_["results"][offer]["peak_beside_per_s"] = beside;
+        report_["results"][offer]["goodput_share_of_peak"] = *in_time / beside;
+        shares[which].push_back(*in_time / beside);
+      }
     }
-    AddShares(name, first, std::move(peaks));
+    AddPeaks(name, first, std::move(peaks));
+    for (size_t i = 0; i < multiples.size(); ++i) AddShares(name, multiples[i], shares[i]);
     return absl::OkStatus();
   }
 
@@ -256,25 +272,31 @@ class Runner {
     return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
   }
 
-  // To the open loops from the result `first` on: which share of the peak was answered in time.
-  void AddShares(const std::string& name, size_t first, std::vector<double> peaks) {
+  // To the open loops from the result `first` on.
+  void AddPeaks(const std::string& name, size_t first, std::vector<double> peaks) {
     const double peak = Median(peaks);
     const auto [least, most] = std::minmax_element(peaks.begin(), peaks.end());
-    absl::PrintF("%s: peak %.1f/s, the median of %d from %.1f to %.1f; in time, of it:", name, peak,
+    absl::PrintF("%s: peak %.1f/s, the median of %d from %.1f to %.1f\n", name, peak,
                  static_cast<int>(peaks.size()), *least, *most);
     nlohmann::ordered_json& results = report_["results"];
     for (size_t i = first; i < results.size(); ++i) {
-      nlohmann::ordered_json& result = results[i];
-      if (result["mode"] != "open") continue;
-      const double share = result["goodput_per_s"].get<double>() / peak;
-      const double offered = result["offered_per_s"].get<double>() / peak;
-      result["peak_per_s"] = peak;
-      result["peaks_per_s"] = peaks;
-      result["goodput_share_of_peak"] = share;
-      absl::PrintF(" %.1f%% of %.2f", 100 * share, offered);
+      if (results[i]["mode"] != "open") continue;
+      results[i]["peak_per_s"] = peak;
+      results[i]["peaks_per_s"] = peaks;
     }
-    absl::PrintF("\n");
+  }
+
+  // What was answered in time at one multiple of the peak, in all turns.
+  void AddShares(const std::string& name, double multiple, const std::vector<double>& shares) {
+    const auto [least, most] = std::minmax_element(shares.begin(), shares.end());
+    const double median = Median(shares);
+    absl::PrintF("%s_x%g: %.1f%% of the peak in time, the median of %d from %.1f%% to %.1f%%\n",
+                 name, multiple, 100 * median, static_cast<int>(shares.size()), 100 * *least,
+                 100 * *most);
     std::fflush(stdout);
+    report_["shares"].push_back({{"name", absl::StrFormat("%s_x%g", name, multiple)},
+                                 {"median", median},
+                                 {"turns", shares}});
   }
 
   const Flags& flags_;
