@@ -25,7 +25,7 @@ absl::Status Throttle::Ask(absl::Time now) {
   }
   refused_ += 1;
   return absl::ResourceExhaustedError(absl::StrFormat(
-      "not sent: of the last %d calls the server took %d, and about %.0f are sent for each that it "
+      "not sent: of the last %d calls the server took %d, and about %.1f are sent for each that it "
       "takes",
       std::lround(all), std::lround(taken_), kSent));
 }

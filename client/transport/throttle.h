@@ -22,7 +22,9 @@ namespace logitd::client {
 // Those that are sent show when it takes more again. Only the last calls count, each for about kMemory.
 class Throttle {
  public:
-  static constexpr double kSent = 2;
+  // More would make the server refuse more. With less, a server that takes more again gets more later:
+  // what is sent grows by half in a second. Measured: bench/results/cpu/overload_turns.json.
+  static constexpr double kSent = 1.5;
   static constexpr absl::Duration kMemory = absl::Seconds(1);
   // Up to this many refused calls, all calls are sent.
   static constexpr double kFree = 8;

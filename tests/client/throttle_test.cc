@@ -33,10 +33,10 @@ class ThrottleTest : public ::testing::Test {
 
 TEST_F(ThrottleTest, SendsEverythingWhileMostIsTaken) {
   EXPECT_EQ(Run(1000, 1, 1), 1000);
-  for (int i = 0; i < 1000; ++i) {  // half is refused: two are sent for each that is taken
+  for (int i = 0; i < 999; ++i) {  // a third is refused: 1.5 are sent for each that is taken
     now_ += absl::Milliseconds(1);
     ASSERT_TRUE(throttle_.Ask(now_).ok());
-    End(i % 2 == 0 ? absl::ResourceExhaustedError("full") : absl::OkStatus());
+    End(i % 3 == 2 ? absl::ResourceExhaustedError("full") : absl::OkStatus());
   }
 }
 
@@ -48,8 +48,8 @@ TEST_F(ThrottleTest, FewRefusalsKeepNothingBack) {
   EXPECT_TRUE(throttle_.Ask(now_).ok());
 }
 
-// A server that takes 1000 calls a second, of 5000: about 2000 are sent.
-TEST_F(ThrottleTest, SendsTwiceAsMuchAsTheServerTakes) {
+// A server that takes 1000 calls a second, of 5000: about 1500 are sent.
+TEST_F(ThrottleTest, SendsHalfAsMuchAgainAsTheServerTakes) {
   int sent = 0, taken = 0;
   double room = 0;
   for (int i = 0; i < 50000; ++i) {
@@ -66,7 +66,7 @@ TEST_F(ThrottleTest, SendsTwiceAsMuchAsTheServerTakes) {
     }
   }
   EXPECT_NEAR(taken, 8000, 300);
-  EXPECT_NEAR(sent, 16000, 1600);
+  EXPECT_NEAR(sent, 12000, 1200);
 }
 
 TEST_F(ThrottleTest, AServerThatTakesCallsAgainGetsThemSoon) {
@@ -82,7 +82,7 @@ TEST_F(ThrottleTest, SaysHowManyWereRefusedAndTheLastDelay) {
   for (int i = 0; i < 100 && status.ok(); ++i) status = throttle_.Ask(now_);
   EXPECT_TRUE(absl::IsResourceExhausted(status));
   EXPECT_THAT(status.message(), HasSubstr("not sent: of the last "));
-  EXPECT_THAT(status.message(), HasSubstr("the server took 0, and about 2 are sent"));
+  EXPECT_THAT(status.message(), HasSubstr("the server took 0, and about 1.5 are sent"));
   EXPECT_EQ(throttle_.pushback_ms(), 7);
 }
 

@@ -20,6 +20,8 @@ namespace {
 constexpr int kKernelsUs = 900;  // of a batch of one row
 constexpr absl::Duration kKernels = absl::Microseconds(kKernelsUs);
 static_assert(absl::Microseconds(2 * kKernelsUs) < Batcher::kMostHeld);
+constexpr absl::Duration kLongHold = absl::Microseconds(1500);
+static_assert(kLongHold < Batcher::kMostHeld);
 constexpr absl::Duration kDelay = absl::Microseconds(50);  // so that jobs share a batch
 // On a busy machine threads wait for a processor, so what takes too long is tried again.
 constexpr absl::Duration kMostTries = absl::Seconds(20);
@@ -82,8 +84,8 @@ class HeldBatchTest : public ::testing::Test {
     ADD_FAILURE() << "jobs never shared a batch";
     return absl::ZeroDuration();
   }
-  // Whether the last job of a batch that would be held begins before it must be ended, and earlier than
-  // the hold ends. That job has so much `time`; so many others that have no deadline come before it.
+  // Whether the last job of a batch that would be held for kLongHold begins before it must be ended, and
+  // earlier than the hold ends. That job has so much `time`; so many others that have no deadline come before it.
   bool BeginsInsteadOfBeingHeld(absl::Duration time, int held_before) {
     const absl::Time last = absl::Now() + kMostTries;
     while (absl::Now() < last) {
@@ -97,7 +99,7 @@ class HeldBatchTest : public ::testing::Test {
       while (backend_.log().size() == begun && !job->status().has_value()) {
         std::this_thread::yield();
       }
-      const bool early = absl::Now() < start + kKernels && backend_.log().size() > begun;
+      const bool early = absl::Now() < start + kLongHold && backend_.log().size() > begun;
       End(jobs);
       job->Wait().IgnoreError();  // its deadline passes while it runs
       EXPECT_FALSE(job->misused());
@@ -105,12 +107,12 @@ class HeldBatchTest : public ::testing::Test {
     }
     return false;
   }
-  // The least of several times, until it is less than kKernels.
+  // The least of several times, until it is less than `limit`.
   absl::Duration BeginsSoonestAfter(const std::shared_ptr<const Head>& head, int jobs_before = 2,
-                                    int64_t rows_before = 1) {
+                                    int64_t rows_before = 1, absl::Duration limit = kKernels) {
     absl::Duration least = absl::InfiniteDuration();
     const absl::Time last = absl::Now() + kMostTries;
-    while (least >= kKernels && absl::Now() < last) {
+    while (least >= limit && absl::Now() < last) {
       least = std::min(least, BeginsAfter(head, jobs_before, rows_before));
     }
     return least;
@@ -173,23 +175,27 @@ TEST_F(HeldBatchTest, NothingWaitsForLongKernels) {
 
 TEST_F(HeldBatchTest, NothingWaitsForABatchThatReadsTheHeadMoreThanOnce) {
   SetKernels(absl::Microseconds(25));
-  Warm(/*rows=*/60);  // 1500 us
-  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/2, /*rows_before=*/35), kKernels);
+  Warm(/*rows=*/60);
+  constexpr absl::Duration kHold = absl::Microseconds(60 * 25);
+  EXPECT_LT(BeginsSoonestAfter(head_, /*jobs_before=*/2, /*rows_before=*/35, kHold), kHold);
 }
 
 TEST_F(HeldBatchTest, AJobWhoseDeadlineLiesWithinTheHoldBegins) {
+  SetKernels(kLongHold);
   Warm();
-  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kKernels / 2, /*held_before=*/0));
+  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kLongHold / 2, /*held_before=*/0));
 }
 
 TEST_F(HeldBatchTest, AJobThatWouldBeLateAfterTheHoldBeginsBeforeItsEnd) {
+  SetKernels(kLongHold);
   Warm();
-  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kKernels + kKernels / 4, /*held_before=*/0));
+  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kLongHold + kLongHold / 4, /*held_before=*/0));
 }
 
 TEST_F(HeldBatchTest, ABatchThatIsHeldBeginsForADeadlineThatJoinsIt) {
+  SetKernels(kLongHold);
   Warm();
-  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kKernels / 2, /*held_before=*/1));
+  EXPECT_TRUE(BeginsInsteadOfBeingHeld(kLongHold / 2, /*held_before=*/1));
 }
 
 // Its end is not lost: the stream that held it for another batch ends too.

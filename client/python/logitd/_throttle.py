@@ -13,7 +13,7 @@ from typing import Optional
 
 from logitd.errors import Cancelled, DeadlineExceeded, LogitdError, ResourceExhausted, Unavailable
 
-SENT = 2
+SENT = 1.5
 """About this many calls are sent for each one that the server takes."""
 MEMORY = 1.0
 """A call counts for about this many seconds."""

@@ -58,8 +58,8 @@ class Client(Base):
     token: sent as `authorization: Bearer TOKEN`; or a function that returns it, called for every attempt.
     token_over_plaintext: send the token without TLS also to another machine, where others on the network can read it.
     state_sizes: tell the server the size of each message, so that it keeps no more room for it.
-    throttle: where the server refuses most calls of a method for its load, do not send all of them: about two for each
-        that it takes. The others end with ResourceExhausted, "not sent: ...".
+    throttle: where the server refuses most calls of a method for its load, do not send all of them: about three for
+        every two that it takes. The others end with ResourceExhausted, "not sent: ...".
     max_message_bytes: larger requests are refused here, unsent; 0: no limit of the client's.
     attention_message_bytes, score_message_bytes: payload of one message of a stream, about. Attention tensors that are
         larger go as a stream.

@@ -35,7 +35,7 @@ class ThrottleTest(unittest.TestCase):
             throttle.ended(FULL, 1)
         self.assertIsNone(throttle.ask(1))
 
-    def test_sends_about_twice_what_the_server_takes(self):
+    def test_sends_about_half_as_much_again_as_the_server_takes(self):
         room = {"left": 0.0, "at": 1000.0}
 
         def takes(now):  # 1000 a second, of 5000; asked twice for each call
