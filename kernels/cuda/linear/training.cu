@@ -30,7 +30,7 @@
 // On a shard of a head the passes are two calls, on Hopper only (shard_training.h). Each shard sends
 // the maxima and sums of its tiles to all others, and all add the tiles of the vocabulary in the
 // order of one device, so that losses have its bits. d_hidden is whole before the last product 3,
-// which its exchange overlaps. Long because a call and its halves share the passes.
+// which its exchange overlaps.
 //
 // Cost: three products, the floor; in addition a write of E, one read and write of d_hidden in fp32
 // for every chunk of up to 16384 tokens, and except on Hopper a write and a read of the logits, in
@@ -46,411 +46,28 @@
 // at a time). Product 2 by the algorithm for 4096 rows (the same), chunks of 8192 tokens (1%
 // slower), cuBLASLt's second choices (the same within 1%).
 #include <algorithm>
-#include <limits>
 
 #include "kernels/cuda/linear/backward.cuh"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/shard_training.h"
-#include "kernels/cuda/linear/shards.cuh"
 #include "kernels/cuda/linear/training.cuh"
-#include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/linear/training_steps.h"
 #include "kernels/cuda/ops.h"
 
 namespace logitd::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
 constexpr int kTile = kTrainingTile;
-constexpr int kLaneTokens = kTile / 32;
-constexpr int kGroupRows = 64;
-static_assert(kLaneTokens * sizeof(Bf16) == 16);
-static_assert(kGroupRows % kWarps == 0);
-
-// ---- kernels -----------------------------------------------------------------------------------
-
-// Fills in `count` rows; rows from `rows` on are skipped. The head has `tokens` tokens from
-// `first_token` on.
-__global__ void __launch_bounds__(kThreads)
-    BeginKernel(const CrossEntropyRow* params, int64_t rows, int64_t count, int32_t first_token,
-                int32_t tokens, RowState* to) {
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (r >= count) return;
-  RowState row{.use = RowUse::kSkipped,
-               .target = -1,
-               .log2e_over_temperature = 0.0f,
-               .smooth = 0,
-               .stats = {-kInfinity, 0.0f},
-               .total = 0.0,
-               .first_nan = -1,
-               .factor = 0.0f,
-               .flat = 0.0f,
-               .more = 0.0f,
-               .hit = 0.0f};
-  if (r < rows && params[r].active != 0) {
-    const CrossEntropyRow& p = params[r];
-    row.use = p.target < 0 ? RowUse::kIgnored : RowUse::kCounted;
-    const int32_t target = p.target - first_token;
-    row.target = p.target >= first_token && target < tokens ? target : -1;
-    row.log2e_over_temperature = Log2EOverTemperature(0.0f, p.temperature);
-    row.smooth = p.label_smoothing > 0 ? 1 : 0;
-  }
-  to[r] = row;
-}
-
-// Makes the exponentials of a chunk, a tile of a row by each warp. The logits are [rows, stride],
-// of the rows from `first` on.
-__global__ void __launch_bounds__(kThreads)
-    ExponentialKernel(const float* __restrict__ logits, int64_t stride,
-                      const RowState* __restrict__ rows, int64_t first, Chunk chunk) {
-  const int lane = threadIdx.x % 32;
-  const int tile = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  if (tile >= chunk.Tiles()) return;
-  const int64_t r = first + blockIdx.y;
-  const RowState& row = rows[r];
-  if (row.use == RowUse::kSkipped) return;
-  const int begin = tile * kTile + lane * kLaneTokens;  // in the chunk
-  const float* from = logits + blockIdx.y * stride + begin;
-  const int valid = static_cast<int>(min(chunk.tokens - begin, int64_t{kLaneTokens}));
-  float x[kLaneTokens];
-  if (valid == kLaneTokens) {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; i += 4) {
-      const float4 four = __ldcs(reinterpret_cast<const float4*>(from + i));
-      x[i] = four.x;
-      x[i + 1] = four.y;
-      x[i + 2] = four.z;
-      x[i + 3] = four.w;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) x[i] = i < valid ? from[i] : -kInfinity;
-  }
-  float max = -kInfinity;
-#pragma unroll
-  for (float value : x) max = fmaxf(max, value);
-  max = WarpMax(max);
-  const Exponential exponential = TileExponential(max, row.log2e_over_temperature);
-  float e[kLaneTokens];
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kLaneTokens; ++i) {
-    e[i] = exponential(x[i]);
-    sum += e[i];
-  }
-  const float factor = FactorOfTile(max, row.log2e_over_temperature);
-  uint32_t words[kLaneTokens / 2];
-#pragma unroll
-  for (int i = 0; i < kLaneTokens; i += 2)
-    words[i / 2] = PackPair<Bf16>(e[i] * factor, e[i + 1] * factor);
-  *reinterpret_cast<uint4*>(chunk.e.At(r, chunk.first + begin)) = {words[0], words[1], words[2],
-                                                                   words[3]};
-  const int64_t place = row.target - chunk.first - begin;
-#pragma unroll
-  for (int i = 0; i < kLaneTokens; ++i) {
-    if (place == i) chunk.target_logits[r] = x[i];
-  }
-  float total = 0.0f;
-  if (row.smooth != 0) {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) total = fmaf(i < valid ? x[i] : 0.0f, kTotalUnit, total);
-    total = WarpSum(total);
-  }
-  sum = WarpSum(sum);
-  if (lane != 0) return;
-  chunk.maxima[r * chunk.maxima_stride + tile] = max;
-  chunk.parts[r * chunk.parts_stride + tile] = {sum, total};
-}
-
-// The first token of the chunk whose exponential is NaN, by one warp. There must be one.
-__device__ __noinline__ int32_t FindNanToken(const Chunk& chunk, int64_t r, int lane) {
-  const TilePart* parts = chunk.parts + r * chunk.parts_stride;
-  int tile = 0;
-  while (tile + 1 < chunk.Tiles() && !isnan(parts[tile].sum)) ++tile;
-  const Bf16* e = chunk.e.At(r, chunk.first + tile * kTile);
-  int first = kTile;
-  for (int i = lane; i < kTile; i += 32) {
-    if (isnan(ToFloat(e[i]))) first = min(first, i);
-  }
-  return static_cast<int32_t>(chunk.first) + tile * kTile + __reduce_min_sync(kFullWarp, first);
-}
-
-// Adds the chunk's tiles to the rows' sums, a row by each warp.
-__global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk chunk) {
-  const int lane = threadIdx.x % 32;
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  RowState& row = rows[r];
-  if (row.use == RowUse::kSkipped) return;
-  const TilePart* parts = chunk.parts + r * chunk.parts_stride;
-  const float* maxima = chunk.maxima + r * chunk.maxima_stride;
-  const Stats more = MergeCells(chunk.Tiles(), row.log2e_over_temperature, lane, [&](int i) {
-    return Stats{maxima[i], parts[i].sum};
-  });
-  const Stats before = row.stats;
-  const Stats stats = MergeCells(2, row.log2e_over_temperature, lane,
-                                 [&](int i) { return i == 0 ? before : more; });
-  double total = 0.0;
-  if (row.smooth != 0) {
-    for (int i = lane; i < chunk.Tiles(); i += 32) total += parts[i].total;
-    total = WarpSum(total);
-  }
-  int32_t first_nan = row.first_nan;
-  if (first_nan < 0 && isnan(more.sum)) first_nan = FindNanToken(chunk, r, lane);
-  __syncwarp();
-  if (lane != 0) return;
-  row.stats = stats;
-  row.total += total;
-  row.first_nan = first_nan;
-}
-
-// The factor that turns E of a tile into probabilities. It comes from the row's sums and not from
-// its logsumexp, which is rounded: where that is large, p would be off by orders of magnitude.
-__device__ inline float ProbabilityOfUnit(const Outcome& outcome) {  // where E is not relative
-  return static_cast<float>(exp(outcome.AboveMax(0.0) - outcome.log_sum));
-}
-__device__ inline float ProbabilityOfMax(const Outcome& outcome, float log2e_over_temperature,
-                                         float max) {
-  if (max == -kInfinity) return 0.0f;  // all are 0
-  if (IsModerateTile(max, log2e_over_temperature)) return ProbabilityOfUnit(outcome);
-  const Exponential exponential(max, log2e_over_temperature);
-  const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
-  return exponential.plain
-             ? p * Exp2(-fmaf(max, exponential.log2e_over_temperature, exponential.shift))
-             : p;
-}
-
-// What a shard tells the others of a tile, and of a row.
-struct TileSums {
-  float max;
-  float sum;
-  float total;
-};
-struct TrainingBlock {
-  TileSums* tiles;  // [rows, most_tiles]
-  int32_t* nan;     // [rows]: the first token of the shard that is NaN; -1: none
-  float* target;    // [rows]: the target's logit, where the shard has the target
-  int64_t most_tiles;
-  size_t bytes;
-
-  TrainingBlock(std::byte* block, const VocabShards& shards, int64_t rows)
-      : most_tiles(shards.most_cells() * (kCell / kTile)) {
-    const int64_t tiles_bytes = rows * most_tiles * static_cast<int64_t>(sizeof(TileSums));
-    tiles = reinterpret_cast<TileSums*>(block);
-    nan = reinterpret_cast<int32_t*>(block + tiles_bytes);
-    target = reinterpret_cast<float*>(nan + rows);
-    bytes = static_cast<size_t>(RoundUp(tiles_bytes + 8 * rows, 16));
-  }
-};
-
-// Writes a shard's block, a row by each warp.
-__global__ void __launch_bounds__(kThreads)
-    TellShardsKernel(const RowState* rows, int64_t count, Chunk all, int32_t first_token,
-                     const __grid_constant__ TrainingBlock to) {
-  const int lane = threadIdx.x % 32;
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (r >= count || rows[r].use == RowUse::kSkipped) return;
-  for (int i = lane; i < all.Tiles(); i += 32) {
-    const TilePart part = all.parts[r * all.parts_stride + i];
-    to.tiles[r * to.most_tiles + i] = {all.maxima[r * all.maxima_stride + i], part.sum, part.total};
-  }
-  if (lane != 0) return;
-  to.nan[r] = rows[r].first_nan < 0 ? -1 : first_token + rows[r].first_nan;
-  if (rows[r].target >= 0) to.target[r] = all.target_logits[r];
-}
-
-// Makes the rows' sums those of all shards, and their target's logit known, a row by each warp. The
-// order is that of AddKernel. `first`: the block of the first shard.
-__global__ void __launch_bounds__(kThreads)
-    AddShardsKernel(RowState* rows, int64_t count, const CrossEntropyRow* params,
-                    const __grid_constant__ TrainingBlock first,
-                    const __grid_constant__ Shards shards, int tiles, float* target_logits) {
-  constexpr int kCellTiles = kCell / kTile;
-  const int lane = threadIdx.x % 32;
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (r >= count) return;
-  RowState& row = rows[r];
-  if (row.use == RowUse::kSkipped) return;
-  const auto tile = [&](int i) -> const TileSums& {
-    const int shard = shards.OwnerOfCell(i / kCellTiles);
-    return shards.Of(first.tiles,
-                     shard)[r * first.most_tiles + i - shards.FirstCell(shard) * kCellTiles];
-  };
-  const Stats more = MergeCells(tiles, row.log2e_over_temperature, lane, [&](int i) {
-    return Stats{tile(i).max, tile(i).sum};
-  });
-  const Stats before = {-kInfinity, 0.0f};
-  const Stats stats = MergeCells(2, row.log2e_over_temperature, lane,
-                                 [&](int i) { return i == 0 ? before : more; });
-  double total = 0.0;
-  if (row.smooth != 0) {
-    for (int i = lane; i < tiles; i += 32) total += tile(i).total;
-    total = WarpSum(total);
-  }
-  int32_t first_nan = -1;  // of the first shard that has one
-  for (int s = shards.count - 1; s >= 0; --s) {
-    const int32_t nan = shards.Of(first.nan, s)[r];
-    if (nan >= 0) first_nan = nan;
-  }
-  __syncwarp();
-  if (lane != 0) return;
-  row.stats = stats;
-  row.total = total;
-  row.first_nan = first_nan;
-  const int32_t target = params[r].target;
-  if (target >= 0) target_logits[r] = shards.Of(first.target, shards.OwnerOf(target))[r];
-}
-
-// Infinities become finite, so that 0 times them is 0. NaN stays.
-__device__ inline float Finite(float x) {
-  constexpr float kMost = std::numeric_limits<float>::max();
-  return fabsf(x) > kMost ? copysignf(kMost, x) : x;
-}
-
-// The factor of a row's G, if one is enough for all its tiles, and moderate, so that it can be a
-// factor of the hidden state in bf16 (elements of 2^-66 to 2^97 keep their digits); else 0.
-__device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& gradient,
-                                    float log2e_over_temperature) {
-  constexpr float kLeast = 0x1p-60f;
-  constexpr float kMost = 0x1p30f;
-  if (!IsModerateTile(outcome.max, log2e_over_temperature) || gradient.flat != 0.0f ||
-      gradient.more != 1.0f) {
-    return 0.0f;
-  }
-  const float factor = ProbabilityOfUnit(outcome) * gradient.weight * gradient.scale;
-  return fabsf(factor) >= kLeast && fabsf(factor) <= kMost ? factor : 0.0f;  // NaN: 0
-}
-
-// Writes the rows' answers and makes their factors, a row by each warp. The maxima of rows that have
-// no factor for all tiles become those of their tiles.
-__global__ void __launch_bounds__(kThreads)
-    ConcludeKernel(const __grid_constant__ CrossEntropyArgs args, const float* upstream,
-                   const float* target_logits, RowState* rows, float* maxima, int tiles) {
-  const int lane = threadIdx.x % 32;
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  RowState& row = rows[r];
-  if (row.use == RowUse::kSkipped) return;
-  const float target_logit = row.use == RowUse::kIgnored ? 0.0f : target_logits[r];
-  const Outcome outcome =
-      Conclude(args, r, {row.stats, 0.0f, row.total, 0}, target_logit, row.first_nan, lane);
-  if (row.use != RowUse::kCounted) return;
-  const Gradient gradient = Gradient::Of(args.rows[r], static_cast<float>(outcome.LogSumExp()),
-                                         upstream[r], args.logits.cols);
-  const float factor = FactorOfRow(outcome, gradient, row.log2e_over_temperature);
-  for (int i = lane; i < tiles && factor == 0.0f; i += 32) {
-    float& at = maxima[r * tiles + i];
-    at = Finite(ProbabilityOfMax(outcome, row.log2e_over_temperature, at) * gradient.weight *
-                gradient.scale);
-  }
-  if (lane != 0) return;
-  const float p = static_cast<float>(exp(outcome.Logprob(target_logit)));
-  row.factor = factor;
-  row.flat = gradient.flat * gradient.scale;
-  row.more = gradient.more;
-  row.hit = (fmaf(p, gradient.weight, -gradient.flat) - gradient.hit) * gradient.scale * row.more;
-}
-
-// Brings the rows' factors into their packed hidden states, a block a row. Those of ignored rows
-// become zeros. Also makes the target's E what its G is, over the factor.
-__global__ void __launch_bounds__(kThreads)
-    ScaleStatesKernel(const RowState* rows, Bf16* states, int64_t stride, Chunk all) {
-  const int64_t r = blockIdx.x;
-  const RowState& row = rows[r];
-  const bool plain = row.use == RowUse::kCounted && row.IsPlain();
-  if (!plain && row.use != RowUse::kIgnored) return;
-  const float factor = plain ? row.factor : 0.0f;
-  if (plain && threadIdx.x == 0 && row.target >= 0)
-    *all.e.At(r, row.target) = Bf16(row.hit / factor);
-  uint4* vectors = reinterpret_cast<uint4*>(states + r * stride);
-  for (int64_t i = threadIdx.x; i < stride / kLaneTokens; i += kThreads) {
-    uint4 out = {};
-    if (plain) {
-      const uint4 vector = vectors[i];
-      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
-      uint32_t scaled[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        scaled[j] = PackPair<Bf16>(WordElement<Bf16>(words, 2 * j) * factor,
-                                   WordElement<Bf16>(words, 2 * j + 1) * factor);
-      }
-      out = {scaled[0], scaled[1], scaled[2], scaled[3]};
-    }
-    vectors[i] = out;
-  }
-}
-
-// Makes G of the E of a tile, in place, by one warp. A row that is not counted becomes zeros, whatever
-// its memory holds.
-__device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, const Chunk& all,
-                                    int lane) {
-  const int64_t begin = int64_t{tile} * kTile + lane * kLaneTokens;
-  uint4* at = reinterpret_cast<uint4*>(all.e.At(r, begin));
-  uint4 out = {};
-  if (row.use == RowUse::kCounted) {
-    const float max = all.maxima[r * all.maxima_stride + tile];
-    const bool plain = row.IsPlain();  // then only E becomes what it is in other tiles
-    const float factor = plain ? Exp2(__fmul_rn(max, row.log2e_over_temperature)) : max;
-    const float flat = plain ? 0.0f : row.flat;
-    const float more = plain ? 1.0f : row.more;
-    const uint4 vector = *at;
-    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
-    const int64_t place = plain ? -1 : row.target - begin;
-    float g[kLaneTokens];
-#pragma unroll
-    for (int j = 0; j < kLaneTokens; ++j) {
-      g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), factor, -flat), more);
-      if (place == j) g[j] = row.hit;
-    }
-    out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
-           PackPair<Bf16>(g[6], g[7])};
-  }
-  *at = out;
-}
-
-// Makes G of the E that have no factor for all tiles of their row, a warp for up to 32 tiles of a row.
-// Comes before ScaleStatesKernel, which writes the targets of the others.
-__global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows, Chunk all) {
-  const int lane = threadIdx.x % 32;
-  const int first =
-      (static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / 32) * 32;
-  const int64_t r = blockIdx.x;
-  const RowState& row = rows[r];
-  const int tile = first + lane;
-  bool wanted = tile < all.Tiles();
-  if (wanted && row.use == RowUse::kCounted && row.IsPlain()) {
-    const float max = all.maxima[r * all.maxima_stride + tile];
-    wanted = max != -kInfinity && !IsModerateTile(max, row.log2e_over_temperature);
-  }
-  for (unsigned left = __ballot_sync(kFullWarp, wanted); left != 0; left &= left - 1)
-    MakeGradient(row, r, first + __ffs(left) - 1, all, lane);
-}
-
-// Writes d_hidden of the rows, a block for each: their sums times their factors. Zeros where a row is
-// ignored, nothing where it is skipped.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    StoreHiddenKernel(const float* sums, int64_t sums_stride, int size, const RowState* rows, T* to,
-                      int64_t to_stride) {
-  const int64_t r = blockIdx.x;
-  const RowState& row = rows[r];
-  if (row.use == RowUse::kSkipped) return;
-  const float factor = row.IsPlain() ? row.factor : 1.0f;
-  for (int i = threadIdx.x; i < size; i += kThreads) {
-    to[r * to_stride + i] =
-        FromFloat<T>(row.use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
-  }
-}
-
-// ---- launch ------------------------------------------------------------------------------------
 
 // How the work is cut. The head and the device fix it.
 struct Cut {
-  int64_t block = kGroupRows;  // rows of product 1, and those that product 2 is chosen for
-  int64_t chunk = 16384;       // tokens, a multiple of kTile
-  bool in_one = false;         // pass 1 is one kernel, which takes the whole vocabulary
-  int64_t part = 0;            // else: tokens of product 1, in a chunk, a multiple of kTile
-  int64_t tiles = 0;           // tiles of the vocabulary
-  int64_t part_tiles = 0;      // tiles whose sums a row has at once
+  int64_t block = kTrainingRows;  // rows of product 1, and those that product 2 is chosen for
+  int64_t chunk = 16384;          // tokens, a multiple of kTile
+  bool in_one = false;            // pass 1 is one kernel, which takes the whole vocabulary
+  int64_t part = 0;               // else: tokens of product 1, in a chunk, a multiple of kTile
+  int64_t tiles = 0;              // tiles of the vocabulary
+  int64_t part_tiles = 0;         // tiles whose sums a row has at once
   int64_t hidden_stride = 0;
 
   // The largest chunk with which as many rows as `hidden` fit into `bytes`.
@@ -471,7 +88,7 @@ struct Cut {
       set_chunk(RoundUp(chunk / 2, kTile));
   }
 
-  int64_t Padded(int64_t rows) const { return RoundUp(rows, in_one ? kGroupRows : block); }
+  int64_t Padded(int64_t rows) const { return RoundUp(rows, in_one ? kTrainingRows : block); }
 
   // Bytes of a row's sums: of its tiles in pass 1, and of d_hidden in pass 2, in the same memory.
   int64_t SumsBytes() const {
@@ -534,16 +151,15 @@ class Training {
     Conclude();
     MakeAllGradients([] {});
     const int64_t rows = args_.hidden.rows;
-    StoreHidden(RowsOf(args_.d_hidden, 0, rows));
+    WriteHidden(RowsOf(args_.d_hidden, 0, rows));
     return steps_.error();
   }
 
   // The first call of a shard: cut_.in_one.
   cudaError_t Begin(const TrainingBlock& block) {
     MakeSums();
-    steps_.Launch(&TellShardsKernel, WarpGrid(args_.hidden.rows), kThreads, rows_,
-                  args_.hidden.rows, TokensAt(0, args_.head.vocab()),
-                  static_cast<int32_t>(place_.first_token), block);
+    TellShards(steps_, rows_, args_.hidden.rows, AllTokens(),
+               static_cast<int32_t>(place_.first_token), block);
     return steps_.error();
   }
 
@@ -551,49 +167,39 @@ class Training {
   cudaError_t End(const VocabShards& shards, const TrainingBlock& first,
                   absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) {
     const int64_t rows = args_.hidden.rows;
-    steps_.Launch(&AddShardsKernel, WarpGrid(rows), kThreads, rows_, rows, args_.rows, first,
-                  Shards(shards, first.bytes), static_cast<int>(CeilDiv(shards.vocab, kTile)),
-                  target_logits_);
+    AddShards(steps_, rows_, rows, args_.rows, first, shards, target_logits_);
     Conclude();
     MakeAllGradients([&] {
-      StoreHidden(DStates(0, rows));
+      WriteHidden(DStates(0, rows));
       steps_.Do([&] { return hidden_done(DStates(0, rows)); });
     });
     return steps_.error();
   }
 
  private:
-  // A grid with a warp for each of `count` items.
-  static dim3 WarpGrid(int64_t count) { return GridFor(count, kWarps); }
-
   // Pass 1.
   void MakeSums() {
     const int64_t vocab = args_.head.vocab();
-    steps_.Launch(&BeginKernel, GridFor(padded_, kThreads), kThreads, args_.rows, args_.hidden.rows,
-                  padded_, static_cast<int32_t>(place_.first_token), static_cast<int32_t>(vocab),
-                  rows_);
+    BeginRows(steps_, args_.rows, args_.hidden.rows, padded_,
+              static_cast<int32_t>(place_.first_token), static_cast<int32_t>(vocab), rows_);
     Pack();
     if (cut_.in_one) {
-      const Chunk all = TokensAt(0, vocab);
-      MakeAllExponentials(all);
-      AddToRows(all);
+      MakeAllExponentials();
+      AddToRows(steps_, rows_, padded_, AllTokens());
       return;
     }
     for (int64_t v = 0; v < vocab; v += cut_.chunk) {
       const Chunk chunk = TokensAt(v, cut_.chunk);
-      MakeExponentials(chunk);
-      AddToRows(chunk);
+      MakeChunkExponentials(chunk);
+      AddToRows(steps_, rows_, padded_, chunk);
     }
   }
 
   void Conclude() {
-    steps_.Launch(&ConcludeKernel, WarpGrid(padded_), kThreads, forward_, args_.upstream,
-                  target_logits_, rows_, maxima_, static_cast<int>(cut_.tiles));
-    const Chunk all = TokensAt(0, args_.head.vocab());
-    const dim3 grid(static_cast<unsigned>(padded_), WarpGrid(CeilDiv(cut_.tiles, 32)).x);
-    steps_.Launch(&GradientKernel, grid, kThreads, rows_, all);
-    steps_.Launch(&ScaleStatesKernel, GridFor(padded_), kThreads, rows_, states_,
-                  cut_.hidden_stride, all);
+    ConcludeRows(steps_, forward_, args_.upstream, rows_, padded_, AllTokens());
+    const MutableTensorView states = {states_, DType::kBF16, padded_, cut_.hidden_stride,
+                                      cut_.hidden_stride};
+    ScaleRows(steps_, rows_, states, AllTokens());
   }
 
   // Pass 2. hidden_is_whole() is called before the last product 3: all of d_hidden is added up.
@@ -623,6 +229,8 @@ class Training {
             .target_logits = target_logits_};
   }
 
+  Chunk AllTokens() const { return TokensAt(0, args_.head.vocab()); }
+
   TensorView Weights(const Chunk& chunk) const {
     return RowsOf(args_.head.weight, chunk.first, chunk.tokens);
   }
@@ -647,41 +255,32 @@ class Training {
                   cut_.hidden_stride);
   }
 
-  void MakeAllExponentials(const Chunk& all) {
+  void MakeAllExponentials() {
     steps_.Do([&] {
-      return hopper::Exponentials(States(0, args_.hidden.rows), args_.head, rows_, all, device_,
-                                  steps_.stream());
+      return hopper::Exponentials(States(0, args_.hidden.rows), args_.head, rows_, AllTokens(),
+                                  device_, steps_.stream());
     });
   }
 
   // Product 1 and the exponentials of its logits.
-  void MakeExponentials(const Chunk& chunk) {
+  void MakeChunkExponentials(const Chunk& chunk) {
     for (int64_t offset = 0; offset < chunk.tokens; offset += cut_.part) {
       const Chunk part = chunk.Part(offset, cut_.part);
       for (int64_t r = 0; r < padded_; r += cut_.block) {
+        const MutableTensorView logits = {logits_, DType::kF32, cut_.block, part.tokens, cut_.part};
         steps_.Multiply({.a = States(r, cut_.block),
                          .b = Weights(part),
                          .transpose_b = true,
-                         .out = {logits_, DType::kF32, cut_.block, part.tokens, cut_.part},
+                         .out = logits,
                          .alpha = args_.head.scale});
-        const dim3 grid(WarpGrid(part.Tiles()).x, static_cast<unsigned>(cut_.block));
-        steps_.Launch(&ExponentialKernel, grid, kThreads, logits_, cut_.part, rows_, r, part);
+        MakeExponentials(steps_, logits, rows_, r, part);
       }
     }
   }
 
-  void AddToRows(const Chunk& chunk) {
-    steps_.Launch(&AddKernel, WarpGrid(padded_), kThreads, rows_, chunk);
-  }
-
   // Writes or, in place, scales d_hidden.
-  void StoreHidden(const MutableTensorView& to) {
-    const MutableTensorView sums = DStates(0, to.rows);
-    VisitDType(to.dtype, [&]<class T>() {
-      steps_.Launch(&StoreHiddenKernel<T>, GridFor(to.rows), kThreads,
-                    static_cast<const float*>(sums.data), sums.row_stride,
-                    static_cast<int>(to.cols), rows_, static_cast<T*>(to.data), to.row_stride);
-    });
+  void WriteHidden(const MutableTensorView& to) {
+    StoreHidden(steps_, DStates(0, to.rows), rows_, to);
   }
 
   // Product 2.
@@ -696,7 +295,7 @@ class Training {
 
   // Product 3.
   void WriteWeight(const Chunk& chunk) {
-    const int64_t rows = RoundUp(args_.hidden.rows, kGroupRows);
+    const int64_t rows = RoundUp(args_.hidden.rows, kTrainingRows);
     steps_.Multiply({.a = Gradients(chunk, 0, rows),
                      .transpose_a = true,
                      .b = States(0, rows),

@@ -1,0 +1,204 @@
+// From the rows' sums to their gradients in linear_cross_entropy_training: answers, the factors from
+// exponentials to gradients, and what becomes of rows for which no factor is enough.
+//
+// Cost: reads and writes the hidden states in bf16, and at the end d_hidden in fp32; and the
+// exponentials of rows and tiles that have no factor of their row. Limited by: HBM. Measured as a
+// part of training.cu.
+#include <limits>
+
+#include "kernels/cuda/linear/training.cuh"
+#include "kernels/cuda/linear/training_steps.h"
+#include "kernels/cuda/loss/loss_row.cuh"
+
+namespace logitd::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+static_assert(kTrainingRows % kWarps == 0);
+constexpr int kTile = kTrainingTile;
+constexpr int kLaneTokens = kTile / 32;
+static_assert(kLaneTokens * sizeof(Bf16) == 16);
+
+// The factor that turns E of a tile into probabilities. It comes from the row's sums and not from
+// its logsumexp, which is rounded: where that is large, p would be off by orders of magnitude.
+__device__ inline float ProbabilityOfUnit(const Outcome& outcome) {  // where E is not relative
+  return static_cast<float>(exp(outcome.AboveMax(0.0) - outcome.log_sum));
+}
+__device__ inline float ProbabilityOfMax(const Outcome& outcome, float log2e_over_temperature,
+                                         float max) {
+  if (max == -kInfinity) return 0.0f;  // all are 0
+  if (IsModerateTile(max, log2e_over_temperature)) return ProbabilityOfUnit(outcome);
+  const Exponential exponential(max, log2e_over_temperature);
+  const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
+  return exponential.plain
+             ? p * Exp2(-fmaf(max, exponential.log2e_over_temperature, exponential.shift))
+             : p;
+}
+
+// Infinities become finite, so that 0 times them is 0. NaN stays.
+__device__ inline float Finite(float x) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  return fabsf(x) > kMost ? copysignf(kMost, x) : x;
+}
+
+// The factor of a row's G, if one is enough for all its tiles, and moderate, so that it can be a
+// factor of the hidden state in bf16 (elements of 2^-66 to 2^97 keep their digits); else 0.
+__device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& gradient,
+                                    float log2e_over_temperature) {
+  constexpr float kLeast = 0x1p-60f;
+  constexpr float kMost = 0x1p30f;
+  if (!IsModerateTile(outcome.max, log2e_over_temperature) || gradient.flat != 0.0f ||
+      gradient.more != 1.0f) {
+    return 0.0f;
+  }
+  const float factor = ProbabilityOfUnit(outcome) * gradient.weight * gradient.scale;
+  return fabsf(factor) >= kLeast && fabsf(factor) <= kMost ? factor : 0.0f;  // NaN: 0
+}
+
+// Writes the rows' answers and makes their factors, a row by each warp. The maxima of rows that have
+// no factor for all tiles become those of their tiles.
+__global__ void __launch_bounds__(kThreads)
+    ConcludeKernel(const __grid_constant__ CrossEntropyArgs args, const float* upstream,
+                   const float* target_logits, RowState* rows, float* maxima, int tiles) {
+  const int lane = threadIdx.x % 32;
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  RowState& row = rows[r];
+  if (row.use == RowUse::kSkipped) return;
+  const float target_logit = row.use == RowUse::kIgnored ? 0.0f : target_logits[r];
+  const Outcome outcome =
+      Conclude(args, r, {row.stats, 0.0f, row.total, 0}, target_logit, row.first_nan, lane);
+  if (row.use != RowUse::kCounted) return;
+  const Gradient gradient = Gradient::Of(args.rows[r], static_cast<float>(outcome.LogSumExp()),
+                                         upstream[r], args.logits.cols);
+  const float factor = FactorOfRow(outcome, gradient, row.log2e_over_temperature);
+  for (int i = lane; i < tiles && factor == 0.0f; i += 32) {
+    float& at = maxima[r * tiles + i];
+    at = Finite(ProbabilityOfMax(outcome, row.log2e_over_temperature, at) * gradient.weight *
+                gradient.scale);
+  }
+  if (lane != 0) return;
+  const float p = static_cast<float>(exp(outcome.Logprob(target_logit)));
+  row.factor = factor;
+  row.flat = gradient.flat * gradient.scale;
+  row.more = gradient.more;
+  row.hit = (fmaf(p, gradient.weight, -gradient.flat) - gradient.hit) * gradient.scale * row.more;
+}
+
+// Brings the rows' factors into their packed hidden states, a block a row. Those of ignored rows
+// become zeros. Also makes the target's E what its G is, over the factor.
+__global__ void __launch_bounds__(kThreads)
+    ScaleStatesKernel(const RowState* rows, Bf16* states, int64_t stride, Chunk all) {
+  const int64_t r = blockIdx.x;
+  const RowState& row = rows[r];
+  const bool plain = row.use == RowUse::kCounted && row.IsPlain();
+  if (!plain && row.use != RowUse::kIgnored) return;
+  const float factor = plain ? row.factor : 0.0f;
+  if (plain && threadIdx.x == 0 && row.target >= 0)
+    *all.e.At(r, row.target) = Bf16(row.hit / factor);
+  uint4* vectors = reinterpret_cast<uint4*>(states + r * stride);
+  for (int64_t i = threadIdx.x; i < stride / kLaneTokens; i += kThreads) {
+    uint4 out = {};
+    if (plain) {
+      const uint4 vector = vectors[i];
+      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+      uint32_t scaled[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        scaled[j] = PackPair<Bf16>(WordElement<Bf16>(words, 2 * j) * factor,
+                                   WordElement<Bf16>(words, 2 * j + 1) * factor);
+      }
+      out = {scaled[0], scaled[1], scaled[2], scaled[3]};
+    }
+    vectors[i] = out;
+  }
+}
+
+// Makes G of the E of a tile, in place, by one warp. A row that is not counted becomes zeros, whatever
+// its memory holds.
+__device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, const Chunk& all,
+                                    int lane) {
+  const int64_t begin = int64_t{tile} * kTile + lane * kLaneTokens;
+  uint4* at = reinterpret_cast<uint4*>(all.e.At(r, begin));
+  uint4 out = {};
+  if (row.use == RowUse::kCounted) {
+    const float max = all.maxima[r * all.maxima_stride + tile];
+    const bool plain = row.IsPlain();  // then only E becomes what it is in other tiles
+    const float factor = plain ? Exp2(__fmul_rn(max, row.log2e_over_temperature)) : max;
+    const float flat = plain ? 0.0f : row.flat;
+    const float more = plain ? 1.0f : row.more;
+    const uint4 vector = *at;
+    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+    const int64_t place = plain ? -1 : row.target - begin;
+    float g[kLaneTokens];
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j) {
+      g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), factor, -flat), more);
+      if (place == j) g[j] = row.hit;
+    }
+    out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
+           PackPair<Bf16>(g[6], g[7])};
+  }
+  *at = out;
+}
+
+// Makes G of the E that have no factor for all tiles of their row, a warp for up to 32 tiles of a row.
+// Comes before ScaleStatesKernel, which writes the targets of the others.
+__global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows, Chunk all) {
+  const int lane = threadIdx.x % 32;
+  const int first =
+      (static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / 32) * 32;
+  const int64_t r = blockIdx.x;
+  const RowState& row = rows[r];
+  const int tile = first + lane;
+  bool wanted = tile < all.Tiles();
+  if (wanted && row.use == RowUse::kCounted && row.IsPlain()) {
+    const float max = all.maxima[r * all.maxima_stride + tile];
+    wanted = max != -kInfinity && !IsModerateTile(max, row.log2e_over_temperature);
+  }
+  for (unsigned left = __ballot_sync(kFullWarp, wanted); left != 0; left &= left - 1)
+    MakeGradient(row, r, first + __ffs(left) - 1, all, lane);
+}
+
+// Writes d_hidden of the rows, a block for each: their sums times their factors. Zeros where a row is
+// ignored, nothing where it is skipped.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    StoreHiddenKernel(const float* sums, int64_t sums_stride, int size, const RowState* rows, T* to,
+                      int64_t to_stride) {
+  const int64_t r = blockIdx.x;
+  const RowState& row = rows[r];
+  if (row.use == RowUse::kSkipped) return;
+  const float factor = row.IsPlain() ? row.factor : 1.0f;
+  for (int i = threadIdx.x; i < size; i += kThreads) {
+    to[r * to_stride + i] =
+        FromFloat<T>(row.use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
+  }
+}
+
+}  // namespace
+
+void ConcludeRows(Steps& steps, const CrossEntropyArgs& args, const float* upstream, RowState* rows,
+                  int64_t count, const Chunk& all) {
+  steps.Launch(&ConcludeKernel, GridFor(count, kWarps), kThreads, args, upstream,
+               all.target_logits, rows, all.maxima, all.Tiles());
+}
+
+void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& states,
+               const Chunk& all) {
+  const dim3 grid(static_cast<unsigned>(states.rows), GridFor(all.Tiles(), 32 * kWarps).x);
+  steps.Launch(&GradientKernel, grid, kThreads, rows, all);
+  steps.Launch(&ScaleStatesKernel, GridFor(states.rows), kThreads, rows,
+               static_cast<Bf16*>(states.data), states.row_stride, all);
+}
+
+void StoreHidden(Steps& steps, const TensorView& sums, const RowState* rows,
+                 const MutableTensorView& to) {
+  VisitDType(to.dtype, [&]<class T>() {
+    steps.Launch(&StoreHiddenKernel<T>, GridFor(to.rows), kThreads,
+                 static_cast<const float*>(sums.data), sums.row_stride,
+                 static_cast<int>(to.cols), rows, static_cast<T*>(to.data), to.row_stride);
+  });
+}
+
+}  // namespace logitd::cuda
