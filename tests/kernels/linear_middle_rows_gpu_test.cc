@@ -24,22 +24,35 @@ using cuda::hopper::MiddlePlan;
 using cuda::hopper::MiddlePlanOf;
 using cuda::hopper::PaysForLosses;
 
-TEST(MiddlePlanTest, BlocksHaveAllRowsAndFewAbsentOnes) {
+TEST(MiddlePlanTest, GroupsHaveAllRowsAndFewAbsentOnes) {
+  constexpr int kUnit = cuda::hopper::kMiddleBlocks * cuda::hopper::kMiddleRowUnit;
   for (int64_t rows = 1; rows <= 3000; ++rows) {
     const MiddlePlan plan = MiddlePlanOf(rows);
-    const int64_t blocks = int64_t{cuda::hopper::kMiddleBlocks} * plan.groups;
     ASSERT_LE(plan.block_rows, cuda::hopper::kMostMiddleBlockRows) << rows;
-    ASSERT_EQ(plan.block_rows % 8, 0) << rows;
-    ASSERT_GE(blocks * plan.block_rows, rows);
-    ASSERT_LT(blocks * (plan.block_rows - 8), rows);
+    ASSERT_EQ(plan.block_rows % cuda::hopper::kMiddleRowUnit, 0) << rows;
+    int next = 0;
+    for (int group = 0; group < plan.groups; ++group) {
+      ASSERT_EQ(plan.FirstRow(group), next) << rows;
+      next += cuda::hopper::kMiddleBlocks * plan.BlockRows(group);
+      // There is a product for every size of a group beside others.
+      if (plan.groups > 1) {
+        ASSERT_GE(plan.BlockRows(group), cuda::hopper::kLeastMiddleBlockRows) << rows;
+      }
+    }
+    ASSERT_EQ(plan.PaidRows(), next) << rows;
+    ASSERT_GE(next, rows);
+    const bool least = plan.groups > 1 && plan.block_rows == cuda::hopper::kLeastMiddleBlockRows;
+    ASSERT_LT(next, rows + (least ? plan.groups : 1) * kUnit) << rows;
   }
 }
 
-TEST(MiddlePlanTest, LossesGoThereWhereTheOtherProductPaysAFifthMore) {
-  for (int64_t rows = 1; rows <= 1000; ++rows) {
-    const bool between = (rows > 128 && rows <= 213) || (rows > 256 && rows <= 320);
-    ASSERT_EQ(PaysForLosses(rows), between) << rows;
-  }
+TEST(MiddlePlanTest, LossesGoThereWhereTheWeightsAreReadOnceOrTheOtherProductPaysMore) {
+  for (int64_t rows = 1; rows <= 128; ++rows) ASSERT_FALSE(PaysForLosses(rows)) << rows;
+  for (int64_t rows = 129; rows <= 320; ++rows) ASSERT_TRUE(PaysForLosses(rows)) << rows;
+  for (int64_t rows : {340, 400, 450, 520, 600, 700, 777, 900})
+    ASSERT_TRUE(PaysForLosses(rows)) << rows;
+  for (int64_t rows : {384, 500, 512, 640, 768, 1000, 1024, 1030, 1100, 4096})
+    ASSERT_FALSE(PaysForLosses(rows)) << rows;
 }
 
 // ---- bits --------------------------------------------------------------------------------------
@@ -81,6 +94,7 @@ const LinearCase kCases[] = {
     {DType::kBF16, 500, 1, 72, false, false, 0, 0, 7},
     {DType::kBF16, 520, 3000, 72, false, false, 0, 0, 8},
     {DType::kF16, 777, 700, 520, false, false, 0, 0, 9},
+    {DType::kBF16, 777, 30001, 24, false, false, 0, 0, 11},
     {DType::kBF16, 960, 2049, 72, false, false, 0, 0, 10},
 };
 

@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void ConcludeRows(Steps& steps, const CrossEntropyArgs& args, const float* upstream, RowState* rows,
                   int64_t count, const Chunk& all) {
-  steps.Launch(&ConcludeKernel, GridFor(count, kWarps), kThreads, args, upstream,
-               all.target_logits, rows, all.maxima, all.Tiles());
+  steps.Launch(&ConcludeKernel, GridFor(count, kWarps), kThreads, args, upstream, all.target_logits,
+               rows, all.maxima, all.Tiles());
 }
 
 void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& states,
@@ -196,8 +196,8 @@ void StoreHidden(Steps& steps, const TensorView& sums, const RowState* rows,
                  const MutableTensorView& to) {
   VisitDType(to.dtype, [&]<class T>() {
     steps.Launch(&StoreHiddenKernel<T>, GridFor(to.rows), kThreads,
-                 static_cast<const float*>(sums.data), sums.row_stride,
-                 static_cast<int>(to.cols), rows, static_cast<T*>(to.data), to.row_stride);
+                 static_cast<const float*>(sums.data), sums.row_stride, static_cast<int>(to.cols),
+                 rows, static_cast<T*>(to.data), to.row_stride);
   });
 }
 

@@ -18,7 +18,6 @@ constexpr int kTile = kTrainingTile;
 constexpr int kLaneTokens = kTile / 32;
 static_assert(kLaneTokens * sizeof(Bf16) == 16);
 
-
 // Fills in `count` rows; rows from `rows` on are skipped. The head has `tokens` tokens from
 // `first_token` on.
 __global__ void __launch_bounds__(kThreads)

@@ -40,7 +40,9 @@
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/kernels.h"
+#include "kernels/cuda/linear/hopper/loss_parts.cuh"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
+#include "kernels/cuda/linear/hopper/middle_loss.cuh"
 #include "kernels/cuda/linear/hopper/middle_rows.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
@@ -50,53 +52,7 @@ namespace logitd::cuda::hopper {
 
 static_assert(kBlockRows == kLossGroupRows && kSpan == kCell);
 
-__device__ inline LossPart EmptyPart() { return {{-kInfinity, 0.0f}, 0.0f}; }
-
-// A part with the next tile merged into it.
-__device__ inline LossPart Merge(const LossPart& part, const LossPart& tile,
-                                 float log2e_over_temperature) {
-  const Stats& a = part.stats;
-  const Stats& b = tile.stats;
-  const float max = fmaxf(a.max, b.max);
-  const Exponential exponential(max, log2e_over_temperature);
-  const float sum =
-      fmaf(a.sum, exponential.Factor(a.max), __fmul_rn(b.sum, exponential.Factor(b.max)));
-  return {{max, sum}, part.total + tile.total};
-}
-
 // ---- epilogue ----------------------------------------------------------------------------------
-
-// The sums that units leave: of cells, and of tiles where the unit is split; or all of tiles.
-struct LossParts {
-  LossPart* cells;  // [rows, row_cells]
-  LossPart* tiles;  // [split units, kGroupRows, kClusterGroups, kSpanTiles]
-  int32_t row_cells;
-  LossPart* all_tiles;  // [rows, row_tiles], or null; where it is not, the other two are
-  int32_t row_tiles;
-
-  __device__ LossPart& Cell(int64_t r, int cell) const { return cells[r * row_cells + cell]; }
-  // split: as in SumsPlace.
-  __device__ LossPart& Tile(int split, int64_t r, int tile) const {
-    const int64_t row = int64_t{split / kClusterGroups} * kGroupRows + r % kGroupRows;
-    return tiles[(row * kClusterGroups + split % kClusterGroups) * kSpanTiles + tile % kSpanTiles];
-  }
-};
-
-struct LossParams {
-  const CrossEntropyRow* rows;  // [rows]
-  LossParts parts;
-  float* target_logits;  // [rows]
-  float scale;
-  int32_t first_token;  // of the shard; 0: the head is whole
-
-  __device__ void Read(LossRow& to) const {
-    const CrossEntropyRow& row = rows[to.r];
-    if (row.active == 0) return;
-    to.target = row.target - first_token;  // it may be on another shard
-    to.smooth = row.label_smoothing > 0 ? 1 : 0;
-    to.log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature);
-  }
-};
 
 struct LossEpilogue : LossRows<LossParams> {
   const int split;
@@ -124,129 +80,6 @@ struct LossEpilogue : LossRows<LossParams> {
   __device__ LossPart& PlaceOf(int r) const {
     return split < 0 ? p.parts.Cell(r, tile / kSpanTiles) : p.parts.Tile(split, r, tile);
   }
-};
-
-// ---- epilogue of hopper/middle_rows.cuh ---------------------------------------------------------
-
-// Sums a tile as LossEpilogue does, with the same bits. A row's logits lie in registers of all warps
-// of the block: 16 rows at a time go through shared memory, and half a warp takes each. Its lane c
-// has the tokens c, 16 + c, 32 + c ..., whose sum is one of those that LossRows::SumRow makes.
-template <int kRows>
-class MiddleLoss {
- public:
-  using Params = LossParams;
-  static constexpr int kRoundRows = 16;
-  // From a row to the next. Two rows, and the rows that a warp reads, 4 apart, are 8 and 16 banks
-  // from each other.
-  static constexpr int kRowFloats = kTile + 4;
-  static constexpr int kSharedBytes = (kRoundRows * kRowFloats + 2 * kRows) * 4;
-
-  __device__ MiddleLoss(const Params& params, int tokens, std::byte* shared)
-      : p(params),
-        vocab(tokens),
-        logits(reinterpret_cast<float*>(shared)),
-        log2e_over_temperature(logits + kRoundRows * kRowFloats),
-        targets(reinterpret_cast<int*>(log2e_over_temperature + kRows)) {}
-
-  __device__ void Begin(const MiddleUnit& unit) {
-    if (unit.row == known_row) return;
-    known_row = unit.row;
-    for (int i = Thread(); i < unit.rows; i += kThreadsAtOnce) {
-      LossRow row{.r = unit.row + i};
-      p.Read(row);
-      log2e_over_temperature[i] = row.log2e_over_temperature;
-      targets[i] = row.target * 2 + row.smooth;
-    }
-    Sync();
-  }
-
-  __device__ void Take(MiddleSums<kRows>& sums, const MiddleUnit& unit, int token, int lane) const {
-    const int warp = Thread() / 32;
-    const int in_round = warp / 4 * 8 + warp % 4 + lane / 16 * 4;
-#pragma unroll 1
-    for (int round = 0; round * kRoundRows < unit.rows; ++round) {
-      // Which sums these are is known where the code is made, as they are in registers.
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        if (j / 2 != round) continue;
-#pragma unroll
-        for (int i = 0; i < 4 * kGroupUnits; ++i) {
-          const int row = j % 2 * 8 + lane % 4 * 2 + i % 2;
-          logits[row * kRowFloats + token + i / 4 * kUnitTokens + i / 2 % 2 * 8] =
-              sums[i / 4][4 * j + i % 4];
-        }
-      }
-      Sync();
-      SumRow(unit, round * kRoundRows + in_round, logits + in_round * kRowFloats, lane % 16);
-      Sync();
-    }
-  }
-
- private:
-  static constexpr int kThreadsAtOnce = kConsumers * kGroupThreads;
-  static constexpr int kLaneLogits = kTile / 16;
-
-  __device__ static int Thread() { return static_cast<int>(threadIdx.x) - kGroupThreads; }
-  // All warps that multiply have come here.
-  __device__ static void Sync() {
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreadsAtOnce) : "memory");
-  }
-
-  // Sums a row of the unit, by half a warp; the other half has another row, which may be absent.
-  __device__ void SumRow(const MiddleUnit& unit, int row, const float* from, int c) const {
-    const int first = unit.tile * kTile;
-    const bool present = row < unit.rows;
-    const int target = present ? targets[row] : -2;
-    const float log2e = present ? log2e_over_temperature[row] : 1.0f;
-    const auto logit = [&](int i) {
-      const float x = from[i] * p.scale;
-      return first + i < vocab ? x : -kInfinity;
-    };
-    float x[kLaneLogits];
-    float max = -kInfinity;
-#pragma unroll
-    for (int i = 0; i < kLaneLogits; ++i) {
-      x[i] = logit(16 * i + c);
-      max = fmaxf(max, x[i]);
-    }
-    const int place = (target >> 1) - first;
-    if (place >= 0 && place < kTile && place % 16 == c)
-      p.target_logits[unit.row + row] = logit(place);
-#pragma unroll
-    for (int distance = 1; distance < 16; distance *= 2)
-      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, distance));
-    float total = 0.0f;
-    if (__any_sync(kFullWarp, target & 1)) {
-#pragma unroll 16
-      for (int i = 0; i < kRowSums; ++i) {
-        const int token = TokenOf(c, i);
-        const float logit_of = from[token] * p.scale;
-        total = fmaf(first + token < vocab ? logit_of : 0.0f, kTotalUnit, total);
-      }
-      total = QuadSum(total);
-    }
-    const Exponential exponential(max == -kInfinity ? 0.0f : max, log2e);
-    float sum = 0.0f;
-    if (__all_sync(kFullWarp, exponential.plain)) {
-#pragma unroll
-      for (float logit_of : x) sum += exponential.Plain(logit_of);
-    } else {
-#pragma unroll
-      for (float logit_of : x) sum += exponential(logit_of);
-    }
-    for (int distance : {1, 8, 2, 4}) sum += __shfl_xor_sync(kFullWarp, sum, distance);
-    if (present && c == 0) {
-      p.parts.all_tiles[int64_t{unit.row + row} * p.parts.row_tiles + unit.tile] =
-          Merge(EmptyPart(), {{max, sum}, total}, log2e);
-    }
-  }
-
-  const Params& p;
-  const int vocab;
-  float* const logits;                  // [kRoundRows, kRowFloats]
-  float* const log2e_over_temperature;  // [kRows], as `targets`
-  int* const targets;  // twice the target, or -2; the lowest bit: whether the row is smooth
-  int known_row = -1;  // the first of those rows
 };
 
 namespace {

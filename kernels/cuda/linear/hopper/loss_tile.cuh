@@ -25,6 +25,62 @@ struct LossRow {
   float log2e_over_temperature = 1.0f;
 };
 
+// ---- the order of a sum -------------------------------------------------------------------------
+//
+// A row's sum over a tile is a tree, so that it has the same bits however threads share the tile's
+// tokens. The bits of a token's number in the tile are summed over in the order 6, 3, 0, 1, 2, 7, 4, 5:
+// first the two tokens that are 64 apart, then those that are 8 apart, and so on. In hopper/
+// product.cuh a thread has all tokens with the same bits 1 and 2, in hopper/middle_rows.cuh those with
+// the same bits 0, 1, 2, 4, 5 and 7.
+
+// What is left to sum when that is done for the bits 6, 3, 0, 1 and 2.
+constexpr int kSlices = 8;  // number: bits 4 and 5 of a token, then bit 7
+
+// From the sums of all slices, the sum of the tile.
+__device__ inline float SumSlices(const float (&slices)[kSlices]) {
+  float pairs[kSlices / 2];
+#pragma unroll
+  for (int i = 0; i < kSlices / 2; ++i) pairs[i] = slices[i] + slices[i + kSlices / 2];
+  return (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
+}
+
+// A thread of hopper/product.cuh: sums over the bits 6, 3 and 0. term(i) is that of its i-th token.
+template <class Term>
+__device__ inline void SumToSlices(float (&slices)[kSlices], const Term& term) {
+  static_assert(kTile == 256 && kRowSums == 64);
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) {
+    const int first = slice / 4 * 32 + slice % 4 * 4;
+    float near[2][2];  // by bits 3 and 0
+#pragma unroll
+    for (int i = 0; i < 4; ++i) near[i / 2][i % 2] = term(first + i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) near[i / 2][i % 2] += term(first + 16 + i);
+    slices[slice] = (near[0][0] + near[1][0]) + (near[0][1] + near[1][1]);
+  }
+}
+// The other bits, by the four threads of a row, which get the same. At first a thread keeps the slices
+// whose bits are those of its number.
+__device__ inline float SumQuadSlices(const float (&slices)[kSlices], int lane) {
+  const bool odd = lane % 2 != 0;
+  const bool high = lane / 2 % 2 != 0;
+  float half[kSlices / 2];
+#pragma unroll
+  for (int i = 0; i < kSlices / 2; ++i) {
+    const float kept = odd ? slices[2 * i + 1] : slices[2 * i];
+    const float given = odd ? slices[2 * i] : slices[2 * i + 1];
+    half[i] = kept + __shfl_xor_sync(kFullWarp, given, 1);
+  }
+  float quarter[kSlices / 4];
+#pragma unroll
+  for (int i = 0; i < kSlices / 4; ++i) {
+    const float kept = high ? half[2 * i + 1] : half[2 * i];
+    const float given = high ? half[2 * i] : half[2 * i + 1];
+    quarter[i] = kept + __shfl_xor_sync(kFullWarp, given, 2);
+  }
+  return QuadSum(quarter[0] + quarter[1]);
+}
+
 // The part of an epilogue that holds a thread's two rows. RowParams has Read(row), which fills in
 // what is known of row.r, and `scale` and `target_logits`.
 template <class RowParams>
@@ -50,7 +106,7 @@ struct LossRows {
   // Turns the sums of the tile at `first` into logits; those from `vocab` on are -inf.
   __device__ void MakeLogits(float (&acc)[kThreadSums], int first, int lane) const {
 #pragma unroll
-    for (float& x : acc) x *= p.scale;
+    for (float& x : acc) x = __fmul_rn(x, p.scale);
     if (first + kTile <= vocab) return;
 #pragma unroll
     for (int i = 0; i < kRowSums; ++i) {
@@ -73,31 +129,29 @@ struct LossRows {
     }
     float total = 0.0f;
     if (__any_sync(kFullWarp, row.smooth != 0)) {
-#pragma unroll
-      for (int i = 0; i < kRowSums; ++i) {
+      float slices[kSlices];
+      SumToSlices(slices, [&](int i) {
         const bool is_token = first + TokenOf(lane, i) < vocab;
-        total = fmaf(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit, total);
-      }
-      total = QuadSum(total);
+        return __fmul_rn(is_token ? acc[SumOf(half, i)] : 0.0f, kTotalUnit);
+      });
+      total = SumQuadSlices(slices, lane);
     }
     const float max = QuadMax<half>(acc);
     // Where all logits are -inf the sum is 0, whatever it is relative to.
     const Exponential exponential(max == -kInfinity ? 0.0f : max, row.log2e_over_temperature);
-    float sums[4] = {};
-    const auto sum = [&](auto exponential_of) {
-#pragma unroll
-      for (int i = 0; i < kRowSums; ++i) {
+    float slices[kSlices];
+    const auto sum_of = [&](auto exponential_of) {
+      SumToSlices(slices, [&](int i) {
         float& x = acc[SumOf(half, i)];
-        x = exponential_of(x);
-        sums[i % 4] += x;
-      }
+        return x = exponential_of(x);
+      });
     };
     if (__all_sync(kFullWarp, exponential.plain)) {
-      sum([&](float x) { return exponential.Plain(x); });
+      sum_of([&](float x) { return exponential.Plain(x); });
     } else {
-      sum([&](float x) { return exponential(x); });
+      sum_of([&](float x) { return exponential(x); });
     }
-    return {{max, QuadSum((sums[0] + sums[1]) + (sums[2] + sums[3]))}, total};
+    return {{max, SumQuadSlices(slices, lane)}, total};
   }
 };
 

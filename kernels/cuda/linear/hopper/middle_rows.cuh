@@ -67,28 +67,39 @@ using MiddleSums = float[kGroupUnits][kRows / 2];
 struct MiddleParams {
   int32_t rows;
   int32_t vocab;
-  int32_t steps;       // along the hidden size
-  int32_t groups;      // of rows: a cluster multiplies one at a time
-  int32_t block_rows;  // of a group, of each block
+  int32_t steps;  // along the hidden size
+  MiddlePlan plan;
 };
 
 // What a block does at a time: a tile by its rows of a group.
 struct MiddleUnit {
   int tile;
-  int row;   // the first
-  int rows;  // that there are; none: 0 or less
+  int row;     // the first
+  int rows;    // that there are; none: 0 or less
+  bool small;  // as MiddlePlan::IsSmall
 };
 
-// Calls take(unit) for all that this block's cluster takes.
+// Calls take(unit) for all that this block's cluster takes. The first tiles come last: L2 still has
+// their logits when the next kernel begins to read. Where the number of clusters is a multiple of that
+// of groups, a cluster would always take the same group, and groups differ in size; so the first of a
+// tile's groups becomes another as tiles go on.
 template <class Take>
 __device__ inline void ForEachMiddleUnit(const MiddleParams& p, const Take& take) {
   const int rank = static_cast<int>(blockIdx.x) % kCluster;
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  const int units = (p.vocab + kTile - 1) / kTile * p.groups;
+  const int groups = p.plan.groups;
+  const int tiles = (p.vocab + kTile - 1) / kTile;
 #pragma unroll 1
-  for (int unit = static_cast<int>(blockIdx.x) / kCluster; unit < units; unit += clusters) {
-    const int row = (unit % p.groups * kCluster + rank) * p.block_rows;
-    take(MiddleUnit{.tile = unit / p.groups, .row = row, .rows = min(p.block_rows, p.rows - row)});
+  for (int unit = static_cast<int>(blockIdx.x) / kCluster; unit < tiles * groups;
+       unit += clusters) {
+    const int tile = unit / groups;
+    const int group = (unit % groups + tile * groups / tiles) % groups;
+    const int block_rows = p.plan.BlockRows(group);
+    const int row = p.plan.FirstRow(group) + rank * block_rows;
+    take(MiddleUnit{.tile = tiles - 1 - tile,
+                    .row = row,
+                    .rows = min(block_rows, p.rows - row),
+                    .small = p.plan.IsSmall(group)});
   }
 }
 
@@ -115,10 +126,10 @@ template <class S>
 __device__ inline void LoadMiddle(const CUtensorMap& states, const CUtensorMap& weights,
                                   const MiddleParams& p, MiddleRing<S> ring) {
   const uint64_t again = CachePolicy</*kOnce=*/false>();
-  const uint64_t weight_policy = p.groups > 1 ? again : CachePolicy</*kOnce=*/true>();
+  const uint64_t weight_policy = p.plan.groups > 1 ? again : CachePolicy</*kOnce=*/true>();
   constexpr int kLines = kTile / kCluster;  // of weights, from this block for both
   const int line = static_cast<int>(blockIdx.x) % kCluster * kLines;
-  const int bytes = (kTile + p.block_rows) * kLineBytes;
+  const int bytes = (kTile + p.plan.block_rows) * kLineBytes;
   ForEachMiddleUnit(p, [&](const MiddleUnit& unit) {
 #pragma unroll 1
     for (int element = 0; element < p.steps * kStep; element += kStep) {
@@ -143,8 +154,8 @@ __device__ inline void PinMiddle(MiddleSums<kRows>& sums) {
   }
 }
 
-// Multiplies a tile.
-template <class S>
+// Multiplies a tile by the first kRows rows of the stages.
+template <class S, int kRows>
 __device__ inline void MultiplyMiddle(MiddleSums<S::kRows>& sums, const MiddleParams& p, int group,
                                       int lane, MiddleRing<S>& ring) {
   constexpr uint64_t kUnit = kUnitTokens * kLineBytes >> 4;  // as in a descriptor
@@ -163,8 +174,9 @@ __device__ inline void MultiplyMiddle(MiddleSums<S::kRows>& sums, const MiddlePa
     for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
       for (int unit = 0; unit < kGroupUnits; ++unit) {
-        MultiplyTokens<typename S::T, S::kRows>(sums[unit], a + unit * kUnit + 2 * k, b + 2 * k,
-                                                step > 0 || k > 0);
+        MultiplyTokens<typename S::T, kRows>(reinterpret_cast<float(&)[kRows / 2]>(sums[unit]),
+                                             a + unit * kUnit + 2 * k, b + 2 * k,
+                                             step > 0 || k > 0);
       }
     }
     CommitMultiplying();
@@ -218,10 +230,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int token = (group - 1) * kGroupUnits * kUnitTokens +
                       static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16 + lane / 4;
     typename S::Epilogue epilogue(epilogue_params, p.vocab, rest);
-    MiddleSums<S::kRows> sums;
     ForEachMiddleUnit(p, [&](const MiddleUnit& unit) {
       epilogue.Begin(unit);
-      MultiplyMiddle<S>(sums, p, group - 1, lane, ring);
+      // What an epilogue leaves in registers must not reach the next tile, or the compiler makes
+      // multiplications wait for each other.
+      MiddleSums<S::kRows> sums = {};
+      if constexpr (S::kRows > kLeastMiddleBlockRows) {
+        if (unit.small) {
+          MultiplyMiddle<S, S::kRows - kMiddleRowUnit>(sums, p, group - 1, lane, ring);
+        } else {
+          MultiplyMiddle<S, S::kRows>(sums, p, group - 1, lane, ring);
+        }
+      } else {
+        MultiplyMiddle<S, S::kRows>(sums, p, group - 1, lane, ring);
+      }
       epilogue.Take(sums, unit, token, lane);
     });
   }
@@ -245,8 +267,7 @@ cudaError_t LaunchMiddle(const TensorView& hidden, const TensorView& weight,
   const MiddleParams p{.rows = static_cast<int32_t>(hidden.rows),
                        .vocab = static_cast<int32_t>(weight.rows),
                        .steps = static_cast<int32_t>(CeilDiv(hidden.cols, kStep)),
-                       .groups = plan.groups,
-                       .block_rows = plan.block_rows};
+                       .plan = plan};
   LaunchShape shape{.threads = kThreads, .cluster = kCluster, .shared_bytes = S::kSharedBytes};
   int clusters = 0;
   const cudaError_t error = ClustersAtOnce(reinterpret_cast<const void*>(&MiddleRowsKernel<S>),
@@ -273,8 +294,8 @@ cudaError_t LaunchMiddleOf(const TensorView& hidden, const TensorView& weight,
 template <class T, template <int> class Epilogue, class Params>
 cudaError_t LaunchMiddleRows(const TensorView& hidden, const TensorView& weight,
                              const Params& epilogue, const Scratch& scratch, cudaStream_t stream) {
-  using Rows =
-      std::integer_sequence<int, 88, 96, 104, 112, 120, 128, 136, 144, 152, kMostMiddleBlockRows>;
+  using Rows = std::integer_sequence<int, kLeastMiddleBlockRows, 96, 104, 112, 120, 128, 136, 144,
+                                     152, kMostMiddleBlockRows>;
   return LaunchMiddleOf<T, Epilogue>(hidden, weight, epilogue, MiddlePlanOf(hidden.rows), scratch,
                                      stream, Rows());
 }

@@ -94,6 +94,15 @@ struct ProductParams {
   int32_t vocab;
   int32_t steps;  // along the hidden size
   Schedule schedule;
+
+  // Warpgroups of a block that have no row in a unit. Their rows are neither loaded nor multiplied.
+  __device__ int AbsentGroups(const Unit& unit, int rank) const {
+    int absent = 0;
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup)
+      absent += unit.RowOf(rank, warpgroup) >= rows ? 1 : 0;
+    return absent;
+  }
 };
 
 // ---- work --------------------------------------------------------------------------------------
@@ -198,11 +207,12 @@ class Loader {
   // 256 rows: each block loads its own states, and half of the weights for both.
   __device__ void LoadBlock(const Unit& unit, int element, int tile) {
     const uint64_t policy = CachePolicy</*kOnce=*/false>();
-    Begin(Stage::kBytes);
+    Begin(Stage::kBytes - p_.AbsentGroups(unit, rank_) * kGroupStateBytes);
 #pragma unroll
     for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-      CopyTile(to_ + warpgroup * kGroupStateBytes, states_, element, unit.RowOf(rank_, warpgroup),
-               barrier_, policy);
+      const int row = unit.RowOf(rank_, warpgroup);
+      if (row < p_.rows)
+        CopyTile(to_ + warpgroup * kGroupStateBytes, states_, element, row, barrier_, policy);
     }
     const int line = rank_ * Stage::kCopyWeightLines;
     CopyTileToAll(to_ + Stage::kStateBytes + line * kLineBytes, weights_, element,
@@ -210,9 +220,10 @@ class Loader {
   }
   // 128 rows: each block loads its own weights, and half of the states for both.
   __device__ void LoadPair(const Unit& unit, int element, int tile) {
-    Begin(Stage::kBytes);
-    CopyTileToAll(to_ + rank_ * kGroupStateBytes, states_, element, unit.row + rank_ * kGroupRows,
-                  barrier_);
+    Begin(Stage::kBytes - p_.AbsentGroups(unit, rank_) * kGroupStateBytes);
+    const int row = unit.row + rank_ * kGroupRows;
+    if (row < p_.rows)
+      CopyTileToAll(to_ + rank_ * kGroupStateBytes, states_, element, row, barrier_);
     CopyWeights(to_ + Stage::kStateBytes, element, unit.SpanOf(rank_, 0) * kSpan + tile);
   }
   // 64 rows: a stage for each warpgroup; the block of the warpgroup's number loads the states.
@@ -263,6 +274,18 @@ struct Reader {
   }
 };
 
+// Releases `count` stages unread, when they have been filled: a barrier tells only the last phase from
+// the one before it, so a warpgroup must see all phases, or it waits for ever.
+template <Rows kRows>
+__device__ inline void SkipStages(int count, int lane, Ring<kRows>& ring) {
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    WaitFor(ring.full + 8 * ring.stage, ring.parity);
+    if (lane < kCluster) ArriveAt(ring.empty + 8 * ring.stage, lane);
+    ring.Advance();
+  }
+}
+
 // Multiplies a tile: acc becomes the sums over the hidden size.
 template <class T, Rows kRows>
 __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, const Reader& reader,
@@ -270,14 +293,7 @@ __device__ inline void MultiplyTile(float (&acc)[kThreadSums], int steps, const 
   const auto release = [&](int stage) {
     if (lane < kCluster) ArriveAt(ring.empty + 8 * stage, lane);
   };
-  // A stage of the other warpgroup. It has been filled when this one goes on, and is not filled again
-  // before: a barrier tells only the last phase from the one before it, so a warpgroup must see all
-  // phases, or it waits for ever.
-  const auto skip = [&] {
-    WaitFor(ring.full + 8 * ring.stage, ring.parity);
-    release(ring.stage);
-    ring.Advance();
-  };
+  const auto skip = [&] { SkipStages(1, lane, ring); };  // a stage of the other warpgroup
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -332,6 +348,10 @@ __device__ inline void MultiplyStages(const ProductParams& p,
          .span = span,
          .split =
              unit.split < 0 ? -1 : unit.split * kClusterGroups + rank * kConsumers + warpgroup});
+    if (unit.RowOf(rank, warpgroup) >= p.rows) {
+      SkipStages(unit.turns * p.steps, lane, ring);
+      return;
+    }
     const Reader reader(unit, warpgroup, Stage<kRows>());
 #pragma unroll 1
     for (int turn = 0; turn < unit.turns; ++turn) {
