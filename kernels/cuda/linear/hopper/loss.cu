@@ -13,9 +13,9 @@
 // about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both sets, and the
 // states are 2.1.
 //
-// Where product.cuh would pay many rows more than there are, 129 to 213 and 257 to 320, the product
-// is that of hopper/middle_rows.cuh. Its epilogue gives a tile the same bits, and leaves 12 bytes for
-// every tile.
+// 129 to 320 rows, and up to 1024 where product.cuh would pay more, are multiplied by hopper/
+// middle_rows.cuh (PaysForLosses in middle_plan.h). Its epilogue, middle_loss.cuh, gives a tile the
+// same bits, and leaves 12 bytes for every tile.
 //
 // Serves 16-bit heads without bias and softcap (linear/routes.cu), and rows that want neither rank,
 // entropy nor top tokens; forward.cu sends other rows to other kernels. The logit of an extra is a
@@ -29,12 +29,16 @@
 // Measured (bench/results/h200/kernels.json), bf16, as a share of the bare product by cuBLASLt:
 // 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
 // 256 rows, 0.451 ms, 97%; 128, 64 and 1 rows, 0.282, 0.267 and 0.268 ms, where one read of the
-// weights is 0.226. Rows between tiles, 5120 x 151936, on an H100 (bench/results/h100/middle_rows.json,
-// run 3): 160, 200, 300, 520, 777, 1000 rows 100%, 98%, 84%, 77%, 86%, 95%.
-// Tried and dropped (the same run): middle_rows.cuh for more rows: 340 and 1000 rows 8 and 11% more,
-// 520 rows 7% less at hidden 5120 and 3% more at 4096, 777 rows 0 and 5% more. Its epilogue takes
-// longer: all warps wait for each other twice for every 16 rows. Where every fifth row is smooth, 160
-// rows take 33% less than by product.cuh, but 200 and 300 rows 8 and 6% more.
+// weights is 0.226. Rows between tiles, 5120 x 151936, on an H100 (bench/results/h100/middle_losses.json,
+// run 3; in brackets before): 160, 200, 300, 400, 520, 777, 900 rows 107%, 101%, 95%, 91%, 92%, 97%,
+// 95% (102%, 96%, 87%, 67%, 77%, 85%, 83%). Power decides: where the calls of kernel_bench heat the
+// card, 777 rows take as long as before, 520 rows 14% less, 300 rows 5% less.
+// The tree that sums a tile costs product.cuh 0.5 to 1% at hidden 2048, where it still serves.
+// Tried and dropped (middle_rows.json, run 3): an epilogue of middle_rows.cuh with the sums' order of
+// a warp for each row: logits go through shared memory, 16 rows at a time, and all warps wait twice
+// for each: 300 rows 84%, 777 rows 86%. middle_rows.cuh where product.cuh pays for as many rows
+// (middle_losses.json, run 2): 512, 1000 and 1024 rows the same within 2% at hidden 5120 and 2048, up
+// to 3.6% more at 4096. A branch around the multiplication by a scale of 1: product.cuh spills.
 #include <algorithm>
 #include <cstddef>
 

@@ -32,7 +32,9 @@
 // 128256 read 4.2 GB in place of 6.5, in the same time.
 // Weights asked into L2 4 to 32 steps before they are loaded: 200 to 300 rows take 5 to 18% more.
 // The last 64 of more rows as units of 64: 129 rows took twice as long as 256, 300 a third more than
-// now.
+// now. Copies of absent warpgroups' rows, from outside the matrix: losses of 160 and 400 rows of 151936
+// x 5120 980 and 1388 us for 592 and 1217 (bench/results/h100/middle_losses.json, run 3); copies of
+// other rows in their place: 616 and 1250, and 1200 rows take 1 to 2% more (run 2).
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 
