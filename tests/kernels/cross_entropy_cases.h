@@ -316,6 +316,10 @@ inline std::vector<LossCase> LossCasesWithoutTops() {
     cases.push_back({dtype, 200, 2049, 0, 0, Fill::kMostlyMinusInf, ++n});
     cases.push_back({dtype, 514, 9217, 0, 1, Fill::kManyTies, ++n});
     cases.push_back({dtype, 150, 4096, 1, 0, Fill::kNormal, ++n});
+    // A few tokens above a cell's border, and more.
+    cases.push_back({dtype, 70, 1029, 0, 1, Fill::kWithPlusInf, ++n});
+    cases.push_back({dtype, 200, 2100, 3, 0, Fill::kNormal, ++n});
+    cases.push_back({dtype, 150, 4096 + 150, 0, 1, Fill::kWithNan, ++n});
   }
   for (LossCase& c : cases) c.tops = false;
   return cases;
@@ -443,6 +447,9 @@ inline std::vector<LossCase> LossInvarianceCases() {
           {DType::kF16, 9, 4097, 0, 1, Fill::kManyTies, 4},
           {DType::kBF16, 40, 1300, 1, 0, Fill::kNormal, 7},
           {DType::kBF16, 514, 9217, 1, 0, Fill::kNormal, 8},
+          {DType::kBF16, 200, 5120 + 40, 1, 0, Fill::kNormal, 9},
+          {DType::kF32, 200, 4096 + 60, 0, 3, Fill::kNormal, 10},
+          {DType::kF16, 300, 7168 + 7, 0, 1, Fill::kManyTies, 11},
           {DType::kF32, 5, 131072, 1, 1, Fill::kUniform, 5}};
 }
 

@@ -42,13 +42,20 @@ __device__ inline float Reweighted(const Exponential& to, Stats part, float weig
   return __fmul_rn(to.Factor(part.max), fmaf(FactorPower(to, part.max), part.sum, weighted));
 }
 
+// Whether a lane's element e is among the cell's first `count`. Compared with a constant: the compiler
+// would keep the places of all elements, and spill them.
+template <class T>
+__device__ inline bool IsAmong(int count, int lane, int e) {
+  return CellIndex<T>(/*lane=*/0, e) < count - CellIndex<T>(lane, 0);
+}
+
 // Which of a lane's elements of the cell are among its first `count`.
 template <class T>
 __device__ inline uint32_t ValidElements(int count, int lane) {
   if (count >= kCell) return ~0u;
   uint32_t valid = 0;
 #pragma unroll
-  for (int e = 0; e < kLaneElements; ++e) valid |= (CellIndex<T>(lane, e) < count ? 1u : 0u) << e;
+  for (int e = 0; e < kLaneElements; ++e) valid |= (IsAmong<T>(count, lane, e) ? 1u : 0u) << e;
   return valid;
 }
 
@@ -62,7 +69,7 @@ __device__ inline float Power(const Exponential& exponential, float value) {
                                   : (value - exponential.max) * exponential.log2e_over_temperature;
 }
 
-// The smallest of a lane's elements; +inf where all are NaN.
+// The smallest of a lane's elements among the cell's first `count`; +inf where there is no number.
 template <class T>
 __device__ inline float LaneMin(const LaneCell<T>& x) {
   if constexpr (sizeof(T) == 4) {
@@ -79,6 +86,27 @@ __device__ inline float LaneMin(const LaneCell<T>& x) {
     return fminf(fminf(ToFloat(min.x), ToFloat(min.y)), kInfinity);
   }
 }
+template <class T>
+__device__ inline float LaneMin(LaneCell<T> x, int count, int lane) {
+  constexpr uint32_t kInfinities = kMinusInfinities<T> & 0x7fff7fffu;
+#pragma unroll
+  for (int w = 0; w < kLaneElements / LaneCell<T>::kPerWord; ++w) {
+    if constexpr (sizeof(T) == 4) {
+      x.words[w] = IsAmong<T>(count, lane, w) ? x.words[w] : kInfinities;
+    } else {  // two at once
+      const int bits = 16 * (count - CellIndex<T>(lane, 0)) - 16 * CellIndex<T>(/*lane=*/0, 2 * w);
+      const uint32_t among = __funnelshift_lc(~0u, 0u, max(0, bits));
+      x.words[w] = (x.words[w] & among) | (kInfinities & ~among);
+    }
+  }
+  return LaneMin(x);
+}
+
+// A logit's value beside that of the largest.
+__device__ inline float CappedValue(Cap cap, float logit, float max) {
+  const float value = cap.Tanh(logit);
+  return value > max ? max : value;  // tanhf may not rise everywhere; NaN stays
+}
 
 // A lane's sums of a cell under a softcap, by tanhf. Bit e of `valid` says whether element e is in
 // the row; the others are -inf. `count` is EachOfFirst'.
@@ -94,8 +122,7 @@ __device__ inline CellSums CappedLaneSums(const LaneCell<T>& x, float lane_max, 
   float total = 0.0f;
   const auto add = [&](int e, auto power_of) {
     const bool is_valid = (valid >> e & 1) != 0;
-    float value = cap.Tanh(x[e]);
-    value = value > max ? max : value;  // tanhf may not rise everywhere; NaN stays
+    float value = CappedValue(cap, x[e], max);
     if (!is_valid) value = -kInfinity;
     const float power = MaxOrNan(power_of(value), kLeastPower);
     const float weight = Exp2(power);
@@ -118,27 +145,37 @@ __device__ inline CellSums CappedLaneSums(const LaneCell<T>& x, float lane_max, 
 }
 
 // A lane's statistics of a cell under a mild softcap, without tanhf. They are relative to a value
-// near the maximum: lane_max / softcap within [-1, 1], at most 2^61 below or above in powers. The
-// first `count` elements of the cell are in the row; the others are -inf.
+// near the maximum: NearMax(), at most 2^61 below or above in powers. The first `count` elements of the
+// cell are in the row; the others are -inf.
+__device__ inline float NearMax(const CappedPowers& powers, float max) {
+  return fminf(fmaxf(__fmul_rn(max, powers.inverse), -1.0f), 1.0f);
+}
 template <class T>
 __device__ inline Stats MildlyCappedStats(const LaneCell<T>& x, float lane_max,
                                           const CappedPowers& powers, float log2e_over_temperature,
                                           int count, int lane) {
-  const float near_max = fminf(fmaxf(__fmul_rn(lane_max, powers.inverse), -1.0f), 1.0f);
+  const float near_max = NearMax(powers, lane_max);
   const float shift = -__fmul_rn(near_max, log2e_over_temperature);
   float sums[kSums];
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   if (count >= kCell) {
     const float reach = fmaxf(fabsf(lane_max), fabsf(LaneMin(x)));
-    powers.Each(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift,
-                [&](int e, float power) { sums[e / kSumElements] += Exp2(power); });
+    powers.Each<true>(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift, count,
+                      [&](int e, float power) { sums[e / kSumElements] += Exp2(power); });
   } else {
-    const auto add = [&](int e, float power) { sums[e / kSumElements] += Exp2(power); };
-    const auto add_valid = [&](int e, float power) {
-      sums[e / kSumElements] += CellIndex<T>(lane, e) < count ? Exp2(power) : 0.0f;
-    };
-    powers.EachOfQuarters(x, shift, count, add, add_valid);
+    // Of at most a quarter the same way for all, as row_tails.cuh does. A lane that has no number of
+    // them leaves the reach to others.
+    float reach = kInfinity;
+    if (count > kQuarter) {
+      const float min = LaneMin(x, count, lane);
+      const bool none = lane_max == -kInfinity && min == kInfinity;
+      reach = none ? 0.0f : fmaxf(fabsf(lane_max), fabsf(min));
+    }
+    powers.Each<false>(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift, count,
+                       [&](int e, float power) {
+                         if (IsAmong<T>(count, lane, e)) sums[e / kSumElements] += Exp2(power);
+                       });
   }
   return {near_max, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
@@ -213,7 +250,7 @@ __device__ inline float TotalOf(const LaneCell<T>& x, int count, int lane) {
   }
   float total = 0.0f;
   EachOfFirst(count, [&](int e) {
-    total = fmaf(CellIndex<T>(lane, e) < count ? x[e] : 0.0f, kTotalUnit, total);
+    total = fmaf(IsAmong<T>(count, lane, e) ? x[e] : 0.0f, kTotalUnit, total);
   });
   return WarpSum(total);
 }
@@ -232,7 +269,7 @@ class RankCounter {
     if (first > target_) return;
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e)
-      counted_ += x[e] == target_logit_ && first + CellIndex<T>(lane, e) < target_;
+      counted_ += x[e] == target_logit_ && IsAmong<T>(target_ - first, lane, e);
   }
   // The count of the warp, in every lane.
   __device__ int Total() const {

@@ -12,7 +12,7 @@
 //
 //   many rows a warp  rows of up to 4 cells, or 8 where they are many (of 16 bits, 9, 10 and 13 too):
 //                     up to 32 rows, 16 or 8, one after the other; then a lane for each of them
-//                     merges and concludes
+//                     merges and concludes. Last cells of few tokens are taken together
 //   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
 //                     the first block's shared memory (sm_90; before that a large block a row)
 //   block per row     all other rows
@@ -26,16 +26,16 @@
 // the read ceiling. Of 16-bit logits the sum is taken by tensor cores, and two are compared with
 // the target's at once, so that smoothing and rank cost little. A softcap takes 14 to 24
 // instructions, by how large the logits are, and is limited by them, as tops with entropy (14).
-// Short rows are limited by instructions too (515 a row of 1000).
+// Short rows are limited by instructions too (about 330 a row of 1000).
 // Measured (bench/results/h200/losses.json), as a share of one read, bf16: 8192 x 128256, 96%;
 // 8192 x 32000, 88%; with rank 92%; label smoothing 85%; entropy 75%; rank, entropy and 5 tops 70%;
 // softcap 62%, 46% where logits are larger than it; softcap and entropy 32%; 65536 x 1000, 49%; 64
 // rows 12 us, one row 7.1. With many instructions the card reaches its power limit in the bench, and
 // its clock falls.
-// On an H100 (bench/results/h100/rows_and_draws.json): 32768 x 5000, 86%; 65536 x 1000, 70%; 16 to 32
-// rows of 128256 9 to 10 us, one row 7.2. At borders (bench/results/h100/sweep.json; in brackets, from
-// borders.json, when a last cell of one token took as long as a whole one): 65536 x 1025 bf16 87 us
-// (106), 16384 x 8193 115 (143).
+// On an H100 (bench/results/h100/short_rows.json; in brackets the tree before): 65536 x 1000 77% (70%),
+// 32768 x 5000 88%; 65536 x 1025 58 us (87), with a softcap 66 (128), as a few tokens above a cell's
+// border are summed for several rows at once (row_tails.cuh). 16 to 32 rows of 128256 9 to 10 us, one
+// row 7.2 (rows_and_draws.json).
 // Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
 // slower), of one warp (5%), fewer stages and more blocks (3%). One loop for all that rows may ask:
 // spills, 4% slower for plain rows. Counting ranks by tensor cores (10% slower with entropy: their
@@ -50,6 +50,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/loss/row_tails.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/candidates.cuh"
 #include "kernels/cuda/rows/cluster_blocks.h"
@@ -305,6 +306,7 @@ constexpr int64_t kManyRows = 512;
 constexpr int kShortWarps = 4;
 constexpr int kShortResident = 5;
 constexpr int kShortStages = 2;
+constexpr int kRowsWorthTails = 4;  // of a warp (row_tails.cuh)
 // The most rows of a warp: a lane concludes a row.
 template <int kCells>
 constexpr int kMostShortRows = 128 / kCells;
@@ -318,14 +320,15 @@ struct ShortShared {
   CellSums cells[kShortWarps][kMostShortRows<kCells>][kCells];
 };
 
-// The rows of a warp, cell by cell, copied ahead.
+// The rows of a warp, cell by cell, copied ahead: without their tails (row_tails.cuh).
 template <class T>
 class ShortRows {
  public:
+  // Of the first `vocab` tokens of each row.
   __device__ ShortRows(typename CellRing<T, kShortStages>::Storage& storage,
-                       const TensorView& logits, int64_t first_row, int rows)
+                       const TensorView& logits, int vocab, int64_t first_row, int rows)
       : ring_(storage, static_cast<int>(threadIdx.x % 32)),
-        vocab_(static_cast<int>(logits.cols)),
+        vocab_(vocab),
         stride_(logits.row_stride),
         ahead_(static_cast<const T*>(logits.data) + first_row * logits.row_stride),
         ahead_rows_(rows),
@@ -351,7 +354,7 @@ class ShortRows {
  private:
   __device__ void Push() {
     if (ahead_rows_ <= 0) return ring_.PushNothing();
-    ring_.Push(ahead_ + ahead_first_, vocab_ - ahead_first_);
+    ring_.PushShort(ahead_ + ahead_first_, vocab_ - ahead_first_);
     ahead_first_ += kCell;
     if (ahead_first_ < vocab_) return;
     ahead_first_ = 0;
@@ -384,6 +387,35 @@ __device__ inline CellSums SumCellOf(Summing summing, const LaneCell<T>& x, cons
       return SumCell<Summing::kCapped, T, true>(x, lane_max, ask, first, end, lane);
   }
   __builtin_unreachable();
+}
+
+// Sums the cells of the row that `stream` is at, `end` tokens: store(cell, sums).
+template <class T, class Store>
+__device__ inline void SumRow(ShortRows<T>& stream, Summing summing, const CellAsk& ask, int end,
+                              int lane, Store store) {
+  RankCounter<T> rank(ask.target, ask.target_logit);
+#pragma unroll 1
+  for (int first = 0; first < end; first += kCell) {
+    LaneCell<T> x;
+    stream.Next(first, x);
+    if (ask.target >= 0) rank.Add(x, first, lane);
+    CellSums sums = SumCellOf<T>(summing, x, ask, first, end, lane);
+    if (ask.target >= 0 && first + kCell >= end) sums.before = rank.Total();
+    store(first / kCell, sums);
+  }
+}
+// The same of a row that asks for nothing more than its loss: a loop of its own, in few instructions.
+template <class T, class Store>
+__device__ inline void SumPlainRow(ShortRows<T>& stream, float log2e_over_temperature, int end,
+                                   int lane, Store store) {
+  const CellAsk ask{.target = kIgnoredTarget, .log2e_over_temperature = log2e_over_temperature};
+#pragma unroll 1
+  for (int first = 0; first < end; first += kCell) {
+    LaneCell<T> x;
+    stream.Next(first, x);
+    store(first / kCell,
+          SumCell<Summing::kPlain, T, true>(x, x.Max(0, kLaneElements), ask, first, end, lane));
+  }
 }
 
 // Writes the extras of the warp's rows, row by row. `outcome` is of the lane's row, which has
@@ -431,33 +463,40 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   const bool active = has_row && own.active != 0;
   const int own_target = own.target;
   const int own_want = own.want;
-  const float own_softcap = own.softcap;
-  const float own_smoothing = own.label_smoothing;
-  const float own_scale = active ? Log2EOverTemperature(own_softcap, own.temperature) : 1.0f;
   const T* own_row = static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride;
   const float own_target_logit = active && own_target >= 0 ? ToFloat(own_row[own_target]) : 0.0f;
+  const float own_scale = active ? Log2EOverTemperature(own.softcap, own.temperature) : 1.0f;
+  CellAsk own_ask{.target = (own_want & kWantRank) != 0 ? own_target : kIgnoredTarget,
+                  .target_logit = own_target_logit,
+                  .weighted = (own_want & kWantEntropy) != 0,
+                  .total = own.label_smoothing > 0,
+                  .softcap = own.softcap,
+                  .log2e_over_temperature = own_scale};
+  const Summing own_summing = SummingOf(own_ask);
+  // The compiler divides by it for all rows, and a division by 0 takes long.
+  if (own_ask.softcap == 0) own_ask.softcap = 1.0f;
 
-  ShortRows<T> stream(shared.rings[warp], p.args.logits, first_row, rows);
+  // With few rows the latency of tails is longer than what a last cell takes without a softcap.
+  const bool capped = own_summing == Summing::kMildlyCapped || own_summing == Summing::kCapped;
+  const bool with_tails = rows >= kRowsWorthTails || __any_sync(kFullWarp, capped);
+  const int tail = with_tails ? TailOf<T>(vocab) : 0;
+  const int end = vocab - tail;
+  ShortRows<T> stream(shared.rings[warp], p.args.logits, end, first_row, rows);
+  const auto store_tail = [cells = shared.cells[warp], last = p.cells - 1](
+                              int k, const CellSums& sums) { cells[k][last] = sums; };
+  if (tail > 0) SumTails<T>(p.args.logits, first_row, rows, own_summing, own_ask, store_tail);
 #pragma unroll 1
   for (int k = 0; k < rows; ++k, stream.NextRow()) {
-    const int want = __shfl_sync(kFullWarp, own_want, k);
-    const int target = __shfl_sync(kFullWarp, own_target, k);
-    const CellAsk ask{.target = (want & kWantRank) != 0 ? target : kIgnoredTarget,
-                      .target_logit = __shfl_sync(kFullWarp, own_target_logit, k),
-                      .weighted = (want & kWantEntropy) != 0,
-                      .total = __shfl_sync(kFullWarp, own_smoothing, k) > 0,
-                      .softcap = __shfl_sync(kFullWarp, own_softcap, k),
-                      .log2e_over_temperature = __shfl_sync(kFullWarp, own_scale, k)};
-    const Summing summing = SummingOf(ask);
-    RankCounter<T> rank(ask.target, ask.target_logit);
-#pragma unroll 1
-    for (int first = 0; first < vocab; first += kCell) {
-      LaneCell<T> x;
-      stream.Next(first, x);
-      if (ask.target >= 0) rank.Add(x, first, lane);
-      CellSums sums = SumCellOf<T>(summing, x, ask, first, vocab, lane);
-      if (ask.target >= 0 && first + kCell >= vocab) sums.before = rank.Total();
-      if (lane == 0) shared.cells[warp][k][first / kCell] = sums;
+    CellSums* cells = shared.cells[warp][k];
+    const auto store = [=](int cell, const CellSums& sums) {
+      if (lane == 0) cells[cell] = sums;
+    };
+    const auto summing =
+        static_cast<Summing>(__shfl_sync(kFullWarp, static_cast<int>(own_summing), k));
+    if (summing == Summing::kPlain) {
+      SumPlainRow<T>(stream, __shfl_sync(kFullWarp, own_scale, k), end, lane, store);
+    } else {
+      SumRow<T>(stream, summing, AskOfRow(own_ask, k), end, lane, store);
     }
   }
   WaitAsync<0>();

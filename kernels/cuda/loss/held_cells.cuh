@@ -163,7 +163,7 @@ class HeldCells {
   __device__ void Push(const T* row, int s) {
     const int first = at_.begin + s * at_.step;
     if (row == nullptr || first >= at_.end) return ring_.PushNothing();
-    ring_.Push(row + first, at_.end - first);
+    ring_.PushShort(row + first, at_.end - first);
   }
 
   __device__ Stretch StretchOf(const T* to, int first, bool alike) const {

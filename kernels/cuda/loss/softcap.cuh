@@ -150,41 +150,21 @@ struct CappedPowers {
   }
 
   // Calls take(e, log2(e) / temperature * softcap * tanh(x[e] / softcap) + shift) for each of a
-  // lane's elements. No absolute logit of the warp is above `reach`.
-  template <class T, class Take>
-  __device__ void Each(const LaneCell<T>& x, float reach, float shift, Take take) const {
+  // lane's elements in the quarters that a cell's first `count` are in. No absolute logit of these is
+  // above `reach`.
+  template <bool kWhole, class T, class Take>
+  __device__ void Each(const LaneCell<T>& x, float reach, float shift, int count, Take take) const {
     if (reach <= __fmul_rn(softcap, TanhNearest::kReach)) {
-      EachWithin<TanhNearest>(x, shift, take);
+      EachBy<kWhole>(x, Within<TanhNearest>::Of(*this), shift, count, take);
     } else if (reach <= __fmul_rn(softcap, TanhNear::kReach)) {
-      EachWithin<TanhNear>(x, shift, take);
+      EachBy<kWhole>(x, Within<TanhNear>::Of(*this), shift, count, take);
     } else if (reach <= __fmul_rn(softcap, TanhMiddle::kReach)) {
-      EachWithin<TanhMiddle>(x, shift, take);
+      EachBy<kWhole>(x, Within<TanhMiddle>::Of(*this), shift, count, take);
     } else {
-      EachOfAny(x, shift, take);
+      EachBy<kWhole>(x, OfAny::Of(*this), shift, count, take);
     }
   }
 
-  // The same for any logits of the quarters that a cell's first `count` are in: of the quarters that
-  // are all of them by take, of the last one by take_last.
-  template <class T, class Take, class TakeLast>
-  __device__ void EachOfQuarters(const LaneCell<T>& x, float shift, int count, Take take,
-                                 TakeLast take_last) const {
-    const OfAny power = OfAny::Of(*this);
-#pragma unroll
-    for (int q = 0; q < kSums; ++q) {
-      if (count >= (q + 1) * kQuarter) {
-#pragma unroll
-        for (int e = q * kSumElements; e < (q + 1) * kSumElements; ++e) take(e, power(x[e], shift));
-      } else {
-#pragma unroll
-        for (int e = q * kSumElements; e < (q + 1) * kSumElements; ++e) {
-          if (CellIndex<T>(/*lane=*/0, e) < count) take_last(e, power(x[e], shift));
-        }
-      }
-    }
-  }
-
- private:
   // The power of any logit.
   struct OfAny {
     float most;
@@ -202,19 +182,29 @@ struct CappedPowers {
     }
   };
 
-  template <class T, class Take>
-  __device__ void EachOfAny(const LaneCell<T>& x, float shift, Take take) const {
-    const OfAny power = OfAny::Of(*this);
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) take(e, power(x[e], shift));
-  }
+ private:
+  // The power of a logit within the reach of `Tanh`.
+  template <class Tanh>
+  struct Within {
+    decltype(Tanh::Over()) over;
 
-  template <class Tanh, class T, class Take>
-  __device__ void EachWithin(const LaneCell<T>& x, float shift, Take take) const {
-    const auto over = Tanh::Over().Scaled(lead, square);
+    __device__ static Within Of(const CappedPowers& of) {
+      return {Tanh::Over().Scaled(of.lead, of.square)};
+    }
+    __device__ float operator()(float x, float shift) const {
+      return fmaf(x, over.At(__fmul_rn(x, x)), shift);
+    }
+  };
+
+  template <bool kWhole, class T, class Power, class Take>
+  __device__ void EachBy(const LaneCell<T>& x, const Power& power, float shift, int count,
+                         Take take) const {
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e)
-      take(e, fmaf(x[e], over.At(__fmul_rn(x[e], x[e])), shift));
+    for (int q = 0; q < kSums; ++q) {
+      if (!kWhole && count <= q * kQuarter) break;
+#pragma unroll
+      for (int e = q * kSumElements; e < (q + 1) * kSumElements; ++e) take(e, power(x[e], shift));
+    }
   }
 };
 

@@ -11,10 +11,13 @@ namespace logitd::cuda {
 
 // Copies 16 bytes into shared memory asynchronously. Only the first `valid` are read, the rest
 // become zero.
-__device__ inline void CopyAsync16(void* shared, const void* global, int valid) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+__device__ inline void CopyAsync16(uint32_t shared, const void* global, int valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid)
                : "memory");
+}
+__device__ inline void CopyAsync16(void* shared, const void* global, int valid) {
+  CopyAsync16(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), global, valid);
 }
 __device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -64,15 +67,8 @@ class CellRing {
   // As Push, in fewer instructions for rows whose last cell ends anywhere.
   __device__ void PushShort(const T* first, int count) {
     const int offset = InLine(first);
-    const char* base = reinterpret_cast<const char*>(first) - offset;
-    const unsigned bytes = offset + min(count, kCell) * static_cast<unsigned>(sizeof(T));
-    const int whole = static_cast<int>(bytes / 16) - lane_;  // blocks from the lane's first
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(slots_[push_])) + 16 * lane_;
-    if (whole > 0 && 16 * lane_ + 15 >= offset) CopyBlock<0>(to, base + 16 * lane_);
-    CopyBlocks(std::make_integer_sequence<int, kBlocks / 32>(), to, base + 16 * lane_, whole);
-    const int tail = static_cast<int>(bytes % 16);
-    if (tail != 0 && lane_ == 0)
-      CopyAsync16(slots_[push_] + bytes / 16, base + (bytes - tail), tail);
+    CopyCell(BlockInShared(push_), reinterpret_cast<const char*>(first) - offset + 16 * lane_,
+             offset, count);
     PushNothing();
   }
 
@@ -142,10 +138,32 @@ class CellRing {
     }
   }
 
-  // Instead of a Push for each Pop: all cells of a row, up to kStages, are pushed after a Restart,
-  // and turns without copying for the others; then each is popped, with a PushNothing after it.
-  // Until the next Restart all of them stay in shared memory. Every earlier Push has been popped.
-  __device__ void Restart() { push_ = pop_ = 0; }
+  // Instead of a Push for each Pop: starts the copies of all cells of a row of `count` elements, up to
+  // kStages cells; then each is popped, with a PushNothing after it. Until the next PushRow all of them
+  // stay in shared memory. Every earlier Push has been popped.
+  __device__ void PushRow(const T* first, int count) {
+    push_ = pop_ = 0;
+    const int offset = InLine(first);
+    const char* from = reinterpret_cast<const char*>(first) - offset + 16 * lane_;
+    uint32_t to = BlockInShared(0);
+    int turns = kStages;
+#pragma unroll 1
+    for (; count > 0; count -= kCell) {
+      if (count >= kCell + kVector<T>) {  // whole blocks of 16 bytes
+        if (16 * lane_ + 15 >= offset) CopyBlock<0>(to, from);
+        CopyBlocks(std::make_integer_sequence<int, kBlocks / 32 - 1>(), to, from, kBlocks);
+        if (16 * lane_ < offset) CopyBlock<kBlocks / 32>(to, from);
+      } else {
+        CopyCell(to, from, offset, count);
+      }
+      CommitAsync();
+      --turns;
+      from += kCell * sizeof(T);
+      to += kCellBytes;
+    }
+#pragma unroll 1
+    for (; turns > 0; --turns) CommitAsync();
+  }
   // Then the place in shared memory of the row's first element, and the bytes from a cell to the
   // next.
   __device__ T* Row(const T* first) {
@@ -169,6 +187,20 @@ class CellRing {
   }
 
  private:
+  // The shared memory address of the lane's first block of a slot.
+  __device__ uint32_t BlockInShared(int slot) const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(slots_[slot])) + 16 * lane_;
+  }
+  // Copies the first `count` elements of a cell that begins `offset` bytes after the line of lane 0's
+  // first block. The addresses are of the lane's first block.
+  __device__ void CopyCell(uint32_t to, const char* from, int offset, int count) const {
+    const unsigned bytes = offset + min(count, kCell) * static_cast<unsigned>(sizeof(T));
+    const int whole = static_cast<int>(bytes / 16) - lane_;  // blocks from the lane's first
+    if (whole > 0 && 16 * lane_ + 15 >= offset) CopyBlock<0>(to, from);
+    CopyBlocks(std::make_integer_sequence<int, kBlocks / 32>(), to, from, whole);
+    const int tail = static_cast<int>(bytes % 16);
+    if (tail != 0 && lane_ == 0) CopyAsync16(to + bytes - tail, from + (bytes - tail), tail);
+  }
   // Copies the lane's block v. The address in shared memory is computed once for all v.
   template <int v>
   __device__ static void CopyBlock(uint32_t to, const char* from) {
@@ -211,14 +243,17 @@ class CellRing {
   __device__ void ReadQuarter(const char* cell, int misaligned, int count, LaneCell<T>& x) const {
     constexpr int kVectors = kQuarter / (32 * kVector<T>);
     ReadCell<kVectors>(cell, misaligned, x);
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int e = 0; e < kSumElements; ++e) {
-      if (CellIndex<T>(lane_, e) < count) continue;
-      if constexpr (sizeof(T) == 4) {
-        x.words[e] = kMinusInfinities<T>;
-      } else {
-        x.words[e / 2] =
-            __byte_perm(x.words[e / 2], kMinusInfinities<T>, e % 2 == 0 ? 0x3254 : 0x5410);
+      for (int e = 0; e < kSumElements; ++e)
+        x.words[e] = CellIndex<T>(lane_, e) < count ? x.words[e] : kMinusInfinities<T>;
+    } else {
+      static_assert(kVectors == 1);
+      const int bits = 16 * (count - CellIndex<T>(lane_, 0));  // of the lane's that are in the row
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t in_row = __funnelshift_lc(~0u, 0u, max(0, bits - 32 * w));
+        x.words[w] = (x.words[w] & in_row) | (kMinusInfinities<T> & ~in_row);
       }
     }
   }

@@ -10,7 +10,7 @@
 // whatever the grid, so all variants give the same bits:
 //
 //   warp per row      vocab <= 1024, k <= 22 (topk_warp.cuh)
-//   warp per row      vocab <= 2048, or <= 8192 (12288 where logits have 16 bits) and more than 512
+//   warp per row      vocab <= 3072, or <= 8192 (12288 where logits have 16 bits) and more than 512
 //                     rows; k <= 64 (topk_short.cuh)
 //   cluster per row   at most as many rows as multiprocessors: its blocks meet in the first one's
 //                     shared memory (sm_90). Where not all clusters would run at once, they are
@@ -24,7 +24,7 @@
 // Measured, as a share of one read (bench/results/h200/kernels.json): 8192 x 50257 f32 k 10, 93%
 // padded and 91% packed; 2048 x 131072 k 10, 93%; 512 x 131072 k 64, 79% f32, 64% bf16; k 1024,
 // 47%; 64 rows 19 us; one row 11 us. On an H100 (bench/results/h100/rows_and_draws.json): 16 to 32
-// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 77% f32, 54% bf16 (kernels.json). Since blocks without a cluster
+// rows of 131072 15 to 18 us; 16384 x 4096 k 50, 79% f32, 64% bf16 (short_rows.json). Since blocks without a cluster
 // have no room for its messages (bench/results/h100/kernels.json): 777 x 151936 bf16 k 50, 80% (62%).
 // Since a group is consecutive logits, and a second look reads one place for it and not two to four
 // (bench/results/h100/groups_and_late_edits.json): 512 x 131072 f32 k 64 89% (85%), k 1024 64%
@@ -137,8 +137,8 @@ constexpr Variant BlockRowVariant(int32_t max_rows = kAnyRows) {
 }
 
 template <class Shape>
-constexpr Variant ShortRowVariant() {
-  return {Shape::kCells * kCell,
+constexpr Variant ShortRowVariant(int32_t max_cells = Shape::kCells) {
+  return {max_cells * kCell,
           kAnyRows,
           kShortRowMaxK,
           0,
@@ -159,23 +159,19 @@ template <class T>
 using LargeKBlock = BlockShape<T, LargePool, 8, 2, 2>;
 template <class T>
 using SmallMemoryBlock = BlockShape<T, LargePool, 4, 2, 1>;
-// Of more than 8 cells only 16-bit rows: shared memory has room for few of f32.
-template <class T>
-using LongestShortRow =
-    std::conditional_t<sizeof(T) == 4, ShortRowShape<T, 5, 8>, ShortRowShape<T, 9, 12>>;
 template <class T>
 constexpr Variant kVariants[] = {
     {kCell, kAnyRows, kWarpRowMaxK, kWarpRowWarps, 0, &LaunchWarpRow<T>,
      [](int, const Scratch& scratch) {
        return scratch.block_shared_bytes < static_cast<int>(sizeof(WarpRowShared<T>)) ? 0 : 1;
      }},
-    ShortRowVariant<ShortRowShape<T, 1, 1>>(),
-    ShortRowVariant<ShortRowShape<T, 2, 2>>(),
+    ShortRowVariant<ShortRowShape<T, 1, 2>>(),
+    ShortRowVariant<ShortRowShape<T, 3, 4>>(3),
     BlockRowVariant<FewRowsBlock<T>>(),
     BlockRowVariant<UsualBlock<T>>(kOneWave),
     ShortRowVariant<ShortRowShape<T, 3, 4>>(),
-    ShortRowVariant<ShortRowShape<T, 5, 8>>(),
-    ShortRowVariant<LongestShortRow<T>>(),
+    // Of more than 8 cells only 16-bit rows: shared memory has room for few of f32.
+    ShortRowVariant<ShortRowShape<T, 5, sizeof(T) == 4 ? 8 : 12>>(),
     BlockRowVariant<UsualBlock<T>>(),
     BlockRowVariant<LargeKBlock<T>>(),
     BlockRowVariant<SmallMemoryBlock<T>>(),

@@ -20,6 +20,7 @@ constexpr int kWarpRowMaxK = 22;
 constexpr int kWarpRowWarps = 24;
 constexpr int kWarpRowPool = 64;
 constexpr int kWarpRowStages = 2;
+constexpr int kWarpRowsEnded = 32;   // whose statistics wait to be written
 constexpr int kWarpRowResident = 1;  // blocks per multiprocessor
 
 // A row whose statistics wait to be written.
@@ -33,7 +34,7 @@ struct WarpRowShared {
   Key pools[kWarpRowWarps][kWarpRowPool];
   uint4 maxima[kWarpRowWarps][4];                // of the lanes, 16 bits each
   uint16_t places[kWarpRowWarps][kWarpRowPool];  // lane << 5 | bit, of candidates
-  EndedRow ended[kWarpRowWarps][32];
+  EndedRow ended[kWarpRowWarps][kWarpRowsEnded];
   uint32_t next_turn;
 };
 
@@ -290,7 +291,9 @@ class RowQueue {
   float next_temperature_ = 0.0f;
 };
 
-// Statistics of rows that ended wait here until there are 32: 32 logarithms cost as much as one.
+// Statistics of rows that ended wait here until there are kRows, at most 32: 32 logarithms cost as much
+// as one.
+template <int kRows>
 class EndedRows {
  public:
   // The statistics of a row with nothing left to write.
@@ -301,7 +304,7 @@ class EndedRows {
 
   // Makes room for the row that Set() is called for next.
   __device__ void Reserve() {
-    if (count_ == 32) {
+    if (count_ == kRows) {
       Write();
       count_ = 0;
       __syncwarp();
@@ -341,7 +344,8 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
   Key* pool = s.pools[warp];
   uint16_t* places = s.places[warp];
   RowQueue<T> queue(p, s, warp, lane);
-  EndedRows ended(p, s.ended[warp], lane);
+  using Ended = EndedRows<kWarpRowsEnded>;
+  Ended ended(p, s.ended[warp], lane);
   float temperature = 0.0f;  // what the next two are of
   float log2e_over_temperature = 0.0f;
   double exact_log2e_over_temperature = 0.0;
@@ -353,7 +357,7 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     queue.Load(x, k, row_temperature);
     ended.Reserve();
     if (k == 0) {
-      ended.Set(EndedRows::Nothing(), queue.turn());
+      ended.Set(Ended::Nothing(), queue.turn());
       queue.Advance();
       continue;
     }
@@ -369,7 +373,7 @@ __global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
     const Stats cell =
         MergeLanes(LaneStats(x, lane_max, log2e_over_temperature), log2e_over_temperature);
     const bool rare = isnan(cell.sum) || n > kWarpRowPool;
-    ended.Set(rare ? EndedRows::Nothing() : cell, queue.turn());
+    ended.Set(rare ? Ended::Nothing() : cell, queue.turn());
     const int64_t row_index = queue.row();
     if (rare) {
       queue.Advance();
