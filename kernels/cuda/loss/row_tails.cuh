@@ -113,8 +113,8 @@ __device__ __noinline__ void SumTails(const TensorView& logits, int64_t first_ro
   for (int first = 0; first < rows; first += 32 / lanes) {
     const int k = first + lane / lanes;
     const int from = min(k, rows - 1);
-    const T* elements = static_cast<const T*>(logits.data) + (first_row + from) * logits.row_stride +
-                        (vocab - tail + first_element);
+    const T* elements = static_cast<const T*>(logits.data) +
+                        (first_row + from) * logits.row_stride + (vocab - tail + first_element);
     const int count = tail - first_element;
     float x[kVector<T>];
 #pragma unroll
@@ -126,7 +126,8 @@ __device__ __noinline__ void SumTails(const TensorView& logits, int64_t first_ro
     if (ask.target >= 0) {
 #pragma unroll
       for (int e = 0; e < kVector<T>; ++e) {
-        const bool equal_before = vocab - tail + first_element + e < ask.target && x[e] == ask.target_logit;
+        const bool equal_before =
+            vocab - tail + first_element + e < ask.target && x[e] == ask.target_logit;
         part.before += e < count && (x[e] > ask.target_logit || equal_before);
       }
     }

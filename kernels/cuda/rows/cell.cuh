@@ -198,8 +198,13 @@ __device__ inline Stats LaneStatsOfQuarter(const LaneCell<T>& x, float max,
                                            float log2e_over_temperature) {
   const Exponential exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
   float sum = 0.0f;
+  if (__all_sync(kFullWarp, exponential.plain)) {
 #pragma unroll
-  for (int e = 0; e < kSumElements; ++e) sum += exponential(x[e]);
+    for (int e = 0; e < kSumElements; ++e) sum += exponential.Plain(x[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kSumElements; ++e) sum += exponential(x[e]);
+  }
   return {max, sum};
 }
 
