@@ -476,15 +476,19 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   // The compiler divides by it for all rows, and a division by 0 takes long.
   if (own_ask.softcap == 0) own_ask.softcap = 1.0f;
 
-  // With few rows the latency of tails is longer than what a last cell takes without a softcap.
+  // f32 rows, limited by HBM, gain nothing from tails. With few rows the latency of tails is longer than
+  // what a last cell takes without a softcap.
   const bool capped = own_summing == Summing::kMildlyCapped || own_summing == Summing::kCapped;
-  const bool with_tails = rows >= kRowsWorthTails || __any_sync(kFullWarp, capped);
+  const bool with_tails =
+      sizeof(T) == 2 && (rows >= kRowsWorthTails || __any_sync(kFullWarp, capped));
   const int tail = with_tails ? TailOf<T>(vocab) : 0;
   const int end = vocab - tail;
   ShortRows<T> stream(shared.rings[warp], p.args.logits, end, first_row, rows);
-  const auto store_tail = [cells = shared.cells[warp], last = p.cells - 1](
-                              int k, const CellSums& sums) { cells[k][last] = sums; };
-  if (tail > 0) SumTails<T>(p.args.logits, first_row, rows, own_summing, own_ask, store_tail);
+  if constexpr (sizeof(T) == 2) {
+    const auto store_tail = [cells = shared.cells[warp], last = p.cells - 1](
+                                int k, const CellSums& sums) { cells[k][last] = sums; };
+    if (tail > 0) SumTails<T>(p.args.logits, first_row, rows, own_summing, own_ask, store_tail);
+  }
 #pragma unroll 1
   for (int k = 0; k < rows; ++k, stream.NextRow()) {
     CellSums* cells = shared.cells[warp][k];
