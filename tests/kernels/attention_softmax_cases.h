@@ -246,9 +246,9 @@ inline std::string FirstGradientDifference(OpRunner& runner, const AttentionCase
 // fills take turns. A call has only a few rows of a large tensor, among them the last of one head
 // and the first of the next.
 inline std::vector<AttentionCase> AttentionShapeCases() {
-  static constexpr int64_t kKeys[] = {1,    3,    16,   17,    63,    64,     65,
-                                      100,  257,  513,  600,   1000,  1024,   2049,
-                                      4096, 4097, 8192, 16384, 65537, 131072, 300001};
+  static constexpr int64_t kKeys[] = {1,    3,    16,    17,    63,    64,     65,    100,  129,
+                                      257,  513,  600,   1000,  1024,  1025,   2049,  4096, 4097,
+                                      8192, 8193, 16384, 32767, 65537, 131072, 300001};
   static constexpr float kScales[] = {0.7f, 1, 0.08838835f, -0.5f};
   static constexpr Fill kFills[] = {Fill::kNormal,      Fill::kUniform,        Fill::kNormal,
                                     Fill::kWithNan,     Fill::kMostlyMinusInf, Fill::kNormal,
@@ -578,7 +578,7 @@ inline std::string BrokenChunks(OpRunner& runner, const AttentionCase& c, int64_
 inline std::vector<AttentionCase> AttentionInvarianceCases() {
   std::vector<AttentionCase> cases;
   uint64_t n = 4000;
-  for (int64_t keys : {5, 100, 1000, 1500, 4097, 20000}) {
+  for (int64_t keys : {5, 100, 129, 513, 1000, 1500, 4097, 20000}) {
     for (Hide hide : kAllHides) {
       const int64_t queries = keys < 1000 ? 7 : 3;
       ++n;

@@ -9,16 +9,20 @@
 //     lanes      keys <= 1536: 4 to 32 lanes hold a row, 16 to 48 elements a lane
 //   wide_rows.cu
 //     block      a warp for every 1024 keys, 32 elements a thread
-//     long       16-bit rows of over 8192 keys without a mask: 64 elements a thread, kept as they
-//                were loaded; exponentials are taken twice
+//     long       16-bit rows of over 8192 keys (16384 where they are not whole vectors, and no
+//                window ends on their left) without a mask: 64 elements a thread, kept as they were
+//                loaded; exponentials are taken twice
 //     cluster    block and long, where a row needs more than one block (sm_90): its warps exchange
 //                sums in shared memory
 //     two reads  rows that do not fit a cluster of 16 blocks: over 524288 keys (none where long). Where
 //                the device has no room for so many: over 262144 (524288); without clusters over
 //                32768 (65536)
 //
-// Each has a form for rows that are whole aligned vectors, and one for any alignment: it loads
-// aligned blocks, and lanes exchange the ends of their vectors. Both have one for rows with a mask.
+// Each has a form for rows that are whole aligned vectors, and one for any alignment. Where scores
+// and probs have 16 bits and 8 or more lanes hold a row, that one loads a vector as the five words
+// that hold it, and from 16 lanes on it stores words too. Fewer lanes, f32, long rows and narrow rows
+// with a mask load and store aligned blocks, and lanes exchange the ends of their vectors. Masks of
+// 16-bit rows are loaded by words. Both forms have one for rows with a mask.
 //
 // Just past a length at which a warp's lanes hold twice as many elements, or a row gets one more
 // warp, most of what is held is empty. So there are more lengths in between, and narrow rows skip the
@@ -65,6 +69,11 @@
 // - 16 lanes with 64 elements each up to 1024 keys: 1001 keys 82% instead of 94%
 // - narrow rows that begin early: [1,256,256] 11% faster, [128,100,100] 26% slower; blocks that wait
 //   stay unevenly spread (this and the line before: attention_lengths.json)
+// - rows that are not whole vectors as single elements, neighbours in neighbouring lanes: 511 keys
+//   unmasked 81% instead of 94%, causal 513 43% instead of 69%; backward 129 keys 87% instead of 60%,
+//   but 93% in shorter lengths of words (attention_odd.json)
+// - words for rows of 4 lanes: 129 keys unmasked 44% instead of 74% (stores), 69% (loads)
+// - words for long rows: 12345 keys unmasked 77% instead of 86%
 // - stores without a hint: backward 103% instead of 113% in one run, forward the same
 #include <algorithm>
 #include <iterator>

@@ -1,10 +1,11 @@
 // attention_softmax_backward: y and dy of a row in registers as they were loaded, one sum, one
 // write.
 //
-// Rows are dealt out as in attention_softmax.cu: lanes up to 512 keys, a block, a cluster, two
-// reads. A dy that is not finite must not count where y is 0. Such a dy makes the sum NaN. So rows
-// are summed without a look at y, and only a row whose sum is NaN is summed again. For the sinks'
-// gradient (sink_gradient.cu) rows leave sum y dy in scratch, 2^24 rows at a time.
+// Rows are dealt out as in attention_softmax.cu: lanes up to 512 keys (768 where rows are not whole
+// vectors), a block, a cluster, two reads. A dy that is not finite must not count where y is 0.
+// Such a dy makes the sum NaN. So rows are summed without a look at y, and only a row whose sum is
+// NaN is summed again. For the sinks' gradient (sink_gradient.cu) rows leave sum y dy in scratch,
+// 2^24 rows at a time.
 //
 // Cost: reads y and dy where the queries see, writes all keys.
 // Measured on an H200 (bench/results/h200/kernels.json), in percent of those bytes at the rate of a
@@ -21,6 +22,7 @@
 // y and dy unpacked for their second use, and spilled); 16 elements for all rows (16384 keys 86%).
 #include <algorithm>
 
+#include "absl/types/span.h"
 #include "kernels/cuda/attention/row_threads.cuh"
 #include "kernels/cuda/attention/rows.cuh"
 #include "kernels/cuda/attention/sink_gradient.h"
@@ -51,14 +53,16 @@ struct Part {
 
 // kWhole: the rows of all tensors are whole vectors, each aligned.
 template <class In, class Out, bool kWhole, int kLanes, int kCount, bool kOneWarp>
-struct BackwardVectors : LaneVectors<In, Out, kWhole, kLanes, kCount, kOneWarp> {
-  using Base = LaneVectors<In, Out, kWhole, kLanes, kCount, kOneWarp>;
+struct BackwardVectors
+    : LaneVectors<In, Out, kWhole, AccessOf(kElements<In, Out>, kLanes), kLanes, kCount, kOneWarp> {
+  using Base =
+      LaneVectors<In, Out, kWhole, AccessOf(kElements<In, Out>, kLanes), kLanes, kCount, kOneWarp>;
   using Base::Base;
   using Base::E;
   using Base::Index;
   struct Held {
-    Blocks<In, E, kLanes, kCount> y;
-    Blocks<In, E, kLanes, kCount> dy;
+    typename Base::Raw y;
+    typename Base::Raw dy;
   };
 
   // Starts the loads of what the query sees. All else stays 0.
@@ -346,6 +350,23 @@ constexpr Variant kLanesVariants[] = {
     {512, &Launch<In, Out, kWhole, 32, 16>},
 };
 
+// Of rows that are not whole vectors: lengths just past those where a warp holds half as many rows.
+template <class In, class Out>
+constexpr Variant kRaggedVariants[] = {
+    {64, &Launch<In, Out, false, 4, 16>},   {96, &Launch<In, Out, false, 4, 24>},
+    {128, &Launch<In, Out, false, 8, 16>},  {192, &Launch<In, Out, false, 8, 24>},
+    {256, &Launch<In, Out, false, 16, 16>}, {384, &Launch<In, Out, false, 16, 24>},
+    {512, &Launch<In, Out, false, 32, 16>}, {768, &Launch<In, Out, false, 32, 24>},
+};
+
+template <class In, class Out, bool kWhole>
+absl::Span<const Variant> VariantsFor(int64_t keys) {
+  if constexpr (!kWhole && kElements<In, Out> == 8) {
+    if (keys % 8 != 0) return kRaggedVariants<In, Out>;
+  }
+  return kLanesVariants<In, Out, kWhole>;
+}
+
 constexpr int64_t kLongKeys = 2048;  // with more keys a thread holds twice as many 16-bit elements
 
 // `kHeld`: elements of a thread.
@@ -365,7 +386,7 @@ cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_
 
 template <class In, class Out, bool kWhole>
 cudaError_t LaunchRows(const Params& p, const Scratch& scratch, cudaStream_t stream) {
-  for (const Variant& variant : kLanesVariants<In, Out, kWhole>) {
+  for (const Variant& variant : VariantsFor<In, Out, kWhole>(p.rows.keys)) {
     if (p.rows.keys <= variant.max_keys) return variant.launch(p, stream);
   }
   if constexpr (sizeof(In) == 2) {

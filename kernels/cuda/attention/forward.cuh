@@ -192,14 +192,27 @@ __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
   return row;
 }
 
+// Masks are loaded by words too: with both, a warp that holds whole rows has too many loads under way.
+// A lane with many elements has no registers for the words after them. `held`: elements of a lane.
+constexpr Access ForwardAccessOf(Form form, int elements, int lanes, int held, bool one_warp) {
+  const bool blocks = (IsMasked(form) && one_warp) || held > 48;
+  return blocks ? Access::kBlocks : AccessOf(elements, lanes);
+}
+
 template <class In, class Out, Form kForm, int kLanes, int kCount, bool kOneWarp>
-struct ForwardVectors : LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount, kOneWarp> {
-  using Base = LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount, kOneWarp>;
+using ForwardLanes = LaneVectors<In, Out, IsWhole(kForm),
+                                 ForwardAccessOf(kForm, kElements<In, Out>, kLanes,
+                                                 kCount* kElements<In, Out>, kOneWarp),
+                                 kLanes, kCount, kOneWarp>;
+
+template <class In, class Out, Form kForm, int kLanes, int kCount, bool kOneWarp>
+struct ForwardVectors : ForwardLanes<In, Out, kForm, kLanes, kCount, kOneWarp> {
+  using Base = ForwardLanes<In, Out, kForm, kLanes, kCount, kOneWarp>;
   using Base::Base;
   using Base::E;
   using Base::Index;
   static constexpr int kHeld = kCount * E;
-  using Raw = Blocks<In, E, kLanes, kCount>;
+  using Raw = typename Base::Raw;
 
   // Starts the loads of what the query sees.
   __device__ void Load(const Params& p, const ForwardRow& row, Raw& raw) const {
@@ -404,7 +417,8 @@ struct ForwardVectors : LaneVectors<In, Out, IsWhole(kForm), kLanes, kCount, kOn
   __device__ float MaskedLogits(const Params& p, const ForwardRow& row, const Raw& raw,
                                 float (&x)[kHeld]) const {
     // As many loads under way as registers allow.
-    constexpr int kTogether = LargestDivisor(kCount, 20 / kWords<M, E>);
+    constexpr int kMost = IsWhole(kForm) || E < 8 ? 20 / kWords<M, E> : 25 / (kWords<M, E> + 1);
+    constexpr int kTogether = LargestDivisor(kCount, kMost);
     const M* mask = reinterpret_cast<const M*>(row.mask);
     float max = -kInfinity;
 #pragma unroll

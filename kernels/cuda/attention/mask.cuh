@@ -40,7 +40,7 @@ __device__ inline bool Hides(const AttentionMask& mask, const std::byte* row, in
 // kCount of a lane's vectors of a row of the mask. kAligned: each is whole and aligned.
 template <class M, int E, bool kAligned, int kLanes, int kCount>
 struct MaskVectors {
-  Blocks<M, E, kLanes, kCount> blocks;
+  Loaded < M, E, E<8 ? Access::kBlocks : Access::kWords, kLanes, kCount> blocks;
 
   template <bool kOneWarp>
   __device__ void Load(const M* row, const Turns<E, kLanes, kOneWarp>& turns, int first) {

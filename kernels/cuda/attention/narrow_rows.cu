@@ -78,11 +78,35 @@ constexpr Variant kVariants[] = {
     {kMaxNarrowKeys, &Launch<In, Out, kForm, 32, 48>},
 };
 
+// Of rows that are not whole vectors: lengths just past those where a warp holds half as many rows.
+template <class In, class Out, Form kForm>
+constexpr Variant kRaggedVariants[] = {
+    {64, &Launch<In, Out, kForm, 4, 16>},
+    {96, &Launch<In, Out, kForm, 4, 24>},
+    {128, &Launch<In, Out, kForm, 4, 32>},
+    {192, &Launch<In, Out, kForm, 8, 24>},
+    {256, &Launch<In, Out, kForm, 8, 32>},
+    {320, &Launch<In, Out, kForm, 8, 40>},
+    {512, &Launch<In, Out, kForm, 16, 32>},
+    {640, &Launch<In, Out, kForm, 16, 40>},
+    {1024, &Launch<In, Out, kForm, 32, 32>},
+    {1280, &Launch<In, Out, kForm, 32, 40>},
+    {kMaxNarrowKeys, &Launch<In, Out, kForm, 32, 48>},
+};
+
+template <class In, class Out, Form kForm>
+const Variant* VariantsFor(int64_t keys) {
+  if constexpr (!IsWhole(kForm) && kElements<In, Out> == 8) {
+    if (keys % 8 != 0) return kRaggedVariants<In, Out, kForm>;
+  }
+  return kVariants<In, Out, kForm>;
+}
+
 }  // namespace
 
 cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream) {
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
-    const Variant* variant = kVariants<In, Out, kForm>;
+    const Variant* variant = VariantsFor<In, Out, kForm>(p.rows.keys);
     while (p.rows.keys > variant->max_keys) ++variant;
     return variant->launch(p, stream);
   });

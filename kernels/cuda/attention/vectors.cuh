@@ -211,6 +211,80 @@ struct Blocks {
   }
 };
 
+// The same vectors, each loaded as the words that hold it. A lane needs nothing of other lanes. A part
+// of memory that several loads touch is read once, and then it is in the L1 cache.
+template <class T, int E, int kLanes, int kCount>
+struct Words {
+  static constexpr int kBlockWords = kWords<T, E>;
+  static constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
+  uint32_t words[kCount][kBlockWords];
+  uint32_t after[kCount];  // the word after them, where vectors do not begin with a word
+
+  // Starts the loads of the words with an element that is seen.
+  __device__ void Load(const T* row, const Seen& seen, int first) {
+    const int skipped = ElementsBefore(row);
+    const auto* from = reinterpret_cast<const uint32_t*>(row - skipped) + first / kOfWord;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      const int index = first + v * kLanes * E;
+      const uint32_t* at = from + v * kLanes * kBlockWords;
+      if (seen.All<E>(index)) {
+#pragma unroll
+        for (int w = 0; w < kBlockWords; ++w) words[v][w] = at[w];
+        if (skipped != 0) after[v] = at[kBlockWords];
+      } else if (seen.Some<E>(index)) {
+#pragma unroll
+        for (int w = 0; w <= kBlockWords; ++w) {
+          if (!seen.Some<kOfWord>(index - skipped + w * kOfWord)) continue;
+          (w < kBlockWords ? words[v][min(w, kBlockWords - 1)] : after[v]) = at[w];
+        }
+      }
+    }
+  }
+
+  // Turns words into vectors, where something of them is seen.
+  template <bool kOneWarp>
+  __device__ void Align(const T* row, const Turns<E, kLanes, kOneWarp>& turns) {
+    if constexpr (kOfWord == 1) return;
+    const uint32_t bits = ElementsBefore(row) * 8 * static_cast<uint32_t>(sizeof(T));
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      if (!turns.Some(v)) continue;
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w) {
+        const uint32_t next =
+            w + 1 < kBlockWords ? words[v][min(w + 1, kBlockWords - 1)] : after[v];
+        words[v][w] = __funnelshift_r(words[v][w], next, bits);
+      }
+    }
+  }
+
+  // Elements between the begin of a word and the row's first element in that word.
+  __device__ static int ElementsBefore(const T* row) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 4 / sizeof(T));
+  }
+};
+
+// How the vectors of rows at any alignment are loaded and stored.
+enum class Access {
+  kBlocks,     // blocks of 16 bytes; lanes exchange the ends of their vectors
+  kLoadWords,  // loaded as Words, stored as blocks
+  kWords,      // both by words
+};
+
+// Where few lanes hold a row, a warp's word loads touch many parts of memory at once; its word stores
+// write each of these in parts.
+// So do those of f32; and loads of 4 elements cost little to exchange.
+constexpr Access AccessOf(int elements, int lanes) {
+  if (elements < 8) return Access::kBlocks;
+  return lanes >= 16 ? Access::kWords : lanes >= 8 ? Access::kLoadWords : Access::kBlocks;
+}
+
+// What holds vectors that are loaded so.
+template <class T, int E, Access kAccess, int kLanes, int kCount>
+using Loaded = std::conditional_t<kAccess == Access::kBlocks, Blocks<T, E, kLanes, kCount>,
+                                  Words<T, E, kLanes, kCount>>;
+
 // The aligned block that holds the rest of the vector before `words` and the begin of that one, where
 // all lanes hold one row: a lane's vectors begin `bits` after word kWord of the block before. The
 // vector before is in the lane before; for the first lane it is the last lane's `previous`.
@@ -318,6 +392,58 @@ __device__ inline void StoreBlocks(T* row, bool active, int first,
   }
 }
 
+// The same, a word at a time: a lane needs only the last word of the lane before.
+template <class T, int E, int kLanes, int kCount, bool kOneWarp, class Vector>
+__device__ inline void StoreWords(T* row, bool active, int first,
+                                  const Turns<E, kLanes, kOneWarp>& turns, Vector vector) {
+  constexpr int kBlockWords = kWords<T, E>;
+  constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
+  constexpr int kTurns = kOfWord == 1 ? kCount : kCount + 1;
+  const int lane = threadIdx.x % 32;
+  const int place = lane % kLanes;
+  const int before = place == 0 ? lane + kLanes - 1 : lane - 1;
+  const int skipped = Words<T, E, kLanes, kCount>::ElementsBefore(row);
+  const uint32_t bits = skipped * 8 * static_cast<uint32_t>(sizeof(T));
+  auto* const to = reinterpret_cast<uint32_t*>(row - skipped) + first / kOfWord;
+  uint32_t previous = 0;
+#pragma unroll
+  for (int v = 0; v < kTurns; ++v) {  // the last turn: the rest of the last lane's last vector
+    if (turns.AreOver(v)) break;
+    uint32_t words[kBlockWords] = {};
+    if (v < kCount && turns.Some(v)) vector(v, words);
+    if constexpr (kOfWord > 1) {
+      const uint32_t last = words[kBlockWords - 1];
+      const uint32_t lead = __shfl_sync(kFullWarp, place + 1 == kLanes ? previous : last, before);
+#pragma unroll
+      for (int w = kBlockWords - 1; w >= 0; --w)
+        words[w] = __funnelshift_l(w == 0 ? lead : words[max(w - 1, 0)], words[w], bits);
+      previous = last;
+    }
+    const int index = first + v * turns.kHeld;
+    const int begin = v == 0 && place == 0 ? index : index - skipped;
+    const int end = min(v < kCount ? index - skipped + E : place == 0 ? index : 0, turns.keys);
+    if (!active || begin >= end) continue;
+    uint32_t* const at = to + v * kLanes * kBlockWords;
+    if (end - begin == E) {
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w) at[w] = words[w];
+    } else {
+#pragma unroll
+      for (int w = 0; w < kBlockWords; ++w) {
+        const int element = index - skipped + w * kOfWord;
+        if (element >= begin && element + kOfWord <= end) {
+          at[w] = words[w];
+        } else if constexpr (kOfWord == 2) {
+          auto* const halves = reinterpret_cast<uint16_t*>(at + w);
+          if (element >= begin && element < end) halves[0] = static_cast<uint16_t>(words[w]);
+          if (element + 1 >= begin && element + 1 < end)
+            halves[1] = static_cast<uint16_t>(words[w] >> 16);
+        }
+      }
+    }
+  }
+}
+
 template <class T, int E>
 __device__ inline void Pack(const float* x, uint32_t (&words)[kWords<T, E>]) {
 #pragma unroll
@@ -356,11 +482,12 @@ Matrix MatrixOf(const View& view, int64_t keys, int elements) {
 }
 
 // A lane's kCount vectors of a row: those of kLanes lanes are neighbours, and the first lane's first
-// one begins at element `base`. kAligned: every vector of every row is whole and aligned. kOneWarp:
-// see Turns.
-template <class In, class Out, bool kAligned, int kLanes, int kCount, bool kOneWarp>
+// one begins at element `base`. kAligned: every vector of every row is whole and aligned. kAccess: of
+// other rows. kOneWarp: see Turns.
+template <class In, class Out, bool kAligned, Access kAccess, int kLanes, int kCount, bool kOneWarp>
 struct LaneVectors {
   static constexpr int E = kElements<In, Out>;
+  using Raw = Loaded<In, E, kAligned ? Access::kBlocks : kAccess, kLanes, kCount>;
 
   int base;   // the same in a warp
   int first;  // of this lane
@@ -405,6 +532,8 @@ struct LaneVectors {
         packed(v, words);
         if (row.seen.Some<E>(Index(v))) StoreAligned(out + Index(v), words);
       }
+    } else if constexpr (kAccess == Access::kWords) {
+      StoreWords<Out, E, kLanes, kCount>(out, row.in_pass, first, TurnsOf(rows, row), packed);
     } else {
       StoreBlocks<Out, E, kLanes, kCount>(out, row.in_pass, first, TurnsOf(rows, row), packed);
     }

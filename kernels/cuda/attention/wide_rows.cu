@@ -87,6 +87,15 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
 constexpr int kLongHeld = 64;
 constexpr int64_t kLongKeys = 8192;  // rows with more keys are long
 
+// Rows that are not whole vectors are long only with more keys, except in a window that ends on their
+// left: BlockKernel loads and stores them by words, for which threads of LongKernel have no registers.
+constexpr int64_t kLongRaggedKeys = 16384;
+
+bool IsLong(const PassRows& rows, int elements) {
+  const bool ragged = rows.keys % elements != 0 && rows.left < 0;
+  return rows.keys > (ragged ? kLongRaggedKeys : kLongKeys);
+}
+
 // As BlockKernel, for long 16-bit rows without a mask: a thread holds twice as many elements, as
 // they were loaded.
 template <class In, class Out, Form kForm, bool kCluster>
@@ -184,7 +193,7 @@ cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scra
     if constexpr (kElements<In, Out> == 8 && !IsMasked(kForm)) {
       const BlockPlan plan =
           PlanHeldRows(&LongKernel<In, Out, kForm, true>, p.rows.keys, kLongHeld, spread, scratch);
-      if (p.rows.keys > kLongKeys && !plan.two_reads) {
+      if (IsLong(p.rows, kElements<In, Out>) && !plan.two_reads) {
         return LaunchBlocks(plan.blocks > 1 ? &LongKernel<In, Out, kForm, true>
                                             : &LongKernel<In, Out, kForm, false>,
                             plan, p, stream);
