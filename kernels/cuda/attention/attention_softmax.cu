@@ -48,6 +48,14 @@
 //   unmasked   51 63    64 84    66 84    57 86    85 92
 //   causal     39 49    51 70    52 70    44 74    63 83
 //
+// On an H100 (bench/results/h100/attention_odd.json), bf16, 1024 matrices of 129 and 257 keys, 128 of 513
+// and 1025, one of 12345, with blocks alone, and with words and lengths of their own:
+//
+//   keys            129      257      513     1025    12345
+//   unmasked      64 72    88 92    84 92   93 101    86 92
+//   causal        51 56    72 78    69 80    82 91    85 88
+//   additive mask 48 53    62 70    60 66    70 74    89 97
+//
 // On an H100 (bench/results/h100/kernels.json; copy 2.84 TB/s), masks that heads share: bool 97 and
 // 102 (4096 and 16384 keys), additive 97 (4096). Before heads took each row of a large mask together
 // it came from memory for every head: 92, 90, 73.
@@ -70,10 +78,11 @@
 // - narrow rows that begin early: [1,256,256] 11% faster, [128,100,100] 26% slower; blocks that wait
 //   stay unevenly spread (this and the line before: attention_lengths.json)
 // - rows that are not whole vectors as single elements, neighbours in neighbouring lanes: 511 keys
-//   unmasked 81% instead of 94%, causal 513 43% instead of 69%; backward 129 keys 87% instead of 60%,
-//   but 93% in shorter lengths of words (attention_odd.json)
-// - words for rows of 4 lanes: 129 keys unmasked 44% instead of 74% (stores), 69% (loads)
-// - words for long rows: 12345 keys unmasked 77% instead of 86%
+//   unmasked 81% instead of 94%, causal 513 43% instead of 69%; backward 700 keys 93% instead of 104%
+//   (this and the next three: attention_odd.json)
+// - words for rows of 4 lanes: 100 keys unmasked 48% instead of 71%; only loaded 68%
+// - words for rows of 64 elements a thread: 12345 keys unmasked 77% instead of 86%
+// - words of f32: 511 keys unmasked 64% instead of 99%
 // - stores without a hint: backward 103% instead of 113% in one run, forward the same
 #include <algorithm>
 #include <iterator>
