@@ -19,19 +19,23 @@
 // Cost at [16, 1024, 1024] f32: reads and writes 67 MB once each, which is the floor; causal rows
 // 0.75 of that, as the zeros must be written.
 //
-// Limited by: memory for f32; by arithmetic for f16 and bf16 (13 instructions to weigh a vector, 3 to
-// write it, 7 without AVX512_BF16); by latencies for rows of a few vectors.
+// Limited by: memory for f32; by arithmetic for f16 and bf16, whose vector takes 14.5 operations on
+// two ports (11 to weigh it, 3.5 to write it; 6 without AVX512_BF16); by latencies for rows of a few
+// vectors. On an Intel Xeon the processor reads one stream so little ahead that arithmetic and waits
+// for memory add up: so rows that are seen whole are prefetched 2 or 4 KiB ahead there
+// (bench/results/cpu/attention_ahead.json).
 //
 // Measured: one thread of a Zen 4 at 3.7 GHz, 16 lanes, by processor time, GB/s of scores and
 // results, where a bare copy past the caches moves 28: f32 35, causal 19.5; bf16 19.8, causal 18.4,
 // under a bool mask 18.0, rows of 131072 16.8, odd rows 16.7. All cores:
 // bench/results/cpu/attention.json.
 //
-// Tried and dropped: no prefetch of bf16's next row (1.3 times the time of causal rows), one into the
-// first cache for f32 (1.2 times); powers of two by a polynomial of the fifth degree
-// instead of a table of sixteenths (13% more); clamping x by integers (the same); weighing eight
-// short rows before the first is written (on an Intel Xeon 12% less for 64 keys, the same for 128);
-// the weigher's constants set up once for all rows (the same).
+// Tried and dropped: no prefetch of bf16's next row (1.3 times the time of causal rows); on Zen
+// 4 one into the first cache for f32 (1.2 times); on Intel 2 KiB ahead for causal f32 (1.2
+// times); powers of two by a polynomial of the fifth degree instead of a table of sixteenths
+// (13% more); clamping x by integers (the same); weighing eight short rows before the first is
+// written (on an Intel Xeon 12% less for 64 keys, the same for 128); the weigher's constants set
+// up once for all rows (the same).
 #include "kernels/cpu/attention/attention_softmax.h"
 
 #include <algorithm>
@@ -113,28 +117,52 @@ inline void WriteNan(const AttentionSoftmaxArgs& args, int64_t row, KeyRange see
 
 // Weights times a factor, as WriteRow takes results.
 template <bool kPairs, bool kByInstruction, typename Out>
-struct Scaled {
-  const RowWeights& weights;
-  VF factor;
+class Scaled {
+ public:
+  HWY_INLINE Scaled(const RowWeights& weights, VF factor)
+      : even_(weights.first), odd_(weights.first + weights.odd), factor_(factor) {}
 
-  HWY_INLINE auto operator()(int64_t key) const {
-    const DF d;
-    const auto at = [&](const float* w) HWY_ATTR { return hn::Mul(hn::LoadU(d, w), factor); };
-    if constexpr (kPairs) {
-      const float* even = weights.first + (key >> 1);
-      const float* odd = even + weights.odd;
-      const bool begins_odd = key & 1;
-      const VF a = at(begins_odd ? odd : even), b = at(begins_odd ? even + 1 : odd);
+  HWY_INLINE auto operator()(int64_t key) const { return From(key).Next(); }
+
+  // From some key on, vector after vector. Where the key is odd, a word of two bf16 begins with the
+  // odd keys' weights.
+  class Cursor {
+   public:
+    HWY_INLINE Cursor(const float* a, const float* b, VF factor) : a_(a), b_(b), factor_(factor) {}
+    HWY_INLINE auto Next() {
+      const DF d;
+      const VF a = hn::Mul(hn::LoadU(d, a_), factor_);
+      a_ += hn::Lanes(d);
+      if constexpr (kPairs) {
+        const VF b = hn::Mul(hn::LoadU(d, b_), factor_);
+        b_ += hn::Lanes(d);
 #if HWY_TARGET <= HWY_AVX3
-      if constexpr (kByInstruction) return RoundTwoByInstruction(a, b);
+        if constexpr (kByInstruction) return RoundTwoByInstruction(a, b);
 #endif
-      return RoundTwo(d, a, b);
-    } else if constexpr (std::is_same_v<Out, float>) {
-      return at(weights.first + key);
-    } else {
-      return RoundTo(Out(), d, at(weights.first + key));
+        return RoundTwo(d, a, b);
+      } else if constexpr (std::is_same_v<Out, float>) {
+        return a;
+      } else {
+        return RoundTo(Out(), d, a);
+      }
     }
+
+   private:
+    const float* a_;
+    const float* b_;
+    VF factor_;
+  };
+  HWY_INLINE Cursor From(int64_t key) const {
+    if constexpr (!kPairs) return {even_ + key, nullptr, factor_};
+    const int64_t pair = key >> 1;
+    if (key & 1) return {odd_ + pair, even_ + pair + 1, factor_};
+    return {even_ + pair, odd_ + pair, factor_};
   }
+
+ private:
+  const float* even_;  // as they lie, where they are not apart
+  const float* odd_;
+  VF factor_;
 };
 
 // Calls write(results) for a row's weights times a factor.
@@ -143,9 +171,9 @@ HWY_INLINE void WithScaled(const RowWeights& weights, float factor, bool by_inst
                            const Write& write) {
   const VF vfactor = hn::Set(DF(), factor);
   if constexpr (kPairs && HWY_TARGET <= HWY_AVX3) {
-    if (by_instruction) return write(Scaled<kPairs, true, Out>{weights, vfactor});
+    if (by_instruction) return write(Scaled<kPairs, true, Out>(weights, vfactor));
   }
-  write(Scaled<kPairs, false, Out>{weights, vfactor});
+  write(Scaled<kPairs, false, Out>(weights, vfactor));
 }
 
 // A row that is written past the caches while the next one is weighed.
@@ -204,6 +232,7 @@ void ForwardRowsOf(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end,
   RowWeights other_weights = how.stream ? RowWeights::In(memory + room, keys) : weights;
   RowInFlight<kPairs, Out> in_flight;
   const int64_t step_keys = 4 * static_cast<int64_t>(hn::Lanes(DF()));
+  const int64_t whole_ahead = BytesAhead(args.scores.dtype);
   RowPlace place = PlaceOf(shape, begin);
   for (int64_t row = begin; row < end; ++row, Advance(shape, place)) {
     const KeyRange seen = SeenKeys(shape, args.window, place.query);
@@ -217,12 +246,12 @@ void ForwardRowsOf(const AttentionSoftmaxArgs& args, int64_t begin, int64_t end,
     Out* to = static_cast<Out*>(args.probs.data) + row * args.probs.row_stride;
     if (how.stream) PrefetchEnds(to, keys);
     const float sink = args.sinks == nullptr ? -kInf : args.sinks[place.head];
-    // The processor's own prefetches do better for whole rows of f32.
+    const int64_t ahead = count == keys ? whole_ahead : 0;
     const bool prefetch = Is16Bit(args.scores.dtype) || count < keys;
     const T* next_row = prefetch ? scores + args.scores.row_stride : nullptr;
     in_flight.Cut(count / step_keys);
     const double total =
-        WeighAtOnce<kPairs, kScaleLater>(scores, mask, count, args.scale, next_row, weights,
+        WeighAtOnce<kPairs, kScaleLater>(scores, mask, count, args.scale, next_row, ahead, weights,
                                          [&]() HWY_ATTR { in_flight.Step(); }) +
         (sink == -kInf ? 0 : std::exp(double{sink}));
     in_flight.Finish();

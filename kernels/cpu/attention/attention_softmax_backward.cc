@@ -91,6 +91,19 @@ struct Gradient {
     return hn::IfThenZeroElse(hn::Eq(y_of, hn::Zero(d)), dx);
   }
 
+  // From some key on, vector after vector.
+  struct Cursor {
+    const Gradient& gradient;
+    int64_t key;
+
+    HWY_INLINE auto Next() {
+      const int64_t at = key;
+      key += (kPairs ? 2 : 1) * static_cast<int64_t>(hn::Lanes(DF()));
+      return gradient(at);
+    }
+  };
+  HWY_INLINE Cursor From(int64_t key) const { return {*this, key}; }
+
   HWY_INLINE auto operator()(int64_t key) const {
     const DF d;
     if constexpr (kPairs) {

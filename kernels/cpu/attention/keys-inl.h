@@ -90,6 +90,14 @@ class NextCell {
   HWY_INLINE NextCell(const T* row, int64_t end, int64_t count, const T* next_row)
       : at_(reinterpret_cast<const char*>(end < count ? row + end : next_row)) {}
 
+  // For whatever lies `bytes` after what is read from `from` on.
+  template <typename T>
+  static HWY_INLINE NextCell After(const T* from, int64_t bytes) {
+    NextCell next;
+    next.at_ = reinterpret_cast<const char*>(from) + bytes;
+    return next;
+  }
+
   HWY_INLINE void ToFirstCache(int64_t bytes) { Prefetch<3>(bytes); }
   HWY_INLINE void ToSecondCache(int64_t bytes) { Prefetch<2>(bytes); }
 

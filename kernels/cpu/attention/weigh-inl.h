@@ -216,11 +216,12 @@ class ZeroWeigher {
 };
 
 // Writes the weights against 0 of a row of `count` keys, then zeros. Returns their total, which
-// tells whether they are right. `next_row` is for NextCell. meanwhile() is called after every four
-// vectors of keys.
+// tells whether they are right. `ahead`: prefetches that many bytes ahead, if it is not 0; otherwise
+// `next_row` is for NextCell. meanwhile() is called after every four vectors of keys.
 template <bool kPairs, bool kScaleLater, typename T, typename M, class Meanwhile>
 HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, float scale,
-                              const T* next_row, const RowWeights& to, const Meanwhile& meanwhile) {
+                              const T* next_row, int64_t ahead, const RowWeights& to,
+                              const Meanwhile& meanwhile) {
   const DF d;
   const int64_t lanes = hn::Lanes(d);
   const FastReader<kPairs, kScaleLater, T, M> read(scale);
@@ -232,7 +233,8 @@ HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, flo
   double total = 0;
   for (int64_t begin = 0; begin < count; begin += kCellKeys) {
     const int64_t end = std::min(begin + kCellKeys, count);
-    NextCell next(scores, end, count, next_row);
+    NextCell next = ahead != 0 ? NextCell::After(scores + begin, ahead)
+                               : NextCell(scores, end, count, next_row);
     VF s[4];
     for (VF& v : s) v = hn::Zero(d);
     const auto add = [&](VF a, VF b, int64_t key, int64_t u) HWY_ATTR {
@@ -245,8 +247,8 @@ HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, flo
     int64_t i = begin;
     for (; i + 4 * lanes <= end; i += 4 * lanes) {
       const int64_t bytes = 4 * lanes * static_cast<int64_t>(sizeof(T));
-      // Rows and weights of f32 do not leave room in the first cache.
-      sizeof(T) == 2 ? next.ToFirstCache(bytes) : next.ToSecondCache(bytes);
+      // Next to its weights, the first cache has no room for the next row of f32.
+      sizeof(T) == 2 || ahead != 0 ? next.ToFirstCache(bytes) : next.ToSecondCache(bytes);
       for (int64_t u = 0; u < 4; u += 2) {
         const int64_t key = i + u * lanes;
         VF a, b;

@@ -133,8 +133,10 @@ HWY_INLINE void WritePart(const Results& results, Out* row, int64_t begin, int64
   const int64_t zeros = std::clamp(seen.begin, begin, end);
   if (begin < zeros) WriteZeros<D>(row, begin, zeros);
   int64_t at = zeros;
-  for (; at + keys <= end && at < seen.end; at += keys)
-    V::Store(results(at - seen.begin), row + at);
+  if (at < end && at < seen.end) {
+    auto cursor = results.From(at - seen.begin);
+    for (; at + keys <= end && at < seen.end; at += keys) V::Store(cursor.Next(), row + at);
+  }
   if (at >= end) return;
   if (at >= seen.end) return WriteZeros<D>(row, at, end);
   V::StoreFirst(results(at - seen.begin), end - at, row + at);
@@ -164,8 +166,10 @@ class RowStream {
     const hn::Vec<D> zero = hn::Zero(D());
     int64_t at = at_;
     for (; at < end && at + V::Keys() <= seen_.begin; at += V::Keys()) V::Stream(zero, row_ + at);
-    for (; at < end && at < seen_.end; at += V::Keys()) {
-      V::Stream(results(at - seen_.begin), row_ + at);
+    const int64_t last = std::min(end, seen_.end);
+    if (at < last) {
+      auto cursor = results.From(at - seen_.begin);
+      for (; at < last; at += V::Keys()) V::Stream(cursor.Next(), row_ + at);
     }
     for (; at < end; at += V::Keys()) V::Stream(zero, row_ + at);
     at_ = end;
@@ -191,9 +195,10 @@ class RowStream {
 };
 
 // Writes the `keys` results of a row, zeros outside `seen`. `results(i)` returns the vector of those
-// from key i on, counted from seen.begin; i may be negative and the vector may end after the last,
-// but some key of it is seen; the others are zeros. With kStream, whole lines of memory pass the
-// caches; a fence must follow before other threads read them.
+// from key i on, counted from seen.begin; results.From(i).Next() returns it and, called again, those
+// that follow. i may be negative and a vector may end after the last key, but some key of it is seen;
+// the others are zeros. With kStream, whole lines of memory pass the caches; a fence must follow
+// before other threads read them.
 template <class D, bool kStream, typename Out, class Results>
 HWY_INLINE void WriteRow(const Results& results, Out* row, int64_t keys, KeyRange seen) {
   if constexpr (kStream) {
