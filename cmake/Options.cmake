@@ -10,6 +10,7 @@ option(LOGITD_TESTS "Build the tests" ON)
 option(LOGITD_FUZZ "Build the libFuzzer targets (clang only)" OFF)
 option(LOGITD_CCACHE "Compile through ccache where it is installed" ON)
 option(LOGITD_QUICK "Build in less time: precompiled headers, and little optimisation of what is not a kernel" OFF)
+option(LOGITD_PRECOMPILE "Precompile headers: less time for a whole build; ccache then finds less in another clone" ${LOGITD_QUICK})
 set(LOGITD_CUDA_ARCHITECTURES "80;89;90a;100" CACHE STRING "CUDA architectures; only 90a is enough for Hopper")
 set(LOGITD_CPU_TARGETS all CACHE STRING
     "Instruction sets of kernels/cpu: all, or fewer to build faster: avx2 (and SSE2), only-avx2 (older CPUs cannot run it), baseline")

@@ -55,10 +55,10 @@ function(logitd_library name)
   logitd_compile_options(${name})
 endfunction()
 
-# The headers that most of these targets' time goes into, read once for all of them, if LOGITD_QUICK says so. gcc takes
-# them only for the same flags, so programs are compiled as libraries are.
+# The headers that most of these targets' time goes into, read once for all of them, if LOGITD_PRECOMPILE says so. gcc
+# takes them only for the same flags, so programs are compiled as libraries are.
 function(logitd_precompile first)
-  if(LOGITD_QUICK)
+  if(LOGITD_PRECOMPILE)
     target_precompile_headers(${first} PRIVATE <grpcpp/grpcpp.h> <google/protobuf/message.h> <absl/status/statusor.h>
                                                <absl/strings/str_format.h> <absl/time/time.h> <string> <vector>)
     foreach(target ${ARGN})
@@ -101,7 +101,7 @@ function(logitd_proto_library name dir)
     list(APPEND generated ${base}.pb.cc ${base}.grpc.pb.cc)
   endforeach()
   add_library(${name} STATIC ${generated})
-  if(LOGITD_QUICK)  # what gRPC generates goes through the compiler as one file
+  if(LOGITD_PRECOMPILE)  # what gRPC generates goes through the compiler as one file
     list(FILTER generated INCLUDE REGEX "\\.grpc\\.pb\\.cc$")
     set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
     set_source_files_properties(${generated} PROPERTIES UNITY_GROUP grpc)
@@ -158,6 +158,13 @@ function(logitd_test dir)
       target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
     elseif(LOGITD_SANITIZE)
       target_compile_options(${name} PRIVATE -O2)
+    endif()
+    if(LOGITD_PRECOMPILE AND kind STREQUAL "cpu")
+      set(grpc)
+      if(dir MATCHES "^(rpc|client|e2e)$")
+        set(grpc <grpcpp/grpcpp.h> <google/protobuf/message.h>)
+      endif()
+      target_precompile_headers(${name} PRIVATE <gtest/gtest.h> <gmock/gmock.h> <absl/time/time.h> <string> <vector> ${grpc})
     endif()
     set(before)
     if(dir STREQUAL "kernels" AND LOGITD_SANITIZE AND LOGITD_CHRT AND NOT LOGITD_CHRT_FAILS)
