@@ -4,12 +4,24 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/types/span.h"
 #include "kernels/backend.h"
 
 namespace logitd::cuda {
+
+// One row of memory that kernels can read, also of the host.
+inline RowsCopy OneRow(std::byte* to, const std::byte* from, size_t bytes) {
+  return {.from = from,
+          .from_stride = bytes,
+          .to = to,
+          .to_stride = bytes,
+          .row_bytes = bytes,
+          .rows = 1,
+          .from_device = true};
+}
 
 // What a stream's work tells the host about itself, in pinned host memory of the stream's own. Times
 // are of the device's clock, which all its streams share.

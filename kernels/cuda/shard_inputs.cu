@@ -35,15 +35,7 @@ __global__ void __launch_bounds__(kPackThreads)
   to_rows[r] = packed;
 }
 
-RowsCopy CopyOf(const void* from, size_t bytes, std::byte* to) {
-  return {.from = static_cast<const std::byte*>(from),
-          .from_stride = bytes,
-          .to = to,
-          .to_stride = bytes,
-          .row_bytes = bytes,
-          .rows = 1,
-          .from_device = true};
-}
+const std::byte* Bytes(const void* data) { return static_cast<const std::byte*>(data); }
 
 }  // namespace
 
@@ -55,7 +47,7 @@ absl::Status Pack(const ShardInputs<Row>& inputs, ShardDevices& devices) {
   std::byte* const to = devices.at(0).inputs;
   std::byte* const rows = to + ToBorder(inputs.hidden_bytes());
   std::byte* const extras = rows + ToBorder(inputs.row_bytes());
-  RowsCopy copies[2] = {CopyOf(inputs.hidden.data, inputs.hidden_bytes(), to)};
+  RowsCopy copies[2] = {OneRow(to, Bytes(inputs.hidden.data), inputs.hidden_bytes())};
   size_t copied = 1;
   cudaError_t error = cudaSuccess;
   if constexpr (std::is_same_v<Row, CrossEntropyRow>) {
@@ -64,7 +56,7 @@ absl::Status Pack(const ShardInputs<Row>& inputs, ShardDevices& devices) {
         lead.native(), inputs.rows, inputs.extra_ids, inputs.max_extra,
         reinterpret_cast<CrossEntropyRow*>(rows), reinterpret_cast<int32_t*>(extras));
   } else if (inputs.rows != nullptr) {
-    copies[copied++] = CopyOf(inputs.rows, inputs.row_bytes(), rows);
+    copies[copied++] = OneRow(rows, Bytes(inputs.rows), inputs.row_bytes());
   }
   if (error == cudaSuccess) error = GatherRows({copies, copied}, lead.native());
   return OfShard(0, ToStatus(error, "pack rows"));
@@ -89,14 +81,14 @@ absl::Status Bring(int shard, ShardDevices& devices, ShardInputs<Row>& inputs) {
   RowsCopy copies[2];
   size_t count = 0;
   if (bytes <= kKernelCopyBytes) {
-    copies[count++] = CopyOf(inputs.hidden.data, bytes, at);
+    copies[count++] = OneRow(at, Bytes(inputs.hidden.data), bytes);
   } else {
     LOGITD_RETURN_IF_ERROR(
         ToStatus(cudaMemcpyAsync(at, inputs.hidden.data, bytes, cudaMemcpyDefault, to),
                  "copy hidden states"));
   }
   if (inputs.rows != nullptr)
-    copies[count++] = CopyOf(inputs.rows, inputs.row_bytes(), at + rows_at);
+    copies[count++] = OneRow(at + rows_at, Bytes(inputs.rows), inputs.row_bytes());
   MoveTo(shard, devices, inputs);
   if (count == 0) return absl::OkStatus();
   return ToStatus(GatherRows({copies, count}, to), "copy rows");

@@ -195,8 +195,8 @@ struct Bench {
   static constexpr size_t kAnswersAt = size_t{128} << 10;
   static constexpr size_t kAnswersBytes = 4096;
 
-  Bench() : backend(Cuda()->get()) {
-    slab = backend->AllocateSlab(size_t{256} << 10).value();
+  explicit Bench(size_t bytes = size_t{256} << 10) : backend(Cuda()->get()) {
+    slab = backend->AllocateSlab(bytes).value();
     stream = backend->CreateStream().value();
     std::memset(slab.host, 0, slab.bytes);
   }
@@ -293,6 +293,60 @@ TEST_F(ReplaysTest, SampleAsAGraphAnswersAsWithoutOne) {
   }
   EXPECT_GT(static_cast<cuda::DeviceStream&>(*small.stream).replayed(), 80);
   EXPECT_EQ(static_cast<cuda::DeviceStream&>(*large.stream).replayed(), 0);
+}
+
+// One launch reads up to a mebibyte of the host, all uploads together. With more there is a copy
+// engine, and no graph.
+TEST_F(ReplaysTest, UploadsOfMoreThanAMebibyteInSumAreNoGraph) {
+  constexpr size_t kMost = size_t{1} << 20;
+  constexpr size_t kOtherAt = size_t{256} << 10;  // what the op does not read
+  constexpr size_t kOfOp = Bench::kRowBytes + sizeof(SoftmaxTopKRow);
+  constexpr int kRounds = 20;
+  std::mt19937 random(7);
+  for (const size_t other : {kMost - kOfOp, kMost - kOfOp + 2}) {
+    Bench bench(kOtherAt + kMost);
+    Stream& stream = *bench.stream;
+    *reinterpret_cast<SoftmaxTopKRow*>(bench.slab.host + Bench::kParamsAt) = {.temperature = 1,
+                                                                              .k = 1};
+    for (int round = 0; round < kRounds; ++round) {
+      const std::vector<float> logits = RandomLogits(Bench::kVocab, random);
+      const auto filler = static_cast<std::byte>(round + 1);
+      std::memcpy(bench.slab.host, logits.data(), Bench::kRowBytes);
+      std::fill_n(bench.slab.host + kOtherAt, other, filler);
+      ASSERT_TRUE(stream.Upload(bench.slab, kOtherAt, other).ok());
+      ASSERT_TRUE(stream.Upload(bench.slab, 0, Bench::kRowBytes).ok());
+      ASSERT_TRUE(stream.Upload(bench.slab, Bench::kParamsAt, sizeof(SoftmaxTopKRow)).ok());
+      ASSERT_TRUE(stream
+                      .SoftmaxTopK({.logits = {.data = bench.slab.device,
+                                               .rows = 1,
+                                               .cols = Bench::kVocab,
+                                               .row_stride = Bench::kVocab},
+                                    .rows = reinterpret_cast<const SoftmaxTopKRow*>(
+                                        bench.slab.device + Bench::kParamsAt),
+                                    .max_k = 1,
+                                    .indices = bench.At<int32_t>(0),
+                                    .probs = bench.At<float>(64),
+                                    .logsumexp = bench.At<float>(128),
+                                    .status = bench.At<RowStatus>(192)})
+                      .ok());
+      ASSERT_TRUE(stream.Download(bench.slab, Bench::kAnswersAt, 256).ok());
+      ASSERT_TRUE(stream.Wait().ok());
+      EXPECT_EQ(*reinterpret_cast<const int32_t*>(bench.slab.host + Bench::kAnswersAt),
+                std::max_element(logits.begin(), logits.end()) - logits.begin())
+          << other << " round " << round;
+      std::byte* const got = bench.slab.host + kOtherAt;
+      std::fill_n(got, other, std::byte{0});
+      ASSERT_TRUE(stream.Download(bench.slab, kOtherAt, other).ok());
+      ASSERT_TRUE(stream.Wait().ok());
+      EXPECT_EQ(std::count(got, got + other, filler), static_cast<int64_t>(other)) << round;
+    }
+    const int64_t replayed = static_cast<cuda::DeviceStream&>(stream).replayed();
+    if (other + kOfOp <= kMost) {
+      EXPECT_GT(replayed, kRounds / 2);
+    } else {
+      EXPECT_EQ(replayed, 0);
+    }
+  }
 }
 
 // Uploads of all kinds to the same place, ops and downloads, in any order between two Waits.
