@@ -98,46 +98,77 @@ TEST_F(ShardsByNcclGpuTest, AFaultOfOneDeviceEndsTheCall) {
               "INTERNAL");
 }
 
+// Two devices, of which the second can be held, and a sharded stream of both. The second may be the first one
+// again.
+struct TwoDevices {
+  static constexpr absl::Duration kHangAfter = absl::Milliseconds(500);
+
+  explicit TwoDevices(ShardExchange exchange)
+      : devices(DevicesOf(2)),
+        second(std::move(devices[1])),
+        backends{devices[0].get(), &second},
+        stream(CreateShardedStream(backends, {.exchange = exchange, .hang_after = kHangAfter})
+                   .value()) {}
+
+  std::vector<std::unique_ptr<Backend>> devices;
+  HoldingBackend second;
+  const std::vector<Backend*> backends;
+  std::unique_ptr<ShardedStream> stream;
+};
+
+// And a row on a head, whose second part lies on the second device.
+struct RowOnTwoDevices : TwoDevices {
+  explicit RowOnTwoDevices(ShardExchange exchange)
+      : TwoDevices(exchange),
+        row(*devices[0]),
+        part(second.AllocateDevice(size_t{1} << 20).value()),
+        parts(CutHead(row.Whole(), 2)) {
+    parts[1].weight.data = part.data;
+    head = WithShards(row.Whole(), parts);
+  }
+
+  absl::Status Run() const { return row.Run(*stream, head); }
+  absl::Status Enqueue(int max_k) const { return row.Enqueue(*stream, head, max_k); }
+
+  const OneRow row;
+  const DeviceMemory part;
+  std::vector<HeadView> parts;
+  HeadView head;
+};
+
 // Runs in a process of its own, for which the device then hangs. The second device may be the first
 // one again. Ends the process with 0 where all is as it should be.
 void HangOnTheSecondDevice(ShardExchange exchange) {
-  constexpr absl::Duration kHangAfter = absl::Milliseconds(500);
   const auto check = [](bool is_right, const char* what) {
     if (is_right) return;
     std::fprintf(stderr, "wrong: %s\n", what);
     std::_Exit(1);
   };
-  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
-  const bool two = devices[0]->device().number != devices[1]->device().number;
-  HoldingBackend second(std::move(devices[1]));
-  const std::vector<Backend*> backends = {devices[0].get(), &second};
-  auto stream =
-      CreateShardedStream(backends, {.exchange = exchange, .hang_after = kHangAfter}).value();
-  const auto alone = devices[0]->CreateStream(StreamUse::kOps).value();
-  const OneRow row(*devices[0]);
-  const DeviceMemory copy = second.AllocateDevice(size_t{1} << 20).value();
-  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
-  parts[1].weight.data = copy.data;
-  const HeadView head = WithShards(row.Whole(), parts);
-  check(row.Run(*stream, head).ok(), "the call before");
+  RowOnTwoDevices on(exchange);
+  const OneRow& row = on.row;
+  Backend& lead = *on.devices[0];
+  const bool two = lead.device().number != on.second.device().number;
+  const auto alone = lead.CreateStream(StreamUse::kOps).value();
+  check(on.Run().ok(), "the call before");
   check(row.Run(*alone, row.Whole()).ok(), "the call on one device before");
-  second.Hold();
+  on.second.Hold();
   absl::Time begun = absl::Now();
-  const absl::Status status = row.Run(*stream, head);
+  const absl::Status status = on.Run();
   const absl::Duration took = absl::Now() - begun;
   std::fprintf(stderr, "%s, shard %d, after %s\n", status.ToString().c_str(),
                FailedShard(status).value_or(-1), absl::FormatDuration(took).c_str());
   check(absl::IsInternal(status) && FailedShard(status) == 1, "the status");
-  check(took >= kHangAfter && took < kHangAfter + absl::Seconds(4), "the time");
+  check(took >= TwoDevices::kHangAfter && took < TwoDevices::kHangAfter + absl::Seconds(4),
+        "the time");
   begun = absl::Now();
-  check(row.Run(*stream, head) == status, "the next call");
+  check(on.Run() == status, "the next call");
   if (two) {  // the other device works, and nothing waits for the one that hangs
     check(row.Run(*alone, row.Whole()).ok(), "the call on one device");
-    devices[0]->FreeDevice(devices[0]->AllocateDevice(size_t{1} << 20).value());
-    devices[0]->FreeSlab(devices[0]->AllocateSlab(size_t{1} << 20).value());
+    lead.FreeDevice(lead.AllocateDevice(size_t{1} << 20).value());
+    lead.FreeSlab(lead.AllocateSlab(size_t{1} << 20).value());
   }
-  second.FreeDevice(copy);
-  stream.reset();
+  on.second.FreeDevice(on.part);
+  on.stream.reset();
   const absl::Duration rest = absl::Now() - begun;
   std::fprintf(stderr, "the rest took %s\n", absl::FormatDuration(rest).c_str());
   check(rest < absl::Seconds(3), "the time of the rest");
@@ -222,24 +253,14 @@ TEST_F(ShardsGpuTest, ADeviceThatHangsAtTheStartEndsItInTime) {
 // A call that nobody waits for, on a device that hangs: what takes the stream down gives it up.
 void HangWithoutAWait(ShardExchange exchange) {
   alarm(60);  // a call of the driver that waits for the device does not end
-  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
-  HoldingBackend second(std::move(devices[1]));
-  const std::vector<Backend*> backends = {devices[0].get(), &second};
-  auto stream =
-      CreateShardedStream(backends, {.exchange = exchange, .hang_after = absl::Milliseconds(500)})
-          .value();
-  const OneRow row(*devices[0]);
-  const DeviceMemory copy = second.AllocateDevice(size_t{1} << 20).value();
-  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
-  parts[1].weight.data = copy.data;
-  const HeadView head = WithShards(row.Whole(), parts);
-  const absl::Status first = row.Run(*stream, head);
-  second.Hold();
-  const absl::Status enqueued = row.Enqueue(*stream, head, /*max_k=*/1);
+  RowOnTwoDevices on(exchange);
+  const absl::Status first = on.Run();
+  on.second.Hold();
+  const absl::Status enqueued = on.Enqueue(/*max_k=*/1);
   const absl::Time begun = absl::Now();
-  stream.reset();
+  on.stream.reset();
   const absl::Duration took = absl::Now() - begun;
-  const bool known = cuda::IsHung(second.device().number);
+  const bool known = cuda::IsHung(on.second.device().number);
   std::fprintf(stderr, "%s; %s; %s, %s\n", first.ToString().c_str(), enqueued.ToString().c_str(),
                known ? "known to hang" : "not known to hang", absl::FormatDuration(took).c_str());
   std::_Exit(first.ok() && enqueued.ok() && known && took < absl::Seconds(5) ? 0 : 1);
@@ -341,20 +362,15 @@ class EightRows {
 
 // As HangOnTheSecondDevice, between the two exchanges of a training call.
 void HangInTraining(ShardExchange exchange) {
-  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
-  HoldingBackend second(std::move(devices[1]));
-  const std::vector<Backend*> backends = {devices[0].get(), &second};
-  auto stream =
-      CreateShardedStream(backends, {.exchange = exchange, .hang_after = absl::Milliseconds(500)})
-          .value();
-  const EightRows rows(*devices[0], second);
-  const absl::Status first = rows.Run(*stream);
-  const absl::Status again = rows.Run(*stream);
-  second.Hold();
+  TwoDevices on(exchange);
+  const EightRows rows(*on.devices[0], on.second);
+  const absl::Status first = rows.Run(*on.stream);
+  const absl::Status again = rows.Run(*on.stream);
+  on.second.Hold();
   const absl::Time begun = absl::Now();
-  const absl::Status hangs = rows.Run(*stream);
-  const absl::Status next = rows.Run(*stream);
-  stream.reset();
+  const absl::Status hangs = rows.Run(*on.stream);
+  const absl::Status next = rows.Run(*on.stream);
+  on.stream.reset();
   const absl::Duration took = absl::Now() - begun;
   std::fprintf(stderr, "%s; %s; %s, shard %d; after %s\n", first.ToString().c_str(),
                again.ToString().c_str(), hangs.ToString().c_str(), FailedShard(hangs).value_or(-1),
@@ -380,26 +396,16 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsInTrainingEndsTheCallInTime) {
 
 // A part that takes longer than it should, and then ends.
 void LateOnTheSecondDevice(ShardExchange exchange) {
-  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
-  HoldingBackend second(std::move(devices[1]));
-  const std::vector<Backend*> backends = {devices[0].get(), &second};
-  const auto stream =
-      CreateShardedStream(backends, {.exchange = exchange, .hang_after = absl::Milliseconds(500)})
-          .value();
-  const OneRow row(*devices[0]);
-  const DeviceMemory copy = second.AllocateDevice(size_t{1} << 20).value();
-  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
-  parts[1].weight.data = copy.data;
-  const HeadView head = WithShards(row.Whole(), parts);
-  const absl::Status first = row.Run(*stream, head);  // CUDA loads kernels at their first use
-  second.Hold();
-  std::thread release([&second] {
+  RowOnTwoDevices on(exchange);
+  const absl::Status first = on.Run();  // CUDA loads kernels at their first use
+  on.second.Hold();
+  std::thread release([&on] {
     absl::SleepFor(absl::Milliseconds(1500));
-    second.Release();
+    on.second.Release();
   });
-  const absl::Status late = row.Run(*stream, head);
+  const absl::Status late = on.Run();
   release.join();
-  const absl::Status next = row.Run(*stream, head);
+  const absl::Status next = on.Run();
   std::fprintf(stderr, "%s; %s; %s\n", first.ToString().c_str(), late.ToString().c_str(),
                next.ToString().c_str());
   std::_Exit(first.ok() && absl::IsUnavailable(late) && next.ok() ? 0 : 1);
@@ -419,28 +425,18 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatIsLateEndsTheCallAndServesTheNext) {
 // Two calls in one batch. The second is of a new kind, so it waits on the host, and is given up: the first
 // has then merged what was not there.
 void LateInTheSecondCall(ShardExchange exchange) {
-  std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
-  HoldingBackend second(std::move(devices[1]));
-  const std::vector<Backend*> backends = {devices[0].get(), &second};
-  const auto stream =
-      CreateShardedStream(backends, {.exchange = exchange, .hang_after = absl::Milliseconds(500)})
-          .value();
-  const OneRow row(*devices[0]);
-  const DeviceMemory copy = second.AllocateDevice(size_t{1} << 20).value();
-  std::vector<HeadView> parts = CutHead(row.Whole(), 2);
-  parts[1].weight.data = copy.data;
-  const HeadView head = WithShards(row.Whole(), parts);
-  const absl::Status before = row.Run(*stream, head);
-  second.Hold();
-  std::thread release([&second] {
+  RowOnTwoDevices on(exchange);
+  const absl::Status before = on.Run();
+  on.second.Hold();
+  std::thread release([&on] {
     absl::SleepFor(absl::Milliseconds(1500));
-    second.Release();
+    on.second.Release();
   });
-  const absl::Status known = row.Enqueue(*stream, head, /*max_k=*/1);
-  const absl::Status given_up = row.Enqueue(*stream, head, /*max_k=*/2);
-  const absl::Status batch = stream->Wait().status();
+  const absl::Status known = on.Enqueue(/*max_k=*/1);
+  const absl::Status given_up = on.Enqueue(/*max_k=*/2);
+  const absl::Status batch = on.stream->Wait().status();
   release.join();
-  const absl::Status next = row.Run(*stream, head);
+  const absl::Status next = on.Run();
   std::fprintf(stderr, "%s; %s; %s; %s; %s\n", before.ToString().c_str(), known.ToString().c_str(),
                given_up.ToString().c_str(), batch.ToString().c_str(), next.ToString().c_str());
   std::_Exit(before.ok() && known.ok() && absl::IsUnavailable(given_up) && batch == given_up &&
