@@ -31,8 +31,8 @@
 // 256 rows, 0.451 ms, 97%; 128, 64 and 1 rows, 0.282, 0.267 and 0.268 ms, where one read of the
 // weights is 0.226. Rows between tiles, 5120 x 151936, on an H100 (bench/results/h100/middle_losses.json,
 // run 3; in brackets before): 160, 200, 300, 400, 520, 777, 900 rows 107%, 101%, 95%, 91%, 92%, 97%,
-// 95% (102%, 96%, 87%, 67%, 77%, 85%, 83%). Power decides: where the calls of kernel_bench heat the
-// card, 777 rows take as long as before, 520 rows 14% less, 300 rows 5% less.
+// 95% (102%, 96%, 87%, 67%, 77%, 85%, 83%). Alone at the card's power limit (run 4) 300, 400, 520, 777
+// and 900 rows 785, 1057, 1363, 1934 and 2135 us (811, 1366, 1470, 2066 and 2363).
 // The tree that sums a tile costs product.cuh 0.5 to 1% at hidden 2048, where it still serves.
 // Tried and dropped (middle_rows.json, run 3): an epilogue of middle_rows.cuh with the sums' order of
 // a warp for each row: logits go through shared memory, 16 rows at a time, and all warps wait twice
