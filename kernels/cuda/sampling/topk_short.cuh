@@ -7,17 +7,18 @@
 //
 // A row's end has no barrier: the floor is found among the maxima of the row's groups by halving,
 // then the cells that reach it are read again from shared memory. The candidates are sorted by 32 bits
-// of each: what a logit is above the lowest, and its index. Where that does not fit, as of most f32
-// rows with many digits, the upper 25 bits of it and the place in the pool; and where those do not tell
-// neighbours apart, all 64 bits. The row's memory is free before that, so the next row's copy runs
-// meanwhile. Logarithms are taken for 16 rows at once.
+// of each: a 16-bit logit and its index; or the upper 25 bits of what an f32 logit is above the floor
+// and its place in the pool, and where those do not tell neighbours apart, by all 64 bits. The row's
+// memory is free before that, so the next row's copy runs meanwhile; 16 rows' logarithms are one.
 //
 // Limited by instructions, and by latencies where f32 rows of 4 cells leave room for 12 warps a
 // multiprocessor: 16384 x 4096 bf16 k 50 takes 2460 instructions a row (3035 when a candidate was
 // ranked by comparing it with all). Measured on an H100 (bench/results/h100/short_rows.json, with the
 // tree before), as a share of one read: that 64% (54%); f32 79%, k 5 87%; 65536 x 1000 f32 k 50 51%
 // (44%). 65536 x 1025 bf16 k 10 100 us (112), where 1024 tokens take 61 by topk_warp.cuh.
-// Tried and dropped: branches by quarters in the loop over whole cells (up to 10% slower).
+// Few f32 rows of up to 3 cells with K from 33 to 64 take 5 to 15% more than in the tree before.
+// Tried and dropped: branches by quarters in the loop over whole cells (up to 10% slower); f32 candidates
+// by logit and index where both fit in 32 bits (32768 x 2000 k 20 9% slower).
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
 
@@ -446,30 +447,18 @@ __device__ __forceinline__ void EmitSorted(typename Shape::Warp& s, LogitRange r
                     PoolKeyLogit<T>(keys[r]), result);
     }
   } else {
-    // What a logit is above the lowest, and the index from the highest on. Where that takes more than 32
-    // bits and its last ones are not all 0: the upper 25 bits of it and the place in the pool; where
-    // neighbours in that order agree in those bits, it may not be the right one.
-    constexpr int kIndexBits = 13;
+    // The upper 25 bits of what a logit is above the lowest, and the place in the pool. Where neighbours
+    // in that order agree in those bits, it may not be the right one.
     constexpr int kPlaceBits = 7;
-    static_assert(Shape::kCells * kCell <= 1 << kIndexBits && kShortRowPool == 1 << kPlaceBits);
-    const int zeros = __clz(range.high - range.low);
-    bool loses = false;
-#pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-      const auto ordered = static_cast<uint32_t>(s.pool[32 * r + lane] >> 32);
-      const uint32_t lost = (1u << max(0, kIndexBits - zeros)) - 1;
-      loses |= ordered >= range.low && ((ordered - range.low) & lost) != 0;
-    }
-    const bool exact = !__any_sync(kFullWarp, loses);
-    const int low_bits = exact ? kIndexBits : kPlaceBits;
-    const int shift = max(0, low_bits - zeros);
+    static_assert(kShortRowPool == 1 << kPlaceBits);
+    const int shift = max(0, kPlaceBits - __clz(range.high - range.low));
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
       const int place = 32 * r + lane;
       const Key key = s.pool[place];
       const auto ordered = static_cast<uint32_t>(key >> 32);
-      const uint32_t low = exact ? (1 << kIndexBits) - 1 - KeyIndex(key) : place;
-      keys[r] = ordered < range.low ? 0 : (ordered - range.low) >> shift << low_bits | low;
+      const uint32_t above = (ordered - range.low) >> shift;
+      keys[r] = ordered < range.low ? 0 : above << kPlaceBits | place;
     }
     SortOverWarp(keys, directions);
     bool equal = false;
@@ -481,21 +470,15 @@ __device__ __forceinline__ void EmitSorted(typename Shape::Warp& s, LogitRange r
       const bool has_next = r + 1 < kKeys || lane < 31;
       equal |= has_next && 32 * r + lane < answers.k && (next ^ keys[r]) < 1u << kPlaceBits;
     }
-    if (!exact && __any_sync(kFullWarp, equal)) {
+    if (__any_sync(kFullWarp, equal)) {
       for (int at = 32 * kKeys + lane; at < kShortRowPool; at += 32) s.pool[at] = 0;
       __syncwarp();
       return EmitByKeys(s.pool, answers, result, directions, lane);
     }
 #pragma unroll
     for (int r = 0; r < std::min(kKeys, RowAnswers::kKeys); ++r) {
-      int32_t index = (1 << kIndexBits) - 1 - static_cast<int32_t>(keys[r] % (1 << kIndexBits));
-      uint32_t ordered = range.low + (keys[r] >> kIndexBits << shift);
-      if (!exact) {
-        const Key key = s.pool[keys[r] % kShortRowPool];
-        index = KeyIndex(key);
-        ordered = static_cast<uint32_t>(key >> 32);
-      }
-      answers.Write(32 * r + lane, index, FromOrderedBits(ordered), result);
+      const Key key = s.pool[keys[r] % kShortRowPool];
+      answers.Write(32 * r + lane, KeyIndex(key), KeyLogit(key), result);
     }
   }
 }
