@@ -5,8 +5,11 @@
 // to a whole power of two. So warps meet only once: factors between them are exact, and a
 // probability has the error of one rounded exponent.
 //
+//   staged_rows.cu
+//     staged     16-bit rows of 65 to 192 keys that are not whole vectors, without a window: a block's
+//                rows go through shared memory, so that lanes need nothing of each other
 //   narrow_rows.cu
-//     lanes      keys <= 1536: 4 to 32 lanes hold a row, 16 to 48 elements a lane
+//     lanes      other rows of up to 1536 keys: 4 to 32 lanes hold a row, 16 to 48 elements a lane
 //   wide_rows.cu
 //     block      a warp for every 1024 keys, 32 elements a thread
 //     long       16-bit rows of over 8192 keys (16384 where they are not whole vectors, and no
@@ -56,6 +59,13 @@
 //   causal        51 56    72 78    69 80    82 91    85 88
 //   additive mask 48 53    62 70    60 66    70 74    89 97
 //
+// On an H100 (attention_odd.json, "staged"), bf16, 1024 matrices, with the lanes of other rows and staged:
+//
+//   keys             65      100      129
+//   unmasked      50  67    71  86    71  83
+//   additive mask 40  56    55  72    52  69
+//   bool mask     42  57    60  74    55  69
+//
 // On an H100 (bench/results/h100/kernels.json; copy 2.84 TB/s), masks that heads share: bool 97 and
 // 102 (4096 and 16384 keys), additive 97 (4096). Before heads took each row of a large mask together
 // it came from memory for every head: 92, 90, 73.
@@ -83,6 +93,9 @@
 // - words for rows of 4 lanes: 100 keys unmasked 48% instead of 71%; only loaded 68%
 // - words for rows of 64 elements a thread: 12345 keys unmasked 77% instead of 86%
 // - words of f32: 511 keys unmasked 64% instead of 99%
+// - staged masks, loaded a row at a time by whole warps: [1024,129,129] additive mask 46 us instead of
+//   35; staged masked rows in 12 blocks per multiprocessor instead of 8: 100 keys 34 us
+//   instead of 20 (attention_odd.json, "staged")
 // - stores without a hint: backward 103% instead of 113% in one run, forward the same
 #include <algorithm>
 #include <iterator>
@@ -146,8 +159,10 @@ cudaError_t AttentionSoftmax(const AttentionSoftmaxArgs& args, const Scratch& sc
     pass.probs.Skip(begin);
     if (pass.logsumexp != nullptr) pass.logsumexp += begin;
     pass.status += begin;
-    const cudaError_t error = keys <= kMaxNarrowKeys ? LaunchNarrowRows(types, pass, stream)
-                                                     : LaunchWideRows(types, pass, scratch, stream);
+    const cudaError_t error = AreStaged(types, pass) ? LaunchStagedRows(types, pass, stream)
+                              : keys <= kMaxNarrowKeys
+                                  ? LaunchNarrowRows(types, pass, stream)
+                                  : LaunchWideRows(types, pass, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

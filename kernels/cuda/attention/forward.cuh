@@ -49,10 +49,21 @@ struct KernelTypes {
   Form form;
 };
 
+constexpr int64_t kLeastStagedKeys = 65;
+constexpr int64_t kMaxStagedKeys = 192;
 constexpr int64_t kMaxNarrowKeys = 1536;
 
-// Rows of up to kMaxNarrowKeys keys, several in a warp; and longer ones, each in a block or a
-// cluster.
+// Whether LaunchStagedRows() takes these rows: 16-bit ones that are not whole vectors, without a
+// window. It does not depend on where they are.
+inline bool AreStaged(const KernelTypes& types, const Params& p) {
+  const int elements = ElementsOf(types.scores, types.probs);
+  return p.rows.keys >= kLeastStagedKeys && p.rows.keys <= kMaxStagedKeys && elements == 8 &&
+         p.rows.keys % elements != 0 && !p.rows.windowed;
+}
+
+// Rows that are staged; others of up to kMaxNarrowKeys keys, several in a warp; and longer ones, each
+// in a block or a cluster.
+cudaError_t LaunchStagedRows(const KernelTypes& types, const Params& p, cudaStream_t stream);
 cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream);
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
                            cudaStream_t stream);

@@ -1,5 +1,5 @@
-// attention_softmax of rows of up to 1536 keys: 4 to 32 lanes hold a row. attention_softmax.cu has
-// the cost, the limits and the measurements.
+// attention_softmax of rows of up to 1536 keys that are not staged: 4 to 32 lanes hold a row.
+// attention_softmax.cu has the cost, the limits and the measurements.
 #include <algorithm>
 
 #include "kernels/cuda/attention/forward.cuh"
