@@ -52,7 +52,7 @@ struct ClientOptions {
   std::string request_id;
   std::string traceparent;
   // Where the server refuses most calls of a method for its load, some are refused here and not sent:
-  // RESOURCE_EXHAUSTED, "not sent: ...". About two are sent for each that the server takes.
+  // RESOURCE_EXHAUSTED, "not sent: ...". About three are sent for every two that the server takes.
   bool throttle = true;
   // Unary calls tell the server the size of their message, so that it keeps no more room for it.
   bool state_sizes = true;

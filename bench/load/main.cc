@@ -219,8 +219,8 @@ class Runner {
     return PeakAndShares(scenario, kOverloads);
   }
 
-  // The peak in closed loops, then these multiples of it in open ones, and the best closed loop again
-  // after each of them. All of it as often as there are turns.
+  // The peak in closed loops; then, in each turn, these multiples of it in open ones, and the best
+  // closed loop again after each of them.
   absl::Status PeakAndShares(Scenario scenario, absl::Span<const double> multiples) {
     const std::string name = scenario.name;
     const size_t first = report_["results"].size();

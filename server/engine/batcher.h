@@ -121,9 +121,9 @@ struct Kind {
 // as with one: 150 us on an H100, where two at the same time take 200. So where there are more jobs
 // than streams to run them, the next one on the head of a batch that runs stays open, until the
 // kernels that run are about to end: a stream then takes it, and its rows get to the device
-// meanwhile. Not where that would take kMostHeld, and not past the time at which a job's own kernels must
-// begin to meet its deadline. 64 rings make 1.17 times as many calls so, 3 rings
-// 0.92 times, and 2 would make 0.9 times as many (bench/results/h100/latency.json).
+// meanwhile. It does not wait where that would take longer than kMostHeld, nor past the time at which
+// its own kernels must begin to meet a job's deadline. 64 rings make 1.17 times as many calls so, 3
+// rings 0.92 times, and 2 would make 0.9 times as many (bench/results/h100/latency.json).
 class Batcher {
  public:
   // A slice that is not expected to take longer is soon over: others wait for it.

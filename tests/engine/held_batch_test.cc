@@ -84,8 +84,8 @@ class HeldBatchTest : public ::testing::Test {
     ADD_FAILURE() << "jobs never shared a batch";
     return absl::ZeroDuration();
   }
-  // Whether the last job of a batch that would be held for kLongHold begins before it must be ended, and
-  // earlier than the hold ends. That job has so much `time`; so many others that have no deadline come before it.
+  // Whether a job begins before a hold of kLongHold would end. Its deadline is `time` after it is
+  // submitted. Before it, `held_before` jobs without a deadline are in its batch, which is held.
   bool BeginsInsteadOfBeingHeld(absl::Duration time, int held_before) {
     const absl::Time last = absl::Now() + kMostTries;
     while (absl::Now() < last) {

@@ -295,8 +295,8 @@ TEST_F(ReplaysTest, SampleAsAGraphAnswersAsWithoutOne) {
   EXPECT_EQ(static_cast<cuda::DeviceStream&>(*large.stream).replayed(), 0);
 }
 
-// One launch reads up to a mebibyte of the host, all uploads together. With more there is a copy
-// engine, and no graph.
+// One launch reads up to a mebibyte of the host, all uploads together. What is more goes by a copy
+// engine, and then there is no graph.
 TEST_F(ReplaysTest, UploadsOfMoreThanAMebibyteInSumAreNoGraph) {
   constexpr size_t kMost = size_t{1} << 20;
   constexpr size_t kOtherAt = size_t{256} << 10;  // what the op does not read
