@@ -60,8 +60,9 @@ bool Batcher::IsHeld(const Batch& batch, const Device& device) const {
 int64_t Batcher::FirstHeldUntil(const Device& device) const {
   int64_t first = 0;
   for (const Batch& batch : batches_) {
-    if (batch.live == 0 || !IsHeld(batch, device) || !IsFor(batch, device)) continue;
+    if (batch.live == 0 || !IsFor(batch, device)) continue;
     const int64_t until = HeldUntil(batch, device);
+    if (until <= MonotonicNanos()) continue;
     if (first == 0 || until < first) first = until;
   }
   return first;
