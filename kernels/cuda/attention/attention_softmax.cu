@@ -62,7 +62,7 @@
 // On an H100 (attention_odd.json, "staged"), bf16, 1024 matrices, with the lanes of other rows and staged:
 //
 //   keys             65      100      129
-//   unmasked      50  67    71  86    71  83
+//   unmasked      49  73    71  88    71  88
 //   additive mask 40  56    55  72    52  69
 //   bool mask     42  57    60  74    55  69
 //
