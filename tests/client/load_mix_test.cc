@@ -134,7 +134,7 @@ TEST_F(LoadMixTest, ASweepOffersSharesOfThePeakAndCanBeDrawn) {
   for (size_t i = 3; i < results.size(); i += 2) {
     EXPECT_EQ(results[i]["mode"], "open");
     EXPECT_DOUBLE_EQ(results[i]["peak_per_s"], peak);
-    // Of the closed loops beside it, so that what the machine did earlier does not count.
+    // A share compares an offer with the closed loops just before and after it.
     const double beside = (peaks[(i - 3) / 2] + peaks[(i - 1) / 2]) / 2;
     EXPECT_DOUBLE_EQ(results[i]["peak_beside_per_s"], beside);
     EXPECT_DOUBLE_EQ(results[i]["goodput_share_of_peak"],

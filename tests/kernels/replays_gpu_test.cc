@@ -208,6 +208,17 @@ struct Bench {
   T* At(size_t offset) const {
     return reinterpret_cast<T*>(slab.device + kAnswersAt + offset);
   }
+  // The best token of the slab's first row; its answer comes to `at`, in 256 bytes.
+  absl::Status TopTokenAt(size_t at) const {
+    return stream->SoftmaxTopK(
+        {.logits = {.data = slab.device, .rows = 1, .cols = kVocab, .row_stride = kVocab},
+         .rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + kParamsAt),
+         .max_k = 1,
+         .indices = At<int32_t>(at),
+         .probs = At<float>(at + 64),
+         .logsumexp = At<float>(at + 128),
+         .status = At<RowStatus>(at + 192)});
+  }
 
   Backend* const backend;
   Slab slab;
@@ -316,19 +327,7 @@ TEST_F(ReplaysTest, UploadsOfMoreThanAMebibyteInSumAreNoGraph) {
       ASSERT_TRUE(stream.Upload(bench.slab, kOtherAt, other).ok());
       ASSERT_TRUE(stream.Upload(bench.slab, 0, Bench::kRowBytes).ok());
       ASSERT_TRUE(stream.Upload(bench.slab, Bench::kParamsAt, sizeof(SoftmaxTopKRow)).ok());
-      ASSERT_TRUE(stream
-                      .SoftmaxTopK({.logits = {.data = bench.slab.device,
-                                               .rows = 1,
-                                               .cols = Bench::kVocab,
-                                               .row_stride = Bench::kVocab},
-                                    .rows = reinterpret_cast<const SoftmaxTopKRow*>(
-                                        bench.slab.device + Bench::kParamsAt),
-                                    .max_k = 1,
-                                    .indices = bench.At<int32_t>(0),
-                                    .probs = bench.At<float>(64),
-                                    .logsumexp = bench.At<float>(128),
-                                    .status = bench.At<RowStatus>(192)})
-                      .ok());
+      ASSERT_TRUE(bench.TopTokenAt(0).ok());
       ASSERT_TRUE(stream.Download(bench.slab, Bench::kAnswersAt, 256).ok());
       ASSERT_TRUE(stream.Wait().ok());
       EXPECT_EQ(*reinterpret_cast<const int32_t*>(bench.slab.host + Bench::kAnswersAt),
@@ -401,19 +400,7 @@ TEST_F(ReplaysTest, EachCallComesAfterThoseBeforeIt) {
       } else if (kind < 6 && now >= 0 && want.size() < kMostOps) {
         const size_t at = want.size() * kSlot;
         want.push_back(best[static_cast<size_t>(now)]);
-        ASSERT_TRUE(stream
-                        .SoftmaxTopK({.logits = {.data = bench.slab.device,
-                                                 .rows = 1,
-                                                 .cols = Bench::kVocab,
-                                                 .row_stride = Bench::kVocab},
-                                      .rows = reinterpret_cast<const SoftmaxTopKRow*>(
-                                          bench.slab.device + Bench::kParamsAt),
-                                      .max_k = 1,
-                                      .indices = bench.At<int32_t>(at),
-                                      .probs = bench.At<float>(at + 64),
-                                      .logsumexp = bench.At<float>(at + 128),
-                                      .status = bench.At<RowStatus>(at + 192)})
-                        .ok());
+        ASSERT_TRUE(bench.TopTokenAt(at).ok());
       } else if (!want.empty()) {
         ASSERT_TRUE(stream.Download(bench.slab, Bench::kAnswersAt, want.size() * kSlot).ok());
       }

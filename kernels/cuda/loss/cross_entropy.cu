@@ -324,7 +324,7 @@ struct ShortShared {
 template <class T>
 class ShortRows {
  public:
-  // Of the first `vocab` tokens of each row.
+  // Reads only the first `vocab` tokens of each row.
   __device__ ShortRows(typename CellRing<T, kShortStages>::Storage& storage,
                        const TensorView& logits, int vocab, int64_t first_row, int rows)
       : ring_(storage, static_cast<int>(threadIdx.x % 32)),
