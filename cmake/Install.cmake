@@ -18,11 +18,12 @@ set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/logitd)
 set_target_properties(logitd_kernels PROPERTIES EXPORT_NAME kernels)
 set_target_properties(logitd_client PROPERTIES EXPORT_NAME client)
 set_target_properties(logitd_proto PROPERTIES EXPORT_NAME proto)
+set_target_properties(logitd_grpc PROPERTIES EXPORT_NAME grpc)
 set_target_properties(logitd_formats PROPERTIES EXPORT_NAME formats)
 # Two sets, so that users of the ops need neither gRPC nor protobuf.
 install(TARGETS logitd_kernels EXPORT logitdKernels COMPONENT development
         INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/logitd)
-install(TARGETS logitd_client logitd_proto logitd_formats EXPORT logitdClient COMPONENT development
+install(TARGETS logitd_client logitd_grpc logitd_proto logitd_formats EXPORT logitdClient COMPONENT development
         INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/logitd ${CMAKE_INSTALL_INCLUDEDIR})
 foreach(part Kernels Client)
   install(EXPORT logitd${part} NAMESPACE logitd:: DESTINATION ${package_dir} COMPONENT development)

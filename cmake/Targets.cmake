@@ -86,28 +86,36 @@ function(logitd_cuda_sources name)
 endfunction()
 
 # Generates C++ and gRPC code for every proto/logitd/v1/*.proto.
-function(logitd_proto_library name dir)
-  file(GLOB protos CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${dir}/logitd/v1/*.proto)
+function(logitd_proto_library messages stubs dir)
+  file(GLOB protos CONFIGURE_DEPENDS RELATIVE ${CMAKE_SOURCE_DIR}/${dir} ${CMAKE_SOURCE_DIR}/${dir}/logitd/v1/*.proto
+       ${CMAKE_SOURCE_DIR}/${dir}/grpc/*/*/*.proto)
   set(out ${CMAKE_BINARY_DIR}/proto)
   file(MAKE_DIRECTORY ${out})
   foreach(proto ${protos})
-    get_filename_component(stem ${proto} NAME_WE)
-    set(base ${out}/logitd/v1/${stem})
+    string(REGEX REPLACE "\\.proto$" "" base ${proto})
     add_custom_command(
-      OUTPUT ${base}.pb.cc ${base}.pb.h ${base}.grpc.pb.cc ${base}.grpc.pb.h
-      COMMAND protobuf::protoc -I ${CMAKE_SOURCE_DIR}/${dir} --cpp_out=${out} --grpc_out=${out}
+      OUTPUT ${out}/${base}.pb.cc ${out}/${base}.pb.h
+      COMMAND protobuf::protoc -I ${CMAKE_SOURCE_DIR}/${dir} --cpp_out=${out} ${proto}
+      DEPENDS ${CMAKE_SOURCE_DIR}/${dir}/${proto})
+    list(APPEND message_sources ${out}/${base}.pb.cc)
+    if(NOT proto MATCHES "^logitd/")
+      continue()
+    endif()
+    add_custom_command(
+      OUTPUT ${out}/${base}.grpc.pb.cc ${out}/${base}.grpc.pb.h
+      COMMAND protobuf::protoc -I ${CMAKE_SOURCE_DIR}/${dir} --grpc_out=${out}
               --plugin=protoc-gen-grpc=$<TARGET_FILE:gRPC::grpc_cpp_plugin> ${proto}
-      DEPENDS ${protos})
-    list(APPEND generated ${base}.pb.cc ${base}.grpc.pb.cc)
+      DEPENDS ${CMAKE_SOURCE_DIR}/${dir}/${proto})
+    list(APPEND stub_sources ${out}/${base}.grpc.pb.cc)
   endforeach()
-  add_library(${name} STATIC ${generated})
+  add_library(${messages} STATIC ${message_sources})
+  target_include_directories(${messages} SYSTEM PUBLIC $<BUILD_INTERFACE:${out}>)
+  target_link_libraries(${messages} PUBLIC protobuf::libprotobuf)
+  add_library(${stubs} STATIC ${stub_sources})
   if(LOGITD_PRECOMPILE)  # what gRPC generates goes through the compiler as one file
-    list(FILTER generated INCLUDE REGEX "\\.grpc\\.pb\\.cc$")
-    set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
-    set_source_files_properties(${generated} PROPERTIES UNITY_GROUP grpc)
+    set_target_properties(${stubs} PROPERTIES UNITY_BUILD ON)
   endif()
-  target_include_directories(${name} SYSTEM PUBLIC $<BUILD_INTERFACE:${out}>)
-  target_link_libraries(${name} PUBLIC protobuf::libprotobuf gRPC::grpc++)
+  target_link_libraries(${stubs} PUBLIC ${messages} gRPC::grpc++)
 endfunction()
 
 # Embeds the descriptors of every proto, with their comments, into `source` of a target: it sees the file's name as

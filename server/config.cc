@@ -1,6 +1,6 @@
 #include "server/config.h"
 
-#include <grpcpp/grpcpp.h>
+#include <nghttp2/nghttp2.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -23,7 +23,7 @@
 #include "absl/strings/str_split.h"
 #include "formats/nearest.h"
 #include "server/door/address.h"
-#include "server/door/listener.h"
+#include "server/http2/listener.h"
 #include "server/rpc/rpc_server.h"
 
 namespace logitd {
@@ -457,8 +457,9 @@ void CheckNames(const CLI::App& app) {
 
 std::string_view Version() { return LOGITD_VERSION; }
 
-std::string_view GrpcVersion() {
-  static const auto& version = *new std::string(grpc::Version());
+std::string_view TransportVersion() {
+  static const auto& version =
+      *new std::string(absl::StrCat("nghttp2 ", nghttp2_version(0)->version_str));
   return version;
 }
 
@@ -466,7 +467,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                                std::ostream& err) {
   CLI::App app(kDescription, "logitd");
   app.set_version_flag("--version",
-                       absl::StrFormat("logitd %s, gRPC %s", Version(), GrpcVersion()));
+                       absl::StrFormat("logitd %s, %s", Version(), TransportVersion()));
   app.get_formatter()->column_width(34);
 
   Add(app, "--listen", &config->listen,
@@ -493,7 +494,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "Calls that may wait for that memory, half of them of one connection; more are refused "
       "with RESOURCE_EXHAUSTED");
   AddInteger(
-      app, "--max-connections", &config->max_connections, 0, door::kMostConnections,
+      app, "--max-connections", &config->max_connections, 0, http2::kMostConnections,
       "Connections that may be open; more are closed at once. 0: the limit of open files less 128");
   AddSize(
       app, "--min-receive-rate", &config->min_receive_rate, 0,
@@ -523,8 +524,14 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       ->envname(EnvironmentName("--allow-remote-heads"));
   AddDoor(app, config);
   AddArenas(app, config);
+  AddInteger(app, "--loops", &config->loops, 0, 256,
+             "Event loops, one thread each, which share the connections; 0: one for every two cores");
   AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
              "Calls that may be open on a connection");
+  AddSize(app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
+          "Memory that all connections may hold beside admitted messages: header lists, state, early "
+          "bytes, answers that are not taken. Near it the connection that holds most without moving "
+          "is closed");
   AddDuration(
       app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
       /*infinite=*/true,
@@ -537,6 +544,12 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       /*infinite=*/true,
       "Time without a byte from a peer after which the server asks whether it is still there; "
       "without an answer in 20s the connection ends");
+  AddDuration(
+      app, "--min-ping-interval", &config->min_ping_interval, absl::ZeroDuration(),
+      /*infinite=*/false,
+      "Time between two pings of a peer that the server allows for long; 10 may come at once, and "
+      "one more for each frame of an answer. A peer that pings more often is told "
+      "\"too_many_pings\" and its connection ends. 0: any");
   AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
               /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");

@@ -47,10 +47,13 @@ struct Config {
   int64_t max_arena_bytes = int64_t{1} << 30;         // of one arena, and of all together
   int64_t max_device_arena_bytes = int64_t{1} << 30;  // the same, of each device's memory
   int max_leases = 64;
+  int loops = 0;           // event loops; 0: by the cores
   int max_streams = 2048;  // open calls of a connection
+  int64_t max_connection_bytes = int64_t{256} << 20;  // of all connections, beside messages
   absl::Duration max_connection_age = absl::InfiniteDuration();
   absl::Duration max_connection_idle = absl::InfiniteDuration();
   absl::Duration keepalive_time = absl::Minutes(1);
+  absl::Duration min_ping_interval = absl::Seconds(5);  // of a peer; 0: any
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"
@@ -63,8 +66,8 @@ struct Config {
 // Semantic version of this build.
 std::string_view Version();
 
-// The gRPC library that runs: "1.51.1".
-std::string_view GrpcVersion();
+// What speaks HTTP/2: "nghttp2 1.52.0".
+std::string_view TransportVersion();
 
 // Fills `config`. A value: the process must end with it, 0 after --help or --version (text on
 // `out`), 2 after a wrong flag (flag, got, allowed on `err`).

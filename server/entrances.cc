@@ -10,13 +10,13 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "server/door/address.h"
-#include "server/door/connection.h"
-#include "server/door/listener.h"
+#include "server/http2/listener.h"
+#include "server/http2/tls_session.h"
 
 namespace logitd {
 
 absl::StatusOr<int64_t> MaxConnections(const Config& config) {
-  const int64_t descriptors = door::RaiseDescriptorLimit();
+  const int64_t descriptors = http2::RaiseDescriptorLimit();
   constexpr int64_t kOfLease = 4;
   const int64_t of_leases = config.arena_listen.empty() ? 0 : kOfLease * config.max_leases;
   if (of_leases > descriptors / 2) {
@@ -25,7 +25,7 @@ absl::StatusOr<int64_t> MaxConnections(const Config& config) {
         "process may open, and connections need half of them",
         config.max_leases, descriptors / 2 / kOfLease, kOfLease, descriptors));
   }
-  return door::ConnectionLimit(config.max_connections, descriptors - of_leases);
+  return http2::ConnectionLimit(config.max_connections, descriptors - of_leases);
 }
 
 absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetrics>& metrics,
@@ -38,7 +38,7 @@ absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetr
   };
   if (!config.tls_cert.empty()) {
     door->tls = std::make_shared<door::TlsSource>();
-    metrics->AddTls();
+    metrics->AddTls(http2::kHandshakeEndNames);
     const bool mutual = !config.tls_client_ca.empty();
     std::vector<std::string> paths = {config.tls_cert, config.tls_key};
     if (mutual) paths.push_back(config.tls_client_ca);

@@ -38,16 +38,11 @@ prometheus::MetricFamily LogMetrics() {
   return family;
 }
 
-void AddTraffic(const door::Connections& connections,
-                std::vector<prometheus::MetricFamily>* families) {
-  const door::Traffic traffic = connections.traffic();
+void AddTraffic(const http2::Traffic& traffic, std::vector<prometheus::MetricFamily>* families) {
   families->push_back(Counter("logitd_received_bytes_total", "Bytes received on all connections."));
   AddSample(&families->back(), static_cast<double>(traffic.received));
   families->push_back(Counter("logitd_sent_bytes_total", "Bytes sent on all connections."));
   AddSample(&families->back(), static_cast<double>(traffic.sent));
-  families->push_back(Counter("logitd_calls_refused_early_total",
-                              "Calls refused like the one before, without a look at them."));
-  AddSample(&families->back(), static_cast<double>(traffic.refused_calls));
 }
 
 void Append(std::vector<prometheus::MetricFamily> more,
@@ -59,25 +54,25 @@ void Append(std::vector<prometheus::MetricFamily> more,
 }  // namespace
 
 std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registry> registry,
-                                             std::shared_ptr<const door::Connections> connections,
+                                             std::shared_ptr<const ServerTraffic> traffic,
                                              std::string_view version,
-                                             std::string_view grpc_version,
+                                             std::string_view transport_version,
                                              const std::vector<DeviceInfo>& devices) {
   prometheus::BuildGauge()
       .Name("logitd_build_info")
       .Help("1; the labels say what runs.")
       .Register(*registry)
       .Add({{"version", std::string(version)},
-            {"grpc", std::string(grpc_version)},
+            {"grpc", std::string(transport_version)},
             {"backend", devices.front().backend}})
       .Set(1);
   std::shared_ptr<const GpuMetrics> gpu;
   if (!devices.front().pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), devices);
   return
-      [registry = std::move(registry), connections = std::move(connections), gpu = std::move(gpu)] {
+      [registry = std::move(registry), traffic = std::move(traffic), gpu = std::move(gpu)] {
         std::vector<prometheus::MetricFamily> families = registry->Collect();
         families.push_back(LogMetrics());
-        AddTraffic(*connections, &families);
+        AddTraffic(traffic->Get(), &families);
         Append(ProcessMetrics(), &families);
         if (gpu != nullptr) Append(gpu->Collect(), &families);
         return prometheus::TextSerializer().Serialize(families);

@@ -9,13 +9,33 @@
 #include <vector>
 
 #include "kernels/backend.h"
-#include "server/door/connection.h"
+#include "server/rpc/rpc_server.h"
 
 namespace prometheus {
 class Registry;
 }
 
 namespace logitd {
+
+// Bytes of the server's connections, for a page that exists before the server does. Thread-safe.
+class ServerTraffic {
+ public:
+  // From here on the server is asked; null: no longer.
+  void Set(const rpc::RpcServer* server) {
+    absl::MutexLock lock(&mutex_);
+    if (server_ != nullptr) last_ = server_->traffic();
+    server_ = server;
+  }
+  http2::Traffic Get() const {
+    absl::MutexLock lock(&mutex_);
+    return server_ == nullptr ? last_ : server_->traffic();
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  const rpc::RpcServer* server_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  http2::Traffic last_ ABSL_GUARDED_BY(mutex_);
+};
 
 // The page's text: the series of `registry`, to which this adds the build's, and those that are
 // read when the page is asked for.
@@ -29,9 +49,9 @@ namespace logitd {
 //
 // The function may run on any thread, and keeps what it needs.
 std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registry> registry,
-                                             std::shared_ptr<const door::Connections> connections,
+                                             std::shared_ptr<const ServerTraffic> traffic,
                                              std::string_view version,
-                                             std::string_view grpc_version,
+                                             std::string_view transport_version,
                                              const std::vector<DeviceInfo>& devices);
 
 }  // namespace logitd

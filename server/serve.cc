@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -28,9 +29,7 @@
 #include "server/arena/arena_server.h"
 #include "server/arena/leases.h"
 #include "server/device_arenas.h"
-#include "server/door/connection.h"
 #include "server/door/door_metrics.h"
-#include "server/door/memory_watch.h"
 #include "server/door/watched_files.h"
 #include "server/engine/activity.h"
 #include "server/engine/admission.h"
@@ -45,6 +44,7 @@
 #include "server/log.h"
 #include "server/log/limited.h"
 #include "server/memory.h"
+#include "server/memory_watch.h"
 #include "server/metrics_page.h"
 #include "server/metrics_server.h"
 #include "server/ops/ops.h"
@@ -81,7 +81,8 @@ struct Parts {
   // What clients and operators use. Calls use leases until the server has ended.
   std::string head_root;
   std::shared_ptr<door::DoorMetrics> door_metrics;
-  std::shared_ptr<door::Connections> connections;
+  // Null before the server starts. The page of metrics asks it.
+  std::shared_ptr<ServerTraffic> traffic = std::make_shared<ServerTraffic>();
   std::unique_ptr<MetricsServer> metrics_server;
   Door front_door;
   std::atomic<rpc::RpcServer*> rechecked = nullptr;  // after a change of the identities
@@ -91,7 +92,7 @@ struct Parts {
   std::unique_ptr<arena::ArenaServer> arenas;  // null without --arena-listen
 
   std::unique_ptr<rpc::RpcServer> server;
-  std::unique_ptr<door::MemoryWatch> memory_watch;
+  std::unique_ptr<MemoryWatch> memory_watch;
 };
 
 // ---- before the start
@@ -106,8 +107,8 @@ void TuneMalloc() {
   mallopt(M_TOP_PAD, 16 << 20);
 }
 
-// Debian's Abseil looks for deadlocks at every lock, and gRPC takes many. In a profile of refused
-// calls that was 4 to 7% of the samples.
+// Debian's Abseil looks for deadlocks at every lock. In a profile of refused calls that was 4 to 7% of
+// the samples.
 void TuneMutexes() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
 
 // ---- what computes
@@ -232,22 +233,21 @@ std::optional<int> LoadHeads(const Config& config, engine::Heads* heads, engine:
 
 // ---- what clients use
 
+std::vector<std::string_view> CutReasons() {
+  std::vector<std::string_view> reasons;
+  for (const http2::CutName& name : http2::kCutNames) reasons.push_back(name.name);
+  return reasons;
+}
+
 absl::Status OpenEntrances(const Config& config, Parts& parts) {
   absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   LOGITD_RETURN_IF_ERROR(head_root.status());
   parts.head_root = *std::move(head_root);
-  parts.door_metrics =
-      std::make_shared<door::DoorMetrics>(parts.metrics->registry(), parts.max_connections);
-  const int64_t max_message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
-  parts.connections =
-      door::Connections::Create({.frames = {.max_streams = config.max_streams,
-                                            .max_message = static_cast<uint32_t>(max_message)},
-                                 .max_connections = parts.max_connections,
-                                 .early_bytes = config.max_held_bytes / 16},
-                                parts.door_metrics);
+  parts.door_metrics = std::make_shared<door::DoorMetrics>(
+      parts.metrics->registry(), parts.max_connections, CutReasons());
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      ServeMetrics(config, MakeMetricsPage(parts.metrics->registry(), parts.connections, Version(),
-                                           GrpcVersion(), InfosOf(*parts.devices)));
+      ServeMetrics(config, MakeMetricsPage(parts.metrics->registry(), parts.traffic, Version(),
+                                           TransportVersion(), InfosOf(*parts.devices)));
   LOGITD_RETURN_IF_ERROR(metrics_server.status());
   parts.metrics_server = *std::move(metrics_server);
   const auto recheck = [&rechecked = parts.rechecked] {
@@ -268,17 +268,31 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
   return absl::OkStatus();
 }
 
+// One event loop for every two cores: the others compute.
+int DefaultLoops(int cores) { return std::clamp(cores / 2, 1, 16); }
+
+http2::Limits LimitsOf(const Config& config) {
+  http2::Limits limits;
+  limits.max_streams = static_cast<uint32_t>(config.max_streams);
+  limits.min_ping_interval = config.min_ping_interval;
+  return limits;
+}
+
 rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
   return {.listen = config.listen,
           .socket_mode = config.socket_mode,
           .version = std::string(Version()),
-          .grpc_version = std::string(GrpcVersion()),
+          .grpc_version = std::string(TransportVersion()),
           .max_request_bytes = config.max_request_bytes,
           .head_root = parts.head_root,
           .remote_listen = RemoteListen(config),
           .peer_timeout = config.receive_timeout,
           .slow_call = config.slow_call,
-          .connections = parts.connections,
+          .loops = config.loops > 0 ? config.loops : DefaultLoops(parts.cores),
+          .limits = LimitsOf(config),
+          .max_connections = parts.max_connections,
+          .max_connection_bytes = config.max_connection_bytes,
+          .door_metrics = parts.door_metrics,
           .tls = parts.front_door.tls,
           .identities = parts.front_door.identities.get(),
           .leases = parts.arenas == nullptr ? nullptr : parts.leases.get(),
@@ -288,7 +302,7 @@ rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
 }
 
 absl::Status StartServer(const Config& config, Parts& parts) {
-  const int64_t base_bytes = door::ResidentBytes();
+  const int64_t base_bytes = ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start(ServerOptions(config, parts), parts.admission.get(), parts.engine.get(),
                             parts.heads.get(), parts.metrics.get());
@@ -296,7 +310,8 @@ absl::Status StartServer(const Config& config, Parts& parts) {
   parts.server = *std::move(server);
   parts.memory_watch =
       WatchMemory(config, *parts.devices, base_bytes, *parts.admission, *parts.metrics,
-                  parts.connections, parts.door_metrics, *parts.leases, parts.server.get());
+                  parts.door_metrics, *parts.leases, parts.server.get());
+  parts.traffic->Set(parts.server.get());
   parts.rechecked = parts.server.get();
   if (parts.arenas != nullptr) parts.arenas->ServeRings(parts.server->ring_service(), parts.cores);
   parts.files->Start();
@@ -371,7 +386,6 @@ int End(Events::Kind drained, Parts& parts) {
   const int cut = parts.server->calls();
   if (drained == Events::kLost) LeaveLostDevice();
   if (cut == 0) absl::SleepFor(kLastWrites);
-  GrpcIsEnding();
   parts.files.reset();  // its thread uses the server
   EndBatches(parts);
   log::ReportSuppressed();
@@ -391,7 +405,7 @@ int Serve(const Config& config, MakeBackends make_backends) {
   Parts parts;
   TuneMalloc();
   TuneMutexes();
-  spdlog::info("logitd {}, gRPC {}", Version(), GrpcVersion());
+  spdlog::info("logitd {}, {}", Version(), TransportVersion());
   const absl::StatusOr<int64_t> max_connections = MaxConnections(config);
   if (!max_connections.ok()) return CannotStart(max_connections.status());
   parts.max_connections = *max_connections;

@@ -9,25 +9,23 @@ namespace {
 
 // Memory of a CPU stream that uses a head.
 constexpr int64_t kHeadScratch = int64_t{64} << 20;
-// What the process itself needs beyond its start: threads, gRPC's own state, what malloc keeps.
+// What the process itself needs beyond its start: threads, what malloc keeps.
 // AddressSanitizer keeps freed memory, and it and ThreadSanitizer keep shadows of all memory.
 #if defined(ABSL_HAVE_ADDRESS_SANITIZER) || defined(ABSL_HAVE_THREAD_SANITIZER)
 constexpr int64_t kProcessGrowth = int64_t{16} << 30;
 #else
-constexpr int64_t kProcessGrowth = int64_t{64} << 20;
+constexpr int64_t kProcessGrowth = int64_t{320} << 20;
 #endif
 // Parameters and padding of a row, in a slab.
 constexpr int64_t kSlabRowBytes = 168;
 
 }  // namespace
 
-std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
-                                               int64_t base, const engine::Admission& admission,
-                                               const engine::Metrics& metrics,
-                                               std::shared_ptr<door::Connections> connections,
-                                               std::shared_ptr<door::DoorMetrics> door_metrics,
-                                               const arena::Leases& leases,
-                                               rpc::RpcServer* server) {
+std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
+                                         int64_t base, const engine::Admission& admission,
+                                         const engine::Metrics& metrics,
+                                         std::shared_ptr<door::DoorMetrics> door_metrics,
+                                         const arena::Leases& leases, rpc::RpcServer* server) {
   const bool cpu = devices.info(0).backend == "cpu";
   const int64_t streams = int64_t{config.streams} * devices.count();
   const int64_t slabs =
@@ -39,18 +37,18 @@ std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const engin
     const int64_t scratch = heads > 0 ? streams * kHeadScratch : 0;
     return slabs + heads - heads_at_start + scratch;
   };
-  const int64_t messages = rpc::TransportBytes(config.max_held_bytes) + kProcessGrowth;
+  const int64_t messages =
+      config.max_held_bytes + config.max_connection_bytes + kProcessGrowth;
   const auto limit = [=] { return base + device_growth() + messages; };
-  return std::make_unique<door::MemoryWatch>(
-      std::move(connections),
-      door::MemoryWatchOptions{
+  return std::make_unique<MemoryWatch>(
+      MemoryWatchOptions{
           .base = base,
           .allowed_growth = [=] { return limit() - base; },
           .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
           .shed = [server](bool shed) { server->RefuseConnections(shed); },
           .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
           // Pinned arenas have a limit of their own.
-          .resident = [&leases] { return door::ResidentBytes() - leases.pinned_bytes(); }});
+          .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); }});
 }
 
 }  // namespace logitd

@@ -7,9 +7,8 @@
 
 #include "server/arena/leases.h"
 #include "server/config.h"
-#include "server/door/connection.h"
 #include "server/door/door_metrics.h"
-#include "server/door/memory_watch.h"
+#include "server/memory_watch.h"
 #include "server/engine/admission.h"
 #include "server/engine/devices.h"
 #include "server/engine/metrics.h"
@@ -18,12 +17,11 @@
 namespace logitd {
 
 // Watches the memory of the process from here on. What the process may have besides its start is
-// what docs/operations.md says: the transport's quota and, on the CPU, memory that becomes resident
-// when it is first used. `base`: resident bytes before the server started.
-std::unique_ptr<door::MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
+// what docs/operations.md says: what calls and connections may hold and, on the CPU, memory that
+// becomes resident when it is first used. `base`: resident bytes before the server started.
+std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
                                                int64_t base, const engine::Admission& admission,
                                                const engine::Metrics& metrics,
-                                               std::shared_ptr<door::Connections> connections,
                                                std::shared_ptr<door::DoorMetrics> door_metrics,
                                                const arena::Leases& leases, rpc::RpcServer* server);
 

@@ -17,7 +17,8 @@ prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, co
 
 }  // namespace
 
-DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections)
+DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections,
+                         absl::Span<const std::string_view> reasons)
     : registry_(std::move(registry)),
       open_(&AddGauge(*registry_, "logitd_connections", "Open connections.")),
       resident_(&AddGauge(*registry_, "logitd_resident_bytes", "Resident memory.")),
@@ -37,10 +38,10 @@ DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t
       .Set(static_cast<double>(max_connections));
   auto& family = prometheus::BuildCounter()
                      .Name("logitd_connections_cut_total")
-                     .Help("Connections that broke a limit.")
+                     .Help("Connections that the server ended, by why.")
                      .Register(*registry_);
-  for (const LimitName& name : kLimitNames) {
-    cut_[static_cast<size_t>(name.limit) - 1] = &family.Add({{"reason", std::string(name.name)}});
+  for (const std::string_view reason : reasons) {
+    cut_[reason] = &family.Add({{"reason", std::string(reason)}});
   }
 }
 
@@ -48,21 +49,19 @@ void DoorMetrics::OnOpen(int64_t open) { open_->Set(static_cast<double>(open)); 
 
 void DoorMetrics::OnRefused() { refused_->Increment(); }
 
-void DoorMetrics::OnCut(Limit reason) { cut_[static_cast<size_t>(reason) - 1]->Increment(); }
+void DoorMetrics::OnCut(std::string_view reason) { cut_.at(reason)->Increment(); }
 
-void DoorMetrics::OnTooLarge(int64_t calls) { too_large_->Increment(static_cast<double>(calls)); }
+void DoorMetrics::OnTooLarge() { too_large_->Increment(); }
 
-void DoorMetrics::OnHandshake(HandshakeEnd end) {
-  handshakes_[static_cast<size_t>(end)]->Increment();
-}
+void DoorMetrics::OnHandshake(std::string_view end) { handshakes_.at(end)->Increment(); }
 
-void DoorMetrics::AddTls() {
+void DoorMetrics::AddTls(absl::Span<const std::string_view> ends) {
   auto& family = prometheus::BuildCounter()
                      .Name("logitd_tls_handshakes_total")
                      .Help("TLS handshakes that ended, by how.")
                      .Register(*registry_);
-  for (size_t i = 0; i < kHandshakeEndNames.size(); ++i) {
-    handshakes_[i] = &family.Add({{"result", std::string(kHandshakeEndNames[i])}});
+  for (const std::string_view end : ends) {
+    handshakes_[end] = &family.Add({{"result", std::string(end)}});
   }
   expiry_ = &AddGauge(*registry_, "logitd_tls_certificate_expiry_seconds",
                       "When the server's certificate expires, as a Unix time.");

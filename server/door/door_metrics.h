@@ -2,7 +2,7 @@
 // start.
 //
 // Counters
-//   logitd_connections_cut_total{reason}  connections that broke a limit; see kLimitNames
+//   logitd_connections_cut_total{reason}  connections that the server ended; see docs/security.md
 //   logitd_connections_refused_total      connections closed as soon as they were accepted
 //   logitd_messages_too_large_total       calls ended for a message larger than the server takes
 // Gauges
@@ -12,16 +12,14 @@
 #ifndef LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 #define LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 
-#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "absl/time/time.h"
-
-#include "server/door/connection.h"
-#include "server/door/limits.h"
+#include "absl/types/span.h"
 
 namespace prometheus {
 class Counter;
@@ -32,20 +30,21 @@ class Registry;
 namespace logitd::door {
 
 // Thread-safe.
-class DoorMetrics final : public ConnectionEvents {
+class DoorMetrics {
  public:
-  // Adds the series to `registry`, which has none of them yet.
-  DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections);
+  // Adds the series to `registry`, which has none of them yet. `reasons`: of OnCut.
+  DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections,
+              absl::Span<const std::string_view> reasons);
 
-  void OnOpen(int64_t open) override;
-  void OnRefused() override;
-  void OnCut(Limit reason) override;
-  void OnTooLarge(int64_t calls) override;
-  void OnHandshake(HandshakeEnd end) override;
+  void OnOpen(int64_t open);
+  void OnRefused();
+  void OnCut(std::string_view reason);
+  void OnTooLarge();
+  void OnHandshake(std::string_view end);
   void SetResident(int64_t bytes, int64_t limit);
 
-  // Adds the series of TLS. Before the first connection.
-  void AddTls();
+  // Adds the series of TLS. Before the first connection. `ends`: of OnHandshake.
+  void AddTls(absl::Span<const std::string_view> ends);
   void SetCertificateExpiry(absl::Time expiry);
   // Adds the series of a file that is read again when it changes: "tls" or "tokens".
   void AddFile(const std::string& file);
@@ -59,8 +58,8 @@ class DoorMetrics final : public ConnectionEvents {
   prometheus::Gauge* resident_limit_;
   prometheus::Counter* refused_;
   prometheus::Counter* too_large_;
-  std::array<prometheus::Counter*, kLimitNames.size()> cut_;
-  std::array<prometheus::Counter*, kHandshakeEndNames.size()> handshakes_ = {};
+  std::map<std::string_view, prometheus::Counter*> cut_;
+  std::map<std::string_view, prometheus::Counter*> handshakes_;
   prometheus::Gauge* expiry_ = nullptr;
   struct FileSeries {
     prometheus::Gauge* stale;

@@ -4,7 +4,6 @@
 #define LOGITD_SERVER_ENGINE_SYNC_H_
 
 #include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -12,15 +11,11 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/base/clock.h"
 
 namespace logitd::engine {
 
-// Nanoseconds of a clock that never goes back.
-inline int64_t MonotonicNanos() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
+using logitd::MonotonicNanos;
 
 // For a loop that waits for another thread.
 inline void Relax() {

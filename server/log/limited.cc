@@ -1,9 +1,9 @@
 #include "server/log/limited.h"
-
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <iterator>
+
+#include "server/base/clock.h"
 
 namespace logitd::log {
 namespace {
@@ -11,15 +11,8 @@ namespace {
 constexpr int64_t kSecondNs = 1'000'000'000;
 constexpr int64_t kLineNs = kSecondNs / kLinesPerSecond;
 
-constexpr std::string_view kNames[] = {"grpc",    "heads",      "connections",
-                                       "callers", "slow_calls", "arenas"};
+constexpr std::string_view kNames[] = {"heads", "connections", "callers", "slow_calls", "arenas"};
 static_assert(std::size(kNames) == std::size(kSources));
-
-int64_t MonotonicNanos() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 }  // namespace
 

@@ -14,16 +14,15 @@ namespace logitd::log {
 
 // Who writes the lines. Each has its own limit.
 enum class Source {
-  kGrpc,         // gRPC's own messages
   kHeads,        // loads and unloads of heads
   kConnections,  // connections that were refused or cut
   kCallers,      // calls without an identity, or without the role
   kSlowCalls,    // calls that took long
   kArenas,       // leases of shared memory
 };
-inline constexpr Source kSources[] = {Source::kGrpc,    Source::kHeads,     Source::kConnections,
-                                      Source::kCallers, Source::kSlowCalls, Source::kArenas};
-std::string_view Name(Source source);  // "grpc"
+inline constexpr Source kSources[] = {Source::kHeads, Source::kConnections, Source::kCallers,
+                                      Source::kSlowCalls, Source::kArenas};
+std::string_view Name(Source source);  // "heads"
 
 // A source may write kBurst lines at once, and kLinesPerSecond in the long run.
 inline constexpr int64_t kLinesPerSecond = 20;

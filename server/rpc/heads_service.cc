@@ -1,6 +1,7 @@
 #include "server/rpc/heads_service.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <utility>
 
@@ -10,9 +11,6 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/engine/devices.h"
-#include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/message.h"
-#include "server/rpc/transport/small_call.h"
 
 namespace logitd::rpc {
 namespace {
@@ -71,116 +69,64 @@ v1::Head Describe(const engine::Head& head) {
   return out;
 }
 
+constexpr PlainMethod kLoad = {.path = "/logitd.v1.Heads/Load", .role = door::Role::kHeads};
+constexpr PlainMethod kUnload = {.path = "/logitd.v1.Heads/Unload", .role = door::Role::kHeads};
+constexpr PlainMethod kList = {.path = "/logitd.v1.Heads/List"};
+constexpr PlainMethod kGet = {.path = "/logitd.v1.Heads/Get"};
+
 }  // namespace
 
-// One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first.
-class LoadCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public DrainedCall {
+// One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first. Report,
+// Conclude and ended are for the thread of the loads, the rest for the call's loop.
+class LoadCall final : public PlainCall {
  public:
-  LoadCall(HeadsService* service, CallTracker* tracker, SmallCall call, v1::LoadHeadRequest request)
-      : service_(service),
-        tracker_(tracker),
-        call_(std::move(call)),
-        request_(std::move(request)) {}
-
-  // Keeps the call until the transport is done with it.
-  void Start(const std::shared_ptr<LoadCall>& self) {
-    self_ = self;
-    tracker_->Add(self);
-  }
+  LoadCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)
+      : PlainCall(stream, environment, kLoad), service_(service) {}
 
   const v1::LoadHeadRequest& request() const { return request_; }
-  bool ended() const {
-    absl::MutexLock lock(&mutex_);
-    return status_.has_value();
-  }
+  bool ended() const { return ended_; }
 
-  // Sends a progress message, unless the last one is still being sent or is too recent. One thread
-  // at a time.
+  // Sends a progress message, unless the last one is too recent or is still being sent.
   void Report(const engine::HeadProgress& progress) {
     const absl::Time now = absl::Now();
-    {
-      absl::MutexLock lock(&mutex_);
-      if (status_.has_value() || writing_ || now < next_report_) return;
-      writing_ = true;
-    }
+    if (now < next_report_ || sending_) return;
     next_report_ = now + kProgressEvery;
+    sending_ = true;
     v1::LoadHeadResponse message;
     message.set_done_bytes(progress.done_bytes);
     message.set_total_bytes(progress.total_bytes);
-    message_ = ToBytes(message);
-    {
-      absl::MutexLock lock(&mutex_);
-      sent_bytes_ += static_cast<int64_t>(message_.Length());
-    }
-    StartWrite(&message_);
+    OnLoop([this, message] { Send(message); });
   }
 
-  // Only the first End counts. `last` is sent if the status is OK.
-  void End(const absl::Status& status, const v1::LoadHeadResponse& last = {}) {
-    {
-      absl::MutexLock lock(&mutex_);
-      if (status_.has_value()) return;
-      status_ = Bounded(status);
-      last_ = ToBytes(last);
-      if (status.ok()) sent_bytes_ += static_cast<int64_t>(last_.Length());
-      if (writing_) return;
-    }
-    FinishNow();
+  // `last` is sent if the status is OK.
+  void Conclude(const absl::Status& status, const v1::LoadHeadResponse& last = {}) {
+    OnLoop([this, status = Bounded(status), last] { Answer(status, last); });
   }
 
-  void OnDrain() override {
-    End(engine::DrainingError());
-    service_->LeaveLine(*this);
-  }
+  void OnDrain(absl::Duration) override { Leave(engine::DrainingError()); }
 
  private:
-  void OnWriteDone(bool) override {
-    {
-      absl::MutexLock lock(&mutex_);
-      writing_ = false;
-      if (!status_.has_value()) return;
-    }
-    FinishNow();
-  }
-  void OnCancel() override {
-    End(absl::CancelledError("call cancelled"));
-    service_->LeaveLine(*this);
-  }
-  void OnDone() override {
-    {
-      absl::MutexLock lock(&mutex_);
-      call_.LogStream(status_->code(), sent_bytes_);
-    }
-    tracker_->Remove(self_);
-    self_.reset();  // may delete this
-  }
-
-  // Once: from End, or from OnWriteDone if a message was still being sent.
-  void FinishNow() {
-    absl::Status status;
-    {
-      absl::MutexLock lock(&mutex_);
-      status = *status_;
-    }
+  void OnRequest(std::string_view message) override {
+    absl::Status status = Parse(message, &request_);
     if (status.ok()) {
-      StartWriteAndFinish(&last_, grpc::WriteOptions(), grpc::Status::OK);
-    } else {
-      Finish(ToGrpc(status));
+      status = service_->Enqueue(std::static_pointer_cast<LoadCall>(shared_from_this()));
     }
+    if (!status.ok()) Conclude(status);
+  }
+  void OnWritten() override { sending_ = false; }
+  void OnGone() override { Leave(absl::CancelledError("call cancelled")); }
+
+  void Leave(const absl::Status& why) {
+    ended_ = true;
+    if (!over()) End(why);
+    service_->LeaveLine(*this);
   }
 
   HeadsService* const service_;
-  CallTracker* const tracker_;
-  const SmallCall call_;
-  const v1::LoadHeadRequest request_;
-  std::shared_ptr<LoadCall> self_;
+  v1::LoadHeadRequest request_;
   absl::Time next_report_ = absl::InfinitePast();
-  grpc::ByteBuffer message_;  // being sent while writing_
-  grpc::ByteBuffer last_;
-  mutable absl::Mutex mutex_;
-  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
-  int64_t sent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::optional<absl::Status> status_ ABSL_GUARDED_BY(mutex_);  // ended
+  std::atomic<bool> sending_ = false;
+  std::atomic<bool> ended_ = false;
 };
 
 HeadsService::HeadsService(std::string root, std::string remote_listen,
@@ -203,17 +149,28 @@ bool HeadsService::loading() const {
   return running_ != nullptr;
 }
 
-grpc::ServerWriteReactor<grpc::ByteBuffer>* HeadsService::Load(grpc::CallbackServerContext* context,
-                                                               const grpc::ByteBuffer* request) {
-  SmallCall small(context, environment_, "/logitd.v1.Heads/Load", door::Role::kHeads);
-  v1::LoadHeadRequest parsed;
-  absl::Status status = small.Read(*request, &parsed);
-  auto call =
-      std::make_shared<LoadCall>(this, environment_.tracker, std::move(small), std::move(parsed));
-  call->Start(call);
-  if (status.ok()) status = Enqueue(call);
-  if (!status.ok()) call->End(status);
-  return call.get();
+void HeadsService::Register(Registry* registry) {
+  unload_ = UnaryPlainCall::Parsed<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
+      [this](const v1::UnloadHeadRequest& request, v1::UnloadHeadResponse*) {
+        return Unload(request);
+      });
+  list_ = UnaryPlainCall::Parsed<v1::ListHeadsRequest, v1::ListHeadsResponse>(
+      [this](const v1::ListHeadsRequest&, v1::ListHeadsResponse* answer) { return List(answer); });
+  get_ = UnaryPlainCall::Parsed<v1::GetHeadRequest, v1::GetHeadResponse>(
+      [this](const v1::GetHeadRequest& request, v1::GetHeadResponse* answer) {
+        return Get(request, answer);
+      });
+  registry->Add(std::string(kLoad.path), [this](http2::Stream* stream) {
+    return std::make_shared<LoadCall>(stream, environment_, this);
+  });
+  const auto add = [this, registry](const PlainMethod& method, const UnaryPlainCall::Serve& serve) {
+    registry->Add(std::string(method.path), [this, &method, &serve](http2::Stream* stream) {
+      return std::make_shared<UnaryPlainCall>(stream, environment_, method, serve);
+    });
+  };
+  add(kUnload, unload_);
+  add(kList, list_);
+  add(kGet, get_);
 }
 
 engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
@@ -312,48 +269,26 @@ void HeadsService::Run(LoadCall& call) {
     absl::MutexLock lock(&mutex_);
     running_ = nullptr;
   }
-  call.End(StatusOf(head.status()), last);
+  call.Conclude(StatusOf(head.status()), last);
   // Last: the engine's owner may end the process in it.
   if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
 }
 
-grpc::ServerUnaryReactor* HeadsService::Unload(grpc::CallbackServerContext* context,
-                                               const grpc::ByteBuffer* request,
-                                               grpc::ByteBuffer* response) {
-  SmallCall call(context, environment_, "/logitd.v1.Heads/Unload", door::Role::kHeads);
-  v1::UnloadHeadRequest parsed;
-  absl::Status status = call.Read(*request, &parsed);
-  if (status.ok()) status = CheckMayChange();
-  if (status.ok()) status = environment_.heads->Unload(parsed.name());
-  return call.Answer(status, v1::UnloadHeadResponse(), response);
+absl::Status HeadsService::Unload(const v1::UnloadHeadRequest& request) const {
+  if (absl::Status status = CheckMayChange(); !status.ok()) return status;
+  return Bounded(environment_.heads->Unload(request.name()));
 }
 
-grpc::ServerUnaryReactor* HeadsService::List(grpc::CallbackServerContext* context,
-                                             const grpc::ByteBuffer* request,
-                                             grpc::ByteBuffer* response) {
-  SmallCall call(context, environment_, "/logitd.v1.Heads/List");
-  v1::ListHeadsRequest parsed;
-  v1::ListHeadsResponse answer;
-  absl::Status status = call.Read(*request, &parsed);
-  if (status.ok()) {
-    for (const auto& head : environment_.heads->List()) *answer.add_heads() = Describe(*head);
-  }
-  return call.Answer(status, answer, response);
+absl::Status HeadsService::List(v1::ListHeadsResponse* answer) const {
+  for (const auto& head : environment_.heads->List()) *answer->add_heads() = Describe(*head);
+  return absl::OkStatus();
 }
 
-grpc::ServerUnaryReactor* HeadsService::Get(grpc::CallbackServerContext* context,
-                                            const grpc::ByteBuffer* request,
-                                            grpc::ByteBuffer* response) {
-  SmallCall call(context, environment_, "/logitd.v1.Heads/Get");
-  v1::GetHeadRequest parsed;
-  v1::GetHeadResponse answer;
-  absl::Status status = call.Read(*request, &parsed);
-  if (status.ok()) {
-    const auto head = environment_.heads->Find(parsed.name());
-    if (head.ok()) *answer.mutable_head() = Describe(**head);
-    status = head.status();
-  }
-  return call.Answer(status, answer, response);
+absl::Status HeadsService::Get(const v1::GetHeadRequest& request,
+                               v1::GetHeadResponse* answer) const {
+  const auto head = environment_.heads->Find(request.name());
+  if (head.ok()) *answer->mutable_head() = Describe(**head);
+  return Bounded(head.status());
 }
 
 }  // namespace logitd::rpc

@@ -10,50 +10,40 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "logitd/v1/heads.grpc.pb.h"
+#include "logitd/v1/heads.pb.h"
 #include "server/engine/heads.h"
+#include "server/rpc/registry.h"
+#include "server/rpc/transport/plain_call.h"
 #include "server/rpc/transport/request_job.h"
 
 namespace logitd::rpc {
 
 class LoadCall;
 
-// The generated service, with raw messages, so that a malformed one is refused with a text.
-using RawHeads = v1::Heads::WithRawCallbackMethod_Load<
-    v1::Heads::WithRawCallbackMethod_Unload<v1::Heads::WithRawCallbackMethod_List<
-        v1::Heads::WithRawCallbackMethod_Get<v1::Heads::Service>>>>;
-
 // Messages are small, so a call begins when its message is there. Loads run in their order on a
-// thread of the service, so gRPC's threads never wait for a disk. Thread-safe.
-class HeadsService final : public RawHeads {
+// thread of the service, so no event loop waits for a disk. Thread-safe.
+class HeadsService {
  public:
   // `root`: the directory that contains the paths of Load, with its links resolved; empty: Load and
   // Unload are refused. `remote_listen`: an address that others than this machine reach, for which
   // they are refused too; empty: none. The objects of `environment` outlive this.
   HeadsService(std::string root, std::string remote_listen, const CallEnvironment& environment);
   // No call may be left. Waits while loading() is true.
-  ~HeadsService() override;
+  ~HeadsService();
 
   // True while a head is read and copied. Its call may be over: a call ends as soon as it is
   // cancelled or the server drains, and its load ends when it next reports progress.
   bool loading() const;
 
-  grpc::ServerWriteReactor<grpc::ByteBuffer>* Load(grpc::CallbackServerContext* context,
-                                                   const grpc::ByteBuffer* request) override;
-  grpc::ServerUnaryReactor* Unload(grpc::CallbackServerContext* context,
-                                   const grpc::ByteBuffer* request,
-                                   grpc::ByteBuffer* response) override;
-  grpc::ServerUnaryReactor* List(grpc::CallbackServerContext* context,
-                                 const grpc::ByteBuffer* request,
-                                 grpc::ByteBuffer* response) override;
-  grpc::ServerUnaryReactor* Get(grpc::CallbackServerContext* context,
-                                const grpc::ByteBuffer* request,
-                                grpc::ByteBuffer* response) override;
+  void Register(Registry* registry);
 
  private:
   engine::HeadRequest RequestOf(const LoadCall& call) const;
   // Whether clients may change which heads are loaded.
   absl::Status CheckMayChange() const;
+  absl::Status Unload(const v1::UnloadHeadRequest& request) const;
+  absl::Status List(v1::ListHeadsResponse* answer) const;
+  absl::Status Get(const v1::GetHeadRequest& request, v1::GetHeadResponse* answer) const;
   absl::Status Enqueue(const std::shared_ptr<LoadCall>& call);
   friend class LoadCall;
   void LeaveLine(const LoadCall& call);  // if it waits
@@ -63,7 +53,10 @@ class HeadsService final : public RawHeads {
 
   const std::string root_;
   const std::string remote_listen_;
-  const CallEnvironment environment_;
+  const CallEnvironment& environment_;
+  UnaryPlainCall::Serve unload_;
+  UnaryPlainCall::Serve list_;
+  UnaryPlainCall::Serve get_;
   mutable absl::Mutex mutex_;
   std::shared_ptr<LoadCall> running_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::shared_ptr<LoadCall>> loads_ ABSL_GUARDED_BY(mutex_);

@@ -1,64 +1,27 @@
 #include "server/rpc/rpc_server.h"
 
-#include <grpc/grpc.h>
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
-#include <grpcpp/grpcpp.h>
-#include <grpcpp/health_check_service_interface.h>
-#include <grpcpp/resource_quota.h>
-#include <grpcpp/version_info.h>
-
-#include <algorithm>
-#include <chrono>
-#include <limits>
-#include <mutex>
+#include <functional>
+#include <string_view>
 #include <utility>
 
-#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/types.h"
 #include "kernels/usable_cores.h"
-#include "server/door/listener.h"
-#include "server/door/sockets.h"
 #include "server/engine/devices.h"
 #include "server/ops/ops.h"
+#include "server/rpc/health_service.h"
 #include "server/rpc/heads_service.h"
+#include "server/rpc/reflection_service.h"
+#include "server/rpc/registry.h"
 #include "server/rpc/ring_service.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/turned_away.h"
+#include "server/rpc/transport/server_call.h"
 
 namespace logitd::rpc {
 namespace {
-
-// The services of the ops, each once.
-std::vector<std::string> OpServiceNames() {
-  std::vector<std::string> names;
-  for (const ops::Op& op : ops::kOps) {
-    if (!absl::c_linear_search(names, op.service)) names.emplace_back(op.service);
-  }
-  return names;
-}
-
-std::vector<std::unique_ptr<OpService>> MakeOpServices(const CallEnvironment& environment) {
-  std::vector<std::unique_ptr<OpService>> services;
-  for (const std::string& name : OpServiceNames()) {
-    services.push_back(std::make_unique<OpService>(name, environment));
-  }
-  return services;
-}
-
-constexpr int64_t kQuotaSlack = int64_t{128} << 20;
-
-// Time for a new connection to send its preface and settings.
-constexpr int kHandshakeMs = 20000;
-
-// Time for a peer to answer a ping.
-constexpr absl::Duration kKeepaliveTimeout = absl::Seconds(20);
-
-// Whether gRPC asks for the whole of a message that a call reads, whatever its window.
-constexpr bool kGrpcAsksAlways = GRPC_CPP_VERSION_MAJOR == 1 && GRPC_CPP_VERSION_MINOR <= 51;
 
 // Small fields of a message, and of each of its rows.
 constexpr int64_t kHeaderBytes = int64_t{64} << 10;
@@ -104,114 +67,71 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const engine::Devi
   return info;
 }
 
-class RpcServerImpl final : public RpcServer {
+class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
  public:
   RpcServerImpl(const RpcServerOptions& options, engine::Admission* admission,
                 engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics)
-      : load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
+      : door_metrics_(options.door_metrics),
+        load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
-        turned_away_(std::make_shared<TurnedAway>(&load_, metrics, &log_)),
-        tracker_(options.peer_timeout, admission->options().retry_delay),
+        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops),
         environment_{.admission = admission,
                      .engine = engine,
                      .heads = heads,
                      .metrics = metrics,
                      .load = &load_,
-                     .connections = options.connections.get(),
+                     .door_metrics = options.door_metrics.get(),
                      .identities = options.identities,
                      .tracker = &tracker_,
                      .log = &log_,
-                     .turned_away = turned_away_.get(),
-                     .copier = &copier_,
                      .leases = options.leases,
                      .writer = options.leases == nullptr ? nullptr : &writer_,
                      .max_payload_bytes = options.max_request_bytes},
-        op_services_(MakeOpServices(environment_)),
         heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
               environment_),
-        connections_(options.connections),
-        listener_(options.connections, options.tls) {}
-
-  ~RpcServerImpl() override {
-    if (server_ != nullptr) Shutdown();
+        health_(environment_),
+        server_(ServerOptionsOf(options), this) {
+    services_ = RegisterOps(environment_, &registry_);
+    heads_.Register(&registry_);
+    info_.Register(&registry_);
+    services_.insert(services_.end(), {"logitd.v1.Heads", "logitd.v1.Server"});
+    health_.Register(&registry_);
+    RegisterReflection(services_, environment_, &registry_);
   }
 
-  absl::Status Listen(const RpcServerOptions& options, const engine::AdmissionOptions& admission) {
-    if (!door::SocketsAreWatched()) {
-      return absl::InternalError("the program was linked so that its sockets cannot be watched");
-    }
-    static std::once_flag once;
-    std::call_once(once, [] {
-      // Never undone: after a large answer, grpc_shutdown waits up to ten seconds for a thread that
-      // polls for a full socket and that nothing wakes. The end of the process is faster.
-      grpc_init();
-      grpc::EnableDefaultHealthCheckService(true);
-      grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-    });
-    grpc::ServerBuilder builder;
-    for (const std::unique_ptr<OpService>& service : op_services_) {
-      builder.RegisterService(service.get());
-    }
-    builder.RegisterService(&heads_);
-    builder.RegisterService(&info_);
-    builder.SetMaxReceiveMessageSize(static_cast<int>(
-        std::min<int64_t>(admission.max_request_bytes, std::numeric_limits<int>::max())));
-    builder.SetMaxSendMessageSize(-1);
-    // A compressed message is refused on its headers and never inflated.
-    builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
-    builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
-    // With BDP probing, gRPC's windows are 4 MiB and more from the first frame on. The door gives peers
-    // windows of its own, within them: see door::Windows. Without the probe gRPC 1.51 keeps 64 KiB for a
-    // connection, and asks for each 32 KiB of a message anew. Newer versions (seen: 1.83) ask for nothing
-    // while they believe that the peer has half of such a window left, so they keep their 64 KiB.
-    // Tried and dropped, no gain beyond noise from socket to slab or for one row: frames of 1 and
-    // 16 MiB, reads of at least 64 KiB, 1 MiB and 4 MiB. A bare socket is no faster at 16 MiB: the
-    // kernel's two copies are the cost.
-    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, kGrpcAsksAlways ? 1 : 0);
-    // Admission does not bound a peer that lies about its message: gRPC core receives all of an
-    // oversized message before it refuses it. The quota bounds what all peers together can make
-    // core hold; beyond it core resets streams. Honest calls stay within max_held_bytes and never
-    // reach it.
-    grpc::ResourceQuota quota("logitd");
-    quota.Resize(static_cast<size_t>(TransportBytes(admission.max_held_bytes)));
-    builder.SetResourceQuota(quota);
-    AddDoor(&builder);
-    AddLife(options, &builder);
-    if (absl::Status status = listener_.Listen(options.listen, options.socket_mode); !status.ok())
+  ~RpcServerImpl() override { Shutdown(); }
+
+  absl::Status Listen(const RpcServerOptions& options) {
+    if (absl::Status status = server_.Listen(options.listen, options.socket_mode); !status.ok()) {
       return status;
-    server_ = builder.BuildAndStart();
-    if (server_ == nullptr) return absl::UnavailableError("the gRPC server did not start");
+    }
     SetServing(true);
-    listener_.Start([this](int fd, int listening_fd) {
-      grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
-      connection.listener_fd = listening_fd;
-      connection.fd = fd;
-      acceptor_->HandleNewConnection(&connection);
-    });
+    server_.Start();
     return absl::OkStatus();
   }
 
-  const std::vector<std::string>& listening() const override { return listener_.listening(); }
+  const std::vector<std::string>& listening() const override { return server_.listening(); }
 
   void SetServing(bool serving) override {
-    grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
-    health->SetServingStatus(serving);
-    for (const std::string& service : OpServiceNames()) health->SetServingStatus(service, serving);
-    for (const char* service : {"logitd.v1.Heads", "logitd.v1.Server"}) {
-      health->SetServingStatus(service, serving);
-    }
+    health_.Set("", serving);
+    for (const std::string& service : services_) health_.Set(service, serving);
     const engine::Devices& devices = environment_.engine->devices();
     for (int i = 0; i < devices.count(); ++i) {
-      health->SetServingStatus(absl::StrCat("logitd.device.", devices.info(i).number),
-                               serving && !devices.lost(i));
+      health_.Set(absl::StrCat("logitd.device.", devices.info(i).number),
+                  serving && !devices.lost(i));
     }
   }
 
-  void Drain(absl::Duration receive_timeout) override { tracker_.Drain(receive_timeout); }
+  void Drain(absl::Duration receive_timeout) override {
+    tracker_.BeginDrain(receive_timeout);
+    EachCall([receive_timeout](ServerCall* call) { call->OnDrain(receive_timeout); });
+  }
 
-  void RecheckIdentities() override { tracker_.RecheckIdentities(); }
+  void RecheckIdentities() override {
+    EachCall([](ServerCall* call) { call->OnIdentities(); });
+  }
 
   arena::ServeRing ring_service() override { return MakeRingService(environment_); }
 
@@ -219,66 +139,70 @@ class RpcServerImpl final : public RpcServer {
 
   bool loading() const override { return heads_.loading(); }
 
-  void RefuseConnections(bool refuse) override { listener_.Refuse(refuse); }
+  http2::Traffic traffic() const override { return server_.traffic(); }
 
-  // gRPC (1.51) has no call that ends connections before calls. Server::Shutdown first drops new
-  // calls without a look and only then tells the peers. Such a call ends as CANCELLED, which callers
-  // do not retry. So the peers see the end of their connections first: every gRPC client turns that
-  // into UNAVAILABLE for its open calls, and for calls it opens before it knows.
-  void Shutdown() override {
-    listener_.Stop();
-    connections_->EndAll();
-    server_->Shutdown(std::chrono::system_clock::now());
-    server_.reset();
-    turned_away_->End();
-  }
+  void RefuseConnections(bool refuse) override { server_.Refuse(refuse); }
+
+  void Shutdown() override { server_.Shutdown(); }
 
  private:
-  // gRPC serves the connections that the listener accepts. What gRPC checks itself gets the limits
-  // that the door counts with.
-  void AddDoor(grpc::ServerBuilder* builder) {
-    using Builder = grpc::ServerBuilder::experimental_type;
-    acceptor_ = builder->experimental().AddExternalConnectionAcceptor(
-        Builder::ExternalConnectionType::FROM_FD, grpc::InsecureServerCredentials());
-    const door::FrameLimits& limits = connections_->options().frames;
-    builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, limits.max_streams);
-    const auto header_list = static_cast<int>(limits.max_split_list);
-    builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, header_list);
-#ifdef GRPC_ARG_ABSOLUTE_MAX_METADATA_SIZE  // newer versions advertise this one
-    builder->AddChannelArgument(GRPC_ARG_ABSOLUTE_MAX_METADATA_SIZE, header_list);
-#endif
-    builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
+  static http2::ServerOptions ServerOptionsOf(const RpcServerOptions& options) {
+    http2::ServerOptions server = {.loops = options.loops,
+                                   .limits = options.limits,
+                                   .max_connections = options.max_connections,
+                                   .max_held_bytes = options.max_connection_bytes,
+                                   .tls = options.tls};
+    server.times.send = options.peer_timeout;
+    server.times.max_age = options.max_connection_age;
+    server.times.max_idle = options.max_connection_idle;
+    server.times.keepalive = options.keepalive_time;
+    return server;
   }
 
-  // How long a connection may live. gRPC ends one with GOAWAY: its calls finish, for as long as they
-  // take, and its client connects again.
-  static void AddLife(const RpcServerOptions& options, grpc::ServerBuilder* builder) {
-    const auto add = [builder](const char* name, absl::Duration time) {
-      const int64_t ms = absl::ToInt64Milliseconds(time);
-      builder->AddChannelArgument(
-          name, static_cast<int>(std::min<int64_t>(ms, std::numeric_limits<int>::max())));
-    };
-    add(GRPC_ARG_MAX_CONNECTION_AGE_MS, options.max_connection_age);
-    add(GRPC_ARG_MAX_CONNECTION_IDLE_MS, options.max_connection_idle);
-    add(GRPC_ARG_KEEPALIVE_TIME_MS, options.keepalive_time);
-    add(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeout);
-    builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  void EachCall(std::function<void(ServerCall*)> use) {
+    server_.OnEachLoop([this, use = std::move(use)](int loop) { tracker_.ForEach(loop, use); });
   }
 
+  // http2::ServerEvents
+  std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override {
+    if (RefuseIfNoCall(stream, tracker_)) return nullptr;
+    const std::string_view path = stream->headers().Find(":path");
+    const Registry::Make* const make = registry_.Find(path);
+    if (make == nullptr) {
+      EndStream(stream, absl::UnimplementedError("unknown service or method"), tracker_, nullptr);
+      return nullptr;
+    }
+    std::shared_ptr<ServerCall> call = (*make)(stream);
+    call->Start();
+    return call;
+  }
+  void OnOpen(int64_t open) override {
+    if (door_metrics_ != nullptr) door_metrics_->OnOpen(open);
+  }
+  void OnRefused() override {
+    if (door_metrics_ != nullptr) door_metrics_->OnRefused();
+  }
+  void OnCut(http2::Cut cut) override {
+    if (door_metrics_ != nullptr) door_metrics_->OnCut(http2::NameOf(cut).name);
+  }
+  void OnHandshake(http2::HandshakeEnd end) override {
+    if (door_metrics_ != nullptr) {
+      door_metrics_->OnHandshake(http2::kHandshakeEndNames[static_cast<size_t>(end)]);
+    }
+  }
+
+  const std::shared_ptr<door::DoorMetrics> door_metrics_;  // null: none
   engine::Load load_;
   const CallLog log_;
-  const std::shared_ptr<TurnedAway> turned_away_;
   CallTracker tracker_;
-  Copier copier_;
   arena::Writer writer_;
   const CallEnvironment environment_;
-  const std::vector<std::unique_ptr<OpService>> op_services_;
+  Registry registry_;
+  std::vector<std::string> services_;
   HeadsService heads_;
   ServerService info_;
-  const std::shared_ptr<door::Connections> connections_;
-  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
-  std::unique_ptr<grpc::Server> server_;
-  door::Listener listener_;  // ends first: its thread uses the acceptor
+  HealthService health_;
+  http2::Server server_;  // ends first: its loops use the others
 };
 
 }  // namespace
@@ -287,17 +211,13 @@ int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows) {
   return max_request_bytes + kHeaderBytes + kHeaderBytesPerRow * max_batch_rows;
 }
 
-int64_t TransportBytes(int64_t max_held_bytes) {
-  return max_held_bytes + max_held_bytes / 4 + kQuotaSlack;
-}
-
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options,
                                                             engine::Admission* admission,
                                                             engine::Engine* engine,
                                                             engine::Heads* heads,
                                                             engine::Metrics* metrics) {
   auto server = std::make_unique<RpcServerImpl>(options, admission, engine, heads, metrics);
-  if (absl::Status status = server->Listen(options, admission->options()); !status.ok()) {
+  if (absl::Status status = server->Listen(options); !status.ok()) {
     return status;
   }
   return server;

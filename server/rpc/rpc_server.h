@@ -1,4 +1,4 @@
-// The gRPC server: services, health, reflection and the transport's limits.
+// The gRPC server: services, health, reflection, on server/http2.
 #ifndef LOGITD_SERVER_RPC_RPC_SERVER_H_
 #define LOGITD_SERVER_RPC_RPC_SERVER_H_
 
@@ -14,13 +14,14 @@
 #include "absl/time/time.h"
 #include "server/arena/leases.h"
 #include "server/arena/ring.h"
-#include "server/door/connection.h"
+#include "server/door/door_metrics.h"
 #include "server/door/identities.h"
 #include "server/door/tls_context.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
+#include "server/http2/server.h"
 
 namespace logitd::rpc {
 
@@ -34,8 +35,11 @@ struct RpcServerOptions {
   std::string remote_listen;                            // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);      // to send a message, then to take an answer
   absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
-  // The accounts of the connections, and how many there may be. Not null.
-  std::shared_ptr<door::Connections> connections;
+  int loops = 1;                 // event loops, one thread each
+  http2::Limits limits;          // of a connection
+  int64_t max_connections = 1024;
+  int64_t max_connection_bytes = int64_t{256} << 20;  // http2::ServerOptions::max_held_bytes
+  std::shared_ptr<door::DoorMetrics> door_metrics;    // null: none
   std::shared_ptr<const door::TlsSource> tls;  // null: no TLS
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
@@ -49,10 +53,6 @@ struct RpcServerOptions {
 // Bytes of the largest message: a payload of `max_request_bytes` and the other fields of
 // `max_batch_rows` rows.
 int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows);
-
-// The most bytes that the transport may hold for all peers together: what calls are charged, a
-// quarter more for frames and buffers, and 128 MiB for unread calls and other services.
-int64_t TransportBytes(int64_t max_held_bytes);
 
 // Thread-safe.
 class RpcServer {
@@ -86,6 +86,9 @@ class RpcServer {
 
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;
+
+  // Bytes of all connections since the start.
+  virtual http2::Traffic traffic() const = 0;
 
   // While true, new connections are closed at once.
   virtual void RefuseConnections(bool refuse) = 0;

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
@@ -21,9 +22,8 @@
 #include "server/rpc/codecs/score_codec.h"
 #include "server/rpc/codecs/topk_codec.h"
 #include "server/rpc/codecs/verify_codec.h"
-#include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/small_call.h"
 #include "server/rpc/transport/stream_call.h"
+#include "server/rpc/transport/unary_call.h"
 
 namespace logitd::rpc {
 namespace {
@@ -49,8 +49,7 @@ MakeCodec ForAttention(const Finders& find, bool is_stream) {
   };
 }
 
-// The codec of each op, and a message of its service's file: naming the descriptor links the file
-// in, for reflection to serve.
+// The codec of each op, and a message of its service's file.
 struct OpCodecs {
   const engine::OpTraits* op;
   door::Role role;
@@ -85,36 +84,38 @@ Finders FindersOf(const CallEnvironment& environment) {
   return find;
 }
 
-OpService::OpService(std::string_view service, const CallEnvironment& environment) {
+std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registry* registry) {
   const Finders find = FindersOf(environment);
+  std::vector<std::string> services;
   for (const ops::Op& op : ops::kOps) {
-    if (op.service != service) continue;
     const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),
                                            [&](const OpCodecs& c) { return c.op == op.op; });
-    const google::protobuf::ServiceDescriptor* const descriptor =
-        codecs.message()->file()->pool()->FindServiceByName(std::string(service));
+    // Naming the descriptor links the file in, for reflection to serve.
+    const std::string service(codecs.message()->file()->pool()->FindServiceByName(
+        std::string(op.service))->full_name());
+    if (!absl::c_linear_search(services, service)) services.push_back(service);
     const auto access = [&](std::string_view method) {
       return Access{.method = {method.data(), method.size()}, .role = codecs.role};
     };
+    // Paths live as long as the program: calls and the log name them.
     const auto path = [&](std::string_view method) {
-      return absl::StrCat("/", descriptor->full_name(), "/",
-                          descriptor->FindMethodByName(std::string(method))->name());
+      return std::string_view(*new std::string(absl::StrCat("/", service, "/", std::string(method))));
     };
-    AddRawMethod(path(op.method), [=, method = path(op.method), access = access(op.method)](
-                                      grpc::CallbackServerContext* context) {
-      return std::make_shared<UnaryCall>(context, method, environment, access,
-                                         codecs.for_call(find, /*is_stream=*/false)())
-          ->Start();
-    });
+    const std::string_view unary = path(op.method);
+    registry->Add(std::string(unary),
+                  [=, &environment, access = access(op.method)](http2::Stream* stream) {
+                    return std::make_shared<UnaryCall>(stream, unary, environment, access,
+                                                       codecs.for_call(find, /*is_stream=*/false)());
+                  });
     if (op.stream_method.empty()) continue;
-    AddRawMethod(path(op.stream_method),
-                 [=, method = path(op.stream_method),
-                  access = access(op.stream_method)](grpc::CallbackServerContext* context) {
-                   return std::make_shared<StreamCall>(context, method, environment, access,
-                                                       codecs.for_call(find, /*is_stream=*/true))
-                       ->Start();
-                 });
+    const std::string_view streaming = path(op.stream_method);
+    registry->Add(std::string(streaming),
+                  [=, &environment, access = access(op.stream_method)](http2::Stream* stream) {
+                    return std::make_shared<StreamCall>(stream, streaming, environment, access,
+                                                        codecs.for_call(find, /*is_stream=*/true));
+                  });
   }
+  return services;
 }
 
 namespace {
@@ -152,15 +153,33 @@ v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
 
 }  // namespace
 
-ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& environment)
-    : info_(std::move(info)), environment_(environment) {}
+constexpr PlainMethod kGetInfo = {.path = "/logitd.v1.Server/GetInfo"};
+constexpr PlainMethod kGetLoad = {.path = "/logitd.v1.Server/GetLoad"};
 
-grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* context,
-                                                 const grpc::ByteBuffer* request,
-                                                 grpc::ByteBuffer* response) {
-  SmallCall call(context, environment_, "/logitd.v1.Server/GetInfo");
-  v1::GetInfoRequest parsed;
-  const absl::Status status = call.Read(*request, &parsed);
+ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& environment)
+    : info_(std::move(info)),
+      environment_(environment),
+      get_info_(UnaryPlainCall::Parsed<v1::GetInfoRequest, v1::GetInfoResponse>(
+          [this](const v1::GetInfoRequest&, v1::GetInfoResponse* answer) {
+            *answer = Info();
+            return absl::OkStatus();
+          })),
+      get_load_(UnaryPlainCall::Parsed<v1::GetLoadRequest, v1::GetLoadResponse>(
+          [this](const v1::GetLoadRequest&, v1::GetLoadResponse* answer) {
+            *answer = LoadOf(environment_);
+            return absl::OkStatus();
+          })) {}
+
+void ServerService::Register(Registry* registry) {
+  registry->Add(std::string(kGetInfo.path), [this](http2::Stream* stream) {
+    return std::make_shared<UnaryPlainCall>(stream, environment_, kGetInfo, get_info_);
+  });
+  registry->Add(std::string(kGetLoad.path), [this](http2::Stream* stream) {
+    return std::make_shared<UnaryPlainCall>(stream, environment_, kGetLoad, get_load_);
+  });
+}
+
+v1::GetInfoResponse ServerService::Info() const {
   v1::GetInfoResponse info = info_;
   info.set_draining(environment_.admission->draining());
   const engine::Devices& devices = environment_.engine->devices();
@@ -169,16 +188,7 @@ grpc::ServerUnaryReactor* ServerService::GetInfo(grpc::CallbackServerContext* co
     info.mutable_devices(i)->set_head_bytes(environment_.heads->bytes(i));
   }
   *info.mutable_device() = info.devices(0);
-  return call.Answer(status, info, response);
-}
-
-grpc::ServerUnaryReactor* ServerService::GetLoad(grpc::CallbackServerContext* context,
-                                                 const grpc::ByteBuffer* request,
-                                                 grpc::ByteBuffer* response) {
-  SmallCall call(context, environment_, "/logitd.v1.Server/GetLoad");
-  v1::GetLoadRequest parsed;
-  const absl::Status status = call.Read(*request, &parsed);
-  return call.Answer(status, status.ok() ? LoadOf(environment_) : v1::GetLoadResponse(), response);
+  return info;
 }
 
 }  // namespace logitd::rpc

@@ -2,9 +2,6 @@
 #ifndef LOGITD_SERVER_RPC_CODECS_ANSWER_FIELDS_H_
 #define LOGITD_SERVER_RPC_CODECS_ANSWER_FIELDS_H_
 
-#include <grpcpp/support/byte_buffer.h>
-#include <grpcpp/support/slice.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -56,18 +53,6 @@ void WriteVarints(WireWriter& writer, uint32_t number, const Items& items, Value
   if (bytes == 0) return;
   writer.LengthHead(number, bytes);
   for (const auto& item : items) writer.Varint(static_cast<uint64_t>(value(item)));
-}
-
-// A message of at most `max_bytes`, in one slice. Packed fixed-width fields, nearly all of an
-// answer, are copied into it from the slab as they are.
-template <typename Write>
-grpc::ByteBuffer WriteMessage(int64_t max_bytes, Write write) {
-  grpc::Slice slice(static_cast<size_t>(max_bytes));
-  auto* const begin = const_cast<uint8_t*>(slice.begin());
-  WireWriter writer(begin);
-  write(writer);
-  const grpc::Slice used = slice.sub(0, static_cast<size_t>(writer.at() - begin));
-  return grpc::ByteBuffer(&used, 1);
 }
 
 }  // namespace logitd::rpc

@@ -98,14 +98,6 @@ MaskExtent FindMaskExtent(const AttentionShape& shape, const AttentionMask& mask
   return extent;
 }
 
-// A slice that keeps what it points to.
-grpc::Slice SliceOver(absl::Span<const std::byte> bytes, std::shared_ptr<const void> keep) {
-  using Keep = std::shared_ptr<const void>;
-  return grpc::Slice(
-      const_cast<std::byte*>(bytes.data()), bytes.size(),
-      [](void* held) { delete static_cast<Keep*>(held); }, new Keep(std::move(keep)));
-}
-
 // The bytes of one row in the answer.
 constexpr int64_t kFaultBytes = sizeof(int64_t) + kMaxStatusBytes;
 constexpr int64_t kFixedBytes = 10 * kMaxLengthHead + kMaxFixedBytes;
@@ -387,12 +379,12 @@ SharedAnswer AttentionCodec::shared_answer(const engine::JobAnswer& answer) cons
 }
 
 // The large array comes last, in a slice of its own, which refers to the slab where that is kept.
-grpc::ByteBuffer AttentionCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+EncodedMessage AttentionCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   const bool shared = output_.arena != nullptr;
   const absl::Span<const std::byte> large =
       answer.Out(backward() ? ops::kAttentionBackwardDScores : ops::kAttentionProbs);
-  grpc::ByteBuffer head =
-      WriteMessage(answer_bytes_ - static_cast<int64_t>(large.size()), [&](WireWriter& writer) {
+  EncodedMessage head =
+      EncodedMessage::Make(answer_bytes_ - static_cast<int64_t>(large.size()), [&](WireWriter& writer) {
         WriteHead(writer, call_,
                   answer.Out(backward() ? ops::kAttentionBackwardStatus : ops::kAttentionStatus));
         if (backward()) {
@@ -409,11 +401,13 @@ grpc::ByteBuffer AttentionCodec::Encode(const engine::JobAnswer& answer, const C
         }
       });
   if (shared) return head;
-  grpc::Slice slices[2];
-  head.DumpToSingleSlice(&slices[0]).IgnoreError();
-  slices[1] = answer.keep == nullptr ? grpc::Slice(large.data(), large.size())
-                                     : SliceOver(large, answer.keep);
-  return grpc::ByteBuffer(slices, 2);
+  if (answer.keep != nullptr) {
+    head.Append({large, answer.keep});
+  } else {  // the slab takes the next batch
+    head.Append(EncodedMessage::Copy(
+        {reinterpret_cast<const char*>(large.data()), large.size()}));
+  }
+  return head;
 }
 
 }  // namespace logitd::rpc

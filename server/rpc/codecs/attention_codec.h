@@ -91,7 +91,7 @@ class AttentionCodec final : public OpCodec {
   }
   SharedAnswer shared_answer(const engine::JobAnswer& answer) const override;
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
+  EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 
  private:
   bool backward() const { return call_.backward; }

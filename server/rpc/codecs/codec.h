@@ -2,8 +2,6 @@
 #ifndef LOGITD_SERVER_RPC_CODECS_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_CODEC_H_
 
-#include <grpcpp/support/byte_buffer.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -12,7 +10,8 @@
 #include "absl/types/span.h"
 #include "server/arena/leases.h"
 #include "server/engine/job.h"
-#include "server/rpc/transport/copier.h"
+#include "server/rpc/codecs/payload.h"
+#include "server/rpc/wire/encoded_message.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {
@@ -74,7 +73,7 @@ class OpCodec {
 
   // The message, from the job's own slice of each output array. With `answer.keep` it may refer to
   // them.
-  virtual grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
+  virtual EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
 
   // Where in a lease the first output goes. After Parse.
   virtual SharedPlace shared_place() const { return {}; }
@@ -85,7 +84,7 @@ class OpCodec {
 
   // Called when `answer`, which Encode made, is the next to be sent on its stream, after the calls
   // for all messages before it. May add to the answer, within answer_bytes().
-  virtual void Conclude(grpc::ByteBuffer* answer) {}
+  virtual void Conclude(EncodedMessage* answer) {}
 };
 
 }  // namespace logitd::rpc

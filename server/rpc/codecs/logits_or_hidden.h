@@ -16,7 +16,7 @@
 #include "server/engine/job.h"
 #include "server/rpc/codecs/field_table.h"
 #include "server/rpc/codecs/shared_rows.h"
-#include "server/rpc/transport/copier.h"
+#include "server/rpc/codecs/payload.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {

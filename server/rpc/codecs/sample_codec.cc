@@ -133,8 +133,8 @@ absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   return absl::OkStatus();
 }
 
-grpc::ByteBuffer SampleCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
-  return WriteMessage(answer_bytes_,
+EncodedMessage SampleCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+  return EncodedMessage::Make(answer_bytes_,
                       [&](WireWriter& writer) { WriteSampleAnswer(rows_, answer, times, writer); });
 }
 

@@ -65,7 +65,7 @@ class SampleCodec final : public RowCodec<ops::SampleRows> {
       : RowCodec(ops::kSampleTraits, ops::kLinearSampleTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
+  EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 };
 
 }  // namespace logitd::rpc

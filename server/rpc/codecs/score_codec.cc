@@ -266,9 +266,9 @@ ScoreTotals ScoreCodec::TotalsOf(const engine::JobAnswer& answer) const {
   return totals;
 }
 
-grpc::ByteBuffer ScoreCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+EncodedMessage ScoreCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   totals_ = TotalsOf(answer);
-  return WriteMessage(answer_bytes_, [&](WireWriter& writer) {
+  return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
     const auto array = [&](uint32_t number, auto output) {
       WriteArray(writer, number, answer.Out(output));
     };
@@ -292,7 +292,7 @@ grpc::ByteBuffer ScoreCodec::Encode(const engine::JobAnswer& answer, const CallT
 }
 
 // Adds the totals: all messages before this one have been counted by now.
-void ScoreCodec::Conclude(grpc::ByteBuffer* answer) {
+void ScoreCodec::Conclude(EncodedMessage* answer) {
   using Totals = v1::ScoreTotals;
   ScoreTotals& totals = sequence_->totals;
   Add(totals_, &totals);
@@ -309,15 +309,12 @@ void ScoreCodec::Conclude(grpc::ByteBuffer* answer) {
   fields.DoubleField(Totals::kPerplexityFieldNumber,
                      std::exp(-totals.target_logprob_sum / counted));
   const auto size = static_cast<size_t>(fields.at() - bytes.data());
-  const grpc::ByteBuffer tail =
-      WriteMessage(kMaxLengthHead + kMaxTotalsBytes, [&](WireWriter& writer) {
+  const EncodedMessage tail =
+      EncodedMessage::Make(kMaxLengthHead + kMaxTotalsBytes, [&](WireWriter& writer) {
         writer.LengthHead(Response::kTotalsFieldNumber, size);
         writer.Raw(bytes.data(), size);
       });
-  grpc::Slice slices[2];
-  answer->DumpToSingleSlice(&slices[0]).IgnoreError();
-  tail.DumpToSingleSlice(&slices[1]).IgnoreError();
-  *answer = grpc::ByteBuffer(slices, 2);
+  answer->Append(tail);
 }
 
 }  // namespace logitd::rpc

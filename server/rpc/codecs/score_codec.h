@@ -71,8 +71,8 @@ class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
         sequence_(std::move(sequence)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
-  void Conclude(grpc::ByteBuffer* answer) override;
+  EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
+  void Conclude(EncodedMessage* answer) override;
 
  private:
   absl::Status Inherit(ScoreFields* fields) const;

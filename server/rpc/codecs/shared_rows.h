@@ -13,7 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/arena/leases.h"
-#include "server/rpc/transport/copier.h"
+#include "server/rpc/codecs/payload.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {

@@ -26,9 +26,9 @@ absl::Status TopKCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* 
   return absl::OkStatus();
 }
 
-grpc::ByteBuffer TopKCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+EncodedMessage TopKCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   using Response = v1::TopKResponse;
-  return WriteMessage(answer_bytes_, [&](WireWriter& writer) {
+  return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
     WriteVarints(writer, Response::kKFieldNumber, rows_.rows,
                  [](const SoftmaxTopKRow& row) { return row.k; });
     WriteArray(writer, Response::kIndicesFieldNumber, answer.Out(ops::kTopKIndices));

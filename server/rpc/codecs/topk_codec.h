@@ -29,7 +29,7 @@ class TopKCodec final : public RowCodec<ops::SoftmaxTopKRows> {
       : RowCodec(ops::kSoftmaxTopKTraits, ops::kLinearTopKTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
+  EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 };
 
 }  // namespace logitd::rpc

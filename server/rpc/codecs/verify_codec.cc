@@ -159,8 +159,8 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   return absl::OkStatus();
 }
 
-grpc::ByteBuffer VerifyCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
-  return WriteMessage(answer_bytes_, [&](WireWriter& writer) {
+EncodedMessage VerifyCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
+  return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
     WriteSampleAnswer(rows_.sample, answer, times, writer);
     WriteVarints(writer, Response::kAcceptedFieldNumber, answer.Out(ops::kVerifyAccepted),
                  [](int32_t accepted) { return accepted; });

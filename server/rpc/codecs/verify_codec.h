@@ -33,7 +33,7 @@ class VerifyCodec final : public RowCodec<ops::VerifyRows> {
       : RowCodec(ops::kVerifyTraits, ops::kVerifyTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
+  EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) override;
 };
 
 }  // namespace logitd::rpc

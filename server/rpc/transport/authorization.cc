@@ -17,20 +17,21 @@ constexpr absl::string_view kScheme = "bearer ";
 constexpr size_t kMinToken = 16;
 constexpr size_t kMaxToken = 512;
 
-absl::StatusOr<door::Credentials> ReadCredentials(const grpc::CallbackServerContext& context,
-                                                  const door::Connection* connection) {
+absl::StatusOr<door::Credentials> ReadCredentials(const http2::HeaderList& metadata,
+                                                  const http2::PeerInfo& peer) {
   door::Credentials credentials;
-  if (connection != nullptr) {
-    const auto names = connection->certificate_names();
-    credentials.certificate_names.assign(names.begin(), names.end());
-    credentials.uid = connection->uid();
+  credentials.certificate_names = peer.certificate_names;
+  credentials.uid = peer.uid;
+  absl::string_view value;
+  for (size_t i = 0; i < metadata.size(); ++i) {
+    const http2::Field field = metadata[i];
+    if (field.name != kAuthorization) continue;
+    if (value.data() != nullptr) {
+      return absl::UnauthenticatedError("authorization: got it more than once, allowed once");
+    }
+    value = {field.value.data(), field.value.size()};
   }
-  const auto [begin, end] = context.client_metadata().equal_range(kAuthorization);
-  if (begin == end) return credentials;
-  if (std::next(begin) != end) {
-    return absl::UnauthenticatedError("authorization: got it more than once, allowed once");
-  }
-  const absl::string_view value(begin->second.data(), begin->second.size());
+  if (value.data() == nullptr) return credentials;
   if (!absl::StartsWithIgnoreCase(value, kScheme)) {
     return absl::UnauthenticatedError(
         "authorization: got another scheme, allowed \"Bearer TOKEN\"");
@@ -64,10 +65,6 @@ engine::Proof ProofOf(door::Identities::Proof proof) {
   return engine::Proof::kNone;
 }
 
-std::string PeerOf(const door::Connection* connection) {
-  return connection == nullptr ? "an unknown peer" : connection->peer();
-}
-
 absl::StatusOr<Authorization> AuthorizeShown(absl::StatusOr<door::Credentials> credentials,
                                              const std::string& peer,
                                              const door::Identities* identities,
@@ -95,13 +92,12 @@ absl::StatusOr<Authorization> AuthorizeShown(absl::StatusOr<door::Credentials> c
 
 }  // namespace
 
-absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& context,
-                                        const door::Connection* connection,
+absl::StatusOr<Authorization> Authorize(const http2::HeaderList& metadata,
+                                        const http2::PeerInfo& peer,
                                         const door::Identities* identities, const Access& access,
                                         engine::Metrics* metrics) {
   if (identities == nullptr) return Authorization();
-  return AuthorizeShown(ReadCredentials(context, connection), PeerOf(connection), identities,
-                        access, metrics);
+  return AuthorizeShown(ReadCredentials(metadata, peer), peer.name, identities, access, metrics);
 }
 
 absl::StatusOr<Authorization> AuthorizeUser(uint32_t uid, const std::string& peer,

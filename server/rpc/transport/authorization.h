@@ -2,8 +2,6 @@
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
 
-#include <grpcpp/server_context.h>
-
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,10 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "server/door/connection.h"
 #include "server/door/identities.h"
 #include "server/engine/caller.h"
 #include "server/engine/metrics.h"
+#include "server/http2/peer.h"
+#include "server/http2/stream.h"
 
 namespace logitd::rpc {
 
@@ -47,11 +46,11 @@ struct Authorization {
   door::Credentials credentials;                   // that showed it; empty if there is no identity
 };
 
-// `connection`: that of the call; null: not known. `identities` null: everybody may call
+// `metadata`: of the call. `peer`: of its connection. `identities` null: everybody may call
 // everything. UNAUTHENTICATED: no identity. PERMISSION_DENIED: it lacks the role. Both are counted
 // and logged, never with the token.
-absl::StatusOr<Authorization> Authorize(const grpc::CallbackServerContext& context,
-                                        const door::Connection* connection,
+absl::StatusOr<Authorization> Authorize(const http2::HeaderList& metadata,
+                                        const http2::PeerInfo& peer,
                                         const door::Identities* identities, const Access& access,
                                         engine::Metrics* metrics);
 

@@ -1,12 +1,13 @@
 #include "server/rpc/transport/call_headers.h"
 
 #include <string>
+#include <string_view>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
-#include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/server_call.h"
 
 namespace logitd::rpc {
 namespace {
@@ -17,14 +18,17 @@ constexpr int64_t kMessageOverhead = int64_t{16} << 10;
 // For the text of an error: a peer may send any length.
 constexpr size_t kShownBytes = 32;
 
-std::string Shown(absl::string_view text) { return absl::CHexEscape(text.substr(0, kShownBytes)); }
+std::string Shown(std::string_view text) {
+  text = text.substr(0, kShownBytes);
+  return absl::CHexEscape({text.data(), text.size()});
+}
 
 }  // namespace
 
-absl::Status CallHeaders::Authorize(const grpc::CallbackServerContext& context,
-                                    const door::Identities* identities, const Access& access,
-                                    engine::Metrics* metrics) {
-  return Take(rpc::Authorize(context, connection.get(), identities, access, metrics), metrics);
+absl::Status CallHeaders::Authorize(ServerCall& call, const door::Identities* identities,
+                                    const Access& access, engine::Metrics* metrics) {
+  return Take(rpc::Authorize(call.metadata(), call.connection().peer(), identities, access, metrics),
+              metrics);
 }
 
 absl::Status CallHeaders::AuthorizeUser(uint32_t uid, const std::string& peer,
@@ -47,20 +51,15 @@ absl::Status CallHeaders::Take(absl::StatusOr<Authorization> who, engine::Metric
   return taken.status();
 }
 
-int64_t CallHeaders::room_bytes() const {
-  return stated_bytes.has_value() ? *stated_bytes + kMessageOverhead : 0;
-}
+int64_t CallHeaders::RoomFor(int64_t message_bytes) { return message_bytes + kMessageOverhead; }
 
-door::Grant CallHeaders::GrantRead() const {
-  constexpr int64_t kAnything = int64_t{1} << 40;
-  return door::Grant(connection, stated_bytes.value_or(kAnything));
-}
-
-std::function<std::optional<int64_t>()> CallHeaders::ReceivedBytes() const {
-  if (connection == nullptr) return nullptr;
-  return [connection = connection]() -> std::optional<int64_t> {
-    if (connection->HasUnread()) return std::nullopt;
-    return connection->received_bytes();
+std::function<std::optional<int64_t>()> ReceivedBytesOf(http2::Connection& connection) {
+  const std::weak_ptr<http2::Connection> weak = connection.weak_from_this();
+  return [weak]() -> std::optional<int64_t> {
+    const auto connection = weak.lock();
+    // While its loop is late, this server is what is slow.
+    if (connection == nullptr || connection->loop().IsLate()) return std::nullopt;
+    return connection->account().received.load(std::memory_order_relaxed);
   };
 }
 
@@ -71,35 +70,27 @@ absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
                       *stated_bytes, message_bytes));
 }
 
-absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,
-                                        const door::Connections& connections,
-                                        int64_t max_message_bytes) {
-  CallHeaders headers = {.connection = connections.Find(context.peer()),
-                         .deadline = DeadlineOf(context)};
-  headers.caller.id = headers.connection == nullptr ? 0 : headers.connection->id();
-  if (headers.connection != nullptr) headers.connection->CallBegan();
-  const auto& metadata = context.client_metadata();
-  const auto value_of = [](const auto& entry) {
-    return absl::string_view(entry->second.data(), entry->second.size());
-  };
-  if (const auto it = metadata.find(kPriority); it != metadata.end()) {
-    const absl::string_view value = value_of(it);
+absl::Status CallHeaders::Read(ServerCall& call, int64_t max_message_bytes) {
+  deadline = call.deadline();
+  caller.id = call.connection().peer().id;
+  const http2::HeaderList& metadata = call.metadata();
+  if (const std::string_view value = metadata.Find(kPriority); value.data() != nullptr) {
     if (value == kBatch) {
-      headers.caller.priority = engine::Priority::kBatch;
+      caller.priority = engine::Priority::kBatch;
     } else if (value != kInteractive) {
       return absl::InvalidArgumentError(
           absl::StrFormat("%s: got \"%s\", allowed interactive or batch", kPriority, Shown(value)));
     }
   }
-  if (const auto it = metadata.find(kPayloadBytes); it != metadata.end()) {
+  if (const std::string_view value = metadata.Find(kPayloadBytes); value.data() != nullptr) {
     int64_t bytes = -1;
-    if (!absl::SimpleAtoi(value_of(it), &bytes) || bytes < 0 || bytes > max_message_bytes) {
+    if (!absl::SimpleAtoi(absl::string_view(value.data(), value.size()), &bytes) || bytes < 0 || bytes > max_message_bytes) {
       return absl::InvalidArgumentError(absl::StrFormat(
-          "%s: got \"%s\", allowed 0..%d", kPayloadBytes, Shown(value_of(it)), max_message_bytes));
+          "%s: got \"%s\", allowed 0..%d", kPayloadBytes, Shown(value), max_message_bytes));
     }
-    headers.stated_bytes = bytes;
+    stated_bytes = bytes;
   }
-  return headers;
+  return absl::OkStatus();
 }
 
 }  // namespace logitd::rpc

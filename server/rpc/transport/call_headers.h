@@ -2,8 +2,6 @@
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
 
-#include <grpcpp/server_context.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -13,8 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "server/door/connection.h"
 #include "server/engine/caller.h"
+#include "server/http2/connection.h"
 #include "server/rpc/transport/authorization.h"
 
 namespace logitd::rpc {
@@ -26,33 +24,29 @@ inline constexpr char kBatch[] = "batch";
 inline constexpr char kPayloadBytes[] = "logitd-payload-bytes";
 inline constexpr char kRetryPushback[] = "grpc-retry-pushback-ms";  // of an answer
 
+class ServerCall;
+
 struct CallHeaders {
-  std::shared_ptr<door::Connection> connection;  // null: not one of the door's
-  engine::Caller caller;                         // an identity, or else a connection
+  engine::Caller caller;  // an identity, or else a connection
   Authorization authorization;
   std::shared_ptr<CallPlace> place;  // among the identity's calls; null: it has no limit
   absl::Time deadline = absl::InfiniteFuture();
   // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
 
+  // Fills `caller`, `deadline` and `stated_bytes`. INVALID_ARGUMENT names the metadata, what it has
+  // and what is allowed. A stated size may be up to `max_message_bytes`.
+  absl::Status Read(ServerCall& call, int64_t max_message_bytes);
   // Fills `authorization`, `place` and `caller`. Errors as of Authorize and TakePlace.
-  absl::Status Authorize(const grpc::CallbackServerContext& context,
-                         const door::Identities* identities, const Access& access,
+  absl::Status Authorize(ServerCall& call, const door::Identities* identities, const Access& access,
                          engine::Metrics* metrics);
   // The same for the user at the other end of a ring. `peer`: for the log.
   absl::Status AuthorizeUser(uint32_t uid, const std::string& peer,
                              const door::Identities* identities, const Access& access,
                              engine::Metrics* metrics);
-  // The door's name of the peer; empty: not one of its connections.
-  std::string peer() const { return connection == nullptr ? "" : connection->peer(); }
 
-  // What one read may bring: the size that the call states, or anything. gRPC refuses a message that
-  // is too large with a status, which a cut connection would not give.
-  door::Grant GrantRead() const;
-  // How far the connection is, as RoomAsk::received_bytes.
-  std::function<std::optional<int64_t>()> ReceivedBytes() const;
-  // The room for the message, in the admission's sense: 0 where the size is not stated.
-  int64_t room_bytes() const;
+  // The room for a message of so many bytes, in the admission's sense.
+  static int64_t RoomFor(int64_t message_bytes);
   // INVALID_ARGUMENT: the message is larger than stated.
   absl::Status CheckMessage(int64_t message_bytes) const;
 
@@ -60,11 +54,8 @@ struct CallHeaders {
   absl::Status Take(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
 };
 
-// INVALID_ARGUMENT names the metadata, what it has and what is allowed. A stated size may be up to
-// `max_message_bytes`.
-absl::StatusOr<CallHeaders> ReadHeaders(const grpc::CallbackServerContext& context,
-                                        const door::Connections& connections,
-                                        int64_t max_message_bytes);
+// How far the connection is, as engine::RoomAsk::received_bytes.
+std::function<std::optional<int64_t>()> ReceivedBytesOf(http2::Connection& connection);
 
 }  // namespace logitd::rpc
 

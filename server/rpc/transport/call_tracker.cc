@@ -1,111 +1,62 @@
 #include "server/rpc/transport/call_tracker.h"
 
-#include <string>
-#include <utility>
-#include <vector>
+#include <algorithm>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "server/engine/load.h"
-#include "server/rpc/transport/call_headers.h"
+#include "server/rpc/transport/server_call.h"
 
 namespace logitd::rpc {
 
-grpc::Status ToGrpc(const absl::Status& status) {
-  if (status.ok()) return grpc::Status::OK;
-  return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
+CallTracker::CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops)
+    : peer_timeout_(peer_timeout),
+      retry_delay_(retry_delay),
+      first_(static_cast<size_t>(loops), nullptr) {}
+
+void CallTracker::Enter(ServerCall* call) {
+  Add();
+  ServerCall*& first = first_[static_cast<size_t>(call->loop_->index())];
+  call->next_ = first;
+  if (first != nullptr) first->previous_ = call;
+  first = call;
 }
 
-absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
-  // Not context.deadline(), which counts nanoseconds in 64 bits: a deadline 292 years away wraps.
-  const gpr_timespec deadline = gpr_convert_clock_type(context.raw_deadline(), GPR_CLOCK_REALTIME);
-  if (gpr_time_cmp(deadline, gpr_inf_future(GPR_CLOCK_REALTIME)) == 0) {
-    return absl::InfiniteFuture();
+void CallTracker::Leave(ServerCall* call) {
+  if (call->next_ != nullptr) call->next_->previous_ = call->previous_;
+  (call->previous_ != nullptr ? call->previous_->next_
+                              : first_[static_cast<size_t>(call->loop_->index())]) = call->next_;
+  Remove();
+}
+
+void CallTracker::ForEach(int loop, absl::FunctionRef<void(ServerCall*)> use) {
+  std::vector<std::shared_ptr<ServerCall>> calls;  // `use` may end any of them
+  for (ServerCall* call = first_[static_cast<size_t>(loop)]; call != nullptr; call = call->next_) {
+    calls.push_back(call->shared_from_this());
   }
-  return absl::FromUnixSeconds(deadline.tv_sec) + absl::Nanoseconds(deadline.tv_nsec);
+  for (const auto& call : calls) use(call.get());
 }
 
-int CallTracker::alive() const {
-  absl::MutexLock lock(&mutex_);
-  return alive_;
+void CallTracker::BeginDrain(absl::Duration receive_timeout) {
+  drain_ns_ = absl::ToInt64Nanoseconds(receive_timeout);
+  draining_ = true;
 }
 
-void CallTracker::Add() {
-  absl::MutexLock lock(&mutex_);
-  ++alive_;
+absl::Duration CallTracker::message_timeout() const {
+  return draining_ ? std::min(peer_timeout_, absl::Nanoseconds(drain_ns_.load())) : peer_timeout_;
 }
 
-void CallTracker::Remove() {
-  absl::MutexLock lock(&mutex_);
-  --alive_;
-}
-
-void CallTracker::Add(const std::weak_ptr<DrainedCall>& call) {
-  bool draining = false;
-  {
-    absl::MutexLock lock(&mutex_);
-    ++alive_;
-    drained_.insert(call);
-    draining = draining_;
-  }
-  if (!draining) return;
-  if (auto drained = call.lock()) drained->OnDrain();
-}
-
-void CallTracker::Remove(const std::weak_ptr<DrainedCall>& call) {
-  absl::MutexLock lock(&mutex_);
-  --alive_;
-  drained_.erase(call);
-}
-
-void CallTracker::Drain(absl::Duration receive_timeout) {
-  std::vector<std::shared_ptr<DrainedCall>> calls;
-  {
-    absl::MutexLock lock(&mutex_);
-    draining_ = true;
-    calls = Drained();
-  }
-  receive_watch_.Hurry(receive_timeout);
-  for (const auto& call : calls) call->OnDrain();
-}
-
-void CallTracker::RecheckIdentities() {
-  std::vector<std::shared_ptr<DrainedCall>> calls;
-  {
-    absl::MutexLock lock(&mutex_);
-    calls = Drained();
-  }
-  for (const auto& call : calls) call->OnIdentities();
-}
-
-std::vector<std::shared_ptr<DrainedCall>> CallTracker::Drained() const {
-  std::vector<std::shared_ptr<DrainedCall>> calls;
-  for (const auto& drained : drained_) {
-    if (auto call = drained.lock()) calls.push_back(std::move(call));
-  }
-  return calls;
-}
-
-absl::Status CallTracker::MessageLateError() const {
-  const std::string timeout = absl::FormatDuration(receive_watch_.timeout());
-  {
-    absl::MutexLock lock(&mutex_);
-    if (draining_) {
-      return absl::UnavailableError(absl::StrFormat(
-          "the server is draining and did not receive the message within %s", timeout));
-    }
+absl::Status CallTracker::LateStatus() const {
+  const std::string timeout = absl::FormatDuration(message_timeout());
+  if (draining_) {
+    return absl::UnavailableError(absl::StrFormat(
+        "the server is draining and did not receive the message within %s", timeout));
   }
   return absl::DeadlineExceededError(
       absl::StrFormat("message not received within %s of being asked for", timeout));
 }
 
-grpc::Status CallTracker::EndStatus(const absl::Status& status,
-                                    grpc::CallbackServerContext* context) const {
-  if (absl::IsResourceExhausted(status)) {
-    const absl::Duration delay = engine::RetryDelayOf(status).value_or(retry_delay_);
-    context->AddTrailingMetadata(kRetryPushback, absl::StrCat(absl::ToInt64Milliseconds(delay)));
-  }
-  return ToGrpc(status);
+absl::Duration CallTracker::RetryDelay(const absl::Status& status) const {
+  return engine::RetryDelayOf(status).value_or(retry_delay_);
 }
 
 }  // namespace logitd::rpc

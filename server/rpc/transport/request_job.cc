@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -14,8 +15,11 @@
 namespace logitd::rpc {
 namespace {
 
-// Slices point into the transport's read buffers. A small message keeps one whole buffer.
-constexpr int64_t kReadBufferBytes = 8192;
+// Beside the bytes of a message: its lists, a small answer.
+constexpr int64_t kMessageOverhead = 8192;
+
+// Payloads start at a multiple of this in memory, so that vectors read them.
+constexpr size_t kPayloadAlignment = 64;
 
 // Smaller answers are copied out of their slab: the copy is faster than a peer takes the answer.
 constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
@@ -44,7 +48,7 @@ engine::RowsPlace PlaceOf(const Payload& payload) {
           .on_device = payload.arena->on_device()};
 }
 
-// What an answer that is sent from its slab holds until the transport drops it.
+// What an answer that is sent from its slab holds until it is sent.
 struct KeptAnswer {
   KeptAnswer(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
       : slab(std::move(slab)), ticket(std::move(ticket)) {}
@@ -53,13 +57,47 @@ struct KeptAnswer {
   engine::Admission::Ticket ticket;
 };
 
+// Where the first field begins that `seen`, the beginning of a message, does not hold: its payload.
+// 0: not known.
+size_t PayloadOffset(absl::Span<const std::byte> seen) {
+  const Piece piece = seen;
+  WireReader reader({&piece, 1});
+  while (reader.remaining() > 0) {
+    uint32_t tag = 0;
+    uint64_t bytes = 0;
+    if (!reader.ReadTag(&tag)) return 0;
+    if (internal::TypeOf(tag) != internal::WireType::kLength) {
+      if (!reader.SkipValue(tag, internal::kMaxGroupDepth)) return 0;
+      continue;
+    }
+    if (!reader.ReadVarint(&bytes)) return 0;
+    if (bytes > reader.remaining()) return reader.position();
+    reader.Skip(bytes);
+  }
+  return 0;
+}
+
 }  // namespace
 
-absl::Status CheckAccess(const grpc::CallbackServerContext& context,
-                         const CallEnvironment& environment, const Access& access) {
-  const auto connection = environment.connections->Find(context.peer());
-  return Authorize(context, connection.get(), environment.identities, access, environment.metrics)
-      .status();
+MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> seen) {
+  const size_t lead = bytes > seen.size() ? PayloadOffset(seen) % kPayloadAlignment : 0;
+  const size_t shift = (kPayloadAlignment - lead) % kPayloadAlignment;
+  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(
+      kPayloadAlignment, (shift + bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment));
+  return {.bytes = {memory + shift, bytes}, .keep = std::shared_ptr<void>(memory, &std::free)};
+}
+
+absl::Status RequestJob::CheckMessageSize(int64_t bytes, const CallHeaders& headers) const {
+  absl::Status status;
+  if (bytes > max_message_bytes()) {
+    environment_.metrics->CountRefused(engine::Refusal::kTooLarge, headers.caller.proof);
+    if (environment_.door_metrics != nullptr) environment_.door_metrics->OnTooLarge();
+    return absl::InvalidArgumentError(
+        absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, max_message_bytes()));
+  }
+  status = headers.CheckMessage(bytes);
+  if (!status.ok()) environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
+  return status;
 }
 
 RequestJob::RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec)
@@ -71,17 +109,13 @@ void RequestJob::Count(absl::StatusCode code) const {
   environment_.metrics->CountRequest(codec_->op().name, code, static_cast<double>(age_ns()) * 1e-9);
 }
 
-absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& headers) {
+absl::Status RequestJob::Take(MessageMemory message, const CallHeaders& headers) {
   spec_.deadline = headers.deadline;
   spec_.caller = headers.caller;
-  message_.Take(message);
-  if (absl::Status status = headers.CheckMessage(static_cast<int64_t>(message_.bytes()));
-      !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
-    return status;
-  }
+  message_ = std::move(message);
+  piece_ = message_.bytes;
   if (absl::Status status =
-          codec_->Parse(message_.pieces(), environment_.engine->options().max_batch_rows, &spec_);
+          codec_->Parse(pieces(), environment_.engine->options().max_batch_rows, &spec_);
       !status.ok()) {
     environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
     return status;
@@ -98,13 +132,6 @@ absl::Status RequestJob::Take(grpc::ByteBuffer* message, const CallHeaders& head
     environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
     return status;
   }
-  absl::InlinedVector<ByteRange, 4> wanted;
-  const Payload payload = codec_->payload();
-  if (payload.arena == nullptr) wanted.push_back(payload.range);
-  for (const Payload& input : codec_->copied_inputs()) {
-    if (input.arena == nullptr) wanted.push_back(input.range);
-  }
-  message_.KeepOnly(wanted);
   return absl::OkStatus();
 }
 
@@ -168,7 +195,7 @@ absl::Status RequestJob::CheckFits() const {
 
 // An answer can be larger than its request, and a slow peer holds it for long.
 int64_t RequestJob::needed_bytes() const {
-  return std::max(static_cast<int64_t>(message_.bytes()) + kReadBufferBytes + codec_->list_bytes(),
+  return std::max(static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
                   codec_->answer_bytes());
 }
 
@@ -197,7 +224,7 @@ void RequestJob::Drop() {
 void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
   const auto in_slab = [this](size_t place) { return places_[place].data == nullptr; };
   if (in_slab(0)) {
-    environment_.copier->Copy(message_.pieces(), codec_->payload(), dst, row_stride);
+    CopyRows(pieces(), codec_->payload(), dst, row_stride);
   }
   const absl::Span<const Payload> copied = codec_->copied_inputs();
   if (!copied.empty()) {
@@ -206,11 +233,11 @@ void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
                    static_cast<size_t>(spec_.rows()) * row_stride, offsets.data());
     for (size_t i = 0; i < copied.size(); ++i) {
       if (!in_slab(i + 1)) continue;
-      environment_.copier->Copy(message_.pieces(), copied[i], dst + offsets[i],
-                                copied[i].row_bytes);
+      CopyRows(pieces(), copied[i], dst + offsets[i], copied[i].row_bytes);
     }
   }
-  message_.Release();
+  message_ = {};
+  piece_ = {};
   codec_->PayloadCopied();
   HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
 }
@@ -220,7 +247,7 @@ void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::
   HoldAtMost(codec_->answer_bytes());
 }
 
-grpc::ByteBuffer RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
+EncodedMessage RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
                                     const engine::JobTimes& times) {
   engine::JobAnswer sent{.outputs = answer.outputs};
   const bool in_message = codec_->shared_answer(answer).arena == nullptr;

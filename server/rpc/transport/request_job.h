@@ -1,9 +1,7 @@
-// One message of one op, from its slices to its answer: the part of a call that is a job of the
+// One message of one op, from its bytes to its answer: the part of a call that is a job of the
 // engine. Unary calls and streams share it.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_REQUEST_JOB_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_REQUEST_JOB_H_
-
-#include <grpcpp/support/byte_buffer.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +15,7 @@
 #include "absl/types/span.h"
 #include "server/arena/leases.h"
 #include "server/arena/writer.h"
-#include "server/door/connection.h"
+#include "server/door/door_metrics.h"
 #include "server/door/identities.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
@@ -27,14 +25,12 @@
 #include "server/engine/metrics.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/transport/call_headers.h"
-#include "server/rpc/transport/copier.h"
-#include "server/rpc/transport/message.h"
+#include "server/rpc/transport/server_call.h"
+#include "server/rpc/wire/encoded_message.h"
 
 namespace logitd::rpc {
 
 class CallLog;
-class CallTracker;
-class TurnedAway;
 
 // What the calls of one server share. Outlives the calls.
 struct CallEnvironment {
@@ -43,20 +39,14 @@ struct CallEnvironment {
   engine::Heads* heads;
   engine::Metrics* metrics;
   engine::Load* load;
-  const door::Connections* connections;
+  door::DoorMetrics* door_metrics;      // null: none
   const door::Identities* identities;  // null: everybody may call everything
   CallTracker* tracker;
   const CallLog* log;
-  TurnedAway* turned_away;
-  Copier* copier;
   const arena::Leases* leases;  // null: the server leases no memory
   arena::Writer* writer;        // null like `leases`
   int64_t max_payload_bytes;
 };
-
-// For methods that are no ops. Errors as of Authorize.
-absl::Status CheckAccess(const grpc::CallbackServerContext& context,
-                         const CallEnvironment& environment, const Access& access);
 
 // One thread at a time uses it, in the order of the methods, except Drop and dropped.
 class RequestJob : public engine::Job {
@@ -64,9 +54,17 @@ class RequestJob : public engine::Job {
   // Its time starts here.
   RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec);
 
-  // Reads and checks the message, which is empty afterwards. If the status is not OK, the request
-  // was counted as refused and must not be submitted.
-  absl::Status Take(grpc::ByteBuffer* message, const CallHeaders& headers);
+  // Whether a message may have so many bytes. INVALID_ARGUMENT, counted: no message may, or the call
+  // has stated less.
+  absl::Status CheckMessageSize(int64_t bytes, const CallHeaders& headers) const;
+
+  // Memory for a message of `bytes` bytes, which begins with `seen`. Its payload is aligned as far as
+  // `seen` shows where it begins.
+  static MessageMemory TakeMemory(size_t bytes, absl::Span<const std::byte> seen);
+
+  // Reads and checks the message. If the status is not OK, the request was counted as refused and
+  // must not be submitted.
+  absl::Status Take(MessageMemory message, const CallHeaders& headers);
 
   // The bytes the message holds from here on, or its answer's if they are more.
   int64_t needed_bytes() const;
@@ -100,8 +98,8 @@ class RequestJob : public engine::Job {
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;
 
   // The response message. A large answer is sent from the slab that holds it, which then stays with
-  // the ticket until the transport drops the message.
-  grpc::ByteBuffer Encode(const engine::JobAnswer& answer, int64_t receive_ns,
+  // the ticket until the message is sent.
+  EncodedMessage Encode(const engine::JobAnswer& answer, int64_t receive_ns,
                           const engine::JobTimes& times);
   // Writes the part of the answer that goes to a lease, if there is one, then runs `next`: with OK, or
   // with the error that the request ends with. `next` runs in this call, or on the lease's own
@@ -110,7 +108,7 @@ class RequestJob : public engine::Job {
                    absl::AnyInvocable<void(const absl::Status&)> next);
 
   // Encode's message is the next to be sent. See OpCodec.
-  void Conclude(grpc::ByteBuffer* message) { codec_->Conclude(message); }
+  void Conclude(EncodedMessage* message) { codec_->Conclude(message); }
 
   // The op of the message; before Take, the usual one of the method.
   const engine::OpTraits& op() const { return codec_->op(); }
@@ -120,6 +118,7 @@ class RequestJob : public engine::Job {
 
  protected:
   int64_t age_ns() const;
+  int64_t max_message_bytes() const { return environment_.admission->options().max_request_bytes; }
   const CallEnvironment& environment() const { return environment_; }
   virtual void EndedAlone() {}
 
@@ -128,12 +127,14 @@ class RequestJob : public engine::Job {
   absl::Status FindPlaces();
   void FindAnswerPlace();
   void HoldAtMost(int64_t bytes);
+  Pieces pieces() const { return {&piece_, 1}; }
 
   const CallEnvironment environment_;
   const std::unique_ptr<OpCodec> codec_;
   const int64_t started_ns_;
   engine::JobSpec spec_;
-  Message message_;
+  MessageMemory message_;
+  Piece piece_;  // all of `message_`
   // Of the payload and of copied_inputs, as far as streams copy them, and of the answer; and the
   // arenas they lie in.
   absl::InlinedVector<engine::RowsPlace, 3> places_;

@@ -1,8 +1,5 @@
 #include "server/rpc/transport/ring_call.h"
 
-#include <grpcpp/support/byte_buffer.h>
-#include <grpcpp/support/slice.h>
-
 #include <cstring>
 #include <utility>
 
@@ -117,9 +114,10 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
                                                      &work_);
     if (!in_time.ok()) return in_time;
   }
-  const grpc::Slice slice(request.message);
-  grpc::ByteBuffer message(&slice, 1);
-  if (absl::Status status = Take(&message, headers_); !status.ok()) return status;
+  const auto message = std::make_shared<std::string>(request.message);
+  const MessageMemory memory = {
+      .bytes = {reinterpret_cast<std::byte*>(message->data()), message->size()}, .keep = message};
+  if (absl::Status status = Take(memory, headers_); !status.ok()) return status;
   if (max_answer_bytes() > static_cast<int64_t>(ring_->max_message_bytes())) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "ring: got a request whose answer may have %d bytes, allowed %d; ask over gRPC, or open a "
@@ -169,11 +167,9 @@ void RingCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
 }
 
 std::string RingCall::MessageOf(const engine::JobAnswer& answer, const engine::JobTimes& times) {
-  grpc::ByteBuffer response = Encode(answer, /*receive_ns=*/0, times);
+  EncodedMessage response = Encode(answer, /*receive_ns=*/0, times);
   Conclude(&response);
-  grpc::Slice slice;
-  if (!response.TrySingleSlice(&slice).ok()) response.DumpToSingleSlice(&slice).IgnoreError();
-  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  return response.ToString();
 }
 
 void RingCall::Finish(const absl::Status& status, std::string message,

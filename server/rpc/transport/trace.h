@@ -2,9 +2,9 @@
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_TRACE_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_TRACE_H_
 
-#include <grpcpp/server_context.h>
-
 #include <string>
+
+#include "server/http2/stream.h"
 
 namespace logitd::rpc {
 
@@ -17,9 +17,8 @@ struct Trace {
   std::string traceparent;
 };
 
-// Reads both, and sends them back in the call's trailing metadata. Once for a call, before anything
-// ends it.
-Trace ReadAndEchoTrace(grpc::CallbackServerContext* context);
+// What the call says. It is sent back in the trailing metadata.
+Trace ReadTrace(const http2::HeaderList& metadata);
 
 }  // namespace logitd::rpc
 

@@ -1,0 +1,19 @@
+// The server's one clock for lengths of time.
+#ifndef LOGITD_SERVER_BASE_CLOCK_H_
+#define LOGITD_SERVER_BASE_CLOCK_H_
+
+#include <chrono>
+#include <cstdint>
+
+namespace logitd {
+
+// Nanoseconds of a clock that never goes back.
+inline int64_t MonotonicNanos() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace logitd
+
+#endif  // LOGITD_SERVER_BASE_CLOCK_H_

@@ -1,0 +1,55 @@
+#include "server/http2/peer.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+
+namespace logitd::http2 {
+namespace {
+
+void NameV4(in_addr address, in_port_t port, PeerInfo* peer) {
+  char text[INET_ADDRSTRLEN] = {};
+  inet_ntop(AF_INET, &address, text, sizeof(text));
+  peer->name = absl::StrCat("ipv4:", text, ":", ntohs(port));
+  const bool local = ntohl(address.s_addr) >> 24 == IN_LOOPBACKNET;
+  if (!local) peer->host = text;
+}
+
+void NameV6(const sockaddr_in6& in, PeerInfo* peer) {
+  if (IN6_IS_ADDR_V4MAPPED(&in.sin6_addr)) {
+    in_addr v4;
+    std::memcpy(&v4, in.sin6_addr.s6_addr + 12, sizeof(v4));
+    return NameV4(v4, in.sin6_port, peer);
+  }
+  char text[INET6_ADDRSTRLEN] = {};
+  inet_ntop(AF_INET6, &in.sin6_addr, text, sizeof(text));
+  const std::string zone = in.sin6_scope_id == 0 ? "" : absl::StrCat("%", in.sin6_scope_id);
+  peer->name = absl::StrCat("ipv6:[", text, zone, "]:", ntohs(in.sin6_port));
+  if (!IN6_IS_ADDR_LOOPBACK(&in.sin6_addr)) peer->host = text;
+}
+
+}  // namespace
+
+PeerInfo DescribePeer(int fd, const sockaddr_storage& address, socklen_t length, uint64_t id) {
+  PeerInfo peer = {.id = id};
+  if (length >= sizeof(sockaddr_in) && address.ss_family == AF_INET) {
+    sockaddr_in in;
+    std::memcpy(&in, &address, sizeof(in));
+    NameV4(in.sin_addr, in.sin_port, &peer);
+  } else if (length >= sizeof(sockaddr_in6) && address.ss_family == AF_INET6) {
+    sockaddr_in6 in;
+    std::memcpy(&in, &address, sizeof(in));
+    NameV6(in, &peer);
+  } else {
+    peer.name = absl::StrCat("unix:connection-", id);
+    ucred user = {};
+    socklen_t bytes = sizeof(user);
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &user, &bytes) == 0) peer.uid = user.uid;
+  }
+  return peer;
+}
+
+}  // namespace logitd::http2

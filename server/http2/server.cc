@@ -1,0 +1,276 @@
+#include "server/http2/server.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <list>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "server/log/limited.h"
+
+namespace logitd::http2 {
+namespace {
+
+constexpr int64_t kGuardNs = 20'000'000;
+// Bytes that moved less than this long ago speak for a connection.
+constexpr int64_t kMovedLatelyNs = 2'000'000'000;
+
+}  // namespace
+
+// One loop and its connections. Its methods run on the loop, those of the constructor's thread
+// before Start excepted.
+class Server::Host final : public ConnectionHost {
+ public:
+  Host(Server* server, int index)
+      : server_(server),
+        held_(&server->held_, server->options_.max_held_bytes),
+        loop_(index) {}
+
+  Loop& loop() { return loop_; }
+  void Start() { loop_.Start(absl::StrCat("http2-", loop_.index()).c_str()); }
+  int64_t count() const { return count_.load(std::memory_order_relaxed); }
+
+  // Counted before it comes, so that the next one goes elsewhere.
+  void Expect() { count_.fetch_add(1, std::memory_order_relaxed); }
+
+  void Add(int fd, PeerInfo peer, std::unique_ptr<TlsSession> tls) {
+    auto connection = std::make_shared<Connection>(&loop_, this, &held_, server_->options_.limits,
+                                                   server_->options_.times, fd, std::move(peer),
+                                                   std::move(tls));
+    Known& known = all_[connection.get()];
+    known.connection = connection;
+    if (connection->in_handshake()) {
+      handshakes_.push_back(connection.get());
+      const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
+      if (static_cast<int64_t>(handshakes_.size()) > most) {
+        server_->events_->OnHandshake(HandshakeEnd::kEvicted);
+        handshakes_.front()->Close();
+      }
+    }
+    connection->Start();
+  }
+
+  void DrainAll() {
+    for (const auto& connection : Everyone()) connection->Drain();
+  }
+  void CloseAll() {
+    for (const auto& connection : Everyone()) connection->Close();
+  }
+
+  // The connection that holds most, less what it moved lately; null: none holds anything.
+  std::pair<int64_t, std::shared_ptr<Connection>> Stillest() {
+    std::pair<int64_t, std::shared_ptr<Connection>> most = {0, nullptr};
+    for (auto& [connection, known] : all_) {
+      const Account& account = connection->account();
+      const int64_t moved = account.received + account.sent;
+      if (loop_.now_ns() - known.looked_ns > kMovedLatelyNs) {
+        known.moved_before = known.moved;
+        known.moved = moved;
+        known.looked_ns = loop_.now_ns();
+      }
+      const int64_t still = account.held() - (moved - known.moved_before);
+      if (still > most.first) most = {still, known.connection};
+    }
+    return most;
+  }
+
+  const Held& held() const { return held_; }
+
+  std::shared_ptr<StreamEvents> OnStream(Stream* stream) override {
+    return server_->events_->OnStream(stream);
+  }
+  void OnHandshake(HandshakeEnd end) override { server_->events_->OnHandshake(end); }
+  void OnConnectionClosed(Connection* connection, Cut cut) override {
+    handshakes_.remove(connection);
+    if (cut != Cut::kNone) {
+      server_->events_->OnCut(cut);
+      log::Limited(log::Source::kConnections, spdlog::level::warn,
+                   "connection {} of {} was cut: {} ({})", connection->peer().id,
+                   connection->peer().name, NameOf(cut).text, NameOf(cut).name);
+    }
+    server_->Leave(*connection);
+    count_.fetch_sub(1, std::memory_order_relaxed);
+    all_.erase(connection);
+  }
+
+ private:
+  struct Known {
+    std::shared_ptr<Connection> connection;
+    int64_t moved = 0;  // bytes in and out, when it was looked at
+    int64_t moved_before = 0;
+    int64_t looked_ns = 0;
+  };
+
+  std::vector<std::shared_ptr<Connection>> Everyone() const {
+    std::vector<std::shared_ptr<Connection>> all;
+    for (const auto& [_, known] : all_) all.push_back(known.connection);
+    return all;
+  }
+
+  Server* const server_;
+  Held held_;
+  std::atomic<int64_t> count_ = 0;
+  absl::flat_hash_map<Connection*, Known> all_;
+  std::list<Connection*> handshakes_;  // unfinished or ended lately, the oldest first
+  Loop loop_;  // ends first: its tasks use the others
+};
+
+Server::Server(const ServerOptions& options, ServerEvents* events)
+    : options_(options), events_(events) {
+  for (int i = 0; i < options_.loops; ++i) hosts_.push_back(std::make_unique<Host>(this, i));
+}
+
+Server::~Server() { Shutdown(); }
+
+absl::Status Server::Listen(absl::Span<const std::string> addresses,
+                            std::optional<mode_t> unix_mode) {
+  return listener_.Listen(addresses, unix_mode);
+}
+
+void Server::Start() {
+  running_ = true;
+  Loop& loop = hosts_.front()->loop();
+  listener_.Start(
+      &loop,
+      [this](int fd, const sockaddr_storage& address, socklen_t length) {
+        Accept(fd, address, length);
+      },
+      [this] { events_->OnRefused(); });
+  guard_ = std::make_unique<Timer>([this] { CutStillest(); });
+  loop.timers().Set(guard_.get(), loop.now_ns() + kGuardNs);
+  for (const auto& host : hosts_) host->Start();
+}
+
+void Server::Accept(int fd, const sockaddr_storage& address, socklen_t length) {
+  PeerInfo peer = DescribePeer(fd, address, length, ++last_id_);
+  std::unique_ptr<TlsSession> tls;
+  bool usable = !refuse_;
+  if (usable && address.ss_family != AF_UNIX) {
+    const int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    if (options_.tls != nullptr) {
+      tls = TlsSession::Create(*options_.tls->Get(), fd);
+      usable = tls != nullptr;
+    }
+  }
+  if (!usable || !Enter(peer)) {
+    events_->OnRefused();
+    close(fd);
+    return;
+  }
+  Host* const host = std::min_element(hosts_.begin(), hosts_.end(), [](const auto& a, const auto& b) {
+                       return a->count() < b->count();
+                     })->get();
+  host->Expect();
+  host->loop().Post([host, fd, peer = std::move(peer), tls = std::move(tls)]() mutable {
+    host->Add(fd, std::move(peer), std::move(tls));
+  });
+}
+
+bool Server::Enter(const PeerInfo& peer) {
+  int64_t open = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (open_ >= options_.max_connections) return false;
+    if (!peer.host.empty()) {
+      int64_t& from_host = by_host_[peer.host];
+      if (from_host >= (options_.max_connections + 1) / 2) return false;
+      ++from_host;
+    }
+    open = ++open_;
+  }
+  events_->OnOpen(open);
+  return true;
+}
+
+void Server::Leave(const Connection& connection) {
+  int64_t open = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto host = by_host_.find(connection.peer().host);
+    if (host != by_host_.end() && --host->second == 0) by_host_.erase(host);
+    open = --open_;
+  }
+  events_->OnOpen(open);
+}
+
+// While too much is held, one connection is closed each time: the one that holds most without
+// moving, of all loops.
+void Server::CutStillest() {
+  Loop& loop = hosts_.front()->loop();
+  loop.timers().Set(guard_.get(), loop.now_ns() + kGuardNs);
+  if (held_bytes() <= options_.max_held_bytes / 8 * 7) return;
+  struct Search {
+    absl::Mutex mutex;
+    int64_t most ABSL_GUARDED_BY(mutex) = 0;
+    std::shared_ptr<Connection> found ABSL_GUARDED_BY(mutex);
+    size_t left ABSL_GUARDED_BY(mutex);
+  };
+  auto search = std::make_shared<Search>();
+  {
+    absl::MutexLock lock(&search->mutex);
+    search->left = hosts_.size();
+  }
+  for (const auto& host : hosts_) {
+    host->loop().Post([host = host.get(), search] {
+      auto [still, connection] = host->Stillest();
+      std::shared_ptr<Connection> cut;
+      {
+        absl::MutexLock lock(&search->mutex);
+        if (connection != nullptr && still > search->most) {
+          search->most = still;
+          search->found = connection;
+        }
+        if (--search->left == 0) cut = search->found;
+      }
+      if (cut != nullptr) cut->loop().Post([cut] { cut->Close(Cut::kMemory); });
+    });
+  }
+}
+
+int64_t Server::open() const {
+  absl::MutexLock lock(&mutex_);
+  return open_;
+}
+
+Traffic Server::traffic() const {
+  Traffic all;
+  for (const auto& host : hosts_) {
+    all.received += host->held().received.load(std::memory_order_relaxed);
+    all.sent += host->held().sent.load(std::memory_order_relaxed);
+  }
+  return all;
+}
+
+void Server::OnEachLoop(const std::function<void(int loop)>& use) {
+  for (const auto& host : hosts_) {
+    host->loop().Post([use, loop = host->loop().index()] { use(loop); });
+  }
+}
+
+void Server::Drain() {
+  for (const auto& host : hosts_) host->loop().Post([host = host.get()] { host->DrainAll(); });
+}
+
+void Server::Shutdown() {
+  if (!std::exchange(running_, false)) return;
+  Loop& first = hosts_.front()->loop();
+  absl::Notification stopped;
+  first.Post([this, &stopped] {
+    listener_.Stop();
+    guard_.reset();
+    stopped.Notify();
+  });
+  stopped.WaitForNotification();
+  for (const auto& host : hosts_) {
+    host->loop().Post([host = host.get()] { host->CloseAll(); });
+  }
+  for (const auto& host : hosts_) host->loop().Stop();
+  for (const auto& host : hosts_) host->loop().Stop();  // what one loop has posted to another
+}
+
+}  // namespace logitd::http2

@@ -1,0 +1,103 @@
+#include "server/memory_watch.h"
+
+#include <fcntl.h>
+#include <malloc.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "absl/time/clock.h"
+
+namespace logitd {
+namespace {
+
+// While memory is short, looks follow each other like this, but giving back takes at most a fifth
+// of the time: it locks the heap.
+constexpr absl::Duration kShortPeriod = absl::Milliseconds(5);
+constexpr int kGiveBackShare = 4;
+
+MemoryWatchOptions WithDefaults(MemoryWatchOptions options) {
+  if (!options.give_back) options.give_back = [] { malloc_trim(0); };
+  return options;
+}
+
+}  // namespace
+
+int64_t ResidentBytes() {
+  const int fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  char text[128] = {};
+  const ssize_t got = read(fd, text, sizeof(text) - 1);
+  close(fd);
+  long long pages = 0;
+  if (got <= 0 || std::sscanf(text, "%*d %lld", &pages) != 1) return 0;
+  return static_cast<int64_t>(pages) * sysconf(_SC_PAGESIZE);
+}
+
+MemoryWatch::MemoryWatch(MemoryWatchOptions options)
+    : options_(WithDefaults(std::move(options))),
+      thread_([this] { Run(); }) {}
+
+MemoryWatch::~MemoryWatch() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stop_ = true;
+  }
+  thread_.join();
+}
+
+void MemoryWatch::Run() {
+  while (true) {
+    const absl::Duration next = Look();
+    absl::MutexLock lock(&mutex_);
+    if (mutex_.AwaitWithTimeout(absl::Condition(&stop_), next)) return;
+  }
+}
+
+absl::Duration MemoryWatch::Look() {
+  const int64_t most = limit() - options_.margin;
+  int64_t resident = options_.resident();
+  if (resident <= most) {
+    // Shedding ends a margin lower, so that it does not start again at once.
+    if (resident <= most - options_.margin) Shed(false);
+    GiveBackUnused(resident);
+    options_.saw(resident);
+    return shedding_ ? kShortPeriod : options_.period;
+  }
+  const absl::Time start = absl::Now();
+  options_.give_back();
+  const absl::Duration taken = absl::Now() - start;
+  resident = options_.resident();
+  options_.saw(resident);
+  if (resident > most) Shed(true);
+  return std::max(kShortPeriod, kGiveBackShare * taken);
+}
+
+void MemoryWatch::GiveBackUnused(int64_t resident) {
+  const absl::Time now = absl::Now();
+  if (resident - options_.base <= options_.held() + options_.spare) {
+    unused_since_ = absl::InfiniteFuture();
+  } else if (unused_since_ == absl::InfiniteFuture()) {
+    unused_since_ = now;
+  } else if (now - unused_since_ >= options_.quiet) {
+    options_.give_back();
+    unused_since_ = absl::InfiniteFuture();
+  }
+}
+
+void MemoryWatch::Shed(bool shed) {
+  if (shedding_ == shed) return;
+  shedding_ = shed;
+  if (shed) {
+    spdlog::warn("memory: above the limit of {} MiB less {} MiB, new connections are closed",
+                 limit() >> 20, options_.margin >> 20);
+  } else {
+    spdlog::info("memory: below the limit again");
+  }
+  options_.shed(shed);
+}
+
+}  // namespace logitd

@@ -1,0 +1,78 @@
+// The last guard of the process's memory: what connections and calls hold has limits of its own.
+#ifndef LOGITD_SERVER_MEMORY_WATCH_H_
+#define LOGITD_SERVER_MEMORY_WATCH_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace logitd {
+
+// Resident memory of the process; 0 if the system does not tell.
+int64_t ResidentBytes();
+
+struct MemoryWatchOptions {
+  // Resident memory before the first connection.
+  int64_t base = 0;
+  // The most memory that the process may have beyond `base`. It may change, for instance with the
+  // loaded heads.
+  std::function<int64_t()> allowed_growth;
+  // Bytes that calls hold now. Memory far beyond them is unused memory that malloc keeps.
+  std::function<int64_t()> held;
+  // With true: refuse new connections; with false: accept them again. On the watch's thread.
+  std::function<void(bool)> shed;
+  // After each look: what it saw. On the watch's thread.
+  std::function<void(int64_t resident)> saw;
+
+  // Acts this much before the limit: what 4 GB/s bring in between two looks, within the sum.
+  int64_t margin = int64_t{64} << 20;
+  absl::Duration period = absl::Milliseconds(50);
+  // Unused memory beyond `spare` is given back to the system after it was unused for `quiet`. Less,
+  // or sooner, would slow down a load that comes in bursts: memory that is given back costs a page
+  // fault when it is used again.
+  int64_t spare = int64_t{256} << 20;
+  absl::Duration quiet = absl::Seconds(5);
+
+  std::function<int64_t()> resident = &ResidentBytes;
+  std::function<void()> give_back;  // unused memory, to the system; empty: malloc_trim
+};
+
+// A thread that looks at the resident memory. Above the limit less the margin it gives unused memory
+// back to the system and, if that is not enough, has new connections refused. It cuts nobody.
+// Thread-safe.
+class MemoryWatch {
+ public:
+  explicit MemoryWatch(MemoryWatchOptions options);
+  ~MemoryWatch();
+  MemoryWatch(const MemoryWatch&) = delete;
+  MemoryWatch& operator=(const MemoryWatch&) = delete;
+
+  int64_t limit() const { return options_.base + options_.allowed_growth(); }
+
+ private:
+  void Run();
+  // One look. Returns the time until the next.
+  absl::Duration Look();
+  void GiveBackUnused(int64_t resident);
+  void Shed(bool shed);
+
+  const MemoryWatchOptions options_;
+
+  // Only the thread uses these.
+  bool shedding_ = false;
+  absl::Time unused_since_ = absl::InfiniteFuture();
+
+  absl::Mutex mutex_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace logitd
+
+#endif  // LOGITD_SERVER_MEMORY_WATCH_H_

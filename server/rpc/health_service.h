@@ -1,0 +1,46 @@
+// grpc.health.v1.Health
+#ifndef LOGITD_SERVER_RPC_HEALTH_SERVICE_H_
+#define LOGITD_SERVER_RPC_HEALTH_SERVICE_H_
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "server/rpc/registry.h"
+#include "server/rpc/transport/plain_call.h"
+#include "server/rpc/transport/request_job.h"
+
+namespace logitd::rpc {
+
+// Anybody may ask. Thread-safe.
+class HealthService {
+ public:
+  // `environment` outlives this.
+  explicit HealthService(const CallEnvironment& environment) : environment_(environment) {}
+
+  void Register(Registry* registry);
+
+  // The empty name is the whole server.
+  void Set(const std::string& service, bool serving);
+  // nullopt: it was never set.
+  std::optional<bool> Get(const std::string& service) const;
+
+ private:
+  class WatchCall;
+
+  void Forget(const WatchCall* call);
+
+  const CallEnvironment& environment_;
+  UnaryPlainCall::Serve check_;
+  mutable absl::Mutex mutex_;
+  std::map<std::string, bool> serving_ ABSL_GUARDED_BY(mutex_);
+  std::map<const WatchCall*, std::weak_ptr<ServerCall>> watches_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_HEALTH_SERVICE_H_

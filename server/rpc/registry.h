@@ -1,0 +1,38 @@
+// Which object serves a call of which path.
+#ifndef LOGITD_SERVER_RPC_REGISTRY_H_
+#define LOGITD_SERVER_RPC_REGISTRY_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+#include "server/http2/stream.h"
+#include "server/rpc/transport/server_call.h"
+
+namespace logitd::rpc {
+
+// Filled before the server starts; then any thread may look.
+class Registry {
+ public:
+  // Makes the call of a stream, which Start has not seen.
+  using Make = std::function<std::shared_ptr<ServerCall>(http2::Stream* stream)>;
+
+  // `path`: "/logitd.v1.Sampler/TopK".
+  void Add(std::string path, Make make) { methods_[std::move(path)] = std::move(make); }
+  // Null: nobody serves it.
+  const Make* Find(std::string_view path) const {
+    const auto it = methods_.find(absl::string_view(path.data(), path.size()));
+    return it == methods_.end() ? nullptr : &it->second;
+  }
+
+ private:
+  absl::flat_hash_map<std::string, Make> methods_;
+};
+
+}  // namespace logitd::rpc
+
+#endif  // LOGITD_SERVER_RPC_REGISTRY_H_

@@ -1,0 +1,102 @@
+#include "server/rpc/transport/plain_call.h"
+
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "server/rpc/transport/authorization.h"
+#include "server/rpc/transport/call_log.h"
+
+namespace logitd::rpc {
+
+PlainCall::PlainCall(http2::Stream* stream, const CallEnvironment& environment,
+                     const PlainMethod& method)
+    : ServerCall(stream, environment.tracker), environment_(environment), method_(method) {}
+
+void PlainCall::Begin() {
+  StartReceiveTimer();
+  if (method_.open) return;
+  const std::string_view name = method_.path.substr(method_.path.rfind('/') + 1);
+  const Access access = {.method = {name.data(), name.size()}, .role = method_.role};
+  const absl::Status status =
+      Authorize(metadata(), connection().peer(), environment_.identities, access,
+                environment_.metrics)
+          .status();
+  if (!status.ok()) End(status);
+}
+
+void PlainCall::OnMessageSize(size_t bytes) {
+  if (have_message_ && !method_.client_streams) {
+    return End(absl::UnimplementedError("request: got a second message, allowed exactly one"));
+  }
+  if (bytes > kMaxMessage) {
+    return End(absl::InvalidArgumentError(
+        absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, kMaxMessage)));
+  }
+  Grant(bytes);
+  const auto memory = std::make_shared<std::string>(bytes, '\0');
+  Receive({.bytes = {reinterpret_cast<std::byte*>(memory->data()), bytes}, .keep = memory});
+}
+
+void PlainCall::OnMessage(MessageMemory message) {
+  StopReceiveTimer();
+  have_message_ = true;
+  OnRequest({reinterpret_cast<const char*>(message.bytes.data()), message.bytes.size()});
+  if (method_.client_streams && !finished()) Grant(0);
+}
+
+void PlainCall::OnHalfClose() { OnRequestsEnd(); }
+
+void PlainCall::OnRequestsEnd() {
+  if (!have_message_) End(TruncatedError());
+}
+
+void PlainCall::OnCancelled(const absl::Status& why) {
+  if (code_ == absl::StatusCode::kUnknown) code_ = why.code();
+  OnGone();
+  if (!over()) End(why);
+}
+
+absl::Status PlainCall::Parse(std::string_view bytes, google::protobuf::MessageLite* message) {
+  if (message->ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrFormat("request: got %d bytes that are not a protobuf message, allowed a %s",
+                      bytes.size(), std::string(message->GetTypeName())));
+}
+
+void PlainCall::Send(const google::protobuf::MessageLite& answer) {
+  Write(EncodedMessage::Copy(answer.SerializeAsString()));
+}
+
+void PlainCall::Answer(const absl::Status& status, const google::protobuf::MessageLite& answer) {
+  if (status.ok()) Send(answer);
+  End(status);
+}
+
+void PlainCall::End(const absl::Status& status) {
+  if (!finished()) code_ = status.code();
+  Finish(status);
+}
+
+void PlainCall::OnOver() {
+  const bool wanted = method_.client_streams ? environment_.log->WantsStream()
+                                             : environment_.log->Wants(age_ns());
+  if (!wanted) return;
+  environment_.log->Write({.method = method_.path,
+                           .peer = peer(),
+                           .trace = &trace(),
+                           .code = code_,
+                           .received_bytes = received_bytes(),
+                           .sent_bytes = sent_bytes(),
+                           .total_ns = age_ns()});
+}
+
+void UnaryPlainCall::OnRequest(std::string_view message) {
+  std::string answer;
+  const absl::Status status = serve_(message, &answer);
+  if (status.ok()) Write(EncodedMessage::Copy(answer));
+  End(status);
+}
+
+}  // namespace logitd::rpc

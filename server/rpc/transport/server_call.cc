@@ -1,0 +1,357 @@
+#include "server/rpc/transport/server_call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "server/base/clock.h"
+#include "server/rpc/transport/call_headers.h"
+
+namespace logitd::rpc {
+
+absl::Status TruncatedError() {
+  return absl::UnimplementedError(
+      "request: got the end of the call before a whole message (none, or it was truncated), "
+      "allowed exactly one");
+}
+
+namespace {
+
+constexpr char kContentType[] = "application/grpc";
+
+// A grpc-timeout: up to eight digits and a unit. InfiniteDuration: there is none. A malformed one is
+// refused.
+absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
+  *timeout = absl::InfiniteDuration();
+  if (text.data() == nullptr) return absl::OkStatus();
+  constexpr size_t kDigits = 8;
+  int64_t number = 0;
+  bool ok = text.size() >= 2 && text.size() <= kDigits + 1;
+  for (size_t i = 0; ok && i + 1 < text.size(); ++i) {
+    ok = text[i] >= '0' && text[i] <= '9';
+    number = 10 * number + (text[i] - '0');
+  }
+  const std::string_view unit = text.empty() ? text : text.substr(text.size() - 1);
+  if (ok && unit == "H") *timeout = absl::Hours(number);
+  else if (ok && unit == "M") *timeout = absl::Minutes(number);
+  else if (ok && unit == "S") *timeout = absl::Seconds(number);
+  else if (ok && unit == "m") *timeout = absl::Milliseconds(number);
+  else if (ok && unit == "u") *timeout = absl::Microseconds(number);
+  else if (ok && unit == "n") *timeout = absl::Nanoseconds(number);
+  else return absl::InvalidArgumentError("grpc-timeout: got a malformed value, allowed 1 to 8 digits and one of H, M, S, m, u, n");
+  return absl::OkStatus();
+}
+
+// gRPC's text of a status: bytes outside of printable ASCII, and '%', as %XX.
+std::string PercentEncode(std::string_view text) {
+  std::string encoded;
+  for (const char c : text) {
+    if (c >= ' ' && c <= '~' && c != '%') {
+      encoded.push_back(c);
+    } else {
+      absl::StrAppendFormat(&encoded, "%%%02X", static_cast<unsigned char>(c));
+    }
+  }
+  return encoded;
+}
+
+using Fields = absl::InlinedVector<http2::Field, 8>;
+
+// The trailers of a status. The strings they refer to are in `text`.
+struct Trailers {
+  std::string code;
+  std::string message;
+  std::string pushback;
+  Fields fields;
+
+  Trailers(const absl::Status& status, const CallTracker& tracker, const Trace* trace) {
+    code = absl::StrCat(static_cast<int>(status.code()));
+    fields.push_back({"grpc-status", code});
+    if (!status.message().empty()) {
+      message = PercentEncode({status.message().data(), status.message().size()});
+      fields.push_back({"grpc-message", message});
+    }
+    if (absl::IsResourceExhausted(status)) {
+      pushback = absl::StrCat(absl::ToInt64Milliseconds(tracker.RetryDelay(status)));
+      fields.push_back({kRetryPushback, pushback});
+    }
+    if (absl::IsUnimplemented(status)) fields.push_back({"grpc-accept-encoding", "identity"});
+    if (trace == nullptr) return;
+    if (!trace->request_id.empty()) fields.push_back({kRequestId, trace->request_id});
+    if (!trace->traceparent.empty()) fields.push_back({kTraceparent, trace->traceparent});
+  }
+};
+
+void EndWithHttpStatus(http2::Stream* stream, std::string_view code) {
+  const http2::Field fields[] = {{":status", code}, {"content-length", "0"}};
+  stream->End(fields);
+}
+
+}  // namespace
+
+void EndStream(http2::Stream* stream, const absl::Status& status, const CallTracker& tracker,
+               const Trace* trace) {
+  const Trailers trailers(status, tracker, trace);
+  Fields fields = {{":status", "200"}, {"content-type", kContentType}};
+  fields.insert(fields.end(), trailers.fields.begin(), trailers.fields.end());
+  stream->End(fields);
+}
+
+bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
+  const http2::HeaderList& headers = stream->headers();
+  switch (stream->refusal()) {
+    case http2::Refusal::kNone:
+      break;
+    case http2::Refusal::kHeaderList:
+      EndStream(stream,
+                absl::ResourceExhaustedError(absl::StrFormat(
+                    "metadata: got %d bytes, allowed %d", stream->header_list_bytes(),
+                    stream->max_header_list())),
+                tracker, nullptr);
+      return true;
+    case http2::Refusal::kMemory:
+      EndStream(stream,
+                absl::ResourceExhaustedError(
+                    "connections hold as much memory as they may; retry later"),
+                tracker, nullptr);
+      return true;
+  }
+  if (headers.Find(":method") != "POST") {
+    const http2::Field fields[] = {{":status", "405"}, {"allow", "POST"}, {"content-length", "0"}};
+    stream->End(fields);
+    return true;
+  }
+  std::string_view type = headers.Find("content-type");
+  if (type.starts_with(kContentType)) type.remove_prefix(sizeof(kContentType) - 1);
+  else type = "?";
+  if (!type.empty() && type[0] != '+' && type[0] != ';') {
+    EndWithHttpStatus(stream, "415");
+    return true;
+  }
+  return false;
+}
+
+ServerCall::ServerCall(http2::Stream* stream, CallTracker* tracker)
+    : stream_(stream),
+      loop_(&stream->connection().loop()),
+      tracker_(tracker),
+      peer_(stream->connection().peer().name),
+      started_ns_(MonotonicNanos()),
+      granted_(stream->granted()),
+      deadline_timer_([this] {
+        if (!finished_) OnCancelled(absl::DeadlineExceededError("the deadline has passed"));
+      }),
+      receive_timer_([this] { OnCancelled(tracker_->LateStatus()); }) {}
+
+ServerCall::~ServerCall() = default;
+
+void ServerCall::Start() {
+  tracker_->Enter(this);
+  trace_ = ReadTrace(metadata());
+  absl::Duration timeout;
+  if (absl::Status status = ReadTimeout(metadata().Find("grpc-timeout"), &timeout); !status.ok()) {
+    return End(status);
+  }
+  deadline_ = timeout == absl::InfiniteDuration() ? absl::InfiniteFuture() : absl::Now() + timeout;
+  if (timeout < absl::Hours(24 * 365)) {
+    loop_->timers().Set(&deadline_timer_, loop_->now_ns() + absl::ToInt64Nanoseconds(timeout));
+  }
+  Begin();
+}
+
+int64_t ServerCall::age_ns() const { return MonotonicNanos() - started_ns_; }
+
+void ServerCall::OnDrain(absl::Duration) {
+  if (receive_timer_.set()) StartReceiveTimer();
+}
+
+void ServerCall::OnLoop(absl::AnyInvocable<void()> work) {
+  if (loop_->IsCurrent()) {
+    if (!over()) work();
+    return;
+  }
+  loop_->Post([self = shared_from_this(), work = std::move(work)]() mutable {
+    if (!self->over()) work();
+  });
+}
+
+// ---- receiving
+
+void ServerCall::Grant(size_t bytes) {
+  constexpr int64_t kAhead = int64_t{64} << 10;  // so that the next message's start needs no grant
+  const int64_t needed = body_bytes_ + static_cast<int64_t>(kPrefixBytes + bytes);
+  if (over() || needed + kAhead / 2 <= granted_) return;
+  granted_ = needed + kAhead;
+  stream_->Grant(granted_);
+}
+
+void ServerCall::StartReceiveTimer() {
+  const absl::Duration timeout = tracker_->message_timeout();
+  if (timeout == absl::InfiniteDuration()) return;
+  loop_->timers().Set(&receive_timer_, loop_->now_ns() + absl::ToInt64Nanoseconds(timeout));
+}
+
+void ServerCall::Pause(bool pause) {
+  paused_ = pause;
+  if (!pause) GoOn();
+}
+
+void ServerCall::Receive(MessageMemory memory) {
+  memory_ = std::move(memory);
+  have_ = 0;
+  state_ = State::kReceiving;
+  GoOn();
+}
+
+absl::Span<std::byte> ServerCall::Room(size_t) {
+  if (state_ != State::kReceiving || finished_) return {};
+  return memory_.bytes.subspan(have_);
+}
+
+void ServerCall::GoOn() {
+  if (taking_) return;
+  const std::vector<std::byte> seen = std::move(seen_);
+  seen_.clear();
+  if (!over()) stream_->ReleaseEarly();
+  Absorb(seen);
+}
+
+void ServerCall::OnBody(absl::Span<const std::byte> bytes) {
+  if (state_ == State::kReceiving && bytes.data() == memory_.bytes.data() + have_) {
+    have_ += bytes.size();  // it was received where it belongs
+    if (have_ == memory_.bytes.size()) EndMessage();
+    return;
+  }
+  Absorb(bytes);
+}
+
+void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
+  taking_ = true;
+  while (!finished_ && !over()) {
+    if (state_ == State::kReceiving) {
+      TakeMessage(&bytes);
+      if (have_ < memory_.bytes.size()) break;
+      EndMessage();
+    } else if (state_ == State::kPrefix && !paused_ && !bytes.empty()) {
+      TakePrefix(&bytes);
+      if (prefix_bytes_ < kPrefixBytes || finished_) continue;
+      prefix_bytes_ = 0;
+      state_ = State::kWaiting;
+      at_hand_ = bytes;
+      OnMessageSize(message_bytes_);
+    } else {
+      break;
+    }
+  }
+  taking_ = false;
+  if (finished_ || over()) return;
+  if (!bytes.empty()) {
+    if (!stream_->HoldEarly(static_cast<int64_t>(bytes.size()))) {
+      return End(absl::ResourceExhaustedError(
+          "the connection holds as many bytes of calls that wait as it may; retry later"));
+    }
+    seen_.insert(seen_.end(), bytes.begin(), bytes.end());
+  }
+  if (half_closed_ && seen_.empty() && !told_half_close_ && state_ == State::kPrefix && !paused_) {
+    told_half_close_ = true;
+    if (prefix_bytes_ > 0) return End(TruncatedError());
+    OnHalfClose();
+  } else if (half_closed_ && state_ == State::kReceiving && seen_.empty()) {
+    End(TruncatedError());
+  }
+}
+
+void ServerCall::TakePrefix(absl::Span<const std::byte>* bytes) {
+  const size_t run = std::min(kPrefixBytes - prefix_bytes_, bytes->size());
+  std::memcpy(prefix_.data() + prefix_bytes_, bytes->data(), run);
+  bytes->remove_prefix(run);
+  prefix_bytes_ += run;
+  if (prefix_bytes_ < kPrefixBytes) return;
+  if (prefix_[0] != std::byte{0}) {
+    return End(absl::UnimplementedError(
+        "request: got a message marked as compressed, allowed are messages that are not "
+        "compressed"));
+  }
+  message_bytes_ = 0;
+  for (size_t i = 1; i < kPrefixBytes; ++i) {
+    message_bytes_ = message_bytes_ << 8 | std::to_integer<size_t>(prefix_[i]);
+  }
+}
+
+void ServerCall::TakeMessage(absl::Span<const std::byte>* bytes) {
+  const size_t run = std::min(memory_.bytes.size() - have_, bytes->size());
+  if (run == 0) return;
+  std::memcpy(memory_.bytes.data() + have_, bytes->data(), run);
+  bytes->remove_prefix(run);
+  have_ += run;
+}
+
+void ServerCall::EndMessage() {
+  state_ = State::kPrefix;
+  body_bytes_ += static_cast<int64_t>(kPrefixBytes + memory_.bytes.size());
+  received_bytes_ += static_cast<int64_t>(memory_.bytes.size());
+  stream_->CountMessage();
+  OnMessage(std::exchange(memory_, {}));
+}
+
+void ServerCall::OnEnd() {
+  half_closed_ = true;
+  if (!taking_) GoOn();
+}
+
+// ---- answering
+
+void ServerCall::SendHead() {
+  if (std::exchange(head_sent_, true)) return;
+  const http2::Field fields[] = {{":status", "200"}, {"content-type", kContentType}};
+  stream_->Respond(fields);
+}
+
+void ServerCall::Write(EncodedMessage message) {
+  if (over() || finished_) return;
+  SendHead();
+  sent_bytes_ += message.bytes();
+  auto parts = message.Release();
+  for (size_t i = 0; i < parts.size(); ++i) {
+    parts[i].ends_message = i + 1 == parts.size();
+    stream_->Send(std::move(parts[i]));
+  }
+}
+
+void ServerCall::Finish(const absl::Status& status, EncodedMessage message) {
+  if (over() || finished_) return;
+  if (!message.empty()) Write(std::move(message));
+  finished_ = true;
+  deadline_timer_.Cancel();
+  receive_timer_.Cancel();
+  memory_ = {};
+  std::vector<std::byte>().swap(seen_);
+  stream_->ReleaseEarly();
+  if (!head_sent_) return EndStream(stream_, status, *tracker_, &trace_);
+  stream_->End(Trailers(status, *tracker_, &trace_).fields);
+}
+
+void ServerCall::Reset() {
+  if (over()) return;
+  finished_ = true;
+  constexpr uint32_t kCancel = 8;  // RFC 9113, section 7
+  stream_->Reset(kCancel);
+}
+
+void ServerCall::OnClosed(http2::Closed why) {
+  const std::shared_ptr<ServerCall> self = shared_from_this();
+  deadline_timer_.Cancel();
+  receive_timer_.Cancel();
+  const bool cancelled = why != http2::Closed::kEnded;
+  stream_ = nullptr;
+  if (cancelled) OnCancelled(absl::CancelledError("call cancelled"));
+  finished_ = true;
+  OnOver();
+  tracker_->Leave(this);
+}
+
+}  // namespace logitd::rpc
