@@ -69,7 +69,8 @@ v1::Head Describe(const engine::Head& head) {
   return out;
 }
 
-constexpr PlainMethod kLoad = {.path = "/logitd.v1.Heads/Load", .role = door::Role::kHeads};
+constexpr PlainMethod kLoad = {
+    .path = "/logitd.v1.Heads/Load", .role = door::Role::kHeads, .counts = true};
 constexpr PlainMethod kUnload = {.path = "/logitd.v1.Heads/Unload", .role = door::Role::kHeads};
 constexpr PlainMethod kList = {.path = "/logitd.v1.Heads/List"};
 constexpr PlainMethod kGet = {.path = "/logitd.v1.Heads/Get"};

@@ -14,7 +14,7 @@ CallTracker::CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay
       first_(static_cast<size_t>(loops), nullptr) {}
 
 void CallTracker::Enter(ServerCall* call) {
-  Add();
+  if (call->counts()) Add();
   ServerCall*& first = first_[static_cast<size_t>(call->loop_->index())];
   call->next_ = first;
   if (first != nullptr) first->previous_ = call;
@@ -25,7 +25,7 @@ void CallTracker::Leave(ServerCall* call) {
   if (call->next_ != nullptr) call->next_->previous_ = call->previous_;
   (call->previous_ != nullptr ? call->previous_->next_
                               : first_[static_cast<size_t>(call->loop_->index())]) = call->next_;
-  Remove();
+  if (call->counts()) Remove();
 }
 
 void CallTracker::ForEach(int loop, absl::FunctionRef<void(ServerCall*)> use) {

@@ -22,7 +22,7 @@ class CallTracker {
   // RESOURCE_EXHAUSTED is told to wait, where the status itself does not say.
   CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops);
 
-  // Any thread. A call of a ring is alive from Add to Remove; others count by Enter and Leave.
+  // Any thread. A call of a ring is alive from Add to Remove; others that count, from Enter to Leave.
   int alive() const { return alive_.load(std::memory_order_relaxed); }
   void Add() { alive_.fetch_add(1, std::memory_order_relaxed); }
   void Remove() { alive_.fetch_sub(1, std::memory_order_relaxed); }

@@ -25,6 +25,7 @@ struct PlainMethod {
   bool open = false;      // anybody may call it
   std::optional<door::Role> role = std::nullopt;  // what it demands; none: any identity
   bool client_streams = false;                    // takes any number of messages
+  bool counts = false;                            // ServerCall::counts
 };
 
 // On its loop only.

@@ -46,6 +46,9 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
 
   // The server drains. A message that is being received has at most `receive_timeout` from here on.
   virtual void OnDrain(absl::Duration receive_timeout);
+  // A drain waits for it to end.
+  virtual bool counts() const { return true; }
+
   // The identities have changed: a long call ends if its caller may not call any longer.
   virtual void OnIdentities() {}
 

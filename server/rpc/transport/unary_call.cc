@@ -31,6 +31,7 @@ absl::Status UnaryCall::CheckHeaders() {
   }
   status = headers_.Authorize(*this, environment().identities, access_, environment().metrics);
   if (!status.ok()) return status;
+  if (environment().admission->draining()) return engine::DrainingError();
   return environment().load->Begin({.caller = headers_.caller,
                                     .op = &op(),
                                     .bytes = headers_.stated_bytes,
