@@ -48,11 +48,11 @@ constexpr Form kForms[] = {
 
 }  // namespace
 
-CLI::Option* Integers(CLI::Option* option, int64_t low, int64_t high) {
+CLI::Option* Integers(CLI::Option* option, absl::int128 low, absl::int128 high) {
   const std::string range = absl::StrFormat("%d..%d", low, high);
   return Allow(option, absl::StrCat("integers ", range), range,
                [low, high](const std::string& text) {
-                 int64_t value = 0;
+                 absl::int128 value = 0;
                  return absl::SimpleAtoi(text, &value) && value >= low && value <= high;
                });
 }
