@@ -34,8 +34,8 @@ using JsonFields = std::map<std::pair<std::string, std::string>, JsonValue>;
 // {"__float__": "NaN"}, which is a double here. A number beyond a double is an infinity.
 //
 // INVALID_ARGUMENT with `path`: the text is not one JSON object; for a syntax error, the line
-// and column of the last character that was read, from 1. For any text, time is in proportion to its length, and memory to its length, the
-// wanted members and the longest string. Thread-safe.
+// and column of the last character that was read, from 1. For any text, time is in proportion to
+// its length, and memory to its length and the wanted members. Thread-safe.
 absl::StatusOr<JsonFields> ReadJsonFields(
     std::string_view path, std::string_view text,
     absl::FunctionRef<bool(std::string_view object, std::string_view key)> wanted);
