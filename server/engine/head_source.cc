@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
-#include <filesystem>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -161,14 +160,6 @@ bool OneLine(std::string_view text) {
                      [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
 }
 
-absl::StatusOr<bool> Exists(const std::string& root, const std::string& path) {
-  const absl::StatusOr<std::string> located = Locate(root, path);
-  if (absl::IsNotFound(located.status())) return false;
-  if (!located.ok()) return located.status();
-  std::error_code ignored;
-  return std::filesystem::exists(*located, ignored);
-}
-
 // A file and the tensors in it.
 struct OpenFile {
   std::shared_ptr<const DataFile> file;
@@ -211,12 +202,12 @@ class Tensors {
   static absl::StatusOr<Tensors> OfFolder(const std::string& root, const std::string& folder) {
     const std::string single = absl::StrCat(folder, "/model.safetensors");
     const std::string index = absl::StrCat(folder, "/model.safetensors.index.json");
-    absl::StatusOr<bool> there = Exists(root, single);
+    absl::StatusOr<PathKind> there = KindOf(root, single);
     if (!there.ok()) return there.status();
-    if (*there) return OfFile(root, single);
-    there = Exists(root, index);
+    if (*there != PathKind::kNone) return OfFile(root, single);
+    there = KindOf(root, index);
     if (!there.ok()) return there.status();
-    if (!*there) {
+    if (*there == PathKind::kNone) {
       return absl::NotFoundError(absl::StrFormat(
           "%s: the folder has neither model.safetensors nor model.safetensors.index.json", folder));
     }
@@ -618,10 +609,9 @@ absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
 }  // namespace
 
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
-  std::error_code ignored;
-  const absl::StatusOr<std::string> located = Locate(request.root, request.path);
-  if (!located.ok()) return located.status();
-  const bool folder = std::filesystem::is_directory(*located, ignored);
+  const absl::StatusOr<PathKind> kind = KindOf(request.root, request.path);
+  if (!kind.ok()) return kind.status();
+  const bool folder = *kind == PathKind::kFolder;
   absl::StatusOr<Tensors> tensors = folder ? Tensors::OfFolder(request.root, request.path)
                                            : Tensors::OfFile(request.root, request.path);
   if (!tensors.ok()) return tensors.status();
