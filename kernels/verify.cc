@@ -21,8 +21,8 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
   const VerifyDraft& draft = request.drafts[r];
   const int64_t vocab = request.sample.vocab;
   if (draft.token < 0 || draft.token >= vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("drafts: got token %d at row %d, allowed 0..%d", draft.token, r, vocab - 1));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "drafts: got token %d at row %d, allowed 0..%d", draft.token, r, vocab - 1));
   }
   switch (draft.kind) {
     case DraftKind::kGreedy:
@@ -60,8 +60,8 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
   }
   if (has_token) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrFormat("drafts: got token %d at row %d, allowed one of its %d draft_ids", draft.token,
-                      r, draft.count));
+      absl::StrFormat("drafts: got token %d at row %d, allowed one of its %d draft_ids",
+                      draft.token, r, draft.count));
 }
 
 }  // namespace
