@@ -41,9 +41,9 @@ class HeadChoiceTest : public HeadsTest {
     constexpr int kBytes = 64;
     std::vector<std::string> entries;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      entries.push_back(absl::StrFormat(
-          R"("%s":{"dtype":"F32","shape":[4,4],"data_offsets":[%d,%d]})", tensors[i], i * kBytes,
-          (i + 1) * kBytes));
+      entries.push_back(
+          absl::StrFormat(R"("%s":{"dtype":"F32","shape":[4,4],"data_offsets":[%d,%d]})",
+                          tensors[i], i * kBytes, (i + 1) * kBytes));
     }
     const std::string header = absl::StrCat("{", absl::StrJoin(entries, ","), "}");
     const auto length = static_cast<uint64_t>(header.size());
@@ -83,19 +83,18 @@ TEST_F(HeadChoiceTest, TheTypeDecidesWhereTyingIsNotStated) {
 }
 
 TEST_F(HeadChoiceTest, WhatIsStatedWinsAlsoInTheTextModel) {
-  EXPECT_EQ(TensorOf(Folder(R"({"model_type": "llama", "tie_word_embeddings": true})",
-                            {kEmbeddings})),
-            kEmbeddings);
+  EXPECT_EQ(
+      TensorOf(Folder(R"({"model_type": "llama", "tie_word_embeddings": true})", {kEmbeddings})),
+      kEmbeddings);
   EXPECT_THAT(TensorOf(Folder(R"({"model_type": "gpt2", "tie_word_embeddings": false})",
                               {"transformer.wte.weight"})),
               HasSubstr("tie_word_embeddings: got false"));
-  EXPECT_EQ(TensorOf(Folder(
-                R"({"model_type": "gemma3", "text_config": {"tie_word_embeddings": true}})",
-                {"model.language_model.embed_tokens.weight"})),
-            "model.language_model.embed_tokens.weight");
-  EXPECT_THAT(TensorOf(Folder(
-                  R"({"model_type": "llava", "text_config": {"model_type": "llama"}})",
-                  {"model.language_model.embed_tokens.weight"})),
+  EXPECT_EQ(
+      TensorOf(Folder(R"({"model_type": "gemma3", "text_config": {"tie_word_embeddings": true}})",
+                      {"model.language_model.embed_tokens.weight"})),
+      "model.language_model.embed_tokens.weight");
+  EXPECT_THAT(TensorOf(Folder(R"({"model_type": "llava", "text_config": {"model_type": "llama"}})",
+                              {"model.language_model.embed_tokens.weight"})),
               HasSubstr("allowed true if there is no head"));
 }
 
