@@ -76,7 +76,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
 
-// Whether step 6 below cuts anything.
+// True where step 6 below cuts.
 constexpr bool TopKIsOn(const SampleRow& row, int64_t vocab) {
   return row.top_k > 0 && row.top_k < vocab;
 }

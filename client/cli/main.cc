@@ -57,8 +57,7 @@ from a JSON file with the keys of logitd.v1.SampleRequest; a flag overrides the 
 the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
 constexpr char kSampleExamples[] =
     R"(  logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
-  logitctl sample --logits logits.npy --params params.json --format json
-  logitctl sample --logits batch.npy --seeds 7 --top-p 0.9
+  logitctl sample --logits logits.npy --params params.json --seeds 7 --format json
   logitctl sample --hidden states.npy --head llama --seed 7 --top-p 0.9)";
 
 constexpr char kGenerateHelp[] =

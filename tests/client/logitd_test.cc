@@ -306,7 +306,9 @@ TEST_F(LogitdTest, LogitctlSpreadsSeedsFromOneNumber) {
       five, {"--seed",
              "6457827717110365317,3203168211198807973,9817491932198370423,4593380528125082431,"
              "16408922859458223821"});
-  EXPECT_EQ(sample(five, {"--seeds", "1234567"}), want);
+  for (const char* start : {"1234567", "+1234567", "01234567"}) {
+    EXPECT_EQ(sample(five, {"--seeds", start}), want) << start;
+  }
   const std::string params = dir_.Write("seed.json", R"({"seed": [1, 2, 3, 4, 5]})");
   EXPECT_EQ(sample(five, {"--seeds", "1234567", "--params", params}), want);
 

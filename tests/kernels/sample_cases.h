@@ -636,7 +636,7 @@ inline std::vector<int32_t> TopKsOff(int64_t vocab) {
   return {0, -1, static_cast<int32_t>(vocab), static_cast<int32_t>(vocab) + 1, kMost - 1, kMost};
 }
 
-// "" where every row has the same bits with each of them.
+// "" where every row has the same bits with each of TopKsOff.
 inline std::string BrokenTopKOff(OpRunner& runner, const SampleCase& c) {
   HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab, 0);
   SampleBatch batch;
