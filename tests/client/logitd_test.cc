@@ -8,8 +8,10 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -274,6 +276,52 @@ TEST_F(LogitdTest, LogitctlSamples) {
   EXPECT_THAT(flags.out, AllOf(HasSubstr("     0        1"), HasSubstr("     1        1")));
 }
 
+TEST_F(LogitdTest, LogitctlTakesEveryTopKThatKeepsAll) {
+  const std::string npy = dir_.Write("a.npy", testing::NpyF32(2, 3, {1, 2, 3, 4, 5, 6}));
+  const auto drawn = [&](const std::string& top_k) {
+    const nlohmann::json json = Json({"sample", "--logits", npy, "--seed", "3", "--logprob-mode",
+                                      "processed", "--top-k", top_k});
+    return std::pair(json["tokens"], json["logprobs"]);
+  };
+  const auto want = drawn("0");
+  for (const char* top_k : {"-1", "3", "4", "2147483647", "-1,4"}) {
+    EXPECT_EQ(drawn(top_k), want) << top_k;
+  }
+  EXPECT_NE(drawn("1"), want);
+}
+
+// The five numbers are the published outputs of SplitMix64 from 1234567.
+TEST_F(LogitdTest, LogitctlSpreadsSeedsFromOneNumber) {
+  const int rows = 64;
+  const std::string equal =
+      dir_.Write("equal.npy", testing::NpyF32(rows, 50, std::vector<float>(rows * 50, 0.5f)));
+  const std::string five =
+      dir_.Write("five.npy", testing::NpyF32(5, 50, std::vector<float>(5 * 50, 0.5f)));
+  const auto sample = [&](const std::string& npy, const std::vector<std::string>& flags) {
+    std::vector<std::string> args = {"sample", "--logits", npy};
+    args.insert(args.end(), flags.begin(), flags.end());
+    return Json(args)["tokens"].get<std::vector<int>>();
+  };
+  const std::vector<int> want = sample(
+      five, {"--seed",
+             "6457827717110365317,3203168211198807973,9817491932198370423,4593380528125082431,"
+             "16408922859458223821"});
+  for (const char* start : {"1234567", "+1234567", "01234567"}) {
+    EXPECT_EQ(sample(five, {"--seeds", start}), want) << start;
+  }
+  const std::string params = dir_.Write("seed.json", R"({"seed": [1, 2, 3, 4, 5]})");
+  EXPECT_EQ(sample(five, {"--seeds", "1234567", "--params", params}), want);
+
+  const auto tokens = [&](const std::vector<std::string>& flags) {
+    const std::vector<int> drawn = sample(equal, flags);
+    EXPECT_EQ(drawn.size(), 64u);
+    return std::set<int>(drawn.begin(), drawn.end()).size();
+  };
+  EXPECT_EQ(tokens({"--seed", "7"}), 1u);
+  EXPECT_GT(tokens({"--seeds", "7"}), 20u);
+  EXPECT_GT(tokens({"--seeds", "18446744073709551615"}), 20u);
+}
+
 TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
   const std::string npy = dir_.Write("a.npy", testing::NpyF32(1, 3, {1, 2, 3}));
   struct Case {
@@ -282,7 +330,7 @@ TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
   };
   const Case cases[] = {
       {{"--top-p", "1.5"}, "top_p: got 1.5 at row 0, allowed > 0 and <= 1"},
-      {{"--top-k", "4"}, "top_k: got 4 at row 0, allowed 0..3"},
+      {{"--top-k", "-2"}, "top_k: got -2 at row 0, allowed -1 or more"},
       {{"--params", dir_.Write("q.json", R"({"logit_bias": [1]})")},
        "logit_bias: got 1 values, allowed 0"},
       {{"--params", dir_.Write("r.json", R"({"topk": [1]})")}, "r.json is not a"},

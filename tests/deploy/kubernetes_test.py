@@ -161,15 +161,28 @@ class KubernetesTest(unittest.TestCase):
             self.assertGreater(spec["terminationGracePeriodSeconds"], sleep + drain + HANG_SECONDS)
 
     def test_memory_limit_covers_what_the_server_may_hold(self):
+        """The sum of docs/operations.md, "A container needs", with the numbers that stand there."""
+        page = " ".join((ROOT / "docs/operations.md").read_text().split())
+        held_share, transport, process = re.search(
+            r"A container needs: the slabs of all devices \+ ([\d.]+) x `--max-held-bytes` \+ (\d+) MiB \+ the heads of a "
+            r"CPU server \+ about (\d+) MiB for the process",
+            page,
+        ).groups()
+        row_bytes = int(re.search(r"(\d+) B of parameters and padding for each of `--max-batch-rows`", page)[1])
+        self.assertIn("Its default on the CPU is half of the machine's memory, or of the container's limit", page)
         usage = run(os.environ["LOGITD_BINARY"], "--help")
-        flags = ("streams", "slab-bytes", "max-held-bytes")
+        flags = ("streams", "slab-bytes", "max-held-bytes", "max-batch-rows", "max-head-bytes")
         default = {flag: re.search(rf"--{flag} \(.*?\)=(\w+) ", usage)[1] for flag in flags}
         for overlay in OVERLAYS:
             flags = named(self.built[overlay], "ConfigMap")["data"]
             value = {f: size(flags.get("LOGITD_" + f.upper().replace("-", "_"), d)) for f, d in default.items()}
-            need = value["streams"] * 4 * value["slab-bytes"] + 1.25 * value["max-held-bytes"] + (328 << 20)
             resources = self.container(overlay)["resources"]
-            self.assertGreater(size(resources["limits"]["memory"]), need)
+            limit = size(resources["limits"]["memory"])
+            need = value["streams"] * 2 * (2 * value["slab-bytes"] + row_bytes * value["max-batch-rows"])
+            need += float(held_share) * value["max-held-bytes"] + (int(transport) + int(process) << 20)
+            if overlay == "cpu":
+                need += value["max-head-bytes"] or limit // 2
+            self.assertGreaterEqual(limit, need, overlay)
             self.assertEqual(resources["limits"]["memory"], resources["requests"]["memory"])  # the sum is really used
 
     def test_the_container_serves_with_the_secrets(self):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, Optional, Union
+import os
+from dataclasses import fields
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Type, Union
 
 from logitd import _arrays, _attention, results
 from logitd._calls import Call, Session, encoded, verify_fields
@@ -62,15 +64,31 @@ class Base:
         self._session = Session(self.options)
         self._methods: Dict[str, Any] = {}
         self._closed = False
-        credentials, arguments = self.options.credentials(), self.options.channel_arguments()
-        if credentials is None:
-            self._channel = self._grpc.insecure_channel(address, options=arguments)
-        else:
-            self._channel = self._grpc.secure_channel(address, credentials, options=arguments)
+        self._process = os.getpid()
+        self._credentials = self.options.credentials()
+        self._channel: Any = None
         self._made()
 
     def _made(self) -> None:
-        """What a client does when it has its channel."""
+        """What a client does when it has its options."""
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """A copy, or what pickle makes, is a new client with the same options, and connects by itself."""
+        return _remade, (type(self), {f.name: getattr(self.options, f.name) for f in fields(self.options)})
+
+    def _make_channel(self) -> Any:
+        address, arguments = self.options.address, self.options.channel_arguments()
+        if self._credentials is None:
+            return self._grpc.insecure_channel(address, options=arguments)
+        return self._grpc.secure_channel(address, self._credentials, options=arguments)
+
+    def _check_place(self) -> None:
+        """FailedPrecondition: gRPC cannot be used here with this client's connection."""
+        if os.getpid() != self._process:
+            raise FailedPrecondition(
+                "client: got a call in a process that was forked from the client's, allowed in the client's own: gRPC "
+                "does not survive a fork; start processes with multiprocessing's \"spawn\", and make a client in each"
+            )
 
     def _connected(self) -> Any:
         """Asks the server something small, if nothing was asked yet: what has no retries of its own finds a connection."""
@@ -80,6 +98,7 @@ class Base:
         """A method of raw messages: with no serializer, bytes go through as they are."""
         if self._closed:
             raise FailedPrecondition("client: got a call after close(), allowed before it; make a new client")
+        self._check_place()
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, kind)(name)
         return self._methods[name]
@@ -202,3 +221,7 @@ class Base:
             raise TypeError("write: got a deadline, allowed none: a stream has no deadline")
         rows, row_params, _ = row_request("sample", logits, rest)
         return encoded("sample", rows, row_params), rows
+
+
+def _remade(kind: Type[Base], options: Dict[str, Any]) -> Base:
+    return kind(options.pop("address"), **options)

@@ -139,6 +139,25 @@ class SampleTest(ServerTestCase):
             drawn = client.sample(logits, seed=2**64 - 1, top_k=1, min_p=0.5, logprob_mode=["raw", "processed"] * 2)
             np.testing.assert_allclose(drawn.logprobs, [logprobs[0, 69], 0] * 2, rtol=1e-5, atol=1e-6)
 
+    def test_a_top_k_that_keeps_all_is_off(self):
+        offs = [-1, 3, 4, 2**31 - 1, np.array([-1, 3, 1000])]
+        report = dict(seed=5, position=[0, 1, 4], logprob_mode="processed", top_logprobs=3)
+        drafts = dict(sequence_rows=[3], drafts=[2, 0], draft_kind="dense", draft_probs=np.full((2, 3), 1 / 3))
+        for client in self.both(self.server.unix):
+            calls = (
+                lambda **params: client.sample(self.LOGITS, **report, **params),
+                lambda **params: client.verify(self.LOGITS, **report, **drafts, **params),
+            )
+            for call in calls:
+                want = call()
+                for top_k in offs:
+                    got = call(top_k=top_k)
+                    for name in ("tokens", "logprobs", "status"):
+                        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), f"{name} of {top_k}")
+                    np.testing.assert_array_equal(got.top_logprobs.values, want.top_logprobs.values)
+                with self.refused(logitd.InvalidArgument, "top_k: got -2 at row 1, allowed -1 or more"):
+                    call(top_k=[-1, -2, 3])
+
     def test_numbers_that_cannot_be_sent_are_refused(self):
         for client in self.both(self.server.unix):
             for params, texts in (
@@ -187,6 +206,14 @@ class VerifyTest(ServerTestCase):
 
 
 class ScoreTest(ServerTestCase):
+    def test_a_perplexity_beyond_every_double_is_infinite(self):
+        logits = np.zeros((3, 2), np.float32)
+        logits[:, 1] = -800
+        for client in self.both(self.server.unix):
+            for call in (client.score, client.score_stream):
+                totals = call(logits, targets=[1, 1, 1]).totals
+                self.assertEqual((totals.loss_mean, totals.perplexity), (800, math.inf))
+
     def test_is_the_definition(self):
         logits = RANDOM.standard_normal((6, 700)).astype(np.float32) * 4
         targets = np.array([3, -100, 699, 0, 12, 12])
@@ -318,6 +345,9 @@ class HeadsTest(ServerTestCase):
             self.assertEqual(top.indices.dense().tolist(), [order(row)[:4].tolist() for row in logits])
             token = client.sample(hidden=hidden, head="lm", temperature=0).tokens
             self.assertEqual(token.tolist(), logits.argmax(axis=1).tolist())
+            every = client.sample(hidden=hidden, head="lm", seed=2).tokens
+            kept = client.sample(hidden=hidden, head="lm", seed=2, top_k=[-1, 500, 501]).tokens
+            self.assertEqual(kept.tolist(), every.tolist())
             targets = [1, 2, 3]
             want = -log_softmax(logits)[0][np.arange(3), targets]
             np.testing.assert_allclose(client.score(hidden=hidden, head="lm", targets=targets).losses, want, rtol=1e-5)
