@@ -141,6 +141,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   void SetTick();
   void CheckStuck();
   void EndIfDone();
+  void SubmitReason();  // tells the peer why its connection ends
 
   // nghttp2's callbacks.
   int OnBeginFrame(const nghttp2_frame_hd& frame);
@@ -203,7 +204,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   };
   std::vector<Piece> pieces_;
   std::vector<Mark> marks_;
-  std::string rest_;
+  std::vector<std::byte> rest_;
   size_t scratch_used_ = 0;
   size_t filled_ = 0;
   uint64_t queued_ = 0;   // bytes given to `pieces_`, in all

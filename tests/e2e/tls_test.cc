@@ -238,12 +238,10 @@ TEST_F(TlsTest, AnAttackOnHttp2IsCutThroughTls) {
     return SSL_write(ssl.get(), bytes.data(), static_cast<int>(bytes.size())) > 0;
   };
   ASSERT_TRUE(send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + Frame(kSettings, 0, 0, "")));
-  ASSERT_TRUE(send(Frame(kHeaders, 0, 1, CallHeaders(kTopK))));
   for (int i = 0; i < 64; ++i) {
-    if (!send(Frame(kContinuation, 0, 1, Field("x", "y")))) break;
+    if (!send(Frame(kPing, 0, 0, "12345678"))) break;
   }
-  EXPECT_TRUE(
-      server.WaitForMetric("logitd_connections_cut_total{reason=\"continuations\"}", '=', 1));
+  EXPECT_TRUE(server.WaitForMetric("logitd_connections_cut_total{reason=\"pings\"}", '=', 1));
   close(fd);
 }
 
@@ -571,9 +569,12 @@ TEST_F(IdentityTest, TheQuotaOfBytesCountsWhatCallsHold) {
                       Entry("two", "\"infer\"", kScoreToken)});
   const ServerProcess server(Flags());
   const auto channel = ConnectTls(server, authority_);
-  const grpc::Status unstated = TopKAs(channel, kInferToken);
-  EXPECT_EQ(unstated.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_THAT(unstated.error_message(), HasSubstr("it states no size), allowed 1000000"));
+  EXPECT_TRUE(TopKAs(channel, kInferToken).ok());  // its message tells its size
+  v1::TopKResponse response;
+  const grpc::Status large = v1::Sampler::NewStub(channel)->TopK(
+      WithToken(kInferToken).get(), Request(std::vector<float>(250'000), 1, 1), &response);
+  EXPECT_EQ(large.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(large.error_message(), HasSubstr(", allowed 1000000; retry after "));
   const auto stated = [] {
     auto context = WithToken(kInferToken);
     context->AddMetadata("logitd-payload-bytes", "600000");
