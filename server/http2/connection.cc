@@ -233,13 +233,13 @@ void Connection::Drain() {
 
 void Connection::Close(Cut cut) {
   if (fd_ < 0) return;
-  if (cut_ == Cut::kNone) cut_ = cut;
+  if (cut_ == Cut::kNone) cut_ = told_ && cut == Cut::kNone ? Cut::kProtocol : cut;
   if (feeding_) {  // nghttp2 is on the stack: the next read ends it
     shutdown(fd_, SHUT_RDWR);
     return;
   }
   if (std::exchange(closing_, true)) return;
-  if (session_ != nullptr && cut_ != Cut::kNone && !blocked_) {
+  if (session_ != nullptr && cut_ != Cut::kNone && !told_ && pieces_.empty()) {
     SubmitReason();
     Fill();
     WriteOut();  // as far as it goes
@@ -396,6 +396,7 @@ int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   if (held_->over()) stream->refusal_ = Refusal::kMemory;
   streams_[frame.hd.stream_id] = std::move(stream);
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
+  stream->counted_ = kOverhead;
   Hold(&account_.headers, kOverhead);
   return 0;
 }
@@ -418,6 +419,7 @@ int Connection::OnFrame(const nghttp2_frame& frame) {
   const bool ends = (frame.hd.flags & NGHTTP2_FLAG_END_STREAM) != 0;
   if (ends) stream->peer_ended_ = true;
   if (frame.hd.type == NGHTTP2_HEADERS && frame.headers.cat == NGHTTP2_HCAT_REQUEST) {
+    stream->counted_ += static_cast<int64_t>(stream->headers_.held_bytes());
     Hold(&account_.headers, static_cast<int64_t>(stream->headers_.held_bytes()));
     stream->events_ = host_->OnStream(stream);
   }
@@ -445,7 +447,7 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
   streams_.erase(it);
   if (data_stream_ == stream.get()) data_stream_ = nullptr;
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
-  Hold(&account_.headers, -(kOverhead + static_cast<int64_t>(stream->headers_.held_bytes())));
+  Hold(&account_.headers, -stream->counted_);
   Hold(&account_.unsent, -stream->unsent_bytes_);
   stream->ReleaseEarly();
   if (streams_.empty()) idle_since_ns_ = loop_->now_ns();
@@ -457,6 +459,7 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
 // ---- writing
 
 void Connection::OnFrameSent(const nghttp2_frame& frame) {
+  if (frame.hd.type == NGHTTP2_GOAWAY && frame.goaway.error_code != NGHTTP2_NO_ERROR) told_ = true;
   if (frame.hd.type != NGHTTP2_HEADERS && frame.hd.type != NGHTTP2_DATA) return;
   control_.Add(kControlFramesPerBody);
   pings_.Add(1);

@@ -186,6 +186,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   bool preface_ = false;   // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
+  bool told_ = false;        // a GOAWAY gave an error: nghttp2's own if the peer broke the protocol
   Cut cut_ = Cut::kNone;
 
   // The DATA frame that is being received.
