@@ -393,10 +393,10 @@ int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   auto stream = std::make_unique<Stream>(this, frame.hd.stream_id);
   stream->granted_ = limits_.early_window;
   stream->moved_ns_ = loop_->now_ns();
+  stream->counted_ = kOverhead;
   if (held_->over()) stream->refusal_ = Refusal::kMemory;
   streams_[frame.hd.stream_id] = std::move(stream);
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
-  stream->counted_ = kOverhead;
   Hold(&account_.headers, kOverhead);
   return 0;
 }
