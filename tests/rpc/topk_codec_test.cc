@@ -289,20 +289,17 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   }
   const absl::Span<const std::byte> outputs[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
                                                  Bytes(probs)};
-  const grpc::ByteBuffer buffer =
-      p.codec.Encode({.outputs = outputs}, {.receive_ns = 1,
-                                            .total_ns = int64_t{1} << 40,
-                                            .job = {.copy_ns = 2,
-                                                    .queue_ns = 3,
-                                                    .h2d_ns = 0,
-                                                    .kernel_ns = 5,
-                                                    .d2h_ns = 6,
-                                                    .batch_rows = 7}});
-  EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
-  grpc::Slice slice;
-  ASSERT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
+  const EncodedMessage answer = p.codec.Encode({.outputs = outputs}, {.receive_ns = 1,
+                                                                      .total_ns = int64_t{1} << 40,
+                                                                      .job = {.copy_ns = 2,
+                                                                              .queue_ns = 3,
+                                                                              .h2d_ns = 0,
+                                                                              .kernel_ns = 5,
+                                                                              .d2h_ns = 6,
+                                                                              .batch_rows = 7}});
+  EXPECT_LE(answer.bytes(), p.codec.answer_bytes());
   v1::TopKResponse response;
-  ASSERT_TRUE(response.ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
+  ASSERT_TRUE(response.ParseFromString(answer.ToString()));
   EXPECT_THAT(response.k(), ElementsAre(1, 200, 2));
   EXPECT_EQ(std::vector<int32_t>(response.indices().begin(), response.indices().end()), indices);
   EXPECT_EQ(std::vector<float>(response.probs().begin(), response.probs().end()), probs);

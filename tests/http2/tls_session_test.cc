@@ -1,4 +1,4 @@
-#include "server/door/tls_session.h"
+#include "server/http2/tls_session.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -21,7 +21,7 @@
 #include "absl/time/clock.h"
 #include "tests/certificates.h"
 
-namespace logitd::door {
+namespace logitd::http2 {
 namespace {
 
 using ::testing::ElementsAre;
@@ -387,4 +387,4 @@ TEST(TlsSourceTest, AWrongCertificateLeavesTheOldOne) {
 }
 
 }  // namespace
-}  // namespace logitd::door
+}  // namespace logitd::http2
