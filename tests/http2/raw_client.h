@@ -75,8 +75,10 @@ class RawClient {
            static_cast<ssize_t>(bytes.size());
   }
   bool Send(const Frame& frame) { return Send(Encoded(frame)); }
-  bool Begin() {  // the preface, and settings that say nothing
-    return Send(NGHTTP2_CLIENT_MAGIC) && Send({.type = NGHTTP2_SETTINGS});
+  // The preface, settings that say nothing, and yes to the server's.
+  bool Begin() {
+    return Send(NGHTTP2_CLIENT_MAGIC) && Send({.type = NGHTTP2_SETTINGS}) &&
+           Send({.type = NGHTTP2_SETTINGS, .flags = NGHTTP2_FLAG_ACK});
   }
 
   // HEADERS of a stream, as the connection's table has it now.

@@ -414,9 +414,11 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
   const Outputs outputs;
-  const std::string bytes = Answer(p.codec.Encode(
-      {.outputs = absl::MakeConstSpan(outputs.spans).first(ops::kSampleOutputs.size())},
-      {.receive_ns = 1, .total_ns = 9}));
+  const std::string bytes =
+      p.codec
+          .Encode({.outputs = absl::MakeConstSpan(outputs.spans).first(ops::kSampleOutputs.size())},
+                  {.receive_ns = 1, .total_ns = 9})
+          .ToString();
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
@@ -550,7 +552,7 @@ TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
   p.Inputs();
   const Outputs outputs;
   const std::string bytes =
-      Answer(p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9}));
+      p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9}).ToString();
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::VerifyResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
