@@ -239,7 +239,7 @@ void Connection::Close(Cut cut) {
     return;
   }
   if (std::exchange(closing_, true)) return;
-  if (session_ != nullptr && cut_ != Cut::kNone && !blocked_) {
+  if (session_ != nullptr && cut_ != Cut::kNone && pieces_.empty()) {
     nghttp2_session_terminate_session(session_, cut_ == Cut::kProtocol
                                                     ? NGHTTP2_PROTOCOL_ERROR
                                                     : NGHTTP2_ENHANCE_YOUR_CALM);
@@ -390,6 +390,7 @@ int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   if (held_->over()) stream->refusal_ = Refusal::kMemory;
   streams_[frame.hd.stream_id] = std::move(stream);
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
+  stream->counted_ = kOverhead;
   Hold(&account_.headers, kOverhead);
   return 0;
 }
@@ -412,6 +413,7 @@ int Connection::OnFrame(const nghttp2_frame& frame) {
   const bool ends = (frame.hd.flags & NGHTTP2_FLAG_END_STREAM) != 0;
   if (ends) stream->peer_ended_ = true;
   if (frame.hd.type == NGHTTP2_HEADERS && frame.headers.cat == NGHTTP2_HCAT_REQUEST) {
+    stream->counted_ += static_cast<int64_t>(stream->headers_.held_bytes());
     Hold(&account_.headers, static_cast<int64_t>(stream->headers_.held_bytes()));
     stream->events_ = host_->OnStream(stream);
   }
@@ -439,7 +441,7 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
   streams_.erase(it);
   if (data_stream_ == stream.get()) data_stream_ = nullptr;
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
-  Hold(&account_.headers, -(kOverhead + static_cast<int64_t>(stream->headers_.held_bytes())));
+  Hold(&account_.headers, -stream->counted_);
   Hold(&account_.unsent, -stream->unsent_bytes_);
   stream->ReleaseEarly();
   if (streams_.empty()) idle_since_ns_ = loop_->now_ns();

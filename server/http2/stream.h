@@ -126,6 +126,7 @@ class Stream {
   std::shared_ptr<StreamEvents> events_;
   HeaderList headers_;
   size_t header_list_bytes_ = 0;
+  int64_t counted_ = 0;  // in Account::headers
   Refusal refusal_ = Refusal::kNone;
   bool peer_ended_ = false;
   int64_t granted_ = 0;

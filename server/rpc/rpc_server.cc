@@ -127,6 +127,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
   void Drain(absl::Duration receive_timeout) override {
     tracker_.BeginDrain(receive_timeout);
     EachCall([receive_timeout](ServerCall* call) { call->OnDrain(receive_timeout); });
+    server_.Drain();
   }
 
   void RecheckIdentities() override {
