@@ -121,6 +121,10 @@ struct Connection::Callbacks {
             Of(user)->OnFrameSent(*frame);
             return 0;
           });
+      nghttp2_session_callbacks_set_unpack_extension_callback(
+          made, [](nghttp2_session*, void**, const nghttp2_frame_hd*, void*) -> int {
+            return NGHTTP2_ERR_CANCEL;  // ignored
+          });
       nghttp2_session_callbacks_set_send_data_callback(
           made, [](nghttp2_session*, nghttp2_frame*, const uint8_t* head, size_t bytes,
                    nghttp2_data_source* source, void* user) {
@@ -141,6 +145,10 @@ struct Connection::Callbacks {
     nghttp2_option_set_no_auto_window_update(options, 1);
     nghttp2_option_set_no_closed_streams(options, 1);
     nghttp2_option_set_max_outbound_ack(options, limits.unread_acks);
+    // Unknown frames are told to OnBeginFrame, which counts them.
+    for (int type = NGHTTP2_ALTSVC; type <= UINT8_MAX; ++type) {
+      nghttp2_option_set_user_recv_extension_type(options, static_cast<uint8_t>(type));
+    }
     // Resets have a budget of this server, which knows what calls were answered.
     nghttp2_option_set_stream_reset_rate_limit(options, UINT32_MAX, UINT32_MAX);
     return options;
@@ -387,10 +395,10 @@ int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   auto stream = std::make_unique<Stream>(this, frame.hd.stream_id);
   stream->granted_ = limits_.early_window;
   stream->moved_ns_ = loop_->now_ns();
+  stream->counted_ = kOverhead;
   if (held_->over()) stream->refusal_ = Refusal::kMemory;
   streams_[frame.hd.stream_id] = std::move(stream);
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
-  stream->counted_ = kOverhead;
   Hold(&account_.headers, kOverhead);
   return 0;
 }
@@ -453,6 +461,7 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
 // ---- writing
 
 void Connection::OnFrameSent(const nghttp2_frame& frame) {
+  if (frame.hd.type == NGHTTP2_GOAWAY) refused_ = frame.goaway.error_code != NGHTTP2_NO_ERROR;
   if (frame.hd.type != NGHTTP2_HEADERS && frame.hd.type != NGHTTP2_DATA) return;
   control_.Add(kControlFramesPerBody);
   pings_.Refill();
@@ -636,7 +645,7 @@ void Connection::OnTurnEnd() {
 
 void Connection::EndIfDone() {
   const bool over = nghttp2_session_want_read(session_) == 0 && nghttp2_session_want_write(session_) == 0;
-  if (over || (going_away_ && streams_.empty())) Close();
+  if (over || (going_away_ && streams_.empty())) Close(refused_ ? Cut::kProtocol : Cut::kNone);
 }
 
 // ---- times

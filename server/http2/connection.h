@@ -185,6 +185,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   bool preface_ = false;   // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
+  bool refused_ = false;     // nghttp2 has told the peer what it did wrong
   Cut cut_ = Cut::kNone;
 
   // The DATA frame that is being received.

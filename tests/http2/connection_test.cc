@@ -36,7 +36,7 @@ using testing::Read32;
 using testing::Request;
 using ::testing::SizeIs;
 
-int64_t now_ns = 0;
+int64_t now_ns = 1'000'000'000;
 int64_t TestClock() { return now_ns; }
 
 // Names its memory, so that large frames are received there.
@@ -66,7 +66,6 @@ class Silent final : public Echo {
 
 class ConnectionTest : public ::testing::Test, public ConnectionHost {
  protected:
-  ConnectionTest() { now_ns = 1'000'000'000; }
   ~ConnectionTest() override {
     if (connection_ != nullptr) connection_->Close();
     loop_.Turn(/*wait=*/false);

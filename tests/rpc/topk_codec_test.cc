@@ -94,8 +94,7 @@ TEST(TopKCodecTest, PayloadReachesItsStride) {
   const v1::TopKRequest request = Request(2, 3, {1});
   Parsed p(request);
   std::vector<char> slab(2 * 16, '.');
-  Copier(/*helpers=*/0)
-      .Copy(p.pieces(), p.codec.payload(), reinterpret_cast<std::byte*>(slab.data()), 16);
+  CopyRows(p.pieces(), p.codec.payload(), reinterpret_cast<std::byte*>(slab.data()), 16);
   EXPECT_EQ(std::string(slab.data(), 12), request.logits().substr(0, 12));
   EXPECT_EQ(std::string(slab.data() + 12, 4), "....");
   EXPECT_EQ(std::string(slab.data() + 16, 12), request.logits().substr(12));
@@ -316,8 +315,7 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_EQ(response.timings().batch_rows(), 7);
   EXPECT_EQ(response.timings().total_ns(), int64_t{1} << 40);
   // Byte for byte what generated code would have sent.
-  EXPECT_EQ(response.SerializeAsString(),
-            std::string(reinterpret_cast<const char*>(slice.begin()), slice.size()));
+  EXPECT_EQ(response.SerializeAsString(), answer.ToString());
 }
 
 TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
