@@ -14,12 +14,11 @@ function(logitd_compile_options target)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
   endif()
   # ThreadSanitizer learns of the locks of libraries that are built without it (tests/tsan). They do not get instrumented
-  # copies of inline functions from our archives: each of their uses would be a race. The door's archive has functions
-  # that they must get.
+  # copies of inline functions from our archives: each of their uses would be a race.
   get_target_property(type ${target} TYPE)
   if(LOGITD_SANITIZE STREQUAL "thread" AND type STREQUAL "EXECUTABLE")
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:logitd_tsan>)
-    set(ours log formats kernels engine ops arena proto rpc server client)
+    set(ours log formats kernels engine ops door http2 arena proto grpc rpc server client)
     list(TRANSFORM ours REPLACE "(.+)" "liblogitd_\\1.a")
     list(JOIN ours ":" ours)
     target_link_options(${target} PRIVATE "LINKER:--export-dynamic-symbol=*absl*Notification*"

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "server/rpc/rpc_server.h"
 

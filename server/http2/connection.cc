@@ -121,6 +121,10 @@ struct Connection::Callbacks {
             Of(user)->OnFrameSent(*frame);
             return 0;
           });
+      nghttp2_session_callbacks_set_unpack_extension_callback(
+          made, [](nghttp2_session*, void**, const nghttp2_frame_hd*, void*) -> int {
+            return NGHTTP2_ERR_CANCEL;  // ignored
+          });
       nghttp2_session_callbacks_set_send_data_callback(
           made, [](nghttp2_session*, nghttp2_frame*, const uint8_t* head, size_t bytes,
                    nghttp2_data_source* source, void* user) {
@@ -141,6 +145,10 @@ struct Connection::Callbacks {
     nghttp2_option_set_no_auto_window_update(options, 1);
     nghttp2_option_set_no_closed_streams(options, 1);
     nghttp2_option_set_max_outbound_ack(options, limits.unread_acks);
+    // Unknown frames are told to OnBeginFrame, which counts them.
+    for (int type = NGHTTP2_ALTSVC; type <= UINT8_MAX; ++type) {
+      nghttp2_option_set_user_recv_extension_type(options, static_cast<uint8_t>(type));
+    }
     // Resets have a budget of this server, which knows what calls were answered.
     nghttp2_option_set_stream_reset_rate_limit(options, UINT32_MAX, UINT32_MAX);
     return options;

@@ -69,7 +69,7 @@ void Timers::Advance(int64_t now_ns) {
     for (Link* at = slot->next; at != slot;) {
       auto* const timer = static_cast<Timer*>(at);
       at = at->next;
-      if (timer->due_ns_ >= (now + 1) * kSlotNs) continue;  // of a later round
+      if (timer->due_ns_ / kSlotNs >= now) continue;  // of a later round
       timer->Cancel();
       Insert(&due, timer);
     }
@@ -189,28 +189,29 @@ void Loop::EndTurn() {
 }
 
 void Loop::Run() {
+  while (!stop_) Turn(/*wait=*/true);
+}
+
+void Loop::Turn(bool wait) {
   epoll_event events[kEventsPerTurn];
-  while (!stop_) {
-    asleep_.store(true, std::memory_order_seq_cst);
-    const bool work = posted_.load(std::memory_order_seq_cst) != nullptr;
-    const int ready =
-        epoll_wait(epoll_, events, kEventsPerTurn, work ? 0 : timers_.WaitMs(clock_()));
-    asleep_.store(false, std::memory_order_relaxed);
-    now_ns_ = clock_();
-    turn_ns_.store(now_ns_, std::memory_order_relaxed);
-    for (int i = 0; i < ready; ++i) {
-      if (events[i].data.ptr != nullptr) {
-        static_cast<Source*>(events[i].data.ptr)->OnReady(events[i].events);
-        continue;
-      }
-      uint64_t count = 0;
-      [[maybe_unused]] const ssize_t got = read(wake_, &count, sizeof(count));
+  asleep_.store(true, std::memory_order_seq_cst);
+  const bool work = !wait || posted_.load(std::memory_order_seq_cst) != nullptr;
+  const int ready = epoll_wait(epoll_, events, kEventsPerTurn, work ? 0 : timers_.WaitMs(clock_()));
+  asleep_.store(false, std::memory_order_relaxed);
+  now_ns_ = clock_();
+  turn_ns_.store(now_ns_, std::memory_order_relaxed);
+  for (int i = 0; i < ready; ++i) {
+    if (events[i].data.ptr != nullptr) {
+      static_cast<Source*>(events[i].data.ptr)->OnReady(events[i].events);
+      continue;
     }
-    RunTasks();
-    timers_.Advance(now_ns_);
-    EndTurn();
-    turn_ns_.store(0, std::memory_order_relaxed);
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t got = read(wake_, &count, sizeof(count));
   }
+  RunTasks();
+  timers_.Advance(now_ns_);
+  EndTurn();
+  turn_ns_.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace logitd::http2

@@ -114,6 +114,8 @@ class Loop {
   void Start(const char* name);
   // Tasks that come later run in the next Stop, on its thread.
   void Stop();
+  // One turn, on this thread, which Start was not called for. `wait`: until there is something to do.
+  void Turn(bool wait);
   int index() const { return index_; }
   // Any thread: a turn has taken long, so what others have sent may wait unread.
   bool IsLate() const {

@@ -76,7 +76,8 @@ class StreamEvents {
   virtual void OnBody(absl::Span<const std::byte> bytes) = 0;
   // The peer's body has ended.
   virtual void OnEnd() = 0;
-  // Bytes up to a Bytes::ends_message have been given to the kernel. Once for each.
+  // Bytes up to a Bytes::ends_message have been given to the kernel. Once for each, except for those
+  // that went out with the stream's end.
   virtual void OnSent() {}
   // Once, at the end. The stream is gone afterwards.
   virtual void OnClosed(Closed why) = 0;

@@ -23,7 +23,7 @@
 #include "logitd/v1/attention.pb.h"
 #include "server/engine/batch.h"
 #include "server/rpc/codecs/attention_codec.h"
-#include "server/rpc/transport/copier.h"
+#include "server/rpc/codecs/payload.h"
 #include "tests/fuzz/field_comparison.h"
 
 namespace logitd::rpc::testing {
@@ -103,7 +103,7 @@ inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces
   const absl::Span<const engine::Array> arrays = codec.op().inputs;
   const size_t bytes = engine::LayOut(arrays, spec.counts, payload, offsets.data());
   const auto memory = std::make_unique<std::byte[]>(bytes);
-  Copier(/*helpers=*/0).Copy(pieces, codec.payload(), memory.get(), row_stride);
+  CopyRows(pieces, codec.payload(), memory.get(), row_stride);
   std::vector<std::byte*> inputs;
   for (size_t i = 0; i < arrays.size(); ++i) inputs.push_back(memory.get() + offsets[i]);
   for (size_t i = 0; i < codec.copied_inputs().size(); ++i) {
@@ -111,7 +111,7 @@ inline std::string PrepareEverything(AttentionDirection direction, Pieces pieces
     if (input.range.bytes != static_cast<size_t>(spec.counts[arrays[i].axis]) * arrays[i].bytes) {
       return absl::StrCat("input ", i, " has ", input.range.bytes, " bytes");
     }
-    Copier(/*helpers=*/0).Copy(pieces, input, inputs[i], input.row_bytes);
+    CopyRows(pieces, input, inputs[i], input.row_bytes);
   }
   codec.WriteInputs(inputs, {});
 

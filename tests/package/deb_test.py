@@ -56,7 +56,7 @@ def check_packages(folder):
     check(f"files of {runtime.name}: got {sorted(contents(runtime) ^ RUNTIME)} too much or missing", contents(runtime) == RUNTIME)
     check(f"files missing from {development.name}", DEVELOPMENT <= contents(development))
     depends = run("dpkg-deb", "--field", runtime, "Depends")
-    for library in ("libc6", "libgrpc++", "libprotobuf", "libssl3", "libspdlog", "libmicrohttpd"):
+    for library in ("libc6", "libgrpc++", "libprotobuf", "libssl3", "libspdlog", "libmicrohttpd", "libnghttp2"):
         check(f"Depends: {depends} without {library}", library in depends)
     check(f"Depends: {depends}: a -dev package", "-dev" not in depends)
 

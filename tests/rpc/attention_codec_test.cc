@@ -393,16 +393,6 @@ absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
   return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
-std::string Joined(const grpc::ByteBuffer& buffer) {
-  std::vector<grpc::Slice> slices;
-  EXPECT_TRUE(buffer.Dump(&slices).ok());
-  std::string out;
-  for (const grpc::Slice& slice : slices) {
-    out.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  }
-  return out;
-}
-
 const CallTimes kTimes = {.receive_ns = 1,
                           .total_ns = int64_t{1} << 40,
                           .job = {.copy_ns = 2, .queue_ns = 3, .kernel_ns = 5, .batch_rows = 7}};
@@ -420,7 +410,7 @@ TEST(AttentionCodecTest, AnswerIsWhatGeneratedCodeReads) {
   status[3] = {RowCode::kNanLogit, 4};
   status[23] = {RowCode::kEmptySupport, -1};
   const absl::Span<const std::byte> outputs[] = {Bytes(probs), Bytes(logsumexp), Bytes(status)};
-  const std::string bytes = Joined(p.codec.Encode({.outputs = outputs}, kTimes));
+  const std::string bytes = p.codec.Encode({.outputs = outputs}, kTimes).ToString();
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::AttentionSoftmaxResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
@@ -456,7 +446,7 @@ TEST(AttentionCodecTest, AnswerOfTheGradientIsWhatGeneratedCodeReads) {
   std::vector<double> d_sinks = {0.5, -0.25, 1e-300};
   std::vector<RowStatus> status(23, {RowCode::kNanLogit, 1});  // the most there can be to say
   const absl::Span<const std::byte> outputs[] = {Bytes(d_scores), Bytes(d_sinks), Bytes(status)};
-  const std::string bytes = Joined(p.codec.Encode({.outputs = outputs}, kTimes));
+  const std::string bytes = p.codec.Encode({.outputs = outputs}, kTimes).ToString();
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::AttentionSoftmaxBackwardResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
@@ -476,11 +466,10 @@ TEST(AttentionCodecTest, AKeptAnswerLeavesFromWhereItLies) {
   const absl::Span<const std::byte> outputs[] = {Bytes(probs), {}, Bytes(status)};
   auto keep = std::make_shared<int>(0);
   {
-    const grpc::ByteBuffer buffer = p.codec.Encode({.outputs = outputs, .keep = keep}, kTimes);
-    std::vector<grpc::Slice> slices;
-    ASSERT_TRUE(buffer.Dump(&slices).ok());
-    ASSERT_EQ(slices.size(), 2u);
-    EXPECT_EQ(static_cast<const void*>(slices[1].begin()), probs.data());
+    EncodedMessage answer = p.codec.Encode({.outputs = outputs, .keep = keep}, kTimes);
+    const auto parts = answer.Release();
+    ASSERT_EQ(parts.size(), 2u);
+    EXPECT_EQ(static_cast<const void*>(parts[1].span.data()), probs.data());
     EXPECT_EQ(keep.use_count(), 2);
   }
   EXPECT_EQ(keep.use_count(), 1);

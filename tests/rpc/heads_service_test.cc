@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "logitd/v1/heads.grpc.pb.h"
 #include "tests/rpc/served_engine.h"
 
 namespace logitd::rpc {

@@ -27,7 +27,6 @@
 #include "logitd/v1/sampler.grpc.pb.h"
 #include "server/arena/arena_server.h"
 #include "server/arena/leases.h"
-#include "server/door/connection.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -78,11 +77,9 @@ class LoneCallTest : public ::testing::Test {
         arena::ArenaServer::Start({.address = {.path = path}}, &leases_, metrics_.registry());
     EXPECT_TRUE(arenas.ok()) << arenas.status();
     arenas_ = *std::move(arenas);
-    auto server = RpcServer::Start({.listen = {"127.0.0.1:0"},
-                                    .max_request_bytes = kMaxBytes,
-                                    .connections = door::Connections::Create({}),
-                                    .leases = &leases_},
-                                   &admission_, engine_.get(), &heads_, &metrics_);
+    auto server = RpcServer::Start(
+        {.listen = {"127.0.0.1:0"}, .max_request_bytes = kMaxBytes, .leases = &leases_},
+        &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     arenas_->ServeRings(server_->ring_service(), /*cores=*/2);

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <functional>
@@ -16,9 +15,11 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/time/clock.h"
+#include "logitd/v1/server.grpc.pb.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
 #include "server/gpu_metrics.h"
+#include "tests/rpc/served_engine.h"
 
 namespace logitd {
 namespace {
@@ -37,9 +38,9 @@ double Sample(const std::string& page, const std::string& name) {
 }
 
 std::function<std::string()> Page(
-    std::shared_ptr<const door::Connections> connections = door::Connections::Create({}),
+    std::shared_ptr<const ServerTraffic> traffic = std::make_shared<ServerTraffic>(),
     const std::vector<DeviceInfo>& devices = {{.backend = "fake"}}) {
-  return MakeMetricsPage(std::make_shared<prometheus::Registry>(), std::move(connections), "1.2.3",
+  return MakeMetricsPage(std::make_shared<prometheus::Registry>(), std::move(traffic), "1.2.3",
                          "4.5", devices);
 }
 
@@ -84,35 +85,31 @@ TEST(MetricsPageTest, OpenFilesAreCounted) {
   EXPECT_EQ(opened, 5);
 }
 
-TEST(MetricsPageTest, TrafficIsThatOfOpenAndClosedConnections) {
-  const auto connections = door::Connections::Create({});
-  const auto page = Page(connections);
-  int first[2], second[2];
-  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, first), 0);
-  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, second), 0);
+class TrafficTest : public rpc::ServedEngine {
+ protected:
+  TrafficTest() : ServedEngine(1 << 20, 4 << 20) {}
+};
+
+TEST_F(TrafficTest, IsThatOfTheServerAndStaysWhenTheServerEnds) {
+  const auto traffic = std::make_shared<ServerTraffic>();
+  const auto page = Page(traffic);
   EXPECT_EQ(Sample(page(), "logitd_received_bytes_total"), 0);
-  sockaddr_storage none = {};
-  ASSERT_NE(connections->Add(first[0], reinterpret_cast<sockaddr*>(&none), 0), nullptr);
-  ASSERT_NE(connections->Add(second[0], reinterpret_cast<sockaddr*>(&none), 0), nullptr);
-  char bytes[64] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-  const auto move = [&](int from, int to, size_t count) {
-    iovec part = {bytes, count};
-    msghdr message = {};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    ASSERT_EQ(sendmsg(from, &message, 0), static_cast<ssize_t>(count));
-    ASSERT_EQ(recvmsg(to, &message, 0), static_cast<ssize_t>(count));
-  };
-  move(first[1], first[0], 24);
-  move(second[1], second[0], 10);
-  move(second[0], second[1], 7);
-  close(second[0]);
-  EXPECT_EQ(Sample(page(), "logitd_received_bytes_total"), 34);
-  EXPECT_EQ(Sample(page(), "logitd_sent_bytes_total"), 7);
-  close(first[0]);
-  close(first[1]);
-  close(second[1]);
-  EXPECT_EQ(Sample(page(), "logitd_received_bytes_total"), 34);
+  const auto channel = Start();
+  traffic->Set(server_.get());
+  const auto stub = v1::Server::NewStub(channel);
+  int64_t answers = 0;
+  for (int i = 0; i < 20; ++i) {
+    grpc::ClientContext context;
+    v1::GetInfoResponse info;
+    ASSERT_TRUE(stub->GetInfo(&context, v1::GetInfoRequest(), &info).ok());
+    answers += static_cast<int64_t>(info.ByteSizeLong());
+  }
+  EXPECT_GT(Sample(page(), "logitd_received_bytes_total"), 20 * 9) << "a frame of each call";
+  EXPECT_GT(Sample(page(), "logitd_sent_bytes_total"), answers);
+  traffic->Set(nullptr);
+  server_.reset();
+  EXPECT_GT(Sample(page(), "logitd_received_bytes_total"), 20 * 9);
+  EXPECT_GT(Sample(page(), "logitd_sent_bytes_total"), answers);
 }
 
 TEST(MetricsPageTest, WithoutAGpuItHasNoSeries) {

@@ -14,7 +14,6 @@
 
 #include "logitd/v1/attention.grpc.pb.h"
 #include "logitd/v1/sampler.grpc.pb.h"
-#include "server/door/connection.h"
 #include "server/engine/admission.h"
 #include "server/engine/devices.h"
 #include "server/engine/engine.h"
@@ -51,11 +50,9 @@ class PlacedRowsTest : public ::testing::Test {
                                        .max_batch_rows = 1024,
                                        .ops = ops::AllTraits()},
                                       &metrics_, [](const absl::Status&) { FAIL(); });
-    server_ = *RpcServer::Start({.listen = {"127.0.0.1:0"},
-                                 .max_request_bytes = kMaxBytes,
-                                 .connections = door::Connections::Create({}),
-                                 .leases = &leases_},
-                                &admission_, engine_.get(), &heads_, &metrics_);
+    server_ = *RpcServer::Start(
+        {.listen = {"127.0.0.1:0"}, .max_request_bytes = kMaxBytes, .leases = &leases_},
+        &admission_, engine_.get(), &heads_, &metrics_);
     channel_ = grpc::CreateChannel(server_->listening()[0], grpc::InsecureChannelCredentials());
   }
 

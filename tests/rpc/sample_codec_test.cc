@@ -380,12 +380,6 @@ absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
   return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
-std::string Answer(const grpc::ByteBuffer& buffer) {
-  grpc::Slice slice;
-  EXPECT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
-  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
-}
-
 // Outputs of WithLists() and 2 and 0 top tokens.
 struct Outputs {
   std::vector<int32_t> tokens = {3, -1}, ranks = {1, 0}, top_ids = {3, 4}, accepted = {1};
@@ -420,9 +414,11 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
   const Outputs outputs;
-  const std::string bytes = Answer(p.codec.Encode(
-      {.outputs = absl::MakeConstSpan(outputs.spans).first(ops::kSampleOutputs.size())},
-      {.receive_ns = 1, .total_ns = 9}));
+  const std::string bytes =
+      p.codec
+          .Encode({.outputs = absl::MakeConstSpan(outputs.spans).first(ops::kSampleOutputs.size())},
+                  {.receive_ns = 1, .total_ns = 9})
+          .ToString();
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
@@ -556,7 +552,7 @@ TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
   p.Inputs();
   const Outputs outputs;
   const std::string bytes =
-      Answer(p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9}));
+      p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9}).ToString();
   EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
   v1::VerifyResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));

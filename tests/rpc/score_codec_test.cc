@@ -54,12 +54,6 @@ v1::ScoreRequest Hidden(const std::vector<int32_t>& targets) {
   return request;
 }
 
-std::string StringOf(const grpc::ByteBuffer& buffer) {
-  grpc::Slice slice;
-  EXPECT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
-  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
-}
-
 // One message, parsed; of a sequence where that is given.
 struct Parsed {
   explicit Parsed(const v1::ScoreRequest& request,
@@ -308,12 +302,12 @@ struct Outputs {
 
 v1::ScoreResponse AnswerOf(Parsed& p) {
   const Outputs outputs;
-  grpc::ByteBuffer buffer =
+  EncodedMessage answer =
       p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9});
-  p.codec.Conclude(&buffer);
-  EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
+  p.codec.Conclude(&answer);
+  EXPECT_LE(answer.bytes(), p.codec.answer_bytes());
   v1::ScoreResponse response;
-  EXPECT_TRUE(response.ParseFromString(StringOf(buffer)));
+  EXPECT_TRUE(response.ParseFromString(answer.ToString()));
   return response;
 }
 
@@ -534,15 +528,15 @@ TEST(ScoreSequenceTest, TotalsRunInTheOrderOfTheAnswersWhateverWasEncodedFirst) 
   Parsed second(Later({1, -100, 2}), sequence);
   ASSERT_TRUE(first.status.ok() && second.status.ok());
   const Outputs outputs;
-  grpc::ByteBuffer second_answer = second.codec.Encode({.outputs = outputs.spans}, {});
-  grpc::ByteBuffer first_answer = first.codec.Encode({.outputs = outputs.spans}, {});
+  EncodedMessage second_answer = second.codec.Encode({.outputs = outputs.spans}, {});
+  EncodedMessage first_answer = first.codec.Encode({.outputs = outputs.spans}, {});
   first.codec.Conclude(&first_answer);
   second.codec.Conclude(&second_answer);
   v1::ScoreResponse response;
-  ASSERT_TRUE(response.ParseFromString(StringOf(first_answer)));
+  ASSERT_TRUE(response.ParseFromString(first_answer.ToString()));
   EXPECT_EQ(response.totals().rows(), 3);
   EXPECT_EQ(response.totals().loss_sum(), 1.5);
-  ASSERT_TRUE(response.ParseFromString(StringOf(second_answer)));
+  ASSERT_TRUE(response.ParseFromString(second_answer.ToString()));
   EXPECT_EQ(response.offset(), 3);
   EXPECT_EQ(response.totals().rows(), 6);
   EXPECT_EQ(response.totals().loss_sum(), 3);

@@ -13,7 +13,6 @@
 
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "server/door/connection.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -59,8 +58,7 @@ class ServedEngine : public ::testing::Test {
     auto server = RpcServer::Start({.listen = {"127.0.0.1:0"},
                                     .max_request_bytes = max_bytes_,
                                     .head_root = head_root,
-                                    .remote_listen = remote_listen,
-                                    .connections = connections_ = door::Connections::Create({})},
+                                    .remote_listen = remote_listen},
                                    &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
@@ -90,7 +88,6 @@ class ServedEngine : public ::testing::Test {
   engine::Heads heads_{&backend_, &metrics_};
   engine::Admission admission_;
   std::unique_ptr<engine::Engine> engine_;
-  std::shared_ptr<door::Connections> connections_;  // of the server
   std::unique_ptr<RpcServer> server_;
 };
 

@@ -10,9 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
+#include "server/rpc/codecs/payload.h"
 #include "server/rpc/codecs/score_codec.h"
 #include "server/rpc/codecs/topk_codec.h"
-#include "server/rpc/transport/copier.h"
 #include "tests/rpc/one_head.h"
 
 namespace logitd::rpc {
@@ -49,7 +49,7 @@ struct Parsed {
   std::vector<int> Copied() {
     const Payload payload = codec.payload();
     std::vector<std::byte> slab(payload.range.bytes);
-    Copier(/*helpers=*/0).Copy(Pieces(&piece, 1), payload, slab.data(), payload.row_bytes);
+    CopyRows(Pieces(&piece, 1), payload, slab.data(), payload.row_bytes);
     std::vector<int> values;
     for (const std::byte value : slab) values.push_back(static_cast<int>(value));
     return values;
@@ -178,7 +178,7 @@ TEST(SharedRowsTest, EveryDistanceOfRowsIsCopied) {
       Parsed p(Request(100, 1, 8, stride));
       ASSERT_TRUE(p.status.ok()) << p.status;
       std::vector<std::byte> slab(100 * slab_stride, std::byte{0xee});
-      Copier(/*helpers=*/0).Copy({}, p.codec.payload(), slab.data(), slab_stride);
+      CopyRows({}, p.codec.payload(), slab.data(), slab_stride);
       for (int64_t row = 0; row < 100; ++row) {
         const auto from = static_cast<size_t>(8 + row * (stride == 0 ? 4 : stride));
         const std::byte* const copied = &slab[static_cast<size_t>(row) * slab_stride];

@@ -94,8 +94,7 @@ TEST(TopKCodecTest, PayloadReachesItsStride) {
   const v1::TopKRequest request = Request(2, 3, {1});
   Parsed p(request);
   std::vector<char> slab(2 * 16, '.');
-  Copier(/*helpers=*/0)
-      .Copy(p.pieces(), p.codec.payload(), reinterpret_cast<std::byte*>(slab.data()), 16);
+  CopyRows(p.pieces(), p.codec.payload(), reinterpret_cast<std::byte*>(slab.data()), 16);
   EXPECT_EQ(std::string(slab.data(), 12), request.logits().substr(0, 12));
   EXPECT_EQ(std::string(slab.data() + 12, 4), "....");
   EXPECT_EQ(std::string(slab.data() + 16, 12), request.logits().substr(12));
@@ -289,20 +288,17 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   }
   const absl::Span<const std::byte> outputs[] = {Bytes(logsumexp), Bytes(status), Bytes(indices),
                                                  Bytes(probs)};
-  const grpc::ByteBuffer buffer =
-      p.codec.Encode({.outputs = outputs}, {.receive_ns = 1,
-                                            .total_ns = int64_t{1} << 40,
-                                            .job = {.copy_ns = 2,
-                                                    .queue_ns = 3,
-                                                    .h2d_ns = 0,
-                                                    .kernel_ns = 5,
-                                                    .d2h_ns = 6,
-                                                    .batch_rows = 7}});
-  EXPECT_LE(static_cast<int64_t>(buffer.Length()), p.codec.answer_bytes());
-  grpc::Slice slice;
-  ASSERT_TRUE(buffer.DumpToSingleSlice(&slice).ok());
+  const EncodedMessage answer = p.codec.Encode({.outputs = outputs}, {.receive_ns = 1,
+                                                                      .total_ns = int64_t{1} << 40,
+                                                                      .job = {.copy_ns = 2,
+                                                                              .queue_ns = 3,
+                                                                              .h2d_ns = 0,
+                                                                              .kernel_ns = 5,
+                                                                              .d2h_ns = 6,
+                                                                              .batch_rows = 7}});
+  EXPECT_LE(answer.bytes(), p.codec.answer_bytes());
   v1::TopKResponse response;
-  ASSERT_TRUE(response.ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
+  ASSERT_TRUE(response.ParseFromString(answer.ToString()));
   EXPECT_THAT(response.k(), ElementsAre(1, 200, 2));
   EXPECT_EQ(std::vector<int32_t>(response.indices().begin(), response.indices().end()), indices);
   EXPECT_EQ(std::vector<float>(response.probs().begin(), response.probs().end()), probs);
@@ -319,8 +315,7 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_EQ(response.timings().batch_rows(), 7);
   EXPECT_EQ(response.timings().total_ns(), int64_t{1} << 40);
   // Byte for byte what generated code would have sent.
-  EXPECT_EQ(response.SerializeAsString(),
-            std::string(reinterpret_cast<const char*>(slice.begin()), slice.size()));
+  EXPECT_EQ(response.SerializeAsString(), answer.ToString());
 }
 
 TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {

@@ -1,6 +1,6 @@
 // Tells ThreadSanitizer the order that Abseil's locks make. Debian's Abseil is built without it: the sanitizer then does
-// not see these locks and reports a race for all that they guard, and for what gRPC hands over under them. The programs
-// of a ThreadSanitizer build define the functions that lock, so the libraries call these too; each calls Abseil's own.
+// not see these locks and reports a race for all that they guard. The programs of a ThreadSanitizer build define the
+// functions that lock, so the libraries call these too; each calls Abseil's own.
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
 
@@ -13,6 +13,16 @@
 extern "C" {
 void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
+
+// What uninstrumented libraries do with memory is their own affair; each of their copies of it would be a race.
+const char* __tsan_default_suppressions() {
+  return "called_from_lib:libnghttp2.so\n"
+         "called_from_lib:libabsl_status.so\n"
+         "called_from_lib:libabsl_cord.so\n"
+         "called_from_lib:libabsl_cord_internal.so\n"
+         "called_from_lib:libabsl_strings.so\n"
+         "called_from_lib:libabsl_time.so\n";
+}
 }
 
 namespace {

@@ -1,4 +1,4 @@
-#include "server/door/listener.h"
+#include "server/http2/listener.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,7 +21,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 
-namespace logitd::door {
+namespace logitd::http2 {
 namespace {
 
 using ::testing::HasSubstr;
@@ -62,30 +61,34 @@ int ConnectTo(const std::string& listening, int family = AF_INET) {
   return -1;
 }
 
-// Keeps what it gets open.
-class Taken {
- public:
-  ~Taken() {
-    for (const int fd : fds_) close(fd);
-  }
-  Listener::Take Take() {
-    return [this](int fd, int) {
-      fds_.push_back(fd);
-      ++count_;
-    };
-  }
-  int count() const { return count_; }
-
- private:
-  std::vector<int> fds_;  // of the listener's thread until it ends
-  std::atomic<int> count_ = 0;
-};
-
 class ListenerTest : public ::testing::Test {
  protected:
-  Taken taken_;  // ends last
-  const std::shared_ptr<Connections> connections_ = Connections::Create({.max_connections = 8});
-  Listener listener_{connections_};
+  ~ListenerTest() override {
+    Stop();
+    for (const int fd : taken_) close(fd);
+  }
+
+  void Start() {
+    listener_.Start(
+        &loop_,
+        [this](int fd, const sockaddr_storage&, socklen_t) {
+          taken_.push_back(fd);
+          ++count_;
+        },
+        [this] { ++refused_; });
+    loop_.Start("listener");
+  }
+  void Stop() {
+    loop_.Stop();
+    listener_.Stop();
+    loop_.Stop();  // it closes the sockets
+  }
+
+  Loop loop_;
+  std::vector<int> taken_;  // of the loop until it ends
+  std::atomic<int> count_ = 0;
+  std::atomic<int> refused_ = 0;
+  Listener listener_;
 };
 
 TEST_F(ListenerTest, AUnixSocketsFileHasThePermissionsThatAreAskedFor) {
@@ -93,7 +96,7 @@ TEST_F(ListenerTest, AUnixSocketsFileHasThePermissionsThatAreAskedFor) {
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
   for (const mode_t mode : {0600, 0666}) {
     const std::string path = absl::StrCat(directory, "/", mode);
-    Listener listener(connections_);
+    Listener listener;
     ASSERT_TRUE(listener.Listen({"unix:" + path}, mode).ok());
     struct stat file = {};
     ASSERT_EQ(stat(path.c_str(), &file), 0);
@@ -105,11 +108,10 @@ TEST_F(ListenerTest, AUnixSocketsFileHasThePermissionsThatAreAskedFor) {
 TEST_F(ListenerTest, HandsOutWhatConnects) {
   ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
   const int early = ConnectTo(listener_.listening()[0]);
-  listener_.Start(taken_.Take());
+  Start();
   const int late = ConnectTo(listener_.listening()[0]);
-  EXPECT_TRUE(Becomes([&] { return taken_.count() == 2; }));
-  EXPECT_EQ(connections_->open(), 2);
-  listener_.Stop();
+  EXPECT_TRUE(Becomes([&] { return count_ == 2; }));
+  Stop();
   EXPECT_EQ(ConnectTo(listener_.listening()[0]), -1);
   close(early);
   close(late);
@@ -117,7 +119,7 @@ TEST_F(ListenerTest, HandsOutWhatConnects) {
 
 TEST_F(ListenerTest, AnAddressWithoutAFamilyTakesBoth) {
   ASSERT_TRUE(listener_.Listen({"0.0.0.0:0"}).ok());
-  listener_.Start(taken_.Take());
+  Start();
   const int v4 = ConnectTo(listener_.listening()[0]);
   const int v6 = ConnectTo(listener_.listening()[0], AF_INET6);
   EXPECT_GE(v4, 0);
@@ -128,7 +130,7 @@ TEST_F(ListenerTest, AnAddressWithoutAFamilyTakesBoth) {
 
 TEST_F(ListenerTest, ANameMayBeSeveralAddressesOfOnePort) {
   ASSERT_TRUE(listener_.Listen({"localhost:0"}).ok());
-  listener_.Start(taken_.Take());
+  Start();
   const int v4 = ConnectTo(listener_.listening()[0]);
   EXPECT_GE(v4, 0);
   close(v4);
@@ -142,30 +144,16 @@ TEST_F(ListenerTest, AnErrorNamesTheAddress) {
 
 TEST_F(ListenerTest, ATakenPortIsRefused) {
   ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
-  Listener second(connections_);
+  Listener second;
   EXPECT_THAT(second.Listen(listener_.listening()).message(), HasSubstr("in use"));
-}
-
-TEST_F(ListenerTest, RefusesWhenItIsTold) {
-  ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
-  listener_.Refuse(true);
-  listener_.Start(taken_.Take());
-  const int fd = ConnectTo(listener_.listening()[0]);
-  char byte = 0;
-  EXPECT_LE(recv(fd, &byte, 1, 0), 0) << "closed";
-  listener_.Refuse(false);
-  const int next = ConnectTo(listener_.listening()[0]);
-  EXPECT_TRUE(Becomes([&] { return taken_.count() == 1; }));
-  close(fd);
-  close(next);
 }
 
 // The process has no descriptor left for a while.
 TEST_F(ListenerTest, RecoversWhenThereWereNoDescriptors) {
   ASSERT_TRUE(listener_.Listen({"127.0.0.1:0"}).ok());
-  listener_.Start(taken_.Take());
+  Start();
   const int fd = ConnectTo(listener_.listening()[0]);
-  EXPECT_TRUE(Becomes([&] { return taken_.count() == 1; }));
+  EXPECT_TRUE(Becomes([&] { return count_ == 1; }));
   const int last = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   rlimit before = {};
   getrlimit(RLIMIT_NOFILE, &before);
@@ -178,13 +166,14 @@ TEST_F(ListenerTest, RecoversWhenThereWereNoDescriptors) {
   EXPECT_EQ(connect(last, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
   char byte = 0;
   EXPECT_LE(recv(last, &byte, 1, 0), 0) << "refused, not left in the queue";
+  EXPECT_EQ(refused_, 1);
   setrlimit(RLIMIT_NOFILE, &before);
   const int next = ConnectTo(listener_.listening()[0]);
-  EXPECT_TRUE(Becomes([&] { return taken_.count() == 2; }));
+  EXPECT_TRUE(Becomes([&] { return count_ == 2; }));
   close(fd);
   close(last);
   close(next);
 }
 
 }  // namespace
-}  // namespace logitd::door
+}  // namespace logitd::http2

@@ -1,0 +1,192 @@
+// A server with its loops, and clients that speak frames to it.
+#include "server/http2/server.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "tests/http2/echo.h"
+#include "tests/http2/raw_client.h"
+
+namespace logitd::http2 {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::Each;
+using testing::Echo;
+using testing::Frame;
+using testing::RawClient;
+using testing::Request;
+
+class Early final : public Echo {
+ public:
+  using Echo::Echo;
+  void OnBody(absl::Span<const std::byte> bytes) override {
+    EXPECT_TRUE(stream()->HoldEarly(static_cast<int64_t>(bytes.size())));
+    Echo::OnBody(bytes);
+  }
+};
+
+class ServerTest : public ::testing::Test, public ServerEvents {
+ protected:
+  void Start(ServerOptions options) {
+    path_ = absl::StrCat(::testing::TempDir(), "/logitd_http2_", getpid());
+    server_ = std::make_unique<Server>(options, this);
+    ASSERT_TRUE(server_->Listen({"unix:" + path_}, std::nullopt).ok());
+    server_->Start();
+  }
+  ~ServerTest() override {
+    server_.reset();
+    EXPECT_EQ(open_, 0);
+  }
+
+  std::shared_ptr<StreamEvents> OnStream(Stream* stream) override {
+    return std::make_shared<Early>(stream);
+  }
+  void OnOpen(int64_t open) override { open_ = open; }
+  void OnRefused() override { ++refused_; }
+  void OnCut(Cut cut) override { cut_ = cut; }
+
+  std::unique_ptr<RawClient> Connect() {
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_un address = {.sun_family = AF_UNIX};
+    path_.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    auto client = std::make_unique<RawClient>(fd);
+    client->Begin();
+    return client;
+  }
+  static bool Becomes(const std::function<bool()>& condition) {
+    const absl::Time end = absl::Now() + absl::Seconds(20);
+    while (!condition()) {
+      if (absl::Now() > end) return false;
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    return true;
+  }
+  static bool Ends(RawClient& client) {
+    return Becomes([&] {
+      client.Take();
+      return client.ended();
+    });
+  }
+  // The body that comes back.
+  static std::string Call(RawClient& client, int32_t stream) {
+    client.Send(client.Headers(stream, Request("/")));
+    client.Send(RawClient::Data(stream, "hello", true));
+    std::string body;
+    bool ended = false;
+    EXPECT_TRUE(Becomes([&] {
+      for (const Frame& frame : client.Take()) {
+        if (frame.type == NGHTTP2_DATA) body += frame.payload;
+        ended = ended || (frame.type == NGHTTP2_HEADERS && frame.ends_stream());
+      }
+      return ended;
+    }));
+    return body;
+  }
+
+  std::string path_;
+  std::atomic<int64_t> open_ = 0;
+  std::atomic<int> refused_ = 0;
+  std::atomic<Cut> cut_ = Cut::kNone;
+  std::unique_ptr<Server> server_;
+};
+
+TEST_F(ServerTest, SpreadsConnectionsOverItsLoopsAndCountsThem) {
+  Start({.loops = 3});
+  std::vector<std::unique_ptr<RawClient>> clients;
+  for (int i = 0; i < 6; ++i) {
+    clients.push_back(Connect());
+    EXPECT_EQ(Call(*clients.back(), 1), "hello");
+  }
+  EXPECT_EQ(server_->open(), 6);
+  EXPECT_EQ(open_, 6);
+  EXPECT_GT(server_->traffic().received, 6 * 33);
+  EXPECT_GT(server_->traffic().sent, 6 * 33);
+  EXPECT_TRUE(Becomes([&] { return server_->held_bytes() > 6 * 1000; })) << "nghttp2's memory";
+  clients.clear();
+  EXPECT_TRUE(Becomes([&] { return server_->open() == 0 && server_->held_bytes() == 0; }));
+  EXPECT_EQ(cut_, Cut::kNone);
+}
+
+TEST_F(ServerTest, RefusesMoreConnectionsThanItsLimit) {
+  Start({.max_connections = 2});
+  auto first = Connect();
+  auto second = Connect();
+  EXPECT_EQ(Call(*first, 1), "hello");
+  EXPECT_EQ(Call(*second, 1), "hello");
+  auto third = Connect();
+  EXPECT_TRUE(Ends(*third));
+  EXPECT_EQ(refused_, 1);
+  second.reset();
+  EXPECT_TRUE(Becomes([&] { return open_ == 1; }));
+  EXPECT_EQ(Call(*Connect(), 1), "hello");
+}
+
+TEST_F(ServerTest, RefusesWhileItIsTold) {
+  Start({});
+  auto before = Connect();
+  EXPECT_EQ(Call(*before, 1), "hello");
+  server_->Refuse(true);
+  EXPECT_TRUE(Ends(*Connect()));
+  EXPECT_EQ(Call(*before, 3), "hello");
+  server_->Refuse(false);
+  EXPECT_EQ(Call(*Connect(), 1), "hello");
+}
+
+TEST_F(ServerTest, WhileTooMuchIsHeldTheStillestConnectionIsCut) {
+  Start({.loops = 2, .max_held_bytes = int64_t{1} << 20});
+  auto honest = Connect();
+  EXPECT_EQ(Call(*honest, 1), "hello");
+  auto holder = Connect();
+  // Less than the rest of the limit, and more than an eighth below it.
+  int32_t stream = 1;
+  for (int i = 0; i < 15; ++i, stream += 2) {
+    ASSERT_TRUE(holder->Send(holder->Headers(stream, Request("/"))));
+    ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(60'000, 'x'))));
+    EXPECT_TRUE(Becomes([&] { return server_->traffic().received > (i + 1) * 60'000; }));
+  }
+  ASSERT_TRUE(holder->Send(holder->Headers(stream, Request("/"))));
+  ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(20'000, 'x'))));
+  EXPECT_TRUE(Ends(*holder));
+  EXPECT_EQ(cut_, Cut::kMemory);
+  EXPECT_EQ(Call(*honest, 3), "hello");
+}
+
+TEST_F(ServerTest, ADrainClosesConnectionsWithoutCalls) {
+  Start({});
+  auto idle = Connect();
+  EXPECT_EQ(Call(*idle, 1), "hello");
+  server_->Drain();
+  EXPECT_TRUE(Ends(*idle));
+  EXPECT_EQ(Call(*Connect(), 1), "hello") << "the layer above refuses calls";
+}
+
+TEST_F(ServerTest, AShutdownClosesAllAndTakesNoMore) {
+  Start({.loops = 2});
+  auto client = Connect();
+  EXPECT_EQ(Call(*client, 1), "hello");
+  client->Send(client->Headers(3, Request("/")));
+  server_->Shutdown();
+  EXPECT_TRUE(Ends(*client));
+  EXPECT_EQ(server_->open(), 0);
+  EXPECT_EQ(server_->held_bytes(), 0);
+  EXPECT_NE(access(path_.c_str(), F_OK), 0) << "the socket's file is gone";
+}
+
+}  // namespace
+}  // namespace logitd::http2
