@@ -14,6 +14,7 @@ std::string TextOf(const ParamRange& allowed, bool is_integer, int64_t vocab) {
   if (is_integer) {
     const double high =
         allowed.up_to_vocab ? std::min(allowed.high, static_cast<double>(vocab)) : allowed.high;
+    if (std::isinf(high)) return absl::StrFormat("%.0f or more", allowed.low);
     return absl::StrFormat("%.0f..%.0f", allowed.low, high);
   }
   std::string text = std::isfinite(allowed.high) ? "" : "finite";

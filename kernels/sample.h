@@ -44,7 +44,7 @@ struct SampleRow {
   int64_t first_extra_entry;  // answers [first_extra_entry, first_extra_entry + extra_count)
   int32_t active;             // 1; 0 = skip the row
   float temperature;          // finite, >= 0; 0 = the highest logit, nothing random
-  int32_t top_k;              // 0..vocab; 0 and vocab = off
+  int32_t top_k;              // >= -1; -1, 0, and vocab or more = off
   float top_p;                // (0, 1]; 1 = off
   float min_p;                // [0, 1]; 0 = off
   float repetition;           // finite, > 0; 1 = off
@@ -65,7 +65,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"seed", &SampleRow::seed, 0, kFinite},  // stays first: the server checks that it was sent
     {"position", &SampleRow::position, 0, kFinite},
     {"temperature", &SampleRow::temperature, 1, kZeroOrMore},
-    {"top_k", &SampleRow::top_k, 0, {.low = 0, .up_to_vocab = true}},
+    {"top_k", &SampleRow::top_k, 0, {.low = -1}},
     {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
     {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
     {"repetition_penalty", &SampleRow::repetition, 1, kAboveZero},
@@ -75,6 +75,11 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
     {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
+
+// True where step 6 below cuts.
+constexpr bool TopKIsOn(const SampleRow& row, int64_t vocab) {
+  return row.top_k > 0 && row.top_k < vocab;
+}
 
 // Draws one token for every row of `logits`. With x the row as sent, the steps are, in this order:
 //

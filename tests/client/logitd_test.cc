@@ -10,6 +10,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -274,6 +275,20 @@ TEST_F(LogitdTest, LogitctlSamples) {
   EXPECT_THAT(flags.out, AllOf(HasSubstr("     0        1"), HasSubstr("     1        1")));
 }
 
+TEST_F(LogitdTest, LogitctlTakesEveryTopKThatKeepsAll) {
+  const std::string npy = dir_.Write("a.npy", testing::NpyF32(2, 3, {1, 2, 3, 4, 5, 6}));
+  const auto drawn = [&](const std::string& top_k) {
+    const nlohmann::json json = Json({"sample", "--logits", npy, "--seed", "3", "--logprob-mode",
+                                      "processed", "--top-k", top_k});
+    return std::pair(json["tokens"], json["logprobs"]);
+  };
+  const auto want = drawn("0");
+  for (const char* top_k : {"-1", "3", "4", "2147483647", "-1,4"}) {
+    EXPECT_EQ(drawn(top_k), want) << top_k;
+  }
+  EXPECT_NE(drawn("1"), want);
+}
+
 TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
   const std::string npy = dir_.Write("a.npy", testing::NpyF32(1, 3, {1, 2, 3}));
   struct Case {
@@ -282,7 +297,7 @@ TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
   };
   const Case cases[] = {
       {{"--top-p", "1.5"}, "top_p: got 1.5 at row 0, allowed > 0 and <= 1"},
-      {{"--top-k", "4"}, "top_k: got 4 at row 0, allowed 0..3"},
+      {{"--top-k", "-2"}, "top_k: got -2 at row 0, allowed -1 or more"},
       {{"--params", dir_.Write("q.json", R"({"logit_bias": [1]})")},
        "logit_bias: got 1 values, allowed 0"},
       {{"--params", dir_.Write("r.json", R"({"topk": [1]})")}, "r.json is not a"},

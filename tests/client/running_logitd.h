@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -59,6 +60,14 @@ class RunningLogitd : public ::testing::Test {
   Ran Logitctl(std::vector<std::string> args) const {
     args.insert(args.end(), {"--addr", address_});
     return RunBinary("logitctl", args);
+  }
+
+  // The answer of a command that succeeds.
+  nlohmann::json Json(std::vector<std::string> args) const {
+    args.insert(args.end(), {"--format", "json"});
+    const Ran ran = Logitctl(args);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out, nullptr, /*allow_exceptions=*/false);
   }
 
   TempDir dir_;

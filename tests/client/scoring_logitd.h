@@ -36,14 +36,6 @@ class ScoringLogitd : public RunningLogitd {
             },
             "logitd.v1.Scorer") {}
 
-  // The answer of a command that succeeds.
-  nlohmann::json Json(std::vector<std::string> args) const {
-    args.insert(args.end(), {"--format", "json"});
-    const Ran ran = Logitctl(args);
-    EXPECT_EQ(ran.code, 0) << ran.err;
-    return nlohmann::json::parse(ran.out, nullptr, /*allow_exceptions=*/false);
-  }
-
   std::unique_ptr<client::Client> ConnectWith(int64_t message_bytes) const {
     return Connect({.score_message_bytes = message_bytes});
   }

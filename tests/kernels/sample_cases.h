@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <string>
@@ -329,7 +330,7 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   row.temperature = kTemperatures[random() % 8];
   if (one_in(2)) {
     const int64_t most = one_in(3) ? vocab : std::min<int64_t>(vocab, 100);
-    row.top_k = static_cast<int32_t>(random() % (most + 1));
+    row.top_k = static_cast<int32_t>(random() % (most + 3)) - 1;  // -1..most + 1
   }
   static constexpr float kTopPs[] = {0.9f, 0.5f, 0.99f, 0.1f, 1e-6f, 0.9999999f};
   if (one_in(2)) row.top_p = kTopPs[random() % 6];
@@ -627,6 +628,43 @@ inline std::string BrokenSampleInvariance(OpRunner& runner, const SampleCase& c)
   return "";
 }
 
+// ---- top_k off
+
+// The values of top_k that cut nothing.
+inline std::vector<int32_t> TopKsOff(int64_t vocab) {
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  return {0, -1, static_cast<int32_t>(vocab), static_cast<int32_t>(vocab) + 1, kMost - 1, kMost};
+}
+
+// "" where every row has the same bits with each of TopKsOff.
+inline std::string BrokenTopKOff(OpRunner& runner, const SampleCase& c) {
+  HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab, 0);
+  SampleBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    FillRow(tensor, r, c.fill, c.seed);
+    AddRandomRow(batch, c.vocab, random);
+  }
+  std::vector<std::string> want;
+  for (const int32_t top_k : TopKsOff(c.vocab)) {
+    for (SampleRow& row : batch.rows) row.top_k = top_k;
+    auto got = runner.Sample(tensor, batch);
+    if (!got.ok()) return got.status().ToString();
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (batch.rows[r].active == 0) continue;
+      std::string bits = SampleBits(*got, batch.rows[r], r);
+      if (top_k == 0) {
+        want.resize(r + 1);
+        want[r] = bits;
+      }
+      if (bits == want[r]) continue;
+      return absl::StrFormat("%s: other bits in row %d (%s)", Describe(c), r,
+                             Describe(batch.rows[r]));
+    }
+  }
+  return "";
+}
+
 inline std::vector<SampleCase> SampleInvarianceCases() {
   return {{.rows = 700, .vocab = 7, .stride_extra = 1, .offset = 1},
           {.rows = 40, .vocab = 1000, .stride_extra = 3, .offset = 7},
@@ -643,6 +681,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),
       ForAll("ARowsBitsDoNotDependOnOtherRows", SampleInvarianceCases, BrokenSampleInvariance),
+      ForAll("ATopKThatKeepsAllHasTheBitsOfNone", SampleInvarianceCases, BrokenTopKOff),
   };
 }
 

@@ -12,6 +12,8 @@
 namespace logitd::testing {
 namespace {
 
+constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+
 // A request of 2 rows x 100, both with everything off, changed by the case.
 struct Asked {
   SampleRequest request;
@@ -85,10 +87,13 @@ const CheckCase kCases[] = {
      "temperature: got inf at row 1, allowed finite and >= 0"},
     {"temperature nan", [](Asked&, SampleRow& row) { row.temperature = kNan; },
      "temperature: got nan at row 1, allowed finite and >= 0"},
-    {"top_k negative", [](Asked&, SampleRow& row) { row.top_k = -1; },
-     "top_k: got -1 at row 1, allowed 0..100"},
-    {"top_k above vocab", [](Asked&, SampleRow& row) { row.top_k = 101; },
-     "top_k: got 101 at row 1, allowed 0..100"},
+    {"top_k of -1 is off", [](Asked&, SampleRow& row) { row.top_k = -1; }, ""},
+    {"top_k above vocab is off", [](Asked&, SampleRow& row) { row.top_k = 101; }, ""},
+    {"top_k of the largest number is off", [](Asked&, SampleRow& row) { row.top_k = kMost; }, ""},
+    {"top_k below -1", [](Asked&, SampleRow& row) { row.top_k = -2; },
+     "top_k: got -2 at row 1, allowed -1 or more"},
+    {"top_k of the least number", [](Asked&, SampleRow& row) { row.top_k = -kMost - 1; },
+     "top_k: got -2147483648 at row 1, allowed -1 or more"},
     {"top_p of zero", [](Asked&, SampleRow& row) { row.top_p = 0; },
      "top_p: got 0 at row 1, allowed > 0 and <= 1"},
     {"top_p above one", [](Asked&, SampleRow& row) { row.top_p = 1.5f; },

@@ -169,7 +169,7 @@ class ReferenceSample {
     const auto vocab = static_cast<int64_t>(order.size());
     int64_t count = 0;
     double total = 0, whole = 0;
-    const int64_t k = ask_.top_k == 0 ? vocab : ask_.top_k;
+    const int64_t k = ask_.top_k <= 0 ? vocab : ask_.top_k;
     const bool is_filtered = k < vocab || ask_.top_p < 1 || ask_.min_p > 0;
     // Less than 2^-44 of the maximum rounds to 0.
     const double least_share = is_filtered ? std::max(double{ask_.min_p}, 0x1p-44) : 0;

@@ -109,14 +109,14 @@ inline void Append(const SampleAnswer& drawn, std::string* bits) {
 inline SampleBatch KeptBatchOf(const LinearCase& c) {
   SampleBatch batch;
   const auto most = static_cast<int32_t>(std::min<int64_t>(kMaxTopLogprobs, c.vocab));
-  const int32_t top_ks[] = {1, 50, most, 7};
+  const int32_t top_ks[] = {1, 50, kMaxTopLogprobs, 7};  // may be more than the vocabulary
   for (int64_t r = 0; r < c.rows; ++r) {
     SampleRow row = PlainRow();
     row.seed = c.seed;
     row.position = static_cast<uint64_t>(r);
     row.active = r % 11 != 3 ? 1 : 0;
     row.temperature = r % 5 == 0 ? 0.0f : r % 5 == 1 ? 0.7f : r % 5 == 2 ? 1e-4f : 1.0f;
-    row.top_k = row.temperature == 0 && r % 2 == 0 ? 0 : std::min(most, top_ks[r % 4]);
+    row.top_k = row.temperature == 0 && r % 2 == 0 ? 0 : top_ks[r % 4];
     row.top_p = r % 3 == 0 ? 0.9f : 1.0f;
     row.min_p = r % 7 == 0 ? 0.05f : 0.0f;
     row.want_rank = r % 4 != 0;

@@ -150,6 +150,41 @@ TEST_F(VerifyCpuTest, GreedyDraftsGiveTheTokensOfSample) {
   }
 }
 
+// Drafts of every kind, from a flat q.
+TEST_F(VerifyCpuTest, ATopKThatKeepsAllHasTheBitsOfNone) {
+  constexpr DraftKind kKinds[] = {DraftKind::kGreedy, DraftKind::kList, DraftKind::kDense};
+  for (const int64_t vocab : {5, 1000, 5000}) {
+    const int64_t rows = 90;
+    HostTensor tensor(DType::kF32, rows, vocab, vocab, 0);
+    SampleBatch batch;
+    VerifyBatch verify;
+    verify.draft_probs.assign(vocab, 1 / static_cast<float>(vocab));
+    verify.draft_ids.resize(vocab);
+    std::iota(verify.draft_ids.begin(), verify.draft_ids.end(), 0);
+    std::mt19937_64 random(vocab);
+    for (int64_t r = 0; r < rows; ++r) {
+      FillRow(tensor, r, Fill::kNormal, 11);
+      AddRandomRow(batch, vocab, random);
+      batch.rows.back().active = 1;
+      batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
+      verify.drafts.push_back({.token = static_cast<int32_t>(random() % vocab),
+                               .count = static_cast<int32_t>(vocab),
+                               .kind = kKinds[r % 3]});
+      if (r % 2 == 0) verify.sequences.push_back({.first_row = r, .rows = 2});
+    }
+    std::vector<std::string> want(rows);
+    for (const int32_t top_k : TopKsOff(vocab)) {
+      for (SampleRow& row : batch.rows) row.top_k = top_k;
+      const VerifyAnswer got = runner_->Verify(tensor, batch, verify).value();
+      for (int64_t r = 0; r < rows; ++r) {
+        std::string bits = SampleBits(got.rows, batch.rows[r], r);
+        if (top_k == 0) want[r] = bits;
+        EXPECT_EQ(bits, want[r]) << "vocab " << vocab << " row " << r << " top_k " << top_k;
+      }
+    }
+  }
+}
+
 struct DistributionCase {
   const char* name;
   DraftKind kind;

@@ -135,6 +135,19 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[1].logprob_mode, LogprobMode::kProcessed);
 }
 
+// protobuf writes -1 in ten bytes, some other encoders in five.
+TEST(SampleCodecTest, ATopKThatKeepsAllIsTakenAsEveryClientWritesIt) {
+  v1::SampleRequest request = Plain<v1::SampleRequest>(4, 5);
+  for (int k : {0, -1, 6, std::numeric_limits<int32_t>::max()}) request.add_top_k(k);
+  EXPECT_TRUE(Parsed(request).status.ok()) << Parsed(request).status;
+  request.clear_top_k();
+  request.GetReflection()->MutableUnknownFields(&request)->AddLengthDelimited(
+      v1::SampleRequest::kTopKFieldNumber, "\xff\xff\xff\xff\x0f");
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(As<SampleRow>(p.Inputs()[ops::kSampleInRows.index])[3].top_k, -1);
+}
+
 TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   v1::SampleRequest request;
   request.set_dtype(v1::DTYPE_F32);
@@ -143,7 +156,7 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   request.set_hidden_size(2);
   request.set_hidden(std::string(16, '\1'));
   request.add_seed(5);
-  request.add_top_k(3);  // of the head's 3 tokens
+  request.add_top_k(4);  // more than the head's 3 tokens: off
   request.set_allowed_tokens(std::string("\x05\0\0\0", 4));
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
@@ -155,9 +168,9 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   EXPECT_EQ(As<SampleRow>(arrays[ops::kSampleInRows.index])[1].seed, 5u);
   EXPECT_THAT(As<uint32_t>(arrays[ops::kSampleInMaskWords.index]), ElementsAre(5u));
 
-  request.set_top_k(0, 4);
+  request.set_top_k(0, -2);
   EXPECT_THAT(std::string(Parsed(request).status.message()),
-              HasSubstr("top_k: got 4 at row 0, allowed 0..3"));
+              HasSubstr("top_k: got -2 at row 0, allowed -1 or more"));
   request.set_head("other");
   EXPECT_EQ(Parsed(request).status.code(), absl::StatusCode::kNotFound);
 }
@@ -304,7 +317,8 @@ INSTANTIATE_TEST_SUITE_P(
             },
             "seed: got 3 values, allowed none, 1 or 2 (rows)"},
         Bad{"temperature_negative", [](R r) { r->add_temperature(-1); }, "temperature: got -1"},
-        Bad{"top_k_beyond_vocab", [](R r) { r->add_top_k(41); }, "top_k: got 41 at row 0"},
+        Bad{"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
+            "top_k: got -2 at row 0, allowed -1 or more"},
         Bad{"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
         Bad{"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
         Bad{"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
@@ -459,6 +473,12 @@ TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
               ElementsAre(0.25f, 0.75f, 0.1f, 0.2f, 0.3f, 0.4f));
 }
 
+TEST(VerifyCodecTest, ATopKThatKeepsAllIsTaken) {
+  v1::VerifyRequest request = Drafts();
+  for (int k : {0, -1, 4, 5, 1 << 20, 3}) request.add_top_k(k);
+  EXPECT_TRUE(ParsedVerify(request).status.ok()) << ParsedVerify(request).status;
+}
+
 TEST(VerifyCodecTest, NoKindsMeanGreedyDrafts) {
   v1::VerifyRequest request = Plain<v1::VerifyRequest>(2, 4);
   request.add_sequence_rows(2);
@@ -488,7 +508,8 @@ using V = v1::VerifyRequest*;
 INSTANTIATE_TEST_SUITE_P(
     All, VerifyCodecRefuses,
     ::testing::Values(
-        BadVerify{"what_sample_refuses_too", [](V r) { r->add_top_k(5); }, "top_k: got 5"},
+        BadVerify{"what_sample_refuses_too", [](V r) { r->add_top_k(-2); },
+                  "top_k: got -2 at row 0, allowed -1 or more"},
         BadVerify{"no_sequences", [](V r) { r->clear_sequence_rows(); },
                   "sequence_rows: got 0 in total, allowed 6 (rows)"},
         BadVerify{"sequence_of_nothing", [](V r) { r->set_sequence_rows(1, 0); },

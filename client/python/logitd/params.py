@@ -73,7 +73,7 @@ class SamplingParams(TypedDict, total=False):
     temperature: Floats
     """Per row, 0 or more. 0 takes the highest logit; default 1."""
     top_k: Ints
-    """Per row. Keeps the k highest logits; 0 and V keep all; default 0."""
+    """Per row. Keeps the k highest logits; 0, -1, and V or more keep all; default 0."""
     top_p: Floats
     """Per row, above 0, to 1. Keeps the fewest tokens whose mass reaches p; default 1."""
     min_p: Floats

@@ -73,11 +73,6 @@ struct SampleCallScratch {
   Buffer<RowRead> reads;
 };
 
-// A top_k of the whole vocabulary is off.
-inline bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
-  return ask.top_k > 0 && ask.top_k < vocab;
-}
-
 inline bool PenaltiesAreOn(const SampleRow& ask) {
   return ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0;
 }

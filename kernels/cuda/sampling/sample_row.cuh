@@ -40,9 +40,6 @@ struct SampleParams {
 // cells, blocks and edited rows.
 cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
 
-__device__ inline bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
-  return ask.top_k > 0 && ask.top_k < vocab;
-}
 __device__ inline bool PenaltiesAreOn(const SampleRow& ask) {
   return ask.history_count > 0 && (ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0);
 }

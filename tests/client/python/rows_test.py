@@ -139,6 +139,25 @@ class SampleTest(ServerTestCase):
             drawn = client.sample(logits, seed=2**64 - 1, top_k=1, min_p=0.5, logprob_mode=["raw", "processed"] * 2)
             np.testing.assert_allclose(drawn.logprobs, [logprobs[0, 69], 0] * 2, rtol=1e-5, atol=1e-6)
 
+    def test_a_top_k_that_keeps_all_is_off(self):
+        offs = [-1, 3, 4, 2**31 - 1, np.array([-1, 3, 1000])]
+        report = dict(seed=5, position=[0, 1, 4], logprob_mode="processed", top_logprobs=3)
+        drafts = dict(sequence_rows=[3], drafts=[2, 0], draft_kind="dense", draft_probs=np.full((2, 3), 1 / 3))
+        for client in self.both(self.server.unix):
+            calls = (
+                lambda **params: client.sample(self.LOGITS, **report, **params),
+                lambda **params: client.verify(self.LOGITS, **report, **drafts, **params),
+            )
+            for call in calls:
+                want = call()
+                for top_k in offs:
+                    got = call(top_k=top_k)
+                    for name in ("tokens", "logprobs", "status"):
+                        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), f"{name} of {top_k}")
+                    np.testing.assert_array_equal(got.top_logprobs.values, want.top_logprobs.values)
+                with self.refused(logitd.InvalidArgument, "top_k: got -2 at row 1, allowed -1 or more"):
+                    call(top_k=[-1, -2, 3])
+
     def test_numbers_that_cannot_be_sent_are_refused(self):
         for client in self.both(self.server.unix):
             for params, texts in (
@@ -326,6 +345,9 @@ class HeadsTest(ServerTestCase):
             with self.refused(logitd.AlreadyExists, "lm"):
                 client.load_head("lm", "tiny")
             client.unload_head("lm")
+            every = client.sample(hidden=hidden, head="lm", seed=2).tokens
+            kept = client.sample(hidden=hidden, head="lm", seed=2, top_k=[-1, 500, 501]).tokens
+            self.assertEqual(kept.tolist(), every.tolist())
             self.assertEqual(client.list_heads(), [])
             cut = client.load_head("cut", "tiny", shard=True)
             self.assertEqual(cut.shards, [logitd.HeadShard(0, 0, 500, cut.device_bytes)])
