@@ -9,7 +9,6 @@ Shares the tokenizer and the split with train.py, and none of its model code. Pr
 
 import argparse
 import json
-import math
 import pathlib
 import struct
 import sys
@@ -80,7 +79,7 @@ def main():
             total += (lse - logits[np.arange(len(target)), target])[scored].sum()
             count += int(scored.sum())
     loss = total / count
-    print(f"held-out loss {loss:.4f} over {count} tokens, perplexity {math.exp(loss):.2f}")
+    print(f"held-out loss {loss:.4f} over {count} tokens, perplexity {corpus.perplexity(loss):.2f}")
     if args.expect is not None and abs(loss - args.expect) > 1e-3:
         sys.exit(f"expected {args.expect}")
 

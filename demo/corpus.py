@@ -4,6 +4,7 @@ A paragraph is one line here: hard line breaks inside it become spaces and `_emp
 prompt typed on one line looks like the text the model was trained on.
 """
 
+import math
 import pathlib
 import re
 
@@ -54,6 +55,14 @@ class Tokenizer:
     def encode_paragraphs(self, novel):
         """Token ids of a novel: BOS before every paragraph."""
         return [i for paragraph in novel for i in [BOS, *self.encode(paragraph)]]
+
+
+def perplexity(loss):
+    """exp(loss); infinity for a loss above 709.78, where exp has no double."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def to_json_string(token):

@@ -218,7 +218,7 @@ def main():
             held, _ = evaluate(averaged, tests)
             print(
                 f"step {step}: train loss {loss.item():.4f}, held-out loss {held:.4f}, "
-                f"perplexity {math.exp(held):.2f}, {time.monotonic() - began:.0f} s",
+                f"perplexity {corpus.perplexity(held):.2f}, {time.monotonic() - began:.0f} s",
                 flush=True,
             )
         if step == args.steps:
@@ -243,7 +243,8 @@ def main():
     text = json.dumps([corpus.to_json_string(t) for t in vocab], ensure_ascii=True, indent=0)
     (args.out / "vocab.json").write_text(text + "\n")
     print(
-        f"exported (bf16): held-out loss {held:.4f} over {tokens} tokens, perplexity {math.exp(held):.2f}, "
+        f"exported (bf16): held-out loss {held:.4f} over {tokens} tokens, "
+        f"perplexity {corpus.perplexity(held):.2f}, "
         f"{held * tokens / math.log(2) / held_out_bytes:.3f} bits per byte"
     )
 

@@ -128,6 +128,23 @@ TEST_F(ScoreCliTest, LogitctlScoresFiles) {
   EXPECT_THAT(totals.out, ::testing::StartsWith("2 rows: 2 counted"));
 }
 
+// Losses of 800, and of infinity. JSON has no number for an infinity.
+TEST_F(ScoreCliTest, LogitctlPrintsAPerplexityBeyondEveryDouble) {
+  const std::string ids = dir_.Write("t.npy", Ids({1, 0, 0}));
+  const std::string plot = dir_.path("loss.png");
+  for (const float low : {-800.0f, -3e38f, -INFINITY}) {
+    const std::string npy = dir_.Write("a.npy", NpyF32(3, 2, {0, low, low, 0, low, 0}));
+    const nlohmann::json read = Json({"score", "--logits", npy, "--targets", ids});
+    EXPECT_EQ(read["totals"]["perplexity"], "Infinity") << low;
+    const nlohmann::json mean = read["totals"]["loss_mean"];
+    EXPECT_EQ(mean, std::isinf(low) ? nlohmann::json("Infinity") : nlohmann::json(-double{low}));
+    const Ran table =
+        Logitctl({"score", "--logits", npy, "--targets", ids, "--totals", "--plot", plot});
+    ASSERT_EQ(table.code, 0) << table.err;
+    EXPECT_THAT(table.out, HasSubstr("perplexity inf\n"));
+  }
+}
+
 // One row of two logits for each loss; their target is token 0.
 struct Losses {
   explicit Losses(const std::vector<double>& losses) {

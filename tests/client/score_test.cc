@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -139,6 +140,34 @@ TEST_F(ScoreTest, IsTheDefinition) {
   EXPECT_DOUBLE_EQ(answer.totals().loss_sum(), loss_sum);
   EXPECT_DOUBLE_EQ(answer.totals().loss_mean(), loss_sum / 3);
   EXPECT_DOUBLE_EQ(answer.totals().perplexity(), std::exp(-logprob_sum / 3));
+}
+
+// exp has no double above 709.78.
+TEST_F(ScoreTest, APerplexityBeyondEveryDoubleIsInfinite) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const float low : {-709.79f, -800.0f, -3e38f, -INFINITY}) {
+    const std::vector<float> logits = {0, low, 0, low, 0, low};
+    client::ScoreRequest request = {.rows = 3, .vocab = 2, .logits = {ViewOf(logits)}};
+    for (int row = 0; row < 3; ++row) request.params.add_targets(1);
+    const absl::StatusOr<client::ScoreResult> whole = client_->Score(request);
+    int answers = 0;
+    const absl::StatusOr<client::ScoreResult> streamed =
+        ConnectWith(1)->ScoreStream(request, [&](const client::ScoreProgress& progress) {
+          EXPECT_EQ(progress.totals.perplexity(), kInfinity);
+          ++answers;
+          return true;
+        });
+    EXPECT_EQ(answers, 3);
+    request.params.set_offset(3);
+    if (whole.ok()) *request.params.mutable_totals() = whole->answer.totals();
+    const absl::StatusOr<client::ScoreResult> continued = client_->ScoreStream(request, nullptr);
+    for (const auto* result : {&whole, &streamed, &continued}) {
+      ASSERT_TRUE(result->ok()) << result->status();
+      const v1::ScoreTotals& totals = (*result)->answer.totals();
+      EXPECT_FLOAT_EQ(static_cast<float>(totals.loss_mean()), -low);
+      EXPECT_EQ(totals.perplexity(), kInfinity) << low;
+    }
+  }
 }
 
 // 60 rows with parameters of every kind.

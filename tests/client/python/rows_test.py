@@ -206,6 +206,14 @@ class VerifyTest(ServerTestCase):
 
 
 class ScoreTest(ServerTestCase):
+    def test_a_perplexity_beyond_every_double_is_infinite(self):
+        logits = np.zeros((3, 2), np.float32)
+        logits[:, 1] = -800
+        for client in self.both(self.server.unix):
+            for call in (client.score, client.score_stream):
+                totals = call(logits, targets=[1, 1, 1]).totals
+                self.assertEqual((totals.loss_mean, totals.perplexity), (800, math.inf))
+
     def test_is_the_definition(self):
         logits = RANDOM.standard_normal((6, 700)).astype(np.float32) * 4
         targets = np.array([3, -100, 699, 0, 12, 12])
@@ -337,6 +345,9 @@ class HeadsTest(ServerTestCase):
             self.assertEqual(top.indices.dense().tolist(), [order(row)[:4].tolist() for row in logits])
             token = client.sample(hidden=hidden, head="lm", temperature=0).tokens
             self.assertEqual(token.tolist(), logits.argmax(axis=1).tolist())
+            every = client.sample(hidden=hidden, head="lm", seed=2).tokens
+            kept = client.sample(hidden=hidden, head="lm", seed=2, top_k=[-1, 500, 501]).tokens
+            self.assertEqual(kept.tolist(), every.tolist())
             targets = [1, 2, 3]
             want = -log_softmax(logits)[0][np.arange(3), targets]
             np.testing.assert_allclose(client.score(hidden=hidden, head="lm", targets=targets).losses, want, rtol=1e-5)
@@ -345,9 +356,6 @@ class HeadsTest(ServerTestCase):
             with self.refused(logitd.AlreadyExists, "lm"):
                 client.load_head("lm", "tiny")
             client.unload_head("lm")
-            every = client.sample(hidden=hidden, head="lm", seed=2).tokens
-            kept = client.sample(hidden=hidden, head="lm", seed=2, top_k=[-1, 500, 501]).tokens
-            self.assertEqual(kept.tolist(), every.tolist())
             self.assertEqual(client.list_heads(), [])
             cut = client.load_head("cut", "tiny", shard=True)
             self.assertEqual(cut.shards, [logitd.HeadShard(0, 0, 500, cut.device_bytes)])
