@@ -4,6 +4,7 @@
 #define LOGITD_CLIENT_CLI_COMMANDS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,7 @@ struct SampleFlags {
   SamplingFlags sampling = {.params =
                                 FlagsOf(*v1::SampleRequest::descriptor(),
                                         {"logit_bias", "logit_bias_ids", "allowed_tokens_mask"})};
+  std::optional<uint64_t> seeds;  // where the rows' seeds start; none: they are in `sampling`
 };
 int RunSample(const Session& session, const SampleFlags& flags);
 

@@ -57,7 +57,7 @@ from a JSON file with the keys of logitd.v1.SampleRequest; a flag overrides the 
 the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
 constexpr char kSampleExamples[] =
     R"(  logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
-  logitctl sample --logits logits.npy --params params.json --format json
+  logitctl sample --logits logits.npy --params params.json --seeds 7 --format json
   logitctl sample --hidden states.npy --head llama --seed 7 --top-p 0.9)";
 
 constexpr char kGenerateHelp[] =
@@ -296,6 +296,11 @@ void AddSample(CLI::App* app, Commands* commands) {
            "own, and its hidden state is sent");
   AddRing(command, &flags->input.ring);
   AddSampling(command, &flags->sampling);
+  Integers(command->add_option("--seeds", flags->seeds,
+                               "a number from which every row gets its own seed: row i has output "
+                               "i, from 0, of SplitMix64 started at it"),
+           0, std::numeric_limits<uint64_t>::max())
+      ->excludes("--seed");
 }
 
 void AddGenerate(CLI::App* app, Commands* commands) {

@@ -93,6 +93,15 @@ absl::StatusOr<v1::SampleRequest> MakeParams(const SamplingFlags& flags, int64_t
   return loaded;
 }
 
+// Output `i`, from 0, of the generator SplitMix64 that starts at `start`.
+// Source: Steele, Lea & Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.
+uint64_t SplitMix64(uint64_t start, uint64_t i) {
+  uint64_t z = start + (i + 1) * 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+
 // Prints text that comes in pieces. A piece may end inside a character: whole characters are
 // printed, the rest waits for the next piece.
 class LiveText {
@@ -139,6 +148,12 @@ int RunSample(const Session& session, const SampleFlags& flags) {
   absl::StatusOr<v1::SampleRequest> params =
       MakeParams(flags.sampling, flags.input.head.empty() ? input->width : head->vocab());
   if (!params.ok()) return BadInput(params.status());
+  if (flags.seeds.has_value()) {
+    params->clear_seed();
+    for (int64_t row = 0; row < input->rows; ++row) {
+      params->add_seed(SplitMix64(*flags.seeds, static_cast<uint64_t>(row)));
+    }
+  }
   if (params->history().empty()) {
     params->mutable_history()->Add(input->tokens.begin(), input->tokens.end());
   }

@@ -48,13 +48,17 @@ constexpr Form kForms[] = {
 
 }  // namespace
 
-CLI::Option* Integers(CLI::Option* option, int64_t low, int64_t high) {
+CLI::Option* Integers(CLI::Option* option, absl::int128 low, absl::int128 high) {
   const std::string range = absl::StrFormat("%d..%d", low, high);
-  return Allow(option, absl::StrCat("integers ", range), range,
-               [low, high](const std::string& text) {
-                 int64_t value = 0;
-                 return absl::SimpleAtoi(text, &value) && value >= low && value <= high;
-               });
+  Allow(option, absl::StrCat("integers ", range), range, [low, high](const std::string& text) {
+    absl::int128 value = 0;
+    return absl::SimpleAtoi(text, &value) && value >= low && value <= high;
+  });
+  // CLI11 would read 010 as octal.
+  return option->transform([](const std::string& text) {
+    absl::int128 value = 0;
+    return absl::SimpleAtoi(text, &value) ? absl::StrFormat("%d", value) : text;
+  });
 }
 
 CLI::Option* Numbers(CLI::Option* option, double low, double high) {

@@ -3,9 +3,10 @@
 #define LOGITD_CLIENT_CLI_USAGE_H_
 
 #include <CLI/CLI.hpp>
-#include <cstdint>
 #include <string>
 #include <vector>
+
+#include "absl/numeric/int128.h"
 
 namespace logitd::cli {
 
@@ -13,7 +14,7 @@ namespace logitd::cli {
 // several. Help shows the allowed ones.
 
 // Whole numbers from `low` to `high`.
-CLI::Option* Integers(CLI::Option* option, int64_t low, int64_t high);
+CLI::Option* Integers(CLI::Option* option, absl::int128 low, absl::int128 high);
 // Numbers from `low` to `high`, both finite; no NaN.
 CLI::Option* Numbers(CLI::Option* option, double low, double high);
 // All finite numbers.

@@ -204,6 +204,12 @@ TEST(LogitctlTest, BadUsageIs2AndSaysWhy) {
        "--k: got \"99999999999999999999\", allowed integers -2147483648..2147483647"},
       {{"sample", "--logits", npy, "--seed", "-1"},
        "--seed: got \"-1\", allowed integers 0..18446744073709551615"},
+      {{"sample", "--logits", npy, "--seeds", "-1"},
+       "--seeds: got \"-1\", allowed integers 0..18446744073709551615"},
+      {{"sample", "--logits", npy, "--seeds", "18446744073709551616"},
+       "--seeds: got \"18446744073709551616\", allowed integers 0..18446744073709551615"},
+      {{"sample", "--logits", npy, "--seeds", "1,2"}, "--seeds: got \"1,2\", allowed integers"},
+      {{"sample", "--logits", npy, "--seeds", "1", "--seed", "2"}, "allowed one of the two"},
       {{"sample", "--logits", npy, "--top-p", "x"}, "--top-p: got \"x\", allowed NUMBER"},
       {{"sample", "--logits", npy, "--allow", "1,x"},
        "--allow: got \"x\", allowed integers 0..2147483647"},
@@ -345,6 +351,7 @@ TEST(LogitctlTest, EveryParameterOfTheProtoIsAFlagWithItsComment) {
   EXPECT_THAT(
       Logitctl({"sample", "--help"}).out,
       AllOf(HasSubstr("default 0: the same tokens"),
+            HasSubstr("one seed for all rows gives equal rows the same token"),
             HasSubstr("Keeps the k highest logits; 0, -1, and V or more keep all; default 0")));
 }
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -287,6 +288,38 @@ TEST_F(LogitdTest, LogitctlTakesEveryTopKThatKeepsAll) {
     EXPECT_EQ(drawn(top_k), want) << top_k;
   }
   EXPECT_NE(drawn("1"), want);
+}
+
+// The five numbers are the published outputs of SplitMix64 from 1234567.
+TEST_F(LogitdTest, LogitctlSpreadsSeedsFromOneNumber) {
+  const int rows = 64;
+  const std::string equal =
+      dir_.Write("equal.npy", testing::NpyF32(rows, 50, std::vector<float>(rows * 50, 0.5f)));
+  const std::string five =
+      dir_.Write("five.npy", testing::NpyF32(5, 50, std::vector<float>(5 * 50, 0.5f)));
+  const auto sample = [&](const std::string& npy, const std::vector<std::string>& flags) {
+    std::vector<std::string> args = {"sample", "--logits", npy};
+    args.insert(args.end(), flags.begin(), flags.end());
+    return Json(args)["tokens"].get<std::vector<int>>();
+  };
+  const std::vector<int> want = sample(
+      five, {"--seed",
+             "6457827717110365317,3203168211198807973,9817491932198370423,4593380528125082431,"
+             "16408922859458223821"});
+  for (const char* start : {"1234567", "+1234567", "01234567"}) {
+    EXPECT_EQ(sample(five, {"--seeds", start}), want) << start;
+  }
+  const std::string params = dir_.Write("seed.json", R"({"seed": [1, 2, 3, 4, 5]})");
+  EXPECT_EQ(sample(five, {"--seeds", "1234567", "--params", params}), want);
+
+  const auto tokens = [&](const std::vector<std::string>& flags) {
+    const std::vector<int> drawn = sample(equal, flags);
+    EXPECT_EQ(drawn.size(), 64u);
+    return std::set<int>(drawn.begin(), drawn.end()).size();
+  };
+  EXPECT_EQ(tokens({"--seed", "7"}), 1u);
+  EXPECT_GT(tokens({"--seeds", "7"}), 20u);
+  EXPECT_GT(tokens({"--seeds", "18446744073709551615"}), 20u);
 }
 
 TEST_F(LogitdTest, LogitctlSaysWhichParameterIsWrongAndWhy) {
