@@ -239,12 +239,13 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
   parts.door_metrics =
       std::make_shared<door::DoorMetrics>(parts.metrics->registry(), parts.max_connections);
   const int64_t max_message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
-  parts.connections =
-      door::Connections::Create({.frames = {.max_streams = config.max_streams,
-                                            .max_message = static_cast<uint32_t>(max_message)},
-                                 .max_connections = parts.max_connections,
-                                 .early_bytes = config.max_held_bytes / 16},
-                                parts.door_metrics);
+  parts.connections = door::Connections::Create(
+      {.frames = {.max_streams = config.max_streams,
+                  .max_message = static_cast<uint32_t>(max_message),
+                  .min_ping_interval_ns = absl::ToInt64Nanoseconds(config.min_ping_interval)},
+       .max_connections = parts.max_connections,
+       .early_bytes = config.max_held_bytes / 16},
+      parts.door_metrics);
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       ServeMetrics(config, MakeMetricsPage(parts.metrics->registry(), parts.connections, Version(),
                                            GrpcVersion(), InfosOf(*parts.devices)));
