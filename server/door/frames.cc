@@ -554,7 +554,7 @@ void Frames::TakeControl() {
   if (!control_.Take(1)) Break(Limit::kControlFrames);
 }
 
-// Not of Refill: it counts at most a second, and a client is silent for longer between two pings.
+// Time for pings is added here: Refill counts at most a second, and two pings are further apart.
 void Frames::TakePing() {
   pings_.Give(std::max<int64_t>(now_ns_ - pings_ns_, 0));
   pings_ns_ = now_ns_;

@@ -333,7 +333,7 @@ TEST_F(FramesTest, APeerMayPingAtTheIntervalForever) {
   }
 }
 
-// Some are late, so the next comes early: what counts is how many there are for long.
+// A ping that is late is followed by one that seems early: the rate over a longer time counts.
 TEST_F(FramesTest, PingsOfAnIntervalMayComeTogether) {
   for (int i = 0; i < 300; ++i) {
     now_ += 3 * kSecond;

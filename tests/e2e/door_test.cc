@@ -283,7 +283,7 @@ TEST(DoorTest, AFloodOfPingsIsCutWithTheDefaultFlags) {
   EXPECT_TRUE(server.WaitForMetric(Cut("pings"), '=', 2));
 }
 
-// As clients do that measure their round trip when an answer comes.
+// Clients that measure their round trip ping when an answer comes.
 TEST(DoorTest, EachAnswerAllowsAPing) {
   ServerProcess server({"--min-ping-interval=1h"});
   RawPeer peer(server.port());
