@@ -537,6 +537,12 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       /*infinite=*/true,
       "Time without a byte from a peer after which the server asks whether it is still there; "
       "without an answer in 20s the connection ends");
+  AddDuration(
+      app, "--min-ping-interval", &config->min_ping_interval, absl::ZeroDuration(),
+      /*infinite=*/false,
+      "Time between two pings of a peer that the server allows for long; 10 may come at once, and "
+      "one more for each frame of an answer. A peer that pings more often is told "
+      "\"too_many_pings\" and its connection ends. 0: any");
   AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
               /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");

@@ -51,6 +51,7 @@ struct Config {
   absl::Duration max_connection_age = absl::InfiniteDuration();
   absl::Duration max_connection_idle = absl::InfiniteDuration();
   absl::Duration keepalive_time = absl::Minutes(1);
+  absl::Duration min_ping_interval = absl::Seconds(5);  // of a peer; 0: any
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"

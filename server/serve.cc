@@ -143,9 +143,8 @@ std::vector<int> NumbersOf(const engine::Devices& devices) {
 // is ends the process instead of failing the load.
 int64_t MaxHeadBytes(const Config& config, const engine::Devices& devices) {
   if (config.max_head_bytes > 0) return config.max_head_bytes;
-  const DeviceInfo& device = devices.info(0);
-  if (device.backend != "cpu") return std::numeric_limits<int64_t>::max();
-  return UsableMemory(device.memory_bytes) / 2 / devices.count();
+  if (devices.info(0).backend != "cpu") return std::numeric_limits<int64_t>::max();
+  return UsableMemory(MachineMemory()) / 2 / devices.count();
 }
 
 // Makes the devices, and the engine on them.
@@ -239,12 +238,13 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
   parts.door_metrics =
       std::make_shared<door::DoorMetrics>(parts.metrics->registry(), parts.max_connections);
   const int64_t max_message = rpc::MaxMessageBytes(config.max_request_bytes, config.max_batch_rows);
-  parts.connections =
-      door::Connections::Create({.frames = {.max_streams = config.max_streams,
-                                            .max_message = static_cast<uint32_t>(max_message)},
-                                 .max_connections = parts.max_connections,
-                                 .early_bytes = config.max_held_bytes / 16},
-                                parts.door_metrics);
+  parts.connections = door::Connections::Create(
+      {.frames = {.max_streams = config.max_streams,
+                  .max_message = static_cast<uint32_t>(max_message),
+                  .min_ping_interval_ns = absl::ToInt64Nanoseconds(config.min_ping_interval)},
+       .max_connections = parts.max_connections,
+       .early_bytes = config.max_held_bytes / 16},
+      parts.door_metrics);
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       ServeMetrics(config, MakeMetricsPage(parts.metrics->registry(), parts.connections, Version(),
                                            GrpcVersion(), InfosOf(*parts.devices)));
@@ -287,6 +287,14 @@ rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
           .keepalive_time = config.keepalive_time};
 }
 
+void LogHostMemory(const Config& config, const engine::Devices& devices) {
+  const HostMemory most = MostHostMemory(config, devices.info(0).backend == "cpu", devices.count(),
+                                         MaxHeadBytes(config, devices));
+  const int64_t usable = UsableMemory(MachineMemory());
+  spdlog::log(most.Sum() <= usable ? spdlog::level::info : spdlog::level::warn, "{}",
+              most.Text(usable));
+}
+
 absl::Status StartServer(const Config& config, Parts& parts) {
   const int64_t base_bytes = door::ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
@@ -300,6 +308,7 @@ absl::Status StartServer(const Config& config, Parts& parts) {
   parts.rechecked = parts.server.get();
   if (parts.arenas != nullptr) parts.arenas->ServeRings(parts.server->ring_service(), parts.cores);
   parts.files->Start();
+  LogHostMemory(config, *parts.devices);
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
   spdlog::info("listening on {}", absl::StrJoin(parts.server->listening(), " "));
   return absl::OkStatus();

@@ -11,6 +11,7 @@ namespace {
 constexpr uint8_t kHeaders = 1;
 constexpr uint8_t kReset = 3;
 constexpr uint8_t kSettings = 4;
+constexpr uint8_t kGoAway = 7;
 constexpr uint8_t kWindowUpdate = 8;
 constexpr uint8_t kEndStream = 1;
 constexpr uint8_t kEndHeaders = 4;
@@ -97,6 +98,14 @@ void AppendEnd(uint32_t stream, std::string_view fields, bool ended, std::string
 void AppendReset(uint32_t stream, uint32_t why, std::string* out) {
   AppendFrameHead(4, kReset, 0, stream, out);
   AppendBytes(why, 4, out);
+}
+
+void AppendGoAway(uint32_t why, std::string_view text, std::string* out) {
+  constexpr uint32_t kAnyStream = 0x7fffffff;
+  AppendFrameHead(8 + text.size(), kGoAway, 0, 0, out);
+  AppendBytes(kAnyStream, 4, out);
+  AppendBytes(why, 4, out);
+  *out += text;
 }
 
 void AppendInitialWindow(uint32_t bytes, std::string* out) {

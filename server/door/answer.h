@@ -30,6 +30,9 @@ void AppendEnd(uint32_t stream, std::string_view fields, bool ended, std::string
 // Ends a stream. `why`: HTTP/2's number of the reason.
 void AppendReset(uint32_t stream, uint32_t why, std::string* out);
 
+// GOAWAY: the end of the connection. All calls may have been seen. `text`: any bytes.
+void AppendGoAway(uint32_t why, std::string_view text, std::string* out);
+
 // SETTINGS: how many bytes of messages the peer may send on each stream, new or open.
 void AppendInitialWindow(uint32_t bytes, std::string* out);
 // The peer may send so many more on this stream.

@@ -109,10 +109,12 @@ class Connection {
   ssize_t ReadSome(int fd, msghdr* message, int flags);
   // Reads the frames of what was received. `edits`: what gRPC gets instead; `tells`: frames_ has
   // replies. False: cut.
-  bool Account(absl::Span<const iovec> parts, size_t bytes, std::vector<Frames::Edit>* edits,
-               std::vector<Refused>* refused, bool* tells);
+  bool Account(int fd, absl::Span<const iovec> parts, size_t bytes,
+               std::vector<Frames::Edit>* edits, std::vector<Refused>* refused, bool* tells);
   // Sends the replies of frames_, and then the ends of the calls.
   void Answer(int fd, const std::vector<Refused>& refused);
+  // The last frame for a peer that pings too often: gRPC's clients then ping half as often.
+  void TellTooManyPings(int fd);
   // Writes answers and frames of windows, as far as the kernel takes them and gRPC's frames leave a place.
   void WriteAnswers(int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(send_mutex_);
   // What gRPC has sent, and then the ends of calls that wait for it.

@@ -32,6 +32,8 @@ constexpr size_t kMostWaiting = size_t{128} << 10;
 // Wide windows that no large message used for so long go to a connection that wants them.
 constexpr int64_t kUnusedNs = 1'000'000'000;
 
+constexpr uint32_t kEnhanceYourCalm = 11;  // HTTP/2's number
+
 // Calls `read` for the first `bytes` of `parts`.
 template <typename Read>
 void ForEachPart(absl::Span<const iovec> parts, size_t bytes, Read read) {
@@ -79,7 +81,7 @@ ssize_t ReadTls(TlsSession& session, msghdr* message) {
 // The end of a call, for its peer. A call that has headers of an answer can only be reset.
 void AppendTooLarge(const Frames::TooLarge& call, uint32_t most, std::string* out) {
   constexpr int kInvalidArgument = 3;
-  constexpr uint32_t kEnhanceYourCalm = 11;  // gRPC's clients make RESOURCE_EXHAUSTED of it
+  // gRPC's clients make RESOURCE_EXHAUSTED of this reason.
   if (call.answered) return AppendReset(call.stream, kEnhanceYourCalm, out);
   const std::string fields = EncodeStatus(
       kInvalidArgument,
@@ -117,7 +119,7 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
     const auto bytes = static_cast<size_t>(got);
     const bool drained = tls() == nullptr && SaysNothingLeft(*message);
     bool tells = false;
-    if (!Account(PartsOf(*message), bytes, &edits, &refused, &tells)) {
+    if (!Account(fd, PartsOf(*message), bytes, &edits, &refused, &tells)) {
       errno = ECONNRESET;
       return -1;
     }
@@ -138,7 +140,7 @@ ssize_t Connection::Receive(int fd, msghdr* message, int flags) {
   return static_cast<ssize_t>(copied);
 }
 
-bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
+bool Connection::Account(int fd, absl::Span<const iovec> parts, size_t bytes,
                          std::vector<Frames::Edit>* edits, std::vector<Refused>* refused,
                          bool* tells) {
   received_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
@@ -169,13 +171,19 @@ bool Connection::Account(absl::Span<const iovec> parts, size_t bytes,
     lacks_room = frames_.TakeLackOfRoom();
     too_large =
         frames_.too_large_calls() - std::exchange(too_large_calls_, frames_.too_large_calls());
-    if (broken != Limit::kNone) ShutDown(broken);
   }
   if (too_large > 0) owner_->CountTooLarge(static_cast<size_t>(too_large));
   if (lacks_room) owner_->ReclaimEarlyRoom();
   if (broken == Limit::kNone) return true;
-  owner_->CountCut(*this, broken);
+  if (broken == Limit::kPings) TellTooManyPings(fd);
+  Cut(broken);
   return false;
+}
+
+void Connection::TellTooManyPings(int fd) {
+  absl::MutexLock lock(&send_mutex_);
+  AppendGoAway(kEnhanceYourCalm, "too_many_pings", &answers_);
+  WriteAnswers(fd);
 }
 
 void Connection::Answer(int fd, const std::vector<Refused>& refused) {

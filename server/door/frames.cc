@@ -49,6 +49,9 @@ Frames::Frames(const FrameLimits& limits, int64_t now_ns, EarlyRoom* room)
       refilled_ns_(now_ns),
       tiny_{.left = limits.tiny_frames * kTinyUnit, .most = limits.tiny_frames * kTinyUnit},
       control_{.left = limits.control_frames, .most = limits.control_frames},
+      pings_{.left = limits.pings * limits.min_ping_interval_ns,
+             .most = limits.pings * limits.min_ping_interval_ns},
+      pings_ns_(now_ns),
       resets_{.left = limits.resets, .most = limits.resets},
       period_ns_(now_ns) {
   in_.skip = kPrefaceBytes;
@@ -362,9 +365,9 @@ void Frames::BeginFrame() {
       [[fallthrough]];
     case kPing:
       TakeControl();
-      if ((in_.flags & kAck) == 0 && ++unread_answers_ > limits_.unread_answers) {
-        Break(Limit::kUnreadAnswers);
-      }
+      if ((in_.flags & kAck) != 0) break;
+      if (in_.type == kPing) TakePing();
+      if (++unread_answers_ > limits_.unread_answers) Break(Limit::kUnreadAnswers);
       break;
     default:
       TakeControl();
@@ -551,6 +554,13 @@ void Frames::TakeControl() {
   if (!control_.Take(1)) Break(Limit::kControlFrames);
 }
 
+// Time for pings is added here: Refill counts at most a second, and two pings are further apart.
+void Frames::TakePing() {
+  pings_.Give(std::max<int64_t>(now_ns_ - pings_ns_, 0));
+  pings_ns_ = now_ns_;
+  if (!pings_.Take(limits_.min_ping_interval_ns)) Break(Limit::kPings);
+}
+
 void Frames::BeginSentFrame() {
   const bool acks = (out_.flags & kAck) != 0;
   if (out_.type == kHeaders || out_.type == kContinuation) {
@@ -566,6 +576,7 @@ void Frames::BeginSentFrame() {
     case kData:
     case kHeaders:
       control_.Give(kControlPerFrame);
+      pings_.Give(limits_.min_ping_interval_ns);
       if ((out_.flags & kEndStream) != 0) {
         resets_.Give(1);
         EndStream(out_.stream);

@@ -192,6 +192,7 @@ class Frames {
   void EndTooLarge();
   void EndMessage(Stream* stream);
   void TakeControl();
+  void TakePing();
   void RefuseList();
   void CloseWindows();
   void SetTimeout(uint32_t stream);
@@ -267,6 +268,8 @@ class Frames {
   int64_t refilled_ns_;
   Budget tiny_;  // in units of 1/1024 frame
   Budget control_;
+  Budget pings_;          // in nanoseconds, min_ping_interval_ns for each ping
+  int64_t pings_ns_ = 0;  // when time was last added to it
   Budget resets_;
   int64_t unread_answers_ = 0;
   int64_t asked_ = 0;          // with what calls gave up lately

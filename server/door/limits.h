@@ -20,6 +20,7 @@ enum class Limit {
   kStreams,        // more than max_streams open streams
   kTinyFrames,     // messages in many frames of a few bytes
   kControlFrames,  // frames that carry nothing, faster than control_rate
+  kPings,          // pings, faster than one in min_ping_interval_ns
   kResets,         // streams that the peer cancels, faster than reset_rate
   kUnreadAnswers,  // PING and SETTINGS frames whose confirmations the peer does not take
   kUnasked,        // message bytes beyond what calls asked for
@@ -39,6 +40,7 @@ inline constexpr auto kLimitNames = std::to_array<LimitName>({
     {Limit::kStreams, "streams", "it has too many open calls"},
     {Limit::kTinyFrames, "tiny_frames", "it sends messages in tiny frames"},
     {Limit::kControlFrames, "control_frames", "it sends too many frames that carry nothing"},
+    {Limit::kPings, "pings", "it pings too often"},
     {Limit::kResets, "resets", "it cancels too many calls"},
     {Limit::kUnreadAnswers, "unread_answers", "it does not read what it asks for"},
     {Limit::kUnasked, "unasked", "it sends messages larger than it said"},
@@ -83,6 +85,11 @@ struct FrameLimits {
   // more each second, and four more for each DATA or HEADERS frame in either direction.
   int64_t control_frames = 20000;
   int64_t control_rate = 5000;
+  // PING frames that ask: pings at once, one more after each min_ping_interval_ns (0: any number), and
+  // one more for each DATA or HEADERS frame that goes to the peer. Clients that measure their round trip
+  // ping when such a frame comes; others ping at an interval to learn that the server is there.
+  int64_t pings = 10;
+  int64_t min_ping_interval_ns = 5'000'000'000;
   // Calls that the peer cancels before they end: resets, reset_rate more each second, and one more for
   // each call that was answered or refused. Each costs gRPC processor time that others wait for. A
   // call whose timeout is over does not count: it ends here at the same time.

@@ -242,6 +242,7 @@ class RpcServerImpl final : public RpcServer {
         Builder::ExternalConnectionType::FROM_FD, grpc::InsecureServerCredentials());
     const door::FrameLimits& limits = connections_->options().frames;
     builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, limits.max_streams);
+    builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);  // none: the door counts pings
     const auto header_list = static_cast<int>(limits.max_split_list);
     builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, header_list);
 #ifdef GRPC_ARG_ABSOLUTE_MAX_METADATA_SIZE  // newer versions advertise this one

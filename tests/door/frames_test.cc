@@ -61,6 +61,8 @@ class FramesTest : public ::testing::Test {
                          .tiny_rate = 10,
                          .control_frames = 50,
                          .control_rate = 100,
+                         .pings = 3,
+                         .min_ping_interval_ns = kSecond,
                          .resets = 3,
                          .reset_rate = 1,
                          .unread_answers = 40};
@@ -303,12 +305,80 @@ TEST_F(FramesTest, APeerThatTakesAnswersMayMoveItsWindow) {
 }
 
 TEST_F(FramesTest, ConfirmationsThatThePeerDoesNotTakeAreBounded) {
+  limits_.min_ping_interval_ns = 0;
   for (int i = 0; i < 20; ++i) {
     EXPECT_EQ(GetTimes(3, Frame(kPing, 0, 0, "12345678")), Limit::kNone);
     for (int ping = 0; ping < 3; ++ping) Send(Frame(kPing, kAck, 0, "12345678"));
     now_ += kSecond;
   }
   EXPECT_EQ(GetTimes(50, Frame(kPing, 0, 0, "12345678")), Limit::kUnreadAnswers);
+}
+
+const std::string kAPing = Frame(kPing, 0, 0, "12345678");
+
+TEST_F(FramesTest, PingsAreBoundedInTime) {
+  EXPECT_EQ(GetTimes(3, kAPing), Limit::kNone);
+  now_ += kSecond;
+  EXPECT_EQ(Get(kAPing), Limit::kNone);
+  now_ += kSecond - 1;
+  EXPECT_EQ(Get(kAPing), Limit::kPings);
+}
+
+TEST_F(FramesTest, APeerMayPingAtTheIntervalForever) {
+  EXPECT_EQ(GetTimes(3, kAPing), Limit::kNone);
+  for (int i = 0; i < 1000; ++i) {
+    now_ += kSecond;
+    ASSERT_EQ(Get(kAPing), Limit::kNone) << i;
+    Send(Frame(kPing, kAck, 0, "12345678"));
+  }
+}
+
+// A ping that is late is followed by one that seems early: the rate over a longer time counts.
+TEST_F(FramesTest, PingsOfAnIntervalMayComeTogether) {
+  for (int i = 0; i < 300; ++i) {
+    now_ += 3 * kSecond;
+    ASSERT_EQ(GetTimes(3, kAPing), Limit::kNone) << i;
+    Send(Frame(kPing, kAck, 0, "12345678"));
+    Send(Frame(kPing, kAck, 0, "12345678"));
+    Send(Frame(kPing, kAck, 0, "12345678"));
+  }
+}
+
+TEST_F(FramesTest, SilenceEarnsNoMorePingsThanMayComeAtOnce) {
+  now_ += 3600 * kSecond;
+  EXPECT_EQ(GetTimes(3, kAPing), Limit::kNone);
+  EXPECT_EQ(Get(kAPing), Limit::kPings);
+}
+
+TEST_F(FramesTest, AClockThatGoesBackCutsNobody) {
+  EXPECT_EQ(Get(kAPing), Limit::kNone);
+  now_ -= 3600 * kSecond;
+  EXPECT_EQ(GetTimes(2, kAPing), Limit::kNone);
+  now_ += kSecond;
+  EXPECT_EQ(Get(kAPing), Limit::kNone);
+}
+
+TEST_F(FramesTest, EachFrameOfAnAnswerAllowsAPing) {
+  for (int i = 0; i < 30; ++i) {
+    Send(i == 0 ? Frame(kHeaders, kEndHeaders, 1, "") : Frame(kData, 0, 1, "a"));
+    ASSERT_EQ(Get(kAPing), Limit::kNone) << i;
+    Send(Frame(kPing, kAck, 0, "12345678"));
+  }
+  EXPECT_EQ(GetTimes(2, kAPing), Limit::kNone);
+  Send(Frame(kSettings, 0, 0, "") + Frame(kWindowUpdate, 0, 0, "\0\0\0\1"s));
+  EXPECT_EQ(Get(kAPing), Limit::kPings);
+}
+
+TEST_F(FramesTest, ConfirmationsOfPingsAreNoPings) {
+  EXPECT_EQ(GetTimes(30, Frame(kPing, kAck, 0, "12345678")), Limit::kNone);
+  EXPECT_EQ(GetTimes(3, kAPing), Limit::kNone);
+}
+
+TEST_F(FramesTest, WithoutAnIntervalThereMayBeAnyNumberOfPings) {
+  const FrameLimits any = {.min_ping_interval_ns = 0};
+  Frames frames(any, now_);
+  EXPECT_EQ(frames.Received(Bytes(Preface()), now_), Limit::kNone);
+  for (int i = 0; i < 1000; ++i) ASSERT_EQ(frames.Received(Bytes(kAPing), now_), Limit::kNone);
 }
 
 TEST_F(FramesTest, ABrokenLimitStays) {

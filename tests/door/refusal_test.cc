@@ -288,7 +288,8 @@ class RefusalTest : public ::testing::TestWithParam<Way> {
   }
 
   const std::shared_ptr<RefuseAll> judge_ = std::make_shared<RefuseAll>();
-  const std::shared_ptr<Connections> connections_ = Connections::Create({});
+  const std::shared_ptr<Connections> connections_ =
+      Connections::Create({.frames = {.min_ping_interval_ns = 0}});
   std::shared_ptr<Connection> connection_;
   int fd_ = -1;
   int peer_fd_ = -1;

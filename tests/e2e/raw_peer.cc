@@ -96,7 +96,7 @@ bool RawPeer::EndsWithin(absl::Duration timeout) {
   return false;
 }
 
-bool RawPeer::Gets(uint8_t type, uint32_t stream, absl::Duration timeout) {
+bool RawPeer::Gets(uint8_t type, uint32_t stream, absl::Duration timeout, std::string* payload) {
   const absl::Time end = absl::Now() + timeout;
   std::string bytes;
   while (absl::Now() < end) {
@@ -104,8 +104,13 @@ bool RawPeer::Gets(uint8_t type, uint32_t stream, absl::Duration timeout) {
       const auto byte = [&bytes](size_t i) { return static_cast<uint8_t>(bytes[i]); };
       const size_t size = size_t{byte(0)} << 16 | size_t{byte(1)} << 8 | byte(2);
       const uint32_t id = uint32_t{byte(7)} << 8 | byte(8);
-      if (byte(3) == type && id == stream) return true;
+      const bool wanted = byte(3) == type && id == stream;
+      if (wanted && payload == nullptr) return true;
       if (bytes.size() < 9 + size) break;
+      if (wanted) {
+        *payload = bytes.substr(9, size);
+        return true;
+      }
       bytes.erase(0, 9 + size);
     }
     pollfd waiting = {fd_, POLLIN, 0};

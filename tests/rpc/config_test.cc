@@ -209,15 +209,19 @@ TEST(ConfigTest, TlsNeedsACertificateAndItsKey) {
 }
 
 TEST(ConfigTest, ConnectionsHaveLimitsOfTime) {
-  const Result r = Parse({"--max-connection-age=1h", "--max-connection-idle=inf",
-                          "--keepalive-time=30s", "--max-streams=100"});
+  const Result r =
+      Parse({"--max-connection-age=1h", "--max-connection-idle=inf", "--keepalive-time=30s",
+             "--max-streams=100", "--min-ping-interval=200ms"});
   ASSERT_FALSE(r.exit_code.has_value()) << r.err;
   EXPECT_EQ(r.config.max_connection_age, absl::Hours(1));
   EXPECT_EQ(r.config.max_connection_idle, absl::InfiniteDuration());
   EXPECT_EQ(r.config.keepalive_time, absl::Seconds(30));
   EXPECT_EQ(r.config.max_streams, 100);
+  EXPECT_EQ(r.config.min_ping_interval, absl::Milliseconds(200));
+  EXPECT_LE(Parse({}).config.min_ping_interval, absl::Seconds(10));  // what clients usually set
   for (const char* flag : {"--max-connection-age=0", "--max-connection-idle=1ms",
-                           "--keepalive-time=0s", "--max-streams=0"}) {
+                           "--keepalive-time=0s", "--max-streams=0", "--min-ping-interval=-1s",
+                           "--min-ping-interval=inf", "--min-ping-interval=often"}) {
     EXPECT_EQ(Parse({flag}).exit_code, 2) << flag;
   }
 }
