@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import ray.data
@@ -22,7 +22,8 @@ from logitd.results import ScoreTotals
 
 _PASS_OVER = 30.0  # seconds for which a replica that failed comes last
 _ROUND = 1.0  # seconds between two rounds over all replicas
-_SUMS = ("rows", "counted", "ignored", "faulty", "loss_sum", "target_logprob_sum")
+_COUNTS = ("rows", "counted", "ignored", "faulty")
+_SUMS = (*_COUNTS, "loss_sum", "target_logprob_sum")
 
 
 class Score:
@@ -34,6 +35,8 @@ class Score:
     away or hung last, for half a minute. A batch that none took goes round again, until a deadline has passed since
     its first failure: then the last error is raised. With one replica there is no next one: the client's own retries are
     all, of which a full server gets 4.
+
+    A sequence without rows (T is 0) gets empty arrays and sums of 0.
 
     addresses: of the replicas, which hold the same head.
     inputs, targets: names of the columns.
@@ -74,23 +77,34 @@ class Score:
         targets = [np.asarray(sequence) for sequence in batch[self._targets]]
         sequences = [np.asarray(sequence) for sequence in batch[self._inputs]]
         for sequence, expected in zip(sequences, targets):
-            if sequence.ndim != 2 or expected.shape != sequence.shape[:1]:
+            empty = sequence.size == expected.size == 0  # whatever its type and width, which Arrow may not keep
+            if not empty and (sequence.ndim != 2 or expected.shape != sequence.shape[:1]):
                 raise InvalidArgument(
                     f"{self._inputs}: got a sequence of shape {list(sequence.shape)} with targets of shape "
                     f"{list(expected.shape)}, allowed [T, width] with [T]"
                 )
-        result = self._score(np.concatenate(sequences), np.concatenate(targets))
-        counted = np.concatenate(targets) != self._params.get("ignore_index", -100)
-        ends = np.cumsum([len(sequence) for sequence in targets])[:-1]
+        rows = self._rows(sequences, targets)
+        ends = np.cumsum([expected.size for expected in targets])[:-1]
+        parts = list(zip(*(np.split(values, ends) for values in rows))) if targets else []
         columns: Dict[str, Any] = {name: values for name, values in batch.items() if name != self._inputs}
-        columns["losses"] = _column(np.split(result.losses, ends))
-        columns["target_logprobs"] = _column(np.split(result.target_logprobs, ends))
-        parts = [
-            _sums(*part)
-            for part in zip(*(np.split(a, ends) for a in (counted, result.ok, result.losses, result.target_logprobs)))
-        ]
-        columns.update({name: np.array([part[name] for part in parts]) for name in _SUMS})
+        columns["losses"] = _column([part[2] for part in parts])
+        columns["target_logprobs"] = _column([part[3] for part in parts])
+        sums = [_sums(*part) for part in parts]
+        for name in _SUMS:
+            columns[name] = np.array([part[name] for part in sums], np.int64 if name in _COUNTS else np.float64)
         return columns
+
+    def _rows(
+        self, sequences: List[np.ndarray], targets: List[np.ndarray]
+    ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of all rows, one sequence after another: whether they count and are ok, their losses and log-probabilities."""
+        filled = [i for i, expected in enumerate(targets) if expected.size]
+        if not filled:
+            none = np.zeros(0, np.float32)
+            return none.astype(bool), none.astype(bool), none, none
+        expected = np.concatenate([targets[i] for i in filled])
+        result = self._score(np.concatenate([sequences[i] for i in filled]), expected)
+        return expected != self._params.get("ignore_index", -100), result.ok, result.losses, result.target_logprobs
 
     def _score(self, inputs: np.ndarray, targets: np.ndarray) -> Any:
         payload = {"logits": inputs} if self._head is None else {"hidden": inputs, "head": self._head}
@@ -161,7 +175,7 @@ def totals(scored: Any) -> ScoreTotals:
     """Totals over all sequences of a dataset that was scored, perplexity included."""
     found = scored.sum(list(_SUMS)) or {}
     sums = {name: found.get(f"sum({name})") or 0 for name in _SUMS}
-    counts = {name: int(sums[name]) for name in _SUMS[:4]}
+    counts = {name: int(sums[name]) for name in _COUNTS}
     if counts["counted"] == 0:
         return ScoreTotals(**counts)
     return ScoreTotals(
@@ -169,5 +183,12 @@ def totals(scored: Any) -> ScoreTotals:
         loss_sum=sums["loss_sum"],
         target_logprob_sum=sums["target_logprob_sum"],
         loss_mean=sums["loss_sum"] / counts["counted"],
-        perplexity=math.exp(-sums["target_logprob_sum"] / counts["counted"]),
+        perplexity=_exp(-sums["target_logprob_sum"] / counts["counted"]),
     )
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:  # above 709.78
+        return math.inf

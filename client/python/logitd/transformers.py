@@ -9,45 +9,33 @@ With `head=`, the model's own output head does not run: its hidden states go to 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+import copy
+import logging
+import threading
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 import transformers
 
 from logitd import _arrays
+from logitd._generation import BY_PROCESSOR, DRAW, FIELDS, MODE, OUTPUT
 from logitd.client import Client
 from logitd.errors import InvalidArgument
-from logitd.results import RowStatus, SampleResult
+from logitd.results import Ragged, RowStatus, SampleResult
 
-# Arguments of transformers that say how tokens are chosen, with the values that leave that to logitd.
-_NEUTRAL: Dict[str, Tuple[Any, ...]] = {
-    "do_sample": (False,),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "temperature": (1.0,),
-    "top_k": (0,),
-    "top_p": (1.0,),
-    "min_p": (0.0,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "penalty_alpha": (0.0,),
-    "diversity_penalty": (0.0,),
-    "dola_layers": (),
-    "constraints": (),
-    "force_words_ids": (),
-    "prompt_lookup_num_tokens": (),
-    "assistant_model": (),
-    "custom_generate": (),
-}
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_Penalty = transformers.RepetitionPenaltyLogitsProcessor
+_EncoderPenalty = transformers.EncoderRepetitionPenaltyLogitsProcessor
+_NO_LOGITS = "the model's logits are not on this side"
+_LOG = logging.getLogger(__name__)
+_LOCK = threading.Lock()  # of the hooks in models
 _TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class _NoHead(torch.nn.Module):
-    """In place of a model's output head: keeps the hidden states, and gives logits of 0, which take no memory."""
+    """In place of a model's output head: keeps the hidden states, and gives logits of 1, which take no memory. A ban or
+    a penalty for some tokens shows in them; a penalty would not in logits of 0."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -56,20 +44,62 @@ class _NoHead(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden[:, -1].detach()
-        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.vocab)
+        return hidden.new_ones(()).expand(*hidden.shape[:-1], self.vocab)
+
+
+class _Hook:
+    """In place of a model's _get_logits_processor: shows a sampler the processors that it comes with."""
+
+    def __init__(self, make: Any) -> None:
+        self.make, self.model = make, make.__self__
+        self.users = 0
+
+    def __call__(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in kwargs.get("logits_processor") or ():
+            if isinstance(one, Sampler):
+                return one._take_over(
+                    lambda config: self.make(config, *args, **kwargs), generation_config, kwargs["logits_processor"]
+                )
+        if isinstance(self.model.get_output_embeddings(), _NoHead):
+            raise InvalidArgument("logits_processor: got no Sampler, allowed one that is attached: the model has no head")
+        return self.make(generation_config, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _hooked(model: Any) -> Iterator[None]:
+    """The hook is in the model. Calls in several threads share it, and the last one takes it out."""
+    with _LOCK:
+        hook = model._get_logits_processor  # of a wrapper, as PEFT's: that of its model
+        if not isinstance(hook, _Hook):
+            hook = _Hook(hook)
+            hook.model._get_logits_processor = hook
+        hook.users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            hook.users -= 1
+            if hook.users == 0:
+                del hook.model._get_logits_processor
 
 
 class Sampler(transformers.LogitsProcessor):
     """A LogitsProcessor that draws each row's next token with logitd, and leaves generate only that one.
 
-    It must be the last processor, with do_sample=False and without beams; generate() below sees to that. Processors
-    before it have their effect, except with `head`. One sampler is for one call of generate.
+    Use attached() around model.generate, with do_sample=False and without beams; generate() below sees to that. One
+    sampler is for one call of generate.
+
+    Other processors have their effect before it. With `head` there are no logits on this side: logitd then does
+    repetition_penalty, or encoder_repetition_penalty if that is the only penalty, whether it comes as an argument, from a
+    configuration or as a processor. Any other processor is refused.
 
     client: of the server that draws.
     seed: one for all rows, and row i then has seed + i; or one per row. A row's tokens are drawn at positions 0, 1, ...
-    head: name of a loaded head. Use attached() around generate.
-    sampling: parameters of Client.sample, except seed, position, hidden, head and history. Penalties see all tokens so
-        far, the prompt and its padding included, as those of transformers do.
+    head: name of a loaded head.
+    sampling: parameters of Client.sample, except seed, seeds, position, hidden, head and history. A repetition_penalty
+        here stands in place of that of transformers. Penalties see the tokens that transformers' own would see: all so
+        far, with the prompt, and with its padding in versions such as 4.57. Tokens outside the vocabulary are ignored,
+        and a log line says how many.
 
     results: what Client.sample gave, step by step.
     """
@@ -82,7 +112,7 @@ class Sampler(transformers.LogitsProcessor):
         head: Optional[str] = None,
         sampling: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        taken = {"seed", "position", "hidden", "head", "history"} & set(sampling or {})
+        taken = {"seed", "seeds", "position", "hidden", "head", "history"} & set(sampling or {})
         if taken:
             raise InvalidArgument(
                 f"sampling: got {', '.join(sorted(taken))}, allowed are the other parameters of sample"
@@ -95,7 +125,10 @@ class Sampler(transformers.LogitsProcessor):
         if seeds.ndim > 1:
             raise InvalidArgument(f"seed: got {seeds.ndim} dimensions, allowed one seed, or one per row")
         self._seed: Union[int, List[int]] = seeds.tolist()
-        self._sampling = dict(sampling or {})
+        self._sampling = {name: value for name, value in (sampling or {}).items() if value is not None}
+        self._taken: Dict[str, Any] = {}  # parameters in place of processors
+        self._unseen = np.zeros((), np.int64)  # tokens at the beginning of all rows, or of each, that penalties do not see
+        self._encoder_ids: Optional[torch.Tensor] = None  # where not None: the tokens that they see
         self._head = None if head is None else client.get_head(head)
         if self._head is not None and self._head.final_norm:
             raise InvalidArgument(
@@ -106,24 +139,83 @@ class Sampler(transformers.LogitsProcessor):
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator["Sampler"]:
-        """Takes the model's output head out, where the sampler has a head on the server. The model is not for other use
-        meanwhile."""
+        """Has model.generate show the sampler the other processors, and takes the model's output head out where the
+        sampler has a head on the server: then the model is not for other use meanwhile."""
+        with _hooked(model):
+            if self._head is None:
+                yield self
+                return
+            own = model.get_output_embeddings()
+            width = model.config.get_text_config().hidden_size
+            if width != self._head.hidden:
+                raise InvalidArgument(
+                    f"head: got {self._head.name!r} of hidden size {self._head.hidden}, allowed is the model's: {width}"
+                )
+            self._no_head = _NoHead(self._head.vocab)
+            model.set_output_embeddings(self._no_head)
+            try:
+                yield self
+            finally:
+                model.set_output_embeddings(own)
+                self._no_head = None
+
+    def _take_over(self, make: Callable[[Any], Any], config: Any, given: Sequence[Any]) -> Any:
+        """The processors that make(config) gives, without those whose work logitd does. The sampler is the last.
+
+        given: the caller's own, which are among them.
+        """
+        own = any(type(one) is _Penalty for one in given)  # stands in place of the one that transformers would make
+        borrowed = not own and not FIELDS["repetition_penalty"].asks(config.repetition_penalty) and self._has_penalty()
+        if own or borrowed:  # the latter because transformers' penalty knows which tokens it sees
+            config = copy.copy(config)
+            config.repetition_penalty = 1.0 if own else 2.0
+        made = make(config)
+        left = type(made)()
+        for one in made:
+            if type(one) is _Penalty:
+                unseen = getattr(one, "prompt_ignore_length", None)
+                self._unseen = _arrays.as_numpy("prompt_ignore_length", 0 if unseen is None else unseen)
+            if one is self or self._does(one, borrowed):
+                continue
+            if self._head is not None:
+                raise _refusal(one, config, given)
+            left.append(one)
+        left.append(self)
+        for name in (name for name, field in FIELDS.items() if field.use == OUTPUT and self._head is not None):
+            if FIELDS[name].asks(getattr(config, name, None)):
+                raise InvalidArgument(f"{name}: got {getattr(config, name)!r:.80}, allowed False with a head: {_NO_LOGITS}")
+        return left
+
+    def _has_penalty(self) -> bool:
+        return any(name in self._sampling for name in _PENALTIES)
+
+    def _does(self, one: Any, borrowed: bool) -> bool:
+        """Whether logitd does the work of a processor."""
+        kind = type(one)
+        if kind is _Penalty and (borrowed or "repetition_penalty" in self._sampling):
+            return True
         if self._head is None:
-            yield self
-            return
-        own = model.get_output_embeddings()
-        width = model.config.get_text_config().hidden_size
-        if width != self._head.hidden:
-            raise InvalidArgument(
-                f"head: got {self._head.name!r} of hidden size {self._head.hidden}, allowed is the model's: {width}"
-            )
-        self._no_head = _NoHead(self._head.vocab)
-        model.set_output_embeddings(self._no_head)
-        try:
-            yield self
-        finally:
-            model.set_output_embeddings(own)
-            self._no_head = None
+            return False
+        if kind is transformers.LogitNormalization:
+            return True  # it changes no draw
+        if kind not in (_Penalty, _EncoderPenalty) or self._taken:
+            return False
+        if kind is _EncoderPenalty:
+            if self._has_penalty():
+                return False
+            self._encoder_ids = one.encoder_input_ids
+        self._taken = {"repetition_penalty": one.penalty}
+        return True
+
+    def _history(self, input_ids: torch.Tensor, vocab: int) -> Ragged[np.int64]:
+        """The tokens that penalties see."""
+        ids = _arrays.as_numpy("input_ids", input_ids if self._encoder_ids is None else self._encoder_ids)
+        seen = np.broadcast_to(np.arange(ids.shape[1]) >= np.reshape(self._unseen, (-1, 1)), ids.shape)
+        known = seen & (ids >= 0) & (ids < vocab)
+        outside = int(seen.sum() - known.sum())
+        if outside and not self.results:
+            _LOG.warning("history: ignored %d tokens of the prompts, which are outside 0 to %d", outside, vocab - 1)
+        return Ragged(ids[known], known.sum(axis=1))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[N, V]: 0 for the token drawn in each row, -inf for all others. ValueError: a row has no token to draw."""
@@ -138,27 +230,40 @@ class Sampler(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
     def _sample(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampleResult:
-        params = dict(self._sampling)
-        rows = scores.shape[0]
+        params = {**self._sampling, **self._taken}
+        rows, vocab = scores.shape
         params["seed"] = [self._seed + row for row in range(rows)] if isinstance(self._seed, int) else self._seed
         if len(params["seed"]) != rows:
             raise InvalidArgument(f"seed: got {len(params['seed'])} seeds, allowed one, or {rows} (rows)")
         params["position"] = len(self.results)
         if any(name in params for name in _PENALTIES):
-            params["history"] = input_ids
+            params["history"] = self._history(input_ids, vocab)
         if self._head is None:
             return self._client.sample(scores.float(), **params)
         if self._no_head is None or self._no_head.hidden is None:
             raise RuntimeError(
                 "sampler: got a head but the model's own ran, allowed is generate within attached(model)"
             )
-        if bool(scores.any()):
+        if bool((scores != scores[:, :1]).any()):
             raise InvalidArgument(
-                "logits_processor: got one that changes logits, and with a head there are none; allowed are "
-                "the parameters of sampling"
+                f"logits_processor: got one that changes logits, allowed none with a head: {_NO_LOGITS}; see `sampling`"
             )
         hidden = self._no_head.hidden.to(_TYPES[self._head.dtype])
         return self._client.sample(hidden=hidden, head=self._head.name, **params)
+
+
+def _refusal(one: Any, config: Any, given: Sequence[Any]) -> InvalidArgument:
+    """With a head, of a processor: the name of the argument that it comes from."""
+    kind = type(one).__name__
+    name = "logits_processor" if any(one is other for other in given) else BY_PROCESSOR.get(kind, "logits_processor")
+    if name == "min_length" and FIELDS["min_new_tokens"].asks(config.min_new_tokens):
+        name = "min_new_tokens"  # of which transformers makes a min_length
+    off = FIELDS[name].off[:1] if name in FIELDS else ()
+    got = f"{getattr(config, name)!r:.80}" if hasattr(config, name) else kind
+    beside = ", or as the only penalty" if isinstance(one, (_Penalty, _EncoderPenalty)) else ""
+    return InvalidArgument(
+        f"{name}: got {got}, allowed {off[0] if off else None}{beside} with a head: {_NO_LOGITS}; see `sampling`"
+    )
 
 
 def generate(
@@ -174,30 +279,55 @@ def generate(
 
     InvalidArgument: arguments, also of a `generation_config`, that leave the choice of tokens to transformers, such as
     do_sample, num_beams, temperature or typical_p; or num_return_sequences: repeat rows of the prompt instead. What the
-    model's own generation_config says of them does not count.
+    model's own generation_config says of them does not count. With a head: logits in the output, and what works on
+    logits, wherever it comes from; except that logitd does a repetition_penalty. A repetition_penalty here and another
+    one in `sampling`.
     """
+    if len(args) > 1:  # as model.generate has them
+        args, kwargs = (args[0], *args[2:]), {"generation_config": args[1], **kwargs}
+    given = list(kwargs.pop("logits_processor", None) or [])
     _check_choice(kwargs)
+    _check_penalty(kwargs, given, (sampling or {}).get("repetition_penalty"))
     sampler = Sampler(client, seed=seed, head=head, sampling=sampling)
-    processors = [*(kwargs.pop("logits_processor", None) or []), sampler]
-    ours = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None}
+    own = getattr(model, "generation_config", None)
+    modes = {name: field for name, field in FIELDS.items() if field.use == MODE and field.asks(getattr(own, name, None))}
+    ours = {name: field.off[0] if field.off else None for name, field in modes.items()}
+    ours.update(do_sample=False, num_beams=1, num_return_sequences=1)
     with sampler.attached(model):
         return model.generate(
-            *args, **{**kwargs, **ours}, logits_processor=transformers.LogitsProcessorList(processors)
+            *args, **{**kwargs, **ours}, logits_processor=transformers.LogitsProcessorList([*given, sampler])
         )
+
+
+def _stated(kwargs: Mapping[str, Any], name: str) -> List[Tuple[str, Any]]:
+    """What the caller says of a field, and where."""
+    config = kwargs.get("generation_config")
+    value = getattr(config, name, None)
+    default = getattr(transformers.GenerationConfig(), name, None)  # of top_k it is 50 in some versions
+    return [(name, kwargs.get(name)), (f"generation_config.{name}", None if value == default else value)]
 
 
 def _check_choice(kwargs: Mapping[str, Any]) -> None:
     config = kwargs.get("generation_config")
     if not isinstance(config, (transformers.GenerationConfig, type(None))):
         raise InvalidArgument(f"generation_config: got {config!r:.80}, allowed a transformers.GenerationConfig")
-    default = transformers.GenerationConfig()
-    for name, neutral in _NEUTRAL.items():
-        unset = (None, getattr(default, name, None))  # of a config; top_k is 50 in some versions
-        for where, value, allowed in (
-            (name, kwargs.get(name), (None, *neutral)),
-            (f"generation_config.{name}", getattr(config, name, None), (*unset, *neutral)),
-        ):
-            if not any(value is one or (isinstance(value, (int, float)) and value == one) for one in allowed):
-                raise InvalidArgument(
-                    f"{where}: got {value!r:.80}, allowed {neutral[0] if neutral else None!r}: logitd draws, see `sampling`"
-                )
+    for name in (name for name, field in FIELDS.items() if field.use in (MODE, DRAW)):
+        for where, value in _stated(kwargs, name):
+            if FIELDS[name].asks(value):
+                allowed = FIELDS[name].off[0] if FIELDS[name].off else None
+                raise InvalidArgument(f"{where}: got {value!r:.80}, allowed {allowed!r}: logitd draws, see `sampling`")
+
+
+def _check_penalty(kwargs: Mapping[str, Any], given: Sequence[Any], sampled: Any) -> None:
+    """InvalidArgument: the caller states two different repetition penalties."""
+    if sampled is None:
+        return
+    wanted = _arrays.numbers("repetition_penalty", sampled, np.dtype(np.float32))
+    stated = _stated(kwargs, "repetition_penalty")
+    stated += [("logits_processor", one.penalty) for one in given if type(one) is _Penalty]
+    for where, value in stated:
+        if FIELDS["repetition_penalty"].asks(value) and not bool((wanted == np.float32(value)).all()):
+            raise InvalidArgument(
+                f"{where}: got a repetition_penalty of {value!r:.80} beside {sampled!r:.80} in sampling, allowed in one "
+                "of them"
+            )

@@ -153,6 +153,79 @@ class RayTest(TestCase):
         self.assertAlmostEqual(out["loss_sum"][0], -(logprobs[0, 1] + logprobs[1, 3]), places=5)
         self.assertTrue(np.isnan(totals(ray.data.from_items([])).perplexity))
 
+    def score_of(self, sequences, **options):
+        """Scored rows by id, and the totals."""
+        dataset = ray.data.from_items(sequences)
+        options = {"inputs": "logits", "batch_size": 2, "concurrency": 1, **options}
+        scored = score(dataset, [self.servers[0].tcp], **options).materialize()
+        return {row["id"]: row for row in scored.take_all()}, totals(scored)
+
+    def test_sequences_without_rows_have_no_rows(self):
+        def sequence(i, length):
+            logits = RANDOM.standard_normal((length, 50)).astype(np.float32)
+            return dict(id=i, logits=logits, targets=RANDOM.integers(0, 50, length))
+
+        for lengths in ([0, 0], [2, 0, 0, 0, 1]):  # a dataset, and a batch, without any rows
+            sequences = [sequence(i, length) for i, length in enumerate(lengths)]
+            rows, found = self.score_of(sequences)
+            self.assertEqual((found.rows, found.counted), (sum(lengths), sum(lengths)), lengths)
+            self.assertEqual(np.isnan(found.perplexity), sum(lengths) == 0)
+            for i, length in enumerate(lengths):
+                self.assertEqual((rows[i]["rows"], rows[i]["counted"]), (length, length))
+                self.assertEqual((np.shape(rows[i]["losses"]), np.shape(rows[i]["target_logprobs"])), ((length,),) * 2)
+                logprobs, _ = log_softmax(sequences[i]["logits"])
+                want = -logprobs[np.arange(length), sequences[i]["targets"]].sum()
+                self.assertAlmostEqual(rows[i]["loss_sum"], want, places=4)
+
+    def test_sequences_without_rows_may_have_lost_their_type_and_width(self):
+        worker = Score([self.servers[0].tcp], inputs="logits")
+        full = np.zeros((2, 50), np.float32)
+        for empty in (np.zeros((0, 50)), np.zeros(0), np.zeros((0, 0), np.float32), np.zeros(0, object)):
+            for others in ([], [(full, [1, 2])], [(full, [1, 2]), (full, [3, 4])]):
+                pairs = [(empty, []), *others, (empty, [])]
+                batch = dict(logits=np.empty(len(pairs), object), targets=np.empty(len(pairs), object))
+                batch["logits"][:] = [inputs for inputs, _ in pairs]
+                batch["targets"][:] = [np.array(targets) for _, targets in pairs]
+                out = worker(batch)
+                self.assertEqual(out["rows"].tolist(), [0, *(2 for _ in others), 0])
+                self.assertEqual([len(losses) for losses in out["losses"]], out["rows"].tolist())
+                self.assertEqual([out[name].dtype.kind for name in ("rows", "loss_sum")], ["i", "f"])
+        out = worker(dict(logits=np.empty(0, object), targets=np.empty(0, object)))
+        self.assertEqual([len(values) for values in out.values()], [0] * 9)
+
+    def test_a_dataset_without_sequences_or_without_counted_rows_is_scored(self):
+        rows, found = self.score_of([])
+        self.assertEqual((rows, found.rows, np.isnan(found.perplexity)), ({}, 0, True))
+        ignored = [dict(id=i, logits=np.zeros((n, 50), np.float32), targets=np.full(n, -100)) for i, n in enumerate((2, 1))]
+        rows, found = self.score_of(ignored)
+        self.assertEqual((found.rows, found.ignored, found.counted, np.isnan(found.perplexity)), (3, 3, 0, True))
+        self.assertEqual(rows[0]["losses"].tolist(), [0, 0])
+
+    def test_a_perplexity_beyond_doubles_is_infinite_as_the_clients(self):
+        for loss in (700, 709, 710, 800, 3e38, np.inf):
+            logits = np.zeros((3, 50), np.float32)
+            logits[:, 1] = -loss
+            targets = np.ones(3, np.int64)
+            with logitd.Client(self.servers[0].tcp) as client:
+                want = client.score(logits, targets=targets).totals
+            out = Score([self.servers[0].tcp], inputs="logits")(dict(logits=logits[:, None], targets=targets[:, None]))
+            found = totals(ray.data.from_items([{name: out[name][i] for name in out} for i in range(3)]))
+            self.assertEqual(found.loss_mean, want.loss_mean)
+            self.assertEqual(found.perplexity, want.perplexity, loss)
+            self.assertEqual(np.isinf(found.perplexity), want.loss_mean > 709.78)
+
+    def test_bfloat16_goes_as_bits(self):
+        values = RANDOM.standard_normal((2, 5, 50)).astype(np.float32)
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+        exact = (bits.astype(np.uint32) << 16).view(np.float32)
+        targets = RANDOM.integers(0, 50, (2, 5))
+        rows, _ = self.score_of(
+            [dict(id=i, logits=bits[i], targets=targets[i]) for i in range(2)], params=dict(dtype="bf16")
+        )
+        for i in range(2):
+            logprobs, _ = log_softmax(exact[i])
+            np.testing.assert_allclose(rows[i]["target_logprobs"], logprobs[np.arange(5), targets[i]], rtol=1e-5)
+
     def test_what_cannot_work_is_refused(self):
         for addresses in ([], "127.0.0.1:1"):
             with self.refused(logitd.InvalidArgument, "addresses: got"):
